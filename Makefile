@@ -1,0 +1,58 @@
+# SPDX-License-Identifier: Apache-2.0
+# Every target does its own set-up (see tools/bootstrap.sh); after the first time that costs a few hundredths of a second.
+
+SHELL := /bin/sh
+BIN := .venv/bin
+PYTEST := $(BIN)/python -m pytest
+PYTEST_ARGS ?=
+
+# The environment of the accelerator tests: one with your build of torch and megatron-core, hence not .venv.
+GPU_PYTHON ?= python3
+
+# What `make demo` runs. The data step writes nothing where its output is already there.
+RUN_DIR := runs/demo-$(shell date +%Y%m%d-%H%M%S)
+DEMO_DATA = $(BIN)/zaya data prepare --input stdlib --output data/stdlib
+DEMO_TRAIN = $(BIN)/zaya train experiment=cpu_demo run_dir=$(RUN_DIR)
+
+.PHONY: help setup tools demo test test-all test-gpu lint clean distclean
+
+help: ## Show this
+	@echo "ZAYA1 as a Megatron-core plugin. Needs GNU make and a Python 3.12 or 3.13 anywhere on this machine; finds it by itself."
+	@echo
+	@sed -n 's/^\([a-z-]*\):[^#]*## \(.*\)/  make \1|\2/p' $(MAKEFILE_LIST) | awk -F'|' '{ printf "%-16s %s\n", $$1, $$2 }'
+	@echo
+	@echo "  make test PYTEST_ARGS='-k router -x'     pass anything on to pytest"
+	@echo "  make demo RUN_DIR=runs/mine              choose where the demo writes"
+	@echo "  make test ZAYA_PYTHON=/path/to/python    choose the Python that .venv is made with"
+	@echo
+	@echo "New here: make demo trains a small ZAYA on the CPU. On a ROCm machine do not use make: pip install . adds the plugin to"
+	@echo "the environment that is there and leaves its torch and megatron-core alone."
+
+setup: ## Make .venv and install what constraints.txt pins (all others do this first)
+	@tools/bootstrap.sh
+
+tools:
+	@tools/apt_packages.sh
+
+demo: setup ## Prepare a corpus from the Python standard library and train a small ZAYA on the CPU
+	$(DEMO_DATA)
+	$(DEMO_TRAIN)
+
+test: setup tools ## Run the tests that are neither slow nor need an accelerator
+	$(PYTEST) -m "not slow and not gpu" $(PYTEST_ARGS)
+
+test-all: setup tools ## Run all tests but those that need an accelerator
+	$(PYTEST) -m "not gpu" $(PYTEST_ARGS)
+
+test-gpu: ## Run the tests that need an accelerator, with GPU_PYTHON (default: python3)
+	$(GPU_PYTHON) -m pytest -m gpu $(PYTEST_ARGS)
+
+lint: setup ## Check the code with ruff
+	$(BIN)/python -m ruff check .
+
+clean: ## Remove caches and build products; keeps .venv, data and runs
+	rm -rf build dist *.egg-info .pytest_cache .ruff_cache
+	find . -path ./.venv -prune -o -name __pycache__ -type d -prune -exec rm -rf {} +
+
+distclean: clean ## Also remove .venv
+	rm -rf .venv

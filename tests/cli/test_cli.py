@@ -1,0 +1,118 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The console script as a user meets it: texts, exit codes, no litter, no torch."""
+
+import subprocess
+import sys
+import time
+
+import pytest
+
+from zaya_plugin import __version__
+from zaya_plugin.config.compose import load_recipe
+from zaya_plugin.config.train_help import GROUPS, MOST_USED, options, train_help
+
+
+def test_help_and_version(zaya):
+    helped = zaya("--help")
+    assert helped.returncode == 0 and "zaya train experiment=cpu_demo" in helped.stdout
+    assert zaya("--version").stdout == f"zaya_plugin {__version__}\n"
+    assert zaya().returncode == 2
+
+
+def test_train_help_names_every_group_option_and_the_most_used_keys(zaya):
+    done = zaya("train", "--help")
+    assert (done.returncode, done.stdout, done.stderr) == (0, train_help(), "")
+    for group in GROUPS:
+        for option in options(group):
+            assert option in done.stdout
+    for path in MOST_USED:
+        assert f"\n  {path} " in done.stdout
+    assert "stage.micro_batch_size          1 " in done.stdout and "optim.lr                        0.0006" in done.stdout
+
+
+def test_cfg_job_prints_a_recipe_that_loads(zaya, tmp_path):
+    started = time.monotonic()
+    done = zaya("train", "--cfg", "job", "experiment=cpu_demo", "optim.lr=1e-4")
+    assert time.monotonic() - started < 6  # 0.5 s on an idle core; a torch import alone would take longer on a busy one
+    assert done.returncode == 0, done.stderr
+    (tmp_path / "recipe.yaml").write_text(done.stdout)
+    recipe = load_recipe(tmp_path / "recipe.yaml")
+    assert (recipe.optim.lr, recipe.run_dir) == (1e-4, "runs/cpu_demo")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "message"),
+    [
+        (["train", "experiment=nope"], 2, "zaya: experiment=nope: no such recipe. Available: cpu_demo, zaya1_base\n"),
+        (["train"], 2, "experiment=<name>, of cpu_demo, zaya1_base"),
+        (["train", "experiment=cpu_demo", "optim.lrr=1"], 2, "did you mean optim.lr?"),
+        (["train", "experiment=cpu_demo", "stage.global_batch_size=10"], 2, "allowed: 8 or 16"),
+        (["train", "experiment=cpu_demo"], 2, "data/stdlib"),
+        (["train", "experiment=cpu_demo", "cluster.num_nodes=2"], 2, "cluster.num_nodes = 2"),
+        (["train", "--nonsense"], 2, "unrecognized arguments: --nonsense"),
+        (["trian"], 2, "zaya trian: no such command; allowed: train"),
+        (["data", "prepaer"], 2, "allowed: zaya data prepare"),
+    ],
+)
+def test_mistakes_end_with_one_message_and_code_2(zaya, arguments, code, message):
+    done = zaya(*arguments)
+    assert done.returncode == code
+    assert message in done.stderr and "Traceback" not in done.stderr and "Error executing" not in done.stderr
+    assert done.stdout == ""
+    assert list(zaya.place.iterdir()) == []
+
+
+@pytest.mark.parametrize("variable", ["ZAYA_TRACEBACK", "HYDRA_FULL_ERROR"])
+@pytest.mark.parametrize("override", ["optim.lrr=1", "stage.global_batch_size=10"])
+def test_a_traceback_on_request(zaya, variable, override):
+    done = zaya("train", "experiment=cpu_demo", override, **{variable: "1"})
+    assert "Traceback" in done.stderr and "ValueError" in done.stderr and done.returncode != 0
+
+
+def test_dry_run_says_what_would_run_and_creates_nothing(zaya):
+    done = zaya("train", "experiment=cpu_demo", "dry_run=true", "nproc=4", "cluster.environment.NCCL_DEBUG=INFO")
+    assert done.returncode == 0, done.stderr
+    assert f"run_dir      {zaya.place}/runs/cpu_demo\n" in done.stdout
+    assert "world size   4 ranks, 4 on this machine, started by zaya train\n" in done.stdout
+    assert "1 micro-batches of 4 a data-parallel rank" in done.stdout
+    assert "torch.distributed.run --nnodes 1 --nproc-per-node 4 " in done.stdout
+    assert done.stdout.count("-m zaya_plugin.training.worker runs/cpu_demo/recipe.yaml\n") == 1
+    for line in ("CUDA_VISIBLE_DEVICES=\n", "OMP_NUM_THREADS=", "TORCHDYNAMO_DISABLE=1\n", "NCCL_DEBUG=INFO\n", "PYTHONUNBUFFERED=1\n"):
+        assert line in done.stdout
+    assert "would stop   there is no dataset at data/stdlib" in done.stdout
+    assert done.stdout.endswith("dry_run = true: nothing was created or started\n")
+    assert list(zaya.place.iterdir()) == []
+
+
+def test_multirun_gives_every_job_its_own_directory_and_leaves_no_litter(zaya):
+    done = zaya("train", "-m", "experiment=cpu_demo", "optim.lr=1e-3,2e-3", "dry_run=true")
+    assert done.returncode == 0, done.stderr
+    assert "job 0: experiment=cpu_demo optim.lr=0.001 dry_run=True -> runs/cpu_demo/0" in done.stdout
+    assert "job 1: experiment=cpu_demo optim.lr=0.002 dry_run=True -> runs/cpu_demo/1" in done.stdout
+    assert f"run_dir      {zaya.place}/runs/cpu_demo/1\n" in done.stdout
+    assert list(zaya.place.iterdir()) == []
+
+
+def test_multirun_reports_the_jobs_that_cannot_run(zaya):
+    done = zaya("train", "experiment=cpu_demo", "stage.global_batch_size=10,16", "dry_run=true", "--multirun")
+    assert done.returncode == 2
+    assert "stage.global_batch_size = 10" in done.stderr and "job 1" in done.stdout and "world size" in done.stdout
+
+
+def test_own_recipes_from_a_directory(zaya):
+    folder = zaya.place.parent / "mine" / "experiment"
+    folder.mkdir(parents=True)
+    (folder / "mine.yaml").write_text("# @package _global_\ndefaults:\n  - cpu_demo\n  - _self_\nname: mine\n")
+    done = zaya("train", "--config-dir", str(folder.parent), "experiment=mine", "--cfg", "job")
+    assert done.returncode == 0, done.stderr
+    assert "name: mine\n" in done.stdout and "name: zaya_tiny" in done.stdout
+
+
+def test_composing_and_launching_import_no_torch(tmp_path, environment):
+    program = (
+        "import sys; from zaya_plugin.cli import main; code = main(sys.argv[1:]);"
+        "slow = {'torch', 'megatron', 'transformers', 'wandb'} & set(sys.modules); assert not slow, slow; sys.exit(code)"
+    )
+    for arguments in (["--help"], ["train", "--help"], ["train", "experiment=cpu_demo", "dry_run=true"], ["train", "--cfg", "job"]):
+        done = subprocess.run([sys.executable, "-c", program, *arguments], cwd=tmp_path, env=environment, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr

@@ -1,0 +1,156 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Composition, what it refuses and in which words, and the way to a file and back."""
+
+import pytest
+
+from zaya_plugin.config.compose import compose, load_recipe, save_recipe, to_yaml
+from zaya_plugin.config.schema import Recipe
+
+DEMO = "experiment=cpu_demo"
+
+# override -> parts that the message must hold: the key's full path first, then the value and what is allowed
+REFUSED = [
+    ("optim.lrr=1", ["optim.lrr = 1: no such key", "did you mean optim.lr?", "min_lr"]),
+    ("+optim.lrr=1", ["optim.lrr = 1: no such key", "did you mean optim.lr?"]),
+    ("++optim.lrr=1", ["optim.lrr = 1: no such key", "did you mean optim.lr?"]),
+    ("lr=1", ["lr = 1: no such key", "did you mean optim.lr?"]),
+    ("model.lr=1", ["model.lr = 1: no such key", "did you mean optim.lr?", "Keys of model: name, num_layers"]),
+    ("stage.seq_len=8", ["stage.seq_len = 8: no such key", "did you mean stage.seq_length?"]),
+    ("resum=auto", ["resum = auto: no such key", "did you mean resume?"]),
+    ("foo=1", ["foo = 1: no such key", "Groups and keys: name, model", "megatron.<name>=<value>"]),
+    ("foo.bar=1", ["foo.bar = 1: no such key"]),
+    ("+foo.bar=1", ["foo = {...}: no such key"]),
+    ("hydra.foo=1", ["hydra.foo = 1: no such key"]),
+    ("optim.lr=abc", ["optim.lr = 'abc'", "allowed: a number"]),
+    ("++optim.lr=abc", ["optim.lr = 'abc'", "allowed: a number"]),
+    ("optim.lr=true", ["optim.lr = True", "allowed: a number"]),
+    ("optim.lr=null", ["optim.lr = null", "allowed: a number"]),
+    ("~optim.lr", ["optim.lr", "allowed: a number"]),
+    ("optim.lr=${nope}", ["optim.lr", "nope"]),
+    ("optim.lr=[1", ["[1", "key=value"]),
+    ("optim.lr", ["optim.lr", "key=value"]),
+    ("optim.lr=1,2", ["optim.lr = 1,2", "add -m"]),
+    ("stage.train_iters=1.5", ["stage.train_iters = 1.5", "allowed: a whole number"]),
+    ("stage.train_iters=many", ["stage.train_iters = 'many'", "allowed: a whole number"]),
+    ("optim.lr_decay_iters=never", ["optim.lr_decay_iters = 'never'", "allowed: a whole number, or null"]),
+    ("logger.wandb=maybe", ["logger.wandb = 'maybe'", "allowed: true or false"]),
+    ("parallel.recompute_modules=moe", ["parallel.recompute_modules = 'moe'", "a list such as [a,b]"]),
+    ("profile.ranks=[a]", ["profile.ranks[0] = 'a'", "a list such as [0,1]"]),
+    ("cluster.environment=[1]", ["cluster.environment", "a mapping of names to text"]),
+    ("checkpoint=3", ["checkpoint = 3", "checkpoint.<key>=<value>"]),
+    ("model=null", ["a group", "model=zaya_tiny"]),
+    ("model=nope", ["model=nope: no such recipe", "zaya1_base, zaya_tiny"]),
+    ("cluster.device=tpu", ["cluster.device = 'tpu'", "allowed: cuda, cpu"]),
+    ("resume=maybe", ["resume = 'maybe'", "allowed: never, auto, must"]),
+    ("model.skip_output=half", ["model.skip_output = 'half'", "allowed: zero, identity"]),
+    ("parallel.recompute_granularity=some", ["parallel.recompute_granularity = 'some'", "allowed: null, full, selective"]),
+    ("name=???", ["name has no value", "name=<value>"]),
+    ("stage.train_iters=???", ["stage.train_iters has no value: optimizer steps", "stage.train_iters=<value>"]),
+]
+
+
+@pytest.mark.parametrize(("override", "parts"), REFUSED, ids=[override for override, _ in REFUSED])
+def test_refused_overrides_are_named(override, parts):
+    with pytest.raises(ValueError) as caught:
+        compose([DEMO, override])
+    for part in parts:
+        assert part in str(caught.value)
+    assert "object_type" not in str(caught.value)
+
+
+def test_an_unknown_experiment_lists_the_known_ones():
+    with pytest.raises(ValueError, match="experiment=nope: no such recipe. Available: cpu_demo, zaya1_base"):
+        compose(["experiment=nope"])
+
+
+def test_missing_values_are_reported_together_with_their_help():
+    with pytest.raises(ValueError) as caught:
+        compose(["stage.train_iters=???"])
+    assert "data.path has no value: directory written by `zaya data prepare`" in str(caught.value)
+    assert "stage.train_iters has no value" in str(caught.value)
+
+
+def test_all_bad_choices_are_reported_together():
+    with pytest.raises(ValueError) as caught:
+        compose([DEMO, "cluster.device=tpu", "resume=maybe"])
+    assert len(str(caught.value).splitlines()) == 2
+
+
+def test_the_demo_is_a_small_zaya_on_the_cpu():
+    recipe = compose([DEMO])
+    assert isinstance(recipe, Recipe) and type(recipe.model).__name__ == "ModelConfig"
+    assert (recipe.name, recipe.run_dir, recipe.nproc) == ("cpu_demo", "runs/cpu_demo", 2)
+    assert (recipe.model.hidden_size, recipe.cluster.device, recipe.cluster.dtype) == (256, "cpu", "fp32")
+    assert recipe.stage.global_batch_size * recipe.stage.seq_length == 4096
+
+
+def test_an_experiment_wins_over_the_groups_and_the_command_line_over_both():
+    assert compose([DEMO]).optim.lr == 3e-3
+    assert compose([DEMO, "optim.lr=1e-4"]).optim.lr == 1e-4
+    assert compose([DEMO, "cluster=gpu"]).cluster.device == "cuda"
+
+
+def test_open_mappings_take_keys_with_and_without_a_plus():
+    recipe = compose([DEMO, "megatron.log_params_norm=true", "+megatron.rampup=[1,2]", "cluster.environment.NCCL_DEBUG=INFO"])
+    assert recipe.megatron == {"log_params_norm": True, "rampup": [1, 2]}
+    assert recipe.cluster.environment == {"NCCL_DEBUG": "INFO"}
+    assert type(recipe.megatron) is dict and type(recipe.megatron["rampup"]) is list
+
+
+def test_composing_leaves_hydra_as_it_was():
+    from hydra.core.global_hydra import GlobalHydra
+
+    compose([DEMO])
+    assert not GlobalHydra.instance().is_initialized()
+    with pytest.raises(ValueError):
+        compose(["experiment=nope"])
+    assert not GlobalHydra.instance().is_initialized()
+
+
+def test_a_saved_recipe_reads_back_the_same(tmp_path):
+    recipe = compose([DEMO, "megatron.a=[1,{b:null}]", "cluster.environment.X=1e3", "profile.ranks=[0,1]", "optim.lr=1e-5"])
+    save_recipe(recipe, tmp_path / "recipe.yaml")
+    assert load_recipe(tmp_path / "recipe.yaml") == recipe
+    assert [path.name for path in tmp_path.iterdir()] == ["recipe.yaml"]
+    assert "${" not in to_yaml(recipe)
+
+
+@pytest.mark.parametrize(
+    ("text", "parts"),
+    [
+        ("optim:\n  lrr: 1\n  betas: 2\n", ["optim.lrr = 1", "did you mean optim.lr?", "optim.betas = 2: no such key"]),
+        ("nonsense: 1\n", ["nonsense = 1: no such key"]),
+        ("optim:\n  lr: fast\n", ["optim.lr = 'fast'", "a number"]),
+        ("resume: maybe\n", ["resume = 'maybe'", "never, auto, must"]),
+        ("- 1\n", ["a recipe is a mapping"]),
+        ("name: [\n", ["YAML"]),
+        ("name: x\n", ["data.path has no value", "model.name has no value"]),
+    ],
+)
+def test_load_recipe_checks_the_file_against_the_schema(tmp_path, text, parts):
+    path = tmp_path / "recipe.yaml"
+    full = to_yaml(compose([DEMO]))
+    key = text.split(":")[0]
+    if parts[0].startswith(("optim", "nonsense", "resume")):  # everything else of the file is whole
+        text = "".join(_without(full, key)) + text
+    path.write_text(text)
+    with pytest.raises(ValueError) as caught:
+        load_recipe(path)
+    for part in [str(path), *parts]:
+        assert part in str(caught.value)
+
+
+def test_load_recipe_names_a_missing_file(tmp_path):
+    with pytest.raises(ValueError, match="absent.yaml: cannot be read: No such file"):
+        load_recipe(tmp_path / "absent.yaml")
+
+
+def _without(text: str, key: str) -> list[str]:
+    """Lines of a YAML text without the top-level entry `key`."""
+    kept, skipping = [], False
+    for line in text.splitlines(keepends=True):
+        if not line.startswith((" ", "-")):
+            skipping = line.startswith(f"{key}:")
+        if not skipping:
+            kept.append(line)
+    return kept

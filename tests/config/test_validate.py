@@ -1,0 +1,108 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Impossible combinations: each message names the keys, the value and what is allowed."""
+
+import pytest
+
+from zaya_plugin.config.compose import compose
+from zaya_plugin.config.validate import data_parallel_size, validate
+
+# overrides of the demo, ranks -> what the message must hold
+IMPOSSIBLE = [
+    (["model.num_attention_heads=7"], 2, ["model.num_attention_heads = 7", "num_query_groups = 2", "allowed: 6 or 8"]),
+    (["model.num_query_groups=1"], 2, ["model.num_query_groups = 1", "an even number", "delayed"]),
+    (["model.rotary_percent=0.3"], 2, ["model.rotary_percent = 0.3", "model.kv_channels = 16", "rotates 4.8"]),
+    (["model.kv_channels=6"], 2, ["rotates 3 channels", "even"]),
+    (["model.rotary_percent=1.5"], 2, ["model.rotary_percent = 1.5", "at most 1"]),
+    (["model.num_layers=0"], 2, ["model.num_layers = 0", "above 0"]),
+    (["stage.seq_length=0"], 2, ["stage.seq_length = 0", "above 0"]),
+    (["stage.global_batch_size=10"], 2, ["stage.global_batch_size = 10", "stage.micro_batch_size = 4 x 2", "8 or 16"]),
+    ([], 3, ["stage.global_batch_size = 16", "4 x 3 data-parallel ranks = 12", "12 or 24"]),
+    (["stage.global_batch_size=4"], 2, ["stage.global_batch_size = 4", "allowed: 8"]),
+    (["stage.eval_iters=-1"], 2, ["stage.eval_iters = -1", "0 or more"]),
+    (["stage.eval_interval=0"], 2, ["stage.eval_interval = 0", "above 0"]),
+    (["parallel.tensor_model_parallel_size=4"], 4, ["parallel.tensor_model_parallel_size = 4", "num_query_groups = 2", "cannot be split"]),
+    (["parallel.tensor_model_parallel_size=2"], 2, ["parallel.tensor_model_parallel_size = 2: allowed: 1"]),
+    (["parallel.pipeline_model_parallel_size=2"], 2, ["parallel.pipeline_model_parallel_size = 2: allowed: 1"]),
+    (["parallel.context_parallel_size=2"], 2, ["parallel.context_parallel_size = 2: allowed: 1"]),
+    (["parallel.expert_model_parallel_size=2"], 2, ["parallel.expert_model_parallel_size = 2: allowed: 1"]),
+    (["parallel.pipeline_model_parallel_size=2"], 3, ["3 ranks", "= 2", "allowed: 2 or 4"]),
+    (["parallel.overlap_param_gather=true"], 2, ["parallel.overlap_param_gather", "parallel.overlap_grad_reduce = True (is False)"]),
+    (["optim.lr_warmup_iters=150"], 2, ["optim.lr_warmup_iters = 150", "less than stage.train_iters = 150"]),
+    (["optim.lr_decay_iters=10"], 2, ["optim.lr_decay_iters = 10", "more than optim.lr_warmup_iters = 10"]),
+    (["optim.min_lr=1"], 2, ["optim.min_lr = 1.0", "at most optim.lr = 0.003"]),
+    (["optim.lr=0"], 2, ["optim.lr = 0.0", "above 0"]),
+    (["optim.adam_beta2=1"], 2, ["optim.adam_beta2 = 1.0", "below 1"]),
+    (["parallel.recompute_granularity=full"], 2, ["parallel.recompute_method = null", "uniform, block"]),
+    (["parallel.recompute_granularity=full"], 2, ["parallel.recompute_num_layers = null", "needs it"]),
+    (["parallel.recompute_method=block"], 2, ["parallel.recompute_method = block", "recompute_granularity = full"]),
+    (["parallel.recompute_granularity=selective"], 2, ["parallel.recompute_modules = []", "core_attn, moe, layernorm"]),
+    (["parallel.recompute_modules=[moe]"], 2, ["parallel.recompute_modules", "recompute_granularity = selective"]),
+    (
+        ["parallel.recompute_granularity=selective", "parallel.recompute_modules=[mlp]"],
+        2,
+        ["parallel.recompute_modules", "mlp is unknown", "core_attn, moe, layernorm"],
+    ),
+    (["cluster.distributed_backend=nccl"], 2, ["cluster.distributed_backend = nccl", "cluster.device = cpu: gloo"]),
+    (["cluster.transformer_impl=transformer_engine"], 2, ["cluster.transformer_impl", "cluster.device = cpu: local"]),
+    (["cluster.device=cuda"], 2, ["cluster.distributed_backend = gloo", "nccl"]),
+    (["checkpoint.save_interval=0"], 2, ["checkpoint.save_interval = 0", "above 0"]),
+    (["checkpoint.keep_last=-1"], 2, ["checkpoint.keep_last = -1", "0 or more"]),
+    (["profile.step_start=5", "profile.step_end=5"], 2, ["profile.step_end = 5", "above profile.step_start = 5"]),
+    (["profile.enabled=true", "profile.ranks=[2]"], 2, ["profile.ranks = [2]", "ranks from 0 to 1"]),
+    (["master_port=70000"], 2, ["master_port = 70000", "1 to 65535"]),
+    (["nproc=0"], 2, ["nproc = 0", "above 0"]),
+    (["profile.memory_snapshot=true"], 2, ["profile.memory_snapshot = true", "cluster.device = cuda"]),
+    (["data.blend=[data/a]"], 2, ["data.blend", "'data/a'", "<weight above 0> <path>"]),
+    (["data.blend=['0 data/a']"], 2, ["data.blend", "'0 data/a'"]),
+    (["data.path=' '"], 2, ["data.path = ' '", "not empty"]),
+    (["megatron.lr=1"], 2, ["megatron.lr = 1", "set optim.lr=1"]),
+    (["megatron.layernorm_epsilon=1"], 2, ["megatron.layernorm_epsilon", "set model.norm_epsilon=1"]),
+]
+
+
+@pytest.mark.parametrize(("overrides", "world_size", "parts"), IMPOSSIBLE, ids=lambda value: str(value)[:60])
+def test_impossible_combinations_are_named(overrides, world_size, parts):
+    with pytest.raises(ValueError) as caught:
+        validate(compose(["experiment=cpu_demo", *overrides]), world_size)
+    for part in parts:
+        assert part in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        [],
+        ["stage.eval_iters=0", "checkpoint.save_interval=null", "checkpoint.keep_last=0", "optim.clip_grad=0"],
+        ["parallel.overlap_grad_reduce=true", "parallel.overlap_param_gather=true"],
+        ["parallel.recompute_granularity=full", "parallel.recompute_method=block", "parallel.recompute_num_layers=4"],
+        ["parallel.recompute_granularity=selective", "parallel.recompute_modules=[core_attn,moe,layernorm]"],
+        ["data.blend=['0.7 data/a', '1e-1 data/b c']"],
+        ["optim.lr_warmup_iters=0", "optim.lr_decay_iters=500", "optim.min_lr=3e-3"],
+        ["model.num_query_groups=8", "model.rotary_percent=1.0"],
+        ["master_port=65535", "megatron.log_params_norm=true"],
+    ],
+)
+def test_what_is_possible_passes(overrides):
+    validate(compose(["experiment=cpu_demo", *overrides]), 2)
+
+
+def test_all_problems_are_listed_at_once():
+    recipe = compose(["experiment=cpu_demo", "model.num_query_groups=3", "optim.min_lr=1", "cluster.distributed_backend=nccl"])
+    with pytest.raises(ValueError) as caught:
+        validate(recipe, 3)
+    assert len(str(caught.value).splitlines()) == 5  # heads, even groups, batch, min_lr, back end
+
+
+def test_data_parallel_size_is_what_the_model_parallel_sizes_leave():
+    recipe = compose(["experiment=cpu_demo"])
+    assert data_parallel_size(recipe, 8) == 8
+    recipe.parallel.tensor_model_parallel_size = 2
+    recipe.parallel.context_parallel_size = 2
+    assert data_parallel_size(recipe, 8) == 2
+
+
+def test_the_named_nearest_batches_are_themselves_allowed():
+    recipe = compose(["experiment=cpu_demo"])
+    for size in (24, 12):
+        recipe.stage.global_batch_size = size
+        validate(recipe, 3)

@@ -1,0 +1,28 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Fixtures that every test may use."""
+
+import os
+import shutil
+from collections.abc import Callable
+
+import pytest
+
+
+@pytest.fixture(scope="session")
+def require_tool() -> Callable[[str], str]:
+    """Gives the path of a program outside Python, as in `clang = require_tool("clang-19")`.
+
+    Where the program is missing the test is skipped; under CI=true it fails instead, for there a skip would hide that nothing ran.
+    Name the Debian package in tools/apt-packages.txt.
+    """
+
+    def find(name: str) -> str:
+        path = shutil.which(name)
+        if path is not None:
+            return path
+        reason = f"{name} is not on PATH; tools/apt-packages.txt names the package"
+        if os.environ.get("CI") == "true":
+            pytest.fail(reason, pytrace=False)
+        pytest.skip(reason)
+
+    return find

@@ -1,0 +1,138 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`load_manifest` and `check_dataset`, on prepared datasets and on those of others."""
+
+import json
+import shutil
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from zaya_plugin.data.dataset import DatasetWarning, check_dataset, load_manifest
+
+
+@pytest.fixture
+def copied(tmp_path, prepared):
+    return shutil.copytree(prepared, tmp_path / "out")
+
+
+@pytest.fixture
+def bare(tmp_path, prepared):
+    for suffix in (".bin", ".idx"):
+        shutil.copy(prepared / f"train{suffix}", tmp_path / f"theirs{suffix}")
+    return tmp_path / "theirs"
+
+
+def rewrite(directory, **changes):
+    record = json.loads((directory / "manifest.json").read_text())
+    record.update(changes)
+    (directory / "manifest.json").write_text(json.dumps(record))
+
+
+def test_good_dataset_passes_and_is_described(prepared, recwarn):
+    manifest = load_manifest(prepared)
+    for full in (False, True):
+        checked = check_dataset(prepared, 400, eod_id=0, full=full)
+        assert {name: (each.documents, each.tokens) for name, each in checked.items()} == {
+            name: (split.documents, split.tokens) for name, split in manifest.splits.items()
+        }
+    assert list(check_dataset(prepared / "valid", 400)) == ["valid"] and list(check_dataset(f"{prepared}/train.bin")) == ["train"]
+    assert load_manifest(prepared / "manifest.json") == manifest
+    assert not recwarn.list
+
+
+def test_missing_path_says_what_to_do(tmp_path):
+    with pytest.raises(ValueError, match=f"there is no dataset at {tmp_path}/none. Make one with `zaya data prepare --output {tmp_path}/none`"):
+        check_dataset(tmp_path / "none")
+    (tmp_path / "none.partial").mkdir()
+    with pytest.raises(ValueError, match="an unfinished one is there"):
+        check_dataset(tmp_path / "none")
+    with pytest.raises(ValueError, match="manifest.json does not exist.*zaya data prepare"):
+        load_manifest(tmp_path)
+
+
+def test_directory_without_manifest_names_its_prefixes(bare):
+    with pytest.raises(ValueError, match=f"give one of its prefixes: {bare}"):
+        check_dataset(bare.parent)
+
+
+@pytest.mark.parametrize("share", [0, 0.3, 0.99])
+@pytest.mark.parametrize("name", ["train.bin", "train.idx", "valid.bin", "valid.idx"])
+def test_cut_files_are_detected(copied, name, share):
+    data = (copied / name).read_bytes()
+    (copied / name).write_bytes(data[: int(len(data) * share)])
+    with pytest.raises(ValueError, match=f"{name} is cut short"):
+        check_dataset(copied)
+    (copied / name).unlink()
+    with pytest.raises(ValueError, match=f"{name} does not exist"):
+        check_dataset(copied)
+
+
+def test_files_of_another_run_are_detected(copied):
+    for suffix in (".bin", ".idx"):
+        shutil.copy(copied / f"valid{suffix}", copied / f"train{suffix}")
+    with pytest.raises(ValueError, match="not of the same run"):
+        check_dataset(copied)
+
+
+def test_changed_byte_is_found_by_the_full_check(copied):
+    data = bytearray((copied / "train.bin").read_bytes())
+    data[77] ^= 1
+    (copied / "train.bin").write_bytes(data)
+    check_dataset(copied)
+    with pytest.raises(ValueError, match="train.bin is damaged: its sha256"):
+        check_dataset(copied, full=True)
+
+
+def test_vocabulary_that_does_not_fit(prepared):
+    largest = max(split.max_token_id for split in load_manifest(prepared).splits.values())
+    check_dataset(prepared, largest + 1)
+    with pytest.raises(ValueError, match=rf"holds token id {largest}, and the vocabulary has {largest} entries .*made with a tokenizer of 400"):
+        check_dataset(prepared, largest)
+    with pytest.raises(ValueError, match="ends its documents with token 0, and the tokenizer's end of document is 7"):
+        check_dataset(prepared, 400, eod_id=7)
+
+
+def test_manifest_of_another_version_or_damaged(copied):
+    rewrite(copied, format_version=2)
+    with pytest.raises(ValueError, match=r"format version 2, and this zaya_plugin reads version 1.*0\.1\.0"):
+        check_dataset(copied)
+    rewrite(copied, format_version=1, splits={"train": {"documents": 1}})
+    with pytest.raises(ValueError, match="is damaged"):
+        load_manifest(copied)
+    rewrite(copied, format="something else")
+    with pytest.raises(ValueError, match="is not the manifest"):
+        load_manifest(copied)
+    (copied / "manifest.json").write_text('{"format": ')
+    with pytest.raises(ValueError, match="is damaged"):
+        check_dataset(copied / "train")
+
+
+def test_bare_dataset_warns_about_what_cannot_be_checked(bare, monkeypatch):
+    largest = int(np.fromfile(f"{bare}.bin", np.uint16).max())
+    with pytest.warns(DatasetWarning, match="has no manifest.json.*not compared with a vocabulary"):
+        check_dataset(bare)
+    with pytest.warns(DatasetWarning) as caught:
+        assert check_dataset(bare, largest + 1)["text"].tokens == np.fromfile(f"{bare}.bin", np.uint16).size
+    assert len(caught) == 1 and "MB of" not in str(caught[0].message)
+    with pytest.raises(ValueError, match=f"holds token id {largest}"):
+        check_dataset(bare, largest)
+    monkeypatch.setattr("zaya_plugin.data.check.SCANNED_BYTES", 100)
+    with pytest.warns(DatasetWarning, match="compared with the vocabulary in 0 MB of"):
+        check_dataset(bare, largest + 1)
+
+
+def test_empty_dataset_is_refused(tmp_path):
+    from zaya_plugin.data.indexed_format import write_index
+
+    (tmp_path / "e.bin").write_bytes(b"")
+    write_index(str(tmp_path / "e.idx"), np.dtype("uint16"), np.empty(0, np.int32))
+    with pytest.raises(ValueError, match="holds no tokens"):
+        check_dataset(tmp_path / "e")
+
+
+def test_checks_load_no_torch(prepared):
+    code = f"import sys\nfrom zaya_plugin.data.dataset import check_dataset\ncheck_dataset({str(prepared)!r}, 400, full=True)\n"
+    code += "assert not {'torch', 'megatron', 'transformers', 'tokenizers'} & set(sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True)

@@ -1,0 +1,95 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The tokenizer directory in transformers and Megatron, and tokenizers that come from Hugging Face."""
+
+import json
+
+import pytest
+
+from zaya_plugin.data.dataset import load_manifest
+from zaya_plugin.data.parts import split_of
+from zaya_plugin.data.tokenizer import describe, train_bpe
+
+SAMPLE = "def größe(x):\n\treturn  x  # 日本語 🙂\r\n"
+
+
+@pytest.fixture(scope="module")
+def auto_tokenizer():
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained
+
+
+@pytest.fixture(scope="module")
+def foreign(tmp_path_factory):
+    """A tokenizer as people publish them: bos added in front, truncation and padding switched on, eos last, a hole in the ids."""
+    from tokenizers import Tokenizer, models, pre_tokenizers, processors
+
+    directory = tmp_path_factory.mktemp("foreign")
+    vocabulary = {"<unk>": 0, "<bos>": 1, "a": 2, "b": 3, "c": 4, "d": 5, "<eos>": 9}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer.post_processor = processors.TemplateProcessing(single="<bos> $A", special_tokens=[("<bos>", 1)])
+    tokenizer.add_special_tokens(["<bos>", "<eos>", "<unk>"])
+    tokenizer.enable_truncation(4)
+    tokenizer.enable_padding(length=6, pad_id=0, pad_token="<unk>")
+    tokenizer.save(str(directory / "tokenizer.json"))
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<bos>", "eos_token": "<eos>", "unk_token": "<unk>"}
+    (directory / "tokenizer_config.json").write_text(json.dumps(config))
+    return directory
+
+
+def test_trained_tokenizer_in_transformers(prepared, texts, read_tokens, auto_tokenizer):
+    tokenizer = auto_tokenizer(str(prepared / "tokenizer"))
+    assert len(tokenizer) == 400 and (tokenizer.eos_token_id, tokenizer.pad_token_id) == (0, 1)
+    assert tokenizer.decode(tokenizer(SAMPLE).input_ids) == SAMPLE
+    in_train = [text for text in texts if split_of(text, 0.2) == "train"]
+    assert read_tokens(prepared / "train") == [[*tokenizer(text).input_ids, tokenizer.eos_token_id] for text in in_train]
+
+
+def test_trained_tokenizer_in_megatron(prepared):
+    from megatron.core.tokenizers import MegatronTokenizer
+
+    tokenizer = MegatronTokenizer.from_pretrained(str(prepared / "tokenizer"), metadata_path={"library": "huggingface"})
+    manifest = load_manifest(prepared)
+    assert (tokenizer.vocab_size, tokenizer.eod, tokenizer.pad) == (manifest.tokenizer.vocab_size, manifest.tokenizer.eod_id, 1)
+    assert tokenizer.detokenize(tokenizer.tokenize(SAMPLE)) == SAMPLE
+
+
+def test_tokenizer_of_others(tmp_path, foreign, run, read_tokens, auto_tokenizer, capsys):
+    documents = ["a b c d a b c d", "c <eos> d", "x"]
+    (tmp_path / "in.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in documents))
+    output = tmp_path / "out"
+    command = ["--input", tmp_path / "in.jsonl", "--output", output, "--tokenizer", foreign, "--valid-fraction", 0]
+    assert run(*command) == 0
+    direct = auto_tokenizer(str(foreign))
+    expected = [[*direct(text, add_special_tokens=False).input_ids, 9] for text in documents]
+    assert read_tokens(output / "text") == expected == [[2, 3, 4, 5, 2, 3, 4, 5, 9], [4, 9, 5, 9], [0, 9]]
+    record = load_manifest(output).tokenizer
+    assert (record.vocab_size, record.eod_id, record.eod_token, record.source) == (10, 9, "<eos>", str(foreign))
+    copied = auto_tokenizer(str(output / "tokenizer"))
+    assert copied("a b").input_ids == direct("a b").input_ids == [1, 2, 3]
+    (foreign / "tokenizer.json").write_text((foreign / "tokenizer.json").read_text() + "\n")
+    assert run(*command) == 1
+    assert "sha256 of its tokenizer.json" in capsys.readouterr().err
+
+
+def test_tokenizer_without_eos_needs_no_append_eod(tmp_path, foreign, corpus, run, capsys):
+    directory = tmp_path / "no_eos"
+    directory.mkdir()
+    (directory / "tokenizer.json").write_bytes((foreign / "tokenizer.json").read_bytes())
+    (directory / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast", "unk_token": "<unk>"}')
+    command = ["--input", corpus, "--output", tmp_path / "out", "--tokenizer", directory]
+    assert run(*command) == 1
+    assert "has no eos_token" in capsys.readouterr().err
+    assert run(*command, "--no-append-eod", "--overwrite") == 0
+    assert load_manifest(tmp_path / "out").tokenizer.eod_id is None
+
+
+def test_training_is_repeatable_and_may_end_early(tmp_path, texts):
+    for name in "ab":
+        train_bpe(iter(texts), 500, str(tmp_path / name))
+    assert (tmp_path / "a" / "tokenizer.json").read_bytes() == (tmp_path / "b" / "tokenizer.json").read_bytes()
+    train_bpe(["too little to learn from"], 4000, str(tmp_path / "small"))
+    assert 258 < describe(str(tmp_path / "small"), "").vocab_size < 300
+    with pytest.raises(ValueError, match="no text to train a tokenizer on"):
+        train_bpe([], 300, str(tmp_path / "none"))

@@ -1,0 +1,91 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What ZayaConfig refuses, derives, and takes over from a plain TransformerConfig."""
+
+import dataclasses
+
+import pytest
+import torch.nn.functional as F
+from megatron.core.transformer import TransformerConfig
+
+from zaya_plugin.model.config import ZayaConfig
+
+REFUSED = [
+    ("num_query_groups", 3, "divisor"),
+    ("num_query_groups", 1, "even"),
+    ("kv_channels", 7, "even"),
+    ("cca_time0", 3, "two taps"),
+    ("cca_time1", 4, "two taps"),
+    ("moe_router_topk", 2, "one class per token"),
+    ("normalization", "LayerNorm", "RMSNorm"),
+    ("gated_linear_unit", False, "SwiGLU"),
+    ("activation_func", F.gelu, "SwiGLU"),
+    ("add_bias_linear", True, "no bias"),
+    ("hidden_dropout", 0.1, "no dropout"),
+    ("attention_dropout", 0.1, "no dropout"),
+    ("temperature_form", "square", "linear, exp, clamped_exp"),
+    ("skip_output", "half", "zero, identity"),
+    ("transformer_impl", "fused", "local, transformer_engine"),
+    ("tensor_model_parallel_size", 2, "data parallelism only"),
+    ("context_parallel_size", 2, "data parallelism only"),
+    ("expert_model_parallel_size", 2, "data parallelism only"),
+    ("qk_layernorm", True, "not a part"),
+    ("moe_aux_loss_coeff", 0.01, "biases alone"),
+    ("moe_z_loss_coeff", 0.001, "not a part"),
+    ("router_hidden_size", 0, "positive"),
+]
+
+
+@pytest.mark.parametrize("name, value, reason", REFUSED)
+def test_refused(make_config, name, value, reason):
+    with pytest.raises(ValueError, match=rf"{name}=.*{reason}"):
+        make_config(**{name: value})
+
+
+def test_pipeline_is_refused(make_config):
+    import torch
+
+    with pytest.raises(ValueError, match="pipeline_model_parallel_size=2.*data parallelism only"):
+        make_config(pipeline_model_parallel_size=2, pipeline_dtype=torch.float32)
+
+
+def test_recompute_modules(make_config):
+    make_config(recompute_granularity="selective", recompute_modules=["core_attn", "moe", "layernorm"])
+    with pytest.raises(ValueError, match=r"recompute_modules=\['mlp'\].*core_attn.*layernorm.*moe"):
+        make_config(recompute_granularity="selective", recompute_modules=["mlp"])
+
+
+def test_derived_fields(make_config):
+    config = make_config(layernorm_epsilon=2e-5, residual_in_fp32=False)
+    assert config.router_norm_epsilon == 2e-5 and make_config(router_norm_epsilon=1e-6).router_norm_epsilon == 1e-6
+    assert config.hetereogenous_dist_checkpoint and config.moe_router_pre_softmax
+    assert not config.fp32_residual_connection and make_config().fp32_residual_connection
+    assert config.num_router_classes == 5 and make_config(moe_skip_expert=False).num_router_classes == 4
+    assert config.output_init_method is config.init_method
+    scaled = make_config(scaled_output_init=True)
+    assert scaled.output_init_method.keywords["std"] == pytest.approx(0.02 / 8**0.5)
+
+
+def test_own_fields_are_plain_scalars():
+    """core_transformer_config_from_args copies them from command-line arguments."""
+    inherited = {f.name for f in dataclasses.fields(TransformerConfig)}
+    own = [f for f in dataclasses.fields(ZayaConfig) if f.name not in inherited]
+    assert len(own) >= 18
+    assert all(f.default is None or type(f.default) in (bool, int, float, str) for f in own)
+
+
+def test_from_transformer_config():
+    fields = dict(
+        num_layers=2, hidden_size=32, num_attention_heads=4, num_query_groups=2, kv_channels=8, num_moe_experts=4,
+        moe_ffn_hidden_size=24, moe_router_topk=1, moe_router_pre_softmax=True, normalization="RMSNorm",
+        gated_linear_unit=True, activation_func=F.silu, add_bias_linear=False, hidden_dropout=0.0,
+        attention_dropout=0.0, init_method_std=0.01,
+    )
+    plain = TransformerConfig(**fields)
+    config = ZayaConfig.from_transformer_config(plain)
+    assert isinstance(config, ZayaConfig) and config.router_hidden_size == 256 and config.temperature_form == "linear"
+    assert config.num_moe_experts == 4 and config.init_method is plain.init_method
+    assert config.output_init_method is plain.init_method
+    assert plain.hetereogenous_dist_checkpoint
+    assert ZayaConfig.from_transformer_config(config) is config
+    with pytest.raises(ValueError, match="hidden_dropout=0.1"):
+        ZayaConfig.from_transformer_config(TransformerConfig(**(fields | {"hidden_dropout": 0.1})))

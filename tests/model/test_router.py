@@ -1,0 +1,132 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Routing rule, counters and the buffers that must not be cast."""
+
+import pytest
+import torch
+
+from zaya_plugin.model.router import ZayaRouter, choose_expert
+
+
+@pytest.fixture
+def make_router(make_config):
+    def make(layer_number=2, **overrides):
+        router = ZayaRouter(make_config(**overrides))
+        router.set_layer_number(layer_number)
+        with torch.no_grad():
+            for p in router.parameters():
+                p.add_(0.3 * torch.randn_like(p))
+        return router
+
+    return make
+
+
+def inputs(s=6, b=3):
+    return torch.randn(s, b, 32), torch.randn(s, b, 16)
+
+
+def test_choice_is_biased_and_weight_is_not():
+    logits = torch.log(torch.tensor([[0.5, 0.3, 0.2]]))
+    for biases, choice in (([0.0, 0.0, 0.0], 0), ([-0.3, 0.0, 0.0], 1), ([0.0, 0.0, 0.31], 2)):
+        probabilities, weights, ids = choose_expert(logits, torch.tensor(biases), softmax_in_fp32=True)
+        assert ids.item() == choice
+        torch.testing.assert_close(weights, probabilities[:, choice])
+        torch.testing.assert_close(probabilities, torch.tensor([[0.5, 0.3, 0.2]]))
+
+
+def test_softmax_dtype_and_forced_ids():
+    logits, biases = torch.randn(50, 5).bfloat16(), torch.zeros(5)
+    assert choose_expert(logits, biases, softmax_in_fp32=True)[1].dtype == torch.float32
+    assert choose_expert(logits, biases, softmax_in_fp32=False)[1].dtype == torch.bfloat16
+    forced = torch.full((50,), -1)
+    forced[::2] = 3
+    free = choose_expert(logits, biases, softmax_in_fp32=True)[2]
+    ids = choose_expert(logits, biases, softmax_in_fp32=True, forced_expert_ids=forced)[2]
+    assert (ids[::2] == 3).all() and torch.equal(ids[1::2], free[1::2])
+
+
+def test_state_is_averaged_before_the_norm_and_layer_1_has_no_gamma(make_router):
+    x, previous = inputs()
+    router = make_router(2)
+    state = router(x, previous)[2]
+    torch.testing.assert_close(state, router.down_proj(x) + router.router_states_scale * previous)
+    first = make_router(1)
+    assert first.router_states_scale is None
+    assert not any("router_states_scale" in name for name in first.state_dict())
+    assert torch.equal(first(x)[2], first.down_proj(x))
+    with pytest.raises(AssertionError, match="did not arrive"):
+        router(x)
+
+
+@pytest.mark.parametrize("output", ["zero", "identity"])
+def test_weight_of_a_skipped_token(make_router, output):
+    router = make_router(skip_output=output)
+    router.balancing_biases[-1] = 5.0
+    weights, ids, _ = router(*inputs())
+    assert (ids == 4).all()
+    assert (weights == 0).all() if output == "zero" else (weights > 0).all()
+
+
+def test_without_skip_class_there_is_nothing_to_skip_to(make_router):
+    router = make_router(moe_skip_expert=False)
+    router.balancing_biases[-1] = 5.0
+    assert router.out_proj.weight.shape[0] == 4 and len(router.tokens_per_expert) == 5
+    assert (router(*inputs())[1] < 4).all()
+
+
+def test_counts_only_in_training_with_gradients(make_router):
+    router = make_router()
+    x, previous = inputs()
+    with torch.no_grad():
+        router(x, previous)
+    router.eval()
+    router(x, previous)
+    assert router.tokens_per_expert.sum() == 0 and router.router_entropy_sum == 0
+    router.train()
+    _, ids, _ = router(x, previous)
+    router(x, previous)
+    assert torch.equal(router.tokens_per_expert, 2 * torch.bincount(ids.flatten(), minlength=5))
+    assert router.tokens_per_expert.dtype == torch.int64
+    mean_entropy = router.router_entropy_sum.item() / 36
+    assert 0 < mean_entropy < torch.log(torch.tensor(5.0)).item()
+
+
+def test_entropy_of_uniform_probabilities_is_log_classes(make_router):
+    router = make_router()
+    with torch.no_grad():
+        router.out_proj.weight.zero_()
+    router(*inputs())
+    assert router.router_entropy_sum.item() / 18 == pytest.approx(torch.log(torch.tensor(5.0)).item(), rel=1e-6)
+
+
+@pytest.mark.parametrize("cast", ["bfloat16", "half", "double"])
+def test_buffers_survive_casts_exactly(make_router, cast):
+    router = make_router()
+    router.balancing_biases.copy_(torch.tensor([0.1234567, -0.7654321, 1e-7, 0.0, -1.0]))
+    router.balancing_step.fill_(70001)
+    before = {name: b.clone() for name, b in router.named_buffers()}
+    getattr(router, cast)()
+    assert router.fc1.weight.dtype == getattr(torch, cast)
+    for name, b in router.named_buffers():
+        assert b.dtype == before[name].dtype and torch.equal(b, before[name]), name
+    assert router.balancing_biases.dtype == torch.float32
+
+
+def test_buffers_survive_float16_module(make_model):
+    from megatron.core.transformer.module import Float16Module
+
+    model = make_model(bf16=True, params_dtype=torch.bfloat16)
+    wrapped = Float16Module(model.config, model)
+    routers = [m for m in wrapped.modules() if isinstance(m, ZayaRouter)]
+    assert len(routers) == 4
+    for router in routers:
+        assert router.balancing_biases.dtype == router.router_entropy_sum.dtype == torch.float32
+        assert router.fc1.weight.dtype == torch.bfloat16
+
+
+def test_buffers_leave_the_meta_device(make_config):
+    with torch.device("meta"):
+        router = ZayaRouter(make_config(perform_initialization=False))
+    router.to_empty(device="cpu")
+    assert router.balancing_biases.device.type == "cpu" and router.balancing_biases.dtype == torch.float32
+    router.bfloat16()
+    assert router.balancing_biases.dtype == torch.float32

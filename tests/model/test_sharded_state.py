@@ -1,0 +1,79 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Distributed checkpoint of the model on one rank: keys, replicas, and values after save and load."""
+
+import torch
+from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.mapping import ShardedTensor
+
+BUFFERS = ("balancing_biases", "balancing_exp_avg", "balancing_exp_avg_sq", "balancing_step")
+
+
+def tensors(sharded):
+    return {k: v for k, v in sharded.items() if isinstance(v, ShardedTensor)}
+
+
+def test_every_expert_and_buffer_has_its_own_key(make_model):
+    model = make_model()
+    sharded = tensors(model.sharded_state_dict())
+    keys = [t.key for t in sharded.values()]
+    assert len(set(keys)) == len(keys)
+    for layer in range(4):
+        for e in range(4):
+            assert f"decoder.layers.{layer}.mlp.experts.linear_fc1.weight{e}" in keys
+            assert f"decoder.layers.{layer}.mlp.experts.linear_fc2.weight{e}" in keys
+        for name in BUFFERS:
+            assert f"decoder.layers.{layer}.mlp.router.{name}" in keys
+    assert not any("tokens_per_expert" in k or "entropy" in k for k in keys)
+    held = {name for name, t in model.state_dict().items() if t is not None}
+    assert {k for k in sharded if k != "output_layer.weight"} == held - {"output_layer.weight"}
+    assert all(t.replica_id in ((0, 0, 0), 0) for t in sharded.values())
+
+
+def test_save_and_load(make_model, tmp_path):
+    saved = make_model()
+    with torch.no_grad():
+        for name, b in saved.named_buffers():
+            if name.endswith(BUFFERS):
+                b.copy_(torch.randint(1, 9, b.shape) if b.dtype == torch.int64 else torch.randn(b.shape))
+    dist_checkpointing.save(saved.sharded_state_dict(), str(tmp_path))
+    loaded = make_model(init_method_std=0.5)
+    with torch.no_grad():
+        for p in loaded.parameters():
+            p.zero_()
+    state = dist_checkpointing.load(loaded.sharded_state_dict(), str(tmp_path))
+    loaded.load_state_dict(state)
+    for name, t in saved.state_dict().items():
+        assert t is None or torch.equal(loaded.state_dict()[name], t), name
+    assert loaded.decoder.layers[3].mlp.router.balancing_step.dtype == torch.int64
+
+
+def test_bare_layer_spec_writes_the_same_keys(batch):
+    """Also where the host's configuration knows nothing of layers that differ."""
+    from megatron.core.models.gpt import GPTModel
+
+    from zaya_plugin.model.config import ZayaConfig
+    from zaya_plugin.model.spec import zaya_block_spec, zaya_layer_spec
+
+    def build(config, spec):
+        return GPTModel(
+            config, spec, vocab_size=64, max_sequence_length=16, share_embeddings_and_output_weights=True,
+            position_embedding_type="rope", rotary_percent=0.5,
+        )
+
+    import torch.nn.functional as F
+    from megatron.core.transformer import TransformerConfig
+
+    def plain():
+        return TransformerConfig(
+            num_layers=2, hidden_size=32, num_attention_heads=4, num_query_groups=2, kv_channels=8, num_moe_experts=4,
+            moe_ffn_hidden_size=24, moe_router_topk=1, moe_router_pre_softmax=True, normalization="RMSNorm",
+            gated_linear_unit=True, activation_func=F.silu, add_bias_linear=False, hidden_dropout=0.0,
+            attention_dropout=0.0, use_cpu_initialization=True, transformer_impl="local",
+        )
+
+    bare = build(plain(), zaya_layer_spec)
+    config = ZayaConfig.from_transformer_config(plain())
+    block = build(config, zaya_block_spec(config))
+    assert {t.key for t in tensors(bare.sharded_state_dict()).values()} == {
+        t.key for t in tensors(block.sharded_state_dict()).values()
+    }

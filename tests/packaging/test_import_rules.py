@@ -1,0 +1,218 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Holds every import of our packages, lazy ones included, against the table in CONTRIBUTING.md."""
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from fnmatch import fnmatch
+from pathlib import Path
+
+import pytest
+
+REPO = Path(__file__).parents[2]
+# Folder -> import name, as setup.py maps them; longest import name first decides which room a module belongs to.
+PACKAGES = {"zaya_plugin": "zaya_plugin", "patches": "zaya_plugin.patches", "recipes": "zaya_plugin.recipes", "hip_ops": "hip_ops"}
+
+
+@dataclass(frozen=True)
+class Rule:
+    files: str
+    ours: frozenset[str]
+    outside: tuple[str, ...]
+    lazily: bool
+
+
+@dataclass(frozen=True)
+class Import:
+    target: str  # dotted, as deep as the statement tells
+    line: int
+    runs_at_import: bool
+
+
+def read_rules(markdown: str) -> list[Rule]:
+    table = markdown.split("<!-- import-rules -->")[1].split("<!-- /import-rules -->")[0].strip().splitlines()
+    rules = []
+    for row in table[2:]:
+        files, ours, outside, when = (cell.strip() for cell in row.strip("|").split("|"))
+        assert when in ("", "lazily"), row
+        words = [{word.strip() for word in cell.split(",")} - {""} for cell in (ours, outside)]
+        rules.append(Rule(files.strip("`"), frozenset(words[0]), tuple(sorted(words[1])), when == "lazily"))
+    return rules
+
+
+def imports_of(source: str, module: str, is_package: bool) -> Iterator[Import]:
+    """All `import`, `from ... import` and `import_module("constant")` of a file; relative ones are resolved against `module`."""
+
+    def visit(node: ast.AST, runs: bool) -> Iterator[Import]:
+        if isinstance(node, ast.Import):
+            yield from (Import(alias.name, node.lineno, runs) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = node.module or ""
+            if node.level:
+                parts = module.split(".")
+                up = node.level - 1 if is_package else node.level
+                base = ".".join([*parts[: len(parts) - up], *([base] if base else [])])
+            yield from (Import(f"{base}.{alias.name}", node.lineno, runs) for alias in node.names)
+        elif isinstance(node, ast.Call):
+            called = getattr(node.func, "attr", getattr(node.func, "id", ""))
+            if called in ("import_module", "__import__") and node.args and isinstance(node.args[0], ast.Constant):
+                yield Import(str(node.args[0].value), node.lineno, runs)
+        for field, value in ast.iter_fields(node):
+            inside = runs
+            if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)) and field == "body":
+                inside = False
+            if isinstance(node, ast.If) and field == "body" and ast.unparse(node.test).endswith("TYPE_CHECKING"):
+                inside = False
+            for child in value if isinstance(value, list) else [value]:
+                if isinstance(child, ast.AST):
+                    yield from visit(child, inside)
+
+    yield from visit(ast.parse(source), True)
+
+
+def room_of(target: str) -> str | None:
+    """The room of one of our modules: "config", "patches", "cli", "hip_ops"; "" is zaya_plugin itself; None is not ours."""
+    parts = target.split(".")
+    if parts[0] == "hip_ops":
+        return "hip_ops"
+    if parts[0] != "zaya_plugin":
+        return None
+    return parts[1] if len(parts) > 1 and parts[1] in known_rooms() else ""
+
+
+def known_rooms(root: Path = REPO) -> set[str]:
+    inside = {path.stem for path in (root / "zaya_plugin").glob("*") if path.is_dir() or path.suffix == ".py"}
+    return (inside | {"patches", "recipes"}) - {"__init__", "__pycache__"}
+
+
+def violations(root: Path, rules: list[Rule]) -> list[str]:
+    found = []
+    for folder, package in PACKAGES.items():
+        for path in sorted((root / folder).rglob("*.py")):
+            name = path.relative_to(root).as_posix()
+            matching = [rule for rule in rules if fnmatch(name, rule.files)]
+            if not matching:
+                found.append(f"{name}: no row of the table matches it")
+                continue
+            ours = frozenset().union(*(rule.ours for rule in matching))
+            outside = tuple(word for rule in matching for word in rule.outside)
+            lazily = any(rule.lazily for rule in matching)
+            dotted = ".".join([package, *path.relative_to(root / folder).with_suffix("").parts])
+            is_package = path.name == "__init__.py"
+            module = dotted.removesuffix(".__init__")
+            for each in imports_of(path.read_text(), module, is_package):
+                where = f"{name}:{each.line}: imports {each.target}"
+                if each.target.split(".")[0] in sys.stdlib_module_names:
+                    continue
+                room = room_of(each.target)
+                if room is None:
+                    if not any(f"{each.target}.".startswith(f"{word}.") for word in outside):
+                        found.append(f"{where}, allowed from outside: {', '.join(outside) or 'nothing'}")
+                elif room == "":
+                    if folder == "hip_ops":
+                        found.append(f"{where}, hip_ops stands alone")
+                    continue  # zaya_plugin itself holds the version and imports nothing
+                elif room == room_of(module):
+                    continue
+                elif room not in ours and "all" not in ours:
+                    found.append(f"{where}, allowed of ours: {', '.join(sorted(ours)) or 'nothing'}")
+                if lazily and each.runs_at_import:
+                    found.append(f"{where} at the top; only inside functions here")
+    return found
+
+
+@pytest.fixture(scope="module")
+def rules() -> list[Rule]:
+    return read_rules((REPO / "CONTRIBUTING.md").read_text())
+
+
+def test_every_import_is_allowed(rules):
+    assert violations(REPO, rules) == []
+
+
+def test_table_restates_the_design(rules):
+    """What the table must never come to allow, whatever rows are added to it."""
+    for rule in rules:
+        room = rule.files.removeprefix("zaya_plugin/").split("/")[0]
+        if room in ("config", "plan", "aegis"):
+            assert not {"torch", "megatron.core", "transformers"} & set(rule.outside), rule
+        if room == "hip_ops":
+            assert not rule.ours and set(rule.outside) == {"torch", "triton"}, rule
+        if {"megatron.training", "primus", "megatron"} & set(rule.outside):
+            assert rule.files == "zaya_plugin/training/adapter*.py" or room in ("primus", "patches"), rule
+        if room == "cli.py":
+            assert rule.lazily
+
+
+@pytest.mark.parametrize(
+    ("file", "source", "complaint"),
+    [
+        ("zaya_plugin/config/a.py", "import torch", "config/a.py:1: imports torch, allowed from outside: hydra, omegaconf"),
+        ("zaya_plugin/config/a.py", "def f():\n    import torch.nn", "config/a.py:2: imports torch.nn"),
+        ("zaya_plugin/config/a.py", "if TYPE_CHECKING:\n    from torch import Tensor", "config/a.py:2: imports torch.Tensor"),
+        ("zaya_plugin/plan/a.py", "from importlib import import_module\nimport_module('torch')", "plan/a.py:2: imports torch"),
+        ("zaya_plugin/plan/a.py", "from zaya_plugin.model.router import ZayaRouter", "imports zaya_plugin.model.router.ZayaRouter"),
+        ("zaya_plugin/plan/a.py", "from ..model import router", "imports zaya_plugin.model.router"),
+        ("zaya_plugin/plan/__init__.py", "from ..model import router", "imports zaya_plugin.model.router"),
+        ("zaya_plugin/model/a.py", "from zaya_plugin import training", "imports zaya_plugin.training"),
+        ("zaya_plugin/model/a.py", "from megatron import training", "imports megatron.training"),
+        ("zaya_plugin/model/a.py", "import megatron", "imports megatron,"),
+        ("zaya_plugin/training/loop.py", "from megatron.training import pretrain", "imports megatron.training.pretrain"),
+        ("zaya_plugin/optim/a.py", "import zaya_plugin.model", "imports zaya_plugin.model"),
+        ("hip_ops/a.py", "from zaya_plugin import __version__", "hip_ops stands alone"),
+        ("hip_ops/a.py", "import numpy", "imports numpy, allowed from outside: torch, triton"),
+        ("patches/a.py", "from zaya_plugin.training import adapter", "imports zaya_plugin.training.adapter"),
+        ("recipes/a.py", "from zaya_plugin.config import compose", "imports zaya_plugin.config.compose"),
+        ("zaya_plugin/cli.py", "import torch", "imports torch at the top"),
+        ("zaya_plugin/cli.py", "class A:\n    import hydra", "imports hydra at the top"),
+        ("zaya_plugin/cli.py", "from zaya_plugin.config import compose", "compose at the top"),
+        ("zaya_plugin/__init__.py", "from zaya_plugin.model import spec", "imports zaya_plugin.model.spec"),
+        ("zaya_plugin/common.py", "", "no row of the table matches it"),
+    ],
+)
+def test_the_checker_sees(tmp_path, rules, file, source, complaint):
+    (tmp_path / file).parent.mkdir(parents=True)
+    (tmp_path / file).write_text(source)
+    (found,) = violations(tmp_path, rules)
+    assert complaint in found
+
+
+@pytest.mark.parametrize(
+    ("file", "source"),
+    [
+        ("zaya_plugin/training/adapter.py", "from megatron.training import pretrain\nfrom zaya_plugin.model import spec"),
+        ("zaya_plugin/training/adapter_args.py", "import megatron.training.arguments"),
+        ("zaya_plugin/primus/trainer.py", "import primus\nfrom zaya_plugin import training"),
+        ("zaya_plugin/config/a.py", "import json, os.path\nfrom . import schema\nfrom zaya_plugin import __version__"),
+        ("zaya_plugin/cli.py", "import argparse\nfrom zaya_plugin import __version__\ndef f():\n    import torch\n    import zaya_plugin.model"),
+    ],
+)
+def test_the_checker_lets_pass(tmp_path, rules, file, source):
+    (tmp_path / file).parent.mkdir(parents=True)
+    (tmp_path / file).write_text(source)
+    assert violations(tmp_path, rules) == []
+
+
+PROGRAM = """
+import importlib, pkgutil, sys
+for name in sys.argv[2:]:
+    module = importlib.import_module(name)
+    for each in pkgutil.walk_packages(getattr(module, "__path__", []), f"{name}."):
+        importlib.import_module(each.name)
+print(*sorted(set(sys.argv[1].split(",")) & set(sys.modules)))
+"""
+
+
+@pytest.mark.parametrize(
+    ("rooms", "absent"),
+    [(("config", "plan", "aegis"), "torch,megatron,transformers"), (("cli",), "torch,megatron,transformers,hydra,omegaconf,numpy")],
+)
+def test_nothing_heavy_is_loaded(rooms, absent):
+    """The same rule at run time, where an import by way of a third module would show."""
+    modules = [f"zaya_plugin.{room}" for room in rooms if (REPO / "zaya_plugin" / room).exists() or (REPO / f"zaya_plugin/{room}.py").exists()]
+    assert modules
+    done = subprocess.run([sys.executable, "-I", "-c", PROGRAM, absent, *modules], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == ""

@@ -1,0 +1,253 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The recipe, as dataclasses: every key a recipe may hold, its type, its default and what it is for.
+
+One class per Hydra group (model, stage, data, optim, parallel, cluster, logger) and `Recipe` over all of them.
+A field that is a Megatron argument carries Megatron's name, or says in its metadata which argument it fills;
+every other field says which of our modules reads it. `tests/config/test_schema.py` holds that to be true, so a
+recipe key that nothing reads cannot exist. No torch import: composing and checking a recipe must be quick.
+"""
+
+from __future__ import annotations
+
+from dataclasses import MISSING as DATACLASS_MISSING
+from dataclasses import dataclass, field, fields, is_dataclass
+from typing import Any
+
+from omegaconf import MISSING
+
+
+def _field(default: Any, help: str, *, megatron: str | None = None, reader: str | None = None, choices: tuple = ()):
+    """A recipe field. `megatron`: the argument it fills; `reader`: our module that reads it (exactly one of both)."""
+    assert (megatron is None) != (reader is None), "a field has either a Megatron argument or a reader"
+    metadata = {"help": help, "megatron": megatron, "reader": reader, "choices": choices}
+    if isinstance(default, (list, dict)):
+        value = default
+        return field(default_factory=lambda: type(value)(value), metadata=metadata)
+    return field(default=default, metadata=metadata)
+
+
+def arg(default: Any, help: str, megatron: str = "", **kw):
+    """A field that fills a Megatron argument; without `megatron` the argument has the field's own name."""
+    return _field(default, help, megatron=megatron or "=", **kw)
+
+
+def own(default: Any, help: str, reader: str, **kw):
+    """A field that one of our modules reads."""
+    return _field(default, help, reader=reader, **kw)
+
+
+ADAPTER = "zaya_plugin.training.arguments"
+METRICS = "zaya_plugin.training.metrics"
+LAUNCH = "zaya_plugin.training.launch"
+LIFECYCLE = "zaya_plugin.training.lifecycle"
+DATASETS = "zaya_plugin.training.datasets"
+
+
+@dataclass
+class ModelConfig:
+    """The network. Defaults are ZAYA1-base's (spec: ZAYA1-8B Technical Report, arXiv 2605.05365, table I)."""
+
+    name: str = own(MISSING, "name of the model, shown in logs and kept in checkpoints", METRICS)
+    num_layers: int = arg(40, "transformer layers; each is one CCA attention and one MoE sublayer")
+    hidden_size: int = arg(2048, "width of the residual stream")
+    num_attention_heads: int = arg(8, "query heads after compression")
+    num_query_groups: int = arg(2, "key/value heads; even, since half of them carry the delayed value")
+    kv_channels: int = arg(128, "channels of one head")
+    num_experts: int = arg(16, "routed experts; the skip class comes on top")
+    moe_ffn_hidden_size: int = arg(2048, "width of one expert after SwiGLU (gate and up are each this wide)")
+    router_hidden_size: int = arg(256, "width of the router's latent state, which crosses layers (EDA)")
+    rotary_percent: float = arg(0.5, "share of a head's channels that RoPE rotates")
+    norm_epsilon: float = arg(1e-5, "epsilon of every RMSNorm", megatron="layernorm_epsilon")
+    init_method_std: float = arg(0.02, "standard deviation of the normal initialisation")
+    router_init_std: float | None = arg(None, "the same for the router's matrices; init_method_std when null; unpublished")
+    scaled_output_init: bool = arg(False, "divide the output projections' initial std by sqrt(2 layers); unpublished")
+    make_vocab_size_divisible_by: int = arg(64, "the vocabulary is padded to a multiple of this times tensor parallelism")
+    temperature_form: str = arg(
+        "linear",
+        "key temperature T as used: linear T (report, released weights), exp(T) (CCA paper), clamped_exp",
+        choices=("linear", "exp", "clamped_exp"),
+    )
+    temperature_init: float = arg(1.0, "initial key temperature; unpublished, this project's choice")
+    skip_output: str = arg(
+        "zero",
+        "output of the skip class: zero (transformers, vLLM) or identity, p * input (Zyphra's first code)",
+        choices=("zero", "identity"),
+    )
+    router_softmax_in_fp32: bool = arg(True, "router softmax in fp32 (report) or in the activation dtype (transformers)")
+    residual_in_fp32: bool = arg(True, "keep the residual stream in fp32")
+    qk_norm_in_fp32: bool = arg(True, "q-k mean and q-k norm in fp32")
+    balancing_lr: float = arg(1e-3, "AdamW step of the expert biases; unpublished, this project's choice")
+    balancing_beta1: float = arg(0.9, "first AdamW beta of the expert biases; unpublished")
+    balancing_beta2: float = arg(0.999, "second AdamW beta of the expert biases; unpublished")
+    balancing_eps: float = arg(1e-8, "AdamW epsilon of the expert biases; unpublished")
+    balancing_centering: bool = arg(False, "keep the experts' biases at zero mean (ZONOS2 does; unpublished for ZAYA1)")
+
+
+@dataclass
+class StageConfig:
+    """One stage of the curriculum: context, batch and length of training."""
+
+    name: str = own(MISSING, "name of the stage", METRICS)
+    seq_length: int = arg(4096, "tokens of one sequence")
+    rotary_base: int = arg(10000, "RoPE base: 10,000 at 4K, 1,000,000 at 32K, 5,000,000 at 131K (report, table II)")
+    micro_batch_size: int = arg(1, "sequences a rank computes at once")
+    global_batch_size: int = arg(4096, "sequences a step; 4096 x 4096 tokens in the report's appendix B")
+    train_iters: int = arg(MISSING, "optimizer steps")
+    eval_interval: int = arg(1000, "steps between validations")
+    eval_iters: int = arg(10, "batches a validation; 0 switches it off")
+
+
+@dataclass
+class DataConfig:
+    """What is trained on: the output of `zaya data prepare`, or bare Megatron .bin/.idx prefixes."""
+
+    path: str = own(MISSING, "directory written by `zaya data prepare`, or a Megatron prefix without .bin/.idx", DATASETS)
+    blend: list[str] = own([], "more sources as 'weight path' entries; when set, `path` gives tokenizer and validation", DATASETS)
+    valid_path: str | None = own(None, "validation data in place of the part that `path` holds out", DATASETS)
+    tokenizer: str | None = own(None, "Hugging Face tokenizer; taken from `path`'s manifest when null", DATASETS)
+    cache_path: str | None = own(None, "where the sample index is kept; <path>/cache when null", DATASETS)
+    num_workers: int = arg(0, "data loader processes a rank")
+
+
+@dataclass
+class OptimConfig:
+    """AdamW with one shared learning rate. Only the cosine from 6e-4 to 2e-4 of stage 1 is published."""
+
+    name: str = own("adamw", "optimizer", ADAPTER, choices=("adamw",))
+    lr: float = arg(6e-4, "highest learning rate")
+    min_lr: float = arg(2e-4, "learning rate at the end of the decay")
+    lr_decay_style: str = arg(
+        "cosine", "shape of the decay", choices=("constant", "linear", "cosine", "inverse-square-root", "WSD")
+    )
+    lr_warmup_iters: int = arg(0, "steps of linear warm-up; unpublished")
+    lr_decay_iters: int | None = arg(None, "steps until min_lr; train_iters when null")
+    weight_decay: float = arg(0.1, "decoupled weight decay; unpublished")
+    adam_beta1: float = arg(0.9, "AdamW's first beta; unpublished")
+    adam_beta2: float = arg(0.95, "AdamW's second beta; unpublished")
+    adam_eps: float = arg(1e-8, "AdamW's epsilon; unpublished")
+    clip_grad: float = arg(1.0, "clip the global gradient norm at this; 0 switches it off; unpublished")
+    grad_reduce_in_fp32: bool = arg(
+        True, "accumulate and reduce gradients in fp32", megatron="accumulate_allreduce_grads_in_fp32"
+    )
+
+
+@dataclass
+class ParallelConfig:
+    """How the work is cut. ZAYA1 was pre-trained with data parallelism and a ZeRO-1 optimizer alone."""
+
+    tensor_model_parallel_size: int = arg(1, "tensor parallelism; at most num_query_groups")
+    pipeline_model_parallel_size: int = arg(1, "pipeline parallelism")
+    context_parallel_size: int = arg(1, "context parallelism")
+    expert_model_parallel_size: int = arg(1, "expert parallelism")
+    use_distributed_optimizer: bool = arg(True, "shard optimizer state over the data-parallel ranks (ZeRO-1)")
+    overlap_grad_reduce: bool = arg(False, "reduce gradients while the backward pass runs")
+    overlap_param_gather: bool = arg(False, "gather parameters while the forward pass runs")
+    ddp_bucket_size: int | None = arg(None, "elements of a gradient bucket; Megatron's own when null")
+    recompute_granularity: str | None = arg(None, "activation recomputation", choices=(None, "full", "selective"))
+    recompute_method: str | None = arg(None, "with full: uniform or block", choices=(None, "uniform", "block"))
+    recompute_num_layers: int | None = arg(None, "with full: layers of one unit")
+    recompute_modules: list[str] = arg([], "with selective: core_attn, moe, layernorm")
+
+
+@dataclass
+class ClusterConfig:
+    """The machine: device, precision, back ends and what its accelerators can reach."""
+
+    name: str = own(MISSING, "name of the cluster", METRICS)
+    device: str = own("cuda", "cuda (NVIDIA and ROCm) or cpu; cpu hides any accelerator", LAUNCH, choices=("cuda", "cpu"))
+    num_nodes: int = own(1, "nodes of a run", LAUNCH)
+    gpus_per_node: int = own(8, "processes a node when nproc is null", LAUNCH)
+    dtype: str = own("bf16", "weights and activations", ADAPTER, choices=("bf16", "fp32"))
+    distributed_backend: str = arg("nccl", "collectives; RCCL answers to nccl", choices=("nccl", "gloo"))
+    distributed_timeout_minutes: int = arg(10, "minutes until a stuck collective ends the run")
+    transformer_impl: str = arg(
+        "local", "local: torch; transformer_engine: from the host environment", choices=("local", "transformer_engine")
+    )
+    peak_tflops: float | None = own(
+        None, "dense bf16 TFLOP/s of one device that MFU is measured against (nominal); null: no MFU", METRICS
+    )
+    reachable_tflops: float | None = own(None, "TFLOP/s that the best GEMMs reach on the device, shown beside", METRICS)
+    threads_per_rank: int | None = own(None, "CPU threads of a rank; cores / ranks of the node when null", LAUNCH)
+    environment: dict[str, str] = own({}, "environment variables set in every rank before torch starts", LAUNCH)
+
+
+@dataclass
+class LoggerConfig:
+    """Where the numbers go. metrics.jsonl and the console line are always written."""
+
+    wandb: bool = own(True, "log to Weights & Biases; offline without a key", METRICS)
+    wandb_project: str = own("zaya", "W&B project", METRICS)
+    wandb_entity: str | None = own(None, "W&B entity", METRICS)
+    wandb_name: str | None = own(None, "name of the W&B run; the recipe's name when null", METRICS)
+    wandb_mode: str = own(
+        "auto", "auto: online with a key, else offline", METRICS, choices=("auto", "online", "offline", "disabled")
+    )
+    tensorboard: bool = own(True, "write TensorBoard event files", METRICS)
+    log_interval: int = own(1, "steps between console lines; every step is in metrics.jsonl", METRICS)
+    expert_load_interval: int = own(10, "steps between tables of the load of every expert in every layer", METRICS)
+
+
+@dataclass
+class CheckpointConfig:
+    """Checkpoints: Megatron's torch_dist format under <run_dir>/checkpoints."""
+
+    save_interval: int | None = own(1000, "steps between checkpoints; one more is saved at the end and on SIGTERM; null: only those", ADAPTER)
+    keep_last: int = own(3, "checkpoints kept; older ones are removed once a newer one is whole; 0 keeps all", LIFECYCLE)
+
+
+@dataclass
+class ProfileConfig:
+    """Traces on request."""
+
+    enabled: bool = own(False, "write a torch.profiler trace to <run_dir>/profile", ADAPTER)
+    step_start: int = own(10, "first traced step", ADAPTER)
+    step_end: int = own(12, "step after the last traced one", ADAPTER)
+    ranks: list[int] = own([0], "ranks that are traced", ADAPTER)
+    memory_snapshot: bool = own(False, "keep a CUDA memory history in <run_dir>/profile", ADAPTER)
+
+
+@dataclass
+class Recipe:
+    """A whole run."""
+
+    name: str = own(MISSING, "name of the run: directory, W&B name", LAUNCH)
+    model: ModelConfig = field(default_factory=ModelConfig)
+    stage: StageConfig = field(default_factory=StageConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    cluster: ClusterConfig = field(default_factory=ClusterConfig)
+    logger: LoggerConfig = field(default_factory=LoggerConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    profile: ProfileConfig = field(default_factory=ProfileConfig)
+    run_dir: str = own("runs/${name}", "everything of the run is written here", LAUNCH)
+    nproc: int | None = own(
+        None, "ranks to start on this machine; cluster.gpus_per_node when null; ignored under torchrun or SLURM", LAUNCH
+    )
+    master_port: int | None = own(None, "rendezvous port of the ranks started here; a free one when null", LAUNCH)
+    resume: str = own(
+        "never",
+        "never: start anew, refuse a directory that holds a run; auto: continue if there is a checkpoint; must: it has to",
+        LAUNCH,
+        choices=("never", "auto", "must"),
+    )
+    seed: int = arg(1234, "seed of weights and data order")
+    exit_interval: int | None = arg(None, "leave, saving, at the first step divisible by this")
+    dry_run: bool = own(False, "print what would be launched and stop", LAUNCH)
+    megatron: dict[str, Any] = own({}, "any further Megatron argument by its name; unknown names are refused", ADAPTER)
+
+
+def megatron_argument(f) -> str | None:
+    """Name of the Megatron argument that dataclass field `f` fills, or None."""
+    name = f.metadata.get("megatron")
+    return f.name if name == "=" else name
+
+
+def leaves(cls=Recipe, prefix: str = ""):
+    """Yields (dotted path, dataclass field) of every key of the recipe."""
+    for f in fields(cls):
+        kind = f.default_factory if f.default_factory is not DATACLASS_MISSING else None
+        if isinstance(kind, type) and is_dataclass(kind):
+            yield from leaves(kind, f"{prefix}{f.name}.")
+        else:
+            yield f"{prefix}{f.name}", f

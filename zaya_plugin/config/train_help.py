@@ -1,0 +1,89 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The text of `zaya train --help`, made from the recipes and the schema, so that it cannot fall behind them."""
+
+from __future__ import annotations
+
+import re
+from importlib import resources
+
+from zaya_plugin.config.messages import schema
+
+GROUPS = ("experiment", "model", "stage", "data", "optim", "parallel", "cluster", "logger")
+MOST_USED = (
+    *("run_dir", "resume", "nproc", "dry_run", "seed", "data.path", "stage.train_iters", "stage.seq_length"),
+    *("stage.micro_batch_size", "stage.global_batch_size", "optim.lr", "optim.lr_warmup_iters", "cluster.dtype"),
+    *("checkpoint.save_interval", "parallel.recompute_granularity", "logger.wandb_mode", "profile.enabled"),
+)
+SELF_EXPLAINED = ("resume", "logger.wandb_mode")  # their help names the choices already
+
+TEXT = """\
+zaya train: compose a recipe and train it
+
+  zaya train experiment=<name> [group=<option> ...] [key=<value> ...]
+
+An experiment picks an option of every group and sets keys; what you write after it wins. Every key is checked:
+a key that does not exist, a missing value or a wrong type stops the run before it starts.
+
+EXPERIMENTS
+{experiments}
+
+GROUPS AND THEIR OPTIONS
+{groups}
+
+KEYS USED MOST, with the schema's defaults (all keys: zaya train experiment=<name> --cfg job)
+{keys}
+  any further Megatron argument: megatron.<name>=<value>
+
+EXAMPLES
+  zaya train experiment=cpu_demo                               the CPU demo, after: zaya data prepare --input stdlib --output data/stdlib
+  zaya train experiment=cpu_demo dry_run=true                  what would run, and in which environment
+  zaya train experiment=cpu_demo --cfg job                     the composed recipe
+  zaya train experiment=cpu_demo optim.lr=1e-3 name=slower     other values, another run directory
+  zaya train experiment=cpu_demo resume=auto                   continue from the last checkpoint, if there is one
+  zaya train experiment=cpu_demo optim.lr=1e-3,3e-3 -m         one run after the other, in <run_dir>/0 and <run_dir>/1
+  zaya train experiment=mine --config-dir my_recipes           your own recipes: my_recipes/experiment/mine.yaml
+  torchrun --nnodes 2 ... -m zaya_plugin.cli train ...         several nodes; or: srun zaya train ...
+
+Ctrl-C or SIGTERM saves a checkpoint and stops; a second one stops without saving. Exit codes: 0 done, 2 a mistake in the
+recipe, 130 or 143 stopped by a signal, else the exit code of the rank that failed first. Hydra's own flags: --hydra-help.
+"""
+
+
+def options(group: str) -> list[str]:
+    """Names of the options of a recipe group."""
+    folder = resources.files("zaya_plugin.recipes") / group
+    return sorted(entry.name.removesuffix(".yaml") for entry in folder.iterdir() if entry.name.endswith(".yaml"))
+
+
+def comments(group: str, option: str) -> list[str]:
+    """The comment lines that a recipe opens with, without Hydra's header; the first is the command that runs it."""
+    text = (resources.files("zaya_plugin.recipes") / group / f"{option}.yaml").read_text()
+    lines = []
+    for line in text.splitlines():
+        if not line.startswith("#"):
+            break
+        if not re.match(r"#\s*@", line):
+            lines.append(line.lstrip("# ").rstrip())
+    return lines
+
+
+def train_help() -> str:
+    """The whole text."""
+    fields = schema()
+
+    def key_line(path: str) -> str:
+        field = fields[path]
+        choices = [shown(choice) for choice in field.metadata["choices"]]
+        allowed = f" ({', '.join(choices)})" if choices and path not in SELF_EXPLAINED else ""
+        return f"  {path:32}{shown(field.default):16}{field.metadata['help']}{allowed}"
+
+    return TEXT.format(
+        experiments="\n".join(f"  {name:20}{comments('experiment', name)[1]}" for name in options("experiment")),
+        groups="\n".join(f"  {group:20}{', '.join(options(group))}" for group in GROUPS if group != "experiment"),
+        keys="\n".join(key_line(path) for path in MOST_USED),
+    )
+
+
+def shown(value: object) -> str:
+    """A value as a user writes it on the command line."""
+    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)

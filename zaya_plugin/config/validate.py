@@ -1,0 +1,242 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What cannot be: combinations of a recipe's values that no run can have, found before anything starts.
+
+Plain arithmetic, no torch. Types and choices are the schema's business (`zaya_plugin.config.compose`); here are ranges and
+the relations between keys. All problems are collected, so that a user mends a recipe once.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+
+from zaya_plugin.config.compose import get
+from zaya_plugin.config.schema import Recipe, leaves, megatron_argument
+
+PARALLEL_SIZES = (
+    "tensor_model_parallel_size",
+    "pipeline_model_parallel_size",
+    "context_parallel_size",
+    "expert_model_parallel_size",
+)
+RECOMPUTE_MODULES = ("core_attn", "moe", "layernorm")
+
+
+def _above_zero(value) -> bool:
+    return value > 0
+
+
+def _zero_or_more(value) -> bool:
+    return value >= 0
+
+
+def _beta(value) -> bool:
+    return 0 <= value < 1
+
+
+def _share(value) -> bool:
+    return 0 < value <= 1
+
+
+# What is allowed, the test, and the keys it holds for; null, where the schema lets it be, is always allowed.
+RANGES: tuple[tuple[str, Callable, tuple[str, ...]], ...] = (
+    (
+        "above 0",
+        _above_zero,
+        (
+            *(f"model.{key}" for key in ("num_layers", "hidden_size", "num_attention_heads", "num_query_groups", "kv_channels")),
+            *(f"model.{key}" for key in ("num_experts", "moe_ffn_hidden_size", "router_hidden_size", "norm_epsilon")),
+            *(f"model.{key}" for key in ("init_method_std", "make_vocab_size_divisible_by", "balancing_eps")),
+            *(f"stage.{key}" for key in ("seq_length", "rotary_base", "micro_batch_size", "global_batch_size", "train_iters")),
+            *("stage.eval_interval", "optim.lr", "optim.adam_eps", "parallel.ddp_bucket_size", "parallel.recompute_num_layers"),
+            *(f"parallel.{key}" for key in PARALLEL_SIZES),
+            *(f"cluster.{key}" for key in ("num_nodes", "gpus_per_node", "distributed_timeout_minutes", "peak_tflops")),
+            *("cluster.reachable_tflops", "cluster.threads_per_rank", "logger.log_interval", "logger.expert_load_interval"),
+            *("checkpoint.save_interval", "nproc", "exit_interval", "optim.lr_decay_iters"),
+        ),
+    ),
+    (
+        "0 or more",
+        _zero_or_more,
+        (
+            *("stage.eval_iters", "data.num_workers", "optim.min_lr", "optim.lr_warmup_iters", "optim.weight_decay"),
+            *("optim.clip_grad", "checkpoint.keep_last", "profile.step_start", "seed", "model.balancing_lr"),
+        ),
+    ),
+    (
+        "from 0 to below 1",
+        _beta,
+        ("optim.adam_beta1", "optim.adam_beta2", "model.balancing_beta1", "model.balancing_beta2"),
+    ),
+    ("above 0, at most 1", _share, ("model.rotary_percent",)),
+    ("a port from 1 to 65535", lambda value: 1 <= value <= 65535, ("master_port",)),
+    ("a name that is not empty", lambda value: bool(value.strip()), ("name", "run_dir", "data.path")),
+)
+
+
+def data_parallel_size(recipe: Recipe, world_size: int) -> int:
+    """Ranks that see different sequences: the world size over tensor, pipeline and context parallel sizes."""
+    parallel = recipe.parallel
+    return world_size // (
+        parallel.tensor_model_parallel_size * parallel.pipeline_model_parallel_size * parallel.context_parallel_size
+    )
+
+
+def validate(recipe: Recipe, world_size: int) -> None:
+    """Raises one `ValueError` that lists everything impossible about `recipe` on `world_size` ranks."""
+    problems = list(_ranges(recipe))
+    if not problems:  # the relations below divide by values whose range must hold first
+        for check in (_model, _parallel, _batch, _schedule, _recompute, _cluster, _data, _rest):
+            problems += check(recipe, world_size)
+    if problems:
+        raise ValueError("\n".join(problems))
+
+
+def _ranges(recipe: Recipe) -> Iterator[str]:
+    for allowed, holds, paths in RANGES:
+        for path in paths:
+            value = get(recipe, path)
+            if value is not None and not holds(value):
+                yield f"{path} = {value!r}: allowed: {allowed}"
+
+
+def _model(recipe: Recipe, world_size: int) -> Iterator[str]:
+    model = recipe.model
+    heads, groups = model.num_attention_heads, model.num_query_groups
+    if heads % groups:
+        yield (
+            f"model.num_attention_heads = {heads} is not a multiple of model.num_query_groups = {groups}; "
+            f"allowed: {_nearest_multiples(heads, groups)}"
+        )
+    if groups % 2:
+        yield (
+            f"model.num_query_groups = {groups}: allowed: an even number, since half of the key/value heads carry the "
+            "delayed value"
+        )
+    rotated = model.kv_channels * model.rotary_percent
+    if rotated % 2:
+        yield (
+            f"model.rotary_percent = {model.rotary_percent} of model.kv_channels = {model.kv_channels} rotates {rotated:g} "
+            "channels; allowed: an even number of channels, since RoPE rotates pairs"
+        )
+
+
+def _parallel(recipe: Recipe, world_size: int) -> Iterator[str]:
+    parallel = recipe.parallel
+    tensor = parallel.tensor_model_parallel_size
+    if tensor > recipe.model.num_query_groups:
+        yield (
+            f"parallel.tensor_model_parallel_size = {tensor}: allowed: at most model.num_query_groups = "
+            f"{recipe.model.num_query_groups}, because a key/value head cannot be split"
+        )
+    for name in PARALLEL_SIZES:
+        size = getattr(parallel, name)
+        if size != 1:
+            yield f"parallel.{name} = {size}: allowed: 1; this version trains with data parallelism alone"
+    product = tensor * parallel.pipeline_model_parallel_size * parallel.context_parallel_size
+    if world_size % product:
+        yield (
+            f"{world_size} ranks (nproc, cluster.gpus_per_node x cluster.num_nodes, or the outer launcher's WORLD_SIZE) cannot "
+            f"be divided by tensor x pipeline x context parallel size = {product}; allowed: {_nearest_multiples(world_size, product)}"
+        )
+    if parallel.overlap_param_gather and not (parallel.use_distributed_optimizer and parallel.overlap_grad_reduce):
+        yield (
+            "parallel.overlap_param_gather = True needs parallel.use_distributed_optimizer = True (is "
+            f"{parallel.use_distributed_optimizer}) and parallel.overlap_grad_reduce = True (is {parallel.overlap_grad_reduce})"
+        )
+
+
+def _batch(recipe: Recipe, world_size: int) -> Iterator[str]:
+    stage = recipe.stage
+    replicas = max(data_parallel_size(recipe, world_size), 1)
+    unit = stage.micro_batch_size * replicas
+    if stage.global_batch_size % unit:
+        yield (
+            f"stage.global_batch_size = {stage.global_batch_size} is not a multiple of stage.micro_batch_size = "
+            f"{stage.micro_batch_size} x {replicas} data-parallel ranks = {unit}; allowed: "
+            f"{_nearest_multiples(stage.global_batch_size, unit)}"
+        )
+
+
+def _schedule(recipe: Recipe, world_size: int) -> Iterator[str]:
+    optim, stage = recipe.optim, recipe.stage
+    if optim.lr_warmup_iters >= stage.train_iters:
+        yield (
+            f"optim.lr_warmup_iters = {optim.lr_warmup_iters}: allowed: less than stage.train_iters = {stage.train_iters}"
+        )
+    elif optim.lr_decay_iters is not None and optim.lr_decay_iters <= optim.lr_warmup_iters:
+        yield (
+            f"optim.lr_decay_iters = {optim.lr_decay_iters}: allowed: more than optim.lr_warmup_iters = "
+            f"{optim.lr_warmup_iters}, or null"
+        )
+    if optim.min_lr > optim.lr:
+        yield f"optim.min_lr = {optim.min_lr}: allowed: at most optim.lr = {optim.lr}"
+
+
+def _recompute(recipe: Recipe, world_size: int) -> Iterator[str]:
+    parallel = recipe.parallel
+    granularity, modules = parallel.recompute_granularity, parallel.recompute_modules
+    full = {"method": parallel.recompute_method, "num_layers": parallel.recompute_num_layers}
+    for name, value in full.items():
+        if granularity == "full" and value is None:
+            allowed = "uniform, block" if name == "method" else "a whole number above 0"
+            yield f"parallel.recompute_{name} = null: parallel.recompute_granularity = full needs it; allowed: {allowed}"
+        if granularity != "full" and value is not None:
+            yield (
+                f"parallel.recompute_{name} = {value}: allowed: null, unless parallel.recompute_granularity = full "
+                f"(is {granularity or 'null'})"
+            )
+    if granularity == "full" and (full["num_layers"] or 1) > recipe.model.num_layers:
+        yield (
+            f"parallel.recompute_num_layers = {full['num_layers']}: allowed: at most model.num_layers = "
+            f"{recipe.model.num_layers}"
+        )
+    if granularity == "selective" and not modules:
+        yield (
+            "parallel.recompute_modules = []: parallel.recompute_granularity = selective needs some of "
+            f"{', '.join(RECOMPUTE_MODULES)}"
+        )
+    if granularity != "selective" and modules:
+        yield (
+            f"parallel.recompute_modules = {modules}: allowed: [], unless parallel.recompute_granularity = selective "
+            f"(is {granularity or 'null'})"
+        )
+    for module in modules:
+        if module not in RECOMPUTE_MODULES:
+            yield f"parallel.recompute_modules = {modules}: {module} is unknown; allowed: {', '.join(RECOMPUTE_MODULES)}"
+
+
+def _cluster(recipe: Recipe, world_size: int) -> Iterator[str]:
+    cluster = recipe.cluster
+    if cluster.device == "cpu":
+        for name, needed in (("distributed_backend", "gloo"), ("transformer_impl", "local")):
+            if getattr(cluster, name) != needed:
+                yield f"cluster.{name} = {getattr(cluster, name)}: allowed with cluster.device = cpu: {needed}"
+    elif cluster.distributed_backend != "nccl":
+        yield f"cluster.distributed_backend = {cluster.distributed_backend}: allowed with cluster.device = cuda: nccl"
+
+
+def _data(recipe: Recipe, world_size: int) -> Iterator[str]:
+    for entry in recipe.data.blend:
+        if not re.fullmatch(r"(\d+(\.\d*)?|\.\d+)([eE][-+]?\d+)?\s+\S.*", entry.strip()) or float(entry.split()[0]) <= 0:
+            yield f"data.blend: {entry!r}: allowed: '<weight above 0> <path>', such as '0.3 data/code'"
+
+
+def _rest(recipe: Recipe, world_size: int) -> Iterator[str]:
+    profile = recipe.profile
+    if profile.memory_snapshot and recipe.cluster.device == "cpu":
+        yield "profile.memory_snapshot = true: allowed with cluster.device = cuda; it records the device's allocator"
+    if profile.step_end <= profile.step_start:
+        yield f"profile.step_end = {profile.step_end}: allowed: above profile.step_start = {profile.step_start}"
+    for rank in profile.ranks:
+        if profile.enabled and not 0 <= rank < world_size:
+            yield f"profile.ranks = {profile.ranks}: allowed: ranks from 0 to {world_size - 1}"
+    filled = {megatron_argument(field): path for path, field in leaves() if megatron_argument(field)}
+    for name, value in recipe.megatron.items():
+        if name in filled:
+            yield f"megatron.{name} = {value!r}: this argument has a key of its own; set {filled[name]}={value}"
+
+
+def _nearest_multiples(value: int, unit: int) -> str:
+    below = value // unit * unit
+    return f"{below} or {below + unit}" if below else str(unit)

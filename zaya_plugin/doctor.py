@@ -1,0 +1,149 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`zaya doctor`: what is installed, which devices torch sees, and which patches this machine needs and why."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import logging
+import os
+import platform
+import sys
+import warnings
+from collections.abc import Callable
+from importlib import metadata
+from typing import Any
+
+from zaya_plugin import __version__
+
+# distribution, module, what it is for, how to get it
+PACKAGES = (
+    ("torch", "torch", "needed", "install the build for your accelerator; for a CPU: pip install 'zaya_plugin[cpu]'"),
+    ("megatron-core", "megatron.core", "needed", "pip install 'megatron-core[training]>=0.19.2', or a Megatron-LM checkout"),
+    ("transformers", "transformers", "needed for tokenizers and Hugging Face checkpoints", "pip install 'transformers>=5.13'"),
+    ("triton", "triton", "needed by megatron-core 0.19 at import", "pip install triton; ROCm builds of torch bring their own"),
+    ("wandb", "wandb", "optional: Weights & Biases", "pip install wandb"),
+    (
+        "transformer-engine",
+        "transformer_engine",
+        "optional: cluster.transformer_impl=transformer_engine",
+        "never installed by zaya_plugin. NVIDIA: pip install transformer-engine[pytorch]. ROCm: AMD's Primus or Megatron "
+        "containers hold it; source: github.com/ROCm/TransformerEngine",
+    ),
+    (
+        "aiter",
+        "aiter",
+        "optional: AMD's kernels for MI300X",
+        "never installed by zaya_plugin. AMD's Primus containers hold it; source: github.com/ROCm/aiter",
+    ),
+)
+
+
+def main(argv: list[str]) -> int:
+    """Prints the report; exit code 1 if something that is needed is missing."""
+    parser = argparse.ArgumentParser(prog="zaya doctor", description=__doc__)
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    arguments = parser.parse_args(argv)
+    report = examine()
+    print(json.dumps(report, indent=2) if arguments.json else render(report))
+    return int(any(item["version"] is None and item["use"].startswith("needed") for item in report["packages"]))
+
+
+def examine() -> dict[str, Any]:
+    """The report as plain data: python, packages, devices, patches; imports torch if it is there."""
+    packages = [
+        {"name": name, "version": _version(name, module), "use": use, "get": get} for name, module, use, get in PACKAGES
+    ]
+    present = {item["name"] for item in packages if item["version"]}
+    return {
+        "zaya_plugin": __version__,
+        "python": {"version": platform.python_version(), "executable": sys.executable, "platform": platform.platform()},
+        "packages": packages,
+        "devices": _ask(_devices) if "torch" in present else "unknown: torch is not installed",
+        "patches": _ask(_patches) if {"torch", "megatron-core"} <= present else "unknown: torch or megatron-core is not installed",
+    }
+
+
+def render(report: dict[str, Any]) -> str:
+    """The report for people."""
+    python, devices, patches = report["python"], report["devices"], report["patches"]
+    lines = [
+        f"zaya_plugin {report['zaya_plugin']}",
+        f"Python {python['version']}  {python['executable']}  {python['platform']}",
+        "",
+        "Packages",
+    ]
+    for item in report["packages"]:
+        lines.append(f"  {item['name']:20}{item['version'] or 'not found':22}{item['use']}")
+        if item["version"] is None:
+            lines.append(f"  {'':20}{item['get']}")
+    lines += ["", "Devices"]
+    if isinstance(devices, str):
+        lines.append(f"  {devices}")
+    else:
+        lines.append(f"  torch is built for {devices['built_for']}; {devices['cpu_cores']} CPU cores")
+        for item in devices["accelerators"]:
+            lines.append(f"  {item['index']}: {item['name']}, {item['memory_gib']} GiB, {item['arch']}")
+        if not devices["accelerators"]:
+            lines.append("  no accelerator: use cluster=cpu")
+    lines += ["", "Patches"]
+    if isinstance(patches, str):
+        return "\n".join([*lines, f"  {patches}"])
+    for patch in patches:
+        lines.append(f"  {'applies ' if patch['applies'] else 'not here'}  {patch['name']}  ({patch['scope']}, {patch['versions']})")
+        lines.append(f"            {patch['reason']}")
+    return "\n".join(lines)
+
+
+def _ask(question: Callable[[], Any]) -> Any:
+    """The answer, or the error as text: a torch that does not import is what a doctor is called for."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        logging.disable(logging.WARNING)
+        try:
+            return question()
+        except Exception as error:
+            return f"unknown: {type(error).__name__}: {error}"
+        finally:
+            logging.disable(logging.NOTSET)
+
+
+def _version(distribution: str, module: str) -> str | None:
+    try:
+        found = importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:
+        return None
+    if not found:
+        return None
+    for name in (distribution, module.replace("_", "-"), module):
+        try:
+            return metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return "found, version unknown"  # a source checkout on PYTHONPATH
+
+
+def _devices() -> dict[str, Any]:
+    import torch
+
+    built_for = f"ROCm {torch.version.hip}" if torch.version.hip else f"CUDA {torch.version.cuda}" if torch.version.cuda else "CPU"
+    accelerators = []
+    for index in range(torch.cuda.device_count()):
+        properties = torch.cuda.get_device_properties(index)
+        accelerators.append(
+            {
+                "index": index,
+                "name": properties.name,
+                "memory_gib": round(properties.total_memory / 2**30),
+                "arch": getattr(properties, "gcnArchName", None) or f"sm_{properties.major}{properties.minor}",
+            }
+        )
+    return {"built_for": built_for, "cpu_cores": os.cpu_count(), "accelerators": accelerators}
+
+
+def _patches() -> list[dict[str, Any]]:
+    from zaya_plugin import patches
+
+    names = ("name", "reason", "applies", "scope", "versions")
+    return [{name: getattr(patch, name) for name in names} for patch in patches.describe()]

@@ -1,0 +1,63 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Building the whole model: Megatron's GPTModel with ZAYA1's block, RoPE on part of each head and a tied head."""
+
+from __future__ import annotations
+
+from megatron.core.models.gpt import GPTModel
+
+from zaya_plugin.model.config import ZayaConfig
+from zaya_plugin.model.spec import zaya_block_spec
+
+
+def build_zaya_model(
+    config: ZayaConfig,
+    *,
+    vocab_size: int,
+    max_sequence_length: int,
+    rotary_base: int = 10000,
+    rotary_percent: float = 0.5,
+    pre_process: bool = True,
+    post_process: bool = True,
+    vp_stage: int | None = None,
+    pg_collection=None,
+    fp16_lm_cross_entropy: bool = False,
+    parallel_output: bool = True,
+) -> GPTModel:
+    """A ZAYA1 model.
+
+    Args:
+        config: model configuration.
+        vocab_size: rows of the embedding, padding included; 262,272 in ZAYA1.
+        max_sequence_length: longest sequence in tokens.
+        rotary_base: RoPE base; 10,000 at 4K tokens, 1,000,000 at 32K, 5,000,000 at 131K (arXiv 2605.05365 table II).
+        rotary_percent: share of each head's channels that RoPE rotates.
+        pre_process, post_process, vp_stage, pg_collection, fp16_lm_cross_entropy, parallel_output: as in GPTModel.
+
+    Returns:
+        GPTModel; `model(input_ids, position_ids, attention_mask, labels=)` gives losses [b, s] or logits [b, s, v].
+
+    Raises:
+        ValueError: rotary_percent leaves no even number of channels to rotate.
+    """
+    rotary_channels = config.kv_channels * rotary_percent
+    if not 0 < rotary_percent <= 1 or rotary_channels % 2:
+        raise ValueError(
+            f"rotary_percent={rotary_percent!r}: rotates {rotary_channels:g} of kv_channels={config.kv_channels} "
+            "channels; it takes an even number of them, at least 2; ZAYA1 has rotary_percent=0.5 (64 of 128)"
+        )
+    return GPTModel(
+        config,
+        zaya_block_spec(config),
+        vocab_size=vocab_size,
+        max_sequence_length=max_sequence_length,
+        pre_process=pre_process,
+        post_process=post_process,
+        fp16_lm_cross_entropy=fp16_lm_cross_entropy,
+        parallel_output=parallel_output,
+        share_embeddings_and_output_weights=True,
+        position_embedding_type="rope",
+        rotary_percent=rotary_percent,
+        rotary_base=rotary_base,
+        pg_collection=pg_collection,
+        vp_stage=vp_stage,
+    )

@@ -1,0 +1,188 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The experts of one layer: SwiGLU MLPs over rows sorted by expert (transformers `ZayaExperts`).
+
+Unusual: every expert's matrix is a named 2-D parameter of its own, so that an optimizer such as Muon sees matrices, yet
+all matrices of a kind lie one after another in one block of memory, so that the grouped GEMM reads them in place, with
+no copy. Megatron's DDP moves parameters into its own buffer; `optim.layout` keeps the block whole there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.utils import ensure_metadata_has_dp_cp_group, make_sharded_tensors_for_checkpoint
+from megatron.core.utils import get_pg_rank
+from torch import Tensor, nn
+
+from zaya_plugin.model.config import ZayaConfig
+from zaya_plugin.model.grouped_gemm import grouped_outer, grouped_rows
+from zaya_plugin.model.initialization import initial_device, initialize
+
+
+def swiglu(gate_up: Tensor, weights: Tensor) -> Tensor:
+    """silu(gate) * up * weight, in fp32 or wider; gate_up [T, 2f] gate first, weights [T]. Returns [T, f]."""
+    compute = torch.promote_types(gate_up.dtype, torch.float32)
+    gate, up = gate_up.to(compute).chunk(2, dim=-1)
+    return (torch.nn.functional.silu(gate).mul_(up).mul_(weights.to(compute).unsqueeze(-1))).to(gate_up.dtype)
+
+
+def swiglu_backward(grad: Tensor, gate_up: Tensor, weights: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of swiglu, and its output again, which then need not be kept.
+
+    Args: grad [T, f], gate_up [T, 2f], weights [T]. Returns grad of gate_up [T, 2f], grad of weights [T] (fp32 or
+    wider) and the output [T, f].
+    """
+    compute = torch.promote_types(gate_up.dtype, torch.float32)
+    gate, up = gate_up.to(compute).chunk(2, dim=-1)
+    grad, weights = grad.to(compute), weights.to(compute).unsqueeze(-1)
+    sigmoid = torch.sigmoid(gate)
+    silu = gate * sigmoid
+    product = silu * up
+    grad_weights = torch.linalg.vecdot(grad, product)
+    grad = grad * weights
+    grad_gate_up = torch.empty_like(gate_up, dtype=compute)
+    grad_gate, grad_up = grad_gate_up.chunk(2, dim=-1)
+    torch.mul(grad, silu, out=grad_up)
+    # d silu = sigmoid + silu * (1 - sigmoid)
+    torch.mul(torch.addcmul(sigmoid, silu, 1 - sigmoid), grad.mul_(up), out=grad_gate)
+    return grad_gate_up.to(gate_up.dtype), grad_weights, product.mul_(weights).to(gate_up.dtype)
+
+
+def as_block(weights: Sequence[Tensor]) -> Tensor:
+    """Matrices [out, in] of all experts as one tensor [E, out, in]: a view if they lie in order, else a copy."""
+    first = weights[0].detach()
+    if not first.is_meta:
+        start, stride, storage = first.data_ptr(), first.nbytes, first.untyped_storage().data_ptr()
+        if first.is_contiguous() and all(
+            w.data_ptr() == start + i * stride and w.untyped_storage().data_ptr() == storage and w.is_contiguous()
+            for i, w in enumerate(weights)
+        ):
+            rows, columns = first.shape
+            return first.as_strided((len(weights), rows, columns), (rows * columns, columns, 1))
+    return torch.stack([w.detach() for w in weights])
+
+
+class ExpertMLP(torch.autograd.Function):
+    """y = W2_e (swiglu(W1_e x) * weight) for rows sorted by expert; rows of no expert give exact zeros both ways.
+
+    The gradients of all experts' matrices of a kind are views of one block. Saves x and the gate and up activations;
+    the SwiGLU output is recomputed in the backward pass.
+    """
+
+    @staticmethod
+    def forward(ctx, x, weights, offsets, num_experts, *matrices):
+        fc1, fc2 = as_block(matrices[:num_experts]), as_block(matrices[num_experts:])
+        gate_up = grouped_rows(x, fc1.transpose(1, 2), offsets)
+        y = grouped_rows(swiglu(gate_up, weights), fc2.transpose(1, 2), offsets)
+        ctx.save_for_backward(x, weights, offsets, gate_up, fc1, fc2)
+        return y.masked_fill_(_rows_of_no_expert(offsets, len(x)).unsqueeze(-1), 0.0)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, grad_y):
+        x, weights, offsets, gate_up, fc1, fc2 = ctx.saved_tensors
+        grad_y = grad_y.contiguous()
+        grad_hidden = grouped_rows(grad_y, fc2, offsets)
+        grad_gate_up, grad_weights, hidden = swiglu_backward(grad_hidden, gate_up, weights)
+        # Rows of no expert were computed from whatever lay in memory: not read below, and cleared in what goes out.
+        grad_fc2 = grouped_outer(grad_y, hidden, offsets)
+        grad_fc1 = grouped_outer(grad_gate_up, x, offsets)
+        nobody = _rows_of_no_expert(offsets, len(x))
+        grad_x = grouped_rows(grad_gate_up, fc1, offsets).masked_fill_(nobody.unsqueeze(-1), 0.0)
+        grad_weights = grad_weights.masked_fill(nobody, 0.0).to(weights.dtype)
+        return grad_x, grad_weights, None, None, *grad_fc1.unbind(), *grad_fc2.unbind()
+
+
+def _rows_of_no_expert(offsets: Tensor, rows: int) -> Tensor:
+    return torch.arange(rows, device=offsets.device) >= offsets[-1]
+
+
+class GroupedWeight(nn.Module):
+    """E matrices [output_size, input_size] as parameters weight0 .. weight{E-1} over one block of memory."""
+
+    def __init__(self, config: ZayaConfig, num_experts: int, output_size: int, input_size: int, init_method):
+        super().__init__()
+        self.num_experts = num_experts
+        shape = (num_experts, output_size, input_size)
+        block = torch.empty(shape, dtype=config.params_dtype, device=initial_device(config))
+        # Matrix by matrix: an initialiser that looks at fan-in must not see three dimensions.
+        initialize(config, block, lambda block: [init_method(matrix) for matrix in block])
+        # Megatron lays parameters out in reverse order of registration, so this puts them ascending there.
+        for expert in reversed(range(num_experts)):
+            self.register_parameter(f"weight{expert}", nn.Parameter(block[expert]))
+
+    def matrices(self) -> list[nn.Parameter]:
+        """The parameters in ascending order of experts."""
+        parameters = self._parameters
+        return [parameters[f"weight{expert}"] for expert in range(self.num_experts)]
+
+    def tag(self, block_name: str) -> None:
+        """Mark the parameters as members of one block, for optim.layout."""
+        for expert, matrix in enumerate(self.matrices()):
+            matrix.expert_block = (block_name, expert)
+
+    def _apply(self, fn, recurse=True):
+        super()._apply(fn, recurse)
+        # A cast or a move gives every matrix its own storage: lay them out as one block again.
+        matrices = self.matrices()
+        block = as_block(matrices)
+        for expert, matrix in enumerate(matrices):
+            matrix.data = block[expert]
+        return self
+
+
+class GroupedExperts(MegatronModule):
+    """All experts of a layer on PyTorch's grouped GEMM.
+
+    Args: num_local_experts, the experts on this rank (all of them in this version); config; pg_collection with `ep`.
+    """
+
+    def __init__(self, num_local_experts: int, config: ZayaConfig, pg_collection=None):
+        super().__init__(config)
+        if pg_collection is None:
+            pg_collection = ProcessGroupCollection.use_mpu_process_groups()
+        self.tp_group = pg_collection.tp
+        self.num_local_experts = num_local_experts
+        self.first_expert = get_pg_rank(pg_collection.ep) * num_local_experts
+        h, f = config.hidden_size, config.moe_ffn_hidden_size
+        self.linear_fc1 = GroupedWeight(config, num_local_experts, 2 * f, h, config.init_method)
+        self.linear_fc2 = GroupedWeight(config, num_local_experts, h, f, config.output_init_method)
+
+    def set_layer_number(self, layer_number: int) -> None:
+        """Name the two blocks after their layer."""
+        for name in ("linear_fc1", "linear_fc2"):
+            getattr(self, name).tag(f"layers.{layer_number - 1}.{name}")
+
+    def forward(self, x: Tensor, weights: Tensor, offsets: Tensor) -> Tensor:
+        """x [T, h] sorted by expert, weights [T], offsets int32 [E] (end of each expert's rows) -> [T, h].
+
+        Rows at and beyond offsets[-1] belong to no expert and come out as exact zeros.
+        """
+        matrices = self.linear_fc1.matrices() + self.linear_fc2.matrices()
+        return ExpertMLP.apply(x, weights, offsets, self.num_local_experts, *matrices)
+
+    def sharded_state_dict(self, prefix="", sharded_offsets=(), metadata=None):
+        """One checkpoint key per expert and matrix, with the expert's global index."""
+        return expert_sharded_state_dict(self, prefix, sharded_offsets, metadata)
+
+
+def expert_sharded_state_dict(experts: MegatronModule, prefix: str, sharded_offsets: tuple, metadata: dict | None):
+    """Sharded state dict of a module with linear_fc1 and linear_fc2 that hold weight0 .. weight{local experts - 1}.
+
+    The keys are the same for every implementation of the experts, so a checkpoint moves between them.
+    """
+    metadata = ensure_metadata_has_dp_cp_group(metadata)
+    sharded = {}
+    for name in ("linear_fc1", "linear_fc2"):
+        module = getattr(experts, name)
+        for local in range(experts.num_local_experts):
+            key = f"{prefix}{name}.weight{experts.first_expert + local}"
+            made = make_sharded_tensors_for_checkpoint(
+                {key: getattr(module, f"weight{local}")}, "", {}, sharded_offsets, tp_group=experts.tp_group,
+                dp_cp_group=metadata["dp_cp_group"],
+            )
+            sharded[f"{prefix}{name}.weight{local}"] = made[key]
+    return sharded

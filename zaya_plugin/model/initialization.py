@@ -1,0 +1,52 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Creating parameters where Megatron would: on its device, in its dtype, drawn from its random stream.
+
+Values depend on the seed alone, never on the number of data-parallel ranks: with `use_cpu_initialization` they come
+from the default CPU generator, else from Megatron's model-parallel tracker; both are seeded alike on all such ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+
+import torch
+from megatron.core.tensor_parallel import get_cuda_rng_tracker
+from megatron.core.transformer import TransformerConfig
+from torch import Tensor, nn
+
+
+def initial_device(config: TransformerConfig) -> torch.device | int | None:
+    """Device for new tensors. None, so `torch.device("meta")` as a context keeps working, under CPU initialisation."""
+    return None if config.use_cpu_initialization else torch.cuda.current_device()
+
+
+def random_stream(config: TransformerConfig):
+    """Context manager in which initial values are drawn."""
+    return nullcontext() if config.use_cpu_initialization else get_cuda_rng_tracker().fork()
+
+
+def initialize(config: TransformerConfig, tensor: Tensor, init_method: Callable[[Tensor], object]) -> None:
+    """Fill `tensor` in place with `init_method`, unless config.perform_initialization is off."""
+    if config.perform_initialization:
+        with torch.no_grad(), random_stream(config):
+            init_method(tensor)
+
+
+def constant_parameter(config: TransformerConfig, shape: tuple[int, ...], value: float) -> nn.Parameter:
+    """Parameter of config.params_dtype filled with `value`."""
+    tensor = torch.full(shape, value, dtype=config.params_dtype, device=initial_device(config))
+    return _tag(nn.Parameter(tensor), config)
+
+
+def random_parameter(config: TransformerConfig, shape: tuple[int, ...], init_method: Callable) -> nn.Parameter:
+    """Parameter of config.params_dtype drawn with `init_method`."""
+    tensor = torch.empty(shape, dtype=config.params_dtype, device=initial_device(config))
+    initialize(config, tensor, init_method)
+    return _tag(nn.Parameter(tensor), config)
+
+
+def _tag(parameter: nn.Parameter, config: TransformerConfig) -> nn.Parameter:
+    # Replicated over tensor-parallel ranks: Megatron sums such gradients when this is set.
+    parameter.sequence_parallel = config.sequence_parallel
+    return parameter

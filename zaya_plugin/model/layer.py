@@ -1,0 +1,101 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One ZAYA1 layer: CCGQA, scaled merge, mixture of experts, scaled merge, on an fp32 residual stream.
+
+Unusual: Megatron's transformer block hands every layer a `context` tensor and takes one back, for cross-attention. Here
+it carries the router state from layer to layer, through activation recomputation as well. `context_mask`, which the
+block only hands down, may carry forced expert ids (`model(..., extra_block_kwargs={"context_mask": ids})`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatron.core import tensor_parallel
+from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
+from megatron.core.utils import make_viewless_tensor
+from torch import Tensor
+
+from zaya_plugin.model.config import ZayaConfig
+from zaya_plugin.model.residual import InputAffine, ResidualScaling
+
+
+@dataclass
+class ZayaLayerSubmodules(TransformerLayerSubmodules):
+    """Megatron's slots plus the merges and the affine on the embedding, which layer 1 alone builds."""
+
+    input_affine: type = InputAffine
+    post_attention_residual: type = ResidualScaling
+    post_mlp_residual: type = ResidualScaling
+
+
+class ZayaTransformerLayer(TransformerLayer):
+    """Layer for Megatron's TransformerBlock (transformers `ZayaDecoderLayer`).
+
+    Args, besides TransformerLayer's: cast_output makes the last layer round the stream to params_dtype, for hosts
+    whose final norm and head cannot take an fp32 stream.
+    """
+
+    def __init__(
+        self, config: ZayaConfig, submodules: ZayaLayerSubmodules, *args, cast_output: bool = False, **kwargs
+    ):
+        super().__init__(config, submodules, *args, **kwargs)
+        first, last = self.layer_number == 1, self.layer_number == config.num_layers
+        self.input_affine = submodules.input_affine(config) if first else None
+        self.output_dtype = config.params_dtype if last and cast_output else None
+        self.post_attention_residual = submodules.post_attention_residual(config)
+        self.post_mlp_residual = submodules.post_mlp_residual(config)
+        assert isinstance(self.cross_attention, IdentityOp), "context carries the router state"
+
+    def forward(
+        self, hidden_states: Tensor, attention_mask: Tensor | None = None, context: Tensor | None = None,
+        context_mask: Tensor | None = None, rotary_pos_emb: Tensor | None = None, attention_bias: Tensor | None = None,
+        inference_context=None, packed_seq_params=None, **_,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Run the layer.
+
+        Args: hidden_states, the stream [s, b, h] (the embedding in layer 1); context, the previous layer's router
+        state [s, b, r] or None; context_mask, int64 [num_layers, s, b] expert ids that replace the router's choice
+        where not negative, or None; rotary_pos_emb [s, 1, 1, r] radians.
+        Returns: the new stream [s, b, h] and this layer's router state.
+        """
+        if self.input_affine is not None:
+            hidden_states = self.input_affine(hidden_states)
+
+        normed, discard = _norm(self.input_layernorm, hidden_states, self.recompute_input_layernorm)
+        output, _ = self.self_attention(
+            normed, attention_mask=attention_mask, inference_context=inference_context, rotary_pos_emb=rotary_pos_emb,
+            attention_bias=attention_bias, packed_seq_params=packed_seq_params,
+        )
+        discard(output)
+        hidden_states = self.post_attention_residual(output, hidden_states)
+
+        normed, discard = _norm(self.pre_mlp_layernorm, hidden_states, self.recompute_pre_mlp_layernorm)
+        forced = None if context_mask is None else context_mask[self.layer_number - 1]
+        output, context = self.mlp(normed, router_state=context, forced_expert_ids=forced)
+        discard(output)
+        hidden_states = self.post_mlp_residual(output, hidden_states)
+
+        if self.output_dtype is not None:
+            hidden_states = hidden_states.to(self.output_dtype)
+        hidden_states = make_viewless_tensor(
+            inp=hidden_states, requires_grad=hidden_states.requires_grad, keep_graph=True
+        )
+        return hidden_states, context
+
+
+def _norm(norm, x: Tensor, recompute: bool):
+    """Normed x in the weight's dtype, and what to call on the result of the module that consumed it.
+
+    With `recompute` the normed tensor is freed by that call and computed again when the backward pass reaches there.
+    """
+
+    def run(x):
+        # Transformer Engine's norm may answer in the dtype of the stream.
+        return norm(x).to(norm.weight.dtype)
+
+    if not recompute:
+        return run(x), lambda output: None
+    # None is how it spells "no fp8"; its default of False would ask for Transformer Engine.
+    checkpoint = tensor_parallel.CheckpointWithoutOutput(fp8=None)
+    return checkpoint.checkpoint(run, x), checkpoint.discard_output_and_register_recompute

@@ -1,0 +1,100 @@
+# SPDX-License-Identifier: Apache-2.0
+"""ZAYA1's mixture of experts: route, sort tokens by expert, run the experts, put tokens back. Dropless, top-1.
+
+The router state comes in as an argument and goes out as a return value and is never kept on the module, so that
+activation recomputation and pipeline stages see it. Between routing and experts lies the place for a token dispatcher
+(expert parallelism); in this version every rank holds all experts and `sort_by_expert` is all there is.
+"""
+
+from __future__ import annotations
+
+import torch
+from megatron.core import tensor_parallel
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.spec_utils import ModuleSpec, build_module
+from torch import Tensor
+
+from zaya_plugin.model.config import ZayaConfig
+from zaya_plugin.model.router import ZayaRouter
+
+
+def sort_by_expert(expert_ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Stable order of tokens by expert, tokens of the skip class (id num_experts) last.
+
+    Args: expert_ids int64 [T]. Returns order [T] (sorted row -> token), its inverse [T] (token -> sorted row) and
+    offsets int32 [num_experts], the end of each expert's rows. Nothing is read on the host.
+    """
+    sorted_ids, order = torch.sort(expert_ids, stable=True)
+    rows = torch.arange(len(order), device=order.device)
+    inverse = torch.empty_like(order).scatter_(0, order, rows)
+    experts = torch.arange(num_experts, device=order.device)
+    return order, inverse, torch.searchsorted(sorted_ids, experts, right=True, out_int32=True)
+
+
+class PermuteRows(torch.autograd.Function):
+    """x[index] for a permutation whose inverse is at hand: the gradient is a gather too, not a scatter."""
+
+    @staticmethod
+    def forward(ctx, x, index, inverse):
+        ctx.save_for_backward(index, inverse)
+        return x.index_select(0, index)
+
+    @staticmethod
+    def backward(ctx, grad):
+        index, inverse = ctx.saved_tensors
+        return PermuteRows.apply(grad, inverse, index), None, None
+
+
+class ZayaMoELayer(MegatronModule):
+    """Router and experts of one layer.
+
+    Args: config; submodules, a ModuleSpec or class for the experts; pg_collection. Further keywords that the host
+    passes to any MoE layer are accepted and not used.
+    """
+
+    def __init__(
+        self, config: ZayaConfig, submodules: ModuleSpec | type, layer_number: int | None = None, pg_collection=None,
+        **_,
+    ):
+        super().__init__(config)
+        if pg_collection is None:
+            pg_collection = ProcessGroupCollection.use_mpu_process_groups()
+        self.tp_group = pg_collection.tp
+        self.num_experts = config.num_moe_experts
+        self.identity_skip = config.moe_skip_expert and config.skip_output == "identity"
+        self.recompute = config.recompute_granularity == "selective" and "moe" in config.recompute_modules
+        self.router = ZayaRouter(config)
+        self.experts = build_module(submodules, self.num_experts, config, pg_collection=pg_collection)
+        if layer_number is not None:
+            self.set_layer_number(layer_number)
+
+    def set_layer_number(self, layer_number: int) -> None:
+        """Called by the host's layer, with the number counted over all pipeline stages from 1."""
+        self.layer_number = layer_number
+        self.router.set_layer_number(layer_number)
+        self.experts.set_layer_number(layer_number)
+
+    def forward(
+        self, hidden_states: Tensor, router_state: Tensor | None = None, forced_expert_ids: Tensor | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        """hidden_states [s, b, h] normed, router_state [s, b, r] -> output [s, b, h], next router state [s, b, r].
+
+        forced_expert_ids int64 [s, b], as in ZayaRouter. The state is None where the model has no averaging.
+        """
+        if self.recompute and self.training:
+            return tensor_parallel.checkpoint(self._forward, False, hidden_states, router_state, forced_expert_ids)
+        return self._forward(hidden_states, router_state, forced_expert_ids)
+
+    def _forward(self, hidden_states, router_state, forced_expert_ids):
+        weights, ids, router_state = self.router(hidden_states, router_state, forced_expert_ids)
+        tokens, weights, ids = hidden_states.flatten(0, 1), weights.flatten(), ids.flatten()
+        order, inverse, offsets = sort_by_expert(ids, self.num_experts)
+        output = self.experts(
+            PermuteRows.apply(tokens, order, inverse), PermuteRows.apply(weights, order, inverse), offsets
+        )
+        output = PermuteRows.apply(output, inverse, order)
+        if self.identity_skip:
+            skip_weights = weights.masked_fill(ids != self.num_experts, 0.0).unsqueeze(-1)
+            output = output + (tokens * skip_weights).to(output.dtype)
+        return output.view_as(hidden_states), router_state if self.config.router_eda else None

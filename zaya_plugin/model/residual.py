@@ -1,0 +1,71 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Learned affines on the residual stream: one on the embedding, one pair at each merge. The scale comes after the bias.
+
+The report's equation 6 (arXiv 2605.05365) adds the bias after the scale; the same functions, but other parameters. The
+released weights are stored for the form used here.
+"""
+
+from __future__ import annotations
+
+import torch
+from megatron.core.transformer import TransformerConfig
+from torch import Tensor, nn
+
+from zaya_plugin.model.initialization import constant_parameter
+
+
+def affine(x: Tensor, bias: Tensor, scale: Tensor) -> Tensor:
+    """(x + bias) * scale in fp32 or wider; x [s, b, h], bias and scale [h]."""
+    compute = torch.promote_types(x.dtype, torch.float32)
+    return (x.to(compute) + bias) * scale
+
+
+def scale_residual(
+    output: Tensor, residual: Tensor, output_bias: Tensor, output_scale: Tensor, residual_bias: Tensor,
+    residual_scale: Tensor,
+) -> Tensor:
+    """(output + output_bias) * output_scale + (residual + residual_bias) * residual_scale in fp32 or wider.
+
+    Args: output [s, b, h] in the layer's dtype, residual [s, b, h] stream, four vectors [h]. Returns [s, b, h] in
+    the wider of fp32 and residual's dtype.
+    """
+    compute = torch.promote_types(residual.dtype, torch.float32)
+    vectors = (v.to(compute) for v in (output_bias, output_scale, residual_bias, residual_scale))
+    output_bias, output_scale, residual_bias, residual_scale = vectors
+    # Multiplied out, so that the biases meet as one vector and the stream is read once per operand.
+    shift = output_bias * output_scale + residual_bias * residual_scale
+    return torch.addcmul(torch.addcmul(shift, output.to(compute), output_scale), residual.to(compute), residual_scale)
+
+
+class ResidualScaling(nn.Module):
+    """Merge of a sublayer's output into the stream, transformers `ZayaResidualScaling`. Starts as plain sum."""
+
+    def __init__(self, config: TransformerConfig):
+        super().__init__()
+        shape = (config.hidden_size,)
+        self.output_scale = constant_parameter(config, shape, 1.0)
+        self.output_bias = constant_parameter(config, shape, 0.0)
+        self.residual_scale = constant_parameter(config, shape, 1.0)
+        self.residual_bias = constant_parameter(config, shape, 0.0)
+
+    def forward(self, output: Tensor, residual: Tensor) -> Tensor:
+        """output [s, b, h], residual [s, b, h] -> new stream [s, b, h] in residual's dtype."""
+        merged = scale_residual(
+            output, residual, self.output_bias, self.output_scale, self.residual_bias, self.residual_scale
+        )
+        return merged.to(residual.dtype)
+
+
+class InputAffine(nn.Module):
+    """(embedding + bias) * scale, the start of the stream (`input_hidden_states_{scale,bias}` in transformers)."""
+
+    def __init__(self, config: TransformerConfig):
+        super().__init__()
+        self.in_fp32 = config.residual_in_fp32
+        self.scale = constant_parameter(config, (config.hidden_size,), 1.0)
+        self.bias = constant_parameter(config, (config.hidden_size,), 0.0)
+
+    def forward(self, embedding: Tensor) -> Tensor:
+        """embedding [s, b, h] -> stream [s, b, h], fp32 (or wider) if residual_in_fp32 else the embedding's dtype."""
+        stream = affine(embedding, self.bias, self.scale)
+        return stream if self.in_fp32 else stream.to(embedding.dtype)

@@ -1,0 +1,89 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Module specs: which classes make up a ZAYA1 layer and block.
+
+`zaya_layer_spec` is for `--spec zaya_plugin.model.spec zaya_layer_spec`, which takes the object by its name before any
+configuration exists; its layer picks local or Transformer Engine parts when it is built. That host puts its own final
+norm behind the layers; `zaya_block_spec` brings ours, which reads the fp32 stream.
+"""
+
+from __future__ import annotations
+
+from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
+from megatron.core.transformer import ModuleSpec, TransformerConfig
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+
+from zaya_plugin.model.attention import ZayaAttentionSubmodules, ZayaSelfAttention
+from zaya_plugin.model.config import ZayaConfig
+from zaya_plugin.model.core_attention import SDPACoreAttention
+from zaya_plugin.model.experts import GroupedExperts
+from zaya_plugin.model.layer import ZayaLayerSubmodules, ZayaTransformerLayer
+from zaya_plugin.model.moe import ZayaMoELayer
+from zaya_plugin.model.norm import ZayaRMSNorm
+
+
+def local_submodules() -> ZayaLayerSubmodules:
+    """Layer parts on PyTorch and Megatron's own parallel linears."""
+    return _submodules(
+        ZayaRMSNorm, ColumnParallelLinear, SDPACoreAttention, RowParallelLinear, ModuleSpec(module=GroupedExperts)
+    )
+
+
+def transformer_engine_submodules() -> ZayaLayerSubmodules:
+    """Layer parts on Transformer Engine through Megatron's wrappers; raises ValueError where it is not installed.
+
+    Experts fall back to the local grouped GEMM with a Transformer Engine that has no grouped linear (before 1.9).
+    """
+    from megatron.core.extensions import transformer_engine as te
+
+    if not te.HAVE_TE:
+        raise ValueError(
+            "transformer_impl='transformer_engine': Transformer Engine is not installed; set transformer_impl='local'"
+        )
+    experts = ModuleSpec(module=GroupedExperts)
+    if te.TEColumnParallelGroupedLinear is not None:
+        from zaya_plugin.model.te_experts import TEGroupedExperts
+
+        grouped = dict(linear_fc1=te.TEColumnParallelGroupedLinear, linear_fc2=te.TERowParallelGroupedLinear)
+        experts = ModuleSpec(module=TEGroupedExperts, params=grouped)
+    return _submodules(
+        te.TENorm, te.TEColumnParallelLinear, te.TEDotProductAttention, te.TERowParallelLinear, experts
+    )
+
+
+def _submodules(norm, linear, core_attention, linear_proj, experts) -> ZayaLayerSubmodules:
+    attention = ZayaAttentionSubmodules(linear=linear, core_attention=core_attention, linear_proj=linear_proj)
+    return ZayaLayerSubmodules(
+        input_layernorm=norm,
+        self_attention=ModuleSpec(module=ZayaSelfAttention, submodules=attention),
+        pre_mlp_layernorm=norm,
+        mlp=ModuleSpec(module=ZayaMoELayer, submodules=experts),
+    )
+
+
+def zaya_layer_submodules(config: ZayaConfig) -> ZayaLayerSubmodules:
+    """Layer parts by config.transformer_impl."""
+    return transformer_engine_submodules() if config.transformer_impl == "transformer_engine" else local_submodules()
+
+
+def get_zaya_layer_spec(config: ZayaConfig) -> ModuleSpec:
+    """Spec of one layer for a known configuration."""
+    return ModuleSpec(module=ZayaTransformerLayer, submodules=zaya_layer_submodules(config))
+
+
+def zaya_block_spec(config: ZayaConfig) -> TransformerBlockSubmodules:
+    """All layers and the final norm, for GPTModel's transformer_layer_spec."""
+    return TransformerBlockSubmodules(
+        layer_specs=[get_zaya_layer_spec(config)] * config.num_layers, layer_norm=ZayaRMSNorm
+    )
+
+
+class _SelfConfiguringLayer(ZayaTransformerLayer):
+    """Layer that makes a ZayaConfig of the host's configuration and chooses its own parts."""
+
+    def __init__(self, config: TransformerConfig, **kwargs):
+        config = ZayaConfig.from_transformer_config(config)
+        # The block's own final norm answers in the stream's dtype and the head wants the weights' dtype.
+        super().__init__(config, zaya_layer_submodules(config), cast_output=True, **kwargs)
+
+
+zaya_layer_spec = ModuleSpec(module=_SelfConfiguringLayer)

@@ -1,0 +1,95 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Expert-bias balancing: AdamW on (load fraction - 1/E), from the choices of the whole global batch.
+
+Source of the rule: ZAYA1-8B Technical Report (arXiv 2605.05365) section II-A-2, eq. 5. Step size, betas and decay are
+unpublished; the defaults are this project's. The skip class's bias stays where it was initialised (-1): in the
+released weights it is exactly that after training, so it was not updated.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class RouterStatistics:
+    """What the routers did in one global batch. tokens_per_expert: int64 [layers, E + 1], the skip class last.
+    entropy: float32 [layers], mean entropy of the router's softmax in nats."""
+
+    tokens_per_expert: torch.Tensor
+    entropy: torch.Tensor
+
+    @property
+    def load(self) -> torch.Tensor:
+        """Share of the expert-bound tokens of each expert, float32 [layers, E]."""
+        counts = self.tokens_per_expert[:, :-1].float()
+        return counts / counts.sum(-1, keepdim=True).clamp_min(1)
+
+    @property
+    def load_entropy(self) -> torch.Tensor:
+        """Entropy of the load over ln E, float32 [layers]: 1 is perfectly even (report, figure 4)."""
+        load = self.load
+        return -(load * load.clamp_min(1e-30).log()).sum(-1) / torch.log(torch.tensor(float(load.shape[-1])))
+
+    @property
+    def imbalance(self) -> torch.Tensor:
+        """Most loaded expert's tokens over the mean, float32 [layers]: 1 is perfectly even, E is collapse."""
+        return self.load.amax(-1) * self.load.shape[-1]
+
+
+@torch.no_grad()
+def balance_experts(routers, config, group) -> RouterStatistics | None:
+    """Sum the routers' counts over `group`, step every balancing bias, and reset the counts.
+
+    To be called once a step on every rank, after the backward passes of all micro-batches.
+
+    Args:
+        routers: ZayaRouter modules of this rank, in layer order.
+        config: ZayaConfig with the balancing_* fields.
+        group: data- and context-parallel process group over which the batch is spread.
+
+    Returns:
+        The global batch's statistics, or None where this rank has no router.
+    """
+    if not routers:
+        return None
+    counts = torch.stack([r.tokens_per_expert for r in routers])
+    entropy = torch.stack([r.router_entropy_sum for r in routers]).double()
+    packed = torch.cat([counts.double(), entropy.reshape(-1, 1)], dim=1)  # exact up to 2^53 tokens
+    torch.distributed.all_reduce(packed, group=group)
+    counts, entropy = packed[:, :-1].to(torch.int64), packed[:, -1]
+    tokens = counts.sum(-1)
+
+    num_experts = counts.shape[1] - 1
+    gradient = (counts[:, :num_experts].double() / tokens.clamp_min(1).unsqueeze(-1) - 1 / num_experts).float()
+    _adamw_step(routers, gradient, config)
+    for router in routers:
+        router.tokens_per_expert.zero_()
+        router.router_entropy_sum.zero_()
+    return RouterStatistics(counts, (entropy / tokens.clamp_min(1)).float())
+
+
+def _adamw_step(routers, gradient: torch.Tensor, config) -> None:
+    """AdamW without decay on the experts' biases of all layers at once; gradient float32 [layers, E]."""
+    num_experts = gradient.shape[1]
+    bias = torch.stack([r.balancing_biases[:num_experts] for r in routers])
+    exp_avg = torch.stack([r.balancing_exp_avg[:num_experts] for r in routers])
+    exp_avg_sq = torch.stack([r.balancing_exp_avg_sq[:num_experts] for r in routers])
+    step = torch.stack([r.balancing_step for r in routers]).add(1).double().unsqueeze(-1)
+
+    beta1, beta2 = config.balancing_beta1, config.balancing_beta2
+    exp_avg.lerp_(gradient, 1 - beta1)
+    exp_avg_sq.mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
+    mean = exp_avg / (1 - beta1**step).float()
+    scale = (exp_avg_sq / (1 - beta2**step).float()).sqrt() + config.balancing_eps
+    bias -= config.balancing_lr * mean / scale
+    if config.balancing_centering:
+        bias -= bias.mean(-1, keepdim=True)
+
+    for i, router in enumerate(routers):
+        router.balancing_biases[:num_experts] = bias[i]
+        router.balancing_exp_avg[:num_experts] = exp_avg[i]
+        router.balancing_exp_avg_sq[:num_experts] = exp_avg_sq[i]
+        router.balancing_step += 1

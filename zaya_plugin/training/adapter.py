@@ -1,0 +1,214 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The one file that knows `megatron.training`: recipe -> arguments -> `pretrain`, with our model, data, loss and hooks.
+
+The loop, the schedules, the optimizers, the samplers and the checkpoints are Megatron's. pretrain() has no list of
+callbacks in 0.19, so four of its module-level names are given new values for the time of a run (`_install_hooks`).
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.distributed import finalize_model_grads
+from megatron.core.enums import ModelType
+from megatron.training import get_args, get_tensorboard_writer, get_timers, get_tokenizer, training
+from megatron.training.argument_utils import core_transformer_config_from_args, pretrain_cfg_container_from_args
+from megatron.training.arguments import parse_and_validate_args
+
+from zaya_plugin.config.schema import Recipe
+from zaya_plugin.model.build import build_zaya_model
+from zaya_plugin.model.config import ZayaConfig
+from zaya_plugin.model.router import ZayaRouter
+from zaya_plugin.optim.balancing import balance_experts
+from zaya_plugin.training.arguments import OWN_ARGUMENTS, megatron_arguments
+from zaya_plugin.training.datasets import DataSources
+from zaya_plugin.training.lifecycle import Lifecycle
+from zaya_plugin.training.metrics import Reporter, Step
+
+
+def run(recipe: Recipe, sources: DataSources, lifecycle: Lifecycle, reporter: Reporter) -> None:
+    """Train as the recipe says; returns when the last step is done, or when a signal or exit_interval ended the run.
+
+    Args:
+        recipe: validated; patches are applied already.
+        sources: tokenizer and data sets of the recipe.
+        lifecycle: what happens around checkpoints.
+        reporter: receives every step and validation.
+    """
+    args = parse_arguments(megatron_arguments(recipe, sources.tokenizer_arguments()))
+    lifecycle.describe_into(args)
+    trainer = _Trainer(args, sources, lifecycle, reporter)
+    trainer.install_hooks()
+    try:
+        training.pretrain(
+            pretrain_cfg_container_from_args(args),
+            trainer.provide_datasets,
+            ModelType.encoder_or_decoder,
+            forward_step,
+            model_provider=trainer.provide_model,
+        )
+    except SystemExit as left:  # signals and exit_interval leave pretrain() this way, after saving
+        if left.code:
+            raise
+    finally:
+        reporter.close(tensorboard=get_tensorboard_writer())
+
+
+def parse_arguments(values: dict[str, Any]) -> argparse.Namespace:
+    """Megatron's namespace from `values`, through Megatron's own validation.
+
+    Raises:
+        ValueError: a name that Megatron does not know, or a combination that its validation refuses.
+    """
+
+    def add_own(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+        group = parser.add_argument_group("zaya")
+        for name in OWN_ARGUMENTS:
+            group.add_argument("--" + name.replace("_", "-"), default=values.get(name))
+        known = {action.dest for action in parser._actions}
+        if unknown := sorted(set(values) - known):
+            raise ValueError(
+                f"no Megatron argument is called {', '.join(unknown)}; names under `megatron` in a recipe are those "
+                "of Megatron's command line with underscores (--moe-router-dtype is moe_router_dtype)"
+            )
+        parser.set_defaults(**values)
+        return parser
+
+    # Values travel as defaults: Megatron parses an empty command line and validates what it finds.
+    argv, sys.argv = sys.argv, sys.argv[:1]
+    try:
+        return parse_and_validate_args(extra_args_provider=add_own)
+    except AssertionError as refused:
+        raise ValueError(f"Megatron's argument validation refuses this recipe: {refused}") from refused
+    finally:
+        sys.argv = argv
+
+
+def forward_step(data_iterator, model):
+    """One micro-batch. Returns the per-token loss [b, s] and the function that reduces it."""
+    batch = next(data_iterator)
+    device = torch.cuda.current_device()
+    tokens, labels, positions, mask = (
+        batch[name].to(device, non_blocking=True) for name in ("tokens", "labels", "position_ids", "loss_mask")
+    )
+
+    def reduce_loss(losses):
+        """Sum over the tokens that count, their number, and both for the report (Megatron adds and divides)."""
+        total, count = (losses.float() * mask).sum(), mask.sum()
+        return total, count.to(torch.int), {"lm loss": torch.stack((total.detach(), count))}
+
+    return model(tokens, positions, None, labels=labels), reduce_loss
+
+
+class _Trainer:
+    """The functions that pretrain() calls back, and what they share."""
+
+    def __init__(self, args, sources: DataSources, lifecycle: Lifecycle, reporter: Reporter):
+        self.args = args
+        self.sources = sources
+        self.lifecycle = lifecycle
+        self.reporter = reporter
+        self.statistics = None
+        self.routers: list[ZayaRouter] | None = None
+
+    def install_hooks(self) -> None:
+        """Megatron's names that get our values: its log line and validation report, and what surrounds a save."""
+        self.evaluate = training.evaluate
+        self.save_checkpoint = training.save_checkpoint
+        training.training_log = self.training_log
+        training.evaluate_and_print_results = self.evaluate_and_report
+        training.save_checkpoint = self.save_and_prune
+
+    def provide_model(self, pre_process=True, post_process=True, vp_stage=None, config=None, pg_collection=None):
+        """A GPTModel of ZAYA layers; called by pretrain() once the process groups are there."""
+        args = self.args
+        self.lifecycle.share_run_id()
+        self.reporter.start(get_tensorboard_writer(), self.lifecycle.run_id, resumed_at=self.lifecycle.resumed_at)
+        config = core_transformer_config_from_args(args, ZayaConfig)
+        config.finalize_model_grads_func = self.finalize_and_balance
+        return build_zaya_model(
+            config,
+            vocab_size=args.padded_vocab_size,
+            max_sequence_length=args.max_position_embeddings,
+            rotary_base=args.rotary_base,
+            rotary_percent=args.rotary_percent,
+            pre_process=pre_process,
+            post_process=post_process,
+            vp_stage=vp_stage,
+            pg_collection=pg_collection,
+        )
+
+    def provide_datasets(self, num_samples, vp_stage=None):
+        """Train, validation and test sets for Megatron's numbers of samples."""
+        return self.sources.build(num_samples, self.args.seq_length, self.args.seed, get_tokenizer())
+
+    # Every rank reads its part itself; without this attribute Megatron broadcasts from one rank.
+    provide_datasets.is_distributed = True
+
+    def finalize_and_balance(self, model, *positional, **named):
+        """After the backward passes of a step: Megatron's gradient reductions, then the expert biases."""
+        finalize_model_grads(model, *positional, **named)
+        if self.routers is None:
+            self.routers = [m for chunk in model for m in chunk.modules() if isinstance(m, ZayaRouter)]
+        group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+        self.statistics = balance_experts(self.routers, self.routers[0].config, group) if self.routers else None
+
+    def training_log(
+        self,
+        loss_dict,
+        total_loss_dict,
+        learning_rate,
+        iteration,
+        loss_scale,
+        report_memory_flag,
+        skipped_iter,
+        grad_norm,
+        *positional,
+        **named,
+    ):
+        """Takes the place of Megatron's: same inputs, but one line of ours and a row of metrics."""
+        seconds = get_timers()("interval-time").elapsed(barrier=True)
+        args = get_args()
+        self.reporter.step(
+            Step(
+                step=iteration,
+                loss=loss_dict["lm loss"].item() if "lm loss" in loss_dict else None,
+                lr=learning_rate,
+                grad_norm=float(grad_norm) if grad_norm is not None else None,
+                seconds=seconds,
+                tokens=args.global_batch_size * args.seq_length,
+                flops=training.num_floating_point_operations(args, args.global_batch_size),
+                skipped=bool(skipped_iter),
+                consumed_samples=args.consumed_train_samples,
+                last_step=args.train_iters,
+                statistics=self.statistics,
+            )
+        )
+        return False  # Megatron's own memory report is not wanted
+
+    def evaluate_and_report(
+        self, prefix, forward_step_func, data_iterator, model, iteration, process_non_loss_data_func, config, **named
+    ):
+        """Takes the place of Megatron's evaluate_and_print_results: the same evaluation, reported as a metric."""
+        groups = {name: named.get(name) for name in ("pg_collection", "p2p_communicator", "non_loss_data_func")}
+        losses, _, timed_out = self.evaluate(
+            forward_step_func,
+            data_iterator,
+            model,
+            process_non_loss_data_func,
+            config,
+            eval_iters=self.args.eval_iters,
+            **groups,
+        )
+        if not timed_out and losses:
+            self.reporter.validation(iteration, losses["lm loss"].item())
+
+    def save_and_prune(self, iteration, *positional, **named):
+        """Megatron's save; older checkpoints go once this one is whole."""
+        self.save_checkpoint(iteration, *positional, **named)
+        self.lifecycle.after_save(iteration)
+        self.reporter.checkpoint(iteration)

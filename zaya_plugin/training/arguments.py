@@ -1,0 +1,145 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Recipe -> Megatron arguments, as a plain dictionary. No Megatron import: the adapter checks the names.
+
+Fields whose metadata names a Megatron argument are copied; this file adds what is fixed for every ZAYA model and what
+takes more than a copy (data, checkpoints, precision, profiling).
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from zaya_plugin.config.schema import Recipe, leaves, megatron_argument
+
+# Megatron knows nothing of these; they become arguments so that they are validated, saved in checkpoints and fill
+# ZayaConfig's fields of the same name.
+OWN_ARGUMENTS = (
+    "router_hidden_size",
+    "router_init_std",
+    "scaled_output_init",
+    "temperature_form",
+    "temperature_init",
+    "skip_output",
+    "router_softmax_in_fp32",
+    "residual_in_fp32",
+    "qk_norm_in_fp32",
+    "balancing_lr",
+    "balancing_beta1",
+    "balancing_beta2",
+    "balancing_eps",
+    "balancing_centering",
+)
+
+# What makes a network ZAYA (ZAYA1-8B Technical Report, arXiv 2605.05365; transformers' ZayaForCausalLM).
+ZAYA = dict(
+    normalization="RMSNorm",
+    position_embedding_type="rope",
+    swiglu=True,
+    add_bias_linear=False,
+    attention_dropout=0.0,
+    hidden_dropout=0.0,
+    group_query_attention=True,
+    untie_embeddings_and_output_weights=False,
+    moe_router_topk=1,
+    moe_router_pre_softmax=True,
+    moe_router_load_balancing_type="none",
+    moe_token_dispatcher_type="alltoall",
+)
+
+# How Megatron is to behave under this plugin.
+HOST = dict(
+    ckpt_format="torch_dist",
+    # Optimizer state that any number of data-parallel ranks can load.
+    dist_ckpt_optim_fully_reshardable=True,
+    use_checkpoint_opt_param_scheduler=False,
+    override_opt_param_scheduler=True,
+    exit_signal_handler=True,
+    rerun_mode="disabled",
+    log_interval=1,
+    log_throughput=False,
+    # Kernels that need apex or a build of Megatron's own.
+    gradient_accumulation_fusion=False,
+    masked_softmax_fusion=False,
+    no_persist_layer_norm=True,
+)
+
+
+def megatron_arguments(recipe: Recipe, data: dict[str, Any]) -> dict[str, Any]:
+    """All arguments of a run by Megatron's names.
+
+    Args:
+        recipe: a validated recipe.
+        data: tokenizer arguments found from the data set (see zaya_plugin.training.datasets).
+
+    Raises:
+        ValueError: `megatron.<name>` in the recipe repeats an argument that another recipe key owns.
+    """
+    values = {**ZAYA, **HOST, **data}
+    owner = {}
+    for path, field in leaves():
+        name = megatron_argument(field)
+        if name is None:
+            continue
+        value = recipe
+        for part in path.split("."):
+            value = getattr(value, part)
+        owner[name] = path
+        if value is not None:
+            values[name] = value
+    if not recipe.parallel.recompute_modules:
+        values.pop("recompute_modules")
+    values["max_position_embeddings"] = recipe.stage.seq_length
+    values["ffn_hidden_size"] = recipe.model.moe_ffn_hidden_size
+    values.update(_precision(recipe))
+    values.update(_checkpoints(recipe))
+    values.update(_profiling(recipe))
+    if recipe.optim.name == "adamw":
+        values["optimizer"] = "adam"
+    values["num_workers"] = recipe.data.num_workers
+    values["tensorboard_dir"] = str(Path(recipe.run_dir) / "tensorboard") if recipe.logger.tensorboard else None
+    for name, value in recipe.megatron.items():
+        if name in values or name in owner:
+            where = owner.get(name, "the plugin, since it is part of what ZAYA is or how the plugin runs")
+            raise ValueError(f"megatron.{name}={value!r}: this argument is set by {where}; set it there")
+        values[name] = value
+    return values
+
+
+def _precision(recipe: Recipe) -> dict[str, Any]:
+    on_cpu = recipe.cluster.device == "cpu"
+    fused = recipe.cluster.transformer_impl == "transformer_engine"
+    return dict(
+        bf16=recipe.cluster.dtype == "bf16",
+        use_cpu_initialization=on_cpu,
+        bias_swiglu_fusion=False,
+        bias_dropout_fusion=False,
+        apply_rope_fusion=fused,
+    )
+
+
+def _checkpoints(recipe: Recipe) -> dict[str, Any]:
+    directory = Path(recipe.run_dir) / "checkpoints"
+    arguments = dict(
+        save=str(directory),
+        save_interval=recipe.checkpoint.save_interval or recipe.stage.train_iters,
+    )
+    if (directory / "latest_checkpointed_iteration.txt").is_file():
+        arguments.update(load=str(directory), exit_on_missing_checkpoint=True)
+    return arguments
+
+
+def _profiling(recipe: Recipe) -> dict[str, Any]:
+    profile = recipe.profile
+    arguments: dict[str, Any] = {}
+    if profile.enabled:
+        arguments.update(
+            profile=True,
+            use_pytorch_profiler=True,
+            profile_step_start=profile.step_start,
+            profile_step_end=profile.step_end,
+            profile_ranks=list(profile.ranks),
+        )
+    if profile.memory_snapshot:
+        arguments.update(record_memory_history=True)
+    return arguments

@@ -1,0 +1,73 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What surrounds checkpoints: is there one to continue from, is it whole and of this model, which W&B run it belongs
+to, and which older ones may go."""
+
+from __future__ import annotations
+
+import secrets
+import shutil
+from pathlib import Path
+
+import torch
+
+from zaya_plugin import __version__
+from zaya_plugin.checkpoint import inspect
+from zaya_plugin.config.schema import Recipe
+
+
+class Lifecycle:
+    """Life of a run across restarts.
+
+    Attributes:
+        directory: <run_dir>/checkpoints.
+        resumed_at: iteration that is continued from, 0 for a new run.
+        run_id: identity of the run, kept in every checkpoint; W&B's run id.
+    """
+
+    def __init__(self, recipe: Recipe):
+        self.directory = Path(recipe.run_dir) / "checkpoints"
+        self.keep_last = recipe.checkpoint.keep_last
+        self.recipe_name = recipe.name
+        self.resumed_at = 0
+        self.run_id: str | None = None
+        self._args = None
+
+    def describe_into(self, args) -> None:
+        """Check the checkpoint to be loaded against `args`, and put into `args` what its successors must remember.
+
+        Raises:
+            ValueError: the checkpoint is damaged, or of another model.
+        """
+        iteration = inspect.latest(self.directory) if args.load else None
+        if iteration is not None:
+            if broken := inspect.problems(self.directory, iteration):
+                whole = [i for i in inspect.iterations(self.directory) if not inspect.problems(self.directory, i)]
+                raise ValueError(
+                    f"the newest checkpoint in {self.directory} is damaged:\n  "
+                    + "\n  ".join(broken)
+                    + f"\nwhole checkpoints: {whole or 'none'}; to continue from one of them write its number into "
+                    + str(self.directory / inspect.TRACKER)
+                )
+            inspect.check_same_model(self.directory, iteration, args)
+            self.resumed_at = iteration
+            self.run_id = getattr(inspect.saved_arguments(self.directory, iteration), "zaya", {}).get("run_id")
+        args.zaya = {"version": __version__, "recipe": self.recipe_name, "run_id": self.run_id}
+        self._args = args
+
+    def share_run_id(self) -> None:
+        """Agree on the run's identity over all ranks; needs the process group."""
+        box = [self.run_id or secrets.token_hex(4)]
+        torch.distributed.broadcast_object_list(box, src=0)
+        self.run_id = self._args.zaya["run_id"] = box[0]
+
+    def after_save(self, iteration: int) -> None:
+        """Remove what is older than the newest `keep_last` checkpoints; rank 0 alone, and only once `iteration` is
+        the one that the tracker names."""
+        if self.keep_last <= 0 or torch.distributed.get_rank() != 0 or inspect.latest(self.directory) != iteration:
+            return
+        for old in [i for i in inspect.iterations(self.directory) if i < iteration][: -self.keep_last + 1 or None]:
+            path = inspect.folder(self.directory, old)
+            # Renamed first: a kill in the middle leaves no folder that looks like a checkpoint.
+            doomed = path.with_name(path.name + ".removed")
+            path.rename(doomed)
+            shutil.rmtree(doomed, ignore_errors=True)

@@ -1,0 +1,69 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One rank: `python -m zaya_plugin.training.worker <recipe.yaml>`, started by torchrun, SLURM or `zaya train`.
+
+Expects RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT in the environment.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import sys
+import traceback
+from pathlib import Path
+
+from zaya_plugin import patches
+
+# At import and not in main(): processes that write checkpoints are spawned and import this module again.
+patches.apply_torch()
+
+
+def main(argv: list[str]) -> int:
+    """Train the recipe in the file argv[0]. Returns the exit status: 0, or 2 for an error that the user can mend."""
+    from zaya_plugin.config.compose import load_recipe
+
+    recipe = load_recipe(Path(argv[0]))
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    logs = Path(recipe.run_dir) / "logs"
+    logs.mkdir(parents=True, exist_ok=True)
+    console = sys.stdout
+    # Megatron prints some hundred lines (all its arguments among them); they are kept, beside the console.
+    with open(logs / f"rank{rank}.log", "a", buffering=1) as log, contextlib.redirect_stdout(log):
+        logging.basicConfig(stream=log, level=logging.INFO, force=True)
+        logging.captureWarnings(True)
+        try:
+            _train(recipe, rank, world_size, console)
+        except ValueError as error:
+            traceback.print_exc(file=log)
+            print(f"zaya: {error}" if rank == 0 else f"zaya: rank {rank}: {error}", file=sys.stderr, flush=True)
+            if os.environ.get("ZAYA_TRACEBACK"):
+                traceback.print_exc()
+            return 2
+        except BaseException:
+            traceback.print_exc(file=log)
+            raise
+    return 0
+
+
+def _train(recipe, rank: int, world_size: int, console) -> None:
+    import torch
+
+    from zaya_plugin.config.validate import validate
+
+    validate(recipe, world_size)
+    if threads := os.environ.get("OMP_NUM_THREADS"):
+        torch.set_num_threads(int(threads))
+    patches.apply()
+    from zaya_plugin.training import adapter
+    from zaya_plugin.training.datasets import find_sources
+    from zaya_plugin.training.lifecycle import Lifecycle
+    from zaya_plugin.training.metrics import Reporter
+
+    adapter.run(recipe, find_sources(recipe), Lifecycle(recipe), Reporter(recipe, rank, world_size, console))
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
