@@ -28,6 +28,7 @@ INSTALL_REQUIRES = [
     "omegaconf>=2.2",
     "numpy",
     "packaging",
+    "PyYAML",
     "tqdm",
 ]
 

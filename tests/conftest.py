@@ -4,6 +4,7 @@
 import os
 import shutil
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
@@ -26,3 +27,15 @@ def require_tool() -> Callable[[str], str]:
         pytest.skip(reason)
 
     return find
+
+
+@pytest.fixture(scope="session")
+def corpus(tmp_path_factory) -> Path:
+    """A prepared data set of real text: some 600 kB of the standard library, a BPE of 512 entries."""
+    from tests.running import zaya
+
+    output = tmp_path_factory.mktemp("corpus") / "stdlib"
+    done = zaya("data", "prepare", "--output", str(output), "--max-bytes", "600K", "--valid-fraction",
+                "0.2", "--train-bpe", "512", "--workers", "1")
+    assert done.returncode == 0, done.stdout
+    return output

@@ -3,8 +3,8 @@
 # Makes .venv and installs into it, at exactly the versions in constraints.txt, what `make demo` and `make test` need.
 #
 # Safe to call before every command: a stamp in .venv holds a checksum of everything that decides its content, and where the stamp
-# fits nothing is started. An install that was cut off leaves a marker, and the next call starts from an empty .venv:
-# pip can take a package for installed of which only the metadata was unpacked.
+# fits nothing is started. An install that was cut off leaves a marker, and the next call starts from an empty .venv: pip can take
+# a package for installed of which only a part was unpacked.
 set -eu
 
 ROOT=$(CDPATH='' cd -- "$(dirname -- "$0")/.." && pwd -P)
@@ -20,6 +20,7 @@ fits() { [ -f "$STAMP" ] && [ ! -f "$MARKER" ] && [ -x "$VENV/bin/python" ] && [
 
 if fits; then exit 0; fi
 
+PYTHON=$("$ROOT/tools/find_python.sh")
 mkdir -p "$VENV"
 if command -v flock >/dev/null 2>&1; then # two calls at once: the second waits and then finds the work done
     exec 9>"$VENV/.zaya-lock"
@@ -31,7 +32,6 @@ empty_venv() { # all but the lock, which this process holds open
     find "$VENV" -mindepth 1 -maxdepth 1 ! -name .zaya-lock -exec rm -rf {} +
 }
 
-PYTHON=$("$ROOT/tools/find_python.sh")
 unset PYTHONPATH PYTHONHOME # a Megatron checkout on PYTHONPATH would count as installed
 
 works() { # a moved .venv has a Python that starts, and scripts that still name the old folder
@@ -57,14 +57,20 @@ say "installing what constraints.txt pins; from nothing this is about 5 GB and s
 # so that the builds are pinned as well. pip and setuptools therefore come first.
 quiet=--quiet
 if [ -t 2 ]; then quiet=""; fi
-install() { "$VENV/bin/python" -m pip install $quiet --disable-pip-version-check -c "$ROOT/constraints.txt" "$@"; }
-if install --upgrade pip setuptools && install --no-build-isolation -e "$ROOT[cpu,dev]"; then
-    rm -f "$MARKER" # pip undoes what it did when it fails by itself; only a killed one leaves the marker
-else
-    status=$?
-    rm -f "$MARKER"
-    say "pip failed (exit status $status); nothing is lost, run the same command again once the cause above is gone"
+install() { PYTHONWARNINGS=ignore "$VENV/bin/python" -m pip install $quiet --disable-pip-version-check -c "$ROOT/constraints.txt" "$@"; }
+whole() { # pip writes INSTALLER after a package's files, and renames to ~ what it is about to replace
+    for info in "$VENV"/lib/python3*/site-packages/*.dist-info; do [ ! -d "$info" ] || [ -f "$info/INSTALLER" ] || return 1; done
+    for left in "$VENV"/lib/python3*/site-packages/~*; do [ ! -e "$left" ] || return 1; done
+}
+trap 'exit 130' INT TERM HUP # with the marker in place
+status=0
+install --upgrade pip setuptools && install --no-build-isolation -e "$ROOT[cpu,dev]" || status=$?
+if [ "$status" != 0 ]; then
+    # Mostly no network, and then nothing has changed; a full disk is another matter.
+    if whole; then rm -f "$MARKER"; fi
+    say "pip failed (exit status $status); once the cause that it names above is gone, run the same command again"
     exit "$status"
 fi
+rm -f "$MARKER"
 printf '%s' "$key" >"$STAMP"
 say "done"

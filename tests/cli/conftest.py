@@ -100,6 +100,11 @@ WORKER = """
                 time.sleep(0.02)
             time.sleep(0.5)
             Path(recipe.run_dir, f"saved_by_{rank}").write_text("whole")
+        if mode == "stuck":
+            signal.signal(signal.SIGTERM, lambda *unused: print("saving", flush=True))
+            print("ready", flush=True)
+            while True:
+                time.sleep(0.02)
 
     if __name__ == "__main__":
         main(int(os.environ["RANK"]), os.environ["WORKER_MODE"], load_recipe(sys.argv[1]))

@@ -91,9 +91,9 @@ def test_an_experiment_wins_over_the_groups_and_the_command_line_over_both():
 
 
 def test_open_mappings_take_keys_with_and_without_a_plus():
-    recipe = compose([DEMO, "megatron.log_params_norm=true", "+megatron.rampup=[1,2]", "cluster.environment.NCCL_DEBUG=INFO"])
+    recipe = compose([DEMO, "megatron.log_params_norm=true", "+megatron.rampup=[1,2]", "cluster.environment.A=false", "+cluster.environment.B=1e3"])
     assert recipe.megatron == {"log_params_norm": True, "rampup": [1, 2]}
-    assert recipe.cluster.environment == {"NCCL_DEBUG": "INFO"}
+    assert recipe.cluster.environment == {"A": "false", "B": "1e3"}
     assert type(recipe.megatron) is dict and type(recipe.megatron["rampup"]) is list
 
 

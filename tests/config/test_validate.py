@@ -4,7 +4,11 @@
 import pytest
 
 from zaya_plugin.config.compose import compose
-from zaya_plugin.config.validate import data_parallel_size, validate
+from zaya_plugin.config.schema import leaves
+from zaya_plugin.config.validate import RANGES, data_parallel_size, validate
+
+# Numbers that may be anything, or whose limits depend on another key and are tested below.
+WITHOUT_RANGE = {"model.temperature_init", "profile.step_end"}
 
 # overrides of the demo, ranks -> what the message must hold
 IMPOSSIBLE = [
@@ -84,6 +88,12 @@ def test_impossible_combinations_are_named(overrides, world_size, parts):
 )
 def test_what_is_possible_passes(overrides):
     validate(compose(["experiment=cpu_demo", *overrides]), 2)
+
+
+def test_every_number_has_a_range():
+    numbers = {path for path, field in leaves() if str(field.type).partition(" | ")[0] in ("int", "float")}
+    ranged = {path for _, _, paths in RANGES for path in paths}
+    assert numbers - ranged == WITHOUT_RANGE
 
 
 def test_all_problems_are_listed_at_once():

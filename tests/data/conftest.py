@@ -56,7 +56,9 @@ def start():
     def call(*argv, **options) -> subprocess.Popen:
         environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"}
         command = [sys.executable, "-m", "zaya_plugin.data.prepare", *map(str, argv)]
-        return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **options)
+        return subprocess.Popen(
+            command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **options
+        )
 
     return call
 
@@ -87,7 +89,11 @@ def contents():
     """Every file of a dataset by name, with the one field taken out that may differ between equal runs."""
 
     def read(directory) -> dict[str, bytes]:
-        found = {str(path.relative_to(directory)): path.read_bytes() for path in sorted(Path(directory).rglob("*")) if path.is_file()}
+        found = {
+            str(path.relative_to(directory)): path.read_bytes()
+            for path in sorted(Path(directory).rglob("*"))
+            if path.is_file()
+        }
         manifest = json.loads(found["manifest.json"])
         assert manifest.pop("written_at").endswith("+00:00")
         return {**found, "manifest.json": json.dumps(manifest).encode()}

@@ -37,13 +37,18 @@ def test_good_dataset_passes_and_is_described(prepared, recwarn):
         assert {name: (each.documents, each.tokens) for name, each in checked.items()} == {
             name: (split.documents, split.tokens) for name, split in manifest.splits.items()
         }
-    assert list(check_dataset(prepared / "valid", 400)) == ["valid"] and list(check_dataset(f"{prepared}/train.bin")) == ["train"]
+    assert list(check_dataset(prepared / "valid", 400)) == ["valid"] and list(
+        check_dataset(f"{prepared}/train.bin")
+    ) == ["train"]
     assert load_manifest(prepared / "manifest.json") == manifest
     assert not recwarn.list
 
 
 def test_missing_path_says_what_to_do(tmp_path):
-    with pytest.raises(ValueError, match=f"there is no dataset at {tmp_path}/none. Make one with `zaya data prepare --output {tmp_path}/none`"):
+    with pytest.raises(
+        ValueError,
+        match=f"there is no dataset at {tmp_path}/none. Make one with `zaya data prepare --output {tmp_path}/none`",
+    ):
         check_dataset(tmp_path / "none")
     (tmp_path / "none.partial").mkdir()
     with pytest.raises(ValueError, match="an unfinished one is there"):
@@ -88,7 +93,10 @@ def test_changed_byte_is_found_by_the_full_check(copied):
 def test_vocabulary_that_does_not_fit(prepared):
     largest = max(split.max_token_id for split in load_manifest(prepared).splits.values())
     check_dataset(prepared, largest + 1)
-    with pytest.raises(ValueError, match=rf"holds token id {largest}, and the vocabulary has {largest} entries .*made with a tokenizer of 400"):
+    with pytest.raises(
+        ValueError,
+        match=rf"holds token id {largest}, and the vocabulary has {largest} entries .*made with a tokenizer of 400",
+    ):
         check_dataset(prepared, largest)
     with pytest.raises(ValueError, match="ends its documents with token 0, and the tokenizer's end of document is 7"):
         check_dataset(prepared, 400, eod_id=7)

@@ -21,7 +21,13 @@ def tokenizer(prepared):
 @pytest.fixture
 def build(tmp_path, tokenizer):
     def call(train, valid, num_samples, **options):
-        options = {"sequence_length": SEQUENCE, "seed": 7, "tokenizer": tokenizer, "cache_path": str(tmp_path / "cache"), **options}
+        options = {
+            "sequence_length": SEQUENCE,
+            "seed": 7,
+            "tokenizer": tokenizer,
+            "cache_path": str(tmp_path / "cache"),
+            **options,
+        }
         return build_gpt_datasets(train, valid, num_samples, **options)
 
     return call
@@ -67,12 +73,19 @@ def test_sample_is_text_of_the_split_with_labels_shifted_by_one(prepared, build)
             tokens, labels = sample["tokens"].numpy(), sample["labels"].numpy()
             assert np.array_equal(tokens[1:], labels[:-1]) and sample["loss_mask"].sum() == SEQUENCE
             assert np.array_equal(sample["position_ids"].numpy(), np.arange(SEQUENCE))
-            for piece in np.split(tokens, np.flatnonzero(tokens == 0) + 1):  # documents are shuffled, so whole ones only
+            for piece in np.split(
+                tokens, np.flatnonzero(tokens == 0) + 1
+            ):  # documents are shuffled, so whole ones only
                 assert len(piece) == 0 or occurs(piece, stream(prepared / name))
 
 
 def test_reset_options_and_attention_mask_reach_megatron(prepared, build):
-    options = {"reset_position_ids": True, "reset_attention_mask": True, "eod_mask_loss": True, "create_attention_mask": True}
+    options = {
+        "reset_position_ids": True,
+        "reset_attention_mask": True,
+        "eod_mask_loss": True,
+        "create_attention_mask": True,
+    }
     train, _, _ = build(prepared, None, (40, 0, 0), **options)
     sample = next(sample for sample in map(train.__getitem__, range(40)) if 0 in sample["tokens"][4:-4])
     end = 4 + sample["tokens"][4:-4].tolist().index(0)
@@ -107,14 +120,30 @@ def test_blend_draws_by_weight_and_by_size_over_many_epochs(tmp_path, prepared, 
 def test_cache_of_replaced_data_is_not_used(tmp_path, run, corpus, texts, build):
     for seed in (0.2, 0.4):
         output = tmp_path / "out"
-        assert run("--input", corpus, "--output", output, "--train-bpe", 400, "--valid-fraction", seed, "--overwrite", "--quiet") == 0
+        assert (
+            run(
+                "--input",
+                corpus,
+                "--output",
+                output,
+                "--train-bpe",
+                400,
+                "--valid-fraction",
+                seed,
+                "--overwrite",
+                "--quiet",
+            )
+            == 0
+        )
         train, _, _ = build(output, None, (10, 0, 0))
         assert len(train.document_index) == load_manifest(output).splits["train"].documents
     assert len(list((tmp_path / "cache").iterdir())) == 2
 
 
 def test_dataset_without_split_is_all_training(tmp_path, run, corpus, build):
-    assert run("--input", corpus, "--output", tmp_path / "out", "--train-bpe", 400, "--valid-fraction", 0, "--quiet") == 0
+    assert (
+        run("--input", corpus, "--output", tmp_path / "out", "--train-bpe", 400, "--valid-fraction", 0, "--quiet") == 0
+    )
     assert resolve_blend(tmp_path / "out", "train") == ([str(tmp_path / "out" / "text")], None)
     with pytest.raises(ValueError, match="has no valid split .it has text.; prepare it with --valid-fraction"):
         build(tmp_path / "out", tmp_path / "out", (1, 1, 0))
@@ -132,7 +161,13 @@ def test_dataset_without_split_is_all_training(tmp_path, run, corpus, build):
 )
 def test_errors(prepared, build, train, valid, samples, message):
     def fill(entry):
-        return tuple(map(fill, entry)) if isinstance(entry, tuple) else entry.format(prepared=prepared) if isinstance(entry, str) else entry
+        return (
+            tuple(map(fill, entry))
+            if isinstance(entry, tuple)
+            else entry.format(prepared=prepared)
+            if isinstance(entry, str)
+            else entry
+        )
 
     with pytest.raises(ValueError, match=message):
         build(fill(train) if isinstance(train, str) else [fill(entry) for entry in train], valid, samples)

@@ -58,9 +58,15 @@ def test_full_disk_keeps_the_dataset_that_is_being_replaced(small_disk, command,
 def test_file_size_limit(tmp_path, limit, command, start, run, prepared, contents):
     """Like a full disk, for those who may not mount: the kernel refuses bytes past the limit (the merge writes the largest file)."""
     output = tmp_path / "out"
-    process = start(*command, "--output", output, preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit)))
+    process = start(
+        *command, "--output", output, preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
+    )
     _, err = process.communicate(timeout=60)
-    assert process.returncode == 1 and re.search(r"error: no space left to write .*out\.partial", err) and "Traceback" not in err
+    assert (
+        process.returncode == 1
+        and re.search(r"error: no space left to write .*out\.partial", err)
+        and "Traceback" not in err
+    )
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out.partial"]
     assert run(*command, "--output", output) == 0
     assert contents(output) == contents(prepared)

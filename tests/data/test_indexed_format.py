@@ -36,7 +36,9 @@ def test_same_bytes_as_megatron_and_read_by_it(tmp_path, vocab_size):
     for suffix in (".bin", ".idx"):
         assert (tmp_path / f"ours{suffix}").read_bytes() == (tmp_path / f"theirs{suffix}").read_bytes()
     dataset = IndexedDataset(str(tmp_path / "ours"))
-    assert len(dataset) == 200 and all(np.array_equal(dataset[number], document) for number, document in enumerate(documents))
+    assert len(dataset) == 200 and all(
+        np.array_equal(dataset[number], document) for number, document in enumerate(documents)
+    )
     indexed = read_index(str(tmp_path / "theirs"))
     tokens = sum(map(len, documents))
     assert (indexed.sequences, indexed.documents, indexed.tokens, indexed.dtype) == (200, 200, tokens, dtype)

@@ -52,7 +52,15 @@ def test_manifest_agrees_with_the_files(prepared, texts, read_tokens):
 
 def test_no_leftovers_beside_the_output(prepared):
     assert [path.name for path in prepared.parent.iterdir()] == ["out"]
-    assert sorted(path.name for path in prepared.iterdir()) == ["manifest.json", "rejected.jsonl", "tokenizer", "train.bin", "train.idx", "valid.bin", "valid.idx"]
+    assert sorted(path.name for path in prepared.iterdir()) == [
+        "manifest.json",
+        "rejected.jsonl",
+        "tokenizer",
+        "train.bin",
+        "train.idx",
+        "valid.bin",
+        "valid.idx",
+    ]
 
 
 def test_directory_of_text_is_recursive_sorted_and_filtered(tmp_path, run, read_tokens):
@@ -66,7 +74,20 @@ def test_directory_of_text_is_recursive_sorted_and_filtered(tmp_path, run, read_
     assert run("--input", root, "--output", tmp_path / "all", "--train-bpe", 258, "--valid-fraction", 0) == 0
     in_order = ["text of a.txt\r\n", "text of a/y.txt\r\n", "text of a/z.md\r\n", "text of b.txt\r\n", "with a mark"]
     assert read_tokens(tmp_path / "all" / "text") == encode(tmp_path / "all", in_order)
-    command = ["--input", root, "--glob", "*.md", "--glob", "*.gz", "--output", tmp_path / "some", "--train-bpe", 258, "--valid-fraction", 0]
+    command = [
+        "--input",
+        root,
+        "--glob",
+        "*.md",
+        "--glob",
+        "*.gz",
+        "--output",
+        tmp_path / "some",
+        "--train-bpe",
+        258,
+        "--valid-fraction",
+        0,
+    ]
     assert run(*command) == 0
     assert read_tokens(tmp_path / "some" / "text") == encode(tmp_path / "some", ["text of a/z.md\r\n", "packed"])
 
@@ -74,10 +95,21 @@ def test_directory_of_text_is_recursive_sorted_and_filtered(tmp_path, run, read_
 def test_field_gzip_pattern_and_several_inputs(tmp_path, run, texts, read_tokens):
     for number in range(3):
         with gzip.open(tmp_path / f"shard-{number}.jsonl.gz", "wt") as stream:
-            stream.writelines(json.dumps({"content": text}, ensure_ascii=number == 0) + "\n" for text in texts[number * 20 : number * 20 + 20])
+            stream.writelines(
+                json.dumps({"content": text}, ensure_ascii=number == 0) + "\n"
+                for text in texts[number * 20 : number * 20 + 20]
+            )
     (tmp_path / "last.jsonl").write_text('\n{"content": "the last, without newline"}')
     output = tmp_path / "out"
-    command = ["--input", f"{tmp_path}/shard-*.jsonl.gz", tmp_path / "last.jsonl", "--field", "content", "--output", output]
+    command = [
+        "--input",
+        f"{tmp_path}/shard-*.jsonl.gz",
+        tmp_path / "last.jsonl",
+        "--field",
+        "content",
+        "--output",
+        output,
+    ]
     assert run(*command, "--train-bpe", 300, "--valid-fraction", 0, "--part-bytes", 2000) == 0
     assert read_tokens(output / "text") == encode(output, [*texts[:60], "the last, without newline"])
     assert load_manifest(output).documents["blank_lines"] == 1
@@ -85,12 +117,39 @@ def test_field_gzip_pattern_and_several_inputs(tmp_path, run, texts, read_tokens
 
 @pytest.mark.parametrize("options", [["--workers", 2], ["--part-bytes", 700], ["--part-bytes", 5000, "--workers", 2]])
 def test_result_does_not_depend_on_workers_or_part_size(tmp_path, options, corpus, run, prepared, contents):
-    assert run("--input", corpus, "--output", tmp_path / "out", "--train-bpe", 400, "--valid-fraction", 0.2, "--quiet", *options) == 0
+    assert (
+        run(
+            "--input",
+            corpus,
+            "--output",
+            tmp_path / "out",
+            "--train-bpe",
+            400,
+            "--valid-fraction",
+            0.2,
+            "--quiet",
+            *options,
+        )
+        == 0
+    )
     assert contents(tmp_path / "out") == contents(prepared)
 
 
 def test_no_append_eod(tmp_path, corpus, run, texts, read_tokens):
-    assert run("--input", corpus, "--output", tmp_path / "out", "--train-bpe", 300, "--valid-fraction", 0, "--no-append-eod") == 0
+    assert (
+        run(
+            "--input",
+            corpus,
+            "--output",
+            tmp_path / "out",
+            "--train-bpe",
+            300,
+            "--valid-fraction",
+            0,
+            "--no-append-eod",
+        )
+        == 0
+    )
     assert read_tokens(tmp_path / "out" / "text") == encode(tmp_path / "out", texts, eod=())
 
 
@@ -106,7 +165,10 @@ def test_tokenizer_does_not_see_validation_documents(tmp_path, run):
     kept = [f"common words {number}" for number in range(60)]
     lines = [{"text": text} for text in [f"{held_out} " * 50, *kept]]
     (tmp_path / "in.jsonl").write_text("\n".join(map(json.dumps, lines)))
-    assert run("--input", tmp_path / "in.jsonl", "--output", tmp_path / "out", "--train-bpe", 400, "--valid-fraction", 0.5) == 0
+    assert (
+        run("--input", tmp_path / "in.jsonl", "--output", tmp_path / "out", "--train-bpe", 400, "--valid-fraction", 0.5)
+        == 0
+    )
     vocabulary = Tokenizer.from_file(str(tmp_path / "out" / "tokenizer" / "tokenizer.json")).get_vocab()
     assert "Ġwords" in vocabulary and not any("zq" in token for token in vocabulary)
 
@@ -116,7 +178,23 @@ def test_max_bytes_stops_before_the_document_that_does_not_fit(tmp_path, corpus,
     for extra, documents in ((0, 7), (1, 7), (-1, 6)):
         output = tmp_path / f"out{extra}"
         limit = sum(map(len, lines[:7])) + extra
-        assert run("--input", corpus, "--output", output, "--train-bpe", 300, "--valid-fraction", 0, "--max-bytes", limit, "--part-bytes", 900) == 0
+        assert (
+            run(
+                "--input",
+                corpus,
+                "--output",
+                output,
+                "--train-bpe",
+                300,
+                "--valid-fraction",
+                0,
+                "--max-bytes",
+                limit,
+                "--part-bytes",
+                900,
+            )
+            == 0
+        )
         assert read_tokens(output / "text") == encode(output, texts[:documents])
         assert load_manifest(output).input_bytes == sum(map(len, lines[:documents]))
 
@@ -129,7 +207,11 @@ def test_standard_library_is_the_default_and_skips_tests(tmp_path, run, capsys):
     assert manifest.tokenizer.vocab_size == 4096 and manifest.arguments["--input"] == ["stdlib"]
     assert 100_000 < manifest.input_bytes <= 300_000 and manifest.documents["rejected"] == 0
     out = capsys.readouterr().out
-    assert "MB/s with 1 worker" in out and f"{manifest.splits['train'].tokens:,} tokens" in out and "--max-bytes 300,000" in out
+    assert (
+        "MB/s with 1 worker" in out
+        and f"{manifest.splits['train'].tokens:,} tokens" in out
+        and "--max-bytes 300,000" in out
+    )
 
 
 def test_same_command_again_does_nothing(tmp_path, corpus, run, capsys):
@@ -150,7 +232,10 @@ def test_other_arguments_are_refused_by_name_and_overwrite_replaces(tmp_path, co
     before = contents(output)
     assert run("--input", copy, "--output", output, "--train-bpe", 310, "--field", "body") == 1
     error = capsys.readouterr().err
-    assert "--train-bpe: it was made with 300, now 310" in error and "--field: it was made with 'text', now 'body'" in error
+    assert (
+        "--train-bpe: it was made with 300, now 310" in error
+        and "--field: it was made with 'text', now 'body'" in error
+    )
     assert "--overwrite" in error and "--valid-fraction" not in error
     with open(copy, "a") as stream:
         stream.write('{"text": "one more"}\n')
@@ -190,7 +275,6 @@ def test_a_directory_of_others_is_never_replaced(tmp_path, corpus, run, capsys):
 )
 def test_errors_that_name_the_cause(tmp_path, monkeypatch, corpus, run, capsys, options, message):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     (tmp_path / "one.txt").write_text("a single text " * 20)
     (tmp_path / "shard.jsonl.zst").write_bytes(b"x")
     (tmp_path / "empty").mkdir()
@@ -201,7 +285,17 @@ def test_errors_that_name_the_cause(tmp_path, monkeypatch, corpus, run, capsys, 
     assert not (tmp_path / "out").exists() and not (tmp_path / "out.lock").exists()
 
 
-@pytest.mark.parametrize("options", [["--max-bytes", "4X"], ["--valid-fraction", "1.5"], ["--train-bpe", "100"], ["--workers", "0"], ["--max-rejects", "-1"], ["--max-bytes", "inf"]])  # fmt: skip
+@pytest.mark.parametrize(
+    "options",
+    [
+        ["--max-bytes", "4X"],
+        ["--valid-fraction", "1.5"],
+        ["--train-bpe", "100"],
+        ["--workers", "0"],
+        ["--max-rejects", "-1"],
+        ["--max-bytes", "inf"],
+    ],
+)
 def test_bad_values_are_refused_when_parsing(tmp_path, run, capsys, options):
     with pytest.raises(SystemExit) as stop:
         run("--output", tmp_path / "out", *options)
@@ -226,7 +320,19 @@ def test_quiet_prints_nothing_and_no_bar_without_terminal(tmp_path, corpus, run,
 def test_progress_bar_on_a_terminal(tmp_path, corpus):
     ours, theirs = pty.openpty()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 100, 0, 0))
-    command = [sys.executable, "-m", "zaya_plugin.data.prepare", "--input", corpus, "--output", tmp_path / "out", "--train-bpe", "300", "--workers", "1"]
+    command = [
+        sys.executable,
+        "-m",
+        "zaya_plugin.data.prepare",
+        "--input",
+        corpus,
+        "--output",
+        tmp_path / "out",
+        "--train-bpe",
+        "300",
+        "--workers",
+        "1",
+    ]
     assert subprocess.run(command, cwd=REPOSITORY, stdout=subprocess.DEVNULL, stderr=theirs).returncode == 0
     shown = os.read(ours, 100_000).decode()
     os.close(ours)

@@ -35,10 +35,24 @@ def broken(tmp_path):
 @pytest.mark.parametrize("options", [["--workers", 1], ["--workers", 2, "--part-bytes", 40]])
 def test_every_broken_line_is_named_and_counted(tmp_path, broken, run, capfd, options, read_tokens):
     output = tmp_path / "out"
-    command = ["--input", broken, "--output", output, "--train-bpe", 260, "--valid-fraction", 0, "--max-document-bytes", 150_000, *options]
+    command = [
+        "--input",
+        broken,
+        "--output",
+        output,
+        "--train-bpe",
+        260,
+        "--valid-fraction",
+        0,
+        "--max-document-bytes",
+        150_000,
+        *options,
+    ]
     assert run(*command) == 0
     listed = [json.loads(line) for line in (output / "rejected.jsonl").read_text().splitlines()]
-    assert [(reject["file"], reject["line"]) for reject in listed] == [(str(broken), 2 * number + 2) for number in range(len(BROKEN))]
+    assert [(reject["file"], reject["line"]) for reject in listed] == [
+        (str(broken), 2 * number + 2) for number in range(len(BROKEN))
+    ]
     for reject, (line, reason) in zip(listed, BROKEN.items(), strict=True):
         assert reject["reason"].startswith(reason)
         assert reject["excerpt"] == line.decode("utf-8", "backslashreplace")[:200]
@@ -46,20 +60,50 @@ def test_every_broken_line_is_named_and_counted(tmp_path, broken, run, capfd, op
     documents = read_tokens(output / "text")
     assert len(documents) == 11 and all(document == documents[0] for document in documents)
     out, err = capfd.readouterr()
-    assert [line for line in err.splitlines() if line.startswith("rejected: ")][0] == f"rejected: {broken}:2: {listed[0]['reason']}"
+    assert [line for line in err.splitlines() if line.startswith("rejected: ")][
+        0
+    ] == f"rejected: {broken}:2: {listed[0]['reason']}"
     assert "2 empty, 10 rejected" in out
 
 
 def test_only_the_first_are_printed(tmp_path, run, capsys):
     (tmp_path / "in.jsonl").write_bytes(b"nonsense\n" * 37 + GOOD)
-    assert run("--input", tmp_path / "in.jsonl", "--output", tmp_path / "out", "--train-bpe", 260, "--valid-fraction", 0, "--quiet") == 0
+    assert (
+        run(
+            "--input",
+            tmp_path / "in.jsonl",
+            "--output",
+            tmp_path / "out",
+            "--train-bpe",
+            260,
+            "--valid-fraction",
+            0,
+            "--quiet",
+        )
+        == 0
+    )
     err = capsys.readouterr().err.splitlines()
-    assert len(err) == 11 and err[9].startswith(f"rejected: {tmp_path}/in.jsonl:10: ") and err[10].startswith("rejected: 27 more")
+    assert (
+        len(err) == 11
+        and err[9].startswith(f"rejected: {tmp_path}/in.jsonl:10: ")
+        and err[10].startswith("rejected: 27 more")
+    )
     assert len((tmp_path / "out" / "rejected.jsonl").read_text().splitlines()) == 37
 
 
 def test_max_rejects_fails_and_the_same_run_goes_on_with_a_higher_limit(tmp_path, broken, run, capsys):
-    command = ["--input", broken, "--output", tmp_path / "out", "--train-bpe", 260, "--valid-fraction", 0, "--max-document-bytes", 150_000]
+    command = [
+        "--input",
+        broken,
+        "--output",
+        tmp_path / "out",
+        "--train-bpe",
+        260,
+        "--valid-fraction",
+        0,
+        "--max-document-bytes",
+        150_000,
+    ]
     assert run(*command, "--max-rejects", 9) == 1
     error = capsys.readouterr().err
     assert "10 documents are rejected and --max-rejects allows 9" in error and not (tmp_path / "out").exists()
@@ -81,11 +125,32 @@ def test_text_files_that_cannot_be_read(tmp_path, run):
     (root / "e.txt").symlink_to(root / "d.txt")
     with open(root / "f.txt.gz", "wb") as stream:
         stream.write(gzip.compress(b"cut short" * 99)[:20])
-    command = ["--input", root, "--glob", "*.txt", "--glob", "*.gz", "--max-document-bytes", 4000, "--train-bpe", 260, "--valid-fraction", 0]
+    command = [
+        "--input",
+        root,
+        "--glob",
+        "*.txt",
+        "--glob",
+        "*.gz",
+        "--max-document-bytes",
+        4000,
+        "--train-bpe",
+        260,
+        "--valid-fraction",
+        0,
+    ]
     assert run(*command, "--output", tmp_path / "out") == 0
     listed = [json.loads(line) for line in (tmp_path / "out" / "rejected.jsonl").read_text().splitlines()]
-    assert [(reject["file"].rsplit("/", 1)[1], reject["line"]) for reject in listed] == [("a.txt", 2), ("b.txt", 1), ("f.txt.gz", 1)]
-    assert [reject["reason"][:24] for reject in listed] == ["invalid UTF-8: byte 0xe9", "longer than --max-docume", "cannot be read: Compress"]
+    assert [(reject["file"].rsplit("/", 1)[1], reject["line"]) for reject in listed] == [
+        ("a.txt", 2),
+        ("b.txt", 1),
+        ("f.txt.gz", 1),
+    ]
+    assert [reject["reason"][:24] for reject in listed] == [
+        "invalid UTF-8: byte 0xe9",
+        "longer than --max-docume",
+        "cannot be read: Compress",
+    ]
     assert load_manifest(tmp_path / "out").documents == {"read": 6, "empty": 1, "rejected": 3, "blank_lines": 0}
 
 
@@ -94,7 +159,17 @@ def test_damaged_gzip_keeps_what_comes_before(tmp_path, run, options, texts, rea
     packed = gzip.compress("".join(json.dumps({"text": text}) + "\n" for text in texts).encode())
     (tmp_path / "a.jsonl.gz").write_bytes(packed[: len(packed) // 2])
     (tmp_path / "b.jsonl").write_bytes(GOOD)
-    command = ["--input", tmp_path / "a.jsonl.gz", tmp_path / "b.jsonl", "--output", tmp_path / "out", "--train-bpe", 300, "--valid-fraction", 0]
+    command = [
+        "--input",
+        tmp_path / "a.jsonl.gz",
+        tmp_path / "b.jsonl",
+        "--output",
+        tmp_path / "out",
+        "--train-bpe",
+        300,
+        "--valid-fraction",
+        0,
+    ]
     assert run(*command, *options) == 0
     (listed,) = [json.loads(line) for line in (tmp_path / "out" / "rejected.jsonl").read_text().splitlines()]
     manifest = load_manifest(tmp_path / "out")
@@ -107,7 +182,16 @@ def test_damaged_gzip_keeps_what_comes_before(tmp_path, run, options, texts, rea
 def test_line_longer_than_a_part_is_cut_without_losing_count(tmp_path, run):
     long = b'{"text": "' + b"y" * 30_000 + b'"}'
     (tmp_path / "in.jsonl").write_bytes(b"\n".join([GOOD, long, GOOD, b"broken", long]))
-    command = ["--input", tmp_path / "in.jsonl", "--output", tmp_path / "out", "--train-bpe", 260, "--valid-fraction", 0]
+    command = [
+        "--input",
+        tmp_path / "in.jsonl",
+        "--output",
+        tmp_path / "out",
+        "--train-bpe",
+        260,
+        "--valid-fraction",
+        0,
+    ]
     assert run(*command, "--part-bytes", 100, "--max-document-bytes", 1000) == 0
     listed = [json.loads(line) for line in (tmp_path / "out" / "rejected.jsonl").read_text().splitlines()]
     assert [reject["line"] for reject in listed] == [2, 4, 5]

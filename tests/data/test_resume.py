@@ -36,7 +36,9 @@ def part_files(output):
 
 
 @pytest.mark.parametrize("workers", [1, 2])
-def test_killed_in_the_middle_continues_and_ends_with_the_same_bytes(tmp_path, workers, command, start, run, prepared, contents, capfd):
+def test_killed_in_the_middle_continues_and_ends_with_the_same_bytes(
+    tmp_path, workers, command, start, run, prepared, contents, capfd
+):
     output = tmp_path / "out"
     process = start(*command, "--output", output, "--workers", workers)
     wait_for(lambda: len(part_files(output)) >= 3, process)
@@ -65,11 +67,15 @@ def test_workers_do_not_outlive_a_killed_parent(tmp_path, command, start):
     process.stderr.close()
     assert len(children) >= 2
     end = time.monotonic() + 10
-    while any(os.path.exists(f"/proc/{child}") and "\nState:\tZ" not in open(f"/proc/{child}/status").read() for child in children):
+    while any(
+        os.path.exists(f"/proc/{child}") and "\nState:\tZ" not in open(f"/proc/{child}/status").read()
+        for child in children
+    ):
         assert time.monotonic() < end, "a worker is still there"
         time.sleep(0.05)
 
 
+@pytest.mark.slow
 def test_killed_again_and_again(tmp_path, command, start, run, prepared, contents):
     """From the moment the lock is there, each time a little later: over the plan, the tokenizer, the parts, the merge and the renames."""
     output, partial = tmp_path / "out", tmp_path / "out.partial"
@@ -79,7 +85,7 @@ def test_killed_again_and_again(tmp_path, command, start, run, prepared, content
         process = start(*command, "--output", output, "--workers", 1)
         wait_for((tmp_path / "out.lock").exists, process)
         try:
-            process.communicate(timeout=0.012 * kills)
+            process.communicate(timeout=0.02 * kills)
             assert process.returncode == 0
         except subprocess.TimeoutExpired:
             process.kill()
@@ -106,8 +112,13 @@ def test_leftovers_of_every_stage(tmp_path, command, run, prepared, contents, mo
     parts[3].unlink()
     (partial / "parts" / "0000003.part.77.tmp").write_bytes(b"half")
     shutil.copytree(prepared, tmp_path / "out.replaced")
+    with monkeypatch.context() as patch:
+        patch.setattr(Workspace, "publish", interrupt)
+        assert run(*command, "--output", output) == 130
+    assert sorted((partial / "parts").iterdir()) == parts
+    err = capfd.readouterr().err
     assert run(*command, "--output", output) == 0
-    assert f"continued: {len(parts) - 2} of {len(parts)} parts" in capfd.readouterr().err
+    assert f"continued: {len(parts) - 2} of {len(parts)} parts" in err
     assert contents(output) == contents(prepared)
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
@@ -126,6 +137,20 @@ def test_part_that_is_damaged_inside_is_redone(tmp_path, command, run, prepared,
     assert f"{part} is damaged" in capfd.readouterr().err
     assert run(*command, "--output", output) == 0
     assert contents(output) == contents(prepared)
+
+
+def test_output_appears_by_one_rename(tmp_path, command, run, monkeypatch):
+    seen = []
+
+    def publish(self):
+        seen.append(os.stat(self.final).st_ino)
+        whole(self)
+
+    whole = Workspace.publish
+    monkeypatch.setattr(Workspace, "publish", publish)
+    for more in ([], ["--overwrite"]):
+        assert run(*command, "--output", tmp_path / "out", *more) == 0
+        assert seen[-1] == (tmp_path / "out").stat().st_ino
 
 
 def test_killed_after_the_last_rename(tmp_path, command, run, prepared, contents, capsys):

@@ -33,7 +33,12 @@ def foreign(tmp_path_factory):
     tokenizer.enable_truncation(4)
     tokenizer.enable_padding(length=6, pad_id=0, pad_token="<unk>")
     tokenizer.save(str(directory / "tokenizer.json"))
-    config = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<bos>", "eos_token": "<eos>", "unk_token": "<unk>"}
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": "<bos>",
+        "eos_token": "<eos>",
+        "unk_token": "<unk>",
+    }
     (directory / "tokenizer_config.json").write_text(json.dumps(config))
     return directory
 
@@ -43,7 +48,9 @@ def test_trained_tokenizer_in_transformers(prepared, texts, read_tokens, auto_to
     assert len(tokenizer) == 400 and (tokenizer.eos_token_id, tokenizer.pad_token_id) == (0, 1)
     assert tokenizer.decode(tokenizer(SAMPLE).input_ids) == SAMPLE
     in_train = [text for text in texts if split_of(text, 0.2) == "train"]
-    assert read_tokens(prepared / "train") == [[*tokenizer(text).input_ids, tokenizer.eos_token_id] for text in in_train]
+    assert read_tokens(prepared / "train") == [
+        [*tokenizer(text).input_ids, tokenizer.eos_token_id] for text in in_train
+    ]
 
 
 def test_trained_tokenizer_in_megatron(prepared):
@@ -51,7 +58,11 @@ def test_trained_tokenizer_in_megatron(prepared):
 
     tokenizer = MegatronTokenizer.from_pretrained(str(prepared / "tokenizer"), metadata_path={"library": "huggingface"})
     manifest = load_manifest(prepared)
-    assert (tokenizer.vocab_size, tokenizer.eod, tokenizer.pad) == (manifest.tokenizer.vocab_size, manifest.tokenizer.eod_id, 1)
+    assert (tokenizer.vocab_size, tokenizer.eod, tokenizer.pad) == (
+        manifest.tokenizer.vocab_size,
+        manifest.tokenizer.eod_id,
+        1,
+    )
     assert tokenizer.detokenize(tokenizer.tokenize(SAMPLE)) == SAMPLE
 
 
@@ -77,7 +88,9 @@ def test_tokenizer_without_eos_needs_no_append_eod(tmp_path, foreign, corpus, ru
     directory = tmp_path / "no_eos"
     directory.mkdir()
     (directory / "tokenizer.json").write_bytes((foreign / "tokenizer.json").read_bytes())
-    (directory / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast", "unk_token": "<unk>"}')
+    (directory / "tokenizer_config.json").write_text(
+        '{"tokenizer_class": "PreTrainedTokenizerFast", "unk_token": "<unk>"}'
+    )
     command = ["--input", corpus, "--output", tmp_path / "out", "--tokenizer", directory]
     assert run(*command) == 1
     assert "has no eos_token" in capsys.readouterr().err

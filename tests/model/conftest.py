@@ -77,7 +77,7 @@ def perturb(model):
     """Weights large enough that every part of the model matters."""
     generator = torch.Generator().manual_seed(7)
     for name, p in model.named_parameters():
-        noise = torch.randn(p.shape, generator=generator).to(p.dtype)
+        noise = torch.randn(p.shape, generator=generator).to(p)
         if p.dim() == 1:
             p.add_(0.2 * noise)
         elif "embedding" not in name:

@@ -4,7 +4,9 @@
 What the fake stands in for is pip and venv alone; the stamp, the marker, the lock and the healing are the real script's.
 """
 
+import os
 import shutil
+import signal
 import subprocess
 import time
 from pathlib import Path
@@ -23,8 +25,9 @@ case "$*" in
         mkdir -p "$3/bin" && cp "$0" "$3/bin/python" && echo "#!$3/bin/python" >"$3/bin/pip" ;;
     "-m pip install"*" -e "*)
         echo install >>"{log}"
-        if [ -e "{root}/slow" ]; then sleep 0.5; fi
+        if [ -e "{root}/slow" ]; then trap 'exit 1' INT; sleep 0.5; fi
         if [ -e "{root}/killed" ]; then rm "{root}/killed"; kill -9 $PPID; exit 137; fi
+        if [ -e "{root}/disk-full" ]; then mkdir -p "${{0%/bin/*}}/lib/python3.12/site-packages/torch-2.dist-info"; exit 1; fi
         if [ -e "{root}/offline" ]; then exit 3; fi
         touch "${{0%/*}}/zaya" && chmod +x "${{0%/*}}/zaya" ;;
     *"import sys, pip"*) [ ! -e "{root}/unsupported" ] ;;
@@ -46,7 +49,8 @@ class Checkout:
         self.env = {"PATH": f"{python.parent}:/usr/bin:/bin", "HOME": str(root / "home"), "ZAYA_PYTHON_PREFIXES": ""}
 
     def start(self) -> subprocess.Popen:
-        return subprocess.Popen([self.repo / "tools" / "bootstrap.sh"], env=self.env, stderr=subprocess.PIPE, text=True)
+        script = self.repo / "tools" / "bootstrap.sh"
+        return subprocess.Popen([script], env=self.env, stderr=subprocess.PIPE, text=True, start_new_session=True)
 
     def setup(self) -> tuple[int, list[str], str]:
         """Runs the set-up; returns its status, what the fake was asked for during it, and what was printed."""
@@ -95,6 +99,26 @@ def test_failed_install_keeps_the_environment_and_its_status(checkout):
     assert "pip failed (exit status 3)" in printed
     (checkout.root / "offline").unlink()
     assert checkout.setup()[:2] == (0, ["install"])
+
+
+def test_half_unpacked_package_starts_anew(checkout):
+    (checkout.root / "disk-full").touch()
+    assert checkout.setup()[:2] == (1, ["venv", "install"])
+    (checkout.root / "disk-full").unlink()
+    assert checkout.setup()[:2] == (0, ["venv", "install"])
+
+
+def test_interrupt_starts_anew(checkout):
+    """Ctrl-C reaches the whole process group; pip answers it with an ordinary exit status of 1."""
+    (checkout.root / "slow").touch()
+    checkout.log.touch()
+    process = checkout.start()
+    while "install" not in checkout.log.read_text():
+        time.sleep(0.01)
+    os.killpg(process.pid, signal.SIGINT)
+    process.communicate()
+    assert process.returncode in (130, -signal.SIGINT)
+    assert checkout.setup()[:2] == (0, ["venv", "install"])
 
 
 def test_failed_upgrade_is_not_taken_for_done(checkout):
@@ -154,3 +178,4 @@ def test_no_python_means_no_environment(checkout):
     status, asked, printed = checkout.setup()
     assert (status, asked) == (1, [])
     assert "No usable Python found" in printed
+    assert not (checkout.repo / ".venv").exists()

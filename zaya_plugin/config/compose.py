@@ -40,9 +40,17 @@ def register() -> None:
 
 
 def open_overrides(overrides: list[str]) -> list[str]:
-    """Lets `megatron.x=1` and `cluster.environment.X=1` add a key, where Hydra alone would ask for a leading `+`."""
-    pattern = re.compile(rf"^({'|'.join(map(re.escape, OPEN_KEYS))})\.[^=]+=")
-    return [f"++{item}" if pattern.match(item) else item for item in overrides]
+    """Lets `megatron.x=1` and `cluster.environment.X=1` add a key, where Hydra alone would ask for a leading `+`.
+
+    A variable's plain value is quoted too: Hydra would make `False` of `false` and `1000.0` of `1e3`.
+    """
+    pattern = re.compile(rf"^\+*(({'|'.join(map(re.escape, OPEN_KEYS))})\.[^=]+)=(.*)$", re.DOTALL)
+    found = [(item, pattern.match(item)) for item in overrides]
+    return [item if match is None else f"++{match[1]}={_as_text(*match.group(2, 3))}" for item, match in found]
+
+
+def _as_text(key: str, value: str) -> str:
+    return f"'{value}'" if key == "cluster.environment" and re.fullmatch(r"[\w.+-]+", value) else value
 
 
 @contextmanager

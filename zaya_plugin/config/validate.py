@@ -46,7 +46,7 @@ RANGES: tuple[tuple[str, Callable, tuple[str, ...]], ...] = (
         (
             *(f"model.{key}" for key in ("num_layers", "hidden_size", "num_attention_heads", "num_query_groups", "kv_channels")),
             *(f"model.{key}" for key in ("num_experts", "moe_ffn_hidden_size", "router_hidden_size", "norm_epsilon")),
-            *(f"model.{key}" for key in ("init_method_std", "make_vocab_size_divisible_by", "balancing_eps")),
+            *(f"model.{key}" for key in ("init_method_std", "router_init_std", "make_vocab_size_divisible_by", "balancing_eps")),
             *(f"stage.{key}" for key in ("seq_length", "rotary_base", "micro_batch_size", "global_batch_size", "train_iters")),
             *("stage.eval_interval", "optim.lr", "optim.adam_eps", "parallel.ddp_bucket_size", "parallel.recompute_num_layers"),
             *(f"parallel.{key}" for key in PARALLEL_SIZES),

@@ -43,7 +43,9 @@ def size(text: str) -> int:
     except (ValueError, OverflowError):
         value = 0
     if value <= 0:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a size; write a number of bytes, or one with K, M, G or T, such as 4M")
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not a size; write a number of bytes, or one with K, M, G or T, such as 4M"
+        )
     return value
 
 
@@ -68,27 +70,102 @@ def _fraction(text: str) -> float:
 
 def parser() -> argparse.ArgumentParser:
     out = argparse.ArgumentParser(
-        "zaya data prepare", description=DESCRIPTION, epilog=EXAMPLES, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+        "zaya data prepare",
+        description=DESCRIPTION,
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
     )
-    out.add_argument("--output", required=True, metavar="DIR", help="directory of the dataset; must not exist yet, or be an unfinished one")
+    out.add_argument(
+        "--output",
+        required=True,
+        metavar="DIR",
+        help="directory of the dataset; must not exist yet, or be an unfinished one",
+    )
     text = out.add_argument_group("text")
-    text.add_argument("--input", nargs="+", default=[STDLIB], metavar="PATH", help="files, directories, quoted patterns, or stdlib (default) for the sources of this Python's standard library; .jsonl holds a document a line, any other file is a document; both may be gzipped (.gz)")  # fmt: skip
-    text.add_argument("--glob", action="append", metavar="PATTERN", help=f"which files of a directory; repeat for several (default: {' '.join(DEFAULT_GLOBS)})".replace("%", "%%"))  # fmt: skip
-    text.add_argument("--field", default="text", metavar="NAME", help="field of a jsonl line that holds the text (default: text)")
-    text.add_argument("--max-bytes", type=size, metavar="SIZE", help=f"stop before the document that would take the input past this (default: everything; {STDLIB_BYTES // 10**6}M for stdlib alone)")  # fmt: skip
-    text.add_argument("--max-document-bytes", type=size, default=8_000_000, metavar="SIZE", help="reject longer documents; a worker needs about 130 times this in memory for one that long (default: 8M)")  # fmt: skip
+    text.add_argument(
+        "--input",
+        nargs="+",
+        default=[STDLIB],
+        metavar="PATH",
+        help="files, directories, quoted patterns, or stdlib (default) for the sources of this Python's standard library; .jsonl holds a document a line, any other file is a document; both may be gzipped (.gz)",
+    )
+    text.add_argument(
+        "--glob",
+        action="append",
+        metavar="PATTERN",
+        help=f"which files of a directory; repeat for several (default: {' '.join(DEFAULT_GLOBS)})".replace("%", "%%"),
+    )
+    text.add_argument(
+        "--field", default="text", metavar="NAME", help="field of a jsonl line that holds the text (default: text)"
+    )
+    text.add_argument(
+        "--max-bytes",
+        type=size,
+        metavar="SIZE",
+        help=f"stop before the document that would take the input past this (default: everything; {STDLIB_BYTES // 10**6}M for stdlib alone)",
+    )
+    text.add_argument(
+        "--max-document-bytes",
+        type=size,
+        default=8_000_000,
+        metavar="SIZE",
+        help="reject longer documents; a worker needs about 130 times this in memory for one that long (default: 8M)",
+    )
     tokens = out.add_argument_group("tokenizer")
     choice = tokens.add_mutually_exclusive_group()
     choice.add_argument("--tokenizer", metavar="NAME", help="Hugging Face tokenizer: a directory or a name on the hub")
-    choice.add_argument("--train-bpe", type=_whole_number(SMALLEST_BPE), metavar="VOCAB_SIZE", help=f"train a byte-level BPE on the training documents (default, with {DEFAULT_BPE})")  # fmt: skip
-    tokens.add_argument("--train-bpe-bytes", type=size, default=64_000_000, metavar="SIZE", help="train the BPE on no more than this much input, from its beginning (default: 64M)")  # fmt: skip
-    tokens.add_argument("--no-append-eod", dest="append_eod", action="store_false", help="do not end each document with the tokenizer's eos token")
+    choice.add_argument(
+        "--train-bpe",
+        type=_whole_number(SMALLEST_BPE),
+        metavar="VOCAB_SIZE",
+        help=f"train a byte-level BPE on the training documents (default, with {DEFAULT_BPE})",
+    )
+    tokens.add_argument(
+        "--train-bpe-bytes",
+        type=size,
+        default=64_000_000,
+        metavar="SIZE",
+        help="train the BPE on no more than this much input, from its beginning (default: 64M)",
+    )
+    tokens.add_argument(
+        "--no-append-eod",
+        dest="append_eod",
+        action="store_false",
+        help="do not end each document with the tokenizer's eos token",
+    )
     run = out.add_argument_group("output and run")
-    run.add_argument("--valid-fraction", type=_fraction, default=0.05, metavar="F", help="documents held out for validation, chosen by a hash of their text; 0 writes a single text.bin/.idx (default: 0.05)")  # fmt: skip
-    run.add_argument("--workers", type=_whole_number(1), default=min(os.cpu_count() or 1, 8), metavar="N", help="processes; 1 starts none and works in this one (default: number of cores, at most 8)")  # fmt: skip
-    run.add_argument("--part-bytes", type=size, metavar="SIZE", help="input tokenised at a time and redone after an interruption (default: 16M, less for a small input)")  # fmt: skip
-    run.add_argument("--max-rejects", type=_whole_number(0), metavar="N", help="fail when more documents than this are rejected (default: no limit)")
-    run.add_argument("--overwrite", action="store_true", help="replace a dataset, or drop an unfinished one, made with other arguments; the old one stays until the new one is whole")  # fmt: skip
+    run.add_argument(
+        "--valid-fraction",
+        type=_fraction,
+        default=0.05,
+        metavar="F",
+        help="documents held out for validation, chosen by a hash of their text; 0 writes a single text.bin/.idx (default: 0.05)",
+    )
+    run.add_argument(
+        "--workers",
+        type=_whole_number(1),
+        default=min(os.cpu_count() or 1, 8),
+        metavar="N",
+        help="processes; 1 starts none and works in this one (default: number of cores, at most 8)",
+    )
+    run.add_argument(
+        "--part-bytes",
+        type=size,
+        metavar="SIZE",
+        help="input tokenised at a time and redone after an interruption (default: 16M, less for a small input)",
+    )
+    run.add_argument(
+        "--max-rejects",
+        type=_whole_number(0),
+        metavar="N",
+        help="fail when more documents than this are rejected (default: no limit)",
+    )
+    run.add_argument(
+        "--overwrite",
+        action="store_true",
+        help="replace a dataset, or drop an unfinished one, made with other arguments; the old one stays until the new one is whole",
+    )
     run.add_argument("--quiet", action="store_true", help="no progress bar and no summary; problems are still reported")
     return out
 

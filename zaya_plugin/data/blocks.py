@@ -74,7 +74,9 @@ class BlockReader:
         if over_budget:
             return Position(len(self.files), taken=taken, disk=at.disk)
         if damage is not None:
-            block.damaged.append(Rejected(file.path, line, f"damaged gzip stream, the rest of the file is lost: {damage}", ""))
+            block.damaged.append(
+                Rejected(file.path, line, f"damaged gzip stream, the rest of the file is lost: {damage}", "")
+            )
         if damage is not None or not data:
             self.close()
             return Position(at.file + 1, taken=taken, disk=self._disk_after[at.file])

@@ -42,7 +42,11 @@ def locate(path: str) -> tuple[Manifest | None, dict[str, str]]:
             manifest = load_manifest(path)
             return manifest, {name: os.path.join(path, name) for name in manifest.splits}
         prefixes = sorted(name[:-4] for name in os.listdir(path) if name.endswith(".idx"))
-        hint = f"; give one of its prefixes: {', '.join(os.path.join(path, name) for name in prefixes)}" if prefixes else ""
+        hint = (
+            f"; give one of its prefixes: {', '.join(os.path.join(path, name) for name in prefixes)}"
+            if prefixes
+            else ""
+        )
         raise ValueError(f"{path} is a directory without {MANIFEST_NAME}, so no dataset of `zaya data prepare`{hint}")
     directory, name = os.path.split(path)
     if os.path.isfile(os.path.join(directory, MANIFEST_NAME)):
@@ -50,7 +54,11 @@ def locate(path: str) -> tuple[Manifest | None, dict[str, str]]:
         if name in manifest.splits:
             return manifest, {name: path}
     if not is_prefix:
-        unfinished = " (an unfinished one is there: give the same `zaya data prepare` command again)" if os.path.isdir(path + ".partial") else ""
+        unfinished = (
+            " (an unfinished one is there: give the same `zaya data prepare` command again)"
+            if os.path.isdir(path + ".partial")
+            else ""
+        )
         raise ValueError(
             f"there is no dataset at {path}{unfinished}. Make one with `zaya data prepare --output {path}`, "
             f"or name the prefix of a Megatron dataset ({path}.bin and {path}.idx)"
@@ -58,7 +66,9 @@ def locate(path: str) -> tuple[Manifest | None, dict[str, str]]:
     return None, {"text": path}
 
 
-def check_dataset(path: str, vocab_size: int | None = None, *, eod_id: int | None = None, full: bool = False) -> dict[str, IndexedFile]:
+def check_dataset(
+    path: str, vocab_size: int | None = None, *, eod_id: int | None = None, full: bool = False
+) -> dict[str, IndexedFile]:
     """Proves that a dataset can be trained on.
 
     Args:
@@ -86,7 +96,12 @@ def check_dataset(path: str, vocab_size: int | None = None, *, eod_id: int | Non
             _warn_about_bare(indexed, vocab_size, full)
     if manifest is not None:
         largest = max(manifest.splits[name].max_token_id for name in prefixes)
-        _check_vocabulary(path, largest, vocab_size, f" It was made with a tokenizer of {manifest.tokenizer.vocab_size} entries, in {_home(prefixes)}/tokenizer")
+        _check_vocabulary(
+            path,
+            largest,
+            vocab_size,
+            f" It was made with a tokenizer of {manifest.tokenizer.vocab_size} entries, in {_home(prefixes)}/tokenizer",
+        )
         made_with = manifest.tokenizer.eod_id if manifest.arguments["append eod"] else None
         if None not in (eod_id, made_with) and eod_id != made_with:
             raise ValueError(
@@ -113,17 +128,23 @@ def _compare(indexed: IndexedFile, manifest: Manifest, record: SplitRecord, full
 
 
 def _warn_about_bare(indexed: IndexedFile, vocab_size: int | None, full: bool) -> None:
-    unknown = [f"{indexed.prefix} has no {MANIFEST_NAME}: its contents cannot be compared with checksums, nor its tokenizer and end-of-document token with yours"]
+    unknown = [
+        f"{indexed.prefix} has no {MANIFEST_NAME}: its contents cannot be compared with checksums, nor its tokenizer and end-of-document token with yours"
+    ]
     if vocab_size is None:
         unknown.append("its token ids were not compared with a vocabulary")
     else:
         largest, whole = largest_token(indexed, None if full else SCANNED_BYTES)
         _check_vocabulary(indexed.prefix, largest, vocab_size, "")
         if not whole:
-            unknown.append(f"token ids were compared with the vocabulary in {SCANNED_BYTES / 1e6:.0f} MB of {indexed.tokens * indexed.dtype.itemsize / 1e6:.0f}")
+            unknown.append(
+                f"token ids were compared with the vocabulary in {SCANNED_BYTES / 1e6:.0f} MB of {indexed.tokens * indexed.dtype.itemsize / 1e6:.0f}"
+            )
     warnings.warn("; ".join(unknown), DatasetWarning, stacklevel=3)
 
 
 def _check_vocabulary(path: str, largest: int, vocab_size: int | None, made_with: str) -> None:
     if vocab_size is not None and largest >= vocab_size:
-        raise ValueError(f"{path} holds token id {largest}, and the vocabulary has {vocab_size} entries (0 to {vocab_size - 1}).{made_with}")
+        raise ValueError(
+            f"{path} holds token id {largest}, and the vocabulary has {vocab_size} entries (0 to {vocab_size - 1}).{made_with}"
+        )

@@ -10,7 +10,16 @@ from zaya_plugin.data.indexed_format import stored_tokens
 from zaya_plugin.data.manifest import NAME as MANIFEST_NAME
 from zaya_plugin.data.manifest import Manifest, load_manifest
 
-__all__ = ["Blend", "DatasetWarning", "Manifest", "build_gpt_datasets", "check_dataset", "load_manifest", "locate", "resolve_blend"]
+__all__ = [
+    "Blend",
+    "DatasetWarning",
+    "Manifest",
+    "build_gpt_datasets",
+    "check_dataset",
+    "load_manifest",
+    "locate",
+    "resolve_blend",
+]
 
 # One path, several taken in proportion to their sizes, or (weight, path) pairs; weights are relative and need not add up to 1.
 Blend = str | os.PathLike | Sequence[str | os.PathLike] | Sequence[tuple[float, str | os.PathLike]]
@@ -52,7 +61,9 @@ def _prefix(path: str | os.PathLike, split: str) -> str:
     if split == "train" and "text" in prefixes:
         return prefixes["text"]
     if split not in prefixes:
-        raise ValueError(f"{path} has no {split} split (it has {', '.join(prefixes)}); prepare it with --valid-fraction, or name a prefix")
+        raise ValueError(
+            f"{path} has no {split} split (it has {', '.join(prefixes)}); prepare it with --valid-fraction, or name a prefix"
+        )
     return prefixes[split]
 
 
@@ -95,10 +106,16 @@ def build_gpt_datasets(
     from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
     from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
 
-    blends = [resolve_blend(train_prefixes, "train"), resolve_blend(valid_prefixes, "valid"), resolve_blend(test_prefixes, "valid")]
+    blends = [
+        resolve_blend(train_prefixes, "train"),
+        resolve_blend(valid_prefixes, "valid"),
+        resolve_blend(test_prefixes, "valid"),
+    ]
     for name, count, index in zip(("train", "valid", "test"), num_samples, range(3), strict=True):
         if count and blends[index] is None:
-            raise ValueError(f"{count} {name} samples are asked for, and there is no {name} data; name a dataset or ask for 0")
+            raise ValueError(
+                f"{count} {name} samples are asked for, and there is no {name} data; name a dataset or ask for 0"
+            )
         if not count:
             blends[index] = None
     if not any(blends):
@@ -128,7 +145,9 @@ def build_gpt_datasets(
 def _rank() -> int:
     import torch
 
-    return torch.distributed.get_rank() if torch.distributed.is_available() and torch.distributed.is_initialized() else 0
+    return (
+        torch.distributed.get_rank() if torch.distributed.is_available() and torch.distributed.is_initialized() else 0
+    )
 
 
 def _identity(prefixes: list[str]) -> str:

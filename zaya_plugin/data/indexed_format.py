@@ -119,7 +119,9 @@ def _read_header(index_path: str, bin_path: str) -> tuple[np.dtype, int, int]:
         raise ValueError(f"{index_path} is cut short: {len(header)} bytes, and the header alone has {HEADER.size}")
     magic, version, code, sequences, boundaries = HEADER.unpack(header)
     if magic != MAGIC:
-        raise ValueError(f"{index_path} is not an index of a Megatron indexed dataset: it begins with {magic!r}, not {MAGIC!r}")
+        raise ValueError(
+            f"{index_path} is not an index of a Megatron indexed dataset: it begins with {magic!r}, not {MAGIC!r}"
+        )
     if version != VERSION:
         raise ValueError(f"{index_path} has index version {version}; only {VERSION} can be read")
     dtype = DTYPE_OF_CODE.get(code)
@@ -139,7 +141,9 @@ def _check_sequences(index_path: str, bin_path: str, dtype: np.dtype, sequences:
             ends = np.cumsum(part) * dtype.itemsize + end
             starts = ends - part * dtype.itemsize
             if part.min() < 0 or not np.array_equal(starts, offsets[begin : begin + CHUNK]):
-                raise ValueError(f"{index_path} is damaged: lengths and byte offsets of its sequences contradict each other")
+                raise ValueError(
+                    f"{index_path} is damaged: lengths and byte offsets of its sequences contradict each other"
+                )
             end = int(ends[-1])
     if end != bin_bytes:
         raise ValueError(

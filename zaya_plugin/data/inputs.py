@@ -51,7 +51,9 @@ def find_inputs(inputs: list[str], globs: list[str]) -> list[InputFile]:
                     f"for example with `zstd -dc file.jsonl.zst | gzip > file.jsonl.gz`"
                 )
             if path in found:
-                raise ValueError(f"--input: {path} is named twice, the second time by {name!r}; every document would count double")
+                raise ValueError(
+                    f"--input: {path} is named twice, the second time by {name!r}; every document would count double"
+                )
             stat = os.stat(path)
             found[path] = InputFile(path, stat.st_size, stat.st_mtime_ns)
     return list(found.values())

@@ -67,12 +67,16 @@ def load_manifest(path: str) -> Manifest:
     path = os.fspath(path)
     file = path if os.path.basename(path) == NAME else os.path.join(path, NAME)
     if not os.path.isfile(file):
-        raise ValueError(f"{file} does not exist, so {os.path.dirname(file)} is no prepared dataset. Make one with `zaya data prepare --output ...`")
+        raise ValueError(
+            f"{file} does not exist, so {os.path.dirname(file)} is no prepared dataset. Make one with `zaya data prepare --output ...`"
+        )
     try:
         with open(file, encoding="utf-8") as stream:
             record = json.load(stream)
     except ValueError as error:
-        raise ValueError(f"{file} is damaged: {error}. Prepare the dataset again with `zaya data prepare ... --overwrite`") from error
+        raise ValueError(
+            f"{file} is damaged: {error}. Prepare the dataset again with `zaya data prepare ... --overwrite`"
+        ) from error
     if not isinstance(record, dict) or record.pop("format", None) != FORMAT:
         raise ValueError(f"{file} is not the manifest of a dataset prepared by `zaya data prepare`")
     version = record.pop("format_version", None)
@@ -86,7 +90,9 @@ def load_manifest(path: str) -> Manifest:
         record["splits"] = {name: SplitRecord(**split) for name, split in record["splits"].items()}
         return Manifest(**record)
     except (KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"{file} is damaged: {error}. Prepare the dataset again with `zaya data prepare ... --overwrite`") from error
+        raise ValueError(
+            f"{file} is damaged: {error}. Prepare the dataset again with `zaya data prepare ... --overwrite`"
+        ) from error
 
 
 def file_sha256(path: str) -> str:

@@ -65,7 +65,9 @@ class Part:
                 return arrays[f"{split}_tokens"], arrays[f"{split}_lengths"]
         except (ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
             os.unlink(self.path)
-            raise ValueError(f"{self.path} is damaged ({error}) and was removed; run the same command again to redo it") from error
+            raise ValueError(
+                f"{self.path} is damaged ({error}) and was removed; run the same command again to redo it"
+            ) from error
 
 
 def split_names(valid_fraction: float) -> tuple[str, ...]:
@@ -154,7 +156,9 @@ def tokenise_block(job: Job, block: Block, end: Position, path: str) -> Part:
     counts, rejected, batch, characters = Counter(), [], [], 0
 
     def encode_batch():
-        encodings = _tokenizer(job.tokenizer_directory, job.tokenizer_sha256).encode_batch_fast(batch, add_special_tokens=False)
+        encodings = _tokenizer(job.tokenizer_directory, job.tokenizer_sha256).encode_batch_fast(
+            batch, add_special_tokens=False
+        )
         for text, encoding in zip(batch, encodings, strict=True):
             ids = encoding.ids if job.eod_id is None else [*encoding.ids, job.eod_id]
             split = split_of(text, job.valid_fraction)

@@ -48,7 +48,11 @@ def main(argv: list[str] | None = None) -> int:
         message = f"a worker process was killed, most often because memory ran out: try fewer --workers or a smaller --max-document-bytes{_kept(workspace)}"
     except OSError as error:
         # shutil.copytree and tokenizers put the number into the text.
-        full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG) or "rrno 28" in str(error) or "os error 28" in str(error)
+        full = (
+            error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+            or "rrno 28" in str(error)
+            or "os error 28" in str(error)
+        )
         message = f"{'no space left to write' if full else 'cannot read or write'} {error.filename or workspace.partial}: {error.strerror or error}{_kept(workspace)}"
     except KeyboardInterrupt:
         print(f"interrupted{_kept(workspace)}", file=sys.stderr)
@@ -71,7 +75,11 @@ def _prepare(args: argparse.Namespace, workspace: Workspace) -> None:
         if _is_complete(args, workspace, asked):  # by whoever held the lock a moment ago
             return
         files = find_inputs(args.input, args.glob)
-        plan = {**asked, INPUT_FILES: fingerprint(files, with_times=False), INPUT_TIMES: fingerprint(files, with_times=True)}
+        plan = {
+            **asked,
+            INPUT_FILES: fingerprint(files, with_times=False),
+            INPUT_TIMES: fingerprint(files, with_times=True),
+        }
         part_bytes = _begin_or_continue(args, workspace, plan, files)
         record = _tokenizer(args, workspace, files)
         parts, counts, seconds, taken = _tokenise(args, workspace, files, part_bytes, record)
@@ -84,7 +92,9 @@ def _prepare(args: argparse.Namespace, workspace: Workspace) -> None:
     if not args.quiet:
         print(_summary(workspace.output, manifest))
         if taken:
-            print(f"  tokenised {taken / 1e6:.1f} MB in {seconds:.1f} s: {taken / 1e6 / seconds:.1f} MB/s with {args.workers} worker{'s' * (args.workers > 1)}")
+            print(
+                f"  tokenised {taken / 1e6:.1f} MB in {seconds:.1f} s: {taken / 1e6 / seconds:.1f} MB/s with {args.workers} worker{'s' * (args.workers > 1)}"
+            )
 
 
 def _is_complete(args: argparse.Namespace, workspace: Workspace, asked: dict) -> bool:
@@ -100,7 +110,9 @@ def _is_complete(args: argparse.Namespace, workspace: Workspace, asked: dict) ->
     except ValueError as error:
         if args.overwrite and os.path.isfile(os.path.join(workspace.output, "manifest.json")):
             return False
-        raise ValueError(f"--output {workspace.output} exists and is not a dataset that this command may replace: {error}") from None
+        raise ValueError(
+            f"--output {workspace.output} exists and is not a dataset that this command may replace: {error}"
+        ) from None
     if args.overwrite:
         return False
     different = arguments.differences(manifest.arguments, asked)
@@ -161,7 +173,9 @@ def _tokenizer(args: argparse.Namespace, workspace: Workspace, files: list[Input
     source = args.tokenizer or "byte-level BPE trained on this corpus"
     record = tokenizer.describe(workspace.tokenizer, source)
     if args.append_eod and record.eod_id is None:
-        raise ValueError(f"--tokenizer {args.tokenizer} has no eos_token to end documents with; give --no-append-eod, or one that has it")
+        raise ValueError(
+            f"--tokenizer {args.tokenizer} has no eos_token to end documents with; give --no-append-eod, or one that has it"
+        )
     return record
 
 
@@ -226,20 +240,37 @@ def _tokenise(args, workspace: Workspace, files: list[InputFile], part_bytes: in
 
 def _refuse_rejects(args: argparse.Namespace, rejected: int, rejects_path: str) -> None:
     if args.max_rejects is not None and rejected > args.max_rejects:
-        raise ValueError(f"{rejected} documents are rejected and --max-rejects allows {args.max_rejects}; they are listed in {rejects_path}")
+        raise ValueError(
+            f"{rejected} documents are rejected and --max-rejects allows {args.max_rejects}; they are listed in {rejects_path}"
+        )
 
 
-def _merge(args, workspace: Workspace, parts, counts: Counter, record: tokenizer.TokenizerRecord, plan: dict, files: list[InputFile]) -> Manifest:
+def _merge(
+    args,
+    workspace: Workspace,
+    parts,
+    counts: Counter,
+    record: tokenizer.TokenizerRecord,
+    plan: dict,
+    files: list[InputFile],
+) -> Manifest:
     """Fills `final` with everything that the dataset consists of."""
     import tokenizers
 
     dtype = token_dtype(record.vocab_size)
-    splits = {name: merge_split(parts, name, workspace.final, dtype, record.vocab_size) for name in split_names(args.valid_fraction)}
+    splits = {
+        name: merge_split(parts, name, workspace.final, dtype, record.vocab_size)
+        for name in split_names(args.valid_fraction)
+    }
     kept = sum(split.documents for split in splits.values())
     if kept == 0:
         raise ValueError(
             f"no document is left: {counts['read']} read, {counts['empty']} empty, {counts['rejected']} rejected"
-            + (f" (listed in {os.path.join(workspace.final, REJECTS_FILE)}; is --field right?)" if counts["rejected"] else "")
+            + (
+                f" (listed in {os.path.join(workspace.final, REJECTS_FILE)}; is --field right?)"
+                if counts["rejected"]
+                else ""
+            )
         )
     for name, split in splits.items():
         if split.documents == 0:
@@ -266,9 +297,13 @@ def _merge(args, workspace: Workspace, parts, counts: Counter, record: tokenizer
 
 def _summary(output: str, manifest: Manifest) -> str:
     counts, tokens = manifest.documents, sum(split.tokens for split in manifest.splits.values())
-    lines = [f"{output}: {tokens:,} tokens ({manifest.dtype}), vocabulary {manifest.tokenizer.vocab_size:,}, end of document {manifest.tokenizer.eod_id}"]
+    lines = [
+        f"{output}: {tokens:,} tokens ({manifest.dtype}), vocabulary {manifest.tokenizer.vocab_size:,}, end of document {manifest.tokenizer.eod_id}"
+    ]
     for name, split in manifest.splits.items():
-        lines.append(f"  {name:5} {split.documents:9,} documents {split.tokens:13,} tokens, unigram entropy {split.unigram_entropy:.3f} nats/token")
+        lines.append(
+            f"  {name:5} {split.documents:9,} documents {split.tokens:13,} tokens, unigram entropy {split.unigram_entropy:.3f} nats/token"
+        )
     limit = manifest.arguments["--max-bytes"]
     lines.append(
         f"  read {counts['read']:,} documents, {manifest.input_bytes / 1e6:.1f} MB{f' (--max-bytes {limit:,})' if limit else ''}: "

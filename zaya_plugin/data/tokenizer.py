@@ -83,10 +83,16 @@ def import_pretrained(name: str, directory: str) -> None:
 
     try:
         tokenizer = AutoTokenizer.from_pretrained(name)
-    except Exception as error:  # transformers raises OSError, ValueError, KeyError, ImportError and others for a bad name or directory
-        raise ValueError(f"--tokenizer {name} cannot be opened as a directory or a name on the Hugging Face hub: {error}") from error
+    except (
+        Exception
+    ) as error:  # transformers raises OSError, ValueError, KeyError, ImportError and others for a bad name or directory
+        raise ValueError(
+            f"--tokenizer {name} cannot be opened as a directory or a name on the Hugging Face hub: {error}"
+        ) from error
     if not tokenizer.is_fast:
-        raise ValueError(f"--tokenizer {name} has no fast (tokenizer.json) form, which is the only one that is supported")
+        raise ValueError(
+            f"--tokenizer {name} has no fast (tokenizer.json) form, which is the only one that is supported"
+        )
     try:
         tokenizer.save_pretrained(directory)
     except OSError:

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Where a dataset is built: beside its final name, under a lock, so the final name only ever shows a whole dataset.
 
-    <output>            the dataset; appears by one rename
-    <output>.partial/   plan.json, tokenizer/, parts/ and final/ of a run that is under way or was interrupted
-    <output>.replaced/  the dataset that --overwrite is replacing, for the moment between two renames
-    <output>.lock       held while a process works on any of them
+<output>            the dataset; appears by one rename
+<output>.partial/   plan.json, tokenizer/, parts/ and final/ of a run that is under way or was interrupted
+<output>.replaced/  the dataset that --overwrite is replacing, for the moment between two renames
+<output>.lock       held while a process works on any of them
 """
 
 import fcntl
@@ -76,8 +76,14 @@ class Workspace:
         Raises:
             ValueError: `<output>.partial` exists and was not made by an earlier run.
         """
-        if os.path.isdir(self.partial) and not os.path.isfile(self.plan_file) and set(os.listdir(self.partial)) - {"plan.json.tmp"}:
-            raise ValueError(f"{self.partial} is in the way: it was not made by `zaya data prepare`. Move it, or choose another --output")
+        if (
+            os.path.isdir(self.partial)
+            and not os.path.isfile(self.plan_file)
+            and set(os.listdir(self.partial)) - {"plan.json.tmp"}
+        ):
+            raise ValueError(
+                f"{self.partial} is in the way: it was not made by `zaya data prepare`. Move it, or choose another --output"
+            )
         self.discard()
         os.makedirs(self.partial)
         with open(self.plan_file + ".tmp", "w", encoding="utf-8") as out:

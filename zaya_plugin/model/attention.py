@@ -113,6 +113,9 @@ class ZayaSelfAttention(MegatronModule):
         if inference_context is not None:
             raise ValueError("inference_context: the model keeps no decoding state; export it to transformers")
         assert key_value_states is None and attention_bias is None
+        if rotary_pos_emb is not None:
+            # Megatron computes the angles on the GPU, if there is one, also for a model on the CPU.
+            rotary_pos_emb = rotary_pos_emb.to(hidden_states.device)
         z, value_current, value_delayed = self.project(hidden_states)
         query, key = mix_qk(
             z, self.conv_qk_depthwise.weight, self.conv_qk_depthwise.bias, self.conv_qk_grouped.weight,

@@ -1,0 +1,281 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Forward and backward of our model and of transformers' ZayaForCausalLM, one after the other in one process.
+
+Started by step_vs_transformers.py after its training run, whose checkpoint both models get: so both route the same
+tokens to the same experts, and their losses on the same text can be compared. Ours is what trains: Megatron's GPTModel
+in its bf16 wrapper and DDP, gradients added to the fp32 buffer. transformers' keeps its fresh bf16 gradients.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import gc
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from zaya_plugin import patches
+
+patches.apply_torch()
+
+import torch  # noqa: E402  (patches of torch come first where there is no accelerator)
+from step_variants import VARIANTS, unwrapped, variant  # noqa: E402
+
+ON_GPU = patches.registry.has_accelerator()
+DEVICE = torch.device("cuda", 0) if ON_GPU else torch.device("cpu")
+
+
+def build(recipe):
+    """Megatron's globals, the model of `recipe` with its checkpoint loaded, and the data sources."""
+    patches.apply()
+    from megatron.core.enums import ModelType
+    from megatron.training import checkpointing, get_args, initialize, training
+    from megatron.training.argument_utils import core_transformer_config_from_args
+
+    from zaya_plugin.model.build import build_zaya_model
+    from zaya_plugin.model.config import ZayaConfig
+    from zaya_plugin.training import adapter
+    from zaya_plugin.training.arguments import megatron_arguments
+    from zaya_plugin.training.datasets import find_sources
+
+    sources = find_sources(recipe)
+    adapter.parse_arguments(megatron_arguments(recipe, sources.tokenizer_arguments()))
+    initialize.initialize_megatron()
+    args = get_args()
+
+    def provide(pre_process=True, post_process=True, config=None, pg_collection=None, vp_stage=None):
+        return build_zaya_model(
+            core_transformer_config_from_args(args, ZayaConfig), vocab_size=args.padded_vocab_size,
+            max_sequence_length=args.max_position_embeddings, rotary_base=args.rotary_base,
+            rotary_percent=args.rotary_percent, pg_collection=pg_collection,
+        )
+
+    model = training.get_model(provide, ModelType.encoder_or_decoder)
+    iteration = checkpointing.load_checkpoint(model, None, None)[0]
+    return model[0].train(), sources, args, iteration
+
+
+def batch_of(sources, args, size: int) -> dict[str, torch.Tensor]:
+    """`size` sequences of the training text on the device."""
+    from megatron.training import get_tokenizer
+
+    data = sources.build((64, 0, 0), args.seq_length, args.seed, get_tokenizer())[0]
+    items = [data[i] for i in range(size)]
+    return {
+        name: torch.stack([torch.as_tensor(item[name]) for item in items]).to(DEVICE)
+        for name in ("tokens", "labels", "position_ids")
+    }
+
+
+def milliseconds(step: Callable[[], None], prepare: Callable[[], None], repeats: int, warm_up: int = 3) -> list[float]:
+    """Time of every one of `repeats` calls of `step`; `prepare` comes before each and is not timed."""
+    times = []
+    for i in range(warm_up + repeats):
+        prepare()
+        if ON_GPU:
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            torch.cuda.synchronize()
+            start.record()
+            step()
+            end.record()
+            torch.cuda.synchronize()
+            elapsed = start.elapsed_time(end)
+        else:
+            begin = time.perf_counter()
+            step()
+            elapsed = 1e3 * (time.perf_counter() - begin)
+        if i >= warm_up:
+            times.append(elapsed)
+    return times
+
+
+def measure(loss_of: Callable[[], torch.Tensor], prepare: Callable[[], None], tokens: int, repeats: int) -> dict | None:
+    """Median time, speed, memory and loss of a forward and backward pass; None where memory does not suffice."""
+    losses = []
+
+    def step():
+        loss = loss_of()
+        loss.backward()
+        losses.append(loss.detach())
+
+    if ON_GPU:
+        torch.cuda.reset_peak_memory_stats()
+    try:
+        times = milliseconds(step, prepare, repeats)
+    except torch.OutOfMemoryError:
+        return None
+    finally:
+        prepare()
+        gc.collect()
+    median = statistics.median(times)
+    return {
+        "ms": round(median, 3), "ms_min": round(min(times), 3), "ms_max": round(max(times), 3), "repeats": repeats,
+        "tokens_per_s": round(1e3 * tokens / median, 1), "loss": losses[-1].item(),
+        "peak_memory_gib": round(torch.cuda.max_memory_allocated() / 2**30, 2) if ON_GPU else None,
+    }
+
+
+def kernels(step: Callable[[], None], prepare: Callable[[], None], top: int = 30) -> dict | None:
+    """Kernels of one step by their own device time."""
+    if not ON_GPU:
+        return None
+    from torch.profiler import ProfilerActivity, profile
+
+    prepare()
+    torch.cuda.synchronize()
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
+        step()
+        torch.cuda.synchronize()
+    averages = profiler.key_averages()
+    found = [e for e in averages if e.device_type == torch.autograd.DeviceType.CUDA and not e.is_user_annotation]
+    found.sort(key=lambda e: -e.self_device_time_total)
+    operators = [e for e in averages if e.device_type == torch.autograd.DeviceType.CPU and e.self_device_time_total > 0]
+    operators.sort(key=lambda e: -e.self_device_time_total)
+
+    def rows(events):
+        return [[e.key[:110], e.count, round(e.self_device_time_total / 1e3, 3)] for e in events[:top]]
+
+    return {
+        "device_ms": round(sum(e.self_device_time_total for e in found) / 1e3, 3),
+        "launches": sum(e.count for e in found),
+        "kernels": rows(found),
+        "operators": rows(operators),
+    }
+
+
+def say(**values) -> None:
+    """A line of progress, beside Megatron's own printing."""
+    print(json.dumps(values), file=sys.stderr, flush=True)
+
+
+def measure_zaya(model, sources, args, options) -> dict:
+    """{variant: {"1x4096": figures}} and the profiles of the first and the last variant."""
+    results, profiles = {}, {}
+
+    def clear():
+        model.zero_grad(set_to_none=True)  # DDP moved the gradients to its buffer already
+
+    for name in options.variants:
+        results[name] = {}
+        with variant(name, model):
+            for size in options.batches:
+                batch = batch_of(sources, args, size)
+
+                def loss(batch=batch):
+                    return model(batch["tokens"], batch["position_ids"], None, labels=batch["labels"]).float().mean()
+
+                started = time.time()
+                shape = f"{size}x{args.seq_length}"
+                model.zero_grad_buffer()
+                found = measure(loss, clear, size * args.seq_length, options.repeats)
+                results[name][shape] = found
+                say(model="zaya", variant=name, shape=shape, seconds=round(time.time() - started, 1), **(found or {}))
+                if size == options.batches[0] and name in (options.variants[0], options.variants[-1]):
+                    profiles[name] = kernels(lambda loss=loss: loss().backward(), clear)
+    return {"results": results, "profiles": profiles}
+
+
+def transformers_model(state, args):
+    """ZayaForCausalLM of the same sizes with the weights in `state`, in their dtype."""
+    from transformers import ZayaConfig, ZayaForCausalLM
+
+    rope = {"rope_type": "default", "rope_theta": float(args.rotary_base), "partial_rotary_factor": args.rotary_percent}
+    config = ZayaConfig(
+        num_hidden_layers=args.num_layers, vocab_size=args.padded_vocab_size, hidden_size=args.hidden_size,
+        num_attention_heads=args.num_attention_heads, num_key_value_heads=args.num_query_groups,
+        head_dim=args.kv_channels, moe_intermediate_size=args.moe_ffn_hidden_size, num_experts=args.num_experts,
+        router_hidden_size=args.router_hidden_size, rms_norm_eps=args.norm_epsilon,
+        max_position_embeddings=args.seq_length, rope_parameters={"hybrid": rope}, use_cache=False,
+        attn_implementation="sdpa",
+    )
+    torch.set_default_dtype(args.params_dtype)
+    try:
+        with DEVICE:
+            model = ZayaForCausalLM(config)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    for layer in model.model.layers:
+        layer.mlp.gate.balancing_biases = layer.mlp.gate.balancing_biases.float()
+    missing, unexpected = model.load_state_dict(state, strict=False)
+    assert missing == ["lm_head.weight"] and not unexpected, (missing, unexpected)  # the head is the embedding
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    return model.train()
+
+
+def measure_transformers(model, sources, args, options) -> dict:
+    """As measure_zaya; the variants are the implementations of the experts."""
+    results, profiles = {}, {}
+
+    def clear():
+        model.zero_grad(set_to_none=True)
+
+    for name in options.transformers_variants:
+        implementation, _, compiled = name.partition("+")
+        model.config._experts_implementation = implementation
+        if compiled:
+            torch._dynamo.reset()
+            for layer in model.model.layers:
+                layer.compile(dynamic=False)
+        results[name] = {}
+        for size in options.batches:
+            batch = batch_of(sources, args, size)
+
+            def loss(batch=batch):
+                labels = batch["labels"]  # shifted by the data set already
+                return model(input_ids=batch["tokens"], labels=labels, shift_labels=labels, use_cache=False).loss
+
+            started = time.time()
+            shape = f"{size}x{args.seq_length}"
+            found = measure(loss, clear, size * args.seq_length, options.repeats)
+            results[name][shape] = found
+            say(model="transformers", variant=name, shape=shape, seconds=round(time.time() - started, 1), **(found or {}))
+            if size == options.batches[0] and name == options.transformers_variants[0]:
+                profiles[name] = kernels(lambda loss=loss: loss().backward(), clear, top=15)
+    return {"results": results, "profiles": profiles}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--recipe", type=Path, required=True, help="recipe.yaml of a finished run with a checkpoint")
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--batches", type=int, nargs="+", required=True)
+    parser.add_argument("--repeats", type=int, default=10)
+    parser.add_argument("--variants", nargs="+", default=["plain"], choices=VARIANTS)
+    parser.add_argument("--transformers-variants", nargs="+", default=["grouped_mm", "eager"])
+    options = parser.parse_args()
+    sys.argv = sys.argv[:1]
+
+    from zaya_plugin.checkpoint.hf_map import to_hf
+    from zaya_plugin.config.compose import load_recipe
+
+    with contextlib.redirect_stdout(sys.stderr):
+        model, sources, args, iteration = build(load_recipe(options.recipe))
+        ours = measure_zaya(model, sources, args, options)
+        gpt = unwrapped(model)
+        names = {name: t for name, t in gpt.state_dict().items() if torch.is_tensor(t)}
+        state = {name: tensor.cpu() for name, tensor in to_hf(names, gpt.config).items()}
+        # DDP and Megatron's globals hold on to the module; its memory is what has to go.
+        for buffer in [*model.buffers, *model.expert_parallel_buffers]:
+            for storage in (buffer.param_data, buffer.grad_data):
+                if storage is not None:
+                    storage.untyped_storage().resize_(0)
+        del model, gpt, names
+        gc.collect()
+        left = torch.cuda.memory_allocated() / 2**30 if ON_GPU else None
+        hf = transformers_model(state, args)
+        del state
+        theirs = measure_transformers(hf, sources, args, options)
+    import transformers
+
+    options.out.write_text(json.dumps({
+        "checkpoint_step": iteration, "zaya": ours, "transformers": theirs, "memory_left_gib": left,
+        "transformers_version": transformers.__version__, "parameters": sum(p.numel() for p in hf.parameters()),
+    }))
+
+
+if __name__ == "__main__":
+    main()
