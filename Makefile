@@ -11,7 +11,7 @@ GPU_PYTHON ?= python3
 
 # What `make demo` runs. The data step writes nothing where its output is already there.
 RUN_DIR := runs/demo-$(shell date +%Y%m%d-%H%M%S)
-DEMO_DATA = $(BIN)/zaya data prepare --input stdlib --output data/stdlib
+DEMO_DATA = $(BIN)/zaya data prepare --input stdlib --output data/stdlib --train-bpe 2048 --valid-fraction 0.1
 DEMO_TRAIN = $(BIN)/zaya train experiment=cpu_demo run_dir=$(RUN_DIR)
 
 .PHONY: help setup tools demo test test-all test-gpu lint clean distclean

@@ -33,7 +33,7 @@ def build(recipe):
     """Megatron's globals, the model of `recipe` with its checkpoint loaded, and the data sources."""
     patches.apply()
     from megatron.core.enums import ModelType
-    from megatron.training import checkpointing, get_args, initialize, training
+    from megatron.training import checkpointing, get_args, training
     from megatron.training.argument_utils import core_transformer_config_from_args
 
     from zaya_plugin.model.build import build_zaya_model
@@ -44,7 +44,7 @@ def build(recipe):
 
     sources = find_sources(recipe)
     adapter.parse_arguments(megatron_arguments(recipe, sources.tokenizer_arguments()))
-    initialize.initialize_megatron()
+    training.initialize_megatron()
     args = get_args()
 
     def provide(pre_process=True, post_process=True, config=None, pg_collection=None, vp_stage=None):
@@ -188,7 +188,7 @@ def transformers_model(state, args):
         num_hidden_layers=args.num_layers, vocab_size=args.padded_vocab_size, hidden_size=args.hidden_size,
         num_attention_heads=args.num_attention_heads, num_key_value_heads=args.num_query_groups,
         head_dim=args.kv_channels, moe_intermediate_size=args.moe_ffn_hidden_size, num_experts=args.num_experts,
-        router_hidden_size=args.router_hidden_size, rms_norm_eps=args.norm_epsilon,
+        router_hidden_size=args.router_hidden_size, rms_norm_eps=args.layernorm_epsilon,
         max_position_embeddings=args.seq_length, rope_parameters={"hybrid": rope}, use_cache=False,
         attn_implementation="sdpa",
     )
@@ -252,12 +252,13 @@ def main() -> None:
     from zaya_plugin.checkpoint.hf_map import to_hf
     from zaya_plugin.config.compose import load_recipe
 
-    with contextlib.redirect_stdout(sys.stderr):
+    # Megatron prints all its arguments.
+    with open(options.out.with_suffix(".log"), "w") as log, contextlib.redirect_stdout(log):
         model, sources, args, iteration = build(load_recipe(options.recipe))
         ours = measure_zaya(model, sources, args, options)
         gpt = unwrapped(model)
         names = {name: t for name, t in gpt.state_dict().items() if torch.is_tensor(t)}
-        state = {name: tensor.cpu() for name, tensor in to_hf(names, gpt.config).items()}
+        state = {name: tensor.to("cpu", copy=True) for name, tensor in to_hf(names, gpt.config).items()}
         # DDP and Megatron's globals hold on to the module; its memory is what has to go.
         for buffer in [*model.buffers, *model.expert_parallel_buffers]:
             for storage in (buffer.param_data, buffer.grad_data):

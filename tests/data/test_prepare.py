@@ -268,6 +268,10 @@ def test_a_directory_of_others_is_never_replaced(tmp_path, corpus, run, capsys):
         (["--input", "{corpus}", "{corpus}"], "is named twice"),
         (["--input", "shard.jsonl.zst"], "cannot be read: text files, .jsonl and .gz"),
         (["--input", "{corpus}", "--field", "body"], "is --field right?"),
+        (
+            ["--input", "{corpus}", "--field", "body", "--train-bpe", "300"],
+            "corpus.jsonl:1: no field 'body'; it has 'id', 'text'",
+        ),
         (["--input", "one.txt"], "the valid split is empty: --valid-fraction 0.05 of 1 document"),
         (["--input", "empty"], "no file in"),
         (["--input", "{corpus}", "--tokenizer", "empty"], "cannot be opened as a directory or a name"),
@@ -280,9 +284,19 @@ def test_errors_that_name_the_cause(tmp_path, monkeypatch, corpus, run, capsys, 
     (tmp_path / "empty").mkdir()
     train_bpe(["some text"], 258, str(tmp_path / "tiny"))
     options = [option.format(corpus=corpus) for option in options]
-    assert run(*options, "--output", "out", *([] if "--tokenizer" in options else ["--tokenizer", "tiny"])) == 1
+    assert (
+        run(
+            *options,
+            "--output",
+            "out",
+            *([] if {"--tokenizer", "--train-bpe"} & set(options) else ["--tokenizer", "tiny"]),
+        )
+        == 1
+    )
     assert message in capsys.readouterr().err
     assert not (tmp_path / "out").exists() and not (tmp_path / "out.lock").exists()
+    # Nothing is in the way of the corrected command.
+    assert run("--input", corpus, "--tokenizer", "tiny", "--output", "out") == 0
 
 
 @pytest.mark.parametrize(

@@ -80,8 +80,11 @@ def test_resuming_on_one_rank_equals_to_within_summation_order(tmp_path, corpus,
 def test_recomputation_changes_nothing(tmp_path, corpus, one_rank, recompute):
     run = train(tmp_path, corpus, "nproc=1", "exit_interval=5", *recompute)
     for step in range(1, 6):
-        for key in NUMBERS:
-            assert run.steps()[step][key] == one_rank.steps()[step][key], (step, key)
+        assert run.steps()[step]["expert_load"] == one_rank.steps()[step]["expert_load"]
+    if "full" in recompute[0]:
+        assert _largest_difference(run, one_rank, range(1, 6)) == 0
+    else:  # a part computed again adds its gradients in another order
+        assert _largest_difference(run, one_rank, range(1, 6)) < 2e-6
 
 
 def test_bf16_trains_with_two_ranks_and_overlap(tmp_path, corpus, two_ranks):

@@ -88,7 +88,8 @@ def parser() -> argparse.ArgumentParser:
         nargs="+",
         default=[STDLIB],
         metavar="PATH",
-        help="files, directories, quoted patterns, or stdlib (default) for the sources of this Python's standard library; .jsonl holds a document a line, any other file is a document; both may be gzipped (.gz)",
+        help="files, directories, quoted patterns, or stdlib (default) for the sources of this Python's standard library; "
+        ".jsonl holds a document a line, any other file is a document; both may be gzipped (.gz)",
     )
     text.add_argument(
         "--glob",
@@ -103,7 +104,8 @@ def parser() -> argparse.ArgumentParser:
         "--max-bytes",
         type=size,
         metavar="SIZE",
-        help=f"stop before the document that would take the input past this (default: everything; {STDLIB_BYTES // 10**6}M for stdlib alone)",
+        help="stop before the document that would take the input past this "
+        f"(default: everything; {STDLIB_BYTES // 10**6}M for stdlib alone)",
     )
     text.add_argument(
         "--max-document-bytes",
@@ -140,7 +142,8 @@ def parser() -> argparse.ArgumentParser:
         type=_fraction,
         default=0.05,
         metavar="F",
-        help="documents held out for validation, chosen by a hash of their text; 0 writes a single text.bin/.idx (default: 0.05)",
+        help="documents held out for validation, chosen by a hash of their text; "
+        "0 writes a single text.bin/.idx (default: 0.05)",
     )
     run.add_argument(
         "--workers",
@@ -164,7 +167,8 @@ def parser() -> argparse.ArgumentParser:
     run.add_argument(
         "--overwrite",
         action="store_true",
-        help="replace a dataset, or drop an unfinished one, made with other arguments; the old one stays until the new one is whole",
+        help="replace a dataset, or drop an unfinished one, made with other arguments; "
+        "the old one stays until the new one is whole",
     )
     run.add_argument("--quiet", action="store_true", help="no progress bar and no summary; problems are still reported")
     return out
@@ -181,7 +185,7 @@ def complete(args: argparse.Namespace) -> argparse.Namespace:
 
 
 def deciding(args: argparse.Namespace) -> dict:
-    """The options that decide what is written, by option name; paths absolute, so the working directory does not matter."""
+    """The options that decide what is written, by option name; paths are absolute, so the working directory is no part."""
     local = args.tokenizer is not None and os.path.isdir(args.tokenizer)
     file = os.path.join(args.tokenizer, "tokenizer.json") if local else None
     return {

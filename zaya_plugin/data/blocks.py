@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Cuts the input into blocks, the unit that one worker tokenises and that an interrupted run does not do again.
 
-The cut depends on the input and the options alone, never on the number of workers, and reading can begin at the end of any
-block: that end is stored with the finished part.
+The cut depends on the input and the options alone, never on the number of workers, and reading can begin at the end of
+any block: that end is stored with the finished part.
 """
 
 import gzip
@@ -16,7 +16,7 @@ from zaya_plugin.data.inputs import InputFile
 
 @dataclass(frozen=True)
 class Position:
-    """A place in the input. `taken` counts bytes of documents so far (after gunzip), `disk` bytes of files as they lie there."""
+    """A place in the input. `taken` counts bytes of documents so far (lines after gunzip), `disk` bytes of files read."""
 
     file: int = 0
     offset: int = 0
@@ -99,7 +99,7 @@ class BlockReader:
 
 
 def _whole_lines(stream, want: int, line_limit: int) -> tuple[bytes, Exception | None]:
-    """About `want` bytes ending with a line; of a line longer than `line_limit` only its beginning. Second: the damage that ended it."""
+    """About `want` bytes ending with a line, of a line longer than `line_limit` only its beginning; and what ended it early."""
     data = bytearray()
     try:
         # In small steps, because a read that meets damage loses what the same call had already unpacked.

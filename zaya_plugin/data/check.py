@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checks of a dataset before training starts: cheap enough for every start, and without torch.
 
-Works on what `zaya data prepare` wrote and on bare Megatron `.bin`/`.idx` files of other origin; what cannot be checked there is
-said in a `DatasetWarning`.
+Works on what `zaya data prepare` wrote and on bare Megatron `.bin`/`.idx` files of other origin; what cannot be checked
+there is said in a `DatasetWarning`.
 """
 
 import os
@@ -81,8 +81,8 @@ def check_dataset(
         What the index of each split says.
 
     Raises:
-        ValueError: the path is missing, a file is cut short or damaged, the manifest is of another version, there are no tokens,
-            or the tokenizer does not fit.
+        ValueError: the path is missing, a file is cut short or damaged, the manifest is of another version, there are no
+            tokens, or the tokenizer does not fit.
     """
     manifest, prefixes = locate(path)
     checked = {}
@@ -119,8 +119,8 @@ def _compare(indexed: IndexedFile, manifest: Manifest, record: SplitRecord, full
     again = "prepare the dataset again with `zaya data prepare ... --overwrite`, or copy it again"
     if (indexed.documents, indexed.tokens, indexed.dtype.name) != (record.documents, record.tokens, manifest.dtype):
         raise ValueError(
-            f"{indexed.prefix}.idx describes {indexed.documents} documents and {indexed.tokens} tokens of {indexed.dtype.name}, and the manifest "
-            f"{record.documents} and {record.tokens} of {manifest.dtype}: they are not of the same run; {again}"
+            f"{indexed.prefix}.idx describes {indexed.documents} documents and {indexed.tokens} tokens of "
+            f"{indexed.dtype.name}, and the manifest {record.documents} and {record.tokens} of {manifest.dtype}: they are not of the same run; {again}"
         )
     for suffix, sha256 in ((".bin", record.bin_sha256), (".idx", record.idx_sha256)) if full else ():
         if file_sha256(indexed.prefix + suffix) != sha256:
@@ -129,7 +129,8 @@ def _compare(indexed: IndexedFile, manifest: Manifest, record: SplitRecord, full
 
 def _warn_about_bare(indexed: IndexedFile, vocab_size: int | None, full: bool) -> None:
     unknown = [
-        f"{indexed.prefix} has no {MANIFEST_NAME}: its contents cannot be compared with checksums, nor its tokenizer and end-of-document token with yours"
+        f"{indexed.prefix} has no {MANIFEST_NAME}: its contents cannot be compared with checksums, "
+        f"nor its tokenizer and end-of-document token with yours"
     ]
     if vocab_size is None:
         unknown.append("its token ids were not compared with a vocabulary")
@@ -137,8 +138,9 @@ def _warn_about_bare(indexed: IndexedFile, vocab_size: int | None, full: bool) -
         largest, whole = largest_token(indexed, None if full else SCANNED_BYTES)
         _check_vocabulary(indexed.prefix, largest, vocab_size, "")
         if not whole:
+            size = indexed.tokens * indexed.dtype.itemsize
             unknown.append(
-                f"token ids were compared with the vocabulary in {SCANNED_BYTES / 1e6:.0f} MB of {indexed.tokens * indexed.dtype.itemsize / 1e6:.0f}"
+                f"token ids were compared with the vocabulary in {SCANNED_BYTES / 1e6:.0f} MB of {size / 1e6:.0f}"
             )
     warnings.warn("; ".join(unknown), DatasetWarning, stacklevel=3)
 
@@ -146,5 +148,6 @@ def _warn_about_bare(indexed: IndexedFile, vocab_size: int | None, full: bool) -
 def _check_vocabulary(path: str, largest: int, vocab_size: int | None, made_with: str) -> None:
     if vocab_size is not None and largest >= vocab_size:
         raise ValueError(
-            f"{path} holds token id {largest}, and the vocabulary has {vocab_size} entries (0 to {vocab_size - 1}).{made_with}"
+            f"{path} holds token id {largest}, and the vocabulary has {vocab_size} entries "
+            f"(0 to {vocab_size - 1}).{made_with}"
         )

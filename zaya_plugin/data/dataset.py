@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What training needs of the data room: `load_manifest`, `check_dataset`, and the datasets of a run from blends of prefixes."""
+"""What training needs of the data room: `load_manifest`, `check_dataset`, and the datasets of a run from blends."""
 
 import hashlib
 import os
@@ -21,7 +21,7 @@ __all__ = [
     "resolve_blend",
 ]
 
-# One path, several taken in proportion to their sizes, or (weight, path) pairs; weights are relative and need not add up to 1.
+# One path, several taken in proportion to their sizes, or (weight, path) pairs; weights are relative, their sum is free.
 Blend = str | os.PathLike | Sequence[str | os.PathLike] | Sequence[tuple[float, str | os.PathLike]]
 
 
@@ -92,8 +92,9 @@ def build_gpt_datasets(
         sequence_length: tokens of a sample; `tokens` and `labels` are int64 [sequence_length].
         seed: of the document and sample order.
         tokenizer: a Megatron tokenizer; its vocabulary must cover the data.
-        cache_path: where Megatron keeps its sample indices, here in a folder named after the contents of the datasets, because
-            Megatron's own key is the path alone and data that was prepared again would meet the old indices. None: beside the data.
+        cache_path: where Megatron keeps its sample indices, here in a folder named after the contents of the datasets,
+            because Megatron's own key is the path alone and data that was prepared again would meet the old indices.
+            None: beside the data.
         create_attention_mask: leave it off where the attention makes its own causal mask.
         config: further fields of megatron.core.datasets.gpt_dataset.GPTDatasetConfig.
 

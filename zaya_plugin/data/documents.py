@@ -21,6 +21,9 @@ class Rejected:
     reason: str
     excerpt: str
 
+    def __str__(self) -> str:
+        return f"{self.file}:{self.line}: {self.reason}"
+
 
 @dataclass(frozen=True)
 class TextPiece:

@@ -12,9 +12,9 @@ A dataset is `<prefix>.bin`, token ids one after the other, and `<prefix>.idx`, 
     int64[S]  byte offset of each sequence in .bin
     int64[D]  first sequence of each document, then S
 
-Source: megatron/core/datasets/indexed_dataset.py (`_IndexWriter`, `_IndexReader`); tests/data compares both directions with it byte
-for byte. Its own builder is not used because it needs torch and several seconds of imports in every worker, keeps the index in
-Python lists, and never calls fsync.
+Source: megatron/core/datasets/indexed_dataset.py (`_IndexWriter`, `_IndexReader`); tests/data compares both directions with
+it byte for byte. Its own builder is not used because it needs torch and several seconds of imports in every worker, keeps
+the index in Python lists, and never calls fsync.
 """
 
 import os

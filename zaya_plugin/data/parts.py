@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tokenises blocks in parallel, each into one part file that appears whole or not at all.
 
-Blocks are handed out and taken back in order, with only a few under way, so memory does not grow with the corpus. A part holds the
-position where its block ended: a later run skips parts that exist and reads on from there.
+Blocks are handed out and taken back in order, with only a few under way, so memory does not grow with the corpus. A part
+holds the position where its block ended: a later run skips parts that exist and reads on from there.
 """
 
 import io
@@ -26,7 +26,7 @@ from zaya_plugin.data.blocks import BlockReader, Position
 from zaya_plugin.data.documents import Block, Rejected, documents
 from zaya_plugin.data.tokenizer import open_tokenizer
 
-# Text given to the tokenizer at once. Its encodings take about 120 bytes for each byte of text until they are turned into arrays.
+# Text given to the tokenizer at once. Its encodings take about 120 bytes for each byte of text until they are arrays.
 BATCH_CHARACTERS = 1_000_000
 
 
@@ -135,7 +135,7 @@ def _result(item) -> Part:
 
 
 def _start_worker() -> None:
-    """Ctrl-C is the parent's to handle; and a worker whose parent was killed must not stay behind, waiting for work for ever."""
+    """Ctrl-C is the parent's to handle; and a worker whose parent was killed must not wait for work for ever."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes are the parallelism
     parent = multiprocessing.parent_process()
@@ -144,7 +144,7 @@ def _start_worker() -> None:
 
 @lru_cache(maxsize=1)
 def _tokenizer(directory: str, sha256: str):
-    """One for all blocks of a run; sha256 is there for the cache, because another run in this process may use the directory anew."""
+    """One for all blocks of a run. sha256 is for the cache: another run in this process may use the directory anew."""
     return open_tokenizer(directory)
 
 

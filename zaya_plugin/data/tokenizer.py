@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The tokenizer of a dataset: trained on the corpus or taken from Hugging Face, then read back from its own directory.
 
-A tokenizer directory holds at least tokenizer.json and tokenizer_config.json, so `transformers.AutoTokenizer` and Megatron's
-HuggingFaceTokenizer open it offline.
+A tokenizer directory holds at least tokenizer.json and tokenizer_config.json, so `transformers.AutoTokenizer` and
+Megatron's HuggingFaceTokenizer open it offline.
 """
 
 import hashlib
@@ -29,7 +29,7 @@ class TokenizerRecord:
 
 
 def train_bpe(texts: Iterable[str], vocab_size: int, directory: str) -> None:
-    """Trains a byte-level BPE (the pre-tokenisation of GPT-2: no unknown tokens, any text survives a round trip) and writes it.
+    """Trains and writes a byte-level BPE, with the pre-tokenisation of GPT-2: nothing is unknown, any text round-trips.
 
     Raises:
         ValueError: there is no text.
@@ -55,7 +55,7 @@ def train_bpe(texts: Iterable[str], vocab_size: int, directory: str) -> None:
     )
     tokenizer.train_from_iterator(counted(), trainer)
     if empty:
-        raise ValueError("there is no text to train a tokenizer on: every document of the input is empty or rejected")
+        raise ValueError("there is no text to train a tokenizer on")
     os.makedirs(directory, exist_ok=True)
     # Not tokenizer.save(), which turns a full disk into a bare Exception.
     with open(os.path.join(directory, "tokenizer.json"), "w", encoding="utf-8") as out:

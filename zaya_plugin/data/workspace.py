@@ -45,9 +45,10 @@ class Workspace:
                 holder = os.read(descriptor, 1000).decode(errors="replace").strip()
                 os.close(descriptor)
                 raise ValueError(
-                    f"another process is preparing {self.output} ({holder or 'just starting'}). Wait for it to end, or choose another --output"
+                    f"another process is preparing {self.output} ({holder or 'just starting'}). "
+                    f"Wait for it to end, or choose another --output"
                 ) from None
-            # Whoever held it before may have removed the file between our open and our lock: then nobody else sees this one.
+            # Whoever held it before may have removed the file between our open and our lock: nobody else sees this one then.
             try:
                 if os.stat(path).st_ino == os.fstat(descriptor).st_ino:
                     break
@@ -82,7 +83,8 @@ class Workspace:
             and set(os.listdir(self.partial)) - {"plan.json.tmp"}
         ):
             raise ValueError(
-                f"{self.partial} is in the way: it was not made by `zaya data prepare`. Move it, or choose another --output"
+                f"{self.partial} is in the way: it was not made by `zaya data prepare`. "
+                f"Move it, or choose another --output"
             )
         self.discard()
         os.makedirs(self.partial)
@@ -97,6 +99,14 @@ class Workspace:
         for directory in (self.final, self.parts, self.tokenizer, self.tokenizer + ".tmp"):
             shutil.rmtree(directory, ignore_errors=True)
         shutil.rmtree(self.partial, ignore_errors=True)
+
+    def has_work(self) -> bool:
+        """Whether an unfinished run has got far enough that dropping it would lose something."""
+        return os.path.isdir(self.tokenizer) or (os.path.isdir(self.parts) and bool(os.listdir(self.parts)))
+
+    def drop_work(self) -> None:
+        shutil.rmtree(self.parts, ignore_errors=True)
+        shutil.rmtree(self.tokenizer, ignore_errors=True)
 
     def publish(self) -> None:
         """Gives the whole dataset in `final` its name, in place of an older one, and removes everything else."""

@@ -120,4 +120,6 @@ def _worth_closing(units: list[list[Parameter]], bucket_size: int, shards: int, 
     numel = sum(p.numel() for unit in units for p in unit)
     if numel < bucket_size:
         return False
+    if not any(hasattr(unit[0], "expert_block") for unit in units):
+        return True
     return _place(units, shards, divisor)[1] <= (1 + MAX_PADDING) * numel

@@ -14,6 +14,7 @@ import os
 import runpy
 import shlex
 import shutil
+import shutil
 import signal
 import socket
 import subprocess
@@ -35,6 +36,7 @@ TORCHRUN_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
 HIDDEN_DEVICES = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
 DEVICE_FILES = ("/dev/nvidiactl", "/dev/nvidia0", "/dev/kfd", "/dev/dxg")  # NVIDIA, ROCm, WSL
 PR_SET_PDEATHSIG = 1
+FULL_DISK = 2**20  # free bytes under which a failure is put down to the disk
 
 
 @dataclass(frozen=True)
@@ -217,6 +219,13 @@ def run_ranks(plan: Plan, log_dir: Path) -> int:
         return 128 + received[0]
     if code == 0:
         return 0
+    if (free := shutil.disk_usage(log_dir).free) < FULL_DISK:
+        # The ranks' own messages are on that disk, and cut off.
+        print(
+            f"zaya: No space left on device: {free // 1024} KiB are free where {log_dir.parent} lies. Checkpoints that were "
+            "whole are still whole: make room and go on with resume=auto",
+            file=sys.stderr,
+        )
     for folder in set(log_dir.glob("launch_*")) - before:
         failure = first_failure(folder, torchrun_log)
         if failure is not None:

@@ -7,6 +7,7 @@ Expects RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT in the environ
 from __future__ import annotations
 
 import contextlib
+import io
 import logging
 import os
 import sys
@@ -19,6 +20,31 @@ from zaya_plugin import patches
 patches.apply_torch()
 
 
+class RankLog(io.TextIOBase):
+    """A log file that never fails its writer: on a full disk lines are lost, but not the training that printed them."""
+
+    def __init__(self, path: Path):
+        self.file = open(path, "a", buffering=1)
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, text: str) -> int:
+        with contextlib.suppress(OSError):
+            self.file.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        with contextlib.suppress(OSError):
+            self.file.flush()
+
+    def close(self) -> None:
+        if not self.closed:
+            super().close()  # flushes
+            with contextlib.suppress(OSError):
+                self.file.close()
+
+
 def main(argv: list[str]) -> int:
     """Train the recipe in the file argv[0]. Returns the exit status: 0, or 2 for an error that the user can mend."""
     from zaya_plugin.config.compose import load_recipe
@@ -29,7 +55,7 @@ def main(argv: list[str]) -> int:
     logs.mkdir(parents=True, exist_ok=True)
     console = sys.stdout
     # Megatron prints some hundred lines (all its arguments among them); they are kept, beside the console.
-    with open(logs / f"rank{rank}.log", "a", buffering=1) as log, contextlib.redirect_stdout(log):
+    with RankLog(logs / f"rank{rank}.log") as log, contextlib.redirect_stdout(log):
         logging.basicConfig(stream=log, level=logging.INFO, force=True)
         logging.captureWarnings(True)
         try:

@@ -1,0 +1,238 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A ZAYA1-base-width model of as many layers as fit: 50 training steps, then our step beside transformers'.
+
+    python3 benchmarks/step_vs_transformers.py
+
+Trains in bf16 on the sources of Python's standard library with `zaya train`, the table padded to ZAYA1's 262,272 rows,
+and measures forward and backward of our model and of transformers' ZayaForCausalLM of the same depth with the trained
+weights on the same text. Prints a table and one line of JSON and writes it to benchmarks/results/<name>.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import os
+import platform
+import shlex
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from zaya_plugin.plan.flops import Shape, training_flops
+from zaya_plugin.plan.parameters import count_parameters
+
+HERE = Path(__file__).resolve().parent
+VOCABULARY = 262_272
+# AdamW as Megatron runs it here: bf16 weight 2, fp32 gradient 4, fp32 weight 4, two fp32 moments 8; torch's foreach
+# update needs a square root of the second moment for all parameters at once, 4 more.
+BYTES_A_PARAMETER = 22
+# Left for the CUDA context, NCCL and fragments; the activations of one micro-batch fit where the square roots were.
+RESERVED_BYTES = 3 * 2**30
+
+
+def shape_of(recipe, layers: int, vocabulary: int) -> Shape:
+    """Sizes of the recipe's model with `layers` layers."""
+    m = recipe.model
+    return Shape(
+        num_layers=layers, hidden_size=m.hidden_size, num_attention_heads=m.num_attention_heads,
+        num_query_groups=m.num_query_groups, kv_channels=m.kv_channels, num_experts=m.num_experts,
+        moe_ffn_hidden_size=m.moe_ffn_hidden_size, router_hidden_size=m.router_hidden_size, vocab_size=vocabulary,
+    )
+
+
+def most_layers(recipe, memory: int, vocabulary: int) -> int:
+    """Layers whose training state fits into `memory` bytes by arithmetic; the run itself has the last word."""
+    layers = recipe.model.num_layers
+    while layers > 1:
+        parameters = sum(count_parameters(shape_of(recipe, layers, vocabulary)).values())
+        if parameters * BYTES_A_PARAMETER + RESERVED_BYTES <= memory:
+            break
+        layers -= 1
+    return layers
+
+
+def zaya(*arguments: str) -> subprocess.CompletedProcess:
+    """The console script, which need not be installed."""
+    command = [sys.executable, "-m", "zaya_plugin.cli", *arguments]
+    print("+ zaya", shlex.join(arguments), file=sys.stderr, flush=True)
+    return subprocess.run(command, stdout=sys.stderr)
+
+
+def device_of(cluster: str) -> dict:
+    """Name and memory of the device, asked in a process of its own so that none of its memory stays taken."""
+    if cluster == "cpu":
+        return {"name": platform.processor() or platform.machine(), "memory": 4 * 2**30, "torch": None, "cuda": None}
+    code = (
+        "import json, torch; p = torch.cuda.get_device_properties(0); print(json.dumps(dict(name=p.name, "
+        "memory=torch.cuda.mem_get_info()[0], torch=torch.__version__, cuda=torch.version.cuda or torch.version.hip)))"
+    )
+    return json.loads(subprocess.run([sys.executable, "-c", code], check=True, stdout=subprocess.PIPE, text=True).stdout)
+
+
+def overrides(options, layers: int, data: Path, run_dir: Path, vocabulary: int) -> list[str]:
+    """The recipe of the training run."""
+    chosen = [
+        f"model={options.model}", f"cluster={options.cluster}", f"cluster.dtype={options.dtype}", "logger=none",
+        "data=corpus", f"data.path={data}", "data.num_workers=0", f"run_dir={run_dir}", "name=step_benchmark", "nproc=1",
+        f"model.num_layers={layers}", f"model.make_vocab_size_divisible_by={vocabulary}",
+        f"stage.seq_length={options.seq_length}", "stage.micro_batch_size=1", "stage.global_batch_size=4",
+        f"stage.train_iters={options.steps}", "stage.eval_iters=0", f"optim.lr_warmup_iters={max(1, options.steps // 10)}",
+        "checkpoint.save_interval=null",
+        "megatron.no_save_optim=true",  # the weights alone; nothing continues from here
+        *options.override,
+    ]
+    if options.cluster != "cpu":
+        chosen.append("cluster.environment.PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True")
+    return chosen
+
+
+def train(options, layers: int, data: Path, work: Path, vocabulary: int) -> tuple[int, Path]:
+    """Trains with `layers` layers, or one fewer at a time where the device's memory does not suffice."""
+    while True:
+        run_dir = work / f"run{layers}"
+        if zaya("train", *overrides(options, layers, data, run_dir, vocabulary)).returncode == 0:
+            return layers, run_dir
+        logs = "".join(p.read_text(errors="replace") for p in sorted(run_dir.glob("logs/**/*")) if p.is_file())
+        if "out of memory" not in logs or layers == 1:
+            print(logs[-6000:], file=sys.stderr)
+            raise SystemExit("the training run failed; see above")
+        print(f"{layers} layers do not fit", file=sys.stderr, flush=True)
+        layers -= 1
+
+
+def summary_of_training(run_dir: Path) -> dict:
+    """Losses, speed and memory of the run, from its metrics.jsonl."""
+    rows = [row for row in map(json.loads, (run_dir / "metrics.jsonl").open()) if "loss" in row]
+    late = rows[len(rows) // 5 :]
+    step_s = statistics.median(row["step_s"] for row in late)
+    return {
+        "steps": len(rows), "loss_first": rows[0]["loss"], "loss_last": rows[-1]["loss"],
+        "losses": [round(row["loss"], 4) for row in rows], "step_s": round(step_s, 4),
+        "tokens_per_s": round(statistics.median(row["tokens_per_s"] for row in late), 1),
+        "tflops": round(statistics.median(row["tflops_per_device"] for row in late), 1),
+        "peak_memory_gib": round(max(row["memory_gib"] for row in rows), 2),
+        "skipped": sum(row["skipped"] for row in rows),
+    }
+
+
+def measure(options, run_dir: Path, work: Path) -> dict:
+    """measure_step.py on the trained weights, in a process of its own."""
+    with socket.socket() as probe:
+        probe.bind(("localhost", 0))
+        port = probe.getsockname()[1]
+    rank = dict(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="localhost", MASTER_PORT=str(port))
+    out = work / "measured.json"
+    command = [
+        sys.executable, str(HERE / "measure_step.py"), "--recipe", str(run_dir / "recipe.yaml"), "--out", str(out),
+        "--repeats", str(options.repeats), "--batches", *map(str, options.batches),
+        "--variants", *options.variants, "--transformers-variants", *options.transformers_variants,
+    ]
+    allocator = {} if options.cluster == "cpu" else {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
+    subprocess.run(command, check=True, env={**os.environ, **rank, **allocator})
+    return json.loads(out.read_text())
+
+
+def ratios(measured: dict) -> dict:
+    """By batch shape: our speed as trained and with the best variant over transformers' best."""
+    ours, theirs, found = measured["zaya"]["results"], measured["transformers"]["results"], {}
+    for shape in next(iter(ours.values())):
+        best = {
+            side: max(((f[shape]["tokens_per_s"], name) for name, f in results.items() if f[shape]), default=(None, None))
+            for side, results in (("zaya", ours), ("transformers", theirs))
+        }
+        as_trained = ours["plain"][shape]["tokens_per_s"] if ours.get("plain", {}).get(shape) else None
+        reference = best["transformers"][0]
+        found[shape] = {
+            "zaya_plain": as_trained, "zaya_best": best["zaya"], "transformers_best": best["transformers"],
+            "ratio_plain": round(as_trained / reference, 3) if as_trained and reference else None,
+            "ratio_best": round(best["zaya"][0] / reference, 3) if best["zaya"][0] and reference else None,
+        }
+    return found
+
+
+def table(result: dict) -> str:
+    """Figures a person reads first."""
+    lines = [f"{'model':14}{'variant':22}{'tokens':>9}{'ms':>10}{'tokens/s':>11}{'GiB':>7}{'loss':>9}"]
+    for side in ("zaya", "transformers"):
+        for name, shapes in result["forward_backward"][side]["results"].items():
+            for shape, f in shapes.items():
+                figures = f"{f['ms']:>10.2f}{f['tokens_per_s']:>11.0f}{f['peak_memory_gib'] or 0:>7.1f}{f['loss']:>9.4f}" if f else "  out of memory"
+                lines.append(f"{side:14}{name:22}{shape:>9}{figures}")
+    t = result["train"]
+    lines.append(
+        f"{result['model']['layers']} layers, {result['model']['parameters']:,} parameters: {t['steps']} steps, loss "
+        f"{t['loss_first']:.3f} -> {t['loss_last']:.3f}, {t['tokens_per_s']:.0f} tokens/s with AdamW, {t['peak_memory_gib']} GiB"
+    )
+    lines += [f"{shape}: {r}" for shape, r in result["ratios"].items()]
+    return "\n".join(lines)
+
+
+def commit() -> str:
+    """The commit of this checkout, or 'unknown' outside one."""
+    found = subprocess.run(["git", "rev-parse", "HEAD"], cwd=HERE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+    return found.stdout.strip() or "unknown"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="zaya1_base", help="model recipe")
+    parser.add_argument("--layers", type=int, help="first depth that is tried; by default what fits by arithmetic")
+    parser.add_argument("--vocabulary", type=int, default=VOCABULARY, help="rows of the embedding")
+    parser.add_argument("--seq-length", type=int, default=4096)
+    parser.add_argument("--steps", type=int, default=50)
+    parser.add_argument("--batches", type=int, nargs="+", default=[1, 2, 4], help="sequences of a measured step")
+    parser.add_argument("--repeats", type=int, default=10)
+    parser.add_argument("--cluster", default="gpu", help="cluster recipe; cpu is for trying this script")
+    parser.add_argument("--dtype", default="bf16")
+    parser.add_argument("--variants", nargs="+", default=["plain"], help="of step_variants.py")
+    parser.add_argument("--transformers-variants", nargs="+", default=["grouped_mm", "eager"], help="experts implementations; +compile compiles each layer")
+    parser.add_argument("--override", nargs="*", default=[], help="further overrides of the training recipe")
+    parser.add_argument("--commit", default=None, help="commit that is measured, where this is no checkout")
+    parser.add_argument("--results", type=Path, default=HERE / "results")
+    parser.add_argument("--name", default=None, help="of the results file")
+    options = parser.parse_args()
+    from zaya_plugin.config.compose import load_recipe
+
+    with tempfile.TemporaryDirectory(prefix="zaya-step-") as folder:
+        work = Path(folder)
+        data = work / "data"
+        if zaya("data", "prepare", "--input", "stdlib", "--max-bytes", "8M", "--train-bpe", "4096", "--output", str(data), "--quiet").returncode:
+            raise SystemExit("the data could not be prepared")
+        device = device_of(options.cluster)
+        layers = options.layers
+        if layers is None:
+            from zaya_plugin.config.compose import compose
+
+            recipe = compose(overrides(options, 40, data, work, options.vocabulary))
+            layers = most_layers(recipe, device["memory"], options.vocabulary)
+        layers, run_dir = train(options, layers, data, work, options.vocabulary)
+        measured = measure(options, run_dir, work)
+        shape = shape_of(load_recipe(run_dir / "recipe.yaml"), layers, options.vocabulary)
+        result = {
+            "device": device["name"], "date": datetime.date.today().isoformat(), "commit": options.commit or commit(),
+            "command": shlex.join(["python3", "benchmarks/step_vs_transformers.py", *sys.argv[1:]]),
+            "versions": {
+                "python": platform.python_version(), "torch": device["torch"], "cuda": device["cuda"],
+                "transformers": measured.pop("transformers_version"),
+            },
+            "model": {
+                "layers": layers, "parameters": measured.pop("parameters"), "vocabulary": options.vocabulary,
+                "gflop_a_token": round(training_flops(shape, 1, options.seq_length) / 1e9, 3),
+            },
+            "train": summary_of_training(run_dir), "ratios": ratios(measured), "forward_backward": measured,
+        }
+    print(table(result), file=sys.stderr)
+    line = json.dumps(result)
+    print(line)
+    options.results.mkdir(parents=True, exist_ok=True)
+    name = options.name or f"step_vs_transformers-{result['device'].replace(' ', '_').lower()}"
+    (options.results / f"{name}.json").write_text(json.dumps(result, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

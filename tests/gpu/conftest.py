@@ -1,0 +1,61 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Training runs as a user starts them, and their losses. Everything here needs an accelerator."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def pytest_collection_modifyitems(items):
+    here = Path(__file__).parent
+    for item in items:
+        if here in item.path.parents:
+            item.add_marker(pytest.mark.gpu)
+            item.add_marker(pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an accelerator"))
+
+
+@pytest.fixture(scope="session")
+def zaya():
+    """Runs the console script and fails with its output; stdout is returned."""
+
+    def run(*arguments):
+        # The ranks must find this checkout wherever they are started.
+        path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+        done = subprocess.run(
+            [sys.executable, "-m", "zaya_plugin.cli", *map(str, arguments)], cwd=ROOT, env={**os.environ, "PYTHONPATH": path},
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        )
+        assert done.returncode == 0, done.stdout[-4000:]
+        return done.stdout
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def corpus(zaya, tmp_path_factory):
+    """The demo's corpus."""
+    path = tmp_path_factory.mktemp("data") / "stdlib"
+    zaya("data", "prepare", "--input", "stdlib", "--output", path, "--quiet")
+    return path
+
+
+@pytest.fixture(scope="session")
+def demo(zaya, corpus):
+    """`zaya train experiment=cpu_demo` on one rank with `overrides`; returns {step: loss} of its metrics.jsonl."""
+
+    def run(run_dir, *overrides):
+        zaya(
+            "train", "experiment=cpu_demo", "logger=none", f"data.path={corpus}", "nproc=1", "stage.eval_iters=0",
+            "checkpoint.keep_last=0", f"run_dir={run_dir}", *overrides,
+        )
+        rows = map(json.loads, (Path(run_dir) / "metrics.jsonl").read_text().splitlines())
+        return {row["step"]: row["loss"] for row in rows}
+
+    return run

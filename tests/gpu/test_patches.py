@@ -1,0 +1,31 @@
+# SPDX-License-Identifier: Apache-2.0
+"""On an accelerator nothing that exists for the CPU's sake is changed."""
+
+import json
+import os
+import subprocess
+import sys
+
+REPORT = """
+import json, torch
+from zaya_plugin import patches
+from zaya_plugin.patches import registry
+before = {name: getattr(torch.cuda, name) for name in dir(torch.cuda)}
+patches.apply_torch()
+patches.apply()
+print(json.dumps({
+    "applied": sorted(registry._installed),
+    "of_the_cpu": [p.symbol for p in patches.describe() if p.scope == "cpu"],
+    "said_to_apply": [p.symbol for p in patches.describe() if p.applies],
+    "changed_in_torch": [name for name, value in before.items() if getattr(torch.cuda, name) is not value],
+}))
+"""
+
+
+def test_no_patch_for_the_cpu_is_applied():
+    done = subprocess.run([sys.executable, "-c", REPORT], env=os.environ, check=True, stdout=subprocess.PIPE, text=True)
+    report = json.loads(done.stdout.splitlines()[-1])
+    assert len(report["of_the_cpu"]) >= 10
+    assert not set(report["applied"]) & set(report["of_the_cpu"])
+    assert report["applied"] == sorted(report["said_to_apply"])
+    assert not report["changed_in_torch"]
