@@ -17,21 +17,24 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from unittest import mock
 
 from zaya_plugin import patches
 
-patches.apply_torch()
+patches.apply()
 
-import torch  # noqa: E402  (patches of torch come first where there is no accelerator)
-from step_variants import VARIANTS, unwrapped, variant  # noqa: E402
+import torch  # noqa: E402  (patches come first, as in a training process)
+from step_variants import unwrapped, variant  # noqa: E402
 
 ON_GPU = patches.registry.has_accelerator()
 DEVICE = torch.device("cuda", 0) if ON_GPU else torch.device("cpu")
+# One stream for everything: autograd returns gradients on the stream that DDP saw when it wrapped the model, and a
+# captured graph must not leave its stream.
+STREAM = torch.cuda.Stream() if ON_GPU else None
 
 
 def build(recipe):
     """Megatron's globals, the model of `recipe` with its checkpoint loaded, and the data sources."""
-    patches.apply()
     from megatron.core.enums import ModelType
     from megatron.training import checkpointing, get_args, training
     from megatron.training.argument_utils import core_transformer_config_from_args
@@ -54,7 +57,9 @@ def build(recipe):
             rotary_percent=args.rotary_percent, pg_collection=pg_collection,
         )
 
-    model = training.get_model(provide, ModelType.encoder_or_decoder)
+    own_stream = mock.patch.object(torch.cuda, "Stream", lambda *args, **named: STREAM)
+    with own_stream if ON_GPU else contextlib.nullcontext():
+        model = training.get_model(provide, ModelType.encoder_or_decoder)
     iteration = checkpointing.load_checkpoint(model, None, None)[0]
     return model[0].train(), sources, args, iteration
 
@@ -93,24 +98,28 @@ def milliseconds(step: Callable[[], None], prepare: Callable[[], None], repeats:
     return times
 
 
-def measure(loss_of: Callable[[], torch.Tensor], prepare: Callable[[], None], tokens: int, repeats: int) -> dict | None:
-    """Median time, speed, memory and loss of a forward and backward pass; None where memory does not suffice."""
-    losses = []
-
-    def step():
+def captured(loss_of: Callable[[], torch.Tensor], clear: Callable[[], None]) -> Callable[[], torch.Tensor]:
+    """Forward and backward as a CUDA graph; the function replays it and returns the loss."""
+    for _ in range(3):
+        clear()
+        loss_of().backward()
+    clear()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=STREAM):
         loss = loss_of()
         loss.backward()
-        losses.append(loss.detach())
 
-    if ON_GPU:
-        torch.cuda.reset_peak_memory_stats()
-    try:
-        times = milliseconds(step, prepare, repeats)
-    except torch.OutOfMemoryError:
-        return None
-    finally:
-        prepare()
-        gc.collect()
+    def replay():
+        graph.replay()
+        return loss
+
+    return replay
+
+
+def measure(step: Callable[[], torch.Tensor], clear: Callable[[], None], tokens: int, repeats: int) -> dict:
+    """Median time, speed, memory and loss of `step`, a forward and backward pass that returns the loss."""
+    losses = []
+    times = milliseconds(lambda: losses.append(step().detach()), clear, repeats)
     median = statistics.median(times)
     return {
         "ms": round(median, 3), "ms_min": round(min(times), 3), "ms_max": round(max(times), 3), "repeats": repeats,
@@ -119,31 +128,54 @@ def measure(loss_of: Callable[[], torch.Tensor], prepare: Callable[[], None], to
     }
 
 
-def kernels(step: Callable[[], None], prepare: Callable[[], None], top: int = 30) -> dict | None:
-    """Kernels of one step by their own device time."""
-    if not ON_GPU:
-        return None
+def figures(loss_of, clear, tokens: int, options, name: str, graph: bool = False) -> tuple[dict | None, dict | None]:
+    """What `measure` finds, and the profile where one is wanted; None where memory does not suffice."""
+
+    def step():
+        loss = loss_of()
+        loss.backward()
+        return loss
+
+    if ON_GPU:
+        torch.cuda.reset_peak_memory_stats()
+    try:
+        if graph:
+            step = captured(loss_of, clear)
+        found = measure(step, clear, tokens, options.repeats)
+        return found, profiled(step, clear) if name in options.profile and ON_GPU else None
+    except torch.OutOfMemoryError:
+        return None, None
+    finally:
+        clear()
+        step = None
+        gc.collect()
+        if ON_GPU:
+            torch.cuda.empty_cache()
+
+
+def profiled(step: Callable[[], object], clear: Callable[[], None], top: int = 40) -> dict:
+    """Kernels of one step by their own device time, and operators by their own device and host time."""
     from torch.profiler import ProfilerActivity, profile
 
-    prepare()
+    clear()
     torch.cuda.synchronize()
     with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
         step()
         torch.cuda.synchronize()
     averages = profiler.key_averages()
     found = [e for e in averages if e.device_type == torch.autograd.DeviceType.CUDA and not e.is_user_annotation]
-    found.sort(key=lambda e: -e.self_device_time_total)
-    operators = [e for e in averages if e.device_type == torch.autograd.DeviceType.CPU and e.self_device_time_total > 0]
-    operators.sort(key=lambda e: -e.self_device_time_total)
+    operators = [e for e in averages if e.device_type == torch.autograd.DeviceType.CPU]
 
-    def rows(events):
-        return [[e.key[:110], e.count, round(e.self_device_time_total / 1e3, 3)] for e in events[:top]]
+    def rows(events, time_of):
+        events = sorted(events, key=time_of, reverse=True)[:top]
+        return [[e.key[:110], e.count, round(time_of(e) / 1e3, 3)] for e in events]
 
     return {
         "device_ms": round(sum(e.self_device_time_total for e in found) / 1e3, 3),
         "launches": sum(e.count for e in found),
-        "kernels": rows(found),
-        "operators": rows(operators),
+        "kernels": rows(found, lambda e: e.self_device_time_total),
+        "operators": rows(operators, lambda e: e.self_device_time_total),
+        "host": rows(operators, lambda e: e.self_cpu_time_total),
     }
 
 
@@ -153,14 +185,14 @@ def say(**values) -> None:
 
 
 def measure_zaya(model, sources, args, options) -> dict:
-    """{variant: {"1x4096": figures}} and the profiles of the first and the last variant."""
+    """{"results": {variant: {"1x4096": figures}}, "profiles": the same}."""
     results, profiles = {}, {}
 
     def clear():
         model.zero_grad(set_to_none=True)  # DDP moved the gradients to its buffer already
 
     for name in options.variants:
-        results[name] = {}
+        results[name], profiles[name] = {}, {}
         with variant(name, model):
             for size in options.batches:
                 batch = batch_of(sources, args, size)
@@ -168,14 +200,15 @@ def measure_zaya(model, sources, args, options) -> dict:
                 def loss(batch=batch):
                     return model(batch["tokens"], batch["position_ids"], None, labels=batch["labels"]).float().mean()
 
-                started = time.time()
-                shape = f"{size}x{args.seq_length}"
+                started, shape, tokens = time.time(), f"{size}x{args.seq_length}", size * args.seq_length
                 model.zero_grad_buffer()
-                found = measure(loss, clear, size * args.seq_length, options.repeats)
+                found, profiles[name][shape] = figures(loss, clear, tokens, options, name, graph="graph" in name.split("+"))
                 results[name][shape] = found
+                if found and "graph" not in name:
+                    model.zero_grad_buffer()
+                    loss().backward()
+                    found["gradient_norm"] = sum(b.grad_data.norm().item() ** 2 for b in model.buffers) ** 0.5
                 say(model="zaya", variant=name, shape=shape, seconds=round(time.time() - started, 1), **(found or {}))
-                if size == options.batches[0] and name in (options.variants[0], options.variants[-1]):
-                    profiles[name] = kernels(lambda loss=loss: loss().backward(), clear)
     return {"results": results, "profiles": profiles}
 
 
@@ -207,7 +240,7 @@ def transformers_model(state, args):
 
 
 def measure_transformers(model, sources, args, options) -> dict:
-    """As measure_zaya; the variants are the implementations of the experts."""
+    """As measure_zaya; the variants are implementations of the experts, +compile compiles each layer."""
     results, profiles = {}, {}
 
     def clear():
@@ -220,7 +253,7 @@ def measure_transformers(model, sources, args, options) -> dict:
             torch._dynamo.reset()
             for layer in model.model.layers:
                 layer.compile(dynamic=False)
-        results[name] = {}
+        results[name], profiles[name] = {}, {}
         for size in options.batches:
             batch = batch_of(sources, args, size)
 
@@ -228,13 +261,15 @@ def measure_transformers(model, sources, args, options) -> dict:
                 labels = batch["labels"]  # shifted by the data set already
                 return model(input_ids=batch["tokens"], labels=labels, shift_labels=labels, use_cache=False).loss
 
-            started = time.time()
-            shape = f"{size}x{args.seq_length}"
-            found = measure(loss, clear, size * args.seq_length, options.repeats)
+            started, shape, tokens = time.time(), f"{size}x{args.seq_length}", size * args.seq_length
+            found, profiles[name][shape] = figures(loss, clear, tokens, options, name)
             results[name][shape] = found
+            if found:
+                loss().backward()
+                norms = torch.stack([p.grad.float().norm() for p in model.parameters() if p.grad is not None])
+                found["gradient_norm"] = norms.norm().item()
+                clear()
             say(model="transformers", variant=name, shape=shape, seconds=round(time.time() - started, 1), **(found or {}))
-            if size == options.batches[0] and name == options.transformers_variants[0]:
-                profiles[name] = kernels(lambda loss=loss: loss().backward(), clear, top=15)
     return {"results": results, "profiles": profiles}
 
 
@@ -244,8 +279,9 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--batches", type=int, nargs="+", required=True)
     parser.add_argument("--repeats", type=int, default=10)
-    parser.add_argument("--variants", nargs="+", default=["plain"], choices=VARIANTS)
+    parser.add_argument("--variants", nargs="+", default=["plain"])
     parser.add_argument("--transformers-variants", nargs="+", default=["grouped_mm", "eager"])
+    parser.add_argument("--profile", nargs="*", default=["plain", "grouped_mm"], help="variants that are profiled")
     options = parser.parse_args()
     sys.argv = sys.argv[:1]
 
@@ -253,7 +289,8 @@ def main() -> None:
     from zaya_plugin.config.compose import load_recipe
 
     # Megatron prints all its arguments.
-    with open(options.out.with_suffix(".log"), "w") as log, contextlib.redirect_stdout(log):
+    stream = torch.cuda.stream(STREAM) if ON_GPU else contextlib.nullcontext()
+    with open(options.out.with_suffix(".log"), "w") as log, contextlib.redirect_stdout(log), stream:
         model, sources, args, iteration = build(load_recipe(options.recipe))
         ours = measure_zaya(model, sources, args, options)
         gpt = unwrapped(model)

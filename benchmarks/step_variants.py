@@ -11,8 +11,9 @@ from contextlib import ExitStack, contextmanager
 from unittest import mock
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
+
+from zaya_plugin.model import experts
 
 
 @contextmanager
@@ -22,27 +23,9 @@ def plain(model) -> Iterator[None]:
 
 
 @contextmanager
-def cudnn_attention(model) -> Iterator[None]:
-    """cuDNN's attention before flash attention; torch's own order is the other way round."""
-    from torch.nn.attention import SDPBackend, sdpa_kernel
-
-    from zaya_plugin.model import core_attention
-
-    order = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]
-    original = core_attention.causal_attention
-
-    def attend(*args):
-        with sdpa_kernel(order, set_priority=True):
-            return original(*args)
-
-    with mock.patch.object(core_attention, "causal_attention", attend):
-        yield
-
-
-@contextmanager
 def compiled_functions(model) -> Iterator[None]:
     """torch.compile on the pure functions between the matrix products: one graph for all layers."""
-    from zaya_plugin.model import attention, experts, norm, residual, router
+    from zaya_plugin.model import attention, norm, residual, router
 
     functions = [
         (attention, "mix_qk"), (attention, "shift_values"), (residual, "scale_residual"), (residual, "affine"),
@@ -106,20 +89,84 @@ def lean_cross_entropy(model) -> Iterator[None]:
         yield
 
 
+class DirectExpertMLP(torch.autograd.Function):
+    """ExpertMLP whose weight gradients go into the fp32 gradient buffer block by block, past autograd's accumulation."""
+
+    @staticmethod
+    def forward(ctx, x, weights, offsets, fc1, fc2, fc1_grad, fc2_grad):
+        gate_up = experts.grouped_rows(x, fc1.transpose(1, 2), offsets)
+        y = experts.grouped_rows(experts.swiglu(gate_up, weights), fc2.transpose(1, 2), offsets)
+        ctx.save_for_backward(x, weights, offsets, gate_up, fc1, fc2)
+        ctx.grads = fc1_grad, fc2_grad
+        return y.masked_fill_(experts._rows_of_no_expert(offsets, len(x)).unsqueeze(-1), 0.0)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, grad_y):
+        x, weights, offsets, gate_up, fc1, fc2 = ctx.saved_tensors
+        fc1_grad, fc2_grad = ctx.grads
+        grad_y = grad_y.contiguous()
+        grad_hidden = experts.grouped_rows(grad_y, fc2, offsets)
+        grad_gate_up, grad_weights, hidden = experts.swiglu_backward(grad_hidden, gate_up, weights)
+        accumulate(fc2_grad, experts.grouped_outer(grad_y, hidden, offsets))
+        accumulate(fc1_grad, experts.grouped_outer(grad_gate_up, x, offsets))
+        nobody = experts._rows_of_no_expert(offsets, len(x))
+        grad_x = experts.grouped_rows(grad_gate_up, fc1, offsets).masked_fill_(nobody.unsqueeze(-1), 0.0)
+        grad_weights = grad_weights.masked_fill(nobody, 0.0).to(weights.dtype)
+        return grad_x, grad_weights, None, None, None, None, None
+
+
+@torch.compile(dynamic=False)
+def accumulate(total: Tensor, part: Tensor) -> None:
+    """total += part, fp32 += bf16; torch's own mixed add is not vectorised."""
+    total.add_(part)
+
+
 @contextmanager
-def torch_compiled_cross_entropy(model) -> Iterator[None]:
-    """torch's own cross_entropy, compiled as one graph."""
-    gpt = unwrapped(model)
+def direct_expert_gradients(model) -> Iterator[None]:
+    """DirectExpertMLP on the blocks of parameters and of gradients in DDP's buffers."""
+    blocks: dict[int, list[Tensor]] = {}
 
-    @torch.compile(dynamic=False)
-    def losses(logits, labels):
-        return F.cross_entropy(logits.float(), labels, reduction="none")
+    def block_of(tensors: list[Tensor]) -> Tensor:
+        block = experts.as_block(tensors)
+        assert block.data_ptr() == tensors[0].data_ptr(), "copied"
+        return block
 
-    def loss(labels, logits):
-        s, b, v = logits.shape
-        return losses(logits.view(s * b, v), labels.transpose(0, 1).reshape(-1)).view(s, b).transpose(0, 1)
+    def forward(self, x, weights, offsets):
+        if id(self) not in blocks:
+            groups = [self.linear_fc1.matrices(), self.linear_fc2.matrices()]
+            blocks[id(self)] = [
+                *(block_of([m.detach() for m in g]) for g in groups), *(block_of([m.main_grad for m in g]) for g in groups),
+            ]
+        return DirectExpertMLP.apply(x, weights, offsets, *blocks[id(self)])
 
-    with mock.patch.object(gpt, "compute_language_model_loss", loss):
+    with mock.patch.object(experts.GroupedExperts, "forward", forward):
+        yield
+
+
+@contextmanager
+def compiled_routers(model) -> Iterator[None]:
+    """torch.compile on the whole router, products included."""
+    from zaya_plugin.model.router import ZayaRouter
+
+    compiled = torch.compile(ZayaRouter.forward, dynamic=False)
+    with mock.patch.object(ZayaRouter, "forward", compiled):
+        yield
+
+
+@contextmanager
+def compiled_layers(model) -> Iterator[None]:
+    """torch.compile on whole layers, broken at the experts."""
+    from zaya_plugin.model.layer import ZayaTransformerLayer
+    from zaya_plugin.model.moe import PermuteRows
+
+    torch._dynamo.reset()
+    compiled = torch.compile(ZayaTransformerLayer.forward, dynamic=False)
+    with (
+        mock.patch.object(ZayaTransformerLayer, "forward", compiled),
+        mock.patch.object(experts.GroupedExperts, "forward", torch._dynamo.disable(experts.GroupedExperts.forward)),
+        mock.patch.object(PermuteRows, "apply", torch._dynamo.disable(PermuteRows.apply)),
+    ):
         yield
 
 
@@ -130,20 +177,21 @@ def unwrapped(model):
     return model
 
 
-VARIANTS: dict[str, tuple] = {
-    "plain": (plain,),
-    "cudnn": (cudnn_attention,),
-    "lean_ce": (lean_cross_entropy,),
-    "compiled_ce": (torch_compiled_cross_entropy,),
-    "compiled": (compiled_functions,),
-    "all": (compiled_functions, cudnn_attention, lean_cross_entropy),
+CHANGES = {
+    "plain": plain,
+    "compiled": compiled_functions,
+    "routers": compiled_routers,
+    "layers": compiled_layers,
+    "lean_ce": lean_cross_entropy,
+    "direct_grads": direct_expert_gradients,
+    "graph": plain,  # measure_step.py captures the step instead of launching it
 }
 
 
 @contextmanager
 def variant(name: str, model) -> Iterator[None]:
-    """Apply the changes of VARIANTS[name] to `model` for the time of the block."""
+    """Apply changes to `model` for the time of the block; `name` joins them by +, as in compiled+lean_ce."""
     with ExitStack() as stack:
-        for change in VARIANTS[name]:
-            stack.enter_context(change(model))
+        for change in name.split("+"):
+            stack.enter_context(CHANGES[change](model))
         yield

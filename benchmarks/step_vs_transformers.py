@@ -131,6 +131,7 @@ def measure(options, run_dir: Path, work: Path) -> dict:
         sys.executable, str(HERE / "measure_step.py"), "--recipe", str(run_dir / "recipe.yaml"), "--out", str(out),
         "--repeats", str(options.repeats), "--batches", *map(str, options.batches),
         "--variants", *options.variants, "--transformers-variants", *options.transformers_variants,
+        "--profile", *options.profile,
     ]
     allocator = {} if options.cluster == "cpu" else {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
     subprocess.run(command, check=True, env={**os.environ, **rank, **allocator})
@@ -189,8 +190,9 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=10)
     parser.add_argument("--cluster", default="gpu", help="cluster recipe; cpu is for trying this script")
     parser.add_argument("--dtype", default="bf16")
-    parser.add_argument("--variants", nargs="+", default=["plain"], help="of step_variants.py")
+    parser.add_argument("--variants", nargs="+", default=["plain"], help="of step_variants.py, joined by +")
     parser.add_argument("--transformers-variants", nargs="+", default=["grouped_mm", "eager"], help="experts implementations; +compile compiles each layer")
+    parser.add_argument("--profile", nargs="*", default=["plain", "grouped_mm"], help="variants that are profiled")
     parser.add_argument("--override", nargs="*", default=[], help="further overrides of the training recipe")
     parser.add_argument("--commit", default=None, help="commit that is measured, where this is no checkout")
     parser.add_argument("--results", type=Path, default=HERE / "results")
