@@ -44,15 +44,19 @@ class GroupStepAdamW(torch.optim.Optimizer):
                 if not self.state[p]:
                     self.state[p]["exp_avg"] = torch.zeros_like(p)
                     self.state[p]["exp_avg_sq"] = torch.zeros_like(p)
+            # One kernel for everything on a GPU: no second copy of the state, as foreach needs one for the square roots.
+            fused = all(p.is_cuda for p in params)
+            # torch counts these up itself before use; fused wants them on the device.
+            steps = torch.full((len(params),), group["step"] - 1.0, device=params[0].device if fused else "cpu").unbind()
             adamw(
                 params,
                 [p.grad for p in params],
                 [self.state[p]["exp_avg"] for p in params],
                 [self.state[p]["exp_avg_sq"] for p in params],
                 [],
-                # torch counts these up itself before use
-                [torch.tensor(float(group["step"] - 1)) for _ in params],
-                foreach=True,
+                list(steps),
+                foreach=not fused,
+                fused=fused,
                 amsgrad=False,
                 beta1=group["betas"][0],
                 beta2=group["betas"][1],

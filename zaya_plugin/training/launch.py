@@ -14,7 +14,6 @@ import os
 import runpy
 import shlex
 import shutil
-import shutil
 import signal
 import socket
 import subprocess

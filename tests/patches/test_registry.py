@@ -1,0 +1,59 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The patches: each names its symbol, reason and versions; the CPU's are never applied where a GPU is."""
+
+import pytest
+
+from zaya_plugin import patches
+from zaya_plugin.patches import registry
+
+
+def test_every_patch_says_what_why_and_for_which_versions():
+    loaded = patches.load()
+    assert len(loaded) >= 15
+    assert len({patch.symbol for patch in loaded}) == len(loaded)
+    for patch in loaded:
+        assert len(patch.reason) > 30 and patch.scope in ("cpu", "always") and patch.versions
+        assert patch.fits, f"{patch.symbol} is not written for the installed {patch.package}"
+        assert patch.install.__module__.startswith("zaya_plugin.patches.")
+
+
+def test_one_symbol_a_file():
+    files = {patch.install.__module__ for patch in patches.load()}
+    assert len(files) == len(patches.load())
+
+
+def test_no_cpu_patch_is_applied_where_an_accelerator_is(monkeypatch):
+    monkeypatch.setattr(registry, "has_accelerator", lambda: True)
+    monkeypatch.setattr(registry, "_installed", set())
+    applied = []
+    monkeypatch.setattr(
+        registry, "load", lambda: tuple(_recording(patch, applied) for patch in patches.load())
+    )
+    registry.apply()
+    assert applied and all(patch.scope == "always" for patch in applied)
+    assert not [patch for patch in patches.describe() if patch.scope == "cpu" and patch.applies]
+
+
+def _recording(patch, applied):
+    import dataclasses
+
+    return dataclasses.replace(patch, install=lambda: applied.append(patch))
+
+
+def test_without_accelerator_the_cpu_patches_apply_once(monkeypatch):
+    monkeypatch.setattr(registry, "has_accelerator", lambda: False)
+    monkeypatch.setattr(registry, "_installed", set())
+    applied = []
+    recorded = tuple(_recording(patch, applied) for patch in patches.load())
+    monkeypatch.setattr(registry, "load", lambda: recorded)
+    registry.apply()
+    count = len(applied)
+    registry.apply()
+    assert len(applied) == count and sum(patch.scope == "cpu" for patch in applied) >= 12
+
+
+def test_a_version_outside_the_range_stops_with_both_versions(monkeypatch):
+    patch = patches.Patch(symbol="megatron.core.nothing", reason="a test", install=lambda: None, scope="always", versions="<0.1")
+    monkeypatch.setattr(registry, "load", lambda: (patch,))
+    with pytest.raises(ImportError, match=r"megatron\.core\.nothing: megatron-core .* is installed, .* written for <0\.1"):
+        registry.apply()
