@@ -15,6 +15,7 @@ import json
 import statistics
 import sys
 import time
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 from unittest import mock
@@ -145,6 +146,9 @@ def figures(loss_of, clear, tokens: int, options, name: str, graph: bool = False
         return found, profiled(step, clear) if name in options.profile and ON_GPU else None
     except torch.OutOfMemoryError:
         return None, None
+    except Exception as error:  # a variant that cannot run must not cost the figures of the others
+        traceback.print_exc()
+        return {"error": f"{type(error).__name__}: {error}"[:300]}, None
     finally:
         clear()
         step = None
@@ -204,7 +208,7 @@ def measure_zaya(model, sources, args, options) -> dict:
                 model.zero_grad_buffer()
                 found, profiles[name][shape] = figures(loss, clear, tokens, options, name, graph="graph" in name.split("+"))
                 results[name][shape] = found
-                if found and "graph" not in name:
+                if found and "ms" in found and "graph" not in name:
                     model.zero_grad_buffer()
                     loss().backward()
                     found["gradient_norm"] = sum(b.grad_data.norm().item() ** 2 for b in model.buffers) ** 0.5
@@ -264,7 +268,7 @@ def measure_transformers(model, sources, args, options) -> dict:
             started, shape, tokens = time.time(), f"{size}x{args.seq_length}", size * args.seq_length
             found, profiles[name][shape] = figures(loss, clear, tokens, options, name)
             results[name][shape] = found
-            if found:
+            if found and "ms" in found:
                 loss().backward()
                 norms = torch.stack([p.grad.float().norm() for p in model.parameters() if p.grad is not None])
                 found["gradient_norm"] = norms.norm().item()

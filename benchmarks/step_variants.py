@@ -155,6 +155,21 @@ def compiled_routers(model) -> Iterator[None]:
 
 
 @contextmanager
+def plain_linears(model) -> Iterator[None]:
+    """F.linear in place of Megatron's parallel linears, which at tensor parallelism 1 compute the same."""
+    from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
+
+    def forward(self, x, weight=None, *_, **__):
+        return torch.nn.functional.linear(x, self.weight if weight is None else weight), None
+
+    with (
+        mock.patch.object(ColumnParallelLinear, "forward", forward),
+        mock.patch.object(RowParallelLinear, "forward", forward),
+    ):
+        yield
+
+
+@contextmanager
 def compiled_layers(model) -> Iterator[None]:
     """torch.compile on whole layers, broken at the experts."""
     from zaya_plugin.model.layer import ZayaTransformerLayer
@@ -181,6 +196,7 @@ CHANGES = {
     "plain": plain,
     "compiled": compiled_functions,
     "routers": compiled_routers,
+    "linears": plain_linears,
     "layers": compiled_layers,
     "lean_ce": lean_cross_entropy,
     "direct_grads": direct_expert_gradients,

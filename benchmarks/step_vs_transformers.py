@@ -139,31 +139,44 @@ def measure(options, run_dir: Path, work: Path) -> dict:
 
 
 def ratios(measured: dict) -> dict:
-    """By batch shape: our speed as trained and with the best variant over transformers' best."""
-    ours, theirs, found = measured["zaya"]["results"], measured["transformers"]["results"], {}
-    for shape in next(iter(ours.values())):
-        best = {
-            side: max(((f[shape]["tokens_per_s"], name) for name, f in results.items() if f[shape]), default=(None, None))
-            for side, results in (("zaya", ours), ("transformers", theirs))
-        }
-        as_trained = ours["plain"][shape]["tokens_per_s"] if ours.get("plain", {}).get(shape) else None
-        reference = best["transformers"][0]
-        found[shape] = {
-            "zaya_plain": as_trained, "zaya_best": best["zaya"], "transformers_best": best["transformers"],
-            "ratio_plain": round(as_trained / reference, 3) if as_trained and reference else None,
-            "ratio_best": round(best["zaya"][0] / reference, 3) if best["zaya"][0] and reference else None,
-        }
+    """Our speed over transformers', by batch shape and at each side's best batch.
+
+    `plain` is ours as it trains and `best` the fastest variant; `transformers` is its fastest without torch.compile,
+    and `compiled` with every layer compiled.
+    """
+
+    def speeds(side: str, shape: str, wanted) -> list[tuple[float, str]]:
+        results = measured[side]["results"].items()
+        found = [(f[shape], name) for name, f in results if wanted(name) and f.get(shape)]
+        return [(f["tokens_per_s"], f"{name} {shape}") for f, name in found if "tokens_per_s" in f]
+
+    sides = {
+        "plain": ("zaya", lambda name: name == "plain"), "best": ("zaya", lambda name: True),
+        "transformers": ("transformers", lambda name: "compile" not in name),
+        "compiled": ("transformers", lambda name: "compile" in name),
+    }
+    shapes = list(next(iter(measured["zaya"]["results"].values())))
+    found = {}
+    for title, chosen in [(shape, [shape]) for shape in shapes] + [("best batch", shapes)]:
+        row = {key: max((x for shape in chosen for x in speeds(side, shape, wanted)), default=None) for key, (side, wanted) in sides.items()}
+        for ours in ("plain", "best"):
+            for theirs in ("transformers", "compiled"):
+                if row[ours] and row[theirs]:
+                    row[f"{ours} / {theirs}"] = round(row[ours][0] / row[theirs][0], 3)
+        found[title] = row
     return found
 
 
 def table(result: dict) -> str:
     """Figures a person reads first."""
-    lines = [f"{'model':14}{'variant':22}{'tokens':>9}{'ms':>10}{'tokens/s':>11}{'GiB':>7}{'loss':>9}"]
+    lines = [f"{'model':13}{'variant':42}{'tokens':>7}{'ms':>10}{'tokens/s':>11}{'GiB':>7}{'loss':>9}"]
     for side in ("zaya", "transformers"):
         for name, shapes in result["forward_backward"][side]["results"].items():
             for shape, f in shapes.items():
-                figures = f"{f['ms']:>10.2f}{f['tokens_per_s']:>11.0f}{f['peak_memory_gib'] or 0:>7.1f}{f['loss']:>9.4f}" if f else "  out of memory"
-                lines.append(f"{side:14}{name:22}{shape:>9}{figures}")
+                figures = "  out of memory" if f is None else f"  {f.get('error')}"
+                if f and "ms" in f:
+                    figures = f"{f['ms']:>10.2f}{f['tokens_per_s']:>11.0f}{f['peak_memory_gib'] or 0:>7.1f}{f['loss']:>9.4f}"
+                lines.append(f"{side:13}{name:42}{shape:>7}{figures}")
     t = result["train"]
     lines.append(
         f"{result['model']['layers']} layers, {result['model']['parameters']:,} parameters: {t['steps']} steps, loss "

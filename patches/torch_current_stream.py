@@ -1,16 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""torch.cuda.current_stream: the in-order stream of patches/torch_stream.py."""
+"""torch.cuda.current_stream: the one in-order stream there is on a CPU."""
 
 from zaya_plugin.patches.registry import Patch
+from zaya_plugin.patches.torch_stream import InOrderStream
 
 
 def install() -> None:
     import torch
 
-    from zaya_plugin.patches import torch_stream
-
-    torch_stream.install()
-    stream = torch.cuda.Stream()
+    stream = InOrderStream()
     torch.cuda.current_stream = lambda device=None: stream
 
 
@@ -18,6 +16,6 @@ PATCH = Patch(
     symbol="torch.cuda.current_stream",
     package="torch",
     versions=">=2.6",
-    reason="raises without CUDA; checkpoint saving and DDP wait on the current stream",
+    reason="raises without CUDA; DDP and checkpoint writers wait for the current stream",
     install=install,
 )

@@ -129,7 +129,8 @@ def _devices() -> dict[str, Any]:
 
     built_for = f"ROCm {torch.version.hip}" if torch.version.hip else f"CUDA {torch.version.cuda}" if torch.version.cuda else "CPU"
     accelerators = []
-    for index in range(torch.cuda.device_count()):
+    # device_count() alone answers 1 where the CPU's patches are applied
+    for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
         properties = torch.cuda.get_device_properties(index)
         accelerators.append(
             {

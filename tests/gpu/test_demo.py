@@ -10,9 +10,10 @@ from pathlib import Path
 import pytest
 
 STEPS = 20
-# Rounding differs from the first product on; later an expert's choice flips at a near tie, and with it a token's path.
-EARLY, EARLY_TOLERANCE = 10, 1e-4
-LATE_TOLERANCE = 1e-2
+# Relative. Rounding differs from the first product on, and once an expert's choice flips at a near tie a token takes
+# another path. On an H100 (torch 2.11) the first 10 steps differed by at most 2e-7 and all 20 by at most 5e-6.
+EARLY, EARLY_TOLERANCE = 10, 1e-5
+LATE_TOLERANCE = 1e-3
 
 
 def continued(source: Path, target: Path, iteration: int) -> Path:

@@ -10,13 +10,14 @@ REPORT = """
 import json, torch
 from zaya_plugin import patches
 from zaya_plugin.patches import registry
-before = {name: getattr(torch.cuda, name) for name in dir(torch.cuda)}
+before = {name: value for name, value in vars(torch.cuda).items() if callable(value) and not name.startswith("_")}
+said_to_apply = [p.symbol for p in patches.describe() if p.applies]
 patches.apply_torch()
 patches.apply()
 print(json.dumps({
     "applied": sorted(registry._installed),
     "of_the_cpu": [p.symbol for p in patches.describe() if p.scope == "cpu"],
-    "said_to_apply": [p.symbol for p in patches.describe() if p.applies],
+    "said_to_apply": said_to_apply,
     "changed_in_torch": [name for name, value in before.items() if getattr(torch.cuda, name) is not value],
 }))
 """

@@ -7,7 +7,7 @@ import torch
 
 from zaya_plugin.config.compose import compose
 from zaya_plugin.optim.balancing import RouterStatistics
-from zaya_plugin.training.console import step_line
+from zaya_plugin.training.console import sparkline, step_line
 from zaya_plugin.training.metrics import Reporter, Step
 from zaya_plugin.training.sinks import Guarded, JsonLines
 
@@ -45,6 +45,7 @@ def test_a_row_holds_what_happened(reporter, tmp_path):
     assert first["eta_s"] == pytest.approx(18.0) and "expert_load" not in first
     assert second["expert_load"] == [[0.25] * 4, [1, 0, 0, 0]]
     assert validation == {"step": 2, "valid_loss": 2.25}
+    assert "2 steps in 0:04  loss 2.500 ▁▁ 2.500  validation 2.250" in report.out.getvalue()
     assert "mfu 0.1%" in report.out.getvalue() and "validation loss 2.2500" in report.out.getvalue()
 
 
@@ -90,3 +91,8 @@ def test_a_failing_sink_is_told_once_and_does_not_stop_training(capsys):
     sink.log({})
     sink.log({})
     assert capsys.readouterr().err.count("No space left on device") == 1
+
+
+def test_sparkline():
+    assert sparkline([8, 7, 6, 5, 4, 3, 2, 1]) == "█▇▆▅▄▃▂▁"
+    assert len(sparkline(list(range(1000)))) == 40 and sparkline([3.0]) == "▁"

@@ -55,7 +55,7 @@ def run(recipe: Recipe, sources: DataSources, lifecycle: Lifecycle, reporter: Re
         if left.code:
             raise
     finally:
-        reporter.close(tensorboard=get_tensorboard_writer())
+        reporter.close()
 
 
 def parse_arguments(values: dict[str, Any]) -> argparse.Namespace:

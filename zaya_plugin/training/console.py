@@ -32,6 +32,25 @@ def step_line(row: dict[str, Any], width: int | None = None) -> str:
     return "  ".join(text for _, text in parts)
 
 
+def summary(losses: list[float], validation: list[float], seconds: float, run_dir: str) -> str:
+    """What a run came to: its loss curve in one line of blocks, the last validation loss, where the numbers lie."""
+    text = f"{len(losses)} steps in {_clock(seconds)}  loss {losses[0]:.3f} {sparkline(losses)} {losses[-1]:.3f}"
+    if validation:
+        text += f"  validation {validation[-1]:.3f}"
+    return f"{text}\neverything is in {run_dir}: metrics.jsonl, checkpoints/, tensorboard/, wandb/, logs/"
+
+
+def sparkline(values: list[float], width: int = 40) -> str:
+    """`values` as at most `width` blocks of eight heights, each the mean of its stretch."""
+    width = min(width, len(values))
+    means = []
+    for i in range(width):
+        stretch = values[i * len(values) // width : (i + 1) * len(values) // width]
+        means.append(sum(stretch) / len(stretch))
+    low, high = min(means), max(means)
+    return "".join("▁▂▃▄▅▆▇█"[round(7 * (mean - low) / (high - low or 1))] for mean in means)
+
+
 def _short(value: float) -> str:
     for limit, unit in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
         if value >= limit:

@@ -13,7 +13,7 @@ import torch
 
 from zaya_plugin.config.schema import Recipe
 from zaya_plugin.optim.balancing import RouterStatistics
-from zaya_plugin.training.console import step_line
+from zaya_plugin.training.console import step_line, summary
 from zaya_plugin.training.sinks import Guarded, JsonLines, TensorBoard, WandbRun
 
 
@@ -51,6 +51,9 @@ class Reporter:
         self.out = out
         self.sinks: list[Guarded] = []
         self.mean_seconds: float | None = None
+        self.seconds = 0.0
+        self.losses: list[float] = []
+        self.validation_losses: list[float] = []
 
     def start(self, tensorboard, run_id: str, resumed_at: int) -> None:
         """Open the sinks. `tensorboard`: Megatron's SummaryWriter or None; `resumed_at`: 0 for a new run."""
@@ -73,6 +76,9 @@ class Reporter:
         if not self.reports:
             return
         row = self._row(step)
+        self.seconds += step.seconds
+        if step.loss is not None:
+            self.losses.append(step.loss)
         if step.statistics is not None and step.step % self.recipe.logger.expert_load_interval == 0:
             row["expert_load"] = [[round(share, 5) for share in layer] for layer in step.statistics.load.tolist()]
         self._log(row)
@@ -82,6 +88,7 @@ class Reporter:
     def validation(self, step: int, loss: float) -> None:
         """Report a validation loss (mean nats a token)."""
         if self.reports:
+            self.validation_losses.append(loss)
             self._log({"step": step, "valid_loss": loss})
             self._print(f"step {step}: validation loss {loss:.4f}")
 
@@ -90,11 +97,14 @@ class Reporter:
         if self.reports:
             self._print(f"step {step}: checkpoint saved")
 
-    def close(self, tensorboard=None) -> None:
+    def close(self) -> None:
         """Flush and close everything; safe to call when nothing was opened."""
         for sink in self.sinks:
             sink.close()
         self.sinks.clear()
+        if self.losses:
+            self._print(summary(self.losses, self.validation_losses, self.seconds, self.recipe.run_dir))
+            self.losses = []
 
     def _row(self, step: Step) -> dict[str, Any]:
         # The first step holds compilation and allocation; it would spoil the mean that the ETA is made of.
@@ -145,6 +155,7 @@ class Reporter:
             self._print("logger.wandb is on but the package wandb is not installed; going on without it")
             return
         self.sinks.append(Guarded("W&B", run))
+        self._print(f"W&B: {run.where}")
 
     def _log(self, row: dict[str, Any]) -> None:
         for sink in self.sinks:

@@ -55,6 +55,11 @@ class WandbRun:
             print(f"W&B cannot be reached ({failed}); this run is logged offline", file=sys.stderr)
             self.run = wandb.init(mode="offline", settings=settings, **options)
 
+    @property
+    def where(self) -> str:
+        """The page of an online run, or how to upload an offline one."""
+        return self.run.url or f"offline, upload with `wandb sync {Path(self.run.dir).parent}`"
+
     def log(self, row: dict[str, Any]) -> None:
         values = {key: value for key, value in row.items() if isinstance(value, (int, float)) and key != "step"}
         if load := row.get("expert_load"):
