@@ -25,7 +25,7 @@ ROOM_DIRS = {
 # whatever a populated environment has must satisfy these as it is.
 INSTALL_REQUIRES = [
     "hydra-core>=1.3",
-    "omegaconf>=2.2",
+    "omegaconf>=2.3",
     "numpy",
     "packaging",
     "PyYAML",

@@ -30,14 +30,27 @@ def compiled_functions(model) -> Iterator[None]:
     functions = [
         (attention, "mix_qk"), (attention, "shift_values"), (residual, "scale_residual"), (residual, "affine"),
         (norm, "rms_norm"), (router, "rms_norm"), (router, "choose_expert"), (experts, "swiglu"),
-        (experts, "swiglu_backward"),
     ]
     torch._dynamo.reset()
     with ExitStack() as stack:
         for module, name in functions:
             wrapped = torch.compile(getattr(module, name), dynamic=False)
             stack.enter_context(mock.patch.object(module, name, wrapped))
+        stack.enter_context(mock.patch.object(experts, "swiglu_backward", torch.compile(_swiglu_backward, dynamic=False)))
         yield
+
+
+def _swiglu_backward(grad: Tensor, gate_up: Tensor, weights: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """experts.swiglu_backward without `out=` on views, at which torch.compile breaks its graph."""
+    gate, up = gate_up.float().chunk(2, dim=-1)
+    grad, weights = grad.float(), weights.float().unsqueeze(-1)
+    sigmoid = torch.sigmoid(gate)
+    silu = gate * sigmoid
+    product = silu * up
+    grad_weights = (grad * product).sum(-1)
+    grad = grad * weights
+    grad_gate_up = torch.cat((grad * up * (sigmoid + silu * (1 - sigmoid)), grad * silu), dim=-1)
+    return grad_gate_up.to(gate_up.dtype), grad_weights, (product * weights).to(gate_up.dtype)
 
 
 def _loss_and_logsumexp(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
@@ -132,12 +145,14 @@ def direct_expert_gradients(model) -> Iterator[None]:
         assert block.data_ptr() == tensors[0].data_ptr(), "copied"
         return block
 
-    def forward(self, x, weights, offsets):
-        if id(self) not in blocks:
-            groups = [self.linear_fc1.matrices(), self.linear_fc2.matrices()]
-            blocks[id(self)] = [
+    for module in model.modules():
+        if isinstance(module, experts.GroupedExperts):
+            groups = [module.linear_fc1.matrices(), module.linear_fc2.matrices()]
+            blocks[id(module)] = [
                 *(block_of([m.detach() for m in g]) for g in groups), *(block_of([m.main_grad for m in g]) for g in groups),
             ]
+
+    def forward(self, x, weights, offsets):
         return DirectExpertMLP.apply(x, weights, offsets, *blocks[id(self)])
 
     with mock.patch.object(experts.GroupedExperts, "forward", forward):
@@ -177,9 +192,11 @@ def compiled_layers(model) -> Iterator[None]:
 
     torch._dynamo.reset()
     compiled = torch.compile(ZayaTransformerLayer.forward, dynamic=False)
+    # Functions inside that are compiled by themselves stay so.
+    uncompiled = torch._dynamo.disable(experts.GroupedExperts.forward)
     with (
         mock.patch.object(ZayaTransformerLayer, "forward", compiled),
-        mock.patch.object(experts.GroupedExperts, "forward", torch._dynamo.disable(experts.GroupedExperts.forward)),
+        mock.patch.object(experts.GroupedExperts, "forward", uncompiled),
         mock.patch.object(PermuteRows, "apply", torch._dynamo.disable(PermuteRows.apply)),
     ):
         yield

@@ -199,11 +199,13 @@ class CheckpointConfig:
 class ProfileConfig:
     """Traces on request."""
 
-    enabled: bool = own(False, "write a torch.profiler trace to <run_dir>/profile", ADAPTER)
+    enabled: bool = own(False, "write a torch.profiler trace to <run_dir>/torch_profile/rank-<n>.json.gz", ADAPTER)
     step_start: int = own(10, "first traced step", ADAPTER)
     step_end: int = own(12, "step after the last traced one", ADAPTER)
     ranks: list[int] = own([0], "ranks that are traced", ADAPTER)
-    memory_snapshot: bool = own(False, "keep a CUDA memory history in <run_dir>/profile", ADAPTER)
+    memory_snapshot: bool = own(
+        False, "record allocations and write <run_dir>/memory_snapshot_rank<n>.pickle at step_end; needs a GPU", ADAPTER
+    )
 
 
 @dataclass

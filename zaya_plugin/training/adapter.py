@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -188,7 +189,17 @@ class _Trainer:
                 statistics=self.statistics,
             )
         )
+        if args.record_memory_history and iteration == min(args.profile_step_end, args.train_iters):
+            self.dump_memory_snapshot(args)
         return False  # Megatron's own memory report is not wanted
+
+    @staticmethod
+    def dump_memory_snapshot(args) -> None:
+        """The allocator's history of this rank, for pytorch.org/memory_viz; Megatron records it from the start."""
+        rank = torch.distributed.get_rank()
+        if rank in args.profile_ranks:
+            path = Path(args.memory_snapshot_path)
+            torch.cuda.memory._dump_snapshot(str(path.with_stem(f"{path.stem}_rank{rank}")))
 
     def evaluate_and_report(
         self, prefix, forward_step_func, data_iterator, model, iteration, process_non_loss_data_func, config, **named

@@ -97,7 +97,8 @@ def megatron_arguments(recipe: Recipe, data: dict[str, Any]) -> dict[str, Any]:
     if recipe.optim.name == "adamw":
         values["optimizer"] = "adam"
     values["num_workers"] = recipe.data.num_workers
-    values["tensorboard_dir"] = str(Path(recipe.run_dir) / "tensorboard") if recipe.logger.tensorboard else None
+    if recipe.logger.tensorboard or recipe.profile.enabled:  # the profiler's traces go beside this folder
+        values["tensorboard_dir"] = str(Path(recipe.run_dir) / "tensorboard")
     for name, value in recipe.megatron.items():
         if name in values or name in owner:
             where = owner.get(name, "the plugin, since it is part of what ZAYA is or how the plugin runs")
@@ -141,5 +142,9 @@ def _profiling(recipe: Recipe) -> dict[str, Any]:
             profile_ranks=list(profile.ranks),
         )
     if profile.memory_snapshot:
-        arguments.update(record_memory_history=True)
+        arguments.update(
+            record_memory_history=True,
+            memory_snapshot_path=str(Path(recipe.run_dir) / "memory_snapshot.pickle"),
+            profile_ranks=list(profile.ranks),
+        )
     return arguments

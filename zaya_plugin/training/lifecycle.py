@@ -40,19 +40,23 @@ class Lifecycle:
         """
         iteration = inspect.latest(self.directory) if args.load else None
         if iteration is not None:
-            if broken := inspect.problems(self.directory, iteration):
-                whole = [i for i in inspect.iterations(self.directory) if not inspect.problems(self.directory, i)]
-                raise ValueError(
-                    f"the newest checkpoint in {self.directory} is damaged:\n  "
-                    + "\n  ".join(broken)
-                    + f"\nwhole checkpoints: {whole or 'none'}; to continue from one of them write its number into "
-                    + str(self.directory / inspect.TRACKER)
-                )
-            inspect.check_same_model(self.directory, iteration, args)
             self.resumed_at = iteration
-            self.run_id = getattr(inspect.saved_arguments(self.directory, iteration), "zaya", {}).get("run_id")
+            if args.rank == 0:  # one reader is enough, and its failure ends all ranks
+                self._check(iteration, args)
+                self.run_id = getattr(inspect.saved_arguments(self.directory, iteration), "zaya", {}).get("run_id")
         args.zaya = {"version": __version__, "recipe": self.recipe_name, "run_id": self.run_id}
         self._args = args
+
+    def _check(self, iteration: int, args) -> None:
+        if broken := inspect.problems(self.directory, iteration):
+            whole = [i for i in inspect.iterations(self.directory) if not inspect.problems(self.directory, i)]
+            raise ValueError(
+                f"the newest checkpoint in {self.directory} is damaged:\n  "
+                + "\n  ".join(broken)
+                + f"\nwhole checkpoints: {whole or 'none'}; to continue from one of them write its number into "
+                + str(self.directory / inspect.TRACKER)
+            )
+        inspect.check_same_model(self.directory, iteration, args)
 
     def share_run_id(self) -> None:
         """Agree on the run's identity over all ranks; needs the process group."""
