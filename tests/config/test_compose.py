@@ -85,7 +85,7 @@ def test_the_demo_is_a_small_zaya_on_the_cpu():
 
 
 def test_an_experiment_wins_over_the_groups_and_the_command_line_over_both():
-    assert compose([DEMO]).optim.lr == 3e-3
+    assert compose([DEMO]).optim.lr == 2e-3
     assert compose([DEMO, "optim.lr=1e-4"]).optim.lr == 1e-4
     assert compose([DEMO, "cluster=gpu"]).cluster.device == "cuda"
 

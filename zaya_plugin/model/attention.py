@@ -10,8 +10,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from megatron.core import tensor_parallel
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel import ColumnParallelLinear
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module
@@ -91,8 +93,14 @@ class ZayaSelfAttention(MegatronModule):
     def project(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """The four projections: z [s, b, C], current and delayed values [s, b, gd/2].
 
-        The one place that reads the four matrices; a fused projection replaces this method.
+        The one place that reads the four matrices. Where they are plain matrices they are applied as one product: joining
+        them costs a copy of 6 MB, and saves three reads of the input and three sums of its gradient.
         """
+        linears = (self.linear_q, self.linear_k, self.linear_v_current, self.linear_v_delayed)
+        if all(type(linear) is ColumnParallelLinear for linear in linears) and self.tp_group.size() == 1:
+            sizes = [linear.weight.shape[0] for linear in linears]
+            projected = F.linear(hidden_states, torch.cat([linear.weight for linear in linears]))
+            return projected.split((sizes[0] + sizes[1], sizes[2], sizes[3]), dim=-1)
         query, key = self.linear_q(hidden_states)[0], self.linear_k(hidden_states)[0]
         z = torch.cat((query, key), dim=-1)
         return z, self.linear_v_current(hidden_states)[0], self.linear_v_delayed(hidden_states)[0]

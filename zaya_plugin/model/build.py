@@ -6,6 +6,7 @@ from __future__ import annotations
 from megatron.core.models.gpt import GPTModel
 
 from zaya_plugin.model.config import ZayaConfig
+from zaya_plugin.model.loss import ZayaGPTModel
 from zaya_plugin.model.spec import zaya_block_spec
 
 
@@ -45,7 +46,7 @@ def build_zaya_model(
             f"rotary_percent={rotary_percent!r}: rotates {rotary_channels:g} of kv_channels={config.kv_channels} "
             "channels; it takes an even number of them, at least 2; ZAYA1 has rotary_percent=0.5 (64 of 128)"
         )
-    return GPTModel(
+    return ZayaGPTModel(
         config,
         zaya_block_spec(config),
         vocab_size=vocab_size,

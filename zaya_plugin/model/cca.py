@@ -15,6 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from zaya_plugin.model.fusion import fused_on_accelerator
+
 
 def depthwise_conv(z: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     """u_t = weight[:, 0] * z_{t-1} + weight[:, 1] * z_t + bias for t = -1 .. s-1, with z_{-1} = z_{-2} = 0.
@@ -85,6 +87,7 @@ def apply_rope(x: Tensor, angles: Tensor) -> Tensor:
     return torch.cat((first * cos - second * sin, second * cos + first * sin, rest), dim=-1)
 
 
+@fused_on_accelerator
 def mix_qk(
     z: Tensor, depthwise_weight: Tensor, depthwise_bias: Tensor, grouped_weight: Tensor, grouped_bias: Tensor,
     temperature: Tensor, angles: Tensor | None, *, query_groups: int, head_dim: int, temperature_form: str,
@@ -106,6 +109,7 @@ def mix_qk(
     return x.to(z.dtype).split((heads - query_groups, query_groups), dim=2)
 
 
+@fused_on_accelerator
 def shift_values(current: Tensor, delayed: Tensor, query_groups: int) -> Tensor:
     """v_t = concat(current_t, delayed_{t-1}) with delayed_{-1} = 0: the second half of the heads lags one token.
 

@@ -18,10 +18,12 @@ from megatron.core.utils import get_pg_rank
 from torch import Tensor, nn
 
 from zaya_plugin.model.config import ZayaConfig
+from zaya_plugin.model.fusion import fused_on_accelerator
 from zaya_plugin.model.grouped_gemm import grouped_outer, grouped_rows
 from zaya_plugin.model.initialization import initial_device, initialize
 
 
+@fused_on_accelerator
 def swiglu(gate_up: Tensor, weights: Tensor) -> Tensor:
     """silu(gate) * up * weight, in fp32 or wider; gate_up [T, 2f] gate first, weights [T]. Returns [T, f]."""
     compute = torch.promote_types(gate_up.dtype, torch.float32)
@@ -29,6 +31,7 @@ def swiglu(gate_up: Tensor, weights: Tensor) -> Tensor:
     return (torch.nn.functional.silu(gate).mul_(up).mul_(weights.to(compute).unsqueeze(-1))).to(gate_up.dtype)
 
 
+@fused_on_accelerator
 def swiglu_backward(grad: Tensor, gate_up: Tensor, weights: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of swiglu, and its output again, which then need not be kept.
 
@@ -65,6 +68,29 @@ def as_block(weights: Sequence[Tensor]) -> Tensor:
     return torch.stack([w.detach() for w in weights])
 
 
+@fused_on_accelerator
+def add_in_place(total: Tensor, part: Tensor) -> None:
+    """total += part across dtypes; torch's own kernel for mixed dtypes moves one element at a time."""
+    total.add_(part)
+
+
+def hand_over_gradients(matrices: Sequence[Tensor], block: Tensor) -> tuple[Tensor, ...]:
+    """The gradients [E, out, in] of all experts' matrices, as autograd wants them: one a matrix.
+
+    Under Megatron's DDP the parameters' fp32 gradients (`main_grad`) form one block too; then the whole block is added to
+    it here, in one kernel instead of one a matrix, and DDP is told by `grad_added_to_main_grad` that this is done. The
+    gradients are returned all the same, because DDP's hooks run when they arrive.
+    """
+    main_grads = [getattr(matrix, "main_grad", None) for matrix in matrices]
+    if block.is_cuda and all(grad is not None for grad in main_grads):
+        total = as_block(main_grads)
+        if total.data_ptr() == main_grads[0].data_ptr():
+            add_in_place(total, block)
+            for matrix in matrices:
+                matrix.grad_added_to_main_grad = True
+    return block.unbind()
+
+
 class ExpertMLP(torch.autograd.Function):
     """y = W2_e (swiglu(W1_e x) * weight) for rows sorted by expert; rows of no expert give exact zeros both ways.
 
@@ -78,6 +104,7 @@ class ExpertMLP(torch.autograd.Function):
         gate_up = grouped_rows(x, fc1.transpose(1, 2), offsets)
         y = grouped_rows(swiglu(gate_up, weights), fc2.transpose(1, 2), offsets)
         ctx.save_for_backward(x, weights, offsets, gate_up, fc1, fc2)
+        ctx.matrices = matrices[:num_experts], matrices[num_experts:]
         return y.masked_fill_(_rows_of_no_expert(offsets, len(x)).unsqueeze(-1), 0.0)
 
     @staticmethod
@@ -93,7 +120,9 @@ class ExpertMLP(torch.autograd.Function):
         nobody = _rows_of_no_expert(offsets, len(x))
         grad_x = grouped_rows(grad_gate_up, fc1, offsets).masked_fill_(nobody.unsqueeze(-1), 0.0)
         grad_weights = grad_weights.masked_fill(nobody, 0.0).to(weights.dtype)
-        return grad_x, grad_weights, None, None, *grad_fc1.unbind(), *grad_fc2.unbind()
+        fc1_matrices, fc2_matrices = ctx.matrices
+        gradients = (*hand_over_gradients(fc1_matrices, grad_fc1), *hand_over_gradients(fc2_matrices, grad_fc2))
+        return grad_x, grad_weights, None, None, *gradients
 
 
 def _rows_of_no_expert(offsets: Tensor, rows: int) -> Tensor:

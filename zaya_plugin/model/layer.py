@@ -17,6 +17,7 @@ from megatron.core.utils import make_viewless_tensor
 from torch import Tensor
 
 from zaya_plugin.model.config import ZayaConfig
+from zaya_plugin.model.norm import ZayaRMSNorm
 from zaya_plugin.model.residual import InputAffine, ResidualScaling
 
 
@@ -68,9 +69,12 @@ class ZayaTransformerLayer(TransformerLayer):
             attention_bias=attention_bias, packed_seq_params=packed_seq_params,
         )
         discard(output)
-        hidden_states = self.post_attention_residual(output, hidden_states)
-
-        normed, discard = _norm(self.pre_mlp_layernorm, hidden_states, self.recompute_pre_mlp_layernorm)
+        if isinstance(self.pre_mlp_layernorm, ZayaRMSNorm) and not self.recompute_pre_mlp_layernorm:
+            merge = self.post_attention_residual.merge_and_norm
+            (hidden_states, normed), discard = merge(output, hidden_states, self.pre_mlp_layernorm), lambda output: None
+        else:
+            hidden_states = self.post_attention_residual(output, hidden_states)
+            normed, discard = _norm(self.pre_mlp_layernorm, hidden_states, self.recompute_pre_mlp_layernorm)
         forced = None if context_mask is None else context_mask[self.layer_number - 1]
         output, context = self.mlp(normed, router_state=context, forced_expert_ids=forced)
         discard(output)

@@ -11,15 +11,19 @@ import torch
 from megatron.core.transformer import TransformerConfig
 from torch import Tensor, nn
 
+from zaya_plugin.model.fusion import fused_on_accelerator
 from zaya_plugin.model.initialization import constant_parameter
+from zaya_plugin.model.norm import ZayaRMSNorm, rms_norm
 
 
+@fused_on_accelerator
 def affine(x: Tensor, bias: Tensor, scale: Tensor) -> Tensor:
     """(x + bias) * scale in fp32 or wider; x [s, b, h], bias and scale [h]."""
     compute = torch.promote_types(x.dtype, torch.float32)
     return (x.to(compute) + bias) * scale
 
 
+@fused_on_accelerator
 def scale_residual(
     output: Tensor, residual: Tensor, output_bias: Tensor, output_scale: Tensor, residual_bias: Tensor,
     residual_scale: Tensor,
@@ -35,6 +39,17 @@ def scale_residual(
     # Multiplied out, so that the biases meet as one vector and the stream is read once per operand.
     shift = output_bias * output_scale + residual_bias * residual_scale
     return torch.addcmul(torch.addcmul(shift, output.to(compute), output_scale), residual.to(compute), residual_scale)
+
+
+@fused_on_accelerator
+def scale_residual_and_norm(
+    output: Tensor, residual: Tensor, output_bias: Tensor, output_scale: Tensor, residual_bias: Tensor,
+    residual_scale: Tensor, norm_weight: Tensor, eps: float,
+) -> tuple[Tensor, Tensor]:
+    """scale_residual in residual's dtype, and its RMSNorm in norm_weight's: one pass over the stream where it is fused."""
+    stream = scale_residual(output, residual, output_bias, output_scale, residual_bias, residual_scale)
+    stream = stream.to(residual.dtype)
+    return stream, rms_norm(stream, norm_weight, eps)
 
 
 class ResidualScaling(nn.Module):
@@ -54,6 +69,13 @@ class ResidualScaling(nn.Module):
             output, residual, self.output_bias, self.output_scale, self.residual_bias, self.residual_scale
         )
         return merged.to(residual.dtype)
+
+    def merge_and_norm(self, output: Tensor, residual: Tensor, norm: ZayaRMSNorm) -> tuple[Tensor, Tensor]:
+        """The new stream and `norm` of it."""
+        return scale_residual_and_norm(
+            output, residual, self.output_bias, self.output_scale, self.residual_bias, self.residual_scale,
+            norm.weight, norm.eps,
+        )
 
 
 class InputAffine(nn.Module):

@@ -14,10 +14,12 @@ from torch import Tensor, nn
 
 from zaya_plugin.model.config import ZayaConfig
 from zaya_plugin.model.float32_buffers import Float32BuffersMixin
+from zaya_plugin.model.fusion import fused_on_accelerator
 from zaya_plugin.model.initialization import constant_parameter, initial_device, random_parameter
 from zaya_plugin.model.norm import rms_norm
 
 
+@fused_on_accelerator
 def choose_expert(
     logits: Tensor, biases: Tensor, *, softmax_in_fp32: bool, forced_expert_ids: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:

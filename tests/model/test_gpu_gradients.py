@@ -1,0 +1,38 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Gradients that skip autograd's accumulation must be those that take it: same sums in DDP's fp32 buffers."""
+
+import pytest
+import torch
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+
+from zaya_plugin.model import experts
+
+pytestmark = pytest.mark.gpu
+
+
+def _main_grads(make_model, batch, overlap: bool) -> dict[str, torch.Tensor]:
+    model = make_model(
+        hidden_size=256, kv_channels=32, moe_ffn_hidden_size=128, ffn_hidden_size=128, params_dtype=torch.bfloat16, bf16=True,
+        use_cpu_initialization=True,
+    ).cuda()  # fmt: skip
+    options = DistributedDataParallelConfig(
+        use_distributed_optimizer=True, grad_reduce_in_fp32=True, overlap_grad_reduce=overlap, bucket_size=200_000
+    )
+    ddp = DistributedDataParallel(model.config, options, model)
+    ddp.zero_grad_buffer()
+    for step in range(2):
+        with ddp.no_sync() if step == 0 else torch.enable_grad():
+            ids, positions, labels = (x.cuda() for x in batch(2, 64))
+            ddp(ids.roll(step, 1), positions, None, labels=labels).mean().backward()
+    ddp.finish_grad_sync()
+    return {name: p.main_grad.clone() for name, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_block_accumulation_equals_autograds(make_model, batch, monkeypatch, overlap):
+    ours = _main_grads(make_model, batch, overlap)
+    monkeypatch.setattr(experts, "hand_over_gradients", lambda matrices, block: block.unbind())
+    plain = _main_grads(make_model, batch, overlap)
+    for name in plain:
+        assert torch.equal(ours[name], plain[name]), name
+    assert sum(float(g.abs().sum()) for name, g in ours.items() if "linear_fc1" in name) > 0

@@ -1,0 +1,67 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Cross-entropy over the vocabulary that never holds the logits in fp32.
+
+Megatron's makes an fp32 copy of the logits and passes over it several times; with 262,272 classes that copy is the
+largest tensor of a step. Here one kernel reads the logits and sums in fp32, and one overwrites them with their gradient:
+six bytes of traffic an element in bf16.
+"""
+
+from __future__ import annotations
+
+import torch
+from megatron.core.models.gpt import GPTModel
+from torch import Tensor
+
+from zaya_plugin.model.fusion import fused_on_accelerator
+
+
+@fused_on_accelerator
+def loss_and_logsumexp(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    """-log softmax(logits)[label] and logsumexp(logits), both fp32 (or wider) [T]; logits [T, v], labels int64 [T]."""
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    normalizer = torch.logsumexp(logits, dim=-1)
+    return normalizer - logits.gather(-1, labels.unsqueeze(-1)).squeeze(-1), normalizer
+
+
+@fused_on_accelerator
+def overwrite_with_gradient(logits: Tensor, labels: Tensor, normalizer: Tensor, grad: Tensor) -> None:
+    """logits <- grad * (softmax(logits) - onehot(labels)), in place; normalizer and grad [T]."""
+    wide = logits.to(normalizer.dtype)
+    softmax = torch.exp(wide - normalizer.unsqueeze(-1))
+    is_label = torch.arange(logits.shape[-1], device=logits.device) == labels.unsqueeze(-1)
+    logits.copy_((softmax - is_label.to(softmax.dtype)) * grad.unsqueeze(-1))
+
+
+class CrossEntropy(torch.autograd.Function):
+    """Loss of each token; the backward pass overwrites the logits, which nobody may read afterwards."""
+
+    @staticmethod
+    def forward(ctx, logits, labels):
+        losses, normalizer = loss_and_logsumexp(logits, labels)
+        ctx.save_for_backward(logits, labels, normalizer)
+        return losses
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, grad):
+        logits, labels, normalizer = ctx.saved_tensors
+        overwrite_with_gradient(logits, labels, normalizer, grad.contiguous())
+        return logits, None
+
+
+def cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
+    """Cross-entropy of logits [s, b, v] with labels int64 [b, s], fp32 (or wider) [b, s]."""
+    s, b, v = logits.shape
+    losses = CrossEntropy.apply(logits.reshape(s * b, v), labels.transpose(0, 1).reshape(-1))
+    return losses.view(s, b).transpose(0, 1).contiguous()
+
+
+class ZayaGPTModel(GPTModel):
+    """GPTModel with the loss above on an accelerator; Megatron's elsewhere and where the vocabulary is split."""
+
+    def compute_language_model_loss(self, labels: Tensor, logits: Tensor) -> Tensor:
+        """labels int64 [b, s], logits [s, b, v] -> loss of each token [b, s]."""
+        whole = self.config.tensor_model_parallel_size == 1 and not self.config.cross_entropy_loss_fusion
+        if logits.is_cuda and whole:
+            return cross_entropy(logits, labels)
+        return super().compute_language_model_loss(labels, logits)
