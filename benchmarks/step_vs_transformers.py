@@ -17,11 +17,13 @@ import os
 import platform
 import shlex
 import socket
-import statistics
 import subprocess
 import sys
 import tempfile
+from importlib import metadata
 from pathlib import Path
+
+from step_report import pretty, ratios, summary_of_training, table
 
 from zaya_plugin.plan.flops import Shape, training_flops
 from zaya_plugin.plan.parameters import count_parameters
@@ -105,21 +107,6 @@ def train(options, layers: int, data: Path, work: Path, vocabulary: int) -> tupl
         layers -= 1
 
 
-def summary_of_training(run_dir: Path) -> dict:
-    """Losses, speed and memory of the run, from its metrics.jsonl."""
-    rows = [row for row in map(json.loads, (run_dir / "metrics.jsonl").open()) if "loss" in row]
-    late = rows[len(rows) // 5 :]
-    step_s = statistics.median(row["step_s"] for row in late)
-    return {
-        "steps": len(rows), "loss_first": rows[0]["loss"], "loss_last": rows[-1]["loss"],
-        "losses": [round(row["loss"], 4) for row in rows], "step_s": round(step_s, 4),
-        "tokens_per_s": round(statistics.median(row["tokens_per_s"] for row in late), 1),
-        "tflops": round(statistics.median(row["tflops_per_device"] for row in late), 1),
-        "peak_memory_gib": round(max(row["memory_gib"] for row in rows), 2),
-        "skipped": sum(row["skipped"] for row in rows),
-    }
-
-
 def measure(options, run_dir: Path, work: Path) -> dict:
     """measure_step.py on the trained weights, in a process of its own."""
     with socket.socket() as probe:
@@ -138,58 +125,20 @@ def measure(options, run_dir: Path, work: Path) -> dict:
     return json.loads(out.read_text())
 
 
-def ratios(measured: dict) -> dict:
-    """Our speed over transformers', by batch shape and at each side's best batch.
-
-    `plain` is ours as it trains and `best` the fastest variant; `transformers` is its fastest without torch.compile,
-    and `compiled` with every layer compiled.
-    """
-
-    def speeds(side: str, shape: str, wanted) -> list[tuple[float, str]]:
-        results = measured[side]["results"].items()
-        found = [(f[shape], name) for name, f in results if wanted(name) and f.get(shape)]
-        return [(f["tokens_per_s"], f"{name} {shape}") for f, name in found if "tokens_per_s" in f]
-
-    sides = {
-        "plain": ("zaya", lambda name: name == "plain"), "best": ("zaya", lambda name: True),
-        "transformers": ("transformers", lambda name: "compile" not in name),
-        "compiled": ("transformers", lambda name: "compile" in name),
-    }
-    shapes = list(next(iter(measured["zaya"]["results"].values())))
-    found = {}
-    for title, chosen in [(shape, [shape]) for shape in shapes] + [("best batch", shapes)]:
-        row = {key: max((x for shape in chosen for x in speeds(side, shape, wanted)), default=None) for key, (side, wanted) in sides.items()}
-        for ours in ("plain", "best"):
-            for theirs in ("transformers", "compiled"):
-                if row[ours] and row[theirs]:
-                    row[f"{ours} / {theirs}"] = round(row[ours][0] / row[theirs][0], 3)
-        found[title] = row
-    return found
-
-
-def table(result: dict) -> str:
-    """Figures a person reads first."""
-    lines = [f"{'model':13}{'variant':42}{'tokens':>7}{'ms':>10}{'tokens/s':>11}{'GiB':>7}{'loss':>9}"]
-    for side in ("zaya", "transformers"):
-        for name, shapes in result["forward_backward"][side]["results"].items():
-            for shape, f in shapes.items():
-                figures = "  out of memory" if f is None else f"  {f.get('error')}"
-                if f and "ms" in f:
-                    figures = f"{f['ms']:>10.2f}{f['tokens_per_s']:>11.0f}{f['peak_memory_gib'] or 0:>7.1f}{f['loss']:>9.4f}"
-                lines.append(f"{side:13}{name:42}{shape:>7}{figures}")
-    t = result["train"]
-    lines.append(
-        f"{result['model']['layers']} layers, {result['model']['parameters']:,} parameters: {t['steps']} steps, loss "
-        f"{t['loss_first']:.3f} -> {t['loss_last']:.3f}, {t['tokens_per_s']:.0f} tokens/s with AdamW, {t['peak_memory_gib']} GiB"
-    )
-    lines += [f"{shape}: {r}" for shape, r in result["ratios"].items()]
-    return "\n".join(lines)
-
-
 def commit() -> str:
     """The commit of this checkout, or 'unknown' outside one."""
     found = subprocess.run(["git", "rev-parse", "HEAD"], cwd=HERE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
     return found.stdout.strip() or "unknown"
+
+
+def command_of(options, parser: argparse.ArgumentParser) -> str:
+    """The command that measures this again; where results go and what is measured is no part of it."""
+    words = ["python3", "benchmarks/step_vs_transformers.py"]
+    for action in parser._actions:
+        value = getattr(options, action.dest, None)
+        if action.dest not in ("help", "results", "name", "commit") and value != action.default:
+            words += [action.option_strings[0], *(map(str, value) if isinstance(value, list) else [str(value)])]
+    return shlex.join(words)
 
 
 def main() -> None:
@@ -230,10 +179,10 @@ def main() -> None:
         shape = shape_of(load_recipe(run_dir / "recipe.yaml"), layers, options.vocabulary)
         result = {
             "device": device["name"], "date": datetime.date.today().isoformat(), "commit": options.commit or commit(),
-            "command": shlex.join(["python3", "benchmarks/step_vs_transformers.py", *sys.argv[1:]]),
+            "command": command_of(options, parser),
             "versions": {
                 "python": platform.python_version(), "torch": device["torch"], "cuda": device["cuda"],
-                "transformers": measured.pop("transformers_version"),
+                "megatron-core": metadata.version("megatron-core"), "transformers": measured.pop("transformers_version"),
             },
             "model": {
                 "layers": layers, "parameters": measured.pop("parameters"), "vocabulary": options.vocabulary,
@@ -246,7 +195,7 @@ def main() -> None:
     print(line)
     options.results.mkdir(parents=True, exist_ok=True)
     name = options.name or f"step_vs_transformers-{result['device'].replace(' ', '_').lower()}"
-    (options.results / f"{name}.json").write_text(json.dumps(result, indent=1) + "\n")
+    (options.results / f"{name}.json").write_text(pretty(result))
 
 
 if __name__ == "__main__":

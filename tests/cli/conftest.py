@@ -85,11 +85,21 @@ WORKER = """
             time.sleep(0.3 * (rank == 0))
             raise RuntimeError("the first error" if rank else "connection closed by peer")
         if mode == "killed":
+            dying = Path(recipe.run_dir, "dying")
             if rank == 1:
+                dying.touch()
                 os.kill(os.getpid(), signal.SIGKILL)
+            while not dying.exists():  # ranks start at different times
+                time.sleep(0.01)
             time.sleep(0.02)
             raise RuntimeError("connection closed by peer")
-        if mode == "mistake":
+        if mode == "mistake of one" and rank:  # the others fail because one leaves
+            while not Path(recipe.run_dir, "leaving").exists():
+                time.sleep(0.01)
+            time.sleep(0.05)
+            raise RuntimeError("connection closed by peer")
+        if mode.startswith("mistake"):
+            Path(recipe.run_dir, "leaving").touch()
             print("a warning\\nzaya: megatron.nope = 1: no such argument", file=sys.stderr)
             sys.exit(2)
         if mode == "save":

@@ -57,8 +57,9 @@ def test_a_killed_rank_is_the_cause_and_not_the_closed_connections_of_the_others
     assert "rank 1 failed first, exit code 137:\nkilled by SIGKILL" in done.stderr and "connection" not in done.stderr
 
 
-def test_a_mistake_found_in_the_ranks_is_one_line_and_code_2(worker_program, tmp_path):
-    done = finish(worker_program, tmp_path, "mistake")
+@pytest.mark.parametrize("mode", ["mistake", "mistake of one"])
+def test_a_mistake_found_in_the_ranks_is_one_line_and_code_2(worker_program, tmp_path, mode):
+    done = finish(worker_program, tmp_path, mode)
     assert (done.returncode, done.stderr) == (2, "zaya: megatron.nope = 1: no such argument\n")
 
 

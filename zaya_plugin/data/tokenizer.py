@@ -121,3 +121,13 @@ def describe(directory: str, source: str) -> TokenizerRecord:
     with open(os.path.join(directory, "tokenizer.json"), "rb") as stream:
         sha256 = hashlib.sha256(stream.read()).hexdigest()
     return TokenizerRecord(source, sha256, max(vocabulary.values()) + 1, vocabulary.get(eos), eos)
+
+
+def vocabulary_of(tokenizer: str) -> int | None:
+    """Entries of the tokenizer in a directory with a tokenizer.json; None for a name on the hub, without asking it."""
+    path = os.path.join(tokenizer, "tokenizer.json")
+    if not os.path.isfile(path):
+        return None
+    from tokenizers import Tokenizer
+
+    return Tokenizer.from_file(path).get_vocab_size()

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from megatron.core import tensor_parallel
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.tensor_parallel import ColumnParallelLinear
+from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module
@@ -136,6 +136,8 @@ class ZayaSelfAttention(MegatronModule):
             context = tensor_parallel.checkpoint(self._attend, False, query, key, value, attention_mask)
         else:
             context = self._attend(query, key, value, attention_mask)
+        if type(self.linear_proj) is RowParallelLinear and self.tp_group.size() == 1:
+            return F.linear(context, self.linear_proj.weight), None  # the same, without the wrapper's host time
         return self.linear_proj(context)[0], None
 
     def _attend(self, query, key, value, attention_mask):

@@ -44,14 +44,12 @@ def swiglu_backward(grad: Tensor, gate_up: Tensor, weights: Tensor) -> tuple[Ten
     sigmoid = torch.sigmoid(gate)
     silu = gate * sigmoid
     product = silu * up
-    grad_weights = torch.linalg.vecdot(grad, product)
+    grad_weights = (grad * product).sum(-1)
     grad = grad * weights
-    grad_gate_up = torch.empty_like(gate_up, dtype=compute)
-    grad_gate, grad_up = grad_gate_up.chunk(2, dim=-1)
-    torch.mul(grad, silu, out=grad_up)
     # d silu = sigmoid + silu * (1 - sigmoid)
-    torch.mul(torch.addcmul(sigmoid, silu, 1 - sigmoid), grad.mul_(up), out=grad_gate)
-    return grad_gate_up.to(gate_up.dtype), grad_weights, product.mul_(weights).to(gate_up.dtype)
+    grad_gate = grad * up * torch.addcmul(sigmoid, silu, 1 - sigmoid)
+    grad_gate_up = torch.cat((grad_gate, grad * silu), dim=-1)
+    return grad_gate_up.to(gate_up.dtype), grad_weights, (product * weights).to(gate_up.dtype)
 
 
 def as_block(weights: Sequence[Tensor]) -> Tensor:

@@ -20,6 +20,23 @@ from zaya_plugin.model.norm import rms_norm
 
 
 @fused_on_accelerator
+def router_logits(
+    x: Tensor, previous: Tensor | None, gamma: Tensor | None, w_down: Tensor, b_down: Tensor, w_norm: Tensor, w1: Tensor,
+    b1: Tensor, w2: Tensor, b2: Tensor, w_out: Tensor, eps: float,
+) -> tuple[Tensor, Tensor]:
+    """r = W_d x + b_d + gamma * r_previous, and the three-layer MLP on its norm (arXiv 2605.05365, equations 2-4).
+
+    Args: x [s, b, h]; previous and gamma, the averaging's operands, or None. Returns r [s, b, r] and logits
+    [s, b, classes].
+    """
+    state = F.linear(x, w_down, b_down)
+    if gamma is not None:
+        state = torch.addcmul(state, previous, gamma)
+    hidden = F.gelu(F.linear(rms_norm(state, w_norm, eps), w1, b1))
+    return state, F.linear(F.gelu(F.linear(hidden, w2, b2)), w_out)
+
+
+@fused_on_accelerator
 def choose_expert(
     logits: Tensor, biases: Tensor, *, softmax_in_fp32: bool, forced_expert_ids: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -39,27 +56,21 @@ def choose_expert(
 
 
 class RouterLinear(nn.Module):
-    """Linear layer replicated on every rank, created by Megatron's rules of initialisation."""
+    """Weight and bias of a linear layer, replicated on every rank, created by Megatron's rules; `router_logits` applies them."""
 
     def __init__(self, config: ZayaConfig, input_size: int, output_size: int, bias: bool = True):
         super().__init__()
         self.weight = random_parameter(config, (output_size, input_size), config.router_init_method)
         self.bias = constant_parameter(config, (output_size,), 0.0) if bias else None
 
-    def forward(self, x: Tensor) -> Tensor:
-        return F.linear(x, self.weight, self.bias)
-
 
 class RouterNorm(nn.Module):
-    """RMSNorm of the router state, with the router's own epsilon."""
+    """Weight of the norm of the router state, and the router's own epsilon."""
 
     def __init__(self, config: ZayaConfig):
         super().__init__()
         self.eps = config.router_norm_epsilon
         self.weight = constant_parameter(config, (config.router_hidden_size,), 1.0)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return rms_norm(x, self.weight, self.eps)
 
 
 class ZayaRouter(Float32BuffersMixin, nn.Module):
@@ -112,12 +123,13 @@ class ZayaRouter(Float32BuffersMixin, nn.Module):
         Returns: weights [s, b], 0 where the skip class won and skip_output is zero; class ids int64 [s, b]; this
         layer's router state [s, b, r], after the averaging and before the norm.
         """
-        state = self.down_proj(hidden_states)
-        if self.router_states_scale is not None:
-            assert router_state is not None, "the previous layer's router state did not arrive"
-            state = torch.addcmul(state, router_state, self.router_states_scale)
-        x = F.gelu(self.fc1(self.norm(state)))
-        logits = self.out_proj(F.gelu(self.fc2(x)))
+        averaged = self.router_states_scale is not None
+        assert router_state is not None or not averaged, "the previous layer's router state did not arrive"
+        state, logits = router_logits(
+            hidden_states, router_state if averaged else None, self.router_states_scale, self.down_proj.weight,
+            self.down_proj.bias, self.norm.weight, self.fc1.weight, self.fc1.bias, self.fc2.weight, self.fc2.bias,
+            self.out_proj.weight, self.norm.eps,
+        )
         probabilities, weights, ids = choose_expert(
             logits,
             self.balancing_biases[: self.num_classes],

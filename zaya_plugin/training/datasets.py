@@ -10,6 +10,7 @@ from typing import Any
 
 from zaya_plugin.config.schema import Recipe
 from zaya_plugin.data.dataset import Blend, Manifest, build_gpt_datasets, check_dataset, locate
+from zaya_plugin.data.tokenizer import vocabulary_of
 
 
 @dataclass(frozen=True)
@@ -57,6 +58,8 @@ def find_sources(recipe: Recipe) -> DataSources:
                 "Hugging Face tokenizer's path or name, or prepare the data with `zaya data prepare`"
             )
         tokenizer, vocab_size = str(_directory(data.path) / "tokenizer"), manifest.tokenizer.vocab_size
+    else:
+        vocab_size = vocabulary_of(tokenizer)
     valid = _validation(recipe, manifest, splits)
     blend = [_blend_entry(entry) for entry in data.blend]
     for path in [data.path, *(path for _, path in blend), *([valid] if valid else [])]:

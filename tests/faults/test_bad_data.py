@@ -1,0 +1,59 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Data that cannot be trained on: one message, exit code 2, nothing started and nothing written."""
+
+import os
+import shutil
+
+import pytest
+
+from tests.running import train, zaya
+
+
+@pytest.fixture(scope="module")
+def small_tokenizer(tmp_path_factory):
+    """A tokenizer of fewer entries than the corpus's."""
+    root = tmp_path_factory.mktemp("tokenizer")
+    (root / "text").mkdir()
+    for i in range(30):
+        (root / "text" / f"{i}.txt").write_text(f"some words, number {i}")
+    done = zaya("data", "prepare", "--input", str(root / "text"), "--output", str(root / "out"), "--train-bpe", "300")
+    assert done.returncode == 0, done.stdout
+    return root / "out" / "tokenizer"
+
+
+def _refused(tmp_path, data, *overrides):
+    run = train(tmp_path / "run", data, *overrides, check=False)
+    assert run.code == 2 and "Traceback" not in run.output, run.output
+    assert not (tmp_path / "run").exists()
+    return run.output
+
+
+def test_missing_data(tmp_path):
+    output = _refused(tmp_path, tmp_path / "nowhere")
+    assert f"there is no dataset at {tmp_path / 'nowhere'}" in output and "zaya data prepare" in output
+
+
+@pytest.mark.parametrize("name", ["train.idx", "train.bin", "valid.idx"])
+def test_truncated_files(tmp_path, corpus, name):
+    data = tmp_path / "data"
+    shutil.copytree(corpus, data)
+    os.truncate(data / name, (data / name).stat().st_size // 3)
+    assert name.rsplit(".", 1)[0] in _refused(tmp_path, data)
+
+
+def test_a_tokenizer_with_fewer_entries_than_the_data(tmp_path, corpus, small_tokenizer):
+    output = _refused(tmp_path, corpus, f"data.tokenizer={small_tokenizer}")
+    assert "token" in output and "300" in output
+
+
+def test_data_without_manifest_needs_a_tokenizer(tmp_path, corpus):
+    for suffix in (".bin", ".idx"):
+        shutil.copy(corpus / f"train{suffix}", tmp_path / f"bare{suffix}")
+    assert "data.tokenizer" in _refused(tmp_path, tmp_path / "bare")
+    output = _refused(tmp_path, tmp_path / "bare", f"data.tokenizer={corpus / 'tokenizer'}")
+    assert "stage.eval_iters=2 asks for validation" in output and "data.valid_path" in output
+
+
+@pytest.mark.parametrize("entry", ["'heavy data/web'", "'0 data/web'", "'0.5'"])
+def test_malformed_blends(tmp_path, corpus, entry):
+    assert "data.blend" in _refused(tmp_path, corpus, f"data.blend=[{entry}]")
