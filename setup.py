@@ -49,6 +49,7 @@ EXTRAS = {
     "dev": [
         "pytest>=8",
         "pytest-timeout",
+        "hypothesis",  # random shapes and parameter sets in the tests
         "ruff",
         "pre-commit",
         "setuptools>=70.1",  # the packaging tests build wheels without isolation
@@ -86,7 +87,7 @@ setup(
     packages=packages(),
     package_data={
         "zaya_plugin.recipes": ["**/*.yaml"],
-        "hip_ops": ["csrc/**/*", "**/*.md"],
+        "hip_ops": ["csrc/**/*", "**/*.json"],
     },
     install_requires=INSTALL_REQUIRES,
     extras_require=EXTRAS,

@@ -1,2 +1,49 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Kernels for ZAYA1 that need only torch."""
+"""Kernels for ZAYA1 that need only torch: fused RMSNorm, Muon and Newton-Schulz, in HIP for MI300X, in Triton and in torch.
+
+Everything public is imported at first use, so that `import hip_ops` costs nothing and needs nothing.
+"""
+
+import importlib
+import sys
+from types import ModuleType
+
+# public name -> the module that defines it
+EXPORTS = {
+    "add_rms_norm": "rms_norm",
+    "scaled_residual_rms_norm": "rms_norm",
+    "muon_momentum_": "muon",
+    "muon_update_": "muon",
+    "MatrixBatches": "matrix_batches",
+    "symmetric_product": "newton_schulz",
+    "newton_schulz": "newton_schulz",
+    "orthogonalize_many": "newton_schulz",
+    "matmul_add": "newton_schulz",
+    "set_backend": "backend",
+    "use_backend": "backend",
+    "warm_up": "operator",
+}
+__all__ = list(EXPORTS)
+
+
+def __getattr__(name: str):
+    if name not in EXPORTS:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(f"{__name__}.{EXPORTS[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted((*globals(), *EXPORTS))
+
+
+class _Package(ModuleType):
+    """Importing a submodule sets it as an attribute of its package; where a public function has the same name, that one stays."""
+
+    def __setattr__(self, name: str, value) -> None:
+        if not (name in EXPORTS and isinstance(value, ModuleType)):
+            super().__setattr__(name, value)
+
+
+sys.modules[__name__].__class__ = _Package

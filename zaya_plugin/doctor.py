@@ -51,7 +51,7 @@ def main(argv: list[str]) -> int:
 
 
 def examine() -> dict[str, Any]:
-    """The report as plain data: python, packages, devices, patches; imports torch if it is there."""
+    """The report as plain data: python, packages, devices, kernels, patches; imports torch if it is there."""
     packages = [
         {"name": name, "version": _version(name, module), "use": use, "get": get} for name, module, use, get in PACKAGES
     ]
@@ -61,6 +61,7 @@ def examine() -> dict[str, Any]:
         "python": {"version": platform.python_version(), "executable": sys.executable, "platform": platform.platform()},
         "packages": packages,
         "devices": _ask(_devices) if "torch" in present else "unknown: torch is not installed",
+        "kernels": _ask(_kernels) if "torch" in present else "unknown: torch is not installed",
         "patches": _ask(_patches) if {"torch", "megatron-core"} <= present else "unknown: torch or megatron-core is not installed",
     }
 
@@ -87,6 +88,12 @@ def render(report: dict[str, Any]) -> str:
             lines.append(f"  {item['index']}: {item['name']}, {item['memory_gib']} GiB, {item['arch']}")
         if not devices["accelerators"]:
             lines.append("  no accelerator: use cluster=cpu")
+    kernels = report["kernels"]
+    lines += ["", "Kernels (hip_ops; more by `python -m hip_ops info`)"]
+    if isinstance(kernels, str):
+        lines.append(f"  {kernels}")
+    else:
+        lines += [f"  {item['device']:6}{item['backend']:8}{item['reason']}" for item in kernels]
     lines += ["", "Patches"]
     if isinstance(patches, str):
         return "\n".join([*lines, f"  {patches}"])
@@ -141,6 +148,21 @@ def _devices() -> dict[str, Any]:
             }
         )
     return {"built_for": built_for, "cpu_cores": os.cpu_count(), "accelerators": accelerators}
+
+
+def _kernels() -> list[dict[str, str]]:
+    import torch
+
+    from hip_ops.backend import choose
+
+    found = []
+    for name in ["cpu"] + (["cuda"] if torch.cuda.is_available() else []):
+        try:
+            choice = choose(torch.device(name))
+            found.append({"device": name, "backend": choice.backend, "reason": choice.reason})
+        except ValueError as error:  # a backend asked for by name that cannot be had
+            found.append({"device": name, "backend": "none", "reason": str(error)})
+    return found
 
 
 def _patches() -> list[dict[str, Any]]:

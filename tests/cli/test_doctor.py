@@ -12,7 +12,9 @@ def report(**changes):
     python = dict(version="3.12.1", executable="/usr/bin/python", platform="Linux")
     devices = dict(built_for="ROCm 6.4", cpu_cores=8, accelerators=[dict(index=0, name="MI300X", memory_gib=192, arch="gfx942")])
     patches = [dict(name="a.b", reason="because", applies=False, scope="cpu", versions=">=2.6")]
-    return dict(zaya_plugin="0.1.0", python=python, packages=packages, devices=devices, patches=patches) | changes
+    kernels = [dict(device="cuda", backend="hip", reason="auto")]
+    report = dict(zaya_plugin="0.1.0", python=python, packages=packages, devices=devices, kernels=kernels, patches=patches)
+    return report | changes
 
 
 def test_this_environment_is_described_in_json(capsys):
@@ -23,6 +25,7 @@ def test_this_environment_is_described_in_json(capsys):
     assert set(versions) >= {"torch", "megatron-core", "transformers", "triton", "transformer-engine", "aiter"}
     assert code == int(any(item["version"] is None and item["use"].startswith("needed") for item in found["packages"]))
     assert found["devices"]["cpu_cores"] >= 1
+    assert {"device": "cpu", "backend": "torch", "reason": "auto"} in found["kernels"]
     assert all(set(patch) == {"name", "reason", "applies", "scope", "versions"} for patch in found["patches"])
     assert {patch["scope"] for patch in found["patches"]} <= {"cpu", "always"}
 
@@ -30,6 +33,7 @@ def test_this_environment_is_described_in_json(capsys):
 def test_people_read_devices_and_patches():
     text = doctor.render(report())
     assert "0: MI300X, 192 GiB, gfx942" in text and "torch is built for ROCm 6.4; 8 CPU cores" in text
+    assert "  cuda  hip     auto" in text
     assert "not here  a.b  (cpu, >=2.6)\n            because" in text
 
 

@@ -69,6 +69,7 @@ def test_resuming_on_one_rank_equals_to_within_summation_order(tmp_path, corpus,
     assert resumed.steps()[11]["consumed_samples"] == two_ranks.steps()[11]["consumed_samples"]
 
 
+@pytest.mark.slow  # tests/model compares recomputation in one process
 @pytest.mark.parametrize(
     "recompute",
     [
@@ -87,6 +88,7 @@ def test_recomputation_changes_nothing(tmp_path, corpus, one_rank, recompute):
         assert _largest_difference(run, one_rank, range(1, 6)) < 2e-6
 
 
+@pytest.mark.slow  # tests/distributed/test_muon.py does it under Muon
 def test_bf16_trains_with_two_ranks_and_overlap(tmp_path, corpus, two_ranks):
     run = train(
         tmp_path, corpus, "nproc=2", "cluster.dtype=bf16", "parallel.overlap_grad_reduce=true",
@@ -96,6 +98,7 @@ def test_bf16_trains_with_two_ranks_and_overlap(tmp_path, corpus, two_ranks):
     assert run.steps()[20]["loss"] == pytest.approx(two_ranks.steps()[20]["loss"], abs=0.15)
 
 
+@pytest.mark.slow
 def test_without_the_distributed_optimizer_the_losses_are_the_same(tmp_path, corpus, two_ranks):
     run = train(tmp_path, corpus, "nproc=2", "exit_interval=6", "parallel.use_distributed_optimizer=false")
     assert _largest_difference(run, two_ranks, range(1, 7)) < 2e-5

@@ -5,8 +5,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from zaya_plugin.optim.layout import MAX_PADDING, compute_expert_block_layout
+from zaya_plugin.optim.layout import MAX_PADDING, compute_expert_block_layout, newton_schulz_work
+from zaya_plugin.optim.newton_schulz_cost import newton_schulz_flops
 
 NO_PADDING = SimpleNamespace(pad_buckets_for_high_nccl_busbw=False)
 
@@ -52,10 +55,9 @@ def test_blocks_are_unbroken_and_no_expert_is_cut(shape, shards, bucket_size):
         numel = next(p.numel() for p in params if getattr(p, "expert_block", (None,))[0] == name)
         assert [starts[i] for i in range(16)] == [starts[0] + i * numel for i in range(16)]
 
-    # A checkpoint keeps a bucket's first numel_unpadded elements: every parameter has to lie in them.
-    for bucket, (low, _) in enumerate(layout.bucket_indices):
-        ends = [end for _, end, of in layout.param_index_map.values() if of == bucket]
-        assert layout.per_bucket_numel_unpadded[bucket] == max(ends) - low
+    # A checkpoint joins the first numel_unpadded elements of each bucket and cuts parameters out by their place in the
+    # buffer, so nothing may be left out (tests/distributed/test_muon_state.py saves and loads for real).
+    assert layout.per_bucket_numel_unpadded == [high - low for low, high in layout.bucket_indices]
 
     # What DDP demands: buckets are neighbours, divisible, and follow the order of the backward pass.
     previous_end, order = 0, [layout.param_index_map[p][2] for p in reversed(params)]
@@ -103,4 +105,113 @@ def test_without_experts_it_places_as_megatron_does(shards, bucket_size):
     params = [torch.nn.Parameter(torch.empty(n, device="meta")) for n in (1000, 70, 3, 999, 1280)]
     ours = compute_expert_block_layout(params, bucket_size, shards, NO_PADDING)
     theirs = _stock_layout()(params, bucket_size, shards, NO_PADDING)
-    assert ours == theirs
+    assert (ours.param_index_map, ours.bucket_indices) == (theirs.param_index_map, theirs.bucket_indices)
+
+
+def _matrix(rows, columns, matrices=1):
+    p = torch.nn.Parameter(torch.empty(rows, columns, device="meta"))
+    p.muon_matrices = (matrices, rows // matrices, columns)
+    return p
+
+
+def _zaya1_base_under_muon():
+    """All parameters of ZAYA1-base in forward order, tagged as `tag_parameters` tags them."""
+    vectors = lambda *sizes: [torch.nn.Parameter(torch.empty(n, device="meta")) for n in sizes]  # noqa: E731
+    convolutions = [(1280, 1, 2), (1280, 128, 2)]
+    params = [torch.nn.Parameter(torch.empty(262_272, 2048, device="meta"))]
+    for layer in range(40):
+        params += vectors(2048, 2) + [_matrix(1024, 2048), _matrix(256, 2048), _matrix(128, 2048), _matrix(128, 2048)]
+        params += [torch.nn.Parameter(torch.empty(shape, device="meta")) for shape in convolutions]
+        params += vectors(1280, 1280, 2048, 256, 256, 256, 256) + [_matrix(2048, 1024)]
+        params += [_matrix(256, 2048), _matrix(256, 256), _matrix(256, 256), _matrix(17, 256)]
+        for name, rows in (("fc1", 4096), ("fc2", 2048)):
+            for index in reversed(range(16)):
+                params.append(_matrix(rows, 2048))
+                params[-1].expert_block = (f"{layer}.{name}", index)
+        params += vectors(*[2048] * 8)
+    return params + vectors(2048)
+
+
+def _owners(layout, shards):
+    """(parameter, owner's rank, elements there) of everything."""
+    for p, (start, end, bucket) in layout.param_index_map.items():
+        low, high = layout.bucket_indices[bucket]
+        shard = (high - low) // shards
+        while start < end:
+            border = min(end, low + ((start - low) // shard + 1) * shard)
+            yield p, (start - low) // shard, border - start
+            start = border
+
+
+def _check_whole(layout, params, shards):
+    """Everything exactly once, and no Muon parameter with two owners."""
+    seen, owners = dict.fromkeys(params, 0), {}
+    for p, rank, elements in _owners(layout, shards):
+        seen[p] += elements
+        owners.setdefault(p, set()).add(rank)
+    assert all(seen[p] == p.numel() for p in params)
+    assert all(len(owners[p]) == 1 for p in params if hasattr(p, "muon_matrices"))
+    places = sorted(place[:2] for place in layout.param_index_map.values())
+    assert all(a[1] <= b[0] for a, b in zip(places, places[1:], strict=False))
+
+
+@pytest.mark.parametrize("bucket_size", [None, 40_000_000])
+@pytest.mark.parametrize("shards", [2, 4, 8, 1024])
+def test_muon_of_the_full_model_is_whole_bounded_and_balanced(shards, bucket_size):
+    params = _zaya1_base_under_muon()
+    layout = compute_expert_block_layout(params, bucket_size, shards, NO_PADDING)
+    _check_whole(layout, params, shards)
+
+    # fp32 weights, momentum, second moment: 8 bytes an element under Muon, 12 under AdamW.
+    state = [0] * shards
+    for p, rank, elements in _owners(layout, shards):
+        state[rank] += elements * (8 if hasattr(p, "muon_matrices") else 12)
+    largest = 8 * 4096 * 2048
+    assert max(state) <= 1.1 * sum(state) / shards + largest
+    padding = layout.bucket_indices[-1][1] / sum(p.numel() for p in params) - 1
+    assert padding <= MAX_PADDING
+    if shards <= 8:
+        work = newton_schulz_work(layout, shards)
+        assert max(work) <= 1.10 * sum(work) / shards
+
+
+MATRIX = st.tuples(st.integers(1, 40), st.integers(1, 40))
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    shards=st.sampled_from([1, 2, 3, 8]),
+    bucket_size=st.sampled_from([None, 500, 5000]),
+    layers=st.lists(
+        st.tuples(st.lists(MATRIX, max_size=4), st.lists(st.integers(1, 3000), max_size=4), st.booleans()),
+        min_size=1, max_size=5,
+    ),
+    expert=MATRIX,
+)
+def test_any_set_of_parameters_is_covered_once(shards, bucket_size, layers, expert):
+    params = []
+    for index, (matrices, others, experts) in enumerate(layers):
+        params += [_matrix(*shape) for shape in matrices]
+        params += [torch.nn.Parameter(torch.empty(n, device="meta")) for n in others]
+        if experts:
+            for i in range(4):
+                params.append(_matrix(*expert))
+                params[-1].expert_block = (f"{index}.fc1", i)
+    if not params:
+        return
+    layout = compute_expert_block_layout(params, bucket_size, shards, NO_PADDING)
+    _check_whole(layout, params, shards)
+    for low, high in layout.bucket_indices:
+        assert (high - low) % shards == 0
+    order = [layout.param_index_map[p][2] for p in reversed(params)]
+    assert order == sorted(order)
+    # Balance: no owner holds more than an even share of the buffer, and so no more work than the costliest matrix in
+    # all of that share would be; and all the work is somebody's.
+    work, share = newton_schulz_work(layout, shards), layout.bucket_indices[-1][1] / shards
+    held = [0] * shards
+    for _, rank, elements in _owners(layout, shards):
+        held[rank] += elements
+    assert max(held) <= share
+    costs = {p: b * newton_schulz_flops(m, n) for p in params for b, m, n in [getattr(p, "muon_matrices", (0, 1, 1))]}
+    assert max(work) <= share * max(cost / p.numel() for p, cost in costs.items()) * (1 + 1e-9)
+    assert sum(work) == pytest.approx(sum(costs.values()))

@@ -62,6 +62,25 @@ def test_holds_the_kernel_sources(names, project_files):
     assert sources <= names
 
 
+def test_holds_the_tables_of_the_kernels(names, project_files):
+    tables = {str(file) for file in project_files if file.parts[0] == "hip_ops" and file.suffix == ".json"}
+    assert tables and tables <= names
+
+
+@pytest.mark.slow
+def test_kernels_build_from_the_installed_copy(wheel, tmp_path, require_tool):
+    """No file of the repository is in reach: `-I` leaves the current folder and PYTHONPATH out."""
+    require_tool("g++")
+    target = tmp_path / "site"
+    assert pip("install", "--no-index", "--no-deps", "--target", str(target), str(wheel)).returncode == 0
+    program = f"import sys; sys.path.insert(0, {str(target)!r}); from hip_ops.__main__ import main; sys.exit(main(['build', '--target', 'cpu']))"
+    env = {**os.environ, "HIP_OPS_CACHE": str(tmp_path / "cache")}
+    done = subprocess.run([sys.executable, "-I", "-c", program], cwd=tmp_path, env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert Path(done.stdout.strip()).name == "libhip_ops.so" and "building kernels for cpu" in done.stderr
+    assert not list(target.rglob("*.so")), "nothing is written into the installation"
+
+
 def metadata_of(wheel: Path):
     archive = zipfile.ZipFile(wheel)
     (name,) = [name for name in archive.namelist() if name.endswith(".dist-info/METADATA")]

@@ -41,6 +41,7 @@ METRICS = "zaya_plugin.training.metrics"
 LAUNCH = "zaya_plugin.training.launch"
 LIFECYCLE = "zaya_plugin.training.lifecycle"
 DATASETS = "zaya_plugin.training.datasets"
+OPTIMIZER = "zaya_plugin.training.optimizer"
 
 
 @dataclass
@@ -111,9 +112,15 @@ class DataConfig:
 
 @dataclass
 class OptimConfig:
-    """AdamW with one shared learning rate. Only the cosine from 6e-4 to 2e-4 of stage 1 is published."""
+    """Muon on matrices, AdamW on the rest, one learning rate for both; or AdamW on everything.
 
-    name: str = own("adamw", "optimizer", ADAPTER, choices=("adamw",))
+    Published of ZAYA1: Muon on 2-D weights with five Newton-Schulz steps and AdamW's root mean square, AdamW on
+    convolutions, embedding, norms, scales and temperatures, and stage 1's cosine from 6e-4 to 2e-4. Not published:
+    momentum, Nesterov, coefficients, the constant, weight decay, betas, epsilon, clipping; the defaults are Jordan's
+    (momentum 0.95, Nesterov, the quintic) and Liu et al.'s (0.2, decay 0.1; arXiv 2502.16982).
+    """
+
+    name: str = own("adamw", "muon: matrices by Muon, the rest by AdamW; adamw: everything by AdamW", OPTIMIZER, choices=("adamw", "muon"))
     lr: float = arg(6e-4, "highest learning rate")
     min_lr: float = arg(2e-4, "learning rate at the end of the decay")
     lr_decay_style: str = arg(
@@ -128,6 +135,30 @@ class OptimConfig:
     clip_grad: float = arg(1.0, "clip the global gradient norm at this; 0 switches it off; unpublished")
     grad_reduce_in_fp32: bool = arg(
         True, "accumulate and reduce gradients in fp32", megatron="accumulate_allreduce_grads_in_fp32"
+    )
+    non_finite_gradients: str = own(
+        "stop", "stop: end the run with an error; skip: leave the step out on all ranks and go on", OPTIMIZER, choices=("stop", "skip")
+    )
+    muon_momentum: float = own(0.95, "Muon's momentum; unpublished", OPTIMIZER)
+    muon_nesterov: bool = own(True, "Nesterov form of the momentum; unpublished", OPTIMIZER)
+    muon_steps: int = own(5, "Newton-Schulz iterations", OPTIMIZER)
+    muon_coefficients: str = own(
+        "simple",
+        "simple: 3.4445, -4.7750, 2.0315 in every step (Jordan 2024); quintic: modded-nanogpt's five triples; polar_express: "
+        "arXiv 2505.16932; Megatron's names; unpublished",
+        OPTIMIZER,
+        choices=("simple", "quintic", "polar_express"),
+    )
+    muon_dtype: str = own(
+        "bf16", "precision of the Newton-Schulz iterations; fp16 has more digits and is kept in range", OPTIMIZER, choices=("bf16", "fp16", "fp32")
+    )
+    muon_rms_scale: float = own(0.2, "updates are scaled by this times sqrt(max(rows, columns)); unpublished", OPTIMIZER)
+    muon_momentum_dtype: str = own("fp32", "precision in which the momentum is kept", OPTIMIZER, choices=("fp32", "bf16"))
+    muon_split_gate_up: bool = own(
+        False, "orthogonalise gate and up halves of the experts' fc1 separately; unpublished", OPTIMIZER
+    )
+    overrides: list[str] = own(
+        [], "by parameter name: 'PATTERN optimizer=muon|adamw lr_mult=X weight_decay_mult=Y', later ones win", OPTIMIZER
     )
 
 
@@ -163,6 +194,11 @@ class ClusterConfig:
     transformer_impl: str = arg(
         "local", "local: torch; transformer_engine: from the host environment", choices=("local", "transformer_engine")
     )
+    hip_ops_backend: str = own(
+        "auto", "implementation of the fused operators; auto takes the best one here", OPTIMIZER, choices=("auto", "hip", "triton", "torch")
+    )
+    fused_residual_norm: bool = arg(False, "residual merge and the RMSNorm behind it by hip_ops, in one pass")
+    fused_muon: bool = own(True, "Muon's momentum, Newton-Schulz and update by hip_ops_backend; false: in plain torch", OPTIMIZER)
     peak_tflops: float | None = own(
         None, "dense bf16 TFLOP/s of one device that MFU is measured against (nominal); null: no MFU", METRICS
     )
@@ -236,6 +272,7 @@ class Recipe:
     seed: int = arg(1234, "seed of weights and data order")
     exit_interval: int | None = arg(None, "leave, saving, at the first step divisible by this")
     dry_run: bool = own(False, "print what would be launched and stop", LAUNCH)
+    explain_optim: bool = own(False, "print every parameter's optimizer, learning rate and decay, and stop", LAUNCH)
     megatron: dict[str, Any] = own({}, "any further Megatron argument by its name; unknown names are refused", ADAPTER)
 
 

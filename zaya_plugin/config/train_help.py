@@ -37,6 +37,7 @@ KEYS USED MOST, with the schema's defaults (all keys: zaya train experiment=<nam
 EXAMPLES
   zaya train experiment=cpu_demo                               the CPU demo, after: zaya data prepare --input stdlib --output data/stdlib
   zaya train experiment=cpu_demo dry_run=true                  what would run, and in which environment
+  zaya train experiment=zaya1_base explain_optim=true          every parameter's optimizer, learning rate and decay
   zaya train experiment=cpu_demo --cfg job                     the composed recipe
   zaya train experiment=cpu_demo optim.lr=1e-3 name=slower     other values, another run directory
   zaya train experiment=cpu_demo resume=auto                   continue from the last checkpoint, if there is one

@@ -11,6 +11,7 @@ import re
 from collections.abc import Callable, Iterator
 
 from zaya_plugin.config.compose import get
+from zaya_plugin.config.optimizer_override import Override
 from zaya_plugin.config.schema import Recipe, leaves, megatron_argument
 
 PARALLEL_SIZES = (
@@ -53,6 +54,7 @@ RANGES: tuple[tuple[str, Callable, tuple[str, ...]], ...] = (
             *(f"cluster.{key}" for key in ("num_nodes", "gpus_per_node", "distributed_timeout_minutes", "peak_tflops")),
             *("cluster.reachable_tflops", "cluster.threads_per_rank", "logger.log_interval", "logger.expert_load_interval"),
             *("checkpoint.save_interval", "nproc", "exit_interval", "optim.lr_decay_iters"),
+            *("optim.muon_steps", "optim.muon_rms_scale"),
         ),
     ),
     (
@@ -66,7 +68,7 @@ RANGES: tuple[tuple[str, Callable, tuple[str, ...]], ...] = (
     (
         "from 0 to below 1",
         _beta,
-        ("optim.adam_beta1", "optim.adam_beta2", "model.balancing_beta1", "model.balancing_beta2"),
+        ("optim.adam_beta1", "optim.adam_beta2", "optim.muon_momentum", "model.balancing_beta1", "model.balancing_beta2"),
     ),
     ("above 0, at most 1", _share, ("model.rotary_percent",)),
     ("a port from 1 to 65535", lambda value: 1 <= value <= 65535, ("master_port",)),
@@ -86,7 +88,7 @@ def validate(recipe: Recipe, world_size: int) -> None:
     """Raises one `ValueError` that lists everything impossible about `recipe` on `world_size` ranks."""
     problems = list(_ranges(recipe))
     if not problems:  # the relations below divide by values whose range must hold first
-        for check in (_model, _parallel, _batch, _schedule, _recompute, _cluster, _data, _rest):
+        for check in (_model, _parallel, _batch, _optimizer, _schedule, _recompute, _cluster, _data, _rest):
             problems += check(recipe, world_size)
     if problems:
         raise ValueError("\n".join(problems))
@@ -155,6 +157,20 @@ def _batch(recipe: Recipe, world_size: int) -> Iterator[str]:
             f"stage.global_batch_size = {stage.global_batch_size} is not a multiple of stage.micro_batch_size = "
             f"{stage.micro_batch_size} x {replicas} data-parallel ranks = {unit}; allowed: "
             f"{_nearest_multiples(stage.global_batch_size, unit)}"
+        )
+
+
+def _optimizer(recipe: Recipe, world_size: int) -> Iterator[str]:
+    optim = recipe.optim
+    for entry in optim.overrides:
+        try:
+            Override.parse(entry)
+        except ValueError as error:
+            yield str(error)
+    if optim.non_finite_gradients == "skip" and not recipe.parallel.use_distributed_optimizer:
+        yield (
+            "optim.non_finite_gradients = 'skip' with parallel.use_distributed_optimizer = False: allowed: stop, or the "
+            "distributed optimizer"
         )
 
 

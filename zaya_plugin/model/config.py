@@ -90,6 +90,9 @@ class ZayaConfig(TransformerConfig):
     """Residual stream in fp32 (transformers, vLLM, the 8B config). The ZAYA1-base release code's class default is
     False; which one pretraining used is not stated."""
 
+    fused_residual_norm: bool = False
+    """Residual merge and the RMSNorm behind it by `hip_ops.scaled_residual_rms_norm`, one pass over the stream."""
+
     scaled_output_init: bool = False
     """False: attention output and expert down projections start at init_method_std like all others (transformers
     `_init_weights`). True: Megatron's init_method_std / sqrt(2 * num_layers). What training used is unknown."""

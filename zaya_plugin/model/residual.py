@@ -57,6 +57,7 @@ class ResidualScaling(nn.Module):
 
     def __init__(self, config: TransformerConfig):
         super().__init__()
+        self.fused = getattr(config, "fused_residual_norm", False)
         shape = (config.hidden_size,)
         self.output_scale = constant_parameter(config, shape, 1.0)
         self.output_bias = constant_parameter(config, shape, 0.0)
@@ -72,10 +73,13 @@ class ResidualScaling(nn.Module):
 
     def merge_and_norm(self, output: Tensor, residual: Tensor, norm: ZayaRMSNorm) -> tuple[Tensor, Tensor]:
         """The new stream and `norm` of it."""
-        return scale_residual_and_norm(
-            output, residual, self.output_bias, self.output_scale, self.residual_bias, self.residual_scale,
-            norm.weight, norm.eps,
-        )
+        vectors = (self.output_bias, self.output_scale, self.residual_bias, self.residual_scale)
+        if self.fused:
+            from hip_ops import scaled_residual_rms_norm
+
+            normed, stream = scaled_residual_rms_norm(output, residual, *vectors, norm.weight, norm.eps)
+            return stream, normed
+        return scale_residual_and_norm(output, residual, *vectors, norm.weight, norm.eps)
 
 
 class InputAffine(nn.Module):

@@ -37,31 +37,34 @@ class GroupStepAdamW(torch.optim.Optimizer):
         assert closure is None, "closures are not supported"
         for group in self.param_groups:
             params = [p for p in group["params"] if p.grad is not None]
-            if not params:
-                continue
-            group["step"] = group.get("step", 0) + 1
-            for p in params:
-                if not self.state[p]:
-                    self.state[p]["exp_avg"] = torch.zeros_like(p)
-                    self.state[p]["exp_avg_sq"] = torch.zeros_like(p)
-            # One kernel for everything on a GPU: no second copy of the state, as foreach needs one for the square roots.
-            fused = all(p.is_cuda for p in params)
-            # torch counts these up itself before use; fused wants them on the device.
-            steps = torch.full((len(params),), group["step"] - 1.0, device=params[0].device if fused else "cpu").unbind()
-            adamw(
-                params,
-                [p.grad for p in params],
-                [self.state[p]["exp_avg"] for p in params],
-                [self.state[p]["exp_avg_sq"] for p in params],
-                [],
-                list(steps),
-                foreach=not fused,
-                fused=fused,
-                amsgrad=False,
-                beta1=group["betas"][0],
-                beta2=group["betas"][1],
-                lr=group["lr"],
-                weight_decay=group["weight_decay"],
-                eps=group["eps"],
-                maximize=False,
-            )
+            if params:
+                group["step"] = group.get("step", 0) + 1
+                self.update(group, params)
+
+    def update(self, group: dict, params: list[torch.Tensor]) -> None:
+        """AdamW of `params` with the settings of `group`, whose `step` counts this update already."""
+        for p in params:
+            if not self.state[p]:
+                self.state[p]["exp_avg"] = torch.zeros_like(p)
+                self.state[p]["exp_avg_sq"] = torch.zeros_like(p)
+        # One kernel for everything on a GPU: no second copy of the state, as foreach needs one for the square roots.
+        fused = all(p.is_cuda for p in params)
+        # torch counts these up itself before use; fused wants them on the device.
+        steps = torch.full((len(params),), group["step"] - 1.0, device=params[0].device if fused else "cpu").unbind()
+        adamw(
+            params,
+            [p.grad for p in params],
+            [self.state[p]["exp_avg"] for p in params],
+            [self.state[p]["exp_avg_sq"] for p in params],
+            [],
+            list(steps),
+            foreach=not fused,
+            fused=fused,
+            amsgrad=False,
+            beta1=group["betas"][0],
+            beta2=group["betas"][1],
+            lr=group["lr"],
+            weight_decay=group["weight_decay"],
+            eps=group["eps"],
+            maximize=False,
+        )

@@ -2,7 +2,7 @@
 """The one file that knows `megatron.training`: recipe -> arguments -> `pretrain`, with our model, data, loss and hooks.
 
 The loop, the schedules, the optimizers, the samplers and the checkpoints are Megatron's. pretrain() has no list of
-callbacks in 0.19, so four of its module-level names are given new values for the time of a run (`_install_hooks`).
+callbacks in 0.19, so five of its module-level names are given new values for the time of a run (`_install_hooks`).
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from zaya_plugin.training.arguments import OWN_ARGUMENTS, megatron_arguments
 from zaya_plugin.training.datasets import DataSources
 from zaya_plugin.training.lifecycle import Lifecycle
 from zaya_plugin.training.metrics import Reporter, Step
+from zaya_plugin.training.optimizer import assign_optimizers, optimizer_factory
 
 
 def run(recipe: Recipe, sources: DataSources, lifecycle: Lifecycle, reporter: Reporter) -> None:
@@ -42,7 +43,7 @@ def run(recipe: Recipe, sources: DataSources, lifecycle: Lifecycle, reporter: Re
     """
     args = parse_arguments(megatron_arguments(recipe, sources.tokenizer_arguments()))
     lifecycle.describe_into(args)
-    trainer = _Trainer(args, sources, lifecycle, reporter)
+    trainer = _Trainer(args, recipe, sources, lifecycle, reporter)
     trainer.install_hooks()
     try:
         training.pretrain(
@@ -89,6 +90,11 @@ def parse_arguments(values: dict[str, Any]) -> argparse.Namespace:
         sys.argv = argv
 
 
+def model_config(args: argparse.Namespace) -> ZayaConfig:
+    """The model's configuration from Megatron's arguments."""
+    return core_transformer_config_from_args(args, ZayaConfig)
+
+
 def forward_step(data_iterator, model):
     """One micro-batch. Returns the per-token loss [b, s] and the function that reduces it."""
     batch = next(data_iterator)
@@ -108,8 +114,9 @@ def forward_step(data_iterator, model):
 class _Trainer:
     """The functions that pretrain() calls back, and what they share."""
 
-    def __init__(self, args, sources: DataSources, lifecycle: Lifecycle, reporter: Reporter):
+    def __init__(self, args, recipe: Recipe, sources: DataSources, lifecycle: Lifecycle, reporter: Reporter):
         self.args = args
+        self.recipe = recipe
         self.sources = sources
         self.lifecycle = lifecycle
         self.reporter = reporter
@@ -117,21 +124,23 @@ class _Trainer:
         self.routers: list[ZayaRouter] | None = None
 
     def install_hooks(self) -> None:
-        """Megatron's names that get our values: its log line and validation report, and what surrounds a save."""
+        """Megatron's names that get our values: its log line and validation report, what surrounds a save, the optimizer."""
+        self.get_megatron_optimizer = training.get_megatron_optimizer
         self.evaluate = training.evaluate
         self.save_checkpoint = training.save_checkpoint
         training.training_log = self.training_log
         training.evaluate_and_print_results = self.evaluate_and_report
         training.save_checkpoint = self.save_and_prune
+        training.get_megatron_optimizer = optimizer_factory(self.recipe, self.get_megatron_optimizer)
 
     def provide_model(self, pre_process=True, post_process=True, vp_stage=None, config=None, pg_collection=None):
         """A GPTModel of ZAYA layers; called by pretrain() once the process groups are there."""
         args = self.args
         self.lifecycle.share_run_id()
         self.reporter.start(get_tensorboard_writer(), self.lifecycle.run_id, resumed_at=self.lifecycle.resumed_at)
-        config = core_transformer_config_from_args(args, ZayaConfig)
+        config = model_config(args)
         config.finalize_model_grads_func = self.finalize_and_balance
-        return build_zaya_model(
+        model = build_zaya_model(
             config,
             vocab_size=args.padded_vocab_size,
             max_sequence_length=args.max_position_embeddings,
@@ -142,6 +151,9 @@ class _Trainer:
             vp_stage=vp_stage,
             pg_collection=pg_collection,
         )
+        # Before DDP lays out its buffers: what belongs to Muon stays whole there.
+        assign_optimizers(self.recipe, model)
+        return model
 
     def provide_datasets(self, num_samples, vp_stage=None):
         """Train, validation and test sets for Megatron's numbers of samples."""

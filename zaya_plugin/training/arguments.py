@@ -29,6 +29,7 @@ OWN_ARGUMENTS = (
     "balancing_beta2",
     "balancing_eps",
     "balancing_centering",
+    "fused_residual_norm",
 )
 
 # What makes a network ZAYA (ZAYA1-8B Technical Report, arXiv 2605.05365; transformers' ZayaForCausalLM).
@@ -94,8 +95,10 @@ def megatron_arguments(recipe: Recipe, data: dict[str, Any]) -> dict[str, Any]:
     values.update(_precision(recipe))
     values.update(_checkpoints(recipe))
     values.update(_profiling(recipe))
-    if recipe.optim.name == "adamw":
-        values["optimizer"] = "adam"
+    # Megatron's name for what zaya_plugin.training.optimizer puts in its place.
+    values["optimizer"] = "adam"
+    if recipe.optim.non_finite_gradients == "skip":
+        values["check_for_nan_in_loss_and_grad"] = False
     values["num_workers"] = recipe.data.num_workers
     if recipe.logger.tensorboard or recipe.profile.enabled:  # the profiler's traces go beside this folder
         values["tensorboard_dir"] = str(Path(recipe.run_dir) / "tensorboard")

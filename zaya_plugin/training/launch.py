@@ -57,6 +57,11 @@ def launch(recipe: Recipe) -> int:
     """
     plan = make_plan(recipe, os.environ)
     validate(recipe, plan.world_size)
+    if recipe.explain_optim:
+        from zaya_plugin.training.explain import explain_optimizer
+
+        explain_optimizer(recipe)
+        return 0
     if recipe.dry_run:
         print(describe(recipe, plan))
         return 0

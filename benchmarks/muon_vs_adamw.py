@@ -1,0 +1,116 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Steps that Muon and AdamW need to a given loss, each over a range of learning rates: whole runs of `zaya train`.
+
+    python benchmarks/muon_vs_adamw.py --experiment cpu_demo --lrs 1e-3 2e-3 4e-3 8e-3 --results benchmarks/results
+
+Writes <name>.json and <name>.png. A run that is in --work already is not repeated. Loss is the training loss averaged over the last
+`--window` steps; the target is AdamW's at the end of its best run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import subprocess
+import sys
+from datetime import date
+from pathlib import Path
+
+OPTIMIZERS = ("adamw", "muon")
+
+
+def run(arguments: argparse.Namespace, optimizer: str, lr: float) -> Path:
+    """One training run; its directory."""
+    directory = arguments.work / f"{optimizer}-{lr:g}"
+    if not (directory / "done").is_file():
+        command = [
+            sys.executable, "-m", "zaya_plugin.cli", "train", f"experiment={arguments.experiment}", f"optim={optimizer}",
+            f"optim.lr={lr}", f"optim.min_lr={lr / 10}", f"run_dir={directory}", "logger.wandb=false",
+            "logger.tensorboard=false", "checkpoint.save_interval=null", *arguments.overrides,
+        ]
+        print(" ".join(command), flush=True)
+        log = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        if log.returncode:
+            raise SystemExit(log.stdout[-3000:])
+        (directory / "done").touch()
+    return directory
+
+
+def losses(directory: Path) -> tuple[list[float], float]:
+    """Training loss of every step, and the last validation loss."""
+    rows = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
+    return [r["loss"] for r in rows if "loss" in r], [r["valid_loss"] for r in rows if "valid_loss" in r][-1]
+
+
+def smooth(values: list[float], window: int) -> list[float]:
+    """Mean of each value and up to window - 1 before it."""
+    return [sum(values[max(0, i - window + 1) : i + 1]) / len(values[max(0, i - window + 1) : i + 1]) for i in range(len(values))]
+
+
+def steps_to(curve: list[float], target: float) -> int | None:
+    """First step at which the curve is at the target or below."""
+    return next((i + 1 for i, value in enumerate(curve) if value <= target), None)
+
+
+def plot(path: Path, curves: dict[tuple[str, float], list[float]], best: dict[str, float], target: float) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(8, 5))
+    for (optimizer, lr), curve in curves.items():
+        chosen = best[optimizer] == lr
+        axes.plot(
+            range(1, len(curve) + 1), curve, color="tab:blue" if optimizer == "adamw" else "tab:red",
+            alpha=1.0 if chosen else 0.25, linewidth=2 if chosen else 1, label=f"{optimizer}, lr {lr:g}" if chosen else None,
+        )
+    axes.axhline(target, color="gray", linestyle=":", label="AdamW's best end")
+    axes.set(xlabel="step", ylabel="training loss (running mean)")
+    axes.legend()
+    figure.savefig(path, dpi=120, bbox_inches="tight")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--experiment", default="cpu_demo")
+    parser.add_argument("--lrs", type=float, nargs="+", default=[1e-3, 2e-3, 4e-3, 8e-3])
+    parser.add_argument("--overrides", nargs="*", default=[], help="more Hydra overrides for every run")
+    parser.add_argument("--window", type=int, default=10)
+    parser.add_argument("--work", type=Path, default=Path("runs/muon_vs_adamw"))
+    parser.add_argument("--results", type=Path, default=Path("benchmarks/results"))
+    parser.add_argument("--name", default="muon_vs_adamw-cpu")
+    parser.add_argument("--device", default=platform.processor() or platform.machine())
+    arguments = parser.parse_args()
+
+    curves, validation = {}, {}
+    for optimizer in OPTIMIZERS:
+        for lr in arguments.lrs:
+            raw, validation[optimizer, lr] = losses(run(arguments, optimizer, lr))
+            curves[optimizer, lr] = smooth(raw, arguments.window)
+    best = {o: min(arguments.lrs, key=lambda lr, o=o: curves[o, lr][-1]) for o in OPTIMIZERS}
+    target = curves["adamw", best["adamw"]][-1]
+    table = [
+        {
+            "optimizer": optimizer, "lr": lr, "final_loss": round(curve[-1], 4), "validation": round(validation[optimizer, lr], 4),
+            "steps_to_target": steps_to(curve, target), "best_of_its_optimizer": best[optimizer] == lr,
+        }
+        for (optimizer, lr), curve in curves.items()
+    ]
+    commit = subprocess.run(["git", "describe", "--always", "--dirty"], capture_output=True, text=True).stdout.strip()
+    result = {
+        "date": str(date.today()), "commit": commit, "device": arguments.device,
+        "command": "python benchmarks/muon_vs_adamw.py " + " ".join(sys.argv[1:]), "experiment": arguments.experiment,
+        "window": arguments.window, "target": round(target, 4), "table": table,
+    }
+    arguments.results.mkdir(parents=True, exist_ok=True)
+    (arguments.results / f"{arguments.name}.json").write_text(json.dumps(result, indent=1) + "\n")
+    plot(arguments.results / f"{arguments.name}.png", curves, best, target)
+    for row in table:
+        print(row)
+    print(f"target {target:.4f}")
+
+
+if __name__ == "__main__":
+    main()

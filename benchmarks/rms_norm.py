@@ -1,0 +1,261 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Residual merge + RMSNorm, forward and backward, beside eager torch, torch.compile, Liger and quack on the same inputs.
+
+    python3 benchmarks/rms_norm.py                     add + RMSNorm in bf16, and ZAYA's merge on an fp32 stream
+    python3 benchmarks/rms_norm.py --sweep             other tiles and grids of the Triton kernels
+
+Medians of triton's do_bench (which clears L2 before each call) on fresh random inputs larger than L2; the copy bandwidth of the
+device is measured in the same run. Rates are by the bytes that must move: of each [rows, hidden] tensor once, of vectors nothing.
+`operator` is the whole way through dispatch and autograd, `kernel` the back end's function alone. Liger and quack are measured
+where they can be imported. Prints a table, and one line of JSON, which it writes to benchmarks/results/<name>.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import importlib
+import itertools
+import json
+import platform
+import shlex
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from unittest import mock
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import hip_ops
+from hip_ops import backend
+
+HERE = Path(__file__).resolve().parent
+BF16, FP32 = torch.bfloat16, torch.float32
+EPS = 1e-5
+MI300X_BYTES_PER_S = 4.33e12
+
+
+def eager_add(x: Tensor, residual: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    new_residual = x + residual
+    return F.rms_norm(new_residual, weight.shape, weight, EPS), new_residual
+
+
+def eager_scaled(output, residual, b_o, s_o, b_x, s_x, weight) -> tuple[Tensor, Tensor]:
+    """As the model writes it (zaya_plugin.model.residual.scale_residual_and_norm)."""
+    b_o, s_o, b_x, s_x = (v.float() for v in (b_o, s_o, b_x, s_x))
+    new_residual = torch.addcmul(torch.addcmul(b_o * s_o + b_x * s_x, output.float(), s_o), residual, s_x)
+    return F.rms_norm(new_residual, weight.shape, weight.float(), EPS).to(weight.dtype), new_residual
+
+
+def liger_add(x: Tensor, residual: Tensor, weight: Tensor):
+    from liger_kernel.transformers.functional import liger_fused_add_rms_norm
+
+    return liger_fused_add_rms_norm(x, residual, weight, EPS)
+
+
+def quack_add(x: Tensor, residual: Tensor, weight: Tensor):
+    from quack import rmsnorm
+
+    return rmsnorm(x, weight, residual=residual, eps=EPS, prenorm=True)
+
+
+@dataclass(frozen=True)
+class Work:
+    """Bytes an element that must move; forward: x, residual in, y, new_residual out; backward: dy, d_new_residual, what was saved in,
+    d_x, and d_residual where it is another number, out."""
+
+    name: str
+    scaled: bool
+    residual: torch.dtype
+    forward_bytes: int
+    backward_bytes: int
+    eager: Callable
+    anchors: dict[str, Callable]
+
+
+ADD = Work("add + RMSNorm, bf16", False, BF16, 8, 8, eager_add, {"liger": liger_add, "quack": quack_add})
+SCALED = Work("ZAYA merge + RMSNorm, fp32 stream", True, FP32, 12, 18, eager_scaled, {})
+
+
+def milliseconds(call: Callable, device: torch.device, rep: int) -> float:
+    if device.type == "cuda":
+        from triton.testing import do_bench
+
+        return do_bench(call, warmup=max(rep // 4, 25), rep=rep, return_mode="median")
+    times = []
+    for _ in range(4):
+        start = time.perf_counter()
+        call()
+        times.append(1e3 * (time.perf_counter() - start))
+    return statistics.median(times[1:])
+
+
+def copy_bandwidth(device: torch.device, rep: int) -> float:
+    """Bytes read and written a second by Tensor.copy_ of 1 GiB (32 MiB on a CPU)."""
+    source = torch.randn(2**28 if device.type == "cuda" else 2**23, device=device)
+    target = torch.empty_like(source)
+    return 2 * source.numel() * 4 / milliseconds(lambda: target.copy_(source), device, rep) * 1e3
+
+
+class Inputs:
+    def __init__(self, work: Work, rows: int, hidden: int, device: torch.device):
+        def stream(dtype):
+            return torch.randn(rows, hidden, device=device, dtype=FP32).to(dtype)
+
+        self.elements = rows * hidden
+        self.x, self.residual = stream(BF16), stream(work.residual)
+        self.vectors = [(torch.randn(hidden, device=device) * 0.1 + scale).to(BF16) for scale in ((0, 1, 0, 1, 1) if work.scaled else (1,))]
+        self.dy, self.d_new_residual = stream(BF16), stream(work.residual)
+
+    @property
+    def arguments(self) -> list[Tensor]:
+        return [self.x, self.residual, *self.vectors]
+
+    def backward(self, function: Callable) -> Callable:
+        """Gradients of all arguments from both results, by autograd."""
+        leaves = [t.detach().requires_grad_() for t in self.arguments]
+        outputs = function(*leaves)
+        return lambda: torch.autograd.grad(outputs, leaves, (self.dy, self.d_new_residual), retain_graph=True)
+
+
+def ours(work: Work) -> Callable:
+    function = hip_ops.scaled_residual_rms_norm if work.scaled else hip_ops.add_rms_norm
+    return lambda *arguments: function(*arguments, EPS)
+
+
+def kernels(work: Work, name: str, inputs: Inputs) -> tuple[Callable, Callable]:
+    """The back end's forward and backward, without dispatch and autograd."""
+    module = importlib.import_module(f"hip_ops.{name}_kernels.rms_norm")
+    i = inputs
+    if work.scaled:
+        rstd = module.scaled_residual_rms_norm(*i.arguments, EPS)[2]
+        return (
+            lambda: module.scaled_residual_rms_norm(*i.arguments, EPS),
+            lambda: module.scaled_residual_rms_norm_backward(i.dy, i.d_new_residual, i.x, i.residual, rstd, *i.vectors),
+        )
+    _, new_residual, rstd = module.add_rms_norm(*i.arguments, EPS)
+    return (
+        lambda: module.add_rms_norm(*i.arguments, EPS),
+        lambda: module.add_rms_norm_backward(i.dy, i.d_new_residual, new_residual, rstd, i.vectors[0], BF16),
+    )
+
+
+def measure(work: Work, rows: int, hidden: int, device: torch.device, options) -> dict:
+    """{"forward": {name: figures}, "backward": ...}; a name that fails has its error."""
+    inputs, copy = Inputs(work, rows, hidden, device), options.copy
+    needed = {"forward": work.forward_bytes * inputs.elements, "backward": work.backward_bytes * inputs.elements}
+    found: dict[str, dict] = {"forward": {}, "backward": {}}
+
+    def enter(direction: str, name: str, make_call: Callable[[], Callable]) -> None:
+        try:
+            ms = milliseconds(make_call(), device, options.rep)
+        except Exception as error:  # an anchor that is not installed, or does not run on this device, is a row of the table
+            found[direction][name] = {"error": f"{type(error).__name__}: {error}"[:200]}
+            return
+        rate = needed[direction] / ms * 1e3
+        found[direction][name] = {"ms": round(ms, 4), "tb_per_s": round(rate / 1e12, 3), "of_copy": round(rate / copy, 3)}
+
+    def both(name: str, function: Callable) -> None:
+        enter("forward", name, lambda: lambda: function(*inputs.arguments))
+        enter("backward", name, lambda: inputs.backward(function))
+
+    both("eager", work.eager)
+    if device.type == "cuda":
+        torch._dynamo.reset()
+        both("torch.compile", torch.compile(work.eager, dynamic=False))
+        for name, function in work.anchors.items():
+            both(name, function)
+    for name in options.backends:
+        with backend.use_backend(name):
+            both(f"{name}, operator", ours(work))
+        if name != "torch":
+            for direction, place in (("forward", 0), ("backward", 1)):
+                enter(direction, f"{name}, kernel", lambda name=name, place=place: kernels(work, name, inputs)[place])
+    best, summary = options.backends[0], {}
+    for direction, figures in found.items():
+        mine, compiled = (figures.get(name, {}).get("ms") for name in (f"{best}, operator", "torch.compile"))
+        if mine and compiled:
+            summary[f"torch.compile / ours, {direction}"] = round(compiled / mine, 3)
+        summary[f"mi300x prediction ms, {direction}"] = round(1e3 * needed[direction] / MI300X_BYTES_PER_S, 4)
+    return {**found, "summary": summary}
+
+
+def sweep(work: Work, rows: int, hidden: int, device: torch.device, options) -> dict:
+    """Times of the Triton kernels alone, best first, with other warps, grids and stages than `launch` chooses."""
+    from hip_ops.triton_kernels import rms_norm as triton_kernels
+
+    inputs, chosen, found = Inputs(work, rows, hidden, device), triton_kernels.launch, {"forward": {}, "backward": {}}
+    for direction, place in (("forward", 0), ("backward", 1)):
+        default = chosen(hidden, scaled=work.scaled, backward=bool(place))
+        grids = (None, 2, 4, 8) if direction == "forward" else (1, 2, 3, 4, 6, 8)
+        for warps, resident, stages in itertools.product((4, 8, 16), grids, (1, 2, 3)):
+            trial = replace(default, num_warps=warps, programs_per_multiprocessor=resident, stages=stages)
+            if direction == "forward" and stages > 1:
+                continue
+
+            def launch(hidden_size, *, scaled, backward, trial=trial, place=place):
+                return trial if backward == bool(place) else chosen(hidden_size, scaled=scaled, backward=backward)
+
+            with mock.patch.object(triton_kernels, "launch", launch):
+                try:
+                    ms = milliseconds(kernels(work, "triton", inputs)[place], device, options.rep)
+                except Exception as error:  # too much shared memory, for one
+                    found[direction][str(trial)] = {"error": f"{type(error).__name__}: {error}"[:120]}
+                    continue
+            needed = (work.backward_bytes if place else work.forward_bytes) * inputs.elements
+            found[direction][str(trial)] = {"ms": round(ms, 4), "tb_per_s": round(needed / ms / 1e9, 3)}
+        found[direction] = dict(sorted(found[direction].items(), key=lambda item: item[1].get("ms", 1e9)))
+    return found
+
+
+def table(results: dict) -> str:
+    lines = []
+    for title, parts in results.items():
+        for part, figures in parts.items():
+            for name, row in figures.items():
+                cells = "  ".join(f"{key} {value}" for key, value in row.items()) if isinstance(row, dict) else str(row)
+                lines.append(f"{title:52}{part:10}{name:42}{cells}")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    on_gpu = torch.cuda.is_available()
+    parser.add_argument("--shapes", nargs="+", default=["32768x2048", "32768x4096"] if on_gpu else ["256x2048"], help="rows x hidden size")
+    parser.add_argument("--backends", nargs="+", default=["triton", "hip"] if on_gpu else ["torch"], help="the first is compared with torch.compile")
+    parser.add_argument("--rep", type=int, default=200, help="milliseconds a measurement takes")
+    parser.add_argument("--sweep", action="store_true")
+    parser.add_argument("--name", default="rms_norm", help="of the file in benchmarks/results")
+    parser.add_argument("--commit", help="where there is no git repository")
+    options = parser.parse_args()
+    device = torch.device("cuda", 0) if on_gpu else torch.device("cpu")
+    torch.manual_seed(0)
+    options.copy = copy_bandwidth(device, options.rep)
+    if on_gpu:
+        from torch._functorch import config as functorch
+
+        functorch.donated_buffer = False  # a backward that is run again and again keeps its inputs
+    results = {}
+    for work, shape in itertools.product((ADD, SCALED), options.shapes):
+        rows, hidden = map(int, shape.split("x"))
+        results[f"{work.name} {shape}"] = (sweep if options.sweep else measure)(work, rows, hidden, device, options)
+    commit = options.commit or subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=HERE, capture_output=True, text=True).stdout.strip()
+    result = {
+        "device": torch.cuda.get_device_name() if on_gpu else f"CPU {platform.machine()}", "date": datetime.date.today().isoformat(),
+        "commit": commit or "unknown", "command": shlex.join(["python3", *sys.argv]), "torch": torch.__version__,
+        "copy_tb_per_s": round(options.copy / 1e12, 3), "results": results,
+    }  # fmt: skip
+    print(table(results), f"\ncopy bandwidth {result['copy_tb_per_s']} TB/s on {result['device']}", file=sys.stderr)
+    print(json.dumps(result))
+    (HERE / "results").mkdir(exist_ok=True)
+    (HERE / "results" / f"{options.name}.json").write_text(json.dumps(result, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,40 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where built libraries lie, and one builder at a time."""
+
+import contextlib
+import errno
+import fcntl
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+
+def cache_folder() -> Path:
+    """HIP_OPS_CACHE, else hip_ops in XDG_CACHE_HOME, else ~/.cache/hip_ops."""
+    asked = os.environ.get("HIP_OPS_CACHE")
+    if asked:
+        return Path(asked).expanduser().absolute()
+    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser().absolute() / "hip_ops"
+
+
+@contextlib.contextmanager
+def locked(file: Path) -> Iterator[bool]:
+    """Holds an exclusive lock on `file` between processes; a process that dies lets go of it.
+
+    Gives False where the file system has no locks (some network mounts): then two may build at once, and the atomic renames keep
+    either result whole.
+    """
+    with open(file, "a") as handle:
+        try:
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                print(f"hip_ops: waiting for another process that builds ({file})", file=sys.stderr, flush=True)
+                fcntl.flock(handle, fcntl.LOCK_EX)
+        except OSError as error:
+            if error.errno not in (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS, errno.EINVAL):
+                raise
+            yield False
+            return
+        yield True  # closing the file unlocks it

@@ -1,0 +1,22 @@
+// SPDX-License-Identifier: Apache-2.0
+// The 16-byte vector of an element type, for load16 and store16.
+#pragma once
+
+namespace ho {
+template <class T>
+struct Vector16Of;
+template <>
+struct Vector16Of<float> {
+  using type = f32x4;
+};
+template <>
+struct Vector16Of<uint32_t> {
+  using type = u32x4;
+};
+template <>
+struct Vector16Of<bf16> {
+  using type = bf16x8;
+};
+template <class T>
+using Vector16 = typename Vector16Of<T>::type;
+}  // namespace ho

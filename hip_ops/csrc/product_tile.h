@@ -1,0 +1,216 @@
+// SPDX-License-Identifier: Apache-2.0
+// One output tile of  C = alpha * A * B^T + beta * D + gamma * I  for 16-bit A [m, k], B [n, k], D and C [m, n], fp32 accumulation.
+//
+// Four waves share a tile of (64*kFrag)^2; each owns a (32*kFrag)^2 quarter as kFrag x kFrag accumulators of the 32x32x8 MFMA.
+// k advances in slabs of 32 through two LDS stages:
+//
+//   step s:  read the second half of slab s | MFMAs on the first half | registers (slab s+1) -> other stage | fetch slab s+3
+//            barrier, LDS only                       <- the only one in a step; global loads stay in flight across it
+//            read the first half of slab s+1 | MFMAs on the second half of slab s, which is in registers since before the barrier
+//
+// so no MFMA waits for the barrier's own data, and a global load has two full steps to arrive (gfx942 has no 16-byte
+// global-to-LDS copy, hence the registers in between).
+//
+// LDS rows are 32 elements (64 bytes) in four 16-byte chunks; chunk c of row r sits at c ^ ((r/2) % 4). Then the eight lanes of
+// every group that the LDS serves in one cycle, both for ds_read_b128 (lanes 0-3 with 20-23, ...) and for consecutive lanes
+// (ds_write_b128), touch eight different 16-byte columns of the 128-byte bank line: no conflicts.
+//
+// One b128 read feeds two MFMAs. A lane's eight elements are k = 16*half_slab + 8*(lane/32) + 0..7 while one MFMA expects
+// k = 4*(lane/32) + 0..3: it gets elements 4*q..4*q+3 of both operands, a permutation of k that is the same for A and B.
+//
+// The operands are swapped in the MFMA, so a lane holds four consecutive columns of one row of C.
+#pragma once
+#include "element_types.h"
+#include "tile_order.h"
+
+#if defined(__HIP_DEVICE_COMPILE__)
+#define HO_SCHEDULE_FENCE() __builtin_amdgcn_sched_barrier(0)
+#define HO_SCHEDULE(kind, count) __builtin_amdgcn_sched_group_barrier(kind, count, 0)
+#else
+#define HO_SCHEDULE_FENCE()
+#define HO_SCHEDULE(kind, count)
+#endif
+
+// block_sync_lds without the compiler's second `s_waitcnt lgkmcnt(0)` after the barrier: no request of this wave is outstanding there,
+// and LDS serves the requests that follow in order, so only the compiler has to be kept from moving them up.
+__device__ __forceinline__ void stage_barrier() {
+#if defined(__HIP_DEVICE_COMPILE__) && __clang_major__ >= 19
+    __builtin_amdgcn_fence(__ATOMIC_RELEASE, "workgroup", "local");
+    __builtin_amdgcn_s_barrier();
+    __builtin_amdgcn_fence(__ATOMIC_ACQUIRE, "wavefront", "local");
+#else
+    block_sync_lds();
+#endif
+}
+constexpr int kScheduleMfma = 0x8, kScheduleGlobalRead = 0x20, kScheduleLdsRead = 0x100, kScheduleLdsWrite = 0x200;
+
+constexpr int kSlab = 32;
+constexpr int kProductThreads = 256;
+
+struct ProductOperands {
+    const uint16_t *a, *b, *d;  // d may be null
+    uint16_t *c, *transposed;   // transposed, [n, m], may be null
+    int m, n, k;
+    float alpha, beta, gamma;
+    bool bf16_result;  // whatever the operands are
+};
+
+template <int kFrag>
+struct Fragments {
+    bf16x8 a[kFrag], b[kFrag];
+};
+
+// What one thread carries of one slab between global memory and LDS: chunk thread%4 of rows thread/4 + 64*i of both operands.
+template <int kFrag>
+struct Staged {
+    bf16x8 a[kFrag], b[kFrag];
+};
+
+// Rows past the end read the last row again: their products are never stored.
+template <int kFrag>
+struct PanelOffsets {
+    uint32_t at[kFrag];
+    __device__ __forceinline__ PanelOffsets(int rows_left, int k) {
+#pragma unroll
+        for (int i = 0; i < kFrag; i++) {
+            const int row = static_cast<int>(threadIdx.x) / 4 + 64 * i;
+            at[i] = static_cast<uint32_t>(row < rows_left ? row : rows_left - 1) * static_cast<uint32_t>(k);
+        }
+    }
+};
+
+template <bool kVector>
+__device__ __forceinline__ bf16x8 load_chunk(const uint16_t* row, int column, int k) {
+    bf16x8 value;
+    if (kVector) {  // k % 8 == 0: a chunk is inside or outside as a whole
+        value = load16(row + (column < k ? column : 0));
+#pragma unroll
+        for (int e = 0; e < 8; e++) value[e] = column < k ? value[e] : 0;
+    } else {
+#pragma unroll
+        for (int e = 0; e < 8; e++) value[e] = column + e < k ? row[column + e] : 0;
+    }
+    return value;
+}
+
+template <class Element, int kFrag>
+__device__ __forceinline__ void multiply(const Fragments<kFrag>& f, f32x16 (&acc)[kFrag][kFrag]) {
+#pragma unroll
+    for (int q = 0; q < 2; q++)
+#pragma unroll
+        for (int i = 0; i < kFrag; i++)
+#pragma unroll
+            for (int j = 0; j < kFrag; j++) {
+                bf16x4 a, b;
+#pragma unroll
+                for (int e = 0; e < 4; e++) a[e] = f.a[i][4 * q + e], b[e] = f.b[j][4 * q + e];
+                acc[i][j] = Element::mfma(b, a, acc[i][j]);
+            }
+}
+
+// The k loop. `lds` holds two stages of A rows then B rows.
+template <class Element, int kFrag, bool kVector>
+__device__ __forceinline__ void accumulate(const ProductOperands& p, const uint16_t* a, const uint16_t* b, int a_rows, int b_rows,
+                                           uint16_t* lds, f32x16 (&acc)[kFrag][kFrag]) {
+    constexpr int kRows = 64 * kFrag, kOperand = kRows * kSlab, kStage = 2 * kOperand;
+    const int thread = threadIdx.x, lane = lane_id(), wave = wave_id();
+    const int k = p.k, slabs = (k + kSlab - 1) / kSlab;
+    const PanelOffsets<kFrag> a_offsets(a_rows, k), b_offsets(b_rows, k);
+    const int chunk = thread % 4, swizzle = (lane / 2) % 4;
+    uint16_t* const store_at = lds + thread / 4 * kSlab + (chunk ^ (thread / 8 % 4)) * 8;
+    const uint16_t *read_a[2], *read_b[2];
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+        const int column = ((2 * half + lane / 32) ^ swizzle) * 8;
+        read_a[half] = lds + (wave / 2 * 32 * kFrag + lane % 32) * kSlab + column;
+        read_b[half] = lds + kOperand + (wave % 2 * 32 * kFrag + lane % 32) * kSlab + column;
+    }
+
+    auto fetch = [&](Staged<kFrag>& staged, int slab) {  // anywhere, also past the end of k
+#pragma unroll
+        for (int i = 0; i < kFrag; i++) staged.a[i] = load_chunk<kVector>(a + a_offsets.at[i], slab * kSlab + chunk * 8, k);
+#pragma unroll
+        for (int i = 0; i < kFrag; i++) staged.b[i] = load_chunk<kVector>(b + b_offsets.at[i], slab * kSlab + chunk * 8, k);
+    };
+    auto fetch_full = [&](Staged<kFrag>& staged, const uint16_t* a_slab, const uint16_t* b_slab) {
+#pragma unroll
+        for (int i = 0; i < kFrag; i++) staged.a[i] = load16(a_slab + (a_offsets.at[i] + chunk * 8));
+#pragma unroll
+        for (int i = 0; i < kFrag; i++) staged.b[i] = load16(b_slab + (b_offsets.at[i] + chunk * 8));
+    };
+    auto put = [&](const Staged<kFrag>& staged, int stage) {
+#pragma unroll
+        for (int i = 0; i < kFrag; i++) *reinterpret_cast<bf16x8*>(store_at + stage * kStage + 64 * kSlab * i) = staged.a[i];
+#pragma unroll
+        for (int i = 0; i < kFrag; i++) *reinterpret_cast<bf16x8*>(store_at + stage * kStage + kOperand + 64 * kSlab * i) = staged.b[i];
+    };
+    auto get = [&](Fragments<kFrag>& f, int stage, int half) {
+#pragma unroll
+        for (int i = 0; i < kFrag; i++) f.a[i] = *reinterpret_cast<const bf16x8*>(read_a[half] + stage * kStage + 32 * kSlab * i);
+#pragma unroll
+        for (int i = 0; i < kFrag; i++) f.b[i] = *reinterpret_cast<const bf16x8*>(read_b[half] + stage * kStage + 32 * kSlab * i);
+    };
+
+    Staged<kFrag> odd, even;  // slabs of odd and even number on their way to stage 1 and stage 0
+    Fragments<kFrag> first, second;
+    fetch(even, 0);
+    if (slabs > 1) fetch(odd, 1);
+    put(even, 0);
+    if (slabs > 2) fetch(even, 2);
+    block_sync_lds();
+    get(first, 0, 0);
+
+    int slab = 0;
+    auto full_step = [&](int stage, Staged<kFrag>& staged, const uint16_t* a_slab, const uint16_t* b_slab) {
+        HO_SCHEDULE_FENCE();
+        get(second, stage, 1);
+        put(staged, 1 - stage);
+        fetch_full(staged, a_slab, b_slab);
+        multiply<Element>(first, acc);
+        HO_SCHEDULE(kScheduleLdsRead, 2 * kFrag);
+        HO_SCHEDULE(kScheduleMfma, kFrag);
+#pragma unroll
+        for (int i = 0; i < 2 * kFrag; i++) {
+            HO_SCHEDULE(kScheduleLdsWrite, 1);
+            HO_SCHEDULE(kScheduleGlobalRead, 1);
+            HO_SCHEDULE(kScheduleMfma, kFrag / 2);
+        }
+        HO_SCHEDULE(kScheduleMfma, 2 * kFrag * kFrag);
+        HO_SCHEDULE_FENCE();
+        stage_barrier();
+        HO_SCHEDULE_FENCE();
+        get(first, 1 - stage, 0);
+        multiply<Element>(second, acc);
+#pragma unroll
+        for (int i = 0; i < 2 * kFrag; i++) {
+            HO_SCHEDULE(kScheduleLdsRead, 1);
+            HO_SCHEDULE(kScheduleMfma, 1);
+        }
+        HO_SCHEDULE(kScheduleMfma, 2 * kFrag * kFrag);
+        HO_SCHEDULE_FENCE();
+    };
+    if (kVector) {
+        const uint16_t *a_slab = a + 3 * kSlab, *b_slab = b + 3 * kSlab;
+        for (const int full = k / kSlab; slab + 5 <= full; slab += 2) {  // both fetches, slab+3 and slab+4, are full
+            full_step(0, odd, a_slab, b_slab);
+            full_step(1, even, a_slab + kSlab, b_slab + kSlab);
+            a_slab += 2 * kSlab;
+            b_slab += 2 * kSlab;
+        }
+    }
+    auto last_step = [&](int stage, Staged<kFrag>& staged) {
+        get(second, stage, 1);
+        if (slab + 1 < slabs) put(staged, 1 - stage);
+        if (slab + 3 < slabs) fetch(staged, slab + 3);
+        multiply<Element>(first, acc);
+        stage_barrier();
+        if (slab + 1 < slabs) get(first, 1 - stage, 0);
+        multiply<Element>(second, acc);
+        slab++;
+    };
+#pragma unroll 1
+    while (slab < slabs) {
+        last_step(0, odd);
+        if (slab < slabs) last_step(1, even);
+    }
+}

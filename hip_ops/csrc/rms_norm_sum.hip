@@ -1,0 +1,80 @@
+// SPDX-License-Identifier: Apache-2.0
+// Second launch of the RMSNorm backward: adds partial [blocks][4 or 1][hidden] over the blocks, always in the same order, and makes
+// the gradients of the vectors of the sums (formulas: rms_norm_backward.hip). A block of threads has 16 columns, so that even 2048
+// of them give enough blocks, and reads whole 64-byte pieces; 32 threads share a column and take every 32nd row of partial each.
+#include "rms_norm.h"
+
+constexpr int kColumns = 16, kSlices = 32, kSumThreads = kColumns * kSlices;
+
+__device__ __forceinline__ float load_as(const void* from, int at, bool is_bf16) {
+  return is_bf16 ? bf16_to_float(static_cast<const bf16*>(from)[at]) : static_cast<const float*>(from)[at];
+}
+
+__device__ __forceinline__ void store_as(void* to, int at, bool is_bf16, float v) {
+  if (is_bf16) static_cast<bf16*>(to)[at] = float_to_bf16(v);
+  else static_cast<float*>(to)[at] = v;
+}
+
+// The first kColumns threads get all sums of their columns.
+template <int kSums>
+__device__ __forceinline__ void sum_partial(const float* partial, int64_t blocks, int hidden, float (&total)[kSums]) {
+  HO_LDS(float, slices, kSums * kSumThreads);
+  HO_LDS(float, totals, kSums * kColumns);
+  const int thread = int(threadIdx.x), column = int(blockIdx.x) * kColumns + thread % kColumns;
+#pragma unroll
+  for (int s = 0; s < kSums; ++s) total[s] = 0.0f;
+  if (column < hidden) {
+#pragma unroll 4
+    for (int64_t block = thread / kColumns; block < blocks; block += kSlices) {
+#pragma unroll
+      for (int s = 0; s < kSums; ++s) total[s] += partial[(block * kSums + s) * hidden + column];
+    }
+  }
+#pragma unroll
+  for (int s = 0; s < kSums; ++s) slices[s * kSumThreads + thread] = total[s];
+  block_sync_lds();  // slices
+  if (wave_id() < kSums) {
+    float sum = 0.0f;
+    for (int i = 0; i < kSumThreads / kWave; ++i) sum += slices[wave_id() * kSumThreads + i * kWave + lane_id()];
+    sum += wave_xor(sum, 16);
+    sum += wave_xor(sum, 32);
+    if (lane_id() < kColumns) totals[wave_id() * kColumns + lane_id()] = sum;
+  }
+  block_sync_lds();
+#pragma unroll
+  for (int s = 0; s < kSums; ++s) total[s] = totals[s * kColumns + thread % kColumns];
+}
+
+HO_KERNEL(ho_rms_norm_sum_weight, kSumThreads)
+(const float* partial, void* d_weight, int64_t blocks, int hidden, int64_t types) {
+  float total[1];
+  sum_partial<1>(partial, blocks, hidden, total);
+  const int column = int(blockIdx.x) * kColumns + int(threadIdx.x);
+  if (threadIdx.x < kColumns && column < hidden) store_as(d_weight, column, types & kBf16Weight, total[0]);
+}
+
+HO_KERNEL(ho_rms_norm_sum_vectors, kSumThreads)
+(const float* partial, const void* x_bias, const void* x_scale, const void* residual_bias, const void* residual_scale, void* d_x_bias,
+ void* d_x_scale, void* d_residual_bias, void* d_residual_scale, void* d_weight, int64_t blocks, int hidden, int64_t types) {
+  float total[4];
+  sum_partial<4>(partial, blocks, hidden, total);
+  const int column = int(blockIdx.x) * kColumns + int(threadIdx.x);
+  if (threadIdx.x >= kColumns || column >= hidden) return;
+  const bool is_bf16 = types & kBf16Weight;
+  store_as(d_x_bias, column, is_bf16, total[0] * load_as(x_scale, column, is_bf16));
+  store_as(d_x_scale, column, is_bf16, fmaf(total[0], load_as(x_bias, column, is_bf16), total[1]));
+  store_as(d_residual_bias, column, is_bf16, total[0] * load_as(residual_scale, column, is_bf16));
+  store_as(d_residual_scale, column, is_bf16, fmaf(total[0], load_as(residual_bias, column, is_bf16), total[2]));
+  store_as(d_weight, column, is_bf16, total[3]);
+}
+
+// Without the merge vectors (null) only d_weight.
+HO_EXPORT int ho_rms_norm_backward_sum(const void* partial, const void* x_bias, const void* x_scale, const void* residual_bias,
+                                       const void* residual_scale, void* d_x_bias, void* d_x_scale, void* d_residual_bias,
+                                       void* d_residual_scale, void* d_weight, int64_t blocks, int64_t hidden, int64_t types, void* stream) {
+  if (hidden < 1 || hidden > INT32_MAX) return -1;
+  const dim3 grid(unsigned((hidden + kColumns - 1) / kColumns)), block(kSumThreads);
+  if (!x_scale) return ho_launch(ho_rms_norm_sum_weight, grid, block, stream, static_cast<const float*>(partial), d_weight, blocks, int(hidden), types);
+  return ho_launch(ho_rms_norm_sum_vectors, grid, block, stream, static_cast<const float*>(partial), x_bias, x_scale, residual_bias,
+                   residual_scale, d_x_bias, d_x_scale, d_residual_bias, d_residual_scale, d_weight, blocks, int(hidden), types);
+}

@@ -1,0 +1,47 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Same-shape matrices lying together, so that Newton-Schulz takes all layers and experts of one shape in one batch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+
+class MatrixBatches:
+    """One contiguous tensor [batch, m, n] for every shape in `shapes`, and for every matrix a slot in it.
+
+    shapes: (m, n) of every matrix. Lists of matrices keep this order; within a batch, too, its matrices do.
+    tensors: list of [batch, m, n], uninitialised, in order of a shape's first appearance: the inputs of `newton_schulz`.
+    slots: list of [m, n] views into them, one a matrix: the outputs of `muon_momentum_`.
+    square_sums: fp32 [matrices], for `muon_momentum_` to fill; `sums()` hands it to `newton_schulz`.
+    """
+
+    def __init__(self, shapes: Sequence[Sequence[int]], device: torch.device | str, dtype: torch.dtype = torch.bfloat16):
+        grouped: dict[tuple[int, int], list[int]] = {}
+        for i, shape in enumerate(shapes):
+            if len(shape) != 2:
+                raise ValueError(f"hip_ops.MatrixBatches: shapes[{i}] is {tuple(shape)}; it must be (m, n)")
+            grouped.setdefault(tuple(shape), []).append(i)
+        self.places = list(grouped.values())
+        self.tensors = [torch.empty((len(places), *shape), dtype=dtype, device=device) for shape, places in grouped.items()]
+        self.slots = self.split(self.tensors)
+        self.square_sums = torch.zeros(len(shapes), dtype=torch.float32, device=device)
+        order = [place for places in self.places for place in places]
+        self._order = None if order == sorted(order) else torch.tensor(order, device=device)
+
+    def split(self, batches: Sequence[Tensor]) -> list[Tensor]:
+        """Tensors shaped like `self.tensors`, taken apart into matrices: the updates of `muon_update_`."""
+        matrices: list[Tensor | None] = [None] * sum(map(len, self.places))
+        for like, batch, places in zip(self.tensors, batches, self.places, strict=True):
+            if batch.shape != like.shape:
+                raise ValueError(f"hip_ops.MatrixBatches: a batch has shape {tuple(batch.shape)}; it must be {tuple(like.shape)}")
+            for place, matrix in zip(places, batch.unbind(0), strict=True):
+                matrices[place] = matrix
+        return matrices
+
+    def sums(self) -> list[Tensor]:
+        """`square_sums` by batch, fp32 [batch] each: views where equal shapes stand together in `shapes`, else copies."""
+        sums = self.square_sums if self._order is None else self.square_sums.index_select(0, self._order)
+        return list(sums.split([len(places) for places in self.places])) if self.places else []

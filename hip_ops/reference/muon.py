@@ -1,0 +1,77 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Muon's momentum and weight update on lists of tensors in plain torch: the fallback of `hip_ops.muon` and its specification.
+
+Arithmetic is fp32 (fp64 where the momentum or the parameter is fp64) whatever the tensors hold, each result rounded once
+when it is stored. Nothing waits for the device: the skip flag, the gradient scale and the learning rate stay tensors.
+"""
+
+from __future__ import annotations
+
+import torch
+
+
+def _compute_dtype(*tensors: torch.Tensor | None) -> torch.dtype:
+    return torch.float64 if any(t is not None and t.dtype == torch.float64 for t in tensors) else torch.float32
+
+
+def _store(target: torch.Tensor, value: torch.Tensor, skip: torch.Tensor | None) -> None:
+    """`value` rounded into `target`, or nothing where `skip` holds; a select, so that no NaN leaks through."""
+    value = value.to(target.dtype)
+    target.copy_(value if skip is None else torch.where(skip, target, value))
+
+
+def momentum_reference(
+    gradients: list[torch.Tensor],
+    momenta: list[torch.Tensor],
+    outputs: list[torch.Tensor],
+    square_sums: torch.Tensor | None,
+    grad_scale: torch.Tensor | None,
+    found_inf: torch.Tensor | None,
+    momentum: float,
+    nesterov: bool,
+    ema: bool,
+) -> None:
+    """Semantics of `hip_ops.muon_momentum_`; the output is computed from the momentum as it was stored."""
+    skip = None if found_inf is None else found_inf.reshape(()) != 0
+    for i, (gradient, buffer, output) in enumerate(zip(gradients, momenta, outputs, strict=True)):
+        dtype = _compute_dtype(gradient, buffer, output)
+        g, old = gradient.to(dtype), buffer.to(dtype)
+        if grad_scale is not None:
+            g = g * grad_scale.reshape(()).to(dtype)
+        new = torch.lerp(old, g, 1 - momentum) if ema else torch.add(g, old, alpha=momentum)
+        stored = new.to(buffer.dtype).to(dtype)
+        if not nesterov:
+            out = stored
+        else:
+            out = torch.lerp(g, stored, momentum) if ema else torch.add(g, stored, alpha=momentum)
+        _store(buffer, new, skip)
+        _store(output, out, skip)
+        if square_sums is not None:
+            squares = out.to(output.dtype).to(dtype).square().sum()
+            _store(square_sums[i], squares, skip)
+
+
+def update_reference(
+    updates: list[torch.Tensor],
+    masters: list[torch.Tensor],
+    params: list[torch.Tensor],
+    scales: list[float],
+    lr: float,
+    lr_tensor: torch.Tensor | None,
+    weight_decay: float,
+    found_inf: torch.Tensor | None,
+) -> None:
+    """Semantics of `hip_ops.muon_update_`; `masters` is empty or holds one fp32 tensor for every parameter."""
+    skip = None if found_inf is None else found_inf.reshape(()) != 0
+    for i, (update, param, scale) in enumerate(zip(updates, params, scales, strict=True)):
+        weight = masters[i] if masters else param
+        dtype = _compute_dtype(update, weight)
+        w, u = weight.to(dtype), update.to(dtype)
+        if lr_tensor is None:  # the operations of torch.optim.Muon, so that its fp32 results are met bit for bit
+            new = torch.add(w * (1 - lr * weight_decay), u, alpha=-lr * scale)
+        else:
+            rate = lr_tensor.reshape(()).to(dtype)
+            new = torch.addcmul(w * (1 - rate * weight_decay), u, rate * scale, value=-1)
+        if masters:
+            _store(weight, new, skip)
+        _store(param, new, skip)

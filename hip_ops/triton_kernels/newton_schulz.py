@@ -1,0 +1,106 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Newton-Schulz and its products on the kernel of symmetric_product.py. X stays in the caller's orientation throughout: Gram matrices of
+tall matrices read it by columns, and Z X = (X^T Z)^T since Z is symmetric."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from hip_ops.newton_schulz_iteration import iterate, normalised
+from hip_ops.newton_schulz_plan import Plan
+from hip_ops.reference import newton_schulz as reference
+from hip_ops.triton_kernels.product_configs import ProductConfig, choose_config
+from hip_ops.triton_kernels.symmetric_product import AMD, empty_rows, product
+
+
+def _on_device(function):
+    """Triton launches on the current device, which need not be the tensor's."""
+
+    @functools.wraps(function)
+    def guarded(x: Tensor, *rest):
+        if not x.is_cuda:
+            return function(x, *rest)
+        with torch.cuda.device(x.device):
+            return function(x, *rest)
+
+    return guarded
+
+
+@_on_device
+def symmetric_product(a: Tensor, d: Tensor | None, alpha: float, beta: float) -> Tensor:
+    batch, n, k = a.shape
+    if a.dtype not in (torch.bfloat16, torch.float16) or a.numel() == 0:
+        return reference.symmetric_product(a, d, alpha, beta)
+    c = empty_rows(batch, n, n, like=a)
+    config = choose_config("gram" if k != n else "square", batch, n, k, AMD)
+    if config.engine == "cublas":  # faster for small matrices, but symmetric only up to rounding: this function promises more
+        config = ProductConfig(block_m=64, block_n=64, num_warps=4)
+    return product(a, a, d, c, alpha, beta, 0.0, True, config)
+
+
+@_on_device
+def matmul_add(a: Tensor, b: Tensor, d: Tensor | None, alpha: float, beta: float) -> Tensor:
+    batch, m, k = a.shape
+    n = b.shape[-1]
+    if a.dtype not in (torch.bfloat16, torch.float16) or 0 in (batch, m, n, k):
+        return reference.matmul_add(a, b, d, alpha, beta)
+    config = choose_config("update", batch, m, n, AMD)
+    if config.engine == "cublas":
+        return reference.matmul_add(a, b, d, alpha, beta)
+    return product(a, b.mT, d if beta else None, empty_rows(batch, m, n, like=a), alpha, beta, 0.0, False, config)
+
+
+class TritonProducts:
+    """X is [batch, n, m] or, of tall matrices, its storage [batch, m, n]."""
+
+    def __init__(self, batch: int, n: int, m: int, tall: bool, dtype: torch.dtype):
+        self.shape, self.tall, self.dtype = (batch, n, m), tall, dtype
+        self.configs = {kind: choose_config(kind, batch, n, m, AMD) for kind in ("gram", "square", "update")}
+
+    def _wide(self, x: Tensor) -> Tensor:
+        return x.mT if self.tall else x
+
+    def gram(self, x: Tensor, alpha: float) -> Tensor:
+        x = self._wide(x)
+        return self._symmetric(x, x, None, alpha, 0.0, self.configs["gram"])
+
+    def symmetric(self, a: Tensor, b: Tensor, d: Tensor | None, alpha: float, beta: float) -> Tensor:
+        return self._symmetric(a, b, d, alpha, beta, self.configs["square"])
+
+    def _symmetric(self, a, b, d, alpha, beta, config) -> Tensor:
+        c = empty_rows(a.shape[0], a.shape[1], a.shape[1], like=a)
+        if config.engine == "cublas":
+            return torch.baddbmm(c if d is None else d, a, b.mT, beta=beta, alpha=alpha, out=c)
+        return product(a, b, d, c, alpha, beta, 0.0, True, config)
+
+    def apply(self, z: Tensor, x: Tensor, alpha: float, beta: float) -> Tensor:
+        return self._apply(z, x, alpha, beta, x.dtype)
+
+    def apply_last(self, z: Tensor, x: Tensor, alpha: float, beta: float) -> Tensor:
+        return self._apply(z, x, alpha, beta, self.dtype).contiguous()
+
+    def _apply(self, z: Tensor, x: Tensor, alpha: float, beta: float, dtype: torch.dtype) -> Tensor:
+        config = self.configs["update"]
+        left, right = (x, z) if self.tall else (z, x)
+        c = empty_rows(*x.shape, like=x, dtype=dtype)
+        if config.engine == "cublas" and dtype == x.dtype:
+            return torch.baddbmm(x, left, right, beta=beta, alpha=alpha, out=c)
+        if config.engine == "cublas":
+            config = ProductConfig()
+        if dtype.itemsize == 4:  # results of twice the size in shared memory
+            config = replace(config, num_stages=2)
+        return product(left, right.mT, x if beta else None, c, alpha, beta, 0.0, False, config)
+
+
+@_on_device
+def newton_schulz(x: Tensor, square_sums: Tensor | None, plan: Plan, eps: float) -> Tensor:
+    if plan.dtype not in (torch.bfloat16, torch.float16):
+        return reference.newton_schulz(x, square_sums, plan, eps)
+    batch, rows, columns = x.shape
+    tall = rows > columns
+    start = normalised(x, square_sums, eps, plan.scales[0], empty_rows(batch, rows, columns, like=x, dtype=plan.dtype))
+    return iterate(TritonProducts(batch, min(rows, columns), max(rows, columns), tall, x.dtype), start, plan)

@@ -1,0 +1,150 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One rank of tests/distributed/test_muon_state.py, under torchrun: `muon_state.py save|load|skip|cut DIRECTORY`.
+
+save: five Muon steps on made-up gradients, then the checkpoint and rank 0's view of the whole state.
+load: the checkpoint at this number of ranks, the whole state again, one more step.
+cut: the same steps with Megatron's own buffer layout, which cuts matrices.
+skip: a gradient that is not a number on one rank alone; nothing may change anywhere.
+"""
+
+import sys
+from pathlib import Path
+
+import torch
+
+from zaya_plugin import patches
+
+patches.apply_torch()
+if sys.argv[1] == "cut":
+    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+
+    stock_layout = DistributedOptimizer._compute_per_buffer_param_layout
+patches.apply()
+if sys.argv[1] == "cut":
+    DistributedOptimizer._compute_per_buffer_param_layout = staticmethod(stock_layout)
+
+from megatron.core import dist_checkpointing, parallel_state  # noqa: E402
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig  # noqa: E402
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer  # noqa: E402
+from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed  # noqa: E402
+
+from zaya_plugin.model.build import build_zaya_model  # noqa: E402
+from zaya_plugin.model.config import ZayaConfig  # noqa: E402
+from zaya_plugin.optim.build import muon_factory, tag_parameters  # noqa: E402
+from zaya_plugin.optim.muon import MuonSettings  # noqa: E402
+
+METADATA = {"distrib_optim_sharding_type": "fully_reshardable", "distrib_optim_fully_reshardable_mem_efficient": False}
+
+
+def build():
+    """Model under DDP and its optimizer, bf16 weights and momentum, fp32 main weights."""
+    torch.manual_seed(11)
+    model_parallel_cuda_manual_seed(11, force_reset_rng=True)
+    config = ZayaConfig(
+        num_layers=3, hidden_size=64, num_attention_heads=8, num_query_groups=2, kv_channels=8, ffn_hidden_size=48,
+        moe_ffn_hidden_size=48, num_moe_experts=8, router_hidden_size=16, use_cpu_initialization=True, bf16=True,
+        params_dtype=torch.bfloat16,
+    )
+    model = build_zaya_model(config, vocab_size=192, max_sequence_length=32).bfloat16()
+    tag_parameters(model)
+    options = DistributedDataParallelConfig(
+        use_distributed_optimizer=True, bucket_size=60_000, grad_reduce_in_fp32=True, overlap_grad_reduce=False
+    )
+    ddp = DistributedDataParallel(config, options, model)
+    optimizer_config = OptimizerConfig(
+        optimizer="adam", lr=1e-2, min_lr=1e-3, weight_decay=0.1, bf16=True, params_dtype=torch.bfloat16,
+        use_distributed_optimizer=True,
+        clip_grad=0.0,  # the norm would be summed in another order with other ranks, and bf16 momentum would show it
+    )
+    factory = muon_factory(get_megatron_optimizer, MuonSettings(momentum_dtype="bf16"), skip_non_finite=True)
+    return ddp, factory(optimizer_config, [ddp])
+
+
+def step(ddp, optimizer, number, broken_rank=None):
+    """One optimizer step whose reduced gradient does not depend on the number of ranks."""
+    ddp.zero_grad_buffer()
+    optimizer.zero_grad()
+    generator = torch.Generator().manual_seed(number)
+    for p in ddp.parameters():
+        # DDP averages over ranks: what each brings is the same, so sums of equal powers of two are exact.
+        p.main_grad.copy_(torch.randn(p.shape, generator=generator).bfloat16().float())
+    if broken_rank == torch.distributed.get_rank():
+        next(ddp.parameters()).main_grad.view(-1)[0] = float("nan")
+    ddp.finish_grad_sync()
+    return optimizer.step()[0]
+
+
+def whole_state(ddp, optimizer):
+    """Weights, fp32 weights and optimizer state by parameter name, put together from all ranks."""
+    (inner,) = optimizer.chained_optimizers
+    names = {p: name for name, p in ddp.module.named_parameters()}
+    result = {}
+    for model_param, main in inner._pairs():
+        place = inner._get_model_param_range_map(model_param)["param"]
+        tensors = {"main": main, **inner.optimizer.state[main]}
+        for key, value in tensors.items():
+            result[names[model_param], key] = (place.start, place.end, value.detach().clone())
+    ranks = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(ranks, result)
+    whole = {}
+    for (name, key), numel in {k: None for rank in ranks for k in rank}.items():
+        pieces = sorted((rank[name, key] for rank in ranks if (name, key) in rank), key=lambda piece: piece[0])
+        assert [a[1] for a in pieces[:-1]] == [b[0] for b in pieces[1:]] and pieces[0][0] == 0, (name, "has a gap or an overlap")
+        whole[name, key] = torch.cat([piece[2].flatten() for piece in pieces])
+        numel = whole[name, key].numel()
+        assert numel == dict(ddp.module.named_parameters())[name].numel()
+    whole |= {(name, "weight"): p.detach().clone().flatten() for name, p in ddp.module.named_parameters()}
+    return whole
+
+
+def state_bytes(optimizer):
+    """This rank's fp32 weights and optimizer state."""
+    (inner,) = optimizer.chained_optimizers
+    return sum(main.nbytes + sum(t.nbytes for t in inner.optimizer.state[main].values()) for _, main in inner._pairs())
+
+
+def main(what: str, directory: Path) -> None:
+    torch.distributed.init_process_group("gloo")
+    parallel_state.initialize_model_parallel()
+    ddp, optimizer = build()
+    rank, world = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    if what == "skip":
+        assert step(ddp, optimizer, 1)
+        before = whole_state(ddp, optimizer)
+        for broken in range(world):
+            assert step(ddp, optimizer, 2, broken_rank=broken) is False
+        after = whole_state(ddp, optimizer)
+        assert all(torch.equal(before[key], after[key]) for key in before) and before.keys() == after.keys()
+        assert step(ddp, optimizer, 3)
+        return
+    if what in ("save", "cut"):
+        for number in range(5):
+            assert step(ddp, optimizer, number)
+    (inner,) = optimizer.chained_optimizers
+    cut = torch.tensor(sum(hasattr(main, "muon_cut") for _, main in inner._pairs()))
+    torch.distributed.all_reduce(cut)
+    assert cut >= 4 if what == "cut" else cut == 0
+    if what == "save":
+        model_state = ddp.module.sharded_state_dict()
+        saved = {"optimizer": optimizer.sharded_state_dict(model_state, metadata=METADATA), "model": model_state}
+        (directory / "checkpoint").mkdir(exist_ok=True)
+        dist_checkpointing.save(saved, str(directory / "checkpoint"))
+    elif what == "load":
+        model_state = ddp.module.sharded_state_dict()
+        asked = {
+            "optimizer": optimizer.sharded_state_dict(model_state, is_loading=True, metadata=METADATA), "model": model_state
+        }
+        loaded = dist_checkpointing.load(asked, str(directory / "checkpoint"))
+        ddp.module.load_state_dict(loaded["model"])
+        optimizer.load_state_dict(loaded["optimizer"])
+    sizes = [None] * world
+    torch.distributed.all_gather_object(sizes, state_bytes(optimizer))
+    state = whole_state(ddp, optimizer)
+    assert step(ddp, optimizer, 5)
+    after = whole_state(ddp, optimizer)
+    if rank == 0:
+        torch.save({"state": state, "after": after, "sizes": sizes}, directory / f"{what}{world}.pt")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], Path(sys.argv[2]))

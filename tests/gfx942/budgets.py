@@ -1,0 +1,164 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Registers, LDS, scratch, occupancy and required instructions of every kernel, HIP and Triton, held to the checked-in table budgets.toml.
+
+    python -m tests.gfx942.budgets            compare and print what differs
+    python -m tests.gfx942.budgets --write    rewrite the table from the code objects and print the difference
+
+A row's numbers are limits: registers, LDS and spills at most, waves_per_simd at least, every instruction of `requires` present. --write
+takes the numbers as they are now, keeps `requires` of rows that exist, adds rows of new kernels and drops those of kernels that are gone;
+read its difference before you commit it. To change what a row requires edit the table, or delete the row and --write it anew. Scratch and
+VGPR spills are never allowed, whatever the table says.
+"""
+
+import argparse
+import difflib
+import re
+import sys
+from collections import Counter
+from dataclasses import dataclass, fields
+from pathlib import Path
+
+import tomllib
+
+from tests.gfx942.emulator.code_object import KernelInfo, open_code_object
+from tests.gfx942.emulator.decode import function_lines
+from tests.gfx942.toolchain import SOURCES, code_object, code_objects
+
+TABLE = Path(__file__).with_name("budgets.toml")
+REGISTERS_A_LANE = 512  # of a SIMD, VGPRs and AGPRs together; given out in steps of 8
+LDS_A_CU, LDS_STEP = 65536, 512
+SIMDS, MAX_WAVES = 4, 8
+TRITON = "triton"  # section of the kernels of triton_cases.py
+# what makes a kernel the kernel that it is meant to be: matrix instructions, 16-byte global accesses, 16-byte LDS accesses beside MFMAs
+MATRIX = ("v_mfma_f32_32x32x8_bf16", "v_mfma_f32_16x16x16_bf16", "v_mfma_f32_32x32x8_f16", "v_mfma_f32_16x16x16_f16")
+WIDE = ("global_load_dwordx4", "global_store_dwordx4", "buffer_load_dwordx4", "buffer_store_dwordx4")
+WIDE_LDS = ("ds_read_b128", "ds_write_b128")
+LIMITS = ("vgprs", "agprs", "sgprs", "lds", "sgpr_spills")
+NEVER = ("scratch", "vgpr_spills")
+
+
+@dataclass(frozen=True)
+class Resources:
+    """What one kernel takes: registers of 32 bits a lane, LDS in bytes a block, scratch in bytes a lane."""
+
+    vgprs: int
+    agprs: int
+    sgprs: int
+    lds: int
+    scratch: int
+    vgpr_spills: int
+    sgpr_spills: int
+    waves_per_simd: int
+
+
+def waves_per_simd(info: KernelInfo, lds: int, threads: int) -> int:
+    """Waves that fit on a SIMD together, by LLVM's rules for gfx90a and later."""
+    by_vgprs = REGISTERS_A_LANE // max(8, -(-info.total_vgprs // 8) * 8)
+    by_sgprs = 8 if info.sgprs <= 100 else 7  # SGPR file of gfx9: 800 a SIMD, 16 a step
+    waves = -(-threads // 64)
+    by_lds = MAX_WAVES
+    if lds:
+        blocks = LDS_A_CU // (-(-lds // LDS_STEP) * LDS_STEP)
+        by_lds = max(1, blocks * waves // SIMDS)
+    return min(MAX_WAVES, by_vgprs, by_sgprs, by_lds)
+
+
+def resources(path: str | Path, kernel: str, dynamic_lds: int = 0, threads: int | None = None) -> Resources:
+    """Of a kernel of a code object; for Triton give its dynamic LDS and threads a block."""
+    info = open_code_object(path).kernels[kernel]
+    lds = info.lds_size + dynamic_lds
+    return Resources(info.vgprs, info.agprs, info.sgprs, lds, info.scratch_size, info.vgpr_spills, info.sgpr_spills,
+                     waves_per_simd(info, lds, threads or info.max_threads))
+
+
+def opcodes(path: str | Path, kernel: str) -> Counter:
+    """How often each opcode stands in the kernel."""
+    return Counter(re.sub(r"_(e32|e64|sdwa|dpp)$", "", line.split()[0]) for line in function_lines(str(path), kernel))
+
+
+def violations(found: Resources, row: dict, present: Counter) -> list[str]:
+    """What breaks the row."""
+    broken = [f"{name} {getattr(found, name)} > {row[name]}" for name in LIMITS if getattr(found, name) > row[name]]
+    broken += [f"{name} {getattr(found, name)} > 0" for name in NEVER if getattr(found, name)]
+    if found.waves_per_simd < row["waves_per_simd"]:
+        broken.append(f"waves_per_simd {found.waves_per_simd} < {row['waves_per_simd']}")
+    return broken + [f"{name} is missing" for name in row["requires"] if not present[name]]
+
+
+def kernels_of(source: Path) -> dict[str, tuple[Resources, Counter]]:
+    """Every kernel of a .hip file."""
+    path = code_object(source)
+    return {name: (resources(path, name), opcodes(path, name)) for name in sorted(open_code_object(path).kernels)}
+
+
+def hip_kernels() -> dict[str, dict[str, tuple[Resources, Counter]]]:
+    """Source name -> kernels, for all of hip_ops/csrc."""
+    sources = sorted(SOURCES.glob("*.hip"))
+    code_objects(sources)
+    return {source.stem: kernels_of(source) for source in sources}
+
+
+def triton_kernels() -> dict[str, dict[str, tuple[Resources, Counter]]]:
+    """The same of Triton's kernels, under the name triton."""
+    from tests.gfx942.triton_cases import CASES
+
+    compiled = {name: case() for name, case in CASES.items()}
+    return {TRITON: {name: (resources(found.path, found.name, found.shared, found.threads), opcodes(found.path, found.name))
+                     for name, found in compiled.items()}}
+
+
+def read_table(path: Path = TABLE) -> dict[str, dict[str, dict]]:
+    """Source name -> kernel -> row."""
+    return tomllib.loads(path.read_text()) if path.is_file() else {}
+
+
+def compare(table: dict, found: dict) -> list[str]:
+    """Everything that is wrong: exceeded rows, kernels without a row, rows without a kernel."""
+    problems = []
+    for source in sorted({*table, *found}):
+        rows, kernels = table.get(source, {}), found.get(source, {})
+        problems += [f"{source}: row {name} has no kernel" for name in sorted(set(rows) - set(kernels))]
+        problems += [f"{source}: kernel {name} has no row" for name in sorted(set(kernels) - set(rows))]
+        for name in sorted(set(rows) & set(kernels)):
+            problems += [f"{source}: {name}: {what}" for what in violations(kernels[name][0], rows[name], kernels[name][1])]
+    return problems
+
+
+def default_requirements(present: Counter) -> list[str]:
+    """What a new row asks for, of what the kernel has today."""
+    notable = (*MATRIX, *WIDE, *(WIDE_LDS if any(present[opcode] for opcode in MATRIX) else ()))
+    return [opcode for opcode in notable if present[opcode]]
+
+
+def render(found: dict, table: dict) -> str:
+    """The table's text for these kernels, with the `requires` of the old table."""
+    lines = ["# Limits of every gfx942 kernel, compiled by clang 19 and, under triton, by the pinned Triton; see tests/gfx942/budgets.py.",
+             "# Rewrite: python -m tests.gfx942.budgets --write, and read the difference that it prints."]
+    for source, kernels in found.items():
+        for name, (measured, present) in kernels.items():
+            old = table.get(source, {}).get(name)
+            requires = old["requires"] if old else default_requirements(present)
+            numbers = [f"{field.name} = {getattr(measured, field.name)}" for field in fields(measured) if field.name not in NEVER]
+            wanted = ", ".join(f'"{opcode}"' for opcode in requires)
+            lines += ["", f"[{source}.{name}]", *numbers, f"requires = [{wanted}]"]
+    return "\n".join(lines) + "\n"
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--write", action="store_true", help="rewrite budgets.toml")
+    options = parser.parse_args(arguments)
+    table, found = read_table(), hip_kernels() | triton_kernels()
+    if options.write:
+        old, new = TABLE.read_text() if TABLE.is_file() else "", render(found, table)
+        print("".join(difflib.unified_diff(old.splitlines(True), new.splitlines(True), "before", "after")) or "no change\n", end="")
+        TABLE.write_text(new)
+        table = read_table()
+    problems = compare(table, found)
+    for problem in problems:
+        print(f"PROBLEM {problem}", file=sys.stderr)
+    return 1 if problems else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

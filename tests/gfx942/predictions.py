@@ -1,0 +1,40 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Times that derived figures predict for an MI300X. Nothing here was measured on one: every result says so."""
+
+from dataclasses import dataclass
+
+HBM_BYTES_A_SECOND = 4.33e12  # sustained, of a peak of 5.3e12
+BF16_FLOPS_A_SECOND = 700e12  # sustained dense bf16 MFMA, of a peak of 1307e12
+MFMA_FLOPS = {"32x32x8": 2 * 32 * 32 * 8, "16x16x16": 2 * 16 * 16 * 16}
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """Seconds by memory and by matrix pipe; the larger bounds the kernel when both overlap fully."""
+
+    memory_seconds: float
+    matrix_seconds: float
+
+    @property
+    def seconds(self) -> float:
+        return max(self.memory_seconds, self.matrix_seconds)
+
+    @property
+    def bound_by(self) -> str:
+        return "memory" if self.memory_seconds >= self.matrix_seconds else "matrix"
+
+    def __str__(self) -> str:
+        return f"{self.seconds * 1e6:.1f} us, bound by {self.bound_by} (prediction for MI300X from bytes and flops, not measured)"
+
+
+def predict(global_bytes: float, mfma_flops: float = 0.0) -> Prediction:
+    """global_bytes moved to and from HBM, mfma_flops executed (multiply and add count as two)."""
+    if global_bytes < 0 or mfma_flops < 0:
+        raise ValueError(f"global_bytes={global_bytes}, mfma_flops={mfma_flops}: both must be at least 0")
+    return Prediction(global_bytes / HBM_BYTES_A_SECOND, mfma_flops / BF16_FLOPS_A_SECOND)
+
+
+def predict_from_counters(counters) -> Prediction:
+    """From what a launch in the emulator counted: distinct bytes (each moved once, caches hold the rest) and MFMAs."""
+    flops = sum(count * next(flops for shape, flops in MFMA_FLOPS.items() if shape in name) for name, count in counters.mfma_by_opcode.items())
+    return predict(counters.distinct_load_bytes + counters.distinct_store_bytes, flops)

@@ -1,0 +1,81 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every kernel of hip_ops/csrc stays within its row of budgets.toml, and the checks can fail."""
+
+import ctypes
+import re
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+
+from tests.gfx942 import budgets
+from tests.gfx942.toolchain import SOURCES, host_library, resource_remarks, source_path
+
+FOUND = budgets.Resources(vgprs=100, agprs=64, sgprs=40, lds=16384, scratch=0, vgpr_spills=0, sgpr_spills=0, waves_per_simd=3)
+ROW = {"vgprs": 100, "agprs": 64, "sgprs": 40, "lds": 16384, "sgpr_spills": 0, "waves_per_simd": 3, "requires": ["v_mfma_f32_32x32x8_bf16"]}
+PRESENT = Counter({"v_mfma_f32_32x32x8_bf16": 16})
+
+
+HOW = "if this is meant: python -m tests.gfx942.budgets --write"
+
+
+def test_hip_kernels_are_within_their_rows():
+    table = {source: rows for source, rows in budgets.read_table().items() if source != budgets.TRITON}
+    problems = budgets.compare(table, budgets.hip_kernels())
+    assert not problems, "\n".join([*problems, HOW])
+
+
+def test_triton_kernels_are_within_their_rows():
+    pytest.importorskip("triton")
+    problems = budgets.compare({budgets.TRITON: budgets.read_table()[budgets.TRITON]}, budgets.triton_kernels())
+    assert not problems, "\n".join([*problems, HOW])
+
+
+@pytest.mark.parametrize("source", sorted(path.stem for path in SOURCES.glob("*.hip")))
+def test_host_side_compiles_and_links(source):
+    library = ctypes.CDLL(str(host_library(source)))
+    launchers = re.findall(r"^HO_EXPORT int (\w+)\(", source_path(source).read_text(), re.M)
+    assert launchers and all(hasattr(library, name) for name in launchers)
+
+
+@pytest.mark.parametrize("source", sorted(path.stem for path in SOURCES.glob("*.hip")))
+def test_occupancy_agrees_with_the_compiler(source):
+    remarks = resource_remarks(source)
+    for name, (found, _) in budgets.kernels_of(SOURCES / f"{source}.hip").items():
+        assert found.waves_per_simd == remarks[name]["Occupancy [waves/SIMD]"], name
+        assert found.scratch == remarks[name]["ScratchSize [bytes/lane]"], name
+
+
+def test_a_kernel_within_its_row_passes():
+    assert budgets.violations(FOUND, ROW, PRESENT) == []
+
+
+@pytest.mark.parametrize("change", [{"vgprs": 101}, {"agprs": 65}, {"sgprs": 41}, {"lds": 16385}, {"scratch": 4}, {"vgpr_spills": 1},
+                                    {"sgpr_spills": 1}, {"waves_per_simd": 2}])
+def test_each_limit_can_break(change):
+    found = budgets.violations(replace(FOUND, **change), ROW, PRESENT)
+    assert len(found) == 1 and next(iter(change)) in found[0]
+
+
+def test_a_lost_instruction_breaks():
+    assert budgets.violations(FOUND, ROW, Counter()) == ["v_mfma_f32_32x32x8_bf16 is missing"]
+
+
+def test_rows_and_kernels_must_match():
+    found = {"muon": {"ho_a": (FOUND, PRESENT)}}
+    assert budgets.compare({"muon": {"ho_a": ROW}}, found) == []
+    assert budgets.compare({}, found) == ["muon: kernel ho_a has no row"]
+    assert budgets.compare({"muon": {"ho_a": ROW, "ho_b": ROW}}, found) == ["muon: row ho_b has no kernel"]
+    assert budgets.compare({"gone": {"ho_b": ROW}}, {}) == ["gone: row ho_b has no kernel"]
+
+
+def test_rendered_table_reads_back_and_keeps_requirements(tmp_path):
+    found = {"muon": {"ho_a": (FOUND, Counter({"v_mfma_f32_32x32x8_bf16": 1, "ds_read_b128": 2}))}}
+    path = tmp_path / "budgets.toml"
+    path.write_text(budgets.render(found, {}))
+    table = budgets.read_table(path)
+    assert table["muon"]["ho_a"]["requires"] == ["v_mfma_f32_32x32x8_bf16", "ds_read_b128"]
+    assert budgets.compare(table, found) == []
+    kept = budgets.render(found, {"muon": {"ho_a": {"requires": ["global_load_dwordx4"]}}})
+    path.write_text(kept)
+    assert budgets.compare(budgets.read_table(path), found) == ["muon: ho_a: global_load_dwordx4 is missing"]

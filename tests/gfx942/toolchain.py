@@ -1,0 +1,223 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Compiles .hip files for gfx942 with clang 19, as tests need them: device code object, assembly, resource remarks, host library.
+
+    code_object("rms_norm")                               hip_ops/csrc/rms_norm.hip
+    code_object("rms_norm", defines=["BUG_NO_SYNC"])      with a bug switched on
+    code_object(Path(__file__).parent / "kernels/x.hip")  any other file
+
+Products are kept between sessions in $XDG_CACHE_HOME/hip_ops_gfx942 (default ~/.cache), named by a hash of the source, of all headers that it
+could include, of the flags and of the compiler's version; they are written beside and renamed, so parallel sessions do not disturb each
+other. A missing tool skips the test, or fails it under CI=true.
+"""
+
+import functools
+import hashlib
+import os
+import re
+import shutil
+import subprocess
+import tempfile
+import time
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+SOURCES = ROOT / "hip_ops" / "csrc"
+COMPILER = "clang++-19"
+ARCH = "gfx942"
+FLAGS = ("-x", "hip", f"--offload-arch={ARCH}", "-std=c++17", "-O3", "-fno-strict-aliasing", "-Werror=pass-failed")
+DEVICE_LIBRARIES = ("/usr/lib/x86_64-linux-gnu/amdgcn/bitcode", "/opt/rocm/amdgcn/bitcode")
+KEEP_DAYS = 14
+
+
+class CompileError(RuntimeError):
+    """The compiler's message."""
+
+
+def require(tool: str) -> str:
+    """Path of a program; skips the test where it is missing, fails it under CI=true (as the require_tool fixture does)."""
+    found = shutil.which(tool)
+    if found is None:
+        reason = f"{tool} is not on PATH; tools/apt-packages.txt names the package"
+        if os.environ.get("CI") == "true":
+            pytest.fail(reason, pytrace=False)
+        pytest.skip(reason)
+    return found
+
+
+@functools.cache
+def cache_directory() -> Path:
+    """Made on first use; what nobody used for two weeks goes."""
+    directory = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "hip_ops_gfx942"
+    directory.mkdir(parents=True, exist_ok=True)
+    oldest = time.time() - KEEP_DAYS * 86400
+    for entry in directory.iterdir():
+        try:
+            if entry.is_file() and entry.stat().st_mtime < oldest:
+                entry.unlink()
+        except OSError:
+            continue  # another session was faster
+    return directory
+
+
+def _run(command: list[str]) -> str:
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode != 0:
+        raise CompileError(f"{' '.join(command)}\n{done.stderr or done.stdout}")
+    return done.stderr
+
+
+@functools.cache
+def compiler_version() -> str:
+    return subprocess.run([require(COMPILER), "--version"], check=True, capture_output=True, text=True).stdout.splitlines()[0]
+
+
+@functools.cache
+def device_library_flags() -> tuple[str, ...]:
+    """Where clang finds ocml and ockl. Debian's set predates gfx942: its ISA file is then derived from gfx940's, in a directory of links.
+
+    A ROCm installation's own set is used where it is the only one; its bitcode must be readable by clang 19.
+    """
+    override = os.environ.get("HIP_DEVICE_LIB_PATH")
+    found = next((Path(place) for place in ((override,) if override else DEVICE_LIBRARIES) if (Path(place) / "ockl.bc").is_file()), None)
+    if found is None:
+        reason = f"no ROCm device libraries in {', '.join(DEVICE_LIBRARIES)} or HIP_DEVICE_LIB_PATH; Debian package rocm-device-libs"
+        if os.environ.get("CI") == "true":
+            pytest.fail(reason, pytrace=False)
+        pytest.skip(reason)
+    if (found / "oclc_isa_version_942.bc").is_file():
+        return (f"--rocm-device-lib-path={found}",)
+    overlay = cache_directory() / f"bitcode-{hashlib.sha256(str(found).encode()).hexdigest()[:12]}"
+    if not (overlay / "oclc_isa_version_942.bc").is_file():
+        with tempfile.TemporaryDirectory(dir=cache_directory()) as temporary:
+            staging = Path(temporary) / "bitcode"
+            staging.mkdir()
+            for library in found.glob("*.bc"):
+                (staging / library.name).symlink_to(library)
+            text = subprocess.run([require("llvm-dis-19"), str(found / "oclc_isa_version_940.bc"), "-o", "-"], check=True, capture_output=True,
+                                  text=True).stdout
+            changed, count = re.subn(r"\bi32 9400\b", "i32 9402", text)
+            assert count == 1, f"{found}/oclc_isa_version_940.bc does not hold its number once"
+            subprocess.run([require("llvm-as-19"), "-", "-o", str(staging / "oclc_isa_version_942.bc")], input=changed, check=True, text=True)
+            try:
+                staging.rename(overlay)
+            except OSError:
+                assert (overlay / "oclc_isa_version_942.bc").is_file()  # another session made it meanwhile
+    return (f"--rocm-device-lib-path={overlay}",)
+
+
+def source_path(source: str | Path) -> Path:
+    """A name stands for hip_ops/csrc/<name>.hip, anything else is a path."""
+    path = Path(source) if isinstance(source, Path) or str(source).endswith(".hip") else SOURCES / f"{source}.hip"
+    if not path.is_file():
+        raise FileNotFoundError(f"{path}: no such kernel source")
+    return path
+
+
+def _headers(path: Path) -> list[Path]:
+    return sorted({header for directory in (path.parent, SOURCES) for pattern in ("*.h", "*.hpp", "*.inc") for header in directory.glob(pattern)})
+
+
+def _key(path: Path, flags: Iterable[str]) -> str:
+    """Hash of everything that the product depends on."""
+    digest = hashlib.sha256(compiler_version().encode())
+    for item in flags:
+        digest.update(item.encode() + b"\0")
+    for part in (path, *_headers(path)):
+        digest.update(part.name.encode() + b"\0" + part.read_bytes())
+    return digest.hexdigest()[:20]
+
+
+def _flags(defines: Iterable[str]) -> tuple[str, ...]:
+    require("ld.lld-19")
+    return (*FLAGS, *device_library_flags(), f"-I{SOURCES}", *(f"-D{define}" for define in defines))
+
+
+def _kept(product: Path) -> bool:
+    """Whether the cache has it. Its time is renewed once a day, not at every use: readers know a file by its time."""
+    notes = product.with_suffix(".remarks")
+    if not product.is_file():
+        return False
+    if product.stat().st_mtime < time.time() - 86400:
+        for file in (product, notes):
+            if file.is_file():
+                os.utime(file)
+    return True
+
+
+def _product(source: str | Path, suffix: str, flags: Iterable[str], defines: Iterable[str]) -> Path:
+    """Compile unless the cache has it. The compiler's remarks are kept beside the product."""
+    path, flags = source_path(source), (*_flags(defines), *flags)
+    product = cache_directory() / f"{path.stem}-{_key(path, flags)}{suffix}"
+    if _kept(product):
+        return product
+    with tempfile.TemporaryDirectory(dir=cache_directory()) as temporary:
+        output = Path(temporary) / product.name
+        remarks = _run([require(COMPILER), *flags, str(path), "-o", str(output)])
+        notes = Path(temporary) / "remarks"
+        notes.write_text(remarks)
+        notes.rename(product.with_suffix(".remarks"))
+        output.rename(product)
+    return product
+
+
+_DEVICE_ONLY = ("--cuda-device-only", "--no-gpu-bundle-output", "-Rpass-analysis=kernel-resource-usage", "-c")
+
+
+def code_object(source: str | Path, defines: Iterable[str] = ()) -> Path:
+    """The gfx942 ELF of a source, as hipModuleLoad would take it."""
+    return _product(source, ".co", _DEVICE_ONLY, tuple(defines))
+
+
+def code_objects(sources: Iterable[str | Path]) -> list[Path]:
+    """Several sources at once, two compilers side by side."""
+    with ThreadPoolExecutor(2) as pool:
+        return list(pool.map(code_object, sources))
+
+
+def assembly(source: str | Path, defines: Iterable[str] = ()) -> Path:
+    """The compiler's assembly of the device side, with loop comments."""
+    return _product(source, ".s", ("--cuda-device-only", "-S"), tuple(defines))
+
+
+def host_library(source: str | Path, defines: Iterable[str] = ()) -> Path:
+    """The host side, compiled and linked against libamdhip64 around the device code of code_object(): shows that it links.
+
+    The embedded ELF is not wrapped as a bundle, so this library is for link checks and symbol tables, not for a GPU.
+    """
+    device = code_object(source, defines)
+    flags = ("--cuda-host-only", "-fPIC", "-shared", "-fuse-ld=lld-19", "-Wl,--no-undefined", "-Xclang", "-fcuda-include-gpubinary", "-Xclang",
+             str(device), "-lamdhip64")
+    return _product(source, ".so", flags, tuple(defines))
+
+
+def assemble(text: str, name: str = "assembly") -> Path:
+    """A code object from gfx942 assembly."""
+    flags = ["--target=amdgcn-amd-amdhsa", f"-mcpu={ARCH}", "-x", "assembler"]
+    digest = hashlib.sha256("\0".join([compiler_version(), *flags, text]).encode()).hexdigest()
+    product = cache_directory() / f"{name}-{digest[:20]}.co"
+    if not _kept(product):
+        require("ld.lld-19")
+        with tempfile.TemporaryDirectory(dir=cache_directory()) as temporary:
+            source, output = Path(temporary) / "kernel.s", Path(temporary) / product.name
+            source.write_text(text)
+            _run([require(COMPILER), *flags, "-fuse-ld=lld-19", str(source), "-o", str(output)])
+            output.rename(product)
+    return product
+
+
+def resource_remarks(source: str | Path, defines: Iterable[str] = ()) -> dict[str, dict[str, int]]:
+    """Kernel -> what clang's kernel-resource-usage remark says, e.g. {"VGPRs": 40, "Occupancy [waves/SIMD]": 8}."""
+    text = code_object(source, defines).with_suffix(".remarks").read_text()
+    kernels: dict[str, dict[str, int]] = {}
+    current: dict[str, int] = {}
+    for key, value in re.findall(r"remark:\s+([\w /\[\]]+): (\S+) \[-Rpass-analysis=kernel-resource-usage\]", text):
+        key = key.strip()
+        if key == "Function Name":
+            current = kernels.setdefault(value, {})
+        elif value.isdigit():
+            current[key] = int(value)
+    return kernels

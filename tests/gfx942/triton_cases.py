@@ -1,0 +1,80 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The Triton kernels of hip_ops as an MI300X would run them on ZAYA1's shapes, compiled for gfx942: what the budget table holds of Triton.
+
+Shapes and tiles are those that the launchers choose: hidden size 2048, bf16 layer output and gradients, fp32 stream, momentum and weight,
+and the Gram products of a batch of 2048 x 4096 matrices.
+"""
+
+from collections.abc import Callable
+
+import torch
+
+from tests.gfx942.triton_objects import TritonObject, triton_code_object
+
+HIDDEN = 2048
+
+
+def _compile(kernel, types: dict[str, str], constexprs: dict, num_warps: int, num_stages: int = 2, unaligned: tuple[str, ...] = ()) -> TritonObject:
+    """`types` of what is neither constexpr nor a pointer to fp32; pointers and sizes are divisible by 16 but for `unaligned`."""
+    constexprs = {name: value for name, value in constexprs.items() if name in kernel.arg_names}
+    signature = {name: types.get(name, "*fp32") for name in kernel.arg_names if name not in constexprs}
+    divisible = [name for name, kind in signature.items() if kind != "fp32" and name not in unaligned]
+    return triton_code_object(kernel, signature, constexprs, num_warps=num_warps, num_stages=num_stages, divisible_by_16=divisible)
+
+
+def _rms_norm(which: str, scaled: bool) -> TritonObject:
+    from hip_ops.triton_kernels import rms_norm
+
+    sizes = dict.fromkeys(("rows", "hidden", "programs", "x_stride", "residual_stride", "dy_stride", "d_new_residual_stride"), "i32")
+    stream = "*fp32" if scaled else "*bf16"
+    half = dict.fromkeys(("x", "dy", "y", "d_x", "weight", "output_bias", "output_scale", "residual_bias", "residual_scale"), "*bf16")
+    types = sizes | half | dict.fromkeys(("residual", "new_residual", "d_residual", "d_new_residual"), stream) | {"eps": "fp32"}
+    if which == "sum":
+        return _compile(rms_norm.sum_kernel, types, {"SCALED": scaled, "PROGRAMS": 64, "BLOCK": 32}, 8)
+    backward = which == "backward"
+    chosen = rms_norm.launch(HIDDEN, scaled=scaled, backward=backward, warp_size=64)
+    constexprs = {"SCALED": scaled, "ROWS": chosen.rows, "BLOCK": chosen.block, "STAGES": getattr(chosen, "stages", 1),
+                  "HAS_D_NEW_RESIDUAL": True, "WRITES_D_X": scaled}
+    return _compile(rms_norm.backward_kernel if backward else rms_norm.forward_kernel, types, constexprs, chosen.num_warps)
+
+
+def _muon(which: str) -> TritonObject:
+    from hip_ops.multi_tensor import CHUNK_ELEMENTS
+    from hip_ops.triton_kernels import muon
+
+    dtypes = (torch.bfloat16, torch.float32, torch.bfloat16)
+    tile = muon.tile_of(dtypes, 64)
+    warps = tile.pop("num_warps")
+    types = {"words": "*i64", "chunk_rows": "*i32", "chunks": "i32", **dict.fromkeys(("momentum", "gradient_weight", "lr", "weight_decay"), "fp32")}
+    none = dict.fromkeys(("grad_scale", "found_inf", "lr_pointer", "partials"))
+    names = ("GRADIENT", "MOMENTUM", "OUTPUT") if which == "momentum" else ("UPDATE", "WEIGHT", "COPY")
+    constexprs = dict(zip(names, (muon.TYPES[dtype] for dtype in dtypes), strict=True)) | tile | none
+    constexprs |= {"NESTEROV": True, "EMA": True, "CHUNK": CHUNK_ELEMENTS}
+    kernel = muon.momentum_kernel if which == "momentum" else muon.update_kernel
+    return _compile(kernel, types, constexprs, warps, unaligned=("chunk_rows", "chunks"))
+
+
+def _product(symmetric: bool) -> TritonObject:
+    from hip_ops.triton_kernels.pointer_product import pointer_product_kernel
+    from hip_ops.triton_kernels.product_configs import choose_config
+
+    config = choose_config("gram" if symmetric else "general", 16, 2048, 4096, amd=True)
+    sizes = ("m", "n", "k", "a_stride", "b_stride", "d_stride", "c_stride", "a_batch", "b_batch", "d_batch", "c_batch")
+    types = dict.fromkeys(sizes, "i32") | dict.fromkeys(("alpha", "beta", "gamma"), "fp32")
+    types |= {f"{name}_pointer": "*bf16" for name in "abcd"}
+    constexprs = {"SYMMETRIC": symmetric, "A_BY_COLUMNS": False, "B_BY_COLUMNS": not symmetric, "HAS_D": True, "HAS_GAMMA": False, "EVEN_K": True,
+                  "BLOCK_M": config.block_m, "BLOCK_N": config.block_n, "BLOCK_K": config.block_k, "GROUP": 8, "XCDS": 8}
+    return _compile(pointer_product_kernel, types, constexprs, config.num_warps, config.num_stages)
+
+
+CASES: dict[str, Callable[[], TritonObject]] = {
+    "rms_norm_forward": lambda: _rms_norm("forward", False),
+    "rms_norm_forward_scaled": lambda: _rms_norm("forward", True),
+    "rms_norm_backward": lambda: _rms_norm("backward", False),
+    "rms_norm_backward_scaled": lambda: _rms_norm("backward", True),
+    "rms_norm_sum_scaled": lambda: _rms_norm("sum", True),
+    "muon_momentum": lambda: _muon("momentum"),
+    "muon_update": lambda: _muon("update"),
+    "symmetric_product": lambda: _product(True),
+    "general_product": lambda: _product(False),
+}

@@ -1,0 +1,66 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Triton kernels compiled for gfx942 with no GPU, so that their code objects run in the emulator and obey the same budgets."""
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.gfx942.emulator import Buffer, Counters, Device
+from tests.gfx942.toolchain import cache_directory
+
+
+@dataclass(frozen=True)
+class TritonObject:
+    """A compiled Triton kernel.
+
+    shared: dynamic LDS in bytes (the ELF note says 0). launch() adds the trailing scratch pointers of Triton's argument list.
+    """
+
+    path: Path
+    name: str
+    shared: int
+    threads: int
+    trailing_pointers: int
+    assembly: str
+
+    def launch(self, device: Device, grid, args: Sequence[Buffer | np.generic]) -> Counters:
+        """args: the run-time arguments in order, without constexprs and without arguments that were specialised to 1."""
+        return device.launch(self.path, self.name, grid, (self.threads, 1, 1), [*args, *[None] * self.trailing_pointers], shared=self.shared)
+
+
+def triton_code_object(fn, signature: Mapping[str, str], constexprs: Mapping[str, object], *, num_warps: int = 4, num_stages: int = 2,
+                       divisible_by_16: Sequence[str] = (), **options) -> TritonObject:
+    """Compile a @triton.jit function.
+
+    signature: name -> "*bf16", "*fp32", "i32", "i64", "fp32"; constexprs: name -> value (their signature entry is added here).
+    divisible_by_16: names of pointers and sizes that the launcher would find divisible by 16, which is what makes accesses wide.
+    Further options go to Triton's AMD back end (waves_per_eu, matrix_instr_nonkdim, ...).
+    """
+    triton = pytest.importorskip("triton")
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    full = {name: "constexpr" if name in constexprs else signature[name] for name in fn.arg_names if name in constexprs or name in signature}
+    missing = [name for name in fn.arg_names if name not in full]
+    if missing:
+        raise ValueError(f"{fn.__name__}: no signature for {', '.join(missing)}")
+    attributes = {(fn.arg_names.index(name),): [["tt.divisibility", 16]] for name in divisible_by_16}
+    source = ASTSource(fn=fn, signature=full, constexprs=dict(constexprs), attrs=attributes)
+    compiled = triton.compile(source, target=GPUTarget("hip", "gfx942", 64),
+                              options={"num_warps": num_warps, "num_stages": num_stages, **options})
+    binary = compiled.asm["hsaco"]
+    path = cache_directory() / f"triton-{fn.__name__}-{hashlib.sha256(binary).hexdigest()[:20]}.co"
+    if not path.is_file():
+        partial = path.with_suffix(f".{id(binary)}.partial")
+        partial.write_bytes(binary)
+        partial.rename(path)
+    from tests.gfx942.emulator.code_object import open_code_object
+
+    name = compiled.metadata.name
+    visible = [argument for argument in open_code_object(path).kernels[name].arguments if not argument.kind.startswith("hidden_")]
+    given = sum(kind != "constexpr" for kind in full.values())
+    return TritonObject(path, name, compiled.metadata.shared, 64 * compiled.metadata.num_warps, len(visible) - given, compiled.asm["amdgcn"])

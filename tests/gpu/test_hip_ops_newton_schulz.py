@@ -1,0 +1,182 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Symmetric products and Newton-Schulz on an accelerator: Triton with every configuration of its table, and csrc/symmetric_product.hip as built
+for it (by nvcc on NVIDIA, where a wave is two warps and slow: small shapes)."""
+
+import importlib
+import json
+
+import pytest
+import torch
+
+import hip_ops
+from hip_ops import backend, captured
+from hip_ops.newton_schulz_coefficients import COEFFICIENT_SETS, coefficient_triples, singular_value_interval
+from tests.hip_ops.product_cases import DTYPES, ROUNDED_ONCE, Case, general_case, symmetric_case
+
+module = importlib.import_module("hip_ops.newton_schulz")
+DEVICE = torch.device("cuda")
+BF16, FP16 = torch.bfloat16, torch.float16
+SIMPLE = (3.4445, -4.7750, 2.0315)
+
+
+@pytest.fixture(params=["triton", "hip"])
+def chosen(request):
+    reason = backend.unavailable(request.param, DEVICE)
+    if reason:
+        pytest.skip(reason)
+    with backend.use_backend(request.param):
+        yield request.param
+
+
+def cuda(case: Case) -> Case:
+    return Case(*(None if x is None else x.to(DEVICE) for x in (case.a, case.b, case.d)), case.alpha, case.beta, case.gamma)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("batch, n, k", [(1, 1, 1), (3, 17, 256), (1, 256, 40), (2, 136, 72), (1, 65, 33), (2, 300, 520)])
+def test_symmetric_product(chosen, dtype, batch, n, k):
+    case = symmetric_case(batch, n, k, dtype)
+    for a in (case.a, case.a.mT.contiguous().mT):
+        got = hip_ops.symmetric_product(a.to(DEVICE), case.d.to(DEVICE), alpha=case.alpha, beta=case.beta)
+        assert torch.equal(got, got.mT)
+        assert case.worst_ulps(got.cpu()) <= ROUNDED_ONCE
+
+
+def test_matmul_add(chosen):
+    case = general_case(2, 200, 136, 72, "bf16")
+    a, b, d = (x.to(DEVICE) for x in (case.a, case.b, case.d))
+    got = module.matmul_add(a, b.mT, d, alpha=case.alpha, beta=case.beta)
+    assert case.worst_ulps(got.cpu()) <= ROUNDED_ONCE
+
+
+def test_every_configuration_of_the_table_on_sizes_with_tails():
+    from hip_ops.triton_kernels.product_configs import TABLE, ProductConfig
+    from hip_ops.triton_kernels.symmetric_product import empty_rows, product
+
+    configs = {ProductConfig(**row["config"]) for row in json.loads(TABLE.read_text())["rows"]} - {ProductConfig(engine="cublas")}
+    symmetric, general = symmetric_case(3, 392, 200, "fp16"), general_case(3, 392, 520, 200, "fp16")
+    for config in configs:
+        if config.engine == "triton" and config.block_n <= 2 * config.block_m:
+            a, d = symmetric.a.to(DEVICE), symmetric.d.to(DEVICE)
+            for x in (a, a.mT.contiguous().mT):
+                got = product(x, x, d, empty_rows(3, 392, 392, like=a), symmetric.alpha, symmetric.beta, 0.0, True, config)
+                assert torch.equal(got, got.mT) and symmetric.worst_ulps(got.cpu()) <= ROUNDED_ONCE, config
+        if config.engine == "triton":
+            a, b, d = (x.to(DEVICE) for x in (general.a, general.b, general.d))
+            for right in (b, b.mT.contiguous().mT):
+                got = product(a, right, d, empty_rows(3, 392, 520, like=a), general.alpha, general.beta, 0.0, False, config)
+                assert general.worst_ulps(got.cpu()) <= ROUNDED_ONCE, config
+
+
+@pytest.mark.parametrize("n, k", [(2048, 4096), (2048, 2048), (1024, 2048)])
+def test_large_symmetric_product_is_exactly_symmetric_and_near_cublas(n, k):
+    a = torch.randn((2, n, k), device=DEVICE).to(FP16) / 32
+    with backend.use_backend("triton"):
+        got = hip_ops.symmetric_product(a)
+    assert torch.equal(got, got.mT)
+    exact = a[0].double() @ a[0].double().mT
+    theirs = a[0] @ a[0].mT
+    assert (got[0] - exact).norm() <= 1.01 * (theirs - exact).norm()
+
+
+def cublas(x: torch.Tensor, coefficients: str) -> torch.Tensor:
+    x = x.mT if x.shape[-2] > x.shape[-1] else x
+    x = (x.float() / x.float().norm(dim=(-2, -1), keepdim=True)).to(BF16)
+    for a, b, c in coefficient_triples(coefficients, 5):
+        gram = torch.bmm(x, x.mT)
+        x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return x
+
+
+def error(got: torch.Tensor, exact: torch.Tensor) -> float:
+    got = got.mT if got.shape != exact.shape else got
+    return ((got.double() - exact).norm() / exact.norm()).item()
+
+
+@pytest.mark.parametrize("coefficients", sorted(COEFFICIENT_SETS))
+@pytest.mark.parametrize("shape", [(17, 256), (256, 256), (2, 128, 2048), (2, 1024, 512), (2048, 4096), (2048, 2048), (1024, 2048)])
+def test_newton_schulz_within_the_error_of_cublas(chosen, shape, coefficients):
+    if chosen == "hip" and torch.version.hip is None and max(shape) > 256:
+        pytest.skip("emulated matrix instructions are slow")
+    x = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(BF16).to(DEVICE)
+    batched = x if x.ndim == 3 else x[None]
+    exact = hip_ops.newton_schulz(batched.double(), 5, coefficients, form="standard", dtype=torch.float64)
+    anchor = error(cublas(batched, coefficients), exact.mT if exact.shape[-2] > exact.shape[-1] else exact)
+    for form, dtype in (("auto", None), ("standard", FP16), ("gram", FP16), ("standard", BF16)):
+        got = hip_ops.newton_schulz(x, 5, coefficients, form=form, dtype=dtype)
+        assert got.shape == x.shape and got.dtype == BF16 and got.is_contiguous()
+        assert error(got.reshape(exact.shape), exact) <= (1.05 if dtype == BF16 else 1.0) * anchor, (form, dtype)
+
+
+@pytest.mark.parametrize("form", ["standard", "gram"])
+def test_singular_values_of_a_large_ill_conditioned_matrix(form):
+    n, m = 512, 1024
+    u, _, v = torch.linalg.svd(torch.randn((n, m), device=DEVICE), full_matrices=False)
+    spectrum = torch.logspace(0, -2, n, device=DEVICE)
+    x = ((u * spectrum) @ v).to(BF16)
+    values = torch.linalg.svdvals(x.double())
+    values = values / values.square().sum().sqrt()
+    low, high = singular_value_interval(coefficient_triples("simple", 5), values.min().item(), values.max().item())
+    with backend.use_backend("triton"):
+        got = torch.linalg.svdvals(hip_ops.newton_schulz(x.float(), form=form).double())
+    assert low - 0.02 <= got.min() and got.max() <= high + 0.02
+
+
+def test_replayed_graphs_give_the_same_bits_for_new_inputs():
+    with backend.use_backend("triton"):
+        for seed in range(4):
+            x = torch.randn((1, 128, 512), generator=torch.Generator().manual_seed(seed)).to(BF16).to(DEVICE)
+            got = hip_ops.newton_schulz(x)
+            direct = module._newton_schulz(x, None, captured_plan(x), 1e-7)
+            assert torch.equal(got, direct), seed
+        assert len(captured._graphs) <= captured.KEPT
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            elsewhere = hip_ops.newton_schulz(x)
+        torch.cuda.current_stream().wait_stream(side)
+        assert torch.equal(elsewhere, got)
+
+
+def captured_plan(x: torch.Tensor):
+    from hip_ops.newton_schulz_plan import make_plan
+
+    return make_plan(coefficient_triples("simple", 5), *x.shape[-2:], form="auto", restarts=None, dtype=FP16)
+
+
+def test_newton_schulz_inside_a_captured_graph():
+    x = torch.randn((2, 64, 128), device=DEVICE).to(BF16)
+    with backend.use_backend("triton"):
+        want = hip_ops.newton_schulz(x)
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            got = hip_ops.newton_schulz(x)
+        graph.replay()
+        assert torch.equal(got, want)
+
+
+def test_compiled_and_with_gradients(chosen):
+    case = cuda(symmetric_case(2, 72, 40, "bf16"))
+
+    def loss(a, b):
+        return hip_ops.symmetric_product(a, b, alpha=1.5, beta=0.5).float().square().sum()
+
+    gradients = []
+    for function in (loss, torch.compile(loss, fullgraph=True)):
+        a, b = case.a.clone().requires_grad_(), case.d.clone().requires_grad_()
+        function(a, b).backward()
+        gradients.append((a.grad, b.grad))
+    for mine, theirs in zip(*gradients, strict=True):
+        assert torch.allclose(mine.float(), theirs.float(), rtol=2**-6, atol=2**-6 * mine.abs().max().item())
+    a = case.a.double().requires_grad_()
+    (1.5 * a @ a.mT + 0.5 * case.d.double()).square().sum().backward()
+    assert ((gradients[0][0] - a.grad).norm() / a.grad.norm()).item() < 2**-6
+
+
+def test_many_matrices_of_zaya(chosen):
+    shapes = [(17, 256), (256, 17), (256, 256), (128, 256)] if chosen == "hip" else [(2048, 1024), (1024, 2048), (256, 2048), (128, 2048), (256, 256), (17, 256)]
+    matrices = [torch.randn(shape, device=DEVICE).to(BF16) for shape in shapes for _ in range(2)]
+    for x, got in zip(matrices, module.orthogonalize_many(matrices), strict=True):
+        exact = hip_ops.newton_schulz(x.double(), dtype=torch.float64, form="standard")
+        assert got.shape == x.shape and error(got, exact) < 0.01

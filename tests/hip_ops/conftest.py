@@ -1,0 +1,34 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the tests of hip_ops share."""
+
+import pytest
+
+from hip_ops import backend
+
+
+@pytest.fixture
+def empty_cache(tmp_path, monkeypatch):
+    """A kernel cache of the test's own, empty."""
+    folder = tmp_path / "cache"
+    monkeypatch.setenv("HIP_OPS_CACHE", str(folder))
+    return folder
+
+
+@pytest.fixture
+def fresh_backend(monkeypatch):
+    """No choice of a backend made yet and none asked for; what the test chooses is forgotten."""
+    for name in ("HIP_OPS_BACKEND", "TRITON_INTERPRET"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(backend, "_choices", {})
+    monkeypatch.setattr(backend, "_asked_in_code", [])
+
+
+@pytest.fixture
+def no_compilers(tmp_path, monkeypatch):
+    """A machine without any compiler: nothing on PATH, no ROCm and no CUDA where they are looked for."""
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    for name in ("PATH", "ROCM_PATH", "HIP_PATH", "CUDA_HOME", "CUDA_PATH"):
+        monkeypatch.setenv(name, str(empty))
+    monkeypatch.setattr("hip_ops.compilers.NVCC_FOLDERS", ())
+    monkeypatch.setattr("hip_ops.compilers.ROCM_FOLDERS", ())

@@ -1,0 +1,141 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs gfx942 code objects of the RMSNorm kernels, HIP's and Triton's, in the emulator as an Implementation of rms_norm_cases.
+
+The launchers of csrc/ choose kernel, grid and block on a GPU; here the same choice is made once more, in Python, from the table
+in rms_norm.h, for as many compute units as asked for.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from hip_ops.build import CSRC
+from hip_ops.hip_kernels.rms_norm import ALIGNED, BF16_RESIDUAL, BF16_WEIGHT, BF16_X
+from tests.gfx942.emulator import Buffer, Counters, Device
+from tests.gfx942.toolchain import code_object
+from tests.hip_ops.rms_norm_cases import BF16, FP32, VECTORS, Case, Implementation, Inputs
+
+NUMPY = {BF16: np.uint16, FP32: np.float32}
+
+
+def to_numpy(tensor: Tensor) -> np.ndarray:
+    tensor = tensor.contiguous()
+    return tensor.view(torch.int16).numpy().view(np.uint16) if tensor.dtype == BF16 else tensor.numpy()
+
+
+def to_torch(array: np.ndarray) -> Tensor:
+    return torch.from_numpy(array.view(np.int16)).view(BF16) if array.dtype == np.uint16 else torch.from_numpy(array)
+
+
+@functools.cache
+def table() -> dict[int, tuple[int, int, int, int]]:
+    """hidden size -> blocks a compute unit: forward, ZAYA's, backward, ZAYA's."""
+    rows = re.findall(r"ROW\((\d+), (\d+), (\d+), (\d+), (\d+)\)", (CSRC / "rms_norm.h").read_text())
+    return {int(hidden): tuple(map(int, blocks)) for hidden, *blocks in rows}
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """What the launchers make of a case: suffix of the kernel's name, threads a block, rows a block at a time, blocks."""
+
+    suffix: str
+    threads: int
+    rows_per_block: int
+    blocks: int
+
+
+def geometry(case: Case, *, backward: bool, processors: int) -> Geometry:
+    aligned = case.pad % 8 == 0 and case.hidden % 8 == 0
+    fast = (
+        aligned and case.hidden in table() and case.x_dtype == case.weight_dtype == BF16
+        and not (case.scaled and case.residual_dtype == BF16)
+    )  # fmt: skip
+    if fast:
+        row_threads = case.hidden // 8
+        threads, rows, most = max(256, row_threads), max(256, row_threads) // row_threads, table()[case.hidden][2 * backward + case.scaled]
+    else:
+        threads, rows, most = 256, 1, 4
+    tiles = -(-case.rows // rows)
+    rounds = -(-tiles // (processors * most))
+    form = "scaled_residual_rms_norm" if case.scaled else "add_rms_norm" + ("_fp32_residual" if fast and case.residual_dtype == FP32 else "")
+    return Geometry(f"{form}{'_backward' if backward else ''}_{case.hidden if fast else 'any'}", threads, rows, -(-tiles // rounds))
+
+
+def types(case: Case) -> int:
+    bits = sum(bit for bit, dtype in ((BF16_X, case.x_dtype), (BF16_RESIDUAL, case.residual_dtype), (BF16_WEIGHT, case.weight_dtype)) if dtype == BF16)
+    return bits | (ALIGNED if case.pad % 8 == 0 and case.hidden % 8 == 0 else 0)
+
+
+@dataclass
+class Emulated:
+    """`objects` compiles a source of csrc/ by name; `counters` collects what each launch counted, by kernel."""
+
+    device: Device
+    processors: int = 1
+    objects: Callable[[str], Path] = code_object
+    counters: dict[str, Counters] = field(default_factory=dict)
+
+    @property
+    def implementation(self) -> Implementation:
+        return Implementation(self.forward, self.backward)
+
+    def rows(self, tensor: Tensor | None, case: Case) -> Buffer | None:
+        """The rows with their padding, which is NaN: reading it shows. A stride is hidden + pad."""
+        if tensor is None:
+            return None
+        whole = torch.full((case.rows, case.hidden + case.pad), float("nan"), dtype=tensor.dtype)
+        whole[:, : case.hidden] = tensor
+        return self.device.put(to_numpy(whole))
+
+    def out(self, shape: tuple[int, ...], dtype: torch.dtype) -> Buffer:
+        return self.device.alloc(shape, NUMPY[dtype])
+
+    def launch(self, source: str, kernel: str, blocks: int, threads: int, arguments: list) -> None:
+        self.counters[kernel] = self.device.launch(self.objects(source), kernel, (blocks,), (threads,), arguments)
+
+    def vectors(self, i: Inputs) -> tuple[list[Buffer | None], Buffer]:
+        """The four of the merge, and weight."""
+        *merge, weight = (self.device.put(to_numpy(i.vectors[name])) for name in VECTORS)
+        return merge if i.case.scaled else [None] * 4, weight
+
+    def forward(self, i: Inputs) -> tuple[Tensor, Tensor, Tensor]:
+        case, chosen = i.case, geometry(i.case, backward=False, processors=self.processors)
+        shape, stride = (case.rows, case.hidden), np.int64(case.hidden + case.pad)
+        merge, weight = self.vectors(i)
+        y, new_residual, rstd = self.out(shape, case.weight_dtype), self.out(shape, case.residual_dtype), self.out((case.rows, 1), FP32)
+        arguments = [self.rows(i.x, case), self.rows(i.residual, case), *merge, weight, y, new_residual, rstd, np.int64(case.rows), stride, stride, np.float32(case.eps)]
+        if chosen.suffix.endswith("any"):
+            arguments += [np.int32(case.hidden), np.int64(types(case))]
+        self.launch("rms_norm", f"ho_{chosen.suffix}", chosen.blocks, chosen.threads, arguments)
+        return tuple(to_torch(b.read()) for b in (y, new_residual, rstd))
+
+    def backward(self, i: Inputs, new_residual: Tensor, rstd: Tensor) -> dict[str, Tensor]:
+        case, chosen = i.case, geometry(i.case, backward=True, processors=self.processors)
+        shape, stride, sums = (case.rows, case.hidden), np.int64(case.hidden + case.pad), 4 if case.scaled else 1
+        merge, weight = self.vectors(i)
+        d_x, d_residual = self.out(shape, case.x_dtype), self.out(shape, case.residual_dtype)
+        partial = self.out((chosen.blocks, sums, case.hidden), FP32)
+        arguments = [
+            self.rows(i.dy, case), self.rows(i.d_new_residual, case), self.rows(i.x, case) if case.scaled else None,
+            self.rows(i.residual if case.scaled else new_residual, case), self.device.put(rstd.numpy()), *merge, weight, d_x, d_residual,
+            partial, np.int64(case.rows), stride, stride, stride, stride,
+        ]  # fmt: skip
+        if chosen.suffix.endswith("any"):
+            arguments += [np.int32(case.hidden), np.int64(types(case))]
+        self.launch("rms_norm_backward", f"ho_{chosen.suffix}", chosen.blocks, chosen.threads, arguments)
+        gradients = [self.out((case.hidden,), case.weight_dtype) for _ in range(5 if case.scaled else 1)]
+        sizes = [np.int64(chosen.blocks), np.int32(case.hidden), np.int64(types(case))]
+        name = "ho_rms_norm_sum_vectors" if case.scaled else "ho_rms_norm_sum_weight"
+        self.launch("rms_norm_sum", name, -(-case.hidden // 16), 512, [partial, *(merge if case.scaled else []), *gradients, *sizes])
+        found = {"d_x": d_x, "d_residual": d_residual} | dict(zip((f"d_{n}" for n in VECTORS[-len(gradients) :]), gradients, strict=True))
+        if not case.scaled and case.x_dtype == case.residual_dtype:
+            found["d_x"] = d_residual
+        return {key: to_torch(buffer.read()) for key, buffer in found.items()}

@@ -1,0 +1,161 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Calls of launchers: arguments, codes and the stream; and the two commands."""
+
+import ctypes
+
+import pytest
+import torch
+
+from hip_ops import library
+from hip_ops.__main__ import main
+from tests.hip_ops.cpu_kernels import KERNELS, build_cpu_library
+
+CPU = torch.device("cpu")
+
+
+class Recorder:
+    """A launcher that keeps what it was called with and returns `code`."""
+
+    def __init__(self, code=0):
+        self.code, self.arguments = code, None
+        self.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64, ctypes.c_float, ctypes.c_void_p)
+
+    def __call__(self, *arguments):
+        self.arguments = arguments
+        return self.code
+
+
+@pytest.fixture
+def launcher(monkeypatch):
+    recorder = Recorder()
+    loaded = type("Library", (), {"ho_test": recorder, "ho_error_string": staticmethod(lambda code: b"invalid device function")})
+    monkeypatch.setattr(library, "library", lambda target: loaded)
+    return recorder
+
+
+def test_arguments_are_converted_by_the_declaration(launcher):
+    x = torch.arange(4.0)
+    library.call("ho_test", x, None, 7, 0.5, device=CPU)
+    assert launcher.arguments == (x.data_ptr(), None, 7, 0.5, None)
+    library.call("ho_test", x, (ctypes.c_int64 * 2)(1, 2), True, 1, device=CPU)
+    assert list(launcher.arguments[1]) == [1, 2] and launcher.arguments[2:4] == (True, 1)
+
+
+@pytest.mark.parametrize(
+    "arguments, said",
+    [
+        ((None, None, 7), "takes 4 arguments and the stream, 3 were given"),
+        ((None, None, 7.0, 0.5), "argument 2 is float, the launcher takes c_long"),
+        ((None, 3, 7, 0.5), "argument 1 is int, the launcher takes a pointer"),
+        ((None, None, 7, None), "argument 3 is NoneType"),
+        ((torch.empty(2, device="meta"), None, 7, 0.5), "argument 0 is on meta, the call on cpu"),
+    ],
+)
+def test_wrong_arguments_never_reach_the_launcher(launcher, arguments, said):
+    with pytest.raises(AssertionError, match=said):
+        library.call("ho_test", *arguments, device=CPU)
+    assert launcher.arguments is None
+
+
+@pytest.mark.parametrize("code, said", [(-1, r"ho_test has no variant for these arguments on cpu: \[\(3,\), None, 7, 0.5\]"), (98, "ho_test failed on cpu with code 98: invalid device function")])
+def test_codes(launcher, code, said):
+    launcher.code = code
+    with pytest.raises(RuntimeError, match=said):
+        library.call("ho_test", torch.ones(3), None, 7, 0.5, device=CPU)
+
+
+def test_the_current_stream_is_passed_under_the_device(launcher, monkeypatch):
+    """Simulated, for there is no GPU here; tests/gpu runs kernels on a stream of its own."""
+    entered = []
+
+    class Guard:
+        def __init__(self, device):
+            self.device = device
+
+        def __enter__(self):
+            entered.append(self.device)
+
+        def __exit__(self, *_):
+            entered.append(None)
+
+    gpu = torch.device("cuda", 1)
+    monkeypatch.setattr(library, "target_of", lambda device: "sm_90")
+    monkeypatch.setattr(torch.cuda, "device", Guard)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: type("Stream", (), {"cuda_stream": 4711 + device.index}))
+    library.call("ho_test", None, None, 7, 0.5, device=gpu)
+    assert launcher.arguments[-1] == 4712 and entered == [gpu, None]
+
+
+def test_a_kernel_runs_through_call(monkeypatch):
+    """The whole way to the CPU: declaration, conversion, fibers."""
+    from hip_ops.launchers import load
+    from tests.hip_ops.cpu_kernels import source_files
+
+    kernels = load(build_cpu_library(KERNELS / "portable.hip"), *source_files([KERNELS / "portable.hip"]))
+    monkeypatch.setattr(library, "library", lambda target: kernels)
+    x, out = torch.arange(1024.0), torch.zeros(1024)
+    library.call("ho_test_reverse_run", x, out, 1, 1, device=CPU)
+    assert torch.equal(out, x.flip(0))
+
+
+def test_a_build_that_failed_is_not_tried_again(monkeypatch):
+    from hip_ops.build import BuildError
+
+    tried = []
+
+    def fails(target):
+        tried.append(target)
+        raise BuildError("no")
+
+    monkeypatch.setattr(library, "build", fails)
+    monkeypatch.setattr(library, "_failures", {})
+    library._library.cache_clear()
+    for _ in range(3):
+        with pytest.raises(BuildError):
+            library.library("cpu")
+    assert tried == ["cpu"]
+
+
+def test_info(fresh_backend, empty_cache, no_compilers, capsys):
+    assert main(["info"]) == 0
+    out = capsys.readouterr().out
+    assert "\ncpu (CPU): torch\n  why: auto\n  operators: not checked (add --check)" in out
+    assert "gfx942: none, neither hipcc nor a clang++" in out and "cpu: none, g++ is not on PATH" in out and "in the cache: no library" in out
+    assert f"cache: {empty_cache}" in out
+
+
+def test_info_where_a_backend_cannot_be_had(fresh_backend, empty_cache, no_compilers, capsys, monkeypatch):
+    monkeypatch.setenv("HIP_OPS_BACKEND", "hip")
+    assert main(["info"]) == 1
+    out = capsys.readouterr().out
+    assert "backend requested: hip HIP_OPS_BACKEND=hip" in out and "cpu (CPU): none\n  why: hip_ops: backend 'hip'" in out
+
+
+def test_info_checks_operators(fresh_backend, capsys):
+    assert main(["info", "--check"]) == 0
+    out = capsys.readouterr().out
+    for name in ("add_rms_norm", "scaled_residual_rms_norm_backward", "muon_momentum_", "muon_update_", "symmetric_product", "newton_schulz"):
+        assert f"\n  {name}: torch itself\n" in out
+
+
+def test_info_tells_of_an_operator_that_fails(fresh_backend, capsys, monkeypatch):
+    monkeypatch.setattr("hip_ops.__main__.warm_up", lambda device: {"good": "passed", "bad": "it gives 1, torch 2"})
+    assert main(["info", "--check"]) == 1
+    out = capsys.readouterr().out
+    assert "  good: agrees with torch\n  bad: FAILED, torch runs instead. it gives 1, torch 2\n" in out
+
+
+def test_build_names_what_is_wrong(empty_cache, no_compilers, capsys):
+    with pytest.raises(SystemExit):
+        main(["build", "--target", "gfx1100"])
+    assert "no target 'gfx1100'; allowed are gfx90a, gfx942" in capsys.readouterr().err
+    assert main(["build", "--target", "cpu"]) == 1
+    assert "g++ is not on PATH" in capsys.readouterr().err
+
+
+def test_help_names_the_environment(capsys):
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    out = capsys.readouterr().out
+    for name in ("HIP_OPS_BACKEND", "HIP_OPS_CACHE", "HIP_OPS_ARCH", "ROCM_PATH", "HO_CPU_SCHEDULE", "build", "info"):
+        assert name in out

@@ -1,0 +1,117 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Megatron's optimizer factory with ours in place of its Adam: works wherever `get_megatron_optimizer` builds the optimizer.
+
+The factory is Megatron's own (0.19, and 0.16 as Primus pins it): for the time of the call two names that it looks up,
+`Adam` and `DistributedOptimizer`, are ours. Its registry of emerging optimizers is no way in: what is registered there
+gets the layer-wise optimizer (see zaya_plugin/optim/distributed.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from contextlib import contextmanager
+
+import megatron.core.optimizer as megatron_optimizer
+from megatron.core.optimizer.optimizer_config import ParamKey, ParamPredicate
+from torch import nn
+
+from zaya_plugin.config.optimizer_override import Override
+from zaya_plugin.optim.distributed import MuonDistributedOptimizer
+from zaya_plugin.optim.grouping import Assignment, assign
+from zaya_plugin.optim.muon import MuonAdamW, MuonSettings
+
+
+def tag_parameters(
+    model: nn.Module, overrides: Iterable[Override] = (), split_gate_up: bool = False, default: str = "muon"
+) -> dict[str, Assignment]:
+    """Writes each parameter's assignment onto it, before DDP lays out its buffers; returns all by name.
+
+    Raises:
+        ValueError: as `zaya_plugin.optim.grouping.assign`.
+    """
+    parameters = dict(model.named_parameters())
+    assignments = assign(parameters.items(), overrides, split_gate_up, default)
+    for name, assignment in assignments.items():
+        parameters[name].optimizer_assignment = assignment
+        if assignment.matrices is not None:
+            parameters[name].muon_matrices = assignment.matrices
+    return assignments
+
+
+def muon_factory(get_megatron_optimizer: Callable, muon: MuonSettings, skip_non_finite: bool = False) -> Callable:
+    """A function with the signature of `get_megatron_optimizer` that builds MuonAdamW for tagged models.
+
+    Args:
+        get_megatron_optimizer: Megatron's.
+        muon: settings of Muon; AdamW's, the learning rate and the weight decay are Megatron's arguments.
+        skip_non_finite: skip a step whose gradients are not finite, on all ranks.
+    """
+
+    class Distributed(MuonDistributedOptimizer):
+        pass
+
+    Distributed.skip_non_finite = skip_non_finite
+
+    def adam(params, **settings):
+        return MuonAdamW(params, muon, **settings)
+
+    def factory(config, model_chunks, config_overrides=None, **named):
+        overrides = _config_overrides(config, model_chunks)
+        with _names(megatron_optimizer, Adam=adam, DistributedOptimizer=Distributed, USING_PYTORCH_OPTIMIZER=False):
+            chained = get_megatron_optimizer(config, model_chunks, config_overrides=overrides, **named)
+        for optimizer in chained.chained_optimizers:
+            if optimizer.optimizer is not None and not isinstance(optimizer, MuonDistributedOptimizer):
+                _tag_copies(optimizer)
+                # Megatron's own would give Muon's matrices a second moment.
+                optimizer.init_state_fn = lambda inner, config=None: inner.initialise_state()
+        return chained
+
+    return factory
+
+
+def _config_overrides(config, model_chunks) -> dict:
+    """Megatron's parameter groups from the assignments: one for each pair of multipliers that is not (1, 1)."""
+    pairs = {}
+    for chunk in model_chunks:
+        for name, parameter in chunk.named_parameters():
+            assert hasattr(parameter, "optimizer_assignment"), f"{name} has no optimizer: call tag_parameters first"
+            assignment = parameter.optimizer_assignment
+            pairs.setdefault((assignment.lr_mult, assignment.weight_decay_mult), None)
+    overrides = {}
+    for lr_mult, weight_decay_mult in pairs:
+        values = {}
+        if lr_mult != 1:
+            values.update(max_lr=config.lr * lr_mult, min_lr=(config.min_lr or 0.0) * lr_mult)
+        if weight_decay_mult != 1:
+            values["wd_mult"] = weight_decay_mult
+        if values:
+            predicate = ParamPredicate(
+                name=f"lr_mult={lr_mult} weight_decay_mult={weight_decay_mult}",
+                fn=lambda p, pair=(lr_mult, weight_decay_mult): (
+                    (p.optimizer_assignment.lr_mult, p.optimizer_assignment.weight_decay_mult) == pair
+                ),
+            )
+            overrides[ParamKey(predicate=predicate)] = values
+    return overrides
+
+
+def _tag_copies(optimizer) -> None:
+    """Without the distributed optimizer a bf16 model's fp32 copies are tensors of their own."""
+    for model_group, main_group in zip(
+        getattr(optimizer, "float16_groups", ()), getattr(optimizer, "fp32_from_float16_groups", ()), strict=True
+    ):
+        for model_param, main_param in zip(model_group, main_group, strict=True):
+            if hasattr(model_param, "muon_matrices"):
+                main_param.muon_matrices = model_param.muon_matrices
+
+
+@contextmanager
+def _names(module, **values):
+    before = {name: getattr(module, name) for name in values}
+    for name, value in values.items():
+        setattr(module, name, value)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            setattr(module, name, value)

@@ -1,0 +1,96 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Megatron's ZeRO-1 optimizer with Muon inside: whole matrices at their owners, AdamW's state sharded flat.
+
+Why not Megatron's layer-wise optimizer (`use_layer_wise_distributed_optimizer`), which its own Muon uses: it deals a
+layer's experts out over the shards, so the grouped GEMM would need a copy of all experts every step; it takes 2-D
+parameters one by one, so thousands of small products are launched; and whole parameters alone go to a rank, the embedding
+too. Here the buffer layout (zaya_plugin/optim/layout.py) keeps each matrix inside one shard of the ordinary
+distributed optimizer, whose bucketed reduce-scatter, all-gather and their overlap all apply unchanged. Where another
+layout cuts a matrix, its pieces meet for Newton-Schulz (zaya_plugin/optim/exchange.py).
+"""
+
+from __future__ import annotations
+
+import torch
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from torch import Tensor
+
+from zaya_plugin.optim.exchange import MatrixExchange, find_cut_matrices
+from zaya_plugin.optim.muon import MuonAdamW
+
+
+class MuonDistributedOptimizer(DistributedOptimizer):
+    """DistributedOptimizer over a MuonAdamW. Checkpoints are Megatron's, without a second moment for Muon's matrices."""
+
+    skip_non_finite = False
+
+    def __init__(self, optimizer: MuonAdamW, *positional, **named):
+        super().__init__(optimizer, *positional, **named)
+        cut = find_cut_matrices(self.buffers, self.data_parallel_group.size())
+        if cut:
+            self.optimizer.exchange = MatrixExchange(self.data_parallel_group)
+        for model_param, main_param in self._pairs():
+            if hasattr(model_param, "muon_matrices"):
+                main_param.muon_matrices = model_param.muon_matrices
+                if model_param in cut:
+                    main_param.muon_cut = cut[model_param]
+                if main_param.data_ptr() != model_param.data_ptr():  # a bf16 model: the fp32 copy is the weight
+                    main_param.muon_target = self._share_of_buffer(model_param)
+
+    def _pairs(self) -> list[tuple[Tensor, Tensor]]:
+        """Parameters of the model with a part on this rank, and the fp32 tensors that the inner optimizer updates."""
+        groups = [(self.model_float16_groups, self.shard_fp32_from_float16_groups)]
+        groups.append((self.model_fp32_groups, self.shard_fp32_groups))
+        return [
+            pair
+            for model_groups, main_groups in groups
+            for model_group, main_group in zip(model_groups, main_groups, strict=True)
+            for pair in zip(model_group, main_group, strict=True)
+        ]
+
+    def _share_of_buffer(self, model_param: Tensor) -> Tensor:
+        """The flat part of DDP's parameter buffer that this rank writes and the others gather."""
+        buffer, _, bucket = self.model_param_gbuf_map[model_param]
+        place = self._get_model_param_range_map(model_param)["gbuf_world_in_bucket"]
+        return self.buffers[buffer].buckets[bucket].param_data.view(-1)[place.start : place.end]
+
+    def _copy_main_params_to_model_params(self) -> None:
+        # Muon's update has written the model's dtype in the same pass.
+        for model_param, main_param in self._pairs():
+            if not hasattr(main_param, "muon_target"):
+                self._share_of_buffer(model_param).data.copy_(main_param)
+
+    @torch.no_grad()
+    def prepare_grads(self) -> bool:
+        """As Megatron's; with `skip_non_finite` also True, on all ranks, where any gradient is infinite or not a number."""
+        found = super().prepare_grads()
+        if found or not self.skip_non_finite:
+            return found
+        grads = [main.grad for _, main in self._pairs() if main.grad is not None]
+        norm = torch.stack(torch._foreach_norm(grads)).sum() if grads else torch.zeros((), device="cuda")
+        bad = (~torch.isfinite(norm)).float()
+        torch.distributed.all_reduce(bad, torch.distributed.ReduceOp.MAX, group=self.get_grad_stats_parallel_group())
+        return bool(bad.item())
+
+    def load_state_dict(self, state_dict: dict) -> None:
+        # Where there is no state yet Megatron makes up Adam's, with a second moment for everything.
+        self.optimizer.initialise_state()
+        with torch.no_grad():
+            super().load_state_dict(state_dict)
+
+    def _get_main_param_and_optimizer_states(self, model_param: Tensor) -> dict[str, Tensor]:
+        tensors = super()._get_main_param_and_optimizer_states(model_param)
+        if "exp_avg" in tensors and "exp_avg_sq" not in tensors:
+            # Megatron collects the same keys from all parameters; no memory, and not written (see below).
+            tensors["exp_avg_sq"] = tensors["param"].new_zeros(()).expand(tensors["param"].shape)
+        return tensors
+
+    def sharded_param_state_fully_reshardable(self, *positional, **named):
+        states = super().sharded_param_state_fully_reshardable(*positional, **named)
+        if states is not None:
+            params = [p for buffer in self.buffers for p in buffer.param_index_map]
+            assert len(params) == len(states), "Megatron numbers states in the order of its buffers"
+            for index, param in enumerate(params):
+                if hasattr(param, "muon_matrices"):
+                    del states[index]["exp_avg_sq"]
+        return states

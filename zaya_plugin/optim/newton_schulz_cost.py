@@ -1,0 +1,15 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What orthogonalising a matrix costs, to share matrices out evenly. Symmetric products count half of dense ones."""
+
+from __future__ import annotations
+
+
+def newton_schulz_flops(m: int, n: int, steps: int = 5) -> float:
+    """FLOPs of `steps` quintic Newton-Schulz iterations on one m x n matrix, in the cheaper of two forms.
+
+    With s = min(m, n) and a = max(m, n) / s: the standard form computes X X^T and (X X^T)^2, both symmetric, and one
+    dense product a step, steps * (3 a + 1) * s^3; the Gram form with one restart iterates on the small side,
+    (4 steps + 6 a - 6) * s^3 (Gram-Newton-Schulz, Dao-AILab, 2026-03-30). Equal for square matrices.
+    """
+    small, ratio = min(m, n), max(m, n) / min(m, n)
+    return min(steps * (3 * ratio + 1), 4 * steps + 6 * ratio - 6) * small**3 if ratio > 1 else 4 * steps * small**3

@@ -1,0 +1,48 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The `optim` group of a recipe -> the optimizer: which parameter gets which, and Megatron's factory with ours inside."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torch import nn
+
+import hip_ops
+from zaya_plugin.config.optimizer_override import Override
+from zaya_plugin.config.schema import Recipe
+from zaya_plugin.optim.build import muon_factory, tag_parameters
+from zaya_plugin.optim.grouping import Assignment
+from zaya_plugin.optim.muon import MuonSettings
+
+
+def assign_optimizers(recipe: Recipe, model: nn.Module) -> dict[str, Assignment]:
+    """Tags the parameters of `model`, before DDP wraps it, and returns their assignments by name.
+
+    Raises:
+        ValueError: see `zaya_plugin.optim.grouping.assign`.
+    """
+    overrides = [Override.parse(entry) for entry in recipe.optim.overrides]
+    return tag_parameters(model, overrides, recipe.optim.muon_split_gate_up, default=recipe.optim.name)
+
+
+def muon_settings(recipe: Recipe) -> MuonSettings:
+    """Muon's settings of `recipe`."""
+    optim = recipe.optim
+    return MuonSettings(
+        momentum=optim.muon_momentum,
+        nesterov=optim.muon_nesterov,
+        steps=optim.muon_steps,
+        coefficients=optim.muon_coefficients,
+        dtype=optim.muon_dtype,
+        rms_scale=optim.muon_rms_scale,
+        momentum_dtype=optim.muon_momentum_dtype,
+        fused=recipe.cluster.fused_muon,
+    )
+
+
+def optimizer_factory(recipe: Recipe, get_megatron_optimizer: Callable) -> Callable:
+    """What takes the place of Megatron's `get_megatron_optimizer` in a run of `recipe`; sets hip_ops' backend too."""
+    backend = recipe.cluster.hip_ops_backend
+    hip_ops.set_backend(None if backend == "auto" else backend)  # None: HIP_OPS_BACKEND, where a user has set it
+    skip = recipe.optim.non_finite_gradients == "skip"
+    return muon_factory(get_megatron_optimizer, muon_settings(recipe), skip_non_finite=skip)
