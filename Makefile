@@ -6,6 +6,10 @@ BIN := .venv/bin
 PYTEST := $(BIN)/python -m pytest
 PYTEST_ARGS ?=
 
+# Test files run side by side, each whole in one process: many tests wait for ranks to start, and one rank keeps one core busy.
+TEST_WORKERS ?= 2
+SIDE_BY_SIDE := -n $(TEST_WORKERS) --dist loadfile
+
 # The environment of the accelerator tests: one with your build of torch and megatron-core, hence not .venv.
 GPU_PYTHON ?= python3
 
@@ -22,6 +26,7 @@ help: ## Show this
 	@sed -n 's/^\([a-z-]*\):[^#]*## \(.*\)/  make \1|\2/p' $(MAKEFILE_LIST) | awk -F'|' '{ printf "%-16s %s\n", $$1, $$2 }'
 	@echo
 	@echo "  make test PYTEST_ARGS='-k router -x'     pass anything on to pytest"
+	@echo "  make test TEST_WORKERS=1                 one test file after the other"
 	@echo "  make demo RUN_DIR=runs/mine              choose where the demo writes"
 	@echo "  make test ZAYA_PYTHON=/path/to/python    choose the Python that .venv is made with"
 	@echo
@@ -39,10 +44,10 @@ demo: setup ## Prepare a corpus from the Python standard library and train a sma
 	$(DEMO_TRAIN)
 
 test: setup tools ## Run the tests that are neither slow nor need an accelerator
-	$(PYTEST) -m "not slow and not gpu" $(PYTEST_ARGS)
+	$(PYTEST) $(SIDE_BY_SIDE) -m "not slow and not gpu" $(PYTEST_ARGS)
 
 test-all: setup tools ## Run all tests but those that need an accelerator
-	$(PYTEST) -m "not gpu" $(PYTEST_ARGS)
+	$(PYTEST) $(SIDE_BY_SIDE) -m "not gpu" $(PYTEST_ARGS)
 
 test-gpu: ## Run the tests that need an accelerator, with GPU_PYTHON (default: python3)
 	$(GPU_PYTHON) -m pytest -m gpu $(PYTEST_ARGS)

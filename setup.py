@@ -49,6 +49,7 @@ EXTRAS = {
     "dev": [
         "pytest>=8",
         "pytest-timeout",
+        "pytest-xdist",
         "hypothesis",  # random shapes and parameter sets in the tests
         "ruff",
         "pre-commit",
