@@ -53,7 +53,8 @@ def check_target_argument(text: str) -> str:
 
 
 def devices() -> list[torch.device]:
-    return [*(torch.device("cuda", i) for i in range(torch.cuda.device_count())), torch.device("cpu")]
+    accelerators = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    return [*(torch.device("cuda", i) for i in range(accelerators)), torch.device("cpu")]
 
 
 def info(check: bool) -> int:

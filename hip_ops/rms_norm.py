@@ -73,6 +73,8 @@ _scaled, _scaled_backward = _operator("scaled_residual_rms_norm"), _operator("sc
 
 def _run(operator: Operator, weight: Tensor, *arguments) -> tuple[Tensor, ...]:
     """fp64 is for checking and runs in plain torch. The results are contiguous, whatever torch made of strided input."""
+    if weight.device.type == "cpu":  # torch's own loops sum strided rows in another order: the last bit would depend on strides
+        arguments = [a.contiguous() if isinstance(a, Tensor) else a for a in arguments]
     results = (operator.reference if weight.dtype == torch.float64 else operator)(*arguments)
     return tuple(result.contiguous() for result in results)
 

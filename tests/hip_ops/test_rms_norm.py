@@ -131,7 +131,8 @@ def test_any_strides_give_the_same(chosen, scaled):
     """Transposed, every other column, expanded: the results are those of the copy, and contiguous."""
     hidden = 40
     vectors = list(make(Case(scaled, 1, hidden)).arguments[2:])
-    base, wide = torch.randn(hidden, 3, 5, generator=torch.Generator().manual_seed(1)), torch.randn(5, 3, 2 * hidden)
+    generator = torch.Generator().manual_seed(1)
+    base, wide = torch.randn(hidden, 3, 5, generator=generator), torch.randn(5, 3, 2 * hidden, generator=generator)
     for x, residual in ((base.permute(2, 1, 0), wide[..., ::2]), (base[:, 0, 0].expand(5, 3, hidden), wide[..., :hidden])):
         results = []
         for a, b in ((x, residual), (x.contiguous(), residual.contiguous())):

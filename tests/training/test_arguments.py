@@ -6,7 +6,7 @@ import argparse
 import pytest
 
 from zaya_plugin.config.compose import compose
-from zaya_plugin.config.schema import leaves, megatron_argument
+from zaya_plugin.config.schema import Recipe, leaves, megatron_argument
 from zaya_plugin.training.arguments import HOST, OWN_ARGUMENTS, ZAYA, megatron_arguments
 
 TOKENIZER = dict(tokenizer_type="HuggingFaceTokenizer", tokenizer_model="somewhere")
@@ -37,9 +37,10 @@ def test_own_arguments_are_fields_of_the_model_configuration():
     assert set(OWN_ARGUMENTS) <= {field.name for field in fields(ZayaConfig)}
     # and the recipe's defaults are the model's
     defaults = {field.name: field.default for field in fields(ZayaConfig)}
-    model = compose(["data.path=x", "stage.train_iters=1"]).model
+    recipe = Recipe()
     for name in OWN_ARGUMENTS:
-        assert getattr(model, name) == defaults[name], name
+        group = recipe.model if hasattr(recipe.model, name) else recipe.cluster
+        assert getattr(group, name) == defaults[name], name
 
 
 def test_values_arrive():
