@@ -13,6 +13,7 @@ where they can be imported. Prints a table, and one line of JSON, which it write
 from __future__ import annotations
 
 import argparse
+import contextlib
 import datetime
 import importlib
 import itertools
@@ -30,6 +31,7 @@ from unittest import mock
 
 import torch
 import torch.nn.functional as F
+from compile_ahead import compile_ahead
 from torch import Tensor
 
 import hip_ops
@@ -186,29 +188,53 @@ def measure(work: Work, rows: int, hidden: int, device: torch.device, options) -
     return {**found, "summary": summary}
 
 
-def sweep(work: Work, rows: int, hidden: int, device: torch.device, options) -> dict:
-    """Times of the Triton kernels alone, best first, with other warps, grids and stages than `launch` chooses."""
+@contextlib.contextmanager
+def launched_as(trial, backward: bool):
+    """The Triton kernels of one direction with `trial` as tile and grid."""
     from hip_ops.triton_kernels import rms_norm as triton_kernels
 
-    inputs, chosen, found = Inputs(work, rows, hidden, device), triton_kernels.launch, {"forward": {}, "backward": {}}
-    for direction, place in (("forward", 0), ("backward", 1)):
-        default = chosen(hidden, scaled=work.scaled, backward=bool(place))
-        grids = (None, 2, 4, 8) if direction == "forward" else (1, 2, 3, 4, 6, 8)
-        for warps, resident, stages in itertools.product((4, 8, 16), grids, (1, 2, 3)):
-            trial = replace(default, num_warps=warps, programs_per_multiprocessor=resident, stages=stages)
-            if direction == "forward" and stages > 1:
-                continue
+    chosen = triton_kernels.launch
 
-            def launch(hidden_size, *, scaled, backward, trial=trial, place=place):
-                return trial if backward == bool(place) else chosen(hidden_size, scaled=scaled, backward=backward)
+    def launch(hidden_size, *, scaled, backward, place=backward):
+        return trial if backward == place else chosen(hidden_size, scaled=scaled, backward=backward)
 
-            with mock.patch.object(triton_kernels, "launch", launch):
+    with mock.patch.object(triton_kernels, "launch", launch):
+        yield
+
+
+def trials(work: Work, hidden: int, backward: bool) -> list:
+    """Other tiles, warps, grids and stages than `launch` chooses."""
+    from hip_ops.triton_kernels.rms_norm import launch
+
+    default = launch(hidden, scaled=work.scaled, backward=backward)
+    grids = (1, 2, 3, 4, 6, 8) if backward else (None, 2, 4, 8)
+    return [
+        replace(default, rows=rows, num_warps=warps, programs_per_multiprocessor=grid, stages=stages)
+        for rows, warps, grid, stages in itertools.product((1, 2), (4, 8, 16), grids, (1, 2, 3) if backward else (1, 2))
+        if not (grid is None and stages > 1) and not (backward and rows > 1)
+    ]
+
+
+def run_once(name: str, hidden: int, trial, backward: bool) -> None:
+    """Compiles one trial."""
+    work = next(w for w in (ADD, SCALED) if w.name == name)
+    with launched_as(trial, backward):
+        kernels(work, "triton", Inputs(work, 256, hidden, torch.device("cuda", 0)))[backward]()
+
+
+def sweep(work: Work, rows: int, hidden: int, device: torch.device, options) -> dict:
+    """Times of the Triton kernels alone, best first."""
+    inputs, found = Inputs(work, rows, hidden, device), {"forward": {}, "backward": {}}
+    compile_ahead(run_once, [(work.name, hidden, trial, back) for back in (False, True) for trial in trials(work, hidden, back)])
+    for direction, backward in (("forward", False), ("backward", True)):
+        for trial in trials(work, hidden, backward):
+            with launched_as(trial, backward):
                 try:
-                    ms = milliseconds(kernels(work, "triton", inputs)[place], device, options.rep)
+                    ms = milliseconds(kernels(work, "triton", inputs)[backward], device, options.rep)
                 except Exception as error:  # too much shared memory, for one
                     found[direction][str(trial)] = {"error": f"{type(error).__name__}: {error}"[:120]}
                     continue
-            needed = (work.backward_bytes if place else work.forward_bytes) * inputs.elements
+            needed = (work.backward_bytes if backward else work.forward_bytes) * inputs.elements
             found[direction][str(trial)] = {"ms": round(ms, 4), "tb_per_s": round(needed / ms / 1e9, 3)}
         found[direction] = dict(sorted(found[direction].items(), key=lambda item: item[1].get("ms", 1e9)))
     return found

@@ -21,7 +21,7 @@ MAX_HIDDEN_SIZE = 32768  # a row stays in the registers of one program
 @triton.jit
 def forward_kernel(
     x, residual, output_bias, output_scale, residual_bias, residual_scale, weight, y, new_residual, rstd, rows, hidden,
-    x_stride, residual_stride, eps, SCALED: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    x_stride, residual_stride, eps, SCALED: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """y, new_residual and rstd of rows pid * ROWS + [0, ROWS), then of those num_programs * ROWS further on."""
     columns = tl.arange(0, BLOCK)[None, :]
@@ -33,7 +33,7 @@ def forward_kernel(
         b_o = tl.load(output_bias + columns, mask=inside, other=0.0).to(tl.float32)
         b_x = tl.load(residual_bias + columns, mask=inside, other=0.0).to(tl.float32)
         shift = tl.fma(b_o, s_o, b_x * s_x)
-    for first in range(tl.program_id(0) * ROWS, rows, tl.num_programs(0) * ROWS):
+    for first in tl.range(tl.program_id(0) * ROWS, rows, tl.num_programs(0) * ROWS, num_stages=STAGES):
         row = (first + tl.arange(0, ROWS)[:, None]).to(tl.int64)
         live = row < rows
         mask = live & inside
@@ -231,7 +231,7 @@ def _forward(x: Tensor, residual: Tensor, vectors: tuple[Tensor, ...], weight: T
             forward_kernel[(programs(chosen, len(x), x.device),)](
                 x, residual, *(vectors or (weight,) * 4), weight, y, new_residual, rstd, len(x), hidden, x.stride(0),
                 residual.stride(0), eps, SCALED=bool(vectors), ROWS=chosen.rows, BLOCK=chosen.block,
-                num_warps=chosen.num_warps,
+                STAGES=chosen.stages, num_warps=chosen.num_warps,
             )  # fmt: skip
     return y, new_residual, rstd
 

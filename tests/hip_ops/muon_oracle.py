@@ -97,7 +97,7 @@ def placed(values: torch.Tensor, offset: int) -> torch.Tensor:
 
 def guards_intact(view: torch.Tensor) -> bool:
     """Whether everything in the storage of placed(...) outside the view is still 7."""
-    flat = torch.empty(0, dtype=view.dtype).set_(view.untyped_storage())
+    flat = torch.empty(0, dtype=view.dtype, device=view.device).set_(view.untyped_storage())
     begin = view.storage_offset()
     return bool((flat[:begin] == 7).all() and (flat[begin + view.numel() :] == 7).all())
 

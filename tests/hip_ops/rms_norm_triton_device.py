@@ -68,7 +68,7 @@ class EmulatedTriton(Emulated):
         y, new_residual, rstd = self.out(shape, case.weight_dtype), self.out(shape, case.residual_dtype), self.out((case.rows, 1), FP32)
         values, dtypes = self.shared_values(i)
         values |= {"x": self.rows(i.x, case), "residual": self.rows(i.residual, case), "y": y, "new_residual": new_residual, "rstd": rstd, "eps": case.eps}
-        constexprs = {"SCALED": case.scaled, "ROWS": chosen.rows, "BLOCK": chosen.block}
+        constexprs = {"SCALED": case.scaled, "ROWS": chosen.rows, "BLOCK": chosen.block, "STAGES": chosen.stages}
         self.run(kernels.forward_kernel, self.programs(chosen, case.rows), values, dtypes, constexprs, chosen.num_warps)
         return tuple(to_torch(b.read()) for b in (y, new_residual, rstd))
 
