@@ -175,22 +175,24 @@ class Launch:
 def launch(hidden_size: int, *, scaled: bool, backward: bool, warp_size: int | None = None) -> Launch:
     """The tile and grid for a hidden size; warp_size None for this torch's kind of device.
 
-    Forward of the plain form: a program a tile, as nothing but the weight could be kept. All others: as many programs as the
-    registers let be resident, so that vectors are read and partial sums written once a program.
+    Forward: a program a tile, as nothing but vectors could be kept, which a cache holds as well; so measured on an H100. On MI300X,
+    where nothing is measured, ZAYA's form keeps its five vectors. Backward: as many programs as the registers let be resident, so
+    that vectors are read and partial sums written once a program.
     """
     warp_size = warp_size or (32 if torch.version.hip is None else 64)
+    nvidia = warp_size == 32
     block = max(triton.next_power_of_2(hidden_size), 128)
     rows = max(1, 1024 // block)
-    # Elements a lane. ZAYA's fp32 stream: 16 bytes of it, so that neighbouring lanes store neighbouring bytes (Triton would pass
-    # wider ones through shared memory first), and so that four sums and four vectors for each element leave registers for loads.
-    per_lane = 4 if scaled else 16 if backward else 8
+    # Elements a lane. Where sums and vectors stay in registers, 16 bytes of ZAYA's fp32 stream: so neighbouring lanes store
+    # neighbouring bytes (Triton would pass wider ones through shared memory first) and registers are left for loads.
+    per_lane = (16 if backward else 8) if not scaled else 16 if nvidia and not backward else 4
     num_warps = min(max(block * rows // (per_lane * warp_size), 128 // warp_size), 1024 // warp_size)
-    if not backward and not scaled:
+    if not backward and (nvidia or not scaled):
         return Launch(block, rows, num_warps, None)
     # Lanes of a multiprocessor: 65,536 registers over 128 and 64 a lane on an H100; an MI300X has twice as many a compute unit.
-    resident = (512 if backward else 1024) * (1 if warp_size == 32 else 2)
-    # The next row's loads on the way; wider rows do not fit into the registers or the shared memory twice.
-    stages = 2 if backward and block <= 8192 and num_warps * warp_size < 1024 else 1
+    resident = (512 if backward else 1024) * (1 if nvidia else 2)
+    # The next rows' loads on the way; wider rows do not fit into the registers or the shared memory as often.
+    stages = 1 if not backward or block > 8192 or num_warps * warp_size >= 1024 else 3 if nvidia and block <= 4096 else 2
     return Launch(block, rows, num_warps, max(1, resident // (num_warps * warp_size)), stages)
 
 
