@@ -10,10 +10,12 @@ Writes <name>.json and <name>.png. A run that is in --work already is not repeat
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import platform
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from datetime import date
 from pathlib import Path
 
@@ -32,7 +34,7 @@ def run(arguments: argparse.Namespace, optimizer: str, lr: float) -> Path:
         print(" ".join(command), flush=True)
         log = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
         if log.returncode:
-            raise SystemExit(log.stdout[-3000:])
+            raise RuntimeError(log.stdout[-3000:])
         (directory / "done").touch()
     return directory
 
@@ -77,18 +79,22 @@ def main() -> None:
     parser.add_argument("--experiment", default="cpu_demo")
     parser.add_argument("--lrs", type=float, nargs="+", default=[1e-3, 2e-3, 4e-3, 8e-3])
     parser.add_argument("--overrides", nargs="*", default=[], help="more Hydra overrides for every run")
+    parser.add_argument("--at-once", type=int, default=1, help="runs side by side; steps are compared, not times")
     parser.add_argument("--window", type=int, default=10)
     parser.add_argument("--work", type=Path, default=Path("runs/muon_vs_adamw"))
     parser.add_argument("--results", type=Path, default=Path("benchmarks/results"))
     parser.add_argument("--name", default="muon_vs_adamw-cpu")
+    parser.add_argument("--commit", default=None, help="commit that is measured, where this is no checkout")
     parser.add_argument("--device", default=platform.processor() or platform.machine())
     arguments = parser.parse_args()
 
     curves, validation = {}, {}
-    for optimizer in OPTIMIZERS:
-        for lr in arguments.lrs:
-            raw, validation[optimizer, lr] = losses(run(arguments, optimizer, lr))
-            curves[optimizer, lr] = smooth(raw, arguments.window)
+    runs = list(itertools.product(OPTIMIZERS, arguments.lrs))
+    with ThreadPoolExecutor(arguments.at_once) as pool:
+        directories = list(pool.map(lambda one: run(arguments, *one), runs))
+    for one, directory in zip(runs, directories, strict=True):
+        raw, validation[one] = losses(directory)
+        curves[one] = smooth(raw, arguments.window)
     best = {o: min(arguments.lrs, key=lambda lr, o=o: curves[o, lr][-1]) for o in OPTIMIZERS}
     target = curves["adamw", best["adamw"]][-1]
     table = [
@@ -98,7 +104,7 @@ def main() -> None:
         }
         for (optimizer, lr), curve in curves.items()
     ]
-    commit = subprocess.run(["git", "describe", "--always", "--dirty"], capture_output=True, text=True).stdout.strip()
+    commit = arguments.commit or subprocess.run(["git", "describe", "--always", "--dirty"], capture_output=True, text=True).stdout.strip()
     result = {
         "date": str(date.today()), "commit": commit, "device": arguments.device,
         "command": "python benchmarks/muon_vs_adamw.py " + " ".join(sys.argv[1:]), "experiment": arguments.experiment,

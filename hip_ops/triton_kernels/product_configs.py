@@ -47,15 +47,18 @@ GFX942_CONFIG = ProductConfig(num_warps=4, num_stages=2, persistent=False, flatt
 BEFORE_HOPPER_CONFIG = ProductConfig(persistent=False, flatten=False)
 
 
+def read_table(path: Path = TABLE) -> tuple[str, list[dict]]:
+    """What the table was measured on, and its rows as `write_table` takes them."""
+    table, known = json.loads(path.read_text()), {field.name for field in fields(ProductConfig)}
+    for row in table["rows"]:
+        assert row["kind"] in KINDS and set(row["config"]) <= known, f"{path.name}: {row}"
+        row["config"] = ProductConfig(**row["config"])
+    return table["measured_on"], table["rows"]
+
+
 @functools.cache
 def _rows() -> tuple[tuple[str, int, int, int, ProductConfig], ...]:
-    known = {field.name for field in fields(ProductConfig)}
-    rows = []
-    for row in json.loads(TABLE.read_text())["rows"]:
-        config = row["config"]
-        assert row["kind"] in KINDS and set(config) <= known, f"{TABLE.name}: {row}"
-        rows.append((row["kind"], row["batch"], row["n"], row["m"], ProductConfig(**config)))
-    return tuple(rows)
+    return tuple((row["kind"], row["batch"], row["n"], row["m"], row["config"]) for row in read_table()[1])
 
 
 def choose_config(kind: str, batch: int, n: int, m: int, amd: bool = False) -> ProductConfig:

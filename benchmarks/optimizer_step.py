@@ -1,0 +1,120 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The optimizer step of all of ZAYA1-base, as training takes it, on one GPU: zaya_plugin.optim.muon.MuonAdamW over 8.84 B parameters.
+
+    python3 benchmarks/optimizer_step.py                    # an H200: needs about 130 GB
+
+fp32 gradients, fp32 master weights and momentum, bf16 parameters written beside; the experts of a layer are one flat parameter, as in
+Megatron's buffers. Muon takes every matrix, AdamW the embedding. Medians of whole steps, and of their parts by events around them (with
+the host ahead of the device). Prints one line of JSON and writes it to benchmarks/results/<name>.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import math
+import platform
+import shlex
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+from unittest import mock
+
+import torch
+from muon_step import LAYERS, MATRICES, newton_schulz_flop
+
+from zaya_plugin.optim import muon as module
+from zaya_plugin.optim.muon import MuonAdamW, MuonSettings
+
+HERE = Path(__file__).resolve().parent
+EMBEDDING = (262272, 2048)
+
+
+def parameters(device: torch.device, layers: int, shrink: int) -> list[torch.Tensor]:
+    """fp32 masters with gradients, tagged as zaya_plugin.optim tags the flat shards of Megatron's distributed optimizer."""
+    found = []
+    for _ in range(layers):
+        for (m, n), count in MATRICES:
+            shape = (count, m // shrink or 1, n // shrink or 1)
+            flat = torch.nn.Parameter(torch.randn(math.prod(shape), device=device).mul_(0.02))
+            flat.muon_matrices = shape
+            found.append(flat)
+    found.append(torch.nn.Parameter(torch.randn(math.prod(EMBEDDING) // shrink**2, device=device).mul_(0.02)))
+    for p in found:
+        p.grad = torch.randn(p.shape, device=device).mul_(1e-3)
+        p.muon_target = torch.empty(p.shape, dtype=torch.bfloat16, device=device)
+    return found
+
+
+class Parts:
+    """Milliseconds of functions of `module` between events; one list a name."""
+
+    def __init__(self):
+        self.events: dict[str, list] = {}
+
+    def around(self, name: str, function):
+        def timed(*arguments, **keywords):
+            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            start.record()
+            result = function(*arguments, **keywords)
+            end.record()
+            self.events.setdefault(name, []).append((start, end))
+            return result
+
+        return timed
+
+    def total(self) -> dict[str, float]:
+        torch.cuda.synchronize()
+        return {name: round(sum(a.elapsed_time(b) for a, b in pairs), 2) for name, pairs in self.events.items()}
+
+
+def measure(params: list[torch.Tensor], settings: MuonSettings, steps: int) -> dict:
+    optimizer = MuonAdamW(params, settings, lr=2e-4, weight_decay=0.1, betas=(0.9, 0.95), eps=1e-8)
+    times, (start, end) = [], (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    for _ in range(steps + 2):  # compiles, self-checks, captures graphs
+        start.record()
+        optimizer.step()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end))
+    parts = Parts()
+    with mock.patch.multiple(
+        module, muon_momentum_=parts.around("momentum", module.muon_momentum_), muon_update_=parts.around("update", module.muon_update_),
+        newton_schulz=parts.around("newton_schulz", module.newton_schulz),
+    ):  # fmt: skip
+        optimizer.step()
+    return {"ms": round(statistics.median(times[2:]), 2), "all_ms": [round(t, 2) for t in times[2:]], "parts_ms": parts.total()}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--layers", type=int, default=LAYERS)
+    parser.add_argument("--shrink", type=int, default=1, help="divides both extents of every matrix, for trying this script")
+    parser.add_argument("--dtypes", nargs="+", default=["fp16", "bf16"], help="of Newton-Schulz")
+    parser.add_argument("--steps", type=int, default=6)
+    parser.add_argument("--commit", default=None, help="commit that is measured, where this is no checkout")
+    parser.add_argument("--results", type=Path, default=HERE / "results")
+    parser.add_argument("--name", default=None, help="of the results file")
+    options = parser.parse_args()
+    device = torch.device("cuda", 0)
+    params = parameters(device, options.layers, options.shrink)
+    results = {dtype: measure(params, MuonSettings(dtype=dtype), options.steps) for dtype in options.dtypes}
+    flop = options.layers * sum(count * newton_schulz_flop(shape) for shape, count in MATRICES)
+    name = torch.cuda.get_device_name(device)
+    commit = options.commit or subprocess.run(["git", "rev-parse", "HEAD"], cwd=HERE, capture_output=True, text=True).stdout.strip() or "unknown"
+    record = {
+        "device": name, "date": datetime.date.today().isoformat(), "commit": commit,
+        "command": shlex.join(["python3", "benchmarks/optimizer_step.py", *sys.argv[1:]]),
+        "versions": {"python": platform.python_version(), "torch": torch.__version__, "cuda": torch.version.cuda or torch.version.hip},
+        "parameters": sum(p.numel() for p in params), "dense_newton_schulz_tflop": round(flop / 1e12, 1),
+        "peak_gib": round(torch.cuda.max_memory_allocated() / 2**30, 1), "results": results,
+    }
+    print(json.dumps(record))
+    options.results.mkdir(parents=True, exist_ok=True)
+    (options.results / f"{options.name or 'optimizer_step-' + name.replace(' ', '_').lower()}.json").write_text(json.dumps(record, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
