@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable
 from contextlib import contextmanager
 
 import megatron.core.optimizer as megatron_optimizer
+from megatron.core.optimizer import distrib_optimizer
 from megatron.core.optimizer.optimizer_config import ParamKey, ParamPredicate
 from torch import nn
 
@@ -57,7 +58,10 @@ def muon_factory(get_megatron_optimizer: Callable, muon: MuonSettings, skip_non_
 
     def factory(config, model_chunks, config_overrides=None, **named):
         overrides = _config_overrides(config, model_chunks)
-        with _names(megatron_optimizer, Adam=adam, DistributedOptimizer=Distributed, USING_PYTORCH_OPTIMIZER=False):
+        with (
+            _names(megatron_optimizer, Adam=adam, DistributedOptimizer=Distributed, USING_PYTORCH_OPTIMIZER=False),
+            _names(distrib_optimizer, Adam=MuonAdamW),  # 0.16 asks what the distributed optimizer is given
+        ):
             chained = get_megatron_optimizer(config, model_chunks, config_overrides=overrides, **named)
         for optimizer in chained.chained_optimizers:
             if optimizer.optimizer is not None and not isinstance(optimizer, MuonDistributedOptimizer):
