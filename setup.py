@@ -46,7 +46,14 @@ EXTRAS = {
         "psutil",  # megatron.core.dist_checkpointing needs it to save and does not declare it
         "einops",
     ],
+    # Inputs of `zaya data prepare` beyond text, .jsonl and .gz.
+    "data": [
+        "zstandard",
+        "pyarrow",
+    ],
     "dev": [
+        "zstandard",
+        "pyarrow",
         "pytest>=8",
         "pytest-timeout",
         "pytest-xdist",

@@ -94,7 +94,8 @@ def measure_zaya(model, sources, args, options) -> dict:
                 if found and "ms" in found and "graph" not in name:
                     model.zero_grad_buffer()
                     loss().backward()
-                    found["gradient_norm"] = sum(b.grad_data.norm().item() ** 2 for b in model.buffers) ** 0.5
+                    buffers = [*model.buffers, *model.expert_parallel_buffers]
+                    found["gradient_norm"] = sum(b.grad_data.norm().item() ** 2 for b in buffers) ** 0.5
                 say(model="zaya", variant=name, shape=shape, seconds=round(time.time() - started, 1), **(found or {}))
     return {"results": results, "profiles": profiles}
 

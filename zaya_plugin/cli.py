@@ -18,7 +18,10 @@ zaya: ZAYA1 pretraining as a Megatron-core plugin
 
   zaya train experiment=cpu_demo    train a small ZAYA on this machine's CPU
   zaya train --help                 recipes, keys and examples
+  zaya curriculum --help            the stages of a curriculum, one after the other
+  zaya slurm --help                 a batch script for SLURM
   zaya data prepare --help          make a corpus from text, JSON lines or Python's standard library
+  zaya data --help                  pack, inspect and further commands on corpora
   zaya doctor                       what is installed, which devices there are, which patches apply
   zaya --version
 """
@@ -53,21 +56,49 @@ def _dispatch(argv: list[str]) -> int:
         return 0
     if argv[0] == "train":
         return train(argv[1:])
-    if argv[:2] == ["data", "prepare"] or argv in (["data"], ["data", "-h"], ["data", "--help"]):
-        from zaya_plugin.data.prepare import main as prepare
+    if argv[0] in ("curriculum", "slurm"):
+        from zaya_plugin.training import commands
 
-        return prepare(argv[2:] if argv[1:2] == ["prepare"] else ["--help"]) or 0
+        return getattr(commands, argv[0])(argv[1:])
     if argv[0] == "data":
-        raise ValueError(f"zaya {' '.join(argv[:2])}: allowed: zaya data prepare; see zaya data prepare --help")
+        return data(argv[1:])
     if argv[0] == "doctor":
         from zaya_plugin.doctor import main as doctor
 
         return doctor(argv[1:])
-    raise ValueError(f"zaya {argv[0]}: no such command; allowed: train, data prepare, doctor, --help, --version")
+    raise ValueError(f"zaya {argv[0]}: no such command; allowed: train, curriculum, slurm, data prepare, doctor, --help, --version")
+
+
+# What `zaya data` can do; each is a module zaya_plugin.data.<name> with a main().
+DATA_COMMANDS = {
+    "prepare": "make a dataset from text, JSON lines or Python's standard library",
+    "pack": "whole documents into bins of one length, with long chains of thought trimmed",
+    "inspect": "decoded samples with source, length and loss mask",
+    "bundle": "many small datasets into one, and the random reads of a planned run",
+    "warm": "read into the page cache what a run needs next",
+    "mixture": "tokens and epochs of each source that a blend draws, over one stage or several",
+}
+
+
+def data(argv: list[str]) -> int:
+    """`zaya data COMMAND ...`."""
+    import importlib
+
+    if not argv or argv[0] in ("-h", "--help"):
+        print("zaya data: corpora for training\n")
+        for name, purpose in DATA_COMMANDS.items():
+            print(f"  zaya data {name:8} {purpose}")
+        print("\nzaya data COMMAND --help says more.")
+        return 0 if argv else USER_ERROR
+    if argv[0] not in DATA_COMMANDS:
+        allowed = ", ".join(f"zaya data {name}" for name in DATA_COMMANDS)
+        raise ValueError(f"zaya data {argv[0]}: allowed: {allowed}; see zaya data --help")
+    return importlib.import_module(f"zaya_plugin.data.{argv[0]}").main(argv[1:]) or 0
 
 
 def train(argv: list[str]) -> int:
     """`zaya train`: Hydra's command line (overrides, --cfg, --info, --config-dir, -m) over the recipes."""
+    argv = ["dry_run=true" if item == "--dry-run" else item for item in argv]
     if any(flag in argv for flag in ("-h", "--help")):
         from zaya_plugin.config.train_help import train_help
 
@@ -89,6 +120,9 @@ def train(argv: list[str]) -> int:
             if traceback_wanted:
                 raise
             outcomes.append(error)
+        except BrokenPipeError:  # `zaya train dry_run=true | head`
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            outcomes.append(0)
         if isinstance(outcomes[-1], int) and outcomes[-1] > 128:  # stopped by a signal: no further jobs
             raise SystemExit(outcomes[-1])
 

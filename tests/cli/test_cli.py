@@ -43,8 +43,8 @@ def test_cfg_job_prints_a_recipe_that_loads(zaya, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "code", "message"),
     [
-        (["train", "experiment=nope"], 2, "zaya: experiment=nope: no such recipe. Available: cpu_demo, zaya1_base\n"),
-        (["train"], 2, "experiment=<name>, of cpu_demo, zaya1_base"),
+        (["train", "experiment=nope"], 2, "zaya: experiment=nope: no such recipe. Available: cpu_demo, cpu_demo_stage1, "),
+        (["train"], 2, "experiment=<name>, of cpu_demo, cpu_demo_stage1, "),
         (["train", "experiment=cpu_demo", "optim.lrr=1"], 2, "did you mean optim.lr?"),
         (["train", "experiment=cpu_demo", "stage.global_batch_size=10"], 2, "allowed: 8 or 16"),
         (["train", "experiment=cpu_demo"], 2, "data/stdlib"),

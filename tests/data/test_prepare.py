@@ -266,7 +266,7 @@ def test_a_directory_of_others_is_never_replaced(tmp_path, corpus, run, capsys):
     [
         (["--input", "nowhere.jsonl"], "nowhere.jsonl does not exist"),
         (["--input", "{corpus}", "{corpus}"], "is named twice"),
-        (["--input", "shard.jsonl.zst"], "cannot be read: text files, .jsonl and .gz"),
+        (["--input", "shard.jsonl.xz"], "cannot be read: text files and .jsonl, plain or as .gz or .zst, and .parquet"),
         (["--input", "{corpus}", "--field", "body"], "is --field right?"),
         (
             ["--input", "{corpus}", "--field", "body", "--train-bpe", "300"],
@@ -280,7 +280,7 @@ def test_a_directory_of_others_is_never_replaced(tmp_path, corpus, run, capsys):
 def test_errors_that_name_the_cause(tmp_path, monkeypatch, corpus, run, capsys, options, message):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "one.txt").write_text("a single text " * 20)
-    (tmp_path / "shard.jsonl.zst").write_bytes(b"x")
+    (tmp_path / "shard.jsonl.xz").write_bytes(b"x")
     (tmp_path / "empty").mkdir()
     train_bpe(["some text"], 258, str(tmp_path / "tiny"))
     options = [option.format(corpus=corpus) for option in options]

@@ -34,6 +34,7 @@ from zaya_plugin.optim.build import muon_factory, tag_parameters  # noqa: E402
 from zaya_plugin.optim.muon import MuonSettings  # noqa: E402
 
 METADATA = {"distrib_optim_sharding_type": "fully_reshardable", "distrib_optim_fully_reshardable_mem_efficient": False}
+METADATA |= {"chained_optim_avoid_prefix": True}  # as megatron.training.checkpointing sets it
 
 
 def build():
@@ -76,14 +77,14 @@ def step(ddp, optimizer, number, broken_rank=None):
 
 def whole_state(ddp, optimizer):
     """Weights, fp32 weights and optimizer state by parameter name, put together from all ranks."""
-    (inner,) = optimizer.chained_optimizers
     names = {p: name for name, p in ddp.module.named_parameters()}
     result = {}
-    for model_param, main in inner._pairs():
-        place = inner._get_model_param_range_map(model_param)["param"]
-        tensors = {"main": main, **inner.optimizer.state[main]}
-        for key, value in tensors.items():
-            result[names[model_param], key] = (place.start, place.end, value.detach().clone())
+    for inner in optimizer.chained_optimizers:
+        for model_param, main in inner._pairs():
+            place = inner._get_model_param_range_map(model_param)["param"]
+            tensors = {"main": main, **inner.optimizer.state[main]}
+            for key, value in tensors.items():
+                result[names[model_param], key] = (place.start, place.end, value.detach().clone())
     ranks = [None] * torch.distributed.get_world_size()
     torch.distributed.all_gather_object(ranks, result)
     whole = {}
@@ -99,8 +100,11 @@ def whole_state(ddp, optimizer):
 
 def state_bytes(optimizer):
     """This rank's fp32 weights and optimizer state."""
-    (inner,) = optimizer.chained_optimizers
-    return sum(main.nbytes + sum(t.nbytes for t in inner.optimizer.state[main].values()) for _, main in inner._pairs())
+    return sum(
+        main.nbytes + sum(t.nbytes for t in inner.optimizer.state[main].values())
+        for inner in optimizer.chained_optimizers
+        for _, main in inner._pairs()
+    )
 
 
 def main(what: str, directory: Path) -> None:
@@ -120,8 +124,8 @@ def main(what: str, directory: Path) -> None:
     if what in ("save", "cut"):
         for number in range(5):
             assert step(ddp, optimizer, number)
-    (inner,) = optimizer.chained_optimizers
-    cut = torch.tensor(sum(hasattr(main, "muon_cut") for _, main in inner._pairs()))
+    pairs = [pair for inner in optimizer.chained_optimizers for pair in inner._pairs()]
+    cut = torch.tensor(sum(hasattr(main, "muon_cut") for _, main in pairs))
     torch.distributed.all_reduce(cut)
     assert cut >= 4 if what == "cut" else cut == 0
     if what == "save":

@@ -55,7 +55,7 @@ def test_experts_are_one_block_after_wrapping(wrapped):
             matrices = group.matrices()
             block = as_block(matrices)
             assert block.data_ptr() == matrices[0].data_ptr(), "the experts were copied"
-            buffer = wrapped.buffers[0].param_data.untyped_storage()
+            buffer = wrapped.expert_parallel_buffers[0].param_data.untyped_storage()
             assert block.untyped_storage().data_ptr() == buffer.data_ptr()
             block[3, 0, 0] = 7.0
             assert matrices[3][0, 0].item() == 7.0
@@ -91,6 +91,6 @@ def test_gradients_reach_the_fp32_buffer(wrapped):
     losses.float().mean().backward()
     for name, parameter in wrapped.named_parameters():
         assert parameter.main_grad.dtype == torch.float32 and parameter.main_grad.isfinite().all(), name
-    assert wrapped.buffers[0].grad_data.dtype == torch.float32
-    norm = wrapped.buffers[0].grad_data.norm().item()
-    assert 1e-3 < norm < 1e3
+    for buffer in (*wrapped.buffers, *wrapped.expert_parallel_buffers):
+        assert buffer.grad_data.dtype == torch.float32
+        assert 1e-3 < buffer.grad_data.norm().item() < 1e3

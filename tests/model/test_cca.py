@@ -139,3 +139,21 @@ def test_bf16_keeps_norms_in_fp32(weights):
         error[in_fp32] = max(((a.double() - b).norm() / b.norm()).item() for a, b in zip(got, exact, strict=True))
     assert error[True] < 6e-3 < 2e-2
     assert error[True] < error[False] < 3e-2
+
+
+@pytest.mark.parametrize("rows", [2, 3, 5])
+def test_chunks_with_a_halo_give_what_the_whole_sequence_gives(rows):
+    """Cut a sequence into chunks, give each the two rows of z and the delayed value before it."""
+    chunks = 3
+    z, w0, b0 = normal(chunks * rows, 2, C), normal(C, 1, 2), normal(C)
+    w1, b1, temperature = normal(C, D, 2), normal(C), normal(GROUPS)
+    options = dict(query_groups=GROUPS, head_dim=D, temperature_form="linear", in_fp32=True)
+    padded = torch.cat((torch.zeros_like(z[:2]), z))
+    halo = torch.stack([padded[i * rows : i * rows + 2] for i in range(chunks)])
+    whole = mix_qk(z, w0, b0, w1, b1, temperature, None, **options)
+    cut = mix_qk(z, w0, b0, w1, b1, temperature, None, halo=halo, **options)
+    assert whole[0].abs().mean() > 0.1 and all((a - b).abs().max() < 1e-12 for a, b in zip(whole, cut, strict=True))
+
+    current, delayed = normal(chunks * rows, 2, D), normal(chunks * rows, 2, D)
+    before = torch.cat((torch.zeros_like(delayed[:1]), delayed))[:-1:rows]
+    assert torch.equal(shift_values(current, delayed, 2, before), shift_values(current, delayed, 2))

@@ -25,9 +25,9 @@ REFUSED = [
     ("temperature_form", "square", "linear, exp, clamped_exp"),
     ("skip_output", "half", "zero, identity"),
     ("transformer_impl", "fused", "local, transformer_engine"),
-    ("tensor_model_parallel_size", 2, "data parallelism only"),
-    ("context_parallel_size", 2, "data parallelism only"),
-    ("expert_model_parallel_size", 2, "data parallelism only"),
+    ("tensor_model_parallel_size", 4, "a divisor of num_query_groups=2"),
+    ("expert_model_parallel_size", 3, "a divisor of num_moe_experts=4"),
+    ("expert_tensor_parallel_size", 2, "experts are never cut"),
     ("qk_layernorm", True, "not a part"),
     ("moe_aux_loss_coeff", 0.01, "biases alone"),
     ("moe_z_loss_coeff", 0.001, "not a part"),
@@ -41,11 +41,10 @@ def test_refused(make_config, name, value, reason):
         make_config(**{name: value})
 
 
-def test_pipeline_is_refused(make_config):
-    import torch
-
-    with pytest.raises(ValueError, match="pipeline_model_parallel_size=2.*data parallelism only"):
-        make_config(pipeline_model_parallel_size=2, pipeline_dtype=torch.float32)
+def test_tensor_parallelism_brings_sequence_parallelism(make_config):
+    with pytest.raises(ValueError, match="sequence_parallel=False: ZAYA1 needs True"):
+        make_config(tensor_model_parallel_size=2, expert_tensor_parallel_size=1)
+    make_config(tensor_model_parallel_size=2, expert_tensor_parallel_size=1, sequence_parallel=True)
 
 
 def test_recompute_modules(make_config):

@@ -7,7 +7,7 @@ import pytest
 
 from zaya_plugin.config.compose import compose
 from zaya_plugin.config.schema import Recipe, leaves, megatron_argument
-from zaya_plugin.training.arguments import HOST, OWN_ARGUMENTS, ZAYA, megatron_arguments
+from zaya_plugin.training.arguments import BATCH_ARGUMENTS, HOST, OWN_ARGUMENTS, ZAYA, megatron_arguments
 
 TOKENIZER = dict(tokenizer_type="HuggingFaceTokenizer", tokenizer_model="somewhere")
 
@@ -18,7 +18,7 @@ def known() -> set[str]:
 
     parser = argparse.ArgumentParser(allow_abbrev=False)
     add_megatron_arguments(parser)
-    return {action.dest for action in parser._actions} | set(OWN_ARGUMENTS)
+    return {action.dest for action in parser._actions} | {*OWN_ARGUMENTS, *BATCH_ARGUMENTS}
 
 
 def test_every_name_is_known_to_megatron(known):
@@ -39,7 +39,7 @@ def test_own_arguments_are_fields_of_the_model_configuration():
     defaults = {field.name: field.default for field in fields(ZayaConfig)}
     recipe = Recipe()
     for name in OWN_ARGUMENTS:
-        group = recipe.model if hasattr(recipe.model, name) else recipe.cluster
+        group = next(group for group in (recipe.model, recipe.cluster, recipe.parallel) if hasattr(group, name))
         assert getattr(group, name) == defaults[name], name
 
 

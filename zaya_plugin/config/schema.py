@@ -42,6 +42,10 @@ LAUNCH = "zaya_plugin.training.launch"
 LIFECYCLE = "zaya_plugin.training.lifecycle"
 DATASETS = "zaya_plugin.training.datasets"
 OPTIMIZER = "zaya_plugin.training.optimizer"
+HANDOVER = "zaya_plugin.training.handover"
+ADAPTER_HANDOVER = "zaya_plugin.training.adapter_handover"
+SBATCH = "zaya_plugin.training.sbatch"
+CURRICULUM = "zaya_plugin.training.curriculum"
 
 
 @dataclass
@@ -93,9 +97,16 @@ class StageConfig:
     rotary_base: int = arg(10000, "RoPE base: 10,000 at 4K, 1,000,000 at 32K, 5,000,000 at 131K (report, table II)")
     micro_batch_size: int = arg(1, "sequences a rank computes at once")
     global_batch_size: int = arg(4096, "sequences a step; 4096 x 4096 tokens in the report's appendix B")
+    batch_size_ramp: str | None = arg(
+        None,
+        "'0:1024 250B:2048 500B:4096': sequences a step from so many tokens of the stage on; ends at global_batch_size. Counts of "
+        "steps then are of full batches, so that the stage keeps its tokens and takes more steps",
+        megatron="step_batch_size_schedule",
+    )
     train_iters: int = arg(MISSING, "optimizer steps")
     eval_interval: int = arg(1000, "steps between validations")
     eval_iters: int = arg(10, "batches a validation; 0 switches it off")
+    eval_at_start: bool = own(False, "validate before the first step too, and always on the same samples, to compare losses around a hand-over", ADAPTER_HANDOVER)
 
 
 @dataclass
@@ -105,9 +116,28 @@ class DataConfig:
     path: str = own(MISSING, "directory written by `zaya data prepare`, or a Megatron prefix without .bin/.idx", DATASETS)
     blend: list[str] = own([], "more sources as 'weight path' entries; when set, `path` gives tokenizer and validation", DATASETS)
     valid_path: str | None = own(None, "validation data in place of the part that `path` holds out", DATASETS)
+    valid_blend: list[str] = own(
+        [], "validation sources as 'weight path' entries, each one's valid part, in place of the part that `path` holds out", DATASETS
+    )
     tokenizer: str | None = own(None, "Hugging Face tokenizer; taken from `path`'s manifest when null", DATASETS)
     cache_path: str | None = own(None, "where the sample index is kept; <path>/cache when null", DATASETS)
     num_workers: int = arg(0, "data loader processes a rank")
+    packing: str = arg(
+        "none",
+        "documents: those in one sequence do not see each other, in attention, convolutions and value shift; none: they do",
+        choices=("none", "documents"),
+    )
+    reset_position_ids: bool = arg(False, "with packing = documents: RoPE counts from the start of each document")
+    order: str = own(
+        "megatron",
+        "megatron: GPTDataset's, made for all samples at once; continuing: sources go on from data.consumed, whatever the blend, the "
+        "sequence length and the number of samples of the stages before",
+        DATASETS,
+        choices=("megatron", "continuing"),
+    )
+    consumed: list[str] = own(
+        [], "with order = continuing: 'tokens path' entries of what earlier stages read; `zaya data mixture` prints those for the next", DATASETS
+    )
 
 
 @dataclass
@@ -126,8 +156,13 @@ class OptimConfig:
     lr_decay_style: str = arg(
         "cosine", "shape of the decay", choices=("constant", "linear", "cosine", "inverse-square-root", "WSD")
     )
-    lr_warmup_iters: int = arg(0, "steps of linear warm-up; unpublished")
+    lr_warmup_iters: int = arg(0, "steps of linear warm-up, counted from the start of the stage; unpublished")
+    lr_warmup_init: float = arg(0.0, "learning rate that the warm-up starts from; after a hand-over the last one of the stage before")
     lr_decay_iters: int | None = arg(None, "steps until min_lr; train_iters when null")
+    lr_wsd_decay_iters: int | None = arg(None, "with WSD: steps of the last part, the decay from lr to min_lr")
+    lr_wsd_decay_style: str = arg(
+        "exponential", "with WSD: shape of that part", choices=("exponential", "linear", "cosine", "minus_sqrt")
+    )
     weight_decay: float = arg(0.1, "decoupled weight decay; unpublished")
     adam_beta1: float = arg(0.9, "AdamW's first beta; unpublished")
     adam_beta2: float = arg(0.95, "AdamW's second beta; unpublished")
@@ -166,10 +201,28 @@ class OptimConfig:
 class ParallelConfig:
     """How the work is cut. ZAYA1 was pre-trained with data parallelism and a ZeRO-1 optimizer alone."""
 
-    tensor_model_parallel_size: int = arg(1, "tensor parallelism; at most num_query_groups")
-    pipeline_model_parallel_size: int = arg(1, "pipeline parallelism")
-    context_parallel_size: int = arg(1, "context parallelism")
-    expert_model_parallel_size: int = arg(1, "expert parallelism")
+    tensor_model_parallel_size: int = arg(
+        1, "tensor parallelism of attention and vocabulary, with sequence parallelism; divides num_query_groups"
+    )
+    pipeline_model_parallel_size: int = arg(1, "pipeline parallelism; divides num_layers")
+    virtual_pipeline_stages: int = arg(
+        1,
+        "parts of the model that every pipeline rank holds, interleaved; divides the layers of a rank",
+        megatron="num_virtual_stages_per_pipeline_rank",
+    )
+    context_parallel_size: int = arg(1, "context parallelism: ranks that share a sequence")
+    context_parallel_order: str = arg(
+        "zigzag",
+        "rows a context-parallel rank holds: zigzag, a chunk from either end (equal attention work); contiguous, one chunk",
+        choices=("zigzag", "contiguous"),
+    )
+    expert_model_parallel_size: int = arg(1, "expert parallelism; divides num_experts")
+    moe_token_dispatcher: str = arg(
+        "alltoall",
+        "with expert parallelism: alltoall sends each token to its expert's rank, allgather all tokens to all ranks",
+        megatron="moe_token_dispatcher_type",
+        choices=("alltoall", "allgather"),
+    )
     use_distributed_optimizer: bool = arg(True, "shard optimizer state over the data-parallel ranks (ZeRO-1)")
     overlap_grad_reduce: bool = arg(False, "reduce gradients while the backward pass runs")
     overlap_param_gather: bool = arg(False, "gather parameters while the forward pass runs")
@@ -194,6 +247,11 @@ class ClusterConfig:
     transformer_impl: str = arg(
         "local", "local: torch; transformer_engine: from the host environment", choices=("local", "transformer_engine")
     )
+    core_attention: str = arg(
+        "sdpa",
+        "softmax attention with transformer_impl = local: sdpa (torch: flash or cuDNN), flash_attn or aiter (those packages)",
+        choices=("sdpa", "flash_attn", "aiter"),
+    )
     hip_ops_backend: str = own(
         "auto", "implementation of the fused operators; auto takes the best one here", OPTIMIZER, choices=("auto", "hip", "triton", "torch")
     )
@@ -203,6 +261,8 @@ class ClusterConfig:
         None, "dense bf16 TFLOP/s of one device that MFU is measured against (nominal); null: no MFU", METRICS
     )
     reachable_tflops: float | None = own(None, "TFLOP/s that the best GEMMs reach on the device, shown beside", METRICS)
+    numa_nodes: list[int] = own([], "NUMA node of every rank of a node, in order; srun binds them in `zaya slurm`'s script", SBATCH)
+    sbatch: list[str] = own([], "further options of `zaya slurm`'s script, such as [--partition=mi300x,--time=2-00:00:00]", SBATCH)
     threads_per_rank: int | None = own(None, "CPU threads of a rank; cores / ranks of the node when null", LAUNCH)
     environment: dict[str, str] = own({}, "environment variables set in every rank before torch starts", LAUNCH)
 
@@ -215,6 +275,7 @@ class LoggerConfig:
     wandb_project: str = own("zaya", "W&B project", METRICS)
     wandb_entity: str | None = own(None, "W&B entity", METRICS)
     wandb_name: str | None = own(None, "name of the W&B run; the recipe's name when null", METRICS)
+    wandb_group: str | None = own(None, "group of the W&B run; a curriculum puts the runs of its stages into one", METRICS)
     wandb_mode: str = own(
         "auto", "auto: online with a key, else offline", METRICS, choices=("auto", "online", "offline", "disabled")
     )
@@ -229,6 +290,33 @@ class CheckpointConfig:
 
     save_interval: int | None = own(1000, "steps between checkpoints; one more is saved at the end and on SIGTERM; null: only those", ADAPTER)
     keep_last: int = own(3, "checkpoints kept; older ones are removed once a newer one is whole; 0 keeps all", LIFECYCLE)
+
+
+@dataclass
+class HandoverConfig:
+    """What a stage takes over from the one before it. Steps, schedule and metrics begin anew; weights never change."""
+
+    from_run: str | None = own(None, "run directory of the finished stage before: weights and optimizer state of step 0", HANDOVER)
+    optimizer: str = own(
+        "keep", "momenta of the stage before: keep or reset (to zero, AdamW's step count too)", ADAPTER_HANDOVER, choices=("keep", "reset")
+    )
+    first_sample: int = own(
+        0, "sample of the data's order that the stage begins with: those before it are of stages with the same data", ADAPTER_HANDOVER
+    )
+    planned_samples: int | None = own(
+        None, "samples of all stages with the same data; the order is made for so many at once. `zaya curriculum` sets both", ADAPTER_HANDOVER
+    )
+    continuous_lr: bool = own(False, "refuse a first learning rate that is not the last one of the stage before", HANDOVER)
+
+
+@dataclass
+class CurriculumConfig:
+    """Stages that `zaya curriculum` runs one after the other."""
+
+    stages: list[str] = own([], "experiments, in order; each takes over from the one before", CURRICULUM)
+    compare_positions: bool = own(
+        False, "at the end, the loss by position of the last two stages' models on the same text, past the shorter context", CURRICULUM
+    )
 
 
 @dataclass
@@ -258,6 +346,8 @@ class Recipe:
     logger: LoggerConfig = field(default_factory=LoggerConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     profile: ProfileConfig = field(default_factory=ProfileConfig)
+    handover: HandoverConfig = field(default_factory=HandoverConfig)
+    curriculum: CurriculumConfig = field(default_factory=CurriculumConfig)
     run_dir: str = own("runs/${name}", "everything of the run is written here", LAUNCH)
     nproc: int | None = own(
         None, "ranks to start on this machine; cluster.gpus_per_node when null; ignored under torchrun or SLURM", LAUNCH

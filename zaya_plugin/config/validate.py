@@ -11,7 +11,9 @@ import re
 from collections.abc import Callable, Iterator
 
 from zaya_plugin.config.compose import get
+from zaya_plugin.config.layout_rules import layout_problems, nearest_multiples, recompute_problems
 from zaya_plugin.config.optimizer_override import Override
+from zaya_plugin.config.schedule import schedule_problems
 from zaya_plugin.config.schema import Recipe, leaves, megatron_argument
 
 PARALLEL_SIZES = (
@@ -20,7 +22,6 @@ PARALLEL_SIZES = (
     "context_parallel_size",
     "expert_model_parallel_size",
 )
-RECOMPUTE_MODULES = ("core_attn", "moe", "layernorm")
 
 
 def _above_zero(value) -> bool:
@@ -50,10 +51,11 @@ RANGES: tuple[tuple[str, Callable, tuple[str, ...]], ...] = (
             *(f"model.{key}" for key in ("init_method_std", "router_init_std", "make_vocab_size_divisible_by", "balancing_eps")),
             *(f"stage.{key}" for key in ("seq_length", "rotary_base", "micro_batch_size", "global_batch_size", "train_iters")),
             *("stage.eval_interval", "optim.lr", "optim.adam_eps", "parallel.ddp_bucket_size", "parallel.recompute_num_layers"),
+            "parallel.virtual_pipeline_stages",
             *(f"parallel.{key}" for key in PARALLEL_SIZES),
             *(f"cluster.{key}" for key in ("num_nodes", "gpus_per_node", "distributed_timeout_minutes", "peak_tflops")),
             *("cluster.reachable_tflops", "cluster.threads_per_rank", "logger.log_interval", "logger.expert_load_interval"),
-            *("checkpoint.save_interval", "nproc", "exit_interval", "optim.lr_decay_iters"),
+            *("checkpoint.save_interval", "nproc", "exit_interval", "optim.lr_decay_iters", "optim.lr_wsd_decay_iters"),
             *("optim.muon_steps", "optim.muon_rms_scale"),
         ),
     ),
@@ -62,6 +64,7 @@ RANGES: tuple[tuple[str, Callable, tuple[str, ...]], ...] = (
         _zero_or_more,
         (
             *("stage.eval_iters", "data.num_workers", "optim.min_lr", "optim.lr_warmup_iters", "optim.weight_decay"),
+            *("optim.lr_warmup_init", "handover.first_sample", "handover.planned_samples"),
             *("optim.clip_grad", "checkpoint.keep_last", "profile.step_start", "seed", "model.balancing_lr"),
         ),
     ),
@@ -88,7 +91,7 @@ def validate(recipe: Recipe, world_size: int) -> None:
     """Raises one `ValueError` that lists everything impossible about `recipe` on `world_size` ranks."""
     problems = list(_ranges(recipe))
     if not problems:  # the relations below divide by values whose range must hold first
-        for check in (_model, _parallel, _batch, _optimizer, _schedule, _recompute, _cluster, _data, _rest):
+        for check in (_model, layout_problems, _batch, _optimizer, _schedule, recompute_problems, _cluster, _data, _rest):
             problems += check(recipe, world_size)
     if problems:
         raise ValueError("\n".join(problems))
@@ -108,7 +111,7 @@ def _model(recipe: Recipe, world_size: int) -> Iterator[str]:
     if heads % groups:
         yield (
             f"model.num_attention_heads = {heads} is not a multiple of model.num_query_groups = {groups}; "
-            f"allowed: {_nearest_multiples(heads, groups)}"
+            f"allowed: {nearest_multiples(heads, groups)}"
         )
     if groups % 2:
         yield (
@@ -123,31 +126,6 @@ def _model(recipe: Recipe, world_size: int) -> Iterator[str]:
         )
 
 
-def _parallel(recipe: Recipe, world_size: int) -> Iterator[str]:
-    parallel = recipe.parallel
-    tensor = parallel.tensor_model_parallel_size
-    if tensor > recipe.model.num_query_groups:
-        yield (
-            f"parallel.tensor_model_parallel_size = {tensor}: allowed: at most model.num_query_groups = "
-            f"{recipe.model.num_query_groups}, because a key/value head cannot be split"
-        )
-    for name in PARALLEL_SIZES:
-        size = getattr(parallel, name)
-        if size != 1:
-            yield f"parallel.{name} = {size}: allowed: 1; this version trains with data parallelism alone"
-    product = tensor * parallel.pipeline_model_parallel_size * parallel.context_parallel_size
-    if world_size % product:
-        yield (
-            f"{world_size} ranks (nproc, cluster.gpus_per_node x cluster.num_nodes, or the outer launcher's WORLD_SIZE) cannot "
-            f"be divided by tensor x pipeline x context parallel size = {product}; allowed: {_nearest_multiples(world_size, product)}"
-        )
-    if parallel.overlap_param_gather and not (parallel.use_distributed_optimizer and parallel.overlap_grad_reduce):
-        yield (
-            "parallel.overlap_param_gather = True needs parallel.use_distributed_optimizer = True (is "
-            f"{parallel.use_distributed_optimizer}) and parallel.overlap_grad_reduce = True (is {parallel.overlap_grad_reduce})"
-        )
-
-
 def _batch(recipe: Recipe, world_size: int) -> Iterator[str]:
     stage = recipe.stage
     replicas = max(data_parallel_size(recipe, world_size), 1)
@@ -156,7 +134,7 @@ def _batch(recipe: Recipe, world_size: int) -> Iterator[str]:
         yield (
             f"stage.global_batch_size = {stage.global_batch_size} is not a multiple of stage.micro_batch_size = "
             f"{stage.micro_batch_size} x {replicas} data-parallel ranks = {unit}; allowed: "
-            f"{_nearest_multiples(stage.global_batch_size, unit)}"
+            f"{nearest_multiples(stage.global_batch_size, unit)}"
         )
 
 
@@ -187,43 +165,22 @@ def _schedule(recipe: Recipe, world_size: int) -> Iterator[str]:
         )
     if optim.min_lr > optim.lr:
         yield f"optim.min_lr = {optim.min_lr}: allowed: at most optim.lr = {optim.lr}"
-
-
-def _recompute(recipe: Recipe, world_size: int) -> Iterator[str]:
-    parallel = recipe.parallel
-    granularity, modules = parallel.recompute_granularity, parallel.recompute_modules
-    full = {"method": parallel.recompute_method, "num_layers": parallel.recompute_num_layers}
-    for name, value in full.items():
-        if granularity == "full" and value is None:
-            allowed = "uniform, block" if name == "method" else "a whole number above 0"
-            yield f"parallel.recompute_{name} = null: parallel.recompute_granularity = full needs it; allowed: {allowed}"
-        if granularity != "full" and value is not None:
-            yield (
-                f"parallel.recompute_{name} = {value}: allowed: null, unless parallel.recompute_granularity = full "
-                f"(is {granularity or 'null'})"
-            )
-    if granularity == "full" and (full["num_layers"] or 1) > recipe.model.num_layers:
-        yield (
-            f"parallel.recompute_num_layers = {full['num_layers']}: allowed: at most model.num_layers = "
-            f"{recipe.model.num_layers}"
-        )
-    if granularity == "selective" and not modules:
-        yield (
-            "parallel.recompute_modules = []: parallel.recompute_granularity = selective needs some of "
-            f"{', '.join(RECOMPUTE_MODULES)}"
-        )
-    if granularity != "selective" and modules:
-        yield (
-            f"parallel.recompute_modules = {modules}: allowed: [], unless parallel.recompute_granularity = selective "
-            f"(is {granularity or 'null'})"
-        )
-    for module in modules:
-        if module not in RECOMPUTE_MODULES:
-            yield f"parallel.recompute_modules = {modules}: {module} is unknown; allowed: {', '.join(RECOMPUTE_MODULES)}"
+    yield from schedule_problems(recipe, stage.micro_batch_size * max(data_parallel_size(recipe, world_size), 1))
 
 
 def _cluster(recipe: Recipe, world_size: int) -> Iterator[str]:
     cluster = recipe.cluster
+    if cluster.core_attention != "sdpa":
+        if cluster.transformer_impl == "transformer_engine":
+            yield (
+                f"cluster.core_attention = {cluster.core_attention}: allowed with cluster.transformer_impl = "
+                "transformer_engine, which brings its own attention: sdpa"
+            )
+        elif cluster.device == "cpu" or cluster.dtype != "bf16":
+            yield (
+                f"cluster.core_attention = {cluster.core_attention}: allowed with cluster.device = cuda and cluster.dtype = bf16 "
+                f"(are {cluster.device}, {cluster.dtype}); sdpa goes everywhere"
+            )
     if cluster.device == "cpu":
         for name, needed in (("distributed_backend", "gloo"), ("transformer_impl", "local")):
             if getattr(cluster, name) != needed:
@@ -233,6 +190,14 @@ def _cluster(recipe: Recipe, world_size: int) -> Iterator[str]:
 
 
 def _data(recipe: Recipe, world_size: int) -> Iterator[str]:
+    packing, implementation = recipe.data.packing, recipe.cluster.transformer_impl
+    if packing == "documents" and implementation != "local":
+        yield (
+            f"data.packing = documents: allowed with cluster.transformer_impl = local (is {implementation}); Transformer Engine's "
+            "attention would look across documents"
+        )
+    if recipe.data.reset_position_ids and packing == "none":
+        yield "data.reset_position_ids = True: allowed with data.packing = documents (is none)"
     for entry in recipe.data.blend:
         if not re.fullmatch(r"(\d+(\.\d*)?|\.\d+)([eE][-+]?\d+)?\s+\S.*", entry.strip()) or float(entry.split()[0]) <= 0:
             yield f"data.blend: {entry!r}: allowed: '<weight above 0> <path>', such as '0.3 data/code'"
@@ -251,8 +216,3 @@ def _rest(recipe: Recipe, world_size: int) -> Iterator[str]:
     for name, value in recipe.megatron.items():
         if name in filled:
             yield f"megatron.{name} = {value!r}: this argument has a key of its own; set {filled[name]}={value}"
-
-
-def _nearest_multiples(value: int, unit: int) -> str:
-    below = value // unit * unit
-    return f"{below} or {below + unit}" if below else str(unit)

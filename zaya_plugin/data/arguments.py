@@ -49,7 +49,9 @@ def size(text: str) -> int:
     return value
 
 
-def _whole_number(least: int):
+def whole_number(least: int):
+    """For argparse: a whole number from `least` up."""
+
     def parse(text: str) -> int:
         if not text.isdecimal() or int(text) < least:
             raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from {least} up")
@@ -89,7 +91,7 @@ def parser() -> argparse.ArgumentParser:
         default=[STDLIB],
         metavar="PATH",
         help="files, directories, quoted patterns, or stdlib (default) for the sources of this Python's standard library; "
-        ".jsonl holds a document a line, any other file is a document; both may be gzipped (.gz)",
+        ".jsonl holds a document a line, .parquet one a row, any other file is a document; .jsonl and text also as .gz or .zst",
     )
     text.add_argument(
         "--glob",
@@ -98,7 +100,7 @@ def parser() -> argparse.ArgumentParser:
         help=f"which files of a directory; repeat for several (default: {' '.join(DEFAULT_GLOBS)})".replace("%", "%%"),
     )
     text.add_argument(
-        "--field", default="text", metavar="NAME", help="field of a jsonl line that holds the text (default: text)"
+        "--field", default="text", metavar="NAME", help="field of a jsonl line, or column, that holds the text (default: text)"
     )
     text.add_argument(
         "--max-bytes",
@@ -114,12 +116,20 @@ def parser() -> argparse.ArgumentParser:
         metavar="SIZE",
         help="reject longer documents; a worker needs about 130 times this in memory for one that long (default: 8M)",
     )
+    text.add_argument(
+        "--deduplicate",
+        choices=("text", "id"),
+        help="of documents with the same text, or the same --id-field, keep the first (default: keep all)",
+    )
+    text.add_argument(
+        "--id-field", default="id", metavar="NAME", help="field of a jsonl line, or column, that holds its id (default: id)"
+    )
     tokens = out.add_argument_group("tokenizer")
     choice = tokens.add_mutually_exclusive_group()
     choice.add_argument("--tokenizer", metavar="NAME", help="Hugging Face tokenizer: a directory or a name on the hub")
     choice.add_argument(
         "--train-bpe",
-        type=_whole_number(SMALLEST_BPE),
+        type=whole_number(SMALLEST_BPE),
         metavar="VOCAB_SIZE",
         help=f"train a byte-level BPE on the training documents (default, with {DEFAULT_BPE})",
     )
@@ -147,7 +157,7 @@ def parser() -> argparse.ArgumentParser:
     )
     run.add_argument(
         "--workers",
-        type=_whole_number(1),
+        type=whole_number(1),
         default=min(os.cpu_count() or 1, 8),
         metavar="N",
         help="processes; 1 starts none and works in this one (default: number of cores, at most 8)",
@@ -160,7 +170,7 @@ def parser() -> argparse.ArgumentParser:
     )
     run.add_argument(
         "--max-rejects",
-        type=_whole_number(0),
+        type=whole_number(0),
         metavar="N",
         help="fail when more documents than this are rejected (default: no limit)",
     )
@@ -196,6 +206,8 @@ def deciding(args: argparse.Namespace) -> dict:
         "--max-document-bytes": args.max_document_bytes,
         "--tokenizer": os.path.abspath(args.tokenizer) if local else args.tokenizer,
         "sha256 of its tokenizer.json": file_sha256(file) if file and os.path.isfile(file) else None,
+        "--deduplicate": args.deduplicate,
+        "--id-field": args.id_field if args.deduplicate == "id" else None,
         "--train-bpe": args.train_bpe,
         "--train-bpe-bytes": args.train_bpe_bytes if args.train_bpe else None,
         "append eod": args.append_eod,

@@ -15,6 +15,7 @@ from datetime import datetime, timezone
 import zaya_plugin
 from zaya_plugin.data import tokenizer
 from zaya_plugin.data.blocks import BlockReader, Position
+from zaya_plugin.data.deduplicate import first_of_each
 from zaya_plugin.data.documents import Rejected, documents
 from zaya_plugin.data.indexed_format import token_dtype
 from zaya_plugin.data.inputs import InputFile
@@ -37,7 +38,7 @@ def make_tokenizer(args: argparse.Namespace, workspace: Workspace, files: list[I
         shutil.rmtree(temporary, ignore_errors=True)
         if args.train_bpe is not None:
             limit = args.train_bpe_bytes if args.max_bytes is None else min(args.max_bytes, args.train_bpe_bytes)
-            reader = BlockReader(files, min(limit, PART_BYTES), limit, args.max_document_bytes)
+            reader = BlockReader(files, min(limit, PART_BYTES), limit, args.max_document_bytes, *_fields(args))
             rejected = []
             try:
                 tokenizer.train_bpe(_training_texts(reader, args, rejected), args.train_bpe, temporary)
@@ -57,6 +58,11 @@ def make_tokenizer(args: argparse.Namespace, workspace: Workspace, files: list[I
     return record
 
 
+def _fields(args: argparse.Namespace) -> tuple[str, str | None]:
+    """Names of the fields for text and id; the latter None where no id is needed."""
+    return args.field, args.id_field if args.deduplicate == "id" else None
+
+
 def _training_texts(reader: BlockReader, args: argparse.Namespace, rejected: list[str]) -> Iterator[str]:
     """Documents of the training split, for the tokenizer must not have seen what it is validated on.
 
@@ -70,8 +76,8 @@ def _training_texts(reader: BlockReader, args: argparse.Namespace, rejected: lis
             if isinstance(document, Rejected):
                 if not rejected:
                     rejected.append(str(document))
-            elif split_of(document, args.valid_fraction) != "valid":
-                yield document
+            elif split_of(document.text, args.valid_fraction) != "valid":
+                yield document.text
 
 
 def make_parts(args, workspace: Workspace, files: list[InputFile], part_bytes: int, record: tokenizer.TokenizerRecord):
@@ -86,11 +92,13 @@ def make_parts(args, workspace: Workspace, files: list[InputFile], part_bytes: i
         valid_fraction=args.valid_fraction,
         max_document_bytes=args.max_document_bytes,
         dtype=token_dtype(record.vocab_size).name,
+        deduplicate=args.deduplicate or "",
+        id_field=args.id_field,
     )
-    reader = BlockReader(files, part_bytes, args.max_bytes, args.max_document_bytes)
+    reader = BlockReader(files, part_bytes, args.max_bytes, args.max_document_bytes, *_fields(args))
     total = sum(file.size for file in files)
     if args.max_bytes is not None:
-        total = None if any(file.is_gzip for file in files) else min(total, args.max_bytes)
+        total = None if any(file.is_packed for file in files) else min(total, args.max_bytes)
     shutil.rmtree(workspace.final, ignore_errors=True)
     os.makedirs(workspace.final)
     rejects_path = os.path.join(workspace.final, REJECTS_FILE)
@@ -144,9 +152,12 @@ def make_dataset(
     import tokenizers
 
     dtype = token_dtype(record.vocab_size)
+    names = split_names(args.valid_fraction)
+    kept = dict.fromkeys(names)
+    if args.deduplicate:
+        kept, counts["duplicates"] = first_of_each(parts, names)
     splits = {
-        name: merge_split(parts, name, workspace.final, dtype, record.vocab_size)
-        for name in split_names(args.valid_fraction)
+        name: merge_split(parts, name, workspace.final, dtype, record.vocab_size, kept[name]) for name in names
     }
     _refuse_empty(args, workspace, splits, counts)
     shutil.copytree(workspace.tokenizer, os.path.join(workspace.final, "tokenizer"))
@@ -155,7 +166,7 @@ def make_dataset(
         tokenizer=record,
         dtype=dtype.name,
         splits=splits,
-        documents={key: counts[key] for key in ("read", "empty", "rejected", "blank_lines")},
+        documents={key: counts[key] for key in ("read", "empty", "rejected", "blank_lines", *["duplicates"][: bool(args.deduplicate)])},
         input_files=len(files),
         input_bytes=sum(part.taken for part in parts),
         written_at=datetime.now(timezone.utc).isoformat(timespec="seconds"),
@@ -196,5 +207,6 @@ def summary(output: str, manifest: Manifest) -> str:
     read = f"read {counts['read']:,} documents, {manifest.input_bytes / 1e6:.1f} MB"
     lines.append(
         f"  {read}{f' (--max-bytes {limit:,})' if limit else ''}: {counts['empty']:,} empty, {counts['rejected']:,} rejected"
+        + (f", {counts['duplicates']:,} duplicates" if "duplicates" in counts else "")
     )
     return "\n".join(lines)

@@ -15,9 +15,12 @@ __all__ = [
     "DatasetWarning",
     "Manifest",
     "build_gpt_datasets",
+    "build_stream",
     "check_dataset",
     "load_manifest",
     "locate",
+    "packed_length",
+    "refuse_other_length",
     "resolve_blend",
 ]
 
@@ -45,16 +48,17 @@ def resolve_blend(blend: Blend | None, split: str) -> tuple[list[str], list[floa
     if any(weighted) != all(weighted):
         raise ValueError(f"blend {entries!r}: give a weight to every dataset or to none")
     if not all(weighted):
-        prefixes = [_prefix(entry, split) for entry in entries]
+        prefixes = [prefix_of(entry, split) for entry in entries]
         # Left to Megatron, several datasets without weights end after one epoch, however many samples are asked for.
         return prefixes, [float(stored_tokens(prefix)) for prefix in prefixes] if len(prefixes) > 1 else None
     weights = [float(weight) for weight, _ in entries]
     if not all(0 < weight < float("inf") for weight in weights):
         raise ValueError(f"blend {entries!r}: weights must be positive numbers; leave out a dataset that is not wanted")
-    return [_prefix(path, split) for _, path in entries], weights
+    return [prefix_of(path, split) for _, path in entries], weights
 
 
-def _prefix(path: str | os.PathLike, split: str) -> str:
+def prefix_of(path: str | os.PathLike, split: str) -> str:
+    """The prefix of one split of a prepared directory; of a prefix, itself. See `resolve_blend`."""
     _, prefixes = locate(path)
     if not os.path.isfile(os.path.join(path, MANIFEST_NAME)):
         return next(iter(prefixes.values()))  # a prefix was named, and so the split is chosen already
@@ -65,6 +69,22 @@ def _prefix(path: str | os.PathLike, split: str) -> str:
             f"{path} has no {split} split (it has {', '.join(prefixes)}); prepare it with --valid-fraction, or name a prefix"
         )
     return prefixes[split]
+
+
+def packed_length(path: str | os.PathLike) -> int | None:
+    """Tokens of a bin of a set made by `zaya data pack`; None for any other dataset."""
+    manifest, _ = locate(path)
+    return manifest.packing.sequence_length if manifest is not None and manifest.packing is not None else None
+
+
+def refuse_other_length(path: str | os.PathLike, sequence_length: int) -> None:
+    """Raises ValueError if a packed set has bins of another length than the run's sequences: they would be cut anywhere."""
+    length = packed_length(path)
+    if length not in (None, sequence_length):
+        raise ValueError(
+            f"{path} is packed into bins of {length} tokens, and the run has sequences of {sequence_length}: set "
+            f"stage.seq_length={length}, or pack the data with `zaya data pack --sequence-length {sequence_length}`"
+        )
 
 
 def build_gpt_datasets(
@@ -105,7 +125,9 @@ def build_gpt_datasets(
         ValueError: see `check_dataset`; or samples are asked for of a split that has no prefixes.
     """
     from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
-    from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
+    from megatron.core.datasets.gpt_dataset import GPTDatasetConfig
+
+    from zaya_plugin.data.packed_dataset import BinGPTDataset
 
     blends = [
         resolve_blend(train_prefixes, "train"),
@@ -122,12 +144,14 @@ def build_gpt_datasets(
     if not any(blends):
         raise ValueError(f"num_samples {num_samples} asks for no sample of any split")
     prefixes = sorted({prefix for blend in blends if blend for prefix in blend[0]})
+    for prefix in prefixes:
+        refuse_other_length(prefix, sequence_length)
     if _rank() == 0:
         eod_id = tokenizer.eod if hasattr(tokenizer, "eod") else None
         for prefix in prefixes:
             check_dataset(prefix, tokenizer.vocab_size, eod_id=eod_id)
     if cache_path is not None:
-        cache_path = os.path.join(cache_path, _identity(prefixes))
+        cache_path = os.path.join(cache_path, content_name(prefixes))
     dataset_config = GPTDatasetConfig(
         random_seed=seed,
         sequence_length=sequence_length,
@@ -140,7 +164,39 @@ def build_gpt_datasets(
         create_attention_mask=create_attention_mask,
         **config,
     )
-    return BlendedMegatronDatasetBuilder(GPTDataset, list(num_samples), is_built_on_rank, dataset_config).build()
+    return BlendedMegatronDatasetBuilder(BinGPTDataset, list(num_samples), is_built_on_rank, dataset_config).build()
+
+
+def build_stream(
+    train_prefixes: Blend,
+    samples: int,
+    sequence_length: int,
+    seed: int,
+    tokenizer,
+    cache_path: str,
+    consumed: dict[str, int],
+):
+    """The training samples of one stage, going on where earlier stages stopped; see zaya_plugin.data.stream_dataset.
+
+    Args:
+        train_prefixes: see `Blend`.
+        samples: of the whole stage, on which the order within its stretch of each source depends.
+        consumed: tokens read before, by source; see zaya_plugin.data.ledger.
+    """
+    from zaya_plugin.data.ledger import resolve_entries, stage_use
+    from zaya_plugin.data.stream_dataset import StreamDataset
+
+    one = isinstance(train_prefixes, str | os.PathLike)
+    entries = [
+        os.fspath(entry) if isinstance(entry, str | os.PathLike) else f"{entry[0]!r} {os.fspath(entry[1])}"
+        for entry in ([train_prefixes] if one else train_prefixes)
+    ]
+    prefixes, weights = resolve_entries(entries)
+    if _rank() == 0:
+        for prefix in prefixes:
+            check_dataset(prefix, tokenizer.vocab_size, eod_id=tokenizer.eod)
+    uses = stage_use(entries, samples, sequence_length, consumed, seed)
+    return StreamDataset(uses, weights, sequence_length, seed, tokenizer.eod, cache_path)
 
 
 def _rank() -> int:
@@ -151,8 +207,8 @@ def _rank() -> int:
     )
 
 
-def _identity(prefixes: list[str]) -> str:
-    """A short name for the contents: checksums where a manifest has them, else sizes and modification times."""
+def content_name(prefixes: list[str]) -> str:
+    """16 hexadecimal digits that name the contents: checksums where a manifest has them, else sizes and modification times."""
     digest = hashlib.sha256()
     for prefix in prefixes:
         manifest, splits = locate(prefix)

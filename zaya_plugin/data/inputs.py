@@ -9,12 +9,14 @@ import sysconfig
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from zaya_plugin.data.streams import require_package
+
 STDLIB = "stdlib"
-DEFAULT_GLOBS = ("*.txt", "*.md", "*.rst", "*.py", "*.jsonl", "*.jsonl.gz")
+DEFAULT_GLOBS = ("*.txt", "*.md", "*.rst", "*.py", "*.jsonl", "*.jsonl.gz", "*.jsonl.zst", "*.parquet")
 STDLIB_SKIPPED = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
-JSONL_SUFFIXES = (".jsonl", ".jsonl.gz")
+JSONL_SUFFIXES = (".jsonl", ".jsonl.gz", ".jsonl.zst")
 # Read as text they would end as one rejected "invalid UTF-8" each, which tells the user too little.
-UNREADABLE_SUFFIXES = (".zst", ".xz", ".bz2", ".zip", ".tar", ".tgz", ".parquet", ".arrow", ".json")
+UNREADABLE_SUFFIXES = (".xz", ".bz2", ".zip", ".tar", ".tgz", ".tar.gz", ".tar.zst", ".parquet.gz", ".arrow", ".json", ".json.gz", ".json.zst")
 
 
 @dataclass(frozen=True)
@@ -28,8 +30,13 @@ class InputFile:
         return self.path.endswith(JSONL_SUFFIXES)
 
     @property
-    def is_gzip(self) -> bool:
-        return self.path.endswith(".gz")
+    def is_parquet(self) -> bool:
+        return self.path.endswith(".parquet")
+
+    @property
+    def is_packed(self) -> bool:
+        """Whether its size says little about how much text is in it."""
+        return self.path.endswith((".gz", ".zst", ".parquet"))
 
 
 def find_inputs(inputs: list[str], globs: list[str]) -> list[InputFile]:
@@ -47,9 +54,10 @@ def find_inputs(inputs: list[str], globs: list[str]) -> list[InputFile]:
         for path in _paths(name, globs):
             if path.endswith(UNREADABLE_SUFFIXES):
                 raise ValueError(
-                    f"--input: {path} cannot be read: text files, .jsonl and .gz of both are understood. Convert it first, "
-                    f"for example with `zstd -dc file.jsonl.zst | gzip > file.jsonl.gz`"
+                    f"--input: {path} cannot be read: text files and .jsonl, plain or as .gz or .zst, and .parquet are understood. "
+                    f"Convert it first, for example with `xz -dc file.jsonl.xz | gzip > file.jsonl.gz`"
                 )
+            require_package(path)
             if path in found:
                 raise ValueError(
                     f"--input: {path} is named twice, the second time by {name!r}; every document would count double"

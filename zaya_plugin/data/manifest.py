@@ -28,10 +28,22 @@ class SplitRecord:
 
 
 @dataclass(frozen=True)
+class PackingRecord:
+    """A set of `zaya data pack`: each of its documents is a bin of exactly `sequence_length` tokens.
+
+    counts: per split, see zaya_plugin.data.pack.COUNTS.
+    """
+
+    sequence_length: int
+    counts: dict[str, dict[str, int]]
+
+
+@dataclass(frozen=True)
 class Manifest:
     """arguments: the options that decide the content, by option name, and the fingerprint of the input files.
 
-    documents: read = empty + rejected + those of all splits; blank_lines of jsonl files are no documents.
+    packing: None unless `zaya data pack` made it.
+    documents: read = empty + rejected + duplicates (where looked for) + those of all splits; blank_lines of jsonl files are no documents.
     written_at is UTC, ISO 8601, and the only field that differs between two runs with the same arguments and versions.
     """
 
@@ -45,9 +57,12 @@ class Manifest:
     written_at: str
     zaya_plugin_version: str
     tokenizers_version: str
+    packing: PackingRecord | None = None
 
     def write(self, directory: str) -> None:
         record = {"format": FORMAT, "format_version": FORMAT_VERSION, **asdict(self)}
+        if self.packing is None:
+            del record["packing"]
         with open(os.path.join(directory, NAME), "w", encoding="utf-8") as out:
             json.dump(record, out, indent=2)
             out.write("\n")
@@ -88,6 +103,8 @@ def load_manifest(path: str) -> Manifest:
     try:
         record["tokenizer"] = TokenizerRecord(**record["tokenizer"])
         record["splits"] = {name: SplitRecord(**split) for name, split in record["splits"].items()}
+        if "packing" in record:
+            record["packing"] = PackingRecord(**record["packing"])
         return Manifest(**record)
     except (KeyError, TypeError, AttributeError) as error:
         raise ValueError(

@@ -12,13 +12,26 @@ from zaya_plugin.data.manifest import SplitRecord, file_sha256
 from zaya_plugin.data.parts import Part
 
 
-def merge_split(parts: Iterable[Part], split: str, directory: str, dtype: np.dtype, vocab_size: int) -> SplitRecord:
-    """Writes and syncs `<directory>/<split>.bin` and `.idx`; holds one part and 4 bytes a document in memory."""
+def merge_split(
+    parts: Iterable[Part],
+    split: str,
+    directory: str,
+    dtype: np.dtype,
+    vocab_size: int,
+    kept: list[np.ndarray] | None = None,
+) -> SplitRecord:
+    """Writes and syncs `<directory>/<split>.bin` and `.idx`; holds one part and 4 bytes a document in memory.
+
+    Args:
+        kept: which documents of the split to take of each part, bool [documents]; None takes all.
+    """
     prefix = os.path.join(directory, split)
     occurrences, digest, lengths = np.zeros(vocab_size, np.int64), hashlib.sha256(), []
     with open(prefix + ".bin", "wb") as out:
-        for part in parts:
+        for number, part in enumerate(parts):
             tokens, part_lengths = part.tokens(split)
+            if kept is not None:
+                tokens, part_lengths = tokens[np.repeat(kept[number], part_lengths)], part_lengths[kept[number]]
             out.write(tokens.data)
             digest.update(tokens.data)
             occurrences += np.bincount(tokens, minlength=vocab_size)

@@ -23,6 +23,7 @@ from multiprocessing.connection import wait
 import numpy as np
 
 from zaya_plugin.data.blocks import BlockReader, Position
+from zaya_plugin.data.chunk_encoder import ChunkEncoder
 from zaya_plugin.data.documents import Block, Rejected, documents
 from zaya_plugin.data.tokenizer import open_tokenizer
 
@@ -32,7 +33,10 @@ BATCH_CHARACTERS = 1_000_000
 
 @dataclass(frozen=True)
 class Job:
-    """What a worker needs to know beside its block. eod_id None appends nothing; dtype is the name of the token dtype."""
+    """What a worker needs to know beside its block.
+
+    eod_id None appends nothing; dtype is the name of the token dtype; deduplicate is "", "text" or "id".
+    """
 
     tokenizer_directory: str
     tokenizer_sha256: str
@@ -41,6 +45,8 @@ class Job:
     valid_fraction: float
     max_document_bytes: int
     dtype: str
+    deduplicate: str = ""
+    id_field: str = "id"
 
 
 @dataclass(frozen=True)
@@ -60,9 +66,17 @@ class Part:
         Raises:
             ValueError: the file does not match its own checksums; it is removed, so that another run makes it again.
         """
+        return self._arrays(f"{split}_tokens", f"{split}_lengths")
+
+    def keys(self) -> tuple[np.ndarray, np.ndarray]:
+        """For documents in order: hashes of what they are deduplicated by, uint64 [documents, 2], and numbers of their splits,
+        uint8 [documents]. Raises as `tokens` does."""
+        return self._arrays("keys", "split_numbers")
+
+    def _arrays(self, *names: str) -> tuple[np.ndarray, ...]:
         try:
             with np.load(self.path, allow_pickle=False) as arrays:
-                return arrays[f"{split}_tokens"], arrays[f"{split}_lengths"]
+                return tuple(arrays[name] for name in names)
         except (ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
             os.unlink(self.path)
             raise ValueError(
@@ -143,35 +157,40 @@ def _start_worker() -> None:
 
 
 @lru_cache(maxsize=1)
-def _tokenizer(directory: str, sha256: str):
+def _encoder(directory: str, sha256: str, dtype: str) -> ChunkEncoder:
     """One for all blocks of a run. sha256 is for the cache: another run in this process may use the directory anew."""
-    return open_tokenizer(directory)
+    return ChunkEncoder(open_tokenizer(directory), np.dtype(dtype))
 
 
 def tokenise_block(job: Job, block: Block, end: Position, path: str) -> Part:
     """Writes the part of one block."""
     dtype = np.dtype(job.dtype)
-    tokens = {name: io.BytesIO() for name in split_names(job.valid_fraction)}
+    encoder = _encoder(job.tokenizer_directory, job.tokenizer_sha256, job.dtype)
+    names = split_names(job.valid_fraction)
+    tokens = {name: io.BytesIO() for name in names}
     lengths = {name: [] for name in tokens}
-    counts, rejected, batch, characters = Counter(), [], [], 0
+    counts, rejected, batch, characters, keys, split_numbers = Counter(), [], [], 0, [], []
+    eod = b"" if job.eod_id is None else np.array([job.eod_id], dtype).tobytes()
 
     def encode_batch():
-        encodings = _tokenizer(job.tokenizer_directory, job.tokenizer_sha256).encode_batch_fast(
-            batch, add_special_tokens=False
-        )
-        for text, encoding in zip(batch, encodings, strict=True):
-            ids = encoding.ids if job.eod_id is None else [*encoding.ids, job.eod_id]
+        for text, ids in zip(batch, encoder.encode(batch), strict=True):
             split = split_of(text, job.valid_fraction)
-            tokens[split].write(np.array(ids, dtype).tobytes())
-            lengths[split].append(len(ids))
+            tokens[split].write(ids)
+            tokens[split].write(eod)
+            lengths[split].append((len(ids) + len(eod)) // dtype.itemsize)
+            split_numbers.append(names.index(split))
         batch.clear()
 
-    for document in documents(block, job.text_field, job.max_document_bytes, counts):
+    id_field = job.id_field if job.deduplicate == "id" else None
+    for document in documents(block, job.text_field, job.max_document_bytes, counts, id_field):
         if isinstance(document, Rejected):
             rejected.append(document)
             continue
-        batch.append(document)
-        characters += len(document)
+        batch.append(document.text)
+        if job.deduplicate:
+            key = document.text if job.deduplicate == "text" else document.id
+            keys.append(blake2b(key.encode("utf-8"), digest_size=16).digest())
+        characters += len(document.text)
         if characters > BATCH_CHARACTERS:
             encode_batch()
             characters = 0
@@ -182,6 +201,9 @@ def tokenise_block(job: Job, block: Block, end: Position, path: str) -> Part:
     for name in tokens:
         arrays[f"{name}_tokens"] = np.frombuffer(tokens[name].getbuffer(), dtype)
         arrays[f"{name}_lengths"] = np.array(lengths[name], np.int32)
+    if job.deduplicate:
+        arrays["keys"] = np.frombuffer(b"".join(keys), "<u8").reshape(-1, 2)
+        arrays["split_numbers"] = np.array(split_numbers, np.uint8)
     _write_whole(path, arrays)
     return Part(path, counts, rejected, block.taken, end)
 

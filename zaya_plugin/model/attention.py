@@ -2,18 +2,23 @@
 """CCGQA: grouped-query attention in a compressed latent space with convolutions over time (arXiv 2510.04476).
 
 The arithmetic between projections and softmax is in `cca`; this module holds the parameters and speaks Megatron's
-self-attention interface. Only causal training on whole sequences: no packing, no decoding state.
+self-attention interface, over context-parallel ranks and packed documents too. Training only: no decoding state.
 """
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from megatron.core import tensor_parallel
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
+from megatron.core.tensor_parallel import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    gather_from_sequence_parallel_region,
+)
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module
@@ -22,11 +27,15 @@ from torch import Tensor, nn
 from zaya_plugin.model.cca import mix_qk, shift_values
 from zaya_plugin.model.config import ZayaConfig
 from zaya_plugin.model.initialization import constant_parameter, random_parameter
+from zaya_plugin.parallel.boundary_exchange import BoundaryExchange, last_rows
+from zaya_plugin.parallel.context_order import ContextShard
+from zaya_plugin.parallel.local_heads import LocalHeads
+from zaya_plugin.parallel.packed_documents import PackedDocuments
 
 
 @dataclass
 class ZayaAttentionSubmodules:
-    """`linear` serves the four input projections; all three are ModuleSpecs or classes with Megatron's signatures."""
+    """`linear` serves queries and keys; all three are ModuleSpecs or classes with Megatron's signatures."""
 
     linear: ModuleSpec | type
     core_attention: ModuleSpec | type
@@ -42,12 +51,26 @@ class CausalConv(nn.Module):
         self.bias = constant_parameter(config, (channels,), 0.0)
 
 
+class ValueProjection(nn.Module):
+    """Weight [gd/2, h] of one of the two value projections, whole on every rank; `project` applies it.
+
+    Not split over tensor-parallel ranks: with two kv heads one rank has all of it in use and the other nothing.
+    """
+
+    def __init__(self, config: ZayaConfig, output_size: int):
+        super().__init__()
+        self.weight = random_parameter(config, (output_size, config.hidden_size), config.init_method)
+
+
 class ZayaSelfAttention(MegatronModule):
     """CCGQA self-attention with separate query, key, current-value and delayed-value projections.
 
     Parameters, d = kv_channels, n = num_attention_heads, g = num_query_groups, C = (n + g) d: linear_q [nd, h],
     linear_k [gd, h], linear_v_current and linear_v_delayed [gd/2, h], conv_qk_depthwise [C, 1, 2], conv_qk_grouped
     [C, d, 2], temperature [g], linear_proj [h, nd].
+
+    Under tensor parallelism linear_q, linear_k and linear_proj hold this rank's heads (LocalHeads); the rest is whole on
+    every rank, of which each rank uses its heads' part, so that the gradients add up over the ranks.
     """
 
     def __init__(
@@ -59,9 +82,15 @@ class ZayaSelfAttention(MegatronModule):
         if pg_collection is None:
             pg_collection = ProcessGroupCollection.use_mpu_process_groups()
         self.tp_group = pg_collection.tp
+        self.context_group = pg_collection.cp
+        self.shard = ContextShard.of(self.context_group, config.context_parallel_order)
         self.attn_mask_type = attn_mask_type
-        self.query_groups, self.head_dim = config.num_query_groups, config.kv_channels
-        query_size, key_size = config.num_attention_heads * self.head_dim, self.query_groups * self.head_dim
+        self.head_dim, ranks = config.kv_channels, self.tp_group.size()
+        self.query_groups = config.num_query_groups // ranks  # of this rank
+        self.local = LocalHeads(
+            self.tp_group.rank(), ranks, config.num_attention_heads, config.num_query_groups, self.head_dim
+        )
+        query_size, key_size = config.num_attention_heads * self.head_dim, config.num_query_groups * self.head_dim
         channels = query_size + key_size
 
         def input_projection(output_size: int, buffer: str) -> nn.Module:
@@ -73,11 +102,11 @@ class ZayaSelfAttention(MegatronModule):
 
         self.linear_q = input_projection(query_size, "qkv")
         self.linear_k = input_projection(key_size, "qkv")
-        self.linear_v_current = input_projection(key_size // 2, "qkv")
-        self.linear_v_delayed = input_projection(key_size // 2, "qkv")
+        self.linear_v_current = ValueProjection(config, key_size // 2)
+        self.linear_v_delayed = ValueProjection(config, key_size // 2)
         self.conv_qk_depthwise = CausalConv(config, channels, 1)
         self.conv_qk_grouped = CausalConv(config, channels, self.head_dim)
-        self.temperature = constant_parameter(config, (self.query_groups,), config.temperature_init)
+        self.temperature = constant_parameter(config, (config.num_query_groups,), config.temperature_init)
         self.core_attention = build_module(
             submodules.core_attention, config=config, layer_number=layer_number, attn_mask_type=attn_mask_type,
             attention_type="self", cp_comm_type=cp_comm_type, softmax_scale=config.softmax_scale,
@@ -91,19 +120,36 @@ class ZayaSelfAttention(MegatronModule):
         self.recompute_core = config.recompute_granularity == "selective" and "core_attn" in config.recompute_modules
 
     def project(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """The four projections: z [s, b, C], current and delayed values [s, b, gd/2].
+        """The four projections of this rank's heads, of the whole sequence also under sequence parallelism.
+
+        hidden_states [s / t, b, h] -> z [s, b, C / t], current and delayed values [s, b, *], together gd / t channels
+        (arXiv 2510.04476; without tensor parallelism t is 1 and each is gd / 2 wide).
 
         The one place that reads the four matrices. Where they are plain matrices they are applied as one product: joining
-        them costs a copy of 6 MB, and saves three reads of the input and three sums of its gradient.
+        them costs a copy of 6 MB, and saves three reads of the input, three gathers of the sequence and three sums of its
+        gradient.
         """
-        linears = (self.linear_q, self.linear_k, self.linear_v_current, self.linear_v_delayed)
-        if all(type(linear) is ColumnParallelLinear for linear in linears) and self.tp_group.size() == 1:
-            sizes = [linear.weight.shape[0] for linear in linears]
-            projected = F.linear(hidden_states, torch.cat([linear.weight for linear in linears]))
-            return projected.split((sizes[0] + sizes[1], sizes[2], sizes[3]), dim=-1)
+        values = self.local.of_values(self.linear_v_current.weight, self.linear_v_delayed.weight)
+        value_sizes = [len(weight) for weight in values]
+        if all(type(linear) is ColumnParallelLinear for linear in (self.linear_q, self.linear_k)):
+            matrices = (self.linear_q.weight, self.linear_k.weight, *values)
+            projected = F.linear(self._whole_sequence(hidden_states), torch.cat(matrices))
+            return projected.split((len(matrices[0]) + len(matrices[1]), *value_sizes), dim=-1)
         query, key = self.linear_q(hidden_states)[0], self.linear_k(hidden_states)[0]
-        z = torch.cat((query, key), dim=-1)
-        return z, self.linear_v_current(hidden_states)[0], self.linear_v_delayed(hidden_states)[0]
+        value = F.linear(self._whole_sequence(hidden_states), torch.cat(values))
+        return torch.cat((query, key), dim=-1), *value.split(value_sizes, dim=-1)
+
+    def _whole_sequence(self, hidden_states: Tensor) -> Tensor:
+        """All tensor-parallel ranks' rows; each rank's gradient is that of its heads, and the backward pass adds them."""
+        if self.local.ranks == 1:
+            return hidden_states
+        return gather_from_sequence_parallel_region(hidden_states, group=self.tp_group)
+
+    def mixing_parameters(self) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+        """This rank's depthwise weight and bias, grouped weight and bias, and temperature, as `mix_qk` takes them."""
+        convolutions = (self.conv_qk_depthwise, self.conv_qk_grouped)
+        tensors = [self.local.of_queries_and_keys(t) for conv in convolutions for t in (conv.weight, conv.bias)]
+        return *tensors, self.local.of_heads(self.temperature)
 
     def forward(
         self, hidden_states: Tensor, attention_mask: Tensor | None = None, key_value_states: Tensor | None = None,
@@ -111,34 +157,65 @@ class ZayaSelfAttention(MegatronModule):
         rotary_pos_sin: Tensor | None = None, rotary_pos_cos_sin: Tensor | None = None,
         attention_bias: Tensor | None = None, packed_seq_params=None, sequence_len_offset: int | None = None, **_,
     ) -> tuple[Tensor, None]:
-        """hidden_states [s, b, h] normed, rotary_pos_emb [s, 1, 1, r] radians -> (output [s, b, h], None).
+        """hidden_states [s, b, h] normed, rotary_pos_emb [s, 1 or b, 1, r] radians -> (output [s, b, h], None).
 
-        The mask is causal; attention_mask is handed on to core attentions that want it. Raises ValueError for packed
-        sequences and for decoding.
+        The mask is causal; attention_mask is handed on to core attentions that want it. packed_seq_params: document
+        boundaries, as PackedDocuments. Raises ValueError for other packed sequences and for decoding.
         """
-        if packed_seq_params is not None:
-            raise ValueError("packed_seq_params: the convolutions would mix documents; train on whole sequences")
+        packed = packed_seq_params
+        if not (packed is None or isinstance(packed, PackedDocuments)):
+            raise ValueError(
+                f"packed_seq_params of type {type(packed).__name__}: the convolutions would mix documents; pass "
+                "zaya_plugin.parallel.packed_documents.PackedDocuments, or set data.packing=documents in a recipe"
+            )
+        if packed is not None and self.config.transformer_impl != "local":
+            raise ValueError(
+                f"packed documents with transformer_impl={self.config.transformer_impl!r}: Transformer Engine's attention would "
+                "look across documents; set transformer_impl='local'"
+            )
         if inference_context is not None:
             raise ValueError("inference_context: the model keeps no decoding state; export it to transformers")
         assert key_value_states is None and attention_bias is None
         if rotary_pos_emb is not None:
             # Megatron computes the angles on the GPU, if there is one, also for a model on the CPU.
             rotary_pos_emb = rotary_pos_emb.to(hidden_states.device)
-        z, value_current, value_delayed = self.project(hidden_states)
+        starts = None if packed is None else packed.starts
+        z, value_current, value_delayed, z_halo, value_halo = self._project_with_halo(hidden_states)
         query, key = mix_qk(
-            z, self.conv_qk_depthwise.weight, self.conv_qk_depthwise.bias, self.conv_qk_grouped.weight,
-            self.conv_qk_grouped.bias, self.temperature, rotary_pos_emb, query_groups=self.query_groups,
-            head_dim=self.head_dim, temperature_form=self.config.temperature_form,
-            in_fp32=self.config.qk_norm_in_fp32,
+            z, *self.mixing_parameters(), rotary_pos_emb, query_groups=self.query_groups, head_dim=self.head_dim,
+            temperature_form=self.config.temperature_form, in_fp32=self.config.qk_norm_in_fp32, halo=z_halo, starts=starts,
         )
-        value = shift_values(value_current, value_delayed, self.query_groups)
+        value = shift_values(value_current, value_delayed, self.query_groups, value_halo, starts)
+        attend = functools.partial(self._attend, packed)
         if self.recompute_core and self.training:
-            context = tensor_parallel.checkpoint(self._attend, False, query, key, value, attention_mask)
+            context = tensor_parallel.checkpoint(attend, False, query, key, value, attention_mask)
         else:
-            context = self._attend(query, key, value, attention_mask)
+            context = attend(query, key, value, attention_mask)
         if type(self.linear_proj) is RowParallelLinear and self.tp_group.size() == 1:
             return F.linear(context, self.linear_proj.weight), None  # the same, without the wrapper's host time
         return self.linear_proj(context)[0], None
 
-    def _attend(self, query, key, value, attention_mask):
-        return self.core_attention(query, key, value, attention_mask, attn_mask_type=self.attn_mask_type)
+    def _project_with_halo(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
+        """What `project` gives, and z [k, 2, b, C / t] and delayed values [k, b, *] before each of this rank's k chunks of
+        the sequence, which other context-parallel ranks hold; None where there is one rank."""
+        if self.shard.size == 1:
+            return *self.project(hidden_states), None, None
+        chunks = len(self.shard.chunks)
+
+        def exchange(z, delayed):
+            return BoundaryExchange(last_rows(z, chunks, 2), last_rows(delayed, chunks, 1)[:, 0], self.shard, self.context_group)
+
+        if self.local.ranks == 1:
+            # A few rows are projected twice, so that the others' are under way while all rows are projected.
+            z, _, delayed = self.project(last_rows(hidden_states, chunks, 2).flatten(0, 1))
+            under_way = exchange(z, delayed)
+            projected = self.project(hidden_states)
+        else:  # the boundary rows lie on one tensor-parallel rank and the heads on all of them
+            projected = self.project(hidden_states)
+            under_way = exchange(projected[0], projected[2])
+        return *projected, *under_way.finish()
+
+    def _attend(self, packed, query, key, value, attention_mask):
+        return self.core_attention(
+            query, key, value, attention_mask, attn_mask_type=self.attn_mask_type, packed_seq_params=packed
+        )

@@ -48,7 +48,7 @@ def build_zaya_model(
         )
     return ZayaGPTModel(
         config,
-        zaya_block_spec(config),
+        zaya_block_spec(config, vp_stage),
         vocab_size=vocab_size,
         max_sequence_length=max_sequence_length,
         pre_process=pre_process,

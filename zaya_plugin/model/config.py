@@ -93,6 +93,13 @@ class ZayaConfig(TransformerConfig):
     fused_residual_norm: bool = False
     """Residual merge and the RMSNorm behind it by `hip_ops.scaled_residual_rms_norm`, one pass over the stream."""
 
+    context_parallel_order: str = "zigzag"
+    """Which part of a sequence a context-parallel rank holds: `zigzag`, two chunks, one from either end, so that all ranks
+    have the same share of causal attention (Megatron's order); `contiguous`, one chunk."""
+
+    core_attention: str = "sdpa"
+    """Softmax attention under transformer_impl=local: `sdpa` (torch), `flash_attn` or `aiter` (those packages)."""
+
     scaled_output_init: bool = False
     """False: attention output and expert down projections start at init_method_std like all others (transformers
     `_init_weights`). True: Megatron's init_method_std / sqrt(2 * num_layers). What training used is unknown."""
@@ -117,6 +124,11 @@ class ZayaConfig(TransformerConfig):
     def num_router_classes(self) -> int:
         """Experts plus the skip class."""
         return self.num_moe_experts + int(self.moe_skip_expert)
+
+    @property
+    def pipeline_state_size(self) -> int:
+        """Channels that cross a pipeline stage behind the hidden_size ones: the router state."""
+        return self.router_hidden_size if self.router_eda and self.pipeline_model_parallel_size > 1 else 0
 
     @property
     def router_init_method(self):
@@ -144,6 +156,11 @@ class ZayaConfig(TransformerConfig):
         """
         if isinstance(config, cls):
             return config
+        if config.pipeline_model_parallel_size > 1:
+            raise ValueError(
+                f"pipeline_model_parallel_size={config.pipeline_model_parallel_size}: allowed with --spec: 1; the router state "
+                "crosses stages, and the host's schedule has to know its width (zaya train does)"
+            )
         config.hetereogenous_dist_checkpoint = True
         # The host's __post_init__ has run; running it again on its own results is not something Megatron promises.
         zaya = object.__new__(cls)
@@ -177,6 +194,12 @@ class ZayaConfig(TransformerConfig):
         one_of("temperature_form", _TEMPERATURE_FORMS)
         one_of("skip_output", _SKIP_OUTPUTS)
         one_of("transformer_impl", ("local", "transformer_engine"))
+        one_of("context_parallel_order", ("zigzag", "contiguous"))
+        one_of("core_attention", ("sdpa", "flash_attn", "aiter"))
+        if self.transformer_impl == "transformer_engine":
+            fixed("core_attention", "sdpa", "Transformer Engine brings its own attention")
+            if self.context_parallel_size > 1:
+                fixed("context_parallel_order", "zigzag", "Transformer Engine's attention knows this order alone")
         for name in ("cca_time0", "cca_time1"):
             fixed(name, 2, "the convolutions are written for two taps, as in every released model")
         fixed("moe_router_topk", 1, "the router picks one class per token")
@@ -196,10 +219,16 @@ class ZayaConfig(TransformerConfig):
         require("num_query_groups", "an even number", groups % 2 == 0,
                 "the value shift delays half of the key-value heads; 2 in ZAYA1")
         require("kv_channels", "an even number", self.kv_channels % 2 == 0, "128 in ZAYA1")
-        for name in ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size",
-                     "expert_model_parallel_size"):
-            fixed(name, 1, "this version trains with data parallelism only")
-        for name in ("sequence_parallel", "multi_latent_attention", "qk_layernorm", "layernorm_zero_centered_gamma",
+        tensor, experts = self.tensor_model_parallel_size, self.num_moe_experts
+        require("tensor_model_parallel_size", f"a divisor of num_query_groups={groups}", groups % tensor == 0,
+                "a key-value head belongs to one rank")
+        require("sequence_parallel", repr(tensor > 1), self.sequence_parallel == (tensor > 1),
+                f"it goes with tensor_model_parallel_size above 1 (is {tensor}): each rank routes its own tokens")
+        require("expert_model_parallel_size", f"a divisor of num_moe_experts={experts}",
+                experts % self.expert_model_parallel_size == 0, "every rank holds as many experts")
+        fixed("expert_tensor_parallel_size", 1, "experts are never cut; tokens of any rank go to a whole expert")
+        one_of("moe_token_dispatcher_type", ("alltoall", "allgather"))
+        for name in ("multi_latent_attention", "qk_layernorm", "layernorm_zero_centered_gamma",
                      "rotary_interleaved", "moe_router_enable_expert_bias", "fine_grained_activation_offloading"):
             fixed(name, False, "not a part of the model")
         for name in ("fp8", "fp4", "window_size", "mtp_num_layers", "moe_shared_expert_intermediate_size",

@@ -1,29 +1,145 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Causal softmax attention on PyTorch's scaled_dot_product_attention, with Megatron's core-attention interface."""
+"""Causal softmax attention with Megatron's core-attention interface, on context-parallel ranks and packed documents too.
+
+One interface for all back ends: this rank's queries against the keys and values of the sequence up to the last query, the
+mask aligned at the end (lower right), so that a flash kernel needs no mask in memory. `sdpa` is torch's own (flash, cuDNN
+or plain, as torch chooses); `flash_attn` and `aiter` are those packages where the environment has them. Packed documents go
+through torch's flex_attention on an accelerator and through a mask of all pairs elsewhere, whatever the back end.
+"""
 
 from __future__ import annotations
 
+import functools
+import importlib
+import logging
 import math
+from collections.abc import Callable
 
+import torch
 import torch.nn.functional as F
+from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.enums import AttnMaskType
 from torch import Tensor, nn
+from torch.nn.attention.bias import causal_lower_right
+
+from zaya_plugin.parallel.context_order import ContextShard
+from zaya_plugin.parallel.key_value_gather import gather_key_value
+from zaya_plugin.parallel.packed_documents import PackedDocuments
+
+logger = logging.getLogger(__name__)
+
+# Distribution to import for a back end; each has FlashAttention-2's function of this name.
+PACKAGES = {"flash_attn": "flash_attn", "aiter": "aiter"}
+BACKENDS = ("sdpa", *PACKAGES)
 
 
 def causal_attention(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
-    """softmax(scale * q k^T + causal mask) v with grouped key-value heads.
+    """softmax(scale * q k^T + mask) v with grouped key-value heads; the queries are the last s of t tokens.
 
-    Args: query [s, b, n, d], key and value [s, b, g, d] with n a multiple of g. Returns [s, b, n * d].
+    Args: query [s, b, n, d], key and value [t, b, g, d] with n a multiple of g and t >= s. Returns [s, b, n * d].
     """
     query, key, value = (x.permute(1, 2, 0, 3) for x in (query, key, value))  # [b, heads, s, d]
     grouped = query.shape[1] != key.shape[1]
-    context = F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scale, enable_gqa=grouped)
+    s, t = query.shape[2], key.shape[2]
+    if s == t:
+        context = F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scale, enable_gqa=grouped)
+    else:
+        if query.is_cuda:
+            require_lower_right(query.device, query.dtype, query.shape[-1], grouped)
+            mask = causal_lower_right(s, t)
+        else:
+            mask = lower_right_mask(s, t, query.device)
+        context = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scale, enable_gqa=grouped)
     return context.permute(2, 0, 1, 3).flatten(2)
 
 
-class SDPACoreAttention(nn.Module):
-    """Core attention without dropout or packing; the mask is causal and `attention_mask` is not read."""
+def lower_right_mask(s: int, t: int, device: torch.device) -> Tensor:
+    """bool [s, t]: query i sees keys up to i + t - s."""
+    return torch.ones(s, t, dtype=torch.bool, device=device).tril(t - s)
+
+
+@functools.cache
+def require_lower_right(device: torch.device, dtype: torch.dtype, head_dim: int, grouped: bool) -> None:
+    """Compare torch's lower-right causal attention with a mask written out, once; its alignment differs between kernels.
+
+    Raises:
+        RuntimeError: the kernel aligns the mask elsewhere.
+    """
+    generator = torch.Generator().manual_seed(1)
+    shapes = ((1, 4, 16, head_dim), *((1, 2 if grouped else 4, 48, head_dim),) * 2)
+    query, key, value = (torch.randn(shape, generator=generator).to(device, dtype) for shape in shapes)
+    causal = causal_lower_right(16, 48)
+    got = F.scaled_dot_product_attention(query, key, value, attn_mask=causal, enable_gqa=grouped).float()
+    mask = lower_right_mask(16, 48, device)
+    expected = F.scaled_dot_product_attention(
+        query.float(), key.float(), value.float(), attn_mask=mask, enable_gqa=grouped
+    )
+    if not (got - expected).abs().max() < 0.05:
+        raise RuntimeError(
+            f"torch's causal attention for {dtype} on {torch.cuda.get_device_name(device)} does not align the mask at the end "
+            "of the keys, which context parallelism needs; set cluster.core_attention to aiter or flash_attn"
+        )
+
+
+def document_attention(query: Tensor, key: Tensor, value: Tensor, scale: float, packed: PackedDocuments) -> Tensor:
+    """Causal attention inside each document: this rank's queries [s, b, n, d], all keys and values [S, b, g, d]."""
+    query, key, value = (x.permute(1, 2, 0, 3) for x in (query, key, value))
+    grouped = query.shape[1] != key.shape[1]
+    if query.is_cuda:
+        context = _flex_attention()(query, key, value, block_mask=packed.block_mask, scale=scale, enable_gqa=grouped)
+    else:
+        context = F.scaled_dot_product_attention(
+            query, key, value, attn_mask=packed.dense_mask, scale=scale, enable_gqa=grouped
+        )
+    return context.permute(2, 0, 1, 3).flatten(2)
+
+
+@functools.cache
+def _flex_attention() -> Callable:
+    from torch.nn.attention.flex_attention import flex_attention
+
+    return torch.compile(flex_attention, dynamic=False)
+
+
+@functools.cache
+def causal_backend(name: str) -> Callable[[Tensor, Tensor, Tensor, float], Tensor]:
+    """The function with `causal_attention`'s interface that is called `name`, announced at its first use.
+
+    Raises:
+        ValueError: there is no such back end, or its package cannot be imported here.
+    """
+    if name not in BACKENDS:
+        raise ValueError(f"core_attention={name!r}: allowed: {', '.join(BACKENDS)}")
+    attend = causal_attention if name == "sdpa" else _from_package(name)
+    logger.info("core attention: %s", name)
+    return attend
+
+
+def _from_package(name: str) -> Callable[[Tensor, Tensor, Tensor, float], Tensor]:
+    try:
+        flash = importlib.import_module(PACKAGES[name]).flash_attn_func
+    except (ImportError, AttributeError) as missing:
+        raise ValueError(
+            f"core_attention={name!r}: {PACKAGES[name]} with flash_attn_func cannot be imported here ({missing}); allowed "
+            "without it: sdpa; set it with cluster.core_attention"
+        ) from missing
+
+    def attend(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+        query, key, value = (x.transpose(0, 1) for x in (query, key, value))  # [b, s, heads, d]
+        context = flash(query, key, value, softmax_scale=scale, causal=True)
+        context = context[0] if isinstance(context, tuple) else context  # some versions of aiter answer with a tuple
+        return context.transpose(0, 1).flatten(2)
+
+    return attend
+
+
+class ZayaCoreAttention(nn.Module):
+    """Core attention without dropout; the mask is causal and `attention_mask` is not read.
+
+    Under context parallelism it gathers the other ranks' keys and values itself, so that recomputing it repeats the
+    collective and the gathered tensors are not kept.
+    """
 
     def __init__(
         self, config: TransformerConfig, layer_number: int, attn_mask_type: AttnMaskType, attention_type: str,
@@ -33,12 +149,29 @@ class SDPACoreAttention(nn.Module):
         super().__init__()
         assert attn_mask_type == AttnMaskType.causal and attention_type == "self"
         assert not (attention_dropout or config.attention_dropout)
+        if pg_collection is None:
+            pg_collection = ProcessGroupCollection.use_mpu_process_groups()
+        self.context_group = pg_collection.cp
+        self.shard = ContextShard.of(self.context_group, config.context_parallel_order)
+        self.attend = causal_backend(config.core_attention)
         self.softmax_scale = 1.0 / math.sqrt(config.kv_channels) if softmax_scale is None else softmax_scale
 
     def forward(
         self, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None = None,
-        attn_mask_type: AttnMaskType | None = None, attention_bias: Tensor | None = None, packed_seq_params=None,
+        attn_mask_type: AttnMaskType | None = None, attention_bias: Tensor | None = None,
+        packed_seq_params: PackedDocuments | None = None,
     ) -> Tensor:
-        """query [s, b, n, d], key and value [s, b, g, d] -> [s, b, n * d]."""
-        assert attention_bias is None and packed_seq_params is None
-        return causal_attention(query, key, value, self.softmax_scale)
+        """query [s, b, n, d], key and value [s, b, g, d], this rank's rows of the sequence -> [s, b, n * d]."""
+        assert attention_bias is None
+        if self.shard.size > 1:
+            key, value = gather_key_value(key, value, self.shard, self.context_group)
+        if packed_seq_params is not None:
+            return document_attention(query, key, value, self.softmax_scale, packed_seq_params)
+        if self.shard.size == 1:
+            return self.attend(query, key, value, self.softmax_scale)
+        queries = query.chunk(len(self.shard.chunks))
+        ends = [start + len(queries[0]) for start in self.shard.starts(len(query))]
+        context = [
+            self.attend(part, key[:end], value[:end], self.softmax_scale) for part, end in zip(queries, ends, strict=True)
+        ]
+        return torch.cat(context)

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.module import MegatronModule
-from megatron.core.transformer.utils import ensure_metadata_has_dp_cp_group, make_sharded_tensors_for_checkpoint
+from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from megatron.core.utils import get_pg_rank
 from torch import Tensor, nn
 
@@ -127,19 +127,43 @@ def _rows_of_no_expert(offsets: Tensor, rows: int) -> Tensor:
     return torch.arange(rows, device=offsets.device) >= offsets[-1]
 
 
-class GroupedWeight(nn.Module):
-    """E matrices [output_size, input_size] as parameters weight0 .. weight{E-1} over one block of memory."""
+def reduce_over_expert_ranks(matrix: nn.Parameter) -> None:
+    """Mark an expert's parameter: Megatron sums its gradient over the ranks that hold the same expert.
 
-    def __init__(self, config: ZayaConfig, num_experts: int, output_size: int, input_size: int, init_method):
+    Also where that is all ranks: so that optimizer and checkpoint have one part for experts and one for the rest in every
+    layout, and state moves between layouts.
+    """
+    matrix.allreduce = False
+
+
+class GroupedWeight(nn.Module):
+    """Matrices [output_size, input_size] of this rank's experts as parameters weight0 .. over one block of memory.
+
+    Args: config; local_experts, global indices of the experts of this rank; sizes; init_method. Every rank draws the
+    initial values of all experts, so that they do not depend on the layout.
+    """
+
+    def __init__(self, config: ZayaConfig, local_experts: range, output_size: int, input_size: int, init_method):
         super().__init__()
-        self.num_experts = num_experts
-        shape = (num_experts, output_size, input_size)
+        self.num_experts = len(local_experts)
+        shape = (self.num_experts, output_size, input_size)
         block = torch.empty(shape, dtype=config.params_dtype, device=initial_device(config))
-        # Matrix by matrix: an initialiser that looks at fan-in must not see three dimensions.
-        initialize(config, block, lambda block: [init_method(matrix) for matrix in block])
+        remote = torch.empty_like(block[0]) if self.num_experts < config.num_moe_experts else None
+
+        def draw(block):
+            # Matrix by matrix: an initialiser that looks at fan-in must not see three dimensions.
+            for expert in range(config.num_moe_experts):
+                init_method(block[local_experts.index(expert)] if expert in local_experts else remote)
+
+        initialize(config, block, draw)
         # Megatron lays parameters out in reverse order of registration, so this puts them ascending there.
-        for expert in reversed(range(num_experts)):
+        for expert in reversed(range(self.num_experts)):
             self.register_parameter(f"weight{expert}", nn.Parameter(block[expert]))
+            reduce_over_expert_ranks(self._parameters[f"weight{expert}"])
+
+    def forward(self) -> list[nn.Parameter]:
+        """As `matrices`; by calling the module DDP's hook runs, which waits for parameters that are being gathered."""
+        return self.matrices()
 
     def matrices(self) -> list[nn.Parameter]:
         """The parameters in ascending order of experts."""
@@ -164,19 +188,21 @@ class GroupedWeight(nn.Module):
 class GroupedExperts(MegatronModule):
     """All experts of a layer on PyTorch's grouped GEMM.
 
-    Args: num_local_experts, the experts on this rank (all of them in this version); config; pg_collection with `ep`.
+    Args: num_local_experts, the experts on this rank (E / expert-parallel ranks); config; pg_collection with ep, expt_tp
+    and expt_dp.
     """
 
     def __init__(self, num_local_experts: int, config: ZayaConfig, pg_collection=None):
         super().__init__(config)
         if pg_collection is None:
             pg_collection = ProcessGroupCollection.use_mpu_process_groups()
-        self.tp_group = pg_collection.tp
+        self.pg_collection = pg_collection
         self.num_local_experts = num_local_experts
         self.first_expert = get_pg_rank(pg_collection.ep) * num_local_experts
+        local = range(self.first_expert, self.first_expert + num_local_experts)
         h, f = config.hidden_size, config.moe_ffn_hidden_size
-        self.linear_fc1 = GroupedWeight(config, num_local_experts, 2 * f, h, config.init_method)
-        self.linear_fc2 = GroupedWeight(config, num_local_experts, h, f, config.output_init_method)
+        self.linear_fc1 = GroupedWeight(config, local, 2 * f, h, config.init_method)
+        self.linear_fc2 = GroupedWeight(config, local, h, f, config.output_init_method)
 
     def set_layer_number(self, layer_number: int) -> None:
         """Name the two blocks after their layer."""
@@ -188,7 +214,7 @@ class GroupedExperts(MegatronModule):
 
         Rows at and beyond offsets[-1] belong to no expert and come out as exact zeros.
         """
-        matrices = self.linear_fc1.matrices() + self.linear_fc2.matrices()
+        matrices = self.linear_fc1() + self.linear_fc2()
         return ExpertMLP.apply(x, weights, offsets, self.num_local_experts, *matrices)
 
     def sharded_state_dict(self, prefix="", sharded_offsets=(), metadata=None):
@@ -199,17 +225,18 @@ class GroupedExperts(MegatronModule):
 def expert_sharded_state_dict(experts: MegatronModule, prefix: str, sharded_offsets: tuple, metadata: dict | None):
     """Sharded state dict of a module with linear_fc1 and linear_fc2 that hold weight0 .. weight{local experts - 1}.
 
-    The keys are the same for every implementation of the experts, so a checkpoint moves between them.
+    The keys are the same for every implementation of the experts and every layout, so a checkpoint moves between them.
+    One of the ranks that hold the same expert writes it.
     """
-    metadata = ensure_metadata_has_dp_cp_group(metadata)
+    groups = experts.pg_collection
     sharded = {}
     for name in ("linear_fc1", "linear_fc2"):
         module = getattr(experts, name)
         for local in range(experts.num_local_experts):
             key = f"{prefix}{name}.weight{experts.first_expert + local}"
             made = make_sharded_tensors_for_checkpoint(
-                {key: getattr(module, f"weight{local}")}, "", {}, sharded_offsets, tp_group=experts.tp_group,
-                dp_cp_group=metadata["dp_cp_group"],
+                {key: getattr(module, f"weight{local}")}, "", {}, sharded_offsets, tp_group=groups.expt_tp,
+                dp_cp_group=groups.expt_dp,
             )
             sharded[f"{prefix}{name}.weight{local}"] = made[key]
     return sharded

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Creating parameters where Megatron would: on its device, in its dtype, drawn from its random stream.
 
-Values depend on the seed alone, never on the number of data-parallel ranks: with `use_cpu_initialization` they come
-from the default CPU generator, else from Megatron's model-parallel tracker; both are seeded alike on all such ranks.
+Everything created here is the same on all tensor-, expert- and data-parallel ranks: with `use_cpu_initialization` values
+come from the default CPU generator, else from Megatron's data-parallel tracker, and both are seeded alike on these ranks.
+What Megatron's own linears and embedding split over tensor-parallel ranks they also draw, by rules of their own.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from contextlib import nullcontext
 
 import torch
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
+from megatron.core.tensor_parallel.random import get_data_parallel_rng_tracker_name
 from megatron.core.transformer import TransformerConfig
 from torch import Tensor, nn
 
@@ -23,7 +25,9 @@ def initial_device(config: TransformerConfig) -> torch.device | int | None:
 
 def random_stream(config: TransformerConfig):
     """Context manager in which initial values are drawn."""
-    return nullcontext() if config.use_cpu_initialization else get_cuda_rng_tracker().fork()
+    if config.use_cpu_initialization:
+        return nullcontext()
+    return get_cuda_rng_tracker().fork(get_data_parallel_rng_tracker_name())
 
 
 def initialize(config: TransformerConfig, tensor: Tensor, init_method: Callable[[Tensor], object]) -> None:

@@ -2,7 +2,8 @@
 """One ZAYA1 layer: CCGQA, scaled merge, mixture of experts, scaled merge, on an fp32 residual stream.
 
 Unusual: Megatron's transformer block hands every layer a `context` tensor and takes one back, for cross-attention. Here
-it carries the router state from layer to layer, through activation recomputation as well. `context_mask`, which the
+it carries the router state from layer to layer, through activation recomputation as well; between pipeline stages, where
+the block hands on one tensor alone, the state travels at the end of the stream's channels. `context_mask`, which the
 block only hands down, may carry forced expert ids (`model(..., extra_block_kwargs={"context_mask": ids})`).
 """
 
@@ -12,13 +13,15 @@ from dataclasses import dataclass
 
 from megatron.core import tensor_parallel
 from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.transformer_block import get_num_layers_to_build
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
-from megatron.core.utils import make_viewless_tensor
+from megatron.core.utils import get_pg_rank, make_viewless_tensor
 from torch import Tensor
 
 from zaya_plugin.model.config import ZayaConfig
 from zaya_plugin.model.norm import ZayaRMSNorm
 from zaya_plugin.model.residual import InputAffine, ResidualScaling
+from zaya_plugin.parallel.stage_boundary import join_stream_and_state, split_stream_and_state
 
 
 @dataclass
@@ -38,10 +41,16 @@ class ZayaTransformerLayer(TransformerLayer):
     """
 
     def __init__(
-        self, config: ZayaConfig, submodules: ZayaLayerSubmodules, *args, cast_output: bool = False, **kwargs
+        self, config: ZayaConfig, submodules: ZayaLayerSubmodules, layer_number: int = 1, *args, cast_output: bool = False,
+        vp_stage: int | None = None, **kwargs,
     ):
-        super().__init__(config, submodules, *args, **kwargs)
+        super().__init__(config, submodules, layer_number, *args, vp_stage=vp_stage, **kwargs)
         first, last = self.layer_number == 1, self.layer_number == config.num_layers
+        stages = config.pipeline_model_parallel_size > 1
+        self.receives_state = stages and not first and layer_number == 1
+        self.sends_state = stages and not last and layer_number == get_num_layers_to_build(
+            config, vp_stage, get_pg_rank(self.pg_collection.pp)
+        )
         self.input_affine = submodules.input_affine(config) if first else None
         self.output_dtype = config.params_dtype if last and cast_output else None
         self.post_attention_residual = submodules.post_attention_residual(config)
@@ -55,11 +64,16 @@ class ZayaTransformerLayer(TransformerLayer):
     ) -> tuple[Tensor, Tensor | None]:
         """Run the layer.
 
-        Args: hidden_states, the stream [s, b, h] (the embedding in layer 1); context, the previous layer's router
-        state [s, b, r] or None; context_mask, int64 [num_layers, s, b] expert ids that replace the router's choice
+        Args: hidden_states, the stream [s, b, h] (the embedding in layer 1; stream and router state [s, b, h + r] in the
+        first layer of a later pipeline stage); context, the previous layer's router state [s, b, r] or None; context_mask, int64 [num_layers, s, b] expert ids that replace the router's choice
         where not negative, or None; rotary_pos_emb [s, 1, 1, r] radians.
-        Returns: the new stream [s, b, h] and this layer's router state.
+        Returns: the new stream [s, b, h] and this layer's router state; in the last layer of a pipeline stage but the last
+        one, both as one tensor [s, b, h + r], and None.
         """
+        if self.receives_state:
+            hidden_states, context = split_stream_and_state(
+                hidden_states, self.config.hidden_size, self.config.params_dtype
+            )
         if self.input_affine is not None:
             hidden_states = self.input_affine(hidden_states)
 
@@ -82,6 +96,8 @@ class ZayaTransformerLayer(TransformerLayer):
 
         if self.output_dtype is not None:
             hidden_states = hidden_states.to(self.output_dtype)
+        if self.sends_state:
+            hidden_states, context = join_stream_and_state(hidden_states, context), None
         hidden_states = make_viewless_tensor(
             inp=hidden_states, requires_grad=hidden_states.requires_grad, keep_graph=True
         )

@@ -13,6 +13,8 @@ from megatron.core.models.gpt import GPTModel
 from torch import Tensor
 
 from zaya_plugin.model.fusion import fused_on_accelerator
+from zaya_plugin.model.rotary import ZayaRotaryEmbedding
+from zaya_plugin.parallel.packed_documents import PackedDocuments
 
 
 @fused_on_accelerator
@@ -57,7 +59,22 @@ def cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
 
 
 class ZayaGPTModel(GPTModel):
-    """GPTModel with the loss above on an accelerator; Megatron's elsewhere and where the vocabulary is split."""
+    """GPTModel with the loss above on an accelerator (Megatron's elsewhere and where the vocabulary is split), and with
+    RoPE by a token's place in its sequence or, in packed documents, in its document."""
+
+    def __init__(self, config, *args, rotary_percent: float, rotary_base: int, **kwargs):
+        super().__init__(config, *args, rotary_percent=rotary_percent, rotary_base=rotary_base, **kwargs)
+        self.rotary_pos_emb = ZayaRotaryEmbedding(
+            config.kv_channels, rotary_percent, rotary_base=rotary_base, order=config.context_parallel_order,
+            use_cpu_initialization=config.use_cpu_initialization, cp_group=self.pg_collection.cp,
+        )
+
+    def _preprocess(self, *args, packed_seq_params=None, **kwargs):
+        prepared = super()._preprocess(*args, packed_seq_params=packed_seq_params, **kwargs)
+        if not (isinstance(packed_seq_params, PackedDocuments) and packed_seq_params.reset_positions):
+            return prepared
+        decoder_input, _, *rest = prepared
+        return decoder_input, self.rotary_pos_emb.of_documents(packed_seq_params), *rest
 
     def compute_language_model_loss(self, labels: Tensor, logits: Tensor) -> Tensor:
         """labels int64 [b, s], logits [s, b, v] -> loss of each token [b, s]."""

@@ -2,8 +2,9 @@
 """ZAYA1's mixture of experts: route, sort tokens by expert, run the experts, put tokens back. Dropless, top-1.
 
 The router state comes in as an argument and goes out as a return value and is never kept on the module, so that
-activation recomputation and pipeline stages see it. Between routing and experts lies the place for a token dispatcher
-(expert parallelism); in this version every rank holds all experts and `sort_by_expert` is all there is.
+activation recomputation and pipeline stages see it. Where a rank holds all experts, its tokens are sorted and stay;
+under expert parallelism they travel (`parallel.token_dispatch`), also those of other tensor-parallel ranks, each of which
+has its own part of the sequence.
 """
 
 from __future__ import annotations
@@ -13,10 +14,12 @@ from megatron.core import tensor_parallel
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module
+from megatron.core.utils import get_pg_size
 from torch import Tensor
 
 from zaya_plugin.model.config import ZayaConfig
 from zaya_plugin.model.router import ZayaRouter
+from zaya_plugin.parallel.token_dispatch import ExpertParallelDispatch
 
 
 def sort_by_expert(expert_ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -62,10 +65,15 @@ class ZayaMoELayer(MegatronModule):
             pg_collection = ProcessGroupCollection.use_mpu_process_groups()
         self.tp_group = pg_collection.tp
         self.num_experts = config.num_moe_experts
+        num_local_experts = self.num_experts // get_pg_size(pg_collection.ep)
         self.identity_skip = config.moe_skip_expert and config.skip_output == "identity"
         self.recompute = config.recompute_granularity == "selective" and "moe" in config.recompute_modules
         self.router = ZayaRouter(config)
-        self.experts = build_module(submodules, self.num_experts, config, pg_collection=pg_collection)
+        self.experts = build_module(submodules, num_local_experts, config, pg_collection=pg_collection)
+        self.dispatch = None
+        if num_local_experts < self.num_experts:
+            first = self.experts.first_expert
+            self.dispatch = ExpertParallelDispatch(config, range(first, first + num_local_experts), pg_collection)
         if layer_number is not None:
             self.set_layer_number(layer_number)
 
@@ -80,7 +88,8 @@ class ZayaMoELayer(MegatronModule):
     ) -> tuple[Tensor, Tensor | None]:
         """hidden_states [s, b, h] normed, router_state [s, b, r] -> output [s, b, h], next router state [s, b, r].
 
-        forced_expert_ids int64 [s, b], as in ZayaRouter. The state is None where the model has no averaging.
+        s is this rank's part of the sequence; forced_expert_ids int64 [s, b], as in ZayaRouter, is cut likewise. The state
+        is None where the model has no averaging.
         """
         if self.recompute and self.training:
             return tensor_parallel.checkpoint(self._forward, False, hidden_states, router_state, forced_expert_ids)
@@ -89,11 +98,14 @@ class ZayaMoELayer(MegatronModule):
     def _forward(self, hidden_states, router_state, forced_expert_ids):
         weights, ids, router_state = self.router(hidden_states, router_state, forced_expert_ids)
         tokens, weights, ids = hidden_states.flatten(0, 1), weights.flatten(), ids.flatten()
-        order, inverse, offsets = sort_by_expert(ids, self.num_experts)
-        output = self.experts(
-            PermuteRows.apply(tokens, order, inverse), PermuteRows.apply(weights, order, inverse), offsets
-        )
-        output = PermuteRows.apply(output, inverse, order)
+        if self.dispatch is not None:
+            output = self.dispatch(tokens, weights, ids, self.experts)
+        else:
+            order, inverse, offsets = sort_by_expert(ids, self.num_experts)
+            output = self.experts(
+                PermuteRows.apply(tokens, order, inverse), PermuteRows.apply(weights, order, inverse), offsets
+            )
+            output = PermuteRows.apply(output, inverse, order)
         if self.identity_skip:
             skip_weights = weights.masked_fill(ids != self.num_experts, 0.0).unsqueeze(-1)
             output = output + (tokens * skip_weights).to(output.dtype)

@@ -10,11 +10,11 @@ from __future__ import annotations
 
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer import ModuleSpec, TransformerConfig
-from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 
 from zaya_plugin.model.attention import ZayaAttentionSubmodules, ZayaSelfAttention
 from zaya_plugin.model.config import ZayaConfig
-from zaya_plugin.model.core_attention import SDPACoreAttention
+from zaya_plugin.model.core_attention import ZayaCoreAttention
 from zaya_plugin.model.experts import GroupedExperts
 from zaya_plugin.model.layer import ZayaLayerSubmodules, ZayaTransformerLayer
 from zaya_plugin.model.moe import ZayaMoELayer
@@ -24,7 +24,7 @@ from zaya_plugin.model.norm import ZayaRMSNorm
 def local_submodules() -> ZayaLayerSubmodules:
     """Layer parts on PyTorch and Megatron's own parallel linears."""
     return _submodules(
-        ZayaRMSNorm, ColumnParallelLinear, SDPACoreAttention, RowParallelLinear, ModuleSpec(module=GroupedExperts)
+        ZayaRMSNorm, ColumnParallelLinear, ZayaCoreAttention, RowParallelLinear, ModuleSpec(module=GroupedExperts)
     )
 
 
@@ -70,11 +70,21 @@ def get_zaya_layer_spec(config: ZayaConfig) -> ModuleSpec:
     return ModuleSpec(module=ZayaTransformerLayer, submodules=zaya_layer_submodules(config))
 
 
-def zaya_block_spec(config: ZayaConfig) -> TransformerBlockSubmodules:
-    """All layers and the final norm, for GPTModel's transformer_layer_spec."""
-    return TransformerBlockSubmodules(
-        layer_specs=[get_zaya_layer_spec(config)] * config.num_layers, layer_norm=ZayaRMSNorm
-    )
+def zaya_block_spec(config: ZayaConfig, vp_stage: int | None = None) -> TransformerBlockSubmodules:
+    """The layers of this pipeline stage and the final norm, which the block builds on the last stage alone; for GPTModel's
+    transformer_layer_spec. vp_stage: virtual stage, None without interleaving.
+
+    Raises ValueError where a stage would have no layer, since the router state would not pass it.
+    """
+    layers = config.num_layers
+    if config.pipeline_model_parallel_size > 1:
+        layers = get_num_layers_to_build(config, vp_stage)
+        if layers == 0:
+            raise ValueError(
+                f"num_layers={config.num_layers} over pipeline_model_parallel_size={config.pipeline_model_parallel_size} "
+                "leaves a stage without layers; every stage takes at least one"
+            )
+    return TransformerBlockSubmodules(layer_specs=[get_zaya_layer_spec(config)] * layers, layer_norm=ZayaRMSNorm)
 
 
 class _SelfConfiguringLayer(ZayaTransformerLayer):

@@ -13,7 +13,7 @@ from megatron.core.utils import get_pg_rank
 from torch import Tensor
 
 from zaya_plugin.model.config import ZayaConfig
-from zaya_plugin.model.experts import expert_sharded_state_dict
+from zaya_plugin.model.experts import expert_sharded_state_dict, reduce_over_expert_ranks
 
 
 class TEGroupedExperts(MegatronModule):
@@ -27,7 +27,7 @@ class TEGroupedExperts(MegatronModule):
         super().__init__(config)
         if pg_collection is None:
             pg_collection = ProcessGroupCollection.use_mpu_process_groups()
-        self.tp_group = pg_collection.tp
+        self.pg_collection = pg_collection
         self.num_local_experts = num_local_experts
         self.first_expert = get_pg_rank(pg_collection.ep) * num_local_experts
         h, f = config.hidden_size, config.moe_ffn_hidden_size
@@ -44,6 +44,7 @@ class TEGroupedExperts(MegatronModule):
         for name in ("linear_fc1", "linear_fc2"):
             for expert in range(self.num_local_experts):
                 matrix = getattr(getattr(self, name), f"weight{expert}")
+                reduce_over_expert_ranks(matrix)
                 matrix.expert_block = (f"layers.{layer_number - 1}.{name}", expert)
 
     def forward(self, x: Tensor, weights: Tensor, offsets: Tensor) -> Tensor:

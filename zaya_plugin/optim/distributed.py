@@ -60,6 +60,14 @@ class MuonDistributedOptimizer(DistributedOptimizer):
             if not hasattr(main_param, "muon_target"):
                 self._share_of_buffer(model_param).data.copy_(main_param)
 
+    def start_param_sync_for_bucket_group_subset(self) -> None:
+        """Gather the weights of this optimizer's own buckets; Megatron's gathers all, once for experts and once for the rest."""
+        own = {id(bucket) for buffer in self.buffers for bucket in buffer.buckets}
+        for chunk in self.model_chunks:
+            for group in chunk.bucket_groups + chunk.expert_parallel_bucket_groups:
+                if any(id(bucket) in own for bucket in group.buckets):
+                    chunk._start_bucket_group_param_sync(group, force_sync=False)
+
     @torch.no_grad()
     def prepare_grads(self) -> bool:
         """As Megatron's; with `skip_non_finite` also True, on all ranks, where any gradient is infinite or not a number."""

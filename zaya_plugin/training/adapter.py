@@ -16,6 +16,7 @@ import torch
 from megatron.core import parallel_state
 from megatron.core.distributed import finalize_model_grads
 from megatron.core.enums import ModelType
+from megatron.core.num_microbatches_calculator import get_current_global_batch_size
 from megatron.training import get_args, get_tensorboard_writer, get_timers, get_tokenizer, training
 from megatron.training.argument_utils import core_transformer_config_from_args, pretrain_cfg_container_from_args
 from megatron.training.arguments import parse_and_validate_args
@@ -23,10 +24,15 @@ from megatron.training.arguments import parse_and_validate_args
 from zaya_plugin.config.schema import Recipe
 from zaya_plugin.model.build import build_zaya_model
 from zaya_plugin.model.config import ZayaConfig
-from zaya_plugin.model.router import ZayaRouter
+from zaya_plugin.model.moe import ZayaMoELayer
 from zaya_plugin.optim.balancing import balance_experts
-from zaya_plugin.training.arguments import OWN_ARGUMENTS, megatron_arguments
+from zaya_plugin.optim.stage_statistics import over_pipeline_stages
+from zaya_plugin.parallel.context_order import ContextShard
+from zaya_plugin.training.adapter_handover import Handover, stage_part, stage_samples, validation_part
+from zaya_plugin.training.arguments import BATCH_ARGUMENTS, OWN_ARGUMENTS, megatron_arguments
+from zaya_plugin.training.batches import micro_batch
 from zaya_plugin.training.datasets import DataSources
+from zaya_plugin.training.handover import predecessor
 from zaya_plugin.training.lifecycle import Lifecycle
 from zaya_plugin.training.metrics import Reporter, Step
 from zaya_plugin.training.optimizer import assign_optimizers, optimizer_factory
@@ -42,9 +48,13 @@ def run(recipe: Recipe, sources: DataSources, lifecycle: Lifecycle, reporter: Re
         reporter: receives every step and validation.
     """
     args = parse_arguments(megatron_arguments(recipe, sources.tokenizer_arguments()))
-    lifecycle.describe_into(args)
+    before = predecessor(recipe) if not lifecycle.has_checkpoint else None
+    lifecycle.describe_into(args, before)
+    handover = Handover(recipe, before, lifecycle.resumed_at)
+    handover.check(args)
     trainer = _Trainer(args, recipe, sources, lifecycle, reporter)
     trainer.install_hooks()
+    handover.install(trainer.evaluate_and_report)
     try:
         training.pretrain(
             pretrain_cfg_container_from_args(args),
@@ -69,7 +79,7 @@ def parse_arguments(values: dict[str, Any]) -> argparse.Namespace:
 
     def add_own(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         group = parser.add_argument_group("zaya")
-        for name in OWN_ARGUMENTS:
+        for name in (*OWN_ARGUMENTS, *BATCH_ARGUMENTS):
             group.add_argument("--" + name.replace("_", "-"), default=values.get(name))
         known = {action.dest for action in parser._actions}
         if unknown := sorted(set(values) - known):
@@ -97,18 +107,19 @@ def model_config(args: argparse.Namespace) -> ZayaConfig:
 
 def forward_step(data_iterator, model):
     """One micro-batch. Returns the per-token loss [b, s] and the function that reduces it."""
-    batch = next(data_iterator)
-    device = torch.cuda.current_device()
-    tokens, labels, positions, mask = (
-        batch[name].to(device, non_blocking=True) for name in ("tokens", "labels", "position_ids", "loss_mask")
-    )
+    args = get_args()
+    shard = ContextShard.of(parallel_state.get_context_parallel_group(), args.context_parallel_order)
+    eod = get_tokenizer().eod if args.packing == "documents" else None
+    batch = micro_batch(next(data_iterator), torch.cuda.current_device(), shard, eod, args.reset_position_ids)
+    mask = batch.loss_mask
 
     def reduce_loss(losses):
         """Sum over the tokens that count, their number, and both for the report (Megatron adds and divides)."""
         total, count = (losses.float() * mask).sum(), mask.sum()
         return total, count.to(torch.int), {"lm loss": torch.stack((total.detach(), count))}
 
-    return model(tokens, positions, None, labels=labels), reduce_loss
+    losses = model(batch.tokens, batch.positions, None, labels=batch.labels, packed_seq_params=batch.packed)
+    return losses, reduce_loss
 
 
 class _Trainer:
@@ -121,7 +132,8 @@ class _Trainer:
         self.lifecycle = lifecycle
         self.reporter = reporter
         self.statistics = None
-        self.routers: list[ZayaRouter] | None = None
+        self.moe_layers: list[ZayaMoELayer] | None = None
+        self.started = False
 
     def install_hooks(self) -> None:
         """Megatron's names that get our values: its log line and validation report, what surrounds a save, the optimizer."""
@@ -134,10 +146,17 @@ class _Trainer:
         training.get_megatron_optimizer = optimizer_factory(self.recipe, self.get_megatron_optimizer)
 
     def provide_model(self, pre_process=True, post_process=True, vp_stage=None, config=None, pg_collection=None):
-        """A GPTModel of ZAYA layers; called by pretrain() once the process groups are there."""
+        """A GPTModel of the ZAYA layers of one (virtual) stage; called by pretrain() once the process groups are there."""
         args = self.args
-        self.lifecycle.share_run_id()
-        self.reporter.start(get_tensorboard_writer(), self.lifecycle.run_id, resumed_at=self.lifecycle.resumed_at)
+        if not self.started:  # with virtual stages there is one call for each
+            self.started = True
+            self.lifecycle.share_run_id()
+            self.reporter.start(
+                get_tensorboard_writer(),
+                self.lifecycle.run_id,
+                resumed_at=self.lifecycle.resumed_at,
+                lineage=self.lifecycle.lineage,
+            )
         config = model_config(args)
         config.finalize_model_grads_func = self.finalize_and_balance
         model = build_zaya_model(
@@ -157,7 +176,10 @@ class _Trainer:
 
     def provide_datasets(self, num_samples, vp_stage=None):
         """Train, validation and test sets for Megatron's numbers of samples."""
-        return self.sources.build(num_samples, self.args.seq_length, self.args.seed, get_tokenizer())
+        validations = self.args.eval_iters * self.args.eval_global_batch_size
+        counts = stage_samples(self.recipe, num_samples, validations)
+        datasets = self.sources.build(counts, self.args.seq_length, self.args.seed, get_tokenizer())
+        return [stage_part(self.recipe, datasets[0]), validation_part(self.recipe, datasets[1], validations), *datasets[2:]]
 
     # Every rank reads its part itself; without this attribute Megatron broadcasts from one rank.
     provide_datasets.is_distributed = True
@@ -165,10 +187,17 @@ class _Trainer:
     def finalize_and_balance(self, model, *positional, **named):
         """After the backward passes of a step: Megatron's gradient reductions, then the expert biases."""
         finalize_model_grads(model, *positional, **named)
-        if self.routers is None:
-            self.routers = [m for chunk in model for m in chunk.modules() if isinstance(m, ZayaRouter)]
-        group = parallel_state.get_data_parallel_group(with_context_parallel=True)
-        self.statistics = balance_experts(self.routers, self.routers[0].config, group) if self.routers else None
+        if self.moe_layers is None:
+            found = [m for chunk in model for m in chunk.modules() if isinstance(m, ZayaMoELayer)]
+            self.moe_layers = sorted(found, key=lambda layer: layer.layer_number)
+        # All ranks that routed other tokens: also the tensor-parallel ones, each with its part of the sequence.
+        group = parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True)
+        routers = [layer.router for layer in self.moe_layers]
+        self.statistics = balance_experts(routers, routers[0].config, group)
+        if self.args.pipeline_model_parallel_size > 1:
+            numbers = [layer.layer_number for layer in self.moe_layers]
+            stages = parallel_state.get_pipeline_model_parallel_group()
+            self.statistics = over_pipeline_stages(self.statistics, numbers, self.args.num_layers, stages)
 
     def training_log(
         self,
@@ -186,6 +215,7 @@ class _Trainer:
         """Takes the place of Megatron's: same inputs, but one line of ours and a row of metrics."""
         seconds = get_timers()("interval-time").elapsed(barrier=True)
         args = get_args()
+        batch_size = get_current_global_batch_size()
         self.reporter.step(
             Step(
                 step=iteration,
@@ -193,8 +223,8 @@ class _Trainer:
                 lr=learning_rate,
                 grad_norm=float(grad_norm) if grad_norm is not None else None,
                 seconds=seconds,
-                tokens=args.global_batch_size * args.seq_length,
-                flops=training.num_floating_point_operations(args, args.global_batch_size),
+                tokens=batch_size * args.seq_length,
+                flops=training.num_floating_point_operations(args, batch_size),
                 skipped=bool(skipped_iter),
                 consumed_samples=args.consumed_train_samples,
                 last_step=args.train_iters,

@@ -30,7 +30,11 @@ OWN_ARGUMENTS = (
     "balancing_eps",
     "balancing_centering",
     "fused_residual_norm",
+    "context_parallel_order",
+    "core_attention",
 )
+# The same for what `adapter.forward_step` reads and the model does not.
+BATCH_ARGUMENTS = ("packing",)
 
 # What makes a network ZAYA (ZAYA1-8B Technical Report, arXiv 2605.05365; transformers' ZayaForCausalLM).
 ZAYA = dict(
@@ -45,7 +49,8 @@ ZAYA = dict(
     moe_router_topk=1,
     moe_router_pre_softmax=True,
     moe_router_load_balancing_type="none",
-    moe_token_dispatcher_type="alltoall",
+    # Experts are never cut, also under tensor parallelism.
+    expert_tensor_parallel_size=1,
 )
 
 # How Megatron is to behave under this plugin.
@@ -59,6 +64,8 @@ HOST = dict(
     rerun_mode="disabled",
     log_interval=1,
     log_throughput=False,
+    # The loss is the mean over the step's tokens that count, however they are dealt out to ranks and micro-batches.
+    calculate_per_token_loss=True,
     # Kernels that need apex or a build of Megatron's own.
     gradient_accumulation_fusion=False,
     masked_softmax_fusion=False,
@@ -88,12 +95,20 @@ def megatron_arguments(recipe: Recipe, data: dict[str, Any]) -> dict[str, Any]:
         owner[name] = path
         if value is not None:
             values[name] = value
+    if recipe.parallel.virtual_pipeline_stages == 1:
+        values.pop("num_virtual_stages_per_pipeline_rank")
     if not recipe.parallel.recompute_modules:
         values.pop("recompute_modules")
+    tensor = recipe.parallel.tensor_model_parallel_size
+    values["sequence_parallel"] = tensor > 1
+    # Megatron pads to a multiple of this times the tensor-parallel size; the vocabulary is to be the same in every layout.
+    values["make_vocab_size_divisible_by"] = recipe.model.make_vocab_size_divisible_by // tensor
     values["max_position_embeddings"] = recipe.stage.seq_length
     values["ffn_hidden_size"] = recipe.model.moe_ffn_hidden_size
     values.update(_precision(recipe))
     values.update(_checkpoints(recipe))
+    if recipe.stage.batch_size_ramp is not None:
+        _count_in_samples(values)
     values.update(_profiling(recipe))
     # Megatron's name for what zaya_plugin.training.optimizer puts in its place.
     values["optimizer"] = "adam"
@@ -130,7 +145,22 @@ def _checkpoints(recipe: Recipe) -> dict[str, Any]:
     )
     if (directory / "latest_checkpointed_iteration.txt").is_file():
         arguments.update(load=str(directory), exit_on_missing_checkpoint=True)
+    elif recipe.handover.from_run is not None:
+        # zaya_plugin.training.adapter_handover begins a new stage with what is loaded.
+        arguments.update(load=str(Path(recipe.handover.from_run) / "checkpoints"), exit_on_missing_checkpoint=True)
     return arguments
+
+
+def _count_in_samples(values: dict[str, Any]) -> None:
+    """Turns counts of steps into counts of sequences: steps are of different sizes while the batch is ramped up.
+
+    Megatron 0.19 ignores its --rampup-batch-size; with --step-batch-size-schedule it refuses a --global-batch-size.
+    """
+    batch = values.pop("global_batch_size")
+    values["eval_global_batch_size"] = batch
+    for name in ("train", "lr_decay", "lr_warmup", "lr_wsd_decay"):
+        if (steps := values.pop(f"{name}_iters", None)) is not None:
+            values[f"{name}_samples"] = steps * batch
 
 
 def _profiling(recipe: Recipe) -> dict[str, Any]:

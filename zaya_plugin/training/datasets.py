@@ -9,19 +9,32 @@ from pathlib import Path
 from typing import Any
 
 from zaya_plugin.config.schema import Recipe
-from zaya_plugin.data.dataset import Blend, Manifest, build_gpt_datasets, check_dataset, locate
+from zaya_plugin.data.dataset import (
+    Blend,
+    Manifest,
+    build_gpt_datasets,
+    build_stream,
+    check_dataset,
+    locate,
+    packed_length,
+    prefix_of,
+    refuse_other_length,
+)
+from zaya_plugin.data.ledger import parse_ledger
 from zaya_plugin.data.tokenizer import vocabulary_of
 
 
 @dataclass(frozen=True)
 class DataSources:
     """What is read. train, valid: see zaya_plugin.data.dataset.Blend; valid None means no validation.
-    tokenizer: path or name of a Hugging Face tokenizer; cache_path: folder of the sample indices."""
+    tokenizer: path or name of a Hugging Face tokenizer; cache_path: folder of the sample indices.
+    consumed: ledger of the stages before (zaya_plugin.data.ledger), None for Megatron's own order."""
 
     train: Blend
     valid: Blend | None
     tokenizer: str
     cache_path: str
+    consumed: dict[str, int] | None = None
 
     def tokenizer_arguments(self) -> dict[str, Any]:
         """Megatron's arguments of the tokenizer."""
@@ -30,15 +43,22 @@ class DataSources:
     def build(self, num_samples, sequence_length: int, seed: int, tokenizer) -> list:
         """Megatron's [train, valid, test] data sets for `num_samples` of each; there is no test set."""
         train, valid, _ = num_samples
-        return build_gpt_datasets(
+        valid = valid if self.valid is not None else 0
+        stream = None
+        if train and self.consumed is not None:
+            stream = build_stream(self.train, train, sequence_length, seed, tokenizer, self.cache_path, self.consumed)
+        if stream is not None and not valid:
+            return [stream, None, None]
+        datasets = build_gpt_datasets(
             self.train,
             self.valid,
-            (train, valid if self.valid is not None else 0, 0),
+            (0 if stream is not None else train, valid, 0),
             sequence_length=sequence_length,
             seed=seed,
             tokenizer=tokenizer,
             cache_path=self.cache_path,
         )
+        return datasets if stream is None else [stream, *datasets[1:]]
 
 
 def find_sources(recipe: Recipe) -> DataSources:
@@ -62,19 +82,36 @@ def find_sources(recipe: Recipe) -> DataSources:
         vocab_size = vocabulary_of(tokenizer)
     valid = _validation(recipe, manifest, splits)
     blend = [_blend_entry(entry) for entry in data.blend]
-    for path in [data.path, *(path for _, path in blend), *([valid] if valid else [])]:
+    held_out = [valid] if isinstance(valid, str) else [path for _, path in valid or []]
+    for path in [data.path, *(path for _, path in blend), *held_out]:
         check_dataset(path, vocab_size)
-    return DataSources(blend or data.path, valid, tokenizer, data.cache_path or str(_directory(data.path) / "cache"))
+        if packed_length(path) is not None and data.packing != "documents":
+            raise ValueError(
+                f"{path} is packed: bins hold several documents that are to be kept apart, and data.packing={data.packing}. "
+                "Set data.packing=documents, or train on what it was packed from"
+            )
+        refuse_other_length(path, recipe.stage.seq_length)
+    if data.consumed and data.order != "continuing":
+        raise ValueError(f"data.consumed={list(data.consumed)} is read with data.order=continuing alone; set that, or leave it out")
+    consumed = parse_ledger(data.consumed) if data.order == "continuing" else None
+    cache = data.cache_path or str(_directory(data.path) / "cache")
+    return DataSources(blend or data.path, valid, tokenizer, cache, consumed)
 
 
-def _validation(recipe: Recipe, manifest: Manifest | None, splits: dict[str, str]) -> str | None:
+def _validation(recipe: Recipe, manifest: Manifest | None, splits: dict[str, str]) -> Blend | None:
+    data = recipe.data
+    if data.valid_blend and data.valid_path:
+        raise ValueError(f"data.valid_path={data.valid_path} and data.valid_blend={list(data.valid_blend)}: give one of them")
     if not recipe.stage.eval_iters:
         return None
-    if recipe.data.valid_path or "valid" in splits:
-        return recipe.data.valid_path or splits["valid"]
+    if data.valid_blend:
+        entries = [_blend_entry(entry, "data.valid_blend") for entry in data.valid_blend]
+        return [(weight, prefix_of(path, "valid")) for weight, path in entries]
+    if data.valid_path or "valid" in splits:
+        return data.valid_path or splits["valid"]
     raise ValueError(
-        f"stage.eval_iters={recipe.stage.eval_iters} asks for validation and {recipe.data.path} holds out no part for it: "
-        "set data.valid_path, prepare the data with --valid-fraction, or set stage.eval_iters=0"
+        f"stage.eval_iters={recipe.stage.eval_iters} asks for validation and {data.path} holds out no part for it: "
+        "set data.valid_path or data.valid_blend, prepare the data with --valid-fraction, or set stage.eval_iters=0"
     )
 
 
@@ -82,12 +119,12 @@ def _directory(path: str) -> Path:
     return Path(path) if os.path.isdir(path) else Path(path).parent
 
 
-def _blend_entry(entry: str) -> tuple[float, str]:
+def _blend_entry(entry: str, key: str = "data.blend") -> tuple[float, str]:
     weight, _, path = entry.strip().partition(" ")
     try:
         value = float(weight)
     except ValueError:
         value = -1.0
     if not 0 < value < float("inf") or not path.strip():
-        raise ValueError(f"data.blend holds {entry!r}; an entry is a positive weight, a blank and a path: '0.7 data/web'")
+        raise ValueError(f"{key} holds {entry!r}; an entry is a positive weight, a blank and a path: '0.7 data/web'")
     return value, path.strip()

@@ -19,7 +19,7 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -27,6 +27,7 @@ from zaya_plugin.config.compose import save_recipe
 from zaya_plugin.config.schema import Recipe
 from zaya_plugin.config.validate import data_parallel_size, validate
 from zaya_plugin.training import slurm
+from zaya_plugin.training.handover import predecessor, saved_step
 from zaya_plugin.training.rank_failure import first_failure
 from zaya_plugin.training.run_directory import check_resume, keep_recipe, make_writable
 
@@ -55,17 +56,24 @@ def launch(recipe: Recipe) -> int:
 
     Raises `ValueError` for everything that a user can mend before a start, with nothing created for `dry_run`.
     """
-    plan = make_plan(recipe, os.environ)
-    validate(recipe, plan.world_size)
+    if recipe.dry_run:
+        from zaya_plugin.training import dry_run
+
+        plan = dry_run.plan_of(recipe, os.environ)
+        validate(recipe, plan.world_size)
+        if not recipe.explain_optim:
+            print(dry_run.describe(recipe, plan))
+            return 0
+    else:
+        plan = make_plan(recipe, os.environ)
+        validate(recipe, plan.world_size)
     if recipe.explain_optim:
         from zaya_plugin.training.explain import explain_optimizer
 
         explain_optimizer(recipe)
         return 0
-    if recipe.dry_run:
-        print(describe(recipe, plan))
-        return 0
     check_resume(recipe.run_dir, recipe.resume)
+    check_handover(recipe)
     check_surroundings(recipe, plan)
     make_writable(recipe.run_dir)
     if plan.rank == 0:
@@ -121,12 +129,23 @@ def rank_environment(recipe: Recipe, ranks_here: int, environ: Mapping[str, str]
     if recipe.cluster.device == "cpu":
         variables |= dict.fromkeys(HIDDEN_DEVICES, "")
         variables["TORCHDYNAMO_DISABLE"] = "1"  # Megatron's jit_fuser compiles for seconds what takes microseconds here
+    parallel = recipe.parallel
+    overlapping = parallel.tensor_model_parallel_size > 1 or parallel.context_parallel_size > 1
+    if recipe.cluster.device == "cuda" and overlapping and "CUDA_DEVICE_MAX_CONNECTIONS" not in environ:
+        # Megatron insists before Blackwell: kernels reach the device in the order of their launches, communication first.
+        variables["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
     if "WANDB_SILENT" not in environ:
         variables["WANDB_SILENT"] = "true"  # where the W&B run is, our own log says
     if "COLUMNS" not in environ and sys.stdout.isatty():  # the ranks' own stdout is a file
         variables["COLUMNS"] = str(shutil.get_terminal_size().columns)
     variables |= recipe.cluster.environment
     return {name: value for name, value in variables.items() if environ.get(name) != value}
+
+
+def check_handover(recipe: Recipe) -> None:
+    """Raises `ValueError` if a stage that begins cannot take over from `handover.from_run`."""
+    if saved_step(Path(recipe.run_dir)) is None:
+        predecessor(recipe)
 
 
 def check_surroundings(recipe: Recipe, plan: Plan) -> None:
@@ -152,8 +171,8 @@ def check_surroundings(recipe: Recipe, plan: Plan) -> None:
     find_sources(recipe)
 
 
-def describe(recipe: Recipe, plan: Plan) -> str:
-    """What would run, for `dry_run`; says too what would stop it now."""
+def describe(recipe: Recipe, plan: Plan, more: Sequence[str] = ()) -> str:
+    """What would run, for `dry_run`, and `more` lines; says too what would stop it now."""
     accumulation = recipe.stage.global_batch_size // (
         recipe.stage.micro_batch_size * data_parallel_size(recipe, plan.world_size)
     )
@@ -166,12 +185,16 @@ def describe(recipe: Recipe, plan: Plan) -> str:
         f"command      {shlex.join(plan.command) if plan.command else f'in this process: {WORKER}.main(recipe)'}",
         "environment  " + "\n             ".join(f"{key}={value}" for key, value in sorted(plan.environment.items())),
     ]
-    for check in (lambda: check_resume(recipe.run_dir, recipe.resume), lambda: check_surroundings(recipe, plan)):
+    for check in (
+        lambda: check_resume(recipe.run_dir, recipe.resume),
+        lambda: check_handover(recipe),
+        lambda: check_surroundings(recipe, plan),
+    ):
         try:
             check()
         except ValueError as error:
             lines.append(f"would stop   {error}")
-    return "\n".join([*lines, "dry_run = true: nothing was created or started"])
+    return "\n".join([*lines, *more, "dry_run = true: nothing was created or started"])
 
 
 def become_rank(recipe: Recipe, plan: Plan) -> int:

@@ -13,6 +13,7 @@ import torch
 from zaya_plugin import __version__
 from zaya_plugin.checkpoint import inspect
 from zaya_plugin.config.schema import Recipe
+from zaya_plugin.training.handover import Predecessor
 
 
 class Lifecycle:
@@ -22,6 +23,7 @@ class Lifecycle:
         directory: <run_dir>/checkpoints.
         resumed_at: iteration that is continued from, 0 for a new run.
         run_id: identity of the run, kept in every checkpoint; W&B's run id.
+        lineage: run id, stage, steps and tokens of the stage that handed over, or None; kept in every checkpoint too.
     """
 
     def __init__(self, recipe: Recipe):
@@ -30,21 +32,39 @@ class Lifecycle:
         self.recipe_name = recipe.name
         self.resumed_at = 0
         self.run_id: str | None = None
+        self.lineage: dict | None = None
         self._args = None
 
-    def describe_into(self, args) -> None:
+    @property
+    def has_checkpoint(self) -> bool:
+        """Whether the run goes on from a checkpoint of its own."""
+        return (self.directory / inspect.TRACKER).is_file()
+
+    def describe_into(self, args, before: Predecessor | None = None) -> None:
         """Check the checkpoint to be loaded against `args`, and put into `args` what its successors must remember.
+
+        Args:
+            before: the stage that hands over, for a run that begins.
 
         Raises:
             ValueError: the checkpoint is damaged, or of another model.
         """
-        iteration = inspect.latest(self.directory) if args.load else None
+        iteration = inspect.latest(self.directory) if args.load and self.has_checkpoint else None
         if iteration is not None:
             self.resumed_at = iteration
             if args.rank == 0:  # one reader is enough, and its failure ends all ranks
                 self._check(iteration, args)
-                self.run_id = getattr(inspect.saved_arguments(self.directory, iteration), "zaya", {}).get("run_id")
-        args.zaya = {"version": __version__, "recipe": self.recipe_name, "run_id": self.run_id}
+                saved = getattr(inspect.saved_arguments(self.directory, iteration), "zaya", {})
+                self.run_id, self.lineage = saved.get("run_id"), saved.get("lineage")
+        elif before is not None and args.rank == 0:
+            saved = getattr(inspect.saved_arguments(before.checkpoints, before.steps), "zaya", {})
+            self.lineage = {
+                "run_id": saved.get("run_id"),
+                "stage": before.recipe.stage.name,
+                "steps": before.steps,
+                "tokens": before.tokens,
+            }
+        args.zaya = {"version": __version__, "recipe": self.recipe_name, "run_id": self.run_id, "lineage": self.lineage}
         self._args = args
 
     def _check(self, iteration: int, args) -> None:
@@ -60,9 +80,10 @@ class Lifecycle:
 
     def share_run_id(self) -> None:
         """Agree on the run's identity over all ranks; needs the process group."""
-        box = [self.run_id or secrets.token_hex(4)]
+        box = [self.run_id or secrets.token_hex(4), self.lineage]
         torch.distributed.broadcast_object_list(box, src=0)
-        self.run_id = self._args.zaya["run_id"] = box[0]
+        self.run_id, self.lineage = box
+        self._args.zaya.update(run_id=self.run_id, lineage=self.lineage)
 
     def after_save(self, iteration: int) -> None:
         """Remove what is older than the newest `keep_last` checkpoints; rank 0 alone, and only once `iteration` is

@@ -54,11 +54,14 @@ class Reporter:
         self.seconds = 0.0
         self.losses: list[float] = []
         self.validation_losses: list[float] = []
+        self.lineage: dict[str, Any] | None = None
 
-    def start(self, tensorboard, run_id: str, resumed_at: int) -> None:
-        """Open the sinks. `tensorboard`: Megatron's SummaryWriter or None; `resumed_at`: 0 for a new run."""
+    def start(self, tensorboard, run_id: str, resumed_at: int, lineage: dict[str, Any] | None = None) -> None:
+        """Open the sinks. `tensorboard`: Megatron's SummaryWriter or None; `resumed_at`: 0 for a new run; `lineage`: see
+        `zaya_plugin.training.lifecycle.Lifecycle`."""
         if not self.reports:
             return
+        self.lineage = lineage
         logger, run_dir = self.recipe.logger, Path(self.recipe.run_dir)
         self.sinks.append(Guarded("metrics.jsonl", JsonLines(run_dir / "metrics.jsonl", resumed_at)))
         if tensorboard is not None and logger.tensorboard:
@@ -68,7 +71,13 @@ class Reporter:
         self._print(
             f"{self.recipe.name}: {self.recipe.model.name} on {self.recipe.cluster.name}, stage {self.recipe.stage.name}, "
             f"{self.world_size} rank{'s' if self.world_size > 1 else ''}, "
-            + (f"continuing after step {resumed_at}" if resumed_at else "from the start")
+            + (
+                f"continuing after step {resumed_at}"
+                if resumed_at
+                else f"taking over from stage {lineage['stage']} after {lineage['steps']} steps"
+                if lineage
+                else "from the start"
+            )
         )
 
     def step(self, step: Step) -> None:
@@ -125,6 +134,7 @@ class Reporter:
             "share_of_reachable": tflops / reachable if reachable else None,
             "memory_gib": _memory_gib(),
             "consumed_samples": step.consumed_samples,
+            "total_tokens": (self.lineage or {}).get("tokens", 0) + step.consumed_samples * self.recipe.stage.seq_length,
             "skipped": int(step.skipped),
             "eta_s": self.mean_seconds * (step.last_step - step.step),
         }
@@ -149,7 +159,8 @@ class Reporter:
                 mode=logger.wandb_mode,
                 run_id=run_id,
                 directory=run_dir,
-                config=asdict(self.recipe),
+                config={**asdict(self.recipe), "lineage": self.lineage},
+                group=logger.wandb_group,
             )
         except ImportError:
             self._print("logger.wandb is on but the package wandb is not installed; going on without it")

@@ -36,14 +36,16 @@ class JsonLines:
 class WandbRun:
     """One W&B run over all restarts: the id comes from the checkpoint. Offline where there is no key or no network."""
 
-    def __init__(self, *, project, entity, name, mode, run_id, directory: Path, config: dict[str, Any]):
+    def __init__(
+        self, *, project, entity, name, mode, run_id, directory: Path, config: dict[str, Any], group: str | None = None
+    ):
         import wandb
 
         self.wandb = wandb
         if mode == "auto":
             mode = "online" if _has_key() else "offline"
         options = dict(
-            project=project, entity=entity, name=name, id=run_id, resume="allow", dir=str(directory), config=config
+            project=project, entity=entity, name=name, id=run_id, resume="allow", dir=str(directory), config=config, group=group
         )
         # Its console capture would copy our lines; its chatter goes to its own log files.
         settings = wandb.Settings(silent=True, console="off")

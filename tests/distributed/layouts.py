@@ -1,0 +1,76 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The grid of parallel layouts: ranks and recipe overrides of each, and which of them `make test` runs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+SIZES = {
+    "cp": "context_parallel_size",
+    "ep": "expert_model_parallel_size",
+    "tp": "tensor_model_parallel_size",
+    "pp": "pipeline_model_parallel_size",
+    "stages": "virtual_pipeline_stages",
+}
+
+
+@dataclass(frozen=True)
+class Layout:
+    """One layout: `ranks` processes that run the recipe with `overrides`."""
+
+    name: str
+    ranks: int
+    overrides: tuple[str, ...]
+
+
+def layout(name: str, ranks: int, *extra: str, **sizes: int) -> Layout:
+    """A layout by its sizes, such as layout("cp2ep2", 2, cp=2, ep=2); ranks that are left are data-parallel."""
+    return Layout(name, ranks, (*(f"parallel.{SIZES[key]}={size}" for key, size in sizes.items()), *extra))
+
+
+FULL = ("parallel.recompute_granularity=full", "parallel.recompute_method=uniform", "parallel.recompute_num_layers=1")
+SELECTIVE = ("parallel.recompute_granularity=selective", "parallel.recompute_modules=[core_attn,moe,layernorm]")
+OVERLAP = ("parallel.overlap_grad_reduce=true", "parallel.overlap_param_gather=true")
+ONE = layout("one", 1)
+
+# In `make test`.
+QUICK = (
+    layout("dp2", 2),
+    layout("cp2", 2, cp=2),
+    layout("cp4", 4, cp=4),
+    layout("ep2", 2, ep=2),
+    layout("tp2", 2, tp=2),
+    layout("pp2", 2, pp=2),
+)
+BY_NAME = {each.name: each for each in QUICK}
+
+# In `make test-all` besides.
+SLOW = (
+    layout("cp2-contiguous", 2, "parallel.context_parallel_order=contiguous", cp=2),
+    layout("ep4", 4, ep=4),
+    layout("ep2-allgather", 2, "parallel.moe_token_dispatcher=allgather", ep=2),
+    layout("pp4", 4, pp=4),
+    layout("pp2-interleaved", 2, pp=2, stages=2),
+    layout("pp2dp2-overlap", 4, *OVERLAP, pp=2),
+    layout("pp2-interleaved-dp2-overlap", 4, *OVERLAP, pp=2, stages=2),
+    layout("pp2ep2", 4, pp=2, ep=2),
+    layout("pp2cp2", 4, pp=2, cp=2),
+    layout("tp2pp2", 4, tp=2, pp=2),
+    layout("cp2ep2", 2, cp=2, ep=2),
+    layout("tp2cp2", 4, tp=2, cp=2),
+    layout("tp2ep2", 2, tp=2, ep=2),
+)
+
+# Full and selective recomputation in each kind.
+RECOMPUTED = tuple(
+    Layout(f"{name}-{kind}", BY_NAME[name].ranks, (*BY_NAME[name].overrides, *overrides))
+    for name in ("cp2", "ep2", "tp2", "pp2")
+    for kind, overrides in (("full", FULL), ("selective", SELECTIVE))
+) + (layout("pp2-interleaved-full", 2, *FULL, pp=2, stages=2),)
+
+# Several documents in a sequence, each as if it were alone; RoPE counts from its start.
+PACKED = ("data.packing=documents", "data.reset_position_ids=true")
+
+# With every rank's optimizer state whole; one rank is run the same way, since the two kinds of checkpoints differ.
+PLAIN_OPTIMIZER = "parallel.use_distributed_optimizer=false"
+PLAIN = tuple(BY_NAME[name] for name in ("dp2", "cp2", "ep2", "tp2", "pp2"))

@@ -1,0 +1,44 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Core attention on a CPU: queries at the end of the keys, and back ends that are not there."""
+
+import pytest
+import torch
+
+from zaya_plugin.model.core_attention import PACKAGES, causal_attention, causal_backend, lower_right_mask
+
+
+def test_queries_at_the_end_of_the_keys_see_what_they_see_in_the_whole_sequence():
+    generator = torch.Generator().manual_seed(1)
+    query, key, value = (torch.randn(11, 2, heads, 8, generator=generator).double() for heads in (4, 2, 2))
+    whole = causal_attention(query, key, value, 0.3)
+    for start, end in ((0, 4), (4, 11), (5, 8), (10, 11)):
+        part = causal_attention(query[start:end], key[:end], value[:end], 0.3)
+        assert (part - whole[start:end]).abs().max() < 1e-13
+    assert lower_right_mask(2, 4, "cpu").tolist() == [[True, True, True, False], [True] * 4]
+
+
+def test_a_back_end_that_is_not_there_is_named():
+    with pytest.raises(ValueError, match="core_attention='flash': allowed: sdpa, flash_attn, aiter"):
+        causal_backend("flash")
+    for name, package in PACKAGES.items():
+        try:
+            __import__(package)
+        except ImportError:
+            with pytest.raises(ValueError, match=f"core_attention='{name}': {package} .* cannot be imported .* allowed without it: sdpa"):
+                causal_backend(name)
+
+
+def test_a_package_is_called_with_batch_first_and_may_answer_with_a_tuple(monkeypatch):
+    import sys
+    import types
+
+    def flash_attn_func(query, key, value, softmax_scale, causal):
+        assert causal and query.shape == (2, 3, 4, 8) and key.shape == (2, 5, 2, 8)
+        context = causal_attention(*(x.transpose(0, 1) for x in (query, key, value)), softmax_scale)
+        return (context.unflatten(-1, (4, 8)).transpose(0, 1),)
+
+    monkeypatch.setitem(sys.modules, "aiter", types.SimpleNamespace(flash_attn_func=flash_attn_func))
+    causal_backend.cache_clear()
+    query, key, value = torch.randn(3, 2, 4, 8), torch.randn(5, 2, 2, 8), torch.randn(5, 2, 2, 8)
+    assert torch.equal(causal_backend("aiter")(query, key, value, 0.3), causal_attention(query, key, value, 0.3))
+    causal_backend.cache_clear()

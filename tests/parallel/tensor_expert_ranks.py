@@ -1,0 +1,197 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Up to four gloo ranks that train one small ZAYA in several layouts: `main(DIRECTORY)`.
+
+One rank takes a step and writes a checkpoint, model and optimizer. Every layout loads it, some write it again as it
+is, and takes two steps; <layout>.pt keeps their losses, gradients by checkpoint key and expert counts, and
+the tensors of the copy. Ranks are forked, since importing torch costs more than all of the rest; and this
+is no main module, for the process that a checkpoint's writer spawns would import that again.
+"""
+
+import gc
+import multiprocessing
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from zaya_plugin import patches
+
+patches.apply()
+
+from megatron.core import dist_checkpointing, parallel_state  # noqa: E402
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig  # noqa: E402
+from megatron.core.distributed.finalize_model_grads import finalize_model_grads  # noqa: E402
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer  # noqa: E402
+from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed  # noqa: E402
+
+from tests.distributed.layout_run import join_gradients, local_gradients  # noqa: E402
+from zaya_plugin.model.build import build_zaya_model  # noqa: E402
+from zaya_plugin.model.config import ZayaConfig  # noqa: E402
+from zaya_plugin.model.router import ZayaRouter  # noqa: E402
+from zaya_plugin.optim.balancing import balance_experts  # noqa: E402
+from zaya_plugin.optim.build import muon_factory, tag_parameters  # noqa: E402
+from zaya_plugin.optim.muon import MuonSettings  # noqa: E402
+
+METADATA = {"distrib_optim_sharding_type": "fully_reshardable", "distrib_optim_fully_reshardable_mem_efficient": False}
+METADATA |= {"chained_optim_avoid_prefix": True}  # as megatron.training.checkpointing sets it
+SEQUENCES, LENGTH, VOCABULARY = 8, 16, 64
+
+
+@dataclass(frozen=True)
+class Layout:
+    """ranks, and how they share the model; muon: with Muon instead of AdamW; copy: writes again what it loaded."""
+
+    name: str
+    ranks: int = 1
+    tensor: int = 1
+    expert: int = 1
+    dispatcher: str = "alltoall"
+    muon: bool = False
+    copy: bool = False
+
+    @property
+    def start(self) -> str:
+        """The checkpoint that it begins with."""
+        return "start_muon" if self.muon else "start"
+
+
+LAYOUTS = (
+    Layout("one", copy=True),
+    Layout("one_muon", muon=True, copy=True),
+    Layout("ep2_muon", 2, expert=2, muon=True, copy=True),
+    Layout("ep2", 4, expert=2),
+    Layout("ep4", 4, expert=4, dispatcher="allgather"),
+    Layout("tp2", 2, tensor=2, copy=True),
+    Layout("tp2_ep4", 4, tensor=2, expert=4),
+)
+
+
+def build(layout: Layout):
+    """Model under DDP, its optimizer and the model alone."""
+    torch.manual_seed(11)
+    model_parallel_cuda_manual_seed(11, force_reset_rng=True)
+    config = ZayaConfig(
+        num_layers=2, hidden_size=32, num_attention_heads=8, num_query_groups=2, kv_channels=8, ffn_hidden_size=24,
+        moe_ffn_hidden_size=24, num_moe_experts=8, router_hidden_size=16, use_cpu_initialization=True,
+        init_method_std=0.2, router_init_std=0.5, tensor_model_parallel_size=layout.tensor,
+        sequence_parallel=layout.tensor > 1, expert_model_parallel_size=layout.expert, expert_tensor_parallel_size=1,
+        moe_token_dispatcher_type=layout.dispatcher,
+    )
+    model = build_zaya_model(config, vocab_size=VOCABULARY, max_sequence_length=LENGTH)
+    tag_parameters(model, default="muon" if layout.muon else "adamw")
+    options = DistributedDataParallelConfig(use_distributed_optimizer=True, grad_reduce_in_fp32=True)
+    ddp = DistributedDataParallel(config, options, model)
+    settings = OptimizerConfig(
+        optimizer="adam", lr=1e-3, min_lr=1e-4, weight_decay=0.1, adam_eps=1e-6, use_distributed_optimizer=True,
+        clip_grad=1.0,
+    )
+    factory = muon_factory(get_megatron_optimizer, MuonSettings(dtype="fp32"))
+    return ddp, factory(settings, [ddp]), model
+
+
+@torch.no_grad()
+def perturb(model) -> None:
+    """Vectors off their initial ones and zeros, and a skip class that wins some tokens. One rank, so all of the model."""
+    generator = torch.Generator().manual_seed(7)
+    for p in model.parameters():
+        if p.dim() == 1:
+            p.add_(0.05 * torch.randn(p.shape, generator=generator))
+    for router in routers(model):
+        router.balancing_biases[-1] = 0.2
+
+
+def routers(model) -> list[ZayaRouter]:
+    return [module for module in model.modules() if isinstance(module, ZayaRouter)]
+
+
+def step(ddp, optimizer, model, number: int) -> dict:
+    """One step on the same global batch in every layout, in micro-batches of two sequences."""
+    generator = torch.Generator().manual_seed(number)
+    tokens = torch.randint(0, VOCABULARY, (SEQUENCES, LENGTH + 1), generator=generator)
+    replicas = parallel_state.get_data_parallel_world_size()
+    mine = tokens.chunk(replicas)[parallel_state.get_data_parallel_rank()]
+    ddp.zero_grad_buffer()
+    optimizer.zero_grad()
+    total = torch.zeros(())
+    for sequence in mine.split(2):
+        losses = ddp(sequence[:, :-1], torch.arange(LENGTH).expand(len(sequence), -1), None, labels=sequence[:, 1:])
+        (losses.sum() / (mine.shape[0] * LENGTH)).backward()
+        total += losses.detach().sum()
+    torch.distributed.all_reduce(total, group=parallel_state.get_data_parallel_group())
+    finalize_model_grads([ddp])
+    group = parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True)
+    statistics = balance_experts(routers(model), model.config, group)
+    gradients = local_gradients([ddp])
+    succeeded, norm, _ = optimizer.step()
+    assert succeeded
+    return {"loss": total.item() / tokens[:, 1:].numel(), "norm": norm, "gradients": gradients,
+            "counts": statistics.tokens_per_expert}  # fmt: skip
+
+
+def state(model, optimizer, is_loading=False) -> dict:
+    sharded = model.sharded_state_dict(metadata=dict(METADATA))
+    return {"model": sharded, "optimizer": optimizer.sharded_state_dict(sharded, is_loading, metadata=dict(METADATA))}
+
+
+def save(model, optimizer, directory: Path) -> None:
+    directory.mkdir(exist_ok=True)
+    torch.distributed.barrier()
+    dist_checkpointing.save(state(model, optimizer), str(directory))
+
+
+def run(layout: Layout, directory: Path) -> dict:
+    ddp, optimizer, model = build(layout)
+    if layout.ranks == 1:
+        perturb(model)
+        optimizer.reload_model_params()
+        step(ddp, optimizer, model, 1)
+        save(model, optimizer, directory / layout.start)
+        torch.save(dist_checkpointing.load_plain_tensors(str(directory / layout.start)), directory / f"{layout.start}.pt")
+    loaded = dist_checkpointing.load(state(model, optimizer, is_loading=True), str(directory / layout.start))
+    model.load_state_dict(loaded["model"])
+    optimizer.load_state_dict(loaded["optimizer"])
+    result = {}
+    if layout.copy:
+        save(model, optimizer, directory / f"copy_{layout.name}")
+        result["copy"] = dist_checkpointing.load_plain_tensors(str(directory / f"copy_{layout.name}"))
+    result["steps"] = [step(ddp, optimizer, model, number) for number in (2, 3)]
+    for taken in result["steps"]:
+        ranks = [None] * layout.ranks
+        torch.distributed.all_gather_object(ranks, taken["gradients"])
+        taken["gradients"], taken["replicas"] = join_gradients(ranks)
+    return result
+
+
+def rank_main(rank: int, directory: Path) -> None:
+    torch.set_num_threads(1)
+    for layout in LAYOUTS:
+        if rank >= layout.ranks:
+            continue
+        store = torch.distributed.FileStore(str(directory / f"store_{layout.name}"), layout.ranks)
+        torch.distributed.init_process_group("gloo", store=store, rank=rank, world_size=layout.ranks)
+        parallel_state.initialize_model_parallel(
+            tensor_model_parallel_size=layout.tensor, expert_model_parallel_size=layout.expert,
+            expert_tensor_parallel_size=1,
+        )
+        result = run(layout, directory)
+        if rank == 0:
+            torch.save(result, directory / f"{layout.name}.pt")
+        parallel_state.destroy_model_parallel()
+        torch.distributed.barrier()
+        torch.distributed.destroy_process_group()
+
+
+def main(directory: Path) -> int:
+    """All layouts in turn; returns the exit status of the rank that failed, or 0."""
+    gc.freeze()  # Megatron collects garbage at every checkpoint, and need not look at what was imported
+    fork = multiprocessing.get_context("fork")
+    ranks = [fork.Process(target=rank_main, args=(rank, directory)) for rank in range(4)]
+    for rank in ranks:
+        rank.start()
+    pending = list(ranks)
+    while pending and all(rank.exitcode in (None, 0) for rank in ranks):
+        pending[0].join(1.0)
+        pending = [rank for rank in pending if rank.exitcode is None]
+    for rank in pending:  # the others wait for the one that failed
+        rank.terminate()
+    return max(abs(rank.exitcode or 0) for rank in ranks)

@@ -1,0 +1,60 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Context-parallel ranks against one rank: losses, expert choices and gradients of a small ZAYA. Four gloo processes."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.parallel.context_ranks import CASES, RANKS
+from zaya_plugin.plan.flops import Shape
+from zaya_plugin.plan.parallelism import Batch, Layout, sent_bytes
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory) -> dict[str, list[dict]]:
+    """What every rank found, by the name of the case."""
+    folder = tmp_path_factory.mktemp("ranks")
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.parallel.context_ranks", str(folder)], env=environment, text=True, timeout=300,
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, cwd=Path(__file__).parents[2],
+    )
+    assert done.returncode == 0, done.stdout
+    ranks = [json.loads((folder / f"{rank}.json").read_text()) for rank in range(RANKS)]
+    return {case.name: [rank[i] for rank in ranks] for i, case in enumerate(CASES)}
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("case", [case for case in CASES if not case.deaf], ids=lambda case: case.name)
+def test_loss_and_gradients_are_those_of_one_rank(found, case):
+    exact = case.dtype == "float64"
+    for result in found[case.name]:
+        assert result["experts"] == 5 and result["skipped"] > 0, "every class, the skip class too, has to be in use"
+        assert result["flips"] == 0, "expert choices differ"
+        assert result["loss_difference"] < 1e-6
+        assert result["token_difference"] < (1e-6 if exact else 1e-5)  # Megatron's cross-entropy is fp32 in any model
+        assert result["gradient"] < (1e-12 if exact else 1e-4), result["worst"]
+
+
+def test_the_comparison_notices_missing_boundary_rows(found):
+    for result in found["cp2-deaf"]:
+        assert result["token_difference"] > 1e-2 and result["gradient"] > 1e-2
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if not (case.config or case.deaf)], ids=lambda case: case.name)
+def test_the_traffic_is_what_the_plan_says(found, case):
+    shape = Shape(
+        num_layers=3, hidden_size=32, num_attention_heads=4, num_query_groups=2, kv_channels=8, num_experts=4,
+        moe_ffn_hidden_size=24, router_hidden_size=16, vocab_size=64,
+    )
+    batch = Batch(case.length, micro_batch_size=2, dtype_bytes=8 if case.dtype == "float64" else 4)
+    planned = sent_bytes(shape, Layout(context=case.size, zigzag=case.order == "zigzag"), batch)
+    for result in found[case.name]:
+        assert result["traffic"] == {  # boundary rows are gathered in both directions
+            "all_gather_into_tensor": planned["key_values"] / 2 + planned["boundary"],
+            "reduce_scatter_tensor": planned["key_values"] / 2,
+        }

@@ -1,0 +1,62 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Memory and traffic of layouts: hand-counted figures of ZAYA1-base. tests/distributed counts what is really sent."""
+
+import pytest
+
+from zaya_plugin.plan.flops import Shape
+from zaya_plugin.plan.parallelism import Batch, Layout, local_parameters, pipeline_idle_share, sent_bytes, state_bytes
+
+BASE = Shape(40, 2048, 8, 2, 128, 16, 2048, 256, 262_272)
+
+
+def test_one_rank_holds_the_model():
+    assert sum(local_parameters(BASE, Layout()).values()) == 8_840_488_784
+    state = state_bytes(BASE, Layout())
+    assert sum(state.values()) == 18 * 8_840_488_784  # 2 + 4 + 12 bytes: bf16, fp32 gradient, fp32 weight and two moments
+    assert state_bytes(BASE, Layout(data=8))["optimizer"] == 12 * 8_840_488_784 / 8
+    assert state_bytes(BASE, Layout(data=8, distributed_optimizer=False))["optimizer"] == 12 * 8_840_488_784
+
+
+def test_experts_and_heads_are_dealt_out():
+    experts = 40 * 16 * 3 * 2048 * 2048
+    assert local_parameters(BASE, Layout(data=8, expert=8)) == {"experts": experts // 8, "rest": 8_840_488_784 - experts}
+    tensor = local_parameters(BASE, Layout(tensor=2))
+    cut = 262_272 * 2048 + 40 * 2048 * (1024 + 256 + 1024)  # embedding; queries, keys and output of every layer
+    assert tensor == {"experts": experts, "rest": 8_840_488_784 - experts - cut // 2}
+    # Every replica of an expert shares its optimizer state: 8 ranks, 2 of which hold an expert.
+    state = state_bytes(BASE, Layout(data=8, expert=4))
+    assert state["optimizer"] == pytest.approx(12 * (experts / 4 / 2 + (8_840_488_784 - experts) / 8))
+
+
+def test_keys_and_values_are_512_numbers_a_token_and_layer():
+    sent = sent_bytes(BASE, Layout(context=2), Batch(32_768))
+    # 16,384 tokens to the one other rank, and their gradients back, in bf16.
+    assert sent["key_values"] == 2 * 40 * 16_384 * 512 * 2
+    # Two chunks; two steps of 1280 channels and one of the 128 delayed values.
+    assert sent["boundary"] == 2 * 40 * 2 * (2 * 1280 + 128) * 2
+    assert sent["boundary"] < 7e-4 * sent["key_values"]
+    assert sent_bytes(BASE, Layout(context=2, zigzag=False), Batch(32_768))["boundary"] == sent["boundary"] / 2
+    assert sent["dispatch"] == sent["activations"] == sent["stages"] == 0
+
+
+def test_what_the_other_layouts_send():
+    batch = Batch(4096, micro_batches=4)
+    token = 4 * 4096 * 2048 * 2  # bytes of all normed rows of a step in bf16
+    # There and back, and the gradients: half of the rows leave a rank.
+    assert sent_bytes(BASE, Layout(data=2, expert=2), batch)["dispatch"] == 40 * 4 * token / 2
+    assert sent_bytes(BASE, Layout(data=2, expert=2), batch, skip_share=0.25)["dispatch"] == 40 * 4 * token * 0.375
+    # An all-gather of all rows and a reduce-scatter, over the expert-parallel ranks alone: experts are never cut.
+    gathered = Layout(data=2, tensor=2, expert=4, allgather_dispatcher=True)
+    assert sent_bytes(BASE, gathered, batch)["dispatch"] == 40 * 4 * 3 * token / 2
+    assert sent_bytes(BASE, Layout(tensor=2), batch)["activations"] == (40 * 4 + 5) * token / 2
+    assert sent_bytes(BASE, Layout(pipeline=2), batch)["tied"] == 4 * 262_272 * 2048  # half of an all-reduce twice
+    assert sent_bytes(BASE, Layout(pipeline=2), batch)["stages"] == 2 * 4 * 4096 * (2048 + 256) * 4
+    assert sent_bytes(BASE, Layout(pipeline=2, virtual=4), batch)["stages"] == 4 * 2 * 4 * 4096 * (2048 + 256) * 4
+    data = sent_bytes(BASE, Layout(data=8), batch)
+    assert (data["gradients"], data["weights"]) == (7 / 8 * 4 * 8_840_488_784, 7 / 8 * 2 * 8_840_488_784)
+
+
+def test_idle_share():
+    assert pipeline_idle_share(Layout(), 4) == 0
+    assert pipeline_idle_share(Layout(pipeline=2), 4) == 0.2
+    assert pipeline_idle_share(Layout(pipeline=2, virtual=4), 4) == 1 / 17

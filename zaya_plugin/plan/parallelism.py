@@ -1,0 +1,145 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a rank holds and sends under a parallel layout. Plain arithmetic over a model's shape.
+
+Bytes sent are those of ring algorithms, which is how NCCL and RCCL count bus traffic: a rank sends (n - 1) / n of the
+gathered tensor in an all-gather, the same in a reduce-scatter, twice that in an all-reduce. Activations are not counted in
+memory: they depend on recomputation and on what the kernels keep. docs/parallelism.md has these figures beside measured ones.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from zaya_plugin.plan.flops import Shape
+from zaya_plugin.plan.parameters import count_parameters
+
+GRADIENT_BYTES = 4  # gradients are accumulated and reduced in fp32
+STREAM_BYTES = 4  # the residual stream is fp32
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Parallel sizes, in ranks. data: what the others leave. virtual: stages a pipeline rank holds."""
+
+    data: int = 1
+    context: int = 1
+    expert: int = 1
+    tensor: int = 1
+    pipeline: int = 1
+    virtual: int = 1
+    zigzag: bool = True
+    allgather_dispatcher: bool = False
+    distributed_optimizer: bool = True
+
+    @property
+    def replicas(self) -> int:
+        """Ranks that hold the same weights outside the experts."""
+        return self.data * self.context
+
+    @property
+    def expert_replicas(self) -> int:
+        """Ranks that hold the same experts; experts are never cut, so tensor-parallel ranks are replicas too."""
+        return self.data * self.context * self.tensor // self.expert
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Work of one data-parallel rank and step. seq_length: of a whole sequence; dtype_bytes: of weights and activations."""
+
+    seq_length: int
+    micro_batch_size: int = 1
+    micro_batches: int = 1
+    dtype_bytes: int = 2
+
+
+def local_parameters(shape: Shape, layout: Layout) -> dict[str, int]:
+    """Parameters on a rank of the first pipeline stage: `experts`, and `rest` with the embedding."""
+    parts = count_parameters(shape)
+    stage = layout.pipeline
+    whole = parts["attention"] - _heads(shape) + parts["router"] + parts["norms"] - shape.hidden_size + parts["residual_scaling"]
+    rest = whole // stage + _cut_parameters(shape, layout)
+    if stage == 1:
+        rest += shape.hidden_size  # the final norm is on the last stage
+    return {"experts": parts["experts"] // (stage * layout.expert), "rest": rest}
+
+
+def _heads(shape: Shape) -> int:
+    """Parameters of all layers that tensor parallelism cuts: queries, keys and the output projection."""
+    return shape.num_layers * shape.hidden_size * (2 * shape.query_channels + shape.key_channels)
+
+
+def _cut_parameters(shape: Shape, layout: Layout) -> int:
+    return (_heads(shape) // layout.pipeline + shape.vocab_size * shape.hidden_size) // layout.tensor
+
+
+def state_bytes(shape: Shape, layout: Layout, dtype_bytes: int = 2, moments: int = 2) -> dict[str, float]:
+    """Bytes of weights, gradients and optimizer state on a rank of the first stage.
+
+    Args: moments, fp32 numbers that the optimizer keeps a parameter (2 with AdamW, 1 where Muon is). A bf16 model has fp32
+    weights besides.
+    """
+    local = local_parameters(shape, layout)
+    optimizer = 4 * (moments + (dtype_bytes < 4))
+    sharded = layout.distributed_optimizer
+    return {
+        "weights": float(dtype_bytes * sum(local.values())),
+        "gradients": float(GRADIENT_BYTES * sum(local.values())),
+        "optimizer": optimizer * (
+            local["rest"] / (layout.replicas if sharded else 1) + local["experts"] / (layout.expert_replicas if sharded else 1)
+        ),
+    }
+
+
+def sent_bytes(shape: Shape, layout: Layout, batch: Batch, skip_share: float = 0.0) -> dict[str, float]:
+    """Bytes that a rank sends in one step, by what they are for, without recomputation.
+
+    Args: skip_share, tokens that the skip class takes, which no dispatcher moves. Routing is taken to be even.
+
+    Returns:
+        key_values and boundary: context parallelism. dispatch: expert parallelism, rows and their gradients. activations
+        and replicated: tensor parallelism, rows, and the gradients of what is whole on its ranks. stages and tied: pipeline
+        parallelism, a rank with both neighbours (the first and the last do not send past the ends), and the gradient of the
+        embedding, which the first stage shares with the last one's head. gradients and weights: data parallelism.
+    """
+    layers, h = shape.num_layers // layout.pipeline, shape.hidden_size
+    rows = batch.seq_length // layout.context * batch.micro_batch_size  # of this rank's part of the sequences
+    element, times = batch.dtype_bytes, batch.micro_batches * layers
+    cp, tp, ep = layout.context, layout.tensor, layout.expert
+    both_ways = 2  # the gradient of every exchange is an exchange of as many bytes
+    chunks = (2 if layout.zigzag else 1) * batch.micro_batch_size
+    channels = (2 * (shape.query_channels + shape.key_channels) + shape.key_channels // 2) // tp
+    tokens = rows // tp
+    if layout.allgather_dispatcher:  # each token's row, and what its expert made of it, to and from all ranks of the group
+        moved = (ep - 1) * tokens
+    else:
+        moved = (ep - 1) / ep * tokens * (1 - skip_share)
+    local = local_parameters(shape, layout)
+
+    def reduced(share_of: int, parameters: int, size: int) -> float:
+        return (share_of - 1) / share_of * parameters * size
+
+    replicas = ((layout.replicas, local["rest"]), (layout.expert_replicas, local["experts"]))
+    gradients = sum(reduced(n, parameters, GRADIENT_BYTES) for n, parameters in replicas)
+    weights = sum(reduced(n, parameters, element) for n, parameters in replicas)
+    boundaries = layout.virtual if layout.pipeline > 1 else 0
+    state = shape.router_hidden_size
+    # Attention gathers its input and scatters its output; the embedding scatters, the head gathers, twice in all.
+    attention, ends = 2 * both_ways * layers, 5 if layout.pipeline == 1 else 0
+    whole = local["rest"] - _cut_parameters(shape, layout)
+    return {
+        "key_values": float(both_ways * times * (cp - 1) * rows * 2 * shape.key_channels // tp * element),
+        "boundary": float(both_ways * times * (cp - 1) * chunks * channels * element),
+        "dispatch": both_ways * times * 2 * moved * h * element,
+        "activations": batch.micro_batches * (attention + ends) * (tp - 1) / tp * rows * h * element,
+        "replicated": 2 * reduced(tp, whole, GRADIENT_BYTES),
+        "stages": float(both_ways * batch.micro_batches * boundaries * tokens * (h + state) * STREAM_BYTES),
+        "tied": float(shape.vocab_size * h // tp * GRADIENT_BYTES) if layout.pipeline > 1 else 0.0,
+        "gradients": gradients * (1 if layout.distributed_optimizer else 2),
+        "weights": weights if layout.distributed_optimizer else 0.0,
+    }
+
+
+def pipeline_idle_share(layout: Layout, micro_batches: int) -> float:
+    """Share of a step in which a pipeline rank waits: (p - 1) / (v m + p - 1) (arXiv 2104.04473, section 2.2)."""
+    waiting = layout.pipeline - 1
+    return waiting / (layout.virtual * micro_batches + waiting)

@@ -1,0 +1,45 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A micro-batch as this rank's model takes it: on the device, with document boundaries, cut over context-parallel ranks.
+
+No Megatron import: the adapter says what the run's arguments are. Every rank reads whole sequences and makes of them what
+it needs, so that ranks of one sequence agree without a message.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from zaya_plugin.parallel.context_order import ContextShard
+from zaya_plugin.parallel.packed_documents import PackedDocuments
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """tokens, labels, positions int64 [b, s] and loss_mask [b, s] of this rank's rows; packed: boundaries, or None."""
+
+    tokens: Tensor
+    labels: Tensor
+    positions: Tensor
+    loss_mask: Tensor
+    packed: PackedDocuments | None
+
+
+def micro_batch(
+    batch: dict[str, Tensor], device, shard: ContextShard, eod: int | None = None, reset_positions: bool = False
+) -> MicroBatch:
+    """This rank's part of what Megatron's GPTDataset gives.
+
+    Args:
+        batch: tokens, labels, position_ids, loss_mask of whole sequences, [b, S], anywhere.
+        shard: this rank's part of them.
+        eod: the token that ends a document, if documents are to be kept apart.
+        reset_positions: whether RoPE counts from the start of each document.
+    """
+    names = ("tokens", "labels", "position_ids", "loss_mask")
+    tokens, labels, positions, mask = (batch[name].to(device, non_blocking=True) for name in names)
+    # Before the cut: a rank's part does not tell which documents its rows belong to.
+    packed = None if eod is None else PackedDocuments.from_tokens(tokens, eod, shard, reset_positions)
+    tokens, labels, positions, mask = (shard.take(x, 1) for x in (tokens, labels, positions, mask))
+    return MicroBatch(tokens, labels, packed.positions.t() if reset_positions and packed else positions, mask, packed)
