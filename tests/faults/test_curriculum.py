@@ -118,6 +118,7 @@ def test_a_stage_is_refused_until_the_one_before_is_finished(tmp_path, corpus, r
     assert not (tmp_path / "demo_2").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 def test_kills_leave_no_trace(tmp_path, corpus, ranks, straight):
     kills = _run_with_kills(ranks, ("demo_1", "demo_2"), (*TWO, *_where(tmp_path, corpus), "stage.train_iters=4"), 3, seed=1)
