@@ -94,6 +94,7 @@ def _same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> None:
     assert not different, different
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 def test_two_stages_are_one_run_to_the_bit(tmp_path, corpus, ranks, straight):
     """Weights, optimizer state, step count and place in the data: any one of them lost or shifted would show."""
@@ -108,6 +109,7 @@ def test_two_stages_are_one_run_to_the_bit(tmp_path, corpus, ranks, straight):
     assert [stage["finished"] for stage in state["stages"]] == [True, True]
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 def test_a_stage_is_refused_until_the_one_before_is_finished(tmp_path, corpus, ranks):
     words = (*TWO, *_where(tmp_path, corpus), "stage.train_iters=4")
