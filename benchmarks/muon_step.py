@@ -21,14 +21,13 @@ import json
 import math
 import platform
 import shlex
-import statistics
 import subprocess
 import sys
-import time
 from pathlib import Path
 from unittest import mock
 
 import torch
+from call_timing import copy_bandwidth, milliseconds
 
 import hip_ops
 from hip_ops import backend, multi_tensor
@@ -61,26 +60,6 @@ def share(rank: int = 0, layers: int = LAYERS) -> list[tuple[int, int]]:
         mine.append(shape)
         heapq.heapreplace(ranks, (cost + newton_schulz_flop(shape), i, mine))
     return next(mine for _, i, mine in ranks if i == rank)
-
-
-def milliseconds(call, device: torch.device, rep: int) -> float:
-    if device.type == "cuda":
-        from triton.testing import do_bench
-
-        return do_bench(call, warmup=rep // 5, rep=rep, return_mode="median")
-    times = []
-    for _ in range(4):
-        start = time.perf_counter()
-        call()
-        times.append(1e3 * (time.perf_counter() - start))
-    return statistics.median(times[1:])
-
-
-def copy_bandwidth(device: torch.device) -> float:
-    """Bytes read and written a second by Tensor.copy_ of 1 GiB (32 MiB on a CPU)."""
-    source = torch.randn(2**28 if device.type == "cuda" else 2**23, device=device)
-    target = torch.empty_like(source)
-    return 2 * source.numel() * 4 / milliseconds(lambda: target.copy_(source), device, 300) * 1e3
 
 
 def randoms(shapes, dtype: torch.dtype, device: torch.device, size: float) -> list[torch.Tensor]:

@@ -20,10 +20,8 @@ import itertools
 import json
 import platform
 import shlex
-import statistics
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -31,6 +29,7 @@ from unittest import mock
 
 import torch
 import torch.nn.functional as F
+from call_timing import copy_bandwidth, milliseconds
 from compile_ahead import compile_ahead
 from torch import Tensor
 
@@ -83,26 +82,6 @@ class Work:
 
 ADD = Work("add + RMSNorm, bf16", False, BF16, 8, 8, eager_add, {"liger": liger_add, "quack": quack_add})
 SCALED = Work("ZAYA merge + RMSNorm, fp32 stream", True, FP32, 12, 18, eager_scaled, {})
-
-
-def milliseconds(call: Callable, device: torch.device, rep: int) -> float:
-    if device.type == "cuda":
-        from triton.testing import do_bench
-
-        return do_bench(call, warmup=max(rep // 4, 25), rep=rep, return_mode="median")
-    times = []
-    for _ in range(4):
-        start = time.perf_counter()
-        call()
-        times.append(1e3 * (time.perf_counter() - start))
-    return statistics.median(times[1:])
-
-
-def copy_bandwidth(device: torch.device, rep: int) -> float:
-    """Bytes read and written a second by Tensor.copy_ of 1 GiB (32 MiB on a CPU)."""
-    source = torch.randn(2**28 if device.type == "cuda" else 2**23, device=device)
-    target = torch.empty_like(source)
-    return 2 * source.numel() * 4 / milliseconds(lambda: target.copy_(source), device, rep) * 1e3
 
 
 class Inputs:

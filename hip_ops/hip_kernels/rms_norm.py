@@ -11,15 +11,10 @@ import torch
 from torch import Tensor
 
 from hip_ops.library import call, library, target_of
+from hip_ops.rms_norm_host import as_rows, empty_results, functions
 
 # Bits of the launchers' `types`, as in rms_norm.h.
 BF16_X, BF16_RESIDUAL, BF16_WEIGHT, ALIGNED = 1, 2, 4, 8
-
-
-def _rows(tensor: Tensor) -> Tensor:
-    """[..., h] as [rows, h] with contiguous rows; a copy only where no such view exists."""
-    flat = tensor.reshape(-1, tensor.shape[-1])
-    return flat if flat.stride(1) == 1 else flat.contiguous()
 
 
 def _types(x_dtype: torch.dtype, residual: Tensor, weight: Tensor, tensors: list[Tensor]) -> int:
@@ -36,11 +31,9 @@ def _processors(device: torch.device) -> int:
 
 def _forward(x: Tensor, residual: Tensor, vectors: tuple[Tensor, ...], weight: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
     device, hidden = x.device, x.shape[-1]
-    y = torch.empty(x.shape, dtype=weight.dtype, device=device)
-    new_residual = torch.empty(x.shape, dtype=residual.dtype, device=device)
-    rstd = torch.empty((*x.shape[:-1], 1), dtype=torch.float32, device=device)
+    y, new_residual, rstd = empty_results(x, residual, weight)
     if x.numel():
-        x, residual, weight = _rows(x), _rows(residual), weight.contiguous()
+        x, residual, weight = as_rows(x), as_rows(residual), weight.contiguous()
         vectors = tuple(v.contiguous() for v in vectors)
         types = _types(x.dtype, residual, weight, [x, residual, weight, *vectors, y.view(-1, hidden), new_residual.view(-1, hidden)])
         call(
@@ -65,10 +58,10 @@ def _backward(
     gradients = tuple(torch.zeros(v.shape, dtype=v.dtype, device=device) for v in (*vectors, weight))
     if not dy.numel():
         return d_x, d_residual, *gradients
-    dy, residual, rstd, weight = _rows(dy), _rows(residual), rstd.contiguous(), weight.contiguous()
+    dy, residual, rstd, weight = as_rows(dy), as_rows(residual), rstd.contiguous(), weight.contiguous()
     vectors = tuple(v.contiguous() for v in vectors)
-    x = _rows(x) if scaled else None
-    upstream = None if d_new_residual is None else _rows(d_new_residual)
+    x = as_rows(x) if scaled else None
+    upstream = None if d_new_residual is None else as_rows(d_new_residual)
     given = [t for t in (dy, upstream, x, residual, weight, *vectors) if t is not None]
     types = _types(x_dtype, residual, weight, [*given, d_residual.view(-1, hidden)])
     blocks = _blocks(len(dy), hidden, types, scaled, device)
@@ -84,31 +77,4 @@ def _backward(
     return d_x, d_residual, *gradients
 
 
-def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
-    """As hip_ops.reference.rms_norm.add_rms_norm."""
-    return _forward(x, residual, (), weight, eps)
-
-
-def add_rms_norm_backward(
-    dy: Tensor, d_new_residual: Tensor | None, new_residual: Tensor, rstd: Tensor, weight: Tensor, x_dtype: torch.dtype
-) -> tuple[Tensor, Tensor, Tensor]:
-    """As hip_ops.reference.rms_norm.add_rms_norm_backward."""
-    d_x, d_residual, d_weight = _backward(dy, d_new_residual, None, new_residual, rstd, (), weight, x_dtype)
-    return d_residual, d_x, d_weight
-
-
-def scaled_residual_rms_norm(
-    output: Tensor, residual: Tensor, output_bias: Tensor, output_scale: Tensor, residual_bias: Tensor,
-    residual_scale: Tensor, weight: Tensor, eps: float,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """As hip_ops.reference.rms_norm.scaled_residual_rms_norm."""
-    return _forward(output, residual, (output_bias, output_scale, residual_bias, residual_scale), weight, eps)
-
-
-def scaled_residual_rms_norm_backward(
-    dy: Tensor, d_new_residual: Tensor | None, output: Tensor, residual: Tensor, rstd: Tensor, output_bias: Tensor,
-    output_scale: Tensor, residual_bias: Tensor, residual_scale: Tensor, weight: Tensor,
-) -> tuple[Tensor, ...]:  # fmt: skip
-    """As hip_ops.reference.rms_norm.scaled_residual_rms_norm_backward."""
-    vectors = (output_bias, output_scale, residual_bias, residual_scale)
-    return _backward(dy, d_new_residual, output, residual, rstd, vectors, weight, output.dtype)
+add_rms_norm, add_rms_norm_backward, scaled_residual_rms_norm, scaled_residual_rms_norm_backward = functions(_forward, _backward)

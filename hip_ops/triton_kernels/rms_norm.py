@@ -15,6 +15,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from hip_ops.rms_norm_host import as_rows, empty_results, functions
+
 MAX_HIDDEN_SIZE = 32768  # a row stays in the registers of one program
 
 
@@ -208,12 +210,6 @@ def programs(chosen: Launch, rows: int, device: torch.device) -> int:
     return triton.cdiv(tiles, rounds)
 
 
-def _rows(tensor: Tensor) -> Tensor:
-    """[..., h] as [rows, h] with contiguous rows; a copy only where no such view exists."""
-    flat = tensor.reshape(-1, tensor.shape[-1])
-    return flat if flat.stride(1) == 1 else flat.contiguous()
-
-
 def _check(hidden_size: int) -> None:
     if hidden_size > MAX_HIDDEN_SIZE:
         raise ValueError(
@@ -225,11 +221,9 @@ def _check(hidden_size: int) -> None:
 def _forward(x: Tensor, residual: Tensor, vectors: tuple[Tensor, ...], weight: Tensor, eps: float):
     hidden = x.shape[-1]
     _check(hidden)
-    y = torch.empty(x.shape, dtype=weight.dtype, device=x.device)
-    new_residual = torch.empty(x.shape, dtype=residual.dtype, device=x.device)
-    rstd = torch.empty((*x.shape[:-1], 1), dtype=torch.float32, device=x.device)
+    y, new_residual, rstd = empty_results(x, residual, weight)
     if x.numel():
-        x, residual = _rows(x), _rows(residual)
+        x, residual = as_rows(x), as_rows(residual)
         chosen = launch(hidden, scaled=bool(vectors), backward=False)
         with torch.cuda.device(x.device):
             forward_kernel[(programs(chosen, len(x), x.device),)](
@@ -250,9 +244,9 @@ def _backward(dy, d_new_residual, x, residual, rstd, vectors: tuple[Tensor, ...]
     if not dy.numel():
         return d_x, d_residual, *(torch.zeros_like(v) for v in (*vectors, weight))
     gradients = tuple(torch.empty_like(v) for v in (*vectors, weight))
-    dy, residual = _rows(dy), _rows(residual)
-    x = _rows(x) if scaled else dy
-    upstream = _rows(d_new_residual) if d_new_residual is not None else dy
+    dy, residual = as_rows(dy), as_rows(residual)
+    x = as_rows(x) if scaled else dy
+    upstream = as_rows(d_new_residual) if d_new_residual is not None else dy
     chosen = launch(hidden, scaled=scaled, backward=True)
     count = programs(chosen, len(dy), dy.device)
     partial = torch.empty((count, 4 if scaled else 1, hidden), dtype=torch.float32, device=dy.device)
@@ -271,31 +265,4 @@ def _backward(dy, d_new_residual, x, residual, rstd, vectors: tuple[Tensor, ...]
     return d_x, d_residual, *gradients
 
 
-def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
-    """As hip_ops.reference.rms_norm.add_rms_norm."""
-    return _forward(x, residual, (), weight, eps)
-
-
-def add_rms_norm_backward(
-    dy: Tensor, d_new_residual: Tensor | None, new_residual: Tensor, rstd: Tensor, weight: Tensor, x_dtype: torch.dtype
-) -> tuple[Tensor, Tensor, Tensor]:
-    """As hip_ops.reference.rms_norm.add_rms_norm_backward."""
-    d_x, d_residual, d_weight = _backward(dy, d_new_residual, None, new_residual, rstd, (), weight, x_dtype)
-    return d_residual, d_x, d_weight
-
-
-def scaled_residual_rms_norm(
-    output: Tensor, residual: Tensor, output_bias: Tensor, output_scale: Tensor, residual_bias: Tensor,
-    residual_scale: Tensor, weight: Tensor, eps: float,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """As hip_ops.reference.rms_norm.scaled_residual_rms_norm."""
-    return _forward(output, residual, (output_bias, output_scale, residual_bias, residual_scale), weight, eps)
-
-
-def scaled_residual_rms_norm_backward(
-    dy: Tensor, d_new_residual: Tensor | None, output: Tensor, residual: Tensor, rstd: Tensor, output_bias: Tensor,
-    output_scale: Tensor, residual_bias: Tensor, residual_scale: Tensor, weight: Tensor,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """As hip_ops.reference.rms_norm.scaled_residual_rms_norm_backward."""
-    vectors = (output_bias, output_scale, residual_bias, residual_scale)
-    return _backward(dy, d_new_residual, output, residual, rstd, vectors, weight, output.dtype)
+add_rms_norm, add_rms_norm_backward, scaled_residual_rms_norm, scaled_residual_rms_norm_backward = functions(_forward, _backward)

@@ -11,6 +11,8 @@ from zaya_plugin import __version__
 from zaya_plugin.config.compose import load_recipe
 from zaya_plugin.config.train_help import GROUPS, MOST_USED, options, train_help
 
+EXPERIMENTS = "cpu_demo, cpu_demo_stage1, cpu_demo_stage2, cpu_demo_stage3, zaya1_base, zaya1_base_131k, zaya1_base_32k, zaya1_base_stage2"
+
 
 def test_help_and_version(zaya):
     helped = zaya("--help")
@@ -43,8 +45,8 @@ def test_cfg_job_prints_a_recipe_that_loads(zaya, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "code", "message"),
     [
-        (["train", "experiment=nope"], 2, "zaya: experiment=nope: no such recipe. Available: cpu_demo, cpu_demo_stage1, "),
-        (["train"], 2, "experiment=<name>, of cpu_demo, cpu_demo_stage1, "),
+        (["train", "experiment=nope"], 2, f"zaya: experiment=nope: no such recipe. Available: {EXPERIMENTS}\n"),
+        (["train"], 2, f"experiment=<name>, of {EXPERIMENTS}\n"),
         (["train", "experiment=cpu_demo", "optim.lrr=1"], 2, "did you mean optim.lr?"),
         (["train", "experiment=cpu_demo", "stage.global_batch_size=10"], 2, "allowed: 8 or 16"),
         (["train", "experiment=cpu_demo"], 2, "data/stdlib"),

@@ -24,41 +24,11 @@ if sys.argv[1] == "cut":
     DistributedOptimizer._compute_per_buffer_param_layout = staticmethod(stock_layout)
 
 from megatron.core import dist_checkpointing, parallel_state  # noqa: E402
-from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig  # noqa: E402
-from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer  # noqa: E402
-from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed  # noqa: E402
 
-from zaya_plugin.model.build import build_zaya_model  # noqa: E402
-from zaya_plugin.model.config import ZayaConfig  # noqa: E402
-from zaya_plugin.optim.build import muon_factory, tag_parameters  # noqa: E402
-from zaya_plugin.optim.muon import MuonSettings  # noqa: E402
+from tests.distributed.muon_model import build_model, with_optimizer  # noqa: E402
 
 METADATA = {"distrib_optim_sharding_type": "fully_reshardable", "distrib_optim_fully_reshardable_mem_efficient": False}
 METADATA |= {"chained_optim_avoid_prefix": True}  # as megatron.training.checkpointing sets it
-
-
-def build():
-    """Model under DDP and its optimizer, bf16 weights and momentum, fp32 main weights."""
-    torch.manual_seed(11)
-    model_parallel_cuda_manual_seed(11, force_reset_rng=True)
-    config = ZayaConfig(
-        num_layers=3, hidden_size=64, num_attention_heads=8, num_query_groups=2, kv_channels=8, ffn_hidden_size=48,
-        moe_ffn_hidden_size=48, num_moe_experts=8, router_hidden_size=16, use_cpu_initialization=True, bf16=True,
-        params_dtype=torch.bfloat16,
-    )
-    model = build_zaya_model(config, vocab_size=192, max_sequence_length=32).bfloat16()
-    tag_parameters(model)
-    options = DistributedDataParallelConfig(
-        use_distributed_optimizer=True, bucket_size=60_000, grad_reduce_in_fp32=True, overlap_grad_reduce=False
-    )
-    ddp = DistributedDataParallel(config, options, model)
-    optimizer_config = OptimizerConfig(
-        optimizer="adam", lr=1e-2, min_lr=1e-3, weight_decay=0.1, bf16=True, params_dtype=torch.bfloat16,
-        use_distributed_optimizer=True,
-        clip_grad=0.0,  # the norm would be summed in another order with other ranks, and bf16 momentum would show it
-    )
-    factory = muon_factory(get_megatron_optimizer, MuonSettings(momentum_dtype="bf16"), skip_non_finite=True)
-    return ddp, factory(optimizer_config, [ddp])
 
 
 def step(ddp, optimizer, number, broken_rank=None):
@@ -110,7 +80,7 @@ def state_bytes(optimizer):
 def main(what: str, directory: Path) -> None:
     torch.distributed.init_process_group("gloo")
     parallel_state.initialize_model_parallel()
-    ddp, optimizer = build()
+    ddp, optimizer = with_optimizer(build_model())
     rank, world = torch.distributed.get_rank(), torch.distributed.get_world_size()
     if what == "skip":
         assert step(ddp, optimizer, 1)

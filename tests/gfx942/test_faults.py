@@ -6,9 +6,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.gfx942.emulator import (
+from tests.gfx942.emulator import Device
+from tests.gfx942.emulator.faults import (
     BarrierMismatch,
-    Device,
     GlobalRace,
     LdsRace,
     MisalignedAccess,

@@ -7,7 +7,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.gfx942.emulator import Device, OutOfBounds
+from tests.gfx942.emulator import Device
+from tests.gfx942.emulator.faults import OutOfBounds
 from tests.gfx942.toolchain import code_object
 
 KERNELS = Path(__file__).parent / "kernels" / "launch.hip"

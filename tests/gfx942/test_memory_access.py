@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from tests.gfx942.assembly_kernel import run_snippets
-from tests.gfx942.emulator import OutOfBounds
+from tests.gfx942.emulator.faults import OutOfBounds
 
 INPUTS = np.random.default_rng(0).integers(0, 2**32, (64, 4), dtype=np.uint32)
 BYTES = INPUTS.reshape(-1).view(np.uint8)

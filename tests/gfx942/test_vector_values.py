@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from tests.gfx942.assembly_kernel import HEAD, TAIL, run_snippets
-from tests.gfx942.emulator import Device, UnknownInstruction
+from tests.gfx942.emulator import Device
+from tests.gfx942.emulator.faults import UnknownInstruction
 from tests.gfx942.toolchain import assemble
 
 EDGES = [0.0, -0.0, 1.0, -1.0, 1.5, -2.5, 3.4028235e38, -3.4028235e38, 1.17549435e-38, 1e-40, -1.4e-45, math.inf, -math.inf, math.nan,
@@ -103,6 +104,7 @@ def bfe_signed(a, b, c):
 INTEGER = {
     "v_add_u32 v8, v4, v5": lambda a, b, c, d: a + b,
     "v_sub_u32 v8, v4, v5": lambda a, b, c, d: a - b,
+    "v_sub_u32_e64 v8, v4, v5 clamp": lambda a, b, c, d: max(a - b, 0),
     "v_subrev_u32 v8, v4, v5": lambda a, b, c, d: b - a,
     "v_mul_lo_u32 v8, v4, v5": lambda a, b, c, d: a * b,
     "v_mul_hi_u32 v8, v4, v5": lambda a, b, c, d: a * b >> 32,

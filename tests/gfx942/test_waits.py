@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from tests.gfx942.assembly_kernel import run_snippets
-from tests.gfx942.emulator import MissingWait
+from tests.gfx942.emulator.faults import MissingWait
 
 INPUTS = np.arange(256, dtype=np.uint32).reshape(64, 4)
 TWO_LOADS = "global_load_dword v8, v1, s[4:5]\n  global_load_dword v9, v1, s[4:5] offset:4\n  "

@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from hip_ops import backend
+
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -19,6 +21,16 @@ def pytest_collection_modifyitems(items):
         if here in item.path.parents:
             item.add_marker(pytest.mark.gpu)
             item.add_marker(pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an accelerator"))
+
+
+@pytest.fixture(params=["triton", "hip"])
+def chosen(request):
+    """The name of a back end of hip_ops, in use; skips where it cannot be had here."""
+    reason = backend.unavailable(request.param, torch.device("cuda"))
+    if reason:
+        pytest.skip(reason)
+    with backend.use_backend(request.param):
+        yield request.param
 
 
 @pytest.fixture(scope="session")

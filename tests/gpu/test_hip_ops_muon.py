@@ -20,15 +20,6 @@ SHAPES = [(256, 2048), (128, 300), (17, 256), (1, 1), (0, 8), (96, 512), (77, 99
 OFFSETS = [0, 0, 0, 1, 0, 3, (0, 1, 2, 3, 4), 4]
 
 
-@pytest.fixture(params=["triton", "hip"])
-def chosen(request):
-    reason = backend.unavailable(request.param, DEVICE)
-    if reason:
-        pytest.skip(reason)
-    with backend.use_backend(request.param):
-        yield request.param
-
-
 def on_device(lists: Lists) -> Lists:
     """Copies at the same offsets from aligned addresses, guards included."""
 

@@ -19,15 +19,6 @@ BF16, FP16 = torch.bfloat16, torch.float16
 SIMPLE = (3.4445, -4.7750, 2.0315)
 
 
-@pytest.fixture(params=["triton", "hip"])
-def chosen(request):
-    reason = backend.unavailable(request.param, DEVICE)
-    if reason:
-        pytest.skip(reason)
-    with backend.use_backend(request.param):
-        yield request.param
-
-
 def cuda(case: Case) -> Case:
     return Case(*(None if x is None else x.to(DEVICE) for x in (case.a, case.b, case.d)), case.alpha, case.beta, case.gamma)
 

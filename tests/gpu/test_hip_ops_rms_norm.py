@@ -21,15 +21,6 @@ CASES = [
 ]  # fmt: skip
 
 
-@pytest.fixture(params=["triton", "hip"])
-def chosen(request):
-    reason = backend.unavailable(request.param, DEVICE)
-    if reason:
-        pytest.skip(reason)
-    with backend.use_backend(request.param):
-        yield request.param
-
-
 def operator(case: Case):
     return hip_ops.scaled_residual_rms_norm if case.scaled else hip_ops.add_rms_norm
 

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The buffer layout against its promises, on ZAYA1-base's real shapes (meta tensors) and on small ones."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -8,8 +9,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from zaya_plugin.optim.layout import MAX_PADDING, compute_expert_block_layout, newton_schulz_work
-from zaya_plugin.optim.newton_schulz_cost import newton_schulz_flops
+pytest.importorskip("megatron.core.optimizer.param_layout", reason="megatron-core 0.16 takes no layout")
+
+from zaya_plugin.optim.layout import MAX_PADDING, compute_expert_block_layout, newton_schulz_work  # noqa: E402
+from zaya_plugin.optim.newton_schulz_cost import newton_schulz_flops  # noqa: E402
 
 NO_PADDING = SimpleNamespace(pad_buckets_for_high_nccl_busbw=False)
 
@@ -105,7 +108,8 @@ def test_without_experts_it_places_as_megatron_does(shards, bucket_size):
     params = [torch.nn.Parameter(torch.empty(n, device="meta")) for n in (1000, 70, 3, 999, 1280)]
     ours = compute_expert_block_layout(params, bucket_size, shards, NO_PADDING)
     theirs = _stock_layout()(params, bucket_size, shards, NO_PADDING)
-    assert (ours.param_index_map, ours.bucket_indices) == (theirs.param_index_map, theirs.bucket_indices)
+    # Ours counts the padding of a bucket as its own, see there.
+    assert ours == replace(theirs, per_bucket_numel_unpadded=[high - low for low, high in theirs.bucket_indices])
 
 
 def _matrix(rows, columns, matrices=1):
@@ -205,13 +209,11 @@ def test_any_set_of_parameters_is_covered_once(shards, bucket_size, layers, expe
         assert (high - low) % shards == 0
     order = [layout.param_index_map[p][2] for p in reversed(params)]
     assert order == sorted(order)
-    # Balance: no owner holds more than an even share of the buffer, and so no more work than the costliest matrix in
-    # all of that share would be; and all the work is somebody's.
-    work, share = newton_schulz_work(layout, shards), layout.bucket_indices[-1][1] / shards
-    held = [0] * shards
-    for _, rank, elements in _owners(layout, shards):
-        held[rank] += elements
-    assert max(held) <= share
+    # Every matrix is its owner's work, and all the work is somebody's.
     costs = {p: b * newton_schulz_flops(m, n) for p in params for b, m, n in [getattr(p, "muon_matrices", (0, 1, 1))]}
-    assert max(work) <= share * max(cost / p.numel() for p, cost in costs.items()) * (1 + 1e-9)
+    owned = [0.0] * shards
+    for p, rank in {(p, rank) for p, rank, _ in _owners(layout, shards)}:
+        owned[rank] += costs[p]
+    work = newton_schulz_work(layout, shards)
+    assert work == pytest.approx(owned)
     assert sum(work) == pytest.approx(sum(costs.values()))

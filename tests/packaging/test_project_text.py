@@ -47,7 +47,18 @@ def test_the_check_sees(text):
     assert len(findings(text)) == 1
 
 
-@pytest.mark.parametrize("text", ["runs/work/a", "$HOME/work/x", "~/root/y", "./farm/z", "and/or/root/of", "the square root / of", "/workspace/megatron"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        f"runs/{ROOTS[0]}/a",
+        f"$HOME/{ROOTS[0]}/x",
+        f"~/{ROOTS[1]}/y",
+        f"./{ROOTS[2]}/z",
+        f"and/or/{ROOTS[1]}/of",
+        f"the square {ROOTS[1]} / of",
+        f"/{ROOTS[0]}space/megatron",
+    ],
+)
 def test_the_check_lets_pass(text):
     assert findings(text) == []
 

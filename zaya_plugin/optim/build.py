@@ -59,8 +59,8 @@ def muon_factory(get_megatron_optimizer: Callable, muon: MuonSettings, skip_non_
     def factory(config, model_chunks, config_overrides=None, **named):
         overrides = _config_overrides(config, model_chunks)
         with (
-            _names(megatron_optimizer, Adam=adam, DistributedOptimizer=Distributed, USING_PYTORCH_OPTIMIZER=False),
-            _names(distrib_optimizer, Adam=MuonAdamW),  # 0.16 asks what the distributed optimizer is given
+            _replaced(megatron_optimizer, Adam=adam, DistributedOptimizer=Distributed, USING_PYTORCH_OPTIMIZER=False),
+            _replaced(distrib_optimizer, Adam=MuonAdamW),  # 0.16 asks what the distributed optimizer is given
         ):
             chained = get_megatron_optimizer(config, model_chunks, config_overrides=overrides, **named)
         for optimizer in chained.chained_optimizers:
@@ -75,12 +75,11 @@ def muon_factory(get_megatron_optimizer: Callable, muon: MuonSettings, skip_non_
 
 def _config_overrides(config, model_chunks) -> dict:
     """Megatron's parameter groups from the assignments: one for each pair of multipliers that is not (1, 1)."""
-    pairs = {}
+    pairs: dict[tuple[float, float], None] = {}  # a set that keeps the order of the parameters
     for chunk in model_chunks:
         for name, parameter in chunk.named_parameters():
             assert hasattr(parameter, "optimizer_assignment"), f"{name} has no optimizer: call tag_parameters first"
-            assignment = parameter.optimizer_assignment
-            pairs.setdefault((assignment.lr_mult, assignment.weight_decay_mult), None)
+            pairs[_multipliers(parameter)] = None
     overrides = {}
     for lr_mult, weight_decay_mult in pairs:
         values = {}
@@ -91,12 +90,15 @@ def _config_overrides(config, model_chunks) -> dict:
         if values:
             predicate = ParamPredicate(
                 name=f"lr_mult={lr_mult} weight_decay_mult={weight_decay_mult}",
-                fn=lambda p, pair=(lr_mult, weight_decay_mult): (
-                    (p.optimizer_assignment.lr_mult, p.optimizer_assignment.weight_decay_mult) == pair
-                ),
+                fn=lambda p, pair=(lr_mult, weight_decay_mult): _multipliers(p) == pair,
             )
             overrides[ParamKey(predicate=predicate)] = values
     return overrides
+
+
+def _multipliers(parameter: nn.Parameter) -> tuple[float, float]:
+    """Of the learning rate and the weight decay."""
+    return parameter.optimizer_assignment.lr_mult, parameter.optimizer_assignment.weight_decay_mult
 
 
 def _tag_copies(optimizer) -> None:
@@ -110,7 +112,8 @@ def _tag_copies(optimizer) -> None:
 
 
 @contextmanager
-def _names(module, **values):
+def _replaced(module, **values):
+    """Attributes of `module` are `values` for a while."""
     before = {name: getattr(module, name) for name in values}
     for name, value in values.items():
         setattr(module, name, value)

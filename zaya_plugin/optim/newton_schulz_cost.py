@@ -12,4 +12,4 @@ def newton_schulz_flops(m: int, n: int, steps: int = 5) -> float:
     (4 steps + 6 a - 6) * s^3 (Gram-Newton-Schulz, Dao-AILab, 2026-03-30). Equal for square matrices.
     """
     small, ratio = min(m, n), max(m, n) / min(m, n)
-    return min(steps * (3 * ratio + 1), 4 * steps + 6 * ratio - 6) * small**3 if ratio > 1 else 4 * steps * small**3
+    return min(steps * (3 * ratio + 1), 4 * steps + 6 * ratio - 6) * small**3

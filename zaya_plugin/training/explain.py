@@ -56,23 +56,15 @@ def model_without_memory(recipe: Recipe) -> nn.Module:
     os.environ.update(environment)
     patches.apply_torch()
     patches.apply()
-    from megatron.core import parallel_state
-    from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
-
     from zaya_plugin.model.build import build_zaya_model
-    from zaya_plugin.training.adapter import model_config, parse_arguments
+    from zaya_plugin.training import one_process
+    from zaya_plugin.training.adapter import model_config
     from zaya_plugin.training.arguments import megatron_arguments
 
     vocabulary = vocabulary_of(recipe)
     values = megatron_arguments(recipe, {"tokenizer_type": "NullTokenizer", "vocab_size": vocabulary})
-    for name in ("save", "save_interval", "load", "tensorboard_dir"):  # Megatron makes folders while it checks arguments
-        values.pop(name, None)
-    args = parse_arguments({**values, "use_cpu_initialization": True})
-    if not torch.distributed.is_initialized():
-        torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
-    if not parallel_state.model_parallel_is_initialized():
-        parallel_state.initialize_model_parallel()
-    model_parallel_cuda_manual_seed(recipe.seed, force_reset_rng=True)
+    args = one_process.arguments({**values, "use_cpu_initialization": True})
+    one_process.begin(recipe.seed)
     with torch.device("meta"):
         return build_zaya_model(
             model_config(args),

@@ -8,10 +8,13 @@ its own RoPE base.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 SEQUENCES = 16
@@ -42,38 +45,59 @@ def compare(short_run: Path, long_run: Path) -> int:
 
 def main(argv: list[str]) -> int:
     """The comparison in this process."""
-    import contextlib
-
     from zaya_plugin.config.compose import load_recipe
 
     runs = [Path(run) for run in argv]
     recipes = [load_recipe(run / "recipe.yaml") for run in runs]
+    with contextlib.ExitStack() as quiet:
+        out = sys.stderr if os.environ.get("ZAYA_TRACEBACK") else quiet.enter_context(open(os.devnull, "w"))
+        quiet.enter_context(contextlib.redirect_stdout(out))
+        by_position = losses_by_position(runs, recipes)
     short, long = (recipe.stage.seq_length for recipe in recipes)
-    with contextlib.redirect_stdout(sys.stderr if os.environ.get("ZAYA_TRACEBACK") else open(os.devnull, "w")):
-        from zaya_plugin import patches
+    result = {
+        "sequences": len(by_position[0]),
+        "stages": [recipe.stage.name for recipe in recipes],
+        "rows": [(start, end, *means(by_position, start, end)) for start, end in ranges(short, long)],
+        "beyond": means(by_position, short, long),
+    }
+    better = result["beyond"][1] < result["beyond"][0]
+    for line in table(result, short, long, better):
+        print(line)
+    (runs[1] / RESULT).write_text(json.dumps(result, indent=1) + "\n")
+    return 0 if better else 1
 
-        patches.apply()
-        tokens = validation_tokens(recipes[-1], SEQUENCES)
-        args = arguments(recipes[-1], runs[-1])
-        bases = [recipe.stage.rotary_base for recipe in recipes]
-        by_position = [losses_of(run, args, base, tokens) for run, base in zip(runs, bases, strict=True)]
-    rows = []
+
+def ranges(short: int, long: int) -> list[tuple[int, int]]:
+    """Positions [start, end): the shorter context, then as much again at a time up to the longer one."""
     edges = [0, short]
     while edges[-1] < long:
         edges.append(min(2 * edges[-1], long))
-    for start, end in zip(edges, edges[1:], strict=False):
-        rows.append((start, end, *(loss[:, start:end].mean().item() for loss in by_position)))
-    beyond = [loss[:, short:].mean().item() for loss in by_position]
-    names = [recipe.stage.name for recipe in recipes]
-    print(f"loss by position, nats a token, {len(tokens)} sequences of {long} validation tokens")
-    print(f"{'positions':>14}  {names[0]:>16}  {names[1]:>16}")
-    for start, end, *values in rows:
-        print(f"{f'{start}-{end - 1}':>14}  " + "  ".join(f"{value:>16.4f}" for value in values))
-    better = beyond[1] < beyond[0]
-    print(f"past {short} tokens: {beyond[1]:.4f} against {beyond[0]:.4f}, {'below' if better else 'NOT below'}")
-    result = {"sequences": len(tokens), "stages": names, "rows": rows, "beyond": beyond}
-    (runs[1] / RESULT).write_text(json.dumps(result, indent=1) + "\n")
-    return 0 if better else 1
+    return list(zip(edges, edges[1:], strict=False))
+
+
+def means(by_position, start: int, end: int) -> list[float]:
+    """Mean loss of each model over positions [start, end)."""
+    return [loss[:, start:end].mean().item() for loss in by_position]
+
+
+def table(result: dict, short: int, long: int, better: bool) -> Iterator[str]:
+    """The lines to print; better: whether the longer stage's model is, past the shorter context."""
+    yield f"loss by position, nats a token, {result['sequences']} sequences of {long} validation tokens"
+    yield f"{'positions':>14}  " + "  ".join(f"{name:>16}" for name in result["stages"])
+    for start, end, *values in result["rows"]:
+        yield f"{f'{start}-{end - 1}':>14}  " + "  ".join(f"{value:>16.4f}" for value in values)
+    before, after = result["beyond"]
+    yield f"past {short} tokens: {after:.4f} against {before:.4f}, {'below' if better else 'NOT below'}"
+
+
+def losses_by_position(runs: Sequence[Path], recipes) -> list:
+    """Of the shorter and the longer stage's model on the same sequences of the longer stage's length: fp32 [n, s] each."""
+    from zaya_plugin import patches
+
+    patches.apply()
+    tokens = validation_tokens(recipes[-1], SEQUENCES)
+    args = arguments(recipes[-1], runs[-1])
+    return [losses_of(run, args, recipe.stage.rotary_base, tokens) for run, recipe in zip(runs, recipes, strict=True)]
 
 
 def validation_tokens(recipe, sequences: int):
@@ -84,8 +108,8 @@ def validation_tokens(recipe, sequences: int):
     from zaya_plugin.data.dataset import locate, resolve_blend
     from zaya_plugin.training.datasets import find_sources
 
-    recipe.stage.eval_iters = recipe.stage.eval_iters or 1
-    prefix = resolve_blend(find_sources(recipe).valid, "valid")[0][0]
+    with_validation = replace(recipe, stage=replace(recipe.stage, eval_iters=recipe.stage.eval_iters or 1))
+    prefix = resolve_blend(find_sources(with_validation).valid, "valid")[0][0]
     manifest = locate(recipe.data.path)[0]
     from megatron.core.datasets.indexed_dataset import IndexedDataset
 
@@ -102,16 +126,14 @@ def arguments(recipe, run: Path):
     """Megatron's arguments of `recipe`'s model in one process; they go for both stages, whose models differ in RoPE's base alone."""
     from zaya_plugin.checkpoint import inspect
     from zaya_plugin.config.schema import ParallelConfig
-    from zaya_plugin.training.adapter import parse_arguments
+    from zaya_plugin.training import one_process
     from zaya_plugin.training.arguments import megatron_arguments
 
     vocabulary = inspect.saved_arguments(run / "checkpoints", inspect.latest(run / "checkpoints")).padded_vocab_size
-    recipe.parallel = ParallelConfig()
-    recipe.stage.batch_size_ramp, recipe.handover.from_run = None, None
-    values = megatron_arguments(recipe, {"tokenizer_type": "NullTokenizer", "vocab_size": vocabulary})
-    for name in ("save", "save_interval", "load", "exit_on_missing_checkpoint", "tensorboard_dir"):
-        values.pop(name, None)
-    args = parse_arguments(values)
+    alone = replace(
+        recipe, parallel=ParallelConfig(), stage=replace(recipe.stage, batch_size_ramp=None), handover=replace(recipe.handover, from_run=None)
+    )
+    args = one_process.arguments(megatron_arguments(alone, {"tokenizer_type": "NullTokenizer", "vocab_size": vocabulary}))
     args.padded_vocab_size = vocabulary
     return args
 
@@ -132,20 +154,15 @@ def losses_of(run: Path, args, rotary_base: int, tokens):
 
 def load_model(run: Path, args, rotary_base: int):
     """The model of `run`'s newest checkpoint on one device."""
-    import torch
-    from megatron.core import dist_checkpointing, parallel_state
-    from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+    from megatron.core import dist_checkpointing
 
     from zaya_plugin.checkpoint import inspect
     from zaya_plugin.model.build import build_zaya_model
+    from zaya_plugin.training import one_process
     from zaya_plugin.training.adapter import model_config
 
     directory = run / "checkpoints"
-    if not torch.distributed.is_initialized():
-        torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
-    if not parallel_state.model_parallel_is_initialized():
-        parallel_state.initialize_model_parallel()
-    model_parallel_cuda_manual_seed(args.seed, force_reset_rng=True)
+    one_process.begin(args.seed)
     model = build_zaya_model(
         model_config(args),
         vocab_size=args.padded_vocab_size,

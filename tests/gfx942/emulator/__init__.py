@@ -17,25 +17,11 @@ rounding modes other than nearest even and flushed denormals; floating point ato
 rounds once where hardware rounds between; rcp, rsq, sqrt, exp, log, sin and cos are rounded correctly where hardware may be 1 ulp off.
 Two threads of one wave that race are not noticed, nor is a pair of waves that race through global memory, nor a scalar load of what another
 block stores. Uninitialised registers are known a wave, not a lane; uninitialised global memory is only poisoned (NaN).
+The faults are in tests/gfx942/emulator/faults.py.
 """
 
 from tests.gfx942.emulator.counters import Counters, InstructionCount
 from tests.gfx942.emulator.device import Buffer, Device
-from tests.gfx942.emulator.faults import (
-    BarrierMismatch,
-    EmulatorFault,
-    GlobalRace,
-    LdsRace,
-    MisalignedAccess,
-    MissingWait,
-    NotTerminating,
-    OutOfBounds,
-    ScratchAccess,
-    UninitialisedLds,
-    UninitialisedRegister,
-    UnknownInstruction,
-)
+from tests.gfx942.emulator.faults import EmulatorFault
 
-__all__ = ["BarrierMismatch", "Buffer", "Counters", "Device", "EmulatorFault", "GlobalRace", "InstructionCount", "LdsRace",
-           "MisalignedAccess", "MissingWait", "NotTerminating", "OutOfBounds", "ScratchAccess", "UninitialisedLds",
-           "UninitialisedRegister", "UnknownInstruction"]
+__all__ = ["Buffer", "Counters", "Device", "EmulatorFault", "InstructionCount"]

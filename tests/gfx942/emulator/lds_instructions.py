@@ -90,14 +90,19 @@ def _atomic(instruction: Instruction, match):
     return run
 
 
+def _named_lane(instruction: Instruction):
+    """The lane that each lane's address names, [waves, 64]."""
+    index, offset = raw_reader(instruction.operands[1]), U32(instruction.integer("offset"))
+    return lambda m: m.spread((index(m) + offset) >> U32(2) & U32(63)).astype(I64)
+
+
 @opcode("ds_bpermute_b32")
 def _backward_permute(instruction: Instruction):
     """Each lane names the lane it reads from; inactive source lanes give 0."""
-    write, index, value = vector_writer(instruction), raw_reader(instruction.operands[1]), raw_reader(instruction.operands[2])
-    offset = U32(instruction.integer("offset"))
+    write, other_lane, value = vector_writer(instruction), _named_lane(instruction), raw_reader(instruction.operands[2])
 
     def run(m):
-        lane = m.spread((index(m) + offset) >> U32(2) & U32(63)).astype(I64)
+        lane = other_lane(m)
         held = value(m) if m.full else np.where(m.enabled, value(m), U32(0))
         write(m, np.take_along_axis(m.spread(held), lane, 1))
     return run
@@ -106,11 +111,10 @@ def _backward_permute(instruction: Instruction):
 @opcode("ds_permute_b32")
 def _forward_permute(instruction: Instruction):
     """Each lane names the lane it sends to; the highest sending lane wins, a lane that gets nothing reads 0."""
-    write, index, value = vector_writer(instruction), raw_reader(instruction.operands[1]), raw_reader(instruction.operands[2])
-    offset = U32(instruction.integer("offset"))
+    write, other_lane, value = vector_writer(instruction), _named_lane(instruction), raw_reader(instruction.operands[2])
 
     def run(m):
-        lane = m.spread((index(m) + offset) >> U32(2) & U32(63)).astype(I64)
+        lane = other_lane(m)
         sent = m.spread(value(m))
         result = np.zeros(m.enabled.shape, U32)
         rows, lanes = np.nonzero(m.enabled)

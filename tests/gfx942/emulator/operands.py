@@ -216,3 +216,15 @@ def float_writer(instruction: Instruction):
             value = np.where(np.isnan(value), np.float32(0), np.clip(value, np.float32(0), np.float32(1)))
         write(m, value.view(np.uint32))
     return modified
+
+
+def result_of(operate, sources: list, write):
+    """-> run(machine) of destination = operate(*sources), one to three; written out, as a kernel's time here goes into it."""
+    if len(sources) == 1:
+        first, = sources
+        return lambda m: write(m, operate(first(m)))
+    if len(sources) == 2:
+        first, second = sources
+        return lambda m: write(m, operate(first(m), second(m)))
+    first, second, third = sources
+    return lambda m: write(m, operate(first(m), second(m), third(m)))

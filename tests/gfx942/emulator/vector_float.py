@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Vector floating point: fp32, fp64, fp16, conversions, division helpers.
+"""Vector floating point: fp32, fp64, fp16.
 
 Arithmetic rounds once, to nearest even, denormals kept (the mode HIP and Triton set). The transcendental functions are rounded
 correctly here and flush denormal inputs and results; hardware is within 1 ulp of that, so a test must allow for it.
@@ -14,12 +14,13 @@ from tests.gfx942.emulator.operands import (
     float_reader,
     float_writer,
     integer_reader,
+    result_of,
     vector_writer,
     wide_writer,
 )
 from tests.gfx942.emulator.registry import opcode
 
-U16, U32, U64, I16, I32, I64 = np.uint16, np.uint32, np.uint64, np.int16, np.int32, np.int64
+U16, U32, U64, I32 = np.uint16, np.uint32, np.uint64, np.int32
 F16, F32, F64 = np.float16, np.float32, np.float64
 _TINY = F32(2.0**-126)
 
@@ -102,14 +103,7 @@ _FLOAT = {
 def _float(instruction: Instruction):
     operate, write = _FLOAT[instruction.opcode], float_writer(instruction)
     sources = [float_reader(instruction, k) for k in range(1, len(instruction.operands))]
-    if len(sources) == 1:
-        first, = sources
-        return lambda m: write(m, operate(first(m)))
-    if len(sources) == 2:
-        first, second = sources
-        return lambda m: write(m, operate(first(m), second(m)))
-    first, second, third = sources
-    return lambda m: write(m, operate(first(m), second(m), third(m)))
+    return result_of(operate, sources, write)
 
 
 @opcode("v_fmac_f32", "v_mac_f32")

@@ -7,6 +7,7 @@ from tests.gfx942.emulator.decode import Instruction
 from tests.gfx942.emulator.operands import (
     integer_reader,
     mask_reader,
+    result_of,
     scalar_reader,
     signed_bits_reader,
     vector_writer,
@@ -47,6 +48,10 @@ def _bfe_i32(a, b, c):
     shifted = (_s(a) >> _s(_n(b))).view(U32)
     past = _n(b) + width >= U32(32)
     return np.where(past & (width > 0), shifted, (field ^ sign) - sign)
+
+
+def _subtract_to_zero(a, b):
+    return np.where(a > b, a - b, U32(0))
 
 
 def _permute_bytes(a, b, selector):
@@ -150,18 +155,14 @@ _PLAIN = {
 @opcode(*_PLAIN)
 def _plain(instruction: Instruction):
     operate, write = _PLAIN[instruction.opcode], vector_writer(instruction)
+    if instruction.opcode == "v_sub_u32" and "clamp" in instruction.modifiers:  # saturates: Triton's scans find the lane before by it
+        instruction.result_modified = True
+        operate = _subtract_to_zero
     if instruction.opcode == "v_mov_b32":
         read = signed_bits_reader(instruction, 1)
         return lambda m: write(m, read(m))
     sources = [integer_reader(instruction, k) for k in range(1, len(instruction.operands))]
-    if len(sources) == 1:
-        first, = sources
-        return lambda m: write(m, operate(first(m)))
-    if len(sources) == 2:
-        first, second = sources
-        return lambda m: write(m, operate(first(m), second(m)))
-    first, second, third = sources
-    return lambda m: write(m, operate(first(m), second(m), third(m)))
+    return result_of(operate, sources, write)
 
 
 @opcode("v_cndmask_b32")
