@@ -4,22 +4,18 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
-import subprocess
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
 from tests.distributed.layouts import ONE, Layout
+from tests.distributed.rank_server import RankServers
 from tests.running import MICRO
 
-ROOT = Path(__file__).resolve().parents[2]
 NEAR = 1e-3  # probabilities this close may change order with the order of a sum
 COMMON, LAST = 2, 5  # the step of the common checkpoint, and the last step that is compared
-CPU = {"TORCHDYNAMO_DISABLE": "1", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
 
 
 @dataclass(frozen=True)
@@ -44,37 +40,46 @@ class Difference:
         return max((value, key) for key, value in self.gradients.items())
 
 
+def run_job(
+    servers: RankServers, run_dir: Path, ranks: int, recipe: tuple[str, ...], save_at: int | None = None,
+    forced: str | None = None, gradients: bool = False, traffic: bool = False,
+) -> dict:
+    """What layout_run.py kept of a run of `recipe` in run_dir; its job, result and logs lie beside that."""
+    run_dir.mkdir(exist_ok=True)
+    job, out = run_dir.parent / f"{run_dir.name}.json", run_dir.parent / f"{run_dir.name}.pt"
+    recipe = [*recipe, f"run_dir={run_dir}", f"nproc={ranks}"]
+    job.write_text(json.dumps(dict(
+        recipe=recipe, out=str(out), save_at=save_at, forced=forced, gradients=gradients, traffic=traffic,
+    )))
+    servers.run(ranks, job)
+    return torch.load(out)
+
+
 class Grid:
     """One rank's run, its checkpoint of step COMMON, and runs of layouts that start from there.
 
     Args: directory for everything; data, a prepared data set; recipe, overrides that all runs share, on top of base;
-    last, the last step; gradients, whether they are compared; forked, ranks on the CPU that need no start-up time.
+    last, the last step; gradients, whether they are compared; servers, where ranks run: one of its own for the CPU by default.
     """
 
     def __init__(
         self, directory: Path, data: Path, recipe: tuple[str, ...] = (), last: int = LAST, gradients: bool = True,
-        base: tuple[str, ...] = MICRO, forked: bool = True,
+        base: tuple[str, ...] = MICRO, servers: RankServers | None = None,
     ):
-        self.directory, self.last, self.gradients = directory, last, gradients
+        self.directory, self.data, self.last, self.gradients = directory, data, last, gradients
         directory.mkdir(exist_ok=True)
         self.recipe = (
             *base, f"data.path={data}", "stage.eval_iters=0", f"exit_interval={last}", f"checkpoint.save_interval={COMMON}",
             *recipe,
         )
-        self.server = self._start_server() if forked else None
+        self.own_servers = RankServers() if servers is None else None
+        self.servers = servers or self.own_servers
         self.one = self._run(ONE, save_at=COMMON)
 
     def close(self) -> None:
-        """End the process that the ranks are forked from."""
-        if self.server is not None:
-            self.server.stdin.close()
-            self.server.wait(timeout=60)
-
-    def _start_server(self) -> subprocess.Popen:
-        return subprocess.Popen(
-            [sys.executable, "-m", "tests.distributed.layout_run", "serve"], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-            text=True, cwd=ROOT, env={**os.environ, **CPU},
-        )
+        """End the processes that were started for this grid."""
+        if self.own_servers is not None:
+            self.own_servers.close()
 
     def run(self, layout: Layout, forced: bool = False, traffic: bool = False) -> dict:
         """What layout_run.py kept of `layout`, steps COMMON + 1 to the last.
@@ -93,15 +98,8 @@ class Grid:
     def _run(self, layout: Layout, name: str | None = None, save_at: int | None = None, forced: str | None = None,
              traffic: bool = False) -> dict:
         name = name or layout.name
-        run_dir, out = self.directory / name, self.directory / f"{name}.pt"
-        run_dir.mkdir(exist_ok=True)
-        job = dict(
-            recipe=[*self.recipe, f"run_dir={run_dir}", f"nproc={layout.ranks}", *layout.overrides], out=str(out),
-            save_at=save_at, forced=forced, gradients=self.gradients and not traffic, traffic=traffic,
-        )
-        (self.directory / f"{name}.json").write_text(json.dumps(job))
-        self._start_ranks(layout.ranks, self.directory / f"{name}.json")
-        result = torch.load(out)
+        job = dict(save_at=save_at, forced=forced, gradients=self.gradients and not traffic, traffic=traffic)
+        result = run_job(self.servers, self.directory / name, layout.ranks, (*self.recipe, *layout.overrides), **job)
         if layout is ONE:  # the others start at COMMON and count from 0
             result["reported"] = result["reported"][COMMON:]
             result["gradients"] = result["gradients"][COMMON:]
@@ -110,21 +108,6 @@ class Grid:
                 result[kind] = kept
             torch.save({"ids": result["ids"]}, self.directory / f"{name}.from_common.pt")
         return result
-
-    def _start_ranks(self, ranks: int, job: Path) -> None:
-        if self.server is not None:
-            self.server.stdin.write(f"{ranks} {job}\n")
-            self.server.stdin.flush()
-            code = self.server.stdout.readline().strip()
-            said = "\n".join(log.read_text()[-3000:] for log in sorted(job.parent.glob(f"{job.name}.rank*.stderr")))
-        else:
-            done = subprocess.run(
-                [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={ranks}", "--standalone", "-m",
-                 "tests.distributed.layout_run", str(job)],
-                stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=600, cwd=ROOT,
-            )
-            code, said = str(done.returncode), done.stdout[-6000:]
-        assert code == "0", f"{job.stem} ended with {code}:\n{said}"
 
     def compare(self, other: dict) -> Difference:
         """`other` (a result of `run`) against one rank."""

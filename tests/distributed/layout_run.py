@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One rank of a run whose losses, gradients and expert choices are kept: `layout_run <job.json>` under torchrun, or `serve`.
+"""One rank of a run whose losses, gradients and expert choices are kept: `layout_run <job.json>`, under torchrun or rank_server.py.
 
 The run is the product's own (recipe, adapter, Megatron's pretrain and checkpoints). What is kept is named so that it
 does not depend on the layout: gradients by checkpoint key and put together from their shards, expert ids by the tokens
@@ -14,10 +14,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import signal
-import socket
 import sys
-import traceback
 from pathlib import Path
 
 import torch
@@ -42,6 +39,7 @@ class Recorder:
         self.reported: list[dict] = []
         self.traffic = Traffic() if job["traffic"] else None
         self.sent: list[dict] = []  # a step: what this rank has sent since the step before was reported
+        self.memory: list[dict] = []  # a step on an accelerator: bytes held after it, and the most during it
         forced = torch.load(job["forced"])["ids"] if job["forced"] else None
         self.forced = forced
 
@@ -151,8 +149,10 @@ def local_gradients(chunks) -> list[tuple]:
                     shard = grads.chunk(group.size())[group.rank()].clone()
                     grads = torch.empty_like(grads)
                     torch.distributed.all_gather_into_tensor(grads, shard, group=group)
-                for param, (start, end) in bucket.param_to_index.items():
-                    gradients[param.data_ptr()] = grads[start:end].view(param.shape).float().cpu().clone()
+                for param in bucket.params:
+                    start = param.main_grad.storage_offset() - bucket.grad_data.storage_offset()
+                    shard = grads[start : start + param.numel()]
+                    gradients[param.data_ptr()] = shard.view(param.shape).float().cpu().clone()
         module = ddp.module
         while not hasattr(module, "decoder"):
             module = module.module
@@ -242,6 +242,9 @@ def run(job: dict) -> None:
             super().step(step)
             if recorder.traffic is not None:
                 recorder.sent.append(recorder.traffic.take_step())
+            if recipe.cluster.device == "cuda":
+                recorder.memory.append({"held": torch.cuda.memory_allocated(), "peak": torch.cuda.max_memory_allocated()})
+                torch.cuda.reset_peak_memory_stats()
             if self.reports:
                 statistics = step.statistics
                 counts = None if statistics is None else statistics.tokens_per_expert.cpu()
@@ -255,7 +258,7 @@ def run(job: dict) -> None:
     with recorder.traffic or contextlib.nullcontext():
         adapter.run(recipe, find_sources(recipe), Lifecycle(recipe), Recording(recipe, rank, world, sys.stdout))
 
-    mine = {name: getattr(recorder, name) for name in ("ids", "gradients", "reported", "sent")}
+    mine = {name: getattr(recorder, name) for name in ("ids", "gradients", "reported", "sent", "memory")}
     ranks = [None] * world if rank == 0 else None
     torch.distributed.gather_object(mine, ranks)
     if rank == 0:
@@ -267,6 +270,7 @@ def run(job: dict) -> None:
             "margins": margins,
             "gradients": [gradients for gradients, _ in joined],
             "sent": [r["sent"] for r in ranks],
+            "memory": [r["memory"] for r in ranks],
             "replicas": max((difference for _, difference in joined), default=0.0),
         }
         torch.save(result, job["out"])
@@ -282,60 +286,5 @@ def main(job_file: str) -> None:
         run(job)
 
 
-def serve() -> None:
-    """Reads lines `<ranks> <job.json>` and answers each with an exit code, forking the ranks from this process.
-
-    Ranks that are forked have everything imported already: on two cores that is most of the time of a short run. CPU
-    only, since a process that has looked for a GPU must not fork.
-    """
-    patches.apply()
-    import megatron.core.tokenizers.text  # noqa: F401  imports transformers
-    from transformers import AutoTokenizer  # noqa: F401
-
-    import zaya_plugin.training.adapter  # noqa: F401
-    from zaya_plugin.config.compose import compose
-
-    compose(["experiment=cpu_demo"])
-    for line in sys.stdin:
-        ranks, _, job_file = line.strip().partition(" ")
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
-        print(_fork_ranks(int(ranks), job_file, port), flush=True)
-
-
-def _fork_ranks(ranks: int, job_file: str, port: int) -> int:
-    pids = []
-    for rank in range(ranks):
-        pid = os.fork()
-        if pid == 0:
-            place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-            os.environ.update({name: str(value) for name, value in place.items()})
-            with open(f"{job_file}.rank{rank}.stderr", "w") as log:
-                os.dup2(log.fileno(), 2)
-            code = 1
-            try:
-                main(job_file)
-                code = 0
-            except BaseException:
-                traceback.print_exc()
-            finally:
-                sys.stderr.flush()
-                os._exit(code)
-        pids.append(pid)
-    worst = 0
-    while pids:
-        pid, status = os.wait()
-        pids.remove(pid)
-        if status and not worst:
-            worst = os.waitstatus_to_exitcode(status)
-            for other in pids:  # they would wait for it for ever
-                os.kill(other, signal.SIGKILL)
-    return worst
-
-
 if __name__ == "__main__":
-    if sys.argv[1] == "serve":
-        serve()
-    else:
-        main(sys.argv[1])
+    main(sys.argv[1])

@@ -48,6 +48,7 @@ BY_NAME = {each.name: each for each in QUICK}
 SLOW = (
     layout("cp2-contiguous", 2, "parallel.context_parallel_order=contiguous", cp=2),
     layout("ep4", 4, ep=4),
+    layout("ep8", 8, "stage.micro_batch_size=1", ep=8),
     layout("ep2-allgather", 2, "parallel.moe_token_dispatcher=allgather", ep=2),
     layout("pp4", 4, pp=4),
     layout("pp2-interleaved", 2, pp=2, stages=2),

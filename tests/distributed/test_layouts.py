@@ -2,16 +2,13 @@
 """Every parallel layout gives the losses and gradients of one rank: three steps in fp32 over gloo, from one checkpoint."""
 
 import copy
-import json
-import sysconfig
 import warnings
-from pathlib import Path
 
 import pytest
 
-from tests.distributed.layout_grid import Grid
+from tests.distributed.layout_grid import COMMON, Grid
 from tests.distributed.layouts import PACKED, PLAIN, PLAIN_OPTIMIZER, QUICK, RECOMPUTED, SLOW, Layout
-from tests.running import zaya
+from tests.distributed.packed_corpus import boundaries, short_documents
 
 LOSS, GRADIENT = 1e-5, 1e-4
 FLIPS = 0.002  # share of expert choices that may fall otherwise
@@ -28,15 +25,7 @@ def grid(tmp_path_factory, corpus):
 def packed_grid(tmp_path_factory, corpus):
     """On documents of a few tokens, so that a sequence of 32 holds several."""
     folder = tmp_path_factory.mktemp("packed")
-    lines = [
-        line.strip()[:24] for name in ("ast.py", "argparse.py", "socket.py", "typing.py")
-        for line in (Path(sysconfig.get_paths()["stdlib"]) / name).read_text().splitlines() if len(line.strip()) > 8
-    ]
-    (folder / "short.jsonl").write_text("".join(json.dumps({"text": line}) + "\n" for line in lines))
-    done = zaya("data", "prepare", "--input", str(folder / "short.jsonl"), "--output", str(folder / "data"), "--tokenizer",
-                str(corpus / "tokenizer"), "--workers", "1", "--valid-fraction", "0")
-    assert done.returncode == 0, done.stdout
-    grid = Grid(folder / "runs", folder / "data", PACKED)
+    grid = Grid(folder / "runs", short_documents(folder, corpus / "tokenizer"), PACKED)
     yield grid
     grid.close()
 
@@ -96,6 +85,17 @@ def test_the_comparison_notices_what_it_is_for(grid):
 @named(SLOW + RECOMPUTED)
 def test_a_further_layout_equals_one_rank(grid, layout):
     check(grid, layout)
+
+
+@pytest.mark.slow
+def test_sequences_hold_several_documents_that_do_not_see_each_other(packed_grid, tmp_path):
+    inside = boundaries(packed_grid.one, packed_grid.data)
+    assert len(inside) == 3 * 8  # steps, sequences
+    assert min(inside) >= 1 and sum(inside) >= 2 * len(inside)
+    # The same sequences with every token in sight of all before it: another loss, so the boundaries are read.
+    seen = Grid(tmp_path / "seen", packed_grid.data, servers=packed_grid.servers, last=COMMON + 1, gradients=False)
+    assert {key for step, key in seen.one["ids"] if step == 0} == {key for step, key in packed_grid.one["ids"] if step == 0}
+    assert abs(seen.one["reported"][0]["loss"] - packed_grid.one["reported"][0]["loss"]) > 100 * LOSS
 
 
 @pytest.mark.slow

@@ -1,10 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
 """The attention kernels of an accelerator against masks written out: chunks of a sequence, packed documents."""
 
+import contextlib
+
 import pytest
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from zaya_plugin.model.core_attention import BACKENDS, PACKAGES, causal_backend, document_attention, lower_right_mask
+from zaya_plugin.model.core_attention import (
+    BACKENDS,
+    PACKAGES,
+    causal_attention,
+    causal_backend,
+    document_attention,
+    lower_right_mask,
+)
 from zaya_plugin.parallel.context_order import ContextShard
 from zaya_plugin.parallel.packed_documents import PackedDocuments
 
@@ -45,6 +55,19 @@ def test_queries_at_the_end_of_the_keys(backend, rows, keys):
     compare(lambda *qkv: attend(*qkv, SCALE), lower_right_mask(rows, keys, torch.device("cuda")), rows, keys)
 
 
+@pytest.mark.parametrize("kernel", [SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION], ids=["flash", "cudnn"])
+def test_a_whole_sequence_with_each_kernel_of_torch(kernel):
+    query, key, value = (random(256, heads, seed).permute(1, 2, 0, 3) for seed, heads in enumerate((8, 2, 2)))
+    usable = {
+        SDPBackend.FLASH_ATTENTION: torch.backends.cuda.can_use_flash_attention,
+        SDPBackend.CUDNN_ATTENTION: torch.backends.cuda.can_use_cudnn_attention,
+    }[kernel]
+    if not usable(torch.backends.cuda.SDPAParams(query, key, value, None, 0.0, True, True)):
+        pytest.skip("torch has no such kernel for this device and shape")
+    with sdpa_kernel(kernel):
+        compare(lambda *qkv: causal_attention(*qkv, SCALE), lower_right_mask(256, 256, torch.device("cuda")), 256, 256)
+
+
 @pytest.mark.parametrize("shard", [ContextShard(), ContextShard("zigzag", 2, 1), ContextShard("contiguous", 2, 1)])
 def test_packed_documents(shard):
     tokens = torch.randint(0, 50, (2, 512), generator=torch.Generator().manual_seed(7)).cuda()
@@ -80,16 +103,49 @@ def test_the_bits_of_an_experts_row_do_not_depend_on_the_others(moved):
     assert torch.equal(after[: 256 - moved], before[: 256 - moved]) and torch.equal(after[256:], before[256:])
 
 
-def test_boundaries_are_made_without_waiting_for_the_device():
+@pytest.fixture
+def boundaries_in_turn():
+    """Makes a zig-zag rank's boundaries of another batch, all of it on the device, at each call."""
     from zaya_plugin.training.batches import micro_batch
 
-    tokens = torch.randint(0, 50, (2, 512)).cuda()
-    batch = dict(tokens=tokens, labels=tokens, position_ids=tokens, loss_mask=tokens.float())
-    micro_batch(batch, "cuda", ContextShard("zigzag", 2, 1), 0, True).packed.block_mask  # noqa: B018, compiles the mask
+    generator = torch.Generator().manual_seed(8)
+    tokens = iter(torch.randint(0, 50, (4, 2, 512), generator=generator).cuda())
+
+    def make() -> PackedDocuments:
+        row = next(tokens)
+        batch = dict(tokens=row, labels=row, position_ids=row, loss_mask=row.float())
+        return micro_batch(batch, "cuda", ContextShard("zigzag", 2, 1), 0, True).packed
+
+    return make
+
+
+@contextlib.contextmanager
+def no_waiting():
+    """An error for what makes the host wait for the device, as far as torch notices it."""
+    torch.cuda.synchronize()
     mode = torch.cuda.get_sync_debug_mode()
     torch.cuda.set_sync_debug_mode("error")
     try:
-        part = micro_batch(batch, "cuda", ContextShard("zigzag", 2, 1), 0, True)
-        assert part.packed.starts.shape == (2, 129, 2) and part.packed.block_mask is not None
+        yield
     finally:
         torch.cuda.set_sync_debug_mode(mode)
+
+
+def test_boundaries_are_made_without_waiting_for_the_device(boundaries_in_turn):
+    with pytest.raises(RuntimeError, match="synchronizing"), no_waiting():
+        torch.ones(1, device="cuda").item()
+    with no_waiting():
+        packed = boundaries_in_turn()
+        shapes = packed.starts.shape, packed.positions.shape, packed.dense_mask.shape
+    assert shapes == ((2, 129, 2), (256, 2), (2, 1, 256, 512))
+
+
+def test_the_block_mask_is_made_without_waiting_for_the_device(boundaries_in_turn):
+    for _ in range(2):  # compiles, and compiles again should a second batch not fit the first one's assumptions
+        assert boundaries_in_turn().block_mask is not None
+    with no_waiting():
+        packed = boundaries_in_turn()
+        mask = packed.block_mask
+    # Blocks of 128 rows and columns: this rank's rows are the second and third quarter of the sequence.
+    blocks = packed.dense_mask.unflatten(2, (2, 128)).unflatten(4, (4, 128)).any(dim=5).any(dim=3)
+    assert torch.equal(mask.to_dense().bool(), blocks)

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from zaya_plugin.model.fusion import fused_on_accelerator
 from zaya_plugin.model.initialization import constant_parameter
 from zaya_plugin.model.norm import ZayaRMSNorm, rms_norm
+from zaya_plugin.model.parameter_gather import gathered
 
 
 @fused_on_accelerator
@@ -72,7 +73,8 @@ class ResidualScaling(nn.Module):
         return merged.to(residual.dtype)
 
     def merge_and_norm(self, output: Tensor, residual: Tensor, norm: ZayaRMSNorm) -> tuple[Tensor, Tensor]:
-        """The new stream and `norm` of it."""
+        """The new stream and `norm` of it. Neither module is called."""
+        gathered(self), gathered(norm)
         vectors = (self.output_bias, self.output_scale, self.residual_bias, self.residual_scale)
         if self.fused:
             from hip_ops import scaled_residual_rms_norm

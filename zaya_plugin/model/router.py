@@ -17,6 +17,7 @@ from zaya_plugin.model.float32_buffers import Float32BuffersMixin
 from zaya_plugin.model.fusion import fused_on_accelerator
 from zaya_plugin.model.initialization import constant_parameter, initial_device, random_parameter
 from zaya_plugin.model.norm import rms_norm
+from zaya_plugin.model.parameter_gather import gathered
 
 
 @fused_on_accelerator
@@ -125,10 +126,10 @@ class ZayaRouter(Float32BuffersMixin, nn.Module):
         """
         averaged = self.router_states_scale is not None
         assert router_state is not None or not averaged, "the previous layer's router state did not arrive"
+        down_proj, norm, fc1, fc2, out_proj = map(gathered, (self.down_proj, self.norm, self.fc1, self.fc2, self.out_proj))
         state, logits = router_logits(
-            hidden_states, router_state if averaged else None, self.router_states_scale, self.down_proj.weight,
-            self.down_proj.bias, self.norm.weight, self.fc1.weight, self.fc1.bias, self.fc2.weight, self.fc2.bias,
-            self.out_proj.weight, self.norm.eps,
+            hidden_states, router_state if averaged else None, self.router_states_scale, down_proj.weight, down_proj.bias,
+            norm.weight, fc1.weight, fc1.bias, fc2.weight, fc2.bias, out_proj.weight, norm.eps,
         )
         probabilities, weights, ids = choose_expert(
             logits,
