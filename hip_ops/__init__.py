@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Kernels for ZAYA1 that need only torch: fused RMSNorm, Muon and Newton-Schulz, in HIP for MI300X, in Triton and in torch.
+"""Kernels for ZAYA1 that need only torch: RMSNorm, the CCA prologue, the expert path, Muon and Newton-Schulz.
 
 Everything public is imported at first use, so that `import hip_ops` costs nothing and needs nothing.
 """
@@ -12,6 +12,11 @@ from types import ModuleType
 EXPORTS = {
     "add_rms_norm": "rms_norm",
     "scaled_residual_rms_norm": "rms_norm",
+    "cca_prologue": "cca_prologue",
+    "cca_prologue_step": "cca_prologue",
+    "DecodeState": "cca_prologue",
+    "document_starts": "cca_prologue",
+    "rope_table": "cca_prologue",
     "muon_momentum_": "muon",
     "muon_update_": "muon",
     "MatrixBatches": "matrix_batches",
@@ -19,6 +24,11 @@ EXPORTS = {
     "newton_schulz": "newton_schulz",
     "orthogonalize_many": "newton_schulz",
     "matmul_add": "newton_schulz",
+    "sort_by_expert": "expert_permutation",
+    "permute_to_experts": "expert_permutation",
+    "unpermute_from_experts": "expert_permutation",
+    "weighted_swiglu": "weighted_swiglu",
+    "weighted_swiglu_backward": "weighted_swiglu",
     "set_backend": "backend",
     "use_backend": "backend",
     "warm_up": "operator",

@@ -5,6 +5,7 @@ Shapes and tiles are those that the launchers choose: hidden size 2048, bf16 lay
 and the Gram products of a batch of 2048 x 4096 matrices.
 """
 
+import functools
 from collections.abc import Callable
 
 import torch
@@ -67,6 +68,48 @@ def _product(symmetric: bool) -> TritonObject:
     return _compile(pointer_product_kernel, types, constexprs, config.num_warps, config.num_stages)
 
 
+def _expert_rows(which: str) -> TritonObject:
+    from hip_ops.triton_kernels import expert_permutation as kernels
+
+    maps = dict.fromkeys(("index", "inverse", "expert_ids", "counted", "token_of_row", "row_of_token", "counts", "offsets"), "*i32") | {"expert_ids": "*i64"}
+    sizes = dict.fromkeys(("rows", "hidden", "source_stride", "grad_stride", "tokens", "num_experts", "tiles", "programs"), "i32")
+    types = maps | sizes | dict.fromkeys(("source", "out", "grad", "d_source"), "*bf16")
+    if which in ("count", "place"):
+        experts, tile = kernels.sort_tile(16)
+        constexprs = {"EXPERTS": experts, "TILE": tile, "ROWS": 4096 // experts, "tiles": 1}  # a tile a program, as for 32,768 tokens
+        return _compile(kernels.count_kernel if which == "count" else kernels.place_kernel, types, constexprs, 4)
+    chosen = kernels.launch(HIDDEN, 2, reduces=which == "scaled_backward", warp_size=64)
+    constexprs = {"SCALED": which == "scaled", "HAS_SIDE": which == "gather", "ROWS": chosen.rows, "BLOCK": chosen.block}
+    kernel = kernels.scale_gather_backward_kernel if which == "scaled_backward" else kernels.gather_kernel
+    return _compile(kernel, types, constexprs, chosen.num_warps)
+
+
+def _swiglu(backward: bool) -> TritonObject:
+    from hip_ops.triton_kernels import weighted_swiglu as kernels
+
+    chosen = kernels.launch(HIDDEN, 2, backward=backward, warp_size=64)
+    types = dict.fromkeys(("rows", "width", "grad_stride", "gate_up_stride", "experts"), "i32") | {"offsets": "*i32"}
+    types |= dict.fromkeys(("gate_up", "grad", "out", "d_gate_up"), "*bf16")
+    constexprs = {"HAS_OFFSETS": True, "WITH_OUTPUT": True, "ROWS": chosen.rows, "BLOCK": chosen.block}
+    return _compile(kernels.backward_kernel if backward else kernels.forward_kernel, types, constexprs, chosen.num_warps)
+
+
+def _cca_prologue(which: str) -> TritonObject:
+    """ZAYA1's heads, with halos and documents."""
+    from hip_ops.triton_kernels import cca_prologue, cca_prologue_backward, cca_prologue_forward
+
+    chosen = cca_prologue.Launch(0, 4) if which == "sum" else cca_prologue.launch(which, 128, 10, 2, processors=304, warp_size=64)
+    kernel = getattr(cca_prologue_forward if which == "forward" else cca_prologue_backward, f"{which}_kernel")
+    fp32 = ("rope", "inverse_norm", "partial", "partial_bias", "partial_temperature", "partial_zero")
+    sizes = ("total", "rows", "batch", "tiles", "runs", "bias_runs", "zero_runs")
+    types = {name: "i32" for name in kernel.arg_names if name in sizes or name.endswith("_stride")}
+    types |= dict.fromkeys(("eps", "inverse_eps"), "fp32") | {"starts": "*u8"} | dict.fromkeys(fp32, "*fp32")
+    types = {name: types.get(name, "*bf16") for name in kernel.arg_names}
+    constexprs = {"HEADS": 8, "GROUPS": 2, "D": 128, "ROTARY": 64, "DELAYED": 128, "HAS_ROPE": True, "HAS_HALO": True, "HAS_STARTS": True,
+                  "BLOCK": chosen.block, "STAGES": chosen.stages, "OUT": chosen.out, "COLUMNS": cca_prologue.SUM_COLUMNS, "RUNS": 32}
+    return _compile(kernel, types, constexprs, chosen.num_warps, chosen.stages, unaligned=sizes)
+
+
 CASES: dict[str, Callable[[], TritonObject]] = {
     "rms_norm_forward": lambda: _rms_norm("forward", False),
     "rms_norm_forward_scaled": lambda: _rms_norm("forward", True),
@@ -77,4 +120,12 @@ CASES: dict[str, Callable[[], TritonObject]] = {
     "muon_update": lambda: _muon("update"),
     "symmetric_product": lambda: _product(True),
     "general_product": lambda: _product(False),
+    **{f"cca_prologue_{which}": functools.partial(_cca_prologue, which) for which in ("forward", "norm", "input", "weight", "temperature", "sum")},
+    "expert_count": lambda: _expert_rows("count"),
+    "expert_place": lambda: _expert_rows("place"),
+    "expert_gather": lambda: _expert_rows("gather"),
+    "expert_scale_gather": lambda: _expert_rows("scaled"),
+    "expert_scale_gather_backward": lambda: _expert_rows("scaled_backward"),
+    "weighted_swiglu": lambda: _swiglu(False),
+    "weighted_swiglu_backward": lambda: _swiglu(True),
 }

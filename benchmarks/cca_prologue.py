@@ -1,0 +1,353 @@
+# SPDX-License-Identifier: Apache-2.0
+"""CCA between projections and attention, forward and backward, beside the model's torch operations (eager and compiled) and transformers'.
+
+    python3 benchmarks/cca_prologue.py                        4 sequences of 4096 tokens, ZAYA1's heads
+    python3 benchmarks/cca_prologue.py --sweep                other tiles and grids of each Triton kernel
+
+Medians of triton's do_bench (which clears L2 before each call) on fresh random inputs; the copy bandwidth of the device is measured in
+the same run. Rates are by the bytes that must move: forward projected in, query, key and value out; backward their gradients and
+the queries' and keys' projections in, projected's gradient out. `operator` is the whole way through dispatch and autograd, `kernels`
+the back end's function alone, and `in a graph` that without the host. transformers' modules get projections that slice the given tensor, so that nobody's time has a
+matrix product of the projections in it. Prints a table, and one line of JSON, which it writes to benchmarks/results/<name>.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import datetime
+import importlib
+import itertools
+import json
+import platform
+import shlex
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from unittest import mock
+
+import torch
+from compile_ahead import compile_ahead
+from rms_norm import MI300X_BYTES_PER_S, copy_bandwidth, milliseconds
+from torch import Tensor, nn
+
+import hip_ops
+from hip_ops import backend
+from hip_ops.triton_kernels.cca_prologue import Launch
+
+HERE = Path(__file__).resolve().parent
+HEADS, GROUPS, D, ROTARY = 8, 2, 128, 64
+CHANNELS, VALUES = (HEADS + GROUPS) * D, GROUPS * D
+
+
+class Inputs:
+    def __init__(self, batch: int, rows: int, device: torch.device):
+        def random(*shape: int, scale: float = 1.0) -> Tensor:
+            return (torch.randn(shape, device=device) * scale).bfloat16()
+
+        self.batch, self.rows = batch, rows
+        self.projected = random(rows, batch, CHANNELS + VALUES)
+        self.parameters = (
+            random(CHANNELS, 1, 2), random(CHANNELS, scale=0.3), random(CHANNELS, D, 2, scale=(2 * D) ** -0.5), random(CHANNELS, scale=0.3),
+            torch.tensor([0.9, 1.3], device=device).bfloat16(),
+        )  # fmt: skip
+        half = torch.arange(rows, device=device)[:, None, None, None] * 1e4 ** (-torch.arange(ROTARY // 2, device=device) * 2 / ROTARY)
+        self.angles = torch.cat((half, half), dim=-1)  # [s, 1, 1, r]
+        self.rope = hip_ops.rope_table(self.angles)
+        self.upstream = tuple(random(rows, batch, count, D) for count in (HEADS, GROUPS, GROUPS))
+
+    @property
+    def arguments(self) -> tuple:
+        """Of the back ends' functions."""
+        return (self.projected, *self.parameters, self.rope, None, None, None, GROUPS, VALUES // 2)
+
+    @property
+    def leaves(self) -> list[Tensor]:
+        return [t.detach().requires_grad_() for t in (self.projected, *self.parameters)]
+
+    def bytes(self, direction: str) -> int:
+        width = CHANNELS + VALUES
+        return 2 * self.rows * self.batch * (2 * width if direction == "forward" else 2 * width + CHANNELS)
+
+
+def operator(inputs: Inputs) -> Callable:
+    return lambda projected, *parameters: hip_ops.cca_prologue(projected, *parameters, inputs.rope, query_groups=GROUPS)
+
+
+def of_the_model(inputs: Inputs) -> Callable:
+    """As zaya_plugin writes it in torch operations, not compiled."""
+    cca = importlib.import_module("zaya_plugin.model.cca")
+    mix, shift = cca.mix_qk.__wrapped__, cca.shift_values.__wrapped__
+
+    def function(projected, *parameters):
+        z, current, delayed = projected.split((CHANNELS, VALUES // 2, VALUES // 2), dim=-1)
+        query, key = mix(
+            z, *parameters, inputs.angles, query_groups=GROUPS, head_dim=D, temperature_form="linear", in_fp32=True
+        )
+        return query, key, shift(current, delayed, GROUPS)
+
+    return function
+
+
+class Slice(nn.Module):
+    """Stands for a projection: takes its channels out of what was projected."""
+
+    def __init__(self, start: int, size: int):
+        super().__init__()
+        self.start, self.size = start, size
+
+    def forward(self, projected: Tensor) -> Tensor:
+        return projected[..., self.start : self.start + self.size]
+
+
+def of_transformers(inputs: Inputs) -> Callable:
+    """ZayaCCAProjection, ZayaQKNorm and apply_rotary_pos_emb; batch first, as there."""
+    zaya = importlib.import_module("transformers.models.zaya.modeling_zaya")
+    from torch.func import functional_call
+    from transformers import ZayaConfig
+
+    width = CHANNELS + VALUES
+    config = ZayaConfig(hidden_size=width, num_attention_heads=HEADS, num_key_value_heads=GROUPS, head_dim=D)
+    device, dtype = inputs.projected.device, inputs.projected.dtype
+    projection = zaya.ZayaCCAProjection(config, 0).to(device, dtype)
+    starts = (0, HEADS * D, CHANNELS, CHANNELS + VALUES // 2, width)
+    for name, start, end in zip(("q_proj", "k_proj", "v_proj_current", "v_proj_delayed"), starts, starts[1:], strict=False):
+        setattr(projection, name, Slice(start, end - start))
+    norm = zaya.ZayaQKNorm(config).to(device, dtype)
+    angles = inputs.angles[:, 0].transpose(0, 1)  # [1, s, r]
+    cos, sin = angles.cos().to(dtype), angles.sin().to(dtype)
+    names = ("conv_qk_depthwise.weight", "conv_qk_depthwise.bias", "conv_qk_grouped.weight", "conv_qk_grouped.bias")
+
+    def function(projected, *parameters):
+        by_batch = projected.transpose(0, 1)
+        query, key, value = functional_call(projection, dict(zip(names, parameters[:4], strict=True)), (by_batch, None))
+        query, key = functional_call(norm, {"temp": parameters[4]}, (query, key))
+        query, key = zaya.apply_rotary_pos_emb(query, key, cos, sin, unsqueeze_dim=2)
+        return tuple(x.transpose(0, 1) for x in (query, key, value))
+
+    return function
+
+
+def kernels(name: str, inputs: Inputs) -> dict[str, Callable]:
+    """The back end's forward and backward, without dispatch and autograd."""
+    module = importlib.import_module(f"hip_ops.{name}_kernels.cca_prologue")
+    query, key, _, inverse_norm = module.cca_prologue(*inputs.arguments)
+    *tensors, groups, delayed = inputs.arguments
+    return {
+        "forward": lambda: module.cca_prologue(*inputs.arguments),
+        "backward": lambda: module.cca_prologue_backward(*inputs.upstream, *tensors, query, key, inverse_norm, groups, delayed),
+    }
+
+
+def in_graph(call: Callable) -> Callable:
+    """The same launches replayed: the device's time without the host's, which a training step hides behind what is queued."""
+    call()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        call()
+    return graph.replay
+
+
+def difference(function: Callable, inputs: Inputs) -> float:
+    """Largest distance of a query from the model's in fp32, of the largest query: so that what is timed is what is meant."""
+    few = Inputs(2, 256, inputs.projected.device)
+    exact = of_the_model(few)(few.projected.float(), *(p.float() for p in few.parameters))[0]
+    return ((function(few)(few.projected, *few.parameters)[0] - exact).abs().max() / exact.abs().max()).item()
+
+
+def measure(batch: int, rows: int, device: torch.device, options) -> dict:
+    """{"forward": {name: figures}, "backward": ...}; a name that fails has its error."""
+    inputs = Inputs(batch, rows, device)
+    found: dict[str, dict] = {"forward": {}, "backward": {}}
+
+    def enter(direction: str, name: str, make_call: Callable[[], Callable]) -> None:
+        try:
+            ms = milliseconds(make_call(), device, options.rep)
+        except Exception as error:  # an anchor that is not installed, or does not run on this device, is a row of the table
+            found[direction][name] = {"error": f"{type(error).__name__}: {error}"[:200]}
+            return
+        rate = inputs.bytes(direction) / ms * 1e3
+        print(direction, name, round(ms, 4), file=sys.stderr, flush=True)
+        found[direction][name] = {"ms": round(ms, 4), "tb_per_s": round(rate / 1e12, 3), "of_copy": round(rate / options.copy, 3)}
+
+    def both(name: str, make: Callable[[], Callable]) -> None:
+        def backward() -> Callable:
+            leaves = inputs.leaves
+            outputs = make()(*leaves)
+            return lambda: torch.autograd.grad(outputs, leaves, inputs.upstream, retain_graph=True)
+
+        def forward() -> Callable:
+            function, leaves = make(), inputs.leaves
+            return lambda: function(*leaves)
+
+        enter("forward", name, forward)
+        enter("backward", name, backward)
+
+    errors = {}
+    for name in options.backends:
+        with backend.use_backend(name):
+            both(f"{name}, operator", lambda: operator(inputs))
+            with contextlib.suppress(Exception):
+                errors[name] = round(difference(operator, inputs), 5)
+        if name != "torch":
+            for direction in found:
+                enter(direction, f"{name}, kernels", lambda name=name, direction=direction: kernels(name, inputs)[direction])
+                if device.type == "cuda":
+                    enter(direction, f"{name}, kernels in a graph", lambda name=name, direction=direction: in_graph(kernels(name, inputs)[direction]))
+    if not options.no_anchors:
+        both("model, eager", lambda: of_the_model(inputs))
+        both("transformers, eager", lambda: of_transformers(inputs))
+        if device.type == "cuda":
+            torch._dynamo.reset()
+            compiled = {"model": torch.compile(of_the_model(inputs), dynamic=False)}
+            both("model, torch.compile", lambda: compiled["model"])
+            with contextlib.suppress(ImportError):
+                compiled["transformers"] = torch.compile(of_transformers(inputs), dynamic=False)
+            both("transformers, torch.compile", lambda: compiled["transformers"])
+    summary = {"largest distance from fp32, of the largest": errors}
+    for direction, figures in found.items():
+        mine, theirs = (figures.get(name, {}).get("ms") for name in (f"{options.backends[0]}, operator", "transformers, torch.compile"))
+        if mine and theirs:
+            summary[f"transformers compiled / ours, {direction}"] = round(theirs / mine, 3)
+        summary[f"mi300x prediction ms, {direction}"] = round(1e3 * inputs.bytes(direction) / MI300X_BYTES_PER_S, 4)
+    return {**found, "summary": summary}
+
+
+KERNELS = ("forward", "norm", "input", "weight")
+
+
+@contextlib.contextmanager
+def launched_as(kernel: str, trial: Launch):
+    """The Triton kernel `kernel` with `trial` as tile and grid."""
+    from hip_ops.triton_kernels import cca_prologue as module
+
+    chosen = module.launch
+    with mock.patch.object(module, "launch", lambda name, *a, **k: trial if name == kernel else chosen(name, *a, **k)):
+        yield
+
+
+def trials(kernel: str, processors: int) -> list[Launch]:
+    heads = HEADS + GROUPS
+    if kernel == "forward":
+        return [
+            Launch(block, warps, tiles=tiles, registers=registers)
+            for (block, warps, registers), tiles in itertools.product(
+                ((64, 8, 128), (64, 8, None), (32, 4, 168), (32, 4, None), (128, 16, None)), (1, 2, 4)
+            )
+        ]
+    if kernel == "norm":
+        return [
+            Launch(block, warps, processors * resident // (heads + 1), stages=stages)
+            for (block, warps), resident, stages in itertools.product(((16, 4), (32, 4), (32, 8)), (3, 6, 10), (1, 3))
+        ]
+    if kernel == "input":
+        return [
+            Launch(block, warps, processors * resident // heads, stages=stages)
+            for block, warps, resident, stages in ((64, 8, 1, 2), (64, 8, 1, 1), (64, 4, 1, 2), (32, 4, 1, 2), (32, 4, 2, 1), (128, 8, 1, 1))
+        ]
+    return [
+        Launch(block, warps, max(1, processors * resident * out // (heads * D)), stages=stages, out=out)
+        for block, warps, resident, out, stages in (
+            (64, 8, 1, 64, 2), (64, 8, 1, 64, 3), (64, 4, 1, 64, 3), (64, 4, 2, 64, 2), (32, 4, 2, 64, 3), (64, 8, 1, 128, 2), (128, 8, 1, 64, 2)
+        )
+    ]  # fmt: skip
+
+
+def kernel_alone(kernel: str, inputs: Inputs) -> Callable:
+    """Of the backward's, all launches: which one gains shows in the sum."""
+    return kernels("triton", inputs)["forward" if kernel == "forward" else "backward"]
+
+
+def run_once(kernel: str, trial: Launch) -> None:
+    """Compiles one trial."""
+    inputs = Inputs(1, 256, torch.device("cuda", 0))
+    with launched_as(kernel, trial):
+        kernel_alone(kernel, inputs)()
+
+
+def sweep(batch: int, rows: int, device: torch.device, options) -> dict:
+    """Times of the back end's forward or backward with one kernel launched otherwise, best first; sizes as they come from --only."""
+    inputs, found = Inputs(batch, rows, device), {}
+    processors = torch.cuda.get_device_properties(device).multi_processor_count
+    wanted = {kernel: trials(kernel, processors) for kernel in options.only}
+    compile_ahead(run_once, [(kernel, replace(trial, programs=trial.programs and 1)) for kernel, each in wanted.items() for trial in each])
+    for kernel, each in wanted.items():
+        found[kernel] = {}
+        for trial in each:
+            with launched_as(kernel, trial):
+                try:
+                    ms = milliseconds(in_graph(kernel_alone(kernel, inputs)), device, options.rep)
+                except Exception as error:  # too much shared memory, for one
+                    found[kernel][str(trial)] = {"error": f"{type(error).__name__}: {error}"[:120]}
+                    continue
+            found[kernel][str(trial)] = {"ms": round(ms, 4)}
+            print(kernel, trial, round(ms, 4), file=sys.stderr, flush=True)
+        found[kernel] = dict(sorted(found[kernel].items(), key=lambda item: item[1].get("ms", 1e9)))
+    return found
+
+
+def parts(batch: int, rows: int, device: torch.device) -> dict:
+    """Time of each kernel of the backward, by torch's profiler, over ten calls."""
+    call = kernels("triton", Inputs(batch, rows, device))["backward"]
+    call()
+    torch.cuda.synchronize()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        for _ in range(10):
+            call()
+        torch.cuda.synchronize()
+    return {event.key: {"us": round(event.device_time_total / 10, 2)} for event in profile.key_averages() if event.device_time_total}
+
+
+def table(results: dict) -> str:
+    lines = []
+    for title, of_title in results.items():
+        for part, figures in of_title.items():
+            for name, row in figures.items():
+                cells = "  ".join(f"{key} {value}" for key, value in row.items()) if isinstance(row, dict) else str(row)
+                lines.append(f"{title:12}{part:10}{name:42}{cells}")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    on_gpu = torch.cuda.is_available()
+    parser.add_argument("--shapes", nargs="+", default=["4x4096"] if on_gpu else ["2x64"], help="micro batch x rows")
+    parser.add_argument("--backends", nargs="+", default=["triton"] if on_gpu else ["torch"], help="the first is compared with transformers")
+    parser.add_argument("--rep", type=int, default=200, help="milliseconds a measurement takes")
+    parser.add_argument("--no-anchors", action="store_true", help="only hip_ops")
+    parser.add_argument("--sweep", action="store_true")
+    parser.add_argument("--only", nargs="+", default=KERNELS, choices=KERNELS, help="kernels of the sweep")
+    parser.add_argument("--name", default="cca_prologue", help="of the file in benchmarks/results")
+    parser.add_argument("--commit", help="where there is no git repository")
+    options = parser.parse_args()
+    device = torch.device("cuda", 0) if on_gpu else torch.device("cpu")
+    torch.manual_seed(0)
+    options.copy = copy_bandwidth(device, options.rep)
+    if on_gpu:
+        from torch._functorch import config as functorch
+
+        functorch.donated_buffer = False  # a backward that is run again and again keeps its inputs
+    results = {}
+    for shape in options.shapes:
+        batch, rows = map(int, shape.split("x"))
+        results[shape] = (sweep if options.sweep else measure)(batch, rows, device, options)
+        if on_gpu and not options.sweep and "triton" in options.backends:
+            results[shape]["parts"] = parts(batch, rows, device)
+            print(results[shape]["parts"], file=sys.stderr, flush=True)
+    commit = options.commit or subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=HERE, capture_output=True, text=True).stdout.strip()
+    result = {
+        "device": torch.cuda.get_device_name() if on_gpu else f"CPU {platform.machine()}", "date": datetime.date.today().isoformat(),
+        "commit": commit or "unknown", "command": shlex.join(["python3", *sys.argv]), "torch": torch.__version__,
+        "copy_tb_per_s": round(options.copy / 1e12, 3), "results": results,
+    }  # fmt: skip
+    print(table(results), f"\ncopy bandwidth {result['copy_tb_per_s']} TB/s on {result['device']}", file=sys.stderr)
+    print(json.dumps(result))
+    (HERE / "results").mkdir(exist_ok=True)
+    (HERE / "results" / f"{options.name}.json").write_text(json.dumps(result, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

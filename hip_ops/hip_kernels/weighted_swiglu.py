@@ -1,0 +1,47 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Host side of csrc/weighted_swiglu.hip: allocates the results and calls the launchers. Same functions as hip_ops.reference.weighted_swiglu."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from hip_ops.hip_kernels.expert_permutation import aligned, blocks_for, with_rows
+from hip_ops.library import call
+
+
+def _halves(gate_up: Tensor) -> Tensor:
+    """Gate and up start at multiples of 16 bytes where a row's half does."""
+    return gate_up[:, : gate_up.shape[1] // 2]
+
+
+def weighted_swiglu(gate_up: Tensor, probs: Tensor, offsets: Tensor | None) -> Tensor:
+    """As hip_ops.reference.weighted_swiglu.weighted_swiglu."""
+    device, rows, width = gate_up.device, gate_up.shape[0], gate_up.shape[1] // 2
+    out = torch.empty((rows, width), dtype=gate_up.dtype, device=device)
+    if rows:
+        gate_up, offsets = with_rows(gate_up), None if offsets is None else offsets.contiguous()
+        call(
+            "ho_weighted_swiglu", gate_up, probs.contiguous(), offsets, out, rows, width, gate_up.stride(0),
+            0 if offsets is None else len(offsets), gate_up.element_size(), probs.element_size(), aligned(_halves(gate_up), out),
+            blocks_for(rows, device), device=device,
+        )  # fmt: skip
+    return out
+
+
+def weighted_swiglu_backward(
+    grad: Tensor, gate_up: Tensor, probs: Tensor, offsets: Tensor | None, with_output: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """As hip_ops.reference.weighted_swiglu.weighted_swiglu_backward."""
+    device, (rows, width) = grad.device, grad.shape
+    d_gate_up = torch.empty((rows, 2 * width), dtype=gate_up.dtype, device=device)
+    out = torch.empty((rows, width) if with_output else 0, dtype=gate_up.dtype, device=device)
+    d_probs = torch.empty(rows, dtype=probs.dtype, device=device)
+    if rows:
+        grad, gate_up, offsets = with_rows(grad), with_rows(gate_up), None if offsets is None else offsets.contiguous()
+        call(
+            "ho_weighted_swiglu_backward", grad, gate_up, probs.contiguous(), offsets, d_gate_up, d_probs, out if with_output else None,
+            rows, width, grad.stride(0), gate_up.stride(0), 0 if offsets is None else len(offsets), gate_up.element_size(),
+            probs.element_size(), aligned(grad, _halves(gate_up), d_gate_up), blocks_for(rows, device), device=device,
+        )  # fmt: skip
+    return d_gate_up, d_probs, out

@@ -1,0 +1,219 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tokens by expert in Triton: a counting sort in two launches, and rows gathered along its maps. No atomics, nothing waits for the host.
+
+Same functions and conventions as hip_ops.reference.expert_permutation. The sort: each program counts the experts of its tokens; then each
+adds up what programs before it counted, and so knows the rows of its own tokens. Importing this module imports triton.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+MAX_EXPERTS = 256
+PROGRAMS = 256  # of the sort, at most: each reads what all of them counted
+
+
+@triton.jit
+def _experts_of(expert_ids, token, tokens, num_experts, EXPERTS: tl.constexpr):
+    """The expert of each token, or -1, and one row a token with a 1 at its expert."""
+    inside = token < tokens
+    ids = tl.load(expert_ids + token, mask=inside, other=-1)
+    expert = tl.where((ids >= 0) & (ids < num_experts), ids, -1).to(tl.int32)
+    return inside, expert, (expert[:, None] == tl.arange(0, EXPERTS)[None, :]).to(tl.int32)
+
+
+@triton.jit
+def count_kernel(expert_ids, counted, tokens, num_experts, tiles, EXPERTS: tl.constexpr, TILE: tl.constexpr):
+    """counted [programs, EXPERTS]: how many of the program's tokens, `tiles` tiles of them, each expert has."""
+    program = tl.program_id(0)
+    total = tl.zeros([EXPERTS], tl.int32)
+    for tile in range(tiles):
+        token = (program * tiles + tile) * TILE + tl.arange(0, TILE)
+        _, _, ones = _experts_of(expert_ids, token, tokens, num_experts, EXPERTS)
+        total += tl.sum(ones, axis=0)
+    tl.store(counted + program * EXPERTS + tl.arange(0, EXPERTS), total)
+
+
+@triton.jit
+def place_kernel(
+    expert_ids, counted, token_of_row, row_of_token, counts, offsets, tokens, num_experts, tiles, programs,
+    EXPERTS: tl.constexpr, TILE: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """Both maps for the program's tokens; program 0 writes counts and offsets. ROWS: programs whose counts are added at a time."""
+    program = tl.program_id(0)
+    experts = tl.arange(0, EXPERTS)
+    total, before = tl.zeros([EXPERTS], tl.int32), tl.zeros([EXPERTS], tl.int32)
+    for first in range(0, programs, ROWS):
+        other = first + tl.arange(0, ROWS)[:, None]
+        found = tl.load(counted + other * EXPERTS + experts[None, :], mask=other < programs, other=0)
+        total += tl.sum(found, axis=0)
+        before += tl.sum(tl.where(other < program, found, 0), axis=0)
+    ends = tl.cumsum(total, axis=0)
+    if program == 0:
+        tl.store(counts + experts, total, mask=experts < num_experts)
+        tl.store(offsets + experts, ends, mask=experts < num_experts)
+    next_row = ends - total + before
+    # Tokens of no expert come behind all rows, after those of the programs before.
+    next_of_nobody = tl.sum(total, axis=0) + program * tiles * TILE - tl.sum(before, axis=0)
+    for tile in range(tiles):
+        token = (program * tiles + tile) * TILE + tl.arange(0, TILE)
+        inside, expert, ones = _experts_of(expert_ids, token, tokens, num_experts, EXPERTS)
+        rank = tl.cumsum(ones, axis=0) - 1 + next_row[None, :]
+        nobody = (expert < 0).to(tl.int32)
+        rank_of_nobody = next_of_nobody + tl.cumsum(nobody, axis=0) - 1
+        row = tl.where(expert < 0, rank_of_nobody, tl.sum(ones * rank, axis=1))
+        tl.store(row_of_token + token, tl.where(expert < 0, -1 - row, row), mask=inside)
+        tl.store(token_of_row + row, tl.where(expert < 0, -1 - token, token), mask=inside)
+        next_row += tl.sum(ones, axis=0)
+        next_of_nobody += tl.sum(nobody, axis=0)
+
+
+@triton.jit
+def gather_kernel(
+    source, index, scale, side, out, side_out, rows, hidden, source_stride,
+    SCALED: tl.constexpr, HAS_SIDE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """out[i] = source[index[i]], times scale[i] where SCALED; side_out[i] = side[index[i]]; zeros where index is negative."""
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    inside = row < rows
+    place = tl.load(index + row, mask=inside, other=-1)
+    live = place >= 0
+    if HAS_SIDE:
+        if tl.program_id(1) == 0:
+            tl.store(side_out + row, tl.load(side + place, mask=live, other=0.0), mask=inside)
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)[None, :]
+    within = columns < hidden
+    from_row = source + place.to(tl.int64)[:, None] * source_stride
+    value = tl.load(from_row + columns, mask=live[:, None] & within, other=0.0)
+    if SCALED:
+        factor = tl.load(scale + row, mask=live, other=0.0).to(tl.float32)
+        value = (value.to(tl.float32) * factor[:, None]).to(out.dtype.element_ty)
+    tl.store(out + row.to(tl.int64)[:, None] * hidden + columns, value, mask=inside[:, None] & within)
+
+
+@triton.jit
+def scale_gather_backward_kernel(
+    grad, source, inverse, scale, d_source, d_scale, rows, hidden, grad_stride, source_stride, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """d_source[r] = scale[t] * grad[t] and d_scale[t] = sum(grad[t] * source[r]), where t = inverse[r]; zeros where that is negative."""
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    inside = row < rows
+    index = tl.load(inverse + row, mask=inside, other=-1)
+    live = index >= 0
+    place = tl.where(live, index, -1 - index)
+    factor = tl.load(scale + place, mask=live, other=0.0).to(tl.float32)[:, None]
+    of_grad, of_row = grad + place.to(tl.int64)[:, None] * grad_stride, row.to(tl.int64)[:, None]
+    dot = tl.zeros([ROWS, BLOCK], tl.float32)
+    for start in range(0, hidden, BLOCK):
+        columns = start + tl.arange(0, BLOCK)[None, :]
+        within = columns < hidden
+        read = live[:, None] & within
+        upstream = tl.load(of_grad + columns, mask=read, other=0.0).to(tl.float32)
+        value = tl.load(source + of_row * source_stride + columns, mask=read, other=0.0).to(tl.float32)
+        dot += upstream * value
+        tl.store(d_source + of_row * hidden + columns, (upstream * factor).to(d_source.dtype.element_ty), mask=inside[:, None] & within)
+    tl.store(d_scale + place, tl.sum(dot, axis=1).to(d_scale.dtype.element_ty), mask=inside)
+
+
+@dataclass(frozen=True)
+class Launch:
+    """The tile of a program, rows x block columns, and its warps."""
+
+    rows: int
+    block: int
+    num_warps: int
+
+
+def sort_tile(num_experts: int) -> tuple[int, int]:
+    """Experts as a power of two, and tokens a tile: 4096 counters a tile."""
+    experts = max(triton.next_power_of_2(num_experts), 16)
+    return experts, 4096 // experts
+
+
+def launch(hidden_size: int, element_bytes: int, *, reduces: bool = False, warp_size: int | None = None) -> Launch:
+    """The tile for rows of so many elements; `reduces`: the kernel sums over a row. warp_size None for this torch's kind of device.
+
+    A lane has 32 bytes of a tensor, in two pieces of 16, or 16 where another tensor is read as well; there 128 on an H100, as measured,
+    which also leaves what is read to the caches' own policy: with evict_first every kernel was 1 to 2 % slower.
+    """
+    warp_size = warp_size or (32 if torch.version.hip is None else 64)
+    block = min(max(triton.next_power_of_2(hidden_size), 128), 4096 // element_bytes)
+    rows = max(1, 8192 // (block * element_bytes))
+    per_lane = (32 if not reduces else 128 if warp_size == 32 else 16) // element_bytes
+    return Launch(rows, block, min(max(rows * block // (per_lane * warp_size), 1), 1024 // warp_size))
+
+
+def _rows(tensor: Tensor) -> Tensor:
+    """[n, h] with contiguous rows; a copy only where they are not."""
+    return tensor if tensor.stride(1) == 1 or tensor.shape[1] < 2 else tensor.contiguous()
+
+
+def sort_by_expert(expert_ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """As hip_ops.reference.expert_permutation.sort_by_expert."""
+    if num_experts > MAX_EXPERTS:
+        raise ValueError(
+            f"hip_ops.sort_by_expert: num_experts is {num_experts}; the Triton kernels take at most {MAX_EXPERTS}, HIP_OPS_BACKEND=torch has no limit"
+        )
+    tokens, device = len(expert_ids), expert_ids.device
+    token_of_row, row_of_token = (torch.empty(tokens, dtype=torch.int32, device=device) for _ in range(2))
+    if not tokens:
+        return token_of_row, row_of_token, *(torch.zeros(num_experts, dtype=torch.int32, device=device) for _ in range(2))
+    counts, offsets = (torch.empty(num_experts, dtype=torch.int32, device=device) for _ in range(2))
+    expert_ids = expert_ids.contiguous()
+    experts, tile = sort_tile(num_experts)
+    tiles = triton.cdiv(triton.cdiv(tokens, tile), PROGRAMS)
+    programs = triton.cdiv(tokens, tiles * tile)
+    counted = torch.empty((programs, experts), dtype=torch.int32, device=device)
+    with torch.cuda.device(device):
+        count_kernel[(programs,)](expert_ids, counted, tokens, num_experts, tiles, EXPERTS=experts, TILE=tile)
+        place_kernel[(programs,)](
+            expert_ids, counted, token_of_row, row_of_token, counts, offsets, tokens, num_experts, tiles, programs,
+            EXPERTS=experts, TILE=tile, ROWS=4096 // experts,
+        )  # fmt: skip
+    return token_of_row, row_of_token, counts, offsets
+
+
+def _gather(source: Tensor, index: Tensor, scale: Tensor | None, side: Tensor | None) -> tuple[Tensor, Tensor]:
+    count, hidden = source.shape
+    out = torch.empty((count, hidden), dtype=source.dtype, device=source.device)
+    side_out = torch.empty(0 if side is None else count, dtype=source.dtype if side is None else side.dtype, device=source.device)
+    if count and (hidden or side is not None):
+        source, index = _rows(source), index.contiguous()
+        chosen = launch(max(hidden, 1), source.element_size())
+        with torch.cuda.device(source.device):
+            gather_kernel[(triton.cdiv(count, chosen.rows), triton.cdiv(max(hidden, 1), chosen.block))](
+                source, index, index if scale is None else scale.contiguous(), index if side is None else side.contiguous(), out,
+                index if side is None else side_out, count, hidden, source.stride(0), SCALED=scale is not None,
+                HAS_SIDE=side is not None, ROWS=chosen.rows, BLOCK=chosen.block, num_warps=chosen.num_warps,
+            )  # fmt: skip
+    return out, side_out
+
+
+def gather_rows(source: Tensor, index: Tensor, side: Tensor | None) -> tuple[Tensor, Tensor]:
+    """As hip_ops.reference.expert_permutation.gather_rows."""
+    return _gather(source, index, None, side)
+
+
+def scale_gather_rows(source: Tensor, index: Tensor, scale: Tensor) -> Tensor:
+    """As hip_ops.reference.expert_permutation.scale_gather_rows."""
+    return _gather(source, index, scale, None)[0]
+
+
+def scale_gather_rows_backward(grad: Tensor, source: Tensor, inverse: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+    """As hip_ops.reference.expert_permutation.scale_gather_rows_backward."""
+    count, hidden = source.shape
+    d_source, d_scale = torch.empty((count, hidden), dtype=source.dtype, device=source.device), torch.empty_like(scale)
+    if count:
+        grad, source = _rows(grad), _rows(source)
+        chosen = launch(max(hidden, 1), source.element_size(), reduces=True)
+        with torch.cuda.device(source.device):
+            scale_gather_backward_kernel[(triton.cdiv(count, chosen.rows),)](
+                grad, source, inverse.contiguous(), scale.contiguous(), d_source, d_scale, count, hidden, grad.stride(0), source.stride(0),
+                ROWS=chosen.rows, BLOCK=chosen.block, num_warps=chosen.num_warps,
+            )  # fmt: skip
+    return d_source, d_scale

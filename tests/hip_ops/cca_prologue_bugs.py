@@ -1,0 +1,67 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The CCA prologue's kernels with one mistake each, made from the shipped sources by substitution, and the case that shows it."""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+from hip_ops.build import CSRC
+from tests.hip_ops.cca_prologue_cases import Case
+
+FILES = ("cca_prologue.h", "cca_prologue.hip", "cca_prologue_backward.hip", "cca_prologue_weights.hip")
+PLAIN, HALO = Case(70, 1, 2, 1), Case(20, 2, 2, 1, halo=True, document=6)
+LONG = Case(300, 1, 2, 1)  # several tiles a block
+
+
+@dataclass(frozen=True)
+class Bug:
+    """In `file`, `right` becomes `wrong`; `case` fails then and passes else. schedule: whether only some orders of the threads show it."""
+
+    file: str
+    right: str
+    wrong: str
+    case: Case
+    schedule: bool = False
+
+
+HEADER, FORWARD, BACKWARD, WEIGHTS = FILES
+BUGS = {
+    "document_border_one_row_late": Bug(HEADER, "t + step + 1) * p.batch", "t + step) * p.batch", HALO),
+    "second_quad_as_the_first": Bug(HEADER, "second = quad + (quad < half ? half : kHeadDim / 2);", "second = first + 4;", PLAIN),
+    "taps_swapped": Bug(FORWARD, "taps[2 * e] = float_to_bf16(fmaf(a0, two, fmaf(a1, one, b0)));", "taps[2 * e] = float_to_bf16(fmaf(a1, two, fmaf(a0, one, b0)));", PLAIN),
+    "far_row_not_left_out": Bug(FORWARD, "two = far ? bf16_to_float(z2[e]) : 0.0f;", "two = near ? bf16_to_float(z2[e]) : 0.0f;", HALO),
+    "halo_rows_exchanged": Bug(FORWARD, "(row.t - back + 2)) * p.batch", "(back - row.t - 1)) * p.batch", HALO),
+    "mean_without_its_half": Bug(FORWARD, "fmaf(0.5f, bf16_to_float(loaded.z[i][0][q][e])", "fmaf(1.0f, bf16_to_float(loaded.z[i][0][q][e])", PLAIN),
+    "norm_of_half_a_row": Bug(FORWARD, "for (int mask = 8; mask > 0; mask >>= 1) square", "for (int mask = 4; mask > 0; mask >>= 1) square", PLAIN),
+    "rotation_backwards": Bug(FORWARD, "fmaf(one, cos[e], -two * sin[e])", "fmaf(one, cos[e], two * sin[e])", PLAIN),
+    "lost_barrier_before_the_product": Bug(FORWARD, "block_sync_lds();  // u is written, and y of the tile before is read", "", PLAIN, True),
+    "lost_barrier_before_the_rows": Bug(FORWARD, "block_sync_lds();  // y is written, and u is read", "", PLAIN, True),
+    "projection_not_removed": Bug(BACKWARD, "fmaf(-removed, unit[i][q][e], grad[i][q][e])", "grad[i][q][e]", PLAIN),
+    "last_row_keeps_what_it_had": Bug(BACKWARD, "if (late && row.t == p.rows - 1)", "if (late && row.t == p.rows)", PLAIN),
+    "merged_taps_mixed_up": Bug(BACKWARD, "fmaf(a0, tap1, a1 * tap0)", "fmaf(a0, tap0, a1 * tap1)", PLAIN),
+    "gradient_across_a_document": Bug(BACKWARD, "if (at && at[int64_t(i) * p.batch]) return false;", "", HALO),
+    "lost_barrier_between_halves": Bug(BACKWARD, "block_sync_lds();  // half of dz is written", "", PLAIN, True),
+    "halo_gradient_one_row_off": Bug(BACKWARD, "row.t + 2) * batch + row.entry) * channels + head", "-1 - row.t) * batch + row.entry) * channels + head", HALO),
+    "weights_of_the_row_before": Bug(WEIGHTS, "back = operand - 1;", "back = operand > 1 ? operand - 2 : 0;", PLAIN),
+    "lost_barrier_after_the_product": Bug(WEIGHTS, "block_sync_lds();  // operands are read", "", LONG, True),
+    "last_run_not_added": Bug(WEIGHTS, "for (int64_t run = 0; run < runs; ++run) {", "for (int64_t run = 0; run < runs - 1; ++run) {", PLAIN),
+    "bias_left_out_of_the_weights": Bug(WEIGHTS, "fmaf(a1, s[1], fmaf(a0, s[2], b0 * db[out]))", "fmaf(a1, s[1], a0 * s[2])", PLAIN),
+}  # fmt: skip
+
+# What only a sanitizer is sure to see: the second quad of a head beyond its end.
+OUTSIDE = {"second_quad_as_the_first": Bug(HEADER, "second = quad + (quad < half ? half : kHeadDim / 2);", "second = first + (quad < half ? half : kHeadDim / 2);", PLAIN)}
+
+
+def copy(folder: Path, bug: Bug | None = None) -> list[Path]:
+    """The sources in `folder`, with `bug`; the .hip files among them."""
+    for file in FILES:
+        text = (CSRC / file).read_text()
+        if bug is not None and bug.file == file:
+            assert text.count(bug.right) == 1, f"{file} says {text.count(bug.right)} times: {bug.right}"
+            text = text.replace(bug.right, bug.wrong)
+        (folder / file).write_text(text)
+    for header in CSRC.glob("portable*.h"):
+        shutil.copy(header, folder)
+    return [folder / file for file in FILES[1:]]

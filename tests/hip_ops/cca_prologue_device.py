@@ -1,0 +1,137 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs the gfx942 code objects of csrc/cca_prologue*.hip in the emulator, under the host code of hip_ops.hip_kernels.cca_prologue.
+
+What the launchers of csrc/ do on a GPU - which kernels, grids and arguments - is done once more here, in Python, for as many compute
+units as asked for. Results are filled with NaN before a launch: what a kernel does not write shows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+from unittest import mock
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from hip_ops.hip_kernels import cca_prologue as hip_kernels
+from tests.gfx942.emulator import Buffer, Counters, Device
+from tests.gfx942.toolchain import code_object
+
+TILE, XCDS, THREADS = 32, 8, 256
+
+
+def tiles_of(rows: int) -> int:
+    return -(-rows // TILE)
+
+
+def runs(groups: int, roles: int, tiles: int, processors: int, resident: int) -> int:
+    """prologue_runs of cca_prologue.h."""
+    dealt = XCDS % groups == 0
+    all_roles, places = (roles, XCDS // groups) if dealt else (roles * groups, XCDS)
+    return places * max(1, min(processors * resident // XCDS // all_roles, -(-tiles // places)))
+
+
+def flat(tensor: Tensor) -> Tensor:
+    """All that lies between a tensor's first and last element."""
+    extent = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)) if tensor.numel() else 0
+    return tensor.as_strided((extent,), (1,), tensor.storage_offset())
+
+
+def to_numpy(tensor: Tensor) -> np.ndarray:
+    values = flat(tensor).clone()
+    if values.dtype == torch.bfloat16:
+        return values.view(torch.int16).numpy().view(np.uint16)
+    return values.view(torch.uint8).numpy() if values.dtype == torch.bool else values.numpy()
+
+
+@dataclass
+class Emulated:
+    """A module like hip_kernels.cca_prologue. `objects` compiles a source of csrc/ by name; `counters` keeps what each launch counted."""
+
+    device: Device
+    processors: int = 1
+    objects: Callable[[str], Path] = code_object
+    counters: dict[str, Counters] = field(default_factory=dict)
+
+    def cca_prologue(self, *arguments):
+        return self._run(hip_kernels.cca_prologue, arguments)
+
+    def cca_prologue_backward(self, *arguments):
+        return self._run(hip_kernels.cca_prologue_backward, arguments)
+
+    def _run(self, function, arguments):
+        def count(roles: int, resident: int):
+            return lambda total, heads, groups, processors: runs(groups, heads // groups + roles, tiles_of(total), processors, resident)
+
+        functions = SimpleNamespace(ho_cca_prologue_backward_runs=count(2, 4), ho_cca_prologue_weights_runs=count(1, 1))
+        with (
+            mock.patch.object(hip_kernels, "call", lambda name, *a, device: getattr(self, "_" + name)(*a)),
+            mock.patch.object(hip_kernels, "library", lambda target: functions),
+            mock.patch.object(hip_kernels, "_processors", lambda device: self.processors),
+        ):
+            return function(*arguments)
+
+    def _launch(self, source: str, kernel: str, blocks: int, given: list, written: list[Tensor | None], threads: int = THREADS) -> None:
+        """given: kernel arguments; a tensor becomes a buffer, one of `written` is read back."""
+        buffers: dict[int, Buffer] = {}
+        written = [t for t in written if t is not None and t.numel()]
+
+        def convert(value):
+            if not isinstance(value, Tensor):
+                return value
+            if id(value) not in buffers:
+                buffers[id(value)] = self.device.put(to_numpy(value)) if value.numel() else None
+            return buffers[id(value)]
+
+        self.counters[kernel] = self.device.launch(self.objects(source), kernel, (blocks,), (threads,), [convert(value) for value in given])
+        for tensor in written:
+            values = torch.from_numpy(buffers[id(tensor)].read().view(np.int16) if tensor.dtype == torch.bfloat16 else buffers[id(tensor)].read())
+            flat(tensor).copy_(values.view(tensor.dtype).flatten())
+
+    def _ho_cca_prologue(self, *arguments) -> None:
+        pointers, strides, sizes = arguments[:14], arguments[14:18], arguments[18:25]
+        total, _, _, heads, groups, _, _ = sizes
+        for result in pointers[10:]:
+            result.fill_(float("nan"))
+        blocks = runs(groups, heads // groups + 2, tiles_of(total), self.processors, 2) * (heads // groups + 2) * groups
+        given = [*pointers, *map(np.int64, strides), *map(np.int32, sizes)]
+        self._launch("cca_prologue", "ho_cca_prologue_forward", blocks, given, list(pointers[10:]))
+
+    def _ho_cca_prologue_backward(self, *arguments) -> None:
+        d_query, d_key, d_value, query, key, inverse_norm, temperature, rope, starts, depthwise, grouped, dy, d_projected, d_halo, d_value_halo, bias, along = arguments[:17]
+        strides, sizes = arguments[17:28], arguments[28:35]
+        total, rows, batch, heads, groups, _, _ = sizes
+        for result in (dy, d_projected, d_halo, d_value_halo, bias, along):
+            if result is not None:
+                result.fill_(float("nan"))
+        roles = heads // groups + 2
+        given = [d_query, d_key, d_value, query, key, inverse_norm, temperature, rope, starts, dy, d_projected, d_value_halo, bias, along]
+        self._launch("cca_prologue_backward", "ho_cca_prologue_backward_rows", runs(groups, roles, tiles_of(total), self.processors, 4) * roles * groups,
+                     [*given, *map(np.int64, strides), *map(np.int32, sizes)], [dy, d_projected, d_value_halo, bias, along])  # fmt: skip
+        everything = total + (2 * (total // rows) if d_halo is not None else 0)
+        blocks = runs(groups, roles - 1, tiles_of(everything), self.processors, 2) * (roles - 1) * groups
+        given = [dy, depthwise, grouped, starts, d_projected, d_halo, *map(np.int32, (everything, total, rows, batch, heads, groups))]
+        self._launch("cca_prologue_backward", "ho_cca_prologue_backward_input", blocks, given, [d_projected, d_halo])
+
+    def _ho_cca_prologue_weights(self, *arguments) -> None:
+        dy, d_key, projected, *weights, temperature, rope, halo, starts, partial, zero = arguments[:13]
+        row_stride, batch_stride, rope_row, rope_batch, *k_strides = arguments[13:20]
+        total, rows, batch, heads, groups, rotary, zero_runs = arguments[20:27]
+        partial.fill_(float("nan")), zero.fill_(float("nan"))
+        roles = heads // groups + 1
+        strides, sizes = list(map(np.int64, (row_stride, batch_stride))), list(map(np.int32, (total, rows, batch, heads, groups)))
+        self._launch("cca_prologue_weights", "ho_cca_prologue_backward_weights", runs(groups, roles, tiles_of(total), self.processors, 1) * roles * groups,
+                     [dy, projected, halo, starts, partial, *strides, *sizes], [partial])  # fmt: skip
+        given = [d_key, projected, *weights, temperature, rope, halo, starts, zero, *strides, *map(np.int64, (rope_row, rope_batch, *k_strides)), *sizes, np.int32(rotary)]
+        self._launch("cca_prologue_weights", "ho_cca_prologue_backward_temperature", groups * zero_runs, given, [zero], threads=128)
+
+    def _ho_cca_prologue_sum(self, *arguments) -> None:
+        tensors, counts, (heads, groups) = arguments[:13], arguments[13:16], arguments[16:18]
+        for result in tensors[8:]:
+            result.fill_(float("nan"))
+        given = [*tensors, *map(np.int64, counts), np.int32(heads), np.int32(groups)]
+        self._launch("cca_prologue_weights", "ho_cca_prologue_backward_sum", (heads + groups) * 8, given, list(tensors[8:]))

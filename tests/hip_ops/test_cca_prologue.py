@@ -1,0 +1,298 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The CCA prologue as an operator, on the CPU: the torch reference, and the HIP sources built with g++."""
+
+import re
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+import hip_ops
+from hip_ops import backend
+from hip_ops.hip_kernels import cca_prologue as hip_kernels
+from hip_ops.reference import cca_prologue as reference
+from tests.hip_ops.cca_prologue_cases import BF16, FP32, FP64, GRADIENTS, Case, check, compare, exact, make
+
+NAMES = ("query", "key", "value")
+
+
+@pytest.fixture(params=["torch", "hip"])
+def chosen(request):
+    with backend.use_backend(request.param):
+        yield request.param
+
+
+def call(case: Case, tensors: dict):
+    return hip_ops.cca_prologue(*list(tensors.values())[:7], query_groups=case.groups, delayed_channels=case.late,
+                                **{name: tensors[name] for name in ("halo", "value_halo", "starts")})  # fmt: skip
+
+
+def leaves(case: Case) -> dict:
+    return {name: t.detach().clone().requires_grad_() if t is not None and name in GRADIENTS else t for name, t in make(case).tensors.items()}
+
+
+ANY = [
+    Case(9, 2, 4, 2, 16, rotary=8), Case(9, 2, 4, 2, 16, 2, True, 3, rotary=8), Case(1, 3, 2, 2, 16, 2, True, rotary=0, delayed=5),
+    Case(2, 3, 2, 2, 16, document=2, rotary=16, zero=True, pad=3, rope_batch=True), Case(12, 1, 3, 1, 10, 3, True, at=(0, 2, 3), rotary=4, zero=True),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP32, FP64], ids=str)
+@pytest.mark.parametrize("case", ANY, ids=str)
+def test_reference_against_fp64(case, dtype):
+    check(reference, Case(**{**case.__dict__, "dtype": dtype}))
+
+
+FAST = [
+    Case(70, 1, 2, 1), Case(33, 2, 4, 2, halo=True, chunks=2), Case(40, 2, 2, 1, document=5, halo=True), Case(1, 40, 2, 1, halo=True, document=3),
+    Case(2, 9, 2, 2, rotary=128, delayed=20), Case(37, 1, 5, 1, rotary=0, pad=8), Case(37, 1, 3, 3, rotary=16, pad=3, rope_batch=True, at=(15, 31, 32)),
+    Case(45, 1, 2, 1, halo=True, document=6, zero=True), Case(65, 1, 8, 2),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("schedule", ["forward", "reverse", "random:11"])
+@pytest.mark.parametrize("case", FAST, ids=str)
+def test_cpu_build_against_fp64(monkeypatch, case, schedule):
+    monkeypatch.setenv("HO_CPU_SCHEDULE", schedule)
+    check(hip_kernels, case)
+
+
+@settings(max_examples=8, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    rows=st.integers(1, 34), batch=st.integers(1, 3), groups=st.integers(1, 3), per=st.integers(1, 3), chunks=st.integers(1, 2), halo=st.booleans(),
+    document=st.sampled_from([0, 2, 9]), rotary=st.sampled_from([0, 8, 64, 128]), delayed=st.sampled_from([None, 0, 4]), pad=st.sampled_from([0, 1, 8]),
+    zero=st.booleans(), seed=st.integers(0, 1000),
+)  # fmt: skip
+def test_random_shapes(rows, batch, groups, per, chunks, halo, document, rotary, delayed, pad, zero, seed):
+    chunks = chunks if halo or document else 1
+    case = Case(rows, batch, groups * per, groups, 128, chunks, halo, document, rotary=rotary, delayed=delayed, pad=pad, zero=zero, seed=seed)
+    for module in (reference, hip_kernels):
+        check(module, case)
+
+
+def test_gradcheck():
+    """All arguments, in fp64, against finite differences: halos, a document's border, both kinds of value channels."""
+    case = Case(4, 1, 2, 1, 4, 2, True, at=(2,), rotary=2, dtype=FP64)
+    given = leaves(case)
+    wanted = [name for name in GRADIENTS if given[name] is not None]
+    assert torch.autograd.gradcheck(lambda *values: call(case, {**given, **dict(zip(wanted, values, strict=True))}), [given[name] for name in wanted])
+
+
+@pytest.mark.parametrize("halo, document", [(False, 0), (True, 0), (True, 3)])
+def test_the_models_own_path(halo, document):
+    cca = pytest.importorskip("zaya_plugin.model.cca", exc_type=ImportError)
+    case = Case(10, 2, 4, 2, 16, 2 if halo else 1, halo, document, rotary=8, dtype=FP32)
+    found = []
+    angles = torch.rand(case.chunks * 10, 2, 1, 4) * 7.0
+    angles = torch.cat((angles, angles), dim=-1)
+    for fused in (False, True):
+        t = {**leaves(case), "rope": hip_ops.rope_table(angles)}
+        if fused:
+            results = call(case, t)
+        else:
+            z, current, late = t["projected"].split((case.channels, 32 - case.late, case.late), dim=-1)
+            results = (*cca.mix_qk(z, *list(t.values())[1:6], angles, query_groups=2, head_dim=16, temperature_form="linear", in_fp32=True,
+                                   halo=t["halo"], starts=t["starts"]), cca.shift_values(current, late, 2, t["value_halo"], t["starts"]))  # fmt: skip
+        torch.autograd.backward(results, make(case).upstream)
+        found.append([*results, *(t[name].grad for name in GRADIENTS if t[name] is not None)])
+    for ours, theirs in zip(*found, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=2e-6)
+
+
+def test_transformers_with_its_cache():
+    """A prompt and single tokens: results and states of ZayaAttention's own modules."""
+    zaya = pytest.importorskip("transformers.models.zaya.modeling_zaya")
+    from transformers import DynamicCache, ZayaConfig
+
+    torch.manual_seed(0)
+    batch, d, hidden = 3, 16, 24
+    config = ZayaConfig(hidden_size=hidden, num_attention_heads=4, num_key_value_heads=2, head_dim=d, num_hidden_layers=2)
+    projection, norm = zaya.ZayaCCAProjection(config, 0), zaya.ZayaQKNorm(config)
+    for parameter in (*projection.parameters(), *norm.parameters()):
+        torch.nn.init.normal_(parameter, std=0.5)
+    names = ("q_proj", "k_proj", "v_proj_current", "v_proj_delayed")
+    matrix = torch.cat([getattr(projection, name).weight for name in names])
+    channels, late = 6 * d, d
+    parameters = (projection.conv_qk_depthwise.weight, projection.conv_qk_depthwise.bias, projection.conv_qk_grouped.weight, projection.conv_qk_grouped.bias, norm.temp)
+    state = hip_ops.DecodeState.empty(batch, channels, late, dtype=FP32, device="cpu")
+    cache, angles = DynamicCache(config=config), torch.rand(9, 1, 1, 4) * 6.0
+    angles = torch.cat((angles, angles), dim=-1)
+    tokens = torch.randn(batch, 9, hidden)
+    with torch.no_grad():
+        for part in (slice(0, 6), slice(6, 7), slice(7, 8), slice(8, 9)):
+            query, key, value = projection(tokens[:, part], cache)
+            turns = angles[part, :, 0].transpose(0, 1)
+            query, key = zaya.apply_rotary_pos_emb(*norm(query, key), turns.cos(), turns.sin(), unsqueeze_dim=2)
+            projected = torch.nn.functional.linear(tokens[:, part].transpose(0, 1), matrix)
+            got = hip_ops.cca_prologue_step(projected, *parameters, hip_ops.rope_table(angles[part]), query_groups=2, state=state)
+            for ours, theirs in zip(got, (query, key, value), strict=True):
+                torch.testing.assert_close(ours, theirs.transpose(0, 1), rtol=1e-5, atol=1e-5)
+            torch.testing.assert_close(state.conv, cache.get_conv_state(0, state_idx=0).permute(2, 0, 1))
+            torch.testing.assert_close(state.value, cache.get_recurrent_state(0, state_idx=0))
+
+
+def test_chunks_with_halos_give_what_the_whole_sequence_gives(chosen):
+    whole = make(Case(24, 2, 2, 1))
+    expected = call(whole.case, whole.tensors)
+    projected, chunks = whole.tensors["projected"], 3
+    before = torch.cat((torch.zeros_like(projected[:2]), projected)).unfold(0, 2, 8)[:chunks].movedim(-1, 1)  # rows -2, -1 of each chunk
+    tensors = {**whole.tensors, "halo": before[..., :384].contiguous(), "value_halo": before[:, 1, :, -64:].contiguous()}
+    for name, got, want in zip(NAMES, call(whole.case, tensors), expected, strict=True):
+        compare(name, got, want, 128, 2**-8)
+
+
+def test_documents_see_what_they_would_see_alone(chosen):
+    """cu_seqlens, with documents of one and two rows and an empty one; positions restart."""
+    lengths = [5, 1, 0, 2, 33, 1]
+    cu_seqlens = torch.tensor([0, *torch.tensor(lengths).cumsum(0)])
+    rows = sum(lengths)
+    inputs = make(Case(rows, 1, 2, 1))
+    starts, positions = hip_ops.document_starts(cu_seqlens, rows)
+    assert positions.tolist() == [t for length in lengths for t in range(length)]
+    rope = inputs.tensors["rope"]
+    packed = call(inputs.case, {**inputs.tensors, "starts": starts, "rope": rope[positions]})
+    at = 0
+    for length in filter(None, lengths):
+        alone = {**inputs.tensors, "projected": inputs.tensors["projected"][at : at + length], "rope": rope[:length]}
+        for name, got, want in zip(NAMES, packed, call(inputs.case, alone), strict=True):
+            compare(name, got[at : at + length], want, 128, 2**-8)  # torch's sums depend on the number of rows
+        at += length
+
+
+def test_steps_give_what_the_whole_sequence_gives(chosen):
+    case = Case(12, 5, 2, 1)
+    tensors = make(case).tensors
+    whole = call(case, tensors)
+    projected, *parameters, rope = list(tensors.values())[:7]
+    state = hip_ops.DecodeState.empty(case.batch, case.channels, case.late, dtype=BF16, device="cpu")
+    for part in (slice(0, 1), slice(1, 2), slice(2, 9), slice(9, 10), slice(10, 12)):
+        got = hip_ops.cca_prologue_step(projected[part], *parameters, rope[part], query_groups=1, state=state)
+        for name, result, want in zip(NAMES, got, whole, strict=True):
+            compare(name, result, want[part], 128, 2**-8)
+
+
+def test_gradients_of_a_result_that_is_not_used(chosen):
+    for used in range(3):
+        case = Case(5, 1, 2, 1)
+        t = leaves(case)
+        call(case, t)[used].float().square().sum().backward()
+        if used == 2:
+            assert not t["grouped_weight"].grad.any() and not t["projected"].grad[..., : case.channels].any()
+        assert all(t[name].grad.isfinite().all() for name in GRADIENTS[:6])
+
+
+@pytest.mark.parametrize("shape", [(0, 2), (3, 0)], ids=str)
+def test_empty(chosen, shape):
+    case = Case(3, 2, 2, 1)
+    t = leaves(case)
+    t["projected"], t["rope"] = torch.zeros(*shape, 512, dtype=BF16, requires_grad=True), None
+    results = call(case, t)
+    assert [tuple(r.shape) for r in results] == [(*shape, 2, 128), (*shape, 1, 128), (*shape, 1, 128)]
+    sum(r.sum() for r in results).backward()
+    assert all(not t[name].grad.any() for name in GRADIENTS[1:6])
+
+
+def test_any_strides_give_the_same(chosen):
+    """Batch first, and gradients with heads before rows, as attention gives them."""
+    case, found = Case(35, 2, 2, 1), []
+    for order in ((0, 1, 2, 3), (1, 2, 0, 3)):
+        inputs, t = make(case), leaves(case)
+        back = [order.index(i) for i in range(4)]
+        by_batch = t["projected"].detach().transpose(0, 1).contiguous().transpose(0, 1)
+        t["projected"] = (by_batch if order[0] else by_batch.contiguous()).requires_grad_()
+        torch.autograd.backward(call(case, t), [u.permute(order).contiguous().permute(back) for u in inputs.upstream])
+        found.append([t[name].grad for name in GRADIENTS if t[name] is not None])
+    assert all(map(torch.equal, *found))
+
+
+ERRORS = [
+    ({"projected": lambda t: t[..., 1:]}, "projected has shape (3, 2, 511); it must be [s, b, 512]"),
+    ({"grouped_weight": lambda t: t[:, :, 0]}, "grouped_weight has shape (384, 128); it must be [C, d, 2]"),
+    ({"grouped_weight": lambda t: t[:130]}, "query_groups is 1; it must be a divisor of the number of query heads, 130 channels"),
+    ({"depthwise_bias": lambda t: t[1:]}, "depthwise_bias has shape (383,); it must be (384,)"),
+    ({"temperature": lambda t: t.repeat(2)}, "temperature has shape (2,); it must be (1,)"),
+    ({"rope": lambda t: t[:, :, :63]}, "rope has shape (3, 1, 63); it must be [3, 1 or 2, r] with an even r up to 128"),
+    ({"rope": lambda t: t.bfloat16()}, "rope is torch.bfloat16; it must be torch.float32"),
+    ({"projected": lambda t: t.half()}, "projected is torch.float16; it must be torch.bfloat16, torch.float32 or torch.float64"),
+    ({"grouped_bias": lambda t: t.float()}, "grouped_bias is torch.float32; it must be torch.bfloat16"),
+    ({"temperature": lambda t: t.to("meta")}, "temperature is on meta; it must be on cpu like projected"),
+    ({"halo": lambda _: torch.zeros(1, 2, 2, 384, dtype=BF16)}, "halo and value_halo came alone; it must be given both or not at all"),
+    ({"starts": lambda _: torch.zeros(2, 2, 2, dtype=torch.bool)}, "halo, value_halo and starts tell of 2 chunks; it must be of as many as divide the 3 rows"),
+    ({"starts": lambda _: torch.zeros(1, 3, 2, dtype=torch.bool)}, "starts has shape (1, 3, 2); it must be (1, 4, 2)"),
+    ({"starts": lambda _: torch.zeros(1, 4, 2)}, "starts is torch.float32; it must be torch.bool"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("changes, message", ERRORS, ids=[message[:30] for _, message in ERRORS])
+def test_wrong_arguments_are_named(changes, message):
+    case = Case(3, 2, 2, 1)
+    tensors = make(case).tensors
+    tensors |= {name: change(tensors[name]) for name, change in changes.items()}
+    with pytest.raises(ValueError, match="^" + re.escape(f"hip_ops.cca_prologue: {message}")):
+        call(case, tensors)
+
+
+def test_wrong_numbers_are_named():
+    tensors = make(Case(3, 2, 2, 1)).tensors
+    for options, message in (({"query_groups": 0}, "query_groups is 0"), ({"query_groups": 2}, "query_groups is 2"),
+                             ({"query_groups": 1, "delayed_channels": 129}, "delayed_channels is 129; it must be from 0 to 128")):  # fmt: skip
+        with pytest.raises(ValueError, match=re.escape(message)):
+            hip_ops.cca_prologue(*list(tensors.values())[:7], **options)
+    with pytest.raises(ValueError, match=re.escape("cu_seqlens is torch.float32 (3,); it must be integers")):
+        hip_ops.document_starts(torch.zeros(3), 4)
+
+
+@pytest.mark.parametrize("case", [Case(3, 2, 2, 1), Case(4, 1, 2, 1, 16, 2, True, 3, rotary=8, dtype=FP32)], ids=str)
+def test_opcheck(case):
+    """Schema, fake tensors, autograd registration and AOT dispatch, torch's own checks."""
+    t = leaves(case)
+    torch.library.opcheck(torch.ops.hip_ops.cca_prologue, (*t.values(), case.groups, case.late))
+    inputs = make(case)
+    query, key, _, inverse_norm = reference.cca_prologue(*inputs.arguments)
+    arguments = (*inputs.upstream, *inputs.tensors.values(), query, key, inverse_norm, case.groups, case.late)
+    torch.library.opcheck(torch.ops.hip_ops.cca_prologue_backward, arguments, test_utils=("test_schema", "test_faketensor"))
+
+
+def test_compiles_whole(chosen):
+    case, results = Case(4, 2, 2, 1, halo=True, document=3), []
+
+    def function(t):
+        query, key, value = call(case, t)
+        return (torch.tanh(query.float()).sum() + (key.float() * value.float()).sum())
+
+    for run in (function, torch.compile(function, fullgraph=True, backend="aot_eager")):
+        t = leaves(case)
+        loss = run(t)
+        loss.backward()
+        results.append([loss, *(t[name].grad for name in GRADIENTS)])
+    assert all(map(torch.equal, *results))
+
+
+def test_results_do_not_change_between_runs(monkeypatch):
+    """No atomics: the same bits whatever order blocks and waves run in."""
+    inputs, found = make(Case(70, 1, 2, 1, halo=True, document=9)), []
+    for schedule in ("forward", "reverse", "random:3"):
+        monkeypatch.setenv("HO_CPU_SCHEDULE", schedule)
+        query, key, value, inverse_norm = hip_kernels.cca_prologue(*inputs.arguments)
+        *tensors, groups, late = inputs.arguments
+        found.append([query, key, value, inverse_norm, *hip_kernels.cca_prologue_backward(*inputs.upstream, *tensors, query, key, inverse_norm, groups, late)])
+    for other in found[1:]:
+        assert all(map(torch.equal, found[0], other))
+
+
+def test_heads_that_the_kernels_do_not_know_are_computed_by_torch():
+    inputs = make(Case(5, 1, 2, 1, 48, rotary=16))
+    for got, want in zip(hip_kernels.cca_prologue(*inputs.arguments), reference.cca_prologue(*inputs.arguments), strict=True):
+        assert torch.equal(got, want)
+
+
+def test_the_comparison_knows_one_wrong_row():
+    case = Case(9, 1, 2, 1)
+    inputs = make(case)
+    results, _ = exact(inputs)
+    query = inputs and reference.cca_prologue(*inputs.arguments)[0].clone()
+    compare("right", query, results["query"], case.d, 6e-3)
+    query[4, 0, 1, :8] *= 1.05
+    with pytest.raises(AssertionError, match="1 vectors are wrong; the worst, 9,|1 of 18 vectors are wrong"):
+        compare("wrong", query, results["query"], case.d, 6e-3)

@@ -1,0 +1,91 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The compiled gfx942 code of the CCA prologue, HIP's and Triton's, in the emulator: numbers, bytes, transactions, LDS banks."""
+
+import pytest
+import torch
+
+from hip_ops.build import CSRC
+from tests.gfx942.budgets import kernels_of
+from tests.gfx942.emulator import Device
+from tests.hip_ops.cca_prologue_cases import Case, backward, check, make
+from tests.hip_ops.cca_prologue_device import Emulated, tiles_of
+from tests.hip_ops.cca_prologue_triton_device import EmulatedTriton
+
+SCHEDULES = ("lockstep", "serial", "reverse")
+PLAIN, HALO = Case(37, 1, 2, 1), Case(20, 2, 2, 1, halo=True, document=6, zero=True)
+MORE = [Case(1, 35, 2, 1, halo=True, document=2), Case(2, 9, 2, 2, rotary=128, delayed=20), Case(37, 1, 3, 3, rotary=0, pad=8), Case(40, 1, 5, 1, at=(15, 31, 32)), Case(65, 1, 8, 2)]
+KERNELS = ("forward", "backward_rows", "backward_input", "backward_weights", "backward_temperature", "backward_sum")
+
+
+@pytest.mark.parametrize("case, schedule", [
+    *((case, schedule) for case in (PLAIN, HALO) for schedule in SCHEDULES),
+    *(pytest.param(case, "lockstep", marks=pytest.mark.slow) for case in MORE),
+], ids=str)  # fmt: skip
+def test_hip_against_fp64(case, schedule):
+    emulated = Emulated(Device(schedule))
+    check(emulated, case)
+    assert set(emulated.counters) == {f"ho_cca_prologue_{name}" for name in KERNELS}
+    assert all(counters.atomics == 0 for counters in emulated.counters.values())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", [Case(20, 1, 2, 1, 32, rotary=16), Case(9, 2, 2, 1, 32, halo=True, document=4, rotary=16), Case(37, 1, 2, 1)], ids=str)
+def test_triton_against_fp64(case):
+    check(EmulatedTriton(Device()), case)
+
+
+@pytest.mark.slow
+def test_the_same_bits_under_all_schedules():
+    inputs, found = make(HALO), []
+    for schedule in SCHEDULES:
+        emulated = Emulated(Device(schedule))
+        results = dict(zip(("query", "key", "value", "inverse_norm"), emulated.cca_prologue(*inputs.arguments), strict=True))
+        found.append([*results.values(), *backward(emulated, inputs, results).values()])
+    assert all(map(torch.equal, found[0], other) for other in found[1:])
+
+
+# Bytes a token that each launch must move, with ZAYA1's heads in bf16 and a micro batch of four that shares the table of the rotation.
+TABLE, NORMS, Z, ALL = 256 // 4, 4 * 10, 2 * 1280, 2 * 1536
+NEEDED = {
+    "forward": 2 * ALL + NORMS + TABLE,
+    "backward_rows": ALL + Z + NORMS + TABLE + Z + (ALL - Z),  # gradients, query and key in; dy and the values' part out
+    "backward_input": 2 * Z,
+    "backward_weights": 2 * Z,
+}
+
+
+def moved(counters) -> int:
+    """Bytes that reach the caches of the XCDs, each XCD's once, and that are written."""
+    return sum(counters.xcd_bytes(8)) + counters.distinct_store_bytes
+
+
+@pytest.mark.slow
+def test_bytes_are_within_five_percent_of_the_minimum():
+    """Of every launch, by what twice as many tokens move more: weights, partial sums and the borders of the runs are paid once.
+
+    What is paid once is 2.7 MB in the forward: the weights of a query group, 328 KB, come to each XCD.
+    """
+    found = []
+    for rows in (32, 64):
+        emulated, inputs = Emulated(Device()), make(Case(rows, 4, 8, 2))
+        results = dict(zip(("query", "key", "value", "inverse_norm"), emulated.cca_prologue(*inputs.arguments), strict=True))
+        backward(emulated, inputs, results)
+        found.append({name: moved(emulated.counters[f"ho_cca_prologue_{name}"]) for name in NEEDED})
+        for name in ("forward", "backward_rows", "backward_input"):
+            assert emulated.counters[f"ho_cca_prologue_{name}"].lds_bank_conflicts == 0
+        mfma = emulated.counters["ho_cca_prologue_forward"].mfma_by_opcode
+        assert mfma == {"v_mfma_f32_32x32x8_bf16": tiles_of(4 * rows) * 32 * 10 * 128 * 256 // (32 * 32 * 8)}, "each product once"
+    for name, needed in NEEDED.items():
+        share = (found[1][name] - found[0][name]) / (32 * 4 * needed)
+        assert 1.0 <= share <= 1.05, f"{name}: {share:.3f} of what must move"
+    at_production = found[0]["forward"] + (16384 - 128) * (found[1]["forward"] - found[0]["forward"]) / 128
+    assert at_production <= 1.05 * 16384 * NEEDED["forward"], f"{at_production / 16384 / NEEDED['forward']:.3f}"
+
+
+def test_no_spills_and_every_kernel_is_run():
+    found = {}
+    for source in ("cca_prologue", "cca_prologue_backward", "cca_prologue_weights"):
+        found |= {name: resources for name, (resources, _) in kernels_of(CSRC / f"{source}.hip").items()}
+    assert set(found) == {f"ho_cca_prologue_{name}" for name in KERNELS}
+    assert all(kernel.vgpr_spills == kernel.sgpr_spills == kernel.scratch == 0 for kernel in found.values())
+    assert found["ho_cca_prologue_forward"].waves_per_simd >= 2 and found["ho_cca_prologue_backward_input"].waves_per_simd >= 2

@@ -1,0 +1,55 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The comparisons that the kernels of the expert path pass are such that mistakes do not: each is put into a copy of the sources and must fail."""
+
+import shutil
+
+import pytest
+
+import hip_ops.library
+from hip_ops.hip_kernels import expert_permutation, weighted_swiglu
+from tests.gfx942.emulator import Device
+from tests.gfx942.emulator.faults import EmulatorFault, LdsRace, OutOfBounds, UninitialisedLds
+from tests.gfx942.toolchain import code_object
+from tests.hip_ops import expert_path_bugs as bugs
+from tests.hip_ops.cpu_kernels import SCHEDULES
+from tests.hip_ops.expert_path_cases import Rows, check_rows
+from tests.hip_ops.expert_path_device import HipOnDevice
+
+MODULES = {"expert_sort": expert_permutation, "expert_rows": expert_permutation, "weighted_swiglu": weighted_swiglu}
+
+
+def emulated(folder, bug: bugs.Bug) -> HipOnDevice:
+    source = bugs.write_source(folder, bug)
+    shutil.copy(bugs.CSRC / "portable.h", folder)
+    return HipOnDevice(Device("lockstep"), objects=lambda name: code_object(source))
+
+
+@pytest.mark.parametrize("name", [name for name, bug in bugs.BUGS.items() if bug.source != "expert_sort"])
+def test_each_bug_is_caught(tmp_path, monkeypatch, name):
+    bug = bugs.BUGS[name]
+    copy = bugs.cpu_copy(tmp_path, bug)
+    monkeypatch.setattr(hip_ops.library, "library", lambda target: copy)
+    for schedule in SCHEDULES:  # no kernel on rows has a barrier: each schedule shows each bug
+        monkeypatch.setenv("HO_CPU_SCHEDULE", schedule)
+        with pytest.raises(AssertionError, match="are wrong"):
+            bugs.CHECKS[bug.source](MODULES[bug.source])
+
+
+@pytest.mark.parametrize("name", [name for name, bug in bugs.BUGS.items() if bug.source == "expert_sort"])
+def test_each_bug_of_the_sort_is_caught(tmp_path, name):
+    """In the compiled gfx942 code: wrong rows are addresses, and on the CPU the process would die of them."""
+    on_device = emulated(tmp_path, bugs.BUGS[name])
+    with pytest.raises((AssertionError, EmulatorFault)) as caught:
+        bugs.sorts(on_device)
+    if "barrier" in name:
+        assert isinstance(caught.value, (LdsRace, UninitialisedLds))
+
+
+@pytest.mark.parametrize("source", MODULES)
+def test_the_right_sources_pass(source):
+    bugs.CHECKS[source](MODULES[source])
+
+
+def test_one_element_too_many_is_out_of_bounds(tmp_path):
+    with pytest.raises(OutOfBounds):
+        check_rows(emulated(tmp_path, bugs.ONE_TOO_MANY), Rows(5, 64))

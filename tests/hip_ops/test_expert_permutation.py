@@ -1,0 +1,169 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Sort by expert, permute and unpermute as operators, on the CPU: the torch reference, and the HIP sources built with g++."""
+
+import re
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+import hip_ops
+from hip_ops import backend
+from hip_ops.expert_permutation import ExpertOrder
+from hip_ops.hip_kernels import expert_permutation as hip_kernels
+from hip_ops.reference import expert_permutation as reference
+from tests.hip_ops.cpu_kernels import SCHEDULES
+from tests.hip_ops.expert_path_cases import BF16, FP32, FP64, MIXES, Rows, check_rows, check_sort, expert_ids
+
+MODULES = {"torch": reference, "hip": hip_kernels}
+ROWS = [
+    Rows(9, 2048), Rows(140, 256, mix="skewed", pad=8), Rows(5, 512, pad=3), Rows(7, 2051), Rows(6, 45, BF16, BF16), Rows(7, 1, mix="one"),
+    Rows(5, 1028, FP32, BF16, mix="nobody"), Rows(130, 36, FP32), Rows(6, 33, FP32, pad=1), Rows(0, 8), Rows(1, 5000),
+]  # fmt: skip
+
+
+@pytest.fixture(params=["torch", "hip"])
+def chosen(request):
+    with backend.use_backend(request.param):
+        yield request.param
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("name", MODULES)
+def test_sort(monkeypatch, name, schedule):
+    monkeypatch.setenv("HO_CPU_SCHEDULE", schedule)
+    for mix in MIXES:
+        check_sort(MODULES[name], expert_ids(mix, 1300, 16), 16)  # two blocks and a thread with no token
+    for tokens, num_experts in ((0, 3), (1, 1), (257, 32), (300, 33), (130, 256), (64, 2)):
+        check_sort(MODULES[name], expert_ids("even", tokens, num_experts, torch.int32), num_experts)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("tokens, num_experts", [(40000, 16), (9000, 256)])
+def test_sort_with_several_tokens_a_thread(tokens, num_experts):
+    check_sort(hip_kernels, expert_ids("skewed", tokens, num_experts), num_experts)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("case", ROWS, ids=str)
+def test_cpu_build_moves_rows(monkeypatch, case, schedule):
+    monkeypatch.setenv("HO_CPU_SCHEDULE", schedule)
+    check_rows(hip_kernels, case)
+
+
+@pytest.mark.parametrize("case", [*ROWS, Rows(9, 40, FP64, FP64, mix="skewed")], ids=str)
+def test_reference_moves_rows(case):
+    check_rows(reference, case)
+
+
+@settings(max_examples=40, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    tokens=st.integers(0, 40), hidden=st.one_of(st.integers(1, 300), st.sampled_from([8, 512, 2048])), mix=st.sampled_from(MIXES),
+    dtypes=st.sampled_from([(BF16, FP32), (BF16, BF16), (FP32, FP32), (FP32, BF16)]), num_experts=st.integers(1, 40),
+    pad=st.sampled_from([0, 1, 8]), seed=st.integers(0, 1000),
+)  # fmt: skip
+def test_random_shapes(tokens, hidden, mix, dtypes, num_experts, pad, seed):
+    for module in MODULES.values():
+        check_sort(module, expert_ids(mix, 7 * tokens, num_experts, seed=seed), num_experts)
+        check_rows(module, Rows(tokens, hidden, *dtypes, mix, num_experts, pad, seed))
+
+
+@pytest.mark.parametrize("mix", MIXES)
+def test_gradcheck(mix):
+    """In fp64: rows with their probs there, and back with and without scaling; first and, where rows are only moved, second derivatives."""
+    order = hip_ops.sort_by_expert(expert_ids(mix, 7, 3), 3)
+    tokens, probs = torch.randn(7, 5, dtype=FP64, requires_grad=True), torch.rand(7, dtype=FP64, requires_grad=True)
+    assert torch.autograd.gradcheck(lambda t, p: hip_ops.permute_to_experts(t, order, p), (tokens, probs))
+    assert torch.autograd.gradgradcheck(lambda t, p: hip_ops.permute_to_experts(t, order, p), (tokens, probs))
+    assert torch.autograd.gradcheck(lambda t: hip_ops.permute_to_experts(t, order)[0], tokens)
+    assert torch.autograd.gradcheck(lambda t: hip_ops.unpermute_from_experts(t, order), tokens)
+    assert torch.autograd.gradcheck(lambda t, p: hip_ops.unpermute_from_experts(t, order, p), (tokens, probs))
+
+
+def test_there_and_back(chosen):
+    """The identity for tokens of experts, zeros for the others, whatever lies in rows of no expert; the same for gradients."""
+    ids = expert_ids("even", 50, 4)
+    order = hip_ops.sort_by_expert(ids, 4)
+    tokens = torch.randn(50, 24).bfloat16().requires_grad_()
+    rows, none = hip_ops.permute_to_experts(tokens, order)
+    assert none is None and rows.is_contiguous()
+    garbage = rows.detach().clone()
+    garbage[order.offsets[-1] :] = float("nan")
+    back, upstream = hip_ops.unpermute_from_experts(garbage, order), torch.randn(50, 24).bfloat16()
+    want = tokens.detach().masked_fill((ids >= 4)[:, None], 0.0)
+    assert torch.equal(back, want) and 0 < int(order.offsets[-1]) < 50
+    hip_ops.unpermute_from_experts(rows, order).backward(upstream)
+    assert torch.equal(tokens.grad, upstream.masked_fill((ids >= 4)[:, None], 0.0))
+    assert torch.equal(order.counts, torch.bincount(ids, minlength=5)[:4].int())
+
+
+@pytest.mark.parametrize("used", ["rows", "probs"])
+def test_gradients_where_one_result_is_not_used(chosen, used):
+    ids = expert_ids("even", 20, 3)
+    order = hip_ops.sort_by_expert(ids, 3)
+    tokens, probs = torch.randn(20, 8).requires_grad_(), torch.rand(20).requires_grad_()
+    rows, row_probs = hip_ops.permute_to_experts(tokens, order, probs)
+    live = (ids < 3).float()
+    if used == "rows":
+        rows.sum().backward()
+        assert probs.grad is None and torch.equal(tokens.grad, live[:, None].expand(20, 8))
+    else:
+        row_probs.sum().backward()
+        assert tokens.grad is None and torch.equal(probs.grad, live)
+
+
+def test_any_strides_give_the_same(chosen):
+    order = hip_ops.sort_by_expert(expert_ids("even", 12, 3), 3)
+    for tokens in (torch.randn(16, 12).t(), torch.randn(12, 32)[:, ::2], torch.randn(1, 16).expand(12, 16), torch.randn(12, 20)[:, 3:19]):
+        for results in zip(*([*hip_ops.permute_to_experts(t, order), hip_ops.unpermute_from_experts(t, order, torch.full((12,), 0.5))] for t in (tokens, tokens.contiguous())), strict=True):
+            if results[0] is not None:
+                assert torch.equal(*results) and results[0].is_contiguous()
+    ids = torch.arange(24) % 5
+    assert all(torch.equal(a, b) for a, b in zip(hip_ops.sort_by_expert(ids[::2], 3), hip_ops.sort_by_expert(ids[::2].clone(), 3), strict=True))
+
+
+def test_shapes_without_running():
+    """Fake tensors: what torch.compile sees."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with FakeTensorMode():
+        order = hip_ops.sort_by_expert(torch.zeros(7, dtype=torch.int64), 3)
+        assert [t.shape[0] for t in order] == [7, 7, 3, 3] and {t.dtype for t in order} == {torch.int32}
+        rows, probs = hip_ops.permute_to_experts(torch.zeros(7, 4, dtype=BF16), order, torch.zeros(7))
+        assert (rows.shape, rows.dtype, probs.shape, probs.dtype) == ((7, 4), BF16, (7,), FP32)
+        assert hip_ops.unpermute_from_experts(rows, order, probs).shape == (7, 4)
+
+
+def test_the_registered_operators_keep_torchs_rules(chosen):
+    order = hip_ops.sort_by_expert(expert_ids("even", 9, 3), 3)
+    rows, probs = torch.randn(9, 8, requires_grad=True), torch.rand(9, requires_grad=True)
+    maps = (order.token_of_row, order.row_of_token)
+    torch.library.opcheck(torch.ops.hip_ops.sort_by_expert.default, (expert_ids("even", 9, 3), 3))
+    for side in (None, probs):
+        torch.library.opcheck(torch.ops.hip_ops.gather_rows.default, (rows, *maps, side))
+    torch.library.opcheck(torch.ops.hip_ops.scale_gather_rows.default, (rows, *maps, probs))
+
+
+ORDER = reference.sort_by_expert(torch.tensor([1, 0, 3]), 2)
+
+
+@pytest.mark.parametrize(
+    "call, says",
+    [
+        (lambda: hip_ops.sort_by_expert(torch.zeros(2, 2, dtype=torch.int64), 3), "expert_ids has shape (2, 2); it must be [n]"),
+        (lambda: hip_ops.sort_by_expert(torch.zeros(2), 3), "expert_ids is torch.float32; it must be torch.int32 or torch.int64"),
+        (lambda: hip_ops.sort_by_expert(torch.zeros(2, dtype=torch.int64), 0), "num_experts is 0; it must be at least 1"),
+        (lambda: hip_kernels.sort_by_expert(torch.zeros(2, dtype=torch.int64), 257), "num_experts is 257; the HIP kernels take at most 256"),
+        (lambda: hip_ops.permute_to_experts(torch.zeros(3), ExpertOrder(*ORDER)), "tokens has shape (3,); it must be [n, h]"),
+        (lambda: hip_ops.permute_to_experts(torch.zeros(4, 2), ExpertOrder(*ORDER)), "order.token_of_row has shape (3,); it must be (4,), one entry a row of tokens"),
+        (lambda: hip_ops.unpermute_from_experts(torch.zeros(3, 2), ExpertOrder(*ORDER), torch.zeros(2)), "probs has shape (2,); it must be (3,), one entry a row of rows"),
+        (lambda: hip_ops.permute_to_experts(torch.zeros(3, 2, dtype=torch.float16), ExpertOrder(*ORDER)), "tokens is torch.float16; it must be torch.bfloat16 or torch.float32"),
+        (lambda: hip_ops.permute_to_experts(torch.zeros(3, 2), ExpertOrder(*(t.long() for t in ORDER))), "order.token_of_row is torch.int64; it must be torch.int32"),
+        (lambda: hip_ops.permute_to_experts(torch.zeros(3, 2, device="meta"), ExpertOrder(*ORDER)), "order.token_of_row is on cpu; it must be on meta like tokens"),
+        (lambda: hip_ops.permute_to_experts(torch.zeros(3, 2), ExpertOrder(*ORDER), torch.zeros(3, dtype=FP64)), "probs is torch.float64; it must be torch.bfloat16 or torch.float32 (or all tensors torch.float64)"),
+    ],
+)  # fmt: skip
+def test_errors_name_what_is_wrong(call, says):
+    with pytest.raises(ValueError, match=re.escape(says)):
+        call()
