@@ -13,17 +13,19 @@ SIDE_BY_SIDE := -n $(TEST_WORKERS) --dist loadfile
 # The environment of the accelerator tests: one with your build of torch and megatron-core, hence not .venv.
 GPU_PYTHON ?= python3
 
+CORE16_TESTS := tests/model tests/parity tests/optim tests/parallel tests/patches
+
 # What `make demo` runs. The data step writes nothing where its output is already there.
 RUN_DIR := runs/demo-$(shell date +%Y%m%d-%H%M%S)
 DEMO_DATA = $(BIN)/zaya data prepare --input stdlib --output data/stdlib --train-bpe 2048 --valid-fraction 0.1
 DEMO_TRAIN = $(BIN)/zaya train experiment=cpu_demo run_dir=$(RUN_DIR)
 
-.PHONY: help setup tools demo test test-all test-gpu lint clean distclean
+.PHONY: help setup tools demo test test-all test-core16 test-gpu lint clean distclean
 
 help: ## Show this
 	@echo "ZAYA1 as a Megatron-core plugin. Needs GNU make and a Python 3.12 or 3.13 anywhere on this machine; finds it by itself."
 	@echo
-	@sed -n 's/^\([a-z-]*\):[^#]*## \(.*\)/  make \1|\2/p' $(MAKEFILE_LIST) | awk -F'|' '{ printf "%-16s %s\n", $$1, $$2 }'
+	@sed -n 's/^\([a-z0-9-]*\):[^#]*## \(.*\)/  make \1|\2/p' $(MAKEFILE_LIST) | awk -F'|' '{ printf "%-16s %s\n", $$1, $$2 }'
 	@echo
 	@echo "  make test PYTEST_ARGS='-k router -x'     pass anything on to pytest"
 	@echo "  make test TEST_WORKERS=1                 one test file after the other"
@@ -49,6 +51,10 @@ test: setup tools ## Run the tests that are neither slow nor need an accelerator
 test-all: setup tools ## Run all tests but those that need an accelerator
 	$(PYTEST) $(SIDE_BY_SIDE) -m "not gpu" $(PYTEST_ARGS)
 
+test-core16: setup ## Run the tests of the model, router, parity and optimizers on megatron-core 0.16.1, Primus' era
+	@tools/core16.sh
+	PYTHONPATH=.core16 $(PYTEST) $(SIDE_BY_SIDE) -m "not slow and not gpu" $(CORE16_TESTS) $(PYTEST_ARGS)
+
 test-gpu: ## Run the tests that need an accelerator, with GPU_PYTHON (default: python3)
 	$(GPU_PYTHON) -m pytest -m gpu $(PYTEST_ARGS)
 
@@ -59,5 +65,5 @@ clean: ## Remove caches and build products; keeps .venv, data and runs
 	rm -rf build dist *.egg-info .pytest_cache .ruff_cache
 	find . -path ./.venv -prune -o -name __pycache__ -type d -prune -exec rm -rf {} +
 
-distclean: clean ## Also remove .venv
-	rm -rf .venv
+distclean: clean ## Also remove .venv and .core16
+	rm -rf .venv .core16

@@ -6,6 +6,7 @@ and shard borders fall inside a layer's experts; ours keeps a layer's experts on
 For models without expert blocks it places parameters as the stock one does, up to where a bucket closes.
 """
 
+from zaya_plugin import compat
 from zaya_plugin.patches.registry import Patch
 
 
@@ -20,6 +21,7 @@ def install() -> None:
 PATCH = Patch(
     symbol="megatron.core.optimizer.distrib_optimizer.DistributedOptimizer._compute_per_buffer_param_layout",
     scope="always",
+    wanted=compat.lays_out_buffers,
     reason="stock borders fall inside experts, so the grouped GEMM would need a copy of all experts every step",
     install=install,
 )

@@ -13,6 +13,8 @@ from importlib import metadata
 from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
+from zaya_plugin import compat
+
 
 @dataclass(frozen=True)
 class Patch:
@@ -28,7 +30,7 @@ class Patch:
     install: Callable[[], None]
     scope: str = "cpu"
     package: str = "megatron-core"
-    versions: str = ">=0.19,<0.20"
+    versions: str = compat.SUPPORTED
     wanted: Callable[[], bool] = lambda: True
 
     @property
@@ -39,11 +41,18 @@ class Patch:
     @property
     def fits(self) -> bool:
         """Whether the installed version of the package lies in the range."""
-        return Version(metadata.version(self.package)) in SpecifierSet(self.versions, prereleases=True)
+        return SpecifierSet(self.versions, prereleases=True).contains(self.installed)
+
+    @property
+    def installed(self) -> Version:
+        """The installed version of the package."""
+        return compat.core_version() if self.package == "megatron-core" else Version(metadata.version(self.package))
 
     @property
     def applies(self) -> bool:
         """Whether this machine needs the patch."""
+        if self.symbol.startswith("megatron.training.") and not compat.has_training():
+            return False
         return (self.scope == "always" or not has_accelerator()) and self.wanted()
 
 
@@ -90,7 +99,7 @@ def _apply(patches) -> None:
             continue
         if not patch.fits:
             raise ImportError(
-                f"patch of {patch.symbol}: {patch.package} {metadata.version(patch.package)} is installed, "
+                f"patch of {patch.symbol}: {patch.package} {patch.installed} is installed, "
                 f"the patch is written for {patch.versions}; install a version in that range"
             )
         patch.install()

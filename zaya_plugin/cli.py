@@ -20,6 +20,7 @@ zaya: ZAYA1 pretraining as a Megatron-core plugin
   zaya train --help                 recipes, keys and examples
   zaya curriculum --help            the stages of a curriculum, one after the other
   zaya slurm --help                 a batch script for SLURM
+  zaya export --help                the same recipes for Megatron-LM's pretrain_gpt.py and for Primus
   zaya data prepare --help          make a corpus from text, JSON lines or Python's standard library
   zaya data --help                  pack, inspect and further commands on corpora
   zaya doctor                       what is installed, which devices there are, which patches apply
@@ -62,11 +63,15 @@ def _dispatch(argv: list[str]) -> int:
         return getattr(commands, argv[0])(argv[1:])
     if argv[0] == "data":
         return data(argv[1:])
+    if argv[0] == "export":
+        from zaya_plugin.export import main as export
+
+        return export(argv[1:])
     if argv[0] == "doctor":
         from zaya_plugin.doctor import main as doctor
 
         return doctor(argv[1:])
-    raise ValueError(f"zaya {argv[0]}: no such command; allowed: train, curriculum, slurm, data prepare, doctor, --help, --version")
+    raise ValueError(f"zaya {argv[0]}: no such command; allowed: train, curriculum, slurm, export, data prepare, doctor, --help, --version")
 
 
 # What `zaya data` can do; each is a module zaya_plugin.data.<name> with a main().

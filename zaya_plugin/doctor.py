@@ -1,9 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`zaya doctor`: what is installed, which devices torch sees, and which patches this machine needs and why."""
+"""`zaya doctor`: what is installed, which hosts it can be, what is known to go wrong here, devices, and which patches apply and why.
+
+Exit status: 0, training can start; 1, something needed is missing or a known problem is an error (with --strict: or a warning).
+"""
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import importlib.util
 import json
 import logging
@@ -41,29 +45,66 @@ PACKAGES = (
 
 
 def main(argv: list[str]) -> int:
-    """Prints the report; exit code 1 if something that is needed is missing."""
+    """Prints the report and returns the exit status."""
     parser = argparse.ArgumentParser(prog="zaya doctor", description=__doc__)
     parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_argument("--strict", action="store_true", help="exit with 1 for warnings too")
     arguments = parser.parse_args(argv)
     report = examine()
     print(json.dumps(report, indent=2) if arguments.json else render(report))
-    return int(any(item["version"] is None and item["use"].startswith("needed") for item in report["packages"]))
+    return exit_status(report, arguments.strict)
+
+
+def exit_status(report: dict[str, Any], strict: bool = False) -> int:
+    """1 if something needed is missing or broken, or a known problem is an error (or, with `strict`, any); else 0."""
+    missing = any(item["version"] is None and item["use"].startswith("needed") for item in report["packages"])
+    broken = any(isinstance(report[part], str) for part in ("devices", "patches"))
+    return int(missing or broken or any(strict or item["severity"] == "error" for item in report["problems"]))
 
 
 def examine() -> dict[str, Any]:
-    """The report as plain data: python, packages, devices, kernels, patches; imports torch if it is there."""
+    """The report as plain data: python, packages, hosts, problems, devices, kernels, patches; imports torch if it is there."""
     packages = [
         {"name": name, "version": _version(name, module), "use": use, "get": get} for name, module, use, get in PACKAGES
     ]
     present = {item["name"] for item in packages if item["version"]}
-    return {
+    report = {
         "zaya_plugin": __version__,
         "python": {"version": platform.python_version(), "executable": sys.executable, "platform": platform.platform()},
         "packages": packages,
+        "hosts": _hosts(),
         "devices": _ask(_devices) if "torch" in present else "unknown: torch is not installed",
         "kernels": _ask(_kernels) if "torch" in present else "unknown: torch is not installed",
         "patches": _ask(_patches) if {"torch", "megatron-core"} <= present else "unknown: torch or megatron-core is not installed",
     }
+    report["problems"] = [dataclasses.asdict(problem) for problem in known_problems(report)]
+    return report
+
+
+def known_problems(report: dict[str, Any]) -> list:
+    """Of the rules in zaya_plugin.known_problems those that apply to this environment."""
+    from zaya_plugin import compat
+    from zaya_plugin.known_problems import Facts, problems
+
+    devices = report["devices"] if isinstance(report["devices"], dict) else {"built_for": "CPU", "accelerators": []}
+    kind, _, version = devices["built_for"].partition(" ")
+    patches = report["patches"] if isinstance(report["patches"], list) else []
+    names = ("aiter", "amd-aiter", "primus", "transformer-engine")
+    modules = ("triton", "psutil", "transformer_engine", "transformer_engine_torch", "primus", "primus.core")
+    return problems(
+        Facts(
+            versions={name: _distribution_version(name) for name in names},
+            modules={name: compat.has_module(name) for name in modules},
+            environ=os.environ,
+            core=compat.core_version(),
+            training=compat.has_training(),
+            mixed=compat.has_module("megatron.training") and not compat.has_training(),
+            hip=version if kind == "ROCm" else None,
+            cuda=version if kind == "CUDA" else None,
+            archs=tuple(item["arch"] for item in devices["accelerators"]),
+            unfit=tuple(patch["name"] for patch in patches if patch["applies"] and not patch["fits"]),
+        )
+    )
 
 
 def render(report: dict[str, Any]) -> str:
@@ -79,6 +120,10 @@ def render(report: dict[str, Any]) -> str:
         lines.append(f"  {item['name']:20}{item['version'] or 'not found':22}{item['use']}")
         if item["version"] is None:
             lines.append(f"  {'':20}{item['get']}")
+    lines += ["", "Hosts"]
+    lines += [f"  {'can be   ' if host['possible'] else 'cannot be'} {host['name']:28}{host['detail']}" for host in report["hosts"]]
+    lines += ["", "Known problems"]
+    lines += [line for problem in report["problems"] for line in _problem_lines(problem)] or ["  none of those that are known"]
     lines += ["", "Devices"]
     if isinstance(devices, str):
         lines.append(f"  {devices}")
@@ -103,6 +148,28 @@ def render(report: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def _problem_lines(problem: dict[str, str]) -> list[str]:
+    return [
+        f"  {problem['severity']:8}{problem['name']}: {problem['found']}",
+        f"          why   {problem['why']}",
+        f"          do    {problem['remedy']}",
+    ]
+
+
+def _hosts() -> list[dict[str, Any]]:
+    """What docs/hosts.md calls hosts, and whether this environment can be each."""
+    from zaya_plugin import compat
+
+    core, training = compat.core_version(), compat.has_training()
+    found = f"megatron.core {core}{' with' if training else ' without'} megatron.training" if core else "no megatron.core"
+    primus = compat.has_module("primus.core")
+    return [
+        {"name": "zaya train", "possible": compat.zaya_train_fits(), "detail": found},
+        {"name": "pretrain_gpt.py --spec", "possible": compat.zaya_train_fits(), "detail": f"{found}; its script comes with a checkout"},
+        {"name": "Primus", "possible": primus, "detail": "primus.core is here; it brings its Megatron" if primus else "no primus.core on the path"},
+    ]
+
+
 def _ask(question: Callable[[], Any]) -> Any:
     """The answer, or the error as text: a torch that does not import is what a doctor is called for."""
     with warnings.catch_warnings():
@@ -123,12 +190,21 @@ def _version(distribution: str, module: str) -> str | None:
         return None
     if not found:
         return None
+    if module == "megatron.core":  # a checkout in front of a wheel has the wheel's metadata
+        from zaya_plugin import compat
+
+        return str(compat.core_version())
     for name in (distribution, module.replace("_", "-"), module):
-        try:
-            return metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
+        if version := _distribution_version(name):
+            return version
     return "found, version unknown"  # a source checkout on PYTHONPATH
+
+
+def _distribution_version(name: str) -> str | None:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
 
 
 def _devices() -> dict[str, Any]:
@@ -168,5 +244,5 @@ def _kernels() -> list[dict[str, str]]:
 def _patches() -> list[dict[str, Any]]:
     from zaya_plugin import patches
 
-    names = ("name", "reason", "applies", "scope", "versions")
+    names = ("name", "reason", "applies", "scope", "versions", "fits")
     return [{name: getattr(patch, name) for name in names} for patch in patches.describe()]

@@ -82,8 +82,12 @@ WORKER = """
             names = ("OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES", "TORCHDYNAMO_DISABLE", "CUSTOM", "MASTER_PORT")
             print("|".join(f"{name}={os.environ[name]}" for name in names), flush=True)
         if mode == "raise":
-            time.sleep(0.3 * (rank == 0))
-            raise RuntimeError("the first error" if rank else "connection closed by peer")
+            if rank:
+                raise RuntimeError("the first error")
+            logs = Path(recipe.run_dir, "logs")
+            while not any("first error" in log.read_text() for log in logs.glob("launch_*/attempt_0/1/stderr.log")):
+                time.sleep(0.01)
+            raise RuntimeError("connection closed by peer")
         if mode == "killed":
             dying = Path(recipe.run_dir, "dying")
             if rank == 1:

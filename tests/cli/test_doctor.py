@@ -11,9 +11,11 @@ def report(**changes):
     packages = [dict(name=name, version="1.0", use=use, get=get) for name, _, use, get in doctor.PACKAGES]
     python = dict(version="3.12.1", executable="/usr/bin/python", platform="Linux")
     devices = dict(built_for="ROCm 6.4", cpu_cores=8, accelerators=[dict(index=0, name="MI300X", memory_gib=192, arch="gfx942")])
-    patches = [dict(name="a.b", reason="because", applies=False, scope="cpu", versions=">=2.6")]
+    patches = [dict(name="a.b", reason="because", applies=False, scope="cpu", versions=">=2.6", fits=True)]
     kernels = [dict(device="cuda", backend="hip", reason="auto")]
-    report = dict(zaya_plugin="0.1.0", python=python, packages=packages, devices=devices, kernels=kernels, patches=patches)
+    hosts = [dict(name="zaya train", possible=True, detail="megatron.core 0.19.2")]
+    parts = dict(packages=packages, hosts=hosts, problems=[], devices=devices, kernels=kernels, patches=patches)
+    report = dict(zaya_plugin="0.1.0", python=python, **parts)
     return report | changes
 
 
@@ -23,10 +25,12 @@ def test_this_environment_is_described_in_json(capsys):
     versions = {item["name"]: item["version"] for item in found["packages"]}
     assert versions["torch"] == metadata.version("torch")
     assert set(versions) >= {"torch", "megatron-core", "transformers", "triton", "transformer-engine", "aiter"}
-    assert code == int(any(item["version"] is None and item["use"].startswith("needed") for item in found["packages"]))
+    assert code == doctor.exit_status(found) == 0, "these tests run where training can"
+    assert [host["possible"] for host in found["hosts"]][:2] == [True, True]
+    assert {"name", "severity", "found", "why", "remedy"} == set().union(*found["problems"]) or not found["problems"]
     assert found["devices"]["cpu_cores"] >= 1
     assert {"device": "cpu", "backend": "torch", "reason": "auto"} in found["kernels"]
-    assert all(set(patch) == {"name", "reason", "applies", "scope", "versions"} for patch in found["patches"])
+    assert all(set(patch) == {"name", "reason", "applies", "scope", "versions", "fits"} for patch in found["patches"])
     assert {patch["scope"] for patch in found["patches"]} <= {"cpu", "always"}
 
 
@@ -54,3 +58,29 @@ def test_a_torch_that_does_not_import_is_reported():
         raise OSError("libamdhip64.so.6: cannot open shared object file")
 
     assert doctor._ask(broken) == "unknown: OSError: libamdhip64.so.6: cannot open shared object file"
+
+
+WARNING = dict(name="dynamo-off", severity="warning", found="TORCHDYNAMO_DISABLE=1", why="slow", remedy="unset it")
+ERROR = WARNING | dict(name="psutil", severity="error", found="no psutil", why="saves need it", remedy="pip install psutil")
+
+
+def test_the_exit_status_says_whether_training_can_start():
+    assert doctor.exit_status(report()) == 0
+    assert doctor.exit_status(report(problems=[WARNING])) == 0 and doctor.exit_status(report(problems=[WARNING]), strict=True) == 1
+    assert doctor.exit_status(report(problems=[ERROR])) == 1
+    assert doctor.exit_status(report(devices="unknown: OSError: libamdhip64.so.6")) == 1
+    missing = [dict(name="torch", version=None, use="needed", get="install it")]
+    assert doctor.exit_status(report(packages=missing)) == 1
+
+
+def test_problems_come_with_why_and_what_to_do():
+    text = doctor.render(report(problems=[ERROR]))
+    assert "error   psutil: no psutil\n          why   saves need it\n          do    pip install psutil" in text
+    assert "none of those that are known" in doctor.render(report())
+    assert "can be    zaya train" in text
+
+
+def test_a_patch_that_does_not_fit_is_a_problem():
+    patches = [dict(name="a.b", reason="because", applies=True, scope="cpu", versions="<0.1", fits=False)]
+    found = {problem.name: problem for problem in doctor.known_problems(report(patches=patches))}
+    assert found["patch-range"].severity == "error" and found["patch-range"].found == "a.b"

@@ -47,8 +47,16 @@ def gpt4_like(pattern):
     return pre_tokenizers.Sequence([split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
 
 
+def runs_of_spaces():
+    """As GPT-NeoX: added tokens take spaces from the front of a run, whatever word comes behind it."""
+    tokenizer = byte_level(pre_tokenizers.ByteLevel(add_prefix_space=False))
+    tokenizer.add_tokens([AddedToken(" " * count, normalized=False) for count in (2, 3, 8)])
+    return tokenizer
+
+
 KINDS = {
     "gpt2": lambda: byte_level(pre_tokenizers.ByteLevel(add_prefix_space=False)),
+    "neox": runs_of_spaces,
     "llama3": lambda: byte_level(gpt4_like(GPT4_LIKE[0])),
     "qwen2": lambda: byte_level(gpt4_like(GPT4_LIKE[1]), normalizers.NFC()),
     "gemma": gemma,

@@ -7,6 +7,7 @@ import pytest
 
 from zaya_plugin.config.schema import DataConfig, Recipe, StageConfig
 from zaya_plugin.data import pack
+from zaya_plugin.data.blend import domain_names
 from zaya_plugin.training.datasets import find_sources
 
 
@@ -33,10 +34,44 @@ def test_validation_blend(prepared, bins):
     entries = [f"3 {prepared}", f"1 {bins}"]
     found = find_sources(recipe(path=str(prepared), valid_blend=entries, packing="documents"))
     assert found.valid == [(3.0, str(prepared / "valid")), (1.0, str(bins / "valid"))]
+    assert list(found.domains.values()) == [3.0, 1.0] and list(found.domains) == domain_names([str(prepared), str(bins)])
     with pytest.raises(ValueError, match="give one of them"):
         find_sources(recipe(path=str(prepared), valid_blend=entries, valid_path=str(prepared / "valid")))
     with pytest.raises(ValueError, match="data.valid_blend holds 'half data'"):
         find_sources(recipe(path=str(prepared), valid_blend=["half data"]))
+
+
+def test_names_of_domains():
+    assert domain_names(["data/web", "data/code"]) == ["web", "code"]
+    assert domain_names(["a/web", "b/web", "/c/code"]) == ["a_web", "b_web", "code"]
+    with pytest.raises(ValueError, match="data/web, data/web: a source comes twice"):
+        domain_names(["data/web", "data/web"])
+
+
+def test_a_validation_takes_its_domains_in_turn(prepared, tmp_path, bins):
+    """Each domain's samples are those of a run that validates on it alone; a later validation goes on in each."""
+    from megatron.core.tokenizers import MegatronTokenizer
+
+    tokenizer = MegatronTokenizer.from_pretrained(str(prepared / "tokenizer"), metadata_path={"library": "huggingface"})
+    options = {"path": str(prepared), "cache_path": str(tmp_path), "packing": "documents"}
+    entries = [f"3 {prepared}", f"1 {bins}"]
+    both = find_sources(recipe(valid_blend=entries, **options)).build((6, 8, 0), 128, 7, tokenizer, validation=4)
+    alone = [
+        find_sources(recipe(valid_path=str(folder / "valid"), **options)).build((0, 4, 0), 128, 7, tokenizer)[1]
+        for folder in (prepared, bins)
+    ]
+    plain = find_sources(recipe(**options)).build((6, 0, 0), 128, 7, tokenizer)[0]
+    places = [(0, 0), (0, 1), (1, 0), (1, 1), (0, 2), (0, 3), (1, 2), (1, 3)]
+    assert len(both[1]) >= 8 and both[2] is None and both[1].split == alone[0].index_split
+    for number, (domain, at) in enumerate(places):
+        assert both[1][number]["tokens"].equal(alone[domain][at]["tokens"]), number
+    assert all(both[0][number]["tokens"].equal(plain[number]["tokens"]) for number in range(6))
+
+
+def test_the_loss_of_a_blend_is_the_mean_by_weight():
+    from zaya_plugin.training.validation_domains import mean_loss
+
+    assert mean_loss({"web": 2.0, "code": 4.0}, {"web": 3.0, "code": 1.0}) == 2.5
 
 
 def test_ledger_of_earlier_stages(prepared):

@@ -3,6 +3,8 @@
 
 import os
 
+import pytest
+
 from zaya_plugin.data import warm
 
 
@@ -31,6 +33,43 @@ def test_whole_files_are_read(prepared, capsys, monkeypatch):
     assert "more do not fit into" in capsys.readouterr().out
     assert warm.main([str(prepared), "--sequence-length", "8"]) == 1
     assert "give --global-batch-size and --total-samples too" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("tensor", "context", "pipeline"), [(1, 1, 1), (2, 2, 1), (1, 2, 2), (4, 1, 2)])
+def test_a_node_reads_what_megatron_deals_to_its_ranks(tensor, context, pipeline):
+    from megatron.core.parallel_state import RankGenerator
+    from megatron.training.datasets.data_samplers import MegatronPretrainingSampler
+
+    nodes, per_node, micro, batch = 3, 8, 2, 96
+    ranks = nodes * per_node
+    size = ranks // (tensor * context * pipeline)
+    groups = RankGenerator(tp=tensor, ep=1, dp=size, pp=pipeline, cp=context, order="tp-cp-ep-dp-pp").get_ranks("dp")
+    number_of = {rank: number for group in groups for number, rank in enumerate(group)}
+    seen = set()
+    for node in range(nodes):
+        options = ["x", "--global-batch-size", batch, "--node", node, "--nodes", nodes, "--ranks-per-sample", tensor * context,
+                   "--pipeline-stages", pipeline]  # fmt: skip
+        dealt = warm.data_parallel_ranks(warm.parser().parse_args([str(option) for option in options]))
+        expected = set()
+        for rank in range(node * per_node, (node + 1) * per_node):
+            sampler = MegatronPretrainingSampler(5 * batch, 2 * batch, micro, number_of[rank], size)
+            expected |= {number for numbers in sampler for number in numbers}
+        assert set(warm.samples_of(2 * batch, 5 * batch, micro, dealt)) == expected
+        seen |= expected
+    assert seen == set(range(2 * batch, 5 * batch)) == set(warm.samples_of(2 * batch, 5 * batch, micro, None))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--node", "0", "--nodes", "2"], "--node asks for the samples of a node's ranks"),
+        (["--sequence-length", "8", "--global-batch-size", "8", "--total-samples", "8", "--node", "2", "--nodes", "2"], "a number above it"),
+        (["--sequence-length", "8", "--global-batch-size", "8", "--total-samples", "8", "--node", "1", "--nodes", "2"], "16 data-parallel ranks"),
+    ],
+)  # fmt: skip
+def test_nodes_that_make_no_sense(prepared, capsys, options, message):
+    assert warm.main([str(prepared), *options]) == 1
+    assert message in capsys.readouterr().err
 
 
 def test_every_byte_of_the_ranges_is_read(tmp_path, monkeypatch):

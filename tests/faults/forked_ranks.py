@@ -5,8 +5,11 @@ A start from scratch costs ten seconds of imports; tests that start and kill doz
 is one rank that "an outer launcher has started" (RANK=0 of 1), so what it runs is the real command up to its exit.
 
 `python -m tests.faults.forked_ranks` runs jobs from JSON lines on stdin: {"argv": [...], "log": path,
-"kill": [lines, seconds] or null} and answers each with a line {"code": exit code}. SIGKILL comes so many seconds after the job has
-written so many lines (of its own, not of time, so that a busy machine is no other test); a killed job's code is -9.
+"kill": [point, seconds] or null, "reads": path or null} and answers each with a line {"code": exit code}. SIGKILL comes so many seconds after the job
+reached a point, so that a busy machine is no other test: a number is that of lines it has written, a string a checkpoint directory in
+which it has begun a save. A killed job's code is -9. The answer's
+"spawned" are the processes that the job had started when it was killed, "left" those that did not end with it. With "reads": path a job appends there what its
+training reads of a StreamDataset, a line "sample source position" each.
 """
 
 import json
@@ -15,6 +18,8 @@ import signal
 import socket
 import sys
 import time
+from collections.abc import Callable
+from pathlib import Path
 
 
 def main() -> int:
@@ -25,18 +30,20 @@ def main() -> int:
 
     patches.apply_torch()
     import megatron.training  # noqa: F401
+    from megatron.core.tokenizers.text.libraries import huggingface_tokenizer  # noqa: F401
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast  # noqa: F401
 
-    from zaya_plugin.training import adapter, datasets, lifecycle, metrics  # noqa: F401
+    from zaya_plugin.training import adapter, commands, curriculum, datasets, launch, lifecycle, metrics, worker  # noqa: F401
 
     for line in sys.stdin:
         job = json.loads(line)
-        print(json.dumps(run(job["argv"], job["log"], job.get("kill"))), flush=True)
+        print(json.dumps(run(job["argv"], job["log"], job.get("kill"), job.get("reads"))), flush=True)
     return 0
 
 
-def run(argv: list[str], log: str, kill: tuple[int, float] | None) -> dict:
+def run(argv: list[str], log: str, kill: tuple[int | str, float] | None, reads: str | None) -> dict:
     """One command in a fork."""
-    before = lines_of(log)
+    reached = None if kill is None else point(kill[0], log)
     with socket.socket() as probe:
         probe.bind(("localhost", 0))
         port = probe.getsockname()[1]
@@ -51,6 +58,8 @@ def run(argv: list[str], log: str, kill: tuple[int, float] | None) -> dict:
             os.dup2(file, 2)
             from zaya_plugin.cli import main as zaya
 
+            if reads is not None:
+                record_reads(reads)
             code = zaya(argv)
         except BaseException:
             import traceback
@@ -59,15 +68,63 @@ def run(argv: list[str], log: str, kill: tuple[int, float] | None) -> dict:
         finally:
             sys.stdout.flush()
             os._exit(code)
+    spawned: list[str] = []
     while True:
         done, status = os.waitpid(pid, os.WNOHANG)
         if done:
-            return {"code": os.waitstatus_to_exitcode(status)}
-        if kill is not None and lines_of(log) - before >= kill[0]:
+            return {"code": os.waitstatus_to_exitcode(status), "spawned": spawned, "left": left_in_group(pid)}
+        if kill is not None and reached():
             time.sleep(kill[1])
+            spawned = [name for number, name in group(pid).items() if number != pid]
             os.kill(pid, signal.SIGKILL)  # not reaped yet, so the number is still its own
             kill = None
         time.sleep(0.005)
+
+
+def point(kill: int | str, log: str) -> Callable[[], bool]:
+    """Whether the job that is started next has come to the point where it is to be killed."""
+    if isinstance(kill, int):
+        before = lines_of(log)
+        return lambda: lines_of(log) - before >= kill
+    folder = Path(kill)
+    known = {path.name: path.stat().st_mtime_ns for path in folder.glob("iter_*")}
+    return lambda: any(known.get(path.name) != path.stat().st_mtime_ns for path in folder.glob("iter_*"))
+
+
+def left_in_group(number: int, patience: float = 60) -> list[str]:
+    """Processes of a group that are still there after so many seconds."""
+    deadline = time.monotonic() + patience
+    while (left := list(group(number).values())) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return left
+
+
+def group(number: int) -> dict[int, str]:
+    """Processes of a group: number and command line."""
+    found = {}
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            fields = (folder / "stat").read_text().rpartition(")")[2].split()
+            if int(fields[2]) == number and fields[0] != "Z":
+                found[int(folder.name)] = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+        except OSError:  # it ended meanwhile
+            continue
+    return found
+
+
+def record_reads(path: str) -> None:
+    """In this process StreamDataset says in a file what it is asked for."""
+    from zaya_plugin.data.stream_dataset import StreamDataset
+
+    plain = StreamDataset.__getitem__
+    file = open(path, "a", buffering=1)
+
+    def recorded(self, number):
+        source, position = self.place(number)
+        file.write(f"{number} {self.uses[source].prefix} {position}\n")
+        return plain(self, number)
+
+    StreamDataset.__getitem__ = recorded
 
 
 def lines_of(log: str) -> int:

@@ -57,3 +57,13 @@ def test_a_version_outside_the_range_stops_with_both_versions(monkeypatch):
     monkeypatch.setattr(registry, "load", lambda: (patch,))
     with pytest.raises(ImportError, match=r"megatron\.core\.nothing: megatron-core .* is installed, .* written for <0\.1"):
         registry.apply()
+
+
+def test_parameter_groups_are_told_apart_by_their_learning_rates():
+    """Of 0.19 as it is, of 0.16 by a patch: otherwise a resumed run mixes up the rates of optim.overrides."""
+    patches.apply()
+    from megatron.core.optimizer import distrib_optimizer, optimizer
+
+    for module in (optimizer, distrib_optimizer):
+        assert {"max_lr", "min_lr", "wd_mult"} <= set(module.param_group_identifier_keys)
+        assert len(set(module.param_group_identifier_keys)) == len(module.param_group_identifier_keys)

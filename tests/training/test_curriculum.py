@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Composing, refusing and recording a curriculum; what runs is in tests/faults/test_curriculum.py."""
 
+import json
 import re
 from pathlib import Path
 
@@ -8,9 +9,10 @@ import pytest
 
 from zaya_plugin.config.compose import compose, save_recipe
 from zaya_plugin.training.commands import curriculum as command
-from zaya_plugin.training.curriculum import Curriculum, check, compose_curriculum, read_state, table, write_state
+from zaya_plugin.training.curriculum import Curriculum, check, compose_curriculum, read_state, write_state
 from zaya_plugin.training.handover import predecessor, saved_step
 from zaya_plugin.training.run_directory import TRACKER
+from zaya_plugin.training.stage_tables import domain_table, table
 
 DEMO = ["experiment=cpu_demo", "data.path=x"]
 
@@ -130,7 +132,20 @@ def test_the_table_shows_losses_around_a_hand_over(tmp_path):
     lines = table(curriculum).splitlines()
     assert lines[1].split()[:7] == ["demo_1", "128", "10,000", "1", "245.8K", "60/60", "0.0e+00"]
     assert "8.000" in lines[1] and "6.000 -> 5.900" in lines[2]
-    assert "0/40" in lines[3] and lines[3].endswith("-            -")
+    assert "0/30" in lines[3] and lines[3].endswith("-            -")
+
+
+def test_domains_have_losses_of_their_own(tmp_path):
+    curriculum = made(tmp_path)
+    assert domain_table(curriculum) == ""
+    pretend(curriculum, 0, 60)
+    rows = [{"step": 0, "valid_loss": 8.0, "validation/web/loss": 8.5, "validation/code/loss": 7.5}, {"step": 1, "loss": 7.0}]
+    rows += [{"step": 60, "valid_loss": 5.0, "validation/web/loss": 5.25, "validation/code/loss": 4.75}]
+    (tmp_path / "demo_1" / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    lines = [line.split("  ") for line in domain_table(curriculum).splitlines()]
+    cells = [[cell.strip() for cell in line if cell.strip()] for line in lines]
+    assert cells[:2] == [["validation", "web", "code"], ["demo_1", "8.500 -> 5.250", "7.500 -> 4.750"]]
+    assert cells[2:] == [["demo_2", "-", "-"], ["demo_3", "-", "-"]]
 
 
 def test_a_dry_run_creates_nothing(tmp_path, capsys):

@@ -49,6 +49,16 @@ def test_a_row_holds_what_happened(reporter, tmp_path):
     assert "mfu 0.1%" in report.out.getvalue() and "validation loss 2.2500" in report.out.getvalue()
 
 
+def test_domains_of_a_validation_are_shown_and_kept(reporter, tmp_path):
+    report = reporter()
+    report.start(None, "id", 0)
+    report.validation(3, 2.5, {"web": 2.25, "code": 3.25})
+    report.close()
+    row = json.loads((tmp_path / "metrics.jsonl").read_text())
+    assert row == {"step": 3, "valid_loss": 2.5, "validation/web/loss": 2.25, "validation/code/loss": 3.25}
+    assert "step 3: validation loss 2.5000 (web 2.2500, code 3.2500)" in report.out.getvalue()
+
+
 def test_only_the_last_rank_reports(reporter, tmp_path):
     report = reporter(rank=0)
     report.start(None, "id", 0)

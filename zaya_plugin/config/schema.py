@@ -105,7 +105,7 @@ class StageConfig:
     )
     train_iters: int = arg(MISSING, "optimizer steps")
     eval_interval: int = arg(1000, "steps between validations")
-    eval_iters: int = arg(10, "batches a validation; 0 switches it off")
+    eval_iters: int = arg(10, "batches a validation, of each source where data.valid_blend names several; 0 switches it off")
     eval_at_start: bool = own(False, "validate before the first step too, and always on the same samples, to compare losses around a hand-over", ADAPTER_HANDOVER)
 
 
@@ -117,7 +117,8 @@ class DataConfig:
     blend: list[str] = own([], "more sources as 'weight path' entries; when set, `path` gives tokenizer and validation", DATASETS)
     valid_path: str | None = own(None, "validation data in place of the part that `path` holds out", DATASETS)
     valid_blend: list[str] = own(
-        [], "validation sources as 'weight path' entries, each one's valid part, in place of the part that `path` holds out", DATASETS
+        [], "validation domains as 'weight path' entries, each one's valid part, in place of the part that `path` holds out; each has a "
+        "loss of its own, validation/<name>/loss, and valid_loss is their mean by weight", DATASETS
     )
     tokenizer: str | None = own(None, "Hugging Face tokenizer; taken from `path`'s manifest when null", DATASETS)
     cache_path: str | None = own(None, "where the sample index is kept; <path>/cache when null", DATASETS)
@@ -256,6 +257,8 @@ class ClusterConfig:
         "auto", "implementation of the fused operators; auto takes the best one here", OPTIMIZER, choices=("auto", "hip", "triton", "torch")
     )
     fused_residual_norm: bool = arg(False, "residual merge and the RMSNorm behind it by hip_ops, in one pass")
+    fused_cca_prologue: bool = arg(False, "CCA between its projections and attention by hip_ops, in one pass")
+    fused_expert_path: bool = arg(False, "permute and unpermute of tokens and SwiGLU with the routing weight by hip_ops")
     fused_muon: bool = own(True, "Muon's momentum, Newton-Schulz and update by hip_ops_backend; false: in plain torch", OPTIMIZER)
     peak_tflops: float | None = own(
         None, "dense bf16 TFLOP/s of one device that MFU is measured against (nominal); null: no MFU", METRICS

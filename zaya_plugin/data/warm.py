@@ -2,13 +2,15 @@
 """`zaya data warm`: reads what a run needs next, so that it lies in the page cache of this node before it is asked for.
 
 Without --sequence-length whole files are read, front to back. With it only what the samples of the next steps hold: ranges
-of the data files are sorted and joined, so that the disk sees few long reads however the samples are shuffled.
+of the data files are sorted and joined, so that the disk sees few long reads however the samples are shuffled. With --node
+only the samples of that node's ranks, which Megatron deals out a micro-batch at a time.
 """
 
 import argparse
 import os
 import tempfile
 import time
+from collections.abc import Iterator
 
 import numpy as np
 
@@ -32,6 +34,9 @@ examples:
   # what steps 20,000 to 22,000 of a run draw from its blend
   zaya data warm '0.7 data/web' '0.3 data/code' --sequence-length 4096 --global-batch-size 4096 --total-samples 2000000000 \\
       --from-step 20000 --steps 2000 --cache-path data/web/cache
+  # of these what node 5 of 128 reads, 8 ranks a node; under SLURM: srun --ntasks-per-node=1 sh -c 'zaya data warm ... --node $SLURM_NODEID'
+  zaya data warm data/web --sequence-length 4096 --global-batch-size 4096 --total-samples 2000000000 --from-step 20000 --steps 2000 \\
+      --cache-path data/web/cache --nodes 128 --node 5
 """
 
 
@@ -50,6 +55,15 @@ def parser() -> argparse.ArgumentParser:
     run.add_argument("--order", choices=("megatron", "continuing"), default="megatron", help="the run's data.order (default: megatron)")
     run.add_argument("--consumed", action="append", default=[], metavar="ENTRY", help="the run's data.consumed; repeat for several")
     run.add_argument("--cache-path", metavar="DIR", help="the run's data.cache_path, where its sample index is kept")
+    node = out.add_argument_group("one node of several")
+    node.add_argument("--node", type=whole_number(0), metavar="N", help="this node's number, from 0; without it the samples of all nodes")
+    node.add_argument("--nodes", type=whole_number(1), metavar="N", help="nodes of the run")
+    node.add_argument("--ranks-per-node", type=whole_number(1), default=8, metavar="N", help="(default: 8)")
+    node.add_argument("--micro-batch-size", type=whole_number(1), default=1, metavar="N", help="stage.micro_batch_size (default: 1)")
+    node.add_argument(
+        "--ranks-per-sample", type=whole_number(1), default=1, metavar="N", help="tensor x context parallelism, whose ranks read alike (default: 1)"
+    )
+    node.add_argument("--pipeline-stages", type=whole_number(1), default=1, metavar="N", help="pipeline parallelism (default: 1)")
     return out
 
 
@@ -66,12 +80,14 @@ def warm(args: argparse.Namespace) -> None:
         ValueError: a dataset is missing, or a step asks for more than a run's options say.
     """
     entries = [parse_entry(source) for source in args.sources]
+    if args.node is not None and args.sequence_length is None:
+        raise ValueError("--node asks for the samples of a node's ranks: give --sequence-length and the run's other options too")
     if args.sequence_length is None:
         ranges = whole_files([path for _, path in entries])
     elif args.global_batch_size is None or args.total_samples is None:
         raise ValueError("--sequence-length asks for the samples of a run: give --global-batch-size and --total-samples too")
     else:
-        ranges = needed(args, entries)
+        ranges = needed(args, entries, data_parallel_ranks(args))
     wanted = sum(end - begin for found in ranges.values() for begin, end in found)
     limit = args.max_bytes or int(0.8 * free_memory())
     ranges, dropped = within(ranges, limit)
@@ -95,8 +111,45 @@ def whole_files(paths: list[str]) -> dict[str, list[tuple[int, int]]]:
     return {prefix + suffix: [(0, os.path.getsize(prefix + suffix))] for prefix in prefixes for suffix in (".idx", ".bin")}
 
 
-def needed(args: argparse.Namespace, entries: list[tuple[float | None, str]]) -> dict[str, list[tuple[int, int]]]:
-    """Byte ranges of the samples of the steps, through the datasets of the run."""
+def data_parallel_ranks(args: argparse.Namespace) -> tuple[set[int], int] | None:
+    """Data-parallel ranks on the node, and how many there are in the run; None without --node.
+
+    Megatron numbers ranks in the order tp-cp-ep-dp-pp: those of one sample are neighbours, pipeline stages far apart.
+
+    Raises:
+        ValueError: the numbers contradict each other.
+    """
+    if args.node is None:
+        return None
+    if args.nodes is None or args.node >= args.nodes:
+        raise ValueError(f"--node {args.node}: give --nodes, a number above it")
+    ranks = args.nodes * args.ranks_per_node
+    if ranks % (args.ranks_per_sample * args.pipeline_stages):
+        raise ValueError(
+            f"{args.nodes} nodes of {args.ranks_per_node} ranks are no multiple of --ranks-per-sample {args.ranks_per_sample} x "
+            f"--pipeline-stages {args.pipeline_stages}"
+        )
+    size = ranks // args.ranks_per_sample // args.pipeline_stages
+    if args.global_batch_size is not None and args.global_batch_size % (size * args.micro_batch_size):
+        raise ValueError(
+            f"--global-batch-size {args.global_batch_size} is no multiple of {size} data-parallel ranks x --micro-batch-size "
+            f"{args.micro_batch_size}"
+        )
+    here = range(args.node * args.ranks_per_node, (args.node + 1) * args.ranks_per_node)
+    return {rank // args.ranks_per_sample % size for rank in here}, size
+
+
+def samples_of(first: int, last: int, micro_batch_size: int, dealt: tuple[set[int], int] | None) -> Iterator[int]:
+    """Samples from first to before last that the given ranks read, as MegatronPretrainingSampler deals them out."""
+    for number in range(first, last):
+        if dealt is None or number // micro_batch_size % dealt[1] in dealt[0]:
+            yield number
+
+
+def needed(
+    args: argparse.Namespace, entries: list[tuple[float | None, str]], dealt: tuple[set[int], int] | None
+) -> dict[str, list[tuple[int, int]]]:
+    """Byte ranges of the samples of the steps, through the datasets of the run; dealt: see `data_parallel_ranks`."""
     from megatron.core.tokenizers import MegatronTokenizer
 
     from zaya_plugin.data.ledger import parse_ledger
@@ -127,7 +180,7 @@ def needed(args: argparse.Namespace, entries: list[tuple[float | None, str]]) ->
                 cache_path=cache,
             )
         found: dict[str, list[tuple[int, int]]] = {}
-        for number in range(first, last):
+        for number in samples_of(first, last, args.micro_batch_size, dealt):
             for path, begin, end in sample_ranges(dataset, number):
                 found.setdefault(path, []).append((begin, end))
     return {path: joined(ranges) for path, ranges in sorted(found.items())}

@@ -24,9 +24,10 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 from torch import Tensor, nn
 
-from zaya_plugin.model.cca import mix_qk, shift_values
+from zaya_plugin.model.cca import key_scale, mix_qk, rope_table, shift_values
 from zaya_plugin.model.config import ZayaConfig
 from zaya_plugin.model.initialization import constant_parameter, random_parameter
+from zaya_plugin.model.parameter_gather import gathered
 from zaya_plugin.parallel.boundary_exchange import BoundaryExchange, last_rows
 from zaya_plugin.parallel.context_order import ContextShard
 from zaya_plugin.parallel.local_heads import LocalHeads
@@ -90,6 +91,8 @@ class ZayaSelfAttention(MegatronModule):
         self.local = LocalHeads(
             self.tp_group.rank(), ranks, config.num_attention_heads, config.num_query_groups, self.head_dim
         )
+        self.delayed_channels = self.local.delayed_channels
+        self.fused_prologue = getattr(config, "fused_cca_prologue", False)
         query_size, key_size = config.num_attention_heads * self.head_dim, config.num_query_groups * self.head_dim
         channels = query_size + key_size
 
@@ -119,25 +122,28 @@ class ZayaSelfAttention(MegatronModule):
         )
         self.recompute_core = config.recompute_granularity == "selective" and "core_attn" in config.recompute_modules
 
-    def project(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def project(self, hidden_states: Tensor) -> Tensor:
         """The four projections of this rank's heads, of the whole sequence also under sequence parallelism.
 
-        hidden_states [s / t, b, h] -> z [s, b, C / t], current and delayed values [s, b, *], together gd / t channels
-        (arXiv 2510.04476; without tensor parallelism t is 1 and each is gd / 2 wide).
+        hidden_states [s / t, b, h] -> queries and keys [s, b, C / t], current and delayed values behind them, together gd / t
+        channels (arXiv 2510.04476; without tensor parallelism t is 1 and each is gd / 2 wide). `split_projected` cuts it.
 
         The one place that reads the four matrices. Where they are plain matrices they are applied as one product: joining
         them costs a copy of 6 MB, and saves three reads of the input, three gathers of the sequence and three sums of its
         gradient.
         """
-        values = self.local.of_values(self.linear_v_current.weight, self.linear_v_delayed.weight)
-        value_sizes = [len(weight) for weight in values]
+        values = self.local.of_values(gathered(self.linear_v_current).weight, gathered(self.linear_v_delayed).weight)
         if all(type(linear) is ColumnParallelLinear for linear in (self.linear_q, self.linear_k)):
-            matrices = (self.linear_q.weight, self.linear_k.weight, *values)
-            projected = F.linear(self._whole_sequence(hidden_states), torch.cat(matrices))
-            return projected.split((len(matrices[0]) + len(matrices[1]), *value_sizes), dim=-1)
+            matrices = (gathered(self.linear_q).weight, gathered(self.linear_k).weight, *values)
+            return F.linear(self._whole_sequence(hidden_states), torch.cat(matrices))
         query, key = self.linear_q(hidden_states)[0], self.linear_k(hidden_states)[0]
         value = F.linear(self._whole_sequence(hidden_states), torch.cat(values))
-        return torch.cat((query, key), dim=-1), *value.split(value_sizes, dim=-1)
+        return torch.cat((query, key, value), dim=-1)
+
+    def split_projected(self, projected: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """z [s, b, C / t], current and delayed values [s, b, *]."""
+        values = self.query_groups * self.head_dim
+        return projected.split((projected.shape[-1] - values, values - self.delayed_channels, self.delayed_channels), dim=-1)
 
     def _whole_sequence(self, hidden_states: Tensor) -> Tensor:
         """All tensor-parallel ranks' rows; each rank's gradient is that of its heads, and the backward pass adds them."""
@@ -147,7 +153,7 @@ class ZayaSelfAttention(MegatronModule):
 
     def mixing_parameters(self) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
         """This rank's depthwise weight and bias, grouped weight and bias, and temperature, as `mix_qk` takes them."""
-        convolutions = (self.conv_qk_depthwise, self.conv_qk_grouped)
+        convolutions = (gathered(self.conv_qk_depthwise), gathered(self.conv_qk_grouped))
         tensors = [self.local.of_queries_and_keys(t) for conv in convolutions for t in (conv.weight, conv.bias)]
         return *tensors, self.local.of_heads(self.temperature)
 
@@ -180,40 +186,56 @@ class ZayaSelfAttention(MegatronModule):
             # Megatron computes the angles on the GPU, if there is one, also for a model on the CPU.
             rotary_pos_emb = rotary_pos_emb.to(hidden_states.device)
         starts = None if packed is None else packed.starts
-        z, value_current, value_delayed, z_halo, value_halo = self._project_with_halo(hidden_states)
-        query, key = mix_qk(
-            z, *self.mixing_parameters(), rotary_pos_emb, query_groups=self.query_groups, head_dim=self.head_dim,
-            temperature_form=self.config.temperature_form, in_fp32=self.config.qk_norm_in_fp32, halo=z_halo, starts=starts,
-        )
-        value = shift_values(value_current, value_delayed, self.query_groups, value_halo, starts)
+        mix = self._mix_fused if self.fused_prologue else self._mix
+        query, key, value = mix(*self._project_with_halo(hidden_states), rotary_pos_emb, starts)
         attend = functools.partial(self._attend, packed)
         if self.recompute_core and self.training:
             context = tensor_parallel.checkpoint(attend, False, query, key, value, attention_mask)
         else:
             context = attend(query, key, value, attention_mask)
         if type(self.linear_proj) is RowParallelLinear and self.tp_group.size() == 1:
-            return F.linear(context, self.linear_proj.weight), None  # the same, without the wrapper's host time
+            return F.linear(context, gathered(self.linear_proj).weight), None  # the same, without the wrapper's host time
         return self.linear_proj(context)[0], None
 
-    def _project_with_halo(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
+    def _mix(self, projected, z_halo, value_halo, angles, starts) -> tuple[Tensor, Tensor, Tensor]:
+        z, current, delayed = self.split_projected(projected)
+        query, key = mix_qk(
+            z, *self.mixing_parameters(), angles, query_groups=self.query_groups, head_dim=self.head_dim,
+            temperature_form=self.config.temperature_form, in_fp32=self.config.qk_norm_in_fp32, halo=z_halo, starts=starts,
+        )
+        return query, key, shift_values(current, delayed, self.query_groups, value_halo, starts)
+
+    def _mix_fused(self, projected, z_halo, value_halo, angles, starts) -> tuple[Tensor, Tensor, Tensor]:
+        """The same by one operator, in fp32 between its input and its results whatever `qk_norm_in_fp32` says."""
+        from hip_ops import cca_prologue
+
+        *weights, temperature = self.mixing_parameters()
+        if self.config.temperature_form != "linear":
+            temperature = key_scale(temperature.to(torch.promote_types(temperature.dtype, torch.float32)), self.config.temperature_form)
+        return cca_prologue(
+            projected, *weights, temperature, None if angles is None else rope_table(angles), query_groups=self.query_groups,
+            delayed_channels=self.delayed_channels, halo=z_halo, value_halo=value_halo, starts=starts,
+        )
+
+    def _project_with_halo(self, hidden_states: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """What `project` gives, and z [k, 2, b, C / t] and delayed values [k, b, *] before each of this rank's k chunks of
         the sequence, which other context-parallel ranks hold; None where there is one rank."""
         if self.shard.size == 1:
-            return *self.project(hidden_states), None, None
+            return self.project(hidden_states), None, None
         chunks = len(self.shard.chunks)
 
-        def exchange(z, delayed):
+        def exchange(projected):
+            z, _, delayed = self.split_projected(projected)
             return BoundaryExchange(last_rows(z, chunks, 2), last_rows(delayed, chunks, 1)[:, 0], self.shard, self.context_group)
 
         if self.local.ranks == 1:
             # A few rows are projected twice, so that the others' are under way while all rows are projected.
-            z, _, delayed = self.project(last_rows(hidden_states, chunks, 2).flatten(0, 1))
-            under_way = exchange(z, delayed)
+            under_way = exchange(self.project(last_rows(hidden_states, chunks, 2).flatten(0, 1)))
             projected = self.project(hidden_states)
         else:  # the boundary rows lie on one tensor-parallel rank and the heads on all of them
             projected = self.project(hidden_states)
-            under_way = exchange(projected[0], projected[2])
-        return *projected, *under_way.finish()
+            under_way = exchange(projected)
+        return projected, *under_way.finish()
 
     def _attend(self, packed, query, key, value, attention_mask):
         return self.core_attention(

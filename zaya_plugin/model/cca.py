@@ -17,6 +17,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from zaya_plugin.model.fusion import fused_on_accelerator
 
@@ -100,6 +101,19 @@ def apply_rope(x: Tensor, angles: Tensor) -> Tensor:
     cos, sin = angles[..., :half].cos().to(x.dtype), angles[..., :half].sin().to(x.dtype)
     first, second, rest = x.split((half, half, x.shape[-1] - 2 * half), dim=-1)
     return torch.cat((first * cos - second * sin, second * cos + first * sin, rest), dim=-1)
+
+
+_rope_tables = WeakTensorKeyDictionary()
+
+
+def rope_table(angles: Tensor) -> Tensor:
+    """(cos, sin) of angles [s, 1 or b, 1, r] as `hip_ops.cca_prologue` takes them; computed once for all layers that get the same angles."""
+    table = _rope_tables.get(angles)
+    if table is None:
+        from hip_ops import rope_table as make
+
+        table = _rope_tables[angles] = make(angles)
+    return table
 
 
 @fused_on_accelerator

@@ -93,6 +93,14 @@ class ZayaConfig(TransformerConfig):
     fused_residual_norm: bool = False
     """Residual merge and the RMSNorm behind it by `hip_ops.scaled_residual_rms_norm`, one pass over the stream."""
 
+    fused_cca_prologue: bool = False
+    """What CCA does between its projections and attention by `hip_ops.cca_prologue`, in one pass; fp32 arithmetic, whatever
+    qk_norm_in_fp32 says."""
+
+    fused_expert_path: bool = False
+    """Tokens to their experts and back, and SwiGLU with the routing weight, by `hip_ops`. Under expert parallelism, where Megatron
+    moves the tokens, and with Transformer Engine's experts only the other half of it."""
+
     context_parallel_order: str = "zigzag"
     """Which part of a sequence a context-parallel rank holds: `zigzag`, two chunks, one from either end, so that all ranks
     have the same share of causal attention (Megatron's order); `contiguous`, one chunk."""

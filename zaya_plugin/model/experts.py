@@ -93,16 +93,21 @@ class ExpertMLP(torch.autograd.Function):
     """y = W2_e (swiglu(W1_e x) * weight) for rows sorted by expert; rows of no expert give exact zeros both ways.
 
     The gradients of all experts' matrices of a kind are views of one block. Saves x and the gate and up activations;
-    the SwiGLU output is recomputed in the backward pass.
+    the SwiGLU output is recomputed in the backward pass. fused: SwiGLU by hip_ops, which knows the rows of no expert; their
+    y and gradient of x then hold anything, which `hip_ops.unpermute_from_experts` does not read either way.
     """
 
     @staticmethod
-    def forward(ctx, x, weights, offsets, num_experts, *matrices):
+    def forward(ctx, x, weights, offsets, num_experts, fused, *matrices):
         fc1, fc2 = as_block(matrices[:num_experts]), as_block(matrices[num_experts:])
         gate_up = grouped_rows(x, fc1.transpose(1, 2), offsets)
-        y = grouped_rows(swiglu(gate_up, weights), fc2.transpose(1, 2), offsets)
         ctx.save_for_backward(x, weights, offsets, gate_up, fc1, fc2)
-        ctx.matrices = matrices[:num_experts], matrices[num_experts:]
+        ctx.matrices, ctx.fused = (matrices[:num_experts], matrices[num_experts:]), fused
+        if fused:
+            from hip_ops import weighted_swiglu
+
+            return grouped_rows(weighted_swiglu(gate_up, weights, offsets), fc2.transpose(1, 2), offsets)
+        y = grouped_rows(swiglu(gate_up, weights), fc2.transpose(1, 2), offsets)
         return y.masked_fill_(_rows_of_no_expert(offsets, len(x)).unsqueeze(-1), 0.0)
 
     @staticmethod
@@ -111,16 +116,23 @@ class ExpertMLP(torch.autograd.Function):
         x, weights, offsets, gate_up, fc1, fc2 = ctx.saved_tensors
         grad_y = grad_y.contiguous()
         grad_hidden = grouped_rows(grad_y, fc2, offsets)
-        grad_gate_up, grad_weights, hidden = swiglu_backward(grad_hidden, gate_up, weights)
+        if ctx.fused:
+            from hip_ops import weighted_swiglu_backward
+
+            grad_gate_up, grad_weights, hidden = weighted_swiglu_backward(grad_hidden, gate_up, weights, offsets)
+        else:
+            grad_gate_up, grad_weights, hidden = swiglu_backward(grad_hidden, gate_up, weights)
         # Rows of no expert were computed from whatever lay in memory: not read below, and cleared in what goes out.
         grad_fc2 = grouped_outer(grad_y, hidden, offsets)
         grad_fc1 = grouped_outer(grad_gate_up, x, offsets)
-        nobody = _rows_of_no_expert(offsets, len(x))
-        grad_x = grouped_rows(grad_gate_up, fc1, offsets).masked_fill_(nobody.unsqueeze(-1), 0.0)
-        grad_weights = grad_weights.masked_fill(nobody, 0.0).to(weights.dtype)
+        grad_x = grouped_rows(grad_gate_up, fc1, offsets)
+        if not ctx.fused:
+            nobody = _rows_of_no_expert(offsets, len(x))
+            grad_x.masked_fill_(nobody.unsqueeze(-1), 0.0)
+            grad_weights = grad_weights.masked_fill(nobody, 0.0).to(weights.dtype)
         fc1_matrices, fc2_matrices = ctx.matrices
         gradients = (*hand_over_gradients(fc1_matrices, grad_fc1), *hand_over_gradients(fc2_matrices, grad_fc2))
-        return grad_x, grad_weights, None, None, *gradients
+        return grad_x, grad_weights, None, None, None, *gradients
 
 
 def _rows_of_no_expert(offsets: Tensor, rows: int) -> Tensor:
@@ -197,6 +209,7 @@ class GroupedExperts(MegatronModule):
         if pg_collection is None:
             pg_collection = ProcessGroupCollection.use_mpu_process_groups()
         self.pg_collection = pg_collection
+        self.fused = getattr(config, "fused_expert_path", False)
         self.num_local_experts = num_local_experts
         self.first_expert = get_pg_rank(pg_collection.ep) * num_local_experts
         local = range(self.first_expert, self.first_expert + num_local_experts)
@@ -212,10 +225,10 @@ class GroupedExperts(MegatronModule):
     def forward(self, x: Tensor, weights: Tensor, offsets: Tensor) -> Tensor:
         """x [T, h] sorted by expert, weights [T], offsets int32 [E] (end of each expert's rows) -> [T, h].
 
-        Rows at and beyond offsets[-1] belong to no expert and come out as exact zeros.
+        Rows at and beyond offsets[-1] belong to no expert and come out as exact zeros; with fused_expert_path as anything.
         """
         matrices = self.linear_fc1() + self.linear_fc2()
-        return ExpertMLP.apply(x, weights, offsets, self.num_local_experts, *matrices)
+        return ExpertMLP.apply(x, weights, offsets, self.num_local_experts, self.fused, *matrices)
 
     def sharded_state_dict(self, prefix="", sharded_offsets=(), metadata=None):
         """One checkpoint key per expert and matrix, with the expert's global index."""

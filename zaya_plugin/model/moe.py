@@ -67,6 +67,7 @@ class ZayaMoELayer(MegatronModule):
         self.num_experts = config.num_moe_experts
         num_local_experts = self.num_experts // get_pg_size(pg_collection.ep)
         self.identity_skip = config.moe_skip_expert and config.skip_output == "identity"
+        self.fused = getattr(config, "fused_expert_path", False)
         self.recompute = config.recompute_granularity == "selective" and "moe" in config.recompute_modules
         self.router = ZayaRouter(config)
         self.experts = build_module(submodules, num_local_experts, config, pg_collection=pg_collection)
@@ -100,6 +101,8 @@ class ZayaMoELayer(MegatronModule):
         tokens, weights, ids = hidden_states.flatten(0, 1), weights.flatten(), ids.flatten()
         if self.dispatch is not None:
             output = self.dispatch(tokens, weights, ids, self.experts)
+        elif self.fused:
+            output = self._through_hip_ops(tokens, weights, ids)
         else:
             order, inverse, offsets = sort_by_expert(ids, self.num_experts)
             output = self.experts(
@@ -110,3 +113,11 @@ class ZayaMoELayer(MegatronModule):
             skip_weights = weights.masked_fill(ids != self.num_experts, 0.0).unsqueeze(-1)
             output = output + (tokens * skip_weights).to(output.dtype)
         return output.view_as(hidden_states), router_state if self.config.router_eda else None
+
+    def _through_hip_ops(self, tokens: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
+        """The same by hip_ops' kernels, where rows of no expert are never moved. tokens [T, h], weights [T], ids [T] -> [T, h]."""
+        from hip_ops import permute_to_experts, sort_by_expert, unpermute_from_experts
+
+        order = sort_by_expert(ids, self.num_experts)
+        rows, row_weights = permute_to_experts(tokens, order, weights)
+        return unpermute_from_experts(self.experts(rows, row_weights, order.offsets), order)

@@ -16,6 +16,7 @@ from megatron.core.optimizer import distrib_optimizer
 from megatron.core.optimizer.optimizer_config import ParamKey, ParamPredicate
 from torch import nn
 
+from zaya_plugin import compat
 from zaya_plugin.config.optimizer_override import Override
 from zaya_plugin.optim.distributed import MuonDistributedOptimizer
 from zaya_plugin.optim.grouping import Assignment, assign
@@ -64,6 +65,7 @@ def muon_factory(get_megatron_optimizer: Callable, muon: MuonSettings, skip_non_
         ):
             chained = get_megatron_optimizer(config, model_chunks, config_overrides=overrides, **named)
         for optimizer in chained.chained_optimizers:
+            compat.count_experts_in_norm(optimizer)
             if optimizer.optimizer is not None and not isinstance(optimizer, MuonDistributedOptimizer):
                 _tag_copies(optimizer)
                 # Megatron's own would give Muon's matrices a second moment.

@@ -38,6 +38,12 @@ class LocalHeads:
         query, key = x.split((self.heads * self.head_dim, self.query_groups * self.head_dim))
         return torch.cat((query.chunk(self.ranks)[self.rank], key.chunk(self.ranks)[self.rank]))
 
+    @property
+    def delayed_channels(self) -> int:
+        """How many of this rank's value channels lag one token: those of the second half of all."""
+        channels, share = self.query_groups * self.head_dim, self.query_groups * self.head_dim // self.ranks
+        return min(share, max((self.rank + 1) * share - channels // 2, 0))
+
     def of_values(self, current: Tensor, delayed: Tensor) -> tuple[Tensor, Tensor]:
         """This rank's rows of two halves [gd/2, ...] of the value channels; either may come out empty."""
         half, share = len(current), 2 * len(current) // self.ranks

@@ -13,8 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from megatron.core import parallel_state
-from megatron.core.distributed import finalize_model_grads
 from megatron.core.enums import ModelType
 from megatron.core.num_microbatches_calculator import get_current_global_batch_size
 from megatron.training import get_args, get_tensorboard_writer, get_timers, get_tokenizer, training
@@ -24,18 +22,16 @@ from megatron.training.arguments import parse_and_validate_args
 from zaya_plugin.config.schema import Recipe
 from zaya_plugin.model.build import build_zaya_model
 from zaya_plugin.model.config import ZayaConfig
-from zaya_plugin.model.moe import ZayaMoELayer
-from zaya_plugin.optim.balancing import balance_experts
-from zaya_plugin.optim.stage_statistics import over_pipeline_stages
-from zaya_plugin.parallel.context_order import ContextShard
 from zaya_plugin.training.adapter_handover import Handover, stage_part, stage_samples, validation_part
+from zaya_plugin.training.adapter_step import forward_step
 from zaya_plugin.training.arguments import BATCH_ARGUMENTS, OWN_ARGUMENTS, megatron_arguments
-from zaya_plugin.training.batches import micro_batch
+from zaya_plugin.training.balancer import Balancer
 from zaya_plugin.training.datasets import DataSources
 from zaya_plugin.training.handover import predecessor
 from zaya_plugin.training.lifecycle import Lifecycle
 from zaya_plugin.training.metrics import Reporter, Step
 from zaya_plugin.training.optimizer import assign_optimizers, optimizer_factory
+from zaya_plugin.training.validation_domains import mean_loss
 
 
 def run(recipe: Recipe, sources: DataSources, lifecycle: Lifecycle, reporter: Reporter) -> None:
@@ -105,23 +101,6 @@ def model_config(args: argparse.Namespace) -> ZayaConfig:
     return core_transformer_config_from_args(args, ZayaConfig)
 
 
-def forward_step(data_iterator, model):
-    """One micro-batch. Returns the per-token loss [b, s] and the function that reduces it."""
-    args = get_args()
-    shard = ContextShard.of(parallel_state.get_context_parallel_group(), args.context_parallel_order)
-    eod = get_tokenizer().eod if args.packing == "documents" else None
-    batch = micro_batch(next(data_iterator), torch.cuda.current_device(), shard, eod, args.reset_position_ids)
-    mask = batch.loss_mask
-
-    def reduce_loss(losses):
-        """Sum over the tokens that count, their number, and both for the report (Megatron adds and divides)."""
-        total, count = (losses.float() * mask).sum(), mask.sum()
-        return total, count.to(torch.int), {"lm loss": torch.stack((total.detach(), count))}
-
-    losses = model(batch.tokens, batch.positions, None, labels=batch.labels, packed_seq_params=batch.packed)
-    return losses, reduce_loss
-
-
 class _Trainer:
     """The functions that pretrain() calls back, and what they share."""
 
@@ -131,8 +110,7 @@ class _Trainer:
         self.sources = sources
         self.lifecycle = lifecycle
         self.reporter = reporter
-        self.statistics = None
-        self.moe_layers: list[ZayaMoELayer] | None = None
+        self.balancer = Balancer()
         self.started = False
 
     def install_hooks(self) -> None:
@@ -178,26 +156,15 @@ class _Trainer:
         """Train, validation and test sets for Megatron's numbers of samples."""
         validations = self.args.eval_iters * self.args.eval_global_batch_size
         counts = stage_samples(self.recipe, num_samples, validations)
-        datasets = self.sources.build(counts, self.args.seq_length, self.args.seed, get_tokenizer())
+        datasets = self.sources.build(counts, self.args.seq_length, self.args.seed, get_tokenizer(), validations)
         return [stage_part(self.recipe, datasets[0]), validation_part(self.recipe, datasets[1], validations), *datasets[2:]]
 
     # Every rank reads its part itself; without this attribute Megatron broadcasts from one rank.
     provide_datasets.is_distributed = True
 
     def finalize_and_balance(self, model, *positional, **named):
-        """After the backward passes of a step: Megatron's gradient reductions, then the expert biases."""
-        finalize_model_grads(model, *positional, **named)
-        if self.moe_layers is None:
-            found = [m for chunk in model for m in chunk.modules() if isinstance(m, ZayaMoELayer)]
-            self.moe_layers = sorted(found, key=lambda layer: layer.layer_number)
-        # All ranks that routed other tokens: also the tensor-parallel ones, each with its part of the sequence.
-        group = parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True)
-        routers = [layer.router for layer in self.moe_layers]
-        self.statistics = balance_experts(routers, routers[0].config, group)
-        if self.args.pipeline_model_parallel_size > 1:
-            numbers = [layer.layer_number for layer in self.moe_layers]
-            stages = parallel_state.get_pipeline_model_parallel_group()
-            self.statistics = over_pipeline_stages(self.statistics, numbers, self.args.num_layers, stages)
+        """After the backward passes of a step."""
+        self.balancer(model, *positional, **named)
 
     def training_log(
         self,
@@ -228,7 +195,7 @@ class _Trainer:
                 skipped=bool(skipped_iter),
                 consumed_samples=args.consumed_train_samples,
                 last_step=args.train_iters,
-                statistics=self.statistics,
+                statistics=self.balancer.statistics,
             )
         )
         if args.record_memory_history and iteration == min(args.profile_step_end, args.train_iters):
@@ -246,19 +213,25 @@ class _Trainer:
     def evaluate_and_report(
         self, prefix, forward_step_func, data_iterator, model, iteration, process_non_loss_data_func, config, **named
     ):
-        """Takes the place of Megatron's evaluate_and_print_results: the same evaluation, reported as a metric."""
+        """Takes the place of Megatron's evaluate_and_print_results: the same evaluation, a domain at a time, reported as a metric."""
         groups = {name: named.get(name) for name in ("pg_collection", "p2p_communicator", "non_loss_data_func")}
-        losses, _, timed_out = self.evaluate(
-            forward_step_func,
-            data_iterator,
-            model,
-            process_non_loss_data_func,
-            config,
-            eval_iters=self.args.eval_iters,
-            **groups,
-        )
-        if not timed_out and losses:
-            self.reporter.validation(iteration, losses["lm loss"].item())
+        domains, found = self.sources.domains or {"": 1.0}, {}
+        for domain in domains:
+            losses, _, timed_out = self.evaluate(
+                forward_step_func,
+                data_iterator,
+                model,
+                process_non_loss_data_func,
+                config,
+                eval_iters=self.args.eval_iters // len(domains),
+                **groups,
+            )
+            if timed_out:
+                return
+            if losses:
+                found[domain] = losses["lm loss"].item()
+        if found:
+            self.reporter.validation(iteration, mean_loss(found, domains), found if self.sources.domains else {})
 
     def save_and_prune(self, iteration, *positional, **named):
         """Megatron's save; older checkpoints go once this one is whole."""

@@ -51,13 +51,17 @@ class Handover:
 
     def install(self, evaluate_and_report) -> None:
         """Gives Megatron's `load_checkpoint` and `train` what surrounds them; evaluate_and_report: the adapter's."""
-        if self.before is not None:
-            self.load_checkpoint = training.load_checkpoint
-            training.load_checkpoint = self.load_and_begin
+        self.install_load()
         if self.begins and self.recipe.stage.eval_at_start:
             self.train = training.train
             self.evaluate_and_report = evaluate_and_report
             training.train = self.evaluate_and_train
+
+    def install_load(self) -> None:
+        """The part of `install` that concerns `load_checkpoint`."""
+        if self.before is not None:
+            self.load_checkpoint = training.load_checkpoint
+            training.load_checkpoint = self.load_and_begin
 
     def load_and_begin(self, model, optimizer, scheduler, *positional, **named) -> tuple[int, int]:
         """Weights and optimizer state of the stage before; steps, samples, schedule and FLOPs from nought."""

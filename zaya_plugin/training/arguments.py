@@ -30,6 +30,8 @@ OWN_ARGUMENTS = (
     "balancing_eps",
     "balancing_centering",
     "fused_residual_norm",
+    "fused_cca_prologue",
+    "fused_expert_path",
     "context_parallel_order",
     "core_attention",
 )
@@ -115,6 +117,8 @@ def megatron_arguments(recipe: Recipe, data: dict[str, Any]) -> dict[str, Any]:
     if recipe.optim.non_finite_gradients == "skip":
         values["check_for_nan_in_loss_and_grad"] = False
     values["num_workers"] = recipe.data.num_workers
+    # Megatron counts all batches of a validation, the recipe those of a domain.
+    values["eval_iters"] = recipe.stage.eval_iters * max(1, len(recipe.data.valid_blend))
     if recipe.logger.tensorboard or recipe.profile.enabled:  # the profiler's traces go beside this folder
         values["tensorboard_dir"] = str(Path(recipe.run_dir) / "tensorboard")
     for name, value in recipe.megatron.items():

@@ -47,9 +47,9 @@ def curriculum(argv: list[str]) -> int:
         return 0 if argv else 2
     from zaya_plugin.training import curriculum as stages
 
-    argv, dry = _without_flag(argv, "--dry-run")
+    argv, dry = without_flag(argv, "--dry-run")
     argv, only = _option(argv, "--only")
-    whole = stages.compose_curriculum(_overrides(argv, "curriculum"))
+    whole = stages.compose_curriculum(overrides_of(argv, "curriculum"))
     if dry or whole.recipe.dry_run:
         print(stages.describe(whole))
         return 0
@@ -68,9 +68,9 @@ def slurm(argv: list[str]) -> int:
 
     of_site = argv[argv.index("--") + 1 :] if "--" in argv else []
     argv = argv[: argv.index("--")] if "--" in argv else argv
-    argv, of_curriculum = _without_flag(argv, "--curriculum")
-    argv, with_submitit = _without_flag(argv, "--submitit")
-    overrides = _overrides(argv, "slurm")
+    argv, of_curriculum = without_flag(argv, "--curriculum")
+    argv, with_submitit = without_flag(argv, "--submitit")
+    overrides = overrides_of(argv, "slurm")
     if of_curriculum:
         whole = compose_curriculum(overrides)
         recipe, recipes = whole.recipe, [stage.recipe for stage in whole.stages]
@@ -90,7 +90,7 @@ def slurm(argv: list[str]) -> int:
     return 0
 
 
-def _overrides(argv: list[str], command: str) -> list[str]:
+def overrides_of(argv: list[str], command: str) -> list[str]:
     """Overrides of a command line on which only they and --config-dir are left."""
     from zaya_plugin.config.compose import open_overrides
 
@@ -105,7 +105,7 @@ def _overrides(argv: list[str], command: str) -> list[str]:
     return open_overrides(argv)
 
 
-def _without_flag(argv: list[str], flag: str) -> tuple[list[str], bool]:
+def without_flag(argv: list[str], flag: str) -> tuple[list[str], bool]:
     return [item for item in argv if item != flag], flag in argv
 
 

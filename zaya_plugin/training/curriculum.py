@@ -15,9 +15,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from zaya_plugin.config.compose import compose, load_recipe
-from zaya_plugin.config.schedule import first_learning_rate, last_learning_rate, sample_count, step_count, token_count
+from zaya_plugin.config.schedule import sample_count, step_count
 from zaya_plugin.config.schema import Recipe
+from zaya_plugin.data.ledger import report
+from zaya_plugin.training.data_handover import source_uses, with_consumed
 from zaya_plugin.training.handover import finished_stage, losses, same_order, saved_step
+from zaya_plugin.training.stage_tables import domain_table, table, tokens_by_source
 
 STATE = "curriculum.json"
 # Each stage has its own, made from the curriculum's.
@@ -157,7 +160,8 @@ def run_curriculum(curriculum: Curriculum, only: str | None = None) -> int:
         if code or not stage.finished:
             return code
     if only is None:
-        print(table(curriculum), flush=True)
+        tables = [table(curriculum), domain_table(curriculum), _tokens_by_source(curriculum)]
+        print("\n\n".join(text for text in tables if text) + "\n", flush=True)
         if curriculum.recipe.curriculum.compare_positions:
             return _compare_positions(curriculum)
     return 0
@@ -171,6 +175,8 @@ def _run_stage(curriculum: Curriculum, stage: Stage, first: bool) -> int:
     if first:
         verb = f"goes on after step {stage.done}" if stage.done else "begins"
         print(f"zaya: stage {stage.name} {verb}: {stage.steps} steps, {stage.run_dir}", flush=True)
+        if stage.recipe.data.order == "continuing":
+            print(report(source_uses(with_consumed(stage.recipe))), flush=True)
         write_state(curriculum, {stage.name: {"started": time.time()}})
     code = launch(stage.recipe)
     if first:
@@ -220,35 +226,6 @@ def describe(curriculum: Curriculum) -> str:
     return "\n".join([*lines, table(curriculum), "--dry-run: nothing was created or started"])
 
 
-def table(curriculum: Curriculum) -> str:
-    """The stages and what became of them. Losses are nats a token: validation before the first step and after the last."""
-    rows = [("stage", "context", "RoPE base", "CP", "tokens", "steps", "learning rate", "loss before", "after", "at hand-over")]
-    last = None
-    for stage in curriculum.stages:
-        recipe, seen = stage.recipe, losses(stage.run_dir)
-        begins = seen["valid_first"] if recipe.stage.eval_at_start else seen["first"]
-        ends = seen["valid_last"] if seen["valid_last"] is not None else seen["last"]
-        ends = ends if stage.finished else None
-        jump = "" if last is None or begins is None else f"{last:.3f} -> {begins:.3f}"
-        rows.append(
-            (
-                stage.name,
-                str(recipe.stage.seq_length),
-                f"{recipe.stage.rotary_base:,}",
-                str(recipe.parallel.context_parallel_size),
-                _short(token_count(recipe)),
-                f"{min(stage.done, stage.steps)}/{stage.steps}",
-                f"{first_learning_rate(recipe):.1e} -> {last_learning_rate(recipe):.1e}",
-                "-" if begins is None else f"{begins:.3f}",
-                "-" if ends is None else f"{ends:.3f}",
-                jump,
-            )
-        )
-        last = ends
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows)
-
-
 def write_state(curriculum: Curriculum, news: dict[str, dict] | None = None) -> None:
     """Writes <run_dir>/curriculum.json whole or not at all; `news`: by stage, added to what is known of it."""
     path = curriculum.run_dir / STATE
@@ -286,6 +263,13 @@ def _compare_positions(curriculum: Curriculum) -> int:
     return compare(short.run_dir, long.run_dir)
 
 
+def _tokens_by_source(curriculum: Curriculum) -> str:
+    try:
+        return tokens_by_source([load_recipe(stage.run_dir / "recipe.yaml") for stage in curriculum.stages])
+    except ValueError as gone:  # the stages are done; data that was taken away since must not make a failure of that
+        return f"tokens of each source: {gone}"
+
+
 def _is_special(item: str) -> bool:
     """Whether an override is meant for one stage: a colon before any equals sign."""
     return ":" in item.partition("=")[0]
@@ -293,10 +277,3 @@ def _is_special(item: str) -> bool:
 
 def _value(items: list[str], key: str) -> str | None:
     return next((item.partition("=")[2] for item in items if item.startswith(f"{key}=")), None)
-
-
-def _short(tokens: int) -> str:
-    for limit, unit in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "K")):
-        if tokens >= limit:
-            return f"{tokens / limit:.4g}{unit}"
-    return str(tokens)

@@ -4,11 +4,12 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from zaya_plugin.config.schema import Recipe
+from zaya_plugin.data.blend import domain_names
 from zaya_plugin.data.dataset import (
     Blend,
     Manifest,
@@ -28,22 +29,29 @@ from zaya_plugin.data.tokenizer import vocabulary_of
 class DataSources:
     """What is read. train, valid: see zaya_plugin.data.dataset.Blend; valid None means no validation.
     tokenizer: path or name of a Hugging Face tokenizer; cache_path: folder of the sample indices.
-    consumed: ledger of the stages before (zaya_plugin.data.ledger), None for Megatron's own order."""
+    consumed: ledger of the stages before (zaya_plugin.data.ledger), None for Megatron's own order.
+    domains: weights of the sources of data.valid_blend by name, in order; empty without one."""
 
     train: Blend
     valid: Blend | None
     tokenizer: str
     cache_path: str
     consumed: dict[str, int] | None = None
+    domains: dict[str, float] = field(default_factory=dict)
 
     def tokenizer_arguments(self) -> dict[str, Any]:
         """Megatron's arguments of the tokenizer."""
         return dict(tokenizer_type="HuggingFaceTokenizer", tokenizer_model=self.tokenizer)
 
-    def build(self, num_samples, sequence_length: int, seed: int, tokenizer) -> list:
-        """Megatron's [train, valid, test] data sets for `num_samples` of each; there is no test set."""
+    def build(self, num_samples, sequence_length: int, seed: int, tokenizer, validation: int | None = None) -> list:
+        """Megatron's [train, valid, test] data sets for `num_samples` of each; there is no test set.
+
+        validation: samples of one validation, which several domains share equally.
+        """
         train, valid, _ = num_samples
         valid = valid if self.valid is not None else 0
+        if valid and len(self.domains) > 1:
+            return self._build_domains(num_samples, sequence_length, seed, tokenizer, validation)
         stream = None
         if train and self.consumed is not None:
             stream = build_stream(self.train, train, sequence_length, seed, tokenizer, self.cache_path, self.consumed)
@@ -59,6 +67,19 @@ class DataSources:
             cache_path=self.cache_path,
         )
         return datasets if stream is None else [stream, *datasets[1:]]
+
+    def _build_domains(self, num_samples, sequence_length: int, seed: int, tokenizer, validation: int) -> list:
+        from zaya_plugin.training.validation_domains import InTurn
+
+        train, valid, _ = num_samples
+        count = len(self.domains)
+        assert validation % count == 0 and valid % validation == 0, "eval_iters counts all domains"
+        parts = []
+        for _, prefix in self.valid:
+            alone = replace(self, valid=prefix, domains={})
+            parts.append(alone.build((0, valid // count, 0), sequence_length, seed, tokenizer)[1])
+        trained = replace(self, valid=None, domains={}).build((train, 0, 0), sequence_length, seed, tokenizer)[0] if train else None
+        return [trained, InTurn(parts, validation // count), None]
 
 
 def find_sources(recipe: Recipe) -> DataSources:
@@ -95,7 +116,11 @@ def find_sources(recipe: Recipe) -> DataSources:
         raise ValueError(f"data.consumed={list(data.consumed)} is read with data.order=continuing alone; set that, or leave it out")
     consumed = parse_ledger(data.consumed) if data.order == "continuing" else None
     cache = data.cache_path or str(_directory(data.path) / "cache")
-    return DataSources(blend or data.path, valid, tokenizer, cache, consumed)
+    domains = {}
+    if data.valid_blend and valid is not None:
+        entries = [_blend_entry(entry, "data.valid_blend") for entry in data.valid_blend]
+        domains = dict(zip(domain_names([path for _, path in entries]), (weight for weight, _ in entries), strict=True))
+    return DataSources(blend or data.path, valid, tokenizer, cache, consumed, domains)
 
 
 def _validation(recipe: Recipe, manifest: Manifest | None, splits: dict[str, str]) -> Blend | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -89,7 +90,12 @@ def saved_step(run_dir: Path) -> int | None:
 
 
 def same_order(one: Recipe, other: Recipe) -> bool:
-    """Whether two stages draw their samples from one order: the same data and blend, cut into the same length, shuffled alike."""
+    """Whether two stages draw their samples from one order: the same data and blend, cut into the same length, shuffled alike.
+
+    Of data.order=continuing none is: there data.consumed says where a stage begins (zaya_plugin.training.data_handover).
+    """
+    if "continuing" in (one.data.order, other.data.order):
+        return False
     fields = ("path", "blend", "packing", "reset_position_ids")
     alike = all(getattr(one.data, name) == getattr(other.data, name) for name in fields)
     return alike and one.stage.seq_length == other.stage.seq_length and one.seed == other.seed
@@ -106,15 +112,30 @@ def tokens_before(recipe: Recipe) -> int:
 def losses(run_dir: Path) -> dict[str, float | None]:
     """First and last losses in <run_dir>/metrics.jsonl: `first`, `last` of training steps, `valid_first`, `valid_last`."""
     found: dict[str, float | None] = dict.fromkeys(("first", "last", "valid_first", "valid_last"))
-    path = Path(run_dir) / "metrics.jsonl"
-    for line in path.read_text().splitlines() if path.is_file() else ():
-        try:
-            row = json.loads(line)
-        except ValueError:  # cut off by a kill
-            continue
+    for row in _rows(run_dir):
         for key, name in (("loss", ""), ("valid_loss", "valid_")):
             if row.get(key) is not None:
                 if found[f"{name}first"] is None:
                     found[f"{name}first"] = row[key]
                 found[f"{name}last"] = row[key]
     return found
+
+
+def domain_losses(run_dir: Path) -> dict[str, tuple[float, float]]:
+    """First and last validation loss of each domain in <run_dir>/metrics.jsonl."""
+    found: dict[str, tuple[float, float]] = {}
+    for row in _rows(run_dir):
+        for key, value in row.items():
+            if key.startswith("validation/") and key.endswith("/loss"):
+                name = key[len("validation/") : -len("/loss")]
+                found[name] = (found.get(name, (value,))[0], value)
+    return found
+
+
+def _rows(run_dir: Path) -> Iterator[dict]:
+    path = Path(run_dir) / "metrics.jsonl"
+    for line in path.read_text().splitlines() if path.is_file() else ():
+        try:
+            yield json.loads(line)
+        except ValueError:  # cut off by a kill
+            continue

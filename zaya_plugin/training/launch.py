@@ -8,7 +8,6 @@ signals go straight to them: torchrun would give them 30 seconds after SIGTERM a
 
 from __future__ import annotations
 
-import ctypes
 import importlib.util
 import os
 import runpy
@@ -23,11 +22,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from zaya_plugin import compat
 from zaya_plugin.config.compose import save_recipe
 from zaya_plugin.config.schema import Recipe
 from zaya_plugin.config.validate import data_parallel_size, validate
 from zaya_plugin.training import slurm
+from zaya_plugin.training.data_handover import with_consumed
 from zaya_plugin.training.handover import predecessor, saved_step
+from zaya_plugin.training.parent_death import die_with_parent
 from zaya_plugin.training.rank_failure import first_failure
 from zaya_plugin.training.run_directory import check_resume, keep_recipe, make_writable
 
@@ -35,7 +37,6 @@ WORKER = "zaya_plugin.training.worker"
 TORCHRUN_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
 HIDDEN_DEVICES = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
 DEVICE_FILES = ("/dev/nvidiactl", "/dev/nvidia0", "/dev/kfd", "/dev/dxg")  # NVIDIA, ROCm, WSL
-PR_SET_PDEATHSIG = 1
 FULL_DISK = 2**20  # free bytes under which a failure is put down to the disk
 
 
@@ -73,7 +74,7 @@ def launch(recipe: Recipe) -> int:
         explain_optimizer(recipe)
         return 0
     check_resume(recipe.run_dir, recipe.resume)
-    check_handover(recipe)
+    recipe = take_over(recipe)
     check_surroundings(recipe, plan)
     make_writable(recipe.run_dir)
     if plan.rank == 0:
@@ -142,10 +143,11 @@ def rank_environment(recipe: Recipe, ranks_here: int, environ: Mapping[str, str]
     return {name: value for name, value in variables.items() if environ.get(name) != value}
 
 
-def check_handover(recipe: Recipe) -> None:
-    """Raises `ValueError` if a stage that begins cannot take over from `handover.from_run`."""
+def take_over(recipe: Recipe) -> Recipe:
+    """`recipe` with its place in the data; raises `ValueError` if a stage that begins cannot take over from `handover.from_run`."""
     if saved_step(Path(recipe.run_dir)) is None:
         predecessor(recipe)
+    return with_consumed(recipe)
 
 
 def check_surroundings(recipe: Recipe, plan: Plan) -> None:
@@ -156,6 +158,11 @@ def check_surroundings(recipe: Recipe, plan: Plan) -> None:
     ):
         if not _importable(module):
             raise ValueError(f"{module} is not installed in {sys.executable}: {remedy}. `zaya doctor` shows what there is")
+    if not compat.zaya_train_fits():
+        raise ValueError(
+            f"megatron.core {compat.core_version()}: allowed for `zaya train`: 0.19, as in `pip install 'megatron-core[training]>=0.19.2'`. In "
+            "Primus, which pins 0.16, train with `zaya export primus`"
+        )
     if recipe.cluster.device == "cuda" and not any(os.path.exists(path) for path in DEVICE_FILES):
         raise ValueError(
             f"cluster.device = cuda: no accelerator on this machine ({', '.join(DEVICE_FILES)} do not exist). "
@@ -187,7 +194,7 @@ def describe(recipe: Recipe, plan: Plan, more: Sequence[str] = ()) -> str:
     ]
     for check in (
         lambda: check_resume(recipe.run_dir, recipe.resume),
-        lambda: check_handover(recipe),
+        lambda: take_over(recipe),
         lambda: check_surroundings(recipe, plan),
     ):
         try:
@@ -230,7 +237,7 @@ def run_ranks(plan: Plan, log_dir: Path) -> int:
             stdin=subprocess.DEVNULL,
             stderr=stderr,
             start_new_session=True,  # a terminal's Ctrl-C reaches this process alone, which passes it on
-            preexec_fn=_die_with_parent if sys.platform == "linux" else None,
+            preexec_fn=die_with_parent,  # torchrun gets SIGTERM, and with it the ranks, should this process be killed outright
         )
         received: list[int] = []
         previous = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
@@ -286,11 +293,6 @@ def _children(parent: int) -> list[int]:
         if int(fields[1]) == parent and fields[0] != "Z":
             found.append(int(path.parent.name))
     return found
-
-
-def _die_with_parent() -> None:
-    """Runs in the child: torchrun gets SIGTERM, and with it the ranks, should this process be killed outright."""
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 def _importable(module: str) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import resource
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
@@ -94,12 +95,14 @@ class Reporter:
         if step.step % self.recipe.logger.log_interval == 0 or step.step == step.last_step:
             self._print(step_line({**row, "last_step": step.last_step}))
 
-    def validation(self, step: int, loss: float) -> None:
-        """Report a validation loss (mean nats a token)."""
+    def validation(self, step: int, loss: float, domains: Mapping[str, float] | None = None) -> None:
+        """Report a validation loss (mean nats a token), and that of each of its `domains`."""
         if self.reports:
+            domains = domains or {}
             self.validation_losses.append(loss)
-            self._log({"step": step, "valid_loss": loss})
-            self._print(f"step {step}: validation loss {loss:.4f}")
+            self._log({"step": step, "valid_loss": loss, **{f"validation/{name}/loss": value for name, value in domains.items()}})
+            parts = ", ".join(f"{name} {value:.4f}" for name, value in domains.items())
+            self._print(f"step {step}: validation loss {loss:.4f}" + (f" ({parts})" if parts else ""))
 
     def checkpoint(self, step: int) -> None:
         """Report a finished checkpoint."""

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from fnmatch import fnmatchcase
 
 from torch import nn
 
@@ -11,7 +12,7 @@ import hip_ops
 from zaya_plugin.config.optimizer_override import Override
 from zaya_plugin.config.schema import Recipe
 from zaya_plugin.optim.build import muon_factory, tag_parameters
-from zaya_plugin.optim.grouping import Assignment
+from zaya_plugin.optim.grouping import Assignment, assign
 from zaya_plugin.optim.muon import MuonSettings
 
 
@@ -23,6 +24,19 @@ def assign_optimizers(recipe: Recipe, model: nn.Module) -> dict[str, Assignment]
     """
     overrides = [Override.parse(entry) for entry in recipe.optim.overrides]
     return tag_parameters(model, overrides, recipe.optim.muon_split_gate_up, default=recipe.optim.name)
+
+
+def mark_matrices(recipe: Recipe, parameters: list[tuple[str, nn.Parameter]]) -> None:
+    """Marks those of `parameters`, a part of a model by whole names, that Muon takes, so that a buffer layout keeps them whole.
+
+    For hosts that build the model themselves; `assign_optimizers` over the whole model says the rest.
+    """
+    overrides = [Override.parse(entry) for entry in recipe.optim.overrides]
+    # One that matches nothing here may match elsewhere in the model.
+    here = [o for o in overrides if any(fnmatchcase(name, o.pattern) for name, _ in parameters)]
+    for name, assignment in assign(parameters, here, recipe.optim.muon_split_gate_up, recipe.optim.name).items():
+        if assignment.matrices is not None:
+            dict(parameters)[name].muon_matrices = assignment.matrices
 
 
 def muon_settings(recipe: Recipe) -> MuonSettings:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from pathlib import Path
 
 from zaya_plugin.config.compose import save_recipe
@@ -54,6 +55,6 @@ def keep_recipe(recipe: Recipe, run_dir: str | os.PathLike) -> Path:
         n = 1
         while (older := path.with_name(f"recipe.{n}.yaml")).exists():
             n += 1
-        path.rename(older)
+        shutil.copyfile(path, older)  # not renamed: other ranks may be reading it
     new.replace(path)
     return path

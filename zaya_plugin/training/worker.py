@@ -15,8 +15,11 @@ import traceback
 from pathlib import Path
 
 from zaya_plugin import patches
+from zaya_plugin.training.parent_death import adopt_children, follow_rank
 
 # At import and not in main(): processes that write checkpoints are spawned and import this module again.
+if __name__ == "__mp_main__":
+    follow_rank()
 patches.apply_torch()
 
 
@@ -49,6 +52,7 @@ def main(argv: list[str]) -> int:
     """Train the recipe in the file argv[0]. Returns the exit status: 0, or 2 for an error that the user can mend."""
     from zaya_plugin.config.compose import load_recipe
 
+    adopt_children()
     recipe = load_recipe(Path(argv[0]))
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     logs = Path(recipe.run_dir) / "logs"

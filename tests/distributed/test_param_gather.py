@@ -1,0 +1,35 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Parameters that are gathered while the model already runs must have arrived where they are read, also those of modules
+that are never called (see zaya_plugin/model/parameter_gather.py; tests/model/test_parameter_gather.py looks at each)."""
+
+import pytest
+
+from tests.distributed.layout_grid import run_job
+from tests.distributed.rank_server import RankServers
+from tests.running import MICRO
+
+STEPS = 5
+
+
+@pytest.fixture(scope="module")
+def servers():
+    servers = RankServers()
+    yield servers
+    servers.close()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("optim", ["adamw", "muon"])
+def test_overlapping_the_gather_changes_no_bit(tmp_path, corpus, servers, optim):
+    """In buckets of one parameter, none of which a neighbour's module could have waited for by chance."""
+    recipe = (
+        *MICRO, f"data.path={corpus}", f"optim={optim}", "stage.eval_iters=0", f"exit_interval={STEPS}",
+        "parallel.overlap_grad_reduce=true", "parallel.ddp_bucket_size=1",
+    )
+    at_once, overlapped = (
+        run_job(servers, tmp_path / name, 2, (*recipe, f"parallel.overlap_param_gather={overlap}"))
+        for name, overlap in (("at_once", "false"), ("overlapped", "true"))
+    )
+    assert [row["step"] for row in overlapped["reported"]] == list(range(1, STEPS + 1))
+    assert [row["loss"] for row in overlapped["reported"]] == [row["loss"] for row in at_once["reported"]]
+    assert at_once["reported"][-1]["loss"] < at_once["reported"][0]["loss"]

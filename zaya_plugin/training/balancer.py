@@ -1,0 +1,39 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What follows the backward passes of a step in any host: Megatron's gradient reductions, then the expert biases."""
+
+from __future__ import annotations
+
+from megatron.core import parallel_state
+from megatron.core.distributed import finalize_model_grads
+
+from zaya_plugin.model.moe import ZayaMoELayer
+from zaya_plugin.optim.balancing import RouterStatistics, balance_experts
+from zaya_plugin.optim.stage_statistics import over_pipeline_stages
+
+
+class Balancer:
+    """A `finalize_model_grads_func` that balances the experts too.
+
+    Attributes:
+        statistics: what the routers did in the last step, of all layers of the model; None before the first.
+    """
+
+    def __init__(self):
+        self.statistics: RouterStatistics | None = None
+        self.moe_layers: list[ZayaMoELayer] | None = None
+
+    def __call__(self, model, *positional, **named) -> None:
+        """model: this rank's chunks; the rest goes to Megatron's finalize_model_grads."""
+        finalize_model_grads(model, *positional, **named)
+        if self.moe_layers is None:
+            found = [m for chunk in model for m in chunk.modules() if isinstance(m, ZayaMoELayer)]
+            self.moe_layers = sorted(found, key=lambda layer: layer.layer_number)
+        # All ranks that routed other tokens: also the tensor-parallel ones, each with its part of the sequence.
+        group = parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True)
+        routers = [layer.router for layer in self.moe_layers]
+        config = routers[0].config
+        self.statistics = balance_experts(routers, config, group)
+        if parallel_state.get_pipeline_model_parallel_world_size() > 1:
+            numbers = [layer.layer_number for layer in self.moe_layers]
+            stages = parallel_state.get_pipeline_model_parallel_group()
+            self.statistics = over_pipeline_stages(self.statistics, numbers, config.num_layers, stages)
