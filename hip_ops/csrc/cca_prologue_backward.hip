@@ -276,7 +276,7 @@ HO_KERNEL_WAVES(ho_cca_prologue_backward_input, kPrologueThreads, 2)
   }
 }
 
-HO_EXPORT int64_t ho_cca_prologue_backward_runs(int64_t total, int64_t heads, int64_t groups, int64_t processors) {
+HO_EXPORT int64_t ho_cca_prologue_backward_blocks(int64_t total, int64_t heads, int64_t groups, int64_t processors) {
   return prologue_runs(groups, heads / groups + 2, (total + kTile - 1) / kTile, processors, 4);
 }
 

@@ -199,7 +199,7 @@ HO_KERNEL(ho_cca_prologue_backward_sum, kPrologueThreads)
   }
 }
 
-HO_EXPORT int64_t ho_cca_prologue_weights_runs(int64_t total, int64_t heads, int64_t groups, int64_t processors) {
+HO_EXPORT int64_t ho_cca_prologue_weights_blocks(int64_t total, int64_t heads, int64_t groups, int64_t processors) {
   return prologue_runs(groups, heads / groups + 1, (total + kTile - 1) / kTile, processors, 1);
 }
 

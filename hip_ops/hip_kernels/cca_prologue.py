@@ -99,7 +99,7 @@ def cca_prologue_backward(
     halo, starts = None if halo is None else _aligned(halo.contiguous()), None if starts is None else starts.contiguous()
     table, *rope_strides, rotary = _rope(rope)
     of = library(target_of(device))
-    bias_runs, runs = (count(total, heads, query_groups, processors) for count in (of.ho_cca_prologue_backward_runs, of.ho_cca_prologue_weights_runs))
+    bias_runs, runs = (count(total, heads, query_groups, processors) for count in (of.ho_cca_prologue_backward_blocks, of.ho_cca_prologue_weights_blocks))
     zero_runs = min(total, ZERO_RUNS)
     dy = torch.empty((*projected.shape[:2], n * HEAD_DIM), dtype=projected.dtype, device=device)
     shapes = ((runs, n, 3, HEAD_DIM, HEAD_DIM), (bias_runs, n, HEAD_DIM), (bias_runs, query_groups), (zero_runs, query_groups))

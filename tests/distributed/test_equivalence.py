@@ -63,6 +63,7 @@ def test_a_resumed_run_equals_the_uninterrupted_one(tmp_path, corpus, two_ranks)
     assert len(before) == 1 and before == after, "the resumed run must continue the same W&B run"
 
 
+@pytest.mark.slow
 def test_resuming_on_one_rank_equals_to_within_summation_order(tmp_path, corpus, two_ranks):
     resumed = train(_at_step_10(two_ranks, tmp_path / "run"), corpus, "nproc=1", "resume=must")
     assert _largest_difference(resumed, two_ranks, range(11, 21)) < 2e-5

@@ -30,6 +30,7 @@ def saved(tmp_path_factory) -> tuple[Path, dict]:
     return directory, run("save", 4, directory)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_another_number_of_ranks_loads_the_same_bits(saved, ranks):
     directory, before = saved
@@ -41,6 +42,7 @@ def test_another_number_of_ranks_loads_the_same_bits(saved, ranks):
         assert torch.equal(loaded["after"][key], value), key
 
 
+@pytest.mark.slow
 def test_each_keeps_what_it_needs_and_no_rank_more_than_its_share(saved):
     _, before = saved
     kept = {}
@@ -58,6 +60,7 @@ def test_a_gradient_that_is_not_finite_skips_the_step_on_all_ranks(tmp_path):
     run("skip", 2, tmp_path)
 
 
+@pytest.mark.slow
 def test_matrices_that_the_host_cuts_are_updated_as_if_whole(saved, tmp_path):
     """Megatron's own layout, as releases before 0.19 have it: pieces meet for Newton-Schulz, the result is the same."""
     _, whole = saved

@@ -67,7 +67,7 @@ class Emulated:
         def count(roles: int, resident: int):
             return lambda total, heads, groups, processors: runs(groups, heads // groups + roles, tiles_of(total), processors, resident)
 
-        functions = SimpleNamespace(ho_cca_prologue_backward_runs=count(2, 4), ho_cca_prologue_weights_runs=count(1, 1))
+        functions = SimpleNamespace(ho_cca_prologue_backward_blocks=count(2, 4), ho_cca_prologue_weights_blocks=count(1, 1))
         with (
             mock.patch.object(hip_kernels, "call", lambda name, *a, device: getattr(self, "_" + name)(*a)),
             mock.patch.object(hip_kernels, "library", lambda target: functions),

@@ -44,7 +44,7 @@ for c, b, n, g, k, halo, documents, rotary, late, length in eval(sys.argv[-1]):
         continue
     upstream = [bf16(s, b, count, d) for count in (n, g, g)]
     strides = [x for count in (n, g, g) for x in (b * count * d, count * d, d)]
-    bias_runs, runs, zero_runs = kernels.ho_cca_prologue_backward_runs(total, n, g, 1), kernels.ho_cca_prologue_weights_runs(total, n, g, 1), 3
+    bias_runs, runs, zero_runs = kernels.ho_cca_prologue_backward_blocks(total, n, g, 1), kernels.ho_cca_prologue_weights_blocks(total, n, g, 1), 3
     dy, d_projected = empty(s, b, channels), empty(s, b, width)
     d_halo, d_value_halo = (np.empty_like(before), np.empty_like(value_before)) if halo else (None, None)
     bias, along, zero = empty(bias_runs, heads, d, dtype=np.float32), empty(bias_runs, g, dtype=np.float32), empty(zero_runs, g, dtype=np.float32)

@@ -13,6 +13,8 @@ from tests.parallel.context_ranks import CASES, RANKS
 from zaya_plugin.plan.flops import Shape
 from zaya_plugin.plan.parallelism import Batch, Layout, sent_bytes
 
+pytestmark = pytest.mark.slow  # tests/distributed/test_layouts.py has context parallelism in every run
+
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory) -> dict[str, list[dict]]:

@@ -2,9 +2,12 @@
 import gzip
 import json
 
+import pytest
+
 from tests.running import train
 
 
+@pytest.mark.slow
 def test_a_trace_is_written_on_request(tmp_path, corpus):
     run = train(
         tmp_path, corpus, "nproc=1", "profile.enabled=true", "profile.step_start=3", "profile.step_end=5",
