@@ -15,29 +15,23 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import datetime
 import importlib
 import itertools
-import json
-import platform
-import shlex
-import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from unittest import mock
 
 import torch
+from call_timing import milliseconds
 from compile_ahead import compile_ahead
-from rms_norm import MI300X_BYTES_PER_S, copy_bandwidth, milliseconds
+from operator_benchmark import MI300X_BYTES_PER_S, add_options, begin, finish
 from torch import Tensor, nn
 
 import hip_ops
 from hip_ops import backend
 from hip_ops.triton_kernels.cca_prologue import Launch
 
-HERE = Path(__file__).resolve().parent
 HEADS, GROUPS, D, ROTARY = 8, 2, 128, 64
 CHANNELS, VALUES = (HEADS + GROUPS) * D, GROUPS * D
 
@@ -301,35 +295,16 @@ def parts(batch: int, rows: int, device: torch.device) -> dict:
     return {event.key: {"us": round(event.device_time_total / 10, 2)} for event in profile.key_averages() if event.device_time_total}
 
 
-def table(results: dict) -> str:
-    lines = []
-    for title, of_title in results.items():
-        for part, figures in of_title.items():
-            for name, row in figures.items():
-                cells = "  ".join(f"{key} {value}" for key, value in row.items()) if isinstance(row, dict) else str(row)
-                lines.append(f"{title:12}{part:10}{name:42}{cells}")
-    return "\n".join(lines)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     on_gpu = torch.cuda.is_available()
     parser.add_argument("--shapes", nargs="+", default=["4x4096"] if on_gpu else ["2x64"], help="micro batch x rows")
     parser.add_argument("--backends", nargs="+", default=["triton"] if on_gpu else ["torch"], help="the first is compared with transformers")
-    parser.add_argument("--rep", type=int, default=200, help="milliseconds a measurement takes")
+    add_options(parser, "cca_prologue")
     parser.add_argument("--no-anchors", action="store_true", help="only hip_ops")
-    parser.add_argument("--sweep", action="store_true")
     parser.add_argument("--only", nargs="+", default=KERNELS, choices=KERNELS, help="kernels of the sweep")
-    parser.add_argument("--name", default="cca_prologue", help="of the file in benchmarks/results")
-    parser.add_argument("--commit", help="where there is no git repository")
     options = parser.parse_args()
-    device = torch.device("cuda", 0) if on_gpu else torch.device("cpu")
-    torch.manual_seed(0)
-    options.copy = copy_bandwidth(device, options.rep)
-    if on_gpu:
-        from torch._functorch import config as functorch
-
-        functorch.donated_buffer = False  # a backward that is run again and again keeps its inputs
+    device = begin(options)
     results = {}
     for shape in options.shapes:
         batch, rows = map(int, shape.split("x"))
@@ -337,16 +312,7 @@ def main() -> None:
         if on_gpu and not options.sweep and "triton" in options.backends:
             results[shape]["parts"] = parts(batch, rows, device)
             print(results[shape]["parts"], file=sys.stderr, flush=True)
-    commit = options.commit or subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=HERE, capture_output=True, text=True).stdout.strip()
-    result = {
-        "device": torch.cuda.get_device_name() if on_gpu else f"CPU {platform.machine()}", "date": datetime.date.today().isoformat(),
-        "commit": commit or "unknown", "command": shlex.join(["python3", *sys.argv]), "torch": torch.__version__,
-        "copy_tb_per_s": round(options.copy / 1e12, 3), "results": results,
-    }  # fmt: skip
-    print(table(results), f"\ncopy bandwidth {result['copy_tb_per_s']} TB/s on {result['device']}", file=sys.stderr)
-    print(json.dumps(result))
-    (HERE / "results").mkdir(exist_ok=True)
-    (HERE / "results" / f"{options.name}.json").write_text(json.dumps(result, indent=1) + "\n")
+    finish(options, results, (12, 10, 42))
 
 
 if __name__ == "__main__":

@@ -15,33 +15,25 @@ alone). Prints a table and one line of JSON, which it writes to benchmarks/resul
 from __future__ import annotations
 
 import argparse
-import datetime
 import importlib
 import itertools
-import json
-import platform
-import shlex
 import statistics
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from unittest import mock
 
 import torch
 import torch.nn.functional as F
-from call_timing import copy_bandwidth, milliseconds
+from call_timing import milliseconds
 from compile_ahead import compile_ahead
+from operator_benchmark import MI300X_BYTES_PER_S, add_options, begin, finish
 from torch import Tensor
 
 import hip_ops
 from hip_ops import backend
 
-HERE = Path(__file__).resolve().parent
 BF16 = torch.bfloat16
-MI300X_BYTES_PER_S = 4.33e12
 
 
 class Inputs:
@@ -279,17 +271,6 @@ def sweep(i: Inputs, device: torch.device, options) -> dict:
     return found
 
 
-def table(results: dict) -> str:
-    lines = []
-    for title, parts in results.items():
-        for part, directions in parts.items():
-            for direction, figures in directions.items():
-                for name, row in figures.items():
-                    cells = "  ".join(f"{key} {value}" for key, value in row.items())
-                    lines.append(f"{title:28}{part:24}{direction:26}{name:44}{cells}")
-    return "\n".join(lines)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     on_gpu = torch.cuda.is_available()
@@ -298,33 +279,15 @@ def main() -> None:
     parser.add_argument("--experts", type=int, default=16)
     parser.add_argument("--skipping", type=float, nargs="+", default=[0.0, 0.1], help="shares of the tokens that are of no expert")
     parser.add_argument("--backends", nargs="+", default=["triton", "hip"] if on_gpu else ["torch"])
-    parser.add_argument("--rep", type=int, default=200, help="milliseconds a measurement takes")
-    parser.add_argument("--sweep", action="store_true")
-    parser.add_argument("--name", default="expert_path", help="of the file in benchmarks/results")
-    parser.add_argument("--commit", help="where there is no git repository")
+    add_options(parser, "expert_path")
     options = parser.parse_args()
-    device = torch.device("cuda", 0) if on_gpu else torch.device("cpu")
-    torch.manual_seed(0)
-    options.copy = copy_bandwidth(device)
-    if on_gpu:
-        from torch._functorch import config as functorch
-
-        functorch.donated_buffer = False  # a backward that is run again and again keeps its inputs
+    device = begin(options)
     results = {}
     for skipping in options.skipping[:1] if options.sweep else options.skipping:
         inputs = Inputs(options.tokens, options.hidden, options.experts, skipping, device)
         title = f"{options.tokens}x{options.hidden}, {skipping:.0%} skip"
         results[title] = (sweep if options.sweep else measure)(inputs, device, options)
-    commit = options.commit or subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=HERE, capture_output=True, text=True).stdout.strip()
-    result = {
-        "device": torch.cuda.get_device_name() if on_gpu else f"CPU {platform.machine()}", "date": datetime.date.today().isoformat(),
-        "commit": commit or "unknown", "command": shlex.join(["python3", *sys.argv]), "torch": torch.__version__,
-        "copy_tb_per_s": round(options.copy / 1e12, 3), "results": results,
-    }  # fmt: skip
-    print(table(results), f"\ncopy bandwidth {result['copy_tb_per_s']} TB/s on {result['device']}", file=sys.stderr)
-    print(json.dumps(result))
-    (HERE / "results").mkdir(exist_ok=True)
-    (HERE / "results" / f"{options.name}.json").write_text(json.dumps(result, indent=1) + "\n")
+    finish(options, results, (28, 24, 26, 44))
 
 
 if __name__ == "__main__":

@@ -11,10 +11,8 @@ at that time), by collective and message size; the boundary exchange is the smal
 from __future__ import annotations
 
 import argparse
-import datetime
 import gzip
 import json
-import platform
 import shlex
 import statistics
 import subprocess
@@ -22,7 +20,8 @@ import sys
 from collections import defaultdict
 from pathlib import Path
 
-HERE = Path(__file__).resolve().parent
+from result_record import RESULTS, described, device_name, write
+
 SKIPPED_STEPS = 4  # compilation and warm clocks
 
 
@@ -107,7 +106,7 @@ def main() -> None:
     parser.add_argument("--short", type=int, default=4096)
     parser.add_argument("--overrides", nargs="*", default=[])
     parser.add_argument("--work", type=Path, default=Path("runs/long_context"))
-    parser.add_argument("--results", type=Path, default=HERE / "results")
+    parser.add_argument("--results", type=Path, default=RESULTS)
     parser.add_argument("--name", default="long_context")
     parser.add_argument("--commit", default=None, help="commit that is measured, where this is no checkout")
     options = parser.parse_args()
@@ -125,21 +124,11 @@ def main() -> None:
     }  # fmt: skip
     results = {name: figures(run_dir, options.ranks) for name, run_dir in runs.items()}
     ratio = results["context_parallel"]["tflops_per_gpu"] / results["data_parallel"]["tflops_per_gpu"]
-    try:
-        import torch
-
-        device, versions = torch.cuda.get_device_name(0), {"python": platform.python_version(), "torch": torch.__version__}
-    except Exception:
-        device, versions = platform.machine(), {}
-    commit = options.commit or subprocess.run(["git", "rev-parse", "HEAD"], cwd=HERE, capture_output=True, text=True).stdout.strip() or "unknown"
     record = {
-        "device": f"{options.ranks} x {device}", "date": datetime.date.today().isoformat(), "commit": commit, "versions": versions,
-        "command": shlex.join(["python3", "benchmarks/long_context.py", *sys.argv[1:]]), "tokens_a_step": options.long,
+        **described(options.commit, f"{options.ranks} x {device_name()}"), "tokens_a_step": options.long,
         "rate_at_long_over_short_by_model_flops": round(ratio, 4), "results": results,
     }
-    print(json.dumps(record))
-    options.results.mkdir(parents=True, exist_ok=True)
-    (options.results / f"{options.name}.json").write_text(json.dumps(record, indent=1) + "\n")
+    write(record, options.name, options.results)
 
 
 if __name__ == "__main__":

@@ -14,26 +14,22 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import datetime
 import heapq
 import itertools
-import json
 import math
-import platform
-import shlex
-import subprocess
 import sys
 from pathlib import Path
 from unittest import mock
 
 import torch
 from call_timing import copy_bandwidth, milliseconds
+from operator_benchmark import MI300X_BYTES_PER_S
+from result_record import RESULTS, described, file_part, write
 
 import hip_ops
 from hip_ops import backend, multi_tensor
 from hip_ops.matrix_batches import MatrixBatches
 
-HERE = Path(__file__).resolve().parent
 LAYERS, RANKS = 40, 8
 # (rows, columns) and how many of them a layer of ZAYA1-base has: experts' gate+up and down, output, query, key, two
 # values, router's down-projection, its two hidden layers and its output.
@@ -42,7 +38,6 @@ MATRICES = (
     ((256, 2048), 1), ((256, 256), 2), ((17, 256), 1),
 )  # fmt: skip
 LR, WEIGHT_DECAY, MOMENTUM = 2e-4, 0.1, 0.95
-MI300X_BYTES_PER_S = 4.33e12
 
 
 def newton_schulz_flop(shape: tuple[int, int], steps: int = 5) -> int:
@@ -180,11 +175,6 @@ def table(results: dict) -> str:
     return "\n".join(lines)
 
 
-def commit() -> str:
-    found = subprocess.run(["git", "rev-parse", "HEAD"], cwd=HERE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
-    return found.stdout.strip() or "unknown"
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cuda", help="cpu is for trying this script")
@@ -194,7 +184,7 @@ def main() -> None:
     parser.add_argument("--rep", type=int, default=500, help="milliseconds of measuring for each figure")
     parser.add_argument("--sweep", action="store_true")
     parser.add_argument("--commit", default=None, help="commit that is measured, where this is no checkout")
-    parser.add_argument("--results", type=Path, default=HERE / "results")
+    parser.add_argument("--results", type=Path, default=RESULTS)
     parser.add_argument("--name", default=None, help="of the results file")
     options = parser.parse_args()
     device = torch.device(options.device)
@@ -202,18 +192,13 @@ def main() -> None:
     scope = torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
     with scope:
         results = (sweep if options.sweep else measure)(options, device, shapes)
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or platform.machine()
     record = {
-        "device": name, "date": datetime.date.today().isoformat(), "commit": options.commit or commit(),
-        "command": shlex.join(["python3", "benchmarks/muon_step.py", *sys.argv[1:]]),
-        "versions": {"python": platform.python_version(), "torch": torch.__version__, "cuda": torch.version.cuda or torch.version.hip},
+        **described(options.commit),
         "matrices": len(shapes), "parameters": sum(math.prod(s) for s in shapes), "results": results,
     }
     print(table(results), file=sys.stderr)
-    print(json.dumps(record))
-    options.results.mkdir(parents=True, exist_ok=True)
-    file = options.name or f"muon_step{'-sweep' if options.sweep else ''}-{name.replace(' ', '_').lower()}"
-    (options.results / f"{file}.json").write_text(json.dumps(record, indent=1) + "\n")
+    sweeping = "-sweep" if options.sweep else ""
+    write(record, options.name or f"muon_step{sweeping}-{file_part(record['device'])}", options.results)
 
 
 if __name__ == "__main__":

@@ -19,6 +19,8 @@ from concurrent.futures import ThreadPoolExecutor
 from datetime import date
 from pathlib import Path
 
+from result_record import commit_of
+
 OPTIMIZERS = ("adamw", "muon")
 
 
@@ -104,9 +106,8 @@ def main() -> None:
         }
         for (optimizer, lr), curve in curves.items()
     ]
-    commit = arguments.commit or subprocess.run(["git", "describe", "--always", "--dirty"], capture_output=True, text=True).stdout.strip()
     result = {
-        "date": str(date.today()), "commit": commit, "device": arguments.device,
+        "date": str(date.today()), "commit": commit_of(arguments.commit), "device": arguments.device,
         "command": "python benchmarks/muon_vs_adamw.py " + " ".join(sys.argv[1:]), "experiment": arguments.experiment,
         "window": arguments.window, "target": round(target, 4), "table": table,
     }

@@ -11,23 +11,18 @@ Inputs are random and fresh in every call of a set of them. Prints a table and o
 from __future__ import annotations
 
 import argparse
-import datetime
 import itertools
-import json
-import platform
-import shlex
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
+from result_record import RESULTS, described, file_part, write
 
 import hip_ops
 from hip_ops.newton_schulz_coefficients import coefficient_triples
 from hip_ops.newton_schulz_plan import default_restarts, multiply_adds
 
-HERE = Path(__file__).resolve().parent
 SHAPES = [(16, 2048, 4096), (16, 4096, 2048), (16, 2048, 2048), (1, 2048, 4096), (1, 1024, 2048), (1, 2048, 1024), (1, 256, 2048), (1, 128, 2048), (1, 256, 256), (1, 17, 256)]
 STEPS = 5
 SIMPLE = coefficient_triples("simple", STEPS)
@@ -130,21 +125,12 @@ def main() -> None:
     parser.add_argument("--warmup", type=int, default=50)
     parser.add_argument("--rep", type=int, default=200, help="milliseconds of measuring for each figure")
     parser.add_argument("--commit", default=None, help="commit that is measured, where this is no checkout")
-    parser.add_argument("--results", type=Path, default=HERE / "results")
+    parser.add_argument("--results", type=Path, default=RESULTS)
     parser.add_argument("--name", default=None, help="of the results file")
     options = parser.parse_args()
     rows = measure(options)
-    device = torch.cuda.get_device_name()
-    commit = options.commit or subprocess.run(["git", "rev-parse", "HEAD"], cwd=HERE, capture_output=True, text=True).stdout.strip() or "unknown"
-    record = {
-        "device": device, "date": datetime.date.today().isoformat(), "commit": commit,
-        "command": shlex.join(["python3", "benchmarks/newton_schulz.py", *sys.argv[1:]]),
-        "versions": {"python": platform.python_version(), "torch": torch.__version__, "cuda": torch.version.cuda or torch.version.hip},
-        "results": rows, "mi300x_predictions": predictions(),
-    }  # fmt: skip
-    print(json.dumps(record))
-    options.results.mkdir(parents=True, exist_ok=True)
-    (options.results / f"{options.name or 'newton_schulz-' + device.replace(' ', '_').lower()}.json").write_text(json.dumps(record, indent=1) + "\n")
+    record = {**described(options.commit), "results": rows, "mi300x_predictions": predictions()}
+    write(record, options.name or f"newton_schulz-{file_part(record['device'])}", options.results)
 
 
 if __name__ == "__main__":

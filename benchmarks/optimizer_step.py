@@ -11,24 +11,18 @@ the host ahead of the device). Prints one line of JSON and writes it to benchmar
 from __future__ import annotations
 
 import argparse
-import datetime
-import json
 import math
-import platform
-import shlex
 import statistics
-import subprocess
-import sys
 from pathlib import Path
 from unittest import mock
 
 import torch
 from muon_step import LAYERS, MATRICES, newton_schulz_flop
+from result_record import RESULTS, described, file_part, write
 
 from zaya_plugin.optim import muon as module
 from zaya_plugin.optim.muon import MuonAdamW, MuonSettings
 
-HERE = Path(__file__).resolve().parent
 EMBEDDING = (262272, 2048)
 
 
@@ -95,25 +89,19 @@ def main() -> None:
     parser.add_argument("--dtypes", nargs="+", default=["fp16", "bf16"], help="of Newton-Schulz")
     parser.add_argument("--steps", type=int, default=6)
     parser.add_argument("--commit", default=None, help="commit that is measured, where this is no checkout")
-    parser.add_argument("--results", type=Path, default=HERE / "results")
+    parser.add_argument("--results", type=Path, default=RESULTS)
     parser.add_argument("--name", default=None, help="of the results file")
     options = parser.parse_args()
     device = torch.device("cuda", 0)
     params = parameters(device, options.layers, options.shrink)
     results = {dtype: measure(params, MuonSettings(dtype=dtype), options.steps) for dtype in options.dtypes}
     flop = options.layers * sum(count * newton_schulz_flop(shape) for shape, count in MATRICES)
-    name = torch.cuda.get_device_name(device)
-    commit = options.commit or subprocess.run(["git", "rev-parse", "HEAD"], cwd=HERE, capture_output=True, text=True).stdout.strip() or "unknown"
     record = {
-        "device": name, "date": datetime.date.today().isoformat(), "commit": commit,
-        "command": shlex.join(["python3", "benchmarks/optimizer_step.py", *sys.argv[1:]]),
-        "versions": {"python": platform.python_version(), "torch": torch.__version__, "cuda": torch.version.cuda or torch.version.hip},
+        **described(options.commit),
         "parameters": sum(p.numel() for p in params), "dense_newton_schulz_tflop": round(flop / 1e12, 1),
         "peak_gib": round(torch.cuda.max_memory_allocated() / 2**30, 1), "results": results,
     }
-    print(json.dumps(record))
-    options.results.mkdir(parents=True, exist_ok=True)
-    (options.results / f"{options.name or 'optimizer_step-' + name.replace(' ', '_').lower()}.json").write_text(json.dumps(record, indent=1) + "\n")
+    write(record, options.name or f"optimizer_step-{file_part(record['device'])}", options.results)
 
 
 if __name__ == "__main__":

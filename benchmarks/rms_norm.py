@@ -14,32 +14,24 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import datetime
 import importlib
 import itertools
-import json
-import platform
-import shlex
-import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from pathlib import Path
 from unittest import mock
 
 import torch
 import torch.nn.functional as F
-from call_timing import copy_bandwidth, milliseconds
+from call_timing import milliseconds
 from compile_ahead import compile_ahead
+from operator_benchmark import MI300X_BYTES_PER_S, add_options, begin, finish
 from torch import Tensor
 
 import hip_ops
 from hip_ops import backend
 
-HERE = Path(__file__).resolve().parent
 BF16, FP32 = torch.bfloat16, torch.float32
 EPS = 1e-5
-MI300X_BYTES_PER_S = 4.33e12
 
 
 def eager_add(x: Tensor, residual: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
@@ -219,47 +211,19 @@ def sweep(work: Work, rows: int, hidden: int, device: torch.device, options) -> 
     return found
 
 
-def table(results: dict) -> str:
-    lines = []
-    for title, parts in results.items():
-        for part, figures in parts.items():
-            for name, row in figures.items():
-                cells = "  ".join(f"{key} {value}" for key, value in row.items()) if isinstance(row, dict) else str(row)
-                lines.append(f"{title:52}{part:10}{name:42}{cells}")
-    return "\n".join(lines)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     on_gpu = torch.cuda.is_available()
     parser.add_argument("--shapes", nargs="+", default=["32768x2048", "32768x4096"] if on_gpu else ["256x2048"], help="rows x hidden size")
     parser.add_argument("--backends", nargs="+", default=["triton", "hip"] if on_gpu else ["torch"], help="the first is compared with torch.compile")
-    parser.add_argument("--rep", type=int, default=200, help="milliseconds a measurement takes")
-    parser.add_argument("--sweep", action="store_true")
-    parser.add_argument("--name", default="rms_norm", help="of the file in benchmarks/results")
-    parser.add_argument("--commit", help="where there is no git repository")
+    add_options(parser, "rms_norm")
     options = parser.parse_args()
-    device = torch.device("cuda", 0) if on_gpu else torch.device("cpu")
-    torch.manual_seed(0)
-    options.copy = copy_bandwidth(device, options.rep)
-    if on_gpu:
-        from torch._functorch import config as functorch
-
-        functorch.donated_buffer = False  # a backward that is run again and again keeps its inputs
+    device = begin(options)
     results = {}
     for work, shape in itertools.product((ADD, SCALED), options.shapes):
         rows, hidden = map(int, shape.split("x"))
         results[f"{work.name} {shape}"] = (sweep if options.sweep else measure)(work, rows, hidden, device, options)
-    commit = options.commit or subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=HERE, capture_output=True, text=True).stdout.strip()
-    result = {
-        "device": torch.cuda.get_device_name() if on_gpu else f"CPU {platform.machine()}", "date": datetime.date.today().isoformat(),
-        "commit": commit or "unknown", "command": shlex.join(["python3", *sys.argv]), "torch": torch.__version__,
-        "copy_tb_per_s": round(options.copy / 1e12, 3), "results": results,
-    }  # fmt: skip
-    print(table(results), f"\ncopy bandwidth {result['copy_tb_per_s']} TB/s on {result['device']}", file=sys.stderr)
-    print(json.dumps(result))
-    (HERE / "results").mkdir(exist_ok=True)
-    (HERE / "results" / f"{options.name}.json").write_text(json.dumps(result, indent=1) + "\n")
+    finish(options, results, (52, 10, 42))
 
 
 if __name__ == "__main__":

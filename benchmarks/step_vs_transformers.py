@@ -23,6 +23,7 @@ import tempfile
 from importlib import metadata
 from pathlib import Path
 
+from result_record import commit_of
 from step_report import pretty, ratios, summary_of_training, table
 
 from zaya_plugin.plan.flops import Shape, training_flops
@@ -125,12 +126,6 @@ def measure(options, run_dir: Path, work: Path) -> dict:
     return json.loads(out.read_text())
 
 
-def commit() -> str:
-    """The commit of this checkout, or 'unknown' outside one."""
-    found = subprocess.run(["git", "rev-parse", "HEAD"], cwd=HERE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
-    return found.stdout.strip() or "unknown"
-
-
 def command_of(options, parser: argparse.ArgumentParser) -> str:
     """The command that measures this again; where results go and what is measured is no part of it."""
     words = ["python3", "benchmarks/step_vs_transformers.py"]
@@ -178,7 +173,7 @@ def main() -> None:
         measured = measure(options, run_dir, work)
         shape = shape_of(load_recipe(run_dir / "recipe.yaml"), layers, options.vocabulary)
         result = {
-            "device": device["name"], "date": datetime.date.today().isoformat(), "commit": options.commit or commit(),
+            "device": device["name"], "date": datetime.date.today().isoformat(), "commit": commit_of(options.commit),
             "command": command_of(options, parser),
             "versions": {
                 "python": platform.python_version(), "torch": device["torch"], "cuda": device["cuda"],

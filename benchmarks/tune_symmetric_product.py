@@ -14,7 +14,6 @@ import argparse
 import datetime
 import json
 import shlex
-import subprocess
 import sys
 import time
 from itertools import product as combinations
@@ -22,6 +21,7 @@ from pathlib import Path
 
 import torch
 from compile_ahead import compile_ahead
+from result_record import commit_of
 from triton.testing import do_bench_cudagraph
 
 from hip_ops.triton_kernels.product_configs import HOPPER_SHARED_MEMORY, TABLE, ProductConfig, read_table, write_table
@@ -132,8 +132,7 @@ def main() -> None:
                 print(f"        {t:.4f} {config}", flush=True)
             rows.append({"kind": kind, "batch": batch, "n": n, "m": n if kind == "square" else m, "config": best, "ms": round(ms, 5)})
             everything.append({"kind": kind, "batch": batch, "n": n, "m": m, "ranked": [[round(t, 5), str(config)] for t, config in ranked]})
-    commit = options.commit or subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True).stdout.strip() or "unknown"
-    measured_on = f"{torch.cuda.get_device_name()}, torch {torch.__version__}, {datetime.date.today().isoformat()}, commit {commit}: " + shlex.join(
+    measured_on = f"{torch.cuda.get_device_name()}, torch {torch.__version__}, {datetime.date.today().isoformat()}, commit {commit_of(options.commit)}: " + shlex.join(
         ["python3", "benchmarks/tune_symmetric_product.py", *sys.argv[1:]]
     )
     if options.only is not None:

@@ -12,12 +12,6 @@ import torch
 from torch import Tensor
 
 
-def as_rows(tensor: Tensor) -> Tensor:
-    """[..., h] as [rows, h] with contiguous rows; a copy only where no such view exists."""
-    flat = tensor.reshape(-1, tensor.shape[-1])
-    return flat if flat.stride(1) == 1 else flat.contiguous()
-
-
 def empty_results(x: Tensor, residual: Tensor, weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """y [..., h] in weight's dtype, new_residual [..., h] in residual's and rstd [..., 1] in fp32, contiguous."""
     y = torch.empty(x.shape, dtype=weight.dtype, device=x.device)

@@ -7,6 +7,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
+
+
+@pytest.fixture(autouse=True)
+def seeded() -> None:
+    """The same random numbers in every run and in every order of the tests."""
+    torch.manual_seed(1234)
 
 
 @pytest.fixture(scope="session")

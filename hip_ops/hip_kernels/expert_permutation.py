@@ -10,15 +10,11 @@ import torch
 from torch import Tensor
 
 from hip_ops.library import call, library, target_of
+from hip_ops.row_views import as_rows
 
 MAX_EXPERTS = 256
 ROWS_A_BLOCK = 4
 BLOCKS_A_PROCESSOR = 32  # at most; then a wave goes on to further rows
-
-
-def with_rows(tensor: Tensor) -> Tensor:
-    """[n, h] with contiguous rows; a copy only where they are not."""
-    return tensor if tensor.stride(1) == 1 or tensor.shape[1] < 2 else tensor.contiguous()
 
 
 def aligned(*tensors: Tensor) -> bool:
@@ -59,7 +55,7 @@ def gather_rows(source: Tensor, index: Tensor, side: Tensor | None) -> tuple[Ten
     out = torch.empty((count, hidden), dtype=source.dtype, device=device)
     side_out = torch.empty(0 if side is None else count, dtype=source.dtype if side is None else side.dtype, device=device)
     if count:
-        source, side = with_rows(source), None if side is None else side.contiguous()
+        source, side = as_rows(source), None if side is None else side.contiguous()
         call(
             "ho_gather_rows", source, index.contiguous(), side, out, side_out, count, hidden, source.stride(0), source.element_size(),
             0 if side is None else side.element_size(), aligned(source, out), blocks_for(count, device), device=device,
@@ -72,7 +68,7 @@ def scale_gather_rows(source: Tensor, index: Tensor, scale: Tensor) -> Tensor:
     device, (count, hidden) = source.device, source.shape
     out = torch.empty((count, hidden), dtype=source.dtype, device=device)
     if count:
-        source = with_rows(source)
+        source = as_rows(source)
         call(
             "ho_scale_gather_rows", source, index.contiguous(), scale.contiguous(), out, count, hidden, source.stride(0),
             source.element_size(), scale.element_size(), aligned(source, out), blocks_for(count, device), device=device,
@@ -85,7 +81,7 @@ def scale_gather_rows_backward(grad: Tensor, source: Tensor, inverse: Tensor, sc
     device, (count, hidden) = source.device, source.shape
     d_source, d_scale = torch.empty((count, hidden), dtype=source.dtype, device=device), torch.empty(count, dtype=scale.dtype, device=device)
     if count:
-        grad, source = with_rows(grad), with_rows(source)
+        grad, source = as_rows(grad), as_rows(source)
         call(
             "ho_scale_gather_rows_backward", grad, source, inverse.contiguous(), scale.contiguous(), d_source, d_scale, count, hidden,
             grad.stride(0), source.stride(0), source.element_size(), scale.element_size(), aligned(grad, source, d_source),

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from hip_ops.library import call, library, target_of
-from hip_ops.rms_norm_host import as_rows, empty_results, functions
+from hip_ops.rms_norm_host import empty_results, functions
+from hip_ops.row_views import as_rows
 
 # Bits of the launchers' `types`, as in rms_norm.h.
 BF16_X, BF16_RESIDUAL, BF16_WEIGHT, ALIGNED = 1, 2, 4, 8

@@ -6,8 +6,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from hip_ops.hip_kernels.expert_permutation import aligned, blocks_for, with_rows
+from hip_ops.hip_kernels.expert_permutation import aligned, blocks_for
 from hip_ops.library import call
+from hip_ops.row_views import as_rows
 
 
 def _halves(gate_up: Tensor) -> Tensor:
@@ -20,7 +21,7 @@ def weighted_swiglu(gate_up: Tensor, probs: Tensor, offsets: Tensor | None) -> T
     device, rows, width = gate_up.device, gate_up.shape[0], gate_up.shape[1] // 2
     out = torch.empty((rows, width), dtype=gate_up.dtype, device=device)
     if rows:
-        gate_up, offsets = with_rows(gate_up), None if offsets is None else offsets.contiguous()
+        gate_up, offsets = as_rows(gate_up), None if offsets is None else offsets.contiguous()
         call(
             "ho_weighted_swiglu", gate_up, probs.contiguous(), offsets, out, rows, width, gate_up.stride(0),
             0 if offsets is None else len(offsets), gate_up.element_size(), probs.element_size(), aligned(_halves(gate_up), out),
@@ -38,7 +39,7 @@ def weighted_swiglu_backward(
     out = torch.empty((rows, width) if with_output else 0, dtype=gate_up.dtype, device=device)
     d_probs = torch.empty(rows, dtype=probs.dtype, device=device)
     if rows:
-        grad, gate_up, offsets = with_rows(grad), with_rows(gate_up), None if offsets is None else offsets.contiguous()
+        grad, gate_up, offsets = as_rows(grad), as_rows(gate_up), None if offsets is None else offsets.contiguous()
         call(
             "ho_weighted_swiglu_backward", grad, gate_up, probs.contiguous(), offsets, d_gate_up, d_probs, out if with_output else None,
             rows, width, grad.stride(0), gate_up.stride(0), 0 if offsets is None else len(offsets), gate_up.element_size(),

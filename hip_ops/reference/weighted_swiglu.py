@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """silu(gate) * up * prob in plain torch, forward and backward written out (SwiGLU: arXiv 2002.05202; transformers `ZayaExperts`).
 
-The order of the operations is that of the model's own form (zaya_plugin.model.experts), so that on a CPU a model gives the same
-losses with both. All arithmetic is fp32, or fp64 for fp64 tensors, and each result is rounded once, at its end.
+The model's own experts (zaya_plugin.model.experts) call these functions too, so that on a CPU a model gives the same losses with
+the operator and without it. All arithmetic is fp32, or fp64 for fp64 tensors, and each result is rounded once, at its end.
 
 Shapes: gate_up [n, 2 f], gate first; probs [n]; output and its gradient [n, f]. offsets int32 [experts] or None: rows at and beyond
 offsets[-1] belong to no expert; they are not read, and their results are zeros.

@@ -14,6 +14,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from hip_ops.row_views import as_rows
+
 MAX_EXPERTS = 256
 PROGRAMS = 256  # of the sort, at most: each reads what all of them counted
 
@@ -148,11 +150,6 @@ def launch(hidden_size: int, element_bytes: int, *, reduces: bool = False, warp_
     return Launch(rows, block, min(max(rows * block // (per_lane * warp_size), 1), 1024 // warp_size))
 
 
-def _rows(tensor: Tensor) -> Tensor:
-    """[n, h] with contiguous rows; a copy only where they are not."""
-    return tensor if tensor.stride(1) == 1 or tensor.shape[1] < 2 else tensor.contiguous()
-
-
 def sort_by_expert(expert_ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """As hip_ops.reference.expert_permutation.sort_by_expert."""
     if num_experts > MAX_EXPERTS:
@@ -183,7 +180,7 @@ def _gather(source: Tensor, index: Tensor, scale: Tensor | None, side: Tensor | 
     out = torch.empty((count, hidden), dtype=source.dtype, device=source.device)
     side_out = torch.empty(0 if side is None else count, dtype=source.dtype if side is None else side.dtype, device=source.device)
     if count and (hidden or side is not None):
-        source, index = _rows(source), index.contiguous()
+        source, index = as_rows(source), index.contiguous()
         chosen = launch(max(hidden, 1), source.element_size())
         with torch.cuda.device(source.device):
             gather_kernel[(triton.cdiv(count, chosen.rows), triton.cdiv(max(hidden, 1), chosen.block))](
@@ -209,7 +206,7 @@ def scale_gather_rows_backward(grad: Tensor, source: Tensor, inverse: Tensor, sc
     count, hidden = source.shape
     d_source, d_scale = torch.empty((count, hidden), dtype=source.dtype, device=source.device), torch.empty_like(scale)
     if count:
-        grad, source = _rows(grad), _rows(source)
+        grad, source = as_rows(grad), as_rows(source)
         chosen = launch(max(hidden, 1), source.element_size(), reduces=True)
         with torch.cuda.device(source.device):
             scale_gather_backward_kernel[(triton.cdiv(count, chosen.rows),)](

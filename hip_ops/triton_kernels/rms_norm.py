@@ -15,7 +15,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from hip_ops.rms_norm_host import as_rows, empty_results, functions
+from hip_ops.rms_norm_host import empty_results, functions
+from hip_ops.row_views import as_rows
 
 MAX_HIDDEN_SIZE = 32768  # a row stays in the registers of one program
 

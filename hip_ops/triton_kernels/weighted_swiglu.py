@@ -13,6 +13,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from hip_ops.row_views import as_rows
+
 
 @triton.jit
 def _live_rows(offsets, row, rows, experts, HAS_OFFSETS: tl.constexpr):
@@ -95,17 +97,12 @@ def launch(width: int, element_bytes: int, *, backward: bool, warp_size: int | N
     return Launch(rows, block, min(max(rows * block * element_bytes // (16 * warp_size), 1), 1024 // warp_size))
 
 
-def _rows(tensor: Tensor) -> Tensor:
-    """[n, h] with contiguous rows; a copy only where they are not."""
-    return tensor if tensor.stride(1) == 1 or tensor.shape[1] < 2 else tensor.contiguous()
-
-
 def weighted_swiglu(gate_up: Tensor, probs: Tensor, offsets: Tensor | None) -> Tensor:
     """As hip_ops.reference.weighted_swiglu.weighted_swiglu."""
     rows, width = gate_up.shape[0], gate_up.shape[1] // 2
     out = torch.empty((rows, width), dtype=gate_up.dtype, device=gate_up.device)
     if rows:
-        gate_up, probs = _rows(gate_up), probs.contiguous()
+        gate_up, probs = as_rows(gate_up), probs.contiguous()
         chosen = launch(width, gate_up.element_size(), backward=False)
         with torch.cuda.device(gate_up.device):
             forward_kernel[(triton.cdiv(rows, chosen.rows), triton.cdiv(width, chosen.block))](
@@ -125,7 +122,7 @@ def weighted_swiglu_backward(
     out = torch.empty((rows, width) if with_output else 0, dtype=gate_up.dtype, device=grad.device)
     d_probs = torch.empty(rows, dtype=probs.dtype, device=grad.device)
     if rows:
-        grad, gate_up, probs = _rows(grad), _rows(gate_up), probs.contiguous()
+        grad, gate_up, probs = as_rows(grad), as_rows(gate_up), probs.contiguous()
         chosen = launch(width, gate_up.element_size(), backward=True)
         with torch.cuda.device(grad.device):
             backward_kernel[(triton.cdiv(rows, chosen.rows),)](

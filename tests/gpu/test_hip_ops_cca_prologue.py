@@ -7,7 +7,6 @@ import pytest
 import torch
 
 import hip_ops
-from hip_ops import backend
 from hip_ops.operator import all_operators, warm_up
 from tests.hip_ops.cca_prologue_cases import FP32, GRADIENTS, Case, check, compare, exact, make
 
@@ -21,15 +20,6 @@ CASES = [
     Case(77, 1, 4, 2, 64, rotary=64, zero=True, halo=True, document=7), Case(40, 1, 2, 1, 48, rotary=16), Case(70, 2, 4, 2, 32, rotary=16, dtype=FP32, halo=True),
     Case(70, 1, 2, 1, 128, dtype=FP32, document=9),
 ]  # fmt: skip
-
-
-@pytest.fixture(params=["triton", "hip"])
-def chosen(request):
-    reason = backend.unavailable(request.param, DEVICE)
-    if reason:
-        pytest.skip(reason)
-    with backend.use_backend(request.param):
-        yield request.param
 
 
 def module(name: str):

@@ -4,26 +4,15 @@
 from __future__ import annotations
 
 import shutil
-from dataclasses import dataclass
 from pathlib import Path
 
 from hip_ops.build import CSRC
 from tests.hip_ops.cca_prologue_cases import Case
+from tests.hip_ops.injected_bug import Bug, source
 
 FILES = ("cca_prologue.h", "cca_prologue.hip", "cca_prologue_backward.hip", "cca_prologue_weights.hip")
 PLAIN, HALO = Case(70, 1, 2, 1), Case(20, 2, 2, 1, halo=True, document=6)
 LONG = Case(300, 1, 2, 1)  # several tiles a block
-
-
-@dataclass(frozen=True)
-class Bug:
-    """In `file`, `right` becomes `wrong`; `case` fails then and passes else. schedule: whether only some orders of the threads show it."""
-
-    file: str
-    right: str
-    wrong: str
-    case: Case
-    schedule: bool = False
 
 
 HEADER, FORWARD, BACKWARD, WEIGHTS = FILES
@@ -57,11 +46,7 @@ OUTSIDE = {"second_quad_as_the_first": Bug(HEADER, "second = quad + (quad < half
 def copy(folder: Path, bug: Bug | None = None) -> list[Path]:
     """The sources in `folder`, with `bug`; the .hip files among them."""
     for file in FILES:
-        text = (CSRC / file).read_text()
-        if bug is not None and bug.file == file:
-            assert text.count(bug.right) == 1, f"{file} says {text.count(bug.right)} times: {bug.right}"
-            text = text.replace(bug.right, bug.wrong)
-        (folder / file).write_text(text)
+        (folder / file).write_text(source(file, bug))
     for header in CSRC.glob("portable*.h"):
         shutil.copy(header, folder)
     return [folder / file for file in FILES[1:]]

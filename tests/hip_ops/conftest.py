@@ -6,6 +6,13 @@ import pytest
 from hip_ops import backend
 
 
+@pytest.fixture(params=["torch", "hip"])
+def chosen(request):
+    """The name of a back end of hip_ops that runs on a CPU, in use."""
+    with backend.use_backend(request.param):
+        yield request.param
+
+
 @pytest.fixture
 def empty_cache(tmp_path, monkeypatch):
     """A kernel cache of the test's own, empty."""

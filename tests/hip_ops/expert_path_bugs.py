@@ -4,12 +4,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 
-from hip_ops.build import CSRC
 from tests.hip_ops.cpu_kernels import CpuKernels, build_cpu_library
 from tests.hip_ops.expert_path_cases import BF16, Rows, Swiglu, check_rows, check_sort, check_swiglu, expert_ids
+from tests.hip_ops.injected_bug import Bug, source
 
 HEADER = "row_vectors.h"
 
@@ -33,58 +32,45 @@ def activates(module) -> None:
 CHECKS: dict[str, Callable] = {"expert_sort": sorts, "expert_rows": moves, "weighted_swiglu": activates}
 
 
-@dataclass(frozen=True)
-class Bug:
-    """In `file`, `right` becomes `wrong`; the check of `source` fails then and passes else."""
-
-    source: str
-    right: str
-    wrong: str
-    file: str = ""
-
-    @property
-    def where(self) -> str:
-        return self.file or f"{self.source}.hip"
+def in_source(name: str, right: str, wrong: str, file: str = "") -> Bug:
+    """A mistake that the check of source `name` shows, in that source or in `file`."""
+    return Bug(file or f"{name}.hip", right, wrong, case=name)
 
 
 BUGS = {
-    "lost_barrier_after_counting": Bug("expert_sort", "experts), thread);\n  block_sync_lds();", "experts), thread);"),
-    "lost_barrier_before_placing": Bug("expert_sort", "      row += mine;\n    }\n  }\n  block_sync_lds();", "      row += mine;\n    }\n  }"),
-    "own_block_counted_twice": Bug("expert_sort", "other < block ? found", "other <= block ? found"),
-    "no_expert_is_the_last_one": Bug("expert_sort", "int(id) : experts;", "int(id) : experts - 1;"),
-    "piece_starts_at_its_end": Bug("expert_sort", "kPieces + piece] = row;\n      row += mine;", "kPieces + piece] = row += mine;"),
-    "rows_of_nobody_look_live": Bug("expert_sort", "cls < experts ? token : ~token", "token"),
-    "not_stable": Bug("expert_sort", "const int token = int(share.first) + i, cls", "const int token = int(share.first) + share.count - 1 - i, cls"),
-    "offsets_are_starts": Bug("expert_sort", "= start + own;", "= start;"),
-    "lost_tail": Bug("expert_rows", "  for (; at < count; at += kStep) work.template run<1>(at);", "", HEADER),
-    "bf16_truncation": Bug("expert_rows", "return float_to_bf16(value);", "return bf16(__builtin_bit_cast(uint32_t, value) >> 16);", HEADER),
-    "rows_left_out": Bug("expert_rows", "int64_t(gridDim.x) * kWaves;", "int64_t(gridDim.x) * kWaves + 1;", HEADER),
-    "nobody_gets_the_first_row": Bug("expert_rows", "else piece[p] = zeros<T, kWidth>();", "else piece[p].read(from + at + p * kStep);"),
-    "scale_of_another_token": Bug("expert_rows", "load_number(scale, place, bf16_scale), 0.0f}", "load_number(scale, row, bf16_scale), 0.0f}"),
-    "gradient_of_scale_at_the_row": Bug("expert_rows", "store_number(d_scale, place,", "store_number(d_scale, row,"),
-    "one_lanes_sum": Bug("expert_rows", "    dot = wave_sum(dot);\n", ""),
-    "padding_ignored": Bug("expert_rows", "source + row * source_stride, d_source", "source + row * hidden, d_source"),
-    "gate_without_silu": Bug("weighted_swiglu", "g * sigmoid(g) * to_float", "sigmoid(g) * to_float"),
-    "wrong_derivative": Bug("weighted_swiglu", "fmaf(silu, 1.0f - s, s)", "fmaf(s, 1.0f - s, s)"),
-    "gradient_of_prob_with_prob": Bug("weighted_swiglu", "fmaf(dy, product, d_prob)", "fmaf(weighted, product, d_prob)"),
-    "a_row_of_nobody_read": Bug("weighted_swiglu", "    const bool live = row < end;\n    ForwardWork", "    const bool live = row <= end;\n    ForwardWork"),
-    "output_without_prob": Bug("weighted_swiglu", "rounded<T>(product * prob)", "rounded<T>(product)"),
-    "halves_swapped": Bug("weighted_swiglu", "gate[p].write(d_gate_up + at + p * kStep), up[p].write(d_gate_up + width + at + p * kStep);",
+    "lost_barrier_after_counting": in_source("expert_sort", "experts), thread);\n  block_sync_lds();", "experts), thread);"),
+    "lost_barrier_before_placing": in_source("expert_sort", "      row += mine;\n    }\n  }\n  block_sync_lds();", "      row += mine;\n    }\n  }"),
+    "own_block_counted_twice": in_source("expert_sort", "other < block ? found", "other <= block ? found"),
+    "no_expert_is_the_last_one": in_source("expert_sort", "int(id) : experts;", "int(id) : experts - 1;"),
+    "piece_starts_at_its_end": in_source("expert_sort", "kPieces + piece] = row;\n      row += mine;", "kPieces + piece] = row += mine;"),
+    "rows_of_nobody_look_live": in_source("expert_sort", "cls < experts ? token : ~token", "token"),
+    "not_stable": in_source("expert_sort", "const int token = int(share.first) + i, cls", "const int token = int(share.first) + share.count - 1 - i, cls"),
+    "offsets_are_starts": in_source("expert_sort", "= start + own;", "= start;"),
+    "lost_tail": in_source("expert_rows", "  for (; at < count; at += kStep) work.template run<1>(at);", "", HEADER),
+    "bf16_truncation": in_source("expert_rows", "return float_to_bf16(value);", "return bf16(__builtin_bit_cast(uint32_t, value) >> 16);", HEADER),
+    "rows_left_out": in_source("expert_rows", "int64_t(gridDim.x) * kWaves;", "int64_t(gridDim.x) * kWaves + 1;", HEADER),
+    "nobody_gets_the_first_row": in_source("expert_rows", "else piece[p] = zeros<T, kWidth>();", "else piece[p].read(from + at + p * kStep);"),
+    "scale_of_another_token": in_source("expert_rows", "load_number(scale, place, bf16_scale), 0.0f}", "load_number(scale, row, bf16_scale), 0.0f}"),
+    "gradient_of_scale_at_the_row": in_source("expert_rows", "store_number(d_scale, place,", "store_number(d_scale, row,"),
+    "one_lanes_sum": in_source("expert_rows", "    dot = wave_sum(dot);\n", ""),
+    "padding_ignored": in_source("expert_rows", "source + row * source_stride, d_source", "source + row * hidden, d_source"),
+    "gate_without_silu": in_source("weighted_swiglu", "g * sigmoid(g) * to_float", "sigmoid(g) * to_float"),
+    "wrong_derivative": in_source("weighted_swiglu", "fmaf(silu, 1.0f - s, s)", "fmaf(s, 1.0f - s, s)"),
+    "gradient_of_prob_with_prob": in_source("weighted_swiglu", "fmaf(dy, product, d_prob)", "fmaf(weighted, product, d_prob)"),
+    "a_row_of_nobody_read": in_source("weighted_swiglu", "    const bool live = row < end;\n    ForwardWork", "    const bool live = row <= end;\n    ForwardWork"),
+    "output_without_prob": in_source("weighted_swiglu", "rounded<T>(product * prob)", "rounded<T>(product)"),
+    "halves_swapped": in_source("weighted_swiglu", "gate[p].write(d_gate_up + at + p * kStep), up[p].write(d_gate_up + width + at + p * kStep);",
                           "up[p].write(d_gate_up + at + p * kStep), gate[p].write(d_gate_up + width + at + p * kStep);"),
 }  # fmt: skip
 # Not seen in the numbers: one element beyond the row's end is the next row's first, which is written again.
-ONE_TOO_MANY = Bug("expert_rows", "  for (; at < count; at += kStep)", "  for (; at <= count; at += kStep)", HEADER)
+ONE_TOO_MANY = in_source("expert_rows", "  for (; at < count; at += kStep)", "  for (; at <= count; at += kStep)", HEADER)
 
 
 def write_source(folder: Path, bug: Bug) -> Path:
     """The bug's source in `folder`, beside a copy of the header it includes."""
-    for file in (HEADER, f"{bug.source}.hip"):
-        text = (CSRC / file).read_text()
-        if file == bug.where:
-            assert text.count(bug.right) == 1, f"{file} says {text.count(bug.right)} times: {bug.right}"
-            text = text.replace(bug.right, bug.wrong)
-        (folder / file).write_text(text)
-    return folder / f"{bug.source}.hip"
+    for file in (HEADER, f"{bug.case}.hip"):
+        (folder / file).write_text(source(file, bug))
+    return folder / f"{bug.case}.hip"
 
 
 def cpu_copy(folder: Path, bug: Bug):

@@ -6,12 +6,13 @@ from __future__ import annotations
 import re
 import subprocess
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 
 from hip_ops.build import CSRC
 from hip_ops.compilers import find_compiler
 from hip_ops.launchers import declarations
+from tests.hip_ops import injected_bug
+from tests.hip_ops.injected_bug import Bug
 from tests.hip_ops.rms_norm_cases import BF16, Case
 
 FILES = ("rms_norm.h", "rms_norm_any.h", "rms_norm.hip", "rms_norm_backward.hip", "rms_norm_sum.hip")
@@ -19,16 +20,6 @@ TABLE = {256, 2048}  # rows of the table that the copies keep: half a wave a row
 
 ZAYA, PLAIN = Case(True, 5, 2048, pad=8), Case(False, 43, 256, residual_dtype=BF16)
 ODD = Case(False, 3, 45)  # what lies behind a row is the next row, not the end of a vector
-
-
-@dataclass(frozen=True)
-class Bug:
-    """In `file`, `right` becomes `wrong`; `case` fails then and passes else."""
-
-    file: str
-    right: str
-    wrong: str
-    case: Case
 
 
 BUGS = {
@@ -54,10 +45,7 @@ RIGHT = "right"
 
 def source(file: str, bug: Bug | None = None) -> str:
     """Text of a file, with `bug` if it is the one, and a short table."""
-    text = (CSRC / file).read_text()
-    if bug is not None and bug.file == file:
-        assert text.count(bug.right) == 1, f"{file} says {text.count(bug.right)} times: {bug.right}"
-        text = text.replace(bug.right, bug.wrong)
+    text = injected_bug.source(file, bug)
     if file == "rms_norm.h":
         kept, count = re.subn(r"  ROW\((\d+),.*\)( *\\)?\n", lambda row: row[0] if int(row[1]) in TABLE else "", text)
         assert count == 6, "the table of rms_norm.h is not where it was"

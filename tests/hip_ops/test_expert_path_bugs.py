@@ -6,6 +6,7 @@ import shutil
 import pytest
 
 import hip_ops.library
+from hip_ops.build import CSRC
 from hip_ops.hip_kernels import expert_permutation, weighted_swiglu
 from tests.gfx942.emulator import Device
 from tests.gfx942.emulator.faults import EmulatorFault, LdsRace, OutOfBounds, UninitialisedLds
@@ -20,11 +21,11 @@ MODULES = {"expert_sort": expert_permutation, "expert_rows": expert_permutation,
 
 def emulated(folder, bug: bugs.Bug) -> HipOnDevice:
     source = bugs.write_source(folder, bug)
-    shutil.copy(bugs.CSRC / "portable.h", folder)
+    shutil.copy(CSRC / "portable.h", folder)
     return HipOnDevice(Device("lockstep"), objects=lambda name: code_object(source))
 
 
-@pytest.mark.parametrize("name", [name for name, bug in bugs.BUGS.items() if bug.source != "expert_sort"])
+@pytest.mark.parametrize("name", [name for name, bug in bugs.BUGS.items() if bug.case != "expert_sort"])
 def test_each_bug_is_caught(tmp_path, monkeypatch, name):
     bug = bugs.BUGS[name]
     copy = bugs.cpu_copy(tmp_path, bug)
@@ -32,10 +33,10 @@ def test_each_bug_is_caught(tmp_path, monkeypatch, name):
     for schedule in SCHEDULES:  # no kernel on rows has a barrier: each schedule shows each bug
         monkeypatch.setenv("HO_CPU_SCHEDULE", schedule)
         with pytest.raises(AssertionError, match="are wrong"):
-            bugs.CHECKS[bug.source](MODULES[bug.source])
+            bugs.CHECKS[bug.case](MODULES[bug.case])
 
 
-@pytest.mark.parametrize("name", [name for name, bug in bugs.BUGS.items() if bug.source == "expert_sort"])
+@pytest.mark.parametrize("name", [name for name, bug in bugs.BUGS.items() if bug.case == "expert_sort"])
 def test_each_bug_of_the_sort_is_caught(tmp_path, name):
     """In the compiled gfx942 code: wrong rows are addresses, and on the CPU the process would die of them."""
     on_device = emulated(tmp_path, bugs.BUGS[name])

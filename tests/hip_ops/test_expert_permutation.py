@@ -9,7 +9,6 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import hip_ops
-from hip_ops import backend
 from hip_ops.expert_permutation import ExpertOrder
 from hip_ops.hip_kernels import expert_permutation as hip_kernels
 from hip_ops.reference import expert_permutation as reference
@@ -21,12 +20,6 @@ ROWS = [
     Rows(9, 2048), Rows(140, 256, mix="skewed", pad=8), Rows(5, 512, pad=3), Rows(7, 2051), Rows(6, 45, BF16, BF16), Rows(7, 1, mix="one"),
     Rows(5, 1028, FP32, BF16, mix="nobody"), Rows(130, 36, FP32), Rows(6, 33, FP32, pad=1), Rows(0, 8), Rows(1, 5000),
 ]  # fmt: skip
-
-
-@pytest.fixture(params=["torch", "hip"])
-def chosen(request):
-    with backend.use_backend(request.param):
-        yield request.param
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)

@@ -10,7 +10,6 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import hip_ops
-from hip_ops import backend
 from hip_ops.matrix_batches import MatrixBatches
 from hip_ops.muon import rms_matching_scale
 from tests.hip_ops.muon_oracle import check_momentum, check_update, guards_intact, make_lists
@@ -18,12 +17,6 @@ from tests.hip_ops.muon_oracle import check_momentum, check_update, guards_intac
 BF16, FP32, FP64 = torch.bfloat16, torch.float32, torch.float64
 SHAPES = [(64, 96), (17, 33), (1, 1), (0, 8), (3, 5), (40, 256)]
 ALIGNED, TOGETHER, APART = None, [0, 1, 3, 0, 5, 2], [(0, 1, 2, 3, 4)] * 6
-
-
-@pytest.fixture(params=["torch", "hip"])
-def chosen(request):
-    with backend.use_backend(request.param):
-        yield request.param
 
 
 @pytest.mark.parametrize("offsets", [ALIGNED, TOGETHER, APART], ids=["aligned", "shifted together", "shifted apart"])

@@ -6,7 +6,6 @@ import torch
 from torch.optim._muon import DEFAULT_A, DEFAULT_B, DEFAULT_C, EPS, _zeropower_via_newtonschulz
 
 import hip_ops
-from hip_ops import backend
 from hip_ops.matrix_batches import MatrixBatches
 from tests.hip_ops.muon_oracle import unit
 
@@ -14,12 +13,6 @@ SHAPES = [(32, 48), (48, 32), (16, 16), (32, 48), (17, 40)]
 STEPS = 6
 # A power of two, and a decay that is exact: then no rounding of scalars stands between fp32 and torch's fp64 scalars.
 LR, WEIGHT_DECAY = 2.0**-5, 0.5
-
-
-@pytest.fixture(params=["torch", "hip"])
-def chosen(request):
-    with backend.use_backend(request.param):
-        yield request.param
 
 
 def _start(dtype):

@@ -18,12 +18,6 @@ from tests.hip_ops.rms_norm_cases import BF16, FP32, FP64, VECTORS, Case, Exact,
 DTYPES = [(BF16, FP32, BF16), (BF16, BF16, BF16), (FP32, FP32, FP32), (FP32, FP32, BF16), (FP32, BF16, FP32)]
 
 
-@pytest.fixture(params=["torch", "hip"])
-def chosen(request):
-    with backend.use_backend(request.param):
-        yield request.param
-
-
 def operator(case: Case):
     return hip_ops.scaled_residual_rms_norm if case.scaled else hip_ops.add_rms_norm
 

@@ -9,7 +9,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import hip_ops
-from hip_ops import backend
 from hip_ops.hip_kernels import weighted_swiglu as hip_kernels
 from hip_ops.reference import weighted_swiglu as reference
 from tests.hip_ops.cpu_kernels import SCHEDULES
@@ -20,12 +19,6 @@ CASES = [
     Swiglu(7, 1, offsets="all"), Swiglu(6, 260, FP32), Swiglu(5, 1028, FP32, BF16, offsets="nobody"), Swiglu(6, 33, FP32, pad=1),
     Swiglu(5, 64, scale=12.0), Swiglu(5, 64, FP32, scale=12.0), Swiglu(0, 8, offsets="none"), Swiglu(1, 4100),
 ]  # fmt: skip
-
-
-@pytest.fixture(params=["torch", "hip"])
-def chosen(request):
-    with backend.use_backend(request.param):
-        yield request.param
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)

@@ -1,30 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """One gloo rank with Megatron's groups."""
 
-import pytest
-import torch
-
 import zaya_plugin.patches
+from tests.megatron_rank import seed, single_rank  # noqa: F401  (fixtures of every test here)
 
 zaya_plugin.patches.apply()
-
-
-@pytest.fixture(scope="session", autouse=True)
-def single_rank(tmp_path_factory):
-    """Megatron's model-parallel state over a single process."""
-    from megatron.core import parallel_state
-
-    if not torch.distributed.is_initialized():
-        store = torch.distributed.FileStore(str(tmp_path_factory.mktemp("store") / "file"), 1)
-        torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
-    if not parallel_state.model_parallel_is_initialized():
-        parallel_state.initialize_model_parallel()
-
-
-@pytest.fixture(autouse=True)
-def seed():
-    """The same random streams for every test."""
-    from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
-
-    torch.manual_seed(1234)
-    model_parallel_cuda_manual_seed(1234, force_reset_rng=True)

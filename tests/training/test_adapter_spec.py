@@ -83,7 +83,7 @@ def test_megatron_builds_the_model_of_zaya_train(host, monkeypatch):
 
     from zaya_plugin.model.build import build_zaya_model
     from zaya_plugin.model.norm import ZayaRMSNorm
-    from zaya_plugin.training.adapter import model_config
+    from zaya_plugin.training.adapter_model import model_config
 
     monkeypatch.setitem(sys.modules, MODULE, spec)
     seeded()

@@ -17,6 +17,7 @@ from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from megatron.core.utils import get_pg_rank
 from torch import Tensor, nn
 
+from hip_ops.reference import weighted_swiglu as reference
 from zaya_plugin.model.config import ZayaConfig
 from zaya_plugin.model.fusion import fused_on_accelerator
 from zaya_plugin.model.grouped_gemm import grouped_outer, grouped_rows
@@ -26,9 +27,7 @@ from zaya_plugin.model.initialization import initial_device, initialize
 @fused_on_accelerator
 def swiglu(gate_up: Tensor, weights: Tensor) -> Tensor:
     """silu(gate) * up * weight, in fp32 or wider; gate_up [T, 2f] gate first, weights [T]. Returns [T, f]."""
-    compute = torch.promote_types(gate_up.dtype, torch.float32)
-    gate, up = gate_up.to(compute).chunk(2, dim=-1)
-    return (torch.nn.functional.silu(gate).mul_(up).mul_(weights.to(compute).unsqueeze(-1))).to(gate_up.dtype)
+    return reference.weighted_swiglu(gate_up, weights, None)
 
 
 @fused_on_accelerator
@@ -38,18 +37,7 @@ def swiglu_backward(grad: Tensor, gate_up: Tensor, weights: Tensor) -> tuple[Ten
     Args: grad [T, f], gate_up [T, 2f], weights [T]. Returns grad of gate_up [T, 2f], grad of weights [T] (fp32 or
     wider) and the output [T, f].
     """
-    compute = torch.promote_types(gate_up.dtype, torch.float32)
-    gate, up = gate_up.to(compute).chunk(2, dim=-1)
-    grad, weights = grad.to(compute), weights.to(compute).unsqueeze(-1)
-    sigmoid = torch.sigmoid(gate)
-    silu = gate * sigmoid
-    product = silu * up
-    grad_weights = (grad * product).sum(-1)
-    grad = grad * weights
-    # d silu = sigmoid + silu * (1 - sigmoid)
-    grad_gate = grad * up * torch.addcmul(sigmoid, silu, 1 - sigmoid)
-    grad_gate_up = torch.cat((grad_gate, grad * silu), dim=-1)
-    return grad_gate_up.to(gate_up.dtype), grad_weights, (product * weights).to(gate_up.dtype)
+    return reference.weighted_swiglu_backward(grad, gate_up, weights, None, True)
 
 
 def as_block(weights: Sequence[Tensor]) -> Tensor:

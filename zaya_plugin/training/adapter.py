@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The one file that knows `megatron.training`: recipe -> arguments -> `pretrain`, with our model, data, loss and hooks.
+"""`zaya train` on `megatron.training`: recipe -> arguments -> `pretrain`, with our model, data, loss and hooks.
 
 The loop, the schedules, the optimizers, the samplers and the checkpoints are Megatron's. pretrain() has no list of
-callbacks in 0.19, so five of its module-level names are given new values for the time of a run (`_install_hooks`).
+callbacks in 0.19, so five of its module-level names are given new values for the time of a run (`install_hooks`).
 """
 
 from __future__ import annotations
@@ -16,13 +16,12 @@ import torch
 from megatron.core.enums import ModelType
 from megatron.core.num_microbatches_calculator import get_current_global_batch_size
 from megatron.training import get_args, get_tensorboard_writer, get_timers, get_tokenizer, training
-from megatron.training.argument_utils import core_transformer_config_from_args, pretrain_cfg_container_from_args
+from megatron.training.argument_utils import pretrain_cfg_container_from_args
 from megatron.training.arguments import parse_and_validate_args
 
 from zaya_plugin.config.schema import Recipe
-from zaya_plugin.model.build import build_zaya_model
-from zaya_plugin.model.config import ZayaConfig
 from zaya_plugin.training.adapter_handover import Handover, stage_part, stage_samples, validation_part
+from zaya_plugin.training.adapter_model import build_stage, model_config
 from zaya_plugin.training.adapter_step import forward_step
 from zaya_plugin.training.arguments import BATCH_ARGUMENTS, OWN_ARGUMENTS, megatron_arguments
 from zaya_plugin.training.balancer import Balancer
@@ -30,7 +29,7 @@ from zaya_plugin.training.datasets import DataSources
 from zaya_plugin.training.handover import predecessor
 from zaya_plugin.training.lifecycle import Lifecycle
 from zaya_plugin.training.metrics import Reporter, Step
-from zaya_plugin.training.optimizer import assign_optimizers, optimizer_factory
+from zaya_plugin.training.optimizer import optimizer_factory
 from zaya_plugin.training.validation_domains import mean_loss
 
 
@@ -96,11 +95,6 @@ def parse_arguments(values: dict[str, Any]) -> argparse.Namespace:
         sys.argv = argv
 
 
-def model_config(args: argparse.Namespace) -> ZayaConfig:
-    """The model's configuration from Megatron's arguments."""
-    return core_transformer_config_from_args(args, ZayaConfig)
-
-
 class _Trainer:
     """The functions that pretrain() calls back, and what they share."""
 
@@ -137,20 +131,7 @@ class _Trainer:
             )
         config = model_config(args)
         config.finalize_model_grads_func = self.finalize_and_balance
-        model = build_zaya_model(
-            config,
-            vocab_size=args.padded_vocab_size,
-            max_sequence_length=args.max_position_embeddings,
-            rotary_base=args.rotary_base,
-            rotary_percent=args.rotary_percent,
-            pre_process=pre_process,
-            post_process=post_process,
-            vp_stage=vp_stage,
-            pg_collection=pg_collection,
-        )
-        # Before DDP lays out its buffers: what belongs to Muon stays whole there.
-        assign_optimizers(self.recipe, model)
-        return model
+        return build_stage(self.recipe, args, config, pre_process, post_process, vp_stage, pg_collection)
 
     def provide_datasets(self, num_samples, vp_stage=None):
         """Train, validation and test sets for Megatron's numbers of samples."""

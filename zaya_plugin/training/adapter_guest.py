@@ -12,15 +12,14 @@ import argparse
 from pathlib import Path
 
 from megatron.training import get_tokenizer, training
-from megatron.training.arguments import core_transformer_config_from_args
 from torch import nn
 
 from zaya_plugin import compat
 from zaya_plugin.checkpoint import inspect
 from zaya_plugin.config.schema import Recipe
-from zaya_plugin.model.build import build_zaya_model
 from zaya_plugin.model.config import ZayaConfig
 from zaya_plugin.training.adapter_handover import Handover, stage_part, stage_samples, validation_part
+from zaya_plugin.training.adapter_model import build_stage, model_config
 from zaya_plugin.training.arguments import BATCH_ARGUMENTS, OWN_ARGUMENTS, megatron_arguments
 from zaya_plugin.training.balancer import Balancer
 from zaya_plugin.training.datasets import find_sources
@@ -107,7 +106,7 @@ class Guest:
     def config(self) -> ZayaConfig:
         """The model's configuration, from the host's arguments."""
         if self._config is None:
-            self._config = core_transformer_config_from_args(self.args, ZayaConfig)
+            self._config = model_config(self.args)
         return self._config
 
     def share_config(self, host) -> None:
@@ -119,19 +118,7 @@ class Guest:
 
     def model(self, pre_process=True, post_process=True, vp_stage=None, config=None, pg_collection=None):
         """A GPTModel of one (virtual) stage, for hosts that let the guest build it; see `adapter_spec` for those that do not."""
-        model = build_zaya_model(
-            self.config,
-            vocab_size=self.args.padded_vocab_size,
-            max_sequence_length=self.args.max_position_embeddings,
-            rotary_base=self.args.rotary_base,
-            rotary_percent=self.args.rotary_percent,
-            pre_process=pre_process,
-            post_process=post_process,
-            vp_stage=vp_stage,
-            pg_collection=pg_collection,
-        )
-        assign_optimizers(self.recipe, model)
-        return model
+        return build_stage(self.recipe, self.args, self.config, pre_process, post_process, vp_stage, pg_collection)
 
     def datasets(self, num_samples, vp_stage=None) -> list:
         """Train, validation and test sets of the recipe, for hosts that let the guest read the data."""

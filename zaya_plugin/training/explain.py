@@ -58,7 +58,7 @@ def model_without_memory(recipe: Recipe) -> nn.Module:
     patches.apply()
     from zaya_plugin.model.build import build_zaya_model
     from zaya_plugin.training import one_process
-    from zaya_plugin.training.adapter import model_config
+    from zaya_plugin.training.adapter_model import model_config
     from zaya_plugin.training.arguments import megatron_arguments
 
     vocabulary = vocabulary_of(recipe)

@@ -159,7 +159,7 @@ def load_model(run: Path, args, rotary_base: int):
     from zaya_plugin.checkpoint import inspect
     from zaya_plugin.model.build import build_zaya_model
     from zaya_plugin.training import one_process
-    from zaya_plugin.training.adapter import model_config
+    from zaya_plugin.training.adapter_model import model_config
 
     directory = run / "checkpoints"
     one_process.begin(args.seed)

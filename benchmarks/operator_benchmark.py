@@ -1,0 +1,51 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the benchmarks of single operators share: their options, the bandwidth that they are held against, the table at the end."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterator
+
+import torch
+from call_timing import copy_bandwidth
+from result_record import described, write
+
+MI300X_BYTES_PER_S = 4.33e12  # what a copy reaches there; for predictions
+
+
+def add_options(parser: argparse.ArgumentParser, name: str) -> None:
+    """The options that `begin` and `finish` read."""
+    parser.add_argument("--rep", type=int, default=200, help="milliseconds a measurement takes")
+    parser.add_argument("--sweep", action="store_true", help="measure launches of the Triton kernels instead")
+    parser.add_argument("--name", default=name, help="of the file in benchmarks/results")
+    parser.add_argument("--commit", help="where there is no git repository")
+
+
+def begin(options: argparse.Namespace) -> torch.device:
+    """The device, seeded; options.copy becomes the copy bandwidth there, in bytes a second."""
+    device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+    torch.manual_seed(0)
+    options.copy = copy_bandwidth(device, options.rep)
+    if device.type == "cuda":
+        from torch._functorch import config as functorch
+
+        functorch.donated_buffer = False  # a backward that is run again and again keeps its inputs
+    return device
+
+
+def lines(results: dict, widths: tuple[int, ...], before: str = "") -> Iterator[str]:
+    """One line a row of figures: the names on the way to it, each as wide as `widths` says, and its cells."""
+    for name, below in results.items():
+        here = f"{before}{name:{widths[0]}}"
+        if len(widths) > 1:
+            yield from lines(below, widths[1:], here)
+        else:
+            yield here + ("  ".join(f"{key} {value}" for key, value in below.items()) if isinstance(below, dict) else str(below))
+
+
+def finish(options: argparse.Namespace, results: dict, widths: tuple[int, ...]) -> None:
+    """Prints the table on stderr, and writes the record."""
+    record = {**described(options.commit), "copy_tb_per_s": round(options.copy / 1e12, 3), "results": results}
+    print("\n".join(lines(results, widths)), f"\ncopy bandwidth {record['copy_tb_per_s']} TB/s on {record['device']}", file=sys.stderr)
+    write(record, options.name)

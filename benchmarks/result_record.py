@@ -1,0 +1,51 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a results file says of how its figures came about, and how it is written."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import platform
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import torch
+
+HERE = Path(__file__).parent
+RESULTS = HERE / "results"
+
+
+def commit_of(given: str | None) -> str:
+    """`given`, else the checkout's commit, "unknown" where this is none."""
+    if given:
+        return given
+    found = subprocess.run(["git", "describe", "--always", "--dirty"], cwd=HERE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+    return found.stdout.strip() or "unknown"
+
+
+def device_name() -> str:
+    """The accelerator's, else the processor's architecture."""
+    return torch.cuda.get_device_name() if torch.cuda.is_available() else f"CPU {platform.machine()}"
+
+
+def described(commit: str | None, device: str | None = None) -> dict:
+    """Device, date, commit, command and versions. commit: what the option --commit was given."""
+    return {
+        "device": device or device_name(), "date": datetime.date.today().isoformat(), "commit": commit_of(commit),
+        "command": shlex.join(["python3", f"benchmarks/{Path(sys.argv[0]).name}", *sys.argv[1:]]),
+        "versions": {"python": platform.python_version(), "torch": torch.__version__, "cuda": torch.version.cuda or torch.version.hip},
+    }  # fmt: skip
+
+
+def file_part(device: str) -> str:
+    """A device's name as part of a file's."""
+    return device.replace(" ", "_").lower()
+
+
+def write(record: dict, name: str, folder: Path = RESULTS) -> None:
+    """Prints `record` as one line, and keeps it as <folder>/<name>.json."""
+    print(json.dumps(record))
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / f"{name}.json").write_text(json.dumps(record, indent=1) + "\n")

@@ -1,0 +1,29 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One mistake in a shipped kernel source, made by substitution."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from hip_ops.build import CSRC
+
+
+@dataclass(frozen=True)
+class Bug:
+    """In `file`, `right` becomes `wrong`; `case` fails then and passes else. schedule: whether only some orders of the threads show it."""
+
+    file: str
+    right: str
+    wrong: str
+    case: Any
+    schedule: bool = False
+
+
+def source(file: str, bug: Bug | None = None) -> str:
+    """Text of a file of csrc/, with `bug` if it is the one."""
+    text = (CSRC / file).read_text()
+    if bug is None or bug.file != file:
+        return text
+    assert text.count(bug.right) == 1, f"{file} says {text.count(bug.right)} times: {bug.right}"
+    return text.replace(bug.right, bug.wrong)
