@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The console script `zaya`: train, prepare data, look at the installation.
+"""The console script `zaya`: train, measure, prepare data, look at the installation.
 
 Everything is imported where it is needed; neither `--help` nor composing a recipe imports torch. What a user can mend
 leaves as one message on stderr and exit code 2; ZAYA_TRACEBACK=1 (or Hydra's HYDRA_FULL_ERROR=1) shows the traceback.
@@ -18,6 +18,7 @@ zaya: ZAYA1 pretraining as a Megatron-core plugin
 
   zaya train experiment=cpu_demo    train a small ZAYA on this machine's CPU
   zaya train --help                 recipes, keys and examples
+  zaya bench --help                 how fast a recipe trains, and where the time goes
   zaya curriculum --help            the stages of a curriculum, one after the other
   zaya slurm --help                 a batch script for SLURM
   zaya export --help                the same recipes for Megatron-LM's pretrain_gpt.py and for Primus
@@ -61,6 +62,10 @@ def _dispatch(argv: list[str]) -> int:
         from zaya_plugin.training import commands
 
         return getattr(commands, argv[0])(argv[1:])
+    if argv[0] == "bench":
+        from zaya_plugin.bench.command import main as bench
+
+        return bench(argv[1:])
     if argv[0] == "data":
         return data(argv[1:])
     if argv[0] == "export":
@@ -71,7 +76,7 @@ def _dispatch(argv: list[str]) -> int:
         from zaya_plugin.doctor import main as doctor
 
         return doctor(argv[1:])
-    raise ValueError(f"zaya {argv[0]}: no such command; allowed: train, curriculum, slurm, export, data prepare, doctor, --help, --version")
+    raise ValueError(f"zaya {argv[0]}: no such command; allowed: train, bench, curriculum, slurm, export, data prepare, doctor, --help, --version")
 
 
 # What `zaya data` can do; each is a module zaya_plugin.data.<name> with a main().

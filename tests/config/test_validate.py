@@ -71,6 +71,12 @@ IMPOSSIBLE = [
     (["parallel.context_parallel_size=2", "stage.seq_length=4"], 2, ["stage.seq_length = 4", "two tokens back", "at least 8"]),
     (["data.reset_position_ids=true"], 2, ["data.reset_position_ids", "data.packing = documents (is none)"]),
     (["cluster.core_attention=aiter"], 2, ["cluster.core_attention = aiter", "cluster.device = cuda", "sdpa goes everywhere"]),
+    (["cluster.grouped_gemm=triton"], 2, ["cluster.grouped_gemm = triton", "cluster.device = cuda", "auto goes everywhere"]),
+    (
+        ["cluster=mi300x_8", "cluster.transformer_impl=transformer_engine", "cluster.grouped_gemm=torch"],
+        2,
+        ["cluster.grouped_gemm = torch", "its own grouped linears"],
+    ),
     (
         ["cluster=mi300x_8", "cluster.transformer_impl=transformer_engine", "data.packing=documents"],
         2,
@@ -88,6 +94,16 @@ IMPOSSIBLE = [
         ],
         2,
         ["parallel.context_parallel_order = contiguous", "zigzag, the only order"],
+    ),
+    (["optim.z_loss=1e-4"], 2, ["optim.z_loss = 0.0001", "cluster.fused_linear_cross_entropy = true (is false)"]),
+    (["cluster.graphs=full_iteration"], 2, ["cluster.device = cpu", "cuda", "optim.non_finite_gradients = stop", "skip"]),
+    (
+        [
+            *("cluster=gpu", "cluster.graphs=full_iteration", "optim.non_finite_gradients=skip", "data.packing=documents"),
+            *("parallel.pipeline_model_parallel_size=2", "parallel.expert_model_parallel_size=2", "stage.batch_size_ramp='0:8 400:16'"),
+        ],
+        2,
+        ["data.packing = documents", "parallel.pipeline_model_parallel_size = 2", "parallel.expert_model_parallel_size = 2", "batch_size_ramp", "null"],
     ),
     (["parallel.expert_model_parallel_size=3"], 3, ["parallel.expert_model_parallel_size = 3", "a divisor of model.num_experts = 16"]),
     (["parallel.expert_model_parallel_size=4"], 2, ["parallel.expert_model_parallel_size = 4", "the 2 ranks over"]),

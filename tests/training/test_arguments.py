@@ -39,7 +39,7 @@ def test_own_arguments_are_fields_of_the_model_configuration():
     defaults = {field.name: field.default for field in fields(ZayaConfig)}
     recipe = Recipe()
     for name in OWN_ARGUMENTS:
-        group = next(group for group in (recipe.model, recipe.cluster, recipe.parallel) if hasattr(group, name))
+        group = next(group for group in (recipe.model, recipe.cluster, recipe.parallel, recipe.optim) if hasattr(group, name))
         assert getattr(group, name) == defaults[name], name
 
 
@@ -51,6 +51,14 @@ def test_values_arrive():
     assert values["tokenizer_model"] == "somewhere" and values["ffn_hidden_size"] == values["moe_ffn_hidden_size"]
     assert "load" not in values and values["save"] == "runs/cpu_demo/checkpoints"
     assert not {"recompute_granularity", "recompute_modules", "exit_interval"} & set(values)
+
+
+def test_graphs_are_megatrons():
+    values = megatron_arguments(compose(["experiment=cpu_demo"]), TOKENIZER)
+    assert not {"cuda_graph_impl", "cuda_graph_modules"} & set(values)
+    asked = ["experiment=cpu_demo", "cluster=gpu", "cluster.graphs=full_iteration", "optim.non_finite_gradients=skip"]
+    values = megatron_arguments(compose(asked), TOKENIZER)
+    assert values["cuda_graph_impl"] == "full_iteration" and values["check_for_nan_in_loss_and_grad"] is False
 
 
 def test_a_checkpoint_is_loaded_where_there_is_one(tmp_path):

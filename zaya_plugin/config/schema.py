@@ -169,6 +169,9 @@ class OptimConfig:
     adam_beta2: float = arg(0.95, "AdamW's second beta; unpublished")
     adam_eps: float = arg(1e-8, "AdamW's epsilon; unpublished")
     clip_grad: float = arg(1.0, "clip the global gradient norm at this; 0 switches it off; unpublished")
+    z_loss: float = arg(
+        0.0, "in training, this times the square of the logits' logsumexp is added to a token's loss; needs cluster.fused_linear_cross_entropy"
+    )
     grad_reduce_in_fp32: bool = arg(
         True, "accumulate and reduce gradients in fp32", megatron="accumulate_allreduce_grads_in_fp32"
     )
@@ -259,6 +262,19 @@ class ClusterConfig:
     fused_residual_norm: bool = arg(False, "residual merge and the RMSNorm behind it by hip_ops, in one pass")
     fused_cca_prologue: bool = arg(False, "CCA between its projections and attention by hip_ops, in one pass")
     fused_expert_path: bool = arg(False, "permute and unpermute of tokens and SwiGLU with the routing weight by hip_ops")
+    fused_linear_cross_entropy: bool = arg(False, "head and loss by hip_ops in chunks of tokens, without the logits of all tokens")
+    grouped_gemm: str = arg(
+        "auto",
+        "products of the experts: auto takes what was measured best on the device; torch (grouped_mm), triton (hip_ops), primus_turbo (that package)",
+        choices=("auto", "torch", "triton", "primus_turbo"),
+    )
+    deterministic: bool = arg(False, "the same bits in every repetition on the same devices, at a cost", megatron="deterministic_mode")
+    graphs: str = own(
+        "none",
+        "full_iteration: forward and backward of all micro-batches of a step become one CUDA or HIP graph, replayed with no work of the host",
+        ADAPTER,
+        choices=("none", "full_iteration"),
+    )
     fused_muon: bool = own(True, "Muon's momentum, Newton-Schulz and update by hip_ops_backend; false: in plain torch", OPTIMIZER)
     peak_tflops: float | None = own(
         None, "dense bf16 TFLOP/s of one device that MFU is measured against (nominal); null: no MFU", METRICS

@@ -65,7 +65,7 @@ RANGES: tuple[tuple[str, Callable, tuple[str, ...]], ...] = (
         (
             *("stage.eval_iters", "data.num_workers", "optim.min_lr", "optim.lr_warmup_iters", "optim.weight_decay"),
             *("optim.lr_warmup_init", "handover.first_sample", "handover.planned_samples"),
-            *("optim.clip_grad", "checkpoint.keep_last", "profile.step_start", "seed", "model.balancing_lr"),
+            *("optim.clip_grad", "optim.z_loss", "checkpoint.keep_last", "profile.step_start", "seed", "model.balancing_lr"),
         ),
     ),
     (
@@ -145,6 +145,8 @@ def _optimizer(recipe: Recipe, world_size: int) -> Iterator[str]:
             Override.parse(entry)
         except ValueError as error:
             yield str(error)
+    if optim.z_loss and not recipe.cluster.fused_linear_cross_entropy:
+        yield f"optim.z_loss = {optim.z_loss}: allowed with cluster.fused_linear_cross_entropy = true (is false); 0 goes everywhere"
     if optim.non_finite_gradients == "skip" and not recipe.parallel.use_distributed_optimizer:
         yield (
             "optim.non_finite_gradients = 'skip' with parallel.use_distributed_optimizer = False: allowed: stop, or the "
@@ -181,12 +183,44 @@ def _cluster(recipe: Recipe, world_size: int) -> Iterator[str]:
                 f"cluster.core_attention = {cluster.core_attention}: allowed with cluster.device = cuda and cluster.dtype = bf16 "
                 f"(are {cluster.device}, {cluster.dtype}); sdpa goes everywhere"
             )
+    if cluster.grouped_gemm != "auto":
+        yield from _grouped_gemm(cluster)
     if cluster.device == "cpu":
         for name, needed in (("distributed_backend", "gloo"), ("transformer_impl", "local")):
             if getattr(cluster, name) != needed:
                 yield f"cluster.{name} = {getattr(cluster, name)}: allowed with cluster.device = cpu: {needed}"
     elif cluster.distributed_backend != "nccl":
         yield f"cluster.distributed_backend = {cluster.distributed_backend}: allowed with cluster.device = cuda: nccl"
+    if cluster.graphs == "full_iteration":
+        yield from _graphs(recipe)
+
+
+def _grouped_gemm(cluster) -> Iterator[str]:
+    if cluster.transformer_impl == "transformer_engine":
+        yield (
+            f"cluster.grouped_gemm = {cluster.grouped_gemm}: allowed with cluster.transformer_impl = transformer_engine, which brings its "
+            "own grouped linears: auto"
+        )
+    elif cluster.grouped_gemm != "torch" and (cluster.device == "cpu" or cluster.dtype != "bf16"):
+        yield (
+            f"cluster.grouped_gemm = {cluster.grouped_gemm}: allowed with cluster.device = cuda and cluster.dtype = bf16 "
+            f"(are {cluster.device}, {cluster.dtype}); auto goes everywhere"
+        )
+
+
+def _graphs(recipe: Recipe) -> Iterator[str]:
+    """What a graph cannot hold: a step that differs from the one before, or a question to the device within it."""
+    needed = (
+        ("cluster.device", recipe.cluster.device, "cuda", "a CPU has no graphs"),
+        ("optim.non_finite_gradients", recipe.optim.non_finite_gradients, "skip", "stop looks at each loss on the host"),
+        ("stage.batch_size_ramp", recipe.stage.batch_size_ramp, None, "every replay has the same number of micro-batches"),
+        ("data.packing", recipe.data.packing, "none", "blocks of documents are found on the host"),
+        ("parallel.pipeline_model_parallel_size", recipe.parallel.pipeline_model_parallel_size, 1, "sends between stages are not captured"),
+        ("parallel.expert_model_parallel_size", recipe.parallel.expert_model_parallel_size, 1, "the host reads how many tokens travel"),
+    )
+    for key, value, only, why in needed:
+        if value != only:
+            yield f"{key} = {value}: allowed with cluster.graphs = full_iteration: {'null' if only is None else only}; {why}"
 
 
 def _data(recipe: Recipe, world_size: int) -> Iterator[str]:

@@ -101,6 +101,15 @@ class ZayaConfig(TransformerConfig):
     """Tokens to their experts and back, and SwiGLU with the routing weight, by `hip_ops`. Under expert parallelism, where Megatron
     moves the tokens, and with Transformer Engine's experts only the other half of it."""
 
+    fused_linear_cross_entropy: bool = False
+    """Head and loss by `hip_ops.linear_cross_entropy`, in chunks of tokens, and gradients of the tied matrix straight into the main gradient."""
+
+    z_loss: float = 0.0
+    """With it: factor of logsumexp(logits)^2 in a token's training loss (arXiv 2204.02311)."""
+
+    grouped_gemm: str = "auto"
+    """The experts' matrix products: `auto`, the measured rule of `grouped_gemm_rule`; `torch`, `triton` or `primus_turbo` by name."""
+
     context_parallel_order: str = "zigzag"
     """Which part of a sequence a context-parallel rank holds: `zigzag`, two chunks, one from either end, so that all ranks
     have the same share of causal attention (Megatron's order); `contiguous`, one chunk."""
@@ -204,6 +213,7 @@ class ZayaConfig(TransformerConfig):
         one_of("transformer_impl", ("local", "transformer_engine"))
         one_of("context_parallel_order", ("zigzag", "contiguous"))
         one_of("core_attention", ("sdpa", "flash_attn", "aiter"))
+        one_of("grouped_gemm", ("auto", "torch", "triton", "primus_turbo"))
         if self.transformer_impl == "transformer_engine":
             fixed("core_attention", "sdpa", "Transformer Engine brings its own attention")
             if self.context_parallel_size > 1:

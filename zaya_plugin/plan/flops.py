@@ -35,18 +35,25 @@ class Shape:
         return self.num_query_groups * self.kv_channels
 
 
-def forward_flops_per_token(shape: Shape, seq_length: int) -> dict[str, float]:
-    """Operations of one token's forward pass by part: linear, attention, head."""
+def forward_flops_by_part(shape: Shape, seq_length: int) -> dict[str, float]:
+    """Operations of one token's forward pass by part: projections, prologue (both convolutions), attention, router, experts, head."""
     q, k, h, r = shape.query_channels, shape.key_channels, shape.hidden_size, shape.router_hidden_size
-    projections = h * q + h * k + h * k + q * h  # q, k, both values together, output
-    convolutions = (q + k) * (shape.conv_taps[0] + shape.kv_channels * shape.conv_taps[1])
-    router = h * r + 2 * r * r + r * (shape.num_experts + 1)
-    expert = 3 * h * shape.moe_ffn_hidden_size
+    layers = 2.0 * shape.num_layers
     return {
-        "linear": 2.0 * shape.num_layers * (projections + convolutions + router + expert),
-        "attention": 2.0 * shape.num_layers * 2 * q * (seq_length / 2),
+        "projections": layers * (h * q + h * k + h * k + q * h),  # q, k, both values together, output
+        "prologue": layers * (q + k) * (shape.conv_taps[0] + shape.kv_channels * shape.conv_taps[1]),
+        "attention": layers * 2 * q * (seq_length / 2),
+        "router": layers * (h * r + 2 * r * r + r * (shape.num_experts + 1)),
+        "experts": layers * 3 * h * shape.moe_ffn_hidden_size,
         "head": 2.0 * h * shape.vocab_size,
     }
+
+
+def forward_flops_per_token(shape: Shape, seq_length: int) -> dict[str, float]:
+    """Operations of one token's forward pass: linear (everything but the other two), attention, head."""
+    parts = forward_flops_by_part(shape, seq_length)
+    attention, head = parts.pop("attention"), parts.pop("head")
+    return {"linear": sum(parts.values()), "attention": attention, "head": head}
 
 
 def training_flops(shape: Shape, tokens: int, seq_length: int) -> float:

@@ -32,6 +32,9 @@ OWN_ARGUMENTS = (
     "fused_residual_norm",
     "fused_cca_prologue",
     "fused_expert_path",
+    "grouped_gemm",
+    "fused_linear_cross_entropy",
+    "z_loss",
     "context_parallel_order",
     "core_attention",
 )
@@ -108,6 +111,7 @@ def megatron_arguments(recipe: Recipe, data: dict[str, Any]) -> dict[str, Any]:
     values["max_position_embeddings"] = recipe.stage.seq_length
     values["ffn_hidden_size"] = recipe.model.moe_ffn_hidden_size
     values.update(_precision(recipe))
+    values.update(_graphs(recipe))
     values.update(_checkpoints(recipe))
     if recipe.stage.batch_size_ramp is not None:
         _count_in_samples(values)
@@ -139,6 +143,12 @@ def _precision(recipe: Recipe) -> dict[str, Any]:
         bias_dropout_fusion=False,
         apply_rope_fusion=fused,
     )
+
+
+def _graphs(recipe: Recipe) -> dict[str, Any]:
+    if recipe.cluster.graphs == "none":
+        return {}
+    return dict(cuda_graph_impl=recipe.cluster.graphs, cuda_graph_modules=[])
 
 
 def _checkpoints(recipe: Recipe) -> dict[str, Any]:

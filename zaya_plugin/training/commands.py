@@ -48,7 +48,7 @@ def curriculum(argv: list[str]) -> int:
     from zaya_plugin.training import curriculum as stages
 
     argv, dry = without_flag(argv, "--dry-run")
-    argv, only = _option(argv, "--only")
+    argv, only = option(argv, "--only")
     whole = stages.compose_curriculum(overrides_of(argv, "curriculum"))
     if dry or whole.recipe.dry_run:
         print(stages.describe(whole))
@@ -94,7 +94,7 @@ def overrides_of(argv: list[str], command: str) -> list[str]:
     """Overrides of a command line on which only they and --config-dir are left."""
     from zaya_plugin.config.compose import open_overrides
 
-    argv, folder = _option(argv, "--config-dir")
+    argv, folder = option(argv, "--config-dir")
     for item in argv:
         if item.startswith("-") or "=" not in item:
             raise ValueError(f"zaya {command}: {item!r}: allowed: key=value, and the options that zaya {command} --help names")
@@ -109,7 +109,7 @@ def without_flag(argv: list[str], flag: str) -> tuple[list[str], bool]:
     return [item for item in argv if item != flag], flag in argv
 
 
-def _option(argv: list[str], name: str) -> tuple[list[str], str | None]:
+def option(argv: list[str], name: str) -> tuple[list[str], str | None]:
     """`argv` without `name VALUE` or `name=VALUE`, and the value."""
     for index, item in enumerate(argv):
         if item.startswith(f"{name}="):

@@ -37,12 +37,15 @@ WORKER = "zaya_plugin.training.worker"
 TORCHRUN_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
 HIDDEN_DEVICES = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
 DEVICE_FILES = ("/dev/nvidiactl", "/dev/nvidia0", "/dev/kfd", "/dev/dxg")  # NVIDIA, ROCm, WSL
+# Megatron's --deterministic-mode wants these; one ring adds in one order, and a fixed workspace keeps cuBLAS to one algorithm.
+DETERMINISTIC = {"NCCL_ALGO": "Ring", "CUBLAS_WORKSPACE_CONFIG": ":4096:8", "NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0"}
 FULL_DISK = 2**20  # free bytes under which a failure is put down to the disk
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What a launch will do. `command` is None where an outer launcher has started the ranks already."""
+    """What a launch will do. `command` is None where an outer launcher has started the ranks already. worker: the ranks' module
+    and its arguments after the recipe; empty for training."""
 
     world_size: int
     ranks_here: int
@@ -50,6 +53,7 @@ class Plan:
     started_by: str
     command: list[str] | None
     environment: dict[str, str]
+    worker: tuple[str, ...] = ()
 
 
 def launch(recipe: Recipe) -> int:
@@ -84,8 +88,8 @@ def launch(recipe: Recipe) -> int:
     return run_ranks(plan, Path(recipe.run_dir) / "logs")
 
 
-def make_plan(recipe: Recipe, environ: Mapping[str, str]) -> Plan:
-    """Decides who starts the ranks, how many there are and in which environment they run."""
+def make_plan(recipe: Recipe, environ: Mapping[str, str], worker: Sequence[str] = ()) -> Plan:
+    """Decides who starts the ranks, how many there are and in which environment they run. worker: as Plan's."""
     if all(name in environ for name in TORCHRUN_VARIABLES):
         outer, started_by = {name: environ[name] for name in TORCHRUN_VARIABLES}, "torchrun"
     else:
@@ -93,7 +97,7 @@ def make_plan(recipe: Recipe, environ: Mapping[str, str]) -> Plan:
     if outer is not None:
         here = int(outer.get("LOCAL_WORLD_SIZE") or environ.get("LOCAL_WORLD_SIZE") or recipe.cluster.gpus_per_node)
         variables = {**rank_environment(recipe, here, environ), **outer}
-        return Plan(int(outer["WORLD_SIZE"]), here, int(outer["RANK"]), started_by, None, variables)
+        return Plan(int(outer["WORLD_SIZE"]), here, int(outer["RANK"]), started_by, None, variables, tuple(worker))
     if recipe.cluster.num_nodes > 1:
         raise ValueError(
             f"cluster.num_nodes = {recipe.cluster.num_nodes}: `zaya train` starts ranks on one machine only. Allowed: 1, or "
@@ -103,19 +107,20 @@ def make_plan(recipe: Recipe, environ: Mapping[str, str]) -> Plan:
     ranks = recipe.nproc if recipe.nproc is not None else recipe.cluster.gpus_per_node
     if ranks < 1:
         raise ValueError(f"nproc = {ranks}: allowed: 1 or more")
-    return Plan(ranks, ranks, 0, "zaya train", command(recipe, ranks), rank_environment(recipe, ranks, environ))
+    return Plan(ranks, ranks, 0, "zaya train", command(recipe, ranks, worker), rank_environment(recipe, ranks, environ), tuple(worker))
 
 
-def command(recipe: Recipe, ranks: int) -> list[str]:
+def command(recipe: Recipe, ranks: int, worker: Sequence[str] = ()) -> list[str]:
     """The torchrun command. Every rank writes to files; the console gets stdout of the first and the last rank alone."""
     shown = ",".join(f"{rank}:1" for rank in sorted({0, ranks - 1}))
+    module, *further = worker or (WORKER,)
     return [
         *(sys.executable, "-m", "torch.distributed.run"),
         *("--nnodes", "1", "--nproc-per-node", str(ranks), "--max-restarts", "0"),
         *("--rdzv-backend", "c10d", "--rdzv-endpoint", f"localhost:{recipe.master_port or 0}"),  # 0: a free port
         *("--rdzv-id", "launch", "--local-addr", "localhost", "--role", ""),  # without a role lines have no prefix
         *("--log-dir", str(Path(recipe.run_dir) / "logs"), "--redirects", "3", "--tee", shown),
-        *("-m", WORKER, str(Path(recipe.run_dir) / "recipe.yaml")),
+        *("-m", module, str(Path(recipe.run_dir) / "recipe.yaml"), *further),
     ]
 
 
@@ -135,6 +140,8 @@ def rank_environment(recipe: Recipe, ranks_here: int, environ: Mapping[str, str]
     if recipe.cluster.device == "cuda" and overlapping and "CUDA_DEVICE_MAX_CONNECTIONS" not in environ:
         # Megatron insists before Blackwell: kernels reach the device in the order of their launches, communication first.
         variables["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
+    if recipe.cluster.deterministic:  # read by the libraries when they start
+        variables |= {name: value for name, value in DETERMINISTIC.items() if name not in environ}
     if "WANDB_SILENT" not in environ:
         variables["WANDB_SILENT"] = "true"  # where the W&B run is, our own log says
     if "COLUMNS" not in environ and sys.stdout.isatty():  # the ranks' own stdout is a file
@@ -152,6 +159,14 @@ def take_over(recipe: Recipe) -> Recipe:
 
 def check_surroundings(recipe: Recipe, plan: Plan) -> None:
     """Raises `ValueError` if this machine lacks what the recipe needs: torch, Megatron, a device, the port, the data."""
+    check_machine(recipe, plan)
+    from zaya_plugin.training.datasets import find_sources  # reads headers and sizes only, without torch
+
+    find_sources(recipe)
+
+
+def check_machine(recipe: Recipe, plan: Plan) -> None:
+    """`check_surroundings` but for the data."""
     for module, remedy in (
         ("torch", "install the build for your accelerator, or `pip install 'zaya_plugin[cpu]'` for a CPU"),
         ("megatron.training", "`pip install 'megatron-core[training]>=0.19.2'`, or put a Megatron-LM checkout on PYTHONPATH"),
@@ -173,9 +188,6 @@ def check_surroundings(recipe: Recipe, plan: Plan) -> None:
             f"master_port = {recipe.master_port}: the port is in use. Allowed: a free port; "
             "master_port=null finds one by itself"
         )
-    from zaya_plugin.training.datasets import find_sources  # reads headers and sizes only, without torch
-
-    find_sources(recipe)
 
 
 def describe(recipe: Recipe, plan: Plan, more: Sequence[str] = ()) -> str:
@@ -210,12 +222,13 @@ def become_rank(recipe: Recipe, plan: Plan) -> int:
     The recipe goes through a file of this rank's own, since rank 0 may not have written the shared one yet.
     """
     os.environ.update(plan.environment)
+    module, *further = plan.worker or (WORKER,)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "recipe.yaml"
         save_recipe(recipe, path)
-        arguments, sys.argv = sys.argv, [WORKER, str(path)]
+        arguments, sys.argv = sys.argv, [module, str(path), *further]
         try:
-            runpy.run_module(WORKER, run_name="__main__", alter_sys=True)
+            runpy.run_module(module, run_name="__main__", alter_sys=True)
         except SystemExit as end:
             return end.code if isinstance(end.code, int) else int(end.code is not None)
         finally:

@@ -12,6 +12,7 @@ import logging
 import os
 import sys
 import traceback
+from collections.abc import Callable
 from pathlib import Path
 
 from zaya_plugin import patches
@@ -48,8 +49,11 @@ class RankLog(io.TextIOBase):
                 self.file.close()
 
 
-def main(argv: list[str]) -> int:
-    """Train the recipe in the file argv[0]. Returns the exit status: 0, or 2 for an error that the user can mend."""
+def main(argv: list[str], work: Callable | None = None) -> int:
+    """Train the recipe in the file argv[0]. Returns the exit status: 0, or 2 for an error that the user can mend.
+
+    work: what else to do with it, as work(recipe, rank, world_size, console).
+    """
     from zaya_plugin.config.compose import load_recipe
 
     adopt_children()
@@ -63,7 +67,7 @@ def main(argv: list[str]) -> int:
         logging.basicConfig(stream=log, level=logging.INFO, force=True)
         logging.captureWarnings(True)
         try:
-            _train(recipe, rank, world_size, console)
+            (work or _train)(recipe, rank, world_size, console)
         except ValueError as error:
             traceback.print_exc(file=log)
             print(f"zaya: {error}" if rank == 0 else f"zaya: rank {rank}: {error}", file=sys.stderr, flush=True)
@@ -76,7 +80,8 @@ def main(argv: list[str]) -> int:
     return 0
 
 
-def _train(recipe, rank: int, world_size: int, console) -> None:
+def prepare(recipe, world_size: int) -> None:
+    """What precedes any use of Megatron in a rank."""
     import torch
 
     from zaya_plugin.config.validate import validate
@@ -85,6 +90,12 @@ def _train(recipe, rank: int, world_size: int, console) -> None:
     if threads := os.environ.get("OMP_NUM_THREADS"):
         torch.set_num_threads(int(threads))
     patches.apply()
+
+
+def _train(recipe, rank: int, world_size: int, console) -> None:
+    prepare(recipe, world_size)
+    import torch
+
     from zaya_plugin.training import adapter
     from zaya_plugin.training.datasets import find_sources
     from zaya_plugin.training.lifecycle import Lifecycle

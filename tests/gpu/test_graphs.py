@@ -1,0 +1,17 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Training with forward and backward of a step as one CUDA graph: the same losses, and a checkpoint that goes on without one."""
+
+import pytest
+
+STEPS = 12
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_losses_are_the_same_with_graphs(demo, tmp_path, fused):
+    kernels = [f"cluster.{name}={fused}" for name in ("fused_residual_norm", "fused_expert_path")]
+    recipe = ["cluster=gpu", "optim=muon", "optim.non_finite_gradients=skip", f"exit_interval={STEPS}", "checkpoint.save_interval=8", *kernels]
+    without = demo(tmp_path / "without", *recipe)
+    graphs = demo(tmp_path / "graphs", *recipe, "cluster.graphs=full_iteration")
+    assert list(without) == list(graphs) == list(range(1, STEPS + 1))
+    assert without == graphs, "a replayed graph runs the same kernels on the same numbers"
+    assert "CUDA graph capture done for training" in (tmp_path / "graphs" / "logs" / "rank0.log").read_text()

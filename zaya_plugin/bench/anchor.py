@@ -1,0 +1,150 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The anchor of `zaya bench step`: transformers' ZayaForCausalLM as people train it, in processes of its own.
+
+    python -m zaya_plugin.bench.anchor <recipe.yaml> <options as JSON> <vocabulary>      one rank, under torchrun
+
+FSDP2 (fully_shard of every layer and of the model), bf16 compute with fp32 reduction, each layer compiled, torch's fused AdamW, the
+recipe's sequence length, tokens a rank and micro-batches, random tokens and random weights. What a CPU cannot do is left out
+and said: compilation, the fused optimizer's and the grouped GEMM's kernels.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from pathlib import Path
+
+from zaya_plugin.bench.options import ANCHOR, Options
+
+OUT_OF_MEMORY = 3  # exit code
+
+
+def main(argv: list[str]) -> int:
+    """Measures and, on rank 0, writes <run_dir>/anchor.json. A rank that runs out of memory writes that, and its exit ends the others."""
+    import torch
+
+    from zaya_plugin.config.compose import load_recipe
+
+    recipe, options, vocabulary = load_recipe(Path(argv[0])), Options.from_json(argv[1]), int(argv[2])
+    on_cpu = recipe.cluster.device == "cpu"
+    device = torch.device("cpu") if on_cpu else torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+    if not on_cpu:
+        torch.cuda.set_device(device)
+    torch.distributed.init_process_group(recipe.cluster.distributed_backend, device_id=None if on_cpu else device)
+    try:
+        found = measure(recipe, options, vocabulary, device)
+    except torch.OutOfMemoryError as error:
+        write(recipe, {"what": described(recipe, options, device), "error": f"out of memory: {str(error).splitlines()[0]}"})
+        return OUT_OF_MEMORY
+    if torch.distributed.get_rank() == 0:
+        write(recipe, found)
+    torch.distributed.destroy_process_group()
+    return 0
+
+
+def write(recipe, found: dict) -> None:
+    (Path(recipe.run_dir) / ANCHOR).write_text(json.dumps(found, indent=1) + "\n")
+
+
+def described(recipe, options: Options, device) -> str:
+    """The anchor in words."""
+    import transformers
+
+    compiled = ", each layer compiled" if compiles(device) else ", not compiled"
+    optimizer = ", AdamW" if options.optimizer else ", no optimizer"
+    return f"transformers {transformers.__version__} ZayaForCausalLM, FSDP2, {recipe.cluster.dtype} compute, fp32 reduction{compiled}{optimizer}"
+
+
+def compiles(device) -> bool:
+    return device.type != "cpu"
+
+
+def measure(recipe, options: Options, vocabulary: int, device) -> dict:
+    """Time and memory of steps of as many tokens as ours; the mean of options.steps after options.warmup."""
+    import torch
+
+    model = sharded_model(recipe, vocabulary, device)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=device.type != "cpu") if options.optimizer else None
+    stage, world = recipe.stage, torch.distributed.get_world_size()
+    samples = stage.global_batch_size // world  # what a device computes of a step, whatever our layout
+    size = min(stage.micro_batch_size, samples)
+    generator = torch.Generator(device).manual_seed(recipe.seed + torch.distributed.get_rank())
+    tokens = torch.randint(vocabulary, (size, stage.seq_length), device=device, generator=generator)
+
+    def step() -> torch.Tensor:
+        for _ in range(samples // size):
+            loss = model(input_ids=tokens, labels=tokens, use_cache=False).loss
+            loss.backward()
+        if optimizer is not None:
+            optimizer.step()
+        model.zero_grad(set_to_none=True)
+        return loss
+
+    def synchronize() -> None:
+        if device.type != "cpu":
+            torch.cuda.synchronize()
+        torch.distributed.barrier()
+
+    for _ in range(options.warmup):
+        step()
+    if device.type != "cpu":
+        torch.cuda.reset_peak_memory_stats()
+    synchronize()
+    begin = time.perf_counter()
+    for _ in range(options.steps):
+        loss = step()
+    synchronize()
+    seconds = (time.perf_counter() - begin) / options.steps
+    on_cpu = device.type == "cpu"
+    return {
+        "what": described(recipe, options, device),
+        "ms": 1e3 * seconds,
+        "tokens": samples // size * size * stage.seq_length * world,
+        "micro_batches": samples // size,
+        "tokens_per_s_per_device": samples // size * size * stage.seq_length / seconds,
+        "allocated_gib": None if on_cpu else torch.cuda.max_memory_allocated() / 2**30,
+        "reserved_gib": None if on_cpu else torch.cuda.max_memory_reserved() / 2**30,
+        "loss": loss.item(),
+        "parameters": sum(parameter.numel() for parameter in model.parameters()),
+        "compiled": compiles(device),
+    }
+
+
+def sharded_model(recipe, vocabulary: int, device):
+    """ZayaForCausalLM of the recipe's sizes, sharded, with fresh weights."""
+    import torch
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+    from transformers import ZayaConfig, ZayaForCausalLM
+
+    m, stage = recipe.model, recipe.stage
+    rope = {"rope_type": "default", "rope_theta": float(stage.rotary_base), "partial_rotary_factor": m.rotary_percent}
+    config = ZayaConfig(
+        num_hidden_layers=m.num_layers, vocab_size=vocabulary, hidden_size=m.hidden_size, num_attention_heads=m.num_attention_heads,
+        num_key_value_heads=m.num_query_groups, head_dim=m.kv_channels, moe_intermediate_size=m.moe_ffn_hidden_size,
+        num_experts=m.num_experts, router_hidden_size=m.router_hidden_size, rms_norm_eps=m.norm_epsilon,
+        max_position_embeddings=stage.seq_length, rope_parameters={"hybrid": rope}, use_cache=False, attn_implementation="sdpa",
+        initializer_range=m.init_method_std,
+    )  # fmt: skip
+    config._experts_implementation = "grouped_mm" if device.type != "cpu" else "eager"
+    with torch.device("meta"):
+        model = ZayaForCausalLM(config)
+    compute = torch.bfloat16 if recipe.cluster.dtype == "bf16" else torch.float32
+    policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32)
+    mesh = torch.distributed.init_device_mesh(device.type, (torch.distributed.get_world_size(),))
+    for layer in model.model.layers:
+        if compiles(device):
+            layer.compile(dynamic=False)
+        fully_shard(layer, mesh=mesh, mp_policy=policy)
+    fully_shard(model, mesh=mesh, mp_policy=policy)
+    model.to_empty(device=device)
+    torch.manual_seed(recipe.seed)
+    with torch.no_grad():
+        for module in model.modules():
+            model._init_weights(module)
+    return model.train()
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

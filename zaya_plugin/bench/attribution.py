@@ -1,0 +1,159 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which part of the step every kernel belongs to: a pure function of a trace.
+
+A kernel's launch lies in ranges of the host; the innermost one that says something decides:
+  1. a range of zaya_plugin.bench.parts, or an operator whose name tells (hip_ops, the optimizers, the accumulation of gradients),
+  2. a node of the backward pass: what the operator belongs to that made it, by the profiler's arrow between the two.
+A kernel in none of them, such as those of a replayed graph, is told by its own name, or is "other". Communication is told by
+the kernel's name alone. Without kernels (on a CPU) the operators take their place, each with the time that no operator inside has.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from dataclasses import dataclass, replace
+from math import inf
+
+from zaya_plugin.bench.parts import PARTS, RANGE
+from zaya_plugin.bench.trace import HostRange, Trace
+
+COMMUNICATION = re.compile(r"^nccl|ncclDevKernel|ncclKernel|rccl|^Memcpy PtoP|^gloo:|^c10d::", re.IGNORECASE)
+
+# Of operators, also of the backward nodes that torch.library makes of them (GeneratedBackwardFor_hip_ops_...).
+OPERATOR_NAMES = (
+    (re.compile(r"AccumulateGrad"), "gradients"),
+    (re.compile(r"^Optimizer\.(step|zero_grad)"), "optimizer"),
+    (re.compile(r"hip_ops(::|_)\w*cca_prologue"), "prologue"),
+    (re.compile(r"hip_ops(::|_)\w*rms_norm"), "norms"),
+    (re.compile(r"hip_ops(::|_)\w*(sort_by_expert|permute_to_experts|unpermute_from_experts|weighted_swiglu|grouped_)"), "experts"),
+    (re.compile(r"hip_ops(::|_)\w*(cross_entropy|row_statistics|overwrite_with_gradient)"), "head"),
+    (re.compile(r"hip_ops(::|_)\w*(muon_|newton_schulz|symmetric_product|matmul_add)"), "optimizer"),
+)
+# Of kernels of which nothing else is known.
+KERNEL_NAMES = (
+    (re.compile(r"cca_prologue|convol", re.IGNORECASE), "prologue"),
+    (re.compile(r"rms_norm|rmsnorm", re.IGNORECASE), "norms"),
+    (re.compile(r"swiglu|grouped|permute_to|unpermute", re.IGNORECASE), "experts"),
+    (re.compile(r"cross_entropy|logsumexp"), "head"),
+    (re.compile(r"muon|newton_schulz|symmetric_product|adam", re.IGNORECASE), "optimizer"),
+    (re.compile(r"flash|fmha|sdpa|attention", re.IGNORECASE), "attention"),
+)
+BACKWARD = "autograd::engine::evaluate_function"
+
+
+@dataclass(frozen=True)
+class Activity:
+    """Something that takes time. part: a key of PARTS; backward: in a node of the backward pass; begins: 0 in a further stretch of
+    the same operator."""
+
+    name: str
+    start: float
+    end: float
+    part: str
+    backward: bool
+    communicates: bool
+    begins: int = 1
+
+
+class Attribution:
+    """Parts of the host ranges of `trace`, each found once."""
+
+    def __init__(self, trace: Trace):
+        self.trace = trace
+        self.known: dict[int, tuple[str | None, bool]] = {-1: (None, False)}
+
+    def of(self, index: int) -> tuple[str | None, bool]:
+        """(part or None, whether in the backward pass) of the host range `index`."""
+        chain = []
+        while index not in self.known:
+            chain.append(index)
+            index = self.trace.hosts[index].parent
+        part, backward = self.known[index]
+        for inner in reversed(chain):
+            here = self.trace.hosts[inner]
+            backward = backward or here.name.startswith(BACKWARD) or here.forward >= 0
+            part = self._own(here) or part
+            self.known[inner] = part, backward
+        return part, backward
+
+    def _own(self, here: HostRange) -> str | None:
+        if here.annotation and here.name.startswith(RANGE):
+            part = here.name.removeprefix(RANGE)
+            assert part in PARTS, here.name
+            return part
+        if (told := _by_name(here.name, OPERATOR_NAMES)) is not None:
+            return told
+        return self.of(here.forward)[0] if here.forward >= 0 else None
+
+
+def _by_name(name: str, table) -> str | None:
+    return next((part for pattern, part in table if pattern.search(name)), None)
+
+
+def device_activities(trace: Trace, start: float, end: float, learned: dict[str, list[tuple[str, bool]]] | None = None) -> list[Activity]:
+    """Everything on the device between two times, cut at them.
+
+    learned: what `learn` found in a trace of the same step; used for kernels that a graph launched. A graph launches them in the
+    order in which they were launched one by one, so that the n-th kernel of a name is the n-th there.
+    """
+    attribution, found = Attribution(trace), []
+    within = [kernel for kernel in sorted(trace.device, key=lambda kernel: kernel.start) if kernel.end > start and kernel.start < end]
+    replayed = [kernel for kernel in within if "GraphLaunch" in getattr(trace.calls.get(kernel.launch), "name", "")]
+    totals, seen = Counter(kernel.name for kernel in replayed), Counter()
+    from_graph = set(map(id, replayed)) if learned else set()
+    for kernel in within:
+        told = learned.get(kernel.name) if id(kernel) in from_graph else None
+        if told:
+            # In proportion, should the two numbers differ by a few.
+            part, backward = told[seen[kernel.name] * len(told) // totals[kernel.name]]
+            seen[kernel.name] += 1
+        else:
+            call = trace.calls.get(kernel.launch)
+            part, backward = attribution.of(call.parent) if call is not None else (None, False)
+        part = part or _by_name(kernel.name, KERNEL_NAMES) or "other"
+        communicates = COMMUNICATION.search(kernel.name) is not None
+        found.append(Activity(kernel.name, max(kernel.start, start), min(kernel.end, end), part, backward, communicates))
+    return found
+
+
+def learn(trace: Trace, window: str) -> dict[str, list[tuple[str, bool]]]:
+    """(part, backward) of the kernels that were launched in the range `window`, by name, in order."""
+    start, end = trace.window(window)
+    launched = {number for number, call in trace.calls.items() if start <= call.start < end}
+    inside = replace(trace, device=[kernel for kernel in trace.device if kernel.launch in launched])
+    found: dict[str, list[tuple[str, bool]]] = {}
+    for activity in device_activities(inside, -inf, inf):
+        found.setdefault(activity.name, []).append((activity.part, activity.backward))
+    return found
+
+
+def operator_activities(trace: Trace, start: float, end: float) -> list[Activity]:
+    """Operators on the host between two times: one activity for each stretch in which an operator is the innermost range."""
+    attribution, found = Attribution(trace), []
+    children: dict[int, list[int]] = {}
+    for index, here in enumerate(trace.hosts):
+        children.setdefault(here.parent, []).append(index)
+    for index, here in enumerate(trace.hosts):
+        if (here.annotation and not COMMUNICATION.search(here.name)) or here.name.startswith(BACKWARD):
+            continue
+        part, backward = attribution.of(index)
+        communicates = _communicates(trace, index)
+        begins, first = here.start, 1
+        for inner in (*children.get(index, ()), None):
+            ends = here.end if inner is None else trace.hosts[inner].start
+            left, right = max(begins, start), min(ends, end)
+            if right > left:
+                found.append(Activity(here.name, left, right, part or "other", backward, communicates, first))
+                first = 0
+            if inner is not None:
+                begins = max(begins, trace.hosts[inner].end)
+    return found
+
+
+def _communicates(trace: Trace, index: int) -> bool:
+    while index >= 0:
+        if COMMUNICATION.search(trace.hosts[index].name):
+            return True
+        index = trace.hosts[index].parent
+    return False

@@ -1,0 +1,70 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What this device reaches: the rate of a large matrix product and of a copy, measured in the process that is measured."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+# (extent of the product, MiB of the copy, calls): hundreds of milliseconds on an accelerator, tens on a CPU.
+ON_ACCELERATOR, ON_CPU = (8192, 1024, 40), (512, 32, 10)
+
+
+@dataclass(frozen=True)
+class Rates:
+    """Operations a second of a square product in the model's dtype; bytes read and written a second by a copy."""
+
+    gemm: float
+    copy: float
+
+
+def measure(device, dtype) -> Rates:
+    """The rates of `device` (torch.device), in the model's dtype. Needs 2 GiB there for a moment; they are given back."""
+    import torch
+
+    extent, mebibytes, calls = ON_CPU if device.type == "cpu" else ON_ACCELERATOR
+    rates = Rates(_gemm(extent, device, dtype, calls), _copy(mebibytes * 2**20, device, calls))
+    if device.type != "cpu":
+        torch.cuda.empty_cache()
+    return rates
+
+
+def _gemm(extent: int, device, dtype, calls: int) -> float:
+    import torch
+
+    left, right = (torch.randn(extent, extent, device=device, dtype=dtype) for _ in range(2))
+    out = torch.empty_like(left)
+    return 2.0 * extent**3 / seconds(lambda: torch.mm(left, right, out=out), device, calls)
+
+
+def _copy(size: int, device, calls: int) -> float:
+    import torch
+
+    source = torch.zeros(size // 4, device=device)
+    target = torch.empty_like(source)
+    return 2.0 * size / seconds(lambda: target.copy_(source), device, calls)
+
+
+def seconds(call: Callable[[], object], device, calls: int) -> float:
+    """Time of `call`, after two calls that do not count: on a device the median by events around each, one call behind the other, on a
+    CPU, where other processes disturb it, the shortest."""
+    import torch
+
+    for _ in range(2):
+        call()
+    if device.type == "cpu":
+        times = []
+        for _ in range(calls):
+            begin = time.perf_counter()
+            call()
+            times.append(time.perf_counter() - begin)
+        return min(times)
+    events = [torch.cuda.Event(enable_timing=True) for _ in range(calls + 1)]
+    events[0].record()
+    for event in events[1:]:
+        call()
+        event.record()
+    torch.cuda.synchronize()
+    return statistics.median(a.elapsed_time(b) for a, b in zip(events, events[1:], strict=False)) / 1e3

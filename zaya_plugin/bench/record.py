@@ -1,0 +1,236 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The record of a measurement: what ran where, how fast, and how the time of the traced step is shared out. JSON, one file.
+
+Shares are of the traced step and add up to 1. A part's `gemm_share` holds its operations against the measured rate of a matrix
+product, `copy_share` its least bytes against the measured rate of a copy; `roofline` is the larger of the two. Work of one rank.
+`not_computing_share` is of the steps that were timed with nothing attached: what the traced step's computation leaves of their time.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import platform
+import subprocess
+from dataclasses import asdict
+from pathlib import Path
+
+from zaya_plugin.bench import attribution, trace
+from zaya_plugin.bench.options import Options
+from zaya_plugin.bench.parts import PARTS, PASSES, STEP
+from zaya_plugin.bench.probes import Rates
+from zaya_plugin.bench.timeline import resolve
+
+SCHEMA = "zaya bench step/1"
+NOT_COMPUTING = ("communication", "idle")
+KERNELS_SHOWN = 8  # of each part
+WAITING = ("Synchronize", "cudaMemcpy", "hipMemcpy")  # in the names of calls that return once the device is so far
+LAUNCHES = ("LaunchKernel", "LaunchCooperativeKernel", "GraphLaunch")
+
+
+def of_rank(session, recipe, options: Options, rates: Rates, device) -> dict:
+    """The record without its breakdown. Called on every rank: memory is that of the fullest one."""
+    import torch
+
+    from zaya_plugin.plan.flops import training_flops
+    from zaya_plugin.training.adapter_measured import shape_of
+
+    args, measured = session.parts.args, session.measured
+    world = torch.distributed.get_world_size()
+    memory = torch.tensor([value or 0.0 for value in (measured.allocated_gib, measured.reserved_gib, measured.resident_gib)], device=device)
+    torch.distributed.all_reduce(memory, torch.distributed.ReduceOp.MAX)
+    allocated, reserved, resident = memory.tolist()
+    on_cpu = device.type == "cpu"
+    tokens = recipe.stage.global_batch_size * recipe.stage.seq_length
+    shape, seconds = shape_of(args), measured.mean_seconds
+    flops = training_flops(shape, tokens, recipe.stage.seq_length)
+    return {
+        "schema": SCHEMA,
+        **surroundings(device, options.command, options.commit),
+        "recipe": asdict(recipe),
+        "model": asdict(shape),
+        "world_size": world,
+        "rates": {"gemm_tflops": rates.gemm / 1e12, "copy_tb_per_s": rates.copy / 1e12},
+        "step": {
+            "optimizer": options.optimizer,
+            "steps": options.steps,
+            "ms": 1e3 * seconds,
+            "ms_median": 1e3 * measured.median_seconds,
+            "ms_all": [1e3 * each for each in measured.seconds],
+            "tokens": tokens,
+            "micro_batches": args.global_batch_size // (args.micro_batch_size * args.data_parallel_size),
+            "tokens_per_s": tokens / seconds,
+            "tokens_per_s_per_device": tokens / seconds / world,
+            "tflops_per_device": flops / seconds / world / 1e12,
+            "share_of_gemm": flops / seconds / world / rates.gemm,
+            "allocated_gib": None if on_cpu else allocated,
+            "reserved_gib": None if on_cpu else reserved,
+            "resident_gib": resident,
+        },
+        "anchor": None,
+    }
+
+
+def with_breakdown(record: dict, session, recipe, kept: Path | None) -> dict:
+    """`record` with the traced step's parts. kept: where the trace stays, None where it does not."""
+    traced = trace.read(session.trace)
+    learned = attribution.learn(trace.read(session.reference), PASSES) if session.learned else None
+    start, end = traced.window(STEP)
+    on_cpu = record["step"]["allocated_gib"] is None
+    activities = (
+        attribution.operator_activities(traced, start, end) if on_cpu else attribution.device_activities(traced, start, end, learned)
+    )
+    rates, work = record["rates"], work_of(session, recipe.optim)
+    shared = breakdown(activities, start, end, work, rates["gemm_tflops"] * 1e12, rates["copy_tb_per_s"] * 1e12)
+    computing = sum(row["ms"] for row in shared["parts"] if row["part"] not in NOT_COMPUTING)
+    return {
+        **record,
+        "step": {**record["step"], "not_computing_share": max(0.0, 1 - computing / record["step"]["ms"])},
+        "traced": {
+            "source": "operators" if on_cpu else "kernels",
+            "ms": (end - start) / 1e3,
+            "host_ms": host_microseconds(traced, start, end) / 1e3,
+            "launches": sum(any(word in call.name for word in LAUNCHES) for call in traced.calls.values() if start <= call.start < end),
+            "activities": sum(activity.begins for activity in activities),
+            "from_graph": learned is not None,
+            "trace": kept.name if kept else None,
+        },
+        **shared,
+    }
+
+
+def breakdown(activities, start: float, end: float, work: dict, gemm: float, copy: float) -> dict:
+    """{"parts": [...], "hidden_communication_ms"} from activities in microseconds, work by part and the two rates."""
+    moments, whole = resolve(activities, start, end), end - start
+    rows = []
+    for part, title in PARTS.items():
+        forward, backward = moments.parts.get(part, (0.0, 0.0))
+        seconds = (forward + backward) / 1e6
+        done = work.get(part)
+        share = {"tflop": None, "gb": None, "gemm_share": None, "copy_share": None, "roofline": None}
+        if done is not None and seconds:
+            against = done.flops / seconds / gemm, done.bytes / seconds / copy
+            share = dict(
+                tflop=done.flops / 1e12, gb=done.bytes / 1e9, gemm_share=against[0], copy_share=against[1], roofline=max(against)
+            )
+        names = sorted(((n, *moments.names[p, n]) for p, n in moments.names if p == part), key=lambda item: -item[2])
+        rows.append({
+            "part": part, "title": title, "ms": 1e3 * seconds, "share": (forward + backward) / whole,
+            "forward_ms": forward / 1e3, "backward_ms": backward / 1e3, **share,
+            "longest": [{"name": name[:160], "count": count, "ms": time / 1e3} for name, count, time in names[:KERNELS_SHOWN]],
+        })  # fmt: skip
+    return {"parts": rows, "hidden_communication_ms": moments.hidden_communication / 1e3}
+
+
+def host_microseconds(traced: trace.Trace, start: float, end: float) -> float:
+    """Time in which the host does not wait for the device in a call of its runtime; with the profiler's own cost."""
+    waits = sorted(
+        (max(call.start, start), min(call.end, end))
+        for call in traced.calls.values()
+        if call.end > start and call.start < end and any(word in call.name for word in WAITING) and "Async" not in call.name
+    )
+    waited, until = 0.0, start
+    for begins, ends in waits:
+        waited += max(0.0, ends - max(begins, until))
+        until = max(until, ends)
+    return end - start - waited
+
+
+def work_of(session, optim) -> dict:
+    """zaya_plugin.plan.step_work of this rank, from the model that ran; optim: the recipe's group."""
+    from megatron.core import parallel_state
+
+    from zaya_plugin.model.layer import ZayaTransformerLayer
+    from zaya_plugin.plan.step_work import Rank, step_work
+    from zaya_plugin.training.adapter_measured import shape_of
+
+    parts = session.parts
+    args = parts.args
+    modules = [module for chunk in parts.model for module in chunk.modules()]
+    data_ranks = parallel_state.get_data_parallel_world_size()
+    samples = args.global_batch_size // data_ranks
+    rank = Rank(
+        layers=sum(isinstance(module, ZayaTransformerLayer) for module in modules),
+        tokens=samples * args.seq_length // (args.context_parallel_size * args.tensor_model_parallel_size),
+        micro_batches=samples // args.micro_batch_size,
+        experts=args.num_experts // args.expert_model_parallel_size,
+        embedding=any(getattr(module, "pre_process", False) for module in modules),
+        head=any(getattr(module, "post_process", False) for module in modules),
+        activation_bytes=2 if args.bf16 else 4,
+        stream_bytes=4 if args.bf16 is False or args.residual_in_fp32 else 2,
+        accumulated=_accumulated(parts.model),
+    )
+    return step_work(shape_of(args), args.seq_length, rank, _optimizer_share(parts, args, optim) if session.options.optimizer else None)
+
+
+# The part in which a parameter's gradient is computed, by the first word that its name holds.
+GRADIENT_PARTS = (
+    ("experts", "experts"), ("router", "router"), ("linear_", "projections"), ("conv_qk", "prologue"), ("temperature", "prologue"),
+    ("embedding", "head"), ("output_layer", "head"), ("norm", "norms"), ("residual", "norms"), ("input_affine", "norms"),
+)  # fmt: skip
+
+
+def _accumulated(model) -> dict[str, int]:
+    """Elements of gradients by the part whose kernels add them to the fp32 buffer; "gradients": those added in a pass of their own."""
+    found: dict[str, int] = {}
+    for chunk in model:
+        for name, parameter in chunk.named_parameters():
+            inside = getattr(parameter, "grad_added_to_main_grad", False)
+            part = next((part for word, part in GRADIENT_PARTS if word in name), "gradients") if inside else "gradients"
+            found[part] = found.get(part, 0) + parameter.numel()
+    return found
+
+
+def _optimizer_share(parts, args, optim):
+    from megatron.core import parallel_state
+
+    from zaya_plugin.optim.newton_schulz_cost import newton_schulz_flops
+    from zaya_plugin.plan.step_work import OptimizerShare
+
+    muon = adamw = operations = 0.0
+    experts, dense = parallel_state.get_expert_data_parallel_world_size(), parallel_state.get_data_parallel_world_size(with_context_parallel=True)
+    for chunk in parts.model:
+        for parameter in chunk.parameters():
+            ranks = (dense if getattr(parameter, "allreduce", True) else experts) if args.use_distributed_optimizer else 1
+            matrices = parameter.optimizer_assignment.matrices
+            if matrices is None:
+                adamw += parameter.numel() / ranks
+            else:
+                muon += parameter.numel() / ranks
+                operations += matrices[0] * newton_schulz_flops(*matrices[1:]) / ranks
+    return OptimizerShare(muon, adamw, 2 if optim.muon_momentum_dtype == "bf16" else 4, operations * optim.muon_steps / 5)
+
+
+def surroundings(device, command: str, given: str | None) -> dict:
+    """Device, date, command, commit and versions; given: the commit where a user says it."""
+    from importlib import metadata
+
+    import torch
+
+    from zaya_plugin import __version__
+
+    name = torch.cuda.get_device_name(device) if device.type != "cpu" else f"CPU {platform.processor() or platform.machine()}"
+    versions = {"python": platform.python_version(), "torch": torch.__version__, "cuda": torch.version.cuda or torch.version.hip}
+    for package in ("megatron-core", "triton", "transformers"):
+        try:
+            versions[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            versions[package] = None
+    now = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
+    return {"device": name, "date": now, "command": command, "commit": given or commit(), "versions": {"zaya_plugin": __version__, **versions}}
+
+
+def commit() -> str | None:
+    """The checkout's commit, with -dirty where files differ from it; None where the package does not lie in one."""
+    root = Path(__file__).resolve().parents[2]
+    if not (root / ".git").exists():
+        return None
+    found = subprocess.run(["git", "describe", "--always", "--dirty"], cwd=root, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+    return found.stdout.strip() or None
+
+
+def write(path: Path, record: dict) -> None:
+    """As one JSON object, renamed into place."""
+    new = path.with_suffix(".new")
+    new.write_text(json.dumps(record, indent=1) + "\n")
+    new.replace(path)

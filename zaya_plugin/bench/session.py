@@ -1,0 +1,181 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The measurement inside one rank of Megatron's loop: warm-up, timed steps without a profiler, then one traced step.
+
+Steps are numbered from 0 as Megatron begins them. Between `warmup` and `warmup + steps` nothing is attached to the run; the step after
+them warms the profiler, the next one is traced, and at the beginning of the one after that the run ends. Every rank counts alike;
+rank 0 traces. Where the step is a replayed graph, whose kernels no range of the host holds, the last step before its capture is
+traced too, to learn what each kernel belongs to.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from zaya_plugin.bench.options import Options
+from zaya_plugin.bench.parts import PASSES, STEP, Ranges, annotated, ranged
+
+
+@dataclass
+class Measured:
+    """What a rank measured. seconds: of every timed step by the host's clock, with the device idle before the first and behind the
+    last; GiB are None on a CPU but for the resident memory."""
+
+    seconds: list[float] = field(default_factory=list)
+    mean_seconds: float = 0.0
+    allocated_gib: float | None = None
+    reserved_gib: float | None = None
+    resident_gib: float = 0.0
+
+    @property
+    def median_seconds(self) -> float:
+        return statistics.median(self.seconds)
+
+
+class Session:
+    """Called before every step of Megatron's loop.
+
+    Args:
+        options, rank, device_type ("cpu" or "cuda").
+        trace: where the trace goes; reference: where that of the step before a graph goes.
+        say: takes a line for the user.
+    """
+
+    def __init__(self, options: Options, rank: int, device_type: str, trace: Path, reference: Path, say: Callable[[str], None]):
+        self.options, self.device_type, self.trace, self.reference, self.say = options, device_type, trace, reference, say
+        self.traces = rank == 0
+        self.begun = 0
+        self.measured = Measured()
+        self.ranges = Ranges()
+        self.profiler = self.window = None
+        self.parts = None
+        self.learned = False
+
+    def before_step(self, parts) -> None:
+        """parts: zaya_plugin.training.adapter_measured.StepParts."""
+        from zaya_plugin.training.adapter_measured import graph_warm_up
+
+        step, self.begun, self.parts = self.begun, self.begun + 1, parts
+        eager = graph_warm_up(parts.args)
+        first = max(self.options.warmup, eager + 1)  # the capture is no step to be timed
+        last = first + self.options.steps
+        if self.traces and eager:
+            self._learn(step - eager, eager, parts)
+        if step == first:
+            self._synchronize()
+            self._reset_peak()
+            self.say(f"timing {self.options.steps} steps")
+            self.times = [time.perf_counter()]
+        elif first < step < last:
+            self.times.append(time.perf_counter())
+        elif step == last:
+            self._synchronize()
+            self.times.append(time.perf_counter())
+            self._take_times()
+            if self.traces:
+                self.say("tracing one step")
+                self._attach(self.trace, wait=1)
+        elif step == last + 1 and self.traces:
+            self._synchronize()
+            self.profiler.step()
+            self._open(parts)
+        elif step == last + 2:
+            if self.traces:
+                self._close()
+            raise SystemExit(0)
+
+    def _learn(self, to_capture: int, eager: int, parts) -> None:
+        """Trace the last of `eager` steps before a graph is captured, with a step of warm-up where there is one."""
+        if to_capture == -min(eager, 2):
+            self._attach(self.reference, wait=min(eager, 2) - 1)
+        if to_capture == -1:
+            self._synchronize()
+            if eager > 1:
+                self.profiler.step()
+            self._open(parts)
+        if to_capture == 0:
+            self._close()
+            self.learned = True
+
+    def _take_times(self) -> None:
+        import resource
+
+        import torch
+
+        found = self.measured
+        found.seconds = [after - before for before, after in zip(self.times, self.times[1:], strict=False)]
+        found.mean_seconds = (self.times[-1] - self.times[0]) / self.options.steps
+        found.resident_gib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+        if self.device_type != "cpu":
+            found.allocated_gib = torch.cuda.max_memory_allocated() / 2**30
+            found.reserved_gib = torch.cuda.max_memory_reserved() / 2**30
+
+    def _attach(self, path: Path, wait: int) -> None:
+        """Start a profiler that warms up for `wait` steps, traces one and writes it to `path`."""
+        from torch.profiler import ProfilerActivity, profile, schedule
+
+        activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (self.device_type != "cpu")
+        self.profiler = profile(
+            activities=activities,
+            schedule=schedule(wait=0, warmup=wait, active=1, repeat=1) if wait else None,
+            on_trace_ready=lambda profiler: profiler.export_chrome_trace(str(path)),
+        )
+        self.profiler.start()
+
+    def _open(self, parts) -> None:
+        """Put ranges around everything; the step begins."""
+        from torch.profiler import record_function
+
+        from zaya_plugin.training import balancer
+
+        for chunk in parts.model:
+            self.ranges.around(chunk, "zero_grad_buffer", "gradients")
+            self.ranges.around_model(_unwrapped(chunk))
+        self.ranges.around(parts.optimizer, "zero_grad", "gradients")
+        self.ranges.around(parts.optimizer, "step", "optimizer")
+        self.ranges.around(balancer, "finalize_model_grads", "gradients")
+        self.ranges.around(balancer, "balance_experts", "router")
+        parts.forward_step = _ranged_loss(parts.forward_step)
+        parts.forward_backward = annotated(parts.forward_backward, PASSES)
+        self._synchronize()
+        self.window = record_function(STEP)
+        self.window.__enter__()
+
+    def _close(self) -> None:
+        """The step and the trace end; the ranges go."""
+        self._synchronize()
+        self.window.__exit__(None, None, None)
+        self.profiler.stop()
+        self.profiler = self.window = None
+        self.ranges.remove()
+
+    def _synchronize(self) -> None:
+        import torch
+
+        if self.device_type != "cpu":
+            torch.cuda.synchronize()
+
+    def _reset_peak(self) -> None:
+        import torch
+
+        if self.device_type != "cpu":
+            torch.cuda.reset_peak_memory_stats()
+
+
+def _ranged_loss(forward_step: Callable) -> Callable:
+    """`forward_step`, whose loss function is in a range too."""
+
+    def step(*positional, **named):
+        output, reduce_loss = forward_step(*positional, **named)
+        return output, ranged(reduce_loss, "head")
+
+    return step
+
+
+def _unwrapped(chunk):
+    while hasattr(chunk, "module"):
+        chunk = chunk.module
+    return chunk

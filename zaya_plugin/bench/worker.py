@@ -1,0 +1,83 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One rank of `zaya bench step`: `python -m zaya_plugin.bench.worker <recipe.yaml> <options as JSON>`, started as a rank of training is."""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+from contextlib import ExitStack
+from pathlib import Path
+
+from zaya_plugin.bench import record, report
+from zaya_plugin.bench.options import PICTURE, RECORD, TRACE, Options
+from zaya_plugin.bench.random_tokens import RandomTokens
+from zaya_plugin.bench.session import Session
+
+
+def main(argv: list[str]) -> int:
+    """Returns the exit status, as zaya_plugin.training.worker.main."""
+    from zaya_plugin.training import worker
+
+    options = Options.from_json(argv[1])
+    return worker.main(argv[:1], lambda *of_rank: measure(options, *of_rank))
+
+
+def measure(options: Options, recipe, rank: int, world_size: int, console) -> None:
+    """Run the steps; on rank 0 print the breakdown on `console` and write it to the run directory."""
+    import torch
+
+    from zaya_plugin.bench import probes
+    from zaya_plugin.training import worker
+
+    def say(line: str) -> None:
+        if rank == 0:
+            print(f"bench: {line}", file=console, flush=True)
+
+    worker.prepare(recipe, world_size)
+    from zaya_plugin.training import adapter
+    from zaya_plugin.training.adapter_measured import before_steps, without_optimizer
+    from zaya_plugin.training.datasets import find_sources
+    from zaya_plugin.training.lifecycle import Lifecycle
+    from zaya_plugin.training.metrics import Reporter
+
+    device = torch.device("cpu")
+    if recipe.cluster.device != "cpu":
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        torch.cuda.set_device(device)
+    dtype = torch.bfloat16 if recipe.cluster.dtype == "bf16" else torch.float32
+    say("measuring what this device reaches in a matrix product and in a copy")
+    rates = probes.measure(device, dtype)
+    run_dir = Path(recipe.run_dir)
+
+    class StepLines(Reporter):
+        """A run's metrics, without the words at its end about what it leaves behind."""
+
+        def close(self) -> None:
+            self.losses = []
+            super().close()
+
+    sources = RandomTokens(options.random_tokens) if options.random_tokens else find_sources(recipe)
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        trace = run_dir / TRACE if options.trace else folder / TRACE
+        session = Session(options, rank, device.type, trace, folder / "reference.json.gz", say)
+        stack.enter_context(before_steps(session.before_step))
+        if not options.optimizer:
+            stack.enter_context(without_optimizer())
+        say(f"building the model; {options.warmup} steps of warm-up")
+        adapter.run(recipe, sources, Lifecycle(recipe), StepLines(recipe, rank, world_size, console))
+        found = record.of_rank(session, recipe, options, rates, device)
+        if rank == 0:
+            say("reading the trace")
+            found = record.with_breakdown(found, session, recipe, trace if options.trace else None)
+            record.write(run_dir / RECORD, found)
+            (run_dir / PICTURE).write_text(report.picture(found))
+            print(report.text(found), file=console, flush=True)
+            print(f"everything is in {run_dir}: {RECORD}, {PICTURE}" + (f", {TRACE}" if options.trace else ""), file=console, flush=True)
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,133 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What one rank has to compute and to move in a training step, by part: the numbers that measured times are held against.
+
+Operations are those of zaya_plugin.plan.flops, forward and twice that backward; recomputation is not counted. Bytes are the least
+that a part must read and write on the device when its results are handed on through memory: every operand of every product and of
+every pass once, weights once a micro-batch and pass, no intermediate of a pass that can stay in registers. No torch import.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+from zaya_plugin.plan.flops import Shape, forward_flops_by_part
+from zaya_plugin.plan.parameters import count_parameters
+
+FLOAT32 = 4
+
+
+@dataclass(frozen=True)
+class Work:
+    """Operations and bytes of a part in one step of one rank."""
+
+    flops: float = 0.0
+    bytes: float = 0.0
+
+
+@dataclass(frozen=True)
+class Rank:
+    """One rank's share of a step.
+
+    Attributes:
+        layers, embedding, head: what it holds of the model.
+        tokens: that it computes in a step (with tensor parallelism a rank computes all tokens of its heads, or its tokens of all
+            else: either way 1 / tensor-parallel size of the work).
+        micro_batches: in which they come.
+        experts: of each layer on this rank.
+        activation_bytes, stream_bytes: an element of weights and activations, and of the residual stream.
+        accumulated: elements of gradients that a part's own kernels add to the fp32 buffer, by part; under "gradients" those that a
+            pass of their own adds.
+    """
+
+    layers: int
+    tokens: int
+    micro_batches: int
+    experts: int
+    embedding: bool = True
+    head: bool = True
+    activation_bytes: int = 2
+    stream_bytes: int = 4
+    accumulated: Mapping[str, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class OptimizerShare:
+    """What one rank updates: elements under Muon and under AdamW, bytes of a momentum's element, and operations of Newton-Schulz."""
+
+    muon: float
+    adamw: float
+    momentum_bytes: int = 4
+    newton_schulz_flops: float = 0.0
+
+
+def step_work(shape: Shape, seq_length: int, rank: Rank, optimizer: OptimizerShare | None = None) -> dict[str, Work]:
+    """Work of forward, backward and the optimizer by part; optimizer None: a step without one."""
+    here = replace(shape, num_layers=rank.layers)
+    flops = {part: 3.0 * rank.tokens * value for part, value in forward_flops_by_part(here, seq_length).items()}
+    if not rank.head:
+        flops["head"] = 0.0
+    moved = _activation_bytes(shape, rank)
+    for part, elements in _weights(here, rank).items():  # read forward and backward, their gradient written
+        moved[part] += 3.0 * rank.activation_bytes * elements * rank.micro_batches
+    for part, elements in rank.accumulated.items():  # each micro-batch read and written in fp32, where it is added
+        moved[part] = moved.get(part, 0.0) + 2.0 * FLOAT32 * elements * rank.micro_batches
+    apart = rank.accumulated.get("gradients", 0)
+    zeroed = FLOAT32 * sum(rank.accumulated.values())
+    moved["gradients"] = moved.get("gradients", 0.0) + rank.activation_bytes * apart * rank.micro_batches + zeroed
+    if optimizer is not None:
+        flops["optimizer"] = optimizer.newton_schulz_flops
+        # gradient read for the norm and again; fp32 weight read and written; the model's dtype written; the state.
+        common = 2 * FLOAT32 + 2 * FLOAT32 + rank.activation_bytes
+        moved["optimizer"] = optimizer.muon * (common + 3 * optimizer.momentum_bytes) + optimizer.adamw * (common + 4 * FLOAT32)
+    return {part: Work(flops.get(part, 0.0), moved.get(part, 0.0)) for part in {**flops, **moved}}
+
+
+def _weights(here: Shape, rank: Rank) -> dict[str, float]:
+    """Elements of the weights that a micro-batch meets on this rank."""
+    parts = count_parameters(here)
+    h = here.hidden_size
+    projections = here.num_layers * h * (2 * here.query_channels + 2 * here.key_channels)
+    return {
+        "projections": projections,
+        "prologue": parts["attention"] - projections,
+        "router": parts["router"],
+        "experts": parts["experts"] / here.num_experts * rank.experts,
+        "head": parts["embedding"] if rank.head else 0.0,
+    }
+
+
+def _activation_bytes(shape: Shape, rank: Rank) -> dict[str, float]:
+    """Forward and backward, of all layers and tokens of the rank. Comments: what is read -> what is written."""
+    h, f, q, k = shape.hidden_size, shape.moe_ffn_hidden_size, shape.query_channels, shape.key_channels
+    projected = q + 2 * k  # queries, keys, both values
+    a, s = rank.activation_bytes, rank.stream_bytes
+    per_token = {
+        # x -> projected; context -> output. Backward, each: the gradient and the weight's operand twice read, one gradient written.
+        "projections": a * ((h + projected + q + h) + 2 * (h + projected + q + h)),
+        # projected -> q, k, v. Backward: their gradients, and q and k again -> gradient of projected.
+        "prologue": a * (2 * projected + (2 * projected + q + k)),
+        # q, k, v -> context. Backward: q, k, v, context and its gradient -> three gradients.
+        "attention": a * ((projected + q) + (2 * projected + 2 * q)),
+        # x -> state, logits (small). Backward: x -> gradient of x.
+        "router": a * (h + 2 * h + 3 * shape.router_hidden_size),
+        "experts": a * _expert_elements(h, f),
+        # Two merges with the norm behind each: output and stream -> stream and normed. Backward: gradients of both, output and
+        # stream again -> two gradients.
+        "norms": 2 * h * ((2 * a + 2 * s) + (3 * a + 3 * s)),
+    }
+    moved = {part: float(rank.layers * rank.tokens * value) for part, value in per_token.items()}
+    # Hidden state in, its gradient out; the logits need no memory.
+    moved["head"] = float(rank.head * rank.tokens * a * 3 * h)
+    # A row read and written; backward a row added to the fp32 gradient.
+    moved["embedding"] = float(rank.embedding * rank.tokens * (2 * a * h + (a + 2 * FLOAT32) * h))
+    return moved
+
+
+def _expert_elements(h: int, f: int) -> int:
+    """Elements that one token moves through the experts of a layer, forward and backward."""
+    move = 2 * h  # permute, unpermute, and the gradient of each
+    forward = 2 * move + (h + 2 * f) + (2 * f + f) + (f + h)
+    products = (h + f) + (2 * f + h) + (h + f) + (2 * f + h)  # dgrad of both, wgrad of both
+    swiglu = (f + 2 * f) + (2 * f + f)  # gradient, gate and up -> their gradients, and the output again for wgrad
+    return forward + 2 * move + products + swiglu
