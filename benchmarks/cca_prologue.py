@@ -210,7 +210,7 @@ def measure(batch: int, rows: int, device: torch.device, options) -> dict:
     return {**found, "summary": summary}
 
 
-KERNELS = ("forward", "norm", "input", "weight")
+KERNELS = ("forward", "norm", "conv")
 
 
 @contextlib.contextmanager
@@ -237,15 +237,10 @@ def trials(kernel: str, processors: int) -> list[Launch]:
             Launch(block, warps, processors * resident // (heads + 1), stages=stages)
             for (block, warps), resident, stages in itertools.product(((16, 4), (32, 4), (32, 8)), (3, 6, 10), (1, 3))
         ]
-    if kernel == "input":
-        return [
-            Launch(block, warps, processors * resident // heads, stages=stages)
-            for block, warps, resident, stages in ((64, 8, 1, 2), (64, 8, 1, 1), (64, 4, 1, 2), (32, 4, 1, 2), (32, 4, 2, 1), (128, 8, 1, 1))
-        ]
     return [
-        Launch(block, warps, max(1, processors * resident * out // (heads * D)), stages=stages, out=out)
-        for block, warps, resident, out, stages in (
-            (64, 8, 1, 64, 2), (64, 8, 1, 64, 3), (64, 4, 1, 64, 3), (64, 4, 2, 64, 2), (32, 4, 2, 64, 3), (64, 8, 1, 128, 2), (128, 8, 1, 64, 2)
+        Launch(block, warps, max(1, processors * into * rounds // (heads * D)), stages=stages, into=into)
+        for block, warps, stages, into, rounds in (
+            (64, 8, 3, 64, 1), (64, 8, 2, 64, 1), (64, 8, 3, 64, 2), (64, 4, 3, 32, 1), (64, 4, 2, 32, 2), (64, 8, 3, 32, 1), (128, 8, 1, 64, 1), (32, 4, 3, 32, 2)
         )
     ]  # fmt: skip
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Kernels for ZAYA1 that need only torch: RMSNorm, the CCA prologue, the expert path, Muon and Newton-Schulz.
+"""Kernels for ZAYA1 that need only torch: norms, the CCA prologue, experts, linear + cross-entropy, Muon and Newton-Schulz.
 
 Everything public is imported at first use, so that `import hip_ops` costs nothing and needs nothing.
 """
@@ -27,8 +27,11 @@ EXPORTS = {
     "sort_by_expert": "expert_permutation",
     "permute_to_experts": "expert_permutation",
     "unpermute_from_experts": "expert_permutation",
+    "grouped_rows": "grouped_product",
+    "grouped_outer_": "grouped_product",
     "weighted_swiglu": "weighted_swiglu",
     "weighted_swiglu_backward": "weighted_swiglu",
+    "linear_cross_entropy": "linear_cross_entropy",
     "set_backend": "backend",
     "use_backend": "backend",
     "warm_up": "operator",

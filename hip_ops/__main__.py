@@ -81,9 +81,9 @@ def info(check: bool) -> int:
             failed = 1
             continue
         for operator, result in results.items():
-            passed = result in ("passed", "torch")
+            passed = result in ("passed", "torch") or result == f"no {choice.backend} version"
             failed |= not passed
-            print(f"  {operator}: " + {"passed": "agrees with torch", "torch": "torch itself"}.get(result, f"FAILED, torch runs instead. {result}"))
+            print(f"  {operator}: " + {"passed": "agrees with torch", "torch": "torch itself", f"no {choice.backend} version": f"has no {choice.backend} version"}.get(result, f"FAILED, torch runs instead. {result}"))
     print("\ncompilers")
     gpu_targets = {target for target in map(target_or_none, devices()) if target and target != "cpu"}
     for target in sorted(gpu_targets | {default_amd_target(), "cpu"} | (set() if any(t.startswith("sm_") for t in gpu_targets) else {"sm_90"})):

@@ -136,14 +136,19 @@ def all_operators() -> list[Operator]:
 def warm_up(device: torch.device | str, operators: Iterable[Operator] | None = None) -> dict[str, str]:
     """Checks all operators on `device` now, rather than each at its first use; needed before the capture of a graph.
 
-    Returns what came out for each: "passed", "torch" where there was nothing to check, or what was wrong.
+    Returns what came out for each: "passed", "torch" where there was nothing to check, "no hip version" where a backend was asked for by name
+    that this operator lacks, or what was wrong.
     """
     device = torch.device(device)
     if device.type == "cuda" and device.index is None:
         device = torch.device("cuda", torch.cuda.current_device())
     said = {}
     for each in all_operators() if operators is None else operators:
+        choice = backend.choose(device)
+        if choice.explicit and each.versions.get(choice.backend, "torch") is None:
+            said[each.name] = f"no {choice.backend} version"
+            continue
         each.implementation(device)
-        order = backend.choose(device).order
+        order = choice.order
         said[each.name] = next((each.results[device, name] for name in order if (device, name) in each.results), "torch")
     return said

@@ -30,6 +30,36 @@ template <class T> __device__ __forceinline__ void forget(T& raw) {
 #endif
 }
 
+// The same, and each time anew: what is derived of `raw` is neither shared with another place nor kept over a loop.
+__device__ __forceinline__ void forget_again(int& raw) {
+#if HO_HIP
+  asm volatile("" : "+v"(raw));
+#endif
+}
+
+// What is the same in all lanes, as the compiler need not find out: in a scalar register.
+__device__ __forceinline__ int uniform(int v) {
+#if defined(__HIP_DEVICE_COMPILE__)
+  return __builtin_amdgcn_readfirstlane(v);
+#else
+  return v;
+#endif
+}
+
+// Scalars of their own: arguments come in groups of up to 16 registers, which would be kept, or put away and fetched, as a whole.
+template <class... T> __device__ __forceinline__ void split_scalars(T&... values) {
+#if defined(__HIP_DEVICE_COMPILE__)
+  (..., [](auto& v) { asm("" : "+s"(v)); }(values));
+#endif
+}
+
+// Sums of matrix products stay in the registers that matrix instructions add to, also where others would like to have those.
+__device__ __forceinline__ void keep_accumulating(f32x16& sum) {
+#if defined(__HIP_DEVICE_COMPILE__)
+  asm("" : "+a"(sum));
+#endif
+}
+
 // Keeps the compiler from reading further ahead than it has registers for.
 #if defined(__HIP_DEVICE_COMPILE__)
 #define HO_NO_FURTHER() __builtin_amdgcn_sched_barrier(0)
@@ -39,6 +69,7 @@ template <class T> __device__ __forceinline__ void forget(T& raw) {
 
 constexpr int kHeadDim = 128, kTile = 32, kPrologueThreads = 256, kXcds = 8;
 constexpr int kQuads = kHeadDim / 4;  // chunks of a row in LDS
+constexpr float kLeastTemperature = 1e-30f;           // below it keys do not tell their direction
 constexpr float kPrologueEps = 1.1920928955078125e-07f;  // of fp32; smallest length that is divided out
 
 struct PrologueShape {
@@ -78,14 +109,14 @@ struct Row {
 // The thread's two groups of four channels of a head.
 struct Quads {
   int first, second;
-  __device__ __forceinline__ Quads(int rotary) {
-    const int quad = int(threadIdx.x) % 16 * 4, half = rotary / 2;
+  __device__ __forceinline__ Quads(int rotary, int thread) {
+    const int quad = thread % 16 * 4, half = rotary / 2;
     first = quad < half ? quad : quad + half;
     second = quad + (quad < half ? half : kHeadDim / 2);
   }
 };
 
-__device__ __forceinline__ int row_of_thread(int i) { return int(threadIdx.x) / 16 * 2 + i; }
+__device__ __forceinline__ int row_of_thread(int thread, int i) { return thread / 16 * 2 + i; }
 
 __device__ __forceinline__ bf16x4 load4(const bf16* p) { return *reinterpret_cast<const bf16x4*>(p); }
 

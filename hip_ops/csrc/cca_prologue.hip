@@ -45,7 +45,7 @@ struct Head {
 __device__ __forceinline__ void load_rows(Loaded& loaded, int tile, const ForwardPointers& g, const PrologueShape& p, const Head& head, const Quads& quads) {
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
-    const Row row(tile * kTile + row_of_thread(i), p);
+    const Row row(tile * kTile + row_of_thread(int(threadIdx.x), i), p);
     const bf16* here = g.projected + row.number * p.row_stride + row.entry * p.batch_stride;
     const int has_halo = g.halo ? 1 : 0, hides_one = row.starts_at(g.starts, 0, p), hides_two = row.starts_at(g.starts, -1, p) | hides_one;
     loaded.near[i] = hides_one ? 0 : row.t >= 1 ? 1 : has_halo;
@@ -106,7 +106,7 @@ __device__ __forceinline__ void shift_values(const Work& work, const ForwardPoin
   for (int tile = work.first; tile < work.last; ++tile) {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      const Row row(tile * kTile + row_of_thread(i), p);
+      const Row row(tile * kTile + row_of_thread(int(threadIdx.x), i), p);
       if (!row.live) continue;
       const bf16* here = g.projected + row.number * p.row_stride + row.entry * p.batch_stride + channels_of(p);
       const bool near = !row.starts_at(g.starts, 0, p);
@@ -137,7 +137,7 @@ HO_KERNEL_WAVES(ho_cca_prologue_forward, kPrologueThreads, 2)
   const Work work(p, per + 2, (total + kTile - 1) / kTile);
   if (work.role > per) return shift_values(work, g, p);
   const Head head(p, work);
-  const Quads quads(rotary);
+  const Quads quads(rotary, int(threadIdx.x));
   const int lane = lane_id(), column = 32 * wave_id();
   const bool is_key = work.role == per;
   const float scale = (is_key ? load_global(temperature + work.group) : 1.0f) * sqrtf(float(kHeadDim));
@@ -167,10 +167,10 @@ HO_KERNEL_WAVES(ho_cca_prologue_forward, kPrologueThreads, 2)
 #pragma unroll
       for (int q = 0; q < 2; ++q) {
         const int quad = q ? quads.second : quads.first;
-        u[chunk_at(row_of_thread(i), quad / 4)] =
+        u[chunk_at(row_of_thread(int(threadIdx.x), i), quad / 4)] =
             depthwise_taps(next.z[i][0][q], next.z[i][1][q], next.z[i][2][q], next.near[i], next.far[i], of_depthwise[q], bias_of_u[q]);
         mean_and_bias(past_conv[i][q], next, i, q, bias_of_y[q], head);
-        if (head.others > kOthers) add_others(past_conv[i][q], tile * kTile + row_of_thread(i), quad, g, p, head);
+        if (head.others > kOthers) add_others(past_conv[i][q], tile * kTile + row_of_thread(int(threadIdx.x), i), quad, g, p, head);
       }
     }
     block_sync_lds();  // u is written, and y of the tile before is read
@@ -196,12 +196,12 @@ HO_KERNEL_WAVES(ho_cca_prologue_forward, kPrologueThreads, 2)
     block_sync_lds();  // y is written, and u is read
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      const Row row(tile * kTile + row_of_thread(i), p);
+      const Row row(tile * kTile + row_of_thread(int(threadIdx.x), i), p);
       float x[2][4], square = 0.0f;
 #pragma unroll
       for (int q = 0; q < 2; ++q) {
         const int quad = q ? quads.second : quads.first;
-        const f32x4 of_y = y[chunk_at(row_of_thread(i), quad / 4)];
+        const f32x4 of_y = y[chunk_at(row_of_thread(int(threadIdx.x), i), quad / 4)];
 #pragma unroll
         for (int e = 0; e < 4; ++e) x[q][e] = of_y[e] + past_conv[i][q][e], square = fmaf(x[q][e], x[q][e], square);
       }

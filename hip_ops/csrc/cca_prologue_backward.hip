@@ -1,47 +1,195 @@
 // SPDX-License-Identifier: Apache-2.0
-// Gradients of the CCA prologue with respect to its inputs, in two launches; those of the parameters are in cca_prologue_weights.hip.
+// Gradients of the CCA prologue in one pass over memory; what is left for the parameters is in cca_prologue_parameters.hip.
 //
-//   rows    d_query, d_key, query, key -> dy, the gradient of x, head by head, without the convolutions: query and key are x's direction,
-//           and inverse_norm its length. With it the sums over rows of dy and of the temperature's gradient, a block each. Value heads
-//           copy, delayed channels to the row before.
-//   input   dz_t = M_0^T dy_t + M_1^T dy_{t+1} + M_2^T dy_{t+2}, as far as those rows reach back, with the merged taps M_0 = a1 W1,
-//           M_1 = a0 W1 + a1 W0, M_2 = a0 W0, which stay in the registers of the block, and the means' part. Rows -2 and -1 give halo's.
+//   load    a tile's rows of d_query or d_key and of query or key, of one head and of those it shares a mean with, and of z; those of the
+//           next tile while this one multiplies
+//   dy      the gradient of x, without the convolutions: query and key are x's direction, and inverse_norm its length -> LDS, with the two
+//           rows behind the tile; the sums over rows of dy and of the temperature's gradient, and the means' part of dz, stay in registers
+//   dz_t    = M_0^T dy_t + M_1^T dy_{t+1} + M_2^T dy_{t+2}, as far as those rows reach back, with the merged taps M_0 = a1 W1,
+//           M_1 = a0 W1 + a1 W0, M_2 = a0 W0, which stay in the registers of the block -> LDS, fp32, plus the means' part -> memory
+//   S_j    += dy_{t+j} z_t^T, j = 0, 1, 2: 192 registers a lane -> partial [runs, N, 3, d, d] at the end
 //
-// Layouts as in cca_prologue.h. LDS of `input` holds a tile's dy with the two rows behind it, 256 bytes a row, chunk c of row r at c ^ (r % 8).
+// A tile is kTile rows of one micro-batch entry that follow each other, so that only two rows of dy are computed twice. With halo, each
+// chunk has rows -2 and -1 besides. A block has one head and a run of tiles; the entries of the same rows are neighbours. The value
+// channels of a tile are copied by one of the blocks of its group, in turn. Two barriers a tile.
+//
+// LDS: dy has 256 bytes a row, chunk c of row r at c ^ (r % 8), and a row of zeros for what a row may not see; dz as in cca_prologue.h; the
+// operands of S are channels by rows, four rows of a channel together (8 bytes), as the MFMA takes them: see operand_at.
 #include "cca_prologue.h"
 
-constexpr float kLeastTemperature = 1e-30f;  // below it keys do not tell their direction
+constexpr int kBehind = 2, kZeroRow = kTile + kBehind;  // rows of dy in LDS beyond the tile's
+constexpr int kRowChunks = kHeadDim / 8;                // 16-byte chunks of a row of dy
+constexpr int kRowQuads = kTile / 4;                    // groups of four rows of a tile
+constexpr int kOperands = 4 * kHeadDim * kRowQuads;
 
-struct RowsPointers {
+struct BackwardPointers {
   const bf16 *d_query, *d_key, *d_value, *query, *key;
   const float *inverse_norm, *temperature, *rope;
+  const bf16 *projected, *halo, *depthwise_weight, *grouped_weight;
   const uint8_t* starts;
-  bf16 *dy, *d_projected, *d_value_halo;
-  float *partial_bias, *partial_temperature;
-  int64_t q_row, q_batch, q_head, k_row, k_batch, k_head, v_row, v_batch, v_head;  // strides
+  bf16 *d_projected, *d_halo, *d_value_halo;
+  float *partial, *partial_bias, *partial_temperature;
+  int q_row, q_batch, q_head, k_row, k_batch, k_head, v_row, v_batch, v_head;  // strides
 };
 
-__device__ __forceinline__ void give_values(const Work& work, const RowsPointers& g, const PrologueShape& p) {
-  const int values = p.groups * kHeadDim, current = values - p.delayed, width = channels_of(p) + values;
-  for (int tile = work.first; tile < work.last; ++tile) {
+__device__ __forceinline__ int dy_chunk_at(int row, int chunk) { return row * kRowChunks + (chunk ^ (row % 8)); }
+
+// Group `quad` of four rows of channel c, in units of 8 bytes: eight groups a channel, one of them after the other in a turn by channel,
+// so that neighbouring channels, which lanes read and write together, lie in different banks.
+__device__ __forceinline__ int operand_at(int channel, int quad) { return channel * kRowQuads + ((quad + channel + channel / 8) % kRowQuads); }
+
+template <class V, class T> __device__ __forceinline__ V load_at(const T* base, unsigned offset) {
+  return *reinterpret_cast<const V*>(reinterpret_cast<const char*>(base) + uint64_t(offset * unsigned(sizeof(T))));
+}
+
+// Addresses are those of a tile, the same for all lanes, and 32 bits of offset; rows that do not exist read the nearest that does.
+struct Tile {
+  int chunk, entry, first;  // `first`: its first row in the chunk, negative in a halo
+
+  __device__ __forceinline__ Tile(int tile, int early, const PrologueShape& p) {
+    const int steps = (p.rows + early + kTile - 1) / kTile, at = tile / p.batch;
+    entry = tile - at * p.batch;
+    chunk = at / steps;
+    first = (at - chunk * steps) * kTile - early;
+  }
+  __device__ __forceinline__ Tile after(int early, const PrologueShape& p) const {
+    Tile tile = *this;
+    if (++tile.entry == p.batch) tile.entry = 0, tile.first += kTile;
+    if (tile.first >= p.rows) tile.first = -early, ++tile.chunk;
+    return tile;
+  }
+  __device__ __forceinline__ bool has(int row, const PrologueShape& p) const { return first + row >= 0 && first + row < p.rows; }
+  __device__ __forceinline__ unsigned nearest(int row, const PrologueShape& p) const {
+    const int t = first + row, last = p.rows - 1;
+    return unsigned((t < 0 ? 0 : t > last ? last : t) - first);
+  }
+  // Of the tile's first row in [s], and in [s, b].
+  __device__ __forceinline__ int64_t number(const PrologueShape& p) const { return int64_t(chunk) * p.rows + first; }
+  __device__ __forceinline__ int64_t flat(const PrologueShape& p) const { return number(p) * p.batch + entry; }
+  // Whether a document starts at a row of the tile that is not before row -1 of the chunk; of what lies behind the chunk, whether one does at its last.
+  __device__ __forceinline__ bool starts_at(int row, const uint8_t* starts, const PrologueShape& p) const {
+    if (!starts) return false;
+    const int last = p.rows - 1 - first;
+    const uint8_t* const flags = starts + (int64_t(chunk) * (p.rows + 1) + first + 1) * p.batch + entry;
+    return load_at<uint8_t>(flags, unsigned(row < last ? row : last) * unsigned(p.batch));
+  }
+};
+
+// Where the gradient of a head's x comes from.
+struct Source {
+  const bf16 *upstream, *out;
+  const float* inverse_norm;
+  int row_stride, batch_stride, out_stride;
+  float to_unit, to_x;  // out * to_unit is the direction of x, turned; to_x goes on top of inverse_norm
+
+  __device__ __forceinline__ Source(int head, const BackwardPointers& g, const PrologueShape& p) {
+    const bool is_key = head >= p.heads;
+    const int group = head - p.heads;
+    const float root = sqrtf(float(kHeadDim)), length = is_key ? load_global(g.temperature + group) : 1.0f;
+    upstream = is_key ? g.d_key + int64_t(group) * g.k_head : g.d_query + int64_t(head) * g.q_head;
+    out = is_key ? g.key + group * kHeadDim : g.query + head * kHeadDim;
+    inverse_norm = g.inverse_norm + int64_t(head) * p.total;
+    row_stride = is_key ? g.k_row : g.q_row, batch_stride = is_key ? g.k_batch : g.q_batch;
+    out_stride = (is_key ? p.groups : p.heads) * kHeadDim;
+    to_unit = fabsf(length) < kLeastTemperature ? 0.0f : 1.0f / (length * root);
+    to_x = length * root;
+  }
+};
+
+// A thread's eight channels of one row.
+struct RowOfHead {
+  bf16x4 upstream[2], out[2];
+  float inverse;  // 0 where there is no such row, and so no gradient
+};
+
+__device__ __forceinline__ void load_row(RowOfHead& loaded, const Tile& tile, int row, const Source& from, const Quads& quads, const PrologueShape& p) {
+  const unsigned at = tile.nearest(row, p);
+  const bf16* const upstream = from.upstream + tile.number(p) * from.row_stride + int64_t(tile.entry) * from.batch_stride;
+  const bf16* const out = from.out + tile.flat(p) * from.out_stride;
+  const unsigned of_upstream = at * unsigned(from.row_stride), of_out = at * unsigned(p.batch * from.out_stride);
 #pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      const Row row(tile * kTile + row_of_thread(i), p);
-      if (!row.live) continue;
-      const bool near = !row.starts_at(g.starts, 0, p);
-      bf16* out = g.d_projected + row.flat(p) * width + channels_of(p);
+  for (int q = 0; q < 2; ++q) {
+    const unsigned channel = unsigned(q ? quads.second : quads.first);
+    loaded.upstream[q] = load_at<bf16x4>(upstream, of_upstream + channel), loaded.out[q] = load_at<bf16x4>(out, of_out + channel);
+  }
+  const float inverse = load_at<float>(from.inverse_norm + tile.flat(p), at * unsigned(p.batch));
+  loaded.inverse = tile.has(row, p) ? inverse : 0.0f;
+}
+
+__device__ __forceinline__ void pack(bf16x8 (&to)[4], const RowOfHead& row) {
 #pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        const int inside = half * (kHeadDim / 2) + int(threadIdx.x) % 16 * 4, channel = work.group * kHeadDim + inside;
-        const bool late = channel >= current;
-        const bf16x4 nothing = {};
-        const bf16x4 v = late && !near ? nothing : load4(g.d_value + row.number * g.v_row + row.entry * g.v_batch + work.group * g.v_head + inside);
-        if (!late) *reinterpret_cast<bf16x4*>(out + channel) = v;
-        else if (row.t > 0) *reinterpret_cast<bf16x4*>(out - int64_t(p.batch) * width + channel) = v;
-        else if (g.d_value_halo) *reinterpret_cast<bf16x4*>(g.d_value_halo + (int64_t(row.chunk) * p.batch + row.entry) * p.delayed + channel - current) = v;
-        if (late && row.t == p.rows - 1) *reinterpret_cast<bf16x4*>(out + channel) = nothing;
-      }
+  for (int e = 0; e < 8; ++e) to[0][e] = row.upstream[e / 4][e % 4], to[1][e] = row.out[e / 4][e % 4];
+  const uint32_t bits = __builtin_bit_cast(uint32_t, row.inverse);
+  to[2][0] = bf16(bits), to[2][1] = bf16(bits >> 16);
+}
+
+__device__ __forceinline__ void unpack(RowOfHead& row, const bf16x8 (&from)[4]) {
+#pragma unroll
+  for (int e = 0; e < 8; ++e) row.upstream[e / 4][e % 4] = from[0][e], row.out[e / 4][e % 4] = from[1][e];
+  row.inverse = __builtin_bit_cast(float, uint32_t(uint16_t(from[2][0])) | uint32_t(uint16_t(from[2][1])) << 16);
+}
+
+// The gradient of x, still turned; returns what of upstream lies along x. All 16 threads of a row take part.
+__device__ __forceinline__ float turned_gradient(float (&d)[2][4], const RowOfHead& row, const Source& from) {
+  float along = 0.0f, unit[2][4];
+#pragma unroll
+  for (int q = 0; q < 2; ++q)
+#pragma unroll
+    for (int e = 0; e < 4; ++e) unit[q][e] = bf16_to_float(row.out[q][e]) * from.to_unit, along = fmaf(bf16_to_float(row.upstream[q][e]), unit[q][e], along);
+#pragma unroll
+  for (int mask = 8; mask > 0; mask >>= 1) along += wave_xor(along, mask);
+  const float removed = row.inverse < 1.0f / kPrologueEps ? along : 0.0f, factor = row.inverse * from.to_x;
+#pragma unroll
+  for (int q = 0; q < 2; ++q)
+#pragma unroll
+    for (int e = 0; e < 4; ++e) d[q][e] = fmaf(-removed, unit[q][e], bf16_to_float(row.upstream[q][e])) * factor;
+  return along;
+}
+
+// cos and sin of a thread's pairs in a row; 1 and 0 where they do not turn.
+struct Turn {
+  f32x4 cos, sin;
+  __device__ __forceinline__ Turn(const Tile& tile, int row, const float* rope, const Quads& quads, const PrologueShape& p) {
+    cos = f32x4{1.0f, 1.0f, 1.0f, 1.0f}, sin = f32x4{0.0f, 0.0f, 0.0f, 0.0f};
+    if (rope && quads.first < p.rotary / 2) {
+      const float* const angles = rope + tile.number(p) * p.rope_row_stride + tile.entry * p.rope_batch_stride;
+      const unsigned at = tile.nearest(row, p) * unsigned(p.rope_row_stride) + unsigned(quads.first);
+      cos = load_at<f32x4>(angles, at), sin = load_at<f32x4>(angles, at + unsigned(p.rotary / 2));
     }
+  }
+  __device__ __forceinline__ void back(float (&d)[2][4]) const {
+#pragma unroll
+    for (int e = 0; e < 4; ++e) {
+      const float one = d[0][e], two = d[1][e];
+      d[0][e] = fmaf(one, cos[e], two * sin[e]), d[1][e] = fmaf(two, cos[e], -one * sin[e]);
+    }
+  }
+};
+
+__device__ __forceinline__ void write_dy(bf16x4* dy, int row, const Quads& quads, const float (&d)[2][4]) {
+#pragma unroll
+  for (int q = 0; q < 2; ++q) {
+    const int channel = q ? quads.second : quads.first;
+    bf16x4 four;
+#pragma unroll
+    for (int e = 0; e < 4; ++e) four[e] = float_to_bf16(d[q][e]);
+    dy[2 * dy_chunk_at(row, channel / 8) + channel / 4 % 2] = four;
+  }
+}
+
+// The value channels of a tile: a row's delayed ones are what the row behind it was given.
+__device__ __forceinline__ void give_values(const Tile& tile, int group, int thread, const BackwardPointers& g, const PrologueShape& p) {
+  const int values = p.groups * kHeadDim, current = values - p.delayed, width = channels_of(p) + values;
+  const bf16* const given = g.d_value + tile.number(p) * g.v_row + int64_t(tile.entry) * g.v_batch + int64_t(group) * g.v_head;
+  bf16* const out = g.d_projected + tile.flat(p) * width + channels_of(p);
+#pragma unroll 1
+  for (int piece = 0; piece < 4; ++piece) {
+    const int row = row_of_thread(thread, piece / 2), t = tile.first + row, inside = piece % 2 * (kHeadDim / 2) + thread % 16 * 4;
+    const int channel = group * kHeadDim + inside, from = row + (channel >= current ? 1 : 0);
+    bf16x4 v = load_at<bf16x4>(given, tile.nearest(from, p) * unsigned(g.v_row) + unsigned(inside));
+    if (!tile.has(from, p) || (from > row && tile.starts_at(from, g.starts, p))) v = bf16x4{};
+    if (tile.has(row, p)) *reinterpret_cast<bf16x4*>(out + int64_t(row) * p.batch * width + channel) = v;
+    else if (t == -1 && from > row && g.d_value_halo) *reinterpret_cast<bf16x4*>(g.d_value_halo + (int64_t(tile.chunk) * p.batch + tile.entry) * p.delayed + channel - current) = v;
   }
 }
 
@@ -61,143 +209,49 @@ __device__ __forceinline__ void sum_over_rows(float (&sum)[4], f32x4* slots) {
   block_sync_lds();
 }
 
-HO_KERNEL(ho_cca_prologue_backward_rows, kPrologueThreads)
+HO_KERNEL_WAVES(ho_cca_prologue_backward_pass, kPrologueThreads, 1)
 (const bf16* d_query, const bf16* d_key, const bf16* d_value, const bf16* query, const bf16* key, const float* inverse_norm, const float* temperature,
- const float* rope, const uint8_t* starts, bf16* dy, bf16* d_projected, bf16* d_value_halo, float* partial_bias, float* partial_temperature, int64_t q_row,
- int64_t q_batch, int64_t q_head, int64_t k_row, int64_t k_batch, int64_t k_head, int64_t v_row, int64_t v_batch, int64_t v_head, int64_t rope_row_stride,
- int64_t rope_batch_stride, int total, int rows, int batch, int heads, int groups, int rotary, int delayed) {
-  HO_LDS(f32x4, slots, kPrologueThreads);
-  const RowsPointers g = {d_query, d_key, d_value, query, key, inverse_norm, temperature, rope, starts, dy, d_projected, d_value_halo, partial_bias,
-                          partial_temperature, q_row, q_batch, q_head, k_row, k_batch, k_head, v_row, v_batch, v_head};
-  const PrologueShape p = {0, 0, rope_row_stride, rope_batch_stride, total, rows, batch, heads, groups, rotary, delayed};
-  const int per = heads / groups;
-  const Work work(p, per + 2, (total + kTile - 1) / kTile);
-  if (work.role > per) return give_values(work, g, p);
+ const float* rope, const bf16* projected, const bf16* halo, const bf16* depthwise_weight, const bf16* grouped_weight, const uint8_t* starts,
+ bf16* d_projected, bf16* d_halo, bf16* d_value_halo, float* partial, float* partial_bias, float* partial_temperature, int q_row, int q_batch,
+ int q_head, int k_row, int k_batch, int k_head, int v_row, int v_batch, int v_head, int row_stride, int batch_stride,
+ int rope_row_stride, int rope_batch_stride, int tiles, int total, int rows, int batch, int heads, int groups, int rotary, int delayed) {
+  HO_LDS(bf16x8, dy, (kZeroRow + 1) * kRowChunks);
+  HO_LDS(f32x4, dz, kTile* kQuads);
+  HO_LDS_BIG(bf16x4, operands, kOperands);  // dy of this row, one and two behind it, and z
+  HO_LDS(int, row_at, 2 * kTile);                      // where the rows one and two behind lie in dy
+  split_scalars(d_query, d_key, query, key, inverse_norm, rope, projected, halo, starts, d_projected, d_halo, partial, partial_bias, partial_temperature, q_row,
+                q_batch, q_head, k_row, k_batch, k_head, row_stride, batch_stride, rope_row_stride, rope_batch_stride, total, rows, batch, heads, groups, rotary);
+  const BackwardPointers g = {d_query, d_key, d_value, query, key, inverse_norm, temperature, rope, projected, halo, depthwise_weight, grouped_weight,
+                              starts, d_projected, d_halo, d_value_halo, partial, partial_bias, partial_temperature, q_row, q_batch, q_head, k_row,
+                              k_batch, k_head, v_row, v_batch, v_head};
+  const PrologueShape p = {row_stride, batch_stride, rope_row_stride, rope_batch_stride, total, rows, batch, heads, groups, rotary, delayed};
+  const int per = heads / groups, early = halo ? 2 : 0, channels = channels_of(p), width = channels + groups * kHeadDim;
+  Work work(p, per + 1, tiles);
+  work.group = uniform(work.group), work.role = uniform(work.role), work.run = uniform(work.run), work.first = uniform(work.first), work.last = uniform(work.last);
   const bool is_key = work.role == per;
-  const int head = is_key ? heads + work.group : work.group * per + work.role;
-  const Quads quads(rotary);
-  const float root = sqrtf(float(kHeadDim)), length = is_key ? load_global(temperature + work.group) : 1.0f;
-  const float to_unit = fabsf(length) < kLeastTemperature ? 0.0f : 1.0f / (length * root);
-  const bf16* const upstream = is_key ? d_key + work.group * k_head : d_query + head * q_head;
-  const bf16* const out = is_key ? key + work.group * kHeadDim : query + head * kHeadDim;
-  const int64_t row_stride = is_key ? k_row : q_row, batch_stride = is_key ? k_batch : q_batch, out_stride = int64_t(is_key ? groups : heads) * kHeadDim;
-  float sum[2][4] = {}, sum_along = 0.0f;
-  bf16x4 next_g[2][2], next_out[2][2];
-  const auto load = [&](int tile) {
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      const Row row(tile * kTile + row_of_thread(i), p);
-      const bf16* of_g = upstream + row.number * row_stride + row.entry * batch_stride;
-      const bf16* of_out = out + row.flat(p) * out_stride;
-      next_g[i][0] = load4(of_g + quads.first), next_g[i][1] = load4(of_g + quads.second);
-      next_out[i][0] = load4(of_out + quads.first), next_out[i][1] = load4(of_out + quads.second);
-    }
-  };
-  if (work.first < work.last) load(work.first);
-  for (int tile = work.first; tile < work.last; ++tile) {
-    float grad[2][2][4], unit[2][2][4];
-#pragma unroll
-    for (int i = 0; i < 2; ++i)
-#pragma unroll
-      for (int q = 0; q < 2; ++q)
-#pragma unroll
-        for (int e = 0; e < 4; ++e) grad[i][q][e] = bf16_to_float(next_g[i][q][e]), unit[i][q][e] = bf16_to_float(next_out[i][q][e]) * to_unit;
-    if (tile + 1 < work.last) load(tile + 1);
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      const Row row(tile * kTile + row_of_thread(i), p);
-      float along = 0.0f;
-#pragma unroll
-      for (int q = 0; q < 2; ++q)
-#pragma unroll
-        for (int e = 0; e < 4; ++e) along = fmaf(grad[i][q][e], unit[i][q][e], along);
-#pragma unroll
-      for (int mask = 8; mask > 0; mask >>= 1) along += wave_xor(along, mask);
-      if (!row.live) continue;
-      sum_along += along;
-      const float inverse = inverse_norm[int64_t(head) * total + row.flat(p)];
-      const float removed = inverse < 1.0f / kPrologueEps ? along : 0.0f, factor = inverse * length * root;
-      float d[2][4];
-#pragma unroll
-      for (int q = 0; q < 2; ++q)
-#pragma unroll
-        for (int e = 0; e < 4; ++e) d[q][e] = fmaf(-removed, unit[i][q][e], grad[i][q][e]) * factor;
-      if (rope && quads.first < rotary / 2) {
-        const float* angle = rope + row.number * rope_row_stride + row.entry * rope_batch_stride + quads.first;
-        const f32x4 cos = *reinterpret_cast<const f32x4*>(angle), sin = *reinterpret_cast<const f32x4*>(angle + rotary / 2);
-#pragma unroll
-        for (int e = 0; e < 4; ++e) {
-          const float one = d[0][e], two = d[1][e];
-          d[0][e] = fmaf(one, cos[e], two * sin[e]), d[1][e] = fmaf(two, cos[e], -one * sin[e]);
-        }
-      }
-      bf16* to = dy + row.flat(p) * channels_of(p) + head * kHeadDim;
-      store4(to + quads.first, d[0]), store4(to + quads.second, d[1]);
-#pragma unroll
-      for (int q = 0; q < 2; ++q)
-#pragma unroll
-        for (int e = 0; e < 4; ++e) sum[q][e] += d[q][e];
-    }
-  }
-  // Run of this block among those of its head: where its sums go.
-  const int run = work.run;
-  sum_over_rows(sum[0], slots), sum_over_rows(sum[1], slots);
-  float along[4] = {sum_along, 0.0f, 0.0f, 0.0f};
-  sum_over_rows(along, slots);
-  if (threadIdx.x >= 16) return;
-  float* bias = partial_bias + (int64_t(run) * (heads + groups) + head) * kHeadDim;
-  *reinterpret_cast<f32x4*>(bias + quads.first) = f32x4{sum[0][0], sum[0][1], sum[0][2], sum[0][3]};
-  *reinterpret_cast<f32x4*>(bias + quads.second) = f32x4{sum[1][0], sum[1][1], sum[1][2], sum[1][3]};
-  if (is_key && threadIdx.x == 0) partial_temperature[run * groups + work.group] = along[0] * root;
-}
-
-constexpr int kRowChunks = kHeadDim / 8;  // 16-byte chunks of a row of dy in LDS
-
-__device__ __forceinline__ int dy_chunk_at(int row, int chunk) { return row * kRowChunks + (chunk ^ (row % 8)); }
-
-// A row of `input`: numbered as if each chunk had `early` rows before its own.
-struct EarlyRow {
-  int t, entry, chunk;
-  bool live;
-  __device__ __forceinline__ EarlyRow(int f, int all, int early, const PrologueShape& p) {
-    live = f < all;
-    const int at = live ? f : 0, step = at / p.batch;
-    entry = at - step * p.batch;
-    chunk = step / (p.rows + early);
-    t = step - chunk * (p.rows + early) - early;
-  }
-  __device__ __forceinline__ int64_t flat(const PrologueShape& p) const { return (int64_t(chunk) * p.rows + t) * p.batch + entry; }
-  // Whether the row `ahead` rows on sees this one.
-  __device__ __forceinline__ bool seen_from(int ahead, const uint8_t* starts, const PrologueShape& p) const {
-    if (!live || t + ahead < 0 || t + ahead >= p.rows) return false;
-    const uint8_t* at = starts ? starts + (int64_t(chunk) * (p.rows + 1) + t + 1) * p.batch + entry : nullptr;
-    for (int i = 1; i <= ahead; ++i)
-      if (at && at[int64_t(i) * p.batch]) return false;
-    return true;
-  }
-};
-
-HO_KERNEL_WAVES(ho_cca_prologue_backward_input, kPrologueThreads, 2)
-(const bf16* dy, const bf16* depthwise_weight, const bf16* grouped_weight, const uint8_t* starts, bf16* d_projected, bf16* d_halo, int all, int total,
- int rows, int batch, int heads, int groups) {
-  // dy of a tile and of the rows one and two ahead of each; three copies, since a tile may hold many short sequences.
-  HO_LDS(bf16x8, ahead, 3 * kTile * kRowChunks);
-  HO_LDS(f32x4, dz, kTile* kQuads / 2);  // half of the channels at a time
-  const PrologueShape p = {0, 0, 0, 0, total, rows, batch, heads, groups, kHeadDim, 0};
-  const int per = heads / groups, early = d_halo ? 2 : 0, channels = channels_of(p), width = channels + groups * kHeadDim;
-  const Work work(p, per + 1, (all + kTile - 1) / kTile);
-  const bool is_key = work.role == per;
-  const int head = is_key ? heads + work.group : work.group * per + work.role, other = is_key ? work.group * per : heads + work.group;
+  const int head = uniform(is_key ? heads + work.group : work.group * per + work.role), other = uniform(is_key ? work.group * per : heads + work.group);
   const int others = is_key ? per : 1;
   const float weight = is_key ? 0.5f : 0.5f / float(per);
-  const int lane = lane_id(), into = 32 * wave_id() + lane % 32;  // the lane's input channel in its weights
+  const Source mine(head, g, p), theirs(other, g, p);
+  const int wave = wave_id(), all_threads = int(threadIdx.x);
+  const bool second_pair = wave >= 2;  // of the four operands of S
 
-  // Merged taps as the left operand: lane's channel by eight output channels a step.
+  // Where a thread reads and writes is computed in every turn: kept over the loop it would take more registers than there are.
+  const auto here = [&] {
+    int thread = all_threads;
+    forget_again(thread);
+    return thread;
+  };
+  for (int number = work.first + (work.role + work.run) % (per + 1); number < work.last; number += per + 1) give_values(Tile(number, early, p), work.group, here(), g, p);
+
+  // Merged taps as the left operand: lane's input channel by eight output channels a step.
   bf16x8 merged[3][8];
   {
+    const int lane = here() % kWave, into = 32 * wave + lane % 32;
     const float a0 = bf16_to_float(depthwise_weight[2 * (head * kHeadDim + into)]), a1 = bf16_to_float(depthwise_weight[2 * (head * kHeadDim + into) + 1]);
 #pragma unroll
-    for (int s = 0; s < 8; ++s)
+    for (int s = 0; s < 8; ++s) {
+      if (s % 2 == 0) HO_NO_FURTHER();
 #pragma unroll
       for (int e = 0; e < 8; ++e) {
         const bf16* taps = grouped_weight + (int64_t(head * kHeadDim + 16 * s + 8 * (lane / 32) + e) * kHeadDim + into) * 2;
@@ -206,102 +260,256 @@ HO_KERNEL_WAVES(ho_cca_prologue_backward_input, kPrologueThreads, 2)
         merged[1][s][e] = float_to_bf16(fmaf(a0, tap1, a1 * tap0));
         merged[2][s][e] = float_to_bf16(a0 * tap0);
       }
+    }
+    HO_NO_FURTHER();
   }
-  for (int tile = work.first; tile < work.last; ++tile) {
-    // Each thread: two chunks of 8 channels of a row, for each distance.
+  if (all_threads < kRowChunks) {
+    const bf16x8 nothing = {};
+    dy[dy_chunk_at(kZeroRow, all_threads)] = nothing;
+  }
+
+  RowOfHead own[2], of_other[2];
+  bf16x8 z[4];  // of the second half of the threads; in the first wave the row behind the tile, which takes no registers of its own
+  const auto load = [&](const Tile& tile, int thread) {
+    const Quads quads(rotary, thread);
+    const int chunk = thread % 16, quad = thread / 16 % kRowQuads, lane = thread % kWave;
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const int local = int(threadIdx.x) / 16 + 16 * half, chunk = int(threadIdx.x) % 16;
-      const EarlyRow row(tile * kTile + local, all, early, p);
+    for (int i = 0; i < 2; ++i) {
+      load_row(own[i], tile, row_of_thread(thread, i), mine, quads, p);
+      load_row(of_other[i], tile, row_of_thread(thread, i), theirs, quads, p);
+    }
+    if (wave == 0) {
+      RowOfHead behind;
+      load_row(behind, tile, kTile + lane / 16 % kBehind, mine, quads, p);
+      pack(z, behind);
+    }
+    if (second_pair) {
+      const bf16* const here = projected + tile.number(p) * row_stride + int64_t(tile.entry) * batch_stride + head * kHeadDim;
 #pragma unroll
-      for (int distance = 0; distance < 3; ++distance) {
-        bf16x8 v = {};
-        if (row.seen_from(distance, starts, p)) v = load16(dy + (row.flat(p) + int64_t(distance) * batch) * channels + head * kHeadDim + 8 * chunk);
-        ahead[distance * kTile * kRowChunks + dy_chunk_at(local, chunk)] = v;
+      for (int i = 0; i < 4; ++i) z[i] = load_at<bf16x8>(here, tile.nearest(4 * quad + i, p) * unsigned(row_stride) + unsigned(8 * chunk));
+      if (tile.first < 0 && quad == 0) {
+#pragma unroll
+        for (int i = 0; i < 2; ++i)
+          z[i] = load_at<bf16x8>(halo + (int64_t(tile.chunk) * 2 * batch + tile.entry) * channels + head * kHeadDim, unsigned(i * batch) * unsigned(channels) + unsigned(8 * chunk));
       }
     }
-    block_sync_lds();  // dy is written, and dz of the tile before is read
-    f32x16 acc = {};
+  };
+
+  f32x16 sums[3][4] = {};  // S: wave: 32 output channels; 4 x 32 input channels
+  const auto keep_sums = [&] {
 #pragma unroll
-    for (int distance = 0; distance < 3; ++distance) {
+    for (int j = 0; j < 3; ++j)
 #pragma unroll
-      for (int s = 0; s < 8; ++s) {
-        if (s % 4 == 0) HO_NO_FURTHER();
-        const bf16x8 rows_of_dy = ahead[distance * kTile * kRowChunks + dy_chunk_at(lane % 32, 2 * s + lane / 32)];
+      for (int n = 0; n < 4; ++n) keep_accumulating(sums[j][n]);
+  };
+  float bias[2][4] = {}, sum_along = 0.0f;
+  Tile tile(work.first, early, p);
+  if (work.first < work.last) load(tile, here());
+  for (int number = work.first; number < work.last; ++number) {
+    HO_NO_FURTHER();
+    keep_sums();
+    float mean[2][2][4] = {};
+    {
+      const int thread = here(), lane = thread % kWave;
+      const Quads quads(rotary, thread);
+#pragma unroll 1
+      for (int k = 0; k < others; ++k) {  // query heads share their scale
 #pragma unroll
-        for (int half = 0; half < 2; ++half) {
-          bf16x4 a, b;
+        for (int i = 0; i < 2; ++i) {
+          float d[2][4];
+          turned_gradient(d, of_other[i], theirs);
+          if (k + 1 < others) {
+            Source next = theirs;
+            next.upstream += int64_t(k + 1) * g.q_head, next.out += (k + 1) * kHeadDim, next.inverse_norm += int64_t(k + 1) * p.total;
+            const int again = here();
+            load_row(of_other[i], tile, row_of_thread(again, i), next, Quads(rotary, again), p);
+          }
 #pragma unroll
-          for (int e = 0; e < 4; ++e) a[e] = merged[distance][s][4 * half + e], b[e] = rows_of_dy[4 * half + e];
-          acc = mfma_32x32x8(a, b, acc);
+          for (int q = 0; q < 2; ++q)
+#pragma unroll
+            for (int e = 0; e < 4; ++e) mean[i][q][e] = fmaf(weight, d[q][e], mean[i][q][e]);
         }
       }
-    }
-    // Two waves' channels at a time through LDS, back to whole rows: 16 threads a row with four channels each.
-#pragma unroll
-    for (int part = 0; part < 2; ++part) {
-      if (wave_id() / 2 == part) {
-#pragma unroll
-        for (int r = 0; r < 16; r += 4) {
-          const f32x4 four = {acc[r], acc[r + 1], acc[r + 2], acc[r + 3]};
-          const int row = lane % 32, chunk = (32 * (wave_id() % 2) + mfma_row<32>(lane, r)) / 4;
-          dz[row * (kQuads / 2) + (chunk ^ (row % 8))] = four;
-        }
-      }
-      block_sync_lds();  // half of dz is written
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
-        const int local = row_of_thread(i), quad = int(threadIdx.x) % 16, channel = part * (kHeadDim / 2) + 4 * quad;
-        const EarlyRow row(tile * kTile + local, all, early, p);
-        const f32x4 conv = dz[local * (kQuads / 2) + (quad ^ (local % 8))];
-        float sum[4] = {conv[0], conv[1], conv[2], conv[3]};
-        if (!row.live) continue;
-        if (row.t < 0) {
-          store4(d_halo + ((int64_t(row.chunk) * 2 + row.t + 2) * batch + row.entry) * channels + head * kHeadDim + channel, sum);
-          continue;
-        }
-        const bf16* here = dy + row.flat(p) * channels + channel;
-        const bf16x4 mine = load4(here + head * kHeadDim);
+        HO_NO_FURTHER();
+        const int row = row_of_thread(thread, i);
+        float d[2][4];
+        const float along = turned_gradient(d, own[i], mine);
+        if (tile.has(row, p)) sum_along += along;
 #pragma unroll
-        for (int e = 0; e < 4; ++e) sum[e] = fmaf(0.5f, bf16_to_float(mine[e]), sum[e]);
-        for (int k = 0; k < others; ++k) {
-          const bf16x4 more = load4(here + (other + k) * kHeadDim);
+        for (int q = 0; q < 2; ++q)
 #pragma unroll
-          for (int e = 0; e < 4; ++e) sum[e] = fmaf(weight, bf16_to_float(more[e]), sum[e]);
-        }
-        store4(d_projected + row.flat(p) * width + head * kHeadDim + channel, sum);
+          for (int e = 0; e < 4; ++e) mean[i][q][e] = fmaf(0.5f, d[q][e], mean[i][q][e]);
+        const Turn turn(tile, row, rope, quads, p);
+        turn.back(d), turn.back(mean[i]);
+        write_dy(reinterpret_cast<bf16x4*>(dy), row, quads, d);
+#pragma unroll
+        for (int q = 0; q < 2; ++q)
+#pragma unroll
+          for (int e = 0; e < 4; ++e) bias[q][e] += d[q][e];
       }
-      block_sync_lds();  // half of dz is read, and dy
+      if (wave == 0) {
+        const int row = kTile + lane / 16 % kBehind;  // both halves of the wave do the same
+        float d[2][4];
+        RowOfHead behind;
+        unpack(behind, z);
+        turned_gradient(d, behind, mine);
+        Turn(tile, row, rope, quads, p).back(d);
+        if (lane < 32) write_dy(reinterpret_cast<bf16x4*>(dy), row, quads, d);
+      }
+      if (wave == 1 && lane < kTile) {
+        // Rows that do not exist are zeros anyway; halo's flags are those of the rows -1 and 0.
+        const bool hides_one = tile.starts_at(lane + 1, starts, p), hides_two = hides_one || tile.starts_at(lane + 2, starts, p);
+        row_at[lane] = hides_one ? kZeroRow : lane + 1;
+        row_at[kTile + lane] = hides_two ? kZeroRow : lane + 2;
+      }
     }
+    block_sync_lds();  // dy is written, and dz and the operands of the tile before are read
+
+    HO_NO_FURTHER();
+    {
+      const int thread = here(), chunk = thread % 16, quad = thread / 16 % kRowQuads;  // eight channels of four rows
+      bf16x8 rows_of[2][4];  // two of the four operands
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const int local = 4 * quad + i;
+        rows_of[0][i] = dy[dy_chunk_at(second_pair ? row_at[kTile + local] : local, chunk)];
+        rows_of[1][i] = z[i];
+        if (!second_pair) rows_of[1][i] = dy[dy_chunk_at(row_at[local], chunk)];
+      }
+#pragma unroll
+      for (int which = 0; which < 2; ++which)
+#pragma unroll
+        for (int e = 0; e < 8; ++e) {
+          const bf16x4 four = {rows_of[which][0][e], rows_of[which][1][e], rows_of[which][2][e], rows_of[which][3][e]};
+          operands[(2 * (second_pair ? 1 : 0) + which) * kHeadDim * kRowQuads + operand_at(8 * chunk + e, quad)] = four;
+        }
+    }
+    HO_NO_FURTHER();
+    keep_sums();
+    const Tile next = tile.after(early, p);
+    if (number + 1 < work.last) load(next, here());
+    HO_NO_FURTHER();
+
+    {
+      const int lane = here() % kWave;
+      const int places[3] = {lane % 32, row_at[lane % 32], row_at[kTile + lane % 32]};
+      f32x16 acc = {};
+#pragma unroll
+      for (int distance = 0; distance < 3; ++distance) {
+#pragma unroll
+        for (int s = 0; s < 8; ++s) {
+          if (s % 2 == 0) HO_NO_FURTHER();
+          const bf16x8 rows_of_dy = dy[dy_chunk_at(places[distance], 2 * s + lane / 32)];
+#pragma unroll
+          for (int half = 0; half < 2; ++half) {
+            bf16x4 a, b;
+#pragma unroll
+            for (int e = 0; e < 4; ++e) a[e] = merged[distance][s][4 * half + e], b[e] = rows_of_dy[4 * half + e];
+            acc = mfma_32x32x8(a, b, acc);
+          }
+        }
+      }
+#pragma unroll
+      for (int r = 0; r < 16; r += 4) {
+        const f32x4 four = {acc[r], acc[r + 1], acc[r + 2], acc[r + 3]};
+        dz[chunk_at(lane % 32, (32 * wave + mfma_row<32>(lane, r)) / 4)] = four;
+      }
+    }
+    block_sync_lds();  // dz and the operands are written, and dy is read
+
+    const int thread = here(), lane = thread % kWave;
+    const Quads quads(rotary, thread);
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const int row = row_of_thread(thread, i), t = tile.first + row;
+      if (t >= rows) continue;
+      // Rows of halo are those of the first tile of a chunk.
+      bf16* to = d_projected + tile.flat(p) * width + head * kHeadDim;
+      unsigned at = unsigned(row * batch) * unsigned(width);
+      if (t < 0) to = d_halo + (int64_t(tile.chunk) * 2 * batch + tile.entry) * channels + head * kHeadDim, at = unsigned(row * batch) * unsigned(channels);
+#pragma unroll
+      for (int q = 0; q < 2; ++q) {
+        const int channel = q ? quads.second : quads.first;
+        const f32x4 conv = dz[chunk_at(row, channel / 4)];
+        float sum[4];
+#pragma unroll
+        for (int e = 0; e < 4; ++e) sum[e] = conv[e] + mean[i][q][e];  // the mean's part is 0 before the chunk
+        store4(to + (at + unsigned(channel)), sum);
+      }
+    }
+#pragma unroll
+    for (int s = 0; s < kTile / 8; ++s) {
+      HO_NO_FURTHER();
+      const int rows_of_lane = 2 * s + lane / 32;
+      bf16x4 a[3];
+#pragma unroll
+      for (int j = 0; j < 3; ++j) a[j] = operands[j * kHeadDim * kRowQuads + operand_at(32 * wave + lane % 32, rows_of_lane)];
+#pragma unroll
+      for (int n = 0; n < 4; ++n) {
+        const bf16x4 b = operands[3 * kHeadDim * kRowQuads + operand_at(32 * n + lane % 32, rows_of_lane)];
+#pragma unroll
+        for (int j = 0; j < 3; ++j) sums[j][n] = mfma_32x32x8(a[j], b, sums[j][n]);
+      }
+    }
+    tile = next;
   }
+  const int lane = here() % kWave;
+  float* const out = partial + (int64_t(work.run) * (heads + groups) + head) * 3 * kHeadDim * kHeadDim;
+#pragma unroll
+  for (int j = 0; j < 3; ++j)
+#pragma unroll
+    for (int n = 0; n < 4; ++n)
+#pragma unroll
+      for (int r = 0; r < 16; ++r) out[(j * kHeadDim + 32 * wave + mfma_row<32>(lane, r)) * kHeadDim + 32 * n + lane % 32] = sums[j][n][r];
+
+  block_sync_lds();  // dz is read
+  sum_over_rows(bias[0], dz), sum_over_rows(bias[1], dz);
+  float along[4] = {sum_along, 0.0f, 0.0f, 0.0f};
+  sum_over_rows(along, dz);
+  if (all_threads >= 16) return;
+  const Quads quads(rotary, here());
+  float* const of_bias = partial_bias + (int64_t(work.run) * (heads + groups) + head) * kHeadDim;
+  *reinterpret_cast<f32x4*>(of_bias + quads.first) = f32x4{bias[0][0], bias[0][1], bias[0][2], bias[0][3]};
+  *reinterpret_cast<f32x4*>(of_bias + quads.second) = f32x4{bias[1][0], bias[1][1], bias[1][2], bias[1][3]};
+  if (is_key && all_threads == 0) partial_temperature[work.run * groups + work.group] = along[0] * sqrtf(float(kHeadDim));
 }
 
-HO_EXPORT int64_t ho_cca_prologue_backward_blocks(int64_t total, int64_t heads, int64_t groups, int64_t processors) {
-  return prologue_runs(groups, heads / groups + 2, (total + kTile - 1) / kTile, processors, 4);
+static int64_t backward_tiles(int64_t total, int64_t rows, int64_t batch, bool has_halo) {
+  return rows && batch ? total / rows * ((rows + (has_halo ? 2 : 0) + kTile - 1) / kTile) : 0;
 }
 
-// Of partial_bias [runs, N, d] and partial_temperature [runs, g]: runs as above. halo's and value_halo's gradients may be null.
+// Runs that a head's tiles are cut into, each with its partial sums.
+HO_EXPORT int64_t ho_cca_prologue_backward_runs(int64_t total, int64_t rows, int64_t batch, int64_t heads, int64_t groups, int64_t has_halo, int64_t processors) {
+  return prologue_runs(groups, heads / groups + 1, backward_tiles(total, rows, batch, has_halo != 0), processors, 1);
+}
+
+// Fills d_projected, with halo d_halo and d_value_halo, partial [runs, N, 3, d, d], partial_bias [runs, N, d] and partial_temperature [runs, g].
 HO_EXPORT int ho_cca_prologue_backward(const void* d_query, const void* d_key, const void* d_value, const void* query, const void* key,
-                                       const void* inverse_norm, const void* temperature, const void* rope, const void* starts, const void* depthwise_weight,
-                                       const void* grouped_weight, void* dy, void* d_projected, void* d_halo, void* d_value_halo, void* partial_bias,
-                                       void* partial_temperature, int64_t q_row, int64_t q_batch, int64_t q_head, int64_t k_row, int64_t k_batch,
-                                       int64_t k_head, int64_t v_row, int64_t v_batch, int64_t v_head, int64_t rope_row_stride, int64_t rope_batch_stride,
-                                       int64_t total, int64_t rows, int64_t batch, int64_t heads, int64_t groups, int64_t rotary, int64_t delayed,
-                                       int64_t processors, void* stream) {
-  const int64_t all = total + (d_halo ? 2 * (total / max_of(rows, int64_t(1))) : 0);
-  if (rotary % 8 || delayed % 4 || all > INT32_MAX - kTile) return -1;
-  if (total == 0) return 0;
-  const int64_t roles = heads / groups + 2, tiles = (total + kTile - 1) / kTile, input_tiles = (all + kTile - 1) / kTile;
-  const int failed = ho_launch(
-      ho_cca_prologue_backward_rows, dim3(unsigned(prologue_blocks(groups, roles, tiles, processors, 4))), dim3(kPrologueThreads), stream,
-      static_cast<const bf16*>(d_query), static_cast<const bf16*>(d_key), static_cast<const bf16*>(d_value), static_cast<const bf16*>(query),
-      static_cast<const bf16*>(key), static_cast<const float*>(inverse_norm), static_cast<const float*>(temperature), static_cast<const float*>(rope),
-      static_cast<const uint8_t*>(starts), static_cast<bf16*>(dy), static_cast<bf16*>(d_projected), static_cast<bf16*>(d_value_halo),
-      static_cast<float*>(partial_bias), static_cast<float*>(partial_temperature), q_row, q_batch, q_head, k_row, k_batch, k_head, v_row, v_batch, v_head,
-      rope_row_stride, rope_batch_stride, int(total), int(rows), int(batch), int(heads), int(groups), int(rotary), int(delayed));
-  if (failed) return failed;
-  return ho_launch(ho_cca_prologue_backward_input, dim3(unsigned(prologue_blocks(groups, roles - 1, input_tiles, processors, 2))), dim3(kPrologueThreads),
-                   stream, static_cast<const bf16*>(dy), static_cast<const bf16*>(depthwise_weight), static_cast<const bf16*>(grouped_weight),
-                   static_cast<const uint8_t*>(starts), static_cast<bf16*>(d_projected), static_cast<bf16*>(d_halo), int(all), int(total), int(rows),
-                   int(batch), int(heads), int(groups));
+                                       const void* inverse_norm, const void* temperature, const void* rope, const void* projected, const void* halo,
+                                       const void* depthwise_weight, const void* grouped_weight, const void* starts, void* d_projected, void* d_halo,
+                                       void* d_value_halo, void* partial, void* partial_bias, void* partial_temperature, int64_t q_row, int64_t q_batch,
+                                       int64_t q_head, int64_t k_row, int64_t k_batch, int64_t k_head, int64_t v_row, int64_t v_batch, int64_t v_head,
+                                       int64_t row_stride, int64_t batch_stride, int64_t rope_row_stride, int64_t rope_batch_stride, int64_t total,
+                                       int64_t rows, int64_t batch, int64_t heads, int64_t groups, int64_t rotary, int64_t delayed, int64_t processors,
+                                       void* stream) {
+  const int64_t tiles = backward_tiles(total, rows, batch, halo != nullptr);
+  // A tile's rows lie within 32 bits of its first.
+  for (const int64_t stride : {q_row, k_row, v_row, row_stride, 2 * rope_row_stride, batch * (heads + 2 * groups) * kHeadDim})
+    if (stride >= INT32_MAX / (2 * kTile)) return -1;
+  for (const int64_t stride : {q_batch, q_head, k_batch, k_head, v_batch, v_head, batch_stride, rope_batch_stride})
+    if (stride > INT32_MAX) return -1;
+  if (rotary % 8 || delayed % 4 || tiles * kTile > INT32_MAX) return -1;
+  if (tiles == 0) return 0;
+  return ho_launch_lds(ho_cca_prologue_backward_pass, dim3(unsigned(prologue_blocks(groups, heads / groups + 1, tiles, processors, 1))),
+                       dim3(kPrologueThreads), kOperands * sizeof(bf16x4), stream, static_cast<const bf16*>(d_query), static_cast<const bf16*>(d_key), static_cast<const bf16*>(d_value),
+                   static_cast<const bf16*>(query), static_cast<const bf16*>(key), static_cast<const float*>(inverse_norm),
+                   static_cast<const float*>(temperature), static_cast<const float*>(rope), static_cast<const bf16*>(projected),
+                   static_cast<const bf16*>(halo), static_cast<const bf16*>(depthwise_weight), static_cast<const bf16*>(grouped_weight),
+                   static_cast<const uint8_t*>(starts), static_cast<bf16*>(d_projected), static_cast<bf16*>(d_halo), static_cast<bf16*>(d_value_halo),
+                   static_cast<float*>(partial), static_cast<float*>(partial_bias), static_cast<float*>(partial_temperature), int(q_row), int(q_batch),
+                   int(q_head), int(k_row), int(k_batch), int(k_head), int(v_row), int(v_batch), int(v_head), int(row_stride), int(batch_stride),
+                   int(rope_row_stride), int(rope_batch_stride), int(tiles), int(total), int(rows),
+                   int(batch), int(heads), int(groups), int(rotary), int(delayed));
 }

@@ -91,32 +91,25 @@ def cca_prologue_backward(
     if not total:
         return tuple(gradient.zero_() for gradient in gradients)
     d_projected, *d_parameters, d_halo, d_value_halo = gradients
-    of_temperature = torch.empty(query_groups, dtype=torch.float32, device=device)
     n = len(grouped_bias) // HEAD_DIM
     heads = n - query_groups
     d_query, d_key, d_value, projected, query, key = map(_aligned, (d_query, d_key, d_value, projected, query.contiguous(), key.contiguous()))
     *weights, length = (*(_aligned(t.contiguous()) for t in parameters[:4]), temperature.float().contiguous())
     halo, starts = None if halo is None else _aligned(halo.contiguous()), None if starts is None else starts.contiguous()
     table, *rope_strides, rotary = _rope(rope)
-    of = library(target_of(device))
-    bias_runs, runs = (count(total, heads, query_groups, processors) for count in (of.ho_cca_prologue_backward_blocks, of.ho_cca_prologue_weights_blocks))
+    runs = library(target_of(device)).ho_cca_prologue_backward_runs(total, rows, b, heads, query_groups, halo is not None, processors)
     zero_runs = min(total, ZERO_RUNS)
-    dy = torch.empty((*projected.shape[:2], n * HEAD_DIM), dtype=projected.dtype, device=device)
-    shapes = ((runs, n, 3, HEAD_DIM, HEAD_DIM), (bias_runs, n, HEAD_DIM), (bias_runs, query_groups), (zero_runs, query_groups))
-    partial, partial_bias, partial_temperature, partial_zero = (torch.empty(shape, dtype=torch.float32, device=device) for shape in shapes)
-    sizes = (total, rows, b, heads, query_groups, rotary)
+    shapes = ((runs, n, 3, HEAD_DIM, HEAD_DIM), (runs, n, HEAD_DIM), (runs, query_groups), (zero_runs, query_groups), (query_groups,))
+    partial, partial_bias, partial_temperature, partial_zero, of_temperature = (torch.empty(shape, dtype=torch.float32, device=device) for shape in shapes)
+    strides, sizes = (*projected.stride()[:2], *rope_strides), (total, rows, b, heads, query_groups, rotary)
     call(
-        "ho_cca_prologue_backward", d_query, d_key, d_value, query, key, inverse_norm, length, table, starts, weights[0], weights[2], dy, d_projected,
-        None if halo is None else d_halo, None if value_halo is None else d_value_halo, partial_bias, partial_temperature, *d_query.stride()[:3],
-        *d_key.stride()[:3], *d_value.stride()[:3], *rope_strides, *sizes, delayed_channels, processors, device=device,
+        "ho_cca_prologue_backward", d_query, d_key, d_value, query, key, inverse_norm, length, table, projected, halo, weights[0], weights[2], starts,
+        d_projected, None if halo is None else d_halo, None if value_halo is None else d_value_halo, partial, partial_bias, partial_temperature,
+        *d_query.stride()[:3], *d_key.stride()[:3], *d_value.stride()[:3], *strides, *sizes, delayed_channels, processors, device=device,
     )  # fmt: skip
     call(
-        "ho_cca_prologue_weights", dy, d_key, projected, *weights, length, table, halo, starts, partial, partial_zero, projected.stride(0),
-        projected.stride(1), *rope_strides, *d_key.stride()[:3], *sizes, zero_runs, processors, device=device,
-    )  # fmt: skip
-    call(
-        "ho_cca_prologue_sum", partial, partial_bias, partial_temperature, partial_zero, *weights[:3], length, *d_parameters[:4], of_temperature,
-        runs, bias_runs, zero_runs, heads, query_groups, device=device,
+        "ho_cca_prologue_parameters", d_key, projected, *weights, length, table, halo, starts, partial, partial_bias, partial_temperature, partial_zero,
+        *d_parameters[:4], of_temperature, *strides, *d_key.stride()[:3], *sizes, runs, zero_runs, device=device,
     )  # fmt: skip
     d_parameters[4].copy_(of_temperature)
     return d_projected, *d_parameters, d_halo, d_value_halo

@@ -2,10 +2,10 @@
 """The backward kernels of the CCA prologue. No atomics; every sum over rows is a sum a program, then one over the programs.
 
     norm_kernel      d_query, d_key, query, key -> dy, the gradient of x (reference/cca_prologue.py); d_value -> projected's value channels
-    input_kernel     dy -> the gradient of z and halo
-    weight_kernel    dy, z -> S_j = sum_t dy_t z_{t-j}^T for j = 0, 1, 2, a head and a run of tiles
+    conv_kernel      dy, z -> the gradient of z and halo, and S_j = sum_t dy_{t+j} z_t^T for j = 0, 1, 2, a head and a run of tiles
     sum_kernel       S -> the gradients of all parameters
 
+Both products of conv_kernel take the same dy_t, dy_{t+1}, dy_{t+2}, left out where those rows do not reach back to z_t.
 The convolutions are not computed again: unit vectors come from query and key, and u stays out of the sums, for with u_t = a0 z_{t-1} + a1 z_t + b0
     dW1 = a1 S_0 + a0 S_1 + b0 sum dy,   dW0 = a1 S_1 + a0 S_2 + b0 sum dy,   d a1 = sum_out W1 S_0 + W0 S_1,   d a0 = sum_out W1 S_1 + W0 S_2
 and with the merged taps M_0 = a1 W1, M_1 = a0 W1 + a1 W0, M_2 = a0 W0
@@ -17,25 +17,25 @@ import triton
 import triton.language as tl
 
 from hip_ops.triton_kernels.cca_prologue_forward import head_weights, unit_head
-from hip_ops.triton_kernels.cca_prologue_rows import pair_columns, place, reach, rotation, row_before
+from hip_ops.triton_kernels.cca_prologue_rows import SIZES, at_row, pair_columns, place, reach, rotation
 
 LEAST_TEMPERATURE = tl.constexpr(1e-30)  # below it keys do not tell their direction
 
 
 @triton.jit
 def shift_value_gradients(
-    d_value, d_projected, d_value_halo, starts, f, total, rows, batch, d_row_stride, d_batch_stride, d_head_stride,
+    d_value, d_projected, d_value_halo, starts, f, total, rows, batch, by_rows, by_batch, d_row_stride, d_batch_stride, d_head_stride,
     HEADS: tl.constexpr, GROUPS: tl.constexpr, D: tl.constexpr, DELAYED: tl.constexpr, HAS_HALO: tl.constexpr,
     HAS_STARTS: tl.constexpr,
 ):  # fmt: skip
     """The value channels of d_projected: each row gives its delayed channels to the row before it, and the last row gets nothing."""
     CURRENT: tl.constexpr = GROUPS * D - DELAYED
     WIDTH: tl.constexpr = (HEADS + 2 * GROUPS) * D
-    t, entry, row, chunk = place(f, rows, batch)
+    t, entry, row, chunk = place(f, rows, batch, by_rows, by_batch)
     live = f < total
     near, _ = reach(starts, t, entry, chunk, live, rows, batch, HAS_STARTS)
-    base = row * d_row_stride + entry * d_batch_stride
-    out = d_projected + (row * batch + entry) * WIDTH + (HEADS + GROUPS) * D
+    base = at_row(row, entry, d_row_stride, d_batch_stride)
+    out = d_projected + f.to(tl.int64) * WIDTH + (HEADS + GROUPS) * D
     for i in tl.static_range(GROUPS):
         inside = tl.arange(0, D)
         column = i * D + inside
@@ -49,13 +49,13 @@ def shift_value_gradients(
             tl.store((out - batch * WIDTH)[:, None] + column[None, :], v, mask=(live & (t >= 1))[:, None] & late)
             tl.store(out[:, None] + column[None, :], tl.zeros_like(v), mask=(live & (t == rows - 1))[:, None] & late)
             if HAS_HALO:
-                tl.store(d_value_halo + ((chunk * batch + entry) * DELAYED - CURRENT)[:, None] + column[None, :], v, mask=(live & (t == 0))[:, None] & late)
+                tl.store(d_value_halo + ((chunk * batch + entry).to(tl.int64) * DELAYED - CURRENT)[:, None] + column[None, :], v, mask=(live & (t == 0))[:, None] & late)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=SIZES)
 def norm_kernel(
     d_query, d_key, d_value, query, key, inverse_norm, temperature, rope, starts, dy, d_projected, d_value_halo, partial_bias,
-    partial_temperature, total, rows, batch, q_row_stride, q_batch_stride, q_head_stride, k_row_stride, k_batch_stride, k_head_stride,
+    partial_temperature, total, rows, batch, by_rows, by_batch, q_row_stride, q_batch_stride, q_head_stride, k_row_stride, k_batch_stride, k_head_stride,
     v_row_stride, v_batch_stride, v_head_stride, rope_row_stride, rope_batch_stride, inverse_eps,
     HEADS: tl.constexpr, GROUPS: tl.constexpr, D: tl.constexpr, ROTARY: tl.constexpr, DELAYED: tl.constexpr,
     HAS_ROPE: tl.constexpr, HAS_HALO: tl.constexpr, HAS_STARTS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
@@ -66,7 +66,7 @@ def norm_kernel(
     step = tl.num_programs(1) * BLOCK
     if role == HEADS + GROUPS:
         for start in range(run * BLOCK, total, step):
-            shift_value_gradients(d_value, d_projected, d_value_halo, starts, start + tl.arange(0, BLOCK), total, rows, batch, v_row_stride,
+            shift_value_gradients(d_value, d_projected, d_value_halo, starts, start + tl.arange(0, BLOCK), total, rows, batch, by_rows, by_batch, v_row_stride,
                                   v_batch_stride, v_head_stride, HEADS, GROUPS, D, DELAYED, HAS_HALO, HAS_STARTS)  # fmt: skip
     else:
         is_key = role >= HEADS
@@ -92,15 +92,15 @@ def norm_kernel(
         for start in tl.range(run * BLOCK, total, step, num_stages=STAGES):
             f = start + tl.arange(0, BLOCK)
             live = f < total
-            _, entry, row, _ = place(f, rows, batch)
-            here = upstream + (row * d_row_stride + entry * d_batch_stride)[:, None]
-            there = out + ((row * batch + entry) * out_stride)[:, None]
+            _, entry, row, _ = place(f, rows, batch, by_rows, by_batch)
+            here = upstream + (at_row(row, entry, d_row_stride, d_batch_stride))[:, None]
+            there = out + (f.to(tl.int64) * out_stride)[:, None]
             g_first = tl.load(here + first[None, :], mask=live[:, None], other=0.0).to(tl.float32)
             g_second = tl.load(here + second[None, :], mask=live[:, None], other=0.0).to(tl.float32)
             # Rotated like g, with length 1 where the key has its own: what the norm's gradient needs is the same in both frames.
             unit_first = tl.load(there + first[None, :], mask=live[:, None], other=0.0).to(tl.float32) * (inverse_length / tl.sqrt(D * 1.0))
             unit_second = tl.load(there + second[None, :], mask=live[:, None], other=0.0).to(tl.float32) * (inverse_length / tl.sqrt(D * 1.0))
-            inverse = tl.load(inverse_norm + role * total + row * batch + entry, mask=live, other=0.0)
+            inverse = tl.load(inverse_norm + role * total.to(tl.int64) + f, mask=live, other=0.0)
             along = tl.sum(g_first * unit_first, axis=1) + tl.sum(g_second * unit_second, axis=1)
             sum_along += along
             removed = tl.where(inverse < inverse_eps, along, 0.0)[:, None]
@@ -112,7 +112,7 @@ def norm_kernel(
                 d_first, d_second = d_first * cos + d_second * sin, d_second * cos - d_first * sin
             sum_first += d_first
             sum_second += d_second
-            at = dy + ((row * batch + entry) * ((HEADS + GROUPS) * D) + role * D)[:, None]
+            at = dy + (f.to(tl.int64) * ((HEADS + GROUPS) * D) + role * D)[:, None]
             tl.store(at + first[None, :], d_first.to(dy.dtype.element_ty), mask=live[:, None])
             tl.store(at + second[None, :], d_second.to(dy.dtype.element_ty), mask=live[:, None])
         at = partial_bias + (run * (HEADS + GROUPS) + role) * D
@@ -123,139 +123,143 @@ def norm_kernel(
 
 
 @triton.jit
-def temperature_kernel(
-    d_key, projected, depthwise_weight, depthwise_bias, grouped_weight, grouped_bias, temperature, rope, halo, starts, partial, total,
-    rows, batch, row_stride, batch_stride, k_row_stride, k_batch_stride, k_head_stride, rope_row_stride, rope_batch_stride, eps,
+def zero_temperature(
+    d_key, projected, depthwise_weight, depthwise_bias, grouped_weight, grouped_bias, rope, halo, starts, partial, total,
+    rows, batch, by_rows, by_batch, row_stride, batch_stride, k_row_stride, k_batch_stride, k_head_stride, rope_row_stride, rope_batch_stride, eps, group,
     HEADS: tl.constexpr, GROUPS: tl.constexpr, D: tl.constexpr, ROTARY: tl.constexpr, HAS_ROPE: tl.constexpr,
     HAS_HALO: tl.constexpr, HAS_STARTS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """The temperature's gradient where the temperature is zero: then the key is too, and its direction is computed again."""
-    group = tl.program_id(0)
-    run = tl.program_id(1)
-    if tl.abs(tl.load(temperature + group).to(tl.float32)) < LEAST_TEMPERATURE:
-        head = HEADS + group
-        first, second = pair_columns(D // 2, ROTARY)
-        weight_first, bias_first = head_weights(grouped_weight, grouped_bias, head, first, D)
-        weight_second, bias_second = head_weights(grouped_weight, grouped_bias, head, second, D)
-        along = tl.zeros([BLOCK], tl.float32)
-        for start in range(run * BLOCK, total, tl.num_programs(1) * BLOCK):
-            f = start + tl.arange(0, BLOCK)
-            x_first, x_second, inverse = unit_head(
-                projected, halo, starts, depthwise_weight, depthwise_bias, weight_first, bias_first, weight_second,
-                bias_second, f, total, rows, batch, row_stride, batch_stride, head, group, eps, HEADS, GROUPS, D,
-                ROTARY, HAS_HALO, HAS_STARTS,
-            )  # fmt: skip
-            live = f < total
-            _, entry, row, _ = place(f, rows, batch)
-            if HAS_ROPE:
-                cos, sin = rotation(rope, row[None, :], entry[None, :], live[None, :], rope_row_stride, rope_batch_stride, tl.arange(0, D // 2)[:, None], ROTARY)
-                x_first, x_second = x_first * cos - x_second * sin, x_second * cos + x_first * sin
-            here = d_key + (group * k_head_stride + row * k_row_stride + entry * k_batch_stride)[None, :]
-            g_first = tl.load(here + first[:, None], mask=live[None, :], other=0.0).to(tl.float32)
-            g_second = tl.load(here + second[:, None], mask=live[None, :], other=0.0).to(tl.float32)
-            along += (tl.sum(g_first * x_first, axis=0) + tl.sum(g_second * x_second, axis=0)) * inverse
-        tl.store(partial + run * GROUPS + group, tl.sum(along, axis=0) * tl.sqrt(D * 1.0))
+    head = HEADS + group
+    first, second = pair_columns(D // 2, ROTARY)
+    first_low, first_high, bias_first = head_weights(grouped_weight, grouped_bias, head, first, D)
+    second_low, second_high, bias_second = head_weights(grouped_weight, grouped_bias, head, second, D)
+    along = tl.zeros([BLOCK], tl.float32)
+    for start in range(tl.program_id(1) * BLOCK, total, tl.num_programs(1) * BLOCK):
+        f = start + tl.arange(0, BLOCK)
+        x_first, x_second, inverse = unit_head(
+            projected, halo, starts, depthwise_weight, depthwise_bias, first_low, first_high, bias_first,
+            second_low, second_high, bias_second, f, total, rows, batch, by_rows, by_batch, row_stride, batch_stride, head, group, eps, HEADS, GROUPS, D,
+            ROTARY, HAS_HALO, HAS_STARTS,
+        )  # fmt: skip
+        live = f < total
+        _, entry, row, _ = place(f, rows, batch, by_rows, by_batch)
+        if HAS_ROPE:
+            cos, sin = rotation(rope, row[None, :], entry[None, :], live[None, :], rope_row_stride, rope_batch_stride, tl.arange(0, D // 2)[:, None], ROTARY)
+            x_first, x_second = x_first * cos - x_second * sin, x_second * cos + x_first * sin
+        here = d_key + (group * k_head_stride + at_row(row, entry, k_row_stride, k_batch_stride))[None, :]
+        g_first = tl.load(here + first[:, None], mask=live[None, :], other=0.0).to(tl.float32)
+        g_second = tl.load(here + second[:, None], mask=live[None, :], other=0.0).to(tl.float32)
+        along += (tl.sum(g_first * x_first, axis=0) + tl.sum(g_second * x_second, axis=0)) * inverse
+    tl.store(partial + tl.program_id(1) * GROUPS + group, tl.sum(along, axis=0) * tl.sqrt(D * 1.0))
 
 
 @triton.jit
-def input_kernel(
-    dy, depthwise_weight, grouped_weight, starts, d_projected, d_halo, total, rows, batch,
-    HEADS: tl.constexpr, GROUPS: tl.constexpr, D: tl.constexpr, HAS_HALO: tl.constexpr, HAS_STARTS: tl.constexpr, BLOCK: tl.constexpr,
+def input_and_weights(
+    dy, projected, halo, starts, depthwise_weight, grouped_weight, d_projected, d_halo, partial, total, rows, batch, by_early, by_batch, row_stride, batch_stride,
+    HEADS: tl.constexpr, GROUPS: tl.constexpr, D: tl.constexpr, HAS_HALO: tl.constexpr, HAS_STARTS: tl.constexpr, BLOCK: tl.constexpr, IN: tl.constexpr, OTHERS: tl.constexpr,
 ):  # fmt: skip
-    """Program (head, run), tiles run, run + runs, ... With halo the rows -2 and -1 of each sequence count too: `total` includes them."""
+    """Part id(0) of a head, run id(1): the gradient of z for IN channels, and their columns of S_0, S_1, S_2 to partial [runs, N, 3, D, D]."""
+    PARTS: tl.constexpr = D // IN
     PER: tl.constexpr = HEADS // GROUPS
     CHANNELS: tl.constexpr = (HEADS + GROUPS) * D
     EARLY: tl.constexpr = 2 if HAS_HALO else 0
-    head = tl.program_id(0)
+    head = tl.program_id(0) // PARTS
     is_key = head >= HEADS
     group = tl.where(is_key, head - HEADS, head // PER)
     weight = tl.where(is_key, 0.5, 0.5 / PER)
     other = tl.where(is_key, group * PER, HEADS + group)
-    inside = tl.arange(0, D)
-    column = head * D + inside
+    several = tl.arange(0, OTHERS)  # a power of two
+    count = tl.where(is_key, PER, 1)
+    out = tl.arange(0, D)
+    inside = tl.program_id(0) % PARTS * IN + tl.arange(0, IN)
+    into = head * D + inside
     dtype = dy.dtype.element_ty
-    at = grouped_weight + ((head * D + inside[:, None, None]) * D + inside[None, :, None]) * 2 + tl.arange(0, 2)[None, None, :]
+    at = grouped_weight + ((head * D + out[:, None, None]) * D + inside[None, :, None]) * 2 + tl.arange(0, 2)[None, None, :]
     tap0, tap1 = tl.split(tl.load(at).to(tl.float32))  # [out, in]
-    a0, a1 = tl.split(tl.load(depthwise_weight + 2 * column[:, None] + tl.arange(0, 2)[None, :]).to(tl.float32))
+    a0, a1 = tl.split(tl.load(depthwise_weight + 2 * into[:, None] + tl.arange(0, 2)[None, :]).to(tl.float32))
     a0 = a0[None, :]
     a1 = a1[None, :]
     merged0, merged1, merged2 = (a1 * tap1).to(dtype), tl.fma(a0, tap1, a1 * tap0).to(dtype), (a0 * tap0).to(dtype)
-    for start in range(tl.program_id(1) * BLOCK, total, tl.num_programs(1) * BLOCK):
-        f = start + tl.arange(0, BLOCK)
-        t, entry, row, chunk = place(f, rows + EARLY, batch)
+    s0 = tl.zeros([D, IN], tl.float32)
+    s1 = tl.zeros([D, IN], tl.float32)
+    s2 = tl.zeros([D, IN], tl.float32)
+    tiles = tl.cdiv(total, BLOCK)
+    one = tl.where(tiles > 0, 1.0, 0.0)
+    for i in range(tl.program_id(1), tiles, tl.num_programs(1)):
+        f = (tiles - 1 - i) * BLOCK + tl.arange(0, BLOCK)  # backwards: what the pass before wrote last is still in the cache
+        t, entry, row, chunk = place(f, rows + EARLY, batch, by_early, by_batch)
         t -= EARLY
         row = chunk * rows + t  # place counted the early rows
+        flat = (row * batch + entry).to(tl.int64)
         live = f < total
-        near1, _ = reach(starts, t + 1, entry, chunk, live & (t + 1 < rows), rows, batch, HAS_STARTS)
+        own = live & (t >= 0)
+        near1, _ = reach(starts, t + 1, entry, chunk, live & (t >= -1) & (t + 1 < rows), rows, batch, HAS_STARTS)
         _, far2 = reach(starts, t + 2, entry, chunk, live & (t + 2 < rows), rows, batch, HAS_STARTS)
-        base = (row * batch + entry) * CHANNELS
-        here = dy + base[:, None] + column[None, :]
+        base = dy + flat * CHANNELS
+        here = (base + head * D)[:, None] + out[None, :]
         step = batch * CHANNELS
-        dy0 = tl.load(here, mask=(live & (t >= 0))[:, None], other=0.0)
-        dy1 = tl.load(here + step, mask=(live & (t >= -1) & (t + 1 < rows))[:, None], other=0.0)
-        dy2 = tl.load(here + 2 * step, mask=(live & (t + 2 < rows))[:, None], other=0.0)
-        mean = 0.5 * dy0.to(tl.float32)
-        for i in tl.static_range(PER):
-            of_other = dy + base[:, None] + ((other + i) * D + inside)[None, :]
-            mask = (live & (t >= 0))[:, None] & (is_key | (i == 0))
-            mean += weight * tl.load(of_other, mask=mask, other=0.0).to(tl.float32)
-        # Three products, which rows that do not reach so far leave out afterwards: Triton would lay a chain of products out for twice the rows.
-        dz = tl.dot(dy0, merged0, input_precision="ieee")
+        of_z = projected + at_row(row, entry, row_stride, batch_stride)
+        if HAS_HALO:
+            of_z = tl.where(t >= 0, of_z, halo + ((chunk * 2 + t + 2) * batch + entry).to(tl.int64) * CHANNELS)
+        # Rows that do not reach so far are left out here, for both products: S_j = sum_t dy_{t+j} z_t^T. The cache of the multiprocessor keeps what the three share.
+        dy0 = tl.load(here, mask=own[:, None], other=0.0, cache_modifier=".ca")
+        dy1 = tl.load(here + step, mask=near1[:, None], other=0.0, cache_modifier=".ca")
+        dy2 = tl.load(here + 2 * step, mask=far2[:, None], other=0.0, cache_modifier=".ca")
+        z = tl.load(of_z[:, None] + into[None, :], mask=live[:, None], other=0.0)
+        mine = tl.load(base[:, None] + into[None, :], mask=own[:, None], other=0.0)
+        of_others = base[None, :, None] + (other * D + inside)[None, None, :] + (several * D)[:, None, None]
+        theirs = tl.load(of_others, mask=own[None, :, None] & (several < count)[:, None, None], other=0.0)
+        # Three products, kept apart by a factor that changes nothing: Triton would lay a chain of products out for twice the rows.
+        dz0 = tl.dot(dy0, merged0, input_precision="ieee")
         dz1 = tl.dot(dy1, merged1, input_precision="ieee")
         dz2 = tl.dot(dy2, merged2, input_precision="ieee")
-        dz = dz * (t >= 0).to(tl.float32)[:, None] + dz1 * near1.to(tl.float32)[:, None] + dz2 * far2.to(tl.float32)[:, None] + mean
-        out = d_projected + ((row * batch + entry) * (CHANNELS + GROUPS * D))[:, None] + column[None, :]
-        tl.store(out, dz.to(dtype), mask=(live & (t >= 0))[:, None])
+        s0 = tl.dot(tl.trans(dy0), z, s0, input_precision="ieee")
+        s1 = tl.dot(tl.trans(dy1), z, s1, input_precision="ieee")
+        s2 = tl.dot(tl.trans(dy2), z, s2, input_precision="ieee")
+        mean = 0.5 * mine.to(tl.float32) + weight * tl.sum(theirs.to(tl.float32), axis=0)  # only now, so that the products do not wait for these loads
+        dz = dz0 * one + dz1 * one + dz2 * one + mean
+        to = d_projected + (flat * (CHANNELS + GROUPS * D))[:, None] + into[None, :]
+        tl.store(to, dz.to(dtype), mask=own[:, None])
         if HAS_HALO:
-            slot = (chunk * 2 + t + 2) * batch + entry
-            tl.store(d_halo + (slot * CHANNELS)[:, None] + column[None, :], dz.to(dtype), mask=(live & (t < 0))[:, None])
+            slot = ((chunk * 2 + t + 2) * batch + entry).to(tl.int64)
+            tl.store(d_halo + (slot * CHANNELS)[:, None] + into[None, :], dz.to(dtype), mask=(live & (t < 0))[:, None])
+    to = partial + ((tl.program_id(1) * (HEADS + GROUPS) + head) * 3 * D + out[:, None]) * D + inside[None, :]
+    tl.store(to, s0)
+    tl.store(to + D * D, s1)
+    tl.store(to + 2 * D * D, s2)
 
 
-@triton.jit
-def weight_kernel(
-    dy, projected, halo, starts, partial, total, rows, batch, row_stride, batch_stride,
-    HEADS: tl.constexpr, GROUPS: tl.constexpr, D: tl.constexpr, HAS_HALO: tl.constexpr, HAS_STARTS: tl.constexpr,
-    BLOCK: tl.constexpr, OUT: tl.constexpr,
+@triton.jit(do_not_specialize=SIZES)
+def conv_kernel(
+    dy, d_key, projected, depthwise_weight, depthwise_bias, grouped_weight, grouped_bias, temperature, rope, halo, starts, d_projected, d_halo,
+    partial, partial_zero, total, early_total, rows, batch, by_rows, by_early, by_batch, row_stride, batch_stride, k_row_stride, k_batch_stride, k_head_stride, rope_row_stride,
+    rope_batch_stride, eps, HEADS: tl.constexpr, GROUPS: tl.constexpr, D: tl.constexpr, ROTARY: tl.constexpr, HAS_ROPE: tl.constexpr,
+    HAS_HALO: tl.constexpr, HAS_STARTS: tl.constexpr, BLOCK: tl.constexpr, IN: tl.constexpr, OTHERS: tl.constexpr, ZERO_BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Program (part, run): S_0, S_1, S_2 of OUT output channels of a head over tiles run, run + runs, ... to partial [runs, N, 3, D, D]."""
-    PARTS: tl.constexpr = D // OUT
-    CHANNELS: tl.constexpr = (HEADS + GROUPS) * D
-    head = tl.program_id(0) // PARTS
-    out = tl.program_id(0) % PARTS * OUT + tl.arange(0, OUT)
-    inside = tl.arange(0, D)
-    column = head * D + inside
-    s0 = tl.zeros([OUT, D], tl.float32)
-    s1 = tl.zeros([OUT, D], tl.float32)
-    s2 = tl.zeros([OUT, D], tl.float32)
-    for start in range(tl.program_id(1) * BLOCK, total, tl.num_programs(1) * BLOCK):
-        f = start + tl.arange(0, BLOCK)
-        live = f < total
-        t, entry, row, chunk = place(f, rows, batch)
-        near, far = reach(starts, t, entry, chunk, live, rows, batch, HAS_STARTS)
-        base = projected + row * row_stride + entry * batch_stride
-        at1, exists1 = row_before(projected, halo, base, t, entry, chunk, batch, row_stride, CHANNELS, 1, HAS_HALO)
-        at2, exists2 = row_before(projected, halo, base, t, entry, chunk, batch, row_stride, CHANNELS, 2, HAS_HALO)
-        z0 = tl.load(base[:, None] + column[None, :], mask=live[:, None], other=0.0)
-        z1 = tl.load(at1[:, None] + column[None, :], mask=(near & exists1)[:, None], other=0.0)
-        z2 = tl.load(at2[:, None] + column[None, :], mask=(far & exists2)[:, None], other=0.0)
-        d = tl.load(dy + ((row * batch + entry) * CHANNELS + head * D)[:, None] + out[None, :], mask=live[:, None], other=0.0)
-        d = tl.trans(d)
-        s0 = tl.dot(d, z0, s0, input_precision="ieee")
-        s1 = tl.dot(d, z1, s1, input_precision="ieee")
-        s2 = tl.dot(d, z2, s2, input_precision="ieee")
-    at = partial + ((tl.program_id(1) * (HEADS + GROUPS) + head) * 3 * D + out[:, None]) * D + inside[None, :]
-    tl.store(at, s0)
-    tl.store(at + D * D, s1)
-    tl.store(at + 2 * D * D, s2)
+    """Program (part, run), tiles run, run + runs, ...; behind the parts of all heads the groups, whose keys may have temperature zero.
+
+    With halo the rows -2 and -1 of each sequence count too: early_total includes them.
+    """
+    group = tl.program_id(0) - (HEADS + GROUPS) * (D // IN)
+    if group < 0:
+        input_and_weights(dy, projected, halo, starts, depthwise_weight, grouped_weight, d_projected, d_halo, partial, early_total, rows, batch, by_early, by_batch,
+                          row_stride, batch_stride, HEADS, GROUPS, D, HAS_HALO, HAS_STARTS, BLOCK, IN, OTHERS)  # fmt: skip
+    elif tl.abs(tl.load(temperature + group).to(tl.float32)) < LEAST_TEMPERATURE:
+        zero_temperature(
+            d_key, projected, depthwise_weight, depthwise_bias, grouped_weight, grouped_bias, rope, halo, starts, partial_zero, total, rows,
+            batch, by_rows, by_batch, row_stride, batch_stride, k_row_stride, k_batch_stride, k_head_stride, rope_row_stride, rope_batch_stride, eps, group,
+            HEADS, GROUPS, D, ROTARY, HAS_ROPE, HAS_HALO, HAS_STARTS, ZERO_BLOCK,
+        )  # fmt: skip
 
 
-@triton.jit
+@triton.jit(do_not_specialize=SIZES)
 def sum_kernel(
     partial, partial_bias, partial_temperature, partial_zero, depthwise_weight, depthwise_bias, grouped_weight, temperature,
-    d_depthwise_weight, d_depthwise_bias, d_grouped_weight, d_grouped_bias, d_temperature, runs, bias_runs, zero_runs,
-    HEADS: tl.constexpr, GROUPS: tl.constexpr, D: tl.constexpr, COLUMNS: tl.constexpr, RUNS: tl.constexpr,
+    d_depthwise_weight, d_depthwise_bias, d_grouped_weight, d_grouped_bias, d_temperature, runs, bias_runs,
+    HEADS: tl.constexpr, GROUPS: tl.constexpr, D: tl.constexpr, COLUMNS: tl.constexpr, TOGETHER: tl.constexpr, RUNS: tl.constexpr,
 ):  # fmt: skip
-    """Program (head, part): all gradients that belong to COLUMNS input channels of a head."""
+    """Program (head, part): all gradients that belong to COLUMNS input channels of a head. TOGETHER runs of partial are on their way at a time."""
     head = tl.program_id(0)
     out = tl.arange(0, D)
     into = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
@@ -263,11 +267,12 @@ def sum_kernel(
     s0 = tl.zeros([D, COLUMNS], tl.float32)
     s1 = tl.zeros([D, COLUMNS], tl.float32)
     s2 = tl.zeros([D, COLUMNS], tl.float32)
-    for run in range(runs):
-        at = partial + ((run * (HEADS + GROUPS) + head) * 3 * D + out[:, None]) * D + into[None, :]
-        s0 += tl.load(at)
-        s1 += tl.load(at + D * D)
-        s2 += tl.load(at + 2 * D * D)
+    for start in range(0, runs, TOGETHER):
+        several = start + tl.arange(0, TOGETHER)[:, None, None]
+        at = partial + ((several * (HEADS + GROUPS) + head) * 3 * D + out[None, :, None]) * D + into[None, None, :]
+        s0 += tl.sum(tl.load(at, mask=several < runs, other=0.0), axis=0)
+        s1 += tl.sum(tl.load(at + D * D, mask=several < runs, other=0.0), axis=0)
+        s2 += tl.sum(tl.load(at + 2 * D * D, mask=several < runs, other=0.0), axis=0)
     bias = tl.zeros([RUNS, D], tl.float32)
     for start in range(0, bias_runs, RUNS):
         several = start + tl.arange(0, RUNS)
@@ -289,7 +294,7 @@ def sum_kernel(
         if head >= HEADS:
             group = head - HEADS
             is_zero = tl.abs(tl.load(temperature + group).to(tl.float32)) < LEAST_TEMPERATURE
-            count = tl.where(is_zero, zero_runs, bias_runs)
+            count = tl.where(is_zero, runs, bias_runs)
             given = partial_zero if is_zero else partial_temperature
             along = tl.zeros([RUNS], tl.float32)
             for start in range(0, count, RUNS):

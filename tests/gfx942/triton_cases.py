@@ -94,20 +94,51 @@ def _swiglu(backward: bool) -> TritonObject:
     return _compile(kernels.backward_kernel if backward else kernels.forward_kernel, types, constexprs, chosen.num_warps)
 
 
+def _grouped_product(kind: str) -> TritonObject:
+    """16 experts of 2048 rows."""
+    from hip_ops.triton_kernels import grouped_pointer_product as kernels
+    from hip_ops.triton_kernels.grouped_configs import choose_config
+
+    config = choose_config("gfx942", kind, 2048, 4096, 2048)
+    kernel = kernels.grouped_pointer_outer_kernel if kind == "outer" else kernels.grouped_pointer_rows_kernel
+    pointers = {name: "*bf16" for name in kernel.arg_names if name.endswith("_pointer")} | ({"out_pointer": "*fp32"} if kind == "outer" else {})
+    types = dict.fromkeys(kernel.arg_names, "i32") | pointers | {"offsets": "*i32"}
+    constexprs = {"TRANSPOSED": kind == "rows_t", "EVEN_K": True, "ACCUMULATE": True, "EXPERTS": 16, "BLOCK_M": config.block_m,
+                  "BLOCK_N": config.block_n, "BLOCK_K": config.block_k, "GROUP": config.group, "XCDS": kernels.AMD_XCDS}
+    return _compile(kernel, types, constexprs, config.num_warps, config.num_stages)
+
+
+def _vocabulary_rows(gradient: bool) -> TritonObject:
+    """A chunk of ZAYA1's 262,272 classes, in which no number is divisible by 16 but those of classes."""
+    from hip_ops.triton_kernels import vocabulary_rows as kernels
+
+    chosen = kernels.launch(2, 64)
+    sizes = dict.fromkeys(("rows", "classes", "row_stride", "first_class", "size", "normalizer_stride"), "i32")
+    types = sizes | {"logits": "*bf16", "labels": "*i64", "z_loss": "fp32"}
+    constexprs = {"LANES": chosen.lanes, "WIDTH": chosen.width, "BLOCK": chosen.lanes * chosen.width}
+    kernel = kernels.gradient_kernel if gradient else kernels.statistics_kernel
+    return _compile(kernel, types, constexprs, chosen.num_warps, unaligned=("rows", "first_class", "normalizer_stride"))
+
+
 def _cca_prologue(which: str) -> TritonObject:
     """ZAYA1's heads, with halos and documents."""
-    from hip_ops.triton_kernels import cca_prologue, cca_prologue_backward, cca_prologue_forward
+    from hip_ops.triton_kernels import (
+        cca_prologue,
+        cca_prologue_backward,
+        cca_prologue_forward,
+        cca_prologue_rows,
+    )
 
-    chosen = cca_prologue.Launch(0, 4) if which == "sum" else cca_prologue.launch(which, 128, 10, 2, processors=304, warp_size=64)
+    chosen = cca_prologue.Launch(0, 8) if which == "sum" else cca_prologue.launch(which, 128, 10, 2, processors=304, warp_size=64)
     kernel = getattr(cca_prologue_forward if which == "forward" else cca_prologue_backward, f"{which}_kernel")
     fp32 = ("rope", "inverse_norm", "partial", "partial_bias", "partial_temperature", "partial_zero")
-    sizes = ("total", "rows", "batch", "tiles", "runs", "bias_runs", "zero_runs")
-    types = {name: "i32" for name in kernel.arg_names if name in sizes or name.endswith("_stride")}
+    types = {name: "i64" if name.startswith("by_") else "i32" for name in kernel.arg_names if name in cca_prologue_rows.SIZES or name.endswith("_stride")}
     types |= dict.fromkeys(("eps", "inverse_eps"), "fp32") | {"starts": "*u8"} | dict.fromkeys(fp32, "*fp32")
     types = {name: types.get(name, "*bf16") for name in kernel.arg_names}
     constexprs = {"HEADS": 8, "GROUPS": 2, "D": 128, "ROTARY": 64, "DELAYED": 128, "HAS_ROPE": True, "HAS_HALO": True, "HAS_STARTS": True,
-                  "BLOCK": chosen.block, "STAGES": chosen.stages, "OUT": chosen.out, "COLUMNS": cca_prologue.SUM_COLUMNS, "RUNS": 32}
-    return _compile(kernel, types, constexprs, chosen.num_warps, chosen.stages, unaligned=sizes)
+                  "BLOCK": chosen.block, "STAGES": chosen.stages, "IN": chosen.into, "OTHERS": 4, "ZERO_BLOCK": chosen.zero_block,
+                  "COLUMNS": cca_prologue.SUM_COLUMNS, "TOGETHER": 4, "RUNS": 32}
+    return _compile(kernel, types, constexprs, chosen.num_warps, chosen.stages, unaligned=cca_prologue_rows.SIZES)
 
 
 CASES: dict[str, Callable[[], TritonObject]] = {
@@ -120,7 +151,8 @@ CASES: dict[str, Callable[[], TritonObject]] = {
     "muon_update": lambda: _muon("update"),
     "symmetric_product": lambda: _product(True),
     "general_product": lambda: _product(False),
-    **{f"cca_prologue_{which}": functools.partial(_cca_prologue, which) for which in ("forward", "norm", "input", "weight", "temperature", "sum")},
+    **{f"cca_prologue_{which}": functools.partial(_cca_prologue, which) for which in ("forward", "norm", "conv", "sum")},
+    **{f"grouped_{kind}": functools.partial(_grouped_product, kind) for kind in ("rows_t", "rows", "outer")},
     "expert_count": lambda: _expert_rows("count"),
     "expert_place": lambda: _expert_rows("place"),
     "expert_gather": lambda: _expert_rows("gather"),
@@ -128,4 +160,6 @@ CASES: dict[str, Callable[[], TritonObject]] = {
     "expert_scale_gather_backward": lambda: _expert_rows("scaled_backward"),
     "weighted_swiglu": lambda: _swiglu(False),
     "weighted_swiglu_backward": lambda: _swiglu(True),
+    "row_statistics": lambda: _vocabulary_rows(False),
+    "overwrite_with_gradient": lambda: _vocabulary_rows(True),
 }

@@ -35,6 +35,11 @@ def runs(groups: int, roles: int, tiles: int, processors: int, resident: int) ->
     return places * max(1, min(processors * resident // XCDS // all_roles, -(-tiles // places)))
 
 
+def backward_tiles(total: int, rows: int, batch: int, has_halo: bool) -> int:
+    """Of one micro-batch entry each, with the two rows of a halo."""
+    return total // rows * tiles_of(rows + 2 * has_halo)
+
+
 def flat(tensor: Tensor) -> Tensor:
     """All that lies between a tensor's first and last element."""
     extent = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)) if tensor.numel() else 0
@@ -64,10 +69,10 @@ class Emulated:
         return self._run(hip_kernels.cca_prologue_backward, arguments)
 
     def _run(self, function, arguments):
-        def count(roles: int, resident: int):
-            return lambda total, heads, groups, processors: runs(groups, heads // groups + roles, tiles_of(total), processors, resident)
+        def count(total, rows, batch, heads, groups, has_halo, processors):
+            return runs(groups, heads // groups + 1, backward_tiles(total, rows, batch, has_halo), processors, 1)
 
-        functions = SimpleNamespace(ho_cca_prologue_backward_blocks=count(2, 4), ho_cca_prologue_weights_blocks=count(1, 1))
+        functions = SimpleNamespace(ho_cca_prologue_backward_runs=count)
         with (
             mock.patch.object(hip_kernels, "call", lambda name, *a, device: getattr(self, "_" + name)(*a)),
             mock.patch.object(hip_kernels, "library", lambda target: functions),
@@ -102,36 +107,23 @@ class Emulated:
         self._launch("cca_prologue", "ho_cca_prologue_forward", blocks, given, list(pointers[10:]))
 
     def _ho_cca_prologue_backward(self, *arguments) -> None:
-        d_query, d_key, d_value, query, key, inverse_norm, temperature, rope, starts, depthwise, grouped, dy, d_projected, d_halo, d_value_halo, bias, along = arguments[:17]
-        strides, sizes = arguments[17:28], arguments[28:35]
+        pointers, strides, sizes = arguments[:19], arguments[19:32], arguments[32:39]
         total, rows, batch, heads, groups, _, _ = sizes
-        for result in (dy, d_projected, d_halo, d_value_halo, bias, along):
+        for result in pointers[13:]:
             if result is not None:
                 result.fill_(float("nan"))
-        roles = heads // groups + 2
-        given = [d_query, d_key, d_value, query, key, inverse_norm, temperature, rope, starts, dy, d_projected, d_value_halo, bias, along]
-        self._launch("cca_prologue_backward", "ho_cca_prologue_backward_rows", runs(groups, roles, tiles_of(total), self.processors, 4) * roles * groups,
-                     [*given, *map(np.int64, strides), *map(np.int32, sizes)], [dy, d_projected, d_value_halo, bias, along])  # fmt: skip
-        everything = total + (2 * (total // rows) if d_halo is not None else 0)
-        blocks = runs(groups, roles - 1, tiles_of(everything), self.processors, 2) * (roles - 1) * groups
-        given = [dy, depthwise, grouped, starts, d_projected, d_halo, *map(np.int32, (everything, total, rows, batch, heads, groups))]
-        self._launch("cca_prologue_backward", "ho_cca_prologue_backward_input", blocks, given, [d_projected, d_halo])
+        tiles, roles = backward_tiles(total, rows, batch, pointers[9] is not None), heads // groups + 1
+        given = [*pointers, *map(np.int32, (*strides, tiles, *sizes))]
+        self._launch("cca_prologue_backward", "ho_cca_prologue_backward_pass", runs(groups, roles, tiles, self.processors, 1) * roles * groups,
+                     given, list(pointers[13:]))  # fmt: skip
 
-    def _ho_cca_prologue_weights(self, *arguments) -> None:
-        dy, d_key, projected, *weights, temperature, rope, halo, starts, partial, zero = arguments[:13]
-        row_stride, batch_stride, rope_row, rope_batch, *k_strides = arguments[13:20]
-        total, rows, batch, heads, groups, rotary, zero_runs = arguments[20:27]
-        partial.fill_(float("nan")), zero.fill_(float("nan"))
-        roles = heads // groups + 1
-        strides, sizes = list(map(np.int64, (row_stride, batch_stride))), list(map(np.int32, (total, rows, batch, heads, groups)))
-        self._launch("cca_prologue_weights", "ho_cca_prologue_backward_weights", runs(groups, roles, tiles_of(total), self.processors, 1) * roles * groups,
-                     [dy, projected, halo, starts, partial, *strides, *sizes], [partial])  # fmt: skip
-        given = [d_key, projected, *weights, temperature, rope, halo, starts, zero, *strides, *map(np.int64, (rope_row, rope_batch, *k_strides)), *sizes, np.int32(rotary)]
-        self._launch("cca_prologue_weights", "ho_cca_prologue_backward_temperature", groups * zero_runs, given, [zero], threads=128)
-
-    def _ho_cca_prologue_sum(self, *arguments) -> None:
-        tensors, counts, (heads, groups) = arguments[:13], arguments[13:16], arguments[16:18]
-        for result in tensors[8:]:
+    def _ho_cca_prologue_parameters(self, *arguments) -> None:
+        d_key, projected, *weights, temperature, rope, halo, starts, partial, bias, along, zero = arguments[:14]
+        gradients, strides, sizes, (all_runs, zero_runs) = arguments[14:19], arguments[19:26], arguments[26:32], arguments[32:34]
+        for result in (zero, *gradients):
             result.fill_(float("nan"))
-        given = [*tensors, *map(np.int64, counts), np.int32(heads), np.int32(groups)]
-        self._launch("cca_prologue_weights", "ho_cca_prologue_backward_sum", (heads + groups) * 8, given, list(tensors[8:]))
+        heads, groups = sizes[3:5]
+        given = [d_key, projected, *weights, temperature, rope, halo, starts, zero, *map(np.int64, strides), *map(np.int32, sizes)]
+        self._launch("cca_prologue_parameters", "ho_cca_prologue_backward_temperature", groups * zero_runs, given, [zero], threads=128)
+        given = [partial, bias, along, zero, *weights[:3], temperature, *gradients, *map(np.int64, (all_runs, zero_runs)), np.int32(heads), np.int32(groups)]
+        self._launch("cca_prologue_parameters", "ho_cca_prologue_backward_sum", (heads + groups) * 8, given, list(gradients))

@@ -15,7 +15,7 @@ from tests.gfx942.emulator import Counters, Device
 from tests.gfx942.triton_objects import triton_code_object
 from tests.hip_ops.cca_prologue_device import flat, to_numpy
 
-KERNELS = ("forward_kernel", "norm_kernel", "input_kernel", "weight_kernel", "temperature_kernel", "sum_kernel")
+KERNELS = ("forward_kernel", "norm_kernel", "conv_kernel", "sum_kernel")
 NAMES = {torch.bfloat16: "*bf16", torch.float32: "*fp32", torch.uint8: "*u8"}
 
 
@@ -56,6 +56,8 @@ class _Kernel:
         return lambda *arguments, **named: self._launch(grid, arguments, named)
 
     def _launch(self, grid, arguments, named) -> None:
+        from hip_ops.triton_kernels.cca_prologue_rows import SIZES
+
         device = self.owner.device
         constexprs = {name: value for name, value in named.items() if name in self.arg_names}
         names = [name for name in self.arg_names if name not in constexprs]
@@ -72,9 +74,10 @@ class _Kernel:
                 signature[name] = "fp32"
                 given.append(np.float32(value))
             else:
-                signature[name] = "i32"
-                given.append(np.int32(value))
-                divisible += [name] * (value % 16 == 0)
+                wide = value >= 2**31
+                signature[name] = "i64" if wide else "i32"
+                given.append((np.int64 if wide else np.int32)(value))
+                divisible += [name] * (value % 16 == 0 and name not in SIZES)
         compiled = triton_code_object(self.kernel, signature, constexprs, num_warps=named["num_warps"], num_stages=named.get("num_stages", 2), divisible_by_16=divisible)
         self.owner.counters[self.kernel.__name__] = compiled.launch(device, (*grid, 1, 1)[:3], given)
         for tensor, buffer in buffers.values():

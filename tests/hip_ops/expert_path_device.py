@@ -145,13 +145,16 @@ class TritonOnDevice(OnDevice):
     """The Triton kernels with the tiles that their launchers choose for waves of 64."""
 
     def run(self, kernel, grid: tuple[int, int], values: dict, constexprs: dict, num_warps: int = 4) -> None:
-        """values by name: (buffer, dtype of its elements) or a whole number."""
+        """values by name: (buffer, dtype of its elements), a whole number, or a float."""
         signature, given, divisible = {}, [], []
         for name in kernel.arg_names:
             if name in constexprs:
                 continue
             value = values[name]
-            if isinstance(value, int):
+            if isinstance(value, float):
+                signature[name] = "fp32"
+                given.append(np.float32(value))
+            elif isinstance(value, int):
                 signature[name] = "i32"
                 given.append(np.int32(value))
                 if value % 16 == 0:

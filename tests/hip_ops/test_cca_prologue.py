@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """The CCA prologue as an operator, on the CPU: the torch reference, and the HIP sources built with g++."""
 
+import contextlib
 import re
 
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import hip_ops
 from hip_ops.hip_kernels import cca_prologue as hip_kernels
@@ -51,7 +53,7 @@ def test_cpu_build_against_fp64(monkeypatch, case, schedule):
     check(hip_kernels, case)
 
 
-@settings(max_examples=8, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=5, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     rows=st.integers(1, 34), batch=st.integers(1, 3), groups=st.integers(1, 3), per=st.integers(1, 3), chunks=st.integers(1, 2), halo=st.booleans(),
     document=st.sampled_from([0, 2, 9]), rotary=st.sampled_from([0, 8, 64, 128]), delayed=st.sampled_from([None, 0, 4]), pad=st.sampled_from([0, 1, 8]),
@@ -263,6 +265,30 @@ def test_compiles_whole(chosen):
         loss.backward()
         results.append([loss, *(t[name].grad for name in GRADIENTS)])
     assert all(map(torch.equal, *results))
+
+
+def test_without_dispatch_and_with_it():
+    """Plain tensors go past torch's dispatch; a mode sees the operators by their names, and both give the same."""
+
+    class Names(TorchDispatchMode):
+        def __init__(self):
+            super().__init__()
+            self.seen = []
+
+        def __torch_dispatch__(self, function, types, arguments=(), keywords=None):
+            self.seen.append(function.name())
+            return function(*arguments, **(keywords or {}))
+
+    case, found = Case(5, 2, 2, 1, halo=True, document=3), []
+    for mode in (contextlib.nullcontext(), Names()):
+        t = leaves(case)
+        with mode:
+            results = call(case, t)
+            torch.autograd.backward(results, make(case).upstream)
+        assert ("_Direct" in type(results[0].grad_fn).__name__) == (not isinstance(mode, Names))
+        found.append([*results, *(t[name].grad for name in GRADIENTS)])
+    assert {"hip_ops::cca_prologue", "hip_ops::cca_prologue_backward"} <= set(mode.seen)
+    assert all(map(torch.equal, *found))
 
 
 def test_results_do_not_change_between_runs(monkeypatch):

@@ -37,7 +37,7 @@ else:
 """
 
 
-@pytest.mark.parametrize("case", [bugs.PLAIN, bugs.HALO, bugs.LONG], ids=str)
+@pytest.mark.parametrize("case", [bugs.PLAIN, bugs.HALO, bugs.LONG, bugs.ENTRIES], ids=str)
 def test_the_copy_without_a_bug_passes(tmp_path, monkeypatch, case):
     sources = bugs.copy(tmp_path)
     loaded = load(build_cpu_library(*sources), *sources, CSRC / "abi.hip")

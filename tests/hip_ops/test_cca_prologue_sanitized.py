@@ -40,21 +40,20 @@ for c, b, n, g, k, halo, documents, rotary, late, length in eval(sys.argv[-1]):
     sizes = (total, c, b, n, g, rotary)
     assert kernels.ho_cca_prologue(projected, *weights, temperature, rope, before, value_before, starts, query, key, value, norms, b * width, width,
                                    *turns, *sizes, late, 1, None) == 0
-    if not hasattr(kernels.library, "ho_cca_prologue_sum"):
+    if not hasattr(kernels.library, "ho_cca_prologue_parameters"):
         continue
     upstream = [bf16(s, b, count, d) for count in (n, g, g)]
     strides = [x for count in (n, g, g) for x in (b * count * d, count * d, d)]
-    bias_runs, runs, zero_runs = kernels.ho_cca_prologue_backward_blocks(total, n, g, 1), kernels.ho_cca_prologue_weights_blocks(total, n, g, 1), 3
-    dy, d_projected = empty(s, b, channels), empty(s, b, width)
+    runs, zero_runs = kernels.ho_cca_prologue_backward_runs(total, c, b, n, g, halo, 1), 3
+    d_projected = empty(s, b, width)
     d_halo, d_value_halo = (np.empty_like(before), np.empty_like(value_before)) if halo else (None, None)
-    bias, along, zero = empty(bias_runs, heads, d, dtype=np.float32), empty(bias_runs, g, dtype=np.float32), empty(zero_runs, g, dtype=np.float32)
+    bias, along, zero = empty(runs, heads, d, dtype=np.float32), empty(runs, g, dtype=np.float32), empty(zero_runs, g, dtype=np.float32)
     partial, d_temperature = empty(runs, heads, 3, d, d, dtype=np.float32), np.empty_like(temperature)
-    assert kernels.ho_cca_prologue_backward(*upstream, query, key, norms, temperature, rope, starts, weights[0], weights[2], dy, d_projected, d_halo,
-                                            d_value_halo, bias, along, *strides, *turns, *sizes, late, 1, None) == 0
-    assert kernels.ho_cca_prologue_weights(dy, upstream[1], projected, *weights, temperature, rope, before, starts, partial, zero, b * width, width, *turns,
-                                           *strides[3:6], *sizes, zero_runs, 1, None) == 0
-    assert kernels.ho_cca_prologue_sum(partial, bias, along, zero, *weights[:3], temperature, *(np.empty_like(w) for w in weights), d_temperature, runs,
-                                       bias_runs, zero_runs, n, g, None) == 0
+    assert kernels.ho_cca_prologue_backward(*upstream, query, key, norms, temperature, rope, projected, before, weights[0], weights[2], starts, d_projected,
+                                            d_halo, d_value_halo, partial, bias, along, *strides, b * width, width, *turns, *sizes, late, 1, None) == 0
+    assert kernels.ho_cca_prologue_parameters(upstream[1], projected, *weights, temperature, rope, before, starts, partial, bias, along, zero,
+                                              *(np.empty_like(w) for w in weights), d_temperature, b * width, width, *turns, *strides[3:6], *sizes, runs,
+                                              zero_runs, None) == 0
 print("done")
 """
 

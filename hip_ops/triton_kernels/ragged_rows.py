@@ -1,0 +1,36 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Descriptors of rows that are cut off by the hardware at a border known only on the device: the end of an expert's rows.
+
+A descriptor cuts off at the end of the shape that it was made with. Here the last rows of a range are put at the end of a dimension of BIG rows,
+and the address is brought back by two more dimensions: with coordinates (BIG, end, BIG - size + row) and strides (2^34 - stride, stride,
+stride) the offset is BIG * 2^34 + (end - size + row) * stride elements, and BIG * 2^34 = 2^64 is nothing in 64-bit arithmetic. The trick of
+triton.tools.ragged_tma, whose device functions Triton's interpreter does not take.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+BIG = tl.constexpr(2**30)
+
+
+def ragged_rows(x: Tensor, block: list[int]) -> TensorDescriptor:
+    """Of x [rows, columns] with rows without gaps; block: rows and columns of one load or store."""
+    assert x.dim() == 2 and x.stride(1) == 1 and len(x) <= BIG.value
+    stride, longest = x.stride(0), 0x7FFF0000
+    return TensorDescriptor(x, [longest, longest, BIG.value, x.shape[1]], [2**34 - stride, stride, stride, 1], [1, 1, *block])
+
+
+@triton.jit
+def load_rows(desc, start, end, row, column, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """x[start + row :, column :], zeros from x[end] on."""
+    return desc.load([BIG, end, BIG - (end - start) + row, column]).reshape(ROWS, COLUMNS)
+
+
+@triton.jit
+def store_rows(desc, start, end, row, column, block, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """x[start + row :, column :] = block, but for rows from x[end] on."""
+    desc.store([BIG, end, BIG - (end - start) + row, column], block.reshape(1, 1, ROWS, COLUMNS))
