@@ -13,43 +13,21 @@ import argparse
 import itertools
 import json
 import platform
-import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from datetime import date
 from pathlib import Path
 
 from result_record import commit_of
+from training_runs import losses, rows, smooth, train
 
 OPTIMIZERS = ("adamw", "muon")
 
 
 def run(arguments: argparse.Namespace, optimizer: str, lr: float) -> Path:
     """One training run; its directory."""
-    directory = arguments.work / f"{optimizer}-{lr:g}"
-    if not (directory / "done").is_file():
-        command = [
-            sys.executable, "-m", "zaya_plugin.cli", "train", f"experiment={arguments.experiment}", f"optim={optimizer}",
-            f"optim.lr={lr}", f"optim.min_lr={lr / 10}", f"run_dir={directory}", "logger.wandb=false",
-            "logger.tensorboard=false", "checkpoint.save_interval=null", *arguments.overrides,
-        ]
-        print(" ".join(command), flush=True)
-        log = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-        if log.returncode:
-            raise RuntimeError(log.stdout[-3000:])
-        (directory / "done").touch()
-    return directory
-
-
-def losses(directory: Path) -> tuple[list[float], float]:
-    """Training loss of every step, and the last validation loss."""
-    rows = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
-    return [r["loss"] for r in rows if "loss" in r], [r["valid_loss"] for r in rows if "valid_loss" in r][-1]
-
-
-def smooth(values: list[float], window: int) -> list[float]:
-    """Mean of each value and up to window - 1 before it."""
-    return [sum(values[max(0, i - window + 1) : i + 1]) / len(values[max(0, i - window + 1) : i + 1]) for i in range(len(values))]
+    overrides = [f"experiment={arguments.experiment}", f"optim={optimizer}", f"optim.lr={lr}", f"optim.min_lr={lr / 10}", *arguments.overrides]
+    return train(arguments.work / f"{optimizer}-{lr:g}", overrides)
 
 
 def steps_to(curve: list[float], target: float) -> int | None:
@@ -95,8 +73,8 @@ def main() -> None:
     with ThreadPoolExecutor(arguments.at_once) as pool:
         directories = list(pool.map(lambda one: run(arguments, *one), runs))
     for one, directory in zip(runs, directories, strict=True):
-        raw, validation[one] = losses(directory)
-        curves[one] = smooth(raw, arguments.window)
+        curves[one] = smooth(losses(directory), arguments.window)
+        validation[one] = [row["valid_loss"] for row in rows(directory) if "valid_loss" in row][-1]
     best = {o: min(arguments.lrs, key=lambda lr, o=o: curves[o, lr][-1]) for o in OPTIMIZERS}
     target = curves["adamw", best["adamw"]][-1]
     table = [

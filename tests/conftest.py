@@ -3,17 +3,18 @@
 
 import os
 import shutil
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import torch
 
 
 @pytest.fixture(autouse=True)
 def seeded() -> None:
-    """The same random numbers in every run and in every order of the tests."""
-    torch.manual_seed(1234)
+    """The same random numbers in every run and in every order of the tests; importing torch is left to those that need it."""
+    if torch := sys.modules.get("torch"):
+        torch.manual_seed(1234)
 
 
 @pytest.fixture(scope="session")

@@ -69,6 +69,20 @@ RECOMPUTED = tuple(
     for kind, overrides in (("full", FULL), ("selective", SELECTIVE))
 ) + (layout("pp2-interleaved-full", 2, *FULL, pp=2, stages=2),)
 
+# The head and its loss by hip_ops, against one rank's plain ones: with the embedding on the same stage and without, the vocabulary cut, shards.
+FUSED_HEAD = tuple(
+    layout(f"{name}-head", ranks, "cluster.fused_linear_cross_entropy=true", *extra, **sizes)
+    for name, ranks, extra, sizes in (
+        ("tp2", 2, (), dict(tp=2)),
+        ("one", 1, (), {}),
+        ("dp2-overlap", 2, OVERLAP, {}),
+        ("cp2", 2, (), dict(cp=2)),
+        ("pp2", 2, (), dict(pp=2)),
+        ("pp2-interleaved-dp2-overlap", 4, OVERLAP, dict(pp=2, stages=2)),
+        ("tp2pp2-full", 4, FULL, dict(tp=2, pp=2)),
+    )
+)
+
 # Several documents in a sequence, each as if it were alone; RoPE counts from its start.
 PACKED = ("data.packing=documents", "data.reset_position_ids=true")
 

@@ -120,7 +120,7 @@ def test_a_launch_error_is_returned(kernels):
 def test_every_operator_passes_its_self_check(name):
     with backend.use_backend(name):
         results = hip_ops.warm_up(GPU)
-    assert len(results) >= 8 and set(results.values()) == {"passed"}, results
+    assert set(results.values()) <= {"passed", f"no {name} version"} and list(results.values()).count("passed") >= 8, results
 
 
 @pytest.mark.parametrize("name", ["hip", "triton"])

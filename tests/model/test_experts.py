@@ -9,6 +9,7 @@ import torch.nn.functional as F
 
 from zaya_plugin.model import grouped_gemm
 from zaya_plugin.model.experts import ExpertMLP, GroupedExperts, as_block, swiglu, swiglu_backward
+from zaya_plugin.model.grouped_gemm_implementations import has_grouped_mm
 from zaya_plugin.model.moe import PermuteRows, sort_by_expert
 
 COUNTS = {
@@ -43,7 +44,7 @@ def test_gradcheck_in_fp64(counts):
     x, weights, fc1, fc2 = make()
     offsets = offsets_of(counts)
     assert torch.autograd.gradcheck(
-        lambda x, w, *m: ExpertMLP.apply(x, w, offsets, E, False, *m), (x, weights, *fc1, *fc2)
+        lambda x, w, *m: ExpertMLP.apply(x, w, offsets, E, False, "auto", *m), (x, weights, *fc1, *fc2)
     )
 
 
@@ -51,9 +52,9 @@ def test_gradcheck_in_fp64(counts):
 @pytest.mark.parametrize("counts", COUNTS.values(), ids=COUNTS)
 def test_values_and_gradients_equal_the_loop(counts, dtype, tolerance):
     x, weights, fc1, fc2 = make(dtype, h=8, f=16)
-    assert grouped_gemm.has_grouped_mm(x)
+    assert has_grouped_mm(x)
     offsets, leaves = offsets_of(counts), [x, weights, *fc1, *fc2]
-    y = ExpertMLP.apply(x, weights, offsets, E, False, *fc1, *fc2)
+    y = ExpertMLP.apply(x, weights, offsets, E, False, "auto", *fc1, *fc2)
     exact = [t.detach().double().requires_grad_() for t in leaves]
     expected = loop(exact[0], exact[1], offsets, exact[2 : 2 + E], exact[2 + E :])
     g = torch.randn_like(y)
@@ -69,15 +70,15 @@ def test_rows_of_no_expert_ignore_what_lies_in_memory(monkeypatch):
     """grouped_mm leaves those rows uninitialised; here they hold NaN for certain."""
     offsets, honest = offsets_of([2, 0, 1]), grouped_gemm.grouped_rows
 
-    def poisoned(x, matrices, offsets):
-        out = honest(x, matrices, offsets)
+    def poisoned(x, matrices, offsets, asked):
+        out = honest(x, matrices, offsets, asked)
         out[int(offsets[-1]) :] = float("nan")
         return out
 
     monkeypatch.setattr("zaya_plugin.model.experts.grouped_rows", poisoned)
     x, weights, fc1, fc2 = make(torch.float32)
     leaves = [x, weights, *fc1, *fc2]
-    y = ExpertMLP.apply(x, weights, offsets, E, False, *fc1, *fc2)
+    y = ExpertMLP.apply(x, weights, offsets, E, False, "auto", *fc1, *fc2)
     gradients = torch.autograd.grad(y, leaves, torch.randn_like(y))
     assert all(t.isfinite().all() for t in (y, *gradients))
     assert not y[3:].any() and not gradients[0][3:].any() and not gradients[1][3:].any()
@@ -89,8 +90,9 @@ def test_loop_equals_grouped_gemm(monkeypatch):
     leaves, offsets = [x, weights, *fc1, *fc2], offsets_of([4, 0, 6])
     results = []
     for available in (True, False):
-        monkeypatch.setattr(grouped_gemm, "has_grouped_mm", lambda *tensors, available=available: available)
-        y = ExpertMLP.apply(x, weights, offsets, E, False, *fc1, *fc2)
+        if not available:
+            monkeypatch.setattr(grouped_gemm, "choose", lambda *what: None)
+        y = ExpertMLP.apply(x, weights, offsets, E, False, "auto", *fc1, *fc2)
         results.append([y, *torch.autograd.grad(y.square().sum(), leaves)])
     for a, b in zip(*results, strict=True):
         torch.testing.assert_close(a, b)

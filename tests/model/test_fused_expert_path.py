@@ -72,7 +72,7 @@ def test_gradcheck_of_experts_without_rows_of_no_expert(counts):
     offsets = torch.tensor(counts).cumsum(0).int()
 
     def run(fused):
-        return lambda x, w, *m: ExpertMLP.apply(x[:rows], w, offsets, 3, fused, *m)[:live]
+        return lambda x, w, *m: ExpertMLP.apply(x[:rows], w, offsets, 3, fused, "auto", *m)[:live]
 
     if live:
         assert torch.autograd.gradcheck(run(True), (x, weights, *matrices))

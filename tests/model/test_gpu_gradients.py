@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Gradients that skip autograd's accumulation must be those that take it: same sums in DDP's fp32 buffers."""
+"""Gradients that skip autograd's accumulation must be those that take it, but for its rounding to bf16."""
 
 import pytest
 import torch
+import torch.nn.functional as F
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 
-from zaya_plugin.model import experts
+from zaya_plugin.model import attention, experts
 
 pytestmark = pytest.mark.gpu
 
@@ -29,10 +30,11 @@ def _main_grads(make_model, batch, overlap: bool) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("overlap", [False, True])
-def test_block_accumulation_equals_autograds(make_model, batch, monkeypatch, overlap):
+def test_main_gradients_are_autograds_without_its_rounding(make_model, batch, monkeypatch, overlap):
     ours = _main_grads(make_model, batch, overlap)
-    monkeypatch.setattr(experts, "hand_over_gradients", lambda matrices, block: block.unbind())
+    monkeypatch.setattr(experts, "main_grad_of", lambda weight: None)
+    monkeypatch.setattr(attention, "main_grad_linear", lambda x, *weights: F.linear(x, torch.cat(weights)))
     plain = _main_grads(make_model, batch, overlap)
     for name in plain:
-        assert torch.equal(ours[name], plain[name]), name
+        assert (ours[name] - plain[name]).norm() <= 4e-3 * plain[name].norm(), name
     assert sum(float(g.abs().sum()) for name, g in ours.items() if "linear_fc1" in name) > 0

@@ -9,6 +9,8 @@ import torch
 
 from tests.parallel.tensor_expert_ranks import LAYOUTS
 
+pytestmark = pytest.mark.slow  # tests/distributed/test_layouts.py has tp2 and ep2 among its quick ones
+
 RUN = """
 import sys, pathlib
 from tests.parallel import tensor_expert_ranks

@@ -62,7 +62,7 @@ def randomise(hf, skip_bias):
             b[-1] = skip_bias
 
 
-def our_model(hf):
+def our_model(hf, **options):
     from zaya_plugin.checkpoint.hf_map import from_hf
     from zaya_plugin.model.build import build_zaya_model
     from zaya_plugin.model.config import ZayaConfig
@@ -72,7 +72,7 @@ def our_model(hf):
         num_layers=c.num_hidden_layers, hidden_size=c.hidden_size, num_attention_heads=c.num_attention_heads,
         num_query_groups=c.num_key_value_heads, kv_channels=c.head_dim, ffn_hidden_size=c.moe_intermediate_size,
         moe_ffn_hidden_size=c.moe_intermediate_size, num_moe_experts=c.num_experts,
-        router_hidden_size=c.router_hidden_size, layernorm_epsilon=c.rms_norm_eps, use_cpu_initialization=True,
+        router_hidden_size=c.router_hidden_size, layernorm_epsilon=c.rms_norm_eps, use_cpu_initialization=True, **options,
     )
     model = build_zaya_model(config, vocab_size=VOCAB, max_sequence_length=64, rotary_base=10000).train()
     model.load_state_dict(from_hf(hf.state_dict(), config))
@@ -152,6 +152,29 @@ def test_logits_and_gradients(case):
     for name, grad in expected.items():
         if "experts" in name:  # experts without tokens
             assert torch.equal(ours[name].flatten(1).norm(dim=1) == 0, grad.flatten(1).norm(dim=1) == 0), name
+
+
+@pytest.mark.parametrize("case", ["plain"], indirect=True)
+@pytest.mark.parametrize("promise", [False, True])
+def test_the_fused_head_has_transformers_loss_and_gradients(case, promise):
+    """transformers' own labels, shifted by one, with places that do not count; ours by the mask."""
+    from zaya_plugin.checkpoint.hf_map import to_hf
+
+    hf, ids, _ = case
+    masked = torch.arange(ids.shape[1]) % 5 == 2
+    loss = hf(ids, labels=ids.masked_fill(masked, -100), use_cache=False).loss
+    loss.backward()
+    model = our_model(hf, fused_linear_cross_entropy=True, calculate_per_token_loss=True)
+    mask = (~masked[1:]).float().expand_as(ids[:, 1:])
+    positions = torch.arange(ids.shape[1] - 1).expand_as(ids[:, 1:])
+    losses = model(ids[:, :-1], positions, None, labels=ids[:, 1:], loss_mask=mask if promise else None)
+    total = (losses * mask).sum()
+    total.backward()
+    assert (total / mask.sum()).item() == pytest.approx(loss.item(), rel=1e-6)
+    gradients = {name: p.grad / mask.sum() for name, p in model.named_parameters()}
+    ours = to_hf(model.state_dict() | gradients, model.config)
+    errors = {name: relative_error(ours[name], p.grad) for name, p in hf.named_parameters()}
+    assert max(errors.values()) < GRADIENTS, sorted(errors.items(), key=lambda item: -item[1])[:5]
 
 
 def test_cases_reach_what_they_name(case, request):

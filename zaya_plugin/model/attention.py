@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from zaya_plugin.model.cca import key_scale, mix_qk, rope_table, shift_values
 from zaya_plugin.model.config import ZayaConfig
 from zaya_plugin.model.initialization import constant_parameter, random_parameter
+from zaya_plugin.model.main_grad import main_grad_linear
 from zaya_plugin.model.parameter_gather import gathered
 from zaya_plugin.parallel.boundary_exchange import BoundaryExchange, last_rows
 from zaya_plugin.parallel.context_order import ContextShard
@@ -132,8 +133,12 @@ class ZayaSelfAttention(MegatronModule):
         them costs a copy of 6 MB, and saves three reads of the input, three gathers of the sequence and three sums of its
         gradient.
         """
-        values = self.local.of_values(gathered(self.linear_v_current).weight, gathered(self.linear_v_delayed).weight)
-        if all(type(linear) is ColumnParallelLinear for linear in (self.linear_q, self.linear_k)):
+        values = gathered(self.linear_v_current).weight, gathered(self.linear_v_delayed).weight
+        plain = all(type(linear) is ColumnParallelLinear for linear in (self.linear_q, self.linear_k))
+        if plain and self.local.ranks == 1:
+            return main_grad_linear(hidden_states, gathered(self.linear_q).weight, gathered(self.linear_k).weight, *values)
+        values = self.local.of_values(*values)
+        if plain:
             matrices = (gathered(self.linear_q).weight, gathered(self.linear_k).weight, *values)
             return F.linear(self._whole_sequence(hidden_states), torch.cat(matrices))
         query, key = self.linear_q(hidden_states)[0], self.linear_k(hidden_states)[0]
@@ -194,7 +199,7 @@ class ZayaSelfAttention(MegatronModule):
         else:
             context = attend(query, key, value, attention_mask)
         if type(self.linear_proj) is RowParallelLinear and self.tp_group.size() == 1:
-            return F.linear(context, gathered(self.linear_proj).weight), None  # the same, without the wrapper's host time
+            return main_grad_linear(context, gathered(self.linear_proj).weight), None  # the same, without the wrapper's host time
         return self.linear_proj(context)[0], None
 
     def _mix(self, projected, z_halo, value_halo, angles, starts) -> tuple[Tensor, Tensor, Tensor]:

@@ -20,8 +20,9 @@ from torch import Tensor, nn
 from hip_ops.reference import weighted_swiglu as reference
 from zaya_plugin.model.config import ZayaConfig
 from zaya_plugin.model.fusion import fused_on_accelerator
-from zaya_plugin.model.grouped_gemm import grouped_outer, grouped_rows
+from zaya_plugin.model.grouped_gemm import add_grouped_outer, grouped_outer, grouped_rows
 from zaya_plugin.model.initialization import initial_device, initialize
+from zaya_plugin.model.main_grad import handed_over, main_grad_of
 
 
 @fused_on_accelerator
@@ -54,48 +55,40 @@ def as_block(weights: Sequence[Tensor]) -> Tensor:
     return torch.stack([w.detach() for w in weights])
 
 
-@fused_on_accelerator
-def add_in_place(total: Tensor, part: Tensor) -> None:
-    """total += part across dtypes; torch's own kernel for mixed dtypes moves one element at a time."""
-    total.add_(part)
+def weight_gradients(matrices: Sequence[Tensor], a: Tensor, b: Tensor, offsets: Tensor, grouped_gemm: str) -> tuple[Tensor | None, ...]:
+    """a[rows of e]^T b[rows of e] for every expert, as autograd wants the gradients of the experts' matrices [out, in]: one a matrix.
 
-
-def hand_over_gradients(matrices: Sequence[Tensor], block: Tensor) -> tuple[Tensor, ...]:
-    """The gradients [E, out, in] of all experts' matrices, as autograd wants them: one a matrix.
-
-    Under Megatron's DDP the parameters' fp32 gradients (`main_grad`) form one block too; then the whole block is added to
-    it here, in one kernel instead of one a matrix, and DDP is told by `grad_added_to_main_grad` that this is done. The
-    gradients are returned all the same, because DDP's hooks run when they arrive.
+    Under Megatron's DDP the parameters' fp32 gradients (`main_grad`) form one block too; then the products are added to it here, and DDP is
+    told so. The same numbers on a CPU; on an accelerator nothing is rounded in between, where the grouped GEMM can do that.
     """
-    main_grads = [getattr(matrix, "main_grad", None) for matrix in matrices]
-    if block.is_cuda and all(grad is not None for grad in main_grads):
+    main_grads = [main_grad_of(matrix) for matrix in matrices]
+    if not any(total is None for total in main_grads):
         total = as_block(main_grads)
         if total.data_ptr() == main_grads[0].data_ptr():
-            add_in_place(total, block)
-            for matrix in matrices:
-                matrix.grad_added_to_main_grad = True
-    return block.unbind()
+            add_grouped_outer(total, a, b, offsets, grouped_gemm)
+            return tuple(map(handed_over, matrices))
+    return grouped_outer(a, b, offsets, grouped_gemm).unbind()
 
 
 class ExpertMLP(torch.autograd.Function):
     """y = W2_e (swiglu(W1_e x) * weight) for rows sorted by expert; rows of no expert give exact zeros both ways.
 
-    The gradients of all experts' matrices of a kind are views of one block. Saves x and the gate and up activations;
-    the SwiGLU output is recomputed in the backward pass. fused: SwiGLU by hip_ops, which knows the rows of no expert; their
+    Saves x and the gate and up activations; the SwiGLU output is recomputed in the backward pass. grouped_gemm: which one, as
+    `grouped_gemm_rule.choose`. fused: SwiGLU by hip_ops, which knows the rows of no expert; their
     y and gradient of x then hold anything, which `hip_ops.unpermute_from_experts` does not read either way.
     """
 
     @staticmethod
-    def forward(ctx, x, weights, offsets, num_experts, fused, *matrices):
+    def forward(ctx, x, weights, offsets, num_experts, fused, grouped_gemm, *matrices):
         fc1, fc2 = as_block(matrices[:num_experts]), as_block(matrices[num_experts:])
-        gate_up = grouped_rows(x, fc1.transpose(1, 2), offsets)
+        gate_up = grouped_rows(x, fc1.transpose(1, 2), offsets, grouped_gemm)
         ctx.save_for_backward(x, weights, offsets, gate_up, fc1, fc2)
-        ctx.matrices, ctx.fused = (matrices[:num_experts], matrices[num_experts:]), fused
+        ctx.matrices, ctx.fused, ctx.grouped_gemm = (matrices[:num_experts], matrices[num_experts:]), fused, grouped_gemm
         if fused:
             from hip_ops import weighted_swiglu
 
-            return grouped_rows(weighted_swiglu(gate_up, weights, offsets), fc2.transpose(1, 2), offsets)
-        y = grouped_rows(swiglu(gate_up, weights), fc2.transpose(1, 2), offsets)
+            return grouped_rows(weighted_swiglu(gate_up, weights, offsets), fc2.transpose(1, 2), offsets, grouped_gemm)
+        y = grouped_rows(swiglu(gate_up, weights), fc2.transpose(1, 2), offsets, grouped_gemm)
         return y.masked_fill_(_rows_of_no_expert(offsets, len(x)).unsqueeze(-1), 0.0)
 
     @staticmethod
@@ -103,7 +96,7 @@ class ExpertMLP(torch.autograd.Function):
     def backward(ctx, grad_y):
         x, weights, offsets, gate_up, fc1, fc2 = ctx.saved_tensors
         grad_y = grad_y.contiguous()
-        grad_hidden = grouped_rows(grad_y, fc2, offsets)
+        grad_hidden = grouped_rows(grad_y, fc2, offsets, ctx.grouped_gemm)
         if ctx.fused:
             from hip_ops import weighted_swiglu_backward
 
@@ -111,16 +104,15 @@ class ExpertMLP(torch.autograd.Function):
         else:
             grad_gate_up, grad_weights, hidden = swiglu_backward(grad_hidden, gate_up, weights)
         # Rows of no expert were computed from whatever lay in memory: not read below, and cleared in what goes out.
-        grad_fc2 = grouped_outer(grad_y, hidden, offsets)
-        grad_fc1 = grouped_outer(grad_gate_up, x, offsets)
-        grad_x = grouped_rows(grad_gate_up, fc1, offsets)
+        fc1_matrices, fc2_matrices = ctx.matrices
+        grad_fc2 = weight_gradients(fc2_matrices, grad_y, hidden, offsets, ctx.grouped_gemm)
+        grad_fc1 = weight_gradients(fc1_matrices, grad_gate_up, x, offsets, ctx.grouped_gemm)
+        grad_x = grouped_rows(grad_gate_up, fc1, offsets, ctx.grouped_gemm)
         if not ctx.fused:
             nobody = _rows_of_no_expert(offsets, len(x))
             grad_x.masked_fill_(nobody.unsqueeze(-1), 0.0)
             grad_weights = grad_weights.masked_fill(nobody, 0.0).to(weights.dtype)
-        fc1_matrices, fc2_matrices = ctx.matrices
-        gradients = (*hand_over_gradients(fc1_matrices, grad_fc1), *hand_over_gradients(fc2_matrices, grad_fc2))
-        return grad_x, grad_weights, None, None, None, *gradients
+        return grad_x, grad_weights, None, None, None, None, *grad_fc1, *grad_fc2
 
 
 def _rows_of_no_expert(offsets: Tensor, rows: int) -> Tensor:
@@ -186,7 +178,7 @@ class GroupedWeight(nn.Module):
 
 
 class GroupedExperts(MegatronModule):
-    """All experts of a layer on PyTorch's grouped GEMM.
+    """All experts of a layer on a grouped GEMM.
 
     Args: num_local_experts, the experts on this rank (E / expert-parallel ranks); config; pg_collection with ep, expt_tp
     and expt_dp.
@@ -198,6 +190,7 @@ class GroupedExperts(MegatronModule):
             pg_collection = ProcessGroupCollection.use_mpu_process_groups()
         self.pg_collection = pg_collection
         self.fused = getattr(config, "fused_expert_path", False)
+        self.grouped_gemm = getattr(config, "grouped_gemm", "auto")
         self.num_local_experts = num_local_experts
         self.first_expert = get_pg_rank(pg_collection.ep) * num_local_experts
         local = range(self.first_expert, self.first_expert + num_local_experts)
@@ -216,7 +209,7 @@ class GroupedExperts(MegatronModule):
         Rows at and beyond offsets[-1] belong to no expert and come out as exact zeros; with fused_expert_path as anything.
         """
         matrices = self.linear_fc1() + self.linear_fc2()
-        return ExpertMLP.apply(x, weights, offsets, self.num_local_experts, self.fused, *matrices)
+        return ExpertMLP.apply(x, weights, offsets, self.num_local_experts, self.fused, self.grouped_gemm, *matrices)
 
     def sharded_state_dict(self, prefix="", sharded_offsets=(), metadata=None):
         """One checkpoint key per expert and matrix, with the expert's global index."""

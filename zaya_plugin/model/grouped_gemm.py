@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Matrix products over rows that are sorted by expert, each expert with its own matrix.
+"""Matrix products over rows that are sorted by expert, each expert with its own matrix, by whichever implementation suits the device.
 
-Backed by torch's grouped_mm, which reads the group borders on the device, so nothing waits for the host. Where it does
-not exist for the device and dtype (fp32 and fp16 on GPUs, fp64) or rows are not multiples of 16 bytes, a loop over
-experts does the same and needs the borders on the host. The rows of a CPU always go through the loop: its matrix product
-takes another path for up to three rows a thread, so that a token's bits would depend on how many others chose its expert.
+`grouped_gemm_rule` says which one that is. Each reads the group borders on the device, so nothing waits for the host. Where none takes
+the device and dtype (fp32 and fp16 on GPUs, fp64), a loop over experts does the same and needs the borders on the host. The rows of a CPU
+always go through the loop: its matrix product takes another path for up to three rows a thread, so that a token's bits would depend on how
+many others chose its expert.
 """
 
 from __future__ import annotations
@@ -16,19 +16,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from zaya_plugin.model.grouped_gemm_implementations import OUTER, ROWS, ROWS_T
+from zaya_plugin.model.grouped_gemm_rule import choose
+from zaya_plugin.model.main_grad import add_in_place
+
 logger = logging.getLogger(__name__)
-
-_grouped_mm = getattr(torch.nn.functional, "grouped_mm", None) or getattr(torch, "_grouped_mm", None)
-_GROUPED_DTYPES = {"cpu": (torch.float32, torch.bfloat16), "cuda": (torch.bfloat16,)}
-
-
-def has_grouped_mm(*tensors: Tensor) -> bool:
-    """Whether torch's grouped_mm takes these tensors: device, dtype, and strides and addresses in steps of 16 bytes."""
-    x = tensors[0]
-    return _grouped_mm is not None and x.dtype in _GROUPED_DTYPES.get(x.device.type, ()) and all(
-        t.data_ptr() % 16 == 0 and all(stride == 1 or stride * t.itemsize % 16 == 0 for stride in t.stride())
-        for t in tensors
-    )
 
 
 def _least_rows() -> int:
@@ -48,21 +40,25 @@ def _borders(offsets: Tensor) -> list[tuple[int, int]]:
     return list(zip([0, *ends[:-1]], ends, strict=True))
 
 
-def _use_loop(*tensors: Tensor) -> bool:
-    if has_grouped_mm(*tensors):
-        return False
-    if tensors[0].device.type != "cpu":
-        _announce_loop(tensors[0].device.type, tensors[0].dtype)
-    return True
+def _implementation(asked: str, form: str, *tensors: Tensor):
+    """What computes `form` of these tensors, or None for the loop."""
+    device, dtype = tensors[0].device, tensors[0].dtype
+    chosen = choose(asked, form, device, dtype)
+    if chosen is not None and chosen.takes(*tensors):
+        return chosen
+    if device.type != "cpu":
+        _announce_loop(device.type, dtype)
+    return None
 
 
-def grouped_rows(x: Tensor, matrices: Tensor, offsets: Tensor) -> Tensor:
+def grouped_rows(x: Tensor, matrices: Tensor, offsets: Tensor, asked: str = "auto") -> Tensor:
     """out[i] = x[i] @ matrices[e(i)]; x [T, k], matrices [E, k, n], offsets int32 [E] ends of the experts' rows.
 
-    Returns [T, n]. Rows at and beyond offsets[-1] hold anything, NaN included.
+    Returns [T, n]. Rows at and beyond offsets[-1] hold anything, NaN included. asked: as `grouped_gemm_rule.choose`.
     """
-    if not (x.is_cpu or _use_loop(x, matrices)):
-        return _grouped_mm(x, matrices, offs=offsets)
+    chosen = _implementation(asked, ROWS if matrices.stride(-1) == 1 else ROWS_T, x, matrices)
+    if chosen is not None:
+        return chosen.rows(x, matrices, offsets)
     out = x.new_zeros(x.shape[0], matrices.shape[-1])
     least = _least_rows()
     for expert, (start, end) in enumerate(_borders(offsets)):
@@ -74,14 +70,27 @@ def grouped_rows(x: Tensor, matrices: Tensor, offsets: Tensor) -> Tensor:
     return out
 
 
-def grouped_outer(a: Tensor, b: Tensor, offsets: Tensor) -> Tensor:
+def grouped_outer(a: Tensor, b: Tensor, offsets: Tensor, asked: str = "auto") -> Tensor:
     """out[e] = a[rows of e].T @ b[rows of e]; a [T, m], b [T, n]. Returns [E, m, n], zeros for an expert without rows.
 
     Rows at and beyond offsets[-1] are not read.
     """
-    if not _use_loop(a, b):
-        return _grouped_mm(a.t(), b, offs=offsets)
+    chosen = _implementation(asked, OUTER, a, b)
+    if chosen is not None:
+        return chosen.outer(a, b, offsets)
     out = a.new_zeros(offsets.numel(), a.shape[1], b.shape[1])
     for expert, (start, end) in enumerate(_borders(offsets)):
         torch.mm(a[start:end].t(), b[start:end], out=out[expert])
     return out
+
+
+def add_grouped_outer(total: Tensor, a: Tensor, b: Tensor, offsets: Tensor, asked: str = "auto") -> None:
+    """total[e] += a[rows of e].T @ b[rows of e] in place; total [E, m, n], fp32 or a's dtype.
+
+    In fp32 without an intermediate result where the implementation can; else a's dtype rounds the product first, as autograd would.
+    """
+    chosen = _implementation(asked, OUTER, a, b)
+    if chosen is not None:
+        chosen.add_outer(total, a, b, offsets)
+    else:
+        add_in_place(total, grouped_outer(a, b, offsets, asked))

@@ -13,7 +13,9 @@ from megatron.core.models.gpt import GPTModel
 from torch import Tensor
 
 from zaya_plugin.model.fusion import fused_on_accelerator
+from zaya_plugin.model.parameter_gather import gathered
 from zaya_plugin.model.rotary import ZayaRotaryEmbedding
+from zaya_plugin.model.tied_head import MainGradEmbedding, head_losses
 from zaya_plugin.parallel.packed_documents import PackedDocuments
 
 
@@ -60,7 +62,11 @@ def cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
 
 class ZayaGPTModel(GPTModel):
     """GPTModel with the loss above on an accelerator (Megatron's elsewhere and where the vocabulary is split), and with
-    RoPE by a token's place in its sequence or, in packed documents, in its document."""
+    RoPE by a token's place in its sequence or, in packed documents, in its document.
+
+    fused_linear_cross_entropy: head and loss by `hip_ops.linear_cross_entropy` everywhere. A `loss_mask` given to the model in
+    training is then a promise that the loss is the sum of losses * loss_mask (see `promised_gradient`).
+    """
 
     def __init__(self, config, *args, rotary_percent: float, rotary_base: int, **kwargs):
         super().__init__(config, *args, rotary_percent=rotary_percent, rotary_base=rotary_base, **kwargs)
@@ -68,6 +74,8 @@ class ZayaGPTModel(GPTModel):
             config.kv_channels, rotary_percent, rotary_base=rotary_base, order=config.context_parallel_order,
             use_cpu_initialization=config.use_cpu_initialization, cp_group=self.pg_collection.cp,
         )
+        if config.fused_linear_cross_entropy and self.pre_process:
+            MainGradEmbedding.take_over(self.embedding.word_embeddings, announces=not self.post_process)
 
     def _preprocess(self, *args, packed_seq_params=None, **kwargs):
         prepared = super()._preprocess(*args, packed_seq_params=packed_seq_params, **kwargs)
@@ -75,6 +83,25 @@ class ZayaGPTModel(GPTModel):
             return prepared
         decoder_input, _, *rest = prepared
         return decoder_input, self.rotary_pos_emb.of_documents(packed_seq_params), *rest
+
+    def promised_gradient(self, loss_mask: Tensor | None) -> Tensor | None:
+        """The gradient [b, s] that the losses are going to get, None if it is not known before.
+
+        With calculate_per_token_loss the loss is the masked sum, divided by the number of tokens only after the backward pass.
+        """
+        config = self.config
+        return loss_mask if self.training and config.calculate_per_token_loss and not config.fp16 else None
+
+    def _postprocess(self, hidden_states, input_ids, position_ids, labels, *positional, loss_mask=None, **named):
+        fused = self.post_process and labels is not None and self.config.fused_linear_cross_entropy
+        if not fused or named.get("output_processor") is not None or getattr(self.config, "use_mup", False):
+            return super()._postprocess(hidden_states, input_ids, position_ids, labels, *positional, loss_mask=loss_mask, **named)
+        head = gathered(self.output_layer)
+        weight = self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else head.weight
+        return head_losses(
+            hidden_states, weight, labels, self.promised_gradient(loss_mask), sequence_parallel=self.config.sequence_parallel,
+            group=self.pg_collection.tp, z_loss=self.config.z_loss if self.training else 0.0,
+        )
 
     def compute_language_model_loss(self, labels: Tensor, logits: Tensor) -> Tensor:
         """labels int64 [b, s], logits [s, b, v] -> loss of each token [b, s]."""

@@ -1,0 +1,92 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Does the fast path train like the reference path? Whole runs of `zaya train` with the same weights and data, and a plot of their losses.
+
+    python benchmarks/fast_path_losses.py --results benchmarks/results data.path=data/corpus experiment=zaya1_base model.num_layers=8 ...
+
+All runs continue one first step, so that weights and data are the same. reference: torch operators alone, fp32 residual stream, no graphs. again: the same with the sequences of a step in other micro-batches, which
+changes nothing but the order of sums; its distance from the reference is the noise. fast: every fused operator and graphs (--fast). The fast path
+follows the reference if its distance, as the mean over a window of steps, is within --times of the noise's largest.
+Writes <name>.json and <name>.png. A run that is in --work already is not repeated.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import sys
+from pathlib import Path
+
+from result_record import described, write
+from training_runs import losses, smooth, train
+
+FUSED = ("fused_residual_norm", "fused_cca_prologue", "fused_expert_path", "fused_linear_cross_entropy", "fused_muon")
+REFERENCE = [*(f"cluster.{name}=false" for name in FUSED), "cluster.graphs=none", "cluster.grouped_gemm=torch", "model.residual_in_fp32=true"]
+FAST = [*(f"cluster.{name}=true" for name in FUSED), "cluster.graphs=full_iteration", "optim.non_finite_gradients=skip"]
+
+
+def distances(of: list[float], reference: list[float], window: int) -> list[float]:
+    """|difference| of the running means, step by step from the first full window on."""
+    return [abs(a - b) for a, b in zip(smooth(of, window), smooth(reference, window), strict=True)][window - 1 :]
+
+
+def plot(path: Path, curves: dict[str, list[float]], window: int) -> None:
+    """Losses above, distances from the reference below."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, (above, below) = pyplot.subplots(2, 1, figsize=(8, 7), sharex=True, height_ratios=(2, 1))
+    for name, curve in curves.items():
+        above.plot(range(1, len(curve) + 1), curve, label=name, linewidth=1)
+        if name != "reference":
+            found = distances(curve, curves["reference"], window)
+            below.plot(range(window, len(curve) + 1), found, label=f"|{name} - reference|", linewidth=1)
+    above.set(ylabel="training loss")
+    below.set(xlabel="step", ylabel=f"mean of {window} steps", yscale="log")
+    above.legend(), below.legend()
+    figure.savefig(path, dpi=120, bbox_inches="tight")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("overrides", nargs="+", help="Hydra overrides of all runs; stage.micro_batch_size must be even")
+    parser.add_argument("--micro-batch-size", type=int, default=4, help="of reference and fast; the run for the noise has half")
+    parser.add_argument("--fast", nargs="*", default=FAST, help="overrides of the fast run; default: %(default)s")
+    parser.add_argument("--window", type=int, default=10)
+    parser.add_argument("--times", type=float, default=2.0, help="allowed distance, in multiples of the noise")
+    parser.add_argument("--work", type=Path, default=Path("runs/fast_path_losses"))
+    parser.add_argument("--results", type=Path, default=Path("benchmarks/results"))
+    parser.add_argument("--name", default="fast_path_losses")
+    parser.add_argument("--commit", default=None, help="commit that is measured, where this is no checkout")
+    arguments = parser.parse_args()
+    size = arguments.micro_batch_size
+    runs = {
+        "reference": [*REFERENCE, f"stage.micro_batch_size={size}"],
+        "again": [*REFERENCE, f"stage.micro_batch_size={size // 2}"],
+        "fast": [*arguments.fast, f"stage.micro_batch_size={size}"],
+    }
+    # Megatron's warm-up draws from the stream of the initial weights, more for larger micro-batches; and random states need not fit.
+    start = train(arguments.work / "start", [*arguments.overrides, *runs["reference"], "exit_interval=1"])
+    curves = {}
+    for name, own in runs.items():
+        directory = arguments.work / name
+        if not directory.exists():
+            shutil.copytree(start, directory)
+            (directory / "done").unlink()
+        train(directory, [*arguments.overrides, *own, "resume=must", "megatron.no_load_rng=true"])
+        curves[name] = losses(directory)
+    found = {name: distances(curves[name], curves["reference"], arguments.window) for name in ("again", "fast")}
+    noise, distance = max(found["again"]), max(found["fast"])
+    record = described(arguments.commit) | {
+        "overrides": arguments.overrides, "fast": arguments.fast, "window": arguments.window, "steps": len(curves["fast"]),
+        "noise": noise, "distance": distance, "allowed": arguments.times * noise, "follows": distance <= arguments.times * noise, "losses": curves,
+    }  # fmt: skip
+    arguments.results.mkdir(parents=True, exist_ok=True)
+    plot(arguments.results / f"{arguments.name}.png", curves, arguments.window)
+    write(record, arguments.name, arguments.results)
+    return 0 if record["follows"] else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,40 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whole runs of `zaya train`, whose losses benchmarks compare."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+
+
+def train(directory: Path, overrides: Iterable[str]) -> Path:
+    """A run in `directory`, unless it was finished there before; raises RuntimeError with the end of its output."""
+    if not (directory / "done").is_file():
+        command = [
+            sys.executable, "-m", "zaya_plugin.cli", "train", *overrides, f"run_dir={directory}", "logger.wandb=false",
+            "logger.tensorboard=false", "checkpoint.save_interval=null",
+        ]  # fmt: skip
+        print(" ".join(command), flush=True)
+        log = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        if log.returncode:
+            raise RuntimeError(log.stdout[-3000:])
+        (directory / "done").touch()
+    return directory
+
+
+def rows(directory: Path) -> list[dict]:
+    """What the run reported, a dictionary a step or validation."""
+    return [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
+
+
+def losses(directory: Path) -> list[float]:
+    """Training loss of every step."""
+    return [row["loss"] for row in rows(directory) if "loss" in row]
+
+
+def smooth(values: list[float], window: int) -> list[float]:
+    """Mean of each value and up to window - 1 before it."""
+    return [sum(part) / len(part) for part in (values[max(0, i - window + 1) : i + 1] for i in range(len(values)))]

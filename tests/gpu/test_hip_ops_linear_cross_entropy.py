@@ -1,0 +1,140 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Linear + cross-entropy on an accelerator: Triton, and csrc/vocabulary_rows.hip as built for it (by nvcc on NVIDIA)."""
+
+import importlib
+
+import pytest
+import torch
+
+import hip_ops
+from hip_ops.operator import OPERATORS, all_operators, warm_up
+from hip_ops.weight_gradient import add_product_, fp32_product
+from tests.hip_ops.test_linear_cross_entropy import inputs
+from tests.hip_ops.vocabulary_rows_cases import BF16, CASES, FP32, Logits, check
+
+DEVICE = torch.device("cuda")
+NAMES = ("row_statistics", "overwrite_with_gradient")
+LARGE = [Logits(5, 262272), Logits(3, 262272, parts=16, z_loss=1e-4), Logits(2, 65536, FP32, parts=4), Logits(4, 32768, shape="confident", pad=8)]
+
+
+@pytest.mark.parametrize("case", [*CASES, *LARGE], ids=str)
+def test_rows_against_fp64(chosen, case):
+    check(importlib.import_module(f"hip_ops.{chosen}_kernels.vocabulary_rows"), case, "cuda")
+
+
+def test_the_self_check_passes(chosen):
+    all_operators()
+    assert warm_up(DEVICE, [OPERATORS[name] for name in NAMES]) == dict.fromkeys(NAMES, "passed")
+
+
+def on_device(tokens=512, h=256, classes=20000, dtype=BF16):
+    hidden, weight, labels, grad = inputs(tokens, h, classes, dtype)
+    return (hidden.detach() / 4).to(DEVICE).requires_grad_(), weight.detach().to(DEVICE).requires_grad_(), labels.to(DEVICE), grad.to(DEVICE)
+
+
+def run(hidden, weight, labels, grad, *, promise, main_grad=None, **options):
+    losses = hip_ops.linear_cross_entropy(hidden, weight, labels, promised_grad=grad if promise else None, main_grad=main_grad, **options)
+    wanted = (hidden, weight) if main_grad is None else (hidden,)
+    gradients = torch.autograd.grad((losses * grad).sum(), wanted)
+    return losses.detach(), gradients[0], gradients[1] if main_grad is None else main_grad
+
+
+@pytest.mark.parametrize("promise", [False, True])
+@pytest.mark.parametrize("with_main_grad", [False, True])
+@pytest.mark.parametrize("dtype", [BF16, FP32], ids=str)
+def test_losses_and_gradients_against_fp64(chosen, dtype, with_main_grad, promise):
+    """From the logits as the device rounds them, which any bf16 head has; norms, and each element at the size of its terms."""
+    hidden, weight, labels, grad = on_device(dtype=dtype)
+    main_grad = torch.zeros(weight.shape, device=DEVICE) if with_main_grad else None
+    losses, d_hidden, d_weight = run(hidden, weight, labels, grad, promise=promise, main_grad=main_grad, z_loss=1e-3, chunk_tokens=200)
+    x, w = hidden.detach().double(), weight.detach().double()
+    with torch.no_grad():  # in the same chunks: products of other shapes may sum in another order, and round otherwise
+        logits = torch.cat([piece @ weight.t() for piece in hidden.split(200)]).double() if dtype == BF16 else x @ w.t()
+    lse = logits.logsumexp(-1)
+    d = (logits.softmax(-1) * (1 + 2e-3 * lse)[:, None] - torch.nn.functional.one_hot(labels, weight.shape[0])) * grad.double()[:, None]
+    want = torch.nn.functional.cross_entropy(logits, labels, reduction="none") + 1e-3 * lse**2
+    loose = 2**-8 if dtype == BF16 else 2e-5  # TF32 is off; fp32 sums of 20,000
+    assert (losses - want).abs().max() < (2e-5 if dtype == BF16 else 2e-4) * want.abs().max()
+    for got, exact, terms in ((d_hidden, d @ w, d.abs() @ w.abs()), (d_weight, d.t() @ x, d.abs().t() @ x.abs())):
+        assert (got - exact).norm() <= loose * exact.norm()
+        assert ((got - exact).abs() <= 2 * loose * terms + 1e-12).all()
+    if with_main_grad and dtype == BF16:  # summed in fp32: one rounding of d, none of the result
+        assert (d_weight - d.t() @ x).norm() <= 0.6 * 2**-8 * (d.t() @ x).norm()
+
+
+def test_modes_and_runs_agree(chosen):
+    arguments = on_device()
+    first = run(*arguments, promise=True)
+    for again in (run(*arguments, promise=True), run(*arguments, promise=False)):
+        assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
+    other = run(*arguments, promise=True, chunk_tokens=128)
+    torch.testing.assert_close(other[0], first[0], rtol=1e-4, atol=1e-4)
+
+
+def test_nothing_waits_for_the_host_and_a_graph_holds_it(chosen):
+    hidden, weight, labels, grad = on_device()
+    main_grad = torch.zeros(weight.shape, device=DEVICE)
+
+    def step():
+        losses = hip_ops.linear_cross_entropy(hidden, weight, labels, promised_grad=grad, main_grad=main_grad, chunk_tokens=200)
+        return losses, torch.autograd.grad((losses * grad).sum(), hidden)[0]
+
+    step()
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        step()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step()
+    labels.copy_(labels.flip(0))
+    main_grad.zero_()
+    graph.replay()
+    replayed = [tensor.clone() for tensor in (*captured, main_grad)]
+    main_grad.zero_()
+    for a, b in zip(replayed, (*step(), main_grad), strict=True):
+        assert torch.equal(a, b.detach())
+
+
+def test_products_are_summed_in_fp32():
+    """What the weight gradient of the head and of all projections rests on."""
+    assert fp32_product(DEVICE, BF16) in ("addmm", "mm")
+    a, b = torch.randn(300, 96, device=DEVICE).to(BF16), torch.randn(300, 64, device=DEVICE).to(BF16)
+    total = torch.randn(96, 64, device=DEVICE)
+    want = total.double() + a.double().t() @ b.double()
+    assert add_product_(total, a, b) is total
+    assert (total - want).abs().max() < 1e-4
+
+
+def test_memory_of_a_chunk(chosen):
+    """Forward and backward at ZAYA's width: one chunk of logits and what is small."""
+    tokens, classes = 2048, 262272
+    hidden = torch.randn(tokens, 256, device=DEVICE, dtype=BF16, requires_grad=True)
+    weight = (torch.randn(classes, 256, device=DEVICE) * 0.05).to(BF16).requires_grad_()
+    labels, grad = torch.randint(classes, (tokens,), device=DEVICE), torch.ones(tokens, device=DEVICE)
+    main_grad = torch.zeros(classes, 256, device=DEVICE)
+    run(hidden, weight, labels, grad, promise=True, main_grad=main_grad, chunk_tokens=512)
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    run(hidden, weight, labels, grad, promise=True, main_grad=main_grad, chunk_tokens=512)
+    extra = torch.cuda.max_memory_allocated() - before
+    assert extra <= 1.15 * 512 * classes * 2 + 2**26, extra
+
+
+@pytest.mark.timeout(600)
+def test_training_has_the_losses_of_the_plain_head(demo, tmp_path):
+    """20 steps of the demo in bf16 with DDP's overlap."""
+    recipe = ("cluster=gpu", "exit_interval=20", "checkpoint.save_interval=null", "parallel.overlap_grad_reduce=true")
+    plain = demo(tmp_path / "plain", *recipe)
+    fused = demo(tmp_path / "fused", *recipe, "cluster.fused_linear_cross_entropy=true")
+    assert list(plain) == list(fused) == list(range(1, 21))
+    assert max(abs(plain[step] - fused[step]) for step in range(1, 6)) < 5e-3
+    assert max(abs(plain[step] - fused[step]) for step in plain) < 0.05

@@ -1,0 +1,200 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The model with hip_ops' linear + cross-entropy and without: the same training, and what DDP's main gradients get."""
+
+import pytest
+import torch
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+
+import hip_ops
+from tests.model.test_fused_residual_norm import train
+from zaya_plugin.model.loss import ZayaGPTModel
+from zaya_plugin.model.tied_head import EmbeddingRows, add_rows_
+
+FUSED = dict(fused_linear_cross_entropy=True)
+TIED = "embedding.word_embeddings.weight"
+
+
+def test_fp32_gives_the_losses_and_gradients_of_the_plain_model_over_20_steps(make_model, batch):
+    plain, plain_gradients = train(make_model(), batch, 20, 0.05)
+    fused, fused_gradients = train(make_model(**FUSED), batch, 20, 0.05)
+    torch.testing.assert_close(fused, plain, rtol=1e-6, atol=1e-6)
+    assert plain_gradients.keys() == fused_gradients.keys()
+    for name, gradient in plain_gradients.items():
+        assert (fused_gradients[name] - gradient).norm() <= 1e-4 * gradient.norm() + 1e-9, name  # 20 steps amplify the last bits
+    assert plain[-1] < plain[0] - 0.5
+
+
+def masked_step(model, batch, mask, promise: bool):
+    ids, positions, labels = batch()
+    losses = model(ids, positions, None, labels=labels, **(dict(loss_mask=mask) if promise else {}))
+    (losses.float() * mask).sum().backward()
+    return losses.detach()
+
+
+def a_mask(batch):
+    shape = batch()[0].shape
+    mask = (torch.arange(shape.numel()).reshape(shape) % 3 != 0).float()
+    mask[0, 1] = 0.25  # not only zeros and ones
+    return mask
+
+
+@pytest.mark.parametrize("recompute", [{}, dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)], ids=["", "full"])
+def test_with_a_promise_and_without_one_gradients_are_the_same(make_model, batch, recompute):
+    mask, found = a_mask(batch), []
+    for promise, options in ((False, {}), (False, FUSED), (True, FUSED)):
+        model = make_model(calculate_per_token_loss=True, **options, **recompute)
+        losses = masked_step(model, batch, mask, promise)
+        found.append((losses, {name: p.grad for name, p in model.named_parameters()}))
+    for losses, gradients in found[1:]:
+        torch.testing.assert_close(losses, found[0][0], rtol=1e-6, atol=1e-6)
+        for name, want in found[0][1].items():
+            assert (gradients[name] - want).norm() <= 1e-5 * want.norm() + 1e-7, name
+    assert torch.equal(found[1][0], found[2][0])
+
+
+def test_z_loss_is_the_square_of_the_logsumexp_and_only_in_training(make_model, batch):
+    ids, positions, labels = batch()
+    plain, model = make_model(), make_model(z_loss=0.5, **FUSED)
+    normalizer = plain(ids, positions, None).double().logsumexp(-1)
+    want = plain(ids, positions, None, labels=labels) + 0.5 * normalizer.square()
+    torch.testing.assert_close(model(ids, positions, None, labels=labels).double(), want.double(), rtol=1e-5, atol=1e-5)
+    validation = model.eval()(ids, positions, None, labels=labels)
+    torch.testing.assert_close(validation, plain(ids, positions, None, labels=labels), rtol=1e-5, atol=1e-5)
+
+
+def test_a_broken_promise_is_found(make_model, batch):
+    model = make_model(calculate_per_token_loss=True, **FUSED)
+    ids, positions, labels = batch()
+    losses = model(ids, positions, None, labels=labels, loss_mask=a_mask(batch))
+    with pytest.raises(RuntimeError, match="the gradient of the losses is not the promised one"):
+        losses.sum().backward()
+
+
+@pytest.mark.parametrize("overrides, training", [(dict(calculate_per_token_loss=False), True), (dict(calculate_per_token_loss=True), False)])
+def test_a_mask_is_no_promise_where_the_loss_may_be_divided_before(make_model, batch, overrides, training):
+    model = make_model(**FUSED, **overrides).train(training)
+    ids, positions, labels = batch()
+    (model(ids, positions, None, labels=labels, loss_mask=a_mask(batch)).sum() / 7).backward()
+    assert model.get_parameter(TIED).grad.norm() > 0
+
+
+def test_the_switch_reaches_the_operator(make_model, batch, monkeypatch):
+    calls, original = [], hip_ops.linear_cross_entropy
+    monkeypatch.setattr(hip_ops, "linear_cross_entropy", lambda *a, **named: calls.append(named) or original(*a, **named))
+    model = make_model(**FUSED)
+    train(model, batch, 1, 0.05)
+    with torch.no_grad():
+        ids, positions, labels = batch()
+        losses = model(ids, positions, None, labels=labels)
+        assert len(calls) == 2 and losses.shape == labels.shape
+        logits = model(ids, positions, None)
+        assert logits.shape == (*ids.shape, 64) and len(calls) == 2
+        want = torch.nn.functional.cross_entropy(logits.transpose(1, 2), labels, reduction="none")
+        torch.testing.assert_close(losses, want, rtol=1e-6, atol=1e-6)
+    train(make_model(), batch, 1, 0.05)
+    assert len(calls) == 2
+
+
+def step_under_ddp(make_model, batch, *, promise, overlap, dtype=torch.float32, **options):
+    """main_grad of every parameter after two micro-batches."""
+    model = make_model(calculate_per_token_loss=True, params_dtype=dtype, bf16=dtype == torch.bfloat16, **options)
+    ddp = DistributedDataParallel(model.config, DistributedDataParallelConfig(
+        use_distributed_optimizer=overlap, overlap_grad_reduce=overlap, bucket_size=20_000 if overlap else None, grad_reduce_in_fp32=True,
+    ), model)  # fmt: skip
+    mask = a_mask(batch)
+    for _ in range(2):  # the second step as the first: flags and buffers are put back
+        ddp.zero_grad_buffer()
+        with ddp.no_sync():
+            masked_step(ddp, batch, mask, promise)
+        masked_step(ddp, batch, mask, promise)
+        ddp.finish_grad_sync()
+    assert all(p.grad is None for p in model.parameters())
+    return {name: p.main_grad.clone() for name, p in model.named_parameters()}, model
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("promise", [False, True])
+def test_main_gradients_under_ddp(make_model, batch, promise, overlap):
+    plain, _ = step_under_ddp(make_model, batch, promise=False, overlap=overlap)
+    fused, model = step_under_ddp(make_model, batch, promise=promise, overlap=overlap, **FUSED)
+    for name, want in plain.items():
+        assert (fused[name] - want).norm() <= 1e-5 * want.norm() + 1e-7, name
+    assert model.get_parameter(TIED).grad_added_to_main_grad
+
+
+def test_main_gradients_in_bf16_are_nearer_to_the_fp32_model(make_model, batch):
+    exact, _ = step_under_ddp(make_model, batch, promise=False, overlap=False)
+    found = [step_under_ddp(make_model, batch, promise=True, overlap=False, dtype=torch.bfloat16, **options)[0][TIED] for options in ({}, FUSED)]
+    plain, fused = ((grad - exact[TIED]).norm() / exact[TIED].norm() for grad in found)
+    assert fused < 0.05 and fused < 1.1 * plain
+
+
+@pytest.mark.parametrize("tokens, classes", [(0, 5), (1, 5), (40, 5), (300, 1000)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rows_of_one_id_are_summed_in_fp32(tokens, classes, dtype):
+    """Most tokens of one id, as padding; more tokens than classes, and fewer."""
+    ids, rows, total = torch.randint(classes, (tokens,)), torch.randn(tokens, 7).to(dtype), torch.randn(classes, 7)
+    ids[::2] = classes - 1
+    want, again = total.double().index_add_(0, ids, rows.double()), total.clone()
+    add_rows_(total, ids, rows)
+    torch.testing.assert_close(total.double(), want, rtol=1e-6, atol=1e-5)
+    add_rows_(again, ids, rows)
+    assert torch.equal(total, again)
+
+
+@pytest.mark.parametrize("cut", [False, True])
+def test_gradcheck_of_embedding_rows(cut):
+    weight = torch.randn(5, 3, dtype=torch.float64, requires_grad=True)
+    ids = torch.tensor([[0, 4, 4], [-2, 5, 1]]) if cut else torch.tensor([[0, 4, 4], [2, 2, 1]])
+    assert torch.autograd.gradcheck(lambda w: EmbeddingRows.apply(ids, w, cut, True), weight)
+    rows = EmbeddingRows.apply(ids, weight, cut, True)
+    assert not cut or not rows[1, :2].any() and rows[1, 2].any()
+
+
+def test_no_dense_gradient_of_the_tied_matrix_is_made(make_model, batch):
+    """Every tensor that the backward pass makes is smaller than the matrix; the plain model makes several as large."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Largest(TorchDispatchMode):
+        found = 0
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            result = func(*args, **(kwargs or {}))
+            for tensor in result if isinstance(result, (tuple, list)) else (result,):
+                if isinstance(tensor, torch.Tensor) and not any(isinstance(a, torch.Tensor) and a.data_ptr() == tensor.data_ptr() for a in args):
+                    self.found = max(self.found, tensor.numel())
+            return result
+
+    def largest(**options):
+        torch.manual_seed(3)
+        from zaya_plugin.model.build import build_zaya_model
+
+        model = build_zaya_model(make_model().config.__class__(**{**CONFIG, **options}), vocab_size=4096, max_sequence_length=64)
+        ddp = DistributedDataParallel(model.config, DistributedDataParallelConfig(grad_reduce_in_fp32=True), model)
+        ddp.zero_grad_buffer()
+        with Largest() as mode:
+            masked_step(ddp, batch, a_mask(batch), True)
+        return mode.found
+
+    matrix = 4096 * 32
+    assert largest() >= matrix
+    assert largest(**FUSED) < matrix, "a tensor as large as the matrix"
+
+
+CONFIG = dict(
+    num_layers=2, hidden_size=32, num_attention_heads=4, num_query_groups=2, kv_channels=8, ffn_hidden_size=24, moe_ffn_hidden_size=24,
+    num_moe_experts=4, router_hidden_size=16, use_cpu_initialization=True, calculate_per_token_loss=True,
+)  # fmt: skip
+
+
+def test_the_loss_is_transformers_loss(make_model, batch):
+    """ForCausalLMLoss of transformers on the model's own logits; tests/parity compares the logits with ZayaForCausalLM's."""
+    loss_utils = pytest.importorskip("transformers.loss.loss_utils")
+    model = make_model(**FUSED)
+    assert isinstance(model, ZayaGPTModel)
+    ids, positions, _ = batch()
+    with torch.no_grad():
+        logits = model(ids, positions, None)
+        want = loss_utils.ForCausalLMLoss(logits, ids, vocab_size=64)
+        losses = model(ids[:, :-1], positions[:, :-1], None, labels=ids[:, 1:])
+    torch.testing.assert_close(losses.mean(), want, rtol=1e-6, atol=1e-6)

@@ -1,0 +1,70 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which grouped GEMM a device runs for which form, and the measurement that says so."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from dataclasses import dataclass
+
+import torch
+
+from zaya_plugin.model.grouped_gemm_implementations import IMPLEMENTATIONS, OUTER, TORCH
+
+logger = logging.getLogger(__name__)
+CHOICES = ("auto", *IMPLEMENTATIONS)
+
+
+@dataclass(frozen=True)
+class Rule:
+    """The implementation of each form on one architecture; source: the file of the measurement, or why it is so without one."""
+
+    rows_t: str
+    rows: str
+    outer: str
+    source: str
+
+
+RULES = {
+    "sm_90": Rule("torch", "torch", "triton", "not measured yet: torch's kernels round weight gradients to bf16, and another pass adds them"),
+    "gfx942": Rule("triton", "triton", "triton", "not measured: torch's may loop over experts and wait for the host, by its build"),
+}
+OTHERS = Rule("torch", "torch", "torch", "no measurement on this architecture")
+
+
+def architecture(device: torch.device) -> str:
+    """sm_90, gfx942, ... of an accelerator; else the type of device."""
+    if device.type != "cuda":
+        return device.type
+    if torch.version.hip is not None:
+        return torch.cuda.get_device_properties(device).gcnArchName.split(":")[0]
+    major, minor = torch.cuda.get_device_capability(device)
+    return f"sm_{major}{minor}"
+
+
+@functools.cache
+def choose(asked: str, form: str, device: torch.device, dtype: torch.dtype):
+    """The implementation of `form` on `device`, or None for the loop over experts; announced once.
+
+    asked: "auto", which takes the rule's and torch's where that cannot be had, or a name, which counts for the forms that it has.
+    Raises ValueError for a name that does not exist or cannot be had.
+    """
+    if asked not in CHOICES:
+        raise ValueError(f"grouped_gemm={asked!r}: allowed are {', '.join(CHOICES)}; Transformer Engine's and AITER's wait for the host at each call")
+    if device.type == "cpu":
+        if asked not in ("auto", "torch"):
+            raise ValueError(f"grouped_gemm={asked!r}: on a CPU allowed are auto and torch; set cluster.grouped_gemm=auto")
+        return TORCH if form == OUTER and TORCH.available(device, dtype) is None else None
+    rule = RULES.get(architecture(device), OTHERS)
+    missing = []
+    for name, why in ((asked, "asked for"), (getattr(rule, form), rule.source), ("torch", "what is left")):
+        if name == "auto" or form not in IMPLEMENTATIONS[name].forms:
+            continue
+        reason = IMPLEMENTATIONS[name].available(device, dtype)
+        if reason is None:
+            logger.info("grouped GEMM, %s of %s on %s: %s (%s)%s", form, dtype, device, name, why, "".join(f"; {each}" for each in missing))
+            return IMPLEMENTATIONS[name]
+        if name == asked:
+            raise ValueError(f"grouped_gemm={asked!r} cannot be had on {device}: {reason}; set cluster.grouped_gemm=auto")
+        missing.append(f"no {name}: {reason}")
+    return None

@@ -1,0 +1,125 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Head and loss in one operator, and the tied embedding's gradient without a dense copy of it.
+
+The vocabulary's matrix is 1 GB in bf16 and used twice. Autograd's way is a dense gradient from each use, their sum, and a pass that adds it to the
+fp32 main gradient. Here head and embedding add to the main gradient themselves, the one by its matrix product and the other row by row, and
+DDP's hook, which waits for both, finds that all is done.
+"""
+
+from __future__ import annotations
+
+import torch
+from megatron.core.tensor_parallel import (
+    VocabParallelEmbedding,
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+    reduce_from_tensor_model_parallel_region,
+    reduce_scatter_to_sequence_parallel_region,
+)
+from torch import Tensor
+
+from zaya_plugin.model.main_grad import handed_over, main_grad_of
+
+
+class Announced(torch.autograd.Function):
+    """A weight as it is, for users that add to its main gradient: once they have, DDP is told, and its hook has something to run for."""
+
+    @staticmethod
+    def forward(ctx, weight):
+        ctx.set_materialize_grads(False)
+        ctx.weight = weight
+        return weight.detach()
+
+    @staticmethod
+    def backward(ctx, grad):
+        assert grad is None, "a user of the weight left its gradient to autograd"
+        return handed_over(ctx.weight)
+
+
+def add_rows_(total: Tensor, ids: Tensor, rows: Tensor) -> None:
+    """total[ids] += rows in total's dtype, the same bits every time. total [V, h], ids [n] within it, rows [n, h].
+
+    Rows of one id are summed first, by torch's kernel for embeddings, into as many slots as there are tokens: `index_put_` would add them one
+    after the other, which takes milliseconds where thousands of tokens are padding. Nothing waits for the number of ids.
+    """
+    if len(ids) == 0:
+        return
+    in_order, order = ids.sort(stable=True)
+    slot_in_order = torch.nn.functional.pad((in_order[1:] != in_order[:-1]).long(), (1, 0)).cumsum(0)
+    # Slots that are left over add zeros to a row each.
+    target = torch.arange(len(ids), device=ids.device).remainder_(len(total)).scatter_(0, slot_in_order, in_order)
+    slot = torch.empty_like(ids).scatter_(0, order, slot_in_order)
+    sums = torch.ops.aten.embedding_dense_backward(rows.to(total.dtype), slot, len(ids), -1, False)
+    total.index_add_(0, target, sums)
+
+
+class EmbeddingRows(torch.autograd.Function):
+    """weight[ids], with `cut` zeros for ids outside of it. The gradient's rows are added to `main_grad`, where there is one."""
+
+    @staticmethod
+    def forward(ctx, ids, weight, cut, announces):
+        here = (ids >= 0) & (ids < len(weight)) if cut else None
+        place = ids.masked_fill(~here, 0) if cut else ids
+        ctx.save_for_backward(place, here)
+        ctx.weight, ctx.announces = weight, announces
+        rows = torch.nn.functional.embedding(place, weight)
+        return rows.masked_fill_(~here.unsqueeze(-1), 0) if cut else rows
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, grad):
+        (place, here), weight = ctx.saved_tensors, ctx.weight
+        if here is not None:
+            grad = grad.masked_fill(~here.unsqueeze(-1), 0)
+        total, nothing = main_grad_of(weight), (None, None)
+        if total is None:
+            return None, torch.ops.aten.embedding_dense_backward(grad, place, len(weight), -1, False), *nothing
+        add_rows_(total, place.flatten(), grad.flatten(0, -2))
+        return None, handed_over(weight) if ctx.announces else None, *nothing
+
+
+class MainGradEmbedding(VocabParallelEmbedding):
+    """Megatron's embedding with the gradient above. announces: whether no head on this stage does it."""
+
+    announces = True
+
+    @classmethod
+    def take_over(cls, embedding: VocabParallelEmbedding, announces: bool) -> None:
+        """Makes `embedding` one, its parameter and its hooks as they are."""
+        assert type(embedding) is VocabParallelEmbedding, type(embedding)
+        embedding.__class__, embedding.announces = cls, announces
+        # Megatron has DDP add what arrives, as head or embedding would leave something to it
+        embedding.weight.zero_out_wgrad = False
+
+    def forward(self, input_: Tensor) -> Tensor:
+        """Ids int64 [b, s] -> [b, s, h], or with sequence parallelism in the embedding this rank's rows of [s, b, h]."""
+        cut = self.tp_group.size() > 1
+        rows = EmbeddingRows.apply(input_ - self.vocab_start_index if cut else input_, self.weight, cut, self.announces)
+        if self.reduce_scatter_embeddings:
+            return reduce_scatter_to_sequence_parallel_region(rows.transpose(0, 1).contiguous(), group=self.tp_group)
+        return reduce_from_tensor_model_parallel_region(rows, group=self.tp_group)
+
+
+def head_losses(hidden: Tensor, weight: Tensor, labels: Tensor, promised: Tensor | None, *, sequence_parallel: bool, group, z_loss: float = 0.0) -> Tensor:
+    """Loss of each token, fp32 [b, s].
+
+    Args:
+        hidden: [s, b, h], with sequence_parallel this rank's rows of it. weight: this rank's rows [V / ranks, h].
+        labels: int64 [b, s]. promised: the gradient [b, s] that the losses will get, None if that is not known.
+        group: tensor-parallel group. z_loss: factor of logsumexp(logits)^2 in the loss (arXiv 2204.02311).
+    """
+    from hip_ops import linear_cross_entropy
+
+    ranks = group.size()
+    if sequence_parallel:
+        hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=True, group=group)
+    elif ranks > 1:
+        hidden = copy_to_tensor_model_parallel_region(hidden, group=group)
+    s, b, h = hidden.shape
+    main_grad = main_grad_of(weight) if torch.is_grad_enabled() and weight.requires_grad else None
+    losses = linear_cross_entropy(
+        hidden.reshape(s * b, h), weight if main_grad is None else Announced.apply(weight), labels.transpose(0, 1).reshape(-1),
+        promised_grad=None if promised is None else promised.transpose(0, 1).reshape(-1), main_grad=main_grad, z_loss=z_loss,
+        group=group if ranks > 1 else None, first_class=group.rank() * len(weight),
+    )  # fmt: skip
+    return losses.view(s, b).transpose(0, 1).contiguous()
