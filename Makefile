@@ -45,6 +45,9 @@ demo: setup ## Prepare a corpus from the Python standard library and train a sma
 	$(DEMO_DATA)
 	$(DEMO_TRAIN)
 
+# Two test processes whose threads wait for each other by spinning take three times as long.
+test test-all test-core16: export OMP_NUM_THREADS ?= 1
+
 test: setup tools ## Run the tests that are neither slow nor need an accelerator
 	$(PYTEST) $(SIDE_BY_SIDE) -m "not slow and not gpu" $(PYTEST_ARGS)
 

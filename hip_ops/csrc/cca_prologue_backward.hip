@@ -481,7 +481,7 @@ static int64_t backward_tiles(int64_t total, int64_t rows, int64_t batch, bool h
 }
 
 // Runs that a head's tiles are cut into, each with its partial sums.
-HO_EXPORT int64_t ho_cca_prologue_backward_runs(int64_t total, int64_t rows, int64_t batch, int64_t heads, int64_t groups, int64_t has_halo, int64_t processors) {
+HO_EXPORT int64_t ho_cca_prologue_backward_blocks(int64_t total, int64_t rows, int64_t batch, int64_t heads, int64_t groups, int64_t has_halo, int64_t processors) {
   return prologue_runs(groups, heads / groups + 1, backward_tiles(total, rows, batch, has_halo != 0), processors, 1);
 }
 

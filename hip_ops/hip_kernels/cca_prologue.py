@@ -97,7 +97,7 @@ def cca_prologue_backward(
     *weights, length = (*(_aligned(t.contiguous()) for t in parameters[:4]), temperature.float().contiguous())
     halo, starts = None if halo is None else _aligned(halo.contiguous()), None if starts is None else starts.contiguous()
     table, *rope_strides, rotary = _rope(rope)
-    runs = library(target_of(device)).ho_cca_prologue_backward_runs(total, rows, b, heads, query_groups, halo is not None, processors)
+    runs = library(target_of(device)).ho_cca_prologue_backward_blocks(total, rows, b, heads, query_groups, halo is not None, processors)
     zero_runs = min(total, ZERO_RUNS)
     shapes = ((runs, n, 3, HEAD_DIM, HEAD_DIM), (runs, n, HEAD_DIM), (runs, query_groups), (zero_runs, query_groups), (query_groups,))
     partial, partial_bias, partial_temperature, partial_zero, of_temperature = (torch.empty(shape, dtype=torch.float32, device=device) for shape in shapes)

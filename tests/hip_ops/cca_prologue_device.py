@@ -72,7 +72,7 @@ class Emulated:
         def count(total, rows, batch, heads, groups, has_halo, processors):
             return runs(groups, heads // groups + 1, backward_tiles(total, rows, batch, has_halo), processors, 1)
 
-        functions = SimpleNamespace(ho_cca_prologue_backward_runs=count)
+        functions = SimpleNamespace(ho_cca_prologue_backward_blocks=count)
         with (
             mock.patch.object(hip_kernels, "call", lambda name, *a, device: getattr(self, "_" + name)(*a)),
             mock.patch.object(hip_kernels, "library", lambda target: functions),

@@ -44,7 +44,7 @@ for c, b, n, g, k, halo, documents, rotary, late, length in eval(sys.argv[-1]):
         continue
     upstream = [bf16(s, b, count, d) for count in (n, g, g)]
     strides = [x for count in (n, g, g) for x in (b * count * d, count * d, d)]
-    runs, zero_runs = kernels.ho_cca_prologue_backward_runs(total, c, b, n, g, halo, 1), 3
+    runs, zero_runs = kernels.ho_cca_prologue_backward_blocks(total, c, b, n, g, halo, 1), 3
     d_projected = empty(s, b, width)
     d_halo, d_value_halo = (np.empty_like(before), np.empty_like(value_before)) if halo else (None, None)
     bias, along, zero = empty(runs, heads, d, dtype=np.float32), empty(runs, g, dtype=np.float32), empty(zero_runs, g, dtype=np.float32)
