@@ -11,7 +11,7 @@ import pytest
 
 from tests.running import Run, train, train_and_signal
 
-LONG = ("stage.train_iters=400", "stage.eval_interval=1000", "checkpoint.save_interval=1000")
+LONG = ("nproc=1", "stage.train_iters=400", "stage.eval_interval=1000", "checkpoint.save_interval=1000")
 
 
 @pytest.fixture(scope="module")
@@ -45,14 +45,14 @@ def test_sigterm_saves_and_the_run_goes_on_from_there(tmp_path, corpus):
 
 def test_a_killed_run_resumes_from_its_last_checkpoint(tmp_path, corpus, saved):
     run_dir = _copy(saved, tmp_path / "run")
-    more = ("stage.train_iters=400", "stage.eval_interval=1000", "checkpoint.save_interval=1000", "nproc=1")
-    killed = train_and_signal(run_dir, corpus, signal.SIGKILL, 9, *more, "resume=auto")
+    killed = train_and_signal(run_dir, corpus, signal.SIGKILL, 9, *LONG, "resume=auto")
     assert killed.code != 0 and max(killed.steps()) >= 9
-    resumed = train(run_dir, corpus, *more, "resume=auto", "exit_interval=8")
+    resumed = train(run_dir, corpus, *LONG, "resume=auto", "exit_interval=8")
     assert "continuing after step 6" in resumed.output
     assert list(resumed.steps()) == list(range(1, 9)), "rows of the lost steps must be gone"
 
 
+@pytest.mark.slow
 def test_a_half_written_checkpoint_is_not_loaded(tmp_path, corpus, saved):
     """A kill in the middle of a save: a folder is there, the tracker still names the one before."""
     run_dir = _copy(saved, tmp_path / "run")
