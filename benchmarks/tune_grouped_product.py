@@ -24,9 +24,10 @@ from grouped_product import LOADS, offsets_of
 from result_record import commit_of
 from triton.testing import do_bench
 
+from hip_ops.architecture import architecture
 from hip_ops.reference import grouped_product as reference
 from hip_ops.triton_kernels.grouped_configs import SHARED_MEMORY, TABLE, GroupedConfig, write_table
-from hip_ops.triton_kernels.grouped_product import architecture, grouped_outer_, grouped_rows
+from hip_ops.triton_kernels.grouped_product import grouped_outer_, grouped_rows
 
 # kind, tokens, k, n: the experts' six products at 32,768 and 16,384 tokens, in order of importance
 SHAPES = [

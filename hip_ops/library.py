@@ -6,6 +6,7 @@ from functools import lru_cache
 
 import torch
 
+from hip_ops.architecture import architecture
 from hip_ops.build import BuildError, build
 from hip_ops.compilers import AMD_ARCHITECTURES, CompilerNotFound, default_amd_target
 from hip_ops.launchers import load
@@ -19,11 +20,8 @@ def target_of(device: torch.device) -> str:
         return "cpu"
     if device.type != "cuda":
         raise ValueError(f"hip_ops: the kernels run on AMD and NVIDIA GPUs and on the CPU, not on device {device}")
-    if torch.version.hip is None:
-        major, minor = torch.cuda.get_device_capability(device)
-        return f"sm_{major}{minor}"
-    name = torch.cuda.get_device_properties(device).gcnArchName.split(":")[0]  # "gfx942:sramecc+:xnack-"
-    if name in AMD_ARCHITECTURES:
+    name = architecture(device)
+    if torch.version.hip is None or name in AMD_ARCHITECTURES:
         return name
     raise ValueError(f"hip_ops: {device} is {name}; the kernels need waves of 64 and MFMA: {', '.join(AMD_ARCHITECTURES)}")
 

@@ -8,18 +8,7 @@ def zaya_flops(args, batch_size, seqlen_squared_sum_in_batch=None, total_real_to
     """Operations of a step of `batch_size` sequences, by zaya_plugin.plan.flops; arguments as in Megatron."""
     from zaya_plugin.plan.flops import Shape, training_flops
 
-    shape = Shape(
-        num_layers=args.num_layers,
-        hidden_size=args.hidden_size,
-        num_attention_heads=args.num_attention_heads,
-        num_query_groups=args.num_query_groups,
-        kv_channels=args.kv_channels,
-        num_experts=args.num_experts,
-        moe_ffn_hidden_size=args.moe_ffn_hidden_size,
-        router_hidden_size=args.router_hidden_size,
-        vocab_size=args.padded_vocab_size,
-    )
-    return training_flops(shape, batch_size * args.seq_length, args.seq_length)
+    return training_flops(Shape.of_arguments(args), batch_size * args.seq_length, args.seq_length)
 
 
 def install() -> None:

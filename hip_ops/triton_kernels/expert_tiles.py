@@ -15,6 +15,15 @@ def expert_borders(offsets, experts, EXPERTS: tl.constexpr):
 
 
 @triton.jit
+def outer_tiles(starts, ends, experts, tiles, ACCUMULATE: tl.constexpr, EXPERTS: tl.constexpr):
+    """Each expert's tiles of a result that has `tiles` for each: none where there is nothing to add, or where there is no expert."""
+    computed = tl.arange(0, EXPERTS) < experts
+    if ACCUMULATE:
+        computed = computed & (ends > starts)
+    return computed.to(tl.int32) * tiles
+
+
+@triton.jit
 def find_expert(position, starts, ends, tile_ends):
     """The expert whose tile is at `position`, where its rows start and end, and the place among its own tiles.
 

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from hip_ops.triton_kernels.expert_tiles import expert_borders, find_expert
+from hip_ops.triton_kernels.expert_tiles import expert_borders, find_expert, outer_tiles
 from hip_ops.triton_kernels.grouped_configs import GroupedConfig
 from hip_ops.triton_kernels.tiles import grouped_tile, xcd_contiguous
 
@@ -61,10 +61,7 @@ def grouped_pointer_outer_kernel(
     """As grouped_outer_kernel."""
     starts, ends = expert_borders(offsets, experts, EXPERTS)
     tile_rows, tile_columns = tl.cdiv(m, BLOCK_M), tl.cdiv(n, BLOCK_N)
-    computed = tl.arange(0, EXPERTS) < experts
-    if ACCUMULATE:
-        computed = computed & (ends > starts)
-    tile_ends = tl.cumsum(computed.to(tl.int32)) * (tile_rows * tile_columns)
+    tile_ends = tl.cumsum(outer_tiles(starts, ends, experts, tile_rows * tile_columns, ACCUMULATE, EXPERTS))
     tiles = tl.max(tile_ends)
     for walked in range(tl.program_id(0), tiles, tl.num_programs(0)):
         expert, start, end, place = find_expert(xcd_contiguous(walked, tiles, XCDS), starts, ends, tile_ends)

@@ -20,8 +20,9 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from hip_ops.architecture import architecture
 from hip_ops.triton_kernels import grouped_pointer_product as pointers
-from hip_ops.triton_kernels.expert_tiles import expert_borders, find_expert
+from hip_ops.triton_kernels.expert_tiles import expert_borders, find_expert, outer_tiles
 from hip_ops.triton_kernels.grouped_configs import GroupedConfig, choose_config
 from hip_ops.triton_kernels.ragged_rows import load_rows, ragged_rows, store_rows
 from hip_ops.triton_kernels.tiles import grouped_tile
@@ -83,10 +84,7 @@ def grouped_outer_kernel(
     """out[e] (+)= a[rows of e]^T b[rows of e], [m, n]. An expert without rows is passed over, or, without ACCUMULATE, gets zeros."""
     starts, ends = expert_borders(offsets, experts, EXPERTS)
     rows, columns = tl.cdiv(m, BLOCK_M), tl.cdiv(n, BLOCK_N)
-    computed = tl.arange(0, EXPERTS) < experts
-    if ACCUMULATE:
-        computed = computed & (ends > starts)
-    tile_ends = tl.cumsum(computed.to(tl.int32)) * (rows * columns)
+    tile_ends = tl.cumsum(outer_tiles(starts, ends, experts, rows * columns, ACCUMULATE, EXPERTS))
     tiles = tl.max(tile_ends)
     for position in range(tl.program_id(0), tiles, tl.num_programs(0)):
         expert, start, end, place = find_expert(position, starts, ends, tile_ends)
@@ -112,10 +110,7 @@ def grouped_flat_outer_kernel(
     """
     starts, ends = expert_borders(offsets, experts, EXPERTS)
     rows, columns = tl.cdiv(m, BLOCK_M), tl.cdiv(n, BLOCK_N)
-    computed = tl.arange(0, EXPERTS) < experts
-    if ACCUMULATE:
-        computed = computed & (ends > starts)
-    tiles = computed.to(tl.int32) * (rows * columns)
+    tiles = outer_tiles(starts, ends, experts, rows * columns, ACCUMULATE, EXPERTS)
     tile_ends = tl.cumsum(tiles)
     first, programs = tl.program_id(0), tl.num_programs(0)
     mine = tl.cdiv(tl.maximum(tile_ends - first, 0), programs) - tl.cdiv(tl.maximum(tile_ends - tiles - first, 0), programs)
@@ -140,21 +135,14 @@ def grouped_flat_outer_kernel(
 
 
 @functools.cache
-def _architecture(device: torch.device) -> str:
-    if torch.version.hip is not None:
-        return torch.cuda.get_device_properties(device).gcnArchName.split(":")[0]
-    major, minor = torch.cuda.get_device_capability(device)
-    return f"sm_{major}{minor}"
-
-
-@functools.cache
 def _multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
-def architecture(device: torch.device) -> str:
-    """The table's name of a device; a CPU, on which Triton interprets, counts as Hopper."""
-    return "sm_90" if device.type == "cpu" else _architecture(device)
+@functools.cache
+def table_part(device: torch.device) -> str:
+    """The part of the table that serves a device; a CPU, on which Triton interprets, counts as Hopper."""
+    return "sm_90" if device.type == "cpu" else architecture(device)
 
 
 def describable(x: Tensor) -> bool:
@@ -175,7 +163,7 @@ def _programs(device: torch.device, config: GroupedConfig, most_tiles: int) -> i
 
 
 def _config(device: torch.device, kind: str, tokens: int, experts: int, k: int, n: int, config: GroupedConfig | None, tensors) -> GroupedConfig:
-    config = config or choose_config(architecture(device), kind, tokens // experts, k, n)
+    config = config or choose_config(table_part(device), kind, tokens // experts, k, n)
     if config.descriptors and not all(map(describable, tensors)):
         config = replace(config, descriptors=False, flatten=False)
     return config

@@ -44,7 +44,7 @@ SETTINGS = [
 def test_every_kind_of_configuration(settings):
     from hip_ops.triton_kernels import grouped_product as kernels
 
-    if choose_config(kernels.architecture(DEVICE), "outer", 1, 1, 1).descriptors is False and settings.get("descriptors", True):
+    if choose_config(kernels.table_part(DEVICE), "outer", 1, 1, 1).descriptors is False and settings.get("descriptors", True):
         pytest.skip("no descriptors here")
     outer = replace(GroupedConfig(**{"parts": 4, **settings}))
     rows = replace(outer, parts=min(outer.parts, 2) if settings.get("parts") else 1)

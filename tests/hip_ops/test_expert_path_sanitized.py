@@ -15,17 +15,11 @@ import sys
 from pathlib import Path
 import numpy as np
 from tests.hip_ops.cpu_kernels import CpuKernels
+from tests.hip_ops.numpy_dtypes import bits, values
 
 library, *sources = map(Path, sys.argv[1:])
 kernels = CpuKernels(library, sources)
 generator = np.random.default_rng(0)
-
-def bits(values, size):
-    values = np.ascontiguousarray(values, np.float32)
-    return values if size == 4 else (values.view(np.uint32) >> 16).astype(np.uint16)
-
-def values(array):
-    return array if array.dtype == np.float32 else (array.astype(np.uint32) << 16).view(np.float32)
 
 def sort(ids, experts):
     n = len(ids)

@@ -15,17 +15,11 @@ import sys
 from pathlib import Path
 import numpy as np
 from tests.hip_ops.cpu_kernels import CpuKernels
+from tests.hip_ops.numpy_dtypes import bits, values
 
 library, source = map(Path, sys.argv[1:])
 kernels = CpuKernels(library, [source])
 generator = np.random.default_rng(0)
-
-def bits(values, size):
-    values = np.ascontiguousarray(values, np.float32)
-    return values if size == 4 else (values.view(np.uint32) >> 16).astype(np.uint16)
-
-def values(array):
-    return array if array.dtype == np.float32 else (array.astype(np.uint32) << 16).view(np.float32)
 
 for rows, classes, size, pad, parts in ((5, 1040, 2, 8, 3), (9, 45, 2, 0, 1), (4, 33, 4, 3, 2), (6, 68, 4, 0, 1), (3, 1, 2, 0, 4)):
     stride, step = classes + pad, -(-classes // (parts * 16)) * 16

@@ -32,8 +32,7 @@ def of_rank(session, recipe, options: Options, rates: Rates, device) -> dict:
     """The record without its breakdown. Called on every rank: memory is that of the fullest one."""
     import torch
 
-    from zaya_plugin.plan.flops import training_flops
-    from zaya_plugin.training.adapter_measured import shape_of
+    from zaya_plugin.plan.flops import Shape, training_flops
 
     args, measured = session.parts.args, session.measured
     world = torch.distributed.get_world_size()
@@ -42,7 +41,7 @@ def of_rank(session, recipe, options: Options, rates: Rates, device) -> dict:
     allocated, reserved, resident = memory.tolist()
     on_cpu = device.type == "cpu"
     tokens = recipe.stage.global_batch_size * recipe.stage.seq_length
-    shape, seconds = shape_of(args), measured.mean_seconds
+    shape, seconds = Shape.of_arguments(args), measured.mean_seconds
     flops = training_flops(shape, tokens, recipe.stage.seq_length)
     return {
         "schema": SCHEMA,
@@ -141,8 +140,8 @@ def work_of(session, optim) -> dict:
     from megatron.core import parallel_state
 
     from zaya_plugin.model.layer import ZayaTransformerLayer
+    from zaya_plugin.plan.flops import Shape
     from zaya_plugin.plan.step_work import Rank, step_work
-    from zaya_plugin.training.adapter_measured import shape_of
 
     parts = session.parts
     args = parts.args
@@ -160,7 +159,7 @@ def work_of(session, optim) -> dict:
         stream_bytes=4 if args.bf16 is False or args.residual_in_fp32 else 2,
         accumulated=_accumulated(parts.model),
     )
-    return step_work(shape_of(args), args.seq_length, rank, _optimizer_share(parts, args, optim) if session.options.optimizer else None)
+    return step_work(Shape.of_arguments(args), args.seq_length, rank, _optimizer_share(parts, args, optim) if session.options.optimizer else None)
 
 
 # The part in which a parameter's gradient is computed, by the first word that its name holds.

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
+from hip_ops.architecture import architecture
 from zaya_plugin.model.grouped_gemm_implementations import IMPLEMENTATIONS, OUTER, TORCH
 
 logger = logging.getLogger(__name__)
@@ -26,20 +27,10 @@ class Rule:
 
 
 RULES = {
-    "sm_90": Rule("torch", "torch", "triton", "not measured yet: torch's kernels round weight gradients to bf16, and another pass adds them"),
+    "sm_90": Rule("torch", "torch", "torch", "what trained on an H100 and H200s; triton has not been measured there yet"),
     "gfx942": Rule("triton", "triton", "triton", "not measured: torch's may loop over experts and wait for the host, by its build"),
 }
 OTHERS = Rule("torch", "torch", "torch", "no measurement on this architecture")
-
-
-def architecture(device: torch.device) -> str:
-    """sm_90, gfx942, ... of an accelerator; else the type of device."""
-    if device.type != "cuda":
-        return device.type
-    if torch.version.hip is not None:
-        return torch.cuda.get_device_properties(device).gcnArchName.split(":")[0]
-    major, minor = torch.cuda.get_device_capability(device)
-    return f"sm_{major}{minor}"
 
 
 @functools.cache

@@ -8,7 +8,7 @@ convolutions, router, expert) + 1.074 (head) + 0.336 (attention) = 2.915 GFLOP a
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 
 @dataclass(frozen=True)
@@ -25,6 +25,12 @@ class Shape:
     router_hidden_size: int
     vocab_size: int
     conv_taps: tuple[int, int] = (2, 2)
+
+    @classmethod
+    def of_arguments(cls, args) -> Shape:
+        """Of Megatron's arguments."""
+        names = (field.name for field in fields(cls) if field.name not in ("vocab_size", "conv_taps"))
+        return cls(**{name: getattr(args, name) for name in names}, vocab_size=args.padded_vocab_size)
 
     @property
     def query_channels(self) -> int:

@@ -11,8 +11,6 @@ from dataclasses import dataclass
 from megatron.core.optimizer import ChainedOptimizer
 from megatron.training import get_args, training
 
-from zaya_plugin.plan.flops import Shape
-
 
 @dataclass
 class StepParts:
@@ -72,18 +70,3 @@ def without_optimizer() -> Iterator[None]:
 def graph_warm_up(args: argparse.Namespace) -> int:
     """Steps that Megatron launches kernel by kernel before it captures a graph of the whole step; 0 where it captures none."""
     return args.cuda_graph_warmup_steps if getattr(args, "cuda_graph_impl", "none") == "full_iteration" else 0
-
-
-def shape_of(args: argparse.Namespace) -> Shape:
-    """The sizes of the model that `args` describe."""
-    return Shape(
-        num_layers=args.num_layers,
-        hidden_size=args.hidden_size,
-        num_attention_heads=args.num_attention_heads,
-        num_query_groups=args.num_query_groups,
-        kv_channels=args.kv_channels,
-        num_experts=args.num_experts,
-        moe_ffn_hidden_size=args.moe_ffn_hidden_size,
-        router_hidden_size=args.router_hidden_size,
-        vocab_size=args.padded_vocab_size,
-    )
