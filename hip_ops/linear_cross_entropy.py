@@ -137,8 +137,9 @@ class _Promised(torch.autograd.Function):
         kept = grad == promised
         torch._assert_async(kept.all(), BROKEN_PROMISE)
         gradients = ctx.gradients
-        if torch.version.hip is not None and gradients.hidden is not None:  # ROCm's torch is built without asserts on the device
-            gradients.hidden.masked_fill_(~kept.all(), torch.nan)
+        if torch.version.hip is not None:  # whose torch is built without asserts on the device
+            poisoned = gradients.weight if gradients.hidden is None else gradients.hidden
+            poisoned.masked_fill_(~kept.all(), torch.nan)
         return _handed_out(ctx, gradients, ctx.main_grad, ctx.dtype)
 
 
@@ -185,6 +186,8 @@ def _check(hidden: Tensor, weight: Tensor, labels: Tensor, promised: Tensor | No
         fail("promised_grad", f"has shape {tuple(promised.shape)}", f"{tuple(hidden.shape[:1])}, one number a token")
     if main_grad is not None and main_grad.shape != weight.shape:
         fail("main_grad", f"has shape {tuple(main_grad.shape)}", f"{tuple(weight.shape)} like weight")
+    if main_grad is not None and main_grad.dtype not in (weight.dtype, reference.compute_dtype(weight)):
+        fail("main_grad", f"is {main_grad.dtype}", f"{weight.dtype} like weight or {reference.compute_dtype(weight)}")
     if chunk is not None and chunk < 1:
         fail("chunk_tokens", f"is {chunk}", "at least 1")
     for name, tensor in {"weight": weight, "labels": labels, "promised_grad": promised, "main_grad": main_grad}.items():
@@ -204,12 +207,14 @@ def linear_cross_entropy(
             gradient the softmax's, so such tokens have to be masked, as padding is.
         promised_grad: [T], the gradient that the backward pass will bring for the losses. Both gradients are then made on the way forward, and
             the backward pass compares on the device, without waiting for it: an assertion of the device fails (on ROCm, where these are not
-            compiled, gradients become NaN) if the promise was broken. Ignored where nothing requires a gradient.
+            compiled, the gradient of hidden becomes NaN, or where that is not wanted the weight's) if the promise was broken. Ignored where nothing
+            requires a gradient.
         main_grad: [V, h], fp32 or weight's dtype. The weight's gradient is added here - with a promise already on the way forward, so call backward
             exactly once - and autograd gets None for the weight. Without it autograd gets the gradient, summed in fp32.
         z_loss: factor of logsumexp(logits)^2 in the loss (arXiv 2204.02311).
         group: torch.distributed group over whose ranks the vocabulary is cut, with this rank's rows from class first_class on. One small
-            all-gather a chunk. Losses are the same on all ranks; the gradient of hidden is this rank's part, and for the caller to sum.
+            all-gather a chunk; every rank has as many rows, since they decide its size. Losses are the same on all ranks; the gradient of hidden
+            is this rank's part, and for the caller to sum.
         chunk_tokens: tokens of a chunk; None: as many as fit into 1.25 GiB of logits.
 
     Returns:

@@ -22,5 +22,4 @@ def seed():
     """The same random streams for every test."""
     from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
-    torch.manual_seed(1234)
     model_parallel_cuda_manual_seed(1234, force_reset_rng=True)

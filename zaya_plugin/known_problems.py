@@ -7,7 +7,8 @@ packaging.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+import re
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from packaging.version import InvalidVersion, Version
@@ -182,15 +183,4 @@ def _patch_range(facts: Facts) -> str | None:
 
 def _release(version: str) -> Version:
     """Of '7.0.51831-abc' the part that can be compared."""
-    numbers = list(_leading_numbers(version))
-    return Version(".".join(numbers[:3]) or "0")
-
-
-def _leading_numbers(version: str) -> Iterator[str]:
-    for part in version.split("."):
-        digits = "".join(c for c in part if c.isdigit()) if part[:1].isdigit() else ""
-        if not digits:
-            return
-        yield digits if part.isdigit() else part.split("-")[0]
-        if not part.isdigit():
-            return
+    return Version((re.match(r"\d+(\.\d+){0,2}", version) or ["0"])[0])

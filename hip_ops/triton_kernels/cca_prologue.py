@@ -225,7 +225,8 @@ def cca_prologue_backward(
     d_query, d_key, d_value, projected = map(_by_rows, (d_query, d_key, d_value, projected))
     query, key = query.contiguous(), key.contiguous()
     parameters = tuple(tensor.contiguous() for tensor in parameters)
-    rope_or_any = inverse_norm if rope is None else _by_rows(rope)
+    rope = None if rope is None else _by_rows(rope)
+    rope_or_any = inverse_norm if rope is None else rope
     halo_or_any = projected if halo is None else halo.contiguous()
     rope_strides, flags = _rope_strides(rope), _bytes(starts, projected)
     n, (runs, bias_runs) = len(grouped_bias) // d, plan.runs

@@ -101,10 +101,10 @@ def overwrite_with_gradient(logits: Tensor, labels: Tensor, first_class: int, no
     """As hip_ops.reference.vocabulary_rows.overwrite_with_gradient; logits of contiguous rows."""
     rows, classes = logits.shape
     if rows and classes:
-        chosen, parts = launch(logits.element_size()), parts_of_gradient(classes)
+        chosen, parts, normalizer = launch(logits.element_size()), parts_of_gradient(classes), as_rows(normalizer)
         with torch.cuda.device(logits.device):
             gradient_kernel[(rows, parts)](
-                logits, labels.contiguous(), as_rows(normalizer), grad.contiguous(), classes, logits.stride(0), normalizer.stride(0), first_class,
+                logits, labels.contiguous(), normalizer, grad.contiguous(), classes, logits.stride(0), normalizer.stride(0), first_class,
                 part_size(classes, parts), z_loss, BLOCK=chosen.lanes * chosen.width, num_warps=chosen.num_warps,
             )  # fmt: skip
 

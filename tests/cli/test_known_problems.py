@@ -38,6 +38,7 @@ CASES = [
     ("wrong-aiter", dict(versions={"aiter": "0.13.20191203"}), dict(versions={"amd-aiter": "0.1.14.post1"})),
     ("wrong-primus", dict(modules=MODULES | {"primus": True}), dict(modules=MODULES | {"primus": True, "primus.core": True})),
     ("async-save-rocm", dict(hip="7.0.51831-a3e329ad8", archs=("gfx90a",)), dict(hip="7.1.25424", archs=("gfx90a",))),
+    ("async-save-rocm", dict(hip="7.0.51831abc", archs=("gfx90a",)), dict(hip="7.1.25424abc", archs=("gfx90a",))),
     ("async-save-rocm", dict(hip="6.4.43483-a187df25c", archs=("gfx90a",)), dict(hip="7.15.0", archs=("gfx90a",))),
     (
         "stale-mha",

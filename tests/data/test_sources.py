@@ -46,6 +46,8 @@ def test_names_of_domains():
     assert domain_names(["a/web", "b/web", "/c/code"]) == ["a_web", "b_web", "code"]
     with pytest.raises(ValueError, match="data/web, data/web: a source comes twice"):
         domain_names(["data/web", "data/web"])
+    with pytest.raises(ValueError, match="sources would share the names a_b, a_b, c_b"):
+        domain_names(["x/a_b", "a/b", "c/b"])
 
 
 def test_a_validation_takes_its_domains_in_turn(prepared, tmp_path, bins):

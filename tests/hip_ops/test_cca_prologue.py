@@ -192,13 +192,14 @@ def test_empty(chosen, shape):
 
 
 def test_any_strides_give_the_same(chosen):
-    """Batch first, and gradients with heads before rows, as attention gives them."""
+    """Batch first, gradients with heads before rows, as attention gives them, and angles before rows."""
     case, found = Case(35, 2, 2, 1), []
     for order in ((0, 1, 2, 3), (1, 2, 0, 3)):
         inputs, t = make(case), leaves(case)
         back = [order.index(i) for i in range(4)]
         by_batch = t["projected"].detach().transpose(0, 1).contiguous().transpose(0, 1)
         t["projected"] = (by_batch if order[0] else by_batch.contiguous()).requires_grad_()
+        t["rope"] = t["rope"].mT.contiguous().mT if order[0] else t["rope"]
         torch.autograd.backward(call(case, t), [u.permute(order).contiguous().permute(back) for u in inputs.upstream])
         found.append([t[name].grad for name in GRADIENTS if t[name] is not None])
     assert all(map(torch.equal, *found))

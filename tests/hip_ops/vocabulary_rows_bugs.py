@@ -13,7 +13,7 @@ from tests.hip_ops.vocabulary_rows_cases import Logits, check
 HEADER, SOURCE = "row_vectors.h", "vocabulary_rows.hip"
 CASES = (
     Logits(7, 2600, BF16, parts=2, z_loss=1e-2), Logits(7, 2600, BF16, parts=2, shape="confident", pad=8), Logits(6, 640, parts=2, shape="nothing"),
-    Logits(9, 333, FP32, parts=3, shape="far"), Logits(4, 2048, shape="rising"),
+    Logits(9, 333, FP32, parts=3, shape="far"), Logits(4, 2048, shape="rising"), Logits(300, 64, FP32),  # more rows than a CPU's waves
 )  # fmt: skip
 
 

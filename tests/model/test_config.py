@@ -32,7 +32,12 @@ REFUSED = [
     ("moe_aux_loss_coeff", 0.01, "biases alone"),
     ("moe_z_loss_coeff", 0.001, "not a part"),
     ("router_hidden_size", 0, "positive"),
+    ("cuda_graph_impl", "local", "none, full_iteration"),
 ]
+
+
+def test_a_graph_of_the_whole_step_is_taken(make_config):
+    assert make_config(cuda_graph_impl="full_iteration", cuda_graph_modules=[]).cuda_graph_impl == "full_iteration"
 
 
 @pytest.mark.parametrize("name, value, reason", REFUSED)

@@ -93,6 +93,7 @@ def test_what_megatron_has_no_word_for_is_refused():
         ("data.packing=documents", "data.packing"),
         ("data.order=continuing", "data.order"),
         ("handover.first_sample=64", "handover.first_sample"),
+        ("optim.z_loss=1e-4", "optim.z_loss"),
     ],
 )
 def test_what_a_host_cannot_do_is_refused(override, key):

@@ -212,6 +212,8 @@ def _graphs(recipe: Recipe) -> Iterator[str]:
     """What a graph cannot hold: a step that differs from the one before, or a question to the device within it."""
     needed = (
         ("cluster.device", recipe.cluster.device, "cuda", "a CPU has no graphs"),
+        ("cluster.dtype", recipe.cluster.dtype, "bf16", "no grouped GEMM takes another on a GPU without asking the host"),
+        ("cluster.transformer_impl", recipe.cluster.transformer_impl, "local", "Transformer Engine's grouped GEMM asks the host"),
         ("optim.non_finite_gradients", recipe.optim.non_finite_gradients, "skip", "stop looks at each loss on the host"),
         ("stage.batch_size_ramp", recipe.stage.batch_size_ramp, None, "every replay has the same number of micro-batches"),
         ("data.packing", recipe.data.packing, "none", "blocks of documents are found on the host"),

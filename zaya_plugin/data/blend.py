@@ -27,7 +27,7 @@ def domain_names(paths: Sequence[str]) -> list[str]:
     """A name for each source of a validation blend: as many of the last parts of its path as tell it from the others.
 
     Raises:
-        ValueError: a path comes twice.
+        ValueError: a path comes twice, or two names come out the same.
     """
     parts = [Path(path).parts for path in paths]
     if len(set(parts)) < len(parts):
@@ -38,4 +38,6 @@ def domain_names(paths: Sequence[str]) -> list[str]:
         while sum(other[-count:] == path[-count:] for other in parts) > 1:
             count += 1
         names.append("_".join(path[-count:]).strip("/"))
+    if len(set(names)) < len(names):
+        raise ValueError(f"{', '.join(paths)}: sources would share the names {', '.join(sorted(names))}; rename a folder")
     return names

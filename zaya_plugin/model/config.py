@@ -256,7 +256,7 @@ class ZayaConfig(TransformerConfig):
         coefficients = coefficients if isinstance(coefficients, list) else [coefficients]
         require("moe_aux_loss_coeff", "0.0", not any(coefficients),
                 "ZAYA1 balances by biases alone; set moe_aux_loss_coeff=0.0")
-        require("cuda_graph_impl", "'none'", self.cuda_graph_impl == "none", "graph capture is not supported")
+        one_of("cuda_graph_impl", ("none", "full_iteration"))
         if self.recompute_granularity == "selective":
             unknown = sorted(set(self.recompute_modules) - _RECOMPUTE_MODULES)
             require("recompute_modules", f"a subset of {sorted(_RECOMPUTE_MODULES)}", not unknown,

@@ -70,8 +70,9 @@ def step_work(shape: Shape, seq_length: int, rank: Rank, optimizer: OptimizerSha
     moved = _activation_bytes(shape, rank)
     for part, elements in _weights(here, rank).items():  # read forward and backward, their gradient written
         moved[part] += 3.0 * rank.activation_bytes * elements * rank.micro_batches
-    for part, elements in rank.accumulated.items():  # each micro-batch read and written in fp32, where it is added
-        moved[part] = moved.get(part, 0.0) + 2.0 * FLOAT32 * elements * rank.micro_batches
+    for part, elements in rank.accumulated.items():  # each micro-batch read and written in fp32, where it is added, and nowhere else
+        not_written = 0 if part == "gradients" else rank.activation_bytes
+        moved[part] = moved.get(part, 0.0) + (2.0 * FLOAT32 - not_written) * elements * rank.micro_batches
     apart = rank.accumulated.get("gradients", 0)
     zeroed = FLOAT32 * sum(rank.accumulated.values())
     moved["gradients"] = moved.get("gradients", 0.0) + rank.activation_bytes * apart * rank.micro_batches + zeroed

@@ -18,7 +18,7 @@ from zaya_plugin.training.arguments import BATCH_ARGUMENTS, OWN_ARGUMENTS, megat
 from zaya_plugin.training.datasets import find_sources
 from zaya_plugin.training.dry_run import data_arguments
 from zaya_plugin.training.export import DECIDED_AT_START, SPEC, host_arguments, left_out, placed, write
-from zaya_plugin.training.launch import HIDDEN_DEVICES, rank_environment
+from zaya_plugin.training.launch import DETERMINISTIC, HIDDEN_DEVICES, rank_environment
 
 # What Primus' presets (pre_trainer.yaml, language_model.yaml and their parents) set otherwise than Megatron's defaults.
 PRESETS_UNDONE = dict(
@@ -40,7 +40,7 @@ PRESETS_UNDONE = dict(
 # Arguments of Megatron 0.17 and later; Primus' pin has other ways or none.
 NOT_IN_PIN = ("step_batch_size_schedule", "eval_global_batch_size")
 LEAST_PARTS = 3
-NEEDED_VARIABLES = (*HIDDEN_DEVICES, "TORCHDYNAMO_DISABLE", "CUDA_DEVICE_MAX_CONNECTIONS")
+NEEDED_VARIABLES = (*HIDDEN_DEVICES, "TORCHDYNAMO_DISABLE", "CUDA_DEVICE_MAX_CONNECTIONS", *DETERMINISTIC)
 
 
 def experiment(recipe: Recipe, data: dict[str, Any], ranks_here: int, spec: bool = False) -> dict[str, Any]:
@@ -56,6 +56,8 @@ def experiment(recipe: Recipe, data: dict[str, Any], ranks_here: int, spec: bool
         ValueError: the recipe asks for what Primus' Megatron has not, or run_dir is too short a path.
     """
     values = {name: value for name, value in (data if spec else megatron_arguments(recipe, data)).items()}
+    if recipe.cluster.graphs != "none":
+        raise ValueError(f"cluster.graphs = {recipe.cluster.graphs}: allowed: none; Primus pins Megatron 0.16, which has no such graphs")
     if found := [name for name in NOT_IN_PIN if name in values]:
         raise ValueError(
             f"stage.batch_size_ramp = {recipe.stage.batch_size_ramp!r}: allowed: null; {', '.join(found)} came with Megatron 0.17, and Primus "

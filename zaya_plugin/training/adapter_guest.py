@@ -125,7 +125,7 @@ class Guest:
         batch = getattr(self.args, "eval_global_batch_size", None) or self.args.global_batch_size
         validations = self.args.eval_iters * batch
         counts = stage_samples(self.recipe, num_samples, validations)
-        sets = find_sources(self.recipe).build(counts, self.args.seq_length, self.args.seed, get_tokenizer())
+        sets = find_sources(self.recipe).build(counts, self.args.seq_length, self.args.seed, get_tokenizer(), validations)
         return [stage_part(self.recipe, sets[0]), validation_part(self.recipe, sets[1], validations), *sets[2:]]
 
     def mark(self, layer: nn.Module, prefix: str) -> None:

@@ -71,6 +71,8 @@ def _impossible(recipe: Recipe) -> Iterator[str]:
             f"handover.first_sample = {recipe.handover.first_sample}: allowed: 0 in {here}. It would read again what the stage "
             "before has read; give the stage other data"
         )
+    if recipe.optim.z_loss:
+        yield f"optim.z_loss = {recipe.optim.z_loss}: allowed: 0 in a host that has its own head and loss"
     if recipe.parallel.context_parallel_size > 1 and recipe.parallel.context_parallel_order != "zigzag":
         yield f"parallel.context_parallel_order = {recipe.parallel.context_parallel_order}: allowed: zigzag in {here}"
 
