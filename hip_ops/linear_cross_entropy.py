@@ -25,9 +25,10 @@ from hip_ops.weight_gradient import add_product_
 
 DTYPES = (torch.bfloat16, torch.float32)
 BUFFER_BYTES = 5 * 2**28  # of a chunk's logits, at most
+# At most 254 characters: the device's assert takes no more.
 BROKEN_PROMISE = (
-    "hip_ops.linear_cross_entropy: the gradient of the losses is not the promised one, so the gradients made on the way forward are wrong. "
-    "promised_grad has to be what the backward pass brings (the loss mask, where the loss is the sum of losses * mask); leave it out otherwise"
+    "hip_ops.linear_cross_entropy: the losses' gradient is not promised_grad, so the gradients made on the way forward are wrong. "
+    "Promise what backward brings (the loss mask, for a sum of losses * mask), or nothing"
 )
 
 

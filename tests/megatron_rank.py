@@ -4,6 +4,10 @@
 import pytest
 import torch
 
+import zaya_plugin.patches
+
+zaya_plugin.patches.apply()  # before any test imports megatron
+
 
 @pytest.fixture(scope="session", autouse=True)
 def single_rank(tmp_path_factory):

@@ -15,8 +15,12 @@ from torch import Tensor
 from triton.runtime.errors import OutOfResources
 
 from hip_ops.reference import cca_prologue as reference
-from hip_ops.triton_kernels.cca_prologue_backward import conv_kernel, norm_kernel, sum_kernel
-from hip_ops.triton_kernels.cca_prologue_forward import forward_kernel
+from hip_ops.triton_kernels.cca_prologue_backward import (
+    cca_prologue_conv_kernel,
+    cca_prologue_norm_kernel,
+    cca_prologue_sum_kernel,
+)
+from hip_ops.triton_kernels.cca_prologue_forward import cca_prologue_forward_kernel
 from hip_ops.triton_kernels.cca_prologue_rows import divisor
 
 HEAD_DIMS = (32, 64, 128, 256)
@@ -140,7 +144,7 @@ def _plan(call: Call, backward: bool, choose) -> Plan:
 
     if not backward:
         each = chosen["forward"]
-        return Plan(sizes, {"forward": (heads + 1, _programs(each, total))}, {"forward": keywords(forward_kernel, each, each.stages)}, each.tiles)
+        return Plan(sizes, {"forward": (heads + 1, _programs(each, total))}, {"forward": keywords(cca_prologue_forward_kernel, each, each.stages)}, each.tiles)
     norm, conv = chosen["norm"], chosen["conv"]
     early_rows = 2 if of["HAS_HALO"] else 0
     early_total = (call.s + early_rows * call.chunks) * call.batch
@@ -151,10 +155,10 @@ def _plan(call: Call, backward: bool, choose) -> Plan:
     of_sum = {"COLUMNS": SUM_COLUMNS, "TOGETHER": 4, "RUNS": 32, "num_warps": 8}
     return Plan(
         sizes, grids, {
-            "norm": keywords(norm_kernel, norm, 1, STAGES=norm.stages),
-            "conv": keywords(conv_kernel, conv, conv.stages, IN=conv.into, ZERO_BLOCK=conv.zero_block,
+            "norm": keywords(cca_prologue_norm_kernel, norm, 1, STAGES=norm.stages),
+            "conv": keywords(cca_prologue_conv_kernel, conv, conv.stages, IN=conv.into, ZERO_BLOCK=conv.zero_block,
                              OTHERS=triton.next_power_of_2(of["HEADS"] // of["GROUPS"])),  # fmt: skip
-            "sum": {name: of[name] for name in sum_kernel.arg_names if name in of} | of_sum,
+            "sum": {name: of[name] for name in cca_prologue_sum_kernel.arg_names if name in of} | of_sum,
         }, 1, (early_total, divisor(rows + early_rows)), runs,
     )  # fmt: skip
 
@@ -192,7 +196,7 @@ def cca_prologue(
         projected = _by_rows(projected)
         rope = None if rope is None else _by_rows(rope)
         with torch.cuda.device(device):
-            forward_kernel[plan.grids["forward"]](
+            cca_prologue_forward_kernel[plan.grids["forward"]](
                 projected, *(t.contiguous() for t in parameters), inverse_norm if rope is None else rope,
                 *(projected if t is None else t.contiguous() for t in (halo, value_halo)),
                 _bytes(starts, projected), query, key, value, inverse_norm, *plan.sizes, projected.stride(0), projected.stride(1),
@@ -235,17 +239,17 @@ def cca_prologue_backward(
     partial, partial_bias, partial_temperature, partial_zero = torch.empty(sum(sizes), dtype=torch.float32, device=device).split(sizes)
     strides = (projected.stride(0), projected.stride(1))
     with torch.cuda.device(device):
-        norm_kernel[plan.grids["norm"]](
+        cca_prologue_norm_kernel[plan.grids["norm"]](
             d_query, d_key, d_value, query, key, inverse_norm, parameters[-1], rope_or_any, flags, dy, d_projected, d_value_halo, partial_bias,
             partial_temperature, *plan.sizes, *d_query.stride()[:3], *d_key.stride()[:3], *d_value.stride()[:3], *rope_strides, 1.0 / EPS,
             **plan.keywords["norm"],
         )  # fmt: skip
         _launch_with_fewer_stages(
-            conv_kernel[plan.grids["conv"]], plan.keywords["conv"],
+            cca_prologue_conv_kernel[plan.grids["conv"]], plan.keywords["conv"],
             dy, d_key, projected, *parameters, rope_or_any, halo_or_any, flags, d_projected, d_halo, partial, partial_zero, plan.sizes[0],
             plan.early[0], *plan.sizes[1:4], plan.early[1], plan.sizes[4], *strides, *d_key.stride()[:3], *rope_strides, EPS,
         )  # fmt: skip
-        sum_kernel[plan.grids["sum"]](
+        cca_prologue_sum_kernel[plan.grids["sum"]](
             partial, partial_bias, partial_temperature, partial_zero, *parameters[:3], parameters[-1], *d_parameters, runs, bias_runs,
             **plan.keywords["sum"],
         )  # fmt: skip

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """The backward kernels of the CCA prologue. No atomics; every sum over rows is a sum a program, then one over the programs.
 
-    norm_kernel      d_query, d_key, query, key -> dy, the gradient of x (reference/cca_prologue.py); d_value -> projected's value channels
-    conv_kernel      dy, z -> the gradient of z and halo, and S_j = sum_t dy_{t+j} z_t^T for j = 0, 1, 2, a head and a run of tiles
-    sum_kernel       S -> the gradients of all parameters
+    cca_prologue_norm_kernel      d_query, d_key, query, key -> dy, the gradient of x (reference/cca_prologue.py); d_value -> projected's value channels
+    cca_prologue_conv_kernel      dy, z -> the gradient of z and halo, and S_j = sum_t dy_{t+j} z_t^T for j = 0, 1, 2, a head and a run of tiles
+    cca_prologue_sum_kernel       S -> the gradients of all parameters
 
-Both products of conv_kernel take the same dy_t, dy_{t+1}, dy_{t+2}, left out where those rows do not reach back to z_t.
+Both products of cca_prologue_conv_kernel take the same dy_t, dy_{t+1}, dy_{t+2}, left out where those rows do not reach back to z_t.
 The convolutions are not computed again: unit vectors come from query and key, and u stays out of the sums, for with u_t = a0 z_{t-1} + a1 z_t + b0
     dW1 = a1 S_0 + a0 S_1 + b0 sum dy,   dW0 = a1 S_1 + a0 S_2 + b0 sum dy,   d a1 = sum_out W1 S_0 + W0 S_1,   d a0 = sum_out W1 S_1 + W0 S_2
 and with the merged taps M_0 = a1 W1, M_1 = a0 W1 + a1 W0, M_2 = a0 W0
@@ -53,7 +53,7 @@ def shift_value_gradients(
 
 
 @triton.jit(do_not_specialize=SIZES)
-def norm_kernel(
+def cca_prologue_norm_kernel(
     d_query, d_key, d_value, query, key, inverse_norm, temperature, rope, starts, dy, d_projected, d_value_halo, partial_bias,
     partial_temperature, total, rows, batch, by_rows, by_batch, q_row_stride, q_batch_stride, q_head_stride, k_row_stride, k_batch_stride, k_head_stride,
     v_row_stride, v_batch_stride, v_head_stride, rope_row_stride, rope_batch_stride, inverse_eps,
@@ -231,7 +231,7 @@ def input_and_weights(
 
 
 @triton.jit(do_not_specialize=SIZES)
-def conv_kernel(
+def cca_prologue_conv_kernel(
     dy, d_key, projected, depthwise_weight, depthwise_bias, grouped_weight, grouped_bias, temperature, rope, halo, starts, d_projected, d_halo,
     partial, partial_zero, total, early_total, rows, batch, by_rows, by_early, by_batch, row_stride, batch_stride, k_row_stride, k_batch_stride, k_head_stride, rope_row_stride,
     rope_batch_stride, eps, HEADS: tl.constexpr, GROUPS: tl.constexpr, D: tl.constexpr, ROTARY: tl.constexpr, HAS_ROPE: tl.constexpr,
@@ -254,7 +254,7 @@ def conv_kernel(
 
 
 @triton.jit(do_not_specialize=SIZES)
-def sum_kernel(
+def cca_prologue_sum_kernel(
     partial, partial_bias, partial_temperature, partial_zero, depthwise_weight, depthwise_bias, grouped_weight, temperature,
     d_depthwise_weight, d_depthwise_bias, d_grouped_weight, d_grouped_bias, d_temperature, runs, bias_runs,
     HEADS: tl.constexpr, GROUPS: tl.constexpr, D: tl.constexpr, COLUMNS: tl.constexpr, TOGETHER: tl.constexpr, RUNS: tl.constexpr,

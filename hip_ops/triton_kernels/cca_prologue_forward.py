@@ -106,7 +106,7 @@ def shift_values(
 
 
 @triton.jit(do_not_specialize=SIZES)
-def forward_kernel(
+def cca_prologue_forward_kernel(
     projected, depthwise_weight, depthwise_bias, grouped_weight, grouped_bias, temperature, rope, halo, value_halo, starts, query,
     key, value, inverse_norm, total, rows, batch, by_rows, by_batch, row_stride, batch_stride, rope_row_stride, rope_batch_stride, tiles, eps,
     HEADS: tl.constexpr, GROUPS: tl.constexpr, D: tl.constexpr, ROTARY: tl.constexpr, DELAYED: tl.constexpr,

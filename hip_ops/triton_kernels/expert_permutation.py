@@ -30,7 +30,7 @@ def _experts_of(expert_ids, token, tokens, num_experts, EXPERTS: tl.constexpr):
 
 
 @triton.jit
-def count_kernel(expert_ids, counted, tokens, num_experts, tiles, EXPERTS: tl.constexpr, TILE: tl.constexpr):
+def expert_count_kernel(expert_ids, counted, tokens, num_experts, tiles, EXPERTS: tl.constexpr, TILE: tl.constexpr):
     """counted [programs, EXPERTS]: how many of the program's tokens, `tiles` tiles of them, each expert has."""
     program = tl.program_id(0)
     total = tl.zeros([EXPERTS], tl.int32)
@@ -42,7 +42,7 @@ def count_kernel(expert_ids, counted, tokens, num_experts, tiles, EXPERTS: tl.co
 
 
 @triton.jit
-def place_kernel(
+def expert_place_kernel(
     expert_ids, counted, token_of_row, row_of_token, counts, offsets, tokens, num_experts, tiles, programs,
     EXPERTS: tl.constexpr, TILE: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
@@ -76,7 +76,7 @@ def place_kernel(
 
 
 @triton.jit
-def gather_kernel(
+def expert_gather_kernel(
     source, index, scale, side, out, side_out, rows, hidden, source_stride,
     SCALED: tl.constexpr, HAS_SIDE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -99,7 +99,7 @@ def gather_kernel(
 
 
 @triton.jit
-def scale_gather_backward_kernel(
+def expert_scale_gather_backward_kernel(
     grad, source, inverse, scale, d_source, d_scale, rows, hidden, grad_stride, source_stride, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """d_source[r] = scale[t] * grad[t] and d_scale[t] = sum(grad[t] * source[r]), where t = inverse[r]; zeros where that is negative."""
@@ -167,8 +167,8 @@ def sort_by_expert(expert_ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor
     programs = triton.cdiv(tokens, tiles * tile)
     counted = torch.empty((programs, experts), dtype=torch.int32, device=device)
     with torch.cuda.device(device):
-        count_kernel[(programs,)](expert_ids, counted, tokens, num_experts, tiles, EXPERTS=experts, TILE=tile)
-        place_kernel[(programs,)](
+        expert_count_kernel[(programs,)](expert_ids, counted, tokens, num_experts, tiles, EXPERTS=experts, TILE=tile)
+        expert_place_kernel[(programs,)](
             expert_ids, counted, token_of_row, row_of_token, counts, offsets, tokens, num_experts, tiles, programs,
             EXPERTS=experts, TILE=tile, ROWS=4096 // experts,
         )  # fmt: skip
@@ -183,7 +183,7 @@ def _gather(source: Tensor, index: Tensor, scale: Tensor | None, side: Tensor | 
         source, index = as_rows(source), index.contiguous()
         chosen = launch(max(hidden, 1), source.element_size())
         with torch.cuda.device(source.device):
-            gather_kernel[(triton.cdiv(count, chosen.rows), triton.cdiv(max(hidden, 1), chosen.block))](
+            expert_gather_kernel[(triton.cdiv(count, chosen.rows), triton.cdiv(max(hidden, 1), chosen.block))](
                 source, index, index if scale is None else scale.contiguous(), index if side is None else side.contiguous(), out,
                 index if side is None else side_out, count, hidden, source.stride(0), SCALED=scale is not None,
                 HAS_SIDE=side is not None, ROWS=chosen.rows, BLOCK=chosen.block, num_warps=chosen.num_warps,
@@ -209,7 +209,7 @@ def scale_gather_rows_backward(grad: Tensor, source: Tensor, inverse: Tensor, sc
         grad, source = as_rows(grad), as_rows(source)
         chosen = launch(max(hidden, 1), source.element_size(), reduces=True)
         with torch.cuda.device(source.device):
-            scale_gather_backward_kernel[(triton.cdiv(count, chosen.rows),)](
+            expert_scale_gather_backward_kernel[(triton.cdiv(count, chosen.rows),)](
                 grad, source, inverse.contiguous(), scale.contiguous(), d_source, d_scale, count, hidden, grad.stride(0), source.stride(0),
                 ROWS=chosen.rows, BLOCK=chosen.block, num_warps=chosen.num_warps,
             )  # fmt: skip

@@ -85,7 +85,7 @@ def _output(stored, gradient, momentum, NESTEROV: tl.constexpr, EMA: tl.constexp
 
 
 @triton.jit(do_not_specialize=["chunks"])
-def momentum_kernel(
+def muon_momentum_kernel(
     words, chunk_rows, chunks, grad_scale, found_inf, partials, momentum, gradient_weight,
     GRADIENT: tl.constexpr, MOMENTUM: tl.constexpr, OUTPUT: tl.constexpr, NESTEROV: tl.constexpr, EMA: tl.constexpr,
     CHUNK: tl.constexpr, UNROLL: tl.constexpr, INNER: tl.constexpr, WIDTH: tl.constexpr,
@@ -139,7 +139,7 @@ def momentum_kernel(
 
 
 @triton.jit
-def square_sums_kernel(words, found_inf, partials, square_sums, CHUNK: tl.constexpr, BLOCK: tl.constexpr):
+def muon_square_sums_kernel(words, found_inf, partials, square_sums, CHUNK: tl.constexpr, BLOCK: tl.constexpr):
     """square_sums[place] = sum of the partial sums of one tensor, always in the same order."""
     row = tl.program_id(0).to(tl.int64)
     numel = tl.load(words + row * WORDS + 3)
@@ -163,7 +163,7 @@ def _new_weight(weight, update, decay, step):
 
 
 @triton.jit(do_not_specialize=["chunks"])
-def update_kernel(
+def muon_update_kernel(
     words, chunk_rows, chunks, found_inf, lr_pointer, lr, weight_decay,
     UPDATE: tl.constexpr, WEIGHT: tl.constexpr, COPY: tl.constexpr,
     CHUNK: tl.constexpr, UNROLL: tl.constexpr, INNER: tl.constexpr, WIDTH: tl.constexpr,
@@ -223,12 +223,12 @@ def momentum(gradients, momenta, outputs, square_sums, grad_scale, found_inf, mo
         for dtypes, table in work_tables([gradients, momenta, outputs]):
             partials = None if square_sums is None else torch.empty(table.chunks, dtype=torch.float32, device=device)
             if table.chunks:
-                momentum_kernel[(blocks_for(table),)](
+                muon_momentum_kernel[(blocks_for(table),)](
                     table.data, table.chunk_rows, table.chunks, grad_scale, found_inf, partials, momentum, 1 - momentum,
                     *(TYPES[dtype] for dtype in dtypes), nesterov, ema, CHUNK=table.chunk_elements, **tile_of(dtypes, WAVE),
                 )  # fmt: skip
             if square_sums is not None:
-                square_sums_kernel[(table.tensors,)](
+                muon_square_sums_kernel[(table.tensors,)](
                     table.data, found_inf, partials, square_sums, CHUNK=table.chunk_elements, BLOCK=1024
                 )
 
@@ -241,7 +241,7 @@ def update(updates, masters, params, scales, lr, lr_tensor, weight_decay, found_
         for dtypes, table in work_tables(columns, scales):
             if table.chunks:
                 copy = TYPES[dtypes[2]] if masters else None
-                update_kernel[(blocks_for(table),)](
+                muon_update_kernel[(blocks_for(table),)](
                     table.data, table.chunk_rows, table.chunks, found_inf, lr_tensor, lr, weight_decay,
                     TYPES[dtypes[0]], TYPES[dtypes[1]], copy, CHUNK=table.chunk_elements, **tile_of(dtypes, WAVE),
                 )  # fmt: skip

@@ -22,7 +22,7 @@ MAX_HIDDEN_SIZE = 32768  # a row stays in the registers of one program
 
 
 @triton.jit
-def forward_kernel(
+def rms_norm_forward_kernel(
     x, residual, output_bias, output_scale, residual_bias, residual_scale, weight, y, new_residual, rstd, rows, hidden,
     x_stride, residual_stride, eps, SCALED: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
@@ -56,7 +56,7 @@ def forward_kernel(
 
 
 @triton.jit
-def backward_kernel(
+def rms_norm_backward_kernel(
     dy, d_new_residual, x, residual, rstd, output_bias, output_scale, residual_bias, residual_scale, weight, d_x, d_residual,
     partial, rows, hidden, dy_stride, d_new_residual_stride, x_stride, residual_stride,
     SCALED: tl.constexpr, HAS_D_NEW_RESIDUAL: tl.constexpr, WRITES_D_X: tl.constexpr, ROWS: tl.constexpr,
@@ -128,7 +128,7 @@ def backward_kernel(
 
 
 @triton.jit
-def sum_kernel(
+def rms_norm_sum_kernel(
     partial, output_bias, output_scale, residual_bias, residual_scale, d_output_bias, d_output_scale, d_residual_bias,
     d_residual_scale, d_weight, programs, hidden, SCALED: tl.constexpr, PROGRAMS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -227,7 +227,7 @@ def _forward(x: Tensor, residual: Tensor, vectors: tuple[Tensor, ...], weight: T
         x, residual = as_rows(x), as_rows(residual)
         chosen = launch(hidden, scaled=bool(vectors), backward=False)
         with torch.cuda.device(x.device):
-            forward_kernel[(programs(chosen, len(x), x.device),)](
+            rms_norm_forward_kernel[(programs(chosen, len(x), x.device),)](
                 x, residual, *(vectors or (weight,) * 4), weight, y, new_residual, rstd, len(x), hidden, x.stride(0),
                 residual.stride(0), eps, SCALED=bool(vectors), ROWS=chosen.rows, BLOCK=chosen.block,
                 STAGES=chosen.stages, num_warps=chosen.num_warps,
@@ -253,13 +253,13 @@ def _backward(dy, d_new_residual, x, residual, rstd, vectors: tuple[Tensor, ...]
     partial = torch.empty((count, 4 if scaled else 1, hidden), dtype=torch.float32, device=dy.device)
     vectors = vectors or (weight,) * 4
     with torch.cuda.device(dy.device):
-        backward_kernel[(count,)](
+        rms_norm_backward_kernel[(count,)](
             dy, upstream, x, residual, rstd, *vectors, weight, d_x, d_residual, partial, len(dy), hidden, dy.stride(0),
             upstream.stride(0), x.stride(0), residual.stride(0), SCALED=scaled,
             HAS_D_NEW_RESIDUAL=d_new_residual is not None, WRITES_D_X=writes_d_x, ROWS=chosen.rows, BLOCK=chosen.block,
             STAGES=chosen.stages, num_warps=chosen.num_warps,
         )  # fmt: skip
-        sum_kernel[(triton.cdiv(hidden, 32),)](
+        rms_norm_sum_kernel[(triton.cdiv(hidden, 32),)](
             partial, *vectors, *(gradients if scaled else gradients * 5), count, hidden, SCALED=scaled, PROGRAMS=64, BLOCK=32,
             num_warps=8,
         )  # fmt: skip

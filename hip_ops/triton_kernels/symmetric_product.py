@@ -45,7 +45,7 @@ def _store_part(
 
 
 @triton.jit
-def product_kernel(
+def symmetric_product_kernel(
     a_desc, b_desc, d_desc, c_desc, mirror_desc, batch, m, n, k, alpha, beta, gamma,
     SYMMETRIC: tl.constexpr, A_BY_COLUMNS: tl.constexpr, B_BY_COLUMNS: tl.constexpr, HAS_D: tl.constexpr, HAS_GAMMA: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PARTS: tl.constexpr, GROUP: tl.constexpr,
@@ -158,7 +158,7 @@ def product(
     programs = batch * tile_count(symmetric, m, n, block_m, block_n)
     if config.persistent:
         programs = min(programs, _multiprocessors(c.device.index))
-    product_kernel[(programs,)](
+    symmetric_product_kernel[(programs,)](
         TensorDescriptor.from_tensor(a_storage, a_block),
         TensorDescriptor.from_tensor(b_storage, b_block),
         None if d is None else TensorDescriptor.from_tensor(d, [1, block_m, width]),

@@ -18,7 +18,7 @@ from hip_ops.row_views import as_rows
 
 
 @triton.jit
-def statistics_kernel(
+def row_statistics_kernel(
     logits, labels, statistics, rows, classes, row_stride, first_class, size, LANES: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     """A lane keeps maximum and sum of what it saw, WIDTH logits at a time: one exponential a logit, and one more a step."""
@@ -48,7 +48,7 @@ def statistics_kernel(
 
 
 @triton.jit
-def gradient_kernel(
+def row_gradient_kernel(
     logits, labels, normalizer, grad, classes, row_stride, normalizer_stride, first_class, size, z_loss, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Part of a row, BLOCK logits at a time."""
@@ -90,7 +90,7 @@ def row_statistics(logits: Tensor, labels: Tensor, first_class: int, parts: int)
     if rows:
         logits, chosen = as_rows(logits), launch(logits.element_size())
         with torch.cuda.device(logits.device):
-            statistics_kernel[(rows, parts)](
+            row_statistics_kernel[(rows, parts)](
                 logits, labels.contiguous(), statistics, rows, classes, logits.stride(0), first_class, part_size(classes, parts),
                 LANES=chosen.lanes, WIDTH=chosen.width, num_warps=chosen.num_warps,
             )  # fmt: skip
@@ -103,7 +103,7 @@ def overwrite_with_gradient(logits: Tensor, labels: Tensor, first_class: int, no
     if rows and classes:
         chosen, parts, normalizer = launch(logits.element_size()), parts_of_gradient(classes), as_rows(normalizer)
         with torch.cuda.device(logits.device):
-            gradient_kernel[(rows, parts)](
+            row_gradient_kernel[(rows, parts)](
                 logits, labels.contiguous(), normalizer, grad.contiguous(), classes, logits.stride(0), normalizer.stride(0), first_class,
                 part_size(classes, parts), z_loss, BLOCK=chosen.lanes * chosen.width, num_warps=chosen.num_warps,
             )  # fmt: skip

@@ -26,7 +26,7 @@ def _live_rows(offsets, row, rows, experts, HAS_OFFSETS: tl.constexpr):
 
 
 @triton.jit
-def forward_kernel(
+def weighted_swiglu_forward_kernel(
     gate_up, probs, offsets, out, rows, width, gate_up_stride, experts, HAS_OFFSETS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """silu(gate) * up * prob of one tile [ROWS, BLOCK]."""
@@ -44,7 +44,7 @@ def forward_kernel(
 
 
 @triton.jit
-def backward_kernel(
+def weighted_swiglu_backward_kernel(
     grad, gate_up, probs, offsets, d_gate_up, d_probs, out, rows, width, grad_stride, gate_up_stride, experts,
     HAS_OFFSETS: tl.constexpr, WITH_OUTPUT: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -105,7 +105,7 @@ def weighted_swiglu(gate_up: Tensor, probs: Tensor, offsets: Tensor | None) -> T
         gate_up, probs = as_rows(gate_up), probs.contiguous()
         chosen = launch(width, gate_up.element_size(), backward=False)
         with torch.cuda.device(gate_up.device):
-            forward_kernel[(triton.cdiv(rows, chosen.rows), triton.cdiv(width, chosen.block))](
+            weighted_swiglu_forward_kernel[(triton.cdiv(rows, chosen.rows), triton.cdiv(width, chosen.block))](
                 gate_up, probs, probs if offsets is None else offsets.contiguous(), out, rows, width, gate_up.stride(0),
                 0 if offsets is None else len(offsets), HAS_OFFSETS=offsets is not None, ROWS=chosen.rows, BLOCK=chosen.block,
                 num_warps=chosen.num_warps,
@@ -125,7 +125,7 @@ def weighted_swiglu_backward(
         grad, gate_up, probs = as_rows(grad), as_rows(gate_up), probs.contiguous()
         chosen = launch(width, gate_up.element_size(), backward=True)
         with torch.cuda.device(grad.device):
-            backward_kernel[(triton.cdiv(rows, chosen.rows),)](
+            weighted_swiglu_backward_kernel[(triton.cdiv(rows, chosen.rows),)](
                 grad, gate_up, probs, probs if offsets is None else offsets.contiguous(), d_gate_up, d_probs, out, rows, width,
                 grad.stride(0), gate_up.stride(0), 0 if offsets is None else len(offsets), HAS_OFFSETS=offsets is not None,
                 WITH_OUTPUT=with_output, ROWS=chosen.rows, BLOCK=chosen.block,

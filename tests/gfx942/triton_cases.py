@@ -31,12 +31,12 @@ def _rms_norm(which: str, scaled: bool) -> TritonObject:
     half = dict.fromkeys(("x", "dy", "y", "d_x", "weight", "output_bias", "output_scale", "residual_bias", "residual_scale"), "*bf16")
     types = sizes | half | dict.fromkeys(("residual", "new_residual", "d_residual", "d_new_residual"), stream) | {"eps": "fp32"}
     if which == "sum":
-        return _compile(rms_norm.sum_kernel, types, {"SCALED": scaled, "PROGRAMS": 64, "BLOCK": 32}, 8)
+        return _compile(rms_norm.rms_norm_sum_kernel, types, {"SCALED": scaled, "PROGRAMS": 64, "BLOCK": 32}, 8)
     backward = which == "backward"
     chosen = rms_norm.launch(HIDDEN, scaled=scaled, backward=backward, warp_size=64)
     constexprs = {"SCALED": scaled, "ROWS": chosen.rows, "BLOCK": chosen.block, "STAGES": getattr(chosen, "stages", 1),
                   "HAS_D_NEW_RESIDUAL": True, "WRITES_D_X": scaled}
-    return _compile(rms_norm.backward_kernel if backward else rms_norm.forward_kernel, types, constexprs, chosen.num_warps)
+    return _compile(rms_norm.rms_norm_backward_kernel if backward else rms_norm.rms_norm_forward_kernel, types, constexprs, chosen.num_warps)
 
 
 def _muon(which: str) -> TritonObject:
@@ -51,7 +51,7 @@ def _muon(which: str) -> TritonObject:
     names = ("GRADIENT", "MOMENTUM", "OUTPUT") if which == "momentum" else ("UPDATE", "WEIGHT", "COPY")
     constexprs = dict(zip(names, (muon.TYPES[dtype] for dtype in dtypes), strict=True)) | tile | none
     constexprs |= {"NESTEROV": True, "EMA": True, "CHUNK": CHUNK_ELEMENTS}
-    kernel = muon.momentum_kernel if which == "momentum" else muon.update_kernel
+    kernel = muon.muon_momentum_kernel if which == "momentum" else muon.muon_update_kernel
     return _compile(kernel, types, constexprs, warps, unaligned=("chunk_rows", "chunks"))
 
 
@@ -77,10 +77,10 @@ def _expert_rows(which: str) -> TritonObject:
     if which in ("count", "place"):
         experts, tile = kernels.sort_tile(16)
         constexprs = {"EXPERTS": experts, "TILE": tile, "ROWS": 4096 // experts, "tiles": 1}  # a tile a program, as for 32,768 tokens
-        return _compile(kernels.count_kernel if which == "count" else kernels.place_kernel, types, constexprs, 4)
+        return _compile(kernels.expert_count_kernel if which == "count" else kernels.expert_place_kernel, types, constexprs, 4)
     chosen = kernels.launch(HIDDEN, 2, reduces=which == "scaled_backward", warp_size=64)
     constexprs = {"SCALED": which == "scaled", "HAS_SIDE": which == "gather", "ROWS": chosen.rows, "BLOCK": chosen.block}
-    kernel = kernels.scale_gather_backward_kernel if which == "scaled_backward" else kernels.gather_kernel
+    kernel = kernels.expert_scale_gather_backward_kernel if which == "scaled_backward" else kernels.expert_gather_kernel
     return _compile(kernel, types, constexprs, chosen.num_warps)
 
 
@@ -91,7 +91,7 @@ def _swiglu(backward: bool) -> TritonObject:
     types = dict.fromkeys(("rows", "width", "grad_stride", "gate_up_stride", "experts"), "i32") | {"offsets": "*i32"}
     types |= dict.fromkeys(("gate_up", "grad", "out", "d_gate_up"), "*bf16")
     constexprs = {"HAS_OFFSETS": True, "WITH_OUTPUT": True, "ROWS": chosen.rows, "BLOCK": chosen.block}
-    return _compile(kernels.backward_kernel if backward else kernels.forward_kernel, types, constexprs, chosen.num_warps)
+    return _compile(kernels.weighted_swiglu_backward_kernel if backward else kernels.weighted_swiglu_forward_kernel, types, constexprs, chosen.num_warps)
 
 
 def _grouped_product(kind: str) -> TritonObject:
@@ -116,7 +116,7 @@ def _vocabulary_rows(gradient: bool) -> TritonObject:
     sizes = dict.fromkeys(("rows", "classes", "row_stride", "first_class", "size", "normalizer_stride"), "i32")
     types = sizes | {"logits": "*bf16", "labels": "*i64", "z_loss": "fp32"}
     constexprs = {"LANES": chosen.lanes, "WIDTH": chosen.width, "BLOCK": chosen.lanes * chosen.width}
-    kernel = kernels.gradient_kernel if gradient else kernels.statistics_kernel
+    kernel = kernels.row_gradient_kernel if gradient else kernels.row_statistics_kernel
     return _compile(kernel, types, constexprs, chosen.num_warps, unaligned=("rows", "first_class", "normalizer_stride"))
 
 
@@ -130,7 +130,7 @@ def _cca_prologue(which: str) -> TritonObject:
     )
 
     chosen = cca_prologue.Launch(0, 8) if which == "sum" else cca_prologue.launch(which, 128, 10, 2, processors=304, warp_size=64)
-    kernel = getattr(cca_prologue_forward if which == "forward" else cca_prologue_backward, f"{which}_kernel")
+    kernel = getattr(cca_prologue_forward if which == "forward" else cca_prologue_backward, f"cca_prologue_{which}_kernel")
     fp32 = ("rope", "inverse_norm", "partial", "partial_bias", "partial_temperature", "partial_zero")
     types = {name: "i64" if name.startswith("by_") else "i32" for name in kernel.arg_names if name in cca_prologue_rows.SIZES or name.endswith("_stride")}
     types |= dict.fromkeys(("eps", "inverse_eps"), "fp32") | {"starts": "*u8"} | dict.fromkeys(fp32, "*fp32")

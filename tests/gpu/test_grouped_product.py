@@ -35,7 +35,7 @@ def test_numbers(case, flag):
 
 
 SETTINGS = [
-    dict(), dict(flatten=False), dict(parts=2), dict(num_stages=4, parts=2), dict(block_n=128, num_warps=4, programs=2, parts=2), dict(programs=0, flatten=False),
+    dict(), dict(flatten=False), dict(parts=2), dict(block_n=128, num_stages=4, parts=2), dict(block_n=128, num_warps=4, programs=2, parts=2), dict(programs=0, flatten=False),
     dict(block_m=256, block_n=128, parts=2), dict(reduce=False, parts=4), dict(descriptors=False, block_n=128, flatten=False),
 ]  # fmt: skip
 
@@ -171,7 +171,8 @@ def test_projections_add_in_fp32():
         main_grad_linear(x, *weights).backward(grad)
         exact = (grad.double().T @ x.detach().double()).split(some)
         for weight, old, want in zip(weights, before, exact, strict=True):
-            assert (weight.main_grad.double() - old.double() - want).norm() <= 2e-6 * want.norm()
+            # matrix units cut their fp32 sums off where others round: 4.4e-6 on an H100; a product rounded to bf16 is wrong by 2e-3
+            assert (weight.main_grad.double() - old.double() - want).norm() <= 1e-5 * want.norm()
             assert weight.grad.data_ptr() == weight.data_ptr()
     totals = [torch.zeros(size, 512, device=DEVICE) for size in sizes]
     add_products_(totals, torch.randn(4096, 384, device=DEVICE).bfloat16(), x.detach())

@@ -4,25 +4,11 @@
 import pytest
 import torch
 
-import zaya_plugin.patches
-
-
-@pytest.fixture(scope="module", autouse=True)
-def single_rank(tmp_path_factory):
-    """Megatron's model-parallel state over one NCCL rank."""
-    zaya_plugin.patches.apply()
-    from megatron.core import parallel_state
-
-    store = torch.distributed.FileStore(str(tmp_path_factory.mktemp("store") / "file"), 1)
-    torch.distributed.init_process_group("nccl", store=store, rank=0, world_size=1, device_id=torch.device("cuda", 0))
-    parallel_state.initialize_model_parallel()
-    yield
-    parallel_state.destroy_model_parallel()
-    torch.distributed.destroy_process_group()
+from tests.megatron_rank import single_rank  # noqa: F401  (a fixture of every test here)
 
 
 @pytest.fixture(scope="module")
-def wrapped(single_rank):
+def wrapped(single_rank):  # noqa: F811
     """Two layers of 256 channels with 16 experts under DDP with the distributed optimizer's buffers."""
     from megatron.core.distributed import DistributedDataParallelConfig
     from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed

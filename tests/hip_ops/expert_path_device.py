@@ -176,8 +176,8 @@ class TritonOnDevice(OnDevice):
         names = ("token_of_row", "row_of_token", "counts", "offsets")
         values = {"expert_ids": (self.put(ids), ids.dtype), "counted": (counted, torch.int32), "tokens": tokens, "num_experts": experts}
         values |= {name: (buffer, torch.int32) for name, buffer in zip(names, results, strict=True)} | {"tiles": tiles, "programs": programs}
-        self.run(kernels.count_kernel, (programs, 1), values, {"EXPERTS": padded, "TILE": tile})
-        self.run(kernels.place_kernel, (programs, 1), values, {"EXPERTS": padded, "TILE": tile, "ROWS": 4096 // padded})
+        self.run(kernels.expert_count_kernel, (programs, 1), values, {"EXPERTS": padded, "TILE": tile})
+        self.run(kernels.expert_place_kernel, (programs, 1), values, {"EXPERTS": padded, "TILE": tile, "ROWS": 4096 // padded})
         return tuple(to_torch(r.read()) for r in results)
 
     def _gather(self, source: Tensor, index: Tensor, scale: Tensor | None, side: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -193,7 +193,7 @@ class TritonOnDevice(OnDevice):
         }  # fmt: skip
         constexprs = {"SCALED": scale is not None, "HAS_SIDE": side is not None, "ROWS": chosen.rows, "BLOCK": chosen.block}
         if count:
-            self.run(kernels.gather_kernel, (-(-count // chosen.rows), -(-hidden // chosen.block)), values, constexprs, chosen.num_warps)
+            self.run(kernels.expert_gather_kernel, (-(-count // chosen.rows), -(-hidden // chosen.block)), values, constexprs, chosen.num_warps)
         return to_torch(out.read()), to_torch(side_out.read())
 
     def gather_rows(self, source: Tensor, index: Tensor, side: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -213,7 +213,7 @@ class TritonOnDevice(OnDevice):
             "scale": (self.put(scale), scale.dtype), "d_source": (d_source, source.dtype), "d_scale": (d_scale, scale.dtype), "rows": count,
             "hidden": hidden, "grad_stride": grad.stride(0), "source_stride": source.stride(0),
         }  # fmt: skip
-        self.run(kernels.scale_gather_backward_kernel, (-(-count // chosen.rows), 1), values, {"ROWS": chosen.rows, "BLOCK": chosen.block}, chosen.num_warps)
+        self.run(kernels.expert_scale_gather_backward_kernel, (-(-count // chosen.rows), 1), values, {"ROWS": chosen.rows, "BLOCK": chosen.block}, chosen.num_warps)
         return to_torch(d_source.read()), to_torch(d_scale.read())
 
     def weighted_swiglu(self, gate_up: Tensor, probs: Tensor, offsets: Tensor | None) -> Tensor:
@@ -223,7 +223,7 @@ class TritonOnDevice(OnDevice):
         out, chosen = self.out((count, width), gate_up.dtype), kernels.launch(width, gate_up.element_size(), backward=False, warp_size=64)
         values = self._swiglu_values(gate_up, probs, offsets) | {"out": (out, gate_up.dtype)}
         constexprs = {"HAS_OFFSETS": offsets is not None, "ROWS": chosen.rows, "BLOCK": chosen.block}
-        self.run(kernels.forward_kernel, (-(-count // chosen.rows), -(-width // chosen.block)), values, constexprs, chosen.num_warps)
+        self.run(kernels.weighted_swiglu_forward_kernel, (-(-count // chosen.rows), -(-width // chosen.block)), values, constexprs, chosen.num_warps)
         return to_torch(out.read())
 
     def _swiglu_values(self, gate_up: Tensor, probs: Tensor, offsets: Tensor | None) -> dict:
@@ -245,5 +245,5 @@ class TritonOnDevice(OnDevice):
             "out": (out, gate_up.dtype), "grad_stride": grad.stride(0),
         }  # fmt: skip
         constexprs = {"HAS_OFFSETS": offsets is not None, "WITH_OUTPUT": with_output, "ROWS": chosen.rows, "BLOCK": chosen.block}
-        self.run(kernels.backward_kernel, (-(-count // chosen.rows), 1), values, constexprs, chosen.num_warps)
+        self.run(kernels.weighted_swiglu_backward_kernel, (-(-count // chosen.rows), 1), values, constexprs, chosen.num_warps)
         return tuple(to_torch(b.read()) for b in (d_gate_up, d_probs, out))

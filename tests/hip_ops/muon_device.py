@@ -135,14 +135,14 @@ def triton_momentum(columns: Columns, *, momentum=0.95, nesterov=True, ema=True,
     flag = scalar(device, found_inf)
     scalars = {"grad_scale": scalar(device, grad_scale), "found_inf": flag, "partials": partials, "momentum": momentum, "gradient_weight": 1 - momentum}
     g, b, o = (kernels.TYPES[d] for d in columns.dtypes())
-    compiled, args = _triton(kernels.momentum_kernel, columns, scalars, dict(GRADIENT=g, MOMENTUM=b, OUTPUT=o, NESTEROV=nesterov, EMA=ema))
+    compiled, args = _triton(kernels.muon_momentum_kernel, columns, scalars, dict(GRADIENT=g, MOMENTUM=b, OUTPUT=o, NESTEROV=nesterov, EMA=ema))
     counters = compiled.launch(device, (min(blocks, columns.chunks), 1, 1), args)
     if not square_sums:
         return counters, None
     sums = device.put(np.full(count, 3.0, np.float32))
     pointers = {"words": "*i64", "partials": "*fp32", "square_sums": "*fp32"} | ({} if flag is None else {"found_inf": "*fp32"})
     constexprs = dict(CHUNK=columns.chunk_elements, BLOCK=1024) | ({"found_inf": None} if flag is None else {})
-    compiled = triton_code_object(kernels.square_sums_kernel, pointers, constexprs, divisible_by_16=["words"])
+    compiled = triton_code_object(kernels.muon_square_sums_kernel, pointers, constexprs, divisible_by_16=["words"])
     compiled.launch(device, (count, 1, 1), [columns.table, *([] if flag is None else [flag]), partials, sums])
     return counters, sums.read()
 
@@ -157,7 +157,7 @@ def triton_update(columns: Columns, *, lr=0.02, lr_on_device=False, weight_decay
         "found_inf": scalar(device, found_inf), "lr_pointer": scalar(device, lr if lr_on_device else None),
         "lr": 0.0 if lr_on_device else lr, "weight_decay": weight_decay,
     }  # fmt: skip
-    compiled, args = _triton(kernels.update_kernel, columns, scalars, dict(UPDATE=types[0], WEIGHT=types[1], COPY=types[2] if len(types) > 2 else None))
+    compiled, args = _triton(kernels.muon_update_kernel, columns, scalars, dict(UPDATE=types[0], WEIGHT=types[1], COPY=types[2] if len(types) > 2 else None))
     return compiled.launch(device, (min(blocks, columns.chunks), 1, 1), args)
 
 

@@ -69,7 +69,7 @@ class EmulatedTriton(Emulated):
         values, dtypes = self.shared_values(i)
         values |= {"x": self.rows(i.x, case), "residual": self.rows(i.residual, case), "y": y, "new_residual": new_residual, "rstd": rstd, "eps": case.eps}
         constexprs = {"SCALED": case.scaled, "ROWS": chosen.rows, "BLOCK": chosen.block, "STAGES": chosen.stages}
-        self.run(kernels.forward_kernel, self.programs(chosen, case.rows), values, dtypes, constexprs, chosen.num_warps)
+        self.run(kernels.rms_norm_forward_kernel, self.programs(chosen, case.rows), values, dtypes, constexprs, chosen.num_warps)
         return tuple(to_torch(b.read()) for b in (y, new_residual, rstd))
 
     def backward(self, i: Inputs, new_residual: Tensor, rstd: Tensor) -> dict[str, Tensor]:
@@ -94,11 +94,11 @@ class EmulatedTriton(Emulated):
             "SCALED": case.scaled, "HAS_D_NEW_RESIDUAL": upstream is not None, "WRITES_D_X": case.scaled or case.x_dtype != case.residual_dtype,
             "ROWS": chosen.rows, "BLOCK": chosen.block, "STAGES": chosen.stages,
         }  # fmt: skip
-        self.run(kernels.backward_kernel, programs, values, dtypes, constexprs, chosen.num_warps)
+        self.run(kernels.rms_norm_backward_kernel, programs, values, dtypes, constexprs, chosen.num_warps)
         gradients = {f"d_{name}": self.out((case.hidden,), case.weight_dtype) for name in VECTORS}
         values = {name: values[name] for name in VECTORS[:4]} | gradients | {"partial": partial, "programs": programs, "hidden": case.hidden}
         constexprs = {"SCALED": case.scaled, "PROGRAMS": 64, "BLOCK": 32}
-        self.run(kernels.sum_kernel, -(-case.hidden // 32), values, dtypes, constexprs, 8)
+        self.run(kernels.rms_norm_sum_kernel, -(-case.hidden // 32), values, dtypes, constexprs, 8)
         found = {"d_x": d_x if constexprs["SCALED"] or case.x_dtype != case.residual_dtype else d_residual, "d_residual": d_residual}
         found |= gradients if case.scaled else {"d_weight": gradients["d_weight"]}
         return {key: to_torch(buffer.read()) for key, buffer in found.items()}

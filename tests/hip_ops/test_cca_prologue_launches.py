@@ -28,7 +28,7 @@ def test_divisor(by):
 
 
 class Recorded:
-    """Stands for a kernel: notes grid and keywords; a conv_kernel of more stages than `stages` does not fit."""
+    """Stands for a kernel: notes grid and keywords; a cca_prologue_conv_kernel of more stages than `stages` does not fit."""
 
     def __init__(self, kernel, calls: list, stages: int):
         self.arg_names, self.name, self.calls, self.stages = kernel.arg_names, kernel.__name__, calls, stages
@@ -36,8 +36,8 @@ class Recorded:
     def __getitem__(self, grid):
         def launch(*arguments, **keywords):
             assert len(arguments) + len(set(keywords) & set(self.arg_names)) == len(self.arg_names), self.name
-            self.calls.append((self.name, grid, keywords["num_stages"] if self.name == "conv_kernel" else None))
-            if self.name == "conv_kernel" and keywords["num_stages"] > self.stages:
+            self.calls.append((self.name, grid, keywords["num_stages"] if self.name == "cca_prologue_conv_kernel" else None))
+            if self.name == "cca_prologue_conv_kernel" and keywords["num_stages"] > self.stages:
                 raise triton.runtime.errors.OutOfResources(300_000, 232_448, "shared memory")
 
         return launch
@@ -51,7 +51,7 @@ def recorded(monkeypatch):
     def run(case: Case, stages: int) -> list:
         calls: list = []
         with monkeypatch.context() as patched:
-            for name in ("norm_kernel", "conv_kernel", "sum_kernel"):
+            for name in ("cca_prologue_norm_kernel", "cca_prologue_conv_kernel", "cca_prologue_sum_kernel"):
                 patched.setattr(module, name, Recorded(getattr(module, name), calls, stages))
             patched.setattr(module, "_processors", lambda device: 132)
             patched.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
@@ -67,17 +67,17 @@ def recorded(monkeypatch):
 def test_three_launches(recorded):
     calls = recorded(Case(2048, 2, 8, 2), stages=3)
     # 64 tiles of 64 rows: 6 runs of up to 11 tiles for each half of the 10 heads; two programs in a run for temperatures that are zero
-    assert calls == [("norm_kernel", (11, 32), None), ("conv_kernel", (22, 6), 3), ("sum_kernel", (10, 16), None)]
+    assert calls == [("cca_prologue_norm_kernel", (11, 32), None), ("cca_prologue_conv_kernel", (22, 6), 3), ("cca_prologue_sum_kernel", (10, 16), None)]
 
 
 def test_halos_count_as_rows(recorded):
     calls = recorded(Case(63, 1, 8, 2, halo=True), stages=3)
-    assert calls[1] == ("conv_kernel", (22, 2), 3)
+    assert calls[1] == ("cca_prologue_conv_kernel", (22, 2), 3)
 
 
 def test_fewer_stages_where_shared_memory_is_short(recorded):
     for _ in range(2):
-        calls = [stages for name, _, stages in recorded(Case(100, 1, 8, 2), stages=1) if name == "conv_kernel"]
+        calls = [stages for name, _, stages in recorded(Case(100, 1, 8, 2), stages=1) if name == "cca_prologue_conv_kernel"]
         assert calls in ([3, 2, 1], [1]), "found once, and kept"
     assert calls == [1]
 

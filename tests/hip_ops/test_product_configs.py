@@ -18,7 +18,7 @@ from hip_ops.triton_kernels.product_configs import (
 
 pytest.importorskip("triton")
 
-from hip_ops.triton_kernels.symmetric_product import empty_rows, product_kernel, stored  # noqa: E402
+from hip_ops.triton_kernels.symmetric_product import empty_rows, stored, symmetric_product_kernel  # noqa: E402
 from hip_ops.triton_kernels.tiles import tile_count  # noqa: E402
 
 
@@ -126,7 +126,7 @@ def compile_for_hopper(config: ProductConfig, symmetric: bool, by_columns: bool,
     )  # fmt: skip
     flags |= {name: None for name, kind in signature.items() if kind == "constexpr"}
     signature |= dict.fromkeys(flags, "constexpr")
-    source = ASTSource(fn=product_kernel, signature=signature, constexprs=flags)
+    source = ASTSource(fn=symmetric_product_kernel, signature=signature, constexprs=flags)
     return triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": config.num_warps, "num_stages": config.num_stages})
 
 

@@ -67,7 +67,7 @@ class TritonRows(TritonOnDevice):
 
         (rows, classes), chosen = logits.shape, kernels.launch(logits.element_size(), 64)
         out = self.out((parts, 3, rows), FP32)
-        self.run_rows(kernels.statistics_kernel, (rows, parts), {
+        self.run_rows(kernels.row_statistics_kernel, (rows, parts), {
             "logits": (self.rows(logits), logits.dtype), "labels": (self.put(labels), torch.int64), "statistics": (out, FP32), "rows": rows,
             "classes": classes, "row_stride": logits.stride(0), "first_class": first_class, "size": part_size(classes, parts),
         }, {"LANES": chosen.lanes, "WIDTH": chosen.width}, chosen.num_warps)  # fmt: skip
@@ -77,7 +77,7 @@ class TritonRows(TritonOnDevice):
         from hip_ops.triton_kernels import vocabulary_rows as kernels
 
         (rows, classes), chosen, given = logits.shape, kernels.launch(logits.element_size(), 64), self.rows(logits)
-        self.run_rows(kernels.gradient_kernel, (rows, self.parts), {
+        self.run_rows(kernels.row_gradient_kernel, (rows, self.parts), {
             "logits": (given, logits.dtype), "labels": (self.put(labels), torch.int64), "normalizer": (self.rows(normalizer), FP32),
             "grad": (self.put(grad), FP32), "classes": classes, "row_stride": logits.stride(0), "normalizer_stride": normalizer.stride(0),
             "first_class": first_class, "size": part_size(classes, self.parts), "z_loss": float(z_loss),

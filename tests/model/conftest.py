@@ -4,10 +4,7 @@
 import pytest
 import torch
 
-import zaya_plugin.patches
 from tests.megatron_rank import seed, single_rank  # noqa: F401  (fixtures of every test here)
-
-zaya_plugin.patches.apply()
 
 
 @pytest.fixture

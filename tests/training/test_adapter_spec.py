@@ -7,26 +7,14 @@ import sys
 import pytest
 import torch
 
+from tests.megatron_rank import single_rank  # noqa: F401  (a fixture of every test here)
 from tests.running import MICRO
-from zaya_plugin import patches
 from zaya_plugin.config.compose import compose, save_recipe
 from zaya_plugin.training import export
 from zaya_plugin.training.datasets import DataSources
 
 MODULE = "zaya_plugin.training.adapter_spec"
 HOOKS = ("finalize_model_grads", "get_megatron_optimizer", "save_checkpoint", "load_checkpoint")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def single_rank(tmp_path_factory):
-    patches.apply()
-    from megatron.core import parallel_state
-
-    if not torch.distributed.is_initialized():
-        store = torch.distributed.FileStore(str(tmp_path_factory.mktemp("store") / "file"), 1)
-        torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
-    if not parallel_state.model_parallel_is_initialized():
-        parallel_state.initialize_model_parallel()
 
 
 @pytest.fixture
