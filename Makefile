@@ -8,7 +8,7 @@ PYTEST_ARGS ?=
 
 # Test files run side by side, each whole in one process: many tests wait for ranks to start, and one rank keeps one core busy.
 TEST_WORKERS ?= 2
-SIDE_BY_SIDE := -n $(TEST_WORKERS) --dist loadfile
+SIDE_BY_SIDE := -n $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder
 
 # The environment of the accelerator tests: one with your build of torch and megatron-core, hence not .venv.
 GPU_PYTHON ?= python3

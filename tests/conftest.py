@@ -9,6 +9,15 @@ from pathlib import Path
 
 import pytest
 
+# Runs of whole processes take minutes a file: begun first, they do not hold up the end, when the other test process has nothing left.
+LONG = ("demo", "distributed", "faults", "gfx942", "cli", "training", "bench")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    here = Path(__file__).parent
+    rank = {folder: number for number, folder in enumerate(LONG)}
+    items.sort(key=lambda item: rank.get(item.path.relative_to(here).parts[0], len(rank)))
+
 
 @pytest.fixture(autouse=True)
 def seeded() -> None:

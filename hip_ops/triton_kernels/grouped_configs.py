@@ -77,8 +77,8 @@ def choose_config(architecture: str, kind: str, rows: int, k: int, n: int) -> Gr
 
 
 def write_table(architecture: str, rows: list[dict], measured_on: str, path: Path = TABLE) -> None:
-    """Puts one device's rows, {"kind", "rows", "k", "n", "config": GroupedConfig, "ms"}, in place of those it had."""
-    table = {**read_table(path), architecture: {"measured_on": measured_on, "rows": rows}}
+    """Puts one device's rows, {"kind", "rows", "k", "n", "config": GroupedConfig, "ms"}, in place of those it had; a new file begins with TABLE's."""
+    table = {**read_table(path if path.exists() else TABLE), architecture: {"measured_on": measured_on, "rows": rows}}
     default, parts = asdict(GroupedConfig()), []
     for name, part in table.items():
         lines = []

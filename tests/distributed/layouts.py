@@ -37,7 +37,6 @@ ONE = layout("one", 1)
 QUICK = (
     layout("dp2", 2),
     layout("cp2", 2, cp=2),
-    layout("cp4", 4, cp=4),
     layout("ep2", 2, ep=2),
     layout("tp2", 2, tp=2),
     layout("pp2", 2, pp=2),
@@ -46,6 +45,7 @@ BY_NAME = {each.name: each for each in QUICK}
 
 # In `make test-all` besides.
 SLOW = (
+    layout("cp4", 4, cp=4),
     layout("cp2-contiguous", 2, "parallel.context_parallel_order=contiguous", cp=2),
     layout("ep4", 4, ep=4),
     layout("ep8", 8, "stage.micro_batch_size=1", ep=8),

@@ -33,6 +33,7 @@ def _largest_difference(a: Run, b: Run, steps, key: str = "loss") -> float:
     return max(abs(a.steps()[step][key] - b.steps()[step][key]) for step in steps)
 
 
+@pytest.mark.slow  # tests/distributed/test_muon.py does it under Muon, over 12 steps
 def test_two_ranks_equal_one_over_20_steps(one_rank, two_ranks):
     assert list(one_rank.steps()) == list(two_ranks.steps()) == list(range(1, 21))
     # Expert choices first: the sums of the gradients differ in their last bits, so a near tie may fall otherwise.

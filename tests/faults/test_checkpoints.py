@@ -88,6 +88,7 @@ def test_damage_is_named_and_nothing_is_touched(tmp_path, corpus, saved, harm):
     assert "continuing after step 4" in resumed.output
 
 
+@pytest.mark.slow
 def test_a_checkpoint_of_another_model_is_refused(tmp_path, corpus, saved):
     run_dir = _copy(saved, tmp_path / "run")
     refused = train(
@@ -99,6 +100,7 @@ def test_a_checkpoint_of_another_model_is_refused(tmp_path, corpus, saved):
     assert "Traceback" not in refused.output
 
 
+@pytest.mark.slow
 def test_a_full_disk_keeps_the_checkpoint_before(tmp_path, corpus, saved):
     """A real small file system. The save that does not fit fails the run; what was whole before stays whole."""
     disk = tmp_path / "disk"

@@ -100,7 +100,6 @@ def test_configurations_of_devices_that_the_table_does_not_know():
 
 def test_written_table_reads_back(tmp_path):
     path = tmp_path / "table.json"
-    path.write_text(configs.TABLE.read_text())
     config = configs.GroupedConfig(block_n=128, parts=2)
     configs.write_table("sm_90", [{"kind": "outer", "rows": 8, "k": 9, "n": 7, "config": config, "ms": 0.5}], "a test", path)
     written = json.loads(path.read_text())

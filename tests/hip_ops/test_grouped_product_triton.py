@@ -87,7 +87,8 @@ def check_for_hopper(compiled, kind: str, config: GroupedConfig) -> None:
     assert ptx.count(instruction) == config.block_k // 16 * (config.block_m // (64 * config.num_warps // 4))
     assert not re.search(r"\b(ld|st)\.local\b|\.local \.align", ptx)
     assert "st.global" not in ptx, "results leave through descriptors"
-    leaves = "cp.reduce.async.bulk.tensor.3d.global.shared" if kind == "outer" else "cp.async.bulk.tensor.4d.global.shared"
+    how = "cp.reduce.async" if kind == "outer" and config.reduce else "cp.async"
+    leaves = f"{how}.bulk.tensor.{3 if kind == 'outer' else 4}d.global.shared"
     assert leaves in ptx
     assert compiled.metadata.shared <= SHARED_MEMORY["sm_90"]
     assert "pendings = 1" in compiled.asm["ttgir"]  # a product in flight while the next slab lands

@@ -27,7 +27,7 @@ class Rule:
 
 
 RULES = {
-    "sm_90": Rule("torch", "torch", "torch", "what trained on an H100 and H200s; triton has not been measured there yet"),
+    "sm_90": Rule("triton", "triton", "triton", "faster in all but one of six measured products, benchmarks/results/grouped_product-h100.json"),
     "gfx942": Rule("triton", "triton", "triton", "not measured: torch's may loop over experts and wait for the host, by its build"),
 }
 OTHERS = Rule("torch", "torch", "torch", "no measurement on this architecture")
