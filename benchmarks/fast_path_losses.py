@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import shutil
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from result_record import described, write
@@ -58,6 +59,7 @@ def main() -> int:
     parser.add_argument("--work", type=Path, default=Path("runs/fast_path_losses"))
     parser.add_argument("--results", type=Path, default=Path("benchmarks/results"))
     parser.add_argument("--name", default="fast_path_losses")
+    parser.add_argument("--together", action="store_true", help="run all three at once; one device has to hold them")
     parser.add_argument("--commit", default=None, help="commit that is measured, where this is no checkout")
     arguments = parser.parse_args()
     size = arguments.micro_batch_size
@@ -68,14 +70,16 @@ def main() -> int:
     }
     # Megatron's warm-up draws from the stream of the initial weights, more for larger micro-batches; and random states need not fit.
     start = train(arguments.work / "start", [*arguments.overrides, *runs["reference"], "exit_interval=1"])
-    curves = {}
-    for name, own in runs.items():
+
+    def run(name: str) -> list[float]:
         directory = arguments.work / name
         if not directory.exists():
             shutil.copytree(start, directory)
             (directory / "done").unlink()
-        train(directory, [*arguments.overrides, *own, "resume=must", "megatron.no_load_rng=true"])
-        curves[name] = losses(directory)
+        return losses(train(directory, [*arguments.overrides, *runs[name], "resume=must", "megatron.no_load_rng=true"]))
+
+    with ThreadPoolExecutor(len(runs) if arguments.together else 1) as pool:
+        curves = dict(zip(runs, pool.map(run, runs), strict=True))
     found = {name: distances(curves[name], curves["reference"], arguments.window) for name in ("again", "fast")}
     noise, distance = max(found["again"]), max(found["fast"])
     record = described(arguments.commit) | {

@@ -7,6 +7,7 @@ Expects RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT in the environ
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import io
 import logging
 import os
@@ -22,6 +23,8 @@ from zaya_plugin.training.parent_death import adopt_children, follow_rank
 if __name__ == "__mp_main__":
     follow_rank()
 patches.apply_torch()
+
+EXIT_SECONDS = 120
 
 
 class RankLog(io.TextIOBase):
@@ -69,15 +72,23 @@ def main(argv: list[str], work: Callable | None = None) -> int:
         try:
             (work or _train)(recipe, rank, world_size, console)
         except ValueError as error:
+            _leave_for_certain()
             traceback.print_exc(file=log)
             print(f"zaya: {error}" if rank == 0 else f"zaya: rank {rank}: {error}", file=sys.stderr, flush=True)
             if os.environ.get("ZAYA_TRACEBACK"):
                 traceback.print_exc()
             return 2
         except BaseException:
+            _leave_for_certain()
             traceback.print_exc(file=log)
             raise
     return 0
+
+
+def _leave_for_certain() -> None:
+    """End this process EXIT_SECONDS from now, whatever it is doing: after an error the way out may wait for ever, for ranks or a device that no
+    longer answer (NCCL's destructors after a failed capture of a graph did), and the launcher hears of a failure only when the rank has ended."""
+    faulthandler.dump_traceback_later(EXIT_SECONDS, exit=True, file=open(os.devnull, "w"))
 
 
 def prepare(recipe, world_size: int) -> None:
