@@ -156,7 +156,7 @@ def projections(tokens: int, hidden: int, device: torch.device, rep: int) -> dic
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add_options(parser, "grouped_product")
+    add_options(parser, "grouped_product", sweep=False)
     parser.add_argument("--tokens", type=int, nargs="+", default=[32768, 16384])
     parser.add_argument("--hidden", type=int, default=2048)
     parser.add_argument("--width", type=int, default=2048)

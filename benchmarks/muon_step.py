@@ -193,7 +193,7 @@ def main() -> None:
     with scope:
         results = (sweep if options.sweep else measure)(options, device, shapes)
     record = {
-        **described(options.commit),
+        **described(options.commit, None if device.type == "cuda" else "CPU"),
         "matrices": len(shapes), "parameters": sum(math.prod(s) for s in shapes), "results": results,
     }
     print(table(results), file=sys.stderr)

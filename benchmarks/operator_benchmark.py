@@ -14,10 +14,11 @@ from result_record import described, write
 MI300X_BYTES_PER_S = 4.33e12  # what a copy reaches there; for predictions
 
 
-def add_options(parser: argparse.ArgumentParser, name: str) -> None:
-    """The options that `begin` and `finish` read."""
+def add_options(parser: argparse.ArgumentParser, name: str, *, sweep: bool = True) -> None:
+    """The options that `begin` and `finish` read; sweep: there is one."""
     parser.add_argument("--rep", type=int, default=200, help="milliseconds a measurement takes")
-    parser.add_argument("--sweep", action="store_true", help="measure launches of the Triton kernels instead")
+    if sweep:
+        parser.add_argument("--sweep", action="store_true", help="measure launches of the Triton kernels instead")
     parser.add_argument("--name", default=name, help="of the file in benchmarks/results")
     parser.add_argument("--commit", help="where there is no git repository")
 

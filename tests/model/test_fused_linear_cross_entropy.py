@@ -122,7 +122,7 @@ def test_main_gradients_under_ddp(make_model, batch, promise, overlap):
     assert model.get_parameter(TIED).grad_added_to_main_grad
 
 
-def test_main_gradients_in_bf16_are_nearer_to_the_fp32_model(make_model, batch):
+def test_main_gradients_in_bf16_are_as_near_to_the_fp32_model_as_plain_ones(make_model, batch):
     exact, _ = step_under_ddp(make_model, batch, promise=False, overlap=False)
     found = [step_under_ddp(make_model, batch, promise=True, overlap=False, dtype=torch.bfloat16, **options)[0][TIED] for options in ({}, FUSED)]
     plain, fused = ((grad - exact[TIED]).norm() / exact[TIED].norm() for grad in found)
