@@ -30,6 +30,7 @@ RECOMPUTE = {
     "moe": dict(recompute_granularity="selective", recompute_modules=["moe"]),
     "core_attn": dict(recompute_granularity="selective", recompute_modules=["core_attn"]),
     "layernorm": dict(recompute_granularity="selective", recompute_modules=["layernorm"]),
+    "permute": dict(recompute_granularity="selective", recompute_modules=["layernorm", "permute"]),
     "all_selective": dict(recompute_granularity="selective", recompute_modules=["core_attn", "moe", "layernorm"]),
 }
 
@@ -138,10 +139,12 @@ def test_stream_between_layers_is_fp32_under_bf16(make_model, batch):
     model = make_model(params_dtype=torch.bfloat16, bf16=True)
     seen = []
     for layer in model.decoder.layers:
-        layer.register_forward_hook(lambda m, i, out: seen.append((out[0].dtype, out[1].dtype)))
+        layer.register_forward_hook(lambda m, i, out: seen.append((out[0].dtype, out[1])))
     ids, positions, _ = batch()
     logits = model(ids, positions, None)
-    assert seen == [(torch.float32, torch.bfloat16)] * 4 and logits.dtype == torch.bfloat16
+    *handed_over, last = [context for _, context in seen]
+    assert [dtype for dtype, _ in seen] == [torch.float32] * 4 and logits.dtype == torch.bfloat16
+    assert {t.dtype for context in handed_over for t in (context.router_state, context.normed)} == {last.dtype} == {torch.bfloat16}
 
 
 def test_whole_model_counts_the_published_parameters(make_config):

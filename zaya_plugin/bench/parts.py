@@ -35,7 +35,7 @@ PARTS = {
 METHODS: dict[str, dict[str, str]] = {
     "": {"_preprocess": "embedding", "_postprocess": "head"},
     "rotary_pos_emb": {"forward": "prologue"},
-    "input_affine": {"forward": "norms"},
+    "input_affine": {"forward": "norms", "affine_and_norm": "norms"},
     "input_layernorm": {"forward": "norms"},
     "pre_mlp_layernorm": {"forward": "norms"},
     "final_layernorm": {"forward": "norms"},

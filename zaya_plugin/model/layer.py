@@ -5,11 +5,17 @@ Unusual: Megatron's transformer block hands every layer a `context` tensor and t
 it carries the router state from layer to layer, through activation recomputation as well; between pipeline stages, where
 the block hands on one tensor alone, the state travels at the end of the stream's channels. `context_mask`, which the
 block only hands down, may carry forced expert ids (`model(..., extra_block_kwargs={"context_mask": ids})`).
+
+After `link_layers` a layer also applies the next one's input norm, in one pass over the stream with its own last merge, and
+hands the result on in `context` (`Handover`).
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
+from typing import NamedTuple
 
 from megatron.core import tensor_parallel
 from megatron.core.transformer.identity_op import IdentityOp
@@ -31,6 +37,15 @@ class ZayaLayerSubmodules(TransformerLayerSubmodules):
     input_affine: type = InputAffine
     post_attention_residual: type = ResidualScaling
     post_mlp_residual: type = ResidualScaling
+
+
+class Handover(NamedTuple):
+    """The `context` between linked layers: normed [s, b, h] is stream, the very tensor handed on as hidden_states, by the
+    next layer's input norm."""
+
+    router_state: Tensor | None
+    stream: Tensor
+    normed: Tensor
 
 
 class ZayaTransformerLayer(TransformerLayer):
@@ -55,53 +70,104 @@ class ZayaTransformerLayer(TransformerLayer):
         self.output_dtype = config.params_dtype if last and cast_output else None
         self.post_attention_residual = submodules.post_attention_residual(config)
         self.post_mlp_residual = submodules.post_mlp_residual(config)
+        self.next_norm: tuple[ZayaRMSNorm, ...] = ()  # of the next layer, by link_layers; in a tuple, so that it is no part of this one
         assert isinstance(self.cross_attention, IdentityOp), "context carries the router state"
 
     def forward(
-        self, hidden_states: Tensor, attention_mask: Tensor | None = None, context: Tensor | None = None,
+        self, hidden_states: Tensor, attention_mask: Tensor | None = None, context: Tensor | Handover | None = None,
         context_mask: Tensor | None = None, rotary_pos_emb: Tensor | None = None, attention_bias: Tensor | None = None,
         inference_context=None, packed_seq_params=None, **_,
-    ) -> tuple[Tensor, Tensor | None]:
+    ) -> tuple[Tensor, Tensor | Handover | None]:
         """Run the layer.
 
         Args: hidden_states, the stream [s, b, h] (the embedding in layer 1; stream and router state [s, b, h + r] in the
-        first layer of a later pipeline stage); context, the previous layer's router state [s, b, r] or None; context_mask, int64 [num_layers, s, b] expert ids that replace the router's choice
-        where not negative, or None; rotary_pos_emb [s, 1, 1, r] radians.
-        Returns: the new stream [s, b, h] and this layer's router state; in the last layer of a pipeline stage but the last
-        one, both as one tensor [s, b, h + r], and None.
+        first layer of a later pipeline stage); context, the previous layer's router state [s, b, r] or None, or its Handover;
+        context_mask, int64 [num_layers, s, b] expert ids that replace the router's choice where not negative, or None;
+        rotary_pos_emb [s, 1, 1, r] radians.
+        Returns: the new stream [s, b, h] and this layer's router state, as a Handover if it is linked to the next one; in
+        the last layer of a pipeline stage but the last one, both as one tensor [s, b, h + r], and None.
         """
         if self.receives_state:
             hidden_states, context = split_stream_and_state(
                 hidden_states, self.config.hidden_size, self.config.params_dtype
             )
-        if self.input_affine is not None:
-            hidden_states = self.input_affine(hidden_states)
-
-        normed, discard = _norm(self.input_layernorm, hidden_states, self.recompute_input_layernorm)
+        state, normed = _received(context, hidden_states)
+        discard = _keep
+        if normed is None:
+            hidden_states, normed, discard = self._begin(hidden_states)
         output, _ = self.self_attention(
             normed, attention_mask=attention_mask, inference_context=inference_context, rotary_pos_emb=rotary_pos_emb,
             attention_bias=attention_bias, packed_seq_params=packed_seq_params,
         )
         discard(output)
-        if isinstance(self.pre_mlp_layernorm, ZayaRMSNorm) and not self.recompute_pre_mlp_layernorm:
+        if _in_one_pass(self.pre_mlp_layernorm, self.recompute_pre_mlp_layernorm):
             merge = self.post_attention_residual.merge_and_norm
-            (hidden_states, normed), discard = merge(output, hidden_states, self.pre_mlp_layernorm), lambda output: None
+            (hidden_states, normed), discard = merge(output, hidden_states, self.pre_mlp_layernorm), _keep
         else:
             hidden_states = self.post_attention_residual(output, hidden_states)
             normed, discard = _norm(self.pre_mlp_layernorm, hidden_states, self.recompute_pre_mlp_layernorm)
         forced = None if context_mask is None else context_mask[self.layer_number - 1]
-        output, context = self.mlp(normed, router_state=context, forced_expert_ids=forced)
+        output, state = self.mlp(normed, router_state=state, forced_expert_ids=forced)
         discard(output)
+        if self.next_norm:
+            hidden_states, normed = self.post_mlp_residual.merge_and_norm(output, hidden_states, *self.next_norm)
+            return hidden_states, Handover(state, hidden_states, normed)
         hidden_states = self.post_mlp_residual(output, hidden_states)
 
         if self.output_dtype is not None:
             hidden_states = hidden_states.to(self.output_dtype)
         if self.sends_state:
-            hidden_states, context = join_stream_and_state(hidden_states, context), None
+            hidden_states, state = join_stream_and_state(hidden_states, state), None
         hidden_states = make_viewless_tensor(
             inp=hidden_states, requires_grad=hidden_states.requires_grad, keep_graph=True
         )
-        return hidden_states, context
+        return hidden_states, state
+
+    def _begin(self, hidden_states: Tensor):
+        """The stream, its norm and what to call on attention's result (see `_norm`), where no layer before has done it."""
+        norm, recompute = self.input_layernorm, self.recompute_input_layernorm
+        if self.input_affine is not None:
+            if _in_one_pass(norm, recompute):
+                return *self.input_affine.affine_and_norm(hidden_states, norm), _keep
+            hidden_states = self.input_affine(hidden_states)
+        return hidden_states, *_norm(norm, hidden_states, recompute)
+
+
+def link_layers(layers: Sequence[ZayaTransformerLayer], config: ZayaConfig) -> None:
+    """Let each of a stage's layers apply the next one's input norm with its own last merge. Names of parameters stay.
+
+    Not where that norm is computed again by itself, nor at the end of what full recomputation runs as one: only tensors
+    cross its border with their gradients, and a normed stream would be kept where recomputation keeps nothing but the stream.
+    """
+    for index, (layer, following) in enumerate(pairwise(layers)):
+        norm = following.input_layernorm
+        if _in_one_pass(norm, following.recompute_input_layernorm) and not _ends_recomputed_part(config, index):
+            layer.next_norm = (norm,)
+
+
+def _ends_recomputed_part(config: ZayaConfig, index: int) -> bool:
+    """Whether Megatron's block stops recomputing as one unit behind this layer of the stage, counted from 0."""
+    if config.recompute_granularity != "full":
+        return False
+    if config.recompute_method == "uniform":
+        return (index + 1) % config.recompute_num_layers == 0
+    return index < config.recompute_num_layers  # block: each of the first ones by itself, the rest never
+
+
+def _received(context: Tensor | Handover | None, stream: Tensor) -> tuple[Tensor | None, Tensor | None]:
+    """The previous layer's router state, and the normed stream unless something has replaced the stream since."""
+    if not isinstance(context, Handover):
+        return context, None
+    assert context.normed.requires_grad or not stream.requires_grad, "a Handover crossed the border of what is recomputed"
+    return context.router_state, context.normed if context.stream is stream else None
+
+
+def _in_one_pass(norm, recompute: bool) -> bool:
+    return isinstance(norm, ZayaRMSNorm) and not recompute
+
+
+def _keep(output: Tensor) -> None:
+    """In place of a checkpoint's discarding, where the normed tensor stays."""
 
 
 def _norm(norm, x: Tensor, recompute: bool):
@@ -115,7 +181,7 @@ def _norm(norm, x: Tensor, recompute: bool):
         return norm(x).to(norm.weight.dtype)
 
     if not recompute:
-        return run(x), lambda output: None
+        return run(x), _keep
     # None is how it spells "no fp8"; its default of False would ask for Transformer Engine.
     checkpoint = tensor_parallel.CheckpointWithoutOutput(fp8=None)
     return checkpoint.checkpoint(run, x), checkpoint.discard_output_and_register_recompute

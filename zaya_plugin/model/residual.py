@@ -25,6 +25,15 @@ def affine(x: Tensor, bias: Tensor, scale: Tensor) -> Tensor:
 
 
 @fused_on_accelerator
+def affine_and_norm(
+    x: Tensor, bias: Tensor, scale: Tensor, norm_weight: Tensor, eps: float, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """affine in dtype, and its RMSNorm in norm_weight's: one kernel, and the two gradients of the stream meet in one."""
+    stream = affine(x, bias, scale).to(dtype)
+    return stream, rms_norm(stream, norm_weight, eps)
+
+
+@fused_on_accelerator
 def scale_residual(
     output: Tensor, residual: Tensor, output_bias: Tensor, output_scale: Tensor, residual_bias: Tensor,
     residual_scale: Tensor,
@@ -95,5 +104,12 @@ class InputAffine(nn.Module):
 
     def forward(self, embedding: Tensor) -> Tensor:
         """embedding [s, b, h] -> stream [s, b, h], fp32 (or wider) if residual_in_fp32 else the embedding's dtype."""
-        stream = affine(embedding, self.bias, self.scale)
-        return stream if self.in_fp32 else stream.to(embedding.dtype)
+        return affine(embedding, self.bias, self.scale).to(self._dtype(embedding))
+
+    def affine_and_norm(self, embedding: Tensor, norm: ZayaRMSNorm) -> tuple[Tensor, Tensor]:
+        """The same stream and `norm` of it. Neither module is called."""
+        gathered(self), gathered(norm)
+        return affine_and_norm(embedding, self.bias, self.scale, norm.weight, norm.eps, self._dtype(embedding))
+
+    def _dtype(self, embedding: Tensor) -> torch.dtype:
+        return torch.promote_types(embedding.dtype, torch.float32) if self.in_fp32 else embedding.dtype
