@@ -2,7 +2,7 @@
 """CCA between projections and attention, forward and backward, beside the model's torch operations (eager and compiled) and transformers'.
 
     python3 benchmarks/cca_prologue.py                        4 sequences of 4096 tokens, ZAYA1's heads
-    python3 benchmarks/cca_prologue.py --sweep                other tiles and grids of each Triton kernel
+    python3 benchmarks/cca_prologue.py --sweep --rep 60       other tiles and grids of each Triton kernel, and the best of each together; a minute
 
 Medians of triton's do_bench (which clears L2 before each call) on fresh random inputs; the copy bandwidth of the device is measured in
 the same run. Rates are by the bytes that must move: forward projected in, query, key and value out; backward their gradients and
@@ -16,7 +16,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import importlib
-import itertools
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -210,39 +209,48 @@ def measure(batch: int, rows: int, device: torch.device, options) -> dict:
     return {**found, "summary": summary}
 
 
-KERNELS = ("forward", "norm", "conv")
+KERNELS = ("forward", "norm", "input", "weight")
 
 
 @contextlib.contextmanager
-def launched_as(kernel: str, trial: Launch):
-    """The Triton kernel `kernel` with `trial` as tile and grid."""
+def launched_as(**chosen: Launch):
+    """The Triton kernels named launched so."""
     from hip_ops.triton_kernels import cca_prologue as module
 
-    chosen = module.launch
-    with mock.patch.object(module, "launch", lambda name, *a, **k: trial if name == kernel else chosen(name, *a, **k)):
+    others = module.launch
+    with mock.patch.object(module, "launch", lambda name, *a, **k: chosen[name] if name in chosen else others(name, *a, **k)):
         yield
 
 
 def trials(kernel: str, processors: int) -> list[Launch]:
-    heads = HEADS + GROUPS
+    """What the launcher chooses, then others; `programs` of each part of a head are counted so that all are resident at a time, or in so many rounds."""
+    from hip_ops.triton_kernels.cca_prologue import launch
+
+    def resident(count: float, part: int = D) -> int:
+        return max(1, int(processors * count * part / ((HEADS + GROUPS) * D)))
+
+    default = launch(kernel, D, HEADS + GROUPS, 2, processors=processors)
     if kernel == "forward":
-        return [
-            Launch(block, warps, tiles=tiles, registers=registers)
-            for (block, warps, registers), tiles in itertools.product(
-                ((64, 8, 128), (64, 8, None), (32, 4, 168), (32, 4, None), (128, 16, None)), (1, 2, 4)
-            )
+        others = [
+            replace(default, programs=None), replace(default, programs=resident(4)), Launch(64, 8, resident(1)), Launch(64, 8),
+            Launch(128, 16, resident(1)), Launch(32, 4, resident(2)), Launch(32, 8, resident(2), registers=128),
+        ]  # fmt: skip
+    elif kernel == "norm":
+        others = [
+            Launch(block, warps, processors * count // (HEADS + GROUPS + 1), stages=stages)
+            for block, warps, count, stages in ((32, 8, 4, 1), (32, 4, 6, 1), (16, 4, 6, 1), (16, 4, 10, 1), (32, 8, 3, 3))
         ]
-    if kernel == "norm":
-        return [
-            Launch(block, warps, processors * resident // (heads + 1), stages=stages)
-            for (block, warps), resident, stages in itertools.product(((16, 4), (32, 4), (32, 8)), (3, 6, 10), (1, 3))
-        ]
-    return [
-        Launch(block, warps, max(1, processors * into * rounds // (heads * D)), stages=stages, into=into)
-        for block, warps, stages, into, rounds in (
-            (64, 8, 3, 64, 1), (64, 8, 2, 64, 1), (64, 8, 3, 64, 2), (64, 4, 3, 32, 1), (64, 4, 2, 32, 2), (64, 8, 3, 32, 1), (128, 8, 1, 64, 1), (32, 4, 3, 32, 2)
-        )
-    ]  # fmt: skip
+    elif kernel == "input":
+        others = [
+            replace(default, programs=resident(4, 64)), Launch(64, 8, resident(1), part=128), Launch(64, 4, resident(2, 64), part=64),
+            Launch(128, 8, resident(1, 64), part=64), Launch(64, 8, resident(2, 32), registers=128, part=32), Launch(64, 8, resident(3, 32), registers=80, part=32),
+        ]  # fmt: skip
+    else:
+        others = [
+            replace(default, stages=4), replace(default, stages=2), replace(default, block=64), replace(default, block=64, stages=2),
+            replace(default, programs=resident(2)), Launch(32, 4, resident(2, 64), stages=3, part=64, zero_block=32),
+        ]  # fmt: skip
+    return [default, *others]
 
 
 def kernel_alone(kernel: str, inputs: Inputs) -> Callable:
@@ -253,39 +261,60 @@ def kernel_alone(kernel: str, inputs: Inputs) -> Callable:
 def run_once(kernel: str, trial: Launch) -> None:
     """Compiles one trial."""
     inputs = Inputs(1, 256, torch.device("cuda", 0))
-    with launched_as(kernel, trial):
+    with launched_as(**{kernel: trial}):
         kernel_alone(kernel, inputs)()
 
 
+def as_run(kernel: str, trial: Launch, inputs: Inputs) -> Launch:
+    """`trial` with the stages that shared memory had room for, after it ran; norm's are not the launch's to change."""
+    from hip_ops.triton_kernels import cca_prologue as module
+
+    projected, *parameters, rope, halo, value_halo, starts, groups, delayed = inputs.arguments
+    call = module.Call.of(projected, parameters[2], rope, halo, value_halo, starts, groups, delayed)
+    plan = module._plan(call, kernel != "forward", module.launch)
+    return trial if kernel == "norm" else replace(trial, stages=plan.keywords[kernel]["num_stages"])
+
+
 def sweep(batch: int, rows: int, device: torch.device, options) -> dict:
-    """Times of the back end's forward or backward with one kernel launched otherwise, best first; sizes as they come from --only."""
-    inputs, found = Inputs(batch, rows, device), {}
+    """Times of the back end's forward or backward with one kernel launched otherwise, best first, and of the best of each together."""
+    inputs, found, best = Inputs(batch, rows, device), {}, {}
     processors = torch.cuda.get_device_properties(device).multi_processor_count
     wanted = {kernel: trials(kernel, processors) for kernel in options.only}
     compile_ahead(run_once, [(kernel, replace(trial, programs=trial.programs and 1)) for kernel, each in wanted.items() for trial in each])
     for kernel, each in wanted.items():
+        times: dict[Launch, float] = {}
         found[kernel] = {}
         for trial in each:
-            with launched_as(kernel, trial):
+            with launched_as(**{kernel: trial}):
                 try:
                     ms = milliseconds(in_graph(kernel_alone(kernel, inputs)), device, options.rep)
+                    ran = as_run(kernel, trial, inputs)
                 except Exception as error:  # too much shared memory, for one
                     found[kernel][str(trial)] = {"error": f"{type(error).__name__}: {error}"[:120]}
                     continue
-            found[kernel][str(trial)] = {"ms": round(ms, 4)}
-            print(kernel, trial, round(ms, 4), file=sys.stderr, flush=True)
-        found[kernel] = dict(sorted(found[kernel].items(), key=lambda item: item[1].get("ms", 1e9)))
+            times[ran] = min(ms, times.get(ran, ms))
+            print(kernel, ran, round(ms, 4), "as chosen" if trial is each[0] else "", file=sys.stderr, flush=True)
+        best[kernel] = min(times, key=times.__getitem__)
+        found[kernel] = {str(ran): {"ms": round(times[ran], 4)} for ran in sorted(times, key=times.__getitem__)} | found[kernel]
+    with launched_as(**best):
+        for direction, call in kernels("triton", inputs).items():
+            found["together"] = found.get("together", {}) | {direction: {"ms": round(milliseconds(in_graph(call), device, options.rep), 4)}}
+    for kernel, chosen in best.items():
+        print("best:", kernel, chosen, file=sys.stderr)
+    print("together:", found["together"], file=sys.stderr, flush=True)
     return found
 
 
 def parts(batch: int, rows: int, device: torch.device) -> dict:
-    """Time of each kernel of the backward, by torch's profiler, over ten calls."""
-    call = kernels("triton", Inputs(batch, rows, device))["backward"]
-    call()
+    """Time of each kernel, by torch's profiler, over ten calls of forward and backward."""
+    calls = kernels("triton", Inputs(batch, rows, device)).values()
+    for call in calls:
+        call()
     torch.cuda.synchronize()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         for _ in range(10):
-            call()
+            for call in calls:
+                call()
         torch.cuda.synchronize()
     return {event.key: {"us": round(event.device_time_total / 10, 2)} for event in profile.key_averages() if event.device_time_total}
 

@@ -67,7 +67,9 @@ def requested() -> tuple[str, str]:
     if _asked_in_code:
         return _asked_in_code[-1], "set in code"
     name = os.environ.get("HIP_OPS_BACKEND") or "auto"
-    return _check(name, "HIP_OPS_BACKEND"), f"HIP_OPS_BACKEND={name}" if name != "auto" else "auto"
+    if name == "auto":
+        return name, name
+    return _check(name, "HIP_OPS_BACKEND"), f"HIP_OPS_BACKEND={name}"
 
 
 def _check(name: str, where: str) -> str:

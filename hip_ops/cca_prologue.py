@@ -7,13 +7,12 @@ inputs, query and key, which attention saves too, and one number a head.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
+from hip_ops.direct import direct_operator
 from hip_ops.operator import Operator
 from hip_ops.reference import cca_prologue as reference
 
@@ -63,7 +62,7 @@ def _run(operator: Operator, dtype: torch.dtype, arguments: tuple) -> tuple[Tens
     return (operator.reference if dtype == torch.float64 else operator)(*arguments)
 
 
-@torch.library.custom_op("hip_ops::cca_prologue", mutates_args=())
+@direct_operator("hip_ops::cca_prologue", mutates_args=())
 def _op(
     projected: Tensor, depthwise_weight: Tensor, depthwise_bias: Tensor, grouped_weight: Tensor, grouped_bias: Tensor,
     temperature: Tensor, rope: Tensor | None, halo: Tensor | None, value_halo: Tensor | None, starts: Tensor | None,
@@ -84,7 +83,7 @@ def _(projected, depthwise_weight, depthwise_bias, grouped_weight, grouped_bias,
     return query, *keys, projected.new_empty((heads, *rows), dtype=reference.compute_dtype(projected))
 
 
-@torch.library.custom_op("hip_ops::cca_prologue_backward", mutates_args=())
+@direct_operator("hip_ops::cca_prologue_backward", mutates_args=())
 def _backward_op(
     d_query: Tensor, d_key: Tensor, d_value: Tensor, projected: Tensor, depthwise_weight: Tensor, depthwise_bias: Tensor,
     grouped_weight: Tensor, grouped_bias: Tensor, temperature: Tensor, rope: Tensor | None, halo: Tensor | None,
@@ -112,7 +111,7 @@ def _save(ctx, inputs, output) -> None:
     ctx.save_for_backward(*tensors, query, key, inverse_norm)
 
 
-def _gradients(ctx, d_query, d_key, d_value, _, run=_backward_op):
+def _gradients(ctx, d_query, d_key, d_value, _):
     projected, *rest = ctx.saved_tensors
     query, key = rest[9:11]
     # The kernels always read all three: zeros where a result was not used.
@@ -120,7 +119,7 @@ def _gradients(ctx, d_query, d_key, d_value, _, run=_backward_op):
         torch.zeros(like.shape, dtype=like.dtype, device=like.device) if given is None else given
         for given, like in ((d_query, query), (d_key, key), (d_value, key))
     ]
-    d_projected, *d_parameters, d_halo, d_value_halo = run(
+    d_projected, *d_parameters, d_halo, d_value_halo = _backward_op(
         *upstream, projected, *rest, ctx.query_groups, ctx.delayed_channels
     )
     halo, value_halo = rest[6:8]
@@ -130,33 +129,6 @@ def _gradients(ctx, d_query, d_key, d_value, _, run=_backward_op):
 
 
 _op.register_autograd(_gradients, setup_context=_save)
-
-
-class _Direct(torch.autograd.Function):
-    """The operator without torch's dispatch, which costs the host more than the kernels take on the device."""
-
-    @staticmethod
-    def forward(ctx, *inputs):
-        results = _run(_prologue, inputs[0].dtype, inputs)
-        _save(ctx, inputs, results)
-        return results
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, *upstream):
-        return _gradients(ctx, *upstream, run=_run_backward)
-
-
-def _run_backward(*arguments) -> tuple[Tensor, ...]:
-    return _run(_prologue_backward, arguments[3].dtype, arguments)
-
-
-def _is_plain(tensors: Iterable[Tensor | None]) -> bool:
-    """Whether nobody would see the operator's name: no compiler, transform, mode or subclass."""
-    return (
-        not torch.compiler.is_compiling() and torch._C._len_torch_dispatch_stack() == 0 and torch._C._functorch.peek_interpreter_stack() is None
-        and all(t is None or type(t) in (Tensor, torch.nn.Parameter) for t in tensors)
-    )  # fmt: skip
 
 
 def cca_prologue(
@@ -187,8 +159,7 @@ def cca_prologue(
         "value_halo": value_halo, "starts": starts,
     }  # fmt: skip
     _check(tensors, query_groups, delayed)
-    run = _Direct.apply if _is_plain(tensors.values()) else _op
-    return run(*tensors.values(), query_groups, delayed)[:3]
+    return _op(*tensors.values(), query_groups, delayed)[:3]
 
 
 def _fail(name: str, value, allowed: str) -> None:

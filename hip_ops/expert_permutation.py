@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from hip_ops.direct import direct_operator
 from hip_ops.operator import Operator
 from hip_ops.reference import expert_permutation as reference
 
@@ -72,7 +73,7 @@ def _chosen(operator: Operator, like: Tensor):
     return operator.reference if like.dtype == torch.float64 else operator
 
 
-@torch.library.custom_op("hip_ops::sort_by_expert", mutates_args=())
+@direct_operator("hip_ops::sort_by_expert", mutates_args=())
 def _sort_op(expert_ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return _sort(expert_ids, num_experts)
 
@@ -83,7 +84,7 @@ def _(expert_ids, num_experts):
     return tuple(expert_ids.new_empty(size, dtype=torch.int32) for size in sizes)
 
 
-@torch.library.custom_op("hip_ops::gather_rows", mutates_args=())
+@direct_operator("hip_ops::gather_rows", mutates_args=())
 def _gather_op(source: Tensor, index: Tensor, inverse: Tensor, side: Tensor | None) -> tuple[Tensor, Tensor]:
     # `inverse` is for the backward, which is a gather too.
     return _chosen(_gather, source)(source, index, side)
@@ -116,7 +117,7 @@ def _gather_gradients(ctx, grad, d_side):
 _gather_op.register_autograd(_gather_gradients, setup_context=_save_gather)
 
 
-@torch.library.custom_op("hip_ops::scale_gather_rows", mutates_args=())
+@direct_operator("hip_ops::scale_gather_rows", mutates_args=())
 def _scale_gather_op(source: Tensor, index: Tensor, inverse: Tensor, scale: Tensor) -> Tensor:
     return _chosen(_scale_gather, source)(source, index, scale)
 
@@ -126,7 +127,7 @@ def _(source, index, inverse, scale):
     return source.new_empty(source.shape)
 
 
-@torch.library.custom_op("hip_ops::scale_gather_rows_backward", mutates_args=())
+@direct_operator("hip_ops::scale_gather_rows_backward", mutates_args=())
 def _scale_gather_backward_op(grad: Tensor, source: Tensor, inverse: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
     return _chosen(_scale_gather_backward, source)(grad, source, inverse, scale)
 
@@ -148,6 +149,17 @@ def _scale_gather_gradients(ctx, grad):
 
 
 _scale_gather_op.register_autograd(_scale_gather_gradients, setup_context=_save_scale_gather)
+
+
+def _agree(rows: Tensor, order: ExpertOrder, probs: Tensor | None) -> bool:
+    """Whether these are all right, in bf16 and fp32. Else `_check` finds what is wrong, if anything is."""
+    count, device = rows.shape[:1], rows.device
+    for index in order[:2]:
+        if index.shape != count or index.dtype != torch.int32 or index.device != device:
+            return False
+    if probs is not None and not (probs.shape == count and probs.dtype in DTYPES and probs.device == device):
+        return False
+    return rows.dim() == 2 and rows.dtype in DTYPES
 
 
 def _check(operator: str, name: str, rows: Tensor, order: ExpertOrder, probs: Tensor | None) -> None:
@@ -192,7 +204,8 @@ def permute_to_experts(tokens: Tensor, order: ExpertOrder, probs: Tensor | None 
     Returns rows [n, h] in tokens' dtype and row_probs [n] in probs', or None. Rows at and beyond order.offsets[-1] are zeros: tokens of no
     expert do not travel, and get zeros as gradient. All-fp64 tensors run in plain torch. Raises ValueError on wrong shapes, dtypes or devices.
     """
-    _check("permute_to_experts", "tokens", tokens, order, probs)
+    if not _agree(tokens, order, probs):
+        _check("permute_to_experts", "tokens", tokens, order, probs)
     rows, row_probs = _gather_op(tokens, order.token_of_row, order.row_of_token, probs)
     return rows, row_probs if probs is not None else None
 
@@ -202,7 +215,8 @@ def unpermute_from_experts(rows: Tensor, order: ExpertOrder, probs: Tensor | Non
 
     Rows at and beyond order.offsets[-1] are not read, whatever they hold, and get zeros as gradient. Else as permute_to_experts.
     """
-    _check("unpermute_from_experts", "rows", rows, order, probs)
+    if not _agree(rows, order, probs):
+        _check("unpermute_from_experts", "rows", rows, order, probs)
     if probs is None:
         return _gather_op(rows, order.row_of_token, order.token_of_row, None)[0]
     return _scale_gather_op(rows, order.row_of_token, order.token_of_row, probs)

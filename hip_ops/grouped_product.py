@@ -11,6 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from hip_ops.direct import direct_operator
 from hip_ops.operator import Operator, warm_up
 from hip_ops.reference import grouped_product as reference
 from hip_ops.self_check import TOLERANCES
@@ -60,7 +61,7 @@ _rows_transposed = Operator(
 _outer = Operator("grouped_outer_", torch=reference.grouped_outer_, triton=f"{_TRITON}:grouped_outer_", example=_outer_example)
 
 
-@torch.library.custom_op("hip_ops::grouped_rows", mutates_args=())
+@direct_operator("hip_ops::grouped_rows", mutates_args=())
 def _rows_op(x: Tensor, matrices: Tensor, offsets: Tensor) -> Tensor:
     operator = _rows if matrices.stride(2) == 1 else _rows_transposed
     return (operator if x.dtype in HALF else operator.reference)(x, matrices, offsets)
@@ -71,7 +72,7 @@ def _(x, matrices, offsets):
     return x.new_empty(x.shape[0], matrices.shape[2])
 
 
-@torch.library.custom_op("hip_ops::grouped_outer_", mutates_args=("out",))
+@direct_operator("hip_ops::grouped_outer_", mutates_args=("out",))
 def _outer_op(out: Tensor, a: Tensor, b: Tensor, offsets: Tensor, accumulate: bool) -> None:
     (_outer if a.dtype in HALF else _outer.reference)(out, a, b, offsets, accumulate)
 
@@ -92,14 +93,15 @@ def _fail(operator: str, name: str, what, must: str):
     raise ValueError(f"hip_ops.{operator}: {name} {what}; it must be {must}")
 
 
-def _check(operator: str, offsets: Tensor, experts: int, tensors: dict[str, Tensor], like: Tensor) -> None:
+def _check(operator: str, offsets: Tensor, experts: int, name: str, tensor: Tensor, like: Tensor) -> None:
     if offsets.shape != (experts,) or offsets.dtype != torch.int32 or experts == 0:
         _fail(operator, "offsets", f"is {offsets.dtype} {tuple(offsets.shape)}", f"torch.int32 ({max(experts, 1)},), an entry an expert")
-    for name, tensor in {**tensors, "offsets": offsets}.items():
-        if tensor.device != like.device:
-            _fail(operator, name, f"is on {tensor.device}", f"on {like.device}")
-        if name != "offsets" and tensor.dtype != like.dtype:
-            _fail(operator, name, f"is {tensor.dtype}", f"{like.dtype}")
+    if tensor.device != like.device:
+        _fail(operator, name, f"is on {tensor.device}", f"on {like.device}")
+    if tensor.dtype != like.dtype:
+        _fail(operator, name, f"is {tensor.dtype}", f"{like.dtype}")
+    if offsets.device != like.device:
+        _fail(operator, "offsets", f"is on {offsets.device}", f"on {like.device}")
 
 
 def grouped_rows(x: Tensor, matrices: Tensor, offsets: Tensor) -> Tensor:
@@ -112,7 +114,7 @@ def grouped_rows(x: Tensor, matrices: Tensor, offsets: Tensor) -> Tensor:
         _fail("grouped_rows", "matrices", f"has shape {tuple(matrices.shape)}", "[E, k, n]")
     if x.dim() != 2 or x.shape[1] != matrices.shape[1]:
         _fail("grouped_rows", "x", f"has shape {tuple(x.shape)}", f"[T, {matrices.shape[1]}]")
-    _check("grouped_rows", offsets, len(matrices), {"matrices": matrices}, x)
+    _check("grouped_rows", offsets, matrices.shape[0], "matrices", matrices, x)
     return _rows_op(x, matrices, offsets)
 
 
@@ -124,11 +126,12 @@ def grouped_outer_(out: Tensor, a: Tensor, b: Tensor, offsets: Tensor, accumulat
     """
     if out.dim() != 3 or out.stride(2) != 1:
         _fail("grouped_outer_", "out", f"has shape {tuple(out.shape)} and strides {out.stride()}", "[E, m, n] with rows without gaps")
-    if out.dtype not in (a.dtype, torch.promote_types(a.dtype, torch.float32)):
+    if out.dtype != a.dtype and out.dtype != torch.promote_types(a.dtype, torch.float32):
         _fail("grouped_outer_", "out", f"is {out.dtype}", f"{torch.promote_types(a.dtype, torch.float32)} or {a.dtype} like a")
-    if a.shape != (len(a), out.shape[1]) or b.shape != (len(a), out.shape[2]):
+    experts, m, n = out.shape
+    if a.dim() != 2 or b.dim() != 2 or a.shape[1] != m or b.shape[1] != n or a.shape[0] != b.shape[0]:
         _fail("grouped_outer_", "a, b", f"have shapes {tuple(a.shape)}, {tuple(b.shape)}", f"[T, {out.shape[1]}] and [T, {out.shape[2]}]")
-    _check("grouped_outer_", offsets, len(out), {"b": b}, a)
+    _check("grouped_outer_", offsets, experts, "b", b, a)
     if out.device != a.device:
         _fail("grouped_outer_", "out", f"is on {out.device}", f"on {a.device}")
     _outer_op(out, a, b, offsets, accumulate)

@@ -59,7 +59,7 @@ class Operator:
         OPERATORS[name] = self
 
     def __call__(self, *arguments: Any) -> Any:
-        tensor = _first_tensor(arguments)
+        tensor = arguments[0] if type(arguments[0]) is torch.Tensor else _first_tensor(arguments)
         assert tensor is not None, f"{self.name} was called without a tensor"
         if tensor.is_meta or isinstance(tensor, FakeTensor):
             return self.reference(*arguments)

@@ -11,10 +11,23 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from hip_ops.direct import direct_operator
 from hip_ops.operator import Operator
 from hip_ops.reference import rms_norm as reference
 
 DTYPES = (torch.bfloat16, torch.float32)
+
+
+def _agree(x: Tensor, residual: Tensor, *vectors: Tensor) -> bool:
+    """Whether these are all right, in bf16 and fp32. Else `_check` finds what is wrong, if anything is."""
+    shape, device, dtype = x.shape, x.device, vectors[0].dtype
+    if not shape or shape[-1] == 0:
+        return False
+    hidden = shape[-1:]
+    for vector in vectors:
+        if vector.shape != hidden or vector.dtype != dtype or vector.device != device:
+            return False
+    return residual.shape == shape and residual.device == device and x.dtype in DTYPES and residual.dtype in DTYPES and dtype in DTYPES
 
 
 def _check(operator: str, streams: dict[str, Tensor], vectors: dict[str, Tensor]) -> None:
@@ -76,7 +89,7 @@ def _run(operator: Operator, weight: Tensor, *arguments) -> tuple[Tensor, ...]:
     if weight.device.type == "cpu":  # torch's own loops sum strided rows in another order: the last bit would depend on strides
         arguments = [a.contiguous() if isinstance(a, Tensor) else a for a in arguments]
     results = (operator.reference if weight.dtype == torch.float64 else operator)(*arguments)
-    return tuple(result.contiguous() for result in results)
+    return tuple([result.contiguous() for result in results])
 
 
 def _forward_fakes(x: Tensor, residual: Tensor, weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -86,7 +99,7 @@ def _forward_fakes(x: Tensor, residual: Tensor, weight: Tensor) -> tuple[Tensor,
     )  # fmt: skip
 
 
-@torch.library.custom_op("hip_ops::add_rms_norm", mutates_args=())
+@direct_operator("hip_ops::add_rms_norm", mutates_args=())
 def _add_op(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
     return _run(_add, weight, x, residual, weight, eps)
 
@@ -96,7 +109,7 @@ def _(x, residual, weight, eps):
     return _forward_fakes(x, residual, weight)
 
 
-@torch.library.custom_op("hip_ops::add_rms_norm_backward", mutates_args=())
+@direct_operator("hip_ops::add_rms_norm_backward", mutates_args=())
 def _add_backward_op(
     dy: Tensor, d_new_residual: Tensor | None, new_residual: Tensor, rstd: Tensor, weight: Tensor, x_dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -109,7 +122,7 @@ def _(dy, d_new_residual, new_residual, rstd, weight, x_dtype):
     return dy.new_empty(dy.shape, dtype=new_residual.dtype), dy.new_empty(shape, dtype=x_dtype), weight.new_empty(weight.shape)
 
 
-@torch.library.custom_op("hip_ops::scaled_residual_rms_norm", mutates_args=())
+@direct_operator("hip_ops::scaled_residual_rms_norm", mutates_args=())
 def _scaled_op(
     output: Tensor, residual: Tensor, output_bias: Tensor, output_scale: Tensor, residual_bias: Tensor, residual_scale: Tensor,
     weight: Tensor, eps: float,
@@ -122,7 +135,7 @@ def _(output, residual, output_bias, output_scale, residual_bias, residual_scale
     return _forward_fakes(output, residual, weight)
 
 
-@torch.library.custom_op("hip_ops::scaled_residual_rms_norm_backward", mutates_args=())
+@direct_operator("hip_ops::scaled_residual_rms_norm_backward", mutates_args=())
 def _scaled_backward_op(
     dy: Tensor, d_new_residual: Tensor | None, output: Tensor, residual: Tensor, rstd: Tensor, output_bias: Tensor,
     output_scale: Tensor, residual_bias: Tensor, residual_scale: Tensor, weight: Tensor,
@@ -182,7 +195,8 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float = 1e-5)
     Returns (y in weight's dtype, new_residual in residual's), contiguous. Statistics are fp32, of new_residual as stored.
     All-fp64 tensors are computed by the torch reference. Raises ValueError on wrong shapes, dtypes or devices.
     """
-    _check("add_rms_norm", {"x": x, "residual": residual}, {"weight": weight})
+    if not _agree(x, residual, weight):
+        _check("add_rms_norm", {"x": x, "residual": residual}, {"weight": weight})
     y, new_residual, _ = _add_op(x, residual, weight, eps)
     return y, new_residual
 
@@ -199,10 +213,9 @@ def scaled_residual_rms_norm(
     Args: output [..., h] of the layer and residual [..., h], the stream, bf16 or fp32 each; the five vectors [h] of one dtype.
     Returns (y in weight's dtype, new_residual in residual's), contiguous; else as add_rms_norm.
     """
-    vectors = {
-        "output_bias": output_bias, "output_scale": output_scale, "residual_bias": residual_bias,
-        "residual_scale": residual_scale, "weight": weight,
-    }  # fmt: skip
-    _check("scaled_residual_rms_norm", {"output": output, "residual": residual}, vectors)
-    y, new_residual, _ = _scaled_op(output, residual, *vectors.values(), eps)
+    vectors = (output_bias, output_scale, residual_bias, residual_scale, weight)
+    if not _agree(output, residual, *vectors):
+        names = ("output_bias", "output_scale", "residual_bias", "residual_scale", "weight")
+        _check("scaled_residual_rms_norm", {"output": output, "residual": residual}, dict(zip(names, vectors, strict=True)))
+    y, new_residual, _ = _scaled_op(output, residual, *vectors, eps)
     return y, new_residual

@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from hip_ops.direct import direct_operator
 from hip_ops.operator import Operator
 from hip_ops.reference import vocabulary_rows as reference
 
@@ -74,7 +75,7 @@ def _chosen(operator: Operator, logits: Tensor):
     return operator.reference if logits.dtype == torch.float64 else operator
 
 
-@torch.library.custom_op("hip_ops::row_statistics", mutates_args=())
+@direct_operator("hip_ops::row_statistics", mutates_args=())
 def row_statistics(logits: Tensor, labels: Tensor, first_class: int, parts: int) -> Tensor:
     """As hip_ops.reference.vocabulary_rows.row_statistics, whatever runs."""
     return _chosen(_statistics, logits)(logits, labels, first_class, parts)
@@ -85,7 +86,7 @@ def _(logits, labels, first_class, parts):
     return logits.new_empty((parts, 3, len(logits)), dtype=reference.compute_dtype(logits))
 
 
-@torch.library.custom_op("hip_ops::overwrite_with_gradient", mutates_args=("logits",))
+@direct_operator("hip_ops::overwrite_with_gradient", mutates_args=("logits",))
 def overwrite_with_gradient(logits: Tensor, labels: Tensor, first_class: int, normalizer: Tensor, grad: Tensor, z_loss: float) -> None:
     """As hip_ops.reference.vocabulary_rows.overwrite_with_gradient, whatever runs; logits of contiguous rows."""
     assert logits.stride(1) == 1 or logits.shape[1] < 2, f"logits have strides {logits.stride()}"

@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from hip_ops.direct import direct_operator
 from hip_ops.operator import Operator
 from hip_ops.reference import weighted_swiglu as reference
 
@@ -44,7 +45,7 @@ def _chosen(operator: Operator, like: Tensor):
     return operator.reference if like.dtype == torch.float64 else operator
 
 
-@torch.library.custom_op("hip_ops::weighted_swiglu", mutates_args=())
+@direct_operator("hip_ops::weighted_swiglu", mutates_args=())
 def _forward_op(gate_up: Tensor, probs: Tensor, offsets: Tensor | None) -> Tensor:
     return _chosen(_forward, gate_up)(gate_up, probs, offsets).contiguous()  # torch follows the strides of its input
 
@@ -54,10 +55,10 @@ def _(gate_up, probs, offsets):
     return gate_up.new_empty(gate_up.shape[0], gate_up.shape[1] // 2)
 
 
-@torch.library.custom_op("hip_ops::weighted_swiglu_backward", mutates_args=())
+@direct_operator("hip_ops::weighted_swiglu_backward", mutates_args=())
 def _backward_op(grad: Tensor, gate_up: Tensor, probs: Tensor, offsets: Tensor | None, with_output: bool) -> tuple[Tensor, Tensor, Tensor]:
     results = _chosen(_backward, gate_up)(grad, gate_up, probs, offsets, with_output)
-    return tuple(result.contiguous() for result in results)
+    return tuple([result.contiguous() for result in results])
 
 
 @_backward_op.register_fake
@@ -77,6 +78,18 @@ def _gradients(ctx, grad):
 
 
 _forward_op.register_autograd(_gradients, setup_context=_save)
+
+
+def _agree(gate_up: Tensor, probs: Tensor, offsets: Tensor | None, grad: Tensor | None = None) -> bool:
+    """Whether these are all right, in bf16 and fp32. Else `_check` finds what is wrong, if anything is."""
+    shape, device, dtype = gate_up.shape, gate_up.device, gate_up.dtype
+    if len(shape) != 2 or shape[1] % 2 or shape[1] == 0 or probs.shape != shape[:1] or probs.device != device:
+        return False
+    if offsets is not None and (offsets.dim() != 1 or offsets.shape[0] == 0 or offsets.dtype != torch.int32 or offsets.device != device):
+        return False
+    if grad is not None and (grad.shape != (shape[0], shape[1] // 2) or grad.dtype != dtype or grad.device != device):
+        return False
+    return dtype in DTYPES and probs.dtype in DTYPES
 
 
 def _check(operator: str, gate_up: Tensor, probs: Tensor, offsets: Tensor | None, grad: Tensor | None = None) -> None:
@@ -112,7 +125,8 @@ def weighted_swiglu(gate_up: Tensor, probs: Tensor, offsets: Tensor | None = Non
     experts' rows (`ExpertOrder.offsets`): rows at and beyond offsets[-1] are not read, and come out as zeros, as do their gradients.
     Returns [n, f] in gate_up's dtype. All-fp64 tensors run in plain torch. Raises ValueError on wrong shapes, dtypes or devices.
     """
-    _check("weighted_swiglu", gate_up, probs, offsets)
+    if not _agree(gate_up, probs, offsets):
+        _check("weighted_swiglu", gate_up, probs, offsets)
     return _forward_op(gate_up, probs, offsets)
 
 
@@ -124,6 +138,7 @@ def weighted_swiglu_backward(
     For autograd functions that do not keep the output, which the next matrix product's weight gradient needs: it is formed again here, in
     the pass that has gate and up at hand. Arguments, dtypes and errors as weighted_swiglu.
     """
-    _check("weighted_swiglu_backward", gate_up, probs, offsets, grad)
+    if not _agree(gate_up, probs, offsets, grad):
+        _check("weighted_swiglu_backward", gate_up, probs, offsets, grad)
     d_gate_up, d_probs, output = _backward_op(grad, gate_up, probs, offsets, with_output)
     return d_gate_up, d_probs, output if with_output else None

@@ -16,32 +16,35 @@ from triton.runtime.errors import OutOfResources
 
 from hip_ops.reference import cca_prologue as reference
 from hip_ops.triton_kernels.cca_prologue_backward import (
-    cca_prologue_conv_kernel,
+    cca_prologue_input_kernel,
     cca_prologue_norm_kernel,
     cca_prologue_sum_kernel,
+    cca_prologue_weight_kernel,
 )
 from hip_ops.triton_kernels.cca_prologue_forward import cca_prologue_forward_kernel
 from hip_ops.triton_kernels.cca_prologue_rows import divisor
 
 HEAD_DIMS = (32, 64, 128, 256)
 CONSTEXPRS = ("HEADS", "GROUPS", "D", "ROTARY", "DELAYED", "HAS_ROPE", "HAS_HALO", "HAS_STARTS")  # of a call, in any kernel
-SUM_COLUMNS = 8  # input channels a program of the sum kernel has
+SUM = {"COLUMNS": 8, "TOGETHER": 8, "RUNS": 64}  # input channels a program of the sum kernel has, and partial sums that are on their way at a time
 EPS = torch.finfo(torch.float32).eps
 
 
 @dataclass(frozen=True)
 class Launch:
-    """block: rows of a tile. programs: of each head, or part of one; None for one a `tiles` tiles. registers: most a thread may have, None for no
-    limit (NVIDIA alone). into: input channels a program of the convolutions' kernel has; zero_block: its rows of keys whose temperature is zero."""
+    """block: rows of a tile. programs: of each head, or part of one; None for one a tile. stages: tiles in flight; of those that shared memory has no room
+    for the launch leaves some out. registers: most a thread may have, None for no limit (NVIDIA alone). part: channels a program of the input's or the
+    weights' kernel has; zero_block: the latter's rows of keys whose temperature is zero; inputs: input channels a product that convolves has at a time, None
+    for all."""
 
     block: int
     num_warps: int
     programs: int | None = None
-    tiles: int = 1
     stages: int = 1
     registers: int | None = None
-    into: int = 128
+    part: int = 128
     zero_block: int = 64
+    inputs: int | None = None
 
     @property
     def options(self) -> dict:
@@ -50,26 +53,37 @@ class Launch:
 
 @lru_cache
 def launch(kernel: str, d: int, heads: int, element_size: int, *, processors: int, warp_size: int | None = None) -> Launch:
-    """Tile and grid of `kernel` - forward, norm or conv - for N = `heads` heads of d channels; warp_size None for this torch's device.
+    """Tile and grid of `kernel` - forward, norm, input or weight - for N = `heads` heads of d channels; warp_size None for this torch's device.
 
-    The backward's programs stay resident and walk over tiles: weights are read, and partial sums written, once a program. fp32 (for
+    Programs stay resident and walk over tiles: weights are read, and partial sums written, once a program. fp32 (for
     checking; its products do not run on matrix units) has few rows: Triton writes such a product out, and takes a minute to compile many.
     """
     warp_size = warp_size or (32 if torch.version.hip is None else 64)
     nvidia = warp_size == 32
     exact, narrow = nvidia and element_size > 2, element_size > 2 or d > 128
-    if kernel == "forward":
-        return Launch(16, 8) if exact else Launch(64, 8) if nvidia and not narrow else Launch(32, 4, tiles=1 if nvidia else 4)
+    inputs = 32 if narrow else None  # whose weights would not fit into shared memory
+
+    def programs(resident: int, part: int = d) -> int:
+        return max(1, processors * resident * part // (heads * d))
+
     if kernel == "norm":
         return Launch(32, 8 if nvidia else 4, max(1, processors * 3 // (heads + 1)))
-    assert kernel == "conv", kernel
-    into = min(d, 64) if nvidia and not narrow else 32
-    programs = max(1, processors * into // (heads * d))
+    if kernel == "forward":
+        if exact:
+            return Launch(16, 8, programs(1), inputs=inputs)
+        return Launch(64, 8, programs(2), registers=128) if nvidia and not narrow else Launch(32, 4, programs(1 if nvidia else 4), inputs=inputs)
+    if kernel == "input":
+        part = min(d, 64) if nvidia and not narrow else 32
+        if exact:
+            return Launch(16, 8, programs(1, part), part=part)
+        return Launch(64, 8, programs(2, part), registers=128, part=part) if nvidia and not narrow else Launch(32, 4, programs(1, part), part=part)
+    assert kernel == "weight", kernel
     if exact:
-        return Launch(16, 8, programs, into=into, zero_block=16)
-    if narrow or not nvidia:
-        return Launch(32, 4, programs, into=into, zero_block=32 if nvidia else 16)
-    return Launch(64, 8, programs, stages=3, into=into)
+        return Launch(16, 8, programs(1, 32), part=32, zero_block=16, inputs=inputs)
+    if nvidia and not narrow:
+        return Launch(32, 8, programs(1), stages=3, part=d)
+    part = 32 if narrow else min(d, 64)
+    return Launch(32, 4, programs(1 if narrow else 2, part), part=part, zero_block=32 if nvidia else 16, inputs=inputs)
 
 
 @lru_cache
@@ -81,7 +95,7 @@ def _programs(chosen: Launch, rows: int) -> int:
     """For `rows` flat rows, evenly loaded."""
     tiles = triton.cdiv(rows, chosen.block)
     if chosen.programs is None:
-        return triton.cdiv(tiles, chosen.tiles)
+        return tiles
     rounds = triton.cdiv(tiles, chosen.programs)
     return triton.cdiv(tiles, rounds)
 
@@ -121,12 +135,12 @@ class Call:
 
 @dataclass(frozen=True)
 class Plan:
-    """sizes: total, rows, batch and both divisors, as the kernels take them; of each kernel grid and keywords; runs: of conv and of norm."""
+    """sizes: total, rows, batch and both divisors, as the kernels take them; of each kernel grid and keywords; early: total and divisor with the rows of
+    halo; runs: of the weights' kernel and of norm."""
 
     sizes: tuple[int, ...]
     grids: dict[str, tuple[int, int]]
     keywords: dict[str, dict]
-    tiles: int
     early: tuple[int, int] = (0, 0)
     runs: tuple[int, int] = (0, 0)
 
@@ -136,7 +150,8 @@ def _plan(call: Call, backward: bool, choose) -> Plan:
     """`choose` is `launch`: in the key, since benchmarks and tests put others in its place."""
     of = dict(call.constexprs)
     heads, d, rows, total = of["HEADS"] + of["GROUPS"], of["D"], call.s // call.chunks, call.s * call.batch
-    chosen = {name: choose(name, d, heads, call.element_size, processors=_processors(call.device)) for name in (("norm", "conv") if backward else ("forward",))}
+    names = ("norm", "input", "weight") if backward else ("forward",)
+    chosen = {name: choose(name, d, heads, call.element_size, processors=_processors(call.device)) for name in names}
     sizes = (total, rows, call.batch, divisor(rows), divisor(call.batch))
 
     def keywords(kernel, each: Launch, stages: int, **more) -> dict:
@@ -144,27 +159,27 @@ def _plan(call: Call, backward: bool, choose) -> Plan:
 
     if not backward:
         each = chosen["forward"]
-        return Plan(sizes, {"forward": (heads + 1, _programs(each, total))}, {"forward": keywords(cca_prologue_forward_kernel, each, each.stages)}, each.tiles)
-    norm, conv = chosen["norm"], chosen["conv"]
+        of_forward = keywords(cca_prologue_forward_kernel, each, each.stages, INPUTS=each.inputs or d)
+        return Plan(sizes, {"forward": (heads, _programs(each, total))}, {"forward": of_forward})
+    norm, to_input, weight = (chosen[name] for name in names)
     early_rows = 2 if of["HAS_HALO"] else 0
     early_total = (call.s + early_rows * call.chunks) * call.batch
-    runs = _programs(conv, early_total), _programs(norm, total)
-    grids = {
-        "norm": (heads + 1, runs[1]), "conv": (heads * (d // conv.into) + of["GROUPS"], runs[0]), "sum": (heads, d // SUM_COLUMNS),
-    }  # fmt: skip
-    of_sum = {"COLUMNS": SUM_COLUMNS, "TOGETHER": 4, "RUNS": 32, "num_warps": 8}
+    runs = _programs(weight, total), _programs(norm, total)
     return Plan(
-        sizes, grids, {
+        sizes, {
+            "norm": (heads + 1, runs[1]), "input": (heads * (d // to_input.part), _programs(to_input, early_total)),
+            "weight": (heads * (d // weight.part) + of["GROUPS"], runs[0]), "sum": (heads, d // SUM["COLUMNS"]),
+        }, {
             "norm": keywords(cca_prologue_norm_kernel, norm, 1, STAGES=norm.stages),
-            "conv": keywords(cca_prologue_conv_kernel, conv, conv.stages, IN=conv.into, ZERO_BLOCK=conv.zero_block,
-                             OTHERS=triton.next_power_of_2(of["HEADS"] // of["GROUPS"])),  # fmt: skip
-            "sum": {name: of[name] for name in cca_prologue_sum_kernel.arg_names if name in of} | of_sum,
-        }, 1, (early_total, divisor(rows + early_rows)), runs,
+            "input": keywords(cca_prologue_input_kernel, to_input, to_input.stages, IN=to_input.part),
+            "weight": keywords(cca_prologue_weight_kernel, weight, weight.stages, OUT=weight.part, ZERO_BLOCK=weight.zero_block, INPUTS=weight.inputs or d),
+            "sum": {name: of[name] for name in cca_prologue_sum_kernel.arg_names if name in of} | SUM | {"num_warps": 8},
+        }, (early_total, divisor(rows + early_rows)), runs,
     )  # fmt: skip
 
 
 def _launch_with_fewer_stages(launch_kernel, keywords: dict, *arguments) -> None:
-    """Three stages take all but 3 KB of an H100's shared memory; how much a device and a version of Triton need shows at the launch. `keywords` keeps what fitted."""
+    """How much shared memory a device has and a version of Triton needs shows at the launch. `keywords` keeps what fitted."""
     while True:
         try:
             launch_kernel(*arguments, **keywords)
@@ -200,7 +215,7 @@ def cca_prologue(
                 projected, *(t.contiguous() for t in parameters), inverse_norm if rope is None else rope,
                 *(projected if t is None else t.contiguous() for t in (halo, value_halo)),
                 _bytes(starts, projected), query, key, value, inverse_norm, *plan.sizes, projected.stride(0), projected.stride(1),
-                *_rope_strides(rope), plan.tiles, EPS, **plan.keywords["forward"],
+                *_rope_strides(rope), EPS, **plan.keywords["forward"],
             )  # fmt: skip
     return query, key, value, inverse_norm
 
@@ -245,9 +260,13 @@ def cca_prologue_backward(
             **plan.keywords["norm"],
         )  # fmt: skip
         _launch_with_fewer_stages(
-            cca_prologue_conv_kernel[plan.grids["conv"]], plan.keywords["conv"],
-            dy, d_key, projected, *parameters, rope_or_any, halo_or_any, flags, d_projected, d_halo, partial, partial_zero, plan.sizes[0],
-            plan.early[0], *plan.sizes[1:4], plan.early[1], plan.sizes[4], *strides, *d_key.stride()[:3], *rope_strides, EPS,
+            cca_prologue_input_kernel[plan.grids["input"]], plan.keywords["input"],
+            dy, parameters[0], parameters[2], flags, d_projected, d_halo, plan.early[0], *plan.sizes[1:3], plan.early[1], plan.sizes[4],
+        )  # fmt: skip
+        _launch_with_fewer_stages(
+            cca_prologue_weight_kernel[plan.grids["weight"]], plan.keywords["weight"],
+            dy, d_key, projected, *parameters, rope_or_any, halo_or_any, flags, partial, partial_zero, *plan.sizes, *strides, *d_key.stride()[:3],
+            *rope_strides, EPS,
         )  # fmt: skip
         cca_prologue_sum_kernel[plan.grids["sum"]](
             partial, partial_bias, partial_temperature, partial_zero, *parameters[:3], parameters[-1], *d_parameters, runs, bias_runs,

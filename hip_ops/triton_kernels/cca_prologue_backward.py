@@ -2,10 +2,10 @@
 """The backward kernels of the CCA prologue. No atomics; every sum over rows is a sum a program, then one over the programs.
 
     cca_prologue_norm_kernel      d_query, d_key, query, key -> dy, the gradient of x (reference/cca_prologue.py); d_value -> projected's value channels
-    cca_prologue_conv_kernel      dy, z -> the gradient of z and halo, and S_j = sum_t dy_{t+j} z_t^T for j = 0, 1, 2, a head and a run of tiles
+    cca_prologue_input_kernel     dy -> the gradient of z and halo
+    cca_prologue_weight_kernel    dy, z -> S_j = sum_t dy_t z_{t-j}^T for j = 0, 1, 2, a head and a run of tiles
     cca_prologue_sum_kernel       S -> the gradients of all parameters
 
-Both products of cca_prologue_conv_kernel take the same dy_t, dy_{t+1}, dy_{t+2}, left out where those rows do not reach back to z_t.
 The convolutions are not computed again: unit vectors come from query and key, and u stays out of the sums, for with u_t = a0 z_{t-1} + a1 z_t + b0
     dW1 = a1 S_0 + a0 S_1 + b0 sum dy,   dW0 = a1 S_1 + a0 S_2 + b0 sum dy,   d a1 = sum_out W1 S_0 + W0 S_1,   d a0 = sum_out W1 S_1 + W0 S_2
 and with the merged taps M_0 = a1 W1, M_1 = a0 W1 + a1 W0, M_2 = a0 W0
@@ -16,8 +16,8 @@ Importing this module imports triton.
 import triton
 import triton.language as tl
 
-from hip_ops.triton_kernels.cca_prologue_forward import head_weights, unit_head
-from hip_ops.triton_kernels.cca_prologue_rows import SIZES, at_row, pair_columns, place, reach, rotation
+from hip_ops.triton_kernels.cca_prologue_forward import head_weights, rotated_head
+from hip_ops.triton_kernels.cca_prologue_rows import SIZES, at_row, pair_columns, place, reach, rotation, row_before
 
 LEAST_TEMPERATURE = tl.constexpr(1e-30)  # below it keys do not tell their direction
 
@@ -122,44 +122,13 @@ def cca_prologue_norm_kernel(
             tl.store(partial_temperature + run * GROUPS + group, tl.sum(sum_along, axis=0) * tl.sqrt(D * 1.0))
 
 
-@triton.jit
-def zero_temperature(
-    d_key, projected, depthwise_weight, depthwise_bias, grouped_weight, grouped_bias, rope, halo, starts, partial, total,
-    rows, batch, by_rows, by_batch, row_stride, batch_stride, k_row_stride, k_batch_stride, k_head_stride, rope_row_stride, rope_batch_stride, eps, group,
-    HEADS: tl.constexpr, GROUPS: tl.constexpr, D: tl.constexpr, ROTARY: tl.constexpr, HAS_ROPE: tl.constexpr,
-    HAS_HALO: tl.constexpr, HAS_STARTS: tl.constexpr, BLOCK: tl.constexpr,
+@triton.jit(do_not_specialize=SIZES)
+def cca_prologue_input_kernel(
+    dy, depthwise_weight, grouped_weight, starts, d_projected, d_halo, total, rows, batch, by_early, by_batch,
+    HEADS: tl.constexpr, GROUPS: tl.constexpr, D: tl.constexpr, HAS_HALO: tl.constexpr, HAS_STARTS: tl.constexpr, BLOCK: tl.constexpr, IN: tl.constexpr,
 ):  # fmt: skip
-    """The temperature's gradient where the temperature is zero: then the key is too, and its direction is computed again."""
-    head = HEADS + group
-    first, second = pair_columns(D // 2, ROTARY)
-    first_low, first_high, bias_first = head_weights(grouped_weight, grouped_bias, head, first, D)
-    second_low, second_high, bias_second = head_weights(grouped_weight, grouped_bias, head, second, D)
-    along = tl.zeros([BLOCK], tl.float32)
-    for start in range(tl.program_id(1) * BLOCK, total, tl.num_programs(1) * BLOCK):
-        f = start + tl.arange(0, BLOCK)
-        x_first, x_second, inverse = unit_head(
-            projected, halo, starts, depthwise_weight, depthwise_bias, first_low, first_high, bias_first,
-            second_low, second_high, bias_second, f, total, rows, batch, by_rows, by_batch, row_stride, batch_stride, head, group, eps, HEADS, GROUPS, D,
-            ROTARY, HAS_HALO, HAS_STARTS,
-        )  # fmt: skip
-        live = f < total
-        _, entry, row, _ = place(f, rows, batch, by_rows, by_batch)
-        if HAS_ROPE:
-            cos, sin = rotation(rope, row[None, :], entry[None, :], live[None, :], rope_row_stride, rope_batch_stride, tl.arange(0, D // 2)[:, None], ROTARY)
-            x_first, x_second = x_first * cos - x_second * sin, x_second * cos + x_first * sin
-        here = d_key + (group * k_head_stride + at_row(row, entry, k_row_stride, k_batch_stride))[None, :]
-        g_first = tl.load(here + first[:, None], mask=live[None, :], other=0.0).to(tl.float32)
-        g_second = tl.load(here + second[:, None], mask=live[None, :], other=0.0).to(tl.float32)
-        along += (tl.sum(g_first * x_first, axis=0) + tl.sum(g_second * x_second, axis=0)) * inverse
-    tl.store(partial + tl.program_id(1) * GROUPS + group, tl.sum(along, axis=0) * tl.sqrt(D * 1.0))
-
-
-@triton.jit
-def input_and_weights(
-    dy, projected, halo, starts, depthwise_weight, grouped_weight, d_projected, d_halo, partial, total, rows, batch, by_early, by_batch, row_stride, batch_stride,
-    HEADS: tl.constexpr, GROUPS: tl.constexpr, D: tl.constexpr, HAS_HALO: tl.constexpr, HAS_STARTS: tl.constexpr, BLOCK: tl.constexpr, IN: tl.constexpr, OTHERS: tl.constexpr,
-):  # fmt: skip
-    """Part id(0) of a head, run id(1): the gradient of z for IN channels, and their columns of S_0, S_1, S_2 to partial [runs, N, 3, D, D]."""
+    """Program (part, run), tiles run, run + runs, ...: the gradient of z for IN channels of a head. With halo the rows -2 and -1 of each sequence count
+    too: `total` includes them."""
     PARTS: tl.constexpr = D // IN
     PER: tl.constexpr = HEADS // GROUPS
     CHANNELS: tl.constexpr = (HEADS + GROUPS) * D
@@ -169,8 +138,6 @@ def input_and_weights(
     group = tl.where(is_key, head - HEADS, head // PER)
     weight = tl.where(is_key, 0.5, 0.5 / PER)
     other = tl.where(is_key, group * PER, HEADS + group)
-    several = tl.arange(0, OTHERS)  # a power of two
-    count = tl.where(is_key, PER, 1)
     out = tl.arange(0, D)
     inside = tl.program_id(0) % PARTS * IN + tl.arange(0, IN)
     into = head * D + inside
@@ -181,12 +148,9 @@ def input_and_weights(
     a0 = a0[None, :]
     a1 = a1[None, :]
     merged0, merged1, merged2 = (a1 * tap1).to(dtype), tl.fma(a0, tap1, a1 * tap0).to(dtype), (a0 * tap0).to(dtype)
-    s0 = tl.zeros([D, IN], tl.float32)
-    s1 = tl.zeros([D, IN], tl.float32)
-    s2 = tl.zeros([D, IN], tl.float32)
     tiles = tl.cdiv(total, BLOCK)
     one = tl.where(tiles > 0, 1.0, 0.0)
-    for i in range(tl.program_id(1), tiles, tl.num_programs(1)):
+    for i in tl.range(tl.program_id(1), tiles, tl.num_programs(1), disable_licm=True):
         f = (tiles - 1 - i) * BLOCK + tl.arange(0, BLOCK)  # backwards: what the pass before wrote last is still in the cache
         t, entry, row, chunk = place(f, rows + EARLY, batch, by_early, by_batch)
         t -= EARLY
@@ -199,58 +163,101 @@ def input_and_weights(
         base = dy + flat * CHANNELS
         here = (base + head * D)[:, None] + out[None, :]
         step = batch * CHANNELS
-        of_z = projected + at_row(row, entry, row_stride, batch_stride)
-        if HAS_HALO:
-            of_z = tl.where(t >= 0, of_z, halo + ((chunk * 2 + t + 2) * batch + entry).to(tl.int64) * CHANNELS)
-        # Rows that do not reach so far are left out here, for both products: S_j = sum_t dy_{t+j} z_t^T. The cache of the multiprocessor keeps what the three share.
-        dy0 = tl.load(here, mask=own[:, None], other=0.0, cache_modifier=".ca")
-        dy1 = tl.load(here + step, mask=near1[:, None], other=0.0, cache_modifier=".ca")
-        dy2 = tl.load(here + 2 * step, mask=far2[:, None], other=0.0, cache_modifier=".ca")
-        z = tl.load(of_z[:, None] + into[None, :], mask=live[:, None], other=0.0)
+        dy0 = tl.load(here, mask=own[:, None], other=0.0)
+        dy1 = tl.load(here + step, mask=near1[:, None], other=0.0)
+        dy2 = tl.load(here + 2 * step, mask=far2[:, None], other=0.0)
+        # The means' part is loaded before the products, which hide it: a query head's gradient, and the key head's; the key head's, and all its query heads'.
         mine = tl.load(base[:, None] + into[None, :], mask=own[:, None], other=0.0)
-        of_others = base[None, :, None] + (other * D + inside)[None, None, :] + (several * D)[:, None, None]
-        theirs = tl.load(of_others, mask=own[None, :, None] & (several < count)[:, None, None], other=0.0)
+        of_other = base[:, None] + (other * D + inside)[None, :]
+        theirs = tl.load(of_other, mask=own[:, None], other=0.0)
         # Three products, kept apart by a factor that changes nothing: Triton would lay a chain of products out for twice the rows.
         dz0 = tl.dot(dy0, merged0, input_precision="ieee")
         dz1 = tl.dot(dy1, merged1, input_precision="ieee")
         dz2 = tl.dot(dy2, merged2, input_precision="ieee")
-        s0 = tl.dot(tl.trans(dy0), z, s0, input_precision="ieee")
-        s1 = tl.dot(tl.trans(dy1), z, s1, input_precision="ieee")
-        s2 = tl.dot(tl.trans(dy2), z, s2, input_precision="ieee")
-        mean = 0.5 * mine.to(tl.float32) + weight * tl.sum(theirs.to(tl.float32), axis=0)  # only now, so that the products do not wait for these loads
+        mean = 0.5 * mine.to(tl.float32) + weight * theirs.to(tl.float32)
+        for j in tl.range(1, tl.where(is_key, PER, 1), num_stages=1):
+            mean += weight * tl.load(of_other + j * D, mask=own[:, None], other=0.0).to(tl.float32)
         dz = dz0 * one + dz1 * one + dz2 * one + mean
         to = d_projected + (flat * (CHANNELS + GROUPS * D))[:, None] + into[None, :]
         tl.store(to, dz.to(dtype), mask=own[:, None])
         if HAS_HALO:
             slot = ((chunk * 2 + t + 2) * batch + entry).to(tl.int64)
             tl.store(d_halo + (slot * CHANNELS)[:, None] + into[None, :], dz.to(dtype), mask=(live & (t < 0))[:, None])
-    to = partial + ((tl.program_id(1) * (HEADS + GROUPS) + head) * 3 * D + out[:, None]) * D + inside[None, :]
-    tl.store(to, s0)
-    tl.store(to + D * D, s1)
-    tl.store(to + 2 * D * D, s2)
+
+
+@triton.jit
+def zero_temperature(
+    d_key, projected, depthwise_weight, depthwise_bias, grouped_weight, grouped_bias, rope, halo, starts, partial, total,
+    rows, batch, by_rows, by_batch, row_stride, batch_stride, k_row_stride, k_batch_stride, k_head_stride, rope_row_stride, rope_batch_stride, eps, group,
+    HEADS: tl.constexpr, GROUPS: tl.constexpr, D: tl.constexpr, ROTARY: tl.constexpr, HAS_ROPE: tl.constexpr,
+    HAS_HALO: tl.constexpr, HAS_STARTS: tl.constexpr, BLOCK: tl.constexpr, INPUTS: tl.constexpr,
+):  # fmt: skip
+    """The temperature's gradient where the temperature is zero: then the key is too, and its direction is computed again."""
+    head = HEADS + group
+    first, second = pair_columns(D // 2, ROTARY)
+    weights = head_weights(grouped_weight, head, 0, D, ROTARY, INPUTS)
+    along = tl.zeros([BLOCK], tl.float32)
+    for start in range(tl.program_id(1) * BLOCK, total, tl.num_programs(1) * BLOCK):
+        f = start + tl.arange(0, BLOCK)
+        x_first, x_second, inverse = rotated_head(
+            projected, halo, starts, rope, depthwise_weight, depthwise_bias, weights, grouped_weight, grouped_bias, f, total, rows, batch, by_rows, by_batch,
+            row_stride, batch_stride, rope_row_stride, rope_batch_stride, head, group, eps, HEADS, GROUPS, D, ROTARY, HAS_ROPE, HAS_HALO, HAS_STARTS, INPUTS,
+        )  # fmt: skip
+        live = f < total
+        _, entry, row, _ = place(f, rows, batch, by_rows, by_batch)
+        here = d_key + (group * k_head_stride + at_row(row, entry, k_row_stride, k_batch_stride))[None, :]
+        g_first = tl.load(here + first[:, None], mask=live[None, :], other=0.0).to(tl.float32)
+        g_second = tl.load(here + second[:, None], mask=live[None, :], other=0.0).to(tl.float32)
+        along += tl.sum(g_first * x_first + g_second * x_second, axis=0) * inverse
+    tl.store(partial + tl.program_id(1) * GROUPS + group, tl.sum(along, axis=0) * tl.sqrt(D * 1.0))
 
 
 @triton.jit(do_not_specialize=SIZES)
-def cca_prologue_conv_kernel(
-    dy, d_key, projected, depthwise_weight, depthwise_bias, grouped_weight, grouped_bias, temperature, rope, halo, starts, d_projected, d_halo,
-    partial, partial_zero, total, early_total, rows, batch, by_rows, by_early, by_batch, row_stride, batch_stride, k_row_stride, k_batch_stride, k_head_stride, rope_row_stride,
-    rope_batch_stride, eps, HEADS: tl.constexpr, GROUPS: tl.constexpr, D: tl.constexpr, ROTARY: tl.constexpr, HAS_ROPE: tl.constexpr,
-    HAS_HALO: tl.constexpr, HAS_STARTS: tl.constexpr, BLOCK: tl.constexpr, IN: tl.constexpr, OTHERS: tl.constexpr, ZERO_BLOCK: tl.constexpr,
+def cca_prologue_weight_kernel(
+    dy, d_key, projected, depthwise_weight, depthwise_bias, grouped_weight, grouped_bias, temperature, rope, halo, starts, partial, partial_zero,
+    total, rows, batch, by_rows, by_batch, row_stride, batch_stride, k_row_stride, k_batch_stride, k_head_stride, rope_row_stride, rope_batch_stride, eps,
+    HEADS: tl.constexpr, GROUPS: tl.constexpr, D: tl.constexpr, ROTARY: tl.constexpr, HAS_ROPE: tl.constexpr,
+    HAS_HALO: tl.constexpr, HAS_STARTS: tl.constexpr, BLOCK: tl.constexpr, OUT: tl.constexpr, ZERO_BLOCK: tl.constexpr, INPUTS: tl.constexpr,
 ):  # fmt: skip
-    """Program (part, run), tiles run, run + runs, ...; behind the parts of all heads the groups, whose keys may have temperature zero.
-
-    With halo the rows -2 and -1 of each sequence count too: early_total includes them.
-    """
-    group = tl.program_id(0) - (HEADS + GROUPS) * (D // IN)
-    if group < 0:
-        input_and_weights(dy, projected, halo, starts, depthwise_weight, grouped_weight, d_projected, d_halo, partial, early_total, rows, batch, by_early, by_batch,
-                          row_stride, batch_stride, HEADS, GROUPS, D, HAS_HALO, HAS_STARTS, BLOCK, IN, OTHERS)  # fmt: skip
-    elif tl.abs(tl.load(temperature + group).to(tl.float32)) < LEAST_TEMPERATURE:
-        zero_temperature(
-            d_key, projected, depthwise_weight, depthwise_bias, grouped_weight, grouped_bias, rope, halo, starts, partial_zero, total, rows,
-            batch, by_rows, by_batch, row_stride, batch_stride, k_row_stride, k_batch_stride, k_head_stride, rope_row_stride, rope_batch_stride, eps, group,
-            HEADS, GROUPS, D, ROTARY, HAS_ROPE, HAS_HALO, HAS_STARTS, ZERO_BLOCK,
-        )  # fmt: skip
+    """Program (part, run), tiles run, run + runs, ...: S_0, S_1, S_2 of OUT output channels of a head to partial [runs, N, 3, D, D]; behind the parts
+    of all heads the groups, whose keys may have temperature zero."""
+    PARTS: tl.constexpr = D // OUT
+    CHANNELS: tl.constexpr = (HEADS + GROUPS) * D
+    head = tl.program_id(0) // PARTS
+    if head < HEADS + GROUPS:
+        out = tl.program_id(0) % PARTS * OUT + tl.arange(0, OUT)
+        inside = tl.arange(0, D)
+        column = head * D + inside
+        s0 = tl.zeros([OUT, D], tl.float32)
+        s1 = tl.zeros([OUT, D], tl.float32)
+        s2 = tl.zeros([OUT, D], tl.float32)
+        for tile in range(tl.program_id(1), tl.cdiv(total, BLOCK), tl.num_programs(1)):
+            f = tile * BLOCK + tl.arange(0, BLOCK)
+            live = f < total
+            t, entry, row, chunk = place(f, rows, batch, by_rows, by_batch)
+            near, far = reach(starts, t, entry, chunk, live, rows, batch, HAS_STARTS)
+            base = projected + at_row(row, entry, row_stride, batch_stride)
+            at1, exists1 = row_before(projected, halo, base, t, entry, chunk, batch, row_stride, CHANNELS, 1, HAS_HALO)
+            at2, exists2 = row_before(projected, halo, base, t, entry, chunk, batch, row_stride, CHANNELS, 2, HAS_HALO)
+            z0 = tl.load(base[:, None] + column[None, :], mask=live[:, None], other=0.0)
+            z1 = tl.load(at1[:, None] + column[None, :], mask=(near & exists1)[:, None], other=0.0)
+            z2 = tl.load(at2[:, None] + column[None, :], mask=(far & exists2)[:, None], other=0.0)
+            d = tl.trans(tl.load(dy + (f.to(tl.int64) * CHANNELS + head * D)[:, None] + out[None, :], mask=live[:, None], other=0.0))
+            s0 = tl.dot(d, z0, s0, input_precision="ieee")
+            s1 = tl.dot(d, z1, s1, input_precision="ieee")
+            s2 = tl.dot(d, z2, s2, input_precision="ieee")
+        at = partial + ((tl.program_id(1) * (HEADS + GROUPS) + head) * 3 * D + out[:, None]) * D + inside[None, :]
+        tl.store(at, s0)
+        tl.store(at + D * D, s1)
+        tl.store(at + 2 * D * D, s2)
+    else:
+        group = tl.program_id(0) - (HEADS + GROUPS) * PARTS
+        if tl.abs(tl.load(temperature + group).to(tl.float32)) < LEAST_TEMPERATURE:
+            zero_temperature(
+                d_key, projected, depthwise_weight, depthwise_bias, grouped_weight, grouped_bias, rope, halo, starts, partial_zero, total, rows,
+                batch, by_rows, by_batch, row_stride, batch_stride, k_row_stride, k_batch_stride, k_head_stride, rope_row_stride, rope_batch_stride, eps, group,
+                HEADS, GROUPS, D, ROTARY, HAS_ROPE, HAS_HALO, HAS_STARTS, ZERO_BLOCK, INPUTS,
+            )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=SIZES)
@@ -264,26 +271,29 @@ def cca_prologue_sum_kernel(
     out = tl.arange(0, D)
     into = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     dtype = d_grouped_weight.dtype.element_ty
-    s0 = tl.zeros([D, COLUMNS], tl.float32)
-    s1 = tl.zeros([D, COLUMNS], tl.float32)
-    s2 = tl.zeros([D, COLUMNS], tl.float32)
-    for start in range(0, runs, TOGETHER):
-        several = start + tl.arange(0, TOGETHER)[:, None, None]
-        at = partial + ((several * (HEADS + GROUPS) + head) * 3 * D + out[None, :, None]) * D + into[None, None, :]
-        s0 += tl.sum(tl.load(at, mask=several < runs, other=0.0), axis=0)
-        s1 += tl.sum(tl.load(at + D * D, mask=several < runs, other=0.0), axis=0)
-        s2 += tl.sum(tl.load(at + 2 * D * D, mask=several < runs, other=0.0), axis=0)
-    bias = tl.zeros([RUNS, D], tl.float32)
-    for start in range(0, bias_runs, RUNS):
-        several = start + tl.arange(0, RUNS)
-        bias += tl.load(partial_bias + ((several * (HEADS + GROUPS) + head) * D)[:, None] + out[None, :], mask=(several < bias_runs)[:, None], other=0.0)
-    db = tl.sum(bias, axis=0)
+    # What the end needs is on its way during the sums.
     a0 = tl.load(depthwise_weight + 2 * (head * D + into)).to(tl.float32)[None, :]
     a1 = tl.load(depthwise_weight + 2 * (head * D + into) + 1).to(tl.float32)[None, :]
     b0 = tl.load(depthwise_bias + head * D + into).to(tl.float32)[None, :]
     at = ((head * D + out[:, None]) * D + into[None, :]) * 2
-    tap0 = tl.load(grouped_weight + at).to(tl.float32)
-    tap1 = tl.load(grouped_weight + at + 1).to(tl.float32)
+    tap0 = tl.load(grouped_weight + at)
+    tap1 = tl.load(grouped_weight + at + 1)
+    bias = tl.zeros([RUNS, D], tl.float32)
+    for start in range(0, bias_runs, RUNS):
+        several = start + tl.arange(0, RUNS)
+        bias += tl.load(partial_bias + ((several * (HEADS + GROUPS) + head) * D)[:, None] + out[None, :], mask=(several < bias_runs)[:, None], other=0.0)
+    s0 = tl.zeros([D, COLUMNS], tl.float32)
+    s1 = tl.zeros([D, COLUMNS], tl.float32)
+    s2 = tl.zeros([D, COLUMNS], tl.float32)
+    for start in range(0, runs, TOGETHER):
+        for i in tl.static_range(TOGETHER):
+            of_run = partial + (((start + i) * (HEADS + GROUPS) + head) * 3 * D + out[:, None]) * D + into[None, :]
+            s0 += tl.load(of_run, mask=start + i < runs, other=0.0)
+            s1 += tl.load(of_run + D * D, mask=start + i < runs, other=0.0)
+            s2 += tl.load(of_run + 2 * D * D, mask=start + i < runs, other=0.0)
+    db = tl.sum(bias, axis=0)
+    tap0 = tap0.to(tl.float32)
+    tap1 = tap1.to(tl.float32)
     tl.store(d_grouped_weight + at, (a1 * s1 + a0 * s2 + b0 * db[:, None]).to(dtype))
     tl.store(d_grouped_weight + at + 1, (a1 * s0 + a0 * s1 + b0 * db[:, None]).to(dtype))
     tl.store(d_depthwise_weight + 2 * (head * D + into), tl.sum(tap1 * s1 + tap0 * s2, axis=0).to(dtype))

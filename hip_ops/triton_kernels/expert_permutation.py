@@ -7,6 +7,8 @@ adds up what programs before it counted, and so knows the rows of its own tokens
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -15,6 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from hip_ops.row_views import as_rows
+from hip_ops.triton_kernels.on_device import on
 
 MAX_EXPERTS = 256
 PROGRAMS = 256  # of the sort, at most: each reads what all of them counted
@@ -150,27 +153,42 @@ def launch(hidden_size: int, element_bytes: int, *, reduces: bool = False, warp_
     return Launch(rows, block, min(max(rows * block // (per_lane * warp_size), 1), 1024 // warp_size))
 
 
+@functools.lru_cache(maxsize=256)
+def _sort_plan(tokens: int, num_experts: int) -> tuple[int, int, dict]:
+    """Tiles a program, programs, and the keywords of both kernels."""
+    experts, tile = sort_tile(num_experts)
+    tiles = triton.cdiv(triton.cdiv(tokens, tile), PROGRAMS)
+    return tiles, triton.cdiv(tokens, tiles * tile), {"EXPERTS": experts, "TILE": tile}
+
+
+@functools.lru_cache(maxsize=256)
+def _plan(choose: Callable, count: int, hidden: int, element_bytes: int, reduces: bool) -> tuple[tuple[int, ...], dict]:
+    """The grid, and the keywords of the launch. `choose` is `launch`: in the key, since benchmarks put others in its place."""
+    chosen = choose(max(hidden, 1), element_bytes, reduces=reduces)
+    grid = (triton.cdiv(count, chosen.rows),) if reduces else (triton.cdiv(count, chosen.rows), triton.cdiv(max(hidden, 1), chosen.block))
+    return grid, {"ROWS": chosen.rows, "BLOCK": chosen.block, "num_warps": chosen.num_warps}
+
+
 def sort_by_expert(expert_ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """As hip_ops.reference.expert_permutation.sort_by_expert."""
     if num_experts > MAX_EXPERTS:
         raise ValueError(
             f"hip_ops.sort_by_expert: num_experts is {num_experts}; the Triton kernels take at most {MAX_EXPERTS}, HIP_OPS_BACKEND=torch has no limit"
         )
-    tokens, device = len(expert_ids), expert_ids.device
+    tokens, device = expert_ids.shape[0], expert_ids.device
     token_of_row, row_of_token = (torch.empty(tokens, dtype=torch.int32, device=device) for _ in range(2))
     if not tokens:
         return token_of_row, row_of_token, *(torch.zeros(num_experts, dtype=torch.int32, device=device) for _ in range(2))
     counts, offsets = (torch.empty(num_experts, dtype=torch.int32, device=device) for _ in range(2))
     expert_ids = expert_ids.contiguous()
-    experts, tile = sort_tile(num_experts)
-    tiles = triton.cdiv(triton.cdiv(tokens, tile), PROGRAMS)
-    programs = triton.cdiv(tokens, tiles * tile)
+    tiles, programs, keywords = _sort_plan(tokens, num_experts)
+    experts = keywords["EXPERTS"]
     counted = torch.empty((programs, experts), dtype=torch.int32, device=device)
-    with torch.cuda.device(device):
-        expert_count_kernel[(programs,)](expert_ids, counted, tokens, num_experts, tiles, EXPERTS=experts, TILE=tile)
+    with on(device):
+        expert_count_kernel[(programs,)](expert_ids, counted, tokens, num_experts, tiles, **keywords)
         expert_place_kernel[(programs,)](
             expert_ids, counted, token_of_row, row_of_token, counts, offsets, tokens, num_experts, tiles, programs,
-            EXPERTS=experts, TILE=tile, ROWS=4096 // experts,
+            ROWS=4096 // experts, **keywords,
         )  # fmt: skip
     return token_of_row, row_of_token, counts, offsets
 
@@ -181,12 +199,12 @@ def _gather(source: Tensor, index: Tensor, scale: Tensor | None, side: Tensor | 
     side_out = torch.empty(0 if side is None else count, dtype=source.dtype if side is None else side.dtype, device=source.device)
     if count and (hidden or side is not None):
         source, index = as_rows(source), index.contiguous()
-        chosen = launch(max(hidden, 1), source.element_size())
-        with torch.cuda.device(source.device):
-            expert_gather_kernel[(triton.cdiv(count, chosen.rows), triton.cdiv(max(hidden, 1), chosen.block))](
+        grid, keywords = _plan(launch, count, hidden, source.element_size(), False)
+        with on(source.device):
+            expert_gather_kernel[grid](
                 source, index, index if scale is None else scale.contiguous(), index if side is None else side.contiguous(), out,
                 index if side is None else side_out, count, hidden, source.stride(0), SCALED=scale is not None,
-                HAS_SIDE=side is not None, ROWS=chosen.rows, BLOCK=chosen.block, num_warps=chosen.num_warps,
+                HAS_SIDE=side is not None, **keywords,
             )  # fmt: skip
     return out, side_out
 
@@ -207,10 +225,10 @@ def scale_gather_rows_backward(grad: Tensor, source: Tensor, inverse: Tensor, sc
     d_source, d_scale = torch.empty((count, hidden), dtype=source.dtype, device=source.device), torch.empty_like(scale)
     if count:
         grad, source = as_rows(grad), as_rows(source)
-        chosen = launch(max(hidden, 1), source.element_size(), reduces=True)
-        with torch.cuda.device(source.device):
-            expert_scale_gather_backward_kernel[(triton.cdiv(count, chosen.rows),)](
+        grid, keywords = _plan(launch, count, hidden, source.element_size(), True)
+        with on(source.device):
+            expert_scale_gather_backward_kernel[grid](
                 grad, source, inverse.contiguous(), scale.contiguous(), d_source, d_scale, count, hidden, grad.stride(0), source.stride(0),
-                ROWS=chosen.rows, BLOCK=chosen.block, num_warps=chosen.num_warps,
+                **keywords,
             )  # fmt: skip
     return d_source, d_scale

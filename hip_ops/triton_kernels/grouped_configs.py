@@ -65,7 +65,12 @@ def choose_config(architecture: str, kind: str, rows: int, k: int, n: int) -> Gr
 
     The row of this device and kind nearest in log scale, of gfx942 for all of AMD's; for GPUs that the table does not know, one that any can run.
     """
-    part = read_table().get("gfx942" if architecture.startswith("gfx") else architecture)
+    return _nearest("gfx942" if architecture.startswith("gfx") else architecture, kind, rows, k, n)
+
+
+@functools.lru_cache(maxsize=1024)  # looked for in each call of a product
+def _nearest(architecture: str, kind: str, rows: int, k: int, n: int) -> GroupedConfig:
+    part = read_table().get(architecture)
     if part is None:
         return ANY_NVIDIA
     log = lambda number: math.log2(max(number, 1))  # noqa: E731
@@ -88,3 +93,4 @@ def write_table(architecture: str, rows: list[dict], measured_on: str, path: Pat
         parts.append(f'  {json.dumps(name)}: {{"measured_on": {json.dumps(part["measured_on"])}, "rows": [\n' + ",\n".join(lines) + "\n  ]}")
     path.write_text("{\n" + ",\n".join(parts) + "\n}\n")
     read_table.cache_clear()
+    _nearest.cache_clear()

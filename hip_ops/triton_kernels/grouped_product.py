@@ -10,20 +10,20 @@ way, the same bits every time.
 
 from __future__ import annotations
 
-import contextlib
 import functools
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 from hip_ops.architecture import architecture
 from hip_ops.triton_kernels import grouped_pointer_product as pointers
+from hip_ops.triton_kernels.descriptors import describable, descriptor
 from hip_ops.triton_kernels.expert_tiles import expert_borders, find_expert, outer_tiles
 from hip_ops.triton_kernels.grouped_configs import GroupedConfig, choose_config
+from hip_ops.triton_kernels.on_device import multiprocessors, on
 from hip_ops.triton_kernels.ragged_rows import load_rows, ragged_rows, store_rows
 from hip_ops.triton_kernels.tiles import grouped_tile
 
@@ -135,87 +135,86 @@ def grouped_flat_outer_kernel(
 
 
 @functools.cache
-def _multiprocessors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count
-
-
-@functools.cache
 def table_part(device: torch.device) -> str:
     """The part of the table that serves a device; a CPU, on which Triton interprets, counts as Hopper."""
     return "sm_90" if device.type == "cpu" else architecture(device)
-
-
-def describable(x: Tensor) -> bool:
-    """Whether a tensor descriptor can read or write it: rows without gaps, starting in steps of 16 bytes."""
-    return x.stride(-1) == 1 and all(s > 0 and s * x.element_size() % 16 == 0 for s in x.stride()[:-1]) and x.data_ptr() % 16 == 0
-
-
-def _on(device: torch.device):
-    """Triton launches on the current device, and autograd's or a caller's may be another."""
-    return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
 
 
 def _programs(device: torch.device, config: GroupedConfig, most_tiles: int) -> int:
     """Never more than there can be tiles; one each for config.programs == 0."""
     if config.programs == 0:
         return max(most_tiles, 1)
-    return max(1, min(most_tiles, config.programs * (4 if device.type == "cpu" else _multiprocessors(device))))
+    return max(1, min(most_tiles, config.programs * (4 if device.type == "cpu" else multiprocessors(device))))
 
 
-def _config(device: torch.device, kind: str, tokens: int, experts: int, k: int, n: int, config: GroupedConfig | None, tensors) -> GroupedConfig:
-    config = config or choose_config(table_part(device), kind, tokens // experts, k, n)
-    if config.descriptors and not all(map(describable, tensors)):
+@dataclass(frozen=True)
+class Plan:
+    """What follows from the sizes of a call. keywords: of the kernels that use descriptors."""
+
+    config: GroupedConfig
+    programs: int
+    keywords: dict
+
+
+@functools.lru_cache(maxsize=1024)
+def _plan(device: torch.device, kind: str, tokens: int, experts: int, k: int, n: int, config: GroupedConfig, described: bool) -> Plan:
+    """k and n: the sides of a matrix, for "outer" m and n of a result."""
+    if config.descriptors and not described:
         config = replace(config, descriptors=False, flatten=False)
-    return config
+    rows = experts * triton.cdiv(k, config.block_m) if kind == "outer" else triton.cdiv(tokens, config.block_m) + experts
+    keywords = {**_constants(experts, config), "num_warps": config.num_warps, "num_stages": config.num_stages}
+    return Plan(config, _programs(device, config, rows * triton.cdiv(n, config.block_n)), keywords)
+
+
+def _plan_for(kind: str, tokens: int, experts: int, k: int, n: int, config: GroupedConfig | None, tensors: tuple[Tensor, ...]) -> Plan:
+    device = tensors[0].device
+    config = config or choose_config(table_part(device), kind, tokens // experts, k, n)
+    return _plan(device, kind, tokens, experts, k, n, config, config.descriptors and all(map(describable, tensors)))
 
 
 def grouped_rows(x: Tensor, matrices: Tensor, offsets: Tensor, config: GroupedConfig | None = None) -> Tensor:
     """As hip_ops.reference.grouped_product.grouped_rows, but rows of no expert are not written. matrices may be a transposed view."""
-    experts, k, n = matrices.shape
-    out = torch.empty((len(x), n), dtype=x.dtype, device=x.device)
-    if not (len(x) and n and k and experts):
+    (experts, k, n), tokens, device = matrices.shape, x.shape[0], x.device
+    out = torch.empty((tokens, n), dtype=x.dtype, device=device)
+    if not (tokens and n and k and experts):
         return out.zero_()
     x = x if x.stride(1) == 1 else x.contiguous()
     transposed = matrices.stride(2) != 1
     stored = matrices.mT if transposed else matrices
     stored = stored if stored.stride(2) == 1 else stored.contiguous()
-    config = _config(x.device, "rows_t" if transposed else "rows", len(x), experts, k, n, config, (x, stored, out))
-    most = (triton.cdiv(len(x), config.block_m) + experts) * triton.cdiv(n, config.block_n)
-    programs, offsets = _programs(x.device, config, most), offsets.contiguous()
-    if not config.descriptors:
-        with _on(x.device):
-            pointers.launch_rows(x, stored, out, offsets, transposed, config, programs)
-        return out
-    matrix = [config.block_n, config.block_k] if transposed else [config.block_k, config.block_n]
-    with _on(x.device):
-        grouped_rows_kernel[(programs,)](
-            TensorDescriptor.from_tensor(x, [config.block_m, config.block_k]), TensorDescriptor.from_tensor(stored, [1, *matrix]),
-            ragged_rows(out, [config.block_m, config.block_n // config.parts]), offsets, experts, n, k, TRANSPOSED=transposed,
-            FLATTEN=config.flatten, **_constants(experts, config), num_warps=config.num_warps, num_stages=config.num_stages,
+    plan = _plan_for("rows_t" if transposed else "rows", tokens, experts, k, n, config, (x, stored, out))
+    config, offsets = plan.config, offsets.contiguous()
+    with on(device):
+        if not config.descriptors:
+            pointers.launch_rows(x, stored, out, offsets, transposed, config, plan.programs)
+            return out
+        matrix = (1, config.block_n, config.block_k) if transposed else (1, config.block_k, config.block_n)
+        grouped_rows_kernel[(plan.programs,)](
+            descriptor(x, x.shape, x.stride(), (config.block_m, config.block_k)), descriptor(stored, stored.shape, stored.stride(), matrix),
+            ragged_rows(out, (config.block_m, config.block_n // config.parts)), offsets, experts, n, k, TRANSPOSED=transposed,
+            FLATTEN=config.flatten, **plan.keywords,
         )  # fmt: skip
     return out
 
 
 def grouped_outer_(out: Tensor, a: Tensor, b: Tensor, offsets: Tensor, accumulate: bool, config: GroupedConfig | None = None) -> None:
     """As hip_ops.reference.grouped_product.grouped_outer_."""
-    experts, m, n = out.shape
+    (experts, m, n), tokens = out.shape, a.shape[0]
     if not (experts and m and n):
         return
-    if not len(a):
+    if not tokens:
         return None if accumulate else out.zero_()
-    a, b = (t if t.stride(1) == 1 else t.contiguous() for t in (a, b))
-    config = _config(a.device, "outer", len(a), experts, m, n, config, (a, b, out))
-    programs = _programs(a.device, config, experts * triton.cdiv(m, config.block_m) * triton.cdiv(n, config.block_n))
-    offsets = offsets.contiguous()
-    if not config.descriptors:
-        with _on(a.device):
-            pointers.launch_outer(a, b, out, offsets, accumulate, config, programs)
-        return
-    with _on(a.device):
-        (grouped_flat_outer_kernel if config.flatten else grouped_outer_kernel)[(programs,)](
-            ragged_rows(a, [config.block_k, config.block_m]), ragged_rows(b, [config.block_k, config.block_n]),
-            TensorDescriptor.from_tensor(out, [1, config.block_m, config.block_n // config.parts]), offsets, experts, m, n, ACCUMULATE=accumulate,
-            REDUCE=config.reduce and out.dtype == torch.float32, **_constants(experts, config), num_warps=config.num_warps, num_stages=config.num_stages,
+    a, b = a if a.stride(1) == 1 else a.contiguous(), b if b.stride(1) == 1 else b.contiguous()
+    plan = _plan_for("outer", tokens, experts, m, n, config, (a, b, out))
+    config, offsets = plan.config, offsets.contiguous()
+    with on(a.device):
+        if not config.descriptors:
+            pointers.launch_outer(a, b, out, offsets, accumulate, config, plan.programs)
+            return
+        (grouped_flat_outer_kernel if config.flatten else grouped_outer_kernel)[(plan.programs,)](
+            ragged_rows(a, (config.block_k, config.block_m)), ragged_rows(b, (config.block_k, config.block_n)),
+            descriptor(out, out.shape, out.stride(), (1, config.block_m, config.block_n // config.parts)), offsets, experts, m, n,
+            ACCUMULATE=accumulate, REDUCE=config.reduce and out.dtype == torch.float32, **plan.keywords,
         )  # fmt: skip
 
 

@@ -9,19 +9,24 @@ triton.tools.ragged_tma, whose device functions Triton's interpreter does not ta
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import triton
 import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from hip_ops.triton_kernels.descriptors import descriptor
+
 BIG = tl.constexpr(2**30)
+LONGEST = 0x7FFF0000
 
 
-def ragged_rows(x: Tensor, block: list[int]) -> TensorDescriptor:
+def ragged_rows(x: Tensor, block: Sequence[int]) -> TensorDescriptor:
     """Of x [rows, columns] with rows without gaps; block: rows and columns of one load or store."""
-    assert x.dim() == 2 and x.stride(1) == 1 and len(x) <= BIG.value
-    stride, longest = x.stride(0), 0x7FFF0000
-    return TensorDescriptor(x, [longest, longest, BIG.value, x.shape[1]], [2**34 - stride, stride, stride, 1], [1, 1, *block])
+    (rows, columns), (stride, one) = x.shape, x.stride()
+    assert one == 1 and rows <= BIG.value
+    return descriptor(x, (LONGEST, LONGEST, BIG.value, columns), (2**34 - stride, stride, stride, 1), (1, 1, *block))
 
 
 @triton.jit

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from hip_ops.reference.vocabulary_rows import part_size
 from hip_ops.row_views import as_rows
+from hip_ops.triton_kernels.on_device import on
 
 
 @triton.jit
@@ -89,7 +90,7 @@ def row_statistics(logits: Tensor, labels: Tensor, first_class: int, parts: int)
     statistics = torch.empty((parts, 3, rows), dtype=torch.float32, device=logits.device)
     if rows:
         logits, chosen = as_rows(logits), launch(logits.element_size())
-        with torch.cuda.device(logits.device):
+        with on(logits.device):
             row_statistics_kernel[(rows, parts)](
                 logits, labels.contiguous(), statistics, rows, classes, logits.stride(0), first_class, part_size(classes, parts),
                 LANES=chosen.lanes, WIDTH=chosen.width, num_warps=chosen.num_warps,
@@ -102,7 +103,7 @@ def overwrite_with_gradient(logits: Tensor, labels: Tensor, first_class: int, no
     rows, classes = logits.shape
     if rows and classes:
         chosen, parts, normalizer = launch(logits.element_size()), parts_of_gradient(classes), as_rows(normalizer)
-        with torch.cuda.device(logits.device):
+        with on(logits.device):
             row_gradient_kernel[(rows, parts)](
                 logits, labels.contiguous(), normalizer, grad.contiguous(), classes, logits.stride(0), normalizer.stride(0), first_class,
                 part_size(classes, parts), z_loss, BLOCK=chosen.lanes * chosen.width, num_warps=chosen.num_warps,

@@ -6,6 +6,8 @@ Same functions and conventions as hip_ops.reference.weighted_swiglu. Importing t
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -14,6 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from hip_ops.row_views import as_rows
+from hip_ops.triton_kernels.on_device import on
 
 
 @triton.jit
@@ -97,18 +100,25 @@ def launch(width: int, element_bytes: int, *, backward: bool, warp_size: int | N
     return Launch(rows, block, min(max(rows * block * element_bytes // (16 * warp_size), 1), 1024 // warp_size))
 
 
+@functools.lru_cache(maxsize=256)
+def _plan(choose: Callable, rows: int, width: int, element_bytes: int, backward: bool) -> tuple[tuple[int, ...], dict]:
+    """The grid, and the keywords of the launch. `choose` is `launch`: in the key, since benchmarks put others in its place."""
+    chosen = choose(width, element_bytes, backward=backward)
+    grid = (triton.cdiv(rows, chosen.rows),) if backward else (triton.cdiv(rows, chosen.rows), triton.cdiv(width, chosen.block))
+    return grid, {"ROWS": chosen.rows, "BLOCK": chosen.block, "num_warps": chosen.num_warps}
+
+
 def weighted_swiglu(gate_up: Tensor, probs: Tensor, offsets: Tensor | None) -> Tensor:
     """As hip_ops.reference.weighted_swiglu.weighted_swiglu."""
     rows, width = gate_up.shape[0], gate_up.shape[1] // 2
     out = torch.empty((rows, width), dtype=gate_up.dtype, device=gate_up.device)
     if rows:
         gate_up, probs = as_rows(gate_up), probs.contiguous()
-        chosen = launch(width, gate_up.element_size(), backward=False)
-        with torch.cuda.device(gate_up.device):
-            weighted_swiglu_forward_kernel[(triton.cdiv(rows, chosen.rows), triton.cdiv(width, chosen.block))](
+        grid, keywords = _plan(launch, rows, width, gate_up.element_size(), False)
+        with on(gate_up.device):
+            weighted_swiglu_forward_kernel[grid](
                 gate_up, probs, probs if offsets is None else offsets.contiguous(), out, rows, width, gate_up.stride(0),
-                0 if offsets is None else len(offsets), HAS_OFFSETS=offsets is not None, ROWS=chosen.rows, BLOCK=chosen.block,
-                num_warps=chosen.num_warps,
+                0 if offsets is None else offsets.shape[0], HAS_OFFSETS=offsets is not None, **keywords,
             )  # fmt: skip
     return out
 
@@ -123,12 +133,11 @@ def weighted_swiglu_backward(
     d_probs = torch.empty(rows, dtype=probs.dtype, device=grad.device)
     if rows:
         grad, gate_up, probs = as_rows(grad), as_rows(gate_up), probs.contiguous()
-        chosen = launch(width, gate_up.element_size(), backward=True)
-        with torch.cuda.device(grad.device):
-            weighted_swiglu_backward_kernel[(triton.cdiv(rows, chosen.rows),)](
+        grid, keywords = _plan(launch, rows, width, gate_up.element_size(), True)
+        with on(grad.device):
+            weighted_swiglu_backward_kernel[grid](
                 grad, gate_up, probs, probs if offsets is None else offsets.contiguous(), d_gate_up, d_probs, out, rows, width,
-                grad.stride(0), gate_up.stride(0), 0 if offsets is None else len(offsets), HAS_OFFSETS=offsets is not None,
-                WITH_OUTPUT=with_output, ROWS=chosen.rows, BLOCK=chosen.block,
-                num_warps=chosen.num_warps,
+                grad.stride(0), gate_up.stride(0), 0 if offsets is None else offsets.shape[0],
+                HAS_OFFSETS=offsets is not None, WITH_OUTPUT=with_output, **keywords,
             )  # fmt: skip
     return d_gate_up, d_probs, out

@@ -136,8 +136,7 @@ def _cca_prologue(which: str) -> TritonObject:
     types |= dict.fromkeys(("eps", "inverse_eps"), "fp32") | {"starts": "*u8"} | dict.fromkeys(fp32, "*fp32")
     types = {name: types.get(name, "*bf16") for name in kernel.arg_names}
     constexprs = {"HEADS": 8, "GROUPS": 2, "D": 128, "ROTARY": 64, "DELAYED": 128, "HAS_ROPE": True, "HAS_HALO": True, "HAS_STARTS": True,
-                  "BLOCK": chosen.block, "STAGES": chosen.stages, "IN": chosen.into, "OTHERS": 4, "ZERO_BLOCK": chosen.zero_block,
-                  "COLUMNS": cca_prologue.SUM_COLUMNS, "TOGETHER": 4, "RUNS": 32}
+                  "BLOCK": chosen.block, "STAGES": chosen.stages, "IN": chosen.part, "OUT": chosen.part, "ZERO_BLOCK": chosen.zero_block, "INPUTS": 128, **cca_prologue.SUM}
     return _compile(kernel, types, constexprs, chosen.num_warps, chosen.stages, unaligned=cca_prologue_rows.SIZES)
 
 
@@ -151,7 +150,7 @@ CASES: dict[str, Callable[[], TritonObject]] = {
     "muon_update": lambda: _muon("update"),
     "symmetric_product": lambda: _product(True),
     "general_product": lambda: _product(False),
-    **{f"cca_prologue_{which}": functools.partial(_cca_prologue, which) for which in ("forward", "norm", "conv", "sum")},
+    **{f"cca_prologue_{which}": functools.partial(_cca_prologue, which) for which in ("forward", "norm", "input", "weight", "sum")},
     **{f"grouped_{kind}": functools.partial(_grouped_product, kind) for kind in ("rows_t", "rows", "outer")},
     "expert_count": lambda: _expert_rows("count"),
     "expert_place": lambda: _expert_rows("place"),

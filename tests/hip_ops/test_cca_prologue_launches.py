@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from tests.hip_ops.cca_prologue_cases import Case, backward, make
+from tests.hip_ops.cca_prologue_triton_device import KERNELS
 
 triton = pytest.importorskip("triton")
 
@@ -28,7 +29,7 @@ def test_divisor(by):
 
 
 class Recorded:
-    """Stands for a kernel: notes grid and keywords; a cca_prologue_conv_kernel of more stages than `stages` does not fit."""
+    """Stands for a kernel: notes grid and stages; the weights' of more stages than `stages` does not fit."""
 
     def __init__(self, kernel, calls: list, stages: int):
         self.arg_names, self.name, self.calls, self.stages = kernel.arg_names, kernel.__name__, calls, stages
@@ -36,8 +37,9 @@ class Recorded:
     def __getitem__(self, grid):
         def launch(*arguments, **keywords):
             assert len(arguments) + len(set(keywords) & set(self.arg_names)) == len(self.arg_names), self.name
-            self.calls.append((self.name, grid, keywords["num_stages"] if self.name == "cca_prologue_conv_kernel" else None))
-            if self.name == "cca_prologue_conv_kernel" and keywords["num_stages"] > self.stages:
+            name, stages = self.name.removeprefix("cca_prologue_").removesuffix("_kernel"), keywords.get("num_stages", 1)
+            self.calls.append((name, grid, stages))
+            if name == "weight" and stages > self.stages:
                 raise triton.runtime.errors.OutOfResources(300_000, 232_448, "shared memory")
 
         return launch
@@ -45,17 +47,18 @@ class Recorded:
 
 @pytest.fixture
 def recorded(monkeypatch):
-    """A function that calls the backward of a case with recorded kernels, and gives what was launched."""
+    """A function that calls forward and backward of a case with recorded kernels, as on an H100, and gives what was launched."""
     from hip_ops.triton_kernels import cca_prologue as module
 
     def run(case: Case, stages: int) -> list:
         calls: list = []
         with monkeypatch.context() as patched:
-            for name in ("cca_prologue_norm_kernel", "cca_prologue_conv_kernel", "cca_prologue_sum_kernel"):
+            for name in KERNELS:
                 patched.setattr(module, name, Recorded(getattr(module, name), calls, stages))
             patched.setattr(module, "_processors", lambda device: 132)
             patched.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
             inputs = make(case)
+            module.cca_prologue(*inputs.arguments)
             query, key, _ = inputs.upstream
             backward(module, inputs, {"query": query, "key": key, "inverse_norm": torch.ones(case.heads + case.groups, case.rows * case.chunks, case.batch)})
         return calls
@@ -64,20 +67,21 @@ def recorded(monkeypatch):
     module._plan.cache_clear()
 
 
-def test_three_launches(recorded):
+def test_launches(recorded):
     calls = recorded(Case(2048, 2, 8, 2), stages=3)
-    # 64 tiles of 64 rows: 6 runs of up to 11 tiles for each half of the 10 heads; two programs in a run for temperatures that are zero
-    assert calls == [("cca_prologue_norm_kernel", (11, 32), None), ("cca_prologue_conv_kernel", (22, 6), 3), ("cca_prologue_sum_kernel", (10, 16), None)]
+    # 64 tiles of 64 rows, and twice as many of 32. The forward has two programs on a multiprocessor, of 3 tiles each; the input's kernel as many of half a
+    # head, of 5 tiles; the weights' has one, of 10, and two programs in a run for temperatures that are zero.
+    assert calls == [("forward", (10, 22), 1), ("norm", (11, 32), 1), ("input", (20, 13), 1), ("weight", (12, 13), 3), ("sum", (10, 16), 1)]
 
 
-def test_halos_count_as_rows(recorded):
+def test_halos_count_as_rows_of_the_input(recorded):
     calls = recorded(Case(63, 1, 8, 2, halo=True), stages=3)
-    assert calls[1] == ("cca_prologue_conv_kernel", (22, 2), 3)
+    assert calls[2:4] == [("input", (20, 2), 1), ("weight", (12, 2), 3)]
 
 
 def test_fewer_stages_where_shared_memory_is_short(recorded):
     for _ in range(2):
-        calls = [stages for name, _, stages in recorded(Case(100, 1, 8, 2), stages=1) if name == "cca_prologue_conv_kernel"]
+        calls = [stages for name, _, stages in recorded(Case(100, 1, 8, 2), stages=1) if name == "weight"]
         assert calls in ([3, 2, 1], [1]), "found once, and kept"
     assert calls == [1]
 
