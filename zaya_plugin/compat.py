@@ -92,6 +92,12 @@ def count_experts_in_norm(optimizer) -> None:
         optimizer.tp_group = parallel_state.get_expert_tensor_parallel_group()
 
 
+def grads_for_norm(optimizer) -> list:
+    """The gradients of `optimizer`, one of Megatron's, that its part of the norm is made of; 0.16 has another name for it."""
+    ask = getattr(optimizer, "get_grads_for_grad_norm", None) or optimizer.get_main_grads_for_grad_norm
+    return ask()
+
+
 @functools.cache
 def _folder(package: str) -> Path | None:
     if not has_module(package):

@@ -143,7 +143,7 @@ def local_gradients(chunks) -> list[tuple]:
         gradients = {}
         for buffer in (*ddp.buffers, *ddp.expert_parallel_buffers):
             for bucket in buffer.buckets:
-                grads = bucket.grad_data
+                grads = bucket.grad_data * buffer.scale_gradients.factor  # the optimizer would multiply as it reads them
                 if ddp.ddp_config.use_distributed_optimizer:  # each rank holds the sum of its own shard alone
                     group = buffer.data_parallel_group
                     shard = grads.chunk(group.size())[group.rank()].clone()

@@ -171,3 +171,15 @@ def test_many_matrices_of_zaya(chosen):
     for x, got in zip(matrices, module.orthogonalize_many(matrices), strict=True):
         exact = hip_ops.newton_schulz(x.double(), dtype=torch.float64, form="standard")
         assert got.shape == x.shape and error(got, exact) < 0.01
+
+
+@pytest.mark.parametrize("shape", [(3, 256, 512), (2, 40, 72), (5, 33, 65)])
+def test_the_start_has_torchs_bits(shape):
+    from hip_ops.newton_schulz_iteration import normalised
+    from hip_ops.triton_kernels.newton_schulz import start_of
+
+    x = (torch.randn(shape, device=DEVICE) * torch.logspace(-4, 3, shape[0], device=DEVICE)[:, None, None]).bfloat16()
+    sums = x.float().square().sum((1, 2))
+    for dtype in (FP16, BF16):
+        expected = normalised(x, sums, 1e-7, 2.0**-3, torch.empty_like(x, dtype=dtype))
+        assert torch.equal(start_of(x, sums, 1e-7, 2.0**-3, torch.empty_like(x, dtype=dtype)), expected)

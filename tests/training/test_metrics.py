@@ -16,7 +16,7 @@ def _step(number, **changes):
     counts = torch.tensor([[4, 4, 4, 4, 0], [16, 0, 0, 0, 0]])
     values = dict(
         step=number, loss=2.5, lr=1e-3, grad_norm=0.5, seconds=2.0, tokens=8192, flops=4e12, skipped=False,
-        consumed_samples=8 * number, last_step=10, statistics=RouterStatistics(counts, torch.tensor([1.0, 2.0])),
+        consumed_samples=8 * number, last_step=10, memory_gib=1.5, statistics=RouterStatistics(counts, torch.tensor([1.0, 2.0])),
     )  # fmt: skip
     return Step(**(values | changes))
 

@@ -20,7 +20,15 @@ class GroupStepAdamW(torch.optim.Optimizer):
         lr, betas, eps, weight_decay: as in torch.optim.AdamW; the decay is decoupled.
         adam_w_mode, capturable: as Megatron passes them to apex's and Transformer Engine's; only True and False are
             possible, else ValueError.
+
+    Attributes:
+        grad_scale: None, or an fp32 scalar on the parameters' device that every gradient is multiplied by as it is read.
+        found_inf: None, or an fp32 scalar there; unless it is 0, `step` changes no tensor. On a GPU it is the kernels that
+            find out, and the count in `param_groups` goes on until `take_back_step` is called.
     """
+
+    grad_scale: torch.Tensor | None = None
+    found_inf: torch.Tensor | None = None
 
     def __init__(
         self, params, lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0, adam_w_mode=True, capturable=False
@@ -30,16 +38,27 @@ class GroupStepAdamW(torch.optim.Optimizer):
         if capturable:
             raise ValueError("capturable=True (optimizer_cuda_graph): the step count is kept on the host; switch it off")
         super().__init__(params, dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay))
+        self._stepped: list[dict] = []
 
     @torch.no_grad()
     def step(self, closure=None):
         """One update of every parameter that has a gradient; `closure` is not used."""
         assert closure is None, "closures are not supported"
+        self._stepped = []
+        if self.found_inf is not None and not self.found_inf.is_cuda and self.found_inf.item():
+            return
         for group in self.param_groups:
             params = [p for p in group["params"] if p.grad is not None]
             if params:
                 group["step"] = group.get("step", 0) + 1
+                self._stepped.append(group)
                 self.update(group, params)
+
+    def take_back_step(self) -> None:
+        """The last `step` turned out to be skipped: it does not count."""
+        for group in self._stepped:
+            group["step"] -= 1
+        self._stepped = []
 
     def update(self, group: dict, params: list[torch.Tensor]) -> None:
         """AdamW of `params` with the settings of `group`, whose `step` counts this update already."""
@@ -51,9 +70,17 @@ class GroupStepAdamW(torch.optim.Optimizer):
         fused = all(p.is_cuda for p in params)
         # torch counts these up itself before use; fused wants them on the device.
         steps = torch.full((len(params),), group["step"] - 1.0, device=params[0].device if fused else "cpu").unbind()
+        grads = [p.grad for p in params]
+        scaling = {}
+        if fused:  # it divides
+            scaling = dict(
+                grad_scale=None if self.grad_scale is None else self.grad_scale.reciprocal(), found_inf=self.found_inf
+            )
+        elif self.grad_scale is not None:
+            grads = torch._foreach_mul(grads, self.grad_scale)
         adamw(
             params,
-            [p.grad for p in params],
+            grads,
             [self.state[p]["exp_avg"] for p in params],
             [self.state[p]["exp_avg_sq"] for p in params],
             [],
@@ -67,4 +94,5 @@ class GroupStepAdamW(torch.optim.Optimizer):
             weight_decay=group["weight_decay"],
             eps=group["eps"],
             maximize=False,
+            **scaling,
         )

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Megatron's optimizer factory with ours in place of its Adam: works wherever `get_megatron_optimizer` builds the optimizer.
 
-The factory is Megatron's own (0.19, and 0.16 as Primus pins it): for the time of the call two names that it looks up,
-`Adam` and `DistributedOptimizer`, are ours. Its registry of emerging optimizers is no way in: what is registered there
+The factory is Megatron's own (0.19, and 0.16 as Primus pins it): for the time of the call three names that it looks up,
+`Adam`, `DistributedOptimizer` and `ChainedOptimizer`, are ours. Its registry of emerging optimizers is no way in: what is registered there
 gets the layer-wise optimizer (see zaya_plugin/optim/distributed.py).
 """
 
@@ -18,6 +18,7 @@ from torch import nn
 
 from zaya_plugin import compat
 from zaya_plugin.config.optimizer_override import Override
+from zaya_plugin.optim.chained import ChainedMuonAdamW
 from zaya_plugin.optim.distributed import MuonDistributedOptimizer
 from zaya_plugin.optim.grouping import Assignment, assign
 from zaya_plugin.optim.muon import MuonAdamW, MuonSettings
@@ -49,21 +50,21 @@ def muon_factory(get_megatron_optimizer: Callable, muon: MuonSettings, skip_non_
         skip_non_finite: skip a step whose gradients are not finite, on all ranks.
     """
 
-    class Distributed(MuonDistributedOptimizer):
-        pass
-
-    Distributed.skip_non_finite = skip_non_finite
-
     def adam(params, **settings):
         return MuonAdamW(params, muon, **settings)
 
     def factory(config, model_chunks, config_overrides=None, **named):
         overrides = _config_overrides(config, model_chunks)
         with (
-            _replaced(megatron_optimizer, Adam=adam, DistributedOptimizer=Distributed, USING_PYTORCH_OPTIMIZER=False),
+            _replaced(
+                megatron_optimizer, Adam=adam, DistributedOptimizer=MuonDistributedOptimizer,
+                ChainedOptimizer=ChainedMuonAdamW, USING_PYTORCH_OPTIMIZER=False,
+            ),
             _replaced(distrib_optimizer, Adam=MuonAdamW),  # 0.16 asks what the distributed optimizer is given
         ):
             chained = get_megatron_optimizer(config, model_chunks, config_overrides=overrides, **named)
+        chained.skip_non_finite = skip_non_finite
+        chained.defer_scaling(model_chunks)
         for optimizer in chained.chained_optimizers:
             compat.count_experts_in_norm(optimizer)
             if optimizer.optimizer is not None and not isinstance(optimizer, MuonDistributedOptimizer):

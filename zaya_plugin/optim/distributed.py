@@ -22,20 +22,25 @@ from zaya_plugin.optim.muon import MuonAdamW
 class MuonDistributedOptimizer(DistributedOptimizer):
     """DistributedOptimizer over a MuonAdamW. Checkpoints are Megatron's, without a second moment for Muon's matrices."""
 
-    skip_non_finite = False
-
     def __init__(self, optimizer: MuonAdamW, *positional, **named):
         super().__init__(optimizer, *positional, **named)
         cut = find_cut_matrices(self.buffers, self.data_parallel_group.size())
         if cut:
             self.optimizer.exchange = MatrixExchange(self.data_parallel_group)
+        self._targets: dict[Tensor, Tensor] = {}
+        self._gradients: dict[Tensor, tuple[Tensor, Tensor]] = {}
         for model_param, main_param in self._pairs():
             if hasattr(model_param, "muon_matrices"):
                 main_param.muon_matrices = model_param.muon_matrices
                 if model_param in cut:
                     main_param.muon_cut = cut[model_param]
-                if main_param.data_ptr() != model_param.data_ptr():  # a bf16 model: the fp32 copy is the weight
-                    main_param.muon_target = self._share_of_buffer(model_param)
+            share = self._share_of_buffer(model_param)
+            if main_param.data_ptr() == share.data_ptr():  # an fp32 model: the weight itself
+                continue
+            if hasattr(model_param, "muon_matrices"):
+                main_param.muon_target = share
+            else:
+                self._targets[share] = main_param
 
     def _pairs(self) -> list[tuple[Tensor, Tensor]]:
         """Parameters of the model with a part on this rank, and the fp32 tensors that the inner optimizer updates."""
@@ -56,9 +61,21 @@ class MuonDistributedOptimizer(DistributedOptimizer):
 
     def _copy_main_params_to_model_params(self) -> None:
         # Muon's update has written the model's dtype in the same pass.
+        if self._targets:
+            torch._foreach_copy_(list(self._targets), list(self._targets.values()))
+
+    def _copy_model_grads_to_main_grads(self) -> None:
+        """Gives the fp32 weights their gradients; fp32 ones are views into DDP's buffers, which need be taken once."""
+        if self.is_stub_optimizer or self.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8:
+            return super()._copy_model_grads_to_main_grads()
         for model_param, main_param in self._pairs():
-            if not hasattr(main_param, "muon_target"):
-                self._share_of_buffer(model_param).data.copy_(main_param)
+            whole, view = self._gradients.get(main_param, (None, None))
+            if whole is not model_param.main_grad:
+                whole = model_param.main_grad
+                place = self._get_model_param_range_map(model_param)["param"]
+                view = whole.view(-1)[place.start : place.end]
+                self._gradients[main_param] = whole, view
+            main_param.grad = view.float()
 
     def start_param_sync_for_bucket_group_subset(self) -> None:
         """Gather the weights of this optimizer's own buckets; Megatron's gathers all, once for experts and once for the rest."""
@@ -67,18 +84,6 @@ class MuonDistributedOptimizer(DistributedOptimizer):
             for group in chunk.bucket_groups + chunk.expert_parallel_bucket_groups:
                 if any(id(bucket) in own for bucket in group.buckets):
                     chunk._start_bucket_group_param_sync(group, force_sync=False)
-
-    @torch.no_grad()
-    def prepare_grads(self) -> bool:
-        """As Megatron's; with `skip_non_finite` also True, on all ranks, where any gradient is infinite or not a number."""
-        found = super().prepare_grads()
-        if found or not self.skip_non_finite:
-            return found
-        grads = [main.grad for _, main in self._pairs() if main.grad is not None]
-        norm = torch.stack(torch._foreach_norm(grads)).sum() if grads else torch.zeros((), device="cuda")
-        bad = (~torch.isfinite(norm)).float()
-        torch.distributed.all_reduce(bad, torch.distributed.ReduceOp.MAX, group=self.get_grad_stats_parallel_group())
-        return bool(bad.item())
 
     def load_state_dict(self, state_dict: dict) -> None:
         # Where there is no state yet Megatron makes up Adam's, with a second moment for everything.

@@ -87,6 +87,7 @@ class MuonAdamW(GroupStepAdamW):
         muon_momentum_(
             _matrices(params, [p.grad for p in params]), _matrices(params, [self.state[p]["exp_avg"] for p in params]),
             batches.slots, momentum=muon.momentum, nesterov=muon.nesterov,
+            grad_scale=self.grad_scale, found_inf=self.found_inf,
             square_sums=batches.square_sums,  # of what Newton-Schulz divides by its norm, so that it need not read it for that
         )
         updates = batches.split(
@@ -104,7 +105,7 @@ class MuonAdamW(GroupStepAdamW):
         pieces = [torch.empty_like(p, dtype=self.between) for p in params]
         muon_momentum_(
             [p.grad for p in params], [self.state[p]["exp_avg"] for p in params], pieces,
-            momentum=self.muon.momentum, nesterov=self.muon.nesterov,
+            momentum=self.muon.momentum, nesterov=self.muon.nesterov, grad_scale=self.grad_scale, found_inf=self.found_inf,
         )
         mine = self.exchange.collect(cut, pieces)
         matrices = {matrix.index: matrix.matrices for matrix in cut}
@@ -128,6 +129,7 @@ class MuonAdamW(GroupStepAdamW):
             lr=group["lr"],
             weight_decay=group["weight_decay"],
             scales=[self.muon.rms_scale * math.sqrt(max(shape)) for shape in shapes],
+            found_inf=self.found_inf,
         )
 
     @property

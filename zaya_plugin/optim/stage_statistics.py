@@ -3,11 +3,18 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 
 import torch
 
 from zaya_plugin.optim.balancing import RouterStatistics
+
+
+@functools.cache
+def _rows_of(layer_numbers: tuple[int, ...], device: torch.device) -> torch.Tensor:
+    """Kept on the device, since to bring it there every step would wait for what the device has to do."""
+    return torch.tensor(layer_numbers, device=device) - 1
 
 
 def over_pipeline_stages(
@@ -20,7 +27,6 @@ def over_pipeline_stages(
     """
     counts = statistics.tokens_per_expert
     rows = torch.zeros(num_layers, counts.shape[1] + 1, dtype=torch.float64, device=counts.device)  # exact to 2^53 tokens
-    here = torch.tensor(layer_numbers, device=counts.device) - 1
-    rows[here] = torch.cat((counts.double(), statistics.entropy.double().unsqueeze(-1)), dim=1)
+    rows[_rows_of(tuple(layer_numbers), counts.device)] = torch.cat((counts.double(), statistics.entropy.double().unsqueeze(-1)), dim=1)
     torch.distributed.all_reduce(rows, group=group)
     return RouterStatistics(rows[:, :-1].to(torch.int64), rows[:, -1].float())

@@ -2,12 +2,13 @@
 """`zaya train` on `megatron.training`: recipe -> arguments -> `pretrain`, with our model, data, loss and hooks.
 
 The loop, the schedules, the optimizers, the samplers and the checkpoints are Megatron's. pretrain() has no list of
-callbacks in 0.19, so five of its module-level names are given new values for the time of a run (`install_hooks`).
+callbacks in 0.19, so some of its module-level names are given new values for the time of a run (`install_hooks`).
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import sys
 from pathlib import Path
 from typing import Any
@@ -15,11 +16,12 @@ from typing import Any
 import torch
 from megatron.core.enums import ModelType
 from megatron.core.num_microbatches_calculator import get_current_global_batch_size
-from megatron.training import get_args, get_tensorboard_writer, get_timers, get_tokenizer, training
+from megatron.training import get_args, get_signal_handler, get_tensorboard_writer, get_timers, get_tokenizer, training
 from megatron.training.argument_utils import pretrain_cfg_container_from_args
 from megatron.training.arguments import parse_and_validate_args
 
 from zaya_plugin.config.schema import Recipe
+from zaya_plugin.optim.balancing import RouterStatistics
 from zaya_plugin.training.adapter_handover import Handover, stage_part, stage_samples, validation_part
 from zaya_plugin.training.adapter_model import build_stage, model_config
 from zaya_plugin.training.adapter_step import forward_step
@@ -28,8 +30,10 @@ from zaya_plugin.training.balancer import Balancer
 from zaya_plugin.training.datasets import DataSources
 from zaya_plugin.training.handover import predecessor
 from zaya_plugin.training.lifecycle import Lifecycle
-from zaya_plugin.training.metrics import Reporter, Step
+from zaya_plugin.training.metrics import Reporter, Step, memory_gib
 from zaya_plugin.training.optimizer import optimizer_factory
+from zaya_plugin.training.signal_agreement import AgreedSignal
+from zaya_plugin.training.step_queue import StepClock, StepQueue
 from zaya_plugin.training.validation_domains import mean_loss
 
 
@@ -62,6 +66,11 @@ def run(recipe: Recipe, sources: DataSources, lifecycle: Lifecycle, reporter: Re
         if left.code:
             raise
     finally:
+        if sys.exc_info()[0] is None:
+            trainer.steps.flush()
+        else:  # the device may be what failed, or wait for another rank for ever
+            with contextlib.suppress(RuntimeError):
+                trainer.steps.poll()
         reporter.close()
 
 
@@ -106,9 +115,13 @@ class _Trainer:
         self.reporter = reporter
         self.balancer = Balancer()
         self.started = False
+        self.steps = StepQueue()
+        self.clock = StepClock(on_device=recipe.cluster.device != "cpu")
+        self.signal: AgreedSignal | None = None
 
     def install_hooks(self) -> None:
-        """Megatron's names that get our values: its log line and validation report, what surrounds a save, the optimizer."""
+        """Megatron's names that get our values: its log line and validation report, what surrounds a save, the optimizer; and
+        what waits for the device in every step, to make ranks agree on what ours agree on already, or can learn a step later."""
         self.get_megatron_optimizer = training.get_megatron_optimizer
         self.evaluate = training.evaluate
         self.save_checkpoint = training.save_checkpoint
@@ -116,6 +129,10 @@ class _Trainer:
         training.evaluate_and_print_results = self.evaluate_and_report
         training.save_checkpoint = self.save_and_prune
         training.get_megatron_optimizer = optimizer_factory(self.recipe, self.get_megatron_optimizer)
+        # ChainedMuonAdamW.step returns the same on all ranks.
+        training.logical_and_across_model_parallel_group = lambda succeeded, group=None: succeeded
+        training.reduce_max_stat_across_model_parallel_group = lambda stat, group=None: stat
+        training.get_signal_handler = self.signal_handler
 
     def provide_model(self, pre_process=True, post_process=True, vp_stage=None, config=None, pg_collection=None):
         """A GPTModel of the ZAYA layers of one (virtual) stage; called by pretrain() once the process groups are there."""
@@ -143,8 +160,15 @@ class _Trainer:
     # Every rank reads its part itself; without this attribute Megatron broadcasts from one rank.
     provide_datasets.is_distributed = True
 
+    def signal_handler(self) -> AgreedSignal:
+        """Takes the place of Megatron's get_signal_handler."""
+        if self.signal is None:
+            self.signal = AgreedSignal(get_signal_handler(), _device())
+        return self.signal
+
     def finalize_and_balance(self, model, *positional, **named):
         """After the backward passes of a step."""
+        self.steps.poll()  # the step before is over by now
         self.balancer(model, *positional, **named)
 
     def training_log(
@@ -160,25 +184,31 @@ class _Trainer:
         *positional,
         **named,
     ):
-        """Takes the place of Megatron's: same inputs, but one line of ours and a row of metrics."""
-        seconds = get_timers()("interval-time").elapsed(barrier=True)
+        """Takes the place of Megatron's: same inputs, but one line of ours and a row of metrics, once the numbers are on the host."""
         args = get_args()
         batch_size = get_current_global_batch_size()
-        self.reporter.step(
-            Step(
-                step=iteration,
-                loss=loss_dict["lm loss"].item() if "lm loss" in loss_dict else None,
-                lr=learning_rate,
-                grad_norm=float(grad_norm) if grad_norm is not None else None,
-                seconds=seconds,
-                tokens=batch_size * args.seq_length,
-                flops=training.num_floating_point_operations(args, batch_size),
-                skipped=bool(skipped_iter),
-                consumed_samples=args.consumed_train_samples,
-                last_step=args.train_iters,
-                statistics=self.balancer.statistics,
-            )
+        statistics = self.balancer.statistics
+        known = dict(
+            step=iteration,
+            lr=learning_rate,
+            grad_norm=float(grad_norm) if grad_norm is not None else None,
+            tokens=batch_size * args.seq_length,
+            flops=training.num_floating_point_operations(args, batch_size),
+            skipped=bool(skipped_iter),
+            consumed_samples=args.consumed_train_samples,
+            last_step=args.train_iters,
+            memory_gib=memory_gib(),
         )
+        seconds = self.clock.lap(first=lambda: get_timers()("interval-time").elapsed())
+        losses = [loss_dict["lm loss"]] if "lm loss" in loss_dict else []
+        counts = [] if statistics is None else [statistics.tokens_per_expert, statistics.entropy]
+
+        def report(arrived: list[torch.Tensor]) -> None:
+            loss = arrived[0].item() if losses else None
+            routers = RouterStatistics(*arrived[len(losses) :]) if counts else None
+            self.reporter.step(Step(loss=loss, seconds=seconds(), statistics=routers, **known))
+
+        self.steps.add([*losses, *counts], report)
         if args.record_memory_history and iteration == min(args.profile_step_end, args.train_iters):
             self.dump_memory_snapshot(args)
         return False  # Megatron's own memory report is not wanted
@@ -195,6 +225,7 @@ class _Trainer:
         self, prefix, forward_step_func, data_iterator, model, iteration, process_non_loss_data_func, config, **named
     ):
         """Takes the place of Megatron's evaluate_and_print_results: the same evaluation, a domain at a time, reported as a metric."""
+        self.steps.flush()
         groups = {name: named.get(name) for name in ("pg_collection", "p2p_communicator", "non_loss_data_func")}
         domains, found = self.sources.domains or {"": 1.0}, {}
         for domain in domains:
@@ -213,9 +244,17 @@ class _Trainer:
                 found[domain] = losses["lm loss"].item()
         if found:
             self.reporter.validation(iteration, mean_loss(found, domains), found if self.sources.domains else {})
+        self.clock.restart()
 
     def save_and_prune(self, iteration, *positional, **named):
         """Megatron's save; older checkpoints go once this one is whole."""
+        self.steps.flush()
         self.save_checkpoint(iteration, *positional, **named)
         self.lifecycle.after_save(iteration)
         self.reporter.checkpoint(iteration)
+        self.clock.restart()
+
+
+def _device() -> torch.device:
+    """Where this rank's collectives run."""
+    return torch.empty((), device=torch.cuda.current_device()).device

@@ -88,6 +88,11 @@ def megatron_arguments(recipe: Recipe, data: dict[str, Any]) -> dict[str, Any]:
     Raises:
         ValueError: `megatron.<name>` in the recipe repeats an argument that another recipe key owns.
     """
+    if recipe.parallel.recompute_granularity == "auto":
+        raise ValueError(
+            "parallel.recompute_granularity = auto: allowed here: null, full, selective; `zaya train --dry-run` says what auto stands for, and "
+            "`zaya train` puts that in its place"
+        )
     values = {**ZAYA, **HOST, **data}
     owner = {}
     for path, field in leaves():

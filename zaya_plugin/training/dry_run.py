@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from zaya_plugin.config.schema import Recipe
-from zaya_plugin.training import launch
+from zaya_plugin.training import launch, memory_plan
 from zaya_plugin.training.arguments import megatron_arguments
 
 TOKENIZER_UNKNOWN = "of the data set, which is not here"
@@ -32,8 +32,10 @@ def describe(recipe: Recipe, plan: launch.Plan, overrides: Sequence[str] = ()) -
     """Everything as text; overrides: the words after `zaya train` on several nodes."""
     if plan.command is not None and plan.command[0] == "torchrun":
         plan = launch.Plan(**{**vars(plan), "command": [*plan.command, *overrides]})
+    recipe, line = memory_plan.with_recompute(recipe, plan.world_size)
+    memory = [*([line] if line else []), *memory_plan.lines(recipe, plan.world_size)]
     values = megatron_arguments(recipe, data_arguments(recipe))
-    return launch.describe(recipe, plan, ["Megatron     arguments", *("  " + line for line in argument_lines(values))])
+    return launch.describe(recipe, plan, [*memory, "Megatron     arguments", *("  " + line for line in argument_lines(values))])
 
 
 def data_arguments(recipe: Recipe) -> dict:

@@ -19,9 +19,7 @@ from torch import nn
 from zaya_plugin import patches
 from zaya_plugin.config.schema import Recipe
 from zaya_plugin.optim.grouping import Assignment
-
-# Rows of ZAYA1-base's table, for recipes whose data is not there yet.
-DEFAULT_VOCABULARY = 262_272
+from zaya_plugin.training.vocabulary import padded, vocabulary_of
 
 
 @dataclass(frozen=True)
@@ -111,18 +109,3 @@ def table(recipe: Recipe, found: Iterable[Row]) -> Iterable[str]:
             f"{name:6} {sum(row.count for row in chosen):>6,} parameters, {numel:>14,} elements, "
             f"{numel * (state + master) / 2**30:8.2f} GiB of state and fp32 weights, shared by the data-parallel ranks"
         )
-
-
-def vocabulary_of(recipe: Recipe) -> int:
-    """The data's vocabulary where it can be read, else ZAYA1-base's."""
-    from zaya_plugin.config.schema import MISSING
-    from zaya_plugin.data.dataset import locate
-
-    with contextlib.suppress(ValueError):
-        if recipe.data.path != MISSING and (manifest := locate(recipe.data.path)[0]) is not None:
-            return manifest.tokenizer.vocab_size
-    return DEFAULT_VOCABULARY
-
-
-def padded(rows: int, divisor: int) -> int:
-    return -(-rows // divisor) * divisor

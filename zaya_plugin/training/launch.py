@@ -29,6 +29,7 @@ from zaya_plugin.config.validate import data_parallel_size, validate
 from zaya_plugin.training import slurm
 from zaya_plugin.training.data_handover import with_consumed
 from zaya_plugin.training.handover import predecessor, saved_step
+from zaya_plugin.training.memory_plan import with_recompute
 from zaya_plugin.training.parent_death import die_with_parent
 from zaya_plugin.training.rank_failure import first_failure
 from zaya_plugin.training.run_directory import check_resume, keep_recipe, make_writable
@@ -72,6 +73,7 @@ def launch(recipe: Recipe) -> int:
     else:
         plan = make_plan(recipe, os.environ)
         validate(recipe, plan.world_size)
+        recipe = choose_recompute(recipe, plan)
     if recipe.explain_optim:
         from zaya_plugin.training.explain import explain_optimizer
 
@@ -148,6 +150,14 @@ def rank_environment(recipe: Recipe, ranks_here: int, environ: Mapping[str, str]
         variables["COLUMNS"] = str(shutil.get_terminal_size().columns)
     variables |= recipe.cluster.environment
     return {name: value for name, value in variables.items() if environ.get(name) != value}
+
+
+def choose_recompute(recipe: Recipe, plan: Plan) -> Recipe:
+    """`recipe` with what `parallel.recompute_granularity=auto` stands for; rank 0 says what that is."""
+    recipe, line = with_recompute(recipe, plan.world_size)
+    if line is not None and plan.rank == 0:
+        print(line, flush=True)
+    return recipe
 
 
 def take_over(recipe: Recipe) -> Recipe:

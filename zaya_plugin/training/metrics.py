@@ -21,7 +21,8 @@ from zaya_plugin.training.sinks import Guarded, JsonLines, TensorBoard, WandbRun
 @dataclass(frozen=True)
 class Step:
     """One optimizer step as the loop saw it. loss: mean nats a token over the global batch; seconds: wall time without
-    validation and checkpoints; flops: of the whole job; tokens: of the global batch."""
+    validation and checkpoints; flops: of the whole job; tokens: of the global batch; memory_gib: as of `memory_gib()`. Tensors
+    lie on the host: nothing here waits for a device."""
 
     step: int
     loss: float | None
@@ -33,6 +34,7 @@ class Step:
     skipped: bool
     consumed_samples: int
     last_step: int
+    memory_gib: float
     statistics: RouterStatistics | None
 
 
@@ -135,7 +137,7 @@ class Reporter:
             "tflops_per_device": tflops,
             "mfu": tflops / peak if peak else None,
             "share_of_reachable": tflops / reachable if reachable else None,
-            "memory_gib": _memory_gib(),
+            "memory_gib": step.memory_gib,
             "consumed_samples": step.consumed_samples,
             "total_tokens": (self.lineage or {}).get("tokens", 0) + step.consumed_samples * self.recipe.stage.seq_length,
             "skipped": int(step.skipped),
@@ -179,7 +181,7 @@ class Reporter:
         print(text, file=self.out, flush=True)
 
 
-def _memory_gib() -> float:
+def memory_gib() -> float:
     """Highest memory of this rank so far: of the device, or resident on the host where there is none."""
     if torch.cuda.is_available():
         return torch.cuda.max_memory_allocated() / 2**30

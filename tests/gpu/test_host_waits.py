@@ -1,0 +1,29 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How often the host waits for the GPU in a training step: once, for the gradient norm, while the update is running."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+WAITS = {"zaya_plugin/optim/host_copy.py:read calls synchronize"}
+
+
+def test_a_step_waits_once(tmp_path, record_property):
+    fused = [f"cluster.{name}=true" for name in ("fused_residual_norm", "fused_cca_prologue", "fused_expert_path", "fused_linear_cross_entropy")]
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.training.host_reads", str(tmp_path), "cluster=gpu", "model.kv_channels=128", "model.hidden_size=256",
+         "model.moe_ffn_hidden_size=256", "cluster.grouped_gemm=triton", *fused], cwd=ROOT, text=True, stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT, timeout=540, env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout[-6000:]
+    steps = json.loads((tmp_path / "host_reads.json").read_text())
+    record_property("steps", steps)
+    print(json.dumps(steps, indent=1))
+    for found in steps[3:-1]:  # after compilation, self-checks and the first tables; a checkpoint follows the last
+        assert set(found) <= WAITS, found
+        assert sum(found.values()) <= 2, found  # the norm's; and the row before, whose wait is over before it begins
+    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows] == list(range(1, 9)) and all(row["step_s"] > 0 for row in rows)

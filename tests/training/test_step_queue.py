@@ -1,0 +1,111 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Steps reported when their numbers arrive: order, nothing lost, no wait in the loop. A late device is played by a copy that is not complete."""
+
+import time
+
+import pytest
+import torch
+
+from zaya_plugin.optim.host_copy import HostCopy
+from zaya_plugin.training import step_queue
+from zaya_plugin.training.signal_agreement import AgreedSignal
+from zaya_plugin.training.step_queue import StepClock, StepQueue
+
+
+class LateCopy(HostCopy):
+    """As from a GPU that is not there yet; counts who waits."""
+
+    waits, arrived = 0, set()
+
+    def __init__(self, tensors):
+        super().__init__(tensors)
+        self.number = int(tensors[0])
+
+    @property
+    def is_complete(self):
+        return self.number in self.arrived
+
+    def read(self):
+        LateCopy.waits += not self.is_complete
+        return super().read()
+
+
+@pytest.fixture
+def late(monkeypatch):
+    monkeypatch.setattr(step_queue, "HostCopy", LateCopy)
+    monkeypatch.setattr(LateCopy, "waits", 0)
+    monkeypatch.setattr(LateCopy, "arrived", set())
+    return LateCopy
+
+
+def add(queue, number, seen):
+    queue.add([torch.tensor(number)], lambda tensors: seen.append(tensors[0].item()))
+
+
+def test_on_the_cpu_a_step_is_reported_at_once():
+    queue, seen = StepQueue(), []
+    source = torch.tensor(3)
+    queue.add([source], lambda tensors: seen.append(tensors[0].item()))
+    assert seen == [3]
+
+
+def test_a_step_is_reported_one_later_and_in_order(late):
+    queue, seen = StepQueue(), []
+    for number in range(1, 5):
+        add(queue, number, seen)
+        assert seen == list(range(1, number))  # all but the one that is under way
+        late.arrived.add(number)
+    assert late.waits == 0
+    queue.flush()
+    assert seen == [1, 2, 3, 4] and late.waits == 0
+    queue.flush()
+    assert seen == [1, 2, 3, 4]
+
+
+def test_polling_reports_what_is_there_and_waits_for_nothing(late):
+    queue, seen = StepQueue(), []
+    add(queue, 1, seen)
+    queue.poll()
+    assert seen == []
+    late.arrived.add(1)
+    queue.poll()
+    assert seen == [1] and late.waits == 0
+
+
+def test_at_the_end_what_is_under_way_is_waited_for(late):
+    queue, seen = StepQueue(), []
+    add(queue, 1, seen)
+    queue.flush()
+    assert seen == [1] and late.waits == 1
+
+
+def test_a_copy_keeps_what_was_there():
+    source = torch.arange(3)
+    copy = HostCopy([source])
+    source.zero_()
+    assert copy.is_complete and copy.read()[0].tolist() == [0, 1, 2]
+
+
+def test_the_clock_counts_from_step_to_step_without_what_lies_between():
+    clock = StepClock(on_device=False)
+    clock.restart()  # before the first step: nothing to do
+    first = clock.lap(lambda: 12.5)
+    time.sleep(0.05)
+    second = clock.lap(lambda: pytest.fail("the beginning of this step was seen"))
+    time.sleep(0.2)
+    clock.restart()  # a validation
+    third = clock.lap(lambda: 0.0)
+    assert first() == 12.5 and 0.05 <= second() < 0.2 and third() < 0.1
+
+
+def test_all_ranks_hear_of_a_signal(tmp_path):
+    class Handler:
+        _signal_received = False
+
+    if not torch.distributed.is_initialized():
+        store = torch.distributed.FileStore(str(tmp_path / "store"), 1)
+        torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    signal = AgreedSignal(Handler, "cpu")
+    assert signal.signals_received() == [0]
+    Handler._signal_received = True
+    assert signal.signals_received() == [1]
