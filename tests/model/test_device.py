@@ -45,9 +45,9 @@ def test_experts_in_bf16(counts, no_synchronisation):
     leaves = [x, weights, *fc1, *fc2]
     offsets, grad = torch.tensor(counts, device="cuda").cumsum(0).int(), normal(rows, h).detach()
     assert has_grouped_mm(x, fc1[0], fc2[0])
-    torch.autograd.grad(ExpertMLP.apply(x, weights, offsets, experts, False, "auto", *fc1, *fc2), leaves, grad)  # compiles
+    torch.autograd.grad(ExpertMLP.apply(x, weights, offsets, experts, False, "auto", None, *fc1, *fc2), leaves, grad)  # compiles
     no_synchronisation(True)
-    y = ExpertMLP.apply(x, weights, offsets, experts, False, "auto", *fc1, *fc2)
+    y = ExpertMLP.apply(x, weights, offsets, experts, False, "auto", None, *fc1, *fc2)
     gradients = torch.autograd.grad(y, leaves, grad)
     no_synchronisation(False)
     exact = [t.detach().double().requires_grad_() for t in leaves]

@@ -44,7 +44,7 @@ def test_gradcheck_in_fp64(counts):
     x, weights, fc1, fc2 = make()
     offsets = offsets_of(counts)
     assert torch.autograd.gradcheck(
-        lambda x, w, *m: ExpertMLP.apply(x, w, offsets, E, False, "auto", *m), (x, weights, *fc1, *fc2)
+        lambda x, w, *m: ExpertMLP.apply(x, w, offsets, E, False, "auto", None, *m), (x, weights, *fc1, *fc2)
     )
 
 
@@ -54,7 +54,7 @@ def test_values_and_gradients_equal_the_loop(counts, dtype, tolerance):
     x, weights, fc1, fc2 = make(dtype, h=8, f=16)
     assert has_grouped_mm(x)
     offsets, leaves = offsets_of(counts), [x, weights, *fc1, *fc2]
-    y = ExpertMLP.apply(x, weights, offsets, E, False, "auto", *fc1, *fc2)
+    y = ExpertMLP.apply(x, weights, offsets, E, False, "auto", None, *fc1, *fc2)
     exact = [t.detach().double().requires_grad_() for t in leaves]
     expected = loop(exact[0], exact[1], offsets, exact[2 : 2 + E], exact[2 + E :])
     g = torch.randn_like(y)
@@ -78,7 +78,7 @@ def test_rows_of_no_expert_ignore_what_lies_in_memory(monkeypatch):
     monkeypatch.setattr("zaya_plugin.model.experts.grouped_rows", poisoned)
     x, weights, fc1, fc2 = make(torch.float32)
     leaves = [x, weights, *fc1, *fc2]
-    y = ExpertMLP.apply(x, weights, offsets, E, False, "auto", *fc1, *fc2)
+    y = ExpertMLP.apply(x, weights, offsets, E, False, "auto", None, *fc1, *fc2)
     gradients = torch.autograd.grad(y, leaves, torch.randn_like(y))
     assert all(t.isfinite().all() for t in (y, *gradients))
     assert not y[3:].any() and not gradients[0][3:].any() and not gradients[1][3:].any()
@@ -92,7 +92,7 @@ def test_loop_equals_grouped_gemm(monkeypatch):
     for available in (True, False):
         if not available:
             monkeypatch.setattr(grouped_gemm, "choose", lambda *what: None)
-        y = ExpertMLP.apply(x, weights, offsets, E, False, "auto", *fc1, *fc2)
+        y = ExpertMLP.apply(x, weights, offsets, E, False, "auto", None, *fc1, *fc2)
         results.append([y, *torch.autograd.grad(y.square().sum(), leaves)])
     for a, b in zip(*results, strict=True):
         torch.testing.assert_close(a, b)

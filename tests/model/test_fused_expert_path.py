@@ -37,7 +37,8 @@ def test_other_back_ends_and_bf16_stay_within_their_noise(make_model, batch, bac
 
 
 @pytest.mark.parametrize("recompute", [dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1),
-                                       dict(recompute_granularity="selective", recompute_modules=["moe"])], ids=["full", "moe"])
+                                       *(dict(recompute_granularity="selective", recompute_modules=[m]) for m in ("moe", "permute"))],
+                         ids=["full", "moe", "permute"])
 def test_recomputation_changes_nothing(make_model, batch, recompute):
     plain, _ = train(make_model(fused_expert_path=True), batch, 2, 0.05)
     again, _ = train(make_model(fused_expert_path=True, **recompute), batch, 2, 0.05)
@@ -72,7 +73,7 @@ def test_gradcheck_of_experts_without_rows_of_no_expert(counts):
     offsets = torch.tensor(counts).cumsum(0).int()
 
     def run(fused):
-        return lambda x, w, *m: ExpertMLP.apply(x[:rows], w, offsets, 3, fused, "auto", *m)[:live]
+        return lambda x, w, *m: ExpertMLP.apply(x[:rows], w, offsets, 3, fused, "auto", None, *m)[:live]
 
     if live:
         assert torch.autograd.gradcheck(run(True), (x, weights, *matrices))

@@ -9,7 +9,14 @@ from torch import nn
 
 from hip_ops.weight_gradient import add_product_
 from zaya_plugin.model import attention, experts
-from zaya_plugin.model.main_grad import MainGradLinear, add_product, add_products_, handed_over, main_grad_linear
+from zaya_plugin.model.main_grad import (
+    MainGradLinear,
+    add_product,
+    add_products_,
+    handed_over,
+    handed_over_block,
+    main_grad_linear,
+)
 
 PROJECTIONS = ("linear_q", "linear_k", "linear_v_current", "linear_v_delayed", "linear_proj")
 
@@ -69,6 +76,31 @@ def test_autograd_takes_what_is_handed_over_without_a_copy():
         main_grad_linear(torch.randn(3, 4), weight).sum().backward()
     assert seen == [weight.data_ptr()] * 2
     assert weight.grad_added_to_main_grad and weight.grad is None
+
+
+def test_autograd_takes_the_matrices_of_a_block_without_a_copy():
+    block, seen = torch.randn(3, 6, 4), []
+    weights = [torch.nn.Parameter(matrix) for matrix in block]
+
+    class Product(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, *matrices):
+            ctx.matrices = matrices
+            return block.sum()
+
+        @staticmethod
+        @torch.autograd.function.once_differentiable
+        def backward(ctx, grad):
+            return handed_over_block(ctx.matrices, block)
+
+    for weight in weights:
+        weight.grad_added_to_main_grad = False
+        weight.register_post_accumulate_grad_hook(lambda weight: seen.append((weight.grad.data_ptr(), weight.data_ptr())))
+    Product.apply(*weights).backward()
+    assert len(seen) == 3 and all(given == own for given, own in seen) and all(weight.grad_added_to_main_grad for weight in weights)
+    weights[1].zero_out_wgrad, weights[1].grad_added_to_main_grad = True, False
+    found = handed_over_block(weights, block)
+    assert found[1] is None and not weights[1].grad_added_to_main_grad and found[2].data_ptr() == weights[2].data_ptr()
 
 
 def test_a_weight_with_another_use_leaves_ddps_hook_to_that_one():

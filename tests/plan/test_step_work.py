@@ -47,6 +47,15 @@ def test_weights_are_met_once_a_micro_batch_and_pass():
     assert four["experts"].bytes - half["experts"].bytes == 3 * 2 * 4 * parts["experts"] / 2
 
 
+def test_tensor_parallel_ranks_share_attentions_matrices_and_the_vocabulary():
+    whole, half = (step_work(BASE, 4096, replace(RANK, tensor=ranks)) for ranks in (1, 2))
+    parts = count_parameters(BASE)
+    met = {part: whole[part].bytes - half[part].bytes for part in whole}
+    assert met["head"] == 3 * 2 * 4 * parts["embedding"] / 2
+    assert met["projections"] + met["prologue"] == 3 * 2 * 4 * parts["attention"] / 2
+    assert met["experts"] == met["router"] == 0  # whole on every rank, for its tokens
+
+
 def test_gradients_are_added_where_they_are_made_or_in_a_pass():
     plain = step_work(BASE, 4096, RANK)
     apart = step_work(BASE, 4096, replace(RANK, accumulated={"gradients": 1000}))

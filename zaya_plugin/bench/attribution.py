@@ -20,7 +20,7 @@ from zaya_plugin.bench.trace import HostRange, Trace
 
 COMMUNICATION = re.compile(r"^nccl|ncclDevKernel|ncclKernel|rccl|^Memcpy PtoP|^gloo:|^c10d::", re.IGNORECASE)
 
-# Of operators, also of the backward nodes that torch.library makes of them (GeneratedBackwardFor_hip_ops_...).
+# Of operators, also of their nodes of the backward pass (hip_ops_...Backward; torch.library's are GeneratedBackwardFor_hip_ops_...).
 OPERATOR_NAMES = (
     (re.compile(r"AccumulateGrad"), "gradients"),
     (re.compile(r"^Optimizer\.(step|zero_grad)"), "optimizer"),

@@ -24,11 +24,15 @@ HELP = """\
 zaya bench: how fast a recipe trains, and where the time goes
 
   zaya bench step experiment=<name> [key=value ...] [options]
+  zaya bench expect STEP_JSON [experiment=<name> cluster=<name> key=value ...] [--output FILE]
 
 Runs a few steps of the recipe through the loop of `zaya train`: warm-up, steps that are timed with nothing attached, and one traced
 step, whose time it shares out: attention prologue, attention, projections, router, experts, norms, head and loss, embedding,
 gradient buffers, optimizer, exposed communication and idle, each beside the matrix-product and copy rates that it measures on
 the same device. Nothing is saved of the training; W&B runs offline. docs/benchmarks.md says how to read the table.
+
+`expect` carries a step.json over to another recipe and cluster: each part at the share of its roofline that it had, collectives at the rates
+of the cluster's links (zaya_plugin/plan/machines.py). What it prints and writes is marked as a prediction.
 
 OPTIONS
   --steps N                   timed steps (5)
@@ -47,6 +51,7 @@ EXAMPLES
                                                                zaya data prepare --input stdlib --output data/stdlib
   zaya bench step experiment=zaya1_base cluster=gpu --random-tokens nproc=1 model.num_layers=8 stage.global_batch_size=4 stage.micro_batch_size=4
   zaya bench step experiment=zaya1_base cluster=h200_8 --random-tokens stage.micro_batch_size=4 stage.global_batch_size=128 --anchor transformers
+  zaya bench expect step.json experiment=zaya1_base cluster=mi300x_8 stage.micro_batch_size=4 stage.global_batch_size=128
   torchrun --nnodes 2 ... -m zaya_plugin.cli bench step ...    several nodes; or: srun zaya bench step ...
 """
 FLAGS = {"--forward-backward-only": ("optimizer", False), "--no-trace": ("trace", False), "--trace": ("trace", True)}
@@ -57,8 +62,12 @@ def main(argv: list[str]) -> int:
     if not argv or any(flag in argv for flag in ("-h", "--help")):
         print(HELP, end="")
         return 0 if argv else 2
+    if argv[0] == "expect":
+        from zaya_plugin.bench import expect
+
+        return expect.main(argv[1:])
     if argv[0] != "step":
-        raise ValueError(f"zaya bench {argv[0]}: allowed: zaya bench step; see zaya bench --help")
+        raise ValueError(f"zaya bench {argv[0]}: allowed: zaya bench step, zaya bench expect; see zaya bench --help")
     options, output, overrides = parse(argv[1:])
     return run(recipe_of(options, output, overrides), options)
 
@@ -118,6 +127,7 @@ def run(recipe: Recipe, options: Options) -> int:
 
         print(dry_run.describe(recipe, plan))
         return 0
+    recipe = launch.choose_recompute(recipe, plan)
     check_resume(recipe.run_dir, recipe.resume)
     (launch.check_machine if options.random_tokens else launch.check_surroundings)(recipe, plan)
     if options.anchor is not None:
@@ -137,7 +147,7 @@ def run(recipe: Recipe, options: Options) -> int:
     if plan.rank == 0:
         print(f"bench: the anchor, {options.anchor}: building and compiling takes a while", flush=True)
     worker = ("zaya_plugin.bench.anchor", options.to_json(), str(vocabulary))
-    anchor = replace(plan, worker=worker, environment=without_order(plan.environment))
+    anchor = replace(plan, worker=worker)
     if plan.command is None:
         code = own_process(recipe, anchor, 1)
     else:
@@ -162,11 +172,6 @@ def check_anchor() -> None:
         raise ValueError(f"--anchor transformers: transformers is {version or 'not installed'}; allowed: 5.13 or later, which has ZAYA")
 
 
-def without_order(environment: dict[str, str]) -> dict[str, str]:
-    """`environment` for FSDP, which is slowed down by a single queue; Megatron wants one."""
-    return {name: value for name, value in environment.items() if name != "CUDA_DEVICE_MAX_CONNECTIONS"}
-
-
 def own_process(recipe: Recipe, plan: Plan, port: int) -> int:
     """This rank of an outer launcher as a child, so that its memory is free for what comes after. port: added to the launcher's,
     whose store still holds the keys of the process before."""
@@ -178,7 +183,6 @@ def own_process(recipe: Recipe, plan: Plan, port: int) -> int:
     environment["MASTER_PORT"] = str(int(environment["MASTER_PORT"]) + port)
     if port:
         environment["TORCHELASTIC_USE_AGENT_STORE"] = "False"
-        environment.pop("CUDA_DEVICE_MAX_CONNECTIONS", None)
     module, *further = plan.worker
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "recipe.yaml"

@@ -157,27 +157,10 @@ def work_of(session, optim) -> dict:
         head=any(getattr(module, "post_process", False) for module in modules),
         activation_bytes=2 if args.bf16 else 4,
         stream_bytes=4 if args.bf16 is False or args.residual_in_fp32 else 2,
-        accumulated=_accumulated(parts.model),
+        accumulated=session.accumulated,
+        tensor=args.tensor_model_parallel_size,
     )
     return step_work(Shape.of_arguments(args), args.seq_length, rank, _optimizer_share(parts, args, optim) if session.options.optimizer else None)
-
-
-# The part in which a parameter's gradient is computed, by the first word that its name holds.
-GRADIENT_PARTS = (
-    ("experts", "experts"), ("router", "router"), ("linear_", "projections"), ("conv_qk", "prologue"), ("temperature", "prologue"),
-    ("embedding", "head"), ("output_layer", "head"), ("norm", "norms"), ("residual", "norms"), ("input_affine", "norms"),
-)  # fmt: skip
-
-
-def _accumulated(model) -> dict[str, int]:
-    """Elements of gradients by the part whose kernels add them to the fp32 buffer; "gradients": those added in a pass of their own."""
-    found: dict[str, int] = {}
-    for chunk in model:
-        for name, parameter in chunk.named_parameters():
-            inside = getattr(parameter, "grad_added_to_main_grad", False)
-            part = next((part for word, part in GRADIENT_PARTS if word in name), "gradients") if inside else "gradients"
-            found[part] = found.get(part, 0) + parameter.numel()
-    return found
 
 
 def _optimizer_share(parts, args, optim):

@@ -15,6 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from zaya_plugin.bench.gradients import accumulated
 from zaya_plugin.bench.options import Options
 from zaya_plugin.bench.parts import PASSES, STEP, Ranges, annotated, ranged
 
@@ -53,6 +54,7 @@ class Session:
         self.profiler = self.window = None
         self.parts = None
         self.learned = False
+        self.accumulated: dict[str, int] = {}  # of the last step whose backward pass Python ran (zaya_plugin.bench.gradients)
 
     def before_step(self, parts) -> None:
         """parts: zaya_plugin.training.adapter_measured.StepParts."""
@@ -85,6 +87,7 @@ class Session:
         elif step == last + 2:
             if self.traces:
                 self._close()
+                self.accumulated = self.accumulated or accumulated(parts.model)
             raise SystemExit(0)
 
     def _learn(self, to_capture: int, eager: int, parts) -> None:
@@ -98,7 +101,7 @@ class Session:
             self._open(parts)
         if to_capture == 0:
             self._close()
-            self.learned = True
+            self.accumulated, self.learned = accumulated(parts.model), True
 
     def _take_times(self) -> None:
         import resource
@@ -127,13 +130,14 @@ class Session:
 
     def _open(self, parts) -> None:
         """Put ranges around everything; the step begins."""
+        from megatron.core.utils import unwrap_model
         from torch.profiler import record_function
 
         from zaya_plugin.training import balancer
 
         for chunk in parts.model:
             self.ranges.around(chunk, "zero_grad_buffer", "gradients")
-            self.ranges.around_model(_unwrapped(chunk))
+            self.ranges.around_model(unwrap_model(chunk))
         self.ranges.around(parts.optimizer, "zero_grad", "gradients")
         self.ranges.around(parts.optimizer, "step", "optimizer")
         self.ranges.around(balancer, "finalize_model_grads", "gradients")
@@ -173,9 +177,3 @@ def _ranged_loss(forward_step: Callable) -> Callable:
         return output, ranged(reduce_loss, "head")
 
     return step
-
-
-def _unwrapped(chunk):
-    while hasattr(chunk, "module"):
-        chunk = chunk.module
-    return chunk

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from zaya_plugin.config.schema import Recipe
 
-RECOMPUTE_MODULES = ("core_attn", "moe", "layernorm")
+RECOMPUTE_MODULES = ("core_attn", "moe", "layernorm", "permute")
 
 
 def layout_problems(recipe: Recipe, world_size: int) -> Iterator[str]:
@@ -161,6 +161,13 @@ def recompute_problems(recipe: Recipe, world_size: int) -> Iterator[str]:
             f"parallel.recompute_num_layers = {full['num_layers']}: allowed: at most model.num_layers = "
             f"{recipe.model.num_layers}" + (f" over {stages} pipeline stages" if stages > 1 else "")
         )
+    if granularity == "auto" and recipe.cluster.device == "cpu":
+        yield "parallel.recompute_granularity = auto: allowed with cluster.device = cuda (is cpu); the memory plan counts what an accelerator keeps"
+    elif granularity == "auto" and recipe.cluster.memory_gib is None:
+        yield (
+            "cluster.memory_gib = null: parallel.recompute_granularity = auto needs it; allowed: GiB of one device's memory, such as 80 on an "
+            "H100, 141 on an H200, 192 on an MI300X"
+        )
     if granularity == "selective" and not modules:
         yield (
             "parallel.recompute_modules = []: parallel.recompute_granularity = selective needs some of "
@@ -174,6 +181,13 @@ def recompute_problems(recipe: Recipe, world_size: int) -> Iterator[str]:
     for module in modules:
         if module not in RECOMPUTE_MODULES:
             yield f"parallel.recompute_modules = {modules}: {module} is unknown; allowed: {', '.join(RECOMPUTE_MODULES)}"
+    if "permute" in modules:
+        for key, value, only in (
+            ("parallel.expert_model_parallel_size", parallel.expert_model_parallel_size, 1),
+            ("cluster.transformer_impl", recipe.cluster.transformer_impl, "local"),
+        ):
+            if value != only:
+                yield f"parallel.recompute_modules = {modules}: permute is allowed with {key} = {only} (is {value})"
 
 
 def nearest_multiples(value: int, unit: int) -> str:

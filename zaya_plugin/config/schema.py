@@ -46,6 +46,7 @@ HANDOVER = "zaya_plugin.training.handover"
 ADAPTER_HANDOVER = "zaya_plugin.training.adapter_handover"
 SBATCH = "zaya_plugin.training.sbatch"
 CURRICULUM = "zaya_plugin.training.curriculum"
+MEMORY = "zaya_plugin.training.memory_plan"
 
 
 @dataclass
@@ -231,10 +232,15 @@ class ParallelConfig:
     overlap_grad_reduce: bool = arg(False, "reduce gradients while the backward pass runs")
     overlap_param_gather: bool = arg(False, "gather parameters while the forward pass runs")
     ddp_bucket_size: int | None = arg(None, "elements of a gradient bucket; Megatron's own when null")
-    recompute_granularity: str | None = arg(None, "activation recomputation", choices=(None, "full", "selective"))
+    recompute_granularity: str | None = arg(
+        None,
+        "activation recomputation: full, of whole layers; selective, of recompute_modules; auto, the cheapest of these with which the step fits "
+        "into cluster.memory_gib, chosen from the memory plan when a run starts",
+        choices=(None, "full", "selective", "auto"),
+    )
     recompute_method: str | None = arg(None, "with full: uniform or block", choices=(None, "uniform", "block"))
     recompute_num_layers: int | None = arg(None, "with full: layers of one unit")
-    recompute_modules: list[str] = arg([], "with selective: core_attn, moe, layernorm")
+    recompute_modules: list[str] = arg([], "with selective: core_attn, moe, layernorm, permute (rows sorted by expert)")
 
 
 @dataclass
@@ -280,6 +286,9 @@ class ClusterConfig:
         None, "dense bf16 TFLOP/s of one device that MFU is measured against (nominal); null: no MFU", METRICS
     )
     reachable_tflops: float | None = own(None, "TFLOP/s that the best GEMMs reach on the device, shown beside", METRICS)
+    memory_gib: float | None = own(
+        None, "GiB of one device's memory, of which the memory plan leaves 8 % to libraries and allocator; null: no plan is held against it", MEMORY
+    )
     numa_nodes: list[int] = own([], "NUMA node of every rank of a node, in order; srun binds them in `zaya slurm`'s script", SBATCH)
     sbatch: list[str] = own([], "further options of `zaya slurm`'s script, such as [--partition=mi300x,--time=2-00:00:00]", SBATCH)
     threads_per_rank: int | None = own(None, "CPU threads of a rank; cores / ranks of the node when null", LAUNCH)

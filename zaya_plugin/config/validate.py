@@ -54,7 +54,7 @@ RANGES: tuple[tuple[str, Callable, tuple[str, ...]], ...] = (
             "parallel.virtual_pipeline_stages",
             *(f"parallel.{key}" for key in PARALLEL_SIZES),
             *(f"cluster.{key}" for key in ("num_nodes", "gpus_per_node", "distributed_timeout_minutes", "peak_tflops")),
-            *("cluster.reachable_tflops", "cluster.threads_per_rank", "logger.log_interval", "logger.expert_load_interval"),
+            *("cluster.memory_gib", "cluster.reachable_tflops", "cluster.threads_per_rank", "logger.log_interval", "logger.expert_load_interval"),
             *("checkpoint.save_interval", "nproc", "exit_interval", "optim.lr_decay_iters", "optim.lr_wsd_decay_iters"),
             *("optim.muon_steps", "optim.muon_rms_scale"),
         ),

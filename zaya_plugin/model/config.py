@@ -12,7 +12,8 @@ from megatron.core.utils import init_method_normal
 
 _TEMPERATURE_FORMS = ("linear", "exp", "clamped_exp")
 _SKIP_OUTPUTS = ("zero", "identity")
-_RECOMPUTE_MODULES = {"core_attn", "moe", "layernorm"}
+_OWN_RECOMPUTE_MODULES = {"permute"}
+_RECOMPUTE_MODULES = {"core_attn", "moe", "layernorm", *_OWN_RECOMPUTE_MODULES}
 
 
 @dataclass
@@ -161,7 +162,12 @@ class ZayaConfig(TransformerConfig):
         # Megatron asks for this flag when topk is 1; our router always takes the softmax before the choice.
         self.moe_router_pre_softmax = True
         self.fp32_residual_connection = self.residual_in_fp32
+        modules = self.recompute_modules
+        if modules is not None:  # Megatron refuses names that it does not know, and takes an empty list for none
+            self.recompute_modules = [name for name in modules if name not in _OWN_RECOMPUTE_MODULES]
         super().__post_init__()
+        if modules is not None:
+            self.recompute_modules = modules
         self._finalize()
 
     @classmethod
@@ -262,3 +268,6 @@ class ZayaConfig(TransformerConfig):
             require("recompute_modules", f"a subset of {sorted(_RECOMPUTE_MODULES)}", not unknown,
                     f"{unknown} name parts that ZAYA1 lacks (mlp, shared_experts, mla_up_proj, gdn_norm_out) or that "
                     "its expert function always recomputes (moe_act)")
+            if "permute" in self.recompute_modules:
+                fixed("transformer_impl", "local", "recompute_modules has permute, and Transformer Engine's experts keep their rows")
+                fixed("expert_model_parallel_size", 1, "recompute_modules has permute, and rows of other ranks would have to travel again")

@@ -8,7 +8,7 @@ no copy. Megatron's DDP moves parameters into its own buffer; `optim.layout` kee
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
@@ -22,7 +22,7 @@ from zaya_plugin.model.config import ZayaConfig
 from zaya_plugin.model.fusion import fused_on_accelerator
 from zaya_plugin.model.grouped_gemm import add_grouped_outer, grouped_outer, grouped_rows
 from zaya_plugin.model.initialization import initial_device, initialize
-from zaya_plugin.model.main_grad import handed_over, main_grad_of
+from zaya_plugin.model.main_grad import handed_over_block, main_grad_of
 
 
 @fused_on_accelerator
@@ -44,21 +44,23 @@ def swiglu_backward(grad: Tensor, gate_up: Tensor, weights: Tensor) -> tuple[Ten
 def as_block(weights: Sequence[Tensor]) -> Tensor:
     """Matrices [out, in] of all experts as one tensor [E, out, in]: a view if they lie in order, else a copy."""
     first = weights[0].detach()
-    if not first.is_meta:
-        start, stride, storage = first.data_ptr(), first.nbytes, first.untyped_storage().data_ptr()
-        if first.is_contiguous() and all(
-            w.data_ptr() == start + i * stride and w.untyped_storage().data_ptr() == storage and w.is_contiguous()
-            for i, w in enumerate(weights)
-        ):
+    # What begins between the first and the last of one storage lies in that storage.
+    if not first.is_meta and first.untyped_storage().data_ptr() == weights[-1].untyped_storage().data_ptr():
+        place, size = first.data_ptr(), first.nbytes
+        for weight in weights:
+            if weight.data_ptr() != place or not weight.is_contiguous():
+                break
+            place += size
+        else:
             rows, columns = first.shape
             return first.as_strided((len(weights), rows, columns), (rows * columns, columns, 1))
     return torch.stack([w.detach() for w in weights])
 
 
-def weight_gradients(matrices: Sequence[Tensor], a: Tensor, b: Tensor, offsets: Tensor, grouped_gemm: str) -> tuple[Tensor | None, ...]:
+def weight_gradients(matrices: Sequence[Tensor], block: Tensor, a: Tensor, b: Tensor, offsets: Tensor, grouped_gemm: str) -> tuple[Tensor | None, ...]:
     """a[rows of e]^T b[rows of e] for every expert, as autograd wants the gradients of the experts' matrices [out, in]: one a matrix.
 
-    Under Megatron's DDP the parameters' fp32 gradients (`main_grad`) form one block too; then the products are added to it here, and DDP is
+    block: `as_block` of the matrices. Under Megatron's DDP the parameters' fp32 gradients (`main_grad`) form one block too; then the products are added to it here, and DDP is
     told so. The same numbers on a CPU; on an accelerator nothing is rounded in between, where the grouped GEMM can do that.
     """
     main_grads = [main_grad_of(matrix) for matrix in matrices]
@@ -66,23 +68,24 @@ def weight_gradients(matrices: Sequence[Tensor], a: Tensor, b: Tensor, offsets: 
         total = as_block(main_grads)
         if total.data_ptr() == main_grads[0].data_ptr():
             add_grouped_outer(total, a, b, offsets, grouped_gemm)
-            return tuple(map(handed_over, matrices))
+            return handed_over_block(matrices, block)
     return grouped_outer(a, b, offsets, grouped_gemm).unbind()
 
 
 class ExpertMLP(torch.autograd.Function):
     """y = W2_e (swiglu(W1_e x) * weight) for rows sorted by expert; rows of no expert give exact zeros both ways.
 
-    Saves x and the gate and up activations; the SwiGLU output is recomputed in the backward pass. grouped_gemm: which one, as
-    `grouped_gemm_rule.choose`. fused: SwiGLU by hip_ops, which knows the rows of no expert; their
+    Saves x and the gate and up activations; the SwiGLU output is recomputed in the backward pass. rows_again: makes x once more, which
+    then is not saved. grouped_gemm: which one, as `grouped_gemm_rule.choose`. fused: SwiGLU by hip_ops, which knows the rows of no expert; their
     y and gradient of x then hold anything, which `hip_ops.unpermute_from_experts` does not read either way.
     """
 
     @staticmethod
-    def forward(ctx, x, weights, offsets, num_experts, fused, grouped_gemm, *matrices):
+    def forward(ctx, x, weights, offsets, num_experts, fused, grouped_gemm, rows_again, *matrices):
         fc1, fc2 = as_block(matrices[:num_experts]), as_block(matrices[num_experts:])
         gate_up = grouped_rows(x, fc1.transpose(1, 2), offsets, grouped_gemm)
-        ctx.save_for_backward(x, weights, offsets, gate_up, fc1, fc2)
+        ctx.save_for_backward(None if rows_again else x, weights, offsets, gate_up, fc1, fc2)
+        ctx.rows_again = rows_again
         ctx.matrices, ctx.fused, ctx.grouped_gemm = (matrices[:num_experts], matrices[num_experts:]), fused, grouped_gemm
         if fused:
             from hip_ops import weighted_swiglu
@@ -95,6 +98,8 @@ class ExpertMLP(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx, grad_y):
         x, weights, offsets, gate_up, fc1, fc2 = ctx.saved_tensors
+        if ctx.rows_again is not None:
+            x = ctx.rows_again()
         grad_y = grad_y.contiguous()
         grad_hidden = grouped_rows(grad_y, fc2, offsets, ctx.grouped_gemm)
         if ctx.fused:
@@ -105,14 +110,14 @@ class ExpertMLP(torch.autograd.Function):
             grad_gate_up, grad_weights, hidden = swiglu_backward(grad_hidden, gate_up, weights)
         # Rows of no expert were computed from whatever lay in memory: not read below, and cleared in what goes out.
         fc1_matrices, fc2_matrices = ctx.matrices
-        grad_fc2 = weight_gradients(fc2_matrices, grad_y, hidden, offsets, ctx.grouped_gemm)
-        grad_fc1 = weight_gradients(fc1_matrices, grad_gate_up, x, offsets, ctx.grouped_gemm)
+        grad_fc2 = weight_gradients(fc2_matrices, fc2, grad_y, hidden, offsets, ctx.grouped_gemm)
+        grad_fc1 = weight_gradients(fc1_matrices, fc1, grad_gate_up, x, offsets, ctx.grouped_gemm)
         grad_x = grouped_rows(grad_gate_up, fc1, offsets, ctx.grouped_gemm)
         if not ctx.fused:
             nobody = _rows_of_no_expert(offsets, len(x))
             grad_x.masked_fill_(nobody.unsqueeze(-1), 0.0)
             grad_weights = grad_weights.masked_fill(nobody, 0.0).to(weights.dtype)
-        return grad_x, grad_weights, None, None, None, None, *grad_fc1, *grad_fc2
+        return grad_x, grad_weights, None, None, None, None, None, *grad_fc1, *grad_fc2
 
 
 def _rows_of_no_expert(offsets: Tensor, rows: int) -> Tensor:
@@ -138,6 +143,7 @@ class GroupedWeight(nn.Module):
     def __init__(self, config: ZayaConfig, local_experts: range, output_size: int, input_size: int, init_method):
         super().__init__()
         self.num_experts = len(local_experts)
+        self.names = tuple(f"weight{expert}" for expert in range(self.num_experts))
         shape = (self.num_experts, output_size, input_size)
         block = torch.empty(shape, dtype=config.params_dtype, device=initial_device(config))
         remote = torch.empty_like(block[0]) if self.num_experts < config.num_moe_experts else None
@@ -160,7 +166,7 @@ class GroupedWeight(nn.Module):
     def matrices(self) -> list[nn.Parameter]:
         """The parameters in ascending order of experts."""
         parameters = self._parameters
-        return [parameters[f"weight{expert}"] for expert in range(self.num_experts)]
+        return [parameters[name] for name in self.names]
 
     def tag(self, block_name: str) -> None:
         """Mark the parameters as members of one block, for optim.layout."""
@@ -203,13 +209,14 @@ class GroupedExperts(MegatronModule):
         for name in ("linear_fc1", "linear_fc2"):
             getattr(self, name).tag(f"layers.{layer_number - 1}.{name}")
 
-    def forward(self, x: Tensor, weights: Tensor, offsets: Tensor) -> Tensor:
+    def forward(self, x: Tensor, weights: Tensor, offsets: Tensor, rows_again: Callable[[], Tensor] | None = None) -> Tensor:
         """x [T, h] sorted by expert, weights [T], offsets int32 [E] (end of each expert's rows) -> [T, h].
 
         Rows at and beyond offsets[-1] belong to no expert and come out as exact zeros; with fused_expert_path as anything.
+        rows_again: gives x once more in the backward pass, so that it is not kept until then.
         """
         matrices = self.linear_fc1() + self.linear_fc2()
-        return ExpertMLP.apply(x, weights, offsets, self.num_local_experts, self.fused, self.grouped_gemm, *matrices)
+        return ExpertMLP.apply(x, weights, offsets, self.num_local_experts, self.fused, self.grouped_gemm, rows_again, *matrices)
 
     def sharded_state_dict(self, prefix="", sharded_offsets=(), metadata=None):
         """One checkpoint key per expert and matrix, with the expert's global index."""

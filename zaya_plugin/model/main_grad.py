@@ -39,6 +39,15 @@ def handed_over(weight: Tensor) -> Tensor | None:
     return weight.detach()
 
 
+def handed_over_block(weights: Sequence[Tensor], block: Tensor) -> tuple[Tensor | None, ...]:
+    """`handed_over` of matrices that make up `block` [len(weights), out, in]: all views in one call of torch."""
+    if any([getattr(weight, "zero_out_wgrad", False) for weight in weights]):
+        return tuple(map(handed_over, weights))
+    for weight in weights:
+        weight.grad_added_to_main_grad = True
+    return block.unbind()
+
+
 def add_product(weight: Tensor, a: Tensor, b: Tensor) -> Tensor | None:
     """weight.main_grad += a^T b in fp32. a [T, out] and b [T, in] in the weight's dtype, rows may be strided.
 

@@ -9,6 +9,8 @@ has its own part of the sequence.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from megatron.core import tensor_parallel
 from megatron.core.process_groups_config import ProcessGroupCollection
@@ -68,7 +70,8 @@ class ZayaMoELayer(MegatronModule):
         num_local_experts = self.num_experts // get_pg_size(pg_collection.ep)
         self.identity_skip = config.moe_skip_expert and config.skip_output == "identity"
         self.fused = getattr(config, "fused_expert_path", False)
-        self.recompute = config.recompute_granularity == "selective" and "moe" in config.recompute_modules
+        again = config.recompute_modules if config.recompute_granularity == "selective" else ()
+        self.recompute, self.recompute_rows = "moe" in again, "permute" in again and "moe" not in again
         self.router = ZayaRouter(config)
         self.experts = build_module(submodules, num_local_experts, config, pg_collection=pg_collection)
         self.dispatch = None
@@ -106,7 +109,8 @@ class ZayaMoELayer(MegatronModule):
         else:
             order, inverse, offsets = sort_by_expert(ids, self.num_experts)
             output = self.experts(
-                PermuteRows.apply(tokens, order, inverse), PermuteRows.apply(weights, order, inverse), offsets
+                PermuteRows.apply(tokens, order, inverse), PermuteRows.apply(weights, order, inverse), offsets,
+                *self._rows_again(lambda: tokens.detach().index_select(0, order)),
             )
             output = PermuteRows.apply(output, inverse, order)
         if self.identity_skip:
@@ -120,4 +124,12 @@ class ZayaMoELayer(MegatronModule):
 
         order = sort_by_expert(ids, self.num_experts)
         rows, row_weights = permute_to_experts(tokens, order, weights)
-        return unpermute_from_experts(self.experts(rows, row_weights, order.offsets), order)
+        again = self._rows_again(lambda: permute_to_experts(tokens.detach(), order)[0])
+        return unpermute_from_experts(self.experts(rows, row_weights, order.offsets, *again), order)
+
+    def _rows_again(self, permute: Callable[[], Tensor]) -> tuple:
+        """What the experts get besides, with "permute" among recompute_modules: how to sort the rows again, which are then not kept.
+
+        What they are sorted from, the router keeps in any case.
+        """
+        return (permute,) if self.recompute_rows and self.training else ()

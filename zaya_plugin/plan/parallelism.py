@@ -2,8 +2,8 @@
 """What a rank holds and sends under a parallel layout. Plain arithmetic over a model's shape.
 
 Bytes sent are those of ring algorithms, which is how NCCL and RCCL count bus traffic: a rank sends (n - 1) / n of the
-gathered tensor in an all-gather, the same in a reduce-scatter, twice that in an all-reduce. Activations are not counted in
-memory: they depend on recomputation and on what the kernels keep. docs/parallelism.md has these figures beside measured ones.
+gathered tensor in an all-gather, the same in a reduce-scatter, twice that in an all-reduce. Activations are
+counted by zaya_plugin.plan.memory. docs/parallelism.md has these figures beside measured ones.
 """
 
 from __future__ import annotations

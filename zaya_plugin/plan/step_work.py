@@ -36,6 +36,7 @@ class Rank:
         micro_batches: in which they come.
         experts: of each layer on this rank.
         activation_bytes, stream_bytes: an element of weights and activations, and of the residual stream.
+        tensor: tensor-parallel ranks, which share the matrices of queries, keys, output and vocabulary.
         accumulated: elements of gradients that a part's own kernels add to the fp32 buffer, by part; under "gradients" those that a
             pass of their own adds.
     """
@@ -49,6 +50,7 @@ class Rank:
     activation_bytes: int = 2
     stream_bytes: int = 4
     accumulated: Mapping[str, int] = field(default_factory=dict)
+    tensor: int = 1
 
 
 @dataclass(frozen=True)
@@ -89,12 +91,12 @@ def _weights(here: Shape, rank: Rank) -> dict[str, float]:
     parts = count_parameters(here)
     h = here.hidden_size
     projections = here.num_layers * h * (2 * here.query_channels + 2 * here.key_channels)
-    return {
-        "projections": projections,
-        "prologue": parts["attention"] - projections,
+    return {  # of matrices that are whole on tensor-parallel ranks (values, convolutions) a rank reads the rows of its heads
+        "projections": projections / rank.tensor,
+        "prologue": (parts["attention"] - projections) / rank.tensor,
         "router": parts["router"],
         "experts": parts["experts"] / here.num_experts * rank.experts,
-        "head": parts["embedding"] if rank.head else 0.0,
+        "head": parts["embedding"] / rank.tensor if rank.head else 0.0,
     }
 
 

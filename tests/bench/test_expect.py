@@ -1,0 +1,107 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A measured step carried over: to itself exactly, to more micro-batches and ranks as their work and their links say."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from zaya_plugin.bench import expect
+from zaya_plugin.bench.command import main
+from zaya_plugin.config.compose import compose
+from zaya_plugin.plan.machines import MACHINES
+
+RECORD = Path(__file__).parents[2] / "benchmarks" / "results" / "step12-h100.json"
+ALIKE = ["experiment=zaya1_base", "cluster.fused_linear_cross_entropy=true", "cluster.fused_cca_prologue=true", "data.path=none"]
+PER_MICRO_BATCH = ("embedding", "norms", "projections", "prologue", "attention", "router", "experts", "head")
+
+
+@pytest.fixture(scope="module")
+def record():
+    return expect.load(RECORD)
+
+
+@pytest.fixture(scope="module")
+def measured(record):
+    return {row["part"]: row["ms"] for row in record["parts"]}
+
+
+def parts(found):
+    return {row["part"]: row["ms"] for row in found["parts"]}
+
+
+def test_the_work_of_a_recipe_is_that_of_the_model_that_ran(record):
+    work = expect.work_of(expect.recorded_recipe(record), 1, record["model"]["vocab_size"])
+    for row in record["parts"]:
+        if row["tflop"] is not None:
+            assert work[row["part"]].flops == pytest.approx(row["tflop"] * 1e12, rel=1e-12), row["part"]
+            assert work[row["part"]].bytes == pytest.approx(row["gb"] * 1e9, rel=1e-12), row["part"]
+
+
+def test_the_same_step_takes_the_measured_time(record, measured):
+    found = expect.expect(record, expect.recorded_recipe(record), 1)
+    assert found["prediction"] is True and found["communication"] == {}
+    assert parts(found) == pytest.approx({part: ms for part, ms in measured.items() if part not in expect.NOT_CARRIED}, rel=1e-12)
+    computing = record["traced"]["ms"] - measured["idle"] - measured["communication"]
+    assert found["step"]["ms"] == pytest.approx(computing, rel=1e-6) and found["idle_of_the_record_ms"] == measured["idle"]
+
+
+def test_four_micro_batches_are_four_times_one_and_the_optimizer_once(record, measured):
+    recipe = expect.recorded_recipe(record)
+    recipe.stage.global_batch_size *= 4
+    found = parts(expect.expect(record, recipe, 1))
+    for part in PER_MICRO_BATCH:
+        assert found[part] == pytest.approx(4 * measured[part], rel=1e-9), part
+    assert found["optimizer"] == pytest.approx(measured["optimizer"], rel=1e-12)
+    assert measured["gradients"] < found["gradients"] < 4 * measured["gradients"]  # the buffers are zeroed once
+
+
+def test_more_layers_and_ranks(record, measured):
+    eight = expect.expect(record, compose([*ALIKE, "cluster=h100_8", "stage.micro_batch_size=4", "stage.global_batch_size=32"]), 8)
+    found = parts(eight)
+    assert eight["on"]["gemm_tflops"] == record["rates"]["gemm_tflops"]  # the record's own device: its own rates
+    assert found["attention"] == pytest.approx(40 / 12 * measured["attention"]) and found["head"] == pytest.approx(measured["head"])
+    assert found["optimizer"] == pytest.approx(40 / 12 / 8 * measured["optimizer"])  # Newton-Schulz bounds it, and has no part in the embedding
+    sent = 7 / 8 * 4 * 8_840_488_784  # bytes of gradients that a rank sends
+    assert eight["communication"]["gradients"]["ms"] == pytest.approx(1e3 * sent / MACHINES["h100_8"].link, rel=0.05)
+    assert 0 < eight["communication"]["gradients"]["exposed_ms"] < 0.1 * eight["communication"]["gradients"]["ms"]
+    words = [*ALIKE, "cluster=h100_8", "stage.micro_batch_size=4", "stage.global_batch_size=32"]
+    plain = expect.expect(record, compose([*words, "parallel.overlap_grad_reduce=false", "parallel.overlap_param_gather=false"]), 8)
+    for each in plain["communication"].values():
+        assert each["exposed_ms"] == pytest.approx(each["ms"])
+
+
+def test_other_rates_count_by_what_bounds_a_part(record):
+    found = expect.expect(record, compose([*ALIKE, "cluster=mi300x_8", "stage.global_batch_size=32"]), 8)
+    h100 = expect.expect(record, compose([*ALIKE, "cluster=h100_8", "stage.micro_batch_size=4", "stage.global_batch_size=32"]), 8)
+    gemm = record["rates"]["gemm_tflops"] / 700
+    copy = record["rates"]["copy_tb_per_s"] / 4.33
+    assert parts(found)["attention"] == pytest.approx(gemm * parts(h100)["attention"])
+    assert parts(found)["norms"] == pytest.approx(copy * parts(h100)["norms"])
+
+
+def test_a_thousand_ranks_hide_nothing(record):
+    """All experts are one bucket there (docs/optimizer.md)."""
+    recipe = compose(["experiment=zaya1_base", "cluster=mi300x_128x8", "data.path=none"])
+    found = expect.expect(record, recipe, 1024)
+    assert found["communication"]["gradients"]["exposed_ms"] == pytest.approx(found["communication"]["gradients"]["ms"])
+    assert found["step"]["micro_batches"] == 1 and found["step"]["exposed_communication_ms"] > 0.2 * found["step"]["ms"]
+
+
+def test_the_command_marks_what_it_says(tmp_path, capsys):
+    out = tmp_path / "expected.json"
+    assert main(["expect", str(RECORD), *ALIKE, "cluster=mi300x_8", "stage.global_batch_size=128", "--output", str(out)]) == 0
+    said, written = capsys.readouterr().out, json.loads(out.read_text())
+    assert said.strip().startswith("PREDICTION, nothing of this was measured on mi300x_8: from NVIDIA H100 80GB HBM3, commit eecf738")
+    assert "exposed gradients" in said and "4.33 TB/s" in said
+    assert written["prediction"] is True and written["schema"] == "zaya bench expect/1" and "xGMI" in written["on"]["sources"]
+
+
+def test_what_it_refuses(tmp_path, record):
+    for words, complaint in (
+        (["experiment=zaya1_base"], "the first word is the step.json"),
+        ([str(tmp_path / "none.json")], "not a step.json of `zaya bench step`"),
+        ([str(RECORD), *ALIKE, "cluster=h100_8", "parallel=pipeline_parallel"], "pipeline_model_parallel_size = 2: allowed in zaya bench expect: 1"),
+    ):
+        with pytest.raises(ValueError, match=complaint):
+            main(["expect", *words])

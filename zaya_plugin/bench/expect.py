@@ -1,0 +1,212 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`zaya bench expect`: a measured step carried over to another machine, size or batch. A prediction, and marked as one.
+
+Each part of the record took a certain time where its roofline, the larger of operations over the matrix-product rate and bytes over the copy rate, allows
+less; the same share of the other machine's roofline is assumed for the other recipe's work. Collectives take zaya_plugin.plan.machines' rates and are
+hidden under the passes that they overlap with. What the host does (idle) is not carried over. Same recipe, same device: the record's own parts.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from zaya_plugin.config.schema import Recipe
+    from zaya_plugin.plan.flops import Shape
+    from zaya_plugin.plan.parallelism import Layout
+    from zaya_plugin.plan.step_work import OptimizerShare, Work
+
+SCHEMA = "zaya bench expect/1"
+NOT_CARRIED = ("communication", "idle")
+
+
+def main(argv: list[str]) -> int:
+    """`zaya bench expect STEP_JSON [key=value ...] [--output FILE]`."""
+    from zaya_plugin.config.compose import compose
+    from zaya_plugin.config.validate import validate
+    from zaya_plugin.training.commands import option, overrides_of
+
+    argv, output = option(argv, "--output")
+    if not argv or "=" in argv[0] or argv[0].startswith("-"):
+        raise ValueError("zaya bench expect: the first word is the step.json of a run of `zaya bench step`")
+    record = load(Path(argv[0]))
+    recipe = recorded_recipe(record)
+    if argv[1:]:
+        words = argv[1:] if any(word.startswith("data.path=") for word in argv[1:]) else [*argv[1:], "data.path=none"]
+        recipe = compose(overrides_of(words, "bench expect"))
+    world = recipe.nproc or recipe.cluster.num_nodes * recipe.cluster.gpus_per_node
+    validate(recipe, world)
+    found = expect(record, recipe, world)
+    print(text(found))
+    if output:
+        Path(output).write_text(json.dumps(found, indent=1) + "\n")
+    return 0
+
+
+def load(path: Path) -> dict:
+    try:
+        record = json.loads(path.read_text())
+        assert record["schema"] == "zaya bench step/1" and record["parts"] and record["traced"]["source"] == "kernels"
+    except (OSError, KeyError, TypeError, ValueError, AssertionError) as error:
+        raise ValueError(f"{path}: not a step.json of `zaya bench step` on an accelerator ({type(error).__name__}: {error})") from error
+    return record
+
+
+def recorded_recipe(record: dict) -> Recipe:
+    """The recipe that ran. Keys that have come since have their defaults, keys that have gone are left out."""
+    from dataclasses import fields, is_dataclass
+
+    from zaya_plugin.config.schema import Recipe
+
+    def filled(target, values: dict):
+        for each in fields(target):
+            if each.name in values:
+                value = getattr(target, each.name)
+                setattr(target, each.name, filled(value, values[each.name]) if is_dataclass(value) else values[each.name])
+        return target
+
+    recipe = filled(Recipe(), record["recipe"])
+    recipe.nproc = record["world_size"]
+    return recipe
+
+
+def expect(record: dict, recipe: Recipe, world: int) -> dict:
+    """The step of `recipe` on `world` devices of its cluster.
+
+    Raises:
+        ValueError: pipeline parallelism, whose waiting is not a matter of rates.
+    """
+    from zaya_plugin.plan.expected_step import Overlap, communication, limit
+    from zaya_plugin.plan.flops import training_flops
+    from zaya_plugin.plan.machines import MACHINES
+    from zaya_plugin.plan.step_work import Work
+    from zaya_plugin.training import memory_plan
+
+    before, measured = recorded_recipe(record), record["rates"]
+    if recipe.parallel.pipeline_model_parallel_size > 1:
+        raise ValueError(f"parallel.pipeline_model_parallel_size = {recipe.parallel.pipeline_model_parallel_size}: allowed in zaya bench expect: 1")
+    machine = MACHINES.get(recipe.cluster.name)
+    here = measured["gemm_tflops"] * 1e12, measured["copy_tb_per_s"] * 1e12
+    same = machine is None or machine.name in record["device"]
+    rates = here if same else (machine.gemm, machine.copy)
+    vocabulary = record["model"]["vocab_size"]
+    shape = memory_plan.shape_of(recipe, vocabulary)
+    old = work_of(before, record["world_size"], vocabulary, record["step"]["optimizer"])
+    new = work_of(recipe, world, vocabulary, record["step"]["optimizer"])
+    batch, layout = memory_plan.batch_of(recipe, world), memory_plan.layout_of(recipe, world)
+    old_batch = memory_plan.batch_of(before, record["world_size"])
+    tokens = batch.micro_batches * batch.micro_batch_size * batch.seq_length // (layout.context * layout.tensor)
+    old_tokens = old_batch.micro_batches * old_batch.micro_batch_size * old_batch.seq_length // before.parallel.context_parallel_size
+    old_tokens //= before.parallel.tensor_model_parallel_size
+    parts, passes = [], [0.0, 0.0]
+    for row in record["parts"]:
+        if row["part"] in NOT_CARRIED:
+            continue
+        if row["part"] in old:
+            factor = limit(new[row["part"]], *rates) / limit(old[row["part"]], *here)
+        else:  # whatever has no work of its own goes with tokens and layers
+            factor = tokens * shape.num_layers / (old_tokens * before.model.num_layers)
+        done = new.get(row["part"], Work())
+        parts.append({
+            "part": row["part"], "title": row["title"], "ms": row["ms"] * factor, "tflop": done.flops / 1e12, "gb": done.bytes / 1e9,
+            "roofline": row["roofline"],
+        })  # fmt: skip
+        if row["part"] not in ("optimizer", "gradients"):
+            passes = [passes[0] + row["forward_ms"] * factor, passes[1] + row["backward_ms"] * factor]
+    forward, backward = (each / batch.micro_batches for each in passes)
+    overlap = Overlap(recipe.parallel.overlap_grad_reduce, recipe.parallel.overlap_param_gather, recipe.parallel.ddp_bucket_size)
+    muon = recipe.optim.name == "muon"
+    links = communication(shape, layout, batch, machine, overlap, forward / 1e3, backward / 1e3, muon) if machine else {}
+    exposed = sum(each["exposed_ms"] for each in links.values())
+    plan = memory_plan.plan_of(recipe, world, vocabulary)
+    computing = sum(row["ms"] for row in parts)
+    ms = computing + exposed
+    all_tokens = recipe.stage.global_batch_size * recipe.stage.seq_length
+    flops = training_flops(shape, all_tokens, recipe.stage.seq_length)
+    idle = next((row["ms"] for row in record["parts"] if row["part"] == "idle"), 0.0)
+    return {
+        "schema": SCHEMA,
+        "prediction": True,
+        "from": {name: record[name] for name in ("device", "date", "commit", "command", "world_size")},
+        "on": {
+            "cluster": recipe.cluster.name, "devices": world, "gemm_tflops": rates[0] / 1e12, "copy_tb_per_s": rates[1] / 1e12,
+            "sources": machine.sources if machine else "rates of the record's own device; no links",
+        },
+        "step": {
+            "ms": ms, "computing_ms": computing, "exposed_communication_ms": exposed, "tokens": all_tokens, "micro_batches": batch.micro_batches,
+            "tokens_per_s_per_device": 1e3 * all_tokens / ms / world, "tflops_per_device": flops / (ms / 1e3) / world / 1e12,
+            "share_of_gemm": flops / (ms / 1e3) / world / rates[0], "planned_gib": plan.total / 2**30,
+        },
+        "parts": parts,
+        "communication": links,
+        "idle_of_the_record_ms": idle,
+    }  # fmt: skip
+
+
+def work_of(recipe: Recipe, world: int, vocabulary: int, optimizer: bool = True) -> dict[str, Work]:
+    """zaya_plugin.plan.step_work of one rank, from the recipe alone; zaya_plugin.bench.record.work_of asks the model that ran."""
+    from zaya_plugin.plan.expected_step import accumulated
+    from zaya_plugin.plan.step_work import Rank, step_work
+    from zaya_plugin.training import memory_plan
+
+    shape, layout, batch = memory_plan.shape_of(recipe, vocabulary), memory_plan.layout_of(recipe, world), memory_plan.batch_of(recipe, world)
+    rank = Rank(
+        layers=shape.num_layers,
+        tokens=batch.micro_batches * batch.micro_batch_size * batch.seq_length // (layout.context * layout.tensor),
+        micro_batches=batch.micro_batches,
+        experts=shape.num_experts // layout.expert,
+        activation_bytes=batch.dtype_bytes,
+        stream_bytes=memory_plan.kernels_of(recipe).stream_bytes,
+        accumulated=accumulated(shape, layout, recipe.cluster.fused_linear_cross_entropy),
+        tensor=layout.tensor,
+    )
+    return step_work(shape, recipe.stage.seq_length, rank, optimizer_share(shape, layout, recipe) if optimizer else None)
+
+
+def optimizer_share(shape: Shape, layout: Layout, recipe: Recipe) -> OptimizerShare:
+    """The busiest rank's: matrices are never cut, so it has one of the largest ones at least."""
+    from zaya_plugin.optim.newton_schulz_cost import newton_schulz_flops
+    from zaya_plugin.plan.parameters import count_parameters
+    from zaya_plugin.plan.step_work import OptimizerShare
+
+    momentum = 2 if recipe.optim.muon_momentum_dtype == "bf16" else 4
+    sharded = layout.distributed_optimizer
+    ranks = (layout.expert_replicas, layout.replicas) if sharded else (1, 1)
+    h, f, r, q, k = shape.hidden_size, shape.moe_ffn_hidden_size, shape.router_hidden_size, shape.query_channels, shape.key_channels
+    parts = count_parameters(shape)
+    everything = sum(parts.values()) - parts["experts"]
+    if recipe.optim.name != "muon":
+        return OptimizerShare(0.0, parts["experts"] / layout.expert / ranks[0] + everything / ranks[1], momentum)
+    halves = 2 if recipe.optim.muon_split_gate_up else 1
+    of_experts = [(2 * f // halves, h)] * halves + [(h, f)]
+    of_the_rest = [(q, h), (k, h), (k // 2, h), (k // 2, h), (h, q), (r, h), (r, r), (r, r), (shape.num_experts + 1, r)]
+    experts = shape.num_layers * shape.num_experts / layout.expert
+    elements = sum(m * n for m, n in of_the_rest) * shape.num_layers
+    operations = max(
+        experts * sum(newton_schulz_flops(*size) for size in of_experts) / ranks[0], newton_schulz_flops(*of_experts[0]) * (ranks[0] > 1)
+    ) + shape.num_layers * sum(newton_schulz_flops(*size) for size in of_the_rest) / ranks[1]
+    muon = max(parts["experts"] / layout.expert / ranks[0], 2.0 * f * h * (ranks[0] > 1)) + elements / ranks[1]
+    return OptimizerShare(muon, (everything - elements) / ranks[1], momentum, operations * recipe.optim.muon_steps / 5)
+
+
+def text(found: dict) -> str:
+    """The table."""
+    step, on = found["step"], found["on"]
+    lines = [
+        "",
+        f"PREDICTION, nothing of this was measured on {on['cluster']}: from {found['from']['device']}, commit {found['from']['commit']}",
+        f"{on['devices']} devices, {on['gemm_tflops']:.4g} TFLOP/s in a matrix product, {on['copy_tb_per_s']:.3g} TB/s in a copy ({on['sources']})",
+        f"a step of {step['tokens']} tokens in {step['micro_batches']} micro-batch{'es' if step['micro_batches'] > 1 else ''} a rank: {step['ms']:.1f} ms, "
+        f"{step['tokens_per_s_per_device']:,.0f} tokens/s a device, {step['tflops_per_device']:.4g} TFLOP/s, {step['share_of_gemm']:.1%} of the GEMM rate; "
+        f"memory plan {step['planned_gib']:.1f} GiB",
+        f"  {'part':22}{'ms':>9}{'share':>8}{'TFLOP':>10}{'GB':>10}{'roofline':>9}",
+    ]
+    for row in found["parts"]:
+        roofline = "" if row["roofline"] is None else f"{row['roofline']:.0%}"
+        lines.append(f"  {row['title']:22}{row['ms']:9.2f}{row['ms'] / step['ms']:8.1%}{row['tflop']:10.3g}{row['gb']:10.3g}{roofline:>9}")
+    for name, each in found["communication"].items():
+        lines.append(f"  {'exposed ' + name:22}{each['exposed_ms']:9.2f}{each['exposed_ms'] / step['ms']:8.1%}   of {each['ms']:.1f} ms")
+    lines.append(f"The record's idle time, {found['idle_of_the_record_ms']:.1f} ms of its traced step, is its host's and not carried over.")
+    return "\n".join(lines)

@@ -1,0 +1,24 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which part of a step adds which gradients to Megatron's fp32 buffer: what each parameter's flag says after a backward pass."""
+
+from __future__ import annotations
+
+# The part in which a parameter's gradient is computed, by the first word that its name holds.
+GRADIENT_PARTS = (
+    ("experts", "experts"), ("router", "router"), ("linear_", "projections"), ("conv_qk", "prologue"), ("temperature", "prologue"),
+    ("embedding", "head"), ("output_layer", "head"), ("norm", "norms"), ("residual", "norms"), ("input_affine", "norms"),
+)  # fmt: skip
+
+
+def accumulated(model) -> dict[str, int]:
+    """Elements of gradients by the part whose kernels add them to the fp32 buffer; "gradients": those added in a pass of their own.
+
+    model: Megatron's chunks after a backward pass that Python ran, before buffers are zeroed again: the replay of a graph sets no flags.
+    """
+    found: dict[str, int] = {}
+    for chunk in model:
+        for name, parameter in chunk.named_parameters():
+            inside = getattr(parameter, "grad_added_to_main_grad", False)
+            part = next((part for word, part in GRADIENT_PARTS if word in name), "gradients") if inside else "gradients"
+            found[part] = found.get(part, 0) + parameter.numel()
+    return found

@@ -1,0 +1,84 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a step takes beside its rooflines: gradients added to the fp32 buffer, and collectives, as far as no pass hides them. No torch import."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from zaya_plugin.plan.flops import Shape
+from zaya_plugin.plan.machines import Machine, collective_seconds
+from zaya_plugin.plan.memory import padded_parameters
+from zaya_plugin.plan.parallelism import Batch, Layout, sent_bytes
+from zaya_plugin.plan.parameters import count_parameters
+from zaya_plugin.plan.step_work import Work
+
+LEAST_BUCKET = 40_000_000  # Megatron's own bucket: at least so many elements, and a million a rank
+
+
+@dataclass(frozen=True)
+class Overlap:
+    """Whether gradients are reduced during the backward pass and parameters gathered during the forward pass; bucket: elements, None: Megatron's own."""
+
+    gradients: bool = True
+    parameters: bool = True
+    bucket: int | None = None
+
+
+def limit(work: Work, gemm: float, copy: float) -> float:
+    """Seconds that the roofline allows."""
+    return max(work.flops / gemm, work.bytes / copy)
+
+
+def accumulated(shape: Shape, layout: Layout, fused_head: bool) -> dict[str, int]:
+    """Elements of gradients that a part's own kernels add to the fp32 buffer under Megatron's DDP, and those that a pass of its own adds."""
+    parts = count_parameters(shape)
+    projections = shape.num_layers * shape.hidden_size * (2 * shape.query_channels + 2 * shape.key_channels)
+    own = {"experts": parts["experts"] // layout.expert}
+    if layout.tensor == 1:
+        own["projections"] = projections
+    if fused_head:
+        own["head"] = parts["embedding"] // layout.tensor
+    cut = shape.num_layers * shape.hidden_size * (2 * shape.query_channels + shape.key_channels) + parts["embedding"]
+    local = sum(parts.values()) - parts["experts"] + parts["experts"] // layout.expert - cut + cut // layout.tensor
+    return {**own, "gradients": local - sum(own.values())}
+
+
+def communication(
+    shape: Shape, layout: Layout, batch: Batch, machine: Machine, overlap: Overlap, forward: float, backward: float, muon: bool = True
+) -> dict[str, dict]:
+    """Milliseconds of a step's collectives, and what is left of them beside the passes; forward, backward: seconds of one micro-batch's.
+
+    Gradients of a bucket leave when the backward pass of the last micro-batch has filled it, so that they have what is left of that pass; parameters
+    come back bucket by bucket during the first forward pass. Without overlap, and for what a layer waits for, all is exposed.
+    """
+    parts, found = count_parameters(shape), {}
+    padded = padded_parameters(shape, layout, muon)
+    for name, overlapped, size, window in (
+        ("gradients", overlap.gradients, 4, backward), ("parameters", overlap.parameters, batch.dtype_bytes, forward),
+    ):  # fmt: skip
+        time = exposed = 0.0
+        for part, ranks in (("experts", layout.expert_replicas), ("rest", layout.replicas)):
+            # A shard holds whole matrices, so that many ranks make large buckets (docs/optimizer.md).
+            largest = 2 * shape.moe_ffn_hidden_size * shape.hidden_size if part == "experts" else shape.query_channels * shape.hidden_size
+            bucket = max(overlap.bucket or max(LEAST_BUCKET, 1_000_000 * ranks), ranks * largest)
+            buckets = max(1, int(padded[part] // bucket))
+            factor = 1 if layout.distributed_optimizer else 2
+            seconds = collective_seconds(machine, ranks, (ranks - 1) / ranks * padded[part] * size * factor, buckets)
+            if name == "parameters" and not layout.distributed_optimizer:
+                seconds = 0.0
+            time += seconds
+            share = padded[part] / sum(padded.values())
+            # The first to come back is the last to leave: a bucket of the first layer, or the embedding, which is used there.
+            late = max(1 / buckets, parts["embedding"] / layout.tensor / padded["rest"] if part == "rest" else 0.0)
+            hidden = min(seconds * (1 - late), window * share * (1 - 1 / buckets)) if overlapped else 0.0
+            exposed += seconds - hidden
+        found[name] = {"ms": 1e3 * time, "exposed_ms": 1e3 * exposed}
+    sent = sent_bytes(shape, layout, batch)
+    for name, ranks, times in (
+        ("key_values", layout.context, 2), ("dispatch", layout.expert, 4), ("activations", layout.tensor, 4),
+    ):  # fmt: skip
+        if ranks > 1:
+            messages = times * batch.micro_batches * shape.num_layers
+            seconds = collective_seconds(machine, ranks, sent[name], messages)
+            found[name] = {"ms": 1e3 * seconds, "exposed_ms": 1e3 * seconds}
+    return found

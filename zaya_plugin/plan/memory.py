@@ -1,0 +1,298 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Memory of one rank, by component: what lies there all the time, what a forward pass keeps for the backward pass, and what comes on top.
+
+Activations are counted tensor by tensor, as autograd keeps them on an accelerator, where the functions between matrix products are compiled;
+`tests/plan/test_saved_tensors.py` counts the tensors of a small model under every choice and holds this table to them within 0.5 %. Not counted:
+what the libraries take for themselves (context, NCCL's or RCCL's buffers, workspaces) and what the allocator cannot use; docs/parallelism.md
+has measured peaks beside these figures. Plain arithmetic.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+
+from zaya_plugin.plan.flops import Shape
+from zaya_plugin.plan.parallelism import GRADIENT_BYTES, Batch, Layout, local_parameters
+from zaya_plugin.plan.parameters import count_parameters
+
+FLOAT32, INT64 = 4, 8
+RANDOM_STATE = 2 * 5056  # bytes that a checkpoint keeps of the random generators
+HEAD_BUFFER = 5 * 2**28  # hip_ops.linear_cross_entropy.BUFFER_BYTES
+ROUND_OF_MUON = 2**30  # elements; zaya_plugin.optim.muon.MuonSettings.elements_at_once
+
+
+@dataclass(frozen=True)
+class Kernels:
+    """Which of the model's fused paths run (recipe keys cluster.fused_*), and bytes of an element of the residual stream."""
+
+    residual_norm: bool = True
+    prologue: bool = True
+    experts: bool = True
+    head: bool = True
+    stream_bytes: int = 4
+
+
+@dataclass(frozen=True)
+class Recompute:
+    """What the backward pass computes again.
+
+    Attributes:
+        modules: of every layer: "layernorm", "permute", "moe", "core_attn".
+        full_layers: of a stage, from its first on, that are recomputed whole; unit: of so many consecutive ones one input is kept.
+    """
+
+    modules: frozenset[str] = frozenset()
+    full_layers: int = 0
+    unit: int = 1
+
+
+@dataclass(frozen=True)
+class Optimizer:
+    """State of the optimizer: muon, whether matrices are under Muon; momentum_bytes, of an element of its momentum."""
+
+    muon: bool = True
+    momentum_bytes: int = 4
+
+
+@dataclass(frozen=True)
+class Saved:
+    """A tensor that a layer keeps for its backward pass, in bytes; part: of the step, as `zaya bench step` names them."""
+
+    part: str
+    name: str
+    bytes: float
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """Bytes of the fullest rank. components: by name, their sum is the peak."""
+
+    components: dict[str, float]
+    layer: tuple[Saved, ...] = field(default=(), repr=False)
+
+    @property
+    def total(self) -> float:
+        return sum(self.components.values())
+
+
+def _tokens(layout: Layout, batch: Batch) -> int:
+    """Of one rank and micro-batch, outside attention."""
+    return batch.seq_length * batch.micro_batch_size // (layout.context * layout.tensor)
+
+
+def layer_tensors(shape: Shape, layout: Layout, batch: Batch, kernels: Kernels, recompute: frozenset[str] = frozenset()) -> Iterator[Saved]:
+    """What one layer keeps of one micro-batch.
+
+    T tokens of this rank; under tensor parallelism attention has t times as many, of 1 / t of the heads. h hidden, q and k channels of queries and
+    of keys (values have as many as keys), r of the router, a bytes of an activation, s of the stream.
+    """
+    a, s, tp, cp = batch.dtype_bytes, kernels.stream_bytes, layout.tensor, layout.context
+    tokens = _tokens(layout, batch)
+    whole = tokens * tp
+    h, r = shape.hidden_size, shape.router_hidden_size
+    q, k, heads = shape.query_channels // tp, shape.key_channels // tp, (shape.num_attention_heads + shape.num_query_groups) // tp
+    norms_again, moe_again, core_again = (name in recompute for name in ("layernorm", "moe", "core_attn"))
+
+    yield Saved("norms", "stream into the layer", s * h * tokens)
+    if not norms_again:
+        yield Saved("norms", "statistics of both norms", 2 * FLOAT32 * tokens)
+    if tp > 1 or not norms_again:
+        yield Saved("projections", "normed input of attention" + (", gathered" if tp > 1 else ""), a * h * whole)
+    yield Saved("projections", "joined matrix of the projections", a * h * (q + 2 * k))
+    yield from _prologue_tensors(shape, batch, kernels, whole, q, k, heads)
+    keys = k * whole * (1 if core_again else cp)  # of the whole sequence where attention has gathered them
+    if cp > 1 and not core_again:
+        yield Saved("attention", "keys of all context-parallel ranks", a * keys)
+    yield Saved("attention", "values", a * keys)
+    yield Saved("attention", "context", a * q * whole)
+    if not core_again:
+        yield Saved("attention", "logsumexp", FLOAT32 * shape.num_attention_heads // tp * whole)
+        if cp > 1:
+            yield Saved("attention", "context of each chunk", a * q * whole)
+    yield Saved("norms", "output of attention", a * h * tokens)
+    yield Saved("norms", "stream between attention and experts", s * h * tokens)
+    if not norms_again:
+        yield Saved("router", "normed input of the experts", a * h * tokens)
+    yield Saved("router", "router state", a * r * tokens)
+    if not moe_again:
+        yield from _moe_tensors(shape, layout, a, kernels, tokens, "permute" in recompute)
+    yield Saved("norms", "output of the experts", a * h * tokens)
+    checkpoints = core_again + moe_again
+    if checkpoints:
+        yield Saved("other", "random generators", checkpoints * RANDOM_STATE)
+
+
+def _prologue_tensors(shape: Shape, batch: Batch, kernels: Kernels, whole: int, q: int, k: int, heads: int) -> Iterator[Saved]:
+    a, channels = batch.dtype_bytes, q + k
+    if kernels.prologue:
+        yield Saved("prologue", "projected queries, keys and values", a * (q + 2 * k) * whole)
+        yield Saved("prologue", "queries and keys", a * channels * whole)
+        yield Saved("prologue", "inverse norms", FLOAT32 * heads * whole)
+        return
+    d = shape.kv_channels
+    yield Saved("prologue", "padded queries and keys", a * channels * (whole + 2 * batch.micro_batch_size))
+    yield Saved("prologue", "convolutions' taps", a * 2 * channels * whole)
+    yield Saved("prologue", "convolutions' matrices", a * (2 * d + 2) * channels)
+    yield Saved("prologue", "convolved in fp32", FLOAT32 * channels * whole)
+    yield Saved("prologue", "inverse norms and scales", FLOAT32 * heads * (whole + 1))
+    yield Saved("prologue", "queries and keys", a * channels * whole)
+
+
+def _moe_tensors(shape: Shape, layout: Layout, a: int, kernels: Kernels, tokens: int, rows_again: bool) -> Iterator[Saved]:
+    """Under expert parallelism a rank's rows are those that others send; loads are taken to be even, and the dispatcher's own copies left out."""
+    h, f, r = shape.hidden_size, shape.moe_ffn_hidden_size, shape.router_hidden_size
+    yield Saved("router", "router's hidden layers and statistics", (5 * a * r + FLOAT32) * tokens)
+    yield Saved("router", "probabilities, choice and mask", (FLOAT32 * (shape.num_experts + 1) + INT64 + 1) * tokens)
+    yield Saved("experts", "order of the tokens", 2 * (FLOAT32 if kernels.experts else INT64) * tokens)
+    if not rows_again:
+        yield Saved("experts", "rows sorted by expert", a * h * tokens)
+    yield Saved("experts", "weights and offsets", FLOAT32 * (tokens + shape.num_experts // layout.expert))
+    yield Saved("experts", "gate and up", a * 2 * f * tokens)
+
+
+def whole_layer_tensors(shape: Shape, layout: Layout, batch: Batch, kernels: Kernels) -> Iterator[Saved]:
+    """What a unit of layers keeps that is recomputed whole."""
+    tokens = _tokens(layout, batch)
+    yield Saved("norms", "stream into the layer", kernels.stream_bytes * shape.hidden_size * tokens)
+    yield Saved("router", "router state", batch.dtype_bytes * shape.router_hidden_size * tokens)
+    yield Saved("other", "random generators", RANDOM_STATE)
+
+
+def layers_bytes(
+    shape: Shape, layout: Layout, batch: Batch, kernels: Kernels, recompute: Recompute, layers: int, first: bool = True
+) -> float:
+    """What `layers` layers keep of one micro-batch; first: they begin with the model's first, whose input is counted with the embedding."""
+    each = sum(saved.bytes for saved in layer_tensors(shape, layout, batch, kernels, recompute.modules))
+    kept = each * (layers - recompute.full_layers)
+    if "moe" in recompute.modules and first:
+        kept -= batch.dtype_bytes * shape.router_hidden_size * _tokens(layout, batch)  # a layer keeps the state it gets, and the first gets none
+    if recompute.full_layers:
+        units = -(-recompute.full_layers // recompute.unit)
+        unit = {saved.name: saved.bytes for saved in whole_layer_tensors(shape, layout, batch, kernels)}
+        kept += sum(unit.values()) * units
+        kept -= (sum(unit.values()) - unit["random generators"]) * first
+        kept += unit["router state"] * (layers > recompute.full_layers)
+    return kept
+
+
+def ends_bytes(shape: Shape, layout: Layout, batch: Batch, kernels: Kernels, first: bool = True, last: bool = True) -> float:
+    """What embedding, final norm and head keep of one micro-batch; the logits are not among it where the head is fused."""
+    a, s, h, tp = batch.dtype_bytes, kernels.stream_bytes, shape.hidden_size, layout.tensor
+    tokens = _tokens(layout, batch)
+    kept = s * h * tokens * first + FLOAT32 * shape.kv_channels // 2 * (batch.seq_length // layout.context)  # RoPE's angles, of half the channels
+    if last:
+        kept += (s * h + FLOAT32) * tokens  # the final norm's
+        if kernels.head:
+            kept += (a * h + FLOAT32) * tokens * tp  # the gradient of hidden, and what it was promised
+        else:
+            logit = a if tp == 1 else FLOAT32  # Megatron's loss over a split vocabulary makes an fp32 copy
+            kept += (a * h + INT64 + FLOAT32 + logit * shape.vocab_size // tp) * tokens * tp  # hidden, labels, logsumexp, logits
+    return kept
+
+
+def optimizer_bytes(shape: Shape, layout: Layout, optimizer: Optimizer, dtype_bytes: int) -> float:
+    """fp32 weights of a bf16 model and moments, on a rank of the first stage."""
+    local = local_parameters(shape, layout)
+    replicas = (layout.expert_replicas, layout.replicas) if layout.distributed_optimizer else (1, 1)
+    here = {"experts": local["experts"] / replicas[0], "rest": local["rest"] / replicas[1]}
+    adamw = sum(here.values()) if not optimizer.muon else _adamw_elements(shape, layout) / replicas[1]
+    muon = sum(here.values()) - adamw
+    master = FLOAT32 if dtype_bytes < FLOAT32 else 0
+    return muon * (master + optimizer.momentum_bytes) + adamw * (master + 2 * FLOAT32)
+
+
+def _adamw_elements(shape: Shape, layout: Layout) -> float:
+    """On a rank, with Muon on matrices: embedding, convolutions, norms, scales and the router's vectors."""
+    parts, stages = count_parameters(shape), layout.pipeline
+    q, k, h, r = shape.query_channels, shape.key_channels, shape.hidden_size, shape.router_hidden_size
+    matrices = shape.num_layers * (2 * h * (q + k) + h * r + 2 * r * r + (shape.num_experts + 1) * r)
+    vectors = parts["attention"] + parts["router"] + parts["norms"] + parts["residual_scaling"] - matrices
+    return parts["embedding"] / layout.tensor + vectors / stages
+
+
+def padded_parameters(shape: Shape, layout: Layout, muon: bool = True) -> dict[str, float]:
+    """Elements of the gradient buffers of a rank: those of experts, and the rest. Every shard holds whole matrices (zaya_plugin.optim.layout)."""
+    local = local_parameters(shape, layout)
+    largest = 2 * shape.moe_ffn_hidden_size * shape.hidden_size, shape.query_channels // layout.tensor * shape.hidden_size if muon else 1
+    found = {}
+    for (name, elements), ranks, matrix in zip(local.items(), (layout.expert_replicas, layout.replicas), largest, strict=True):
+        unit = ranks * matrix if layout.distributed_optimizer and ranks > 1 else 1
+        found[name] = float(-(-elements // unit) * unit)
+    return found
+
+
+def in_flight(layout: Layout, micro_batches: int) -> float:
+    """Micro-batches whose activations the first pipeline stage holds at once, of all its layers (1F1B and its interleaved form, arXiv 2104.04473)."""
+    if layout.pipeline == 1:
+        return 1.0
+    if layout.virtual == 1:
+        return float(min(micro_batches, layout.pipeline))
+    chunks = (layout.virtual - 1) * layout.pipeline + 2 * (layout.pipeline - 1) + 1
+    return min(micro_batches * layout.virtual, chunks) / layout.virtual
+
+
+def memory_plan(
+    shape: Shape, layout: Layout, batch: Batch, kernels: Kernels | None = None, recompute: Recompute | None = None,
+    optimizer: Optimizer | None = None,
+) -> MemoryPlan:  # fmt: skip
+    """The fullest rank's peak: of the first pipeline stage, with most micro-batches in flight, or of the last, with the head."""
+    arguments = shape, layout, batch, kernels or Kernels(), recompute or Recompute(), optimizer or Optimizer()
+    plans = [_stage(*arguments, first=True, last=layout.pipeline == 1)]
+    if layout.pipeline > 1:
+        plans.append(_stage(*arguments, first=False, last=True))
+    return max(plans, key=lambda plan: plan.total)
+
+
+def _stage(
+    shape: Shape, layout: Layout, batch: Batch, kernels: Kernels, recompute: Recompute, optimizer: Optimizer, *, first: bool, last: bool
+) -> MemoryPlan:
+    a, h = batch.dtype_bytes, shape.hidden_size
+    parameters = sum(local_parameters(shape, layout).values())
+    layers = shape.num_layers // layout.pipeline
+    recompute = replace(recompute, full_layers=min(recompute.full_layers, layers))
+    flights = in_flight(layout, batch.micro_batches) if first else 1.0
+    whole = batch.seq_length * batch.micro_batch_size // layout.context  # tokens under tensor parallelism too
+    layer = tuple(layer_tensors(shape, layout, batch, kernels, recompute.modules))
+    kept = layers_bytes(shape, layout, batch, kernels, recompute, layers, first) * flights
+    # On top of what is kept: at the head, or in the backward pass of a layer, with what is recomputed of it; the optimizer's step
+    # finds activations gone.
+    head = 0.0
+    if last and kernels.head:
+        classes = shape.vocab_size // layout.tensor
+        head = a * (min(whole, head_chunk(classes, a)) * classes + h * whole)
+    elif last:
+        head = a * h * shape.vocab_size // layout.tensor  # the weight's gradient
+    modules = frozenset() if recompute.full_layers else recompute.modules
+    again = layers_bytes(shape, layout, batch, kernels, Recompute(), 1) * (recompute.unit if recompute.full_layers else 1)
+    again -= layers_bytes(shape, layout, batch, kernels, Recompute(modules), 1) * (not recompute.full_layers)
+    backward = whole / layout.tensor * (a * (2 * h + 4 * shape.moe_ffn_hidden_size) + kernels.stream_bytes * h) + max(0.0, again)
+    ends = ends_bytes(shape, layout, batch, kernels, first, last) * (flights if first else 1.0)
+    step = max(kept + ends + max(head, backward), _optimizer_work(shape, layout, optimizer))
+    return MemoryPlan(
+        {
+            "weights": float(a * parameters),
+            "gradients (fp32)": float(GRADIENT_BYTES * parameters),
+            "padding of their buffers": (a + GRADIENT_BYTES) * (sum(padded_parameters(shape, layout, optimizer.muon).values()) - parameters),
+            "optimizer": optimizer_bytes(shape, layout, optimizer, a),
+            "activations of the layers": kept,
+            "embedding, final norm and head": ends,
+            "working memory at the peak": step - kept - ends,
+        },
+        layer,
+    )
+
+
+def head_chunk(classes: int, element_bytes: int) -> int:
+    """Tokens of a chunk of the fused head, as hip_ops.linear_cross_entropy.chunk_for."""
+    fitting = HEAD_BUFFER // (classes * element_bytes)
+    return next((fitting // step * step for step in (2048, 256, 1) if fitting >= step), 1)
+
+
+def _optimizer_work(shape: Shape, layout: Layout, optimizer: Optimizer) -> float:
+    """Muon's: a round of matrices in bf16, its iterate and the products of Newton-Schulz."""
+    if not optimizer.muon:
+        return 0.0
+    local = local_parameters(shape, layout)
+    owned = local["experts"] / (layout.expert_replicas if layout.distributed_optimizer else 1)
+    return 4 * 2 * min(owned, ROUND_OF_MUON)
