@@ -105,3 +105,13 @@ def test_what_it_refuses(tmp_path, record):
     ):
         with pytest.raises(ValueError, match=complaint):
             main(["expect", *words])
+
+
+def test_what_is_recomputed_takes_its_time(record):
+    words = [*ALIKE, "cluster=h200_8", "stage.micro_batch_size=4", "stage.global_batch_size=32"]
+    plain = expect.expect(record, compose(words), 8)
+    again = expect.expect(record, compose([*words, "parallel.recompute_granularity=selective", "parallel.recompute_modules=[layernorm,permute]"]), 8)
+    added = parts(again)["recomputation"]
+    assert "recomputation" not in parts(plain) and 5 < added < 20
+    assert again["step"]["computing_ms"] == pytest.approx(plain["step"]["computing_ms"] + added)
+    assert again["step"]["planned_gib"] < plain["step"]["planned_gib"] - 7

@@ -106,7 +106,7 @@ def test_the_experts_add_to_main_gradients_wait_for_nobody_and_copy_nothing():
 
     def step():
         x.grad = weights.grad = None
-        ExpertMLP.apply(x, weights, offsets, 6, True, "auto", *matrices).backward(grad)
+        ExpertMLP.apply(x, weights, offsets, 6, True, "auto", None, *matrices).backward(grad)
 
     step()  # self-checks, compilation
     torch.cuda.synchronize()

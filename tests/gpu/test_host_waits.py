@@ -16,7 +16,7 @@ def test_a_step_waits_once(tmp_path, record_property):
     done = subprocess.run(
         [sys.executable, "-m", "tests.training.host_reads", str(tmp_path), "cluster=gpu", "model.kv_channels=128", "model.hidden_size=256",
          "model.moe_ffn_hidden_size=256", "cluster.grouped_gemm=triton", *fused], cwd=ROOT, text=True, stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT, timeout=540, env={**os.environ, "PYTHONPATH": str(ROOT)},
+        stderr=subprocess.STDOUT, timeout=540, env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))},
     )  # fmt: skip
     assert done.returncode == 0, done.stdout[-6000:]
     steps = json.loads((tmp_path / "host_reads.json").read_text())

@@ -81,6 +81,7 @@ def expect(record: dict, recipe: Recipe, world: int) -> dict:
     from zaya_plugin.plan.expected_step import Overlap, communication, limit
     from zaya_plugin.plan.flops import training_flops
     from zaya_plugin.plan.machines import MACHINES
+    from zaya_plugin.plan.recompute import added_seconds
     from zaya_plugin.plan.step_work import Work
     from zaya_plugin.training import memory_plan
 
@@ -92,6 +93,7 @@ def expect(record: dict, recipe: Recipe, world: int) -> dict:
     same = machine is None or machine.name in record["device"]
     rates = here if same else (machine.gemm, machine.copy)
     vocabulary = record["model"]["vocab_size"]
+    recipe, _ = memory_plan.with_recompute(recipe, world, vocabulary)
     shape = memory_plan.shape_of(recipe, vocabulary)
     old = work_of(before, record["world_size"], vocabulary, record["step"]["optimizer"])
     new = work_of(recipe, world, vocabulary, record["step"]["optimizer"])
@@ -115,6 +117,11 @@ def expect(record: dict, recipe: Recipe, world: int) -> dict:
         })  # fmt: skip
         if row["part"] not in ("optimizer", "gradients"):
             passes = [passes[0] + row["forward_ms"] * factor, passes[1] + row["backward_ms"] * factor]
+    recompute = memory_plan.recompute_of(recipe)
+    if recompute != memory_plan.recompute_of(before):
+        again = added_seconds(shape, layout, batch, memory_plan.kernels_of(recipe), recompute, memory_plan.machine_of(recipe))
+        parts.append({"part": "recomputation", "title": "recomputation", "ms": 1e3 * again, "tflop": 0.0, "gb": 0.0, "roofline": None})
+        passes[1] += 1e3 * again
     forward, backward = (each / batch.micro_batches for each in passes)
     overlap = Overlap(recipe.parallel.overlap_grad_reduce, recipe.parallel.overlap_param_gather, recipe.parallel.ddp_bucket_size)
     muon = recipe.optim.name == "muon"

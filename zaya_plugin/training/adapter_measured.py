@@ -55,6 +55,9 @@ class NoOptimizer(ChainedOptimizer):
         # Dividing the gradients by the number of tokens is part of the optimizer's reading them, so it is not taken here either.
         self.deferred = DeferredScale((b for c in model_chunks for b in c.buffers + c.expert_parallel_buffers), torch.cuda.current_device())
 
+    def defer_scaling(self, model_chunks: list) -> None:
+        """It is from the beginning."""
+
     def get_loss_scale(self) -> torch.Tensor:
         return self._loss_scale
 
