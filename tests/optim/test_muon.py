@@ -98,6 +98,16 @@ def test_fused_iterations_are_no_further_from_fp64_than_torchs(dtype):
         assert (plain - exact).norm() / exact.norm() > 1e-4  # there is something to lose
 
 
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+def test_each_dtype_of_the_iterations_trains(dtype, fused):
+    ours, exact = _parameters(), _parameters()
+    _run([_ours(ours, dtype=dtype, fused=fused)], ours, 3)
+    _run([_ours(exact, dtype="fp32", fused=False)], exact, 3)
+    for a, b, before in zip(ours, exact, _parameters(), strict=True):
+        assert (a - b).norm() < 0.05 * (b - before).norm()
+
+
 def test_flat_parameters_give_the_same():
     square, flat = _parameters(), _parameters(flat=True)
     _run([_ours(square)], square, 5)

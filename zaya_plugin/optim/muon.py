@@ -138,13 +138,13 @@ class MuonAdamW(GroupStepAdamW):
         return torch.float32 if self.muon.dtype == "fp32" else torch.bfloat16
 
     def orthogonalise(self, batch: Tensor, square_sums: Tensor | None = None) -> Tensor:
-        """Newton-Schulz of every matrix of `batch` [b, m, n]; square_sums fp32 [b], where they are known already."""
+        """Newton-Schulz of every matrix of `batch` [b, m, n], in its dtype; square_sums fp32 [b], where they are known already."""
         dtype = DTYPES[self.muon.dtype]
         steps, coefficients = self.muon.steps, self.muon.coefficients
         if self.muon.fused:
             return newton_schulz(batch, steps, coefficients, dtype=dtype, square_sums=square_sums)
         triples = coefficient_triples(coefficients, steps)
-        return torch.stack([plain_newton_schulz(matrix, triples, dtype) for matrix in batch])
+        return torch.stack([plain_newton_schulz(matrix, triples, dtype) for matrix in batch]).to(batch.dtype)
 
     def initialise_state(self, params: Sequence[Tensor] | None = None) -> None:
         """Zeros for the state of `params`, by default of all, where there is none yet."""

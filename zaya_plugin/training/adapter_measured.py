@@ -65,8 +65,10 @@ class NoOptimizer(ChainedOptimizer):
         for chunk in self.model_chunks:
             if chunk.ddp_config.use_distributed_optimizer and not chunk.ddp_config.overlap_param_gather:
                 chunk.start_param_sync(force_sync=True)
-        self.deferred.reset()
         return True, None, None
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self.deferred.reset()
 
 
 @contextmanager
