@@ -87,6 +87,7 @@ WORKER = """
             logs = Path(recipe.run_dir, "logs")
             while not any("first error" in log.read_text() for log in logs.glob("launch_*/attempt_0/1/stderr.log")):
                 time.sleep(0.01)
+            time.sleep(0.1)  # a file's time of change has steps of some milliseconds
             raise RuntimeError("connection closed by peer")
         if mode == "killed":
             dying = Path(recipe.run_dir, "dying")

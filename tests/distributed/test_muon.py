@@ -42,6 +42,7 @@ def test_saved_by_four_continued_by_two_equals_never_having_stopped(tmp_path, ru
     assert _difference(resumed, run_on(4), range(7, 13)) < 5e-5
 
 
+@pytest.mark.slow
 def test_bf16_with_overlap_follows_fp32(tmp_path, run_on, corpus):
     run = train(
         tmp_path, corpus, "nproc=2", "cluster.dtype=bf16", "parallel.overlap_grad_reduce=true",

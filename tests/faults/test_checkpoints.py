@@ -64,7 +64,8 @@ def test_a_half_written_checkpoint_is_not_loaded(tmp_path, corpus, saved):
     assert (half / "metadata.json").is_file(), "the same iteration is saved again, whole"
 
 
-@pytest.mark.parametrize("harm", ["truncated", *(pytest.param(harm, marks=pytest.mark.slow) for harm in ("tracker", "missing"))])
+@pytest.mark.slow
+@pytest.mark.parametrize("harm", ["truncated", "tracker", "missing"])
 def test_damage_is_named_and_nothing_is_touched(tmp_path, corpus, saved, harm):
     run_dir = _copy(saved, tmp_path / "run")
     checkpoints = run_dir / "checkpoints"

@@ -2,6 +2,8 @@
 """What the tests of hip_ops share."""
 
 import pytest
+import torch
+from torch.overrides import _pop_mode, _push_mode
 
 from hip_ops import backend
 
@@ -11,6 +13,15 @@ def chosen(request):
     """The name of a back end of hip_ops that runs on a CPU, in use."""
     with backend.use_backend(request.param):
         yield request.param
+
+
+@pytest.fixture
+def no_function_modes():
+    """As on an accelerator: without the mode that zaya_plugin's patches for CPUs put up for the whole process, if another test did."""
+    modes = [_pop_mode() for _ in range(torch._C._len_torch_function_stack())]
+    yield
+    for mode in reversed(modes):
+        _push_mode(mode)
 
 
 @pytest.fixture

@@ -268,7 +268,7 @@ def test_compiles_whole(chosen):
     assert all(map(torch.equal, *results))
 
 
-def test_without_dispatch_and_with_it():
+def test_without_dispatch_and_with_it(no_function_modes):
     """Plain tensors go past torch's dispatch; a mode sees the operators by their names, and both give the same."""
 
     class Names(TorchDispatchMode):

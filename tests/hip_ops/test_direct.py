@@ -16,6 +16,7 @@ from hip_ops.direct import direct_operator
 from hip_ops.grouped_product import _outer_op
 from hip_ops.vocabulary_rows import overwrite_with_gradient
 
+pytestmark = pytest.mark.usefixtures("no_function_modes")
 WAYS = []  # of each call of the test's operator: "direct" or "registered"
 
 

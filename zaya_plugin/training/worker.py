@@ -78,8 +78,9 @@ def main(argv: list[str], work: Callable | None = None) -> int:
             if os.environ.get("ZAYA_TRACEBACK"):
                 traceback.print_exc()
             return 2
-        except BaseException:
-            _leave_for_certain()
+        except BaseException as error:
+            if not isinstance(error, SystemExit):  # who asks to leave may have to finish writing
+                _leave_for_certain()
             traceback.print_exc(file=log)
             raise
     return 0
