@@ -134,6 +134,7 @@ def test_without_skipping_the_norm_says_what_happened():
     assert succeeded and norm != norm
 
 
+@pytest.mark.skipif("grad_norm_skip_threshold" not in OptimizerConfig.__dataclass_fields__, reason="megatron-core 0.16 has no threshold")
 def test_a_norm_beyond_the_threshold_skips_the_step():
     ddp, optimizer = make(grad_norm_skip_threshold=1.0)
     before = weights(ddp)
