@@ -36,9 +36,9 @@ REFUSED = [
 ]
 
 
+@pytest.mark.skipif("cuda_graph_modules" not in ZayaConfig.__dataclass_fields__, reason="megatron-core 0.16 captures no whole step")
 def test_a_graph_of_the_whole_step_is_taken(make_config):
-    modules = {"cuda_graph_modules": []} if "cuda_graph_modules" in ZayaConfig.__dataclass_fields__ else {}  # not in 0.16
-    assert make_config(cuda_graph_impl="full_iteration", **modules).cuda_graph_impl == "full_iteration"
+    assert make_config(cuda_graph_impl="full_iteration", cuda_graph_modules=[]).cuda_graph_impl == "full_iteration"
 
 
 @pytest.mark.parametrize("name, value, reason", REFUSED)
