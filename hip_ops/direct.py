@@ -76,8 +76,8 @@ class DirectOperator:
             # Without a formula, torch's operator has results that refuse to be differentiated.
             return self.registered(*arguments) if self._function is None else self._function.apply(*arguments)
         results = self.run(*arguments)
-        if self._mutated:
-            increment_version([arguments[place] for place in self._mutated])
+        for place in self._mutated:
+            increment_version(arguments[place])
         return results
 
 

@@ -23,6 +23,7 @@ from hip_ops.triton_kernels.cca_prologue_backward import (
 )
 from hip_ops.triton_kernels.cca_prologue_forward import cca_prologue_forward_kernel
 from hip_ops.triton_kernels.cca_prologue_rows import divisor
+from hip_ops.triton_kernels.on_device import multiprocessors, on
 
 HEAD_DIMS = (32, 64, 128, 256)
 CONSTEXPRS = ("HEADS", "GROUPS", "D", "ROTARY", "DELAYED", "HAS_ROPE", "HAS_HALO", "HAS_STARTS")  # of a call, in any kernel
@@ -86,11 +87,6 @@ def launch(kernel: str, d: int, heads: int, element_size: int, *, processors: in
     return Launch(32, 4, programs(1 if narrow else 2, part), part=part, zero_block=32 if nvidia else 16, inputs=inputs)
 
 
-@lru_cache
-def _processors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count
-
-
 def _programs(chosen: Launch, rows: int) -> int:
     """For `rows` flat rows, evenly loaded."""
     tiles = triton.cdiv(rows, chosen.block)
@@ -151,7 +147,7 @@ def _plan(call: Call, backward: bool, choose) -> Plan:
     of = dict(call.constexprs)
     heads, d, rows, total = of["HEADS"] + of["GROUPS"], of["D"], call.s // call.chunks, call.s * call.batch
     names = ("norm", "input", "weight") if backward else ("forward",)
-    chosen = {name: choose(name, d, heads, call.element_size, processors=_processors(call.device)) for name in names}
+    chosen = {name: choose(name, d, heads, call.element_size, processors=multiprocessors(call.device)) for name in names}
     sizes = (total, rows, call.batch, divisor(rows), divisor(call.batch))
 
     def keywords(kernel, each: Launch, stages: int, **more) -> dict:
@@ -210,7 +206,7 @@ def cca_prologue(
         plan = _plan(Call.of(projected, grouped_weight, rope, halo, value_halo, starts, query_groups, delayed_channels), False, launch)
         projected = _by_rows(projected)
         rope = None if rope is None else _by_rows(rope)
-        with torch.cuda.device(device):
+        with on(device):
             cca_prologue_forward_kernel[plan.grids["forward"]](
                 projected, *(t.contiguous() for t in parameters), inverse_norm if rope is None else rope,
                 *(projected if t is None else t.contiguous() for t in (halo, value_halo)),
@@ -253,7 +249,7 @@ def cca_prologue_backward(
     sizes = [-(-size // 4) * 4 for size in (runs * n * 3 * d * d, bias_runs * n * d, bias_runs * query_groups, runs * query_groups)]
     partial, partial_bias, partial_temperature, partial_zero = torch.empty(sum(sizes), dtype=torch.float32, device=device).split(sizes)
     strides = (projected.stride(0), projected.stride(1))
-    with torch.cuda.device(device):
+    with on(device):
         cca_prologue_norm_kernel[plan.grids["norm"]](
             d_query, d_key, d_value, query, key, inverse_norm, parameters[-1], rope_or_any, flags, dy, d_projected, d_value_halo, partial_bias,
             partial_temperature, *plan.sizes, *d_query.stride()[:3], *d_key.stride()[:3], *d_value.stride()[:3], *rope_strides, 1.0 / EPS,

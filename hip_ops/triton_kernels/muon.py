@@ -17,6 +17,7 @@ import triton
 import triton.language as tl
 
 from hip_ops.multi_tensor import ROW_WORDS, blocks_for, vector_elements, work_tables
+from hip_ops.triton_kernels.on_device import on
 
 THREADS = 256
 TILE_ELEMENTS = 16  # of one thread: four vectors of 16 bytes in flight for fp32, two for bf16 alone
@@ -219,7 +220,7 @@ WAVE = 64 if torch.version.hip else 32
 def momentum(gradients, momenta, outputs, square_sums, grad_scale, found_inf, momentum, nesterov, ema) -> None:
     """As hip_ops.reference.muon.momentum_reference."""
     device = gradients[0].device
-    with torch.cuda.device(device):
+    with on(device):
         for dtypes, table in work_tables([gradients, momenta, outputs]):
             partials = None if square_sums is None else torch.empty(table.chunks, dtype=torch.float32, device=device)
             if table.chunks:
@@ -237,7 +238,7 @@ def update(updates, masters, params, scales, lr, lr_tensor, weight_decay, found_
     """As hip_ops.reference.muon.update_reference."""
     device = params[0].device
     columns = [updates, masters, params] if masters else [updates, params]
-    with torch.cuda.device(device):
+    with on(device):
         for dtypes, table in work_tables(columns, scales):
             if table.chunks:
                 copy = TYPES[dtypes[2]] if masters else None

@@ -15,6 +15,7 @@ from torch import Tensor
 from hip_ops.newton_schulz_iteration import iterate, normalised
 from hip_ops.newton_schulz_plan import Plan
 from hip_ops.reference import newton_schulz as reference
+from hip_ops.triton_kernels.on_device import on
 from hip_ops.triton_kernels.product_configs import ProductConfig, choose_config
 from hip_ops.triton_kernels.symmetric_product import AMD, empty_rows, product
 
@@ -53,9 +54,7 @@ def _on_device(function):
 
     @functools.wraps(function)
     def guarded(x: Tensor, *rest):
-        if not x.is_cuda:
-            return function(x, *rest)
-        with torch.cuda.device(x.device):
+        with on(x.device):
             return function(x, *rest)
 
     return guarded

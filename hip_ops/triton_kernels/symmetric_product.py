@@ -22,6 +22,8 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from hip_ops.triton_kernels import pointer_product
+from hip_ops.triton_kernels.descriptors import describable
+from hip_ops.triton_kernels.on_device import multiprocessors
 from hip_ops.triton_kernels.product_configs import BEFORE_HOPPER_CONFIG, ProductConfig
 from hip_ops.triton_kernels.tiles import grouped_tile, tile_count, triangle_tile
 
@@ -103,27 +105,17 @@ def _has_descriptors(device: torch.device) -> bool:
     return device.type == "cuda" and not AMD and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
-@functools.cache
-def _multiprocessors(index: int) -> int:
-    return torch.cuda.get_device_properties(index).multi_processor_count
-
-
 def empty_rows(batch: int, rows: int, columns: int, like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     """[batch, rows, columns] whose rows start on 16 bytes, as tensor descriptors ask: contiguous where columns % 8 == 0."""
     padded = -(-columns // 8) * 8
     return like.new_empty((batch, rows, padded), dtype=dtype or like.dtype)[..., :columns]
 
 
-def _describable(x: Tensor) -> bool:
-    size = x.element_size()
-    return x.stride(-1) == 1 and all(s > 0 and s * size % 16 == 0 for s in x.stride()[:-1]) and x.data_ptr() % 16 == 0
-
-
 def stored(x: Tensor) -> tuple[Tensor, bool]:
     """The storage of [batch, r, c] as a descriptor can read it, and whether it lies by columns, that is as [batch, c, r]."""
-    if _describable(x):
+    if describable(x):
         return x, False
-    if _describable(x.mT):
+    if describable(x.mT):
         return x.mT, True
     copy = empty_rows(*x.shape, like=x)
     copy.copy_(x)
@@ -139,7 +131,7 @@ def product(
     """
     batch, m, n = c.shape
     k = a.shape[-1]
-    assert _describable(c) and a.shape == (batch, m, k) and b.shape == (batch, n, k) and k > 0
+    assert describable(c) and a.shape == (batch, m, k) and b.shape == (batch, n, k) and k > 0
     a_storage, a_by_columns = stored(a)
     b_storage, b_by_columns = (a_storage, a_by_columns) if b is a else stored(b)
     if d is not None:
@@ -157,7 +149,7 @@ def product(
     b_block = [1, block_k, block_n] if b_by_columns else [1, block_n, block_k]
     programs = batch * tile_count(symmetric, m, n, block_m, block_n)
     if config.persistent:
-        programs = min(programs, _multiprocessors(c.device.index))
+        programs = min(programs, multiprocessors(c.device))
     symmetric_product_kernel[(programs,)](
         TensorDescriptor.from_tensor(a_storage, a_block),
         TensorDescriptor.from_tensor(b_storage, b_block),

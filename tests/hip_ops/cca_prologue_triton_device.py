@@ -41,8 +41,7 @@ class EmulatedTriton:
             for name in KERNELS:
                 patched.enter_context(mock.patch.object(module, name, _Kernel(self, getattr(module, name))))
             patched.enter_context(mock.patch.object(module, "launch", lambda *a, **k: choose(*a, **k, warp_size=64)))
-            patched.enter_context(mock.patch.object(module, "_processors", lambda device: self.processors))
-            patched.enter_context(mock.patch("torch.cuda.device", lambda device: contextlib.nullcontext()))
+            patched.enter_context(mock.patch.object(module, "multiprocessors", lambda device: self.processors))
             return getattr(module, function)(*arguments)
 
 

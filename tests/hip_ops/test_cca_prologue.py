@@ -8,12 +8,12 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import hip_ops
 from hip_ops.hip_kernels import cca_prologue as hip_kernels
 from hip_ops.reference import cca_prologue as reference
 from tests.hip_ops.cca_prologue_cases import BF16, FP32, FP64, GRADIENTS, Case, check, compare, exact, make
+from tests.hip_ops.operators_seen import OperatorsSeen
 
 NAMES = ("query", "key", "value")
 
@@ -270,25 +270,15 @@ def test_compiles_whole(chosen):
 
 def test_without_dispatch_and_with_it(no_function_modes):
     """Plain tensors go past torch's dispatch; a mode sees the operators by their names, and both give the same."""
-
-    class Names(TorchDispatchMode):
-        def __init__(self):
-            super().__init__()
-            self.seen = []
-
-        def __torch_dispatch__(self, function, types, arguments=(), keywords=None):
-            self.seen.append(function.name())
-            return function(*arguments, **(keywords or {}))
-
     case, found = Case(5, 2, 2, 1, halo=True, document=3), []
-    for mode in (contextlib.nullcontext(), Names()):
+    for mode in (contextlib.nullcontext(), OperatorsSeen()):
         t = leaves(case)
         with mode:
             results = call(case, t)
             torch.autograd.backward(results, make(case).upstream)
-        assert (type(results[0].grad_fn).__name__ == "hip_ops_cca_prologueBackward") == (not isinstance(mode, Names))
+        assert (type(results[0].grad_fn).__name__ == "hip_ops_cca_prologueBackward") == (not isinstance(mode, OperatorsSeen))
         found.append([*results, *(t[name].grad for name in GRADIENTS)])
-    assert {"hip_ops::cca_prologue", "hip_ops::cca_prologue_backward"} <= set(mode.seen)
+    assert {"hip_ops::cca_prologue", "hip_ops::cca_prologue_backward"} <= set(mode.names)
     assert all(map(torch.equal, *found))
 
 

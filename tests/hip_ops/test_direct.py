@@ -8,13 +8,13 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import hip_ops
 from hip_ops import direct
 from hip_ops.direct import direct_operator
 from hip_ops.grouped_product import _outer_op
 from hip_ops.vocabulary_rows import overwrite_with_gradient
+from tests.hip_ops.operators_seen import OperatorsSeen
 
 pytestmark = pytest.mark.usefixtures("no_function_modes")
 WAYS = []  # of each call of the test's operator: "direct" or "registered"
@@ -57,16 +57,6 @@ def _(a, total):
     return None
 
 
-class Registered(TorchDispatchMode):
-    def __init__(self):
-        super().__init__()
-        self.seen = []
-
-    def __torch_dispatch__(self, function, types, arguments=(), keywords=None):
-        self.seen.append(function.name())
-        return function(*arguments, **(keywords or {}))
-
-
 class Functions(TorchFunctionMode):
     def __torch_function__(self, function, types, arguments=(), keywords=None):
         return function(*arguments, **(keywords or {}))
@@ -95,7 +85,7 @@ def test_plain_tensors_go_directly(tensors):
 
 def test_both_ways_give_the_same_gradients_and_errors(tensors):
     found = []
-    for mode in (contextlib.nullcontext(), Registered()):
+    for mode in (contextlib.nullcontext(), OperatorsSeen()):
         a, b = tensors[0].detach().clone().requires_grad_(), tensors[1].clone().requires_grad_()
         with mode:
             out, _ = product(a, b, 2.0)
@@ -107,7 +97,7 @@ def test_both_ways_give_the_same_gradients_and_errors(tensors):
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             out.sum().backward()
         found.append([first.detach(), second])
-    assert WAYS[0] == "direct" and "hip_ops_test::product" in mode.seen
+    assert WAYS[0] == "direct" and "hip_ops_test::product" in mode.names
     assert all(map(torch.equal, *found)) and torch.equal(found[0][1], torch.full((3,), 2.0))
 
 
@@ -122,8 +112,8 @@ def test_saved_tensors_pass_through_hooks(tensors):
 def test_where_somebody_looks_torchs_operator_runs(tensors):
     a, b = tensors
     want, plain = (2 * a * b).detach(), a.detach()
-    with Registered() as mode:
-        assert torch.equal(product(plain, b, 2.0)[0], want) and mode.seen[0] == "hip_ops_test::product"
+    with OperatorsSeen() as mode:
+        assert torch.equal(product(plain, b, 2.0)[0], want) and mode.names[0] == "hip_ops_test::product"
     with Functions():
         assert torch.equal(product(a, b, 2.0)[0], want)
     assert torch.equal(product(a.detach().as_subclass(Subclass), b, 2.0)[0], want)

@@ -9,29 +9,27 @@ import pytest
 from tests.hip_ops.cpu_kernels import run_python
 
 PROGRAM = """
-import contextlib
 from unittest import mock
 import torch
 from hip_ops.triton_kernels import expert_permutation, weighted_swiglu
 from tests.hip_ops.expert_path_cases import FP32, MIXES, Rows, Swiglu, check_rows, check_sort, check_swiglu, expert_ids
 
-with mock.patch("torch.cuda.device", lambda device: contextlib.nullcontext()):
-    for mix in MIXES:
-        check_sort(expert_permutation, expert_ids(mix, 600, 16), 16)
-    check_sort(expert_permutation, expert_ids("even", 0, 3), 3)
-    check_sort(expert_permutation, expert_ids("even", 1, 1), 1)
-    with mock.patch.object(expert_permutation, "PROGRAMS", 2):  # several tiles a program
-        check_sort(expert_permutation, expert_ids("skewed", 1100, 5, torch.int32), 5)
-    check_sort(expert_permutation, expert_ids("even", 100, 256), 256)
-    for case in (Rows(9, 40, FP32), Rows(5, 1500, FP32, mix="nobody", pad=3), Rows(0, 8, FP32), Rows(7, 1, FP32, mix="one"), Rows(6, 2048, FP32)):
-        check_rows(expert_permutation, case)
-    rows, side = expert_permutation.gather_rows(torch.empty(3, 0), torch.tensor([2, -1, 0], dtype=torch.int32), torch.tensor([1.0, 2.0, 3.0]))
-    assert rows.shape == (3, 0) and side.tolist() == [3.0, 0.0, 1.0]
-    for case in (
-        Swiglu(7, 40, FP32), Swiglu(5, 1, FP32, offsets="none"), Swiglu(3, 2100, FP32, pad=3), Swiglu(4, 64, FP32, offsets="nobody"),
-        Swiglu(9, 256, FP32, offsets="all"), Swiglu(0, 8, FP32, offsets="none"),
-    ):
-        check_swiglu(weighted_swiglu, case)
+for mix in MIXES:
+    check_sort(expert_permutation, expert_ids(mix, 600, 16), 16)
+check_sort(expert_permutation, expert_ids("even", 0, 3), 3)
+check_sort(expert_permutation, expert_ids("even", 1, 1), 1)
+with mock.patch.object(expert_permutation, "PROGRAMS", 2):  # several tiles a program
+    check_sort(expert_permutation, expert_ids("skewed", 1100, 5, torch.int32), 5)
+check_sort(expert_permutation, expert_ids("even", 100, 256), 256)
+for case in (Rows(9, 40, FP32), Rows(5, 1500, FP32, mix="nobody", pad=3), Rows(0, 8, FP32), Rows(7, 1, FP32, mix="one"), Rows(6, 2048, FP32)):
+    check_rows(expert_permutation, case)
+rows, side = expert_permutation.gather_rows(torch.empty(3, 0), torch.tensor([2, -1, 0], dtype=torch.int32), torch.tensor([1.0, 2.0, 3.0]))
+assert rows.shape == (3, 0) and side.tolist() == [3.0, 0.0, 1.0]
+for case in (
+    Swiglu(7, 40, FP32), Swiglu(5, 1, FP32, offsets="none"), Swiglu(3, 2100, FP32, pad=3), Swiglu(4, 64, FP32, offsets="nobody"),
+    Swiglu(9, 256, FP32, offsets="all"), Swiglu(0, 8, FP32, offsets="none"),
+):
+    check_swiglu(weighted_swiglu, case)
 print("right")
 """
 
