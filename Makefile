@@ -54,7 +54,7 @@ test: setup tools ## Run the tests that are neither slow nor need an accelerator
 test-all: setup tools ## Run all tests but those that need an accelerator
 	$(PYTEST) $(SIDE_BY_SIDE) -m "not gpu" $(PYTEST_ARGS)
 
-test-core16: setup ## Run the tests of the model, router, parity and optimizers on megatron-core 0.16.1, Primus' era
+test-core16: setup ## Run the tests of the model, parity, optimizers, parallelism and patches on megatron-core 0.16.1
 	@tools/core16.sh
 	PYTHONPATH=.core16 $(PYTEST) $(SIDE_BY_SIDE) -m "not slow and not gpu" $(CORE16_TESTS) $(PYTEST_ARGS)
 

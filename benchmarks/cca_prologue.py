@@ -22,9 +22,9 @@ from dataclasses import replace
 from unittest import mock
 
 import torch
-from call_timing import milliseconds
+from call_timing import graphed, kernel_times, milliseconds
 from compile_ahead import compile_ahead
-from operator_benchmark import MI300X_BYTES_PER_S, add_options, begin, finish
+from operator_benchmark import MI300X_BYTES_PER_S, add_options, begin, failure, finish
 from torch import Tensor, nn
 
 import hip_ops
@@ -134,16 +134,6 @@ def kernels(name: str, inputs: Inputs) -> dict[str, Callable]:
     }
 
 
-def in_graph(call: Callable) -> Callable:
-    """The same launches replayed: the device's time without the host's, which a training step hides behind what is queued."""
-    call()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        call()
-    return graph.replay
-
-
 def difference(function: Callable, inputs: Inputs) -> float:
     """Largest distance of a query from the model's in fp32, of the largest query: so that what is timed is what is meant."""
     few = Inputs(2, 256, inputs.projected.device)
@@ -160,7 +150,7 @@ def measure(batch: int, rows: int, device: torch.device, options) -> dict:
         try:
             ms = milliseconds(make_call(), device, options.rep)
         except Exception as error:  # an anchor that is not installed, or does not run on this device, is a row of the table
-            found[direction][name] = {"error": f"{type(error).__name__}: {error}"[:200]}
+            found[direction][name] = failure(error)
             return
         rate = inputs.bytes(direction) / ms * 1e3
         print(direction, name, round(ms, 4), file=sys.stderr, flush=True)
@@ -189,7 +179,7 @@ def measure(batch: int, rows: int, device: torch.device, options) -> dict:
             for direction in found:
                 enter(direction, f"{name}, kernels", lambda name=name, direction=direction: kernels(name, inputs)[direction])
                 if device.type == "cuda":
-                    enter(direction, f"{name}, kernels in a graph", lambda name=name, direction=direction: in_graph(kernels(name, inputs)[direction]))
+                    enter(direction, f"{name}, kernels in a graph", lambda name=name, direction=direction: graphed(lambda: kernels(name, inputs)[direction]))
     if not options.no_anchors:
         both("model, eager", lambda: of_the_model(inputs))
         both("transformers, eager", lambda: of_transformers(inputs))
@@ -287,10 +277,10 @@ def sweep(batch: int, rows: int, device: torch.device, options) -> dict:
         for trial in each:
             with launched_as(**{kernel: trial}):
                 try:
-                    ms = milliseconds(in_graph(kernel_alone(kernel, inputs)), device, options.rep)
+                    ms = milliseconds(graphed(lambda kernel=kernel: kernel_alone(kernel, inputs)), device, options.rep)
                     ran = as_run(kernel, trial, inputs)
                 except Exception as error:  # too much shared memory, for one
-                    found[kernel][str(trial)] = {"error": f"{type(error).__name__}: {error}"[:120]}
+                    found[kernel][str(trial)] = failure(error)
                     continue
             times[ran] = min(ms, times.get(ran, ms))
             print(kernel, ran, round(ms, 4), "as chosen" if trial is each[0] else "", file=sys.stderr, flush=True)
@@ -298,7 +288,7 @@ def sweep(batch: int, rows: int, device: torch.device, options) -> dict:
         found[kernel] = {str(ran): {"ms": round(times[ran], 4)} for ran in sorted(times, key=times.__getitem__)} | found[kernel]
     with launched_as(**best):
         for direction, call in kernels("triton", inputs).items():
-            found["together"] = found.get("together", {}) | {direction: {"ms": round(milliseconds(in_graph(call), device, options.rep), 4)}}
+            found["together"] = found.get("together", {}) | {direction: {"ms": round(milliseconds(graphed(lambda call=call: call), device, options.rep), 4)}}
     for kernel, chosen in best.items():
         print("best:", kernel, chosen, file=sys.stderr)
     print("together:", found["together"], file=sys.stderr, flush=True)
@@ -306,17 +296,9 @@ def sweep(batch: int, rows: int, device: torch.device, options) -> dict:
 
 
 def parts(batch: int, rows: int, device: torch.device) -> dict:
-    """Time of each kernel, by torch's profiler, over ten calls of forward and backward."""
+    """Microseconds of each kernel of forward and backward."""
     calls = kernels("triton", Inputs(batch, rows, device)).values()
-    for call in calls:
-        call()
-    torch.cuda.synchronize()
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-        for _ in range(10):
-            for call in calls:
-                call()
-        torch.cuda.synchronize()
-    return {event.key: {"us": round(event.device_time_total / 10, 2)} for event in profile.key_averages() if event.device_time_total}
+    return {kernel: {"us": us} for kernel, us in kernel_times(lambda: [call() for call in calls]).items()}
 
 
 def main() -> None:

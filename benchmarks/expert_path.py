@@ -25,9 +25,9 @@ from unittest import mock
 
 import torch
 import torch.nn.functional as F
-from call_timing import milliseconds
+from call_timing import graphed, milliseconds
 from compile_ahead import compile_ahead
-from operator_benchmark import MI300X_BYTES_PER_S, add_options, begin, finish
+from operator_benchmark import MI300X_BYTES_PER_S, add_options, begin, failure, finish
 from torch import Tensor
 
 import hip_ops
@@ -58,22 +58,6 @@ def backward(function: Callable, arguments: list[Tensor], grads) -> Callable:
     outputs = function(*leaves)
     outputs = outputs if isinstance(outputs, tuple) else (outputs,)
     return lambda: torch.autograd.grad(outputs, leaves, grads, retain_graph=True)
-
-
-def graphed(make_call: Callable[[], Callable]) -> Callable:
-    """Replays a call: without the time that the host takes to launch it. What it needs is made on the stream of the capture, for autograd runs
-    a backward on its forward's."""
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        call = make_call()
-        call()
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, stream=stream):
-            call()
-    torch.cuda.current_stream().wait_stream(stream)
-    return graph.replay
 
 
 def host_milliseconds(call: Callable, device: torch.device) -> float:
@@ -108,7 +92,7 @@ class Figures:
             replayed = self.device.type == "cuda" and part != "swiglu"
             ms = milliseconds(graphed(make_call) if replayed else call, self.device, self.options.rep)
         except Exception as error:  # an anchor that is not installed, or does not run on this device, is a row of the table
-            row[name] = {"error": f"{type(error).__name__}: {error}"[:200]}
+            row[name] = failure(error)
             return
         row[name] = {"ms": round(ms, 4), "host_ms": round(host, 4)}
         if bytes_needed is not None:
@@ -263,7 +247,7 @@ def sweep(i: Inputs, device: torch.device, options) -> dict:
                 try:
                     ms = milliseconds(call, device, options.rep)
                 except Exception as error:
-                    times[str(trial)] = {"error": f"{type(error).__name__}: {error}"[:120]}
+                    times[str(trial)] = failure(error)
                     continue
             rate = rows_moved * i.tokens.nbytes / ms * 1e3
             times[str(trial)] = {"ms": round(ms, 4), "tb_per_s": round(rate / 1e12, 3), "of_copy": round(rate / options.copy, 3)}

@@ -22,7 +22,7 @@ from unittest import mock
 import torch
 import torch.nn.functional as F
 from call_timing import milliseconds
-from operator_benchmark import MI300X_BYTES_PER_S, add_options, begin, finish
+from operator_benchmark import MI300X_BYTES_PER_S, add_options, begin, failure, finish
 from torch import Tensor
 
 import hip_ops
@@ -112,7 +112,7 @@ def entry(make: Callable[[], Callable], i: Inputs, device: torch.device, options
         found["tflops"] = round(6 * i.hidden.numel() * len(i.weight) / found["ms"] / 1e9, 1)
         return found
     except Exception as error:  # an anchor that is not installed, or does not run here, is a row of the table
-        return {"error": f"{type(error).__name__}: {error}"[:200]}
+        return failure(error)
     finally:
         i.main_grad.zero_()
         if device.type == "cuda":
@@ -160,7 +160,7 @@ def embedding(i: Inputs, device: torch.device, options) -> dict:
     try:
         from zaya_plugin.model.tied_head import add_rows_
     except ImportError as error:
-        return {"error": f"{type(error).__name__}: {error}"[:200]}
+        return failure(error)
     total, h = i.main_grad, i.hidden.shape[1]
     rows, found = torch.randn(2 * len(i.hidden), h, device=device).to(BF16), {}
     every = torch.randint(len(i.weight), (len(rows),), device=device)
@@ -215,7 +215,7 @@ def sweep(i: Inputs, device: torch.device, options) -> dict:
             try:
                 ms = milliseconds(run, device, options.rep)
             except Exception as error:
-                results[kind][str((launch, number))] = {"error": f"{type(error).__name__}: {error}"[:120]}
+                results[kind][str((launch, number))] = failure(error)
                 continue
         moved = logits.nbytes * (1 if kind == "statistics" else 2)
         results[kind][f"{launch}, parts {number}"] = {"ms": round(ms, 4), "of_copy": round(moved / ms * 1e3 / options.copy, 3)}

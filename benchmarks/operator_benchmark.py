@@ -6,20 +6,22 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import torch
 from call_timing import copy_bandwidth
-from result_record import described, write
+from result_record import RESULTS, described, write
 
 MI300X_BYTES_PER_S = 4.33e12  # what a copy reaches there; for predictions
 
 
-def add_options(parser: argparse.ArgumentParser, name: str, *, sweep: bool = True) -> None:
+def add_options(parser: argparse.ArgumentParser, name: str | None, *, sweep: bool = True) -> None:
     """The options that `begin` and `finish` read; sweep: there is one."""
     parser.add_argument("--rep", type=int, default=200, help="milliseconds a measurement takes")
     if sweep:
         parser.add_argument("--sweep", action="store_true", help="measure launches of the Triton kernels instead")
-    parser.add_argument("--name", default=name, help="of the file in benchmarks/results")
+    parser.add_argument("--name", default=name, help="of the results file")
+    parser.add_argument("--results", type=Path, default=RESULTS, help="its folder")
     parser.add_argument("--commit", help="where there is no git repository")
 
 
@@ -33,6 +35,11 @@ def begin(options: argparse.Namespace) -> torch.device:
 
         functorch.donated_buffer = False  # a backward that is run again and again keeps its inputs
     return device
+
+
+def failure(error: Exception) -> dict:
+    """The row of what cannot be measured: an anchor that is not installed, a kernel that this device has no room for."""
+    return {"error": f"{type(error).__name__}: {error}"[:200]}
 
 
 def lines(results: dict, widths: tuple[int, ...], before: str = "") -> Iterator[str]:
@@ -49,4 +56,4 @@ def finish(options: argparse.Namespace, results: dict, widths: tuple[int, ...]) 
     """Prints the table on stderr, and writes the record."""
     record = {**described(options.commit), "copy_tb_per_s": round(options.copy / 1e12, 3), "results": results}
     print("\n".join(lines(results, widths)), f"\ncopy bandwidth {record['copy_tb_per_s']} TB/s on {record['device']}", file=sys.stderr)
-    write(record, options.name)
+    write(record, options.name, options.results)

@@ -24,7 +24,7 @@ import torch
 import torch.nn.functional as F
 from call_timing import milliseconds
 from compile_ahead import compile_ahead
-from operator_benchmark import MI300X_BYTES_PER_S, add_options, begin, finish
+from operator_benchmark import MI300X_BYTES_PER_S, add_options, begin, failure, finish
 from torch import Tensor
 
 import hip_ops
@@ -129,7 +129,7 @@ def measure(work: Work, rows: int, hidden: int, device: torch.device, options) -
         try:
             ms = milliseconds(make_call(), device, options.rep)
         except Exception as error:  # an anchor that is not installed, or does not run on this device, is a row of the table
-            found[direction][name] = {"error": f"{type(error).__name__}: {error}"[:200]}
+            found[direction][name] = failure(error)
             return
         rate = needed[direction] / ms * 1e3
         found[direction][name] = {"ms": round(ms, 4), "tb_per_s": round(rate / 1e12, 3), "of_copy": round(rate / copy, 3)}
@@ -203,7 +203,7 @@ def sweep(work: Work, rows: int, hidden: int, device: torch.device, options) -> 
                 try:
                     ms = milliseconds(kernels(work, "triton", inputs)[backward], device, options.rep)
                 except Exception as error:  # too much shared memory, for one
-                    found[direction][str(trial)] = {"error": f"{type(error).__name__}: {error}"[:120]}
+                    found[direction][str(trial)] = failure(error)
                     continue
             needed = (work.backward_bytes if backward else work.forward_bytes) * inputs.elements
             found[direction][str(trial)] = {"ms": round(ms, 4), "tb_per_s": round(needed / ms / 1e9, 3)}

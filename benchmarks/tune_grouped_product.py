@@ -2,6 +2,7 @@
 """Measures Triton configurations of the experts' grouped products on this GPU and writes its part of the table that they are chosen from.
 
     python3 benchmarks/tune_grouped_product.py --write     # two to three minutes on an H100; without --write it only prints
+    python3 benchmarks/tune_grouped_product.py --write --only outer:16384      # weight gradients at 16,384 tokens; the table's other rows stay
 
 Each candidate is checked against torch before it is timed; the best few of each shape are timed again in turn on a GPU that is hot, where less
 power an operation wins. The winners go to hip_ops/triton_kernels/grouped_configs.json (or --output), with device, date and commit.
@@ -26,7 +27,7 @@ from triton.testing import do_bench
 
 from hip_ops.architecture import architecture
 from hip_ops.reference import grouped_product as reference
-from hip_ops.triton_kernels.grouped_configs import SHARED_MEMORY, TABLE, GroupedConfig, write_table
+from hip_ops.triton_kernels.grouped_configs import KINDS, SHARED_MEMORY, TABLE, GroupedConfig, read_table, write_table
 from hip_ops.triton_kernels.grouped_product import grouped_outer_, grouped_rows
 
 # kind, tokens, k, n: the experts' six products at 32,768 and 16,384 tokens, in order of importance
@@ -37,6 +38,14 @@ SHAPES = [
         ("outer", 4096, 2048), ("rows_t", 2048, 4096), ("rows", 4096, 2048), ("outer", 2048, 2048), ("rows_t", 2048, 2048), ("rows", 2048, 2048),
     )
 ]  # fmt: skip
+NAMES = tuple(dict.fromkeys(f"{kind}:{tokens}" for kind, tokens, *_ in SHAPES))
+EXPERTS = len(LOADS["late"])
+
+
+def updated(before: list[dict], rows: list[dict]) -> list[dict]:
+    """`before` with `rows` in the places of those of the same kind, rows, k and n; new ones at the end."""
+    key = lambda row: tuple(row[name] for name in ("kind", "rows", "k", "n"))  # noqa: E731
+    return list(({key(row): row for row in before} | {key(row): row for row in rows}).values())
 
 
 def candidates(kind: str, arch: str) -> list[GroupedConfig]:
@@ -124,11 +133,13 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=TABLE)
     parser.add_argument("--rep", type=int, default=15, help="milliseconds of measuring a candidate")
     parser.add_argument("--seconds", type=int, default=240, help="at most; shapes come in order of importance")
+    parser.add_argument("--only", nargs="+", choices=NAMES, metavar="KIND:TOKENS", help=f"of the shapes, {', '.join(NAMES)}; the table's other rows stay")
     parser.add_argument("--commit", default=None)
     options = parser.parse_args()
+    shapes = [shape for shape in SHAPES if options.only is None or f"{shape[0]}:{shape[1]}" in options.only]
     torch.manual_seed(0)
     deadline, arch = time.monotonic() + options.seconds, architecture(torch.device("cuda", 0))
-    ahead = [(kind, config) for kind in ("outer", "rows_t", "rows") for config in candidates(kind, arch)]
+    ahead = [(kind, config) for kind in dict.fromkeys(shape[0] for shape in shapes) for config in candidates(kind, arch)]
     compile_ahead(run_once, ahead)
     print(f"compiled {len(ahead)} candidates, {deadline - time.monotonic():.0f} s left", flush=True)
     right: dict[str, list[GroupedConfig]] = {}
@@ -143,7 +154,7 @@ def main() -> None:
         else:
             print(f"WRONG by {worst:.3g} of the largest: {kind} {config}", flush=True)
     rows, everything = [], []
-    for kind, tokens, k, n in SHAPES:
+    for kind, tokens, k, n in shapes:
         if time.monotonic() > deadline:
             print(f"out of time before {kind} {tokens} {k} {n}", flush=True)
             break
@@ -152,12 +163,15 @@ def main() -> None:
             continue
         ms, best = ranked[0]
         print(f"{kind:7}{tokens:6} {k}x{n}  {ms:.4f} ms {2 * tokens * k * n / ms / 1e9:.0f} TFLOP/s  {best}", flush=True)
-        rows.append({"kind": kind, "rows": tokens // len(LOADS["late"]), "k": k, "n": n, "config": best, "ms": round(ms, 5)})
+        rows.append({"kind": kind, "rows": tokens // EXPERTS, "k": k, "n": n, "config": best, "ms": round(ms, 5)})
         everything.append({**rows[-1], "config": str(best), "ranked": [[round(t, 5), str(config)] for t, config in ranked]})
     measured_on = f"{torch.cuda.get_device_name()}, torch {torch.__version__}, {datetime.date.today().isoformat()}, commit {commit_of(options.commit)}: " + shlex.join(
         ["python3", "benchmarks/tune_grouped_product.py", *sys.argv[1:]]
     )
-    if options.write and {row["kind"] for row in rows} == {"outer", "rows_t", "rows"}:
+    if options.only is not None and rows:
+        part = read_table(options.output if options.output.exists() else TABLE).get(arch, {"rows": [], "measured_on": "nothing"})
+        rows, measured_on = updated(part["rows"], rows), f"{measured_on}; the rest: {part['measured_on']}"
+    if options.write and {row["kind"] for row in rows} == set(KINDS):
         write_table(arch, rows, measured_on, options.output)
         print(f"wrote {options.output}")
     print(json.dumps({"measured_on": measured_on, "results": everything}))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Kernels for ZAYA1 that need only torch: norms, the CCA prologue, experts, linear + cross-entropy, Muon and Newton-Schulz.
+"""Kernels for ZAYA1 that need only torch: norms, the CCA prologue, router, experts, linear + cross-entropy, Muon and Newton-Schulz.
 
 Everything public is imported at first use, so that `import hip_ops` costs nothing and needs nothing.
 """
@@ -31,6 +31,8 @@ EXPORTS = {
     "grouped_outer_": "grouped_product",
     "weighted_swiglu": "weighted_swiglu",
     "weighted_swiglu_backward": "weighted_swiglu",
+    "router_mlp": "router_mlp",
+    "router_mlp_backward": "router_mlp",
     "linear_cross_entropy": "linear_cross_entropy",
     "set_backend": "backend",
     "use_backend": "backend",

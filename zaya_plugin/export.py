@@ -51,7 +51,7 @@ def main(argv: list[str]) -> int:
         validate(recipe, ranks)
     for recipe, ranks in zip(recipes, world_sizes, strict=True):
         if host == "megatron":
-            print(export.instructions(recipe, ranks, export.export_megatron(recipe, ranks)))
+            print(export.instructions(recipe, ranks, export.export_megatron(recipe)))
         else:
             from zaya_plugin.primus.experiment import export_primus
 

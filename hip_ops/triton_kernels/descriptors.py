@@ -3,17 +3,23 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 MOST = 4096
 _checked: dict[tuple, dict] = {}
+_here = threading.local()
 
 
 def descriptor(base: Tensor, shape: Sequence[int], strides: Sequence[int], block: Sequence[int]) -> TensorDescriptor:
     """TensorDescriptor(base, shape, strides, block). base.data_ptr() is a multiple of 16 (`describable`)."""
+    if base.is_cuda and not hasattr(_here, "context"):
+        torch.cuda.set_device(torch.cuda.current_device())  # the driver encodes only where a thread has a context: autograd's may have none yet
+        _here.context = True
     key = (*shape, *strides, *block, base.dtype)
     known = _checked.get(key)
     if known is None:

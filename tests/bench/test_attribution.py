@@ -85,12 +85,14 @@ def test_backward_kernels_belong_to_what_made_their_node(recorder):
     recorder.operator("autograd::engine::evaluate_function: torch::autograd::AccumulateGrad", 90, 99, ENGINE)
     recorder.launch(95, [("add to main_grad", 7, 120, 130)], ENGINE)
     recorder.launch(97, [("ncclDevKernel_ReduceScatter", 20, 125, 300)], ENGINE)
+    recorder.operator("autograd::engine::evaluate_function: ReadTogetherBackward", 99, 101, ENGINE)  # zaya_plugin.model.small_gradients
+    recorder.launch(100, [("add to several", 7, 129, 130)], ENGINE)
     recorder.operator("autograd::engine::evaluate_function: Unknown", 101, 110, ENGINE)
     recorder.launch(105, [("of an unknown node", 7, 130, 131)], ENGINE)
     assert recorder.parts() == [
         ("of the node", "head", True, False), ("sum for the next node", "head", True, False),
         ("add to main_grad", "gradients", True, False), ("ncclDevKernel_ReduceScatter", "gradients", True, True),
-        ("of an unknown node", "other", True, False),
+        ("add to several", "gradients", True, False), ("of an unknown node", "other", True, False),
     ]  # fmt: skip
 
 

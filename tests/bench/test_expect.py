@@ -98,10 +98,16 @@ def test_the_command_marks_what_it_says(tmp_path, capsys):
 
 
 def test_what_it_refuses(tmp_path, record):
+    recomputed, on_cpu = tmp_path / "recomputed.json", tmp_path / "cpu.json"
+    parallel = {**record["recipe"]["parallel"], "recompute_granularity": "selective", "recompute_modules": ["moe"]}
+    recomputed.write_text(json.dumps({**record, "recipe": {**record["recipe"], "parallel": parallel}}))
+    on_cpu.write_text(json.dumps({**record, "traced": {**record["traced"], "source": "operators"}}))
     for words, complaint in (
         (["experiment=zaya1_base"], "the first word is the step.json"),
         ([str(tmp_path / "none.json")], "not a step.json of `zaya bench step`"),
         ([str(RECORD), *ALIKE, "cluster=h100_8", "parallel=pipeline_parallel"], "pipeline_model_parallel_size = 2: allowed in zaya bench expect: 1"),
+        ([str(on_cpu), "experiment=zaya1_base"], "not a step.json of `zaya bench step` on an accelerator"),
+        ([str(recomputed), *ALIKE, "cluster=h200_8"], "recompute_granularity = None: allowed here: as in the record .selective."),
     ):
         with pytest.raises(ValueError, match=complaint):
             main(["expect", *words])

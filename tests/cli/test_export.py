@@ -29,6 +29,16 @@ def test_paths_hold_wherever_the_host_starts(tmp_path, monkeypatch):
     assert recipe.data.blend == [f"0.5 {tmp_path}/data/a", f"1.5 {tmp_path}/data/b"]
 
 
+def test_recomputation_is_chosen_before_a_host_is_told_of_it(tmp_path, capsys):
+    words = ["experiment=zaya1_base", "cluster=h100_8", "data.path=nowhere", "stage.micro_batch_size=4", f"run_dir={tmp_path}/team/base"]
+    assert export.main(["primus", *words]) == 0
+    path = tmp_path / "team" / "base" / "primus.yaml"
+    overrides = yaml.safe_load(path.read_text())["modules"]["pre_trainer"]["overrides"]
+    assert (overrides["recompute_granularity"], overrides["recompute_method"]) == ("full", "block") and overrides["recompute_num_layers"] > 20
+    assert f"# recomputed: {overrides['recompute_num_layers']} whole layers" in capsys.readouterr().out
+    assert load_recipe(path.with_name("recipe.yaml")).parallel.recompute_num_layers == overrides["recompute_num_layers"]
+
+
 def test_a_curriculum_gives_one_experiment_a_stage_and_each_names_the_one_before(tmp_path):
     assert export.main(["primus", "--curriculum", *DEMO, "nproc=2", f"run_dir={tmp_path}/team/demo"]) == 0
     stages = sorted((tmp_path / "team" / "demo").iterdir())

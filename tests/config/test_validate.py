@@ -96,10 +96,10 @@ IMPOSSIBLE = [
         ["parallel.context_parallel_order = contiguous", "zigzag, the only order"],
     ),
     (["optim.z_loss=1e-4"], 2, ["optim.z_loss = 0.0001", "cluster.fused_linear_cross_entropy = true (is false)"]),
-    (["cluster.graphs=full_iteration"], 2, ["cluster.device = cpu", "cuda", "optim.non_finite_gradients = stop", "skip"]),
+    (["cluster.graphs=full_iteration"], 2, ["cluster.device = cpu", "cuda", "cluster.dtype = fp32", "bf16"]),
     (
         [
-            *("cluster=gpu", "cluster.graphs=full_iteration", "optim.non_finite_gradients=skip", "data.packing=documents"),
+            *("cluster=gpu", "cluster.graphs=full_iteration", "data.packing=documents"),
             *("parallel.pipeline_model_parallel_size=2", "parallel.expert_model_parallel_size=2", "stage.batch_size_ramp='0:8 400:16'"),
         ],
         2,

@@ -42,5 +42,5 @@ def with_optimizer(model):
         use_distributed_optimizer=True,
         clip_grad=0.0,  # the norm would be summed in another order with other ranks, and bf16 momentum would show it
     )
-    factory = muon_factory(get_megatron_optimizer, MuonSettings(momentum_dtype="bf16"), skip_non_finite=True)
+    factory = muon_factory(get_megatron_optimizer, MuonSettings(momentum_dtype="bf16"), non_finite="skip")
     return ddp, factory(optimizer_config, [ddp])

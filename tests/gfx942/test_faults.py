@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.gfx942.emulator import Device
+from tests.gfx942.emulator import SCHEDULES, Device
 from tests.gfx942.emulator.faults import (
     BarrierMismatch,
     GlobalRace,
@@ -23,7 +23,6 @@ from tests.gfx942.emulator.faults import (
 from tests.gfx942.toolchain import code_object
 
 KERNELS = Path(__file__).parent / "kernels" / "faults.hip"
-SCHEDULES = ("lockstep", "serial", "reverse")
 
 
 @pytest.fixture(params=SCHEDULES)

@@ -1,12 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """The attention kernels of an accelerator against masks written out: chunks of a sequence, packed documents."""
 
-import contextlib
-
 import pytest
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from tests.no_waiting import no_waiting
 from zaya_plugin.model.core_attention import (
     BACKENDS,
     PACKAGES,
@@ -117,18 +116,6 @@ def boundaries_in_turn():
         return micro_batch(batch, "cuda", ContextShard("zigzag", 2, 1), 0, True).packed
 
     return make
-
-
-@contextlib.contextmanager
-def no_waiting():
-    """An error for what makes the host wait for the device, as far as torch notices it."""
-    torch.cuda.synchronize()
-    mode = torch.cuda.get_sync_debug_mode()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode(mode)
 
 
 def test_boundaries_are_made_without_waiting_for_the_device(boundaries_in_turn):

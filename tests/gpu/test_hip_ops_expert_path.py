@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The expert path on an accelerator: Triton, and csrc/expert_*.hip and weighted_swiglu.hip as built for it (by nvcc on NVIDIA)."""
 
-import contextlib
 import importlib
 
 import pytest
@@ -22,6 +21,7 @@ from tests.hip_ops.expert_path_cases import (
     check_swiglu,
     expert_ids,
 )
+from tests.no_waiting import no_waiting
 
 DEVICE = torch.device("cuda")
 NAMES = (
@@ -36,16 +36,6 @@ SWIGLU = [
     Swiglu(7, 1, offsets="all"), Swiglu(9, 1024, FP32), Swiglu(5, 2048, offsets="nobody"), Swiglu(3, 8192), Swiglu(3, 9000, FP32, BF16),
     Swiglu(5, 256, scale=12.0), Swiglu(0, 2048, offsets="none"),
 ]  # fmt: skip
-
-
-@contextlib.contextmanager
-def no_synchronisation():
-    """Whatever waits for the host raises."""
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 def warmed_up() -> dict[str, str]:
@@ -118,8 +108,7 @@ def test_nothing_waits_for_the_host(chosen, fold_probs):
     leaves, ids, upstream = inputs()
     warmed_up()
     gradients(path, leaves, ids, upstream, fold_probs)  # compiles
-    torch.cuda.synchronize()
-    with no_synchronisation():
+    with no_waiting():
         found = gradients(path, leaves, ids, upstream, fold_probs)
         torch.cuda._sleep(20_000_000)
         again = gradients(path, leaves, ids, upstream, fold_probs)

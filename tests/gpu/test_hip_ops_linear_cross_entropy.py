@@ -11,6 +11,7 @@ from hip_ops.operator import OPERATORS, all_operators, warm_up
 from hip_ops.weight_gradient import add_product_, fp32_product
 from tests.hip_ops.test_linear_cross_entropy import inputs
 from tests.hip_ops.vocabulary_rows_cases import BF16, CASES, FP32, Logits, check
+from tests.no_waiting import no_waiting
 
 DEVICE = torch.device("cuda")
 NAMES = ("row_statistics", "overwrite_with_gradient")
@@ -80,12 +81,8 @@ def test_nothing_waits_for_the_host_and_a_graph_holds_it(chosen):
         return losses, torch.autograd.grad((losses * grad).sum(), hidden)[0]
 
     step()
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_waiting():
         step()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):

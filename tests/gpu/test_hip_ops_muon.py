@@ -12,6 +12,7 @@ from hip_ops import backend, multi_tensor
 from hip_ops.matrix_batches import MatrixBatches
 from hip_ops.muon import rms_matching_scale
 from tests.hip_ops.muon_oracle import GUARD, Lists, check_momentum, check_update, guards_intact, make_lists
+from tests.no_waiting import no_waiting
 
 BF16, FP32 = torch.bfloat16, torch.float32
 DEVICE = torch.device("cuda")
@@ -119,12 +120,8 @@ def test_nothing_waits_for_the_device(chosen):
 
     step()  # compiles, and runs the self-check
     lists.gradients = [g.clone() for g in lists.gradients]  # new tables
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_waiting():
         step()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 def test_on_another_stream(chosen):

@@ -4,11 +4,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 
-from tests.hip_ops.cpu_kernels import CpuKernels, build_cpu_library
 from tests.hip_ops.expert_path_cases import BF16, Rows, Swiglu, check_rows, check_sort, check_swiglu, expert_ids
-from tests.hip_ops.injected_bug import Bug, source
+from tests.hip_ops.injected_bug import Bug
 
 HEADER = "row_vectors.h"
 
@@ -64,16 +62,3 @@ BUGS = {
 }  # fmt: skip
 # Not seen in the numbers: one element beyond the row's end is the next row's first, which is written again.
 ONE_TOO_MANY = in_source("expert_rows", "  for (; at < count; at += kStep)", "  for (; at <= count; at += kStep)", HEADER)
-
-
-def write_source(folder: Path, bug: Bug) -> Path:
-    """The bug's source in `folder`, beside a copy of the header it includes."""
-    for file in (HEADER, f"{bug.case}.hip"):
-        (folder / file).write_text(source(file, bug))
-    return folder / f"{bug.case}.hip"
-
-
-def cpu_copy(folder: Path, bug: Bug):
-    """The library of the bug's source alone, as hip_ops.library gives it."""
-    source = write_source(folder, bug)
-    return CpuKernels(build_cpu_library(source), [source]).library

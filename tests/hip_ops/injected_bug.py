@@ -4,9 +4,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from hip_ops.build import CSRC
+from tests.hip_ops.cpu_kernels import CpuKernels, build_cpu_library
 
 
 @dataclass(frozen=True)
@@ -27,3 +29,16 @@ def source(file: str, bug: Bug | None = None) -> str:
         return text
     assert text.count(bug.right) == 1, f"{file} says {text.count(bug.right)} times: {bug.right}"
     return text.replace(bug.right, bug.wrong)
+
+
+def write_source(folder: Path, bug: Bug, name: str) -> Path:
+    """csrc/<name>.hip in `folder`, beside a copy of the header it includes; one of them has the bug."""
+    for file in ("row_vectors.h", f"{name}.hip"):
+        (folder / file).write_text(source(file, bug))
+    return folder / f"{name}.hip"
+
+
+def cpu_copy(folder: Path, bug: Bug, name: str):
+    """The library of `write_source` alone, as hip_ops.library gives it."""
+    path = write_source(folder, bug, name)
+    return CpuKernels(build_cpu_library(path), [path]).library

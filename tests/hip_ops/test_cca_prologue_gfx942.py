@@ -6,12 +6,11 @@ import torch
 
 from hip_ops.build import CSRC
 from tests.gfx942.budgets import kernels_of
-from tests.gfx942.emulator import Device
+from tests.gfx942.emulator import SCHEDULES, Device
 from tests.hip_ops.cca_prologue_cases import Case, backward, check, make
 from tests.hip_ops.cca_prologue_device import Emulated, tiles_of
 from tests.hip_ops.cca_prologue_triton_device import EmulatedTriton
 
-SCHEDULES = ("lockstep", "serial", "reverse")
 PLAIN, HALO = Case(37, 1, 2, 1), Case(20, 2, 2, 1, halo=True, document=6, zero=True)
 MORE = [Case(1, 35, 2, 1, halo=True, document=2), Case(2, 9, 2, 2, rotary=128, delayed=20), Case(37, 1, 3, 3, rotary=0, pad=8), Case(40, 1, 5, 1, at=(15, 31, 32)), Case(65, 1, 8, 2)]
 KERNELS = ("forward", "backward_pass", "backward_temperature", "backward_sum")

@@ -15,12 +15,13 @@ from tests.hip_ops import expert_path_bugs as bugs
 from tests.hip_ops.cpu_kernels import SCHEDULES
 from tests.hip_ops.expert_path_cases import Rows, check_rows
 from tests.hip_ops.expert_path_device import HipOnDevice
+from tests.hip_ops.injected_bug import Bug, cpu_copy, write_source
 
 MODULES = {"expert_sort": expert_permutation, "expert_rows": expert_permutation, "weighted_swiglu": weighted_swiglu}
 
 
-def emulated(folder, bug: bugs.Bug) -> HipOnDevice:
-    source = bugs.write_source(folder, bug)
+def emulated(folder, bug: Bug) -> HipOnDevice:
+    source = write_source(folder, bug, bug.case)
     shutil.copy(CSRC / "portable.h", folder)
     return HipOnDevice(Device("lockstep"), objects=lambda name: code_object(source))
 
@@ -28,7 +29,7 @@ def emulated(folder, bug: bugs.Bug) -> HipOnDevice:
 @pytest.mark.parametrize("name", [name for name, bug in bugs.BUGS.items() if bug.case != "expert_sort"])
 def test_each_bug_is_caught(tmp_path, monkeypatch, name):
     bug = bugs.BUGS[name]
-    copy = bugs.cpu_copy(tmp_path, bug)
+    copy = cpu_copy(tmp_path, bug, bug.case)
     monkeypatch.setattr(hip_ops.library, "library", lambda target: copy)
     for schedule in SCHEDULES:  # no kernel on rows has a barrier: each schedule shows each bug
         monkeypatch.setenv("HO_CPU_SCHEDULE", schedule)

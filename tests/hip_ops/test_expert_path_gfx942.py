@@ -6,7 +6,7 @@ import torch
 
 from hip_ops.build import CSRC
 from tests.gfx942.budgets import kernels_of
-from tests.gfx942.emulator import Device
+from tests.gfx942.emulator import SCHEDULES, Device
 from tests.hip_ops.expert_path_cases import (
     BF16,
     FP32,
@@ -22,7 +22,6 @@ from tests.hip_ops.expert_path_cases import (
 )
 from tests.hip_ops.expert_path_device import HipOnDevice, TritonOnDevice
 
-SCHEDULES = ("lockstep", "serial", "reverse")
 KINDS = {"hip": HipOnDevice, "triton": TritonOnDevice}
 ROWS = [Rows(11, 2048), Rows(9, 45, BF16, BF16, mix="skewed"), Rows(9, 260, FP32), Rows(5, 37, FP32, BF16, mix="nobody", pad=3), Rows(9, 512, pad=8)]
 SWIGLU = [Swiglu(9, 2048), Swiglu(5, 45, BF16, BF16), Swiglu(9, 260, FP32, offsets="none"), Swiglu(5, 37, FP32, BF16, pad=3), Swiglu(5, 512, offsets="nobody", pad=8)]

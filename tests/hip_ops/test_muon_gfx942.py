@@ -9,14 +9,13 @@ import numpy as np
 import pytest
 import torch
 
-from tests.gfx942.emulator import Device, EmulatorFault
+from tests.gfx942.emulator import SCHEDULES, Device, EmulatorFault
 from tests.gfx942.toolchain import code_object, require
 from tests.hip_ops import muon_device as on_device
 from tests.hip_ops.muon_bugs import BUGS, identifier, write_variants
 from tests.hip_ops.muon_oracle import check_momentum, check_update, make_lists, numel
 
 BF16, FP32 = torch.bfloat16, torch.float32
-SCHEDULES = ("lockstep", "serial", "reverse")
 # Several chunks of 4096, a ragged end, one element, none, heads, and a place at which nothing can be aligned.
 SHAPES = [(40, 112), (17, 33), (1, 1), (0, 8), (3, 5), (22, 66)]
 OFFSETS = [(0, 0, 0), (3, 3, 3), (0, 0, 0), (0, 0, 0), (1, 0, 2), (5, 1, 5)]

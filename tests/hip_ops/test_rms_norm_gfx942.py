@@ -6,12 +6,11 @@ import torch
 
 from hip_ops.build import CSRC
 from tests.gfx942.budgets import kernels_of
-from tests.gfx942.emulator import Device
+from tests.gfx942.emulator import SCHEDULES, Device
 from tests.hip_ops.rms_norm_cases import BF16, FP32, Case, check, exact_backward, exact_forward, make, ulp
 from tests.hip_ops.rms_norm_device import Emulated, geometry, table
 from tests.hip_ops.rms_norm_triton_device import EmulatedTriton
 
-SCHEDULES = ("lockstep", "serial", "reverse")
 ZAYA, PLAIN, ODD = Case(True, 5, 2048), Case(False, 5, 1024, d_new_residual=False), Case(True, 3, 45, pad=1)
 # A case of every kernel; those beyond QUICK and other schedules for them are slow.
 QUICK = [ZAYA, PLAIN, ODD, Case(False, 19, 256, residual_dtype=BF16, pad=8), Case(False, 4, 37, FP32, FP32, FP32), Case(True, 2, 264, BF16, BF16, BF16)]

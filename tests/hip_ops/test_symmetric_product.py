@@ -9,10 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import hip_ops
+from tests.hip_ops.cpu_kernels import SCHEDULES
 from tests.hip_ops.product_cases import DTYPES, ROUNDED_ONCE, Case, general_case, symmetric_case
 
 module = importlib.import_module("hip_ops.newton_schulz")
-SCHEDULES = ("forward", "reverse", "random:7")
 
 
 def product(case: Case) -> torch.Tensor:

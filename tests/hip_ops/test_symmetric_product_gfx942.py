@@ -7,13 +7,12 @@ import numpy as np
 import pytest
 import torch
 
-from tests.gfx942.emulator import Device
+from tests.gfx942.emulator import SCHEDULES, Device
 from tests.gfx942.inner_loop import inner_loop, machine_code_analysis
 from tests.gfx942.toolchain import code_object
 from tests.hip_ops.product_cases import DTYPES, ROUNDED_ONCE, bits, from_bits, general_case, symmetric_case
 from tests.hip_ops.product_device import run_general, run_symmetric, tiles, variant
 
-SCHEDULES = ("lockstep", "serial", "reverse")
 MFMA_FLOPS = 2 * 32 * 32 * 8
 
 

@@ -13,6 +13,7 @@ from tests.gfx942.emulator.faults import OutOfBounds
 from tests.gfx942.toolchain import code_object
 from tests.hip_ops import vocabulary_rows_bugs as bugs
 from tests.hip_ops.cpu_kernels import SCHEDULES
+from tests.hip_ops.injected_bug import cpu_copy, write_source
 from tests.hip_ops.vocabulary_rows_cases import Logits, check
 from tests.hip_ops.vocabulary_rows_device import HipRows
 
@@ -21,7 +22,7 @@ FAST = ("total_not_rescaled", "label_counted_from_the_row", "lost_tail")  # each
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=() if name in FAST else pytest.mark.slow) for name in bugs.BUGS])
 def test_each_bug_is_caught(tmp_path, monkeypatch, name):
-    copy = bugs.cpu_copy(tmp_path, bugs.BUGS[name])
+    copy = cpu_copy(tmp_path, bugs.BUGS[name], "vocabulary_rows")
     monkeypatch.setattr(hip_ops.library, "library", lambda target: copy)
     monkeypatch.setenv("HO_CPU_SCHEDULE", SCHEDULES[-1])  # no kernel has a barrier: any order shows each bug
     with pytest.raises(AssertionError, match="are wrong"):
@@ -33,7 +34,7 @@ def test_the_right_source_passes():
 
 
 def test_one_element_too_many_is_out_of_bounds(tmp_path):
-    source = bugs.write_source(tmp_path, bugs.ONE_TOO_MANY)
+    source = write_source(tmp_path, bugs.ONE_TOO_MANY, "vocabulary_rows")
     shutil.copy(CSRC / "portable.h", tmp_path)
     with pytest.raises(OutOfBounds):
         check(HipRows(Device("lockstep"), objects=lambda name: code_object(source)), Logits(2, 64))

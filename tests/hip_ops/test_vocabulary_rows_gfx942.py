@@ -7,12 +7,11 @@ import torch
 from hip_ops.build import CSRC
 from hip_ops.reference import vocabulary_rows as reference
 from tests.gfx942.budgets import kernels_of
-from tests.gfx942.emulator import Device
+from tests.gfx942.emulator import SCHEDULES, Device
 from tests.hip_ops.rms_norm_cases import FP32
 from tests.hip_ops.vocabulary_rows_cases import FIRST, Logits, check, inputs
 from tests.hip_ops.vocabulary_rows_device import HipRows, TritonRows
 
-SCHEDULES = ("lockstep", "serial", "reverse")
 KINDS = {"hip": HipRows, "triton": TritonRows}
 CASES = [
     Logits(6, 2600, parts=2, z_loss=1e-2), Logits(3, 4232, FP32, shape="rising"), Logits(5, 45, shape="confident"), Logits(4, 333, FP32, parts=3, pad=3, shape="far"),

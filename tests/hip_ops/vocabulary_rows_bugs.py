@@ -3,10 +3,7 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
-from tests.hip_ops.cpu_kernels import CpuKernels, build_cpu_library
-from tests.hip_ops.injected_bug import Bug, source
+from tests.hip_ops.injected_bug import Bug
 from tests.hip_ops.rms_norm_cases import BF16, FP32
 from tests.hip_ops.vocabulary_rows_cases import Logits, check
 
@@ -45,16 +42,3 @@ ONE_TOO_MANY = in_source("  for (; at < count; at += kStep)", "  for (; at <= co
 def shows(module) -> None:
     for case in CASES:
         check(module, case)
-
-
-def write_source(folder: Path, bug: Bug) -> Path:
-    """The bug's source in `folder`, beside a copy of the header it includes."""
-    for file in (HEADER, SOURCE):
-        (folder / file).write_text(source(file, bug))
-    return folder / SOURCE
-
-
-def cpu_copy(folder: Path, bug: Bug):
-    """The library of the bug's source alone, as hip_ops.library gives it."""
-    path = write_source(folder, bug)
-    return CpuKernels(build_cpu_library(path), [path]).library

@@ -4,6 +4,7 @@
 import pytest
 import torch
 
+from tests.no_waiting import no_waiting
 from zaya_plugin.model.experts import ExpertMLP
 from zaya_plugin.model.grouped_gemm_implementations import has_grouped_mm
 
@@ -11,15 +12,6 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an accelerator"),
 ]
-
-
-@pytest.fixture
-def no_synchronisation():
-    def forbid(on):
-        torch.cuda.set_sync_debug_mode("error" if on else "default")
-
-    yield forbid
-    forbid(False)
 
 
 def loop(x, weights, offsets, fc1, fc2):
@@ -32,7 +24,7 @@ def loop(x, weights, offsets, fc1, fc2):
 
 
 @pytest.mark.parametrize("counts", [[3, 0, 5, 7], [1, 2, 3, 9], [15, 0, 0, 0], [0, 0, 0, 16], [0, 0, 0, 1]])
-def test_experts_in_bf16(counts, no_synchronisation):
+def test_experts_in_bf16(counts):
     rows, h, f, experts = 16, 64, 48, 4
     torch.empty(64 << 20, device="cuda").fill_(float("nan"))  # what later allocations will find
 
@@ -46,10 +38,9 @@ def test_experts_in_bf16(counts, no_synchronisation):
     offsets, grad = torch.tensor(counts, device="cuda").cumsum(0).int(), normal(rows, h).detach()
     assert has_grouped_mm(x, fc1[0], fc2[0])
     torch.autograd.grad(ExpertMLP.apply(x, weights, offsets, experts, False, "auto", None, *fc1, *fc2), leaves, grad)  # compiles
-    no_synchronisation(True)
-    y = ExpertMLP.apply(x, weights, offsets, experts, False, "auto", None, *fc1, *fc2)
-    gradients = torch.autograd.grad(y, leaves, grad)
-    no_synchronisation(False)
+    with no_waiting():
+        y = ExpertMLP.apply(x, weights, offsets, experts, False, "auto", None, *fc1, *fc2)
+        gradients = torch.autograd.grad(y, leaves, grad)
     exact = [t.detach().double().requires_grad_() for t in leaves]
     expected = loop(exact[0], exact[1], offsets, exact[2 : 2 + experts], exact[2 + experts :])
     wanted = torch.autograd.grad(expected, exact, grad.double(), allow_unused=True, materialize_grads=True)
@@ -58,13 +49,12 @@ def test_experts_in_bf16(counts, no_synchronisation):
         assert (got.double() - want).norm() <= 2e-2 * want.norm()
 
 
-def test_decoder_never_waits_for_the_host(make_model, batch, no_synchronisation):
+def test_decoder_never_waits_for_the_host(make_model, batch):
     fields = dict(use_cpu_initialization=False, params_dtype=torch.bfloat16, bf16=True)
     model = make_model(**fields, hidden_size=64, kv_channels=16, moe_ffn_hidden_size=32, ffn_hidden_size=32).cuda()
     ids, positions, labels = (t.cuda() for t in batch(s=16))
     model(ids, positions, None, labels=labels).mean().backward()  # moves what is moved once
     x, rope = model.embedding(ids, positions), model.rotary_pos_emb(16)
-    no_synchronisation(True)
-    model.decoder(x, None, rotary_pos_emb=rope).float().square().mean().backward()
-    no_synchronisation(False)
+    with no_waiting():
+        model.decoder(x, None, rotary_pos_emb=rope).float().square().mean().backward()
     assert all(p.grad.isfinite().all() for p in model.parameters())

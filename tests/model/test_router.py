@@ -45,7 +45,7 @@ def test_softmax_dtype_and_forced_ids():
 
 
 def projected(router, x):
-    return torch.nn.functional.linear(x, router.down_proj.weight, router.down_proj.bias)
+    return torch.nn.functional.linear(x, router.down_proj.weight) + router.down_proj.bias
 
 
 def test_state_is_averaged_before_the_norm_and_layer_1_has_no_gamma(make_router):

@@ -101,6 +101,8 @@ CASES = {
     "prologue": (replace(ALL, prologue=False), ()),
     "experts": (replace(ALL, experts=False), ()),
     "head": (replace(ALL, head=False), ()),
+    "router": (replace(ALL, router=True), ()),
+    "router_selective": (replace(ALL, router=True), ("layernorm", "permute")),
     "layernorm": (ALL, ("layernorm",)),
     "permute": (ALL, ("permute",)),
     "permute_experts": (replace(ALL, experts=False), ("permute",)),
@@ -110,7 +112,7 @@ CASES = {
 }
 
 
-QUICK = ("fused", "layernorm", "permute", "core_attn")  # the others compile further functions
+QUICK = ("fused", "router", "layernorm", "permute", "core_attn")  # the others compile further functions
 
 
 @pytest.mark.parametrize("case", [pytest.param(case, marks=[pytest.mark.slow] * (case not in QUICK)) for case in CASES])
@@ -119,7 +121,7 @@ def test_the_plan_counts_what_the_model_keeps(case):
     options = dict(recompute_granularity="selective", recompute_modules=list(modules)) if modules else {}
     model = build(
         fused_residual_norm=kernels.residual_norm, fused_cca_prologue=kernels.prologue, fused_expert_path=kernels.experts,
-        fused_linear_cross_entropy=kernels.head, **options,
+        fused_linear_cross_entropy=kernels.head, fused_router=kernels.router, **options,
     )
     counted, planned = kept_bytes(model), planned_bytes(kernels, Recompute(frozenset(modules)))
     print(f"{case}: planned {planned:,.0f}, counted {counted:,.0f} bytes, {planned / counted - 1:+.2%}")

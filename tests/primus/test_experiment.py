@@ -9,8 +9,7 @@ import yaml
 
 from zaya_plugin.config.compose import compose
 from zaya_plugin.primus import experiment, traps
-from zaya_plugin.training import export
-from zaya_plugin.training.arguments import megatron_arguments
+from zaya_plugin.training.arguments import DECIDED_AT_START, megatron_arguments
 from zaya_plugin.training.curriculum import compose_curriculum
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -47,7 +46,7 @@ def test_every_argument_of_zaya_train_is_there_and_the_run_is_where_primus_saves
     made, recipe = document(name), STAGES[name]
     overrides = made["modules"]["pre_trainer"]["overrides"]
     for key, value in megatron_arguments(recipe, DATA).items():
-        if key not in export.DECIDED_AT_START:
+        if key not in DECIDED_AT_START:
             assert overrides[key] == (list(value) if isinstance(value, tuple) else value), key
     parts = [made[key] for key in ("workspace", "work_group", "user_name", "exp_name")]
     assert os.path.join(*parts, "checkpoints") == overrides["save"]

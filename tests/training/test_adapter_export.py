@@ -94,6 +94,8 @@ def test_what_megatron_has_no_word_for_is_refused():
         ("data.order=continuing", "data.order"),
         ("handover.first_sample=64", "handover.first_sample"),
         ("optim.z_loss=1e-4", "optim.z_loss"),
+        ("parallel.recompute_granularity=auto", "parallel.recompute_granularity"),
+        ("parallel.recompute_modules=[moe,permute]", "parallel.recompute_modules"),
     ],
 )
 def test_what_a_host_cannot_do_is_refused(override, key):
@@ -103,8 +105,8 @@ def test_what_a_host_cannot_do_is_refused(override, key):
 
 
 def test_what_a_host_leaves_out_is_said():
-    recipe = compose(["experiment=cpu_demo", "data.path=x", "stage.eval_at_start=true", "logger=none"])
-    assert [note.partition(":")[0] for note in export.left_out(recipe)] == ["stage.eval_at_start"]
+    recipe = compose(["experiment=cpu_demo", "data.path=x", "stage.eval_at_start=true", "cluster.fused_linear_cross_entropy=true", "logger=none"])
+    assert [note.partition(":")[0] for note in export.left_out(recipe)] == ["stage.eval_at_start", "cluster.fused_linear_cross_entropy"]
     text = export.instructions(recipe, 2, export.Path("/runs/it/megatron.args"))
     assert "xargs -a /runs/it/megatron.args torchrun --nproc-per-node 2 pretrain_gpt.py" in text
     assert "export TORCHDYNAMO_DISABLE=1" in text and "# not done there: stage.eval_at_start" in text

@@ -56,7 +56,7 @@ def test_values_arrive():
 def test_graphs_are_megatrons():
     values = megatron_arguments(compose(["experiment=cpu_demo"]), TOKENIZER)
     assert not {"cuda_graph_impl", "cuda_graph_modules"} & set(values)
-    asked = ["experiment=cpu_demo", "cluster=gpu", "cluster.graphs=full_iteration", "optim.non_finite_gradients=skip"]
+    asked = ["experiment=cpu_demo", "cluster=gpu", "cluster.graphs=full_iteration"]
     values = megatron_arguments(compose(asked), TOKENIZER)
     assert values["cuda_graph_impl"] == "full_iteration" and values["check_for_nan_in_loss_and_grad"] is False
 

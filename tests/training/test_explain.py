@@ -1,14 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """`zaya train ... explain_optim=true`: every parameter of the real model, and nothing launched."""
 
+import pytest
+
 from tests.running import zaya
 
 
-def test_the_full_model_is_explained_and_nothing_is_created(tmp_path):
+# The second: what is `auto` is settled before a model is built.
+@pytest.mark.parametrize("words", [(), pytest.param(("cluster=h100_8", "dry_run=true"), marks=pytest.mark.slow)], ids=["run", "dry_run"])
+def test_the_full_model_is_explained_and_nothing_is_created(tmp_path, words):
     run_dir = tmp_path / "run"
     done = zaya(
         "train", "experiment=zaya1_base", "explain_optim=true", "data.path=none", f"run_dir={run_dir}",
-        "optim.overrides=['*.router.out_proj.weight optimizer=adamw lr_mult=0.5']",
+        "optim.overrides=['*.router.out_proj.weight optimizer=adamw lr_mult=0.5']", *words,
     )
     assert done.returncode == 0 and not run_dir.exists()
     rows = {line.split()[0]: line.split() for line in done.stdout.splitlines() if line.startswith(("decoder", "embedding"))}

@@ -106,3 +106,8 @@ def test_a_failing_sink_is_told_once_and_does_not_stop_training(capsys):
 def test_sparkline():
     assert sparkline([8, 7, 6, 5, 4, 3, 2, 1]) == "█▇▆▅▄▃▂▁"
     assert len(sparkline(list(range(1000)))) == 40 and sparkline([3.0]) == "▁"
+
+
+def test_sparkline_of_losses_that_are_no_numbers():
+    nan, inf = float("nan"), float("inf")
+    assert sparkline([2.0, nan, 1.0, inf]) == "█x▁x" and sparkline([nan, nan]) == "xx"

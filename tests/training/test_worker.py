@@ -3,7 +3,6 @@
 
 import subprocess
 import sys
-import time
 
 from tests.running import MICRO
 from zaya_plugin.config.compose import compose, save_recipe
@@ -15,16 +14,14 @@ from zaya_plugin.training import worker
 worker.EXIT_SECONDS = 1
 def stuck(*of_rank):
     atexit.register(time.sleep, 600)
-    raise {error}
+    raise RuntimeError('the capture failed')
 sys.exit(worker.main(sys.argv[1:], stuck))
 """
 
 
 def test_a_failed_rank_that_cannot_leave_is_ended(tmp_path):
     save_recipe(compose([*MICRO, "data.path=x", f"run_dir={tmp_path / 'run'}"]), tmp_path / "recipe.yaml")
-    began = time.monotonic()
     environment = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "localhost", "MASTER_PORT": "1", "PATH": "/bin"}
-    command = [sys.executable, "-c", RANK.format(error="RuntimeError('the capture failed')"), str(tmp_path / "recipe.yaml")]
+    command = [sys.executable, "-c", RANK, str(tmp_path / "recipe.yaml")]
     done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=120)
     assert done.returncode == 1 and "RuntimeError: the capture failed" in done.stderr
-    assert time.monotonic() - began < 100

@@ -22,7 +22,7 @@ COMMUNICATION = re.compile(r"^nccl|ncclDevKernel|ncclKernel|rccl|^Memcpy PtoP|^g
 
 # Of operators, also of their nodes of the backward pass (hip_ops_...Backward; torch.library's are GeneratedBackwardFor_hip_ops_...).
 OPERATOR_NAMES = (
-    (re.compile(r"AccumulateGrad"), "gradients"),
+    (re.compile(r"AccumulateGrad|ReadTogetherBackward"), "gradients"),
     (re.compile(r"^Optimizer\.(step|zero_grad)"), "optimizer"),
     (re.compile(r"hip_ops(::|_)\w*cca_prologue"), "prologue"),
     (re.compile(r"hip_ops(::|_)\w*rms_norm"), "norms"),

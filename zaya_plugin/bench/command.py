@@ -127,7 +127,7 @@ def run(recipe: Recipe, options: Options) -> int:
 
         print(dry_run.describe(recipe, plan))
         return 0
-    recipe = launch.choose_recompute(recipe, plan)
+    recipe = launch.with_choices(recipe, plan)
     check_resume(recipe.run_dir, recipe.resume)
     (launch.check_machine if options.random_tokens else launch.check_surroundings)(recipe, plan)
     if options.anchor is not None:

@@ -46,11 +46,15 @@ def main(argv: list[str]) -> int:
 
 
 def load(path: Path) -> dict:
+    from zaya_plugin.bench import record as step_record
+
     try:
         record = json.loads(path.read_text())
-        assert record["schema"] == "zaya bench step/1" and record["parts"] and record["traced"]["source"] == "kernels"
-    except (OSError, KeyError, TypeError, ValueError, AssertionError) as error:
-        raise ValueError(f"{path}: not a step.json of `zaya bench step` on an accelerator ({type(error).__name__}: {error})") from error
+        usable = record["schema"] == step_record.SCHEMA and record["parts"] and record["traced"]["source"] == "kernels"
+    except (OSError, KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"{path}: not a step.json of `zaya bench step` ({type(error).__name__}: {error})") from error
+    if not usable:
+        raise ValueError(f"{path}: not a step.json of `zaya bench step` on an accelerator with the traced step's parts")
     return record
 
 
@@ -76,11 +80,12 @@ def expect(record: dict, recipe: Recipe, world: int) -> dict:
     """The step of `recipe` on `world` devices of its cluster.
 
     Raises:
-        ValueError: pipeline parallelism, whose waiting is not a matter of rates.
+        ValueError: pipeline parallelism, whose waiting is not a matter of rates; another recomputation than a record's with one.
     """
     from zaya_plugin.plan.expected_step import Overlap, communication, limit
     from zaya_plugin.plan.flops import training_flops
     from zaya_plugin.plan.machines import MACHINES
+    from zaya_plugin.plan.memory import Recompute, tokens_of_rank
     from zaya_plugin.plan.recompute import added_seconds
     from zaya_plugin.plan.step_work import Work
     from zaya_plugin.training import memory_plan
@@ -94,14 +99,19 @@ def expect(record: dict, recipe: Recipe, world: int) -> dict:
     rates = here if same else (machine.gemm, machine.copy)
     vocabulary = record["model"]["vocab_size"]
     recipe, _ = memory_plan.with_recompute(recipe, world, vocabulary)
+    recompute, recomputed = memory_plan.recompute_of(recipe), memory_plan.recompute_of(before)
+    if recomputed not in (recompute, Recompute()):
+        raise ValueError(
+            f"parallel.recompute_granularity = {recipe.parallel.recompute_granularity}: allowed here: as in the record "
+            f"({before.parallel.recompute_granularity}), whose parts hold what was recomputed"
+        )
     shape = memory_plan.shape_of(recipe, vocabulary)
     old = work_of(before, record["world_size"], vocabulary, record["step"]["optimizer"])
     new = work_of(recipe, world, vocabulary, record["step"]["optimizer"])
     batch, layout = memory_plan.batch_of(recipe, world), memory_plan.layout_of(recipe, world)
     old_batch = memory_plan.batch_of(before, record["world_size"])
-    tokens = batch.micro_batches * batch.micro_batch_size * batch.seq_length // (layout.context * layout.tensor)
-    old_tokens = old_batch.micro_batches * old_batch.micro_batch_size * old_batch.seq_length // before.parallel.context_parallel_size
-    old_tokens //= before.parallel.tensor_model_parallel_size
+    tokens = batch.micro_batches * tokens_of_rank(layout, batch)
+    old_tokens = old_batch.micro_batches * tokens_of_rank(memory_plan.layout_of(before, record["world_size"]), old_batch)
     parts, passes = [], [0.0, 0.0]
     for row in record["parts"]:
         if row["part"] in NOT_CARRIED:
@@ -117,8 +127,7 @@ def expect(record: dict, recipe: Recipe, world: int) -> dict:
         })  # fmt: skip
         if row["part"] not in ("optimizer", "gradients"):
             passes = [passes[0] + row["forward_ms"] * factor, passes[1] + row["backward_ms"] * factor]
-    recompute = memory_plan.recompute_of(recipe)
-    if recompute != memory_plan.recompute_of(before):
+    if recompute != recomputed:
         again = added_seconds(shape, layout, batch, memory_plan.kernels_of(recipe), recompute, memory_plan.machine_of(recipe))
         parts.append({"part": "recomputation", "title": "recomputation", "ms": 1e3 * again, "tflop": 0.0, "gb": 0.0, "roofline": None})
         passes[1] += 1e3 * again
@@ -155,13 +164,14 @@ def expect(record: dict, recipe: Recipe, world: int) -> dict:
 def work_of(recipe: Recipe, world: int, vocabulary: int, optimizer: bool = True) -> dict[str, Work]:
     """zaya_plugin.plan.step_work of one rank, from the recipe alone; zaya_plugin.bench.record.work_of asks the model that ran."""
     from zaya_plugin.plan.expected_step import accumulated
+    from zaya_plugin.plan.memory import tokens_of_rank
     from zaya_plugin.plan.step_work import Rank, step_work
     from zaya_plugin.training import memory_plan
 
     shape, layout, batch = memory_plan.shape_of(recipe, vocabulary), memory_plan.layout_of(recipe, world), memory_plan.batch_of(recipe, world)
     rank = Rank(
         layers=shape.num_layers,
-        tokens=batch.micro_batches * batch.micro_batch_size * batch.seq_length // (layout.context * layout.tensor),
+        tokens=batch.micro_batches * tokens_of_rank(layout, batch),
         micro_batches=batch.micro_batches,
         experts=shape.num_experts // layout.expert,
         activation_bytes=batch.dtype_bytes,

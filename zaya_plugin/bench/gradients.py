@@ -3,10 +3,9 @@
 
 from __future__ import annotations
 
-# The part in which a parameter's gradient is computed, by the first word that its name holds.
+# The part whose products add a parameter's gradient, by the first word that its name holds; vectors have a pass of their own.
 GRADIENT_PARTS = (
-    ("experts", "experts"), ("router", "router"), ("linear_", "projections"), ("conv_qk", "prologue"), ("temperature", "prologue"),
-    ("embedding", "head"), ("output_layer", "head"), ("norm", "norms"), ("residual", "norms"), ("input_affine", "norms"),
+    ("experts", "experts"), ("router", "router"), ("linear_", "projections"), ("embedding", "head"), ("output_layer", "head"),
 )  # fmt: skip
 
 

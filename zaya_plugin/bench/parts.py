@@ -43,7 +43,7 @@ METHODS: dict[str, dict[str, str]] = {
     "post_mlp_residual": {"forward": "norms", "merge_and_norm": "norms"},
     "self_attention": {"forward": "projections", "_mix": "prologue", "_mix_fused": "prologue", "_attend": "attention"},
     "mlp": {"forward": "experts"},
-    "router": {"forward": "router"},
+    "router": {"project": "router", "forward": "router"},
 }
 
 

@@ -165,8 +165,8 @@ def recompute_problems(recipe: Recipe, world_size: int) -> Iterator[str]:
         yield "parallel.recompute_granularity = auto: allowed with cluster.device = cuda (is cpu); the memory plan counts what an accelerator keeps"
     elif granularity == "auto" and recipe.cluster.memory_gib is None:
         yield (
-            "cluster.memory_gib = null: parallel.recompute_granularity = auto needs it; allowed: GiB of one device's memory, such as 80 on an "
-            "H100, 141 on an H200, 192 on an MI300X"
+            "cluster.memory_gib = null: parallel.recompute_granularity = auto needs it; allowed: GiB of one device's memory, such as 79 on an "
+            "H100, 140 on an H200, 192 on an MI300X"
         )
     if granularity == "selective" and not modules:
         yield (

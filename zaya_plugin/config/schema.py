@@ -267,6 +267,7 @@ class ClusterConfig:
     )
     fused_residual_norm: bool = arg(False, "residual merge and the RMSNorm behind it by hip_ops, in one pass")
     fused_cca_prologue: bool = arg(False, "CCA between its projections and attention by hip_ops, in one pass")
+    fused_router: bool = arg(False, "the router behind its down projection, up to the choice of experts, by hip_ops, in one pass")
     fused_expert_path: bool = arg(False, "permute and unpermute of tokens and SwiGLU with the routing weight by hip_ops")
     fused_linear_cross_entropy: bool = arg(False, "head and loss by hip_ops in chunks of tokens, without the logits of all tokens")
     grouped_gemm: str = arg(
@@ -277,9 +278,10 @@ class ClusterConfig:
     deterministic: bool = arg(False, "the same bits in every repetition on the same devices, at a cost", megatron="deterministic_mode")
     graphs: str = own(
         "none",
-        "full_iteration: forward and backward of all micro-batches of a step become one CUDA or HIP graph, replayed with no work of the host",
+        "full_iteration: forward and backward of all micro-batches of a step become one CUDA or HIP graph, replayed with no work of the host; "
+        "auto: where the rest of the recipe allows it",
         ADAPTER,
-        choices=("none", "full_iteration"),
+        choices=("none", "auto", "full_iteration"),
     )
     fused_muon: bool = own(True, "Muon's momentum, Newton-Schulz and update by hip_ops_backend; false: in plain torch", OPTIMIZER)
     peak_tflops: float | None = own(

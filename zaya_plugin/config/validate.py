@@ -11,6 +11,7 @@ import re
 from collections.abc import Callable, Iterator
 
 from zaya_plugin.config.compose import get
+from zaya_plugin.config.graphs import obstacles
 from zaya_plugin.config.layout_rules import layout_problems, nearest_multiples, recompute_problems
 from zaya_plugin.config.optimizer_override import Override
 from zaya_plugin.config.schedule import schedule_problems
@@ -192,7 +193,7 @@ def _cluster(recipe: Recipe, world_size: int) -> Iterator[str]:
     elif cluster.distributed_backend != "nccl":
         yield f"cluster.distributed_backend = {cluster.distributed_backend}: allowed with cluster.device = cuda: nccl"
     if cluster.graphs == "full_iteration":
-        yield from _graphs(recipe)
+        yield from obstacles(recipe)
 
 
 def _grouped_gemm(cluster) -> Iterator[str]:
@@ -206,23 +207,6 @@ def _grouped_gemm(cluster) -> Iterator[str]:
             f"cluster.grouped_gemm = {cluster.grouped_gemm}: allowed with cluster.device = cuda and cluster.dtype = bf16 "
             f"(are {cluster.device}, {cluster.dtype}); auto goes everywhere"
         )
-
-
-def _graphs(recipe: Recipe) -> Iterator[str]:
-    """What a graph cannot hold: a step that differs from the one before, or a question to the device within it."""
-    needed = (
-        ("cluster.device", recipe.cluster.device, "cuda", "a CPU has no graphs"),
-        ("cluster.dtype", recipe.cluster.dtype, "bf16", "no grouped GEMM takes another on a GPU without asking the host"),
-        ("cluster.transformer_impl", recipe.cluster.transformer_impl, "local", "Transformer Engine's grouped GEMM asks the host"),
-        ("optim.non_finite_gradients", recipe.optim.non_finite_gradients, "skip", "stop looks at each loss on the host"),
-        ("stage.batch_size_ramp", recipe.stage.batch_size_ramp, None, "every replay has the same number of micro-batches"),
-        ("data.packing", recipe.data.packing, "none", "blocks of documents are found on the host"),
-        ("parallel.pipeline_model_parallel_size", recipe.parallel.pipeline_model_parallel_size, 1, "sends between stages are not captured"),
-        ("parallel.expert_model_parallel_size", recipe.parallel.expert_model_parallel_size, 1, "the host reads how many tokens travel"),
-    )
-    for key, value, only, why in needed:
-        if value != only:
-            yield f"{key} = {value}: allowed with cluster.graphs = full_iteration: {'null' if only is None else only}; {why}"
 
 
 def _data(recipe: Recipe, world_size: int) -> Iterator[str]:

@@ -29,6 +29,7 @@ from zaya_plugin.model.config import ZayaConfig
 from zaya_plugin.model.initialization import constant_parameter, random_parameter
 from zaya_plugin.model.main_grad import main_grad_linear
 from zaya_plugin.model.parameter_gather import gathered
+from zaya_plugin.model.small_gradients import Read, as_it_is
 from zaya_plugin.parallel.boundary_exchange import BoundaryExchange, last_rows
 from zaya_plugin.parallel.context_order import ContextShard
 from zaya_plugin.parallel.local_heads import LocalHeads
@@ -156,22 +157,27 @@ class ZayaSelfAttention(MegatronModule):
             return hidden_states
         return gather_from_sequence_parallel_region(hidden_states, group=self.tp_group)
 
-    def mixing_parameters(self) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    def vectors(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """The small ones of the parameters: all but matrices and the grouped convolution's weight."""
+        return self.conv_qk_depthwise.weight, self.conv_qk_depthwise.bias, self.conv_qk_grouped.bias, self.temperature
+
+    def mixing_parameters(self, read: Read = as_it_is) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
         """This rank's depthwise weight and bias, grouped weight and bias, and temperature, as `mix_qk` takes them."""
         convolutions = (gathered(self.conv_qk_depthwise), gathered(self.conv_qk_grouped))
-        tensors = [self.local.of_queries_and_keys(t) for conv in convolutions for t in (conv.weight, conv.bias)]
-        return *tensors, self.local.of_heads(self.temperature)
+        tensors = [self.local.of_queries_and_keys(read(t)) for conv in convolutions for t in (conv.weight, conv.bias)]
+        return *tensors, self.local.of_heads(read(self.temperature))
 
     def forward(
         self, hidden_states: Tensor, attention_mask: Tensor | None = None, key_value_states: Tensor | None = None,
         inference_context=None, rotary_pos_emb: Tensor | None = None, rotary_pos_cos: Tensor | None = None,
         rotary_pos_sin: Tensor | None = None, rotary_pos_cos_sin: Tensor | None = None,
-        attention_bias: Tensor | None = None, packed_seq_params=None, sequence_len_offset: int | None = None, **_,
+        attention_bias: Tensor | None = None, packed_seq_params=None, sequence_len_offset: int | None = None,
+        read: Read = as_it_is, **_,
     ) -> tuple[Tensor, None]:
         """hidden_states [s, b, h] normed, rotary_pos_emb [s, 1 or b, 1, r] radians -> (output [s, b, h], None).
 
         The mask is causal; attention_mask is handed on to core attentions that want it. packed_seq_params: document
-        boundaries, as PackedDocuments. Raises ValueError for other packed sequences and for decoding.
+        boundaries, as PackedDocuments. `vectors` are used through read. Raises ValueError for other packed sequences and for decoding.
         """
         packed = packed_seq_params
         if not (packed is None or isinstance(packed, PackedDocuments)):
@@ -192,7 +198,7 @@ class ZayaSelfAttention(MegatronModule):
             rotary_pos_emb = rotary_pos_emb.to(hidden_states.device)
         starts = None if packed is None else packed.starts
         mix = self._mix_fused if self.fused_prologue else self._mix
-        query, key, value = mix(*self._project_with_halo(hidden_states), rotary_pos_emb, starts)
+        query, key, value = mix(*self._project_with_halo(hidden_states), rotary_pos_emb, starts, read)
         attend = functools.partial(self._attend, packed)
         if self.recompute_core and self.training:
             context = tensor_parallel.checkpoint(attend, False, query, key, value, attention_mask)
@@ -202,19 +208,19 @@ class ZayaSelfAttention(MegatronModule):
             return main_grad_linear(context, gathered(self.linear_proj).weight), None  # the same, without the wrapper's host time
         return self.linear_proj(context)[0], None
 
-    def _mix(self, projected, z_halo, value_halo, angles, starts) -> tuple[Tensor, Tensor, Tensor]:
+    def _mix(self, projected, z_halo, value_halo, angles, starts, read) -> tuple[Tensor, Tensor, Tensor]:
         z, current, delayed = self.split_projected(projected)
         query, key = mix_qk(
-            z, *self.mixing_parameters(), angles, query_groups=self.query_groups, head_dim=self.head_dim,
+            z, *self.mixing_parameters(read), angles, query_groups=self.query_groups, head_dim=self.head_dim,
             temperature_form=self.config.temperature_form, in_fp32=self.config.qk_norm_in_fp32, halo=z_halo, starts=starts,
         )
         return query, key, shift_values(current, delayed, self.query_groups, value_halo, starts)
 
-    def _mix_fused(self, projected, z_halo, value_halo, angles, starts) -> tuple[Tensor, Tensor, Tensor]:
+    def _mix_fused(self, projected, z_halo, value_halo, angles, starts, read) -> tuple[Tensor, Tensor, Tensor]:
         """The same by one operator, in fp32 between its input and its results whatever `qk_norm_in_fp32` says."""
         from hip_ops import cca_prologue
 
-        *weights, temperature = self.mixing_parameters()
+        *weights, temperature = self.mixing_parameters(read)
         if self.config.temperature_form != "linear":
             temperature = key_scale(temperature.to(torch.promote_types(temperature.dtype, torch.float32)), self.config.temperature_form)
         return cca_prologue(

@@ -98,6 +98,10 @@ class ZayaConfig(TransformerConfig):
     """What CCA does between its projections and attention by `hip_ops.cca_prologue`, in one pass; fp32 arithmetic, whatever
     qk_norm_in_fp32 says."""
 
+    fused_router: bool = False
+    """What follows the router's down projection, up to the choice, by `hip_ops.router_mlp`, one pass; probabilities in fp32, whatever
+    router_softmax_in_fp32 says."""
+
     fused_expert_path: bool = False
     """Tokens to their experts and back, and SwiGLU with the routing weight, by `hip_ops`. Under expert parallelism, where Megatron
     moves the tokens, and with Transformer Engine's experts only the other half of it."""

@@ -27,6 +27,7 @@ from torch import Tensor
 from zaya_plugin.model.config import ZayaConfig
 from zaya_plugin.model.norm import ZayaRMSNorm
 from zaya_plugin.model.residual import InputAffine, ResidualScaling
+from zaya_plugin.model.small_gradients import read_together
 from zaya_plugin.parallel.stage_boundary import join_stream_and_state, split_stream_and_state
 
 
@@ -92,27 +93,27 @@ class ZayaTransformerLayer(TransformerLayer):
                 hidden_states, self.config.hidden_size, self.config.params_dtype
             )
         state, normed = _received(context, hidden_states)
-        discard = _keep
+        discard, read = _keep, read_together(self._vectors())
         if normed is None:
             hidden_states, normed, discard = self._begin(hidden_states)
         output, _ = self.self_attention(
             normed, attention_mask=attention_mask, inference_context=inference_context, rotary_pos_emb=rotary_pos_emb,
-            attention_bias=attention_bias, packed_seq_params=packed_seq_params,
+            attention_bias=attention_bias, packed_seq_params=packed_seq_params, read=read,
         )
         discard(output)
         if _in_one_pass(self.pre_mlp_layernorm, self.recompute_pre_mlp_layernorm):
             merge = self.post_attention_residual.merge_and_norm
-            (hidden_states, normed), discard = merge(output, hidden_states, self.pre_mlp_layernorm), _keep
+            (hidden_states, normed), discard = merge(output, hidden_states, self.pre_mlp_layernorm, read), _keep
         else:
-            hidden_states = self.post_attention_residual(output, hidden_states)
+            hidden_states = self.post_attention_residual(output, hidden_states, read)
             normed, discard = _norm(self.pre_mlp_layernorm, hidden_states, self.recompute_pre_mlp_layernorm)
         forced = None if context_mask is None else context_mask[self.layer_number - 1]
         output, state = self.mlp(normed, router_state=state, forced_expert_ids=forced)
         discard(output)
         if self.next_norm:
-            hidden_states, normed = self.post_mlp_residual.merge_and_norm(output, hidden_states, *self.next_norm)
+            hidden_states, normed = self.post_mlp_residual.merge_and_norm(output, hidden_states, *self.next_norm, read)
             return hidden_states, Handover(state, hidden_states, normed)
-        hidden_states = self.post_mlp_residual(output, hidden_states)
+        hidden_states = self.post_mlp_residual(output, hidden_states, read)
 
         if self.output_dtype is not None:
             hidden_states = hidden_states.to(self.output_dtype)
@@ -122,6 +123,16 @@ class ZayaTransformerLayer(TransformerLayer):
             inp=hidden_states, requires_grad=hidden_states.requires_grad, keep_graph=True
         )
         return hidden_states, state
+
+    def _vectors(self) -> tuple[Tensor, ...]:
+        """The small parameters of which all uses are in `forward`.
+
+        Not a norm's weight that a recomputation of its own reads, nor the next layer's, which that layer reads itself where something has
+        replaced the stream in between.
+        """
+        in_one_pass = _in_one_pass(self.pre_mlp_layernorm, self.recompute_pre_mlp_layernorm)
+        norms = (self.pre_mlp_layernorm.weight,) if in_one_pass else ()
+        return *self.post_attention_residual.vectors(), *self.post_mlp_residual.vectors(), *norms, *self.self_attention.vectors()
 
     def _begin(self, hidden_states: Tensor):
         """The stream, its norm and what to call on attention's result (see `_norm`), where no layer before has done it."""

@@ -79,6 +79,18 @@ def add_products_(totals: Sequence[Tensor], a: Tensor, b: Tensor) -> None:
             add_product_(total, columns, b)
 
 
+def add_gradients(weights: Sequence[Tensor | None], gradients: Sequence[Tensor]) -> list[Tensor | None]:
+    """weight.main_grad += gradient for every weight that is not None; what a backward function returns for each, as `add_product`."""
+    totals = [None if weight is None else main_grad_of(weight) for weight in weights]
+    direct = [(total, gradient) for total, gradient in zip(totals, gradients, strict=True) if total is not None]
+    if direct:
+        torch._foreach_add_(*map(list, zip(*direct, strict=True)))
+    return [
+        None if weight is None else gradient.to(weight.dtype) if total is None else handed_over(weight)
+        for weight, total, gradient in zip(weights, totals, gradients, strict=True)
+    ]
+
+
 @fused_on_accelerator
 def add_in_place(total: Tensor, part: Tensor) -> None:
     """total += part across dtypes; torch's own kernel for mixed dtypes moves one element at a time."""

@@ -15,6 +15,7 @@ from zaya_plugin.model.fusion import fused_on_accelerator
 from zaya_plugin.model.initialization import constant_parameter
 from zaya_plugin.model.norm import ZayaRMSNorm, rms_norm
 from zaya_plugin.model.parameter_gather import gathered
+from zaya_plugin.model.small_gradients import Read, as_it_is
 
 
 @fused_on_accelerator
@@ -74,23 +75,24 @@ class ResidualScaling(nn.Module):
         self.residual_scale = constant_parameter(config, shape, 1.0)
         self.residual_bias = constant_parameter(config, shape, 0.0)
 
-    def forward(self, output: Tensor, residual: Tensor) -> Tensor:
-        """output [s, b, h], residual [s, b, h] -> new stream [s, b, h] in residual's dtype."""
-        merged = scale_residual(
-            output, residual, self.output_bias, self.output_scale, self.residual_bias, self.residual_scale
-        )
-        return merged.to(residual.dtype)
+    def vectors(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """All parameters, as `scale_residual` takes them."""
+        return self.output_bias, self.output_scale, self.residual_bias, self.residual_scale
 
-    def merge_and_norm(self, output: Tensor, residual: Tensor, norm: ZayaRMSNorm) -> tuple[Tensor, Tensor]:
+    def forward(self, output: Tensor, residual: Tensor, read: Read = as_it_is) -> Tensor:
+        """output [s, b, h], residual [s, b, h] -> new stream [s, b, h] in residual's dtype. Parameters are used through `read`."""
+        return scale_residual(output, residual, *map(read, self.vectors())).to(residual.dtype)
+
+    def merge_and_norm(self, output: Tensor, residual: Tensor, norm: ZayaRMSNorm, read: Read = as_it_is) -> tuple[Tensor, Tensor]:
         """The new stream and `norm` of it. Neither module is called."""
         gathered(self), gathered(norm)
-        vectors = (self.output_bias, self.output_scale, self.residual_bias, self.residual_scale)
+        vectors = map(read, (*self.vectors(), norm.weight))
         if self.fused:
             from hip_ops import scaled_residual_rms_norm
 
-            normed, stream = scaled_residual_rms_norm(output, residual, *vectors, norm.weight, norm.eps)
+            normed, stream = scaled_residual_rms_norm(output, residual, *vectors, norm.eps)
             return stream, normed
-        return scale_residual_and_norm(output, residual, *vectors, norm.weight, norm.eps)
+        return scale_residual_and_norm(output, residual, *vectors, norm.eps)
 
 
 class InputAffine(nn.Module):

@@ -41,13 +41,13 @@ def tag_parameters(
     return assignments
 
 
-def muon_factory(get_megatron_optimizer: Callable, muon: MuonSettings, skip_non_finite: bool = False) -> Callable:
+def muon_factory(get_megatron_optimizer: Callable, muon: MuonSettings, non_finite: str | None = None) -> Callable:
     """A function with the signature of `get_megatron_optimizer` that builds MuonAdamW for tagged models.
 
     Args:
         get_megatron_optimizer: Megatron's.
         muon: settings of Muon; AdamW's, the learning rate and the weight decay are Megatron's arguments.
-        skip_non_finite: skip a step whose gradients are not finite, on all ranks.
+        non_finite: a step whose gradients are not finite is left out on all ranks, and then "skip": goes on, "stop": raises; None: not looked for.
     """
 
     def adam(params, **settings):
@@ -63,7 +63,7 @@ def muon_factory(get_megatron_optimizer: Callable, muon: MuonSettings, skip_non_
             _replaced(distrib_optimizer, Adam=MuonAdamW),  # 0.16 asks what the distributed optimizer is given
         ):
             chained = get_megatron_optimizer(config, model_chunks, config_overrides=overrides, **named)
-        chained.skip_non_finite = skip_non_finite
+        chained.non_finite = non_finite
         chained.defer_scaling(model_chunks)
         for optimizer in chained.chained_optimizers:
             compat.count_experts_in_norm(optimizer)

@@ -22,15 +22,20 @@ from zaya_plugin.optim.deferred_scale import DeferredScale
 from zaya_plugin.optim.host_copy import HostCopy
 
 
+class NonFiniteGradientsError(RuntimeError):
+    """Raised by a step, on all ranks, that has left weights and state as they were."""
+
+
 class ChainedMuonAdamW(ChainedOptimizer):
     """Megatron's chain of optimizers, each over a MuonAdamW (or over nothing, where a rank has no such parameters).
 
     Attributes:
-        skip_non_finite: leave everything as it is, on all ranks, where any gradient is infinite or not a number.
+        non_finite: leave everything as it is, on all ranks, where any gradient is infinite or not a number; "skip": and go on, "stop": and raise
+            NonFiniteGradientsError. None: do not look.
         deferred: what the gradients in DDP's buffers are still to be multiplied by.
     """
 
-    skip_non_finite = False
+    non_finite: str | None = None
 
     def __init__(self, chained_optimizers: list[MegatronOptimizer]):
         super().__init__(chained_optimizers)
@@ -70,8 +75,8 @@ class ChainedMuonAdamW(ChainedOptimizer):
 
         largest = getattr(self.config, "grad_norm_skip_threshold", math.inf)
         skip = None
-        if self.skip_non_finite or math.isfinite(largest):
-            skip = ((broken > 0) & self.skip_non_finite | (norm > largest)).float()
+        if self.non_finite or math.isfinite(largest):
+            skip = ((broken > 0) & (self.non_finite is not None) | (norm > largest)).float()
         scale = (self._clipping(norm) * self.deferred.factor).float()
         inner = [o.optimizer for o in self.chained_optimizers if not getattr(o, "is_stub_optimizer", False)]
         for optimizer in inner:
@@ -80,10 +85,15 @@ class ChainedMuonAdamW(ChainedOptimizer):
         self.deferred.reset()
 
         reported, broken = report.read()[0].tolist()
-        refused = self.skip_non_finite and broken
+        refused = self.non_finite and broken
         if refused or reported > largest:
             for optimizer in inner:
                 optimizer.take_back_step()
+            if refused and self.non_finite == "stop":
+                raise NonFiniteGradientsError(
+                    f"{int(broken)} gradients (of all ranks) hold an infinity or no number. Weights and optimizer state are as before "
+                    "this step. optim.non_finite_gradients=skip leaves such steps out and goes on"
+                )
             return (False, None, None) if refused else (False, reported, zeros)
         return success, reported, zeros
 

@@ -31,6 +31,6 @@ class HostCopy:
 
     def read(self) -> list[Tensor]:
         """The tensors on the host; waits for this copy alone, not for what was launched after it."""
-        if self._event is not None:
+        if not self.is_complete:
             self._event.synchronize()
         return self._copies

@@ -14,8 +14,7 @@ class Machine:
         gemm: operations of a large bf16 matrix product; copy: bytes read and written by a copy.
         node: devices of a node; link: bytes that a device sends (and gets) in a collective among them; latency: seconds of a small one.
         network: bytes that a device sends between nodes; hop: seconds that a further node adds to a collective.
-        memory_gib: GiB of one device.
-        measured: whether this project measured the rates of the device; sources: of each figure.
+        sources: of each figure, and whether this project measured it.
     """
 
     name: str
@@ -26,24 +25,22 @@ class Machine:
     latency: float
     network: float
     hop: float
-    memory_gib: float
-    measured: bool
     sources: str
 
 
 # Bandwidth is NCCL's "bus" one, which counts what a device sends; 45 us fit all-reduces of 1 MiB (35 GB/s) to 1 GiB (360 GB/s) on eight H200s.
 H100 = Machine(
-    "H100", 790e12, 3.0e12, 8, 340e9, 45e-6, 50e9, 10e-6, 79.0, True,
+    "H100", 790e12, 3.0e12, 8, 340e9, 45e-6, 50e9, 10e-6,
     "gemm, copy: zaya bench step on one H100 (770 to 799 TFLOP/s, 3.00 to 3.02 TB/s); link, latency: as measured on H200s, the same NVLink; "
     "network: one 400 Gb/s NIC a device, hop: assumed",
 )  # fmt: skip
 H200 = Machine(
-    "H200", 790e12, 4.2e12, 8, 344e9, 45e-6, 50e9, 10e-6, 140.0, True,
+    "H200", 790e12, 4.2e12, 8, 344e9, 45e-6, 50e9, 10e-6,
     "gemm, link, latency: measured by this project on eight H200s (790 TFLOP/s; reduce-scatter 343, all-gather 345 GB/s at 1 GiB, NVLink multicast "
     "off); copy: 4.8 TB/s of NVIDIA's data sheet less an eighth, not measured; network and hop as H100",
 )  # fmt: skip
 MI300X = Machine(
-    "MI300X", 700e12, 4.33e12, 8, 336e9, 60e-6, 50e9, 10e-6, 192.0, False,
+    "MI300X", 700e12, 4.33e12, 8, 336e9, 60e-6, 50e9, 10e-6,
     "gemm: between 668 (Stas Bekman's MAMF, ML Engineering) and 732 TFLOP/s (750 PFLOP/s of 1024, ROCm blog, November 2025); copy: 4.33 TB/s "
     "(AMD, arXiv 2511.17127, as others quote it); link: 7 xGMI links of 64 GB/s, of which 48 are usable (ROCm blog, Understanding RCCL Bandwidth "
     "and xGMI Performance on MI300X, March 2025); network: one Pollara 400 Gb/s a device (arXiv 2605.05365, table XIV); latency and hop: assumed",

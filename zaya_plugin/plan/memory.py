@@ -31,6 +31,7 @@ class Kernels:
     experts: bool = True
     head: bool = True
     stream_bytes: int = 4
+    router: bool = False
 
 
 @dataclass(frozen=True)
@@ -76,7 +77,7 @@ class MemoryPlan:
         return sum(self.components.values())
 
 
-def _tokens(layout: Layout, batch: Batch) -> int:
+def tokens_of_rank(layout: Layout, batch: Batch) -> int:
     """Of one rank and micro-batch, outside attention."""
     return batch.seq_length * batch.micro_batch_size // (layout.context * layout.tensor)
 
@@ -88,7 +89,7 @@ def layer_tensors(shape: Shape, layout: Layout, batch: Batch, kernels: Kernels, 
     of keys (values have as many as keys), r of the router, a bytes of an activation, s of the stream.
     """
     a, s, tp, cp = batch.dtype_bytes, kernels.stream_bytes, layout.tensor, layout.context
-    tokens = _tokens(layout, batch)
+    tokens = tokens_of_rank(layout, batch)
     whole = tokens * tp
     h, r = shape.hidden_size, shape.router_hidden_size
     q, k, heads = shape.query_channels // tp, shape.key_channels // tp, (shape.num_attention_heads + shape.num_query_groups) // tp
@@ -142,8 +143,12 @@ def _prologue_tensors(shape: Shape, batch: Batch, kernels: Kernels, whole: int, 
 def _moe_tensors(shape: Shape, layout: Layout, a: int, kernels: Kernels, tokens: int, rows_again: bool) -> Iterator[Saved]:
     """Under expert parallelism a rank's rows are those that others send; loads are taken to be even, and the dispatcher's own copies left out."""
     h, f, r = shape.hidden_size, shape.moe_ffn_hidden_size, shape.router_hidden_size
-    yield Saved("router", "router's hidden layers and statistics", (5 * a * r + FLOAT32) * tokens)
-    yield Saved("router", "probabilities, choice and mask", (FLOAT32 * (shape.num_experts + 1) + INT64 + 1) * tokens)
+    if kernels.router:
+        yield Saved("router", "router's hidden layers", 2 * a * r * tokens)
+        yield Saved("router", "logits and choice", (a * (shape.num_experts + 1) + INT64) * tokens)
+    else:
+        yield Saved("router", "router's hidden layers and statistics", (5 * a * r + FLOAT32) * tokens)
+        yield Saved("router", "probabilities, choice and mask", (FLOAT32 * (shape.num_experts + 1) + INT64 + 1) * tokens)
     yield Saved("experts", "order of the tokens", 2 * (FLOAT32 if kernels.experts else INT64) * tokens)
     if not rows_again:
         yield Saved("experts", "rows sorted by expert", a * h * tokens)
@@ -153,7 +158,7 @@ def _moe_tensors(shape: Shape, layout: Layout, a: int, kernels: Kernels, tokens:
 
 def whole_layer_tensors(shape: Shape, layout: Layout, batch: Batch, kernels: Kernels) -> Iterator[Saved]:
     """What a unit of layers keeps that is recomputed whole."""
-    tokens = _tokens(layout, batch)
+    tokens = tokens_of_rank(layout, batch)
     yield Saved("norms", "stream into the layer", kernels.stream_bytes * shape.hidden_size * tokens)
     yield Saved("router", "router state", batch.dtype_bytes * shape.router_hidden_size * tokens)
     yield Saved("other", "random generators", RANDOM_STATE)
@@ -166,7 +171,7 @@ def layers_bytes(
     each = sum(saved.bytes for saved in layer_tensors(shape, layout, batch, kernels, recompute.modules))
     kept = each * (layers - recompute.full_layers)
     if "moe" in recompute.modules and first:
-        kept -= batch.dtype_bytes * shape.router_hidden_size * _tokens(layout, batch)  # a layer keeps the state it gets, and the first gets none
+        kept -= batch.dtype_bytes * shape.router_hidden_size * tokens_of_rank(layout, batch)  # a layer keeps the state it gets, and the first gets none
     if recompute.full_layers:
         units = -(-recompute.full_layers // recompute.unit)
         unit = {saved.name: saved.bytes for saved in whole_layer_tensors(shape, layout, batch, kernels)}
@@ -179,7 +184,7 @@ def layers_bytes(
 def ends_bytes(shape: Shape, layout: Layout, batch: Batch, kernels: Kernels, first: bool = True, last: bool = True) -> float:
     """What embedding, final norm and head keep of one micro-batch; the logits are not among it where the head is fused."""
     a, s, h, tp = batch.dtype_bytes, kernels.stream_bytes, shape.hidden_size, layout.tensor
-    tokens = _tokens(layout, batch)
+    tokens = tokens_of_rank(layout, batch)
     kept = s * h * tokens * first + FLOAT32 * shape.kv_channels // 2 * (batch.seq_length // layout.context)  # RoPE's angles, of half the channels
     if last:
         kept += (s * h + FLOAT32) * tokens  # the final norm's

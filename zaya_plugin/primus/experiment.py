@@ -14,11 +14,12 @@ from typing import Any
 import yaml
 
 from zaya_plugin.config.schema import Recipe
-from zaya_plugin.training.arguments import BATCH_ARGUMENTS, OWN_ARGUMENTS, megatron_arguments
+from zaya_plugin.training.arguments import BATCH_ARGUMENTS, DECIDED_AT_START, OWN_ARGUMENTS, megatron_arguments
 from zaya_plugin.training.datasets import find_sources
-from zaya_plugin.training.dry_run import data_arguments
-from zaya_plugin.training.export import DECIDED_AT_START, SPEC, host_arguments, left_out, placed, write
+from zaya_plugin.training.dry_run import tokenizer_arguments
+from zaya_plugin.training.export import SPEC, host_arguments, left_out, placed, write
 from zaya_plugin.training.launch import DETERMINISTIC, HIDDEN_DEVICES, rank_environment
+from zaya_plugin.training.memory_plan import with_recompute
 
 # What Primus' presets (pre_trainer.yaml, language_model.yaml and their parents) set otherwise than Megatron's defaults.
 PRESETS_UNDONE = dict(
@@ -55,9 +56,9 @@ def experiment(recipe: Recipe, data: dict[str, Any], ranks_here: int, spec: bool
     Raises:
         ValueError: the recipe asks for what Primus' Megatron has not, or run_dir is too short a path.
     """
-    values = {name: value for name, value in (data if spec else megatron_arguments(recipe, data)).items()}
-    if recipe.cluster.graphs != "none":
-        raise ValueError(f"cluster.graphs = {recipe.cluster.graphs}: allowed: none; Primus pins Megatron 0.16, which has no such graphs")
+    values = dict(data) if spec else megatron_arguments(recipe, data)
+    if recipe.cluster.graphs == "full_iteration":
+        raise ValueError(f"cluster.graphs = {recipe.cluster.graphs}: allowed: none, auto; Primus pins Megatron 0.16, which has no such graphs")
     if found := [name for name in NOT_IN_PIN if name in values]:
         raise ValueError(
             f"stage.batch_size_ramp = {recipe.stage.batch_size_ramp!r}: allowed: null; {', '.join(found)} came with Megatron 0.17, and Primus "
@@ -69,8 +70,7 @@ def experiment(recipe: Recipe, data: dict[str, Any], ranks_here: int, spec: bool
         values["spec"] = list(SPEC)
     else:
         # Flat, so that they become arguments: saved with checkpoints and compared when one is loaded.
-        own = megatron_arguments(recipe, {})
-        values |= {name: own.get(name) for name in (*OWN_ARGUMENTS, *BATCH_ARGUMENTS)}
+        values |= {name: values.get(name) for name in (*OWN_ARGUMENTS, *BATCH_ARGUMENTS)}
         values["stage"] = "zaya_pretrain"
         values["zaya_recipe"] = str(Path(recipe.run_dir) / "recipe.yaml")
     undone = dict(PRESETS_UNDONE)
@@ -134,16 +134,18 @@ def export_primus(recipe: Recipe, world_size: int, spec: bool = False) -> str:
     Raises:
         ValueError: see `experiment`; and with `spec` what a host that reads its own data cannot do.
     """
-    recipe = placed(recipe)
+    recipe, chosen = placed(recipe), None
     nodes = recipe.cluster.num_nodes
     here = min(world_size, recipe.cluster.gpus_per_node) if nodes > 1 else world_size
     if spec:
         data = host_arguments(recipe, find_sources(recipe))
     else:
-        data = data_arguments(recipe)  # a login node may not have the data
+        recipe, chosen = with_recompute(recipe, world_size)
+        data = tokenizer_arguments(recipe)  # a login node may not have the data
     path = write(recipe, "primus.yaml", text(recipe, experiment(recipe, data, here, spec)))
     notes = [note for note in left_out(recipe) if spec or note.startswith(("logger", "resume"))]
-    lines = [f"# written: {path} and {path.with_name('recipe.yaml')}", *(f"# not done there: {note}" for note in notes)]
+    lines = [f"# {chosen}"] if chosen else []
+    lines += [f"# written: {path} and {path.with_name('recipe.yaml')}", *(f"# not done there: {note}" for note in notes)]
     script = "" if spec else f"--script {shlex.quote(str(launcher()))} "
     lines.append(f"primus-cli direct {script}-- train pretrain --config {shlex.quote(str(path))}")
     return "\n".join(lines)

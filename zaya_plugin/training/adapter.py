@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from megatron.core.enums import ModelType
+from megatron.core.full_cuda_graph import FullCudaGraphWrapper
 from megatron.core.num_microbatches_calculator import get_current_global_batch_size
 from megatron.training import get_args, get_signal_handler, get_tensorboard_writer, get_timers, get_tokenizer, training
 from megatron.training.argument_utils import pretrain_cfg_container_from_args
@@ -22,6 +23,7 @@ from megatron.training.arguments import parse_and_validate_args
 
 from zaya_plugin.config.schema import Recipe
 from zaya_plugin.optim.balancing import RouterStatistics
+from zaya_plugin.optim.chained import NonFiniteGradientsError
 from zaya_plugin.training.adapter_handover import Handover, stage_part, stage_samples, validation_part
 from zaya_plugin.training.adapter_model import build_stage, model_config
 from zaya_plugin.training.adapter_step import forward_step
@@ -65,6 +67,8 @@ def run(recipe: Recipe, sources: DataSources, lifecycle: Lifecycle, reporter: Re
     except SystemExit as left:  # signals and exit_interval leave pretrain() this way, after saving
         if left.code:
             raise
+    except NonFiniteGradientsError as error:
+        raise NonFiniteGradientsError(f"step {args.curr_iteration + 1}: {error}") from error
     finally:
         if sys.exc_info()[0] is None:
             trainer.steps.flush()
@@ -72,6 +76,15 @@ def run(recipe: Recipe, sources: DataSources, lifecycle: Lifecycle, reporter: Re
             with contextlib.suppress(RuntimeError):
                 trainer.steps.poll()
         reporter.close()
+        release_graphs()
+
+
+def release_graphs() -> None:
+    """Give up the graphs that Megatron captured: NCCL's communicators wait at their end for every graph that holds a kernel of theirs."""
+    for stage, graph in FullCudaGraphWrapper.cuda_graph.items():
+        if graph is not None:
+            graph.reset()
+        FullCudaGraphWrapper.cuda_graph[stage] = FullCudaGraphWrapper.result[stage] = None
 
 
 def parse_arguments(values: dict[str, Any]) -> argparse.Namespace:
@@ -163,7 +176,7 @@ class _Trainer:
     def signal_handler(self) -> AgreedSignal:
         """Takes the place of Megatron's get_signal_handler."""
         if self.signal is None:
-            self.signal = AgreedSignal(get_signal_handler(), _device())
+            self.signal = AgreedSignal(get_signal_handler(), torch.cuda.current_device())
         return self.signal
 
     def finalize_and_balance(self, model, *positional, **named):
@@ -253,8 +266,3 @@ class _Trainer:
         self.lifecycle.after_save(iteration)
         self.reporter.checkpoint(iteration)
         self.clock.restart()
-
-
-def _device() -> torch.device:
-    """Where this rank's collectives run."""
-    return torch.empty((), device=torch.cuda.current_device()).device

@@ -20,7 +20,7 @@ from zaya_plugin.config.schema import Recipe
 from zaya_plugin.model.config import ZayaConfig
 from zaya_plugin.training.adapter_handover import Handover, stage_part, stage_samples, validation_part
 from zaya_plugin.training.adapter_model import build_stage, model_config
-from zaya_plugin.training.arguments import BATCH_ARGUMENTS, OWN_ARGUMENTS, megatron_arguments
+from zaya_plugin.training.arguments import BATCH_ARGUMENTS, DECIDED_AT_START, OWN_ARGUMENTS, megatron_arguments
 from zaya_plugin.training.balancer import Balancer
 from zaya_plugin.training.datasets import find_sources
 from zaya_plugin.training.handover import predecessor
@@ -29,9 +29,6 @@ from zaya_plugin.training.optimizer import assign_optimizers, mark_matrices, opt
 
 # What a host's own TransformerConfig has to know of ours: the block and the schedules read them there.
 SHARED_WITH_HOST = ("hetereogenous_dist_checkpoint", "fp32_residual_connection", "pipeline_dtype")
-
-# The guest finds these out from what lies on disk.
-DECIDED_HERE = ("load", "exit_on_missing_checkpoint")
 
 
 class Guest:
@@ -57,7 +54,7 @@ class Guest:
             setattr(args, name, values.get(name))
         here = {name: getattr(args, name, None) for name in values}
         self.differences = {
-            name: (here[name], value) for name, value in values.items() if name not in DECIDED_HERE and not _same(here[name], value)
+            name: (here[name], value) for name, value in values.items() if name not in DECIDED_AT_START and not _same(here[name], value)
         }
         self.lifecycle = Lifecycle(recipe)
         self.lifecycle.directory = Path(args.save)

@@ -8,11 +8,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-import torch
-from megatron.core.optimizer import ChainedOptimizer
 from megatron.training import get_args, training
 
-from zaya_plugin.optim.deferred_scale import DeferredScale
+from zaya_plugin.optim.chained import ChainedMuonAdamW
 
 
 @dataclass
@@ -45,30 +43,21 @@ def before_steps(call: Callable[[StepParts], None]) -> Iterator[None]:
         training.train_step = train_step
 
 
-class NoOptimizer(ChainedOptimizer):
-    """Takes no memory and no step. Where the optimizer's step would gather ZeRO's parameters, that is done: it is communication."""
+class NoOptimizer(ChainedMuonAdamW):
+    """Takes no memory and no step. Where the optimizer's step would gather ZeRO's parameters, that is done: it is communication.
+
+    Dividing the gradients by the number of tokens is part of the optimizer's reading them, so it is not done here either.
+    """
 
     def __init__(self, config, model_chunks: list):
         super().__init__([])
         self.config, self.model_chunks = config, model_chunks
-        self._loss_scale = torch.ones((), device="cpu")  # Megatron would copy a 1 to the device each time, which waits, and breaks a capture
-        # Dividing the gradients by the number of tokens is part of the optimizer's reading them, so it is not taken here either.
-        self.deferred = DeferredScale((b for c in model_chunks for b in c.buffers + c.expert_parallel_buffers), torch.cuda.current_device())
-
-    def defer_scaling(self, model_chunks: list) -> None:
-        """It is from the beginning."""
-
-    def get_loss_scale(self) -> torch.Tensor:
-        return self._loss_scale
 
     def step(self) -> tuple[bool, None, None]:
         for chunk in self.model_chunks:
             if chunk.ddp_config.use_distributed_optimizer and not chunk.ddp_config.overlap_param_gather:
                 chunk.start_param_sync(force_sync=True)
         return True, None, None
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        self.deferred.reset()
 
 
 @contextmanager

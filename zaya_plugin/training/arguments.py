@@ -31,6 +31,7 @@ OWN_ARGUMENTS = (
     "balancing_centering",
     "fused_residual_norm",
     "fused_cca_prologue",
+    "fused_router",
     "fused_expert_path",
     "grouped_gemm",
     "fused_linear_cross_entropy",
@@ -40,6 +41,8 @@ OWN_ARGUMENTS = (
 )
 # The same for what `adapter.forward_step` reads and the model does not.
 BATCH_ARGUMENTS = ("packing",)
+# What a guest in another host decides when the host starts, from what lies on disk.
+DECIDED_AT_START = ("load", "exit_on_missing_checkpoint")
 
 # What makes a network ZAYA (ZAYA1-8B Technical Report, arXiv 2605.05365; transformers' ZayaForCausalLM).
 ZAYA = dict(
@@ -123,7 +126,7 @@ def megatron_arguments(recipe: Recipe, data: dict[str, Any]) -> dict[str, Any]:
     values.update(_profiling(recipe))
     # Megatron's name for what zaya_plugin.training.optimizer puts in its place.
     values["optimizer"] = "adam"
-    if recipe.optim.non_finite_gradients == "skip":
+    if recipe.parallel.use_distributed_optimizer:  # else Megatron asks the device in each micro-batch; ours notices without waiting
         values["check_for_nan_in_loss_and_grad"] = False
     values["num_workers"] = recipe.data.num_workers
     # Megatron counts all batches of a validation, the recipe those of a domain.
@@ -151,7 +154,7 @@ def _precision(recipe: Recipe) -> dict[str, Any]:
 
 
 def _graphs(recipe: Recipe) -> dict[str, Any]:
-    if recipe.cluster.graphs == "none":
+    if recipe.cluster.graphs != "full_iteration":  # `zaya train` has put something in the place of auto; other hosts go without
         return {}
     return dict(cuda_graph_impl=recipe.cluster.graphs, cuda_graph_modules=[])
 

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 import shutil
 from typing import Any
 
@@ -41,14 +42,15 @@ def summary(losses: list[float], validation: list[float], seconds: float, run_di
 
 
 def sparkline(values: list[float], width: int = 40) -> str:
-    """`values` as at most `width` blocks of eight heights, each the mean of its stretch."""
+    """`values` as at most `width` blocks of eight heights, each the mean of its stretch; x where that is no finite number."""
     width = min(width, len(values))
     means = []
     for i in range(width):
         stretch = values[i * len(values) // width : (i + 1) * len(values) // width]
         means.append(sum(stretch) / len(stretch))
-    low, high = min(means), max(means)
-    return "".join("▁▂▃▄▅▆▇█"[round(7 * (mean - low) / (high - low or 1))] for mean in means)
+    finite = [mean for mean in means if math.isfinite(mean)]
+    low, high = min(finite, default=0.0), max(finite, default=0.0)
+    return "".join("▁▂▃▄▅▆▇█"[round(7 * (mean - low) / (high - low or 1))] if math.isfinite(mean) else "x" for mean in means)
 
 
 def _short(value: float) -> str:

@@ -32,14 +32,14 @@ def describe(recipe: Recipe, plan: launch.Plan, overrides: Sequence[str] = ()) -
     """Everything as text; overrides: the words after `zaya train` on several nodes."""
     if plan.command is not None and plan.command[0] == "torchrun":
         plan = launch.Plan(**{**vars(plan), "command": [*plan.command, *overrides]})
-    recipe, line = memory_plan.with_recompute(recipe, plan.world_size)
-    memory = [*([line] if line else []), *memory_plan.lines(recipe, plan.world_size)]
-    values = megatron_arguments(recipe, data_arguments(recipe))
+    recipe, chosen = launch.settled(recipe, plan.world_size)
+    memory = [*chosen, *memory_plan.lines(recipe, plan.world_size)]
+    values = megatron_arguments(recipe, tokenizer_arguments(recipe))
     return launch.describe(recipe, plan, [*memory, "Megatron     arguments", *("  " + line for line in argument_lines(values))])
 
 
-def data_arguments(recipe: Recipe) -> dict:
-    """Arguments that come from the data set, where it is here."""
+def tokenizer_arguments(recipe: Recipe) -> dict:
+    """Of the data set, where it is here."""
     from zaya_plugin.training.datasets import find_sources
 
     try:

@@ -18,14 +18,12 @@ from pathlib import Path
 from typing import Any
 
 from zaya_plugin.config.schema import Recipe
-from zaya_plugin.training.arguments import BATCH_ARGUMENTS, OWN_ARGUMENTS, megatron_arguments
+from zaya_plugin.training.arguments import BATCH_ARGUMENTS, DECIDED_AT_START, OWN_ARGUMENTS, megatron_arguments
 from zaya_plugin.training.datasets import DataSources, find_sources
 from zaya_plugin.training.launch import rank_environment
 from zaya_plugin.training.run_directory import keep_recipe, make_writable
 
 SPEC = ("zaya_plugin.training.adapter_spec", "zaya_block")
-# What the guest decides when the host starts, from what lies on disk.
-DECIDED_AT_START = ("load", "exit_on_missing_checkpoint")
 
 
 def data_arguments(sources: DataSources) -> dict[str, Any]:
@@ -73,6 +71,16 @@ def _impossible(recipe: Recipe) -> Iterator[str]:
         )
     if recipe.optim.z_loss:
         yield f"optim.z_loss = {recipe.optim.z_loss}: allowed: 0 in a host that has its own head and loss"
+    if recipe.parallel.recompute_granularity == "auto":
+        yield (
+            "parallel.recompute_granularity = auto: allowed: null, full, selective in a host that has its own head and loss, which the memory "
+            "plan does not count"
+        )
+    if "permute" in recipe.parallel.recompute_modules:
+        yield (
+            f"parallel.recompute_modules = {recipe.parallel.recompute_modules}: allowed: core_attn, moe, layernorm in a host that makes a "
+            "configuration of its own"
+        )
     if recipe.parallel.context_parallel_size > 1 and recipe.parallel.context_parallel_order != "zigzag":
         yield f"parallel.context_parallel_order = {recipe.parallel.context_parallel_order}: allowed: zigzag in {here}"
 
@@ -84,6 +92,8 @@ def left_out(recipe: Recipe) -> list[str]:
         notes.append("stage.eval_at_start: validation comes after steps only, and each reads further samples")
     if recipe.handover.planned_samples:
         notes.append("handover.planned_samples: the order of the data is made for this stage alone")
+    if recipe.cluster.fused_linear_cross_entropy:
+        notes.append("cluster.fused_linear_cross_entropy: the host's own head and loss, which keep all logits")
     if recipe.logger.wandb or recipe.logger.tensorboard:
         notes.append("logger: the host logs; no metrics.jsonl, router statistics or MFU. W&B: --wandb-project and its kin")
     if recipe.resume == "must":
@@ -110,7 +120,7 @@ def placed(recipe: Recipe) -> Recipe:
     return recipe
 
 
-def export_megatron(recipe: Recipe, world_size: int) -> Path:
+def export_megatron(recipe: Recipe) -> Path:
     """Writes megatron.args and recipe.yaml to the run directory; returns the path of the former. Imports Megatron."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # what Megatron falls back to without Transformer Engine

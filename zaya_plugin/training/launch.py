@@ -24,6 +24,7 @@ from pathlib import Path
 
 from zaya_plugin import compat
 from zaya_plugin.config.compose import save_recipe
+from zaya_plugin.config.graphs import with_graphs
 from zaya_plugin.config.schema import Recipe
 from zaya_plugin.config.validate import data_parallel_size, validate
 from zaya_plugin.training import slurm
@@ -73,7 +74,7 @@ def launch(recipe: Recipe) -> int:
     else:
         plan = make_plan(recipe, os.environ)
         validate(recipe, plan.world_size)
-        recipe = choose_recompute(recipe, plan)
+    recipe = with_choices(recipe, plan)
     if recipe.explain_optim:
         from zaya_plugin.training.explain import explain_optimizer
 
@@ -152,12 +153,20 @@ def rank_environment(recipe: Recipe, ranks_here: int, environ: Mapping[str, str]
     return {name: value for name, value in variables.items() if environ.get(name) != value}
 
 
-def choose_recompute(recipe: Recipe, plan: Plan) -> Recipe:
-    """`recipe` with what `parallel.recompute_granularity=auto` stands for; rank 0 says what that is."""
-    recipe, line = with_recompute(recipe, plan.world_size)
-    if line is not None and plan.rank == 0:
-        print(line, flush=True)
+def with_choices(recipe: Recipe, plan: Plan) -> Recipe:
+    """`recipe` with what `auto` stands for (see `settled`); rank 0 says what that is."""
+    recipe, lines = settled(recipe, plan.world_size)
+    if plan.rank == 0:
+        for line in lines:
+            print(line, flush=True)
     return recipe
+
+
+def settled(recipe: Recipe, world_size: int) -> tuple[Recipe, list[str]]:
+    """`recipe` with what `auto` stands for in parallel.recompute_granularity and cluster.graphs, and lines that say so."""
+    recipe, recomputed = with_recompute(recipe, world_size)
+    recipe, graphs = with_graphs(recipe)
+    return recipe, [line for line in (recomputed, graphs) if line is not None]
 
 
 def take_over(recipe: Recipe) -> Recipe:

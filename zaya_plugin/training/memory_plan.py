@@ -46,7 +46,10 @@ def batch_of(recipe: Recipe, world_size: int) -> Batch:
 def kernels_of(recipe: Recipe) -> Kernels:
     cluster = recipe.cluster
     stream = 4 if recipe.model.residual_in_fp32 or cluster.dtype == "fp32" else 2
-    return Kernels(cluster.fused_residual_norm, cluster.fused_cca_prologue, cluster.fused_expert_path, cluster.fused_linear_cross_entropy, stream)
+    return Kernels(
+        cluster.fused_residual_norm, cluster.fused_cca_prologue, cluster.fused_expert_path, cluster.fused_linear_cross_entropy, stream,
+        cluster.fused_router,
+    )  # fmt: skip
 
 
 def optimizer_of(recipe: Recipe) -> Optimizer:

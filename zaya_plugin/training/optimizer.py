@@ -58,5 +58,5 @@ def optimizer_factory(recipe: Recipe, get_megatron_optimizer: Callable) -> Calla
     """What takes the place of Megatron's `get_megatron_optimizer` in a run of `recipe`; sets hip_ops' backend too."""
     backend = recipe.cluster.hip_ops_backend
     hip_ops.set_backend(None if backend == "auto" else backend)  # None: HIP_OPS_BACKEND, where a user has set it
-    skip = recipe.optim.non_finite_gradients == "skip"
-    return muon_factory(get_megatron_optimizer, muon_settings(recipe), skip_non_finite=skip)
+    non_finite = recipe.optim.non_finite_gradients if recipe.parallel.use_distributed_optimizer else None
+    return muon_factory(get_megatron_optimizer, muon_settings(recipe), non_finite)

@@ -7,7 +7,6 @@ A loop that reads its loss every step lets the device run dry every step: it can
 from __future__ import annotations
 
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
 
 import torch
@@ -17,30 +16,27 @@ from zaya_plugin.optim.host_copy import HostCopy
 
 
 class StepQueue:
-    """Reports in the order of `add`, each when it is complete; on the CPU that is at once."""
+    """Reports in the order of `add`, each when it is complete; on the CPU that is at once. Holds one step at most."""
 
     def __init__(self):
-        self._waiting: deque[tuple[HostCopy, Callable[[list[Tensor]], None]]] = deque()
+        self._waiting: tuple[HostCopy, Callable[[list[Tensor]], None]] | None = None
 
     def add(self, tensors: Sequence[Tensor], report: Callable[[list[Tensor]], None]) -> None:
-        """To call `report` with `tensors` on the host, as they are now on the device. Waits for earlier ones, so never holds more than one."""
+        """To call `report` with `tensors` on the host, as they are now on the device. Waits for the one before."""
         self.flush()
-        self._waiting.append((HostCopy(tensors), report))
+        self._waiting = HostCopy(tensors), report
         self.poll()
 
     def poll(self) -> None:
         """Reports what has arrived; waits for nothing."""
-        while self._waiting and self._waiting[0][0].is_complete:
-            self._report_first()
+        if self._waiting and self._waiting[0].is_complete:
+            self.flush()
 
     def flush(self) -> None:
-        """Waits for everything that was added, and reports it."""
-        while self._waiting:
-            self._report_first()
-
-    def _report_first(self) -> None:
-        copy, report = self._waiting.popleft()
-        report(copy.read())
+        """Waits for what was added, and reports it."""
+        if self._waiting:
+            (copy, report), self._waiting = self._waiting, None
+            report(copy.read())
 
 
 class StepClock:

@@ -23,5 +23,6 @@ The faults are in tests/gfx942/emulator/faults.py.
 from tests.gfx942.emulator.counters import Counters, InstructionCount
 from tests.gfx942.emulator.device import Buffer, Device
 from tests.gfx942.emulator.faults import EmulatorFault
+from tests.gfx942.emulator.scheduler import SCHEDULES
 
-__all__ = ["Buffer", "Counters", "Device", "EmulatorFault", "InstructionCount"]
+__all__ = ["SCHEDULES", "Buffer", "Counters", "Device", "EmulatorFault", "InstructionCount"]

@@ -1,0 +1,204 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The CCA block of one ZAYA1-base layer, from normed input to output projection, beside transformers' ZayaAttention; forward and backward.
+
+    python3 benchmarks/cca_block.py                        4 sequences of 4096 tokens in bf16, two minutes
+    python3 benchmarks/cca_block.py --attention            its core attention alone: torch's back ends, layouts, heads repeated
+
+`ours` is zaya_plugin.model.attention with the fused prologue in Megatron's DDP, so that weight gradients are added to fp32 main gradients; the
+lines below it are its pieces alone. transformers' has the same weights and sdpa, and keeps fresh bf16 gradients, which is less work. Norm and
+residual are outside. `ms` is a call as Python makes it, `graph_ms` the replay of a captured graph, as the model trains, `both` forward and
+backward in one; medians of triton's do_bench, which clears L2 before each call. TFLOP/s count attention's backward as 2.5 times its forward (five
+products beside two) and all else's as twice. Prints a table and one line of JSON, which it writes to benchmarks/results/<name>.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+from collections.abc import Callable
+from unittest import mock
+
+import torch
+from attention_forms import measure_forms
+from cca_prologue import CHANNELS, GROUPS, HEADS, ROTARY, VALUES, D
+from forward_backward import DIRECTIONS, Way, apart, cell, flop, kernels, measure
+from operator_benchmark import add_options, begin, finish
+from torch import Tensor, nn
+
+BF16 = torch.bfloat16
+GOALS = {"forward": 0.60, "backward": 1.60}  # ms on an H100, 4 x 4096 tokens
+ROTARY_BASE = 10_000
+
+
+def operations(batch: int, rows: int, hidden: int) -> dict[str, dict[str, float]]:
+    """Of each piece and of all; a multiply-add counts as two."""
+    tokens = 2.0 * batch * rows
+    found = {
+        "input projections": flop(tokens * hidden * (CHANNELS + VALUES), 2), "prologue": flop(tokens * CHANNELS * (2 + 2 * D), 2),
+        "core attention": flop(tokens * HEADS * D * rows, 2.5), "output projection": flop(tokens * HEADS * D * hidden, 2),
+    }  # fmt: skip
+    return found | {"all": {direction: sum(each[direction] for each in found.values()) for direction in DIRECTIONS}}
+
+
+def attention_of_the_model(hidden: int, rows: int, device: torch.device) -> tuple[nn.Module, Tensor]:
+    """ZayaSelfAttention in Megatron's DDP, and the angles [s, 1, 1, r] of its rotation. Makes the process groups of one rank."""
+    from zaya_plugin import patches
+
+    patches.apply()
+    from megatron.core import parallel_state
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+    from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+    from megatron.core.transformer.spec_utils import build_module
+
+    from zaya_plugin.model.config import ZayaConfig
+    from zaya_plugin.model.rotary import ZayaRotaryEmbedding
+    from zaya_plugin.model.spec import local_submodules
+
+    if not torch.distributed.is_initialized():
+        torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+        parallel_state.initialize_model_parallel()
+    model_parallel_cuda_manual_seed(1234, force_reset_rng=True)
+    config = ZayaConfig(
+        num_layers=1, hidden_size=hidden, num_attention_heads=HEADS, num_query_groups=GROUPS, kv_channels=D, ffn_hidden_size=hidden,
+        moe_ffn_hidden_size=hidden, params_dtype=BF16, bf16=True, fused_cca_prologue=True, use_cpu_initialization=True,
+    )  # fmt: skip
+    module = build_module(local_submodules().self_attention, config=config, layer_number=1).to(device).train()
+    rotation = ZayaRotaryEmbedding(D, ROTARY / D, rotary_base=ROTARY_BASE, use_cpu_initialization=True, order=config.context_parallel_order)
+    settings = DistributedDataParallelConfig(grad_reduce_in_fp32=True)
+    return DistributedDataParallel(config, settings, module), rotation(rows).to(device)
+
+
+def of_the_model(attention: nn.Module, angles: Tensor, x: Tensor, upstream: Tensor) -> dict[str, Way]:
+    """The block [s, b, h] -> [s, b, h], and the calls that it is made of, with the arguments that they have in it."""
+    import hip_ops
+    from zaya_plugin.model import attention as module
+
+    work, parameters, noted = operations(x.shape[1], x.shape[0], x.shape[2]), tuple(attention.parameters()), {}
+    block = Way(lambda x: attention(x, rotary_pos_emb=angles)[0], (x,), (upstream,), work["all"], parameters)
+
+    def noting(name: str, owner: object, attribute: str):
+        function = getattr(owner, attribute)
+
+        def call(*arguments, **keywords):
+            noted[name] = function, arguments, keywords
+            return function(*arguments, **keywords)
+
+        return mock.patch.object(owner, attribute, call)
+
+    with (
+        noting("input projections", attention, "project"), noting("prologue", hip_ops, "cca_prologue"),
+        noting("core attention", attention.core_attention, "forward"),
+        noting("output projection", module, "main_grad_linear"),  # the last of its calls
+    ):  # fmt: skip
+        block.outputs()
+    return {"ours": block} | {f"ours, {name}": piece(*noted[name], work[name], parameters) for name in work if name != "all"}
+
+
+def piece(function: Callable, arguments: tuple, keywords: dict, work: dict[str, float], parameters: tuple[Tensor, ...]) -> Way:
+    """A call whose inputs are those arguments that gradients go to and that are no parameters."""
+    known = {id(parameter) for parameter in parameters}
+    places = [i for i, t in enumerate(arguments) if isinstance(t, Tensor) and t.requires_grad and id(t) not in known]
+
+    def call(*inputs: Tensor):
+        given = dict(zip(places, inputs, strict=True))
+        return function(*(given.get(i, argument) for i, argument in enumerate(arguments)), **keywords)
+
+    way = Way(call, tuple(arguments[i].detach().requires_grad_() for i in places), (), work, parameters)
+    way.upstream = tuple(torch.randn_like(t) for t in way.outputs())
+    return way
+
+
+def of_transformers(attention: nn.Module, x: Tensor, upstream: Tensor, compiled: bool) -> Way:
+    """ZayaAttention with the weights of `attention`, its parameters in their order; batch first, as there."""
+    from transformers import ZayaConfig
+    from transformers.models.zaya import modeling_zaya as zaya
+
+    from zaya_plugin.checkpoint.hf_map import NAME_MAP
+
+    rows, batch, hidden = x.shape
+    rope = {"rope_type": "default", "rope_theta": float(ROTARY_BASE), "partial_rotary_factor": ROTARY / D}
+    config = ZayaConfig(
+        num_hidden_layers=2, hidden_size=hidden, num_attention_heads=HEADS, num_key_value_heads=GROUPS, head_dim=D, use_cache=False,
+        max_position_embeddings=rows, rope_parameters={"hybrid": rope}, attn_implementation="sdpa",
+    )  # fmt: skip
+    module = zaya.ZayaAttention(config, 1).to(x.device, BF16).train()
+    here, there = "decoder.layers.{l}.self_attention.", "model.layers.{l}.self_attn."
+    names = {name.removeprefix(here): theirs.removeprefix(there) for name, theirs in NAME_MAP if name.startswith(here)}
+    module.load_state_dict({names[name]: weight.detach() for name, weight in attention.named_parameters()})
+    x, upstream = (t.detach().transpose(0, 1).contiguous() for t in (x, upstream))
+    cos_sin = zaya.ZayaRotaryEmbedding(config).to(x.device)(x, torch.arange(rows, device=x.device)[None], "hybrid")
+    run = torch.compile(module, dynamic=False) if compiled else module
+    theirs = dict(module.named_parameters())
+    return Way(
+        lambda x: run(x, attention_mask=None, position_embeddings=cos_sin)[0], (x.requires_grad_(),), (upstream,),
+        operations(batch, rows, hidden)["all"], tuple(theirs[names[name]] for name, _ in attention.named_parameters()),
+    )  # fmt: skip
+
+
+def distances(mine: Way, theirs: Way, names: list[str]) -> dict[str, float]:
+    """Of our output, and of gradients of input and matrices, from transformers', each of its norm: so that what is timed is what is meant.
+
+    names: of the parameters.
+    """
+    for parameter in mine.parameters:
+        parameter.main_grad.zero_()
+    for way in (mine, theirs):
+        way.calls()["both"]()()
+    found = {
+        "output": apart(mine.outputs()[0].transpose(0, 1), theirs.outputs()[0]),
+        "input's gradient": apart(mine.inputs[0].grad.transpose(0, 1), theirs.inputs[0].grad),
+    } | {name: apart(a.main_grad, b.grad) for name, a, b in zip(names, mine.parameters, theirs.parameters, strict=True) if a.dim() == 2}
+    mine.clear()
+    theirs.clear()
+    return {name: round(value, 5) for name, value in found.items()}
+
+
+def compared(ms: dict[str, float]) -> dict[str, float]:
+    """Ours, the sum of its pieces, and how many times as long transformers takes."""
+    found = {"ours": ms["ours"], "sum of its pieces": round(sum(value for name, value in ms.items() if name.startswith("ours,")), 4)}
+    return found | {f"{name} / ours": round(value / ms["ours"], 3) for name, value in ms.items() if name.startswith("transformers")}
+
+
+def measure_block(batch: int, rows: int, device: torch.device, options) -> dict:
+    """{direction: {name: figures}, "distance": ..., "kernels": microseconds of ours, "summary": ...}."""
+    ddp, angles = attention_of_the_model(options.hidden, rows, device)
+    x, upstream = (torch.randn(rows, batch, options.hidden, device=device).to(BF16) for _ in range(2))
+    ways, distance = of_the_model(ddp.module, angles, x.requires_grad_(), upstream), {}
+    anchors = () if options.no_anchors else ("transformers", "transformers, torch.compile")
+    for name in anchors if device.type == "cuda" else anchors[:1]:
+        ways[name] = of_transformers(ddp.module, x, upstream, name.endswith("compile"))
+        distance[f"from {name}"] = distances(ways["ours"], ways[name], [each for each, _ in ddp.module.named_parameters()])
+    found, summary = measure(ways, device, options.rep), {}
+    for direction, each in found.items():
+        ms = {name: row[cell(device)] for name, row in each.items() if cell(device) in row}
+        if "ours" in ms:
+            summary[f"{cell(device)}, {direction}"] = compared(ms) | ({"goal on an H100": GOALS[direction]} if direction in GOALS else {})
+    return found | {"kernels": {"ours": kernels(ways["ours"])}, "distance": distance, "summary": summary}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    on_gpu = torch.cuda.is_available()
+    parser.add_argument("--shapes", nargs="+", default=["4x4096"] if on_gpu else ["2x64"], help="micro batch x rows")
+    parser.add_argument("--hidden", type=int, default=2048 if on_gpu else 256)
+    add_options(parser, None, sweep=False)
+    parser.add_argument("--no-anchors", action="store_true", help="without transformers")
+    parser.add_argument("--attention", action="store_true", help="core attention alone, in other layouts and by other back ends")
+    parser.add_argument("--autotune", action="store_true", help="with --attention: flex_attention with the best of its tiles too, minutes more")
+    parser.set_defaults(rep=100)
+    options = parser.parse_args()
+    options.name = options.name or ("cca_block_attention" if options.attention else "cca_block")
+    device, results = begin(options), {}
+    with torch.cuda.stream(torch.cuda.Stream()) if on_gpu else contextlib.nullcontext():  # a graph's capture must stay on DDP's stream
+        for shape in options.shapes:
+            batch, rows = map(int, shape.split("x"))
+            if options.attention:
+                work = operations(batch, rows, options.hidden)["core attention"]
+                results[shape] = measure_forms((batch, rows, HEADS, GROUPS, D), work, device, options.rep, options.autotune)
+            else:
+                results[shape] = measure_block(batch, rows, device, options)
+    finish(options, results, (12, 26, 64))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,18 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Scripts of benchmarks/ as modules, which import each other by name."""
+
+import importlib
+from pathlib import Path
+
+import pytest
+
+from tests.megatron_rank import seed, single_rank  # noqa: F401  (fixtures of every test here)
+
+SCRIPTS = Path(__file__).resolve().parents[2] / "benchmarks"
+
+
+@pytest.fixture
+def script(monkeypatch):
+    """Imports a script, as in `script("cca_block")`."""
+    monkeypatch.syspath_prepend(str(SCRIPTS))
+    return importlib.import_module

@@ -1,0 +1,105 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The benchmark of the CCA block, small and on the CPU: what it times is the model's block and transformers'."""
+
+import json
+import sys
+from argparse import Namespace
+
+import pytest
+import torch
+
+from zaya_plugin.plan.flops import Shape, forward_flops_by_part
+
+CPU = torch.device("cpu")
+DIRECTIONS = ("forward", "backward", "both")
+PIECES = ("input projections", "prologue", "core attention", "output projection")
+
+
+@pytest.fixture
+def block(script):
+    return script("cca_block")
+
+
+def test_ours_and_transformers_compute_the_same(block):
+    pytest.importorskip("transformers.models.zaya")
+    found = block.measure_block(2, 48, CPU, Namespace(hidden=64, no_anchors=False, rep=1))
+    for direction in DIRECTIONS:
+        assert list(found[direction]) == ["ours", *(f"ours, {name}" for name in PIECES), "transformers"]
+        assert all(row["ms"] > 0 and "error" not in row for row in found[direction].values()), found[direction]
+    apart = found["distance"]["from transformers"]
+    assert apart.pop("linear_q.weight") < 0.2 and apart.pop("linear_k.weight") < 0.2  # little is left of a bf16 gradient behind a norm
+    assert set(apart) == {"output", "input's gradient", "linear_v_current.weight", "linear_v_delayed.weight", "linear_proj.weight"}
+    assert all(0 < distance < 0.02 for distance in apart.values()), apart
+
+
+def test_in_fp32_they_agree_to_rounding(block, monkeypatch):
+    pytest.importorskip("transformers.models.zaya")
+    monkeypatch.setattr(block, "BF16", torch.float32)
+    found = block.measure_block(1, 32, CPU, Namespace(hidden=64, no_anchors=False, rep=1))
+    assert all(distance < 1e-4 for distance in found["distance"]["from transformers"].values()), found["distance"]
+
+
+def test_weight_gradients_are_added_to_main_gradients(block):
+    ddp, angles = block.attention_of_the_model(64, 16, CPU)
+    x, upstream = (torch.randn(16, 1, 64).bfloat16() for _ in range(2))
+    ways, weight = block.of_the_model(ddp.module, angles, x.requires_grad_(), upstream), ddp.module.linear_proj.weight
+    sums, of_input = [], []
+    for name in ("ours", "ours, output projection"):
+        weight.main_grad.zero_()
+        backward = ways[name].calls()["backward"]()
+        for _ in range(2):
+            backward()
+            sums.append(weight.main_grad.clone())
+            of_input.append(ways[name].inputs[0].grad.clone())
+        assert weight.grad is None
+    assert torch.equal(of_input[0], of_input[1]), "a gradient of the call before was kept, and added to"
+    assert sums[0].dtype == torch.float32
+    torch.testing.assert_close(sums[1], 2 * sums[0])
+    assert sums[2].abs().sum() > 0
+
+
+def test_operations_are_the_plan_s(block):
+    shape = Shape(1, 2048, 8, 2, 128, 16, 2048, 256, 262_272)
+    parts = forward_flops_by_part(shape, 4096)
+    counted = block.operations(4, 4096, 2048)
+    assert counted["all"]["forward"] == 16_384 * sum(parts[name] for name in ("projections", "prologue", "attention"))
+    assert counted["core attention"] == {"forward": 2**37, "backward": 2.5 * 2**37, "both": 3.5 * 2**37}
+    assert counted["input projections"]["backward"] == 2 * 2 * 16_384 * 2048 * 1536
+
+
+def test_forms_of_attention_are_the_model_s(script):
+    work = {direction: 1e9 for direction in DIRECTIONS}
+    found = script("attention_forms").measure_forms((2, 32, 8, 2, 16), work, CPU, 1, False)
+    usable = {name: apart for name, apart in found["distance from the model"].items() if isinstance(apart, float)}
+    assert len(usable) == 12 and max(usable.values()) < 0.01
+    refused = found["distance from the model"].keys() - usable.keys()
+    assert all(name.startswith("cuDNN") and "error" in found["distance from the model"][name] for name in refused) and len(refused) == 12
+    for direction in DIRECTIONS:
+        assert found[direction].keys() == {"model", *usable} and all(row["ms"] > 0 for row in found[direction].values())
+        assert len(found["summary"][direction]) >= 5
+
+
+@pytest.mark.parametrize("heads", ["grouped", "groups in the batch", "repeated"])
+@pytest.mark.parametrize("layout", ["sbhd", "bhsd", "bshd"])
+def test_a_layout_is_what_it_says(script, layout, heads):
+    forms = script("attention_forms")
+    b, s, n, g, d = 2, 3, 4, 2, 5
+    extents = dict(zip("bshd", (b, s, n, d), strict=True))
+    base = [torch.randn(b, count, s, d) for count in (n, g, g, n)]
+    arranged = forms.arranged(*base, heads)
+    for tensor in arranged:
+        leaf = forms.stored(tensor, layout)
+        assert leaf.is_contiguous() and torch.equal(forms.view(leaf, layout), tensor)
+    if heads == "grouped":
+        assert forms.stored(arranged[0], layout).shape == tuple(extents[extent] for extent in layout)
+    if heads == "groups in the batch" and layout == "sbhd":
+        assert torch.equal(forms.stored(arranged[0], layout).flatten(), forms.stored(base[0], layout).flatten()), "the same memory"
+
+
+@pytest.mark.parametrize("argument, name", [("--no-anchors", "cca_block"), ("--attention", "cca_block_attention")])
+def test_the_script_writes_its_record(block, argument, name, monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(sys, "argv", ["cca_block.py", "--shapes", "1x32", "--hidden", "64", "--rep", "1", "--results", str(tmp_path), "--commit", "0", argument])
+    block.main()
+    record = json.loads((tmp_path / f"{name}.json").read_text())
+    assert record == json.loads(capsys.readouterr().out)
+    assert record["results"]["1x32"]["summary"] and record["results"]["1x32"]["forward"]
