@@ -72,9 +72,14 @@ def of_the_model(attention: nn.Module, angles: Tensor, x: Tensor, upstream: Tens
     """The block [s, b, h] -> [s, b, h], and the calls that it is made of, with the arguments that they have in it."""
     import hip_ops
     from zaya_plugin.model import attention as module
+    from zaya_plugin.model.small_gradients import read_together
 
     work, parameters, noted = operations(x.shape[1], x.shape[0], x.shape[2]), tuple(attention.parameters()), {}
-    block = Way(lambda x: attention(x, rotary_pos_emb=angles)[0], (x,), (upstream,), work["all"], parameters)
+
+    def whole(x: Tensor) -> Tensor:
+        return attention(x, rotary_pos_emb=angles, read=read_together(attention.vectors()))[0]  # as the layer calls it
+
+    block = Way(whole, (x,), (upstream,), work["all"], parameters)
 
     def noting(name: str, owner: object, attribute: str):
         function = getattr(owner, attribute)
