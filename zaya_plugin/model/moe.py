@@ -100,7 +100,11 @@ class ZayaMoELayer(MegatronModule):
         return self._forward(hidden_states, router_state, forced_expert_ids)
 
     def _forward(self, hidden_states, router_state, forced_expert_ids):
-        weights, ids, router_state = self.router(hidden_states, router_state, forced_expert_ids)
+        projected = None
+        if self.dispatch is None and not self.identity_skip:
+            # Then one gather of rows is all that reads the tokens, and what it sends back is nobody else's.
+            hidden_states, projected = self.router.project(hidden_states)
+        weights, ids, router_state = self.router(hidden_states, router_state, forced_expert_ids, projected)
         tokens, weights, ids = hidden_states.flatten(0, 1), weights.flatten(), ids.flatten()
         if self.dispatch is not None:
             output = self.dispatch(tokens, weights, ids, self.experts)

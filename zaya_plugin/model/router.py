@@ -14,23 +14,26 @@ from torch import Tensor, nn
 
 from zaya_plugin.model.config import ZayaConfig
 from zaya_plugin.model.float32_buffers import Float32BuffersMixin
+from zaya_plugin.model.fused_router import RouterMLP, count
 from zaya_plugin.model.fusion import fused_on_accelerator
 from zaya_plugin.model.initialization import constant_parameter, initial_device, random_parameter
+from zaya_plugin.model.main_grad import main_grad_linear
 from zaya_plugin.model.norm import rms_norm
 from zaya_plugin.model.parameter_gather import gathered
+from zaya_plugin.model.shared_input import input_and_linear
 
 
 @fused_on_accelerator
 def router_logits(
-    x: Tensor, previous: Tensor | None, gamma: Tensor | None, w_down: Tensor, b_down: Tensor, w_norm: Tensor, w1: Tensor,
-    b1: Tensor, w2: Tensor, b2: Tensor, w_out: Tensor, eps: float,
+    projected: Tensor, previous: Tensor | None, gamma: Tensor | None, b_down: Tensor, w_norm: Tensor, w1: Tensor, b1: Tensor,
+    w2: Tensor, b2: Tensor, w_out: Tensor, eps: float,
 ) -> tuple[Tensor, Tensor]:
     """r = W_d x + b_d + gamma * r_previous, and the three-layer MLP on its norm (arXiv 2605.05365, equations 2-4).
 
-    Args: x [s, b, h]; previous and gamma, the averaging's operands, or None. Returns r [s, b, r] and logits
-    [s, b, classes].
+    Args: projected [s, b, r], which is W_d x; previous and gamma, the averaging's operands, or None. Returns r [s, b, r] and
+    logits [s, b, classes].
     """
-    state = F.linear(x, w_down, b_down)
+    state = projected + b_down
     if gamma is not None:
         state = torch.addcmul(state, previous, gamma)
     hidden = F.gelu(F.linear(rms_norm(state, w_norm, eps), w1, b1))
@@ -87,6 +90,7 @@ class ZayaRouter(Float32BuffersMixin, nn.Module):
     def __init__(self, config: ZayaConfig):
         super().__init__()
         self.config = config
+        self.fused = getattr(config, "fused_router", False)
         r = config.router_hidden_size
         self.num_classes = config.num_router_classes
         self.down_proj = RouterLinear(config, config.hidden_size, r)
@@ -114,22 +118,33 @@ class ZayaRouter(Float32BuffersMixin, nn.Module):
         if layer_number == 1:
             self.router_states_scale = None
 
+    def project(self, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
+        """hidden_states [s, b, h] for the experts, and the down projection [s, b, r] for `forward`, by `input_and_linear`, whose text says when."""
+        return input_and_linear(hidden_states, gathered(self.down_proj).weight)
+
     def forward(
-        self, hidden_states: Tensor, router_state: Tensor | None = None, forced_expert_ids: Tensor | None = None
+        self, hidden_states: Tensor, router_state: Tensor | None = None, forced_expert_ids: Tensor | None = None,
+        projected: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Route tokens.
 
         Args: hidden_states [s, b, h], normed; router_state [s, b, r] of the previous layer, None in the first;
-        forced_expert_ids int64 [s, b], negative where the router is free (replay of a given routing).
+        forced_expert_ids int64 [s, b], negative where the router is free (replay of a given routing); projected [s, b, r], what
+        `project` made of hidden_states, which then are not read.
         Returns: weights [s, b], 0 where the skip class won and skip_output is zero; class ids int64 [s, b]; this
         layer's router state [s, b, r], after the averaging and before the norm.
         """
         averaged = self.router_states_scale is not None
         assert router_state is not None or not averaged, "the previous layer's router state did not arrive"
         down_proj, norm, fc1, fc2, out_proj = map(gathered, (self.down_proj, self.norm, self.fc1, self.fc2, self.out_proj))
+        if projected is None:
+            projected = main_grad_linear(hidden_states, down_proj.weight)
+        unweighted = self.config.num_moe_experts if self.config.moe_skip_expert and self.config.skip_output == "zero" else -1
+        if self.fused:
+            return self._through_hip_ops(projected, router_state if averaged else None, forced_expert_ids, unweighted)
         state, logits = router_logits(
-            hidden_states, router_state if averaged else None, self.router_states_scale, down_proj.weight, down_proj.bias,
-            norm.weight, fc1.weight, fc1.bias, fc2.weight, fc2.bias, out_proj.weight, norm.eps,
+            projected, router_state if averaged else None, self.router_states_scale, down_proj.bias, norm.weight, fc1.weight,
+            fc1.bias, fc2.weight, fc2.bias, out_proj.weight, norm.eps,
         )
         probabilities, weights, ids = choose_expert(
             logits,
@@ -137,11 +152,26 @@ class ZayaRouter(Float32BuffersMixin, nn.Module):
             softmax_in_fp32=self.config.router_softmax_in_fp32,
             forced_expert_ids=forced_expert_ids,
         )
-        if self.config.moe_skip_expert and self.config.skip_output == "zero":
-            weights = weights.masked_fill(ids == self.config.num_moe_experts, 0.0)
+        if unweighted >= 0:
+            weights = weights.masked_fill(ids == unweighted, 0.0)
         if self.training and torch.is_grad_enabled():
             self._count(probabilities, ids)
         return weights, ids, state
+
+    def _through_hip_ops(
+        self, projected: Tensor, router_state: Tensor | None, forced: Tensor | None, unweighted: int
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """The same by `hip_ops.router_mlp`; the parameters have been gathered. projected [s, b, r]."""
+        state, weights, ids, statistics = RouterMLP.apply(
+            projected.flatten(0, 1), None if router_state is None else router_state.flatten(0, 1), self.router_states_scale,
+            self.down_proj.bias, self.norm.weight, self.fc1.weight, self.fc1.bias, self.fc2.weight, self.fc2.bias, self.out_proj.weight,
+            self.balancing_biases[: self.num_classes], None if forced is None else forced.flatten(), self.norm.eps, unweighted,
+        )
+        if self.training and torch.is_grad_enabled():
+            with torch.no_grad():
+                count(self.tokens_per_expert, self.router_entropy_sum, statistics)
+        rows = projected.shape[:2]
+        return weights.view(rows), ids.view(rows), state.view_as(projected)
 
     @torch.no_grad()
     def _count(self, probabilities: Tensor, ids: Tensor) -> None:

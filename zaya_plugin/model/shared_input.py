@@ -1,0 +1,55 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A linear layer that reads what something else reads too: its product adds its gradient of the input to the other reader's.
+
+Autograd's way is a product that is stored, and a pass that reads both gradients and writes their sum.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from zaya_plugin.model.main_grad import add_product, main_grad_linear
+
+
+class InputAndLinear(torch.autograd.Function):
+    """x [..., in] and weight [out, in] -> x again, for the other reader, and x W^T.
+
+    The gradient of the first result is overwritten: by then nobody else may hold that tensor. Autograd cannot tell; see `input_and_linear`.
+    """
+
+    @staticmethod
+    def forward(ctx, x, weight):
+        ctx.save_for_backward(x, weight)
+        ctx.weight = weight  # the parameter itself: a saved tensor loses the attributes that DDP sets
+        ctx.set_materialize_grads(False)
+        return x.view_as(x), F.linear(x, weight)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, grad_x, grad):
+        if grad is None:
+            return grad_x, None
+        x, weight = ctx.saved_tensors
+        rows = grad.flatten(0, -2)
+        grad_weight = add_product(ctx.weight, rows, x.flatten(0, -2)) if ctx.needs_input_grad[1] else None
+        if grad_x is None or not ctx.needs_input_grad[0]:
+            return grad @ weight if ctx.needs_input_grad[0] else None, grad_weight
+        if grad_x.is_contiguous() and not grad_x.requires_grad:
+            grad_x.view(-1, grad_x.shape[-1]).addmm_(rows, weight)
+        else:  # a graph of the backward pass hangs on it, or it is some tensor spread out
+            grad_x = grad_x + grad @ weight
+        return grad_x, grad_weight
+
+
+def input_and_linear(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    """x for its other reader, and F.linear(x, weight), whose gradients go to `main_grad` and into the other reader's gradient of x.
+
+    Right only where the other reader is one function whose backward makes a tensor of its own (a gather of rows does; an addition, which hands one
+    tensor to both its sides, does not), directly or behind views, and nothing but these sees the first result: no hook, no second use, no caller.
+    Not differentiable twice.
+    """
+    if not (torch.is_grad_enabled() and x.requires_grad):
+        return x, main_grad_linear(x, weight)
+    return InputAndLinear.apply(x, weight)
