@@ -20,7 +20,7 @@ from pathlib import Path
 from result_record import described, write
 from training_runs import losses, smooth, train
 
-FUSED = ("fused_residual_norm", "fused_cca_prologue", "fused_expert_path", "fused_linear_cross_entropy", "fused_muon")
+FUSED = ("fused_residual_norm", "fused_cca_prologue", "fused_router", "fused_expert_path", "fused_linear_cross_entropy", "fused_muon")
 REFERENCE = [*(f"cluster.{name}=false" for name in FUSED), "cluster.graphs=none", "cluster.grouped_gemm=torch", "model.residual_in_fp32=true"]
 FAST = [*(f"cluster.{name}=true" for name in FUSED), "cluster.graphs=full_iteration"]
 

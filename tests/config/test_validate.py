@@ -95,6 +95,11 @@ IMPOSSIBLE = [
         2,
         ["parallel.context_parallel_order = contiguous", "zigzag, the only order"],
     ),
+    (["parallel.num_distributed_optimizer_instances=3"], 4, ["parallel.num_distributed_optimizer_instances = 3", "a divisor of 4"]),
+    (
+        ["parallel.num_distributed_optimizer_instances=2", "parallel.use_distributed_optimizer=false"], 4,
+        ["parallel.num_distributed_optimizer_instances = 2", "parallel.use_distributed_optimizer = True (is False)"],
+    ),
     (["optim.z_loss=1e-4"], 2, ["optim.z_loss = 0.0001", "cluster.fused_linear_cross_entropy = true (is false)"]),
     (["cluster.graphs=full_iteration"], 2, ["cluster.device = cpu", "cuda", "cluster.dtype = fp32", "bf16"]),
     (

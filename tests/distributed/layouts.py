@@ -31,6 +31,7 @@ def layout(name: str, ranks: int, *extra: str, **sizes: int) -> Layout:
 FULL = ("parallel.recompute_granularity=full", "parallel.recompute_method=uniform", "parallel.recompute_num_layers=1")
 SELECTIVE = ("parallel.recompute_granularity=selective", "parallel.recompute_modules=[core_attn,moe,layernorm]")
 OVERLAP = ("parallel.overlap_grad_reduce=true", "parallel.overlap_param_gather=true")
+TWO_OPTIMIZERS = "parallel.num_distributed_optimizer_instances=2"
 ONE = layout("one", 1)
 
 # In `make test`.
@@ -60,6 +61,9 @@ SLOW = (
     layout("cp2ep2", 2, cp=2, ep=2),
     layout("tp2cp2", 4, tp=2, cp=2),
     layout("tp2ep2", 2, tp=2, ep=2),
+    layout("dp4-two_optimizers", 4, TWO_OPTIMIZERS),
+    layout("dp4-two_optimizers-overlap", 4, TWO_OPTIMIZERS, *OVERLAP),
+    layout("cp2ep2-two_optimizers-overlap", 4, TWO_OPTIMIZERS, *OVERLAP, cp=2, ep=2),
 )
 
 # Full and selective recomputation in each kind.

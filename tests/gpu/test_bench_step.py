@@ -13,7 +13,7 @@ LAYERS, LENGTH, SIZE, MICRO_BATCHES, ROWS = 2, 2048, 4, 2, 32_768
 RECIPE = (
     "experiment=zaya1_base", "cluster=gpu", "logger=none", "nproc=1", f"--random-tokens={ROWS}", f"model.num_layers={LAYERS}",
     f"stage.seq_length={LENGTH}", f"stage.micro_batch_size={SIZE}", f"stage.global_batch_size={SIZE * MICRO_BATCHES}",
-    "cluster.fused_residual_norm=true", "cluster.fused_expert_path=true",
+    "cluster.fused_residual_norm=true", "cluster.fused_router=true", "cluster.fused_expert_path=true",
 )  # fmt: skip
 SHAPE = Shape(LAYERS, 2048, 8, 2, 128, 16, 2048, 256, ROWS)
 

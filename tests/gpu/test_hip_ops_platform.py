@@ -120,7 +120,7 @@ def test_a_launch_error_is_returned(kernels):
 def test_every_operator_passes_its_self_check(name):
     with backend.use_backend(name):
         results = hip_ops.warm_up(GPU)
-    lacking = {"grouped_rows", "grouped_rows_transposed", "grouped_outer_"} if name == "hip" else set()
+    lacking = {"grouped_rows", "grouped_rows_transposed", "grouped_outer_", "router_mlp", "router_mlp_backward"} if name == "hip" else set()
     assert len(results) >= 8 and {operator for operator, said in results.items() if said != "passed"} == lacking, results
 
 

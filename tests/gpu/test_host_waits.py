@@ -12,7 +12,8 @@ WAITS = {"zaya_plugin/optim/host_copy.py:read calls synchronize"}
 
 
 def test_a_step_waits_once(tmp_path, record_property):
-    fused = [f"cluster.{name}=true" for name in ("fused_residual_norm", "fused_cca_prologue", "fused_expert_path", "fused_linear_cross_entropy")]
+    names = ("fused_residual_norm", "fused_cca_prologue", "fused_router", "fused_expert_path", "fused_linear_cross_entropy")
+    fused = [f"cluster.{name}=true" for name in names]
     done = subprocess.run(
         [sys.executable, "-m", "tests.training.host_reads", str(tmp_path), "cluster=gpu", "model.kv_channels=128", "model.hidden_size=256",
          "model.moe_ffn_hidden_size=256", "cluster.grouped_gemm=triton", *fused], cwd=ROOT, text=True, stdout=subprocess.PIPE,

@@ -189,8 +189,7 @@ def optimizer_share(shape: Shape, layout: Layout, recipe: Recipe) -> OptimizerSh
     from zaya_plugin.plan.step_work import OptimizerShare
 
     momentum = 2 if recipe.optim.muon_momentum_dtype == "bf16" else 4
-    sharded = layout.distributed_optimizer
-    ranks = (layout.expert_replicas, layout.replicas) if sharded else (1, 1)
+    ranks = layout.expert_shards, layout.shards
     h, f, r, q, k = shape.hidden_size, shape.moe_ffn_hidden_size, shape.router_hidden_size, shape.query_channels, shape.key_channels
     parts = count_parameters(shape)
     everything = sum(parts.values()) - parts["experts"]

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 from zaya_plugin.config.schema import Recipe
@@ -24,11 +25,25 @@ def layout_problems(recipe: Recipe, world_size: int) -> Iterator[str]:
         )
     else:
         yield from _pipeline_parallel(recipe, world_size // product)
+        yield from _optimizer_instances(recipe, world_size // (product // parallel.context_parallel_size))
     if parallel.overlap_param_gather and not (parallel.use_distributed_optimizer and parallel.overlap_grad_reduce):
         yield (
             "parallel.overlap_param_gather = True needs parallel.use_distributed_optimizer = True (is "
             f"{parallel.use_distributed_optimizer}) and parallel.overlap_grad_reduce = True (is {parallel.overlap_grad_reduce})"
         )
+
+
+def _optimizer_instances(recipe: Recipe, replicas: int) -> Iterator[str]:
+    """replicas: ranks that hold the same weights outside the experts."""
+    parallel, instances = recipe.parallel, recipe.parallel.num_distributed_optimizer_instances
+    if instances <= 1:
+        return
+    here = f"parallel.num_distributed_optimizer_instances = {instances}"
+    if not parallel.use_distributed_optimizer:
+        yield f"{here}: allowed with parallel.use_distributed_optimizer = True (is False), which is what there are instances of; 1 goes everywhere"
+    experts = replicas * parallel.tensor_model_parallel_size // parallel.expert_model_parallel_size
+    if replicas % instances or experts % instances:
+        yield f"{here}: allowed: a divisor of {math.gcd(replicas, experts)}, the ranks that hold the same weights and the same experts"
 
 
 def _expert_parallel(recipe: Recipe, world_size: int) -> Iterator[str]:

@@ -229,6 +229,9 @@ class ParallelConfig:
         choices=("alltoall", "allgather"),
     )
     use_distributed_optimizer: bool = arg(True, "shard optimizer state over the data-parallel ranks (ZeRO-1)")
+    num_distributed_optimizer_instances: int = arg(
+        1, "groups of data-parallel ranks that each hold all optimizer state; more of them: smaller shards' buckets, so more overlap, for more of Muon's work"
+    )
     overlap_grad_reduce: bool = arg(False, "reduce gradients while the backward pass runs")
     overlap_param_gather: bool = arg(False, "gather parameters while the forward pass runs")
     ddp_bucket_size: int | None = arg(None, "elements of a gradient bucket; Megatron's own when null")

@@ -52,7 +52,7 @@ RANGES: tuple[tuple[str, Callable, tuple[str, ...]], ...] = (
             *(f"model.{key}" for key in ("init_method_std", "router_init_std", "make_vocab_size_divisible_by", "balancing_eps")),
             *(f"stage.{key}" for key in ("seq_length", "rotary_base", "micro_batch_size", "global_batch_size", "train_iters")),
             *("stage.eval_interval", "optim.lr", "optim.adam_eps", "parallel.ddp_bucket_size", "parallel.recompute_num_layers"),
-            "parallel.virtual_pipeline_stages",
+            *("parallel.virtual_pipeline_stages", "parallel.num_distributed_optimizer_instances"),
             *(f"parallel.{key}" for key in PARALLEL_SIZES),
             *(f"cluster.{key}" for key in ("num_nodes", "gpus_per_node", "distributed_timeout_minutes", "peak_tflops")),
             *("cluster.memory_gib", "cluster.reachable_tflops", "cluster.threads_per_rank", "logger.log_interval", "logger.expert_load_interval"),

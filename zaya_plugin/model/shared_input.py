@@ -37,7 +37,8 @@ class InputAndLinear(torch.autograd.Function):
         if grad_x is None or not ctx.needs_input_grad[0]:
             return grad @ weight if ctx.needs_input_grad[0] else None, grad_weight
         if grad_x.is_contiguous() and not grad_x.requires_grad:
-            grad_x.view(-1, grad_x.shape[-1]).addmm_(rows, weight)
+            into = grad_x.view(-1, grad_x.shape[-1])
+            torch.addmm(into, rows, weight, out=into)
         else:  # a graph of the backward pass hangs on it, or it is some tensor spread out
             grad_x = grad_x + grad @ weight
         return grad_x, grad_weight

@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from zaya_plugin.plan.flops import Shape
-from zaya_plugin.plan.machines import Machine, collective_seconds
+from zaya_plugin.plan.machines import Machine, between_instances, collective_seconds
 from zaya_plugin.plan.memory import padded_parameters
 from zaya_plugin.plan.parallelism import Batch, Layout, sent_bytes
 from zaya_plugin.plan.parameters import count_parameters
@@ -57,14 +57,16 @@ def communication(
         ("gradients", overlap.gradients, 4, backward), ("parameters", overlap.parameters, batch.dtype_bytes, forward),
     ):  # fmt: skip
         time = exposed = 0.0
-        for part, ranks in (("experts", layout.expert_replicas), ("rest", layout.replicas)):
+        sharded = layout.distributed_optimizer
+        for part, ranks in (("experts", layout.expert_shards), ("rest", layout.shards)) if sharded else (("experts", layout.expert_replicas), ("rest", layout.replicas)):
             # A shard holds whole matrices, so that many ranks make large buckets (docs/optimizer.md).
             largest = 2 * shape.moe_ffn_hidden_size * shape.hidden_size if part == "experts" else shape.query_channels * shape.hidden_size
             bucket = max(overlap.bucket or max(LEAST_BUCKET, 1_000_000 * ranks), ranks * largest)
             buckets = max(1, int(padded[part] // bucket))
-            factor = 1 if layout.distributed_optimizer else 2
-            seconds = collective_seconds(machine, ranks, (ranks - 1) / ranks * padded[part] * size * factor, buckets)
-            if name == "parameters" and not layout.distributed_optimizer:
+            seconds = collective_seconds(machine, ranks, (ranks - 1) / ranks * padded[part] * size * (1 if sharded else 2), buckets)
+            if name == "gradients":  # a bucket's second collective, behind its first
+                seconds += between_instances(machine, ranks, layout.instances, padded[part] * size / ranks, buckets)
+            elif not sharded:
                 seconds = 0.0
             time += seconds
             share = padded[part] / sum(padded.values())

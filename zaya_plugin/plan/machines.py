@@ -60,3 +60,14 @@ def collective_seconds(machine: Machine, ranks: int, sent_bytes: float, messages
     if ranks <= machine.node:
         return sent_bytes / machine.link + messages * machine.latency
     return sent_bytes / min(machine.link, machine.node * machine.network) + messages * (machine.latency + machine.hop * (ranks - 1))
+
+
+def between_instances(machine: Machine, ranks: int, instances: int, shard_bytes: float, messages: float = 1.0) -> float:
+    """Time of all-reduces of a shard of `shard_bytes` between `instances` instances of `ranks` ranks each, one rank of each taking part.
+
+    Over several nodes each device has a NIC of its own for it.
+    """
+    if instances == 1:
+        return 0.0
+    rate = machine.link if ranks * instances <= machine.node else machine.network
+    return 2 * (instances - 1) / instances * shard_bytes / rate + messages * (machine.latency + machine.hop * 2 * (instances - 1))

@@ -145,7 +145,8 @@ def _moe_tensors(shape: Shape, layout: Layout, a: int, kernels: Kernels, tokens:
     h, f, r = shape.hidden_size, shape.moe_ffn_hidden_size, shape.router_hidden_size
     if kernels.router:
         yield Saved("router", "router's hidden layers", 2 * a * r * tokens)
-        yield Saved("router", "logits and choice", (a * (shape.num_experts + 1) + INT64) * tokens)
+        columns = max(16, 1 << shape.num_experts.bit_length())  # hip_ops.reference.router_mlp.columns of experts and the skip class
+        yield Saved("router", "logits and choice", (a * columns + INT64) * tokens)
     else:
         yield Saved("router", "router's hidden layers and statistics", (5 * a * r + FLOAT32) * tokens)
         yield Saved("router", "probabilities, choice and mask", (FLOAT32 * (shape.num_experts + 1) + INT64 + 1) * tokens)
@@ -199,9 +200,8 @@ def ends_bytes(shape: Shape, layout: Layout, batch: Batch, kernels: Kernels, fir
 def optimizer_bytes(shape: Shape, layout: Layout, optimizer: Optimizer, dtype_bytes: int) -> float:
     """fp32 weights of a bf16 model and moments, on a rank of the first stage."""
     local = local_parameters(shape, layout)
-    replicas = (layout.expert_replicas, layout.replicas) if layout.distributed_optimizer else (1, 1)
-    here = {"experts": local["experts"] / replicas[0], "rest": local["rest"] / replicas[1]}
-    adamw = sum(here.values()) if not optimizer.muon else _adamw_elements(shape, layout) / replicas[1]
+    here = {"experts": local["experts"] / layout.expert_shards, "rest": local["rest"] / layout.shards}
+    adamw = sum(here.values()) if not optimizer.muon else _adamw_elements(shape, layout) / layout.shards
     muon = sum(here.values()) - adamw
     master = FLOAT32 if dtype_bytes < FLOAT32 else 0
     return muon * (master + optimizer.momentum_bytes) + adamw * (master + 2 * FLOAT32)
@@ -221,8 +221,8 @@ def padded_parameters(shape: Shape, layout: Layout, muon: bool = True) -> dict[s
     local = local_parameters(shape, layout)
     largest = 2 * shape.moe_ffn_hidden_size * shape.hidden_size, shape.query_channels // layout.tensor * shape.hidden_size if muon else 1
     found = {}
-    for (name, elements), ranks, matrix in zip(local.items(), (layout.expert_replicas, layout.replicas), largest, strict=True):
-        unit = ranks * matrix if layout.distributed_optimizer and ranks > 1 else 1
+    for (name, elements), ranks, matrix in zip(local.items(), (layout.expert_shards, layout.shards), largest, strict=True):
+        unit = ranks * matrix if ranks > 1 else 1
         found[name] = float(-(-elements // unit) * unit)
     return found
 
@@ -299,5 +299,5 @@ def _optimizer_work(shape: Shape, layout: Layout, optimizer: Optimizer) -> float
     if not optimizer.muon:
         return 0.0
     local = local_parameters(shape, layout)
-    owned = local["experts"] / (layout.expert_replicas if layout.distributed_optimizer else 1)
+    owned = local["experts"] / layout.expert_shards
     return 4 * 2 * min(owned, ROUND_OF_MUON)

@@ -19,7 +19,7 @@ STREAM_BYTES = 4  # the residual stream is fp32
 
 @dataclass(frozen=True)
 class Layout:
-    """Parallel sizes, in ranks. data: what the others leave. virtual: stages a pipeline rank holds."""
+    """Parallel sizes, in ranks. data: what the others leave. virtual: stages a pipeline rank holds. instances: of the optimizer's state."""
 
     data: int = 1
     context: int = 1
@@ -30,6 +30,7 @@ class Layout:
     zigzag: bool = True
     allgather_dispatcher: bool = False
     distributed_optimizer: bool = True
+    instances: int = 1
 
     @property
     def replicas(self) -> int:
@@ -40,6 +41,16 @@ class Layout:
     def expert_replicas(self) -> int:
         """Ranks that hold the same experts; experts are never cut, so tensor-parallel ranks are replicas too."""
         return self.data * self.context * self.tensor // self.expert
+
+    @property
+    def shards(self) -> int:
+        """Ranks that share the optimizer's state of what is no expert; every instance has it whole."""
+        return self.replicas // self.instances if self.distributed_optimizer else 1
+
+    @property
+    def expert_shards(self) -> int:
+        """The same of experts."""
+        return self.expert_replicas // self.instances if self.distributed_optimizer else 1
 
 
 @dataclass(frozen=True)
@@ -80,13 +91,10 @@ def state_bytes(shape: Shape, layout: Layout, dtype_bytes: int = 2, moments: int
     """
     local = local_parameters(shape, layout)
     optimizer = 4 * (moments + (dtype_bytes < 4))
-    sharded = layout.distributed_optimizer
     return {
         "weights": float(dtype_bytes * sum(local.values())),
         "gradients": float(GRADIENT_BYTES * sum(local.values())),
-        "optimizer": optimizer * (
-            local["rest"] / (layout.replicas if sharded else 1) + local["experts"] / (layout.expert_replicas if sharded else 1)
-        ),
+        "optimizer": optimizer * (local["rest"] / layout.shards + local["experts"] / layout.expert_shards),
     }
 
 
@@ -99,7 +107,8 @@ def sent_bytes(shape: Shape, layout: Layout, batch: Batch, skip_share: float = 0
         key_values and boundary: context parallelism. dispatch: expert parallelism, rows and their gradients. activations
         and replicated: tensor parallelism, rows, and the gradients of what is whole on its ranks. stages and tied: pipeline
         parallelism, a rank with both neighbours (the first and the last do not send past the ends), and the gradient of the
-        embedding, which the first stage shares with the last one's head. gradients and weights: data parallelism.
+        embedding, which the first stage shares with the last one's head. gradients and weights: data parallelism, within an
+        instance of the optimizer. instances: all-reduces of a shard's gradients between instances.
     """
     layers, h = shape.num_layers // layout.pipeline, shape.hidden_size
     rows = batch.seq_length // layout.context * batch.micro_batch_size  # of this rank's part of the sequences
@@ -118,9 +127,12 @@ def sent_bytes(shape: Shape, layout: Layout, batch: Batch, skip_share: float = 0
     def reduced(share_of: int, parameters: int, size: int) -> float:
         return (share_of - 1) / share_of * parameters * size
 
-    replicas = ((layout.replicas, local["rest"]), (layout.expert_replicas, local["experts"]))
+    sharded = layout.distributed_optimizer
+    ranks = (layout.shards, layout.expert_shards) if sharded else (layout.replicas, layout.expert_replicas)
+    replicas = tuple(zip(ranks, (local["rest"], local["experts"]), strict=True))
     gradients = sum(reduced(n, parameters, GRADIENT_BYTES) for n, parameters in replicas)
     weights = sum(reduced(n, parameters, element) for n, parameters in replicas)
+    shards = sum(parameters / n for n, parameters in replicas)
     boundaries = layout.virtual if layout.pipeline > 1 else 0
     state = shape.router_hidden_size
     # Attention gathers its input and scatters its output; the embedding scatters, the head gathers, twice in all.
@@ -134,8 +146,9 @@ def sent_bytes(shape: Shape, layout: Layout, batch: Batch, skip_share: float = 0
         "replicated": 2 * reduced(tp, whole, GRADIENT_BYTES),
         "stages": float(both_ways * batch.micro_batches * boundaries * tokens * (h + state) * STREAM_BYTES),
         "tied": float(shape.vocab_size * h // tp * GRADIENT_BYTES) if layout.pipeline > 1 else 0.0,
-        "gradients": gradients * (1 if layout.distributed_optimizer else 2),
-        "weights": weights if layout.distributed_optimizer else 0.0,
+        "gradients": gradients * (1 if sharded else 2),
+        "weights": weights if sharded else 0.0,
+        "instances": 2 * reduced(layout.instances, shards, GRADIENT_BYTES) if sharded else 0.0,
     }
 
 
