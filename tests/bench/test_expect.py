@@ -80,12 +80,19 @@ def test_other_rates_count_by_what_bounds_a_part(record):
     assert parts(found)["norms"] == pytest.approx(copy * parts(h100)["norms"])
 
 
-def test_a_thousand_ranks_hide_nothing(record):
-    """All experts are one bucket there (docs/optimizer.md)."""
-    recipe = compose(["experiment=zaya1_base", "cluster=mi300x_128x8", "data.path=none"])
-    found = expect.expect(record, recipe, 1024)
-    assert found["communication"]["gradients"]["exposed_ms"] == pytest.approx(found["communication"]["gradients"]["ms"])
-    assert found["step"]["micro_batches"] == 1 and found["step"]["exposed_communication_ms"] > 0.2 * found["step"]["ms"]
+def test_a_thousand_ranks_hide_nothing_in_one_instance_and_most_in_sixteen(record):
+    """All experts are one bucket in 1,024 shards (docs/optimizer.md)."""
+
+    def of(instances: int) -> dict:
+        size = f"parallel.num_distributed_optimizer_instances={instances}"
+        return expect.expect(record, compose(["experiment=zaya1_base", "cluster=mi300x_128x8", "data.path=none", size]), 1024)
+
+    one, sixteen = of(1), of(16)
+    assert one["communication"]["gradients"]["exposed_ms"] == pytest.approx(one["communication"]["gradients"]["ms"])
+    assert one["step"]["micro_batches"] == 1 and one["step"]["exposed_communication_ms"] > 0.2 * one["step"]["ms"]
+    assert sixteen["step"]["exposed_communication_ms"] < 0.1 * sixteen["step"]["ms"] < 0.07 * one["step"]["ms"]
+    muon = [next(row["ms"] for row in found["parts"] if row["part"] == "optimizer") for found in (one, sixteen)]
+    assert muon[1] == pytest.approx(16 * muon[0], rel=0.01)  # each instance does all of Muon's work
 
 
 def test_the_command_marks_what_it_says(tmp_path, capsys):

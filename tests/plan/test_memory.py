@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from zaya_plugin.plan.flops import Shape
-from zaya_plugin.plan.machines import H200, MACHINES, collective_seconds
+from zaya_plugin.plan.machines import H200, MACHINES, between_instances, collective_seconds
 from zaya_plugin.plan.memory import (
     Kernels,
     Optimizer,
@@ -125,3 +125,11 @@ def test_collectives():
     # 7 links of 48 GB/s within a node; between nodes a hop a rank, and eight NICs a node are no narrower.
     assert collective_seconds(mi300x, 8, 336e9) == pytest.approx(1, rel=1e-3)
     assert collective_seconds(mi300x, 1024, 336e9) == pytest.approx(1.01, rel=1e-2)
+
+
+def test_between_instances():
+    h200, mi300x = MACHINES["h200_8"], MACHINES["mi300x_128x8"]
+    assert between_instances(mi300x, 64, 1, 1e9) == 0
+    # All-reduce of a shard: twice (n - 1) / n of it leave a device, by its own 400 Gb/s NIC, or within a node by its links.
+    assert between_instances(mi300x, 64, 16, 50e9) == pytest.approx(2 * 15 / 16, rel=1e-3)
+    assert between_instances(h200, 4, 2, 344e9) == pytest.approx(1, rel=1e-3)

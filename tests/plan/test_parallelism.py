@@ -60,3 +60,15 @@ def test_idle_share():
     assert pipeline_idle_share(Layout(), 4) == 0
     assert pipeline_idle_share(Layout(pipeline=2), 4) == 0.2
     assert pipeline_idle_share(Layout(pipeline=2, virtual=4), 4) == 1 / 17
+
+
+def test_instances_of_the_optimizer():
+    """64 of 1,024 ranks share the state; a rank sends less within its instance than within all ranks, and its shard's all-reduce between instances."""
+    one, many = Layout(data=1024), Layout(data=1024, instances=16)
+    assert (many.shards, many.expert_shards, one.shards) == (64, 64, 1024)
+    assert state_bytes(BASE, many)["optimizer"] == pytest.approx(16 * state_bytes(BASE, one)["optimizer"])
+    batch = Batch(4096)
+    alone, together = sent_bytes(BASE, one, batch), sent_bytes(BASE, many, batch)
+    parameters = alone["gradients"] / 4 * 1024 / 1023
+    assert together["gradients"] == pytest.approx(63 / 64 * 4 * parameters) and together["weights"] == pytest.approx(63 / 64 * 2 * parameters)
+    assert alone["instances"] == 0 and together["instances"] == pytest.approx(2 * 15 / 16 * 4 * parameters / 64)
