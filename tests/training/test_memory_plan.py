@@ -63,19 +63,19 @@ def test_rows_of_other_ranks_are_not_sorted_again(on_h200):
 
 
 @pytest.mark.parametrize(
-    ("experiment", "cluster"),
+    ("experiment", "cluster", "gib"),
     [
-        ("zaya1_base", "mi300x_8"), ("zaya1_base_32k", "mi300x_128x8"),
-        *(pytest.param(f"zaya1_base{stage}", "mi300x_128x8", marks=pytest.mark.slow) for stage in ("", "_131k")),
+        ("zaya1_base", "mi300x_8", 94.0), ("zaya1_base_32k", "mi300x_128x8", 88.8),
+        *(pytest.param(f"zaya1_base{stage}", "mi300x_128x8", gib, marks=pytest.mark.slow) for stage, gib in (("", 86.7), ("_131k", 92.6))),
     ],
 )
-def test_the_mi300x_recipes_fit_without_recomputation(experiment, cluster):
+def test_the_mi300x_recipes_fit_without_recomputation(experiment, cluster, gib):
     recipe = compose([f"experiment={experiment}", f"cluster={cluster}", "data.path=none", "handover.from_run=none"])
     world = recipe.cluster.num_nodes * recipe.cluster.gpus_per_node
     batch = memory_plan.batch_of(recipe, world)
     assert batch.seq_length * batch.micro_batch_size // recipe.parallel.context_parallel_size == 16_384
     plan = memory_plan.plan_of(recipe, world)
-    assert recipe.parallel.recompute_granularity is None and 90 < plan.total / 2**30 < 0.92 * recipe.cluster.memory_gib
+    assert recipe.parallel.recompute_granularity is None and plan.total / 2**30 == pytest.approx(gib, abs=0.1) < 0.92 * recipe.cluster.memory_gib
 
 
 def test_a_dry_run_shows_the_plan(on_h200):

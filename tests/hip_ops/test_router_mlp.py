@@ -1,0 +1,133 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The router's operators on the CPU: the torch reference against fp64 and autograd, what a call refuses, and what torch sees of them."""
+
+import importlib
+import re
+
+import pytest
+import torch
+
+import hip_ops
+from hip_ops import backend, operator
+from hip_ops.reference import router_mlp as reference
+from hip_ops.router_mlp import Routed
+from hip_ops.self_check import difference
+from tests.hip_ops.router_bugs import check_ties
+from tests.hip_ops.router_cases import EPS, Router, check_backward, check_forward
+
+MODULE = importlib.import_module("hip_ops.router_mlp")
+FP64, FP32, BF16, FP16 = torch.float64, torch.float32, torch.bfloat16, torch.float16
+CASES = [
+    *(Router(37, 32, 5, dtype) for dtype in (FP64, FP32, BF16, FP16)), Router(200, 64, 17, BF16), Router(64, 256, 17, averaged=False), Router(1, 48, 9, forced=False),
+    Router(33, 128, 16, FP32, unweighted=False, uses_state=False), Router(7, 16, 2, FP64), Router(0, 32, 5, BF16), Router(3, 24, 1),
+]  # fmt: skip
+
+
+class Operators:
+    """hip_ops' public functions with the reference's arguments."""
+
+    @staticmethod
+    def router_mlp(*arguments):
+        return hip_ops.router_mlp(*arguments[:12], eps=arguments[12], unweighted=arguments[13])
+
+    @staticmethod
+    def router_mlp_backward(d_weights, d_state, state, previous, gamma, hidden1, hidden2, logits, ids, *rest):
+        routed = Routed(state, None, ids, hidden1, hidden2, logits, None)
+        return hip_ops.router_mlp_backward(d_weights, d_state, routed, previous, gamma, *rest[:4], eps=rest[4], unweighted=rest[5])
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_reference_against_fp64(case):
+    check_forward(reference, case)
+    check_backward(reference, case)
+
+
+def test_equal_probabilities_and_none():
+    check_ties(reference)
+
+
+@pytest.mark.parametrize("case", [CASES[1], CASES[2], CASES[5]], ids=str)
+def test_operators_give_what_the_reference_gives(case):
+    arguments = case.arguments()
+    got, want = Operators.router_mlp(*arguments), reference.router_mlp(*arguments)
+    assert all(torch.equal(mine, theirs) for mine, theirs in zip(got, want, strict=True))
+    state, _, ids, hidden1, hidden2, logits, _ = want
+    given = (*case.upstream(), state, *arguments[1:3], hidden1, hidden2, logits, ids, arguments[4], arguments[5], arguments[7], arguments[9], *arguments[12:])
+    for mine, theirs in zip(Operators.router_mlp_backward(*given), reference.router_mlp_backward(*given), strict=True):
+        assert theirs.numel() == 0 if mine is None else torch.equal(mine, theirs[:, : mine.shape[1]])
+
+
+def test_strided_rows_are_taken():
+    arguments = list(Router(9).arguments())
+    wide = torch.randn(9, 40)
+    arguments[0] = wide[:, :32]
+    got, want = Operators.router_mlp(*arguments), reference.router_mlp(*arguments)
+    assert torch.equal(got.state, want[0]) and got.state.is_contiguous()
+
+
+def test_operators_as_torch_sees_them():
+    for case in (Router(6), Router(6, averaged=False, forced=False, dtype=BF16)):
+        arguments = case.arguments()
+        torch.library.opcheck(torch.ops.hip_ops.router_mlp.default, arguments)
+        state, _, ids, hidden1, hidden2, logits, _ = reference.router_mlp(*arguments)
+        given = (*case.upstream(), state, *arguments[1:3], hidden1, hidden2, logits, ids, arguments[4], arguments[5], arguments[7], arguments[9], *arguments[12:])
+        torch.library.opcheck(torch.ops.hip_ops.router_mlp_backward.default, given)
+
+
+def call(**changes):
+    names = ("projected", "previous", "gamma", "b_down", "w_norm", "w1", "b1", "w2", "b2", "w_out", "biases", "forced")
+    given = dict(zip(names, Router(6).arguments(), strict=False))
+    return hip_ops.router_mlp(**(given | {"eps": EPS} | changes))
+
+
+@pytest.mark.parametrize(
+    "changes, words",
+    [
+        (dict(projected=torch.zeros(2, 3, 32)), "projected has shape (2, 3, 32); it must be [n, r]"),
+        (dict(previous=torch.zeros(5, 32)), "previous has shape (5, 32); it must be (6, 32)"),
+        (dict(previous=None), "previous and gamma came alone; it must be given both or not at all"),
+        (dict(w1=torch.zeros(32, 31)), "w1 has shape (32, 31); it must be (32, 32)"),
+        (dict(w2=torch.zeros(32, 32).half()), "w2 is torch.float16; it must be torch.float32"),
+        (dict(w_out=torch.zeros(5)), "w_out has shape (5,); it must be [c, 32]"),
+        (dict(biases=torch.zeros(4)), "biases has shape (4,); it must be (5,)"),
+        (dict(biases=torch.zeros(5).double()), "biases is torch.float64; it must be torch.float32"),
+        (dict(forced=torch.zeros(6).int()), "forced is torch.int32; it must be torch.int64"),
+        (dict(b_down=torch.zeros(32, device="meta")), "b_down is on meta; it must be on cpu"),
+        (dict(unweighted=5), "unweighted is 5; it must be -1 or one of the 5 classes"),
+        (dict(projected=torch.zeros(6, 32).int()), "projected is torch.int32; it must be torch.bfloat16"),
+    ],
+)
+def test_errors_name_what_is_wrong(changes, words):
+    with pytest.raises(ValueError, match=re.escape(f"hip_ops.router_mlp: {words}")):
+        call(**changes)
+
+
+def test_there_is_no_hip_version():
+    mine = [MODULE._forward, MODULE._backward]
+    with backend.use_backend("hip"):
+        assert operator.warm_up("cpu", mine) == {"router_mlp": "no hip version", "router_mlp_backward": "no hip version"}
+
+
+@pytest.mark.parametrize("part, message", [(None, None), (0, "state"), (1, "weights"), (2, "chooses|counts"), (3, "hidden1"), (4, "hidden2"), (5, "logits"), (6, "counts|entropy")])
+def test_the_self_check_finds_what_is_wrong(part, message):
+    """Another reference in place of the kernels, in fp32 where it rounds in bf16, and with one result spoilt."""
+    def spoilt(*arguments):
+        found = list(reference.router_mlp(*arguments))
+        if part is not None:
+            found[part] = (found[part] + 1) % 17 if part == 2 else found[part] * 1.1
+        return tuple(found)
+
+    said = difference(spoilt, reference.router_mlp, MODULE._example, torch.device("cpu"), compare=MODULE._compare)
+    assert said is None if message is None else re.search(message, said)
+
+
+@pytest.mark.parametrize("part", [None, *range(9)])
+def test_the_backwards_self_check_finds_what_is_wrong(part):
+    def spoilt(*arguments):
+        found = list(reference.router_mlp_backward(*arguments))
+        if part is not None:
+            found[part] = found[part] * 1.1
+        return tuple(found)
+
+    said = difference(spoilt, reference.router_mlp_backward, MODULE._backward_example, torch.device("cpu"), compare=MODULE._compare_backward)
+    assert said is None if part is None else said.startswith(MODULE.RouterGradients._fields[part])

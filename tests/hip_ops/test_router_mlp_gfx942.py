@@ -1,0 +1,35 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Triton's kernels of the router, compiled for gfx942, in the emulator: numbers in bf16, matrix instructions, what is written."""
+
+import pytest
+import torch
+
+from tests.gfx942.emulator import Device
+from tests.hip_ops.router_cases import Router, check_backward, check_forward
+from tests.hip_ops.router_device import RouterOnDevice
+
+BF16 = torch.bfloat16
+WIDE = Router(33, 64, 17, BF16)  # two parts of a matrix, a program of one row
+CASES = [
+    WIDE, Router(32, 32, 5, BF16, averaged=False, forced=False, unweighted=False, uses_state=False), pytest.param(Router(1, 32, 33, BF16), marks=pytest.mark.slow),
+    pytest.param(Router(40, 256, 17, BF16), marks=pytest.mark.slow),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_numbers(case):
+    check_forward(RouterOnDevice(), case)
+    check_backward(RouterOnDevice(), case)
+
+
+@pytest.mark.parametrize("schedule", ["serial", "reverse"])
+def test_other_schedules(schedule):
+    check_forward(RouterOnDevice(Device(schedule)), WIDE)
+    check_backward(RouterOnDevice(Device(schedule)), WIDE)
+
+
+def test_products_use_matrix_units_and_sums_no_atomics():
+    on_device = RouterOnDevice()
+    for check in (check_forward, check_backward):
+        check(on_device, WIDE)
+        assert on_device.counters.mfma and on_device.counters.atomics == 0
