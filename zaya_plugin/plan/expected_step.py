@@ -53,12 +53,13 @@ def communication(
     """
     parts, found = count_parameters(shape), {}
     padded = padded_parameters(shape, layout, muon)
+    sharded = layout.distributed_optimizer
+    ranks_of = (layout.expert_shards, layout.shards) if sharded else (layout.expert_replicas, layout.replicas)
     for name, overlapped, size, window in (
         ("gradients", overlap.gradients, 4, backward), ("parameters", overlap.parameters, batch.dtype_bytes, forward),
     ):  # fmt: skip
         time = exposed = 0.0
-        sharded = layout.distributed_optimizer
-        for part, ranks in (("experts", layout.expert_shards), ("rest", layout.shards)) if sharded else (("experts", layout.expert_replicas), ("rest", layout.replicas)):
+        for part, ranks in zip(("experts", "rest"), ranks_of, strict=True):
             # A shard holds whole matrices, so that many ranks make large buckets (docs/optimizer.md).
             largest = 2 * shape.moe_ffn_hidden_size * shape.hidden_size if part == "experts" else shape.query_channels * shape.hidden_size
             bucket = max(overlap.bucket or max(LEAST_BUCKET, 1_000_000 * ranks), ranks * largest)
