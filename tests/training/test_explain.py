@@ -7,7 +7,8 @@ from tests.running import zaya
 
 
 # The second: what is `auto` is settled before a model is built.
-@pytest.mark.parametrize("words", [(), pytest.param(("cluster=h100_8", "dry_run=true"), marks=pytest.mark.slow)], ids=["run", "dry_run"])
+@pytest.mark.slow  # the test below reads the full model too
+@pytest.mark.parametrize("words", [(), ("cluster=h100_8", "dry_run=true")], ids=["run", "dry_run"])
 def test_the_full_model_is_explained_and_nothing_is_created(tmp_path, words):
     run_dir = tmp_path / "run"
     done = zaya(
