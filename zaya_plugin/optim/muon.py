@@ -167,13 +167,13 @@ class MuonAdamW(GroupStepAdamW):
 def plain_newton_schulz(x: Tensor, triples: Sequence[tuple[float, float, float]], dtype: torch.dtype) -> Tensor:
     """The iteration X <- a X + (b A + c A^2) X, A = X X^T, from X = x / |x|, one matrix and one torch call at a time.
 
-    The reference: operations and roundings are those of torch.optim.Muon, which iterates in bf16. x [m, n]; the
-    result has `dtype`.
+    The reference: operations and roundings are those of torch.optim.Muon, which iterates in bf16. fp16 has not the range of
+    gradients (below 6e-5 it loses digits), so x is normalised before it is rounded to that. x [m, n]; the result has `dtype`.
     """
-    wide = x.to(dtype)
+    wide = x.float() if dtype == torch.float16 else x.to(dtype)
     if x.shape[0] > x.shape[1]:
         wide = wide.T
-    wide = wide / wide.norm().clamp(min=1e-7)
+    wide = (wide / wide.norm().clamp(min=1e-7)).to(dtype)
     for a, b, c in triples:
         gram = wide @ wide.T
         wide = torch.addmm(wide, torch.addmm(gram, gram, gram, beta=b, alpha=c), wide, beta=a)
