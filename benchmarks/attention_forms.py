@@ -93,7 +93,7 @@ def distance(name: str, way: Way, model: tuple[Tensor, Tensor]) -> float:
     way.clear()
     output, leaf = way.outputs()[0], way.inputs[0]
     output.backward(*way.upstream)
-    layout = name.split(", ")[1]
+    layout = name.split(", ")[-2]
     return round(max(apart(mine.reshape(theirs.shape), theirs) for mine, theirs in zip((output, view(leaf.grad, layout)), model, strict=True)), 5)
 
 

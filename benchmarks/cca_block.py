@@ -14,14 +14,13 @@ products beside two) and all else's as twice. Prints a table and one line of JSO
 from __future__ import annotations
 
 import argparse
-import contextlib
 from collections.abc import Callable
 from unittest import mock
 
 import torch
 from attention_forms import measure_forms
 from cca_prologue import CHANNELS, GROUPS, HEADS, ROTARY, VALUES, D
-from forward_backward import DIRECTIONS, Way, apart, cell, flop, kernels, measure
+from forward_backward import DIRECTIONS, Way, apart, capturable_stream, cell, flop, kernels, measure
 from operator_benchmark import add_options, begin, finish
 from torch import Tensor, nn
 
@@ -194,7 +193,7 @@ def main() -> None:
     options = parser.parse_args()
     options.name = options.name or ("cca_block_attention" if options.attention else "cca_block")
     device, results = begin(options), {}
-    with torch.cuda.stream(torch.cuda.Stream()) if on_gpu else contextlib.nullcontext():  # a graph's capture must stay on DDP's stream
+    with capturable_stream(device):
         for shape in options.shapes:
             batch, rows = map(int, shape.split("x"))
             if options.attention:

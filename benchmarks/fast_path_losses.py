@@ -51,8 +51,8 @@ def plot(path: Path, curves: dict[str, list[float]], window: int) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("overrides", nargs="+", help="Hydra overrides of all runs; stage.micro_batch_size must be even")
-    parser.add_argument("--micro-batch-size", type=int, default=4, help="of reference and fast; the run for the noise has half")
+    parser.add_argument("overrides", nargs="+", help="Hydra overrides of all runs")
+    parser.add_argument("--micro-batch-size", type=int, default=4, help="of reference and fast, even: the run for the noise has half")
     parser.add_argument("--fast", nargs="*", default=FAST, help="overrides of the fast run; default: %(default)s")
     parser.add_argument("--window", type=int, default=10)
     parser.add_argument("--times", type=float, default=2.0, help="allowed distance, in multiples of the noise")

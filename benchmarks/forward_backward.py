@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -71,6 +72,15 @@ def kernels(way: Way, most: int | None = None) -> dict:
     except Exception as error:  # what was measured before is kept
         return failure(error)
     return dict(list(found.items())[:most])
+
+
+def capturable_stream(device: torch.device) -> contextlib.AbstractContextManager:
+    """A stream of its own for all that is within: models in Megatron's DDP, their forward passes, and `measure`; no change without a GPU.
+
+    DDP keeps autograd's nodes of its parameters, which run on the stream that it was made on whatever the forward pass's. On the default stream, which
+    cannot be captured, they end the capture of every backward pass.
+    """
+    return torch.cuda.stream(torch.cuda.Stream()) if device.type == "cuda" else contextlib.nullcontext()
 
 
 def cell(device: torch.device) -> str:

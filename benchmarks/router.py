@@ -15,7 +15,7 @@ from __future__ import annotations
 import argparse
 
 import torch
-from forward_backward import DIRECTIONS, Way, apart, cell, flop, kernels, measure
+from forward_backward import DIRECTIONS, Way, apart, capturable_stream, cell, flop, kernels, measure
 from operator_benchmark import add_options, begin, finish
 from torch import Tensor, nn
 
@@ -53,7 +53,7 @@ def router_of_the_model(hidden: int, width: int, fused: bool, device: torch.devi
 
 
 def bytes_needed(tokens: int, hidden: int, width: int, whole: bool) -> dict[str, float]:
-    """By direction. The chain of gradients reads five tensors of the router's width and writes two; the matrices' products read six that it writes."""
+    """By direction. The chain of gradients reads five tensors of the router's width and writes two; the matrices' products read five more that it writes."""
     row = 2.0 * tokens * width
     forward, backward = 5 * row, (5 + 2 + 2 * 5) * row
     if whole:  # the input, twice for its gradient; the projection in between; the input's gradient
@@ -134,7 +134,9 @@ def main() -> None:
     options = parser.parse_args()
     device = begin(options)
     title = f"{options.tokens}x{options.hidden}, router of {options.width}"
-    finish(options, {title: measure_router(options.tokens, device, options)}, (32, 28, 44))
+    with capturable_stream(device):
+        results = {title: measure_router(options.tokens, device, options)}
+    finish(options, results, (32, 28, 44))
 
 
 if __name__ == "__main__":

@@ -85,7 +85,8 @@ class ResidualScaling(nn.Module):
 
     def merge_and_norm(self, output: Tensor, residual: Tensor, norm: ZayaRMSNorm, read: Read = as_it_is) -> tuple[Tensor, Tensor]:
         """The new stream and `norm` of it. Neither module is called."""
-        gathered(self), gathered(norm)
+        gathered(self)
+        gathered(norm)
         vectors = map(read, (*self.vectors(), norm.weight))
         if self.fused:
             from hip_ops import scaled_residual_rms_norm
@@ -110,7 +111,8 @@ class InputAffine(nn.Module):
 
     def affine_and_norm(self, embedding: Tensor, norm: ZayaRMSNorm) -> tuple[Tensor, Tensor]:
         """The same stream and `norm` of it. Neither module is called."""
-        gathered(self), gathered(norm)
+        gathered(self)
+        gathered(norm)
         return affine_and_norm(embedding, self.bias, self.scale, norm.weight, norm.eps, self._dtype(embedding))
 
     def _dtype(self, embedding: Tensor) -> torch.dtype:
