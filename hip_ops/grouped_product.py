@@ -14,7 +14,7 @@ from torch import Tensor
 from hip_ops.direct import direct_operator
 from hip_ops.operator import Operator, warm_up
 from hip_ops.reference import grouped_product as reference
-from hip_ops.self_check import TOLERANCES
+from hip_ops.self_check import worst
 
 HALF = (torch.bfloat16, torch.float16)
 
@@ -47,10 +47,7 @@ def _outer_example(device: torch.device) -> tuple:
 def _compare_rows(got: list, want: list) -> str | None:
     """Of the rows of experts; the others may hold anything."""
     end = int(got[1][2][-1])
-    mine, theirs = got[0][:end].double(), want[0][:end].double()
-    worst = (mine - theirs).abs().nan_to_num(float("inf")).max().item()
-    allowed = TOLERANCES[got[0].dtype] * theirs.abs().max().item()
-    return None if worst <= allowed else f"it is {worst:.4g} away from torch at the worst place (allowed: {allowed:.4g})"
+    return worst("result", got[0][:end], want[0][:end])
 
 
 _TRITON = "hip_ops.triton_kernels.grouped_product"

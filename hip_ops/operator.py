@@ -85,7 +85,8 @@ class Operator:
                 return self.reference
             if self.versions[name] is None:
                 if choice.explicit:
-                    raise ValueError(f"hip_ops: {self.name} has no {name} version; set HIP_OPS_BACKEND to another backend or to auto")
+                    others = ", ".join([*(other for other, version in self.versions.items() if version), "torch"])
+                    raise ValueError(f"hip_ops: {self.name} has no {name} version; set HIP_OPS_BACKEND to one that it has ({others}) or to auto")
                 continue
             return self._checked(name, device, explicit=choice.explicit)
         return self.reference

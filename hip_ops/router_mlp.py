@@ -17,7 +17,7 @@ from hip_ops.direct import direct_operator
 from hip_ops.operator import Operator
 from hip_ops.reference import router_mlp as reference
 from hip_ops.reference.expert_permutation import compute_dtype
-from hip_ops.self_check import TOLERANCES
+from hip_ops.self_check import TOLERANCES, worst
 
 HALF = (torch.bfloat16, torch.float16)
 DTYPES = (*HALF, torch.float32, torch.float64)
@@ -93,19 +93,9 @@ def _compare(got: list, want: list) -> str | None:
     pairs |= {"weights": (mine.weights * same, theirs.weights * same), "entropy": (mine.statistics[-1], theirs.statistics[-1])}
     for name, (a, b) in pairs.items():
         # Probabilities follow logits in bf16.
-        allowed = TOLERANCES[mine.state.dtype] * b.abs().max().item() * (2 if name in ("weights", "logits") else 1)
-        worst = (a.double() - b.double()).abs().nan_to_num(float("inf")).max().item()
-        if worst > allowed:
-            return f"{name} is {worst:.4g} away from torch at the worst place (allowed: {allowed:.4g})"
-    return None
-
-
-def _compare_backward(got: list, want: list) -> str | None:
-    for name, a, b in zip(RouterGradients._fields, got[0], want[0], strict=True):
-        worst = (a.double() - b.double()).abs().nan_to_num(float("inf")).max().item()
-        allowed = 2 * TOLERANCES[got[0][0].dtype] * b.abs().max().item()  # sums of numbers rounded to bf16, of which a few fall on the other side
-        if worst > allowed:
-            return f"{name} is {worst:.4g} away from torch at the worst place (allowed: {allowed:.4g})"
+        said = worst(name, a, b, TOLERANCES[mine.state.dtype] * (2 if name in ("weights", "logits") else 1))
+        if said:
+            return said
     return None
 
 
@@ -113,13 +103,13 @@ _TRITON = "hip_ops.triton_kernels.router_mlp"
 _forward = Operator("router_mlp", torch=reference.router_mlp, triton=f"{_TRITON}:router_mlp", example=_example, compare=_compare)
 _backward = Operator(
     "router_mlp_backward", torch=reference.router_mlp_backward, triton=f"{_TRITON}:router_mlp_backward", example=_backward_example,
-    compare=_compare_backward,
+    tolerance=2 * TOLERANCES[torch.bfloat16],  # sums of numbers rounded to bf16, of which a few fall on the other side
 )  # fmt: skip
 
 
 def _chosen(operator: Operator, like: Tensor, w_out: Tensor):
     classes, width = w_out.shape
-    return operator if like.dtype in HALF and width in WIDTHS and 1 <= classes <= MOST_CLASSES else operator.reference
+    return operator if like.dtype in HALF and width in WIDTHS and classes <= MOST_CLASSES else operator.reference
 
 
 @direct_operator("hip_ops::router_mlp", mutates_args=())
@@ -158,20 +148,24 @@ def _(d_weights, d_state, state, previous, gamma, hidden1, hidden2, logits, ids,
     return d_projected, d_previous, sums, d_hidden1, normed, d_hidden2, active1, state.new_empty(logits.shape), active2
 
 
-def _check(operator: str, like: Tensor, w_out: Tensor, shaped: dict[str, Tensor | None], typed: dict[str, torch.dtype], unweighted: int) -> None:
-    """Raises ValueError on shapes, dtypes or devices that do not go together. SHAPES: n rows, a router of r channels and c classes, w columns for them."""
+def _check(operator: str, first: str, given: dict[str, Tensor | None], typed: dict[str, torch.dtype], unweighted: int) -> None:
+    """Raises ValueError on shapes, dtypes or devices that do not go together with those of `first`, or, where `typed` says so, another dtype.
+
+    SHAPES: n rows, a router of r channels and c classes, w columns for them.
+    """
+    like, w_out = given[first], given["w_out"]
 
     def fail(name: str, what, must: str):
         raise ValueError(f"hip_ops.{operator}: {name} {what}; it must be {must}")
 
     if like.dim() != 2 or like.shape[1] < 1:
-        fail(next(iter(shaped)), f"has shape {tuple(like.shape)}", "[n, r]")
+        fail(first, f"has shape {tuple(like.shape)}", "[n, r]")
     if like.dtype not in DTYPES:
-        fail(next(iter(shaped)), f"is {like.dtype}", ", ".join(map(str, DTYPES)))
+        fail(first, f"is {like.dtype}", ", ".join(map(str, DTYPES)))
     if w_out.dim() != 2 or w_out.shape[0] < 1:
         fail("w_out", f"has shape {tuple(w_out.shape)}", f"[c, {like.shape[1]}]")
     sizes = {"n": like.shape[0], "r": like.shape[1], "c": w_out.shape[0], "w": reference.columns(w_out.shape[0])}
-    for name, tensor in shaped.items():
+    for name, tensor in given.items():
         if tensor is None:
             continue
         shape = tuple(sizes[side] for side in SHAPES[name])
@@ -181,7 +175,7 @@ def _check(operator: str, like: Tensor, w_out: Tensor, shaped: dict[str, Tensor 
             fail(name, f"is {tensor.dtype}", f"{typed.get(name, like.dtype)}")
         if tensor.device != like.device:
             fail(name, f"is on {tensor.device}", f"on {like.device}")
-    if (shaped["previous"] is None) != (shaped["gamma"] is None):
+    if (given["previous"] is None) != (given["gamma"] is None):
         fail("previous and gamma", "came alone", "given both or not at all")
     if not -1 <= unweighted < sizes["c"]:
         fail("unweighted", f"is {unweighted}", f"-1 or one of the {sizes['c']} classes")
@@ -206,7 +200,7 @@ def router_mlp(
     """
     given = dict(projected=projected, previous=previous, gamma=gamma, b_down=b_down, w_norm=w_norm, w1=w1, b1=b1, w2=w2, b2=b2, w_out=w_out, biases=biases,
                  forced=forced)  # fmt: skip
-    _check("router_mlp", projected, w_out, given, {"biases": torch.float32, "forced": torch.int64}, unweighted)
+    _check("router_mlp", "projected", given, {"biases": torch.float32, "forced": torch.int64}, unweighted)
     return Routed(*_forward_op(*given.values(), eps, unweighted))
 
 
@@ -221,6 +215,6 @@ def router_mlp_backward(
     state, _, ids, hidden1, hidden2, logits, _ = routed
     given = dict(d_weights=d_weights, d_state=d_state, state=state, previous=previous, gamma=gamma, hidden1=hidden1, hidden2=hidden2, logits=logits, ids=ids,
                  w_norm=w_norm, w1=w1, w2=w2, w_out=w_out)  # fmt: skip
-    _check("router_mlp_backward", state, w_out, given, {"d_weights": compute_dtype(state), "ids": torch.int64}, unweighted)
+    _check("router_mlp_backward", "state", given, {"d_weights": compute_dtype(state), "ids": torch.int64}, unweighted)
     d_projected, d_previous, sums, *pairs, d_logits, active2 = _backward_op(*given.values(), eps, unweighted)
     return RouterGradients(d_projected, None if gamma is None else d_previous, sums, *pairs, d_logits[:, : len(w_out)], active2)

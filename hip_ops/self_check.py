@@ -63,13 +63,14 @@ def _compare(got: list, want: list, tolerance: float | None) -> str | None:
     for (name, mine), (_, theirs) in zip(*pairs, strict=True):
         if (mine.shape, mine.dtype) != (theirs.shape, theirs.dtype):
             return f"{name} is {mine.dtype} {tuple(mine.shape)}, torch gives {theirs.dtype} {tuple(theirs.shape)}"
-        said = _worst(name, mine, theirs, tolerance)
+        said = worst(name, mine, theirs, tolerance)
         if said:
             return said
     return None
 
 
-def _worst(name: str, mine: torch.Tensor, theirs: torch.Tensor, tolerance: float | None) -> str | None:
+def worst(name: str, mine: torch.Tensor, theirs: torch.Tensor, tolerance: float | None = None) -> str | None:
+    """None where they agree to `tolerance` of the largest (None: that of the dtype), else both numbers at the worst place."""
     if theirs.numel() == 0 or torch.equal(mine, theirs):
         return None
     allowed = 0.0 if not theirs.is_floating_point() else tolerance if tolerance is not None else TOLERANCES[theirs.dtype]

@@ -40,6 +40,16 @@ def gelu_backward(grad, x):
 
 
 @triton.jit
+def back_through_gelu(grad, hidden, active, d_hidden, total, at, here):
+    """grad, of gelu(hidden), to that of hidden, written to d_hidden; gelu(hidden) to active; the sum over rows to total. A part of the columns, `at`."""
+    x = tl.load(hidden + at, mask=here, other=0.0)
+    tl.store(active + at, gelu(x), mask=here)
+    grad = gelu_backward(grad, x)
+    tl.store(d_hidden + at, grad, mask=here)
+    tl.store(total, tl.sum(grad.to(tl.float32), axis=0))
+
+
+@triton.jit
 def softmax(logits, known):
     """In fp32 over the columns that are `known`; zeros in the others."""
     wide = tl.where(known, logits.to(tl.float32), float("-inf"))
@@ -148,22 +158,14 @@ def router_mlp_backward_kernel(
         to = row.to(tl.int64)[:, None] * R + part[None, :]
         matrix = tl.load(w_out + column[:, None] * R + part[None, :], mask=(column < CLASSES)[:, None], other=0.0)
         back = tl.dot(grad, matrix, input_precision="ieee").to(grad.dtype)
-        x = tl.load(hidden2 + to, mask=here, other=0.0)
-        tl.store(active2 + to, gelu(x), mask=here)
-        back = gelu_backward(back, x)
-        tl.store(d_hidden2 + to, back, mask=here)
-        tl.store(total + 4 * R + part, tl.sum(back.to(tl.float32), axis=0))
+        back_through_gelu(back, hidden2, active2, d_hidden2, total + 4 * R + part, to, here)
     tl.debug_barrier()
     grad = tl.load(d_hidden2 + at, mask=here, other=0.0)
     for first in range(0, R, PART):
         part = first + tl.arange(0, PART)
         to = row.to(tl.int64)[:, None] * R + part[None, :]
         back = tl.dot(grad, tl.load(w2 + channel[:, None] * R + part[None, :]), input_precision="ieee").to(grad.dtype)
-        x = tl.load(hidden1 + to, mask=here, other=0.0)
-        tl.store(active1 + to, gelu(x), mask=here)
-        back = gelu_backward(back, x)
-        tl.store(d_hidden1 + to, back, mask=here)
-        tl.store(total + 3 * R + part, tl.sum(back.to(tl.float32), axis=0))
+        back_through_gelu(back, hidden1, active1, d_hidden1, total + 3 * R + part, to, here)
     tl.debug_barrier()
     grad = tl.load(d_hidden1 + at, mask=here, other=0.0)
     squares, products = tl.zeros([BLOCK], tl.float32), tl.zeros([BLOCK], tl.float32)
@@ -216,8 +218,8 @@ class Launch:
         return {"num_warps": self.num_warps, "num_stages": self.num_stages} | ({"maxnreg": self.registers} if self.registers else {})
 
 
-def launch(width: int, *, backward: bool, warp_size: int | None = None) -> Launch:
-    """The tile for a router of so many channels. warp_size None for this torch's kind of device."""
+def launch(width: int, *, warp_size: int | None = None) -> Launch:
+    """The tile of both kernels for a router of so many channels. warp_size None for this torch's kind of device."""
     warp_size = warp_size or (32 if torch.version.hip is None else 64)
     if warp_size == 64:
         return Launch(32, 32, 4)
@@ -225,9 +227,9 @@ def launch(width: int, *, backward: bool, warp_size: int | None = None) -> Launc
 
 
 @functools.lru_cache(maxsize=256)
-def _plan(choose: Callable, rows: int, width: int, classes: int, backward: bool) -> tuple[int, dict]:
-    """Programs, and the keywords of the launch. `choose` is `launch`: in the key, since tests and benchmarks put others in its place."""
-    chosen = choose(width, backward=backward)
+def _plan(choose: Callable, rows: int, width: int, classes: int) -> tuple[int, dict]:
+    """Programs, and the keywords of the launch. `choose` is `launch`: in the key, since tests put others in its place."""
+    chosen = choose(width)
     keywords = {"R": width, "CLASSES": classes, "COLUMNS": columns(classes), "BLOCK": chosen.block, "PART": chosen.part}
     return triton.cdiv(rows, chosen.block), keywords | chosen.options
 
@@ -238,7 +240,7 @@ def router_mlp(
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """As hip_ops.reference.router_mlp.router_mlp, for tensors without gaps."""
     (rows, width), classes, device = projected.shape, w_out.shape[0], projected.device
-    programs, keywords = _plan(launch, rows, width, classes, False)
+    programs, keywords = _plan(launch, rows, width, classes)
     state, hidden1, hidden2 = (torch.empty_like(projected) for _ in range(3))
     logits = torch.empty((rows, keywords["COLUMNS"]), dtype=projected.dtype, device=device)
     weights, ids = torch.empty(rows, dtype=torch.float32, device=device), torch.empty(rows, dtype=torch.int64, device=device)
@@ -259,7 +261,7 @@ def router_mlp_backward(
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """As hip_ops.reference.router_mlp.router_mlp_backward, for tensors without gaps."""
     (rows, width), classes, device = state.shape, w_out.shape[0], state.device
-    programs, keywords = _plan(launch, rows, width, classes, True)
+    programs, keywords = _plan(launch, rows, width, classes)
     d_projected, d_hidden1, normed, d_hidden2, active1, active2 = (torch.empty_like(state) for _ in range(6))
     d_previous = torch.empty_like(state) if gamma is not None else state.new_empty(0)
     d_logits = torch.empty((rows, keywords["COLUMNS"]), dtype=state.dtype, device=device)

@@ -140,17 +140,21 @@ def _cca_prologue(which: str) -> TritonObject:
     return _compile(kernel, types, constexprs, chosen.num_warps, chosen.stages, unaligned=cca_prologue_rows.SIZES)
 
 
-def _router_mlp(which: str) -> TritonObject:
-    """ZAYA1's router with a layer before it and one behind."""
+ROUTER_TYPES = dict.fromkeys(("biases", "weights", "d_weights", "statistics", "sums"), "*fp32") | {
+    "ids": "*i64", "forced": "*i64", "rows": "i32", "unweighted": "i32", "eps": "fp32",
+}  # fmt: skip
+
+
+def router_mlp(which: str, width: int = 256, classes: int = 17) -> TritonObject:
+    """A router, ZAYA1's if nothing else is said, with a layer before it and one behind."""
     from hip_ops.reference.router_mlp import columns
     from hip_ops.triton_kernels import router_mlp as kernels
 
-    chosen = kernels.launch(256, backward=which == "backward", warp_size=64)
+    chosen = kernels.launch(width, warp_size=64)
     kernel = getattr(kernels, f"router_mlp_{which}_kernel")
-    types = dict.fromkeys(kernel.arg_names, "*bf16") | dict.fromkeys(("biases", "weights", "d_weights", "statistics", "sums"), "*fp32")
-    types |= {"ids": "*i64", "forced": "*i64", "rows": "i32", "unweighted": "i32", "eps": "fp32"}
-    constexprs = {"HAS_PREVIOUS": True, "HAS_FORCED": False, "HAS_D_STATE": True, "R": 256, "CLASSES": 17, "COLUMNS": columns(17), "BLOCK": chosen.block,
-                  "PART": chosen.part}  # fmt: skip
+    types = dict.fromkeys(kernel.arg_names, "*bf16") | ROUTER_TYPES
+    constexprs = {"HAS_PREVIOUS": True, "HAS_FORCED": False, "HAS_D_STATE": True, "R": width, "CLASSES": classes, "COLUMNS": columns(classes),
+                  "BLOCK": chosen.block, "PART": chosen.part}  # fmt: skip
     return _compile(kernel, types, constexprs, chosen.num_warps, chosen.num_stages, unaligned=("unweighted", "biases"))
 
 
@@ -166,8 +170,8 @@ CASES: dict[str, Callable[[], TritonObject]] = {
     "general_product": lambda: _product(False),
     **{f"cca_prologue_{which}": functools.partial(_cca_prologue, which) for which in ("forward", "norm", "input", "weight", "sum")},
     **{f"grouped_{kind}": functools.partial(_grouped_product, kind) for kind in ("rows_t", "rows", "outer")},
-    "router_mlp_forward": lambda: _router_mlp("forward"),
-    "router_mlp_backward": lambda: _router_mlp("backward"),
+    "router_mlp_forward": lambda: router_mlp("forward"),
+    "router_mlp_backward": lambda: router_mlp("backward"),
     "expert_count": lambda: _expert_rows("count"),
     "expert_place": lambda: _expert_rows("place"),
     "expert_gather": lambda: _expert_rows("gather"),

@@ -32,13 +32,12 @@ class TritonObject:
         return device.launch(self.path, self.name, grid, (self.threads, 1, 1), [*args, *[None] * self.trailing_pointers], shared=self.shared)
 
 
-def triton_code_object(fn, signature: Mapping[str, str], constexprs: Mapping[str, object], *, num_warps: int = 4, num_stages: int = 2,
-                       divisible_by_16: Sequence[str] = (), **options) -> TritonObject:
-    """Compile a @triton.jit function.
+def compiled_kernel(fn, target: tuple, signature: Mapping[str, str], constexprs: Mapping[str, object], divisible_by_16: Sequence[str] = (), **options):
+    """Triton's compilation of a @triton.jit function for `target`, the arguments of a GPUTarget; no such device is needed.
 
     signature: name -> "*bf16", "*fp32", "i32", "i64", "fp32"; constexprs: name -> value (their signature entry is added here).
     divisible_by_16: names of pointers and sizes that the launcher would find divisible by 16, which is what makes accesses wide.
-    Further options go to Triton's AMD back end (waves_per_eu, matrix_instr_nonkdim, ...).
+    options: of Triton's back end (num_warps, num_stages, waves_per_eu, ...).
     """
     triton = pytest.importorskip("triton")
     from triton.backends.compiler import GPUTarget
@@ -50,8 +49,13 @@ def triton_code_object(fn, signature: Mapping[str, str], constexprs: Mapping[str
         raise ValueError(f"{fn.__name__}: no signature for {', '.join(missing)}")
     attributes = {(fn.arg_names.index(name),): [["tt.divisibility", 16]] for name in divisible_by_16}
     source = ASTSource(fn=fn, signature=full, constexprs=dict(constexprs), attrs=attributes)
-    compiled = triton.compile(source, target=GPUTarget("hip", "gfx942", 64),
-                              options={"num_warps": num_warps, "num_stages": num_stages, **options})
+    return triton.compile(source, target=GPUTarget(*target), options=options)
+
+
+def triton_code_object(fn, signature: Mapping[str, str], constexprs: Mapping[str, object], *, num_warps: int = 4, num_stages: int = 2,
+                       divisible_by_16: Sequence[str] = (), **options) -> TritonObject:
+    """`compiled_kernel` for gfx942, kept as a file."""
+    compiled = compiled_kernel(fn, ("hip", "gfx942", 64), signature, constexprs, divisible_by_16, num_warps=num_warps, num_stages=num_stages, **options)
     binary = compiled.asm["hsaco"]
     path = cache_directory() / f"triton-{fn.__name__}-{hashlib.sha256(binary).hexdigest()[:20]}.co"
     if not path.is_file():
@@ -62,5 +66,5 @@ def triton_code_object(fn, signature: Mapping[str, str], constexprs: Mapping[str
 
     name = compiled.metadata.name
     visible = [argument for argument in open_code_object(path).kernels[name].arguments if not argument.kind.startswith("hidden_")]
-    given = sum(kind != "constexpr" for kind in full.values())
+    given = sum(name not in constexprs for name in fn.arg_names)
     return TritonObject(path, name, compiled.metadata.shared, 64 * compiled.metadata.num_warps, len(visible) - given, compiled.asm["amdgcn"])

@@ -21,7 +21,7 @@ from tests.gfx942.triton_objects import triton_code_object
 from tests.hip_ops.expert_path_cases import BF16, FP32
 
 SHORT = {BF16: "bf16", FP32: "fp32"}
-NUMPY = {BF16: np.uint16, FP32: np.float32, torch.int32: np.int32}
+NUMPY = {BF16: np.uint16, FP32: np.float32, torch.int32: np.int32, torch.int64: np.int64}
 TYPES = {BF16: "*bf16", FP32: "*fp32", torch.int32: "*i32", torch.int64: "*i64"}
 
 

@@ -65,7 +65,7 @@ class Router:
 
 
 def exact(arguments: tuple) -> tuple[Tensor, Tensor, Tensor, Tensor, tuple]:
-    """state, logits, probabilities and, for each token, its best and second best probability with bias; fp64. Last, the leaves."""
+    """state, logits, probabilities without and with the biases, fp64; and the leaves."""
     leaves = [None if t is None else t.detach().cpu().double().requires_grad_() for t in arguments[:10]]
     projected, previous, gamma, b_down, w_norm, w1, b1, w2, b2, w_out = leaves
     state = projected + b_down + (0 if gamma is None else gamma * previous)

@@ -14,7 +14,6 @@ from tests.gfx942.emulator import Counters, Device
 from tests.gfx942.triton_objects import triton_code_object
 from tests.hip_ops.expert_path_device import NUMPY, TYPES, to_numpy, to_torch
 
-NUMPY = {**NUMPY, torch.int64: np.int64}
 RESULTS = ("state", "weights", "ids", "hidden1", "hidden2", "logits", "statistics")
 GRADIENTS = ("d_projected", "d_previous", "sums", "d_hidden1", "normed", "d_hidden2", "active1", "d_logits", "active2")
 
@@ -32,7 +31,7 @@ class RouterOnDevice:
 
         kernel = getattr(kernels, f"router_mlp_{which}_kernel")
         classes, width = w_out.shape
-        chosen = kernels.launch(width, backward=which == "backward", warp_size=64)
+        chosen = kernels.launch(width, warp_size=64)
         constants = {**flags, "R": width, "CLASSES": classes, "COLUMNS": columns(classes), "BLOCK": chosen.block, "PART": chosen.part}
         rows = len(given["hidden1"] if which == "backward" else given["projected"])
         outs = {name: self.device.alloc(shape, NUMPY[dtype]) for name, (shape, dtype) in results.items()}
@@ -49,7 +48,7 @@ class RouterOnDevice:
     def programs(self, rows: int, width: int) -> int:
         from hip_ops.triton_kernels import router_mlp as kernels
 
-        return -(-rows // kernels.launch(width, backward=False, warp_size=64).block)
+        return -(-rows // kernels.launch(width, warp_size=64).block)
 
     def router_mlp(self, projected, previous, gamma, b_down, w_norm, w1, b1, w2, b2, w_out, biases, forced, eps, unweighted):
         (rows, width), classes, dtype = projected.shape, len(w_out), projected.dtype

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The host side of the CCA prologue's Triton kernels, without a GPU: divisions by multiplication, grids, and what happens where memory is short."""
 
-
 import pytest
 import torch
 

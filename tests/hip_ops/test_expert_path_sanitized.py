@@ -6,6 +6,7 @@ import pytest
 from hip_ops.build import CSRC
 from tests.hip_ops import expert_path_bugs as bugs
 from tests.hip_ops.cpu_kernels import SCHEDULES, build_cpu_library, run_sanitized
+from tests.hip_ops.injected_bug import write_source
 
 SOURCES = [CSRC / f"{name}.hip" for name in ("expert_sort", "expert_rows", "weighted_swiglu")]
 
@@ -73,6 +74,6 @@ def test_no_finding(schedule):
 
 @pytest.mark.slow
 def test_one_element_too_many_is_found(tmp_path):
-    sources = [SOURCES[0], bugs.write_source(tmp_path, bugs.ONE_TOO_MANY), SOURCES[2]]
+    sources = [SOURCES[0], write_source(tmp_path, bugs.ONE_TOO_MANY, "expert_rows"), SOURCES[2]]
     said = run_sanitized(PROGRAM, build_cpu_library(*sources, sanitize=True), *sources, expect_failure=True)
     assert "heap-buffer-overflow" in said and "row_vectors.h" in said

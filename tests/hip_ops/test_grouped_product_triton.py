@@ -9,6 +9,7 @@ import re
 import pytest
 
 from hip_ops.triton_kernels.grouped_configs import SHARED_MEMORY, GroupedConfig, read_table
+from tests.hip_ops.compiled_for_hopper import compiled_for_hopper
 from tests.hip_ops.cpu_kernels import run_python
 
 pytest.importorskip("triton")
@@ -53,10 +54,6 @@ def test_in_the_interpreter():
 
 
 def compile_for_hopper(kind: str, config: GroupedConfig):
-    import triton
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
     from hip_ops.triton_kernels import grouped_product as kernels
 
     m, n, k, width = config.block_m, config.block_n, config.block_k, config.block_n // config.parts
@@ -74,11 +71,8 @@ def compile_for_hopper(kind: str, config: GroupedConfig):
         matrix = block(1, n, k) if kind == "rows_t" else block(1, k, n)
         described = {"x_desc": block(m, k), "w_desc": matrix, "out_desc": block(1, 1, m, width)}
         constants |= {"TRANSPOSED": kind == "rows_t", "FLATTEN": config.flatten}
-    signature = {
-        name: described.get(name) or ("constexpr" if name in constants else "*i32" if name == "offsets" else "i32") for name in kernel.arg_names
-    }
-    source = ASTSource(fn=kernel, signature=signature, constexprs=constants)
-    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": config.num_warps, "num_stages": config.num_stages})
+    signature = dict.fromkeys(kernel.arg_names, "i32") | {"offsets": "*i32"} | described
+    return compiled_for_hopper(kernel, signature, constants, num_warps=config.num_warps, num_stages=config.num_stages)
 
 
 def check_for_hopper(compiled, kind: str, config: GroupedConfig) -> None:

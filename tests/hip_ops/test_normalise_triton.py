@@ -5,6 +5,7 @@ import re
 
 import pytest
 
+from tests.gfx942.triton_objects import compiled_kernel
 from tests.hip_ops.cpu_kernels import run_python
 
 pytest.importorskip("triton")
@@ -42,22 +43,17 @@ def test_in_the_interpreter():
 
 @pytest.mark.parametrize("target", ["cuda", "hip"])
 def test_compiled_it_reads_and_writes_16_bytes_at_a_time(target):
-    import triton
     import triton.language as tl
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
 
     from hip_ops.triton_kernels import newton_schulz as kernels
 
-    names = kernels.normalise_kernel.arg_names
-    types = ("*bf16", "*fp32", "*fp16", "i32", "i32", "fp32", "fp32", "constexpr", "constexpr")
-    aligned = {(names.index(name),): [["tt.divisibility", 16]] for name in ("x", "out", "numel")}
-    source = ASTSource(
-        fn=kernels.normalise_kernel, signature=dict(zip(names, types, strict=True)),
-        constexprs={"DTYPE": tl.float16, "BLOCK": kernels.NORMALISE_BLOCK}, attrs=aligned,
+    types = ("*bf16", "*fp32", "*fp16", "i32", "i32", "fp32", "fp32")
+    compiled = compiled_kernel(
+        kernels.normalise_kernel, ("cuda", 90, 32) if target == "cuda" else ("hip", "gfx942", 64),
+        dict(zip(kernels.normalise_kernel.arg_names, types, strict=False)), {"DTYPE": tl.float16, "BLOCK": kernels.NORMALISE_BLOCK},
+        ("x", "out", "numel"), num_warps=kernels.NORMALISE_WARPS,
     )  # fmt: skip
-    machine = GPUTarget("cuda", 90, 32) if target == "cuda" else GPUTarget("hip", "gfx942", 64)
-    text = triton.compile(source, target=machine, options={"num_warps": kernels.NORMALISE_WARPS}).asm["ptx" if target == "cuda" else "amdgcn"]
+    text = compiled.asm["ptx" if target == "cuda" else "amdgcn"]
     if target == "cuda":
         assert re.search(r"ld\.global\.\S*v4\.b32", text) and re.search(r"st\.global\.v4\.b32", text)
         assert "sqrt.rn" in text and "div.rn" in text

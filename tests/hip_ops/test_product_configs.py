@@ -15,6 +15,7 @@ from hip_ops.triton_kernels.product_configs import (
     choose_config,
     write_table,
 )
+from tests.hip_ops.compiled_for_hopper import compiled_for_hopper
 
 pytest.importorskip("triton")
 
@@ -106,10 +107,6 @@ def test_operands_keep_their_storage():
 
 
 def compile_for_hopper(config: ProductConfig, symmetric: bool, by_columns: bool, with_d: bool):
-    import triton
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
     m, n, k, width = config.block_m, config.block_n, config.block_k, config.block_n // config.parts
 
     def block(rows, columns):
@@ -125,9 +122,7 @@ def compile_for_hopper(config: ProductConfig, symmetric: bool, by_columns: bool,
         PARTS=config.parts, GROUP=8, FLATTEN=config.flatten, WARP_SPECIALIZE=config.warp_specialize,
     )  # fmt: skip
     flags |= {name: None for name, kind in signature.items() if kind == "constexpr"}
-    signature |= dict.fromkeys(flags, "constexpr")
-    source = ASTSource(fn=symmetric_product_kernel, signature=signature, constexprs=flags)
-    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": config.num_warps, "num_stages": config.num_stages})
+    return compiled_for_hopper(symmetric_product_kernel, signature, flags, num_warps=config.num_warps, num_stages=config.num_stages)
 
 
 def check_for_hopper(compiled, config: ProductConfig) -> None:

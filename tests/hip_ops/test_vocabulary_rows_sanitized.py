@@ -6,6 +6,7 @@ import pytest
 from hip_ops.build import CSRC
 from tests.hip_ops import vocabulary_rows_bugs as bugs
 from tests.hip_ops.cpu_kernels import SCHEDULES, build_cpu_library, run_sanitized
+from tests.hip_ops.injected_bug import write_source
 
 SOURCE = CSRC / "vocabulary_rows.hip"
 
@@ -54,6 +55,6 @@ def test_no_finding(schedule):
 
 @pytest.mark.slow
 def test_one_element_too_many_is_found(tmp_path):
-    source = bugs.write_source(tmp_path, bugs.ONE_TOO_MANY)
+    source = write_source(tmp_path, bugs.ONE_TOO_MANY, "vocabulary_rows")
     said = run_sanitized(PROGRAM, build_cpu_library(source, sanitize=True), source, expect_failure=True)
     assert "heap-buffer-overflow" in said and "row_vectors.h" in said
