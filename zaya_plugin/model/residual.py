@@ -116,4 +116,5 @@ class InputAffine(nn.Module):
         return affine_and_norm(embedding, self.bias, self.scale, norm.weight, norm.eps, self._dtype(embedding))
 
     def _dtype(self, embedding: Tensor) -> torch.dtype:
-        return torch.promote_types(embedding.dtype, torch.float32) if self.in_fp32 else embedding.dtype
+        # By the parameters: Megatron's embedding is fp32 here whatever the model, of which the stream would lose half of fp64's digits.
+        return torch.promote_types(self.bias.dtype, torch.float32) if self.in_fp32 else embedding.dtype
