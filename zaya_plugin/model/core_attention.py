@@ -3,8 +3,9 @@
 
 One interface for all back ends: this rank's queries against the keys and values of the sequence up to the last query, the
 mask aligned at the end (lower right), so that a flash kernel needs no mask in memory. `sdpa` is torch's own (flash, cuDNN
-or plain, as torch chooses); `flash_attn` and `aiter` are those packages where the environment has them. Packed documents go
-through torch's flex_attention on an accelerator and through a mask of all pairs elsewhere, whatever the back end.
+or plain, as torch chooses), for a context-parallel rank's chunks in blocks where that is faster (block_attention.py);
+`flash_attn` and `aiter` are those packages where the environment has them. Packed documents go through torch's
+flex_attention on an accelerator and through a mask of all pairs elsewhere, whatever the back end.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from megatron.core.transformer.enums import AttnMaskType
 from torch import Tensor, nn
 from torch.nn.attention.bias import causal_lower_right
 
+from zaya_plugin.model.block_attention import block_attention, block_kernel
 from zaya_plugin.parallel.context_order import ContextShard
 from zaya_plugin.parallel.key_value_gather import gather_key_value
 from zaya_plugin.parallel.packed_documents import PackedDocuments
@@ -169,8 +171,12 @@ class ZayaCoreAttention(nn.Module):
             return document_attention(query, key, value, self.softmax_scale, packed_seq_params)
         if self.shard.size == 1:
             return self.attend(query, key, value, self.softmax_scale)
-        queries = query.chunk(len(self.shard.chunks))
-        ends = [start + len(queries[0]) for start in self.shard.starts(len(query))]
+        starts = self.shard.starts(len(query))
+        kernel = block_kernel(query, key) if self.attend is causal_attention else None
+        if kernel is not None:
+            return block_attention(query, key, value, starts, self.softmax_scale, kernel)
+        queries = query.chunk(len(starts))
+        ends = [start + len(queries[0]) for start in starts]
         context = [
             self.attend(part, key[:end], value[:end], self.softmax_scale) for part, end in zip(queries, ends, strict=True)
         ]

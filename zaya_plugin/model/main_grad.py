@@ -109,7 +109,8 @@ class MainGradLinear(torch.autograd.Function):
         joined = weights[0] if len(weights) == 1 else torch.cat(weights)
         ctx.save_for_backward(x, joined)
         ctx.weights = weights  # parameters themselves: saved tensors lose the attributes that DDP sets
-        return F.linear(x, joined)
+        # Rows by themselves: of [s, 1, h] whose batch of one has an odd stride, as behind an embedding, torch makes s products of a row.
+        return F.linear(x.flatten(0, -2), joined).view(*x.shape[:-1], len(joined))
 
     @staticmethod
     @torch.autograd.function.once_differentiable

@@ -1,0 +1,180 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Causal attention of some chunks of a sequence, each chunk in two blocks: the keys before it, all of them visible, and its own, causal.
+
+A kernel with a mask at the end of more keys than queries is what context parallelism asks for, and torch's only one on a GPU is
+FlashAttention-2; cuDNN's, twice as fast on Hopper, takes rectangles and triangles that start together. The results of both blocks are
+joined by their log-sum-exps, and with the joined result and log-sum-exp each block's backward pass gives its share of the gradients
+(FlashAttention-2, arXiv 2307.08691, section 3.1; Ring Attention, arXiv 2310.01889).
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from zaya_plugin.model.fusion import fused_on_accelerator
+
+logger = logging.getLogger(__name__)
+aten = torch.ops.aten
+
+
+class BlockKernel(Protocol):
+    """Attention of queries [b, n, s, d] to keys and values [b, g, t, d]; causal: s = t, and each query sees the keys up to its own."""
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, causal: bool, scale: float) -> tuple[Tensor, ...]:
+        """The result [b, n, s, d], the log-sum-exp of the scaled scores [b, n, s, 1], and further tensors that `backward` wants."""
+
+    def backward(
+        self, grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, sums: Tensor, *more: Tensor, causal: bool, scale: float
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Gradients of query, key and value; out and sums are those over all keys, of which these may be some."""
+
+
+class CudnnKernel:
+    """cuDNN's attention, by torch's operators of it."""
+
+    def forward(self, query, key, value, causal, scale):
+        out, sums, _, _, _, _, *philox, _ = aten._scaled_dot_product_cudnn_attention(query, key, value, None, True, 0.0, causal, False, scale=scale)
+        return out, sums.view(*out.shape[:-1], 1), *philox
+
+    def backward(self, grad, query, key, value, out, sums, *philox, causal, scale):
+        none, rows = (None, None, None), (query.shape[2], key.shape[2])  # no bias, no packed sequences
+        return aten._scaled_dot_product_cudnn_attention_backward(
+            grad, query, key, value, out, sums, *philox, *none, *rows, 0.0, causal, scale=scale
+        )
+
+
+class CpuKernel:
+    """torch's attention for CPUs, which knows no groups: keys and values are repeated for the heads that share them."""
+
+    def forward(self, query, key, value, causal, scale):
+        key, value = (repeated(x, query.shape[1]) for x in (key, value))
+        out, sums = aten._scaled_dot_product_flash_attention_for_cpu(query, key, value, 0.0, causal, scale=scale)
+        return out, sums.unsqueeze(-1)
+
+    def backward(self, grad, query, key, value, out, sums, causal, scale):
+        wide = (repeated(x, query.shape[1]) for x in (key, value))
+        grads = aten._scaled_dot_product_flash_attention_for_cpu_backward(grad, query, *wide, out, sums.squeeze(-1), 0.0, causal, scale=scale)
+        return grads[0], *(x.unflatten(1, (key.shape[1], -1)).sum(2) for x in grads[1:])
+
+
+def repeated(x: Tensor, heads: int) -> Tensor:
+    """[b, g, t, d] -> [b, heads, t, d]: each group as often as heads share it."""
+    return x.repeat_interleave(heads // x.shape[1], dim=1)
+
+
+@fused_on_accelerator
+def joined(out: Tensor, sums: Tensor, earlier: Tensor, earlier_sums: Tensor) -> tuple[Tensor, Tensor]:
+    """Results [b, n, s, d] over two sets of keys and their log-sum-exps [b, n, s, 1] -> those over both, computed in the sums' dtype."""
+    total = torch.logaddexp(sums, earlier_sums)
+    wide = out * (sums - total).exp() + earlier * (earlier_sums - total).exp()
+    return wide.to(out.dtype), total
+
+
+class BlockAttention(torch.autograd.Function):
+    """See `block_attention`. Keeps its inputs, its result and the log-sum-exps."""
+
+    @staticmethod
+    def forward(ctx, query, key, value, starts, scale, kernel):
+        rows = len(query) // len(starts)
+        context, sums, more = torch.empty_like(query), [], []
+        for q, result, start in zip(query.split(rows), context.split(rows), starts, strict=True):
+            own, before = slice(start, start + rows), slice(0, start)
+            out, total, *rest = kernel.forward(*heads_first(q, key[own], value[own]), True, scale)
+            if start:
+                earlier, earlier_sums, *_ = kernel.forward(*heads_first(q, key[before], value[before]), False, scale)
+                out, total = joined(out, total, earlier, earlier_sums)
+            result.copy_(out.permute(2, 0, 1, 3))
+            sums.append(total)
+            more.append(rest)
+        ctx.save_for_backward(query, key, value, context, *sums, *(x for rest in more for x in rest))
+        ctx.starts, ctx.scale, ctx.kernel = starts, scale, kernel
+        return context
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, grad):
+        query, key, value, context, *kept = ctx.saved_tensors
+        chunks = len(ctx.starts)
+        rows, sums, rest = len(query) // chunks, kept[:chunks], kept[chunks:]
+        each = len(rest) // chunks
+        grad_query, grad_key, grad_value = torch.zeros_like(query), torch.zeros_like(key), torch.zeros_like(value)
+        pieces = zip(*(x.split(rows) for x in (query, context, grad, grad_query)), strict=True)
+        for chunk, (q, out, g, grad_q) in enumerate(pieces):
+            start, more = ctx.starts[chunk], rest[chunk * each : (chunk + 1) * each]
+            for keys, causal in ((slice(start, start + rows), True), (slice(0, start), False)):
+                if keys.stop == 0:
+                    continue
+                g_, q_, k_, v_, out_ = heads_first(g, q, key[keys], value[keys], out)
+                shares = ctx.kernel.backward(g_, q_, k_, v_, out_, sums[chunk], *more, causal=causal, scale=ctx.scale)
+                for total, share in zip((grad_q, grad_key[keys], grad_value[keys]), shares, strict=True):
+                    total += share.permute(2, 0, 1, 3)
+        return grad_query, grad_key, grad_value, None, None, None
+
+
+def heads_first(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """Views [b, heads, s, d] of [s, b, heads, d]."""
+    return tuple(x.permute(1, 2, 0, 3) for x in tensors)
+
+
+def block_attention(query: Tensor, key: Tensor, value: Tensor, starts: Sequence[int], scale: float, kernel: BlockKernel) -> Tensor:
+    """softmax(scale * q k^T + causal mask) v of chunks of a sequence that begin at positions `starts`.
+
+    Args: query [s, b, n, d], equal chunks one behind the other; key and value [t, b, g, d] of the sequence, at least up to the last chunk's
+    end, n a multiple of g. Returns [s, b, n * d]. Not differentiable twice.
+    """
+    return BlockAttention.apply(query, key, value, tuple(starts), scale, kernel).flatten(2)
+
+
+def block_kernel(query: Tensor, key: Tensor) -> BlockKernel | None:
+    """The kernel for blocks of such queries [s, b, n, d] and keys [t, b, g, d], announced at its first use; None where there is none that pays.
+
+    On a GPU cuDNN's, wherever torch would take it for a whole sequence. Not under deterministic algorithms, which its backward pass is not.
+    """
+    if not query.is_cuda:
+        return _checked("cpu", query.device, query.dtype, query.shape[-1])
+    if torch.are_deterministic_algorithms_enabled():
+        return None
+    query, key = heads_first(query, key)
+    usable = torch.backends.cuda.can_use_cudnn_attention(torch.backends.cuda.SDPAParams(query, key, key, None, 0.0, True, True))
+    return _checked("cudnn", query.device, query.dtype, query.shape[-1]) if usable else None
+
+
+@functools.cache
+def _checked(name: str, device: torch.device, dtype: torch.dtype, head_dim: int) -> BlockKernel | None:
+    """The kernel, if what it computes here is right; these are operators that torch may change without notice."""
+    kernel = {"cudnn": CudnnKernel, "cpu": CpuKernel}[name]()
+    generator = torch.Generator().manual_seed(1)
+    shapes = (32, 1, 4, head_dim), (64, 1, 2, head_dim), (64, 1, 2, head_dim), (32, 1, 4 * head_dim)
+    query, key, value, weights = (torch.randn(shape, generator=generator).to(device, dtype) for shape in shapes)
+    inputs = [x.requires_grad_() for x in (query, key, value)]
+    exact = [x.detach().double().requires_grad_() for x in inputs]
+    try:
+        out = block_attention(*inputs, (0, 48), head_dim**-0.5, kernel)
+        got = (out, *torch.autograd.grad(out, inputs, weights))
+    except (RuntimeError, TypeError) as error:
+        logger.warning("attention by blocks with %s fails (%s): queries at the end of the keys go to torch's other kernels", name, error)
+        return None
+    expected = _written_out(*exact, (0, 48), head_dim**-0.5)
+    expected = (expected, *torch.autograd.grad(expected, exact, weights.double()))
+    for a, b in zip(got, expected, strict=True):
+        if not (a.double() - b).norm() < 0.02 * b.norm():
+            logger.warning("attention by blocks with %s is wrong here: queries at the end of the keys go to torch's other kernels", name)
+            return None
+    logger.info("core attention of chunks of a sequence: in blocks, %s", name)
+    return kernel
+
+
+def _written_out(query: Tensor, key: Tensor, value: Tensor, starts: Sequence[int], scale: float) -> Tensor:
+    """What `block_attention` computes, with every score in memory."""
+    key, value = (repeated(*heads_first(x), query.shape[2]) for x in (key, value))
+    rows = len(query) // len(starts)
+    positions = torch.cat([torch.arange(start, start + rows, device=query.device) for start in starts])
+    hidden = torch.arange(key.shape[2], device=query.device) > positions[:, None]
+    scores = (heads_first(query)[0] @ key.mT * scale).masked_fill(hidden, float("-inf"))
+    return (scores.softmax(-1) @ value).permute(2, 0, 1, 3).flatten(2)
