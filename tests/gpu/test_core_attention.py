@@ -6,6 +6,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from tests.no_waiting import no_waiting
+from zaya_plugin.model.block_attention import CudnnKernel, block_attention, block_kernel
 from zaya_plugin.model.core_attention import (
     BACKENDS,
     PACKAGES,
@@ -65,6 +66,25 @@ def test_a_whole_sequence_with_each_kernel_of_torch(kernel):
         pytest.skip("torch has no such kernel for this device and shape")
     with sdpa_kernel(kernel):
         compare(lambda *qkv: causal_attention(*qkv, SCALE), lower_right_mask(256, 256, torch.device("cuda")), 256, 256)
+
+
+@pytest.mark.parametrize("shard", [ContextShard("zigzag", 2, 0), ContextShard("zigzag", 2, 1), ContextShard("contiguous", 2, 1)])
+@pytest.mark.parametrize("rows", [1024, 100])
+def test_chunks_in_blocks(shard, rows):
+    kernel = block_kernel(random(rows, 8, 1), random(2 * rows, 2, 2))
+    if kernel is None:
+        pytest.skip("cuDNN's attention cannot be had here")
+    assert isinstance(kernel, CudnnKernel)
+    mask = torch.arange(2 * rows, device="cuda") <= shard.positions(2 * rows, "cuda")[:, None]
+    compare(lambda *qkv: block_attention(*qkv, shard.starts(rows), SCALE, kernel), mask, rows, 2 * rows)
+
+
+def test_deterministic_algorithms_take_no_blocks():
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert block_kernel(random(64, 8, 1), random(128, 2, 2)) is None
+    finally:
+        torch.use_deterministic_algorithms(False)
 
 
 @pytest.mark.parametrize("shard", [ContextShard(), ContextShard("zigzag", 2, 1), ContextShard("contiguous", 2, 1)])
