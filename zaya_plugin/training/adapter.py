@@ -49,6 +49,7 @@ def run(recipe: Recipe, sources: DataSources, lifecycle: Lifecycle, reporter: Re
         reporter: receives every step and validation.
     """
     args = parse_arguments(megatron_arguments(recipe, sources.tokenizer_arguments()))
+    leave_new_memory_alone(recipe)
     before = predecessor(recipe) if not lifecycle.has_checkpoint else None
     lifecycle.describe_into(args, before)
     handover = Handover(recipe, before, lifecycle.resumed_at)
@@ -70,13 +71,21 @@ def run(recipe: Recipe, sources: DataSources, lifecycle: Lifecycle, reporter: Re
     except NonFiniteGradientsError as error:
         raise NonFiniteGradientsError(f"step {args.curr_iteration + 1}: {error}") from error
     finally:
-        if sys.exc_info()[0] is None:
-            trainer.steps.flush()
-        else:  # the device may be what failed, or wait for another rank for ever
-            with contextlib.suppress(RuntimeError):
-                trainer.steps.poll()
-        reporter.close()
-        release_graphs()
+        try:
+            if sys.exc_info()[0] is None:
+                trainer.steps.flush()
+            else:  # the device may be what failed, or wait for another rank for ever
+                with contextlib.suppress(RuntimeError):
+                    trainer.steps.poll()
+            reporter.close()
+        finally:
+            release_graphs()
+
+
+def leave_new_memory_alone(recipe: Recipe) -> None:
+    """Deterministic algorithms let torch fill every new tensor with NaN, to show reads of what nobody wrote: twice the launches of a step."""
+    if recipe.cluster.deterministic:
+        torch.utils.deterministic.fill_uninitialized_memory = False
 
 
 def release_graphs() -> None:
