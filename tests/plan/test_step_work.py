@@ -63,6 +63,9 @@ def test_gradients_are_added_where_they_are_made_or_in_a_pass():
     assert apart["gradients"].bytes == 1000 * (4 * (8 + 2) + 4)
     assert inside["gradients"].bytes == 1000 * 4
     assert inside["experts"].bytes - plain["experts"].bytes == 1000 * 4 * (8 - 2), "read and written in fp32, not written in bf16"
+    written = step_work(BASE, 4096, replace(RANK, accumulated={"experts": 1000, "head": 10}, written=frozenset({"experts"})))
+    assert written["gradients"].bytes == 10 * 4
+    assert inside["experts"].bytes - written["experts"].bytes == 1000 * 4, "the first of four micro-batches reads nothing"
 
 
 def test_the_optimizer_and_stages():

@@ -106,7 +106,8 @@ def expect(record: dict, recipe: Recipe, world: int) -> dict:
             f"({before.parallel.recompute_granularity}), whose parts hold what was recomputed"
         )
     shape = memory_plan.shape_of(recipe, vocabulary)
-    old = work_of(before, record["world_size"], vocabulary, record["step"]["optimizer"])
+    written = frozenset(record.get("written_first", ()))  # an older record has no such line: all was zeroed
+    old = work_of(before, record["world_size"], vocabulary, record["step"]["optimizer"], written)
     new = work_of(recipe, world, vocabulary, record["step"]["optimizer"])
     batch, layout = memory_plan.batch_of(recipe, world), memory_plan.layout_of(recipe, world)
     old_batch = memory_plan.batch_of(before, record["world_size"])
@@ -161,8 +162,13 @@ def expect(record: dict, recipe: Recipe, world: int) -> dict:
     }  # fmt: skip
 
 
-def work_of(recipe: Recipe, world: int, vocabulary: int, optimizer: bool = True) -> dict[str, Work]:
-    """zaya_plugin.plan.step_work of one rank, from the recipe alone; zaya_plugin.bench.record.work_of asks the model that ran."""
+def work_of(
+    recipe: Recipe, world: int, vocabulary: int, optimizer: bool = True, written: frozenset[str] = frozenset({"experts"})
+) -> dict[str, Work]:
+    """zaya_plugin.plan.step_work of one rank, from the recipe alone; zaya_plugin.bench.record.work_of asks the model that ran.
+
+    written: the parts of which the first micro-batch writes its gradients; that is as zaya_plugin.optim.written_gradients does it.
+    """
     from zaya_plugin.plan.expected_step import accumulated
     from zaya_plugin.plan.memory import tokens_of_rank
     from zaya_plugin.plan.step_work import Rank, step_work
@@ -177,6 +183,7 @@ def work_of(recipe: Recipe, world: int, vocabulary: int, optimizer: bool = True)
         activation_bytes=batch.dtype_bytes,
         stream_bytes=memory_plan.kernels_of(recipe).stream_bytes,
         accumulated=accumulated(shape, layout, recipe.cluster.fused_linear_cross_entropy),
+        written=written,
         tensor=layout.tensor,
     )
     return step_work(shape, recipe.stage.seq_length, rank, optimizer_share(shape, layout, recipe) if optimizer else None)

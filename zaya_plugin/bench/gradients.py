@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which part of a step adds which gradients to Megatron's fp32 buffer: what each parameter's flag says after a backward pass."""
+"""Which part of a step adds which gradients to Megatron's fp32 buffer: what each parameter's flag says after a backward pass, and who writes first."""
 
 from __future__ import annotations
 
@@ -21,3 +21,11 @@ def accumulated(model) -> dict[str, int]:
             part = next((part for word, part in GRADIENT_PARTS if word in name), "gradients") if inside else "gradients"
             found[part] = found.get(part, 0) + parameter.numel()
     return found
+
+
+def written_first(model) -> frozenset[str]:
+    """The parts whose gradients a step's first micro-batch writes, so that nobody zeroes them. model: as above, at any time."""
+    from zaya_plugin.optim.written_gradients import ResetRest
+
+    buffers = [buffer for chunk in model for buffer in (*getattr(chunk, "buffers", ()), *getattr(chunk, "expert_parallel_buffers", ()))]
+    return frozenset({"experts"} if any(isinstance(buffer.reset, ResetRest) for buffer in buffers) else ())

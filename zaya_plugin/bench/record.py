@@ -16,6 +16,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from zaya_plugin.bench import attribution, trace
+from zaya_plugin.bench.gradients import written_first
 from zaya_plugin.bench.options import Options
 from zaya_plugin.bench.parts import PARTS, PASSES, STEP
 from zaya_plugin.bench.probes import Rates
@@ -84,6 +85,7 @@ def with_breakdown(record: dict, session, recipe, kept: Path | None) -> dict:
     computing = sum(row["ms"] for row in shared["parts"] if row["part"] not in NOT_COMPUTING)
     return {
         **record,
+        "written_first": sorted(written_first(session.parts.model)),
         "step": {**record["step"], "not_computing_share": max(0.0, 1 - computing / record["step"]["ms"])},
         "traced": {
             "source": "operators" if on_cpu else "kernels",
@@ -158,6 +160,7 @@ def work_of(session, optim) -> dict:
         activation_bytes=2 if args.bf16 else 4,
         stream_bytes=4 if args.bf16 is False or args.residual_in_fp32 else 2,
         accumulated=session.accumulated,
+        written=written_first(parts.model),
         tensor=args.tensor_model_parallel_size,
     )
     return step_work(Shape.of_arguments(args), args.seq_length, rank, _optimizer_share(parts, args, optim) if session.options.optimizer else None)

@@ -60,15 +60,18 @@ def as_block(weights: Sequence[Tensor]) -> Tensor:
 def weight_gradients(matrices: Sequence[Tensor], block: Tensor, a: Tensor, b: Tensor, offsets: Tensor, grouped_gemm: str) -> tuple[Tensor | None, ...]:
     """a[rows of e]^T b[rows of e] for every expert, as autograd wants the gradients of the experts' matrices [out, in]: one a matrix.
 
-    block: `as_block` of the matrices. Under Megatron's DDP the parameters' fp32 gradients (`main_grad`) form one block too; then the products are added to it here, and DDP is
+    block: `as_block` of the matrices. Under Megatron's DDP the parameters' fp32 gradients (`main_grad`) form one block too; then the products are added to it here, or
+    written where the first matrix says that nobody has yet in this step (`main_grad_unwritten`, see zaya_plugin.optim.written_gradients), and DDP is
     told so. The same numbers on a CPU; on an accelerator nothing is rounded in between, where the grouped GEMM can do that.
     """
-    main_grads = [main_grad_of(matrix) for matrix in matrices]
+    main_grads, first = [main_grad_of(matrix) for matrix in matrices], matrices[0]
+    unwritten, first.main_grad_unwritten = getattr(first, "main_grad_unwritten", False), False
     if not any(total is None for total in main_grads):
         total = as_block(main_grads)
         if total.data_ptr() == main_grads[0].data_ptr():
-            add_grouped_outer(total, a, b, offsets, grouped_gemm)
+            add_grouped_outer(total, a, b, offsets, grouped_gemm, accumulate=not unwritten)
             return handed_over_block(matrices, block)
+    assert not unwritten, "the main gradients of a block that writes first lie apart"
     return grouped_outer(a, b, offsets, grouped_gemm).unbind()
 
 
@@ -169,9 +172,9 @@ class GroupedWeight(nn.Module):
         return [parameters[name] for name in self.names]
 
     def tag(self, block_name: str) -> None:
-        """Mark the parameters as members of one block, for optim.layout."""
+        """Mark the parameters as members of one block, for optim.layout and optim.written_gradients."""
         for expert, matrix in enumerate(self.matrices()):
-            matrix.expert_block = (block_name, expert)
+            matrix.expert_block, matrix.written_together = (block_name, expert), self.num_experts
 
     def _apply(self, fn, recurse=True):
         super()._apply(fn, recurse)

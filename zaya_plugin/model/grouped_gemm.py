@@ -18,7 +18,7 @@ from torch import Tensor
 
 from zaya_plugin.model.grouped_gemm_implementations import OUTER, ROWS, ROWS_T
 from zaya_plugin.model.grouped_gemm_rule import choose
-from zaya_plugin.model.main_grad import add_in_place
+from zaya_plugin.model.main_grad import add_or_write
 
 logger = logging.getLogger(__name__)
 
@@ -84,13 +84,13 @@ def grouped_outer(a: Tensor, b: Tensor, offsets: Tensor, asked: str = "auto") ->
     return out
 
 
-def add_grouped_outer(total: Tensor, a: Tensor, b: Tensor, offsets: Tensor, asked: str = "auto") -> None:
-    """total[e] += a[rows of e].T @ b[rows of e] in place; total [E, m, n], fp32 or a's dtype.
+def add_grouped_outer(total: Tensor, a: Tensor, b: Tensor, offsets: Tensor, asked: str = "auto", accumulate: bool = True) -> None:
+    """total[e] += a[rows of e].T @ b[rows of e] in place; total [E, m, n], fp32 or a's dtype. Without `accumulate` written there, whatever was.
 
     In fp32 without an intermediate result where the implementation can; else a's dtype rounds the product first, as autograd would.
     """
     chosen = _implementation(asked, OUTER, a, b)
     if chosen is not None:
-        chosen.add_outer(total, a, b, offsets)
+        chosen.add_outer(total, a, b, offsets, accumulate)
     else:
-        add_in_place(total, grouped_outer(a, b, offsets, asked))
+        add_or_write(total, grouped_outer(a, b, offsets, asked), accumulate)

@@ -16,7 +16,7 @@ import importlib.util
 import torch
 from torch import Tensor
 
-from zaya_plugin.model.main_grad import add_in_place
+from zaya_plugin.model.main_grad import add_or_write
 
 PRIMUS_TURBO = "primus_turbo.pytorch.ops"  # imported where it is used; nothing here depends on it
 ROWS_T, ROWS, OUTER = FORMS = ("rows_t", "rows", "outer")
@@ -52,8 +52,8 @@ class TorchGroupedGemm:
     def outer(self, a: Tensor, b: Tensor, offsets: Tensor) -> Tensor:
         return _grouped_mm(a.t(), b, offs=offsets)
 
-    def add_outer(self, total: Tensor, a: Tensor, b: Tensor, offsets: Tensor) -> None:
-        add_in_place(total, self.outer(a, b, offsets))
+    def add_outer(self, total: Tensor, a: Tensor, b: Tensor, offsets: Tensor, accumulate: bool = True) -> None:
+        add_or_write(total, self.outer(a, b, offsets), accumulate)
 
 
 class TritonGroupedGemm:
@@ -84,10 +84,10 @@ class TritonGroupedGemm:
 
         return grouped_outer_(a.new_empty(len(offsets), a.shape[1], b.shape[1]), a, b, offsets, accumulate=False)
 
-    def add_outer(self, total: Tensor, a: Tensor, b: Tensor, offsets: Tensor) -> None:
+    def add_outer(self, total: Tensor, a: Tensor, b: Tensor, offsets: Tensor, accumulate: bool = True) -> None:
         from hip_ops import grouped_outer_
 
-        grouped_outer_(total, a, b, offsets)
+        grouped_outer_(total, a, b, offsets, accumulate)
 
 
 class PrimusTurboGroupedGemm:

@@ -22,6 +22,7 @@ from zaya_plugin.optim.chained import ChainedMuonAdamW
 from zaya_plugin.optim.distributed import MuonDistributedOptimizer
 from zaya_plugin.optim.grouping import Assignment, assign
 from zaya_plugin.optim.muon import MuonAdamW, MuonSettings
+from zaya_plugin.optim.written_gradients import spare_zeroing
 
 
 def tag_parameters(
@@ -65,6 +66,7 @@ def muon_factory(get_megatron_optimizer: Callable, muon: MuonSettings, non_finit
             chained = get_megatron_optimizer(config, model_chunks, config_overrides=overrides, **named)
         chained.non_finite = non_finite
         chained.defer_scaling(model_chunks)
+        spare_zeroing(model_chunks)
         for optimizer in chained.chained_optimizers:
             compat.count_experts_in_norm(optimizer)
             if optimizer.optimizer is not None and not isinstance(optimizer, MuonDistributedOptimizer):

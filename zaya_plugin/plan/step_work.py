@@ -39,6 +39,7 @@ class Rank:
         tensor: tensor-parallel ranks, which share the matrices of queries, keys, output and vocabulary.
         accumulated: elements of gradients that a part's own kernels add to the fp32 buffer, by part; under "gradients" those that a
             pass of their own adds.
+        written: the parts of which a step's first micro-batch writes its gradients, which nobody zeroes then.
     """
 
     layers: int
@@ -50,6 +51,7 @@ class Rank:
     activation_bytes: int = 2
     stream_bytes: int = 4
     accumulated: Mapping[str, int] = field(default_factory=dict)
+    written: frozenset[str] = frozenset()
     tensor: int = 1
 
 
@@ -74,9 +76,10 @@ def step_work(shape: Shape, seq_length: int, rank: Rank, optimizer: OptimizerSha
         moved[part] += 3.0 * rank.activation_bytes * elements * rank.micro_batches
     for part, elements in rank.accumulated.items():  # each micro-batch read and written in fp32, where it is added, and nowhere else
         not_written = 0 if part == "gradients" else rank.activation_bytes
-        moved[part] = moved.get(part, 0.0) + (2.0 * FLOAT32 - not_written) * elements * rank.micro_batches
+        not_read = FLOAT32 if part in rank.written else 0
+        moved[part] = moved.get(part, 0.0) + ((2.0 * FLOAT32 - not_written) * rank.micro_batches - not_read) * elements
     apart = rank.accumulated.get("gradients", 0)
-    zeroed = FLOAT32 * sum(rank.accumulated.values())
+    zeroed = FLOAT32 * sum(elements for part, elements in rank.accumulated.items() if part not in rank.written)
     moved["gradients"] = moved.get("gradients", 0.0) + rank.activation_bytes * apart * rank.micro_batches + zeroed
     if optimizer is not None:
         flops["optimizer"] = optimizer.newton_schulz_flops

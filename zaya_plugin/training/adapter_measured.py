@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from megatron.training import get_args, training
 
 from zaya_plugin.optim.chained import ChainedMuonAdamW
+from zaya_plugin.optim.written_gradients import spare_zeroing
 
 
 @dataclass
@@ -52,6 +53,7 @@ class NoOptimizer(ChainedMuonAdamW):
     def __init__(self, config, model_chunks: list):
         super().__init__([])
         self.config, self.model_chunks = config, model_chunks
+        spare_zeroing(model_chunks)
 
     def step(self) -> tuple[bool, None, None]:
         for chunk in self.model_chunks:
