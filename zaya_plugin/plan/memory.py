@@ -19,7 +19,7 @@ from zaya_plugin.plan.parameters import count_parameters
 FLOAT32, INT64 = 4, 8
 RANDOM_STATE = 2 * 5056  # bytes that a checkpoint keeps of the random generators
 HEAD_BUFFER = 5 * 2**28  # hip_ops.linear_cross_entropy.BUFFER_BYTES
-ROUND_OF_MUON = 2**30  # elements; zaya_plugin.optim.muon.MuonSettings.elements_at_once
+ROUND_OF_MUON = 2**28  # elements; zaya_plugin.optim.muon.MuonSettings.elements_at_once
 
 
 @dataclass(frozen=True)
@@ -239,10 +239,13 @@ def in_flight(layout: Layout, micro_batches: int) -> float:
 
 def memory_plan(
     shape: Shape, layout: Layout, batch: Batch, kernels: Kernels | None = None, recompute: Recompute | None = None,
-    optimizer: Optimizer | None = None,
+    optimizer: Optimizer | None = None, graph: bool = False,
 ) -> MemoryPlan:  # fmt: skip
-    """The fullest rank's peak: of the first pipeline stage, with most micro-batches in flight, or of the last, with the head."""
-    arguments = shape, layout, batch, kernels or Kernels(), recompute or Recompute(), optimizer or Optimizer()
+    """The fullest rank's peak: of the first pipeline stage, with most micro-batches in flight, or of the last, with the head.
+
+    graph: forward and backward are one graph, whose memory is its own for good, so that the optimizer's comes on top.
+    """
+    arguments = shape, layout, batch, kernels or Kernels(), recompute or Recompute(), optimizer or Optimizer(), graph
     plans = [_stage(*arguments, first=True, last=layout.pipeline == 1)]
     if layout.pipeline > 1:
         plans.append(_stage(*arguments, first=False, last=True))
@@ -250,7 +253,7 @@ def memory_plan(
 
 
 def _stage(
-    shape: Shape, layout: Layout, batch: Batch, kernels: Kernels, recompute: Recompute, optimizer: Optimizer, *, first: bool, last: bool
+    shape: Shape, layout: Layout, batch: Batch, kernels: Kernels, recompute: Recompute, optimizer: Optimizer, graph: bool, *, first: bool, last: bool
 ) -> MemoryPlan:
     a, h = batch.dtype_bytes, shape.hidden_size
     parameters = sum(local_parameters(shape, layout).values())
@@ -273,7 +276,8 @@ def _stage(
     again -= layers_bytes(shape, layout, batch, kernels, Recompute(modules), 1) * (not recompute.full_layers)
     backward = whole / layout.tensor * (a * (2 * h + 4 * shape.moe_ffn_hidden_size) + kernels.stream_bytes * h) + max(0.0, again)
     ends = ends_bytes(shape, layout, batch, kernels, first, last) * (flights if first else 1.0)
-    step = max(kept + ends + max(head, backward), _optimizer_work(shape, layout, optimizer))
+    step, update = kept + ends + max(head, backward), _optimizer_work(shape, layout, optimizer)
+    step = step + update if graph else max(step, update)
     return MemoryPlan(
         {
             "weights": float(a * parameters),
@@ -295,9 +299,10 @@ def head_chunk(classes: int, element_bytes: int) -> int:
 
 
 def _optimizer_work(shape: Shape, layout: Layout, optimizer: Optimizer) -> float:
-    """Muon's: a round of matrices in bf16, its iterate and the products of Newton-Schulz."""
+    """Muon's: of a round of matrices, in 16 bits, what goes into Newton-Schulz and comes out, its iterate before and after a step, and square products
+    of together as much again twice."""
     if not optimizer.muon:
         return 0.0
     local = local_parameters(shape, layout)
     owned = local["experts"] / layout.expert_shards
-    return 4 * 2 * min(owned, ROUND_OF_MUON)
+    return 6 * 2 * min(owned, ROUND_OF_MUON)

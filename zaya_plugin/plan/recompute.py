@@ -38,12 +38,13 @@ class Choice:
 
 
 def choices(
-    shape: Shape, layout: Layout, batch: Batch, kernels: Kernels, optimizer: Optimizer, machine: Machine, allowed: tuple[str, ...] = MODULES
-) -> list[Choice]:
-    """All of them, cheapest first."""
+    shape: Shape, layout: Layout, batch: Batch, kernels: Kernels, optimizer: Optimizer, machine: Machine, allowed: tuple[str, ...] = MODULES,
+    graph: bool = False,
+) -> list[Choice]:  # fmt: skip
+    """All of them, cheapest first. graph: as memory_plan's."""
     found = []
     for recompute in _candidates(shape.num_layers // layout.pipeline, allowed):
-        plan = memory_plan(shape, layout, batch, kernels, recompute, optimizer)
+        plan = memory_plan(shape, layout, batch, kernels, recompute, optimizer, graph)
         found.append(Choice(recompute, plan, 1e3 * added_seconds(shape, layout, batch, kernels, recompute, machine)))
     return sorted(found, key=lambda choice: (choice.milliseconds, choice.plan.total))
 

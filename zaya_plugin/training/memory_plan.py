@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from zaya_plugin.config.graphs import with_graphs
 from zaya_plugin.config.schema import Recipe
 from zaya_plugin.config.validate import data_parallel_size
 from zaya_plugin.plan import recompute as choice
@@ -68,6 +69,11 @@ def recompute_of(recipe: Recipe) -> Recompute:
     return Recompute()
 
 
+def has_graph(recipe: Recipe) -> bool:
+    """Whether a step is one graph, by the key or by what `auto` stands for."""
+    return with_graphs(recipe)[0].cluster.graphs == "full_iteration"
+
+
 def machine_of(recipe: Recipe) -> Machine:
     """Rates by the cluster's name; an H100's for one that is not known, for between choices they decide little."""
     return MACHINES.get(recipe.cluster.name, H100)
@@ -77,7 +83,7 @@ def plan_of(recipe: Recipe, world_size: int, vocabulary: int | None = None) -> M
     """What the fullest rank of `recipe` holds at its peak."""
     return memory_plan(
         shape_of(recipe, vocabulary), layout_of(recipe, world_size), batch_of(recipe, world_size), kernels_of(recipe), recompute_of(recipe),
-        optimizer_of(recipe),
+        optimizer_of(recipe), has_graph(recipe),
     )  # fmt: skip
 
 
@@ -96,7 +102,7 @@ def with_recompute(recipe: Recipe, world_size: int, vocabulary: int | None = Non
     )
     found = choice.choices(
         shape_of(recipe, vocabulary), layout_of(recipe, world_size), batch_of(recipe, world_size), kernels_of(recipe), optimizer_of(recipe),
-        machine_of(recipe), allowed,
+        machine_of(recipe), allowed, has_graph(recipe),
     )  # fmt: skip
     memory_gib = recipe.cluster.memory_gib
     try:
