@@ -57,13 +57,13 @@ def test_a_killed_rank_is_the_cause_and_not_the_closed_connections_of_the_others
     assert "rank 1 failed first, exit code 137:\nkilled by SIGKILL" in done.stderr and "connection" not in done.stderr
 
 
-@pytest.mark.parametrize("mode", ["mistake", "mistake of one"])
+@pytest.mark.parametrize("mode", [pytest.param("mistake", marks=pytest.mark.slow), "mistake of one"])
 def test_a_mistake_found_in_the_ranks_is_one_line_and_code_2(worker_program, tmp_path, mode):
     done = finish(worker_program, tmp_path, mode)
     assert (done.returncode, done.stderr) == (2, "zaya: megatron.nope = 1: no such argument\n")
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
 def test_a_signal_reaches_the_ranks_and_they_have_time_to_save(worker_program, tmp_path, number):
     command, environment = worker_program
     running = subprocess.Popen(

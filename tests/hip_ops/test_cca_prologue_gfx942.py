@@ -17,7 +17,8 @@ KERNELS = ("forward", "backward_pass", "backward_temperature", "backward_sum")
 
 
 @pytest.mark.parametrize("case, schedule", [
-    *((HALO, schedule) for schedule in SCHEDULES), (PLAIN, "lockstep"),
+    (HALO, "reverse"), (PLAIN, "lockstep"),
+    *(pytest.param(HALO, schedule, marks=pytest.mark.slow) for schedule in SCHEDULES if schedule != "reverse"),
     *(pytest.param(PLAIN, schedule, marks=pytest.mark.slow) for schedule in SCHEDULES[1:]),
     *(pytest.param(case, "lockstep", marks=pytest.mark.slow) for case in MORE),
 ], ids=str)  # fmt: skip

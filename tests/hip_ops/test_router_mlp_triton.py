@@ -43,6 +43,7 @@ def test_in_the_interpreter(tmp_path):
     assert done.returncode == 0 and "right" in done.stdout, done.stdout[-4000:]
 
 
+@pytest.mark.slow  # it tests the tests
 def test_each_bug_is_caught(tmp_path):
     from tests.hip_ops.router_bugs import BUGS
 

@@ -11,7 +11,7 @@ from zaya_plugin.training import dry_run, memory_plan
 from zaya_plugin.training.arguments import megatron_arguments
 from zaya_plugin.training.launch import make_plan
 
-FUSED = ["cluster.fused_linear_cross_entropy=true", "cluster.fused_cca_prologue=true"]
+FUSED = ["cluster.fused_linear_cross_entropy=true", "cluster.fused_cca_prologue=true", "cluster.fused_router=false", "cluster.graphs=none"]
 ON_H200 = ["experiment=zaya1_base", "cluster=h200_8", "data.path=none", "stage.micro_batch_size=4", "stage.global_batch_size=128", *FUSED]
 
 
@@ -48,6 +48,15 @@ def test_auto_takes_what_fits_and_says_so(on_h200):
     validate(recipe, 8)
     with pytest.raises(ValueError, match="recompute_granularity = auto: the step needs .* GiB a device .*cluster.memory_gib = 60"):
         memory_plan.with_recompute(on_h200(memory_gib=60), 8)
+
+
+def test_beside_a_graph_the_optimizers_work_needs_room_of_its_own(on_h200):
+    plain, graph = (memory_plan.plan_of(on_h200(auto=False, graphs=graphs), 8).total / 2**30 for graphs in ("none", "auto"))
+    assert graph - plain == pytest.approx(12 * 2**28 / 2**30) and graph == pytest.approx(96.99, abs=0.01)
+    _, line = memory_plan.with_recompute(on_h200(graphs="auto", memory_gib=98), 8)
+    assert "layernorm + permute" in line and "memory plan 89.5 of 98 GiB" in line
+    _, line = memory_plan.with_recompute(on_h200(memory_gib=98), 8)
+    assert "recomputed: layernorm," in line
 
 
 def test_without_auto_nothing_changes(on_h200):
