@@ -109,7 +109,7 @@ def layer_tensors(shape: Shape, layout: Layout, batch: Batch, kernels: Kernels, 
     yield Saved("attention", "context", a * q * whole)
     if not core_again:
         yield Saved("attention", "logsumexp", FLOAT32 * shape.num_attention_heads // tp * whole)
-        if cp > 1:
+        if cp > 1:  # without blocks (zaya_plugin.model.block_attention), as on AMD; with them it is the context itself
             yield Saved("attention", "context of each chunk", a * q * whole)
     yield Saved("norms", "output of attention", a * h * tokens)
     yield Saved("norms", "stream between attention and experts", s * h * tokens)
