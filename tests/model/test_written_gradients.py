@@ -8,7 +8,7 @@ import torch
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 
 from zaya_plugin.model import experts
-from zaya_plugin.optim.written_gradients import ResetRest, blocks_that_write, spare_zeroing
+from zaya_plugin.optim.written_gradients import ResetRest, _tells_micro_batches_apart, blocks_that_write, spare_zeroing
 
 
 def wrapped(make_model, overlap=False, **overrides):
@@ -68,6 +68,12 @@ def test_graphs_of_single_layers_cannot_tell_the_first_micro_batch(make_model, g
     ddp.config.cuda_graph_impl = graphs
     spare_zeroing([ddp])
     assert not any(isinstance(buffer.reset, ResetRest) for buffer in buffers(ddp))
+
+
+@pytest.mark.parametrize("switch", [None, "enable_cuda_graph", "external_cuda_graph"])
+def test_switches_of_older_hosts_count_too(switch):
+    config = SimpleNamespace(**({switch: True} if switch else {}))
+    assert _tells_micro_batches_apart(config) is (switch is None)
 
 
 def test_only_whole_blocks_in_order_without_gaps_write():

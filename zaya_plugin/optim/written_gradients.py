@@ -14,16 +14,23 @@ import torch
 from megatron.core.distributed import DistributedDataParallel
 
 # Implementations of graphs under which the micro-batches of a step are told apart: all of them in one graph, or none.
-GRAPHS = (None, "none", "full_iteration")
+GRAPHS = ("none", "full_iteration")
 
 
 def spare_zeroing(model_chunks: Iterable) -> None:
     """Let the gradient buffers of `model_chunks`, as DDP wraps them, be reset by `ResetRest` where they hold blocks that write first."""
     for chunk in model_chunks:
-        if isinstance(chunk, DistributedDataParallel) and getattr(chunk.config, "cuda_graph_impl", None) in GRAPHS:
+        if isinstance(chunk, DistributedDataParallel) and _tells_micro_batches_apart(chunk.config):
             for buffer in chunk.buffers + chunk.expert_parallel_buffers:
                 if blocks := blocks_that_write(buffer.param_index_map):
                     buffer.reset = ResetRest(buffer, blocks)
+
+
+def _tells_micro_batches_apart(config) -> bool:
+    """megatron-core 0.16 has graphs of single layers alone, by two switches."""
+    if hasattr(config, "cuda_graph_impl"):
+        return config.cuda_graph_impl in GRAPHS
+    return not (getattr(config, "enable_cuda_graph", False) or getattr(config, "external_cuda_graph", False))
 
 
 def blocks_that_write(places: dict[torch.nn.Parameter, tuple]) -> list[tuple[torch.nn.Parameter, int, int]]:
