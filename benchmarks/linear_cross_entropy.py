@@ -29,8 +29,10 @@ import hip_ops
 from hip_ops import backend
 from hip_ops.linear_cross_entropy import chunk_for
 from hip_ops.reference import vocabulary_rows as reference
+from hip_ops.reference.vocabulary_exponentials import parts_of_exponentials
+from hip_ops.vocabulary_exponentials import finish_gradient, overwrite_with_exponentials
 from hip_ops.vocabulary_rows import overwrite_with_gradient, parts_for, row_statistics
-from hip_ops.weight_gradient import add_product_
+from hip_ops.weight_gradient import add_product_, scaled_product
 
 BF16 = torch.bfloat16
 MI300X_FLOPS_PER_S = 700e12  # of large products; for predictions
@@ -128,39 +130,43 @@ def parts(i: Inputs, device: torch.device, options) -> dict:
     torch.mm(x, w.t(), out=buffer)
     number = parts_for(buffer)
     normalizer, _ = reference.combined(row_statistics(buffer, y, 0, number))
-    calls = {
+    exponential_parts = parts_of_exponentials(classes)
+    statistics = overwrite_with_exponentials(buffer, y, 0, exponential_parts)
+    factors = torch.rand(chunk, 1, device=device)
+    promised = {
         "logits": lambda: torch.mm(x, w.t(), out=buffer),
+        "exponentials": lambda: overwrite_with_exponentials(buffer, y, 0, exponential_parts),
+        "finish": lambda: finish_gradient(buffer, y, 0, statistics, 0, exponential_parts, mask, 0.0),
+        "gradient of hidden": lambda: scaled_product(buffer, w, factors, d_hidden),
+        "scaled hidden": lambda: torch.mul(x, factors, out=d_hidden),
+        "main gradient +=": lambda: add_product_(i.main_grad, buffer, x),
+    }
+    recomputed = {
         "statistics": lambda: row_statistics(buffer, y, 0, number),
         "combined": lambda: reference.losses(*reference.combined(torch.zeros(number, 3, chunk, device=device)), 0.0),
         "gradient": lambda: overwrite_with_gradient(buffer, y, 0, normalizer, mask, 0.0),
-        "gradient of hidden": lambda: torch.mm(buffer, w, out=d_hidden),
-        "main gradient +=": lambda: add_product_(i.main_grad, buffer, x),
     }
-    found, moved = {}, {"statistics": buffer.nbytes, "gradient": 2 * buffer.nbytes}
-    for name, call in calls.items():
-        if name == "gradient of hidden":  # operands as in training: the kernel before has run on its own output
+    found, moved = {}, {"statistics": buffer.nbytes, "gradient": 2 * buffer.nbytes, "exponentials": 2 * buffer.nbytes}
+    for name, call in (promised | recomputed).items():
+        if name == "gradient of hidden":  # operands as in training: the kernels before have run on their own output
             torch.mm(x, w.t(), out=buffer)
-            overwrite_with_gradient(buffer, y, 0, normalizer, mask, 0.0)
+            finish_gradient(buffer, y, 0, overwrite_with_exponentials(buffer, y, 0, exponential_parts), 0, exponential_parts, mask, 0.0)
         ms = milliseconds(call, device, options.rep)
         found[name] = {"ms": round(ms, 4)} | ({"of_copy": round(moved[name] / ms * 1e3 / options.copy, 3)} if name in moved else {})
     i.main_grad.zero_()
-    total = sum(each["ms"] for each in found.values()) * tokens / chunk
-    return found | {f"sum over chunks of {chunk}": {"ms": round(total, 3)}}
+    total = sum(found[name]["ms"] for name in promised) * tokens / chunk
+    return found | {f"promised, sum over chunks of {chunk}": {"ms": round(total, 3)}}
 
 
 def prediction(i: Inputs, chunk: int) -> dict:
     """MI300X, from products at 700 TFLOP/s and bytes at 4.33 TB/s; not measured."""
     flops = 6 * i.hidden.numel() * len(i.weight)
-    passes = 3 * 2 * len(i.hidden) * len(i.weight)
+    passes = 2 * 2 * len(i.hidden) * len(i.weight)
     return {"ms": round(1e3 * (flops / MI300X_FLOPS_PER_S + passes / MI300X_BYTES_PER_S), 2), "chunk": chunk, "note": "prediction"}
 
 
 def embedding(i: Inputs, device: torch.device, options) -> dict:
     """The embedding's rows added to the main gradient: as the model does, by index_put_, and by way of a dense bf16 gradient."""
-    try:
-        from zaya_plugin.model.tied_head import add_rows_
-    except ImportError as error:
-        return failure(error)
     total, h = i.main_grad, i.hidden.shape[1]
     rows, found = torch.randn(2 * len(i.hidden), h, device=device).to(BF16), {}
     every = torch.randint(len(i.weight), (len(rows),), device=device)
@@ -170,7 +176,7 @@ def embedding(i: Inputs, device: torch.device, options) -> dict:
         total.add_(torch.ops.aten.embedding_dense_backward(rows, ids, len(total), -1, False))
 
     for ids, name in ((every, "random ids"), (half, "half of one id")):
-        ways = {"as the model": lambda ids=ids: add_rows_(total, ids, rows), "dense": lambda ids=ids: dense(ids),
+        ways = {"as the model": lambda ids=ids: hip_ops.add_rows_(total, ids, rows), "dense": lambda ids=ids: dense(ids),
                 "index_put_": lambda ids=ids: total.index_put_((ids,), rows.float(), accumulate=True)}  # fmt: skip
         found |= {f"{name}, {way}": {"ms": round(milliseconds(call, device, options.rep), 4)} for way, call in ways.items()}
     total.zero_()
@@ -195,6 +201,22 @@ def measure(i: Inputs, device: torch.device, options) -> dict:
     return found
 
 
+def sweep_exponentials(logits: Tensor, labels: Tensor, device: torch.device, options) -> dict:
+    """Parts of other sizes than the operator's in the kernel of exponentials."""
+    from hip_ops.triton_kernels import vocabulary_exponentials as kernels
+
+    found = {}
+    for block, warps in itertools.product((1024, 2048, 4096, 8192, 16384), (1, 2, 4, 8, 16)):
+        if not 8 <= block // (32 * warps) <= 128:
+            continue
+        with mock.patch.object(kernels, "tile", lambda *_, block=block, warps=warps: (block, warps)):
+            number = -(-logits.shape[1] // block)
+            ms = milliseconds(lambda number=number: kernels.overwrite_with_exponentials(logits, labels, 0, number), device, options.rep)
+        found[f"block {block}, {warps} warps, parts {number}"] = {"ms": round(ms, 4), "of_copy": round(2 * logits.nbytes / ms * 1e3 / options.copy, 3)}
+        logits.normal_()
+    return found
+
+
 def sweep(i: Inputs, device: torch.device, options) -> dict:
     """Both Triton kernels on one chunk, best first."""
     from hip_ops.triton_kernels import vocabulary_rows as kernels
@@ -202,8 +224,8 @@ def sweep(i: Inputs, device: torch.device, options) -> dict:
     chunk, classes = options.chunk or chunk_for(len(i.hidden), len(i.weight), 2), len(i.weight)
     logits, y, mask = torch.randn(chunk, classes, device=device, dtype=BF16), i.labels[:chunk], i.mask[:chunk]
     normalizer, _ = reference.combined(kernels.row_statistics(logits, y, 0, 1))
-    results: dict = {"statistics": {}, "gradient": {}}
-    for kind, lanes, warps, number in itertools.product(results, (128, 256, 512, 1024), (4, 8, 16), (1, 2, 4, 8, 16)):
+    results: dict = {"statistics": {}, "gradient": {}, "exponentials": sweep_exponentials(logits, y, device, options)}
+    for kind, lanes, warps, number in itertools.product(("statistics", "gradient"), (128, 256, 512, 1024), (4, 8, 16), (1, 2, 4, 8, 16)):
         if not 1 <= lanes // (32 * warps) <= 4:
             continue
         launch = kernels.Launch(lanes, 8, warps)

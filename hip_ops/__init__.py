@@ -34,6 +34,7 @@ EXPORTS = {
     "router_mlp": "router_mlp",
     "router_mlp_backward": "router_mlp",
     "linear_cross_entropy": "linear_cross_entropy",
+    "add_rows_": "embedding_gradient",
     "set_backend": "backend",
     "use_backend": "backend",
     "warm_up": "operator",

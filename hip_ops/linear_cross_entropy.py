@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """A linear head and its cross-entropy in chunks of tokens, so that the logits of all tokens never exist.
 
-A chunk's logits lie in one buffer, which becomes their gradient in place: three matrix products (torch's) and two passes over the buffer
-(vocabulary_rows.py). Gradients are exact, nothing is filtered, weight gradients are summed in fp32.
+A chunk's logits lie in one buffer, which becomes their gradient in place: three matrix products (torch's). Gradients are exact, nothing is
+filtered, weight gradients are summed in fp32.
 
 If the gradient that the losses will get is promised - in training it is the loss mask - both gradients are made on the way forward, while the
-chunk's logits are there. Without a promise the backward pass makes the logits once more, a fourth product. Results are the same.
+chunk's logits are there, by one pass over them (vocabulary_exponentials.py): rows of the buffer are then their gradient but for a factor, which one
+more rounding puts into the gradient of hidden and into the weight's operand of hidden. Without a promise a pass of its own finds the sums
+(vocabulary_rows.py), and the backward pass makes the logits once more, a fourth product, and a second pass. Results differ by roundings.
 
 Saved for the backward: with a promise the gradient of hidden (and of weight, if there is no main_grad), else hidden, weight and a row's
 maximum and sum. What it takes besides: one chunk of logits, and a few numbers a token.
@@ -20,8 +22,10 @@ import torch
 from torch import Tensor
 
 from hip_ops.reference import vocabulary_rows as reference
+from hip_ops.reference.vocabulary_exponentials import parts_of_exponentials
+from hip_ops.vocabulary_exponentials import finish_gradient, overwrite_with_exponentials
 from hip_ops.vocabulary_rows import overwrite_with_gradient, parts_for, row_statistics
-from hip_ops.weight_gradient import add_product_
+from hip_ops.weight_gradient import add_product_, scaled_product
 
 DTYPES = (torch.bfloat16, torch.float32)
 BUFFER_BYTES = 5 * 2**28  # of a chunk's logits, at most
@@ -68,12 +72,21 @@ class _Head:
 
     def statistics(self, logits: Tensor, rows: slice) -> tuple[Tensor, Tensor]:
         """Normalizer and label's logit, over all ranks; one exchange."""
-        mine = row_statistics(logits, self.labels[rows], self.first_class, parts_for(logits))
-        if self.group is not None and (ranks := torch.distributed.get_world_size(self.group)) > 1:
-            parts = mine.new_empty(ranks * len(mine), *mine.shape[1:])
-            torch.distributed.all_gather_into_tensor(parts, mine, group=self.group)
-            mine = parts
-        return reference.combined(mine)
+        return reference.combined(self._of_all_ranks(row_statistics(logits, self.labels[rows], self.first_class, parts_for(logits))))
+
+    def gradient(self, logits: Tensor, rows: slice, grad: Tensor) -> Tensor:
+        """Makes the logits their gradient but for a factor a row. Returns [2, T]: losses and these factors. One exchange."""
+        labels, parts = self.labels[rows], parts_of_exponentials(len(self.weight))
+        everyone = self._of_all_ranks(overwrite_with_exponentials(logits, labels, self.first_class, parts))
+        first = parts * torch.distributed.get_rank(self.group) if len(everyone) > parts else 0
+        return finish_gradient(logits, labels, self.first_class, everyone, first, parts, grad, self.z_loss)
+
+    def _of_all_ranks(self, parts: Tensor) -> Tensor:
+        if self.group is None or (ranks := torch.distributed.get_world_size(self.group)) == 1:
+            return parts
+        everyone = parts.new_empty(ranks * len(parts), *parts.shape[1:])
+        torch.distributed.all_gather_into_tensor(everyone, parts, group=self.group)
+        return everyone
 
 
 @dataclass
@@ -83,11 +96,15 @@ class _Gradients:
     hidden: Tensor | None
     weight: Tensor | None
 
-    def add(self, head: _Head, hidden: Tensor, rows: slice, d_logits: Tensor) -> None:
-        if self.hidden is not None:
+    def add(self, head: _Head, hidden: Tensor, rows: slice, d_logits: Tensor, factors: Tensor | None = None) -> None:
+        """factors [T, 1]: what rows of d_logits lack; both products take it on their side of tokens."""
+        if self.hidden is not None and factors is None:
             torch.mm(d_logits, head.weight, out=self.hidden[rows])
+        elif self.hidden is not None:
+            scaled_product(d_logits, head.weight, factors, self.hidden[rows])
         if self.weight is not None:
-            add_product_(self.weight, d_logits, hidden[rows])
+            x = hidden[rows] if factors is None else torch.mul(hidden[rows], factors, out=torch.empty_like(hidden[rows]))
+            add_product_(self.weight, d_logits, x)
 
 
 def _empty_gradients(ctx, hidden: Tensor, weight: Tensor, main_grad: Tensor | None) -> _Gradients:
@@ -123,10 +140,8 @@ class _Promised(torch.autograd.Function):
         gradients, buffer = _empty_gradients(ctx, hidden, weight, main_grad), head.buffer(hidden)
         for rows in head.chunks():
             logits = head.logits(hidden, rows, buffer)
-            normalizer, label = head.statistics(logits, rows)
-            losses[rows] = reference.losses(normalizer, label, head.z_loss)
-            overwrite_with_gradient(logits, head.labels[rows], head.first_class, normalizer, promised[rows], head.z_loss)
-            gradients.add(head, hidden, rows, logits)
+            losses[rows], factors = head.gradient(logits, rows, promised[rows])
+            gradients.add(head, hidden, rows, logits, factors.unsqueeze(-1))
         ctx.save_for_backward(promised)
         ctx.gradients, ctx.main_grad, ctx.dtype = gradients, main_grad, weight.dtype
         return losses

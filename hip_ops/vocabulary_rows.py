@@ -70,7 +70,7 @@ def _operator(name: str) -> Operator:
 _statistics, _gradient = _operator("row_statistics"), _operator("overwrite_with_gradient")
 
 
-def _chosen(operator: Operator, logits: Tensor):
+def version_for(operator: Operator, logits: Tensor):
     """fp64 is for checking and runs in plain torch."""
     return operator.reference if logits.dtype == torch.float64 else operator
 
@@ -78,7 +78,7 @@ def _chosen(operator: Operator, logits: Tensor):
 @direct_operator("hip_ops::row_statistics", mutates_args=())
 def row_statistics(logits: Tensor, labels: Tensor, first_class: int, parts: int) -> Tensor:
     """As hip_ops.reference.vocabulary_rows.row_statistics, whatever runs."""
-    return _chosen(_statistics, logits)(logits, labels, first_class, parts)
+    return version_for(_statistics, logits)(logits, labels, first_class, parts)
 
 
 @row_statistics.register_fake
@@ -90,7 +90,7 @@ def _(logits, labels, first_class, parts):
 def overwrite_with_gradient(logits: Tensor, labels: Tensor, first_class: int, normalizer: Tensor, grad: Tensor, z_loss: float) -> None:
     """As hip_ops.reference.vocabulary_rows.overwrite_with_gradient, whatever runs; logits of contiguous rows."""
     assert logits.stride(1) == 1 or logits.shape[1] < 2, f"logits have strides {logits.stride()}"
-    _chosen(_gradient, logits)(logits, labels, first_class, normalizer, grad, z_loss)
+    version_for(_gradient, logits)(logits, labels, first_class, normalizer, grad, z_loss)
 
 
 @overwrite_with_gradient.register_fake

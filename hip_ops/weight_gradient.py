@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Weight gradients summed in fp32 by the matrix product that makes them."""
+"""Matrix products of half precision that give fp32: weight gradients summed by the product that makes them, and products yet to be scaled."""
 
 from __future__ import annotations
 
@@ -22,6 +22,15 @@ def add_product_(total: Tensor, a: Tensor, b: Tensor) -> Tensor:
     if how == "mm":
         return total.add_(torch.ops.aten.mm.dtype(a.t(), b, torch.float32))
     return total.addmm_(a.t().to(total.dtype), b.to(total.dtype))
+
+
+def scaled_product(a: Tensor, b: Tensor, factors: Tensor, out: Tensor) -> Tensor:
+    """out = factors * (a b), rounded once where the device multiplies into fp32. a [T, m], b [m, n] and out [T, n] of one dtype, factors [T, 1]."""
+    if a.is_cuda and a.dtype != torch.float32 and fp32_product(a.device, a.dtype):
+        return torch.mul(torch.ops.aten.mm.dtype(a, b, torch.float32), factors, out=out)
+    if a.dtype == torch.bfloat16 and not a.is_cuda:
+        return torch.mul(a.float() @ b.float(), factors, out=out)
+    return torch.mm(a, b, out=out).mul_(factors)
 
 
 @functools.cache

@@ -36,7 +36,7 @@ def _blocks(logits: Tensor) -> Iterator[slice]:
     yield from (slice(at, at + rows) for at in range(0, len(logits), rows))
 
 
-def _place(labels: Tensor, first_class: int, classes: int) -> tuple[Tensor, Tensor]:
+def columns_of(labels: Tensor, first_class: int, classes: int) -> tuple[Tensor, Tensor]:
     """Column of each label, 0 for those that are not here, and which are."""
     column = labels - first_class
     here = (column >= 0) & (column < classes)
@@ -49,7 +49,7 @@ def row_statistics(logits: Tensor, labels: Tensor, first_class: int, parts: int)
     step, compute = part_size(classes, parts), compute_dtype(logits)
     found = torch.zeros((parts, 3, rows), dtype=compute, device=logits.device)
     found[:, 0] = -torch.inf
-    column, here = _place(labels, first_class, classes)
+    column, here = columns_of(labels, first_class, classes)
     label = logits.gather(-1, column).squeeze(-1).to(compute) if classes else found[0, 2]
     for part in range(-(-classes // step)):
         end = min((part + 1) * step, classes)
@@ -81,7 +81,7 @@ def losses(normalizer: Tensor, label: Tensor, z_loss: float) -> Tensor:
 def overwrite_with_gradient(logits: Tensor, labels: Tensor, first_class: int, normalizer: Tensor, grad: Tensor, z_loss: float) -> None:
     """logits <- grad * (softmax(logits) * (1 + 2 z_loss logsumexp(logits)) - onehot(labels)), in place; grad [T]."""
     compute = normalizer.dtype
-    column, here = _place(labels, first_class, logits.shape[1])
+    column, here = columns_of(labels, first_class, logits.shape[1])
     if logits.shape[1] == 0:
         return
     for block in _blocks(logits):

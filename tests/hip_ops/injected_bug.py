@@ -32,8 +32,8 @@ def source(file: str, bug: Bug | None = None) -> str:
 
 
 def write_source(folder: Path, bug: Bug, name: str) -> Path:
-    """csrc/<name>.hip in `folder`, beside a copy of the header it includes; one of them has the bug."""
-    for file in ("row_vectors.h", f"{name}.hip"):
+    """csrc/<name>.hip in `folder`, beside copies of the headers it includes; one of them has the bug."""
+    for file in ("row_vectors.h", "vocabulary.h", f"{name}.hip"):
         (folder / file).write_text(source(file, bug))
     return folder / f"{name}.hip"
 

@@ -7,7 +7,7 @@ from tests.hip_ops.injected_bug import Bug
 from tests.hip_ops.rms_norm_cases import BF16, FP32
 from tests.hip_ops.vocabulary_rows_cases import Logits, check
 
-HEADER, SOURCE = "row_vectors.h", "vocabulary_rows.hip"
+HEADER, SHARED, SOURCE = "row_vectors.h", "vocabulary.h", "vocabulary_rows.hip"
 CASES = (
     Logits(7, 2600, BF16, parts=2, z_loss=1e-2), Logits(7, 2600, BF16, parts=2, shape="confident", pad=8), Logits(6, 640, parts=2, shape="nothing"),
     Logits(9, 333, FP32, parts=3, shape="far"), Logits(4, 2048, shape="rising"), Logits(300, 64, FP32),  # more rows than a CPU's waves
@@ -20,9 +20,9 @@ def in_source(right: str, wrong: str, file: str = SOURCE) -> Bug:
 
 BUGS = {
     "total_not_rescaled": in_source("float sum = total * exponential(largest - shift);", "float sum = total;"),
-    "nothing_minus_nothing": in_source("return largest == kNothing ? 0.0f : largest;", "return largest;"),
+    "nothing_minus_nothing": in_source("return largest == kNothing ? 0.0f : largest;", "return largest;", SHARED),
     "lanes_keep_their_own_maximum": in_source("wave_sum(work.total * exponential(work.largest - shift_of(largest)))", "wave_sum(work.total)"),
-    "maximum_of_half_a_wave": in_source("for (int mask = kWave / 2; mask > 0; mask >>= 1) v = fmaxf", "for (int mask = kWave / 4; mask > 0; mask >>= 1) v = fmaxf"),
+    "maximum_of_half_a_wave": in_source("for (int mask = kWave / 2; mask > 0; mask >>= 1) v = fmaxf", "for (int mask = kWave / 4; mask > 0; mask >>= 1) v = fmaxf", SHARED),
     "label_of_every_part": in_source("label >= part.start && label < part.end ? to_float", "label >= 0 && label < classes ? to_float"),
     "label_at_the_end_belongs_to_nobody": in_source("const bool here = label >= part.start && label < part.end;", "const bool here = label >= part.start && label < part.end - 1;"),
     "label_counted_from_the_row": in_source("here ? int(label) - part.start : -1", "here ? int(label) : -1"),

@@ -23,7 +23,7 @@ ROUNDING = {BF16: 2**-8, FP32: 2**-23, FP64: 2**-50}  # half a step of the resul
 @dataclass(frozen=True)
 class Logits:
     """`parts`: of a row, in the statistics. pad: elements between rows. shape: "confident" rows have one large logit, "far" ones lie around +-500,
-    "rising" ones have their maximum at the end, "nothing" has a part of which all logits are -inf."""
+    "rising" ones have their maximum at the end, "steps" rise by 90 from part to part, "nothing" has a part of which all logits are -inf."""
 
     rows: int
     classes: int
@@ -54,6 +54,8 @@ def inputs(case: Logits) -> tuple[Tensor, Tensor, Tensor]:
         values += torch.where(torch.arange(case.rows) % 2 == 0, 500.0, -500.0)[:, None]
     elif case.shape == "rising":
         values += torch.linspace(-60, 20, case.classes, dtype=FP64)
+    elif case.shape == "steps":
+        values += 90.0 * (torch.arange(case.classes) // size - 1)
     elif case.shape == "nothing":
         values[:, :size] = -torch.inf
     logits.copy_(values)

@@ -27,7 +27,7 @@ OPERATOR_NAMES = (
     (re.compile(r"hip_ops(::|_)\w*cca_prologue"), "prologue"),
     (re.compile(r"hip_ops(::|_)\w*rms_norm"), "norms"),
     (re.compile(r"hip_ops(::|_)\w*(sort_by_expert|permute_to_experts|unpermute_from_experts|weighted_swiglu|grouped_)"), "experts"),
-    (re.compile(r"hip_ops(::|_)\w*(cross_entropy|row_statistics|overwrite_with_gradient)"), "head"),
+    (re.compile(r"hip_ops(::|_)\w*(cross_entropy|row_statistics|overwrite_with_gradient|overwrite_with_exponentials|finish_gradient)"), "head"),
     (re.compile(r"hip_ops(::|_)\w*(muon_|newton_schulz|symmetric_product|matmul_add)"), "optimizer"),
 )
 # Of kernels of which nothing else is known.

@@ -36,23 +36,6 @@ class Announced(torch.autograd.Function):
         return handed_over(ctx.weight)
 
 
-def add_rows_(total: Tensor, ids: Tensor, rows: Tensor) -> None:
-    """total[ids] += rows in total's dtype, the same bits every time. total [V, h], ids [n] within it, rows [n, h].
-
-    Rows of one id are summed first, by torch's kernel for embeddings, into as many slots as there are tokens: `index_put_` would add them one
-    after the other, which takes milliseconds where thousands of tokens are padding. Nothing waits for the number of ids.
-    """
-    if len(ids) == 0:
-        return
-    in_order, order = ids.sort(stable=True)
-    slot_in_order = torch.nn.functional.pad((in_order[1:] != in_order[:-1]).long(), (1, 0)).cumsum(0)
-    # Slots that are left over add zeros to a row each.
-    target = torch.arange(len(ids), device=ids.device).remainder_(len(total)).scatter_(0, slot_in_order, in_order)
-    slot = torch.empty_like(ids).scatter_(0, order, slot_in_order)
-    sums = torch.ops.aten.embedding_dense_backward(rows.to(total.dtype), slot, len(ids), -1, False)
-    total.index_add_(0, target, sums)
-
-
 class EmbeddingRows(torch.autograd.Function):
     """weight[ids], with `cut` zeros for ids outside of it. The gradient's rows are added to `main_grad`, where there is one."""
 
@@ -74,6 +57,8 @@ class EmbeddingRows(torch.autograd.Function):
         total, nothing = main_grad_of(weight), (None, None)
         if total is None:
             return None, torch.ops.aten.embedding_dense_backward(grad, place, len(weight), -1, False), *nothing
+        from hip_ops import add_rows_
+
         add_rows_(total, place.flatten(), grad.flatten(0, -2))
         return None, handed_over(weight) if ctx.announces else None, *nothing
 
@@ -94,10 +79,11 @@ class MainGradEmbedding(VocabParallelEmbedding):
     def forward(self, input_: Tensor) -> Tensor:
         """Ids int64 [b, s] -> [b, s, h], or with sequence parallelism in the embedding this rank's rows of [s, b, h]."""
         cut = self.tp_group.size() > 1
-        rows = EmbeddingRows.apply(input_ - self.vocab_start_index if cut else input_, self.weight, cut, self.announces)
+        ids = input_.transpose(0, 1)  # rows are taken in the order of the stream, so that neither they nor their gradients have to be moved
+        rows = EmbeddingRows.apply(ids - self.vocab_start_index if cut else ids, self.weight, cut, self.announces)
         if self.reduce_scatter_embeddings:
-            return reduce_scatter_to_sequence_parallel_region(rows.transpose(0, 1).contiguous(), group=self.tp_group)
-        return reduce_from_tensor_model_parallel_region(rows, group=self.tp_group)
+            return reduce_scatter_to_sequence_parallel_region(rows, group=self.tp_group)
+        return reduce_from_tensor_model_parallel_region(rows, group=self.tp_group).transpose(0, 1)
 
 
 def head_losses(hidden: Tensor, weight: Tensor, labels: Tensor, promised: Tensor | None, *, sequence_parallel: bool, group, z_loss: float = 0.0) -> Tensor:

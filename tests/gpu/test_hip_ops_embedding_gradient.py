@@ -1,0 +1,34 @@
+# SPDX-License-Identifier: Apache-2.0
+"""An embedding's gradient row by row, in Triton on an accelerator."""
+
+import pytest
+import torch
+
+import hip_ops
+from hip_ops import backend
+from hip_ops.operator import OPERATORS, all_operators, warm_up
+from tests.hip_ops.embedding_gradient_cases import BF16, CASES, FP32, Rows, check
+from tests.no_waiting import no_waiting
+
+DEVICE = torch.device("cuda")
+LARGE = [Rows(16384, 262272, 256, BF16, "half"), Rows(16384, 1000, 2048, FP32), Rows(20000, 300, 1100, BF16, "runs")]
+
+
+@pytest.mark.parametrize("case", [*CASES, *LARGE], ids=str)
+def test_against_fp64(case):
+    pytest.importorskip("triton")
+    from hip_ops.triton_kernels import embedding_gradient
+
+    check(embedding_gradient, case, "cuda")
+
+
+def test_the_self_check_passes_and_nothing_waits():
+    all_operators()
+    assert warm_up(DEVICE, [OPERATORS["add_rows"]]) == {"add_rows": "passed"}
+    total, ids, rows = torch.zeros(9, 64, device=DEVICE), torch.arange(300, device=DEVICE) % 9, torch.ones(300, 64, device=DEVICE)
+    with no_waiting():
+        hip_ops.add_rows_(total, ids, rows)
+    assert total[:, 0].tolist() == [34.0] * 3 + [33.0] * 6
+    with backend.use_backend("torch"):
+        hip_ops.add_rows_(total, ids, rows)
+    assert total[:, 0].tolist() == [68.0] * 3 + [66.0] * 6

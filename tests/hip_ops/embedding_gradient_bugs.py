@@ -1,0 +1,66 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The Triton kernels of hip_ops.embedding_gradient with one mistake each, made from the shipped source by substitution, in Triton's interpreter.
+
+    python -m tests.hip_ops.embedding_gradient_bugs FOLDER       runs the checks on the right source and on each mistake; prints what was caught
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from pathlib import Path
+from types import ModuleType
+
+from tests.hip_ops.embedding_gradient_cases import CASES, check
+
+# name: (right, wrong)
+BUGS = {
+    "what_came_in_is_taken_for_begun": ("tl.load(ids + start - 1, mask=start > 0, other=-1) == id", "tl.load(ids + start - 1, mask=start > 0, other=-1) == -7"),
+    "every_id_came_in": ("            came_in = came_in & False\n", ""),
+    "sums_go_on": ("            sums = tl.zeros([BLOCK], tl.float32)\n            id", "            id"),
+    "order_forgotten": ("row = tl.load(order + at)", "row = tl.load(order + at) * 0 + at"),
+    "total_overwritten": ("(now + sums).to(total", "sums.to(total"),
+    "last_row_lost": ("for at in range(start, end):", "for at in range(start, min(end, count - 1)):"),
+    "padding_of_rows_ignored": ("rows + row * rows_stride + column", "rows + row * width + column"),
+    "head_of_the_first_part": ("of_part = part.to(tl.int64) * width + column", "of_part = column"),
+    "tail_forgotten": ("sums = tl.load(tails + part.to(tl.int64) * width + column, mask=inside, other=0.0)", "sums = tl.zeros([BLOCK], tl.float32)"),
+    "one_round_of_parts": ("more = tl.min(mine.to(tl.int32), axis=0) > 0", "more = more & False"),
+    "parts_of_other_ids": ("mask=mine[:, None] & inside[None, :]", "mask=(mine[:, None] | True) & (parts * RUN < count)[:, None] & inside[None, :]"),
+    "joined_by_every_part": ("if goes_on & (began_before == 0):", "if goes_on:"),
+    "begins_at_the_border_only": ("(start > 0) & (tl.load(ids + start - 1, mask=start > 0, other=-3) == id)", "(tl.load(ids + start) == id)"),
+    "joined_sums_overwrite": ("other=0.0).to(tl.float32) + sums).to", "other=0.0).to(tl.float32) * 0.0 + sums).to"),
+}  # fmt: skip
+
+
+def kernels(folder: Path, name: str | None = None) -> ModuleType:
+    """A copy of the module with bug `name`."""
+    from hip_ops.triton_kernels import embedding_gradient
+
+    text = Path(embedding_gradient.__file__).read_text()
+    if name is not None:
+        right, wrong = BUGS[name]
+        assert text.count(right) == 1, f"the source says {text.count(right)} times: {right}"
+        text = text.replace(right, wrong)
+    path = folder / f"embedding_gradient_{name}.py"
+    path.write_text(text)
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[path.stem] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def main(folder: Path) -> None:
+    for name in (None, *BUGS):
+        module = kernels(folder, name)
+        try:
+            for case in CASES:
+                check(module, case)
+            found = "MISSED" if name else "right"
+        except (AssertionError, IndexError) as error:
+            found = "caught" if name else f"wrong: {error}"
+        print(f"{found} {name}" if name else f"right source: {found}", flush=True)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

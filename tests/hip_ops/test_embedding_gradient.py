@@ -1,0 +1,82 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rows added to a matrix by their ids, on the CPU: the torch reference, and Triton's version in its interpreter."""
+
+import re
+
+import pytest
+import torch
+
+import hip_ops
+from hip_ops import embedding_gradient
+from hip_ops.hip_kernels import embedding_gradient as hip_kernels
+from hip_ops.operator import OPERATORS
+from hip_ops.reference import embedding_gradient as reference
+from tests.gfx942.emulator import Device
+from tests.hip_ops.cpu_kernels import SCHEDULES, run_python
+from tests.hip_ops.embedding_gradient_bugs import BUGS
+from tests.hip_ops.embedding_gradient_cases import BF16, CASES, FP64, Rows, check
+from tests.hip_ops.embedding_gradient_device import RowsOnDevice
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_reference_against_fp64(case):
+    check(reference, case)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_cpu_build_against_fp64(monkeypatch, case, schedule):
+    monkeypatch.setenv("HO_CPU_SCHEDULE", schedule)
+    check(hip_kernels, case)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, FP64])
+def test_the_operator_adds_in_place(dtype):
+    total = torch.zeros(4, 3, dtype=dtype)
+    rows = torch.arange(15.0, dtype=dtype).view(5, 3)
+    assert hip_ops.add_rows_(total, torch.tensor([2, 0, 2, 2, 3]), rows) is None
+    assert total.tolist() == [[3, 4, 5], [0, 0, 0], [15, 18, 21], [12, 13, 14]]
+    torch.library.opcheck(torch.ops.hip_ops.add_rows.default, (total, torch.tensor([1, 1, 0]), rows[:3]))
+
+
+def test_the_self_check_would_not_pass_a_lost_row():
+    operator = OPERATORS["add_rows"]
+    total, ids, rows = operator.example(torch.device("cpu"))
+    want, got = total.clone(), total.clone()
+    embedding_gradient.add_rows_(want, ids, rows)
+    embedding_gradient.add_rows_(got, ids[1:], rows[1:])
+    assert (want - got).abs().max() > 10 * operator.tolerance * want.abs().max()
+
+
+PROGRAM = """
+from hip_ops.triton_kernels import embedding_gradient
+from tests.hip_ops.embedding_gradient_cases import CASES, check
+
+for case in CASES:
+    check(embedding_gradient, case)
+print("right")
+"""
+
+
+def test_triton_in_the_interpreter():
+    pytest.importorskip("triton")
+    done = run_python(PROGRAM, TRITON_INTERPRET="1", OMP_NUM_THREADS="1")
+    assert done.returncode == 0 and "right" in done.stdout, done.stdout[-4000:]
+
+
+@pytest.mark.slow  # it tests the tests
+def test_each_bug_is_caught(tmp_path):
+    program = "import sys; from pathlib import Path; from tests.hip_ops.embedding_gradient_bugs import main; main(Path(sys.argv[1]))"
+    done = run_python(program, str(tmp_path), TRITON_INTERPRET="1", OMP_NUM_THREADS="1")
+    assert done.returncode == 0, done.stdout[-4000:]
+    assert "right source: right" in done.stdout
+    assert re.findall(r"(?:caught|MISSED) (\w+)", done.stdout) == list(BUGS) and "MISSED" not in done.stdout, done.stdout[-4000:]
+
+
+@pytest.mark.parametrize("case", [Rows(70, 9, 40, BF16, "half", pad=8), pytest.param(Rows(97, 20, 40, repeated="runs"), marks=pytest.mark.slow)], ids=str)
+@pytest.mark.parametrize("schedule", ["lockstep", pytest.param("reverse", marks=pytest.mark.slow)])
+def test_compiled_for_gfx942_in_the_emulator(schedule, case):
+    on_device = RowsOnDevice(Device(schedule))
+    check(on_device, case)
+    assert set(on_device.counters) == {"add_runs_kernel", "join_runs_kernel"}
+    assert all(counters.atomics == 0 for counters in on_device.counters.values())
