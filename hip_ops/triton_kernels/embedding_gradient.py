@@ -34,27 +34,24 @@ def add_runs_kernel(
     end = min(start + RUN, count)
     of_part = part.to(tl.int64) * width + column
     id = tl.load(ids + start)
-    came_in = tl.load(ids + start - 1, mask=start > 0, other=-1) == id
+    came_in = (tl.load(ids + start - 1, mask=start > 0, other=-1) == id).to(tl.int32)
     sums = tl.zeros([BLOCK], tl.float32)
     for at in range(start, end):
         row = tl.load(order + at)
         sums += tl.load(rows + row * rows_stride + column, mask=inside, other=0.0).to(tl.float32)
         following = tl.load(ids + at + 1, mask=at + 1 < count, other=-1)
-        if following != id:
-            if came_in:
-                tl.store(heads + of_part, sums, mask=inside)
-            else:
-                to = total + id * total_stride + column
-                now = tl.load(to, mask=inside, other=0.0).to(tl.float32)
-                tl.store(to, (now + sums).to(total.dtype.element_ty), mask=inside)
-            came_in = came_in & False
-            sums = tl.zeros([BLOCK], tl.float32)
-            id = following
-        elif at + 1 == end:
-            if came_in:
-                tl.store(heads + of_part, sums, mask=inside)
-            else:
-                tl.store(tails + of_part, sums, mask=inside)
+        # masks in place of branches, with which Triton 3.6 compiles nothing where sizes are multiples of 16
+        ends = (following != id).to(tl.int32)
+        to_total, to_head = ends * (1 - came_in), tl.maximum(ends, (at + 1 == end).to(tl.int32)) * came_in
+        to_tail = (at + 1 == end).to(tl.int32) * (1 - ends) * (1 - came_in)
+        to = total + id * total_stride + column
+        now = tl.load(to, mask=inside & (to_total > 0), other=0.0).to(tl.float32)
+        tl.store(to, (now + sums).to(total.dtype.element_ty), mask=inside & (to_total > 0))
+        tl.store(heads + of_part, sums, mask=inside & (to_head > 0))
+        tl.store(tails + of_part, sums, mask=inside & (to_tail > 0))
+        sums = tl.where(ends > 0, 0.0, sums)
+        came_in *= 1 - ends
+        id = following
 
 
 @triton.jit

@@ -120,6 +120,20 @@ def _vocabulary_rows(gradient: bool) -> TritonObject:
     return _compile(kernel, types, constexprs, chosen.num_warps, unaligned=("rows", "first_class", "normalizer_stride"))
 
 
+def _vocabulary_exponentials(finish: bool) -> TritonObject:
+    """A chunk of ZAYA1's 262,272 classes, in 65 parts of 4048."""
+    from hip_ops.reference.vocabulary_exponentials import MOST, PERIOD
+    from hip_ops.triton_kernels import vocabulary_exponentials as kernels
+
+    sizes = dict.fromkeys(("rows", "classes", "row_stride", "first_class", "size", "all_parts", "first_part", "parts"), "i32")
+    types = sizes | {"logits": "*bf16", "exponentials": "*bf16", "labels": "*i64", "z_loss": "fp32"}
+    unaligned = ("rows", "first_class", "all_parts", "first_part", "parts")
+    if finish:
+        return _compile(kernels.finish_gradient_kernel, types, {"PARTS": 128, "BLOCK": 1024}, 2, unaligned=unaligned)
+    block, warps = kernels.tile(4048, 2, warp_size=64)
+    return _compile(kernels.exponentials_kernel, types, {"MOST": MOST, "PERIOD": PERIOD, "BLOCK": block}, warps, unaligned=unaligned)
+
+
 def _cca_prologue(which: str) -> TritonObject:
     """ZAYA1's heads, with halos and documents."""
     from hip_ops.triton_kernels import (
@@ -181,4 +195,6 @@ CASES: dict[str, Callable[[], TritonObject]] = {
     "weighted_swiglu_backward": lambda: _swiglu(True),
     "row_statistics": lambda: _vocabulary_rows(False),
     "overwrite_with_gradient": lambda: _vocabulary_rows(True),
+    "overwrite_with_exponentials": lambda: _vocabulary_exponentials(False),
+    "finish_gradient": lambda: _vocabulary_exponentials(True),
 }

@@ -86,8 +86,8 @@ def test_modes_and_runs_agree(chosen):
     assert all(torch.equal(a, b) for a, b in zip(first, run(*arguments, promise=True), strict=True))
     losses, d_hidden, d_weight = run(*arguments, promise=False)
     torch.testing.assert_close(losses, first[0], rtol=1e-5, atol=1e-5)
-    for got, want in ((d_hidden, first[1]), (d_weight, first[2])):  # of a factor more or less in what is rounded
-        assert (got.double() - want.double()).norm() <= 0.6 * 2**-8 * want.double().norm()
+    for got, want in ((d_hidden, first[1]), (d_weight, first[2])):  # of a factor more or less in what is rounded, twice or three times each
+        assert (got.double() - want.double()).norm() <= 2**-8 * want.double().norm()
     other = run(*arguments, promise=True, chunk_tokens=128)
     torch.testing.assert_close(other[0], first[0], rtol=1e-4, atol=1e-4)
 

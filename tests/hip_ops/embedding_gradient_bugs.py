@@ -15,13 +15,15 @@ from tests.hip_ops.embedding_gradient_cases import CASES, check
 
 # name: (right, wrong)
 BUGS = {
-    "what_came_in_is_taken_for_begun": ("tl.load(ids + start - 1, mask=start > 0, other=-1) == id", "tl.load(ids + start - 1, mask=start > 0, other=-1) == -7"),
-    "every_id_came_in": ("            came_in = came_in & False\n", ""),
-    "sums_go_on": ("            sums = tl.zeros([BLOCK], tl.float32)\n            id", "            id"),
+    "what_came_in_is_taken_for_begun": ("(tl.load(ids + start - 1, mask=start > 0, other=-1) == id).to(tl.int32)", "(id == -7).to(tl.int32)"),
+    "every_id_came_in": ("came_in *= 1 - ends", "came_in *= 1"),
+    "sums_go_on": ("sums = tl.where(ends > 0, 0.0, sums)", "sums = tl.where(ends > 0, 1.0, 1.0) * sums"),
     "order_forgotten": ("row = tl.load(order + at)", "row = tl.load(order + at) * 0 + at"),
     "total_overwritten": ("(now + sums).to(total", "sums.to(total"),
     "last_row_lost": ("for at in range(start, end):", "for at in range(start, min(end, count - 1)):"),
     "padding_of_rows_ignored": ("rows + row * rows_stride + column", "rows + row * width + column"),
+    "padding_of_the_matrix_ignored": ("to = total + id * total_stride + column\n        now", "to = total + id * width + column\n        now"),
+    "padding_of_the_matrix_ignored_in_the_join": ("to = total + id * total_stride + column\n        tl", "to = total + id * width + column\n        tl"),
     "head_of_the_first_part": ("of_part = part.to(tl.int64) * width + column", "of_part = column"),
     "tail_forgotten": ("sums = tl.load(tails + part.to(tl.int64) * width + column, mask=inside, other=0.0)", "sums = tl.zeros([BLOCK], tl.float32)"),
     "one_round_of_parts": ("more = tl.min(mine.to(tl.int32), axis=0) > 0", "more = more & False"),

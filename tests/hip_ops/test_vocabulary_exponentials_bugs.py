@@ -1,0 +1,44 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The comparisons that the exponentials of logits and their gradients pass are such that mistakes do not: each is put into a copy of the source
+and must fail."""
+
+import shutil
+
+import pytest
+
+import hip_ops.library
+from hip_ops.build import CSRC
+from hip_ops.hip_kernels import vocabulary_exponentials
+from tests.gfx942.emulator import Device
+from tests.gfx942.emulator.faults import OutOfBounds
+from tests.gfx942.toolchain import code_object
+from tests.hip_ops import vocabulary_exponentials_bugs as bugs
+from tests.hip_ops.cpu_kernels import SCHEDULES
+from tests.hip_ops.injected_bug import cpu_copy, write_source
+from tests.hip_ops.vocabulary_exponentials_cases import check
+from tests.hip_ops.vocabulary_exponentials_device import HipExponentials
+from tests.hip_ops.vocabulary_rows_cases import Logits
+
+FAST = ("label_read_after_the_stores", "parts_of_the_first_rank", "label_without_the_factor")  # each costs a build of the source
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=() if name in FAST else pytest.mark.slow) for name in bugs.BUGS])
+def test_each_bug_is_caught(tmp_path, monkeypatch, name):
+    bug = bugs.BUGS[name]
+    copy = cpu_copy(tmp_path, bug, "vocabulary_exponentials")
+    monkeypatch.setattr(hip_ops.library, "library", lambda target: copy)
+    with pytest.raises(AssertionError, match="are wrong"):
+        for schedule in SCHEDULES if bug.schedule else SCHEDULES[-1:]:
+            monkeypatch.setenv("HO_CPU_SCHEDULE", schedule)
+            bugs.shows(vocabulary_exponentials)
+
+
+def test_the_right_source_passes():
+    bugs.shows(vocabulary_exponentials)
+
+
+def test_one_element_too_many_is_out_of_bounds(tmp_path):
+    source = write_source(tmp_path, bugs.ONE_TOO_MANY, "vocabulary_exponentials")
+    shutil.copy(CSRC / "portable.h", tmp_path)
+    with pytest.raises(OutOfBounds):
+        check(HipExponentials(Device("lockstep"), objects=lambda name: code_object(source)), Logits(2, 64))
