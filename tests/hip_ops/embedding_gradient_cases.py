@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -14,7 +16,7 @@ from tests.hip_ops.rms_norm_cases import BF16, FP32, FP64
 @dataclass(frozen=True)
 class Rows:
     """`repeated`: ids "once" come at most once, "random" are drawn, "half" are for a half of the rows the last one, as padding is, "one" all the
-    same, "runs" are runs of 1, 2, 3... rows. pad: elements between the rows."""
+    same, "runs" are runs of 1, 2, 3... rows. pad: elements between the rows, and between the matrix's."""
 
     count: int
     classes: int
@@ -28,7 +30,7 @@ class Rows:
 
 
 def inputs(case: Rows) -> tuple[Tensor, Tensor, Tensor]:
-    """total with rows of NaN between those that belong to it, ids in any order, rows."""
+    """total and rows with NaN between their rows, ids in any order."""
     generator = torch.Generator().manual_seed(case.count + 7 * case.classes)
     ids = torch.randint(case.classes, (case.count,), generator=generator)
     if case.repeated == "once":
@@ -42,20 +44,41 @@ def inputs(case: Rows) -> tuple[Tensor, Tensor, Tensor]:
         ids = ids[torch.randperm(case.count, generator=generator)]
     storage = torch.full((max(1, case.count), case.width + case.pad), torch.nan, dtype=case.dtype)
     rows = storage[: case.count, : case.width].copy_(torch.randn(case.count, case.width, generator=generator, dtype=FP64))
-    return torch.randn(case.classes, case.width, generator=generator), ids, rows
+    total = torch.full((case.classes, case.width + case.pad), torch.nan)[:, : case.width]
+    return total.copy_(torch.randn(case.classes, case.width, generator=generator)), ids, rows
+
+
+def copied(tensor: Tensor, device: str | torch.device) -> Tensor:
+    """With the strides that it has, which `to` and `clone` would not keep."""
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device).copy_(tensor)
+
+
+@contextlib.contextmanager
+def new_memory_is_nan() -> Iterator[None]:
+    """torch.empty gives NaN, so that a partial sum which nobody wrote does not pass for the zero that lay there."""
+    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    filled = torch.utils.deterministic.fill_uninitialized_memory
+    torch.use_deterministic_algorithms(True)
+    torch.utils.deterministic.fill_uninitialized_memory = True
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+        torch.utils.deterministic.fill_uninitialized_memory = filled
 
 
 def check(module, case: Rows, device: str = "cpu") -> None:
     """Sums in fp32, twice the same bits, and rows of no id as they were."""
-    total, ids, rows = (tensor.to(device) for tensor in inputs(case))
-    given = total.clone()
+    total, ids, rows = (copied(tensor, device) for tensor in inputs(case))
+    given = copied(total, device)
     want = total.double().index_add_(0, ids, rows.double())
     size = total.double().abs().index_add_(0, ids, rows.double().abs())
-    module.add_rows_(total, ids, rows)
+    with new_memory_is_nan():
+        module.add_rows_(total, ids, rows)
     error = (total.double() - want).abs()
     assert bool((error <= 3e-6 * size).all()), f"{case}: off by {(error / size).max().item():.3g}"  # up to 2,000 sums in fp32
     untouched = torch.ones(case.classes, dtype=torch.bool, device=device).index_fill_(0, ids, False)
-    assert torch.equal(total[untouched], given[untouched])
+    assert torch.equal(total[untouched], given[untouched]), f"{case}: rows of no id changed"
     module.add_rows_(given, ids, rows)
     assert torch.equal(total, given), f"{case}: other bits the second time"
 
@@ -63,5 +86,6 @@ def check(module, case: Rows, device: str = "cpu") -> None:
 CASES = [
     Rows(0, 5, 8), Rows(1, 5, 7), Rows(40, 5, 24, BF16), Rows(300, 1000, 33, pad=3), Rows(64, 100, 16, repeated="once"), Rows(33, 40, 130, BF16, "once"),
     Rows(700, 50, 20, BF16, "half"), Rows(97, 9, 40, repeated="one"), Rows(640, 3, 8, repeated="one"), Rows(500, 500, 48, BF16, "runs", pad=8),
-    Rows(32, 4, 8, repeated="one"), Rows(31, 4, 8, repeated="one"), Rows(65, 2, 1100, BF16, "half"),
+    Rows(32, 4, 8, repeated="one"), Rows(31, 4, 8, repeated="one"), Rows(65, 2, 1100, BF16, "half"), Rows(65, 2, 1104, BF16, "half"),
+    Rows(33, 40, 1100, repeated="once"), Rows(330, 3, 16, BF16),
 ]  # fmt: skip
