@@ -7,7 +7,7 @@
 namespace vocabulary {
 
 constexpr float kMost = 64.0f, kPeriod = 104.0f;  // MOST and PERIOD of the reference
-constexpr int kLargestPart = 4096;                // classes
+constexpr int kLargestPart = 2048;                // classes
 
 // The compiler may no longer know what it derived from `raw`: it converts, or compares, once more instead of holding the results in registers.
 template <class V>
@@ -165,7 +165,7 @@ FINISH(ho_finish_gradient_any_bf16, bf16, false)
 FINISH(ho_finish_gradient_any_fp32, float, false)
 
 // Launchers. element_bytes 2 (bf16) or 4 (fp32); aligned: all rows start and end at multiples of 16 bytes; size: classes of a part, a multiple
-// of 16 and at most 4096; blocks of four waves for each part, which go on to further rows.
+// of 16 and at most 2048; blocks of four waves for each part, which go on to further rows.
 HO_EXPORT int ho_overwrite_with_exponentials(void* logits, const void* labels, void* statistics, int64_t count, int64_t classes, int64_t stride,
                                              int64_t first_class, int64_t parts, int64_t size, int64_t element_bytes, int64_t aligned,
                                              int64_t blocks, void* stream) {

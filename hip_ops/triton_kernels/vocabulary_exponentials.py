@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from hip_ops.reference.vocabulary_exponentials import LARGEST_PART, MOST, PERIOD
+from hip_ops.reference.vocabulary_exponentials import MOST, PERIOD
 from hip_ops.reference.vocabulary_rows import part_size
 from hip_ops.triton_kernels.on_device import on
 
@@ -116,5 +116,5 @@ def finish_gradient(exponentials: Tensor, labels: Tensor, first_class: int, stat
 def tile(size: int, element_bytes: int, warp_size: int | None = None) -> tuple[int, int]:
     """Block of a part of `size` classes, and its warps: 16 bytes a lane twice, where there are as many. warp_size None for this torch's kind of device."""
     warp_size = warp_size or (32 if torch.version.hip is None else 64)
-    block = triton.next_power_of_2(min(size, LARGEST_PART))
+    block = triton.next_power_of_2(size)
     return block, max(1, min(16, block * element_bytes // (2 * 16 * warp_size)))

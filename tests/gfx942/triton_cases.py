@@ -121,7 +121,7 @@ def _vocabulary_rows(gradient: bool) -> TritonObject:
 
 
 def _vocabulary_exponentials(finish: bool) -> TritonObject:
-    """A chunk of ZAYA1's 262,272 classes, in 65 parts of 4048."""
+    """A chunk of ZAYA1's 262,272 classes, in 129 parts of 2048."""
     from hip_ops.reference.vocabulary_exponentials import MOST, PERIOD
     from hip_ops.triton_kernels import vocabulary_exponentials as kernels
 
@@ -129,8 +129,8 @@ def _vocabulary_exponentials(finish: bool) -> TritonObject:
     types = sizes | {"logits": "*bf16", "exponentials": "*bf16", "labels": "*i64", "z_loss": "fp32"}
     unaligned = ("rows", "first_class", "all_parts", "first_part", "parts")
     if finish:
-        return _compile(kernels.finish_gradient_kernel, types, {"PARTS": 128, "BLOCK": 1024}, 2, unaligned=unaligned)
-    block, warps = kernels.tile(4048, 2, warp_size=64)
+        return _compile(kernels.finish_gradient_kernel, types, {"PARTS": 256, "BLOCK": 1024}, 2, unaligned=unaligned)
+    block, warps = kernels.tile(2048, 2, warp_size=64)
     return _compile(kernels.exponentials_kernel, types, {"MOST": MOST, "PERIOD": PERIOD, "BLOCK": block}, warps, unaligned=unaligned)
 
 

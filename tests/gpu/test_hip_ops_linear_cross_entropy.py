@@ -24,8 +24,8 @@ def test_rows_against_fp64(chosen, case):
     check(importlib.import_module(f"hip_ops.{chosen}_kernels.vocabulary_rows"), case, "cuda")
 
 
-LARGE_EXPONENTIALS = [Logits(5, 262272, parts=65), Logits(3, 262272, parts=65, z_loss=1e-4, shape="confident"), Logits(2, 65536, FP32, parts=16, shape="rising"),
-                      Logits(300, 5000, parts=2, pad=8)]  # fmt: skip
+LARGE_EXPONENTIALS = [Logits(5, 262272, parts=129), Logits(3, 262272, parts=129, z_loss=1e-4, shape="confident"), Logits(2, 65536, FP32, parts=32, shape="rising"),
+                      Logits(300, 5000, parts=3, pad=8)]  # fmt: skip
 
 
 @pytest.mark.parametrize("case", [*exponentials.CASES, *LARGE_EXPONENTIALS], ids=str)

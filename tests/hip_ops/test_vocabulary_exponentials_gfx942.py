@@ -18,7 +18,7 @@ from tests.hip_ops.vocabulary_rows_cases import FIRST, Logits, inputs
 KINDS = {"hip": HipExponentials, "triton": TritonExponentials}
 # With so many ranks beside this one.
 CASES = [
-    (Logits(6, 2600, parts=4, shape="steps", z_loss=1e-2), 0), (Logits(3, 4232, FP32, parts=2, shape="rising"), 2), (Logits(5, 45, shape="confident"), 0),
+    (Logits(6, 2600, parts=4, shape="steps", z_loss=1e-2), 0), (Logits(3, 4232, FP32, parts=3, shape="rising"), 2), (Logits(5, 45, shape="confident"), 0),
     (Logits(4, 333, FP32, parts=3, pad=3, shape="far"), 3), (Logits(4, 640, parts=2, shape="nothing", pad=8), 0),
     (Logits(2, 1100, parts=70, shape="steps"), 1),
 ]  # fmt: skip
@@ -53,7 +53,7 @@ def test_logits_are_read_once_and_written_once(kind):
     """16,192 of ZAYA1's 262,272 classes, in parts as large as its."""
     logits, labels, _ = inputs(Logits(2, 16192, parts=4))
     path = KINDS[kind]()
-    path.overwrite_with_exponentials(logits, labels, FIRST, 4)
+    path.overwrite_with_exponentials(logits, labels, FIRST, 8)
     (counters,) = path.counters.values()
     minimum = 2 * logits.nbytes
     moved, distinct = counters.global_load_bytes + counters.global_store_bytes, counters.distinct_load_bytes + counters.distinct_store_bytes
@@ -61,27 +61,28 @@ def test_logits_are_read_once_and_written_once(kind):
     assert minimum <= distinct <= 1.01 * minimum
     # all lanes of Triton's load the label's number, each the same 8 bytes, and all four waves
     assert moved <= (1.05 if kind == "hip" else 1.15) * minimum
-    assert 64 * counters.global_transactions <= (1.05 if kind == "hip" else 1.07) * minimum
+    # two rows: a part's statistics are pieces of their own, which neighbouring rows would share
+    assert 64 * counters.global_transactions <= (1.06 if kind == "hip" else 1.08) * minimum
     assert counters.lds_bank_conflicts == 0 and counters.atomics == 0
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_no_exponential_but_the_labels_is_touched(kind):
-    """Where no part has another reference: statistics of ZAYA1's 65 parts, of which the rows here are the last four."""
-    case = Logits(8, 16192, parts=4)
+    """Where no part has another reference: statistics of ZAYA1's 129 parts, of which the rows here are the last eight."""
+    case = Logits(8, 16384, parts=8)
     logits, _, upstream = inputs(case)
     labels = FIRST + torch.arange(8) * 2000
-    statistics = reference.overwrite_with_exponentials(logits, labels, FIRST, 4)
-    statistics = torch.cat((statistics[:1].repeat(61, 1, 1), statistics))
+    statistics = reference.overwrite_with_exponentials(logits, labels, FIRST, 8)
+    statistics = torch.cat((statistics[:1].repeat(121, 1, 1), statistics))
     path = KINDS[kind]()
-    path.finish_gradient(logits, labels, FIRST, statistics, 61, 4, upstream, 0.0)
+    path.finish_gradient(logits, labels, FIRST, statistics, 121, 8, upstream, 0.0)
     (counters,) = path.counters.values()
     loads, stores, whole = statistics.nbytes + labels.nbytes + upstream.nbytes, (2 * 4 + 2) * len(logits), 2 * len(logits) * 2 * 262272
     print(f"{counters.global_load_bytes / loads:.3f} of the minimum, in pieces of 64 bytes {64 * counters.global_transactions / whole:.4f} of the other pass")
     assert statistics.nbytes <= counters.distinct_load_bytes <= loads and counters.global_store_bytes == stores
     # HIP's reads references twice; in Triton's all lanes of both waves load the numbers of a row
     assert counters.global_load_bytes <= (1.35 if kind == "hip" else 2.4) * loads
-    assert 64 * counters.global_transactions <= 0.02 * whole
+    assert 64 * counters.global_transactions <= 0.035 * whole
     assert counters.lds_bank_conflicts == 0 and counters.atomics == 0
 
 
@@ -105,5 +106,4 @@ def test_every_kernel_is_run_and_nothing_spills():
     assert set(built) == set(path.counters)
     assert all(found.scratch == found.vgpr_spills == found.sgpr_spills == 0 for found, _ in built.values())
     waves = {name: found.waves_per_simd for name, (found, _) in built.items()}
-    assert waves["ho_overwrite_with_exponentials_bf16"] == 8 and waves["ho_finish_gradient_bf16"] == 7
-    assert waves["ho_overwrite_with_exponentials_fp32"] == 6 and waves["ho_overwrite_with_exponentials_any_bf16"] == 5
+    assert all(found == 8 for name, found in waves.items() if "exponentials" in name) and waves["ho_finish_gradient_bf16"] == 7

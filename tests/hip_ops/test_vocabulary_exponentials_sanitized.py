@@ -25,7 +25,7 @@ kernels = CpuKernels(library, [source])
 generator = np.random.default_rng(0)
 
 for rows, classes, size, pad, parts, others in ((5, 1040, 2, 8, 3, 0), (9, 45, 2, 0, 1, 2), (4, 33, 4, 3, 2, 1), (6, 68, 4, 0, 1, 0), (3, 1, 2, 0, 4, 66),
-                                                (2, 4096, 2, 0, 1, 0), (2, 4096, 4, 1, 1, 0)):
+                                                (2, 2048, 2, 0, 1, 0), (2, 2048, 4, 1, 1, 0)):
     stride, step = classes + pad, -(-classes // (parts * 16)) * 16
     aligned = classes * size % 16 == 0 and pad * size % 16 == 0
     whole = generator.integers(-4, 5, (rows, stride)) + 120 * (np.arange(stride) // step == 0)

@@ -26,7 +26,7 @@ def probability_near_one(module) -> None:
 def borders(module) -> None:
     """Rows whose maximum is the largest or smallest with its reference, many times, beside logits that lie up to 46 below."""
     tops = torch.tensor([*BORDERS])
-    logits = tops[:, None] - torch.tensor([0.0, 1.0, 40.0, 46.0]).repeat(1024)
+    logits = tops[:, None] - torch.tensor([0.0, 1.0, 40.0, 46.0]).repeat(512)
     exact, labels = logits.double(), torch.arange(len(tops))
     references = torch.tensor([*BORDERS.values()], dtype=FP64)
     want = (exact - references[:, None]).exp()
@@ -41,14 +41,14 @@ def borders(module) -> None:
 
 
 def largest_sum(module) -> None:
-    """All logits of ZAYA1's 65 parts at the largest exponent, and of a last one so far below that nothing of it is left."""
-    logits, labels = torch.full((1, 4096), 64.0), torch.tensor([5])
+    """All logits of ZAYA1's 129 parts at the largest exponent, and of a last one so far below that nothing of it is left."""
+    logits, labels = torch.full((1, 2048), 64.0), torch.tensor([5])
     statistics = module.overwrite_with_exponentials(logits, labels, 0, 1)
-    everyone = statistics.repeat(66, 1, 1)
+    everyone = statistics.repeat(130, 1, 1)
     everyone[1:, 2] = 0.0
     everyone[-1, 0] -= 5 * PERIOD
     losses, factors = module.finish_gradient(logits, labels, 0, everyone, 0, 1, torch.ones(1), 0.0)
-    p = torch.tensor([1 / (65 * 4096)], dtype=FP64)
+    p = torch.tensor([1 / (129 * 2048)], dtype=FP64)
     near("loss", losses, -p.log(), 1e-6)
     near("gradient", logits[0, 4:7].double() * factors.double(), p - torch.tensor([0.0, 1.0, 0.0]), EXPONENT)
 
