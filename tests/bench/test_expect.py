@@ -79,6 +79,18 @@ def test_more_layers_and_ranks(record, measured):
         assert each["exposed_ms"] == pytest.approx(each["ms"])
 
 
+def test_what_was_measured_on_four_devices_is_what_was_expected():
+    """Each step carried to the other's number of micro-batches, and two devices' to four; without the kernels' wait for collectives it was 12 %."""
+    steps = {name: expect.load(RECORD.parent / f"step40-{name}.json") for name in ("4xh200", "4xh200-16k_tokens", "2xh200-fused_router")}
+    four, one, two = steps.values()
+    for record, to, within in ((four, one, 0.025), (one, four, 0.01), (two, one, 0.045), (two, four, 0.02)):
+        found = expect.expect(record, expect.recorded_recipe(to), 4)
+        measured = to["traced"]["ms"] - next(row["ms"] for row in to["parts"] if row["part"] == "idle")
+        assert found["step"]["ms"] == pytest.approx(measured, rel=within)
+        hidden = sum(each["ms"] - each["exposed_ms"] for each in found["communication"].values())
+        assert parts(found)["slowed"] == pytest.approx(expect.SLOWED * hidden)
+
+
 def test_other_rates_count_by_what_bounds_a_part(record):
     found = expect.expect(record, compose([*ALIKE, "cluster=mi300x_8", "stage.global_batch_size=32"]), 8)
     h100 = expect.expect(record, compose([*ALIKE, "cluster=h100_8", "stage.micro_batch_size=4", "stage.global_batch_size=32"]), 8)
@@ -98,7 +110,7 @@ def test_a_thousand_ranks_hide_nothing_in_one_instance_and_most_in_sixteen(recor
     one, sixteen = of(1), of(16)
     assert one["communication"]["gradients"]["exposed_ms"] == pytest.approx(one["communication"]["gradients"]["ms"])
     assert one["step"]["micro_batches"] == 1 and one["step"]["exposed_communication_ms"] > 0.2 * one["step"]["ms"]
-    assert sixteen["step"]["exposed_communication_ms"] < 0.1 * sixteen["step"]["ms"] < 0.07 * one["step"]["ms"]
+    assert sixteen["step"]["exposed_communication_ms"] < 0.1 * sixteen["step"]["ms"] < 0.08 * one["step"]["ms"]
     muon = [next(row["ms"] for row in found["parts"] if row["part"] == "optimizer") for found in (one, sixteen)]
     assert muon[1] == pytest.approx(16 * muon[0], rel=0.01)  # each instance does all of Muon's work
 

@@ -3,7 +3,8 @@
 
 Each part of the record took a certain time where its roofline, the larger of operations over the matrix-product rate and bytes over the copy rate, allows
 less; the same share of the other machine's roofline is assumed for the other recipe's work. Collectives take zaya_plugin.plan.machines' rates and are
-hidden under the passes that they overlap with. What the host does (idle) is not carried over. Same recipe, same device: the record's own parts.
+hidden under the passes that they overlap with, whose kernels they slow down. What the host does (idle) is not carried over. Same recipe, same device:
+the record's own parts.
 """
 
 from __future__ import annotations
@@ -20,6 +21,10 @@ if TYPE_CHECKING:
 
 SCHEMA = "zaya bench expect/1"
 NOT_CARRIED = ("communication", "idle")
+# Of the time that a collective runs beside kernels, what these take longer: it has some of the processors, and of the memory's rate. From two steps on four
+# H200s, of one and of four micro-batches (docs/log.md); other devices are assumed to be alike.
+SLOWED = 0.25
+NOT_BESIDE = ("optimizer", "gradients")  # parts at which no collective runs
 
 
 def main(argv: list[str]) -> int:
@@ -113,6 +118,8 @@ def expect(record: dict, recipe: Recipe, world: int) -> dict:
     old_batch = memory_plan.batch_of(before, record["world_size"])
     tokens = batch.micro_batches * tokens_of_rank(layout, batch)
     old_tokens = old_batch.micro_batches * tokens_of_rank(memory_plan.layout_of(before, record["world_size"]), old_batch)
+    beside = sum(row["ms"] for row in record["parts"] if row["part"] not in (*NOT_CARRIED, *NOT_BESIDE))
+    alone = 1 - SLOWED * record.get("hidden_communication_ms", 0.0) / beside
     parts, passes = [], [0.0, 0.0]
     for row in record["parts"]:
         if row["part"] in NOT_CARRIED:
@@ -121,12 +128,14 @@ def expect(record: dict, recipe: Recipe, world: int) -> dict:
             factor = limit(new[row["part"]], *rates) / limit(old[row["part"]], *here)
         else:  # whatever has no work of its own goes with tokens and layers
             factor = tokens * shape.num_layers / (old_tokens * before.model.num_layers)
+        if row["part"] not in NOT_BESIDE:
+            factor *= alone
         done = new.get(row["part"], Work())
         parts.append({
             "part": row["part"], "title": row["title"], "ms": row["ms"] * factor, "tflop": done.flops / 1e12, "gb": done.bytes / 1e9,
             "roofline": row["roofline"],
         })  # fmt: skip
-        if row["part"] not in ("optimizer", "gradients"):
+        if row["part"] not in NOT_BESIDE:
             passes = [passes[0] + row["forward_ms"] * factor, passes[1] + row["backward_ms"] * factor]
     if recompute != recomputed:
         again = added_seconds(shape, layout, batch, memory_plan.kernels_of(recipe), recompute, memory_plan.machine_of(recipe))
@@ -137,6 +146,8 @@ def expect(record: dict, recipe: Recipe, world: int) -> dict:
     muon = recipe.optim.name == "muon"
     links = communication(shape, layout, batch, machine, overlap, forward / 1e3, backward / 1e3, muon) if machine else {}
     exposed = sum(each["exposed_ms"] for each in links.values())
+    if slowed := SLOWED * (sum(each["ms"] for each in links.values()) - exposed):
+        parts.append({"part": "slowed", "title": "slowed by collectives", "ms": slowed, "tflop": 0.0, "gb": 0.0, "roofline": None})
     plan = memory_plan.plan_of(recipe, world, vocabulary)
     computing = sum(row["ms"] for row in parts)
     ms = computing + exposed
