@@ -18,7 +18,7 @@ def test_queries_at_the_end_of_the_keys_see_what_they_see_in_the_whole_sequence(
 
 
 def test_a_back_end_that_is_not_there_is_named():
-    with pytest.raises(ValueError, match="core_attention='flash': allowed: sdpa, flash_attn, aiter"):
+    with pytest.raises(ValueError, match="core_attention='flash': allowed: sdpa, flash_attn, flash_attn_4, aiter"):
         causal_backend("flash")
     for name, package in PACKAGES.items():
         try:
@@ -32,7 +32,10 @@ def test_a_package_is_called_with_batch_first_and_may_answer_with_a_tuple(monkey
     import sys
     import types
 
-    def flash_attn_func(query, key, value, softmax_scale, causal):
+    asked = []
+
+    def flash_attn_func(query, key, value, softmax_scale, causal, deterministic):
+        asked.append(deterministic)
         assert causal and query.shape == (2, 3, 4, 8) and key.shape == (2, 5, 2, 8)
         context = causal_attention(*(x.transpose(0, 1) for x in (query, key, value)), softmax_scale)
         return (context.unflatten(-1, (4, 8)).transpose(0, 1),)
@@ -41,4 +44,7 @@ def test_a_package_is_called_with_batch_first_and_may_answer_with_a_tuple(monkey
     causal_backend.cache_clear()
     query, key, value = torch.randn(3, 2, 4, 8), torch.randn(5, 2, 2, 8), torch.randn(5, 2, 2, 8)
     assert torch.equal(causal_backend("aiter")(query, key, value, 0.3), causal_attention(query, key, value, 0.3))
+    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
+    causal_backend("aiter")(query, key, value, 0.3)
+    assert asked == [False, True]
     causal_backend.cache_clear()

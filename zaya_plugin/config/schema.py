@@ -262,8 +262,8 @@ class ClusterConfig:
     )
     core_attention: str = arg(
         "sdpa",
-        "softmax attention with transformer_impl = local: sdpa (torch: flash or cuDNN), flash_attn or aiter (those packages)",
-        choices=("sdpa", "flash_attn", "aiter"),
+        "softmax attention with transformer_impl = local: sdpa (torch: flash or cuDNN), flash_attn, flash_attn_4 or aiter (those packages)",
+        choices=("sdpa", "flash_attn", "flash_attn_4", "aiter"),
     )
     hip_ops_backend: str = own(
         "auto", "implementation of the fused operators; auto takes the best one here", OPTIMIZER, choices=("auto", "hip", "triton", "torch")

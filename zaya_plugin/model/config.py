@@ -120,7 +120,7 @@ class ZayaConfig(TransformerConfig):
     have the same share of causal attention (Megatron's order); `contiguous`, one chunk."""
 
     core_attention: str = "sdpa"
-    """Softmax attention under transformer_impl=local: `sdpa` (torch), `flash_attn` or `aiter` (those packages)."""
+    """Softmax attention under transformer_impl=local: `sdpa` (torch), `flash_attn`, `flash_attn_4` or `aiter` (those packages)."""
 
     scaled_output_init: bool = False
     """False: attention output and expert down projections start at init_method_std like all others (transformers
@@ -222,7 +222,7 @@ class ZayaConfig(TransformerConfig):
         one_of("skip_output", _SKIP_OUTPUTS)
         one_of("transformer_impl", ("local", "transformer_engine"))
         one_of("context_parallel_order", ("zigzag", "contiguous"))
-        one_of("core_attention", ("sdpa", "flash_attn", "aiter"))
+        one_of("core_attention", ("sdpa", "flash_attn", "flash_attn_4", "aiter"))
         one_of("grouped_gemm", ("auto", "torch", "triton", "primus_turbo"))
         if self.transformer_impl == "transformer_engine":
             fixed("core_attention", "sdpa", "Transformer Engine brings its own attention")

@@ -4,7 +4,7 @@
 One interface for all back ends: this rank's queries against the keys and values of the sequence up to the last query, the
 mask aligned at the end (lower right), so that a flash kernel needs no mask in memory. `sdpa` is torch's own (flash, cuDNN
 or plain, as torch chooses), for a context-parallel rank's chunks in blocks where that is faster (block_attention.py);
-`flash_attn` and `aiter` are those packages where the environment has them. Packed documents go through torch's
+`flash_attn`, `flash_attn_4` and `aiter` are those packages where the environment has them. Packed documents go through torch's
 flex_attention on an accelerator and through a mask of all pairs elsewhere, whatever the back end.
 """
 
@@ -31,8 +31,8 @@ from zaya_plugin.parallel.packed_documents import PackedDocuments
 
 logger = logging.getLogger(__name__)
 
-# Distribution to import for a back end; each has FlashAttention-2's function of this name.
-PACKAGES = {"flash_attn": "flash_attn", "aiter": "aiter"}
+# Module to import for a back end; each has FlashAttention-2's function of this name. flash_attn_4 is the package flash-attn-4, for Hopper and later.
+PACKAGES = {"flash_attn": "flash_attn", "flash_attn_4": "flash_attn.cute", "aiter": "aiter"}
 BACKENDS = ("sdpa", *PACKAGES)
 
 
@@ -129,8 +129,10 @@ def _from_package(name: str) -> Callable[[Tensor, Tensor, Tensor, float], Tensor
 
     def attend(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
         query, key, value = (x.transpose(0, 1) for x in (query, key, value))  # [b, s, heads, d]
-        context = flash(query, key, value, softmax_scale=scale, causal=True)
-        context = context[0] if isinstance(context, tuple) else context  # some versions of aiter answer with a tuple
+        # Its gradients are sums of atomics else; each package has a default of its own.
+        exact = torch.are_deterministic_algorithms_enabled()
+        context = flash(query, key, value, softmax_scale=scale, causal=True, deterministic=exact)
+        context = context[0] if isinstance(context, tuple) else context  # flash_attn_4 and some versions of aiter answer with a tuple
         return context.transpose(0, 1).flatten(2)
 
     return attend
