@@ -158,8 +158,9 @@ def distances(mine: Way, theirs: Way, names: list[str]) -> dict[str, float]:
 
 
 def compared(ms: dict[str, float]) -> dict[str, float]:
-    """Ours, the sum of its pieces, and how many times as long transformers takes."""
-    found = {"ours": ms["ours"], "sum of its pieces": round(sum(value for name, value in ms.items() if name.startswith("ours,")), 4)}
+    """Ours, the sum of its pieces that were measured, and how many times as long transformers takes."""
+    pieces = {name: value for name, value in ms.items() if name.startswith("ours,")}
+    found = {"ours": ms["ours"], f"sum of its {len(pieces)} pieces": round(sum(pieces.values()), 4)}
     return found | {f"{name} / ours": round(value / ms["ours"], 3) for name, value in ms.items() if name.startswith("transformers")}
 
 

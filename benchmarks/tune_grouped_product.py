@@ -174,6 +174,9 @@ def main() -> None:
     if options.write and {row["kind"] for row in rows} == set(KINDS):
         write_table(arch, rows, measured_on, options.output)
         print(f"wrote {options.output}")
+    elif options.write:
+        missing = sorted(set(KINDS) - {row["kind"] for row in rows})
+        print(f"nothing is written: a table of {arch} needs a row of each kind, and there is none of {', '.join(missing)}; tune them too")
     print(json.dumps({"measured_on": measured_on, "results": everything}))
 
 
