@@ -33,6 +33,7 @@ def add_rows_(total: Tensor, ids: Tensor, rows: Tensor) -> None:
     Args:
         total: [V, h] of contiguous rows, fp32 in training. ids: int64 [n], each in [0, V). rows: [n, h], bf16 or fp32.
     """
+    assert rows.dtype in (torch.bfloat16, torch.float32, torch.float64), rows.dtype
     assert total.stride(1) == 1 or total.shape[1] < 2, f"total has strides {total.stride()}"
     (reference.add_rows_ if torch.float64 in (total.dtype, rows.dtype) else _add_rows)(total, ids, rows)
 

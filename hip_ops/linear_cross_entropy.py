@@ -5,12 +5,12 @@ A chunk's logits lie in one buffer, which becomes their gradient in place: three
 filtered, weight gradients are summed in fp32.
 
 If the gradient that the losses will get is promised - in training it is the loss mask - both gradients are made on the way forward, while the
-chunk's logits are there, by one pass over them (vocabulary_exponentials.py): rows of the buffer are then their gradient but for a factor, which one
-more rounding puts into the gradient of hidden and into the weight's operand of hidden. Without a promise a pass of its own finds the sums
+chunk's logits are there, by one pass over them (vocabulary_exponentials.py): rows of the buffer are then their gradient but for a factor, which the
+gradient of hidden gets from its product in fp32, and that of the weight by one more rounding, of hidden times the factor. Without a promise a pass of its own finds the sums
 (vocabulary_rows.py), and the backward pass makes the logits once more, a fourth product, and a second pass. Results differ by roundings.
 
 Saved for the backward: with a promise the gradient of hidden (and of weight, if there is no main_grad), else hidden, weight and a row's
-maximum and sum. What it takes besides: one chunk of logits, and a few numbers a token.
+maximum and sum. What it takes besides: one chunk of logits, and of a chunk's tokens a row of h in fp32 and three numbers for every 2,048 classes.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from hip_ops.reference import vocabulary_rows as reference
-from hip_ops.reference.vocabulary_exponentials import parts_of_exponentials
+from hip_ops.reference.vocabulary_exponentials import joined, parts_of_exponentials
 from hip_ops.vocabulary_exponentials import finish_gradient, overwrite_with_exponentials
 from hip_ops.vocabulary_rows import overwrite_with_gradient, parts_for, row_statistics
 from hip_ops.weight_gradient import add_product_, scaled_product
@@ -77,12 +77,18 @@ class _Head:
     def gradient(self, logits: Tensor, rows: slice, grad: Tensor) -> Tensor:
         """Makes the logits their gradient but for a factor a row. Returns [2, T]: losses and these factors. One exchange."""
         labels, parts = self.labels[rows], parts_of_exponentials(len(self.weight))
-        everyone = self._of_all_ranks(overwrite_with_exponentials(logits, labels, self.first_class, parts))
-        first = parts * torch.distributed.get_rank(self.group) if len(everyone) > parts else 0
-        return finish_gradient(logits, labels, self.first_class, everyone, first, parts, grad, self.z_loss)
+        statistics, first = overwrite_with_exponentials(logits, labels, self.first_class, parts), 0
+        if self._ranks() > 1:  # three numbers a token are sent; of this rank's parts the references still count, all else is in the ranks' sums
+            everyone, first = self._of_all_ranks(joined(statistics)), self._ranks()
+            statistics[:, 1:] = 0
+            statistics = torch.cat((everyone, statistics))
+        return finish_gradient(logits, labels, self.first_class, statistics, first, parts, grad, self.z_loss)
+
+    def _ranks(self) -> int:
+        return 1 if self.group is None else torch.distributed.get_world_size(self.group)
 
     def _of_all_ranks(self, parts: Tensor) -> Tensor:
-        if self.group is None or (ranks := torch.distributed.get_world_size(self.group)) == 1:
+        if (ranks := self._ranks()) == 1:
             return parts
         everyone = parts.new_empty(ranks * len(parts), *parts.shape[1:])
         torch.distributed.all_gather_into_tensor(everyone, parts, group=self.group)

@@ -77,6 +77,7 @@ def finish_gradient(
 ) -> Tensor:
     """As hip_ops.reference.vocabulary_exponentials.finish_gradient, whatever runs."""
     assert exponentials.stride(1) == 1 or exponentials.shape[1] < 2, f"exponentials have strides {exponentials.stride()}"
+    assert grad.dtype == statistics.dtype, (grad.dtype, statistics.dtype)
     assert 0 <= first_part <= len(statistics) - parts, (first_part, parts, len(statistics))
     return version_for(_finish, exponentials)(exponentials, labels, first_class, statistics, first_part, parts, grad, z_loss)
 

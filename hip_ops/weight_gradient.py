@@ -35,7 +35,7 @@ def scaled_product(a: Tensor, b: Tensor, factors: Tensor, out: Tensor) -> Tensor
 
 @functools.cache
 def fp32_product(device: torch.device, dtype: torch.dtype) -> str | None:
-    """How `device` multiplies matrices of `dtype` into fp32: "addmm" adds in place, "mm" only makes a product, None not at all.
+    """How `device` multiplies matrices of `dtype` into fp32: "addmm" also adds in place, "mm" only makes a product, None not at all.
 
     Tried once on small numbers and announced. Raises RuntimeError during the capture of a graph, where nothing can be tried.
     """
@@ -51,12 +51,12 @@ def fp32_product(device: torch.device, dtype: torch.dtype) -> str | None:
     for how, run in ways.items():
         total = torch.full((8, 8), 1 / 1024, device=device)
         try:
-            right = torch.equal(run().double(), wanted)
+            right = torch.equal(run().double(), wanted) and torch.equal(ways["mm"]().double(), wanted)
         except (AttributeError, RuntimeError, TypeError) as error:  # a torch or a device without it
             failed.append(f"{how}: {str(error).splitlines()[0]}")
             continue
         if right:
-            logger.info("hip_ops: weight gradients of %s on %s are summed in fp32 by %s with out_dtype", dtype, device, how)
+            logger.info("hip_ops: products of %s on %s come in fp32, weight gradients are summed by %s with out_dtype", dtype, device, how)
             return how
         failed.append(f"{how}: wrong numbers")
     logger.warning("hip_ops: weight gradients of %s on %s are summed in fp32 by products in fp32, slow; %s", dtype, device, "; ".join(failed))

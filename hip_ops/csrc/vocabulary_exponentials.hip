@@ -6,7 +6,7 @@
 
 namespace vocabulary {
 
-constexpr float kMost = 64.0f, kPeriod = 104.0f;  // MOST and PERIOD of the reference
+constexpr float kMost = 40.0f, kPeriod = 80.0f, kLarge = 16777216.0f;  // MOST, PERIOD and LARGE of the reference
 constexpr int kLargestPart = 2048;                // classes
 
 // The compiler may no longer know what it derived from `raw`: it converts, or compares, once more instead of holding the results in registers.
@@ -44,7 +44,8 @@ __device__ __forceinline__ void exponentials_body(T* __restrict__ logits, const 
 #pragma unroll
       for (int i = 0; i < kWidth; ++i) top = fmaxf(top, to_float(x[p].get(i)));
     // No lane stores before it is here, and all have read: the label's logit too.
-    const float reference = ceilf((wave_max(top) - kMost) * (1.0f / kPeriod)) * kPeriod, shift = shift_of(reference);
+    top = wave_max(top);
+    const float reference = fabsf(top) < kLarge ? ceilf((top - kMost) * (1.0f / kPeriod)) * kPeriod : top, shift = shift_of(reference);
     float total = 0.0f;
     forget(mine);  // the masks of up to 64 comparisons would not fit into the scalar registers
 #pragma unroll

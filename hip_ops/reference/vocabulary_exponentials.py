@@ -6,8 +6,8 @@ with their sum at once, and what is left is one element a row, the label's, and 
 side of tokens, [T, h] for [T, V]. A pass that needs the maximum first would read the logits once more.
 
 What an exponential is relative to need not be the maximum, it must only keep the numbers in range. `reference_of` takes the multiple of PERIOD that
-lies so that a part's largest exponent is in (LEAST, MOST]: e^64 times 262,272 is far from overflowing, and nothing is lost that is larger than e^-47 of the
-largest. For logits of ordinary size it is 0 in every part; a part that had another one than its row's largest is scaled afterwards.
+lies so that a part's largest exponent is in (LEAST, MOST]: e^40 times 262,272 is far from overflowing, a hidden state divided by that, times a small gradient
+of the loss, is no denormal number of bf16, and nothing is lost that is larger than e^-47 of the largest. For logits of ordinary size it is 0 in every part; a part that had another one than its row's largest is scaled afterwards.
 
 Shapes and conventions: hip_ops/reference/vocabulary_rows.py, of which statistics keep the layout: [parts, 3, T], here with that reference in the
 maximum's place.
@@ -20,8 +20,9 @@ from torch import Tensor
 
 from hip_ops.reference.vocabulary_rows import columns_of, compute_dtype, part_size
 
-LEAST, MOST = -40.0, 64.0
+LEAST, MOST = -40.0, 40.0
 PERIOD = MOST - LEAST
+LARGE = 2.0**24  # from where on a multiple of PERIOD is not near enough in fp32: the maximum itself is taken
 LARGEST_PART = 2048  # classes: what a wave keeps in its registers between the maximum and the exponentials, and what was fastest on an H200
 
 
@@ -32,12 +33,19 @@ def parts_of_exponentials(classes: int) -> int:
 
 def reference_of(top: Tensor) -> Tensor:
     """What is subtracted from the logits of a part with maximum `top`; -inf and infinity for themselves."""
-    return PERIOD * ((top - MOST) * (1 / PERIOD)).ceil()
+    return torch.where(top.abs() < LARGE, PERIOD * ((top - MOST) * (1 / PERIOD)).ceil(), top)
 
 
 def _shift(reference: Tensor) -> Tensor:
     """Nothing is subtracted where all logits are -inf."""
     return reference.masked_fill(reference == -torch.inf, 0)
+
+
+def joined(statistics: Tensor) -> Tensor:
+    """Those of all parts as of one, [1, 3, T]."""
+    references, sums, labels_logits = statistics.unbind(1)
+    largest = references.amax(0)
+    return torch.stack((largest, (sums * (references - _shift(largest)).exp()).sum(0), labels_logits.sum(0))).unsqueeze(0)
 
 
 def overwrite_with_exponentials(logits: Tensor, labels: Tensor, first_class: int, parts: int) -> Tensor:
@@ -65,7 +73,8 @@ def finish_gradient(exponentials: Tensor, labels: Tensor, first_class: int, stat
     """Makes of what `overwrite_with_exponentials` left a row's gradient up to a factor, in place.
 
     Args:
-        statistics: of all ranks' parts, [all parts, 3, T]; those of `exponentials` are the `parts` from first_part on. grad: [T].
+        statistics: of all ranks' parts, [all parts, 3, T]; those of `exponentials` are the `parts` from first_part on. Sums and
+            labels' logits of a part may count in another one's place. grad: [T] of the statistics' dtype.
 
     Returns:
         [2, T] in fp32 or wider: losses, -log softmax(logits)[label] + z_loss * logsumexp(logits)^2, and the factors with which rows are the

@@ -12,14 +12,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from hip_ops.reference.vocabulary_exponentials import MOST, PERIOD
+from hip_ops.reference.vocabulary_exponentials import LARGE, MOST, PERIOD
 from hip_ops.reference.vocabulary_rows import part_size
 from hip_ops.triton_kernels.on_device import on
 
 
 @triton.jit
 def exponentials_kernel(
-    logits, labels, statistics, rows, classes, row_stride, first_class, size, MOST: tl.constexpr, PERIOD: tl.constexpr, BLOCK: tl.constexpr,
+    logits, labels, statistics, rows, classes, row_stride, first_class, size, MOST: tl.constexpr, PERIOD: tl.constexpr,
+    LARGE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """A part of a row stays in registers between its maximum and its exponentials."""
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -28,7 +29,8 @@ def exponentials_kernel(
     column = start + tl.arange(0, BLOCK)
     to = logits + row * row_stride + column
     x = tl.load(to, mask=column < end, other=float("-inf")).to(tl.float32)
-    reference = tl.ceil((tl.max(x, axis=0) - MOST) * (1.0 / PERIOD)) * PERIOD
+    top = tl.max(x, axis=0)
+    reference = tl.where(tl.abs(top) < LARGE, tl.ceil((top - MOST) * (1.0 / PERIOD)) * PERIOD, top)
     e = tl.exp(x - tl.where(reference == float("-inf"), 0.0, reference))
     tl.store(to, e.to(logits.dtype.element_ty), mask=column < end)
     label = tl.load(labels + row) - first_class
@@ -93,8 +95,8 @@ def overwrite_with_exponentials(logits: Tensor, labels: Tensor, first_class: int
         block, warps = tile(size, logits.element_size())
         with on(logits.device):
             exponentials_kernel[(rows, parts)](
-                logits, labels.contiguous(), statistics, rows, classes, logits.stride(0), first_class, size, MOST=MOST, PERIOD=PERIOD, BLOCK=block,
-                num_warps=warps,
+                logits, labels.contiguous(), statistics, rows, classes, logits.stride(0), first_class, size, MOST=MOST, PERIOD=PERIOD, LARGE=LARGE,
+                BLOCK=block, num_warps=warps,
             )  # fmt: skip
     return statistics
 

@@ -122,7 +122,7 @@ def _vocabulary_rows(gradient: bool) -> TritonObject:
 
 def _vocabulary_exponentials(finish: bool) -> TritonObject:
     """A chunk of ZAYA1's 262,272 classes, in 129 parts of 2048."""
-    from hip_ops.reference.vocabulary_exponentials import MOST, PERIOD
+    from hip_ops.reference.vocabulary_exponentials import LARGE, MOST, PERIOD
     from hip_ops.triton_kernels import vocabulary_exponentials as kernels
 
     sizes = dict.fromkeys(("rows", "classes", "row_stride", "first_class", "size", "all_parts", "first_part", "parts"), "i32")
@@ -131,7 +131,7 @@ def _vocabulary_exponentials(finish: bool) -> TritonObject:
     if finish:
         return _compile(kernels.finish_gradient_kernel, types, {"PARTS": 256, "BLOCK": 1024}, 2, unaligned=unaligned)
     block, warps = kernels.tile(2048, 2, warp_size=64)
-    return _compile(kernels.exponentials_kernel, types, {"MOST": MOST, "PERIOD": PERIOD, "BLOCK": block}, warps, unaligned=unaligned)
+    return _compile(kernels.exponentials_kernel, types, {"MOST": MOST, "PERIOD": PERIOD, "LARGE": LARGE, "BLOCK": block}, warps, unaligned=unaligned)
 
 
 def _cca_prologue(which: str) -> TritonObject:

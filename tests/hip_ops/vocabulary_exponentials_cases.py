@@ -11,7 +11,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from hip_ops.reference.vocabulary_exponentials import reference_of
+from hip_ops.reference.vocabulary_exponentials import PERIOD, reference_of
 from hip_ops.reference.vocabulary_rows import part_size
 from tests.hip_ops.rms_norm_cases import FP32, FP64
 from tests.hip_ops.vocabulary_rows_cases import EXPONENT, FIRST, ROUNDING, Logits, inputs, near
@@ -50,7 +50,7 @@ def check(module, case: Logits, device: str = "cpu", other_ranks: int = 0) -> No
     shares = torch.full((case.rows,), 1.0 + other_ranks, dtype=FP64)
     everyone = statistics.cpu()
     for rank in range(other_ranks):  # the same logits moved by a whole number of periods, the label not among them
-        moved = 104.0 * (rank - 1)
+        moved = PERIOD * (rank - 1)
         copied = everyone[-case.parts :].clone()
         copied[:, 0] += moved
         copied[:, 2] = 0.0

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from hip_ops.hip_kernels.expert_permutation import ROWS_A_BLOCK
-from hip_ops.reference.vocabulary_exponentials import MOST, PERIOD
+from hip_ops.reference.vocabulary_exponentials import LARGE, MOST, PERIOD
 from hip_ops.reference.vocabulary_rows import part_size
 from tests.hip_ops.expert_path_device import SHORT, HipOnDevice, TritonOnDevice, to_torch
 from tests.hip_ops.rms_norm_cases import FP32
@@ -71,7 +71,7 @@ class TritonExponentials(TritonOnDevice):
         self.run_rows(kernels.exponentials_kernel, (rows, parts), {
             "logits": (given, logits.dtype), "labels": (self.put(labels), torch.int64), "statistics": (out, FP32), "rows": rows, "classes": classes,
             "row_stride": logits.stride(0), "first_class": first_class, "size": size,
-        }, {"MOST": MOST, "PERIOD": PERIOD, "BLOCK": block}, warps)  # fmt: skip
+        }, {"MOST": MOST, "PERIOD": PERIOD, "LARGE": LARGE, "BLOCK": block}, warps)  # fmt: skip
         taken_back(logits, given)
         return to_torch(out.read())
 

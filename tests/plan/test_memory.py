@@ -5,10 +5,14 @@ from dataclasses import replace
 
 import pytest
 
+from hip_ops.linear_cross_entropy import BUFFER_BYTES
+from hip_ops.reference.vocabulary_exponentials import LARGEST_PART
 from zaya_plugin.plan import memory
 from zaya_plugin.plan.flops import Shape
 from zaya_plugin.plan.machines import H200, MACHINES, between_instances, collective_seconds
 from zaya_plugin.plan.memory import (
+    HEAD_BUFFER,
+    HEAD_PART,
     Kernels,
     Optimizer,
     Recompute,
@@ -78,6 +82,7 @@ def test_components_by_hand():
     assert tensors["gate and up"] == 16_384 * 2 * 4096 and tensors["stream into the layer"] == 16_384 * 4 * 2048
     assert sum(tensors.values()) / 16_384 == pytest.approx(56_493 + 6_291_456 / 16_384, abs=1)  # and the joined matrix
     assert head_chunk(262_272, 2) == 2048 and head_chunk(65_536, 2) == 10_240
+    assert (HEAD_PART, HEAD_BUFFER) == (LARGEST_PART, BUFFER_BYTES)
 
 
 def test_pipeline_stages_hold_several_micro_batches():

@@ -3,8 +3,8 @@
 
 Each part of the record took a certain time where its roofline, the larger of operations over the matrix-product rate and bytes over the copy rate, allows
 less; the same share of the other machine's roofline is assumed for the other recipe's work. Collectives take zaya_plugin.plan.machines' rates and are
-hidden under the passes that they overlap with, whose kernels they slow down. What the host does (idle) is not carried over. Same recipe, same device:
-the record's own parts.
+hidden under the passes that they overlap with, whose kernels they slow down. What the host does (idle) is not carried over. Same recipe on the same
+device: the record's own parts; on several, their communication and what it costs the kernels are the formulas', not the record's.
 """
 
 from __future__ import annotations
@@ -118,8 +118,9 @@ def expect(record: dict, recipe: Recipe, world: int) -> dict:
     old_batch = memory_plan.batch_of(before, record["world_size"])
     tokens = batch.micro_batches * tokens_of_rank(layout, batch)
     old_tokens = old_batch.micro_batches * tokens_of_rank(memory_plan.layout_of(before, record["world_size"]), old_batch)
-    beside = sum(row["ms"] for row in record["parts"] if row["part"] not in (*NOT_CARRIED, *NOT_BESIDE))
-    alone = 1 - SLOWED * record.get("hidden_communication_ms", 0.0) / beside
+    alone = 1.0
+    if machine and (hidden := record.get("hidden_communication_ms", 0.0)):
+        alone -= SLOWED * hidden / sum(row["ms"] for row in record["parts"] if row["part"] not in (*NOT_CARRIED, *NOT_BESIDE))
     parts, passes = [], [0.0, 0.0]
     for row in record["parts"]:
         if row["part"] in NOT_CARRIED:

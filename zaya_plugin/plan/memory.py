@@ -19,6 +19,7 @@ from zaya_plugin.plan.parameters import count_parameters
 FLOAT32, INT64 = 4, 8
 RANDOM_STATE = 2 * 5056  # bytes that a checkpoint keeps of the random generators
 HEAD_BUFFER = 5 * 2**28  # hip_ops.linear_cross_entropy.BUFFER_BYTES
+HEAD_PART = 2048  # classes of a part of a row, as hip_ops.reference.vocabulary_exponentials.LARGEST_PART
 ROUND_OF_MUON = 2**28  # elements; zaya_plugin.optim.muon.MuonSettings.elements_at_once
 
 
@@ -268,7 +269,9 @@ def _stage(
     head = 0.0
     if last and kernels.head:
         classes = shape.vocab_size // layout.tensor
-        head = a * (min(whole, head_chunk(classes, a)) * classes + h * whole)
+        chunk = min(whole, head_chunk(classes, a))
+        # logits and the gradient of hidden; of a chunk its product in fp32, and three numbers a part, twice where ranks join theirs
+        head = a * (chunk * classes + h * whole) + FLOAT32 * chunk * (h + 3 * -(-classes // HEAD_PART) * (1 + (layout.tensor > 1)))
     elif last:
         head = a * h * shape.vocab_size // layout.tensor  # the weight's gradient
     modules = frozenset() if recompute.full_layers else recompute.modules
