@@ -6,8 +6,9 @@ filtered, weight gradients are summed in fp32.
 
 If the gradient that the losses will get is promised - in training it is the loss mask - both gradients are made on the way forward, while the
 chunk's logits are there, by one pass over them (vocabulary_exponentials.py): rows of the buffer are then their gradient but for a factor, which the
-gradient of hidden gets from its product in fp32, and that of the weight by one more rounding, of hidden times the factor. Without a promise a pass of its own finds the sums
-(vocabulary_rows.py), and the backward pass makes the logits once more, a fourth product, and a second pass. Results differ by roundings.
+gradient of hidden gets from its product in fp32, and that of the weight by one more rounding, of hidden times the factor. Without a promise a pass
+of its own finds the sums (vocabulary_rows.py), and the backward pass makes the logits once more, a fourth product, and a second pass. Results differ
+by roundings.
 
 Saved for the backward: with a promise the gradient of hidden (and of weight, if there is no main_grad), else hidden, weight and a row's
 maximum and sum. What it takes besides: one chunk of logits, and of a chunk's tokens a row of h in fp32 and three numbers for every 2,048 classes.

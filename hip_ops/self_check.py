@@ -69,6 +69,20 @@ def _compare(got: list, want: list, tolerance: float | None) -> str | None:
     return None
 
 
+def worst_element(name: str, mine: torch.Tensor, theirs: torch.Tensor, allowed: float, floor: float) -> str | None:
+    """None where each element agrees to `allowed` of itself, or to `floor`, else both numbers at the worst place. For results of all sizes."""
+    if (mine.shape, mine.dtype) != (theirs.shape, theirs.dtype):
+        return f"{name} is {mine.dtype} {tuple(mine.shape)}, torch gives {theirs.dtype} {tuple(theirs.shape)}"
+    mine, theirs = mine.double().flatten(), theirs.double().flatten()
+    error = (mine - theirs).abs().nan_to_num(torch.inf)
+    error[mine == theirs] = 0.0
+    excess = error - allowed * theirs.abs()
+    if not bool((excess > floor).any()):
+        return None
+    place = int(excess.argmax())
+    return f"{name}, element {place}: it gives {mine[place].item():.8g}, torch {theirs[place].item():.8g} (allowed: {allowed:.2g} of it)"
+
+
 def worst(name: str, mine: torch.Tensor, theirs: torch.Tensor, tolerance: float | None = None) -> str | None:
     """None where they agree to `tolerance` of the largest (None: that of the dtype), else both numbers at the worst place."""
     if theirs.numel() == 0 or torch.equal(mine, theirs):

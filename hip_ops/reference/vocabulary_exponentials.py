@@ -18,7 +18,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from hip_ops.reference.vocabulary_rows import columns_of, compute_dtype, part_size
+from hip_ops.reference.vocabulary_rows import columns_of, part_size, statistics_of_labels
 
 LEAST, MOST = -40.0, 40.0
 PERIOD = MOST - LEAST
@@ -51,21 +51,13 @@ def joined(statistics: Tensor) -> Tensor:
 def overwrite_with_exponentials(logits: Tensor, labels: Tensor, first_class: int, parts: int) -> Tensor:
     """logits <- exp(logits - reference of the part), rounded to their dtype. Returns statistics [parts, 3, T] in fp32 or wider: reference, sum of
     the exponentials before they were rounded, label's logit."""
-    rows, classes = logits.shape
-    step, compute = part_size(classes, parts), compute_dtype(logits)
-    found = torch.zeros((parts, 3, rows), dtype=compute, device=logits.device)
-    found[:, 0] = -torch.inf
-    column, here = columns_of(labels, first_class, classes)
-    label = logits.gather(-1, column).squeeze(-1).to(compute) if classes else found[0, 2]
-    for part in range(-(-classes // step)):
-        start, end = part * step, min((part + 1) * step, classes)
-        inside = here & (column.squeeze(-1) >= start) & (column.squeeze(-1) < end)
-        wide = logits[:, start:end].to(compute)
+    found, columns = statistics_of_labels(logits, labels, first_class, parts)
+    for part, each in enumerate(columns):
+        wide = logits[:, each].to(found.dtype)
         found[part, 0] = reference_of(wide.amax(-1))
-        found[part, 2] = label.masked_fill(~inside, 0)
         wide = (wide - _shift(found[part, 0]).unsqueeze(-1)).exp_()
         found[part, 1] = wide.sum(-1)
-        logits[:, start:end] = wide
+        logits[:, each] = wide
     return found
 
 

@@ -43,20 +43,26 @@ def columns_of(labels: Tensor, first_class: int, classes: int) -> tuple[Tensor, 
     return column.masked_fill(~here, 0).unsqueeze(-1), here
 
 
-def row_statistics(logits: Tensor, labels: Tensor, first_class: int, parts: int) -> Tensor:
-    """[parts, 3, T] in fp32 or wider: maximum, sum of exp(logit - maximum), label's logit."""
+def statistics_of_labels(logits: Tensor, labels: Tensor, first_class: int, parts: int) -> tuple[Tensor, list[slice]]:
+    """Statistics [parts, 3, T] of parts that are yet to be read, but for the labels' logits; and the columns of each part that has any."""
     rows, classes = logits.shape
     step, compute = part_size(classes, parts), compute_dtype(logits)
     found = torch.zeros((parts, 3, rows), dtype=compute, device=logits.device)
     found[:, 0] = -torch.inf
     column, here = columns_of(labels, first_class, classes)
-    label = logits.gather(-1, column).squeeze(-1).to(compute) if classes else found[0, 2]
-    for part in range(-(-classes // step)):
-        end = min((part + 1) * step, classes)
-        inside = here & (column.squeeze(-1) >= part * step) & (column.squeeze(-1) < end)
-        found[part, 2] = label.masked_fill(~inside, 0)
+    column, label = column.squeeze(-1), logits.gather(-1, column).squeeze(-1).to(compute) if classes else found[0, 2]
+    columns = [slice(start, min(start + step, classes)) for start in range(0, classes, step)]
+    for part, each in enumerate(columns):
+        found[part, 2] = label.masked_fill(~(here & (column >= each.start) & (column < each.stop)), 0)
+    return found, columns
+
+
+def row_statistics(logits: Tensor, labels: Tensor, first_class: int, parts: int) -> Tensor:
+    """[parts, 3, T] in fp32 or wider: maximum, sum of exp(logit - maximum), label's logit."""
+    found, columns = statistics_of_labels(logits, labels, first_class, parts)
+    for part, each in enumerate(columns):
         for block in _blocks(logits):
-            wide = logits[block, part * step : end].to(compute)
+            wide = logits[block, each].to(found.dtype)
             top = wide.amax(-1)
             found[part, 0, block] = top
             found[part, 1, block] = (wide - top.masked_fill(top == -torch.inf, 0).unsqueeze(-1)).exp_().sum(-1)

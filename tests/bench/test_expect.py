@@ -111,7 +111,9 @@ def test_a_thousand_ranks_hide_nothing_in_one_instance_and_most_in_sixteen(recor
     one, sixteen = of(1), of(16)
     assert one["communication"]["gradients"]["exposed_ms"] == pytest.approx(one["communication"]["gradients"]["ms"])
     assert one["step"]["micro_batches"] == 1 and one["step"]["exposed_communication_ms"] > 0.2 * one["step"]["ms"]
-    assert sixteen["step"]["exposed_communication_ms"] < 0.1 * sixteen["step"]["ms"] < 0.08 * one["step"]["ms"]
+    beside = parts(sixteen)["slowed"]  # what hiding costs; one instance hides nothing
+    assert "slowed" not in parts(one)
+    assert sixteen["step"]["exposed_communication_ms"] < 0.1 * (sixteen["step"]["ms"] - beside) < 0.07 * one["step"]["ms"]
     muon = [next(row["ms"] for row in found["parts"] if row["part"] == "optimizer") for found in (one, sixteen)]
     assert muon[1] == pytest.approx(16 * muon[0], rel=0.01)  # each instance does all of Muon's work
 

@@ -6,12 +6,12 @@
 
 from __future__ import annotations
 
-import importlib.util
 import sys
 from pathlib import Path
 from types import ModuleType
 
 from tests.hip_ops.embedding_gradient_cases import CASES, check
+from tests.hip_ops.injected_bug import triton_copy
 
 # name: (right, wrong)
 BUGS = {
@@ -38,18 +38,7 @@ def kernels(folder: Path, name: str | None = None) -> ModuleType:
     """A copy of the module with bug `name`."""
     from hip_ops.triton_kernels import embedding_gradient
 
-    text = Path(embedding_gradient.__file__).read_text()
-    if name is not None:
-        right, wrong = BUGS[name]
-        assert text.count(right) == 1, f"the source says {text.count(right)} times: {right}"
-        text = text.replace(right, wrong)
-    path = folder / f"embedding_gradient_{name}.py"
-    path.write_text(text)
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[path.stem] = module
-    spec.loader.exec_module(module)
-    return module
+    return triton_copy(folder, embedding_gradient, BUGS, name)
 
 
 def main(folder: Path) -> None:

@@ -3,8 +3,11 @@
 
 from __future__ import annotations
 
+import importlib.util
+import sys
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from hip_ops.build import CSRC
@@ -42,3 +45,19 @@ def cpu_copy(folder: Path, bug: Bug, name: str):
     """The library of `write_source` alone, as hip_ops.library gives it."""
     path = write_source(folder, bug, name)
     return CpuKernels(build_cpu_library(path), [path]).library
+
+
+def triton_copy(folder: Path, shipped: ModuleType, bugs: dict[str, tuple[str, str]], name: str | None) -> ModuleType:
+    """A copy of a module of Triton kernels with the bug `name` of `bugs`, (right, wrong); None for none."""
+    text = Path(shipped.__file__).read_text()
+    if name is not None:
+        right, wrong = bugs[name]
+        assert text.count(right) == 1, f"the source says {text.count(right)} times: {right}"
+        text = text.replace(right, wrong)
+    path = folder / f"{Path(shipped.__file__).stem}_{name}.py"
+    path.write_text(text)
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[path.stem] = module  # where dataclasses look their module up
+    spec.loader.exec_module(module)
+    return module

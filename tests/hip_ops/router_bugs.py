@@ -6,11 +6,11 @@
 
 from __future__ import annotations
 
-import importlib.util
 import sys
 from pathlib import Path
 from types import ModuleType
 
+from tests.hip_ops.injected_bug import triton_copy
 from tests.hip_ops.router_cases import Router, check_backward, check_forward
 
 CASES = (Router(37, 32, 5), Router(20, 64, 17, averaged=False, forced=False, unweighted=False, uses_state=False), Router(1, 32, 16))
@@ -48,17 +48,7 @@ def kernels(folder: Path, name: str | None = None) -> ModuleType:
     """A copy of the module with bug `name`, on small tiles."""
     from hip_ops.triton_kernels import router_mlp
 
-    text = Path(router_mlp.__file__).read_text()
-    if name is not None:
-        right, wrong = BUGS[name]
-        assert text.count(right) == 1, f"the source says {text.count(right)} times: {right}"
-        text = text.replace(right, wrong)
-    path = folder / f"router_mlp_{name}.py"
-    path.write_text(text)
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[path.stem] = module  # where dataclasses look their module up
-    spec.loader.exec_module(module)
+    module = triton_copy(folder, router_mlp, BUGS, name)
     module.launch = lambda width: module.Launch(16, 16, 4)
     return module
 

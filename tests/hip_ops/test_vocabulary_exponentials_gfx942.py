@@ -50,8 +50,8 @@ def test_edges(kind, edge):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_logits_are_read_once_and_written_once(kind):
-    """16,192 of ZAYA1's 262,272 classes, in parts as large as its."""
-    logits, labels, _ = inputs(Logits(2, 16192, parts=4))
+    """16,384 of ZAYA1's 262,272 classes, in parts as large as its."""
+    logits, labels, _ = inputs(Logits(2, 16384, parts=8))
     path = KINDS[kind]()
     path.overwrite_with_exponentials(logits, labels, FIRST, 8)
     (counters,) = path.counters.values()
@@ -61,8 +61,7 @@ def test_logits_are_read_once_and_written_once(kind):
     assert minimum <= distinct <= 1.01 * minimum
     # all lanes of Triton's load the label's number, each the same 8 bytes, and all four waves
     assert moved <= (1.05 if kind == "hip" else 1.15) * minimum
-    # two rows: a part's statistics are pieces of their own, which neighbouring rows would share
-    assert 64 * counters.global_transactions <= (1.06 if kind == "hip" else 1.08) * minimum
+    assert 64 * counters.global_transactions <= (1.05 if kind == "hip" else 1.07) * minimum
     assert counters.lds_bank_conflicts == 0 and counters.atomics == 0
 
 
@@ -82,7 +81,8 @@ def test_no_exponential_but_the_labels_is_touched(kind):
     assert statistics.nbytes <= counters.distinct_load_bytes <= loads and counters.global_store_bytes == stores
     # HIP's reads references twice; in Triton's all lanes of both waves load the numbers of a row
     assert counters.global_load_bytes <= (1.35 if kind == "hip" else 2.4) * loads
-    assert 64 * counters.global_transactions <= 0.035 * whole
+    # a piece of 64 bytes for each number of a part, of which HIP's reads the reference twice, and a few of the row's own
+    assert counters.global_transactions <= len(logits) * ((4 * 129 + 3) if kind == "hip" else (3 * 129 + 6))
     assert counters.lds_bank_conflicts == 0 and counters.atomics == 0
 
 
