@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Causal attention with grouped key-value heads: as the model calls it, which leaves the back end to torch, and in other layouts by each of them."""
+"""Causal attention with grouped key-value heads: as the model calls it, which leaves the back end to torch, in other layouts by each of them, and by
+the packages of cluster.core_attention that are installed."""
 
 from __future__ import annotations
 
@@ -67,7 +68,7 @@ def flex(layout: str, rows: int, device: torch.device, scale: float, mode: str |
 
 def forms(sizes: tuple[int, int, int, int, int], work: dict[str, float], device: torch.device, autotune: bool) -> dict[str, Way]:
     """By name, the model's first; sizes: b, s, n, g, d; all of the same random numbers."""
-    from zaya_plugin.model.core_attention import causal_attention
+    from zaya_plugin.model.core_attention import PACKAGES, causal_attention, causal_backend
 
     b, s, n, g, d = sizes
     base = tuple(torch.randn(b, heads, s, d, device=device).bfloat16() for heads in (n, g, g, n))
@@ -81,6 +82,12 @@ def forms(sizes: tuple[int, int, int, int, int], work: dict[str, float], device:
     found = {"model": way(lambda *qkv: causal_attention(*qkv, scale), "sbhd", flat=True)}
     for (backend, kernel), layout, heads in itertools.product(BACKENDS.items(), LAYOUTS, HEADS):
         found[f"{backend}, {layout}, {heads}"] = way(by_torch(layout, heads, kernel, scale), layout, heads)
+    for package in PACKAGES:
+        try:
+            attend = causal_backend(package)
+        except ValueError:
+            continue  # not installed
+        found[f"{package}, sbhd, grouped"] = way(lambda *qkv, attend=attend: attend(*qkv, scale), "sbhd", flat=True)
     if device.type == "cuda":
         modes = {"flex_attention": None} | ({"flex_attention, autotuned": "max-autotune-no-cudagraphs"} if autotune else {})
         for (name, mode), layout in itertools.product(modes.items(), LAYOUTS[:2]):
@@ -94,6 +101,8 @@ def distance(name: str, way: Way, model: tuple[Tensor, Tensor]) -> float:
     output, leaf = way.outputs()[0], way.inputs[0]
     output.backward(*way.upstream)
     layout = name.split(", ")[-2]
+    if output.dim() == 3:  # [s, b, n * d], as the model's
+        output = view(output.unflatten(2, (model[0].shape[1], -1)), layout)
     return round(max(apart(mine.reshape(theirs.shape), theirs) for mine, theirs in zip((output, view(leaf.grad, layout)), model, strict=True)), 5)
 
 

@@ -2,7 +2,8 @@
 """The CCA block of one ZAYA1-base layer, from normed input to output projection, beside transformers' ZayaAttention; forward and backward.
 
     python3 benchmarks/cca_block.py                        4 sequences of 4096 tokens in bf16, two minutes
-    python3 benchmarks/cca_block.py --attention            its core attention alone: torch's back ends, layouts, heads repeated
+    python3 benchmarks/cca_block.py --attention            its core attention alone: torch's back ends, layouts, heads repeated, packages
+    python3 benchmarks/cca_block.py --core-attention flash_attn_4        the block with that package (cluster.core_attention)
 
 `ours` is zaya_plugin.model.attention with the fused prologue in Megatron's DDP, so that weight gradients are added to fp32 main gradients; the
 lines below it are its pieces alone. transformers' has the same weights and sdpa, and keeps fresh bf16 gradients, which is less work. Norm and
@@ -39,7 +40,7 @@ def operations(batch: int, rows: int, hidden: int) -> dict[str, dict[str, float]
     return found | {"all": {direction: sum(each[direction] for each in found.values()) for direction in DIRECTIONS}}
 
 
-def attention_of_the_model(hidden: int, rows: int, device: torch.device) -> tuple[nn.Module, Tensor]:
+def attention_of_the_model(hidden: int, rows: int, core_attention: str, device: torch.device) -> tuple[nn.Module, Tensor]:
     """ZayaSelfAttention in Megatron's DDP, and the angles [s, 1, 1, r] of its rotation. Makes the process groups of one rank."""
     from zaya_plugin import patches
 
@@ -59,7 +60,8 @@ def attention_of_the_model(hidden: int, rows: int, device: torch.device) -> tupl
     model_parallel_cuda_manual_seed(1234, force_reset_rng=True)
     config = ZayaConfig(
         num_layers=1, hidden_size=hidden, num_attention_heads=HEADS, num_query_groups=GROUPS, kv_channels=D, ffn_hidden_size=hidden,
-        moe_ffn_hidden_size=hidden, params_dtype=BF16, bf16=True, fused_cca_prologue=True, use_cpu_initialization=True,
+        moe_ffn_hidden_size=hidden, params_dtype=BF16, bf16=True, fused_cca_prologue=True, core_attention=core_attention,
+        use_cpu_initialization=True,
     )  # fmt: skip
     module = build_module(local_submodules().self_attention, config=config, layer_number=1).to(device).train()
     rotation = ZayaRotaryEmbedding(D, ROTARY / D, rotary_base=ROTARY_BASE, use_cpu_initialization=True, order=config.context_parallel_order)
@@ -166,7 +168,7 @@ def compared(ms: dict[str, float]) -> dict[str, float]:
 
 def measure_block(batch: int, rows: int, device: torch.device, options) -> dict:
     """{direction: {name: figures}, "distance": ..., "kernels": microseconds of ours, "summary": ...}."""
-    ddp, angles = attention_of_the_model(options.hidden, rows, device)
+    ddp, angles = attention_of_the_model(options.hidden, rows, options.core_attention, device)
     x, upstream = (torch.randn(rows, batch, options.hidden, device=device).to(BF16) for _ in range(2))
     ways, distance = of_the_model(ddp.module, angles, x.requires_grad_(), upstream), {}
     anchors = () if options.no_anchors else ("transformers", "transformers, torch.compile")
@@ -188,6 +190,7 @@ def main() -> None:
     parser.add_argument("--hidden", type=int, default=2048 if on_gpu else 256)
     add_options(parser, None, sweep=False)
     parser.add_argument("--no-anchors", action="store_true", help="without transformers")
+    parser.add_argument("--core-attention", default="sdpa", help="softmax attention of the block, as in cluster.core_attention; default: %(default)s")
     parser.add_argument("--attention", action="store_true", help="core attention alone, in other layouts and by other back ends")
     parser.add_argument("--autotune", action="store_true", help="with --attention: flex_attention with the best of its tiles too, minutes more")
     parser.set_defaults(rep=100)

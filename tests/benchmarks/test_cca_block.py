@@ -4,10 +4,12 @@
 import json
 import sys
 from argparse import Namespace
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+from zaya_plugin.model.core_attention import causal_attention, causal_backend
 from zaya_plugin.plan.flops import Shape, forward_flops_by_part
 
 CPU = torch.device("cpu")
@@ -22,7 +24,7 @@ def block(script):
 
 def test_ours_and_transformers_compute_the_same(block):
     pytest.importorskip("transformers.models.zaya")
-    found = block.measure_block(2, 48, CPU, Namespace(hidden=64, no_anchors=False, rep=1))
+    found = block.measure_block(2, 48, CPU, Namespace(hidden=64, core_attention="sdpa", no_anchors=False, rep=1))
     for direction in DIRECTIONS:
         assert list(found[direction]) == ["ours", *(f"ours, {name}" for name in PIECES), "transformers"]
         assert all(row["ms"] > 0 and "error" not in row for row in found[direction].values()), found[direction]
@@ -35,12 +37,12 @@ def test_ours_and_transformers_compute_the_same(block):
 def test_in_fp32_they_agree_to_rounding(block, monkeypatch):
     pytest.importorskip("transformers.models.zaya")
     monkeypatch.setattr(block, "BF16", torch.float32)
-    found = block.measure_block(1, 32, CPU, Namespace(hidden=64, no_anchors=False, rep=1))
+    found = block.measure_block(1, 32, CPU, Namespace(hidden=64, core_attention="sdpa", no_anchors=False, rep=1))
     assert all(distance < 1e-4 for distance in found["distance"]["from transformers"].values()), found["distance"]
 
 
 def test_weight_gradients_are_added_to_main_gradients(block):
-    ddp, angles = block.attention_of_the_model(64, 16, CPU)
+    ddp, angles = block.attention_of_the_model(64, 16, "sdpa", CPU)
     x, upstream = (torch.randn(16, 1, 64).bfloat16() for _ in range(2))
     ways, weight = block.of_the_model(ddp.module, angles, x.requires_grad_(), upstream), ddp.module.linear_proj.weight
     sums, of_input = [], []
@@ -77,6 +79,17 @@ def test_forms_of_attention_are_the_model_s(script):
     for direction in DIRECTIONS:
         assert found[direction].keys() == {"model", *usable} and all(row["ms"] > 0 for row in found[direction].values())
         assert len(found["summary"][direction]) >= 5
+
+
+def test_an_installed_package_is_among_the_forms(script, monkeypatch):
+    def flash_attn_func(query, key, value, softmax_scale, causal, deterministic):
+        return causal_attention(*(x.transpose(0, 1) for x in (query, key, value)), softmax_scale).unflatten(-1, (4, 8)).transpose(0, 1)
+
+    monkeypatch.setitem(sys.modules, "aiter", SimpleNamespace(flash_attn_func=flash_attn_func))
+    causal_backend.cache_clear()
+    found = script("attention_forms").measure_forms((1, 16, 4, 2, 8), dict.fromkeys(DIRECTIONS, 1e9), CPU, 1, False)
+    causal_backend.cache_clear()
+    assert found["distance from the model"]["aiter, sbhd, grouped"] == 0 and found["backward"]["aiter, sbhd, grouped"]["ms"] > 0
 
 
 @pytest.mark.parametrize("heads", ["grouped", "groups in the batch", "repeated"])
