@@ -55,6 +55,20 @@ def test_queries_at_the_end_of_the_keys(backend, rows, keys):
     compare(lambda *qkv: attend(*qkv, SCALE), lower_right_mask(rows, keys, torch.device("cuda")), rows, keys)
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_deterministic_gradients_have_the_same_bits(backend):
+    if backend in PACKAGES:
+        pytest.importorskip(PACKAGES[backend])
+    inputs = [random(2048, 8, 1), random(2048, 2, 2), random(2048, 2, 3)]
+    weights = torch.randn(2048, 2, 1024, generator=torch.Generator().manual_seed(4)).cuda().bfloat16()
+    torch.use_deterministic_algorithms(True)
+    try:
+        first, *others = (torch.autograd.grad((causal_backend(backend)(*inputs, SCALE) * weights).sum(), inputs) for _ in range(4))
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert all(torch.equal(a, b) for other in others for a, b in zip(first, other, strict=True))
+
+
 @pytest.mark.parametrize("kernel", [SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION], ids=["flash", "cudnn"])
 def test_a_whole_sequence_with_each_kernel_of_torch(kernel):
     query, key, value = (random(256, heads, seed).permute(1, 2, 0, 3) for seed, heads in enumerate((8, 2, 2)))
