@@ -128,12 +128,15 @@ def _from_package(name: str) -> Callable[[Tensor, Tensor, Tensor, float], Tensor
         ) from missing
 
     def attend(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
-        query, key, value = (x.transpose(0, 1) for x in (query, key, value))  # [b, s, heads, d]
+        # One sequence whose heads are those of all sequences, query heads beside their group's: memory as it is, where batch
+        # first would have the packages answer in another layout, and the projection behind copy it.
+        batch = query.shape[1:3]
+        query, key, value = (x.flatten(1, 2).unsqueeze(0) for x in (query, key, value))  # [1, s, b * heads, d]
         # Its gradients are sums of atomics else; each package has a default of its own.
         exact = torch.are_deterministic_algorithms_enabled()
         context = flash(query, key, value, softmax_scale=scale, causal=True, deterministic=exact)
         context = context[0] if isinstance(context, tuple) else context  # flash_attn_4 and some versions of aiter answer with a tuple
-        return context.transpose(0, 1).flatten(2)
+        return context.squeeze(0).unflatten(1, batch).flatten(2)
 
     return attend
 
