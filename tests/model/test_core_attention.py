@@ -28,7 +28,7 @@ def test_a_back_end_that_is_not_there_is_named():
                 causal_backend(name)
 
 
-def test_a_package_is_called_with_batch_first_and_may_answer_with_a_tuple(monkeypatch):
+def test_a_package_gets_the_heads_of_all_sequences_as_one_s_and_may_answer_with_a_tuple(monkeypatch):
     import sys
     import types
 
@@ -36,14 +36,15 @@ def test_a_package_is_called_with_batch_first_and_may_answer_with_a_tuple(monkey
 
     def flash_attn_func(query, key, value, softmax_scale, causal, deterministic):
         asked.append(deterministic)
-        assert causal and query.shape == (2, 3, 4, 8) and key.shape == (2, 5, 2, 8)
+        assert causal and query.shape == (1, 3, 8, 8) and key.shape == (1, 5, 4, 8)
         context = causal_attention(*(x.transpose(0, 1) for x in (query, key, value)), softmax_scale)
-        return (context.unflatten(-1, (4, 8)).transpose(0, 1),)
+        return (context.unflatten(-1, (8, 8)).transpose(0, 1),)
 
     monkeypatch.setitem(sys.modules, "aiter", types.SimpleNamespace(flash_attn_func=flash_attn_func))
     causal_backend.cache_clear()
     query, key, value = torch.randn(3, 2, 4, 8), torch.randn(5, 2, 2, 8), torch.randn(5, 2, 2, 8)
-    assert torch.equal(causal_backend("aiter")(query, key, value, 0.3), causal_attention(query, key, value, 0.3))
+    got = causal_backend("aiter")(query, key, value, 0.3)
+    torch.testing.assert_close(got, causal_attention(query, key, value, 0.3), rtol=0, atol=1e-6)
     monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
     causal_backend("aiter")(query, key, value, 0.3)
     assert asked == [False, True]

@@ -235,6 +235,11 @@ class ParallelConfig:
     overlap_grad_reduce: bool = arg(False, "reduce gradients while the backward pass runs")
     overlap_param_gather: bool = arg(False, "gather parameters while the forward pass runs")
     ddp_bucket_size: int | None = arg(None, "elements of a gradient bucket; Megatron's own when null")
+    nccl_ub: bool = arg(
+        False,
+        "take DDP's buffers from NCCL's or RCCL's memory and register them as symmetric windows; inside one node and with NCCL_CTA_POLICY=2 in "
+        "cluster.environment parameters are then gathered by copy engines",
+    )
     recompute_granularity: str | None = arg(
         None,
         "activation recomputation: full, of whole layers; selective, of recompute_modules; auto, the cheapest of these with which the step fits "

@@ -190,6 +190,8 @@ def _cluster(recipe: Recipe, world_size: int) -> Iterator[str]:
         for name, needed in (("distributed_backend", "gloo"), ("transformer_impl", "local")):
             if getattr(cluster, name) != needed:
                 yield f"cluster.{name} = {getattr(cluster, name)}: allowed with cluster.device = cpu: {needed}"
+        if recipe.parallel.nccl_ub:
+            yield "parallel.nccl_ub = True: allowed with cluster.device = cuda (is cpu), whose collectives take registered memory"
     elif cluster.distributed_backend != "nccl":
         yield f"cluster.distributed_backend = {cluster.distributed_backend}: allowed with cluster.device = cuda: nccl"
     if cluster.graphs == "full_iteration":

@@ -24,6 +24,7 @@ from megatron.training.arguments import parse_and_validate_args
 from zaya_plugin.config.schema import Recipe
 from zaya_plugin.optim.balancing import RouterStatistics
 from zaya_plugin.optim.chained import NonFiniteGradientsError
+from zaya_plugin.patches import megatron_nccl_allocator
 from zaya_plugin.training.adapter_handover import Handover, stage_part, stage_samples, validation_part
 from zaya_plugin.training.adapter_model import build_stage, model_config
 from zaya_plugin.training.adapter_step import forward_step
@@ -80,6 +81,8 @@ def run(recipe: Recipe, sources: DataSources, lifecycle: Lifecycle, reporter: Re
             reporter.close()
         finally:
             release_graphs()
+        if sys.exc_info()[0] is None:  # it waits for all ranks
+            megatron_nccl_allocator.release()
 
 
 def leave_new_memory_alone(recipe: Recipe) -> None:
