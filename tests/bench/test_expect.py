@@ -92,6 +92,23 @@ def test_what_was_measured_on_four_devices_is_what_was_expected():
         assert parts(found)["slowed"] == pytest.approx(expect.SLOWED * hidden)
 
 
+def test_copy_engines_take_nothing_from_the_kernels_beside_them():
+    """From the step without them to the step with them, on one machine; and what they copied does not count among what slowed the record."""
+    rings, copies = (expect.load(RECORD.parent / f"step40-4xh200-{name}-16k_tokens.json") for name in ("flash_attention_4", "copy_engines"))
+    found = expect.expect(rings, expect.recorded_recipe(copies), 4)
+    links = found["communication"]
+    assert parts(found)["slowed"] == pytest.approx(expect.SLOWED * (links["gradients"]["ms"] - links["gradients"]["exposed_ms"]))
+    assert found["step"]["ms"] == pytest.approx(copies["traced"]["ms"] - next(row["ms"] for row in copies["parts"] if row["part"] == "idle"), rel=0.03)
+    assert 30 < copies["hidden_communication_ms"] - expect.hidden_beside_kernels(copies) < 40 and expect.hidden_beside_kernels(rings) == rings["hidden_communication_ms"]
+    for without in ({"parallel": {"nccl_ub": False}}, {"cluster": {"environment": {}}}):
+        recipe = expect.recorded_recipe(copies)
+        for group, values in without.items():
+            for name, value in values.items():
+                setattr(getattr(recipe, group), name, value)
+        assert parts(expect.expect(rings, recipe, 4))["slowed"] > parts(found)["slowed"] + 5
+    assert not expect.copies_parameters(expect.recorded_recipe(copies), 16, MACHINES["h200_8"])  # two nodes
+
+
 def test_other_rates_count_by_what_bounds_a_part(record):
     found = expect.expect(record, compose([*ALIKE, "cluster=mi300x_8", "stage.global_batch_size=32"]), 8)
     h100 = expect.expect(record, compose([*ALIKE, "cluster=h100_8", "stage.micro_batch_size=4", "stage.global_batch_size=32"]), 8)

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from zaya_plugin.config.schema import Recipe
     from zaya_plugin.plan.flops import Shape
+    from zaya_plugin.plan.machines import Machine
     from zaya_plugin.plan.parallelism import Layout
     from zaya_plugin.plan.step_work import OptimizerShare, Work
 
@@ -119,7 +120,7 @@ def expect(record: dict, recipe: Recipe, world: int) -> dict:
     tokens = batch.micro_batches * tokens_of_rank(layout, batch)
     old_tokens = old_batch.micro_batches * tokens_of_rank(memory_plan.layout_of(before, record["world_size"]), old_batch)
     alone = 1.0
-    if machine and (hidden := record.get("hidden_communication_ms", 0.0)):
+    if machine and (hidden := hidden_beside_kernels(record)):
         alone -= SLOWED * hidden / sum(row["ms"] for row in record["parts"] if row["part"] not in (*NOT_CARRIED, *NOT_BESIDE))
     parts, passes = [], [0.0, 0.0]
     for row in record["parts"]:
@@ -147,7 +148,8 @@ def expect(record: dict, recipe: Recipe, world: int) -> dict:
     muon = recipe.optim.name == "muon"
     links = communication(shape, layout, batch, machine, overlap, forward / 1e3, backward / 1e3, muon) if machine else {}
     exposed = sum(each["exposed_ms"] for each in links.values())
-    if slowed := SLOWED * (sum(each["ms"] for each in links.values()) - exposed):
+    copied = {"parameters"} if copies_parameters(recipe, world, machine) else set()
+    if slowed := SLOWED * sum(each["ms"] - each["exposed_ms"] for name, each in links.items() if name not in copied):
         parts.append({"part": "slowed", "title": "slowed by collectives", "ms": slowed, "tflop": 0.0, "gb": 0.0, "roofline": None})
     plan = memory_plan.plan_of(recipe, world, vocabulary)
     computing = sum(row["ms"] for row in parts)
@@ -172,6 +174,19 @@ def expect(record: dict, recipe: Recipe, world: int) -> dict:
         "communication": links,
         "idle_of_the_record_ms": idle,
     }  # fmt: skip
+
+
+def hidden_beside_kernels(record: dict) -> float:
+    """Milliseconds of the record's collectives that ran beside kernels and on the same processors, which copy engines are not."""
+    rows = [each for row in record["parts"] if row["part"] == "communication" for each in row["longest"]]
+    copies = sum(each["ms"] for each in rows if each["name"].startswith("Memcpy"))
+    return max(record.get("hidden_communication_ms", 0.0) - copies, 0.0)
+
+
+def copies_parameters(recipe: Recipe, world: int, machine: Machine | None) -> bool:
+    """Whether parameters are gathered by copy engines, which take nothing from the kernels beside them."""
+    policy = str(recipe.cluster.environment.get("NCCL_CTA_POLICY", ""))
+    return bool(machine) and recipe.parallel.nccl_ub and policy == "2" and world <= machine.node
 
 
 def work_of(
