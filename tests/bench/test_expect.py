@@ -100,7 +100,7 @@ def test_copy_engines_take_nothing_from_the_kernels_beside_them():
     assert parts(found)["slowed"] == pytest.approx(expect.SLOWED * (links["gradients"]["ms"] - links["gradients"]["exposed_ms"]))
     assert found["step"]["ms"] == pytest.approx(copies["traced"]["ms"] - next(row["ms"] for row in copies["parts"] if row["part"] == "idle"), rel=0.03)
     assert 30 < copies["hidden_communication_ms"] - expect.hidden_beside_kernels(copies) < 40 and expect.hidden_beside_kernels(rings) == rings["hidden_communication_ms"]
-    for without in ({"parallel": {"nccl_ub": False}}, {"cluster": {"environment": {}}}):
+    for without in ({"parallel": {"nccl_ub": False}}, {"cluster": {"environment": {"NCCL_CTA_POLICY": "0"}}}):
         recipe = expect.recorded_recipe(copies)
         for group, values in without.items():
             for name, value in values.items():

@@ -192,6 +192,9 @@ def test_the_environment_of_a_rank():
     assert not set(launch.DETERMINISTIC) & set(on_gpu)
     repeated = launch.rank_environment(demo("cluster.deterministic=true"), 1, {"NCCL_ALGO": "CollnetChain"})
     assert repeated["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8" and "NCCL_ALGO" not in repeated
+    registered = demo("cluster=gpu", "parallel.nccl_ub=true")
+    assert "NCCL_CTA_POLICY" not in on_gpu and launch.rank_environment(registered, 1, {})["NCCL_CTA_POLICY"] == "2"
+    assert "NCCL_CTA_POLICY" not in launch.rank_environment(registered, 1, {"NCCL_CTA_POLICY": "1"})
 
 
 def test_last_words_are_the_last_traceback_or_the_last_lines():

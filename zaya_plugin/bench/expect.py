@@ -185,8 +185,10 @@ def hidden_beside_kernels(record: dict) -> float:
 
 def copies_parameters(recipe: Recipe, world: int, machine: Machine | None) -> bool:
     """Whether parameters are gathered by copy engines, which take nothing from the kernels beside them."""
-    policy = str(recipe.cluster.environment.get("NCCL_CTA_POLICY", ""))
-    return bool(machine) and recipe.parallel.nccl_ub and policy == "2" and world <= machine.node
+    from zaya_plugin.training.launch import COPY_ENGINES
+
+    policy = (COPY_ENGINES | recipe.cluster.environment)["NCCL_CTA_POLICY"]
+    return bool(machine) and recipe.parallel.nccl_ub and policy == COPY_ENGINES["NCCL_CTA_POLICY"] and world <= machine.node
 
 
 def work_of(

@@ -237,8 +237,8 @@ class ParallelConfig:
     ddp_bucket_size: int | None = arg(None, "elements of a gradient bucket; Megatron's own when null")
     nccl_ub: bool = arg(
         False,
-        "take DDP's buffers from NCCL's or RCCL's memory and register them as symmetric windows; inside one node and with NCCL_CTA_POLICY=2 in "
-        "cluster.environment parameters are then gathered by copy engines",
+        "take DDP's buffers from NCCL's or RCCL's memory and register them as symmetric windows; inside one node parameters are then gathered by "
+        "copy engines (NCCL_CTA_POLICY=2, unless cluster.environment says otherwise)",
     )
     recompute_granularity: str | None = arg(
         None,

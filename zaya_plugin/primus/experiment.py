@@ -18,7 +18,7 @@ from zaya_plugin.training.arguments import BATCH_ARGUMENTS, DECIDED_AT_START, OW
 from zaya_plugin.training.datasets import find_sources
 from zaya_plugin.training.dry_run import tokenizer_arguments
 from zaya_plugin.training.export import SPEC, host_arguments, left_out, placed, write
-from zaya_plugin.training.launch import DETERMINISTIC, HIDDEN_DEVICES, rank_environment
+from zaya_plugin.training.launch import COPY_ENGINES, DETERMINISTIC, HIDDEN_DEVICES, rank_environment
 from zaya_plugin.training.memory_plan import with_recompute
 
 # What Primus' presets (pre_trainer.yaml, language_model.yaml and their parents) set otherwise than Megatron's defaults.
@@ -41,7 +41,7 @@ PRESETS_UNDONE = dict(
 # Arguments of Megatron 0.17 and later; Primus' pin has other ways or none.
 NOT_IN_PIN = ("step_batch_size_schedule", "eval_global_batch_size")
 LEAST_PARTS = 3
-NEEDED_VARIABLES = (*HIDDEN_DEVICES, "TORCHDYNAMO_DISABLE", "CUDA_DEVICE_MAX_CONNECTIONS", *DETERMINISTIC)
+NEEDED_VARIABLES = (*HIDDEN_DEVICES, "TORCHDYNAMO_DISABLE", "CUDA_DEVICE_MAX_CONNECTIONS", *DETERMINISTIC, *COPY_ENGINES)
 
 
 def experiment(recipe: Recipe, data: dict[str, Any], ranks_here: int, spec: bool = False) -> dict[str, Any]:

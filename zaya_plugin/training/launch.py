@@ -41,6 +41,8 @@ HIDDEN_DEVICES = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_D
 DEVICE_FILES = ("/dev/nvidiactl", "/dev/nvidia0", "/dev/kfd", "/dev/dxg")  # NVIDIA, ROCm, WSL
 # Megatron's --deterministic-mode wants these; one ring adds in one order, and a fixed workspace keeps cuBLAS to one algorithm.
 DETERMINISTIC = {"NCCL_ALGO": "Ring", "CUBLAS_WORKSPACE_CONFIG": ":4096:8", "NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0"}
+# Of NCCL 2.28 and later, and of an RCCL as new: what is registered is gathered by copy engines.
+COPY_ENGINES = {"NCCL_CTA_POLICY": "2"}
 FULL_DISK = 2**20  # free bytes under which a failure is put down to the disk
 
 
@@ -143,8 +145,9 @@ def rank_environment(recipe: Recipe, ranks_here: int, environ: Mapping[str, str]
     if recipe.cluster.device == "cuda" and overlapping and "CUDA_DEVICE_MAX_CONNECTIONS" not in environ:
         # Megatron insists before Blackwell: kernels reach the device in the order of their launches, communication first.
         variables["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
-    if recipe.cluster.deterministic:  # read by the libraries when they start
-        variables |= {name: value for name, value in DETERMINISTIC.items() if name not in environ}
+    for wanted, values in ((recipe.cluster.deterministic, DETERMINISTIC), (recipe.parallel.nccl_ub, COPY_ENGINES)):
+        if wanted:  # read by the libraries when they start
+            variables |= {name: value for name, value in values.items() if name not in environ}
     if "WANDB_SILENT" not in environ:
         variables["WANDB_SILENT"] = "true"  # where the W&B run is, our own log says
     if "COLUMNS" not in environ and sys.stdout.isatty():  # the ranks' own stdout is a file
