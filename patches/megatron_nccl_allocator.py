@@ -1,19 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
 """megatron.core.nccl_allocator: the memory of DDP's buffers under --use-nccl-ub (parallel.nccl_ub).
 
-Stock, every rank compiles a C++ extension against nccl.h when it starts, sets NCCL_NVLS_ENABLE=1 whatever the environment said, and takes the
-registrations back only where the run ends by an exit condition; NCCL aborts on what is registered when its communicators end.
-Here the memory is that of torch's own allocator for NCCL and RCCL, the environment is left alone, and `release` takes every registration back.
+Stock, every rank compiles a C++ extension against nccl.h when it starts, sets NCCL_NVLS_ENABLE=1 whatever the environment said, goes on with a warning where
+NCCL refuses the memory, and takes registrations back only where the run ends by an exit condition; NCCL aborts on what is registered when its communicators end.
+Here the memory is that of torch's own allocator for NCCL and RCCL, the environment is left alone, a refusal ends the run, and `release` takes everything back.
 """
 
 from __future__ import annotations
 
-from packaging.version import Version
+import logging
 
 from zaya_plugin import compat
 from zaya_plugin.patches.registry import Patch
 
+logger = logging.getLogger(__name__)
 _registered: list[tuple] = []  # (memory pool, process group)
+_ends_with_release = False
 
 
 def install() -> None:
@@ -27,33 +29,69 @@ def install() -> None:
         nccl_allocator._allocator = group._get_backend(torch.device("cuda", torch.cuda.current_device())).mem_allocator
 
     def deregister(pool, group) -> None:
-        if (pool, group) in _registered:
+        if (pool, group) not in _registered:
+            stock(pool, group)
+        elif not _ends_with_release:
+            stock(pool, group)
             _registered.remove((pool, group))
-        stock(pool, group)
 
     class Memory(nccl_allocator.nccl_mem):
         def __exit__(self, *error) -> None:
-            super().__exit__(*error)
-            if self.group is not None and (self.pool, self.group) not in _registered:
-                _registered.append((self.pool, self.group))
+            try:
+                if self.group is not None and error[0] is None:
+                    _register(self.group, self.device, self.pool, self.symmetric)
+            finally:
+                self.mem_context.__exit__(*error)
 
     nccl_allocator._build_nccl_allocator = nccl_allocator.init = build
     nccl_allocator.deregister_mem_pool = deregister
     nccl_allocator.nccl_mem = Memory
 
 
+def _register(group, device, pool, symmetric: bool) -> None:
+    gib = sum(segment["total_size"] for segment in pool.snapshot()) / 2**30
+    try:
+        group._get_backend(device).register_mem_pool(pool, symm=symmetric)
+    except (RuntimeError, TypeError) as refused:
+        raise ValueError(
+            f"parallel.nccl_ub = True: {gib:.2f} GiB cannot be registered with this NCCL or RCCL and torch {_torch_version()} ({refused}); allowed here: False"
+        ) from refused
+    if (pool, group) not in _registered:
+        _registered.append((pool, group))
+    logger.info("registered buffers: %.2f GiB with a group of %d", gib, group.size())
+
+
+def _torch_version() -> str:
+    import torch
+
+    return torch.__version__
+
+
+def end_with_release() -> None:
+    """For a run that calls `release`: Megatron's own end leaves registrations alone, behind which graphs that send from that memory may still be."""
+    global _ends_with_release
+    _ends_with_release = True
+
+
 def release() -> None:
-    """Take the registrations back, on all ranks: before the process groups end, and after the graphs that send from that memory were given up."""
+    """Take the registrations back, on all ranks together: after graphs were given up, before the process groups end."""
+    global _ends_with_release
+    _ends_with_release = False
+    if not _registered:
+        return
+    import torch
     from megatron.core import nccl_allocator
 
-    for pool, group in reversed(_registered[:]):
-        nccl_allocator.deregister_mem_pool(pool, group)
+    torch.cuda.synchronize()
+    torch.distributed.barrier()  # a rank's windows are read and written by the others
+    while _registered:
+        nccl_allocator.deregister_mem_pool(*_registered[-1])
 
 
 PATCH = Patch(
     symbol="megatron.core.nccl_allocator.nccl_mem",
     scope="always",
-    wanted=lambda: compat.core_version() >= Version("0.19.0rc0"),  # the names that are changed are those of 0.19
-    reason="registered buffers: no extension is compiled at start, NCCL_NVLS_ENABLE stays what it was, and a run that ends by itself does not abort in NCCL",
+    wanted=lambda: compat.at_least("0.19.0rc0"),  # the names that are changed are those of 0.19
+    reason="registered buffers: no extension is compiled at start, NCCL_NVLS_ENABLE stays what it was, and `zaya train` takes them back at its end",
     install=install,
 )

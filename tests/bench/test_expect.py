@@ -98,7 +98,9 @@ def test_copy_engines_take_nothing_from_the_kernels_beside_them():
     found = expect.expect(rings, expect.recorded_recipe(copies), 4)
     links = found["communication"]
     assert parts(found)["slowed"] == pytest.approx(expect.SLOWED * (links["gradients"]["ms"] - links["gradients"]["exposed_ms"]))
-    assert found["step"]["ms"] == pytest.approx(copies["traced"]["ms"] - next(row["ms"] for row in copies["parts"] if row["part"] == "idle"), rel=0.03)
+    before = expect.expect(rings, expect.recorded_recipe(rings), 4)["step"]["ms"]
+    measured = [each["traced"]["ms"] - next(row["ms"] for row in each["parts"] if row["part"] == "idle") for each in (rings, copies)]
+    assert before - found["step"]["ms"] == pytest.approx(measured[0] - measured[1], abs=2.5) and before - found["step"]["ms"] > 9
     assert 30 < copies["hidden_communication_ms"] - expect.hidden_beside_kernels(copies) < 40 and expect.hidden_beside_kernels(rings) == rings["hidden_communication_ms"]
     for without in ({"parallel": {"nccl_ub": False}}, {"cluster": {"environment": {"NCCL_CTA_POLICY": "0"}}}):
         recipe = expect.recorded_recipe(copies)
@@ -107,6 +109,8 @@ def test_copy_engines_take_nothing_from_the_kernels_beside_them():
                 setattr(getattr(recipe, group), name, value)
         assert parts(expect.expect(rings, recipe, 4))["slowed"] > parts(found)["slowed"] + 5
     assert not expect.copies_parameters(expect.recorded_recipe(copies), 16, MACHINES["h200_8"])  # two nodes
+    words = ["cluster=mi300x_8", "parallel.nccl_ub=true", "experiment=zaya1_base", "data.path=none"]
+    assert not expect.copies_parameters(compose(words), 8, MACHINES["mi300x_8"])  # not tried there
 
 
 def test_other_rates_count_by_what_bounds_a_part(record):

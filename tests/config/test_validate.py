@@ -71,6 +71,7 @@ IMPOSSIBLE = [
     (["parallel.context_parallel_size=2", "stage.seq_length=4"], 2, ["stage.seq_length = 4", "two tokens back", "at least 8"]),
     (["data.reset_position_ids=true"], 2, ["data.reset_position_ids", "data.packing = documents (is none)"]),
     (["parallel.nccl_ub=true"], 2, ["parallel.nccl_ub = True", "cluster.device = cuda (is cpu)"]),
+    (["cluster=gpu", "parallel.nccl_ub=true", "cluster.deterministic=true"], 2, ["parallel.nccl_ub = True", "cluster.deterministic = False (is True)"]),
     (["cluster.core_attention=aiter"], 2, ["cluster.core_attention = aiter", "cluster.device = cuda", "sdpa goes everywhere"]),
     (["cluster.grouped_gemm=triton"], 2, ["cluster.grouped_gemm = triton", "cluster.device = cuda", "auto goes everywhere"]),
     (

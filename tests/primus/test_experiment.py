@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Experiments for Primus of every stage, against files that change only on purpose: ZAYA_UPDATE_GOLDEN=1 writes them."""
 
+import dataclasses
 import os
 from pathlib import Path
 
@@ -35,6 +36,13 @@ def test_the_experiment_is_that_of_the_golden_file(name):
         path.write_text(text)
     assert text == path.read_text(), "meant? then: ZAYA_UPDATE_GOLDEN=1 python -m pytest tests/primus/test_experiment.py"
     assert yaml.safe_load(text) == document(name), "YAML gives back what was written, numbers as numbers"
+
+
+def test_registered_buffers_go_with_the_variable_that_has_them_copied():
+    recipe = STAGES["zaya1_base_131k"]
+    assert "NCCL_CTA_POLICY" not in document("zaya1_base_131k")["env"]
+    registered = dataclasses.replace(recipe, parallel=dataclasses.replace(recipe.parallel, nccl_ub=True))
+    assert experiment.experiment(registered, DATA, 8)["env"]["NCCL_CTA_POLICY"] == "2"
 
 
 def test_there_is_no_golden_file_without_a_stage():

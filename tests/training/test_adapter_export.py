@@ -110,3 +110,9 @@ def test_what_a_host_leaves_out_is_said():
     text = export.instructions(recipe, 2, export.Path("/runs/it/megatron.args"))
     assert "xargs -a /runs/it/megatron.args torchrun --nproc-per-node 2 pretrain_gpt.py" in text
     assert "export TORCHDYNAMO_DISABLE=1" in text and "# not done there: stage.eval_at_start" in text
+
+
+def test_registered_buffers_go_with_the_variable_that_has_them_copied():
+    recipe = compose(["experiment=zaya1_base", "cluster=h200_8", "data.path=x", "logger=none", "parallel.nccl_ub=true"])
+    assert "export NCCL_CTA_POLICY=2" in export.instructions(recipe, 8, export.Path("/runs/it/megatron.args"))
+    assert any(note.startswith("parallel.nccl_ub: the host's own end") for note in export.left_out(recipe))

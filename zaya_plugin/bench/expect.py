@@ -188,7 +188,7 @@ def copies_parameters(recipe: Recipe, world: int, machine: Machine | None) -> bo
     from zaya_plugin.training.launch import COPY_ENGINES
 
     policy = (COPY_ENGINES | recipe.cluster.environment)["NCCL_CTA_POLICY"]
-    return bool(machine) and recipe.parallel.nccl_ub and policy == COPY_ENGINES["NCCL_CTA_POLICY"] and world <= machine.node
+    return bool(machine) and machine.copies and recipe.parallel.nccl_ub and policy == COPY_ENGINES["NCCL_CTA_POLICY"] and world <= machine.node
 
 
 def work_of(

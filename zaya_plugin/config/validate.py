@@ -194,6 +194,11 @@ def _cluster(recipe: Recipe, world_size: int) -> Iterator[str]:
             yield "parallel.nccl_ub = True: allowed with cluster.device = cuda (is cpu), whose collectives take registered memory"
     elif cluster.distributed_backend != "nccl":
         yield f"cluster.distributed_backend = {cluster.distributed_backend}: allowed with cluster.device = cuda: nccl"
+    if recipe.parallel.nccl_ub and cluster.deterministic:
+        yield (
+            "parallel.nccl_ub = True: allowed with cluster.deterministic = False (is True); registered gradients are added by symmetric kernels, "
+            "whose order NCCL_ALGO does not set"
+        )
     if cluster.graphs == "full_iteration":
         yield from obstacles(recipe)
 

@@ -15,6 +15,7 @@ class Machine:
         node: devices of a node; link: bytes that a device sends (and gets) in a collective among them; latency: seconds of a small one.
         network: bytes that a device sends between nodes; hop: seconds that a further node adds to a collective.
         sources: of each figure, and whether this project measured it.
+        copies: whether registered buffers (parallel.nccl_ub) are gathered by copy engines there: seen with NCCL on H200s; RCCL was not tried.
     """
 
     name: str
@@ -26,6 +27,7 @@ class Machine:
     network: float
     hop: float
     sources: str
+    copies: bool = False
 
 
 # Bandwidth is NCCL's "bus" one, which counts what a device sends; 45 us fit all-reduces of 1 MiB (35 GB/s) to 1 GiB (360 GB/s) on eight H200s.
@@ -33,11 +35,13 @@ H100 = Machine(
     "H100", 790e12, 3.0e12, 8, 340e9, 45e-6, 50e9, 10e-6,
     "gemm, copy: zaya bench step on one H100 (770 to 799 TFLOP/s, 3.00 to 3.02 TB/s); link, latency: as measured on H200s, the same NVLink; "
     "network: one 400 Gb/s NIC a device, hop: assumed",
+    copies=True,
 )  # fmt: skip
 H200 = Machine(
     "H200", 790e12, 4.2e12, 8, 344e9, 45e-6, 50e9, 10e-6,
     "gemm, link, latency: measured by this project on eight H200s (790 TFLOP/s; reduce-scatter 343, all-gather 345 GB/s at 1 GiB, NVLink multicast "
     "off); copy: 4.8 TB/s of NVIDIA's data sheet less an eighth, not measured; network and hop as H100",
+    copies=True,
 )  # fmt: skip
 MI300X = Machine(
     "MI300X", 700e12, 4.33e12, 8, 336e9, 60e-6, 50e9, 10e-6,

@@ -58,6 +58,7 @@ def run(recipe: Recipe, sources: DataSources, lifecycle: Lifecycle, reporter: Re
     trainer = _Trainer(args, recipe, sources, lifecycle, reporter)
     trainer.install_hooks()
     handover.install(trainer.evaluate_and_report)
+    megatron_nccl_allocator.end_with_release()
     try:
         training.pretrain(
             pretrain_cfg_container_from_args(args),
@@ -81,7 +82,7 @@ def run(recipe: Recipe, sources: DataSources, lifecycle: Lifecycle, reporter: Re
             reporter.close()
         finally:
             release_graphs()
-        if sys.exc_info()[0] is None:  # it waits for all ranks
+        if sys.exc_info()[0] is None:  # all ranks are here
             megatron_nccl_allocator.release()
 
 

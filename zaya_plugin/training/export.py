@@ -96,6 +96,8 @@ def left_out(recipe: Recipe) -> list[str]:
         notes.append("cluster.fused_linear_cross_entropy: the host's own head and loss, which keep all logits")
     if recipe.logger.wandb or recipe.logger.tensorboard:
         notes.append("logger: the host logs; no metrics.jsonl, router statistics or MFU. W&B: --wandb-project and its kin")
+    if recipe.parallel.nccl_ub:
+        notes.append("parallel.nccl_ub: the host's own end, at which NCCL may complain of buffers that are still registered")
     if recipe.resume == "must":
         notes.append("resume=must: as auto")
     return notes
