@@ -70,6 +70,11 @@ IMPOSSIBLE = [
     ),
     (["parallel.context_parallel_size=2", "stage.seq_length=4"], 2, ["stage.seq_length = 4", "two tokens back", "at least 8"]),
     (["data.reset_position_ids=true"], 2, ["data.reset_position_ids", "data.packing = documents (is none)"]),
+    (
+        ["parallel.reduce_by_copies=true", "parallel.use_distributed_optimizer=false", "cluster.num_nodes=2"],
+        2,
+        ["parallel.reduce_by_copies = True", "parallel.use_distributed_optimizer = True (is False)", "cluster.num_nodes = 1 (is 2)"],
+    ),
     (["parallel.nccl_ub=true"], 2, ["parallel.nccl_ub = True", "cluster.device = cuda (is cpu)"]),
     (["cluster=gpu", "parallel.nccl_ub=true", "cluster.deterministic=true"], 2, ["parallel.nccl_ub = True", "cluster.deterministic = False (is True)"]),
     (["cluster.core_attention=aiter"], 2, ["cluster.core_attention = aiter", "cluster.device = cuda", "sdpa goes everywhere"]),

@@ -18,7 +18,7 @@ from math import inf
 from zaya_plugin.bench.parts import PARTS, RANGE
 from zaya_plugin.bench.trace import HostRange, Trace
 
-COMMUNICATION = re.compile(r"^nccl|ncclDevKernel|ncclKernel|rccl|^Memcpy PtoP|^gloo:|^c10d::", re.IGNORECASE)
+COMMUNICATION = re.compile(r"^nccl|ncclDevKernel|ncclKernel|rccl|^Memcpy PtoP|^gloo:|^c10d::|symmetric_memory|\bbarrier_kernel", re.IGNORECASE)
 
 # Of operators, also of their nodes of the backward pass (hip_ops_...Backward; torch.library's are GeneratedBackwardFor_hip_ops_...).
 OPERATOR_NAMES = (

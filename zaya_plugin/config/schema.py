@@ -235,6 +235,12 @@ class ParallelConfig:
     overlap_grad_reduce: bool = arg(False, "reduce gradients while the backward pass runs")
     overlap_param_gather: bool = arg(False, "gather parameters while the forward pass runs")
     ddp_bucket_size: int | None = arg(None, "elements of a gradient bucket; Megatron's own when null")
+    reduce_by_copies: bool = own(
+        False,
+        "reduce gradients inside one node by copies into the owner's memory and one sum there, in the order of the ranks: copy engines instead of "
+        "NCCL's or RCCL's kernels beside the backward pass",
+        OPTIMIZER,
+    )
     nccl_ub: bool = arg(
         False,
         "take DDP's buffers from NCCL's or RCCL's memory and register them as symmetric windows; inside one node parameters are then gathered by "

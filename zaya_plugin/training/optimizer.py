@@ -14,6 +14,7 @@ from zaya_plugin.config.schema import Recipe
 from zaya_plugin.optim.build import muon_factory, tag_parameters
 from zaya_plugin.optim.grouping import Assignment, assign
 from zaya_plugin.optim.muon import MuonSettings
+from zaya_plugin.parallel.copied_reduction import reduce_by_copies
 
 
 def assign_optimizers(recipe: Recipe, model: nn.Module) -> dict[str, Assignment]:
@@ -59,4 +60,12 @@ def optimizer_factory(recipe: Recipe, get_megatron_optimizer: Callable) -> Calla
     backend = recipe.cluster.hip_ops_backend
     hip_ops.set_backend(None if backend == "auto" else backend)  # None: HIP_OPS_BACKEND, where a user has set it
     non_finite = recipe.optim.non_finite_gradients if recipe.parallel.use_distributed_optimizer else None
-    return muon_factory(get_megatron_optimizer, muon_settings(recipe), non_finite)
+    build = muon_factory(get_megatron_optimizer, muon_settings(recipe), non_finite)
+    if not recipe.parallel.reduce_by_copies:
+        return build
+
+    def factory(config, model_chunks, *positional, **named):
+        reduce_by_copies(model_chunks)
+        return build(config, model_chunks, *positional, **named)
+
+    return factory

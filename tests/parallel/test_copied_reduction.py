@@ -1,0 +1,191 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Reduce-scatter by copies: ranks as threads that share windows, against sums written out; what it does inside Megatron's DDP; its windows on a CPU."""
+
+import random
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import zaya_plugin.patches
+
+zaya_plugin.patches.apply()  # before Megatron is imported
+
+from megatron.core.distributed import param_and_grad_buffer  # noqa: E402
+
+from zaya_plugin.parallel import copied_reduction  # noqa: E402
+from zaya_plugin.parallel.copied_reduction import Pending, Reduction, StartByCopies  # noqa: E402
+
+CPU = torch.device("cpu")
+
+
+class Threads:
+    """A window of one of several threads. late: seconds of random delay around each barrier, in which a missing one would show."""
+
+    def __init__(self, rank, memory, barrier, slot_bytes, late):
+        self.rank, self.size, self.slot_bytes, self.memory, self.shared, self.late = rank, len(memory), slot_bytes, memory, barrier, late
+        self.barriers = 0
+
+    def slots(self, owner, dtype):
+        return self.memory[owner].view(dtype).view(self.size, -1)
+
+    def barrier(self):
+        self.barriers += 1
+        time.sleep(random.random() * self.late)
+        self.shared.wait(timeout=20)
+        time.sleep(random.random() * self.late)
+
+
+def on_threads(size, slot_bytes, work, late=0.0, window=Threads):
+    """work(reduction, rank) of each thread, by rank."""
+    memory = [torch.zeros(size * slot_bytes, dtype=torch.uint8) for _ in range(size)]
+    barrier = threading.Barrier(size)
+    with ThreadPoolExecutor(size) as pool:
+        done = [
+            pool.submit(lambda rank: work(Reduction(window(rank, memory, barrier, slot_bytes, late), CPU), rank), rank) for rank in range(size)
+        ]
+        return [each.result() for each in done]
+
+
+def gradients(size, count, seed, dtype=torch.float32):
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(size * count, generator=generator).to(dtype) for _ in range(size)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("size, count, slot_elements", [(2, 64, 64), (4, 100, 64), (3, 1000, 96), (8, 24, 512)])
+def test_each_rank_has_the_sum_of_its_part(size, count, slot_elements, dtype):
+    """In pieces that do not divide the part, three times in a row, the shard in its place inside the whole."""
+    rounds = [gradients(size, count, seed, dtype) for seed in range(3)]
+
+    def work(reduction, rank):
+        shards = []
+        for each in rounds:
+            whole = each[rank].clone()
+            shard = whole[rank * count : (rank + 1) * count]
+            reduction(shard, whole).wait()
+            shards.append(shard.clone())
+            others = torch.ones(size * count, dtype=torch.bool)
+            others[rank * count : (rank + 1) * count] = False
+            assert torch.equal(whole[others], each[rank][others]), "the rest of the buffer is read, not written"
+        assert reduction.window.barriers == 3 * 2 * -(-count // slot_elements)
+        return shards
+
+    found = on_threads(size, slot_elements * dtype.itemsize, work)
+    for rank in range(size):
+        for number, each in enumerate(rounds):
+            parts = torch.stack([whole.view(size, count)[rank] for whole in each])
+            assert torch.equal(found[rank][number], parts.sum(dim=0)), "the sum over ranks in their order, rounded once where they are of bf16"
+            exact = parts.double().sum(dim=0)
+            assert ((found[rank][number].double() - exact).abs() <= torch.finfo(dtype).eps * parts.double().abs().sum(dim=0)).all()
+
+
+class OneBarrier(Threads):
+    """Leaves every second barrier out."""
+
+    def barrier(self):
+        self.barriers += 1
+        if self.barriers % 2 == self.left_out:
+            return
+        time.sleep(random.random() * self.late)
+        self.shared.wait(timeout=20)
+        time.sleep(random.random() * self.late)
+
+
+@pytest.mark.parametrize("left_out", [None, 1, 0], ids=["both barriers", "none before the copies", "none behind them"])
+def test_ranks_that_run_ahead_spoil_nothing_and_would_without_a_barrier(left_out):
+    size, count = 4, 256
+    rounds = [gradients(size, count, seed) for seed in range(12)]
+    window = Threads if left_out is None else type("Left", (OneBarrier,), {"left_out": left_out})
+
+    def work(reduction, rank):
+        wrong = 0
+        for each in rounds:
+            whole = each[rank].clone()
+            shard = whole[rank * count : (rank + 1) * count]
+            reduction(shard, whole)
+            wrong += not torch.equal(shard, torch.stack([other.view(size, count)[rank] for other in each]).sum(dim=0))
+        return wrong
+
+    found = on_threads(size, 4 * 64, work, late=0.004, window=window)
+    assert sum(found) == 0 if left_out is None else sum(found) > 0
+
+
+def bucket_group(size, rank, overlap, all_reduced):
+    """What `start_grad_sync` of Megatron does with its module's function, and nothing else."""
+    whole = torch.arange(8.0)
+    group = SimpleNamespace(grad_reduce_handle=None, whole=whole, shard=whole[4 * rank : 4 * rank + 4])
+
+    def start_grad_sync(force_all_reduce=False):
+        if force_all_reduce:
+            all_reduced.append(True)
+            group.grad_reduce_handle = "the manager's"
+            return
+        op, processes = torch.distributed.ReduceOp.SUM, SimpleNamespace(size=lambda: size)
+        param_and_grad_buffer.dist_reduce_scatter_func(group.shard, whole, op=op, group=processes, async_op=overlap)
+        group.grad_reduce_handle = "the manager's" if overlap else None
+
+    group.start_grad_sync = start_grad_sync
+    return group
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_megatron_s_collective_is_replaced_for_the_call_alone(overlap, monkeypatch):
+    stock = param_and_grad_buffer.dist_reduce_scatter_func
+    reduced, waited = [], []
+    monkeypatch.setattr(Pending, "wait", lambda self: waited.append(self))
+
+    class Noted(Reduction):
+        def __call__(self, shard, whole):
+            reduced.append((shard, whole))
+            return Pending(None)
+
+    reduction = Noted(SimpleNamespace(size=2, rank=1), CPU)
+    group = bucket_group(2, 1, overlap, all_reduced := [])
+    start = StartByCopies(group, reduction)
+    start()
+    assert len(reduced) == 1 and reduced[0][0] is group.shard and reduced[0][1] is group.whole
+    assert isinstance(group.grad_reduce_handle, Pending) if overlap else group.grad_reduce_handle is None
+    assert len(waited) == (0 if overlap else 1)
+    assert param_and_grad_buffer.dist_reduce_scatter_func is stock
+    start(force_all_reduce=True)
+    assert all_reduced and group.grad_reduce_handle == "the manager's" and len(reduced) == 1
+
+
+def test_an_error_inside_leaves_megatron_s_function():
+    stock = param_and_grad_buffer.dist_reduce_scatter_func
+
+    def fail(force_all_reduce=False):
+        raise RuntimeError("a broken link")
+
+    start = StartByCopies(SimpleNamespace(start_grad_sync=fail), None)
+    with pytest.raises(RuntimeError, match="a broken link"):
+        start()
+    assert param_and_grad_buffer.dist_reduce_scatter_func is stock
+
+
+def test_a_slot_is_no_larger_than_the_largest_shard(monkeypatch):
+    opened = []
+    monkeypatch.setattr(copied_reduction, "open_window", lambda group, slot_bytes, device: opened.append(slot_bytes) or SimpleNamespace(size=2, rank=0))
+    monkeypatch.setattr(copied_reduction, "DistributedDataParallel", SimpleNamespace)
+
+    class Ranks:
+        def __init__(self, count):
+            self.size = lambda: count
+
+    two, one = Ranks(2), Ranks(1)
+
+    def of(group, *counts):
+        buckets = [SimpleNamespace(grad_data=torch.zeros(count)) for count in counts]
+        return SimpleNamespace(intra_distributed_optimizer_instance_group=group, buckets=buckets, start_grad_sync="stock")
+
+    first, second, alone = of(two, 100, 4000), of(two, 10), of(one, 9999)
+    chunk = SimpleNamespace(ddp_config=SimpleNamespace(use_distributed_optimizer=True), bucket_groups=[first, second], expert_parallel_bucket_groups=[alone])
+    copied_reduction.reduce_by_copies([chunk])
+    copied_reduction.reduce_by_copies([chunk], slot_bytes=512)
+    assert opened == [8192, 512], "4000 fp32 elements over two ranks, in steps of 256 bytes"
+    assert isinstance(first.start_grad_sync, StartByCopies) and first.start_grad_sync.reduction is second.start_grad_sync.reduction
+    assert alone.start_grad_sync == "stock"
