@@ -75,6 +75,11 @@ IMPOSSIBLE = [
         2,
         ["parallel.reduce_by_copies = True", "parallel.use_distributed_optimizer = True (is False)", "cluster.num_nodes = 1 (is 2)"],
     ),
+    (
+        ["parallel.reduce_by_copies=true", "megatron.ddp_reduce_scatter_with_fp32_accumulation=true", "megatron.use_megatron_fsdp=true"],
+        2,
+        ["megatron.ddp_reduce_scatter_with_fp32_accumulation = false (is True)", "megatron.use_megatron_fsdp = false (is True)"],
+    ),
     (["parallel.nccl_ub=true"], 2, ["parallel.nccl_ub = True", "cluster.device = cuda (is cpu)"]),
     (["cluster=gpu", "parallel.nccl_ub=true", "cluster.deterministic=true"], 2, ["parallel.nccl_ub = True", "cluster.deterministic = False (is True)"]),
     (["cluster.core_attention=aiter"], 2, ["cluster.core_attention = aiter", "cluster.device = cuda", "sdpa goes everywhere"]),

@@ -85,6 +85,21 @@ def test_components_by_hand():
     assert (HEAD_PART, HEAD_BUFFER) == (LARGEST_PART, BUFFER_BYTES)
 
 
+def test_windows_of_a_reduction_by_copies():
+    def windows(**sizes):
+        shape = replace(BASE, num_layers=2, vocab_size=1024, hidden_size=64, moe_ffn_hidden_size=64) if sizes.pop("small", False) else BASE
+        name = "windows of the gradients' reduction"
+        with_them, without = (memory_plan(shape, Layout(copies=copies, **sizes), Batch(4096, 4)) for copies in (True, False))
+        assert name not in without.components
+        found = with_them.components.get(name, 0.0)
+        assert with_them.total - without.total == pytest.approx(found, abs=1)
+        return found
+
+    assert windows(data=8) == 2**29 and windows(data=1) == 0.0
+    assert windows(data=8, expert=2) == 2**29 + 2**28, "experts have a group of four"
+    assert 0 < windows(data=8, small=True) < 2**24, "no larger than the largest shard"
+
+
 def test_pipeline_stages_hold_several_micro_batches():
     assert in_flight(Layout(), 8) == 1 and in_flight(Layout(pipeline=4), 8) == 4 and in_flight(Layout(pipeline=4), 2) == 2
     assert in_flight(Layout(pipeline=2, virtual=4), 8) == (3 * 2 + 2 + 1) / 4

@@ -179,7 +179,7 @@ def expect(record: dict, recipe: Recipe, world: int) -> dict:
 def hidden_beside_kernels(record: dict) -> float:
     """Milliseconds of the record's collectives that ran beside kernels and on the same processors, which copy engines are not."""
     rows = [each for row in record["parts"] if row["part"] == "communication" for each in row["longest"]]
-    copies = sum(each["ms"] for each in rows if each["name"].startswith("Memcpy"))
+    copies = sum(each["ms"] for each in rows if each["name"].startswith("Memcpy") or "barrier_kernel" in each["name"])
     return max(record.get("hidden_communication_ms", 0.0) - copies, 0.0)
 
 

@@ -43,6 +43,9 @@ def _copies(recipe: Recipe) -> Iterator[str]:
         yield f"{here} parallel.num_distributed_optimizer_instances = 1 (is {parallel.num_distributed_optimizer_instances})"
     if recipe.cluster.num_nodes > 1:
         yield f"{here} cluster.num_nodes = 1 (is {recipe.cluster.num_nodes}); devices of other nodes cannot be written"
+    for name in ("ddp_reduce_scatter_with_fp32_accumulation", "ddp_average_in_collective", "use_megatron_fsdp"):
+        if recipe.megatron.get(name):
+            yield f"{here} megatron.{name} = false (is {recipe.megatron[name]}), which reduces gradients in a way of its own"
 
 
 def _optimizer_instances(recipe: Recipe, replicas: int) -> Iterator[str]:

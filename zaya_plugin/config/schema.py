@@ -237,8 +237,8 @@ class ParallelConfig:
     ddp_bucket_size: int | None = arg(None, "elements of a gradient bucket; Megatron's own when null")
     reduce_by_copies: bool = own(
         False,
-        "reduce gradients inside one node by copies into the owner's memory and one sum there, in the order of the ranks: copy engines instead of "
-        "NCCL's or RCCL's kernels beside the backward pass",
+        "reduce gradients inside one node by copies into the owner's memory and one sum there, in a fixed order: copy engines instead of NCCL's or "
+        "RCCL's kernels beside the backward pass",
         OPTIMIZER,
     )
     nccl_ub: bool = arg(

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Reduce-scatter of gradients inside one host by copies: each rank's part goes into its owner's window, who adds them up there.
 
-NCCL's and RCCL's rings run on the processors that the backward pass needs, from the first hop to the last; here only the sum does, one pass over what has arrived,
-and copies between devices are the copy engines' (`torch.distributed._symmetric_memory` has the idea, there "low-contention collectives"). The parts are
-added in the order of the ranks, in the gradients' own dtype, so the same step gives the same bits again whatever the links do.
+NCCL's and RCCL's rings run on the processors that the backward pass needs, from the first hop to the last; here a rank's copy of its own part does, and one pass
+over what has arrived, and copies between devices are the copy engines' (`torch.distributed._symmetric_memory` has the idea, there "low-contention
+collectives"). The parts are added in an order that is always the same, in the gradients' own dtype, so the reduction repeats to the bit whatever the links do.
 
 In a stream of its own, piece by piece as large as a slot of the window: barrier (the last piece is added up everywhere), copies, barrier (all have arrived), sum.
 """
@@ -19,13 +19,13 @@ from megatron.core.distributed import DistributedDataParallel, param_and_grad_bu
 from torch import Tensor
 
 from zaya_plugin.parallel.shared_window import Window, open_window
+from zaya_plugin.plan.memory import WINDOW_SLOT  # of eight ranks 512 MiB, whose copies take 1.2 ms
 
-SLOT_BYTES = 2**26  # of one writer: 512 MiB of a node of eight, whose copies take 1.2 ms where a barrier takes 0.01
 ALIGNMENT = 256
 FUNCTION = "dist_reduce_scatter_func"  # what Megatron reduces a bucket with, a name of its module
 
 
-def reduce_by_copies(model_chunks: Iterable, slot_bytes: int = SLOT_BYTES) -> None:
+def reduce_by_copies(model_chunks: Iterable, slot_bytes: int = WINDOW_SLOT) -> None:
     """Let the gradients of `model_chunks`, as DDP wraps them, be reduced by copies. All ranks call this together.
 
     Raises:
@@ -51,9 +51,10 @@ class Reduction:
 
     def __init__(self, window: Window, device: torch.device):
         self.window = window
-        self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        # Before the blocks of the backward pass's kernels that wait for a processor: what comes late here is late on every rank.
+        self.stream = torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None
         # An xGMI device reaches each other device over a link of its own; through NVSwitch one copy has all links.
-        self.lanes = [torch.cuda.Stream(device) for _ in range(window.size - 1)] if self.stream and torch.version.hip else []
+        self.lanes = [torch.cuda.Stream(device, priority=-1) for _ in range(window.size - 1)] if self.stream and torch.version.hip else []
 
     def __call__(self, shard: Tensor, whole: Tensor) -> Pending:
         """shard [n]: the sum over ranks of their whole[rank n : (rank + 1) n]; whole [size n], in which the shard may lie."""
@@ -113,12 +114,15 @@ class StartByCopies:
             if not async_op:
                 started[-1].wait()
 
+        under_way = self.bucket_group.grad_reduce_handle is not None  # then Megatron does nothing in a run's first step
         stock = getattr(param_and_grad_buffer, FUNCTION)
         setattr(param_and_grad_buffer, FUNCTION, reduce_scatter)
         try:
             self.start(force_all_reduce=force_all_reduce)
         finally:
             setattr(param_and_grad_buffer, FUNCTION, stock)
+        if not (started or force_all_reduce or under_way):
+            raise RuntimeError(f"parallel.reduce_by_copies = True: gradients were reduced by something else than Megatron's {FUNCTION}; allowed here: False")
         # Megatron's handle is of a coalescing manager that saw no collective; the buckets' sums are behind one another in one stream.
         if started and self.bucket_group.grad_reduce_handle is not None:
             self.bucket_group.grad_reduce_handle = started[-1]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import mmap
 import os
+import socket
 import tempfile
 from pathlib import Path
 from typing import Protocol
@@ -35,8 +36,14 @@ def open_window(group: ProcessGroup, slot_bytes: int, device: torch.device) -> W
     """A window of `slot_bytes` a slot. All ranks of the group call this together.
 
     Raises:
-        ValueError: the devices cannot map each other's memory.
+        ValueError: the ranks are on several hosts, or their devices cannot map each other's memory.
     """
+    hosts: list[str] = [""] * group.size()
+    torch.distributed.all_gather_object(hosts, socket.gethostname(), group=group)
+    if len(set(hosts)) > 1:
+        raise ValueError(
+            f"parallel.reduce_by_copies = True: allowed where ranks that share gradients are on one host; they are on {', '.join(sorted(set(hosts)))}"
+        )
     return HostWindow(group, slot_bytes) if device.type == "cpu" else SymmetricWindow(group, slot_bytes, device)
 
 
@@ -47,6 +54,8 @@ class SymmetricWindow:
         from torch.distributed import _symmetric_memory
 
         self.rank, self.size, self.slot_bytes = group.rank(), group.size(), slot_bytes
+        # Else torch makes a multicast object of every window, which nobody reads here, and which some machines refuse.
+        os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
         try:
             self.memory = _symmetric_memory.empty(self.size * slot_bytes, dtype=torch.uint8, device=device)
             self.handle = _symmetric_memory.rendezvous(self.memory, group)
@@ -69,21 +78,20 @@ class HostWindow:
     def __init__(self, group: ProcessGroup, slot_bytes: int):
         self.group, self.rank, self.size, self.slot_bytes = group, group.rank(), group.size(), slot_bytes
         folder = Path("/dev/shm") if os.access("/dev/shm", os.W_OK) else Path(tempfile.gettempdir())
-        descriptor, path = tempfile.mkstemp(prefix="zaya_window_", dir=folder)
+        descriptor, path = tempfile.mkstemp(prefix=f"zaya_window_{os.getpid()}_", dir=folder)
         try:
             os.posix_fallocate(descriptor, 0, self.size * slot_bytes)  # a full disk is an error here, not a signal later
+            paths: list[str] = [""] * self.size
+            torch.distributed.all_gather_object(paths, path, group=group)
+            self.windows = [_mapped(each) for each in paths]
+            self.barrier()
         except OSError as full:
-            os.unlink(path)
             raise ValueError(
-                f"parallel.reduce_by_copies = True: {folder} has no {self.size * slot_bytes:,} bytes left ({full}); allowed here: False"
+                f"parallel.reduce_by_copies = True: {folder} cannot give {self.size * slot_bytes:,} bytes to share ({full}); allowed here: False"
             ) from full
         finally:
             os.close(descriptor)
-        paths: list[str] = [""] * self.size
-        torch.distributed.all_gather_object(paths, path, group=group)
-        self.windows = [_mapped(each) for each in paths]
-        self.barrier()
-        os.unlink(path)
+            os.unlink(path)
 
     def slots(self, owner: int, dtype: torch.dtype) -> Tensor:
         return self.windows[owner].view(dtype).view(self.size, -1)

@@ -20,6 +20,7 @@ FLOAT32, INT64 = 4, 8
 RANDOM_STATE = 2 * 5056  # bytes that a checkpoint keeps of the random generators
 HEAD_BUFFER = 5 * 2**28  # hip_ops.linear_cross_entropy.BUFFER_BYTES
 HEAD_PART = 2048  # classes of a part of a row, as hip_ops.reference.vocabulary_exponentials.LARGEST_PART
+WINDOW_SLOT = 2**26  # bytes of a rank's slot in a window, the most of zaya_plugin.parallel.copied_reduction
 ROUND_OF_MUON = 2**28  # elements; zaya_plugin.optim.muon.MuonSettings.elements_at_once
 
 
@@ -282,7 +283,8 @@ def _stage(
     step, update = kept + ends + max(head, backward), _optimizer_work(shape, layout, optimizer)
     step = step + update if graph else max(step, update)
     return MemoryPlan(
-        {
+        windows_bytes(shape, layout)
+        | {
             "weights": float(a * parameters),
             "gradients (fp32)": float(GRADIENT_BYTES * parameters),
             "padding of their buffers": (a + GRADIENT_BYTES) * (sum(padded_parameters(shape, layout, optimizer.muon).values()) - parameters),
@@ -293,6 +295,14 @@ def _stage(
         },
         layer,
     )
+
+
+def windows_bytes(shape: Shape, layout: Layout) -> dict[str, float]:
+    """Of parallel.reduce_by_copies: a window for each group of ranks that share gradients, a slot for each of them, no larger than the largest shard."""
+    groups = [layout.shards] + [layout.expert_shards] * (layout.expert > 1)
+    shard = GRADIENT_BYTES * sum(local_parameters(shape, layout).values())
+    found = sum(ranks * min(WINDOW_SLOT, shard / ranks) for ranks in groups if ranks > 1) if layout.copies else 0.0
+    return {"windows of the gradients' reduction": float(found)} if found else {}
 
 
 def head_chunk(classes: int, element_bytes: int) -> int:

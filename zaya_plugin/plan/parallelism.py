@@ -19,7 +19,10 @@ STREAM_BYTES = 4  # the residual stream is fp32
 
 @dataclass(frozen=True)
 class Layout:
-    """Parallel sizes, in ranks. data: what the others leave. virtual: stages a pipeline rank holds. instances: of the optimizer's state."""
+    """Parallel sizes, in ranks. data: what the others leave. virtual: stages a pipeline rank holds. instances: of the optimizer's state.
+
+    copies: gradients are reduced by copies (parallel.reduce_by_copies).
+    """
 
     data: int = 1
     context: int = 1
@@ -31,6 +34,7 @@ class Layout:
     allgather_dispatcher: bool = False
     distributed_optimizer: bool = True
     instances: int = 1
+    copies: bool = False
 
     @property
     def replicas(self) -> int:

@@ -35,7 +35,7 @@ def layout_of(recipe: Recipe, world_size: int) -> Layout:
         tensor=parallel.tensor_model_parallel_size, pipeline=parallel.pipeline_model_parallel_size,
         virtual=parallel.virtual_pipeline_stages, zigzag=parallel.context_parallel_order == "zigzag",
         allgather_dispatcher=parallel.moe_token_dispatcher == "allgather", distributed_optimizer=parallel.use_distributed_optimizer,
-        instances=parallel.num_distributed_optimizer_instances,
+        instances=parallel.num_distributed_optimizer_instances, copies=parallel.reduce_by_copies,
     )
 
 
