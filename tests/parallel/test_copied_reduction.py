@@ -18,6 +18,7 @@ from megatron.core.distributed import param_and_grad_buffer  # noqa: E402
 
 from zaya_plugin.parallel import copied_reduction  # noqa: E402
 from zaya_plugin.parallel.copied_reduction import Pending, Reduction, StartByCopies  # noqa: E402
+from zaya_plugin.plan.memory import WINDOW_SLOT  # noqa: E402
 
 CPU = torch.device("cpu")
 
@@ -178,6 +179,10 @@ def test_an_error_inside_leaves_megatron_s_function():
     with pytest.raises(RuntimeError, match="a broken link"):
         start()
     assert param_and_grad_buffer.dist_reduce_scatter_func is stock
+
+
+def test_the_memory_plan_knows_the_size_of_a_slot():
+    assert copied_reduction.SLOT_BYTES == WINDOW_SLOT
 
 
 def test_a_slot_is_no_larger_than_the_largest_shard(monkeypatch):

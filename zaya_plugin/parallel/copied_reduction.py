@@ -19,17 +19,17 @@ from megatron.core.distributed import DistributedDataParallel, param_and_grad_bu
 from torch import Tensor
 
 from zaya_plugin.parallel.shared_window import Window, open_window
-from zaya_plugin.plan.memory import WINDOW_SLOT  # of eight ranks 512 MiB, whose copies take 1.2 ms
 
+SLOT_BYTES = 2**26  # zaya_plugin.plan.memory.WINDOW_SLOT; of eight ranks 512 MiB, whose copies take 1.2 ms
 ALIGNMENT = 256
 FUNCTION = "dist_reduce_scatter_func"  # what Megatron reduces a bucket with, a name of its module
 
 
-def reduce_by_copies(model_chunks: Iterable, slot_bytes: int = WINDOW_SLOT) -> None:
+def reduce_by_copies(model_chunks: Iterable, slot_bytes: int = SLOT_BYTES) -> None:
     """Let the gradients of `model_chunks`, as DDP wraps them, be reduced by copies. All ranks call this together.
 
     Raises:
-        ValueError: the devices cannot map each other's memory.
+        ValueError: the ranks are on several hosts, or their devices cannot map each other's memory.
     """
     by_group: dict[object, list] = {}
     for chunk in model_chunks:
