@@ -23,7 +23,7 @@ from pathlib import Path
 from result_record import commit_of, described, write
 
 MEMORY = ("parallel.recompute_granularity=selective", "parallel.recompute_modules=[permute]", "optim.muon_momentum_dtype=bf16")
-SEVERAL_ALONE = ("parallel.nccl_ub",)  # overrides that mean nothing on one device
+BETWEEN_DEVICES = ("parallel.nccl_ub", "parallel.reduce_by_copies")  # left out of a row on one device
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class Row:
     def command(self, devices: int, output: Path, commit: str, overrides: Sequence[str]) -> list[str]:
         """The words of this row on so many devices."""
         count = 1 if self.alone else devices
-        kept = [word for word in overrides if not (self.alone and word.split("=")[0] in SEVERAL_ALONE)]
+        kept = [word for word in overrides if not (self.alone and word.split("=")[0] in BETWEEN_DEVICES)]
         return [
             sys.executable, "-m", "zaya_plugin.cli", "bench", "step", f"experiment={self.experiment}", "cluster=h200_8", f"nproc={count}",
             f"cluster.gpus_per_node={count}", "cluster.numa_nodes=[]", "logger=none", f"stage.micro_batch_size={self.micro}",

@@ -49,22 +49,18 @@ def install() -> None:
 
 
 def _register(group, device, pool, symmetric: bool) -> None:
+    import torch
+
     gib = sum(segment["total_size"] for segment in pool.snapshot()) / 2**30
     try:
         group._get_backend(device).register_mem_pool(pool, symm=symmetric)
     except (RuntimeError, TypeError) as refused:
         raise ValueError(
-            f"parallel.nccl_ub = True: {gib:.2f} GiB cannot be registered with this NCCL or RCCL and torch {_torch_version()} ({refused}); allowed here: False"
+            f"parallel.nccl_ub = True: {gib:.2f} GiB cannot be registered with this NCCL or RCCL and torch {torch.__version__} ({refused}); allowed here: False"
         ) from refused
     if (pool, group) not in _registered:
         _registered.append((pool, group))
     logger.info("registered buffers: %.2f GiB with a group of %d", gib, group.size())
-
-
-def _torch_version() -> str:
-    import torch
-
-    return torch.__version__
 
 
 def end_with_release() -> None:

@@ -178,3 +178,12 @@ def test_what_is_no_trace_is_refused(tmp_path, recorder):
     broken.write_text('{"traceEvents": [')
     with pytest.raises(ValueError, match="broken.json: not a chrome trace"):
         read(broken)
+
+
+def test_kernels_and_copies_between_devices_are_communication_and_copies_on_one_are_not():
+    between = (
+        "ncclDevKernel_AllGather_RING_LL(ncclDevKernelArgsStorage<4096ul>)", "ncclSymkDevKernel_ReduceScatter_LD_sum_f32(ncclSymkDevWorkArgs4K)",
+        "Memcpy PtoP (Device -> Device)", "void (anonymous namespace)::barrier_kernel(unsigned int**, unsigned long, int, int, unsigned long)",
+    )  # fmt: skip
+    assert all(attribution.COMMUNICATION.search(name) for name in between)
+    assert not any(attribution.COMMUNICATION.search(name) for name in ("Memcpy DtoD (Device -> Device)", "grouped_rows_kernel", "add_runs_kernel"))

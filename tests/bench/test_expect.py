@@ -113,6 +113,16 @@ def test_copy_engines_take_nothing_from_the_kernels_beside_them():
     assert not expect.copies_parameters(compose(words), 8, MACHINES["mi300x_8"])  # not tried there
 
 
+def test_barriers_and_copies_of_a_record_are_no_kernels_that_slow_others_down():
+    def hidden(*rows):
+        longest = [{"name": name, "count": 1, "ms": ms} for name, ms in rows]
+        return expect.hidden_beside_kernels({"parts": [{"part": "communication", "longest": longest}], "hidden_communication_ms": 10.0})
+
+    assert hidden(("ncclDevKernel_ReduceScatter", 8.0)) == 10.0
+    assert hidden(("Memcpy PtoP (Device -> Device)", 3.0), ("barrier_kernel", 2.0), ("ncclDevKernel_ReduceScatter", 8.0)) == 5.0
+    assert hidden(("Memcpy PtoP (Device -> Device)", 30.0)) == 0.0
+
+
 def test_other_rates_count_by_what_bounds_a_part(record):
     found = expect.expect(record, compose([*ALIKE, "cluster=mi300x_8", "stage.global_batch_size=32"]), 8)
     h100 = expect.expect(record, compose([*ALIKE, "cluster=h100_8", "stage.micro_batch_size=4", "stage.global_batch_size=32"]), 8)

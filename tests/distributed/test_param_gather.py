@@ -5,17 +5,9 @@ that are never called (see zaya_plugin/model/parameter_gather.py; tests/model/te
 import pytest
 
 from tests.distributed.layout_grid import run_job
-from tests.distributed.rank_server import RankServers
 from tests.running import MICRO
 
 STEPS = 5
-
-
-@pytest.fixture(scope="module")
-def servers():
-    servers = RankServers()
-    yield servers
-    servers.close()
 
 
 @pytest.mark.slow

@@ -15,7 +15,7 @@ class Machine:
         node: devices of a node; link: bytes that a device sends (and gets) in a collective among them; latency: seconds of a small one.
         network: bytes that a device sends between nodes; hop: seconds that a further node adds to a collective.
         sources: of each figure, and whether this project measured it.
-        copies: whether registered buffers (parallel.nccl_ub) are gathered by copy engines there: seen with NCCL on H200s; RCCL was not tried.
+        copies: whether registered buffers (parallel.nccl_ub) are gathered by copy engines there: seen with NCCL on H200s, H100s taken as alike; RCCL was not tried.
     """
 
     name: str

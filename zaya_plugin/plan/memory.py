@@ -283,8 +283,7 @@ def _stage(
     step, update = kept + ends + max(head, backward), _optimizer_work(shape, layout, optimizer)
     step = step + update if graph else max(step, update)
     return MemoryPlan(
-        windows_bytes(shape, layout)
-        | {
+        {
             "weights": float(a * parameters),
             "gradients (fp32)": float(GRADIENT_BYTES * parameters),
             "padding of their buffers": (a + GRADIENT_BYTES) * (sum(padded_parameters(shape, layout, optimizer.muon).values()) - parameters),
@@ -292,7 +291,8 @@ def _stage(
             "activations of the layers": kept,
             "embedding, final norm and head": ends,
             "working memory at the peak": step - kept - ends,
-        },
+        }
+        | windows_bytes(shape, layout),
         layer,
     )
 
