@@ -71,7 +71,9 @@ def test_more_layers_and_ranks(record, measured):
     assert found["attention"] == pytest.approx(40 / 12 * measured["attention"]) and found["head"] == pytest.approx(measured["head"])
     assert found["optimizer"] == pytest.approx(40 / 12 / 8 * measured["optimizer"])  # Newton-Schulz bounds it, and has no part in the embedding
     sent = 7 / 8 * 4 * 8_840_488_784  # bytes of gradients that a rank sends
-    assert eight["communication"]["gradients"]["ms"] == pytest.approx(1e3 * sent / MACHINES["h100_8"].link, rel=0.05)
+    messages = 80 + 4  # as zaya_plugin.optim.layout cuts them (docs/optimizer.md)
+    machine = MACHINES["h100_8"]
+    assert eight["communication"]["gradients"]["ms"] == pytest.approx(1e3 * (sent / machine.link + messages * machine.latency), rel=0.001)
     assert 0 < eight["communication"]["gradients"]["exposed_ms"] < 0.1 * eight["communication"]["gradients"]["ms"]
     words = [*ALIKE, "cluster=h100_8", "stage.micro_batch_size=4", "stage.global_batch_size=32"]
     plain = expect.expect(record, compose([*words, "parallel.overlap_grad_reduce=false", "parallel.overlap_param_gather=false"]), 8)

@@ -1,6 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The buffer layout against its promises, on ZAYA1-base's real shapes (meta tensors) and on small ones."""
 
+import hashlib
+import os
+import subprocess
+import sys
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -11,8 +15,9 @@ from hypothesis import strategies as st
 
 pytest.importorskip("megatron.core.optimizer.param_layout", reason="megatron-core 0.16 takes no layout")
 
-from zaya_plugin.optim.layout import MAX_PADDING, compute_expert_block_layout, newton_schulz_work  # noqa: E402
+from zaya_plugin.optim.layout import compute_expert_block_layout, newton_schulz_work  # noqa: E402
 from zaya_plugin.optim.newton_schulz_cost import newton_schulz_flops  # noqa: E402
+from zaya_plugin.optim.partition import MAX_PADDING  # noqa: E402
 
 NO_PADDING = SimpleNamespace(pad_buckets_for_high_nccl_busbw=False)
 
@@ -177,6 +182,38 @@ def test_muon_of_the_full_model_is_whole_bounded_and_balanced(shards, bucket_siz
     if shards <= 8:
         work = newton_schulz_work(layout, shards)
         assert max(work) <= 1.10 * sum(work) / shards
+
+
+@pytest.mark.parametrize(
+    "shards, bucket_size, uneven, padding",
+    [(2, 67_108_864, 0.005, 0.001), (4, 67_108_864, 0.005, 0.001), (8, 67_108_864, 0.005, 0.001), (16, 67_108_864, 0.005, 0.001),
+     (4, 134_217_728, 0.005, 0.001), (8, 134_217_728, 0.035, 0.001), (64, 67_108_864, 0.04, 0.005), (1024, 67_108_864, 0.5, 0.3)],
+)  # fmt: skip
+def test_owners_of_both_buffers_of_the_full_model_have_the_same_work(shards, bucket_size, uneven, padding):
+    """As DDP asks: experts have a buffer of their own. At 1,024 an expert and a half an owner are what there is."""
+    params = _zaya1_base_under_muon()
+    work, length = [0.0] * shards, 0
+    for is_expert in (True, False):
+        of_buffer = [p for p in params if hasattr(p, "expert_block") == is_expert]
+        layout = compute_expert_block_layout(of_buffer, bucket_size, shards, NO_PADDING)
+        _check_whole(layout, of_buffer, shards)
+        work = [a + b for a, b in zip(work, newton_schulz_work(layout, shards), strict=True)]
+        length += layout.bucket_indices[-1][1]
+        last = layout.bucket_indices[-1]
+        assert is_expert or shards > 64 or last[1] - last[0] < 1.001 * 262_272 * 2048, "the embedding is alone"
+    assert max(work) <= (1 + uneven) * sum(work) / shards
+    assert length <= (1 + padding) * sum(p.numel() for p in params)
+
+
+def _digest():
+    layout = compute_expert_block_layout(_zaya1_base_under_muon(), 40_000_000, 8, NO_PADDING)
+    return hashlib.sha256(repr((list(layout.param_index_map.values()), layout.bucket_indices)).encode()).hexdigest()
+
+
+def test_another_process_finds_the_same_layout():
+    program = "from tests.optim.test_layout import _digest; print(_digest())"
+    there = subprocess.run([sys.executable, "-c", program], env=os.environ | {"PYTHONHASHSEED": "7"}, capture_output=True, text=True, check=True)
+    assert there.stdout.split()[-1] == _digest()
 
 
 MATRIX = st.tuples(st.integers(1, 40), st.integers(1, 40))

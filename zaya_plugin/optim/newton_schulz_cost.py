@@ -3,6 +3,10 @@
 
 from __future__ import annotations
 
+# What a device multiplies while it reads and writes an element's gradient, momentum and weight: of all of ZAYA1-base 60 of 596 ms on one H200
+# (benchmarks/results/optimizer_step-h200.json), where Newton-Schulz ran at half of the products' rate.
+FLOPS_PER_ELEMENT = 3_000
+
 
 def newton_schulz_flops(m: int, n: int, steps: int = 5) -> float:
     """FLOPs of `steps` quintic Newton-Schulz iterations on one m x n matrix, in the cheaper of two forms.
@@ -13,3 +17,8 @@ def newton_schulz_flops(m: int, n: int, steps: int = 5) -> float:
     """
     small, ratio = min(m, n), max(m, n) / min(m, n)
     return min(steps * (3 * ratio + 1), 4 * steps + 6 * ratio - 6) * small**3
+
+
+def muon_work(m: int, n: int) -> int:
+    """What an m x n matrix costs its owner in a step, in FLOPs of Newton-Schulz: these, and the passes over its elements."""
+    return round(newton_schulz_flops(m, n)) + FLOPS_PER_ELEMENT * m * n

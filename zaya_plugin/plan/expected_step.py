@@ -43,6 +43,20 @@ def accumulated(shape: Shape, layout: Layout, fused_head: bool) -> dict[str, int
     return {**own, "gradients": local - sum(own.values())}
 
 
+def buckets_of(shape: Shape, layout: Layout, part: str, elements: float, least: float) -> int:
+    """Buckets of at least `least` elements in the buffer of `elements`: experts' close at a block, gate+up or down of a layer, and the embedding has its own."""
+    if part == "rest":
+        embedding = count_parameters(shape)["embedding"] / layout.tensor
+        return max(1, int((elements - embedding) // least) + 1)
+    down = shape.num_experts // layout.expert * shape.moe_ffn_hidden_size * shape.hidden_size
+    count, since = 0, 0.0
+    for block in (down, 2 * down) * round(elements / (3 * down)):
+        since += block
+        if since >= least:
+            count, since = count + 1, 0.0
+    return max(1, count)
+
+
 def communication(
     shape: Shape, layout: Layout, batch: Batch, machine: Machine, overlap: Overlap, forward: float, backward: float, muon: bool = True
 ) -> dict[str, dict]:
@@ -62,8 +76,8 @@ def communication(
         for part, ranks in zip(("experts", "rest"), ranks_of, strict=True):
             # A shard holds whole matrices, so that many ranks make large buckets (docs/optimizer.md).
             largest = 2 * shape.moe_ffn_hidden_size * shape.hidden_size if part == "experts" else shape.query_channels * shape.hidden_size
-            bucket = max(overlap.bucket or max(LEAST_BUCKET, 1_000_000 * ranks), ranks * largest)
-            buckets = max(1, int(padded[part] // bucket))
+            least = max(overlap.bucket or max(LEAST_BUCKET, 1_000_000 * ranks), ranks * largest)
+            buckets = buckets_of(shape, layout, part, padded[part], least)
             seconds = collective_seconds(machine, ranks, (ranks - 1) / ranks * padded[part] * size * (1 if sharded else 2), buckets)
             if name == "gradients":  # a bucket's second collective, behind its first
                 seconds += between_instances(machine, ranks, layout.instances, padded[part] * size / ranks, buckets)
