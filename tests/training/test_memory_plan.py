@@ -52,9 +52,9 @@ def test_auto_takes_what_fits_and_says_so(on_h200):
 
 def test_beside_a_graph_the_optimizers_work_needs_room_of_its_own(on_h200):
     plain, graph = (memory_plan.plan_of(on_h200(auto=False, graphs=graphs), 8).total / 2**30 for graphs in ("none", "auto"))
-    assert graph - plain == pytest.approx(12 * 2**28 / 2**30) and graph == pytest.approx(97.01, abs=0.01)
+    assert graph - plain == pytest.approx(12 * 2**27 / 2**30) and graph == pytest.approx(95.51, abs=0.01)
     _, line = memory_plan.with_recompute(on_h200(graphs="auto", memory_gib=98), 8)
-    assert "layernorm + permute" in line and "memory plan 89.5 of 98 GiB" in line
+    assert "layernorm + permute" in line and "memory plan 88.0 of 98 GiB" in line
     _, line = memory_plan.with_recompute(on_h200(memory_gib=98), 8)
     assert "recomputed: layernorm," in line
 

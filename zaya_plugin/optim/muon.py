@@ -48,7 +48,7 @@ class MuonSettings:
     dtype: str = "bf16"
     rms_scale: float = 0.2
     momentum_dtype: str = "fp32"
-    elements_at_once: int = 2**28
+    elements_at_once: int = 2**27
     fused: bool = True
 
 

@@ -21,7 +21,7 @@ RANDOM_STATE = 2 * 5056  # bytes that a checkpoint keeps of the random generator
 HEAD_BUFFER = 5 * 2**28  # hip_ops.linear_cross_entropy.BUFFER_BYTES
 HEAD_PART = 2048  # classes of a part of a row, as hip_ops.reference.vocabulary_exponentials.LARGEST_PART
 WINDOW_SLOT = 2**26  # bytes of a rank's slot in a window, zaya_plugin.parallel.copied_reduction.SLOT_BYTES
-ROUND_OF_MUON = 2**28  # elements; zaya_plugin.optim.muon.MuonSettings.elements_at_once
+ROUND_OF_MUON = 2**27  # elements; zaya_plugin.optim.muon.MuonSettings.elements_at_once
 
 
 @dataclass(frozen=True)
