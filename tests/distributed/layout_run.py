@@ -40,6 +40,7 @@ class Recorder:
         self.traffic = Traffic() if job["traffic"] else None
         self.sent: list[dict] = []  # a step: what this rank has sent since the step before was reported
         self.memory: list[dict] = []  # a step on an accelerator: bytes held after it, and the most during it
+        self.windows: list[int] = []  # ranks of each window that gradients are reduced in
         forced = torch.load(job["forced"])["ids"] if job["forced"] else None
         self.forced = forced
 
@@ -215,6 +216,7 @@ def run(job: dict) -> None:
     validate(recipe, world)
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     patches.apply()
+    from zaya_plugin.parallel import copied_reduction
     from zaya_plugin.training import adapter
     from zaya_plugin.training.datasets import find_sources
     from zaya_plugin.training.lifecycle import Lifecycle
@@ -252,13 +254,15 @@ def run(job: dict) -> None:
                     {"step": step.step, "loss": step.loss, "seconds": step.seconds, "tokens_per_expert": counts}
                 )
 
+    open_window = copied_reduction.open_window
+    copied_reduction.open_window = lambda group, *rest: recorder.windows.append(group.size()) or open_window(group, *rest)
     forward_step = adapter.forward_step
     adapter.forward_step = lambda iterator, model, *rest: forward_step(recorder.peek(iterator), model, *rest)
     adapter._Trainer = Trainer
     with recorder.traffic or contextlib.nullcontext():
         adapter.run(recipe, find_sources(recipe), Lifecycle(recipe), Recording(recipe, rank, world, sys.stdout))
 
-    mine = {name: getattr(recorder, name) for name in ("ids", "gradients", "reported", "sent", "memory")}
+    mine = {name: getattr(recorder, name) for name in ("ids", "gradients", "reported", "sent", "memory", "windows")}
     ranks = [None] * world if rank == 0 else None
     torch.distributed.gather_object(mine, ranks)
     if rank == 0:
@@ -271,6 +275,7 @@ def run(job: dict) -> None:
             "gradients": [gradients for gradients, _ in joined],
             "sent": [r["sent"] for r in ranks],
             "memory": [r["memory"] for r in ranks],
+            "windows": [r["windows"] for r in ranks],
             "replicas": max((difference for _, difference in joined), default=0.0),
         }
         torch.save(result, job["out"])

@@ -15,12 +15,16 @@ import zaya_plugin.patches
 zaya_plugin.patches.apply()  # before Megatron is imported
 
 from megatron.core.distributed import param_and_grad_buffer  # noqa: E402
+from megatron.core.parallel_state import RankGenerator  # noqa: E402
 
 from zaya_plugin.parallel import copied_reduction  # noqa: E402
 from zaya_plugin.parallel.copied_reduction import Pending, Reduction, StartByCopies  # noqa: E402
-from zaya_plugin.plan.memory import WINDOW_SLOT  # noqa: E402
+from zaya_plugin.plan.flops import Shape  # noqa: E402
+from zaya_plugin.plan.memory import WINDOW_SLOT, windows_bytes  # noqa: E402
+from zaya_plugin.plan.parallelism import Layout  # noqa: E402
 
 CPU = torch.device("cpu")
+BASE = Shape(40, 2048, 8, 2, 128, 16, 2048, 256, 262_272)
 
 
 class Threads:
@@ -185,25 +189,70 @@ def test_the_memory_plan_knows_the_size_of_a_slot():
     assert copied_reduction.SLOT_BYTES == WINDOW_SLOT
 
 
-def test_a_slot_is_no_larger_than_the_largest_shard(monkeypatch):
-    opened = []
-    monkeypatch.setattr(copied_reduction, "open_window", lambda group, slot_bytes, device: opened.append(slot_bytes) or SimpleNamespace(size=2, rank=0))
+class Ranks:
+    """A process group of these ranks, as far as `reduce_by_copies` looks."""
+
+    def __init__(self, *ranks):
+        self.ranks, self.size = ranks, lambda: len(ranks)
+
+
+def bucket_group_of(group, *counts):
+    """A bucket group of Megatron with fp32 buckets of so many elements, as far as `reduce_by_copies` looks."""
+    buckets = [SimpleNamespace(grad_data=torch.zeros(count)) for count in counts]
+    return SimpleNamespace(intra_distributed_optimizer_instance_group=group, buckets=buckets, start_grad_sync="stock")
+
+
+def chunk_of(dense, experts):
+    return SimpleNamespace(ddp_config=SimpleNamespace(use_distributed_optimizer=True), bucket_groups=dense, expert_parallel_bucket_groups=experts)
+
+
+@pytest.fixture
+def opened(monkeypatch):
+    """(group, bytes of a slot) of the windows that are opened, in order; none is really."""
+    found = []
+
+    def open_window(group, slot_bytes, device):
+        found.append((group, slot_bytes))
+        return SimpleNamespace(size=group.size(), rank=0, slot_bytes=slot_bytes)
+
+    monkeypatch.setattr(copied_reduction, "open_window", open_window)
     monkeypatch.setattr(copied_reduction, "DistributedDataParallel", SimpleNamespace)
+    monkeypatch.setattr(torch.distributed, "get_process_group_ranks", lambda group: list(group.ranks))
+    return found
 
-    class Ranks:
-        def __init__(self, count):
-            self.size = lambda: count
 
-    two, one = Ranks(2), Ranks(1)
-
-    def of(group, *counts):
-        buckets = [SimpleNamespace(grad_data=torch.zeros(count)) for count in counts]
-        return SimpleNamespace(intra_distributed_optimizer_instance_group=group, buckets=buckets, start_grad_sync="stock")
-
-    first, second, alone = of(two, 100, 4000), of(two, 10), of(one, 9999)
-    chunk = SimpleNamespace(ddp_config=SimpleNamespace(use_distributed_optimizer=True), bucket_groups=[first, second], expert_parallel_bucket_groups=[alone])
-    copied_reduction.reduce_by_copies([chunk])
-    copied_reduction.reduce_by_copies([chunk], slot_bytes=512)
-    assert opened == [8192, 512], "4000 fp32 elements over two ranks, in steps of 256 bytes"
+def test_a_slot_is_no_larger_than_the_largest_shard(opened):
+    two, one = Ranks(0, 1), Ranks(0)
+    first, second, alone = bucket_group_of(two, 100, 4000), bucket_group_of(two, 10), bucket_group_of(one, 9999)
+    copied_reduction.reduce_by_copies([chunk_of([first, second], [alone])])
+    copied_reduction.reduce_by_copies([chunk_of([first, second], [alone])], slot_bytes=512)
+    assert opened == [(two, 8192), (two, 512)], "4000 fp32 elements over two ranks, in steps of 256 bytes"
     assert isinstance(first.start_grad_sync, StartByCopies) and first.start_grad_sync.reduction is second.start_grad_sync.reduction
     assert alone.start_grad_sync == "stock"
+
+
+def test_a_window_is_of_ranks_not_of_their_group(opened, caplog):
+    """Experts have a group of their own, of the same ranks or of others; an order of ranks is another window too, for slots are by rank in the group."""
+    dense, same, fewer, turned = Ranks(0, 1, 2, 3), Ranks(0, 1, 2, 3), Ranks(0, 2), Ranks(1, 0, 2, 3)
+    groups = [bucket_group_of(group, 1024) for group in (dense, same, fewer, turned)]
+    with caplog.at_level("INFO"):
+        copied_reduction.reduce_by_copies([chunk_of(groups[:1], groups[1:2]), chunk_of([], groups[2:])])
+    assert opened == [(dense, 1024), (fewer, 2048), (turned, 1024)]
+    reductions = [each.start_grad_sync.reduction for each in groups]
+    assert reductions[0] is reductions[1] and len(set(map(id, reductions))) == 3
+    assert caplog.text.count("gradients reduced by copies: a window of 0.0 MiB with a group of 4") == 2
+
+
+@pytest.mark.parametrize("tensor", [1, 2, 4])
+@pytest.mark.parametrize("expert", [1, 2, 4, 8])
+@pytest.mark.parametrize("context, pipeline", [(1, 1), (2, 1), (1, 2)])
+def test_the_memory_plan_has_as_many_windows_as_there_are_sets_of_ranks(tensor, expert, context, pipeline):
+    """Megatron's groups of 16 ranks: `dp-cp` of what is no expert; of experts, which are never cut, every e-th rank of a stage."""
+    stage = 16 // pipeline
+    whole = RankGenerator(tp=tensor, ep=1, dp=stage // (tensor * context), pp=pipeline, cp=context, order="tp-cp-ep-dp-pp").get_ranks("dp-cp")
+    experts = RankGenerator(tp=1, ep=expert, dp=stage // expert, pp=pipeline, cp=1, order="tp-cp-ep-dp-pp").get_ranks("dp")
+    layout = Layout(data=stage // (tensor * context), context=context, tensor=tensor, expert=expert, pipeline=pipeline, copies=True)
+    for rank in range(16):
+        sets = {tuple(group) for groups in (whole, experts) for group in groups if rank in group}
+        planned = sum(windows_bytes(BASE, layout).values()) / WINDOW_SLOT  # a slot for each rank of each window
+        assert planned == sum(len(ranks) for ranks in sets if len(ranks) > 1)

@@ -97,6 +97,8 @@ def test_windows_of_a_reduction_by_copies():
 
     assert windows(data=8) == 2**29 and windows(data=1) == 0.0
     assert windows(data=8, expert=2) == 2**29 + 2**28, "experts have a group of four"
+    assert windows(data=4, tensor=2) == 2**28 + 2**29, "experts are whole, on all eight"
+    assert windows(data=4, tensor=2, expert=2) == 2**28, "the same four"
     assert 0 < windows(data=8, small=True) < 2**24, "no larger than the largest shard"
 
 

@@ -10,6 +10,7 @@ In a stream of its own, piece by piece as large as a slot of the window: barrier
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Iterable
 from contextlib import nullcontext
@@ -24,6 +25,8 @@ SLOT_BYTES = 2**26  # zaya_plugin.plan.memory.WINDOW_SLOT; of eight ranks 512 Mi
 ALIGNMENT = 256
 FUNCTION = "dist_reduce_scatter_func"  # what Megatron reduces a bucket with, a name of its module
 
+logger = logging.getLogger(__name__)
+
 
 def reduce_by_copies(model_chunks: Iterable, slot_bytes: int = SLOT_BYTES) -> None:
     """Let the gradients of `model_chunks`, as DDP wraps them, be reduced by copies. All ranks call this together.
@@ -31,23 +34,27 @@ def reduce_by_copies(model_chunks: Iterable, slot_bytes: int = SLOT_BYTES) -> No
     Raises:
         ValueError: the ranks are on several hosts, or their devices cannot map each other's memory.
     """
-    by_group: dict[object, list] = {}
+    # By ranks, not by group: experts have a group of their own where its ranks are those of the rest too. What shares a window is reduced in one order,
+    # which has to be the same on all its ranks, as that of the backward pass is.
+    by_ranks: dict[tuple[int, ...], list] = {}
     for chunk in model_chunks:
         assert isinstance(chunk, DistributedDataParallel) and chunk.ddp_config.use_distributed_optimizer
         for bucket_group in chunk.bucket_groups + chunk.expert_parallel_bucket_groups:
             if (group := bucket_group.intra_distributed_optimizer_instance_group).size() > 1:
-                by_group.setdefault(group, []).append(bucket_group)
-    for group, bucket_groups in by_group.items():
+                by_ranks.setdefault(tuple(torch.distributed.get_process_group_ranks(group)), []).append(bucket_group)
+    for bucket_groups in by_ranks.values():
+        group = bucket_groups[0].intra_distributed_optimizer_instance_group
         buckets = [bucket.grad_data for bucket_group in bucket_groups for bucket in bucket_group.buckets]
         largest = max(bucket.numel() * bucket.element_size() // group.size() for bucket in buckets)
         window = open_window(group, min(slot_bytes, math.ceil(largest / ALIGNMENT) * ALIGNMENT), buckets[0].device)
+        logger.info("gradients reduced by copies: a window of %.1f MiB with a group of %d", window.slot_bytes * window.size / 2**20, window.size)
         reduction = Reduction(window, buckets[0].device)
         for bucket_group in bucket_groups:
             bucket_group.start_grad_sync = StartByCopies(bucket_group, reduction)
 
 
 class Reduction:
-    """Reduce-scatters of one group, one behind the other."""
+    """Reduce-scatters among the ranks of one window, one behind the other."""
 
     def __init__(self, window: Window, device: torch.device):
         self.window = window

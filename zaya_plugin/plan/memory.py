@@ -298,8 +298,9 @@ def _stage(
 
 
 def windows_bytes(shape: Shape, layout: Layout) -> dict[str, float]:
-    """Of parallel.reduce_by_copies: a window for each group of ranks that share gradients, a slot for each of them, no larger than the largest shard."""
-    groups = [layout.shards] + [layout.expert_shards] * (layout.expert > 1)
+    """Of parallel.reduce_by_copies: a window for each set of ranks that share gradients, a slot for each of them, no larger than the largest shard."""
+    # Megatron counts ranks tensor- or expert-parallel first, so every t-th shares what is no expert, every e-th experts: the same ones where t = e.
+    groups = [layout.shards] + [layout.expert_shards] * (layout.expert != layout.tensor)
     shard = GRADIENT_BYTES * sum(local_parameters(shape, layout).values())
     found = sum(ranks * min(WINDOW_SLOT, shard / ranks) for ranks in groups if ranks > 1) if layout.copies else 0.0
     return {"windows of the gradients' reduction": float(found)} if found else {}
