@@ -1,6 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reduce-scatter by copies: ranks as threads that share windows, against sums written out; what it does inside Megatron's DDP; its windows on a CPU."""
+"""Reduce-scatter by copies: ranks as threads that share windows, against sums written out; what it does inside Megatron's DDP; how many windows it opens.
 
+tests/parallel/test_copied_reduction_streams.py has the order of its streams on a device.
+"""
+
+import math
 import random
 import threading
 import time
@@ -44,14 +48,17 @@ class Threads:
         time.sleep(random.random() * self.late)
 
 
-def on_threads(size, slot_bytes, work, late=0.0, window=Threads):
-    """work(reduction, rank) of each thread, by rank."""
-    memory = [torch.zeros(size * slot_bytes, dtype=torch.uint8) for _ in range(size)]
-    barrier = threading.Barrier(size)
+def windows_of(ranks, slot_bytes, late=0.0, window=Threads):
+    """A window that these ranks share, as each of them has it, by rank."""
+    memory = [torch.zeros(len(ranks) * slot_bytes, dtype=torch.uint8) for _ in ranks]
+    barrier = threading.Barrier(len(ranks))
+    return {rank: window(number, memory, barrier, slot_bytes, late) for number, rank in enumerate(ranks)}
+
+
+def on_threads(size, work, *windows):
+    """work(rank, a reduction in each of `windows` that the rank has) of each thread, by rank."""
     with ThreadPoolExecutor(size) as pool:
-        done = [
-            pool.submit(lambda rank: work(Reduction(window(rank, memory, barrier, slot_bytes, late), CPU), rank), rank) for rank in range(size)
-        ]
+        done = [pool.submit(work, rank, *(Reduction(each[rank], CPU) for each in windows if rank in each)) for rank in range(size)]
         return [each.result() for each in done]
 
 
@@ -66,7 +73,7 @@ def test_each_rank_has_the_sum_of_its_part(size, count, slot_elements, dtype):
     """In pieces that do not divide the part, four times in a row, the shard in its place inside the whole."""
     rounds = [gradients(size, count, seed, dtype) for seed in (0, 1, 2, 0)]
 
-    def work(reduction, rank):
+    def work(rank, reduction):
         shards = []
         for each in rounds:
             whole = each[rank].clone()
@@ -76,10 +83,10 @@ def test_each_rank_has_the_sum_of_its_part(size, count, slot_elements, dtype):
             others = torch.ones(size * count, dtype=torch.bool)
             others[rank * count : (rank + 1) * count] = False
             assert torch.equal(whole[others], each[rank][others]), "the rest of the buffer is read, not written"
-        assert reduction.window.barriers == 4 * 2 * -(-count // slot_elements)
+        assert reduction.window.barriers == 4 * (1 + -(-count // (slot_elements // 2))), "one to begin with, and one a piece of half a slot"
         return shards
 
-    found = on_threads(size, slot_elements * dtype.itemsize, work)
+    found = on_threads(size, work, windows_of(range(size), slot_elements * dtype.itemsize))
     for rank in range(size):
         for number, each in enumerate(rounds):
             parts = torch.stack([whole.view(size, count)[rank] for whole in each])
@@ -89,34 +96,73 @@ def test_each_rank_has_the_sum_of_its_part(size, count, slot_elements, dtype):
         assert torch.equal(found[rank][0], found[rank][3]), "the same gradients give the same bits"
 
 
-class OneBarrier(Threads):
-    """Leaves every second barrier out."""
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_no_number_is_changed_on_its_way_into_the_sum(dtype):
+    """Where the other ranks have nothing to add: infinities, NaN, numbers too small to be normal; -0.0, to which -0.0 is added."""
+    count, tiny = 8, torch.finfo(dtype).smallest_normal / 4
+    special = torch.tensor([math.inf, -math.inf, math.nan, tiny, -tiny, torch.finfo(dtype).max, 1.0, -0.0]).to(dtype)
+
+    def work(rank, reduction):
+        whole = torch.stack([special if owner == rank else torch.full((count,), -0.0, dtype=dtype) for owner in range(3)]).flatten()
+        shard = torch.full((count,), 7.0).to(dtype)
+        sent = reduction.window.slots(rank, dtype)[rank, :count]
+        reduction(shard, whole).wait()
+        bits = torch.int32 if dtype is torch.float32 else torch.int16
+        a_number = ~special.isnan()
+        assert torch.equal(sent.view(bits)[a_number], special.view(bits)[a_number]) and sent.isnan().sum() == 1, "its own part, to the bit"
+        return shard
+
+    for shard in on_threads(3, work, windows_of(range(3), 2 * count * dtype.itemsize)):
+        assert torch.equal(shard.nan_to_num(nan=3.0, posinf=5.0, neginf=-5.0), special.nan_to_num(nan=3.0, posinf=5.0, neginf=-5.0))
+
+
+class LeftOut(Threads):
+    """One barrier of a call is none."""
 
     def barrier(self):
-        self.barriers += 1
-        if self.barriers % 2 == self.left_out:
-            return
-        time.sleep(random.random() * self.late)
-        self.shared.wait(timeout=20)
-        time.sleep(random.random() * self.late)
+        if self.barriers == self.left_out:
+            self.barriers += 1
+        else:
+            super().barrier()
 
 
-@pytest.mark.parametrize("left_out", [None, 1, 0], ids=["both barriers", "none before the copies", "none behind them"])
-def test_ranks_that_run_ahead_spoil_nothing_and_would_without_a_barrier(left_out):
-    size, count = 4, 256
-    rounds = [gradients(size, count, seed) for seed in range(12)]
-    window = Threads if left_out is None else type("Left", (OneBarrier,), {"left_out": left_out})
+# A slot has 64 fp32: 7 pieces of which the last is short, one, 3 in another dtype, 4, 5. An odd number ends in the half that the next call begins with.
+CALLS = ((7 * 32 - 6, torch.float32), (24, torch.float32), (3 * 64 - 42, torch.bfloat16), (4 * 32, torch.float32), (5 * 32, torch.float32))
 
-    def work(reduction, rank):
+
+@pytest.mark.parametrize("group", ["all ranks", "pairs"])
+@pytest.mark.parametrize("left_out", [None, 0, 1, 2, 3], ids=["every barrier", "none to begin with", "none behind piece 0", "none behind 1", "none behind 2"])
+def test_ranks_that_run_ahead_spoil_nothing_and_would_without_a_barrier(left_out, group):
+    """Four ranks, all together and two by two in turn, several calls one behind the other; one barrier is left out in the windows of `group`."""
+    schedule = [(count, dtype, seed) for seed in range(6) for count, dtype in CALLS]
+    ranks_of = [((0, 1, 2, 3), (rank % 2, rank % 2 + 2)) for rank in range(4)]
+    given = {
+        (len(ranks), rank, call): gradients(1, len(ranks) * call[0], 10 * call[2] + rank, call[1])[0]
+        for call in schedule for rank in range(4) for ranks in ranks_of[rank]
+    }  # fmt: skip
+
+    def kind(name):
+        return Threads if left_out is None or name != group else type("Without", (LeftOut,), {"left_out": left_out})
+
+    late = 0.004
+    every = windows_of(range(4), 64 * 4, late, kind("all ranks"))
+    pairs = windows_of((0, 2), 64 * 4, late, kind("pairs")) | windows_of((1, 3), 64 * 4, late, kind("pairs"))
+
+    def work(rank, *reductions):
         wrong = 0
-        for each in rounds:
-            whole = each[rank].clone()
-            shard = whole[rank * count : (rank + 1) * count]
-            reduction(shard, whole)
-            wrong += not torch.equal(shard, torch.stack([other.view(size, count)[rank] for other in each]).sum(dim=0))
+        for first in range(0, len(schedule), 2):
+            for reduction, ranks in zip(reductions, ranks_of[rank], strict=True):
+                for call in schedule[first : first + 2]:  # without the other group between them, whose barriers would hold the ranks together
+                    own, size = reduction.window.rank, len(ranks)
+                    whole = given[size, rank, call].clone()
+                    shard = whole.view(size, -1)[own]
+                    reduction.window.barriers = 0
+                    reduction(shard, whole).wait()
+                    expected = torch.stack([given[size, other, call].view(size, -1)[own] for other in ranks]).sum(dim=0)
+                    wrong += not torch.equal(shard, expected)
         return wrong
 
-    found = on_threads(size, 4 * 64, work, late=0.004, window=window)
+    found = on_threads(4, work, every, pairs)
     assert sum(found) == 0 if left_out is None else sum(found) > 0
 
 

@@ -5,7 +5,20 @@ NCCL's and RCCL's rings run on the processors that the backward pass needs, from
 over what has arrived, and copies between devices are the copy engines' (`torch.distributed._symmetric_memory` has the idea, there "low-contention
 collectives"). The parts are added in an order that is always the same, in the gradients' own dtype, so the reduction repeats to the bit whatever the links do.
 
-In a stream of its own, piece by piece as large as a slot of the window: barrier (the last piece is added up everywhere), copies, barrier (all have arrived), sum.
+A piece is half a slot of the window, and the halves take turns, in every call from the first one on. Two streams, time to the right, `|` a barrier of all ranks:
+
+    copies to the others     |   copies 0   |   copies 1       |   copies 2       |
+    own parts and sums           own 0          sum 0, own 1   ;   sum 1, own 2   ;   sum 2
+
+Between two barriers of a call a rank copies piece k + 1 into one half while it adds piece k up out of the other; it goes into the second of them when both are done.
+- What a sum reads has arrived: sum k comes behind the barrier that each rank goes into with its copies k done.
+- Nothing is written that is still read: copies k + 2, into the half of k, come behind the barrier that each rank goes into with its sum k done. Copies 0 and 1
+  come behind the barrier that a call starts with, into which each rank goes with all sums of its calls before done, be their pieces odd or even in number, of
+  this dtype or another. So no call needs to know of the one before, nothing is counted from call to call, and a graph that holds calls can be replayed.
+- Its slot in its own window a rank alone writes and reads, in the stream of its sums: own k + 2 comes behind sum k there.
+- Sum k overwrites no gradient that is still to be sent: it is written where own part k was. Who waits for the call waits for both streams.
+
+On NVIDIA's devices a rank's copies of a piece follow one another in one stream. Copies and barriers of several windows are independent of one another.
 """
 
 from __future__ import annotations
@@ -21,7 +34,7 @@ from torch import Tensor
 
 from zaya_plugin.parallel.shared_window import Window, open_window
 
-SLOT_BYTES = 2**26  # zaya_plugin.plan.memory.WINDOW_SLOT; of eight ranks 512 MiB, whose copies take 1.2 ms
+SLOT_BYTES = 2**26  # zaya_plugin.plan.memory.WINDOW_SLOT; eight ranks' windows have 512 MiB, and a piece's copies should take 0.6 ms
 ALIGNMENT = 256
 FUNCTION = "dist_reduce_scatter_func"  # what Megatron reduces a bucket with, a name of its module
 
@@ -58,41 +71,65 @@ class Reduction:
 
     def __init__(self, window: Window, device: torch.device):
         self.window = window
-        # Before the blocks of the backward pass's kernels that wait for a processor: what comes late here is late on every rank.
-        self.stream = torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None
+
+        def stream() -> torch.cuda.Stream | None:
+            # Before the blocks of the backward pass's kernels that wait for a processor: what comes late here is late on every rank.
+            return torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None
+
+        self.stream, self.sums = stream(), stream()
         # An xGMI device reaches each other device over a link of its own; through NVSwitch one copy has all links.
-        self.lanes = [torch.cuda.Stream(device, priority=-1) for _ in range(window.size - 1)] if self.stream and torch.version.hip else []
+        self.lanes = [stream() for _ in range(window.size - 1)] if self.stream and torch.version.hip else []
 
     def __call__(self, shard: Tensor, whole: Tensor) -> Pending:
         """shard [n]: the sum over ranks of their whole[rank n : (rank + 1) n]; whole [size n], in which the shard may lie."""
         window, count = self.window, shard.numel()
-        most = window.slot_bytes // whole.element_size()
-        parts = whole.view(window.size, count)
-        if self.stream is not None:
-            self.stream.wait_stream(torch.cuda.current_stream())
-        with torch.no_grad(), torch.cuda.stream(self.stream) if self.stream else nullcontext():
-            for start in range(0, count, most):
-                piece = slice(start, min(start + most, count))
+        half = window.slot_bytes // (2 * whole.element_size())
+        parts, mine = whole.view(window.size, count), window.slots(window.rank, whole.dtype)
+        with torch.no_grad():
+            if self.stream is not None:
+                self.stream.wait_stream(torch.cuda.current_stream())
+            _after(self.sums, self.stream)
+            with _on(self.stream):
                 window.barrier()
-                self._send(parts[:, piece])
-                window.barrier()
-                arrived = window.slots(window.rank, whole.dtype)[:, : piece.stop - piece.start]
-                torch.sum(arrived, dim=0, out=shard[piece])
+            for number, start in enumerate(range(0, count, half)):
+                piece = slice(start, min(start + half, count))
+                place = slice(number % 2 * half, number % 2 * half + piece.stop - start)
+                with _on(self.sums):
+                    # A kernel, for which the stream's priority holds in a graph too; copies have none there. Once x is x: -0.0, infinities, NaN, and what is
+                    # too small to be normal.
+                    torch.mul(parts[window.rank, piece], 1, out=mine[window.rank, place])
+                self._send(parts[:, piece], place)
+                _after(self.stream, self.sums)
+                with _on(self.stream):
+                    window.barrier()
+                _after(self.sums, self.stream)
+                with _on(self.sums):
+                    torch.sum(mine[:, place], dim=0, out=shard[piece])
+            _after(self.stream, self.sums)
         return Pending(self.stream)
 
-    def _send(self, parts: Tensor) -> None:
-        """Row r of `parts` into this rank's slot of rank r's window, those of other ranks first; every rank begins with another one."""
+    def _send(self, parts: Tensor, place: slice) -> None:
+        """Row r of `parts` to `place` in this rank's slot of rank r's window, for all other ranks; each rank begins with another one."""
         window = self.window
-        for step in range(1, window.size + 1):
+        for step in range(1, window.size):
             owner = (window.rank + step) % window.size
-            slot = window.slots(owner, parts.dtype)[window.rank, : parts.shape[1]]
-            lane = self.lanes[step - 1] if step <= len(self.lanes) else None
-            if lane is not None:
-                lane.wait_stream(self.stream)
-            with torch.cuda.stream(lane) if lane else nullcontext():
-                slot.copy_(parts[owner])
+            if self.lanes:
+                _after(self.lanes[step - 1], self.stream)
+            with _on(self.lanes[step - 1] if self.lanes else self.stream):
+                window.slots(owner, parts.dtype)[window.rank, place].copy_(parts[owner])
         for lane in self.lanes:
-            self.stream.wait_stream(lane)
+            _after(self.stream, lane)
+
+
+def _on(stream: torch.cuda.Stream | None):
+    """What is launched within goes into `stream`; on a CPU, which has none, it runs at once."""
+    return torch.cuda.stream(stream) if stream is not None else nullcontext()
+
+
+def _after(stream: torch.cuda.Stream | None, other: torch.cuda.Stream | None) -> None:
+    """What `stream` is given from now on comes behind what `other` has been given so far."""
+    if stream is not None:
+        stream.wait_stream(other)
 
 
 class Pending:

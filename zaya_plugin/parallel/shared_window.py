@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Memory of each rank of one host that all its ranks can write: on accelerators torch's symmetric memory, on a CPU a shared file.
 
-A window has a slot for every writer. Between two barriers the ranks write their slots of each other's windows; behind the second each reads its own window.
+A window has a slot for every writer. Between two barriers ranks write their slots of each other's windows; behind the second each may read its own window.
 """
 
 from __future__ import annotations
