@@ -254,10 +254,11 @@ def chunk_of(dense, experts):
 
 @pytest.fixture
 def opened(monkeypatch):
-    """(group, bytes of a slot) of the windows that are opened, in order; none is really."""
+    """(group, bytes of a slot) of the windows that are opened, in order, all with a timeout of ten minutes; none is really."""
     found = []
 
-    def open_window(group, slot_bytes, device):
+    def open_window(group, slot_bytes, device, timeout_ms):
+        assert timeout_ms == 600_000
         found.append((group, slot_bytes))
         return SimpleNamespace(size=group.size(), rank=0, slot_bytes=slot_bytes)
 

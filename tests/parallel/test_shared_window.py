@@ -22,7 +22,7 @@ def left_behind():
 
 
 def test_what_is_written_is_read_in_any_dtype(single_rank):  # noqa: F811
-    window = open_window(torch.distributed.group.WORLD, 64, torch.device("cpu"))
+    window = open_window(torch.distributed.group.WORLD, 64, torch.device("cpu"), timeout_ms=1000)
     assert isinstance(window, HostWindow) and (window.rank, window.size, window.slot_bytes) == (0, 1, 64)
     assert not left_behind(), "the file has no name any more"
     window.slots(0, torch.float32)[0].copy_(torch.arange(16.0))
@@ -59,7 +59,7 @@ def test_a_peer_s_file_that_cannot_be_had_is_an_error_too(monkeypatch):
 def test_ranks_on_several_hosts_are_refused(monkeypatch):
     monkeypatch.setattr(torch.distributed, "all_gather_object", lambda hosts, host, group: hosts.__setitem__(slice(None), ["node1", "node0"]))
     with pytest.raises(ValueError, match="parallel.reduce_by_copies = True: allowed where .* on one host; they are on node0, node1"):
-        open_window(TWO, 1024, torch.device("cpu"))
+        open_window(TWO, 1024, torch.device("cpu"), timeout_ms=1000)
 
 
 def test_devices_that_cannot_map_each_other_are_an_error_with_its_key(monkeypatch):
@@ -72,5 +72,25 @@ def test_devices_that_cannot_map_each_other_are_an_error_with_its_key(monkeypatc
     monkeypatch.setenv("TORCH_SYMM_MEM_DISABLE_MULTICAST", "0")  # so that it is as before afterwards
     monkeypatch.delenv("TORCH_SYMM_MEM_DISABLE_MULTICAST")
     with pytest.raises(ValueError, match=r"parallel.reduce_by_copies = True: the 2 devices cannot map 2,048 bytes .*no peer access.*allowed here: False"):
-        SymmetricWindow(TWO, 1024, torch.device("cuda", 0))
+        SymmetricWindow(TWO, 1024, torch.device("cuda", 0), timeout_ms=1000)
     assert os.environ["TORCH_SYMM_MEM_DISABLE_MULTICAST"] == "1", "no multicast object is made of a window"
+
+
+def test_a_barrier_on_a_device_has_an_end(monkeypatch):
+    """What torch's handle is asked for; whether its kernel gives up is torch's."""
+    from torch.distributed import _symmetric_memory
+
+    asked = []
+
+    class Handle:
+        def barrier(self, channel=0, timeout_ms=0):
+            asked.append((channel, timeout_ms))
+
+    monkeypatch.setattr(_symmetric_memory, "empty", lambda *_, **__: None)
+    monkeypatch.setattr(_symmetric_memory, "rendezvous", lambda *_: Handle())
+    monkeypatch.setenv("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
+    window = SymmetricWindow(TWO, 1024, torch.device("cuda", 0), timeout_ms=3_600_000)
+    window.barrier()
+    assert asked == [(0, 3_600_000)]
+    with pytest.raises(AssertionError, match="for ever"):
+        SymmetricWindow(TWO, 1024, torch.device("cuda", 0), timeout_ms=0)

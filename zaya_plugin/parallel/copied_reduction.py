@@ -7,8 +7,8 @@ collectives"). The parts are added in an order that is always the same, in the g
 
 A piece is half a slot of the window, and the halves take turns, in every call from the first one on. Two streams, time to the right, `|` a barrier of all ranks:
 
-    copies to the others     |   copies 0   |   copies 1       |   copies 2       |
-    own parts and sums           own 0          sum 0, own 1   ;   sum 1, own 2   ;   sum 2
+    copies to the others  |  copies 0  |  copies 1      |  copies 2      |
+    own parts and sums    |  own 0     |  sum 0, own 1  |  sum 1, own 2  |  sum 2
 
 Between two barriers of a call a rank copies piece k + 1 into one half while it adds piece k up out of the other; it goes into the second of them when both are done.
 - What a sum reads has arrived: sum k comes behind the barrier that each rank goes into with its copies k done.
@@ -41,8 +41,11 @@ FUNCTION = "dist_reduce_scatter_func"  # what Megatron reduces a bucket with, a 
 logger = logging.getLogger(__name__)
 
 
-def reduce_by_copies(model_chunks: Iterable, slot_bytes: int = SLOT_BYTES) -> None:
+def reduce_by_copies(model_chunks: Iterable, slot_bytes: int = SLOT_BYTES, timeout_minutes: float = 10) -> None:
     """Let the gradients of `model_chunks`, as DDP wraps them, be reduced by copies. All ranks call this together.
+
+    slot_bytes: of a window for each rank that writes it, a multiple of ALIGNMENT, where no shard is smaller; timeout_minutes: until a rank on a device gives
+    up waiting for the others.
 
     Raises:
         ValueError: the ranks are on several hosts, or their devices cannot map each other's memory.
@@ -59,7 +62,8 @@ def reduce_by_copies(model_chunks: Iterable, slot_bytes: int = SLOT_BYTES) -> No
         group = bucket_groups[0].intra_distributed_optimizer_instance_group
         buckets = [bucket.grad_data for bucket_group in bucket_groups for bucket in bucket_group.buckets]
         largest = max(bucket.numel() * bucket.element_size() // group.size() for bucket in buckets)
-        window = open_window(group, min(slot_bytes, math.ceil(largest / ALIGNMENT) * ALIGNMENT), buckets[0].device)
+        slot = min(slot_bytes, math.ceil(largest / ALIGNMENT) * ALIGNMENT)
+        window = open_window(group, slot, buckets[0].device, round(timeout_minutes * 60_000))
         logger.info("gradients reduced by copies: a window of %.1f MiB with a group of %d", window.slot_bytes * window.size / 2**20, window.size)
         reduction = Reduction(window, buckets[0].device)
         for bucket_group in bucket_groups:

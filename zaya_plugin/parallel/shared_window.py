@@ -32,8 +32,8 @@ class Window(Protocol):
         """Behind it, on the current stream, what any rank wrote before its own is there."""
 
 
-def open_window(group: ProcessGroup, slot_bytes: int, device: torch.device) -> Window:
-    """A window of `slot_bytes` a slot. All ranks of the group call this together.
+def open_window(group: ProcessGroup, slot_bytes: int, device: torch.device, timeout_ms: int) -> Window:
+    """A window of `slot_bytes` a slot. All ranks of the group call this together. timeout_ms: of a barrier on a device; on a CPU the group has its own.
 
     Raises:
         ValueError: the ranks are on several hosts, or their devices cannot map each other's memory.
@@ -44,16 +44,17 @@ def open_window(group: ProcessGroup, slot_bytes: int, device: torch.device) -> W
         raise ValueError(
             f"parallel.reduce_by_copies = True: allowed where ranks that share gradients are on one host; they are on {', '.join(sorted(set(hosts)))}"
         )
-    return HostWindow(group, slot_bytes) if device.type == "cpu" else SymmetricWindow(group, slot_bytes, device)
+    return HostWindow(group, slot_bytes) if device.type == "cpu" else SymmetricWindow(group, slot_bytes, device, timeout_ms)
 
 
 class SymmetricWindow:
     """torch.distributed._symmetric_memory: peers' memory in the address space of each process; NVIDIA and ROCm."""
 
-    def __init__(self, group: ProcessGroup, slot_bytes: int, device: torch.device):
+    def __init__(self, group: ProcessGroup, slot_bytes: int, device: torch.device, timeout_ms: int):
         from torch.distributed import _symmetric_memory
 
-        self.rank, self.size, self.slot_bytes = group.rank(), group.size(), slot_bytes
+        assert timeout_ms > 0, "0 would be for ever"
+        self.rank, self.size, self.slot_bytes, self.timeout_ms = group.rank(), group.size(), slot_bytes, timeout_ms
         # Else torch makes a multicast object of every window, which nobody reads here, and which some machines refuse.
         os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
         try:
@@ -69,7 +70,9 @@ class SymmetricWindow:
         return self.handle.get_buffer(owner, (self.size, self.slot_bytes // dtype.itemsize), dtype)
 
     def barrier(self) -> None:
-        self.handle.barrier()
+        # A kernel that waits for the other ranks' kernels, of which no watchdog knows. After its time it traps, and the device's next call is an error; a graph
+        # keeps the time that it was captured with. On ROCm torch counts it in an MI300's clocks.
+        self.handle.barrier(timeout_ms=self.timeout_ms)
 
 
 class HostWindow:
