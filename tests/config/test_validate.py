@@ -80,6 +80,8 @@ IMPOSSIBLE = [
         2,
         ["megatron.ddp_reduce_scatter_with_fp32_accumulation = false (is True)", "megatron.use_megatron_fsdp = false (is True)"],
     ),
+    (["parallel.reduce_by_copies_mib=0"], 2, ["parallel.reduce_by_copies_mib = 0", "from 1 to 1024"]),
+    (["parallel.reduce_by_copies=true", "parallel.reduce_by_copies_mib=1025"], 2, ["parallel.reduce_by_copies_mib = 1025", "from 1 to 1024"]),
     (["parallel.nccl_ub=true"], 2, ["parallel.nccl_ub = True", "cluster.device = cuda (is cpu)"]),
     (["cluster=gpu", "parallel.nccl_ub=true", "cluster.deterministic=true"], 2, ["parallel.nccl_ub = True", "cluster.deterministic = False (is True)"]),
     (["cluster.core_attention=aiter"], 2, ["cluster.core_attention = aiter", "cluster.device = cuda", "sdpa goes everywhere"]),

@@ -21,6 +21,7 @@ zaya_plugin.patches.apply()  # before Megatron is imported
 from megatron.core.distributed import param_and_grad_buffer  # noqa: E402
 from megatron.core.parallel_state import RankGenerator  # noqa: E402
 
+from zaya_plugin.config.schema import ParallelConfig  # noqa: E402
 from zaya_plugin.parallel import copied_reduction  # noqa: E402
 from zaya_plugin.parallel.copied_reduction import Pending, Reduction, StartByCopies  # noqa: E402
 from zaya_plugin.plan.flops import Shape  # noqa: E402
@@ -232,7 +233,8 @@ def test_an_error_inside_leaves_megatron_s_function():
 
 
 def test_the_memory_plan_knows_the_size_of_a_slot():
-    assert copied_reduction.SLOT_BYTES == WINDOW_SLOT
+    assert copied_reduction.SLOT_BYTES == WINDOW_SLOT == 2**20 * ParallelConfig().reduce_by_copies_mib
+    assert 2**20 % copied_reduction.ALIGNMENT == 0
 
 
 class Ranks:

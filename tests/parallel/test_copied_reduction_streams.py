@@ -114,7 +114,7 @@ class Deferred(TorchDispatchMode):
 
 
 def sums_of(monkeypatch, seed, size, lanes, left_out=None):
-    """(found, expected) of all ranks, groups and calls: all ranks and, where there are four, pairs, each call in both before the next one. lanes: as with HIP."""
+    """(found, expected) of all ranks, groups and calls: all ranks and, of four, pairs too, each call in both before the next one. lanes: as with HIP."""
     devices = Devices(left_out)
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: stream)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: devices.current)

@@ -100,6 +100,7 @@ def test_windows_of_a_reduction_by_copies():
     assert windows(data=4, tensor=2) == 2**28 + 2**29, "experts are whole, on all eight"
     assert windows(data=4, tensor=2, expert=2) == 2**28, "the same four"
     assert 0 < windows(data=8, small=True) < 2**24, "no larger than the largest shard"
+    assert windows(data=8, expert=2, slot_bytes=2**20) == 2**23 + 2**22
 
 
 def test_pipeline_stages_hold_several_micro_batches():

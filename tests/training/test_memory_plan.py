@@ -59,6 +59,14 @@ def test_beside_a_graph_the_optimizers_work_needs_room_of_its_own(on_h200):
     assert "recomputed: layernorm," in line
 
 
+def test_windows_of_the_gradients_reduction_have_the_size_that_the_recipe_gives_them(on_h200):
+    def windows(**keys):
+        return memory_plan.plan_of(on_h200(auto=False, **keys), 8).components.get("windows of the gradients' reduction", 0)
+
+    assert windows() == windows(reduce_by_copies_mib=128) == 0
+    assert windows(reduce_by_copies=True) == 8 * 2**26 and windows(reduce_by_copies=True, reduce_by_copies_mib=128) == 8 * 2**27
+
+
 def test_without_auto_nothing_changes(on_h200):
     recipe = on_h200(auto=False)
     assert memory_plan.with_recompute(recipe, 8) == (recipe, None)

@@ -241,6 +241,9 @@ class ParallelConfig:
         "RCCL's kernels beside the backward pass",
         OPTIMIZER,
     )
+    reduce_by_copies_mib: int = own(
+        64, "with reduce_by_copies: MiB that every rank has for each rank it shares gradients with; pieces are half as large", OPTIMIZER
+    )
     nccl_ub: bool = arg(
         False,
         "take DDP's buffers from NCCL's or RCCL's memory and register them as symmetric windows; inside one node parameters are then gathered by "

@@ -75,6 +75,7 @@ RANGES: tuple[tuple[str, Callable, tuple[str, ...]], ...] = (
         ("optim.adam_beta1", "optim.adam_beta2", "optim.muon_momentum", "model.balancing_beta1", "model.balancing_beta2"),
     ),
     ("above 0, at most 1", _share, ("model.rotary_percent",)),
+    ("from 1 to 1024", lambda value: 1 <= value <= 1024, ("parallel.reduce_by_copies_mib",)),
     ("a port from 1 to 65535", lambda value: 1 <= value <= 65535, ("master_port",)),
     ("a name that is not empty", lambda value: bool(value.strip()), ("name", "run_dir", "data.path")),
 )

@@ -1,24 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
 """Reduce-scatter of gradients inside one host by copies: each rank's part goes into its owner's window, who adds them up there.
 
-NCCL's and RCCL's rings run on the processors that the backward pass needs, from the first hop to the last; here a rank's copy of its own part does, and one pass
-over what has arrived, and copies between devices are the copy engines' (`torch.distributed._symmetric_memory` has the idea, there "low-contention
-collectives"). The parts are added in an order that is always the same, in the gradients' own dtype, so the reduction repeats to the bit whatever the links do.
+NCCL's and RCCL's rings run on the processors that the backward pass needs, from the first hop to the last; here a rank's copy of its own part does, and one
+pass over what has arrived, and copies between devices are the copy engines' (`torch.distributed._symmetric_memory` has the idea, there "low-contention
+collectives"). The parts are added in an order that is always the same, in the gradients' own dtype, so the reduction repeats to the bit whatever links do.
 
-A piece is half a slot of the window, and the halves take turns, in every call from the first one on. Two streams, time to the right, `|` a barrier of all ranks:
+A piece is half a slot of the window, and the halves take turns, in every call from the first one on. Two streams, time to the right, `|` a barrier of all:
 
     copies to the others  |  copies 0  |  copies 1      |  copies 2      |
     own parts and sums    |  own 0     |  sum 0, own 1  |  sum 1, own 2  |  sum 2
 
-Between two barriers of a call a rank copies piece k + 1 into one half while it adds piece k up out of the other; it goes into the second of them when both are done.
+Between two barriers a rank copies piece k + 1 into one half of the others' windows while it adds up piece k, out of the other half of its own; it goes into
+the second of them when both are done.
 - What a sum reads has arrived: sum k comes behind the barrier that each rank goes into with its copies k done.
 - Nothing is written that is still read: copies k + 2, into the half of k, come behind the barrier that each rank goes into with its sum k done. Copies 0 and 1
   come behind the barrier that a call starts with, into which each rank goes with all sums of its calls before done, be their pieces odd or even in number, of
   this dtype or another. So no call needs to know of the one before, nothing is counted from call to call, and a graph that holds calls can be replayed.
-- Its slot in its own window a rank alone writes and reads, in the stream of its sums: own k + 2 comes behind sum k there.
+- Its slot in its own window a rank alone writes and reads: own k + 2 comes behind sum k, in the same stream.
 - Sum k overwrites no gradient that is still to be sent: it is written where own part k was. Who waits for the call waits for both streams.
 
-On NVIDIA's devices a rank's copies of a piece follow one another in one stream. Copies and barriers of several windows are independent of one another.
+On NVIDIA's devices a rank's copies of a piece follow one another in one stream. Windows of other ranks are independent of this one.
 """
 
 from __future__ import annotations

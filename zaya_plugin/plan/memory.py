@@ -20,7 +20,7 @@ FLOAT32, INT64 = 4, 8
 RANDOM_STATE = 2 * 5056  # bytes that a checkpoint keeps of the random generators
 HEAD_BUFFER = 5 * 2**28  # hip_ops.linear_cross_entropy.BUFFER_BYTES
 HEAD_PART = 2048  # classes of a part of a row, as hip_ops.reference.vocabulary_exponentials.LARGEST_PART
-WINDOW_SLOT = 2**26  # bytes of a rank's slot in a window, zaya_plugin.parallel.copied_reduction.SLOT_BYTES
+WINDOW_SLOT = 2**26  # bytes of a rank's slot in a window, zaya_plugin.parallel.copied_reduction.SLOT_BYTES and the default of parallel.reduce_by_copies_mib
 ROUND_OF_MUON = 2**27  # elements; zaya_plugin.optim.muon.MuonSettings.elements_at_once
 
 
@@ -302,7 +302,8 @@ def windows_bytes(shape: Shape, layout: Layout) -> dict[str, float]:
     # Megatron counts ranks tensor- or expert-parallel first, so every t-th shares what is no expert, every e-th experts: the same ones where t = e.
     groups = [layout.shards] + [layout.expert_shards] * (layout.expert != layout.tensor)
     shard = GRADIENT_BYTES * sum(local_parameters(shape, layout).values())
-    found = sum(ranks * min(WINDOW_SLOT, shard / ranks) for ranks in groups if ranks > 1) if layout.copies else 0.0
+    slot = layout.slot_bytes or WINDOW_SLOT
+    found = sum(ranks * min(slot, shard / ranks) for ranks in groups if ranks > 1) if layout.copies else 0.0
     return {"windows of the gradients' reduction": float(found)} if found else {}
 
 

@@ -21,7 +21,7 @@ STREAM_BYTES = 4  # the residual stream is fp32
 class Layout:
     """Parallel sizes, in ranks. data: what the others leave. virtual: stages a pipeline rank holds. instances: of the optimizer's state.
 
-    copies: gradients are reduced by copies (parallel.reduce_by_copies).
+    copies: gradients are reduced by copies (parallel.reduce_by_copies); slot_bytes: of a rank in a window for them, if not zaya_plugin.plan.memory.WINDOW_SLOT.
     """
 
     data: int = 1
@@ -35,6 +35,7 @@ class Layout:
     distributed_optimizer: bool = True
     instances: int = 1
     copies: bool = False
+    slot_bytes: int | None = None
 
     @property
     def replicas(self) -> int:

@@ -15,7 +15,7 @@ from zaya_plugin.plan.memory import Kernels, MemoryPlan, Optimizer, Recompute, m
 from zaya_plugin.plan.parallelism import Batch, Layout
 from zaya_plugin.training.vocabulary import padded, vocabulary_of
 
-GIB = 2**30
+MIB, GIB = 2**20, 2**30
 
 
 def shape_of(recipe: Recipe, vocabulary: int | None = None) -> Shape:
@@ -36,6 +36,7 @@ def layout_of(recipe: Recipe, world_size: int) -> Layout:
         virtual=parallel.virtual_pipeline_stages, zigzag=parallel.context_parallel_order == "zigzag",
         allgather_dispatcher=parallel.moe_token_dispatcher == "allgather", distributed_optimizer=parallel.use_distributed_optimizer,
         instances=parallel.num_distributed_optimizer_instances, copies=parallel.reduce_by_copies,
+        slot_bytes=parallel.reduce_by_copies_mib * MIB,
     )
 
 

@@ -65,7 +65,7 @@ def optimizer_factory(recipe: Recipe, get_megatron_optimizer: Callable) -> Calla
         return build
 
     def factory(config, model_chunks, *positional, **named):
-        reduce_by_copies(model_chunks, timeout_minutes=recipe.cluster.distributed_timeout_minutes)
+        reduce_by_copies(model_chunks, recipe.parallel.reduce_by_copies_mib * 2**20, recipe.cluster.distributed_timeout_minutes)
         return build(config, model_chunks, *positional, **named)
 
     return factory
