@@ -21,6 +21,7 @@ zaya_plugin.patches.apply()  # before Megatron is imported
 from megatron.core.distributed import param_and_grad_buffer  # noqa: E402
 from megatron.core.parallel_state import RankGenerator  # noqa: E402
 
+from tests.parallel import copied_reduction_ranks  # noqa: E402
 from zaya_plugin.config.schema import ParallelConfig  # noqa: E402
 from zaya_plugin.parallel import copied_reduction  # noqa: E402
 from zaya_plugin.parallel.copied_reduction import Pending, Reduction, StartByCopies  # noqa: E402
@@ -165,6 +166,13 @@ def test_ranks_that_run_ahead_spoil_nothing_and_would_without_a_barrier(left_out
 
     found = on_threads(4, work, every, pairs)
     assert sum(found) == 0 if left_out is None else sum(found) > 0
+
+
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_the_program_that_devices_are_tested_with_runs_on_a_cpu(tmp_path, ranks):
+    """tests/gpu/test_copied_reduction.py, but for graphs: processes over gloo, windows in shared files."""
+    copied_reduction_ranks.run("sums", ranks, tmp_path, "cpu")
+    assert [(tmp_path / f"calls{rank}").read_text() for rank in range(ranks)] == [str(copied_reduction_ranks.ROUNDS)] * ranks
 
 
 def bucket_group(size, rank, overlap, all_reduced):
