@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Training runs as a user starts them, and their losses. Everything here needs an accelerator."""
 
+import contextlib
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +13,7 @@ import pytest
 import torch
 
 from hip_ops import backend
+from tests.running import descendants
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -35,17 +38,27 @@ def chosen(request):
 
 @pytest.fixture(scope="session")
 def zaya():
-    """Runs the console script and fails with its output; stdout is returned."""
+    """Runs the console script and fails with its output, or after `timeout` seconds; stdout is returned."""
 
-    def run(*arguments):
+    def run(*arguments, timeout=280):  # a little less than pytest has for a test that says nothing else
         # The ranks must find this checkout wherever they are started.
         path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
-        done = subprocess.run(
+        process = subprocess.Popen(
             [sys.executable, "-m", "zaya_plugin.cli", *map(str, arguments)], cwd=ROOT, env={**os.environ, "PYTHONPATH": path},
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
         )
-        assert done.returncode == 0, done.stdout[-4000:]
-        return done.stdout
+        try:
+            output, _ = process.communicate(timeout=timeout)
+        except BaseException as error:  # pytest's own limit too
+            for pid in (*descendants(process.pid), process.pid):  # ranks that hang would keep the devices
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            output, _ = process.communicate()
+            if not isinstance(error, subprocess.TimeoutExpired):
+                raise
+            pytest.fail(f"not done in {timeout} s: zaya {' '.join(map(str, arguments))}\n{output[-4000:]}")
+        assert process.returncode == 0, output[-4000:]
+        return output
 
     return run
 
@@ -60,12 +73,12 @@ def corpus(zaya, tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def demo(zaya, corpus):
-    """`zaya train experiment=cpu_demo` on one rank with `overrides`; returns {step: loss} of its metrics.jsonl."""
+    """`zaya train experiment=cpu_demo` on one rank with `overrides`; returns {step: loss} of its metrics.jsonl. limit: `timeout` of `zaya`."""
 
-    def run(run_dir, *overrides):
+    def run(run_dir, *overrides, **limit):
         zaya(
             "train", "experiment=cpu_demo", "logger=none", f"data.path={corpus}", "nproc=1", "stage.eval_iters=0",
-            "checkpoint.keep_last=0", f"run_dir={run_dir}", *overrides,
+            "checkpoint.keep_last=0", f"run_dir={run_dir}", *overrides, **limit,
         )
         rows = map(json.loads, (Path(run_dir) / "metrics.jsonl").read_text().splitlines())
         return {row["step"]: row["loss"] for row in rows}

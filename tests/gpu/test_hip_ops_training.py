@@ -20,8 +20,8 @@ EARLY, EARLY_TOLERANCE, LATE_TOLERANCE = 5, 5e-3, 0.15
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])
 def test_fifty_steps_have_the_losses_of_the_reference(demo, tmp_path, backend, dtype, record_property):
     recipe = (*RECIPE, f"cluster.dtype={dtype}")
-    reference = demo(tmp_path / "torch", *recipe, "cluster.hip_ops_backend=torch")
-    kernels = demo(tmp_path / backend, *recipe, f"cluster.hip_ops_backend={backend}")
+    reference = demo(tmp_path / "torch", *recipe, "cluster.hip_ops_backend=torch", timeout=430)
+    kernels = demo(tmp_path / backend, *recipe, f"cluster.hip_ops_backend={backend}", timeout=430)
     assert list(reference) == list(kernels) == list(range(1, STEPS + 1))
     difference = {step: abs(kernels[step] - reference[step]) for step in reference}
     print(backend, dtype, "differences:", {step: f"{d:.1e}" for step, d in difference.items()})
