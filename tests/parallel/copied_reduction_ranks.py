@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Ranks that reduce by copies, in processes of their own, on devices or on a CPU: `copied_reduction_ranks <what> <rank> <ranks> <folder> <cuda or cpu>`.
 
-sums: two reductions in two groups, started in turn on late and early ranks, five rounds, and on devices ten more from one CUDA graph with other numbers. Each
-rank holds its shards to sums that it makes itself on the CPU: of the parts in the order of their ranks, one by one, in fp32, rounded once. torch adds up to
+sums: reductions in two groups in turn, two of each without a pause, on late and early ranks, five rounds, and on devices ten more from one CUDA graph with other
+numbers. Each rank holds its shards to sums that it makes itself on the CPU: of the parts in the order of their ranks, one by one, in fp32, rounded once. torch adds up to
 four rows of a matrix in that order, on a CPU and on a device alike, so they are equal to the last bit (the sign of a zero aside).
 alone: rank 0 waits at a barrier to which rank 1 does not come, and that has to be an error in its time.
 """
@@ -26,6 +26,7 @@ SLOT = 2**20  # bytes; a piece has half of them
 ROUNDS, REPLAYS = 5, 10
 # Elements of a shard: 5 and 3 pieces, the last ones short. An odd number ends in the half that the next call begins with.
 SHARDS = ((4 * 2**17 + 1016, torch.float32), (2 * 2**18 + 520, torch.bfloat16))
+BUCKETS = 2  # in each group
 
 
 class Late:
@@ -49,21 +50,22 @@ def sleep(device: torch.device, milliseconds: float) -> None:
         time.sleep(milliseconds * 1e-3)
 
 
-def given(call: int, group: int, rank: int, size: int) -> torch.Tensor:
-    """[size, elements of a shard], what `rank` has for each rank of `group` in a call. An infinity and a NaN too."""
-    count, dtype = SHARDS[group]
-    generator = torch.Generator().manual_seed(1000 * call + 10 * group + rank)
+def given(call: int, bucket: int, rank: int, size: int) -> torch.Tensor:
+    """[size, elements of a shard], what `rank` has for each rank of its group in a call. An infinity and a NaN too."""
+    count, dtype = SHARDS[bucket // BUCKETS]
+    generator = torch.Generator().manual_seed(1000 * call + 10 * bucket + rank)
     values = torch.randn(size, count, generator=generator).to(dtype)
     values[:, call], values[:, 100 + call] = (torch.inf, torch.nan) if rank == call % size else (1.0, -1.0)
     return values
 
 
-def expected(call: int, group: int, rank: int, size: int) -> torch.Tensor:
+def expected(call: int, bucket: int, rank: int, size: int) -> torch.Tensor:
     """What the rank's shard has to be."""
-    total = torch.zeros(SHARDS[group][0])
+    count, dtype = SHARDS[bucket // BUCKETS]
+    total = torch.zeros(count)
     for other in range(size):
-        total += given(call, group, other, size)[rank].float()
-    return total.to(SHARDS[group][1])
+        total += given(call, bucket, other, size)[rank].float()
+    return total.to(dtype)
 
 
 def groups_of(rank: int, ranks: int) -> list:
@@ -81,29 +83,30 @@ def sums(rank: int, ranks: int, folder: Path, device: torch.device) -> None:
     for group, (count, dtype) in zip(groups_of(rank, ranks), SHARDS, strict=True):
         window = open_window(group, SLOT, device, timeout_ms=30_000)
         assert count * dtype.itemsize > 2 * SLOT / 2 and count * dtype.itemsize % (SLOT / 2), "several pieces, the last one short"
-        reductions.append(Reduction(Late(window, device, draw), device))
-        buffers.append(torch.empty(group.size() * count, dtype=dtype, device=device))
+        reductions += [Reduction(Late(window, device, draw), device)] * BUCKETS
+        buffers += [torch.empty(group.size(), count, dtype=dtype, device=device) for _ in range(BUCKETS)]
+    places = [(each.window.rank, each.window.size) for each in reductions]
 
     def fill(call: int) -> None:
-        for number, (reduction, buffer) in enumerate(zip(reductions, buffers, strict=True)):
-            buffer.copy_(given(call, number, reduction.window.rank, reduction.window.size).flatten())
+        for number, (buffer, (own, size)) in enumerate(zip(buffers, places, strict=True)):
+            buffer.copy_(given(call, number, own, size))
 
     def reduce() -> None:
         started = []
-        for reduction, buffer in zip(reductions, buffers, strict=True):
-            sleep(device, 3 * draw.random())
-            started.append(reduction(buffer.view(reduction.window.size, -1)[reduction.window.rank], buffer))
+        for number, (reduction, buffer, (own, _)) in enumerate(zip(reductions, buffers, places, strict=True)):
+            if number % BUCKETS == 0:
+                sleep(device, 3 * draw.random())
+            started.append(reduction(buffer[own], buffer.view(-1)))
         for each in started:
             each.wait()
 
     def check(call: int) -> None:
-        for number, (reduction, buffer) in enumerate(zip(reductions, buffers, strict=True)):
-            own, size = reduction.window.rank, reduction.window.size
-            found, right = buffer.view(size, -1)[own].cpu(), expected(call, number, own, size)
+        for number, (buffer, (own, size)) in enumerate(zip(buffers, places, strict=True)):
+            found, right = buffer[own].cpu(), expected(call, number, own, size)
             no_number = right.isnan()
-            assert no_number.sum() == 1 and torch.equal(found.isnan(), no_number), f"call {call}, group {number}: NaN elsewhere"
+            assert no_number.sum() == 1 and torch.equal(found.isnan(), no_number), f"call {call}, bucket {number}: NaN elsewhere"
             differ = int((found[~no_number] != right[~no_number]).sum())
-            assert differ == 0, f"call {call}, group {number}: {differ} of {found.numel()} elements differ"
+            assert differ == 0, f"call {call}, bucket {number}: {differ} of {found.numel()} elements differ"
 
     for call in range(ROUNDS):
         fill(call)

@@ -19,7 +19,7 @@ from torch.distributed import ProcessGroup
 
 
 class Window(Protocol):
-    """rank, size: of this process in the group; slot_bytes: of each slot, a multiple of 16."""
+    """rank, size: of this process in the group; slot_bytes: of each slot, a multiple of 32, so that halves are of 16."""
 
     rank: int
     size: int
