@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Ranks that reduce by copies, in processes of their own, on devices or on a CPU: `copied_reduction_ranks <what> <rank> <ranks> <folder> <cuda or cpu>`.
 
-sums: reductions in two groups in turn, two of each without a pause, on late and early ranks, five rounds, and on devices ten more from one CUDA graph with other
-numbers. Each rank holds its shards to sums that it makes itself on the CPU: of the parts in the order of their ranks, one by one, in fp32, rounded once. torch adds up to
-four rows of a matrix in that order, on a CPU and on a device alike, so they are equal to the last bit (the sign of a zero aside).
+sums: reductions in two groups in turn, two of each without a pause, on late and early ranks, five rounds, and on devices ten more from one CUDA graph with
+other numbers. Each rank holds its shards to sums that it makes itself on the CPU: of the parts in the order of their ranks, one by one, in fp32, rounded once.
+torch adds up to four rows of a matrix in that order, on a CPU and on a device alike, so they are equal to the last bit (the sign of a zero aside).
 alone: rank 0 waits at a barrier to which rank 1 does not come, and that has to be an error in its time.
 """
 

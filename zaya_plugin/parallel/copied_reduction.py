@@ -100,8 +100,8 @@ class Reduction:
                 piece = slice(start, min(start + half, count))
                 place = slice(number % 2 * half, number % 2 * half + piece.stop - start)
                 with _on(self.sums):
-                    # A kernel, for which the stream's priority holds in a graph too; copies have none there. x times 1 is x to the bit: -0.0, infinities and what is
-                    # too small to be normal too. NaN is NaN, perhaps of other bits.
+                    # A kernel, for which the stream's priority holds in a graph too; copies have none there. x times 1 is x to the bit, -0.0, infinities and
+                    # what is too small to be normal included. NaN is NaN, perhaps of other bits.
                     torch.mul(parts[window.rank, piece], 1, out=mine[window.rank, place])
                 self._send(parts[:, piece], place)
                 _after(self.stream, self.sums)
