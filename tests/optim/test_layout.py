@@ -88,12 +88,15 @@ def test_buckets_close_early_enough_to_overlap():
     assert len(layout.bucket_indices) >= 10  # 40 layers: gradients of the last ones travel while the first are computed
 
 
-def test_shared_embedding_is_alone_in_its_bucket():
+@pytest.mark.parametrize("index", [0, 2])
+def test_a_shared_embedding_is_alone_in_its_bucket(index):
+    """Whatever its size."""
     params = _model(**TINY)
-    params[0].shared_embedding = True
+    shared = params[index]
+    shared.shared_embedding = True
     layout = compute_expert_block_layout(params, None, 2, NO_PADDING)
-    bucket = layout.param_index_map[params[0]][2]
-    assert [p for p, place in layout.param_index_map.items() if place[2] == bucket] == [params[0]]
+    bucket = layout.param_index_map[shared][2]
+    assert [id(p) for p, place in layout.param_index_map.items() if place[2] == bucket] == [id(shared)]
 
 
 def _stock_layout():
@@ -160,6 +163,7 @@ def _check_whole(layout, params, shards):
         owners.setdefault(p, set()).add(rank)
     assert all(seen[p] == p.numel() for p in params)
     assert all(len(owners[p]) == 1 for p in params if hasattr(p, "muon_matrices"))
+    assert all(place[0] % 64 == 0 for p, place in layout.param_index_map.items() if hasattr(p, "muon_matrices") and not hasattr(p, "expert_block")), "aligned"
     places = sorted(place[:2] for place in layout.param_index_map.values())
     assert all(a[1] <= b[0] for a, b in zip(places, places[1:], strict=False))
 
@@ -187,6 +191,7 @@ def test_muon_of_the_full_model_is_whole_bounded_and_balanced(shards, bucket_siz
 @pytest.mark.parametrize(
     "shards, bucket_size, uneven, padding",
     [(2, 67_108_864, 0.005, 0.001), (4, 67_108_864, 0.005, 0.001), (8, 67_108_864, 0.005, 0.001), (16, 67_108_864, 0.005, 0.001),
+     (32, 67_108_864, 0.02, 0.001),
      (4, 134_217_728, 0.005, 0.001), (8, 134_217_728, 0.035, 0.001), (64, 67_108_864, 0.04, 0.005), (1024, 67_108_864, 0.5, 0.3)],
 )  # fmt: skip
 def test_owners_of_both_buffers_of_the_full_model_have_the_same_work(shards, bucket_size, uneven, padding):

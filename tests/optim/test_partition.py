@@ -72,4 +72,4 @@ def test_the_last_bucket_to_leave_is_small():
 def test_without_a_size_there_is_one_bucket():
     units = _matrices((8, 8), (16, 8))
     assert partition.buckets(units, None, SHARDS) == [units] and partition.buckets([], None, SHARDS) == []
-    assert partition.cost([100, 50]) == pytest.approx(150 + partition.SIZE * (100**2 + 50**2) / 150 + 50)
+    assert partition.cost([100, 50]) == pytest.approx(2 * 150 + partition.SIZE * (100**2 + 50**2) / 150 + 50)

@@ -62,7 +62,7 @@ class Candidates:
 def balanced(buckets: Sequence[Sequence[Unit]], shards: Shards) -> tuple[list[tuple[list[tuple[Unit, int]], int]], int]:
     """Of each bucket the units with their offsets, and its length; and the busiest owner's work over all buckets (FLOPs, see `muon_work`)."""
     parts = min(shards.count * RESOLUTION, 2**31)
-    unit_of_work = max(1, sum(unit.work for bucket in buckets for unit in bucket) // parts)
+    unit_of_work = max(1, -(-sum(unit.work for bucket in buckets for unit in bucket) // parts))
     by_kinds: dict[tuple, Candidates] = {}
     candidates = []
     for bucket in buckets:
@@ -119,7 +119,7 @@ def _arrangements(units: Sequence[Unit], shards: int, free: int) -> Iterator[Arr
 
 def _orders(kinds: list[tuple]) -> Iterator[tuple[tuple, ...]]:
     """Distinct orders of `kinds`; many are sampled."""
-    left, order, found = Counter(kinds), [], 0
+    left, order = Counter(kinds), []
 
     def extend() -> Iterator[tuple[tuple, ...]]:
         if len(order) == len(kinds):

@@ -23,8 +23,10 @@ def buckets(units: Sequence[Unit], least: int | None, shards: Shards) -> list[li
     """`units` cut into buckets of at least `least` elements, but for the last and those of a parameter alone; None: as few as can be."""
     found: list[list[Unit]] = []
     section: list[Unit] = []
+    largest = max((unit.largest for unit in units if unit.is_whole), default=None) if shards.count > 1 else None
     for unit in units:
-        if _stays_alone(unit) or _spreads_better_alone(unit, units, shards):
+        large = largest is not None and unit.numel >= largest and not unit.is_whole
+        if _stays_alone(unit) or (large and _spreads_better_alone(unit, units, shards)):
             found += [*_cut(section, least, shards), [unit]]
             section = []
         else:
@@ -33,14 +35,14 @@ def buckets(units: Sequence[Unit], least: int | None, shards: Shards) -> list[li
 
 
 def cost(lengths: Sequence[int]) -> float:
-    """Of buckets of these lengths: their elements, and what counts as padding."""
+    """Of buckets of these lengths, in elements; equal but for a constant where they hold the same parameters."""
     total = sum(lengths)
     return sum(_cost(numel, total - sum(lengths[: index + 1]), total) for index, numel in enumerate(lengths))
 
 
 def _cost(numel: int, behind: int, total: int) -> float:
-    """behind: elements of the buckets that are reduced later."""
-    return numel + SIZE * numel * numel / total + max(0, numel - HIDDEN * behind)
+    """Elements count twice, on the links and in memory. behind: those of the buckets that are reduced later."""
+    return 2 * numel + SIZE * numel * numel / total + max(0, numel - HIDDEN * behind)
 
 
 def _stays_alone(unit: Unit) -> bool:
@@ -49,10 +51,7 @@ def _stays_alone(unit: Unit) -> bool:
 
 
 def _spreads_better_alone(unit: Unit, units: Sequence[Unit], shards: Shards) -> bool:
-    """Whether a parameter that may be cut would take whole shards among matrices, whose owners then have less to do."""
-    largest = max((other.largest for other in units if other.is_whole), default=None)
-    if shards.count == 1 or unit.is_whole or largest is None or unit.numel < largest:
-        return False
+    """Whether a large parameter that may be cut, which would take whole shards among matrices and leave their owners less to do, can be apart for little padding."""
     apart = shards.size([other for other in units if other is not unit]) + shards.size([unit])
     return apart <= (1 + MAX_PADDING) * shards.size(units)
 

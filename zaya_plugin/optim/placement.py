@@ -70,7 +70,10 @@ class Shards:
     def grain(self, units: Sequence[Unit]) -> int:
         """What a shard's size is a multiple of."""
         grain = self.divisor // self.count
-        return math.lcm(grain, largest_of_a_block(units)) if self.count > 1 else grain
+        if self.count == 1:
+            return grain
+        # A matrix that had to move starts at a border between shards, and has to be aligned there too.
+        return math.lcm(grain, pad_param_start(1) if any(unit.is_whole for unit in units) else 1, largest_of_a_block(units))
 
     def least(self, units: Sequence[Unit]) -> int:
         """The size of a shard of a bucket for `units` if nothing but its grain were lost."""
@@ -125,7 +128,7 @@ def place(items: Sequence[Unit | int], shards: int, shard: int) -> tuple[list[tu
             if begin > cursor:
                 gaps.append([cursor, begin])
             cursor = begin + item.numel
-        elif (gap := next((gap for gap in gaps if _fits(item, *gap, shards, shard)), None)) is not None:
+        elif (gap := next((gap for gap in gaps if gap[1] - gap[0] >= item.numel and _fits(item, *gap, shards, shard)), None)) is not None:
             begin = pad_param_start(gap[0])
             gap[0] = begin + item.numel
         else:

@@ -15,6 +15,7 @@ from zaya_plugin.optim.build import muon_factory, tag_parameters
 from zaya_plugin.optim.grouping import Assignment, assign
 from zaya_plugin.optim.muon import MuonSettings
 from zaya_plugin.parallel.copied_reduction import reduce_by_copies
+from zaya_plugin.parallel.gather_order import gather_layers_ahead
 
 
 def assign_optimizers(recipe: Recipe, model: nn.Module) -> dict[str, Assignment]:
@@ -61,11 +62,11 @@ def optimizer_factory(recipe: Recipe, get_megatron_optimizer: Callable) -> Calla
     hip_ops.set_backend(None if backend == "auto" else backend)  # None: HIP_OPS_BACKEND, where a user has set it
     non_finite = recipe.optim.non_finite_gradients if recipe.parallel.use_distributed_optimizer else None
     build = muon_factory(get_megatron_optimizer, muon_settings(recipe), non_finite)
-    if not recipe.parallel.reduce_by_copies:
-        return build
 
     def factory(config, model_chunks, *positional, **named):
-        reduce_by_copies(model_chunks, recipe.parallel.reduce_by_copies_mib * 2**20, recipe.cluster.distributed_timeout_minutes)
+        gather_layers_ahead(model_chunks)
+        if recipe.parallel.reduce_by_copies:
+            reduce_by_copies(model_chunks, recipe.parallel.reduce_by_copies_mib * 2**20, recipe.cluster.distributed_timeout_minutes)
         return build(config, model_chunks, *positional, **named)
 
     return factory
