@@ -4,7 +4,7 @@
 from types import SimpleNamespace
 
 import pytest
-from megatron.core.distributed import DistributedDataParallel
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucketGroup
 
 from zaya_plugin.parallel.gather_order import gather_layers_ahead
@@ -16,8 +16,8 @@ class Group:
     def __init__(self, names, events):
         self.names, self.events = names, events
         params = [SimpleNamespace(expert_block=(f"layers.{name}", 0)) for name in names]
-        self.buckets = [SimpleNamespace(params_list=params)]
-        self.ddp_config = SimpleNamespace(overlap_param_gather=True, use_distributed_optimizer=True)
+        self.buckets = [SimpleNamespace(params_list=params, params=params)]
+        self.ddp_config = DistributedDataParallelConfig(overlap_param_gather=True, use_distributed_optimizer=True, overlap_grad_reduce=True)
         self.param_gather_dispatched, self.param_gather_handle, self.next_param_gather_bucket_group = False, None, None
 
     def start_param_sync(self):
