@@ -10,7 +10,6 @@ replay, with the sum over the programs' sums behind the kernel. Prints them, bes
 from __future__ import annotations
 
 import argparse
-import functools
 import sys
 from collections.abc import Callable
 from unittest import mock
@@ -93,7 +92,7 @@ def main() -> None:
                 try:
                     call = calls(kernels, given, upstream, kept)[direction]
                     rows[str(trial)] = {"distance": float(f"{distance(call(), wanted[direction]):.3g}")}
-                    rows[str(trial)]["ms"] = round(milliseconds(graphed(functools.partial(lambda made: made, call)), device, options.rep), 4)
+                    rows[str(trial)]["ms"] = round(milliseconds(graphed(lambda call=call: call), device, options.rep), 4)
                 except Exception as error:  # too much shared memory, for one
                     rows[str(trial)] = failure(error)
             print(direction, trial, rows[str(trial)], "as chosen" if trial is today else "", file=sys.stderr, flush=True)

@@ -13,7 +13,7 @@ STEPS = 5
 @pytest.mark.slow
 @pytest.mark.parametrize("optim", ["adamw", "muon"])
 def test_overlapping_the_gather_changes_no_bit(tmp_path, corpus, servers, optim):
-    """In buckets of one parameter, none of which a neighbour's module could have waited for by chance."""
+    """In the smallest buckets that the layout makes; some hold several parameters, and tests/model/test_parameter_gather.py looks at each."""
     recipe = (
         *MICRO, f"data.path={corpus}", f"optim={optim}", "stage.eval_iters=0", f"exit_interval={STEPS}",
         "parallel.overlap_grad_reduce=true", "parallel.ddp_bucket_size=1",

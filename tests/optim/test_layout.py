@@ -210,6 +210,13 @@ def test_owners_of_both_buffers_of_the_full_model_have_the_same_work(shards, buc
     assert length <= (1 + padding) * sum(p.numel() for p in params)
 
 
+def test_larger_buckets_are_taken_only_for_what_they_cost():
+    """Four times the size is more even (1.011 for 1.03), but leaves more to send at the end."""
+    params = [p for p in _zaya1_base_under_muon() if hasattr(p, "expert_block")]
+    layout = compute_expert_block_layout(params, 134_217_728, 8, NO_PADDING)
+    assert len(layout.bucket_indices) == 27 and layout.bucket_indices[-1][1] - layout.bucket_indices[-1][0] == 32 * 2048 * 2048
+
+
 def _digest():
     layout = compute_expert_block_layout(_zaya1_base_under_muon(), 40_000_000, 8, NO_PADDING)
     return hashlib.sha256(repr((list(layout.param_index_map.values()), layout.bucket_indices)).encode()).hexdigest()

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from zaya_plugin.optim.placement import Shards, Unit, largest_of_a_block, place, sorted_out, usual_order
+from zaya_plugin.optim.placement import Shards, Unit, largest_of_a_block, place, sorted_out, usual_orders
 
 MAX_ORDERS = 200  # of a bucket's blocks
 TRIED = 60_000  # units placed and shards added up, in all arrangements of a bucket, or 24 arrangements
@@ -83,7 +83,7 @@ def balanced(buckets: Sequence[Sequence[Unit]], shards: Shards) -> tuple[list[tu
 def _candidates(units: Sequence[Unit], shards: Shards, unit_of_work: int) -> Candidates:
     """Ways to place a bucket in the shortest shards that hold it, each with another share of work."""
     shard = shards.size(units)
-    end = place(usual_order(units), shards.count, shard)[1]
+    end = min(place(order, shards.count, shard)[1] for order in usual_orders(units))
     free = (shards.count * shard - end) // largest_of_a_block(units)
     arrangements, works = [], {}
     for arrangement in _arrangements(units, shards.count, free):
@@ -101,9 +101,10 @@ def _candidates(units: Sequence[Unit], shards: Shards, unit_of_work: int) -> Can
 
 
 def _arrangements(units: Sequence[Unit], shards: int, free: int) -> Iterator[Arrangement]:
-    """The usual one, and others, a sample of them where they are many: the same on every rank."""
+    """The usual ones, and others, a sample of them where they are many: the same on every rank."""
     blocks, matrices, _ = sorted_out(units)
-    yield Arrangement(tuple(block.kind for block in blocks), len(blocks))
+    for order in usual_orders(units):
+        yield Arrangement(tuple(unit.kind for unit in order if unit.is_block), len(blocks))
     if not any(unit.work for unit in blocks):
         return
     orders = list(_orders([block.kind for block in blocks]))

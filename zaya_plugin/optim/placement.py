@@ -81,9 +81,9 @@ class Shards:
         return pad_to_divisor(max(math.ceil(sum(unit.numel for unit in units) / self.count), whole), self.grain(units))
 
     def size(self, units: Sequence[Unit]) -> int:
-        """The size of a shard that holds `units` in their usual order."""
-        shard, order = self.least(units), usual_order(units)
-        while (end := place(order, self.count, shard)[1]) > self.count * shard:
+        """The size of a shard that holds `units` in one of their usual orders."""
+        shard, orders = self.least(units), usual_orders(units)
+        while (end := min(place(order, self.count, shard)[1] for order in orders)) > self.count * shard:
             shard = pad_to_divisor(max(shard + 1 + shard // 512, math.ceil(end / self.count)), self.grain(units))
         return shard
 
@@ -92,10 +92,11 @@ def largest_of_a_block(units: Sequence[Unit]) -> int:
     return max((unit.largest for unit in units if unit.is_block), default=1)
 
 
-def usual_order(units: Sequence[Unit]) -> list[Unit]:
-    """Blocks; what is whole but no block, largest first, so that it rarely straddles a border; and the rest, which fills gaps."""
+def usual_orders(units: Sequence[Unit]) -> list[list[Unit]]:
+    """Blocks as they come, or those of the largest matrices first, which leave no gaps between them; what is whole but no block, largest first, so that it rarely
+    straddles a border; and the rest, which fills gaps."""
     blocks, matrices, rest = sorted_out(units)
-    return [*blocks, *matrices, *rest]
+    return [[*order, *matrices, *rest] for order in (blocks, sorted(blocks, key=lambda unit: -unit.largest))]
 
 
 def sorted_out(units: Sequence[Unit]) -> tuple[list[Unit], list[Unit], list[Unit]]:
