@@ -8,13 +8,15 @@ which takes everything, loops over experts and reads the borders on the host. Ne
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
 from hip_ops.direct import direct_operator
 from hip_ops.operator import Operator, warm_up
 from hip_ops.reference import grouped_product as reference
-from hip_ops.self_check import worst
+from hip_ops.self_check import difference, worst
 
 HALF = (torch.bfloat16, torch.float16)
 
@@ -83,6 +85,16 @@ def wrong_on(device: torch.device) -> str | None:
     """Why these operators run as loops of torch on `device`, or None where they are kernels. Compares them there now, if nobody has."""
     said = warm_up(device, (_rows, _rows_transposed, _outer))
     wrong = [f"{name}: {result}" for name, result in said.items() if result != "passed"]
+    return "; ".join(wrong) or None
+
+
+def wrong_beside_reference(device: torch.device, rows: Callable, outer_: Callable) -> str | None:
+    """What somebody else's `grouped_rows` and `grouped_outer_` get wrong in these operators' self-checks on `device`, or None."""
+    checks = ((_rows, rows), (_rows_transposed, rows), (_outer, outer_))
+    wrong = [
+        f"{operator.name}: {found}" for operator, candidate in checks
+        if (found := difference(candidate, operator.reference, operator.example, device, compare=operator.compare))
+    ]  # fmt: skip
     return "; ".join(wrong) or None
 
 

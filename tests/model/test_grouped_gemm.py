@@ -37,7 +37,7 @@ def test_a_cpu_keeps_its_paths_whatever_is_asked():
 
 
 def test_a_name_that_does_not_exist_is_told_what_does():
-    with pytest.raises(ValueError, match=r"grouped_gemm='te': allowed are auto, torch, triton, primus_turbo; .*wait for the host"):
+    with pytest.raises(ValueError, match=r"grouped_gemm='te': allowed are auto, torch, triton, quack, primus_turbo; .*wait for the host"):
         grouped_outer(torch.randn(24, 4), torch.randn(24, 4), OFFSETS, "te")
 
 

@@ -289,8 +289,8 @@ class ClusterConfig:
     fused_linear_cross_entropy: bool = arg(False, "head and loss by hip_ops in chunks of tokens, without the logits of all tokens")
     grouped_gemm: str = arg(
         "auto",
-        "products of the experts: auto takes what was measured best on the device; torch (grouped_mm), triton (hip_ops), primus_turbo (that package)",
-        choices=("auto", "torch", "triton", "primus_turbo"),
+        "products of the experts: auto takes what was measured best on the device; torch (grouped_mm), triton (hip_ops), quack and primus_turbo (these packages)",
+        choices=("auto", "torch", "triton", "quack", "primus_turbo"),
     )
     deterministic: bool = arg(False, "the same bits in every repetition on the same devices, at a cost", megatron="deterministic_mode")
     graphs: str = own(

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from zaya_plugin.model.main_grad import add_or_write
+from zaya_plugin.model.quack_grouped_gemm import QuackGroupedGemm
 
 PRIMUS_TURBO = "primus_turbo.pytorch.ops"  # imported where it is used; nothing here depends on it
 ROWS_T, ROWS, OUTER = FORMS = ("rows_t", "rows", "outer")
@@ -122,4 +123,4 @@ class PrimusTurboGroupedGemm:
 
 
 TORCH = TorchGroupedGemm()
-IMPLEMENTATIONS = {each.name: each for each in (TORCH, TritonGroupedGemm(), PrimusTurboGroupedGemm())}
+IMPLEMENTATIONS = {each.name: each for each in (TORCH, TritonGroupedGemm(), QuackGroupedGemm(), PrimusTurboGroupedGemm())}
