@@ -20,11 +20,12 @@ from zaya_plugin.bench.gradients import written_first
 from zaya_plugin.bench.options import Options
 from zaya_plugin.bench.parts import PARTS, PASSES, STEP
 from zaya_plugin.bench.probes import Rates
-from zaya_plugin.bench.timeline import resolve
+from zaya_plugin.bench.timeline import Stretch, resolve
 
 SCHEMA = "zaya bench step/1"
 NOT_COMPUTING = ("communication", "idle")
 KERNELS_SHOWN = 8  # of each part
+STRETCHES_SHOWN = 16  # in which nothing computes, the longest
 WAITING = ("Synchronize", "cudaMemcpy", "hipMemcpy")  # in the names of calls that return once the device is so far
 LAUNCHES = ("LaunchKernel", "LaunchCooperativeKernel", "GraphLaunch")
 
@@ -120,7 +121,21 @@ def breakdown(activities, start: float, end: float, work: dict, gemm: float, cop
             "forward_ms": forward / 1e3, "backward_ms": backward / 1e3, **share,
             "longest": [{"name": name[:160], "count": count, "ms": time / 1e3} for name, count, time in names[:KERNELS_SHOWN]],
         })  # fmt: skip
-    return {"parts": rows, "hidden_communication_ms": moments.hidden_communication / 1e3}
+    longest = sorted(moments.stretches, key=lambda each: each.start - each.end)[:STRETCHES_SHOWN]
+    return {
+        "parts": rows, "hidden_communication_ms": moments.hidden_communication / 1e3, "not_computing": [stretch_of(each, start) for each in longest],
+    }  # fmt: skip
+
+
+def stretch_of(stretch: Stretch, start: float) -> dict:
+    """Of a step that began at `start`, in milliseconds."""
+    ends = {
+        name: each and {"part": each.part, "backward": each.backward, "name": each.name[:160]} for name, each in (("before", stretch.before), ("after", stretch.after))
+    }  # fmt: skip
+    return {
+        "at_ms": (stretch.start - start) / 1e3, "ms": (stretch.end - stretch.start) / 1e3, "communication_ms": stretch.communicating / 1e3, **ends,
+        "communication": [name[:160] for name in stretch.communication],
+    }  # fmt: skip
 
 
 def host_microseconds(traced: trace.Trace, start: float, end: float) -> float:

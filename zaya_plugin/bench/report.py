@@ -13,6 +13,7 @@ LOOKS = {
     "gradients": ("g", "#aa4499"), "optimizer": ("o", "#882255"), "other": ("?", "#bbbbbb"), "communication": ("=", "#661100"),
     "idle": (".", "#eeeeee"),
 }  # fmt: skip
+STRETCHES = 5  # shown
 HEAD = f"{'':2}{'part':22}{'ms':>9}{'share':>8}{'forward':>9}{'backward':>9}{'TFLOP':>10}{'GB':>10}{'GEMM':>7}{'copy':>7}{'roofline':>9}"
 
 
@@ -35,6 +36,9 @@ def text(record: dict, width: int | None = None) -> str:
         + f"; computation leaves {record['step']['not_computing_share']:.1%} of an untraced step to exposed communication and idle"
         + f"; communication hidden under computation {record['hidden_communication_ms']:.1f} ms."
     )
+    if record.get("not_computing"):
+        lines.append(f"Longest without computation, of {sum(row['ms'] for row in record['parts'] if row['part'] in ('communication', 'idle')):.1f} ms:")
+        lines += [_stretch(each) for each in record["not_computing"][:STRETCHES]]
     lines.append("GEMM and copy: operations and least bytes against the measured rates; roofline: the larger of the two.")
     return "\n".join(lines)
 
@@ -52,6 +56,17 @@ def _step(record: dict) -> list[str]:
         f"{step['share_of_gemm']:.1%} of the GEMM rate; {memory}",
         f"measured here: matrix product {rates['gemm_tflops']:.4g} TFLOP/s, copy {rates['copy_tb_per_s']:.3g} TB/s",
     ]
+
+
+def _stretch(stretch: dict) -> str:
+    def end(there: dict | None, otherwise: str) -> str:
+        return otherwise if there is None else f"{there['part']}{' backward' if there['backward'] else ''}"
+
+    names = ", ".join(name.split("(")[0][:60] for name in stretch["communication"][:3])
+    return (
+        f"{stretch['ms']:9.2f} ms at {stretch['at_ms']:8.1f}, {stretch['communication_ms']:.2f} of it communication{f' ({names})' if names else ''}: "
+        f"between {end(stretch['before'], 'the beginning')} and {end(stretch['after'], 'the end')}"
+    )
 
 
 def _row(row: dict) -> str:

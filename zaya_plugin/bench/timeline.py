@@ -15,16 +15,30 @@ from zaya_plugin.bench.attribution import Activity
 
 
 @dataclass(frozen=True)
+class Stretch:
+    """Time in which nothing computes. before, after: what computed last and computes next, None at the step's ends; communication: names of what runs."""
+
+    start: float
+    end: float
+    communicating: float
+    before: Activity | None
+    after: Activity | None
+    communication: tuple[str, ...]
+
+
+@dataclass(frozen=True)
 class Moments:
-    """Microseconds: of a part as (forward, backward), of each activity's own duration by (part, name) as (count, sum)."""
+    """Microseconds: of a part as (forward, backward), of each activity's own duration by (part, name) as (count, sum); stretches in their order."""
 
     parts: dict[str, tuple[float, float]]
     names: dict[tuple[str, str], tuple[int, float]]
     hidden_communication: float
+    stretches: list[Stretch]
 
 
 def resolve(activities: Iterable[Activity], start: float, end: float) -> Moments:
     """Shares out the time from `start` to `end`, between which all activities lie."""
+    activities = list(activities)
     times: dict[tuple[str, bool], float] = {}
     names: dict[tuple[str, str], tuple[int, float]] = {}
     edges = []
@@ -57,4 +71,28 @@ def resolve(activities: Iterable[Activity], start: float, end: float) -> Moments
     for (part, backward), time in times.items():
         forward_time, backward_time = parts.get(part, (0.0, 0.0))
         parts[part] = (forward_time, backward_time + time) if backward else (forward_time + time, backward_time)
-    return Moments(parts, names, hidden)
+    return Moments(parts, names, hidden, stretches(activities, start, end))
+
+
+def stretches(activities: Iterable[Activity], start: float, end: float) -> list[Stretch]:
+    """Where nothing computes between `start` and `end`."""
+    computing = sorted((each for each in activities if not each.communicates and each.end > each.start), key=lambda each: each.start)
+    gaps, last, reached = [], None, start
+    for each in (*computing, None):
+        begins = end if each is None else each.start
+        if begins > reached:
+            gaps.append((reached, begins, last, each))
+        if each is not None and each.end > reached:
+            last, reached = each, each.end
+    others = sorted((each for each in activities if each.communicates), key=lambda each: each.start)
+    found, first = [], 0
+    for begins, ends, before, after in gaps:
+        while first < len(others) and others[first].end <= begins:  # one that ends later may hide others, which `inside` leaves out
+            first += 1
+        inside = [each for each in others[first:] if each.start < ends and each.end > begins]
+        covered, until = 0.0, begins
+        for each in inside:
+            covered += max(0.0, min(each.end, ends) - max(each.start, until))
+            until = max(until, min(each.end, ends))
+        found.append(Stretch(begins, ends, covered, before, after, tuple(dict.fromkeys(each.name for each in inside))))
+    return found

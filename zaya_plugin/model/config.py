@@ -223,7 +223,7 @@ class ZayaConfig(TransformerConfig):
         one_of("transformer_impl", ("local", "transformer_engine"))
         one_of("context_parallel_order", ("zigzag", "contiguous"))
         one_of("core_attention", ("sdpa", "flash_attn", "flash_attn_4", "aiter"))
-        one_of("grouped_gemm", ("auto", "torch", "triton", "primus_turbo"))
+        one_of("grouped_gemm", ("auto", "torch", "triton", "quack", "primus_turbo"))
         if self.transformer_impl == "transformer_engine":
             fixed("core_attention", "sdpa", "Transformer Engine brings its own attention")
             if self.context_parallel_size > 1:

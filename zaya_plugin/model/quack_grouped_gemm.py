@@ -43,7 +43,7 @@ class Tile:
 
 
 TILES = {
-    "rows_t": Tile(128, 256, False, 2, 1), "rows": Tile(128, 256, False, 2, 1), "outer": Tile(128, 256, False, 2, 1), "written": Tile(128, 256, False, 2, 1),
+    "rows_t": Tile(192, 128, True, 1, 2), "rows": Tile(192, 128, True, 1, 2), "outer": Tile(192, 128, True, 1, 2), "written": Tile(192, 128, True, 1, 2),
 }  # fmt: skip
 
 
