@@ -189,6 +189,9 @@ def test_the_environment_of_a_rank():
     assert all(on_cpu[name] == "" for name in launch.HIDDEN_DEVICES) and not set(launch.HIDDEN_DEVICES) & set(on_gpu)
     assert "TORCHDYNAMO_DISABLE" in on_cpu and "TORCHDYNAMO_DISABLE" not in on_gpu
     assert launch.rank_environment(demo("cluster.environment.WANDB_SILENT=false"), 1, {})["WANDB_SILENT"] == "false"
+    queues = "CUDA_DEVICE_MAX_CONNECTIONS"
+    assert queues not in on_cpu and on_gpu[queues] == "8" and queues not in launch.rank_environment(demo("cluster=gpu"), 1, {queues: "4"})
+    assert launch.rank_environment(demo("cluster=gpu", "parallel.context_parallel_size=2"), 1, {})[queues] == "1"
     assert not set(launch.DETERMINISTIC) & set(on_gpu)
     repeated = launch.rank_environment(demo("cluster.deterministic=true"), 1, {"NCCL_ALGO": "CollnetChain"})
     assert repeated["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8" and "NCCL_ALGO" not in repeated

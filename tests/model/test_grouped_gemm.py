@@ -45,7 +45,7 @@ def test_every_rule_names_what_exists_and_says_where_it_comes_from():
     for rule in (*RULES.values(), OTHERS):
         assert rule.source
         for form in FORMS:
-            assert form in IMPLEMENTATIONS[getattr(rule, form)].forms
+            assert getattr(rule, form) and all(form in IMPLEMENTATIONS[name].forms for name in getattr(rule, form))
     assert CHOICES == ("auto", *IMPLEMENTATIONS)
 
 
@@ -67,8 +67,12 @@ def test_auto_follows_the_rule_and_announces_it_once(on_a_gpu, caplog):
     on_a_gpu("sm_90")
     with caplog.at_level(logging.INFO):
         for _ in range(2):
-            assert [choose("auto", form, GPU, torch.bfloat16).name for form in FORMS] == [getattr(RULES["sm_90"], form) for form in FORMS]
+            assert [choose("auto", form, GPU, torch.bfloat16).name for form in FORMS] == [getattr(RULES["sm_90"], form)[0] for form in FORMS]
     assert len(caplog.records) == len(FORMS) and RULES["sm_90"].source in caplog.text
+    on_a_gpu("sm_90", quack="quack is not installed")
+    with caplog.at_level(logging.INFO):
+        assert {choose("auto", form, GPU, torch.bfloat16).name for form in FORMS} == {"triton"}
+    assert "no quack: quack is not installed" in caplog.text
     on_a_gpu("sm_80")
     assert {choose("auto", form, GPU, torch.bfloat16).name for form in FORMS} == {"torch"}
 

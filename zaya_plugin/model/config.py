@@ -113,7 +113,7 @@ class ZayaConfig(TransformerConfig):
     """With it: factor of logsumexp(logits)^2 in a token's training loss (arXiv 2204.02311)."""
 
     grouped_gemm: str = "auto"
-    """The experts' matrix products: `auto`, the measured rule of `grouped_gemm_rule`; `torch`, `triton` or `primus_turbo` by name."""
+    """The experts' matrix products: `auto`, the measured rule of `grouped_gemm_rule`; `torch`, `triton`, `quack` or `primus_turbo` by name."""
 
     context_parallel_order: str = "zigzag"
     """Which part of a sequence a context-parallel rank holds: `zigzag`, two chunks, one from either end, so that all ranks

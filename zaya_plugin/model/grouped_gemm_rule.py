@@ -18,19 +18,24 @@ CHOICES = ("auto", *IMPLEMENTATIONS)
 
 @dataclass(frozen=True)
 class Rule:
-    """The implementation of each form on one architecture; source: the file of the measurement, or why it is so without one."""
+    """The implementations of each form on one architecture, the first that can be had; source: the file of the measurement, or why it is so without one."""
 
-    rows_t: str
-    rows: str
-    outer: str
+    rows_t: tuple[str, ...]
+    rows: tuple[str, ...]
+    outer: tuple[str, ...]
     source: str
 
 
+_HOPPER = ("quack", "triton")
 RULES = {
-    "sm_90": Rule("triton", "triton", "triton", "faster in all but one of six measured products, benchmarks/results/grouped_product-h100.json"),
-    "gfx942": Rule("triton", "triton", "triton", "not measured: torch's may loop over experts and wait for the host, by its build"),
-}
-OTHERS = Rule("torch", "torch", "torch", "no measurement on this architecture")
+    "sm_90": Rule(
+        _HOPPER, _HOPPER, _HOPPER,
+        "quack was faster than triton in 19 of 21 measured products, benchmarks/results/quack_tiles-h200.json, and triton than torch in all but "
+        "one of six, grouped_product-h100.json",
+    ),
+    "gfx942": Rule(("triton",), ("triton",), ("triton",), "not measured: torch's may loop over experts and wait for the host, by its build"),
+}  # fmt: skip
+OTHERS = Rule(("torch",), ("torch",), ("torch",), "no measurement on this architecture")
 
 
 @functools.cache
@@ -48,7 +53,7 @@ def choose(asked: str, form: str, device: torch.device, dtype: torch.dtype):
         return TORCH if form == OUTER and TORCH.available(device, dtype) is None else None
     rule = RULES.get(architecture(device), OTHERS)
     missing = []
-    for name, why in ((asked, "asked for"), (getattr(rule, form), rule.source), ("torch", "what is left")):
+    for name, why in ((asked, "asked for"), *((each, rule.source) for each in getattr(rule, form)), ("torch", "what is left")):
         if name == "auto" or form not in IMPLEMENTATIONS[name].forms:
             continue
         reason = IMPLEMENTATIONS[name].available(device, dtype)

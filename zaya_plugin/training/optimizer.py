@@ -15,7 +15,7 @@ from zaya_plugin.optim.build import muon_factory, tag_parameters
 from zaya_plugin.optim.grouping import Assignment, assign
 from zaya_plugin.optim.muon import MuonSettings
 from zaya_plugin.parallel.copied_reduction import reduce_by_copies
-from zaya_plugin.parallel.gather_order import gather_layers_ahead
+from zaya_plugin.parallel.layer_groups import group_layers
 
 
 def assign_optimizers(recipe: Recipe, model: nn.Module) -> dict[str, Assignment]:
@@ -64,7 +64,7 @@ def optimizer_factory(recipe: Recipe, get_megatron_optimizer: Callable) -> Calla
     build = muon_factory(get_megatron_optimizer, muon_settings(recipe), non_finite)
 
     def factory(config, model_chunks, *positional, **named):
-        gather_layers_ahead(model_chunks)
+        group_layers(model_chunks)
         if recipe.parallel.reduce_by_copies:
             reduce_by_copies(model_chunks, recipe.parallel.reduce_by_copies_mib * 2**20, recipe.cluster.distributed_timeout_minutes)
         return build(config, model_chunks, *positional, **named)

@@ -1,0 +1,113 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Other tiles of quack's grouped GEMM on this GPU, each checked against fp32 and timed, beside hip_ops' Triton.
+
+    python3 benchmarks/tune_quack_grouped_gemm.py                      16,384 tokens, two layers' loads, all of TILES and CLUSTERS; a minute
+    python3 benchmarks/tune_quack_grouped_gemm.py --tokens 32768 --loads late
+
+Products and loads are those of benchmarks/grouped_product.py; `write` is the weight gradient that is written, not added. Triton's time is the better of two, before each
+product's tiles. Prints each form's best tiles over all products and loads, which zaya_plugin/model/quack_grouped_gemm.py has as TILES, and writes benchmarks/results/<name>.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import sys
+from unittest import mock
+
+import torch
+from call_timing import milliseconds
+from grouped_product import LOADS, Products
+from operator_benchmark import add_options, begin, failure, finish
+from torch import Tensor
+
+from zaya_plugin.model import quack_grouped_gemm
+from zaya_plugin.model.grouped_gemm_implementations import IMPLEMENTATIONS
+from zaya_plugin.model.quack_grouped_gemm import Tile
+
+QUACK = IMPLEMENTATIONS["quack"]
+# Those that quack's own tuner tries on Hopper: both ways of sharing a tile among warps.
+TILES = (
+    *((m, n, False) for m, n in ((256, 128), (256, 160), (256, 192), (256, 208), (128, 256), (128, 224))),
+    *((m, n, True) for m, n in ((128, 128), (128, 160), (128, 192), (128, 208), (192, 128))),
+)  # fmt: skip
+CLUSTERS = ((2, 1), (1, 2), (1, 1))
+FORMS = {
+    "rows_t": ("forward fc1", "forward fc2"), "rows": ("dgrad fc1", "dgrad fc2"), "outer": ("wgrad fc1", "wgrad fc2"), "written": ("write fc1", "write fc2"),
+}  # fmt: skip
+WRONG = 4e-3  # of the norm, where a result is rounded to bf16
+
+
+def operands(products: Products, name: str) -> tuple[Tensor, Tensor]:
+    return {
+        "forward fc1": (products.x, products.fc1.mT), "forward fc2": (products.inner, products.fc2.mT), "dgrad fc2": (products.grad_y, products.fc2),
+        "dgrad fc1": (products.grad_gate_up, products.fc1),
+    }.get(name) or ((products.grad_y, products.inner) if name.endswith("fc2") else (products.grad_gate_up, products.x))  # fmt: skip
+
+
+def call(products: Products, name: str, implementation):
+    """One product by an implementation of the model's seam."""
+    a, b = operands(products, name)
+    if name.split()[0] in ("forward", "dgrad"):
+        return lambda: implementation.rows(a, b, products.offsets)
+    total, accumulate = products.main1 if name.endswith("fc1") else products.main2, name.startswith("wgrad")
+    return lambda: implementation.add_outer(total, a, b, products.offsets, accumulate)
+
+
+def exact(products: Products, name: str) -> Tensor:
+    """In fp32, expert by expert."""
+    a, b = operands(products, name)
+    ends = products.offsets.tolist()
+    pairs = enumerate(zip([0, *ends[:-1]], ends, strict=True))
+    if name.split()[0] in ("forward", "dgrad"):
+        return torch.cat([a[start:end].float() @ b[expert].float() for expert, (start, end) in pairs])
+    return torch.stack([a[start:end].float().T @ b[start:end].float() for _, (start, end) in pairs])
+
+
+def result(products: Products, name: str, run) -> Tensor:
+    """Of one call, on a block of zeros."""
+    total = products.main1 if name.endswith("fc1") else products.main2
+    total.fill_(0.0 if name.startswith("wgrad") else float("nan"))
+    found = run()
+    return total if found is None else found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_options(parser, "quack_tiles", sweep=False)
+    parser.add_argument("--tokens", type=int, default=16_384)
+    parser.add_argument("--loads", nargs="+", choices=LOADS, default=["late", "early"])
+    parser.set_defaults(rep=60)
+    options = parser.parse_args()
+    device = begin(options)
+    if reason := QUACK.available(device, torch.bfloat16):
+        parser.error(reason)
+    tiles = {f"{m} x {n}{' pingpong' if pingpong else ''}, {c} x {d}": Tile(m, n, pingpong, c, d) for (m, n, pingpong), (c, d) in itertools.product(TILES, CLUSTERS)}
+    results: dict[str, dict] = {}
+    for load in options.loads:
+        products = Products(options.tokens, 2048, 2048, load, device)
+        for form, names in FORMS.items():
+            for name in names:
+                rows, wanted = results.setdefault(f"{load} {name}", {}), exact(products, name)
+                rows["triton"] = {"ms": round(min(milliseconds(call(products, name, IMPLEMENTATIONS["triton"]), device, options.rep) for _ in range(2)), 4)}
+                for title, tile in tiles.items():
+                    with mock.patch.dict(quack_grouped_gemm.TILES, {form: tile}):
+                        try:
+                            run = call(products, name, QUACK)
+                            distance = ((result(products, name, run).float() - wanted).norm() / wanted.norm()).item()
+                            rows[title] = {"ms": round(milliseconds(run, device, options.rep), 4), "distance": float(f"{distance:.2g}")}
+                        except Exception as error:  # a tile that this release has no kernel for
+                            rows[title] = failure(error)
+                del wanted
+    for form, names in FORMS.items():
+        sums = {}
+        for title in ("triton", *tiles):
+            found = [results[f"{load} {name}"][title] for load in options.loads for name in names]
+            if all("ms" in each and each.get("distance", 0.0) <= WRONG for each in found):
+                sums[title] = sum(each["ms"] for each in found)
+        print(form, *(f"{title}: {sums[title]:.3f} ms" for title in sorted(sums, key=sums.get)[:4]), f"triton: {sums['triton']:.3f} ms", sep="; ", file=sys.stderr)
+    finish(options, results, (20, 28))
+
+
+if __name__ == "__main__":
+    main()
