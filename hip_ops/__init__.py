@@ -35,6 +35,7 @@ EXPORTS = {
     "router_mlp_backward": "router_mlp",
     "linear_cross_entropy": "linear_cross_entropy",
     "add_rows_": "embedding_gradient",
+    "add_up_parts_": "parts_sum",
     "set_backend": "backend",
     "use_backend": "backend",
     "warm_up": "operator",

@@ -22,6 +22,7 @@ from megatron.core.distributed import param_and_grad_buffer  # noqa: E402
 from megatron.core.parallel_state import RankGenerator  # noqa: E402
 
 from tests.parallel import copied_reduction_ranks  # noqa: E402
+from tests.parallel.copied_reduction_ranks import in_order  # noqa: E402
 from zaya_plugin.config.schema import ParallelConfig  # noqa: E402
 from zaya_plugin.parallel import copied_reduction  # noqa: E402
 from zaya_plugin.parallel.copied_reduction import Pending, Reduction, StartByCopies  # noqa: E402
@@ -95,6 +96,7 @@ def test_each_rank_has_the_sum_of_its_part(size, count, slot_elements, dtype):
             exact, magnitude = parts.double().sum(dim=0), parts.double().abs().sum(dim=0)
             rounding = (size - 1) * torch.finfo(torch.float32).eps * magnitude + torch.finfo(dtype).eps / 2 * exact.abs()  # once, where they are of bf16
             assert ((found[rank][number].double() - exact).abs() <= rounding).all()
+            assert torch.equal(found[rank][number], in_order(parts)), "one part after the other, from rank 0's on"
         assert torch.equal(found[rank][0], found[rank][3]), "the same gradients give the same bits"
 
 
@@ -107,15 +109,14 @@ def test_no_number_is_changed_on_its_way_into_the_sum(dtype):
     def work(rank, reduction):
         whole = torch.stack([special if owner == rank else torch.full((count,), -0.0, dtype=dtype) for owner in range(3)]).flatten()
         shard = torch.full((count,), 7.0).to(dtype)
-        sent = reduction.window.slots(rank, dtype)[rank, :count]
+        own_slot = reduction.window.slots(rank, dtype)[rank].fill_(math.nan)
         reduction(shard, whole).wait()
-        bits = torch.int32 if dtype is torch.float32 else torch.int16
-        a_number = ~special.isnan()
-        assert torch.equal(sent.view(bits)[a_number], special.view(bits)[a_number]) and sent.isnan().sum() == 1, "its own part, to the bit"
+        assert own_slot.isnan().all(), "nobody writes it, and nobody reads it"
         return shard
 
+    bits, a_number = torch.int32 if dtype is torch.float32 else torch.int16, ~special.isnan()
     for shard in on_threads(3, work, windows_of(range(3), 2 * count * dtype.itemsize)):
-        assert torch.equal(shard.nan_to_num(nan=3.0, posinf=5.0, neginf=-5.0), special.nan_to_num(nan=3.0, posinf=5.0, neginf=-5.0))
+        assert torch.equal(shard.view(bits)[a_number], special.view(bits)[a_number]) and shard.isnan().sum() == 1
 
 
 class LeftOut(Threads):
@@ -160,7 +161,7 @@ def test_ranks_that_run_ahead_spoil_nothing_and_would_without_a_barrier(left_out
                     shard = whole.view(size, -1)[own]
                     reduction.window.barriers = 0
                     reduction(shard, whole).wait()
-                    expected = torch.stack([given[size, other, call].view(size, -1)[own] for other in ranks]).sum(dim=0)
+                    expected = in_order(given[size, other, call].view(size, -1)[own] for other in ranks)
                     wrong += not torch.equal(shard, expected)
         return wrong
 

@@ -1,14 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Reduce-scatter of gradients inside one host by copies: each rank's part goes into its owner's window, who adds them up there.
 
-NCCL's and RCCL's rings run on the processors that the backward pass needs, from the first hop to the last; here a rank's copy of its own part does, and one
-pass over what has arrived, and copies between devices are the copy engines' (`torch.distributed._symmetric_memory` has the idea, there "low-contention
-collectives"). The parts are added in an order that is always the same, in the gradients' own dtype, so the reduction repeats to the bit whatever links do.
+NCCL's and RCCL's rings run on the processors that the backward pass needs, from the first hop to the last; here one pass does, over a rank's
+own part and what has arrived, and copies between devices are the copy engines' (`torch.distributed._symmetric_memory` has the idea, there "low-contention
+collectives"). The parts are added in the order of ranks, in fp32, and rounded once to the gradients' dtype, so the reduction repeats to the bit whatever
+links do (`hip_ops.add_up_parts_`).
 
 A piece is half a slot of the window, and the halves take turns, in every call from the first one on. Two streams, time to the right, `|` a barrier of all:
 
-    copies to the others  |  copies 0  |  copies 1      |  copies 2      |
-    own parts and sums    |  own 0     |  sum 0, own 1  |  sum 1, own 2  |  sum 2
+    copies to the others  |  copies 0  |  copies 1  |  copies 2  |
+    sums                  |            |  sum 0     |  sum 1     |  sum 2
 
 Between two barriers a rank copies piece k + 1 into one half of the others' windows while it adds up piece k, out of the other half of its own; it goes into
 the second of them when both are done.
@@ -16,8 +17,9 @@ the second of them when both are done.
 - Nothing is written that is still read: copies k + 2, into the half of k, come behind the barrier that each rank goes into with its sum k done. Copies 0 and 1
   come behind the barrier that a call starts with, into which each rank goes with all sums of its calls before done, be their pieces odd or even in number, of
   this dtype or another. So no call needs to know of the one before, nothing is counted from call to call, and a graph that holds calls can be replayed.
-- Its slot in its own window a rank alone writes and reads: own k + 2 comes behind sum k, in the same stream.
-- Sum k overwrites no gradient that is still to be sent: it is written where own part k was. Who waits for the call waits for both streams.
+- Its own part a rank reads where the gradients are; its slot in its own window nobody writes or reads.
+- Sum k overwrites no gradient that is still to be read: it is written where own part k was, each element by who has read it. Who waits for the call waits
+  for both streams.
 
 On NVIDIA's devices a rank's copies of a piece follow one another in one stream. Windows of other ranks are independent of this one.
 """
@@ -33,6 +35,7 @@ import torch
 from megatron.core.distributed import DistributedDataParallel, param_and_grad_buffer
 from torch import Tensor
 
+from hip_ops import parts_sum
 from zaya_plugin.parallel.shared_window import Window, open_window
 
 SLOT_BYTES = 2**26  # zaya_plugin.plan.memory.WINDOW_SLOT; eight ranks' windows have 512 MiB, and a piece's copies should take 0.6 ms
@@ -76,6 +79,8 @@ class Reduction:
 
     def __init__(self, window: Window, device: torch.device):
         self.window = window
+        # Here and not in its first call, which may be captured in a graph: it is compared with torch first.
+        self.add_up_ = parts_sum.adder_on(device)
 
         def stream() -> torch.cuda.Stream | None:
             # Before the blocks of the backward pass's kernels that wait for a processor: what comes late here is late on every rank.
@@ -86,30 +91,26 @@ class Reduction:
         self.lanes = [stream() for _ in range(window.size - 1)] if self.stream and torch.version.hip else []
 
     def __call__(self, shard: Tensor, whole: Tensor) -> Pending:
-        """shard [n]: the sum over ranks of their whole[rank n : (rank + 1) n]; whole [size n], in which the shard may lie."""
+        """shard [n]: the sum over ranks of their whole[rank n : (rank + 1) n]; whole [size n], in which the shard may lie, there alone."""
         window, count = self.window, shard.numel()
         half = window.slot_bytes // (2 * whole.element_size())
         parts, mine = whole.view(window.size, count), window.slots(window.rank, whole.dtype)
         with torch.no_grad():
             if self.stream is not None:
                 self.stream.wait_stream(torch.cuda.current_stream())
-            _after(self.sums, self.stream)
             with _on(self.stream):
                 window.barrier()
             for number, start in enumerate(range(0, count, half)):
                 piece = slice(start, min(start + half, count))
                 place = slice(number % 2 * half, number % 2 * half + piece.stop - start)
-                with _on(self.sums):
-                    # A kernel, for which the stream's priority holds in a graph too; copies have none there. x times 1 is x to the bit, -0.0, infinities and
-                    # what is too small to be normal included. NaN is NaN, perhaps of other bits.
-                    torch.mul(parts[window.rank, piece], 1, out=mine[window.rank, place])
                 self._send(parts[:, piece], place)
-                _after(self.stream, self.sums)
+                if number > 0:  # until its first sum that stream is in no graph which is captured here, and nothing in a graph may wait for it
+                    _after(self.stream, self.sums)
                 with _on(self.stream):
                     window.barrier()
                 _after(self.sums, self.stream)
                 with _on(self.sums):
-                    torch.sum(mine[:, place], dim=0, out=shard[piece])
+                    self.add_up_(shard[piece], parts[window.rank, piece], mine[:, place], window.rank)
             _after(self.stream, self.sums)
         return Pending(self.stream)
 
