@@ -172,6 +172,14 @@ def router_mlp(which: str, width: int = 256, classes: int = 17) -> TritonObject:
     return _compile(kernel, types, constexprs, chosen.num_warps, chosen.num_stages, unaligned=("unweighted", "biases"))
 
 
+def _parts_sum() -> TritonObject:
+    """fp32 parts of eight ranks, a piece of 8 Mi elements of a slot of 16."""
+    from hip_ops.triton_kernels import parts_sum
+
+    types = {"count": "i32", "row_stride": "i32"}
+    return _compile(parts_sum.add_up_parts_kernel, types, {"SIZE": 8, "RANK": 3, "BLOCK": parts_sum.ROW_BYTES // 4}, 4)
+
+
 CASES: dict[str, Callable[[], TritonObject]] = {
     "rms_norm_forward": lambda: _rms_norm("forward", False),
     "rms_norm_forward_scaled": lambda: _rms_norm("forward", True),
@@ -196,5 +204,6 @@ CASES: dict[str, Callable[[], TritonObject]] = {
     "row_statistics": lambda: _vocabulary_rows(False),
     "overwrite_with_gradient": lambda: _vocabulary_rows(True),
     "overwrite_with_exponentials": lambda: _vocabulary_exponentials(False),
+    "add_up_parts": _parts_sum,
     "finish_gradient": lambda: _vocabulary_exponentials(True),
 }
