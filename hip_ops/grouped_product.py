@@ -89,11 +89,25 @@ def wrong_on(device: torch.device) -> str | None:
 
 
 def wrong_beside_reference(device: torch.device, rows: Callable, outer_: Callable) -> str | None:
-    """What somebody else's `grouped_rows` and `grouped_outer_` get wrong in these operators' self-checks on `device`, or None."""
-    checks = ((_rows, rows), (_rows_transposed, rows), (_outer, outer_))
+    """What somebody else's `grouped_rows` and `grouped_outer_` get wrong in these operators' self-checks on `device`, or None.
+
+    And where products are written in place of what is there, in fp32 and in the operands' dtype.
+    """
+
+    def written(dtype: torch.dtype):
+        def make(device: torch.device) -> tuple:
+            out, *rest, _ = _outer_example(device)
+            return torch.full_like(out, torch.nan, dtype=dtype), *rest, False
+
+        return make
+
+    checks = (
+        (_rows, rows, _rows.example), (_rows_transposed, rows, _rows_transposed.example), (_outer, outer_, _outer.example),
+        (_outer, outer_, written(torch.float32)), (_outer, outer_, written(torch.bfloat16)),
+    )  # fmt: skip
     wrong = [
-        f"{operator.name}: {found}" for operator, candidate in checks
-        if (found := difference(candidate, operator.reference, operator.example, device, compare=operator.compare))
+        f"{operator.name}: {found}" for operator, candidate, example in checks
+        if (found := difference(candidate, operator.reference, example, device, compare=operator.compare))
     ]  # fmt: skip
     return "; ".join(wrong) or None
 

@@ -9,7 +9,7 @@ import torch
 from zaya_plugin.model import grouped_gemm, grouped_gemm_rule
 from zaya_plugin.model.grouped_gemm import add_grouped_outer, grouped_outer, grouped_rows
 from zaya_plugin.model.grouped_gemm_implementations import FORMS, IMPLEMENTATIONS
-from zaya_plugin.model.grouped_gemm_rule import CHOICES, OTHERS, RULES, choose
+from zaya_plugin.model.grouped_gemm_rule import CHOICES, OTHERS, RULES, choices, choose
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 OFFSETS = torch.tensor([3, 3, 20], dtype=torch.int32)
@@ -57,10 +57,10 @@ def on_a_gpu(monkeypatch):
         monkeypatch.setattr(grouped_gemm_rule, "architecture", lambda device: architecture)
         for name, each in IMPLEMENTATIONS.items():
             monkeypatch.setattr(each, "available", lambda device, dtype, name=name: missing.get(name))
-        choose.cache_clear()
+        choices.cache_clear()
 
     yield set_up
-    choose.cache_clear()
+    choices.cache_clear()
 
 
 def test_auto_follows_the_rule_and_announces_it_once(on_a_gpu, caplog):
@@ -75,6 +75,15 @@ def test_auto_follows_the_rule_and_announces_it_once(on_a_gpu, caplog):
     assert "no quack: quack is not installed" in caplog.text
     on_a_gpu("sm_80")
     assert {choose("auto", form, GPU, torch.bfloat16).name for form in FORMS} == {"torch"}
+
+
+def test_sizes_that_the_best_does_not_take_go_to_the_next(on_a_gpu, monkeypatch):
+    on_a_gpu("sm_90")
+    assert [each.name for each in choices("auto", "rows", GPU, torch.bfloat16)] == ["quack", "triton", "torch"]
+    assert [each.name for each in choices("torch", "rows", GPU, torch.bfloat16)] == ["torch", "quack", "triton"]
+    monkeypatch.setattr(grouped_gemm, "choices", lambda asked, form, device, dtype: choices(asked, form, GPU, dtype))
+    taken = [grouped_gemm._implementation("auto", "rows", torch.zeros(8, width, dtype=torch.bfloat16)).name for width in (16, 12)]
+    assert taken == ["quack", "triton"], "rows of 24 bytes"
 
 
 def test_auto_takes_torchs_where_the_rules_cannot_be_had(on_a_gpu, caplog):

@@ -9,7 +9,7 @@ import torch
 from tests.hip_ops.grouped_cases import Grouped, check_outer, check_rows
 from zaya_plugin.model import quack_grouped_gemm
 from zaya_plugin.model.grouped_gemm_implementations import FORMS, IMPLEMENTATIONS
-from zaya_plugin.model.quack_grouped_gemm import TILES, borders
+from zaya_plugin.model.quack_grouped_gemm import TILES, Tile, borders
 
 QUACK = IMPLEMENTATIONS["quack"]
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
@@ -32,17 +32,18 @@ def calls(monkeypatch):
         seen.append(tile)
 
     monkeypatch.setattr(quack_grouped_gemm, "_gemm", lambda: gemm)
+    monkeypatch.setattr(quack_grouped_gemm, "TILES", {name: Tile(128, 128, True, 1, number) for number, name in enumerate(("rows_t", "rows", "outer", "written"))})
     return seen
 
 
 @pytest.mark.parametrize("flag", [False, True])
-@pytest.mark.parametrize("case", [Grouped((3, 0, 40, 5), 24, 40), Grouped((0, 0), 16, 8), Grouped((30,), 8, 16, "fp16", nobody=0)], ids=str)
+@pytest.mark.parametrize("case", [Grouped((3, 0, 40, 5), 24, 40), Grouped((0, 0), 16, 8), Grouped((30,), 8, 16, nobody=0)], ids=str)
 def test_operands(calls, case, flag):
     backend = SimpleNamespace(grouped_rows=QUACK.rows, grouped_outer_=QUACK.add_outer)
     check_rows(backend, case, flag)
     check_outer(backend, case, flag)
-    rows, outer = TILES["rows_t" if flag else "rows"], TILES["outer" if flag else "written"]
-    assert calls == [rows.words(), outer.words()]
+    rows, outer = "rows_t" if flag else "rows", "outer" if flag else "written"
+    assert calls == [quack_grouped_gemm.TILES[name].words() for name in (rows, outer)] and set(quack_grouped_gemm.TILES) == set(TILES)
     check_outer(backend, case, False, out_dtype=case.random(1).dtype)
 
 
@@ -70,6 +71,23 @@ def test_borders_are_made_once_and_again_when_offsets_change():
     assert made.tolist() == [0, 3, 3, 20] and borders(offsets) is made
     offsets[1] = 5
     assert borders(offsets).tolist() == [0, 3, 5, 20]
+    with torch.inference_mode():
+        assert borders(torch.tensor([3, 5], dtype=torch.int32)).tolist() == [0, 3, 5]
+
+
+def test_borders_of_a_capture_are_made_in_it(monkeypatch):
+    class OnDevice(torch.Tensor):
+        is_cuda = True
+
+    offsets = torch.tensor([3, 20], dtype=torch.int32).as_subclass(OnDevice)
+    capturing = []
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: bool(capturing))
+    before = borders(offsets)
+    capturing.append(True)
+    inside = borders(offsets)
+    assert inside is not before and borders(offsets) is inside
+    capturing.clear()
+    assert borders(offsets) is not inside
 
 
 @pytest.mark.parametrize(
@@ -77,7 +95,8 @@ def test_borders_are_made_once_and_again_when_offsets_change():
     [
         (torch.zeros(9, 16), True), (torch.zeros(9, 24)[:, :16], True), (torch.zeros(9, 18)[:, :16], False), (torch.zeros(9, 14), False),
         (torch.zeros(9 * 16 + 1)[1:].view(9, 16), False), (torch.zeros(9, 32)[:, ::2], False), (torch.zeros(3, 8, 16), True),
-        (torch.zeros(3, 8, 16).mT, True), (torch.zeros(3, 9, 16), False), (torch.zeros(3, 8, 16)[..., ::2], False),
+        (torch.zeros(3, 8, 16).mT, True), (torch.zeros(3, 9, 16), False), (torch.zeros(3, 8, 16)[..., ::2], False), (torch.zeros(16, 16).T, False),
+        (torch.zeros(1, 16).expand(9, 16), False), (torch.zeros(16, 8, 3).permute(2, 1, 0), False),
     ],
 )  # fmt: skip
 def test_what_it_takes(tensor, taken):
@@ -88,6 +107,7 @@ def test_what_it_takes(tensor, taken):
 
 def test_why_it_cannot_be_had_here(monkeypatch):
     assert QUACK.forms == FORMS
+    monkeypatch.setattr(quack_grouped_gemm.importlib.util, "find_spec", lambda name: None)
     assert QUACK.available(CPU, torch.bfloat16) == "quack is not installed (package quack-kernels)"
     monkeypatch.setattr(quack_grouped_gemm.importlib.util, "find_spec", lambda name: name)
     monkeypatch.setattr(quack_grouped_gemm, "architecture", lambda device: "gfx942")
@@ -98,13 +118,26 @@ def test_why_it_cannot_be_had_here(monkeypatch):
 
 def test_its_products_are_compared_before_they_are_used(calls, monkeypatch):
     wrong_on = quack_grouped_gemm._wrong_on.__wrapped__
-    assert wrong_on(CPU) is None and len(calls) == 3
+    assert wrong_on(CPU) is None and len(calls) == 5
     right = quack_grouped_gemm._gemm()
 
     def forgets_to_add(*operands, **words):
         right(*operands, **words | {"add_to_output": False} if "cu_seqlens_k" in words else words)
 
-    monkeypatch.setattr(quack_grouped_gemm, "_gemm", lambda: forgets_to_add)
-    assert wrong_on(CPU).startswith("grouped_outer_: argument[0], element")
+    def always_adds(*operands, **words):
+        right(*operands, **words | {"add_to_output": True} if "cu_seqlens_k" in words else words)
+
+    for wrong in (forgets_to_add, always_adds):
+        monkeypatch.setattr(quack_grouped_gemm, "_gemm", lambda wrong=wrong: wrong)
+        assert wrong_on(CPU).startswith("grouped_outer_: argument[0], element")
     monkeypatch.setattr(quack_grouped_gemm, "_gemm", lambda: lambda a, b, d: None)
     assert wrong_on(CPU).startswith("quack: TypeError")
+
+
+def test_plans_do_not_pile_up(monkeypatch):
+    plans = dict.fromkeys(range(quack_grouped_gemm.PLANS))
+    module = SimpleNamespace(_gemm_plan_cache=plans, gemm="gemm")
+    monkeypatch.setattr(quack_grouped_gemm.importlib, "import_module", lambda name: module)
+    assert quack_grouped_gemm._gemm() == "gemm" and len(plans) == quack_grouped_gemm.PLANS
+    plans["one more"] = None
+    assert quack_grouped_gemm._gemm() == "gemm" and not plans

@@ -25,7 +25,8 @@ class Param:
 
 def ddp(buckets, config=CONFIG):
     """A chunk whose experts lie in `buckets` of names, given in the order of the backward pass, linked as Megatron does."""
-    made = [SimpleNamespace(params_list=[Param(name) for name in names], params_with_extra_main_grads=[]) for names in buckets]
+    params = [[Param(name) for name in names] for names in buckets]
+    made = [SimpleNamespace(params_list=each, params=each, params_with_extra_main_grads=[]) for each in params]  # 0.16 reads `params`
     groups = [_ParamAndGradBucketGroup([bucket], config, RANKS, 2) for bucket in made]
     if config.overlap_param_gather:
         for later, earlier in zip(groups[1:], groups, strict=False):
@@ -122,6 +123,16 @@ def test_what_instances_of_the_optimizer_have_goes_along():
         group.inter_distributed_optimizer_instance_group, group.communication_stream = "others", "stream"
     group_layers([chunk])
     assert {(each.inter_distributed_optimizer_instance_group, each.communication_stream) for each in chunk.expert_parallel_bucket_groups} == {("others", "stream")}
+
+
+def test_a_reduction_that_takes_one_bucket_a_group_keeps_megatrons_groups():
+    config = DistributedDataParallelConfig(
+        overlap_param_gather=True, use_distributed_optimizer=True, overlap_grad_reduce=True, reduce_scatter_with_fp32_accumulation=True
+    )  # fmt: skip
+    chunk = ddp(ONE_EACH, config)
+    groups = list(chunk.expert_parallel_bucket_groups)
+    group_layers([chunk])
+    assert chunk.expert_parallel_bucket_groups == groups and all(len(each.buckets) == 1 for each in groups)
 
 
 def test_experts_in_no_block_and_other_models_are_left_alone():

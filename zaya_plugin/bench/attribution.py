@@ -34,7 +34,8 @@ OPERATOR_NAMES = (
 KERNEL_NAMES = (
     (re.compile(r"cca_prologue|convol", re.IGNORECASE), "prologue"),
     (re.compile(r"rms_norm|rmsnorm", re.IGNORECASE), "norms"),
-    (re.compile(r"swiglu|grouped|permute_to|unpermute", re.IGNORECASE), "experts"),
+    (re.compile(r"swiglu|grouped|permute_to|unpermute|quackgemm", re.IGNORECASE), "experts"),
+    (re.compile(r"add_up_parts"), "gradients"),
     (re.compile(r"cross_entropy|logsumexp"), "head"),
     (re.compile(r"muon|newton_schulz|symmetric_product|adam", re.IGNORECASE), "optimizer"),
     (re.compile(r"flash|fmha|sdpa|attention", re.IGNORECASE), "attention"),

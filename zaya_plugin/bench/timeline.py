@@ -7,7 +7,7 @@ communication runs, to exposed communication; while nothing runs, to idle.
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -84,12 +84,12 @@ def stretches(activities: Iterable[Activity], start: float, end: float) -> list[
             gaps.append((reached, begins, last, each))
         if each is not None and each.end > reached:
             last, reached = each, each.end
-    others = sorted((each for each in activities if each.communicates), key=lambda each: each.start)
-    found, first = [], 0
+    others = deque(sorted((each for each in activities if each.communicates), key=lambda each: each.start))
+    found, running = [], []  # running: begun before the end of the gap, in the order of their starts
     for begins, ends, before, after in gaps:
-        while first < len(others) and others[first].end <= begins:  # one that ends later may hide others, which `inside` leaves out
-            first += 1
-        inside = [each for each in others[first:] if each.start < ends and each.end > begins]
+        while others and others[0].start < ends:
+            running.append(others.popleft())
+        running = inside = [each for each in running if each.end > begins]
         covered, until = 0.0, begins
         for each in inside:
             covered += max(0.0, min(each.end, ends) - max(each.start, until))

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from zaya_plugin.model.grouped_gemm_implementations import OUTER, ROWS, ROWS_T
-from zaya_plugin.model.grouped_gemm_rule import choose
+from zaya_plugin.model.grouped_gemm_rule import choices
 from zaya_plugin.model.main_grad import add_or_write
 
 logger = logging.getLogger(__name__)
@@ -43,9 +43,9 @@ def _borders(offsets: Tensor) -> list[tuple[int, int]]:
 def _implementation(asked: str, form: str, *tensors: Tensor):
     """What computes `form` of these tensors, or None for the loop."""
     device, dtype = tensors[0].device, tensors[0].dtype
-    chosen = choose(asked, form, device, dtype)
-    if chosen is not None and chosen.takes(*tensors):
-        return chosen
+    for each in choices(asked, form, device, dtype):
+        if each.takes(*tensors):
+            return each
     if device.type != "cpu":
         _announce_loop(device.type, dtype)
     return None

@@ -39,10 +39,10 @@ OTHERS = Rule(("torch",), ("torch",), ("torch",), "no measurement on this archit
 
 
 @functools.cache
-def choose(asked: str, form: str, device: torch.device, dtype: torch.dtype):
-    """The implementation of `form` on `device`, or None for the loop over experts; announced once.
+def choices(asked: str, form: str, device: torch.device, dtype: torch.dtype) -> tuple:
+    """The implementations of `form` that can be had on `device`, best first; none: the loop over experts. The first is announced once.
 
-    asked: "auto", which takes the rule's and torch's where that cannot be had, or a name, which counts for the forms that it has.
+    asked: "auto", which takes the rule's and then torch's, or a name, which comes before these for the forms that it has.
     Raises ValueError for a name that does not exist or cannot be had.
     """
     if asked not in CHOICES:
@@ -50,17 +50,24 @@ def choose(asked: str, form: str, device: torch.device, dtype: torch.dtype):
     if device.type == "cpu":
         if asked not in ("auto", "torch"):
             raise ValueError(f"grouped_gemm={asked!r}: on a CPU allowed are auto and torch; set cluster.grouped_gemm=auto")
-        return TORCH if form == OUTER and TORCH.available(device, dtype) is None else None
+        return (TORCH,) if form == OUTER and TORCH.available(device, dtype) is None else ()
     rule = RULES.get(architecture(device), OTHERS)
-    missing = []
+    found, missing = [], []
     for name, why in ((asked, "asked for"), *((each, rule.source) for each in getattr(rule, form)), ("torch", "what is left")):
-        if name == "auto" or form not in IMPLEMENTATIONS[name].forms:
+        if name == "auto" or form not in IMPLEMENTATIONS[name].forms or IMPLEMENTATIONS[name] in found:
             continue
         reason = IMPLEMENTATIONS[name].available(device, dtype)
         if reason is None:
-            logger.info("grouped GEMM, %s of %s on %s: %s (%s)%s", form, dtype, device, name, why, "".join(f"; {each}" for each in missing))
-            return IMPLEMENTATIONS[name]
-        if name == asked:
+            if not found:
+                logger.info("grouped GEMM, %s of %s on %s: %s (%s)%s", form, dtype, device, name, why, "".join(f"; {each}" for each in missing))
+            found.append(IMPLEMENTATIONS[name])
+        elif name == asked:
             raise ValueError(f"grouped_gemm={asked!r} cannot be had on {device}: {reason}; set cluster.grouped_gemm=auto")
-        missing.append(f"no {name}: {reason}")
-    return None
+        else:
+            missing.append(f"no {name}: {reason}")
+    return tuple(found)
+
+
+def choose(asked: str, form: str, device: torch.device, dtype: torch.dtype):
+    """The first of `choices`, or None for the loop over experts."""
+    return next(iter(choices(asked, form, device, dtype)), None)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import importlib
 import importlib.util
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -21,6 +22,7 @@ from hip_ops.architecture import architecture
 from zaya_plugin.model.main_grad import add_or_write
 
 QUACK = "quack.gemm"  # imported where it is used; nothing here depends on it
+PLANS = 4096  # some kilobytes each
 ALIGNMENT = 16  # bytes, of addresses and strides: what the copy engine of a multiprocessor takes
 
 
@@ -48,18 +50,29 @@ TILES = {
 
 
 def borders(offsets: Tensor) -> Tensor:
-    """int32 [E + 1]: 0 and `offsets`. Made once for offsets that several products get, and kept with them."""
+    """int32 [E + 1]: 0 and `offsets`. Made once for offsets that several products get, and kept with them.
+
+    What was made outside of a graph's capture is not used in one, where it would be the border of that moment for ever. Offsets that two captures are given as
+    one static input would get those of the first: this project captures whole passes, which make their own.
+    """
+    if offsets.is_inference():  # counts no versions
+        return F.pad(offsets, (1, 0))
+    state = offsets._version, offsets.is_cuda and torch.cuda.is_current_stream_capturing()
     kept = getattr(offsets, "borders_of_groups", None)
-    if kept is None or kept[0] != offsets._version:
-        offsets.borders_of_groups = kept = (offsets._version, F.pad(offsets, (1, 0)))
+    if kept is None or kept[0] != state:
+        offsets.borders_of_groups = kept = (state, F.pad(offsets, (1, 0)))
     return kept[1]
 
 
 def _regular(tensor: Tensor) -> bool:
-    """Rows or columns without gaps, and everything else in steps of ALIGNMENT."""
-    steps = [stride * tensor.itemsize % ALIGNMENT == 0 for stride in tensor.stride() if stride != 1]
-    whole = all(size * tensor.itemsize % ALIGNMENT == 0 for size in tensor.shape[-2:]) if tensor.dim() == 3 else tensor.shape[1] * tensor.itemsize % ALIGNMENT == 0
-    return whole and all(steps) and len(steps) == tensor.dim() - 1 and tensor.data_ptr() % ALIGNMENT == 0
+    """Rows without gaps, of blocks [E, m, n] rows or columns, and everything else in steps of ALIGNMENT."""
+    along = [place for place, stride in enumerate(tensor.stride()) if stride == 1]
+    steps = [stride * tensor.itemsize for stride in tensor.stride() if stride != 1]
+    sizes = tensor.shape[-2:] if tensor.dim() == 3 else tensor.shape[-1:]
+    return (
+        len(along) == 1 and along[0] >= (1 if tensor.dim() == 3 else tensor.dim() - 1) and all(step > 0 and step % ALIGNMENT == 0 for step in steps)
+        and all(size * tensor.itemsize % ALIGNMENT == 0 for size in sizes) and tensor.data_ptr() % ALIGNMENT == 0
+    )  # fmt: skip
 
 
 class QuackGroupedGemm:
@@ -72,7 +85,7 @@ class QuackGroupedGemm:
             return "quack is not installed (package quack-kernels)"
         if device.type != "cuda" or architecture(device) != "sm_90":
             return "quack's tiles are those of Hopper (sm_90)"
-        if dtype not in (torch.bfloat16, torch.float16):
+        if dtype != torch.bfloat16:
             return f"quack's gemm does not take {dtype}"
         return _wrong_on(device)
 
@@ -101,9 +114,13 @@ class QuackGroupedGemm:
             add_or_write(total, self.outer(a, b, offsets), accumulate)
 
 
-@functools.cache
-def _gemm():
-    return importlib.import_module(QUACK).gemm
+def _gemm() -> Callable:
+    """quack's function. It keeps a plan for every number of rows, which under expert parallelism is another one in every call: more than PLANS are dropped."""
+    module = importlib.import_module(QUACK)
+    plans = getattr(module, "_gemm_plan_cache", ())
+    if len(plans) > PLANS:
+        plans.clear()
+    return module.gemm
 
 
 @functools.cache
@@ -111,11 +128,8 @@ def _wrong_on(device: torch.device) -> str | None:
     """What is wrong with its products on `device`, or None."""
     from hip_ops.grouped_product import wrong_beside_reference
 
-    def add_outer(out, a, b, offsets, accumulate):
-        implementation.add_outer(out, a, b, offsets, accumulate)
-
     implementation = QuackGroupedGemm()
     try:
-        return wrong_beside_reference(device, implementation.rows, add_outer)
+        return wrong_beside_reference(device, implementation.rows, implementation.add_outer)
     except Exception as error:  # a release with other arguments, a compiler that fails: whatever it is, there are others
         return f"quack: {type(error).__name__}: {error}"

@@ -15,27 +15,23 @@ from itertools import groupby, pairwise
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucketGroup
 
-LINKS = ("next_param_gather_bucket_group", "previous_grad_reduce_bucket_group")
 OF_INSTANCES = ("inter_distributed_optimizer_instance_group", "communication_stream")  # set on a group where the optimizer has several instances
 
 
 def group_layers(model_chunks: Iterable) -> None:
     """Put buckets of experts that the same layer waits for into one bucket group; model_chunks as DDP wraps them, before the optimizer is built."""
     for chunk in model_chunks:
-        if not isinstance(chunk, DistributedDataParallel):
-            continue
+        if not isinstance(chunk, DistributedDataParallel) or getattr(chunk.ddp_config, "reduce_scatter_with_fp32_accumulation", False):
+            continue  # that reduction of Megatron's takes one bucket a group
         old = chunk.expert_parallel_bucket_groups
         new = [_joined(list(groups)) for _, groups in groupby(old, key=_layer)]
-        linked = {name: any(getattr(each, name, None) is not None for each in old) for name in LINKS}
+        linked = any(each.next_param_gather_bucket_group is not None for each in old)
         chunk.expert_parallel_bucket_groups = new
         for bucket_group in new:
             chunk.param_to_bucket_group.update(dict.fromkeys(bucket_group.params, bucket_group))
-            for name in LINKS:
-                setattr(bucket_group, name, None)
+            bucket_group.next_param_gather_bucket_group = None
         for before, after in pairwise(new):  # as DDP links its own, which lie in the order of the backward pass
-            for name in LINKS:
-                if linked[name]:
-                    setattr(after, name, before)
+            after.next_param_gather_bucket_group = before if linked else None
 
 
 def _joined(groups: list) -> _ParamAndGradBucketGroup:
