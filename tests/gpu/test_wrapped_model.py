@@ -52,8 +52,8 @@ def test_moe_layer_uses_the_grouped_gemm_and_never_waits(wrapped, monkeypatch):
     from zaya_plugin.model import grouped_gemm
 
     calls = []
-    original = grouped_gemm.choose
-    monkeypatch.setattr(grouped_gemm, "choose", lambda *what: calls.append(original(*what)) or calls[-1])
+    original = grouped_gemm._implementation
+    monkeypatch.setattr(grouped_gemm, "_implementation", lambda *what: calls.append(original(*what)) or calls[-1])
     moe = gpt(wrapped).decoder.layers[0].mlp.train()
     x = torch.randn(128, 2, 256, device="cuda", dtype=torch.bfloat16, requires_grad=True)
     moe(x)[0].sum().backward()  # allocations and handles of the first time
