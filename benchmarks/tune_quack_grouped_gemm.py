@@ -4,8 +4,9 @@
     python3 benchmarks/tune_quack_grouped_gemm.py                      16,384 tokens, two layers' loads, all of TILES and CLUSTERS; a minute
     python3 benchmarks/tune_quack_grouped_gemm.py --tokens 32768 --loads late
 
-Products and loads are those of benchmarks/grouped_product.py; `write` is the weight gradient that is written, not added. Triton's time is the better of two, before each
-product's tiles. Prints each form's best tiles over all products and loads, which zaya_plugin/model/quack_grouped_gemm.py has as TILES, and writes benchmarks/results/<name>.json.
+Products and loads are those of benchmarks/grouped_product.py; `write` is the weight gradient that is written, not added. Triton's time is the better of two,
+before each product's tiles. Prints the best tiles of each form and of all, over all loads; zaya_plugin/model/quack_grouped_gemm.py has one as TILE. Writes
+benchmarks/results/<name>.json.
 """
 
 from __future__ import annotations
@@ -65,7 +66,7 @@ def exact(products: Products, name: str) -> Tensor:
 
 
 def result(products: Products, name: str, run) -> Tensor:
-    """Of one call, on a block of zeros."""
+    """Of one call; it adds to zeros, and writes over NaN."""
     total = products.main1 if name.endswith("fc1") else products.main2
     total.fill_(0.0 if name.startswith("wgrad") else float("nan"))
     found = run()
@@ -82,16 +83,18 @@ def main() -> None:
     device = begin(options)
     if reason := QUACK.available(device, torch.bfloat16):
         parser.error(reason)
-    tiles = {f"{m} x {n}{' pingpong' if pingpong else ''}, {c} x {d}": Tile(m, n, pingpong, c, d) for (m, n, pingpong), (c, d) in itertools.product(TILES, CLUSTERS)}
+    tiles = {
+        f"{m} x {n}{' pingpong' if pingpong else ''}, {c} x {d}": Tile(m, n, pingpong, c, d) for (m, n, pingpong), (c, d) in itertools.product(TILES, CLUSTERS)
+    }  # fmt: skip
     results: dict[str, dict] = {}
     for load in options.loads:
         products = Products(options.tokens, 2048, 2048, load, device)
-        for form, names in FORMS.items():
+        for names in FORMS.values():
             for name in names:
                 rows, wanted = results.setdefault(f"{load} {name}", {}), exact(products, name)
                 rows["triton"] = {"ms": round(min(milliseconds(call(products, name, IMPLEMENTATIONS["triton"]), device, options.rep) for _ in range(2)), 4)}
                 for title, tile in tiles.items():
-                    with mock.patch.dict(quack_grouped_gemm.TILES, {form: tile}):
+                    with mock.patch.object(quack_grouped_gemm, "TILE", tile):
                         try:
                             run = call(products, name, QUACK)
                             distance = ((result(products, name, run).float() - wanted).norm() / wanted.norm()).item()
@@ -99,13 +102,14 @@ def main() -> None:
                         except Exception as error:  # a tile that this release has no kernel for
                             rows[title] = failure(error)
                 del wanted
-    for form, names in FORMS.items():
+    for form, names in (*FORMS.items(), ("all", tuple(itertools.chain(*FORMS.values())))):
         sums = {}
         for title in ("triton", *tiles):
             found = [results[f"{load} {name}"][title] for load in options.loads for name in names]
             if all("ms" in each and each.get("distance", 0.0) <= WRONG for each in found):
                 sums[title] = sum(each["ms"] for each in found)
-        print(form, *(f"{title}: {sums[title]:.3f} ms" for title in sorted(sums, key=sums.get)[:4]), f"triton: {sums['triton']:.3f} ms", sep="; ", file=sys.stderr)
+        best = (*sorted(sums, key=sums.get)[:4], "triton")
+        print(form, *(f"{title}: {sums[title]:.3f} ms" for title in best), sep="; ", file=sys.stderr)
     finish(options, results, (20, 28))
 
 

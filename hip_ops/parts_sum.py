@@ -39,7 +39,8 @@ def add_up_parts_(out: Tensor, own: Tensor, parts: Tensor, rank: int) -> None:
         out: [n], may be `own` itself. own: [n]. parts: [size, n] of contiguous rows at any distance; row `rank` is not read.
             All fp32, bf16 or fp16 (or fp64, summed in fp64), one dtype.
     """
-    assert own.dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64) and out.dtype == parts.dtype == own.dtype, (out.dtype, own.dtype, parts.dtype)
+    dtypes = out.dtype, own.dtype, parts.dtype
+    assert own.dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64) and len(set(dtypes)) == 1, dtypes
     assert out.dim() == 1 and out.shape == own.shape == parts.shape[1:] and 0 <= rank < len(parts), (out.shape, own.shape, parts.shape, rank)
     assert own.numel() < 2 or out.stride(0) == own.stride(0) == parts.stride(1) == 1, (out.stride(), own.stride(), parts.stride())
     (reference.add_up_parts_ if own.dtype == torch.float64 else _add_up_parts)(out, own, parts, rank)
@@ -53,7 +54,8 @@ def _(out, own, parts, rank):
 def adder_on(device: torch.device) -> Callable[[Tensor, Tensor, Tensor, int], None]:
     """`add_up_parts_`, compared with torch on `device` now, if nobody has, so that a graph may be captured that calls it.
 
-    Triton still compiles at the first call with other sizes, ranks, dtypes or alignments, as a step ahead of a capture has them. Where a backend was asked for by name that has no version of it, the reference, which has the same bits and is slower.
+    Triton still compiles at the first call with other sizes, ranks, dtypes or alignments, as a step ahead of a capture has them. Where a backend was asked
+    for by name that has no version of it, the reference, which has the same bits and is slower.
     """
     said = warm_up(device, (_add_up_parts,))[_add_up_parts.name]
     if said.endswith(" version"):  # "no hip version"

@@ -65,10 +65,12 @@ def test_the_innermost_range_that_says_something_decides(recorder):
     recorder.launch(315, [("beside", 7, 316, 317)])
     recorder.launch(150, [("of nobody", 7, 160, 165)])
     recorder.launch(170, [("flash_fwd_kernel", 7, 171, 175)])  # nothing but its name is known
+    recorder.launch(180, [("kernel_cutlass_kernel_quackgemm_default", 7, 181, 182), ("add_up_parts_kernel", 7, 183, 184)])
     recorder.launch(200, [("another", 7, 201, 205)], thread=999)
     assert recorder.parts() == [
         ("gemm", "experts", False, False), ("softmax", "router", False, False), ("triton_", "norms", False, False),
         ("behind", "experts", False, False), ("of nobody", "other", False, False), ("flash_fwd_kernel", "attention", False, False),
+        ("kernel_cutlass_kernel_quackgemm_default", "experts", False, False), ("add_up_parts_kernel", "gradients", False, False),
         ("another", "other", False, False), ("inside", "norms", False, False),
         ("beside", "head", False, False),
     ]  # fmt: skip

@@ -9,6 +9,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from torch.utils.flop_counter import FlopCounterMode
 
 from zaya_plugin.bench import attribution, record, report
+from zaya_plugin.bench.attribution import Activity
 from zaya_plugin.bench.parts import PARTS, STEP, Ranges
 from zaya_plugin.bench.trace import read
 from zaya_plugin.plan.flops import Shape, forward_flops_by_part
@@ -82,6 +83,18 @@ def test_operators_are_where_the_model_calls_them(recorded):
     assert {part for part, _ in where["torch::autograd::AccumulateGrad"]} == {"gradients"}
     nobodys = {name for name, part, _ in found if part == "other"}  # the mean of the losses, and its gradient
     assert "aten::mean" in nobodys and nobodys.isdisjoint(f"aten::{name}" for name in ("mm", "addmm", "bmm", "mul", "add", "cat", "index_select"))
+
+
+def test_the_longest_stretches_come_first_and_are_told():
+    def activity(part, start, end, backward=False, name=None):
+        return Activity(name or part, start, end, part, backward, name is not None)
+
+    kernels = [activity("head", 1000.0, 2000.0), activity("experts", 5000.0, 9000.0, backward=True), activity("optimizer", 9500.0, 10_000.0)]
+    found = record.breakdown([*kernels, activity("other", 1500.0, 4000.0, name="ncclReduce(args)")], 0.0, 10_000.0, {}, gemm=1e12, copy=1e11)["not_computing"]
+    assert [(each["at_ms"], each["ms"], each["communication_ms"]) for each in found] == [(2.0, 3.0, 2.0), (0.0, 1.0, 0.0), (9.0, 0.5, 0.0)]
+    assert found[0]["after"] == {"part": "experts", "backward": True, "name": "experts"} and found[1]["before"] is None
+    assert report._stretch(found[0]).split() == "3.00 ms at 2.0, 2.00 of it communication (ncclReduce): between head and experts backward".split()
+    assert report._stretch(found[1]).endswith("0.00 of it communication: between the beginning and head")
 
 
 def test_nothing_is_left_on_the_model(recorded, model):

@@ -42,10 +42,12 @@ def test_a_step_without_anything_is_idle():
 
 def test_where_nothing_computes():
     first, second, instant, last = activity("experts", 10, 30), activity("norms", 15, 20), activity("other", 35, 35), activity("head", 50, 60)
-    gather, two, third = (activity("other", start, end, communicates=True, name=name) for start, end, name in ((25, 40, "gather"), (38, 45, "reduce"), (58, 80, "late")))
-    found = resolve([last, third, two, gather, instant, second, first], 0.0, 70.0 + 10).stretches
+    collectives = ((25, 40, "gather"), (38, 45, "reduce"), (58, 80, "late"))
+    gather, two, third = (activity("other", start, end, communicates=True, name=name) for start, end, name in collectives)
+    found = resolve([last, third, two, gather, instant, second, first], 0.0, 80.0).stretches
     assert found == [
-        Stretch(0.0, 10.0, 0.0, None, first, ()), Stretch(30.0, 50.0, 15.0, first, last, ("gather", "reduce")), Stretch(60.0, 80.0, 20.0, last, None, ("late",)),
+        Stretch(0.0, 10.0, 0.0, None, first, ()), Stretch(30.0, 50.0, 15.0, first, last, ("gather", "reduce")),
+        Stretch(60.0, 80.0, 20.0, last, None, ("late",)),
     ]  # fmt: skip
 
 

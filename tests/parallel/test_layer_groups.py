@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Buckets of a layer's experts in one of Megatron's bucket groups: what is asked for, waited for and reduced together, by Megatron's own rules."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -117,19 +118,16 @@ def test_a_layer_is_reduced_at_once_when_both_blocks_are_there(monkeypatch):
 
 
 def test_what_instances_of_the_optimizer_have_goes_along():
-    config = DistributedDataParallelConfig(overlap_param_gather=True, use_distributed_optimizer=True, overlap_grad_reduce=True, num_distributed_optimizer_instances=2)
-    chunk = ddp(ONE_EACH, config)
+    chunk = ddp(ONE_EACH, replace(CONFIG, num_distributed_optimizer_instances=2))
     for group in chunk.expert_parallel_bucket_groups:
         group.inter_distributed_optimizer_instance_group, group.communication_stream = "others", "stream"
     group_layers([chunk])
-    assert {(each.inter_distributed_optimizer_instance_group, each.communication_stream) for each in chunk.expert_parallel_bucket_groups} == {("others", "stream")}
+    found = {(each.inter_distributed_optimizer_instance_group, each.communication_stream) for each in chunk.expert_parallel_bucket_groups}
+    assert found == {("others", "stream")} and len(chunk.expert_parallel_bucket_groups) == LAYERS
 
 
 def test_a_reduction_that_takes_one_bucket_a_group_keeps_megatrons_groups():
-    config = DistributedDataParallelConfig(
-        overlap_param_gather=True, use_distributed_optimizer=True, overlap_grad_reduce=True, reduce_scatter_with_fp32_accumulation=True
-    )  # fmt: skip
-    chunk = ddp(ONE_EACH, config)
+    chunk = ddp(ONE_EACH, replace(CONFIG, reduce_scatter_with_fp32_accumulation=True))
     groups = list(chunk.expert_parallel_bucket_groups)
     group_layers([chunk])
     assert chunk.expert_parallel_bucket_groups == groups and all(len(each.buckets) == 1 for each in groups)
@@ -142,4 +140,4 @@ def test_experts_in_no_block_and_other_models_are_left_alone():
     assert chunk.expert_parallel_bucket_groups == groups and [each.next_param_gather_bucket_group for each in groups] == [None, *groups[:-1]]
     plain = ddp(ONE_EACH, DistributedDataParallelConfig(overlap_grad_reduce=True))
     group_layers([plain])
-    assert len(plain.expert_parallel_bucket_groups) == LAYERS and all(each.next_param_gather_bucket_group is None for each in plain.expert_parallel_bucket_groups)
+    assert [each.next_param_gather_bucket_group for each in plain.expert_parallel_bucket_groups] == [None] * LAYERS

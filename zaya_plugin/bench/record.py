@@ -129,9 +129,8 @@ def breakdown(activities, start: float, end: float, work: dict, gemm: float, cop
 
 def stretch_of(stretch: Stretch, start: float) -> dict:
     """Of a step that began at `start`, in milliseconds."""
-    ends = {
-        name: each and {"part": each.part, "backward": each.backward, "name": each.name[:160]} for name, each in (("before", stretch.before), ("after", stretch.after))
-    }  # fmt: skip
+    sides = {"before": stretch.before, "after": stretch.after}
+    ends = {name: each and {"part": each.part, "backward": each.backward, "name": each.name[:160]} for name, each in sides.items()}
     return {
         "at_ms": (stretch.start - start) / 1e3, "ms": (stretch.end - stretch.start) / 1e3, "communication_ms": stretch.communicating / 1e3, **ends,
         "communication": [name[:160] for name in stretch.communication],

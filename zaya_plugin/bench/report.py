@@ -37,7 +37,8 @@ def text(record: dict, width: int | None = None) -> str:
         + f"; communication hidden under computation {record['hidden_communication_ms']:.1f} ms."
     )
     if record.get("not_computing"):
-        lines.append(f"Longest without computation, of {sum(row['ms'] for row in record['parts'] if row['part'] in ('communication', 'idle')):.1f} ms:")
+        without = sum(row["ms"] for row in record["parts"] if row["part"] in ("communication", "idle"))
+        lines.append(f"Longest without computation, of {without:.1f} ms:")
         lines += [_stretch(each) for each in record["not_computing"][:STRETCHES]]
     lines.append("GEMM and copy: operations and least bytes against the measured rates; roofline: the larger of the two.")
     return "\n".join(lines)

@@ -89,10 +89,10 @@ def stretches(activities: Iterable[Activity], start: float, end: float) -> list[
     for begins, ends, before, after in gaps:
         while others and others[0].start < ends:
             running.append(others.popleft())
-        running = inside = [each for each in running if each.end > begins]
+        running = [each for each in running if each.end > begins]
         covered, until = 0.0, begins
-        for each in inside:
+        for each in running:
             covered += max(0.0, min(each.end, ends) - max(each.start, until))
             until = max(until, min(each.end, ends))
-        found.append(Stretch(begins, ends, covered, before, after, tuple(dict.fromkeys(each.name for each in inside))))
+        found.append(Stretch(begins, ends, covered, before, after, tuple(dict.fromkeys(each.name for each in running))))
     return found

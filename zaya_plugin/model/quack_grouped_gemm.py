@@ -2,8 +2,9 @@
 """quack's grouped GEMM on Hopper (package quack-kernels, which FlashAttention-4 brings along): CuTe's warp-specialised pipelines over groups of rows.
 
 A compiler that is told what each warp does reaches more of Hopper than Triton does, above all where the product is added to fp32 blocks, for the memory system
-adds a tile while the next one is multiplied. Sums are fp32 and each number is added once, so the bits are the same in every repetition. Tiles are one per
-form, measured on an H200 (TILES); quack's own tuner would measure in every process of a run, and a process that finds another tile has other bits.
+adds a tile while the next one is multiplied. Sums are fp32 and each number is added once, so the bits are the same in every repetition. All products
+have one tile, measured on an H200 (TILE, benchmarks/results/quack_tiles-h200.json); quack's own tuner would measure in every process of a run, and a process that
+finds another tile has other bits.
 """
 
 from __future__ import annotations
@@ -28,7 +29,10 @@ ALIGNMENT = 16  # bytes, of addresses and strides: what the copy engine of a mul
 
 @dataclass(frozen=True)
 class Tile:
-    """Rows and columns of the result a multiprocessor makes at a time, multiprocessors that share operands; pingpong: two tiles in turn, one multiplied while one leaves."""
+    """Rows and columns of the result a multiprocessor makes at a time, and multiprocessors that share operands.
+
+    pingpong: two tiles in turn, one multiplied while the other leaves.
+    """
 
     m: int
     n: int
@@ -44,9 +48,7 @@ class Tile:
         }  # fmt: skip
 
 
-TILES = {
-    "rows_t": Tile(192, 128, True, 1, 2), "rows": Tile(192, 128, True, 1, 2), "outer": Tile(192, 128, True, 1, 2), "written": Tile(192, 128, True, 1, 2),
-}  # fmt: skip
+TILE = Tile(192, 128, True, 1, 2)
 
 
 def borders(offsets: Tensor) -> Tensor:
@@ -84,7 +86,7 @@ class QuackGroupedGemm:
         if importlib.util.find_spec("quack") is None:
             return "quack is not installed (package quack-kernels)"
         if device.type != "cuda" or architecture(device) != "sm_90":
-            return "quack's tiles are those of Hopper (sm_90)"
+            return "quack's tile is Hopper's (sm_90)"
         if dtype != torch.bfloat16:
             return f"quack's gemm does not take {dtype}"
         return _wrong_on(device)
@@ -94,9 +96,8 @@ class QuackGroupedGemm:
 
     def rows(self, x: Tensor, matrices: Tensor, offsets: Tensor) -> Tensor:
         out = x.new_empty(x.shape[0], matrices.shape[2])
-        tile = TILES["rows" if matrices.stride(2) == 1 else "rows_t"]
         if len(x):
-            _gemm()(x, matrices.mT, out, None, None, cu_seqlens_m=borders(offsets), **tile.words())
+            _gemm()(x, matrices.mT, out, None, None, cu_seqlens_m=borders(offsets), **TILE.words())
         return out
 
     def outer(self, a: Tensor, b: Tensor, offsets: Tensor) -> Tensor:
@@ -108,8 +109,7 @@ class QuackGroupedGemm:
         if not len(a):
             add_or_write(total, torch.zeros_like(total), accumulate)
         elif _regular(total) and total.stride(2) == 1:
-            tile = TILES["outer" if accumulate else "written"]
-            _gemm()(a.mT, b.mT, total, None, None, cu_seqlens_k=borders(offsets), add_to_output=accumulate, **tile.words())
+            _gemm()(a.mT, b.mT, total, None, None, cu_seqlens_k=borders(offsets), add_to_output=accumulate, **TILE.words())
         else:
             add_or_write(total, self.outer(a, b, offsets), accumulate)
 

@@ -25,13 +25,12 @@ def group_layers(model_chunks: Iterable) -> None:
             continue  # that reduction of Megatron's takes one bucket a group
         old = chunk.expert_parallel_bucket_groups
         new = [_joined(list(groups)) for _, groups in groupby(old, key=_layer)]
-        linked = any(each.next_param_gather_bucket_group is not None for each in old)
         chunk.expert_parallel_bucket_groups = new
         for bucket_group in new:
             chunk.param_to_bucket_group.update(dict.fromkeys(bucket_group.params, bucket_group))
-            bucket_group.next_param_gather_bucket_group = None
-        for before, after in pairwise(new):  # as DDP links its own, which lie in the order of the backward pass
-            after.next_param_gather_bucket_group = before if linked else None
+        if any(each.next_param_gather_bucket_group is not None for each in old):
+            for before, after in pairwise(new):  # as DDP links its own, which lie in the order of the backward pass
+                after.next_param_gather_bucket_group = before
 
 
 def _joined(groups: list) -> _ParamAndGradBucketGroup:
@@ -47,6 +46,6 @@ def _joined(groups: list) -> _ParamAndGradBucketGroup:
 
 
 def _layer(bucket_group) -> int | tuple:
-    """The layer that waits for it first and fills it last, by the blocks' names, layers.<number>.<matrices>; itself where experts are in no block."""
+    """The layer that waits for it first and fills it last, by the blocks' names, layers.<number>.<matrices>; a key of its own where experts are in no block."""
     blocks = (getattr(param, "expert_block", None) for bucket in bucket_group.buckets for param in bucket.params_list)
     return min((int(block[0].split(".")[1]) for block in blocks if block is not None), default=(id(bucket_group),))

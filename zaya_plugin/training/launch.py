@@ -143,8 +143,8 @@ def rank_environment(recipe: Recipe, ranks_here: int, environ: Mapping[str, str]
     parallel = recipe.parallel
     ordered = parallel.tensor_model_parallel_size > 1 or parallel.context_parallel_size > 1
     if recipe.cluster.device == "cuda" and "CUDA_DEVICE_MAX_CONNECTIONS" not in environ:
-        # Megatron insists on one queue before Blackwell where kernels must reach the device in the order of their launches, communication first. Everywhere else what waits
-        # in that queue for another stream holds up all behind it, in a graph too: CUDA's own number then.
+        # Megatron insists on one queue before Blackwell where kernels must reach the device in the order of their launches, communication first. Everywhere
+        # else what waits in that queue for another stream holds up all behind it, in a graph too: CUDA's own number then.
         variables["CUDA_DEVICE_MAX_CONNECTIONS"] = "1" if ordered else "8"
     for wanted, values in ((recipe.cluster.deterministic, DETERMINISTIC), (recipe.parallel.nccl_ub, COPY_ENGINES)):
         if wanted:  # read by the libraries when they start
