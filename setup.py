@@ -23,14 +23,7 @@ ROOM_DIRS = {
 
 # Small, pure Python or already there under torch, and bounded from below only where an older one would not work:
 # whatever a populated environment has must satisfy these as it is.
-INSTALL_REQUIRES = [
-    "hydra-core>=1.3",
-    "omegaconf>=2.3",
-    "numpy",
-    "packaging",
-    "PyYAML",
-    "tqdm",
-]
+INSTALL_REQUIRES = ["hydra-core>=1.3", "omegaconf>=2.3", "numpy", "packaging", "PyYAML", "tqdm"]
 
 EXTRAS = {
     # Everything that an empty Python >= 3.12 needs to train on the CPU. Never use it in an environment with a ROCm build of torch.
@@ -47,10 +40,7 @@ EXTRAS = {
         "einops",
     ],
     # Inputs of `zaya data prepare` beyond text, .jsonl and .gz.
-    "data": [
-        "zstandard",
-        "pyarrow",
-    ],
+    "data": ["zstandard", "pyarrow"],
     "dev": [
         "zstandard",
         "pyarrow",
@@ -93,10 +83,7 @@ setup(
     python_requires=">=3.10",
     package_dir=ROOM_DIRS,
     packages=packages(),
-    package_data={
-        "zaya_plugin.recipes": ["**/*.yaml"],
-        "hip_ops": ["csrc/**/*", "**/*.json"],
-    },
+    package_data={"zaya_plugin.recipes": ["**/*.yaml"], "hip_ops": ["csrc/**/*", "**/*.json"]},
     install_requires=INSTALL_REQUIRES,
     extras_require=EXTRAS,
     entry_points={"console_scripts": ["zaya = zaya_plugin.cli:main"]},

@@ -63,10 +63,14 @@ def flex(layout: str, rows: int, device: torch.device, scale: float, mode: str |
 
     compiled = torch.compile(flex_attention, dynamic=False, mode=mode)
     mask = create_block_mask(lambda b, h, query, key: query >= key, None, None, rows, rows, device=device)
-    return lambda *leaves: compiled(*(view(leaf, layout) for leaf in leaves), block_mask=mask, scale=scale, enable_gqa=True)
+    return lambda *leaves: compiled(
+        *(view(leaf, layout) for leaf in leaves), block_mask=mask, scale=scale, enable_gqa=True
+    )
 
 
-def forms(sizes: tuple[int, int, int, int, int], work: dict[str, float], device: torch.device, autotune: bool) -> dict[str, Way]:
+def forms(
+    sizes: tuple[int, int, int, int, int], work: dict[str, float], device: torch.device, autotune: bool
+) -> dict[str, Way]:
     """By name, the model's first; sizes: b, s, n, g, d; all of the same random numbers."""
     from zaya_plugin.model.core_attention import PACKAGES, causal_attention, causal_backend
 
@@ -89,7 +93,9 @@ def forms(sizes: tuple[int, int, int, int, int], work: dict[str, float], device:
             continue  # not installed
         found[f"{package}, sbhd, grouped"] = way(lambda *qkv, attend=attend: attend(*qkv, scale), "sbhd", flat=True)
     if device.type == "cuda":
-        modes = {"flex_attention": None} | ({"flex_attention, autotuned": "max-autotune-no-cudagraphs"} if autotune else {})
+        modes = {"flex_attention": None} | (
+            {"flex_attention, autotuned": "max-autotune-no-cudagraphs"} if autotune else {}
+        )
         for (name, mode), layout in itertools.product(modes.items(), LAYOUTS[:2]):
             found[f"{name}, {layout}, grouped"] = way(flex(layout, s, device, scale, mode), layout)
     return found
@@ -103,10 +109,18 @@ def distance(name: str, way: Way, model: tuple[Tensor, Tensor]) -> float:
     layout = name.split(", ")[-2]
     if output.dim() == 3:  # [s, b, n * d], as the model's
         output = view(output.unflatten(2, (model[0].shape[1], -1)), layout)
-    return round(max(apart(mine.reshape(theirs.shape), theirs) for mine, theirs in zip((output, view(leaf.grad, layout)), model, strict=True)), 5)
+    return round(
+        max(
+            apart(mine.reshape(theirs.shape), theirs)
+            for mine, theirs in zip((output, view(leaf.grad, layout)), model, strict=True)
+        ),
+        5,
+    )
 
 
-def measure_forms(sizes: tuple[int, int, int, int, int], work: dict[str, float], device: torch.device, rep: int, autotune: bool) -> dict:
+def measure_forms(
+    sizes: tuple[int, int, int, int, int], work: dict[str, float], device: torch.device, rep: int, autotune: bool
+) -> dict:
     """{direction: {form: figures}, "distance from the model": ..., "kernels": each form's four longest, "summary": the fastest}."""
     ways = forms(sizes, work, device, autotune)
     model = ways["model"]
@@ -126,5 +140,12 @@ def measure_forms(sizes: tuple[int, int, int, int, int], work: dict[str, float],
     fastest: dict[str, object] = {"cuDNN": torch.backends.cudnn.version()}
     for direction in DIRECTIONS:
         ms = {name: row[cell(device)] for name, row in found[direction].items() if cell(device) in row}
-        fastest[direction] = {"model": ms.get("model"), **{name: ms[name] for name in sorted(ms, key=ms.__getitem__)[:5]}}
-    return found | {"kernels": {name: kernels(way, 4) for name, way in ways.items()}, "distance from the model": apart_by, "summary": fastest}
+        fastest[direction] = {
+            "model": ms.get("model"),
+            **{name: ms[name] for name in sorted(ms, key=ms.__getitem__)[:5]},
+        }
+    return found | {
+        "kernels": {name: kernels(way, 4) for name, way in ways.items()},
+        "distance from the model": apart_by,
+        "summary": fastest,
+    }

@@ -56,5 +56,9 @@ def kernel_times(call: Callable, calls: int = 10) -> dict[str, float]:
         for _ in range(calls):
             call()
         torch.cuda.synchronize()
-    found = {event.key: round(event.device_time_total / calls, 2) for event in profile.key_averages() if event.device_time_total}
+    found = {
+        event.key: round(event.device_time_total / calls, 2)
+        for event in profile.key_averages()
+        if event.device_time_total
+    }
     return dict(sorted(found.items(), key=lambda item: -item[1]))

@@ -34,13 +34,17 @@ def operations(batch: int, rows: int, hidden: int) -> dict[str, dict[str, float]
     """Of each piece and of all; a multiply-add counts as two."""
     tokens = 2.0 * batch * rows
     found = {
-        "input projections": flop(tokens * hidden * (CHANNELS + VALUES), 2), "prologue": flop(tokens * CHANNELS * (2 + 2 * D), 2),
-        "core attention": flop(tokens * HEADS * D * rows, 2.5), "output projection": flop(tokens * HEADS * D * hidden, 2),
-    }  # fmt: skip
+        "input projections": flop(tokens * hidden * (CHANNELS + VALUES), 2),
+        "prologue": flop(tokens * CHANNELS * (2 + 2 * D), 2),
+        "core attention": flop(tokens * HEADS * D * rows, 2.5),
+        "output projection": flop(tokens * HEADS * D * hidden, 2),
+    }
     return found | {"all": {direction: sum(each[direction] for each in found.values()) for direction in DIRECTIONS}}
 
 
-def attention_of_the_model(hidden: int, rows: int, core_attention: str, device: torch.device) -> tuple[nn.Module, Tensor]:
+def attention_of_the_model(
+    hidden: int, rows: int, core_attention: str, device: torch.device
+) -> tuple[nn.Module, Tensor]:
     """ZayaSelfAttention in Megatron's DDP, and the angles [s, 1, 1, r] of its rotation. Makes the process groups of one rank."""
     from zaya_plugin import patches
 
@@ -59,12 +63,23 @@ def attention_of_the_model(hidden: int, rows: int, core_attention: str, device: 
         parallel_state.initialize_model_parallel()
     model_parallel_cuda_manual_seed(1234, force_reset_rng=True)
     config = ZayaConfig(
-        num_layers=1, hidden_size=hidden, num_attention_heads=HEADS, num_query_groups=GROUPS, kv_channels=D, ffn_hidden_size=hidden,
-        moe_ffn_hidden_size=hidden, params_dtype=BF16, bf16=True, fused_cca_prologue=True, core_attention=core_attention,
+        num_layers=1,
+        hidden_size=hidden,
+        num_attention_heads=HEADS,
+        num_query_groups=GROUPS,
+        kv_channels=D,
+        ffn_hidden_size=hidden,
+        moe_ffn_hidden_size=hidden,
+        params_dtype=BF16,
+        bf16=True,
+        fused_cca_prologue=True,
+        core_attention=core_attention,
         use_cpu_initialization=True,
-    )  # fmt: skip
+    )
     module = build_module(local_submodules().self_attention, config=config, layer_number=1).to(device).train()
-    rotation = ZayaRotaryEmbedding(D, ROTARY / D, rotary_base=ROTARY_BASE, use_cpu_initialization=True, order=config.context_parallel_order)
+    rotation = ZayaRotaryEmbedding(
+        D, ROTARY / D, rotary_base=ROTARY_BASE, use_cpu_initialization=True, order=config.context_parallel_order
+    )
     settings = DistributedDataParallelConfig(grad_reduce_in_fp32=True)
     return DistributedDataParallel(config, settings, module), rotation(rows).to(device)
 
@@ -92,15 +107,20 @@ def of_the_model(attention: nn.Module, angles: Tensor, x: Tensor, upstream: Tens
         return mock.patch.object(owner, attribute, call)
 
     with (
-        noting("input projections", attention, "project"), noting("prologue", hip_ops, "cca_prologue"),
+        noting("input projections", attention, "project"),
+        noting("prologue", hip_ops, "cca_prologue"),
         noting("core attention", attention.core_attention, "forward"),
         noting("output projection", module, "main_grad_linear"),  # the last of its calls
-    ):  # fmt: skip
+    ):
         block.outputs()
-    return {"ours": block} | {f"ours, {name}": piece(*noted[name], work[name], parameters) for name in work if name != "all"}
+    return {"ours": block} | {
+        f"ours, {name}": piece(*noted[name], work[name], parameters) for name in work if name != "all"
+    }
 
 
-def piece(function: Callable, arguments: tuple, keywords: dict, work: dict[str, float], parameters: tuple[Tensor, ...]) -> Way:
+def piece(
+    function: Callable, arguments: tuple, keywords: dict, work: dict[str, float], parameters: tuple[Tensor, ...]
+) -> Way:
     """A call whose inputs are those arguments that gradients go to and that are no parameters."""
     known = {id(parameter) for parameter in parameters}
     places = [i for i, t in enumerate(arguments) if isinstance(t, Tensor) and t.requires_grad and id(t) not in known]
@@ -124,9 +144,16 @@ def of_transformers(attention: nn.Module, x: Tensor, upstream: Tensor, compiled:
     rows, batch, hidden = x.shape
     rope = {"rope_type": "default", "rope_theta": float(ROTARY_BASE), "partial_rotary_factor": ROTARY / D}
     config = ZayaConfig(
-        num_hidden_layers=2, hidden_size=hidden, num_attention_heads=HEADS, num_key_value_heads=GROUPS, head_dim=D, use_cache=False,
-        max_position_embeddings=rows, rope_parameters={"hybrid": rope}, attn_implementation="sdpa",
-    )  # fmt: skip
+        num_hidden_layers=2,
+        hidden_size=hidden,
+        num_attention_heads=HEADS,
+        num_key_value_heads=GROUPS,
+        head_dim=D,
+        use_cache=False,
+        max_position_embeddings=rows,
+        rope_parameters={"hybrid": rope},
+        attn_implementation="sdpa",
+    )
     module = zaya.ZayaAttention(config, 1).to(x.device, BF16).train()
     here, there = "decoder.layers.{l}.self_attention.", "model.layers.{l}.self_attn."
     names = {name.removeprefix(here): theirs.removeprefix(there) for name, theirs in NAME_MAP if name.startswith(here)}
@@ -136,9 +163,12 @@ def of_transformers(attention: nn.Module, x: Tensor, upstream: Tensor, compiled:
     run = torch.compile(module, dynamic=False) if compiled else module
     theirs = dict(module.named_parameters())
     return Way(
-        lambda x: run(x, attention_mask=None, position_embeddings=cos_sin)[0], (x.requires_grad_(),), (upstream,),
-        operations(batch, rows, hidden)["all"], tuple(theirs[names[name]] for name, _ in attention.named_parameters()),
-    )  # fmt: skip
+        lambda x: run(x, attention_mask=None, position_embeddings=cos_sin)[0],
+        (x.requires_grad_(),),
+        (upstream,),
+        operations(batch, rows, hidden)["all"],
+        tuple(theirs[names[name]] for name, _ in attention.named_parameters()),
+    )
 
 
 def distances(mine: Way, theirs: Way, names: list[str]) -> dict[str, float]:
@@ -153,7 +183,11 @@ def distances(mine: Way, theirs: Way, names: list[str]) -> dict[str, float]:
     found = {
         "output": apart(mine.outputs()[0].transpose(0, 1), theirs.outputs()[0]),
         "input's gradient": apart(mine.inputs[0].grad.transpose(0, 1), theirs.inputs[0].grad),
-    } | {name: apart(a.main_grad, b.grad) for name, a, b in zip(names, mine.parameters, theirs.parameters, strict=True) if a.dim() == 2}
+    } | {
+        name: apart(a.main_grad, b.grad)
+        for name, a, b in zip(names, mine.parameters, theirs.parameters, strict=True)
+        if a.dim() == 2
+    }
     mine.clear()
     theirs.clear()
     return {name: round(value, 5) for name, value in found.items()}
@@ -163,7 +197,9 @@ def compared(ms: dict[str, float]) -> dict[str, float]:
     """Ours, the sum of its pieces that were measured, and how many times as long transformers takes."""
     pieces = {name: value for name, value in ms.items() if name.startswith("ours,")}
     found = {"ours": ms["ours"], f"sum of its {len(pieces)} pieces": round(sum(pieces.values()), 4)}
-    return found | {f"{name} / ours": round(value / ms["ours"], 3) for name, value in ms.items() if name.startswith("transformers")}
+    return found | {
+        f"{name} / ours": round(value / ms["ours"], 3) for name, value in ms.items() if name.startswith("transformers")
+    }
 
 
 def measure_block(batch: int, rows: int, device: torch.device, options) -> dict:
@@ -174,12 +210,16 @@ def measure_block(batch: int, rows: int, device: torch.device, options) -> dict:
     anchors = () if options.no_anchors else ("transformers", "transformers, torch.compile")
     for name in anchors if device.type == "cuda" else anchors[:1]:
         ways[name] = of_transformers(ddp.module, x, upstream, name.endswith("compile"))
-        distance[f"from {name}"] = distances(ways["ours"], ways[name], [each for each, _ in ddp.module.named_parameters()])
+        distance[f"from {name}"] = distances(
+            ways["ours"], ways[name], [each for each, _ in ddp.module.named_parameters()]
+        )
     found, summary = measure(ways, device, options.rep), {}
     for direction, each in found.items():
         ms = {name: row[cell(device)] for name, row in each.items() if cell(device) in row}
         if "ours" in ms:
-            summary[f"{cell(device)}, {direction}"] = compared(ms) | ({"goal on an H100": GOALS[direction]} if direction in GOALS else {})
+            summary[f"{cell(device)}, {direction}"] = compared(ms) | (
+                {"goal on an H100": GOALS[direction]} if direction in GOALS else {}
+            )
     return found | {"kernels": {"ours": kernels(ways["ours"])}, "distance": distance, "summary": summary}
 
 
@@ -190,9 +230,19 @@ def main() -> None:
     parser.add_argument("--hidden", type=int, default=2048 if on_gpu else 256)
     add_options(parser, None, sweep=False)
     parser.add_argument("--no-anchors", action="store_true", help="without transformers")
-    parser.add_argument("--core-attention", default="sdpa", help="softmax attention of the block, as in cluster.core_attention; default: %(default)s")
-    parser.add_argument("--attention", action="store_true", help="core attention alone, in other layouts and by other back ends")
-    parser.add_argument("--autotune", action="store_true", help="with --attention: flex_attention with the best of its tiles too, minutes more")
+    parser.add_argument(
+        "--core-attention",
+        default="sdpa",
+        help="softmax attention of the block, as in cluster.core_attention; default: %(default)s",
+    )
+    parser.add_argument(
+        "--attention", action="store_true", help="core attention alone, in other layouts and by other back ends"
+    )
+    parser.add_argument(
+        "--autotune",
+        action="store_true",
+        help="with --attention: flex_attention with the best of its tiles too, minutes more",
+    )
     parser.set_defaults(rep=100)
     options = parser.parse_args()
     options.name = options.name or ("cca_block_attention" if options.attention else "cca_block")
@@ -202,7 +252,9 @@ def main() -> None:
             batch, rows = map(int, shape.split("x"))
             if options.attention:
                 work = operations(batch, rows, options.hidden)["core attention"]
-                results[shape] = measure_forms((batch, rows, HEADS, GROUPS, D), work, device, options.rep, options.autotune)
+                results[shape] = measure_forms(
+                    (batch, rows, HEADS, GROUPS, D), work, device, options.rep, options.autotune
+                )
             else:
                 results[shape] = measure_block(batch, rows, device, options)
     finish(options, results, (12, 26, 64))

@@ -43,10 +43,15 @@ class Inputs:
         self.batch, self.rows = batch, rows
         self.projected = random(rows, batch, CHANNELS + VALUES)
         self.parameters = (
-            random(CHANNELS, 1, 2), random(CHANNELS, scale=0.3), random(CHANNELS, D, 2, scale=(2 * D) ** -0.5), random(CHANNELS, scale=0.3),
+            random(CHANNELS, 1, 2),
+            random(CHANNELS, scale=0.3),
+            random(CHANNELS, D, 2, scale=(2 * D) ** -0.5),
+            random(CHANNELS, scale=0.3),
             torch.tensor([0.9, 1.3], device=device).bfloat16(),
-        )  # fmt: skip
-        half = torch.arange(rows, device=device)[:, None, None, None] * 1e4 ** (-torch.arange(ROTARY // 2, device=device) * 2 / ROTARY)
+        )
+        half = torch.arange(rows, device=device)[:, None, None, None] * 1e4 ** (
+            -torch.arange(ROTARY // 2, device=device) * 2 / ROTARY
+        )
         self.angles = torch.cat((half, half), dim=-1)  # [s, 1, 1, r]
         self.rope = hip_ops.rope_table(self.angles)
         self.upstream = tuple(random(rows, batch, count, D) for count in (HEADS, GROUPS, GROUPS))
@@ -106,7 +111,9 @@ def of_transformers(inputs: Inputs) -> Callable:
     device, dtype = inputs.projected.device, inputs.projected.dtype
     projection = zaya.ZayaCCAProjection(config, 0).to(device, dtype)
     starts = (0, HEADS * D, CHANNELS, CHANNELS + VALUES // 2, width)
-    for name, start, end in zip(("q_proj", "k_proj", "v_proj_current", "v_proj_delayed"), starts, starts[1:], strict=False):
+    for name, start, end in zip(
+        ("q_proj", "k_proj", "v_proj_current", "v_proj_delayed"), starts, starts[1:], strict=False
+    ):
         setattr(projection, name, Slice(start, end - start))
     norm = zaya.ZayaQKNorm(config).to(device, dtype)
     angles = inputs.angles[:, 0].transpose(0, 1)  # [1, s, r]
@@ -130,7 +137,9 @@ def kernels(name: str, inputs: Inputs) -> dict[str, Callable]:
     *tensors, groups, delayed = inputs.arguments
     return {
         "forward": lambda: module.cca_prologue(*inputs.arguments),
-        "backward": lambda: module.cca_prologue_backward(*inputs.upstream, *tensors, query, key, inverse_norm, groups, delayed),
+        "backward": lambda: module.cca_prologue_backward(
+            *inputs.upstream, *tensors, query, key, inverse_norm, groups, delayed
+        ),
     }
 
 
@@ -149,12 +158,18 @@ def measure(batch: int, rows: int, device: torch.device, options) -> dict:
     def enter(direction: str, name: str, make_call: Callable[[], Callable]) -> None:
         try:
             ms = milliseconds(make_call(), device, options.rep)
-        except Exception as error:  # an anchor that is not installed, or does not run on this device, is a row of the table
+        except (
+            Exception
+        ) as error:  # an anchor that is not installed, or does not run on this device, is a row of the table
             found[direction][name] = failure(error)
             return
         rate = inputs.bytes(direction) / ms * 1e3
         print(direction, name, round(ms, 4), file=sys.stderr, flush=True)
-        found[direction][name] = {"ms": round(ms, 4), "tb_per_s": round(rate / 1e12, 3), "of_copy": round(rate / options.copy, 3)}
+        found[direction][name] = {
+            "ms": round(ms, 4),
+            "tb_per_s": round(rate / 1e12, 3),
+            "of_copy": round(rate / options.copy, 3),
+        }
 
     def both(name: str, make: Callable[[], Callable]) -> None:
         def backward() -> Callable:
@@ -177,9 +192,17 @@ def measure(batch: int, rows: int, device: torch.device, options) -> dict:
                 errors[name] = round(difference(operator, inputs), 5)
         if name != "torch":
             for direction in found:
-                enter(direction, f"{name}, kernels", lambda name=name, direction=direction: kernels(name, inputs)[direction])
+                enter(
+                    direction,
+                    f"{name}, kernels",
+                    lambda name=name, direction=direction: kernels(name, inputs)[direction],
+                )
                 if device.type == "cuda":
-                    enter(direction, f"{name}, kernels in a graph", lambda name=name, direction=direction: graphed(lambda: kernels(name, inputs)[direction]))
+                    enter(
+                        direction,
+                        f"{name}, kernels in a graph",
+                        lambda name=name, direction=direction: graphed(lambda: kernels(name, inputs)[direction]),
+                    )
     if not options.no_anchors:
         both("model, eager", lambda: of_the_model(inputs))
         both("transformers, eager", lambda: of_transformers(inputs))
@@ -192,7 +215,10 @@ def measure(batch: int, rows: int, device: torch.device, options) -> dict:
             both("transformers, torch.compile", lambda: compiled["transformers"])
     summary = {"largest distance from fp32, of the largest": errors}
     for direction, figures in found.items():
-        mine, theirs = (figures.get(name, {}).get("ms") for name in (f"{options.backends[0]}, operator", "transformers, torch.compile"))
+        mine, theirs = (
+            figures.get(name, {}).get("ms")
+            for name in (f"{options.backends[0]}, operator", "transformers, torch.compile")
+        )
         if mine and theirs:
             summary[f"transformers compiled / ours, {direction}"] = round(theirs / mine, 3)
         summary[f"mi300x prediction ms, {direction}"] = round(1e3 * inputs.bytes(direction) / MI300X_BYTES_PER_S, 4)
@@ -208,7 +234,9 @@ def launched_as(**chosen: Launch):
     from hip_ops.triton_kernels import cca_prologue as module
 
     others = module.launch
-    with mock.patch.object(module, "launch", lambda name, *a, **k: chosen[name] if name in chosen else others(name, *a, **k)):
+    with mock.patch.object(
+        module, "launch", lambda name, *a, **k: chosen[name] if name in chosen else others(name, *a, **k)
+    ):
         yield
 
 
@@ -222,24 +250,43 @@ def trials(kernel: str, processors: int) -> list[Launch]:
     default = launch(kernel, D, HEADS + GROUPS, 2, processors=processors)
     if kernel == "forward":
         others = [
-            replace(default, programs=None), replace(default, programs=resident(4)), Launch(64, 8, resident(1)), Launch(64, 8),
-            Launch(128, 16, resident(1)), Launch(32, 4, resident(2)), Launch(32, 8, resident(2), registers=128),
-        ]  # fmt: skip
+            replace(default, programs=None),
+            replace(default, programs=resident(4)),
+            Launch(64, 8, resident(1)),
+            Launch(64, 8),
+            Launch(128, 16, resident(1)),
+            Launch(32, 4, resident(2)),
+            Launch(32, 8, resident(2), registers=128),
+        ]
     elif kernel == "norm":
         others = [
             Launch(block, warps, processors * count // (HEADS + GROUPS + 1), stages=stages)
-            for block, warps, count, stages in ((32, 8, 4, 1), (32, 4, 6, 1), (16, 4, 6, 1), (16, 4, 10, 1), (32, 8, 3, 3))
+            for block, warps, count, stages in (
+                (32, 8, 4, 1),
+                (32, 4, 6, 1),
+                (16, 4, 6, 1),
+                (16, 4, 10, 1),
+                (32, 8, 3, 3),
+            )
         ]
     elif kernel == "input":
         others = [
-            replace(default, programs=resident(4, 64)), Launch(64, 8, resident(1), part=128), Launch(64, 4, resident(2, 64), part=64),
-            Launch(128, 8, resident(1, 64), part=64), Launch(64, 8, resident(2, 32), registers=128, part=32), Launch(64, 8, resident(3, 32), registers=80, part=32),
-        ]  # fmt: skip
+            replace(default, programs=resident(4, 64)),
+            Launch(64, 8, resident(1), part=128),
+            Launch(64, 4, resident(2, 64), part=64),
+            Launch(128, 8, resident(1, 64), part=64),
+            Launch(64, 8, resident(2, 32), registers=128, part=32),
+            Launch(64, 8, resident(3, 32), registers=80, part=32),
+        ]
     else:
         others = [
-            replace(default, stages=4), replace(default, stages=2), replace(default, block=64), replace(default, block=64, stages=2),
-            replace(default, programs=resident(2)), Launch(32, 4, resident(2, 64), stages=3, part=64, zero_block=32),
-        ]  # fmt: skip
+            replace(default, stages=4),
+            replace(default, stages=2),
+            replace(default, block=64),
+            replace(default, block=64, stages=2),
+            replace(default, programs=resident(2)),
+            Launch(32, 4, resident(2, 64), stages=3, part=64, zero_block=32),
+        ]
     return [default, *others]
 
 
@@ -270,7 +317,10 @@ def sweep(batch: int, rows: int, device: torch.device, options) -> dict:
     inputs, found, best = Inputs(batch, rows, device), {}, {}
     processors = torch.cuda.get_device_properties(device).multi_processor_count
     wanted = {kernel: trials(kernel, processors) for kernel in options.only}
-    compile_ahead(run_once, [(kernel, replace(trial, programs=trial.programs and 1)) for kernel, each in wanted.items() for trial in each])
+    compile_ahead(
+        run_once,
+        [(kernel, replace(trial, programs=trial.programs and 1)) for kernel, each in wanted.items() for trial in each],
+    )
     for kernel, each in wanted.items():
         times: dict[Launch, float] = {}
         found[kernel] = {}
@@ -285,10 +335,14 @@ def sweep(batch: int, rows: int, device: torch.device, options) -> dict:
             times[ran] = min(ms, times.get(ran, ms))
             print(kernel, ran, round(ms, 4), "as chosen" if trial is each[0] else "", file=sys.stderr, flush=True)
         best[kernel] = min(times, key=times.__getitem__)
-        found[kernel] = {str(ran): {"ms": round(times[ran], 4)} for ran in sorted(times, key=times.__getitem__)} | found[kernel]
+        found[kernel] = {
+            str(ran): {"ms": round(times[ran], 4)} for ran in sorted(times, key=times.__getitem__)
+        } | found[kernel]
     with launched_as(**best):
         for direction, call in kernels("triton", inputs).items():
-            found["together"] = found.get("together", {}) | {direction: {"ms": round(milliseconds(graphed(lambda call=call: call), device, options.rep), 4)}}
+            found["together"] = found.get("together", {}) | {
+                direction: {"ms": round(milliseconds(graphed(lambda call=call: call), device, options.rep), 4)}
+            }
     for kernel, chosen in best.items():
         print("best:", kernel, chosen, file=sys.stderr)
     print("together:", found["together"], file=sys.stderr, flush=True)
@@ -305,7 +359,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     on_gpu = torch.cuda.is_available()
     parser.add_argument("--shapes", nargs="+", default=["4x4096"] if on_gpu else ["2x64"], help="micro batch x rows")
-    parser.add_argument("--backends", nargs="+", default=["triton"] if on_gpu else ["torch"], help="the first is compared with transformers")
+    parser.add_argument(
+        "--backends",
+        nargs="+",
+        default=["triton"] if on_gpu else ["torch"],
+        help="the first is compared with transformers",
+    )
     add_options(parser, "cca_prologue")
     parser.add_argument("--no-anchors", action="store_true", help="only hip_ops")
     parser.add_argument("--only", nargs="+", default=KERNELS, choices=KERNELS, help="kernels of the sweep")

@@ -84,14 +84,18 @@ class Figures:
     def __init__(self, device: torch.device, options):
         self.device, self.options, self.found = device, options, {}
 
-    def enter(self, part: str, direction: str, name: str, bytes_needed: int | None, make_call: Callable[[], Callable]) -> None:
+    def enter(
+        self, part: str, direction: str, name: str, bytes_needed: int | None, make_call: Callable[[], Callable]
+    ) -> None:
         row = self.found.setdefault(part, {}).setdefault(direction, {})
         try:
             call = make_call()
             host = host_milliseconds(call, self.device)
             replayed = self.device.type == "cuda" and part != "swiglu"
             ms = milliseconds(graphed(make_call) if replayed else call, self.device, self.options.rep)
-        except Exception as error:  # an anchor that is not installed, or does not run on this device, is a row of the table
+        except (
+            Exception
+        ) as error:  # an anchor that is not installed, or does not run on this device, is a row of the table
             row[name] = failure(error)
             return
         row[name] = {"ms": round(ms, 4), "host_ms": round(host, 4)}
@@ -112,7 +116,9 @@ def measure_permutation(figures: Figures, i: Inputs) -> None:
     enter = figures.enter
     moved = torch.empty_like(i.tokens)
     for direction in ("forward", "backward"):
-        enter("permute", direction, "copy of as many rows", 2 * row * len(i.tokens), lambda: lambda: moved.copy_(i.tokens))
+        enter(
+            "permute", direction, "copy of as many rows", 2 * row * len(i.tokens), lambda: lambda: moved.copy_(i.tokens)
+        )
 
     def both(part: str, name: str, function: Callable, argument: Tensor, grad: Tensor) -> None:
         enter(part, "forward", name, needed, lambda: lambda: function(argument))
@@ -125,30 +131,78 @@ def measure_permutation(figures: Figures, i: Inputs) -> None:
     else:
         count, shape = i.travelling, i.tokens.shape
         rows, _, sorted_indices, *_ = permute(i.tokens, i.routing_map, num_out_tokens=count)
-        both("permute", "megatron-core with its sort", lambda t: permute(t, i.routing_map, num_out_tokens=count)[0], i.tokens, i.grad[:count])
-        both("permute", "megatron-core, gather alone", lambda t: t.index_select(0, sorted_indices), i.tokens, i.grad[:count])
+        both(
+            "permute",
+            "megatron-core with its sort",
+            lambda t: permute(t, i.routing_map, num_out_tokens=count)[0],
+            i.tokens,
+            i.grad[:count],
+        )
+        both(
+            "permute",
+            "megatron-core, gather alone",
+            lambda t: t.index_select(0, sorted_indices),
+            i.tokens,
+            i.grad[:count],
+        )
         both("unpermute", "megatron-core", lambda r: unpermute(r, sorted_indices, shape), rows, i.grad)
     for name in figures.options.backends:
         with backend.use_backend(name):
             both("permute", f"{name}, operator", lambda t: hip_ops.permute_to_experts(t, i.order)[0], i.tokens, i.grad)
-            both("permute", f"{name}, operator with the sort", lambda t: hip_ops.permute_to_experts(t, hip_ops.sort_by_expert(i.ids, i.experts))[0], i.tokens, i.grad)
-            both("unpermute", f"{name}, operator", lambda r: hip_ops.unpermute_from_experts(r, i.order), i.tokens, i.grad)
-            enter("unpermute with probs", "forward", f"{name}, operator", needed, lambda: lambda: hip_ops.unpermute_from_experts(i.tokens, i.order, i.probs))
-            enter("unpermute with probs", "backward", f"{name}, operator", needed + row * i.travelling, lambda: backward(
-                lambda r, p: hip_ops.unpermute_from_experts(r, i.order, p), [i.tokens, i.probs], (i.grad,)))
+            both(
+                "permute",
+                f"{name}, operator with the sort",
+                lambda t: hip_ops.permute_to_experts(t, hip_ops.sort_by_expert(i.ids, i.experts))[0],
+                i.tokens,
+                i.grad,
+            )
+            both(
+                "unpermute", f"{name}, operator", lambda r: hip_ops.unpermute_from_experts(r, i.order), i.tokens, i.grad
+            )
+            enter(
+                "unpermute with probs",
+                "forward",
+                f"{name}, operator",
+                needed,
+                lambda: lambda: hip_ops.unpermute_from_experts(i.tokens, i.order, i.probs),
+            )
+            enter(
+                "unpermute with probs",
+                "backward",
+                f"{name}, operator",
+                needed + row * i.travelling,
+                lambda: backward(
+                    lambda r, p: hip_ops.unpermute_from_experts(r, i.order, p), [i.tokens, i.probs], (i.grad,)
+                ),
+            )
         if name != "torch":
             kernels = importlib.import_module(f"hip_ops.{name}_kernels.expert_permutation")
             for direction, index in (("forward", i.order.token_of_row), ("backward", i.order.row_of_token)):
-                enter("permute", direction, f"{name}, kernel", needed, lambda k=kernels, index=index: lambda: k.gather_rows(i.tokens, index, None))
+                enter(
+                    "permute",
+                    direction,
+                    f"{name}, kernel",
+                    needed,
+                    lambda k=kernels, index=index: lambda: k.gather_rows(i.tokens, index, None),
+                )
             for direction, index in (("forward", i.order.row_of_token), ("backward", i.order.token_of_row)):
-                enter("unpermute", direction, f"{name}, kernel", needed, lambda k=kernels, index=index: lambda: k.gather_rows(i.tokens, index, None))
+                enter(
+                    "unpermute",
+                    direction,
+                    f"{name}, kernel",
+                    needed,
+                    lambda k=kernels, index=index: lambda: k.gather_rows(i.tokens, index, None),
+                )
 
 
 def measure_swiglu(figures: Figures, i: Inputs) -> None:
     """Backward: the gradients alone by autograd, and with the output again as the model's experts take it."""
     offsets = None if i.travelling == len(i.tokens) else i.order.offsets
     element, width = i.gate_up.element_size(), i.grad.shape[1]
-    needed = {"forward": element * width * (2 * i.travelling + len(i.grad)), "backward": element * width * (3 * i.travelling + 2 * len(i.grad))}
+    needed = {
+        "forward": element * width * (2 * i.travelling + len(i.grad)),
+        "backward": element * width * (3 * i.travelling + 2 * len(i.grad)),
+    }
     needed["backward with the output"] = needed["backward"] + element * width * len(i.grad)
     arguments, enter = [i.gate_up, i.probs], figures.enter
 
@@ -166,18 +220,42 @@ def measure_swiglu(figures: Figures, i: Inputs) -> None:
 
             return lambda: swiglu_backward(i.grad, i.gate_up, i.probs)
 
-        enter("swiglu", "backward with the output", "torch.compile, as the model", needed["backward with the output"], compiled)
+        enter(
+            "swiglu",
+            "backward with the output",
+            "torch.compile, as the model",
+            needed["backward with the output"],
+            compiled,
+        )
     for name in figures.options.backends:
         with backend.use_backend(name):
             both(f"{name}, operator", lambda g, p: hip_ops.weighted_swiglu(g, p, offsets))
-            enter("swiglu", "backward with the output", f"{name}, operator", needed["backward with the output"], lambda: (
-                lambda: hip_ops.weighted_swiglu_backward(i.grad, i.gate_up, i.probs, offsets)))
+            enter(
+                "swiglu",
+                "backward with the output",
+                f"{name}, operator",
+                needed["backward with the output"],
+                lambda: lambda: hip_ops.weighted_swiglu_backward(i.grad, i.gate_up, i.probs, offsets),
+            )
         if name != "torch":
             kernels = importlib.import_module(f"hip_ops.{name}_kernels.weighted_swiglu")
-            enter("swiglu", "forward", f"{name}, kernel", needed["forward"], lambda k=kernels: lambda: k.weighted_swiglu(*arguments, offsets))
+            enter(
+                "swiglu",
+                "forward",
+                f"{name}, kernel",
+                needed["forward"],
+                lambda k=kernels: lambda: k.weighted_swiglu(*arguments, offsets),
+            )
             for direction, output in (("backward", False), ("backward with the output", True)):
-                enter("swiglu", direction, f"{name}, kernel", needed[direction], lambda k=kernels, output=output: (
-                    lambda: k.weighted_swiglu_backward(i.grad, *arguments, offsets, output)))
+                enter(
+                    "swiglu",
+                    direction,
+                    f"{name}, kernel",
+                    needed[direction],
+                    lambda k=kernels, output=output: (
+                        lambda: k.weighted_swiglu_backward(i.grad, *arguments, offsets, output)
+                    ),
+                )
     for direction, count in needed.items():
         figures.found["swiglu"][direction]["MI300X, prediction"] = {"ms": round(1e3 * count / MI300X_BYTES_PER_S, 4)}
 
@@ -204,7 +282,9 @@ def kernel_call(kind: str, i: Inputs) -> tuple[Callable, int]:
     if kind == "swiglu":
         return lambda: weighted_swiglu.weighted_swiglu(i.gate_up, i.probs, i.order.offsets), 3
     output = kind.endswith("output")
-    return lambda: weighted_swiglu.weighted_swiglu_backward(i.grad, i.gate_up, i.probs, i.order.offsets, output), 5 + output
+    return lambda: weighted_swiglu.weighted_swiglu_backward(
+        i.grad, i.gate_up, i.probs, i.order.offsets, output
+    ), 5 + output
 
 
 def launched_as(kind: str, trial):
@@ -250,7 +330,11 @@ def sweep(i: Inputs, device: torch.device, options) -> dict:
                     times[str(trial)] = failure(error)
                     continue
             rate = rows_moved * i.tokens.nbytes / ms * 1e3
-            times[str(trial)] = {"ms": round(ms, 4), "tb_per_s": round(rate / 1e12, 3), "of_copy": round(rate / options.copy, 3)}
+            times[str(trial)] = {
+                "ms": round(ms, 4),
+                "tb_per_s": round(rate / 1e12, 3),
+                "of_copy": round(rate / options.copy, 3),
+            }
         found[kind] = {"best first": dict(sorted(times.items(), key=lambda item: item[1].get("ms", 1e9)))}
     return found
 
@@ -259,9 +343,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     on_gpu = torch.cuda.is_available()
     parser.add_argument("--tokens", type=int, default=32768 if on_gpu else 512)
-    parser.add_argument("--hidden", type=int, default=2048 if on_gpu else 256, help="hidden size, and width of an expert")
+    parser.add_argument(
+        "--hidden", type=int, default=2048 if on_gpu else 256, help="hidden size, and width of an expert"
+    )
     parser.add_argument("--experts", type=int, default=16)
-    parser.add_argument("--skipping", type=float, nargs="+", default=[0.0, 0.1], help="shares of the tokens that are of no expert")
+    parser.add_argument(
+        "--skipping", type=float, nargs="+", default=[0.0, 0.1], help="shares of the tokens that are of no expert"
+    )
     parser.add_argument("--backends", nargs="+", default=["triton", "hip"] if on_gpu else ["torch"])
     add_options(parser, "expert_path")
     options = parser.parse_args()

@@ -20,8 +20,20 @@ from pathlib import Path
 from result_record import described, write
 from training_runs import losses, smooth, train
 
-FUSED = ("fused_residual_norm", "fused_cca_prologue", "fused_router", "fused_expert_path", "fused_linear_cross_entropy", "fused_muon")
-REFERENCE = [*(f"cluster.{name}=false" for name in FUSED), "cluster.graphs=none", "cluster.grouped_gemm=torch", "model.residual_in_fp32=true"]
+FUSED = (
+    "fused_residual_norm",
+    "fused_cca_prologue",
+    "fused_router",
+    "fused_expert_path",
+    "fused_linear_cross_entropy",
+    "fused_muon",
+)
+REFERENCE = [
+    *(f"cluster.{name}=false" for name in FUSED),
+    "cluster.graphs=none",
+    "cluster.grouped_gemm=torch",
+    "model.residual_in_fp32=true",
+]
 FAST = [*(f"cluster.{name}=true" for name in FUSED), "cluster.graphs=full_iteration"]
 
 
@@ -52,7 +64,9 @@ def plot(path: Path, curves: dict[str, list[float]], window: int) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("overrides", nargs="+", help="Hydra overrides of all runs")
-    parser.add_argument("--micro-batch-size", type=int, default=4, help="of reference and fast, even: the run for the noise has half")
+    parser.add_argument(
+        "--micro-batch-size", type=int, default=4, help="of reference and fast, even: the run for the noise has half"
+    )
     parser.add_argument("--fast", nargs="*", default=FAST, help="overrides of the fast run; default: %(default)s")
     parser.add_argument("--window", type=int, default=10)
     parser.add_argument("--times", type=float, default=2.0, help="allowed distance, in multiples of the noise")
@@ -83,9 +97,16 @@ def main() -> int:
     found = {name: distances(curves[name], curves["reference"], arguments.window) for name in ("again", "fast")}
     noise, distance = max(found["again"]), max(found["fast"])
     record = described(arguments.commit) | {
-        "overrides": arguments.overrides, "fast": arguments.fast, "window": arguments.window, "steps": len(curves["fast"]),
-        "noise": noise, "distance": distance, "allowed": arguments.times * noise, "follows": distance <= arguments.times * noise, "losses": curves,
-    }  # fmt: skip
+        "overrides": arguments.overrides,
+        "fast": arguments.fast,
+        "window": arguments.window,
+        "steps": len(curves["fast"]),
+        "noise": noise,
+        "distance": distance,
+        "allowed": arguments.times * noise,
+        "follows": distance <= arguments.times * noise,
+        "losses": curves,
+    }
     arguments.results.mkdir(parents=True, exist_ok=True)
     plot(arguments.results / f"{arguments.name}.png", curves, arguments.window)
     write(record, arguments.name, arguments.results)

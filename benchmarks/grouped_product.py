@@ -23,7 +23,24 @@ from torch import Tensor
 
 BF16 = torch.bfloat16
 LOADS = {  # shares of the experts, in thousandths
-    "late": (97, 33, 30, 84, 76, 55, 45, 38, 34, 61, 64, 122, 44, 76, 68, 73),  # step 90, layer 4: entropy 0.973 of the largest
+    "late": (
+        97,
+        33,
+        30,
+        84,
+        76,
+        55,
+        45,
+        38,
+        34,
+        61,
+        64,
+        122,
+        44,
+        76,
+        68,
+        73,
+    ),  # step 90, layer 4: entropy 0.973 of the largest
     "early": (11, 56, 126, 59, 18, 52, 54, 149, 23, 193, 57, 10, 67, 0, 69, 56),  # step 40, layer 1: 0.883
     "even": (1,) * 16,
 }
@@ -46,7 +63,10 @@ class Products:
 
         self.x, self.grad_y, self.inner = random(tokens, hidden), random(tokens, hidden), random(tokens, width)
         self.grad_gate_up = random(tokens, 2 * width)
-        self.fc1, self.fc2 = random(experts, 2 * width, hidden, scale=hidden**-0.5), random(experts, hidden, width, scale=width**-0.5)
+        self.fc1, self.fc2 = (
+            random(experts, 2 * width, hidden, scale=hidden**-0.5),
+            random(experts, hidden, width, scale=width**-0.5),
+        )
         self.main1 = torch.zeros(self.fc1.shape, device=device)
         self.main2 = torch.zeros(self.fc2.shape, device=device)
         self.multiply_adds = {"fc1": tokens * hidden * 2 * width, "fc2": tokens * hidden * width}
@@ -66,8 +86,11 @@ def implementations(products: Products) -> dict[str, tuple[Callable, Callable]]:
     from hip_ops.weight_gradient import add_product_
     from zaya_plugin.model.grouped_gemm_implementations import IMPLEMENTATIONS
 
-    found = {name: (each.rows, each.add_outer) for name, each in IMPLEMENTATIONS.items()
-             if "outer" in each.forms and each.available(products.x.device, BF16) is None}  # fmt: skip
+    found = {
+        name: (each.rows, each.add_outer)
+        for name, each in IMPLEMENTATIONS.items()
+        if "outer" in each.forms and each.available(products.x.device, BF16) is None
+    }
     ends = products.offsets.tolist()
     borders = list(enumerate(zip([0, *ends[:-1]], ends, strict=True)))
 
@@ -97,7 +120,12 @@ def rates(products: Products, calls: dict, device: torch.device, rep: int) -> di
         keys = [key for key in calls if key[0] in parts]
         return round(sum(flops[key] for key in keys) / sum(ms[key] for key in keys) / 1e9)
 
-    figures = {"forward": rate("forward"), "dgrad": rate("dgrad"), "wgrad": rate("wgrad"), "backward": rate("dgrad", "wgrad")}
+    figures = {
+        "forward": rate("forward"),
+        "dgrad": rate("dgrad"),
+        "wgrad": rate("wgrad"),
+        "backward": rate("dgrad", "wgrad"),
+    }
     return {**figures, "ms": {" ".join(key): round(value, 4) for key, value in ms.items()}}
 
 
@@ -126,7 +154,10 @@ def whole_experts(products: Products, names: list[str], device: torch.device, se
         for name in names:
             times[name].append(do_bench(lambda name=name: run(name), warmup=5, rep=share, return_mode="median"))
     flops = 6 * sum(products.multiply_adds.values())
-    return {name: {"ms": round(sorted(each[1:])[1], 3), "TFLOP/s": round(flops / sorted(each[1:])[1] / 1e9)} for name, each in times.items()}
+    return {
+        name: {"ms": round(sorted(each[1:])[1], 3), "TFLOP/s": round(flops / sorted(each[1:])[1] / 1e9)}
+        for name, each in times.items()
+    }
 
 
 def projections(tokens: int, hidden: int, device: torch.device, rep: int) -> dict:
@@ -138,7 +169,10 @@ def projections(tokens: int, hidden: int, device: torch.device, rep: int) -> dic
     found = {}
     for name, rows in sizes.items():
         columns = hidden if name == "input" else 1024
-        a, b = torch.randn(tokens, sum(rows), device=device).to(BF16), torch.randn(tokens, columns, device=device).to(BF16)
+        a, b = (
+            torch.randn(tokens, sum(rows), device=device).to(BF16),
+            torch.randn(tokens, columns, device=device).to(BF16),
+        )
         totals = [torch.zeros(size, columns, device=device) for size in rows]
 
         def autograd(a=a, b=b, totals=totals, rows=rows):
@@ -149,7 +183,11 @@ def projections(tokens: int, hidden: int, device: torch.device, rep: int) -> dic
             for total, part in zip(totals, a.split(rows, dim=1), strict=True):
                 add_product_(total, part, b)
 
-        ways = {"autograd and DDP": autograd, "a product each": pieces, "model": lambda a=a, b=b, totals=totals: add_products_(totals, a, b)}
+        ways = {
+            "autograd and DDP": autograd,
+            "a product each": pieces,
+            "model": lambda a=a, b=b, totals=totals: add_products_(totals, a, b),
+        }
         found[name] = {way: round(milliseconds(call, device, rep), 4) for way, call in ways.items()}
     return found
 
@@ -161,7 +199,9 @@ def main() -> None:
     parser.add_argument("--hidden", type=int, default=2048)
     parser.add_argument("--width", type=int, default=2048)
     parser.add_argument("--loads", nargs="+", choices=LOADS, default=["late", "early"])
-    parser.add_argument("--compile", action="store_true", help="torch.compile of grouped_mm with max-autotune too, which takes a minute")
+    parser.add_argument(
+        "--compile", action="store_true", help="torch.compile of grouped_mm with max-autotune too, which takes a minute"
+    )
     parser.add_argument("--seconds", type=float, default=4.0, help="of the whole function, hot; 0: without")
     parser.set_defaults(rep=100)
     options = parser.parse_args()
@@ -178,9 +218,13 @@ def main() -> None:
                 try:
                     part[name] = rates(products, products.make(*functions), device, options.rep)
                 except Exception as error:  # the others' figures are wanted all the same
-                    part[name] = {"error": f"{type(error).__name__}: {str(error).splitlines()[0][:200] if str(error) else ''}"}
+                    part[name] = {
+                        "error": f"{type(error).__name__}: {str(error).splitlines()[0][:200] if str(error) else ''}"
+                    }
             if options.seconds and device.type == "cuda":
-                part["experts"] = whole_experts(products, ["auto", *(name for name in ways if name in ("torch", "triton"))], device, options.seconds)
+                part["experts"] = whole_experts(
+                    products, ["auto", *(name for name in ways if name in ("torch", "triton"))], device, options.seconds
+                )
             del products
         results[f"{tokens} projections"] = projections(tokens, options.hidden, device, options.rep)
     finish(options, results, (20, 16))

@@ -54,7 +54,12 @@ class Inputs:
 
 def fused(i: Inputs, *, promise: bool, chunk: int | None) -> tuple[Tensor, ...]:
     losses = hip_ops.linear_cross_entropy(
-        i.hidden, i.weight, i.labels, promised_grad=i.mask if promise else None, main_grad=i.main_grad, chunk_tokens=chunk
+        i.hidden,
+        i.weight,
+        i.labels,
+        promised_grad=i.mask if promise else None,
+        main_grad=i.main_grad,
+        chunk_tokens=chunk,
     )
     return torch.autograd.grad(losses, i.hidden, i.mask)
 
@@ -78,7 +83,9 @@ def liger() -> Callable:
     """Gives the mean's gradient: it takes no mask."""
     from liger_kernel.transformers.functional import liger_fused_linear_cross_entropy
 
-    return lambda i: torch.autograd.grad(liger_fused_linear_cross_entropy(i.hidden, i.weight, i.labels, reduction="sum"), (i.hidden, i.weight))
+    return lambda i: torch.autograd.grad(
+        liger_fused_linear_cross_entropy(i.hidden, i.weight, i.labels, reduction="sum"), (i.hidden, i.weight)
+    )
 
 
 def error_of(d_hidden: Tensor, i: Inputs) -> dict:
@@ -89,7 +96,10 @@ def error_of(d_hidden: Tensor, i: Inputs) -> dict:
     p *= i.mask[first, None]
     want, terms = p @ w, p.abs() @ w.abs()
     error = d_hidden[:EXACT_TOKENS].double() - want
-    return {"relative": float(f"{(error.norm() / want.norm()).item():.3g}"), "max_ulp": round((error.abs() / (terms + 1e-30) * 2**8).max().item(), 2)}
+    return {
+        "relative": float(f"{(error.norm() / want.norm()).item():.3g}"),
+        "max_ulp": round((error.abs() / (terms + 1e-30) * 2**8).max().item(), 2),
+    }
 
 
 def peak_gib(call: Callable, device: torch.device) -> float | None:
@@ -108,7 +118,10 @@ def entry(make: Callable[[], Callable], i: Inputs, device: torch.device, options
     try:
         run = make()
         d_hidden = run(i)[0]
-        found = {"ms": round(milliseconds(lambda: run(i), device, options.rep), 3), "extra_gib": peak_gib(lambda: run(i), device)}
+        found = {
+            "ms": round(milliseconds(lambda: run(i), device, options.rep), 3),
+            "extra_gib": peak_gib(lambda: run(i), device),
+        }
         if exact:
             found["error"] = error_of(d_hidden, i)
         found["tflops"] = round(6 * i.hidden.numel() * len(i.weight) / found["ms"] / 1e9, 1)
@@ -150,9 +163,20 @@ def parts(i: Inputs, device: torch.device, options) -> dict:
     for name, call in (promised | recomputed).items():
         if name == "gradient of hidden":  # operands as in training: the kernels before have run on their own output
             torch.mm(x, w.t(), out=buffer)
-            finish_gradient(buffer, y, 0, overwrite_with_exponentials(buffer, y, 0, exponential_parts), 0, exponential_parts, mask, 0.0)
+            finish_gradient(
+                buffer,
+                y,
+                0,
+                overwrite_with_exponentials(buffer, y, 0, exponential_parts),
+                0,
+                exponential_parts,
+                mask,
+                0.0,
+            )
         ms = milliseconds(call, device, options.rep)
-        found[name] = {"ms": round(ms, 4)} | ({"of_copy": round(moved[name] / ms * 1e3 / options.copy, 3)} if name in moved else {})
+        found[name] = {"ms": round(ms, 4)} | (
+            {"of_copy": round(moved[name] / ms * 1e3 / options.copy, 3)} if name in moved else {}
+        )
     i.main_grad.zero_()
     total = sum(found[name]["ms"] for name in promised) * tokens / chunk
     return found | {f"promised, sum over chunks of {chunk}": {"ms": round(total, 3)}}
@@ -162,7 +186,11 @@ def prediction(i: Inputs, chunk: int) -> dict:
     """MI300X, from products at 700 TFLOP/s and bytes at 4.33 TB/s; not measured."""
     flops = 6 * i.hidden.numel() * len(i.weight)
     passes = 2 * 2 * len(i.hidden) * len(i.weight)
-    return {"ms": round(1e3 * (flops / MI300X_FLOPS_PER_S + passes / MI300X_BYTES_PER_S), 2), "chunk": chunk, "note": "prediction"}
+    return {
+        "ms": round(1e3 * (flops / MI300X_FLOPS_PER_S + passes / MI300X_BYTES_PER_S), 2),
+        "chunk": chunk,
+        "note": "prediction",
+    }
 
 
 def embedding(i: Inputs, device: torch.device, options) -> dict:
@@ -176,9 +204,14 @@ def embedding(i: Inputs, device: torch.device, options) -> dict:
         total.add_(torch.ops.aten.embedding_dense_backward(rows, ids, len(total), -1, False))
 
     for ids, name in ((every, "random ids"), (half, "half of one id")):
-        ways = {"as the model": lambda ids=ids: hip_ops.add_rows_(total, ids, rows), "dense": lambda ids=ids: dense(ids),
-                "index_put_": lambda ids=ids: total.index_put_((ids,), rows.float(), accumulate=True)}  # fmt: skip
-        found |= {f"{name}, {way}": {"ms": round(milliseconds(call, device, options.rep), 4)} for way, call in ways.items()}
+        ways = {
+            "as the model": lambda ids=ids: hip_ops.add_rows_(total, ids, rows),
+            "dense": lambda ids=ids: dense(ids),
+            "index_put_": lambda ids=ids: total.index_put_((ids,), rows.float(), accumulate=True),
+        }
+        found |= {
+            f"{name}, {way}": {"ms": round(milliseconds(call, device, options.rep), 4)} for way, call in ways.items()
+        }
     total.zero_()
     return found
 
@@ -189,13 +222,19 @@ def measure(i: Inputs, device: torch.device, options) -> dict:
         with backend.use_backend(name):
             for chunk in options.chunks:
                 title = f"{name}, promised, chunk {chunk or chunk_for(len(i.hidden), len(i.weight), 2)}"
-                found["hip_ops"][title] = entry(lambda chunk=chunk: lambda i: fused(i, promise=True, chunk=chunk), i, device, options)
-            found["hip_ops"][f"{name}, recomputed"] = entry(lambda: lambda i: fused(i, promise=False, chunk=None), i, device, options)
+                found["hip_ops"][title] = entry(
+                    lambda chunk=chunk: lambda i: fused(i, promise=True, chunk=chunk), i, device, options
+                )
+            found["hip_ops"][f"{name}, recomputed"] = entry(
+                lambda: lambda i: fused(i, promise=False, chunk=None), i, device, options
+            )
             found[f"parts, {name}"] = parts(i, device, options)
     found["hip_ops"]["MI300X"] = prediction(i, chunk_for(len(i.hidden), len(i.weight), 2))
     found["embedding, twice the tokens"] = embedding(i, device, options)
     if options.anchors:
-        found["anchors"]["torch.compile"] = entry(lambda: by_autograd(torch.compile(plain, dynamic=False)), i, device, options)
+        found["anchors"]["torch.compile"] = entry(
+            lambda: by_autograd(torch.compile(plain, dynamic=False)), i, device, options
+        )
         found["anchors"]["cut_cross_entropy"] = entry(cut_cross_entropy, i, device, options)
         found["anchors"]["liger"] = entry(liger, i, device, options, exact=False)
     return found
@@ -211,8 +250,15 @@ def sweep_exponentials(logits: Tensor, labels: Tensor, device: torch.device, opt
             continue
         with mock.patch.object(kernels, "tile", lambda *_, block=block, warps=warps: (block, warps)):
             number = -(-logits.shape[1] // block)
-            ms = milliseconds(lambda number=number: kernels.overwrite_with_exponentials(logits, labels, 0, number), device, options.rep)
-        found[f"block {block}, {warps} warps, parts {number}"] = {"ms": round(ms, 4), "of_copy": round(2 * logits.nbytes / ms * 1e3 / options.copy, 3)}
+            ms = milliseconds(
+                lambda number=number: kernels.overwrite_with_exponentials(logits, labels, 0, number),
+                device,
+                options.rep,
+            )
+        found[f"block {block}, {warps} warps, parts {number}"] = {
+            "ms": round(ms, 4),
+            "of_copy": round(2 * logits.nbytes / ms * 1e3 / options.copy, 3),
+        }
         logits.normal_()
     return found
 
@@ -225,11 +271,16 @@ def sweep(i: Inputs, device: torch.device, options) -> dict:
     logits, y, mask = torch.randn(chunk, classes, device=device, dtype=BF16), i.labels[:chunk], i.mask[:chunk]
     normalizer, _ = reference.combined(kernels.row_statistics(logits, y, 0, 1))
     results: dict = {"statistics": {}, "gradient": {}, "exponentials": sweep_exponentials(logits, y, device, options)}
-    for kind, lanes, warps, number in itertools.product(("statistics", "gradient"), (128, 256, 512, 1024), (4, 8, 16), (1, 2, 4, 8, 16)):
+    for kind, lanes, warps, number in itertools.product(
+        ("statistics", "gradient"), (128, 256, 512, 1024), (4, 8, 16), (1, 2, 4, 8, 16)
+    ):
         if not 1 <= lanes // (32 * warps) <= 4:
             continue
         launch = kernels.Launch(lanes, 8, warps)
-        with mock.patch.object(kernels, "launch", lambda *_, launch=launch: launch), mock.patch.object(kernels, "parts_of_gradient", lambda _, number=number: number):
+        with (
+            mock.patch.object(kernels, "launch", lambda *_, launch=launch: launch),
+            mock.patch.object(kernels, "parts_of_gradient", lambda _, number=number: number),
+        ):
             run = {
                 "statistics": lambda number=number: kernels.row_statistics(logits, y, 0, number),
                 "gradient": lambda: kernels.overwrite_with_gradient(logits, y, 0, normalizer, mask, 0.0),
@@ -240,10 +291,15 @@ def sweep(i: Inputs, device: torch.device, options) -> dict:
                 results[kind][str((launch, number))] = failure(error)
                 continue
         moved = logits.nbytes * (1 if kind == "statistics" else 2)
-        results[kind][f"{launch}, parts {number}"] = {"ms": round(ms, 4), "of_copy": round(moved / ms * 1e3 / options.copy, 3)}
+        results[kind][f"{launch}, parts {number}"] = {
+            "ms": round(ms, 4),
+            "of_copy": round(moved / ms * 1e3 / options.copy, 3),
+        }
         if kind == "gradient":
             logits.normal_()
-    return {kind: dict(sorted(times.items(), key=lambda item: item[1].get("ms", 1e9))) for kind, times in results.items()}
+    return {
+        kind: dict(sorted(times.items(), key=lambda item: item[1].get("ms", 1e9))) for kind, times in results.items()
+    }
 
 
 def main() -> None:
@@ -253,7 +309,13 @@ def main() -> None:
     parser.add_argument("--hidden", type=int, default=2048 if on_gpu else 64)
     parser.add_argument("--classes", type=int, default=262272 if on_gpu else 1000)
     parser.add_argument("--chunk", type=int, help="of the parts and of --sweep")
-    parser.add_argument("--chunks", type=int, nargs="+", default=[0, 4096] if on_gpu else [0, 16], help="tokens of a chunk; 0: as the operator chooses")
+    parser.add_argument(
+        "--chunks",
+        type=int,
+        nargs="+",
+        default=[0, 4096] if on_gpu else [0, 16],
+        help="tokens of a chunk; 0: as the operator chooses",
+    )
     parser.add_argument("--backends", nargs="+", default=["triton"] if on_gpu else ["torch"])
     parser.add_argument("--no-anchors", dest="anchors", action="store_false")
     add_options(parser, "linear_cross_entropy")

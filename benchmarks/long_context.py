@@ -28,12 +28,31 @@ SKIPPED_STEPS = 4  # compilation and warm clocks
 def train(options, name: str, *overrides: str) -> Path:
     run_dir = options.work / name
     command = [
-        sys.executable, "-m", "zaya_plugin.cli", "train", "experiment=zaya1_base", f"cluster={options.cluster}", f"nproc={options.ranks}",
-        f"optim={options.optim}", f"data.path={options.data}", f"run_dir={run_dir}", f"model.num_layers={options.layers}",
-        "model.make_vocab_size_divisible_by=262272", f"stage.train_iters={options.steps}", "stage.eval_iters=0", "optim.lr_warmup_iters=2",
-        "checkpoint.save_interval=null", "checkpoint.keep_last=0", "logger.wandb=false", "logger.tensorboard=false", "profile.enabled=true",
-        f"profile.step_start={options.steps - 2}", f"profile.step_end={options.steps}", *overrides, *options.overrides,
-    ]  # fmt: skip
+        sys.executable,
+        "-m",
+        "zaya_plugin.cli",
+        "train",
+        "experiment=zaya1_base",
+        f"cluster={options.cluster}",
+        f"nproc={options.ranks}",
+        f"optim={options.optim}",
+        f"data.path={options.data}",
+        f"run_dir={run_dir}",
+        f"model.num_layers={options.layers}",
+        "model.make_vocab_size_divisible_by=262272",
+        f"stage.train_iters={options.steps}",
+        "stage.eval_iters=0",
+        "optim.lr_warmup_iters=2",
+        "checkpoint.save_interval=null",
+        "checkpoint.keep_last=0",
+        "logger.wandb=false",
+        "logger.tensorboard=false",
+        "profile.enabled=true",
+        f"profile.step_start={options.steps - 2}",
+        f"profile.step_end={options.steps}",
+        *overrides,
+        *options.overrides,
+    ]
     print(shlex.join(command[2:]), flush=True)
     done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     if done.returncode:
@@ -68,16 +87,24 @@ def communication(trace: Path) -> dict:
         if "nccl" in event["name"].lower():
             nccl.append(span)
             args = event.get("args", {})
-            messages[f"{args.get('Collective name', event['name'][:40])} of {args.get('In msg nelems', '?')} elements"].append(event["dur"] / 1e3)
+            messages[
+                f"{args.get('Collective name', event['name'][:40])} of {args.get('In msg nelems', '?')} elements"
+            ].append(event["dur"] / 1e3)
         else:
             rest.append(span)
     window = max(end for _, end in spans) - min(start for start, _ in spans)
     busy, compute, talk = length(covered(spans)), length(covered(rest)), length(covered(nccl))
-    sizes = {name: {"count": len(times), "ms": round(sum(times), 3)} for name, times in sorted(messages.items(), key=lambda item: -sum(item[1]))}
+    sizes = {
+        name: {"count": len(times), "ms": round(sum(times), 3)}
+        for name, times in sorted(messages.items(), key=lambda item: -sum(item[1]))
+    }
     return {
-        "window_ms": round(window / 1e3, 2), "idle_share": round(1 - busy / window, 4), "communication_share": round(talk / window, 4),
-        "exposed_communication_share": round((busy - compute) / window, 4), "messages": sizes,
-    }  # fmt: skip
+        "window_ms": round(window / 1e3, 2),
+        "idle_share": round(1 - busy / window, 4),
+        "communication_share": round(talk / window, 4),
+        "exposed_communication_share": round((busy - compute) / window, 4),
+        "messages": sizes,
+    }
 
 
 def figures(run_dir: Path, ranks: int) -> dict:
@@ -87,8 +114,9 @@ def figures(run_dir: Path, ranks: int) -> dict:
     found = {
         "tokens_per_s_and_gpu": round(statistics.median(r["tokens_per_s"] for r in timed) / ranks, 1),
         "tflops_per_gpu": round(statistics.median(r["tflops_per_device"] for r in timed), 1),
-        "memory_gib": round(max(r["memory_gib"] for r in rows), 1), "losses": [round(r["loss"], 4) for r in rows],
-    }  # fmt: skip
+        "memory_gib": round(max(r["memory_gib"] for r in rows), 1),
+        "losses": [round(r["loss"], 4) for r in rows],
+    }
     traces = sorted(run_dir.rglob("rank-0*.json.gz"))
     return found | ({"trace": communication(traces[-1])} if traces else {})
 
@@ -114,19 +142,31 @@ def main() -> None:
     common = ("stage.rotary_base=1000000",)
     runs = {
         "data_parallel": train(
-            options, "data_parallel", f"stage.seq_length={options.short}", f"stage.micro_batch_size={micro}",
-            f"stage.global_batch_size={micro * options.ranks}", *common,
+            options,
+            "data_parallel",
+            f"stage.seq_length={options.short}",
+            f"stage.micro_batch_size={micro}",
+            f"stage.global_batch_size={micro * options.ranks}",
+            *common,
         ),
         "context_parallel": train(
-            options, "context_parallel", f"stage.seq_length={options.long}", "stage.micro_batch_size=1", "stage.global_batch_size=1",
-            f"parallel.context_parallel_size={options.ranks}", f"parallel.context_parallel_order={options.order}", *common,
+            options,
+            "context_parallel",
+            f"stage.seq_length={options.long}",
+            "stage.micro_batch_size=1",
+            "stage.global_batch_size=1",
+            f"parallel.context_parallel_size={options.ranks}",
+            f"parallel.context_parallel_order={options.order}",
+            *common,
         ),
-    }  # fmt: skip
+    }
     results = {name: figures(run_dir, options.ranks) for name, run_dir in runs.items()}
     ratio = results["context_parallel"]["tflops_per_gpu"] / results["data_parallel"]["tflops_per_gpu"]
     record = {
-        **described(options.commit, f"{options.ranks} x {device_name()}"), "tokens_a_step": options.long,
-        "rate_at_long_over_short_by_model_flops": round(ratio, 4), "results": results,
+        **described(options.commit, f"{options.ranks} x {device_name()}"),
+        "tokens_a_step": options.long,
+        "rate_at_long_over_short_by_model_flops": round(ratio, 4),
+        "results": results,
     }
     write(record, options.name, options.results)
 

@@ -47,9 +47,12 @@ def build(recipe):
 
     def provide(pre_process=True, post_process=True, config=None, pg_collection=None, vp_stage=None):
         return build_zaya_model(
-            core_transformer_config_from_args(args, ZayaConfig), vocab_size=args.padded_vocab_size,
-            max_sequence_length=args.max_position_embeddings, rotary_base=args.rotary_base,
-            rotary_percent=args.rotary_percent, pg_collection=pg_collection,
+            core_transformer_config_from_args(args, ZayaConfig),
+            vocab_size=args.padded_vocab_size,
+            max_sequence_length=args.max_position_embeddings,
+            rotary_base=args.rotary_base,
+            rotary_percent=args.rotary_percent,
+            pg_collection=pg_collection,
         )
 
     own_stream = mock.patch.object(torch.cuda, "Stream", lambda *args, **named: STREAM)
@@ -89,7 +92,9 @@ def measure_zaya(model, sources, args, options) -> dict:
 
                 started, shape, tokens = time.time(), f"{size}x{args.seq_length}", size * args.seq_length
                 model.zero_grad_buffer()
-                found, profiles[name][shape] = figures(loss, clear, tokens, options, name, graph="graph" in name.split("+"))
+                found, profiles[name][shape] = figures(
+                    loss, clear, tokens, options, name, graph="graph" in name.split("+")
+                )
                 results[name][shape] = found
                 if found and "ms" in found and "graph" not in name:
                     model.zero_grad_buffer()
@@ -106,11 +111,19 @@ def transformers_model(state, args):
 
     rope = {"rope_type": "default", "rope_theta": float(args.rotary_base), "partial_rotary_factor": args.rotary_percent}
     config = ZayaConfig(
-        num_hidden_layers=args.num_layers, vocab_size=args.padded_vocab_size, hidden_size=args.hidden_size,
-        num_attention_heads=args.num_attention_heads, num_key_value_heads=args.num_query_groups,
-        head_dim=args.kv_channels, moe_intermediate_size=args.moe_ffn_hidden_size, num_experts=args.num_experts,
-        router_hidden_size=args.router_hidden_size, rms_norm_eps=args.layernorm_epsilon,
-        max_position_embeddings=args.seq_length, rope_parameters={"hybrid": rope}, use_cache=False,
+        num_hidden_layers=args.num_layers,
+        vocab_size=args.padded_vocab_size,
+        hidden_size=args.hidden_size,
+        num_attention_heads=args.num_attention_heads,
+        num_key_value_heads=args.num_query_groups,
+        head_dim=args.kv_channels,
+        moe_intermediate_size=args.moe_ffn_hidden_size,
+        num_experts=args.num_experts,
+        router_hidden_size=args.router_hidden_size,
+        rms_norm_eps=args.layernorm_epsilon,
+        max_position_embeddings=args.seq_length,
+        rope_parameters={"hybrid": rope},
+        use_cache=False,
         attn_implementation="sdpa",
     )
     torch.set_default_dtype(args.params_dtype)
@@ -157,7 +170,13 @@ def measure_transformers(model, sources, args, options) -> dict:
                 norms = torch.stack([p.grad.float().norm() for p in model.parameters() if p.grad is not None])
                 found["gradient_norm"] = norms.norm().item()
                 clear()
-            say(model="transformers", variant=name, shape=shape, seconds=round(time.time() - started, 1), **(found or {}))
+            say(
+                model="transformers",
+                variant=name,
+                shape=shape,
+                seconds=round(time.time() - started, 1),
+                **(found or {}),
+            )
     return {"results": results, "profiles": profiles}
 
 
@@ -197,10 +216,18 @@ def main() -> None:
         theirs = measure_transformers(hf, sources, args, options)
     import transformers
 
-    options.out.write_text(json.dumps({
-        "checkpoint_step": iteration, "zaya": ours, "transformers": theirs, "memory_left_gib": left,
-        "transformers_version": transformers.__version__, "parameters": sum(p.numel() for p in hf.parameters()),
-    }))
+    options.out.write_text(
+        json.dumps(
+            {
+                "checkpoint_step": iteration,
+                "zaya": ours,
+                "transformers": theirs,
+                "memory_left_gib": left,
+                "transformers_version": transformers.__version__,
+                "parameters": sum(p.numel() for p in hf.parameters()),
+            }
+        )
+    )
 
 
 if __name__ == "__main__":

@@ -34,9 +34,16 @@ LAYERS, RANKS = 40, 8
 # (rows, columns) and how many of them a layer of ZAYA1-base has: experts' gate+up and down, output, query, key, two
 # values, router's down-projection, its two hidden layers and its output.
 MATRICES = (
-    ((4096, 2048), 16), ((2048, 2048), 16), ((2048, 1024), 1), ((1024, 2048), 1), ((256, 2048), 1), ((128, 2048), 2),
-    ((256, 2048), 1), ((256, 256), 2), ((17, 256), 1),
-)  # fmt: skip
+    ((4096, 2048), 16),
+    ((2048, 2048), 16),
+    ((2048, 1024), 1),
+    ((1024, 2048), 1),
+    ((256, 2048), 1),
+    ((128, 2048), 2),
+    ((256, 2048), 1),
+    ((256, 256), 2),
+    ((17, 256), 1),
+)
 LR, WEIGHT_DECAY, MOMENTUM = 2e-4, 0.1, 0.95
 
 
@@ -78,13 +85,20 @@ class State:
         self.update_bytes = self.elements * (2 + (2 * 2 if lean else 2 * 4 + 2))
 
     def momentum(self) -> None:
-        hip_ops.muon_momentum_(self.gradients, self.momenta, self.batches.slots, momentum=MOMENTUM, square_sums=self.batches.square_sums)
+        hip_ops.muon_momentum_(
+            self.gradients, self.momenta, self.batches.slots, momentum=MOMENTUM, square_sums=self.batches.square_sums
+        )
 
     def update(self, updates=None) -> None:
         hip_ops.muon_update_(updates or self.updates, self.masters, self.params, lr=LR, weight_decay=WEIGHT_DECAY)
 
     def newton_schulz(self) -> list[torch.Tensor]:
-        return self.batches.split([hip_ops.newton_schulz(x, square_sums=s) for x, s in zip(self.batches.tensors, self.batches.sums(), strict=True)])
+        return self.batches.split(
+            [
+                hip_ops.newton_schulz(x, square_sums=s)
+                for x, s in zip(self.batches.tensors, self.batches.sums(), strict=True)
+            ]
+        )
 
     def step(self) -> None:
         self.momentum()
@@ -109,7 +123,9 @@ def torch_muon(shapes, device: torch.device):
     params = [torch.nn.Parameter(p) for p in randoms(shapes, torch.bfloat16, device, 0.02)]
     for p, gradient in zip(params, randoms(shapes, torch.bfloat16, device, 1e-3), strict=True):
         p.grad = gradient
-    optimizer = torch.optim.Muon(params, lr=LR, weight_decay=WEIGHT_DECAY, momentum=MOMENTUM, adjust_lr_fn="match_rms_adamw")
+    optimizer = torch.optim.Muon(
+        params, lr=LR, weight_decay=WEIGHT_DECAY, momentum=MOMENTUM, adjust_lr_fn="match_rms_adamw"
+    )
     return optimizer.step
 
 
@@ -117,7 +133,11 @@ def figures(ms: float, moved: int | None = None, copy: float | None = None) -> d
     found = {"ms": round(ms, 4)}
     if moved is not None:
         rate = moved / ms * 1e3
-        found |= {"gb_per_s": round(rate / 1e9, 1), "of_copy": round(rate / copy, 4), "mi300x_prediction_ms": round(1e3 * moved / MI300X_BYTES_PER_S, 3)}
+        found |= {
+            "gb_per_s": round(rate / 1e9, 1),
+            "of_copy": round(rate / copy, 4),
+            "mi300x_prediction_ms": round(1e3 * moved / MI300X_BYTES_PER_S, 3),
+        }
     return found
 
 
@@ -132,8 +152,12 @@ def measure(options, device: torch.device, shapes) -> dict:
             with backend.use_backend(name):
                 for part, (call, moved) in work.items():
                     kind[f"{part}, {name}"] = figures(milliseconds(call, device, options.rep), moved, copy)
-        kind["momentum, torch foreach"] = figures(milliseconds(state.foreach_momentum, device, options.rep), state.momentum_bytes, copy)
-        kind["update, torch foreach"] = figures(milliseconds(state.foreach_update, device, options.rep), state.update_bytes, copy)
+        kind["momentum, torch foreach"] = figures(
+            milliseconds(state.foreach_momentum, device, options.rep), state.momentum_bytes, copy
+        )
+        kind["update, torch foreach"] = figures(
+            milliseconds(state.foreach_update, device, options.rep), state.update_bytes, copy
+        )
         for name in options.backends[:1]:
             with backend.use_backend(name):
                 kind[f"newton_schulz, {name}"] = figures(milliseconds(state.newton_schulz, device, 2 * options.rep))
@@ -151,11 +175,21 @@ def measure(options, device: torch.device, shapes) -> dict:
 def sweep(options, device: torch.device, shapes) -> dict:
     """Both kernels at several sizes of chunk, of grid and, for Triton, of what a thread holds."""
     copy, state, found = copy_bandwidth(device), State(shapes, device, lean=False), {}
-    for name, chunk, blocks, tile in itertools.product(options.backends, (8192, 16384, 32768, 65536), (4, 16, 1024), (8, 16, 32)):
+    for name, chunk, blocks, tile in itertools.product(
+        options.backends, (8192, 16384, 32768, 65536), (4, 16, 1024), (8, 16, 32)
+    ):
         if tile != 16 and name != "triton":
             continue
-        tiles = mock.patch("hip_ops.triton_kernels.muon.TILE_ELEMENTS", tile) if name == "triton" else contextlib.nullcontext()
-        with mock.patch.multiple(multi_tensor, CHUNK_ELEMENTS=chunk, BLOCKS_PER_PROCESSOR=blocks), tiles, backend.use_backend(name):
+        tiles = (
+            mock.patch("hip_ops.triton_kernels.muon.TILE_ELEMENTS", tile)
+            if name == "triton"
+            else contextlib.nullcontext()
+        )
+        with (
+            mock.patch.multiple(multi_tensor, CHUNK_ELEMENTS=chunk, BLOCKS_PER_PROCESSOR=blocks),
+            tiles,
+            backend.use_backend(name),
+        ):
             found[f"{name}, chunk {chunk}, {blocks} blocks a processor, {tile} elements a thread"] = {
                 "momentum": figures(milliseconds(state.momentum, device, options.rep // 3), state.momentum_bytes, copy),
                 "update": figures(milliseconds(state.update, device, options.rep // 3), state.update_bytes, copy),
@@ -178,9 +212,13 @@ def table(results: dict) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cuda", help="cpu is for trying this script")
-    parser.add_argument("--backends", nargs="+", default=["triton"], help="of hip_ops; the first one also does the whole step")
+    parser.add_argument(
+        "--backends", nargs="+", default=["triton"], help="of hip_ops; the first one also does the whole step"
+    )
     parser.add_argument("--layers", type=int, default=LAYERS)
-    parser.add_argument("--shrink", type=int, default=1, help="divides both extents of every matrix, for trying this script")
+    parser.add_argument(
+        "--shrink", type=int, default=1, help="divides both extents of every matrix, for trying this script"
+    )
     parser.add_argument("--rep", type=int, default=500, help="milliseconds of measuring for each figure")
     parser.add_argument("--sweep", action="store_true")
     parser.add_argument("--commit", default=None, help="commit that is measured, where this is no checkout")
@@ -194,7 +232,9 @@ def main() -> None:
         results = (sweep if options.sweep else measure)(options, device, shapes)
     record = {
         **described(options.commit, None if device.type == "cuda" else "CPU"),
-        "matrices": len(shapes), "parameters": sum(math.prod(s) for s in shapes), "results": results,
+        "matrices": len(shapes),
+        "parameters": sum(math.prod(s) for s in shapes),
+        "results": results,
     }
     print(table(results), file=sys.stderr)
     sweeping = "-sweep" if options.sweep else ""

@@ -26,7 +26,13 @@ OPTIMIZERS = ("adamw", "muon")
 
 def run(arguments: argparse.Namespace, optimizer: str, lr: float) -> Path:
     """One training run; its directory."""
-    overrides = [f"experiment={arguments.experiment}", f"optim={optimizer}", f"optim.lr={lr}", f"optim.min_lr={lr / 10}", *arguments.overrides]
+    overrides = [
+        f"experiment={arguments.experiment}",
+        f"optim={optimizer}",
+        f"optim.lr={lr}",
+        f"optim.min_lr={lr / 10}",
+        *arguments.overrides,
+    ]
     return train(arguments.work / f"{optimizer}-{lr:g}", overrides)
 
 
@@ -45,8 +51,12 @@ def plot(path: Path, curves: dict[tuple[str, float], list[float]], best: dict[st
     for (optimizer, lr), curve in curves.items():
         chosen = best[optimizer] == lr
         axes.plot(
-            range(1, len(curve) + 1), curve, color="tab:blue" if optimizer == "adamw" else "tab:red",
-            alpha=1.0 if chosen else 0.25, linewidth=2 if chosen else 1, label=f"{optimizer}, lr {lr:g}" if chosen else None,
+            range(1, len(curve) + 1),
+            curve,
+            color="tab:blue" if optimizer == "adamw" else "tab:red",
+            alpha=1.0 if chosen else 0.25,
+            linewidth=2 if chosen else 1,
+            label=f"{optimizer}, lr {lr:g}" if chosen else None,
         )
     axes.axhline(target, color="gray", linestyle=":", label="AdamW's best end")
     axes.set(xlabel="step", ylabel="training loss (running mean)")
@@ -79,15 +89,24 @@ def main() -> None:
     target = curves["adamw", best["adamw"]][-1]
     table = [
         {
-            "optimizer": optimizer, "lr": lr, "final_loss": round(curve[-1], 4), "validation": round(validation[optimizer, lr], 4),
-            "steps_to_target": steps_to(curve, target), "best_of_its_optimizer": best[optimizer] == lr,
+            "optimizer": optimizer,
+            "lr": lr,
+            "final_loss": round(curve[-1], 4),
+            "validation": round(validation[optimizer, lr], 4),
+            "steps_to_target": steps_to(curve, target),
+            "best_of_its_optimizer": best[optimizer] == lr,
         }
         for (optimizer, lr), curve in curves.items()
     ]
     result = {
-        "date": str(date.today()), "commit": commit_of(arguments.commit), "device": arguments.device,
-        "command": "python benchmarks/muon_vs_adamw.py " + " ".join(sys.argv[1:]), "experiment": arguments.experiment,
-        "window": arguments.window, "target": round(target, 4), "table": table,
+        "date": str(date.today()),
+        "commit": commit_of(arguments.commit),
+        "device": arguments.device,
+        "command": "python benchmarks/muon_vs_adamw.py " + " ".join(sys.argv[1:]),
+        "experiment": arguments.experiment,
+        "window": arguments.window,
+        "target": round(target, 4),
+        "table": table,
     }
     arguments.results.mkdir(parents=True, exist_ok=True)
     (arguments.results / f"{arguments.name}.json").write_text(json.dumps(result, indent=1) + "\n")

@@ -23,7 +23,18 @@ import hip_ops
 from hip_ops.newton_schulz_coefficients import coefficient_triples
 from hip_ops.newton_schulz_plan import default_restarts, multiply_adds
 
-SHAPES = [(16, 2048, 4096), (16, 4096, 2048), (16, 2048, 2048), (1, 2048, 4096), (1, 1024, 2048), (1, 2048, 1024), (1, 256, 2048), (1, 128, 2048), (1, 256, 256), (1, 17, 256)]
+SHAPES = [
+    (16, 2048, 4096),
+    (16, 4096, 2048),
+    (16, 2048, 2048),
+    (1, 2048, 4096),
+    (1, 1024, 2048),
+    (1, 2048, 1024),
+    (1, 256, 2048),
+    (1, 128, 2048),
+    (1, 256, 256),
+    (1, 17, 256),
+]
 STEPS = 5
 SIMPLE = coefficient_triples("simple", STEPS)
 INPUTS = 4  # different inputs, taken in turn
@@ -66,11 +77,17 @@ def contestants(options) -> dict[str, Callable[[], Callable]]:
         "hip_ops standard bf16": {"form": "standard", "dtype": torch.bfloat16},
     }
     found = {name: (lambda kw=kw: lambda x: hip_ops.newton_schulz(x, STEPS, **kw)) for name, kw in ours.items()}
-    found |= {"torch.optim.Muon": lambda: torch_muon, "cuBLAS bmm": lambda: cublas, "torch.compile(bmm)": lambda: torch.compile(cublas, dynamic=False)}
+    found |= {
+        "torch.optim.Muon": lambda: torch_muon,
+        "cuBLAS bmm": lambda: cublas,
+        "torch.compile(bmm)": lambda: torch.compile(cublas, dynamic=False),
+    }
     found["gram-newton-schulz + quack"] = quack
     if options.dion:
         found["dion Triton"] = dion
-    return {name: make for name, make in found.items() if options.only is None or any(part in name for part in options.only)}
+    return {
+        name: make for name, make in found.items() if options.only is None or any(part in name for part in options.only)
+    }
 
 
 def milliseconds(run: Callable, inputs: list[torch.Tensor], options) -> float:
@@ -99,10 +116,26 @@ def measure(options) -> list[dict]:
                 off = error(run(inputs[0]), inputs[0])
                 ms = milliseconds(run, inputs, options)
             except Exception as problem:  # an anchor that is not installed, or that has no variant for a shape
-                print(f"{batch}x({m}x{n}) {name}: {type(problem).__name__}: {str(problem)[:100]}", file=sys.stderr, flush=True)
+                print(
+                    f"{batch}x({m}x{n}) {name}: {type(problem).__name__}: {str(problem)[:100]}",
+                    file=sys.stderr,
+                    flush=True,
+                )
                 continue
-            rows.append({"shape": [batch, m, n], "name": name, "ms": round(ms, 4), "dense_equivalent_tflops": round(dense / ms / 1e9, 1), "error": float(f"{off:.3g}")})
-            print(f"{batch:3}x({m}x{n})  {name:28} {ms:9.4f} ms  {dense / ms / 1e9:7.1f} TFLOP/s dense-equivalent  error {off:.2e}", file=sys.stderr, flush=True)
+            rows.append(
+                {
+                    "shape": [batch, m, n],
+                    "name": name,
+                    "ms": round(ms, 4),
+                    "dense_equivalent_tflops": round(dense / ms / 1e9, 1),
+                    "error": float(f"{off:.3g}"),
+                }
+            )
+            print(
+                f"{batch:3}x({m}x{n})  {name:28} {ms:9.4f} ms  {dense / ms / 1e9:7.1f} TFLOP/s dense-equivalent  error {off:.2e}",
+                file=sys.stderr,
+                flush=True,
+            )
         del inputs
         torch.cuda.empty_cache()
     return rows
@@ -113,8 +146,16 @@ def predictions() -> list[dict]:
     found = []
     for batch, m, n in SHAPES:
         small, large = min(m, n), max(m, n)
-        work = {form: 2 * batch * multiply_adds(form, small, large, STEPS, len(default_restarts(STEPS))) for form in ("standard", "gram")}
-        found.append({"shape": [batch, m, n], **{f"{form}_ms_at_700_tflops": round(flops / 700e9, 4) for form, flops in work.items()}})
+        work = {
+            form: 2 * batch * multiply_adds(form, small, large, STEPS, len(default_restarts(STEPS)))
+            for form in ("standard", "gram")
+        }
+        found.append(
+            {
+                "shape": [batch, m, n],
+                **{f"{form}_ms_at_700_tflops": round(flops / 700e9, 4) for form, flops in work.items()},
+            }
+        )
     return found
 
 

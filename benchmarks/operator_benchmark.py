@@ -49,11 +49,17 @@ def lines(results: dict, widths: tuple[int, ...], before: str = "") -> Iterator[
         if len(widths) > 1:
             yield from lines(below, widths[1:], here)
         else:
-            yield here + ("  ".join(f"{key} {value}" for key, value in below.items()) if isinstance(below, dict) else str(below))
+            yield here + (
+                "  ".join(f"{key} {value}" for key, value in below.items()) if isinstance(below, dict) else str(below)
+            )
 
 
 def finish(options: argparse.Namespace, results: dict, widths: tuple[int, ...]) -> None:
     """Prints the table on stderr, and writes the record."""
     record = {**described(options.commit), "copy_tb_per_s": round(options.copy / 1e12, 3), "results": results}
-    print("\n".join(lines(results, widths)), f"\ncopy bandwidth {record['copy_tb_per_s']} TB/s on {record['device']}", file=sys.stderr)
+    print(
+        "\n".join(lines(results, widths)),
+        f"\ncopy bandwidth {record['copy_tb_per_s']} TB/s on {record['device']}",
+        file=sys.stderr,
+    )
     write(record, options.name, options.results)

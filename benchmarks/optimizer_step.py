@@ -75,17 +75,25 @@ def measure(params: list[torch.Tensor], settings: MuonSettings, steps: int) -> d
         times.append(start.elapsed_time(end))
     parts = Parts()
     with mock.patch.multiple(
-        module, muon_momentum_=parts.around("momentum", module.muon_momentum_), muon_update_=parts.around("update", module.muon_update_),
+        module,
+        muon_momentum_=parts.around("momentum", module.muon_momentum_),
+        muon_update_=parts.around("update", module.muon_update_),
         newton_schulz=parts.around("newton_schulz", module.newton_schulz),
-    ):  # fmt: skip
+    ):
         optimizer.step()
-    return {"ms": round(statistics.median(times[2:]), 2), "all_ms": [round(t, 2) for t in times[2:]], "parts_ms": parts.total()}
+    return {
+        "ms": round(statistics.median(times[2:]), 2),
+        "all_ms": [round(t, 2) for t in times[2:]],
+        "parts_ms": parts.total(),
+    }
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--layers", type=int, default=LAYERS)
-    parser.add_argument("--shrink", type=int, default=1, help="divides both extents of every matrix, for trying this script")
+    parser.add_argument(
+        "--shrink", type=int, default=1, help="divides both extents of every matrix, for trying this script"
+    )
     parser.add_argument("--dtypes", nargs="+", default=["fp16", "bf16"], help="of Newton-Schulz")
     parser.add_argument("--steps", type=int, default=6)
     parser.add_argument("--commit", default=None, help="commit that is measured, where this is no checkout")
@@ -98,8 +106,10 @@ def main() -> None:
     flop = options.layers * sum(count * newton_schulz_flop(shape) for shape, count in MATRICES)
     record = {
         **described(options.commit),
-        "parameters": sum(p.numel() for p in params), "dense_newton_schulz_tflop": round(flop / 1e12, 1),
-        "peak_gib": round(torch.cuda.max_memory_allocated() / 2**30, 1), "results": results,
+        "parameters": sum(p.numel() for p in params),
+        "dense_newton_schulz_tflop": round(flop / 1e12, 1),
+        "peak_gib": round(torch.cuda.max_memory_allocated() / 2**30, 1),
+        "results": results,
     }
     write(record, options.name or f"optimizer_step-{file_part(record['device'])}", options.results)
 

@@ -21,7 +21,13 @@ def commit_of(given: str | None) -> str:
     """`given`, else the checkout's commit, "unknown" where this is none."""
     if given:
         return given
-    found = subprocess.run(["git", "describe", "--always", "--dirty"], cwd=HERE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+    found = subprocess.run(
+        ["git", "describe", "--always", "--dirty"],
+        cwd=HERE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+    )
     return found.stdout.strip() or "unknown"
 
 
@@ -33,10 +39,16 @@ def device_name() -> str:
 def described(commit: str | None, device: str | None = None) -> dict:
     """Device, date, commit, command and versions. commit: what the option --commit was given."""
     return {
-        "device": device or device_name(), "date": datetime.date.today().isoformat(), "commit": commit_of(commit),
+        "device": device or device_name(),
+        "date": datetime.date.today().isoformat(),
+        "commit": commit_of(commit),
         "command": shlex.join(["python3", f"benchmarks/{Path(sys.argv[0]).name}", *sys.argv[1:]]),
-        "versions": {"python": platform.python_version(), "torch": torch.__version__, "cuda": torch.version.cuda or torch.version.hip},
-    }  # fmt: skip
+        "versions": {
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+            "cuda": torch.version.cuda or torch.version.hip,
+        },
+    }
 
 
 def file_part(device: str) -> str:

@@ -83,7 +83,10 @@ class Inputs:
 
         self.elements = rows * hidden
         self.x, self.residual = stream(BF16), stream(work.residual)
-        self.vectors = [(torch.randn(hidden, device=device) * 0.1 + scale).to(BF16) for scale in ((0, 1, 0, 1, 1) if work.scaled else (1,))]
+        self.vectors = [
+            (torch.randn(hidden, device=device) * 0.1 + scale).to(BF16)
+            for scale in ((0, 1, 0, 1, 1) if work.scaled else (1,))
+        ]
         self.dy, self.d_new_residual = stream(BF16), stream(work.residual)
 
     @property
@@ -128,11 +131,17 @@ def measure(work: Work, rows: int, hidden: int, device: torch.device, options) -
     def enter(direction: str, name: str, make_call: Callable[[], Callable]) -> None:
         try:
             ms = milliseconds(make_call(), device, options.rep)
-        except Exception as error:  # an anchor that is not installed, or does not run on this device, is a row of the table
+        except (
+            Exception
+        ) as error:  # an anchor that is not installed, or does not run on this device, is a row of the table
             found[direction][name] = failure(error)
             return
         rate = needed[direction] / ms * 1e3
-        found[direction][name] = {"ms": round(ms, 4), "tb_per_s": round(rate / 1e12, 3), "of_copy": round(rate / copy, 3)}
+        found[direction][name] = {
+            "ms": round(ms, 4),
+            "tb_per_s": round(rate / 1e12, 3),
+            "of_copy": round(rate / copy, 3),
+        }
 
     def both(name: str, function: Callable) -> None:
         enter("forward", name, lambda: lambda: function(*inputs.arguments))
@@ -196,7 +205,9 @@ def run_once(name: str, hidden: int, trial, backward: bool) -> None:
 def sweep(work: Work, rows: int, hidden: int, device: torch.device, options) -> dict:
     """Times of the Triton kernels alone, best first."""
     inputs, found = Inputs(work, rows, hidden, device), {"forward": {}, "backward": {}}
-    compile_ahead(run_once, [(work.name, hidden, trial, back) for back in (False, True) for trial in trials(work, hidden, back)])
+    compile_ahead(
+        run_once, [(work.name, hidden, trial, back) for back in (False, True) for trial in trials(work, hidden, back)]
+    )
     for direction, backward in (("forward", False), ("backward", True)):
         for trial in trials(work, hidden, backward):
             with launched_as(trial, backward):
@@ -214,8 +225,18 @@ def sweep(work: Work, rows: int, hidden: int, device: torch.device, options) -> 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     on_gpu = torch.cuda.is_available()
-    parser.add_argument("--shapes", nargs="+", default=["32768x2048", "32768x4096"] if on_gpu else ["256x2048"], help="rows x hidden size")
-    parser.add_argument("--backends", nargs="+", default=["triton", "hip"] if on_gpu else ["torch"], help="the first is compared with torch.compile")
+    parser.add_argument(
+        "--shapes",
+        nargs="+",
+        default=["32768x2048", "32768x4096"] if on_gpu else ["256x2048"],
+        help="rows x hidden size",
+    )
+    parser.add_argument(
+        "--backends",
+        nargs="+",
+        default=["triton", "hip"] if on_gpu else ["torch"],
+        help="the first is compared with torch.compile",
+    )
     add_options(parser, "rms_norm")
     options = parser.parse_args()
     device = begin(options)

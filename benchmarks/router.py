@@ -41,15 +41,31 @@ def router_of_the_model(hidden: int, width: int, fused: bool, device: torch.devi
     model_parallel_cuda_manual_seed(1234, force_reset_rng=True)
     torch.manual_seed(1)
     config = ZayaConfig(
-        num_layers=2, hidden_size=hidden, num_attention_heads=8, num_query_groups=2, kv_channels=hidden // 8, ffn_hidden_size=hidden,
-        moe_ffn_hidden_size=hidden, num_moe_experts=EXPERTS, router_hidden_size=width, params_dtype=BF16, bf16=True, fused_router=fused,
+        num_layers=2,
+        hidden_size=hidden,
+        num_attention_heads=8,
+        num_query_groups=2,
+        kv_channels=hidden // 8,
+        ffn_hidden_size=hidden,
+        moe_ffn_hidden_size=hidden,
+        num_moe_experts=EXPERTS,
+        router_hidden_size=width,
+        params_dtype=BF16,
+        bf16=True,
+        fused_router=fused,
         use_cpu_initialization=True,
-    )  # fmt: skip
+    )
     router = ZayaRouter(config)
     with torch.no_grad():
         for parameter in router.parameters():  # logits that tell classes apart
-            parameter.copy_(torch.randn_like(parameter) / parameter.shape[-1] ** 0.5 if parameter.dim() == 2 else 1 + torch.randn_like(parameter) / 4)
-    return DistributedDataParallel(config, DistributedDataParallelConfig(grad_reduce_in_fp32=True), router.to(device).train())
+            parameter.copy_(
+                torch.randn_like(parameter) / parameter.shape[-1] ** 0.5
+                if parameter.dim() == 2
+                else 1 + torch.randn_like(parameter) / 4
+            )
+    return DistributedDataParallel(
+        config, DistributedDataParallelConfig(grad_reduce_in_fp32=True), router.to(device).train()
+    )
 
 
 def bytes_needed(tokens: int, hidden: int, width: int, whole: bool) -> dict[str, float]:
@@ -77,9 +93,13 @@ def ways_of(router: nn.Module, inputs: tuple[Tensor, Tensor], upstream: tuple[Te
     return {
         "router": Way(run, inputs, upstream, flop(behind + 2.0 * tokens * hidden * width, 2), parameters),
         "behind the down projection": Way(
-            lambda projected, previous: run(projected, previous, projected), (projected, previous), upstream, flop(behind, 2), parameters
+            lambda projected, previous: run(projected, previous, projected),
+            (projected, previous),
+            upstream,
+            flop(behind, 2),
+            parameters,
         ),
-    }  # fmt: skip
+    }
 
 
 def distances(ours: dict[str, Way], plain: dict[str, Way], names: list[str]) -> dict[str, float]:
@@ -105,9 +125,16 @@ def measure_router(tokens: int, device: torch.device, options) -> dict:
 
     inputs = random(rows, BATCH, options.hidden).requires_grad_(), random(rows, BATCH, options.width).requires_grad_()
     upstream = torch.randn(rows, BATCH, device=device), random(rows, BATCH, options.width)
-    routers = {name: router_of_the_model(options.hidden, options.width, name == "hip_ops", device) for name in ("hip_ops", "compiled")}
+    routers = {
+        name: router_of_the_model(options.hidden, options.width, name == "hip_ops", device)
+        for name in ("hip_ops", "compiled")
+    }
     each = {name: ways_of(router, inputs, upstream) for name, router in routers.items()}
-    ways = {f"{piece}, {name}": way for piece in each["hip_ops"] for name, way in ((name, of[piece]) for name, of in each.items())}
+    ways = {
+        f"{piece}, {name}": way
+        for piece in each["hip_ops"]
+        for name, way in ((name, of[piece]) for name, of in each.items())
+    }
     names = [name for name, _ in routers["hip_ops"].module.named_parameters()]
     # Before any graph: a capture wants kernels compiled, and operators compared with torch.
     found = {"distance": distances(each["hip_ops"], each["compiled"], names)}

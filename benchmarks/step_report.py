@@ -15,8 +15,11 @@ def summary_of_training(run_dir: Path) -> dict:
     late = rows[len(rows) // 5 :]
     step_s = statistics.median(row["step_s"] for row in late)
     return {
-        "steps": len(rows), "loss_first": rows[0]["loss"], "loss_last": rows[-1]["loss"],
-        "losses": [round(row["loss"], 4) for row in rows], "step_s": round(step_s, 4),
+        "steps": len(rows),
+        "loss_first": rows[0]["loss"],
+        "loss_last": rows[-1]["loss"],
+        "losses": [round(row["loss"], 4) for row in rows],
+        "step_s": round(step_s, 4),
         "tokens_per_s": round(statistics.median(row["tokens_per_s"] for row in late), 1),
         "tflops": round(statistics.median(row["tflops_per_device"] for row in late), 1),
         "peak_memory_gib": round(max(row["memory_gib"] for row in rows), 2),
@@ -37,14 +40,18 @@ def ratios(measured: dict) -> dict:
         return [(f["tokens_per_s"], f"{name} {shape}") for f, name in found if "tokens_per_s" in f]
 
     sides = {
-        "plain": ("zaya", lambda name: name == "plain"), "best": ("zaya", lambda name: True),
+        "plain": ("zaya", lambda name: name == "plain"),
+        "best": ("zaya", lambda name: True),
         "transformers": ("transformers", lambda name: "compile" not in name),
         "compiled": ("transformers", lambda name: "compile" in name),
     }
     shapes = list(next(iter(measured["zaya"]["results"].values())))
     found = {}
     for title, chosen in [(shape, [shape]) for shape in shapes] + [("best batch", shapes)]:
-        row = {key: max((x for shape in chosen for x in speeds(side, shape, wanted)), default=None) for key, (side, wanted) in sides.items()}
+        row = {
+            key: max((x for shape in chosen for x in speeds(side, shape, wanted)), default=None)
+            for key, (side, wanted) in sides.items()
+        }
         for ours in ("plain", "best"):
             for theirs in ("transformers", "compiled"):
                 if row[ours] and row[theirs]:
@@ -61,7 +68,9 @@ def table(result: dict) -> str:
             for shape, f in shapes.items():
                 figures = "  out of memory" if f is None else f"  {f.get('error')}"
                 if f and "ms" in f:
-                    figures = f"{f['ms']:>10.2f}{f['tokens_per_s']:>11.0f}{f['peak_memory_gib'] or 0:>7.1f}{f['loss']:>9.4f}"
+                    figures = (
+                        f"{f['ms']:>10.2f}{f['tokens_per_s']:>11.0f}{f['peak_memory_gib'] or 0:>7.1f}{f['loss']:>9.4f}"
+                    )
                 lines.append(f"{side:13}{name:42}{shape:>7}{figures}")
     t = result["train"]
     lines.append(

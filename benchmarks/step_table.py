@@ -22,7 +22,11 @@ from pathlib import Path
 
 from result_record import commit_of, described, write
 
-MEMORY = ("parallel.recompute_granularity=selective", "parallel.recompute_modules=[permute]", "optim.muon_momentum_dtype=bf16")
+MEMORY = (
+    "parallel.recompute_granularity=selective",
+    "parallel.recompute_modules=[permute]",
+    "optim.muon_momentum_dtype=bf16",
+)
 BETWEEN_DEVICES = ("parallel.nccl_ub", "parallel.reduce_by_copies")  # left out of a row on one device
 
 
@@ -43,11 +47,30 @@ class Row:
         count = 1 if self.alone else devices
         kept = [word for word in overrides if not (self.alone and word.split("=")[0] in BETWEEN_DEVICES)]
         return [
-            sys.executable, "-m", "zaya_plugin.cli", "bench", "step", f"experiment={self.experiment}", "cluster=h200_8", f"nproc={count}",
-            f"cluster.gpus_per_node={count}", "cluster.numa_nodes=[]", "logger=none", f"stage.micro_batch_size={self.micro}",
-            f"stage.global_batch_size={self.sequences * count // self.replicas}", *self.words, *kept,
-            "--random-tokens", "--no-trace", "--steps", "4", "--commit", commit, "--output", str(output),
-        ]  # fmt: skip
+            sys.executable,
+            "-m",
+            "zaya_plugin.cli",
+            "bench",
+            "step",
+            f"experiment={self.experiment}",
+            "cluster=h200_8",
+            f"nproc={count}",
+            f"cluster.gpus_per_node={count}",
+            "cluster.numa_nodes=[]",
+            "logger=none",
+            f"stage.micro_batch_size={self.micro}",
+            f"stage.global_batch_size={self.sequences * count // self.replicas}",
+            *self.words,
+            *kept,
+            "--random-tokens",
+            "--no-trace",
+            "--steps",
+            "4",
+            "--commit",
+            commit,
+            "--output",
+            str(output),
+        ]
 
 
 OVERLAP = ("parallel.overlap_grad_reduce=true", "parallel.overlap_param_gather=true")
@@ -57,10 +80,14 @@ ROWS = {
     "short": Row("whole step, 16,384 tokens a device", 4, (*MEMORY, "--anchor", "transformers")),
     "passes": Row("forward and backward, 65,536 tokens a device", 16, ("--forward-backward-only",)),
     "long": Row(
-        "forward and backward, 32,768-token sequences, CP 2", 4, ("parallel=context_2", *OVERLAP, "--forward-backward-only"),
-        experiment="zaya1_base_32k", micro=1, replicas=2,
+        "forward and backward, 32,768-token sequences, CP 2",
+        4,
+        ("parallel=context_2", *OVERLAP, "--forward-backward-only"),
+        experiment="zaya1_base_32k",
+        micro=1,
+        replicas=2,
     ),
-}  # fmt: skip
+}
 
 
 def compared(steps: dict[str, dict]) -> list[tuple[str, str, float, float, bool]]:
@@ -81,7 +108,9 @@ def compared(steps: dict[str, dict]) -> list[tuple[str, str, float, float, bool]
     if "short" in steps:
         beside("short", "tokens/s a device", speed["short"], 40_000)
         if anchor := steps["short"].get("anchor"):
-            beside("short", "times transformers", speed["short"] / anchor["tokens_per_s_per_device"], 1.6)  # 40k to 25.0k
+            beside(
+                "short", "times transformers", speed["short"] / anchor["tokens_per_s_per_device"], 1.6
+            )  # 40k to 25.0k
     if "passes" in steps and "alone" in steps:
         beside("passes", "weak scaling", speed["passes"] / speed["alone"], 0.95)
     if "long" in steps and "passes" in steps:
@@ -108,15 +137,21 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("overrides", nargs="*", help="Hydra overrides of all rows")
     parser.add_argument("--devices", type=int, default=8, help="of this node, even; default: %(default)s")
-    parser.add_argument("--rows", nargs="+", choices=ROWS, default=list(ROWS), metavar="ROW", help=f"default: {' '.join(ROWS)}")
-    parser.add_argument("--work", type=Path, default=Path("runs/step_table"), help="a directory for each row; default: %(default)s")
+    parser.add_argument(
+        "--rows", nargs="+", choices=ROWS, default=list(ROWS), metavar="ROW", help=f"default: {' '.join(ROWS)}"
+    )
+    parser.add_argument(
+        "--work", type=Path, default=Path("runs/step_table"), help="a directory for each row; default: %(default)s"
+    )
     parser.add_argument("--results", type=Path, default=Path("benchmarks/results"))
     parser.add_argument("--name", default="step_table")
     parser.add_argument("--dry-run", action="store_true", help="print the commands")
     parser.add_argument("--commit", default=None, help="commit that is measured, where this is no checkout")
     arguments = parser.parse_intermixed_args()
     if arguments.devices < 2 or arguments.devices % 2:
-        parser.error(f"--devices {arguments.devices}: allowed: an even number from 2 on, because two devices share a sequence in the row `long`")
+        parser.error(
+            f"--devices {arguments.devices}: allowed: an even number from 2 on, because two devices share a sequence in the row `long`"
+        )
     commit, steps, failed = commit_of(arguments.commit), {}, []
     for row in arguments.rows:
         output = arguments.work / row
@@ -135,11 +170,22 @@ def main() -> int:
     print(table(steps, goals), flush=True)
     device = next((each["device"] for each in steps.values()), None)
     write(
-        described(commit, device) | {
-            "devices": arguments.devices, "failed": failed, "goals": [dict(zip(("row", "what", "value", "goal", "reached"), each, strict=True)) for each in goals],
-            "steps": {row: {name: each[name] for name in ("command", "rates", "step", "anchor", "parts", "hidden_communication_ms")} for row, each in steps.items()},
-        }, arguments.name, arguments.results,
-    )  # fmt: skip
+        described(commit, device)
+        | {
+            "devices": arguments.devices,
+            "failed": failed,
+            "goals": [dict(zip(("row", "what", "value", "goal", "reached"), each, strict=True)) for each in goals],
+            "steps": {
+                row: {
+                    name: each[name]
+                    for name in ("command", "rates", "step", "anchor", "parts", "hidden_communication_ms")
+                }
+                for row, each in steps.items()
+            },
+        },
+        arguments.name,
+        arguments.results,
+    )
     return 1 if failed else 0
 
 

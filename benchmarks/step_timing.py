@@ -65,8 +65,12 @@ def measure(step: Callable[[], torch.Tensor], clear: Callable[[], None], tokens:
     times = milliseconds(lambda: losses.append(step().detach()), clear, repeats)
     median = statistics.median(times)
     return {
-        "ms": round(median, 3), "ms_min": round(min(times), 3), "ms_max": round(max(times), 3), "repeats": repeats,
-        "tokens_per_s": round(1e3 * tokens / median, 1), "loss": losses[-1].item(),
+        "ms": round(median, 3),
+        "ms_min": round(min(times), 3),
+        "ms_max": round(max(times), 3),
+        "repeats": repeats,
+        "tokens_per_s": round(1e3 * tokens / median, 1),
+        "loss": losses[-1].item(),
         "peak_memory_gib": round(torch.cuda.max_memory_allocated() / 2**30, 2) if ON_GPU else None,
     }
 

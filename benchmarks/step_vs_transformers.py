@@ -42,9 +42,15 @@ def shape_of(recipe, layers: int, vocabulary: int) -> Shape:
     """Sizes of the recipe's model with `layers` layers."""
     m = recipe.model
     return Shape(
-        num_layers=layers, hidden_size=m.hidden_size, num_attention_heads=m.num_attention_heads,
-        num_query_groups=m.num_query_groups, kv_channels=m.kv_channels, num_experts=m.num_experts,
-        moe_ffn_hidden_size=m.moe_ffn_hidden_size, router_hidden_size=m.router_hidden_size, vocab_size=vocabulary,
+        num_layers=layers,
+        hidden_size=m.hidden_size,
+        num_attention_heads=m.num_attention_heads,
+        num_query_groups=m.num_query_groups,
+        kv_channels=m.kv_channels,
+        num_experts=m.num_experts,
+        moe_ffn_hidden_size=m.moe_ffn_hidden_size,
+        router_hidden_size=m.router_hidden_size,
+        vocab_size=vocabulary,
     )
 
 
@@ -74,17 +80,32 @@ def device_of(cluster: str) -> dict:
         "import json, torch; p = torch.cuda.get_device_properties(0); print(json.dumps(dict(name=p.name, "
         "memory=torch.cuda.mem_get_info()[0], torch=torch.__version__, cuda=torch.version.cuda or torch.version.hip)))"
     )
-    return json.loads(subprocess.run([sys.executable, "-c", code], check=True, stdout=subprocess.PIPE, text=True).stdout)
+    return json.loads(
+        subprocess.run([sys.executable, "-c", code], check=True, stdout=subprocess.PIPE, text=True).stdout
+    )
 
 
 def overrides(options, layers: int, data: Path, run_dir: Path, vocabulary: int) -> list[str]:
     """The recipe of the training run."""
     chosen = [
-        f"model={options.model}", f"cluster={options.cluster}", f"cluster.dtype={options.dtype}", "logger=none",
-        "data=corpus", f"data.path={data}", "data.num_workers=0", f"run_dir={run_dir}", "name=step_benchmark", "nproc=1",
-        f"model.num_layers={layers}", f"model.make_vocab_size_divisible_by={vocabulary}",
-        f"stage.seq_length={options.seq_length}", "stage.micro_batch_size=1", "stage.global_batch_size=4",
-        f"stage.train_iters={options.steps}", "stage.eval_iters=0", f"optim.lr_warmup_iters={max(1, options.steps // 10)}",
+        f"model={options.model}",
+        f"cluster={options.cluster}",
+        f"cluster.dtype={options.dtype}",
+        "logger=none",
+        "data=corpus",
+        f"data.path={data}",
+        "data.num_workers=0",
+        f"run_dir={run_dir}",
+        "name=step_benchmark",
+        "nproc=1",
+        f"model.num_layers={layers}",
+        f"model.make_vocab_size_divisible_by={vocabulary}",
+        f"stage.seq_length={options.seq_length}",
+        "stage.micro_batch_size=1",
+        "stage.global_batch_size=4",
+        f"stage.train_iters={options.steps}",
+        "stage.eval_iters=0",
+        f"optim.lr_warmup_iters={max(1, options.steps // 10)}",
         "checkpoint.save_interval=null",
         "megatron.no_save_optim=true",  # the weights alone; nothing continues from here
         *options.override,
@@ -116,10 +137,22 @@ def measure(options, run_dir: Path, work: Path) -> dict:
     rank = dict(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="localhost", MASTER_PORT=str(port))
     out = work / "measured.json"
     command = [
-        sys.executable, str(HERE / "measure_step.py"), "--recipe", str(run_dir / "recipe.yaml"), "--out", str(out),
-        "--repeats", str(options.repeats), "--batches", *map(str, options.batches),
-        "--variants", *options.variants, "--transformers-variants", *options.transformers_variants,
-        "--profile", *options.profile,
+        sys.executable,
+        str(HERE / "measure_step.py"),
+        "--recipe",
+        str(run_dir / "recipe.yaml"),
+        "--out",
+        str(out),
+        "--repeats",
+        str(options.repeats),
+        "--batches",
+        *map(str, options.batches),
+        "--variants",
+        *options.variants,
+        "--transformers-variants",
+        *options.transformers_variants,
+        "--profile",
+        *options.profile,
     ]
     allocator = {} if options.cluster == "cpu" else {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
     subprocess.run(command, check=True, env={**os.environ, **rank, **allocator})
@@ -148,7 +181,12 @@ def main() -> None:
     parser.add_argument("--cluster", default="gpu", help="cluster recipe; cpu is for trying this script")
     parser.add_argument("--dtype", default="bf16")
     parser.add_argument("--variants", nargs="+", default=["plain"], help="of step_variants.py, joined by +")
-    parser.add_argument("--transformers-variants", nargs="+", default=["grouped_mm", "eager"], help="experts implementations; +compile compiles each layer")
+    parser.add_argument(
+        "--transformers-variants",
+        nargs="+",
+        default=["grouped_mm", "eager"],
+        help="experts implementations; +compile compiles each layer",
+    )
     parser.add_argument("--profile", nargs="*", default=["plain", "grouped_mm"], help="variants that are profiled")
     parser.add_argument("--override", nargs="*", default=[], help="further overrides of the training recipe")
     parser.add_argument("--commit", default=None, help="commit that is measured, where this is no checkout")
@@ -160,7 +198,19 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="zaya-step-") as folder:
         work = Path(folder)
         data = work / "data"
-        if zaya("data", "prepare", "--input", "stdlib", "--max-bytes", "8M", "--train-bpe", "4096", "--output", str(data), "--quiet").returncode:
+        if zaya(
+            "data",
+            "prepare",
+            "--input",
+            "stdlib",
+            "--max-bytes",
+            "8M",
+            "--train-bpe",
+            "4096",
+            "--output",
+            str(data),
+            "--quiet",
+        ).returncode:
             raise SystemExit("the data could not be prepared")
         device = device_of(options.cluster)
         layers = options.layers
@@ -173,17 +223,26 @@ def main() -> None:
         measured = measure(options, run_dir, work)
         shape = shape_of(load_recipe(run_dir / "recipe.yaml"), layers, options.vocabulary)
         result = {
-            "device": device["name"], "date": datetime.date.today().isoformat(), "commit": commit_of(options.commit),
+            "device": device["name"],
+            "date": datetime.date.today().isoformat(),
+            "commit": commit_of(options.commit),
             "command": command_of(options, parser),
             "versions": {
-                "python": platform.python_version(), "torch": device["torch"], "cuda": device["cuda"],
-                "megatron-core": metadata.version("megatron-core"), "transformers": measured.pop("transformers_version"),
+                "python": platform.python_version(),
+                "torch": device["torch"],
+                "cuda": device["cuda"],
+                "megatron-core": metadata.version("megatron-core"),
+                "transformers": measured.pop("transformers_version"),
             },
             "model": {
-                "layers": layers, "parameters": measured.pop("parameters"), "vocabulary": options.vocabulary,
+                "layers": layers,
+                "parameters": measured.pop("parameters"),
+                "vocabulary": options.vocabulary,
                 "gflop_a_token": round(training_flops(shape, 1, options.seq_length) / 1e9, 3),
             },
-            "train": summary_of_training(run_dir), "ratios": ratios(measured), "forward_backward": measured,
+            "train": summary_of_training(run_dir),
+            "ratios": ratios(measured),
+            "forward_backward": measured,
         }
     print(table(result), file=sys.stderr)
     line = json.dumps(result)

@@ -14,9 +14,16 @@ def train(directory: Path, overrides: Iterable[str]) -> Path:
     """A run in `directory`, unless it was finished there before; raises RuntimeError with the end of its output."""
     if not (directory / "done").is_file():
         command = [
-            sys.executable, "-m", "zaya_plugin.cli", "train", *overrides, f"run_dir={directory}", "logger.wandb=false",
-            "logger.tensorboard=false", "checkpoint.save_interval=null",
-        ]  # fmt: skip
+            sys.executable,
+            "-m",
+            "zaya_plugin.cli",
+            "train",
+            *overrides,
+            f"run_dir={directory}",
+            "logger.wandb=false",
+            "logger.tensorboard=false",
+            "checkpoint.save_interval=null",
+        ]
         print(" ".join(command), flush=True)
         log = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
         if log.returncode:

@@ -35,9 +35,14 @@ SHAPES = [
     (kind, tokens, k, n)
     for tokens in (32768, 16384)
     for kind, k, n in (
-        ("outer", 4096, 2048), ("rows_t", 2048, 4096), ("rows", 4096, 2048), ("outer", 2048, 2048), ("rows_t", 2048, 2048), ("rows", 2048, 2048),
+        ("outer", 4096, 2048),
+        ("rows_t", 2048, 4096),
+        ("rows", 4096, 2048),
+        ("outer", 2048, 2048),
+        ("rows_t", 2048, 2048),
+        ("rows", 2048, 2048),
     )
-]  # fmt: skip
+]
 NAMES = tuple(dict.fromkeys(f"{kind}:{tokens}" for kind, tokens, *_ in SHAPES))
 EXPERTS = len(LOADS["late"])
 
@@ -52,12 +57,23 @@ def candidates(kind: str, arch: str) -> list[GroupedConfig]:
     """Tiles with one and with two blocks a multiprocessor; on AMD by pointers alone."""
     if arch.startswith("gfx"):
         base = GroupedConfig(block_n=128, num_warps=4, num_stages=2, flatten=False, descriptors=False)
-        tiles = [base, replace(base, block_k=32), replace(base, block_n=256, num_warps=8, block_k=32), replace(base, block_m=256, num_warps=8, block_k=32)]
+        tiles = [
+            base,
+            replace(base, block_k=32),
+            replace(base, block_n=256, num_warps=8, block_k=32),
+            replace(base, block_m=256, num_warps=8, block_k=32),
+        ]
         return [replace(tile, programs=programs) for tile in tiles for programs in (0, 1, 2)]
     parts = (2, 4) if kind == "outer" else (1, 2)
     found = [
         GroupedConfig(m, n, k, warps, stages, part, group, programs, flatten, reduce=reduce)
-        for m, n, k, warps, programs in ((128, 256, 64, 8, 1), (256, 128, 64, 8, 1), (128, 128, 64, 4, 2), (128, 128, 64, 8, 1), (128, 256, 128, 8, 1))
+        for m, n, k, warps, programs in (
+            (128, 256, 64, 8, 1),
+            (256, 128, 64, 8, 1),
+            (128, 128, 64, 4, 2),
+            (128, 128, 64, 8, 1),
+            (128, 256, 128, 8, 1),
+        )
         for stages in (2, 3, 4)
         for part in parts
         for group in (8, 16)
@@ -68,10 +84,13 @@ def candidates(kind: str, arch: str) -> list[GroupedConfig]:
     # Some of the settings matter little: tried on the plain candidate alone.
     plain = lambda c: (c.block_m, c.block_n, c.block_k, c.num_stages) == (128, 256, 64, 3)  # noqa: E731
     return [
-        c for c in found
-        if c.programs * (c.shared_memory(size) + 1024) <= SHARED_MEMORY["sm_90"] and (c.num_stages > 2 or c.block_k == 128)
-        and ((c.group == 8 and c.flatten and c.reduce) or plain(c)) and (c.programs == 1 or c.flatten)
-    ]  # fmt: skip
+        c
+        for c in found
+        if c.programs * (c.shared_memory(size) + 1024) <= SHARED_MEMORY["sm_90"]
+        and (c.num_stages > 2 or c.block_k == 128)
+        and ((c.group == 8 and c.flatten and c.reduce) or plain(c))
+        and (c.programs == 1 or c.flatten)
+    ]
 
 
 def operands(kind: str, tokens: int, k: int, n: int, load: str) -> tuple:
@@ -108,7 +127,9 @@ def wrong_by(kind: str, config: GroupedConfig) -> float:
     return ((call(kind, arguments, config)().float() - want).abs().nan_to_num(1e9).max() / want.abs().max()).item()
 
 
-def measure(kind: str, tokens: int, k: int, n: int, tried: list[GroupedConfig], rep: int, deadline: float) -> list[tuple[float, GroupedConfig]]:
+def measure(
+    kind: str, tokens: int, k: int, n: int, tried: list[GroupedConfig], rep: int, deadline: float
+) -> list[tuple[float, GroupedConfig]]:
     """Milliseconds and configurations, best first: the first four timed hot."""
     arguments, results = operands(kind, tokens, k, n, "late"), []
     for config in tried:
@@ -117,13 +138,21 @@ def measure(kind: str, tokens: int, k: int, n: int, tried: list[GroupedConfig], 
         try:
             results.append((do_bench(call(kind, arguments, config), warmup=5, rep=rep, return_mode="median"), config))
         except Exception as error:  # a configuration that this Triton cannot compile, or that does not fit
-            print(f"not possible: {kind} {config}: {type(error).__name__}: {(str(error).splitlines() or [''])[0][:120]}", flush=True)
+            print(
+                f"not possible: {kind} {config}: {type(error).__name__}: {(str(error).splitlines() or [''])[0][:120]}",
+                flush=True,
+            )
     results.sort(key=lambda row: row[0])
     finalists = [config for _, config in results[:4]]
     if not finalists:
         return results
-    times = [[do_bench(call(kind, arguments, config), warmup=5, rep=5 * rep, return_mode="median") for config in finalists] for _ in range(4)][1:]
-    hot = sorted(zip((min(column) for column in zip(*times, strict=True)), finalists, strict=True), key=lambda row: row[0])
+    times = [
+        [do_bench(call(kind, arguments, config), warmup=5, rep=5 * rep, return_mode="median") for config in finalists]
+        for _ in range(4)
+    ][1:]
+    hot = sorted(
+        zip((min(column) for column in zip(*times, strict=True)), finalists, strict=True), key=lambda row: row[0]
+    )
     return hot + results[4:]
 
 
@@ -133,13 +162,21 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=TABLE)
     parser.add_argument("--rep", type=int, default=15, help="milliseconds of measuring a candidate")
     parser.add_argument("--seconds", type=int, default=240, help="at most; shapes come in order of importance")
-    parser.add_argument("--only", nargs="+", choices=NAMES, metavar="KIND:TOKENS", help=f"of the shapes, {', '.join(NAMES)}; the table's other rows stay")
+    parser.add_argument(
+        "--only",
+        nargs="+",
+        choices=NAMES,
+        metavar="KIND:TOKENS",
+        help=f"of the shapes, {', '.join(NAMES)}; the table's other rows stay",
+    )
     parser.add_argument("--commit", default=None)
     options = parser.parse_args()
     shapes = [shape for shape in SHAPES if options.only is None or f"{shape[0]}:{shape[1]}" in options.only]
     torch.manual_seed(0)
     deadline, arch = time.monotonic() + options.seconds, architecture(torch.device("cuda", 0))
-    ahead = [(kind, config) for kind in dict.fromkeys(shape[0] for shape in shapes) for config in candidates(kind, arch)]
+    ahead = [
+        (kind, config) for kind in dict.fromkeys(shape[0] for shape in shapes) for config in candidates(kind, arch)
+    ]
     compile_ahead(run_once, ahead)
     print(f"compiled {len(ahead)} candidates, {deadline - time.monotonic():.0f} s left", flush=True)
     right: dict[str, list[GroupedConfig]] = {}
@@ -147,7 +184,10 @@ def main() -> None:
         try:
             worst = wrong_by(kind, config)
         except Exception as error:
-            print(f"not possible: {kind} {config}: {type(error).__name__}: {(str(error).splitlines() or [''])[0][:120]}", flush=True)
+            print(
+                f"not possible: {kind} {config}: {type(error).__name__}: {(str(error).splitlines() or [''])[0][:120]}",
+                flush=True,
+            )
             continue
         if worst <= (1e-5 if kind == "outer" else 2**-7):
             right.setdefault(kind, []).append(config)
@@ -162,21 +202,30 @@ def main() -> None:
         if not ranked:
             continue
         ms, best = ranked[0]
-        print(f"{kind:7}{tokens:6} {k}x{n}  {ms:.4f} ms {2 * tokens * k * n / ms / 1e9:.0f} TFLOP/s  {best}", flush=True)
+        print(
+            f"{kind:7}{tokens:6} {k}x{n}  {ms:.4f} ms {2 * tokens * k * n / ms / 1e9:.0f} TFLOP/s  {best}", flush=True
+        )
         rows.append({"kind": kind, "rows": tokens // EXPERTS, "k": k, "n": n, "config": best, "ms": round(ms, 5)})
-        everything.append({**rows[-1], "config": str(best), "ranked": [[round(t, 5), str(config)] for t, config in ranked]})
-    measured_on = f"{torch.cuda.get_device_name()}, torch {torch.__version__}, {datetime.date.today().isoformat()}, commit {commit_of(options.commit)}: " + shlex.join(
-        ["python3", "benchmarks/tune_grouped_product.py", *sys.argv[1:]]
+        everything.append(
+            {**rows[-1], "config": str(best), "ranked": [[round(t, 5), str(config)] for t, config in ranked]}
+        )
+    measured_on = (
+        f"{torch.cuda.get_device_name()}, torch {torch.__version__}, {datetime.date.today().isoformat()}, commit {commit_of(options.commit)}: "
+        + shlex.join(["python3", "benchmarks/tune_grouped_product.py", *sys.argv[1:]])
     )
     if options.only is not None and rows:
-        part = read_table(options.output if options.output.exists() else TABLE).get(arch, {"rows": [], "measured_on": "nothing"})
+        part = read_table(options.output if options.output.exists() else TABLE).get(
+            arch, {"rows": [], "measured_on": "nothing"}
+        )
         rows, measured_on = updated(part["rows"], rows), f"{measured_on}; the rest: {part['measured_on']}"
     if options.write and {row["kind"] for row in rows} == set(KINDS):
         write_table(arch, rows, measured_on, options.output)
         print(f"wrote {options.output}")
     elif options.write:
         missing = sorted(set(KINDS) - {row["kind"] for row in rows})
-        print(f"nothing is written: a table of {arch} needs a row of each kind, and there is none of {', '.join(missing)}; tune them too")
+        print(
+            f"nothing is written: a table of {arch} needs a row of each kind, and there is none of {', '.join(missing)}; tune them too"
+        )
     print(json.dumps({"measured_on": measured_on, "results": everything}))
 
 

@@ -31,19 +31,24 @@ QUACK = IMPLEMENTATIONS["quack"]
 TILES = (
     *((m, n, False) for m, n in ((256, 128), (256, 160), (256, 192), (256, 208), (128, 256), (128, 224))),
     *((m, n, True) for m, n in ((128, 128), (128, 160), (128, 192), (128, 208), (192, 128))),
-)  # fmt: skip
+)
 CLUSTERS = ((2, 1), (1, 2), (1, 1))
 FORMS = {
-    "rows_t": ("forward fc1", "forward fc2"), "rows": ("dgrad fc1", "dgrad fc2"), "outer": ("wgrad fc1", "wgrad fc2"), "written": ("write fc1", "write fc2"),
-}  # fmt: skip
+    "rows_t": ("forward fc1", "forward fc2"),
+    "rows": ("dgrad fc1", "dgrad fc2"),
+    "outer": ("wgrad fc1", "wgrad fc2"),
+    "written": ("write fc1", "write fc2"),
+}
 WRONG = 4e-3  # of the norm, where a result is rounded to bf16
 
 
 def operands(products: Products, name: str) -> tuple[Tensor, Tensor]:
     return {
-        "forward fc1": (products.x, products.fc1.mT), "forward fc2": (products.inner, products.fc2.mT), "dgrad fc2": (products.grad_y, products.fc2),
+        "forward fc1": (products.x, products.fc1.mT),
+        "forward fc2": (products.inner, products.fc2.mT),
+        "dgrad fc2": (products.grad_y, products.fc2),
         "dgrad fc1": (products.grad_gate_up, products.fc1),
-    }.get(name) or ((products.grad_y, products.inner) if name.endswith("fc2") else (products.grad_gate_up, products.x))  # fmt: skip
+    }.get(name) or ((products.grad_y, products.inner) if name.endswith("fc2") else (products.grad_gate_up, products.x))
 
 
 def call(products: Products, name: str, implementation):
@@ -84,21 +89,33 @@ def main() -> None:
     if reason := QUACK.available(device, torch.bfloat16):
         parser.error(reason)
     tiles = {
-        f"{m} x {n}{' pingpong' if pingpong else ''}, {c} x {d}": Tile(m, n, pingpong, c, d) for (m, n, pingpong), (c, d) in itertools.product(TILES, CLUSTERS)
-    }  # fmt: skip
+        f"{m} x {n}{' pingpong' if pingpong else ''}, {c} x {d}": Tile(m, n, pingpong, c, d)
+        for (m, n, pingpong), (c, d) in itertools.product(TILES, CLUSTERS)
+    }
     results: dict[str, dict] = {}
     for load in options.loads:
         products = Products(options.tokens, 2048, 2048, load, device)
         for names in FORMS.values():
             for name in names:
                 rows, wanted = results.setdefault(f"{load} {name}", {}), exact(products, name)
-                rows["triton"] = {"ms": round(min(milliseconds(call(products, name, IMPLEMENTATIONS["triton"]), device, options.rep) for _ in range(2)), 4)}
+                rows["triton"] = {
+                    "ms": round(
+                        min(
+                            milliseconds(call(products, name, IMPLEMENTATIONS["triton"]), device, options.rep)
+                            for _ in range(2)
+                        ),
+                        4,
+                    )
+                }
                 for title, tile in tiles.items():
                     with mock.patch.object(quack_grouped_gemm, "TILE", tile):
                         try:
                             run = call(products, name, QUACK)
                             distance = ((result(products, name, run).float() - wanted).norm() / wanted.norm()).item()
-                            rows[title] = {"ms": round(milliseconds(run, device, options.rep), 4), "distance": float(f"{distance:.2g}")}
+                            rows[title] = {
+                                "ms": round(milliseconds(run, device, options.rep), 4),
+                                "distance": float(f"{distance:.2g}"),
+                            }
                         except Exception as error:  # a tile that this release has no kernel for
                             rows[title] = failure(error)
                 del wanted

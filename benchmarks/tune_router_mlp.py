@@ -28,9 +28,18 @@ WIDTH, CLASSES, EPS = 256, 17, 1e-5
 DIRECTIONS = ("forward", "backward")
 # By what a multiprocessor of sm_90 holds of them (compiled, not run): 128 to 192 rows at a time, with 12 to 24 warps.
 TRIALS = (
-    Launch(64, 32, 8), Launch(64, 32, 4), Launch(64, 64, 4), Launch(64, 64, 8, 1, 128), Launch(32, 32, 4), Launch(32, 64, 4, 2, 128), Launch(32, 64, 4),
-    Launch(32, 64, 8), Launch(16, 64, 4), Launch(128, 64, 16), Launch(128, 32, 8),
-)  # fmt: skip
+    Launch(64, 32, 8),
+    Launch(64, 32, 4),
+    Launch(64, 64, 4),
+    Launch(64, 64, 8, 1, 128),
+    Launch(32, 32, 4),
+    Launch(32, 64, 4, 2, 128),
+    Launch(32, 64, 4),
+    Launch(32, 64, 8),
+    Launch(16, 64, 4),
+    Launch(128, 64, 16),
+    Launch(128, 32, 8),
+)
 
 
 def inputs(rows: int, width: int, device: torch.device) -> tuple[tuple, tuple[Tensor, Tensor]]:
@@ -40,16 +49,50 @@ def inputs(rows: int, width: int, device: torch.device) -> tuple[tuple, tuple[Te
     def random(*shape: int, scale: float = 1.0) -> Tensor:
         return (scale * torch.randn(shape, generator=generator, device=device)).to(torch.bfloat16)
 
-    matrices = [random(width, width, scale=width**-0.5), random(width), random(width, width, scale=width**-0.5), random(width)]
-    given = (random(rows, width), random(rows, width), random(width), random(width), random(width), *matrices, random(CLASSES, width, scale=2 * width**-0.5))
+    matrices = [
+        random(width, width, scale=width**-0.5),
+        random(width),
+        random(width, width, scale=width**-0.5),
+        random(width),
+    ]
+    given = (
+        random(rows, width),
+        random(rows, width),
+        random(width),
+        random(width),
+        random(width),
+        *matrices,
+        random(CLASSES, width, scale=2 * width**-0.5),
+    )
     biases = 0.1 * torch.randn(CLASSES, generator=generator, device=device)
-    return (*given, biases, None, EPS, CLASSES - 1), (torch.randn(rows, generator=generator, device=device), random(rows, width))
+    return (*given, biases, None, EPS, CLASSES - 1), (
+        torch.randn(rows, generator=generator, device=device),
+        random(rows, width),
+    )
 
 
 def calls(module, given: tuple, upstream: tuple[Tensor, Tensor], kept: tuple[Tensor, ...]) -> dict[str, Callable]:
     """By direction; kept: the forward's results, which both back ends' backward reads."""
-    (_, previous, gamma, _, w_norm, w1, _, w2, _, w_out, _, _, eps, unweighted), (state, _, ids, hidden1, hidden2, logits, _) = given, kept
-    backward = (*upstream, state, previous, gamma, hidden1, hidden2, logits, ids, w_norm, w1, w2, w_out, eps, unweighted)
+    (
+        (_, previous, gamma, _, w_norm, w1, _, w2, _, w_out, _, _, eps, unweighted),
+        (state, _, ids, hidden1, hidden2, logits, _),
+    ) = given, kept
+    backward = (
+        *upstream,
+        state,
+        previous,
+        gamma,
+        hidden1,
+        hidden2,
+        logits,
+        ids,
+        w_norm,
+        w1,
+        w2,
+        w_out,
+        eps,
+        unweighted,
+    )
     return {"forward": lambda: module.router_mlp(*given), "backward": lambda: module.router_mlp_backward(*backward)}
 
 
@@ -67,7 +110,9 @@ def run_once(direction: str, trial: Launch, rows: int, width: int, device: str) 
 
 def distance(found: tuple[Tensor, ...], wanted: tuple[Tensor, ...]) -> float:
     """The largest, of a tensor's norm."""
-    pairs = [(a.double(), b.double()) for a, b in zip(found, wanted, strict=True) if b.is_floating_point() and b.numel()]
+    pairs = [
+        (a.double(), b.double()) for a, b in zip(found, wanted, strict=True) if b.is_floating_point() and b.numel()
+    ]
     return max(((a - b).norm() / (b.norm() + 1e-30)).item() for a, b in pairs)
 
 
@@ -92,10 +137,14 @@ def main() -> None:
                 try:
                     call = calls(kernels, given, upstream, kept)[direction]
                     rows[str(trial)] = {"distance": float(f"{distance(call(), wanted[direction]):.3g}")}
-                    rows[str(trial)]["ms"] = round(milliseconds(graphed(lambda call=call: call), device, options.rep), 4)
+                    rows[str(trial)]["ms"] = round(
+                        milliseconds(graphed(lambda call=call: call), device, options.rep), 4
+                    )
                 except Exception as error:  # too much shared memory, for one
                     rows[str(trial)] = failure(error)
-            print(direction, trial, rows[str(trial)], "as chosen" if trial is today else "", file=sys.stderr, flush=True)
+            print(
+                direction, trial, rows[str(trial)], "as chosen" if trial is today else "", file=sys.stderr, flush=True
+            )
         results[direction] = dict(sorted(rows.items(), key=lambda row: row[1].get("ms", float("inf"))))
         print(f"best {direction}:", *next(iter(results[direction].items())), flush=True)
     finish(options, results, (10, 90))

@@ -27,12 +27,30 @@ from triton.testing import do_bench_cudagraph
 from hip_ops.triton_kernels.product_configs import HOPPER_SHARED_MEMORY, TABLE, ProductConfig, read_table, write_table
 from hip_ops.triton_kernels.symmetric_product import product
 
-SHAPES = [(16, 2048, 4096), (16, 2048, 2048), (1, 2048, 4096), (1, 2048, 2048), (1, 1024, 2048), (4, 1024, 2048), (16, 256, 2048), (1, 256, 2048), (1, 256, 256)]
+SHAPES = [
+    (16, 2048, 4096),
+    (16, 2048, 2048),
+    (1, 2048, 4096),
+    (1, 2048, 2048),
+    (1, 1024, 2048),
+    (4, 1024, 2048),
+    (16, 256, 2048),
+    (1, 256, 2048),
+    (1, 256, 256),
+]
 HOT = 16 * 2048**3  # multiply-adds from which a product is timed hot
 TILES = [  # block_m, block_n, block_k, parts, num_warps, stages
-    (128, 256, 64, 2, 8, (3, 4)), (256, 128, 64, 2, 8, (3,)), (128, 128, 64, 1, 8, (3, 4, 5)), (128, 128, 64, 1, 4, (3, 4)), (128, 128, 128, 1, 8, (2,)),
-    (64, 128, 64, 1, 4, (4, 5)), (64, 128, 128, 1, 4, (3,)), (64, 64, 64, 1, 4, (4, 6)), (64, 64, 128, 1, 4, (3, 4)), (64, 256, 64, 2, 4, (3, 4)),
-]  # fmt: skip
+    (128, 256, 64, 2, 8, (3, 4)),
+    (256, 128, 64, 2, 8, (3,)),
+    (128, 128, 64, 1, 8, (3, 4, 5)),
+    (128, 128, 64, 1, 4, (3, 4)),
+    (128, 128, 128, 1, 8, (2,)),
+    (64, 128, 64, 1, 4, (4, 5)),
+    (64, 128, 128, 1, 4, (3,)),
+    (64, 64, 64, 1, 4, (4, 6)),
+    (64, 64, 128, 1, 4, (3, 4)),
+    (64, 256, 64, 2, 4, (3, 4)),
+]
 
 
 def candidates(kind: str, n: int) -> list[ProductConfig]:
@@ -42,8 +60,12 @@ def candidates(kind: str, n: int) -> list[ProductConfig]:
             continue
         if n >= 1024 and block_m * block_n < 64 * 128:
             continue  # too little arithmetic a byte, whatever the rest
-        for depth, (persistent, flatten, specialize) in combinations(stages, ((True, True, False), (False, False, False), (True, False, True))):
-            config = ProductConfig("triton", block_m, block_n, block_k, parts, warps, depth, persistent, flatten, specialize)
+        for depth, (persistent, flatten, specialize) in combinations(
+            stages, ((True, True, False), (False, False, False), (True, False, True))
+        ):
+            config = ProductConfig(
+                "triton", block_m, block_n, block_k, parts, warps, depth, persistent, flatten, specialize
+            )
             if config.shared_memory() <= HOPPER_SHARED_MEMORY and not (specialize and block_m * block_n < 128 * 128):
                 found.append(config)
     return found
@@ -91,7 +113,10 @@ def measure(kind: str, batch: int, n: int, m: int, rep: int, deadline: float) ->
                 continue
             results.append((do_bench_cudagraph(run, rep=rep, return_mode="median"), config))
         except Exception as error:  # a configuration that this Triton cannot compile, or that does not fit
-            print(f"not possible: {kind} {config}: {type(error).__name__}: {str(error).splitlines()[0][:120] if str(error) else ''}", flush=True)
+            print(
+                f"not possible: {kind} {config}: {type(error).__name__}: {str(error).splitlines()[0][:120] if str(error) else ''}",
+                flush=True,
+            )
     results.sort(key=lambda row: row[0])
     if batch * n * n * m < HOT:
         return results
@@ -99,7 +124,9 @@ def measure(kind: str, batch: int, n: int, m: int, rep: int, deadline: float) ->
     finalists = list(dict.fromkeys([*(config for _, config in results[:5]), wide]))
     calls = [call(kind, config, x, z, c) for config in finalists]
     times = [[do_bench_cudagraph(run, rep=10 * rep, return_mode="median") for run in calls] for _ in range(4)][1:]
-    return sorted(zip((min(column) for column in zip(*times, strict=True)), finalists, strict=True), key=lambda row: row[0])
+    return sorted(
+        zip((min(column) for column in zip(*times, strict=True)), finalists, strict=True), key=lambda row: row[0]
+    )
 
 
 def main() -> None:
@@ -108,32 +135,65 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=TABLE)
     parser.add_argument("--rep", type=int, default=20, help="milliseconds of measuring a candidate")
     parser.add_argument("--seconds", type=int, default=450, help="at most; shapes come in order of importance")
-    parser.add_argument("--only", nargs="+", default=None, help="of the shapes, as 16x2048x4096; the other rows of the table stay")
+    parser.add_argument(
+        "--only", nargs="+", default=None, help="of the shapes, as 16x2048x4096; the other rows of the table stay"
+    )
     parser.add_argument("--commit", default=None)
     options = parser.parse_args()
     deadline = time.monotonic() + options.seconds
     shapes = [s for s in SHAPES if options.only is None or "x".join(map(str, s)) in options.only]
-    ahead = {(kind, min(batch, 2), min(n, 1024), config) for batch, n, _ in shapes for kind in ("square", "gram", "update") for config in candidates(kind, n) if config.engine == "triton"}
+    ahead = {
+        (kind, min(batch, 2), min(n, 1024), config)
+        for batch, n, _ in shapes
+        for kind in ("square", "gram", "update")
+        for config in candidates(kind, n)
+        if config.engine == "triton"
+    }
     compile_ahead(run_once, sorted(ahead, key=str))
     print(f"compiled {len(ahead)} candidates, {deadline - time.monotonic():.0f} s left", flush=True)
     rows, everything = [], []
     for batch, n, m in shapes:
         for kind in ("square", "gram", "update"):
-            if (kind == "square" and any(r["kind"] == "square" and (r["batch"], r["n"]) == (batch, n) for r in rows)) or time.monotonic() > deadline:
+            if (
+                kind == "square" and any(r["kind"] == "square" and (r["batch"], r["n"]) == (batch, n) for r in rows)
+            ) or time.monotonic() > deadline:
                 continue
             ranked = measure(kind, batch, n, m, options.rep, deadline)
             if not ranked:
                 continue
             (ms, best), *others = ranked
-            flops = batch * n * (n * (n if kind == "square" else m)) * (2 if kind == "update" else 1)  # symmetric products at half
+            flops = (
+                batch * n * (n * (n if kind == "square" else m)) * (2 if kind == "update" else 1)
+            )  # symmetric products at half
             dense = next((t for t, config in ranked if config.engine == "cublas"), None)
-            print(f"{kind:7}{batch:3}x({n}x{m})  {ms:.4f} ms {flops / ms / 1e9:.0f} TFLOP/s  cuBLAS {dense}  {best}", flush=True)
+            print(
+                f"{kind:7}{batch:3}x({n}x{m})  {ms:.4f} ms {flops / ms / 1e9:.0f} TFLOP/s  cuBLAS {dense}  {best}",
+                flush=True,
+            )
             for t, config in others[:3]:
                 print(f"        {t:.4f} {config}", flush=True)
-            rows.append({"kind": kind, "batch": batch, "n": n, "m": n if kind == "square" else m, "config": best, "ms": round(ms, 5)})
-            everything.append({"kind": kind, "batch": batch, "n": n, "m": m, "ranked": [[round(t, 5), str(config)] for t, config in ranked]})
-    measured_on = f"{torch.cuda.get_device_name()}, torch {torch.__version__}, {datetime.date.today().isoformat()}, commit {commit_of(options.commit)}: " + shlex.join(
-        ["python3", "benchmarks/tune_symmetric_product.py", *sys.argv[1:]]
+            rows.append(
+                {
+                    "kind": kind,
+                    "batch": batch,
+                    "n": n,
+                    "m": n if kind == "square" else m,
+                    "config": best,
+                    "ms": round(ms, 5),
+                }
+            )
+            everything.append(
+                {
+                    "kind": kind,
+                    "batch": batch,
+                    "n": n,
+                    "m": m,
+                    "ranked": [[round(t, 5), str(config)] for t, config in ranked],
+                }
+            )
+    measured_on = (
+        f"{torch.cuda.get_device_name()}, torch {torch.__version__}, {datetime.date.today().isoformat()}, commit {commit_of(options.commit)}: "
+        + shlex.join(["python3", "benchmarks/tune_symmetric_product.py", *sys.argv[1:]])
     )
     if options.only is not None:
         of = {(row["kind"], row["batch"], row["n"], row["m"]) for row in rows}

@@ -26,21 +26,32 @@ environment:
 
 def parser() -> argparse.ArgumentParser:
     top = argparse.ArgumentParser(
-        prog="python -m hip_ops", description=__doc__, epilog=ENVIRONMENT, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="python -m hip_ops",
+        description=__doc__,
+        epilog=ENVIRONMENT,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     commands = top.add_subparsers(dest="command", required=True, metavar="{build,info}")
     builder = commands.add_parser(
-        "build", help="build the kernels into the cache, and print the library's path",
+        "build",
+        help="build the kernels into the cache, and print the library's path",
         description="Builds the kernels for one target into the cache and prints the path of the library. Does nothing where it is there.",
     )
-    builder.add_argument("--target", type=check_target_argument, help="gfx942, sm_90, cpu, ... (default: this machine's GPU, else HIP_OPS_ARCH or gfx942)")
+    builder.add_argument(
+        "--target",
+        type=check_target_argument,
+        help="gfx942, sm_90, cpu, ... (default: this machine's GPU, else HIP_OPS_ARCH or gfx942)",
+    )
     builder.add_argument("--force", action="store_true", help="build although the library is in the cache")
     teller = commands.add_parser(
-        "info", help="the backend of every device and why, compilers, cache",
+        "info",
+        help="the backend of every device and why, compilers, cache",
         description="Tells for every device which backend is active and why, which compilers were found, and where the cache is.",
     )
     teller.add_argument(
-        "--check", action="store_true", help="also compare every operator with torch on every device; builds the kernels where hip is active"
+        "--check",
+        action="store_true",
+        help="also compare every operator with torch on every device; builds the kernels where hip is active",
     )
     return top
 
@@ -59,7 +70,13 @@ def devices() -> list[torch.device]:
 
 def info(check: bool) -> int:
     """Prints to stdout; returns 1 where an operator failed its check or a backend cannot be had."""
-    kind = f"ROCm {torch.version.hip}" if torch.version.hip else f"CUDA {torch.version.cuda}" if torch.version.cuda else "CPU only"
+    kind = (
+        f"ROCm {torch.version.hip}"
+        if torch.version.hip
+        else f"CUDA {torch.version.cuda}"
+        if torch.version.cuda
+        else "CPU only"
+    )
     print(f"torch {torch.__version__} ({kind}), backend requested: {' '.join(dict.fromkeys(backend.requested()))}")
     failed = 0
     for device in devices():
@@ -83,10 +100,21 @@ def info(check: bool) -> int:
         for operator, result in results.items():
             passed = result in ("passed", "torch") or result == f"no {choice.backend} version"
             failed |= not passed
-            print(f"  {operator}: " + {"passed": "agrees with torch", "torch": "torch itself", f"no {choice.backend} version": f"has no {choice.backend} version"}.get(result, f"FAILED, torch runs instead. {result}"))
+            print(
+                f"  {operator}: "
+                + {
+                    "passed": "agrees with torch",
+                    "torch": "torch itself",
+                    f"no {choice.backend} version": f"has no {choice.backend} version",
+                }.get(result, f"FAILED, torch runs instead. {result}")
+            )
     print("\ncompilers")
     gpu_targets = {target for target in map(target_or_none, devices()) if target and target != "cpu"}
-    for target in sorted(gpu_targets | {default_amd_target(), "cpu"} | (set() if any(t.startswith("sm_") for t in gpu_targets) else {"sm_90"})):
+    for target in sorted(
+        gpu_targets
+        | {default_amd_target(), "cpu"}
+        | (set() if any(t.startswith("sm_") for t in gpu_targets) else {"sm_90"})
+    ):
         try:
             compiler = find_compiler(target)
             print(f"  {target}: {compiler.program} ({compiler.version.splitlines()[0]})")

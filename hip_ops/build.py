@@ -26,7 +26,11 @@ LIBRARY = "libhip_ops.so"
 MANIFEST = "manifest.json"
 SCRATCH = "building-"  # prefix of the folders that a build works in
 
-_SECONDS_A_FILE = {"gfx": 5, "sm_": 10, "cpu": 3}  # only for the line that tells how long it may take, before there is a measurement
+_SECONDS_A_FILE = {
+    "gfx": 5,
+    "sm_": 10,
+    "cpu": 3,
+}  # only for the line that tells how long it may take, before there is a measurement
 
 
 class BuildError(RuntimeError):
@@ -59,7 +63,9 @@ def build(target: str, *, force: bool = False, sources: Path = CSRC) -> Path:
                         shutil.rmtree(left_over, ignore_errors=True)
                 _build(target, compiler, folder, sources)
     except OSError as error:
-        raise OSError(f"hip_ops: cannot write the kernel cache {folder}: {error}; set HIP_OPS_CACHE to a folder that can be written") from error
+        raise OSError(
+            f"hip_ops: cannot write the kernel cache {folder}: {error}; set HIP_OPS_CACHE to a folder that can be written"
+        ) from error
     return folder / LIBRARY
 
 
@@ -98,7 +104,11 @@ def _build(target: str, compiler: Compiler, folder: Path, sources: Path) -> None
     files = sorted(sources.glob("*.hip"))
     assert files, f"no .hip file in {sources}"
     workers = min(len(files), os.cpu_count() or 1)
-    print(f"hip_ops: building kernels for {target} (once, about {_estimate(target, len(files), workers)} s)", file=sys.stderr, flush=True)
+    print(
+        f"hip_ops: building kernels for {target} (once, about {_estimate(target, len(files), workers)} s)",
+        file=sys.stderr,
+        flush=True,
+    )
     started = time.monotonic()
     with tempfile.TemporaryDirectory(prefix=SCRATCH, dir=folder) as scratch:
         objects = [Path(scratch) / f"{file.stem}.o" for file in files]
@@ -138,4 +148,6 @@ def _estimate(target: str, files: int, workers: int) -> int:
 def _run(command: list[str]) -> None:
     done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace")
     if done.returncode != 0:
-        raise BuildError(f"hip_ops: this command failed with code {done.returncode}:\n  {shlex.join(command)}\n{done.stdout.rstrip()}")
+        raise BuildError(
+            f"hip_ops: this command failed with code {done.returncode}:\n  {shlex.join(command)}\n{done.stdout.rstrip()}"
+        )

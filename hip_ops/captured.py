@@ -35,14 +35,28 @@ class _Graph:
 
 def worthwhile(x: Tensor) -> bool:
     """On NVIDIA alone: HIP graphs of these kernels have not been run on an MI300X."""
-    return x.is_cuda and torch.version.hip is None and x.numel() <= LARGEST and not torch.cuda.is_current_stream_capturing()
+    return (
+        x.is_cuda
+        and torch.version.hip is None
+        and x.numel() <= LARGEST
+        and not torch.cuda.is_current_stream_capturing()
+    )
 
 
 def run(compute: Callable, x: Tensor, square_sums: Tensor | None, plan, eps: float) -> Tensor:
     """compute(x, square_sums, plan, eps), replayed where that is worthwhile."""
     if not worthwhile(x):
         return compute(x, square_sums, plan, eps)
-    key = (x.shape, x.dtype, x.device, plan, eps, square_sums is None, torch.cuda.current_stream(x.device).cuda_stream, backend.requested()[0])
+    key = (
+        x.shape,
+        x.dtype,
+        x.device,
+        plan,
+        eps,
+        square_sums is None,
+        torch.cuda.current_stream(x.device).cuda_stream,
+        backend.requested()[0],
+    )
     with _lock:
         seen = key in _graphs
         entry = _graphs.pop(key, None)

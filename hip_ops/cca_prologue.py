@@ -34,11 +34,19 @@ def _example(backward: bool):
         starts[0, 1, 0] = starts[0, 33:35, 0] = starts[1, 0, 1] = starts[1, 2, 0] = starts[1, rows, 1] = True
         angles = torch.rand(chunks * rows, batch, d // 4, device=device) * 6.0
         inputs = (
-            random(chunks * rows, batch, channels + values), random(channels, 1, 2), random(channels, scale=0.3),
-            random(channels, d, 2, scale=(2 * d) ** -0.5), random(channels, scale=0.3),
-            torch.tensor([0.7, 1.4], device=device, dtype=dtype), torch.cat((angles.cos(), angles.sin()), dim=-1),
-            random(chunks, 2, batch, channels), random(chunks, batch, values // 2), starts, GROUPS, values // 2,
-        )  # fmt: skip
+            random(chunks * rows, batch, channels + values),
+            random(channels, 1, 2),
+            random(channels, scale=0.3),
+            random(channels, d, 2, scale=(2 * d) ** -0.5),
+            random(channels, scale=0.3),
+            torch.tensor([0.7, 1.4], device=device, dtype=dtype),
+            torch.cat((angles.cos(), angles.sin()), dim=-1),
+            random(chunks, 2, batch, channels),
+            random(chunks, batch, values // 2),
+            starts,
+            GROUPS,
+            values // 2,
+        )
         if not backward:
             return inputs
         query, key, value, inverse_norm = reference.cca_prologue(*inputs)
@@ -49,9 +57,13 @@ def _example(backward: bool):
 
 def _operator(name: str) -> Operator:
     return Operator(
-        name, torch=getattr(reference, name), triton=f"hip_ops.triton_kernels.cca_prologue:{name}",
-        hip=f"hip_ops.hip_kernels.cca_prologue:{name}", example=_example(name.endswith("backward")), tolerance=2**-6,
-    )  # fmt: skip
+        name,
+        torch=getattr(reference, name),
+        triton=f"hip_ops.triton_kernels.cca_prologue:{name}",
+        hip=f"hip_ops.hip_kernels.cca_prologue:{name}",
+        example=_example(name.endswith("backward")),
+        tolerance=2**-6,
+    )
 
 
 _prologue, _prologue_backward = _operator("cca_prologue"), _operator("cca_prologue_backward")
@@ -64,41 +76,119 @@ def _run(operator: Operator, dtype: torch.dtype, arguments: tuple) -> tuple[Tens
 
 @direct_operator("hip_ops::cca_prologue", mutates_args=())
 def _op(
-    projected: Tensor, depthwise_weight: Tensor, depthwise_bias: Tensor, grouped_weight: Tensor, grouped_bias: Tensor,
-    temperature: Tensor, rope: Tensor | None, halo: Tensor | None, value_halo: Tensor | None, starts: Tensor | None,
-    query_groups: int, delayed_channels: int,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    projected: Tensor,
+    depthwise_weight: Tensor,
+    depthwise_bias: Tensor,
+    grouped_weight: Tensor,
+    grouped_bias: Tensor,
+    temperature: Tensor,
+    rope: Tensor | None,
+    halo: Tensor | None,
+    value_halo: Tensor | None,
+    starts: Tensor | None,
+    query_groups: int,
+    delayed_channels: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     arguments = (
-        projected, depthwise_weight, depthwise_bias, grouped_weight, grouped_bias, temperature, rope, halo, value_halo, starts,
-        query_groups, delayed_channels,
-    )  # fmt: skip
+        projected,
+        depthwise_weight,
+        depthwise_bias,
+        grouped_weight,
+        grouped_bias,
+        temperature,
+        rope,
+        halo,
+        value_halo,
+        starts,
+        query_groups,
+        delayed_channels,
+    )
     return _run(_prologue, projected.dtype, arguments)
 
 
 @_op.register_fake
-def _(projected, depthwise_weight, depthwise_bias, grouped_weight, grouped_bias, temperature, rope, halo, value_halo, starts, query_groups, delayed_channels):
+def _(
+    projected,
+    depthwise_weight,
+    depthwise_bias,
+    grouped_weight,
+    grouped_bias,
+    temperature,
+    rope,
+    halo,
+    value_halo,
+    starts,
+    query_groups,
+    delayed_channels,
+):
     rows, d = projected.shape[:2], grouped_weight.shape[1]
     heads = grouped_bias.shape[0] // d
-    query, *keys = (projected.new_empty((*rows, count, d)) for count in (heads - query_groups, query_groups, query_groups))
+    query, *keys = (
+        projected.new_empty((*rows, count, d)) for count in (heads - query_groups, query_groups, query_groups)
+    )
     return query, *keys, projected.new_empty((heads, *rows), dtype=reference.compute_dtype(projected))
 
 
 @direct_operator("hip_ops::cca_prologue_backward", mutates_args=())
 def _backward_op(
-    d_query: Tensor, d_key: Tensor, d_value: Tensor, projected: Tensor, depthwise_weight: Tensor, depthwise_bias: Tensor,
-    grouped_weight: Tensor, grouped_bias: Tensor, temperature: Tensor, rope: Tensor | None, halo: Tensor | None,
-    value_halo: Tensor | None, starts: Tensor | None, query: Tensor, key: Tensor, inverse_norm: Tensor, query_groups: int,
+    d_query: Tensor,
+    d_key: Tensor,
+    d_value: Tensor,
+    projected: Tensor,
+    depthwise_weight: Tensor,
+    depthwise_bias: Tensor,
+    grouped_weight: Tensor,
+    grouped_bias: Tensor,
+    temperature: Tensor,
+    rope: Tensor | None,
+    halo: Tensor | None,
+    value_halo: Tensor | None,
+    starts: Tensor | None,
+    query: Tensor,
+    key: Tensor,
+    inverse_norm: Tensor,
+    query_groups: int,
     delayed_channels: int,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     arguments = (
-        d_query, d_key, d_value, projected, depthwise_weight, depthwise_bias, grouped_weight, grouped_bias, temperature, rope,
-        halo, value_halo, starts, query, key, inverse_norm, query_groups, delayed_channels,
-    )  # fmt: skip
+        d_query,
+        d_key,
+        d_value,
+        projected,
+        depthwise_weight,
+        depthwise_bias,
+        grouped_weight,
+        grouped_bias,
+        temperature,
+        rope,
+        halo,
+        value_halo,
+        starts,
+        query,
+        key,
+        inverse_norm,
+        query_groups,
+        delayed_channels,
+    )
     return _run(_prologue_backward, projected.dtype, arguments)
 
 
 @_backward_op.register_fake
-def _(d_query, d_key, d_value, projected, depthwise_weight, depthwise_bias, grouped_weight, grouped_bias, temperature, rope, halo, value_halo, *_):
+def _(
+    d_query,
+    d_key,
+    d_value,
+    projected,
+    depthwise_weight,
+    depthwise_bias,
+    grouped_weight,
+    grouped_bias,
+    temperature,
+    rope,
+    halo,
+    value_halo,
+    *_,
+):
     given = (projected, depthwise_weight, depthwise_bias, grouped_weight, grouped_bias, temperature, halo, value_halo)
     return tuple(projected.new_empty(0) if t is None else t.new_empty(t.shape) for t in given)
 
@@ -124,18 +214,35 @@ def _gradients(ctx, d_query, d_key, d_value, _):
     )
     halo, value_halo = rest[6:8]
     return (
-        d_projected, *d_parameters, None, None if halo is None else d_halo, None if value_halo is None else d_value_halo, None, None, None
-    )  # fmt: skip
+        d_projected,
+        *d_parameters,
+        None,
+        None if halo is None else d_halo,
+        None if value_halo is None else d_value_halo,
+        None,
+        None,
+        None,
+    )
 
 
 _op.register_autograd(_gradients, setup_context=_save)
 
 
 def cca_prologue(
-    projected: Tensor, depthwise_weight: Tensor, depthwise_bias: Tensor, grouped_weight: Tensor, grouped_bias: Tensor,
-    temperature: Tensor, rope: Tensor | None = None, *, query_groups: int, delayed_channels: int | None = None,
-    halo: Tensor | None = None, value_halo: Tensor | None = None, starts: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    projected: Tensor,
+    depthwise_weight: Tensor,
+    depthwise_bias: Tensor,
+    grouped_weight: Tensor,
+    grouped_bias: Tensor,
+    temperature: Tensor,
+    rope: Tensor | None = None,
+    *,
+    query_groups: int,
+    delayed_channels: int | None = None,
+    halo: Tensor | None = None,
+    value_halo: Tensor | None = None,
+    starts: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
     """query [s, b, n, d], key and value [s, b, g, d], contiguous, from the projections (arXiv 2510.04476; formulas: reference).
 
     Args:
@@ -154,10 +261,17 @@ def cca_prologue(
     values = query_groups * grouped_weight.shape[1] if query_groups > 0 and grouped_weight.dim() == 3 else 0
     delayed = values // 2 if delayed_channels is None else delayed_channels
     tensors = {
-        "projected": projected, "depthwise_weight": depthwise_weight, "depthwise_bias": depthwise_bias,
-        "grouped_weight": grouped_weight, "grouped_bias": grouped_bias, "temperature": temperature, "rope": rope, "halo": halo,
-        "value_halo": value_halo, "starts": starts,
-    }  # fmt: skip
+        "projected": projected,
+        "depthwise_weight": depthwise_weight,
+        "depthwise_bias": depthwise_bias,
+        "grouped_weight": grouped_weight,
+        "grouped_bias": grouped_bias,
+        "temperature": temperature,
+        "rope": rope,
+        "halo": halo,
+        "value_halo": value_halo,
+        "starts": starts,
+    }
     _check(tensors, query_groups, delayed)
     return _op(*tensors.values(), query_groups, delayed)[:3]
 
@@ -172,7 +286,11 @@ def _check(tensors: dict[str, Tensor | None], query_groups: int, delayed: int) -
         _fail("grouped_weight", f"has shape {tuple(grouped_weight.shape)}", "[C, d, 2]")
     channels, d = grouped_weight.shape[:2]
     if channels % d or query_groups < 1 or channels // d % query_groups or channels // d < 2 * query_groups:
-        _fail("query_groups", f"is {query_groups}", f"a divisor of the number of query heads, {channels} channels being those and as many key heads of {d}")
+        _fail(
+            "query_groups",
+            f"is {query_groups}",
+            f"a divisor of the number of query heads, {channels} channels being those and as many key heads of {d}",
+        )
     if not 0 <= delayed <= query_groups * d:
         _fail("delayed_channels", f"is {delayed}", f"from 0 to {query_groups * d}, the value channels")
     if projected.dim() != 3 or projected.shape[2] != channels + query_groups * d:
@@ -180,19 +298,32 @@ def _check(tensors: dict[str, Tensor | None], query_groups: int, delayed: int) -
     s, b = projected.shape[:2]
     chunks = next((len(tensors[name]) for name in ("halo", "value_halo", "starts") if tensors[name] is not None), 1)
     if chunks < 1 or s % chunks:
-        _fail("halo, value_halo and starts", f"tell of {chunks} chunks", f"of as many as divide the {s} rows of projected")
+        _fail(
+            "halo, value_halo and starts", f"tell of {chunks} chunks", f"of as many as divide the {s} rows of projected"
+        )
     if (tensors["halo"] is None) != (tensors["value_halo"] is None):
         _fail("halo and value_halo", "came alone", "given both or not at all")
     shapes = {
-        "depthwise_weight": (channels, 1, 2), "depthwise_bias": (channels,), "grouped_weight": (channels, d, 2),
-        "grouped_bias": (channels,), "temperature": (query_groups,), "halo": (chunks, 2, b, channels),
-        "value_halo": (chunks, b, delayed), "starts": (chunks, s // chunks + 1, b),
-    }  # fmt: skip
+        "depthwise_weight": (channels, 1, 2),
+        "depthwise_bias": (channels,),
+        "grouped_weight": (channels, d, 2),
+        "grouped_bias": (channels,),
+        "temperature": (query_groups,),
+        "halo": (chunks, 2, b, channels),
+        "value_halo": (chunks, b, delayed),
+        "starts": (chunks, s // chunks + 1, b),
+    }
     for name, shape in shapes.items():
         if tensors[name] is not None and tensors[name].shape != shape:
             _fail(name, f"has shape {tuple(tensors[name].shape)}", f"{shape}")
     rope = tensors["rope"]
-    if rope is not None and not (rope.dim() == 3 and rope.shape[0] == s and rope.shape[1] in (1, b) and 0 < rope.shape[2] <= d and rope.shape[2] % 2 == 0):
+    if rope is not None and not (
+        rope.dim() == 3
+        and rope.shape[0] == s
+        and rope.shape[1] in (1, b)
+        and 0 < rope.shape[2] <= d
+        and rope.shape[2] % 2 == 0
+    ):
         _fail("rope", f"has shape {tuple(rope.shape)}", f"[{s}, 1 or {b}, r] with an even r up to {d}")
     if projected.dtype not in DTYPES:
         _fail("projected", f"is {projected.dtype}", ", ".join(map(str, DTYPES[:-1])) + f" or {DTYPES[-1]}")
@@ -202,7 +333,11 @@ def _check(tensors: dict[str, Tensor | None], query_groups: int, delayed: int) -
             continue
         if tensor.device != projected.device:
             _fail(name, f"is on {tensor.device}", f"on {projected.device} like projected")
-        allowed = {"starts": (torch.bool,), "rope": (torch.float32, compute), "temperature": (projected.dtype, compute)}.get(name, (projected.dtype,))
+        allowed = {
+            "starts": (torch.bool,),
+            "rope": (torch.float32, compute),
+            "temperature": (projected.dtype, compute),
+        }.get(name, (projected.dtype,))
         if tensor.dtype not in allowed:
             _fail(name, f"is {tensor.dtype}", " or ".join(map(str, dict.fromkeys(allowed))))
 
@@ -221,7 +356,9 @@ def document_starts(cu_seqlens: Tensor, rows: int) -> tuple[Tensor, Tensor]:
     Nothing waits for the device. `rope[positions]` restarts the rotation with each document.
     """
     if cu_seqlens.dim() != 1 or len(cu_seqlens) < 2 or cu_seqlens.is_floating_point():
-        raise ValueError(f"hip_ops.document_starts: cu_seqlens is {cu_seqlens.dtype} {tuple(cu_seqlens.shape)}; it must be integers [documents + 1]")
+        raise ValueError(
+            f"hip_ops.document_starts: cu_seqlens is {cu_seqlens.dtype} {tuple(cu_seqlens.shape)}; it must be integers [documents + 1]"
+        )
     starts = torch.zeros(rows + 2, dtype=torch.bool, device=cu_seqlens.device)
     starts[cu_seqlens.long() + 1] = True  # the end of the last document falls on the row that is cut off
     starts[0] = True
@@ -241,11 +378,14 @@ class DecodeState:
     value: Tensor
 
     @classmethod
-    def empty(cls, batch: int, channels: int, delayed_channels: int, *, dtype: torch.dtype, device: torch.device | str) -> DecodeState:
+    def empty(
+        cls, batch: int, channels: int, delayed_channels: int, *, dtype: torch.dtype, device: torch.device | str
+    ) -> DecodeState:
         """Before a sequence: zeros, as z and the delayed values are there."""
         return cls(
-            torch.zeros(2, batch, channels, dtype=dtype, device=device), torch.zeros(batch, delayed_channels, dtype=dtype, device=device)
-        )  # fmt: skip
+            torch.zeros(2, batch, channels, dtype=dtype, device=device),
+            torch.zeros(batch, delayed_channels, dtype=dtype, device=device),
+        )
 
     def advance(self, projected: Tensor) -> None:
         """Takes in the tokens projected [t, b, C + g d], in place (so a captured graph may hold the state)."""
@@ -255,18 +395,35 @@ class DecodeState:
 
 
 def cca_prologue_step(
-    projected: Tensor, depthwise_weight: Tensor, depthwise_bias: Tensor, grouped_weight: Tensor, grouped_bias: Tensor,
-    temperature: Tensor, rope: Tensor | None = None, *, query_groups: int, state: DecodeState,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    projected: Tensor,
+    depthwise_weight: Tensor,
+    depthwise_bias: Tensor,
+    grouped_weight: Tensor,
+    grouped_bias: Tensor,
+    temperature: Tensor,
+    rope: Tensor | None = None,
+    *,
+    query_groups: int,
+    state: DecodeState,
+) -> tuple[Tensor, Tensor, Tensor]:
     """The next t >= 1 tokens of b sequences, projected [t, b, C + g d]: query, key and value as cca_prologue; `state` moves on, in place.
 
     A prompt is the first step, from the empty state. No gradients.
     """
     with torch.no_grad():
         found = cca_prologue(
-            projected, depthwise_weight, depthwise_bias, grouped_weight, grouped_bias, temperature, rope, query_groups=query_groups,
-            delayed_channels=state.value.shape[-1], halo=state.conv.unsqueeze(0), value_halo=state.value.unsqueeze(0),
-        )  # fmt: skip
+            projected,
+            depthwise_weight,
+            depthwise_bias,
+            grouped_weight,
+            grouped_bias,
+            temperature,
+            rope,
+            query_groups=query_groups,
+            delayed_channels=state.value.shape[-1],
+            halo=state.conv.unsqueeze(0),
+            value_halo=state.value.unsqueeze(0),
+        )
         if len(projected):
             state.advance(projected)
     return found

@@ -94,7 +94,9 @@ def _version(program: str, _changed: int) -> str:
 
 
 def rocm_folders() -> list[Path]:
-    return [Path(folder) for folder in (os.environ.get("ROCM_PATH"), os.environ.get("HIP_PATH"), *ROCM_FOLDERS) if folder]
+    return [
+        Path(folder) for folder in (os.environ.get("ROCM_PATH"), os.environ.get("HIP_PATH"), *ROCM_FOLDERS) if folder
+    ]
 
 
 def _programs(names: list[str], folders: list[Path]) -> Iterator[str]:
@@ -124,7 +126,9 @@ def _amd(target: str) -> Compiler:
                 f"{program} was found, but not the ROCm device libraries for {target} (a folder amdgcn/bitcode under ROCM_PATH, /opt/rocm or "
                 "/usr/lib): install rocm-device-libs, or a ROCm and set ROCM_PATH"
             )
-        return Compiler(program, version, (*flags, f"--rocm-device-lib-path={libraries}"), ("-shared", "-fPIC", "-lamdhip64"))
+        return Compiler(
+            program, version, (*flags, f"--rocm-device-lib-path={libraries}"), ("-shared", "-fPIC", "-lamdhip64")
+        )
     old = f" ({', '.join(too_old)} is older than clang {OLDEST_CLANG})" if too_old else ""
     raise CompilerNotFound(
         f"neither hipcc nor a clang++ that knows {target} is on PATH, under ROCM_PATH or /opt/rocm{old}: install ROCm's hipcc and set ROCM_PATH"
@@ -136,7 +140,9 @@ def _nvidia(target: str) -> Compiler:
     for program in _programs(["nvcc"], [*folders, *map(Path, NVCC_FOLDERS)]):
         flags = ("-x", "cu", f"-arch={target}", *_OPTIMIZE, "-Xcompiler", ",".join(_HOST))
         return Compiler(program, compiler_version(program), flags, (f"-arch={target}", "-shared"))
-    raise CompilerNotFound("nvcc is not on PATH, nor under CUDA_HOME, CUDA_PATH or /usr/local/cuda: install the CUDA toolkit and set CUDA_HOME")
+    raise CompilerNotFound(
+        "nvcc is not on PATH, nor under CUDA_HOME, CUDA_PATH or /usr/local/cuda: install the CUDA toolkit and set CUDA_HOME"
+    )
 
 
 def _cpu() -> Compiler:

@@ -37,7 +37,10 @@ def _with_gfx942(folder: Path, clang: str) -> Path | None:
         return overlay
     suffix = re.search(r"-\d+$", clang)
     beside = os.pathsep.join((str(Path(os.path.realpath(clang)).parent), os.environ.get("PATH", "")))
-    tools = [shutil.which(name + (suffix[0] if suffix else ""), path=beside) or shutil.which(name, path=beside) for name in ("llvm-dis", "llvm-as")]
+    tools = [
+        shutil.which(name + (suffix[0] if suffix else ""), path=beside) or shutil.which(name, path=beside)
+        for name in ("llvm-dis", "llvm-as")
+    ]
     if None in tools:
         return None
     overlay.mkdir(parents=True, exist_ok=True)
@@ -48,9 +51,13 @@ def _with_gfx942(folder: Path, clang: str) -> Path | None:
                 link.symlink_to(file)
             except FileExistsError:
                 pass  # another process made it
-    text = subprocess.run([tools[0], str(folder / "oclc_isa_version_940.bc"), "-o", "-"], capture_output=True, text=True, check=True).stdout
+    text = subprocess.run(
+        [tools[0], str(folder / "oclc_isa_version_940.bc"), "-o", "-"], capture_output=True, text=True, check=True
+    ).stdout
     with tempfile.TemporaryDirectory(dir=overlay) as scratch:
         made = Path(scratch) / "made.bc"
-        subprocess.run([tools[1], "-", "-o", str(made)], input=text.replace("i32 9400", "i32 9402"), text=True, check=True)
+        subprocess.run(
+            [tools[1], "-", "-o", str(made)], input=text.replace("i32 9400", "i32 9402"), text=True, check=True
+        )
         os.replace(made, overlay / "oclc_isa_version_942.bc")
     return overlay

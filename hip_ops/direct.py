@@ -26,9 +26,12 @@ _OTHERS = frozenset((int, float, bool, NoneType, torch.dtype))
 def nobody_looks() -> bool:
     """Whether no compiler, tracer, transform or mode is at work in this thread."""
     return (
-        not torch.compiler.is_compiling() and torch._C._len_torch_dispatch_stack() == 0 and torch._C._len_torch_function_stack() == 0
-        and torch._C._functorch.peek_interpreter_stack() is None and torch._C._get_tracing_state() is None
-    )  # fmt: skip
+        not torch.compiler.is_compiling()
+        and torch._C._len_torch_dispatch_stack() == 0
+        and torch._C._len_torch_function_stack() == 0
+        and torch._C._functorch.peek_interpreter_stack() is None
+        and torch._C._get_tracing_state() is None
+    )
 
 
 class DirectOperator:
@@ -58,7 +61,11 @@ class DirectOperator:
             setup_context(ctx, arguments, results)
             return results
 
-        self._function = type(self._name, (torch.autograd.Function,), {"forward": staticmethod(forward), "backward": staticmethod(gradients)})
+        self._function = type(
+            self._name,
+            (torch.autograd.Function,),
+            {"forward": staticmethod(forward), "backward": staticmethod(gradients)},
+        )
 
     def __call__(self, *arguments: Any) -> Any:
         if not nobody_looks():

@@ -17,13 +17,21 @@ from hip_ops.reference import embedding_gradient as reference
 def _example(device: torch.device) -> tuple:
     """Ids that come once, some times, and more often than a program of the kernel takes rows, in any order."""
     ids = torch.cat((torch.randint(50, (300,)), torch.full((200,), 7), torch.tensor([0, 49]))).to(device)
-    return torch.randn(50, 1100, device=device), ids[torch.randperm(len(ids)).to(device)], torch.randn(len(ids), 1100, device=device).bfloat16()
+    return (
+        torch.randn(50, 1100, device=device),
+        ids[torch.randperm(len(ids)).to(device)],
+        torch.randn(len(ids), 1100, device=device).bfloat16(),
+    )
 
 
 _add_rows = Operator(
-    "add_rows", torch=reference.add_rows_, triton="hip_ops.triton_kernels.embedding_gradient:add_rows_",
-    hip="hip_ops.hip_kernels.embedding_gradient:add_rows_", example=_example, tolerance=1e-5,
-)  # fmt: skip
+    "add_rows",
+    torch=reference.add_rows_,
+    triton="hip_ops.triton_kernels.embedding_gradient:add_rows_",
+    hip="hip_ops.hip_kernels.embedding_gradient:add_rows_",
+    example=_example,
+    tolerance=1e-5,
+)
 
 
 @direct_operator("hip_ops::add_rows", mutates_args=("total",))

@@ -35,9 +35,12 @@ class ExpertOrder(NamedTuple):
 
 def _operator(name: str, example) -> Operator:
     return Operator(
-        name, torch=getattr(reference, name), triton=f"hip_ops.triton_kernels.{MODULE}:{name}",
-        hip=f"hip_ops.hip_kernels.{MODULE}:{name}", example=example,
-    )  # fmt: skip
+        name,
+        torch=getattr(reference, name),
+        triton=f"hip_ops.triton_kernels.{MODULE}:{name}",
+        hip=f"hip_ops.hip_kernels.{MODULE}:{name}",
+        example=example,
+    )
 
 
 def _example_ids(device: torch.device, tokens: int) -> Tensor:
@@ -170,16 +173,24 @@ def _check(operator: str, name: str, rows: Tensor, order: ExpertOrder, probs: Te
     tensors |= {} if probs is None else {"probs": probs}
     for what, tensor in tensors.items():
         if tensor.shape != rows.shape[:1]:
-            raise ValueError(f"hip_ops.{operator}: {what} has shape {tuple(tensor.shape)}; it must be {tuple(rows.shape[:1])}, one entry a row of {name}")
+            raise ValueError(
+                f"hip_ops.{operator}: {what} has shape {tuple(tensor.shape)}; it must be {tuple(rows.shape[:1])}, one entry a row of {name}"
+            )
         if tensor.device != rows.device:
-            raise ValueError(f"hip_ops.{operator}: {what} is on {tensor.device}; it must be on {rows.device} like {name}")
+            raise ValueError(
+                f"hip_ops.{operator}: {what} is on {tensor.device}; it must be on {rows.device} like {name}"
+            )
         if what != "probs" and tensor.dtype != torch.int32:
-            raise ValueError(f"hip_ops.{operator}: {what} is {tensor.dtype}; it must be torch.int32, as sort_by_expert makes it")
+            raise ValueError(
+                f"hip_ops.{operator}: {what} is {tensor.dtype}; it must be torch.int32, as sort_by_expert makes it"
+            )
     floats = {name: rows} | ({} if probs is None else {"probs": probs})
     all_fp64 = all(tensor.dtype == torch.float64 for tensor in floats.values())
     for what, tensor in floats.items():
         if tensor.dtype not in DTYPES and not all_fp64:
-            raise ValueError(f"hip_ops.{operator}: {what} is {tensor.dtype}; it must be torch.bfloat16 or torch.float32 (or all tensors torch.float64)")
+            raise ValueError(
+                f"hip_ops.{operator}: {what} is {tensor.dtype}; it must be torch.bfloat16 or torch.float32 (or all tensors torch.float64)"
+            )
 
 
 def sort_by_expert(expert_ids: Tensor, num_experts: int) -> ExpertOrder:
@@ -191,7 +202,9 @@ def sort_by_expert(expert_ids: Tensor, num_experts: int) -> ExpertOrder:
     if expert_ids.dim() != 1:
         raise ValueError(f"hip_ops.sort_by_expert: expert_ids has shape {tuple(expert_ids.shape)}; it must be [n]")
     if expert_ids.dtype not in (torch.int32, torch.int64):
-        raise ValueError(f"hip_ops.sort_by_expert: expert_ids is {expert_ids.dtype}; it must be torch.int32 or torch.int64")
+        raise ValueError(
+            f"hip_ops.sort_by_expert: expert_ids is {expert_ids.dtype}; it must be torch.int32 or torch.int64"
+        )
     if num_experts < 1:
         raise ValueError(f"hip_ops.sort_by_expert: num_experts is {num_experts}; it must be at least 1")
     return ExpertOrder(*_sort_op(expert_ids, num_experts))

@@ -53,11 +53,23 @@ def _compare_rows(got: list, want: list) -> str | None:
 
 
 _TRITON = "hip_ops.triton_kernels.grouped_product"
-_rows = Operator("grouped_rows", torch=reference.grouped_rows, triton=f"{_TRITON}:grouped_rows", example=_rows_example(False), compare=_compare_rows)
+_rows = Operator(
+    "grouped_rows",
+    torch=reference.grouped_rows,
+    triton=f"{_TRITON}:grouped_rows",
+    example=_rows_example(False),
+    compare=_compare_rows,
+)
 _rows_transposed = Operator(
-    "grouped_rows_transposed", torch=reference.grouped_rows, triton=f"{_TRITON}:grouped_rows", example=_rows_example(True), compare=_compare_rows
-)  # fmt: skip
-_outer = Operator("grouped_outer_", torch=reference.grouped_outer_, triton=f"{_TRITON}:grouped_outer_", example=_outer_example)
+    "grouped_rows_transposed",
+    torch=reference.grouped_rows,
+    triton=f"{_TRITON}:grouped_rows",
+    example=_rows_example(True),
+    compare=_compare_rows,
+)
+_outer = Operator(
+    "grouped_outer_", torch=reference.grouped_outer_, triton=f"{_TRITON}:grouped_outer_", example=_outer_example
+)
 
 
 @direct_operator("hip_ops::grouped_rows", mutates_args=())
@@ -102,13 +114,17 @@ def wrong_beside_reference(device: torch.device, rows: Callable, outer_: Callabl
         return make
 
     checks = (
-        (_rows, rows, _rows.example), (_rows_transposed, rows, _rows_transposed.example), (_outer, outer_, _outer.example),
-        (_outer, outer_, written(torch.float32)), (_outer, outer_, written(torch.bfloat16)),
-    )  # fmt: skip
+        (_rows, rows, _rows.example),
+        (_rows_transposed, rows, _rows_transposed.example),
+        (_outer, outer_, _outer.example),
+        (_outer, outer_, written(torch.float32)),
+        (_outer, outer_, written(torch.bfloat16)),
+    )
     wrong = [
-        f"{operator.name}: {found}" for operator, candidate, example in checks
+        f"{operator.name}: {found}"
+        for operator, candidate, example in checks
         if (found := difference(candidate, operator.reference, example, device, compare=operator.compare))
-    ]  # fmt: skip
+    ]
     return "; ".join(wrong) or None
 
 
@@ -118,7 +134,12 @@ def _fail(operator: str, name: str, what, must: str):
 
 def _check(operator: str, offsets: Tensor, experts: int, name: str, tensor: Tensor, like: Tensor) -> None:
     if offsets.shape != (experts,) or offsets.dtype != torch.int32 or experts == 0:
-        _fail(operator, "offsets", f"is {offsets.dtype} {tuple(offsets.shape)}", f"torch.int32 ({max(experts, 1)},), an entry an expert")
+        _fail(
+            operator,
+            "offsets",
+            f"is {offsets.dtype} {tuple(offsets.shape)}",
+            f"torch.int32 ({max(experts, 1)},), an entry an expert",
+        )
     if tensor.device != like.device:
         _fail(operator, name, f"is on {tensor.device}", f"on {like.device}")
     if tensor.dtype != like.dtype:
@@ -148,12 +169,27 @@ def grouped_outer_(out: Tensor, a: Tensor, b: Tensor, offsets: Tensor, accumulat
     beyond offsets[-1] do not matter. Returns out. Raises ValueError on wrong shapes, dtypes or devices.
     """
     if out.dim() != 3 or out.stride(2) != 1:
-        _fail("grouped_outer_", "out", f"has shape {tuple(out.shape)} and strides {out.stride()}", "[E, m, n] with rows without gaps")
+        _fail(
+            "grouped_outer_",
+            "out",
+            f"has shape {tuple(out.shape)} and strides {out.stride()}",
+            "[E, m, n] with rows without gaps",
+        )
     if out.dtype != a.dtype and out.dtype != torch.promote_types(a.dtype, torch.float32):
-        _fail("grouped_outer_", "out", f"is {out.dtype}", f"{torch.promote_types(a.dtype, torch.float32)} or {a.dtype} like a")
+        _fail(
+            "grouped_outer_",
+            "out",
+            f"is {out.dtype}",
+            f"{torch.promote_types(a.dtype, torch.float32)} or {a.dtype} like a",
+        )
     experts, m, n = out.shape
     if a.dim() != 2 or b.dim() != 2 or a.shape[1] != m or b.shape[1] != n or a.shape[0] != b.shape[0]:
-        _fail("grouped_outer_", "a, b", f"have shapes {tuple(a.shape)}, {tuple(b.shape)}", f"[T, {out.shape[1]}] and [T, {out.shape[2]}]")
+        _fail(
+            "grouped_outer_",
+            "a, b",
+            f"have shapes {tuple(a.shape)}, {tuple(b.shape)}",
+            f"[T, {out.shape[1]}] and [T, {out.shape[2]}]",
+        )
     _check("grouped_outer_", offsets, experts, "b", b, a)
     if out.device != a.device:
         _fail("grouped_outer_", "out", f"is on {out.device}", f"on {a.device}")

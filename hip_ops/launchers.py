@@ -37,7 +37,9 @@ def _ctype(file: Path, name: str, parameter: str) -> type:
     if "*" in parameter:
         return ctypes.c_void_p
     kind = (parameter.split() or [""])[0]
-    assert kind in ("int64_t", "float", "double"), f"{file.name}: parameter `{parameter.strip()}` of {name}; allowed are pointers, int64_t, float, double"
+    assert kind in ("int64_t", "float", "double"), (
+        f"{file.name}: parameter `{parameter.strip()}` of {name}; allowed are pointers, int64_t, float, double"
+    )
     return _NUMBERS[kind]
 
 
@@ -46,7 +48,9 @@ def load(path: Path, *files: Path) -> ctypes.CDLL:
     loaded = ctypes.CDLL(str(path))
     version = loaded.ho_abi_version()
     if version != ABI_VERSION:
-        raise RuntimeError(f"hip_ops: {path} has ABI version {version}, this hip_ops wants {ABI_VERSION}: rebuild with `python -m hip_ops build --force`")
+        raise RuntimeError(
+            f"hip_ops: {path} has ABI version {version}, this hip_ops wants {ABI_VERSION}: rebuild with `python -m hip_ops build --force`"
+        )
     loaded.ho_error_string.restype = ctypes.c_char_p
     loaded.ho_error_string.argtypes = (ctypes.c_int,)
     for name, (result, types) in declarations(*files).items():

@@ -11,7 +11,9 @@ from hip_ops.build import BuildError, build
 from hip_ops.compilers import AMD_ARCHITECTURES, CompilerNotFound, default_amd_target
 from hip_ops.launchers import load
 
-_failures: dict[str, Exception] = {}  # a build that failed is not tried again in this process: every operator would wait for it
+_failures: dict[
+    str, Exception
+] = {}  # a build that failed is not tried again in this process: every operator would wait for it
 
 
 def target_of(device: torch.device) -> str:
@@ -23,7 +25,9 @@ def target_of(device: torch.device) -> str:
     name = architecture(device)
     if torch.version.hip is None or name in AMD_ARCHITECTURES:
         return name
-    raise ValueError(f"hip_ops: {device} is {name}; the kernels need waves of 64 and MFMA: {', '.join(AMD_ARCHITECTURES)}")
+    raise ValueError(
+        f"hip_ops: {device} is {name}; the kernels need waves of 64 and MFMA: {', '.join(AMD_ARCHITECTURES)}"
+    )
 
 
 def library(target: str) -> ctypes.CDLL:
@@ -53,8 +57,13 @@ def call(name: str, *arguments, device: torch.device) -> None:
     function = getattr(loaded, name)
     types = function.argtypes
     assert types is not None, f"{name} is no launcher of csrc/*.hip"
-    assert len(arguments) == len(types) - 1, f"{name} takes {len(types) - 1} arguments and the stream, {len(arguments)} were given"
-    converted = [_convert(name, place, argument, kind, device) for place, (argument, kind) in enumerate(zip(arguments, types, strict=False))]
+    assert len(arguments) == len(types) - 1, (
+        f"{name} takes {len(types) - 1} arguments and the stream, {len(arguments)} were given"
+    )
+    converted = [
+        _convert(name, place, argument, kind, device)
+        for place, (argument, kind) in enumerate(zip(arguments, types, strict=False))
+    ]
     if device.type == "cpu":
         code = function(*converted, None)
     else:
@@ -74,10 +83,14 @@ def _convert(name: str, place: int, argument, kind: type, device: torch.device):
                 f"{name}: argument {place} is on {argument.device}, the call on {device}"
             )
             return argument.data_ptr()
-        assert argument is None or isinstance(argument, ctypes.Array), f"{name}: argument {place} is {type(argument).__name__}, the launcher takes a pointer"
+        assert argument is None or isinstance(argument, ctypes.Array), (
+            f"{name}: argument {place} is {type(argument).__name__}, the launcher takes a pointer"
+        )
         return argument
     whole = kind is ctypes.c_int64
-    assert isinstance(argument, int if whole else (int, float)), f"{name}: argument {place} is {type(argument).__name__}, the launcher takes {kind.__name__}"
+    assert isinstance(argument, int if whole else (int, float)), (
+        f"{name}: argument {place} is {type(argument).__name__}, the launcher takes {kind.__name__}"
+    )
     return argument
 
 

@@ -73,13 +73,17 @@ class _Head:
 
     def statistics(self, logits: Tensor, rows: slice) -> tuple[Tensor, Tensor]:
         """Normalizer and label's logit, over all ranks; one exchange."""
-        return reference.combined(self._of_all_ranks(row_statistics(logits, self.labels[rows], self.first_class, parts_for(logits))))
+        return reference.combined(
+            self._of_all_ranks(row_statistics(logits, self.labels[rows], self.first_class, parts_for(logits)))
+        )
 
     def gradient(self, logits: Tensor, rows: slice, grad: Tensor) -> Tensor:
         """Makes the logits their gradient but for a factor a row. Returns [2, T]: losses and these factors. One exchange."""
         labels, parts = self.labels[rows], parts_of_exponentials(len(self.weight))
         statistics, first = overwrite_with_exponentials(logits, labels, self.first_class, parts), 0
-        if self._ranks() > 1:  # three numbers a token are sent; of this rank's parts the references still count, all else is in the ranks' sums
+        if (
+            self._ranks() > 1
+        ):  # three numbers a token are sent; of this rank's parts the references still count, all else is in the ranks' sums
             everyone, first = self._of_all_ranks(joined(statistics)), self._ranks()
             statistics[:, 1:] = 0
             statistics = torch.cat((everyone, statistics))
@@ -110,7 +114,11 @@ class _Gradients:
         elif self.hidden is not None:
             scaled_product(d_logits, head.weight, factors, self.hidden[rows])
         if self.weight is not None:
-            x = hidden[rows] if factors is None else torch.mul(hidden[rows], factors, out=torch.empty_like(hidden[rows]))
+            x = (
+                hidden[rows]
+                if factors is None
+                else torch.mul(hidden[rows], factors, out=torch.empty_like(hidden[rows]))
+            )
             add_product_(self.weight, d_logits, x)
 
 
@@ -184,12 +192,16 @@ class _Recomputed(torch.autograd.Function):
         gradients, buffer = _empty_gradients(ctx, hidden, weight, ctx.main_grad), head.buffer(hidden)
         for rows in head.chunks():
             logits = head.logits(hidden, rows, buffer)
-            overwrite_with_gradient(logits, labels[rows], head.first_class, normalizer[:, rows], grad[rows], head.z_loss)
+            overwrite_with_gradient(
+                logits, labels[rows], head.first_class, normalizer[:, rows], grad[rows], head.z_loss
+            )
             gradients.add(head, hidden, rows, logits)
         return _handed_out(ctx, gradients, ctx.main_grad, weight.dtype)
 
 
-def _check(hidden: Tensor, weight: Tensor, labels: Tensor, promised: Tensor | None, main_grad: Tensor | None, chunk: int | None) -> None:
+def _check(
+    hidden: Tensor, weight: Tensor, labels: Tensor, promised: Tensor | None, main_grad: Tensor | None, chunk: int | None
+) -> None:
     """Raises ValueError on shapes, dtypes or devices that do not go together."""
 
     def fail(name: str, what, must: str):
@@ -204,7 +216,9 @@ def _check(hidden: Tensor, weight: Tensor, labels: Tensor, promised: Tensor | No
     if weight.dtype != hidden.dtype:
         fail("weight", f"is {weight.dtype}", f"{hidden.dtype} like hidden")
     if labels.shape != hidden.shape[:1] or labels.dtype != torch.int64:
-        fail("labels", f"is {labels.dtype} {tuple(labels.shape)}", f"torch.int64 {tuple(hidden.shape[:1])}, one a token")
+        fail(
+            "labels", f"is {labels.dtype} {tuple(labels.shape)}", f"torch.int64 {tuple(hidden.shape[:1])}, one a token"
+        )
     if promised is not None and promised.shape != hidden.shape[:1]:
         fail("promised_grad", f"has shape {tuple(promised.shape)}", f"{tuple(hidden.shape[:1])}, one number a token")
     if main_grad is not None and main_grad.shape != weight.shape:
@@ -219,9 +233,17 @@ def _check(hidden: Tensor, weight: Tensor, labels: Tensor, promised: Tensor | No
 
 
 def linear_cross_entropy(
-    hidden: Tensor, weight: Tensor, labels: Tensor, *, promised_grad: Tensor | None = None, main_grad: Tensor | None = None,
-    z_loss: float = 0.0, group=None, first_class: int = 0, chunk_tokens: int | None = None,
-) -> Tensor:  # fmt: skip
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    *,
+    promised_grad: Tensor | None = None,
+    main_grad: Tensor | None = None,
+    z_loss: float = 0.0,
+    group=None,
+    first_class: int = 0,
+    chunk_tokens: int | None = None,
+) -> Tensor:
     """Cross-entropy of softmax(hidden weight^T) with labels, without the logits of more than a chunk of tokens.
 
     Args:

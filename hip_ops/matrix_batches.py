@@ -18,14 +18,18 @@ class MatrixBatches:
     square_sums: fp32 [matrices], for `muon_momentum_` to fill; `sums()` hands it to `newton_schulz`.
     """
 
-    def __init__(self, shapes: Sequence[Sequence[int]], device: torch.device | str, dtype: torch.dtype = torch.bfloat16):
+    def __init__(
+        self, shapes: Sequence[Sequence[int]], device: torch.device | str, dtype: torch.dtype = torch.bfloat16
+    ):
         grouped: dict[tuple[int, int], list[int]] = {}
         for i, shape in enumerate(shapes):
             if len(shape) != 2:
                 raise ValueError(f"hip_ops.MatrixBatches: shapes[{i}] is {tuple(shape)}; it must be (m, n)")
             grouped.setdefault(tuple(shape), []).append(i)
         self.places = list(grouped.values())
-        self.tensors = [torch.empty((len(places), *shape), dtype=dtype, device=device) for shape, places in grouped.items()]
+        self.tensors = [
+            torch.empty((len(places), *shape), dtype=dtype, device=device) for shape, places in grouped.items()
+        ]
         self.slots = self.split(self.tensors)
         self.square_sums = torch.zeros(len(shapes), dtype=torch.float32, device=device)
         order = [place for places in self.places for place in places]
@@ -36,7 +40,9 @@ class MatrixBatches:
         matrices: list[Tensor | None] = [None] * sum(map(len, self.places))
         for like, batch, places in zip(self.tensors, batches, self.places, strict=True):
             if batch.shape != like.shape:
-                raise ValueError(f"hip_ops.MatrixBatches: a batch has shape {tuple(batch.shape)}; it must be {tuple(like.shape)}")
+                raise ValueError(
+                    f"hip_ops.MatrixBatches: a batch has shape {tuple(batch.shape)}; it must be {tuple(like.shape)}"
+                )
             for place, matrix in zip(places, batch.unbind(0), strict=True):
                 matrices[place] = matrix
         return matrices

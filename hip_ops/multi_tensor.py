@@ -86,7 +86,9 @@ def pack(
         counts.append(count)
         chunks += count
     if chunks >= 2**31:
-        raise ValueError(f"hip_ops: {sum(numels)} elements are {chunks} chunks, more than one launch can number; split the lists")
+        raise ValueError(
+            f"hip_ops: {sum(numels)} elements are {chunks} chunks, more than one launch can number; split the lists"
+        )
     words = torch.frombuffer(bytearray(b"".join(rows)), dtype=torch.int64)
     row_of_chunk = torch.repeat_interleave(torch.arange(len(rows), dtype=torch.int32), torch.tensor(counts))
     if chunks % 2:
@@ -122,7 +124,9 @@ _kept_for_graphs: list[tuple[WorkTable, torch.Tensor]] = []
 
 
 @functools.lru_cache(maxsize=MAX_TABLES)
-def _uploaded(device, stream, addresses, itemsizes, numels, scales, places, chunk_elements) -> tuple[WorkTable, torch.Tensor]:
+def _uploaded(
+    device, stream, addresses, itemsizes, numels, scales, places, chunk_elements
+) -> tuple[WorkTable, torch.Tensor]:
     """The table on `device`, uploaded on `stream`, and its host copy, which that upload may still read."""
     host, chunks = pack(addresses, itemsizes, numels, scales, places, chunk_elements)
     if device.type != "cpu":
@@ -142,10 +146,7 @@ def _captured(device, addresses, itemsizes, numels, scales, places, chunk_elemen
 
 
 def work_table(
-    columns: Sequence[Sequence[torch.Tensor]],
-    scales: Sequence[float],
-    places: Sequence[int],
-    chunk_elements: int,
+    columns: Sequence[Sequence[torch.Tensor]], scales: Sequence[float], places: Sequence[int], chunk_elements: int
 ) -> WorkTable:
     """The table for parallel lists of tensors (`columns[c][t]`), each list of one dtype, all on one device."""
     device = columns[0][0].device

@@ -40,12 +40,16 @@ def _same_shapes(operator: str, **lists: Sequence[Tensor]) -> None:
     (first_name, first), *others = lists.items()
     for name, tensors in others:
         if len(tensors) != len(first):
-            raise ValueError(f"hip_ops.{operator}: {name} holds {len(tensors)} tensors; it must hold one for each of the {len(first)} {first_name}")
+            raise ValueError(
+                f"hip_ops.{operator}: {name} holds {len(tensors)} tensors; it must hold one for each of the {len(first)} {first_name}"
+            )
     device = first[0].device
     for name, tensors in lists.items():
         for i, tensor in enumerate(tensors):
             if tensor.device != device:
-                raise ValueError(f"hip_ops.{operator}: {name}[{i}] is on {tensor.device}; all tensors must be on the device of {first_name}[0], {device}")
+                raise ValueError(
+                    f"hip_ops.{operator}: {name}[{i}] is on {tensor.device}; all tensors must be on the device of {first_name}[0], {device}"
+                )
             if not tensor.is_contiguous():
                 raise ValueError(
                     f"hip_ops.{operator}: {name}[{i}] of shape {tuple(tensor.shape)} has strides {tensor.stride()}; it must be "
@@ -54,7 +58,9 @@ def _same_shapes(operator: str, **lists: Sequence[Tensor]) -> None:
     for name, tensors in others:
         for i, (tensor, like) in enumerate(zip(tensors, first, strict=True)):
             if tensor.shape != like.shape:
-                raise ValueError(f"hip_ops.{operator}: {name}[{i}] has shape {tuple(tensor.shape)}; it must be that of {first_name}[{i}], {tuple(like.shape)}")
+                raise ValueError(
+                    f"hip_ops.{operator}: {name}[{i}] has shape {tuple(tensor.shape)}; it must be that of {first_name}[{i}], {tuple(like.shape)}"
+                )
 
 
 def _dtypes(operator: str, **lists: Sequence[Tensor]) -> None:
@@ -63,7 +69,9 @@ def _dtypes(operator: str, **lists: Sequence[Tensor]) -> None:
     if found <= set(DTYPES) or found == {torch.float64}:
         return
     name, i, dtype = next((n, i, t.dtype) for n, ts in lists.items() for i, t in enumerate(ts) if t.dtype not in DTYPES)
-    raise ValueError(f"hip_ops.{operator}: {name}[{i}] is {dtype}; it must be torch.bfloat16 or torch.float32 (or all tensors torch.float64)")
+    raise ValueError(
+        f"hip_ops.{operator}: {name}[{i}] is {dtype}; it must be torch.bfloat16 or torch.float32 (or all tensors torch.float64)"
+    )
 
 
 def _scalar(operator: str, name: str, value: Tensor | None, device: torch.device) -> None:
@@ -77,7 +85,10 @@ def _scalar(operator: str, name: str, value: Tensor | None, device: torch.device
 def _example_lists(device: torch.device) -> list[list[Tensor]]:
     """Three parallel lists - bf16, fp32, bf16 - with whole and ragged chunks, an empty tensor and a few elements."""
     shapes = [(96, 256), (0, 4), (17, 33), (1, 3)]
-    return [[torch.randn(shape, device=device).to(dtype) for shape in shapes] for dtype in (torch.bfloat16, torch.float32, torch.bfloat16)]
+    return [
+        [torch.randn(shape, device=device).to(dtype) for shape in shapes]
+        for dtype in (torch.bfloat16, torch.float32, torch.bfloat16)
+    ]
 
 
 def _momentum_example(device: torch.device) -> tuple:
@@ -86,33 +97,59 @@ def _momentum_example(device: torch.device) -> tuple:
 
 
 def _update_example(device: torch.device) -> tuple:
-    return (*_example_lists(device), [3.2, 0.4, 1.1, 0.5], 0.0, torch.full((1,), 0.1, device=device), 0.1, torch.zeros(1, device=device))
+    return (
+        *_example_lists(device),
+        [3.2, 0.4, 1.1, 0.5],
+        0.0,
+        torch.full((1,), 0.1, device=device),
+        0.1,
+        torch.zeros(1, device=device),
+    )
 
 
 _momentum = Operator(
-    "muon_momentum_", torch=reference.momentum_reference, triton="hip_ops.triton_kernels.muon:momentum",
-    hip="hip_ops.hip_kernels.muon:momentum", example=_momentum_example,
-)  # fmt: skip
+    "muon_momentum_",
+    torch=reference.momentum_reference,
+    triton="hip_ops.triton_kernels.muon:momentum",
+    hip="hip_ops.hip_kernels.muon:momentum",
+    example=_momentum_example,
+)
 _update = Operator(
-    "muon_update_", torch=reference.update_reference, triton="hip_ops.triton_kernels.muon:update",
-    hip="hip_ops.hip_kernels.muon:update", example=_update_example,
-)  # fmt: skip
+    "muon_update_",
+    torch=reference.update_reference,
+    triton="hip_ops.triton_kernels.muon:update",
+    hip="hip_ops.hip_kernels.muon:update",
+    example=_update_example,
+)
 
 
 @torch.library.custom_op("hip_ops::muon_momentum_", mutates_args=("momenta", "outputs", "square_sums"))
 def _momentum_op(
-    gradients: Sequence[Tensor], momenta: Sequence[Tensor], outputs: Sequence[Tensor], square_sums: Tensor | None,
-    grad_scale: Tensor | None, found_inf: Tensor | None, momentum: float, nesterov: bool, ema: bool,
-) -> None:  # fmt: skip
+    gradients: Sequence[Tensor],
+    momenta: Sequence[Tensor],
+    outputs: Sequence[Tensor],
+    square_sums: Tensor | None,
+    grad_scale: Tensor | None,
+    found_inf: Tensor | None,
+    momentum: float,
+    nesterov: bool,
+    ema: bool,
+) -> None:
     run = reference.momentum_reference if momenta[0].dtype == torch.float64 else _momentum
     run(gradients, momenta, outputs, square_sums, grad_scale, found_inf, momentum, nesterov, ema)
 
 
 @torch.library.custom_op("hip_ops::muon_update_", mutates_args=("masters", "params"))
 def _update_op(
-    updates: Sequence[Tensor], masters: Sequence[Tensor], params: Sequence[Tensor], scales: Sequence[float], lr: float,
-    lr_tensor: Tensor | None, weight_decay: float, found_inf: Tensor | None,
-) -> None:  # fmt: skip
+    updates: Sequence[Tensor],
+    masters: Sequence[Tensor],
+    params: Sequence[Tensor],
+    scales: Sequence[float],
+    lr: float,
+    lr_tensor: Tensor | None,
+    weight_decay: float,
+    found_inf: Tensor | None,
+) -> None:
     run = reference.update_reference if params[0].dtype == torch.float64 else _update
     run(updates, masters, params, scales, lr, lr_tensor, weight_decay, found_inf)
 
@@ -162,7 +199,9 @@ def muon_momentum_(
     Raises ValueError for lists that do not match, other dtypes, tensors that are not contiguous, and unknown conventions.
     """
     if convention not in CONVENTIONS:
-        raise ValueError(f"hip_ops.muon_momentum_: convention is {convention!r}; it must be one of {', '.join(CONVENTIONS)}")
+        raise ValueError(
+            f"hip_ops.muon_momentum_: convention is {convention!r}; it must be one of {', '.join(CONVENTIONS)}"
+        )
     if not 0 <= momentum <= 1:
         raise ValueError(f"hip_ops.muon_momentum_: momentum is {momentum}; it must be between 0 and 1")
     lists = dict(gradients=list(gradients), momenta=list(momenta), outputs=list(outputs))
@@ -173,7 +212,11 @@ def muon_momentum_(
     device = lists["gradients"][0].device
     _scalar("muon_momentum_", "grad_scale", grad_scale, device)
     _scalar("muon_momentum_", "found_inf", found_inf, device)
-    if square_sums is not None and (square_sums.dtype, square_sums.shape, square_sums.device) != (torch.float32, (len(outputs),), device):
+    if square_sums is not None and (square_sums.dtype, square_sums.shape, square_sums.device) != (
+        torch.float32,
+        (len(outputs),),
+        device,
+    ):
         raise ValueError(
             f"hip_ops.muon_momentum_: square_sums is {square_sums.dtype} of shape {tuple(square_sums.shape)} on {square_sums.device}; "
             f"it must be torch.float32 of shape ({len(outputs)},) on {device}"
@@ -214,7 +257,9 @@ def muon_update_(
     _dtypes("muon_update_", **lists)
     for i, master in enumerate(lists.get("masters", ())):
         if master.dtype == torch.bfloat16:
-            raise ValueError(f"hip_ops.muon_update_: masters[{i}] is torch.bfloat16; it must be torch.float32: pass masters=None where bf16 parameters are the weights")
+            raise ValueError(
+                f"hip_ops.muon_update_: masters[{i}] is torch.bfloat16; it must be torch.float32: pass masters=None where bf16 parameters are the weights"
+            )
     device = lists["params"][0].device
     _scalar("muon_update_", "found_inf", found_inf, device)
     if isinstance(lr, Tensor):
@@ -222,11 +267,22 @@ def muon_update_(
     if scales is None:
         flat = next((i for i, p in enumerate(params) if p.ndim < 2), None)
         if flat is not None:
-            raise ValueError(f"hip_ops.muon_update_: params[{flat}] has shape {tuple(params[flat].shape)}, no matrix to take a scale from; pass scales")
+            raise ValueError(
+                f"hip_ops.muon_update_: params[{flat}] has shape {tuple(params[flat].shape)}, no matrix to take a scale from; pass scales"
+            )
         scales = [rms_matching_scale(p.shape) for p in lists["params"]]
     elif len(scales) != len(lists["params"]):
-        raise ValueError(f"hip_ops.muon_update_: scales holds {len(scales)} numbers; it must hold one for each of the {len(lists['params'])} params")
+        raise ValueError(
+            f"hip_ops.muon_update_: scales holds {len(scales)} numbers; it must hold one for each of the {len(lists['params'])} params"
+        )
     rate, rate_tensor = (0.0, lr) if isinstance(lr, Tensor) else (float(lr), None)
     _update_op(
-        lists["updates"], lists.get("masters", []), lists["params"], [float(s) for s in scales], rate, rate_tensor, weight_decay, found_inf
+        lists["updates"],
+        lists.get("masters", []),
+        lists["params"],
+        [float(s) for s in scales],
+        rate,
+        rate_tensor,
+        weight_decay,
+        found_inf,
     )

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Newton-Schulz orthogonalisation of batches of matrices, and the symmetric product that it is built on.
 
-    update = newton_schulz(momentum)                        # [.., m, n], any orientation
-    updates = orthogonalize_many(list_of_matrices)           # grouped by shape, one batch a shape
-    c = symmetric_product(a, b, alpha=2.0, beta=-1.0)        # 2 a a^T - b, half the multiply-adds of a general product
+update = newton_schulz(momentum)                        # [.., m, n], any orientation
+updates = orthogonalize_many(list_of_matrices)           # grouped by shape, one batch a shape
+c = symmetric_product(a, b, alpha=2.0, beta=-1.0)        # 2 a a^T - b, half the multiply-adds of a general product
 """
 
 from __future__ import annotations
@@ -49,7 +49,13 @@ _matmul_add = Operator(
     torch=reference.matmul_add,
     triton="hip_ops.triton_kernels.newton_schulz:matmul_add",
     hip="hip_ops.hip_kernels.newton_schulz:matmul_add",
-    example=lambda device: (_matrices(2, 136, 200, device=device), _matrices(2, 200, 104, device=device), _matrices(2, 136, 104, device=device), 0.5, 2.0),
+    example=lambda device: (
+        _matrices(2, 136, 200, device=device),
+        _matrices(2, 200, 104, device=device),
+        _matrices(2, 136, 104, device=device),
+        0.5,
+        2.0,
+    ),
 )
 _newton_schulz = Operator(
     "newton_schulz",
@@ -63,7 +69,9 @@ _newton_schulz = Operator(
 
 def _check(operator: str, name: str, x: Tensor, dtypes: tuple[torch.dtype, ...] = INPUT_DTYPES) -> None:
     if x.ndim < 2:
-        raise ValueError(f"hip_ops.{operator}: {name} has shape {tuple(x.shape)}; it must be a matrix [m, n] or a batch of them [.., m, n]")
+        raise ValueError(
+            f"hip_ops.{operator}: {name} has shape {tuple(x.shape)}; it must be a matrix [m, n] or a batch of them [.., m, n]"
+        )
     if x.dtype not in dtypes:
         raise ValueError(f"hip_ops.{operator}: {name} is {x.dtype}; it must be one of {', '.join(map(str, dtypes))}")
 
@@ -132,7 +140,13 @@ _matmul_op.register_autograd(_matmul_backward, setup_context=_matmul_setup)
 
 @torch.library.custom_op("hip_ops::newton_schulz", mutates_args=())
 def _newton_schulz_op(
-    x: Tensor, square_sums: Tensor | None, coefficients: Sequence[float], form: str, restarts: Sequence[int], dtype: torch.dtype, eps: float
+    x: Tensor,
+    square_sums: Tensor | None,
+    coefficients: Sequence[float],
+    form: str,
+    restarts: Sequence[int],
+    dtype: torch.dtype,
+    eps: float,
 ) -> Tensor:
     flat = list(coefficients)
     plan = Plan(tuple(zip(flat[0::3], flat[1::3], flat[2::3], strict=True)), form, tuple(restarts), dtype)
@@ -201,12 +215,22 @@ def newton_schulz(
     _check("newton_schulz", "x", x)
     triples = coefficient_triples(coefficients, steps)
     if dtype is None:
-        dtype = x.dtype if x.dtype == torch.float64 else torch.float16 if backend.backend_for(x.device) != "torch" or x.is_cuda else torch.float32
+        dtype = (
+            x.dtype
+            if x.dtype == torch.float64
+            else torch.float16
+            if backend.backend_for(x.device) != "torch" or x.is_cuda
+            else torch.float32
+        )
     if dtype not in INPUT_DTYPES:
-        raise ValueError(f"hip_ops.newton_schulz: dtype is {dtype}; it must be None or one of {', '.join(map(str, INPUT_DTYPES))}")
+        raise ValueError(
+            f"hip_ops.newton_schulz: dtype is {dtype}; it must be None or one of {', '.join(map(str, INPUT_DTYPES))}"
+        )
     plan = make_plan(triples, *x.shape[-2:], form=form, restarts=restarts, dtype=dtype)
     batched = _batch(x)
-    if square_sums is not None and (square_sums.shape != batched.shape[:1] or square_sums.device != x.device or not square_sums.is_floating_point()):
+    if square_sums is not None and (
+        square_sums.shape != batched.shape[:1] or square_sums.device != x.device or not square_sums.is_floating_point()
+    ):
         raise ValueError(
             f"hip_ops.newton_schulz: square_sums is {square_sums.dtype} {tuple(square_sums.shape)} on {square_sums.device}; "
             f"it must be torch.float32 ({batched.shape[0]},) on {x.device}, one a matrix"
@@ -214,7 +238,9 @@ def newton_schulz(
     if x.numel() == 0:
         return x.new_empty(x.shape)
     if not triples:
-        norms = torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True, dtype=torch.promote_types(x.dtype, torch.float32))
+        norms = torch.linalg.vector_norm(
+            x, dim=(-2, -1), keepdim=True, dtype=torch.promote_types(x.dtype, torch.float32)
+        )
         return (x / norms.clamp_min(eps)).to(x.dtype).contiguous()
     flat = [value for triple in plan.triples for value in triple]
     return _newton_schulz_op(batched, square_sums, flat, plan.form, plan.restarts, plan.dtype, eps).reshape(x.shape)
@@ -231,7 +257,9 @@ def orthogonalize_many(matrices: Iterable[Tensor], *, max_batch_elements: int = 
     groups: dict[tuple, list[int]] = {}
     for i, matrix in enumerate(matrices):
         if matrix.ndim != 2:
-            raise ValueError(f"hip_ops.orthogonalize_many: matrices[{i}] has shape {tuple(matrix.shape)}; it must be (m, n)")
+            raise ValueError(
+                f"hip_ops.orthogonalize_many: matrices[{i}] has shape {tuple(matrix.shape)}; it must be (m, n)"
+            )
         groups.setdefault((*sorted(matrix.shape), matrix.dtype, matrix.device), []).append(i)
     results: list[Tensor | None] = [None] * len(matrices)
     for (n, m, _, _), members in groups.items():

@@ -61,7 +61,9 @@ def coefficient_triples(coefficients: str | Sequence[Sequence[float]], steps: in
     else:
         triples = tuple(tuple(float(v) for v in triple) for triple in coefficients)
         if not triples or any(len(triple) != 3 or not all(map(math.isfinite, triple)) for triple in triples):
-            raise ValueError(f"hip_ops.newton_schulz: coefficients is {coefficients!r}; it must be one or more triples (a, b, c) of finite numbers")
+            raise ValueError(
+                f"hip_ops.newton_schulz: coefficients is {coefficients!r}; it must be one or more triples (a, b, c) of finite numbers"
+            )
     last = len(triples) - 1
     return tuple(triples[i % len(triples) if follow == "cycle" else min(i, last)] for i in range(steps))
 

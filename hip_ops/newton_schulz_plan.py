@@ -62,7 +62,9 @@ def multiply_adds(form: str, n: int, m: int, steps: int, restarts: int = 0) -> f
     return (2 * steps + 1.5 * aspect - 1.5 + 1.5 * (aspect - 1) * restarts) * n**3
 
 
-def make_plan(triples: tuple[Triple, ...], n: int, m: int, form: str, restarts: Sequence[int] | None, dtype: torch.dtype) -> Plan:
+def make_plan(
+    triples: tuple[Triple, ...], n: int, m: int, form: str, restarts: Sequence[int] | None, dtype: torch.dtype
+) -> Plan:
     """n, m: both sides of the matrix in either order. Raises ValueError for an unknown form and restarts outside 1 .. steps - 1."""
     n, m = min(n, m), max(n, m)
     steps = len(triples)
@@ -70,9 +72,13 @@ def make_plan(triples: tuple[Triple, ...], n: int, m: int, form: str, restarts: 
         raise ValueError(f"hip_ops.newton_schulz: form is {form!r}; it must be one of {', '.join(FORMS)}")
     chosen = default_restarts(steps) if restarts is None else tuple(sorted(set(restarts)))
     if any(not isinstance(r, int) or not 0 < r < steps for r in chosen):
-        raise ValueError(f"hip_ops.newton_schulz: restarts is {restarts!r}; it must hold steps between 1 and {steps - 1} (steps - 1)")
+        raise ValueError(
+            f"hip_ops.newton_schulz: restarts is {restarts!r}; it must hold steps between 1 and {steps - 1} (steps - 1)"
+        )
     if form == "auto":
-        worth_it = n >= GRAM_SMALLEST and multiply_adds("gram", n, m, steps, len(chosen)) <= GRAM_GAIN * multiply_adds("standard", n, m, steps)
+        worth_it = n >= GRAM_SMALLEST and multiply_adds("gram", n, m, steps, len(chosen)) <= GRAM_GAIN * multiply_adds(
+            "standard", n, m, steps
+        )
         # bfloat16 loses in R what the standard form reads from X: 1.4 times its error on Gaussian matrices.
         form = "gram" if worth_it and dtype != torch.bfloat16 else "standard"
     return Plan(triples, form, chosen if form == "gram" else (), dtype)

@@ -86,7 +86,9 @@ class Operator:
             if self.versions[name] is None:
                 if choice.explicit:
                     others = ", ".join([*(other for other, version in self.versions.items() if version), "torch"])
-                    raise ValueError(f"hip_ops: {self.name} has no {name} version; set HIP_OPS_BACKEND to one that it has ({others}) or to auto")
+                    raise ValueError(
+                        f"hip_ops: {self.name} has no {name} version; set HIP_OPS_BACKEND to one that it has ({others}) or to auto"
+                    )
                 continue
             return self._checked(name, device, explicit=choice.explicit)
         return self.reference
@@ -102,17 +104,32 @@ class Operator:
             module, function = self.versions[name].split(":")
             candidate = getattr(importlib.import_module(module), function)
             if known is None:
-                known = difference(candidate, self.reference, self.example, device, compare=self.compare, tolerance=self.tolerance) or "passed"
+                known = (
+                    difference(
+                        candidate, self.reference, self.example, device, compare=self.compare, tolerance=self.tolerance
+                    )
+                    or "passed"
+                )
         except (BuildError, CompilerNotFound, ImportError, OSError) as error:
             if explicit:
-                raise ValueError(f"hip_ops: backend {name!r} cannot be had for {self.name} on {device}: {error}") from error
+                raise ValueError(
+                    f"hip_ops: backend {name!r} cannot be had for {self.name} on {device}: {error}"
+                ) from error
             known = f"{type(error).__name__}: {error}"
-        except Exception as error:  # a launch that fails, a compiler of Triton that does: whatever it is, torch still works
+        except (
+            Exception
+        ) as error:  # a launch that fails, a compiler of Triton that does: whatever it is, torch still works
             known = f"{type(error).__name__}: {error}"
         self.results[device, name] = known
         if known == "passed":
             return candidate
-        logger.warning("hip_ops: the %s version of %s failed its self-check on %s; torch runs instead, slower. %s", name, self.name, device, known)
+        logger.warning(
+            "hip_ops: the %s version of %s failed its self-check on %s; torch runs instead, slower. %s",
+            name,
+            self.name,
+            device,
+            known,
+        )
         return self.reference
 
 
@@ -151,5 +168,7 @@ def warm_up(device: torch.device | str, operators: Iterable[Operator] | None = N
             continue
         each.implementation(device)
         order = choice.order
-        said[each.name] = next((each.results[device, name] for name in order if (device, name) in each.results), "torch")
+        said[each.name] = next(
+            (each.results[device, name] for name in order if (device, name) in each.results), "torch"
+        )
     return said

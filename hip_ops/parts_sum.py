@@ -27,8 +27,12 @@ def _example(device: torch.device) -> tuple:
 
 
 _add_up_parts = Operator(
-    "add_up_parts", torch=reference.add_up_parts_, triton="hip_ops.triton_kernels.parts_sum:add_up_parts_", example=_example, tolerance=0.0
-)  # fmt: skip
+    "add_up_parts",
+    torch=reference.add_up_parts_,
+    triton="hip_ops.triton_kernels.parts_sum:add_up_parts_",
+    example=_example,
+    tolerance=0.0,
+)
 
 
 @direct_operator("hip_ops::add_up_parts", mutates_args=("out",))
@@ -41,8 +45,17 @@ def add_up_parts_(out: Tensor, own: Tensor, parts: Tensor, rank: int) -> None:
     """
     dtypes = out.dtype, own.dtype, parts.dtype
     assert own.dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64) and len(set(dtypes)) == 1, dtypes
-    assert out.dim() == 1 and out.shape == own.shape == parts.shape[1:] and 0 <= rank < len(parts), (out.shape, own.shape, parts.shape, rank)
-    assert own.numel() < 2 or out.stride(0) == own.stride(0) == parts.stride(1) == 1, (out.stride(), own.stride(), parts.stride())
+    assert out.dim() == 1 and out.shape == own.shape == parts.shape[1:] and 0 <= rank < len(parts), (
+        out.shape,
+        own.shape,
+        parts.shape,
+        rank,
+    )
+    assert own.numel() < 2 or out.stride(0) == own.stride(0) == parts.stride(1) == 1, (
+        out.stride(),
+        own.stride(),
+        parts.stride(),
+    )
     (reference.add_up_parts_ if own.dtype == torch.float64 else _add_up_parts)(out, own, parts, rank)
 
 

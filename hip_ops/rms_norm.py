@@ -27,7 +27,13 @@ def _agree(x: Tensor, residual: Tensor, *vectors: Tensor) -> bool:
     for vector in vectors:
         if vector.shape != hidden or vector.dtype != dtype or vector.device != device:
             return False
-    return residual.shape == shape and residual.device == device and x.dtype in DTYPES and residual.dtype in DTYPES and dtype in DTYPES
+    return (
+        residual.shape == shape
+        and residual.device == device
+        and x.dtype in DTYPES
+        and residual.dtype in DTYPES
+        and dtype in DTYPES
+    )
 
 
 def _check(operator: str, streams: dict[str, Tensor], vectors: dict[str, Tensor]) -> None:
@@ -35,22 +41,34 @@ def _check(operator: str, streams: dict[str, Tensor], vectors: dict[str, Tensor]
     (first_name, first), *_ = streams.items()
     (last_name, weight) = list(vectors.items())[-1]
     if first.dim() == 0 or first.shape[-1] == 0:
-        raise ValueError(f"hip_ops.{operator}: {first_name} has shape {tuple(first.shape)}; it must be [..., h] with h > 0")
+        raise ValueError(
+            f"hip_ops.{operator}: {first_name} has shape {tuple(first.shape)}; it must be [..., h] with h > 0"
+        )
     for name, tensor in streams.items():
         if tensor.shape != first.shape:
-            raise ValueError(f"hip_ops.{operator}: {name} has shape {tuple(tensor.shape)}; it must be that of {first_name}, {tuple(first.shape)}")
+            raise ValueError(
+                f"hip_ops.{operator}: {name} has shape {tuple(tensor.shape)}; it must be that of {first_name}, {tuple(first.shape)}"
+            )
     for name, tensor in vectors.items():
         if tensor.shape != first.shape[-1:]:
-            raise ValueError(f"hip_ops.{operator}: {name} has shape {tuple(tensor.shape)}; it must be {tuple(first.shape[-1:])}, the last dimension of {first_name}")
+            raise ValueError(
+                f"hip_ops.{operator}: {name} has shape {tuple(tensor.shape)}; it must be {tuple(first.shape[-1:])}, the last dimension of {first_name}"
+            )
         if tensor.dtype != weight.dtype:
-            raise ValueError(f"hip_ops.{operator}: {name} is {tensor.dtype}; it must be {weight.dtype} like {last_name}")
+            raise ValueError(
+                f"hip_ops.{operator}: {name} is {tensor.dtype}; it must be {weight.dtype} like {last_name}"
+            )
     everything = {**streams, **vectors}
     all_fp64 = all(tensor.dtype == torch.float64 for tensor in everything.values())
     for name, tensor in everything.items():
         if tensor.device != first.device:
-            raise ValueError(f"hip_ops.{operator}: {name} is on {tensor.device}; it must be on {first.device} like {first_name}")
+            raise ValueError(
+                f"hip_ops.{operator}: {name} is on {tensor.device}; it must be on {first.device} like {first_name}"
+            )
         if tensor.dtype not in DTYPES and not all_fp64:
-            raise ValueError(f"hip_ops.{operator}: {name} is {tensor.dtype}; it must be torch.bfloat16 or torch.float32 (or all tensors torch.float64)")
+            raise ValueError(
+                f"hip_ops.{operator}: {name} is {tensor.dtype}; it must be torch.bfloat16 or torch.float32 (or all tensors torch.float64)"
+            )
 
 
 def _example(scaled: bool, backward: bool):
@@ -60,7 +78,9 @@ def _example(scaled: bool, backward: bool):
         shape, hidden = (3, 7, 2048), 2048
         x = torch.randn(shape, device=device).bfloat16()
         residual = torch.randn(shape, device=device)
-        vectors = [(torch.randn(hidden, device=device) * 0.3 + (1.0 if scale else 0.0)).bfloat16() for scale in (0, 1, 0, 1, 1)]
+        vectors = [
+            (torch.randn(hidden, device=device) * 0.3 + (1.0 if scale else 0.0)).bfloat16() for scale in (0, 1, 0, 1, 1)
+        ]
         if not backward:
             return (x, residual, *vectors, 1e-5) if scaled else (x, residual, vectors[-1], 1e-5)
         dy, d_new_residual = torch.randn(shape, device=device).bfloat16(), torch.randn(shape, device=device)
@@ -75,9 +95,12 @@ def _example(scaled: bool, backward: bool):
 def _operator(name: str) -> Operator:
     scaled, backward = name.startswith("scaled"), name.endswith("backward")
     return Operator(
-        name, torch=getattr(reference, name), triton=f"hip_ops.triton_kernels.rms_norm:{name}",
-        hip=f"hip_ops.hip_kernels.rms_norm:{name}", example=_example(scaled, backward),
-    )  # fmt: skip
+        name,
+        torch=getattr(reference, name),
+        triton=f"hip_ops.triton_kernels.rms_norm:{name}",
+        hip=f"hip_ops.hip_kernels.rms_norm:{name}",
+        example=_example(scaled, backward),
+    )
 
 
 _add, _add_backward = _operator("add_rms_norm"), _operator("add_rms_norm_backward")
@@ -86,7 +109,9 @@ _scaled, _scaled_backward = _operator("scaled_residual_rms_norm"), _operator("sc
 
 def _run(operator: Operator, weight: Tensor, *arguments) -> tuple[Tensor, ...]:
     """fp64 is for checking and runs in plain torch. The results are contiguous, whatever torch made of strided input."""
-    if weight.device.type == "cpu":  # torch's own loops sum strided rows in another order: the last bit would depend on strides
+    if (
+        weight.device.type == "cpu"
+    ):  # torch's own loops sum strided rows in another order: the last bit would depend on strides
         arguments = [a.contiguous() if isinstance(a, Tensor) else a for a in arguments]
     results = (operator.reference if weight.dtype == torch.float64 else operator)(*arguments)
     return tuple([result.contiguous() for result in results])
@@ -94,9 +119,10 @@ def _run(operator: Operator, weight: Tensor, *arguments) -> tuple[Tensor, ...]:
 
 def _forward_fakes(x: Tensor, residual: Tensor, weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return (
-        x.new_empty(x.shape, dtype=weight.dtype), x.new_empty(x.shape, dtype=residual.dtype),
+        x.new_empty(x.shape, dtype=weight.dtype),
+        x.new_empty(x.shape, dtype=residual.dtype),
         x.new_empty((*x.shape[:-1], 1), dtype=reference.compute_dtype(residual)),
-    )  # fmt: skip
+    )
 
 
 @direct_operator("hip_ops::add_rms_norm", mutates_args=())
@@ -119,15 +145,27 @@ def _add_backward_op(
 @_add_backward_op.register_fake
 def _(dy, d_new_residual, new_residual, rstd, weight, x_dtype):
     shape = new_residual.shape if x_dtype != new_residual.dtype else (0,)
-    return dy.new_empty(dy.shape, dtype=new_residual.dtype), dy.new_empty(shape, dtype=x_dtype), weight.new_empty(weight.shape)
+    return (
+        dy.new_empty(dy.shape, dtype=new_residual.dtype),
+        dy.new_empty(shape, dtype=x_dtype),
+        weight.new_empty(weight.shape),
+    )
 
 
 @direct_operator("hip_ops::scaled_residual_rms_norm", mutates_args=())
 def _scaled_op(
-    output: Tensor, residual: Tensor, output_bias: Tensor, output_scale: Tensor, residual_bias: Tensor, residual_scale: Tensor,
-    weight: Tensor, eps: float,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    return _run(_scaled, weight, output, residual, output_bias, output_scale, residual_bias, residual_scale, weight, eps)
+    output: Tensor,
+    residual: Tensor,
+    output_bias: Tensor,
+    output_scale: Tensor,
+    residual_bias: Tensor,
+    residual_scale: Tensor,
+    weight: Tensor,
+    eps: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    return _run(
+        _scaled, weight, output, residual, output_bias, output_scale, residual_bias, residual_scale, weight, eps
+    )
 
 
 @_scaled_op.register_fake
@@ -137,9 +175,17 @@ def _(output, residual, output_bias, output_scale, residual_bias, residual_scale
 
 @direct_operator("hip_ops::scaled_residual_rms_norm_backward", mutates_args=())
 def _scaled_backward_op(
-    dy: Tensor, d_new_residual: Tensor | None, output: Tensor, residual: Tensor, rstd: Tensor, output_bias: Tensor,
-    output_scale: Tensor, residual_bias: Tensor, residual_scale: Tensor, weight: Tensor,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    dy: Tensor,
+    d_new_residual: Tensor | None,
+    output: Tensor,
+    residual: Tensor,
+    rstd: Tensor,
+    output_bias: Tensor,
+    output_scale: Tensor,
+    residual_bias: Tensor,
+    residual_scale: Tensor,
+    weight: Tensor,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     vectors = (output_bias, output_scale, residual_bias, residual_scale)
     return _run(_scaled_backward, weight, dy, d_new_residual, output, residual, rstd, *vectors, weight)
 
@@ -202,9 +248,15 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float = 1e-5)
 
 
 def scaled_residual_rms_norm(
-    output: Tensor, residual: Tensor, output_bias: Tensor, output_scale: Tensor, residual_bias: Tensor, residual_scale: Tensor,
-    weight: Tensor, eps: float = 1e-5,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    output: Tensor,
+    residual: Tensor,
+    output_bias: Tensor,
+    output_scale: Tensor,
+    residual_bias: Tensor,
+    residual_scale: Tensor,
+    weight: Tensor,
+    eps: float = 1e-5,
+) -> tuple[Tensor, Tensor]:
     """ZAYA's merge (transformers `ZayaResidualScaling`) and the RMSNorm of its result, in one pass.
 
     new_residual = (output + output_bias) * output_scale + (residual + residual_bias) * residual_scale, multiplied out
@@ -216,6 +268,8 @@ def scaled_residual_rms_norm(
     vectors = (output_bias, output_scale, residual_bias, residual_scale, weight)
     if not _agree(output, residual, *vectors):
         names = ("output_bias", "output_scale", "residual_bias", "residual_scale", "weight")
-        _check("scaled_residual_rms_norm", {"output": output, "residual": residual}, dict(zip(names, vectors, strict=True)))
+        _check(
+            "scaled_residual_rms_norm", {"output": output, "residual": residual}, dict(zip(names, vectors, strict=True))
+        )
     y, new_residual, _ = _scaled_op(output, residual, *vectors, eps)
     return y, new_residual

@@ -32,23 +32,42 @@ def functions(forward: Callable, backward: Callable) -> tuple[Callable, Callable
         return forward(x, residual, (), weight, eps)
 
     def add_rms_norm_backward(
-        dy: Tensor, d_new_residual: Tensor | None, new_residual: Tensor, rstd: Tensor, weight: Tensor, x_dtype: torch.dtype
+        dy: Tensor,
+        d_new_residual: Tensor | None,
+        new_residual: Tensor,
+        rstd: Tensor,
+        weight: Tensor,
+        x_dtype: torch.dtype,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """As hip_ops.reference.rms_norm.add_rms_norm_backward."""
         d_x, d_residual, d_weight = backward(dy, d_new_residual, None, new_residual, rstd, (), weight, x_dtype)
         return d_residual, d_x, d_weight
 
     def scaled_residual_rms_norm(
-        output: Tensor, residual: Tensor, output_bias: Tensor, output_scale: Tensor, residual_bias: Tensor,
-        residual_scale: Tensor, weight: Tensor, eps: float,
-    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+        output: Tensor,
+        residual: Tensor,
+        output_bias: Tensor,
+        output_scale: Tensor,
+        residual_bias: Tensor,
+        residual_scale: Tensor,
+        weight: Tensor,
+        eps: float,
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """As hip_ops.reference.rms_norm.scaled_residual_rms_norm."""
         return forward(output, residual, (output_bias, output_scale, residual_bias, residual_scale), weight, eps)
 
     def scaled_residual_rms_norm_backward(
-        dy: Tensor, d_new_residual: Tensor | None, output: Tensor, residual: Tensor, rstd: Tensor, output_bias: Tensor,
-        output_scale: Tensor, residual_bias: Tensor, residual_scale: Tensor, weight: Tensor,
-    ) -> tuple[Tensor, ...]:  # fmt: skip
+        dy: Tensor,
+        d_new_residual: Tensor | None,
+        output: Tensor,
+        residual: Tensor,
+        rstd: Tensor,
+        output_bias: Tensor,
+        output_scale: Tensor,
+        residual_bias: Tensor,
+        residual_scale: Tensor,
+        weight: Tensor,
+    ) -> tuple[Tensor, ...]:
         """As hip_ops.reference.rms_norm.scaled_residual_rms_norm_backward."""
         vectors = (output_bias, output_scale, residual_bias, residual_scale)
         return backward(dy, d_new_residual, output, residual, rstd, vectors, weight, output.dtype)

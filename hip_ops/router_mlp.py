@@ -70,13 +70,29 @@ def _example(device: torch.device) -> tuple:
 
 
 def _backward_example(device: torch.device) -> tuple:
-    projected, previous, gamma, b_down, w_norm, w1, b1, w2, b2, w_out, biases, forced, eps, unweighted = _example(device)
+    projected, previous, gamma, b_down, w_norm, w1, b1, w2, b2, w_out, biases, forced, eps, unweighted = _example(
+        device
+    )
     state, weights, ids, hidden1, hidden2, logits, *_ = reference.router_mlp(
         projected, previous, gamma, b_down, w_norm, w1, b1, w2, b2, w_out, biases, forced, eps, unweighted
     )
     return (
-        torch.randn_like(weights), torch.randn_like(state), state, previous, gamma, hidden1, hidden2, logits, ids, w_norm, w1, w2, w_out, eps, unweighted
-    )  # fmt: skip
+        torch.randn_like(weights),
+        torch.randn_like(state),
+        state,
+        previous,
+        gamma,
+        hidden1,
+        hidden2,
+        logits,
+        ids,
+        w_norm,
+        w1,
+        w2,
+        w_out,
+        eps,
+        unweighted,
+    )
 
 
 def _compare(got: list, want: list) -> str | None:
@@ -90,7 +106,10 @@ def _compare(got: list, want: list) -> str | None:
     if mine.statistics[:-1].tolist() != torch.bincount(mine.ids, minlength=len(arguments[9])).tolist():
         return "the counts of its classes are not those of its choices"
     pairs = {name: (getattr(mine, name), getattr(theirs, name)) for name in ("state", "hidden1", "hidden2", "logits")}
-    pairs |= {"weights": (mine.weights * same, theirs.weights * same), "entropy": (mine.statistics[-1], theirs.statistics[-1])}
+    pairs |= {
+        "weights": (mine.weights * same, theirs.weights * same),
+        "entropy": (mine.statistics[-1], theirs.statistics[-1]),
+    }
     for name, (a, b) in pairs.items():
         # Probabilities follow logits in bf16.
         said = worst(name, a, b, TOLERANCES[mine.state.dtype] * (2 if name in ("weights", "logits") else 1))
@@ -100,11 +119,16 @@ def _compare(got: list, want: list) -> str | None:
 
 
 _TRITON = "hip_ops.triton_kernels.router_mlp"
-_forward = Operator("router_mlp", torch=reference.router_mlp, triton=f"{_TRITON}:router_mlp", example=_example, compare=_compare)
+_forward = Operator(
+    "router_mlp", torch=reference.router_mlp, triton=f"{_TRITON}:router_mlp", example=_example, compare=_compare
+)
 _backward = Operator(
-    "router_mlp_backward", torch=reference.router_mlp_backward, triton=f"{_TRITON}:router_mlp_backward", example=_backward_example,
+    "router_mlp_backward",
+    torch=reference.router_mlp_backward,
+    triton=f"{_TRITON}:router_mlp_backward",
+    example=_backward_example,
     tolerance=2 * TOLERANCES[torch.bfloat16],  # sums of numbers rounded to bf16, of which a few fall on the other side
-)  # fmt: skip
+)
 
 
 def _chosen(operator: Operator, like: Tensor, w_out: Tensor):
@@ -114,10 +138,25 @@ def _chosen(operator: Operator, like: Tensor, w_out: Tensor):
 
 @direct_operator("hip_ops::router_mlp", mutates_args=())
 def _forward_op(
-    projected: Tensor, previous: Tensor | None, gamma: Tensor | None, b_down: Tensor, w_norm: Tensor, w1: Tensor, b1: Tensor, w2: Tensor, b2: Tensor,
-    w_out: Tensor, biases: Tensor, forced: Tensor | None, eps: float, unweighted: int,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    tensors = [None if t is None else t.contiguous() for t in (projected, previous, gamma, b_down, w_norm, w1, b1, w2, b2, w_out, biases, forced)]
+    projected: Tensor,
+    previous: Tensor | None,
+    gamma: Tensor | None,
+    b_down: Tensor,
+    w_norm: Tensor,
+    w1: Tensor,
+    b1: Tensor,
+    w2: Tensor,
+    b2: Tensor,
+    w_out: Tensor,
+    biases: Tensor,
+    forced: Tensor | None,
+    eps: float,
+    unweighted: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    tensors = [
+        None if t is None else t.contiguous()
+        for t in (projected, previous, gamma, b_down, w_norm, w1, b1, w2, b2, w_out, biases, forced)
+    ]
     return _chosen(_forward, projected, w_out)(*tensors, eps, unweighted)
 
 
@@ -126,29 +165,51 @@ def _(projected, previous, gamma, b_down, w_norm, w1, b1, w2, b2, w_out, biases,
     (rows, _), classes, compute = projected.shape, w_out.shape[0], compute_dtype(projected)
     state, hidden1, hidden2 = (projected.new_empty(projected.shape) for _ in range(3))
     return (
-        state, projected.new_empty(rows, dtype=compute), projected.new_empty(rows, dtype=torch.int64), hidden1, hidden2,
-        projected.new_empty(rows, reference.columns(classes)), projected.new_empty(classes + 1, dtype=compute),
-    )  # fmt: skip
+        state,
+        projected.new_empty(rows, dtype=compute),
+        projected.new_empty(rows, dtype=torch.int64),
+        hidden1,
+        hidden2,
+        projected.new_empty(rows, reference.columns(classes)),
+        projected.new_empty(classes + 1, dtype=compute),
+    )
 
 
 @direct_operator("hip_ops::router_mlp_backward", mutates_args=())
 def _backward_op(
-    d_weights: Tensor, d_state: Tensor | None, state: Tensor, previous: Tensor | None, gamma: Tensor | None, hidden1: Tensor, hidden2: Tensor,
-    logits: Tensor, ids: Tensor, w_norm: Tensor, w1: Tensor, w2: Tensor, w_out: Tensor, eps: float, unweighted: int,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    d_weights: Tensor,
+    d_state: Tensor | None,
+    state: Tensor,
+    previous: Tensor | None,
+    gamma: Tensor | None,
+    hidden1: Tensor,
+    hidden2: Tensor,
+    logits: Tensor,
+    ids: Tensor,
+    w_norm: Tensor,
+    w1: Tensor,
+    w2: Tensor,
+    w_out: Tensor,
+    eps: float,
+    unweighted: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     given = (d_weights, d_state, state, previous, gamma, hidden1, hidden2, logits, ids, w_norm, w1, w2, w_out)
     return _chosen(_backward, state, w_out)(*(None if t is None else t.contiguous() for t in given), eps, unweighted)
 
 
 @_backward_op.register_fake
-def _(d_weights, d_state, state, previous, gamma, hidden1, hidden2, logits, ids, w_norm, w1, w2, w_out, eps, unweighted):
+def _(
+    d_weights, d_state, state, previous, gamma, hidden1, hidden2, logits, ids, w_norm, w1, w2, w_out, eps, unweighted
+):
     d_projected, d_hidden1, normed, d_hidden2, active1, active2 = (state.new_empty(state.shape) for _ in range(6))
     d_previous = state.new_empty(0 if gamma is None else state.shape)
     sums = state.new_empty((len(reference.SUMS), state.shape[1]), dtype=compute_dtype(state))
     return d_projected, d_previous, sums, d_hidden1, normed, d_hidden2, active1, state.new_empty(logits.shape), active2
 
 
-def _check(operator: str, first: str, given: dict[str, Tensor | None], typed: dict[str, torch.dtype], unweighted: int) -> None:
+def _check(
+    operator: str, first: str, given: dict[str, Tensor | None], typed: dict[str, torch.dtype], unweighted: int
+) -> None:
     """Raises ValueError on shapes, dtypes or devices that do not go together with those of `first`, or, where `typed` says so, another dtype.
 
     SHAPES: n rows, a router of r channels and c classes, w columns for them.
@@ -182,15 +243,36 @@ def _check(operator: str, first: str, given: dict[str, Tensor | None], typed: di
 
 
 SHAPES = {
-    **dict.fromkeys(("projected", "previous", "state", "hidden1", "hidden2", "d_state"), "nr"), **dict.fromkeys(reference.SUMS, "r"),
-    "w1": "rr", "w2": "rr", "w_out": "cr", "biases": "c", "forced": "n", "ids": "n", "d_weights": "n", "logits": "nw",
-}  # fmt: skip
+    **dict.fromkeys(("projected", "previous", "state", "hidden1", "hidden2", "d_state"), "nr"),
+    **dict.fromkeys(reference.SUMS, "r"),
+    "w1": "rr",
+    "w2": "rr",
+    "w_out": "cr",
+    "biases": "c",
+    "forced": "n",
+    "ids": "n",
+    "d_weights": "n",
+    "logits": "nw",
+}
 
 
 def router_mlp(
-    projected: Tensor, previous: Tensor | None, gamma: Tensor | None, b_down: Tensor, w_norm: Tensor, w1: Tensor, b1: Tensor, w2: Tensor, b2: Tensor,
-    w_out: Tensor, biases: Tensor, forced: Tensor | None = None, *, eps: float, unweighted: int = -1,
-) -> Routed:  # fmt: skip
+    projected: Tensor,
+    previous: Tensor | None,
+    gamma: Tensor | None,
+    b_down: Tensor,
+    w_norm: Tensor,
+    w1: Tensor,
+    b1: Tensor,
+    w2: Tensor,
+    b2: Tensor,
+    w_out: Tensor,
+    biases: Tensor,
+    forced: Tensor | None = None,
+    *,
+    eps: float,
+    unweighted: int = -1,
+) -> Routed:
     """What follows the down projection of ZAYA1's router (arXiv 2605.05365 section II-A-2; formulas: reference), without gradients.
 
     Args: projected [n, r]; previous [n, r], the state of the layer before, and gamma [r], or None for both; b_down, w_norm, b1, b2 [r]; w1, w2 [r, r];
@@ -198,23 +280,60 @@ def router_mlp(
     whose tokens get the weight 0, or -1. All but the last three share one dtype: bf16 or fp16, for which there are kernels, fp32 or fp64.
     Of equal probabilities with their biases the first class wins. Raises ValueError on wrong shapes, dtypes or devices.
     """
-    given = dict(projected=projected, previous=previous, gamma=gamma, b_down=b_down, w_norm=w_norm, w1=w1, b1=b1, w2=w2, b2=b2, w_out=w_out, biases=biases,
-                 forced=forced)  # fmt: skip
+    given = dict(
+        projected=projected,
+        previous=previous,
+        gamma=gamma,
+        b_down=b_down,
+        w_norm=w_norm,
+        w1=w1,
+        b1=b1,
+        w2=w2,
+        b2=b2,
+        w_out=w_out,
+        biases=biases,
+        forced=forced,
+    )
     _check("router_mlp", "projected", given, {"biases": torch.float32, "forced": torch.int64}, unweighted)
     return Routed(*_forward_op(*given.values(), eps, unweighted))
 
 
 def router_mlp_backward(
-    d_weights: Tensor, d_state: Tensor | None, routed: Routed, previous: Tensor | None, gamma: Tensor | None, w_norm: Tensor, w1: Tensor, w2: Tensor,
-    w_out: Tensor, *, eps: float, unweighted: int = -1,
-) -> RouterGradients:  # fmt: skip
+    d_weights: Tensor,
+    d_state: Tensor | None,
+    routed: Routed,
+    previous: Tensor | None,
+    gamma: Tensor | None,
+    w_norm: Tensor,
+    w1: Tensor,
+    w2: Tensor,
+    w_out: Tensor,
+    *,
+    eps: float,
+    unweighted: int = -1,
+) -> RouterGradients:
     """The way back from the gradients of weights, d_weights fp32 [n] (fp64 of fp64), and of state, d_state [n, r] or None.
 
     routed: what router_mlp returned, of which state, hidden1, hidden2, logits and ids are read. The rest, and errors, as there.
     """
     state, _, ids, hidden1, hidden2, logits, _ = routed
-    given = dict(d_weights=d_weights, d_state=d_state, state=state, previous=previous, gamma=gamma, hidden1=hidden1, hidden2=hidden2, logits=logits, ids=ids,
-                 w_norm=w_norm, w1=w1, w2=w2, w_out=w_out)  # fmt: skip
+    given = dict(
+        d_weights=d_weights,
+        d_state=d_state,
+        state=state,
+        previous=previous,
+        gamma=gamma,
+        hidden1=hidden1,
+        hidden2=hidden2,
+        logits=logits,
+        ids=ids,
+        w_norm=w_norm,
+        w1=w1,
+        w2=w2,
+        w_out=w_out,
+    )
     _check("router_mlp_backward", "state", given, {"d_weights": compute_dtype(state), "ids": torch.int64}, unweighted)
     d_projected, d_previous, sums, *pairs, d_logits, active2 = _backward_op(*given.values(), eps, unweighted)
-    return RouterGradients(d_projected, None if gamma is None else d_previous, sums, *pairs, d_logits[:, : len(w_out)], active2)
+    return RouterGradients(
+        d_projected, None if gamma is None else d_previous, sums, *pairs, d_logits[:, : len(w_out)], active2
+    )

@@ -29,7 +29,9 @@ def difference(
     Both get their own copy of `example(device)`; compared are the results and what has become of the tensors among the arguments,
     so that operators in place are covered. `compare(got, want)`, each [result, arguments], decides instead if it is given.
     """
-    devices = [device.index if device.index is not None else torch.cuda.current_device()] if device.type == "cuda" else []
+    devices = (
+        [device.index if device.index is not None else torch.cuda.current_device()] if device.type == "cuda" else []
+    )
     with torch.random.fork_rng(devices=devices), torch.no_grad(), torch.autocast(device.type, enabled=False):
         torch.manual_seed(SEED)
         arguments = example(device)
@@ -57,7 +59,10 @@ def _tensors(value: Any, name: str) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _compare(got: list, want: list, tolerance: float | None) -> str | None:
-    pairs = [(*_tensors(got[0], "result"), *_tensors(got[1], "argument")), (*_tensors(want[0], "result"), *_tensors(want[1], "argument"))]
+    pairs = [
+        (*_tensors(got[0], "result"), *_tensors(got[1], "argument")),
+        (*_tensors(want[0], "result"), *_tensors(want[1], "argument")),
+    ]
     if [name for name, _ in pairs[0]] != [name for name, _ in pairs[1]]:
         return f"it gives {len(pairs[0])} tensors, torch {len(pairs[1])}"
     for (name, mine), (_, theirs) in zip(*pairs, strict=True):
@@ -87,7 +92,9 @@ def worst(name: str, mine: torch.Tensor, theirs: torch.Tensor, tolerance: float 
     """None where they agree to `tolerance` of the largest (None: that of the dtype), else both numbers at the worst place."""
     if theirs.numel() == 0 or torch.equal(mine, theirs):
         return None
-    allowed = 0.0 if not theirs.is_floating_point() else tolerance if tolerance is not None else TOLERANCES[theirs.dtype]
+    allowed = (
+        0.0 if not theirs.is_floating_point() else tolerance if tolerance is not None else TOLERANCES[theirs.dtype]
+    )
     mine, theirs = mine.double().cpu().flatten(), theirs.double().cpu().flatten()
     scale = theirs[theirs.isfinite()].abs().max().item() if theirs.isfinite().any() else 0.0
     # A NaN on one side only counts as infinitely wrong; on both, as right.

@@ -23,7 +23,9 @@ def _example(device: torch.device) -> tuple:
     logits = 4 * torch.randn(rows, classes, device=device)
     border = first + part_size(classes, 2)
     logits[::4, -100:] += 200
-    labels = torch.tensor([first, border - 1, border, first + classes - 1, first - 1, first + classes, 1700, 4000, 0]).to(device)
+    labels = torch.tensor(
+        [first, border - 1, border, first + classes - 1, first - 1, first + classes, 1700, 4000, 0]
+    ).to(device)
     return logits.bfloat16(), labels, first, 2
 
 
@@ -35,20 +37,26 @@ def _finish_example(device: torch.device) -> tuple:
 
 def _compare(got: list, want: list) -> str | None:
     """Each element against itself: exponentials have any size."""
-    return (
-        worst_element("result", got[0], want[0], allowed=2e-5, floor=1e-30)
-        or worst_element("row", got[1][0], want[1][0], allowed=2**-7, floor=1e-30)
-    )  # fmt: skip
+    return worst_element("result", got[0], want[0], allowed=2e-5, floor=1e-30) or worst_element(
+        "row", got[1][0], want[1][0], allowed=2**-7, floor=1e-30
+    )
 
 
 def _operator(name: str, example) -> Operator:
     return Operator(
-        name, torch=getattr(reference, name), triton=f"hip_ops.triton_kernels.vocabulary_exponentials:{name}",
-        hip=f"hip_ops.hip_kernels.vocabulary_exponentials:{name}", example=example, compare=_compare,
-    )  # fmt: skip
+        name,
+        torch=getattr(reference, name),
+        triton=f"hip_ops.triton_kernels.vocabulary_exponentials:{name}",
+        hip=f"hip_ops.hip_kernels.vocabulary_exponentials:{name}",
+        example=example,
+        compare=_compare,
+    )
 
 
-_exponentials, _finish = _operator("overwrite_with_exponentials", _example), _operator("finish_gradient", _finish_example)
+_exponentials, _finish = (
+    _operator("overwrite_with_exponentials", _example),
+    _operator("finish_gradient", _finish_example),
+)
 
 
 @direct_operator("hip_ops::overwrite_with_exponentials", mutates_args=("logits",))
@@ -67,13 +75,24 @@ def _(logits, labels, first_class, parts):
 
 @direct_operator("hip_ops::finish_gradient", mutates_args=("exponentials",))
 def finish_gradient(
-    exponentials: Tensor, labels: Tensor, first_class: int, statistics: Tensor, first_part: int, parts: int, grad: Tensor, z_loss: float
+    exponentials: Tensor,
+    labels: Tensor,
+    first_class: int,
+    statistics: Tensor,
+    first_part: int,
+    parts: int,
+    grad: Tensor,
+    z_loss: float,
 ) -> Tensor:
     """As hip_ops.reference.vocabulary_exponentials.finish_gradient, whatever runs."""
-    assert exponentials.stride(1) == 1 or exponentials.shape[1] < 2, f"exponentials have strides {exponentials.stride()}"
+    assert exponentials.stride(1) == 1 or exponentials.shape[1] < 2, (
+        f"exponentials have strides {exponentials.stride()}"
+    )
     assert grad.dtype == statistics.dtype, (grad.dtype, statistics.dtype)
     assert 0 <= first_part <= len(statistics) - parts, (first_part, parts, len(statistics))
-    return version_for(_finish, exponentials)(exponentials, labels, first_class, statistics, first_part, parts, grad, z_loss)
+    return version_for(_finish, exponentials)(
+        exponentials, labels, first_class, statistics, first_part, parts, grad, z_loss
+    )
 
 
 @finish_gradient.register_fake

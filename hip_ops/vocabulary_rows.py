@@ -14,7 +14,10 @@ from hip_ops.operator import Operator
 from hip_ops.reference import vocabulary_rows as reference
 from hip_ops.self_check import worst_element
 
-ROWS_THAT_FILL_A_DEVICE = {"nvidia": 2048, "amd": 8192}  # a block a row on 132 processors, a wave a row on 304; with fewer, rows are cut into parts
+ROWS_THAT_FILL_A_DEVICE = {
+    "nvidia": 2048,
+    "amd": 8192,
+}  # a block a row on 132 processors, a wave a row on 304; with fewer, rows are cut into parts
 MOST_PARTS = 16
 
 
@@ -35,7 +38,9 @@ def _example(gradient: bool):
         rows, classes, first = 9, 4232, 1000
         logits = (4 * torch.randn(rows, classes, device=device)).bfloat16()
         border = first + reference.part_size(classes, 2)
-        labels = torch.tensor([first, border - 1, border, first + classes - 1, first - 1, first + classes, 1700, 4000, 0]).to(device)
+        labels = torch.tensor(
+            [first, border - 1, border, first + classes - 1, first - 1, first + classes, 1700, 4000, 0]
+        ).to(device)
         if not gradient:
             return logits, labels, first, 2
         normalizer, _ = reference.combined(reference.row_statistics(logits, labels, first, 1))
@@ -52,9 +57,13 @@ def _compare(got: list, want: list) -> str | None:
 
 def _operator(name: str) -> Operator:
     return Operator(
-        name, torch=getattr(reference, name), triton=f"hip_ops.triton_kernels.vocabulary_rows:{name}",
-        hip=f"hip_ops.hip_kernels.vocabulary_rows:{name}", example=_example(name.startswith("overwrite")), compare=_compare,
-    )  # fmt: skip
+        name,
+        torch=getattr(reference, name),
+        triton=f"hip_ops.triton_kernels.vocabulary_rows:{name}",
+        hip=f"hip_ops.hip_kernels.vocabulary_rows:{name}",
+        example=_example(name.startswith("overwrite")),
+        compare=_compare,
+    )
 
 
 _statistics, _gradient = _operator("row_statistics"), _operator("overwrite_with_gradient")
@@ -77,7 +86,9 @@ def _(logits, labels, first_class, parts):
 
 
 @direct_operator("hip_ops::overwrite_with_gradient", mutates_args=("logits",))
-def overwrite_with_gradient(logits: Tensor, labels: Tensor, first_class: int, normalizer: Tensor, grad: Tensor, z_loss: float) -> None:
+def overwrite_with_gradient(
+    logits: Tensor, labels: Tensor, first_class: int, normalizer: Tensor, grad: Tensor, z_loss: float
+) -> None:
     """As hip_ops.reference.vocabulary_rows.overwrite_with_gradient, whatever runs; logits of contiguous rows."""
     assert logits.stride(1) == 1 or logits.shape[1] < 2, f"logits have strides {logits.stride()}"
     version_for(_gradient, logits)(logits, labels, first_class, normalizer, grad, z_loss)

@@ -40,7 +40,9 @@ def fp32_product(device: torch.device, dtype: torch.dtype) -> str | None:
     Tried once on small numbers and announced. Raises RuntimeError during the capture of a graph, where nothing can be tried.
     """
     if torch.cuda.is_current_stream_capturing():
-        raise RuntimeError("hip_ops: the first product into fp32 came while a graph is captured; run it once before the capture")
+        raise RuntimeError(
+            "hip_ops: the first product into fp32 came while a graph is captured; run it once before the capture"
+        )
     a = (torch.arange(32, device=device).reshape(4, 8) / 32).to(dtype)
     wanted = a.double().t() @ a.double() + 1 / 1024  # exact in fp32 and not in bf16
     ways = {
@@ -56,8 +58,18 @@ def fp32_product(device: torch.device, dtype: torch.dtype) -> str | None:
             failed.append(f"{how}: {str(error).splitlines()[0]}")
             continue
         if right:
-            logger.info("hip_ops: products of %s on %s come in fp32, weight gradients are summed by %s with out_dtype", dtype, device, how)
+            logger.info(
+                "hip_ops: products of %s on %s come in fp32, weight gradients are summed by %s with out_dtype",
+                dtype,
+                device,
+                how,
+            )
             return how
         failed.append(f"{how}: wrong numbers")
-    logger.warning("hip_ops: weight gradients of %s on %s are summed in fp32 by products in fp32, slow; %s", dtype, device, "; ".join(failed))
+    logger.warning(
+        "hip_ops: weight gradients of %s on %s are summed in fp32 by products in fp32, slow; %s",
+        dtype,
+        device,
+        "; ".join(failed),
+    )
     return None

@@ -32,9 +32,12 @@ def _example(backward: bool):
 
 def _operator(name: str) -> Operator:
     return Operator(
-        name, torch=getattr(reference, name), triton=f"hip_ops.triton_kernels.weighted_swiglu:{name}",
-        hip=f"hip_ops.hip_kernels.weighted_swiglu:{name}", example=_example(name.endswith("backward")),
-    )  # fmt: skip
+        name,
+        torch=getattr(reference, name),
+        triton=f"hip_ops.triton_kernels.weighted_swiglu:{name}",
+        hip=f"hip_ops.hip_kernels.weighted_swiglu:{name}",
+        example=_example(name.endswith("backward")),
+    )
 
 
 _forward, _backward = _operator("weighted_swiglu"), _operator("weighted_swiglu_backward")
@@ -56,14 +59,20 @@ def _(gate_up, probs, offsets):
 
 
 @direct_operator("hip_ops::weighted_swiglu_backward", mutates_args=())
-def _backward_op(grad: Tensor, gate_up: Tensor, probs: Tensor, offsets: Tensor | None, with_output: bool) -> tuple[Tensor, Tensor, Tensor]:
+def _backward_op(
+    grad: Tensor, gate_up: Tensor, probs: Tensor, offsets: Tensor | None, with_output: bool
+) -> tuple[Tensor, Tensor, Tensor]:
     results = _chosen(_backward, gate_up)(grad, gate_up, probs, offsets, with_output)
     return tuple([result.contiguous() for result in results])
 
 
 @_backward_op.register_fake
 def _(grad, gate_up, probs, offsets, with_output):
-    return gate_up.new_empty(gate_up.shape), probs.new_empty(probs.shape), gate_up.new_empty(grad.shape if with_output else 0)
+    return (
+        gate_up.new_empty(gate_up.shape),
+        probs.new_empty(probs.shape),
+        gate_up.new_empty(grad.shape if with_output else 0),
+    )
 
 
 def _save(ctx, inputs, output) -> None:
@@ -85,7 +94,9 @@ def _agree(gate_up: Tensor, probs: Tensor, offsets: Tensor | None, grad: Tensor 
     shape, device, dtype = gate_up.shape, gate_up.device, gate_up.dtype
     if len(shape) != 2 or shape[1] % 2 or shape[1] == 0 or probs.shape != shape[:1] or probs.device != device:
         return False
-    if offsets is not None and (offsets.dim() != 1 or offsets.shape[0] == 0 or offsets.dtype != torch.int32 or offsets.device != device):
+    if offsets is not None and (
+        offsets.dim() != 1 or offsets.shape[0] == 0 or offsets.dtype != torch.int32 or offsets.device != device
+    ):
         return False
     if grad is not None and (grad.shape != (shape[0], shape[1] // 2) or grad.dtype != dtype or grad.device != device):
         return False

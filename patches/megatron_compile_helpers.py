@@ -17,7 +17,10 @@ def _compiled_already() -> bool:
         return False
     library = Path(compiled.origin)
     source = library.with_name("helpers.cpp")
-    return not (source.is_file() and library.with_name("Makefile").is_file()) or library.stat().st_mtime >= source.stat().st_mtime
+    return (
+        not (source.is_file() and library.with_name("Makefile").is_file())
+        or library.stat().st_mtime >= source.stat().st_mtime
+    )
 
 
 def install() -> None:

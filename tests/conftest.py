@@ -52,7 +52,19 @@ def corpus(tmp_path_factory) -> Path:
     from tests.running import zaya
 
     output = tmp_path_factory.mktemp("corpus") / "stdlib"
-    done = zaya("data", "prepare", "--output", str(output), "--max-bytes", "600K", "--valid-fraction",
-                "0.2", "--train-bpe", "512", "--workers", "1")
+    done = zaya(
+        "data",
+        "prepare",
+        "--output",
+        str(output),
+        "--max-bytes",
+        "600K",
+        "--valid-fraction",
+        "0.2",
+        "--train-bpe",
+        "512",
+        "--workers",
+        "1",
+    )
     assert done.returncode == 0, done.stdout
     return output

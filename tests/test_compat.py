@@ -18,7 +18,9 @@ def package(folder: Path, major: int, minor: int, patch: int, pre: str, training
     core = folder / "megatron" / "core"
     core.mkdir(parents=True)
     (core / "__init__.py").write_text("")
-    (core / "package_info.py").write_text(f"MAJOR = {major}\nMINOR = {minor}\nPATCH = {patch}\nPRE_RELEASE = {pre!r}\nVERSION = (MAJOR, MINOR)\n")
+    (core / "package_info.py").write_text(
+        f"MAJOR = {major}\nMINOR = {minor}\nPATCH = {patch}\nPRE_RELEASE = {pre!r}\nVERSION = (MAJOR, MINOR)\n"
+    )
     if training:
         (folder / "megatron" / "training").mkdir()
         (folder / "megatron" / "training" / "__init__.py").write_text("")
@@ -44,7 +46,10 @@ def test_a_checkout_hides_the_wheel_behind_it(tmp_path):
 
 
 def test_training_of_another_installation_does_not_count(tmp_path):
-    core, other = package(tmp_path / "a", 0, 16, 1, "", training=False), package(tmp_path / "b", 0, 19, 2, "", training=True)
+    core, other = (
+        package(tmp_path / "a", 0, 16, 1, "", training=False),
+        package(tmp_path / "b", 0, 19, 2, "", training=True),
+    )
     assert ask(core, other)[:2] == ["0.16.1", "False"]
     assert ask(other, core)[:2] == ["0.19.2", "True"]
 

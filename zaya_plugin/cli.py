@@ -76,7 +76,9 @@ def _dispatch(argv: list[str]) -> int:
         from zaya_plugin.doctor import main as doctor
 
         return doctor(argv[1:])
-    raise ValueError(f"zaya {argv[0]}: no such command; allowed: train, bench, curriculum, slurm, export, data prepare, doctor, --help, --version")
+    raise ValueError(
+        f"zaya {argv[0]}: no such command; allowed: train, bench, curriculum, slurm, export, data prepare, doctor, --help, --version"
+    )
 
 
 # What `zaya data` can do; each is a module zaya_plugin.data.<name> with a main().
@@ -136,7 +138,9 @@ def train(argv: list[str]) -> int:
         if isinstance(outcomes[-1], int) and outcomes[-1] > 128:  # stopped by a signal: no further jobs
             raise SystemExit(outcomes[-1])
 
-    application = hydra.main(config_path=f"pkg://{compose.RECIPES}", config_name=compose.PRIMARY, version_base="1.3")(job)
+    application = hydra.main(config_path=f"pkg://{compose.RECIPES}", config_name=compose.PRIMARY, version_base="1.3")(
+        job
+    )
     # Hydra's parser takes overrides only where they stand together.
     overrides = [item for item in argv if not item.startswith("-") and ("=" in item or item.startswith("~"))]
     rest = [item for item in argv if item not in overrides]
@@ -184,7 +188,9 @@ def _run_job(config) -> int:
     hydra_config = HydraConfig.get()
     if hydra_config.mode == RunMode.MULTIRUN:
         recipe.run_dir = os.path.join(recipe.run_dir, str(hydra_config.job.num))
-        print(f"zaya: job {hydra_config.job.num}: {' '.join(hydra_config.overrides.task)} -> {recipe.run_dir}", flush=True)
+        print(
+            f"zaya: job {hydra_config.job.num}: {' '.join(hydra_config.overrides.task)} -> {recipe.run_dir}", flush=True
+        )
     return launch(recipe)
 
 

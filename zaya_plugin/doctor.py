@@ -24,9 +24,24 @@ from zaya_plugin import __version__
 # distribution, module, what it is for, how to get it
 PACKAGES = (
     ("torch", "torch", "needed", "install the build for your accelerator; for a CPU: pip install 'zaya_plugin[cpu]'"),
-    ("megatron-core", "megatron.core", "needed", "pip install 'megatron-core[training]>=0.19.2', or a Megatron-LM checkout"),
-    ("transformers", "transformers", "needed for tokenizers and Hugging Face checkpoints", "pip install 'transformers>=5.13'"),
-    ("triton", "triton", "needed by megatron-core 0.19 at import", "pip install triton; ROCm builds of torch bring their own"),
+    (
+        "megatron-core",
+        "megatron.core",
+        "needed",
+        "pip install 'megatron-core[training]>=0.19.2', or a Megatron-LM checkout",
+    ),
+    (
+        "transformers",
+        "transformers",
+        "needed for tokenizers and Hugging Face checkpoints",
+        "pip install 'transformers>=5.13'",
+    ),
+    (
+        "triton",
+        "triton",
+        "needed by megatron-core 0.19 at import",
+        "pip install triton; ROCm builds of torch bring their own",
+    ),
     ("wandb", "wandb", "optional: Weights & Biases", "pip install wandb"),
     (
         "transformer-engine",
@@ -75,7 +90,9 @@ def examine() -> dict[str, Any]:
         "hosts": _hosts(),
         "devices": _ask(_devices) if "torch" in present else "unknown: torch is not installed",
         "kernels": _ask(_kernels) if "torch" in present else "unknown: torch is not installed",
-        "patches": _ask(_patches) if {"torch", "megatron-core"} <= present else "unknown: torch or megatron-core is not installed",
+        "patches": _ask(_patches)
+        if {"torch", "megatron-core"} <= present
+        else "unknown: torch or megatron-core is not installed",
     }
     report["problems"] = [dataclasses.asdict(problem) for problem in known_problems(report)]
     return report
@@ -121,9 +138,14 @@ def render(report: dict[str, Any]) -> str:
         if item["version"] is None:
             lines.append(f"  {'':20}{item['get']}")
     lines += ["", "Hosts"]
-    lines += [f"  {'can be   ' if host['possible'] else 'cannot be'} {host['name']:28}{host['detail']}" for host in report["hosts"]]
+    lines += [
+        f"  {'can be   ' if host['possible'] else 'cannot be'} {host['name']:28}{host['detail']}"
+        for host in report["hosts"]
+    ]
     lines += ["", "Known problems"]
-    lines += [line for problem in report["problems"] for line in _problem_lines(problem)] or ["  none of those that are known"]
+    lines += [line for problem in report["problems"] for line in _problem_lines(problem)] or [
+        "  none of those that are known"
+    ]
     lines += ["", "Devices"]
     if isinstance(devices, str):
         lines.append(f"  {devices}")
@@ -143,7 +165,9 @@ def render(report: dict[str, Any]) -> str:
     if isinstance(patches, str):
         return "\n".join([*lines, f"  {patches}"])
     for patch in patches:
-        lines.append(f"  {'applies ' if patch['applies'] else 'not here'}  {patch['name']}  ({patch['scope']}, {patch['versions']})")
+        lines.append(
+            f"  {'applies ' if patch['applies'] else 'not here'}  {patch['name']}  ({patch['scope']}, {patch['versions']})"
+        )
         lines.append(f"            {patch['reason']}")
     return "\n".join(lines)
 
@@ -161,12 +185,22 @@ def _hosts() -> list[dict[str, Any]]:
     from zaya_plugin import compat
 
     core, training = compat.core_version(), compat.has_training()
-    found = f"megatron.core {core}{' with' if training else ' without'} megatron.training" if core else "no megatron.core"
+    found = (
+        f"megatron.core {core}{' with' if training else ' without'} megatron.training" if core else "no megatron.core"
+    )
     primus = compat.has_module("primus.core")
     return [
         {"name": "zaya train", "possible": compat.zaya_train_fits(), "detail": found},
-        {"name": "pretrain_gpt.py --spec", "possible": compat.zaya_train_fits(), "detail": f"{found}; its script comes with a checkout"},
-        {"name": "Primus", "possible": primus, "detail": "primus.core is here; it brings its Megatron" if primus else "no primus.core on the path"},
+        {
+            "name": "pretrain_gpt.py --spec",
+            "possible": compat.zaya_train_fits(),
+            "detail": f"{found}; its script comes with a checkout",
+        },
+        {
+            "name": "Primus",
+            "possible": primus,
+            "detail": "primus.core is here; it brings its Megatron" if primus else "no primus.core on the path",
+        },
     ]
 
 
@@ -210,7 +244,13 @@ def _distribution_version(name: str) -> str | None:
 def _devices() -> dict[str, Any]:
     import torch
 
-    built_for = f"ROCm {torch.version.hip}" if torch.version.hip else f"CUDA {torch.version.cuda}" if torch.version.cuda else "CPU"
+    built_for = (
+        f"ROCm {torch.version.hip}"
+        if torch.version.hip
+        else f"CUDA {torch.version.cuda}"
+        if torch.version.cuda
+        else "CPU"
+    )
     accelerators = []
     # device_count() alone answers 1 where the CPU's patches are applied
     for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):

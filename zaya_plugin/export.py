@@ -38,7 +38,9 @@ def main(argv: list[str]) -> int:
     argv, whole = without_flag(argv, "--curriculum")
     argv, spec = without_flag(argv, "--spec")
     if host == "megatron" and (whole or spec):
-        raise ValueError("zaya export megatron: --curriculum and --spec are for primus; export each stage by its experiment")
+        raise ValueError(
+            "zaya export megatron: --curriculum and --spec are for primus; export each stage by its experiment"
+        )
     overrides = overrides_of(argv, f"export {host}")
     if whole:
         from zaya_plugin.training.curriculum import compose_curriculum

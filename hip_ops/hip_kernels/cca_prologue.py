@@ -50,7 +50,7 @@ def cca_prologue(
     projected: Tensor, depthwise_weight: Tensor, depthwise_bias: Tensor, grouped_weight: Tensor, grouped_bias: Tensor,
     temperature: Tensor, rope: Tensor | None, halo: Tensor | None, value_halo: Tensor | None, starts: Tensor | None,
     query_groups: int, delayed_channels: int,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """As hip_ops.reference.cca_prologue.cca_prologue."""
     parameters = (depthwise_weight, depthwise_bias, grouped_weight, grouped_bias, temperature)
     if not _fits(projected, grouped_weight, rope, delayed_channels):
@@ -68,7 +68,7 @@ def cca_prologue(
             *(None if t is None else _aligned(t.contiguous()) for t in (halo, value_halo)), None if starts is None else starts.contiguous(),
             query, key, value, inverse_norm, projected.stride(0), projected.stride(1), rope_row_stride, rope_batch_stride, total, rows,
             b, heads, query_groups, rotary, delayed_channels, _processors(device), device=device,
-        )  # fmt: skip
+        )
     return query, key, value, inverse_norm
 
 
@@ -77,13 +77,13 @@ def cca_prologue_backward(
     grouped_weight: Tensor, grouped_bias: Tensor, temperature: Tensor, rope: Tensor | None, halo: Tensor | None,
     value_halo: Tensor | None, starts: Tensor | None, query: Tensor, key: Tensor, inverse_norm: Tensor, query_groups: int,
     delayed_channels: int,
-) -> tuple[Tensor, ...]:  # fmt: skip
+) -> tuple[Tensor, ...]:
     """As hip_ops.reference.cca_prologue.cca_prologue_backward."""
     parameters = (depthwise_weight, depthwise_bias, grouped_weight, grouped_bias, temperature)
     if not _fits(projected, grouped_weight, rope, delayed_channels):
         return reference.cca_prologue_backward(
             d_query, d_key, d_value, projected, *parameters, rope, halo, value_halo, starts, query, key, inverse_norm, query_groups, delayed_channels
-        )  # fmt: skip
+        )
     device, processors = projected.device, _processors(projected.device)
     given = (projected, *parameters, halo, value_halo)
     gradients = [torch.empty(0 if t is None else t.shape, dtype=(projected if t is None else t).dtype, device=device) for t in given]
@@ -106,10 +106,10 @@ def cca_prologue_backward(
         "ho_cca_prologue_backward", d_query, d_key, d_value, query, key, inverse_norm, length, table, projected, halo, weights[0], weights[2], starts,
         d_projected, None if halo is None else d_halo, None if value_halo is None else d_value_halo, partial, partial_bias, partial_temperature,
         *d_query.stride()[:3], *d_key.stride()[:3], *d_value.stride()[:3], *strides, *sizes, delayed_channels, processors, device=device,
-    )  # fmt: skip
+    )
     call(
         "ho_cca_prologue_parameters", d_key, projected, *weights, length, table, halo, starts, partial, partial_bias, partial_temperature, partial_zero,
         *d_parameters[:4], of_temperature, *strides, *d_key.stride()[:3], *sizes, runs, zero_runs, device=device,
-    )  # fmt: skip
+    )
     d_parameters[4].copy_(of_temperature)
     return d_projected, *d_parameters, d_halo, d_value_halo

@@ -25,4 +25,4 @@ def add_rows_(total: Tensor, ids: Tensor, rows: Tensor) -> None:
         call(
             "ho_add_rows", total, in_order, order, rows, heads, tails, count, width, total.stride(0), rows.stride(0), rows.element_size(),
             aligned(total, rows, heads), device=device,
-        )  # fmt: skip
+        )

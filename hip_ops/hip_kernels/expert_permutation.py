@@ -45,7 +45,7 @@ def sort_by_expert(expert_ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor
         call(
             "ho_expert_sort", expert_ids.contiguous(), counted, token_of_row, row_of_token, counts, offsets, tokens, num_experts,
             expert_ids.element_size(), device=device,
-        )  # fmt: skip
+        )
     return token_of_row, row_of_token, counts, offsets
 
 
@@ -59,7 +59,7 @@ def gather_rows(source: Tensor, index: Tensor, side: Tensor | None) -> tuple[Ten
         call(
             "ho_gather_rows", source, index.contiguous(), side, out, side_out, count, hidden, source.stride(0), source.element_size(),
             0 if side is None else side.element_size(), aligned(source, out), blocks_for(count, device), device=device,
-        )  # fmt: skip
+        )
     return out, side_out
 
 
@@ -72,7 +72,7 @@ def scale_gather_rows(source: Tensor, index: Tensor, scale: Tensor) -> Tensor:
         call(
             "ho_scale_gather_rows", source, index.contiguous(), scale.contiguous(), out, count, hidden, source.stride(0),
             source.element_size(), scale.element_size(), aligned(source, out), blocks_for(count, device), device=device,
-        )  # fmt: skip
+        )
     return out
 
 
@@ -86,5 +86,5 @@ def scale_gather_rows_backward(grad: Tensor, source: Tensor, inverse: Tensor, sc
             "ho_scale_gather_rows_backward", grad, source, inverse.contiguous(), scale.contiguous(), d_source, d_scale, count, hidden,
             grad.stride(0), source.stride(0), source.element_size(), scale.element_size(), aligned(grad, source, d_source),
             blocks_for(count, device), device=device,
-        )  # fmt: skip
+        )
     return d_source, d_scale

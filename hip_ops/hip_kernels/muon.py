@@ -18,7 +18,7 @@ def momentum(gradients, momenta, outputs, square_sums, grad_scale, found_inf, mo
             "ho_muon_momentum", table.data, table.tensors, table.chunks, table.chunk_elements, blocks_for(table),
             *(dtype.itemsize for dtype in dtypes), grad_scale, found_inf, partials, square_sums, momentum, 1 - momentum,
             nesterov, ema, device=device,
-        )  # fmt: skip
+        )
 
 
 def update(updates, masters, params, scales, lr, lr_tensor, weight_decay, found_inf) -> None:
@@ -30,4 +30,4 @@ def update(updates, masters, params, scales, lr, lr_tensor, weight_decay, found_
         call(
             "ho_muon_update", table.data, table.tensors, table.chunks, table.chunk_elements, blocks_for(table),
             *sizes, found_inf, lr_tensor, lr, weight_decay, device=device,
-        )  # fmt: skip
+        )

@@ -33,7 +33,7 @@ def _symmetric(a: Tensor, b: Tensor, d: Tensor | None, alpha: float, beta: float
 def _general(
     a: Tensor, b_transposed: Tensor, d: Tensor | None, alpha: float, beta: float, transposed: Tensor | None = None,
     dtype: torch.dtype | None = None, tile: int = TILE_BY_TABLE,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """alpha a b + beta d from a [batch, m, k] and b's transpose [batch, n, k]; its transpose also into `transposed` if given."""
     (batch, m, k), n = a.shape, b_transposed.shape[1]
     c = a.new_empty((batch, m, n), dtype=dtype)

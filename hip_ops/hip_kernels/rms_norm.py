@@ -40,7 +40,7 @@ def _forward(x: Tensor, residual: Tensor, vectors: tuple[Tensor, ...], weight: T
         call(
             "ho_rms_norm_forward", x, residual, *(vectors or (None,) * 4), weight, y, new_residual, rstd, len(x), hidden,
             x.stride(0), residual.stride(0), types, _processors(device), eps, device=device,
-        )  # fmt: skip
+        )
     return y, new_residual, rstd
 
 
@@ -51,7 +51,7 @@ def _blocks(rows: int, hidden: int, types: int, scaled: bool, device: torch.devi
 def _backward(
     dy: Tensor, d_new_residual: Tensor | None, x: Tensor | None, residual: Tensor, rstd: Tensor, vectors: tuple[Tensor, ...],
     weight: Tensor, x_dtype: torch.dtype,
-) -> tuple[Tensor, ...]:  # fmt: skip
+) -> tuple[Tensor, ...]:
     """d_x, d_residual and the gradients of the vectors and weight. Without vectors, x is None and residual new_residual."""
     device, hidden, scaled = dy.device, dy.shape[-1], bool(vectors)
     d_residual = torch.empty(residual.shape, dtype=residual.dtype, device=device)
@@ -72,7 +72,7 @@ def _backward(
         "ho_rms_norm_backward", dy, upstream, x, residual, rstd, *pointers, weight, d_x, d_residual, partial, len(dy), hidden,
         dy.stride(0), 0 if upstream is None else upstream.stride(0), 0 if x is None else x.stride(0), residual.stride(0), types,
         blocks, device=device,
-    )  # fmt: skip
+    )
     out = gradients if scaled else (None,) * 4 + gradients
     call("ho_rms_norm_backward_sum", partial, *pointers, *out, blocks, hidden, types, device=device)
     return d_x, d_residual, *gradients

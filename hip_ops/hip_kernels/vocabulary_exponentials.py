@@ -20,7 +20,7 @@ def overwrite_with_exponentials(logits: Tensor, labels: Tensor, first_class: int
         call(
             "ho_overwrite_with_exponentials", logits, labels.contiguous(), statistics, rows, classes, logits.stride(0), first_class, parts,
             part_size(classes, parts), logits.element_size(), aligned(logits), blocks_for(rows, device), device=device,
-        )  # fmt: skip
+        )
     return statistics
 
 
@@ -33,5 +33,5 @@ def finish_gradient(exponentials: Tensor, labels: Tensor, first_class: int, stat
             "ho_finish_gradient", exponentials, labels.contiguous(), statistics.contiguous(), grad.contiguous(), found, rows, classes,
             exponentials.stride(0), first_class, part_size(classes, parts), len(statistics), first_part, parts, z_loss, exponentials.element_size(),
             aligned(exponentials), blocks_for(rows, device), device=device,
-        )  # fmt: skip
+        )
     return found

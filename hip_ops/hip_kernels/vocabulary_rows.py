@@ -23,7 +23,7 @@ def row_statistics(logits: Tensor, labels: Tensor, first_class: int, parts: int)
         call(
             "ho_row_statistics", logits, labels.contiguous(), statistics, rows, classes, logits.stride(0), first_class, parts,
             part_size(classes, parts), logits.element_size(), aligned(logits), blocks_for(rows, device), device=device,
-        )  # fmt: skip
+        )
     return statistics
 
 
@@ -36,4 +36,4 @@ def overwrite_with_gradient(logits: Tensor, labels: Tensor, first_class: int, no
             "ho_overwrite_with_gradient", logits, labels.contiguous(), normalizer, grad.contiguous(), rows, classes, logits.stride(0),
             normalizer.stride(0), first_class, GRADIENT_PARTS, part_size(classes, GRADIENT_PARTS), z_loss, logits.element_size(), aligned(logits),
             blocks_for(rows, device), device=device,
-        )  # fmt: skip
+        )

@@ -26,7 +26,7 @@ def weighted_swiglu(gate_up: Tensor, probs: Tensor, offsets: Tensor | None) -> T
             "ho_weighted_swiglu", gate_up, probs.contiguous(), offsets, out, rows, width, gate_up.stride(0),
             0 if offsets is None else len(offsets), gate_up.element_size(), probs.element_size(), aligned(_halves(gate_up), out),
             blocks_for(rows, device), device=device,
-        )  # fmt: skip
+        )
     return out
 
 
@@ -44,5 +44,5 @@ def weighted_swiglu_backward(
             "ho_weighted_swiglu_backward", grad, gate_up, probs.contiguous(), offsets, d_gate_up, d_probs, out if with_output else None,
             rows, width, grad.stride(0), gate_up.stride(0), 0 if offsets is None else len(offsets), gate_up.element_size(),
             probs.element_size(), aligned(grad, _halves(gate_up), d_gate_up), blocks_for(rows, device), device=device,
-        )  # fmt: skip
+        )
     return d_gate_up, d_probs, out

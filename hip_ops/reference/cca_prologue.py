@@ -35,15 +35,32 @@ def compute_dtype(tensor: Tensor) -> torch.dtype:
 
 
 def cca_prologue(
-    projected: Tensor, depthwise_weight: Tensor, depthwise_bias: Tensor, grouped_weight: Tensor, grouped_bias: Tensor,
-    temperature: Tensor, rope: Tensor | None, halo: Tensor | None, value_halo: Tensor | None, starts: Tensor | None,
-    query_groups: int, delayed_channels: int,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    projected: Tensor,
+    depthwise_weight: Tensor,
+    depthwise_bias: Tensor,
+    grouped_weight: Tensor,
+    grouped_bias: Tensor,
+    temperature: Tensor,
+    rope: Tensor | None,
+    halo: Tensor | None,
+    value_halo: Tensor | None,
+    starts: Tensor | None,
+    query_groups: int,
+    delayed_channels: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """query [s, b, n, d], key and value [s, b, g, d], and 1 / max(|x|, eps) [N, s, b] in the compute dtype."""
     d, compute = grouped_weight.shape[1], compute_dtype(projected)
     heads = len(grouped_bias) // d
     x = _before_norm(
-        projected, depthwise_weight, depthwise_bias, grouped_weight, grouped_bias, halo, value_halo, starts, query_groups
+        projected,
+        depthwise_weight,
+        depthwise_bias,
+        grouped_weight,
+        grouped_bias,
+        halo,
+        value_halo,
+        starts,
+        query_groups,
     )
     inverse_norm = _inverse_norm(x)
     out = _rotate(x * (inverse_norm * _scale(temperature, heads, d, compute)).unsqueeze(-1), rope)
@@ -54,11 +71,25 @@ def cca_prologue(
 
 
 def cca_prologue_backward(
-    d_query: Tensor, d_key: Tensor, d_value: Tensor, projected: Tensor, depthwise_weight: Tensor, depthwise_bias: Tensor,
-    grouped_weight: Tensor, grouped_bias: Tensor, temperature: Tensor, rope: Tensor | None, halo: Tensor | None,
-    value_halo: Tensor | None, starts: Tensor | None, query: Tensor, key: Tensor, inverse_norm: Tensor, query_groups: int,
+    d_query: Tensor,
+    d_key: Tensor,
+    d_value: Tensor,
+    projected: Tensor,
+    depthwise_weight: Tensor,
+    depthwise_bias: Tensor,
+    grouped_weight: Tensor,
+    grouped_bias: Tensor,
+    temperature: Tensor,
+    rope: Tensor | None,
+    halo: Tensor | None,
+    value_halo: Tensor | None,
+    starts: Tensor | None,
+    query: Tensor,
+    key: Tensor,
+    inverse_norm: Tensor,
+    query_groups: int,
     delayed_channels: int,
-) -> tuple[Tensor, ...]:  # fmt: skip
+) -> tuple[Tensor, ...]:
     """Gradients of projected, the four convolution tensors, temperature, halo and value_halo (empty where there is none).
 
     query, key and inverse_norm, which the forward gave, save the other back ends the convolutions; here x is computed again.
@@ -67,7 +98,15 @@ def cca_prologue_backward(
     d, compute, dtype = grouped_weight.shape[1], compute_dtype(projected), projected.dtype
     heads = len(grouped_bias) // d
     x = _before_norm(
-        projected, depthwise_weight, depthwise_bias, grouped_weight, grouped_bias, halo, value_halo, starts, query_groups
+        projected,
+        depthwise_weight,
+        depthwise_bias,
+        grouped_weight,
+        grouped_bias,
+        halo,
+        value_halo,
+        starts,
+        query_groups,
     )
     inverse_norm, scale = _inverse_norm(x), _scale(temperature, heads, d, compute)
     unit = x * inverse_norm.unsqueeze(-1)
@@ -100,9 +139,11 @@ def cca_prologue_backward(
     d_z = d_padded[:, 2:].flatten(0, 1) + torch.cat((to_queries.flatten(2), to_keys.flatten(2)), dim=-1)
     d_values, d_value_halo = _shifted_values_backward(d_value.flatten(2), value_halo, halo, starts, delayed_channels)
     gradients = (
-        torch.stack((d_a0, d_a1), dim=-1).view(depthwise_weight.shape), d_b0,
-        torch.stack(d_taps, dim=-1).view(grouped_weight.shape), dy.sum((0, 1, 2)).flatten(),
-    )  # fmt: skip
+        torch.stack((d_a0, d_a1), dim=-1).view(depthwise_weight.shape),
+        d_b0,
+        torch.stack(d_taps, dim=-1).view(grouped_weight.shape),
+        dy.sum((0, 1, 2)).flatten(),
+    )
     d_projected = torch.cat((d_z.to(dtype), d_values), dim=-1)
     d_halo = d_padded[:, :2].to(dtype).contiguous() if halo is not None else projected.new_empty(0)
     return d_projected, *(gradient.to(dtype) for gradient in gradients), d_temperature, d_halo, d_value_halo
@@ -133,12 +174,16 @@ def _depthwise(z0, z1, z2, weight, bias) -> tuple[Tensor, Tensor]:
     return tuple(each.to(weight.dtype).to(z0.dtype) for each in u)
 
 
-def _before_norm(projected, depthwise_weight, depthwise_bias, grouped_weight, grouped_bias, halo, value_halo, starts, groups):
+def _before_norm(
+    projected, depthwise_weight, depthwise_bias, grouped_weight, grouped_bias, halo, value_halo, starts, groups
+):
     """x [s, b, N, d]."""
     d = grouped_weight.shape[1]
     heads = len(grouped_bias) // d
     (z0, z1, z2), _ = _rows_before(projected, heads * d, halo, value_halo, starts)
-    u = torch.stack([each.unflatten(-1, (heads, d)) for each in _depthwise(z0, z1, z2, depthwise_weight, depthwise_bias)])
+    u = torch.stack(
+        [each.unflatten(-1, (heads, d)) for each in _depthwise(z0, z1, z2, depthwise_weight, depthwise_bias)]
+    )
     rows = u.permute(4, 1, 2, 3, 0, 5).reshape(heads, -1, 2 * d)  # N batches of (k, c, b) rows by (tap, in)
     matrix = grouped_weight.to(z0.dtype).view(heads, d, d, 2).permute(0, 3, 2, 1).reshape(heads, 2 * d, d)
     y = torch.baddbmm(grouped_bias.to(z0.dtype).view(heads, 1, d), rows, matrix).transpose(0, 1)

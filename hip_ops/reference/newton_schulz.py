@@ -55,9 +55,13 @@ class TorchProducts:
         return _product(z, x, x, alpha, beta)
 
     def apply_last(self, z: Tensor, x: Tensor, alpha: float, beta: float) -> Tensor:
-        if self.dtype.itemsize > x.dtype.itemsize:  # fp32 asked for, 16 bits inside: leave the rounding to the caller's dtype
+        if (
+            self.dtype.itemsize > x.dtype.itemsize
+        ):  # fp32 asked for, 16 bits inside: leave the rounding to the caller's dtype
             result = _product(z.to(self.dtype), x.to(self.dtype), x.to(self.dtype), alpha, beta)
-        elif x.dtype == torch.float16:  # the result's scale is 1 again, where half precision has fewer digits than above it
+        elif (
+            x.dtype == torch.float16
+        ):  # the result's scale is 1 again, where half precision has fewer digits than above it
             scale = 2.0**8
             result = _product(z, x, x, alpha * scale, beta * scale).to(torch.float32) / scale
         else:

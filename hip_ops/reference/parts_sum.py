@@ -13,7 +13,9 @@ from torch import Tensor
 def add_up_parts_(out: Tensor, own: Tensor, parts: Tensor, rank: int) -> None:
     """out = the sum of all rows, in fp32 (fp64 of fp64) from row 0 on, rounded once."""
     rows = [own if row == rank else parts[row] for row in range(len(parts))]
-    total = rows[0].to(torch.promote_types(own.dtype, torch.float32), copy=True)  # not 0 + row 0, which would make 0.0 of -0.0
+    total = rows[0].to(
+        torch.promote_types(own.dtype, torch.float32), copy=True
+    )  # not 0 + row 0, which would make 0.0 of -0.0
     for row in rows[1:]:
         total += row
     out.copy_(total)

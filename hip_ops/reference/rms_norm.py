@@ -43,8 +43,14 @@ def add_rms_norm_backward(
 
 
 def scaled_residual_rms_norm(
-    output: Tensor, residual: Tensor, output_bias: Tensor, output_scale: Tensor, residual_bias: Tensor,
-    residual_scale: Tensor, weight: Tensor, eps: float,
+    output: Tensor,
+    residual: Tensor,
+    output_bias: Tensor,
+    output_scale: Tensor,
+    residual_bias: Tensor,
+    residual_scale: Tensor,
+    weight: Tensor,
+    eps: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """y, new_residual = (output + output_bias) * output_scale + (residual + residual_bias) * residual_scale, rstd."""
     new_residual = _merge(output, residual, output_bias, output_scale, residual_bias, residual_scale)
@@ -53,8 +59,16 @@ def scaled_residual_rms_norm(
 
 
 def scaled_residual_rms_norm_backward(
-    dy: Tensor, d_new_residual: Tensor | None, output: Tensor, residual: Tensor, rstd: Tensor, output_bias: Tensor,
-    output_scale: Tensor, residual_bias: Tensor, residual_scale: Tensor, weight: Tensor,
+    dy: Tensor,
+    d_new_residual: Tensor | None,
+    output: Tensor,
+    residual: Tensor,
+    rstd: Tensor,
+    output_bias: Tensor,
+    output_scale: Tensor,
+    residual_bias: Tensor,
+    residual_scale: Tensor,
+    weight: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Gradients of output, residual, the four vectors in the order of the arguments, and weight.
 
@@ -67,8 +81,10 @@ def scaled_residual_rms_norm_backward(
     b_o, s_o, b_x, s_x = (v.to(compute) for v in (output_bias, output_scale, residual_bias, residual_scale))
     d_shift = total.sum_to_size(weight.shape)
     vectors = (
-        d_shift * s_o, (total * output.to(compute)).sum_to_size(weight.shape) + d_shift * b_o,
-        d_shift * s_x, (total * residual.to(compute)).sum_to_size(weight.shape) + d_shift * b_x,
+        d_shift * s_o,
+        (total * output.to(compute)).sum_to_size(weight.shape) + d_shift * b_o,
+        d_shift * s_x,
+        (total * residual.to(compute)).sum_to_size(weight.shape) + d_shift * b_x,
     )
     d_output, d_residual = (total * s_o).to(output.dtype), (total * s_x).to(residual.dtype)
     return d_output, d_residual, *(v.to(weight.dtype) for v in vectors), d_weight

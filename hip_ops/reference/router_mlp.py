@@ -57,9 +57,21 @@ def _normed(state: Tensor, w_norm: Tensor, eps: float) -> Tensor:
 
 
 def router_mlp(
-    projected: Tensor, previous: Tensor | None, gamma: Tensor | None, b_down: Tensor, w_norm: Tensor, w1: Tensor, b1: Tensor, w2: Tensor, b2: Tensor,
-    w_out: Tensor, biases: Tensor, forced: Tensor | None, eps: float, unweighted: int,
-) -> tuple[Tensor, ...]:  # fmt: skip
+    projected: Tensor,
+    previous: Tensor | None,
+    gamma: Tensor | None,
+    b_down: Tensor,
+    w_norm: Tensor,
+    w1: Tensor,
+    b1: Tensor,
+    w2: Tensor,
+    b2: Tensor,
+    w_out: Tensor,
+    biases: Tensor,
+    forced: Tensor | None,
+    eps: float,
+    unweighted: int,
+) -> tuple[Tensor, ...]:
     """state, weights fp32 [n], ids int64 [n], hidden1, hidden2, logits [n, columns(c)], and statistics fp32 [c + 1]: the tokens of each class, exact up to 2^24, and
     the sum of the entropies of the probabilities in nats."""
     compute = compute_dtype(projected)
@@ -75,7 +87,9 @@ def router_mlp(
     if forced is not None:
         ids = torch.where(forced >= 0, forced, ids)
     weights = probabilities.gather(-1, ids.unsqueeze(-1)).squeeze(-1).masked_fill(ids == unweighted, 0.0)
-    statistics = torch.cat((_chosen(ids, w_out).sum(0).to(compute), torch.special.entr(probabilities).sum().unsqueeze(0)))
+    statistics = torch.cat(
+        (_chosen(ids, w_out).sum(0).to(compute), torch.special.entr(probabilities).sum().unsqueeze(0))
+    )
     return state, weights, ids, hidden1, hidden2, _padded(logits), statistics
 
 
@@ -87,9 +101,22 @@ def _gelu_backward(grad: Tensor, x: Tensor) -> Tensor:
 
 
 def router_mlp_backward(
-    d_weights: Tensor, d_state: Tensor | None, state: Tensor, previous: Tensor | None, gamma: Tensor | None, hidden1: Tensor, hidden2: Tensor,
-    logits: Tensor, ids: Tensor, w_norm: Tensor, w1: Tensor, w2: Tensor, w_out: Tensor, eps: float, unweighted: int,
-) -> tuple[Tensor, ...]:  # fmt: skip
+    d_weights: Tensor,
+    d_state: Tensor | None,
+    state: Tensor,
+    previous: Tensor | None,
+    gamma: Tensor | None,
+    hidden1: Tensor,
+    hidden2: Tensor,
+    logits: Tensor,
+    ids: Tensor,
+    w_norm: Tensor,
+    w1: Tensor,
+    w2: Tensor,
+    w_out: Tensor,
+    eps: float,
+    unweighted: int,
+) -> tuple[Tensor, ...]:
     """For the gradients d_weights [n] and d_state [n, r] (None: of nothing that follows):
 
     d_projected [n, r], d_previous [n, r] (empty without gamma), sums over the rows fp32 [5, r], the gradients of SUMS, and three pairs whose products
@@ -117,4 +144,14 @@ def router_mlp_backward(
         of_gamma = d_wide * previous
     rows = (d_wide, of_gamma, d_normed * direction, d_hidden1.to(compute), d_hidden2.to(compute))
     sums = torch.stack([each.sum(0) for each in rows])
-    return d_wide.to(dtype), d_previous, sums, d_hidden1, _normed(state, w_norm, eps), d_hidden2, _gelu(hidden1), _padded(d_logits), _gelu(hidden2)
+    return (
+        d_wide.to(dtype),
+        d_previous,
+        sums,
+        d_hidden1,
+        _normed(state, w_norm, eps),
+        d_hidden2,
+        _gelu(hidden1),
+        _padded(d_logits),
+        _gelu(hidden2),
+    )

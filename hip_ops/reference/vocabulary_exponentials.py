@@ -45,7 +45,9 @@ def joined(statistics: Tensor) -> Tensor:
     """Those of all parts as of one, [1, 3, T]."""
     references, sums, labels_logits = statistics.unbind(1)
     largest = references.amax(0)
-    return torch.stack((largest, (sums * (references - _shift(largest)).exp()).sum(0), labels_logits.sum(0))).unsqueeze(0)
+    return torch.stack((largest, (sums * (references - _shift(largest)).exp()).sum(0), labels_logits.sum(0))).unsqueeze(
+        0
+    )
 
 
 def overwrite_with_exponentials(logits: Tensor, labels: Tensor, first_class: int, parts: int) -> Tensor:
@@ -61,7 +63,16 @@ def overwrite_with_exponentials(logits: Tensor, labels: Tensor, first_class: int
     return found
 
 
-def finish_gradient(exponentials: Tensor, labels: Tensor, first_class: int, statistics: Tensor, first_part: int, parts: int, grad: Tensor, z_loss: float) -> Tensor:
+def finish_gradient(
+    exponentials: Tensor,
+    labels: Tensor,
+    first_class: int,
+    statistics: Tensor,
+    first_part: int,
+    parts: int,
+    grad: Tensor,
+    z_loss: float,
+) -> Tensor:
     """Makes of what `overwrite_with_exponentials` left a row's gradient up to a factor, in place.
 
     Args:
@@ -86,8 +97,12 @@ def finish_gradient(exponentials: Tensor, labels: Tensor, first_class: int, stat
     log_sum = shift + log_total
     factor = 1 + 2 * z_loss * log_sum
     step = part_size(classes, parts)
-    for part in range(-(-classes // step)):  # whether any part has to be scaled is not asked: a device would be waited for
-        exponentials[:, part * step : (part + 1) * step].mul_((references[first_part + part] - shift).exp().unsqueeze(-1))
+    for part in range(
+        -(-classes // step)
+    ):  # whether any part has to be scaled is not asked: a device would be waited for
+        exponentials[:, part * step : (part + 1) * step].mul_(
+            (references[first_part + part] - shift).exp().unsqueeze(-1)
+        )
     if classes:
         column, here = columns_of(labels, first_class, classes)
         now, then = exponentials.gather(-1, column), (of_label - total / factor).to(exponentials.dtype).unsqueeze(-1)

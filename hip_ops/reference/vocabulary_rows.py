@@ -84,7 +84,9 @@ def losses(normalizer: Tensor, label: Tensor, z_loss: float) -> Tensor:
     return found if z_loss == 0 else found + z_loss * normalizer.sum(0).square()
 
 
-def overwrite_with_gradient(logits: Tensor, labels: Tensor, first_class: int, normalizer: Tensor, grad: Tensor, z_loss: float) -> None:
+def overwrite_with_gradient(
+    logits: Tensor, labels: Tensor, first_class: int, normalizer: Tensor, grad: Tensor, z_loss: float
+) -> None:
     """logits <- grad * (softmax(logits) * (1 + 2 z_loss logsumexp(logits)) - onehot(labels)), in place; grad [T]."""
     compute = normalizer.dtype
     column, here = columns_of(labels, first_class, logits.shape[1])

@@ -171,7 +171,7 @@ def _plan(call: Call, backward: bool, choose) -> Plan:
             "weight": keywords(cca_prologue_weight_kernel, weight, weight.stages, OUT=weight.part, ZERO_BLOCK=weight.zero_block, INPUTS=weight.inputs or d),
             "sum": {name: of[name] for name in cca_prologue_sum_kernel.arg_names if name in of} | SUM | {"num_warps": 8},
         }, (early_total, divisor(rows + early_rows)), runs,
-    )  # fmt: skip
+    )
 
 
 def _launch_with_fewer_stages(launch_kernel, keywords: dict, *arguments) -> None:
@@ -190,14 +190,14 @@ def cca_prologue(
     projected: Tensor, depthwise_weight: Tensor, depthwise_bias: Tensor, grouped_weight: Tensor, grouped_bias: Tensor,
     temperature: Tensor, rope: Tensor | None, halo: Tensor | None, value_halo: Tensor | None, starts: Tensor | None,
     query_groups: int, delayed_channels: int,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """As hip_ops.reference.cca_prologue.cca_prologue."""
     d, device = grouped_weight.shape[1], projected.device
     parameters = (depthwise_weight, depthwise_bias, grouped_weight, grouped_bias, temperature)
     if d not in HEAD_DIMS:
         return reference.cca_prologue(
             projected, *parameters, rope, halo, value_halo, starts, query_groups, delayed_channels
-        )  # fmt: skip
+        )
     s, b = projected.shape[:2]
     n = len(grouped_bias) // d
     query, key, value = (torch.empty((s, b, count, d), dtype=projected.dtype, device=device) for count in (n - query_groups, query_groups, query_groups))
@@ -212,7 +212,7 @@ def cca_prologue(
                 *(projected if t is None else t.contiguous() for t in (halo, value_halo)),
                 _bytes(starts, projected), query, key, value, inverse_norm, *plan.sizes, projected.stride(0), projected.stride(1),
                 *_rope_strides(rope), EPS, **plan.keywords["forward"],
-            )  # fmt: skip
+            )
     return query, key, value, inverse_norm
 
 
@@ -221,7 +221,7 @@ def cca_prologue_backward(
     grouped_weight: Tensor, grouped_bias: Tensor, temperature: Tensor, rope: Tensor | None, halo: Tensor | None,
     value_halo: Tensor | None, starts: Tensor | None, query: Tensor, key: Tensor, inverse_norm: Tensor, query_groups: int,
     delayed_channels: int,
-) -> tuple[Tensor, ...]:  # fmt: skip
+) -> tuple[Tensor, ...]:
     """As hip_ops.reference.cca_prologue.cca_prologue_backward."""
     d, device, dtype = grouped_weight.shape[1], projected.device, projected.dtype
     parameters = (depthwise_weight, depthwise_bias, grouped_weight, grouped_bias, temperature)
@@ -229,7 +229,7 @@ def cca_prologue_backward(
         return reference.cca_prologue_backward(
             d_query, d_key, d_value, projected, *parameters, rope, halo, value_halo, starts, query, key, inverse_norm, query_groups,
             delayed_channels,
-        )  # fmt: skip
+        )
     s, b = projected.shape[:2]
     given = (projected, *parameters, halo, value_halo)
     gradients = tuple(torch.empty(0 if t is None else t.shape, dtype=dtype if t is None else t.dtype, device=device) for t in given)
@@ -254,18 +254,18 @@ def cca_prologue_backward(
             d_query, d_key, d_value, query, key, inverse_norm, parameters[-1], rope_or_any, flags, dy, d_projected, d_value_halo, partial_bias,
             partial_temperature, *plan.sizes, *d_query.stride()[:3], *d_key.stride()[:3], *d_value.stride()[:3], *rope_strides, 1.0 / EPS,
             **plan.keywords["norm"],
-        )  # fmt: skip
+        )
         _launch_with_fewer_stages(
             cca_prologue_input_kernel[plan.grids["input"]], plan.keywords["input"],
             dy, parameters[0], parameters[2], flags, d_projected, d_halo, plan.early[0], *plan.sizes[1:3], plan.early[1], plan.sizes[4],
-        )  # fmt: skip
+        )
         _launch_with_fewer_stages(
             cca_prologue_weight_kernel[plan.grids["weight"]], plan.keywords["weight"],
             dy, d_key, projected, *parameters, rope_or_any, halo_or_any, flags, partial, partial_zero, *plan.sizes, *strides, *d_key.stride()[:3],
             *rope_strides, EPS,
-        )  # fmt: skip
+        )
         cca_prologue_sum_kernel[plan.grids["sum"]](
             partial, partial_bias, partial_temperature, partial_zero, *parameters[:3], parameters[-1], *d_parameters, runs, bias_runs,
             **plan.keywords["sum"],
-        )  # fmt: skip
+        )
     return gradients

@@ -27,7 +27,7 @@ def shift_value_gradients(
     d_value, d_projected, d_value_halo, starts, f, total, rows, batch, by_rows, by_batch, d_row_stride, d_batch_stride, d_head_stride,
     HEADS: tl.constexpr, GROUPS: tl.constexpr, D: tl.constexpr, DELAYED: tl.constexpr, HAS_HALO: tl.constexpr,
     HAS_STARTS: tl.constexpr,
-):  # fmt: skip
+):
     """The value channels of d_projected: each row gives its delayed channels to the row before it, and the last row gets nothing."""
     CURRENT: tl.constexpr = GROUPS * D - DELAYED
     WIDTH: tl.constexpr = (HEADS + 2 * GROUPS) * D
@@ -59,7 +59,7 @@ def cca_prologue_norm_kernel(
     v_row_stride, v_batch_stride, v_head_stride, rope_row_stride, rope_batch_stride, inverse_eps,
     HEADS: tl.constexpr, GROUPS: tl.constexpr, D: tl.constexpr, ROTARY: tl.constexpr, DELAYED: tl.constexpr,
     HAS_ROPE: tl.constexpr, HAS_HALO: tl.constexpr, HAS_STARTS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
-):  # fmt: skip
+):
     """Program (role, run): head `role` or the values, tiles run, run + runs, ...; its sums of dy and of the temperature's gradient."""
     role = tl.program_id(0)
     run = tl.program_id(1)
@@ -67,7 +67,7 @@ def cca_prologue_norm_kernel(
     if role == HEADS + GROUPS:
         for start in range(run * BLOCK, total, step):
             shift_value_gradients(d_value, d_projected, d_value_halo, starts, start + tl.arange(0, BLOCK), total, rows, batch, by_rows, by_batch, v_row_stride,
-                                  v_batch_stride, v_head_stride, HEADS, GROUPS, D, DELAYED, HAS_HALO, HAS_STARTS)  # fmt: skip
+                                  v_batch_stride, v_head_stride, HEADS, GROUPS, D, DELAYED, HAS_HALO, HAS_STARTS)
     else:
         is_key = role >= HEADS
         group = tl.where(is_key, role - HEADS, role // (HEADS // GROUPS))
@@ -126,7 +126,7 @@ def cca_prologue_norm_kernel(
 def cca_prologue_input_kernel(
     dy, depthwise_weight, grouped_weight, starts, d_projected, d_halo, total, rows, batch, by_early, by_batch,
     HEADS: tl.constexpr, GROUPS: tl.constexpr, D: tl.constexpr, HAS_HALO: tl.constexpr, HAS_STARTS: tl.constexpr, BLOCK: tl.constexpr, IN: tl.constexpr,
-):  # fmt: skip
+):
     """Program (part, run), tiles run, run + runs, ...: the gradient of z for IN channels of a head. With halo the rows -2 and -1 of each sequence count
     too: `total` includes them."""
     PARTS: tl.constexpr = D // IN
@@ -191,7 +191,7 @@ def zero_temperature(
     rows, batch, by_rows, by_batch, row_stride, batch_stride, k_row_stride, k_batch_stride, k_head_stride, rope_row_stride, rope_batch_stride, eps, group,
     HEADS: tl.constexpr, GROUPS: tl.constexpr, D: tl.constexpr, ROTARY: tl.constexpr, HAS_ROPE: tl.constexpr,
     HAS_HALO: tl.constexpr, HAS_STARTS: tl.constexpr, BLOCK: tl.constexpr, INPUTS: tl.constexpr,
-):  # fmt: skip
+):
     """The temperature's gradient where the temperature is zero: then the key is too, and its direction is computed again."""
     head = HEADS + group
     first, second = pair_columns(D // 2, ROTARY)
@@ -202,7 +202,7 @@ def zero_temperature(
         x_first, x_second, inverse = rotated_head(
             projected, halo, starts, rope, depthwise_weight, depthwise_bias, weights, grouped_weight, grouped_bias, f, total, rows, batch, by_rows, by_batch,
             row_stride, batch_stride, rope_row_stride, rope_batch_stride, head, group, eps, HEADS, GROUPS, D, ROTARY, HAS_ROPE, HAS_HALO, HAS_STARTS, INPUTS,
-        )  # fmt: skip
+        )
         live = f < total
         _, entry, row, _ = place(f, rows, batch, by_rows, by_batch)
         here = d_key + (group * k_head_stride + at_row(row, entry, k_row_stride, k_batch_stride))[None, :]
@@ -218,7 +218,7 @@ def cca_prologue_weight_kernel(
     total, rows, batch, by_rows, by_batch, row_stride, batch_stride, k_row_stride, k_batch_stride, k_head_stride, rope_row_stride, rope_batch_stride, eps,
     HEADS: tl.constexpr, GROUPS: tl.constexpr, D: tl.constexpr, ROTARY: tl.constexpr, HAS_ROPE: tl.constexpr,
     HAS_HALO: tl.constexpr, HAS_STARTS: tl.constexpr, BLOCK: tl.constexpr, OUT: tl.constexpr, ZERO_BLOCK: tl.constexpr, INPUTS: tl.constexpr,
-):  # fmt: skip
+):
     """Program (part, run), tiles run, run + runs, ...: S_0, S_1, S_2 of OUT output channels of a head to partial [runs, N, 3, D, D]; behind the parts
     of all heads the groups, whose keys may have temperature zero."""
     PARTS: tl.constexpr = D // OUT
@@ -257,7 +257,7 @@ def cca_prologue_weight_kernel(
                 d_key, projected, depthwise_weight, depthwise_bias, grouped_weight, grouped_bias, rope, halo, starts, partial_zero, total, rows,
                 batch, by_rows, by_batch, row_stride, batch_stride, k_row_stride, k_batch_stride, k_head_stride, rope_row_stride, rope_batch_stride, eps, group,
                 HEADS, GROUPS, D, ROTARY, HAS_ROPE, HAS_HALO, HAS_STARTS, ZERO_BLOCK, INPUTS,
-            )  # fmt: skip
+            )
 
 
 @triton.jit(do_not_specialize=SIZES)
@@ -265,7 +265,7 @@ def cca_prologue_sum_kernel(
     partial, partial_bias, partial_temperature, partial_zero, depthwise_weight, depthwise_bias, grouped_weight, temperature,
     d_depthwise_weight, d_depthwise_bias, d_grouped_weight, d_grouped_bias, d_temperature, runs, bias_runs,
     HEADS: tl.constexpr, GROUPS: tl.constexpr, D: tl.constexpr, COLUMNS: tl.constexpr, TOGETHER: tl.constexpr, RUNS: tl.constexpr,
-):  # fmt: skip
+):
     """Program (head, part): all gradients that belong to COLUMNS input channels of a head. TOGETHER runs of partial are on their way at a time."""
     head = tl.program_id(0)
     out = tl.arange(0, D)

@@ -52,7 +52,7 @@ def rotated_head(
     projected, halo, starts, rope, depthwise_weight, depthwise_bias, weights, grouped_weight, grouped_bias, f, total, rows, batch, by_rows, by_batch,
     row_stride, batch_stride, rope_row_stride, rope_batch_stride, head, group, eps, HEADS: tl.constexpr, GROUPS: tl.constexpr, D: tl.constexpr,
     ROTARY: tl.constexpr, HAS_ROPE: tl.constexpr, HAS_HALO: tl.constexpr, HAS_STARTS: tl.constexpr, INPUTS: tl.constexpr,
-):  # fmt: skip
+):
     """x of the head's rows f, rotated, in two halves [D / 2, rows] fp32, and 1 / max(|x|, eps) [rows].
 
     weights: the head's where INPUTS is D, otherwise not read. Loads for means and rotation come before the product, which hides them.
@@ -108,7 +108,7 @@ def rotated_head(
 def shift_values(
     projected, value_halo, starts, value, f, total, rows, batch, by_rows, by_batch, row_stride, batch_stride, HEADS: tl.constexpr,
     GROUPS: tl.constexpr, D: tl.constexpr, DELAYED: tl.constexpr, HAS_HALO: tl.constexpr, HAS_STARTS: tl.constexpr,
-):  # fmt: skip
+):
     """value [s, b, GROUPS * D] of rows f: the last DELAYED channels come from the row before."""
     CURRENT: tl.constexpr = GROUPS * D - DELAYED
     t, entry, row, chunk = place(f, rows, batch, by_rows, by_batch)
@@ -138,14 +138,14 @@ def cca_prologue_forward_kernel(
     key, value, inverse_norm, total, rows, batch, by_rows, by_batch, row_stride, batch_stride, rope_row_stride, rope_batch_stride, eps,
     HEADS: tl.constexpr, GROUPS: tl.constexpr, D: tl.constexpr, ROTARY: tl.constexpr, DELAYED: tl.constexpr,
     HAS_ROPE: tl.constexpr, HAS_HALO: tl.constexpr, HAS_STARTS: tl.constexpr, BLOCK: tl.constexpr, INPUTS: tl.constexpr,
-):  # fmt: skip
+):
     """Program (head, run), tiles run, run + runs, ... of a head, and every so many tiles' values."""
     head = tl.program_id(0)
     tiles = tl.cdiv(total, BLOCK)
     for tile in range(tl.program_id(1) * (HEADS + GROUPS) + head, tiles, tl.num_programs(1) * (HEADS + GROUPS)):
         f = tile * BLOCK + tl.arange(0, BLOCK)
         shift_values(projected, value_halo, starts, value, f, total, rows, batch, by_rows, by_batch, row_stride, batch_stride, HEADS, GROUPS, D,
-                     DELAYED, HAS_HALO, HAS_STARTS)  # fmt: skip
+                     DELAYED, HAS_HALO, HAS_STARTS)
     is_key = head >= HEADS
     group = tl.where(is_key, head - HEADS, head // (HEADS // GROUPS))
     weights = head_weights(grouped_weight, head, 0, D, ROTARY, INPUTS)
@@ -164,7 +164,7 @@ def cca_prologue_forward_kernel(
         x_first, x_second, inverse = rotated_head(
             projected, halo, starts, rope, depthwise_weight, depthwise_bias, weights, grouped_weight, grouped_bias, f, total, rows, batch, by_rows, by_batch,
             row_stride, batch_stride, rope_row_stride, rope_batch_stride, head, group, eps, HEADS, GROUPS, D, ROTARY, HAS_ROPE, HAS_HALO, HAS_STARTS, INPUTS,
-        )  # fmt: skip
+        )
         live = f < total
         at = out + (f.to(tl.int64) * out_stride)[None, :]
         factor = (inverse * length)[None, :]

@@ -25,7 +25,7 @@ AT_ONCE = 8  # partial sums of one id that are read together
 @triton.jit
 def add_runs_kernel(
     total, ids, order, rows, heads, tails, count, width, total_stride, rows_stride, RUN: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+):
     """ids in ascending order, order: the row of each. heads, tails [programs, width]: sums of the id that came in, and of the one that goes on."""
     part = tl.program_id(0)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -57,7 +57,7 @@ def add_runs_kernel(
 @triton.jit
 def join_runs_kernel(
     total, ids, heads, tails, count, width, total_stride, RUN: tl.constexpr, AT_ONCE: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+):
     """Adds up the id that began in this part and goes on behind it, if there is one."""
     part = tl.program_id(0)
     start, end = part * RUN, (part + 1) * RUN

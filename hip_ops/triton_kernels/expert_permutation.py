@@ -48,7 +48,7 @@ def expert_count_kernel(expert_ids, counted, tokens, num_experts, tiles, EXPERTS
 def expert_place_kernel(
     expert_ids, counted, token_of_row, row_of_token, counts, offsets, tokens, num_experts, tiles, programs,
     EXPERTS: tl.constexpr, TILE: tl.constexpr, ROWS: tl.constexpr,
-):  # fmt: skip
+):
     """Both maps for the program's tokens; program 0 writes counts and offsets. ROWS: programs whose counts are added at a time."""
     program = tl.program_id(0)
     experts = tl.arange(0, EXPERTS)
@@ -82,7 +82,7 @@ def expert_place_kernel(
 def expert_gather_kernel(
     source, index, scale, side, out, side_out, rows, hidden, source_stride,
     SCALED: tl.constexpr, HAS_SIDE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+):
     """out[i] = source[index[i]], times scale[i] where SCALED; side_out[i] = side[index[i]]; zeros where index is negative."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     inside = row < rows
@@ -104,7 +104,7 @@ def expert_gather_kernel(
 @triton.jit
 def expert_scale_gather_backward_kernel(
     grad, source, inverse, scale, d_source, d_scale, rows, hidden, grad_stride, source_stride, ROWS: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+):
     """d_source[r] = scale[t] * grad[t] and d_scale[t] = sum(grad[t] * source[r]), where t = inverse[r]; zeros where that is negative."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     inside = row < rows
@@ -189,7 +189,7 @@ def sort_by_expert(expert_ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor
         expert_place_kernel[(programs,)](
             expert_ids, counted, token_of_row, row_of_token, counts, offsets, tokens, num_experts, tiles, programs,
             ROWS=4096 // experts, **keywords,
-        )  # fmt: skip
+        )
     return token_of_row, row_of_token, counts, offsets
 
 
@@ -205,7 +205,7 @@ def _gather(source: Tensor, index: Tensor, scale: Tensor | None, side: Tensor | 
                 source, index, index if scale is None else scale.contiguous(), index if side is None else side.contiguous(), out,
                 index if side is None else side_out, count, hidden, source.stride(0), SCALED=scale is not None,
                 HAS_SIDE=side is not None, **keywords,
-            )  # fmt: skip
+            )
     return out, side_out
 
 
@@ -230,5 +230,5 @@ def scale_gather_rows_backward(grad: Tensor, source: Tensor, inverse: Tensor, sc
             expert_scale_gather_backward_kernel[grid](
                 grad, source, inverse.contiguous(), scale.contiguous(), d_source, d_scale, count, hidden, grad.stride(0), source.stride(0),
                 **keywords,
-            )  # fmt: skip
+            )
     return d_source, d_scale

@@ -21,7 +21,7 @@ def grouped_pointer_rows_kernel(
     x_pointer, w_pointer, out_pointer, offsets, experts, n, k, x_stride, w_matrix, w_stride,
     TRANSPOSED: tl.constexpr, EVEN_K: tl.constexpr, EXPERTS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     GROUP: tl.constexpr, XCDS: tl.constexpr,
-):  # fmt: skip
+):
     """As grouped_rows_kernel; strides are those of stored rows, w_matrix the distance of matrices."""
     starts, ends = expert_borders(offsets, experts, EXPERTS)
     tile_columns = tl.cdiv(n, BLOCK_N)
@@ -57,7 +57,7 @@ def grouped_pointer_outer_kernel(
     a_pointer, b_pointer, out_pointer, offsets, experts, m, n, a_stride, b_stride, out_matrix, out_stride,
     ACCUMULATE: tl.constexpr, EXPERTS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr,
     XCDS: tl.constexpr,
-):  # fmt: skip
+):
     """As grouped_outer_kernel."""
     starts, ends = expert_borders(offsets, experts, EXPERTS)
     tile_rows, tile_columns = tl.cdiv(m, BLOCK_M), tl.cdiv(n, BLOCK_N)
@@ -96,7 +96,7 @@ def launch_rows(x: Tensor, stored: Tensor, out: Tensor, offsets: Tensor, transpo
         x, stored, out, offsets, experts, n, k, x.stride(0), stored.stride(0), stored.stride(1), TRANSPOSED=transposed,
         EVEN_K=k % config.block_k == 0, EXPERTS=triton.next_power_of_2(experts), BLOCK_M=config.block_m, BLOCK_N=config.block_n,
         BLOCK_K=config.block_k, GROUP=config.group, XCDS=_xcds(), num_warps=config.num_warps, num_stages=config.num_stages,
-    )  # fmt: skip
+    )
 
 
 def launch_outer(a: Tensor, b: Tensor, out: Tensor, offsets: Tensor, accumulate: bool, config: GroupedConfig, programs: int) -> None:
@@ -106,4 +106,4 @@ def launch_outer(a: Tensor, b: Tensor, out: Tensor, offsets: Tensor, accumulate:
         a, b, out, offsets, experts, m, n, a.stride(0), b.stride(0), out.stride(0), out.stride(1), ACCUMULATE=accumulate,
         EXPERTS=triton.next_power_of_2(experts), BLOCK_M=config.block_m, BLOCK_N=config.block_n, BLOCK_K=config.block_k, GROUP=config.group,
         XCDS=_xcds(), num_warps=config.num_warps, num_stages=config.num_stages,
-    )  # fmt: skip
+    )

@@ -33,7 +33,7 @@ def grouped_rows_kernel(
     x_desc, w_desc, out_desc, offsets, experts, n, k,
     TRANSPOSED: tl.constexpr, EXPERTS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PARTS: tl.constexpr,
     GROUP: tl.constexpr, FLATTEN: tl.constexpr,
-):  # fmt: skip
+):
     """out[rows of e] = x[rows of e] W_e; W_e stored [k, n], or TRANSPOSED as [n, k]."""
     starts, ends = expert_borders(offsets, experts, EXPERTS)
     columns = tl.cdiv(n, BLOCK_N)
@@ -61,7 +61,7 @@ def grouped_rows_kernel(
 
 @triton.jit
 def _leave(out_desc, expert, row0, column0, acc, ROWS: tl.constexpr, COLUMNS: tl.constexpr, PARTS: tl.constexpr, ACCUMULATE: tl.constexpr,
-           REDUCE: tl.constexpr):  # fmt: skip
+           REDUCE: tl.constexpr):
     """A tile in PARTS pieces, each of which needs its shared memory only until it has left."""
     if PARTS > 1:
         left, right = acc.reshape(ROWS, 2, COLUMNS // 2).permute(0, 2, 1).split()
@@ -80,7 +80,7 @@ def grouped_outer_kernel(
     a_desc, b_desc, out_desc, offsets, experts, m, n,
     ACCUMULATE: tl.constexpr, REDUCE: tl.constexpr, EXPERTS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     PARTS: tl.constexpr, GROUP: tl.constexpr,
-):  # fmt: skip
+):
     """out[e] (+)= a[rows of e]^T b[rows of e], [m, n]. An expert without rows is passed over, or, without ACCUMULATE, gets zeros."""
     starts, ends = expert_borders(offsets, experts, EXPERTS)
     rows, columns = tl.cdiv(m, BLOCK_M), tl.cdiv(n, BLOCK_N)
@@ -103,7 +103,7 @@ def grouped_flat_outer_kernel(
     a_desc, b_desc, out_desc, offsets, experts, m, n,
     ACCUMULATE: tl.constexpr, REDUCE: tl.constexpr, EXPERTS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     PARTS: tl.constexpr, GROUP: tl.constexpr,
-):  # fmt: skip
+):
     """The same as one loop over the steps of all tiles of a program, so that the next tile's operands come while this one's sums leave.
 
     Triton's `flatten` wants inner loops of one length; here each expert has its own.
@@ -193,7 +193,7 @@ def grouped_rows(x: Tensor, matrices: Tensor, offsets: Tensor, config: GroupedCo
             descriptor(x, x.shape, x.stride(), (config.block_m, config.block_k)), descriptor(stored, stored.shape, stored.stride(), matrix),
             ragged_rows(out, (config.block_m, config.block_n // config.parts)), offsets, experts, n, k, TRANSPOSED=transposed,
             FLATTEN=config.flatten, **plan.keywords,
-        )  # fmt: skip
+        )
     return out
 
 
@@ -215,11 +215,11 @@ def grouped_outer_(out: Tensor, a: Tensor, b: Tensor, offsets: Tensor, accumulat
             ragged_rows(a, (config.block_k, config.block_m)), ragged_rows(b, (config.block_k, config.block_n)),
             descriptor(out, out.shape, out.stride(), (1, config.block_m, config.block_n // config.parts)), offsets, experts, m, n,
             ACCUMULATE=accumulate, REDUCE=config.reduce and out.dtype == torch.float32, **plan.keywords,
-        )  # fmt: skip
+        )
 
 
 def _constants(experts: int, config: GroupedConfig) -> dict:
     return dict(
         EXPERTS=triton.next_power_of_2(experts), BLOCK_M=config.block_m, BLOCK_N=config.block_n, BLOCK_K=config.block_k, PARTS=config.parts,
         GROUP=config.group,
-    )  # fmt: skip
+    )

@@ -90,7 +90,7 @@ def muon_momentum_kernel(
     words, chunk_rows, chunks, grad_scale, found_inf, partials, momentum, gradient_weight,
     GRADIENT: tl.constexpr, MOMENTUM: tl.constexpr, OUTPUT: tl.constexpr, NESTEROV: tl.constexpr, EMA: tl.constexpr,
     CHUNK: tl.constexpr, UNROLL: tl.constexpr, INNER: tl.constexpr, WIDTH: tl.constexpr,
-):  # fmt: skip
+):
     """partials[chunk] = sum of squares of the chunk's stored outputs, where asked for."""
     tl.static_assert(CHUNK % (UNROLL * INNER) == 0, "whole chunks go in whole tiles")
     scale = 1.0
@@ -168,7 +168,7 @@ def muon_update_kernel(
     words, chunk_rows, chunks, found_inf, lr_pointer, lr, weight_decay,
     UPDATE: tl.constexpr, WEIGHT: tl.constexpr, COPY: tl.constexpr,
     CHUNK: tl.constexpr, UNROLL: tl.constexpr, INNER: tl.constexpr, WIDTH: tl.constexpr,
-):  # fmt: skip
+):
     """weight = weight * (1 - lr * weight_decay) - lr * scale * update; the copy, if there is one, gets it rounded."""
     tl.static_assert(CHUNK % (UNROLL * INNER) == 0, "whole chunks go in whole tiles")
     if lr_pointer is not None:
@@ -227,7 +227,7 @@ def momentum(gradients, momenta, outputs, square_sums, grad_scale, found_inf, mo
                 muon_momentum_kernel[(blocks_for(table),)](
                     table.data, table.chunk_rows, table.chunks, grad_scale, found_inf, partials, momentum, 1 - momentum,
                     *(TYPES[dtype] for dtype in dtypes), nesterov, ema, CHUNK=table.chunk_elements, **tile_of(dtypes, WAVE),
-                )  # fmt: skip
+                )
             if square_sums is not None:
                 muon_square_sums_kernel[(table.tensors,)](
                     table.data, found_inf, partials, square_sums, CHUNK=table.chunk_elements, BLOCK=1024
@@ -245,4 +245,4 @@ def update(updates, masters, params, scales, lr, lr_tensor, weight_decay, found_
                 muon_update_kernel[(blocks_for(table),)](
                     table.data, table.chunk_rows, table.chunks, found_inf, lr_tensor, lr, weight_decay,
                     TYPES[dtypes[0]], TYPES[dtypes[1]], copy, CHUNK=table.chunk_elements, **tile_of(dtypes, WAVE),
-                )  # fmt: skip
+                )

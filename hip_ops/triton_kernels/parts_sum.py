@@ -40,4 +40,4 @@ def add_up_parts_(out: Tensor, own: Tensor, parts: Tensor, rank: int) -> None:
     with on(own.device):
         add_up_parts_kernel[(triton.cdiv(count, block),)](
             out, own, parts, count, parts.stride(0), SIZE=size, RANK=rank, BLOCK=block, num_warps=256 // (32 if torch.version.hip is None else 64)
-        )  # fmt: skip
+        )

@@ -20,7 +20,7 @@ def pointer_product_kernel(
     alpha, beta, gamma,
     SYMMETRIC: tl.constexpr, A_BY_COLUMNS: tl.constexpr, B_BY_COLUMNS: tl.constexpr, HAS_D: tl.constexpr, HAS_GAMMA: tl.constexpr,
     EVEN_K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr, XCDS: tl.constexpr,
-):  # fmt: skip
+):
     """Operands as in `product_kernel`; strides are those of rows, or of columns where an operand lies by columns."""
     tile_rows = tl.cdiv(m, BLOCK_M)
     tile_columns = tl.cdiv(n, BLOCK_N)
@@ -73,7 +73,7 @@ def pointer_product_kernel(
 def launch(
     a: Tensor, a_by_columns: bool, b: Tensor, b_by_columns: bool, d: Tensor | None, c: Tensor, k: int, alpha: float, beta: float, gamma: float,
     symmetric: bool, config: ProductConfig, amd: bool,
-) -> None:  # fmt: skip
+) -> None:
     batch, m, n = c.shape
     block_m, block_n = config.block_m, config.block_n
     if symmetric:
@@ -85,4 +85,4 @@ def launch(
         SYMMETRIC=symmetric, A_BY_COLUMNS=a_by_columns, B_BY_COLUMNS=b_by_columns, HAS_D=d is not None, HAS_GAMMA=gamma != 0.0,
         EVEN_K=k % config.block_k == 0, BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_K=config.block_k, GROUP=8, XCDS=AMD_XCDS if amd else 1,
         num_warps=config.num_warps, num_stages=config.num_stages,
-    )  # fmt: skip
+    )

@@ -28,7 +28,7 @@ MAX_HIDDEN_SIZE = 32768  # a row stays in the registers of one program
 def rms_norm_forward_kernel(
     x, residual, output_bias, output_scale, residual_bias, residual_scale, weight, y, new_residual, rstd, rows, hidden,
     x_stride, residual_stride, eps, SCALED: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
-):  # fmt: skip
+):
     """y, new_residual and rstd of rows pid * ROWS + [0, ROWS), then of those num_programs * ROWS further on."""
     columns = tl.arange(0, BLOCK)[None, :]
     inside = columns < hidden
@@ -64,7 +64,7 @@ def rms_norm_backward_kernel(
     partial, rows, hidden, dy_stride, d_new_residual_stride, x_stride, residual_stride,
     SCALED: tl.constexpr, HAS_D_NEW_RESIDUAL: tl.constexpr, WRITES_D_X: tl.constexpr, ROWS: tl.constexpr,
     BLOCK: tl.constexpr, STAGES: tl.constexpr,
-):  # fmt: skip
+):
     """d_x and d_residual of the program's rows, and its sums over them in partial [programs, 4 or 1, hidden].
 
     Sums: g, g * x, g * residual (where SCALED), dy * normalized. Without SCALED, `residual` is new_residual and `x` unused.
@@ -134,7 +134,7 @@ def rms_norm_backward_kernel(
 def rms_norm_sum_kernel(
     partial, output_bias, output_scale, residual_bias, residual_scale, d_output_bias, d_output_scale, d_residual_bias,
     d_residual_scale, d_weight, programs, hidden, SCALED: tl.constexpr, PROGRAMS: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+):
     """The gradients of the vectors from partial [programs, 4 or 1, hidden], BLOCK columns a program."""
     SUMS: tl.constexpr = 4 if SCALED else 1
     columns = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -241,7 +241,7 @@ def _forward(x: Tensor, residual: Tensor, vectors: tuple[Tensor, ...], weight: T
             rms_norm_forward_kernel[(count,)](
                 x, residual, *(vectors or (weight,) * 4), weight, y, new_residual, rstd, rows, hidden, x.stride(0),
                 residual.stride(0), eps, **keywords,
-            )  # fmt: skip
+            )
     return y, new_residual, rstd
 
 
@@ -267,11 +267,11 @@ def _backward(dy, d_new_residual, x, residual, rstd, vectors: tuple[Tensor, ...]
             dy, upstream, x, residual, rstd, *vectors, weight, d_x, d_residual, partial, rows, hidden, dy.stride(0),
             upstream.stride(0), x.stride(0), residual.stride(0), HAS_D_NEW_RESIDUAL=d_new_residual is not None, WRITES_D_X=writes_d_x,
             **keywords,
-        )  # fmt: skip
+        )
         rms_norm_sum_kernel[(-(-hidden // 32),)](
             partial, *vectors, *(gradients if scaled else gradients * 5), count, hidden, SCALED=scaled, PROGRAMS=64, BLOCK=32,
             num_warps=8,
-        )  # fmt: skip
+        )
     return d_x, d_residual, *gradients
 
 

@@ -63,7 +63,7 @@ def router_mlp_forward_kernel(
     rows, eps, unweighted,
     HAS_PREVIOUS: tl.constexpr, HAS_FORCED: tl.constexpr, R: tl.constexpr, CLASSES: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr,
     PART: tl.constexpr,
-):  # fmt: skip
+):
     """BLOCK tokens. statistics: of this program's. COLUMNS: CLASSES and some that no token has."""
     row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = row < rows
@@ -137,7 +137,7 @@ def router_mlp_backward_kernel(
     normed, d_hidden2, active1, d_logits, active2, rows, eps, unweighted,
     HAS_PREVIOUS: tl.constexpr, HAS_D_STATE: tl.constexpr, R: tl.constexpr, CLASSES: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr,
     PART: tl.constexpr,
-):  # fmt: skip
+):
     """BLOCK tokens; sums: the five of this program. Rows behind the last one are zeros and add nothing."""
     row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = row < rows
@@ -237,7 +237,7 @@ def _plan(choose: Callable, rows: int, width: int, classes: int) -> tuple[int, d
 def router_mlp(
     projected: Tensor, previous: Tensor | None, gamma: Tensor | None, b_down: Tensor, w_norm: Tensor, w1: Tensor, b1: Tensor, w2: Tensor, b2: Tensor,
     w_out: Tensor, biases: Tensor, forced: Tensor | None, eps: float, unweighted: int,
-) -> tuple[Tensor, ...]:  # fmt: skip
+) -> tuple[Tensor, ...]:
     """As hip_ops.reference.router_mlp.router_mlp, for tensors without gaps."""
     (rows, width), classes, device = projected.shape, w_out.shape[0], projected.device
     programs, keywords = _plan(launch, rows, width, classes)
@@ -251,14 +251,14 @@ def router_mlp(
                 projected, projected if gamma is None else previous, b_down if gamma is None else gamma, b_down, w_norm, w1, b1, w2, b2, w_out, biases,
                 ids if forced is None else forced, state, weights, ids, hidden1, hidden2, logits, statistics, rows, eps, unweighted,
                 HAS_PREVIOUS=gamma is not None, HAS_FORCED=forced is not None, **keywords,
-            )  # fmt: skip
+            )
     return state, weights, ids, hidden1, hidden2, logits, statistics.sum(0)
 
 
 def router_mlp_backward(
     d_weights: Tensor, d_state: Tensor | None, state: Tensor, previous: Tensor | None, gamma: Tensor | None, hidden1: Tensor, hidden2: Tensor,
     logits: Tensor, ids: Tensor, w_norm: Tensor, w1: Tensor, w2: Tensor, w_out: Tensor, eps: float, unweighted: int,
-) -> tuple[Tensor, ...]:  # fmt: skip
+) -> tuple[Tensor, ...]:
     """As hip_ops.reference.router_mlp.router_mlp_backward, for tensors without gaps."""
     (rows, width), classes, device = state.shape, w_out.shape[0], state.device
     programs, keywords = _plan(launch, rows, width, classes)
@@ -272,5 +272,5 @@ def router_mlp_backward(
                 d_weights, state if d_state is None else d_state, state, state if gamma is None else previous, w_norm if gamma is None else gamma, hidden1,
                 hidden2, logits, ids, w_norm, w1, w2, w_out, d_projected, d_previous, sums, d_hidden1, normed, d_hidden2, active1, d_logits, active2,
                 rows, eps, unweighted, HAS_PREVIOUS=gamma is not None, HAS_D_STATE=d_state is not None, **keywords,
-            )  # fmt: skip
+            )
     return d_projected, d_previous, sums.sum(0), d_hidden1, normed, d_hidden2, active1, d_logits, active2

@@ -32,7 +32,7 @@ from hip_ops.triton_kernels.tiles import grouped_tile, tile_count, triangle_tile
 def _store_part(
     acc, d_desc, c_desc, mirror_desc, matrix, row0, column0, mirror_row0, alpha, beta, gamma,
     SYMMETRIC: tl.constexpr, HAS_D: tl.constexpr, HAS_GAMMA: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-):  # fmt: skip
+):
     acc = acc * alpha
     if HAS_D:
         acc += beta * d_desc.load([matrix, row0, column0]).reshape(ROWS, COLUMNS).to(tl.float32)
@@ -52,7 +52,7 @@ def symmetric_product_kernel(
     SYMMETRIC: tl.constexpr, A_BY_COLUMNS: tl.constexpr, B_BY_COLUMNS: tl.constexpr, HAS_D: tl.constexpr, HAS_GAMMA: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PARTS: tl.constexpr, GROUP: tl.constexpr,
     FLATTEN: tl.constexpr, WARP_SPECIALIZE: tl.constexpr,
-):  # fmt: skip
+):
     """C = alpha A B^T + beta D + gamma I. A [batch, m, k] is stored by rows, or by columns as [batch, k, m]; B [batch, n, k] likewise."""
     tile_rows = tl.cdiv(m, BLOCK_M)
     tile_columns = tl.cdiv(n, BLOCK_N)
@@ -89,12 +89,12 @@ def symmetric_product_kernel(
         if PARTS == 2:  # half the shared memory for results, which leaves a stage more for operands
             left, right = acc.reshape(BLOCK_M, 2, BLOCK_N // 2).permute(0, 2, 1).split()
             _store_part(left, d_desc, c_desc, mirror_desc, matrix, row0, column0, mirror_row0,
-                        alpha, beta, gamma, SYMMETRIC, HAS_D, HAS_GAMMA, BLOCK_M, BLOCK_N // 2)  # fmt: skip
+                        alpha, beta, gamma, SYMMETRIC, HAS_D, HAS_GAMMA, BLOCK_M, BLOCK_N // 2)
             _store_part(right, d_desc, c_desc, mirror_desc, matrix, row0, column0 + BLOCK_N // 2, mirror_row0 + BLOCK_N // 2,
-                        alpha, beta, gamma, SYMMETRIC, HAS_D, HAS_GAMMA, BLOCK_M, BLOCK_N // 2)  # fmt: skip
+                        alpha, beta, gamma, SYMMETRIC, HAS_D, HAS_GAMMA, BLOCK_M, BLOCK_N // 2)
         else:
             _store_part(acc, d_desc, c_desc, mirror_desc, matrix, row0, column0, mirror_row0,
-                        alpha, beta, gamma, SYMMETRIC, HAS_D, HAS_GAMMA, BLOCK_M, BLOCK_N)  # fmt: skip
+                        alpha, beta, gamma, SYMMETRIC, HAS_D, HAS_GAMMA, BLOCK_M, BLOCK_N)
 
 
 AMD = torch.version.hip is not None
@@ -161,5 +161,5 @@ def product(
         BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_K=block_k, PARTS=config.parts, GROUP=8,
         FLATTEN=config.flatten, WARP_SPECIALIZE=config.warp_specialize,
         num_warps=config.num_warps, num_stages=config.num_stages,
-    )  # fmt: skip
+    )
     return c

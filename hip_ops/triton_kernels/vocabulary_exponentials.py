@@ -21,7 +21,7 @@ from hip_ops.triton_kernels.on_device import on
 def exponentials_kernel(
     logits, labels, statistics, rows, classes, row_stride, first_class, size, MOST: tl.constexpr, PERIOD: tl.constexpr,
     LARGE: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+):
     """A part of a row stays in registers between its maximum and its exponentials."""
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     start = part * size
@@ -47,7 +47,7 @@ def exponentials_kernel(
 def finish_gradient_kernel(
     exponentials, labels, statistics, grad, found, rows, classes, row_stride, first_class, size, all_parts, first_part, parts, z_loss,
     PARTS: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+):
     """PARTS: a power of two, at least all_parts."""
     row = tl.program_id(0).to(tl.int64)
     part = tl.arange(0, PARTS)
@@ -97,7 +97,7 @@ def overwrite_with_exponentials(logits: Tensor, labels: Tensor, first_class: int
             exponentials_kernel[(rows, parts)](
                 logits, labels.contiguous(), statistics, rows, classes, logits.stride(0), first_class, size, MOST=MOST, PERIOD=PERIOD, LARGE=LARGE,
                 BLOCK=block, num_warps=warps,
-            )  # fmt: skip
+            )
     return statistics
 
 
@@ -111,7 +111,7 @@ def finish_gradient(exponentials: Tensor, labels: Tensor, first_class: int, stat
                 exponentials, labels.contiguous(), statistics.contiguous(), grad.contiguous(), found, rows, classes, exponentials.stride(0), first_class,
                 part_size(classes, parts), len(statistics), first_part, parts, z_loss, PARTS=triton.next_power_of_2(len(statistics)), BLOCK=1024,
                 num_warps=4 if torch.version.hip is None else 2,
-            )  # fmt: skip
+            )
     return found
 
 

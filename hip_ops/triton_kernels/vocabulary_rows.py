@@ -21,7 +21,7 @@ from hip_ops.triton_kernels.on_device import on
 @triton.jit
 def row_statistics_kernel(
     logits, labels, statistics, rows, classes, row_stride, first_class, size, LANES: tl.constexpr, WIDTH: tl.constexpr,
-):  # fmt: skip
+):
     """A lane keeps maximum and sum of what it saw, WIDTH logits at a time: one exponential a logit, and one more a step."""
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     start = part * size
@@ -51,7 +51,7 @@ def row_statistics_kernel(
 @triton.jit
 def row_gradient_kernel(
     logits, labels, normalizer, grad, classes, row_stride, normalizer_stride, first_class, size, z_loss, BLOCK: tl.constexpr,
-):  # fmt: skip
+):
     """Part of a row, BLOCK logits at a time."""
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     start = part * size
@@ -94,7 +94,7 @@ def row_statistics(logits: Tensor, labels: Tensor, first_class: int, parts: int)
             row_statistics_kernel[(rows, parts)](
                 logits, labels.contiguous(), statistics, rows, classes, logits.stride(0), first_class, part_size(classes, parts),
                 LANES=chosen.lanes, WIDTH=chosen.width, num_warps=chosen.num_warps,
-            )  # fmt: skip
+            )
     return statistics
 
 
@@ -107,7 +107,7 @@ def overwrite_with_gradient(logits: Tensor, labels: Tensor, first_class: int, no
             row_gradient_kernel[(rows, parts)](
                 logits, labels.contiguous(), normalizer, grad.contiguous(), classes, logits.stride(0), normalizer.stride(0), first_class,
                 part_size(classes, parts), z_loss, BLOCK=chosen.lanes * chosen.width, num_warps=chosen.num_warps,
-            )  # fmt: skip
+            )
 
 
 def parts_of_gradient(classes: int) -> int:

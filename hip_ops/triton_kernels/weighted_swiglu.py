@@ -31,7 +31,7 @@ def _live_rows(offsets, row, rows, experts, HAS_OFFSETS: tl.constexpr):
 @triton.jit
 def weighted_swiglu_forward_kernel(
     gate_up, probs, offsets, out, rows, width, gate_up_stride, experts, HAS_OFFSETS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+):
     """silu(gate) * up * prob of one tile [ROWS, BLOCK]."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     live = _live_rows(offsets, row, rows, experts, HAS_OFFSETS)
@@ -50,7 +50,7 @@ def weighted_swiglu_forward_kernel(
 def weighted_swiglu_backward_kernel(
     grad, gate_up, probs, offsets, d_gate_up, d_probs, out, rows, width, grad_stride, gate_up_stride, experts,
     HAS_OFFSETS: tl.constexpr, WITH_OUTPUT: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+):
     """d_gate_up, d_probs and, WITH_OUTPUT, the output of ROWS rows."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     inside = row < rows
@@ -119,7 +119,7 @@ def weighted_swiglu(gate_up: Tensor, probs: Tensor, offsets: Tensor | None) -> T
             weighted_swiglu_forward_kernel[grid](
                 gate_up, probs, probs if offsets is None else offsets.contiguous(), out, rows, width, gate_up.stride(0),
                 0 if offsets is None else offsets.shape[0], HAS_OFFSETS=offsets is not None, **keywords,
-            )  # fmt: skip
+            )
     return out
 
 
@@ -139,5 +139,5 @@ def weighted_swiglu_backward(
                 grad, gate_up, probs, probs if offsets is None else offsets.contiguous(), d_gate_up, d_probs, out, rows, width,
                 grad.stride(0), gate_up.stride(0), 0 if offsets is None else offsets.shape[0],
                 HAS_OFFSETS=offsets is not None, WITH_OUTPUT=with_output, **keywords,
-            )  # fmt: skip
+            )
     return d_gate_up, d_probs, out

@@ -20,9 +20,14 @@ from zaya_plugin.plan.flops import Shape, training_flops
 
 ROWS = 512
 SMALL = (
-    *(word for word in MICRO if not word.startswith(("stage.", "checkpoint."))), "stage.seq_length=32", "stage.micro_batch_size=2",
-    "stage.global_batch_size=4", "model.num_layers=2", f"--random-tokens={ROWS}", "--warmup=1",
-)  # fmt: skip
+    *(word for word in MICRO if not word.startswith(("stage.", "checkpoint."))),
+    "stage.seq_length=32",
+    "stage.micro_batch_size=2",
+    "stage.global_batch_size=4",
+    "model.num_layers=2",
+    f"--random-tokens={ROWS}",
+    "--warmup=1",
+)
 
 
 def checked(run_dir: Path, ranks: int, steps: int) -> dict:
@@ -57,7 +62,9 @@ def test_a_step_of_one_rank(tmp_path):
     """As one rank of an outer launcher, which saves the time of ours."""
     with socket.socket() as probe:
         probe.bind(("localhost", 0))
-        rank = dict(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="localhost", MASTER_PORT=str(probe.getsockname()[1]))
+        rank = dict(
+            RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="localhost", MASTER_PORT=str(probe.getsockname()[1])
+        )
     done = zaya("bench", "step", *SMALL, "--steps=1", f"run_dir={tmp_path}", **rank)
     assert done.returncode == 0, done.stdout
     found = checked(tmp_path / "bench", ranks=1, steps=1)
@@ -76,16 +83,28 @@ def test_a_step_of_one_rank(tmp_path):
 
 @pytest.mark.slow
 def test_two_ranks_without_an_optimizer_beside_transformers(tmp_path):
-    words = ("nproc=2", "--steps=2", f"--output={tmp_path}", "--forward-backward-only", "--no-trace", "--anchor", "transformers")
+    words = (
+        "nproc=2",
+        "--steps=2",
+        f"--output={tmp_path}",
+        "--forward-backward-only",
+        "--no-trace",
+        "--anchor",
+        "transformers",
+    )
     done = zaya("bench", "step", *SMALL, *words)
     assert done.returncode == 0, done.stdout
     found = checked(tmp_path, ranks=2, steps=2)
     rows, anchor = {row["part"]: row for row in found["parts"]}, found["anchor"]
     assert not found["step"]["optimizer"] and rows["optimizer"]["ms"] == 0 and rows["optimizer"]["tflop"] is None
     assert not (tmp_path / "trace.json.gz").exists() and found["traced"]["trace"] is None
-    assert anchor["tokens"] == found["step"]["tokens"] and anchor["micro_batches"] == found["step"]["micro_batches"] == 1
+    assert (
+        anchor["tokens"] == found["step"]["tokens"] and anchor["micro_batches"] == found["step"]["micro_batches"] == 1
+    )
     assert anchor["tokens_per_s_per_device"] == pytest.approx(64 / anchor["ms"] * 1e3)
-    assert anchor["ratio"] == pytest.approx(found["step"]["tokens_per_s_per_device"] / anchor["tokens_per_s_per_device"])
+    assert anchor["ratio"] == pytest.approx(
+        found["step"]["tokens_per_s_per_device"] / anchor["tokens_per_s_per_device"]
+    )
     assert abs(anchor["loss"] - 6.24) < 0.5  # fresh weights: ln 512
     assert "no optimizer" in anchor["what"] and f"ours / theirs: {anchor['ratio']:.3f}" in done.stdout
 
@@ -94,8 +113,25 @@ def test_two_ranks_without_an_optimizer_beside_transformers(tmp_path):
 def test_ranks_of_an_outer_launcher_leave_their_memory_to_the_anchor(tmp_path):
     """Under torchrun every rank measures in a process of its own, and so does the anchor's."""
     words = ("bench", "step", *SMALL, "--steps=1", f"--output={tmp_path}", "--anchor=transformers")
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "zaya_plugin.cli", *words]
-    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"}, timeout=300)
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+        "-m",
+        "zaya_plugin.cli",
+        *words,
+    ]
+    done = subprocess.run(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        timeout=300,
+    )
     assert done.returncode == 0, done.stdout
     found = checked(tmp_path, ranks=2, steps=1)
     assert found["step"]["optimizer"] and "AdamW" in found["anchor"]["what"] and found["anchor"]["ratio"] > 0

@@ -20,9 +20,23 @@ from zaya_plugin.plan.step_work import Work
 
 def test_options_and_overrides_are_told_apart():
     options, output, rest = command.parse(
-        ["experiment=cpu_demo", "--steps", "7", "--warmup=2", "--no-trace", "--output=there", "--random-tokens=512", "optim.lr=1e-3",
-         "--forward-backward-only", "--commit=abc", "--anchor", "transformers", "--config-dir", "mine"]
-    )  # fmt: skip
+        [
+            "experiment=cpu_demo",
+            "--steps",
+            "7",
+            "--warmup=2",
+            "--no-trace",
+            "--output=there",
+            "--random-tokens=512",
+            "optim.lr=1e-3",
+            "--forward-backward-only",
+            "--commit=abc",
+            "--anchor",
+            "transformers",
+            "--config-dir",
+            "mine",
+        ]
+    )
     assert (options.steps, options.warmup, options.trace, options.optimizer) == (7, 2, False, False)
     assert (options.random_tokens, options.anchor, options.commit, output) == (512, "transformers", "abc", "there")
     assert rest == ["experiment=cpu_demo", "optim.lr=1e-3", "--config-dir", "mine"]
@@ -55,11 +69,22 @@ def test_mistakes_of_the_command_line():
 
 @pytest.mark.parametrize("experiment", ["cpu_demo", "zaya1_base", "zaya1_base_32k"])
 def test_the_recipe_keeps_the_step_and_drops_what_surrounds_it(experiment):
-    overrides = [f"experiment={experiment}", "data.path=none", "cluster=cpu", "optim.lr=1e-3", "stage.global_batch_size=16", "cluster.dtype=fp32"]
+    overrides = [
+        f"experiment={experiment}",
+        "data.path=none",
+        "cluster=cpu",
+        "optim.lr=1e-3",
+        "stage.global_batch_size=16",
+        "cluster.dtype=fp32",
+    ]
     recipe = command.recipe_of(Options(steps=4, warmup=2), None, overrides)
     plain = command.recipe_of(Options(steps=4, warmup=2), "/elsewhere", overrides)
     assert recipe.run_dir == f"runs/{recipe.name}/bench" and plain.run_dir == "/elsewhere"
-    assert recipe.stage.train_iters == 4 + 2 + 3 and recipe.stage.eval_iters == 0 and recipe.checkpoint.save_interval is None
+    assert (
+        recipe.stage.train_iters == 4 + 2 + 3
+        and recipe.stage.eval_iters == 0
+        and recipe.checkpoint.save_interval is None
+    )
     assert recipe.optim.lr == 1e-3 and recipe.optim.lr_warmup_iters == 0 and recipe.handover.from_run is None
     assert recipe.logger.wandb and recipe.logger.wandb_mode == "offline"
     validate(recipe, recipe.parallel.context_parallel_size)
@@ -69,7 +94,15 @@ def test_help_needs_no_torch():
     program = "import sys; from zaya_plugin.cli import main; code = main(['bench', '--help']); assert 'torch' not in sys.modules; sys.exit(code)"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    for option in ("--steps", "--warmup", "--no-trace", "--output", "--forward-backward-only", "--random-tokens", "--anchor transformers"):
+    for option in (
+        "--steps",
+        "--warmup",
+        "--no-trace",
+        "--output",
+        "--forward-backward-only",
+        "--random-tokens",
+        "--anchor transformers",
+    ):
         assert option in done.stdout
 
 
@@ -82,30 +115,63 @@ def record():
     ]
     work = {"experts": Work(30e12, 60e9), "norms": Work(0.0, 30e9)}
     step = {
-        "optimizer": True, "steps": 5, "ms": 95.0, "ms_median": 95.0, "ms_all": [95.0] * 5, "tokens": 16_384, "micro_batches": 1,
-        "tokens_per_s": 344_926.0, "tokens_per_s_per_device": 43_116.0, "tflops_per_device": 377.0, "share_of_gemm": 0.49,
-        "allocated_gib": 80.0, "reserved_gib": 85.0, "resident_gib": 3.0, "not_computing_share": 15 / 95,
-    }  # fmt: skip
+        "optimizer": True,
+        "steps": 5,
+        "ms": 95.0,
+        "ms_median": 95.0,
+        "ms_all": [95.0] * 5,
+        "tokens": 16_384,
+        "micro_batches": 1,
+        "tokens_per_s": 344_926.0,
+        "tokens_per_s_per_device": 43_116.0,
+        "tflops_per_device": 377.0,
+        "share_of_gemm": 0.49,
+        "allocated_gib": 80.0,
+        "reserved_gib": 85.0,
+        "resident_gib": 3.0,
+        "not_computing_share": 15 / 95,
+    }
     return {
-        "device": "NVIDIA H200", "world_size": 8, "commit": "abc", "step": step, "anchor": None,
+        "device": "NVIDIA H200",
+        "world_size": 8,
+        "commit": "abc",
+        "step": step,
+        "anchor": None,
         "rates": {"gemm_tflops": 770.0, "copy_tb_per_s": 3.0},
-        "traced": {"source": "kernels", "ms": 100.0, "host_ms": 40.0, "launches": 9, "activities": 3, "from_graph": False, "trace": None},
+        "traced": {
+            "source": "kernels",
+            "ms": 100.0,
+            "host_ms": 40.0,
+            "launches": 9,
+            "activities": 3,
+            "from_graph": False,
+            "trace": None,
+        },
         **breakdown(activities, 0.0, 100_000.0, work, 770e12, 3e12),
-    }  # fmt: skip
+    }
 
 
 def test_the_table_says_what_the_record_holds(record):
     rows = {row["part"]: row for row in record["parts"]}
     assert rows["experts"]["ms"] == 60 and rows["experts"]["share"] == 0.6
-    assert rows["experts"]["gemm_share"] == pytest.approx(30 / 0.06 / 770) and rows["experts"]["copy_share"] == pytest.approx(1 / 3)
-    assert rows["norms"]["copy_share"] == rows["norms"]["roofline"] == pytest.approx(0.5) and rows["norms"]["backward_ms"] == 20
+    assert rows["experts"]["gemm_share"] == pytest.approx(30 / 0.06 / 770) and rows["experts"][
+        "copy_share"
+    ] == pytest.approx(1 / 3)
+    assert (
+        rows["norms"]["copy_share"] == rows["norms"]["roofline"] == pytest.approx(0.5)
+        and rows["norms"]["backward_ms"] == 20
+    )
     assert (rows["communication"]["ms"], rows["idle"]["ms"]) == (10, 10) and record["hidden_communication_ms"] == 10
-    assert rows["idle"]["roofline"] is None and rows["communication"]["longest"] == [{"name": "nccl", "count": 1, "ms": 20.0}]
+    assert rows["idle"]["roofline"] is None and rows["communication"]["longest"] == [
+        {"name": "nccl", "count": 1, "ms": 20.0}
+    ]
     lines = report.text(record, width=80).splitlines()
     assert "n" * 16 + "x" * 48 + "=" * 8 + "." * 8 in lines  # in the order of PARTS
     (experts,) = (line.split() for line in lines if line.startswith("x experts"))
     assert experts[2:] == ["60.00", "60.0%", "60.00", "0.00", "30", "60", "65%", "33%", "65%"]
-    assert any("100.00  100.0%" in line for line in lines) and any("80.0 GiB allocated, 85.0 reserved" in line for line in lines)
+    assert any("100.00  100.0%" in line for line in lines) and any(
+        "80.0 GiB allocated, 85.0 reserved" in line for line in lines
+    )
 
 
 def test_the_picture_is_svg_and_as_wide_as_the_step(record):
@@ -130,10 +196,15 @@ def test_the_anchors_figures_join_the_record(tmp_path, record):
 
 def test_the_host_works_where_it_does_not_wait():
     def call(name, start, end, correlation):
-        return dict(ph="X", cat="cuda_runtime", name=name, tid=1, ts=start, dur=end - start, args={"correlation": correlation})
+        return dict(
+            ph="X", cat="cuda_runtime", name=name, tid=1, ts=start, dur=end - start, args={"correlation": correlation}
+        )
 
     calls = [
-        call("cudaLaunchKernel", 0, 5, 1), call("cudaStreamSynchronize", 10, 30, 2), call("cudaMemcpyAsync", 35, 40, 3),
-        call("cudaDeviceSynchronize", 25, 50, 4), call("hipMemcpy", 90, 120, 5),
-    ]  # fmt: skip
+        call("cudaLaunchKernel", 0, 5, 1),
+        call("cudaStreamSynchronize", 10, 30, 2),
+        call("cudaMemcpyAsync", 35, 40, 3),
+        call("cudaDeviceSynchronize", 25, 50, 4),
+        call("hipMemcpy", 90, 120, 5),
+    ]
     assert host_microseconds(parse(calls), 0, 100) == 100 - 40 - 10

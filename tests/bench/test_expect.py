@@ -12,7 +12,12 @@ from zaya_plugin.config.compose import compose
 from zaya_plugin.plan.machines import MACHINES
 
 RECORD = Path(__file__).parents[2] / "benchmarks" / "results" / "step12-h100.json"
-ALIKE = ["experiment=zaya1_base", "cluster.fused_linear_cross_entropy=true", "cluster.fused_cca_prologue=true", "data.path=none"]
+ALIKE = [
+    "experiment=zaya1_base",
+    "cluster.fused_linear_cross_entropy=true",
+    "cluster.fused_cca_prologue=true",
+    "data.path=none",
+]
 PER_MICRO_BATCH = ("embedding", "norms", "projections", "prologue", "attention", "router", "experts", "head")
 
 
@@ -41,9 +46,13 @@ def test_the_work_of_a_recipe_is_that_of_the_model_that_ran(record):
 def test_the_same_step_takes_the_measured_time(record, measured):
     found = expect.expect(record | {"written_first": ["experts"]}, expect.recorded_recipe(record), 1)
     assert found["prediction"] is True and found["communication"] == {}
-    assert parts(found) == pytest.approx({part: ms for part, ms in measured.items() if part not in expect.NOT_CARRIED}, rel=1e-12)
+    assert parts(found) == pytest.approx(
+        {part: ms for part, ms in measured.items() if part not in expect.NOT_CARRIED}, rel=1e-12
+    )
     computing = record["traced"]["ms"] - measured["idle"] - measured["communication"]
-    assert found["step"]["ms"] == pytest.approx(computing, rel=1e-6) and found["idle_of_the_record_ms"] == measured["idle"]
+    assert (
+        found["step"]["ms"] == pytest.approx(computing, rel=1e-6) and found["idle_of_the_record_ms"] == measured["idle"]
+    )
 
 
 def test_a_record_in_which_all_gradients_were_zeroed_is_carried_to_a_step_in_which_they_are_not(record, measured):
@@ -65,18 +74,28 @@ def test_four_micro_batches_are_four_times_one_and_the_optimizer_once(record, me
 
 
 def test_more_layers_and_ranks(record, measured):
-    eight = expect.expect(record, compose([*ALIKE, "cluster=h100_8", "stage.micro_batch_size=4", "stage.global_batch_size=32"]), 8)
+    eight = expect.expect(
+        record, compose([*ALIKE, "cluster=h100_8", "stage.micro_batch_size=4", "stage.global_batch_size=32"]), 8
+    )
     found = parts(eight)
     assert eight["on"]["gemm_tflops"] == record["rates"]["gemm_tflops"]  # the record's own device: its own rates
-    assert found["attention"] == pytest.approx(40 / 12 * measured["attention"]) and found["head"] == pytest.approx(measured["head"])
-    assert found["optimizer"] == pytest.approx(40 / 12 / 8 * measured["optimizer"])  # Newton-Schulz bounds it, and has no part in the embedding
+    assert found["attention"] == pytest.approx(40 / 12 * measured["attention"]) and found["head"] == pytest.approx(
+        measured["head"]
+    )
+    assert found["optimizer"] == pytest.approx(
+        40 / 12 / 8 * measured["optimizer"]
+    )  # Newton-Schulz bounds it, and has no part in the embedding
     sent = 7 / 8 * 4 * 8_840_488_784  # bytes of gradients that a rank sends
     messages = 80 + 4  # as zaya_plugin.optim.layout cuts them (docs/optimizer.md)
     machine = MACHINES["h100_8"]
-    assert eight["communication"]["gradients"]["ms"] == pytest.approx(1e3 * (sent / machine.link + messages * machine.latency), rel=0.001)
+    assert eight["communication"]["gradients"]["ms"] == pytest.approx(
+        1e3 * (sent / machine.link + messages * machine.latency), rel=0.001
+    )
     assert 0 < eight["communication"]["gradients"]["exposed_ms"] < 0.1 * eight["communication"]["gradients"]["ms"]
     words = [*ALIKE, "cluster=h100_8", "stage.micro_batch_size=4", "stage.global_batch_size=32"]
-    plain = expect.expect(record, compose([*words, "parallel.overlap_grad_reduce=false", "parallel.overlap_param_gather=false"]), 8)
+    plain = expect.expect(
+        record, compose([*words, "parallel.overlap_grad_reduce=false", "parallel.overlap_param_gather=false"]), 8
+    )
     for each in plain["communication"].values():
         assert each["exposed_ms"] == pytest.approx(each["ms"])
 
@@ -84,7 +103,10 @@ def test_more_layers_and_ranks(record, measured):
 def test_what_was_measured_on_four_devices_is_what_was_expected():
     """Each step carried to the other's number of micro-batches, and two devices' to four; without what collectives cost the kernels it was 12 %.
     SLOWED was fitted to the steps on four; what it says of them is no evidence for it."""
-    steps = {name: expect.load(RECORD.parent / f"step40-{name}.json") for name in ("4xh200", "4xh200-16k_tokens", "2xh200-fused_router")}
+    steps = {
+        name: expect.load(RECORD.parent / f"step40-{name}.json")
+        for name in ("4xh200", "4xh200-16k_tokens", "2xh200-fused_router")
+    }
     four, one, two = steps.values()
     for record, to, within in ((four, one, 0.025), (one, four, 0.01), (two, one, 0.045), (two, four, 0.02)):
         found = expect.expect(record, expect.recorded_recipe(to), 4)
@@ -96,14 +118,28 @@ def test_what_was_measured_on_four_devices_is_what_was_expected():
 
 def test_copy_engines_take_nothing_from_the_kernels_beside_them():
     """From the step without them to the step with them, on one machine; and what they copied does not count among what slowed the record."""
-    rings, copies = (expect.load(RECORD.parent / f"step40-4xh200-{name}-16k_tokens.json") for name in ("flash_attention_4", "copy_engines"))
+    rings, copies = (
+        expect.load(RECORD.parent / f"step40-4xh200-{name}-16k_tokens.json")
+        for name in ("flash_attention_4", "copy_engines")
+    )
     found = expect.expect(rings, expect.recorded_recipe(copies), 4)
     links = found["communication"]
-    assert parts(found)["slowed"] == pytest.approx(expect.SLOWED * (links["gradients"]["ms"] - links["gradients"]["exposed_ms"]))
+    assert parts(found)["slowed"] == pytest.approx(
+        expect.SLOWED * (links["gradients"]["ms"] - links["gradients"]["exposed_ms"])
+    )
     before = expect.expect(rings, expect.recorded_recipe(rings), 4)["step"]["ms"]
-    measured = [each["traced"]["ms"] - next(row["ms"] for row in each["parts"] if row["part"] == "idle") for each in (rings, copies)]
-    assert before - found["step"]["ms"] == pytest.approx(measured[0] - measured[1], abs=2.5) and before - found["step"]["ms"] > 9
-    assert 30 < copies["hidden_communication_ms"] - expect.hidden_beside_kernels(copies) < 40 and expect.hidden_beside_kernels(rings) == rings["hidden_communication_ms"]
+    measured = [
+        each["traced"]["ms"] - next(row["ms"] for row in each["parts"] if row["part"] == "idle")
+        for each in (rings, copies)
+    ]
+    assert (
+        before - found["step"]["ms"] == pytest.approx(measured[0] - measured[1], abs=2.5)
+        and before - found["step"]["ms"] > 9
+    )
+    assert (
+        30 < copies["hidden_communication_ms"] - expect.hidden_beside_kernels(copies) < 40
+        and expect.hidden_beside_kernels(rings) == rings["hidden_communication_ms"]
+    )
     for without in ({"parallel": {"nccl_ub": False}}, {"cluster": {"environment": {"NCCL_CTA_POLICY": "0"}}}):
         recipe = expect.recorded_recipe(copies)
         for group, values in without.items():
@@ -118,16 +154,23 @@ def test_copy_engines_take_nothing_from_the_kernels_beside_them():
 def test_barriers_and_copies_of_a_record_are_no_kernels_that_slow_others_down():
     def hidden(*rows):
         longest = [{"name": name, "count": 1, "ms": ms} for name, ms in rows]
-        return expect.hidden_beside_kernels({"parts": [{"part": "communication", "longest": longest}], "hidden_communication_ms": 10.0})
+        return expect.hidden_beside_kernels(
+            {"parts": [{"part": "communication", "longest": longest}], "hidden_communication_ms": 10.0}
+        )
 
     assert hidden(("ncclDevKernel_ReduceScatter", 8.0)) == 10.0
-    assert hidden(("Memcpy PtoP (Device -> Device)", 3.0), ("barrier_kernel", 2.0), ("ncclDevKernel_ReduceScatter", 8.0)) == 5.0
+    assert (
+        hidden(("Memcpy PtoP (Device -> Device)", 3.0), ("barrier_kernel", 2.0), ("ncclDevKernel_ReduceScatter", 8.0))
+        == 5.0
+    )
     assert hidden(("Memcpy PtoP (Device -> Device)", 30.0)) == 0.0
 
 
 def test_other_rates_count_by_what_bounds_a_part(record):
     found = expect.expect(record, compose([*ALIKE, "cluster=mi300x_8", "stage.global_batch_size=32"]), 8)
-    h100 = expect.expect(record, compose([*ALIKE, "cluster=h100_8", "stage.micro_batch_size=4", "stage.global_batch_size=32"]), 8)
+    h100 = expect.expect(
+        record, compose([*ALIKE, "cluster=h100_8", "stage.micro_batch_size=4", "stage.global_batch_size=32"]), 8
+    )
     gemm = record["rates"]["gemm_tflops"] / 700
     copy = record["rates"]["copy_tb_per_s"] / 4.33
     assert parts(found)["attention"] == pytest.approx(gemm * parts(h100)["attention"])
@@ -139,25 +182,38 @@ def test_a_thousand_ranks_hide_nothing_in_one_instance_and_most_in_sixteen(recor
 
     def of(instances: int) -> dict:
         size = f"parallel.num_distributed_optimizer_instances={instances}"
-        return expect.expect(record, compose(["experiment=zaya1_base", "cluster=mi300x_128x8", "data.path=none", size]), 1024)
+        return expect.expect(
+            record, compose(["experiment=zaya1_base", "cluster=mi300x_128x8", "data.path=none", size]), 1024
+        )
 
     one, sixteen = of(1), of(16)
     assert one["communication"]["gradients"]["exposed_ms"] == pytest.approx(one["communication"]["gradients"]["ms"])
     assert one["step"]["micro_batches"] == 1 and one["step"]["exposed_communication_ms"] > 0.2 * one["step"]["ms"]
     beside = parts(sixteen)["slowed"]  # what hiding costs; one instance hides nothing
     assert "slowed" not in parts(one)
-    assert sixteen["step"]["exposed_communication_ms"] < 0.1 * (sixteen["step"]["ms"] - beside) < 0.07 * one["step"]["ms"]
+    assert (
+        sixteen["step"]["exposed_communication_ms"] < 0.1 * (sixteen["step"]["ms"] - beside) < 0.07 * one["step"]["ms"]
+    )
     muon = [next(row["ms"] for row in found["parts"] if row["part"] == "optimizer") for found in (one, sixteen)]
     assert muon[1] == pytest.approx(16 * muon[0], rel=0.01)  # each instance does all of Muon's work
 
 
 def test_the_command_marks_what_it_says(tmp_path, capsys):
     out = tmp_path / "expected.json"
-    assert main(["expect", str(RECORD), *ALIKE, "cluster=mi300x_8", "stage.global_batch_size=128", "--output", str(out)]) == 0
+    assert (
+        main(["expect", str(RECORD), *ALIKE, "cluster=mi300x_8", "stage.global_batch_size=128", "--output", str(out)])
+        == 0
+    )
     said, written = capsys.readouterr().out, json.loads(out.read_text())
-    assert said.strip().startswith("PREDICTION, nothing of this was measured on mi300x_8: from NVIDIA H100 80GB HBM3, commit eecf738")
+    assert said.strip().startswith(
+        "PREDICTION, nothing of this was measured on mi300x_8: from NVIDIA H100 80GB HBM3, commit eecf738"
+    )
     assert "exposed gradients" in said and "4.33 TB/s" in said
-    assert written["prediction"] is True and written["schema"] == "zaya bench expect/1" and "xGMI" in written["on"]["sources"]
+    assert (
+        written["prediction"] is True
+        and written["schema"] == "zaya bench expect/1"
+        and "xGMI" in written["on"]["sources"]
+    )
 
 
 def test_what_it_refuses(tmp_path, record):
@@ -168,9 +224,15 @@ def test_what_it_refuses(tmp_path, record):
     for words, complaint in (
         (["experiment=zaya1_base"], "the first word is the step.json"),
         ([str(tmp_path / "none.json")], "not a step.json of `zaya bench step`"),
-        ([str(RECORD), *ALIKE, "cluster=h100_8", "parallel=pipeline_parallel"], "pipeline_model_parallel_size = 2: allowed in zaya bench expect: 1"),
+        (
+            [str(RECORD), *ALIKE, "cluster=h100_8", "parallel=pipeline_parallel"],
+            "pipeline_model_parallel_size = 2: allowed in zaya bench expect: 1",
+        ),
         ([str(on_cpu), "experiment=zaya1_base"], "not a step.json of `zaya bench step` on an accelerator"),
-        ([str(recomputed), *ALIKE, "cluster=h200_8"], "recompute_granularity = None: allowed here: as in the record .selective."),
+        (
+            [str(recomputed), *ALIKE, "cluster=h200_8"],
+            "recompute_granularity = None: allowed here: as in the record .selective.",
+        ),
     ):
         with pytest.raises(ValueError, match=complaint):
             main(["expect", *words])
@@ -179,7 +241,11 @@ def test_what_it_refuses(tmp_path, record):
 def test_what_is_recomputed_takes_its_time(record):
     words = [*ALIKE, "cluster=h200_8", "stage.micro_batch_size=4", "stage.global_batch_size=32"]
     plain = expect.expect(record, compose(words), 8)
-    again = expect.expect(record, compose([*words, "parallel.recompute_granularity=selective", "parallel.recompute_modules=[layernorm,permute]"]), 8)
+    again = expect.expect(
+        record,
+        compose([*words, "parallel.recompute_granularity=selective", "parallel.recompute_modules=[layernorm,permute]"]),
+        8,
+    )
     added = parts(again)["recomputation"]
     assert "recomputation" not in parts(plain) and 5 < added < 20
     assert again["step"]["computing_ms"] == pytest.approx(plain["step"]["computing_ms"] + added)

@@ -79,21 +79,39 @@ def test_operators_are_where_the_model_calls_them(recorded):
     assert where["aten::gelu"] == {("router", False)} and where["aten::gelu_backward"] == {("router", True)}
     assert where["aten::baddbmm"] == {("prologue", False)} and where["BaddbmmBackward0"] == {("prologue", True)}
     assert where["aten::argmax"] == {("router", False)} and where["aten::sort"] == {("experts", False)}
-    assert where["aten::embedding"] == {("embedding", False)} and ("embedding", True) in where["aten::embedding_dense_backward"]
+    assert (
+        where["aten::embedding"] == {("embedding", False)}
+        and ("embedding", True) in where["aten::embedding_dense_backward"]
+    )
     assert {part for part, _ in where["torch::autograd::AccumulateGrad"]} == {"gradients"}
     nobodys = {name for name, part, _ in found if part == "other"}  # the mean of the losses, and its gradient
-    assert "aten::mean" in nobodys and nobodys.isdisjoint(f"aten::{name}" for name in ("mm", "addmm", "bmm", "mul", "add", "cat", "index_select"))
+    assert "aten::mean" in nobodys and nobodys.isdisjoint(
+        f"aten::{name}" for name in ("mm", "addmm", "bmm", "mul", "add", "cat", "index_select")
+    )
 
 
 def test_the_longest_stretches_come_first_and_are_told():
     def activity(part, start, end, backward=False, name=None):
         return Activity(name or part, start, end, part, backward, name is not None)
 
-    kernels = [activity("head", 1000.0, 2000.0), activity("experts", 5000.0, 9000.0, backward=True), activity("optimizer", 9500.0, 10_000.0)]
-    found = record.breakdown([*kernels, activity("other", 1500.0, 4000.0, name="ncclReduce(args)")], 0.0, 10_000.0, {}, gemm=1e12, copy=1e11)["not_computing"]
-    assert [(each["at_ms"], each["ms"], each["communication_ms"]) for each in found] == [(2.0, 3.0, 2.0), (0.0, 1.0, 0.0), (9.0, 0.5, 0.0)]
+    kernels = [
+        activity("head", 1000.0, 2000.0),
+        activity("experts", 5000.0, 9000.0, backward=True),
+        activity("optimizer", 9500.0, 10_000.0),
+    ]
+    found = record.breakdown(
+        [*kernels, activity("other", 1500.0, 4000.0, name="ncclReduce(args)")], 0.0, 10_000.0, {}, gemm=1e12, copy=1e11
+    )["not_computing"]
+    assert [(each["at_ms"], each["ms"], each["communication_ms"]) for each in found] == [
+        (2.0, 3.0, 2.0),
+        (0.0, 1.0, 0.0),
+        (9.0, 0.5, 0.0),
+    ]
     assert found[0]["after"] == {"part": "experts", "backward": True, "name": "experts"} and found[1]["before"] is None
-    assert report._stretch(found[0]).split() == "3.00 ms at 2.0, 2.00 of it communication (ncclReduce): between head and experts backward".split()
+    assert (
+        report._stretch(found[0]).split()
+        == "3.00 ms at 2.0, 2.00 of it communication (ncclReduce): between head and experts backward".split()
+    )
     assert report._stretch(found[1]).endswith("0.00 of it communication: between the beginning and head")
 
 

@@ -50,7 +50,11 @@ def run(session, args, limit=50) -> int:
             session.before_step(parts)
         except SystemExit as end:
             assert end.code == 0
-            assert "step" not in vars(optimizer) and "forward" not in vars(chunk.mlp) and "zero_grad_buffer" not in vars(chunk)
+            assert (
+                "step" not in vars(optimizer)
+                and "forward" not in vars(chunk.mlp)
+                and "zero_grad_buffer" not in vars(chunk)
+            )
             return taken
         chunk.zero_grad_buffer()
         optimizer.zero_grad()
@@ -67,7 +71,9 @@ def session(tmp_path):
     said = []
 
     def make(rank=0, **options):
-        made = Session(Options(**options), rank, "cpu", tmp_path / "trace.json.gz", tmp_path / "reference.json.gz", said.append)
+        made = Session(
+            Options(**options), rank, "cpu", tmp_path / "trace.json.gz", tmp_path / "reference.json.gz", said.append
+        )
         made.said = said
         return made
 
@@ -81,7 +87,9 @@ def names(path):
 def test_a_plain_run(session):
     made = session(warmup=3, steps=2)
     assert run(made, argparse.Namespace(cuda_graph_impl="none")) == 3 + 2 + 2
-    assert len(made.measured.seconds) == 2 and sum(made.measured.seconds) == pytest.approx(2 * made.measured.mean_seconds)
+    assert len(made.measured.seconds) == 2 and sum(made.measured.seconds) == pytest.approx(
+        2 * made.measured.mean_seconds
+    )
     assert made.said == ["timing 2 steps", "tracing one step"] and not made.learned
     assert made.accumulated == {"experts": 6, "gradients": 20}
     found = names(made.trace)
@@ -108,5 +116,9 @@ def test_the_step_before_a_graph_is_traced_and_its_capture_is_not_timed(session)
     assert run(made, args) == 4 + 2 + 2  # steps 0 to 2 are launched, 3 is captured
     assert made.accumulated == {"experts": 6, "gradients": 20}
     assert made.learned and names(made.reference).count("step 2") == 1
-    assert names(made.reference).count(PASSES) == 1 and not {"step 1", "step 3"} & set(names(made.reference)) and RANGE + "optimizer" in names(made.reference)
+    assert (
+        names(made.reference).count(PASSES) == 1
+        and not {"step 1", "step 3"} & set(names(made.reference))
+        and RANGE + "optimizer" in names(made.reference)
+    )
     assert "step 7" in names(made.trace) and len(made.measured.seconds) == 2

@@ -29,8 +29,16 @@ def test_ours_and_transformers_compute_the_same(block):
         assert list(found[direction]) == ["ours", *(f"ours, {name}" for name in PIECES), "transformers"]
         assert all(row["ms"] > 0 and "error" not in row for row in found[direction].values()), found[direction]
     apart = found["distance"]["from transformers"]
-    assert apart.pop("linear_q.weight") < 0.2 and apart.pop("linear_k.weight") < 0.2  # little is left of a bf16 gradient behind a norm
-    assert set(apart) == {"output", "input's gradient", "linear_v_current.weight", "linear_v_delayed.weight", "linear_proj.weight"}
+    assert (
+        apart.pop("linear_q.weight") < 0.2 and apart.pop("linear_k.weight") < 0.2
+    )  # little is left of a bf16 gradient behind a norm
+    assert set(apart) == {
+        "output",
+        "input's gradient",
+        "linear_v_current.weight",
+        "linear_v_delayed.weight",
+        "linear_proj.weight",
+    }
     assert all(0 < distance < 0.02 for distance in apart.values()), apart
 
 
@@ -75,7 +83,10 @@ def test_forms_of_attention_are_the_model_s(script):
     usable = {name: apart for name, apart in found["distance from the model"].items() if isinstance(apart, float)}
     assert len(usable) == 12 and max(usable.values()) < 0.01
     refused = found["distance from the model"].keys() - usable.keys()
-    assert all(name.startswith("cuDNN") and "error" in found["distance from the model"][name] for name in refused) and len(refused) == 12
+    assert (
+        all(name.startswith("cuDNN") and "error" in found["distance from the model"][name] for name in refused)
+        and len(refused) == 12
+    )
     for direction in DIRECTIONS:
         assert found[direction].keys() == {"model", *usable} and all(row["ms"] > 0 for row in found[direction].values())
         assert len(found["summary"][direction]) >= 5
@@ -83,13 +94,20 @@ def test_forms_of_attention_are_the_model_s(script):
 
 def test_an_installed_package_is_among_the_forms(script, monkeypatch):
     def flash_attn_func(query, key, value, softmax_scale, causal, deterministic):
-        return causal_attention(*(x.transpose(0, 1) for x in (query, key, value)), softmax_scale).unflatten(-1, (4, 8)).transpose(0, 1)
+        return (
+            causal_attention(*(x.transpose(0, 1) for x in (query, key, value)), softmax_scale)
+            .unflatten(-1, (4, 8))
+            .transpose(0, 1)
+        )
 
     monkeypatch.setitem(sys.modules, "aiter", SimpleNamespace(flash_attn_func=flash_attn_func))
     causal_backend.cache_clear()
     found = script("attention_forms").measure_forms((1, 16, 4, 2, 8), dict.fromkeys(DIRECTIONS, 1e9), CPU, 1, False)
     causal_backend.cache_clear()
-    assert found["distance from the model"]["aiter, sbhd, grouped"] == 0 and found["backward"]["aiter, sbhd, grouped"]["ms"] > 0
+    assert (
+        found["distance from the model"]["aiter, sbhd, grouped"] == 0
+        and found["backward"]["aiter, sbhd, grouped"]["ms"] > 0
+    )
 
 
 @pytest.mark.parametrize("heads", ["grouped", "groups in the batch", "repeated"])
@@ -106,12 +124,31 @@ def test_a_layout_is_what_it_says(script, layout, heads):
     if heads == "grouped":
         assert forms.stored(arranged[0], layout).shape == tuple(extents[extent] for extent in layout)
     if heads == "groups in the batch" and layout == "sbhd":
-        assert torch.equal(forms.stored(arranged[0], layout).flatten(), forms.stored(base[0], layout).flatten()), "the same memory"
+        assert torch.equal(forms.stored(arranged[0], layout).flatten(), forms.stored(base[0], layout).flatten()), (
+            "the same memory"
+        )
 
 
 @pytest.mark.parametrize("argument, name", [("--no-anchors", "cca_block"), ("--attention", "cca_block_attention")])
 def test_the_script_writes_its_record(block, argument, name, monkeypatch, tmp_path, capsys):
-    monkeypatch.setattr(sys, "argv", ["cca_block.py", "--shapes", "1x32", "--hidden", "64", "--rep", "1", "--results", str(tmp_path), "--commit", "0", argument])
+    monkeypatch.setattr(
+        sys,
+        "argv",
+        [
+            "cca_block.py",
+            "--shapes",
+            "1x32",
+            "--hidden",
+            "64",
+            "--rep",
+            "1",
+            "--results",
+            str(tmp_path),
+            "--commit",
+            "0",
+            argument,
+        ],
+    )
     block.main()
     record = json.loads((tmp_path / f"{name}.json").read_text())
     assert record == json.loads(capsys.readouterr().out)

@@ -12,9 +12,12 @@ from zaya_plugin.config.validate import validate
 
 RESULTS = Path(__file__).resolve().parents[2] / "benchmarks" / "results"
 RECORDS = {
-    "alone": "h200-flash_attention_4", "whole": "4xh200-copy_engines", "short": "4xh200-copy_engines-16k_tokens",
-    "passes": "4xh200-copy_engines-forward_backward", "long": "2xh200-32k",
-}  # fmt: skip
+    "alone": "h200-flash_attention_4",
+    "whole": "4xh200-copy_engines",
+    "short": "4xh200-copy_engines-16k_tokens",
+    "passes": "4xh200-copy_engines-forward_backward",
+    "long": "2xh200-32k",
+}
 
 
 @pytest.fixture
@@ -30,13 +33,22 @@ def steps():
 @pytest.mark.parametrize("devices", [2, 4, 8])
 @pytest.mark.parametrize("row", RECORDS)
 def test_each_command_is_a_recipe_that_can_run(step_table, row, devices, tmp_path):
-    command = step_table.ROWS[row].command(devices, tmp_path, "0", ["parallel.nccl_ub=true", "cluster.core_attention=flash_attn_4", "parallel.reduce_by_copies=true"])
+    command = step_table.ROWS[row].command(
+        devices,
+        tmp_path,
+        "0",
+        ["parallel.nccl_ub=true", "cluster.core_attention=flash_attn_4", "parallel.reduce_by_copies=true"],
+    )
     assert command[1:5] == ["-m", "zaya_plugin.cli", "bench", "step"]
     options, output, overrides = parse(command[5:])
     recipe = recipe_of(options, output, overrides)
     world = 1 if row == "alone" else devices
     validate(recipe, world)
-    assert output == str(tmp_path) and (options.anchor == "transformers") == (row == "short") and options.optimizer == (row in ("whole", "short"))
+    assert (
+        output == str(tmp_path)
+        and (options.anchor == "transformers") == (row == "short")
+        and options.optimizer == (row in ("whole", "short"))
+    )
     assert recipe.nproc == recipe.cluster.gpus_per_node == world and recipe.cluster.core_attention == "flash_attn_4"
     assert recipe.parallel.nccl_ub == recipe.parallel.reduce_by_copies == (row != "alone")
     tokens = recipe.stage.global_batch_size * recipe.stage.seq_length / world
@@ -45,7 +57,9 @@ def test_each_command_is_a_recipe_that_can_run(step_table, row, devices, tmp_pat
 
 
 def test_the_figures_are_those_of_the_records(step_table, steps):
-    found = {(row, what): (round(value, 4), goal, reached) for row, what, value, goal, reached in step_table.compared(steps)}
+    found = {
+        (row, what): (round(value, 4), goal, reached) for row, what, value, goal, reached in step_table.compared(steps)
+    }
     assert found == {
         ("alone", "share of the GEMM rate"): (0.5819, 0.55, True),
         ("whole", "tokens/s a device"): (45811.9289, 50_000, False),
@@ -61,7 +75,9 @@ def test_the_figures_are_those_of_the_records(step_table, steps):
     assert len(said) == 1 + 5 + 2 + 8 and sum(line.endswith("missed") for line in said) == 4
 
 
-def test_rows_that_are_there_are_not_run_again_and_a_failed_one_is_named(step_table, steps, tmp_path, monkeypatch, capsys):
+def test_rows_that_are_there_are_not_run_again_and_a_failed_one_is_named(
+    step_table, steps, tmp_path, monkeypatch, capsys
+):
     run = []
 
     def ended(command):
@@ -73,7 +89,19 @@ def test_rows_that_are_there_are_not_run_again_and_a_failed_one_is_named(step_ta
         return step_table.subprocess.CompletedProcess(command, 3 if output.name == "short" else 0)
 
     monkeypatch.setattr(step_table.subprocess, "run", ended)
-    words = ["--devices", "4", "--work", str(tmp_path / "work"), "--results", str(tmp_path), "--commit", "0", "--rows", "whole", "short"]
+    words = [
+        "--devices",
+        "4",
+        "--work",
+        str(tmp_path / "work"),
+        "--results",
+        str(tmp_path),
+        "--commit",
+        "0",
+        "--rows",
+        "whole",
+        "short",
+    ]
     monkeypatch.setattr(sys, "argv", ["step_table.py", *words, "--dry-run"])
     assert step_table.main() == 0 and not run
     monkeypatch.setattr(sys, "argv", ["step_table.py", *words])
@@ -82,7 +110,10 @@ def test_rows_that_are_there_are_not_run_again_and_a_failed_one_is_named(step_ta
     assert "short: ended with 3" in capsys.readouterr().err
     record = json.loads((tmp_path / "step_table.json").read_text())
     assert record["failed"] == ["short"] and record["devices"] == 4 and record["device"] == "NVIDIA H200"
-    assert record["steps"]["whole"]["step"] == steps["whole"]["step"] and [goal["row"] for goal in record["goals"]] == ["whole"] * 3
+    assert (
+        record["steps"]["whole"]["step"] == steps["whole"]["step"]
+        and [goal["row"] for goal in record["goals"]] == ["whole"] * 3
+    )
 
 
 def test_an_odd_number_of_devices_is_refused(step_table, monkeypatch, capsys):

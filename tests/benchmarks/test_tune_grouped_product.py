@@ -16,11 +16,17 @@ def tune(script):
 def test_rows_that_were_not_measured_stay(tune):
     before = tune.read_table()["sm_90"]["rows"]
     config = tune.GroupedConfig(block_m=64)
-    rows = [{"kind": "outer", "rows": 16384 // tune.EXPERTS, "k": k, "n": 2048, "config": config, "ms": 1.0} for k in (4096, 2048)]
+    rows = [
+        {"kind": "outer", "rows": 16384 // tune.EXPERTS, "k": k, "n": 2048, "config": config, "ms": 1.0}
+        for k in (4096, 2048)
+    ]
     after = tune.updated(before, rows)
     assert len(after) == len(before) and [row for row in after if row["config"] == config] == rows
     changed = [i for i, (old, new) in enumerate(zip(before, after, strict=True)) if old is not new]
-    assert [(before[i]["kind"], before[i]["rows"], before[i]["k"]) for i in changed] == [("outer", 1024, 4096), ("outer", 1024, 2048)]
+    assert [(before[i]["kind"], before[i]["rows"], before[i]["k"]) for i in changed] == [
+        ("outer", 1024, 4096),
+        ("outer", 1024, 2048),
+    ]
 
 
 def test_rows_of_a_new_shape_come_last(tune):

@@ -14,7 +14,9 @@ def tune(script):
 
 
 def test_it_tries_launches_that_divide_the_router_and_not_the_present_one(tune):
-    assert tune.kernels.launch(tune.WIDTH, warp_size=32) not in tune.TRIALS and len(set(tune.TRIALS)) == len(tune.TRIALS)
+    assert tune.kernels.launch(tune.WIDTH, warp_size=32) not in tune.TRIALS and len(set(tune.TRIALS)) == len(
+        tune.TRIALS
+    )
     assert all(tune.WIDTH % trial.part == 0 for trial in tune.TRIALS)
     with tune.launched_as(tune.TRIALS[0]):
         assert tune.kernels.launch(tune.WIDTH) == tune.TRIALS[0]
@@ -33,6 +35,10 @@ def test_what_is_timed_is_both_directions_of_the_operators(tune):
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an accelerator")
 def test_the_script_times_every_launch(tune, monkeypatch, tmp_path):
-    monkeypatch.setattr(sys, "argv", ["tune_router_mlp.py", "--tokens", "512", "--rep", "1", "--results", str(tmp_path), "--commit", "0"])
+    monkeypatch.setattr(
+        sys,
+        "argv",
+        ["tune_router_mlp.py", "--tokens", "512", "--rep", "1", "--results", str(tmp_path), "--commit", "0"],
+    )
     tune.main()
     assert (tmp_path / "router_mlp_launches.json").is_file()

@@ -17,7 +17,9 @@ def environment() -> dict[str, str]:
     """This process' environment without the variables that steer a launch."""
     unwanted = ("SLURM_", "HYDRA_", "ZAYA_", "MASTER_", "TORCHELASTIC_")
     return {
-        name: value for name, value in os.environ.items() if name not in RANK_VARIABLES and not name.startswith(unwanted)
+        name: value
+        for name, value in os.environ.items()
+        if name not in RANK_VARIABLES and not name.startswith(unwanted)
     }
 
 

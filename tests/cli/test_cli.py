@@ -29,7 +29,9 @@ def test_train_help_names_every_group_option_and_the_most_used_keys(zaya):
             assert option in done.stdout
     for path in MOST_USED:
         assert f"\n  {path} " in done.stdout
-    assert "stage.micro_batch_size          1 " in done.stdout and "optim.lr                        0.0006" in done.stdout
+    assert (
+        "stage.micro_batch_size          1 " in done.stdout and "optim.lr                        0.0006" in done.stdout
+    )
 
 
 def test_cfg_job_prints_a_recipe_that_loads(zaya, tmp_path):
@@ -79,7 +81,13 @@ def test_dry_run_says_what_would_run_and_creates_nothing(zaya):
     assert "1 micro-batches of 4 a data-parallel rank" in done.stdout
     assert "torch.distributed.run --nnodes 1 --nproc-per-node 4 " in done.stdout
     assert done.stdout.count("-m zaya_plugin.training.worker runs/cpu_demo/recipe.yaml\n") == 1
-    for line in ("CUDA_VISIBLE_DEVICES=\n", "OMP_NUM_THREADS=", "TORCHDYNAMO_DISABLE=1\n", "NCCL_DEBUG=INFO\n", "PYTHONUNBUFFERED=1\n"):
+    for line in (
+        "CUDA_VISIBLE_DEVICES=\n",
+        "OMP_NUM_THREADS=",
+        "TORCHDYNAMO_DISABLE=1\n",
+        "NCCL_DEBUG=INFO\n",
+        "PYTHONUNBUFFERED=1\n",
+    ):
         assert line in done.stdout
     assert "would stop   there is no dataset at data/stdlib" in done.stdout
     assert done.stdout.endswith("dry_run = true: nothing was created or started\n")
@@ -115,6 +123,13 @@ def test_composing_and_launching_import_no_torch(tmp_path, environment):
         "import sys; from zaya_plugin.cli import main; code = main(sys.argv[1:]);"
         "slow = {'torch', 'megatron.core', 'transformers', 'wandb'} & set(sys.modules); assert not slow, slow; sys.exit(code)"
     )
-    for arguments in (["--help"], ["train", "--help"], ["train", "experiment=cpu_demo", "dry_run=true"], ["train", "--cfg", "job"]):
-        done = subprocess.run([sys.executable, "-c", program, *arguments], cwd=tmp_path, env=environment, capture_output=True, text=True)
+    for arguments in (
+        ["--help"],
+        ["train", "--help"],
+        ["train", "experiment=cpu_demo", "dry_run=true"],
+        ["train", "--cfg", "job"],
+    ):
+        done = subprocess.run(
+            [sys.executable, "-c", program, *arguments], cwd=tmp_path, env=environment, capture_output=True, text=True
+        )
         assert done.returncode == 0, done.stderr

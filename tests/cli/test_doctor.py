@@ -10,7 +10,9 @@ from zaya_plugin import doctor
 def report(**changes):
     packages = [dict(name=name, version="1.0", use=use, get=get) for name, _, use, get in doctor.PACKAGES]
     python = dict(version="3.12.1", executable="/usr/bin/python", platform="Linux")
-    devices = dict(built_for="ROCm 6.4", cpu_cores=8, accelerators=[dict(index=0, name="MI300X", memory_gib=192, arch="gfx942")])
+    devices = dict(
+        built_for="ROCm 6.4", cpu_cores=8, accelerators=[dict(index=0, name="MI300X", memory_gib=192, arch="gfx942")]
+    )
     patches = [dict(name="a.b", reason="because", applies=False, scope="cpu", versions=">=2.6", fits=True)]
     kernels = [dict(device="cuda", backend="hip", reason="auto")]
     hosts = [dict(name="zaya train", possible=True, detail="megatron.core 0.19.2")]
@@ -43,7 +45,9 @@ def test_people_read_devices_and_patches():
 
 def test_what_is_missing_comes_with_the_way_to_get_it():
     packages = [dict(name="aiter", version=None, use="optional", get="github.com/ROCm/aiter")]
-    text = doctor.render(report(packages=packages, devices="unknown: torch is not installed", patches="unknown: no torch"))
+    text = doctor.render(
+        report(packages=packages, devices="unknown: torch is not installed", patches="unknown: no torch")
+    )
     assert "aiter               not found" in text and "github.com/ROCm/aiter" in text
     assert "Devices\n  unknown: torch is not installed" in text and "Patches\n  unknown: no torch" in text
 
@@ -61,12 +65,17 @@ def test_a_torch_that_does_not_import_is_reported():
 
 
 WARNING = dict(name="dynamo-off", severity="warning", found="TORCHDYNAMO_DISABLE=1", why="slow", remedy="unset it")
-ERROR = WARNING | dict(name="psutil", severity="error", found="no psutil", why="saves need it", remedy="pip install psutil")
+ERROR = WARNING | dict(
+    name="psutil", severity="error", found="no psutil", why="saves need it", remedy="pip install psutil"
+)
 
 
 def test_the_exit_status_says_whether_training_can_start():
     assert doctor.exit_status(report()) == 0
-    assert doctor.exit_status(report(problems=[WARNING])) == 0 and doctor.exit_status(report(problems=[WARNING]), strict=True) == 1
+    assert (
+        doctor.exit_status(report(problems=[WARNING])) == 0
+        and doctor.exit_status(report(problems=[WARNING]), strict=True) == 1
+    )
     assert doctor.exit_status(report(problems=[ERROR])) == 1
     assert doctor.exit_status(report(devices="unknown: OSError: libamdhip64.so.6")) == 1
     missing = [dict(name="torch", version=None, use="needed", get="install it")]

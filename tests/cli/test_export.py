@@ -22,7 +22,12 @@ def test_primus_gets_an_experiment_a_recipe_and_the_line_that_runs_it(tmp_path, 
 
 def test_paths_hold_wherever_the_host_starts(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    words = ["data.path=data/a", "data.blend=['0.5 data/a','1.5 data/b']", "data.cache_path=cache", "run_dir=runs/team/demo"]
+    words = [
+        "data.path=data/a",
+        "data.blend=['0.5 data/a','1.5 data/b']",
+        "data.cache_path=cache",
+        "run_dir=runs/team/demo",
+    ]
     assert export.main(["primus", "experiment=cpu_demo", "nproc=1", *words]) == 0
     recipe = load_recipe(tmp_path / "runs" / "team" / "demo" / "recipe.yaml")
     assert recipe.data.path == str(tmp_path / "data" / "a") and recipe.data.cache_path == str(tmp_path / "cache")
@@ -30,11 +35,19 @@ def test_paths_hold_wherever_the_host_starts(tmp_path, monkeypatch):
 
 
 def test_recomputation_is_chosen_before_a_host_is_told_of_it(tmp_path, capsys):
-    words = ["experiment=zaya1_base", "cluster=h100_8", "data.path=nowhere", "stage.micro_batch_size=4", f"run_dir={tmp_path}/team/base"]
+    words = [
+        "experiment=zaya1_base",
+        "cluster=h100_8",
+        "data.path=nowhere",
+        "stage.micro_batch_size=4",
+        f"run_dir={tmp_path}/team/base",
+    ]
     assert export.main(["primus", *words]) == 0
     path = tmp_path / "team" / "base" / "primus.yaml"
     overrides = yaml.safe_load(path.read_text())["modules"]["pre_trainer"]["overrides"]
-    assert (overrides["recompute_granularity"], overrides["recompute_method"]) == ("full", "block") and overrides["recompute_num_layers"] > 20
+    assert (overrides["recompute_granularity"], overrides["recompute_method"]) == ("full", "block") and overrides[
+        "recompute_num_layers"
+    ] > 20
     assert f"# recomputed: {overrides['recompute_num_layers']} whole layers" in capsys.readouterr().out
     assert load_recipe(path.with_name("recipe.yaml")).parallel.recompute_num_layers == overrides["recompute_num_layers"]
 

@@ -8,7 +8,14 @@ from packaging.version import Version
 
 from zaya_plugin.known_problems import RULES, Facts, problems
 
-MODULES = {"triton": True, "psutil": True, "transformer_engine": False, "transformer_engine_torch": False, "primus": False, "primus.core": False}
+MODULES = {
+    "triton": True,
+    "psutil": True,
+    "transformer_engine": False,
+    "transformer_engine_torch": False,
+    "primus": False,
+    "primus.core": False,
+}
 HEALTHY = Facts(modules=MODULES, core=Version("0.19.2"), training=True)
 MI300X = replace(HEALTHY, hip="7.1.25424", archs=("gfx942:sramecc+:xnack-",), environ={"HSA_NO_SCRATCH_RECLAIM": "1"})
 
@@ -28,7 +35,11 @@ CASES = [
     ("mixed-megatron", dict(mixed=True), dict()),
     ("no-zaya-train", dict(core=Version("0.16.0rc0")), dict()),
     ("no-zaya-train", dict(training=False), dict()),
-    ("triton", dict(modules=MODULES | {"triton": False}), dict(modules=MODULES | {"triton": False}, core=Version("0.17.0"))),
+    (
+        "triton",
+        dict(modules=MODULES | {"triton": False}),
+        dict(modules=MODULES | {"triton": False}, core=Version("0.17.0")),
+    ),
     ("psutil", dict(modules=MODULES | {"psutil": False}), dict()),
     (
         "empty-transformer-engine",
@@ -36,7 +47,11 @@ CASES = [
         dict(modules=MODULES | {"transformer_engine": True, "transformer_engine_torch": True}),
     ),
     ("wrong-aiter", dict(versions={"aiter": "0.13.20191203"}), dict(versions={"amd-aiter": "0.1.14.post1"})),
-    ("wrong-primus", dict(modules=MODULES | {"primus": True}), dict(modules=MODULES | {"primus": True, "primus.core": True})),
+    (
+        "wrong-primus",
+        dict(modules=MODULES | {"primus": True}),
+        dict(modules=MODULES | {"primus": True, "primus.core": True}),
+    ),
     ("async-save-rocm", dict(hip="7.0.51831-a3e329ad8", archs=("gfx90a",)), dict(hip="7.1.25424", archs=("gfx90a",))),
     ("async-save-rocm", dict(hip="7.0.51831abc", archs=("gfx90a",)), dict(hip="7.1.25424abc", archs=("gfx90a",))),
     ("async-save-rocm", dict(hip="6.4.43483-a187df25c", archs=("gfx90a",)), dict(hip="7.15.0", archs=("gfx90a",))),
@@ -47,10 +62,14 @@ CASES = [
     ),
     ("scratch-reclaim", dict(hip="7.1", archs=("gfx942",)), dict(hip="7.1", archs=("gfx950",))),
     ("devices-hidden", dict(hip="7.1", environ={"HIP_VISIBLE_DEVICES": ""}), dict(cuda="13.0", archs=("sm_90",))),
-    ("dynamo-off", dict(archs=("sm_90",), environ={"TORCHDYNAMO_DISABLE": "1"}), dict(environ={"TORCHDYNAMO_DISABLE": "1"})),
+    (
+        "dynamo-off",
+        dict(archs=("sm_90",), environ={"TORCHDYNAMO_DISABLE": "1"}),
+        dict(environ={"TORCHDYNAMO_DISABLE": "1"}),
+    ),
     ("primus-patches", dict(environ={"PRIMUS_PATCHES": "none"}), dict(environ={"PRIMUS_PATCHES": "all"})),
     ("patch-range", dict(unfit=("a.b",)), dict()),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize("name, wrong, right", CASES)
@@ -60,7 +79,9 @@ def test_a_problem_is_found_where_it_is_and_not_next_to_it(name, wrong, right):
 
 
 def test_every_rule_has_a_case():
-    assert {name for name, _, _ in CASES} == {problem.name for _, wrong, _ in CASES for problem in problems(replace(HEALTHY, **wrong))}
+    assert {name for name, _, _ in CASES} == {
+        problem.name for _, wrong, _ in CASES for problem in problems(replace(HEALTHY, **wrong))
+    }
     assert len(RULES) == len({name for name, _, _ in CASES})
 
 

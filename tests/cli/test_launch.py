@@ -37,7 +37,9 @@ def test_ranks_run_and_the_console_shows_them_without_decoration(worker_program,
     assert (done.returncode, done.stderr) == (0, "")
     lines = sorted(done.stdout.splitlines())
     assert lines[2:] == ["rank 0 of 2 runs cpu_demo", "rank 1 of 2 runs cpu_demo"]
-    assert lines[0] == lines[1] and lines[0].startswith("OMP_NUM_THREADS=3|CUDA_VISIBLE_DEVICES=|TORCHDYNAMO_DISABLE=1|CUSTOM=yes|")
+    assert lines[0] == lines[1] and lines[0].startswith(
+        "OMP_NUM_THREADS=3|CUDA_VISIBLE_DEVICES=|TORCHDYNAMO_DISABLE=1|CUSTOM=yes|"
+    )
     assert (tmp_path / "run" / "recipe.yaml").exists()
     logs = sorted((tmp_path / "run" / "logs").glob("launch_*/attempt_0/*/stdout.log"))
     assert [path.parent.name for path in logs] == ["0", "1"]
@@ -48,7 +50,11 @@ def test_the_first_failing_rank_is_shown_and_nothing_of_torchrun(worker_program,
     assert done.returncode == 1
     assert "zaya: rank 1 failed first, exit code 1:\nTraceback" in done.stderr
     assert "RuntimeError: the first error" in done.stderr
-    assert "RuntimeError: connection" not in done.stderr and "ChildFailedError" not in done.stderr and "torch/" not in done.stderr
+    assert (
+        "RuntimeError: connection" not in done.stderr
+        and "ChildFailedError" not in done.stderr
+        and "torch/" not in done.stderr
+    )
 
 
 def test_a_killed_rank_is_the_cause_and_not_the_closed_connections_of_the_others(worker_program, tmp_path):
@@ -103,7 +109,10 @@ def test_a_second_signal_ends_ranks_that_do_not_leave(worker_program, tmp_path):
 def test_ranks_end_when_their_parent_is_killed(worker_program, tmp_path):
     command, environment = worker_program
     running = subprocess.Popen(
-        [*command, f"run_dir={tmp_path}/run"], env={**environment, "WORKER_MODE": "save"}, stdout=subprocess.PIPE, text=True
+        [*command, f"run_dir={tmp_path}/run"],
+        env={**environment, "WORKER_MODE": "save"},
+        stdout=subprocess.PIPE,
+        text=True,
     )
     for _ in range(4):
         running.stdout.readline()
@@ -142,13 +151,17 @@ def test_ranks_of_an_outer_launcher_share_a_run_directory(worker_program, tmp_pa
     for rank in range(2):
         outer = {"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": str(rank), "MASTER_PORT": "1"}
         variables = {**environment, **outer, "WORKER_MODE": "none"}
-        running.append(subprocess.Popen([*command, f"run_dir={tmp_path}/run"], env=variables, stdout=subprocess.DEVNULL))
+        running.append(
+            subprocess.Popen([*command, f"run_dir={tmp_path}/run"], env=variables, stdout=subprocess.DEVNULL)
+        )
     assert [process.wait(timeout=60) for process in running] == [0, 0]
     assert [path.name for path in (tmp_path / "run").iterdir()] == ["recipe.yaml"]
 
 
 def test_a_port_in_use_is_named_and_a_free_one_passes(monkeypatch):
-    monkeypatch.setattr("zaya_plugin.training.datasets.find_sources", lambda recipe: None)  # the port is asked about first
+    monkeypatch.setattr(
+        "zaya_plugin.training.datasets.find_sources", lambda recipe: None
+    )  # the port is asked about first
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
@@ -184,13 +197,20 @@ def test_the_environment_of_a_rank():
     assert launch.rank_environment(demo(), 1, {})["OMP_NUM_THREADS"] == str(cores)
     assert launch.rank_environment(demo(), 10 * cores, {})["OMP_NUM_THREADS"] == "1"
     assert "OMP_NUM_THREADS" not in launch.rank_environment(demo(), 1, {"OMP_NUM_THREADS": "7"})
-    assert launch.rank_environment(demo("cluster.threads_per_rank=2"), 1, {"OMP_NUM_THREADS": "7"})["OMP_NUM_THREADS"] == "2"
+    assert (
+        launch.rank_environment(demo("cluster.threads_per_rank=2"), 1, {"OMP_NUM_THREADS": "7"})["OMP_NUM_THREADS"]
+        == "2"
+    )
     on_cpu, on_gpu = launch.rank_environment(demo(), 1, {}), launch.rank_environment(demo("cluster=gpu"), 1, {})
     assert all(on_cpu[name] == "" for name in launch.HIDDEN_DEVICES) and not set(launch.HIDDEN_DEVICES) & set(on_gpu)
     assert "TORCHDYNAMO_DISABLE" in on_cpu and "TORCHDYNAMO_DISABLE" not in on_gpu
     assert launch.rank_environment(demo("cluster.environment.WANDB_SILENT=false"), 1, {})["WANDB_SILENT"] == "false"
     queues = "CUDA_DEVICE_MAX_CONNECTIONS"
-    assert queues not in on_cpu and on_gpu[queues] == "8" and queues not in launch.rank_environment(demo("cluster=gpu"), 1, {queues: "4"})
+    assert (
+        queues not in on_cpu
+        and on_gpu[queues] == "8"
+        and queues not in launch.rank_environment(demo("cluster=gpu"), 1, {queues: "4"})
+    )
     assert launch.rank_environment(demo("cluster=gpu", "parallel.context_parallel_size=2"), 1, {})[queues] == "1"
     assert not set(launch.DETERMINISTIC) & set(on_gpu)
     repeated = launch.rank_environment(demo("cluster.deterministic=true"), 1, {"NCCL_ALGO": "CollnetChain"})

@@ -32,7 +32,14 @@ def test_a_checkpoint_may_be_continued(tmp_path, resume):
 def test_a_run_is_never_overwritten_and_the_message_names_three_ways_on(tmp_path):
     with pytest.raises(ValueError) as caught:
         check_resume(with_checkpoint(tmp_path), "never")
-    for part in (str(tmp_path), "step 40", "resume = never", "resume=auto", "run_dir=<other directory>", f"delete {tmp_path}"):
+    for part in (
+        str(tmp_path),
+        "step 40",
+        "resume = never",
+        "resume=auto",
+        "run_dir=<other directory>",
+        f"delete {tmp_path}",
+    ):
         assert part in str(caught.value)
 
 

@@ -43,7 +43,10 @@ REFUSED = [
     ("cluster.device=tpu", ["cluster.device = 'tpu'", "allowed: cuda, cpu"]),
     ("resume=maybe", ["resume = 'maybe'", "allowed: never, auto, must"]),
     ("model.skip_output=half", ["model.skip_output = 'half'", "allowed: zero, identity"]),
-    ("parallel.recompute_granularity=some", ["parallel.recompute_granularity = 'some'", "allowed: null, full, selective"]),
+    (
+        "parallel.recompute_granularity=some",
+        ["parallel.recompute_granularity = 'some'", "allowed: null, full, selective"],
+    ),
     ("name=???", ["name has no value", "name=<value>"]),
     ("stage.train_iters=???", ["stage.train_iters has no value: optimizer steps", "stage.train_iters=<value>"]),
 ]
@@ -92,7 +95,15 @@ def test_an_experiment_wins_over_the_groups_and_the_command_line_over_both():
 
 
 def test_open_mappings_take_keys_with_and_without_a_plus():
-    recipe = compose([DEMO, "megatron.log_params_norm=true", "+megatron.rampup=[1,2]", "cluster.environment.A=false", "+cluster.environment.B=1e3"])
+    recipe = compose(
+        [
+            DEMO,
+            "megatron.log_params_norm=true",
+            "+megatron.rampup=[1,2]",
+            "cluster.environment.A=false",
+            "+cluster.environment.B=1e3",
+        ]
+    )
     assert recipe.megatron == {"log_params_norm": True, "rampup": [1, 2]}
     assert recipe.cluster.environment == {"A": "false", "B": "1e3"}
     assert type(recipe.megatron) is dict and type(recipe.megatron["rampup"]) is list
@@ -109,7 +120,9 @@ def test_composing_leaves_hydra_as_it_was():
 
 
 def test_a_saved_recipe_reads_back_the_same(tmp_path):
-    recipe = compose([DEMO, "megatron.a=[1,{b:null}]", "cluster.environment.X=1e3", "profile.ranks=[0,1]", "optim.lr=1e-5"])
+    recipe = compose(
+        [DEMO, "megatron.a=[1,{b:null}]", "cluster.environment.X=1e3", "profile.ranks=[0,1]", "optim.lr=1e-5"]
+    )
     save_recipe(recipe, tmp_path / "recipe.yaml")
     assert load_recipe(tmp_path / "recipe.yaml") == recipe
     assert [path.name for path in tmp_path.iterdir()] == ["recipe.yaml"]

@@ -16,10 +16,11 @@ DATA = {"tokenizer_type": "HuggingFaceTokenizer", "tokenizer_model": "data/corpu
 BASE = ["experiment=zaya1_base", "cluster=mi300x_128x8", "data.path=data/corpus", "run_dir=/nowhere"]
 STAGES = {
     **{f"zaya1_base-{stage.name}": stage.recipe for stage in compose_curriculum(BASE).stages},
-    **{f"cpu_demo-{stage.name}": stage.recipe for stage in compose_curriculum(["experiment=cpu_demo", "run_dir=/nowhere"]).stages},
-    "zaya1_base_131k": compose(
-        ["experiment=zaya1_base_131k", *BASE[1:], "handover.from_run=/nowhere/midtrain_32k"]
-    ),
+    **{
+        f"cpu_demo-{stage.name}": stage.recipe
+        for stage in compose_curriculum(["experiment=cpu_demo", "run_dir=/nowhere"]).stages
+    },
+    "zaya1_base_131k": compose(["experiment=zaya1_base_131k", *BASE[1:], "handover.from_run=/nowhere/midtrain_32k"]),
 }
 
 
@@ -29,7 +30,9 @@ def test_arguments_are_those_of_the_golden_file(name):
     path = GOLDEN / f"{name}.txt"
     if os.environ.get("ZAYA_UPDATE_GOLDEN"):
         path.write_text(lines)
-    assert lines == path.read_text(), "meant? then: ZAYA_UPDATE_GOLDEN=1 python -m pytest tests/config/test_golden_arguments.py"
+    assert lines == path.read_text(), (
+        "meant? then: ZAYA_UPDATE_GOLDEN=1 python -m pytest tests/config/test_golden_arguments.py"
+    )
 
 
 def test_there_is_no_golden_file_without_a_stage():

@@ -15,8 +15,16 @@ BASE = ("experiment=zaya1_base", "data.path=none")
     [
         (["cluster=h200_8", "cluster.graphs=auto"], "full_iteration", None),
         (["cluster=h200_8", "cluster.graphs=none"], "none", None),
-        (["cluster=h200_8", "cluster.graphs=auto", "data.packing=documents"], "none", "data.packing = documents: allowed with cluster.graphs"),
-        (["cluster=h200_8", "cluster.graphs=auto", "parallel=expert_parallel"], "none", "parallel.expert_model_parallel_size = "),
+        (
+            ["cluster=h200_8", "cluster.graphs=auto", "data.packing=documents"],
+            "none",
+            "data.packing = documents: allowed with cluster.graphs",
+        ),
+        (
+            ["cluster=h200_8", "cluster.graphs=auto", "parallel=expert_parallel"],
+            "none",
+            "parallel.expert_model_parallel_size = ",
+        ),
         (["experiment=cpu_demo", "nproc=1", "cluster.graphs=auto"], "none", "cluster.device = cpu"),
     ],
 )

@@ -48,7 +48,9 @@ def test_zaya1_base_is_the_published_model():
     hidden, channels = model.hidden_size, model.kv_channels
     query, key = model.num_attention_heads * channels, model.num_query_groups * channels
     heads = model.num_attention_heads + model.num_query_groups
-    attention = hidden * (2 * query + 2 * key) + (query + key) * (2 + 1) + heads * channels * channels * 2 + (query + key)
+    attention = (
+        hidden * (2 * query + 2 * key) + (query + key) * (2 + 1) + heads * channels * channels * 2 + (query + key)
+    )
     attention += model.num_query_groups  # temperatures
     router, classes = model.router_hidden_size, model.num_experts + 1
     routing = hidden * router + router + router + 2 * (router * router + router) + router * classes
@@ -79,7 +81,11 @@ def test_the_tiny_model_keeps_the_proportions():
 def test_the_stages_are_the_published_ones(experiment, tokens, length, base, context_parallel):
     recipe = compose([f"experiment={experiment}", "cluster=mi300x_128x8", "data.path=x"])
     stage = recipe.stage
-    assert (stage.seq_length, stage.rotary_base, recipe.parallel.context_parallel_size) == (length, base, context_parallel)
+    assert (stage.seq_length, stage.rotary_base, recipe.parallel.context_parallel_size) == (
+        length,
+        base,
+        context_parallel,
+    )
     assert stage.global_batch_size * stage.seq_length == 16_777_216
     assert abs(token_count(recipe) - tokens) < 16_777_216
     validate(recipe, 1024)
@@ -95,7 +101,10 @@ def test_the_published_cluster_keeps_the_storage_nic_out():
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("optim:\n  weight_decy: 0.1\n", "experiment/mine.yaml: optim.weight_decy: no such key; did you mean optim.weight_decay"),
+        (
+            "optim:\n  weight_decy: 0.1\n",
+            "experiment/mine.yaml: optim.weight_decy: no such key; did you mean optim.weight_decay",
+        ),
         ("optim:\n  lr: fast\n", "experiment/mine.yaml: optim.lr = 'fast': allowed: a number"),
         ("resume: maybe\n", "resume = 'maybe': allowed: never, auto, must"),
         ("optim: [\n", "not YAML"),

@@ -49,12 +49,21 @@ def test_learning_rates_are_megatrons(overrides):
     last = getattr(args, "lr_wsd_decay_iters", None)
     scheduler = OptimizerParamScheduler(
         SimpleNamespace(param_groups=[group]),
-        init_lr=args.lr_warmup_init, max_lr=args.lr, min_lr=args.min_lr, lr_warmup_steps=args.lr_warmup_iters * batch,
-        lr_decay_steps=getattr(args, "lr_decay_iters", args.train_iters) * batch, lr_decay_style=args.lr_decay_style,
-        start_wd=0.1, end_wd=0.1, wd_incr_steps=args.train_iters * batch, wd_incr_style="constant",
-        use_checkpoint_opt_param_scheduler=False, override_opt_param_scheduler=True,
-        wsd_decay_steps=last and last * batch, lr_wsd_decay_style=args.lr_wsd_decay_style,
-    )  # fmt: skip
+        init_lr=args.lr_warmup_init,
+        max_lr=args.lr,
+        min_lr=args.min_lr,
+        lr_warmup_steps=args.lr_warmup_iters * batch,
+        lr_decay_steps=getattr(args, "lr_decay_iters", args.train_iters) * batch,
+        lr_decay_style=args.lr_decay_style,
+        start_wd=0.1,
+        end_wd=0.1,
+        wd_incr_steps=args.train_iters * batch,
+        wd_incr_style="constant",
+        use_checkpoint_opt_param_scheduler=False,
+        override_opt_param_scheduler=True,
+        wsd_decay_steps=last and last * batch,
+        lr_wsd_decay_style=args.lr_wsd_decay_style,
+    )
     for step in range(51):
         assert group["lr"] == pytest.approx(learning_rate(made, step * batch), rel=1e-12), step
         scheduler.step(batch)
@@ -90,12 +99,18 @@ def test_without_a_ramp_the_counts_are_plain():
         (["optim.lr_wsd_decay_iters=5"], "optim.lr_wsd_decay_iters = 5: allowed: null, unless"),
         (["optim.lr_decay_style=WSD", "optim.lr_wsd_decay_iters=49", "optim.lr_warmup_iters=2"], "allowed: at most 48"),
         (["optim.lr_warmup_init=1e-4"], "optim.lr_warmup_init = 0.0001 with optim.lr_warmup_iters = 0"),
-        (["optim.lr_warmup_init=1", "optim.lr_warmup_iters=1"], "optim.lr_warmup_init = 1.0: allowed: at most optim.lr = 0.002"),
+        (
+            ["optim.lr_warmup_init=1", "optim.lr_warmup_iters=1"],
+            "optim.lr_warmup_init = 1.0: allowed: at most optim.lr = 0.002",
+        ),
         (["stage.batch_size_ramp='0:4 10K'"], "'10K' is not TOKENS:SEQUENCES"),
         (["stage.batch_size_ramp='1K:8 10K:16'"], "its first entry has to be at 0 tokens"),
         (["stage.batch_size_ramp='0:8 20K:8 10K:16'"], "its tokens have to ascend"),
         (["stage.batch_size_ramp='0:8 10K:12'"], "ends at 12 sequences; allowed: stage.global_batch_size = 16"),
-        (["stage.batch_size_ramp='0:4 10K:16'"], "4 sequences are not a multiple of stage.micro_batch_size x data-parallel ranks = 8"),
+        (
+            ["stage.batch_size_ramp='0:4 10K:16'"],
+            "4 sequences are not a multiple of stage.micro_batch_size x data-parallel ranks = 8",
+        ),
         (["stage.batch_size_ramp='0:8 1M:16'"], "ends after the stage's 204800 tokens"),
     ],
 )

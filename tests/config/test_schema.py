@@ -43,7 +43,9 @@ def test_leaves_are_all_the_keys():
 def test_the_named_module_reads_the_key(path, field):
     group, _, name = ("recipe." + path).rpartition(".")
     owner = group.rpartition(".")[2]
-    assert (owner, name) in attribute_chains(field.metadata["reader"]), f"{field.metadata['reader']} has no {owner}.{name}"
+    assert (owner, name) in attribute_chains(field.metadata["reader"]), (
+        f"{field.metadata['reader']} has no {owner}.{name}"
+    )
 
 
 def test_two_keys_never_fill_the_same_megatron_argument():

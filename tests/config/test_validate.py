@@ -24,21 +24,37 @@ IMPOSSIBLE = [
     (["stage.global_batch_size=4"], 2, ["stage.global_batch_size = 4", "allowed: 8"]),
     (["stage.eval_iters=-1"], 2, ["stage.eval_iters = -1", "0 or more"]),
     (["stage.eval_interval=0"], 2, ["stage.eval_interval = 0", "above 0"]),
-    (["parallel.tensor_model_parallel_size=4"], 4, ["parallel.tensor_model_parallel_size = 4", "num_query_groups = 2", "cannot be split"]),
-    (["parallel.tensor_model_parallel_size=2", "optim=muon"], 2, ["tensor_model_parallel_size = 2 with optim.name = muon", "AdamW"]),
+    (
+        ["parallel.tensor_model_parallel_size=4"],
+        4,
+        ["parallel.tensor_model_parallel_size = 4", "num_query_groups = 2", "cannot be split"],
+    ),
+    (
+        ["parallel.tensor_model_parallel_size=2", "optim=muon"],
+        2,
+        ["tensor_model_parallel_size = 2 with optim.name = muon", "AdamW"],
+    ),
     (
         ["parallel.tensor_model_parallel_size=2", "optim.overrides=['*linear_q* optimizer=muon']"],
         2,
         ["tensor_model_parallel_size = 2 with optim.overrides: '*linear_q* optimizer=muon'", "cuts the projections"],
     ),
-    (["parallel.tensor_model_parallel_size=2", "stage.seq_length=33"], 2, ["33 tokens", "sequence parallelism", "32 or 34"]),
+    (
+        ["parallel.tensor_model_parallel_size=2", "stage.seq_length=33"],
+        2,
+        ["33 tokens", "sequence parallelism", "32 or 34"],
+    ),
     (
         ["parallel.tensor_model_parallel_size=2", "model.make_vocab_size_divisible_by=5"],
         2,
         ["make_vocab_size_divisible_by = 5 has to be a multiple", "4 or 6"],
     ),
     (["parallel.pipeline_model_parallel_size=3"], 3, ["pipeline_model_parallel_size = 3", "num_layers = 4 (1, 2, 4)"]),
-    (["parallel.virtual_pipeline_stages=2"], 2, ["virtual_pipeline_stages = 2", "pipeline_model_parallel_size is above 1 (is 1)"]),
+    (
+        ["parallel.virtual_pipeline_stages=2"],
+        2,
+        ["virtual_pipeline_stages = 2", "pipeline_model_parallel_size is above 1 (is 1)"],
+    ),
     (
         ["parallel.pipeline_model_parallel_size=2", "parallel.virtual_pipeline_stages=4"],
         2,
@@ -62,30 +78,65 @@ IMPOSSIBLE = [
         2,
         ["parallel.recompute_num_layers = 3", "model.num_layers = 4 over 2 pipeline stages"],
     ),
-    (["parallel.context_parallel_size=2", "stage.seq_length=30"], 2, ["stage.seq_length = 30", "zigzag order", "4 chunks", "28 or 32"]),
+    (
+        ["parallel.context_parallel_size=2", "stage.seq_length=30"],
+        2,
+        ["stage.seq_length = 30", "zigzag order", "4 chunks", "28 or 32"],
+    ),
     (
         ["parallel.context_parallel_size=3", "parallel.context_parallel_order=contiguous"],
         3,
         ["stage.seq_length = 256", "contiguous order", "3 chunks", "255 or 258"],
     ),
-    (["parallel.context_parallel_size=2", "stage.seq_length=4"], 2, ["stage.seq_length = 4", "two tokens back", "at least 8"]),
+    (
+        ["parallel.context_parallel_size=2", "stage.seq_length=4"],
+        2,
+        ["stage.seq_length = 4", "two tokens back", "at least 8"],
+    ),
     (["data.reset_position_ids=true"], 2, ["data.reset_position_ids", "data.packing = documents (is none)"]),
     (
         ["parallel.reduce_by_copies=true", "parallel.use_distributed_optimizer=false", "cluster.num_nodes=2"],
         2,
-        ["parallel.reduce_by_copies = True", "parallel.use_distributed_optimizer = True (is False)", "cluster.num_nodes = 1 (is 2)"],
+        [
+            "parallel.reduce_by_copies = True",
+            "parallel.use_distributed_optimizer = True (is False)",
+            "cluster.num_nodes = 1 (is 2)",
+        ],
     ),
     (
-        ["parallel.reduce_by_copies=true", "megatron.ddp_reduce_scatter_with_fp32_accumulation=true", "megatron.use_megatron_fsdp=true"],
+        [
+            "parallel.reduce_by_copies=true",
+            "megatron.ddp_reduce_scatter_with_fp32_accumulation=true",
+            "megatron.use_megatron_fsdp=true",
+        ],
         2,
-        ["megatron.ddp_reduce_scatter_with_fp32_accumulation = false (is True)", "megatron.use_megatron_fsdp = false (is True)"],
+        [
+            "megatron.ddp_reduce_scatter_with_fp32_accumulation = false (is True)",
+            "megatron.use_megatron_fsdp = false (is True)",
+        ],
     ),
     (["parallel.reduce_by_copies_mib=0"], 2, ["parallel.reduce_by_copies_mib = 0", "from 1 to 1024"]),
-    (["parallel.reduce_by_copies=true", "parallel.reduce_by_copies_mib=1025"], 2, ["parallel.reduce_by_copies_mib = 1025", "from 1 to 1024"]),
+    (
+        ["parallel.reduce_by_copies=true", "parallel.reduce_by_copies_mib=1025"],
+        2,
+        ["parallel.reduce_by_copies_mib = 1025", "from 1 to 1024"],
+    ),
     (["parallel.nccl_ub=true"], 2, ["parallel.nccl_ub = True", "cluster.device = cuda (is cpu)"]),
-    (["cluster=gpu", "parallel.nccl_ub=true", "cluster.deterministic=true"], 2, ["parallel.nccl_ub = True", "cluster.deterministic = False (is True)"]),
-    (["cluster.core_attention=aiter"], 2, ["cluster.core_attention = aiter", "cluster.device = cuda", "sdpa goes everywhere"]),
-    (["cluster.grouped_gemm=triton"], 2, ["cluster.grouped_gemm = triton", "cluster.device = cuda", "auto goes everywhere"]),
+    (
+        ["cluster=gpu", "parallel.nccl_ub=true", "cluster.deterministic=true"],
+        2,
+        ["parallel.nccl_ub = True", "cluster.deterministic = False (is True)"],
+    ),
+    (
+        ["cluster.core_attention=aiter"],
+        2,
+        ["cluster.core_attention = aiter", "cluster.device = cuda", "sdpa goes everywhere"],
+    ),
+    (
+        ["cluster.grouped_gemm=triton"],
+        2,
+        ["cluster.grouped_gemm = triton", "cluster.device = cuda", "auto goes everywhere"],
+    ),
     (
         ["cluster=mi300x_8", "cluster.transformer_impl=transformer_engine", "cluster.grouped_gemm=torch"],
         2,
@@ -109,9 +160,14 @@ IMPOSSIBLE = [
         2,
         ["parallel.context_parallel_order = contiguous", "zigzag, the only order"],
     ),
-    (["parallel.num_distributed_optimizer_instances=3"], 4, ["parallel.num_distributed_optimizer_instances = 3", "a divisor of 4"]),
     (
-        ["parallel.num_distributed_optimizer_instances=2", "parallel.use_distributed_optimizer=false"], 4,
+        ["parallel.num_distributed_optimizer_instances=3"],
+        4,
+        ["parallel.num_distributed_optimizer_instances = 3", "a divisor of 4"],
+    ),
+    (
+        ["parallel.num_distributed_optimizer_instances=2", "parallel.use_distributed_optimizer=false"],
+        4,
         ["parallel.num_distributed_optimizer_instances = 2", "parallel.use_distributed_optimizer = True (is False)"],
     ),
     (["optim.z_loss=1e-4"], 2, ["optim.z_loss = 0.0001", "cluster.fused_linear_cross_entropy = true (is false)"]),
@@ -119,15 +175,33 @@ IMPOSSIBLE = [
     (
         [
             *("cluster=gpu", "cluster.graphs=full_iteration", "data.packing=documents"),
-            *("parallel.pipeline_model_parallel_size=2", "parallel.expert_model_parallel_size=2", "stage.batch_size_ramp='0:8 400:16'"),
+            *(
+                "parallel.pipeline_model_parallel_size=2",
+                "parallel.expert_model_parallel_size=2",
+                "stage.batch_size_ramp='0:8 400:16'",
+            ),
         ],
         2,
-        ["data.packing = documents", "parallel.pipeline_model_parallel_size = 2", "parallel.expert_model_parallel_size = 2", "batch_size_ramp", "null"],
+        [
+            "data.packing = documents",
+            "parallel.pipeline_model_parallel_size = 2",
+            "parallel.expert_model_parallel_size = 2",
+            "batch_size_ramp",
+            "null",
+        ],
     ),
-    (["parallel.expert_model_parallel_size=3"], 3, ["parallel.expert_model_parallel_size = 3", "a divisor of model.num_experts = 16"]),
+    (
+        ["parallel.expert_model_parallel_size=3"],
+        3,
+        ["parallel.expert_model_parallel_size = 3", "a divisor of model.num_experts = 16"],
+    ),
     (["parallel.expert_model_parallel_size=4"], 2, ["parallel.expert_model_parallel_size = 4", "the 2 ranks over"]),
     (["parallel.pipeline_model_parallel_size=2"], 3, ["3 ranks", "= 2", "allowed: 2 or 4"]),
-    (["parallel.overlap_param_gather=true"], 2, ["parallel.overlap_param_gather", "parallel.overlap_grad_reduce = True (is False)"]),
+    (
+        ["parallel.overlap_param_gather=true"],
+        2,
+        ["parallel.overlap_param_gather", "parallel.overlap_grad_reduce = True (is False)"],
+    ),
     (["optim.lr_warmup_iters=150"], 2, ["optim.lr_warmup_iters = 150", "less than stage.train_iters = 90"]),
     (["optim.lr_decay_iters=10"], 2, ["optim.lr_decay_iters = 10", "more than optim.lr_warmup_iters = 20"]),
     (["optim.min_lr=1"], 2, ["optim.min_lr = 1.0", "at most optim.lr = 0.002"]),
@@ -152,7 +226,11 @@ IMPOSSIBLE = [
         ["permute is allowed with parallel.expert_model_parallel_size = 1 (is 2)"],
     ),
     (["parallel.recompute_granularity=auto"], 2, ["recompute_granularity = auto", "cluster.device = cuda (is cpu)"]),
-    (["cluster=gpu", "parallel.recompute_granularity=auto"], 2, ["cluster.memory_gib = null", "recompute_granularity = auto needs it"]),
+    (
+        ["cluster=gpu", "parallel.recompute_granularity=auto"],
+        2,
+        ["cluster.memory_gib = null", "recompute_granularity = auto needs it"],
+    ),
     (["cluster.memory_gib=0"], 2, ["cluster.memory_gib = 0.0", "above 0"]),
     (["cluster.distributed_backend=nccl"], 2, ["cluster.distributed_backend = nccl", "cluster.device = cpu: gloo"]),
     (["cluster.transformer_impl=transformer_engine"], 2, ["cluster.transformer_impl", "cluster.device = cpu: local"]),
@@ -193,7 +271,12 @@ def test_impossible_combinations_are_named(overrides, world_size, parts):
         ["model.num_query_groups=8", "model.rotary_percent=1.0"],
         ["master_port=65535", "megatron.log_params_norm=true"],
         ["parallel.tensor_model_parallel_size=2", "parallel.expert_model_parallel_size=2", "stage.global_batch_size=4"],
-        ["parallel.context_parallel_size=2", "stage.seq_length=8", "data.packing=documents", "data.reset_position_ids=true"],
+        [
+            "parallel.context_parallel_size=2",
+            "stage.seq_length=8",
+            "data.packing=documents",
+            "data.reset_position_ids=true",
+        ],
         ["parallel.context_parallel_size=2", "parallel.context_parallel_order=contiguous", "stage.seq_length=258"],
         ["parallel.expert_model_parallel_size=2", "parallel.moe_token_dispatcher=allgather", "optim=muon"],
     ],
@@ -209,7 +292,9 @@ def test_every_number_has_a_range():
 
 
 def test_all_problems_are_listed_at_once():
-    recipe = compose(["experiment=cpu_demo", "model.num_query_groups=3", "optim.min_lr=1", "cluster.distributed_backend=nccl"])
+    recipe = compose(
+        ["experiment=cpu_demo", "model.num_query_groups=3", "optim.min_lr=1", "cluster.distributed_backend=nccl"]
+    )
     with pytest.raises(ValueError) as caught:
         validate(recipe, 3)
     assert len(str(caught.value).splitlines()) == 5  # heads, even groups, batch, min_lr, back end

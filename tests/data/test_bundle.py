@@ -75,7 +75,12 @@ def test_bundle_of_packed_sets_stays_packed(shards, tmp_path, capsys):
 
 
 def test_planned_reads_and_what_cannot_be_bundled(shards, prepared, tmp_path, capsys):
-    assert bundle.main([*shards, "--dry-run", "--sequence-length", "64", "--global-batch-size", "8", "--step-seconds", "2"]) == 0
+    assert (
+        bundle.main(
+            [*shards, "--dry-run", "--sequence-length", "64", "--global-batch-size", "8", "--step-seconds", "2"]
+        )
+        == 0
+    )
     assert "8 sequences of 64 tokens each 2 s" in capsys.readouterr().out
     for arguments, message in (
         ([shards[0], shards[0], "--dry-run"], "is named twice"),

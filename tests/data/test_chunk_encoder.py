@@ -12,9 +12,45 @@ from tokenizers import AddedToken, Regex, Tokenizer, models, normalizers, pre_to
 from zaya_plugin.data import chunk_encoder
 from zaya_plugin.data.chunk_encoder import GPT4_LIKE, ChunkEncoder, Cut
 
-ALPHABET = list("ab cdE9.!'\"\n\t\r_-\u2581") + ["  ", "\n    ", " \n", "'s", "don't ", "<|end|>", " <|end|>", "12345", "!!\n\n", "é",
-    "e\u0301", "日本", "🙂", "\u00a0", "\u2003", "\u2028", "\x1c", "\x1f", "\x85", "\u200b", "\u0301", "\u0378", "<a b>", "ſ", "'ſ", "'Re", "\x00", "\x7f", "١", "\ufeff", "\u00aa", "\v", "\f"]  # fmt: skip
-CORPUS = ["a ab abc cab  bad\n    cab! don't 123 it's\n\nbad. 日本 é e\u0301", "!!\n\n a\ta\r\n b-b_b \u2581 ab ab ab"] * 20
+ALPHABET = list("ab cdE9.!'\"\n\t\r_-\u2581") + [
+    "  ",
+    "\n    ",
+    " \n",
+    "'s",
+    "don't ",
+    "<|end|>",
+    " <|end|>",
+    "12345",
+    "!!\n\n",
+    "é",
+    "e\u0301",
+    "日本",
+    "🙂",
+    "\u00a0",
+    "\u2003",
+    "\u2028",
+    "\x1c",
+    "\x1f",
+    "\x85",
+    "\u200b",
+    "\u0301",
+    "\u0378",
+    "<a b>",
+    "ſ",
+    "'ſ",
+    "'Re",
+    "\x00",
+    "\x7f",
+    "١",
+    "\ufeff",
+    "\u00aa",
+    "\v",
+    "\f",
+]
+CORPUS = [
+    "a ab abc cab  bad\n    cab! don't 123 it's\n\nbad. 日本 é e\u0301",
+    "!!\n\n a\ta\r\n b-b_b \u2581 ab ab ab",
+] * 20
 
 
 def byte_level(pre, normalizer=None):
@@ -23,7 +59,10 @@ def byte_level(pre, normalizer=None):
     if normalizer:
         tokenizer.normalizer = normalizer
     trainer = trainers.BpeTrainer(
-        vocab_size=400, initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()), special_tokens=["<|end|>"], show_progress=False
+        vocab_size=400,
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        special_tokens=["<|end|>"],
+        show_progress=False,
     )
     tokenizer.train_from_iterator(CORPUS, trainer)
     return tokenizer
@@ -35,10 +74,17 @@ def gemma():
     # Words with all spaces before them: what a vocabulary without tokens across a space comes from.
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("\u2581*[^\u2581]+|\u2581+"), "isolated")
     special = ["<unk>", "<|end|>", *(f"<0x{byte:02X}>" for byte in range(256))]
-    tokenizer.train_from_iterator(CORPUS, trainers.BpeTrainer(vocab_size=420, special_tokens=special, show_progress=False))
+    tokenizer.train_from_iterator(
+        CORPUS, trainers.BpeTrainer(vocab_size=420, special_tokens=special, show_progress=False)
+    )
     record = json.loads(tokenizer.to_str())
     record["added_tokens"] = [token for token in record["added_tokens"] if not token["content"].startswith("<0x")]
-    record["pre_tokenizer"] = {"type": "Split", "pattern": {"String": " "}, "behavior": "MergedWithPrevious", "invert": False}
+    record["pre_tokenizer"] = {
+        "type": "Split",
+        "pattern": {"String": " "},
+        "behavior": "MergedWithPrevious",
+        "invert": False,
+    }
     return Tokenizer.from_str(json.dumps(record))
 
 

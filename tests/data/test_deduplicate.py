@@ -27,7 +27,18 @@ def test_first_of_equal_documents_stays(tmp_path, repeated, run, read_tokens, co
     found = {}
     for workers, part in ((1, 10**6), (2 if by == "id" else 1, 700)):
         output = tmp_path / f"out{part}"
-        command = ["--input", path, "--output", output, "--train-bpe", 300, "--valid-fraction", 0.2, "--deduplicate", by]
+        command = [
+            "--input",
+            path,
+            "--output",
+            output,
+            "--train-bpe",
+            300,
+            "--valid-fraction",
+            0.2,
+            "--deduplicate",
+            by,
+        ]
         assert run(*command, "--workers", workers, "--part-bytes", part) == 0
         found[part] = contents(output)
     assert found[10**6] == found[700]
@@ -44,8 +55,20 @@ def test_first_of_equal_documents_stays(tmp_path, repeated, run, read_tokens, co
 def test_document_without_id_is_rejected(tmp_path, run, capsys):
     lines = [{"text": "a b c", "key": 1}, {"text": "no id"}, {"text": "x", "key": [1]}, {"text": "again", "key": "1"}]
     (tmp_path / "in.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    command = ["--input", tmp_path / "in.jsonl", "--output", tmp_path / "out", "--train-bpe", 300, "--valid-fraction", 0]
+    command = [
+        "--input",
+        tmp_path / "in.jsonl",
+        "--output",
+        tmp_path / "out",
+        "--train-bpe",
+        300,
+        "--valid-fraction",
+        0,
+    ]
     assert run(*command, "--deduplicate", "id", "--id-field", "key") == 0
     out, err = capsys.readouterr()
-    assert f"{tmp_path}/in.jsonl:2: field 'key', which --id-field names, is not a string or whole number but NoneType" in err
+    assert (
+        f"{tmp_path}/in.jsonl:2: field 'key', which --id-field names, is not a string or whole number but NoneType"
+        in err
+    )
     assert "2 rejected, 1 duplicates" in out and load_manifest(tmp_path / "out").splits["text"].documents == 1

@@ -29,7 +29,9 @@ def test_documents_with_their_text(prepared, texts, shown, read_tokens):
     found = [json.loads(line) for line in out.splitlines()]
     assert status == 0 and [each["text"] for each in found] == [f"{text}<|endoftext|>" for text in held_out[5:7]]
     lengths = [len(document) for document in read_tokens(prepared / "valid")[5:7]]
-    assert [each["tokens"] for each in found] == lengths and [each["documents"] for each in found] == [[n] for n in lengths]
+    assert [each["tokens"] for each in found] == lengths and [each["documents"] for each in found] == [
+        [n] for n in lengths
+    ]
     assert found[0]["loss_positions"] == [[0, lengths[0] - 1]] and found[0]["source"] == str(prepared / "valid")
     status, out, _ = shown(prepared, "--count", 1, "--characters", 20)
     assert "document 0 of" in out and "characters ...]" in out

@@ -48,14 +48,19 @@ def test_every_document_is_whole_and_there_once(packed, prepared, read_tokens, c
         counts, tokens = manifest.packing.counts[split], sum(map(len, source))
         assert counts["bins"] * LENGTH - counts["filling tokens"] == tokens
         assert (counts["documents"], counts["split documents"], counts["pieces of split documents"]) == (
-            len(source), len(long), len(pieces))  # fmt: skip
+            len(source),
+            len(long),
+            len(pieces),
+        )
         inside = sum(len(document) for document in short) - len(short)
         assert counts["loss tokens"] == inside + sum(len(piece) - 1 for piece in pieces)
     checked = check_dataset(output, 400, eod_id=0, full=True)
     assert checked["train"].documents == manifest.packing.counts["train"]["bins"]
     assert packed_length(output / "train") == LENGTH and packed_length(prepared) is None
     refuse_other_length(output, LENGTH)
-    with pytest.raises(ValueError, match="bins of 128 tokens, and the run has sequences of 64: set stage.seq_length=128"):
+    with pytest.raises(
+        ValueError, match="bins of 128 tokens, and the run has sequences of 64: set stage.seq_length=128"
+    ):
         refuse_other_length(output, 64)
     assert "% full" in capsys.readouterr().out
 

@@ -105,7 +105,9 @@ def test_rows_and_columns_that_cannot_be_used_are_named(tmp_path, parquet, run, 
         assert run(*command, "--train-bpe", 300, "--valid-fraction", 0) == 0
         return [json.loads(line) for line in (tmp_path / name / "rejected.jsonl").read_text().splitlines()]
 
-    (tmp_path / "more.jsonl").write_text("".join(json.dumps({"text": text, "body": text}) + "\n" for text in texts[:20]))
+    (tmp_path / "more.jsonl").write_text(
+        "".join(json.dumps({"text": text, "body": text}) + "\n" for text in texts[:20])
+    )
     parquet([texts[0], None, texts[1]], number=[1, 2, 3])
     assert [(each["line"], each["reason"]) for each in rejected("a")] == [(2, "field 'text' is null")]
     assert rejected("b", "--field", "body")[0]["reason"] == (

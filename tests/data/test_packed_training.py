@@ -96,7 +96,12 @@ def test_inspect_and_warm_show_and_read_training_samples(bins, prepared, tmp_pat
     run = ["--sequence-length", str(LENGTH), "--total-samples", "64", "--order", order, "--seed", "7"]
     assert inspect.main([f"0.5 {bins}", f"0.5 {prepared}", *run, "--start", "10", "--count", "20"]) == 0
     out = capsys.readouterr().out
-    assert out.count("train sample ") == 20 and "of 64" in out and f"{bins}/train: " in out and f"{prepared}/train: " in out
+    assert (
+        out.count("train sample ") == 20
+        and "of 64" in out
+        and f"{bins}/train: " in out
+        and f"{prepared}/train: " in out
+    )
     steps = ["--global-batch-size", "8", "--from-step", "2", "--steps", "3"]
     assert warm.main([f"0.5 {bins}", f"0.5 {prepared}", *run, *steps, "--cache-path", str(tmp_path)]) == 0
     assert "of 2 files in" in capsys.readouterr().out

@@ -46,5 +46,13 @@ def test_fill_of_many_short_documents():
 
 
 def test_positions_that_predict_nothing_are_out_of_the_loss():
-    assert packed_loss_mask(np.array([5, 6, 0, 7, 0, 0, 0]), 0).tolist() == [True, True, False, True, False, False, False]
+    assert packed_loss_mask(np.array([5, 6, 0, 7, 0, 0, 0]), 0).tolist() == [
+        True,
+        True,
+        False,
+        True,
+        False,
+        False,
+        False,
+    ]
     assert packed_loss_mask(np.array([5, 6, 7]), 0).tolist() == [True, True, False]

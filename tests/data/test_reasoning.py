@@ -54,7 +54,10 @@ def test_samples_without_reasoning_or_answer():
 
 
 @settings(max_examples=80, deadline=None, derandomize=True)
-@given(st.lists(st.tuples(st.integers(0, 4), st.integers(0, 8), st.integers(1, 4)), min_size=1, max_size=4), st.integers(1, 40))
+@given(
+    st.lists(st.tuples(st.integers(0, 4), st.integers(0, 8), st.integers(1, 4)), min_size=1, max_size=4),
+    st.integers(1, 40),
+)
 def test_questions_and_answers_survive(turns, limit):
     ids, blocks = sample(*turns)
     shortened, outcome = trim(ids, blocks, limit)
@@ -89,10 +92,12 @@ def ids_of(finder, text):
 def parts_of(finder, text):
     ids = ids_of(finder, text)
     return [
-        tuple(finder.tokenizer.decode(ids[a:b].tolist(), skip_special_tokens=False) for a, b in
-              ((block.begin, block.inside), (block.inside, block.end), (block.end, block.after)))
+        tuple(
+            finder.tokenizer.decode(ids[a:b].tolist(), skip_special_tokens=False)
+            for a, b in ((block.begin, block.inside), (block.inside, block.end), (block.end, block.after))
+        )
         for block in finder.find(ids)
-    ]  # fmt: skip
+    ]
 
 
 def test_blocks_are_found(finder):
@@ -114,7 +119,9 @@ def test_block_that_is_not_closed_has_no_answer(finder):
 
 def test_tokens_that_are_not_those_of_their_text_are_noticed(prepared):
     finder = BlockFinder(Tokenizer.from_file(str(prepared / "tokenizer" / "tokenizer.json")), "<think>", "</think>")
-    merged = next(token for token in finder.tokenizer.get_vocab() if len(token) == 2 and token.isascii() and token.isalpha())
+    merged = next(
+        token for token in finder.tokenizer.get_vocab() if len(token) == 2 and token.isascii() and token.isalpha()
+    )
     letters = [finder.tokenizer.token_to_id(letter) for letter in merged]
     assert finder.find(np.array([*letters, EOD])) is None
     assert finder.find(np.array([finder.tokenizer.token_to_id(merged), EOD])) == []

@@ -19,7 +19,9 @@ def bins(tmp_path_factory, prepared):
 
 
 def recipe(length=128, **data):
-    return Recipe(stage=StageConfig(name="s", seq_length=length), data=DataConfig(**{key: value for key, value in data.items()}))
+    return Recipe(
+        stage=StageConfig(name="s", seq_length=length), data=DataConfig(**{key: value for key, value in data.items()})
+    )
 
 
 def test_packed_set_needs_packing_and_its_length(bins):
@@ -34,7 +36,9 @@ def test_validation_blend(prepared, bins):
     entries = [f"3 {prepared}", f"1 {bins}"]
     found = find_sources(recipe(path=str(prepared), valid_blend=entries, packing="documents"))
     assert found.valid == [(3.0, str(prepared / "valid")), (1.0, str(bins / "valid"))]
-    assert list(found.domains.values()) == [3.0, 1.0] and list(found.domains) == domain_names([str(prepared), str(bins)])
+    assert list(found.domains.values()) == [3.0, 1.0] and list(found.domains) == domain_names(
+        [str(prepared), str(bins)]
+    )
     with pytest.raises(ValueError, match="give one of them"):
         find_sources(recipe(path=str(prepared), valid_blend=entries, valid_path=str(prepared / "valid")))
     with pytest.raises(ValueError, match="data.valid_blend holds 'half data'"):

@@ -30,7 +30,9 @@ def sources(tmp_path_factory):
 
 @pytest.fixture
 def stream(sources, tmp_path):
-    return lambda name, seed=7: TokenStream(str(sources / name), f"{len(name) * 31 + ord(name[0]):016x}", seed, str(tmp_path))
+    return lambda name, seed=7: TokenStream(
+        str(sources / name), f"{len(name) * 31 + ord(name[0]):016x}", seed, str(tmp_path)
+    )
 
 
 def test_an_epoch_holds_each_document_whole_and_once(stream, sources):
@@ -117,7 +119,9 @@ def test_stage_boundaries_neither_replay_nor_skip(sources, tmp_path):
             assert samples == sorted(expected)
             position += length * len(samples)
         assert read[prefix] == position > 0
-        counts = np.unique(np.concatenate([piece for tokens in found for piece in tokens.get(name, [])]), return_counts=True)[1]
+        counts = np.unique(
+            np.concatenate([piece for tokens in found for piece in tokens.get(name, [])]), return_counts=True
+        )[1]
         epochs = position / stream.epoch_tokens
         assert counts.max() == int(np.ceil(epochs)) and (epochs < 1 or counts.min() >= int(epochs))
 

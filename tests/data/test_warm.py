@@ -47,8 +47,19 @@ def test_a_node_reads_what_megatron_deals_to_its_ranks(tensor, context, pipeline
     number_of = {rank: number for group in groups for number, rank in enumerate(group)}
     seen = set()
     for node in range(nodes):
-        options = ["x", "--global-batch-size", batch, "--node", node, "--nodes", nodes, "--ranks-per-sample", tensor * context,
-                   "--pipeline-stages", pipeline]  # fmt: skip
+        options = [
+            "x",
+            "--global-batch-size",
+            batch,
+            "--node",
+            node,
+            "--nodes",
+            nodes,
+            "--ranks-per-sample",
+            tensor * context,
+            "--pipeline-stages",
+            pipeline,
+        ]
         dealt = warm.data_parallel_ranks(warm.parser().parse_args([str(option) for option in options]))
         expected = set()
         for rank in range(node * per_node, (node + 1) * per_node):
@@ -63,10 +74,38 @@ def test_a_node_reads_what_megatron_deals_to_its_ranks(tensor, context, pipeline
     ("options", "message"),
     [
         (["--node", "0", "--nodes", "2"], "--node asks for the samples of a node's ranks"),
-        (["--sequence-length", "8", "--global-batch-size", "8", "--total-samples", "8", "--node", "2", "--nodes", "2"], "a number above it"),
-        (["--sequence-length", "8", "--global-batch-size", "8", "--total-samples", "8", "--node", "1", "--nodes", "2"], "16 data-parallel ranks"),
+        (
+            [
+                "--sequence-length",
+                "8",
+                "--global-batch-size",
+                "8",
+                "--total-samples",
+                "8",
+                "--node",
+                "2",
+                "--nodes",
+                "2",
+            ],
+            "a number above it",
+        ),
+        (
+            [
+                "--sequence-length",
+                "8",
+                "--global-batch-size",
+                "8",
+                "--total-samples",
+                "8",
+                "--node",
+                "1",
+                "--nodes",
+                "2",
+            ],
+            "16 data-parallel ranks",
+        ),
     ],
-)  # fmt: skip
+)
 def test_nodes_that_make_no_sense(prepared, capsys, options, message):
     assert warm.main([str(prepared), *options]) == 1
     assert message in capsys.readouterr().err

@@ -41,16 +41,24 @@ class Difference:
 
 
 def run_job(
-    servers: RankServers, run_dir: Path, ranks: int, recipe: tuple[str, ...], save_at: int | None = None,
-    forced: str | None = None, gradients: bool = False, traffic: bool = False,
+    servers: RankServers,
+    run_dir: Path,
+    ranks: int,
+    recipe: tuple[str, ...],
+    save_at: int | None = None,
+    forced: str | None = None,
+    gradients: bool = False,
+    traffic: bool = False,
 ) -> dict:
     """What layout_run.py kept of a run of `recipe` in run_dir; its job, result and logs lie beside that."""
     run_dir.mkdir(exist_ok=True)
     job, out = run_dir.parent / f"{run_dir.name}.json", run_dir.parent / f"{run_dir.name}.pt"
     recipe = [*recipe, f"run_dir={run_dir}", f"nproc={ranks}"]
-    job.write_text(json.dumps(dict(
-        recipe=recipe, out=str(out), save_at=save_at, forced=forced, gradients=gradients, traffic=traffic,
-    )))
+    job.write_text(
+        json.dumps(
+            dict(recipe=recipe, out=str(out), save_at=save_at, forced=forced, gradients=gradients, traffic=traffic)
+        )
+    )
     servers.run(ranks, job)
     return torch.load(out)
 
@@ -63,13 +71,23 @@ class Grid:
     """
 
     def __init__(
-        self, directory: Path, data: Path, recipe: tuple[str, ...] = (), last: int = LAST, gradients: bool = True,
-        base: tuple[str, ...] = MICRO, servers: RankServers | None = None,
+        self,
+        directory: Path,
+        data: Path,
+        recipe: tuple[str, ...] = (),
+        last: int = LAST,
+        gradients: bool = True,
+        base: tuple[str, ...] = MICRO,
+        servers: RankServers | None = None,
     ):
         self.directory, self.data, self.last, self.gradients = directory, data, last, gradients
         directory.mkdir(exist_ok=True)
         self.recipe = (
-            *base, f"data.path={data}", "stage.eval_iters=0", f"exit_interval={last}", f"checkpoint.save_interval={COMMON}",
+            *base,
+            f"data.path={data}",
+            "stage.eval_iters=0",
+            f"exit_interval={last}",
+            f"checkpoint.save_interval={COMMON}",
             *recipe,
         )
         self.own_servers = RankServers() if servers is None else None
@@ -95,8 +113,14 @@ class Grid:
         ids = str(self.directory / f"{ONE.name}.from_common.pt") if forced else None
         return self._run(layout, name=name, forced=ids, traffic=traffic)
 
-    def _run(self, layout: Layout, name: str | None = None, save_at: int | None = None, forced: str | None = None,
-             traffic: bool = False) -> dict:
+    def _run(
+        self,
+        layout: Layout,
+        name: str | None = None,
+        save_at: int | None = None,
+        forced: str | None = None,
+        traffic: bool = False,
+    ) -> dict:
         name = name or layout.name
         job = dict(save_at=save_at, forced=forced, gradients=self.gradients and not traffic, traffic=traffic)
         result = run_job(self.servers, self.directory / name, layout.ranks, (*self.recipe, *layout.overrides), **job)
@@ -129,8 +153,13 @@ class Grid:
         return Difference(
             flips=sum(int(table.sum()) for table in flipped.values()),
             choices=sum(table.numel() for table in flipped.values()),
-            near_ties=all(_near_tie(table, one["margins"][key]) for key, table in flipped.items() if _first_step(key, flipped)),
-            loss=loss, gradients=gradients, replicas=other["replicas"], balancing=balancing,
+            near_ties=all(
+                _near_tie(table, one["margins"][key]) for key, table in flipped.items() if _first_step(key, flipped)
+            ),
+            loss=loss,
+            gradients=gradients,
+            replicas=other["replicas"],
+            balancing=balancing,
         )
 
 

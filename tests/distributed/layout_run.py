@@ -67,8 +67,10 @@ class Recorder:
         from zaya_plugin.model.layer import ZayaTransformerLayer
 
         cut = local_positions(
-            args.seq_length, parallel_state.get_context_parallel_world_size(),
-            parallel_state.get_context_parallel_rank(), getattr(args, "context_parallel_order", None) or "zigzag",
+            args.seq_length,
+            parallel_state.get_context_parallel_world_size(),
+            parallel_state.get_context_parallel_rank(),
+            getattr(args, "context_parallel_order", None) or "zigzag",
         )
         seen = cut
         if args.sequence_parallel:
@@ -144,7 +146,9 @@ def local_gradients(chunks) -> list[tuple]:
         gradients = {}
         for buffer in (*ddp.buffers, *ddp.expert_parallel_buffers):
             for bucket in buffer.buckets:
-                grads = bucket.grad_data * buffer.scale_gradients.factor  # the optimizer would multiply as it reads them
+                grads = (
+                    bucket.grad_data * buffer.scale_gradients.factor
+                )  # the optimizer would multiply as it reads them
                 if ddp.ddp_config.use_distributed_optimizer:  # each rank holds the sum of its own shard alone
                     group = buffer.data_parallel_group
                     shard = grads.chunk(group.size())[group.rank()].clone()
@@ -165,7 +169,9 @@ def local_gradients(chunks) -> list[tuple]:
                     assert piece.data.shape == piece.local_shape and len(built) == 1
                     gradient = gradients[piece.data.data_ptr()]
                     named.add(piece.data.data_ptr())
-                    pieces.append((piece.key, piece.global_shape, piece.global_offset, gradient.view(piece.local_shape)))
+                    pieces.append(
+                        (piece.key, piece.global_shape, piece.global_offset, gradient.view(piece.local_shape))
+                    )
         assert named == set(gradients), "a parameter has no key in the checkpoint"
     return pieces
 
@@ -245,7 +251,9 @@ def run(job: dict) -> None:
             if recorder.traffic is not None:
                 recorder.sent.append(recorder.traffic.take_step())
             if recipe.cluster.device == "cuda":
-                recorder.memory.append({"held": torch.cuda.memory_allocated(), "peak": torch.cuda.max_memory_allocated()})
+                recorder.memory.append(
+                    {"held": torch.cuda.memory_allocated(), "peak": torch.cuda.max_memory_allocated()}
+                )
                 torch.cuda.reset_peak_memory_stats()
             if self.reports:
                 statistics = step.statistics
@@ -255,7 +263,9 @@ def run(job: dict) -> None:
                 )
 
     open_window = copied_reduction.open_window
-    copied_reduction.open_window = lambda group, *rest: recorder.windows.append(group.size()) or open_window(group, *rest)
+    copied_reduction.open_window = lambda group, *rest: (
+        recorder.windows.append(group.size()) or open_window(group, *rest)
+    )
     forward_step = adapter.forward_step
     adapter.forward_step = lambda iterator, model, *rest: forward_step(recorder.peek(iterator), model, *rest)
     adapter._Trainer = Trainer

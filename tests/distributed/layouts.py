@@ -40,7 +40,9 @@ QUICK = (
     layout("cp2", 2, cp=2),
     layout("ep2", 2, ep=2),
     layout("tp2", 2, tp=2),
-    layout("pp2", 2, "cluster.fused_residual_norm=true", pp=2),  # two layers a stage, linked; one rank runs the plain one
+    layout(
+        "pp2", 2, "cluster.fused_residual_norm=true", pp=2
+    ),  # two layers a stage, linked; one rank runs the plain one
 )
 BY_NAME = {each.name: each for each in QUICK}
 

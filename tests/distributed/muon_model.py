@@ -22,8 +22,17 @@ def build_model():
     torch.manual_seed(11)
     model_parallel_cuda_manual_seed(11, force_reset_rng=True)
     config = ZayaConfig(
-        num_layers=3, hidden_size=64, num_attention_heads=8, num_query_groups=2, kv_channels=8, ffn_hidden_size=48,
-        moe_ffn_hidden_size=48, num_moe_experts=8, router_hidden_size=16, use_cpu_initialization=True, bf16=True,
+        num_layers=3,
+        hidden_size=64,
+        num_attention_heads=8,
+        num_query_groups=2,
+        kv_channels=8,
+        ffn_hidden_size=48,
+        moe_ffn_hidden_size=48,
+        num_moe_experts=8,
+        router_hidden_size=16,
+        use_cpu_initialization=True,
+        bf16=True,
         params_dtype=torch.bfloat16,
     )
     model = build_zaya_model(config, vocab_size=192, max_sequence_length=32).bfloat16()
@@ -38,7 +47,12 @@ def with_optimizer(model):
     )
     ddp = DistributedDataParallel(model.config, options, model)
     optimizer_config = OptimizerConfig(
-        optimizer="adam", lr=1e-2, min_lr=1e-3, weight_decay=0.1, bf16=True, params_dtype=torch.bfloat16,
+        optimizer="adam",
+        lr=1e-2,
+        min_lr=1e-3,
+        weight_decay=0.1,
+        bf16=True,
+        params_dtype=torch.bfloat16,
         use_distributed_optimizer=True,
         clip_grad=0.0,  # the norm would be summed in another order with other ranks, and bf16 momentum would show it
     )

@@ -60,7 +60,10 @@ def whole_state(ddp, optimizer):
     whole = {}
     for (name, key), numel in {k: None for rank in ranks for k in rank}.items():
         pieces = sorted((rank[name, key] for rank in ranks if (name, key) in rank), key=lambda piece: piece[0])
-        assert [a[1] for a in pieces[:-1]] == [b[0] for b in pieces[1:]] and pieces[0][0] == 0, (name, "has a gap or an overlap")
+        assert [a[1] for a in pieces[:-1]] == [b[0] for b in pieces[1:]] and pieces[0][0] == 0, (
+            name,
+            "has a gap or an overlap",
+        )
         whole[name, key] = torch.cat([piece[2].flatten() for piece in pieces])
         numel = whole[name, key].numel()
         assert numel == dict(ddp.module.named_parameters())[name].numel()
@@ -106,7 +109,8 @@ def main(what: str, directory: Path) -> None:
     elif what == "load":
         model_state = ddp.module.sharded_state_dict()
         asked = {
-            "optimizer": optimizer.sharded_state_dict(model_state, is_loading=True, metadata=METADATA), "model": model_state
+            "optimizer": optimizer.sharded_state_dict(model_state, is_loading=True, metadata=METADATA),
+            "model": model_state,
         }
         loaded = dist_checkpointing.load(asked, str(directory / "checkpoint"))
         ddp.module.load_state_dict(loaded["model"])

@@ -24,7 +24,9 @@ from tests.distributed.muon_model import build_model, with_optimizer  # noqa: E4
 
 
 def main(version: str, path: str) -> None:
-    found, wanted = (v.partition("+")[0] for v in (megatron.core.__version__, version))  # behind it stands the checkout's commit, which may move
+    found, wanted = (
+        v.partition("+")[0] for v in (megatron.core.__version__, version)
+    )  # behind it stands the checkout's commit, which may move
     assert found == wanted, found
     torch.distributed.init_process_group("gloo")
     parallel_state.initialize_model_parallel()
@@ -40,10 +42,14 @@ def main(version: str, path: str) -> None:
             p.main_grad.copy_(torch.randn(p.shape, generator=generator).bfloat16().float())
         ddp.finish_grad_sync()
         assert optimizer.step()[0]
-    cut = torch.tensor(sum(hasattr(main, "muon_cut") for inner in optimizer.chained_optimizers for _, main in inner._pairs()))
+    cut = torch.tensor(
+        sum(hasattr(main, "muon_cut") for inner in optimizer.chained_optimizers for _, main in inner._pairs())
+    )
     torch.distributed.all_reduce(cut)
     if torch.distributed.get_rank() == 0:
-        torch.save({"cut": cut.item(), "weights": {n: p.detach().clone() for n, p in ddp.module.named_parameters()}}, path)
+        torch.save(
+            {"cut": cut.item(), "weights": {n: p.detach().clone() for n, p in ddp.module.named_parameters()}}, path
+        )
 
 
 if __name__ == "__main__":

@@ -15,13 +15,27 @@ from tests.running import zaya
 def short_documents(folder: Path, tokenizer: Path, lines: int = 1) -> Path:
     """Documents of `lines` lines of the standard library, of at most 24 characters each; the prepared data set."""
     text = [
-        line.strip()[:24] for name in ("ast.py", "argparse.py", "socket.py", "typing.py")
-        for line in (Path(sysconfig.get_paths()["stdlib"]) / name).read_text().splitlines() if len(line.strip()) > 8
+        line.strip()[:24]
+        for name in ("ast.py", "argparse.py", "socket.py", "typing.py")
+        for line in (Path(sysconfig.get_paths()["stdlib"]) / name).read_text().splitlines()
+        if len(line.strip()) > 8
     ]
     documents = ("\n".join(text[i : i + lines]) for i in range(0, len(text), lines))
     (folder / "short.jsonl").write_text("".join(json.dumps({"text": document}) + "\n" for document in documents))
-    done = zaya("data", "prepare", "--input", str(folder / "short.jsonl"), "--output", str(folder / "data"), "--tokenizer",
-                str(tokenizer), "--workers", "1", "--valid-fraction", "0")
+    done = zaya(
+        "data",
+        "prepare",
+        "--input",
+        str(folder / "short.jsonl"),
+        "--output",
+        str(folder / "data"),
+        "--tokenizer",
+        str(tokenizer),
+        "--workers",
+        "1",
+        "--valid-fraction",
+        "0",
+    )
     assert done.returncode == 0, done.stdout
     return folder / "data"
 

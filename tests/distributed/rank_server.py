@@ -34,8 +34,12 @@ class RankServers:
     def __init__(self, count: int = 1, environment: Mapping[str, str] = CPU):
         self.processes = [
             subprocess.Popen(
-                [sys.executable, "-m", "tests.distributed.rank_server"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-                cwd=ROOT, env={**os.environ, **environment},
+                [sys.executable, "-m", "tests.distributed.rank_server"],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                text=True,
+                cwd=ROOT,
+                env={**os.environ, **environment},
             )
             for _ in range(count)
         ]

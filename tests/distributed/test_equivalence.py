@@ -59,8 +59,10 @@ def test_a_resumed_run_equals_the_uninterrupted_one(tmp_path, corpus, two_ranks)
         for key in NUMBERS:
             assert resumed.steps()[step][key] == two_ranks.steps()[step][key], (step, key)
     assert resumed.validation() == two_ranks.validation()
-    before, after = ({path.name.rsplit("-", 1)[-1] for path in (run.run_dir / "wandb").glob("offline-run-*")}
-                     for run in (two_ranks, resumed))
+    before, after = (
+        {path.name.rsplit("-", 1)[-1] for path in (run.run_dir / "wandb").glob("offline-run-*")}
+        for run in (two_ranks, resumed)
+    )
     assert len(before) == 1 and before == after, "the resumed run must continue the same W&B run"
 
 
@@ -93,7 +95,11 @@ def test_recomputation_changes_nothing(tmp_path, corpus, one_rank, recompute):
 @pytest.mark.slow  # tests/distributed/test_muon.py does it under Muon
 def test_bf16_trains_with_two_ranks_and_overlap(tmp_path, corpus, two_ranks):
     run = train(
-        tmp_path, corpus, "nproc=2", "cluster.dtype=bf16", "parallel.overlap_grad_reduce=true",
+        tmp_path,
+        corpus,
+        "nproc=2",
+        "cluster.dtype=bf16",
+        "parallel.overlap_grad_reduce=true",
         "parallel.overlap_param_gather=true",
     )
     assert _largest_difference(run, two_ranks, range(1, 6)) < 0.02

@@ -94,7 +94,9 @@ def test_sequences_hold_several_documents_that_do_not_see_each_other(packed_grid
     assert min(inside) >= 1 and sum(inside) >= 2 * len(inside)
     # The same sequences with every token in sight of all before it: another loss, so the boundaries are read.
     seen = Grid(tmp_path / "seen", packed_grid.data, servers=packed_grid.servers, last=COMMON + 1, gradients=False)
-    assert {key for step, key in seen.one["ids"] if step == 0} == {key for step, key in packed_grid.one["ids"] if step == 0}
+    assert {key for step, key in seen.one["ids"] if step == 0} == {
+        key for step, key in packed_grid.one["ids"] if step == 0
+    }
     assert abs(seen.one["reported"][0]["loss"] - packed_grid.one["reported"][0]["loss"]) > 100 * LOSS
 
 

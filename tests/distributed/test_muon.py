@@ -16,7 +16,9 @@ MUON += ("checkpoint.save_interval=6", "stage.eval_interval=12", "optim.muon_dty
 @pytest.fixture(scope="module")
 def run_on(tmp_path_factory, corpus) -> Callable[[int], Run]:
     """The same run on so many ranks, each made once."""
-    return functools.cache(lambda ranks: train(tmp_path_factory.mktemp(f"muon{ranks}"), corpus, f"nproc={ranks}", recipe=MUON))
+    return functools.cache(
+        lambda ranks: train(tmp_path_factory.mktemp(f"muon{ranks}"), corpus, f"nproc={ranks}", recipe=MUON)
+    )
 
 
 def _difference(a: Run, b: Run, steps) -> float:
@@ -45,8 +47,15 @@ def test_saved_by_four_continued_by_two_equals_never_having_stopped(tmp_path, ru
 @pytest.mark.slow
 def test_bf16_with_overlap_follows_fp32(tmp_path, run_on, corpus):
     run = train(
-        tmp_path, corpus, "nproc=2", "cluster.dtype=bf16", "parallel.overlap_grad_reduce=true",
-        "parallel.overlap_param_gather=true", "optim.muon_dtype=bf16", "optim.muon_momentum_dtype=bf16", recipe=MUON,
+        tmp_path,
+        corpus,
+        "nproc=2",
+        "cluster.dtype=bf16",
+        "parallel.overlap_grad_reduce=true",
+        "parallel.overlap_param_gather=true",
+        "optim.muon_dtype=bf16",
+        "optim.muon_momentum_dtype=bf16",
+        recipe=MUON,
     )
     assert _difference(run, run_on(2), range(1, 4)) < 0.03
     assert run.steps()[12]["loss"] == pytest.approx(run_on(2).steps()[12]["loss"], abs=0.2)

@@ -15,8 +15,11 @@ ROOT = Path(__file__).resolve().parents[2]
 def run(what: str, ranks: int, directory: Path) -> dict | None:
     command = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={ranks}", "--standalone"]
     done = subprocess.run(
-        [*command, str(Path(__file__).with_name("muon_state.py")), what, str(directory)], stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT, text=True, timeout=240,
+        [*command, str(Path(__file__).with_name("muon_state.py")), what, str(directory)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=240,
         env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
     )
     assert done.returncode == 0, done.stdout[-6000:]

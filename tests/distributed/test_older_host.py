@@ -19,7 +19,17 @@ OLD = "0.16.0"
 def old_release(tmp_path_factory) -> Path:
     """The package alone, from the index that pip uses; nothing is installed."""
     folder = tmp_path_factory.mktemp("old")
-    pip = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", str(folder), f"megatron-core=={OLD}"]
+    pip = [
+        sys.executable,
+        "-m",
+        "pip",
+        "download",
+        "--quiet",
+        "--no-deps",
+        "--dest",
+        str(folder),
+        f"megatron-core=={OLD}",
+    ]
     subprocess.run(pip, check=True)
     with zipfile.ZipFile(next(folder.glob("*.whl"))) as wheel:
         wheel.extractall(folder / "site")
@@ -27,12 +37,25 @@ def old_release(tmp_path_factory) -> Path:
 
 
 def weights(path: Path, version: str, ranks: int, site: Path | None = None) -> dict:
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", "-m", "tests.distributed.older_host"]
+    launch = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        f"--nproc-per-node={ranks}",
+        "-m",
+        "tests.distributed.older_host",
+    ]
     search = os.pathsep.join(str(p) for p in (site, ROOT, os.environ.get("PYTHONPATH")) if p)
     done = subprocess.run(
-        [*launch, version, str(path)], cwd=ROOT, env={**os.environ, "PYTHONPATH": search, "OMP_NUM_THREADS": "1"},
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=300,
-    )  # fmt: skip
+        [*launch, version, str(path)],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": search, "OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=300,
+    )
     assert done.returncode == 0, done.stdout[-4000:]
     return torch.load(path)
 

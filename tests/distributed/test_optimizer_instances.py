@@ -8,7 +8,15 @@ import pytest
 from tests.running import MICRO, Run, train
 
 RECIPE = (
-    *("nproc=4", "optim=muon", "optim.muon_dtype=fp32", "optim.lr=2e-3", "stage.train_iters=12", "stage.eval_interval=12", "checkpoint.save_interval=6"),
+    *(
+        "nproc=4",
+        "optim=muon",
+        "optim.muon_dtype=fp32",
+        "optim.lr=2e-3",
+        "stage.train_iters=12",
+        "stage.eval_interval=12",
+        "checkpoint.save_interval=6",
+    ),
     *("parallel.overlap_grad_reduce=true", "parallel.overlap_param_gather=true", "stage.micro_batch_size=1"),
 )
 TWO = "parallel.num_distributed_optimizer_instances=2"
@@ -44,10 +52,14 @@ def test_the_steps_are_those_of_one_instance(runs):
 
 def test_a_resumed_run_is_the_uninterrupted_one(runs, tmp_path, corpus):
     resumed = from_step_6(runs[2], tmp_path / "run", corpus, TWO)
-    assert [resumed.steps()[step]["loss"] for step in range(7, 13)] == [runs[2].steps()[step]["loss"] for step in range(7, 13)]
+    assert [resumed.steps()[step]["loss"] for step in range(7, 13)] == [
+        runs[2].steps()[step]["loss"] for step in range(7, 13)
+    ]
 
 
 @pytest.mark.parametrize(("saved_by", "loaded_by"), [(1, 2), (2, 1)])
 def test_checkpoints_move_between_numbers_of_instances(runs, tmp_path, corpus, saved_by, loaded_by):
-    resumed = from_step_6(runs[saved_by], tmp_path / "run", corpus, f"parallel.num_distributed_optimizer_instances={loaded_by}")
+    resumed = from_step_6(
+        runs[saved_by], tmp_path / "run", corpus, f"parallel.num_distributed_optimizer_instances={loaded_by}"
+    )
     assert largest_difference(resumed, runs[1], range(7, 13)) < 2e-5

@@ -15,8 +15,13 @@ STEPS = 5
 def test_overlapping_the_gather_changes_no_bit(tmp_path, corpus, servers, optim):
     """In the smallest buckets that the layout makes; some hold several parameters, and tests/model/test_parameter_gather.py looks at each."""
     recipe = (
-        *MICRO, f"data.path={corpus}", f"optim={optim}", "stage.eval_iters=0", f"exit_interval={STEPS}",
-        "parallel.overlap_grad_reduce=true", "parallel.ddp_bucket_size=1",
+        *MICRO,
+        f"data.path={corpus}",
+        f"optim={optim}",
+        "stage.eval_iters=0",
+        f"exit_interval={STEPS}",
+        "parallel.overlap_grad_reduce=true",
+        "parallel.ddp_bucket_size=1",
     )
     at_once, overlapped = (
         run_job(servers, tmp_path / name, 2, (*recipe, f"parallel.overlap_param_gather={overlap}"))

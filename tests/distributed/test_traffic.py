@@ -39,9 +39,17 @@ def measured(grid: Grid, name: str) -> list[Counter]:
 
 def gaps() -> int:
     """Elements that stay free in the buffer of all parameters outside the experts, whose own need none."""
-    h, q, k, r = MICRO_SHAPE.hidden_size, MICRO_SHAPE.query_channels, MICRO_SHAPE.key_channels, MICRO_SHAPE.router_hidden_size
+    h, q, k, r = (
+        MICRO_SHAPE.hidden_size,
+        MICRO_SHAPE.query_channels,
+        MICRO_SHAPE.key_channels,
+        MICRO_SHAPE.router_hidden_size,
+    )
     layers, groups, channels = MICRO_SHAPE.num_layers, MICRO_SHAPE.num_query_groups, q + k
-    depthwise, grouped = channels * MICRO_SHAPE.conv_taps[0], channels * MICRO_SHAPE.kv_channels * MICRO_SHAPE.conv_taps[1]
+    depthwise, grouped = (
+        channels * MICRO_SHAPE.conv_taps[0],
+        channels * MICRO_SHAPE.kv_channels * MICRO_SHAPE.conv_taps[1],
+    )
     attention = [h * q, h * k, h * k // 2, h * k // 2, q * h, depthwise, channels, grouped, channels, groups]
     router = [h * r, r, r, r * r, r, r * r, r, (MICRO_SHAPE.num_experts + 1) * r]
     vectors = [h] * (2 * layers + 1 + 8 * layers + 2) + [r] * (layers - 1)
@@ -62,7 +70,9 @@ def predicted(micro_batches: int, **sizes) -> dict[str, float]:
     # Largest logit, the label's logit and the sum of exponents of each token, in fp32.
     sent["loss"] = 3 * micro_batches * batch.micro_batch_size * batch.seq_length * 4 if layout.tensor > 1 else 0
     # Each rank's tokens for each expert, a layer and micro-batch, in int64.
-    sent["expert_counts"] = micro_batches * MICRO_SHAPE.num_layers * MICRO_SHAPE.num_experts * 8 if layout.expert > 1 else 0
+    sent["expert_counts"] = (
+        micro_batches * MICRO_SHAPE.num_layers * MICRO_SHAPE.num_experts * 8 if layout.expert > 1 else 0
+    )
     return sent
 
 
@@ -86,7 +96,9 @@ def test_experts_get_the_rows_of_their_tokens(grid):
     ranks = measured(grid, "ep2")
     # Both ranks together: how many of a rank's tokens leave is up to the router.
     sent = sum(rank["alltoall_base_"] for rank in ranks) / 2
-    row = 2 * MICRO_SHAPE.hidden_size * 4 + 4  # of either rank that leaves: input with weight and output, or their gradients
+    row = (
+        2 * MICRO_SHAPE.hidden_size * 4 + 4
+    )  # of either rank that leaves: input with weight and output, or their gradients
     assert sent % row == 0
     assert sent / row == pytest.approx(expected["dispatch"] / (row - 4), rel=0.15)
     rest = sum(expected.values()) - expected["dispatch"]

@@ -106,7 +106,9 @@ def group(number: int) -> dict[int, str]:
         try:
             fields = (folder / "stat").read_text().rpartition(")")[2].split()
             if int(fields[2]) == number and fields[0] != "Z":
-                found[int(folder.name)] = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+                found[int(folder.name)] = (
+                    (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+                )
         except OSError:  # it ended meanwhile
             continue
     return found

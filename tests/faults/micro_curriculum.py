@@ -7,9 +7,21 @@ import sys
 from pathlib import Path
 
 SMALL = (
-    *("model.num_layers=2", "model.num_experts=4", "model.hidden_size=64", "model.kv_channels=8", "model.moe_ffn_hidden_size=48"),
+    *(
+        "model.num_layers=2",
+        "model.num_experts=4",
+        "model.hidden_size=64",
+        "model.kv_channels=8",
+        "model.moe_ffn_hidden_size=48",
+    ),
     *("model.router_hidden_size=16", "stage.seq_length=16", "stage.micro_batch_size=1", "stage.global_batch_size=2"),
-    *("stage.eval_iters=0", "stage.eval_at_start=false", "optim.lr_warmup_iters=0", "optim.lr_warmup_init=0", "optim.lr=1e-3"),
+    *(
+        "stage.eval_iters=0",
+        "stage.eval_at_start=false",
+        "optim.lr_warmup_iters=0",
+        "optim.lr_warmup_init=0",
+        "optim.lr=1e-3",
+    ),
     *("checkpoint.keep_last=0", "logger.wandb=false", "logger.tensorboard=false", "cluster.threads_per_rank=1"),
     *("parallel.context_parallel_size=1", "checkpoint.save_interval=2"),
 )
@@ -22,7 +34,9 @@ class Ranks:
         command = [sys.executable, "-W", "ignore", "-m", "tests.faults.forked_ranks"]
         self.log = log
         self.errors = open(log, "a")
-        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self.errors, text=True)
+        self.process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self.errors, text=True
+        )
 
     def run(self, *argv: str, kill: tuple[int | str, float] | None = None, reads: Path | None = None) -> int:
         """Exit code of a command; kill and reads: see tests.faults.forked_ranks."""

@@ -18,9 +18,14 @@ LONG = ("nproc=1", "stage.train_iters=400", "stage.eval_interval=1000", "checkpo
 def saved(tmp_path_factory, corpus) -> Run:
     """A run of six steps with checkpoints at 2, 4 and 6, of which the last two are kept."""
     return train(
-        tmp_path_factory.mktemp("saved"), corpus, "nproc=1", "stage.train_iters=6", "stage.eval_interval=100",
-        "checkpoint.save_interval=2", "checkpoint.keep_last=2",
-    )  # fmt: skip
+        tmp_path_factory.mktemp("saved"),
+        corpus,
+        "nproc=1",
+        "stage.train_iters=6",
+        "stage.eval_interval=100",
+        "checkpoint.save_interval=2",
+        "checkpoint.keep_last=2",
+    )
 
 
 def _copy(run: Run, to: Path) -> Path:
@@ -96,7 +101,11 @@ def test_a_checkpoint_of_another_model_is_refused(tmp_path, corpus, saved):
         run_dir, corpus, "nproc=1", "resume=auto", "model.num_layers=5", "model.temperature_form=exp", check=False
     )
     assert refused.code == 2, refused.output
-    for part in ("another model", "num_layers: checkpoint 4, recipe 5", "temperature_form: checkpoint 'linear', recipe 'exp'"):
+    for part in (
+        "another model",
+        "num_layers: checkpoint 4, recipe 5",
+        "temperature_form: checkpoint 'linear', recipe 'exp'",
+    ):
         assert part in refused.output
     assert "Traceback" not in refused.output
 
@@ -107,16 +116,24 @@ def test_a_full_disk_keeps_the_checkpoint_before(tmp_path, corpus, saved):
     disk = tmp_path / "disk"
     disk.mkdir()
     size = sum(path.stat().st_size for path in saved.run_dir.rglob("*") if path.is_file())
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={int(size * 1.2)}", "tmpfs", str(disk)], capture_output=True)
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", f"size={int(size * 1.2)}", "tmpfs", str(disk)], capture_output=True
+    )
     if mounted.returncode:
         pytest.skip("mounting a small file system needs root")
     try:
         run_dir = disk / "run"
         shutil.copytree(saved.run_dir, run_dir)
         failed = train(
-            run_dir, corpus, "nproc=1", "resume=auto", "stage.train_iters=8", "stage.eval_interval=100",
-            "checkpoint.keep_last=2", check=False,
-        )  # fmt: skip
+            run_dir,
+            corpus,
+            "nproc=1",
+            "resume=auto",
+            "stage.train_iters=8",
+            "stage.eval_interval=100",
+            "checkpoint.keep_last=2",
+            check=False,
+        )
         assert failed.code != 0, failed.output
         assert "No space left on device" in failed.output
         assert (run_dir / "checkpoints" / "latest_checkpointed_iteration.txt").read_text() == "6"
@@ -124,7 +141,7 @@ def test_a_full_disk_keeps_the_checkpoint_before(tmp_path, corpus, saved):
         shutil.copytree(run_dir, tmp_path / "rescued")
     finally:
         subprocess.run(["umount", str(disk)], check=True)
-    resumed = train(tmp_path / "rescued", corpus, "nproc=1", "resume=must", "stage.train_iters=7", "stage.eval_interval=100")
+    resumed = train(
+        tmp_path / "rescued", corpus, "nproc=1", "resume=must", "stage.train_iters=7", "stage.eval_interval=100"
+    )
     assert "continuing after step 6" in resumed.output
-
-

@@ -15,8 +15,14 @@ from zaya_plugin.training.handover import saved_step
 
 CONSTANT = ("optim.lr_decay_style=constant",)
 TWO = ("experiment=cpu_demo", "curriculum.stages=[cpu_demo_stage1,cpu_demo_stage2]", *SMALL, *CONSTANT)
-THREE = ("experiment=cpu_demo", *SMALL, "optim.min_lr=2e-4", "demo_2:optim.lr_decay_style=constant", "demo_2:optim.lr=2e-4",
-         "demo_3:stage.seq_length=48")  # fmt: skip
+THREE = (
+    "experiment=cpu_demo",
+    *SMALL,
+    "optim.min_lr=2e-4",
+    "demo_2:optim.lr_decay_style=constant",
+    "demo_2:optim.lr=2e-4",
+    "demo_3:stage.seq_length=48",
+)
 
 
 @pytest.fixture(scope="module")
@@ -59,7 +65,12 @@ def _same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> None:
 def test_two_stages_are_one_run_to_the_bit(tmp_path, corpus, ranks, straight):
     """Weights, optimizer state, step count and place in the data: any one of them lost or shifted would show."""
     ranks.finish(
-        "train", "experiment=cpu_demo_stage1", *SMALL, *CONSTANT, *_where(tmp_path / "whole", corpus), "stage.train_iters=8"
+        "train",
+        "experiment=cpu_demo_stage1",
+        *SMALL,
+        *CONSTANT,
+        *_where(tmp_path / "whole", corpus),
+        "stage.train_iters=8",
     )
     _same(_tensors(straight / "demo_2", 4), _tensors(tmp_path / "whole", 8))
     rows = [json.loads(line) for line in (straight / "demo_2" / "metrics.jsonl").read_text().splitlines()]
@@ -83,7 +94,9 @@ def test_a_stage_is_refused_until_the_one_before_is_finished(tmp_path, corpus, r
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 def test_kills_leave_no_trace(tmp_path, corpus, ranks, straight):
-    kills = _run_with_kills(ranks, tmp_path, ("demo_1", "demo_2"), (*TWO, *_where(tmp_path, corpus), "stage.train_iters=4"), 3, seed=1)
+    kills = _run_with_kills(
+        ranks, tmp_path, ("demo_1", "demo_2"), (*TWO, *_where(tmp_path, corpus), "stage.train_iters=4"), 3, seed=1
+    )
     assert sum(kills.values()) >= 2
     _same(_tensors(straight / "demo_2", 4), _tensors(tmp_path / "demo_2", 4))
 
@@ -92,7 +105,14 @@ def test_kills_leave_no_trace(tmp_path, corpus, ranks, straight):
 @pytest.mark.filterwarnings("ignore")
 def test_a_save_starts_no_process(tmp_path, corpus, ranks):
     """Stock Megatron starts a manager at the first one, which outlives a rank that is killed."""
-    words = ("train", "experiment=cpu_demo", *SMALL, f"data.path={corpus}", "stage.train_iters=40", "checkpoint.save_interval=2")
+    words = (
+        "train",
+        "experiment=cpu_demo",
+        *SMALL,
+        f"data.path={corpus}",
+        "stage.train_iters=40",
+        "checkpoint.save_interval=2",
+    )
     assert ranks.run(*words, f"run_dir={tmp_path}", kill=(9, 0.0)) == -9, ranks.log.read_text()[-3000:]
     assert saved_step(tmp_path) >= 2 and ranks.spawned == []
 
@@ -119,9 +139,17 @@ def test_twenty_kills_of_a_curriculum_leave_no_trace(tmp_path, corpus, ranks):
 def test_a_fresh_optimizer_keeps_the_weights(tmp_path, corpus, ranks, straight):
     """A first step with a learning rate of zero changes no weight, and shows what the momenta were made from."""
     words = (
-        "train", "experiment=cpu_demo_stage2", *SMALL, "stage.train_iters=4", "handover.continuous_lr=false", "optim.clip_grad=1e-30",
-        "optim.lr_warmup_iters=2", "exit_interval=1", f"handover.from_run={straight / 'demo_1'}", f"data.path={corpus}",
-    )  # fmt: skip
+        "train",
+        "experiment=cpu_demo_stage2",
+        *SMALL,
+        "stage.train_iters=4",
+        "handover.continuous_lr=false",
+        "optim.clip_grad=1e-30",
+        "optim.lr_warmup_iters=2",
+        "exit_interval=1",
+        f"handover.from_run={straight / 'demo_1'}",
+        f"data.path={corpus}",
+    )
     before = _tensors(straight / "demo_1", 4)
     for choice in ("keep", "reset"):
         ranks.finish(*words, f"run_dir={tmp_path / choice}", f"handover.optimizer={choice}")

@@ -23,8 +23,22 @@ def sources(tmp_path_factory, corpus) -> dict[str, Path]:
     for name, package in (("code", "asyncio"), ("docs", "email")):
         found[name] = folder / name
         text = Path(sysconfig.get_path("stdlib")) / package
-        done = zaya("data", "prepare", "--output", str(found[name]), "--input", str(text), "--glob", "*.py",
-                    "--valid-fraction", "0.3", "--tokenizer", str(corpus / "tokenizer"), "--workers", "1")  # fmt: skip
+        done = zaya(
+            "data",
+            "prepare",
+            "--output",
+            str(found[name]),
+            "--input",
+            str(text),
+            "--glob",
+            "*.py",
+            "--valid-fraction",
+            "0.3",
+            "--tokenizer",
+            str(corpus / "tokenizer"),
+            "--workers",
+            "1",
+        )
         assert done.returncode == 0, done.stdout
     return found
 
@@ -42,10 +56,18 @@ def samples_read(log: Path) -> list[tuple[int, str, int]]:
 def test_no_sample_is_repeated_or_left_out_where_the_blend_changes(tmp_path, ranks, sources):
     """Three stages of 16 samples; the second is killed and goes on, the third has longer sequences. code pauses, docs come later."""
     words = (
-        "experiment=cpu_demo", *SMALL, "data.order=continuing", f"data.path={sources['web']}", f"run_dir={tmp_path}", "stage.train_iters=8",
-        "handover.continuous_lr=false", "demo_3:stage.seq_length=48", "demo_1:" + blend(sources, "data.blend", web=0.7, code=0.3),
-        "demo_2:" + blend(sources, "data.blend", web=0.5, docs=0.5), "demo_3:" + blend(sources, "data.blend", code=0.6, docs=0.2, web=0.2),
-    )  # fmt: skip
+        "experiment=cpu_demo",
+        *SMALL,
+        "data.order=continuing",
+        f"data.path={sources['web']}",
+        f"run_dir={tmp_path}",
+        "stage.train_iters=8",
+        "handover.continuous_lr=false",
+        "demo_3:stage.seq_length=48",
+        "demo_1:" + blend(sources, "data.blend", web=0.7, code=0.3),
+        "demo_2:" + blend(sources, "data.blend", web=0.5, docs=0.5),
+        "demo_3:" + blend(sources, "data.blend", code=0.6, docs=0.2, web=0.2),
+    )
     ended: dict[str, int] = defaultdict(int)
     for stage, length in (("demo_1", 16), ("demo_2", 16), ("demo_3", 48)):
         log, command, again = tmp_path / f"{stage}.reads", ("curriculum", "--only", stage, *words), 0
@@ -63,12 +85,17 @@ def test_no_sample_is_repeated_or_left_out_where_the_blend_changes(tmp_path, ran
         else:
             assert numbers == list(range(16))
         places = {number: (source, position) for number, source, position in read}
-        assert all(places[number] == (source, position) for number, source, position in read), "the same samples as before the kill"
+        assert all(places[number] == (source, position) for number, source, position in read), (
+            "the same samples as before the kill"
+        )
         by_source = defaultdict(list)
         for source, position in places.values():
             by_source[source].append(position)
         for source, positions in by_source.items():
-            assert sorted(positions) == list(range(ended[source], ended[source] + length * len(positions), length)), (stage, source)
+            assert sorted(positions) == list(range(ended[source], ended[source] + length * len(positions), length)), (
+                stage,
+                source,
+            )
             ended[source] += length * len(positions)
     assert len(ended) == 3 and sum(ended.values()) == 16 * (16 + 16 + 48)
 
@@ -76,16 +103,26 @@ def test_no_sample_is_repeated_or_left_out_where_the_blend_changes(tmp_path, ran
 def test_every_domain_is_validated_as_if_it_were_alone(tmp_path, ranks, sources):
     """Its own samples, one validation after the other, over a stop between them; a run changes no weight for being validated."""
     words = (
-        "train", "experiment=cpu_demo", *SMALL, f"data.path={sources['web']}", "stage.train_iters=3", "stage.eval_interval=1",
-        "stage.eval_iters=2", "resume=auto",
-    )  # fmt: skip
+        "train",
+        "experiment=cpu_demo",
+        *SMALL,
+        f"data.path={sources['web']}",
+        "stage.train_iters=3",
+        "stage.eval_interval=1",
+        "stage.eval_iters=2",
+        "resume=auto",
+    )
     both = (*words, f"run_dir={tmp_path / 'both'}", blend(sources, "data.valid_blend", web=3, docs=1))
     ranks.finish(*both, "exit_interval=2")
     ranks.finish(*both)
     for name in ("web", "docs"):
         ranks.finish(*words, f"run_dir={tmp_path / name}", f"data.valid_path={sources[name] / 'valid'}")
     rows = {
-        run: [row for line in (tmp_path / run / "metrics.jsonl").read_text().splitlines() if "valid_loss" in (row := json.loads(line))]
+        run: [
+            row
+            for line in (tmp_path / run / "metrics.jsonl").read_text().splitlines()
+            if "valid_loss" in (row := json.loads(line))
+        ]
         for run in ("both", "web", "docs")
     }
     assert [row["step"] for row in rows["both"]] == [1, 2, 3, 3]

@@ -67,8 +67,16 @@ def resources(path: str | Path, kernel: str, dynamic_lds: int = 0, threads: int 
     """Of a kernel of a code object; for Triton give its dynamic LDS and threads a block."""
     info = open_code_object(path).kernels[kernel]
     lds = info.lds_size + dynamic_lds
-    return Resources(info.vgprs, info.agprs, info.sgprs, lds, info.scratch_size, info.vgpr_spills, info.sgpr_spills,
-                     waves_per_simd(info, lds, threads or info.max_threads))
+    return Resources(
+        info.vgprs,
+        info.agprs,
+        info.sgprs,
+        lds,
+        info.scratch_size,
+        info.vgpr_spills,
+        info.sgpr_spills,
+        waves_per_simd(info, lds, threads or info.max_threads),
+    )
 
 
 def opcodes(path: str | Path, kernel: str) -> Counter:
@@ -103,8 +111,12 @@ def triton_kernels() -> dict[str, dict[str, tuple[Resources, Counter]]]:
     from tests.gfx942.triton_cases import CASES
 
     compiled = {name: case() for name, case in CASES.items()}
-    return {TRITON: {name: (resources(found.path, found.name, found.shared, found.threads), opcodes(found.path, found.name))
-                     for name, found in compiled.items()}}
+    return {
+        TRITON: {
+            name: (resources(found.path, found.name, found.shared, found.threads), opcodes(found.path, found.name))
+            for name, found in compiled.items()
+        }
+    }
 
 
 def read_table(path: Path = TABLE) -> dict[str, dict[str, dict]]:
@@ -120,7 +132,9 @@ def compare(table: dict, found: dict) -> list[str]:
         problems += [f"{source}: row {name} has no kernel" for name in sorted(set(rows) - set(kernels))]
         problems += [f"{source}: kernel {name} has no row" for name in sorted(set(kernels) - set(rows))]
         for name in sorted(set(rows) & set(kernels)):
-            problems += [f"{source}: {name}: {what}" for what in violations(kernels[name][0], rows[name], kernels[name][1])]
+            problems += [
+                f"{source}: {name}: {what}" for what in violations(kernels[name][0], rows[name], kernels[name][1])
+            ]
     return problems
 
 
@@ -132,13 +146,19 @@ def default_requirements(present: Counter) -> list[str]:
 
 def render(found: dict, table: dict) -> str:
     """The table's text for these kernels, with the `requires` of the old table."""
-    lines = ["# Limits of every gfx942 kernel, compiled by clang 19 and, under triton, by the pinned Triton; see tests/gfx942/budgets.py.",
-             "# Rewrite: python -m tests.gfx942.budgets --write, and read the difference that it prints."]
+    lines = [
+        "# Limits of every gfx942 kernel, compiled by clang 19 and, under triton, by the pinned Triton; see tests/gfx942/budgets.py.",
+        "# Rewrite: python -m tests.gfx942.budgets --write, and read the difference that it prints.",
+    ]
     for source, kernels in found.items():
         for name, (measured, present) in kernels.items():
             old = table.get(source, {}).get(name)
             requires = old["requires"] if old else default_requirements(present)
-            numbers = [f"{field.name} = {getattr(measured, field.name)}" for field in fields(measured) if field.name not in NEVER]
+            numbers = [
+                f"{field.name} = {getattr(measured, field.name)}"
+                for field in fields(measured)
+                if field.name not in NEVER
+            ]
             wanted = ", ".join(f'"{opcode}"' for opcode in requires)
             lines += ["", f"[{source}.{name}]", *numbers, f"requires = [{wanted}]"]
     return "\n".join(lines) + "\n"
@@ -151,7 +171,11 @@ def main(arguments: list[str] | None = None) -> int:
     table, found = read_table(), hip_kernels() | triton_kernels()
     if options.write:
         old, new = TABLE.read_text() if TABLE.is_file() else "", render(found, table)
-        print("".join(difflib.unified_diff(old.splitlines(True), new.splitlines(True), "before", "after")) or "no change\n", end="")
+        print(
+            "".join(difflib.unified_diff(old.splitlines(True), new.splitlines(True), "before", "after"))
+            or "no change\n",
+            end="",
+        )
         TABLE.write_text(new)
         table = read_table()
     problems = compare(table, found)

@@ -46,8 +46,11 @@ class Loop:
     @property
     def other_slots(self) -> int:
         """Issue slots of everything that is not an MFMA."""
-        return sum(1 + (int(instruction.modifiers["raw"], 0) if instruction.opcode == "s_nop" else 0)
-                   for instruction in self.instructions if not instruction.opcode.startswith("v_mfma"))
+        return sum(
+            1 + (int(instruction.modifiers["raw"], 0) if instruction.opcode == "s_nop" else 0)
+            for instruction in self.instructions
+            if not instruction.opcode.startswith("v_mfma")
+        )
 
     @property
     def passes_per_slot(self) -> float:
@@ -80,9 +83,16 @@ def loops(path: str | Path, kernel: str) -> list[Loop]:
         raise ValueError(f"{path} has no kernel {kernel!r}")
     code = disassemble(str(path), kernel)
     position = {instruction.pc: instruction.position for instruction in code}
-    edges = [(position[i.target], i.position) for i in code if i.target is not None and i.target in position and i.target <= i.pc]
-    inner = [(head, tail) for head, tail in edges
-             if not any((h, t) != (head, tail) and head <= h and t <= tail and (h, t) != (head, t) for h, t in edges)]
+    edges = [
+        (position[i.target], i.position)
+        for i in code
+        if i.target is not None and i.target in position and i.target <= i.pc
+    ]
+    inner = [
+        (head, tail)
+        for head, tail in edges
+        if not any((h, t) != (head, tail) and head <= h and t <= tail and (h, t) != (head, t) for h, t in edges)
+    ]
     widest = {}
     for head, tail in inner:  # several back edges to one header: the loop reaches to the last of them
         widest[head] = max(tail, widest.get(head, tail))
@@ -107,10 +117,24 @@ class McaReport:
 
 def machine_code_analysis(loop: Loop, iterations: int = 50) -> McaReport:
     """llvm-mca on the loop body without its branches and waits. It models issue and the matrix pipe, no memory: a bound, not a timing."""
-    body = "\n".join(instruction.text for instruction in loop.instructions
-                     if not re.match(r"s_c?branch|s_waitcnt|s_barrier", instruction.opcode))
-    done = subprocess.run([require("llvm-mca-19"), "-mtriple=amdgcn", "-mcpu=gfx942", f"-iterations={iterations}", "-instruction-info=0",
-                           "-resource-pressure=0"], input=body, capture_output=True, text=True)
+    body = "\n".join(
+        instruction.text
+        for instruction in loop.instructions
+        if not re.match(r"s_c?branch|s_waitcnt|s_barrier", instruction.opcode)
+    )
+    done = subprocess.run(
+        [
+            require("llvm-mca-19"),
+            "-mtriple=amdgcn",
+            "-mcpu=gfx942",
+            f"-iterations={iterations}",
+            "-instruction-info=0",
+            "-resource-pressure=0",
+        ],
+        input=body,
+        capture_output=True,
+        text=True,
+    )
     throughput = re.search(r"Block RThroughput:\s+([\d.]+)", done.stdout)
     total = re.search(r"Total Cycles:\s+(\d+)", done.stdout)
     if done.returncode != 0 or not throughput or not total:

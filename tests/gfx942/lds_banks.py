@@ -28,8 +28,10 @@ import numpy as np
 
 BANKS = 32
 BANK_BYTES = 4
-_READ_B128 = [[*range(a, a + 4), *range(b, b + 4)] for a, b in
-              ((0, 20), (32, 52), (4, 16), (36, 48), (8, 28), (40, 60), (12, 24), (44, 56))]
+_READ_B128 = [
+    [*range(a, a + 4), *range(b, b + 4)]
+    for a, b in ((0, 20), (32, 52), (4, 16), (36, 48), (8, 28), (40, 60), (12, 24), (44, 56))
+]
 
 
 def phases(size: int, write: bool) -> np.ndarray:

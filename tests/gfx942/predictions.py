@@ -36,5 +36,8 @@ def predict(global_bytes: float, mfma_flops: float = 0.0) -> Prediction:
 
 def predict_from_counters(counters) -> Prediction:
     """From what a launch in the emulator counted: distinct bytes (each moved once, caches hold the rest) and MFMAs."""
-    flops = sum(count * next(flops for shape, flops in MFMA_FLOPS.items() if shape in name) for name, count in counters.mfma_by_opcode.items())
+    flops = sum(
+        count * next(flops for shape, flops in MFMA_FLOPS.items() if shape in name)
+        for name, count in counters.mfma_by_opcode.items()
+    )
     return predict(counters.distinct_load_bytes + counters.distinct_store_bytes, flops)

@@ -11,8 +11,18 @@ import pytest
 from tests.gfx942 import budgets
 from tests.gfx942.toolchain import SOURCES, host_library, resource_remarks, source_path
 
-FOUND = budgets.Resources(vgprs=100, agprs=64, sgprs=40, lds=16384, scratch=0, vgpr_spills=0, sgpr_spills=0, waves_per_simd=3)
-ROW = {"vgprs": 100, "agprs": 64, "sgprs": 40, "lds": 16384, "sgpr_spills": 0, "waves_per_simd": 3, "requires": ["v_mfma_f32_32x32x8_bf16"]}
+FOUND = budgets.Resources(
+    vgprs=100, agprs=64, sgprs=40, lds=16384, scratch=0, vgpr_spills=0, sgpr_spills=0, waves_per_simd=3
+)
+ROW = {
+    "vgprs": 100,
+    "agprs": 64,
+    "sgprs": 40,
+    "lds": 16384,
+    "sgpr_spills": 0,
+    "waves_per_simd": 3,
+    "requires": ["v_mfma_f32_32x32x8_bf16"],
+}
 PRESENT = Counter({"v_mfma_f32_32x32x8_bf16": 16})
 
 
@@ -50,8 +60,19 @@ def test_a_kernel_within_its_row_passes():
     assert budgets.violations(FOUND, ROW, PRESENT) == []
 
 
-@pytest.mark.parametrize("change", [{"vgprs": 101}, {"agprs": 65}, {"sgprs": 41}, {"lds": 16385}, {"scratch": 4}, {"vgpr_spills": 1},
-                                    {"sgpr_spills": 1}, {"waves_per_simd": 2}])
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"vgprs": 101},
+        {"agprs": 65},
+        {"sgprs": 41},
+        {"lds": 16385},
+        {"scratch": 4},
+        {"vgpr_spills": 1},
+        {"sgpr_spills": 1},
+        {"waves_per_simd": 2},
+    ],
+)
 def test_each_limit_can_break(change):
     found = budgets.violations(replace(FOUND, **change), ROW, PRESENT)
     assert len(found) == 1 and next(iter(change)) in found[0]

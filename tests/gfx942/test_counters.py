@@ -32,12 +32,22 @@ def test_streaming_copy(device):
     assert counters.global_load_transactions == counters.global_store_transactions == 5 * 4 * 16
     assert counters.global_transactions == 2 * 5 * 4 * 16
     assert counters.distinct_load_bytes == counters.distinct_store_bytes == 5 * 256 * 16
-    assert (counters.blocks, counters.waves, counters.barriers, counters.mfma, counters.lds_bank_conflicts) == (5, 20, 0, 0, 0)
+    assert (counters.blocks, counters.waves, counters.barriers, counters.mfma, counters.lds_bank_conflicts) == (
+        5,
+        20,
+        0,
+        0,
+        0,
+    )
     assert counters.scalar_load_bytes == 20 * 16  # two pointers a wave
     load = next(count for count in counters.per_pc.values() if count.text.startswith("global_load_dwordx4"))
     assert (load.executed, load.transactions, load.global_bytes) == (20, 20 * 16, 20 * 1024)
     assert counters.per_opcode["global_load_dwordx4"] == 20
-    assert sum(counters.per_opcode.values()) == counters.instructions == sum(count.executed for count in counters.per_pc.values())
+    assert (
+        sum(counters.per_opcode.values())
+        == counters.instructions
+        == sum(count.executed for count in counters.per_pc.values())
+    )
 
 
 def test_tail_counts_active_lanes_only(device):

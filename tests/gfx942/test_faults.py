@@ -90,8 +90,15 @@ def test_lds_range(device):
     assert (caught.value.wave, caught.value.lane) == (3, 63)
 
 
-@pytest.mark.parametrize(("shifts", "lane", "operation"), [((1, 0), 63, "global_load"), ((-1, 0), 0, "global_load"),
-                                                           ((0, 1), 63, "global_store"), ((0, -1), 0, "global_store")])
+@pytest.mark.parametrize(
+    ("shifts", "lane", "operation"),
+    [
+        ((1, 0), 63, "global_load"),
+        ((-1, 0), 0, "global_load"),
+        ((0, 1), 63, "global_store"),
+        ((0, -1), 0, "global_store"),
+    ],
+)
 def test_out_of_bounds_by_one_element(device, shifts, lane, operation):
     x, y = device.put(values(512)), device.alloc(512, np.float32)
     run(device, "copy_shifted", [x, y, np.int32(0), np.int32(0)], blocks=2)

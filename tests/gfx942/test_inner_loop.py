@@ -12,8 +12,18 @@ MFMA = "v_mfma_f32_32x32x8_bf16 v[16:31], v[4:5], v[6:7], v[16:31]"
 
 def kernel(behind_barrier: str, before_barrier: str):
     """A loop whose waits are given: behind the barrier, and at its end."""
-    lines = ["s_mov_b32 s20, 0", ".Lagain:", "s_barrier", behind_barrier, *[MFMA] * 8, "s_nop 2", before_barrier, "s_add_i32 s20, s20, 1",
-             "s_cmp_lt_i32 s20, 5", "s_cbranch_scc1 .Lagain"]
+    lines = [
+        "s_mov_b32 s20, 0",
+        ".Lagain:",
+        "s_barrier",
+        behind_barrier,
+        *[MFMA] * 8,
+        "s_nop 2",
+        before_barrier,
+        "s_add_i32 s20, s20, 1",
+        "s_cmp_lt_i32 s20, 5",
+        "s_cbranch_scc1 .Lagain",
+    ]
     return assemble(assembly_kernel.HEAD + "\n".join(lines) + assembly_kernel.TAIL, "loop")
 
 
@@ -23,12 +33,15 @@ def test_passes():
         mfma_passes("v_mfma_f32_4x4x4_16b_bf16")
 
 
-@pytest.mark.parametrize(("behind", "before", "waits"), [
-    ("s_waitcnt vmcnt(0)", "s_waitcnt vmcnt(0) lgkmcnt(0)", 1),
-    ("s_waitcnt lgkmcnt(0)", "s_waitcnt vmcnt(3)", 1),
-    ("s_waitcnt lgkmcnt(3)", "s_waitcnt vmcnt(0) lgkmcnt(0)", 0),
-    ("s_waitcnt vmcnt(7) lgkmcnt(1)", "s_waitcnt lgkmcnt(0)", 0),
-])
+@pytest.mark.parametrize(
+    ("behind", "before", "waits"),
+    [
+        ("s_waitcnt vmcnt(0)", "s_waitcnt vmcnt(0) lgkmcnt(0)", 1),
+        ("s_waitcnt lgkmcnt(0)", "s_waitcnt vmcnt(3)", 1),
+        ("s_waitcnt lgkmcnt(3)", "s_waitcnt vmcnt(0) lgkmcnt(0)", 0),
+        ("s_waitcnt vmcnt(7) lgkmcnt(1)", "s_waitcnt lgkmcnt(0)", 0),
+    ],
+)
 def test_loop(behind, before, waits):
     loop = inner_loop(kernel(behind, before), "snippets")
     assert len(loop.named("v_mfma")) == 8 and loop.mfma_passes == 64
@@ -41,19 +54,44 @@ def test_loop(behind, before, waits):
 
 def test_waits_are_looked_for_round_the_back_edge():
     """The barrier stands at the end of the loop, the wait at its start."""
-    lines = ["s_mov_b32 s20, 0", ".Lagain:", "s_waitcnt vmcnt(0)", MFMA, "s_add_i32 s20, s20, 1", "s_cmp_lt_i32 s20, 5", "s_barrier",
-             "s_cbranch_scc1 .Lagain"]
+    lines = [
+        "s_mov_b32 s20, 0",
+        ".Lagain:",
+        "s_waitcnt vmcnt(0)",
+        MFMA,
+        "s_add_i32 s20, s20, 1",
+        "s_cmp_lt_i32 s20, 5",
+        "s_barrier",
+        "s_cbranch_scc1 .Lagain",
+    ]
     path = assemble(assembly_kernel.HEAD + "\n".join(lines) + assembly_kernel.TAIL, "loop")
     assert len(inner_loop(path, "snippets").full_waits_after_barriers()) == 1
 
 
 def test_the_loop_with_most_matrix_work_is_chosen():
     def loop(label, body):
-        return ["s_mov_b32 s20, 0", f".L{label}:", *body, "s_add_i32 s20, s20, 1", "s_cmp_lt_i32 s20, 5", f"s_cbranch_scc1 .L{label}"]
-    lines = loop("first", [MFMA]) + ["s_mov_b32 s21, 0", ".Louter:"] + loop("second", [MFMA, MFMA]) + [
-        "s_add_i32 s21, s21, 1", "s_cmp_lt_i32 s21, 5", "s_cbranch_scc1 .Louter"] + loop("third", ["s_nop 0"] * 40)
+        return [
+            "s_mov_b32 s20, 0",
+            f".L{label}:",
+            *body,
+            "s_add_i32 s20, s20, 1",
+            "s_cmp_lt_i32 s20, 5",
+            f"s_cbranch_scc1 .L{label}",
+        ]
+
+    lines = (
+        loop("first", [MFMA])
+        + ["s_mov_b32 s21, 0", ".Louter:"]
+        + loop("second", [MFMA, MFMA])
+        + ["s_add_i32 s21, s21, 1", "s_cmp_lt_i32 s21, 5", "s_cbranch_scc1 .Louter"]
+        + loop("third", ["s_nop 0"] * 40)
+    )
     path = assemble(assembly_kernel.HEAD + "\n".join(lines) + assembly_kernel.TAIL, "loop")
-    assert [len(found.named("v_mfma")) for found in loops(path, "snippets")] == [1, 2, 0]  # the outer loop is no innermost one
+    assert [len(found.named("v_mfma")) for found in loops(path, "snippets")] == [
+        1,
+        2,
+        0,
+    ]  # the outer loop is no innermost one
     assert inner_loop(path, "snippets").mfma_passes == 16
 
 

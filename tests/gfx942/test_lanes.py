@@ -39,8 +39,14 @@ def dpp_results():
         return control if "mask" in control else f"{control} row_mask:0xf bank_mask:0xf"
 
     def complete(control):
-        return masks(control) + (" bank_mask:0xf" if "row_mask" in control and "bank_mask" not in masks(control) else "")
-    snippets = [f"v_mov_b32 v8, {OLD}\n  s_nop 1\n  v_mov_b32_dpp v8, v4 {complete(control)}".replace(str(OLD), hex(OLD)) for control in DPP]
+        return masks(control) + (
+            " bank_mask:0xf" if "row_mask" in control and "bank_mask" not in masks(control) else ""
+        )
+
+    snippets = [
+        f"v_mov_b32 v8, {OLD}\n  s_nop 1\n  v_mov_b32_dpp v8, v4 {complete(control)}".replace(str(OLD), hex(OLD))
+        for control in DPP
+    ]
     return dict(zip(DPP, run_snippets(snippets, INPUTS), strict=True))
 
 
@@ -51,12 +57,15 @@ def test_dpp(dpp_results, control):
 
 
 def test_dpp_zero_fill_and_arithmetic_and_inactive_sources():
-    zero, total, inactive = run_snippets([
-        f"v_mov_b32 v8, {hex(OLD)}\n  s_nop 1\n  v_mov_b32_dpp v8, v4 row_shr:1 row_mask:0xf bank_mask:0xf bound_ctrl:0",
-        "v_add_u32_dpp v8, v4, v5 row_ror:8 row_mask:0xf bank_mask:0xf",
-        f"v_mov_b32 v8, {hex(OLD)}\n  s_mov_b64 s[20:21], exec\n  s_mov_b32 exec_lo, 0xfffffffe\n  s_nop 4\n"
-        "  v_mov_b32_dpp v8, v4 row_shr:1 row_mask:0xf bank_mask:0xf\n  s_mov_b64 exec, s[20:21]",
-    ], INPUTS)[:, :, 0]
+    zero, total, inactive = run_snippets(
+        [
+            f"v_mov_b32 v8, {hex(OLD)}\n  s_nop 1\n  v_mov_b32_dpp v8, v4 row_shr:1 row_mask:0xf bank_mask:0xf bound_ctrl:0",
+            "v_add_u32_dpp v8, v4, v5 row_ror:8 row_mask:0xf bank_mask:0xf",
+            f"v_mov_b32 v8, {hex(OLD)}\n  s_mov_b64 s[20:21], exec\n  s_mov_b32 exec_lo, 0xfffffffe\n  s_nop 4\n"
+            "  v_mov_b32_dpp v8, v4 row_shr:1 row_mask:0xf bank_mask:0xf\n  s_mov_b64 exec, s[20:21]",
+        ],
+        INPUTS,
+    )[:, :, 0]
     a, b = INPUTS[:, 0], INPUTS[:, 1]
     assert zero.tolist() == [int(a[n - 1]) if n % 16 else 0 for n in LANES]
     assert total.tolist() == [(int(a[row(n) + (n % 16 - 8) % 16]) + int(b[n])) % 2**32 for n in LANES]
@@ -69,12 +78,19 @@ def test_permutes():
     inputs[:, 1] = 4 * rng.integers(0, 64, 64)  # where to read from
     inputs[:, 2] = 4 * rng.permutation(64)  # where to send to
     wait = "\n  s_waitcnt lgkmcnt(0)"
-    backward, forward, offset, swap, broadcast, reverse, masked, quads = run_snippets([
-        "ds_bpermute_b32 v8, v5, v4" + wait, "ds_permute_b32 v8, v6, v4" + wait, "ds_bpermute_b32 v8, v5, v4 offset:8" + wait,
-        "ds_swizzle_b32 v8, v4 offset:swizzle(SWAP,16)" + wait, "ds_swizzle_b32 v8, v4 offset:swizzle(BROADCAST,8,3)" + wait,
-        "ds_swizzle_b32 v8, v4 offset:swizzle(REVERSE,32)" + wait, 'ds_swizzle_b32 v8, v4 offset:swizzle(BITMASK_PERM,"01pip")' + wait,
-        "ds_swizzle_b32 v8, v4 offset:swizzle(QUAD_PERM,1,0,3,2)" + wait,
-    ], inputs)[:, :, 0]
+    backward, forward, offset, swap, broadcast, reverse, masked, quads = run_snippets(
+        [
+            "ds_bpermute_b32 v8, v5, v4" + wait,
+            "ds_permute_b32 v8, v6, v4" + wait,
+            "ds_bpermute_b32 v8, v5, v4 offset:8" + wait,
+            "ds_swizzle_b32 v8, v4 offset:swizzle(SWAP,16)" + wait,
+            "ds_swizzle_b32 v8, v4 offset:swizzle(BROADCAST,8,3)" + wait,
+            "ds_swizzle_b32 v8, v4 offset:swizzle(REVERSE,32)" + wait,
+            'ds_swizzle_b32 v8, v4 offset:swizzle(BITMASK_PERM,"01pip")' + wait,
+            "ds_swizzle_b32 v8, v4 offset:swizzle(QUAD_PERM,1,0,3,2)" + wait,
+        ],
+        inputs,
+    )[:, :, 0]
     value, read_from, send_to = inputs[:, 0], inputs[:, 1] // 4, inputs[:, 2] // 4
     lane = np.arange(64)
     assert np.array_equal(backward, value[read_from])
@@ -90,6 +106,11 @@ def test_permutes():
 def test_bpermute_of_an_inactive_lane_gives_zero():
     inputs = INPUTS.copy()
     inputs[:, 1] = 4 * 40
-    result, = run_snippets(["s_mov_b64 s[20:21], exec\n  s_mov_b32 exec_hi, 0\n  ds_bpermute_b32 v8, v5, v4\n  s_waitcnt lgkmcnt(0)\n"
-                            "  s_mov_b64 exec, s[20:21]"], inputs)
+    (result,) = run_snippets(
+        [
+            "s_mov_b64 s[20:21], exec\n  s_mov_b32 exec_hi, 0\n  ds_bpermute_b32 v8, v5, v4\n  s_waitcnt lgkmcnt(0)\n"
+            "  s_mov_b64 exec, s[20:21]"
+        ],
+        inputs,
+    )
     assert (result[:, 0] == 0).all()

@@ -45,7 +45,9 @@ def test_structures_and_small_types_by_value():
     shape = struct.pack("<qifhxxxxxx", 2**31 - 1, -7, 2.5, -3)
     device.launch(code_object(KERNELS), "structure", 1, 1, [y, shape, np.float64(9.75), np.int16(-11), np.bool_(True)])
     assert y.read().tolist() == [2**31 - 1, -7, 2, -3, 9, -11, 1, -1]
-    device.launch(code_object(KERNELS), "structure", 1, 1, [y, shape, 9.75, -11, True])  # Python numbers take the argument's size
+    device.launch(
+        code_object(KERNELS), "structure", 1, 1, [y, shape, 9.75, -11, True]
+    )  # Python numbers take the argument's size
     assert y.read().tolist() == [2**31 - 1, -7, 2, -3, 9, -11, 1, -1]
 
 
@@ -56,6 +58,7 @@ def test_loops_of_different_length_in_every_lane(device):
 
     def steps(n):
         return 0 if n == 1 else 1 + steps(3 * n + 1 if n % 2 else n // 2)
+
     assert y.read().tolist() == [steps(int(n)) for n in start]
 
 
@@ -84,7 +87,9 @@ def test_buffers():
 def test_empty_buffers_may_not_be_read():
     device = Device()
     with pytest.raises(OutOfBounds):
-        device.launch(code_object(KERNELS), "collatz", 1, 256, [device.alloc(0, np.uint32), device.alloc(256, np.int32)])
+        device.launch(
+            code_object(KERNELS), "collatz", 1, 256, [device.alloc(0, np.uint32), device.alloc(256, np.int32)]
+        )
 
 
 def test_order_of_blocks():

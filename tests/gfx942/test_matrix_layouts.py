@@ -27,13 +27,20 @@ def multiply(shape: str, kind: str, a: np.ndarray, b: np.ndarray, c: np.ndarray,
     ks = 4 * (lane // m)[:, None] + np.arange(4)
     a_words = to_bits(a[(lane % m)[:, None], ks], kind).copy().view(np.uint32)  # [64, 2]
     b_words = to_bits(b.T[(lane % m)[:, None], ks], kind).copy().view(np.uint32)
-    where = [(8 * (r // 4) + 4 * (lane // 32) + r % 4 if m == 32 else 4 * (lane // 16) + r, lane % m) for r in range(registers)]
+    where = [
+        (8 * (r // 4) + 4 * (lane // 32) + r % 4 if m == 32 else 4 * (lane // 16) + r, lane % m)
+        for r in range(registers)
+    ]
     c_words = np.stack([c[i, j] for i, j in where], axis=1).astype(np.float32).view(np.uint32)  # [64, registers]
     device = Device()
     source = device.put(np.concatenate([a_words, b_words, c_words], axis=1))
     target = device.alloc((64, registers), np.float32)
     stride = 4 * (4 + registers)
-    body = [f"v_mul_u32_u24 v1, {stride}, v0", f"v_mul_u32_u24 v2, {4 * registers}, v0", "global_load_dwordx4 v[4:7], v1, s[4:5]"]
+    body = [
+        f"v_mul_u32_u24 v1, {stride}, v0",
+        f"v_mul_u32_u24 v2, {4 * registers}, v0",
+        "global_load_dwordx4 v[4:7], v1, s[4:5]",
+    ]
     body += [f"global_load_dword v{16 + r}, v1, s[4:5] offset:{16 + 4 * r}" for r in range(registers)]
     body += ["s_waitcnt vmcnt(0)"]
     kind_in = "v"
@@ -41,7 +48,12 @@ def multiply(shape: str, kind: str, a: np.ndarray, b: np.ndarray, c: np.ndarray,
         kind_in = "a"
         body += [f"v_accvgpr_write_b32 a{16 + r}, v{16 + r}" for r in range(registers)]
     tile = f"{kind_in}[16:{15 + registers}]"
-    body += ["s_nop 7", f"v_mfma_f32_{shape}_{kind} {tile}, v[4:5], v[6:7], {'0' if accumulators == 'none' else tile}", "s_nop 15", "s_nop 15"]
+    body += [
+        "s_nop 7",
+        f"v_mfma_f32_{shape}_{kind} {tile}, v[4:5], v[6:7], {'0' if accumulators == 'none' else tile}",
+        "s_nop 15",
+        "s_nop 15",
+    ]
     if accumulators == "a":
         body += [f"v_accvgpr_read_b32 v{16 + r}, a{16 + r}" for r in range(registers)]
     body += [f"global_store_dword v2, v{16 + r}, s[6:7] offset:{4 * r}" for r in range(registers)]

@@ -7,8 +7,16 @@ import pytest
 from tests.gfx942.assembly_kernel import run_snippets
 from tests.gfx942.test_vector_values import s, u
 
-PAIRS = [(0, 0), (1, 0xFFFFFFFF), (0x7FFFFFFF, 1), (0x80000000, 0x80000000), (0x80000000, 1), (0xDEADBEEF, 0x00050003), (37, 0x00200004),
-         (0x12345678, 0x0010000C)]
+PAIRS = [
+    (0, 0),
+    (1, 0xFFFFFFFF),
+    (0x7FFFFFFF, 1),
+    (0x80000000, 0x80000000),
+    (0x80000000, 1),
+    (0xDEADBEEF, 0x00050003),
+    (37, 0x00200004),
+    (0x12345678, 0x0010000C),
+]
 
 
 def nonzero(value):
@@ -65,8 +73,12 @@ UNARY = {
     "s_sext_i32_i16": lambda a: (s(a << 16) >> 16, None),
 }
 COMPARE = {
-    "s_cmp_eq_u32": lambda a, b: a == b, "s_cmp_lg_u32": lambda a, b: a != b, "s_cmp_gt_i32": lambda a, b: s(a) > s(b),
-    "s_cmp_le_i32": lambda a, b: s(a) <= s(b), "s_cmp_lt_u32": lambda a, b: a < b, "s_cmp_ge_u32": lambda a, b: a >= b,
+    "s_cmp_eq_u32": lambda a, b: a == b,
+    "s_cmp_lg_u32": lambda a, b: a != b,
+    "s_cmp_gt_i32": lambda a, b: s(a) > s(b),
+    "s_cmp_le_i32": lambda a, b: s(a) <= s(b),
+    "s_cmp_lt_u32": lambda a, b: a < b,
+    "s_cmp_ge_u32": lambda a, b: a >= b,
     "s_bitcmp1_b32": lambda a, b: bool(a >> (b & 31) & 1),
 }
 _SETUP = "s_mov_b32 s20, {a}\n  s_mov_b32 s21, {b}\n  s_cmp_lg_u32 0, 0\n  "
@@ -101,15 +113,18 @@ def test_scalar(results, name):
 
 def test_pairs_of_registers_and_exec():
     """64-bit logic, shifts, and EXEC: inactive lanes keep their value and do not store."""
-    found = run_snippets([
-        "s_mov_b32 s20, 0x80000001\n  s_mov_b32 s21, 3\n  s_lshl_b64 s[22:23], s[20:21], 31\n  v_mov_b32 v8, s22\n  v_mov_b32 v9, s23",
-        "s_mov_b32 s20, 0\n  s_mov_b32 s21, 0x80000000\n  s_ashr_i64 s[22:23], s[20:21], 36\n  v_mov_b32 v8, s22\n  v_mov_b32 v9, s23",
-        "v_cmp_gt_u32 vcc, 10, v0\n  s_and_saveexec_b64 s[20:21], vcc\n  v_mov_b32 v8, 7\n  s_mov_b64 exec, s[20:21]\n  v_mov_b32 v9, exec_lo",
-        "s_mov_b64 s[20:21], exec\n  s_mov_b64 exec, 0xf0\n  v_mov_b32 v8, 5\n  v_readfirstlane_b32 s22, v0\n  s_mov_b64 exec, s[20:21]\n"
-        "  v_mov_b32 v9, s22",
-        "v_readlane_b32 s20, v4, 17\n  v_mov_b32 v8, s20\n  v_writelane_b32 v9, s20, 3",
-        "v_mbcnt_lo_u32_b32 v8, -1, 0\n  v_mbcnt_hi_u32_b32 v8, -1, v8",
-    ], np.arange(256, dtype=np.uint32).reshape(64, 4))
+    found = run_snippets(
+        [
+            "s_mov_b32 s20, 0x80000001\n  s_mov_b32 s21, 3\n  s_lshl_b64 s[22:23], s[20:21], 31\n  v_mov_b32 v8, s22\n  v_mov_b32 v9, s23",
+            "s_mov_b32 s20, 0\n  s_mov_b32 s21, 0x80000000\n  s_ashr_i64 s[22:23], s[20:21], 36\n  v_mov_b32 v8, s22\n  v_mov_b32 v9, s23",
+            "v_cmp_gt_u32 vcc, 10, v0\n  s_and_saveexec_b64 s[20:21], vcc\n  v_mov_b32 v8, 7\n  s_mov_b64 exec, s[20:21]\n  v_mov_b32 v9, exec_lo",
+            "s_mov_b64 s[20:21], exec\n  s_mov_b64 exec, 0xf0\n  v_mov_b32 v8, 5\n  v_readfirstlane_b32 s22, v0\n  s_mov_b64 exec, s[20:21]\n"
+            "  v_mov_b32 v9, s22",
+            "v_readlane_b32 s20, v4, 17\n  v_mov_b32 v8, s20\n  v_writelane_b32 v9, s20, 3",
+            "v_mbcnt_lo_u32_b32 v8, -1, 0\n  v_mbcnt_hi_u32_b32 v8, -1, v8",
+        ],
+        np.arange(256, dtype=np.uint32).reshape(64, 4),
+    )
     shifted = 0x3_8000_0001 << 31
     assert found[0, 0].tolist() == [u(shifted), u(shifted >> 32)]
     assert found[1, 0].tolist() == [0xF8000000, 0xFFFFFFFF]

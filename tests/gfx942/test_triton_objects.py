@@ -50,8 +50,12 @@ def test_softmax(schedule, columns):
 @pytest.mark.parametrize("schedule", ["lockstep", "serial", "reverse"])
 def test_product(schedule):
     size, k = 64, 96
-    compiled = triton_code_object(product, {"a_ptr": "*bf16", "b_ptr": "*bf16", "c_ptr": "*fp32", "k": "i32"}, {"SIZE": size, "STEP": 32},
-                                  divisible_by_16=["a_ptr", "b_ptr", "c_ptr", "k"])
+    compiled = triton_code_object(
+        product,
+        {"a_ptr": "*bf16", "b_ptr": "*bf16", "c_ptr": "*fp32", "k": "i32"},
+        {"SIZE": size, "STEP": 32},
+        divisible_by_16=["a_ptr", "b_ptr", "c_ptr", "k"],
+    )
     rng = np.random.default_rng(1)
     a, b = (rng.integers(-8, 9, (size, k)).astype(np.float32) for _ in range(2))
     device = Device(schedule=schedule)
@@ -60,12 +64,19 @@ def test_product(schedule):
     counters = compiled.launch(device, 1, [*bits, target, np.int32(k)])
     assert np.array_equal(target.read(), a @ b.T)
     flops = {"32x32x8": 16384, "16x16x16": 8192}
-    assert sum(count * flops[shape] for name, count in counters.mfma_by_opcode.items() for shape in flops if shape in name) == 2 * size * size * k
+    assert (
+        sum(count * flops[shape] for name, count in counters.mfma_by_opcode.items() for shape in flops if shape in name)
+        == 2 * size * size * k
+    )
 
 
 def test_resources_and_loop_of_a_triton_object():
-    compiled = triton_code_object(product, {"a_ptr": "*bf16", "b_ptr": "*bf16", "c_ptr": "*fp32", "k": "i32"}, {"SIZE": 64, "STEP": 32},
-                                  divisible_by_16=["a_ptr", "b_ptr", "c_ptr", "k"])
+    compiled = triton_code_object(
+        product,
+        {"a_ptr": "*bf16", "b_ptr": "*bf16", "c_ptr": "*fp32", "k": "i32"},
+        {"SIZE": 64, "STEP": 32},
+        divisible_by_16=["a_ptr", "b_ptr", "c_ptr", "k"],
+    )
     found = resources(compiled.path, compiled.name, compiled.shared, compiled.threads)
     assert found.lds == compiled.shared > 0 and found.scratch == found.vgpr_spills == 0 and found.waves_per_simd >= 2
     assert inner_loop(compiled.path, compiled.name).mfma_passes > 0

@@ -13,8 +13,34 @@ from tests.gfx942.emulator import Device
 from tests.gfx942.emulator.faults import UnknownInstruction
 from tests.gfx942.toolchain import assemble
 
-EDGES = [0.0, -0.0, 1.0, -1.0, 1.5, -2.5, 3.4028235e38, -3.4028235e38, 1.17549435e-38, 1e-40, -1.4e-45, math.inf, -math.inf, math.nan,
-         0.33333334, 16777217.0, 2147483648.0, -2147483904.0, 4294967296.0, 1e-20, 1e20, 0.5, -0.49999997, 65504.0, 65536.0, 6e-8]
+EDGES = [
+    0.0,
+    -0.0,
+    1.0,
+    -1.0,
+    1.5,
+    -2.5,
+    3.4028235e38,
+    -3.4028235e38,
+    1.17549435e-38,
+    1e-40,
+    -1.4e-45,
+    math.inf,
+    -math.inf,
+    math.nan,
+    0.33333334,
+    16777217.0,
+    2147483648.0,
+    -2147483904.0,
+    4294967296.0,
+    1e-20,
+    1e20,
+    0.5,
+    -0.49999997,
+    65504.0,
+    65536.0,
+    6e-8,
+]
 
 
 def _inputs(seed: int) -> np.ndarray:
@@ -24,7 +50,9 @@ def _inputs(seed: int) -> np.ndarray:
     edges = np.array(EDGES, np.float32).view(np.uint32)
     for column in range(3):
         words[: len(edges), column] = rng.permutation(edges)
-    words[48:, :] = (rng.standard_normal((16, 4)) * 10.0 ** rng.integers(-3, 4, (16, 4))).astype(np.float32).view(np.uint32)
+    words[48:, :] = (
+        (rng.standard_normal((16, 4)) * 10.0 ** rng.integers(-3, 4, (16, 4))).astype(np.float32).view(np.uint32)
+    )
     return words
 
 
@@ -63,12 +91,14 @@ def nearest_f32(value: Fraction) -> float:
 
 def exact(operation):
     """Apply to exact rationals and round once; None where an operand is not finite or the result is a zero whose sign matters."""
+
     def run(*words):
         values = [f(word) for word in words]
         if not all(math.isfinite(value) for value in values):
             return None
         result = operation(*(Fraction(value) for value in values))
         return None if result == 0 else nearest_f32(result)
+
     return run
 
 
@@ -91,6 +121,7 @@ def trunc_to(low, high):
         if math.isnan(value):
             return 0
         return u(low if value <= low else high if value >= high else math.trunc(value))
+
     return run
 
 
@@ -145,20 +176,28 @@ INTEGER = {
     "v_cvt_i32_f32 v8, v4": lambda a, b, c, d: trunc_to(-(2**31), 2**31 - 1)(a),
     "v_cvt_u32_f32 v8, v4": lambda a, b, c, d: trunc_to(0, 2**32 - 1)(a),
     "v_pk_add_u16 v8, v4, v5": lambda a, b, c, d: (a + b & 0xFFFF) | ((a >> 16) + (b >> 16) & 0xFFFF) << 16,
-    "v_pk_mul_lo_u16 v8, v4, v5 op_sel:[1,0] op_sel_hi:[0,1]":
-        lambda a, b, c, d: ((a >> 16) * (b & 0xFFFF) & 0xFFFF) | ((a & 0xFFFF) * (b >> 16) & 0xFFFF) << 16,
+    "v_pk_mul_lo_u16 v8, v4, v5 op_sel:[1,0] op_sel_hi:[0,1]": lambda a, b, c, d: (
+        ((a >> 16) * (b & 0xFFFF) & 0xFFFF) | ((a & 0xFFFF) * (b >> 16) & 0xFFFF) << 16
+    ),
     "v_pack_b32_f16 v8, v4, v5 op_sel:[1,0,0]": lambda a, b, c, d: (a >> 16) | (b & 0xFFFF) << 16,
     "v_mov_b32_sdwa v8, v4 dst_sel:DWORD dst_unused:UNUSED_PAD src0_sel:WORD_1": lambda a, b, c, d: a >> 16,
-    "v_add_u32_sdwa v8, v4, v5 dst_sel:WORD_1 dst_unused:UNUSED_PAD src0_sel:BYTE_1 src1_sel:WORD_0":
-        lambda a, b, c, d: ((a >> 8 & 0xFF) + (b & 0xFFFF) & 0xFFFF) << 16,
-    "v_mov_b32 v8, v6\n  v_or_b32_sdwa v8, v4, sext(v5) dst_sel:BYTE_2 dst_unused:UNUSED_PRESERVE src0_sel:BYTE_3 src1_sel:BYTE_0":
-        lambda a, b, c, d: (c & 0xFF00FFFF) | ((a >> 24) | (b & 0xFF)) << 16,
+    "v_add_u32_sdwa v8, v4, v5 dst_sel:WORD_1 dst_unused:UNUSED_PAD src0_sel:BYTE_1 src1_sel:WORD_0": lambda a, b, c, d: (
+        ((a >> 8 & 0xFF) + (b & 0xFFFF) & 0xFFFF) << 16
+    ),
+    "v_mov_b32 v8, v6\n  v_or_b32_sdwa v8, v4, sext(v5) dst_sel:BYTE_2 dst_unused:UNUSED_PRESERVE src0_sel:BYTE_3 src1_sel:BYTE_0": lambda a, b, c, d: (
+        (c & 0xFF00FFFF) | ((a >> 24) | (b & 0xFF)) << 16
+    ),
     "v_accvgpr_write_b32 a3, v4\n  v_accvgpr_read_b32 v8, a3": lambda a, b, c, d: a,
     "v_cmp_gt_i32 vcc, v4, v5\n  v_cndmask_b32 v8, v6, v7, vcc": lambda a, b, c, d: d if s(a) > s(b) else c,
-    "v_cmp_nlt_f32 s[20:21], v4, |v5|\n  v_cndmask_b32 v8, v6, v7, s[20:21]": lambda a, b, c, d: c if f(a) < abs(f(b)) else d,
-    "v_cmp_o_f32 vcc, v4, v5\n  v_cndmask_b32 v8, -v6, v7, vcc":
-        lambda a, b, c, d: c ^ 0x80000000 if math.isnan(f(a)) or math.isnan(f(b)) else d,
-    "s_movk_i32 s20, 0x204\n  v_cmp_class_f32 vcc, v4, s20\n  v_cndmask_b32 v8, 0, 1, vcc": lambda a, b, c, d: int(math.isinf(f(a))),
+    "v_cmp_nlt_f32 s[20:21], v4, |v5|\n  v_cndmask_b32 v8, v6, v7, s[20:21]": lambda a, b, c, d: (
+        c if f(a) < abs(f(b)) else d
+    ),
+    "v_cmp_o_f32 vcc, v4, v5\n  v_cndmask_b32 v8, -v6, v7, vcc": lambda a, b, c, d: (
+        c ^ 0x80000000 if math.isnan(f(a)) or math.isnan(f(b)) else d
+    ),
+    "s_movk_i32 s20, 0x204\n  v_cmp_class_f32 vcc, v4, s20\n  v_cndmask_b32 v8, 0, 1, vcc": lambda a, b, c, d: int(
+        math.isinf(f(a))
+    ),
     "v_cmp_u_f32 vcc, v4, v4\n  v_addc_co_u32 v8, vcc, v5, v6, vcc": lambda a, b, c, d: b + c + math.isnan(f(a)),
     "v_sub_co_u32 v8, vcc, v4, v5\n  v_cndmask_b32 v8, 0, 1, vcc": lambda a, b, c, d: int(a < b),
 }
@@ -178,7 +217,9 @@ FLOAT = {
     "v_fma_f32 v8, v4, v5, v6": exact(lambda a, b, c, d: a * b + c),
     "v_mov_b32 v8, v6\n  v_fmac_f32 v8, v4, v5": exact(lambda a, b, c, d: a * b + c),
     "v_fmamk_f32 v8, v4, 0x3fc00000, v5": exact(lambda a, b, c, d: a * Fraction(3, 2) + b),
-    "v_mul_f32 v8, v4, v5 mul:2": exact(lambda a, b, c, d: Fraction(nearest_f32(a * b)) * 2 if abs(a * b) < 2**120 else Fraction(0)),
+    "v_mul_f32 v8, v4, v5 mul:2": exact(
+        lambda a, b, c, d: Fraction(nearest_f32(a * b)) * 2 if abs(a * b) < 2**120 else Fraction(0)
+    ),
     "v_pk_fma_f32 v[8:9], v[4:5], v[6:7], v[4:5] op_sel:[0,1,1] op_sel_hi:[1,0,0]": exact(lambda a, b, c, d: a * d + b),
     "v_pk_add_f32 v[8:9], v[4:5], v[6:7]": exact(lambda a, b, c, d: a + c),
     "v_pk_mul_f32 v[8:9], v[4:5], v[6:7] neg_lo:[1,0]": exact(lambda a, b, c, d: -a * c),
@@ -188,9 +229,12 @@ FLOAT = {
     "v_floor_f32 v8, v4": lambda a, b, c, d: (float(math.floor(f(a))) or None) if math.isfinite(f(a)) else None,
     "v_rndne_f32 v8, v4": lambda a, b, c, d: (float(round(f(a))) or None) if math.isfinite(f(a)) else None,
     "v_ldexp_f32 v8, v4, 3": exact(lambda a, b, c, d: a * 8),
-    "v_max_f32 v8, v4, v5": lambda a, b, c, d: (f(b) if math.isnan(f(a)) else f(a) if math.isnan(f(b)) else max(f(a), f(b))) or None,
-    "v_med3_f32 v8, v4, v5, v6":
-        lambda a, b, c, d: None if any(math.isnan(f(x)) for x in (a, b, c)) else sorted((f(a), f(b), f(c)))[1] or None,
+    "v_max_f32 v8, v4, v5": lambda a, b, c, d: (
+        (f(b) if math.isnan(f(a)) else f(a) if math.isnan(f(b)) else max(f(a), f(b))) or None
+    ),
+    "v_med3_f32 v8, v4, v5, v6": lambda a, b, c, d: (
+        None if any(math.isnan(f(x)) for x in (a, b, c)) else sorted((f(a), f(b), f(c)))[1] or None
+    ),
     "v_max_f32 v8, v4, v4 clamp": lambda a, b, c, d: None if math.isnan(f(a)) else min(max(f(a), 0.0), 1.0) or None,
     # the compiler's division sequence
     "v_div_scale_f32 v10, s[20:21], v5, v5, v4\n  v_div_scale_f32 v11, vcc, v4, v5, v4\n  v_rcp_f32 v12, v10\n"
@@ -239,8 +283,13 @@ def test_float(results, name):
 def test_transcendentals_and_special_values():
     """Within 1 ulp of numpy in fp64 and with the special values of the ISA; denormal inputs count as zero."""
     inputs = _inputs(3)
-    functions = {"v_rcp_f32": lambda x: 1 / x, "v_rsq_f32": lambda x: 1 / np.sqrt(x), "v_sqrt_f32": np.sqrt, "v_exp_f32": np.exp2,
-                 "v_log_f32": np.log2}
+    functions = {
+        "v_rcp_f32": lambda x: 1 / x,
+        "v_rsq_f32": lambda x: 1 / np.sqrt(x),
+        "v_sqrt_f32": np.sqrt,
+        "v_exp_f32": np.exp2,
+        "v_log_f32": np.log2,
+    }
     found = run_snippets([f"{name} v8, v4" for name in functions], inputs)[:, :, 0].view(np.float32)
     x = inputs[:, 0].copy().view(np.float32)
     flushed = np.where(np.abs(x) < np.float32(2.0**-126), np.copysign(0, x), x).astype(np.float64)
@@ -260,7 +309,9 @@ def test_infinities_and_nans_propagate():
     for lane, pair in enumerate(pairs):
         words[lane, :2] = np.array(pair, np.float32).view(np.uint32)
     division = next(name for name in FLOAT if name.startswith("v_div_scale"))
-    add, multiply, divide = run_snippets(["v_add_f32 v8, v4, v5", "v_mul_f32 v8, v4, v5", division], words)[:, : len(pairs), 0].view(np.float32)
+    add, multiply, divide = run_snippets(["v_add_f32 v8, v4, v5", "v_mul_f32 v8, v4, v5", division], words)[
+        :, : len(pairs), 0
+    ].view(np.float32)
     assert np.isnan(add[[0, 2]]).all() and add[5] == math.inf
     assert np.isnan(multiply[[1, 2]]).all() and multiply[0] == -math.inf
     assert np.isnan(divide[[0, 2, 3]]).all() and divide[4] == math.inf and divide[5] == 0 and np.signbit(divide[5])
@@ -271,19 +322,34 @@ def test_halves_and_doubles():
     inputs[:, 0] = np.random.default_rng(5).standard_normal(64).astype(np.float32).view(np.uint32)
     inputs[:, 1] = np.random.default_rng(6).standard_normal(64).astype(np.float32).view(np.uint32)
     half, both, back, double = run_snippets(
-        ["v_cvt_f16_f32 v8, v4", "v_cvt_pkrtz_f16_f32 v8, v4, v5", "v_cvt_f16_f32 v8, v4\n  v_cvt_f32_f16 v8, v8",
-         "v_cvt_f64_f32 v[10:11], v4\n  v_cvt_f64_f32 v[12:13], v5\n  v_fma_f64 v[8:9], v[10:11], v[12:13], -v[10:11]"], inputs)
+        [
+            "v_cvt_f16_f32 v8, v4",
+            "v_cvt_pkrtz_f16_f32 v8, v4, v5",
+            "v_cvt_f16_f32 v8, v4\n  v_cvt_f32_f16 v8, v8",
+            "v_cvt_f64_f32 v[10:11], v4\n  v_cvt_f64_f32 v[12:13], v5\n  v_fma_f64 v[8:9], v[10:11], v[12:13], -v[10:11]",
+        ],
+        inputs,
+    )
     a, b = (inputs[:, k].copy().view(np.float32) for k in (0, 1))
     assert np.array_equal(half[:, 0], a.astype(np.float16).view(np.uint16))
     toward_zero = np.ascontiguousarray(both[:, 0] & 0xFFFF).astype(np.uint16).view(np.float16).astype(np.float64)
-    assert np.all(np.abs(toward_zero) <= np.abs(a)) and np.all(np.abs(toward_zero - a) < np.abs(a) * 2.0**-10 + 2.0**-24)
+    assert np.all(np.abs(toward_zero) <= np.abs(a)) and np.all(
+        np.abs(toward_zero - a) < np.abs(a) * 2.0**-10 + 2.0**-24
+    )
     assert np.array_equal(back[:, 0].view(np.float32), a.astype(np.float16).astype(np.float32))
     want = [float(Fraction(float(x)) * Fraction(float(y)) - Fraction(float(x))) for x, y in zip(a, b, strict=True)]
     assert np.array_equal(np.ascontiguousarray(double).view(np.float64)[:, 0], want)
 
 
-@pytest.mark.parametrize("snippet", ["v_add_u32_e64 v8, v4, v5 clamp", "v_mad_u16 v8, v4, v5, v6 op_sel:[1,0,0,0]",
-                                     "v_mfma_f32_32x32x8_bf16 v[16:31], v[4:5], v[6:7], 0 cbsz:1", "s_setreg_imm32_b32 hwreg(HW_REG_MODE, 0, 2), 1"])
+@pytest.mark.parametrize(
+    "snippet",
+    [
+        "v_add_u32_e64 v8, v4, v5 clamp",
+        "v_mad_u16 v8, v4, v5, v6 op_sel:[1,0,0,0]",
+        "v_mfma_f32_32x32x8_bf16 v[16:31], v[4:5], v[6:7], 0 cbsz:1",
+        "s_setreg_imm32_b32 hwreg(HW_REG_MODE, 0, 2), 1",
+    ],
+)
 def test_what_is_not_modelled_faults_and_is_not_ignored(snippet):
     with pytest.raises(UnknownInstruction):
         run_snippets([snippet], _inputs(0))

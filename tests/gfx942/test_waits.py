@@ -15,23 +15,36 @@ PASS = {
     "a store counts too": "global_load_dword v8, v1, s[4:5]\n  global_store_dword v2, v4, s[6:7]\n  s_waitcnt vmcnt(1)\n  v_mov_b32 v10, v8",
     "LDS reads in order": TWO_READS + "s_waitcnt lgkmcnt(1)\n  v_mov_b32 v10, v8\n  s_waitcnt lgkmcnt(0)",
     "scalar load": "s_load_dword s20, s[4:5], 0x0\n  s_waitcnt lgkmcnt(0)\n  s_add_u32 s20, s20, 1",
-    "both kinds": "s_load_dword s20, s[4:5], 0x0\n  " + TWO_READS + "s_waitcnt lgkmcnt(0)\n  v_mov_b32 v10, s20\n  v_mov_b32 v10, v9",
+    "both kinds": "s_load_dword s20, s[4:5], 0x0\n  "
+    + TWO_READS
+    + "s_waitcnt lgkmcnt(0)\n  v_mov_b32 v10, s20\n  v_mov_b32 v10, v9",
     "data of a store may be overwritten": "global_store_dword v2, v8, s[6:7]\n  v_mov_b32 v8, 1",
     "a second load to the same register": "global_load_dword v8, v1, s[4:5]\n  global_load_dword v8, v1, s[4:5] offset:4\n  s_waitcnt vmcnt(0)",
 }
 FAIL = {
     "no wait": ("global_load_dword v8, v1, s[4:5]\n  v_mov_b32 v10, v8", "v8 is read"),
     "the later load": (TWO_LOADS + "s_waitcnt vmcnt(1)\n  v_mov_b32 v10, v9", "v9 is read"),
-    "the wrong counter": ("global_load_dword v8, v1, s[4:5]\n  s_waitcnt lgkmcnt(0)\n  v_mov_b32 v10, v8", "v8 is read"),
-    "as the address of a store": ("global_load_dword v8, v1, s[4:5]\n  global_store_dword v8, v4, s[6:7]", "v8 is read"),
+    "the wrong counter": (
+        "global_load_dword v8, v1, s[4:5]\n  s_waitcnt lgkmcnt(0)\n  v_mov_b32 v10, v8",
+        "v8 is read",
+    ),
+    "as the address of a store": (
+        "global_load_dword v8, v1, s[4:5]\n  global_store_dword v8, v4, s[6:7]",
+        "v8 is read",
+    ),
     "overwritten": ("global_load_dword v8, v1, s[4:5]\n  v_mov_b32 v8, 0", "v8 is overwritten"),
     "LDS": (TWO_READS + "s_waitcnt lgkmcnt(1)\n  v_mov_b32 v10, v9", "v9 is read"),
     "LDS permute": ("ds_bpermute_b32 v8, v2, v4\n  v_mov_b32 v10, v8", "v8 is read"),
     "scalar": ("s_load_dwordx2 s[20:21], s[4:5], 0x0\n  s_add_u32 s22, s21, 1", "s21 is read"),
-    "scalar loads come in any order": ("s_load_dword s20, s[4:5], 0x0\n  s_load_dword s21, s[4:5], 0x4\n  s_waitcnt lgkmcnt(1)\n  s_mov_b32 s22, s20",
-                                       "s20 is read"),
-    "a scalar load spoils the order of LDS": (TWO_READS.replace("  ds_read_b32 v9", "  s_load_dword s20, s[4:5], 0x0\n  ds_read_b32 v9")
-                                              + "s_waitcnt lgkmcnt(1)\n  v_mov_b32 v10, v8", "v8 is read"),
+    "scalar loads come in any order": (
+        "s_load_dword s20, s[4:5], 0x0\n  s_load_dword s21, s[4:5], 0x4\n  s_waitcnt lgkmcnt(1)\n  s_mov_b32 s22, s20",
+        "s20 is read",
+    ),
+    "a scalar load spoils the order of LDS": (
+        TWO_READS.replace("  ds_read_b32 v9", "  s_load_dword s20, s[4:5], 0x0\n  ds_read_b32 v9")
+        + "s_waitcnt lgkmcnt(1)\n  v_mov_b32 v10, v8",
+        "v8 is read",
+    ),
     "the next one of a wide load": ("global_load_dwordx4 v[12:15], v1, s[4:5]\n  v_mov_b32 v10, v15", "v15 is read"),
     "an accumulator": ("global_load_dword a4, v1, s[4:5]\n  v_accvgpr_read_b32 v10, a4", "a4 is read"),
 }

@@ -34,7 +34,9 @@ def test_arithmetic():
 def test_agrees_with_the_emulator(order):
     device = Device()
     x, y = device.put(np.ones((16, 256), np.float32)), device.alloc((len(order), 256), np.float32)
-    counters = device.launch(code_object(KERNELS), "tiles", len(order), 256, [x, y, device.put(np.array(order, np.int32))])
+    counters = device.launch(
+        code_object(KERNELS), "tiles", len(order), 256, [x, y, device.put(np.array(order, np.int32))]
+    )
     assert counters.xcd_bytes(8) == operand_bytes(order, square_operands(PANEL))
 
 

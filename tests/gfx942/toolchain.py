@@ -72,7 +72,9 @@ def _run(command: list[str]) -> str:
 
 @functools.cache
 def compiler_version() -> str:
-    return subprocess.run([require(COMPILER), "--version"], check=True, capture_output=True, text=True).stdout.splitlines()[0]
+    return subprocess.run(
+        [require(COMPILER), "--version"], check=True, capture_output=True, text=True
+    ).stdout.splitlines()[0]
 
 
 @functools.cache
@@ -82,7 +84,14 @@ def device_library_flags() -> tuple[str, ...]:
     A ROCm installation's own set is used where it is the only one; its bitcode must be readable by clang 19.
     """
     override = os.environ.get("HIP_DEVICE_LIB_PATH")
-    found = next((Path(place) for place in ((override,) if override else DEVICE_LIBRARIES) if (Path(place) / "ockl.bc").is_file()), None)
+    found = next(
+        (
+            Path(place)
+            for place in ((override,) if override else DEVICE_LIBRARIES)
+            if (Path(place) / "ockl.bc").is_file()
+        ),
+        None,
+    )
     if found is None:
         reason = f"no ROCm device libraries in {', '.join(DEVICE_LIBRARIES)} or HIP_DEVICE_LIB_PATH; Debian package rocm-device-libs"
         if os.environ.get("CI") == "true":
@@ -97,11 +106,20 @@ def device_library_flags() -> tuple[str, ...]:
             staging.mkdir()
             for library in found.glob("*.bc"):
                 (staging / library.name).symlink_to(library)
-            text = subprocess.run([require("llvm-dis-19"), str(found / "oclc_isa_version_940.bc"), "-o", "-"], check=True, capture_output=True,
-                                  text=True).stdout
+            text = subprocess.run(
+                [require("llvm-dis-19"), str(found / "oclc_isa_version_940.bc"), "-o", "-"],
+                check=True,
+                capture_output=True,
+                text=True,
+            ).stdout
             changed, count = re.subn(r"\bi32 9400\b", "i32 9402", text)
             assert count == 1, f"{found}/oclc_isa_version_940.bc does not hold its number once"
-            subprocess.run([require("llvm-as-19"), "-", "-o", str(staging / "oclc_isa_version_942.bc")], input=changed, check=True, text=True)
+            subprocess.run(
+                [require("llvm-as-19"), "-", "-o", str(staging / "oclc_isa_version_942.bc")],
+                input=changed,
+                check=True,
+                text=True,
+            )
             try:
                 staging.rename(overlay)
             except OSError:
@@ -118,7 +136,14 @@ def source_path(source: str | Path) -> Path:
 
 
 def _headers(path: Path) -> list[Path]:
-    return sorted({header for directory in (path.parent, SOURCES) for pattern in ("*.h", "*.hpp", "*.inc") for header in directory.glob(pattern)})
+    return sorted(
+        {
+            header
+            for directory in (path.parent, SOURCES)
+            for pattern in ("*.h", "*.hpp", "*.inc")
+            for header in directory.glob(pattern)
+        }
+    )
 
 
 def _key(path: Path, flags: Iterable[str]) -> str:
@@ -189,8 +214,18 @@ def host_library(source: str | Path, defines: Iterable[str] = ()) -> Path:
     The embedded ELF is not wrapped as a bundle, so this library is for link checks and symbol tables, not for a GPU.
     """
     device = code_object(source, defines)
-    flags = ("--cuda-host-only", "-fPIC", "-shared", "-fuse-ld=lld-19", "-Wl,--no-undefined", "-Xclang", "-fcuda-include-gpubinary", "-Xclang",
-             str(device), "-lamdhip64")
+    flags = (
+        "--cuda-host-only",
+        "-fPIC",
+        "-shared",
+        "-fuse-ld=lld-19",
+        "-Wl,--no-undefined",
+        "-Xclang",
+        "-fcuda-include-gpubinary",
+        "-Xclang",
+        str(device),
+        "-lamdhip64",
+    )
     return _product(source, ".so", flags, tuple(defines))
 
 

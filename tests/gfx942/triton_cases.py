@@ -15,28 +15,57 @@ from tests.gfx942.triton_objects import TritonObject, triton_code_object
 HIDDEN = 2048
 
 
-def _compile(kernel, types: dict[str, str], constexprs: dict, num_warps: int, num_stages: int = 2, unaligned: tuple[str, ...] = ()) -> TritonObject:
+def _compile(
+    kernel,
+    types: dict[str, str],
+    constexprs: dict,
+    num_warps: int,
+    num_stages: int = 2,
+    unaligned: tuple[str, ...] = (),
+) -> TritonObject:
     """`types` of what is neither constexpr nor a pointer to fp32; pointers and sizes are divisible by 16 but for `unaligned`."""
     constexprs = {name: value for name, value in constexprs.items() if name in kernel.arg_names}
     signature = {name: types.get(name, "*fp32") for name in kernel.arg_names if name not in constexprs}
     divisible = [name for name, kind in signature.items() if kind != "fp32" and name not in unaligned]
-    return triton_code_object(kernel, signature, constexprs, num_warps=num_warps, num_stages=num_stages, divisible_by_16=divisible)
+    return triton_code_object(
+        kernel, signature, constexprs, num_warps=num_warps, num_stages=num_stages, divisible_by_16=divisible
+    )
 
 
 def _rms_norm(which: str, scaled: bool) -> TritonObject:
     from hip_ops.triton_kernels import rms_norm
 
-    sizes = dict.fromkeys(("rows", "hidden", "programs", "x_stride", "residual_stride", "dy_stride", "d_new_residual_stride"), "i32")
+    sizes = dict.fromkeys(
+        ("rows", "hidden", "programs", "x_stride", "residual_stride", "dy_stride", "d_new_residual_stride"), "i32"
+    )
     stream = "*fp32" if scaled else "*bf16"
-    half = dict.fromkeys(("x", "dy", "y", "d_x", "weight", "output_bias", "output_scale", "residual_bias", "residual_scale"), "*bf16")
-    types = sizes | half | dict.fromkeys(("residual", "new_residual", "d_residual", "d_new_residual"), stream) | {"eps": "fp32"}
+    half = dict.fromkeys(
+        ("x", "dy", "y", "d_x", "weight", "output_bias", "output_scale", "residual_bias", "residual_scale"), "*bf16"
+    )
+    types = (
+        sizes
+        | half
+        | dict.fromkeys(("residual", "new_residual", "d_residual", "d_new_residual"), stream)
+        | {"eps": "fp32"}
+    )
     if which == "sum":
         return _compile(rms_norm.rms_norm_sum_kernel, types, {"SCALED": scaled, "PROGRAMS": 64, "BLOCK": 32}, 8)
     backward = which == "backward"
     chosen = rms_norm.launch(HIDDEN, scaled=scaled, backward=backward, warp_size=64)
-    constexprs = {"SCALED": scaled, "ROWS": chosen.rows, "BLOCK": chosen.block, "STAGES": getattr(chosen, "stages", 1),
-                  "HAS_D_NEW_RESIDUAL": True, "WRITES_D_X": scaled}
-    return _compile(rms_norm.rms_norm_backward_kernel if backward else rms_norm.rms_norm_forward_kernel, types, constexprs, chosen.num_warps)
+    constexprs = {
+        "SCALED": scaled,
+        "ROWS": chosen.rows,
+        "BLOCK": chosen.block,
+        "STAGES": getattr(chosen, "stages", 1),
+        "HAS_D_NEW_RESIDUAL": True,
+        "WRITES_D_X": scaled,
+    }
+    return _compile(
+        rms_norm.rms_norm_backward_kernel if backward else rms_norm.rms_norm_forward_kernel,
+        types,
+        constexprs,
+        chosen.num_warps,
+    )
 
 
 def _muon(which: str) -> TritonObject:
@@ -46,7 +75,12 @@ def _muon(which: str) -> TritonObject:
     dtypes = (torch.bfloat16, torch.float32, torch.bfloat16)
     tile = muon.tile_of(dtypes, 64)
     warps = tile.pop("num_warps")
-    types = {"words": "*i64", "chunk_rows": "*i32", "chunks": "i32", **dict.fromkeys(("momentum", "gradient_weight", "lr", "weight_decay"), "fp32")}
+    types = {
+        "words": "*i64",
+        "chunk_rows": "*i32",
+        "chunks": "i32",
+        **dict.fromkeys(("momentum", "gradient_weight", "lr", "weight_decay"), "fp32"),
+    }
     none = dict.fromkeys(("grad_scale", "found_inf", "lr_pointer", "partials"))
     names = ("GRADIENT", "MOMENTUM", "OUTPUT") if which == "momentum" else ("UPDATE", "WEIGHT", "COPY")
     constexprs = dict(zip(names, (muon.TYPES[dtype] for dtype in dtypes), strict=True)) | tile | none
@@ -63,23 +97,50 @@ def _product(symmetric: bool) -> TritonObject:
     sizes = ("m", "n", "k", "a_stride", "b_stride", "d_stride", "c_stride", "a_batch", "b_batch", "d_batch", "c_batch")
     types = dict.fromkeys(sizes, "i32") | dict.fromkeys(("alpha", "beta", "gamma"), "fp32")
     types |= {f"{name}_pointer": "*bf16" for name in "abcd"}
-    constexprs = {"SYMMETRIC": symmetric, "A_BY_COLUMNS": False, "B_BY_COLUMNS": not symmetric, "HAS_D": True, "HAS_GAMMA": False, "EVEN_K": True,
-                  "BLOCK_M": config.block_m, "BLOCK_N": config.block_n, "BLOCK_K": config.block_k, "GROUP": 8, "XCDS": 8}
+    constexprs = {
+        "SYMMETRIC": symmetric,
+        "A_BY_COLUMNS": False,
+        "B_BY_COLUMNS": not symmetric,
+        "HAS_D": True,
+        "HAS_GAMMA": False,
+        "EVEN_K": True,
+        "BLOCK_M": config.block_m,
+        "BLOCK_N": config.block_n,
+        "BLOCK_K": config.block_k,
+        "GROUP": 8,
+        "XCDS": 8,
+    }
     return _compile(pointer_product_kernel, types, constexprs, config.num_warps, config.num_stages)
 
 
 def _expert_rows(which: str) -> TritonObject:
     from hip_ops.triton_kernels import expert_permutation as kernels
 
-    maps = dict.fromkeys(("index", "inverse", "expert_ids", "counted", "token_of_row", "row_of_token", "counts", "offsets"), "*i32") | {"expert_ids": "*i64"}
-    sizes = dict.fromkeys(("rows", "hidden", "source_stride", "grad_stride", "tokens", "num_experts", "tiles", "programs"), "i32")
+    maps = dict.fromkeys(
+        ("index", "inverse", "expert_ids", "counted", "token_of_row", "row_of_token", "counts", "offsets"), "*i32"
+    ) | {"expert_ids": "*i64"}
+    sizes = dict.fromkeys(
+        ("rows", "hidden", "source_stride", "grad_stride", "tokens", "num_experts", "tiles", "programs"), "i32"
+    )
     types = maps | sizes | dict.fromkeys(("source", "out", "grad", "d_source"), "*bf16")
     if which in ("count", "place"):
         experts, tile = kernels.sort_tile(16)
-        constexprs = {"EXPERTS": experts, "TILE": tile, "ROWS": 4096 // experts, "tiles": 1}  # a tile a program, as for 32,768 tokens
-        return _compile(kernels.expert_count_kernel if which == "count" else kernels.expert_place_kernel, types, constexprs, 4)
+        constexprs = {
+            "EXPERTS": experts,
+            "TILE": tile,
+            "ROWS": 4096 // experts,
+            "tiles": 1,
+        }  # a tile a program, as for 32,768 tokens
+        return _compile(
+            kernels.expert_count_kernel if which == "count" else kernels.expert_place_kernel, types, constexprs, 4
+        )
     chosen = kernels.launch(HIDDEN, 2, reduces=which == "scaled_backward", warp_size=64)
-    constexprs = {"SCALED": which == "scaled", "HAS_SIDE": which == "gather", "ROWS": chosen.rows, "BLOCK": chosen.block}
+    constexprs = {
+        "SCALED": which == "scaled",
+        "HAS_SIDE": which == "gather",
+        "ROWS": chosen.rows,
+        "BLOCK": chosen.block,
+    }
     kernel = kernels.expert_scale_gather_backward_kernel if which == "scaled_backward" else kernels.expert_gather_kernel
     return _compile(kernel, types, constexprs, chosen.num_warps)
 
@@ -91,7 +152,12 @@ def _swiglu(backward: bool) -> TritonObject:
     types = dict.fromkeys(("rows", "width", "grad_stride", "gate_up_stride", "experts"), "i32") | {"offsets": "*i32"}
     types |= dict.fromkeys(("gate_up", "grad", "out", "d_gate_up"), "*bf16")
     constexprs = {"HAS_OFFSETS": True, "WITH_OUTPUT": True, "ROWS": chosen.rows, "BLOCK": chosen.block}
-    return _compile(kernels.weighted_swiglu_backward_kernel if backward else kernels.weighted_swiglu_forward_kernel, types, constexprs, chosen.num_warps)
+    return _compile(
+        kernels.weighted_swiglu_backward_kernel if backward else kernels.weighted_swiglu_forward_kernel,
+        types,
+        constexprs,
+        chosen.num_warps,
+    )
 
 
 def _grouped_product(kind: str) -> TritonObject:
@@ -101,10 +167,21 @@ def _grouped_product(kind: str) -> TritonObject:
 
     config = choose_config("gfx942", kind, 2048, 4096, 2048)
     kernel = kernels.grouped_pointer_outer_kernel if kind == "outer" else kernels.grouped_pointer_rows_kernel
-    pointers = {name: "*bf16" for name in kernel.arg_names if name.endswith("_pointer")} | ({"out_pointer": "*fp32"} if kind == "outer" else {})
+    pointers = {name: "*bf16" for name in kernel.arg_names if name.endswith("_pointer")} | (
+        {"out_pointer": "*fp32"} if kind == "outer" else {}
+    )
     types = dict.fromkeys(kernel.arg_names, "i32") | pointers | {"offsets": "*i32"}
-    constexprs = {"TRANSPOSED": kind == "rows_t", "EVEN_K": True, "ACCUMULATE": True, "EXPERTS": 16, "BLOCK_M": config.block_m,
-                  "BLOCK_N": config.block_n, "BLOCK_K": config.block_k, "GROUP": config.group, "XCDS": kernels.AMD_XCDS}
+    constexprs = {
+        "TRANSPOSED": kind == "rows_t",
+        "EVEN_K": True,
+        "ACCUMULATE": True,
+        "EXPERTS": 16,
+        "BLOCK_M": config.block_m,
+        "BLOCK_N": config.block_n,
+        "BLOCK_K": config.block_k,
+        "GROUP": config.group,
+        "XCDS": kernels.AMD_XCDS,
+    }
     return _compile(kernel, types, constexprs, config.num_warps, config.num_stages)
 
 
@@ -125,38 +202,70 @@ def _vocabulary_exponentials(finish: bool) -> TritonObject:
     from hip_ops.reference.vocabulary_exponentials import LARGE, MOST, PERIOD
     from hip_ops.triton_kernels import vocabulary_exponentials as kernels
 
-    sizes = dict.fromkeys(("rows", "classes", "row_stride", "first_class", "size", "all_parts", "first_part", "parts"), "i32")
+    sizes = dict.fromkeys(
+        ("rows", "classes", "row_stride", "first_class", "size", "all_parts", "first_part", "parts"), "i32"
+    )
     types = sizes | {"logits": "*bf16", "exponentials": "*bf16", "labels": "*i64", "z_loss": "fp32"}
     unaligned = ("rows", "first_class", "all_parts", "first_part", "parts")
     if finish:
         return _compile(kernels.finish_gradient_kernel, types, {"PARTS": 256, "BLOCK": 1024}, 2, unaligned=unaligned)
     block, warps = kernels.tile(2048, 2, warp_size=64)
-    return _compile(kernels.exponentials_kernel, types, {"MOST": MOST, "PERIOD": PERIOD, "LARGE": LARGE, "BLOCK": block}, warps, unaligned=unaligned)
+    return _compile(
+        kernels.exponentials_kernel,
+        types,
+        {"MOST": MOST, "PERIOD": PERIOD, "LARGE": LARGE, "BLOCK": block},
+        warps,
+        unaligned=unaligned,
+    )
 
 
 def _cca_prologue(which: str) -> TritonObject:
     """ZAYA1's heads, with halos and documents."""
-    from hip_ops.triton_kernels import (
-        cca_prologue,
-        cca_prologue_backward,
-        cca_prologue_forward,
-        cca_prologue_rows,
-    )
+    from hip_ops.triton_kernels import cca_prologue, cca_prologue_backward, cca_prologue_forward, cca_prologue_rows
 
-    chosen = cca_prologue.Launch(0, 8) if which == "sum" else cca_prologue.launch(which, 128, 10, 2, processors=304, warp_size=64)
-    kernel = getattr(cca_prologue_forward if which == "forward" else cca_prologue_backward, f"cca_prologue_{which}_kernel")
+    chosen = (
+        cca_prologue.Launch(0, 8)
+        if which == "sum"
+        else cca_prologue.launch(which, 128, 10, 2, processors=304, warp_size=64)
+    )
+    kernel = getattr(
+        cca_prologue_forward if which == "forward" else cca_prologue_backward, f"cca_prologue_{which}_kernel"
+    )
     fp32 = ("rope", "inverse_norm", "partial", "partial_bias", "partial_temperature", "partial_zero")
-    types = {name: "i64" if name.startswith("by_") else "i32" for name in kernel.arg_names if name in cca_prologue_rows.SIZES or name.endswith("_stride")}
+    types = {
+        name: "i64" if name.startswith("by_") else "i32"
+        for name in kernel.arg_names
+        if name in cca_prologue_rows.SIZES or name.endswith("_stride")
+    }
     types |= dict.fromkeys(("eps", "inverse_eps"), "fp32") | {"starts": "*u8"} | dict.fromkeys(fp32, "*fp32")
     types = {name: types.get(name, "*bf16") for name in kernel.arg_names}
-    constexprs = {"HEADS": 8, "GROUPS": 2, "D": 128, "ROTARY": 64, "DELAYED": 128, "HAS_ROPE": True, "HAS_HALO": True, "HAS_STARTS": True,
-                  "BLOCK": chosen.block, "STAGES": chosen.stages, "IN": chosen.part, "OUT": chosen.part, "ZERO_BLOCK": chosen.zero_block, "INPUTS": 128, **cca_prologue.SUM}
+    constexprs = {
+        "HEADS": 8,
+        "GROUPS": 2,
+        "D": 128,
+        "ROTARY": 64,
+        "DELAYED": 128,
+        "HAS_ROPE": True,
+        "HAS_HALO": True,
+        "HAS_STARTS": True,
+        "BLOCK": chosen.block,
+        "STAGES": chosen.stages,
+        "IN": chosen.part,
+        "OUT": chosen.part,
+        "ZERO_BLOCK": chosen.zero_block,
+        "INPUTS": 128,
+        **cca_prologue.SUM,
+    }
     return _compile(kernel, types, constexprs, chosen.num_warps, chosen.stages, unaligned=cca_prologue_rows.SIZES)
 
 
 ROUTER_TYPES = dict.fromkeys(("biases", "weights", "d_weights", "statistics", "sums"), "*fp32") | {
-    "ids": "*i64", "forced": "*i64", "rows": "i32", "unweighted": "i32", "eps": "fp32",
-}  # fmt: skip
+    "ids": "*i64",
+    "forced": "*i64",
+    "rows": "i32",
+    "unweighted": "i32",
+    "eps": "fp32",
+}
 
 
 def router_mlp(which: str, width: int = 256, classes: int = 17) -> TritonObject:
@@ -167,8 +276,16 @@ def router_mlp(which: str, width: int = 256, classes: int = 17) -> TritonObject:
     chosen = kernels.launch(width, warp_size=64)
     kernel = getattr(kernels, f"router_mlp_{which}_kernel")
     types = dict.fromkeys(kernel.arg_names, "*bf16") | ROUTER_TYPES
-    constexprs = {"HAS_PREVIOUS": True, "HAS_FORCED": False, "HAS_D_STATE": True, "R": width, "CLASSES": classes, "COLUMNS": columns(classes),
-                  "BLOCK": chosen.block, "PART": chosen.part}  # fmt: skip
+    constexprs = {
+        "HAS_PREVIOUS": True,
+        "HAS_FORCED": False,
+        "HAS_D_STATE": True,
+        "R": width,
+        "CLASSES": classes,
+        "COLUMNS": columns(classes),
+        "BLOCK": chosen.block,
+        "PART": chosen.part,
+    }
     return _compile(kernel, types, constexprs, chosen.num_warps, chosen.num_stages, unaligned=("unweighted", "biases"))
 
 
@@ -190,7 +307,10 @@ CASES: dict[str, Callable[[], TritonObject]] = {
     "muon_update": lambda: _muon("update"),
     "symmetric_product": lambda: _product(True),
     "general_product": lambda: _product(False),
-    **{f"cca_prologue_{which}": functools.partial(_cca_prologue, which) for which in ("forward", "norm", "input", "weight", "sum")},
+    **{
+        f"cca_prologue_{which}": functools.partial(_cca_prologue, which)
+        for which in ("forward", "norm", "input", "weight", "sum")
+    },
     **{f"grouped_{kind}": functools.partial(_grouped_product, kind) for kind in ("rows_t", "rows", "outer")},
     "router_mlp_forward": lambda: router_mlp("forward"),
     "router_mlp_backward": lambda: router_mlp("backward"),

@@ -29,10 +29,24 @@ class TritonObject:
 
     def launch(self, device: Device, grid, args: Sequence[Buffer | np.generic]) -> Counters:
         """args: the run-time arguments in order, without constexprs and without arguments that were specialised to 1."""
-        return device.launch(self.path, self.name, grid, (self.threads, 1, 1), [*args, *[None] * self.trailing_pointers], shared=self.shared)
+        return device.launch(
+            self.path,
+            self.name,
+            grid,
+            (self.threads, 1, 1),
+            [*args, *[None] * self.trailing_pointers],
+            shared=self.shared,
+        )
 
 
-def compiled_kernel(fn, target: tuple, signature: Mapping[str, str], constexprs: Mapping[str, object], divisible_by_16: Sequence[str] = (), **options):
+def compiled_kernel(
+    fn,
+    target: tuple,
+    signature: Mapping[str, str],
+    constexprs: Mapping[str, object],
+    divisible_by_16: Sequence[str] = (),
+    **options,
+):
     """Triton's compilation of a @triton.jit function for `target`, the arguments of a GPUTarget; no such device is needed.
 
     signature: name -> "*bf16", "*fp32", "i32", "i64", "fp32"; constexprs: name -> value (their signature entry is added here).
@@ -43,7 +57,11 @@ def compiled_kernel(fn, target: tuple, signature: Mapping[str, str], constexprs:
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    full = {name: "constexpr" if name in constexprs else signature[name] for name in fn.arg_names if name in constexprs or name in signature}
+    full = {
+        name: "constexpr" if name in constexprs else signature[name]
+        for name in fn.arg_names
+        if name in constexprs or name in signature
+    }
     missing = [name for name in fn.arg_names if name not in full]
     if missing:
         raise ValueError(f"{fn.__name__}: no signature for {', '.join(missing)}")
@@ -52,10 +70,27 @@ def compiled_kernel(fn, target: tuple, signature: Mapping[str, str], constexprs:
     return triton.compile(source, target=GPUTarget(*target), options=options)
 
 
-def triton_code_object(fn, signature: Mapping[str, str], constexprs: Mapping[str, object], *, num_warps: int = 4, num_stages: int = 2,
-                       divisible_by_16: Sequence[str] = (), **options) -> TritonObject:
+def triton_code_object(
+    fn,
+    signature: Mapping[str, str],
+    constexprs: Mapping[str, object],
+    *,
+    num_warps: int = 4,
+    num_stages: int = 2,
+    divisible_by_16: Sequence[str] = (),
+    **options,
+) -> TritonObject:
     """`compiled_kernel` for gfx942, kept as a file."""
-    compiled = compiled_kernel(fn, ("hip", "gfx942", 64), signature, constexprs, divisible_by_16, num_warps=num_warps, num_stages=num_stages, **options)
+    compiled = compiled_kernel(
+        fn,
+        ("hip", "gfx942", 64),
+        signature,
+        constexprs,
+        divisible_by_16,
+        num_warps=num_warps,
+        num_stages=num_stages,
+        **options,
+    )
     binary = compiled.asm["hsaco"]
     path = cache_directory() / f"triton-{fn.__name__}-{hashlib.sha256(binary).hexdigest()[:20]}.co"
     if not path.is_file():
@@ -65,6 +100,17 @@ def triton_code_object(fn, signature: Mapping[str, str], constexprs: Mapping[str
     from tests.gfx942.emulator.code_object import open_code_object
 
     name = compiled.metadata.name
-    visible = [argument for argument in open_code_object(path).kernels[name].arguments if not argument.kind.startswith("hidden_")]
+    visible = [
+        argument
+        for argument in open_code_object(path).kernels[name].arguments
+        if not argument.kind.startswith("hidden_")
+    ]
     given = sum(name not in constexprs for name in fn.arg_names)
-    return TritonObject(path, name, compiled.metadata.shared, 64 * compiled.metadata.num_warps, len(visible) - given, compiled.asm["amdgcn"])
+    return TritonObject(
+        path,
+        name,
+        compiled.metadata.shared,
+        64 * compiled.metadata.num_warps,
+        len(visible) - given,
+        compiled.asm["amdgcn"],
+    )

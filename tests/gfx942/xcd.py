@@ -9,7 +9,9 @@ XCDS = 8
 Tile = TypeVar("Tile")
 
 
-def operand_bytes(order: Sequence[Tile], operands: Callable[[Tile], Iterable[tuple[Hashable, int]]], xcds: int = XCDS) -> list[int]:
+def operand_bytes(
+    order: Sequence[Tile], operands: Callable[[Tile], Iterable[tuple[Hashable, int]]], xcds: int = XCDS
+) -> list[int]:
     """Distinct operand bytes of each XCD.
 
     order: the tile of every block, in order of block id; None is a block without work.

@@ -44,8 +44,12 @@ def zaya():
         # The ranks must find this checkout wherever they are started.
         path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
         process = subprocess.Popen(
-            [sys.executable, "-m", "zaya_plugin.cli", *map(str, arguments)], cwd=ROOT, env={**os.environ, "PYTHONPATH": path},
-            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+            [sys.executable, "-m", "zaya_plugin.cli", *map(str, arguments)],
+            cwd=ROOT,
+            env={**os.environ, "PYTHONPATH": path},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
         )
         try:
             output, _ = process.communicate(timeout=timeout)
@@ -77,8 +81,16 @@ def demo(zaya, corpus):
 
     def run(run_dir, *overrides, **limit):
         zaya(
-            "train", "experiment=cpu_demo", "logger=none", f"data.path={corpus}", "nproc=1", "stage.eval_iters=0",
-            "checkpoint.keep_last=0", f"run_dir={run_dir}", *overrides, **limit,
+            "train",
+            "experiment=cpu_demo",
+            "logger=none",
+            f"data.path={corpus}",
+            "nproc=1",
+            "stage.eval_iters=0",
+            "checkpoint.keep_last=0",
+            f"run_dir={run_dir}",
+            *overrides,
+            **limit,
         )
         rows = map(json.loads, (Path(run_dir) / "metrics.jsonl").read_text().splitlines())
         return {row["step"]: row["loss"] for row in rows}

@@ -11,10 +11,19 @@ from zaya_plugin.plan.flops import Shape, training_flops
 
 LAYERS, LENGTH, SIZE, MICRO_BATCHES, ROWS = 2, 2048, 4, 2, 32_768
 RECIPE = (
-    "experiment=zaya1_base", "cluster=gpu", "logger=none", "nproc=1", f"--random-tokens={ROWS}", f"model.num_layers={LAYERS}",
-    f"stage.seq_length={LENGTH}", f"stage.micro_batch_size={SIZE}", f"stage.global_batch_size={SIZE * MICRO_BATCHES}",
-    "cluster.fused_residual_norm=true", "cluster.fused_router=true", "cluster.fused_expert_path=true",
-)  # fmt: skip
+    "experiment=zaya1_base",
+    "cluster=gpu",
+    "logger=none",
+    "nproc=1",
+    f"--random-tokens={ROWS}",
+    f"model.num_layers={LAYERS}",
+    f"stage.seq_length={LENGTH}",
+    f"stage.micro_batch_size={SIZE}",
+    f"stage.global_batch_size={SIZE * MICRO_BATCHES}",
+    "cluster.fused_residual_norm=true",
+    "cluster.fused_router=true",
+    "cluster.fused_expert_path=true",
+)
 SHAPE = Shape(LAYERS, 2048, 8, 2, 128, 16, 2048, 256, ROWS)
 
 
@@ -45,7 +54,9 @@ def test_kernels_are_told_apart(measured, record_property):
     record = measured("eager")
     rows, step, rates = rows_of(record), record["step"], record["rates"]
     record_property("rows", {part: (row["ms"], row["roofline"]) for part, row in rows.items()})
-    assert record["traced"]["source"] == "kernels" and record["traced"]["launches"] > 100 < record["traced"]["activities"]
+    assert (
+        record["traced"]["source"] == "kernels" and record["traced"]["launches"] > 100 < record["traced"]["activities"]
+    )
     assert 100 < rates["gemm_tflops"] < 2500 and 1 < rates["copy_tb_per_s"] < 10 and record["trace_bytes"] > 10_000
     tokens = LENGTH * SIZE * MICRO_BATCHES
     assert step["tflops_per_device"] == pytest.approx(training_flops(SHAPE, tokens, LENGTH) / step["ms"] * 1e3 / 1e12)

@@ -63,7 +63,9 @@ def test_deterministic_gradients_have_the_same_bits(backend):
     weights = torch.randn(2048, 2, 1024, generator=torch.Generator().manual_seed(4)).cuda().bfloat16()
     torch.use_deterministic_algorithms(True)
     try:
-        first, *others = (torch.autograd.grad((causal_backend(backend)(*inputs, SCALE) * weights).sum(), inputs) for _ in range(4))
+        first, *others = (
+            torch.autograd.grad((causal_backend(backend)(*inputs, SCALE) * weights).sum(), inputs) for _ in range(4)
+        )
     finally:
         torch.use_deterministic_algorithms(False)
     assert all(torch.equal(a, b) for other in others for a, b in zip(first, other, strict=True))
@@ -82,7 +84,9 @@ def test_a_whole_sequence_with_each_kernel_of_torch(kernel):
         compare(lambda *qkv: causal_attention(*qkv, SCALE), lower_right_mask(256, 256, torch.device("cuda")), 256, 256)
 
 
-@pytest.mark.parametrize("shard", [ContextShard("zigzag", 2, 0), ContextShard("zigzag", 2, 1), ContextShard("contiguous", 2, 1)])
+@pytest.mark.parametrize(
+    "shard", [ContextShard("zigzag", 2, 0), ContextShard("zigzag", 2, 1), ContextShard("contiguous", 2, 1)]
+)
 @pytest.mark.parametrize("rows", [1024, 100])
 def test_chunks_in_blocks(shard, rows):
     kernel = block_kernel(random(rows, 8, 1), random(2 * rows, 2, 2))

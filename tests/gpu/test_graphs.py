@@ -9,7 +9,14 @@ STEPS = 12
 @pytest.mark.parametrize("fused", [False, True])
 def test_losses_are_the_same_with_graphs(demo, tmp_path, fused):
     kernels = [f"cluster.{name}={fused}" for name in ("fused_residual_norm", "fused_router", "fused_expert_path")]
-    recipe = ["cluster=gpu", "optim=muon", "cluster.deterministic=true", f"exit_interval={STEPS}", "checkpoint.save_interval=8", *kernels]
+    recipe = [
+        "cluster=gpu",
+        "optim=muon",
+        "cluster.deterministic=true",
+        f"exit_interval={STEPS}",
+        "checkpoint.save_interval=8",
+        *kernels,
+    ]
     without = demo(tmp_path / "without", *recipe)
     graphs = demo(tmp_path / "graphs", *recipe, "cluster.graphs=full_iteration")
     assert list(without) == list(graphs) == list(range(1, STEPS + 1))

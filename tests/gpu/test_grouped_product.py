@@ -21,9 +21,14 @@ from zaya_plugin.model.main_grad import add_products_, main_grad_linear
 
 DEVICE = torch.device("cuda", 0)
 CASES = [
-    Grouped((0, 3, 0, 150, 300, 1), 264, 520), Grouped((128, 256), 64, 256, "fp16", nobody=0), Grouped((0, 0), 64, 64), Grouped((700,), 2048, 136),
-    Grouped((5, 6, 7), 33, 35, "bf16", pad=3), Grouped((100, 29), 72, 40, "bf16", pad=8), Grouped((17,) * 16, 128, 384),
-]  # fmt: skip
+    Grouped((0, 3, 0, 150, 300, 1), 264, 520),
+    Grouped((128, 256), 64, 256, "fp16", nobody=0),
+    Grouped((0, 0), 64, 64),
+    Grouped((700,), 2048, 136),
+    Grouped((5, 6, 7), 33, 35, "bf16", pad=3),
+    Grouped((100, 29), 72, 40, "bf16", pad=8),
+    Grouped((17,) * 16, 128, 384),
+]
 
 
 @pytest.mark.parametrize("flag", [False, True])
@@ -36,20 +41,32 @@ def test_numbers(case, flag):
 
 
 SETTINGS = [
-    dict(), dict(flatten=False), dict(parts=2), dict(block_n=128, num_stages=4, parts=2), dict(block_n=128, num_warps=4, programs=2, parts=2), dict(programs=0, flatten=False),
-    dict(block_m=256, block_n=128, parts=2), dict(reduce=False, parts=4), dict(descriptors=False, block_n=128, flatten=False),
-]  # fmt: skip
+    dict(),
+    dict(flatten=False),
+    dict(parts=2),
+    dict(block_n=128, num_stages=4, parts=2),
+    dict(block_n=128, num_warps=4, programs=2, parts=2),
+    dict(programs=0, flatten=False),
+    dict(block_m=256, block_n=128, parts=2),
+    dict(reduce=False, parts=4),
+    dict(descriptors=False, block_n=128, flatten=False),
+]
 
 
 @pytest.mark.parametrize("settings", SETTINGS, ids=str)
 def test_every_kind_of_configuration(settings):
     from hip_ops.triton_kernels import grouped_product as kernels
 
-    if choose_config(kernels.table_part(DEVICE), "outer", 1, 1, 1).descriptors is False and settings.get("descriptors", True):
+    if choose_config(kernels.table_part(DEVICE), "outer", 1, 1, 1).descriptors is False and settings.get(
+        "descriptors", True
+    ):
         pytest.skip("no descriptors here")
     outer = replace(GroupedConfig(**{"parts": 4, **settings}))
     rows = replace(outer, parts=min(outer.parts, 2) if settings.get("parts") else 1)
-    backend = SimpleNamespace(grouped_rows=partial(kernels.grouped_rows, config=rows), grouped_outer_=partial(kernels.grouped_outer_, config=outer))
+    backend = SimpleNamespace(
+        grouped_rows=partial(kernels.grouped_rows, config=rows),
+        grouped_outer_=partial(kernels.grouped_outer_, config=outer),
+    )
     case = Grouped((0, 3, 0, 150, 300, 1), 264, 520)
     for flag in (False, True):
         check_rows(backend, case, flag, DEVICE)
@@ -69,7 +86,15 @@ def test_every_implementation_behind_the_seam(name):
     a, b, offsets = case.operand(case.k, 1, DEVICE), case.operand(case.n, 2, DEVICE), case.offsets(DEVICE)
     total = torch.ones(6, case.k, case.n, device=DEVICE)
     implementation.add_outer(total, a, b, offsets)
-    exact = torch.stack([left.double().T @ right.double() for left, right in zip(a[:481].split(case.counts), b[:481].split(case.counts), strict=True)]) + 1
+    exact = (
+        torch.stack(
+            [
+                left.double().T @ right.double()
+                for left, right in zip(a[:481].split(case.counts), b[:481].split(case.counts), strict=True)
+            ]
+        )
+        + 1
+    )
     within = 1e-6 if name in ("triton", "quack") else 4e-3
     assert (total - exact).norm() <= within * exact.norm()
     written = torch.full_like(total, float("nan"))

@@ -14,10 +14,18 @@ DEVICE = torch.device("cuda")
 ZAYA = Case(300, 2, 8, 2)
 # Triton compiles once for all cases of a line: what may differ in it are rows, micro batch, chunks, where documents start, and padding by 16.
 CASES = [
-    ZAYA, Case(1, 5, 8, 2), Case(67, 2, 8, 2, pad=16), Case(77, 1, 8, 2, zero=True),
-    Case(129, 3, 8, 2, halo=True, chunks=2), Case(2, 3, 8, 2, halo=True),
-    Case(200, 2, 8, 2, document=9), Case(64, 1, 8, 2, at=(31, 32, 33, 63)), Case(90, 3, 8, 2, document=4, rope_batch=True),
-    Case(150, 1, 8, 2, chunks=2, halo=True, document=5, rope_batch=True), Case(1, 70, 8, 2, halo=True, document=2), Case(77, 1, 8, 2, zero=True, halo=True, document=7),
+    ZAYA,
+    Case(1, 5, 8, 2),
+    Case(67, 2, 8, 2, pad=16),
+    Case(77, 1, 8, 2, zero=True),
+    Case(129, 3, 8, 2, halo=True, chunks=2),
+    Case(2, 3, 8, 2, halo=True),
+    Case(200, 2, 8, 2, document=9),
+    Case(64, 1, 8, 2, at=(31, 32, 33, 63)),
+    Case(90, 3, 8, 2, document=4, rope_batch=True),
+    Case(150, 1, 8, 2, chunks=2, halo=True, document=5, rope_batch=True),
+    Case(1, 70, 8, 2, halo=True, document=2),
+    Case(77, 1, 8, 2, zero=True, halo=True, document=7),
     Case(67, 2, 4, 1, pad=3),
     Case(130, 1, 2, 2, rotary=128, delayed=20),
     Case(130, 1, 4, 2, rotary=0, delayed=256),
@@ -26,7 +34,7 @@ CASES = [
     Case(40, 1, 2, 1, 48, rotary=16),
     Case(70, 2, 4, 2, 32, rotary=16, dtype=FP32, halo=True),
     Case(70, 1, 2, 1, 128, dtype=FP32, document=9),
-]  # fmt: skip
+]
 
 
 def module(name: str):
@@ -34,16 +42,24 @@ def module(name: str):
 
 
 def call(case: Case, tensors: dict):
-    return hip_ops.cca_prologue(*list(tensors.values())[:7], query_groups=case.groups, delayed_channels=case.late,
-                                **{name: tensors[name] for name in ("halo", "value_halo", "starts")})  # fmt: skip
+    return hip_ops.cca_prologue(
+        *list(tensors.values())[:7],
+        query_groups=case.groups,
+        delayed_channels=case.late,
+        **{name: tensors[name] for name in ("halo", "value_halo", "starts")},
+    )
 
 
 def gradients(case: Case, function) -> dict[str, torch.Tensor]:
     inputs = make(case, "cuda")
-    leaves = {name: t.requires_grad_() if t is not None and name in GRADIENTS else t for name, t in inputs.tensors.items()}
+    leaves = {
+        name: t.requires_grad_() if t is not None and name in GRADIENTS else t for name, t in inputs.tensors.items()
+    }
     results = function(leaves)
     torch.autograd.backward(results, inputs.upstream)
-    return dict(zip(("query", "key", "value"), results, strict=True)) | {name: leaves[name].grad for name in GRADIENTS if leaves[name] is not None}
+    return dict(zip(("query", "key", "value"), results, strict=True)) | {
+        name: leaves[name].grad for name in GRADIENTS if leaves[name] is not None
+    }
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
@@ -71,7 +87,14 @@ def test_autograd_gives_the_same_on_another_stream(chosen):
     results, wanted = exact(make(case))
     for name, want in (results | wanted).items():
         if name in found[0]:
-            compare(name, found[0][name], want, case.d, 1.5e-2, least=(case.d * case.rows * case.batch) ** 0.5 if name == "temperature" else 1e-30)
+            compare(
+                name,
+                found[0][name],
+                want,
+                case.d,
+                1.5e-2,
+                least=(case.d * case.rows * case.batch) ** 0.5 if name == "temperature" else 1e-30,
+            )
 
 
 def test_compiles_whole(chosen):
@@ -117,7 +140,9 @@ def test_strides_of_the_gradients(chosen):
     case, found = Case(65, 2, 8, 2), []
     for order in ((0, 1, 2, 3), (1, 2, 0, 3)):
         inputs = make(case, "cuda")
-        leaves = {name: t.requires_grad_() if t is not None and name in GRADIENTS else t for name, t in inputs.tensors.items()}
+        leaves = {
+            name: t.requires_grad_() if t is not None and name in GRADIENTS else t for name, t in inputs.tensors.items()
+        }
         results = call(case, leaves)
         back = [order.index(i) for i in range(4)]
         torch.autograd.backward(results, [u.permute(order).contiguous().permute(back) for u in inputs.upstream])

@@ -24,7 +24,11 @@ def test_against_fp64(chosen, case):
 def test_the_self_check_passes_and_nothing_waits(chosen):
     all_operators()
     assert warm_up(DEVICE, [OPERATORS["add_rows"]]) == {"add_rows": "passed"}
-    total, ids, rows = torch.zeros(9, 64, device=DEVICE), torch.arange(300, device=DEVICE) % 9, torch.ones(300, 64, device=DEVICE)
+    total, ids, rows = (
+        torch.zeros(9, 64, device=DEVICE),
+        torch.arange(300, device=DEVICE) % 9,
+        torch.ones(300, 64, device=DEVICE),
+    )
     with no_waiting():
         hip_ops.add_rows_(total, ids, rows)
     assert total[:, 0].tolist() == [34.0] * 3 + [33.0] * 6

@@ -25,17 +25,43 @@ from tests.no_waiting import no_waiting
 
 DEVICE = torch.device("cuda")
 NAMES = (
-    "sort_by_expert", "gather_rows", "scale_gather_rows", "scale_gather_rows_backward", "weighted_swiglu", "weighted_swiglu_backward",
-)  # fmt: skip
+    "sort_by_expert",
+    "gather_rows",
+    "scale_gather_rows",
+    "scale_gather_rows_backward",
+    "weighted_swiglu",
+    "weighted_swiglu_backward",
+)
 ROWS = [
-    Rows(67, 2048), Rows(67, 2048, mix="skewed", pad=8), Rows(33, 2048, pad=3), Rows(19, 2051), Rows(9, 45, BF16, BF16), Rows(7, 1, mix="one"),
-    Rows(5, 2048, FP32, BF16, mix="nobody"), Rows(31, 1000, FP32), Rows(65, 256), Rows(65, 512), Rows(3, 8192), Rows(3, 20000, FP32), Rows(0, 2048),
-]  # fmt: skip
+    Rows(67, 2048),
+    Rows(67, 2048, mix="skewed", pad=8),
+    Rows(33, 2048, pad=3),
+    Rows(19, 2051),
+    Rows(9, 45, BF16, BF16),
+    Rows(7, 1, mix="one"),
+    Rows(5, 2048, FP32, BF16, mix="nobody"),
+    Rows(31, 1000, FP32),
+    Rows(65, 256),
+    Rows(65, 512),
+    Rows(3, 8192),
+    Rows(3, 20000, FP32),
+    Rows(0, 2048),
+]
 SWIGLU = [
-    Swiglu(67, 2048), Swiglu(67, 2048, offsets="none"), Swiglu(33, 2048, BF16, BF16, pad=8), Swiglu(33, 2048, pad=3), Swiglu(9, 2051), Swiglu(9, 45),
-    Swiglu(7, 1, offsets="all"), Swiglu(9, 1024, FP32), Swiglu(5, 2048, offsets="nobody"), Swiglu(3, 8192), Swiglu(3, 9000, FP32, BF16),
-    Swiglu(5, 256, scale=12.0), Swiglu(0, 2048, offsets="none"),
-]  # fmt: skip
+    Swiglu(67, 2048),
+    Swiglu(67, 2048, offsets="none"),
+    Swiglu(33, 2048, BF16, BF16, pad=8),
+    Swiglu(33, 2048, pad=3),
+    Swiglu(9, 2051),
+    Swiglu(9, 45),
+    Swiglu(7, 1, offsets="all"),
+    Swiglu(9, 1024, FP32),
+    Swiglu(5, 2048, offsets="nobody"),
+    Swiglu(3, 8192),
+    Swiglu(3, 9000, FP32, BF16),
+    Swiglu(5, 256, scale=12.0),
+    Swiglu(0, 2048, offsets="none"),
+]
 
 
 def warmed_up() -> dict[str, str]:
@@ -49,16 +75,22 @@ def module(chosen: str, name: str):
 
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.int32], ids=str)
-@pytest.mark.parametrize("tokens, num_experts", [(0, 16), (1, 1), (63, 16), (4096, 16), (32768, 16), (70001, 5), (5000, 256)])
+@pytest.mark.parametrize(
+    "tokens, num_experts", [(0, 16), (1, 1), (63, 16), (4096, 16), (32768, 16), (70001, 5), (5000, 256)]
+)
 def test_sort(chosen, tokens, num_experts, dtype):
     for mix in MIXES if tokens <= 4096 else MIXES[:1]:
-        check_sort(module(chosen, "expert_permutation"), expert_ids(mix, tokens, num_experts, dtype).to(DEVICE), num_experts)
+        check_sort(
+            module(chosen, "expert_permutation"), expert_ids(mix, tokens, num_experts, dtype).to(DEVICE), num_experts
+        )
 
 
 def test_sort_of_many_tokens(chosen):
     """Against the torch reference, which the token-by-token oracle holds at smaller sizes."""
     ids = torch.randint(0, 17, (1_000_003,), device=DEVICE)
-    for got, want in zip(module(chosen, "expert_permutation").sort_by_expert(ids, 16), reference.sort_by_expert(ids, 16), strict=True):
+    for got, want in zip(
+        module(chosen, "expert_permutation").sort_by_expert(ids, 16), reference.sort_by_expert(ids, 16), strict=True
+    ):
         assert torch.equal(got, want)
 
 
@@ -92,7 +124,10 @@ def inputs(tokens: int = 1024, hidden: int = 256):
     generator = torch.Generator().manual_seed(3)
     x = torch.randn(tokens, hidden, generator=generator).bfloat16().to(DEVICE)
     weight = (torch.randn(hidden, 2 * hidden, generator=generator) / hidden**0.5).bfloat16().to(DEVICE)
-    probs, ids = torch.rand(tokens, generator=generator).to(DEVICE), torch.randint(0, 17, (tokens,), generator=generator).to(DEVICE)
+    probs, ids = (
+        torch.rand(tokens, generator=generator).to(DEVICE),
+        torch.randint(0, 17, (tokens,), generator=generator).to(DEVICE),
+    )
     upstream = torch.randn(tokens, hidden, generator=generator).bfloat16().to(DEVICE)
     return [t.requires_grad_() for t in (x, probs, weight)], ids, upstream
 
@@ -172,7 +207,13 @@ def test_back_ends_agree():
         with backend.use_backend(name):
             leaves, ids, upstream = inputs(hidden=2048)
             order = hip_ops.sort_by_expert(ids, 16)
-            found.append([*order, *hip_ops.permute_to_experts(leaves[0], order, leaves[1]), *gradients(path, leaves, ids, upstream, True)])
+            found.append(
+                [
+                    *order,
+                    *hip_ops.permute_to_experts(leaves[0], order, leaves[1]),
+                    *gradients(path, leaves, ids, upstream, True),
+                ]
+            )
     assert all(torch.equal(a, b) for a, b in zip(found[0][:6], found[1][:6], strict=True))
     for a, b in zip(found[0][6:], found[1][6:], strict=True):
         assert (a.float() - b.float()).abs().max() <= 2**-6 * a.float().abs().max()

@@ -16,7 +16,12 @@ from tests.no_waiting import no_waiting
 
 DEVICE = torch.device("cuda")
 NAMES = ("row_statistics", "overwrite_with_gradient", "overwrite_with_exponentials", "finish_gradient")
-LARGE = [Logits(5, 262272), Logits(3, 262272, parts=16, z_loss=1e-4), Logits(2, 65536, FP32, parts=4), Logits(4, 32768, shape="confident", pad=8)]
+LARGE = [
+    Logits(5, 262272),
+    Logits(3, 262272, parts=16, z_loss=1e-4),
+    Logits(2, 65536, FP32, parts=4),
+    Logits(4, 32768, shape="confident", pad=8),
+]
 
 
 @pytest.mark.parametrize("case", [*CASES, *LARGE], ids=str)
@@ -24,8 +29,12 @@ def test_rows_against_fp64(chosen, case):
     check(importlib.import_module(f"hip_ops.{chosen}_kernels.vocabulary_rows"), case, "cuda")
 
 
-LARGE_EXPONENTIALS = [Logits(5, 262272, parts=129), Logits(3, 262272, parts=129, z_loss=1e-4, shape="confident"), Logits(2, 65536, FP32, parts=32, shape="rising"),
-                      Logits(300, 5000, parts=3, pad=8)]  # fmt: skip
+LARGE_EXPONENTIALS = [
+    Logits(5, 262272, parts=129),
+    Logits(3, 262272, parts=129, z_loss=1e-4, shape="confident"),
+    Logits(2, 65536, FP32, parts=32, shape="rising"),
+    Logits(300, 5000, parts=3, pad=8),
+]
 
 
 @pytest.mark.parametrize("case", [*exponentials.CASES, *LARGE_EXPONENTIALS], ids=str)
@@ -36,7 +45,9 @@ def test_exponentials_against_fp64(chosen, case):
 @pytest.mark.parametrize("others", [1, 3])
 @pytest.mark.parametrize("case", exponentials.SEVERAL_RANKS, ids=str)
 def test_parts_of_other_ranks(chosen, case, others):
-    exponentials.check(importlib.import_module(f"hip_ops.{chosen}_kernels.vocabulary_exponentials"), case, "cuda", others)
+    exponentials.check(
+        importlib.import_module(f"hip_ops.{chosen}_kernels.vocabulary_exponentials"), case, "cuda", others
+    )
 
 
 def test_the_self_check_passes(chosen):
@@ -46,11 +57,18 @@ def test_the_self_check_passes(chosen):
 
 def on_device(tokens=512, h=256, classes=20000, dtype=BF16):
     hidden, weight, labels, grad = inputs(tokens, h, classes, dtype)
-    return (hidden.detach() / 4).to(DEVICE).requires_grad_(), weight.detach().to(DEVICE).requires_grad_(), labels.to(DEVICE), grad.to(DEVICE)
+    return (
+        (hidden.detach() / 4).to(DEVICE).requires_grad_(),
+        weight.detach().to(DEVICE).requires_grad_(),
+        labels.to(DEVICE),
+        grad.to(DEVICE),
+    )
 
 
 def run(hidden, weight, labels, grad, *, promise, main_grad=None, **options):
-    losses = hip_ops.linear_cross_entropy(hidden, weight, labels, promised_grad=grad if promise else None, main_grad=main_grad, **options)
+    losses = hip_ops.linear_cross_entropy(
+        hidden, weight, labels, promised_grad=grad if promise else None, main_grad=main_grad, **options
+    )
     wanted = (hidden, weight) if main_grad is None else (hidden,)
     gradients = torch.autograd.grad((losses * grad).sum(), wanted)
     return losses.detach(), gradients[0], gradients[1] if main_grad is None else main_grad
@@ -63,18 +81,25 @@ def test_losses_and_gradients_against_fp64(chosen, dtype, with_main_grad, promis
     """From the logits as the device rounds them, which any bf16 head has; norms, and each element at the size of its terms."""
     hidden, weight, labels, grad = on_device(dtype=dtype)
     main_grad = torch.zeros(weight.shape, device=DEVICE) if with_main_grad else None
-    losses, d_hidden, d_weight = run(hidden, weight, labels, grad, promise=promise, main_grad=main_grad, z_loss=1e-3, chunk_tokens=200)
+    losses, d_hidden, d_weight = run(
+        hidden, weight, labels, grad, promise=promise, main_grad=main_grad, z_loss=1e-3, chunk_tokens=200
+    )
     x, w = hidden.detach().double(), weight.detach().double()
     with torch.no_grad():  # in the same chunks: products of other shapes may sum in another order, and round otherwise
         logits = torch.cat([piece @ weight.t() for piece in hidden.split(200)]).double() if dtype == BF16 else x @ w.t()
     lse = logits.logsumexp(-1)
-    d = (logits.softmax(-1) * (1 + 2e-3 * lse)[:, None] - torch.nn.functional.one_hot(labels, weight.shape[0])) * grad.double()[:, None]
+    d = (
+        logits.softmax(-1) * (1 + 2e-3 * lse)[:, None] - torch.nn.functional.one_hot(labels, weight.shape[0])
+    ) * grad.double()[:, None]
     want = torch.nn.functional.cross_entropy(logits, labels, reduction="none") + 1e-3 * lse**2
     loose = 2**-8 if dtype == BF16 else 2e-5  # TF32 is off; fp32 sums of 20,000
     assert (losses - want).abs().max() < (2e-5 if dtype == BF16 else 2e-4) * want.abs().max()
     # one rounding of d and one of the result; of the weight with a promise also hidden times a row's factor, where the result is not rounded instead of it
     of_weight = 2 + (promise and not with_main_grad and dtype == BF16)
-    for got, exact, terms, roundings in ((d_hidden, d @ w, d.abs() @ w.abs(), 2), (d_weight, d.t() @ x, d.abs().t() @ x.abs(), of_weight)):
+    for got, exact, terms, roundings in (
+        (d_hidden, d @ w, d.abs() @ w.abs(), 2),
+        (d_weight, d.t() @ x, d.abs().t() @ x.abs(), of_weight),
+    ):
         assert (got - exact).norm() <= loose * exact.norm()
         assert ((got - exact).abs() <= roundings * loose * terms + 1e-12).all()
     if with_main_grad and dtype == BF16:  # summed in fp32: no rounding of the result
@@ -87,7 +112,10 @@ def test_modes_and_runs_agree(chosen):
     assert all(torch.equal(a, b) for a, b in zip(first, run(*arguments, promise=True), strict=True))
     losses, d_hidden, d_weight = run(*arguments, promise=False)
     torch.testing.assert_close(losses, first[0], rtol=1e-5, atol=1e-5)
-    for got, want in ((d_hidden, first[1]), (d_weight, first[2])):  # of a factor more or less in what is rounded, twice or three times each
+    for got, want in (
+        (d_hidden, first[1]),
+        (d_weight, first[2]),
+    ):  # of a factor more or less in what is rounded, twice or three times each
         assert (got.double() - want.double()).norm() <= 2**-8 * want.double().norm()
     other = run(*arguments, promise=True, chunk_tokens=128)
     torch.testing.assert_close(other[0], first[0], rtol=1e-4, atol=1e-4)
@@ -98,7 +126,9 @@ def test_nothing_waits_for_the_host_and_a_graph_holds_it(chosen):
     main_grad = torch.zeros(weight.shape, device=DEVICE)
 
     def step():
-        losses = hip_ops.linear_cross_entropy(hidden, weight, labels, promised_grad=grad, main_grad=main_grad, chunk_tokens=200)
+        losses = hip_ops.linear_cross_entropy(
+            hidden, weight, labels, promised_grad=grad, main_grad=main_grad, chunk_tokens=200
+        )
         return losses, torch.autograd.grad((losses * grad).sum(), hidden)[0]
 
     step()

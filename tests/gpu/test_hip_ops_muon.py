@@ -28,7 +28,12 @@ def on_device(lists: Lists) -> Lists:
         flat = torch.empty(0, dtype=view.dtype).set_(view.untyped_storage()).to(DEVICE)
         return flat[view.storage_offset() : view.storage_offset() + view.numel()].view(view.shape)
 
-    return Lists(*([move(t) for t in column] for column in (lists.gradients, lists.momenta, lists.outputs, lists.masters, lists.params)))
+    return Lists(
+        *(
+            [move(t) for t in column]
+            for column in (lists.gradients, lists.momenta, lists.outputs, lists.masters, lists.params)
+        )
+    )
 
 
 def lists_of(seed, *dtypes, shapes=SHAPES, offsets=OFFSETS) -> tuple[Lists, Lists]:
@@ -51,14 +56,28 @@ def test_momentum_against_fp64(chosen, dtypes):
     before, lists = lists_of(1, *dtypes)
     sums, scale = torch.full((len(SHAPES),), math.nan, device=DEVICE), torch.tensor([0.37], device=DEVICE)
     hip_ops.muon_momentum_(lists.gradients, lists.momenta, lists.outputs, grad_scale=scale, square_sums=sums)
-    for i, (g, b, a, o) in enumerate(zip(before.gradients, before.momenta, cpu(lists.momenta), cpu(lists.outputs), strict=True)):
+    for i, (g, b, a, o) in enumerate(
+        zip(before.gradients, before.momenta, cpu(lists.momenta), cpu(lists.outputs), strict=True)
+    ):
         check_momentum(g, b, a, o, grad_scale=0.37, what=f"tensor {i}")
         exact = o.double().square().sum().item()
         assert abs(sums[i].item() - exact) <= 2e-6 * exact, f"tensor {i}: {sums[i].item()}, exact {exact}"
     assert all(guards_intact(t) for t in everything(lists))
 
 
-@pytest.mark.parametrize("update, master, param", [(BF16, FP32, BF16), (FP32, FP32, BF16), (BF16, FP32, FP32), (FP32, FP32, FP32), (BF16, None, BF16), (FP32, None, BF16), (BF16, None, FP32), (FP32, None, FP32)])  # fmt: skip
+@pytest.mark.parametrize(
+    "update, master, param",
+    [
+        (BF16, FP32, BF16),
+        (FP32, FP32, BF16),
+        (BF16, FP32, FP32),
+        (FP32, FP32, FP32),
+        (BF16, None, BF16),
+        (FP32, None, BF16),
+        (BF16, None, FP32),
+        (FP32, None, FP32),
+    ],
+)
 @pytest.mark.parametrize("lr_on_device", [False, True])
 def test_update_against_fp64(chosen, update, master, param, lr_on_device):
     before, lists = lists_of(2, BF16, FP32, update, FP32, param)
@@ -66,12 +85,23 @@ def test_update_against_fp64(chosen, update, master, param, lr_on_device):
     hip_ops.muon_update_(lists.outputs, lists.masters if master else None, lists.params, lr=lr, weight_decay=0.1)
     old, new = (before.masters, cpu(lists.masters)) if master else (before.params, cpu(lists.params))
     for i, shape in enumerate(SHAPES):
-        check_update(before.outputs[i], old[i], new[i], lr=0.02, weight_decay=0.1, scale=rms_matching_scale(shape), what=f"tensor {i}")
+        check_update(
+            before.outputs[i],
+            old[i],
+            new[i],
+            lr=0.02,
+            weight_decay=0.1,
+            scale=rms_matching_scale(shape),
+            what=f"tensor {i}",
+        )
         assert torch.equal(lists.params[i].cpu(), new[i].to(param)) or not master
     assert all(guards_intact(t) for t in everything(lists))
 
 
-@pytest.mark.skipif(torch.cuda.is_available() and bool(backend.unavailable("hip", DEVICE)), reason="the HIP sources cannot be built here")
+@pytest.mark.skipif(
+    torch.cuda.is_available() and bool(backend.unavailable("hip", DEVICE)),
+    reason="the HIP sources cannot be built here",
+)
 def test_triton_and_hip_give_the_same_bits():
     results = []
     for name in ("triton", "hip"):
@@ -86,8 +116,18 @@ def test_triton_and_hip_give_the_same_bits():
 def test_conventions_and_nesterov(chosen):
     for nesterov, convention, momentum in itertools.product((True, False), ("ema", "sum"), (0.95, 0.0)):
         before, lists = lists_of(4, shapes=[(40, 999)], offsets=None)
-        hip_ops.muon_momentum_(lists.gradients, lists.momenta, lists.outputs, nesterov=nesterov, convention=convention, momentum=momentum)
-        check_momentum(before.gradients[0], before.momenta[0], lists.momenta[0].cpu(), lists.outputs[0].cpu(), momentum=momentum, nesterov=nesterov, ema=convention == "ema")
+        hip_ops.muon_momentum_(
+            lists.gradients, lists.momenta, lists.outputs, nesterov=nesterov, convention=convention, momentum=momentum
+        )
+        check_momentum(
+            before.gradients[0],
+            before.momenta[0],
+            lists.momenta[0].cpu(),
+            lists.outputs[0].cpu(),
+            momentum=momentum,
+            nesterov=nesterov,
+            ema=convention == "ema",
+        )
 
 
 def test_square_sums_are_deterministic(chosen):
@@ -115,7 +155,9 @@ def test_nothing_waits_for_the_device(chosen):
     sums = torch.zeros(len(SHAPES), device=DEVICE)
 
     def step():
-        hip_ops.muon_momentum_(lists.gradients, lists.momenta, lists.outputs, found_inf=found, grad_scale=scale, square_sums=sums)
+        hip_ops.muon_momentum_(
+            lists.gradients, lists.momenta, lists.outputs, found_inf=found, grad_scale=scale, square_sums=sums
+        )
         hip_ops.muon_update_(lists.outputs, lists.masters, lists.params, lr=lr, found_inf=found)
 
     step()  # compiles, and runs the self-check
@@ -133,14 +175,20 @@ def test_on_another_stream(chosen):
             momenta = [b.to(DEVICE) for b in before.momenta]
             hip_ops.muon_momentum_(lists.gradients, momenta, lists.outputs)
         torch.cuda.current_stream().wait_stream(stream)
-        for i, (g, b, a, o) in enumerate(zip(before.gradients, before.momenta, cpu(momenta), cpu(lists.outputs), strict=True)):
+        for i, (g, b, a, o) in enumerate(
+            zip(before.gradients, before.momenta, cpu(momenta), cpu(lists.outputs), strict=True)
+        ):
             check_momentum(g, b, a, o, what=f"tensor {i}")
 
 
 def test_cuda_graph(chosen):
     """Captured with tables that only the graph has; replays follow the scalars on the device and survive the cache."""
     before, lists = lists_of(9)
-    lr, scale, found = torch.tensor(0.02, device=DEVICE), torch.tensor([1.0], device=DEVICE), torch.zeros(1, device=DEVICE)
+    lr, scale, found = (
+        torch.tensor(0.02, device=DEVICE),
+        torch.tensor([1.0], device=DEVICE),
+        torch.zeros(1, device=DEVICE),
+    )
 
     def step():
         hip_ops.muon_momentum_(lists.gradients, lists.momenta, lists.outputs, grad_scale=scale, found_inf=found)
@@ -162,10 +210,24 @@ def test_cuda_graph(chosen):
         new, outputs, masters = cpu(lists.momenta), cpu(lists.outputs), cpu(lists.masters)
         for i, shape in enumerate(SHAPES):
             if flag:
-                assert torch.equal(new[i], old[0][i]) and torch.equal(masters[i], old[1][i]) and torch.equal(lists.params[i].cpu(), old[2][i])
+                assert (
+                    torch.equal(new[i], old[0][i])
+                    and torch.equal(masters[i], old[1][i])
+                    and torch.equal(lists.params[i].cpu(), old[2][i])
+                )
             else:
-                check_momentum(before.gradients[i], old[0][i], new[i], outputs[i], grad_scale=factor, what=f"tensor {i}")
-                check_update(outputs[i], old[1][i], masters[i], lr=rate, weight_decay=0.1, scale=rms_matching_scale(shape), what=f"tensor {i}")
+                check_momentum(
+                    before.gradients[i], old[0][i], new[i], outputs[i], grad_scale=factor, what=f"tensor {i}"
+                )
+                check_update(
+                    outputs[i],
+                    old[1][i],
+                    masters[i],
+                    lr=rate,
+                    weight_decay=0.1,
+                    scale=rms_matching_scale(shape),
+                    what=f"tensor {i}",
+                )
     del junk
 
 
@@ -185,11 +247,16 @@ def test_steps_beside_torch_optim_muon(chosen):
             p.grad = g.clone()
         optimizer.step()
         hip_ops.muon_momentum_(gradients, momenta, batches.slots)
-        updates = [torch.stack([_zeropower_via_newtonschulz(x, (DEFAULT_A, DEFAULT_B, DEFAULT_C), 5, EPS) for x in b]) for b in batches.tensors]
+        updates = [
+            torch.stack([_zeropower_via_newtonschulz(x, (DEFAULT_A, DEFAULT_B, DEFAULT_C), 5, EPS) for x in b])
+            for b in batches.tensors
+        ]
         hip_ops.muon_update_(batches.split(updates), None, ours, lr=2.0**-5, weight_decay=0.5)
     for p, momentum, x, y in zip(theirs, momenta, ours, theirs, strict=True):
         assert (momentum - optimizer.state[p]["momentum_buffer"]).abs().max() <= 2e-7
-        assert (x - y).norm() <= 2e-3 * y.norm()  # a rounding of the momentum may flip roundings of bf16 in Newton-Schulz
+        assert (
+            x - y
+        ).norm() <= 2e-3 * y.norm()  # a rounding of the momentum may flip roundings of bf16 in Newton-Schulz
 
 
 def test_compiled_step(chosen):

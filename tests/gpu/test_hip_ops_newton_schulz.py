@@ -20,11 +20,15 @@ SIMPLE = (3.4445, -4.7750, 2.0315)
 
 
 def cuda(case: Case) -> Case:
-    return Case(*(None if x is None else x.to(DEVICE) for x in (case.a, case.b, case.d)), case.alpha, case.beta, case.gamma)
+    return Case(
+        *(None if x is None else x.to(DEVICE) for x in (case.a, case.b, case.d)), case.alpha, case.beta, case.gamma
+    )
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("batch, n, k", [(1, 1, 1), (3, 17, 256), (1, 256, 40), (2, 136, 72), (1, 65, 33), (2, 300, 520)])
+@pytest.mark.parametrize(
+    "batch, n, k", [(1, 1, 1), (3, 17, 256), (1, 256, 40), (2, 136, 72), (1, 65, 33), (2, 300, 520)]
+)
 def test_symmetric_product(chosen, dtype, batch, n, k):
     case = symmetric_case(batch, n, k, dtype)
     for a in (case.a, case.a.mT.contiguous().mT):
@@ -44,18 +48,24 @@ def test_every_configuration_of_the_table_on_sizes_with_tails():
     from hip_ops.triton_kernels.product_configs import TABLE, ProductConfig
     from hip_ops.triton_kernels.symmetric_product import empty_rows, product
 
-    configs = {ProductConfig(**row["config"]) for row in json.loads(TABLE.read_text())["rows"]} - {ProductConfig(engine="cublas")}
+    configs = {ProductConfig(**row["config"]) for row in json.loads(TABLE.read_text())["rows"]} - {
+        ProductConfig(engine="cublas")
+    }
     symmetric, general = symmetric_case(3, 392, 200, "fp16"), general_case(3, 392, 520, 200, "fp16")
     for config in configs:
         if config.engine == "triton" and config.block_n <= 2 * config.block_m:
             a, d = symmetric.a.to(DEVICE), symmetric.d.to(DEVICE)
             for x in (a, a.mT.contiguous().mT):
-                got = product(x, x, d, empty_rows(3, 392, 392, like=a), symmetric.alpha, symmetric.beta, 0.0, True, config)
+                got = product(
+                    x, x, d, empty_rows(3, 392, 392, like=a), symmetric.alpha, symmetric.beta, 0.0, True, config
+                )
                 assert torch.equal(got, got.mT) and symmetric.worst_ulps(got.cpu()) <= ROUNDED_ONCE, config
         if config.engine == "triton":
             a, b, d = (x.to(DEVICE) for x in (general.a, general.b, general.d))
             for right in (b, b.mT.contiguous().mT):
-                got = product(a, right, d, empty_rows(3, 392, 520, like=a), general.alpha, general.beta, 0.0, False, config)
+                got = product(
+                    a, right, d, empty_rows(3, 392, 520, like=a), general.alpha, general.beta, 0.0, False, config
+                )
                 assert general.worst_ulps(got.cpu()) <= ROUNDED_ONCE, config
 
 
@@ -85,7 +95,9 @@ def error(got: torch.Tensor, exact: torch.Tensor) -> float:
 
 
 @pytest.mark.parametrize("coefficients", sorted(COEFFICIENT_SETS))
-@pytest.mark.parametrize("shape", [(17, 256), (256, 256), (2, 128, 2048), (2, 1024, 512), (2048, 4096), (2048, 2048), (1024, 2048)])
+@pytest.mark.parametrize(
+    "shape", [(17, 256), (256, 256), (2, 128, 2048), (2, 1024, 512), (2048, 4096), (2048, 2048), (1024, 2048)]
+)
 def test_newton_schulz_within_the_error_of_cublas(chosen, shape, coefficients):
     if chosen == "hip" and torch.version.hip is None and max(shape) > 256:
         pytest.skip("emulated matrix instructions are slow")
@@ -166,7 +178,11 @@ def test_compiled_and_with_gradients(chosen):
 
 
 def test_many_matrices_of_zaya(chosen):
-    shapes = [(17, 256), (256, 17), (256, 256), (128, 256)] if chosen == "hip" else [(2048, 1024), (1024, 2048), (256, 2048), (128, 2048), (256, 256), (17, 256)]
+    shapes = (
+        [(17, 256), (256, 17), (256, 256), (128, 256)]
+        if chosen == "hip"
+        else [(2048, 1024), (1024, 2048), (256, 2048), (128, 2048), (256, 256), (17, 256)]
+    )
     matrices = [torch.randn(shape, device=DEVICE).to(BF16) for shape in shapes for _ in range(2)]
     for x, got in zip(matrices, module.orthogonalize_many(matrices), strict=True):
         exact = hip_ops.newton_schulz(x.double(), dtype=torch.float64, form="standard")

@@ -86,19 +86,29 @@ def test_wave_sync_and_big_lds(kernels):
 @pytest.mark.parametrize("m", [32, 16])
 def test_matrix_products(kernels, m):
     generator = torch.Generator(GPU).manual_seed(m)
-    a, b, c = (torch.randint(-8, 9, shape, generator=generator, device=GPU) for shape in ((m, 256 // m), (256 // m, m), (m, m)))
+    a, b, c = (
+        torch.randint(-8, 9, shape, generator=generator, device=GPU) for shape in ((m, 256 // m), (256 // m, m), (m, m))
+    )
     out = c.float()
     assert kernels("ho_test_mfma_run", a.bfloat16(), b.bfloat16(), out, m) == 0
     assert torch.equal(out, a.float() @ b.float() + c)
 
 
 def test_bf16(kernels):
-    bits = torch.randint(-(2**31), 2**31, (8192,), generator=torch.Generator().manual_seed(0), dtype=torch.int64).int().to(GPU)
+    bits = (
+        torch.randint(-(2**31), 2**31, (8192,), generator=torch.Generator().manual_seed(0), dtype=torch.int64)
+        .int()
+        .to(GPU)
+    )
     x = bits.view(torch.float32)
     out, back = torch.zeros(8192, dtype=torch.bfloat16, device=GPU), torch.zeros(8192, device=GPU)
     assert kernels("ho_test_bf16_run", x, out, back, 8192) == 0
     nan = x.isnan()
-    assert torch.equal(out[~nan].view(torch.int16), x.bfloat16()[~nan].view(torch.int16)) and out[nan].isnan().all() and nan.any()
+    assert (
+        torch.equal(out[~nan].view(torch.int16), x.bfloat16()[~nan].view(torch.int16))
+        and out[nan].isnan().all()
+        and nan.any()
+    )
     assert torch.equal(back[~nan], out[~nan].float())
 
 
@@ -120,8 +130,14 @@ def test_a_launch_error_is_returned(kernels):
 def test_every_operator_passes_its_self_check(name):
     with backend.use_backend(name):
         results = hip_ops.warm_up(GPU)
-    lacking = {"grouped_rows", "grouped_rows_transposed", "grouped_outer_", "router_mlp", "router_mlp_backward"} if name == "hip" else set()
-    assert len(results) >= 8 and {operator for operator, said in results.items() if said != "passed"} == lacking, results
+    lacking = (
+        {"grouped_rows", "grouped_rows_transposed", "grouped_outer_", "router_mlp", "router_mlp_backward"}
+        if name == "hip"
+        else set()
+    )
+    assert len(results) >= 8 and {operator for operator, said in results.items() if said != "passed"} == lacking, (
+        results
+    )
 
 
 @pytest.mark.parametrize("name", ["hip", "triton"])

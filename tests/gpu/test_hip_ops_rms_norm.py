@@ -14,11 +14,23 @@ from tests.hip_ops.rms_norm_cases import BF16, FP32, Case, check, make, of_modul
 DEVICE = torch.device("cuda")
 CASES = [
     *(Case(scaled, 67, hidden) for scaled in (False, True) for hidden in (256, 512, 1024, 2048, 4096, 8192)),
-    Case(False, 300, 2048, residual_dtype=BF16), Case(False, 4097, 2048, residual_dtype=BF16, d_new_residual=False), Case(True, 4097, 2048),
-    Case(True, 33, 2048, pad=8), Case(True, 33, 2048, pad=3), Case(False, 19, 2051), Case(True, 19, 2051, pad=1), Case(True, 5, 45),
-    Case(False, 7, 1), Case(True, 9, 2048, FP32, FP32, FP32), Case(True, 9, 2048, FP32, FP32, BF16), Case(False, 9, 264, FP32, BF16, FP32),
-    Case(True, 9, 1000, BF16, BF16, BF16), Case(False, 3, 20000), Case(True, 3, 20000, d_new_residual=False), Case(True, 1, 2048),
-]  # fmt: skip
+    Case(False, 300, 2048, residual_dtype=BF16),
+    Case(False, 4097, 2048, residual_dtype=BF16, d_new_residual=False),
+    Case(True, 4097, 2048),
+    Case(True, 33, 2048, pad=8),
+    Case(True, 33, 2048, pad=3),
+    Case(False, 19, 2051),
+    Case(True, 19, 2051, pad=1),
+    Case(True, 5, 45),
+    Case(False, 7, 1),
+    Case(True, 9, 2048, FP32, FP32, FP32),
+    Case(True, 9, 2048, FP32, FP32, BF16),
+    Case(False, 9, 264, FP32, BF16, FP32),
+    Case(True, 9, 1000, BF16, BF16, BF16),
+    Case(False, 3, 20000),
+    Case(True, 3, 20000, d_new_residual=False),
+    Case(True, 1, 2048),
+]
 
 
 def operator(case: Case):
@@ -95,9 +107,14 @@ def test_in_a_captured_graph(chosen):
 
 def test_strides_and_empty_tensors(chosen):
     vectors = list(make(Case(True, 1, 2048), "cuda").arguments[2:])
-    x, residual = torch.randn(3, 2048, 5, device="cuda").bfloat16().transpose(1, 2), torch.randn(3, 5, 4096, device="cuda")[..., ::2]
+    x, residual = (
+        torch.randn(3, 2048, 5, device="cuda").bfloat16().transpose(1, 2),
+        torch.randn(3, 5, 4096, device="cuda")[..., ::2],
+    )
     for a, b in zip(
-        hip_ops.scaled_residual_rms_norm(x, residual, *vectors), hip_ops.scaled_residual_rms_norm(x.contiguous(), residual.contiguous(), *vectors), strict=True
+        hip_ops.scaled_residual_rms_norm(x, residual, *vectors),
+        hip_ops.scaled_residual_rms_norm(x.contiguous(), residual.contiguous(), *vectors),
+        strict=True,
     ):
         assert torch.equal(a, b) and a.is_contiguous()
     y, new_residual = hip_ops.scaled_residual_rms_norm(x[:0], residual[:0], *vectors)

@@ -20,9 +20,16 @@ DEVICE = torch.device("cuda", 0)
 BF16, FP16 = torch.bfloat16, torch.float16
 ZAYA = Router(4096, 256, 17, BF16)
 CASES = [
-    ZAYA, Router(64, 256, 17, BF16, averaged=False, forced=False), Router(1, 256, 17, BF16), Router(1000, 256, 16, BF16, unweighted=False, uses_state=False),
-    Router(129, 128, 64, BF16), Router(77, 64, 5, BF16), Router(65, 32, 9, BF16, averaged=False), Router(130, 256, 33, FP16), Router(0, 256, 17, BF16),
-]  # fmt: skip
+    ZAYA,
+    Router(64, 256, 17, BF16, averaged=False, forced=False),
+    Router(1, 256, 17, BF16),
+    Router(1000, 256, 16, BF16, unweighted=False, uses_state=False),
+    Router(129, 128, 64, BF16),
+    Router(77, 64, 5, BF16),
+    Router(65, 32, 9, BF16, averaged=False),
+    Router(130, 256, 33, FP16),
+    Router(0, 256, 17, BF16),
+]
 
 
 def kernels():
@@ -61,7 +68,12 @@ def test_ties_and_numbers_that_are_none():
     class OnDevice:
         @staticmethod
         def router_mlp(*arguments):
-            moved = [t.to(DEVICE, BF16 if t.dtype == torch.float32 and t.shape != (5,) else t.dtype) if isinstance(t, torch.Tensor) else t for t in arguments]
+            moved = [
+                t.to(DEVICE, BF16 if t.dtype == torch.float32 and t.shape != (5,) else t.dtype)
+                if isinstance(t, torch.Tensor)
+                else t
+                for t in arguments
+            ]
             return [t.cpu() for t in kernels().router_mlp(*moved)]
 
     check_ties(OnDevice)
@@ -75,8 +87,12 @@ def model_step(case: Router, fused: bool) -> list[torch.Tensor]:
     if fused:
         state, weights, *_ = RouterMLP.apply(*leaves, *arguments[10:])
     else:
-        state, logits = router_logits(*(t.unsqueeze(0) if t is not None and t.shape[:1] == (case.rows,) else t for t in leaves), arguments[12])
-        _, weights, ids = choose_expert(logits, arguments[10], softmax_in_fp32=True, forced_expert_ids=arguments[11].unsqueeze(0))
+        state, logits = router_logits(
+            *(t.unsqueeze(0) if t is not None and t.shape[:1] == (case.rows,) else t for t in leaves), arguments[12]
+        )
+        _, weights, ids = choose_expert(
+            logits, arguments[10], softmax_in_fp32=True, forced_expert_ids=arguments[11].unsqueeze(0)
+        )
         weights, state = weights.masked_fill(ids == arguments[13], 0.0)[0], state[0]
     torch.autograd.backward([weights, state], [d_weights, d_state])
     return [weights.detach(), state.detach(), *(leaf.grad for leaf in leaves if leaf is not None)]
@@ -107,9 +123,21 @@ def test_nothing_waits_and_the_bits_are_the_same_twice():
         routed = hip_ops.router_mlp(*arguments[:12], eps=arguments[12], unweighted=arguments[13])
         count(tokens, entropy, routed.statistics)
         d_weights, d_state = routed.weights.clone(), routed.state.clone()
-        return [*routed, *hip_ops.router_mlp_backward(
-            d_weights, d_state, routed, *arguments[1:3], arguments[4], arguments[5], arguments[7], arguments[9], eps=arguments[12], unweighted=arguments[13]
-        )]  # fmt: skip
+        return [
+            *routed,
+            *hip_ops.router_mlp_backward(
+                d_weights,
+                d_state,
+                routed,
+                *arguments[1:3],
+                arguments[4],
+                arguments[5],
+                arguments[7],
+                arguments[9],
+                eps=arguments[12],
+                unweighted=arguments[13],
+            ),
+        ]
 
     first = step()
     with no_waiting():

@@ -8,8 +8,14 @@ import pytest
 
 STEPS = 50
 RECIPE = (
-    "cluster=gpu", "optim=muon", "optim.lr=2e-3", "optim.min_lr=2e-4", "optim.lr_warmup_iters=20", "cluster.fused_residual_norm=true",
-    f"exit_interval={STEPS}", "checkpoint.save_interval=null",
+    "cluster=gpu",
+    "optim=muon",
+    "optim.lr=2e-3",
+    "optim.min_lr=2e-4",
+    "optim.lr_warmup_iters=20",
+    "cluster.fused_residual_norm=true",
+    f"exit_interval={STEPS}",
+    "checkpoint.save_interval=null",
 )
 # Absolute, in nats. Newton-Schulz in bf16 rounds differently in every implementation, and experts flip at near ties.
 EARLY, EARLY_TOLERANCE, LATE_TOLERANCE = 5, 5e-3, 0.15

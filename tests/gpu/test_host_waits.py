@@ -12,13 +12,34 @@ WAITS = {"zaya_plugin/optim/host_copy.py:read calls synchronize"}
 
 
 def test_a_step_waits_once(tmp_path, record_property):
-    names = ("fused_residual_norm", "fused_cca_prologue", "fused_router", "fused_expert_path", "fused_linear_cross_entropy")
+    names = (
+        "fused_residual_norm",
+        "fused_cca_prologue",
+        "fused_router",
+        "fused_expert_path",
+        "fused_linear_cross_entropy",
+    )
     fused = [f"cluster.{name}=true" for name in names]
     done = subprocess.run(
-        [sys.executable, "-m", "tests.training.host_reads", str(tmp_path), "cluster=gpu", "model.kv_channels=128", "model.hidden_size=256",
-         "model.moe_ffn_hidden_size=256", "cluster.grouped_gemm=triton", *fused], cwd=ROOT, text=True, stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT, timeout=540, env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))},
-    )  # fmt: skip
+        [
+            sys.executable,
+            "-m",
+            "tests.training.host_reads",
+            str(tmp_path),
+            "cluster=gpu",
+            "model.kv_channels=128",
+            "model.hidden_size=256",
+            "model.moe_ffn_hidden_size=256",
+            "cluster.grouped_gemm=triton",
+            *fused,
+        ],
+        cwd=ROOT,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        timeout=540,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))},
+    )
     assert done.returncode == 0, done.stdout[-6000:]
     steps = json.loads((tmp_path / "host_reads.json").read_text())
     record_property("steps", steps)

@@ -28,20 +28,40 @@ STEPS, LOSS = 20, 2e-2
 AT_ONCE = int(os.environ.get("ZAYA_LAYOUTS_AT_ONCE", "4"))
 # Sizes that the kernels take: heads of 16 channels, rows of 16 bytes, blocks of 128 rows.
 BASE = (
-    "experiment=cpu_demo", "cluster=gpu", "stage.seq_length=512", "stage.micro_batch_size=2", "stage.global_batch_size=8",
-    "stage.train_iters=60", "optim.lr=1e-3", "optim.lr_warmup_iters=10", "checkpoint.keep_last=0", "logger=none",
+    "experiment=cpu_demo",
+    "cluster=gpu",
+    "stage.seq_length=512",
+    "stage.micro_batch_size=2",
+    "stage.global_batch_size=8",
+    "stage.train_iters=60",
+    "optim.lr=1e-3",
+    "optim.lr_warmup_iters=10",
+    "checkpoint.keep_last=0",
+    "logger=none",
 )
 # ZAYA1-base's width in four layers, its optimizer states in full, three steps.
 WIDE_SHAPE = Shape(4, 2048, 8, 2, 128, 16, 2048, 256, 65_536)
 WIDE = (
-    "experiment=zaya1_base", "cluster=gpu", "optim=adamw", "model.num_layers=4", "model.make_vocab_size_divisible_by=65536",
-    "stage.global_batch_size=4", "stage.train_iters=3", "optim.lr_warmup_iters=1", "stage.eval_iters=0", "checkpoint.save_interval=null",
-    "checkpoint.keep_last=0", "logger=none",
+    "experiment=zaya1_base",
+    "cluster=gpu",
+    "optim=adamw",
+    "model.num_layers=4",
+    "model.make_vocab_size_divisible_by=65536",
+    "stage.global_batch_size=4",
+    "stage.train_iters=3",
+    "optim.lr_warmup_iters=1",
+    "stage.eval_iters=0",
+    "checkpoint.save_interval=null",
+    "checkpoint.keep_last=0",
+    "logger=none",
 )
 MEMORY = (
     (layout("one", 1), {}),
     (layout("dp2", 2), {"data": 2}),
-    (layout("dp2-whole-optimizer", 2, "parallel.use_distributed_optimizer=false"), {"data": 2, "distributed_optimizer": False}),
+    (
+        layout("dp2-whole-optimizer", 2, "parallel.use_distributed_optimizer=false"),
+        {"data": 2, "distributed_optimizer": False},
+    ),
     (layout("cp2", 2, cp=2), {"context": 2}),
     (layout("ep2", 2, ep=2), {"data": 2, "expert": 2}),
     (layout("tp2", 2, tp=2), {"tensor": 2}),
@@ -67,8 +87,20 @@ class Runs:
         self.servers = {kind: RankServers(AT_ONCE, eager if kind == "plain" else GPU) for kind in sorted(kinds)}
         self.pools = {kind: ThreadPoolExecutor(AT_ONCE) for kind in kinds}
         self.data = {"plain": directory / "corpus"}
-        done = zaya("data", "prepare", "--output", str(self.data["plain"]), "--max-bytes", "600K", "--valid-fraction", "0.2",
-                    "--train-bpe", "512", "--workers", "1")
+        done = zaya(
+            "data",
+            "prepare",
+            "--output",
+            str(self.data["plain"]),
+            "--max-bytes",
+            "600K",
+            "--valid-fraction",
+            "0.2",
+            "--train-bpe",
+            "512",
+            "--workers",
+            "1",
+        )
         assert done.returncode == 0, done.stdout
         self.data["memory"] = self.data["plain"]
         self.data["packed"] = short_documents(directory, self.data["plain"] / "tokenizer", lines=16)
@@ -78,10 +110,17 @@ class Runs:
 
     def _grid(self, kind: str) -> Grid:
         grid = Grid(
-            self.directory / kind, self.data[kind], PACKED if kind == "packed" else (), last=COMMON + STEPS, gradients=False,
-            base=BASE, servers=self.servers[kind],
+            self.directory / kind,
+            self.data[kind],
+            PACKED if kind == "packed" else (),
+            last=COMMON + STEPS,
+            gradients=False,
+            base=BASE,
+            servers=self.servers[kind],
         )
-        self._say(f"{kind}: one rank, losses {grid.one['reported'][0]['loss']:.4f} to {grid.one['reported'][-1]['loss']:.4f}")
+        self._say(
+            f"{kind}: one rank, losses {grid.one['reported'][0]['loss']:.4f} to {grid.one['reported'][-1]['loss']:.4f}"
+        )
         return grid
 
     def _record(self, kind: str, layout) -> dict:
@@ -112,11 +151,16 @@ class Runs:
         first = [(key, table) for key, table in grid.one["ids"].items() if key[0] == 0]
         flips = sum(int((result["ids"][key] != table).sum()) for key, table in first) / sum(t.numel() for _, t in first)
         difference = max(abs(a - b) for a, b in pairs)
-        self._say(f"{kind:7} {layout.name:28} largest loss difference {difference:.1e}, last loss {pairs[-1][0]:.4f} (one rank "
-                  f"{pairs[-1][1]:.4f}), other experts in the first step {flips:.2%}")
+        self._say(
+            f"{kind:7} {layout.name:28} largest loss difference {difference:.1e}, last loss {pairs[-1][0]:.4f} (one rank "
+            f"{pairs[-1][1]:.4f}), other experts in the first step {flips:.2%}"
+        )
         return {
-            "losses": [a for a, _ in pairs], "one_rank": [b for _, b in pairs], "largest_difference": difference,
-            "other_experts_in_first_step": flips, "memory": [rank[-1:] for rank in result["memory"]],
+            "losses": [a for a, _ in pairs],
+            "one_rank": [b for _, b in pairs],
+            "largest_difference": difference,
+            "other_experts_in_first_step": flips,
+            "memory": [rank[-1:] for rank in result["memory"]],
             "documents_ending_inside": min(boundaries(result, self.data[kind])),
         }
 
@@ -126,8 +170,10 @@ class Runs:
         last = [rank[-1] for rank in result["memory"]]
         sizes = dict((each.name, sizes) for each, sizes in MEMORY)[layout.name]
         predicted = parallelism.state_bytes(WIDE_SHAPE, parallelism.Layout(**sizes))
-        self._say(f"memory  {layout.name:28} held {last[0]['held'] / 1e9:.2f} GB, predicted {sum(predicted.values()) / 1e9:.2f}; peak "
-                  + ", ".join(f"{rank['peak'] / 1e9:.2f}" for rank in last))
+        self._say(
+            f"memory  {layout.name:28} held {last[0]['held'] / 1e9:.2f} GB, predicted {sum(predicted.values()) / 1e9:.2f}; peak "
+            + ", ".join(f"{rank['peak'] / 1e9:.2f}" for rank in last)
+        )
         return {"memory": last, "predicted_state": predicted, "losses": [row["loss"] for row in result["reported"]]}
 
     def _say(self, line: str) -> None:
@@ -142,10 +188,13 @@ class Runs:
 @pytest.fixture(scope="module")
 def runs(request, tmp_path_factory):
     selected = [
-        item.callspec.params["case"] for item in request.session.items
+        item.callspec.params["case"]
+        for item in request.session.items
         if "case" in getattr(getattr(item, "callspec", None), "params", {}) and item.path == Path(__file__)
     ]
-    runs = Runs(tmp_path_factory.mktemp("layouts"), [case for case in selected if case[1].ranks <= torch.cuda.device_count()])
+    runs = Runs(
+        tmp_path_factory.mktemp("layouts"), [case for case in selected if case[1].ranks <= torch.cuda.device_count()]
+    )
     yield runs
     for pool in runs.pools.values():
         pool.shutdown(cancel_futures=True)
@@ -162,7 +211,9 @@ def test_a_layout(runs, case):
     record = runs.wait(case)
     if kind == "memory":
         held, predicted = record["memory"][0]["held"], sum(record["predicted_state"].values())
-        assert held == pytest.approx(predicted, rel=0.05)  # what the formula leaves out is small: rows of RoPE, work space
+        assert held == pytest.approx(
+            predicted, rel=0.05
+        )  # what the formula leaves out is small: rows of RoPE, work space
         assert record["memory"][0]["peak"] > held
     else:
         assert record["largest_difference"] < LOSS

@@ -21,9 +21,18 @@ def wrapped(single_rank):  # noqa: F811
 
     model_parallel_cuda_manual_seed(1234)
     config = ZayaConfig(
-        num_layers=2, hidden_size=256, num_attention_heads=8, num_query_groups=2, kv_channels=32,
-        ffn_hidden_size=256, moe_ffn_hidden_size=256, num_moe_experts=16, router_hidden_size=32, bf16=True,
-        params_dtype=torch.bfloat16, router_init_std=0.2,
+        num_layers=2,
+        hidden_size=256,
+        num_attention_heads=8,
+        num_query_groups=2,
+        kv_channels=32,
+        ffn_hidden_size=256,
+        moe_ffn_hidden_size=256,
+        num_moe_experts=16,
+        router_hidden_size=32,
+        bf16=True,
+        params_dtype=torch.bfloat16,
+        router_init_std=0.2,
     )
     model = Float16Module(config, build_zaya_model(config, vocab_size=512, max_sequence_length=256).cuda())
     ddp = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=True)

@@ -15,7 +15,16 @@ from torch import Tensor
 
 BF16, FP32, FP64 = torch.bfloat16, torch.float32, torch.float64
 RESULTS = ("query", "key", "value", "inverse_norm")
-GRADIENTS = ("projected", "depthwise_weight", "depthwise_bias", "grouped_weight", "grouped_bias", "temperature", "halo", "value_halo")
+GRADIENTS = (
+    "projected",
+    "depthwise_weight",
+    "depthwise_bias",
+    "grouped_weight",
+    "grouped_bias",
+    "temperature",
+    "halo",
+    "value_halo",
+)
 
 
 @dataclass(frozen=True)
@@ -46,8 +55,16 @@ class Case:
     def __str__(self) -> str:
         names = {BF16: "bf16", FP32: "fp32", FP64: "fp64"}
         options = [f"{self.chunks}x{self.rows}x{self.batch}", f"{self.heads}q{self.groups}k{self.d}", names[self.dtype]]
-        options += ["halo"] * self.halo + [f"documents{self.document}"] * bool(self.document) + [f"start{'_'.join(map(str, self.at))}"] * bool(self.at)
-        options += [f"r{self.rotary}"] * (self.rotary != 64) + ["angles"] * self.rope_batch + [f"w{self.delayed}"] * (self.delayed is not None)
+        options += (
+            ["halo"] * self.halo
+            + [f"documents{self.document}"] * bool(self.document)
+            + [f"start{'_'.join(map(str, self.at))}"] * bool(self.at)
+        )
+        options += (
+            [f"r{self.rotary}"] * (self.rotary != 64)
+            + ["angles"] * self.rope_batch
+            + [f"w{self.delayed}"] * (self.delayed is not None)
+        )
         return "-".join(options + [f"pad{self.pad}"] * bool(self.pad) + ["zero"] * self.zero)
 
     @property
@@ -83,10 +100,12 @@ def make(case: Case, device: str = "cpu") -> Inputs:
     whole = random(k * c, b, case.channels + g * d + case.pad)
     tensors: dict[str, Tensor | None] = {
         "projected": whole[..., : case.channels + g * d],
-        "depthwise_weight": random(case.channels, 1, 2), "depthwise_bias": random(case.channels, scale=0.4),
-        "grouped_weight": random(case.channels, d, 2, scale=(2 * d) ** -0.5), "grouped_bias": random(case.channels, scale=0.4),
+        "depthwise_weight": random(case.channels, 1, 2),
+        "depthwise_bias": random(case.channels, scale=0.4),
+        "grouped_weight": random(case.channels, d, 2, scale=(2 * d) ** -0.5),
+        "grouped_bias": random(case.channels, scale=0.4),
         "temperature": (random(g, scale=0.3) + 1.2).to(case.dtype),
-    }  # fmt: skip
+    }
     if case.zero:
         tensors["temperature"][0] = 0.0
     angles = random(k * c, b if case.rope_batch else 1, case.rotary // 2, scale=3.0, dtype=FP64)
@@ -126,7 +145,12 @@ def _prologue(i: Inputs, t: dict[str, Tensor | None]) -> tuple[Tensor, Tensor, T
                 before, lag = t["halo"][chunk, :, entry], t["value_halo"][chunk, entry].unsqueeze(0)
                 if starts[chunk, 0, entry]:
                     before = torch.cat((torch.zeros_like(before[:1]), before[1:]))
-            u = F.conv1d(torch.cat((before, of_z[first:end])).t().unsqueeze(0), t["depthwise_weight"], t["depthwise_bias"], groups=case.channels)
+            u = F.conv1d(
+                torch.cat((before, of_z[first:end])).t().unsqueeze(0),
+                t["depthwise_weight"],
+                t["depthwise_bias"],
+                groups=case.channels,
+            )
             out = F.conv1d(u, t["grouped_weight"], t["grouped_bias"], groups=n + g)
             here = slice(chunk * c + first, chunk * c + end)
             y[here, entry] = out.squeeze(0).t()
@@ -140,7 +164,10 @@ def _prologue(i: Inputs, t: dict[str, Tensor | None]) -> tuple[Tensor, Tensor, T
     if t["rope"] is not None:
         half = case.rotary // 2
         cos, sin = t["rope"].unsqueeze(2).split(half, dim=-1)
-        turned = torch.cat((x[..., :half] * cos - x[..., half : 2 * half] * sin, x[..., half : 2 * half] * cos + x[..., :half] * sin), dim=-1)
+        turned = torch.cat(
+            (x[..., :half] * cos - x[..., half : 2 * half] * sin, x[..., half : 2 * half] * cos + x[..., :half] * sin),
+            dim=-1,
+        )
         x = torch.cat((turned, x[..., 2 * half :]), dim=-1)
     return x[:, :, :n], x[:, :, n:], values.unflatten(-1, (g, d)), (1.0 / length).squeeze(-1).permute(2, 0, 1)
 
@@ -155,7 +182,9 @@ def exact(i: Inputs) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     wanted = [name for name in GRADIENTS if leaves[name] is not None]
     upstream = [u.cpu().to(FP64) for u in i.upstream]
     gradients = torch.autograd.grad(results[:3], [leaves[name] for name in wanted], upstream, materialize_grads=True)
-    return {name: r.detach() for name, r in zip(RESULTS, results, strict=True)}, dict(zip(wanted, gradients, strict=True))
+    return {name: r.detach() for name, r in zip(RESULTS, results, strict=True)}, dict(
+        zip(wanted, gradients, strict=True)
+    )
 
 
 # Of the length of a head's vector: results of bf16 are rounded once, and before that u, or the gradient of x and the merged taps.
@@ -176,7 +205,7 @@ def compare(name: str, got: Tensor, want: Tensor, d: int, allowed: float, least:
     assert error[worst] <= allowed, (
         f"{name}: {int((error > allowed).sum())} of {len(error)} vectors are wrong; the worst, {worst}, by {error[worst]:.3g} of {allowed:.3g}; it begins with "
         f"{got[worst, :4].tolist()}, right is {want[worst, :4].tolist()}"
-    )  # fmt: skip
+    )
 
 
 def check(module, case: Case, device: str = "cpu") -> None:
@@ -189,7 +218,13 @@ def check(module, case: Case, device: str = "cpu") -> None:
         if name == "value":
             assert torch.equal(got[name].cpu().double(), want), "values are copies"
         else:
-            compare(name, got[name].movedim(0, -1) if name == "inverse_norm" else got[name], want.movedim(0, -1) if name == "inverse_norm" else want, case.d, ALLOWED["results"][case.dtype])
+            compare(
+                name,
+                got[name].movedim(0, -1) if name == "inverse_norm" else got[name],
+                want.movedim(0, -1) if name == "inverse_norm" else want,
+                case.d,
+                ALLOWED["results"][case.dtype],
+            )
     found = backward(module, inputs, got)
     for name, want in gradients.items():
         assert found[name].dtype == case.dtype
@@ -206,5 +241,7 @@ def check(module, case: Case, device: str = "cpu") -> None:
 def backward(module, inputs: Inputs, got: dict[str, Tensor]) -> dict[str, Tensor]:
     """Gradients by name from the results of the forward."""
     saved = (got["query"], got["key"], got["inverse_norm"])
-    found = module.cca_prologue_backward(*inputs.upstream, *inputs.tensors.values(), *saved, inputs.case.groups, inputs.case.late)
+    found = module.cca_prologue_backward(
+        *inputs.upstream, *inputs.tensors.values(), *saved, inputs.case.groups, inputs.case.late
+    )
     return dict(zip(GRADIENTS, found, strict=True))

@@ -42,7 +42,11 @@ def backward_tiles(total: int, rows: int, batch: int, has_halo: bool) -> int:
 
 def flat(tensor: Tensor) -> Tensor:
     """All that lies between a tensor's first and last element."""
-    extent = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)) if tensor.numel() else 0
+    extent = (
+        1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+        if tensor.numel()
+        else 0
+    )
     return tensor.as_strided((extent,), (1,), tensor.storage_offset())
 
 
@@ -80,7 +84,9 @@ class Emulated:
         ):
             return function(*arguments)
 
-    def _launch(self, source: str, kernel: str, blocks: int, given: list, written: list[Tensor | None], threads: int = THREADS) -> None:
+    def _launch(
+        self, source: str, kernel: str, blocks: int, given: list, written: list[Tensor | None], threads: int = THREADS
+    ) -> None:
         """given: kernel arguments; a tensor becomes a buffer, one of `written` is read back."""
         buffers: dict[int, Buffer] = {}
         written = [t for t in written if t is not None and t.numel()]
@@ -92,9 +98,15 @@ class Emulated:
                 buffers[id(value)] = self.device.put(to_numpy(value)) if value.numel() else None
             return buffers[id(value)]
 
-        self.counters[kernel] = self.device.launch(self.objects(source), kernel, (blocks,), (threads,), [convert(value) for value in given])
+        self.counters[kernel] = self.device.launch(
+            self.objects(source), kernel, (blocks,), (threads,), [convert(value) for value in given]
+        )
         for tensor in written:
-            values = torch.from_numpy(buffers[id(tensor)].read().view(np.int16) if tensor.dtype == torch.bfloat16 else buffers[id(tensor)].read())
+            values = torch.from_numpy(
+                buffers[id(tensor)].read().view(np.int16)
+                if tensor.dtype == torch.bfloat16
+                else buffers[id(tensor)].read()
+            )
             flat(tensor).copy_(values.view(tensor.dtype).flatten())
 
     def _ho_cca_prologue(self, *arguments) -> None:
@@ -114,16 +126,57 @@ class Emulated:
                 result.fill_(float("nan"))
         tiles, roles = backward_tiles(total, rows, batch, pointers[9] is not None), heads // groups + 1
         given = [*pointers, *map(np.int32, (*strides, tiles, *sizes))]
-        self._launch("cca_prologue_backward", "ho_cca_prologue_backward_pass", runs(groups, roles, tiles, self.processors, 1) * roles * groups,
-                     given, list(pointers[13:]))  # fmt: skip
+        self._launch(
+            "cca_prologue_backward",
+            "ho_cca_prologue_backward_pass",
+            runs(groups, roles, tiles, self.processors, 1) * roles * groups,
+            given,
+            list(pointers[13:]),
+        )
 
     def _ho_cca_prologue_parameters(self, *arguments) -> None:
         d_key, projected, *weights, temperature, rope, halo, starts, partial, bias, along, zero = arguments[:14]
-        gradients, strides, sizes, (all_runs, zero_runs) = arguments[14:19], arguments[19:26], arguments[26:32], arguments[32:34]
+        gradients, strides, sizes, (all_runs, zero_runs) = (
+            arguments[14:19],
+            arguments[19:26],
+            arguments[26:32],
+            arguments[32:34],
+        )
         for result in (zero, *gradients):
             result.fill_(float("nan"))
         heads, groups = sizes[3:5]
-        given = [d_key, projected, *weights, temperature, rope, halo, starts, zero, *map(np.int64, strides), *map(np.int32, sizes)]
-        self._launch("cca_prologue_parameters", "ho_cca_prologue_backward_temperature", groups * zero_runs, given, [zero], threads=128)
-        given = [partial, bias, along, zero, *weights[:3], temperature, *gradients, *map(np.int64, (all_runs, zero_runs)), np.int32(heads), np.int32(groups)]
-        self._launch("cca_prologue_parameters", "ho_cca_prologue_backward_sum", (heads + groups) * 8, given, list(gradients))
+        given = [
+            d_key,
+            projected,
+            *weights,
+            temperature,
+            rope,
+            halo,
+            starts,
+            zero,
+            *map(np.int64, strides),
+            *map(np.int32, sizes),
+        ]
+        self._launch(
+            "cca_prologue_parameters",
+            "ho_cca_prologue_backward_temperature",
+            groups * zero_runs,
+            given,
+            [zero],
+            threads=128,
+        )
+        given = [
+            partial,
+            bias,
+            along,
+            zero,
+            *weights[:3],
+            temperature,
+            *gradients,
+            *map(np.int64, (all_runs, zero_runs)),
+            np.int32(heads),
+            np.int32(groups),
+        ]
+        self._launch(
+            "cca_prologue_parameters", "ho_cca_prologue_backward_sum", (heads + groups) * 8, given, list(gradients)
+        )

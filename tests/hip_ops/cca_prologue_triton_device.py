@@ -77,7 +77,14 @@ class _Kernel:
                 signature[name] = "i64" if wide else "i32"
                 given.append((np.int64 if wide else np.int32)(value))
                 divisible += [name] * (value % 16 == 0 and name not in SIZES)
-        compiled = triton_code_object(self.kernel, signature, constexprs, num_warps=named["num_warps"], num_stages=named.get("num_stages", 2), divisible_by_16=divisible)
+        compiled = triton_code_object(
+            self.kernel,
+            signature,
+            constexprs,
+            num_warps=named["num_warps"],
+            num_stages=named.get("num_stages", 2),
+            divisible_by_16=divisible,
+        )
         self.owner.counters[self.kernel.__name__] = compiled.launch(device, (*grid, 1, 1)[:3], given)
         for tensor, buffer in buffers.values():
             if buffer is not None:

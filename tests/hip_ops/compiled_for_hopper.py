@@ -10,10 +10,20 @@ import pytest
 
 from tests.gfx942.triton_objects import compiled_kernel
 
-SHARED_MEMORY, RESERVED, REGISTERS = 233_472, 1024, 65_536  # of a multiprocessor of sm_90; of these the system's, a program
+SHARED_MEMORY, RESERVED, REGISTERS = (
+    233_472,
+    1024,
+    65_536,
+)  # of a multiprocessor of sm_90; of these the system's, a program
 
 
-def compiled_for_hopper(kernel, signature: Mapping[str, str], constexprs: Mapping[str, object], divisible_by_16: Sequence[str] = (), **options):
+def compiled_for_hopper(
+    kernel,
+    signature: Mapping[str, str],
+    constexprs: Mapping[str, object],
+    divisible_by_16: Sequence[str] = (),
+    **options,
+):
     """Triton's compiled kernel, with `asm` and `metadata`. Arguments as of triton_objects.compiled_kernel."""
     return compiled_kernel(kernel, ("cuda", 90, 32), signature, constexprs, divisible_by_16, **options)
 

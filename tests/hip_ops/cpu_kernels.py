@@ -53,7 +53,9 @@ def source_files(sources: Iterable[str | Path]) -> tuple[Path, ...]:
 
 @functools.cache
 def _headers(folder: Path) -> bytes:
-    return b"".join(header.name.encode() + header.read_bytes() for header in sorted({*folder.glob("*.h"), *CSRC.glob("*.h")}))
+    return b"".join(
+        header.name.encode() + header.read_bytes() for header in sorted({*folder.glob("*.h"), *CSRC.glob("*.h")})
+    )
 
 
 def _cached(name: str, identity: list[bytes], make) -> Path:
@@ -80,14 +82,27 @@ def build_cpu_library(*sources: str | Path, defines: tuple[str, ...] = (), sanit
     """One library of `sources`."""
     require_gxx()
     compiler = find_compiler("cpu")
-    flags = (*compiler.compile_flags, f"-I{CSRC}", *(f"-D{define}" for define in defines), *(SANITIZE if sanitize else ()))
+    flags = (
+        *compiler.compile_flags,
+        f"-I{CSRC}",
+        *(f"-D{define}" for define in defines),
+        *(SANITIZE if sanitize else ()),
+    )
     objects = []
     for file in source_files(sources):
         identity = [compiler.version.encode(), " ".join(flags).encode(), _headers(file.parent), file.read_bytes()]
-        objects.append(_cached(f"{file.stem}.o", identity, lambda made, file=file: _run([compiler.program, *flags, "-c", str(file), "-o", str(made)])))
+        objects.append(
+            _cached(
+                f"{file.stem}.o",
+                identity,
+                lambda made, file=file: _run([compiler.program, *flags, "-c", str(file), "-o", str(made)]),
+            )
+        )
     link = (*compiler.link_flags, *(SANITIZE if sanitize else ()))
     names = [" ".join(link).encode(), *(str(file).encode() for file in objects)]
-    return _cached("libcpu.so", names, lambda made: _run([compiler.program, *map(str, objects), *link, "-o", str(made)]))
+    return _cached(
+        "libcpu.so", names, lambda made: _run([compiler.program, *map(str, objects), *link, "-o", str(made)])
+    )
 
 
 class CpuKernels:
@@ -100,7 +115,9 @@ class CpuKernels:
         function = getattr(self.library, name)
 
         def call(*arguments):
-            assert len(arguments) == len(function.argtypes), f"{name} takes {len(function.argtypes)} arguments, {len(arguments)} were given"
+            assert len(arguments) == len(function.argtypes), (
+                f"{name} takes {len(function.argtypes)} arguments, {len(arguments)} were given"
+            )
             return function(*map(_address, arguments))
 
         return call
@@ -131,13 +148,20 @@ def schedule(name: str) -> Iterator[None]:
             os.environ["HO_CPU_SCHEDULE"] = before
 
 
-def run_python(program: str, *arguments: object, timeout: float = 120, **environment: str) -> subprocess.CompletedProcess:
+def run_python(
+    program: str, *arguments: object, timeout: float = 120, **environment: str
+) -> subprocess.CompletedProcess:
     """Runs Python text in a process of its own, in the repository's root; for kernels that abort."""
     path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
     return subprocess.run(
-        [sys.executable, "-c", program, *map(str, arguments)], cwd=ROOT, env={**os.environ, "PYTHONPATH": path, **environment},
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=timeout,
-    )  # fmt: skip
+        [sys.executable, "-c", program, *map(str, arguments)],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": path, **environment},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=timeout,
+    )
 
 
 def sanitizer_environment() -> dict[str, str]:
@@ -145,11 +169,22 @@ def sanitizer_environment() -> dict[str, str]:
     beyond one is found; torch is not to be imported there (it takes long, and its allocator hides its blocks)."""
     runtimes = []
     for runtime in ("libasan.so", "libubsan.so"):
-        runtimes.append(subprocess.run(["g++", f"-print-file-name={runtime}"], capture_output=True, text=True, check=True).stdout.strip())
-    return {"LD_PRELOAD": " ".join(runtimes), "ASAN_OPTIONS": "detect_leaks=0", "UBSAN_OPTIONS": "print_stacktrace=1", "PYTHONMALLOC": "malloc"}
+        runtimes.append(
+            subprocess.run(
+                ["g++", f"-print-file-name={runtime}"], capture_output=True, text=True, check=True
+            ).stdout.strip()
+        )
+    return {
+        "LD_PRELOAD": " ".join(runtimes),
+        "ASAN_OPTIONS": "detect_leaks=0",
+        "UBSAN_OPTIONS": "print_stacktrace=1",
+        "PYTHONMALLOC": "malloc",
+    }
 
 
-def run_sanitized(program: str, *arguments: object, expect_failure: bool = False, timeout: float = 120, **environment: str) -> str:
+def run_sanitized(
+    program: str, *arguments: object, expect_failure: bool = False, timeout: float = 120, **environment: str
+) -> str:
     """What the program prints. `expect_failure`: it must end by a sanitizer's finding instead."""
     done = run_python(program, *arguments, timeout=timeout, **{**sanitizer_environment(), **environment})
     assert (done.returncode != 0) == expect_failure, done.stdout[-6000:]

@@ -26,7 +26,9 @@ class Rows:
     pad: int = 0
 
     def __str__(self) -> str:
-        return f"{self.count}x{self.width}-{self.classes}-{str(self.dtype)[6:]}-{self.repeated}" + (f"-pad{self.pad}" if self.pad else "")
+        return f"{self.count}x{self.width}-{self.classes}-{str(self.dtype)[6:]}-{self.repeated}" + (
+            f"-pad{self.pad}" if self.pad else ""
+        )
 
 
 def inputs(case: Rows) -> tuple[Tensor, Tensor, Tensor]:
@@ -43,7 +45,9 @@ def inputs(case: Rows) -> tuple[Tensor, Tensor, Tensor]:
         ids = torch.repeat_interleave(torch.arange(case.count), torch.arange(case.count))[: case.count]
         ids = ids[torch.randperm(case.count, generator=generator)]
     storage = torch.full((max(1, case.count), case.width + case.pad), torch.nan, dtype=case.dtype)
-    rows = storage[: case.count, : case.width].copy_(torch.randn(case.count, case.width, generator=generator, dtype=FP64))
+    rows = storage[: case.count, : case.width].copy_(
+        torch.randn(case.count, case.width, generator=generator, dtype=FP64)
+    )
     total = torch.full((case.classes, case.width + case.pad), torch.nan)[:, : case.width]
     return total.copy_(torch.randn(case.classes, case.width, generator=generator)), ids, rows
 
@@ -76,7 +80,9 @@ def check(module, case: Rows, device: str = "cpu") -> None:
     with new_memory_is_nan():
         module.add_rows_(total, ids, rows)
     error = (total.double() - want).abs()
-    assert bool((error <= 3e-6 * size).all()), f"{case}: off by {(error / size).max().item():.3g}"  # up to 2,000 sums in fp32
+    assert bool((error <= 3e-6 * size).all()), (
+        f"{case}: off by {(error / size).max().item():.3g}"
+    )  # up to 2,000 sums in fp32
     untouched = torch.ones(case.classes, dtype=torch.bool, device=device).index_fill_(0, ids, False)
     assert torch.equal(total[untouched], given[untouched]), f"{case}: rows of no id changed"
     module.add_rows_(given, ids, rows)
@@ -84,8 +90,20 @@ def check(module, case: Rows, device: str = "cpu") -> None:
 
 
 CASES = [
-    Rows(0, 5, 8), Rows(1, 5, 7), Rows(40, 5, 24, BF16), Rows(300, 1000, 33, pad=3), Rows(64, 100, 16, repeated="once"), Rows(33, 40, 130, BF16, "once"),
-    Rows(700, 50, 20, BF16, "half"), Rows(97, 9, 40, repeated="one"), Rows(640, 3, 8, repeated="one"), Rows(500, 500, 48, BF16, "runs", pad=8),
-    Rows(32, 4, 8, repeated="one"), Rows(31, 4, 8, repeated="one"), Rows(65, 2, 1100, BF16, "half"), Rows(65, 2, 1104, BF16, "half"),
-    Rows(33, 40, 1100, repeated="once"), Rows(330, 3, 16, BF16),
-]  # fmt: skip
+    Rows(0, 5, 8),
+    Rows(1, 5, 7),
+    Rows(40, 5, 24, BF16),
+    Rows(300, 1000, 33, pad=3),
+    Rows(64, 100, 16, repeated="once"),
+    Rows(33, 40, 130, BF16, "once"),
+    Rows(700, 50, 20, BF16, "half"),
+    Rows(97, 9, 40, repeated="one"),
+    Rows(640, 3, 8, repeated="one"),
+    Rows(500, 500, 48, BF16, "runs", pad=8),
+    Rows(32, 4, 8, repeated="one"),
+    Rows(31, 4, 8, repeated="one"),
+    Rows(65, 2, 1100, BF16, "half"),
+    Rows(65, 2, 1104, BF16, "half"),
+    Rows(33, 40, 1100, repeated="once"),
+    Rows(330, 3, 16, BF16),
+]

@@ -34,13 +34,31 @@ class HipRows(HipOnDevice):
         aligned, size = self.aligned(total, rows), rows.element_size()
         given, sorted_ids = self.rows(total), self.put(in_order)
         heads, tails = self.out((runs, width), FP32), self.out((runs, width), FP32)
-        self.launch_columns(f"ho_add_runs_{'' if aligned else 'any_'}{SHORT[rows.dtype]}", runs, width, 16 // size if aligned else 1, [
-            given, sorted_ids, self.put(order), self.rows(rows), heads, tails, np.int64(count), np.int32(width), np.int64(total.stride(0)),
-            np.int64(rows.stride(0)),
-        ])  # fmt: skip
-        self.launch_columns(f"ho_join_runs{'' if aligned else '_any'}", runs, width, 4 if aligned else 1, [
-            given, sorted_ids, heads, tails, np.int64(count), np.int32(width), np.int64(total.stride(0)),
-        ])  # fmt: skip
+        self.launch_columns(
+            f"ho_add_runs_{'' if aligned else 'any_'}{SHORT[rows.dtype]}",
+            runs,
+            width,
+            16 // size if aligned else 1,
+            [
+                given,
+                sorted_ids,
+                self.put(order),
+                self.rows(rows),
+                heads,
+                tails,
+                np.int64(count),
+                np.int32(width),
+                np.int64(total.stride(0)),
+                np.int64(rows.stride(0)),
+            ],
+        )
+        self.launch_columns(
+            f"ho_join_runs{'' if aligned else '_any'}",
+            runs,
+            width,
+            4 if aligned else 1,
+            [given, sorted_ids, heads, tails, np.int64(count), np.int32(width), np.int64(total.stride(0))],
+        )
         taken_back(total, given)
 
 
@@ -55,11 +73,24 @@ class TritonRows(TritonOnDevice):
         parts, block = -(-count // kernels.RUN), kernels.columns_of_block(width)
         given, warps = self.rows(total), kernels.warps(block, 64)
         values = {
-            "total": (given, total.dtype), "ids": (self.put(in_order), torch.int64), "order": (self.put(order), torch.int64), "rows": (self.rows(rows), rows.dtype),
-            "heads": (self.out((parts, width), FP32), FP32), "tails": (self.out((parts, width), FP32), FP32), "count": count, "width": width,
-            "total_stride": total.stride(0), "rows_stride": rows.stride(0),
-        }  # fmt: skip
+            "total": (given, total.dtype),
+            "ids": (self.put(in_order), torch.int64),
+            "order": (self.put(order), torch.int64),
+            "rows": (self.rows(rows), rows.dtype),
+            "heads": (self.out((parts, width), FP32), FP32),
+            "tails": (self.out((parts, width), FP32), FP32),
+            "count": count,
+            "width": width,
+            "total_stride": total.stride(0),
+            "rows_stride": rows.stride(0),
+        }
         grid = (parts, -(-width // block))
         self.run(kernels.add_runs_kernel, grid, values, {"RUN": kernels.RUN, "BLOCK": block}, warps)
-        self.run(kernels.join_runs_kernel, grid, values, {"RUN": kernels.RUN, "AT_ONCE": kernels.AT_ONCE, "BLOCK": block}, warps)
+        self.run(
+            kernels.join_runs_kernel,
+            grid,
+            values,
+            {"RUN": kernels.RUN, "AT_ONCE": kernels.AT_ONCE, "BLOCK": block},
+            warps,
+        )
         taken_back(total, given)

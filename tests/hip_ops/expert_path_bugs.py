@@ -36,29 +36,62 @@ def in_source(name: str, right: str, wrong: str, file: str = "") -> Bug:
 
 
 BUGS = {
-    "lost_barrier_after_counting": in_source("expert_sort", "experts), thread);\n  block_sync_lds();", "experts), thread);"),
-    "lost_barrier_before_placing": in_source("expert_sort", "      row += mine;\n    }\n  }\n  block_sync_lds();", "      row += mine;\n    }\n  }"),
+    "lost_barrier_after_counting": in_source(
+        "expert_sort", "experts), thread);\n  block_sync_lds();", "experts), thread);"
+    ),
+    "lost_barrier_before_placing": in_source(
+        "expert_sort", "      row += mine;\n    }\n  }\n  block_sync_lds();", "      row += mine;\n    }\n  }"
+    ),
     "own_block_counted_twice": in_source("expert_sort", "other < block ? found", "other <= block ? found"),
     "no_expert_is_the_last_one": in_source("expert_sort", "int(id) : experts;", "int(id) : experts - 1;"),
-    "piece_starts_at_its_end": in_source("expert_sort", "kPieces + piece] = row;\n      row += mine;", "kPieces + piece] = row += mine;"),
+    "piece_starts_at_its_end": in_source(
+        "expert_sort", "kPieces + piece] = row;\n      row += mine;", "kPieces + piece] = row += mine;"
+    ),
     "rows_of_nobody_look_live": in_source("expert_sort", "cls < experts ? token : ~token", "token"),
-    "not_stable": in_source("expert_sort", "const int token = int(share.first) + i, cls", "const int token = int(share.first) + share.count - 1 - i, cls"),
+    "not_stable": in_source(
+        "expert_sort",
+        "const int token = int(share.first) + i, cls",
+        "const int token = int(share.first) + share.count - 1 - i, cls",
+    ),
     "offsets_are_starts": in_source("expert_sort", "= start + own;", "= start;"),
     "lost_tail": in_source("expert_rows", "  for (; at < count; at += kStep) work.template run<1>(at);", "", HEADER),
-    "bf16_truncation": in_source("expert_rows", "return float_to_bf16(value);", "return bf16(__builtin_bit_cast(uint32_t, value) >> 16);", HEADER),
-    "rows_left_out": in_source("expert_rows", "int64_t(gridDim.x) * kWaves;", "int64_t(gridDim.x) * kWaves + 1;", HEADER),
-    "nobody_gets_the_first_row": in_source("expert_rows", "else piece[p] = zeros<T, kWidth>();", "else piece[p].read(from + at + p * kStep);"),
-    "scale_of_another_token": in_source("expert_rows", "load_number(scale, place, bf16_scale), 0.0f}", "load_number(scale, row, bf16_scale), 0.0f}"),
-    "gradient_of_scale_at_the_row": in_source("expert_rows", "store_number(d_scale, place,", "store_number(d_scale, row,"),
+    "bf16_truncation": in_source(
+        "expert_rows", "return float_to_bf16(value);", "return bf16(__builtin_bit_cast(uint32_t, value) >> 16);", HEADER
+    ),
+    "rows_left_out": in_source(
+        "expert_rows", "int64_t(gridDim.x) * kWaves;", "int64_t(gridDim.x) * kWaves + 1;", HEADER
+    ),
+    "nobody_gets_the_first_row": in_source(
+        "expert_rows", "else piece[p] = zeros<T, kWidth>();", "else piece[p].read(from + at + p * kStep);"
+    ),
+    "scale_of_another_token": in_source(
+        "expert_rows", "load_number(scale, place, bf16_scale), 0.0f}", "load_number(scale, row, bf16_scale), 0.0f}"
+    ),
+    "gradient_of_scale_at_the_row": in_source(
+        "expert_rows", "store_number(d_scale, place,", "store_number(d_scale, row,"
+    ),
     "one_lanes_sum": in_source("expert_rows", "    dot = wave_sum(dot);\n", ""),
-    "padding_ignored": in_source("expert_rows", "source + row * source_stride, d_source", "source + row * hidden, d_source"),
+    "padding_ignored": in_source(
+        "expert_rows", "source + row * source_stride, d_source", "source + row * hidden, d_source"
+    ),
     "gate_without_silu": in_source("weighted_swiglu", "g * sigmoid(g) * to_float", "sigmoid(g) * to_float"),
     "wrong_derivative": in_source("weighted_swiglu", "fmaf(silu, 1.0f - s, s)", "fmaf(s, 1.0f - s, s)"),
-    "gradient_of_prob_with_prob": in_source("weighted_swiglu", "fmaf(dy, product, d_prob)", "fmaf(weighted, product, d_prob)"),
-    "a_row_of_nobody_read": in_source("weighted_swiglu", "    const bool live = row < end;\n    ForwardWork", "    const bool live = row <= end;\n    ForwardWork"),
+    "gradient_of_prob_with_prob": in_source(
+        "weighted_swiglu", "fmaf(dy, product, d_prob)", "fmaf(weighted, product, d_prob)"
+    ),
+    "a_row_of_nobody_read": in_source(
+        "weighted_swiglu",
+        "    const bool live = row < end;\n    ForwardWork",
+        "    const bool live = row <= end;\n    ForwardWork",
+    ),
     "output_without_prob": in_source("weighted_swiglu", "rounded<T>(product * prob)", "rounded<T>(product)"),
-    "halves_swapped": in_source("weighted_swiglu", "gate[p].write(d_gate_up + at + p * kStep), up[p].write(d_gate_up + width + at + p * kStep);",
-                          "up[p].write(d_gate_up + at + p * kStep), gate[p].write(d_gate_up + width + at + p * kStep);"),
-}  # fmt: skip
+    "halves_swapped": in_source(
+        "weighted_swiglu",
+        "gate[p].write(d_gate_up + at + p * kStep), up[p].write(d_gate_up + width + at + p * kStep);",
+        "up[p].write(d_gate_up + at + p * kStep), gate[p].write(d_gate_up + width + at + p * kStep);",
+    ),
+}
 # Not seen in the numbers: one element beyond the row's end is the next row's first, which is written again.
-ONE_TOO_MANY = in_source("expert_rows", "  for (; at < count; at += kStep)", "  for (; at <= count; at += kStep)", HEADER)
+ONE_TOO_MANY = in_source(
+    "expert_rows", "  for (; at < count; at += kStep)", "  for (; at <= count; at += kStep)", HEADER
+)

@@ -31,7 +31,9 @@ def expert_ids(mix: str, tokens: int, num_experts: int, dtype: torch.dtype = tor
     elif mix == "empty_experts":
         ids = ids // 2 * 2
     elif mix == "strange":
-        ids = torch.tensor([-1, 0, num_experts - 1, num_experts, 2**31 - 1, -(2**31)])[torch.randint(0, 6, (tokens,), generator=generator)]
+        ids = torch.tensor([-1, 0, num_experts - 1, num_experts, 2**31 - 1, -(2**31)])[
+            torch.randint(0, 6, (tokens,), generator=generator)
+        ]
     return ids.to(dtype)
 
 
@@ -53,10 +55,16 @@ def exact_order(ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor, 
 
 def check_sort(module, ids: Tensor, num_experts: int) -> None:
     found = module.sort_by_expert(ids, num_experts)
-    for name, got, want in zip(("token_of_row", "row_of_token", "counts", "offsets"), found, exact_order(ids.cpu(), num_experts), strict=True):
-        assert got.dtype == torch.int32 and got.shape == want.shape, f"{name}: {got.dtype} {tuple(got.shape)}, want {tuple(want.shape)}"
+    for name, got, want in zip(
+        ("token_of_row", "row_of_token", "counts", "offsets"), found, exact_order(ids.cpu(), num_experts), strict=True
+    ):
+        assert got.dtype == torch.int32 and got.shape == want.shape, (
+            f"{name}: {got.dtype} {tuple(got.shape)}, want {tuple(want.shape)}"
+        )
         wrong = (got.cpu() != want).nonzero().flatten()
-        assert not len(wrong), f"{name}: {len(wrong)} of {len(want)} entries are wrong, the first at {wrong[0]}: {got[wrong[0]]}, want {want[wrong[0]]}"
+        assert not len(wrong), (
+            f"{name}: {len(wrong)} of {len(want)} entries are wrong, the first at {wrong[0]}: {got[wrong[0]]}, want {want[wrong[0]]}"
+        )
 
 
 @dataclass(frozen=True)
@@ -73,18 +81,28 @@ class Rows:
     seed: int = 0
 
     def __str__(self) -> str:
-        return f"{self.tokens}x{self.hidden}-{NAMES[self.dtype]}-{NAMES[self.prob_dtype]}-{self.mix}" + (f"-pad{self.pad}" if self.pad else "")
+        return f"{self.tokens}x{self.hidden}-{NAMES[self.dtype]}-{NAMES[self.prob_dtype]}-{self.mix}" + (
+            f"-pad{self.pad}" if self.pad else ""
+        )
 
 
-def numbers(shape: tuple[int, ...], dtype: torch.dtype, generator: torch.Generator, pad: int = 0, scale: float = 1.0) -> Tensor:
-    whole = torch.randn((*shape[:-1], shape[-1] + pad), generator=generator, dtype=FP64 if dtype == FP64 else FP32) * scale
+def numbers(
+    shape: tuple[int, ...], dtype: torch.dtype, generator: torch.Generator, pad: int = 0, scale: float = 1.0
+) -> Tensor:
+    whole = (
+        torch.randn((*shape[:-1], shape[-1] + pad), generator=generator, dtype=FP64 if dtype == FP64 else FP32) * scale
+    )
     return whole.to(dtype)[..., : shape[-1]]
 
 
 def same_bits(name: str, got: Tensor, want: Tensor) -> None:
-    assert (got.shape, got.dtype) == (want.shape, want.dtype), f"{name}: {got.dtype} {tuple(got.shape)}, want {want.dtype} {tuple(want.shape)}"
+    assert (got.shape, got.dtype) == (want.shape, want.dtype), (
+        f"{name}: {got.dtype} {tuple(got.shape)}, want {want.dtype} {tuple(want.shape)}"
+    )
     wrong = (got.cpu() != want.cpu()).nonzero()
-    assert not len(wrong), f"{name}: {len(wrong)} of {want.numel()} elements are wrong, the first at {wrong[0].tolist()}"
+    assert not len(wrong), (
+        f"{name}: {len(wrong)} of {want.numel()} elements are wrong, the first at {wrong[0].tolist()}"
+    )
 
 
 def poisoned(rows: Tensor, nobody: Tensor) -> Tensor:
@@ -97,7 +115,9 @@ def check_rows(module, case: Rows, device: str = "cpu") -> None:
     """Gather both ways with and without a side, and the scaled gather with its gradients."""
     generator = torch.Generator().manual_seed(case.seed + case.tokens + 17 * case.hidden)
     shape = (case.tokens, case.hidden)
-    token_of_row, row_of_token, _, _ = exact_order(expert_ids(case.mix, case.tokens, case.num_experts, seed=case.seed), case.num_experts)
+    token_of_row, row_of_token, _, _ = exact_order(
+        expert_ids(case.mix, case.tokens, case.num_experts, seed=case.seed), case.num_experts
+    )
     probs = (torch.rand(case.tokens, generator=generator) + 0.1).to(case.prob_dtype)
     tokens = poisoned(numbers(shape, case.dtype, generator, case.pad), row_of_token < 0)
     rows = poisoned(numbers(shape, case.dtype, generator, case.pad), token_of_row < 0)
@@ -106,15 +126,23 @@ def check_rows(module, case: Rows, device: str = "cpu") -> None:
         want, want_side = torch.zeros(shape, dtype=case.dtype), torch.zeros_like(probs)
         want[live], want_side[live] = source[index[live].long()], probs[index[live].long()]
         for side in (probs, None):
-            got, got_side = module.gather_rows(source.to(device), index.to(device), None if side is None else side.to(device))
+            got, got_side = module.gather_rows(
+                source.to(device), index.to(device), None if side is None else side.to(device)
+            )
             same_bits(f"gather_rows {name}", got, want)
             same_bits(f"gather_rows {name}, side", got_side, got_side[:0] if side is None else want_side)
 
     live, place = row_of_token >= 0, row_of_token.clamp_min(0).long()
     at = rows.detach().double()[place].masked_fill(~live[:, None], 0.0)
-    compare("scale_gather_rows", module.scale_gather_rows(rows.to(device), row_of_token.to(device), probs.to(device)).cpu(), Exact(at * probs.double()[:, None], at.abs() * probs.double()[:, None]))
+    compare(
+        "scale_gather_rows",
+        module.scale_gather_rows(rows.to(device), row_of_token.to(device), probs.to(device)).cpu(),
+        Exact(at * probs.double()[:, None], at.abs() * probs.double()[:, None]),
+    )
     grad = poisoned(numbers(shape, case.dtype, generator, case.pad), row_of_token < 0)
-    d_source, d_scale = module.scale_gather_rows_backward(grad.to(device), rows.to(device), token_of_row.to(device), probs.to(device))
+    d_source, d_scale = module.scale_gather_rows_backward(
+        grad.to(device), rows.to(device), token_of_row.to(device), probs.to(device)
+    )
     assert (d_source.dtype, d_scale.dtype) == (case.dtype, case.prob_dtype)
     upstream = grad.double().masked_fill(~live[:, None], 0.0)
     want = torch.zeros(shape, dtype=FP64)
@@ -137,7 +165,9 @@ class Swiglu:
     seed: int = 0
 
     def __str__(self) -> str:
-        return f"{self.rows}x{self.width}-{NAMES[self.dtype]}-{NAMES[self.prob_dtype]}-{self.offsets}" + (f"-pad{self.pad}" if self.pad else "")
+        return f"{self.rows}x{self.width}-{NAMES[self.dtype]}-{NAMES[self.prob_dtype]}-{self.offsets}" + (
+            f"-pad{self.pad}" if self.pad else ""
+        )
 
     @property
     def live(self) -> int:
@@ -161,7 +191,9 @@ def swiglu_inputs(case: Swiglu) -> SwigluInputs:
     grad = poisoned(numbers((case.rows, case.width), case.dtype, generator, case.pad), nobody)
     probs = poisoned((torch.rand(case.rows, generator=generator) + 0.1).to(case.prob_dtype), nobody)
     # An expert without rows in the middle, and one at the end.
-    offsets = None if case.offsets == "none" else torch.tensor([case.live // 2] * 2 + [case.live] * 2, dtype=torch.int32)
+    offsets = (
+        None if case.offsets == "none" else torch.tensor([case.live // 2] * 2 + [case.live] * 2, dtype=torch.int32)
+    )
     return SwigluInputs(grad, gate_up, probs, offsets)
 
 
@@ -178,9 +210,10 @@ def exact_swiglu(i: SwigluInputs, live: int) -> dict[str, Exact]:
         weighted = (grad * probs[:, None]).abs() * grow
         d_gate = weighted * up.abs() * (sigmoid + gate.abs() * sigmoid * (1.0 - sigmoid))
         terms = {
-            "output": output.abs() * grow, "d_gate_up": torch.cat((d_gate, weighted * (gate * sigmoid).abs()), -1),
+            "output": output.abs() * grow,
+            "d_gate_up": torch.cat((d_gate, weighted * (gate * sigmoid).abs()), -1),
             "d_probs": ((grad * product).abs() * grow).sum(-1),
-        }  # fmt: skip
+        }
     values = {"output": output.detach(), "d_gate_up": d_gate_up, "d_probs": d_probs}
     dead = len(i.probs) - live
 
@@ -199,7 +232,9 @@ def check_swiglu(module, case: Swiglu, device: str = "cpu") -> None:
     assert output.dtype == case.dtype
     compare("output", output.cpu(), want["output"])
     for with_output in (True, False):
-        d_gate_up, d_probs, again = module.weighted_swiglu_backward(inputs.grad.to(device), gate_up, probs, offsets, with_output)
+        d_gate_up, d_probs, again = module.weighted_swiglu_backward(
+            inputs.grad.to(device), gate_up, probs, offsets, with_output
+        )
         assert (d_gate_up.dtype, d_probs.dtype, again.dtype) == (case.dtype, case.prob_dtype, case.dtype)
         compare("d_gate_up", d_gate_up.cpu(), want["d_gate_up"])
         compare("d_probs", d_probs.cpu(), want["d_probs"])

@@ -46,7 +46,9 @@ class OnDevice:
 
     def rows(self, tensor: Tensor) -> Buffer:
         """The storage of strided rows as it lies, without what follows the last row's end."""
-        return self.device.put(to_numpy(tensor.as_strided((max(0, (len(tensor) - 1) * tensor.stride(0) + tensor.shape[1]),), (1,))))
+        return self.device.put(
+            to_numpy(tensor.as_strided((max(0, (len(tensor) - 1) * tensor.stride(0) + tensor.shape[1]),), (1,)))
+        )
 
     def out(self, shape, dtype: torch.dtype) -> Buffer:
         return self.device.alloc(shape, NUMPY[dtype])
@@ -74,15 +76,23 @@ class HipOnDevice(OnDevice):
         variant, threads = (32, 256) if few else (256, 64)
         share = min(128, max(1, -(-tokens // (64 * threads))))
         blocks = -(-tokens // (threads * share))
-        counted, results, given = self.out((blocks, experts + 1), torch.int32), self.sort_results(tokens, experts), self.put(ids)
+        counted, results, given = (
+            self.out((blocks, experts + 1), torch.int32),
+            self.sort_results(tokens, experts),
+            self.put(ids),
+        )
         wide = np.int32(ids.dtype == torch.int64)
         sizes = [np.int64(tokens), np.int32(share), np.int32(experts)]
         self.launch("expert_sort", f"ho_expert_count_{variant}", blocks, threads, [given, wide, counted, *sizes])
-        self.launch("expert_sort", f"ho_expert_place_{variant}", blocks, threads, [given, wide, counted, *results, *sizes])
+        self.launch(
+            "expert_sort", f"ho_expert_place_{variant}", blocks, threads, [given, wide, counted, *results, *sizes]
+        )
         return tuple(to_torch(r.read()) for r in results)
 
     def aligned(self, *tensors: Tensor) -> bool:
-        return all(t.stride(0) * t.element_size() % 16 == 0 and t.shape[1] * t.element_size() % 16 == 0 for t in tensors)
+        return all(
+            t.stride(0) * t.element_size() % 16 == 0 and t.shape[1] * t.element_size() % 16 == 0 for t in tensors
+        )
 
     def gather_rows(self, source: Tensor, index: Tensor, side: Tensor | None) -> tuple[Tensor, Tensor]:
         (count, hidden), size = source.shape, source.element_size()
@@ -91,52 +101,120 @@ class HipOnDevice(OnDevice):
         aligned = self.aligned(source)
         words = 4 // size if aligned else 1
         suffix = "16" if aligned else str(size)
-        self.launch_rows("expert_rows", f"ho_gather_rows_{suffix}", count, [
-            self.rows(source), self.put(index), self.put(side), out, None if side is None else side_out, np.int64(count),
-            np.int32(hidden // words), np.int64(source.stride(0) // words), np.int32(0 if side is None else side.element_size()),
-        ])  # fmt: skip
+        self.launch_rows(
+            "expert_rows",
+            f"ho_gather_rows_{suffix}",
+            count,
+            [
+                self.rows(source),
+                self.put(index),
+                self.put(side),
+                out,
+                None if side is None else side_out,
+                np.int64(count),
+                np.int32(hidden // words),
+                np.int64(source.stride(0) // words),
+                np.int32(0 if side is None else side.element_size()),
+            ],
+        )
         return to_torch(out.read()), to_torch(side_out.read())
 
     def scale_gather_rows(self, source: Tensor, index: Tensor, scale: Tensor) -> Tensor:
         count, hidden = source.shape
         out = self.out((count, hidden), source.dtype)
         name = f"ho_scale_gather_rows_{'' if self.aligned(source) else 'any_'}{SHORT[source.dtype]}"
-        self.launch_rows("expert_rows", name, count, [
-            self.rows(source), self.put(index), self.put(scale), out, np.int64(count), np.int32(hidden), np.int64(source.stride(0)),
-            np.int32(scale.dtype == BF16),
-        ])  # fmt: skip
+        self.launch_rows(
+            "expert_rows",
+            name,
+            count,
+            [
+                self.rows(source),
+                self.put(index),
+                self.put(scale),
+                out,
+                np.int64(count),
+                np.int32(hidden),
+                np.int64(source.stride(0)),
+                np.int32(scale.dtype == BF16),
+            ],
+        )
         return to_torch(out.read())
 
-    def scale_gather_rows_backward(self, grad: Tensor, source: Tensor, inverse: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+    def scale_gather_rows_backward(
+        self, grad: Tensor, source: Tensor, inverse: Tensor, scale: Tensor
+    ) -> tuple[Tensor, Tensor]:
         count, hidden = source.shape
         d_source, d_scale = self.out((count, hidden), source.dtype), self.out((count,), scale.dtype)
         name = f"ho_scale_gather_rows_backward_{'' if self.aligned(grad, source) else 'any_'}{SHORT[source.dtype]}"
-        self.launch_rows("expert_rows", name, count, [
-            self.rows(grad), self.rows(source), self.put(inverse), self.put(scale), d_source, d_scale, np.int64(count), np.int32(hidden),
-            np.int64(grad.stride(0)), np.int64(source.stride(0)), np.int32(scale.dtype == BF16),
-        ])  # fmt: skip
+        self.launch_rows(
+            "expert_rows",
+            name,
+            count,
+            [
+                self.rows(grad),
+                self.rows(source),
+                self.put(inverse),
+                self.put(scale),
+                d_source,
+                d_scale,
+                np.int64(count),
+                np.int32(hidden),
+                np.int64(grad.stride(0)),
+                np.int64(source.stride(0)),
+                np.int32(scale.dtype == BF16),
+            ],
+        )
         return to_torch(d_source.read()), to_torch(d_scale.read())
 
     def weighted_swiglu(self, gate_up: Tensor, probs: Tensor, offsets: Tensor | None) -> Tensor:
         count, width = gate_up.shape[0], gate_up.shape[1] // 2
         out = self.out((count, width), gate_up.dtype)
         name = f"ho_weighted_swiglu_{'' if self.aligned(gate_up[:, :width]) else 'any_'}{SHORT[gate_up.dtype]}"
-        self.launch_rows("weighted_swiglu", name, count, [
-            self.rows(gate_up), self.put(probs), self.put(offsets), out, np.int64(count), np.int32(width), np.int64(gate_up.stride(0)),
-            np.int32(0 if offsets is None else len(offsets)), np.int32(probs.dtype == BF16),
-        ])  # fmt: skip
+        self.launch_rows(
+            "weighted_swiglu",
+            name,
+            count,
+            [
+                self.rows(gate_up),
+                self.put(probs),
+                self.put(offsets),
+                out,
+                np.int64(count),
+                np.int32(width),
+                np.int64(gate_up.stride(0)),
+                np.int32(0 if offsets is None else len(offsets)),
+                np.int32(probs.dtype == BF16),
+            ],
+        )
         return to_torch(out.read())
 
-    def weighted_swiglu_backward(self, grad: Tensor, gate_up: Tensor, probs: Tensor, offsets: Tensor | None, with_output: bool):
+    def weighted_swiglu_backward(
+        self, grad: Tensor, gate_up: Tensor, probs: Tensor, offsets: Tensor | None, with_output: bool
+    ):
         count, width = grad.shape
         d_gate_up, d_probs = self.out((count, 2 * width), gate_up.dtype), self.out((count,), probs.dtype)
         out = self.out((count, width) if with_output else (0,), gate_up.dtype)
         name = f"ho_weighted_swiglu_backward_{'' if self.aligned(grad, gate_up[:, :width]) else 'any_'}{SHORT[gate_up.dtype]}"
-        self.launch_rows("weighted_swiglu", name, count, [
-            self.rows(grad), self.rows(gate_up), self.put(probs), self.put(offsets), d_gate_up, d_probs, out if with_output else None,
-            np.int64(count), np.int32(width), np.int64(grad.stride(0)), np.int64(gate_up.stride(0)),
-            np.int32(0 if offsets is None else len(offsets)), np.int32(probs.dtype == BF16),
-        ])  # fmt: skip
+        self.launch_rows(
+            "weighted_swiglu",
+            name,
+            count,
+            [
+                self.rows(grad),
+                self.rows(gate_up),
+                self.put(probs),
+                self.put(offsets),
+                d_gate_up,
+                d_probs,
+                out if with_output else None,
+                np.int64(count),
+                np.int32(width),
+                np.int64(grad.stride(0)),
+                np.int64(gate_up.stride(0)),
+                np.int32(0 if offsets is None else len(offsets)),
+                np.int32(probs.dtype == BF16),
+            ],
+        )
         return tuple(to_torch(b.read()) for b in (d_gate_up, d_probs, out))
 
 
@@ -174,26 +252,61 @@ class TritonOnDevice(OnDevice):
         programs = -(-tokens // (tiles * tile))
         counted, results = self.out((programs, padded), torch.int32), self.sort_results(tokens, experts)
         names = ("token_of_row", "row_of_token", "counts", "offsets")
-        values = {"expert_ids": (self.put(ids), ids.dtype), "counted": (counted, torch.int32), "tokens": tokens, "num_experts": experts}
-        values |= {name: (buffer, torch.int32) for name, buffer in zip(names, results, strict=True)} | {"tiles": tiles, "programs": programs}
+        values = {
+            "expert_ids": (self.put(ids), ids.dtype),
+            "counted": (counted, torch.int32),
+            "tokens": tokens,
+            "num_experts": experts,
+        }
+        values |= {name: (buffer, torch.int32) for name, buffer in zip(names, results, strict=True)} | {
+            "tiles": tiles,
+            "programs": programs,
+        }
         self.run(kernels.expert_count_kernel, (programs, 1), values, {"EXPERTS": padded, "TILE": tile})
-        self.run(kernels.expert_place_kernel, (programs, 1), values, {"EXPERTS": padded, "TILE": tile, "ROWS": 4096 // padded})
+        self.run(
+            kernels.expert_place_kernel,
+            (programs, 1),
+            values,
+            {"EXPERTS": padded, "TILE": tile, "ROWS": 4096 // padded},
+        )
         return tuple(to_torch(r.read()) for r in results)
 
-    def _gather(self, source: Tensor, index: Tensor, scale: Tensor | None, side: Tensor | None) -> tuple[Tensor, Tensor]:
+    def _gather(
+        self, source: Tensor, index: Tensor, scale: Tensor | None, side: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
         from hip_ops.triton_kernels import expert_permutation as kernels
 
         (count, hidden), map_of = source.shape, (self.put(index), torch.int32)
-        out, side_out = self.out((count, hidden), source.dtype), self.out((count,) if side is not None else (0,), source.dtype if side is None else side.dtype)
+        out, side_out = (
+            self.out((count, hidden), source.dtype),
+            self.out((count,) if side is not None else (0,), source.dtype if side is None else side.dtype),
+        )
         chosen = kernels.launch(hidden, source.element_size(), warp_size=64)
         values = {
-            "source": (self.rows(source), source.dtype), "index": map_of, "out": (out, source.dtype), "rows": count, "hidden": hidden,
-            "scale": map_of if scale is None else (self.put(scale), scale.dtype), "side": map_of if side is None else (self.put(side), side.dtype),
-            "side_out": map_of if side is None else (side_out, side.dtype), "source_stride": source.stride(0),
-        }  # fmt: skip
-        constexprs = {"SCALED": scale is not None, "HAS_SIDE": side is not None, "ROWS": chosen.rows, "BLOCK": chosen.block}
+            "source": (self.rows(source), source.dtype),
+            "index": map_of,
+            "out": (out, source.dtype),
+            "rows": count,
+            "hidden": hidden,
+            "scale": map_of if scale is None else (self.put(scale), scale.dtype),
+            "side": map_of if side is None else (self.put(side), side.dtype),
+            "side_out": map_of if side is None else (side_out, side.dtype),
+            "source_stride": source.stride(0),
+        }
+        constexprs = {
+            "SCALED": scale is not None,
+            "HAS_SIDE": side is not None,
+            "ROWS": chosen.rows,
+            "BLOCK": chosen.block,
+        }
         if count:
-            self.run(kernels.expert_gather_kernel, (-(-count // chosen.rows), -(-hidden // chosen.block)), values, constexprs, chosen.num_warps)
+            self.run(
+                kernels.expert_gather_kernel,
+                (-(-count // chosen.rows), -(-hidden // chosen.block)),
+                values,
+                constexprs,
+                chosen.num_warps,
+            )
         return to_torch(out.read()), to_torch(side_out.read())
 
     def gather_rows(self, source: Tensor, index: Tensor, side: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -202,38 +315,69 @@ class TritonOnDevice(OnDevice):
     def scale_gather_rows(self, source: Tensor, index: Tensor, scale: Tensor) -> Tensor:
         return self._gather(source, index, scale, None)[0]
 
-    def scale_gather_rows_backward(self, grad: Tensor, source: Tensor, inverse: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+    def scale_gather_rows_backward(
+        self, grad: Tensor, source: Tensor, inverse: Tensor, scale: Tensor
+    ) -> tuple[Tensor, Tensor]:
         from hip_ops.triton_kernels import expert_permutation as kernels
 
         count, hidden = source.shape
         d_source, d_scale = self.out((count, hidden), source.dtype), self.out((count,), scale.dtype)
         chosen = kernels.launch(hidden, source.element_size(), reduces=True, warp_size=64)
         values = {
-            "grad": (self.rows(grad), grad.dtype), "source": (self.rows(source), source.dtype), "inverse": (self.put(inverse), torch.int32),
-            "scale": (self.put(scale), scale.dtype), "d_source": (d_source, source.dtype), "d_scale": (d_scale, scale.dtype), "rows": count,
-            "hidden": hidden, "grad_stride": grad.stride(0), "source_stride": source.stride(0),
-        }  # fmt: skip
-        self.run(kernels.expert_scale_gather_backward_kernel, (-(-count // chosen.rows), 1), values, {"ROWS": chosen.rows, "BLOCK": chosen.block}, chosen.num_warps)
+            "grad": (self.rows(grad), grad.dtype),
+            "source": (self.rows(source), source.dtype),
+            "inverse": (self.put(inverse), torch.int32),
+            "scale": (self.put(scale), scale.dtype),
+            "d_source": (d_source, source.dtype),
+            "d_scale": (d_scale, scale.dtype),
+            "rows": count,
+            "hidden": hidden,
+            "grad_stride": grad.stride(0),
+            "source_stride": source.stride(0),
+        }
+        self.run(
+            kernels.expert_scale_gather_backward_kernel,
+            (-(-count // chosen.rows), 1),
+            values,
+            {"ROWS": chosen.rows, "BLOCK": chosen.block},
+            chosen.num_warps,
+        )
         return to_torch(d_source.read()), to_torch(d_scale.read())
 
     def weighted_swiglu(self, gate_up: Tensor, probs: Tensor, offsets: Tensor | None) -> Tensor:
         from hip_ops.triton_kernels import weighted_swiglu as kernels
 
         count, width = gate_up.shape[0], gate_up.shape[1] // 2
-        out, chosen = self.out((count, width), gate_up.dtype), kernels.launch(width, gate_up.element_size(), backward=False, warp_size=64)
+        out, chosen = (
+            self.out((count, width), gate_up.dtype),
+            kernels.launch(width, gate_up.element_size(), backward=False, warp_size=64),
+        )
         values = self._swiglu_values(gate_up, probs, offsets) | {"out": (out, gate_up.dtype)}
         constexprs = {"HAS_OFFSETS": offsets is not None, "ROWS": chosen.rows, "BLOCK": chosen.block}
-        self.run(kernels.weighted_swiglu_forward_kernel, (-(-count // chosen.rows), -(-width // chosen.block)), values, constexprs, chosen.num_warps)
+        self.run(
+            kernels.weighted_swiglu_forward_kernel,
+            (-(-count // chosen.rows), -(-width // chosen.block)),
+            values,
+            constexprs,
+            chosen.num_warps,
+        )
         return to_torch(out.read())
 
     def _swiglu_values(self, gate_up: Tensor, probs: Tensor, offsets: Tensor | None) -> dict:
         given = (self.put(probs), probs.dtype)
         return {
-            "gate_up": (self.rows(gate_up), gate_up.dtype), "probs": given, "offsets": given if offsets is None else (self.put(offsets), torch.int32),
-            "rows": len(gate_up), "width": gate_up.shape[1] // 2, "gate_up_stride": gate_up.stride(0), "experts": 0 if offsets is None else len(offsets),
-        }  # fmt: skip
+            "gate_up": (self.rows(gate_up), gate_up.dtype),
+            "probs": given,
+            "offsets": given if offsets is None else (self.put(offsets), torch.int32),
+            "rows": len(gate_up),
+            "width": gate_up.shape[1] // 2,
+            "gate_up_stride": gate_up.stride(0),
+            "experts": 0 if offsets is None else len(offsets),
+        }
 
-    def weighted_swiglu_backward(self, grad: Tensor, gate_up: Tensor, probs: Tensor, offsets: Tensor | None, with_output: bool):
+    def weighted_swiglu_backward(
+        self, grad: Tensor, gate_up: Tensor, probs: Tensor, offsets: Tensor | None, with_output: bool
+    ):
         from hip_ops.triton_kernels import weighted_swiglu as kernels
 
         count, width = grad.shape
@@ -241,9 +385,19 @@ class TritonOnDevice(OnDevice):
         out = self.out((count, width) if with_output else (0,), gate_up.dtype)
         chosen = kernels.launch(width, gate_up.element_size(), backward=True, warp_size=64)
         values = self._swiglu_values(gate_up, probs, offsets) | {
-            "grad": (self.rows(grad), grad.dtype), "d_gate_up": (d_gate_up, gate_up.dtype), "d_probs": (d_probs, probs.dtype),
-            "out": (out, gate_up.dtype), "grad_stride": grad.stride(0),
-        }  # fmt: skip
-        constexprs = {"HAS_OFFSETS": offsets is not None, "WITH_OUTPUT": with_output, "ROWS": chosen.rows, "BLOCK": chosen.block}
-        self.run(kernels.weighted_swiglu_backward_kernel, (-(-count // chosen.rows), 1), values, constexprs, chosen.num_warps)
+            "grad": (self.rows(grad), grad.dtype),
+            "d_gate_up": (d_gate_up, gate_up.dtype),
+            "d_probs": (d_probs, probs.dtype),
+            "out": (out, gate_up.dtype),
+            "grad_stride": grad.stride(0),
+        }
+        constexprs = {
+            "HAS_OFFSETS": offsets is not None,
+            "WITH_OUTPUT": with_output,
+            "ROWS": chosen.rows,
+            "BLOCK": chosen.block,
+        }
+        self.run(
+            kernels.weighted_swiglu_backward_kernel, (-(-count // chosen.rows), 1), values, constexprs, chosen.num_warps
+        )
         return tuple(to_torch(b.read()) for b in (d_gate_up, d_probs, out))

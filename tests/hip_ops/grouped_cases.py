@@ -50,7 +50,9 @@ class Grouped:
         return wide.to(device)[:, :columns]
 
     def matrices(self, transposed: bool, device="cpu") -> Tensor:
-        stored = self.random(len(self.counts), *((self.n, self.k) if transposed else (self.k, self.n)), salt=3).to(device)
+        stored = self.random(len(self.counts), *((self.n, self.k) if transposed else (self.k, self.n)), salt=3).to(
+            device
+        )
         return stored.mT if transposed else stored
 
     def expert_of_row(self) -> Tensor:

@@ -31,18 +31,31 @@ class GroupedOnDevice:
     def run(self, kernel, tensors: dict[str, tuple], sizes: dict[str, int], constants: dict) -> None:
         c = self.config
         constants = {
-            "EXPERTS": 1 << (sizes["experts"] - 1).bit_length(), "BLOCK_M": c.block_m, "BLOCK_N": c.block_n, "BLOCK_K": c.block_k,
-            "GROUP": c.group, "XCDS": 8, **constants,
-        }  # fmt: skip
-        signature = {name: TYPES[tensors[name][1]] if name in tensors else "i32" for name in kernel.arg_names if name not in constants}
+            "EXPERTS": 1 << (sizes["experts"] - 1).bit_length(),
+            "BLOCK_M": c.block_m,
+            "BLOCK_N": c.block_n,
+            "BLOCK_K": c.block_k,
+            "GROUP": c.group,
+            "XCDS": 8,
+            **constants,
+        }
+        signature = {
+            name: TYPES[tensors[name][1]] if name in tensors else "i32"
+            for name in kernel.arg_names
+            if name not in constants
+        }
         divisible = [name for name in signature if name in tensors or sizes[name] % 16 == 0]
-        code = triton_code_object(kernel, signature, constants, num_warps=c.num_warps, num_stages=c.num_stages, divisible_by_16=divisible)
+        code = triton_code_object(
+            kernel, signature, constants, num_warps=c.num_warps, num_stages=c.num_stages, divisible_by_16=divisible
+        )
         given = [tensors[name][0] if name in tensors else np.int32(sizes[name]) for name in signature]
         self.counters = code.launch(self.device, (self.programs, 1, 1), given)
 
     def put(self, x: Tensor) -> tuple:
         """The storage of rows as it lies, without what follows the last row's end."""
-        flat = x.as_strided((max(0, (len(x) - 1) * x.stride(0) + x.shape[1]),), (1,)) if x.dim() == 2 else x.contiguous()
+        flat = (
+            x.as_strided((max(0, (len(x) - 1) * x.stride(0) + x.shape[1]),), (1,)) if x.dim() == 2 else x.contiguous()
+        )
         return self.device.put(to_numpy(flat)), x.dtype
 
     def grouped_rows(self, x: Tensor, matrices: Tensor, offsets: Tensor) -> Tensor:
@@ -52,9 +65,21 @@ class GroupedOnDevice:
         transposed = matrices.stride(2) != 1
         stored = matrices.mT if transposed else matrices
         out = self.device.alloc((len(x), n), NUMPY[x.dtype])
-        tensors = {"x_pointer": self.put(x), "w_pointer": self.put(stored), "out_pointer": (out, x.dtype), "offsets": self.put(offsets)}
-        sizes = dict(experts=experts, n=n, k=k, x_stride=x.stride(0), w_matrix=stored.stride(0), w_stride=stored.stride(1))
-        self.run(grouped_pointer_rows_kernel, tensors, sizes, {"TRANSPOSED": transposed, "EVEN_K": k % self.config.block_k == 0})
+        tensors = {
+            "x_pointer": self.put(x),
+            "w_pointer": self.put(stored),
+            "out_pointer": (out, x.dtype),
+            "offsets": self.put(offsets),
+        }
+        sizes = dict(
+            experts=experts, n=n, k=k, x_stride=x.stride(0), w_matrix=stored.stride(0), w_stride=stored.stride(1)
+        )
+        self.run(
+            grouped_pointer_rows_kernel,
+            tensors,
+            sizes,
+            {"TRANSPOSED": transposed, "EVEN_K": k % self.config.block_k == 0},
+        )
         return to_torch(out.read()).view(x.dtype)
 
     def grouped_outer_(self, out: Tensor, a: Tensor, b: Tensor, offsets: Tensor, accumulate: bool) -> None:
@@ -62,7 +87,14 @@ class GroupedOnDevice:
 
         experts, m, n = out.shape
         buffer, _ = self.put(out)
-        tensors = {"a_pointer": self.put(a), "b_pointer": self.put(b), "out_pointer": (buffer, out.dtype), "offsets": self.put(offsets)}
-        sizes = dict(experts=experts, m=m, n=n, a_stride=a.stride(0), b_stride=b.stride(0), out_matrix=m * n, out_stride=n)
+        tensors = {
+            "a_pointer": self.put(a),
+            "b_pointer": self.put(b),
+            "out_pointer": (buffer, out.dtype),
+            "offsets": self.put(offsets),
+        }
+        sizes = dict(
+            experts=experts, m=m, n=n, a_stride=a.stride(0), b_stride=b.stride(0), out_matrix=m * n, out_stride=n
+        )
         self.run(grouped_pointer_outer_kernel, tensors, sizes, {"ACCUMULATE": accumulate})
         out.copy_(to_torch(buffer.read()).view(out.dtype).view_as(out))

@@ -12,28 +12,65 @@ SKIP = "if (found_inf && *found_inf != 0.0f) return;"
 # name: the kernel that is to show it, what the sources say, what they would say. Every occurrence is replaced.
 BUGS = {
     "lost tail": ("momentum", "i < c.count; i += kThreads", "i < c.vectors; i += kThreads"),
-    "tail mask": ("update", "c.count = row.numel - c.base < chunk_elements ? int(row.numel - c.base) : chunk_elements;", "c.count = chunk_elements;"),
+    "tail mask": (
+        "update",
+        "c.count = row.numel - c.base < chunk_elements ? int(row.numel - c.base) : chunk_elements;",
+        "c.count = chunk_elements;",
+    ),
     "lost head": ("update", "if (int(threadIdx.x) < c.head)", "if (int(threadIdx.x) < 0)"),
-    "vectors at a misaligned start": ("momentum", "row.head < 0 ? 0 : c.count / kWidth * kWidth", "row.head < 0 ? c.count : c.count / kWidth * kWidth"),
-    "bf16 truncation": ("update", "return float_to_bf16(value);", "{ ho::FloatBits x; x.value = value; return bf16(x.bits >> 16); }"),
-    "next chunk's tensor": ("momentum", "rows[chunk_rows[chunk]]", "rows[chunk_rows[chunk + 1 < chunks ? chunk + 1 : chunk]]"),
-    "first chunk forgotten": ("update", "int64_t(chunk - row.first_chunk) * chunk_elements", "int64_t(chunk) * chunk_elements"),
+    "vectors at a misaligned start": (
+        "momentum",
+        "row.head < 0 ? 0 : c.count / kWidth * kWidth",
+        "row.head < 0 ? c.count : c.count / kWidth * kWidth",
+    ),
+    "bf16 truncation": (
+        "update",
+        "return float_to_bf16(value);",
+        "{ ho::FloatBits x; x.value = value; return bf16(x.bits >> 16); }",
+    ),
+    "next chunk's tensor": (
+        "momentum",
+        "rows[chunk_rows[chunk]]",
+        "rows[chunk_rows[chunk + 1 < chunks ? chunk + 1 : chunk]]",
+    ),
+    "first chunk forgotten": (
+        "update",
+        "int64_t(chunk - row.first_chunk) * chunk_elements",
+        "int64_t(chunk) * chunk_elements",
+    ),
     "grid stride off by one": ("update", "chunk += gridDim.x", "chunk += gridDim.x + 1"),
     "no skip flag": ("update", SKIP, "if (false) return;"),
     "skip flag inverted": ("momentum", SKIP, "if (found_inf && *found_inf == 0.0f) return;"),
-    "output before momentum": ("momentum", "rule.output(to_float(stored), g)", "rule.output(to_float(M(momentum[v][i])), g)"),
-    "momentum weights swapped": ("momentum", "lerp(buffer, gradient, gradient_weight)", "lerp(gradient, buffer, gradient_weight)"),
-    "gradient scale ignored": ("momentum", "to_float(G(gradient[v][i])) * rule.grad_scale", "to_float(G(gradient[v][i]))"),
+    "output before momentum": (
+        "momentum",
+        "rule.output(to_float(stored), g)",
+        "rule.output(to_float(M(momentum[v][i])), g)",
+    ),
+    "momentum weights swapped": (
+        "momentum",
+        "lerp(buffer, gradient, gradient_weight)",
+        "lerp(gradient, buffer, gradient_weight)",
+    ),
+    "gradient scale ignored": (
+        "momentum",
+        "to_float(G(gradient[v][i])) * rule.grad_scale",
+        "to_float(G(gradient[v][i]))",
+    ),
     "sign": ("update", "fmaf(-step,", "fmaf(step,"),
     "coupled weight decay": (
-        "update", "fmaf(-step, to_float(U(update[v][i])), to_float(W(weight[v][i])) * decay)",
+        "update",
+        "fmaf(-step, to_float(U(update[v][i])), to_float(W(weight[v][i])) * decay)",
         "fmaf(-step, to_float(U(update[v][i])) + (1.0f - decay) * to_float(W(weight[v][i])), to_float(W(weight[v][i])))",
     ),
     "scale ignored": ("update", "rate * row.scale", "rate"),
-    "copy of the old weight": ("update", "copy[i] = rounded<C>(w);", "copy[i] = rounded<C>(to_float(W(weight[v][i])) * decay);"),
+    "copy of the old weight": (
+        "update",
+        "copy[i] = rounded<C>(w);",
+        "copy[i] = rounded<C>(to_float(W(weight[v][i])) * decay);",
+    ),
     "lost barrier": ("momentum", "block_sync_lds();", ""),
     "one side of LDS": ("momentum", "side ^= 1;", ""),
-}  # fmt: skip
+}
 
 KERNELS = {
     "momentum": """
@@ -64,7 +101,9 @@ def _variant(name: str, kernels: list[str], bug: str | None) -> str:
     shipped = "".join((SOURCES / file).read_text() for file in ("multi_tensor.h", "muon.h"))
     text = shipped if bug is None else with_bug(shipped, bug)
     assert bug is None or text != shipped, f"the sources no longer say: {BUGS[bug][1]}"
-    text = re.sub(r'#pragma once|#include ".*"', "", text) + "".join(KERNELS[kernel].replace("NAME", name) for kernel in kernels)
+    text = re.sub(r'#pragma once|#include ".*"', "", text) + "".join(
+        KERNELS[kernel].replace("NAME", name) for kernel in kernels
+    )
     return re.sub(r"\b(muon|multi_tensor)\b(?=::| \{|;)", rf"\1_{name}", text)
 
 

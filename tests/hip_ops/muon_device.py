@@ -42,7 +42,11 @@ class Placed:
 
 def place(device: Device, tensor: torch.Tensor, offset: int) -> Placed:
     values = numpy_of(tensor)
-    array = np.full(offset + values.size, -1, values.dtype) if values.dtype != np.float32 else np.frombuffer(b"\xff" * 4 * (offset + values.size), np.float32).copy()
+    array = (
+        np.full(offset + values.size, -1, values.dtype)
+        if values.dtype != np.float32
+        else np.frombuffer(b"\xff" * 4 * (offset + values.size), np.float32).copy()
+    )
     array[offset:] = values
     return Placed(device.put(array), offset, tensor)
 
@@ -61,10 +65,14 @@ class Columns:
     def __post_init__(self):
         count = len(self.lists[0])
         offsets = self.offsets or [(0,) * len(self.lists)] * count
-        self.placed = [[place(self.device, t, offsets[i][c]) for i, t in enumerate(column)] for c, column in enumerate(self.lists)]
+        self.placed = [
+            [place(self.device, t, offsets[i][c]) for i, t in enumerate(column)] for c, column in enumerate(self.lists)
+        ]
         addresses = list(zip(*([p.address for p in column] for column in self.placed), strict=True))
         sizes = [column[0].element_size() for column in self.lists]
-        data, self.chunks = pack(addresses, sizes, [t.numel() for t in self.lists[0]], self.scales, range(count), self.chunk_elements)
+        data, self.chunks = pack(
+            addresses, sizes, [t.numel() for t in self.lists[0]], self.scales, range(count), self.chunk_elements
+        )
         self.table = self.device.put(data.numpy())
         self.chunk_rows = self.table.address + 8 * ROW_WORDS * count
 
@@ -80,32 +88,75 @@ def scalar(device: Device, value: float | None) -> Buffer | None:
 
 
 def hip_momentum(
-    code, columns: Columns, *, momentum=0.95, nesterov=True, ema=True, grad_scale=None, found_inf=None, square_sums=False, blocks=BLOCKS,
-    kernel=None, sums_code=None,
+    code,
+    columns: Columns,
+    *,
+    momentum=0.95,
+    nesterov=True,
+    ema=True,
+    grad_scale=None,
+    found_inf=None,
+    square_sums=False,
+    blocks=BLOCKS,
+    kernel=None,
+    sums_code=None,
 ) -> tuple[Counters, np.ndarray | None]:
     """Counters of the main kernel, and the sums of squares. `kernel`, `sums_code`: another kernel of `code`, and where to sum instead."""
     device, count = columns.device, len(columns.lists[0])
     partials = device.alloc(columns.chunks, np.float32) if square_sums else None
     flag = scalar(device, found_inf)
     counters = device.launch(
-        code, kernel or "ho_muon_momentum_" + "_".join(NAMES[d] for d in columns.dtypes()), (min(blocks, columns.chunks),), (256,),
-        [columns.table, columns.chunk_rows, columns.chunks, columns.chunk_elements, scalar(device, grad_scale), flag, partials,
-         momentum, float(np.float32(1 - momentum)), int(nesterov), int(ema)],
-    )  # fmt: skip
+        code,
+        kernel or "ho_muon_momentum_" + "_".join(NAMES[d] for d in columns.dtypes()),
+        (min(blocks, columns.chunks),),
+        (256,),
+        [
+            columns.table,
+            columns.chunk_rows,
+            columns.chunks,
+            columns.chunk_elements,
+            scalar(device, grad_scale),
+            flag,
+            partials,
+            momentum,
+            float(np.float32(1 - momentum)),
+            int(nesterov),
+            int(ema),
+        ],
+    )
     if not square_sums:
         return counters, None
     sums = device.put(np.full(count, 3.0, np.float32))
-    device.launch(sums_code or code, "ho_muon_square_sums_kernel", (count,), (256,), [columns.table, columns.chunk_elements, flag, partials, sums])
+    device.launch(
+        sums_code or code,
+        "ho_muon_square_sums_kernel",
+        (count,),
+        (256,),
+        [columns.table, columns.chunk_elements, flag, partials, sums],
+    )
     return counters, sums.read()
 
 
-def hip_update(code, columns: Columns, *, lr=0.02, lr_on_device=False, weight_decay=0.1, found_inf=None, blocks=BLOCKS, kernel=None) -> Counters:
+def hip_update(
+    code, columns: Columns, *, lr=0.02, lr_on_device=False, weight_decay=0.1, found_inf=None, blocks=BLOCKS, kernel=None
+) -> Counters:
     device = columns.device
     return device.launch(
-        code, kernel or "ho_muon_update_" + "_".join(NAMES[d] for d in columns.dtypes()), (min(blocks, columns.chunks),), (256,),
-        [columns.table, columns.chunk_rows, columns.chunks, columns.chunk_elements, scalar(device, found_inf),
-         scalar(device, lr if lr_on_device else None), 0.0 if lr_on_device else lr, weight_decay],
-    )  # fmt: skip
+        code,
+        kernel or "ho_muon_update_" + "_".join(NAMES[d] for d in columns.dtypes()),
+        (min(blocks, columns.chunks),),
+        (256,),
+        [
+            columns.table,
+            columns.chunk_rows,
+            columns.chunks,
+            columns.chunk_elements,
+            scalar(device, found_inf),
+            scalar(device, lr if lr_on_device else None),
+            0.0 if lr_on_device else lr,
+            weight_decay,
+        ],
+    )
 
 
 def _triton(function, columns: Columns, scalars: dict, constexprs: dict):
@@ -120,51 +171,89 @@ def _triton(function, columns: Columns, scalars: dict, constexprs: dict):
         if value is None:
             constexprs = constexprs | {name: None}
         else:
-            signature[name], values[name] = ("fp32", np.float32(value)) if isinstance(value, float) else ("*fp32", value)
+            signature[name], values[name] = (
+                ("fp32", np.float32(value)) if isinstance(value, float) else ("*fp32", value)
+            )
     constexprs = constexprs | tile | {"CHUNK": columns.chunk_elements}
     compiled = triton_code_object(function, signature, constexprs, num_warps=warps, divisible_by_16=["words"])
     return compiled, [values[name] for name in function.arg_names if name in values]
 
 
-def triton_momentum(columns: Columns, *, momentum=0.95, nesterov=True, ema=True, grad_scale=None, found_inf=None, square_sums=False, blocks=BLOCKS):
+def triton_momentum(
+    columns: Columns,
+    *,
+    momentum=0.95,
+    nesterov=True,
+    ema=True,
+    grad_scale=None,
+    found_inf=None,
+    square_sums=False,
+    blocks=BLOCKS,
+):
     """As hip_momentum."""
     import hip_ops.triton_kernels.muon as kernels
 
     device, count = columns.device, len(columns.lists[0])
     partials = device.alloc(columns.chunks, np.float32) if square_sums else None
     flag = scalar(device, found_inf)
-    scalars = {"grad_scale": scalar(device, grad_scale), "found_inf": flag, "partials": partials, "momentum": momentum, "gradient_weight": 1 - momentum}
+    scalars = {
+        "grad_scale": scalar(device, grad_scale),
+        "found_inf": flag,
+        "partials": partials,
+        "momentum": momentum,
+        "gradient_weight": 1 - momentum,
+    }
     g, b, o = (kernels.TYPES[d] for d in columns.dtypes())
-    compiled, args = _triton(kernels.muon_momentum_kernel, columns, scalars, dict(GRADIENT=g, MOMENTUM=b, OUTPUT=o, NESTEROV=nesterov, EMA=ema))
+    compiled, args = _triton(
+        kernels.muon_momentum_kernel,
+        columns,
+        scalars,
+        dict(GRADIENT=g, MOMENTUM=b, OUTPUT=o, NESTEROV=nesterov, EMA=ema),
+    )
     counters = compiled.launch(device, (min(blocks, columns.chunks), 1, 1), args)
     if not square_sums:
         return counters, None
     sums = device.put(np.full(count, 3.0, np.float32))
-    pointers = {"words": "*i64", "partials": "*fp32", "square_sums": "*fp32"} | ({} if flag is None else {"found_inf": "*fp32"})
+    pointers = {"words": "*i64", "partials": "*fp32", "square_sums": "*fp32"} | (
+        {} if flag is None else {"found_inf": "*fp32"}
+    )
     constexprs = dict(CHUNK=columns.chunk_elements, BLOCK=1024) | ({"found_inf": None} if flag is None else {})
     compiled = triton_code_object(kernels.muon_square_sums_kernel, pointers, constexprs, divisible_by_16=["words"])
     compiled.launch(device, (count, 1, 1), [columns.table, *([] if flag is None else [flag]), partials, sums])
     return counters, sums.read()
 
 
-def triton_update(columns: Columns, *, lr=0.02, lr_on_device=False, weight_decay=0.1, found_inf=None, blocks=BLOCKS) -> Counters:
+def triton_update(
+    columns: Columns, *, lr=0.02, lr_on_device=False, weight_decay=0.1, found_inf=None, blocks=BLOCKS
+) -> Counters:
     """As hip_update."""
     import hip_ops.triton_kernels.muon as kernels
 
     device = columns.device
     types = [kernels.TYPES[d] for d in columns.dtypes()]
     scalars = {
-        "found_inf": scalar(device, found_inf), "lr_pointer": scalar(device, lr if lr_on_device else None),
-        "lr": 0.0 if lr_on_device else lr, "weight_decay": weight_decay,
-    }  # fmt: skip
-    compiled, args = _triton(kernels.muon_update_kernel, columns, scalars, dict(UPDATE=types[0], WEIGHT=types[1], COPY=types[2] if len(types) > 2 else None))
+        "found_inf": scalar(device, found_inf),
+        "lr_pointer": scalar(device, lr if lr_on_device else None),
+        "lr": 0.0 if lr_on_device else lr,
+        "weight_decay": weight_decay,
+    }
+    compiled, args = _triton(
+        kernels.muon_update_kernel,
+        columns,
+        scalars,
+        dict(UPDATE=types[0], WEIGHT=types[1], COPY=types[2] if len(types) > 2 else None),
+    )
     return compiled.launch(device, (min(blocks, columns.chunks), 1, 1), args)
 
 
 def momentum_columns(device: Device, lists: Lists, chunk_elements: int, offsets=None) -> Columns:
-    return Columns(device, [lists.gradients, lists.momenta, lists.outputs], chunk_elements, [1.0] * len(lists.gradients), offsets)
+    return Columns(
+        device, [lists.gradients, lists.momenta, lists.outputs], chunk_elements, [1.0] * len(lists.gradients), offsets
+    )
 
 
-def update_columns(device: Device, lists: Lists, scales, chunk_elements: int, offsets=None, with_masters=True) -> Columns:
+def update_columns(
+    device: Device, lists: Lists, scales, chunk_elements: int, offsets=None, with_masters=True
+) -> Columns:
     columns = [lists.outputs, lists.masters, lists.params] if with_masters else [lists.outputs, lists.params]
     return Columns(device, columns, chunk_elements, list(scales), offsets)

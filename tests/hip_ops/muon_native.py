@@ -16,23 +16,64 @@ def table_of(columns, scales, chunk_elements: int) -> tuple[torch.Tensor, int]:
 
 
 def momentum(
-    kernels: CpuKernels, lists, *, momentum=0.95, nesterov=True, ema=True, grad_scale=None, found_inf=None, square_sums=None,
-    chunk_elements=4096, blocks=3,
-) -> int:  # fmt: skip
+    kernels: CpuKernels,
+    lists,
+    *,
+    momentum=0.95,
+    nesterov=True,
+    ema=True,
+    grad_scale=None,
+    found_inf=None,
+    square_sums=None,
+    chunk_elements=4096,
+    blocks=3,
+) -> int:
     columns = [lists.gradients, lists.momenta, lists.outputs]
     table, chunks = table_of(columns, [1.0] * len(columns[0]), chunk_elements)
     partials = None if square_sums is None else torch.full((chunks,), float("nan"))
     return kernels.ho_muon_momentum(
-        table, len(columns[0]), chunks, chunk_elements, blocks, *(c[0].element_size() for c in columns), grad_scale, found_inf, partials,
-        square_sums, momentum, 1 - momentum, nesterov, ema, None,
-    )  # fmt: skip
+        table,
+        len(columns[0]),
+        chunks,
+        chunk_elements,
+        blocks,
+        *(c[0].element_size() for c in columns),
+        grad_scale,
+        found_inf,
+        partials,
+        square_sums,
+        momentum,
+        1 - momentum,
+        nesterov,
+        ema,
+        None,
+    )
 
 
 def update(
-    kernels: CpuKernels, lists, *, scales, lr=0.02, lr_tensor=None, weight_decay=0.1, found_inf=None, chunk_elements=4096, blocks=3
+    kernels: CpuKernels,
+    lists,
+    *,
+    scales,
+    lr=0.02,
+    lr_tensor=None,
+    weight_decay=0.1,
+    found_inf=None,
+    chunk_elements=4096,
+    blocks=3,
 ) -> int:
     columns = [lists.outputs, lists.masters, lists.params]
     table, chunks = table_of(columns, scales, chunk_elements)
     return kernels.ho_muon_update(
-        table, len(scales), chunks, chunk_elements, blocks, *(c[0].element_size() for c in columns), found_inf, lr_tensor, lr, weight_decay, None
+        table,
+        len(scales),
+        chunks,
+        chunk_elements,
+        blocks,
+        *(c[0].element_size() for c in columns),
+        found_inf,
+        lr_tensor,
+        lr,
+        weight_decay,
+        None,
     )

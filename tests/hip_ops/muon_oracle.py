@@ -49,7 +49,9 @@ def lerp(start: torch.Tensor, end: torch.Tensor, weight: float) -> torch.Tensor:
     return start + weight * (end - start)
 
 
-def check_momentum(gradient, before, after, output, *, momentum=0.95, nesterov=True, ema=True, grad_scale=1.0, what="") -> None:
+def check_momentum(
+    gradient, before, after, output, *, momentum=0.95, nesterov=True, ema=True, grad_scale=1.0, what=""
+) -> None:
     """One tensor: gradient and momentum before, momentum and output after."""
     g, b, stored = gradient.double() * single(grad_scale), before.double(), after.double()
     exact = lerp(b, g, single(1 - momentum)) if ema else g + single(momentum) * b
@@ -107,16 +109,24 @@ def random(shape, dtype, generator, size=1.0) -> torch.Tensor:
 
 
 def make_lists(
-    shapes, seed=0, gradient=torch.bfloat16, momentum=torch.float32, output=torch.bfloat16, master=torch.float32,
-    param=torch.bfloat16, offsets=None,
-) -> Lists:  # fmt: skip
+    shapes,
+    seed=0,
+    gradient=torch.bfloat16,
+    momentum=torch.float32,
+    output=torch.bfloat16,
+    master=torch.float32,
+    param=torch.bfloat16,
+    offsets=None,
+) -> Lists:
     """Random lists. `offsets[i]` shifts all tensors of place i by as many elements, or each by its own if it is a tuple."""
     generator = torch.Generator().manual_seed(seed)
     columns = [[], [], [], [], []]
     for i, shape in enumerate(shapes):
         shift = offsets[i] if offsets else 0
         shifts = shift if isinstance(shift, tuple) else (shift,) * 5
-        for column, dtype, size, by in zip(columns, (gradient, momentum, output, master, param), (1, 0.3, 1, 0.05, 0.05), shifts, strict=True):
+        for column, dtype, size, by in zip(
+            columns, (gradient, momentum, output, master, param), (1, 0.3, 1, 0.05, 0.05), shifts, strict=True
+        ):
             column.append(placed(random(shape, dtype, generator, size), by))
     return Lists(*columns)
 

@@ -30,8 +30,15 @@ class Parts:
     special: bool = False
 
     def __str__(self) -> str:
-        options = (f"-pad{self.pad}", self.pad), ("-out", not self.in_place), (f"-off{self.offset}", self.offset), ("-special", self.special)
-        return f"{self.count}of{self.size}-rank{self.rank}-{str(self.dtype)[6:]}" + "".join(name for name, there in options if there)
+        options = (
+            (f"-pad{self.pad}", self.pad),
+            ("-out", not self.in_place),
+            (f"-off{self.offset}", self.offset),
+            ("-special", self.special),
+        )
+        return f"{self.count}of{self.size}-rank{self.rank}-{str(self.dtype)[6:]}" + "".join(
+            name for name, there in options if there
+        )
 
 
 def inputs(case: Parts) -> Tensor:
@@ -40,10 +47,14 @@ def inputs(case: Parts) -> Tensor:
     shape = (case.size, case.count)
     if not case.special:
         # Of sizes that differ by some bits, so that another order comes to other bits.
-        return (torch.randn(shape, generator=generator) * torch.rand(shape, generator=generator).mul(8).exp2()).to(case.dtype)
+        return (torch.randn(shape, generator=generator) * torch.rand(shape, generator=generator).mul(8).exp2()).to(
+            case.dtype
+        )
     info = torch.finfo(case.dtype)
     tiny = info.smallest_normal
-    values = torch.tensor([*SPECIAL, info.max, -info.max, tiny, -tiny, tiny / 2, -tiny / 4, tiny * info.eps], dtype=torch.float64).to(case.dtype)
+    values = torch.tensor(
+        [*SPECIAL, info.max, -info.max, tiny, -tiny, tiny / 2, -tiny / 4, tiny * info.eps], dtype=torch.float64
+    ).to(case.dtype)
     return values[torch.randint(len(values), shape, generator=generator)]
 
 
@@ -67,7 +78,10 @@ def check(module, case: Parts, device: str = "cpu") -> None:
     """The sum to the bit; within its roundings of fp64's; nothing but `out` written; the own row of parts, which is NaN, not read."""
     rows = inputs(case)
     # 1 GUARD before and 16 behind at least, of which 16 keep `out` at a multiple of 32 bytes
-    buffers = [torch.full((16 + case.offset + case.count + 16,), GUARD, dtype=case.dtype, device=device) for _ in range(1 if case.in_place else 2)]
+    buffers = [
+        torch.full((16 + case.offset + case.count + 16,), GUARD, dtype=case.dtype, device=device)
+        for _ in range(1 if case.in_place else 2)
+    ]
     out, own = (buffer[16 + case.offset : 16 + case.offset + case.count] for buffer in (buffers[0], buffers[-1]))
     storage = torch.full((case.size, case.count + case.pad), torch.nan, dtype=case.dtype, device=device)
     parts = storage[:, : case.count]
@@ -92,8 +106,24 @@ def check(module, case: Parts, device: str = "cpu") -> None:
 
 
 CASES = [
-    *(Parts(1000, size, rank, dtype) for size in (1, 2, 3, 8) for rank in sorted({0, size // 2, size - 1}) for dtype in (FP32, BF16, FP16)),
-    *(Parts(count, 3, 1, dtype, pad=pad) for count, pad in ((0, 0), (1, 0), (31, 5), (2048, 0), (2049, 2047), (8192, 8), (12289, 3)) for dtype in (FP32, BF16)),
-    Parts(4100, 3, 2, offset=1), Parts(4100, 3, 0, BF16, pad=1, offset=3), Parts(4100, 4, 1, FP16, in_place=False), Parts(4100, 4, 3, in_place=False),
-    *(Parts(4000, size, rank, dtype, special=True) for size, rank in ((1, 0), (2, 0), (2, 1), (3, 1), (8, 5)) for dtype in (FP32, BF16, FP16)),
-]  # fmt: skip
+    *(
+        Parts(1000, size, rank, dtype)
+        for size in (1, 2, 3, 8)
+        for rank in sorted({0, size // 2, size - 1})
+        for dtype in (FP32, BF16, FP16)
+    ),
+    *(
+        Parts(count, 3, 1, dtype, pad=pad)
+        for count, pad in ((0, 0), (1, 0), (31, 5), (2048, 0), (2049, 2047), (8192, 8), (12289, 3))
+        for dtype in (FP32, BF16)
+    ),
+    Parts(4100, 3, 2, offset=1),
+    Parts(4100, 3, 0, BF16, pad=1, offset=3),
+    Parts(4100, 4, 1, FP16, in_place=False),
+    Parts(4100, 4, 3, in_place=False),
+    *(
+        Parts(4000, size, rank, dtype, special=True)
+        for size, rank in ((1, 0), (2, 0), (2, 1), (3, 1), (8, 5))
+        for dtype in (FP32, BF16, FP16)
+    ),
+]

@@ -56,7 +56,9 @@ class Case:
         return (excess / ulp(exact, got.dtype)).max().item()
 
 
-def symmetric_case(batch: int, n: int, k: int, dtype: str, *, with_d: bool = True, gamma: float = 0.0, seed: int = 0) -> Case:
+def symmetric_case(
+    batch: int, n: int, k: int, dtype: str, *, with_d: bool = True, gamma: float = 0.0, seed: int = 0
+) -> Case:
     generator = torch.Generator().manual_seed(seed)
     d = torch.randn((batch, n, n), generator=generator)
     a = torch.randn((batch, n, k), generator=generator).to(DTYPES[dtype])
@@ -65,7 +67,9 @@ def symmetric_case(batch: int, n: int, k: int, dtype: str, *, with_d: bool = Tru
 
 def general_case(batch: int, m: int, n: int, k: int, dtype: str, *, with_d: bool = True, seed: int = 0) -> Case:
     generator = torch.Generator().manual_seed(seed)
-    a, b, d = (torch.randn((batch, *shape), generator=generator).to(DTYPES[dtype]) for shape in ((m, k), (n, k), (m, n)))
+    a, b, d = (
+        torch.randn((batch, *shape), generator=generator).to(DTYPES[dtype]) for shape in ((m, k), (n, k), (m, n))
+    )
     return Case(a, b, d if with_d else None)
 
 

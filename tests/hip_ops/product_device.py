@@ -32,24 +32,47 @@ def run_symmetric(device: Device, kernel: str, case: Case, code: Path | None = N
     d = None if case.d is None else device.put(bits(case.d))
     c = device.alloc((batch, n, n), np.uint16)
     counters = device.launch(
-        code or code_object(SOURCE), kernel, (batch * rows * (rows + 1) // 2,), (THREADS,),
+        code or code_object(SOURCE),
+        kernel,
+        (batch * rows * (rows + 1) // 2,),
+        (THREADS,),
         [a, b, d, c, np.int32(n), np.int32(k), np.float32(case.alpha), np.float32(case.beta), np.float32(case.gamma)],
-    )  # fmt: skip
+    )
     return from_bits(c.read(), case.a.dtype), counters
 
 
 def run_general(
-    device: Device, kernel: str, case: Case, *, transposed: bool = True, bf16_result: bool = False, code: Path | None = None
+    device: Device,
+    kernel: str,
+    case: Case,
+    *,
+    transposed: bool = True,
+    bf16_result: bool = False,
+    code: Path | None = None,
 ) -> tuple[Tensor, Tensor | None, Counters]:
     """The result and its transpose, as the kernel writes it."""
     (batch, m, k), n = case.a.shape, case.b.shape[1]
     c = device.alloc((batch, m, n), np.uint16)
     t = device.alloc((batch, n, m), np.uint16) if transposed else None
     counters = device.launch(
-        code or code_object(SOURCE), kernel, (batch * tiles(m, kernel) * tiles(n, kernel),), (THREADS,),
-        [device.put(bits(case.a)), device.put(bits(case.b)), None if case.d is None else device.put(bits(case.d)), c, t,
-         np.int32(m), np.int32(n), np.int32(k), np.float32(case.alpha), np.float32(case.beta), np.int32(bf16_result)],
-    )  # fmt: skip
+        code or code_object(SOURCE),
+        kernel,
+        (batch * tiles(m, kernel) * tiles(n, kernel),),
+        (THREADS,),
+        [
+            device.put(bits(case.a)),
+            device.put(bits(case.b)),
+            None if case.d is None else device.put(bits(case.d)),
+            c,
+            t,
+            np.int32(m),
+            np.int32(n),
+            np.int32(k),
+            np.float32(case.alpha),
+            np.float32(case.beta),
+            np.int32(bf16_result),
+        ],
+    )
     dtype = DTYPES["bf16"] if bf16_result else case.a.dtype
     return from_bits(c.read(), dtype), from_bits(t.read(), dtype) if transposed else None, counters
 
@@ -59,7 +82,9 @@ def variant(folder: Path, kernels: Iterable[str], substitutions: Iterable[tuple[
     (file, old, new), each of which must occur exactly once."""
     folder.mkdir(parents=True, exist_ok=True)
     kernels = set(kernels)
-    texts = {file.name: file.read_text() for file in CSRC.glob("*.h")} | {f"{SOURCE}.hip": (CSRC / f"{SOURCE}.hip").read_text()}
+    texts = {file.name: file.read_text() for file in CSRC.glob("*.h")} | {
+        f"{SOURCE}.hip": (CSRC / f"{SOURCE}.hip").read_text()
+    }
     for file, old, new in substitutions:
         assert texts[file].count(old) == 1, f"{file} holds {old!r} {texts[file].count(old)} times"
         texts[file] = texts[file].replace(old, new)

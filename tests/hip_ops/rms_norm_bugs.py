@@ -27,19 +27,42 @@ BUGS = {
     "one_side_of_lds": Bug("rms_norm.h", "slots + parity * (kThreads / kHalf)", "slots", ZAYA),
     "lanes_left_out": Bug("rms_norm.h", "int mask = kRowThreads / 2", "int mask = kRowThreads / 4", PLAIN),
     "lost_tail_mask": Bug("rms_norm_any.h", "if (k >= count) v[k] = 0.0f;\n      else v[k] =", "v[k] =", ODD),
-    "bf16_truncation": Bug("rms_norm.h", "out = float_to_bf16(v);", "ho::FloatBits x; x.value = v; out = bf16(x.bits >> 16);", PLAIN),
+    "bf16_truncation": Bug(
+        "rms_norm.h", "out = float_to_bf16(v);", "ho::FloatBits x; x.value = v; out = bf16(x.bits >> 16);", PLAIN
+    ),
     "statistics_before_rounding": Bug("rms_norm.hip", "value[k] = as_stored<R>(merged);", "value[k] = merged;", PLAIN),
     "eps_outside_the_root": Bug("rms_norm.hip", "rsqrtf(mean + eps)", "1.0f / (sqrtf(mean) + eps)", PLAIN),
-    "wrong_row_stride": Bug("rms_norm.hip", "residual + (row + step) * residual_stride", "residual + (row + step) * L::kHidden", ZAYA),
+    "wrong_row_stride": Bug(
+        "rms_norm.hip", "residual + (row + step) * residual_stride", "residual + (row + step) * L::kHidden", ZAYA
+    ),
     "bias_not_scaled": Bug("rms_norm.h", "return fmaf(b_x, s_x, b_r * s_r);", "return b_x + b_r;", ZAYA),
-    "lost_residual_gradient": Bug("rms_norm_backward.hip", "- n[k] * projection, of_row, g[k]);", "- n[k] * projection, of_row, 0.0f);", ZAYA),
+    "lost_residual_gradient": Bug(
+        "rms_norm_backward.hip", "- n[k] * projection, of_row, g[k]);", "- n[k] * projection, of_row, 0.0f);", ZAYA
+    ),
     "sum_for_mean": Bug("rms_norm_backward.hip", "slots, parity) * (1.0f / L::kHidden);", "slots, parity);", PLAIN),
-    "scales_swapped": Bug("rms_norm_backward.hip", "add_products(sum_gx, g, a), add_products(sum_gr, g, r);", "add_products(sum_gx, g, r), add_products(sum_gr, g, a);", ZAYA),
-    "rows_taken_twice": Bug("rms_norm_backward.hip", "const int64_t step = int64_t(gridDim.x) * L::kRows;", "const int64_t step = int64_t(gridDim.x);", PLAIN),
-    "lost_barrier_between_rows_of_a_block": Bug("rms_norm_backward.hip", "store_floats<L>(scratch + L::group() * L::kHidden, sum);\n    block_sync_lds();", "store_floats<L>(scratch + L::group() * L::kHidden, sum);", PLAIN),
+    "scales_swapped": Bug(
+        "rms_norm_backward.hip",
+        "add_products(sum_gx, g, a), add_products(sum_gr, g, r);",
+        "add_products(sum_gx, g, r), add_products(sum_gr, g, a);",
+        ZAYA,
+    ),
+    "rows_taken_twice": Bug(
+        "rms_norm_backward.hip",
+        "const int64_t step = int64_t(gridDim.x) * L::kRows;",
+        "const int64_t step = int64_t(gridDim.x);",
+        PLAIN,
+    ),
+    "lost_barrier_between_rows_of_a_block": Bug(
+        "rms_norm_backward.hip",
+        "store_floats<L>(scratch + L::group() * L::kHidden, sum);\n    block_sync_lds();",
+        "store_floats<L>(scratch + L::group() * L::kHidden, sum);",
+        PLAIN,
+    ),
     "last_block_not_summed": Bug("rms_norm_sum.hip", "block < blocks;", "block < blocks - 1;", ZAYA),
-    "bias_left_out_of_scale": Bug("rms_norm_sum.hip", "fmaf(total[0], load_as(x_bias, column, is_bf16), total[1])", "total[1]", ZAYA),
-}  # fmt: skip
+    "bias_left_out_of_scale": Bug(
+        "rms_norm_sum.hip", "fmaf(total[0], load_as(x_bias, column, is_bf16), total[1])", "total[1]", ZAYA
+    ),
+}
 RIGHT = "right"
 
 

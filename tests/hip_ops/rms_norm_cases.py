@@ -87,9 +87,13 @@ def of_module(module) -> Implementation:
 
     def backward(i: Inputs, new_residual: Tensor, rstd: Tensor) -> dict[str, Tensor]:
         if i.case.scaled:
-            found = module.scaled_residual_rms_norm_backward(i.dy, i.d_new_residual, i.x, i.residual, rstd, *i.vectors.values())
+            found = module.scaled_residual_rms_norm_backward(
+                i.dy, i.d_new_residual, i.x, i.residual, rstd, *i.vectors.values()
+            )
             return dict(zip(("d_x", "d_residual", *(f"d_{name}" for name in VECTORS)), found, strict=True))
-        d_residual, d_x, d_weight = module.add_rms_norm_backward(i.dy, i.d_new_residual, new_residual, rstd, i.vectors["weight"], i.case.x_dtype)
+        d_residual, d_x, d_weight = module.add_rms_norm_backward(
+            i.dy, i.d_new_residual, new_residual, rstd, i.vectors["weight"], i.case.x_dtype
+        )
         return {"d_x": d_x if d_x.numel() else d_residual, "d_residual": d_residual, "d_weight": d_weight}
 
     return Implementation(forward, backward)
@@ -109,7 +113,9 @@ def exact_forward(i: Inputs, stored: Tensor) -> dict[str, Exact]:
     v = {name: vector.double() for name, vector in i.vectors.items()}
     if i.case.scaled:
         merged = (x + v["output_bias"]) * v["output_scale"] + (residual + v["residual_bias"]) * v["residual_scale"]
-        terms = (x.abs() + v["output_bias"].abs()) * v["output_scale"].abs() + (residual.abs() + v["residual_bias"].abs()) * v["residual_scale"].abs()
+        terms = (x.abs() + v["output_bias"].abs()) * v["output_scale"].abs() + (
+            residual.abs() + v["residual_bias"].abs()
+        ) * v["residual_scale"].abs()
     else:
         merged, terms = x + residual, x.abs() + residual.abs()
     rstd = 1.0 / (stored.square().mean(-1, keepdim=True) + i.case.eps).sqrt()
@@ -143,11 +149,13 @@ def exact_backward(i: Inputs, stored: Tensor) -> dict[str, Exact]:
         terms = {"d_x": g, "d_residual": g, "d_weight": (i.dy.double().abs() * normalized).sum(0)}
         if i.case.scaled:
             terms |= {
-                "d_x": g * size["output_scale"], "d_residual": g * size["residual_scale"],
-                "d_output_bias": g.sum(0) * size["output_scale"], "d_residual_bias": g.sum(0) * size["residual_scale"],
+                "d_x": g * size["output_scale"],
+                "d_residual": g * size["residual_scale"],
+                "d_output_bias": g.sum(0) * size["output_scale"],
+                "d_residual_bias": g.sum(0) * size["residual_scale"],
                 "d_output_scale": (g * x.abs()).sum(0) + g.sum(0) * size["output_bias"],
                 "d_residual_scale": (g * residual.abs()).sum(0) + g.sum(0) * size["residual_bias"],
-            }  # fmt: skip
+            }
     values = {"d_x": x.grad, "d_residual": residual.grad, **{f"d_{name}": vector.grad for name, vector in v.items()}}
     return {name: Exact(values[name], size) for name, size in terms.items()}
 
@@ -177,7 +185,7 @@ def compare(name: str, got: Tensor, want: Exact) -> None:
             f"{name}: {int((excess > 1).sum())} of {excess.numel()} elements are wrong; the worst is {got.flatten()[worst].item():.9g}, "
             f"exact {want.value.flatten()[worst].item():.9g}, error {error.flatten()[worst].item():.3g} of {allowed.flatten()[worst].item():.3g} "
             f"allowed, which is {error.flatten()[worst].item() / ulp(want.value, got.dtype).flatten()[worst].item():.2f} ULP of {got.dtype}"
-        )  # fmt: skip
+        )
 
 
 def check(implementation: Implementation, case: Case, device: str = "cpu") -> None:

@@ -55,22 +55,42 @@ class Geometry:
 def geometry(case: Case, *, backward: bool, processors: int) -> Geometry:
     aligned = case.pad % 8 == 0 and case.hidden % 8 == 0
     fast = (
-        aligned and case.hidden in table() and case.x_dtype == case.weight_dtype == BF16
+        aligned
+        and case.hidden in table()
+        and case.x_dtype == case.weight_dtype == BF16
         and not (case.scaled and case.residual_dtype == BF16)
-    )  # fmt: skip
+    )
     if fast:
         row_threads = case.hidden // 8
-        threads, rows, most = max(256, row_threads), max(256, row_threads) // row_threads, table()[case.hidden][2 * backward + case.scaled]
+        threads, rows, most = (
+            max(256, row_threads),
+            max(256, row_threads) // row_threads,
+            table()[case.hidden][2 * backward + case.scaled],
+        )
     else:
         threads, rows, most = 256, 1, 4
     tiles = -(-case.rows // rows)
     rounds = -(-tiles // (processors * most))
-    form = "scaled_residual_rms_norm" if case.scaled else "add_rms_norm" + ("_fp32_residual" if fast and case.residual_dtype == FP32 else "")
-    return Geometry(f"{form}{'_backward' if backward else ''}_{case.hidden if fast else 'any'}", threads, rows, -(-tiles // rounds))
+    form = (
+        "scaled_residual_rms_norm"
+        if case.scaled
+        else "add_rms_norm" + ("_fp32_residual" if fast and case.residual_dtype == FP32 else "")
+    )
+    return Geometry(
+        f"{form}{'_backward' if backward else ''}_{case.hidden if fast else 'any'}", threads, rows, -(-tiles // rounds)
+    )
 
 
 def types(case: Case) -> int:
-    bits = sum(bit for bit, dtype in ((BF16_X, case.x_dtype), (BF16_RESIDUAL, case.residual_dtype), (BF16_WEIGHT, case.weight_dtype)) if dtype == BF16)
+    bits = sum(
+        bit
+        for bit, dtype in (
+            (BF16_X, case.x_dtype),
+            (BF16_RESIDUAL, case.residual_dtype),
+            (BF16_WEIGHT, case.weight_dtype),
+        )
+        if dtype == BF16
+    )
     return bits | (ALIGNED if case.pad % 8 == 0 and case.hidden % 8 == 0 else 0)
 
 
@@ -110,8 +130,24 @@ class Emulated:
         case, chosen = i.case, geometry(i.case, backward=False, processors=self.processors)
         shape, stride = (case.rows, case.hidden), np.int64(case.hidden + case.pad)
         merge, weight = self.vectors(i)
-        y, new_residual, rstd = self.out(shape, case.weight_dtype), self.out(shape, case.residual_dtype), self.out((case.rows, 1), FP32)
-        arguments = [self.rows(i.x, case), self.rows(i.residual, case), *merge, weight, y, new_residual, rstd, np.int64(case.rows), stride, stride, np.float32(case.eps)]
+        y, new_residual, rstd = (
+            self.out(shape, case.weight_dtype),
+            self.out(shape, case.residual_dtype),
+            self.out((case.rows, 1), FP32),
+        )
+        arguments = [
+            self.rows(i.x, case),
+            self.rows(i.residual, case),
+            *merge,
+            weight,
+            y,
+            new_residual,
+            rstd,
+            np.int64(case.rows),
+            stride,
+            stride,
+            np.float32(case.eps),
+        ]
         if chosen.suffix.endswith("any"):
             arguments += [np.int32(case.hidden), np.int64(types(case))]
         self.launch("rms_norm", f"ho_{chosen.suffix}", chosen.blocks, chosen.threads, arguments)
@@ -124,18 +160,38 @@ class Emulated:
         d_x, d_residual = self.out(shape, case.x_dtype), self.out(shape, case.residual_dtype)
         partial = self.out((chosen.blocks, sums, case.hidden), FP32)
         arguments = [
-            self.rows(i.dy, case), self.rows(i.d_new_residual, case), self.rows(i.x, case) if case.scaled else None,
-            self.rows(i.residual if case.scaled else new_residual, case), self.device.put(rstd.numpy()), *merge, weight, d_x, d_residual,
-            partial, np.int64(case.rows), stride, stride, stride, stride,
-        ]  # fmt: skip
+            self.rows(i.dy, case),
+            self.rows(i.d_new_residual, case),
+            self.rows(i.x, case) if case.scaled else None,
+            self.rows(i.residual if case.scaled else new_residual, case),
+            self.device.put(rstd.numpy()),
+            *merge,
+            weight,
+            d_x,
+            d_residual,
+            partial,
+            np.int64(case.rows),
+            stride,
+            stride,
+            stride,
+            stride,
+        ]
         if chosen.suffix.endswith("any"):
             arguments += [np.int32(case.hidden), np.int64(types(case))]
         self.launch("rms_norm_backward", f"ho_{chosen.suffix}", chosen.blocks, chosen.threads, arguments)
         gradients = [self.out((case.hidden,), case.weight_dtype) for _ in range(5 if case.scaled else 1)]
         sizes = [np.int64(chosen.blocks), np.int32(case.hidden), np.int64(types(case))]
         name = "ho_rms_norm_sum_vectors" if case.scaled else "ho_rms_norm_sum_weight"
-        self.launch("rms_norm_sum", name, -(-case.hidden // 16), 512, [partial, *(merge if case.scaled else []), *gradients, *sizes])
-        found = {"d_x": d_x, "d_residual": d_residual} | dict(zip((f"d_{n}" for n in VECTORS[-len(gradients) :]), gradients, strict=True))
+        self.launch(
+            "rms_norm_sum",
+            name,
+            -(-case.hidden // 16),
+            512,
+            [partial, *(merge if case.scaled else []), *gradients, *sizes],
+        )
+        found = {"d_x": d_x, "d_residual": d_residual} | dict(
+            zip((f"d_{n}" for n in VECTORS[-len(gradients) :]), gradients, strict=True)
+        )
         if not case.scaled and case.x_dtype == case.residual_dtype:
             found["d_x"] = d_residual
         return {key: to_torch(buffer.read()) for key, buffer in found.items()}

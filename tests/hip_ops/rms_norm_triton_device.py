@@ -27,7 +27,9 @@ class EmulatedTriton(Emulated):
     def implementation(self) -> Implementation:
         return Implementation(self.forward, self.backward)
 
-    def run(self, kernel, programs: int, values: dict, dtypes: dict[str, torch.dtype], constexprs: dict, num_warps: int) -> None:
+    def run(
+        self, kernel, programs: int, values: dict, dtypes: dict[str, torch.dtype], constexprs: dict, num_warps: int
+    ) -> None:
         """values: run-time arguments by name; a pointer's type is in `dtypes`, or fp32."""
         signature, given, divisible = {}, [], []
         for name in kernel.arg_names:
@@ -55,28 +57,57 @@ class EmulatedTriton(Emulated):
         case, stride = i.case, i.case.hidden + i.case.pad
         merge, weight = self.vectors(i)
         values = dict(zip(VECTORS[:4], merge if case.scaled else [weight] * 4, strict=True))
-        values |= {"weight": weight, "rows": case.rows, "hidden": case.hidden, "x_stride": stride, "residual_stride": stride}
+        values |= {
+            "weight": weight,
+            "rows": case.rows,
+            "hidden": case.hidden,
+            "x_stride": stride,
+            "residual_stride": stride,
+        }
         dtypes = dict.fromkeys((*VECTORS, "y", "dy", *(f"d_{name}" for name in VECTORS)), case.weight_dtype)
         dtypes |= dict.fromkeys(("x", "d_x"), case.x_dtype)
-        return values, dtypes | dict.fromkeys(("residual", "new_residual", "d_residual", "d_new_residual"), case.residual_dtype)
+        return values, dtypes | dict.fromkeys(
+            ("residual", "new_residual", "d_residual", "d_new_residual"), case.residual_dtype
+        )
 
     def forward(self, i: Inputs) -> tuple[Tensor, Tensor, Tensor]:
         from hip_ops.triton_kernels import rms_norm as kernels
 
         case, chosen = i.case, kernels.launch(i.case.hidden, scaled=i.case.scaled, backward=False, warp_size=64)
         shape = (case.rows, case.hidden)
-        y, new_residual, rstd = self.out(shape, case.weight_dtype), self.out(shape, case.residual_dtype), self.out((case.rows, 1), FP32)
+        y, new_residual, rstd = (
+            self.out(shape, case.weight_dtype),
+            self.out(shape, case.residual_dtype),
+            self.out((case.rows, 1), FP32),
+        )
         values, dtypes = self.shared_values(i)
-        values |= {"x": self.rows(i.x, case), "residual": self.rows(i.residual, case), "y": y, "new_residual": new_residual, "rstd": rstd, "eps": case.eps}
+        values |= {
+            "x": self.rows(i.x, case),
+            "residual": self.rows(i.residual, case),
+            "y": y,
+            "new_residual": new_residual,
+            "rstd": rstd,
+            "eps": case.eps,
+        }
         constexprs = {"SCALED": case.scaled, "ROWS": chosen.rows, "BLOCK": chosen.block, "STAGES": chosen.stages}
-        self.run(kernels.rms_norm_forward_kernel, self.programs(chosen, case.rows), values, dtypes, constexprs, chosen.num_warps)
+        self.run(
+            kernels.rms_norm_forward_kernel,
+            self.programs(chosen, case.rows),
+            values,
+            dtypes,
+            constexprs,
+            chosen.num_warps,
+        )
         return tuple(to_torch(b.read()) for b in (y, new_residual, rstd))
 
     def backward(self, i: Inputs, new_residual: Tensor, rstd: Tensor) -> dict[str, Tensor]:
         from hip_ops.triton_kernels import rms_norm as kernels
 
         case: Case = i.case
-        chosen, shape = kernels.launch(case.hidden, scaled=case.scaled, backward=True, warp_size=64), (case.rows, case.hidden)
+        chosen, shape = (
+            kernels.launch(case.hidden, scaled=case.scaled, backward=True, warp_size=64),
+            (case.rows, case.hidden),
+        )
         programs = self.programs(chosen, case.rows)
         dy, d_x, d_residual = self.rows(i.dy, case), self.out(shape, case.x_dtype), self.out(shape, case.residual_dtype)
         partial = self.out((programs, 4 if case.scaled else 1, case.hidden), FP32)
@@ -86,19 +117,37 @@ class EmulatedTriton(Emulated):
             dtypes["d_new_residual"] = case.weight_dtype
         x, residual = (i.x, i.residual) if case.scaled else (i.dy, new_residual)
         values |= {
-            "dy": dy, "d_new_residual": dy if upstream is None else upstream, "x": self.rows(x, case), "residual": self.rows(residual, case),
-            "rstd": self.device.put(rstd.numpy()), "d_x": d_x, "d_residual": d_residual, "partial": partial,
-            "dy_stride": stride, "d_new_residual_stride": stride,
-        }  # fmt: skip
+            "dy": dy,
+            "d_new_residual": dy if upstream is None else upstream,
+            "x": self.rows(x, case),
+            "residual": self.rows(residual, case),
+            "rstd": self.device.put(rstd.numpy()),
+            "d_x": d_x,
+            "d_residual": d_residual,
+            "partial": partial,
+            "dy_stride": stride,
+            "d_new_residual_stride": stride,
+        }
         constexprs = {
-            "SCALED": case.scaled, "HAS_D_NEW_RESIDUAL": upstream is not None, "WRITES_D_X": case.scaled or case.x_dtype != case.residual_dtype,
-            "ROWS": chosen.rows, "BLOCK": chosen.block, "STAGES": chosen.stages,
-        }  # fmt: skip
+            "SCALED": case.scaled,
+            "HAS_D_NEW_RESIDUAL": upstream is not None,
+            "WRITES_D_X": case.scaled or case.x_dtype != case.residual_dtype,
+            "ROWS": chosen.rows,
+            "BLOCK": chosen.block,
+            "STAGES": chosen.stages,
+        }
         self.run(kernels.rms_norm_backward_kernel, programs, values, dtypes, constexprs, chosen.num_warps)
         gradients = {f"d_{name}": self.out((case.hidden,), case.weight_dtype) for name in VECTORS}
-        values = {name: values[name] for name in VECTORS[:4]} | gradients | {"partial": partial, "programs": programs, "hidden": case.hidden}
+        values = (
+            {name: values[name] for name in VECTORS[:4]}
+            | gradients
+            | {"partial": partial, "programs": programs, "hidden": case.hidden}
+        )
         constexprs = {"SCALED": case.scaled, "PROGRAMS": 64, "BLOCK": 32}
         self.run(kernels.rms_norm_sum_kernel, -(-case.hidden // 32), values, dtypes, constexprs, 8)
-        found = {"d_x": d_x if constexprs["SCALED"] or case.x_dtype != case.residual_dtype else d_residual, "d_residual": d_residual}
+        found = {
+            "d_x": d_x if constexprs["SCALED"] or case.x_dtype != case.residual_dtype else d_residual,
+            "d_residual": d_residual,
+        }
         found |= gradients if case.scaled else {"d_weight": gradients["d_weight"]}
         return {key: to_torch(buffer.read()) for key, buffer in found.items()}

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The router's Triton kernels with one mistake each, made from the shipped source by substitution, in Triton's interpreter.
 
-    python -m tests.hip_ops.router_bugs FOLDER       runs the checks on the right source and on each mistake; prints what was caught
+python -m tests.hip_ops.router_bugs FOLDER       runs the checks on the right source and on each mistake; prints what was caught
 """
 
 from __future__ import annotations
@@ -13,35 +13,69 @@ from types import ModuleType
 from tests.hip_ops.injected_bug import triton_copy
 from tests.hip_ops.router_cases import Router, check_backward, check_forward
 
-CASES = (Router(37, 32, 5), Router(20, 64, 17, averaged=False, forced=False, unweighted=False, uses_state=False), Router(1, 32, 16))
+CASES = (
+    Router(37, 32, 5),
+    Router(20, 64, 17, averaged=False, forced=False, unweighted=False, uses_state=False),
+    Router(1, 32, 16),
+)
 
 # name: (right, wrong)
 BUGS = {
     "state_without_bias": (" + tl.load(b_down + part).to(tl.float32)[None, :]", ""),
     "gamma_forgotten": (" * tl.load(gamma + part).to(tl.float32)[None, :]\n        y", "\n        y"),
     "norm_of_one_part": ("squares += tl.sum(y.to", "squares = tl.sum(y.to"),
-    "eps_inside_the_mean": ("inverse = tl.rsqrt(squares / R + eps)[:, None]", "inverse = tl.rsqrt((squares + eps) / R)[:, None]"),
+    "eps_inside_the_mean": (
+        "inverse = tl.rsqrt(squares / R + eps)[:, None]",
+        "inverse = tl.rsqrt((squares + eps) / R)[:, None]",
+    ),
     "matrix_transposed": ("w1 + part[None, :] * R + channel[:, None]", "w1 + channel[:, None] * R + part[None, :]"),
-    "tanh_gelu": ("tl.erf(wide * INVERSE_SQRT_2)))", "2.0 * tl.sigmoid(1.5957691216 * (wide + 0.044715 * wide * wide * wide)) - 1.0))"),
+    "tanh_gelu": (
+        "tl.erf(wide * INVERSE_SQRT_2)))",
+        "2.0 * tl.sigmoid(1.5957691216 * (wide + 0.044715 * wide * wide * wide)) - 1.0))",
+    ),
     "logits_of_the_last_part": ("scores = tl.dot(gelu(y), matrix, scores,", "scores = tl.dot(gelu(y), matrix,"),
-    "unknown_classes_count": ('wide = tl.where(known, logits.to(tl.float32), float("-inf"))', "wide = logits.to(tl.float32)"),
-    "last_of_equals": ("tl.min(tl.where(best, column[None, :], CLASSES - 1), axis=1)", "tl.max(tl.where(best, column[None, :], 0), axis=1)"),
-    "choice_without_bias": ("biased = p + tl.load(biases + column, mask=column < CLASSES, other=0.0)[None, :]", "biased = p"),
-    "weight_with_bias": ("tl.where(chosen, p, 0.0), axis=1))\n    tl.store(weights", "tl.where(chosen, biased, 0.0), axis=1))\n    tl.store(weights"),
-    "skipped_weigh": ("weight = tl.where(choice == unweighted, 0.0, tl.sum(tl.where(chosen, p, 0.0), axis=1))", "weight = tl.sum(tl.where(chosen, p, 0.0), axis=1)"),
+    "unknown_classes_count": (
+        'wide = tl.where(known, logits.to(tl.float32), float("-inf"))',
+        "wide = logits.to(tl.float32)",
+    ),
+    "last_of_equals": (
+        "tl.min(tl.where(best, column[None, :], CLASSES - 1), axis=1)",
+        "tl.max(tl.where(best, column[None, :], 0), axis=1)",
+    ),
+    "choice_without_bias": (
+        "biased = p + tl.load(biases + column, mask=column < CLASSES, other=0.0)[None, :]",
+        "biased = p",
+    ),
+    "weight_with_bias": (
+        "tl.where(chosen, p, 0.0), axis=1))\n    tl.store(weights",
+        "tl.where(chosen, biased, 0.0), axis=1))\n    tl.store(weights",
+    ),
+    "skipped_weigh": (
+        "weight = tl.where(choice == unweighted, 0.0, tl.sum(tl.where(chosen, p, 0.0), axis=1))",
+        "weight = tl.sum(tl.where(chosen, p, 0.0), axis=1)",
+    ),
     "rows_behind_the_end_count": ("(chosen & here).to(tl.float32)", "chosen.to(tl.float32)"),
     "entropy_of_rows_behind_the_end": ("tl.where(here, -p *", "tl.where(p >= 0.0, -p *"),
     "skipped_have_gradients": ("mask=inside & (choice != unweighted)", "mask=inside"),
     "gradient_without_probability": ("    upstream *= tl.sum(tl.where(chosen, p, 0.0), axis=1)\n", ""),
     "gradient_of_gelu_without_its_slope": (" + wide * INVERSE_SQRT_2_PI * tl.exp(-0.5 * wide * wide)", ""),
-    "backward_matrix_transposed": ("w2 + channel[:, None] * R + part[None, :]", "w2 + part[None, :] * R + channel[:, None]"),
+    "backward_matrix_transposed": (
+        "w2 + channel[:, None] * R + part[None, :]",
+        "w2 + part[None, :] * R + channel[:, None]",
+    ),
     "norm_gradient_without_projection": (" - direction * common)", ")"),
-    "projection_without_weight": ("products += tl.sum(back.to(tl.float32) * tl.load(w_norm + part).to(tl.float32)[None, :] * wide", "products += tl.sum(back.to(tl.float32) * wide"),
+    "projection_without_weight": (
+        "products += tl.sum(back.to(tl.float32) * tl.load(w_norm + part).to(tl.float32)[None, :] * wide",
+        "products += tl.sum(back.to(tl.float32) * wide",
+    ),
     "state_of_the_next_layer_lost": ("        if HAS_D_STATE:\n", "        if False:\n"),
-    "previous_gets_no_gamma": ("(wide * tl.load(gamma + part).to(tl.float32)[None, :]).to(grad.dtype)", "wide.to(grad.dtype)"),
+    "previous_gets_no_gamma": (
+        "(wide * tl.load(gamma + part).to(tl.float32)[None, :]).to(grad.dtype)",
+        "wide.to(grad.dtype)",
+    ),
     "gammas_gradient_without_the_state": ("tl.sum(wide * before, axis=0)", "tl.sum(wide, axis=0)"),
     "sums_of_the_first_program": ("total = sums + tl.program_id(0).to(tl.int64) * 5 * R", "total = sums"),
-}  # fmt: skip
+}
 
 
 def kernels(folder: Path, name: str | None = None) -> ModuleType:
@@ -70,7 +104,9 @@ def check_ties(module) -> None:
     assert module.router_mlp(*arguments)[2].tolist() == [1] * 4, "the choice is wrong among equals"
     arguments[0][1] = float("nan")
     _, weights, ids, *_ = module.router_mlp(*arguments)
-    assert ids.tolist() == [1, 0, 1, 1] and weights.isnan().tolist() == [False, True, False, False], "the choice is wrong among what are no numbers"
+    assert ids.tolist() == [1, 0, 1, 1] and weights.isnan().tolist() == [False, True, False, False], (
+        "the choice is wrong among what are no numbers"
+    )
 
 
 def main(folder: Path) -> None:

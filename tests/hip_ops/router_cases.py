@@ -18,7 +18,12 @@ from hip_ops.router_mlp import Routed, RouterGradients
 EPS = 1e-5
 # Of the norm of the exact result. bf16: what its torch reference has is the measure besides, see `check`.
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 2e-6, torch.bfloat16: 2.0**-6, torch.float16: 2.0**-9}
-DOUBT = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 2.0**-6, torch.float16: 2.0**-9}  # between two probabilities
+DOUBT = {
+    torch.float64: 1e-12,
+    torch.float32: 1e-5,
+    torch.bfloat16: 2.0**-6,
+    torch.float16: 2.0**-9,
+}  # between two probabilities
 
 
 @dataclass(frozen=True)
@@ -36,7 +41,11 @@ class Router:
     seed: int = 0
 
     def __str__(self) -> str:
-        flags = "".join(letter for letter, flag in zip("afus", (self.averaged, self.forced, self.unweighted, self.uses_state), strict=True) if flag)
+        flags = "".join(
+            letter
+            for letter, flag in zip("afus", (self.averaged, self.forced, self.unweighted, self.uses_state), strict=True)
+            if flag
+        )
         return f"{self.rows}x{self.width}-{self.classes}-{str(self.dtype)[6:]}-{flags}"
 
     def arguments(self, device="cpu") -> tuple:
@@ -53,7 +62,21 @@ class Router:
         biases = (0.1 * torch.randn(c, generator=generator)).to(device)
         forced = torch.where(torch.arange(n) % 3 == 1, torch.randint(0, c, (n,), generator=generator), -1).to(device)
         averaging = (previous, gamma) if self.averaged else (None, None)
-        return projected, *averaging, b_down, w_norm, w1, b1, w2, b2, w_out, biases, forced if self.forced else None, EPS, c - 1 if self.unweighted else -1
+        return (
+            projected,
+            *averaging,
+            b_down,
+            w_norm,
+            w1,
+            b1,
+            w2,
+            b2,
+            w_out,
+            biases,
+            forced if self.forced else None,
+            EPS,
+            c - 1 if self.unweighted else -1,
+        )
 
     def upstream(self, device="cpu") -> tuple[Tensor, Tensor | None]:
         """d_weights and d_state."""
@@ -96,7 +119,9 @@ def check_forward(backend, case: Router, device="cpu") -> Routed:
     arguments = case.arguments(device)
     got = Routed(*backend.router_mlp(*arguments))
     half = case.dtype in (torch.bfloat16, torch.float16)
-    theirs = Routed(*reference.router_mlp(*(t.cpu() if isinstance(t, Tensor) else t for t in arguments))) if half else None
+    theirs = (
+        Routed(*reference.router_mlp(*(t.cpu() if isinstance(t, Tensor) else t for t in arguments))) if half else None
+    )
     state, logits, probabilities, biased, _ = exact(arguments)
     assert not got.logits[:, case.classes :].any(), "logits are wrong behind the last class"
     got = got._replace(logits=got.logits[:, : case.classes])
@@ -116,19 +141,27 @@ def check_forward(backend, case: Router, device="cpu") -> Routed:
     assert (got.weights.cpu() == 0)[ids == arguments[13]].all(), "weights are wrong: not zero"
     worst = (got.weights.cpu().double() - weights).abs().max().item() if case.rows else 0.0
     assert worst <= 2 * DOUBT[case.dtype], f"weights are wrong by {worst:.3g}"
-    assert got.statistics[:-1].tolist() == torch.bincount(ids, minlength=case.classes).tolist(), "statistics are wrong: counts"
+    assert got.statistics[:-1].tolist() == torch.bincount(ids, minlength=case.classes).tolist(), (
+        "statistics are wrong: counts"
+    )
     entropy = torch.special.entr(probabilities.detach()).sum()
-    assert abs(got.statistics[-1].item() - entropy) <= 4 * TOLERANCE[case.dtype] * max(entropy, 1.0), "statistics are wrong: entropy"
+    assert abs(got.statistics[-1].item() - entropy) <= 4 * TOLERANCE[case.dtype] * max(entropy, 1.0), (
+        "statistics are wrong: entropy"
+    )
     return got
 
 
 def gradients(found: RouterGradients, classes: int) -> dict[str, Tensor]:
     """By the names of router_mlp's arguments, with the products that are the caller's."""
+
     def product(a: Tensor, b: Tensor) -> Tensor:
         return a.double().t() @ b.double()
 
     assert not found.d_logits[:, classes:].any(), "d_logits is wrong behind the last class"
-    own = dict(zip(reference.SUMS, found.sums, strict=True)) | {"projected": found.d_projected, "previous": found.d_previous}
+    own = dict(zip(reference.SUMS, found.sums, strict=True)) | {
+        "projected": found.d_projected,
+        "previous": found.d_previous,
+    }
     matrices = {"w1": product(found.d_hidden1, found.normed), "w2": product(found.d_hidden2, found.active1)}
     return own | matrices | {"w_out": product(found.d_logits[:, :classes], found.active2)}
 
@@ -142,14 +175,33 @@ def check_backward(backend, case: Router, device="cpu") -> RouterGradients:
     routed = Routed(*reference.router_mlp(*on_cpu))
     upstream = case.upstream()
     given = (
-        *upstream, routed.state, on_cpu[1], on_cpu[2], routed.hidden1, routed.hidden2, routed.logits, routed.ids, on_cpu[4], on_cpu[5], on_cpu[7], on_cpu[9]
-    )  # fmt: skip
-    found = RouterGradients(*backend.router_mlp_backward(*(None if t is None else t.to(device) for t in given), *arguments[12:]))
+        *upstream,
+        routed.state,
+        on_cpu[1],
+        on_cpu[2],
+        routed.hidden1,
+        routed.hidden2,
+        routed.logits,
+        routed.ids,
+        on_cpu[4],
+        on_cpu[5],
+        on_cpu[7],
+        on_cpu[9],
+    )
+    found = RouterGradients(
+        *backend.router_mlp_backward(*(None if t is None else t.to(device) for t in given), *arguments[12:])
+    )
     got = gradients(found, case.classes)
     half = case.dtype in (torch.bfloat16, torch.float16)
-    theirs = gradients(RouterGradients(*reference.router_mlp_backward(*given, *arguments[12:])), case.classes) if half else {}
+    theirs = (
+        gradients(RouterGradients(*reference.router_mlp_backward(*given, *arguments[12:])), case.classes)
+        if half
+        else {}
+    )
     state, _, probabilities, _, leaves = exact(arguments)
-    weights = probabilities.gather(-1, routed.ids.unsqueeze(-1)).squeeze(-1).masked_fill(routed.ids == arguments[13], 0.0)
+    weights = (
+        probabilities.gather(-1, routed.ids.unsqueeze(-1)).squeeze(-1).masked_fill(routed.ids == arguments[13], 0.0)
+    )
     loss = (weights * upstream[0]).sum() + (0 if upstream[1] is None else (state * upstream[1].double()).sum())
     wanted = {name: leaf for name, leaf in zip(NAMES, leaves, strict=True) if leaf is not None}
     for name, want in zip(wanted, torch.autograd.grad(loss, list(wanted.values())), strict=True):

@@ -25,23 +25,56 @@ class RouterOnDevice:
     device: Device = field(default_factory=Device)
     counters: Counters | None = None
 
-    def run(self, which: str, given: dict[str, Tensor | None], results: dict[str, tuple], flags: dict, w_out: Tensor, eps: float, unweighted: int) -> dict:
+    def run(
+        self,
+        which: str,
+        given: dict[str, Tensor | None],
+        results: dict[str, tuple],
+        flags: dict,
+        w_out: Tensor,
+        eps: float,
+        unweighted: int,
+    ) -> dict:
         """results: shape and dtype of what the kernel writes. Absent tensors are whatever is of the right type, as of the launcher."""
         from hip_ops.triton_kernels import router_mlp as kernels
 
         kernel = getattr(kernels, f"router_mlp_{which}_kernel")
         classes, width = w_out.shape
         chosen = kernels.launch(width, warp_size=64)
-        constants = {**flags, "R": width, "CLASSES": classes, "COLUMNS": columns(classes), "BLOCK": chosen.block, "PART": chosen.part}
+        constants = {
+            **flags,
+            "R": width,
+            "CLASSES": classes,
+            "COLUMNS": columns(classes),
+            "BLOCK": chosen.block,
+            "PART": chosen.part,
+        }
         rows = len(given["hidden1"] if which == "backward" else given["projected"])
         outs = {name: self.device.alloc(shape, NUMPY[dtype]) for name, (shape, dtype) in results.items()}
-        types = {name: TYPES[dtype] for name, (_, dtype) in results.items()} | {"rows": "i32", "eps": "fp32", "unweighted": "i32"}
+        types = {name: TYPES[dtype] for name, (_, dtype) in results.items()} | {
+            "rows": "i32",
+            "eps": "fp32",
+            "unweighted": "i32",
+        }
         numbers = {"rows": np.int32(rows), "eps": np.float32(eps), "unweighted": np.int32(unweighted)}
-        types |= {name: "*i64" if name == "forced" else TYPES[w_out.dtype if tensor is None else tensor.dtype] for name, tensor in given.items()}
+        types |= {
+            name: "*i64" if name == "forced" else TYPES[w_out.dtype if tensor is None else tensor.dtype]
+            for name, tensor in given.items()
+        }
         signature = {name: types[name] for name in kernel.arg_names if name not in constants}
-        code = triton_code_object(kernel, signature, constants, num_warps=chosen.num_warps, num_stages=chosen.num_stages,
-                                  divisible_by_16=[name for name, kind in signature.items() if kind.startswith("*") and name != "biases"])  # fmt: skip
-        put = {name: None if tensor is None else self.device.put(to_numpy(tensor)) for name, tensor in given.items()} | outs | numbers
+        code = triton_code_object(
+            kernel,
+            signature,
+            constants,
+            num_warps=chosen.num_warps,
+            num_stages=chosen.num_stages,
+            divisible_by_16=[name for name, kind in signature.items() if kind.startswith("*") and name != "biases"],
+        )
+        put = (
+            {name: None if tensor is None else self.device.put(to_numpy(tensor)) for name, tensor in given.items()}
+            | outs
+            | numbers
+        )
         self.counters = code.launch(self.device, -(-rows // chosen.block), [put[name] for name in signature])
         return {name: to_torch(buffer.read()) for name, buffer in outs.items()}
 
@@ -50,26 +83,89 @@ class RouterOnDevice:
 
         return -(-rows // kernels.launch(width, warp_size=64).block)
 
-    def router_mlp(self, projected, previous, gamma, b_down, w_norm, w1, b1, w2, b2, w_out, biases, forced, eps, unweighted):
+    def router_mlp(
+        self, projected, previous, gamma, b_down, w_norm, w1, b1, w2, b2, w_out, biases, forced, eps, unweighted
+    ):
         (rows, width), classes, dtype = projected.shape, len(w_out), projected.dtype
-        given = dict(projected=projected, previous=previous, gamma=gamma, b_down=b_down, w_norm=w_norm, w1=w1, b1=b1, w2=w2, b2=b2, w_out=w_out,
-                     biases=biases, forced=forced)  # fmt: skip
+        given = dict(
+            projected=projected,
+            previous=previous,
+            gamma=gamma,
+            b_down=b_down,
+            w_norm=w_norm,
+            w1=w1,
+            b1=b1,
+            w2=w2,
+            b2=b2,
+            w_out=w_out,
+            biases=biases,
+            forced=forced,
+        )
         results = dict.fromkeys(("state", "hidden1", "hidden2"), ((rows, width), dtype)) | {
-            "weights": ((rows,), torch.float32), "ids": ((rows,), torch.int64), "logits": ((rows, columns(classes)), dtype),
+            "weights": ((rows,), torch.float32),
+            "ids": ((rows,), torch.int64),
+            "logits": ((rows, columns(classes)), dtype),
             "statistics": ((self.programs(rows, width), classes + 1), torch.float32),
-        }  # fmt: skip
-        found = self.run("forward", given, results, {"HAS_PREVIOUS": gamma is not None, "HAS_FORCED": forced is not None}, w_out, eps, unweighted)
+        }
+        found = self.run(
+            "forward",
+            given,
+            results,
+            {"HAS_PREVIOUS": gamma is not None, "HAS_FORCED": forced is not None},
+            w_out,
+            eps,
+            unweighted,
+        )
         found["statistics"] = found["statistics"].sum(0)
         return tuple(found[name] for name in RESULTS)
 
-    def router_mlp_backward(self, d_weights, d_state, state, previous, gamma, hidden1, hidden2, logits, ids, w_norm, w1, w2, w_out, eps, unweighted):
+    def router_mlp_backward(
+        self,
+        d_weights,
+        d_state,
+        state,
+        previous,
+        gamma,
+        hidden1,
+        hidden2,
+        logits,
+        ids,
+        w_norm,
+        w1,
+        w2,
+        w_out,
+        eps,
+        unweighted,
+    ):
         (rows, width), classes, dtype = state.shape, len(w_out), state.dtype
-        given = dict(d_weights=d_weights, d_state=d_state, state=state, previous=previous, gamma=gamma, hidden1=hidden1, hidden2=hidden2, logits=logits,
-                     ids=ids, w_norm=w_norm, w1=w1, w2=w2, w_out=w_out)  # fmt: skip
+        given = dict(
+            d_weights=d_weights,
+            d_state=d_state,
+            state=state,
+            previous=previous,
+            gamma=gamma,
+            hidden1=hidden1,
+            hidden2=hidden2,
+            logits=logits,
+            ids=ids,
+            w_norm=w_norm,
+            w1=w1,
+            w2=w2,
+            w_out=w_out,
+        )
         results = {name: ((rows, width), dtype) for name in GRADIENTS} | {
-            "d_previous": ((rows if gamma is not None else 0, width), dtype), "d_logits": ((rows, columns(classes)), dtype),
+            "d_previous": ((rows if gamma is not None else 0, width), dtype),
+            "d_logits": ((rows, columns(classes)), dtype),
             "sums": ((self.programs(rows, width), len(SUMS), width), torch.float32),
-        }  # fmt: skip
-        found = self.run("backward", given, results, {"HAS_PREVIOUS": gamma is not None, "HAS_D_STATE": d_state is not None}, w_out, eps, unweighted)
+        }
+        found = self.run(
+            "backward",
+            given,
+            results,
+            {"HAS_PREVIOUS": gamma is not None, "HAS_D_STATE": d_state is not None},
+            w_out,
+            eps,
+            unweighted,
+        )
         found["sums"] = found["sums"].sum(0)
         return tuple(found[name] for name in GRADIENTS)

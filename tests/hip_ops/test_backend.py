@@ -60,22 +60,33 @@ def test_code_goes_before_the_environment(fresh_backend, monkeypatch):
 
 def test_triton_on_the_cpu_cannot_be_had(fresh_backend, monkeypatch):
     monkeypatch.setenv("HIP_OPS_BACKEND", "triton")
-    with pytest.raises(ValueError, match=r"backend 'triton' \(HIP_OPS_BACKEND=triton\) cannot be had on cpu: Triton (compiles for GPUs|is not installed)"):
+    with pytest.raises(
+        ValueError,
+        match=r"backend 'triton' \(HIP_OPS_BACKEND=triton\) cannot be had on cpu: Triton (compiles for GPUs|is not installed)",
+    ):
         backend.choose(CPU)
 
 
 def test_hip_without_a_compiler_cannot_be_had(fresh_backend, no_compilers, empty_cache, monkeypatch):
     monkeypatch.setenv("HIP_OPS_BACKEND", "hip")
-    with pytest.raises(ValueError, match=r"backend 'hip' .* cannot be had on cpu: g\+\+ is not on PATH.*the cache holds no library for cpu"):
+    with pytest.raises(
+        ValueError,
+        match=r"backend 'hip' .* cannot be had on cpu: g\+\+ is not on PATH.*the cache holds no library for cpu",
+    ):
         backend.choose(CPU)
 
 
-def test_rocm_takes_hip_where_hipcc_is_else_triton_else_torch(fresh_backend, no_compilers, empty_cache, tmp_path, monkeypatch):
+def test_rocm_takes_hip_where_hipcc_is_else_triton_else_torch(
+    fresh_backend, no_compilers, empty_cache, tmp_path, monkeypatch
+):
     FakeDevice(monkeypatch, hip="7.1", gcn_arch_name="gfx942:sramecc+:xnack-")
     found = {"triton": object()}
     monkeypatch.setattr(backend.importlib.util, "find_spec", found.get)
     without = backend.choose(GPU)
-    assert without.order == ("triton", "torch") and "no hip: neither hipcc nor a clang++ that knows gfx942" in without.reason
+    assert (
+        without.order == ("triton", "torch")
+        and "no hip: neither hipcc nor a clang++ that knows gfx942" in without.reason
+    )
     backend._choices.clear()
     found.clear()
     assert backend.choose(GPU).order == ("torch",)
@@ -88,7 +99,9 @@ def test_rocm_takes_hip_where_hipcc_is_else_triton_else_torch(fresh_backend, no_
 
 def test_rocm_with_another_architecture(fresh_backend, monkeypatch):
     FakeDevice(monkeypatch, hip="7.1", gcn_arch_name="gfx1100")
-    assert "cuda:0 is gfx1100; the kernels need waves of 64 and MFMA: gfx90a, gfx942, gfx950" in backend.unavailable("hip", GPU)
+    assert "cuda:0 is gfx1100; the kernels need waves of 64 and MFMA: gfx90a, gfx942, gfx950" in backend.unavailable(
+        "hip", GPU
+    )
     assert "hip" not in backend.choose(GPU).order
 
 

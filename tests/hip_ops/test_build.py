@@ -56,7 +56,9 @@ def test_builds_once_and_again_when_a_source_changes(sources, empty_cache, capfd
     made = first.stat().st_mtime_ns
     assert build("cpu", sources=sources) == first and first.stat().st_mtime_ns == made
     assert capfd.readouterr().err == "", "from the cache, nothing to say"
-    assert {file.name for file in first.parent.iterdir()} == {"libhip_ops.so", "manifest.json", "lock"}, "no scratch is left"
+    assert {file.name for file in first.parent.iterdir()} == {"libhip_ops.so", "manifest.json", "lock"}, (
+        "no scratch is left"
+    )
 
     (sources / "one.hip").write_text(SOURCE.replace("NUMBER", "2"))
     second = build("cpu", sources=sources)
@@ -108,7 +110,13 @@ print(build("cpu", sources=Path(sys.argv[1])))
 def test_two_processes_build_once(sources, empty_cache):
     environment = {**os.environ, "HIP_OPS_CACHE": str(empty_cache), "PYTHONPATH": str(ROOT)}
     running = [
-        subprocess.Popen([sys.executable, "-c", BUILD, str(sources)], env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        subprocess.Popen(
+            [sys.executable, "-c", BUILD, str(sources)],
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
         for _ in range(3)
     ]
     ended = [(*process.communicate(timeout=120), process.returncode) for process in running]
@@ -120,7 +128,10 @@ def test_two_processes_build_once(sources, empty_cache):
 def test_waits_for_the_lock(tmp_path, capfd):
     program = "import sys, time; from pathlib import Path; from hip_ops.cache import locked\nwith locked(Path(sys.argv[1])): print('held', flush=True); time.sleep(1)"
     holder = subprocess.Popen(
-        [sys.executable, "-c", program, str(tmp_path / "lock")], env={**os.environ, "PYTHONPATH": str(ROOT)}, stdout=subprocess.PIPE, text=True
+        [sys.executable, "-c", program, str(tmp_path / "lock")],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        stdout=subprocess.PIPE,
+        text=True,
     )
     assert holder.stdout.readline() == "held\n"
     started = time.monotonic()
@@ -187,8 +198,10 @@ def test_an_old_clang_is_named(no_compilers, tmp_path):
 
 def test_the_amd_target(monkeypatch):
     for name, value, target in (
-        ("PYTORCH_ROCM_ARCH", "gfx1100;gfx90a", "gfx90a"), ("PYTORCH_ROCM_ARCH", "gfx942:xnack- gfx90a", "gfx942"), ("HIP_OPS_ARCH", "gfx950", "gfx950"),
-    ):  # fmt: skip
+        ("PYTORCH_ROCM_ARCH", "gfx1100;gfx90a", "gfx90a"),
+        ("PYTORCH_ROCM_ARCH", "gfx942:xnack- gfx90a", "gfx942"),
+        ("HIP_OPS_ARCH", "gfx950", "gfx950"),
+    ):
         monkeypatch.setenv(name, value)
         assert compilers.default_amd_target() == target
     monkeypatch.setenv("HIP_OPS_ARCH", "gfx1100")
@@ -211,13 +224,20 @@ def test_a_cache_that_cannot_be_written_is_named(sources, tmp_path, monkeypatch)
 def test_another_abi_is_refused(sources, empty_cache):
     abi = sources / "abi.hip"
     abi.write_text(abi.read_text().replace("return 1;", "return 999;"))
-    with pytest.raises(RuntimeError, match="has ABI version 999, this hip_ops wants 1: rebuild with `python -m hip_ops build --force`"):
+    with pytest.raises(
+        RuntimeError, match="has ABI version 999, this hip_ops wants 1: rebuild with `python -m hip_ops build --force`"
+    ):
         load(build("cpu", sources=sources), *sources.glob("*.hip"))
 
 
 def test_the_manifest_tells_how_it_was_built(sources, empty_cache):
     told = json.loads((build("cpu", sources=sources).parent / "manifest.json").read_text())
-    assert told["target"] == "cpu" and told["files"] == 2 and "g++" in told["compiler"] and "-fno-strict-aliasing" in told["command"]
+    assert (
+        told["target"] == "cpu"
+        and told["files"] == 2
+        and "g++" in told["compiler"]
+        and "-fno-strict-aliasing" in told["command"]
+    )
 
 
 def test_every_launcher_follows_the_convention():
@@ -240,5 +260,7 @@ def test_every_source_compiles_with_nvcc(tmp_path):
 
 
 def test_needs_no_torch():
-    done = run_python("import sys, hip_ops, hip_ops.build, hip_ops.launchers; assert 'torch' not in sys.modules; print(hip_ops.build.build)")
+    done = run_python(
+        "import sys, hip_ops, hip_ops.build, hip_ops.launchers; assert 'torch' not in sys.modules; print(hip_ops.build.build)"
+    )
     assert done.returncode == 0, done.stdout

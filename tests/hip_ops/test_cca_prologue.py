@@ -19,18 +19,28 @@ NAMES = ("query", "key", "value")
 
 
 def call(case: Case, tensors: dict):
-    return hip_ops.cca_prologue(*list(tensors.values())[:7], query_groups=case.groups, delayed_channels=case.late,
-                                **{name: tensors[name] for name in ("halo", "value_halo", "starts")})  # fmt: skip
+    return hip_ops.cca_prologue(
+        *list(tensors.values())[:7],
+        query_groups=case.groups,
+        delayed_channels=case.late,
+        **{name: tensors[name] for name in ("halo", "value_halo", "starts")},
+    )
 
 
 def leaves(case: Case) -> dict:
-    return {name: t.detach().clone().requires_grad_() if t is not None and name in GRADIENTS else t for name, t in make(case).tensors.items()}
+    return {
+        name: t.detach().clone().requires_grad_() if t is not None and name in GRADIENTS else t
+        for name, t in make(case).tensors.items()
+    }
 
 
 ANY = [
-    Case(9, 2, 4, 2, 16, rotary=8), Case(9, 2, 4, 2, 16, 2, True, 3, rotary=8), Case(1, 3, 2, 2, 16, 2, True, rotary=0, delayed=5),
-    Case(2, 3, 2, 2, 16, document=2, rotary=16, zero=True, pad=3, rope_batch=True), Case(12, 1, 3, 1, 10, 3, True, at=(0, 2, 3), rotary=4, zero=True),
-]  # fmt: skip
+    Case(9, 2, 4, 2, 16, rotary=8),
+    Case(9, 2, 4, 2, 16, 2, True, 3, rotary=8),
+    Case(1, 3, 2, 2, 16, 2, True, rotary=0, delayed=5),
+    Case(2, 3, 2, 2, 16, document=2, rotary=16, zero=True, pad=3, rope_batch=True),
+    Case(12, 1, 3, 1, 10, 3, True, at=(0, 2, 3), rotary=4, zero=True),
+]
 
 
 @pytest.mark.parametrize("dtype", [BF16, FP32, FP64], ids=str)
@@ -40,10 +50,16 @@ def test_reference_against_fp64(case, dtype):
 
 
 FAST = [
-    Case(70, 1, 2, 1), Case(33, 2, 4, 2, halo=True, chunks=2), Case(40, 2, 2, 1, document=5, halo=True), Case(1, 40, 2, 1, halo=True, document=3),
-    Case(2, 9, 2, 2, rotary=128, delayed=20), Case(37, 1, 5, 1, rotary=0, pad=8), Case(37, 1, 3, 3, rotary=16, pad=3, rope_batch=True, at=(15, 31, 32)),
-    Case(45, 1, 2, 1, halo=True, document=6, zero=True), Case(65, 1, 8, 2),
-]  # fmt: skip
+    Case(70, 1, 2, 1),
+    Case(33, 2, 4, 2, halo=True, chunks=2),
+    Case(40, 2, 2, 1, document=5, halo=True),
+    Case(1, 40, 2, 1, halo=True, document=3),
+    Case(2, 9, 2, 2, rotary=128, delayed=20),
+    Case(37, 1, 5, 1, rotary=0, pad=8),
+    Case(37, 1, 3, 3, rotary=16, pad=3, rope_batch=True, at=(15, 31, 32)),
+    Case(45, 1, 2, 1, halo=True, document=6, zero=True),
+    Case(65, 1, 8, 2),
+]
 
 
 @pytest.mark.parametrize("schedule", ["forward", "reverse", "random:11"])
@@ -55,13 +71,36 @@ def test_cpu_build_against_fp64(monkeypatch, case, schedule):
 
 @settings(max_examples=5, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
-    rows=st.integers(1, 34), batch=st.integers(1, 3), groups=st.integers(1, 3), per=st.integers(1, 3), chunks=st.integers(1, 2), halo=st.booleans(),
-    document=st.sampled_from([0, 2, 9]), rotary=st.sampled_from([0, 8, 64, 128]), delayed=st.sampled_from([None, 0, 4]), pad=st.sampled_from([0, 1, 8]),
-    zero=st.booleans(), seed=st.integers(0, 1000),
-)  # fmt: skip
+    rows=st.integers(1, 34),
+    batch=st.integers(1, 3),
+    groups=st.integers(1, 3),
+    per=st.integers(1, 3),
+    chunks=st.integers(1, 2),
+    halo=st.booleans(),
+    document=st.sampled_from([0, 2, 9]),
+    rotary=st.sampled_from([0, 8, 64, 128]),
+    delayed=st.sampled_from([None, 0, 4]),
+    pad=st.sampled_from([0, 1, 8]),
+    zero=st.booleans(),
+    seed=st.integers(0, 1000),
+)
 def test_random_shapes(rows, batch, groups, per, chunks, halo, document, rotary, delayed, pad, zero, seed):
     chunks = chunks if halo or document else 1
-    case = Case(rows, batch, groups * per, groups, 128, chunks, halo, document, rotary=rotary, delayed=delayed, pad=pad, zero=zero, seed=seed)
+    case = Case(
+        rows,
+        batch,
+        groups * per,
+        groups,
+        128,
+        chunks,
+        halo,
+        document,
+        rotary=rotary,
+        delayed=delayed,
+        pad=pad,
+        zero=zero,
+        seed=seed,
+    )
     for module in (reference, hip_kernels):
         check(module, case)
 
@@ -71,7 +110,10 @@ def test_gradcheck():
     case = Case(4, 1, 2, 1, 4, 2, True, at=(2,), rotary=2, dtype=FP64)
     given = leaves(case)
     wanted = [name for name in GRADIENTS if given[name] is not None]
-    assert torch.autograd.gradcheck(lambda *values: call(case, {**given, **dict(zip(wanted, values, strict=True))}), [given[name] for name in wanted])
+    assert torch.autograd.gradcheck(
+        lambda *values: call(case, {**given, **dict(zip(wanted, values, strict=True))}),
+        [given[name] for name in wanted],
+    )
 
 
 @pytest.mark.parametrize("dtype, seed", [(FP32, 0), (FP64, 0), (FP64, 1), (FP64, 2)], ids=str)
@@ -89,10 +131,27 @@ def test_the_models_own_path(halo, document, dtype, seed):
             results = call(case, t)
         else:
             z, current, late = t["projected"].split((case.channels, 32 - case.late, case.late), dim=-1)
-            results = (*cca.mix_qk(z, *list(t.values())[1:6], angles, query_groups=2, head_dim=16, temperature_form="linear", in_fp32=True,
-                                   halo=t["halo"], starts=t["starts"]), cca.shift_values(current, late, 2, t["value_halo"], t["starts"]))  # fmt: skip
+            results = (
+                *cca.mix_qk(
+                    z,
+                    *list(t.values())[1:6],
+                    angles,
+                    query_groups=2,
+                    head_dim=16,
+                    temperature_form="linear",
+                    in_fp32=True,
+                    halo=t["halo"],
+                    starts=t["starts"],
+                ),
+                cca.shift_values(current, late, 2, t["value_halo"], t["starts"]),
+            )
         torch.autograd.backward(results, make(case).upstream)
-        found.append([*results, *(t[name].grad for name in (GRADIENTS if dtype is FP64 else ("projected",)) if t[name] is not None)])
+        found.append(
+            [
+                *results,
+                *(t[name].grad for name in (GRADIENTS if dtype is FP64 else ("projected",)) if t[name] is not None),
+            ]
+        )
     tolerance = {"rtol": 1e-12, "atol": 1e-12} if dtype is FP64 else {"rtol": 1e-5, "atol": 2e-6}
     for ours, theirs in zip(*found, strict=True):
         torch.testing.assert_close(ours, theirs, **tolerance)
@@ -105,14 +164,22 @@ def test_transformers_with_its_cache():
 
     torch.manual_seed(0)
     batch, d, hidden = 3, 16, 24
-    config = ZayaConfig(hidden_size=hidden, num_attention_heads=4, num_key_value_heads=2, head_dim=d, num_hidden_layers=2)
+    config = ZayaConfig(
+        hidden_size=hidden, num_attention_heads=4, num_key_value_heads=2, head_dim=d, num_hidden_layers=2
+    )
     projection, norm = zaya.ZayaCCAProjection(config, 0), zaya.ZayaQKNorm(config)
     for parameter in (*projection.parameters(), *norm.parameters()):
         torch.nn.init.normal_(parameter, std=0.5)
     names = ("q_proj", "k_proj", "v_proj_current", "v_proj_delayed")
     matrix = torch.cat([getattr(projection, name).weight for name in names])
     channels, late = 6 * d, d
-    parameters = (projection.conv_qk_depthwise.weight, projection.conv_qk_depthwise.bias, projection.conv_qk_grouped.weight, projection.conv_qk_grouped.bias, norm.temp)
+    parameters = (
+        projection.conv_qk_depthwise.weight,
+        projection.conv_qk_depthwise.bias,
+        projection.conv_qk_grouped.weight,
+        projection.conv_qk_grouped.bias,
+        norm.temp,
+    )
     state = hip_ops.DecodeState.empty(batch, channels, late, dtype=FP32, device="cpu")
     cache, angles = DynamicCache(config=config), torch.rand(9, 1, 1, 4) * 6.0
     angles = torch.cat((angles, angles), dim=-1)
@@ -123,7 +190,9 @@ def test_transformers_with_its_cache():
             turns = angles[part, :, 0].transpose(0, 1)
             query, key = zaya.apply_rotary_pos_emb(*norm(query, key), turns.cos(), turns.sin(), unsqueeze_dim=2)
             projected = torch.nn.functional.linear(tokens[:, part].transpose(0, 1), matrix)
-            got = hip_ops.cca_prologue_step(projected, *parameters, hip_ops.rope_table(angles[part]), query_groups=2, state=state)
+            got = hip_ops.cca_prologue_step(
+                projected, *parameters, hip_ops.rope_table(angles[part]), query_groups=2, state=state
+            )
             for ours, theirs in zip(got, (query, key, value), strict=True):
                 torch.testing.assert_close(ours, theirs.transpose(0, 1), rtol=1e-5, atol=1e-5)
             torch.testing.assert_close(state.conv, cache.get_conv_state(0, state_idx=0).permute(2, 0, 1))
@@ -134,8 +203,14 @@ def test_chunks_with_halos_give_what_the_whole_sequence_gives(chosen):
     whole = make(Case(24, 2, 2, 1))
     expected = call(whole.case, whole.tensors)
     projected, chunks = whole.tensors["projected"], 3
-    before = torch.cat((torch.zeros_like(projected[:2]), projected)).unfold(0, 2, 8)[:chunks].movedim(-1, 1)  # rows -2, -1 of each chunk
-    tensors = {**whole.tensors, "halo": before[..., :384].contiguous(), "value_halo": before[:, 1, :, -64:].contiguous()}
+    before = (
+        torch.cat((torch.zeros_like(projected[:2]), projected)).unfold(0, 2, 8)[:chunks].movedim(-1, 1)
+    )  # rows -2, -1 of each chunk
+    tensors = {
+        **whole.tensors,
+        "halo": before[..., :384].contiguous(),
+        "value_halo": before[:, 1, :, -64:].contiguous(),
+    }
     for name, got, want in zip(NAMES, call(whole.case, tensors), expected, strict=True):
         compare(name, got, want, 128, 2**-8)
 
@@ -208,19 +283,31 @@ def test_any_strides_give_the_same(chosen):
 ERRORS = [
     ({"projected": lambda t: t[..., 1:]}, "projected has shape (3, 2, 511); it must be [s, b, 512]"),
     ({"grouped_weight": lambda t: t[:, :, 0]}, "grouped_weight has shape (384, 128); it must be [C, d, 2]"),
-    ({"grouped_weight": lambda t: t[:130]}, "query_groups is 1; it must be a divisor of the number of query heads, 130 channels"),
+    (
+        {"grouped_weight": lambda t: t[:130]},
+        "query_groups is 1; it must be a divisor of the number of query heads, 130 channels",
+    ),
     ({"depthwise_bias": lambda t: t[1:]}, "depthwise_bias has shape (383,); it must be (384,)"),
     ({"temperature": lambda t: t.repeat(2)}, "temperature has shape (2,); it must be (1,)"),
     ({"rope": lambda t: t[:, :, :63]}, "rope has shape (3, 1, 63); it must be [3, 1 or 2, r] with an even r up to 128"),
     ({"rope": lambda t: t.bfloat16()}, "rope is torch.bfloat16; it must be torch.float32"),
-    ({"projected": lambda t: t.half()}, "projected is torch.float16; it must be torch.bfloat16, torch.float32 or torch.float64"),
+    (
+        {"projected": lambda t: t.half()},
+        "projected is torch.float16; it must be torch.bfloat16, torch.float32 or torch.float64",
+    ),
     ({"grouped_bias": lambda t: t.float()}, "grouped_bias is torch.float32; it must be torch.bfloat16"),
     ({"temperature": lambda t: t.to("meta")}, "temperature is on meta; it must be on cpu like projected"),
-    ({"halo": lambda _: torch.zeros(1, 2, 2, 384, dtype=BF16)}, "halo and value_halo came alone; it must be given both or not at all"),
-    ({"starts": lambda _: torch.zeros(2, 2, 2, dtype=torch.bool)}, "halo, value_halo and starts tell of 2 chunks; it must be of as many as divide the 3 rows"),
+    (
+        {"halo": lambda _: torch.zeros(1, 2, 2, 384, dtype=BF16)},
+        "halo and value_halo came alone; it must be given both or not at all",
+    ),
+    (
+        {"starts": lambda _: torch.zeros(2, 2, 2, dtype=torch.bool)},
+        "halo, value_halo and starts tell of 2 chunks; it must be of as many as divide the 3 rows",
+    ),
     ({"starts": lambda _: torch.zeros(1, 3, 2, dtype=torch.bool)}, "starts has shape (1, 3, 2); it must be (1, 4, 2)"),
     ({"starts": lambda _: torch.zeros(1, 4, 2)}, "starts is torch.float32; it must be torch.bool"),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize("changes, message", ERRORS, ids=[message[:30] for _, message in ERRORS])
@@ -234,8 +321,11 @@ def test_wrong_arguments_are_named(changes, message):
 
 def test_wrong_numbers_are_named():
     tensors = make(Case(3, 2, 2, 1)).tensors
-    for options, message in (({"query_groups": 0}, "query_groups is 0"), ({"query_groups": 2}, "query_groups is 2"),
-                             ({"query_groups": 1, "delayed_channels": 129}, "delayed_channels is 129; it must be from 0 to 128")):  # fmt: skip
+    for options, message in (
+        ({"query_groups": 0}, "query_groups is 0"),
+        ({"query_groups": 2}, "query_groups is 2"),
+        ({"query_groups": 1, "delayed_channels": 129}, "delayed_channels is 129; it must be from 0 to 128"),
+    ):
         with pytest.raises(ValueError, match=re.escape(message)):
             hip_ops.cca_prologue(*list(tensors.values())[:7], **options)
     with pytest.raises(ValueError, match=re.escape("cu_seqlens is torch.float32 (3,); it must be integers")):
@@ -250,7 +340,9 @@ def test_opcheck(case):
     inputs = make(case)
     query, key, _, inverse_norm = reference.cca_prologue(*inputs.arguments)
     arguments = (*inputs.upstream, *inputs.tensors.values(), query, key, inverse_norm, case.groups, case.late)
-    torch.library.opcheck(torch.ops.hip_ops.cca_prologue_backward, arguments, test_utils=("test_schema", "test_faketensor"))
+    torch.library.opcheck(
+        torch.ops.hip_ops.cca_prologue_backward, arguments, test_utils=("test_schema", "test_faketensor")
+    )
 
 
 def test_compiles_whole(chosen):
@@ -258,7 +350,7 @@ def test_compiles_whole(chosen):
 
     def function(t):
         query, key, value = call(case, t)
-        return (torch.tanh(query.float()).sum() + (key.float() * value.float()).sum())
+        return torch.tanh(query.float()).sum() + (key.float() * value.float()).sum()
 
     for run in (function, torch.compile(function, fullgraph=True, backend="aot_eager")):
         t = leaves(case)
@@ -276,7 +368,9 @@ def test_without_dispatch_and_with_it(no_function_modes):
         with mode:
             results = call(case, t)
             torch.autograd.backward(results, make(case).upstream)
-        assert (type(results[0].grad_fn).__name__ == "hip_ops_cca_prologueBackward") == (not isinstance(mode, OperatorsSeen))
+        assert (type(results[0].grad_fn).__name__ == "hip_ops_cca_prologueBackward") == (
+            not isinstance(mode, OperatorsSeen)
+        )
         found.append([*results, *(t[name].grad for name in GRADIENTS)])
     assert {"hip_ops::cca_prologue", "hip_ops::cca_prologue_backward"} <= set(mode.names)
     assert all(map(torch.equal, *found))
@@ -289,14 +383,24 @@ def test_results_do_not_change_between_runs(monkeypatch):
         monkeypatch.setenv("HO_CPU_SCHEDULE", schedule)
         query, key, value, inverse_norm = hip_kernels.cca_prologue(*inputs.arguments)
         *tensors, groups, late = inputs.arguments
-        found.append([query, key, value, inverse_norm, *hip_kernels.cca_prologue_backward(*inputs.upstream, *tensors, query, key, inverse_norm, groups, late)])
+        found.append(
+            [
+                query,
+                key,
+                value,
+                inverse_norm,
+                *hip_kernels.cca_prologue_backward(*inputs.upstream, *tensors, query, key, inverse_norm, groups, late),
+            ]
+        )
     for other in found[1:]:
         assert all(map(torch.equal, found[0], other))
 
 
 def test_heads_that_the_kernels_do_not_know_are_computed_by_torch():
     inputs = make(Case(5, 1, 2, 1, 48, rotary=16))
-    for got, want in zip(hip_kernels.cca_prologue(*inputs.arguments), reference.cca_prologue(*inputs.arguments), strict=True):
+    for got, want in zip(
+        hip_kernels.cca_prologue(*inputs.arguments), reference.cca_prologue(*inputs.arguments), strict=True
+    ):
         assert torch.equal(got, want)
 
 

@@ -49,14 +49,18 @@ def test_the_copy_without_a_bug_passes(tmp_path, monkeypatch, case):
 FAST = ("halo_rows_exchanged", "gradient_across_a_document")  # each costs a build of the sources
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=() if name in FAST else pytest.mark.slow) for name in bugs.BUGS])
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in FAST else pytest.mark.slow) for name in bugs.BUGS]
+)
 def test_each_bug_is_caught(tmp_path, name):
     bug = bugs.BUGS[name]
     sources = bugs.copy(tmp_path, bug)
     library = build_cpu_library(*sources)
     caught = []
     for schedule in SCHEDULES if bug.schedule else SCHEDULES[:1]:
-        done = run_python(PROGRAM, library, name, *sources, CSRC / "abi.hip", HO_CPU_SCHEDULE=schedule, OMP_NUM_THREADS="1")
+        done = run_python(
+            PROGRAM, library, name, *sources, CSRC / "abi.hip", HO_CPU_SCHEDULE=schedule, OMP_NUM_THREADS="1"
+        )
         assert "passed" in done.stdout or "caught: " in done.stdout or done.returncode < 0, done.stdout[-3000:]
         caught += [schedule] * ("passed" not in done.stdout)
     assert caught, f"no schedule shows the bug {name}"

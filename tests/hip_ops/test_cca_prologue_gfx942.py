@@ -12,16 +12,27 @@ from tests.hip_ops.cca_prologue_device import Emulated, tiles_of
 from tests.hip_ops.cca_prologue_triton_device import EmulatedTriton
 
 PLAIN, HALO = Case(37, 1, 2, 1), Case(20, 2, 2, 1, halo=True, document=6, zero=True)
-MORE = [Case(1, 35, 2, 1, halo=True, document=2), Case(2, 9, 2, 2, rotary=128, delayed=20), Case(37, 1, 3, 3, rotary=0, pad=8), Case(40, 1, 5, 1, at=(15, 31, 32)), Case(65, 1, 8, 2)]
+MORE = [
+    Case(1, 35, 2, 1, halo=True, document=2),
+    Case(2, 9, 2, 2, rotary=128, delayed=20),
+    Case(37, 1, 3, 3, rotary=0, pad=8),
+    Case(40, 1, 5, 1, at=(15, 31, 32)),
+    Case(65, 1, 8, 2),
+]
 KERNELS = ("forward", "backward_pass", "backward_temperature", "backward_sum")
 
 
-@pytest.mark.parametrize("case, schedule", [
-    (HALO, "reverse"), (PLAIN, "lockstep"),
-    *(pytest.param(HALO, schedule, marks=pytest.mark.slow) for schedule in SCHEDULES if schedule != "reverse"),
-    *(pytest.param(PLAIN, schedule, marks=pytest.mark.slow) for schedule in SCHEDULES[1:]),
-    *(pytest.param(case, "lockstep", marks=pytest.mark.slow) for case in MORE),
-], ids=str)  # fmt: skip
+@pytest.mark.parametrize(
+    "case, schedule",
+    [
+        (HALO, "reverse"),
+        (PLAIN, "lockstep"),
+        *(pytest.param(HALO, schedule, marks=pytest.mark.slow) for schedule in SCHEDULES if schedule != "reverse"),
+        *(pytest.param(PLAIN, schedule, marks=pytest.mark.slow) for schedule in SCHEDULES[1:]),
+        *(pytest.param(case, "lockstep", marks=pytest.mark.slow) for case in MORE),
+    ],
+    ids=str,
+)
 def test_hip_against_fp64(case, schedule):
     emulated = Emulated(Device(schedule))
     check(emulated, case)
@@ -30,10 +41,17 @@ def test_hip_against_fp64(case, schedule):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case, processors", [
-    (Case(20, 1, 2, 1, 32, rotary=16), 8), (Case(9, 2, 2, 1, 32, halo=True, document=4, rotary=16), 8), (Case(37, 1, 2, 1), 8),
-    (Case(9, 2, 6, 2, 32, halo=True, document=4, rotary=16, zero=True), 8), (Case(35, 2, 2, 1, 32, rotary=16), 64),
-], ids=str)  # fmt: skip
+@pytest.mark.parametrize(
+    "case, processors",
+    [
+        (Case(20, 1, 2, 1, 32, rotary=16), 8),
+        (Case(9, 2, 2, 1, 32, halo=True, document=4, rotary=16), 8),
+        (Case(37, 1, 2, 1), 8),
+        (Case(9, 2, 6, 2, 32, halo=True, document=4, rotary=16, zero=True), 8),
+        (Case(35, 2, 2, 1, 32, rotary=16), 64),
+    ],
+    ids=str,
+)
 def test_triton_against_fp64(case, processors):
     """Three query heads of a group, a temperature that is zero, and several runs of tiles among them."""
     check(EmulatedTriton(Device(), processors), case)
@@ -44,7 +62,9 @@ def test_the_same_bits_under_all_schedules():
     inputs, found = make(HALO), []
     for schedule in SCHEDULES:
         emulated = Emulated(Device(schedule))
-        results = dict(zip(("query", "key", "value", "inverse_norm"), emulated.cca_prologue(*inputs.arguments), strict=True))
+        results = dict(
+            zip(("query", "key", "value", "inverse_norm"), emulated.cca_prologue(*inputs.arguments), strict=True)
+        )
         found.append([*results.values(), *backward(emulated, inputs, results).values()])
     assert all(map(torch.equal, found[0], other) for other in found[1:])
 
@@ -72,14 +92,20 @@ def test_bytes_are_within_five_percent_of_the_minimum():
     found = []
     for rows in (32, 64):
         emulated, inputs = Emulated(Device()), make(Case(rows, 4, 8, 2))
-        results = dict(zip(("query", "key", "value", "inverse_norm"), emulated.cca_prologue(*inputs.arguments), strict=True))
+        results = dict(
+            zip(("query", "key", "value", "inverse_norm"), emulated.cca_prologue(*inputs.arguments), strict=True)
+        )
         backward(emulated, inputs, results)
         found.append({name: moved(emulated.counters[f"ho_cca_prologue_{name}"]) for name in NEEDED})
         assert emulated.counters["ho_cca_prologue_forward"].lds_bank_conflicts == 0
         mfma = emulated.counters["ho_cca_prologue_backward_pass"].mfma_by_opcode
-        assert mfma == {"v_mfma_f32_32x32x8_bf16": 4 * tiles_of(rows) * 10 * 2 * 3 * 4 * 16}, "three products of dz and three sums, once"
+        assert mfma == {"v_mfma_f32_32x32x8_bf16": 4 * tiles_of(rows) * 10 * 2 * 3 * 4 * 16}, (
+            "three products of dz and three sums, once"
+        )
         mfma = emulated.counters["ho_cca_prologue_forward"].mfma_by_opcode
-        assert mfma == {"v_mfma_f32_32x32x8_bf16": tiles_of(4 * rows) * 32 * 10 * 128 * 256 // (32 * 32 * 8)}, "each product once"
+        assert mfma == {"v_mfma_f32_32x32x8_bf16": tiles_of(4 * rows) * 32 * 10 * 128 * 256 // (32 * 32 * 8)}, (
+            "each product once"
+        )
     for name, needed in NEEDED.items():
         share = (found[1][name] - found[0][name]) / (32 * 4 * needed)
         assert 1.0 <= share <= 1.05, f"{name}: {share:.3f} of what must move"
@@ -93,5 +119,7 @@ def test_no_spills_and_every_kernel_is_run():
         found |= {name: resources for name, (resources, _) in kernels_of(CSRC / f"{source}.hip").items()}
     assert set(found) == {f"ho_cca_prologue_{name}" for name in KERNELS}
     assert all(kernel.vgpr_spills == kernel.scratch == 0 for kernel in found.values())
-    assert {name for name, kernel in found.items() if kernel.sgpr_spills} <= {"ho_cca_prologue_backward_pass"}, "whose scalars go to lanes of two registers"
+    assert {name for name, kernel in found.items() if kernel.sgpr_spills} <= {"ho_cca_prologue_backward_pass"}, (
+        "whose scalars go to lanes of two registers"
+    )
     assert found["ho_cca_prologue_forward"].waves_per_simd >= 2

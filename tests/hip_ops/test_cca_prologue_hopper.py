@@ -20,14 +20,28 @@ def prologue(which: str, **constexprs):
     from hip_ops.triton_kernels import cca_prologue, cca_prologue_backward, cca_prologue_forward, cca_prologue_rows
 
     chosen = cca_prologue.launch(which, 128, 10, 2, processors=132, warp_size=32)
-    kernel = getattr(cca_prologue_forward if which == "forward" else cca_prologue_backward, f"cca_prologue_{which}_kernel")
-    constants = ZAYA | {"BLOCK": chosen.block, "IN": chosen.part, "OUT": chosen.part, "ZERO_BLOCK": chosen.zero_block, "INPUTS": 128} | constexprs
+    kernel = getattr(
+        cca_prologue_forward if which == "forward" else cca_prologue_backward, f"cca_prologue_{which}_kernel"
+    )
+    constants = (
+        ZAYA
+        | {"BLOCK": chosen.block, "IN": chosen.part, "OUT": chosen.part, "ZERO_BLOCK": chosen.zero_block, "INPUTS": 128}
+        | constexprs
+    )
     constants = {name: value for name, value in constants.items() if name in kernel.arg_names}
-    types = {name: "i64" if name.startswith("by_") else "i32" for name in kernel.arg_names if name in cca_prologue_rows.SIZES or name.endswith("_stride")}
-    types |= {"eps": "fp32", "starts": "*u8"} | dict.fromkeys(("rope", "inverse_norm", "partial", "partial_zero"), "*fp32")
+    types = {
+        name: "i64" if name.startswith("by_") else "i32"
+        for name in kernel.arg_names
+        if name in cca_prologue_rows.SIZES or name.endswith("_stride")
+    }
+    types |= {"eps": "fp32", "starts": "*u8"} | dict.fromkeys(
+        ("rope", "inverse_norm", "partial", "partial_zero"), "*fp32"
+    )
     signature = {name: types.get(name, "*bf16") for name in kernel.arg_names if name not in constants}
     divisible = [name for name, kind in signature.items() if kind != "fp32" and name not in cca_prologue_rows.SIZES]
-    return compiled_for_hopper(kernel, signature, constants, divisible, **({"num_stages": chosen.stages} | chosen.options))
+    return compiled_for_hopper(
+        kernel, signature, constants, divisible, **({"num_stages": chosen.stages} | chosen.options)
+    )
 
 
 def conversions(compiled, tile: str) -> int:
@@ -40,7 +54,9 @@ def test_two_programs_of_the_forward(tmp_path, more):
     resident, stack = programs(compiled, tmp_path)
     assert resident == 2 and stack <= 64
     assert compiled.asm["ttgir"].count("ttng.warp_group_dot ") == 1, "one product a tile"
-    assert conversions(compiled, "64x64") == 2, "both halves of a product move to the layout of the loads and stores, nothing else does"
+    assert conversions(compiled, "64x64") == 2, (
+        "both halves of a product move to the layout of the loads and stores, nothing else does"
+    )
     loop = compiled.asm["ttgir"].rindex("scf.for %tile")
     assert compiled.asm["ttgir"].index("ttg.local_alloc") < loop, "weights stay in shared memory"
 
@@ -60,4 +76,6 @@ def test_the_weights_products_overlap(tmp_path, more):
     resident, stack = programs(compiled, tmp_path)
     assert resident == 1 and stack == 0
     assert "pendings = 3" in compiled.asm["ttgir"], "those of the tile before are on their way"
-    assert compiled.asm["ptx"].count("cp.async.cg.shared.global") == 24, "16 bytes at a time: two a thread of each of four tiles, at three places"
+    assert compiled.asm["ptx"].count("cp.async.cg.shared.global") == 24, (
+        "16 bytes at a time: two a thread of each of four tiles, at three places"
+    )

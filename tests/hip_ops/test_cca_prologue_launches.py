@@ -10,7 +10,9 @@ from tests.hip_ops.cca_prologue_triton_device import KERNELS
 triton = pytest.importorskip("triton")
 
 
-@pytest.mark.parametrize("by", [1, 2, 3, 4, 5, 7, 10, 63, 64, 65, 4096, 4098, 65535, 2**20 + 1, 2**30, 2**30 + 1, 2**31 - 1])
+@pytest.mark.parametrize(
+    "by", [1, 2, 3, 4, 5, 7, 10, 63, 64, 65, 4096, 4098, 65535, 2**20 + 1, 2**30, 2**30 + 1, 2**31 - 1]
+)
 def test_divisor(by):
     """As `divide` computes it, at every place where a wrong rounding shows first: beside multiples, and at the end of the range."""
     from hip_ops.triton_kernels.cca_prologue_rows import divisor
@@ -35,7 +37,10 @@ class Recorded:
     def __getitem__(self, grid):
         def launch(*arguments, **keywords):
             assert len(arguments) + len(set(keywords) & set(self.arg_names)) == len(self.arg_names), self.name
-            name, stages = self.name.removeprefix("cca_prologue_").removesuffix("_kernel"), keywords.get("num_stages", 1)
+            name, stages = (
+                self.name.removeprefix("cca_prologue_").removesuffix("_kernel"),
+                keywords.get("num_stages", 1),
+            )
             self.calls.append((name, grid, stages))
             if name == "weight" and stages > self.stages:
                 raise triton.runtime.errors.OutOfResources(300_000, 232_448, "shared memory")
@@ -57,7 +62,15 @@ def recorded(monkeypatch):
             inputs = make(case)
             module.cca_prologue(*inputs.arguments)
             query, key, _ = inputs.upstream
-            backward(module, inputs, {"query": query, "key": key, "inverse_norm": torch.ones(case.heads + case.groups, case.rows * case.chunks, case.batch)})
+            backward(
+                module,
+                inputs,
+                {
+                    "query": query,
+                    "key": key,
+                    "inverse_norm": torch.ones(case.heads + case.groups, case.rows * case.chunks, case.batch),
+                },
+            )
         return calls
 
     yield run
@@ -68,7 +81,13 @@ def test_launches(recorded):
     calls = recorded(Case(2048, 2, 8, 2), stages=3)
     # 64 tiles of 64 rows, and twice as many of 32. The forward has two programs on a multiprocessor, of 3 tiles each; the input's kernel as many of half a
     # head, of 5 tiles; the weights' has one, of 10, and two programs in a run for temperatures that are zero.
-    assert calls == [("forward", (10, 22), 1), ("norm", (11, 32), 1), ("input", (20, 13), 1), ("weight", (12, 13), 3), ("sum", (10, 16), 1)]
+    assert calls == [
+        ("forward", (10, 22), 1),
+        ("norm", (11, 32), 1),
+        ("input", (20, 13), 1),
+        ("weight", (12, 13), 3),
+        ("sum", (10, 16), 1),
+    ]
 
 
 def test_halos_count_as_rows_of_the_input(recorded):

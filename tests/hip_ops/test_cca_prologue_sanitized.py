@@ -7,7 +7,12 @@ from tests.hip_ops import cca_prologue_bugs as bugs
 from tests.hip_ops.cpu_kernels import SCHEDULES, build_cpu_library, run_sanitized
 
 # rows of a chunk, micro batch, query heads, groups, chunks, halo, documents, rotary channels, delayed channels, temperature
-CASES = [(37, 1, 2, 1, 1, 0, 0, 64, 64, 1.0), (3, 5, 4, 2, 2, 1, 1, 8, 4, 0.0), (1, 2, 2, 1, 1, 1, 0, 0, 0, 1.0), (2, 1, 5, 1, 1, 0, 1, 128, 128, 0.0)]
+CASES = [
+    (37, 1, 2, 1, 1, 0, 0, 64, 64, 1.0),
+    (3, 5, 4, 2, 2, 1, 1, 8, 4, 0.0),
+    (1, 2, 2, 1, 1, 1, 0, 0, 0, 1.0),
+    (2, 1, 5, 1, 1, 0, 1, 128, 128, 0.0),
+]
 
 PROGRAM = """
 import sys
@@ -64,7 +69,9 @@ def right(tmp_path_factory):
     return [build_cpu_library(*sources, sanitize=True), *sources]
 
 
-@pytest.mark.parametrize("schedule", [SCHEDULES[-1], *(pytest.param(name, marks=pytest.mark.slow) for name in SCHEDULES[:-1])])
+@pytest.mark.parametrize(
+    "schedule", [SCHEDULES[-1], *(pytest.param(name, marks=pytest.mark.slow) for name in SCHEDULES[:-1])]
+)
 def test_no_finding(right, schedule):
     assert "done" in run_sanitized(PROGRAM, *right, CASES, HO_CPU_SCHEDULE=schedule, timeout=300)
 

@@ -77,8 +77,12 @@ def test_plain_tensors_go_directly(tensors):
     for parameter, grad in ((a, True), (torch.nn.Parameter(a.detach()), True), (a, False)):
         with contextlib.nullcontext() if grad else torch.no_grad():
             out, total = product(parameter, b, 2.0)
-        assert torch.equal(out, torch.tensor([8.0, 20.0, 36.0])) and out.requires_grad == grad and not total.requires_grad
-        assert grad == (out.grad_fn is not None) and (not grad or type(out.grad_fn).__name__ == "hip_ops_test_productBackward")
+        assert (
+            torch.equal(out, torch.tensor([8.0, 20.0, 36.0])) and out.requires_grad == grad and not total.requires_grad
+        )
+        assert grad == (out.grad_fn is not None) and (
+            not grad or type(out.grad_fn).__name__ == "hip_ops_test_productBackward"
+        )
     assert product(b, b, 1.0)[0].grad_fn is None
     assert WAYS == ["direct"] * 4
 
@@ -125,7 +129,9 @@ def test_where_somebody_looks_torchs_operator_runs(tensors):
     assert torch.equal(torch.func.vmap(lambda t: product(t, b, 2.0)[0])(torch.ones(2, 3)), (2 * b).expand(2, 3))
     with pytest.raises(RuntimeError, match="setup_context"):
         torch.func.grad(lambda t: product(t, b, 2.0)[0].sum())(plain)
-    assert "hip_ops_test::product" in str(torch.jit.trace(lambda t: product(t, b, 2.0)[0], plain, check_trace=False).graph)
+    assert "hip_ops_test::product" in str(
+        torch.jit.trace(lambda t: product(t, b, 2.0)[0], plain, check_trace=False).graph
+    )
     assert "direct" not in WAYS
 
 

@@ -57,7 +57,9 @@ def rounding_all_rows(total, ids, rows):
     total *= 1 + 2**-22
 
 
-@pytest.mark.parametrize("add_rows_, said", [(in_any_order, "other bits"), (rounding_all_rows, "rows of no id changed")])
+@pytest.mark.parametrize(
+    "add_rows_, said", [(in_any_order, "other bits"), (rounding_all_rows, "rows of no id changed")]
+)
 def test_the_check_sees_what_is_within_its_tolerance(add_rows_, said):
     with pytest.raises(AssertionError, match=said):
         check(SimpleNamespace(add_rows_=add_rows_), Rows(640, 3, 8, repeated="one"))
@@ -88,4 +90,6 @@ def test_each_bug_is_caught(tmp_path):
     done = run_python(program, str(tmp_path), TRITON_INTERPRET="1", OMP_NUM_THREADS="1")
     assert done.returncode == 0, done.stdout[-4000:]
     assert "right source: right" in done.stdout
-    assert re.findall(r"(?:caught|MISSED) (\w+)", done.stdout) == list(BUGS) and "MISSED" not in done.stdout, done.stdout[-4000:]
+    assert re.findall(r"(?:caught|MISSED) (\w+)", done.stdout) == list(BUGS) and "MISSED" not in done.stdout, (
+        done.stdout[-4000:]
+    )

@@ -12,9 +12,14 @@ from tests.hip_ops.embedding_gradient_device import HipRows, TritonRows
 
 KINDS = {"hip": HipRows, "triton": TritonRows}
 CASES = [
-    Rows(70, 9, 40, BF16, "half", pad=8), Rows(97, 20, 40, repeated="runs"), Rows(130, 4, 45, BF16), Rows(100, 7, 333, pad=3), Rows(160, 3, 8, repeated="one"),
-    Rows(65, 2, 2056, BF16, "half"), Rows(33, 40, 1100, repeated="once"),
-]  # fmt: skip
+    Rows(70, 9, 40, BF16, "half", pad=8),
+    Rows(97, 20, 40, repeated="runs"),
+    Rows(130, 4, 45, BF16),
+    Rows(100, 7, 333, pad=3),
+    Rows(160, 3, 8, repeated="one"),
+    Rows(65, 2, 2056, BF16, "half"),
+    Rows(33, 40, 1100, repeated="once"),
+]
 
 
 def cases_and_schedules() -> list:
@@ -24,7 +29,10 @@ def cases_and_schedules() -> list:
         return schedule == "lockstep" and (kind == "hip" or case is CASES[0]) or kind == "hip" and case is CASES[0]
 
     triples = [(kind, case, schedule) for kind in KINDS for case in CASES for schedule in SCHEDULES]
-    return [pytest.param(*each, marks=() if quick(*each) else pytest.mark.slow, id="-".join(map(str, each))) for each in triples]
+    return [
+        pytest.param(*each, marks=() if quick(*each) else pytest.mark.slow, id="-".join(map(str, each)))
+        for each in triples
+    ]
 
 
 @pytest.mark.parametrize("kind, case, schedule", cases_and_schedules())
@@ -55,7 +63,9 @@ def test_everything_is_read_once_and_written_once(case):
     print(f"{moved / minimum:.4f} of the minimum")
     assert moved <= 1.1 * minimum
     # sums of a lane's eight columns are 32 bytes: each of its two accesses touches every piece of 64
-    assert 64 * runs.global_transactions == rows.nbytes + 2 * (runs.global_load_bytes - rows.nbytes + runs.global_store_bytes)
+    assert 64 * runs.global_transactions == rows.nbytes + 2 * (
+        runs.global_load_bytes - rows.nbytes + runs.global_store_bytes
+    )
     assert 64 * joins.global_transactions == joins.global_load_bytes + joins.global_store_bytes
 
 

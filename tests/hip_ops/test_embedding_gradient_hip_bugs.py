@@ -21,7 +21,9 @@ from tests.hip_ops.injected_bug import cpu_copy, write_source
 FAST = ("joined_by_every_run", "half_of_the_columns_joined")  # each costs a build of the source
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=() if name in FAST else pytest.mark.slow) for name in bugs.BUGS])
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in FAST else pytest.mark.slow) for name in bugs.BUGS]
+)
 def test_each_bug_is_caught(tmp_path, monkeypatch, name):
     copy = cpu_copy(tmp_path, bugs.BUGS[name], "embedding_gradient")
     monkeypatch.setattr(hip_ops.library, "library", lambda target: copy)

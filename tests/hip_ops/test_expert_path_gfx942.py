@@ -23,14 +23,33 @@ from tests.hip_ops.expert_path_cases import (
 from tests.hip_ops.expert_path_device import HipOnDevice, TritonOnDevice
 
 KINDS = {"hip": HipOnDevice, "triton": TritonOnDevice}
-ROWS = [Rows(11, 2048), Rows(9, 45, BF16, BF16, mix="skewed"), Rows(9, 260, FP32), Rows(5, 37, FP32, BF16, mix="nobody", pad=3), Rows(9, 512, pad=8)]
-SWIGLU = [Swiglu(9, 2048), Swiglu(5, 45, BF16, BF16), Swiglu(9, 260, FP32, offsets="none"), Swiglu(5, 37, FP32, BF16, pad=3), Swiglu(5, 512, offsets="nobody", pad=8)]
+ROWS = [
+    Rows(11, 2048),
+    Rows(9, 45, BF16, BF16, mix="skewed"),
+    Rows(9, 260, FP32),
+    Rows(5, 37, FP32, BF16, mix="nobody", pad=3),
+    Rows(9, 512, pad=8),
+]
+SWIGLU = [
+    Swiglu(9, 2048),
+    Swiglu(5, 45, BF16, BF16),
+    Swiglu(9, 260, FP32, offsets="none"),
+    Swiglu(5, 37, FP32, BF16, pad=3),
+    Swiglu(5, 512, offsets="nobody", pad=8),
+]
 
 
 def every_schedule(cases: list) -> list:
     """All schedules of the first case, one of the others; the rest is slow."""
     pairs = [(case, schedule) for case in cases for schedule in SCHEDULES]
-    return [pytest.param(*pair, marks=() if pair[0] is cases[0] or pair[1] == "lockstep" else pytest.mark.slow, id=f"{pair[0]}-{pair[1]}") for pair in pairs]
+    return [
+        pytest.param(
+            *pair,
+            marks=() if pair[0] is cases[0] or pair[1] == "lockstep" else pytest.mark.slow,
+            id=f"{pair[0]}-{pair[1]}",
+        )
+        for pair in pairs
+    ]
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
@@ -72,10 +91,17 @@ def held_to(path, minimum: int, entries: int) -> None:
     number. All lanes of Triton's load those, each its 4 bytes of the same address: there what differs between addresses is held to 5 %."""
     (counters,) = path.counters.values()
     path.counters.clear()
-    moved, distinct = counters.global_load_bytes + counters.global_store_bytes, counters.distinct_load_bytes + counters.distinct_store_bytes
-    print(f"{moved / minimum:.4f} of the minimum, {64 * counters.global_transactions / minimum:.4f} in pieces of 64 bytes")
+    moved, distinct = (
+        counters.global_load_bytes + counters.global_store_bytes,
+        counters.distinct_load_bytes + counters.distinct_store_bytes,
+    )
+    print(
+        f"{moved / minimum:.4f} of the minimum, {64 * counters.global_transactions / minimum:.4f} in pieces of 64 bytes"
+    )
     assert minimum <= distinct <= 1.05 * minimum, f"{distinct} bytes, {minimum} needed: {distinct / minimum:.3f}"
-    assert minimum <= moved <= (1.05 if isinstance(path, HipOnDevice) else 1.2) * minimum, f"{moved} bytes moved, {minimum} needed: {moved / minimum:.3f}"
+    assert minimum <= moved <= (1.05 if isinstance(path, HipOnDevice) else 1.2) * minimum, (
+        f"{moved} bytes moved, {minimum} needed: {moved / minimum:.3f}"
+    )
     assert counters.global_transactions <= 1.02 * minimum / 64 + entries
     assert counters.lds_bank_conflicts == 0
 
@@ -126,10 +152,17 @@ def test_triton_and_hip_agree():
     case = Swiglu(6, 512)
     inputs, found = swiglu_inputs(case), []
     for path in (HipOnDevice(), TritonOnDevice()):
-        found.append([path.weighted_swiglu(inputs.gate_up, inputs.probs, inputs.offsets),
-                      *path.weighted_swiglu_backward(inputs.grad, inputs.gate_up, inputs.probs, inputs.offsets, True)])
+        found.append(
+            [
+                path.weighted_swiglu(inputs.gate_up, inputs.probs, inputs.offsets),
+                *path.weighted_swiglu_backward(inputs.grad, inputs.gate_up, inputs.probs, inputs.offsets, True),
+            ]
+        )
     for hip, triton in zip(*found, strict=True):
-        assert hip.dtype == triton.dtype and (hip.double() - triton.double()).abs().max() <= 2**-8 * hip.double().abs().max()
+        assert (
+            hip.dtype == triton.dtype
+            and (hip.double() - triton.double()).abs().max() <= 2**-8 * hip.double().abs().max()
+        )
 
 
 def test_every_kernel_is_run_and_nothing_spills():
@@ -142,6 +175,10 @@ def test_every_kernel_is_run_and_nothing_spills():
     for experts in (3, 256):
         check_sort(path, expert_ids("even", 70, experts), experts)
     ran = set(path.counters)
-    built = {name: found for source in ("expert_sort", "expert_rows", "weighted_swiglu") for name, (found, _) in kernels_of(CSRC / f"{source}.hip").items()}
+    built = {
+        name: found
+        for source in ("expert_sort", "expert_rows", "weighted_swiglu")
+        for name, (found, _) in kernels_of(CSRC / f"{source}.hip").items()
+    }
     assert set(built) == ran, f"without a case: {set(built) - ran}; without a kernel: {ran - set(built)}"
     assert all(found.scratch == found.vgpr_spills == found.sgpr_spills == 0 for found in built.values())

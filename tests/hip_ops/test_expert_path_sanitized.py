@@ -67,9 +67,13 @@ print("done")
 """
 
 
-@pytest.mark.parametrize("schedule", [SCHEDULES[-1], *(pytest.param(name, marks=pytest.mark.slow) for name in SCHEDULES[:-1])])
+@pytest.mark.parametrize(
+    "schedule", [SCHEDULES[-1], *(pytest.param(name, marks=pytest.mark.slow) for name in SCHEDULES[:-1])]
+)
 def test_no_finding(schedule):
-    assert "done" in run_sanitized(PROGRAM, build_cpu_library(*SOURCES, sanitize=True), *SOURCES, HO_CPU_SCHEDULE=schedule)
+    assert "done" in run_sanitized(
+        PROGRAM, build_cpu_library(*SOURCES, sanitize=True), *SOURCES, HO_CPU_SCHEDULE=schedule
+    )
 
 
 @pytest.mark.slow

@@ -17,9 +17,18 @@ from tests.hip_ops.expert_path_cases import BF16, FP32, FP64, MIXES, Rows, check
 
 MODULES = {"torch": reference, "hip": hip_kernels}
 ROWS = [
-    Rows(9, 2048), Rows(140, 256, mix="skewed", pad=8), Rows(5, 512, pad=3), Rows(7, 2051), Rows(6, 45, BF16, BF16), Rows(7, 1, mix="one"),
-    Rows(5, 1028, FP32, BF16, mix="nobody"), Rows(130, 36, FP32), Rows(6, 33, FP32, pad=1), Rows(0, 8), Rows(1, 5000),
-]  # fmt: skip
+    Rows(9, 2048),
+    Rows(140, 256, mix="skewed", pad=8),
+    Rows(5, 512, pad=3),
+    Rows(7, 2051),
+    Rows(6, 45, BF16, BF16),
+    Rows(7, 1, mix="one"),
+    Rows(5, 1028, FP32, BF16, mix="nobody"),
+    Rows(130, 36, FP32),
+    Rows(6, 33, FP32, pad=1),
+    Rows(0, 8),
+    Rows(1, 5000),
+]
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
@@ -52,10 +61,14 @@ def test_reference_moves_rows(case):
 
 @settings(max_examples=40, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
-    tokens=st.integers(0, 40), hidden=st.one_of(st.integers(1, 300), st.sampled_from([8, 512, 2048])), mix=st.sampled_from(MIXES),
-    dtypes=st.sampled_from([(BF16, FP32), (BF16, BF16), (FP32, FP32), (FP32, BF16)]), num_experts=st.integers(1, 40),
-    pad=st.sampled_from([0, 1, 8]), seed=st.integers(0, 1000),
-)  # fmt: skip
+    tokens=st.integers(0, 40),
+    hidden=st.one_of(st.integers(1, 300), st.sampled_from([8, 512, 2048])),
+    mix=st.sampled_from(MIXES),
+    dtypes=st.sampled_from([(BF16, FP32), (BF16, BF16), (FP32, FP32), (FP32, BF16)]),
+    num_experts=st.integers(1, 40),
+    pad=st.sampled_from([0, 1, 8]),
+    seed=st.integers(0, 1000),
+)
 def test_random_shapes(tokens, hidden, mix, dtypes, num_experts, pad, seed):
     for module in MODULES.values():
         check_sort(module, expert_ids(mix, 7 * tokens, num_experts, seed=seed), num_experts)
@@ -108,12 +121,29 @@ def test_gradients_where_one_result_is_not_used(chosen, used):
 
 def test_any_strides_give_the_same(chosen):
     order = hip_ops.sort_by_expert(expert_ids("even", 12, 3), 3)
-    for tokens in (torch.randn(16, 12).t(), torch.randn(12, 32)[:, ::2], torch.randn(1, 16).expand(12, 16), torch.randn(12, 20)[:, 3:19]):
-        for results in zip(*([*hip_ops.permute_to_experts(t, order), hip_ops.unpermute_from_experts(t, order, torch.full((12,), 0.5))] for t in (tokens, tokens.contiguous())), strict=True):
+    for tokens in (
+        torch.randn(16, 12).t(),
+        torch.randn(12, 32)[:, ::2],
+        torch.randn(1, 16).expand(12, 16),
+        torch.randn(12, 20)[:, 3:19],
+    ):
+        for results in zip(
+            *(
+                [
+                    *hip_ops.permute_to_experts(t, order),
+                    hip_ops.unpermute_from_experts(t, order, torch.full((12,), 0.5)),
+                ]
+                for t in (tokens, tokens.contiguous())
+            ),
+            strict=True,
+        ):
             if results[0] is not None:
                 assert torch.equal(*results) and results[0].is_contiguous()
     ids = torch.arange(24) % 5
-    assert all(torch.equal(a, b) for a, b in zip(hip_ops.sort_by_expert(ids[::2], 3), hip_ops.sort_by_expert(ids[::2].clone(), 3), strict=True))
+    assert all(
+        torch.equal(a, b)
+        for a, b in zip(hip_ops.sort_by_expert(ids[::2], 3), hip_ops.sort_by_expert(ids[::2].clone(), 3), strict=True)
+    )
 
 
 def test_shapes_without_running():
@@ -144,19 +174,52 @@ ORDER = reference.sort_by_expert(torch.tensor([1, 0, 3]), 2)
 @pytest.mark.parametrize(
     "call, says",
     [
-        (lambda: hip_ops.sort_by_expert(torch.zeros(2, 2, dtype=torch.int64), 3), "expert_ids has shape (2, 2); it must be [n]"),
-        (lambda: hip_ops.sort_by_expert(torch.zeros(2), 3), "expert_ids is torch.float32; it must be torch.int32 or torch.int64"),
-        (lambda: hip_ops.sort_by_expert(torch.zeros(2, dtype=torch.int64), 0), "num_experts is 0; it must be at least 1"),
-        (lambda: hip_kernels.sort_by_expert(torch.zeros(2, dtype=torch.int64), 257), "num_experts is 257; the HIP kernels take at most 256"),
-        (lambda: hip_ops.permute_to_experts(torch.zeros(3), ExpertOrder(*ORDER)), "tokens has shape (3,); it must be [n, h]"),
-        (lambda: hip_ops.permute_to_experts(torch.zeros(4, 2), ExpertOrder(*ORDER)), "order.token_of_row has shape (3,); it must be (4,), one entry a row of tokens"),
-        (lambda: hip_ops.unpermute_from_experts(torch.zeros(3, 2), ExpertOrder(*ORDER), torch.zeros(2)), "probs has shape (2,); it must be (3,), one entry a row of rows"),
-        (lambda: hip_ops.permute_to_experts(torch.zeros(3, 2, dtype=torch.float16), ExpertOrder(*ORDER)), "tokens is torch.float16; it must be torch.bfloat16 or torch.float32"),
-        (lambda: hip_ops.permute_to_experts(torch.zeros(3, 2), ExpertOrder(*(t.long() for t in ORDER))), "order.token_of_row is torch.int64; it must be torch.int32"),
-        (lambda: hip_ops.permute_to_experts(torch.zeros(3, 2, device="meta"), ExpertOrder(*ORDER)), "order.token_of_row is on cpu; it must be on meta like tokens"),
-        (lambda: hip_ops.permute_to_experts(torch.zeros(3, 2), ExpertOrder(*ORDER), torch.zeros(3, dtype=FP64)), "probs is torch.float64; it must be torch.bfloat16 or torch.float32 (or all tensors torch.float64)"),
+        (
+            lambda: hip_ops.sort_by_expert(torch.zeros(2, 2, dtype=torch.int64), 3),
+            "expert_ids has shape (2, 2); it must be [n]",
+        ),
+        (
+            lambda: hip_ops.sort_by_expert(torch.zeros(2), 3),
+            "expert_ids is torch.float32; it must be torch.int32 or torch.int64",
+        ),
+        (
+            lambda: hip_ops.sort_by_expert(torch.zeros(2, dtype=torch.int64), 0),
+            "num_experts is 0; it must be at least 1",
+        ),
+        (
+            lambda: hip_kernels.sort_by_expert(torch.zeros(2, dtype=torch.int64), 257),
+            "num_experts is 257; the HIP kernels take at most 256",
+        ),
+        (
+            lambda: hip_ops.permute_to_experts(torch.zeros(3), ExpertOrder(*ORDER)),
+            "tokens has shape (3,); it must be [n, h]",
+        ),
+        (
+            lambda: hip_ops.permute_to_experts(torch.zeros(4, 2), ExpertOrder(*ORDER)),
+            "order.token_of_row has shape (3,); it must be (4,), one entry a row of tokens",
+        ),
+        (
+            lambda: hip_ops.unpermute_from_experts(torch.zeros(3, 2), ExpertOrder(*ORDER), torch.zeros(2)),
+            "probs has shape (2,); it must be (3,), one entry a row of rows",
+        ),
+        (
+            lambda: hip_ops.permute_to_experts(torch.zeros(3, 2, dtype=torch.float16), ExpertOrder(*ORDER)),
+            "tokens is torch.float16; it must be torch.bfloat16 or torch.float32",
+        ),
+        (
+            lambda: hip_ops.permute_to_experts(torch.zeros(3, 2), ExpertOrder(*(t.long() for t in ORDER))),
+            "order.token_of_row is torch.int64; it must be torch.int32",
+        ),
+        (
+            lambda: hip_ops.permute_to_experts(torch.zeros(3, 2, device="meta"), ExpertOrder(*ORDER)),
+            "order.token_of_row is on cpu; it must be on meta like tokens",
+        ),
+        (
+            lambda: hip_ops.permute_to_experts(torch.zeros(3, 2), ExpertOrder(*ORDER), torch.zeros(3, dtype=FP64)),
+            "probs is torch.float64; it must be torch.bfloat16 or torch.float32 (or all tensors torch.float64)",
+        ),
     ],
-)  # fmt: skip
+)
 def test_errors_name_what_is_wrong(call, says):
     with pytest.raises(ValueError, match=re.escape(says)):
         call()

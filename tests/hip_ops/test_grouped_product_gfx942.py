@@ -9,7 +9,11 @@ from tests.hip_ops.grouped_device import GroupedOnDevice
 
 UNEVEN = Grouped((0, 3, 0, 37, 5), 48, 40)
 CASES = [UNEVEN, Grouped((33, 1), 32, 64, "fp16", nobody=0), Grouped((5, 6), 35, 33, "bf16", pad=3)]
-FLAGGED = [pytest.param(case, flag, marks=() if flag or case is CASES[1] else pytest.mark.slow, id=f"{case}-{flag}") for case in CASES for flag in (False, True)]
+FLAGGED = [
+    pytest.param(case, flag, marks=() if flag or case is CASES[1] else pytest.mark.slow, id=f"{case}-{flag}")
+    for case in CASES
+    for flag in (False, True)
+]
 
 
 @pytest.mark.parametrize("case, flag", FLAGGED)

@@ -64,7 +64,11 @@ def compile_for_hopper(kind: str, config: GroupedConfig):
     constants = kernels._constants(16, config)
     if kind == "outer":
         kernel = kernels.grouped_flat_outer_kernel if config.flatten else kernels.grouped_outer_kernel
-        described = {"a_desc": block(1, 1, k, m), "b_desc": block(1, 1, k, n), "out_desc": block(1, m, width, dtype="fp32")}
+        described = {
+            "a_desc": block(1, 1, k, m),
+            "b_desc": block(1, 1, k, n),
+            "out_desc": block(1, m, width, dtype="fp32"),
+        }
         constants |= {"ACCUMULATE": True, "REDUCE": config.reduce}
     else:
         kernel = kernels.grouped_rows_kernel
@@ -98,6 +102,8 @@ def test_compiles_to_wgmma_and_tma(kind):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("row", read_table()["sm_90"]["rows"], ids=lambda row: f"{row['kind']}-{row['rows']}-{row['k']}x{row['n']}")
+@pytest.mark.parametrize(
+    "row", read_table()["sm_90"]["rows"], ids=lambda row: f"{row['kind']}-{row['rows']}-{row['k']}x{row['n']}"
+)
 def test_every_row_compiles_for_hopper(row):
     check_for_hopper(compile_for_hopper(row["kind"], row["config"]), row["kind"], row["config"])

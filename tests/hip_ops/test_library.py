@@ -28,7 +28,9 @@ class Recorder:
 @pytest.fixture
 def launcher(monkeypatch):
     recorder = Recorder()
-    loaded = type("Library", (), {"ho_test": recorder, "ho_error_string": staticmethod(lambda code: b"invalid device function")})
+    loaded = type(
+        "Library", (), {"ho_test": recorder, "ho_error_string": staticmethod(lambda code: b"invalid device function")}
+    )
     monkeypatch.setattr(library, "library", lambda target: loaded)
     return recorder
 
@@ -57,7 +59,13 @@ def test_wrong_arguments_never_reach_the_launcher(launcher, arguments, said):
     assert launcher.arguments is None
 
 
-@pytest.mark.parametrize("code, said", [(-1, r"ho_test has no variant for these arguments on cpu: \[\(3,\), None, 7, 0.5\]"), (98, "ho_test failed on cpu with code 98: invalid device function")])
+@pytest.mark.parametrize(
+    "code, said",
+    [
+        (-1, r"ho_test has no variant for these arguments on cpu: \[\(3,\), None, 7, 0.5\]"),
+        (98, "ho_test failed on cpu with code 98: invalid device function"),
+    ],
+)
 def test_codes(launcher, code, said):
     launcher.code = code
     with pytest.raises(RuntimeError, match=said):
@@ -81,7 +89,9 @@ def test_the_current_stream_is_passed_under_the_device(launcher, monkeypatch):
     gpu = torch.device("cuda", 1)
     monkeypatch.setattr(library, "target_of", lambda device: "sm_90")
     monkeypatch.setattr(torch.cuda, "device", Guard)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: type("Stream", (), {"cuda_stream": 4711 + device.index}))
+    monkeypatch.setattr(
+        torch.cuda, "current_stream", lambda device: type("Stream", (), {"cuda_stream": 4711 + device.index})
+    )
     library.call("ho_test", None, None, 7, 0.5, device=gpu)
     assert launcher.arguments[-1] == 4712 and entered == [gpu, None]
 
@@ -120,7 +130,11 @@ def test_info(fresh_backend, empty_cache, no_compilers, capsys):
     assert main(["info"]) == 0
     out = capsys.readouterr().out
     assert "\ncpu (CPU): torch\n  why: auto\n  operators: not checked (add --check)" in out
-    assert "gfx942: none, neither hipcc nor a clang++" in out and "cpu: none, g++ is not on PATH" in out and "in the cache: no library" in out
+    assert (
+        "gfx942: none, neither hipcc nor a clang++" in out
+        and "cpu: none, g++ is not on PATH" in out
+        and "in the cache: no library" in out
+    )
     assert f"cache: {empty_cache}" in out
 
 
@@ -128,13 +142,22 @@ def test_info_where_a_backend_cannot_be_had(fresh_backend, empty_cache, no_compi
     monkeypatch.setenv("HIP_OPS_BACKEND", "hip")
     assert main(["info"]) == 1
     out = capsys.readouterr().out
-    assert "backend requested: hip HIP_OPS_BACKEND=hip" in out and "cpu (CPU): none\n  why: hip_ops: backend 'hip'" in out
+    assert (
+        "backend requested: hip HIP_OPS_BACKEND=hip" in out and "cpu (CPU): none\n  why: hip_ops: backend 'hip'" in out
+    )
 
 
 def test_info_checks_operators(fresh_backend, capsys):
     assert main(["info", "--check"]) == 0
     out = capsys.readouterr().out
-    for name in ("add_rms_norm", "scaled_residual_rms_norm_backward", "muon_momentum_", "muon_update_", "symmetric_product", "newton_schulz"):
+    for name in (
+        "add_rms_norm",
+        "scaled_residual_rms_norm_backward",
+        "muon_momentum_",
+        "muon_update_",
+        "symmetric_product",
+        "newton_schulz",
+    ):
         assert f"\n  {name}: torch itself\n" in out
 
 

@@ -38,11 +38,15 @@ def plain(hidden, weight, labels, grad, z_loss=0.0):
 @pytest.mark.parametrize("dtype", [FP64, FP32])
 def test_against_torchs_cross_entropy_in_fp64(chosen, dtype, chunk, z_loss, promise):
     hidden, weight, labels, grad = inputs(dtype=dtype)
-    losses = hip_ops.linear_cross_entropy(hidden, weight, labels, promised_grad=grad if promise else None, z_loss=z_loss, chunk_tokens=chunk)
+    losses = hip_ops.linear_cross_entropy(
+        hidden, weight, labels, promised_grad=grad if promise else None, z_loss=z_loss, chunk_tokens=chunk
+    )
     assert losses.dtype == grad.dtype
     found = (losses.detach(), *torch.autograd.grad((losses * grad).sum(), (hidden, weight)))
     for got, want in zip(found, plain(hidden, weight, labels, grad, z_loss), strict=True):
-        torch.testing.assert_close(got.double(), want, **(dict(rtol=1e-12, atol=1e-13) if dtype == FP64 else dict(rtol=2e-6, atol=3e-6)))
+        torch.testing.assert_close(
+            got.double(), want, **(dict(rtol=1e-12, atol=1e-13) if dtype == FP64 else dict(rtol=2e-6, atol=3e-6))
+        )
 
 
 def ulps(got: torch.Tensor, want: torch.Tensor, terms: torch.Tensor) -> float:
@@ -56,12 +60,16 @@ def test_in_bf16_gradients_are_within_2_ulp_of_what_the_rounded_logits_give(chos
     summed in fp32 1 rounding, and with a promise 1 of the hidden state times a factor; ULP at the size of the terms."""
     hidden, weight, labels, grad = inputs(64, 32, 500, BF16)
     main_grad = torch.zeros(500, 32)
-    losses = hip_ops.linear_cross_entropy(hidden, weight, labels, promised_grad=grad if promise else None, main_grad=main_grad, chunk_tokens=24)
+    losses = hip_ops.linear_cross_entropy(
+        hidden, weight, labels, promised_grad=grad if promise else None, main_grad=main_grad, chunk_tokens=24
+    )
     (d_hidden,) = torch.autograd.grad((losses * grad).sum(), hidden)
     x, w = hidden.detach().double(), weight.detach().double()
     logits = (x @ w.t()).to(BF16).double()
     want = torch.nn.functional.cross_entropy(logits, labels, reduction="none")
-    torch.testing.assert_close(losses.detach().double(), want, rtol=1e-2, atol=1e-2)  # sums of products in fp32 and fp64 fall to other sides of a rounding
+    torch.testing.assert_close(
+        losses.detach().double(), want, rtol=1e-2, atol=1e-2
+    )  # sums of products in fp32 and fp64 fall to other sides of a rounding
     d = (logits.softmax(-1) - torch.nn.functional.one_hot(labels, 500)) * grad.double()[:, None]
     assert ulps(d_hidden, d @ w, d.abs() @ w.abs() + 1e-12) < 2
     assert ulps(main_grad, d.t() @ x, d.abs().t() @ x.abs() + 1e-12) < 2
@@ -78,7 +86,9 @@ def test_a_small_promise_beside_large_logits_keeps_its_gradients(chosen, largest
     grad = torch.full((24,), 1e-6)
     found = []
     for promised in (grad, None):
-        losses = hip_ops.linear_cross_entropy(hidden, weight, labels, promised_grad=promised, main_grad=(main_grad := torch.zeros(700, 8)))
+        losses = hip_ops.linear_cross_entropy(
+            hidden, weight, labels, promised_grad=promised, main_grad=(main_grad := torch.zeros(700, 8))
+        )
         found.append((torch.autograd.grad((losses * grad).sum(), hidden)[0].double(), main_grad.double()))
     for promised, recomputed in zip(*found, strict=True):
         assert (promised - recomputed).norm() < 2**-7 * recomputed.norm()
@@ -87,7 +97,9 @@ def test_a_small_promise_beside_large_logits_keeps_its_gradients(chosen, largest
 @pytest.mark.parametrize("z_loss", [0.0, 0.05])
 def test_gradcheck(z_loss):
     hidden, weight, labels, grad = inputs(5, 4, 9)
-    assert torch.autograd.gradcheck(lambda h, w: hip_ops.linear_cross_entropy(h, w, labels, z_loss=z_loss, chunk_tokens=2), (hidden, weight))
+    assert torch.autograd.gradcheck(
+        lambda h, w: hip_ops.linear_cross_entropy(h, w, labels, z_loss=z_loss, chunk_tokens=2), (hidden, weight)
+    )
 
 
 @pytest.mark.parametrize("z_loss", [0.0, 0.05])
@@ -96,7 +108,9 @@ def test_gradients_with_a_promise_are_the_slopes(z_loss):
     hidden, weight, labels, grad = inputs(5, 4, 9)
 
     def total(h, w):
-        return (hip_ops.linear_cross_entropy(h, w, labels, promised_grad=grad, z_loss=z_loss, chunk_tokens=2) * grad).sum()
+        return (
+            hip_ops.linear_cross_entropy(h, w, labels, promised_grad=grad, z_loss=z_loss, chunk_tokens=2) * grad
+        ).sum()
 
     gradients = torch.autograd.grad(total(hidden, weight), (hidden, weight))
     for place, gradient in enumerate(gradients):
@@ -115,7 +129,9 @@ def test_the_main_gradient_is_added_to_and_autograd_gets_none(promise):
     want = plain(hidden, weight, labels, grad)[2]
     main_grad = torch.full_like(weight, 2.0, requires_grad=False)
     for _ in range(2):
-        losses = hip_ops.linear_cross_entropy(hidden, weight, labels, promised_grad=grad if promise else None, main_grad=main_grad, chunk_tokens=5)
+        losses = hip_ops.linear_cross_entropy(
+            hidden, weight, labels, promised_grad=grad if promise else None, main_grad=main_grad, chunk_tokens=5
+        )
         (losses * grad).sum().backward()
     assert weight.grad is None and hidden.grad is not None
     torch.testing.assert_close(main_grad.double(), 2.0 + 2 * want, rtol=1e-5, atol=1e-5)
@@ -126,14 +142,20 @@ def test_only_what_needs_a_gradient_gets_one():
     want = plain(hidden, weight, labels, grad)
     for promised in (None, grad):
         losses = hip_ops.linear_cross_entropy(hidden.detach(), weight, labels, promised_grad=promised)
-        torch.testing.assert_close(torch.autograd.grad((losses * grad).sum(), weight)[0].double(), want[2], rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(
+            torch.autograd.grad((losses * grad).sum(), weight)[0].double(), want[2], rtol=1e-5, atol=1e-5
+        )
         losses = hip_ops.linear_cross_entropy(hidden, weight.detach(), labels, promised_grad=promised)
-        torch.testing.assert_close(torch.autograd.grad((losses * grad).sum(), hidden)[0].double(), want[1], rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(
+            torch.autograd.grad((losses * grad).sum(), hidden)[0].double(), want[1], rtol=1e-5, atol=1e-5
+        )
         main_grad = torch.zeros_like(weight)
         with torch.no_grad():
             losses = hip_ops.linear_cross_entropy(hidden, weight, labels, promised_grad=promised, main_grad=main_grad)
         assert not losses.requires_grad and not main_grad.any()
-        assert not hip_ops.linear_cross_entropy(hidden.detach(), weight.detach(), labels, promised_grad=promised).requires_grad
+        assert not hip_ops.linear_cross_entropy(
+            hidden.detach(), weight.detach(), labels, promised_grad=promised
+        ).requires_grad
 
 
 @pytest.mark.parametrize("broken", [lambda g: 2 * g, lambda g: g + 1e-6, lambda g: torch.full_like(g, torch.nan)])
@@ -163,8 +185,12 @@ def test_no_tokens_and_strided_ones():
     losses.sum().backward()
     assert not weight.grad.any()
     wide = torch.randn(13, 16)[:, ::2].requires_grad_()
-    found = [torch.autograd.grad(hip_ops.linear_cross_entropy(x, weight, labels.repeat_interleave(2)[::2], chunk_tokens=4).sum(), (x, weight))
-             for x in (wide, wide.detach().contiguous().requires_grad_())]
+    found = [
+        torch.autograd.grad(
+            hip_ops.linear_cross_entropy(x, weight, labels.repeat_interleave(2)[::2], chunk_tokens=4).sum(), (x, weight)
+        )
+        for x in (wide, wide.detach().contiguous().requires_grad_())
+    ]
     for a, b in zip(*found, strict=True):
         torch.testing.assert_close(a, b)
 
@@ -185,7 +211,9 @@ def test_add_product(fp32_total):
     total = total if fp32_total else total.bfloat16()
     want = total.double() + a.double().t() @ b.double()
     assert add_product_(total, a, b) is total
-    torch.testing.assert_close(total.double(), want, rtol=1e-6 if fp32_total else 2**-7, atol=1e-6 if fp32_total else 2**-7)
+    torch.testing.assert_close(
+        total.double(), want, rtol=1e-6 if fp32_total else 2**-7, atol=1e-6 if fp32_total else 2**-7
+    )
 
 
 def peak_bytes(run) -> int:
@@ -215,7 +243,9 @@ def test_no_more_than_a_chunk_of_logits_exists():
     main_grad = torch.zeros_like(weight)
 
     def run(promised):
-        losses = hip_ops.linear_cross_entropy(hidden, weight, labels, promised_grad=promised, main_grad=main_grad, chunk_tokens=chunk)
+        losses = hip_ops.linear_cross_entropy(
+            hidden, weight, labels, promised_grad=promised, main_grad=main_grad, chunk_tokens=chunk
+        )
         (losses * grad).sum().backward()
 
     with hip_ops.use_backend("hip"):  # torch's reference makes copies of a chunk
@@ -229,10 +259,17 @@ def test_no_more_than_a_chunk_of_logits_exists():
 def test_the_chunk_of_zayas_head_takes_less_than_a_gibibyte_and_a_half():
     chunk = chunk_for(8192, 262272, 2)
     assert chunk == 2048
-    extra = 2 * chunk * 262272 + 2 * 8192 * 2048 + 4 * chunk * (2048 + 3 * 129) + 4 * 8192 * 2  # logits, hidden's gradient, a chunk of it, statistics, losses
+    extra = (
+        2 * chunk * 262272 + 2 * 8192 * 2048 + 4 * chunk * (2048 + 3 * 129) + 4 * 8192 * 2
+    )  # logits, hidden's gradient, a chunk of it, statistics, losses
     assert 1.04 * 2**30 < extra < 1.06 * 2**30  # 1.048 GiB measured on an H100
     assert chunk_for(8192, 262272 // 2, 2) == 4096  # two tensor-parallel ranks
-    assert chunk_for(100, 262272, 2) == 100 and chunk_for(4096, 262272, 4) == 1024 and chunk_for(7, 64, 4) == 7 and chunk_for(5, 2**40, 2) == 1
+    assert (
+        chunk_for(100, 262272, 2) == 100
+        and chunk_for(4096, 262272, 4) == 1024
+        and chunk_for(7, 64, 4) == 7
+        and chunk_for(5, 2**40, 2) == 1
+    )
 
 
 # Two ranks, each with its rows of the matrix; in the last case rows are cut into two parts besides, as on a GPU.
@@ -295,15 +332,24 @@ def test_a_vocabulary_cut_over_two_ranks(tmp_path):
         (dict(weight=torch.zeros(5, 7)), "weight has shape (5, 7); it must be [classes, 4] with at least one class"),
         (dict(weight=torch.zeros(0, 4)), "weight has shape (0, 4); it must be [classes, 4] with at least one class"),
         (dict(weight=torch.zeros(5, 4, dtype=BF16)), "weight is torch.bfloat16; it must be torch.float32 like hidden"),
-        (dict(hidden=torch.zeros(3, 4, dtype=torch.float16)), "hidden is torch.float16; it must be torch.bfloat16 or torch.float32"),
-        (dict(labels=torch.zeros(4, dtype=torch.int64)), "labels is torch.int64 (4,); it must be torch.int64 (3,), one a token"),
+        (
+            dict(hidden=torch.zeros(3, 4, dtype=torch.float16)),
+            "hidden is torch.float16; it must be torch.bfloat16 or torch.float32",
+        ),
+        (
+            dict(labels=torch.zeros(4, dtype=torch.int64)),
+            "labels is torch.int64 (4,); it must be torch.int64 (3,), one a token",
+        ),
         (dict(labels=torch.zeros(3, dtype=torch.int32)), "labels is torch.int32 (3,); it must be torch.int64 (3,)"),
         (dict(promised_grad=torch.zeros(3, 1)), "promised_grad has shape (3, 1); it must be (3,), one number a token"),
         (dict(main_grad=torch.zeros(4, 5)), "main_grad has shape (4, 5); it must be (5, 4) like weight"),
         (dict(chunk_tokens=0), "chunk_tokens is 0; it must be at least 1"),
-        (dict(labels=torch.zeros(3, dtype=torch.int64, device="meta")), "labels is on meta; it must be on cpu like hidden"),
+        (
+            dict(labels=torch.zeros(3, dtype=torch.int64, device="meta")),
+            "labels is on meta; it must be on cpu like hidden",
+        ),
     ],
-)  # fmt: skip
+)
 def test_errors_name_what_is_wrong(change, says):
     call = dict(hidden=torch.zeros(3, 4), weight=torch.zeros(5, 4), labels=torch.zeros(3, dtype=torch.int64)) | change
     with pytest.raises(ValueError, match=re.escape(says)):

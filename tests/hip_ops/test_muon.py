@@ -33,11 +33,15 @@ def test_momentum_against_fp64(chosen, dtypes, offsets):
     assert ((sums.double() - exact).abs() <= 2e-6 * exact).all()
 
 
-@pytest.mark.parametrize("momentum, nesterov, convention", list(itertools.product((0.95, 0.5, 0.0, 1.0), (True, False), ("ema", "sum"))))
+@pytest.mark.parametrize(
+    "momentum, nesterov, convention", list(itertools.product((0.95, 0.5, 0.0, 1.0), (True, False), ("ema", "sum")))
+)
 def test_momentum_conventions(chosen, momentum, nesterov, convention):
     lists = make_lists([(8, 24), (5, 5)], 2)
     before = [b.clone() for b in lists.momenta]
-    hip_ops.muon_momentum_(lists.gradients, lists.momenta, lists.outputs, momentum=momentum, nesterov=nesterov, convention=convention)
+    hip_ops.muon_momentum_(
+        lists.gradients, lists.momenta, lists.outputs, momentum=momentum, nesterov=nesterov, convention=convention
+    )
     for g, b, a, o in zip(lists.gradients, before, lists.momenta, lists.outputs, strict=True):
         check_momentum(g, b, a, o, momentum=momentum, nesterov=nesterov, ema=convention == "ema")
         if momentum == 0:
@@ -45,14 +49,34 @@ def test_momentum_conventions(chosen, momentum, nesterov, convention):
 
 
 @pytest.mark.parametrize("offsets", [ALIGNED, TOGETHER, APART], ids=["aligned", "shifted together", "shifted apart"])
-@pytest.mark.parametrize("update, master, param", [(BF16, FP32, BF16), (FP32, FP32, BF16), (BF16, FP32, FP32), (FP32, FP32, FP32), (BF16, None, BF16), (FP32, None, BF16), (BF16, None, FP32), (FP32, None, FP32)])  # fmt: skip
+@pytest.mark.parametrize(
+    "update, master, param",
+    [
+        (BF16, FP32, BF16),
+        (FP32, FP32, BF16),
+        (BF16, FP32, FP32),
+        (FP32, FP32, FP32),
+        (BF16, None, BF16),
+        (FP32, None, BF16),
+        (BF16, None, FP32),
+        (FP32, None, FP32),
+    ],
+)
 def test_update_against_fp64(chosen, update, master, param, offsets):
     lists = make_lists(SHAPES, 3, output=update, master=master or FP32, param=param, offsets=offsets)
     weights = lists.masters if master else lists.params
     before = [w.clone() for w in weights]
     hip_ops.muon_update_(lists.outputs, lists.masters if master else None, lists.params, lr=0.02, weight_decay=0.1)
     for i, shape in enumerate(SHAPES):
-        check_update(lists.outputs[i], before[i], weights[i], lr=0.02, weight_decay=0.1, scale=0.2 * math.sqrt(max(shape)), what=f"tensor {i}")
+        check_update(
+            lists.outputs[i],
+            before[i],
+            weights[i],
+            lr=0.02,
+            weight_decay=0.1,
+            scale=0.2 * math.sqrt(max(shape)),
+            what=f"tensor {i}",
+        )
         assert guards_intact(weights[i]) and guards_intact(lists.params[i])
         if master:
             assert torch.equal(lists.params[i], weights[i].to(param))
@@ -77,7 +101,9 @@ def test_scales_and_the_learning_rate_on_the_device(chosen):
 def test_rms_matching_scale_gives_adamws_rms():
     """The update of an orthogonal matrix of any shape has root mean square 0.2 (arXiv 2502.16982)."""
     for m, n in ((48, 16), (16, 48), (32, 32)):
-        q = torch.linalg.qr(torch.randn(max(m, n), min(m, n), generator=torch.Generator().manual_seed(0), dtype=FP64))[0]
+        q = torch.linalg.qr(torch.randn(max(m, n), min(m, n), generator=torch.Generator().manual_seed(0), dtype=FP64))[
+            0
+        ]
         update = (q if m >= n else q.T).contiguous()
         param = torch.zeros(m, n, dtype=FP64)
         hip_ops.muon_update_([update], None, [param], lr=1.0)
@@ -125,7 +151,17 @@ def test_repeated_calls_and_moved_tensors(chosen):
 
 
 def test_lists_of_mixed_dtypes_keep_their_places(chosen):
-    parts = [make_lists([shape], 8 + i, *dtypes) for i, (shape, dtypes) in enumerate([((4, 9), (BF16, FP32, BF16)), ((2, 3), (FP32, FP32, FP32)), ((7, 7), (BF16, FP32, BF16)), ((5, 2), (BF16, BF16, BF16))])]  # fmt: skip
+    parts = [
+        make_lists([shape], 8 + i, *dtypes)
+        for i, (shape, dtypes) in enumerate(
+            [
+                ((4, 9), (BF16, FP32, BF16)),
+                ((2, 3), (FP32, FP32, FP32)),
+                ((7, 7), (BF16, FP32, BF16)),
+                ((5, 2), (BF16, BF16, BF16)),
+            ]
+        )
+    ]
     gradients, momenta, outputs = ([getattr(p, name)[0] for p in parts] for name in ("gradients", "momenta", "outputs"))
     before, sums = [b.clone() for b in momenta], torch.zeros(4)
     hip_ops.muon_momentum_(gradients, momenta, outputs, square_sums=sums)
@@ -139,20 +175,29 @@ shape = st.tuples(st.integers(0, 70), st.integers(0, 70))
 
 @settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
-    shapes=st.lists(shape, max_size=6), dtypes=st.tuples(*[st.sampled_from([BF16, FP32])] * 4), seed=st.integers(0, 2**31),
-    shifts=st.lists(st.tuples(*[st.integers(0, 9)] * 5), min_size=6, max_size=6), nesterov=st.booleans(), momentum=st.floats(0, 1),
-    convention=st.sampled_from(["ema", "sum"]), with_masters=st.booleans(),
-)  # fmt: skip
+    shapes=st.lists(shape, max_size=6),
+    dtypes=st.tuples(*[st.sampled_from([BF16, FP32])] * 4),
+    seed=st.integers(0, 2**31),
+    shifts=st.lists(st.tuples(*[st.integers(0, 9)] * 5), min_size=6, max_size=6),
+    nesterov=st.booleans(),
+    momentum=st.floats(0, 1),
+    convention=st.sampled_from(["ema", "sum"]),
+    with_masters=st.booleans(),
+)
 def test_any_lists(chosen, shapes, dtypes, seed, shifts, nesterov, momentum, convention, with_masters):
     gradient, buffer, output, param = dtypes
     lists = make_lists(shapes, seed, gradient, buffer, output, FP32, param, offsets=shifts)
     before = [b.clone() for b in lists.momenta]
-    hip_ops.muon_momentum_(lists.gradients, lists.momenta, lists.outputs, momentum=momentum, nesterov=nesterov, convention=convention)
+    hip_ops.muon_momentum_(
+        lists.gradients, lists.momenta, lists.outputs, momentum=momentum, nesterov=nesterov, convention=convention
+    )
     for g, b, a, o in zip(lists.gradients, before, lists.momenta, lists.outputs, strict=True):
         check_momentum(g, b, a, o, momentum=momentum, nesterov=nesterov, ema=convention == "ema")
     weights = lists.masters if with_masters else lists.params
     before = [w.clone() for w in weights]
-    hip_ops.muon_update_(lists.outputs, lists.masters if with_masters else None, lists.params, lr=1e-3, weight_decay=0.1)
+    hip_ops.muon_update_(
+        lists.outputs, lists.masters if with_masters else None, lists.params, lr=1e-3, weight_decay=0.1
+    )
     for u, b, a in zip(lists.outputs, before, weights, strict=True):
         check_update(u, b, a, lr=1e-3, weight_decay=0.1, scale=rms_matching_scale(u.shape))
     for name in ("gradients", "momenta", "outputs", "masters", "params"):
@@ -175,14 +220,26 @@ def _lists():
 
 
 WRONG = {
-    "one of the lists is shorter": (lambda x: x.momenta.pop(), r"momenta holds 1 tensors; it must hold one for each of the 2"),
-    "the first list is empty": (lambda x: x.gradients.clear(), r"momenta holds 2 tensors; it must hold one for each of the 0 gradients"),
-    "a transposed view": (lambda x: x.outputs.__setitem__(0, torch.zeros(6, 4, dtype=BF16).T), r"outputs\[0\] of shape \(4, 6\) has strides \(1, 4\).*contiguous"),
-    "another shape": (lambda x: x.momenta.__setitem__(1, torch.zeros(5, 3)), r"momenta\[1\] has shape \(5, 3\); it must be that of gradients\[1\]"),
+    "one of the lists is shorter": (
+        lambda x: x.momenta.pop(),
+        r"momenta holds 1 tensors; it must hold one for each of the 2",
+    ),
+    "the first list is empty": (
+        lambda x: x.gradients.clear(),
+        r"momenta holds 2 tensors; it must hold one for each of the 0 gradients",
+    ),
+    "a transposed view": (
+        lambda x: x.outputs.__setitem__(0, torch.zeros(6, 4, dtype=BF16).T),
+        r"outputs\[0\] of shape \(4, 6\) has strides \(1, 4\).*contiguous",
+    ),
+    "another shape": (
+        lambda x: x.momenta.__setitem__(1, torch.zeros(5, 3)),
+        r"momenta\[1\] has shape \(5, 3\); it must be that of gradients\[1\]",
+    ),
     "half precision": (lambda x: x.gradients.__setitem__(1, x.gradients[1].half()), r"gradients\[1\] is torch.float16"),
     "fp64 among others": (lambda x: x.momenta.__setitem__(0, x.momenta[0].double()), r"momenta\[0\] is torch.float64"),
     "another device": (lambda x: x.outputs.__setitem__(1, x.outputs[1].to("meta")), r"outputs\[1\] is on meta"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("case", WRONG)
@@ -207,11 +264,23 @@ def test_wrong_arguments_are_refused():
         with pytest.raises(ValueError, match=message):
             hip_ops.muon_momentum_(*args, **named)
     for call, message in (
-        (lambda: hip_ops.muon_update_(lists.outputs, [m.bfloat16() for m in lists.masters], lists.params, lr=1.0), r"masters\[0\] is torch.bfloat16.*masters=None"),
-        (lambda: hip_ops.muon_update_(lists.outputs, None, lists.params, lr=torch.ones((), dtype=FP64)), "lr is torch.float64"),
-        (lambda: hip_ops.muon_update_(lists.outputs, None, lists.params, lr=1.0, scales=[1.0]), "scales holds 1 numbers"),
-        (lambda: hip_ops.muon_update_([torch.zeros(3)], None, [torch.zeros(3)], lr=1.0), "no matrix to take a scale from"),
-    ):  # fmt: skip
+        (
+            lambda: hip_ops.muon_update_(lists.outputs, [m.bfloat16() for m in lists.masters], lists.params, lr=1.0),
+            r"masters\[0\] is torch.bfloat16.*masters=None",
+        ),
+        (
+            lambda: hip_ops.muon_update_(lists.outputs, None, lists.params, lr=torch.ones((), dtype=FP64)),
+            "lr is torch.float64",
+        ),
+        (
+            lambda: hip_ops.muon_update_(lists.outputs, None, lists.params, lr=1.0, scales=[1.0]),
+            "scales holds 1 numbers",
+        ),
+        (
+            lambda: hip_ops.muon_update_([torch.zeros(3)], None, [torch.zeros(3)], lr=1.0),
+            "no matrix to take a scale from",
+        ),
+    ):
         with pytest.raises(ValueError, match=message):
             call()
 
@@ -238,7 +307,8 @@ def test_slots_of_one_shape_lie_in_one_batch(chosen):
 def test_opcheck():
     lists = _lists()
     torch.library.opcheck(
-        torch.ops.hip_ops.muon_momentum_.default, (lists.gradients, lists.momenta, lists.outputs, torch.zeros(2), torch.ones(1), None, 0.9, True, True)
+        torch.ops.hip_ops.muon_momentum_.default,
+        (lists.gradients, lists.momenta, lists.outputs, torch.zeros(2), torch.ones(1), None, 0.9, True, True),
     )
     for masters in (lists.masters, []):
         args = (lists.outputs, masters, lists.params, [1.0, 2.0], 0.1, None, 0.1, torch.zeros(1))

@@ -31,11 +31,28 @@ def test_schedules_chunks_and_grids(kernels, order):
             assert muon_native.momentum(kernels, lists, grad_scale=torch.tensor([0.37]), square_sums=sums, **named) == 0
             assert muon_native.update(kernels, lists, scales=SCALES, **named) == 0
             for i in range(len(SHAPES)):
-                check_momentum(before.gradients[i], before.momenta[i], lists.momenta[i], lists.outputs[i], grad_scale=0.37, what=f"tensor {i}")
-                check_update(lists.outputs[i], before.masters[i], lists.masters[i], lr=0.02, weight_decay=0.1, scale=SCALES[i], what=f"tensor {i}")
+                check_momentum(
+                    before.gradients[i],
+                    before.momenta[i],
+                    lists.momenta[i],
+                    lists.outputs[i],
+                    grad_scale=0.37,
+                    what=f"tensor {i}",
+                )
+                check_update(
+                    lists.outputs[i],
+                    before.masters[i],
+                    lists.masters[i],
+                    lr=0.02,
+                    weight_decay=0.1,
+                    scale=SCALES[i],
+                    what=f"tensor {i}",
+                )
                 exact = lists.outputs[i].double().square().sum().item()
                 assert abs(sums[i].item() - exact) <= 2e-6 * exact
-            assert all(guards_intact(t) for name in ("momenta", "outputs", "masters", "params") for t in getattr(lists, name))
+            assert all(
+                guards_intact(t) for name in ("momenta", "outputs", "masters", "params") for t in getattr(lists, name)
+            )
             found.append([*lists.momenta, *lists.outputs, *lists.masters, *lists.params])
     for other in found[1:]:
         assert all(torch.equal(a, b) for a, b in zip(other, found[0], strict=True))
@@ -46,7 +63,9 @@ def test_variants_that_there_are_not(kernels):
     assert kernels.ho_muon_momentum(table, 1, 0, 16, 1, 2, 8, 2, None, None, None, None, 0.9, 0.1, 1, 1, None) == -1
     assert kernels.ho_muon_update(table, 1, 0, 16, 1, 2, 2, 2, None, None, 0.1, 0.1, None) == -1  # a bf16 master
     assert kernels.ho_muon_update(table, 1, 0, 16, 1, 2, 4, 8, None, None, 0.1, 0.1, None) == -1
-    assert kernels.ho_muon_momentum(table, 1, 0, 16, 1, 2, 4, 2, None, None, None, None, 0.9, 0.1, 1, 1, None) == 0  # nothing to do
+    assert (
+        kernels.ho_muon_momentum(table, 1, 0, 16, 1, 2, 4, 2, None, None, None, None, 0.9, 0.1, 1, 1, None) == 0
+    )  # nothing to do
 
 
 # Without torch, which does not run under a sanitizer. Arrays end where their allocation does, so that one element too many is found.
@@ -100,4 +119,6 @@ def test_sanitizers_find_a_lost_mask(tmp_path):
     assert (tmp_path / "multi_tensor.h").read_text() != (CSRC / "multi_tensor.h").read_text()
     source = tmp_path / "muon.hip"
     source.write_text(one_combination_of_dtypes((CSRC / "muon.hip").read_text()))
-    assert "heap-buffer-overflow" in run_sanitized(PROGRAM, build_cpu_library(source, sanitize=True), source, expect_failure=True)
+    assert "heap-buffer-overflow" in run_sanitized(
+        PROGRAM, build_cpu_library(source, sanitize=True), source, expect_failure=True
+    )

@@ -28,13 +28,27 @@ def code():
     return code_object("muon")
 
 
-def momentum_case(device, run, lists, momentum=0.95, nesterov=True, ema=True, grad_scale=0.37, offsets=OFFSETS, **named):
+def momentum_case(
+    device, run, lists, momentum=0.95, nesterov=True, ema=True, grad_scale=0.37, offsets=OFFSETS, **named
+):
     """Runs and checks one momentum launch with sums of squares; -> momenta, outputs, counters."""
     columns = on_device.momentum_columns(device, lists, CHUNK, offsets)
-    counters, sums = run(columns, momentum=momentum, nesterov=nesterov, ema=ema, grad_scale=grad_scale, square_sums=True, **named)
+    counters, sums = run(
+        columns, momentum=momentum, nesterov=nesterov, ema=ema, grad_scale=grad_scale, square_sums=True, **named
+    )
     after, outputs = columns.read(1), columns.read(2)
     for i, (g, b) in enumerate(zip(lists.gradients, lists.momenta, strict=True)):
-        check_momentum(g, b, after[i], outputs[i], momentum=momentum, nesterov=nesterov, ema=ema, grad_scale=grad_scale or 1.0, what=f"tensor {i}")
+        check_momentum(
+            g,
+            b,
+            after[i],
+            outputs[i],
+            momentum=momentum,
+            nesterov=nesterov,
+            ema=ema,
+            grad_scale=grad_scale or 1.0,
+            what=f"tensor {i}",
+        )
         exact = outputs[i].double().square().sum().item()
         assert abs(sums[i] - exact) <= 2e-6 * exact, f"tensor {i}: sum of squares {sums[i]}, exact {exact}"
     return after, outputs, counters
@@ -46,7 +60,9 @@ def update_case(device, run, lists, with_masters=True, offsets=OFFSETS, **named)
     before, after, params = lists.masters if with_masters else lists.params, columns.read(1), columns.read(-1)
     for i, u in enumerate(lists.outputs):
         check_update(u, before[i], after[i], lr=0.02, weight_decay=0.1, scale=SCALES[i], what=f"tensor {i}")
-        assert torch.equal(params[i], after[i].to(params[i].dtype)), f"tensor {i}: the parameter is not the rounded master"
+        assert torch.equal(params[i], after[i].to(params[i].dtype)), (
+            f"tensor {i}: the parameter is not the rounded master"
+        )
     return after, params, counters
 
 
@@ -60,7 +76,15 @@ def test_hip_kernels(code, schedule):
 @pytest.mark.parametrize("dtypes", list(itertools.product((BF16, FP32), repeat=3)), ids=str)
 def test_every_combination_of_dtypes(code, dtypes):
     nesterov, ema = dtypes[0] == BF16, dtypes[1] == BF16
-    momentum_case(Device(), lambda c, **k: on_device.hip_momentum(code, c, **k), make_lists(SHAPES, 2, *dtypes), 0.9, nesterov, ema, None)
+    momentum_case(
+        Device(),
+        lambda c, **k: on_device.hip_momentum(code, c, **k),
+        make_lists(SHAPES, 2, *dtypes),
+        0.9,
+        nesterov,
+        ema,
+        None,
+    )
     update, param, with_masters = dtypes[0], dtypes[1], dtypes[2] == BF16
     lists = make_lists(SHAPES, 3, output=update, param=param)
     update_case(Device(), lambda c, **k: on_device.hip_update(code, c, **k), lists, with_masters)
@@ -111,7 +135,12 @@ def test_bytes_and_transactions_are_the_least_possible(code, back_end):
 
 def test_loads_of_a_batch_are_in_flight_together(code):
     """The usual kernels have a stretch without a branch or a wait for memory in which all loads of a batch are issued."""
-    text = subprocess.run([require("llvm-objdump-19"), "-d", "--no-show-raw-insn", "--mcpu=gfx942", code], capture_output=True, text=True, check=True).stdout
+    text = subprocess.run(
+        [require("llvm-objdump-19"), "-d", "--no-show-raw-insn", "--mcpu=gfx942", code],
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout
     for kernel in ("ho_muon_momentum_bf16_fp32_bf16", "ho_muon_update_bf16_fp32_bf16"):
         body = re.search(rf"<{kernel}>:.*?s_endpgm", text, re.S).group()
         stretches = re.split(r"s_cbranch|s_branch|s_waitcnt vmcnt", body)
@@ -137,7 +166,9 @@ def test_triton_with_every_option():
     update_case(Device("serial"), on_device.triton_update, lists, with_masters=False, lr_on_device=True, found_inf=0.0)
     for flag in (1.0, float("nan")):
         columns = on_device.momentum_columns(Device(), lists, CHUNK)
-        counters, sums = on_device.triton_momentum(columns, momentum=0.9, nesterov=False, ema=False, grad_scale=0.37, found_inf=flag, square_sums=True)
+        counters, sums = on_device.triton_momentum(
+            columns, momentum=0.9, nesterov=False, ema=False, grad_scale=0.37, found_inf=flag, square_sums=True
+        )
         assert counters.global_store_bytes == 0 and (sums == 3).all()
         columns = on_device.update_columns(Device(), lists, SCALES, CHUNK, with_masters=False)
         assert on_device.triton_update(columns, lr_on_device=True, found_inf=flag).global_store_bytes == 0
@@ -162,7 +193,9 @@ def _check(kernel: str, bugs, code, name: str) -> None:
         unchanged = lists.masters
     assert all(torch.equal(a, b) for a, b in zip(columns.read(1), unchanged, strict=True)), "the skip flag was ignored"
     if kernel == "momentum":
-        momentum_case(device, lambda c, **k: on_device.hip_momentum(bugs, c, found_inf=0.0, sums_code=code, **named, **k), lists)
+        momentum_case(
+            device, lambda c, **k: on_device.hip_momentum(bugs, c, found_inf=0.0, sums_code=code, **named, **k), lists
+        )
     else:
         update_case(device, lambda c, **k: on_device.hip_update(bugs, c, found_inf=0.0, **named, **k), lists)
 

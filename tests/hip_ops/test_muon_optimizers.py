@@ -42,7 +42,9 @@ def _ours(params, gradients, orthogonalise, output=torch.float32, **named):
     history = []
     for step in gradients:
         hip_ops.muon_momentum_(step, momenta, batches.slots, square_sums=batches.square_sums, **named)
-        updates = batches.split([orthogonalise(batch, sums) for batch, sums in zip(batches.tensors, batches.sums(), strict=True)])
+        updates = batches.split(
+            [orthogonalise(batch, sums) for batch, sums in zip(batches.tensors, batches.sums(), strict=True)]
+        )
         hip_ops.muon_update_(updates, None, params, lr=LR, weight_decay=WEIGHT_DECAY)
         history.append([p.clone() for p in params])
     return history, momenta
@@ -72,7 +74,9 @@ def test_bf16_differs_from_torch_by_its_second_rounding(chosen):
     assert all(torch.equal(x, y) for x, y in zip(our_momenta, their_momenta, strict=True))
     for before, x, y in zip(params, ours[0], theirs[0], strict=True):
         rounding = 0.5 * unit(before, torch.bfloat16) + unit(torch.maximum(x.abs(), y.abs()), torch.bfloat16)
-        bound = rounding + 2**-8 * (y.double() - before.double()).abs()  # torch's CPU kernels round lr * scale to bf16 as well
+        bound = (
+            rounding + 2**-8 * (y.double() - before.double()).abs()
+        )  # torch's CPU kernels round lr * scale to bf16 as well
         assert ((x.double() - y.double()).abs() <= bound * (1 + 1e-6)).all()
     assert not all(torch.equal(x, y) for x, y in zip(ours[0], theirs[0], strict=True))
 
@@ -83,7 +87,16 @@ def test_fp32_equals_emerging_optimizers(chosen, nesterov):
     muon_utils = pytest.importorskip("emerging_optimizers.orthogonalized_optimizers.muon_utils")
     params, gradients = _start(torch.float32)
     theirs = [torch.nn.Parameter(p.clone()) for p in params]
-    optimizer = muon.Muon(theirs, lr=LR, momentum=0.95, weight_decay=WEIGHT_DECAY, nesterov=nesterov, scale_mode="spectral", extra_scale_factor=0.2, fp32_matmul_prec="highest")
+    optimizer = muon.Muon(
+        theirs,
+        lr=LR,
+        momentum=0.95,
+        weight_decay=WEIGHT_DECAY,
+        nesterov=nesterov,
+        scale_mode="spectral",
+        extra_scale_factor=0.2,
+        fp32_matmul_prec="highest",
+    )
     for step in gradients:
         for p, g in zip(theirs, step, strict=True):
             p.grad = g.clone()
@@ -106,7 +119,9 @@ def test_whole_steps_stay_beside_torch():
 
     def steps(dtype, inside):
         as_dtype = [p.to(dtype) for p in params], [[g.to(dtype) for g in step] for step in gradients]
-        return _ours(*as_dtype, lambda x, sums: hip_ops.newton_schulz(x, square_sums=sums, dtype=inside), output=dtype)[0]
+        return _ours(*as_dtype, lambda x, sums: hip_ops.newton_schulz(x, square_sums=sums, dtype=inside), output=dtype)[
+            0
+        ]
 
     ours, exact = steps(torch.float32, torch.float32), steps(torch.float64, torch.float64)
     for step in (0, STEPS - 1):
@@ -119,7 +134,16 @@ def test_whole_steps_stay_beside_torch():
 def test_both_conventions_train_alike():
     """Newton-Schulz normalises, so momentum 'sum' is 'ema' over 1 - momentum: the same parameters at constant momentum."""
     params, gradients = _start(torch.float64)
-    norm_free = {name: _ours(params, gradients, lambda b, _: torch.nn.functional.normalize(b.flatten(1), dim=1).view_as(b), torch.float64, convention=name) for name in ("ema", "sum")}
+    norm_free = {
+        name: _ours(
+            params,
+            gradients,
+            lambda b, _: torch.nn.functional.normalize(b.flatten(1), dim=1).view_as(b),
+            torch.float64,
+            convention=name,
+        )
+        for name in ("ema", "sum")
+    }
     for x, y in zip(norm_free["ema"][0][-1], norm_free["sum"][0][-1], strict=True):
         assert (x - y).abs().max() < 1e-13
     for x, y in zip(norm_free["ema"][1], norm_free["sum"][1], strict=True):

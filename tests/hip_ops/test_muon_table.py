@@ -15,16 +15,26 @@ from hip_ops.multi_tensor import ROW_WORDS, Staging, head_of, pack, vector_eleme
 
 def rows_of(data: torch.Tensor, tensors: int) -> list[dict]:
     names = ("a", "b", "c", "numel", "first", "head", "scale", "place")
-    return [dict(zip(names, row, strict=True)) for row in struct.iter_unpack("<4qiifi", data[: tensors * ROW_WORDS].numpy().tobytes())]
+    return [
+        dict(zip(names, row, strict=True))
+        for row in struct.iter_unpack("<4qiifi", data[: tensors * ROW_WORDS].numpy().tobytes())
+    ]
 
 
 tensor = st.tuples(st.integers(0, 3000), st.tuples(*[st.integers(0, 40)] * 3))  # elements; where each column begins
 
 
 @settings(max_examples=60, deadline=None)
-@given(tensors=st.lists(tensor, min_size=1, max_size=8), sizes=st.sampled_from([(2, 4, 2), (4, 4, 2), (2, 2, 2), (4, 4), (2, 2)]), chunk=st.sampled_from([16, 256, 1024]))
+@given(
+    tensors=st.lists(tensor, min_size=1, max_size=8),
+    sizes=st.sampled_from([(2, 4, 2), (4, 4, 2), (2, 2, 2), (4, 4), (2, 2)]),
+    chunk=st.sampled_from([16, 256, 1024]),
+)
 def test_chunks_cover_every_element_once(tensors, sizes, chunk):
-    addresses = [[4096 * (1 + i) + begin * size for begin, size in zip(begins, sizes, strict=False)] for i, (_, begins) in enumerate(tensors)]
+    addresses = [
+        [4096 * (1 + i) + begin * size for begin, size in zip(begins, sizes, strict=False)]
+        for i, (_, begins) in enumerate(tensors)
+    ]
     numels = [numel for numel, _ in tensors]
     scales = [0.5 * i for i in range(len(tensors))]
     data, chunks = pack(addresses, sizes, numels, scales, range(len(tensors)), chunk)
@@ -83,7 +93,9 @@ def test_graphs_take_from_memory_that_lies_ready():
         staging.take(host)
     staging.left = torch.zeros(7, dtype=torch.int64)
     first, second = staging.take(host), staging.take(host + 10)
-    assert first.tolist() == [0, 1, 2] and second.tolist() == [10, 11, 12] and second.data_ptr() == first.data_ptr() + 24
+    assert (
+        first.tolist() == [0, 1, 2] and second.tolist() == [10, 11, 12] and second.data_ptr() == first.data_ptr() + 24
+    )
     with pytest.raises(RuntimeError, match="table of 24 bytes"):
         staging.take(host)
 
@@ -92,7 +104,10 @@ def test_one_table_a_combination_of_dtypes():
     bf16, fp32 = torch.bfloat16, torch.float32
     first = [torch.zeros(4, dtype=d) for d in (bf16, fp32, bf16, bf16)]
     second = [torch.zeros(4, dtype=d) for d in (fp32, fp32, fp32, bf16)]
-    found = {dtypes: [row["place"] for row in rows_of(table.data, table.tensors)] for dtypes, table in work_tables([first, second], [1.0] * 4)}
+    found = {
+        dtypes: [row["place"] for row in rows_of(table.data, table.tensors)]
+        for dtypes, table in work_tables([first, second], [1.0] * 4)
+    }
     assert found == {(bf16, fp32): [0, 2], (fp32, fp32): [1], (bf16, bf16): [3]}
 
 

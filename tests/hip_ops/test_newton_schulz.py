@@ -34,8 +34,12 @@ def test_fp32_has_the_bits_of_emerging_optimizers(shape, coefficients):
     theirs = pytest.importorskip("emerging_optimizers.orthogonalized_optimizers.muon_utils")
     assert theirs._COEFFICIENT_SETS[coefficients] == list(COEFFICIENT_SETS[coefficients][0])
     x = matrix(*shape)
-    assert torch.equal(hip_ops.newton_schulz(x, 5, coefficients, form="standard"), theirs.newton_schulz(x, 5, coefficients))
-    assert torch.equal(hip_ops.newton_schulz(x, 9, coefficients, form="standard"), theirs.newton_schulz(x, 9, coefficients))
+    assert torch.equal(
+        hip_ops.newton_schulz(x, 5, coefficients, form="standard"), theirs.newton_schulz(x, 5, coefficients)
+    )
+    assert torch.equal(
+        hip_ops.newton_schulz(x, 9, coefficients, form="standard"), theirs.newton_schulz(x, 9, coefficients)
+    )
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -56,7 +60,9 @@ def test_bf16_is_as_near_to_fp64_as_torch_optim_muon(shape):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_hip_source_against_fp64_and_bf16_products_of_torch(coefficients, form, dtype):
     if (form, dtype) == ("gram", torch.bfloat16):
-        pytest.skip("the Gram form is never chosen for bfloat16: it loses digits of R; test_newton_schulz_forms.py has its error")
+        pytest.skip(
+            "the Gram form is never chosen for bfloat16: it loses digits of R; test_newton_schulz_forms.py has its error"
+        )
     x = matrix(2, 72, 136, seed=1, dtype=torch.bfloat16)
     exact = exactly(x, coefficients)
     iterate = (x.float() / x.float().norm(dim=(-2, -1), keepdim=True)).bfloat16()
@@ -93,7 +99,9 @@ def test_interval_is_attained_and_nothing_escapes():
     for coefficients in SETS:
         triples = coefficient_triples(coefficients, 5)
         low, high = singular_value_interval(triples, 0.02)
-        s = torch.cat([torch.logspace(-1.69897, 0, 200_001, dtype=torch.float64), torch.tensor([0.02, 1.0], dtype=torch.float64)]).clamp(0.02, 1)
+        s = torch.cat(
+            [torch.logspace(-1.69897, 0, 200_001, dtype=torch.float64), torch.tensor([0.02, 1.0], dtype=torch.float64)]
+        ).clamp(0.02, 1)
         for a, b, c in triples:
             s = a * s + b * s**3 + c * s**5
         assert low - 1e-12 <= s.min() <= low + 1e-4 and high - 1e-4 <= s.max() <= high + 1e-12
@@ -101,10 +109,16 @@ def test_interval_is_attained_and_nothing_escapes():
 
 @settings(max_examples=25, deadline=None, derandomize=True)
 @given(
-    batch=st.lists(st.integers(1, 2), max_size=2), m=st.integers(1, 70), n=st.integers(1, 70), steps=st.integers(1, 6), coefficients=st.sampled_from(SETS),
-    form=st.sampled_from(["auto", "standard", "gram"]), dtype=st.sampled_from([torch.bfloat16, torch.float16, torch.float32]), strided=st.booleans(),
+    batch=st.lists(st.integers(1, 2), max_size=2),
+    m=st.integers(1, 70),
+    n=st.integers(1, 70),
+    steps=st.integers(1, 6),
+    coefficients=st.sampled_from(SETS),
+    form=st.sampled_from(["auto", "standard", "gram"]),
+    dtype=st.sampled_from([torch.bfloat16, torch.float16, torch.float32]),
+    strided=st.booleans(),
     native=st.booleans(),
-)  # fmt: skip
+)
 def test_any_shape_stride_and_form(batch, m, n, steps, coefficients, form, dtype, strided, native):
     x = matrix(*batch, m, n).to(dtype)
     given_x = torch.full((*batch, n + 2, 3 * m), float("nan"), dtype=dtype).mT[..., ::3, 2:].copy_(x) if strided else x
@@ -128,7 +142,9 @@ def test_matrices_of_a_batch_do_not_mix(native):
 def test_square_sums_replace_the_norms():
     x = matrix(3, 24, 40, dtype=torch.bfloat16)
     sums = x.float().square().sum((-2, -1))
-    assert torch.allclose(hip_ops.newton_schulz(x, square_sums=sums).float(), hip_ops.newton_schulz(x).float(), atol=2**-8)
+    assert torch.allclose(
+        hip_ops.newton_schulz(x, square_sums=sums).float(), hip_ops.newton_schulz(x).float(), atol=2**-8
+    )
     with pytest.raises(ValueError, match=r"square_sums is torch.float32 \(2,\)"):
         hip_ops.newton_schulz(x, square_sums=sums[:2])
 
@@ -145,13 +161,21 @@ def test_many_matrices_in_batches_of_bounded_size(limit, monkeypatch):
     shapes = [(6, 10), (10, 6), (6, 10), (8, 8), (1, 5), (12, 4), (12, 4)]
     matrices = [matrix(*shape, seed=i) for i, shape in enumerate(shapes)]
     seen = []
-    monkeypatch.setattr(module, "newton_schulz", lambda x, _real=module.newton_schulz, **o: (seen.append(tuple(x.shape)), _real(x, **o))[1])
+    monkeypatch.setattr(
+        module,
+        "newton_schulz",
+        lambda x, _real=module.newton_schulz, **o: (seen.append(tuple(x.shape)), _real(x, **o))[1],
+    )
     results = module.orthogonalize_many(matrices, max_batch_elements=limit, coefficients="quintic")
     for x, result in zip(matrices, results, strict=True):
         assert result.shape == x.shape and result.is_contiguous()
         assert torch.allclose(result, hip_ops.newton_schulz(x, coefficients="quintic"), atol=1e-5)
     assert all(b * m * n <= max(limit, m * n) for b, m, n in seen)
-    assert seen == ([(3, 6, 10), (1, 8, 8), (1, 1, 5), (2, 12, 4)] if limit > 100 else [(1, 6, 10), (1, 10, 6), (1, 6, 10), (1, 8, 8), (1, 1, 5), (2, 12, 4)])
+    assert seen == (
+        [(3, 6, 10), (1, 8, 8), (1, 1, 5), (2, 12, 4)]
+        if limit > 100
+        else [(1, 6, 10), (1, 10, 6), (1, 6, 10), (1, 8, 8), (1, 1, 5), (2, 12, 4)]
+    )
     assert module.orthogonalize_many([]) == []
     with pytest.raises(ValueError, match=r"matrices\[0\] has shape \(2, 3, 4\)"):
         module.orthogonalize_many([torch.ones(2, 3, 4)])
@@ -169,7 +193,10 @@ def test_registered_operator():
     "options, message",
     [
         ({"steps": -1}, "steps is -1"),
-        ({"coefficients": "jordan"}, "coefficients is 'jordan'; it must be one of simple, quintic, polar_express or a list"),
+        (
+            {"coefficients": "jordan"},
+            "coefficients is 'jordan'; it must be one of simple, quintic, polar_express or a list",
+        ),
         ({"coefficients": [(1.0, 2.0)]}, "coefficients is .* must be one or more triples"),
         ({"coefficients": []}, "coefficients is .* must be one or more triples"),
         ({"form": "cubic"}, "form is 'cubic'; it must be one of auto, standard, gram"),

@@ -20,7 +20,9 @@ def spectra() -> dict[str, torch.Tensor]:
     u, _, v = torch.linalg.svd(torch.randn((N, M), generator=generator, dtype=torch.float64), full_matrices=False)
     decay = torch.logspace(0, -8, N, dtype=torch.float64)
     few = torch.cat([torch.ones(N // 8, dtype=torch.float64), torch.zeros(N - N // 8, dtype=torch.float64)])
-    low_rank_and_noise = torch.randn((N, 12), generator=generator, dtype=torch.float64) @ torch.randn((12, M), generator=generator, dtype=torch.float64)
+    low_rank_and_noise = torch.randn((N, 12), generator=generator, dtype=torch.float64) @ torch.randn(
+        (12, M), generator=generator, dtype=torch.float64
+    )
     return {
         "gaussian": gaussian,
         "condition 1e4": (u * decay.sqrt()) @ v,
@@ -37,7 +39,9 @@ SETS = sorted(COEFFICIENT_SETS)
 def error(x: torch.Tensor, coefficients: str, form: str, dtype: torch.dtype, restarts=None) -> float:
     x = x.to(BF16)
     exact = hip_ops.newton_schulz(x.double(), 5, coefficients, form="standard")
-    got = hip_ops.newton_schulz(x.double() if dtype == torch.float64 else x.float(), 5, coefficients, form=form, dtype=dtype, restarts=restarts).double()
+    got = hip_ops.newton_schulz(
+        x.double() if dtype == torch.float64 else x.float(), 5, coefficients, form=form, dtype=dtype, restarts=restarts
+    ).double()
     return ((got - exact).norm() / exact.norm()).item()
 
 
@@ -54,8 +58,12 @@ def test_gram_form_is_the_same_map(name, coefficients):
 @pytest.mark.parametrize("name", MATRICES)
 def test_gram_form_in_half_precision_beats_the_standard_form_in_bfloat16(name, coefficients):
     """The bar of the kernels: not farther from fp64 than products in bfloat16 on the same input. It is met by a factor of 2 and more."""
-    assert error(MATRICES[name], coefficients, "gram", HALF) <= 0.5 * error(MATRICES[name], coefficients, "standard", BF16)
-    assert error(MATRICES[name], coefficients, "standard", HALF) <= 0.2 * error(MATRICES[name], coefficients, "standard", BF16)
+    assert error(MATRICES[name], coefficients, "gram", HALF) <= 0.5 * error(
+        MATRICES[name], coefficients, "standard", BF16
+    )
+    assert error(MATRICES[name], coefficients, "standard", HALF) <= 0.2 * error(
+        MATRICES[name], coefficients, "standard", BF16
+    )
 
 
 @pytest.mark.parametrize("coefficients", SETS)
@@ -118,12 +126,19 @@ def test_form_is_chosen_by_multiply_adds():
     def form(n, m, dtype=HALF):
         return make_plan(triples, n, m, "auto", None, dtype).form
 
-    assert form(2048, 2048) == form(2048, 2560) == "standard" and form(2048, 2624) == form(4096, 2048) == form(1024, 2048) == "gram"
-    assert form(256, 2048) == form(17, 256) == form(128, 2048) == "standard"  # launches, not products, take the time there
+    assert (
+        form(2048, 2048) == form(2048, 2560) == "standard"
+        and form(2048, 2624) == form(4096, 2048) == form(1024, 2048) == "gram"
+    )
+    assert (
+        form(256, 2048) == form(17, 256) == form(128, 2048) == "standard"
+    )  # launches, not products, take the time there
     assert form(2048, 4096, BF16) == "standard"
     # The figures of one ZAYA1 expert's fc1, in units of n^3: flops 15 m/n + 5 and 20 + 6 m/n - 6.
     n = 2048
-    assert multiply_adds("standard", n, 2 * n, 5) == 17.5 * n**3 and multiply_adds("gram", n, 2 * n, 5, 1) == 13.0 * n**3
+    assert (
+        multiply_adds("standard", n, 2 * n, 5) == 17.5 * n**3 and multiply_adds("gram", n, 2 * n, 5, 1) == 13.0 * n**3
+    )
 
 
 @pytest.mark.parametrize("form, restarts", [("standard", None), ("gram", None), ("gram", (2, 4)), ("gram", ())])

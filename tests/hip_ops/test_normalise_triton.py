@@ -49,10 +49,13 @@ def test_compiled_it_reads_and_writes_16_bytes_at_a_time(target):
 
     types = ("*bf16", "*fp32", "*fp16", "i32", "i32", "fp32", "fp32")
     compiled = compiled_kernel(
-        kernels.normalise_kernel, ("cuda", 90, 32) if target == "cuda" else ("hip", "gfx942", 64),
-        dict(zip(kernels.normalise_kernel.arg_names, types, strict=False)), {"DTYPE": tl.float16, "BLOCK": kernels.NORMALISE_BLOCK},
-        ("x", "out", "numel"), num_warps=kernels.NORMALISE_WARPS,
-    )  # fmt: skip
+        kernels.normalise_kernel,
+        ("cuda", 90, 32) if target == "cuda" else ("hip", "gfx942", 64),
+        dict(zip(kernels.normalise_kernel.arg_names, types, strict=False)),
+        {"DTYPE": tl.float16, "BLOCK": kernels.NORMALISE_BLOCK},
+        ("x", "out", "numel"),
+        num_warps=kernels.NORMALISE_WARPS,
+    )
     text = compiled.asm["ptx" if target == "cuda" else "amdgcn"]
     if target == "cuda":
         assert re.search(r"ld\.global\.\S*v4\.b32", text) and re.search(r"st\.global\.v4\.b32", text)
@@ -78,14 +81,19 @@ def test_on_gfx942_it_gives_torchs_bits(numel):
     names = ("x", "square_sums", "out", "numel", "blocks", "scale", "eps")
     signature = dict(zip(names, ("*bf16", "*fp32", "*fp16", "i32", "i32", "fp32", "fp32"), strict=True))
     code = triton_code_object(
-        kernels.normalise_kernel, signature, {"DTYPE": tl.float16, "BLOCK": kernels.NORMALISE_BLOCK}, num_warps=4,
+        kernels.normalise_kernel,
+        signature,
+        {"DTYPE": tl.float16, "BLOCK": kernels.NORMALISE_BLOCK},
+        num_warps=4,
         divisible_by_16=("x", "out", "numel") if numel % 16 == 0 else ("x", "out"),
-    )  # fmt: skip
+    )
     device, blocks = Device(), -(-numel // kernels.NORMALISE_BLOCK)
     given = device.put(x.view(torch.int16).numpy().view(np.uint16))
     out = device.alloc((2, numel), np.uint16)
     code.launch(
-        device, (2 * blocks,), [given, device.put(sums.numpy()), out, np.int32(numel), np.int32(blocks), np.float32(0.25), np.float32(1e-7)]
+        device,
+        (2 * blocks,),
+        [given, device.put(sums.numpy()), out, np.int32(numel), np.int32(blocks), np.float32(0.25), np.float32(1e-7)],
     )
     got = torch.from_numpy(out.read().view(np.int16).copy()).view(torch.float16).reshape(x.shape)
     assert torch.equal(got, normalised(x, sums, 1e-7, 0.25, torch.empty_like(x, dtype=torch.float16)))

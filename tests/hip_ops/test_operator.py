@@ -36,7 +36,12 @@ def make(fresh_backend, monkeypatch):
 
     def make(candidate, reference=scale, **options):
         module.candidate = candidate
-        return Operator(f"test_{len(operator.OPERATORS)}", torch=reference, hip="injected_kernels:candidate", **{"example": example, **options})
+        return Operator(
+            f"test_{len(operator.OPERATORS)}",
+            torch=reference,
+            hip="injected_kernels:candidate",
+            **{"example": example, **options},
+        )
 
     with backend.use_backend("hip"):
         yield make
@@ -54,7 +59,9 @@ def test_a_right_version_is_checked_once_and_used(make, caplog):
     for _ in range(3):
         assert torch.equal(scaled(x, 3.0), x * 3)
     assert calls == [(3, 50), (4,), (4,), (4,)]
-    assert scaled.results == {(CPU, "hip"): "passed"} and not [r for r in caplog.records if r.levelno >= logging.WARNING]
+    assert scaled.results == {(CPU, "hip"): "passed"} and not [
+        r for r in caplog.records if r.levelno >= logging.WARNING
+    ]
 
 
 def wrong_by_a_factor(x, factor):
@@ -93,7 +100,9 @@ def test_kernels_that_cannot_be_built(make, caplog, monkeypatch, explicit):
 
     scaled = make(fails)
     if explicit:
-        with pytest.raises(ValueError, match=r"backend 'hip' cannot be had for test_0 on cpu: this command failed: hipcc"):
+        with pytest.raises(
+            ValueError, match=r"backend 'hip' cannot be had for test_0 on cpu: this command failed: hipcc"
+        ):
             scaled(torch.ones(2), 3.0)
         return
     monkeypatch.setitem(backend._choices, ("cpu", "auto"), backend.Choice(("hip", "torch"), "auto", explicit=False))
@@ -120,7 +129,10 @@ def test_operators_in_place_and_lists(make, caplog):
         for tensor in tensors[:-1]:
             tensor.add_(amount)
 
-    in_place = {"reference": add_, "example": lambda device: ([torch.zeros(3, device=device), torch.ones(2, device=device)], 5.0)}
+    in_place = {
+        "reference": add_,
+        "example": lambda device: ([torch.zeros(3, device=device), torch.ones(2, device=device)], 5.0),
+    }
     assert make(add_, **in_place).implementation(CPU) is add_
     x = [torch.zeros(2), torch.zeros(2)]
     assert make(forgets_the_last_, **in_place)(x, 1.0) is None
@@ -132,7 +144,10 @@ def test_operators_in_place_and_lists(make, caplog):
     "candidate, said",
     [
         (lambda x, factor: (x * factor).double(), "result is torch.float64"),
-        (lambda x, factor: (x * factor)[:-1], r"result is torch.float32 \(2, 50\), torch gives torch.float32 \(3, 50\)"),
+        (
+            lambda x, factor: (x * factor)[:-1],
+            r"result is torch.float32 \(2, 50\), torch gives torch.float32 \(3, 50\)",
+        ),
         (lambda x, factor: (x * factor, x), "it gives 3 tensors, torch 2"),
         (lambda x, factor: torch.where(x > 2, torch.nan, x * factor), "it gives nan, torch"),
     ],
@@ -149,7 +164,9 @@ def test_tolerance_and_compare(make):
     assert make(rounded).implementation(CPU) is scale
     assert make(rounded, tolerance=2**-8).implementation(CPU) is rounded
     seen = []
-    assert make(rounded, compare=lambda got, want: seen.append((got[0].shape, want[1][1]))).implementation(CPU) is rounded
+    assert (
+        make(rounded, compare=lambda got, want: seen.append((got[0].shape, want[1][1]))).implementation(CPU) is rounded
+    )
     assert seen == [((3, 50), 2.0)]
 
 
@@ -214,7 +231,10 @@ def test_a_first_use_while_a_graph_is_captured_says_what_to_do(make, monkeypatch
     gpu = torch.device("cuda", 0)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     monkeypatch.setitem(backend._choices, ("cuda", "hip"), backend.Choice(("hip",), "", explicit=True))
-    with pytest.raises(RuntimeError, match=r"first used on cuda:0 while a graph is captured.*hip_ops.warm_up\('cuda:0'\) ahead of the capture"):
+    with pytest.raises(
+        RuntimeError,
+        match=r"first used on cuda:0 while a graph is captured.*hip_ops.warm_up\('cuda:0'\) ahead of the capture",
+    ):
         scaled.implementation(gpu)
     scaled.results[gpu, "hip"] = "passed"
     assert scaled.implementation(gpu) is scale

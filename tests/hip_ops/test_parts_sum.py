@@ -24,7 +24,9 @@ def test_reference(case):
     check(reference, case)
 
 
-@pytest.mark.parametrize("case", [Parts(100, 3, 1), Parts(100, 3, 0, BF16, pad=4), Parts(100, 5, 4, torch.float64)], ids=str)
+@pytest.mark.parametrize(
+    "case", [Parts(100, 3, 1), Parts(100, 3, 0, BF16, pad=4), Parts(100, 5, 4, torch.float64)], ids=str
+)
 def test_the_operator(case):
     check(hip_ops, case)
 
@@ -69,12 +71,16 @@ def test_rounds_once(dtype):
 @pytest.mark.parametrize(
     "out, own, parts, rank",
     [
-        (torch.ones(4), torch.ones(4), torch.ones(2, 4), 2), (torch.ones(4), torch.ones(4), torch.ones(2, 4), -1),
-        (torch.ones(3), torch.ones(4), torch.ones(2, 4), 0), (torch.ones(4), torch.ones(4), torch.ones(2, 5), 0),
-        (torch.ones(4), torch.ones(4), torch.ones(2, 4).bfloat16(), 0), (torch.ones(4).int(), torch.ones(4).int(), torch.ones(2, 4).int(), 0),
-        (torch.ones(4), torch.ones(4), torch.ones(4, 2).mT, 0), (torch.ones(4), torch.ones(8)[::2], torch.ones(2, 4), 0),
+        (torch.ones(4), torch.ones(4), torch.ones(2, 4), 2),
+        (torch.ones(4), torch.ones(4), torch.ones(2, 4), -1),
+        (torch.ones(3), torch.ones(4), torch.ones(2, 4), 0),
+        (torch.ones(4), torch.ones(4), torch.ones(2, 5), 0),
+        (torch.ones(4), torch.ones(4), torch.ones(2, 4).bfloat16(), 0),
+        (torch.ones(4).int(), torch.ones(4).int(), torch.ones(2, 4).int(), 0),
+        (torch.ones(4), torch.ones(4), torch.ones(4, 2).mT, 0),
+        (torch.ones(4), torch.ones(8)[::2], torch.ones(2, 4), 0),
     ],
-)  # fmt: skip
+)
 def test_wrong_arguments(out, own, parts, rank):
     with pytest.raises(AssertionError):
         hip_ops.add_up_parts_(out, own, parts, rank)
@@ -113,16 +119,21 @@ def rounding_each(out, own, parts, rank):
 def test_the_self_check_would_not_pass(wrong):
     operator = OPERATORS["add_up_parts"]
     assert "argument[0]" in difference(wrong, operator.reference, operator.example, CPU, tolerance=operator.tolerance)
-    assert difference(rounding_each, operator.reference, operator.example, CPU, tolerance=operator.tolerance) is None, "no rounding in fp32"
+    assert difference(rounding_each, operator.reference, operator.example, CPU, tolerance=operator.tolerance) is None, (
+        "no rounding in fp32"
+    )
 
 
 @pytest.mark.parametrize(
     "wrong, case",
     [
-        (from_the_last, Parts(1000, 3, 1)), (own_first, Parts(1000, 8, 4)), (from_zero, Parts(4000, 2, 0, special=True)),
-        (rounding_each, Parts(1000, 8, 4, BF16)), (last_tile_left_out, Parts(2049, 3, 1)),
+        (from_the_last, Parts(1000, 3, 1)),
+        (own_first, Parts(1000, 8, 4)),
+        (from_zero, Parts(4000, 2, 0, special=True)),
+        (rounding_each, Parts(1000, 8, 4, BF16)),
+        (last_tile_left_out, Parts(2049, 3, 1)),
     ],
-)  # fmt: skip
+)
 def test_the_check_sees(wrong, case):
     with pytest.raises(AssertionError, match="other bits"):
         check(SimpleNamespace(add_up_parts_=wrong), case)
@@ -164,12 +175,16 @@ def test_reads_and_writes_16_bytes_at_a_time_on_hopper(dtype, size, rank):
     signature = {"out": f"*{dtype}", "own": f"*{dtype}", "parts": f"*{dtype}", "count": "i32", "row_stride": "i32"}
     block = kernels.ROW_BYTES // (4 if dtype == "fp32" else 2)
     constexprs = {"SIZE": size, "RANK": rank, "BLOCK": block}
-    compiled = compiled_for_hopper(kernels.add_up_parts_kernel, signature, constexprs, divisible_by_16=list(signature), num_warps=8)
+    compiled = compiled_for_hopper(
+        kernels.add_up_parts_kernel, signature, constexprs, divisible_by_16=list(signature), num_warps=8
+    )
     ptx = compiled.asm["ptx"]
     assert re.findall(r"\bld\.global\S*", ptx) == ["ld.global.v4.b32"] * (2 * size)
     assert re.findall(r"\bst\.global\S*", ptx) == ["st.global.v4.b32"] * 2
     arithmetic = re.findall(r"\b(?:add|fma|mul)\S*f(?:32|16)\S*", ptx)
-    if size == 2 and dtype != "fp32":  # the compiler adds two of them as they are: rounded once, the same bits, for fp32 has more than twice their digits
+    if (
+        size == 2 and dtype != "fp32"
+    ):  # the compiler adds two of them as they are: rounded once, the same bits, for fp32 has more than twice their digits
         assert len(arithmetic) == block // 256 // 2 and all("add." in each and "16x2" in each for each in arithmetic)
     else:
         assert set(arithmetic) == {"add.f32"} and len(arithmetic) == (size - 1) * block // 256

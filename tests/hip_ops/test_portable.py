@@ -100,7 +100,9 @@ def test_matrix_product_without_variant(kernels):
 
 
 def test_bf16_rounds_to_nearest_even_and_keeps_nan(kernels):
-    ties = np.array([0x3F808000, 0x3F818000, 0x3F808001, 0x3F807FFF, 0x7F7FFFFF, 0x80000000], np.uint32).view(np.float32)
+    ties = np.array([0x3F808000, 0x3F818000, 0x3F808001, 0x3F807FFF, 0x7F7FFFFF, 0x80000000], np.uint32).view(
+        np.float32
+    )
     assert as_bf16(ties).tolist() == [0x3F80, 0x3F82, 0x3F81, 0x3F80, 0x7F80, 0x8000]
     rest = np.random.default_rng(0).integers(0, 2**32, 2042, dtype=np.uint32).view(np.float32)
     x = np.concatenate([ties, rest])
@@ -142,7 +144,17 @@ def test_schedules(kernels):
 
 def assembly(source, *flags: str) -> str:
     compiler = find_compiler("gfx942")
-    command = [compiler.program, *compiler.compile_flags, f"-I{CSRC}", *flags, "--cuda-device-only", "-S", str(source), "-o", "-"]
+    command = [
+        compiler.program,
+        *compiler.compile_flags,
+        f"-I{CSRC}",
+        *flags,
+        "--cuda-device-only",
+        "-S",
+        str(source),
+        "-o",
+        "-",
+    ]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return done.stdout
@@ -182,6 +194,8 @@ def test_gfx942_instructions(require_tool):
     assert "v_mfma_f32_32x32x8_bf16" in bodies["ho_test_mfma_32"]
     assert "v_mfma_f32_16x16x16_bf16" in bodies["ho_test_mfma_16"]
     assert bodies["ho_test_waves"].count("ds_bpermute_b32") == 7
-    assert re.search(r"global_load_dwordx4 .* nt\b", bodies["ho_test_bf16"]) and re.search(r"global_store_dwordx4 .* nt\b", bodies["ho_test_bf16"])
+    assert re.search(r"global_load_dwordx4 .* nt\b", bodies["ho_test_bf16"]) and re.search(
+        r"global_store_dwordx4 .* nt\b", bodies["ho_test_bf16"]
+    )
     assert "ds_write_b128" in bodies["ho_test_reverse"] and "ds_read_b128" in bodies["ho_test_reverse"]
     assert not re.search(r"\bflat_(load|store)", text) and "v_readfirstlane" in bodies["ho_test_places"]

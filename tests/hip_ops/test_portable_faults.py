@@ -17,7 +17,11 @@ from tests.hip_ops.cpu_kernels import (
 )
 
 FAULTS = KERNELS / "faults.hip"
-LINE = {number: line for line, text in enumerate(FAULTS.read_text().splitlines(), 1) for number in re.findall(r"fault == (\d+)", text)}
+LINE = {
+    number: line
+    for line, text in enumerate(FAULTS.read_text().splitlines(), 1)
+    for number in re.findall(r"fault == (\d+)", text)
+}
 
 # ctypes alone: each case is a process, and importing numpy into a sanitized one takes a second.
 PROGRAM = """
@@ -49,13 +53,28 @@ def aborts(path, fault: int, order: str, threads: int = 128) -> str:
 @pytest.mark.parametrize(
     "fault, said",
     [
-        (1, r"divergent barrier in block \(0, 0, 0\): thread 0 \(wave 0, lane 0\) waits in block_sync at .*faults.hip:(\d+), but thread 64 \(wave 1, lane 0\) waits in block_sync at .*faults.hip:{line}"),
-        (2, r"divergent collective within a wave in block \(0, 0, 0\): thread 0 \(wave 0, lane 0\) waits in block_sync .* but thread \d*[13579] .* waits in block_sync at .*faults.hip:{line}"),
-        (3, r"divergent collective within a wave .* but thread \d*[13579] \(wave 0, lane \d+\) waits in wave_xor at .*faults.hip:{line}"),
-        (4, r"divergent barrier .* thread 0 \(wave 0, lane 0\) waits in block_sync_lds at .*faults.hip:\d+, but thread 64 .* waits in block_sync_lds at .*faults.hip:\d+"),
-        (5, r"divergent collective within a wave .* thread 0 .* waits in block_sync at .*, but thread 5 \(wave 0, lane 5\) has returned"),
+        (
+            1,
+            r"divergent barrier in block \(0, 0, 0\): thread 0 \(wave 0, lane 0\) waits in block_sync at .*faults.hip:(\d+), but thread 64 \(wave 1, lane 0\) waits in block_sync at .*faults.hip:{line}",
+        ),
+        (
+            2,
+            r"divergent collective within a wave in block \(0, 0, 0\): thread 0 \(wave 0, lane 0\) waits in block_sync .* but thread \d*[13579] .* waits in block_sync at .*faults.hip:{line}",
+        ),
+        (
+            3,
+            r"divergent collective within a wave .* but thread \d*[13579] \(wave 0, lane \d+\) waits in wave_xor at .*faults.hip:{line}",
+        ),
+        (
+            4,
+            r"divergent barrier .* thread 0 \(wave 0, lane 0\) waits in block_sync_lds at .*faults.hip:\d+, but thread 64 .* waits in block_sync_lds at .*faults.hip:\d+",
+        ),
+        (
+            5,
+            r"divergent collective within a wave .* thread 0 .* waits in block_sync at .*, but thread 5 \(wave 0, lane 5\) has returned",
+        ),
     ],
-)  # fmt: skip
+)
 def test_divergence_aborts_with_both_places(plain, fault, said):
     assert re.search(said.format(line=LINE[str(fault)]), aborts(plain, fault, "forward"))
 
@@ -68,7 +87,9 @@ def test_divergence_aborts_under_every_schedule(plain, fault, order):
 
 def test_a_wrong_schedule_or_block_is_named(plain):
     assert "HO_CPU_SCHEDULE=sideways; allowed are forward, reverse and random:<seed>" in aborts(plain, 0, "sideways")
-    assert "block (100, 1, 1); a block is one-dimensional, a multiple of 64 threads" in aborts(plain, 0, "forward", threads=100)
+    assert "block (100, 1, 1); a block is one-dimensional, a multiple of 64 threads" in aborts(
+        plain, 0, "forward", threads=100
+    )
 
 
 @pytest.mark.parametrize("order", SCHEDULES)
@@ -85,7 +106,9 @@ def test_unwritten_lds_is_nan(order):
 @pytest.mark.parametrize("order", SCHEDULES)
 def test_sanitizers_find_nothing_in_a_right_kernel(sanitized, order):
     """Switching fibers looks like memory errors unless the sanitizer is told; a use after return is looked for as well."""
-    out = run_sanitized(PROGRAM, sanitized, 0, 128, HO_CPU_SCHEDULE=order, ASAN_OPTIONS="detect_leaks=0:detect_stack_use_after_return=1")
+    out = run_sanitized(
+        PROGRAM, sanitized, 0, 128, HO_CPU_SCHEDULE=order, ASAN_OPTIONS="detect_leaks=0:detect_stack_use_after_return=1"
+    )
     assert f"sum {sum(range(128))}" in out
 
 

@@ -45,7 +45,9 @@ def test_nearest_row_is_chosen():
 
 def test_written_table_reads_back(tmp_path):
     config = ProductConfig(block_n=256, parts=2)
-    write_table([{"kind": "gram", "batch": 1, "n": 8, "m": 9, "config": config, "ms": 0.5}], "a test", tmp_path / "t.json")
+    write_table(
+        [{"kind": "gram", "batch": 1, "n": 8, "m": 9, "config": config, "ms": 0.5}], "a test", tmp_path / "t.json"
+    )
     (row,) = json.loads((tmp_path / "t.json").read_text())["rows"]
     assert row["config"] == {"block_n": 256, "parts": 2} and ProductConfig(**row["config"]) == config
 
@@ -113,16 +115,32 @@ def compile_for_hopper(config: ProductConfig, symmetric: bool, by_columns: bool,
         return f"tensordesc<fp16[1,{rows},{columns}]>"
 
     signature = {
-        "a_desc": block(k, m) if by_columns else block(m, k), "b_desc": block(k, n) if by_columns else block(n, k),
-        "d_desc": block(m, width) if with_d else "constexpr", "c_desc": block(m, width), "mirror_desc": block(width, m) if symmetric else "constexpr",
-        **dict.fromkeys(("batch", "m", "n", "k"), "i32"), **dict.fromkeys(("alpha", "beta", "gamma"), "fp32"),
-    }  # fmt: skip
+        "a_desc": block(k, m) if by_columns else block(m, k),
+        "b_desc": block(k, n) if by_columns else block(n, k),
+        "d_desc": block(m, width) if with_d else "constexpr",
+        "c_desc": block(m, width),
+        "mirror_desc": block(width, m) if symmetric else "constexpr",
+        **dict.fromkeys(("batch", "m", "n", "k"), "i32"),
+        **dict.fromkeys(("alpha", "beta", "gamma"), "fp32"),
+    }
     flags = dict(
-        SYMMETRIC=symmetric, A_BY_COLUMNS=by_columns, B_BY_COLUMNS=by_columns, HAS_D=with_d, HAS_GAMMA=False, BLOCK_M=m, BLOCK_N=n, BLOCK_K=k,
-        PARTS=config.parts, GROUP=8, FLATTEN=config.flatten, WARP_SPECIALIZE=config.warp_specialize,
-    )  # fmt: skip
+        SYMMETRIC=symmetric,
+        A_BY_COLUMNS=by_columns,
+        B_BY_COLUMNS=by_columns,
+        HAS_D=with_d,
+        HAS_GAMMA=False,
+        BLOCK_M=m,
+        BLOCK_N=n,
+        BLOCK_K=k,
+        PARTS=config.parts,
+        GROUP=8,
+        FLATTEN=config.flatten,
+        WARP_SPECIALIZE=config.warp_specialize,
+    )
     flags |= {name: None for name, kind in signature.items() if kind == "constexpr"}
-    return compiled_for_hopper(symmetric_product_kernel, signature, flags, num_warps=config.num_warps, num_stages=config.num_stages)
+    return compiled_for_hopper(
+        symmetric_product_kernel, signature, flags, num_warps=config.num_warps, num_stages=config.num_stages
+    )
 
 
 def check_for_hopper(compiled, config: ProductConfig) -> None:
@@ -130,9 +148,13 @@ def check_for_hopper(compiled, config: ProductConfig) -> None:
     instruction = f"wgmma.mma_async.sync.aligned.m64n{config.block_n}k16.f32.f16.f16"
     assert ptx.count(instruction) == config.block_k // 16 * max(1, config.block_m // (64 * config.num_warps // 4))
     assert "cp.async.bulk.tensor.3d.shared" in ptx and "cp.async.bulk.tensor.3d.global.shared" in ptx
-    assert not re.search(r"\b(ld|st)\.local\b|\.local \.align", ptx)  # nothing spilled by the front end; ptxas is given 255 registers
+    assert not re.search(
+        r"\b(ld|st)\.local\b|\.local \.align", ptx
+    )  # nothing spilled by the front end; ptxas is given 255 registers
     assert compiled.metadata.shared <= HOPPER_SHARED_MEMORY
-    assert "warp_group_dot_wait" in compiled.asm["ttgir"] and "pendings = 1" in compiled.asm["ttgir"]  # a product in flight while the next slab lands
+    assert (
+        "warp_group_dot_wait" in compiled.asm["ttgir"] and "pendings = 1" in compiled.asm["ttgir"]
+    )  # a product in flight while the next slab lands
 
 
 def test_large_symmetric_product_compiles_to_wgmma_and_tma():
@@ -141,7 +163,9 @@ def test_large_symmetric_product_compiles_to_wgmma_and_tma():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("row", json.loads(TABLE.read_text())["rows"], ids=lambda row: f"{row['kind']}-{row['batch']}-{row['n']}")
+@pytest.mark.parametrize(
+    "row", json.loads(TABLE.read_text())["rows"], ids=lambda row: f"{row['kind']}-{row['batch']}-{row['n']}"
+)
 def test_every_row_compiles_for_hopper(row):
     config = ProductConfig(**row["config"])
     if config.engine == "triton":

@@ -37,13 +37,22 @@ def test_reference_against_fp64(scaled, dtypes):
 @pytest.mark.parametrize(
     "case",
     [
-        Case(True, 7, 2048), Case(False, 9, 2048, residual_dtype=BF16), Case(False, 30, 512), Case(True, 43, 256, pad=16),
-        Case(True, 11, 1024, d_new_residual=False), Case(True, 3, 4096, pad=8), Case(False, 2, 8192, residual_dtype=BF16),
-        Case(True, 2, 8192), Case(True, 5, 2051, pad=1), Case(False, 6, 45, FP32, FP32, FP32), Case(True, 5, 264, FP32, BF16, FP32),
-        Case(True, 6, 2056, BF16, BF16, BF16), Case(False, 4, 1, FP32, BF16, BF16),
+        Case(True, 7, 2048),
+        Case(False, 9, 2048, residual_dtype=BF16),
+        Case(False, 30, 512),
+        Case(True, 43, 256, pad=16),
+        Case(True, 11, 1024, d_new_residual=False),
+        Case(True, 3, 4096, pad=8),
+        Case(False, 2, 8192, residual_dtype=BF16),
+        Case(True, 2, 8192),
+        Case(True, 5, 2051, pad=1),
+        Case(False, 6, 45, FP32, FP32, FP32),
+        Case(True, 5, 264, FP32, BF16, FP32),
+        Case(True, 6, 2056, BF16, BF16, BF16),
+        Case(False, 4, 1, FP32, BF16, BF16),
     ],
     ids=str,
-)  # fmt: skip
+)
 def test_cpu_build_against_fp64(monkeypatch, case, schedule):
     monkeypatch.setenv("HO_CPU_SCHEDULE", schedule)
     check(of_module(hip_kernels), case)
@@ -51,9 +60,14 @@ def test_cpu_build_against_fp64(monkeypatch, case, schedule):
 
 @settings(max_examples=40, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
-    scaled=st.booleans(), rows=st.integers(1, 12), hidden=st.one_of(st.integers(1, 300), st.sampled_from([256, 512, 1024])),
-    dtypes=st.sampled_from(DTYPES), upstream=st.booleans(), pad=st.sampled_from([0, 1, 8]), seed=st.integers(0, 1000),
-)  # fmt: skip
+    scaled=st.booleans(),
+    rows=st.integers(1, 12),
+    hidden=st.one_of(st.integers(1, 300), st.sampled_from([256, 512, 1024])),
+    dtypes=st.sampled_from(DTYPES),
+    upstream=st.booleans(),
+    pad=st.sampled_from([0, 1, 8]),
+    seed=st.integers(0, 1000),
+)
 def test_random_shapes(scaled, rows, hidden, dtypes, upstream, pad, seed):
     case = Case(scaled, rows, hidden, *dtypes, upstream, pad, seed=seed)
     for module in (reference, hip_kernels):
@@ -105,7 +119,11 @@ def test_gradients_of_a_result_that_is_not_used(chosen):
         found[used].float().sum().backward()
         if used == 1:
             assert torch.equal(inputs[-1].grad, torch.zeros(24, dtype=BF16)), "weight has no part in new_residual"
-            compare("d_x", inputs[0].grad, Exact(inputs[3].detach().double().expand(4, 24), inputs[3].detach().double().abs().expand(4, 24)))
+            compare(
+                "d_x",
+                inputs[0].grad,
+                Exact(inputs[3].detach().double().expand(4, 24), inputs[3].detach().double().abs().expand(4, 24)),
+            )
         assert all(t.grad is not None and t.grad.isfinite().all() for t in inputs)
 
 
@@ -127,7 +145,10 @@ def test_any_strides_give_the_same(chosen, scaled):
     vectors = list(make(Case(scaled, 1, hidden)).arguments[2:])
     generator = torch.Generator().manual_seed(1)
     base, wide = torch.randn(hidden, 3, 5, generator=generator), torch.randn(5, 3, 2 * hidden, generator=generator)
-    for x, residual in ((base.permute(2, 1, 0), wide[..., ::2]), (base[:, 0, 0].expand(5, 3, hidden), wide[..., :hidden])):
+    for x, residual in (
+        (base.permute(2, 1, 0), wide[..., ::2]),
+        (base[:, 0, 0].expand(5, 3, hidden), wide[..., :hidden]),
+    ):
         results = []
         for a, b in ((x, residual), (x.contiguous(), residual.contiguous())):
             a, b = a.bfloat16().detach() if a.is_contiguous() else a.detach().bfloat16(), b.detach()
@@ -142,13 +163,16 @@ def test_any_strides_give_the_same(chosen, scaled):
 ERRORS = [
     ({"residual": lambda t: t[:1]}, "residual has shape (1, 8); it must be that of {x}, (3, 8)"),
     ({"weight": lambda t: t[:7]}, "weight has shape (7,); it must be (8,), the last dimension of {x}"),
-    ({"x": lambda t: t.half()}, "{x} is torch.float16; it must be torch.bfloat16 or torch.float32 (or all tensors torch.float64)"),
+    (
+        {"x": lambda t: t.half()},
+        "{x} is torch.float16; it must be torch.bfloat16 or torch.float32 (or all tensors torch.float64)",
+    ),
     ({"residual": lambda t: t.double()}, "residual is torch.float64; it must be"),
     ({"residual": lambda t: t.to("meta")}, "residual is on meta; it must be on cpu like {x}"),
     ({"x": lambda t: t[:, :0], "residual": lambda t: t[:, :0]}, "{x} has shape (3, 0); it must be [..., h] with h > 0"),
     ({"output_scale": lambda t: t.float()}, "output_scale is torch.float32; it must be torch.bfloat16 like weight"),
     ({"residual_bias": lambda t: t.reshape(1, 8)}, "residual_bias has shape (1, 8); it must be (8,)"),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize("scaled", [False, True], ids=["plain", "zaya"])
@@ -177,7 +201,9 @@ def test_opcheck(scaled):
         for upstream in (i.d_new_residual, None):
             tail = tuple(i.vectors.values()) if scaled else (i.vectors["weight"], case.x_dtype)
             arguments = (i.dy, upstream, *rows, rstd, *tail)
-            torch.library.opcheck(getattr(torch.ops.hip_ops, f"{name}_backward"), arguments, test_utils=("test_schema", "test_faketensor"))
+            torch.library.opcheck(
+                getattr(torch.ops.hip_ops, f"{name}_backward"), arguments, test_utils=("test_schema", "test_faketensor")
+            )
 
 
 @pytest.mark.parametrize("scaled", [False, True], ids=["plain", "zaya"])

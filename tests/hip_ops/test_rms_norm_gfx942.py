@@ -13,13 +13,33 @@ from tests.hip_ops.rms_norm_triton_device import EmulatedTriton
 
 ZAYA, PLAIN, ODD = Case(True, 5, 2048), Case(False, 5, 1024, d_new_residual=False), Case(True, 3, 45, pad=1)
 # A case of every kernel; those beyond QUICK and other schedules for them are slow.
-QUICK = [ZAYA, PLAIN, ODD, Case(False, 19, 256, residual_dtype=BF16, pad=8), Case(False, 4, 37, FP32, FP32, FP32), Case(True, 2, 264, BF16, BF16, BF16)]
+QUICK = [
+    ZAYA,
+    PLAIN,
+    ODD,
+    Case(False, 19, 256, residual_dtype=BF16, pad=8),
+    Case(False, 4, 37, FP32, FP32, FP32),
+    Case(True, 2, 264, BF16, BF16, BF16),
+]
 SLOW = [
-    Case(True, 2, 8192), Case(False, 2, 8192, residual_dtype=BF16), Case(True, 3, 4096), Case(False, 3, 4096, residual_dtype=BF16, pad=8),
-    Case(False, 7, 2048, residual_dtype=BF16), Case(False, 4, 2048), Case(True, 19, 512), Case(False, 19, 512, residual_dtype=BF16),
-    Case(True, 37, 256, d_new_residual=False), Case(True, 9, 1024, pad=8), Case(False, 9, 1024, residual_dtype=BF16), Case(True, 3, 2051),
-    Case(False, 3, 2056, FP32, BF16, FP32), Case(False, 3, 8192), Case(False, 5, 4096), Case(False, 40, 256), Case(False, 12, 512),
-]  # fmt: skip
+    Case(True, 2, 8192),
+    Case(False, 2, 8192, residual_dtype=BF16),
+    Case(True, 3, 4096),
+    Case(False, 3, 4096, residual_dtype=BF16, pad=8),
+    Case(False, 7, 2048, residual_dtype=BF16),
+    Case(False, 4, 2048),
+    Case(True, 19, 512),
+    Case(False, 19, 512, residual_dtype=BF16),
+    Case(True, 37, 256, d_new_residual=False),
+    Case(True, 9, 1024, pad=8),
+    Case(False, 9, 1024, residual_dtype=BF16),
+    Case(True, 3, 2051),
+    Case(False, 3, 2056, FP32, BF16, FP32),
+    Case(False, 3, 8192),
+    Case(False, 5, 4096),
+    Case(False, 40, 256),
+    Case(False, 12, 512),
+]
 
 
 def schedules_of(quick: list[Case], slow: list[Case]) -> list:
@@ -32,7 +52,9 @@ def schedules_of(quick: list[Case], slow: list[Case]) -> list:
     return pairs
 
 
-@pytest.mark.parametrize("case, schedule", schedules_of([ZAYA, ODD, *(case for case in QUICK if case not in (ZAYA, ODD))], SLOW))
+@pytest.mark.parametrize(
+    "case, schedule", schedules_of([ZAYA, ODD, *(case for case in QUICK if case not in (ZAYA, ODD))], SLOW)
+)
 def test_hip_against_fp64(case, schedule):
     emulated = Emulated(Device(schedule))
     check(emulated.implementation, case)
@@ -51,7 +73,9 @@ def test_triton_and_hip_agree(case):
     inputs, found = make(case), []
     for emulated in (Emulated(Device()), EmulatedTriton(Device())):
         y, new_residual, rstd = emulated.forward(inputs)
-        found.append({"y": y, "new_residual": new_residual, "rstd": rstd} | emulated.backward(inputs, new_residual, rstd))
+        found.append(
+            {"y": y, "new_residual": new_residual, "rstd": rstd} | emulated.backward(inputs, new_residual, rstd)
+        )
     hip, triton = found
     assert torch.equal(hip["new_residual"], triton["new_residual"])
     exact = exact_forward(inputs, hip["new_residual"]) | exact_backward(inputs, hip["new_residual"])
@@ -85,7 +109,13 @@ def moved_and_minimum(case: Case, backward: bool) -> tuple[int, int, Emulated]:
     if backward:
         emulated.counters.clear()
         emulated.backward(inputs, new_residual, rstd)
-        streams = 2 + residual + (2 + residual if case.scaled else residual) + residual + (2 if case.scaled or residual == 4 else 0)
+        streams = (
+            2
+            + residual
+            + (2 + residual if case.scaled else residual)
+            + residual
+            + (2 if case.scaled or residual == 4 else 0)
+        )
         minimum = elements * streams + 2 * vectors + 4 * case.rows
     return sum(c.global_load_bytes + c.global_store_bytes for c in emulated.counters.values()), minimum, emulated
 
@@ -95,7 +125,9 @@ def moved_and_minimum(case: Case, backward: bool) -> tuple[int, int, Emulated]:
 def test_bytes_are_within_five_percent_of_the_minimum(scaled, residual_dtype, backward):
     """2048 columns. What is above the minimum is paid once a block - the vectors, and in the backward its partial sums, written and
     read - so here a block has as many rows as in PRODUCTION, on one compute unit."""
-    whole = geometry(Case(scaled, PRODUCTION[0], 2048, residual_dtype=residual_dtype), backward=backward, processors=PRODUCTION[1])
+    whole = geometry(
+        Case(scaled, PRODUCTION[0], 2048, residual_dtype=residual_dtype), backward=backward, processors=PRODUCTION[1]
+    )
     rows_a_block = PRODUCTION[0] // (whole.blocks * whole.rows_per_block)
     most = table()[2048][2 * backward + scaled]
     case = Case(scaled, rows_a_block * most, 2048, residual_dtype=residual_dtype)
@@ -125,7 +157,9 @@ def test_no_spills_and_the_table_fits_the_registers():
             for form in ("add_rms_norm", "add_rms_norm_fp32_residual", "scaled_residual_rms_norm"):
                 name = f"ho_{form}{'_backward' if backward else ''}_{hidden}"
                 waves = blocks[2 * backward + form.startswith("scaled")] * waves_a_block
-                assert waves <= 4 * found[name].waves_per_simd, f"{name}: {waves} waves a compute unit, four SIMDs hold {found[name].waves_per_simd} each"
+                assert waves <= 4 * found[name].waves_per_simd, (
+                    f"{name}: {waves} waves a compute unit, four SIMDs hold {found[name].waves_per_simd} each"
+                )
 
 
 def test_every_kernel_is_run_by_a_case():

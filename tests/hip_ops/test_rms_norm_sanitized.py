@@ -7,7 +7,14 @@ from tests.hip_ops import rms_norm_bugs as bugs
 from tests.hip_ops.cpu_kernels import SCHEDULES, build_cpu_library, run_sanitized
 
 # hidden size, rows, bf16 of x, residual and weight, columns beyond a row
-CASES = [(2048, 3, 1, 0, 1, 0), (256, 19, 1, 1, 1, 8), (45, 3, 1, 0, 1, 0), (37, 2, 0, 0, 0, 3), (264, 2, 0, 1, 0, 0), (1, 3, 1, 1, 1, 0)]
+CASES = [
+    (2048, 3, 1, 0, 1, 0),
+    (256, 19, 1, 1, 1, 8),
+    (45, 3, 1, 0, 1, 0),
+    (37, 2, 0, 0, 0, 3),
+    (264, 2, 0, 1, 0, 0),
+    (1, 3, 1, 1, 1, 0),
+]
 
 PROGRAM = """
 import sys
@@ -64,12 +71,16 @@ def right(tmp_path_factory):
     return library(tmp_path_factory.mktemp("right"), "rms_norm.hip", "rms_norm_backward.hip", "rms_norm_sum.hip")
 
 
-@pytest.mark.parametrize("schedule", [SCHEDULES[-1], *(pytest.param(name, marks=pytest.mark.slow) for name in SCHEDULES[:-1])])
+@pytest.mark.parametrize(
+    "schedule", [SCHEDULES[-1], *(pytest.param(name, marks=pytest.mark.slow) for name in SCHEDULES[:-1])]
+)
 def test_no_finding(right, schedule):
     assert "done" in run_sanitized(PROGRAM, *right, CASES, HO_CPU_SCHEDULE=schedule)
 
 
 @pytest.mark.slow
 def test_a_lost_tail_mask_is_found(tmp_path):
-    said = run_sanitized(PROGRAM, *library(tmp_path, "rms_norm.hip", bug=bugs.BUGS["lost_tail_mask"]), CASES[2:3], expect_failure=True)
+    said = run_sanitized(
+        PROGRAM, *library(tmp_path, "rms_norm.hip", bug=bugs.BUGS["lost_tail_mask"]), CASES[2:3], expect_failure=True
+    )
     assert "heap-buffer-overflow" in said and "rms_norm_any.h" in said

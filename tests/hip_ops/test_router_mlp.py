@@ -18,9 +18,15 @@ from tests.hip_ops.router_cases import EPS, Router, check_backward, check_forwar
 MODULE = importlib.import_module("hip_ops.router_mlp")
 FP64, FP32, BF16, FP16 = torch.float64, torch.float32, torch.bfloat16, torch.float16
 CASES = [
-    *(Router(37, 32, 5, dtype) for dtype in (FP64, FP32, BF16, FP16)), Router(200, 64, 17, BF16), Router(64, 256, 17, averaged=False), Router(1, 48, 9, forced=False),
-    Router(33, 128, 16, FP32, unweighted=False, uses_state=False), Router(7, 16, 2, FP64), Router(0, 32, 5, BF16), Router(3, 24, 1),
-]  # fmt: skip
+    *(Router(37, 32, 5, dtype) for dtype in (FP64, FP32, BF16, FP16)),
+    Router(200, 64, 17, BF16),
+    Router(64, 256, 17, averaged=False),
+    Router(1, 48, 9, forced=False),
+    Router(33, 128, 16, FP32, unweighted=False, uses_state=False),
+    Router(7, 16, 2, FP64),
+    Router(0, 32, 5, BF16),
+    Router(3, 24, 1),
+]
 
 
 class Operators:
@@ -33,7 +39,9 @@ class Operators:
     @staticmethod
     def router_mlp_backward(d_weights, d_state, state, previous, gamma, hidden1, hidden2, logits, ids, *rest):
         routed = Routed(state, None, ids, hidden1, hidden2, logits, None)
-        return hip_ops.router_mlp_backward(d_weights, d_state, routed, previous, gamma, *rest[:4], eps=rest[4], unweighted=rest[5])
+        return hip_ops.router_mlp_backward(
+            d_weights, d_state, routed, previous, gamma, *rest[:4], eps=rest[4], unweighted=rest[5]
+        )
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
@@ -52,7 +60,20 @@ def test_operators_give_what_the_reference_gives(case):
     got, want = Operators.router_mlp(*arguments), reference.router_mlp(*arguments)
     assert all(torch.equal(mine, theirs) for mine, theirs in zip(got, want, strict=True))
     state, _, ids, hidden1, hidden2, logits, _ = want
-    given = (*case.upstream(), state, *arguments[1:3], hidden1, hidden2, logits, ids, arguments[4], arguments[5], arguments[7], arguments[9], *arguments[12:])
+    given = (
+        *case.upstream(),
+        state,
+        *arguments[1:3],
+        hidden1,
+        hidden2,
+        logits,
+        ids,
+        arguments[4],
+        arguments[5],
+        arguments[7],
+        arguments[9],
+        *arguments[12:],
+    )
     for mine, theirs in zip(Operators.router_mlp_backward(*given), reference.router_mlp_backward(*given), strict=True):
         assert theirs.numel() == 0 if mine is None else torch.equal(mine, theirs[:, : mine.shape[1]])
 
@@ -70,7 +91,20 @@ def test_operators_as_torch_sees_them():
         arguments = case.arguments()
         torch.library.opcheck(torch.ops.hip_ops.router_mlp.default, arguments)
         state, _, ids, hidden1, hidden2, logits, _ = reference.router_mlp(*arguments)
-        given = (*case.upstream(), state, *arguments[1:3], hidden1, hidden2, logits, ids, arguments[4], arguments[5], arguments[7], arguments[9], *arguments[12:])
+        given = (
+            *case.upstream(),
+            state,
+            *arguments[1:3],
+            hidden1,
+            hidden2,
+            logits,
+            ids,
+            arguments[4],
+            arguments[5],
+            arguments[7],
+            arguments[9],
+            *arguments[12:],
+        )
         torch.library.opcheck(torch.ops.hip_ops.router_mlp_backward.default, given)
 
 
@@ -125,8 +159,16 @@ def test_there_is_no_hip_version():
     """Asked for by name it is refused where there are kernels at all."""
     mine = [MODULE._forward, MODULE._backward]
     with backend.use_backend("hip"):
-        assert operator.warm_up("cpu", mine) == {"router_mlp": "no hip version", "router_mlp_backward": "no hip version"}
-        with pytest.raises(ValueError, match=re.escape("router_mlp has no hip version; set HIP_OPS_BACKEND to one that it has (triton, torch) or to auto")):
+        assert operator.warm_up("cpu", mine) == {
+            "router_mlp": "no hip version",
+            "router_mlp_backward": "no hip version",
+        }
+        with pytest.raises(
+            ValueError,
+            match=re.escape(
+                "router_mlp has no hip version; set HIP_OPS_BACKEND to one that it has (triton, torch) or to auto"
+            ),
+        ):
             Operators.router_mlp(*Router(3, dtype=BF16).arguments())
 
 
@@ -140,9 +182,22 @@ def test_where_nobody_asks_triton_takes_the_place_of_hip(monkeypatch):
             assert mine.implementation(torch.device("cpu")) == "triton"
 
 
-@pytest.mark.parametrize("part, message", [(None, None), (0, "state"), (1, "weights"), (2, "chooses|counts"), (3, "hidden1"), (4, "hidden2"), (5, "logits"), (6, "counts|entropy")])
+@pytest.mark.parametrize(
+    "part, message",
+    [
+        (None, None),
+        (0, "state"),
+        (1, "weights"),
+        (2, "chooses|counts"),
+        (3, "hidden1"),
+        (4, "hidden2"),
+        (5, "logits"),
+        (6, "counts|entropy"),
+    ],
+)
 def test_the_self_check_finds_what_is_wrong(part, message):
     """Another reference in place of the kernels, in fp32 where it rounds in bf16, and with one result spoilt."""
+
     def spoilt(*arguments):
         found = list(reference.router_mlp(*arguments))
         if part is not None:
@@ -161,5 +216,11 @@ def test_the_backwards_self_check_finds_what_is_wrong(part):
             found[part] = found[part] * 1.1
         return tuple(found)
 
-    said = difference(spoilt, reference.router_mlp_backward, MODULE._backward_example, torch.device("cpu"), tolerance=MODULE._backward.tolerance)
+    said = difference(
+        spoilt,
+        reference.router_mlp_backward,
+        MODULE._backward_example,
+        torch.device("cpu"),
+        tolerance=MODULE._backward.tolerance,
+    )
     assert said is None if part is None else said.startswith(f"result[{part}], element")

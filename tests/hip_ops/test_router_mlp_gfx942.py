@@ -11,9 +11,11 @@ from tests.hip_ops.router_device import RouterOnDevice
 BF16 = torch.bfloat16
 WIDE = Router(33, 64, 17, BF16)  # two parts of a matrix, a program of one row
 CASES = [
-    WIDE, Router(32, 32, 5, BF16, averaged=False, forced=False, unweighted=False, uses_state=False), pytest.param(Router(1, 32, 33, BF16), marks=pytest.mark.slow),
+    WIDE,
+    Router(32, 32, 5, BF16, averaged=False, forced=False, unweighted=False, uses_state=False),
+    pytest.param(Router(1, 32, 33, BF16), marks=pytest.mark.slow),
     pytest.param(Router(40, 256, 17, BF16), marks=pytest.mark.slow),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)

@@ -47,11 +47,15 @@ def test_in_the_interpreter(tmp_path):
 def test_each_bug_is_caught(tmp_path):
     from tests.hip_ops.router_bugs import BUGS
 
-    program = "import sys; from pathlib import Path; from tests.hip_ops.router_bugs import main; main(Path(sys.argv[1]))"
+    program = (
+        "import sys; from pathlib import Path; from tests.hip_ops.router_bugs import main; main(Path(sys.argv[1]))"
+    )
     done = run_python(program, str(tmp_path), TRITON_INTERPRET="1", OMP_NUM_THREADS="1")
     assert done.returncode == 0, done.stdout[-4000:]
     assert "right source: right" in done.stdout
-    assert re.findall(r"(?:caught|MISSED) (\w+)", done.stdout) == list(BUGS) and "MISSED" not in done.stdout, done.stdout[-4000:]
+    assert re.findall(r"(?:caught|MISSED) (\w+)", done.stdout) == list(BUGS) and "MISSED" not in done.stdout, (
+        done.stdout[-4000:]
+    )
 
 
 def router(which: str, width: int = 256, classes: int = 17, **constexprs):
@@ -60,8 +64,16 @@ def router(which: str, width: int = 256, classes: int = 17, **constexprs):
     from hip_ops.triton_kernels import router_mlp as kernels
 
     kernel, chosen = getattr(kernels, f"router_mlp_{which}_kernel"), kernels.launch(width, warp_size=32)
-    constants = {"HAS_PREVIOUS": True, "HAS_FORCED": False, "HAS_D_STATE": True, "R": width, "CLASSES": classes, "COLUMNS": columns(classes),
-                 "BLOCK": chosen.block, "PART": chosen.part} | constexprs  # fmt: skip
+    constants = {
+        "HAS_PREVIOUS": True,
+        "HAS_FORCED": False,
+        "HAS_D_STATE": True,
+        "R": width,
+        "CLASSES": classes,
+        "COLUMNS": columns(classes),
+        "BLOCK": chosen.block,
+        "PART": chosen.part,
+    } | constexprs
     constants = {name: value for name, value in constants.items() if name in kernel.arg_names}
     types = triton_cases.ROUTER_TYPES
     signature = {name: types.get(name, "*bf16") for name in kernel.arg_names if name not in constants}
@@ -74,8 +86,12 @@ def test_two_programs_share_a_multiprocessor_of_hopper(tmp_path, which):
     compiled = router(which)
     assert programs(compiled, tmp_path) == (2, 0)
     ttgir = compiled.asm["ttgir"]
-    assert ttgir.count("ttng.warp_group_dot ") == 3, "products on tensor cores: three of the forward, three of the backward"
-    assert "ttg.async_copy_global_to_local" in ttgir and "cp.async.ca" not in compiled.asm["ptx"], "matrices come 16 bytes at a time, ahead of their use"
+    assert ttgir.count("ttng.warp_group_dot ") == 3, (
+        "products on tensor cores: three of the forward, three of the backward"
+    )
+    assert "ttg.async_copy_global_to_local" in ttgir and "cp.async.ca" not in compiled.asm["ptx"], (
+        "matrices come 16 bytes at a time, ahead of their use"
+    )
 
 
 @pytest.mark.slow
@@ -94,5 +110,7 @@ def test_other_routers_fit_an_mi300x(which, width, classes):
 @pytest.mark.parametrize("which", ["forward", "backward"])
 @pytest.mark.parametrize("width, classes", [(32, 5), (64, 17), (128, 64), (256, 33)])
 def test_other_routers_compile_for_hopper(tmp_path, which, width, classes):
-    resident, stack = programs(router(which, width, classes, HAS_PREVIOUS=False, HAS_FORCED=True, HAS_D_STATE=False), tmp_path)
+    resident, stack = programs(
+        router(which, width, classes, HAS_PREVIOUS=False, HAS_FORCED=True, HAS_D_STATE=False), tmp_path
+    )
     assert resident >= 1 and stack <= 64

@@ -74,9 +74,15 @@ def test_launcher_has_no_variant_for_other_tiles():
 
 @settings(max_examples=25, deadline=None, derandomize=True)
 @given(
-    batch=st.lists(st.integers(1, 3), max_size=2), n=st.integers(1, 150), k=st.integers(1, 90), dtype=st.sampled_from(list(DTYPES)), with_b=st.booleans(),
-    layout=st.sampled_from(["rows", "columns", "strided"]), alpha=st.floats(-2, 2), beta=st.floats(-2, 2),
-)  # fmt: skip
+    batch=st.lists(st.integers(1, 3), max_size=2),
+    n=st.integers(1, 150),
+    k=st.integers(1, 90),
+    dtype=st.sampled_from(list(DTYPES)),
+    with_b=st.booleans(),
+    layout=st.sampled_from(["rows", "columns", "strided"]),
+    alpha=st.floats(-2, 2),
+    beta=st.floats(-2, 2),
+)
 def test_any_shape_and_stride_in_hip(batch, n, k, dtype, with_b, layout, alpha, beta):
     count = 1
     for extent in batch:
@@ -89,8 +95,12 @@ def test_any_shape_and_stride_in_hip(batch, n, k, dtype, with_b, layout, alpha, 
     elif layout == "strided":
         a = torch.full((count, n + 1, 2 * k), float("nan"), dtype=a.dtype)[:, :n, ::2].copy_(a)
     with hip_ops.use_backend("hip"):
-        got = hip_ops.symmetric_product(a.view(*batch, n, k) if layout == "rows" else a, case.d if not with_b or layout != "rows" else case.d.view(*batch, n, n),
-                                        alpha=alpha, beta=beta)  # fmt: skip
+        got = hip_ops.symmetric_product(
+            a.view(*batch, n, k) if layout == "rows" else a,
+            case.d if not with_b or layout != "rows" else case.d.view(*batch, n, n),
+            alpha=alpha,
+            beta=beta,
+        )
     assert torch.equal(got, got.mT)
     assert case.worst_ulps(got.reshape(count, n, n)) <= ROUNDED_ONCE
 
@@ -120,7 +130,10 @@ def test_gradients():
     assert torch.autograd.gradcheck(lambda a: hip_ops.symmetric_product(a, alpha=1.3), (a,))
     # b is symmetric, so only symmetric changes of it have a derivative.
     assert torch.autograd.gradcheck(lambda a, b: hip_ops.symmetric_product(a, b + b.mT, alpha=1.3, beta=-0.7), (a, b))
-    c, d = torch.randn(2, 3, 5, dtype=torch.float64, requires_grad=True), torch.randn(2, 4, 5, dtype=torch.float64, requires_grad=True)
+    c, d = (
+        torch.randn(2, 3, 5, dtype=torch.float64, requires_grad=True),
+        torch.randn(2, 4, 5, dtype=torch.float64, requires_grad=True),
+    )
     assert torch.autograd.gradcheck(lambda a, c, d: module.matmul_add(a, c, d, alpha=1.3, beta=-0.7), (a, c, d))
 
 

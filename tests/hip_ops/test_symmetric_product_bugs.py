@@ -14,15 +14,31 @@ KERNEL = "ho_symmetric_bf16_64"
 TILE, EPILOGUE, ORDER = "product_tile.h", "product_epilogue.h", "tile_order.h"
 
 BUGS = {
-    "a lost barrier between two slabs": (TILE, "stage_barrier();\n        if (slab + 1 < slabs) get", "if (slab + 1 < slabs) get"),
+    "a lost barrier between two slabs": (
+        TILE,
+        "stage_barrier();\n        if (slab + 1 < slabs) get",
+        "if (slab + 1 < slabs) get",
+    ),
     "rows of the MFMA result as if lanes 32-63 held rows 16-31": (EPILOGUE, "lane / 32 * 4;", "lane / 32 * 16;"),
     "k permuted in one operand alone": (TILE, "b[e] = f.b[j][4 * q + e]", "b[e] = f.b[j][4 * (1 - q) + e]"),
-    "the mask of the last slab one chunk too far": (TILE, "value[e] = column < k ? value[e] : 0;", "value[e] = column <= k ? value[e] : 0;"),
-    "stages of the double buffer exchanged": (TILE, "if (slab + 1 < slabs) put(staged, 1 - stage);", "if (slab + 1 < slabs) put(staged, stage);"),
+    "the mask of the last slab one chunk too far": (
+        TILE,
+        "value[e] = column < k ? value[e] : 0;",
+        "value[e] = column <= k ? value[e] : 0;",
+    ),
+    "stages of the double buffer exchanged": (
+        TILE,
+        "if (slab + 1 < slabs) put(staged, 1 - stage);",
+        "if (slab + 1 < slabs) put(staged, stage);",
+    ),
     "bf16 truncated": ("portable_bf16.h", "x.bits + 0x7fffu + ((x.bits >> 16) & 1u)", "x.bits"),
     "no mirror image": (EPILOGUE, "if (on_diagonal || !p.transposed) return;", "return;"),
     "beta ignored": (EPILOGUE, "value += p.beta * ", "value += "),
-    "a lost barrier between writing and storing the result tile": (EPILOGUE, "block_sync_lds();\n    tile.template store<kVector>(p.c", "tile.template store<kVector>(p.c"),
+    "a lost barrier between writing and storing the result tile": (
+        EPILOGUE,
+        "block_sync_lds();\n    tile.template store<kVector>(p.c",
+        "tile.template store<kVector>(p.c",
+    ),
     "the main loop one slab too long": (TILE, "slab + 5 <= full", "slab + 4 <= full"),
     "a slab fetched twice": (TILE, "fetch(staged, slab + 3);", "fetch(staged, slab + 2);"),
     "LDS written without the swizzle": (TILE, "(chunk ^ (thread / 8 % 4)) * 8", "chunk * 8"),
@@ -56,7 +72,9 @@ def test_the_copy_without_a_bug_passes(tmp_path):
 ALWAYS = 8  # the rest with the slow tests
 
 
-@pytest.mark.parametrize("bug", [pytest.param(bug, marks=[pytest.mark.slow] if i >= ALWAYS else []) for i, bug in enumerate(BUGS)])
+@pytest.mark.parametrize(
+    "bug", [pytest.param(bug, marks=[pytest.mark.slow] if i >= ALWAYS else []) for i, bug in enumerate(BUGS)]
+)
 def test_bug_is_caught(bug, tmp_path):
     found = caught(code_object(variant(tmp_path, [KERNEL], [BUGS[bug]])))
     print(f"{bug}: {found}")

@@ -49,12 +49,23 @@ print("right")
 
 
 def test_sanitizers_find_nothing():
-    assert "right" in run_sanitized(PROGRAM, build_cpu_library("symmetric_product", sanitize=True), CSRC / "symmetric_product.hip", HO_CPU_SCHEDULE="random:3")
+    assert "right" in run_sanitized(
+        PROGRAM,
+        build_cpu_library("symmetric_product", sanitize=True),
+        CSRC / "symmetric_product.hip",
+        HO_CPU_SCHEDULE="random:3",
+    )
 
 
 def test_refused_arguments():
     kernels = cpu_kernels("symmetric_product")
     assert kernels.ho_symmetric_product(None, None, None, None, 1, 8, 0, 1.0, 0.0, 0.0, 0, 0, None) == -1  # no k
-    assert kernels.ho_symmetric_product(None, None, None, None, 1, 8, 8, 1.0, 0.0, 0.0, 0, 96, None) == -1  # no such tile
-    assert kernels.ho_symmetric_product(None, None, None, None, 1, 2**17, 2**16, 1.0, 0.0, 0.0, 0, 0, None) == -1  # offsets beyond 32 bits
-    assert kernels.ho_general_product(None, None, None, None, None, 0, 8, 8, 8, 1.0, 0.0, 0, 0, 0, None) == -1  # no batch
+    assert (
+        kernels.ho_symmetric_product(None, None, None, None, 1, 8, 8, 1.0, 0.0, 0.0, 0, 96, None) == -1
+    )  # no such tile
+    assert (
+        kernels.ho_symmetric_product(None, None, None, None, 1, 2**17, 2**16, 1.0, 0.0, 0.0, 0, 0, None) == -1
+    )  # offsets beyond 32 bits
+    assert (
+        kernels.ho_general_product(None, None, None, None, None, 0, 8, 8, 8, 1.0, 0.0, 0, 0, 0, None) == -1
+    )  # no batch

@@ -18,7 +18,9 @@ MFMA_FLOPS = 2 * 32 * 32 * 8
 
 def under(all_schedules: list[tuple], one: list[tuple]) -> list:
     """The first cases under the three schedules, the others under the one that finds most."""
-    return [pytest.param(schedule, *case) for case in all_schedules for schedule in SCHEDULES] + [pytest.param("reverse", *case) for case in one]
+    return [pytest.param(schedule, *case) for case in all_schedules for schedule in SCHEDULES] + [
+        pytest.param("reverse", *case) for case in one
+    ]
 
 
 @pytest.mark.parametrize(
@@ -65,12 +67,16 @@ def test_matrix_instructions_bytes_and_bank_conflicts():
     n, k, tile = 1024, 32, 128
     case = symmetric_case(1, n, k, "bf16", with_d=False)
     _, counters = run_symmetric(Device(), "ho_symmetric_bf16_128", case)
-    half_and_diagonal = (n * n * k + tile * n * k) / MFMA_FLOPS  # half of 2 n^2 k, and the upper half of the diagonal's tiles
+    half_and_diagonal = (
+        n * n * k + tile * n * k
+    ) / MFMA_FLOPS  # half of 2 n^2 k, and the upper half of the diagonal's tiles
     assert counters.mfma == half_and_diagonal  # the limit is 1.1 times that
     assert counters.mfma <= 0.5625 * 2 * n * n * k / MFMA_FLOPS
     rows = tiles(n, "_128")
     assert counters.global_load_bytes == rows * (rows + 1) // 2 * 2 * tile * k * 2
-    assert counters.global_load_transactions * 64 == counters.global_load_bytes  # every 64-byte segment that is touched is used whole
+    assert (
+        counters.global_load_transactions * 64 == counters.global_load_bytes
+    )  # every 64-byte segment that is touched is used whole
     assert counters.global_store_bytes == counters.distinct_store_bytes == n * n * 2  # each element once
     assert counters.global_store_transactions * 64 == counters.global_store_bytes
     wide = [count for count in counters.per_pc.values() if re.match(r"ds_(read|write)_b(64|128)", count.text)]
@@ -95,17 +101,25 @@ def test_tiles_of_one_matrix_stay_on_one_xcd(tmp_path):
     case = symmetric_case(batch, n, k, "bf16", with_d=False)
     kernel = "ho_symmetric_bf16_64"
     _, mapped = run_symmetric(Device(), kernel, case)
-    plain = variant(tmp_path, [kernel], [("tile_order.h", "return xcd * share + (xcd < longer ? xcd : longer) + id / kXcds;", "return id;")])
+    plain = variant(
+        tmp_path,
+        [kernel],
+        [("tile_order.h", "return xcd * share + (xcd < longer ? xcd : longer) + id / kXcds;", "return id;")],
+    )
     result, unmapped = run_symmetric(Device(), kernel, case, code_object(plain))
     assert case.worst_ulps(result) <= ROUNDED_ONCE
     one_matrix = n * k * 2
-    print(f"operand bytes an XCD: {max(mapped.xcd_bytes())} mapped, {max(unmapped.xcd_bytes())} in id order, one matrix is {one_matrix}")
+    print(
+        f"operand bytes an XCD: {max(mapped.xcd_bytes())} mapped, {max(unmapped.xcd_bytes())} in id order, one matrix is {one_matrix}"
+    )
     code_bytes = 64  # a block reads its arguments too
     assert all(one_matrix <= loaded <= one_matrix + code_bytes for loaded in mapped.xcd_bytes())
     assert min(unmapped.xcd_bytes()) >= 4 * one_matrix
 
 
-@pytest.mark.parametrize("kernel", ["ho_symmetric_bf16_128", "ho_symmetric_fp16_128", "ho_general_bf16_128", "ho_general_fp16_128"])
+@pytest.mark.parametrize(
+    "kernel", ["ho_symmetric_bf16_128", "ho_symmetric_fp16_128", "ho_general_bf16_128", "ho_general_fp16_128"]
+)
 def test_inner_loop_keeps_the_matrix_units_busy(kernel):
     """MFMA passes are at least 4 times all other issue slots from header to back edge; each barrier is followed by products with no wait
     in between; global loads are never drained; LDS is read and written 16 bytes at a time."""
@@ -143,11 +157,26 @@ def test_triton_objects_for_gfx942_agree(symmetric):
     n = m if symmetric else 104
     sizes = ["m", "n", "k", "a_stride", "b_stride", "d_stride", "c_stride", "a_batch", "b_batch", "d_batch", "c_batch"]
     flags = dict(
-        SYMMETRIC=symmetric, A_BY_COLUMNS=False, B_BY_COLUMNS=False, HAS_D=True, HAS_GAMMA=False, EVEN_K=False,
-        BLOCK_M=64, BLOCK_N=64, BLOCK_K=64, GROUP=8, XCDS=8,
-    )  # fmt: skip
-    signature = {f"{name}_pointer": "*bf16" for name in "abdc"} | dict.fromkeys(sizes, "i32") | dict.fromkeys(("alpha", "beta", "gamma"), "fp32")
-    compiled = triton_code_object(pointer_product_kernel, signature, flags, divisible_by_16=[f"{name}_pointer" for name in "abdc"])
+        SYMMETRIC=symmetric,
+        A_BY_COLUMNS=False,
+        B_BY_COLUMNS=False,
+        HAS_D=True,
+        HAS_GAMMA=False,
+        EVEN_K=False,
+        BLOCK_M=64,
+        BLOCK_N=64,
+        BLOCK_K=64,
+        GROUP=8,
+        XCDS=8,
+    )
+    signature = (
+        {f"{name}_pointer": "*bf16" for name in "abdc"}
+        | dict.fromkeys(sizes, "i32")
+        | dict.fromkeys(("alpha", "beta", "gamma"), "fp32")
+    )
+    compiled = triton_code_object(
+        pointer_product_kernel, signature, flags, divisible_by_16=[f"{name}_pointer" for name in "abdc"]
+    )
     device = Device(schedule="serial")
     a = device.put(bits(case.a))
     b = a if case.b is None else device.put(bits(case.b))
@@ -159,5 +188,11 @@ def test_triton_objects_for_gfx942_agree(symmetric):
     compiled.launch(device, (programs,), [a, b, device.put(bits(case.d)), c, *map(np.int32, numbers), *factors])
     got = from_bits(c.read(), DTYPES[dtype])
     assert case.worst_ulps(got) <= ROUNDED_ONCE
-    mine = run_symmetric(Device(), "ho_symmetric_bf16_64", case)[0] if symmetric else run_general(Device(), "ho_general_bf16_64", case)[0]
-    assert (got != mine).double().mean() <= 1e-3  # where fp32 sums of another order fall on the other side of a rounding
+    mine = (
+        run_symmetric(Device(), "ho_symmetric_bf16_64", case)[0]
+        if symmetric
+        else run_general(Device(), "ho_general_bf16_64", case)[0]
+    )
+    assert (
+        got != mine
+    ).double().mean() <= 1e-3  # where fp32 sums of another order fall on the other side of a rounding

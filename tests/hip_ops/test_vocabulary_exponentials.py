@@ -29,7 +29,11 @@ def test_cpu_build_against_fp64(monkeypatch, case, schedule):
     check(hip_kernels, case)
 
 
-@pytest.mark.parametrize("case", [*CASES, MANY_PARTS, Logits(7, 90, FP64, parts=3, z_loss=0.1), Logits(6, 200, FP64, parts=4, shape="steps", pad=1)], ids=str)
+@pytest.mark.parametrize(
+    "case",
+    [*CASES, MANY_PARTS, Logits(7, 90, FP64, parts=3, z_loss=0.1), Logits(6, 200, FP64, parts=4, shape="steps", pad=1)],
+    ids=str,
+)
 def test_reference_against_fp64(case):
     check(reference, case)
 
@@ -47,17 +51,26 @@ def test_several_ranks_in_fp64():
 
 @settings(max_examples=40, deadline=None, derandomize=True)
 @given(
-    rows=st.integers(0, 12), classes=st.one_of(st.integers(1, 300), st.sampled_from([512, 1040, 2048])), dtype=st.sampled_from([BF16, FP32]),
-    parts=st.integers(1, 5), pad=st.sampled_from([0, 1, 8]), shape=st.sampled_from(["plain", "confident", "far", "rising", "steps"]),
-    other_ranks=st.integers(0, 2), seed=st.integers(0, 1000),
-)  # fmt: skip
+    rows=st.integers(0, 12),
+    classes=st.one_of(st.integers(1, 300), st.sampled_from([512, 1040, 2048])),
+    dtype=st.sampled_from([BF16, FP32]),
+    parts=st.integers(1, 5),
+    pad=st.sampled_from([0, 1, 8]),
+    shape=st.sampled_from(["plain", "confident", "far", "rising", "steps"]),
+    other_ranks=st.integers(0, 2),
+    seed=st.integers(0, 1000),
+)
 def test_random_shapes(rows, classes, dtype, parts, pad, shape, other_ranks, seed):
     for module in (reference, hip_kernels):
         check(module, Logits(rows, classes, dtype, parts, pad, shape, seed=seed), other_ranks=other_ranks)
 
 
 @settings(max_examples=300, deadline=None, derandomize=True)
-@given(st.one_of(st.integers(0, 2**20), st.integers(1, 80).flatmap(lambda parts: st.integers(2048 * parts - 1, 2048 * parts + 1))))
+@given(
+    st.one_of(
+        st.integers(0, 2**20), st.integers(1, 80).flatmap(lambda parts: st.integers(2048 * parts - 1, 2048 * parts + 1))
+    )
+)
 def test_parts_fit_into_registers_and_cover_a_row(classes):
     parts = reference.parts_of_exponentials(classes)
     assert part_size(classes, parts) <= reference.LARGEST_PART and parts * part_size(classes, parts) >= classes
@@ -89,8 +102,16 @@ def test_references_keep_exponents_between_least_and_most():
 
 
 @MODULES
-@pytest.mark.parametrize("case", [Logits(9, 1000, parts=4, z_loss=1e-2), Logits(9, 1000, FP32, parts=4, shape="rising"), Logits(9, 200, FP32, shape="confident"),
-                                  Logits(8, 640, parts=4, shape="steps")], ids=str)  # fmt: skip
+@pytest.mark.parametrize(
+    "case",
+    [
+        Logits(9, 1000, parts=4, z_loss=1e-2),
+        Logits(9, 1000, FP32, parts=4, shape="rising"),
+        Logits(9, 200, FP32, shape="confident"),
+        Logits(8, 640, parts=4, shape="steps"),
+    ],
+    ids=str,
+)
 def test_exponentials_and_factors_are_the_gradient_of_two_passes(module, case):
     logits, labels, upstream = inputs(case)
     normalizer, label = vocabulary_rows.combined(vocabulary_rows.row_statistics(logits, labels, FIRST, 1))
@@ -98,7 +119,9 @@ def test_exponentials_and_factors_are_the_gradient_of_two_passes(module, case):
     vocabulary_rows.overwrite_with_gradient(want, labels, FIRST, normalizer, upstream, case.z_loss)
     _, (losses, factors) = run(module, logits, labels, FIRST, case.parts, upstream, case.z_loss)
     rounding = 3 * ROUNDING[case.dtype]  # of the one, of the other, and of a scaled part
-    slack = 3 * EXPONENT * want.double().abs().amax(1, keepdim=True) if case.shape == "confident" else 1e-18  # what is left of 1 - p
+    slack = (
+        3 * EXPONENT * want.double().abs().amax(1, keepdim=True) if case.shape == "confident" else 1e-18
+    )  # what is left of 1 - p
     near("gradient", logits.double() * factors.double()[:, None], want, rounding + 4 * EXPONENT, slack)
     near("losses", losses, vocabulary_rows.losses(normalizer, label, case.z_loss), EXPONENT, 1e-5)
 
@@ -138,7 +161,9 @@ def test_the_registered_operators_keep_torchs_rules(chosen):
     logits, labels, upstream = inputs(Logits(4, 64, FP32))
     torch.library.opcheck(torch.ops.hip_ops.overwrite_with_exponentials.default, (logits, labels, FIRST, 2))
     statistics = reference.overwrite_with_exponentials(logits, labels, FIRST, 2)
-    torch.library.opcheck(torch.ops.hip_ops.finish_gradient.default, (logits, labels, FIRST, statistics, 0, 2, upstream, 1e-3))
+    torch.library.opcheck(
+        torch.ops.hip_ops.finish_gradient.default, (logits, labels, FIRST, statistics, 0, 2, upstream, 1e-3)
+    )
 
 
 def test_the_operators_take_what_the_kernels_can(chosen):

@@ -18,10 +18,13 @@ from tests.hip_ops.vocabulary_rows_cases import FIRST, Logits, inputs
 KINDS = {"hip": HipExponentials, "triton": TritonExponentials}
 # With so many ranks beside this one.
 CASES = [
-    (Logits(6, 2600, parts=4, shape="steps", z_loss=1e-2), 0), (Logits(3, 4232, FP32, parts=3, shape="rising"), 2), (Logits(5, 45, shape="confident"), 0),
-    (Logits(4, 333, FP32, parts=3, pad=3, shape="far"), 3), (Logits(4, 640, parts=2, shape="nothing", pad=8), 0),
+    (Logits(6, 2600, parts=4, shape="steps", z_loss=1e-2), 0),
+    (Logits(3, 4232, FP32, parts=3, shape="rising"), 2),
+    (Logits(5, 45, shape="confident"), 0),
+    (Logits(4, 333, FP32, parts=3, pad=3, shape="far"), 3),
+    (Logits(4, 640, parts=2, shape="nothing", pad=8), 0),
     (Logits(2, 1100, parts=70, shape="steps"), 1),
-]  # fmt: skip
+]
 
 
 def cases_and_schedules() -> list:
@@ -32,7 +35,13 @@ def cases_and_schedules() -> list:
 
     found = [(kind, case, schedule) for kind in KINDS for case in CASES for schedule in SCHEDULES]
     return [
-        pytest.param(kind, *case, schedule, marks=() if quick(kind, case, schedule) else pytest.mark.slow, id=f"{kind}-{case[0]}-{schedule}")
+        pytest.param(
+            kind,
+            *case,
+            schedule,
+            marks=() if quick(kind, case, schedule) else pytest.mark.slow,
+            id=f"{kind}-{case[0]}-{schedule}",
+        )
         for kind, case, schedule in found
     ]
 
@@ -56,8 +65,13 @@ def test_logits_are_read_once_and_written_once(kind):
     path.overwrite_with_exponentials(logits, labels, FIRST, 8)
     (counters,) = path.counters.values()
     minimum = 2 * logits.nbytes
-    moved, distinct = counters.global_load_bytes + counters.global_store_bytes, counters.distinct_load_bytes + counters.distinct_store_bytes
-    print(f"{moved / minimum:.4f} of the minimum, {64 * counters.global_transactions / minimum:.4f} in pieces of 64 bytes")
+    moved, distinct = (
+        counters.global_load_bytes + counters.global_store_bytes,
+        counters.distinct_load_bytes + counters.distinct_store_bytes,
+    )
+    print(
+        f"{moved / minimum:.4f} of the minimum, {64 * counters.global_transactions / minimum:.4f} in pieces of 64 bytes"
+    )
     assert minimum <= distinct <= 1.01 * minimum
     # all lanes of Triton's load the label's number, each the same 8 bytes, and all four waves
     assert moved <= (1.05 if kind == "hip" else 1.15) * minimum
@@ -76,8 +90,14 @@ def test_no_exponential_but_the_labels_is_touched(kind):
     path = KINDS[kind]()
     path.finish_gradient(logits, labels, FIRST, statistics, 121, 8, upstream, 0.0)
     (counters,) = path.counters.values()
-    loads, stores, whole = statistics.nbytes + labels.nbytes + upstream.nbytes, (2 * 4 + 2) * len(logits), 2 * len(logits) * 2 * 262272
-    print(f"{counters.global_load_bytes / loads:.3f} of the minimum, in pieces of 64 bytes {64 * counters.global_transactions / whole:.4f} of the other pass")
+    loads, stores, whole = (
+        statistics.nbytes + labels.nbytes + upstream.nbytes,
+        (2 * 4 + 2) * len(logits),
+        2 * len(logits) * 2 * 262272,
+    )
+    print(
+        f"{counters.global_load_bytes / loads:.3f} of the minimum, in pieces of 64 bytes {64 * counters.global_transactions / whole:.4f} of the other pass"
+    )
     assert statistics.nbytes <= counters.distinct_load_bytes <= loads and counters.global_store_bytes == stores
     # HIP's reads references twice; in Triton's all lanes of both waves load the numbers of a row
     assert counters.global_load_bytes <= (1.35 if kind == "hip" else 2.4) * loads
@@ -91,7 +111,9 @@ def test_triton_and_hip_agree():
     for path in (HipExponentials(), TritonExponentials()):
         logits, labels, upstream = inputs(case)
         statistics = path.overwrite_with_exponentials(logits, labels, FIRST, 2)
-        found.append((statistics, path.finish_gradient(logits, labels, FIRST, statistics, 0, 2, upstream, case.z_loss), logits))
+        found.append(
+            (statistics, path.finish_gradient(logits, labels, FIRST, statistics, 0, 2, upstream, case.z_loss), logits)
+        )
     (hip, hip_results, hip_rows), (triton, triton_results, triton_rows) = found
     torch.testing.assert_close(hip, triton, rtol=1e-5, atol=0)
     torch.testing.assert_close(hip_results, triton_results, rtol=1e-5, atol=0)
@@ -106,4 +128,7 @@ def test_every_kernel_is_run_and_nothing_spills():
     assert set(built) == set(path.counters)
     assert all(found.scratch == found.vgpr_spills == found.sgpr_spills == 0 for found, _ in built.values())
     waves = {name: found.waves_per_simd for name, (found, _) in built.items()}
-    assert all(found == 8 for name, found in waves.items() if "exponentials" in name) and waves["ho_finish_gradient_bf16"] == 7
+    assert (
+        all(found == 8 for name, found in waves.items() if "exponentials" in name)
+        and waves["ho_finish_gradient_bf16"] == 7
+    )

@@ -31,9 +31,14 @@ def test_reference_against_fp64(monkeypatch, case):
 
 @settings(max_examples=40, deadline=None, derandomize=True)
 @given(
-    rows=st.integers(0, 12), classes=st.one_of(st.integers(1, 300), st.sampled_from([512, 2048])), dtype=st.sampled_from([BF16, FP32]),
-    parts=st.integers(1, 5), pad=st.sampled_from([0, 1, 8]), shape=st.sampled_from(["plain", "confident", "far", "rising"]), seed=st.integers(0, 1000),
-)  # fmt: skip
+    rows=st.integers(0, 12),
+    classes=st.one_of(st.integers(1, 300), st.sampled_from([512, 2048])),
+    dtype=st.sampled_from([BF16, FP32]),
+    parts=st.integers(1, 5),
+    pad=st.sampled_from([0, 1, 8]),
+    shape=st.sampled_from(["plain", "confident", "far", "rising"]),
+    seed=st.integers(0, 1000),
+)
 def test_random_shapes(rows, classes, dtype, parts, pad, shape, seed):
     for module in (reference, hip_kernels):
         check(module, Logits(rows, classes, dtype, parts, pad, shape, seed=seed))
@@ -67,7 +72,10 @@ def test_the_self_check_passes_and_would_not_pass_a_small_error(name):
     with hip_ops.use_backend("hip"):
         assert hip_ops.warm_up("cpu", [operator]) == {name: "passed"}
     arguments = operator.example(torch.device("cpu"))
-    got, want = ([operator.reference(*copied), copied] for copied in ([a.clone() if isinstance(a, torch.Tensor) else a for a in arguments] for _ in range(2)))
+    got, want = (
+        [operator.reference(*copied), copied]
+        for copied in ([a.clone() if isinstance(a, torch.Tensor) else a for a in arguments] for _ in range(2))
+    )
     assert operator.compare(got, want) is None
     tensor = got[0] if got[0] is not None else got[1][0]
     at = tensor.abs().flatten().argsort()[tensor.numel() // 2]  # far from the largest
@@ -79,7 +87,9 @@ def test_the_registered_operators_keep_torchs_rules(chosen):
     logits, labels, upstream = inputs(Logits(4, 64, FP32))
     torch.library.opcheck(torch.ops.hip_ops.row_statistics.default, (logits, labels, 100, 2))
     normalizer, _ = reference.combined(reference.row_statistics(logits, labels, 100, 1))
-    torch.library.opcheck(torch.ops.hip_ops.overwrite_with_gradient.default, (logits, labels, 100, normalizer, upstream, 0.0))
+    torch.library.opcheck(
+        torch.ops.hip_ops.overwrite_with_gradient.default, (logits, labels, 100, normalizer, upstream, 0.0)
+    )
 
 
 def test_a_row_is_cut_only_where_rows_are_few(monkeypatch):

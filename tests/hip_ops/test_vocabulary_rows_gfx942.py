@@ -14,9 +14,12 @@ from tests.hip_ops.vocabulary_rows_device import HipRows, TritonRows
 
 KINDS = {"hip": HipRows, "triton": TritonRows}
 CASES = [
-    Logits(6, 2600, parts=2, z_loss=1e-2), Logits(3, 4232, FP32, shape="rising"), Logits(5, 45, shape="confident"), Logits(4, 333, FP32, parts=3, pad=3, shape="far"),
+    Logits(6, 2600, parts=2, z_loss=1e-2),
+    Logits(3, 4232, FP32, shape="rising"),
+    Logits(5, 45, shape="confident"),
+    Logits(4, 333, FP32, parts=3, pad=3, shape="far"),
     Logits(4, 640, parts=2, shape="nothing", pad=8),
-]  # fmt: skip
+]
 
 
 def cases_and_schedules() -> list:
@@ -26,7 +29,10 @@ def cases_and_schedules() -> list:
         return case is CASES[0] or schedule == "lockstep" and (kind == "hip" or case is CASES[1])
 
     triples = [(kind, case, schedule) for kind in KINDS for case in CASES for schedule in SCHEDULES]
-    return [pytest.param(*each, marks=() if quick(*each) else pytest.mark.slow, id="-".join(map(str, each))) for each in triples]
+    return [
+        pytest.param(*each, marks=() if quick(*each) else pytest.mark.slow, id="-".join(map(str, each)))
+        for each in triples
+    ]
 
 
 @pytest.mark.parametrize("kind, case, schedule", cases_and_schedules())
@@ -47,8 +53,13 @@ def test_bytes_are_within_five_percent_of_the_minimum(kind, gradient):
         path.row_statistics(logits, labels, FIRST, 1)
     (counters,) = path.counters.values()
     minimum = (1 + gradient) * logits.nbytes
-    moved, distinct = counters.global_load_bytes + counters.global_store_bytes, counters.distinct_load_bytes + counters.distinct_store_bytes
-    print(f"{moved / minimum:.4f} of the minimum, {64 * counters.global_transactions / minimum:.4f} in pieces of 64 bytes")
+    moved, distinct = (
+        counters.global_load_bytes + counters.global_store_bytes,
+        counters.distinct_load_bytes + counters.distinct_store_bytes,
+    )
+    print(
+        f"{moved / minimum:.4f} of the minimum, {64 * counters.global_transactions / minimum:.4f} in pieces of 64 bytes"
+    )
     assert minimum <= distinct <= 1.01 * minimum
     # all lanes of Triton's load the numbers of a row, each the same 28 bytes
     assert moved <= (1.05 if kind == "hip" else 1.1) * minimum
@@ -75,4 +86,8 @@ def test_every_kernel_is_run_and_nothing_spills():
     built = kernels_of(CSRC / "vocabulary_rows.hip")
     assert set(built) == set(path.counters)
     assert all(found.scratch == found.vgpr_spills == found.sgpr_spills == 0 for found, _ in built.values())
-    assert built["ho_row_statistics_bf16"][0].waves_per_simd == built["ho_overwrite_with_gradient_bf16"][0].waves_per_simd == 8
+    assert (
+        built["ho_row_statistics_bf16"][0].waves_per_simd
+        == built["ho_overwrite_with_gradient_bf16"][0].waves_per_simd
+        == 8
+    )

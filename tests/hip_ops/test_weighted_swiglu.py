@@ -15,10 +15,21 @@ from tests.hip_ops.cpu_kernels import SCHEDULES
 from tests.hip_ops.expert_path_cases import BF16, FP32, FP64, Swiglu, check_swiglu
 
 CASES = [
-    Swiglu(9, 2048), Swiglu(140, 256, offsets="none"), Swiglu(5, 512, BF16, BF16, pad=8), Swiglu(5, 512, pad=3), Swiglu(4, 2051), Swiglu(6, 45),
-    Swiglu(7, 1, offsets="all"), Swiglu(6, 260, FP32), Swiglu(5, 1028, FP32, BF16, offsets="nobody"), Swiglu(6, 33, FP32, pad=1),
-    Swiglu(5, 64, scale=12.0), Swiglu(5, 64, FP32, scale=12.0), Swiglu(0, 8, offsets="none"), Swiglu(1, 4100),
-]  # fmt: skip
+    Swiglu(9, 2048),
+    Swiglu(140, 256, offsets="none"),
+    Swiglu(5, 512, BF16, BF16, pad=8),
+    Swiglu(5, 512, pad=3),
+    Swiglu(4, 2051),
+    Swiglu(6, 45),
+    Swiglu(7, 1, offsets="all"),
+    Swiglu(6, 260, FP32),
+    Swiglu(5, 1028, FP32, BF16, offsets="nobody"),
+    Swiglu(6, 33, FP32, pad=1),
+    Swiglu(5, 64, scale=12.0),
+    Swiglu(5, 64, FP32, scale=12.0),
+    Swiglu(0, 8, offsets="none"),
+    Swiglu(1, 4100),
+]
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
@@ -35,9 +46,13 @@ def test_reference_against_fp64(case):
 
 @settings(max_examples=40, deadline=None, derandomize=True)
 @given(
-    rows=st.integers(0, 20), width=st.one_of(st.integers(1, 300), st.sampled_from([8, 512, 2048])), offsets=st.sampled_from(["none", "all", "some", "nobody"]),
-    dtypes=st.sampled_from([(BF16, FP32), (BF16, BF16), (FP32, FP32), (FP32, BF16)]), pad=st.sampled_from([0, 1, 8]), seed=st.integers(0, 1000),
-)  # fmt: skip
+    rows=st.integers(0, 20),
+    width=st.one_of(st.integers(1, 300), st.sampled_from([8, 512, 2048])),
+    offsets=st.sampled_from(["none", "all", "some", "nobody"]),
+    dtypes=st.sampled_from([(BF16, FP32), (BF16, BF16), (FP32, FP32), (FP32, BF16)]),
+    pad=st.sampled_from([0, 1, 8]),
+    seed=st.integers(0, 1000),
+)
 def test_random_shapes(rows, width, offsets, dtypes, pad, seed):
     for module in (reference, hip_kernels):
         check_swiglu(module, Swiglu(rows, width, *dtypes, "none" if rows == 0 else offsets, pad, seed=seed))
@@ -58,7 +73,9 @@ def test_autograd_gives_what_the_backward_function_gives(chosen):
     d_gate_up, d_probs, again = hip_ops.weighted_swiglu_backward(grad, gate_up.detach(), probs.detach(), offsets)
     assert torch.equal(by_autograd[0], d_gate_up) and torch.equal(by_autograd[1], d_probs)
     torch.testing.assert_close(again, output.detach(), rtol=2**-7, atol=0)
-    assert hip_ops.weighted_swiglu_backward(grad, gate_up.detach(), probs.detach(), offsets, with_output=False)[2] is None
+    assert (
+        hip_ops.weighted_swiglu_backward(grad, gate_up.detach(), probs.detach(), offsets, with_output=False)[2] is None
+    )
     assert not output[4:].any() and not d_gate_up[4:].any() and not d_probs[4:].any()
 
 
@@ -67,7 +84,11 @@ def test_the_models_own_form_bit_for_bit():
     for dtype in (FP32, BF16):
         gate_up, probs, grad = torch.randn(33, 96).to(dtype), torch.rand(33), torch.randn(33, 48).to(dtype)
         assert torch.equal(model.swiglu(gate_up, probs), reference.weighted_swiglu(gate_up, probs, None))
-        for theirs, ours in zip(model.swiglu_backward(grad, gate_up, probs), reference.weighted_swiglu_backward(grad, gate_up, probs, None, True), strict=True):
+        for theirs, ours in zip(
+            model.swiglu_backward(grad, gate_up, probs),
+            reference.weighted_swiglu_backward(grad, gate_up, probs, None, True),
+            strict=True,
+        ):
             assert torch.equal(theirs, ours)
 
 
@@ -82,10 +103,21 @@ def test_extreme_gates(chosen, value):
 
 def test_any_strides_give_the_same(chosen):
     probs = torch.rand(12)
-    for gate_up in (torch.randn(16, 12).t(), torch.randn(12, 32)[:, ::2], torch.randn(1, 16).expand(12, 16), torch.randn(12, 20)[:, 3:19]):
+    for gate_up in (
+        torch.randn(16, 12).t(),
+        torch.randn(12, 32)[:, ::2],
+        torch.randn(1, 16).expand(12, 16),
+        torch.randn(12, 20)[:, 3:19],
+    ):
         grad = torch.randn(1, 8).expand(12, 8)
-        for a, b in zip(hip_ops.weighted_swiglu_backward(grad, gate_up, probs), hip_ops.weighted_swiglu_backward(grad.contiguous(), gate_up.contiguous(), probs), strict=True):
-            torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-6)  # sums of rows that are not aligned run in another order
+        for a, b in zip(
+            hip_ops.weighted_swiglu_backward(grad, gate_up, probs),
+            hip_ops.weighted_swiglu_backward(grad.contiguous(), gate_up.contiguous(), probs),
+            strict=True,
+        ):
+            torch.testing.assert_close(
+                a, b, rtol=1e-6, atol=1e-6
+            )  # sums of rows that are not aligned run in another order
             assert a.is_contiguous()
 
 
@@ -93,22 +125,49 @@ def test_the_registered_operator_keeps_torchs_rules(chosen):
     gate_up, probs = torch.randn(9, 8, requires_grad=True), torch.rand(9, requires_grad=True)
     for offsets in (None, torch.tensor([3, 7], dtype=torch.int32)):
         torch.library.opcheck(torch.ops.hip_ops.weighted_swiglu.default, (gate_up, probs, offsets))
-        torch.library.opcheck(torch.ops.hip_ops.weighted_swiglu_backward.default, (torch.randn(9, 4), gate_up.detach(), probs.detach(), offsets, True))
+        torch.library.opcheck(
+            torch.ops.hip_ops.weighted_swiglu_backward.default,
+            (torch.randn(9, 4), gate_up.detach(), probs.detach(), offsets, True),
+        )
 
 
 @pytest.mark.parametrize(
     "call, says",
     [
-        (lambda: hip_ops.weighted_swiglu(torch.zeros(3, 5), torch.zeros(3)), "gate_up has shape (3, 5); it must be [n, 2 f] with f > 0"),
-        (lambda: hip_ops.weighted_swiglu(torch.zeros(3, 4), torch.zeros(2)), "probs has shape (2,); it must be (3,), one entry a row of gate_up"),
-        (lambda: hip_ops.weighted_swiglu(torch.zeros(3, 4), torch.zeros(3), torch.zeros(2)), "offsets is torch.float32 (2,); it must be torch.int32 [experts]"),
-        (lambda: hip_ops.weighted_swiglu(torch.zeros(3, 4, dtype=torch.float16), torch.zeros(3)), "gate_up is torch.float16; it must be torch.bfloat16 or torch.float32"),
-        (lambda: hip_ops.weighted_swiglu(torch.zeros(3, 4, dtype=FP64), torch.zeros(3)), "gate_up is torch.float64; it must be"),
-        (lambda: hip_ops.weighted_swiglu(torch.zeros(3, 4, device="meta"), torch.zeros(3)), "probs is on cpu; it must be on meta like gate_up"),
-        (lambda: hip_ops.weighted_swiglu_backward(torch.zeros(3, 3), torch.zeros(3, 4), torch.zeros(3)), "grad has shape (3, 3); it must be (3, 2)"),
-        (lambda: hip_ops.weighted_swiglu_backward(torch.zeros(3, 2, dtype=BF16), torch.zeros(3, 4), torch.zeros(3)), "grad is torch.bfloat16; it must be torch.float32 like gate_up"),
+        (
+            lambda: hip_ops.weighted_swiglu(torch.zeros(3, 5), torch.zeros(3)),
+            "gate_up has shape (3, 5); it must be [n, 2 f] with f > 0",
+        ),
+        (
+            lambda: hip_ops.weighted_swiglu(torch.zeros(3, 4), torch.zeros(2)),
+            "probs has shape (2,); it must be (3,), one entry a row of gate_up",
+        ),
+        (
+            lambda: hip_ops.weighted_swiglu(torch.zeros(3, 4), torch.zeros(3), torch.zeros(2)),
+            "offsets is torch.float32 (2,); it must be torch.int32 [experts]",
+        ),
+        (
+            lambda: hip_ops.weighted_swiglu(torch.zeros(3, 4, dtype=torch.float16), torch.zeros(3)),
+            "gate_up is torch.float16; it must be torch.bfloat16 or torch.float32",
+        ),
+        (
+            lambda: hip_ops.weighted_swiglu(torch.zeros(3, 4, dtype=FP64), torch.zeros(3)),
+            "gate_up is torch.float64; it must be",
+        ),
+        (
+            lambda: hip_ops.weighted_swiglu(torch.zeros(3, 4, device="meta"), torch.zeros(3)),
+            "probs is on cpu; it must be on meta like gate_up",
+        ),
+        (
+            lambda: hip_ops.weighted_swiglu_backward(torch.zeros(3, 3), torch.zeros(3, 4), torch.zeros(3)),
+            "grad has shape (3, 3); it must be (3, 2)",
+        ),
+        (
+            lambda: hip_ops.weighted_swiglu_backward(torch.zeros(3, 2, dtype=BF16), torch.zeros(3, 4), torch.zeros(3)),
+            "grad is torch.bfloat16; it must be torch.float32 like gate_up",
+        ),
     ],
-)  # fmt: skip
+)
 def test_errors_name_what_is_wrong(call, says):
     with pytest.raises(ValueError, match=re.escape(says)):
         call()

@@ -57,7 +57,14 @@ def check(module, case: Logits, device: str = "cpu", other_ranks: int = 0) -> No
         shares += torch.expm1(torch.tensor(moved, dtype=FP64))
         everyone = torch.cat((copied, everyone))
     found = module.finish_gradient(
-        given, labels.to(device), FIRST, everyone.to(device), len(everyone) - case.parts, case.parts, upstream.to(device), case.z_loss
+        given,
+        labels.to(device),
+        FIRST,
+        everyone.to(device),
+        len(everyone) - case.parts,
+        case.parts,
+        upstream.to(device),
+        case.z_loss,
     )
     assert found.shape == (2, case.rows) and found.dtype == upstream.dtype
     lse = exact.logsumexp(1) + shares.log()
@@ -73,9 +80,21 @@ def check(module, case: Logits, device: str = "cpu", other_ranks: int = 0) -> No
 
 
 CASES = [
-    Logits(9, 4096, parts=2), Logits(5, 1000, parts=4, shape="rising"), Logits(7, 45), Logits(6, 333, parts=3, pad=3), Logits(5, 512, pad=8, shape="confident"),
-    Logits(6, 2056, FP32, parts=2, z_loss=1e-2), Logits(5, 37, FP32, shape="far"), Logits(4, 640, FP32, parts=2, pad=1, shape="far"), Logits(3, 1, FP32),
-    Logits(8, 2600, parts=3, shape="far", z_loss=1e-4), Logits(4, 96, parts=8), Logits(6, 640, parts=2, shape="nothing"), Logits(0, 64),
-    Logits(1, 9001, parts=5), Logits(6, 640, parts=4, shape="steps"), Logits(6, 200, FP32, parts=3, shape="steps", pad=3),
-]  # fmt: skip
+    Logits(9, 4096, parts=2),
+    Logits(5, 1000, parts=4, shape="rising"),
+    Logits(7, 45),
+    Logits(6, 333, parts=3, pad=3),
+    Logits(5, 512, pad=8, shape="confident"),
+    Logits(6, 2056, FP32, parts=2, z_loss=1e-2),
+    Logits(5, 37, FP32, shape="far"),
+    Logits(4, 640, FP32, parts=2, pad=1, shape="far"),
+    Logits(3, 1, FP32),
+    Logits(8, 2600, parts=3, shape="far", z_loss=1e-4),
+    Logits(4, 96, parts=8),
+    Logits(6, 640, parts=2, shape="nothing"),
+    Logits(0, 64),
+    Logits(1, 9001, parts=5),
+    Logits(6, 640, parts=4, shape="steps"),
+    Logits(6, 200, FP32, parts=3, shape="steps", pad=3),
+]
 SEVERAL_RANKS = [replace(CASES[0], rows=6), replace(CASES[5], z_loss=0.0), CASES[7], CASES[14]]

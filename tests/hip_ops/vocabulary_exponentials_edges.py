@@ -9,13 +9,26 @@ from hip_ops.reference.vocabulary_exponentials import PERIOD
 from tests.hip_ops.rms_norm_cases import FP64
 from tests.hip_ops.vocabulary_rows_cases import EXPONENT, near
 
-BORDERS = {-40.0: -PERIOD, -39.9: 0.0, 40.0: 0.0, 40.1: PERIOD, -40.1: -PERIOD, 500.0: 6 * PERIOD, -500.0: -6 * PERIOD, 2e9: 2e9, -3e8: -3e8}  # maximum -> reference
+BORDERS = {
+    -40.0: -PERIOD,
+    -39.9: 0.0,
+    40.0: 0.0,
+    40.1: PERIOD,
+    -40.1: -PERIOD,
+    500.0: 6 * PERIOD,
+    -500.0: -6 * PERIOD,
+    2e9: 2e9,
+    -3e8: -3e8,
+}  # maximum -> reference
 
 
 def probability_near_one(module) -> None:
     """1 - p = 4.5e-5 beside a logit of 40, next to which fp32 has steps of 3.8e-6."""
     logits = torch.tensor([[40.0, 30.0, 19.0]])
-    want, gradient = -logits.double().log_softmax(-1)[0, 0], logits.double().softmax(-1) - torch.tensor([[1.0, 0.0, 0.0]])
+    want, gradient = (
+        -logits.double().log_softmax(-1)[0, 0],
+        logits.double().softmax(-1) - torch.tensor([[1.0, 0.0, 0.0]]),
+    )
     statistics = module.overwrite_with_exponentials(logits, torch.tensor([0]), 0, 1)
     assert abs(statistics[0, 1, 0].log() - 40.0 - want) > 5e-3 * want
     losses, factors = module.finish_gradient(logits, torch.tensor([0]), 0, statistics, 0, 1, torch.ones(1), 0.0)

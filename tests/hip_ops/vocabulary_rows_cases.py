@@ -35,7 +35,11 @@ class Logits:
     seed: int = 0
 
     def __str__(self) -> str:
-        more = "".join(f"-{name}{value}" for name, value in (("parts", self.parts), ("pad", self.pad), ("z", self.z_loss)) if value not in (0, 1))
+        more = "".join(
+            f"-{name}{value}"
+            for name, value in (("parts", self.parts), ("pad", self.pad), ("z", self.z_loss))
+            if value not in (0, 1)
+        )
         return f"{self.rows}x{self.classes}-{NAMES[self.dtype]}-{self.shape}{more}"
 
 
@@ -46,7 +50,16 @@ def inputs(case: Logits) -> tuple[Tensor, Tensor, Tensor]:
     logits = storage.as_strided((case.rows, case.classes), (case.classes + case.pad, 1))
     values = 3 * torch.randn(case.rows, case.classes, generator=generator, dtype=FP64)
     size = part_size(case.classes, case.parts)
-    places = [-1, case.classes, *(p for part in range(case.parts) for p in (part * size, min((part + 1) * size, case.classes) - 1) if 0 <= p < case.classes)]
+    places = [
+        -1,
+        case.classes,
+        *(
+            p
+            for part in range(case.parts)
+            for p in (part * size, min((part + 1) * size, case.classes) - 1)
+            if 0 <= p < case.classes
+        ),
+    ]
     place = torch.tensor(places)[torch.arange(case.rows) % len(places)]
     if case.shape == "confident":
         values.scatter_(1, place.clamp(0, case.classes - 1)[:, None], 40.0)
@@ -80,7 +93,11 @@ def check(module, case: Logits, device: str = "cpu") -> None:
     logits, labels, upstream = inputs(case)
     exact, column = logits.double(), labels - FIRST
     here = (column >= 0) & (column < case.classes)
-    of_label = exact.gather(1, column.clamp(0, max(0, case.classes - 1))[:, None])[:, 0].masked_fill(~here, 0.0) if case.classes else torch.zeros(case.rows)
+    of_label = (
+        exact.gather(1, column.clamp(0, max(0, case.classes - 1))[:, None])[:, 0].masked_fill(~here, 0.0)
+        if case.classes
+        else torch.zeros(case.rows)
+    )
     on_device = torch.empty_strided(logits.shape, logits.stride(), dtype=case.dtype, device=device).copy_(logits)
 
     found = module.row_statistics(on_device, labels.to(device), FIRST, case.parts)
@@ -99,18 +116,33 @@ def check(module, case: Logits, device: str = "cpu") -> None:
     normalizer = torch.stack((top, log_sum)).to(upstream.dtype)
     softmax = (exact - normalizer[0].double()[:, None] - normalizer[1].double()[:, None]).exp()
     factor = 1 + 2 * case.z_loss * normalizer.double().sum(0)
-    hot = torch.zeros_like(exact).scatter_(1, column.clamp(0, max(0, case.classes - 1))[:, None], here.double()[:, None])
+    hot = torch.zeros_like(exact).scatter_(
+        1, column.clamp(0, max(0, case.classes - 1))[:, None], here.double()[:, None]
+    )
     want = (softmax * factor[:, None] - hot) * upstream.double()[:, None]
     wide = torch.full((2, case.rows + 3), torch.nan, dtype=upstream.dtype, device=device)
     wide[:, 1 : case.rows + 1] = normalizer  # as a piece of all tokens' normalizer
-    module.overwrite_with_gradient(on_device, labels.to(device), FIRST, wide[:, 1 : case.rows + 1], upstream.to(device), case.z_loss)
+    module.overwrite_with_gradient(
+        on_device, labels.to(device), FIRST, wide[:, 1 : case.rows + 1], upstream.to(device), case.z_loss
+    )
     # where a probability near 1 meets the label, what is left is as exact as the probability
     slack = (EXPONENT if case.dtype != FP64 else 1e-12) * softmax * factor[:, None].abs() * upstream.double()[:, None]
     near("gradient", on_device, want, ROUNDING[case.dtype], slack + 1e-37)
 
 
 CASES = [
-    Logits(9, 4096, parts=2), Logits(5, 1000, parts=4, shape="rising"), Logits(7, 45), Logits(6, 333, parts=3, pad=3), Logits(5, 512, pad=8, shape="confident"),
-    Logits(6, 2056, FP32, parts=2, z_loss=1e-2), Logits(5, 37, FP32, shape="far"), Logits(4, 640, FP32, pad=1, shape="rising"), Logits(3, 1, FP32),
-    Logits(8, 2600, shape="far", z_loss=1e-4), Logits(4, 96, parts=8), Logits(6, 640, parts=2, shape="nothing"), Logits(0, 64), Logits(1, 9001, parts=2),
-]  # fmt: skip
+    Logits(9, 4096, parts=2),
+    Logits(5, 1000, parts=4, shape="rising"),
+    Logits(7, 45),
+    Logits(6, 333, parts=3, pad=3),
+    Logits(5, 512, pad=8, shape="confident"),
+    Logits(6, 2056, FP32, parts=2, z_loss=1e-2),
+    Logits(5, 37, FP32, shape="far"),
+    Logits(4, 640, FP32, pad=1, shape="rising"),
+    Logits(3, 1, FP32),
+    Logits(8, 2600, shape="far", z_loss=1e-4),
+    Logits(4, 96, parts=8),
+    Logits(6, 640, parts=2, shape="nothing"),
+    Logits(0, 64),
+    Logits(1, 9001, parts=2),
+]

@@ -35,17 +35,37 @@ def checkout(tmp_path_factory) -> Path:
     return copy
 
 
-def pretrain_gpt(checkout: Path, run_dir: Path, data: Path, *overrides: str, ranks: int, words: tuple = (), recipe=MICRO):
+def pretrain_gpt(
+    checkout: Path, run_dir: Path, data: Path, *overrides: str, ranks: int, words: tuple = (), recipe=MICRO
+):
     """`zaya export megatron`, then the script with those words and `words`; scalars by name and step as Megatron reports them."""
     done = zaya("export", "megatron", *recipe, f"run_dir={run_dir}", f"data.path={data}", *overrides, f"nproc={ranks}")
     assert done.returncode == 0, done.stdout
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", "pretrain_gpt.py"]
+    launch = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        f"--nproc-per-node={ranks}",
+        "pretrain_gpt.py",
+    ]
     given = shlex.split((run_dir / "megatron.args").read_text())
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "TORCHDYNAMO_DISABLE": "1", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(ROOT),
+        "TORCHDYNAMO_DISABLE": "1",
+        "CUDA_VISIBLE_DEVICES": "",
+        "OMP_NUM_THREADS": "1",
+    }
     out = subprocess.run(
-        [*launch, *given, "--tensorboard-dir", str(run_dir / "scalars"), *words], cwd=checkout, env=environment,
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=900,
-    )  # fmt: skip
+        [*launch, *given, "--tensorboard-dir", str(run_dir / "scalars"), *words],
+        cwd=checkout,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=900,
+    )
     assert out.returncode == 0, out.stdout[-6000:]
     return scalars(run_dir / "scalars"), out.stdout
 
@@ -81,7 +101,14 @@ def test_two_ranks_under_muon_stopped_and_continued(checkout, tmp_path, corpus):
 def test_a_stage_takes_over_from_one_of_zaya_train(checkout, tmp_path, corpus):
     before = tmp_path / "before"
     start = train(before, corpus, *SIX, "nproc=1").steps()[1]["loss"]
-    second = (*SIX, f"handover.from_run={before}", "stage.seq_length=64", "stage.rotary_base=1000000", "optim.lr=5e-4", "seed=5")
+    second = (
+        *SIX,
+        f"handover.from_run={before}",
+        "stage.seq_length=64",
+        "stage.rotary_base=1000000",
+        "optim.lr=5e-4",
+        "seed=5",
+    )
     own = train(tmp_path / "own", corpus, *second, "nproc=1").steps()
     guest, output = pretrain_gpt(checkout, tmp_path / "guest", corpus, *second, ranks=1)
     assert "begins, optimizer adamw" in output

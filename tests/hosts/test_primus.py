@@ -45,18 +45,39 @@ def clone(tmp_path_factory) -> Path:
 def primus(clone: Path, run_dir: Path, data: Path, *overrides: str, ranks: int, words: tuple = (), spec: bool = False):
     """`zaya export primus`, then Primus with that experiment and `words`; the exit code, its output, and a reader of the scalars."""
     flags = ("--spec",) if spec else ()
-    done = zaya("export", "primus", *flags, *MICRO, f"run_dir={run_dir}", f"data.path={data}", *overrides, "logger.tensorboard=true", f"nproc={ranks}")
+    done = zaya(
+        "export",
+        "primus",
+        *flags,
+        *MICRO,
+        f"run_dir={run_dir}",
+        f"data.path={data}",
+        *overrides,
+        "logger.tensorboard=true",
+        f"nproc={ranks}",
+    )
     assert done.returncode == 0, done.stdout
     backend = clone / "third_party" / "Megatron-LM"
     search = os.pathsep.join(str(path) for path in (clone, backend, ROOT, os.environ.get("PYTHONPATH")) if path)
-    environment = {**os.environ, "PYTHONPATH": search, "BACKEND_PATH": str(backend), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    environment = {
+        **os.environ,
+        "PYTHONPATH": search,
+        "BACKEND_PATH": str(backend),
+        "OMP_NUM_THREADS": "1",
+        "CUDA_VISIBLE_DEVICES": "",
+    }
     environment["TORCHDYNAMO_DISABLE"] = "1"
     script = str(Path(__file__).with_name("primus_on_cpu.py") if spec else launcher())
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", script]
     out = subprocess.run(
-        [*launch, "train", "pretrain", "--config", str(run_dir / "primus.yaml"), *words], cwd=run_dir, env=environment,
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=900,
-    )  # fmt: skip
+        [*launch, "train", "pretrain", "--config", str(run_dir / "primus.yaml"), *words],
+        cwd=run_dir,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=900,
+    )
     return out.returncode, out.stdout
 
 
@@ -112,8 +133,17 @@ def test_stock_primus_with_the_spec(clone, tmp_path, corpus):
 
 
 def test_a_wrong_key_on_the_command_line_ends_the_run(clone, tmp_path, corpus):
-    code, output = primus(clone, tmp_path / "team" / "wrong", corpus, *SIX, ranks=1, words=("--moe_router_topkk", "2", "--mock_data", "true"))
+    code, output = primus(
+        clone,
+        tmp_path / "team" / "wrong",
+        corpus,
+        *SIX,
+        ranks=1,
+        words=("--moe_router_topkk", "2", "--mock_data", "true"),
+    )
     assert code != 0
-    assert "moe_router_topkk = 2: neither Megatron nor Primus nor the plugin reads it; nearest: moe_router_topk" in output
+    assert (
+        "moe_router_topkk = 2: neither Megatron nor Primus nor the plugin reads it; nearest: moe_router_topk" in output
+    )
     assert "mock_data = True: allowed: False" in output
     assert not (tmp_path / "team" / "wrong" / "checkpoints").exists()

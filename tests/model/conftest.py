@@ -14,8 +14,15 @@ def make_config():
 
     def make(**overrides):
         fields = dict(
-            num_layers=4, hidden_size=32, num_attention_heads=4, num_query_groups=2, kv_channels=8,
-            ffn_hidden_size=24, moe_ffn_hidden_size=24, num_moe_experts=4, router_hidden_size=16,
+            num_layers=4,
+            hidden_size=32,
+            num_attention_heads=4,
+            num_query_groups=2,
+            kv_channels=8,
+            ffn_hidden_size=24,
+            moe_ffn_hidden_size=24,
+            num_moe_experts=4,
+            router_hidden_size=16,
             use_cpu_initialization=True,
         )
         return ZayaConfig(**(fields | overrides))

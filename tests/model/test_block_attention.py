@@ -9,14 +9,18 @@ from zaya_plugin.model import block_attention as module
 from zaya_plugin.model.block_attention import CpuKernel, block_attention, block_kernel, joined
 from zaya_plugin.parallel.context_order import ContextShard
 
-SHARDS = [ContextShard(order, size, rank) for order in ("zigzag", "contiguous") for size in (1, 2, 4) for rank in range(size)]
+SHARDS = [
+    ContextShard(order, size, rank) for order in ("zigzag", "contiguous") for size in (1, 2, 4) for rank in range(size)
+]
 
 
 def inputs(shard, rows=5, dtype=torch.float64):
     """This rank's queries and all keys and values, of 2 sequences, 4 heads in 2 groups."""
     generator = torch.Generator().manual_seed(3)
     total = rows * shard.total_chunks
-    query, key, value = (torch.randn(total, 2, heads, 8, generator=generator, dtype=torch.float64).to(dtype) for heads in (4, 2, 2))
+    query, key, value = (
+        torch.randn(total, 2, heads, 8, generator=generator, dtype=torch.float64).to(dtype) for heads in (4, 2, 2)
+    )
     return [x.requires_grad_() for x in (shard.take(query, 0).clone(), key, value)]
 
 
@@ -24,7 +28,11 @@ def masked(query, key, value, shard, scale=0.3):
     positions = shard.positions(len(key))
     mask = torch.arange(len(key)) <= positions[:, None]
     query, key, value = (x.permute(1, 2, 0, 3) for x in (query, key, value))
-    return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scale, enable_gqa=True).permute(2, 0, 1, 3).flatten(2)
+    return (
+        F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scale, enable_gqa=True)
+        .permute(2, 0, 1, 3)
+        .flatten(2)
+    )
 
 
 @pytest.mark.parametrize("shard", SHARDS, ids=lambda shard: f"{shard.order}-{shard.rank}of{shard.size}")
@@ -54,14 +62,18 @@ def test_results_over_two_sets_of_keys_are_joined_without_overflow():
     out, earlier = torch.ones(1, 1, 3, 2), torch.full((1, 1, 3, 2), 3.0)
     sums = torch.tensor([0.0, 500.0, -500.0]).view(1, 1, 3, 1)
     both, total = joined(out, sums, earlier, torch.zeros(1, 1, 3, 1))
-    assert torch.allclose(both[0, 0, :, 0], torch.tensor([2.0, 1.0, 3.0])) and torch.allclose(total.flatten(), torch.tensor([0.6931472, 500.0, 0.0]))
+    assert torch.allclose(both[0, 0, :, 0], torch.tensor([2.0, 1.0, 3.0])) and torch.allclose(
+        total.flatten(), torch.tensor([0.6931472, 500.0, 0.0])
+    )
 
 
 def test_the_kernel_is_checked_before_its_first_use(monkeypatch, caplog):
     query, key, value = inputs(ContextShard(), dtype=torch.float32)
     assert isinstance(block_kernel(query, key), CpuKernel)
     forward = CpuKernel.forward
-    monkeypatch.setattr(CpuKernel, "forward", lambda self, q, k, v, causal, scale: forward(self, q, k, v, causal, scale * 1.1))
+    monkeypatch.setattr(
+        CpuKernel, "forward", lambda self, q, k, v, causal, scale: forward(self, q, k, v, causal, scale * 1.1)
+    )
     module._checked.cache_clear()
     assert block_kernel(query, key) is None and "is wrong here" in caplog.text
     monkeypatch.setattr(CpuKernel, "backward", lambda self, *tensors: None)  # as if torch had other arguments

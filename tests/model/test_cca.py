@@ -52,9 +52,7 @@ def test_convolutions_equal_conv1d_on_once_padded_input(weights):
     x = torch.nn.functional.pad(z.permute(1, 2, 0), (2, 0))
     x = torch.nn.functional.conv1d(x, w0, b0, groups=C)
     x = torch.nn.functional.conv1d(x, w1, b1, groups=HEADS)
-    torch.testing.assert_close(
-        grouped_conv(depthwise_conv(z, w0, b0), w1, b1, HEADS).flatten(2), x.permute(2, 0, 1)
-    )
+    torch.testing.assert_close(grouped_conv(depthwise_conv(z, w0, b0), w1, b1, HEADS).flatten(2), x.permute(2, 0, 1))
 
 
 def test_qk_mean_averages_inside_each_query_group():
@@ -119,8 +117,9 @@ def test_gradients_against_finite_differences(weights, form):
     angles = torch.rand(3, 1, 1, 1, dtype=torch.float64).repeat(1, 1, 1, 2)
 
     def f(z, w0, b0, w1, b1, temperature):
-        return mix_qk(z, w0, b0, w1, b1, temperature, angles, query_groups=GROUPS, head_dim=D,
-                      temperature_form=form, in_fp32=True)
+        return mix_qk(
+            z, w0, b0, w1, b1, temperature, angles, query_groups=GROUPS, head_dim=D, temperature_form=form, in_fp32=True
+        )
 
     assert torch.autograd.gradcheck(f, (z, *weights, temperature))
     assert torch.autograd.gradcheck(lambda a, b: shift_values(a, b, 2), (normal(3, 2, D), normal(3, 2, D)))

@@ -36,7 +36,9 @@ REFUSED = [
 ]
 
 
-@pytest.mark.skipif("cuda_graph_modules" not in ZayaConfig.__dataclass_fields__, reason="megatron-core 0.16 captures no whole step")
+@pytest.mark.skipif(
+    "cuda_graph_modules" not in ZayaConfig.__dataclass_fields__, reason="megatron-core 0.16 captures no whole step"
+)
 def test_a_graph_of_the_whole_step_is_taken(make_config):
     assert make_config(cuda_graph_impl="full_iteration", cuda_graph_modules=[]).cuda_graph_impl == "full_iteration"
 
@@ -80,10 +82,22 @@ def test_own_fields_are_plain_scalars():
 
 def test_from_transformer_config():
     fields = dict(
-        num_layers=2, hidden_size=32, num_attention_heads=4, num_query_groups=2, kv_channels=8, num_moe_experts=4,
-        moe_ffn_hidden_size=24, moe_router_topk=1, moe_router_pre_softmax=True, normalization="RMSNorm",
-        gated_linear_unit=True, activation_func=F.silu, add_bias_linear=False, hidden_dropout=0.0,
-        attention_dropout=0.0, init_method_std=0.01,
+        num_layers=2,
+        hidden_size=32,
+        num_attention_heads=4,
+        num_query_groups=2,
+        kv_channels=8,
+        num_moe_experts=4,
+        moe_ffn_hidden_size=24,
+        moe_router_topk=1,
+        moe_router_pre_softmax=True,
+        normalization="RMSNorm",
+        gated_linear_unit=True,
+        activation_func=F.silu,
+        add_bias_linear=False,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        init_method_std=0.01,
     )
     plain = TransformerConfig(**fields)
     config = ZayaConfig.from_transformer_config(plain)

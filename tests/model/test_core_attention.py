@@ -24,7 +24,10 @@ def test_a_back_end_that_is_not_there_is_named():
         try:
             __import__(package)
         except ImportError:
-            with pytest.raises(ValueError, match=f"core_attention='{name}': {package} .* cannot be imported .* allowed without it: sdpa"):
+            with pytest.raises(
+                ValueError,
+                match=f"core_attention='{name}': {package} .* cannot be imported .* allowed without it: sdpa",
+            ):
                 causal_backend(name)
 
 

@@ -14,7 +14,9 @@ def test_experts_are_one_block_in_the_ddp_buffer(make_model, batch, dtype, bucke
     model = make_model(params_dtype=dtype, bf16=dtype == torch.bfloat16)
     expected = {name: p.detach().clone() for name, p in model.named_parameters()}
     options = DistributedDataParallelConfig(
-        use_distributed_optimizer=True, overlap_grad_reduce=bucket_size is not None, bucket_size=bucket_size,
+        use_distributed_optimizer=True,
+        overlap_grad_reduce=bucket_size is not None,
+        bucket_size=bucket_size,
         grad_reduce_in_fp32=True,
     )
     ddp = DistributedDataParallel(model.config, options, model)

@@ -8,10 +8,7 @@ from tests.no_waiting import no_waiting
 from zaya_plugin.model.experts import ExpertMLP
 from zaya_plugin.model.grouped_gemm_implementations import has_grouped_mm
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an accelerator"),
-]
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an accelerator")]
 
 
 def loop(x, weights, offsets, fc1, fc2):
@@ -37,7 +34,9 @@ def test_experts_in_bf16(counts):
     leaves = [x, weights, *fc1, *fc2]
     offsets, grad = torch.tensor(counts, device="cuda").cumsum(0).int(), normal(rows, h).detach()
     assert has_grouped_mm(x, fc1[0], fc2[0])
-    torch.autograd.grad(ExpertMLP.apply(x, weights, offsets, experts, False, "auto", None, *fc1, *fc2), leaves, grad)  # compiles
+    torch.autograd.grad(
+        ExpertMLP.apply(x, weights, offsets, experts, False, "auto", None, *fc1, *fc2), leaves, grad
+    )  # compiles
     with no_waiting():
         y = ExpertMLP.apply(x, weights, offsets, experts, False, "auto", None, *fc1, *fc2)
         gradients = torch.autograd.grad(y, leaves, grad)

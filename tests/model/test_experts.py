@@ -12,9 +12,7 @@ from zaya_plugin.model.experts import ExpertMLP, GroupedExperts, as_block, swigl
 from zaya_plugin.model.grouped_gemm_implementations import has_grouped_mm
 from zaya_plugin.model.moe import PermuteRows, sort_by_expert
 
-COUNTS = {
-    "even": [2, 2, 2], "odd": [1, 3, 2], "empty_expert": [0, 5, 0], "skipped": [1, 0, 2], "nothing": [0, 0, 0],
-}
+COUNTS = {"even": [2, 2, 2], "odd": [1, 3, 2], "empty_expert": [0, 5, 0], "skipped": [1, 0, 2], "nothing": [0, 0, 0]}
 ROWS, H, FFN, E = 7, 5, 3, 3
 
 

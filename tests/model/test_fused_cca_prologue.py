@@ -26,7 +26,10 @@ def test_bf16_stays_within_its_noise(make_model, batch):
     plain, plain_gradients = train(make_model(**options), batch, 4, 0.05)
     fused, fused_gradients = train(make_model(fused_cca_prologue=True, **options), batch, 4, 0.05)
     torch.testing.assert_close(plain, fused, rtol=2e-3, atol=2e-3)
-    for name in ("decoder.layers.1.self_attention.conv_qk_grouped.weight", "decoder.layers.1.self_attention.linear_q.weight"):
+    for name in (
+        "decoder.layers.1.self_attention.conv_qk_grouped.weight",
+        "decoder.layers.1.self_attention.linear_q.weight",
+    ):
         a, b = plain_gradients[name].double(), fused_gradients[name].double()
         assert (a - b).norm() < 0.1 * a.norm()
 
@@ -43,8 +46,14 @@ def test_the_switch_reaches_the_operator(make_model, batch, monkeypatch):
     assert not calls
 
 
-@pytest.mark.parametrize("options", [dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1),
-                                     dict(recompute_granularity="selective", recompute_modules=["core_attn"])], ids=["full", "core"])  # fmt: skip
+@pytest.mark.parametrize(
+    "options",
+    [
+        dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1),
+        dict(recompute_granularity="selective", recompute_modules=["core_attn"]),
+    ],
+    ids=["full", "core"],
+)
 def test_recomputation_with_the_operator_changes_nothing(make_model, batch, options):
     plain, _ = train(make_model(fused_cca_prologue=True), batch, 2, 0.05)
     again, _ = train(make_model(fused_cca_prologue=True, **options), batch, 2, 0.05)
@@ -67,5 +76,8 @@ def test_packed_documents(make_model, reset):
     tokens[0, [0, 2, 9]] = tokens[1, [5, 6, 23]] = 0
     positions = torch.arange(24).expand(2, -1)
     packed = PackedDocuments.from_tokens(tokens, 0, reset_positions=reset)
-    found = [make_model(fused_cca_prologue=fused).eval()(tokens, positions, None, packed_seq_params=packed) for fused in (False, True)]
+    found = [
+        make_model(fused_cca_prologue=fused).eval()(tokens, positions, None, packed_seq_params=packed)
+        for fused in (False, True)
+    ]
     torch.testing.assert_close(*found, rtol=1e-4, atol=2e-6)

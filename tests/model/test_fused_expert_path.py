@@ -29,16 +29,23 @@ def test_other_back_ends_and_bf16_stay_within_their_noise(make_model, batch, bac
         fused, fused_gradients = train(make_model(fused_expert_path=True), batch, 2, 0.05)
         torch.testing.assert_close(fused, plain, rtol=1e-6, atol=1e-6)
         for name, gradient in plain_gradients.items():
-            torch.testing.assert_close(fused_gradients[name], gradient, rtol=1e-4, atol=1e-6, msg=lambda text, name=name: f"{name}: {text}")
+            torch.testing.assert_close(
+                fused_gradients[name], gradient, rtol=1e-4, atol=1e-6, msg=lambda text, name=name: f"{name}: {text}"
+            )
         options = dict(params_dtype=torch.bfloat16, bf16=True)
         plain, _ = train(make_model(**options), batch, 2, 0.05)
         fused, _ = train(make_model(fused_expert_path=True, **options), batch, 2, 0.05)
         torch.testing.assert_close(plain, fused, rtol=2e-3, atol=2e-3)
 
 
-@pytest.mark.parametrize("recompute", [dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1),
-                                       *(dict(recompute_granularity="selective", recompute_modules=[m]) for m in ("moe", "permute"))],
-                         ids=["full", "moe", "permute"])
+@pytest.mark.parametrize(
+    "recompute",
+    [
+        dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1),
+        *(dict(recompute_granularity="selective", recompute_modules=[m]) for m in ("moe", "permute")),
+    ],
+    ids=["full", "moe", "permute"],
+)
 def test_recomputation_changes_nothing(make_model, batch, recompute):
     plain, _ = train(make_model(fused_expert_path=True), batch, 2, 0.05)
     again, _ = train(make_model(fused_expert_path=True, **recompute), batch, 2, 0.05)
@@ -49,7 +56,13 @@ def test_the_switch_reaches_the_operators(make_model, batch, monkeypatch):
     import hip_ops
 
     calls = []
-    for name in ("sort_by_expert", "permute_to_experts", "unpermute_from_experts", "weighted_swiglu", "weighted_swiglu_backward"):
+    for name in (
+        "sort_by_expert",
+        "permute_to_experts",
+        "unpermute_from_experts",
+        "weighted_swiglu",
+        "weighted_swiglu_backward",
+    ):
         original = getattr(hip_ops, name)
         monkeypatch.setattr(hip_ops, name, lambda *a, name=name, original=original: calls.append(name) or original(*a))
     train(make_model(fused_expert_path=True), batch, 1, 0.05)
@@ -68,7 +81,10 @@ def hip_names(calls: list[str]) -> set[str]:
 def test_gradcheck_of_experts_without_rows_of_no_expert(counts):
     """Where fused, rows of no expert hold anything: what the way back reads is checked, in fp64."""
     rows, live = 7, sum(counts)
-    x, weights = torch.randn(rows, 5, dtype=torch.float64, requires_grad=True), torch.rand(rows, dtype=torch.float64, requires_grad=True)
+    x, weights = (
+        torch.randn(rows, 5, dtype=torch.float64, requires_grad=True),
+        torch.rand(rows, dtype=torch.float64, requires_grad=True),
+    )
     matrices = [torch.randn(*shape, dtype=torch.float64, requires_grad=True) for shape in [(6, 5)] * 3 + [(5, 3)] * 3]
     offsets = torch.tensor(counts).cumsum(0).int()
 

@@ -20,7 +20,9 @@ def test_fp32_gives_the_losses_and_gradients_of_the_plain_model_over_20_steps(ma
     torch.testing.assert_close(fused, plain, rtol=1e-6, atol=1e-6)
     assert plain_gradients.keys() == fused_gradients.keys()
     for name, gradient in plain_gradients.items():
-        assert (fused_gradients[name] - gradient).norm() <= 1e-4 * gradient.norm() + 1e-9, name  # 20 steps amplify the last bits
+        assert (fused_gradients[name] - gradient).norm() <= 1e-4 * gradient.norm() + 1e-9, (
+            name
+        )  # 20 steps amplify the last bits
     assert plain[-1] < plain[0] - 0.5
 
 
@@ -38,7 +40,11 @@ def a_mask(batch):
     return mask
 
 
-@pytest.mark.parametrize("recompute", [{}, dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)], ids=["", "full"])
+@pytest.mark.parametrize(
+    "recompute",
+    [{}, dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)],
+    ids=["", "full"],
+)
 def test_with_a_promise_and_without_one_gradients_are_the_same(make_model, batch, recompute):
     mask, found = a_mask(batch), []
     for promise, options in ((False, {}), (False, FUSED), (True, FUSED)):
@@ -70,7 +76,9 @@ def test_a_broken_promise_is_found(make_model, batch):
         losses.sum().backward()
 
 
-@pytest.mark.parametrize("overrides, training", [(dict(calculate_per_token_loss=False), True), (dict(calculate_per_token_loss=True), False)])
+@pytest.mark.parametrize(
+    "overrides, training", [(dict(calculate_per_token_loss=False), True), (dict(calculate_per_token_loss=True), False)]
+)
 def test_a_mask_is_no_promise_where_the_loss_may_be_divided_before(make_model, batch, overrides, training):
     model = make_model(**FUSED, **overrides).train(training)
     ids, positions, labels = batch()
@@ -80,7 +88,9 @@ def test_a_mask_is_no_promise_where_the_loss_may_be_divided_before(make_model, b
 
 def test_the_switch_reaches_the_operator(make_model, batch, monkeypatch):
     calls, original = [], hip_ops.linear_cross_entropy
-    monkeypatch.setattr(hip_ops, "linear_cross_entropy", lambda *a, **named: calls.append(named) or original(*a, **named))
+    monkeypatch.setattr(
+        hip_ops, "linear_cross_entropy", lambda *a, **named: calls.append(named) or original(*a, **named)
+    )
     model = make_model(**FUSED)
     train(model, batch, 1, 0.05)
     with torch.no_grad():
@@ -98,9 +108,16 @@ def test_the_switch_reaches_the_operator(make_model, batch, monkeypatch):
 def step_under_ddp(make_model, batch, *, promise, overlap, dtype=torch.float32, **options):
     """main_grad of every parameter after two micro-batches."""
     model = make_model(calculate_per_token_loss=True, params_dtype=dtype, bf16=dtype == torch.bfloat16, **options)
-    ddp = DistributedDataParallel(model.config, DistributedDataParallelConfig(
-        use_distributed_optimizer=overlap, overlap_grad_reduce=overlap, bucket_size=20_000 if overlap else None, grad_reduce_in_fp32=True,
-    ), model)  # fmt: skip
+    ddp = DistributedDataParallel(
+        model.config,
+        DistributedDataParallelConfig(
+            use_distributed_optimizer=overlap,
+            overlap_grad_reduce=overlap,
+            bucket_size=20_000 if overlap else None,
+            grad_reduce_in_fp32=True,
+        ),
+        model,
+    )
     mask = a_mask(batch)
     for _ in range(2):  # the second step as the first: flags and buffers are put back
         ddp.zero_grad_buffer()
@@ -124,7 +141,10 @@ def test_main_gradients_under_ddp(make_model, batch, promise, overlap):
 
 def test_main_gradients_in_bf16_are_as_near_to_the_fp32_model_as_plain_ones(make_model, batch):
     exact, _ = step_under_ddp(make_model, batch, promise=False, overlap=False)
-    found = [step_under_ddp(make_model, batch, promise=True, overlap=False, dtype=torch.bfloat16, **options)[0][TIED] for options in ({}, FUSED)]
+    found = [
+        step_under_ddp(make_model, batch, promise=True, overlap=False, dtype=torch.bfloat16, **options)[0][TIED]
+        for options in ({}, FUSED)
+    ]
     plain, fused = ((grad - exact[TIED]).norm() / exact[TIED].norm() for grad in found)
     assert fused < 0.05 and fused < 1.1 * plain
 
@@ -148,7 +168,9 @@ def test_no_dense_gradient_of_the_tied_matrix_is_made(make_model, batch):
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):
             result = func(*args, **(kwargs or {}))
             for tensor in result if isinstance(result, (tuple, list)) else (result,):
-                if isinstance(tensor, torch.Tensor) and not any(isinstance(a, torch.Tensor) and a.data_ptr() == tensor.data_ptr() for a in args):
+                if isinstance(tensor, torch.Tensor) and not any(
+                    isinstance(a, torch.Tensor) and a.data_ptr() == tensor.data_ptr() for a in args
+                ):
                     self.found = max(self.found, tensor.numel())
             return result
 
@@ -156,7 +178,9 @@ def test_no_dense_gradient_of_the_tied_matrix_is_made(make_model, batch):
         torch.manual_seed(3)
         from zaya_plugin.model.build import build_zaya_model
 
-        model = build_zaya_model(make_model().config.__class__(**{**CONFIG, **options}), vocab_size=4096, max_sequence_length=64)
+        model = build_zaya_model(
+            make_model().config.__class__(**{**CONFIG, **options}), vocab_size=4096, max_sequence_length=64
+        )
         ddp = DistributedDataParallel(model.config, DistributedDataParallelConfig(grad_reduce_in_fp32=True), model)
         ddp.zero_grad_buffer()
         with Largest() as mode:
@@ -169,9 +193,18 @@ def test_no_dense_gradient_of_the_tied_matrix_is_made(make_model, batch):
 
 
 CONFIG = dict(
-    num_layers=2, hidden_size=32, num_attention_heads=4, num_query_groups=2, kv_channels=8, ffn_hidden_size=24, moe_ffn_hidden_size=24,
-    num_moe_experts=4, router_hidden_size=16, use_cpu_initialization=True, calculate_per_token_loss=True,
-)  # fmt: skip
+    num_layers=2,
+    hidden_size=32,
+    num_attention_heads=4,
+    num_query_groups=2,
+    kv_channels=8,
+    ffn_hidden_size=24,
+    moe_ffn_hidden_size=24,
+    num_moe_experts=4,
+    router_hidden_size=16,
+    use_cpu_initialization=True,
+    calculate_per_token_loss=True,
+)
 
 
 def test_the_loss_is_transformers_loss(make_model, batch):

@@ -24,10 +24,14 @@ def full(method: str, layers: int) -> dict:
 
 
 RECOMPUTE = {
-    "nothing": {}, "uniform_1": full("uniform", 1), "uniform_2": full("uniform", 2), "uniform_4": full("uniform", 4),
-    "block_1": full("block", 1), "block_3": full("block", 3),
+    "nothing": {},
+    "uniform_1": full("uniform", 1),
+    "uniform_2": full("uniform", 2),
+    "uniform_4": full("uniform", 4),
+    "block_1": full("block", 1),
+    "block_3": full("block", 3),
     "layernorm": dict(recompute_granularity="selective", recompute_modules=["layernorm"]),
-}  # fmt: skip
+}
 
 
 def linked(model) -> list[int]:
@@ -78,8 +82,11 @@ def test_bf16_stays_within_its_noise(make_model, batch):
     fused, fused_gradients = train(make_model(fused_residual_norm=True, **options), batch, 4, 0.05)
     torch.testing.assert_close(plain, fused, rtol=2e-3, atol=2e-3)
     for name in (
-        "post_attention_residual.output_scale", "pre_mlp_layernorm.weight", "post_mlp_residual.output_scale", "input_layernorm.weight",
-    ):  # fmt: skip
+        "post_attention_residual.output_scale",
+        "pre_mlp_layernorm.weight",
+        "post_mlp_residual.output_scale",
+        "input_layernorm.weight",
+    ):
         a, b = (gradients[f"decoder.layers.1.{name}"].double() for gradients in (plain_gradients, fused_gradients))
         assert (a - b).norm() < 0.1 * a.norm()
 
@@ -100,11 +107,17 @@ def test_the_switch_reaches_the_operator(make_model, batch, monkeypatch):
 @pytest.mark.parametrize(
     "recompute, links",
     [
-        ("uniform_1", []), ("uniform_2", [0, 2]), ("block_1", [1, 2]), ("layernorm", []),
-        pytest.param("uniform_4", [0, 1, 2], marks=pytest.mark.slow), pytest.param("block_3", [], marks=pytest.mark.slow),
+        ("uniform_1", []),
+        ("uniform_2", [0, 2]),
+        ("block_1", [1, 2]),
+        ("layernorm", []),
+        pytest.param("uniform_4", [0, 1, 2], marks=pytest.mark.slow),
+        pytest.param("block_3", [], marks=pytest.mark.slow),
     ],
-)  # fmt: skip
-def test_recomputation_changes_no_bit_and_layers_are_linked_within_what_it_runs_as_one(make_model, batch, recompute, links):
+)
+def test_recomputation_changes_no_bit_and_layers_are_linked_within_what_it_runs_as_one(
+    make_model, batch, recompute, links
+):
     options = RECOMPUTE[recompute]
     ours = make_model(fused_residual_norm=True, **options)
     assert linked(ours) == links
@@ -116,8 +129,12 @@ def test_recomputation_changes_no_bit_and_layers_are_linked_within_what_it_runs_
 def test_packed_documents_and_given_experts(make_model, batch):
     s, b = 12, 2
     inputs = dict(
-        packed_seq_params=PackedDocuments.from_tokens(torch.randint(0, 4, (b, s), generator=torch.Generator().manual_seed(1)), 0),
-        extra_block_kwargs={"context_mask": torch.randint(-1, 4, (LAYERS, s, b), generator=torch.Generator().manual_seed(2))},
+        packed_seq_params=PackedDocuments.from_tokens(
+            torch.randint(0, 4, (b, s), generator=torch.Generator().manual_seed(1)), 0
+        ),
+        extra_block_kwargs={
+            "context_mask": torch.randint(-1, 4, (LAYERS, s, b), generator=torch.Generator().manual_seed(2))
+        },
     )
     expected = train(separate(make_model()), batch, 2, 0.05, **inputs)
     assert_same_bits(train(make_model(fused_residual_norm=True), batch, 2, 0.05, **inputs), expected)
@@ -132,7 +149,9 @@ class Additions(TorchDispatchMode):
         self.shape, self.count = shape, 0
 
     def __torch_dispatch__(self, function, types, arguments=(), named=None):
-        tensors = [a for a in arguments if isinstance(a, torch.Tensor) and a.shape == self.shape and a.dtype == torch.float32]
+        tensors = [
+            a for a in arguments if isinstance(a, torch.Tensor) and a.shape == self.shape and a.dtype == torch.float32
+        ]
         self.count += function.overloadpacket in (torch.ops.aten.add, torch.ops.aten.add_) and len(tensors) == 2
         return function(*arguments, **(named or {}))
 
@@ -142,7 +161,9 @@ class Compiled(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, function, *arguments):
-        ctx.arguments = [a.detach().requires_grad_(a.requires_grad) if isinstance(a, torch.Tensor) else a for a in arguments]
+        ctx.arguments = [
+            a.detach().requires_grad_(a.requires_grad) if isinstance(a, torch.Tensor) else a for a in arguments
+        ]
         with torch.enable_grad():
             ctx.results = function(*ctx.arguments)
         return tuple(r.detach() for r in ctx.results) if isinstance(ctx.results, tuple) else ctx.results.detach()
@@ -241,9 +262,14 @@ def test_checkpoints_do_not_know_of_it(make_model):
     assert linked(ours) == linked(plain) == [0, 1, 2]
     config = plain.config
     stock = GPTModel(  # Megatron's own model around our layers links none
-        config, zaya_block_spec(config), vocab_size=64, max_sequence_length=64, share_embeddings_and_output_weights=True,
-        position_embedding_type="rope", rotary_percent=0.5,
-    )  # fmt: skip
+        config,
+        zaya_block_spec(config),
+        vocab_size=64,
+        max_sequence_length=64,
+        share_embeddings_and_output_weights=True,
+        position_embedding_type="rope",
+        rotary_percent=0.5,
+    )
     assert linked(stock) == []
     for model in (ours, plain):
         assert [name for name, _ in model.named_parameters()] == [name for name, _ in stock.named_parameters()]

@@ -13,20 +13,26 @@ from zaya_plugin.model.fused_router import RouterMLP
 from zaya_plugin.model.router import ZayaRouter
 
 RECOMPUTE = {
-    "nothing": {}, "full": dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1),
+    "nothing": {},
+    "full": dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1),
     "permute": dict(recompute_granularity="selective", recompute_modules=["permute"]),
     "moe": dict(recompute_granularity="selective", recompute_modules=["moe"]),
-}  # fmt: skip
+}
 OPTIONS = {
-    "plain": {}, "identity": dict(skip_output="identity"), "no_skip": dict(moe_skip_expert=False), "no_averaging": dict(router_eda=False),
+    "plain": {},
+    "identity": dict(skip_output="identity"),
+    "no_skip": dict(moe_skip_expert=False),
+    "no_averaging": dict(router_eda=False),
     "fused_experts": dict(fused_expert_path=True),
-}  # fmt: skip
+}
 
 
 def near(found: dict, wanted: dict) -> None:
     assert found.keys() == wanted.keys()
     for name, gradient in wanted.items():
-        torch.testing.assert_close(found[name], gradient, rtol=1e-4, atol=1e-6, msg=lambda text, name=name: f"{name}: {text}")
+        torch.testing.assert_close(
+            found[name], gradient, rtol=1e-4, atol=1e-6, msg=lambda text, name=name: f"{name}: {text}"
+        )
 
 
 @pytest.mark.parametrize("options", OPTIONS)
@@ -95,7 +101,9 @@ def test_the_switch_reaches_the_operators(make_model, batch, monkeypatch):
     calls = []
     for name in ("router_mlp", "router_mlp_backward"):
         original = getattr(hip_ops, name)
-        monkeypatch.setattr(hip_ops, name, lambda *a, name=name, original=original, **k: calls.append(name) or original(*a, **k))
+        monkeypatch.setattr(
+            hip_ops, name, lambda *a, name=name, original=original, **k: calls.append(name) or original(*a, **k)
+        )
     train(make_model(fused_router=True), batch, 1, 0.05)
     assert sorted(calls) == ["router_mlp"] * 4 + ["router_mlp_backward"] * 4
     calls.clear()
@@ -104,11 +112,15 @@ def test_the_switch_reaches_the_operators(make_model, batch, monkeypatch):
 
 
 @pytest.mark.parametrize("used", ["both", "weights", "state"])
-@pytest.mark.parametrize("case", [Router(5, 8, 4, torch.float64), Router(4, 8, 3, torch.float64, averaged=False, unweighted=False)], ids=str)
+@pytest.mark.parametrize(
+    "case", [Router(5, 8, 4, torch.float64), Router(4, 8, 3, torch.float64, averaged=False, unweighted=False)], ids=str
+)
 def test_gradcheck(case, used):
     arguments = case.arguments()
     leaves = [t for t in arguments[:10] if t is not None]
-    choice = hip_ops.router_mlp(*arguments[:12], eps=arguments[12], unweighted=arguments[13]).ids  # as it is, for small steps not to change it
+    choice = hip_ops.router_mlp(
+        *arguments[:12], eps=arguments[12], unweighted=arguments[13]
+    ).ids  # as it is, for small steps not to change it
 
     def run(*leaves):
         given = iter(leaves)
@@ -149,7 +161,10 @@ def test_a_step_under_ddp_gives_the_gradients_of_the_plain_router(make_model, ba
     for fused in (False, True):
         model = make_model(fused_router=fused)
         options = DistributedDataParallelConfig(
-            use_distributed_optimizer=overlap, overlap_grad_reduce=overlap, bucket_size=20_000 if overlap else None, grad_reduce_in_fp32=True
+            use_distributed_optimizer=overlap,
+            overlap_grad_reduce=overlap,
+            bucket_size=20_000 if overlap else None,
+            grad_reduce_in_fp32=True,
         )
         ddp = DistributedDataParallel(model.config, options, model)
         ddp.zero_grad_buffer()
@@ -171,5 +186,9 @@ def test_add_gradients_takes_some_of_each():
     direct, plain = weight_with_main_grad(4, 3, torch.bfloat16), torch.nn.Parameter(torch.zeros(5).bfloat16())
     before, sums = direct.main_grad.clone(), [torch.randn(4, 3), torch.randn(5), torch.randn(2)]
     given = add_gradients([direct, plain, None], sums)
-    assert torch.equal(direct.main_grad, before + sums[0]) and given[0].data_ptr() == direct.data_ptr() and direct.grad_added_to_main_grad
+    assert (
+        torch.equal(direct.main_grad, before + sums[0])
+        and given[0].data_ptr() == direct.data_ptr()
+        and direct.grad_added_to_main_grad
+    )
     assert torch.equal(given[1], sums[1].bfloat16()) and given[2] is None

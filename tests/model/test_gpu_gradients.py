@@ -12,9 +12,14 @@ pytestmark = pytest.mark.gpu
 
 def _main_grads(make_model, batch, overlap: bool) -> dict[str, torch.Tensor]:
     model = make_model(
-        hidden_size=256, kv_channels=32, moe_ffn_hidden_size=128, ffn_hidden_size=128, params_dtype=torch.bfloat16, bf16=True,
+        hidden_size=256,
+        kv_channels=32,
+        moe_ffn_hidden_size=128,
+        ffn_hidden_size=128,
+        params_dtype=torch.bfloat16,
+        bf16=True,
         use_cpu_initialization=True,
-    ).cuda()  # fmt: skip
+    ).cuda()
     options = DistributedDataParallelConfig(
         use_distributed_optimizer=True, grad_reduce_in_fp32=True, overlap_grad_reduce=overlap, bucket_size=200_000
     )

@@ -29,15 +29,23 @@ def test_adding_to_a_block_is_the_product_and_a_sum(dtype, total_dtype):
 
 def test_a_cpu_keeps_its_paths_whatever_is_asked():
     assert choose("auto", "rows", CPU, torch.float32) is None and choose("torch", "rows_t", CPU, torch.bfloat16) is None
-    assert choose("auto", "outer", CPU, torch.float32).name == "torch" and choose("auto", "outer", CPU, torch.float64) is None
+    assert (
+        choose("auto", "outer", CPU, torch.float32).name == "torch"
+        and choose("auto", "outer", CPU, torch.float64) is None
+    )
     x, w = torch.randn(24, 16), torch.randn(3, 16, 8)
     assert torch.equal(grouped_rows(x, w, OFFSETS, "torch"), grouped_rows(x, w, OFFSETS))
-    with pytest.raises(ValueError, match=r"grouped_gemm='triton': on a CPU allowed are auto and torch; set cluster.grouped_gemm=auto"):
+    with pytest.raises(
+        ValueError, match=r"grouped_gemm='triton': on a CPU allowed are auto and torch; set cluster.grouped_gemm=auto"
+    ):
         grouped_rows(x, w, OFFSETS, "triton")
 
 
 def test_a_name_that_does_not_exist_is_told_what_does():
-    with pytest.raises(ValueError, match=r"grouped_gemm='te': allowed are auto, torch, triton, quack, primus_turbo; .*wait for the host"):
+    with pytest.raises(
+        ValueError,
+        match=r"grouped_gemm='te': allowed are auto, torch, triton, quack, primus_turbo; .*wait for the host",
+    ):
         grouped_outer(torch.randn(24, 4), torch.randn(24, 4), OFFSETS, "te")
 
 
@@ -67,7 +75,9 @@ def test_auto_follows_the_rule_and_announces_it_once(on_a_gpu, caplog):
     on_a_gpu("sm_90")
     with caplog.at_level(logging.INFO):
         for _ in range(2):
-            assert [choose("auto", form, GPU, torch.bfloat16).name for form in FORMS] == [getattr(RULES["sm_90"], form)[0] for form in FORMS]
+            assert [choose("auto", form, GPU, torch.bfloat16).name for form in FORMS] == [
+                getattr(RULES["sm_90"], form)[0] for form in FORMS
+            ]
     assert len(caplog.records) == len(FORMS) and RULES["sm_90"].source in caplog.text
     on_a_gpu("sm_90", quack="quack is not installed")
     with caplog.at_level(logging.INFO):
@@ -82,7 +92,10 @@ def test_sizes_that_the_best_does_not_take_go_to_the_next(on_a_gpu, monkeypatch)
     assert [each.name for each in choices("auto", "rows", GPU, torch.bfloat16)] == ["quack", "triton", "torch"]
     assert [each.name for each in choices("torch", "rows", GPU, torch.bfloat16)] == ["torch", "quack", "triton"]
     monkeypatch.setattr(grouped_gemm, "choices", lambda asked, form, device, dtype: choices(asked, form, GPU, dtype))
-    taken = [grouped_gemm._implementation("auto", "rows", torch.zeros(8, width, dtype=torch.bfloat16)).name for width in (16, 12)]
+    taken = [
+        grouped_gemm._implementation("auto", "rows", torch.zeros(8, width, dtype=torch.bfloat16)).name
+        for width in (16, 12)
+    ]
     assert taken == ["quack", "triton"], "rows of 24 bytes"
 
 
@@ -97,9 +110,16 @@ def test_auto_takes_torchs_where_the_rules_cannot_be_had(on_a_gpu, caplog):
 
 def test_a_named_one_counts_for_the_forms_it_has(on_a_gpu):
     on_a_gpu("gfx942")
-    assert [choose("primus_turbo", form, GPU, torch.bfloat16).name for form in FORMS] == ["primus_turbo", "primus_turbo", "triton"]
+    assert [choose("primus_turbo", form, GPU, torch.bfloat16).name for form in FORMS] == [
+        "primus_turbo",
+        "primus_turbo",
+        "triton",
+    ]
     on_a_gpu("gfx942", primus_turbo="primus_turbo is not installed")
-    with pytest.raises(ValueError, match=r"grouped_gemm='primus_turbo' cannot be had on cuda:0: primus_turbo is not installed; set cluster.grouped_gemm=auto"):
+    with pytest.raises(
+        ValueError,
+        match=r"grouped_gemm='primus_turbo' cannot be had on cuda:0: primus_turbo is not installed; set cluster.grouped_gemm=auto",
+    ):
         choose("primus_turbo", "rows", GPU, torch.bfloat16)
 
 

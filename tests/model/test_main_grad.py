@@ -20,9 +20,13 @@ from zaya_plugin.model.main_grad import (
 
 PROJECTIONS = ("linear_q", "linear_k", "linear_v_current", "linear_v_delayed", "linear_proj")
 VECTORS = (  # of a layer, whose gradients are added together
-    "self_attention.conv_qk_depthwise.", "self_attention.conv_qk_grouped.bias", "self_attention.temperature", "post_attention_residual.",
-    "post_mlp_residual.", "pre_mlp_layernorm.",
-)  # fmt: skip
+    "self_attention.conv_qk_depthwise.",
+    "self_attention.conv_qk_grouped.bias",
+    "self_attention.temperature",
+    "post_attention_residual.",
+    "post_mlp_residual.",
+    "pre_mlp_layernorm.",
+)
 
 
 def weight_with_main_grad(out, columns, dtype=torch.float32, main_dtype=torch.float32):
@@ -61,7 +65,11 @@ def test_a_main_gradient_of_the_weights_own_dtype_is_rounded_once_a_call():
 
 
 def test_without_a_main_gradient_the_gradient_is_autograds_own():
-    weight, x, g = nn.Parameter(torch.randn(5, 3).bfloat16()), torch.randn(11, 3).bfloat16(), torch.randn(11, 5).bfloat16()
+    weight, x, g = (
+        nn.Parameter(torch.randn(5, 3).bfloat16()),
+        torch.randn(11, 3).bfloat16(),
+        torch.randn(11, 5).bfloat16(),
+    )
     F.linear(x, weight).backward(g)
     assert torch.equal(add_product(weight, g, x), weight.grad)
     assert type(main_grad_linear(x, weight).grad_fn).__name__ != "MainGradLinearBackward"
@@ -99,9 +107,15 @@ def test_autograd_takes_the_matrices_of_a_block_without_a_copy():
 
     for weight in weights:
         weight.grad_added_to_main_grad = False
-        weight.register_post_accumulate_grad_hook(lambda weight: seen.append((weight.grad.data_ptr(), weight.data_ptr())))
+        weight.register_post_accumulate_grad_hook(
+            lambda weight: seen.append((weight.grad.data_ptr(), weight.data_ptr()))
+        )
     Product.apply(*weights).backward()
-    assert len(seen) == 3 and all(given == own for given, own in seen) and all(weight.grad_added_to_main_grad for weight in weights)
+    assert (
+        len(seen) == 3
+        and all(given == own for given, own in seen)
+        and all(weight.grad_added_to_main_grad for weight in weights)
+    )
     weights[1].zero_out_wgrad, weights[1].grad_added_to_main_grad = True, False
     found = handed_over_block(weights, block)
     assert found[1] is None and not weights[1].grad_added_to_main_grad and found[2].data_ptr() == weights[2].data_ptr()
@@ -129,7 +143,9 @@ def test_gradcheck_and_frozen_weights():
     assert weights[1].grad is None
 
 
-def gradients_of_a_step(make_model, batch, monkeypatch, *, direct, overlap, dtype=torch.float32, micro_batches=2, **overrides):
+def gradients_of_a_step(
+    make_model, batch, monkeypatch, *, direct, overlap, dtype=torch.float32, micro_batches=2, **overrides
+):
     """main_grad of every parameter after a step of micro-batches, and the sizes of gradients that DDP found not added yet."""
     with monkeypatch.context() as patch:
         if not direct:
@@ -137,7 +153,10 @@ def gradients_of_a_step(make_model, batch, monkeypatch, *, direct, overlap, dtyp
                 patch.setattr(module, "main_grad_of", lambda weight: None)
         model = make_model(params_dtype=dtype, bf16=dtype == torch.bfloat16, **overrides)
         options = DistributedDataParallelConfig(
-            use_distributed_optimizer=overlap, overlap_grad_reduce=overlap, bucket_size=20_000 if overlap else None, grad_reduce_in_fp32=True
+            use_distributed_optimizer=overlap,
+            overlap_grad_reduce=overlap,
+            bucket_size=20_000 if overlap else None,
+            grad_reduce_in_fp32=True,
         )
         ddp = DistributedDataParallel(model.config, options, model)
         ddp.train()
@@ -156,17 +175,30 @@ def gradients_of_a_step(make_model, batch, monkeypatch, *, direct, overlap, dtyp
 
 
 @pytest.mark.parametrize(
-    "overlap, recompute", [(False, None), (True, "full"), pytest.param(True, None, marks=pytest.mark.slow), pytest.param(False, "full", marks=pytest.mark.slow)]
+    "overlap, recompute",
+    [
+        (False, None),
+        (True, "full"),
+        pytest.param(True, None, marks=pytest.mark.slow),
+        pytest.param(False, "full", marks=pytest.mark.slow),
+    ],
 )
 def test_a_step_under_ddp_gives_the_gradients_of_autograd(make_model, batch, monkeypatch, overlap, recompute):
-    overrides = {} if recompute is None else dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
+    overrides = (
+        {}
+        if recompute is None
+        else dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
+    )
     found = [
-        gradients_of_a_step(make_model, batch, monkeypatch, direct=direct, overlap=overlap, **overrides) for direct in (False, True)
+        gradients_of_a_step(make_model, batch, monkeypatch, direct=direct, overlap=overlap, **overrides)
+        for direct in (False, True)
     ]
     (plain, not_direct), (direct, added) = found
     for name, want in plain.items():
         assert (direct[name] - want).norm() <= 1e-6 * want.norm(), name
-        is_projection = any(f"self_attention.{part}.weight" in name for part in PROJECTIONS) or "router.down_proj.weight" in name
+        is_projection = (
+            any(f"self_attention.{part}.weight" in name for part in PROJECTIONS) or "router.down_proj.weight" in name
+        )
         of_experts, is_vector = ".experts." in name, any(part in name for part in VECTORS)
         assert torch.equal(direct[name], want) or not of_experts, name
         assert (added[name], not_direct[name]) == (is_projection or of_experts or is_vector, False), name

@@ -8,8 +8,15 @@ from zaya_plugin.model.build import build_zaya_model
 from zaya_plugin.model.router import ZayaRouter
 
 ZAYA1 = dict(
-    num_layers=40, hidden_size=2048, num_attention_heads=8, num_query_groups=2, kv_channels=128,
-    ffn_hidden_size=2048, moe_ffn_hidden_size=2048, num_moe_experts=16, router_hidden_size=256,
+    num_layers=40,
+    hidden_size=2048,
+    num_attention_heads=8,
+    num_query_groups=2,
+    kv_channels=128,
+    ffn_hidden_size=2048,
+    moe_ffn_hidden_size=2048,
+    num_moe_experts=16,
+    router_hidden_size=256,
 )
 
 
@@ -144,13 +151,18 @@ def test_stream_between_layers_is_fp32_under_bf16(make_model, batch):
     logits = model(ids, positions, None)
     *handed_over, last = [context for _, context in seen]
     assert [dtype for dtype, _ in seen] == [torch.float32] * 4 and logits.dtype == torch.bfloat16
-    assert {t.dtype for context in handed_over for t in (context.router_state, context.normed)} == {last.dtype} == {torch.bfloat16}
+    assert (
+        {t.dtype for context in handed_over for t in (context.router_state, context.normed)}
+        == {last.dtype}
+        == {torch.bfloat16}
+    )
 
 
 def test_whole_model_counts_the_published_parameters(make_config):
     with torch.device("meta"):
         model = build_zaya_model(
-            make_config(**ZAYA1, perform_initialization=False, params_dtype=torch.bfloat16), vocab_size=262_272,
+            make_config(**ZAYA1, perform_initialization=False, params_dtype=torch.bfloat16),
+            vocab_size=262_272,
             max_sequence_length=4096,
         )
     assert all(p.is_meta for p in model.parameters())
@@ -166,7 +178,8 @@ def test_initial_values(make_config):
         torch.manual_seed(11)
         return build_zaya_model(
             make_config(hidden_size=128, temperature_init=1.5, init_method_std=0.02, router_init_std=0.1),
-            vocab_size=64, max_sequence_length=16,
+            vocab_size=64,
+            max_sequence_length=16,
         )
 
     model, again = build(), build()

@@ -152,5 +152,7 @@ def test_other_packed_sequences_are_refused(lively):
     from megatron.core.packed_seq_params import PackedSeqParams
 
     tokens = document(8, 1).unsqueeze(0)
-    with pytest.raises(ValueError, match="PackedSeqParams: the convolutions would mix documents; pass .*PackedDocuments"):
+    with pytest.raises(
+        ValueError, match="PackedSeqParams: the convolutions would mix documents; pass .*PackedDocuments"
+    ):
         logits(lively(), tokens, PackedSeqParams(qkv_format="sbhd", max_seqlen_q=8, max_seqlen_kv=8))

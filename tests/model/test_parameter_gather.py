@@ -20,7 +20,13 @@ def test_hooks_run_as_at_a_call():
     "overrides",
     [
         {},
-        dict(fused_residual_norm=True, fused_cca_prologue=True, fused_router=True, fused_expert_path=True, fused_linear_cross_entropy=True),
+        dict(
+            fused_residual_norm=True,
+            fused_cca_prologue=True,
+            fused_router=True,
+            fused_expert_path=True,
+            fused_linear_cross_entropy=True,
+        ),
         dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1),
     ],
     ids=["plain", "fused", "full_recomputation"],

@@ -36,7 +36,9 @@ def calls(monkeypatch):
 
 
 @pytest.mark.parametrize("flag", [False, True])
-@pytest.mark.parametrize("case", [Grouped((3, 0, 40, 5), 24, 40), Grouped((0, 0), 16, 8), Grouped((30,), 8, 16, nobody=0)], ids=str)
+@pytest.mark.parametrize(
+    "case", [Grouped((3, 0, 40, 5), 24, 40), Grouped((0, 0), 16, 8), Grouped((30,), 8, 16, nobody=0)], ids=str
+)
 def test_operands(calls, case, flag):
     backend = SimpleNamespace(grouped_rows=QUACK.rows, grouped_outer_=QUACK.add_outer)
     check_rows(backend, case, flag)
@@ -46,7 +48,11 @@ def test_operands(calls, case, flag):
 
 
 def test_a_block_that_the_copy_engine_does_not_take_is_added_to(calls):
-    a, b, offsets = torch.randn(20, 16).bfloat16(), torch.randn(20, 8).bfloat16(), torch.tensor([3, 3, 20], dtype=torch.int32)
+    a, b, offsets = (
+        torch.randn(20, 16).bfloat16(),
+        torch.randn(20, 8).bfloat16(),
+        torch.tensor([3, 3, 20], dtype=torch.int32),
+    )
     total = torch.zeros(3 * 16 * 8 + 1)[1:].view(3, 16, 8)
     assert total.data_ptr() % 16
     QUACK.add_outer(total, a, b, offsets)
@@ -91,15 +97,28 @@ def test_borders_of_a_capture_are_made_in_it(monkeypatch):
 @pytest.mark.parametrize(
     "tensor, taken",
     [
-        (torch.zeros(9, 16), True), (torch.zeros(9, 24)[:, :16], True), (torch.zeros(9, 18)[:, :16], False), (torch.zeros(9, 14), False),
-        (torch.zeros(9 * 16 + 1)[1:].view(9, 16), False), (torch.zeros(9, 32)[:, ::2], False), (torch.zeros(3, 8, 16), True),
-        (torch.zeros(3, 8, 16).mT, True), (torch.zeros(3, 9, 16), False), (torch.zeros(3, 8, 16)[..., ::2], False), (torch.zeros(16, 16).T, False),
-        (torch.zeros(1, 16).expand(9, 16), False), (torch.zeros(16, 8, 3).permute(2, 1, 0), False),
+        (torch.zeros(9, 16), True),
+        (torch.zeros(9, 24)[:, :16], True),
+        (torch.zeros(9, 18)[:, :16], False),
+        (torch.zeros(9, 14), False),
+        (torch.zeros(9 * 16 + 1)[1:].view(9, 16), False),
+        (torch.zeros(9, 32)[:, ::2], False),
+        (torch.zeros(3, 8, 16), True),
+        (torch.zeros(3, 8, 16).mT, True),
+        (torch.zeros(3, 9, 16), False),
+        (torch.zeros(3, 8, 16)[..., ::2], False),
+        (torch.zeros(16, 16).T, False),
+        (torch.zeros(1, 16).expand(9, 16), False),
+        (torch.zeros(16, 8, 3).permute(2, 1, 0), False),
     ],
-)  # fmt: skip
+)
 def test_what_it_takes(tensor, taken):
     """Zeros become bf16, strides and all."""
-    half = torch.empty_strided(tensor.shape, tensor.stride(), dtype=torch.bfloat16) if tensor.storage_offset() == 0 else tensor
+    half = (
+        torch.empty_strided(tensor.shape, tensor.stride(), dtype=torch.bfloat16)
+        if tensor.storage_offset() == 0
+        else tensor
+    )
     assert QUACK.takes(half) == taken
 
 

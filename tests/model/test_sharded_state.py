@@ -56,8 +56,13 @@ def test_bare_layer_spec_writes_the_same_keys(batch):
 
     def build(config, spec):
         return GPTModel(
-            config, spec, vocab_size=64, max_sequence_length=16, share_embeddings_and_output_weights=True,
-            position_embedding_type="rope", rotary_percent=0.5,
+            config,
+            spec,
+            vocab_size=64,
+            max_sequence_length=16,
+            share_embeddings_and_output_weights=True,
+            position_embedding_type="rope",
+            rotary_percent=0.5,
         )
 
     import torch.nn.functional as F
@@ -65,10 +70,23 @@ def test_bare_layer_spec_writes_the_same_keys(batch):
 
     def plain():
         return TransformerConfig(
-            num_layers=2, hidden_size=32, num_attention_heads=4, num_query_groups=2, kv_channels=8, num_moe_experts=4,
-            moe_ffn_hidden_size=24, moe_router_topk=1, moe_router_pre_softmax=True, normalization="RMSNorm",
-            gated_linear_unit=True, activation_func=F.silu, add_bias_linear=False, hidden_dropout=0.0,
-            attention_dropout=0.0, use_cpu_initialization=True, transformer_impl="local",
+            num_layers=2,
+            hidden_size=32,
+            num_attention_heads=4,
+            num_query_groups=2,
+            kv_channels=8,
+            num_moe_experts=4,
+            moe_ffn_hidden_size=24,
+            moe_router_topk=1,
+            moe_router_pre_softmax=True,
+            normalization="RMSNorm",
+            gated_linear_unit=True,
+            activation_func=F.silu,
+            add_bias_linear=False,
+            hidden_dropout=0.0,
+            attention_dropout=0.0,
+            use_cpu_initialization=True,
+            transformer_impl="local",
         )
 
     bare = build(plain(), zaya_layer_spec)

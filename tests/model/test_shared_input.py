@@ -56,11 +56,19 @@ def test_gradients_are_autograds_and_come_twice(gather, used):
     to_rows, to_linear = torch.randn(7, 5), torch.randn(7, 1, 3)
 
     def loss(tokens, linear):
-        return (gather(tokens.flatten(0, 1)) * to_rows).sum() * (used != "linear") + (linear * to_linear).sum() * (used != "tokens") + (x**2).sum()
+        return (
+            (gather(tokens.flatten(0, 1)) * to_rows).sum() * (used != "linear")
+            + (linear * to_linear).sum() * (used != "tokens")
+            + (x**2).sum()
+        )
 
     def outputs(tokens, linear):
         rows = [gather(tokens.flatten(0, 1)), to_rows], [linear, to_linear], [x**2, torch.ones_like(x)]
-        chosen = [row for row, name in zip(rows, ("tokens", "linear", ""), strict=True) if name in (used, "") or (used == "both")]
+        chosen = [
+            row
+            for row, name in zip(rows, ("tokens", "linear", ""), strict=True)
+            if name in (used, "") or (used == "both")
+        ]
         return zip(*chosen, strict=True)
 
     wanted = torch.autograd.grad(loss(x, F.linear(x, weight)), (x, weight))
@@ -68,7 +76,9 @@ def test_gradients_are_autograds_and_come_twice(gather, used):
     for _ in range(2):
         found = torch.autograd.grad(results, (x, weight), upstream, retain_graph=True, allow_unused=True)
         torch.testing.assert_close(found[0], wanted[0], rtol=1e-6, atol=1e-6)
-        torch.testing.assert_close(torch.zeros_like(weight) if found[1] is None else found[1], wanted[1], rtol=1e-6, atol=1e-6)
+        torch.testing.assert_close(
+            torch.zeros_like(weight) if found[1] is None else found[1], wanted[1], rtol=1e-6, atol=1e-6
+        )
 
 
 def test_the_gathers_own_tensor_becomes_the_gradient():
@@ -80,7 +90,11 @@ def test_the_gathers_own_tensor_becomes_the_gradient():
     upstream = torch.randn(7, 1, 3)
     with Shapes() as ops:
         torch.autograd.backward([rows, linear], [torch.ones(7, 5), upstream], inputs=[x, weight])
-    sized = [name for name, shape in ops.seen if shape in ((7, 5), (7, 1, 5)) and name not in ("view", "_unsafe_view", "t", "detach")]
+    sized = [
+        name
+        for name, shape in ops.seen
+        if shape in ((7, 5), (7, 1, 5)) and name not in ("view", "_unsafe_view", "t", "detach")
+    ]
     assert sized == ["index_select", "addmm.out"], ops.seen
     torch.testing.assert_close(x.grad, 1 + upstream @ weight)
     torch.testing.assert_close(weight.main_grad, before + upstream.flatten(0, 1).t() @ x.detach().flatten(0, 1))
@@ -126,10 +140,11 @@ def test_bf16_rounds_once_less():
 
 
 RECOMPUTE = {
-    "nothing": {}, "full": dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1),
+    "nothing": {},
+    "full": dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1),
     "selective": dict(recompute_granularity="selective", recompute_modules=["layernorm", "permute"]),
     "moe": dict(recompute_granularity="selective", recompute_modules=["moe"]),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("fused", [False, True])
@@ -142,7 +157,9 @@ def test_a_model_trains_as_by_autograds_additions(make_model, batch, monkeypatch
     ours, found = train(make_model(**options), batch, 2, 0.05)
     torch.testing.assert_close(ours, plain, rtol=1e-6, atol=1e-6)
     for name, gradient in wanted.items():
-        torch.testing.assert_close(found[name], gradient, rtol=1e-5, atol=1e-6, msg=lambda text, name=name: f"{name}: {text}")
+        torch.testing.assert_close(
+            found[name], gradient, rtol=1e-5, atol=1e-6, msg=lambda text, name=name: f"{name}: {text}"
+        )
 
 
 @pytest.mark.parametrize("skip_output", ["zero", "identity"])
@@ -152,7 +169,9 @@ def test_only_where_nothing_else_reads_the_tokens(make_model, batch, skip_output
     ids, positions, labels = batch()
     with Shapes() as ops:
         model(ids, positions, None, labels=labels).mean().backward()
-    assert sum(name == "addmm.out" and shape == (24, 32) for name, shape in ops.seen) == (4 if skip_output == "zero" else 0)
+    assert sum(name == "addmm.out" and shape == (24, 32) for name, shape in ops.seen) == (
+        4 if skip_output == "zero" else 0
+    )
 
 
 def test_hooks_of_modules_keep_what_they_were_shown(make_model, batch):

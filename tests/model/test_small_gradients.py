@@ -85,7 +85,9 @@ def test_what_has_no_main_gradient_or_gets_none_is_read_as_it_is():
 def test_compiled_functions_take_them():
     torch._dynamo.reset()
     versions, results = [], []
-    compiled = torch.compile(scale_residual_and_norm, dynamic=False, backend=lambda graph, _: versions.append(graph) or graph.forward)
+    compiled = torch.compile(
+        scale_residual_and_norm, dynamic=False, backend=lambda graph, _: versions.append(graph) or graph.forward
+    )
     x, residual = torch.randn(3, 2, 8), torch.randn(3, 2, 8)
     for function in (scale_residual_and_norm, compiled, compiled):
         vectors = [nn.Parameter(torch.linspace(0.5, i, 8)) for i in range(5)]
@@ -103,7 +105,10 @@ def under_ddp(make_model, *, overlap=False, prepare=lambda model: None, **overri
     model = make_model(**overrides)
     prepare(model)
     options = DistributedDataParallelConfig(
-        use_distributed_optimizer=overlap, overlap_grad_reduce=overlap, bucket_size=20_000 if overlap else None, grad_reduce_in_fp32=True
+        use_distributed_optimizer=overlap,
+        overlap_grad_reduce=overlap,
+        bucket_size=20_000 if overlap else None,
+        grad_reduce_in_fp32=True,
     )
     ddp = DistributedDataParallel(model.config, options, model)
     ddp.train()
@@ -124,7 +129,9 @@ def main_grads_of_a_step(make_model, batch, monkeypatch, *, together, micro_batc
         ddp.finish_grad_sync()
         named = {name: p for name, p in model.named_parameters() if p.requires_grad}
         assert all(p.grad is None for p in named.values())
-        return {name: p.main_grad for name, p in named.items()}, {name for name, p in named.items() if p.grad_added_to_main_grad}
+        return {name: p.main_grad for name, p in named.items()}, {
+            name for name, p in named.items() if p.grad_added_to_main_grad
+        }
 
 
 def freeze(model):
@@ -149,14 +156,39 @@ def multiply_streams(model):
         (dict(micro_batches=2, **BF16, **FUSED), VECTORS),
         (dict(micro_batches=2, **BF16), VECTORS),
         (dict(micro_batches=2, overlap=True, **FULL, recompute_num_layers=2), VECTORS),
-        (dict(micro_batches=2, overlap=True, recompute_granularity="selective", recompute_modules=["layernorm", "core_attn", "moe"]), VECTORS - 1),
+        (
+            dict(
+                micro_batches=2,
+                overlap=True,
+                recompute_granularity="selective",
+                recompute_modules=["layernorm", "core_attn", "moe"],
+            ),
+            VECTORS - 1,
+        ),
         (dict(micro_batches=2, overlap=True, prepare=freeze), VECTORS - 2),
         (dict(micro_batches=2, overlap=True, prepare=multiply_streams), VECTORS),
         (dict(micro_batches=1, temperature_form="clamped_exp", **FUSED), VECTORS),
-        (dict(micro_batches=1, inputs=dict(packed_seq_params=PackedDocuments.from_tokens(torch.arange(24).view(2, 12) % 5, 0))), VECTORS),
+        (
+            dict(
+                micro_batches=1,
+                inputs=dict(packed_seq_params=PackedDocuments.from_tokens(torch.arange(24).view(2, 12) % 5, 0)),
+            ),
+            VECTORS,
+        ),
     ],
-    ids=["fp32", "overlap_fused", "bf16_fused", "bf16", "full", "selective", "frozen", "stream_replaced", "exp_fused", "packed"],
-)  # fmt: skip
+    ids=[
+        "fp32",
+        "overlap_fused",
+        "bf16_fused",
+        "bf16",
+        "full",
+        "selective",
+        "frozen",
+        "stream_replaced",
+        "exp_fused",
+        "packed",
+    ],
+)
 def test_a_step_has_the_bits_of_autograd_and_ddp(make_model, batch, monkeypatch, options, vectors):
     expected, without = main_grads_of_a_step(make_model, batch, monkeypatch, together=False, **options)
     ours, told = main_grads_of_a_step(make_model, batch, monkeypatch, together=True, **options)

@@ -20,7 +20,10 @@ from zaya_plugin.model import spec
 from zaya_plugin.model.config import ZayaConfig
 
 GPT = dict(
-    vocab_size=64, max_sequence_length=64, share_embeddings_and_output_weights=True, position_embedding_type="rope",
+    vocab_size=64,
+    max_sequence_length=64,
+    share_embeddings_and_output_weights=True,
+    position_embedding_type="rope",
     rotary_percent=0.5,
 )
 
@@ -28,10 +31,24 @@ GPT = dict(
 def plain_config(**overrides):
     """What Megatron-LM's pretrain_gpt.py would make of its command line."""
     fields = dict(
-        num_layers=3, hidden_size=32, num_attention_heads=4, num_query_groups=2, kv_channels=8, num_moe_experts=4,
-        moe_ffn_hidden_size=24, ffn_hidden_size=24, moe_router_topk=1, moe_router_pre_softmax=True,
-        normalization="RMSNorm", gated_linear_unit=True, activation_func=F.silu, add_bias_linear=False,
-        hidden_dropout=0.0, attention_dropout=0.0, use_cpu_initialization=True, transformer_impl="local",
+        num_layers=3,
+        hidden_size=32,
+        num_attention_heads=4,
+        num_query_groups=2,
+        kv_channels=8,
+        num_moe_experts=4,
+        moe_ffn_hidden_size=24,
+        ffn_hidden_size=24,
+        moe_router_topk=1,
+        moe_router_pre_softmax=True,
+        normalization="RMSNorm",
+        gated_linear_unit=True,
+        activation_func=F.silu,
+        add_bias_linear=False,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        use_cpu_initialization=True,
+        transformer_impl="local",
     )
     return TransformerConfig(**(fields | overrides))
 
@@ -44,8 +61,11 @@ def test_bare_layer_spec_gives_the_logits_of_the_block_spec(batch, dtype, tolera
     bare = GPTModel(plain_config(**fields), import_module(["zaya_plugin.model.spec", "zaya_layer_spec"]), **GPT)
     config = ZayaConfig.from_transformer_config(plain_config(**fields))
     block = GPTModel(config, spec.zaya_block_spec(config), **GPT)
-    perturbed = {k: v + 0.1 * torch.randn_like(v) if v.is_floating_point() else v
-                 for k, v in block.state_dict().items() if v is not None}
+    perturbed = {
+        k: v + 0.1 * torch.randn_like(v) if v.is_floating_point() else v
+        for k, v in block.state_dict().items()
+        if v is not None
+    }
     block.load_state_dict(perturbed)
     bare.load_state_dict(perturbed)
     ids, positions, labels = batch()
@@ -79,15 +99,43 @@ class Linear(nn.Module):
 
 
 class ColumnStandIn(Linear):
-    def __init__(self, input_size, output_size, *, config, init_method, gather_output, bias, skip_bias_add, is_expert,
-                 skip_weight_param_allocation=False, tp_comm_buffer_name=None, tp_group=None, stride=1, name=None):
+    def __init__(
+        self,
+        input_size,
+        output_size,
+        *,
+        config,
+        init_method,
+        gather_output,
+        bias,
+        skip_bias_add,
+        is_expert,
+        skip_weight_param_allocation=False,
+        tp_comm_buffer_name=None,
+        tp_group=None,
+        stride=1,
+        name=None,
+    ):
         assert not (gather_output or bias or skip_bias_add or is_expert)
         super().__init__(input_size, output_size, config, init_method)
 
 
 class RowStandIn(Linear):
-    def __init__(self, input_size, output_size, *, config, init_method, bias, input_is_parallel, skip_bias_add,
-                 is_expert, tp_comm_buffer_name=None, tp_group=None, name=None):
+    def __init__(
+        self,
+        input_size,
+        output_size,
+        *,
+        config,
+        init_method,
+        bias,
+        input_is_parallel,
+        skip_bias_add,
+        is_expert,
+        tp_comm_buffer_name=None,
+        tp_group=None,
+        name=None,
+    ):
         assert input_is_parallel and not (bias or skip_bias_add or is_expert)
         super().__init__(input_size, output_size, config, init_method)
 
@@ -100,13 +148,34 @@ class NormStandIn(nn.RMSNorm):
 
 
 class AttentionStandIn(nn.Module):
-    def __init__(self, config, layer_number, attn_mask_type, attention_type, attention_dropout=None, softmax_scale=None,
-                 k_channels=None, v_channels=None, num_splits=None, cp_comm_type="p2p", pg_collection=None):
+    def __init__(
+        self,
+        config,
+        layer_number,
+        attn_mask_type,
+        attention_type,
+        attention_dropout=None,
+        softmax_scale=None,
+        k_channels=None,
+        v_channels=None,
+        num_splits=None,
+        cp_comm_type="p2p",
+        pg_collection=None,
+    ):
         super().__init__()
         assert attn_mask_type.name == "causal" and attention_type == "self" and pg_collection is not None
 
-    def forward(self, query, key, value, attention_mask, attn_mask_type, attention_bias=None, packed_seq_params=None,
-                num_splits=None):
+    def forward(
+        self,
+        query,
+        key,
+        value,
+        attention_mask,
+        attn_mask_type,
+        attention_bias=None,
+        packed_seq_params=None,
+        num_splits=None,
+    ):
         s = query.shape[0]
         key, value = (x.repeat_interleave(query.shape[2] // key.shape[2], dim=2) for x in (key, value))
         scores = torch.einsum("sbhd,tbhd->bhst", query, key) / query.shape[-1] ** 0.5
@@ -115,8 +184,21 @@ class AttentionStandIn(nn.Module):
 
 
 class GroupedStandIn(nn.Module):
-    def __init__(self, num_gemms, input_size, output_size, *, config, init_method, bias, skip_bias_add, is_expert,
-                 tp_comm_buffer_name=None, pg_collection=None, name=None):
+    def __init__(
+        self,
+        num_gemms,
+        input_size,
+        output_size,
+        *,
+        config,
+        init_method,
+        bias,
+        skip_bias_add,
+        is_expert,
+        tp_comm_buffer_name=None,
+        pg_collection=None,
+        name=None,
+    ):
         super().__init__()
         assert is_expert and not (bias or skip_bias_add)
         for i in range(num_gemms):
@@ -131,8 +213,11 @@ class GroupedStandIn(nn.Module):
 
 
 STAND_INS = {
-    "TEColumnParallelLinear": ColumnStandIn, "TERowParallelLinear": RowStandIn, "TENorm": NormStandIn,
-    "TEDotProductAttention": AttentionStandIn, "TEColumnParallelGroupedLinear": GroupedStandIn,
+    "TEColumnParallelLinear": ColumnStandIn,
+    "TERowParallelLinear": RowStandIn,
+    "TENorm": NormStandIn,
+    "TEDotProductAttention": AttentionStandIn,
+    "TEColumnParallelGroupedLinear": GroupedStandIn,
     "TERowParallelGroupedLinear": GroupedStandIn,
 }
 
@@ -157,8 +242,16 @@ def wrapper_arguments(name, method):
     return [a.arg for a in found[0].args.posonlyargs + found[0].args.args], [a.arg for a in found[0].args.kwonlyargs]
 
 
-@pytest.mark.parametrize("name", ["TEColumnParallelLinear", "TERowParallelLinear", "TEDotProductAttention",
-                                  "TEColumnParallelGroupedLinear", "TERowParallelGroupedLinear"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "TEColumnParallelLinear",
+        "TERowParallelLinear",
+        "TEDotProductAttention",
+        "TEColumnParallelGroupedLinear",
+        "TERowParallelGroupedLinear",
+    ],
+)
 def test_stand_ins_have_the_wrappers_signatures(name):
     parameters = inspect.signature(STAND_INS[name].__init__).parameters.values()
     names = [p.name for p in parameters if p.kind != p.KEYWORD_ONLY]

@@ -14,7 +14,10 @@ from zaya_plugin.optim.written_gradients import ResetRest, _tells_micro_batches_
 def wrapped(make_model, overlap=False, **overrides):
     model = make_model(**overrides)
     options = DistributedDataParallelConfig(
-        use_distributed_optimizer=overlap, overlap_grad_reduce=overlap, bucket_size=20_000 if overlap else None, grad_reduce_in_fp32=True
+        use_distributed_optimizer=overlap,
+        overlap_grad_reduce=overlap,
+        bucket_size=20_000 if overlap else None,
+        grad_reduce_in_fp32=True,
     )
     ddp = DistributedDataParallel(model.config, options, model)
     ddp.train()
@@ -40,8 +43,14 @@ def step(ddp, batch, micro_batches) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("recompute", [None, "full"])
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("micro_batches", [1, 3])
-def test_steps_give_the_same_gradients_whatever_lay_in_the_buffers(make_model, batch, micro_batches, overlap, recompute):
-    overrides = {} if recompute is None else dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
+def test_steps_give_the_same_gradients_whatever_lay_in_the_buffers(
+    make_model, batch, micro_batches, overlap, recompute
+):
+    overrides = (
+        {}
+        if recompute is None
+        else dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
+    )
     plain, spared = (wrapped(make_model, overlap, **overrides) for _ in range(2))
     spare_zeroing([spared])
     assert all(isinstance(buffer.reset, ResetRest) for buffer in spared.expert_parallel_buffers)
@@ -78,7 +87,9 @@ def test_switches_of_older_hosts_count_too(switch):
 
 def test_only_whole_blocks_in_order_without_gaps_write():
     def block(places, together=3, indices=None):
-        params = [SimpleNamespace(expert_block=("b", i), written_together=together) for i in indices or range(len(places))]
+        params = [
+            SimpleNamespace(expert_block=("b", i), written_together=together) for i in indices or range(len(places))
+        ]
         return blocks_that_write({Hashable(p): (*place, 0) for p, place in zip(params, places, strict=True)})
 
     class Hashable:
@@ -96,4 +107,11 @@ def test_a_block_that_writes_first_must_lie_in_one_piece():
     matrices = [torch.nn.Parameter(torch.zeros(2, 3)) for _ in range(2)]
     matrices[0].main_grad_unwritten = True
     with pytest.raises(AssertionError, match="lie apart"):
-        experts.weight_gradients(matrices, torch.zeros(2, 2, 3), torch.zeros(4, 2), torch.zeros(4, 3), torch.tensor([2, 4], dtype=torch.int32), "auto")
+        experts.weight_gradients(
+            matrices,
+            torch.zeros(2, 2, 3),
+            torch.zeros(4, 2),
+            torch.zeros(4, 3),
+            torch.tensor([2, 4], dtype=torch.int32),
+            "auto",
+        )

@@ -22,7 +22,9 @@ def group(tmp_path):
 
 
 def _config(**changes):
-    values = dict(balancing_lr=1e-3, balancing_beta1=0.9, balancing_beta2=0.999, balancing_eps=1e-8, balancing_centering=False)
+    values = dict(
+        balancing_lr=1e-3, balancing_beta1=0.9, balancing_beta2=0.999, balancing_eps=1e-8, balancing_centering=False
+    )
     return SimpleNamespace(**(values | changes))
 
 
@@ -31,10 +33,13 @@ def _router(experts=16):
     biases = zeros.clone()
     biases[-1] = -1.0
     return SimpleNamespace(
-        balancing_biases=biases, balancing_exp_avg=zeros.clone(), balancing_exp_avg_sq=zeros.clone(),
+        balancing_biases=biases,
+        balancing_exp_avg=zeros.clone(),
+        balancing_exp_avg_sq=zeros.clone(),
         balancing_step=torch.zeros((), dtype=torch.int64),
-        tokens_per_expert=torch.zeros(experts + 1, dtype=torch.int64), router_entropy_sum=torch.zeros(()),
-    )  # fmt: skip
+        tokens_per_expert=torch.zeros(experts + 1, dtype=torch.int64),
+        router_entropy_sum=torch.zeros(()),
+    )
 
 
 @pytest.mark.parametrize("options", [{}, dict(balancing_lr=1e-2, balancing_beta1=0.5, balancing_beta2=0.95)])
@@ -42,9 +47,12 @@ def test_equals_torch_adamw_on_the_stated_gradient(group, options):
     config, routers = _config(**options), [_router() for _ in range(3)]
     oracle = [torch.nn.Parameter(torch.zeros(16)) for _ in routers]
     optimizer = torch.optim.AdamW(
-        oracle, lr=config.balancing_lr, betas=(config.balancing_beta1, config.balancing_beta2),
-        eps=config.balancing_eps, weight_decay=0.0,
-    )  # fmt: skip
+        oracle,
+        lr=config.balancing_lr,
+        betas=(config.balancing_beta1, config.balancing_beta2),
+        eps=config.balancing_eps,
+        weight_decay=0.0,
+    )
     generator = torch.Generator().manual_seed(3)
     for _ in range(25):
         for router, parameter in zip(routers, oracle, strict=True):

@@ -24,12 +24,21 @@ def make(distributed=True, bf16=True, non_finite=None, clip_grad=1.0, **options)
     if not bf16:
         model = model.float()
         model.config.bf16, model.config.params_dtype = False, torch.float32
-    buffers = DistributedDataParallelConfig(use_distributed_optimizer=distributed, bucket_size=60_000, grad_reduce_in_fp32=True)
+    buffers = DistributedDataParallelConfig(
+        use_distributed_optimizer=distributed, bucket_size=60_000, grad_reduce_in_fp32=True
+    )
     ddp = DistributedDataParallel(model.config, buffers, model)
     config = OptimizerConfig(
-        optimizer="adam", lr=1e-2, min_lr=1e-3, weight_decay=0.1, bf16=bf16, clip_grad=clip_grad, use_distributed_optimizer=distributed,
-        params_dtype=torch.bfloat16 if bf16 else torch.float32, **options,
-    )  # fmt: skip
+        optimizer="adam",
+        lr=1e-2,
+        min_lr=1e-3,
+        weight_decay=0.1,
+        bf16=bf16,
+        clip_grad=clip_grad,
+        use_distributed_optimizer=distributed,
+        params_dtype=torch.bfloat16 if bf16 else torch.float32,
+        **options,
+    )
     return ddp, muon_factory(get_megatron_optimizer, MuonSettings(dtype="fp32"), non_finite)(config, [ddp])
 
 
@@ -83,7 +92,9 @@ def test_the_step_is_megatrons(options):
         succeeded, norm, zeros = ours.step()
         assert succeeded and zeros is None
         expected = megatrons(other, theirs)[1]
-        exact = sum(p.main_grad.double().square().sum() for p in other.parameters()).sqrt()  # before Megatron clips it in place
+        exact = sum(
+            p.main_grad.double().square().sum() for p in other.parameters()
+        ).sqrt()  # before Megatron clips it in place
         if options.get("clip_grad", 1.0):
             assert exact == pytest.approx(1.0, rel=1e-3) and norm > 100
         else:
@@ -150,7 +161,9 @@ def test_without_skipping_the_norm_says_what_happened():
     assert succeeded and norm != norm
 
 
-@pytest.mark.skipif("grad_norm_skip_threshold" not in OptimizerConfig.__dataclass_fields__, reason="megatron-core 0.16 has no threshold")
+@pytest.mark.skipif(
+    "grad_norm_skip_threshold" not in OptimizerConfig.__dataclass_fields__, reason="megatron-core 0.16 has no threshold"
+)
 def test_a_norm_beyond_the_threshold_skips_the_step():
     ddp, optimizer = make(grad_norm_skip_threshold=1.0)
     before = weights(ddp)

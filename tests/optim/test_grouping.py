@@ -9,7 +9,10 @@ from zaya_plugin.optim.grouping import Assignment, assign
 
 
 def parameters(**shapes):
-    return [(name.replace("__", "."), torch.nn.Parameter(torch.empty(shape, device="meta"))) for name, shape in shapes.items()]
+    return [
+        (name.replace("__", "."), torch.nn.Parameter(torch.empty(shape, device="meta")))
+        for name, shape in shapes.items()
+    ]
 
 
 MODEL = parameters(
@@ -38,7 +41,9 @@ def test_matrices_go_to_muon_and_the_rest_to_adamw():
     assert set(chosen) == {name for name, _ in MODEL}
     assert chosen["layers.0.mlp.router.out_proj.weight"].matrices == (1, 17, 16)
     # Vectors do not decay, matrices, convolutions and the embedding do.
-    assert {name for name, a in chosen.items() if a.weight_decay_mult == 0} == {name for name, p in MODEL if p.dim() == 1}
+    assert {name for name, a in chosen.items() if a.weight_decay_mult == 0} == {
+        name for name, p in MODEL if p.dim() == 1
+    }
 
 
 def test_stacked_experts_are_matrices_and_not_adamws():

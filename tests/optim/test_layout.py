@@ -163,7 +163,11 @@ def _check_whole(layout, params, shards):
         owners.setdefault(p, set()).add(rank)
     assert all(seen[p] == p.numel() for p in params)
     assert all(len(owners[p]) == 1 for p in params if hasattr(p, "muon_matrices"))
-    assert all(place[0] % 64 == 0 for p, place in layout.param_index_map.items() if hasattr(p, "muon_matrices") and not hasattr(p, "expert_block")), "aligned"
+    assert all(
+        place[0] % 64 == 0
+        for p, place in layout.param_index_map.items()
+        if hasattr(p, "muon_matrices") and not hasattr(p, "expert_block")
+    ), "aligned"
     places = sorted(place[:2] for place in layout.param_index_map.values())
     assert all(a[1] <= b[0] for a, b in zip(places, places[1:], strict=False))
 
@@ -190,10 +194,18 @@ def test_muon_of_the_full_model_is_whole_bounded_and_balanced(shards, bucket_siz
 
 @pytest.mark.parametrize(
     "shards, bucket_size, uneven, padding",
-    [(2, 67_108_864, 0.005, 0.001), (4, 67_108_864, 0.005, 0.001), (8, 67_108_864, 0.005, 0.001), (16, 67_108_864, 0.005, 0.001),
-     (32, 67_108_864, 0.02, 0.001),
-     (4, 134_217_728, 0.005, 0.001), (8, 134_217_728, 0.035, 0.001), (64, 67_108_864, 0.04, 0.005), (1024, 67_108_864, 0.5, 0.3)],
-)  # fmt: skip
+    [
+        (2, 67_108_864, 0.005, 0.001),
+        (4, 67_108_864, 0.005, 0.001),
+        (8, 67_108_864, 0.005, 0.001),
+        (16, 67_108_864, 0.005, 0.001),
+        (32, 67_108_864, 0.02, 0.001),
+        (4, 134_217_728, 0.005, 0.001),
+        (8, 134_217_728, 0.035, 0.001),
+        (64, 67_108_864, 0.04, 0.005),
+        (1024, 67_108_864, 0.5, 0.3),
+    ],
+)
 def test_owners_of_both_buffers_of_the_full_model_have_the_same_work(shards, bucket_size, uneven, padding):
     """As DDP asks: experts have a buffer of their own. At 1,024 an expert and a half an owner are what there is."""
     params = _zaya1_base_under_muon()
@@ -214,7 +226,10 @@ def test_larger_buckets_are_taken_only_for_what_they_cost():
     """Four times the size is more even (1.011 for 1.03), but leaves more to send at the end."""
     params = [p for p in _zaya1_base_under_muon() if hasattr(p, "expert_block")]
     layout = compute_expert_block_layout(params, 134_217_728, 8, NO_PADDING)
-    assert len(layout.bucket_indices) == 27 and layout.bucket_indices[-1][1] - layout.bucket_indices[-1][0] == 32 * 2048 * 2048
+    assert (
+        len(layout.bucket_indices) == 27
+        and layout.bucket_indices[-1][1] - layout.bucket_indices[-1][0] == 32 * 2048 * 2048
+    )
 
 
 def _digest():
@@ -224,7 +239,13 @@ def _digest():
 
 def test_another_process_finds_the_same_layout():
     program = "from tests.optim.test_layout import _digest; print(_digest())"
-    there = subprocess.run([sys.executable, "-c", program], env=os.environ | {"PYTHONHASHSEED": "7"}, capture_output=True, text=True, check=True)
+    there = subprocess.run(
+        [sys.executable, "-c", program],
+        env=os.environ | {"PYTHONHASHSEED": "7"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
     assert there.stdout.split()[-1] == _digest()
 
 
@@ -237,7 +258,8 @@ MATRIX = st.tuples(st.integers(1, 40), st.integers(1, 40))
     bucket_size=st.sampled_from([None, 500, 5000]),
     layers=st.lists(
         st.tuples(st.lists(MATRIX, max_size=4), st.lists(st.integers(1, 3000), max_size=4), st.booleans()),
-        min_size=1, max_size=5,
+        min_size=1,
+        max_size=5,
     ),
     expert=MATRIX,
 )

@@ -31,7 +31,9 @@ def _give_gradients(params, step):
     for p, shape in zip(params, SHAPES + VECTORS, strict=True):
         noise = torch.randn(shape, generator=generator)
         if len(shape) == 2:
-            noise = 0.1 * noise + torch.randn(shape[0], 2, generator=generator) @ torch.randn(2, shape[1], generator=generator)
+            noise = 0.1 * noise + torch.randn(shape[0], 2, generator=generator) @ torch.randn(
+                2, shape[1], generator=generator
+            )
         p.grad = noise.reshape(p.shape).to(p.dtype)
 
 
@@ -72,8 +74,16 @@ def test_fp32_iterations_are_emerging_optimizers(steps, name, fused):
     ours, theirs = _parameters(), _parameters()
     _run([_ours(ours, dtype="fp32", coefficients=name, fused=fused)], ours, steps)
     muon = emerging.Muon(
-        theirs[: len(SHAPES)], lr=LR, weight_decay=DECAY, momentum=0.95, nesterov=True, weight_decay_method="decoupled",
-        fp32_matmul_prec="highest", coefficient_type=name, num_ns_steps=5, scale_mode="spectral",
+        theirs[: len(SHAPES)],
+        lr=LR,
+        weight_decay=DECAY,
+        momentum=0.95,
+        nesterov=True,
+        weight_decay_method="decoupled",
+        fp32_matmul_prec="highest",
+        coefficient_type=name,
+        num_ns_steps=5,
+        scale_mode="spectral",
         extra_scale_factor=0.2,
     )
     adamw = torch.optim.AdamW(theirs[len(SHAPES) :], lr=LR, weight_decay=DECAY, betas=(0.9, 0.95))

@@ -59,7 +59,10 @@ def test_never_worse_than_the_usual_order_and_never_longer(shards):
     buckets = [units_of([*_layer(layer, 8), torch.nn.Parameter(torch.empty(700, device="meta"))]) for layer in range(5)]
     of = Shards(shards, shards)
     placed, _ = balanced(buckets, of)
-    usual = [(place(owner_balance.usual_orders(bucket)[0], shards, of.size(bucket))[0], shards * of.size(bucket)) for bucket in buckets]
+    usual = [
+        (place(owner_balance.usual_orders(bucket)[0], shards, of.size(bucket))[0], shards * of.size(bucket))
+        for bucket in buckets
+    ]
     assert [length for _, length in placed] == [length for _, length in usual]
     assert max(_work(placed, shards)) <= max(_work(usual, shards))
     for bucket, (in_bucket, length) in zip(buckets, placed, strict=True):
@@ -76,7 +79,9 @@ def test_arrangements():
     assert Arrangement((second.kind, first.kind), 1, (0, 2)).items(units) == [2 * 64 * 32, second, units[1], first]
     every = list(owner_balance._arrangements(units, 4, 2))
     assert every[0].items(units) == every[1].items(units) == [first, second, units[1]]
-    assert len(set(every[2:])) == len(every[2:]) == 2 * 3 * (1 + 2 * 2), "orders, places of the matrix, and of what is free"
+    assert len(set(every[2:])) == len(every[2:]) == 2 * 3 * (1 + 2 * 2), (
+        "orders, places of the matrix, and of what is free"
+    )
     one_of_many = [(kind,) for kind in range(9)]
     assert len(list(owner_balance._orders(one_of_many))) == owner_balance.MAX_ORDERS
     assert sorted(owner_balance._orders(["a", "b", "a"])) == [("a", "a", "b"), ("a", "b", "a"), ("b", "a", "a")]
@@ -99,9 +104,14 @@ def test_squares_fit_into_63_bits_where_one_owner_has_all_work(monkeypatch):
 
 def test_what_is_left_free_across_a_border_takes_no_matrix_over_it():
     first, second = units_of(_layer(0))
-    half, more = torch.nn.Parameter(torch.empty(32, 32, device="meta")), torch.nn.Parameter(torch.empty(48, 32, device="meta"))
+    half, more = (
+        torch.nn.Parameter(torch.empty(32, 32, device="meta")),
+        torch.nn.Parameter(torch.empty(48, 32, device="meta")),
+    )
     for matrix in (half, more):
         matrix.muon_matrices = (1, *matrix.shape)
     shard = 64 * 32
     starts = offsets(place([2 * shard, *units_of([half, more]), first, second], 16, shard)[0])
-    assert starts[half] == 0 and all(start // shard == (start + param.numel() - 1) // shard for param, start in starts.items())
+    assert starts[half] == 0 and all(
+        start // shard == (start + param.numel() - 1) // shard for param, start in starts.items()
+    )

@@ -44,7 +44,9 @@ def test_no_other_cuts_are_cheaper(seed):
         if min(sizes[:-1], default=least) < least or len(buckets) > 1 and sizes[-1] < least / partition.FINENESS:
             return float("inf")
         behind = [sum(sizes[index + 1 :]) for index in range(len(sizes))]
-        return sum(partition._cost(length, after, total) for length, after in zip(_lengths(buckets), behind, strict=True))
+        return sum(
+            partition._cost(length, after, total) for length, after in zip(_lengths(buckets), behind, strict=True)
+        )
 
     ends = [sum(len(bucket) for bucket in found[: index + 1]) for index in range(len(found) - 1)]
     every = [cuts for count in range(len(units)) for cuts in itertools.combinations(range(1, len(units)), count)]

@@ -72,7 +72,9 @@ def test_second_call_does_nothing_and_is_fast(checkout):
     assert time.perf_counter() - started < 0.5
 
 
-@pytest.mark.parametrize("name", ["constraints.txt", "setup.py", "pyproject.toml", "tools/bootstrap.sh", "tools/find_python.sh"])
+@pytest.mark.parametrize(
+    "name", ["constraints.txt", "setup.py", "pyproject.toml", "tools/bootstrap.sh", "tools/find_python.sh"]
+)
 def test_a_change_installs_into_the_same_environment(checkout, name):
     checkout.setup()
     with (checkout.repo / name).open("a") as file:

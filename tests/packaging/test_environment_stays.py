@@ -28,9 +28,20 @@ ROCM_IMAGE = {
 def would_install(source: Path, pythonpath: str = "") -> dict[str, str]:
     """Name -> version of all that `pip install source` would put into this environment, with no index to take anything from."""
     report = ("--dry-run", "--quiet", "--report", "-", "--no-index", "--no-build-isolation")
-    command = [sys.executable, "-m", "pip", "--isolated", "--disable-pip-version-check", "install", *report, str(source)]
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "--isolated",
+        "--disable-pip-version-check",
+        "install",
+        *report,
+        str(source),
+    ]
     env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    done = subprocess.run(command, env=env | ({"PYTHONPATH": pythonpath} if pythonpath else {}), capture_output=True, text=True)
+    done = subprocess.run(
+        command, env=env | ({"PYTHONPATH": pythonpath} if pythonpath else {}), capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stderr
     return {item["metadata"]["name"]: item["metadata"]["version"] for item in json.loads(done.stdout)["install"]}
 

@@ -10,7 +10,9 @@ from pathlib import Path
 import pytest
 
 TOOLS = Path(__file__).parents[2] / "tools"
-BARE_PATH = "/usr/bin:/bin"  # sed, sort; on some machines also a python3, so the fakes come first and tests allow for it
+BARE_PATH = (
+    "/usr/bin:/bin"  # sed, sort; on some machines also a python3, so the fakes come first and tests allow for it
+)
 
 
 class Machine:
@@ -65,7 +67,7 @@ def test_every_place_is_searched(machine, path):
 def test_old_default_and_dead_shim_do_not_hide_pyenv(machine):
     machine.python("bin/python3", "3.11.7")
     shim = machine.bin / "python3.12"  # what pyenv leaves on PATH for versions that are installed and not selected
-    shim.write_text("#!/bin/sh\necho \"pyenv: python3.12: command not found\" >&2\nexit 127\n")
+    shim.write_text('#!/bin/sh\necho "pyenv: python3.12: command not found" >&2\nexit 127\n')
     shim.chmod(0o755)
     expected = machine.python("elsewhere/versions/3.12.1/bin/python3.12", "3.12.1")
     assert machine.find(PYENV_ROOT=str(machine.root / "elsewhere")).stdout == expected + "\n"
@@ -104,7 +106,9 @@ def test_places_with_spaces(machine):
 def test_message_names_what_was_tried_and_what_to_install(machine):
     old = machine.python("bin/python3", "3.11.7")
     new = machine.python("bin/python", "3.14.0")
-    bare = machine.python("home/.pyenv/versions/3.12.4/bin/python3.12", "3.12.4", probe="echo 'has no venv module that works'; exit 1")
+    bare = machine.python(
+        "home/.pyenv/versions/3.12.4/bin/python3.12", "3.12.4", probe="echo 'has no venv module that works'; exit 1"
+    )
     result = machine.find()
     assert (result.returncode, result.stdout) == (1, "")
     for line in (
@@ -135,7 +139,9 @@ def test_explicit_choice(machine):
     assert "Python 3.10.2" in refused.stderr
 
 
-@pytest.mark.skipif(sys.version_info[:2] not in {(3, 12), (3, 13)}, reason="runs in an environment that the set-up did not make")
+@pytest.mark.skipif(
+    sys.version_info[:2] not in {(3, 12), (3, 13)}, reason="runs in an environment that the set-up did not make"
+)
 def test_probe_accepts_the_real_interpreter(machine):
     real = os.path.realpath(sys.executable)
     assert machine.find(ZAYA_PYTHON=real).stdout == real + "\n"

@@ -13,7 +13,12 @@ import pytest
 
 REPO = Path(__file__).parents[2]
 # Folder -> import name, as setup.py maps them; longest import name first decides which room a module belongs to.
-PACKAGES = {"zaya_plugin": "zaya_plugin", "patches": "zaya_plugin.patches", "recipes": "zaya_plugin.recipes", "hip_ops": "hip_ops"}
+PACKAGES = {
+    "zaya_plugin": "zaya_plugin",
+    "patches": "zaya_plugin.patches",
+    "recipes": "zaya_plugin.recipes",
+    "hip_ops": "hip_ops",
+}
 
 
 @dataclass(frozen=True)
@@ -149,17 +154,37 @@ def test_table_restates_the_design(rules):
 @pytest.mark.parametrize(
     ("file", "source", "complaint"),
     [
-        ("zaya_plugin/config/a.py", "import torch", "config/a.py:1: imports torch, allowed from outside: hydra, omegaconf"),
+        (
+            "zaya_plugin/config/a.py",
+            "import torch",
+            "config/a.py:1: imports torch, allowed from outside: hydra, omegaconf",
+        ),
         ("zaya_plugin/config/a.py", "def f():\n    import torch.nn", "config/a.py:2: imports torch.nn"),
-        ("zaya_plugin/config/a.py", "if TYPE_CHECKING:\n    from torch import Tensor", "config/a.py:2: imports torch.Tensor"),
-        ("zaya_plugin/plan/a.py", "from importlib import import_module\nimport_module('torch')", "plan/a.py:2: imports torch"),
-        ("zaya_plugin/plan/a.py", "from zaya_plugin.model.router import ZayaRouter", "imports zaya_plugin.model.router.ZayaRouter"),
+        (
+            "zaya_plugin/config/a.py",
+            "if TYPE_CHECKING:\n    from torch import Tensor",
+            "config/a.py:2: imports torch.Tensor",
+        ),
+        (
+            "zaya_plugin/plan/a.py",
+            "from importlib import import_module\nimport_module('torch')",
+            "plan/a.py:2: imports torch",
+        ),
+        (
+            "zaya_plugin/plan/a.py",
+            "from zaya_plugin.model.router import ZayaRouter",
+            "imports zaya_plugin.model.router.ZayaRouter",
+        ),
         ("zaya_plugin/plan/a.py", "from ..model import router", "imports zaya_plugin.model.router"),
         ("zaya_plugin/plan/__init__.py", "from ..model import router", "imports zaya_plugin.model.router"),
         ("zaya_plugin/model/a.py", "from zaya_plugin import training", "imports zaya_plugin.training"),
         ("zaya_plugin/model/a.py", "from megatron import training", "imports megatron.training"),
         ("zaya_plugin/model/a.py", "import megatron", "imports megatron,"),
-        ("zaya_plugin/training/loop.py", "from megatron.training import pretrain", "imports megatron.training.pretrain"),
+        (
+            "zaya_plugin/training/loop.py",
+            "from megatron.training import pretrain",
+            "imports megatron.training.pretrain",
+        ),
         ("zaya_plugin/optim/a.py", "import zaya_plugin.model", "imports zaya_plugin.model"),
         ("hip_ops/a.py", "from zaya_plugin import __version__", "hip_ops stands alone"),
         ("hip_ops/a.py", "import numpy", "imports numpy, allowed from outside: torch, triton"),
@@ -182,11 +207,17 @@ def test_the_checker_sees(tmp_path, rules, file, source, complaint):
 @pytest.mark.parametrize(
     ("file", "source"),
     [
-        ("zaya_plugin/training/adapter.py", "from megatron.training import pretrain\nfrom zaya_plugin.model import spec"),
+        (
+            "zaya_plugin/training/adapter.py",
+            "from megatron.training import pretrain\nfrom zaya_plugin.model import spec",
+        ),
         ("zaya_plugin/training/adapter_args.py", "import megatron.training.arguments"),
         ("zaya_plugin/primus/trainer.py", "import primus\nfrom zaya_plugin import training"),
         ("zaya_plugin/config/a.py", "import json, os.path\nfrom . import schema\nfrom zaya_plugin import __version__"),
-        ("zaya_plugin/cli.py", "import argparse\nfrom zaya_plugin import __version__\ndef f():\n    import torch\n    import zaya_plugin.model"),
+        (
+            "zaya_plugin/cli.py",
+            "import argparse\nfrom zaya_plugin import __version__\ndef f():\n    import torch\n    import zaya_plugin.model",
+        ),
     ],
 )
 def test_the_checker_lets_pass(tmp_path, rules, file, source):
@@ -207,11 +238,18 @@ print(*sorted(set(sys.argv[1].split(",")) & set(sys.modules)))
 
 @pytest.mark.parametrize(
     ("rooms", "absent"),
-    [(("config", "plan", "aegis"), "torch,megatron,transformers"), (("cli",), "torch,megatron,transformers,hydra,omegaconf,numpy")],
+    [
+        (("config", "plan", "aegis"), "torch,megatron,transformers"),
+        (("cli",), "torch,megatron,transformers,hydra,omegaconf,numpy"),
+    ],
 )
 def test_nothing_heavy_is_loaded(rooms, absent):
     """The same rule at run time, where an import by way of a third module would show."""
-    modules = [f"zaya_plugin.{room}" for room in rooms if (REPO / "zaya_plugin" / room).exists() or (REPO / f"zaya_plugin/{room}.py").exists()]
+    modules = [
+        f"zaya_plugin.{room}"
+        for room in rooms
+        if (REPO / "zaya_plugin" / room).exists() or (REPO / f"zaya_plugin/{room}.py").exists()
+    ]
     assert modules
     done = subprocess.run([sys.executable, "-I", "-c", PROGRAM, absent, *modules], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

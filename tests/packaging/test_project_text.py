@@ -12,7 +12,13 @@ REPO = Path(__file__).parents[2]
 # In pieces, or this file would be its own first finding.
 ROOTS = ("wo" + "rk", "ro" + "ot", "fa" + "rm")
 MACHINE_PATH = re.compile(rf"(?<![\w.~\-}})/])/(?:{'|'.join(ROOTS)})(?:/|\b(?=[\s\"'`,:;)]|$))", re.MULTILINE)
-INDEX_HOSTS = ("py" + "pi.org", "pythonhosted" + ".org", "download.pytorch" + ".org", "conda.anaconda" + ".org", "registry.npm" + "js.org")
+INDEX_HOSTS = (
+    "py" + "pi.org",
+    "pythonhosted" + ".org",
+    "download.pytorch" + ".org",
+    "conda.anaconda" + ".org",
+    "registry.npm" + "js.org",
+)
 HOST = re.compile("|".join(re.escape(host) for host in INDEX_HOSTS))
 
 
@@ -65,7 +71,11 @@ def test_the_check_lets_pass(text):
 
 def test_python_files_open_with_their_licence(project_files):
     files = [file for file in project_files if file.suffix == ".py" and (REPO / file).read_text()]
-    assert [str(file) for file in files if not (REPO / file).read_text().startswith("# SPDX-License-Identifier: Apache-2.0\n")] == []
+    assert [
+        str(file)
+        for file in files
+        if not (REPO / file).read_text().startswith("# SPDX-License-Identifier: Apache-2.0\n")
+    ] == []
 
 
 def test_sources_parse_as_python_310(project_files):

@@ -19,7 +19,18 @@ def test_with_tool(require_tool):
 def outcome(tmp_path: Path, tool: str, ci: str) -> str:
     shutil.copy(CONFTEST, tmp_path)
     (tmp_path / "test_inner.py").write_text(BODY.format(tool=tool))
-    command = [sys.executable, "-m", "pytest", "-q", "-rs", "-p", "no:cacheprovider", "--rootdir", str(tmp_path), str(tmp_path)]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-rs",
+        "-p",
+        "no:cacheprovider",
+        "--rootdir",
+        str(tmp_path),
+        str(tmp_path),
+    ]
     env = os.environ | {"CI": ci, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}  # the plugins triple the start-up time
     return subprocess.run(command, env=env, cwd=tmp_path, capture_output=True, text=True).stdout
 

@@ -13,7 +13,12 @@ from pathlib import Path
 import pytest
 
 # import name -> folder in the repository
-ROOMS = {"zaya_plugin": "zaya_plugin", "zaya_plugin/patches": "patches", "zaya_plugin/recipes": "recipes", "hip_ops": "hip_ops"}
+ROOMS = {
+    "zaya_plugin": "zaya_plugin",
+    "zaya_plugin/patches": "patches",
+    "zaya_plugin/recipes": "recipes",
+    "hip_ops": "hip_ops",
+}
 
 
 def pip(*arguments: str, **env: str) -> subprocess.CompletedProcess:
@@ -26,7 +31,17 @@ def pip(*arguments: str, **env: str) -> subprocess.CompletedProcess:
 def wheel(source_copy, tmp_path_factory) -> Path:
     target = tmp_path_factory.mktemp("wheel")
     # CC=false: the build must not want a compiler.
-    built = pip("wheel", "--no-index", "--no-deps", "--no-build-isolation", "-w", str(target), str(source_copy), CC="false", CXX="false")
+    built = pip(
+        "wheel",
+        "--no-index",
+        "--no-deps",
+        "--no-build-isolation",
+        "-w",
+        str(target),
+        str(source_copy),
+        CC="false",
+        CXX="false",
+    )
     assert built.returncode == 0, built.stderr
     (file,) = target.glob("*.whl")
     return file
@@ -89,7 +104,14 @@ def metadata_of(wheel: Path):
 
 def test_plain_requirements_name_no_host_package(wheel):
     plain = [line for line in metadata_of(wheel).get_all("Requires-Dist") if "extra ==" not in line]
-    assert {re.split("[<>=]", line)[0] for line in plain} == {"hydra-core", "omegaconf", "numpy", "packaging", "PyYAML", "tqdm"}
+    assert {re.split("[<>=]", line)[0] for line in plain} == {
+        "hydra-core",
+        "omegaconf",
+        "numpy",
+        "packaging",
+        "PyYAML",
+        "tqdm",
+    }
     assert not [line for line in plain if "<" in line or "==" in line], "an upper bound could replace what is installed"
 
 
@@ -130,7 +152,11 @@ def imported(cwd: Path, target: str = "") -> dict:
 
 
 def recipe_groups(project_files) -> set[str]:
-    return {file.parts[1] for file in project_files if file.parts[0] == "recipes" and file.suffix == ".yaml" and len(file.parts) > 2}
+    return {
+        file.parts[1]
+        for file in project_files
+        if file.parts[0] == "recipes" and file.suffix == ".yaml" and len(file.parts) > 2
+    }
 
 
 def test_wheel_imports_from_any_folder(wheel, tmp_path, project_files):

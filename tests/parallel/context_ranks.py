@@ -75,9 +75,19 @@ def build(case: Case, size: int):
     torch.manual_seed(99)
     model_parallel_cuda_manual_seed(99, force_reset_rng=True)
     config = ZayaConfig(
-        num_layers=3, hidden_size=32, num_attention_heads=4, num_query_groups=2, kv_channels=8, ffn_hidden_size=24,
-        moe_ffn_hidden_size=24, num_moe_experts=4, router_hidden_size=16, use_cpu_initialization=True,
-        context_parallel_size=size, context_parallel_order=case.order, params_dtype=getattr(torch, case.dtype),
+        num_layers=3,
+        hidden_size=32,
+        num_attention_heads=4,
+        num_query_groups=2,
+        kv_channels=8,
+        ffn_hidden_size=24,
+        moe_ffn_hidden_size=24,
+        num_moe_experts=4,
+        router_hidden_size=16,
+        use_cpu_initialization=True,
+        context_parallel_size=size,
+        context_parallel_order=case.order,
+        params_dtype=getattr(torch, case.dtype),
         **case.config,
     )
     model = build_zaya_model(config, vocab_size=64, max_sequence_length=case.length).to(config.params_dtype)

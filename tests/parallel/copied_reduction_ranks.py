@@ -78,7 +78,10 @@ def groups_of(rank: int, ranks: int) -> list:
     """All ranks, and every second one; two ranks have a second group of both, as experts have."""
     subsets = [list(range(ranks))] if ranks == 2 else [list(range(first, ranks, 2)) for first in range(2)]
     made = [torch.distributed.new_group(subset) for subset in subsets]
-    return [torch.distributed.group.WORLD, next(group for group, subset in zip(made, subsets, strict=True) if rank in subset)]
+    return [
+        torch.distributed.group.WORLD,
+        next(group for group, subset in zip(made, subsets, strict=True) if rank in subset),
+    ]
 
 
 def sums(rank: int, ranks: int, folder: Path, device: torch.device) -> None:
@@ -89,7 +92,9 @@ def sums(rank: int, ranks: int, folder: Path, device: torch.device) -> None:
     for group, (count, dtype) in zip(groups_of(rank, ranks), SHARDS, strict=True):
         window = open_window(group, SLOT, device, timeout_ms=30_000)
         window.slots(window.rank, dtype)[window.rank].fill_(torch.nan)
-        assert count * dtype.itemsize > 2 * SLOT / 2 and count * dtype.itemsize % (SLOT / 2), "several pieces, the last one short"
+        assert count * dtype.itemsize > 2 * SLOT / 2 and count * dtype.itemsize % (SLOT / 2), (
+            "several pieces, the last one short"
+        )
         reductions += [Reduction(Late(window, device, draw), device)] * BUCKETS
         buffers += [torch.empty(group.size(), count, dtype=dtype, device=device) for _ in range(BUCKETS)]
     places = [(each.window.rank, each.window.size) for each in reductions]
@@ -111,7 +116,9 @@ def sums(rank: int, ranks: int, folder: Path, device: torch.device) -> None:
         for number, (buffer, (own, size)) in enumerate(zip(buffers, places, strict=True)):
             found, right = buffer[own].cpu(), expected(call, number, own, size)
             no_number = right.isnan()
-            assert no_number.sum() == 1 and torch.equal(found.isnan(), no_number), f"call {call}, bucket {number}: NaN elsewhere"
+            assert no_number.sum() == 1 and torch.equal(found.isnan(), no_number), (
+                f"call {call}, bucket {number}: NaN elsewhere"
+            )
             differ = int((found[~no_number] != right[~no_number]).sum())
             assert differ == 0, f"call {call}, bucket {number}: {differ} of {found.numel()} elements differ"
 
@@ -159,7 +166,9 @@ def main(what: str, rank: int, ranks: int, folder: Path, kind: str) -> None:
         torch.cuda.set_device(device)
     store = torch.distributed.FileStore(str(folder / "store"), ranks)
     backend = "nccl" if kind == "cuda" else "gloo"
-    torch.distributed.init_process_group(backend, store=store, rank=rank, world_size=ranks, timeout=timedelta(seconds=60))
+    torch.distributed.init_process_group(
+        backend, store=store, rank=rank, world_size=ranks, timeout=timedelta(seconds=60)
+    )
     {"sums": sums, "alone": alone}[what](rank, ranks, folder, device)
     torch.distributed.barrier()
     torch.distributed.destroy_process_group()
@@ -173,16 +182,33 @@ def run(what: str, ranks: int, folder: Path, kind: str, seconds: float = 120) ->
     processes, deadline = [], time.monotonic() + seconds
     try:
         for rank, log in enumerate(logs):
-            command = [sys.executable, "-m", "tests.parallel.copied_reduction_ranks", what, str(rank), str(ranks), str(folder), kind]
+            command = [
+                sys.executable,
+                "-m",
+                "tests.parallel.copied_reduction_ranks",
+                what,
+                str(rank),
+                str(ranks),
+                str(folder),
+                kind,
+            ]
             with open(log, "w") as output:
-                processes.append(subprocess.Popen(command, cwd=ROOT, env=environment, stdout=output, stderr=subprocess.STDOUT))
-        while None in (codes := [process.poll() for process in processes]) and not any(codes) and time.monotonic() < deadline:
+                processes.append(
+                    subprocess.Popen(command, cwd=ROOT, env=environment, stdout=output, stderr=subprocess.STDOUT)
+                )
+        while (
+            None in (codes := [process.poll() for process in processes])
+            and not any(codes)
+            and time.monotonic() < deadline
+        ):
             time.sleep(0.05)
     finally:
         for process in processes:
             process.kill()
             process.wait()
-    assert codes == [0] * ranks, f"{codes} after {seconds} s at most\n" + "\n".join(f"{log.name}: {log.read_text()[-2000:]}" for log in logs)
+    assert codes == [0] * ranks, f"{codes} after {seconds} s at most\n" + "\n".join(
+        f"{log.name}: {log.read_text()[-2000:]}" for log in logs
+    )
 
 
 if __name__ == "__main__":

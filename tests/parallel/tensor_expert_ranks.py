@@ -71,10 +71,22 @@ def build(layout: Layout):
     torch.manual_seed(11)
     model_parallel_cuda_manual_seed(11, force_reset_rng=True)
     config = ZayaConfig(
-        num_layers=2, hidden_size=32, num_attention_heads=8, num_query_groups=2, kv_channels=8, ffn_hidden_size=24,
-        moe_ffn_hidden_size=24, num_moe_experts=8, router_hidden_size=16, use_cpu_initialization=True,
-        init_method_std=0.2, router_init_std=0.5, tensor_model_parallel_size=layout.tensor,
-        sequence_parallel=layout.tensor > 1, expert_model_parallel_size=layout.expert, expert_tensor_parallel_size=1,
+        num_layers=2,
+        hidden_size=32,
+        num_attention_heads=8,
+        num_query_groups=2,
+        kv_channels=8,
+        ffn_hidden_size=24,
+        moe_ffn_hidden_size=24,
+        num_moe_experts=8,
+        router_hidden_size=16,
+        use_cpu_initialization=True,
+        init_method_std=0.2,
+        router_init_std=0.5,
+        tensor_model_parallel_size=layout.tensor,
+        sequence_parallel=layout.tensor > 1,
+        expert_model_parallel_size=layout.expert,
+        expert_tensor_parallel_size=1,
         moe_token_dispatcher_type=layout.dispatcher,
     )
     model = build_zaya_model(config, vocab_size=VOCABULARY, max_sequence_length=LENGTH)
@@ -82,7 +94,12 @@ def build(layout: Layout):
     options = DistributedDataParallelConfig(use_distributed_optimizer=True, grad_reduce_in_fp32=True)
     ddp = DistributedDataParallel(config, options, model)
     settings = OptimizerConfig(
-        optimizer="adam", lr=1e-3, min_lr=1e-4, weight_decay=0.1, adam_eps=1e-6, use_distributed_optimizer=True,
+        optimizer="adam",
+        lr=1e-3,
+        min_lr=1e-4,
+        weight_decay=0.1,
+        adam_eps=1e-6,
+        use_distributed_optimizer=True,
         clip_grad=1.0,
     )
     factory = muon_factory(get_megatron_optimizer, MuonSettings(dtype="fp32"))
@@ -124,8 +141,12 @@ def step(ddp, optimizer, model, number: int) -> dict:
     gradients = local_gradients([ddp])
     succeeded, norm, _ = optimizer.step()
     assert succeeded
-    return {"loss": total.item() / tokens[:, 1:].numel(), "norm": norm, "gradients": gradients,
-            "counts": statistics.tokens_per_expert}  # fmt: skip
+    return {
+        "loss": total.item() / tokens[:, 1:].numel(),
+        "norm": norm,
+        "gradients": gradients,
+        "counts": statistics.tokens_per_expert,
+    }
 
 
 def state(model, optimizer, is_loading=False) -> dict:
@@ -146,7 +167,9 @@ def run(layout: Layout, directory: Path) -> dict:
         optimizer.reload_model_params()
         step(ddp, optimizer, model, 1)
         save(model, optimizer, directory / layout.start)
-        torch.save(dist_checkpointing.load_plain_tensors(str(directory / layout.start)), directory / f"{layout.start}.pt")
+        torch.save(
+            dist_checkpointing.load_plain_tensors(str(directory / layout.start)), directory / f"{layout.start}.pt"
+        )
     loaded = dist_checkpointing.load(state(model, optimizer, is_loading=True), str(directory / layout.start))
     model.load_state_dict(loaded["model"])
     optimizer.load_state_dict(loaded["optimizer"])
@@ -170,7 +193,8 @@ def rank_main(rank: int, directory: Path) -> None:
         store = torch.distributed.FileStore(str(directory / f"store_{layout.name}"), layout.ranks)
         torch.distributed.init_process_group("gloo", store=store, rank=rank, world_size=layout.ranks)
         parallel_state.initialize_model_parallel(
-            tensor_model_parallel_size=layout.tensor, expert_model_parallel_size=layout.expert,
+            tensor_model_parallel_size=layout.tensor,
+            expert_model_parallel_size=layout.expert,
             expert_tensor_parallel_size=1,
         )
         result = run(layout, directory)

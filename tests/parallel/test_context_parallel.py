@@ -22,8 +22,13 @@ def found(tmp_path_factory) -> dict[str, list[dict]]:
     folder = tmp_path_factory.mktemp("ranks")
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
-        [sys.executable, "-m", "tests.parallel.context_ranks", str(folder)], env=environment, text=True, timeout=300,
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, cwd=Path(__file__).parents[2],
+        [sys.executable, "-m", "tests.parallel.context_ranks", str(folder)],
+        env=environment,
+        text=True,
+        timeout=300,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        cwd=Path(__file__).parents[2],
     )
     assert done.returncode == 0, done.stdout
     ranks = [json.loads((folder / f"{rank}.json").read_text()) for rank in range(RANKS)]
@@ -50,8 +55,15 @@ def test_the_comparison_notices_missing_boundary_rows(found):
 @pytest.mark.parametrize("case", [case for case in CASES if not (case.config or case.deaf)], ids=lambda case: case.name)
 def test_the_traffic_is_what_the_plan_says(found, case):
     shape = Shape(
-        num_layers=3, hidden_size=32, num_attention_heads=4, num_query_groups=2, kv_channels=8, num_experts=4,
-        moe_ffn_hidden_size=24, router_hidden_size=16, vocab_size=64,
+        num_layers=3,
+        hidden_size=32,
+        num_attention_heads=4,
+        num_query_groups=2,
+        kv_channels=8,
+        num_experts=4,
+        moe_ffn_hidden_size=24,
+        router_hidden_size=16,
+        vocab_size=64,
     )
     batch = Batch(case.length, micro_batch_size=2, dtype_bytes=8 if case.dtype == "float64" else 4)
     planned = sent_bytes(shape, Layout(context=case.size, zigzag=case.order == "zigzag"), batch)

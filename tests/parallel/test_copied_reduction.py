@@ -38,7 +38,14 @@ class Threads:
     """A window of one of several threads. late: seconds of random delay around each barrier, in which a missing one would show."""
 
     def __init__(self, rank, memory, barrier, slot_bytes, late):
-        self.rank, self.size, self.slot_bytes, self.memory, self.shared, self.late = rank, len(memory), slot_bytes, memory, barrier, late
+        self.rank, self.size, self.slot_bytes, self.memory, self.shared, self.late = (
+            rank,
+            len(memory),
+            slot_bytes,
+            memory,
+            barrier,
+            late,
+        )
         self.barriers = 0
 
     def slots(self, owner, dtype):
@@ -61,7 +68,10 @@ def windows_of(ranks, slot_bytes, late=0.0, window=Threads):
 def on_threads(size, work, *windows):
     """work(rank, a reduction in each of `windows` that the rank has) of each thread, by rank."""
     with ThreadPoolExecutor(size) as pool:
-        done = [pool.submit(work, rank, *(Reduction(each[rank], CPU) for each in windows if rank in each)) for rank in range(size)]
+        done = [
+            pool.submit(work, rank, *(Reduction(each[rank], CPU) for each in windows if rank in each))
+            for rank in range(size)
+        ]
         return [each.result() for each in done]
 
 
@@ -86,7 +96,9 @@ def test_each_rank_has_the_sum_of_its_part(size, count, slot_elements, dtype):
             others = torch.ones(size * count, dtype=torch.bool)
             others[rank * count : (rank + 1) * count] = False
             assert torch.equal(whole[others], each[rank][others]), "the rest of the buffer is read, not written"
-        assert reduction.window.barriers == 4 * (1 + -(-count // (slot_elements // 2))), "one to begin with, and one a piece of half a slot"
+        assert reduction.window.barriers == 4 * (1 + -(-count // (slot_elements // 2))), (
+            "one to begin with, and one a piece of half a slot"
+        )
         return shards
 
     found = on_threads(size, work, windows_of(range(size), slot_elements * dtype.itemsize))
@@ -94,7 +106,9 @@ def test_each_rank_has_the_sum_of_its_part(size, count, slot_elements, dtype):
         for number, each in enumerate(rounds):
             parts = torch.stack([whole.view(size, count)[rank] for whole in each])
             exact, magnitude = parts.double().sum(dim=0), parts.double().abs().sum(dim=0)
-            rounding = (size - 1) * torch.finfo(torch.float32).eps * magnitude + torch.finfo(dtype).eps / 2 * exact.abs()  # once, where they are of bf16
+            rounding = (size - 1) * torch.finfo(torch.float32).eps * magnitude + torch.finfo(
+                dtype
+            ).eps / 2 * exact.abs()  # once, where they are of bf16
             assert ((found[rank][number].double() - exact).abs() <= rounding).all()
             assert torch.equal(found[rank][number], in_order(parts)), "one part after the other, from rank 0's on"
         assert torch.equal(found[rank][0], found[rank][3]), "the same gradients give the same bits"
@@ -107,7 +121,9 @@ def test_no_number_is_changed_on_its_way_into_the_sum(dtype):
     special = torch.tensor([math.inf, -math.inf, math.nan, tiny, -tiny, torch.finfo(dtype).max, 1.0, -0.0]).to(dtype)
 
     def work(rank, reduction):
-        whole = torch.stack([special if owner == rank else torch.full((count,), -0.0, dtype=dtype) for owner in range(3)]).flatten()
+        whole = torch.stack(
+            [special if owner == rank else torch.full((count,), -0.0, dtype=dtype) for owner in range(3)]
+        ).flatten()
         shard = torch.full((count,), 7.0).to(dtype)
         own_slot = reduction.window.slots(rank, dtype)[rank].fill_(math.nan)
         reduction(shard, whole).wait()
@@ -130,19 +146,31 @@ class LeftOut(Threads):
 
 
 # A slot has 64 fp32: 7 pieces of which the last is short, one, 3 in another dtype, 4, 5. An odd number ends in the half that the next call begins with.
-CALLS = ((7 * 32 - 6, torch.float32), (24, torch.float32), (3 * 64 - 42, torch.bfloat16), (4 * 32, torch.float32), (5 * 32, torch.float32))
+CALLS = (
+    (7 * 32 - 6, torch.float32),
+    (24, torch.float32),
+    (3 * 64 - 42, torch.bfloat16),
+    (4 * 32, torch.float32),
+    (5 * 32, torch.float32),
+)
 
 
 @pytest.mark.parametrize("group", ["all ranks", "pairs"])
-@pytest.mark.parametrize("left_out", [None, 0, 1, 2, 3], ids=["every barrier", "none to begin with", "none behind piece 0", "none behind 1", "none behind 2"])
+@pytest.mark.parametrize(
+    "left_out",
+    [None, 0, 1, 2, 3],
+    ids=["every barrier", "none to begin with", "none behind piece 0", "none behind 1", "none behind 2"],
+)
 def test_ranks_that_run_ahead_spoil_nothing_and_would_without_a_barrier(left_out, group):
     """Four ranks, all together and two by two in turn, several calls one behind the other; one barrier is left out in the windows of `group`."""
     schedule = [(count, dtype, seed) for seed in range(6) for count, dtype in CALLS]
     ranks_of = [((0, 1, 2, 3), (rank % 2, rank % 2 + 2)) for rank in range(4)]
     given = {
         (len(ranks), rank, call): gradients(1, len(ranks) * call[0], 10 * call[2] + rank, call[1])[0]
-        for call in schedule for rank in range(4) for ranks in ranks_of[rank]
-    }  # fmt: skip
+        for call in schedule
+        for rank in range(4)
+        for ranks in ranks_of[rank]
+    }
 
     def kind(name):
         return Threads if left_out is None or name != group else type("Without", (LeftOut,), {"left_out": left_out})
@@ -155,7 +183,9 @@ def test_ranks_that_run_ahead_spoil_nothing_and_would_without_a_barrier(left_out
         wrong = 0
         for first in range(0, len(schedule), 2):
             for reduction, ranks in zip(reductions, ranks_of[rank], strict=True):
-                for call in schedule[first : first + 2]:  # without the other group between them, whose barriers would hold the ranks together
+                for call in schedule[
+                    first : first + 2
+                ]:  # without the other group between them, whose barriers would hold the ranks together
                     own, size = reduction.window.rank, len(ranks)
                     whole = given[size, rank, call].clone()
                     shard = whole.view(size, -1)[own]
@@ -173,7 +203,9 @@ def test_ranks_that_run_ahead_spoil_nothing_and_would_without_a_barrier(left_out
 def test_the_program_that_devices_are_tested_with_runs_on_a_cpu(tmp_path, ranks):
     """tests/gpu/test_copied_reduction.py, but for graphs: processes over gloo, windows in shared files."""
     copied_reduction_ranks.run("sums", ranks, tmp_path, "cpu")
-    assert [(tmp_path / f"calls{rank}").read_text() for rank in range(ranks)] == [str(copied_reduction_ranks.ROUNDS)] * ranks
+    assert [(tmp_path / f"calls{rank}").read_text() for rank in range(ranks)] == [
+        str(copied_reduction_ranks.ROUNDS)
+    ] * ranks
 
 
 def bucket_group(size, rank, overlap, all_reduced):
@@ -221,7 +253,10 @@ def test_gradients_that_something_else_reduced_are_an_error_and_those_under_way_
     """As where a host brings a `start_grad_sync` of its own; and as in a run's first step, where Megatron returns at once."""
     group = SimpleNamespace(start_grad_sync=lambda force_all_reduce: None, grad_reduce_handle=None)
     start = StartByCopies(group, None)
-    with pytest.raises(RuntimeError, match="parallel.reduce_by_copies = True: gradients were reduced by something else .*allowed here: False"):
+    with pytest.raises(
+        RuntimeError,
+        match="parallel.reduce_by_copies = True: gradients were reduced by something else .*allowed here: False",
+    ):
         start()
     start(force_all_reduce=True)
     group.grad_reduce_handle = "under way"
@@ -260,7 +295,11 @@ def bucket_group_of(group, *counts):
 
 
 def chunk_of(dense, experts):
-    return SimpleNamespace(ddp_config=SimpleNamespace(use_distributed_optimizer=True), bucket_groups=dense, expert_parallel_bucket_groups=experts)
+    return SimpleNamespace(
+        ddp_config=SimpleNamespace(use_distributed_optimizer=True),
+        bucket_groups=dense,
+        expert_parallel_bucket_groups=experts,
+    )
 
 
 @pytest.fixture
@@ -285,7 +324,10 @@ def test_a_slot_is_no_larger_than_the_largest_shard(opened):
     copied_reduction.reduce_by_copies([chunk_of([first, second], [alone])])
     copied_reduction.reduce_by_copies([chunk_of([first, second], [alone])], slot_bytes=512)
     assert opened == [(two, 8192), (two, 512)], "4000 fp32 elements over two ranks, in steps of 256 bytes"
-    assert isinstance(first.start_grad_sync, StartByCopies) and first.start_grad_sync.reduction is second.start_grad_sync.reduction
+    assert (
+        isinstance(first.start_grad_sync, StartByCopies)
+        and first.start_grad_sync.reduction is second.start_grad_sync.reduction
+    )
     assert alone.start_grad_sync == "stock"
 
 
@@ -307,9 +349,15 @@ def test_a_window_is_of_ranks_not_of_their_group(opened, caplog):
 def test_the_memory_plan_has_as_many_windows_as_there_are_sets_of_ranks(tensor, expert, context, pipeline):
     """Megatron's groups of 16 ranks: `dp-cp` of what is no expert; of experts, which are never cut, every e-th rank of a stage."""
     stage = 16 // pipeline
-    whole = RankGenerator(tp=tensor, ep=1, dp=stage // (tensor * context), pp=pipeline, cp=context, order="tp-cp-ep-dp-pp").get_ranks("dp-cp")
-    experts = RankGenerator(tp=1, ep=expert, dp=stage // expert, pp=pipeline, cp=1, order="tp-cp-ep-dp-pp").get_ranks("dp")
-    layout = Layout(data=stage // (tensor * context), context=context, tensor=tensor, expert=expert, pipeline=pipeline, copies=True)
+    whole = RankGenerator(
+        tp=tensor, ep=1, dp=stage // (tensor * context), pp=pipeline, cp=context, order="tp-cp-ep-dp-pp"
+    ).get_ranks("dp-cp")
+    experts = RankGenerator(tp=1, ep=expert, dp=stage // expert, pp=pipeline, cp=1, order="tp-cp-ep-dp-pp").get_ranks(
+        "dp"
+    )
+    layout = Layout(
+        data=stage // (tensor * context), context=context, tensor=tensor, expert=expert, pipeline=pipeline, copies=True
+    )
     for rank in range(16):
         sets = {tuple(group) for groups in (whole, experts) for group in groups if rank in group}
         planned = sum(windows_bytes(BASE, layout).values()) / WINDOW_SLOT  # a slot for each rank of each window

@@ -41,7 +41,9 @@ class Devices:
             if done is not None:
                 done.done += 1
             stuck = 0 if done is not None else stuck + 1
-            assert stuck < 2, "all wait for each other"  # the first round may have been the arrival of the last rank at a barrier
+            assert stuck < 2, (
+                "all wait for each other"
+            )  # the first round may have been the arrival of the last rank at a barrier
 
 
 class Stream:
@@ -53,7 +55,9 @@ class Stream:
 
     def wait_stream(self, other):
         if (self.role, other.role) != self.devices.left_out:
-            assert other.captured or self.devices.left_out is not None, f"{self.role} waits for {other.role}, which is in no graph: an error in a capture"
+            assert other.captured or self.devices.left_out is not None, (
+                f"{self.role} waits for {other.role}, which is in no graph: an error in a capture"
+            )
             self.captured = True
             Event(other).put_into(self)
 
@@ -129,10 +133,16 @@ def sums_of(monkeypatch, seed, size, lanes, left_out=None):
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: devices.current)
     shared, results, keep = {}, [], []
     ranks_of = {rank: [tuple(range(size)), (rank % 2, rank % 2 + 2)][: 2 if size == 4 else 1] for rank in range(size)}
-    memory = {ranks: [torch.full((len(ranks) * SLOT * 4,), 127, dtype=torch.uint8) for _ in ranks] for both in ranks_of.values() for ranks in both}
+    memory = {
+        ranks: [torch.full((len(ranks) * SLOT * 4,), 127, dtype=torch.uint8) for _ in ranks]
+        for both in ranks_of.values()
+        for ranks in both
+    }
     generator = torch.Generator().manual_seed(seed)
     given = {
-        (ranks, call): torch.randn(len(ranks), len(ranks), count, generator=generator) for ranks in memory for call, count in enumerate(COUNTS)
+        (ranks, call): torch.randn(len(ranks), len(ranks), count, generator=generator)
+        for ranks in memory
+        for call, count in enumerate(COUNTS)
     }  # from, to
     for rank in range(size):
         main, reductions = devices.stream("main"), []
@@ -174,8 +184,21 @@ def test_any_order_that_is_left_open_gives_the_sums(monkeypatch, size, lanes):
 
 @pytest.mark.parametrize(
     "left_out",
-    [0, 1, 2, 3, "wait", ("copies", "main"), ("sums", "copies"), ("copies", "sums"), ("lane", "copies"), ("copies", "lane")],
-    ids=lambda value: " behind ".join(value) if isinstance(value, tuple) else f"barrier {value}" if isinstance(value, int) else value,
+    [
+        0,
+        1,
+        2,
+        3,
+        "wait",
+        ("copies", "main"),
+        ("sums", "copies"),
+        ("copies", "sums"),
+        ("lane", "copies"),
+        ("copies", "lane"),
+    ],
+    ids=lambda value: (
+        " behind ".join(value) if isinstance(value, tuple) else f"barrier {value}" if isinstance(value, int) else value
+    ),
 )
 def test_each_barrier_and_each_wait_is_needed(monkeypatch, left_out):
     assert any(wrong(sums_of(monkeypatch, seed, 4, "lane" in str(left_out), left_out)) for seed in range(12))

@@ -11,7 +11,9 @@ from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucketG
 from zaya_plugin.parallel.layer_groups import group_layers
 
 LAYERS, BLOCKS = 4, ("fc1", "fc2")
-CONFIG = DistributedDataParallelConfig(overlap_param_gather=True, use_distributed_optimizer=True, overlap_grad_reduce=True)
+CONFIG = DistributedDataParallelConfig(
+    overlap_param_gather=True, use_distributed_optimizer=True, overlap_grad_reduce=True
+)
 RANKS = SimpleNamespace(rank=lambda: 0, size=lambda: 2)
 
 
@@ -27,15 +29,20 @@ class Param:
 def ddp(buckets, config=CONFIG):
     """A chunk whose experts lie in `buckets` of names, given in the order of the backward pass, linked as Megatron does."""
     params = [[Param(name) for name in names] for names in buckets]
-    made = [SimpleNamespace(params_list=each, params=each, params_with_extra_main_grads=[]) for each in params]  # 0.16 reads `params`
+    made = [
+        SimpleNamespace(params_list=each, params=each, params_with_extra_main_grads=[]) for each in params
+    ]  # 0.16 reads `params`
     groups = [_ParamAndGradBucketGroup([bucket], config, RANKS, 2) for bucket in made]
     if config.overlap_param_gather:
         for later, earlier in zip(groups[1:], groups, strict=False):
             later.next_param_gather_bucket_group = earlier
     chunk = DistributedDataParallel.__new__(DistributedDataParallel)
     chunk.__dict__.update(
-        ddp_config=config, expert_parallel_bucket_groups=groups, bucket_groups=[], param_to_bucket_group={p: group for group in groups for p in group.params}
-    )  # fmt: skip
+        ddp_config=config,
+        expert_parallel_bucket_groups=groups,
+        bucket_groups=[],
+        param_to_bucket_group={p: group for group in groups for p in group.params},
+    )
     return chunk
 
 
@@ -52,17 +59,24 @@ def names_of(group):
 @pytest.mark.parametrize(
     "buckets, joined",
     [
-        (ONE_EACH, [ONE_EACH[:2], ONE_EACH[2:4], ONE_EACH[4:6], ONE_EACH[6:]]), (A_LAYER, [[each] for each in A_LAYER]),
-        (ACROSS, [[ACROSS[0]], [ACROSS[1]], ACROSS[2:]]), (MIXED, [MIXED[:1], MIXED[1:3], MIXED[3:]]),
+        (ONE_EACH, [ONE_EACH[:2], ONE_EACH[2:4], ONE_EACH[4:6], ONE_EACH[6:]]),
+        (A_LAYER, [[each] for each in A_LAYER]),
+        (ACROSS, [[ACROSS[0]], [ACROSS[1]], ACROSS[2:]]),
+        (MIXED, [MIXED[:1], MIXED[1:3], MIXED[3:]]),
     ],
     ids=["block", "layer", "across", "mixed"],
-)  # fmt: skip
+)
 def test_buckets_that_one_layer_waits_for_are_one_group(buckets, joined):
     chunk = ddp(buckets)
     group_layers([chunk])
     groups = chunk.expert_parallel_bucket_groups
     assert [names_of(group) for group in groups] == joined
-    assert all(chunk.param_to_bucket_group[param] is group for group in groups for bucket in group.buckets for param in bucket.params_list)
+    assert all(
+        chunk.param_to_bucket_group[param] is group
+        for group in groups
+        for bucket in group.buckets
+        for param in bucket.params_list
+    )
     assert len(chunk.param_to_bucket_group) == 2 * LAYERS
     assert [group.next_param_gather_bucket_group for group in groups] == [None, *groups[:-1]]
 
@@ -74,7 +88,10 @@ def forward(chunk, monkeypatch):
     def start(self, force_sync=False):
         assert not self.param_gather_dispatched
         events.append(("ask", id(self)))
-        self.param_gather_dispatched, self.param_gather_handle = True, SimpleNamespace(wait=lambda: events.append(("wait", id(self))))
+        self.param_gather_dispatched, self.param_gather_handle = (
+            True,
+            SimpleNamespace(wait=lambda: events.append(("wait", id(self)))),
+        )
 
     monkeypatch.setattr(_ParamAndGradBucketGroup, "start_param_sync", start)
     monkeypatch.setattr(_ParamAndGradBucketGroup, "_post_param_sync", lambda self: None, raising=False)
@@ -98,15 +115,21 @@ def test_only_the_first_layer_waits_for_what_it_asks_for(buckets, monkeypatch):
             asked[what] = computed
         elif asked[what] == computed:
             uncovered.append(what)
-    assert uncovered == [id(chunk.expert_parallel_bucket_groups[-1])] and len(asked) == len(chunk.expert_parallel_bucket_groups)
+    assert uncovered == [id(chunk.expert_parallel_bucket_groups[-1])] and len(asked) == len(
+        chunk.expert_parallel_bucket_groups
+    )
 
 
 def test_a_layer_is_reduced_at_once_when_both_blocks_are_there(monkeypatch):
     reduced = []
-    monkeypatch.setattr(_ParamAndGradBucketGroup, "start_grad_sync", lambda self, force_all_reduce=False: reduced.append(names_of(self)))
+    monkeypatch.setattr(
+        _ParamAndGradBucketGroup, "start_grad_sync", lambda self, force_all_reduce=False: reduced.append(names_of(self))
+    )
     chunk = ddp(ONE_EACH)
     group_layers([chunk])
-    for group in chunk.expert_parallel_bucket_groups:  # from the second step on, when it is known how often a gradient comes
+    for (
+        group
+    ) in chunk.expert_parallel_bucket_groups:  # from the second step on, when it is known how often a gradient comes
         group.is_first_batch, group.golden_per_param_grad_ready_counts = False, dict.fromkeys(group.params, 1)
     params = {param.name: param for param in chunk.param_to_bucket_group}
     for layer in reversed(range(LAYERS)):
@@ -122,7 +145,10 @@ def test_what_instances_of_the_optimizer_have_goes_along():
     for group in chunk.expert_parallel_bucket_groups:
         group.inter_distributed_optimizer_instance_group, group.communication_stream = "others", "stream"
     group_layers([chunk])
-    found = {(each.inter_distributed_optimizer_instance_group, each.communication_stream) for each in chunk.expert_parallel_bucket_groups}
+    found = {
+        (each.inter_distributed_optimizer_instance_group, each.communication_stream)
+        for each in chunk.expert_parallel_bucket_groups
+    }
     assert found == {("others", "stream")} and len(chunk.expert_parallel_bucket_groups) == LAYERS
 
 
@@ -137,7 +163,9 @@ def test_experts_in_no_block_and_other_models_are_left_alone():
     chunk = ddp([[None], [None], [None]])
     groups = list(chunk.expert_parallel_bucket_groups)
     group_layers([chunk, object()])
-    assert chunk.expert_parallel_bucket_groups == groups and [each.next_param_gather_bucket_group for each in groups] == [None, *groups[:-1]]
+    assert chunk.expert_parallel_bucket_groups == groups and [
+        each.next_param_gather_bucket_group for each in groups
+    ] == [None, *groups[:-1]]
     plain = ddp(ONE_EACH, DistributedDataParallelConfig(overlap_grad_reduce=True))
     group_layers([plain])
     assert [each.next_param_gather_bucket_group for each in plain.expert_parallel_bucket_groups] == [None] * LAYERS

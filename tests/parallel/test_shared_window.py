@@ -44,21 +44,34 @@ def test_a_full_disk_is_said_and_leaves_no_file(monkeypatch):
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(os, "posix_fallocate", full)
-    with pytest.raises(ValueError, match=r"parallel.reduce_by_copies = True: \S+ cannot give 2,048 bytes to share .*No space.*allowed here: False"):
+    with pytest.raises(
+        ValueError,
+        match=r"parallel.reduce_by_copies = True: \S+ cannot give 2,048 bytes to share .*No space.*allowed here: False",
+    ):
         HostWindow(TWO, 1024)
     assert not left_behind()
 
 
 def test_a_peer_s_file_that_cannot_be_had_is_an_error_too(monkeypatch):
-    monkeypatch.setattr(torch.distributed, "all_gather_object", lambda paths, path, group: paths.__setitem__(slice(None), [path, "/nowhere/zaya_window"]))
+    monkeypatch.setattr(
+        torch.distributed,
+        "all_gather_object",
+        lambda paths, path, group: paths.__setitem__(slice(None), [path, "/nowhere/zaya_window"]),
+    )
     with pytest.raises(ValueError, match="parallel.reduce_by_copies = True: .*nowhere/zaya_window"):
         HostWindow(TWO, 1024)
     assert not left_behind()
 
 
 def test_ranks_on_several_hosts_are_refused(monkeypatch):
-    monkeypatch.setattr(torch.distributed, "all_gather_object", lambda hosts, host, group: hosts.__setitem__(slice(None), ["node1", "node0"]))
-    with pytest.raises(ValueError, match="parallel.reduce_by_copies = True: allowed where .* on one host; they are on node0, node1"):
+    monkeypatch.setattr(
+        torch.distributed,
+        "all_gather_object",
+        lambda hosts, host, group: hosts.__setitem__(slice(None), ["node1", "node0"]),
+    )
+    with pytest.raises(
+        ValueError, match="parallel.reduce_by_copies = True: allowed where .* on one host; they are on node0, node1"
+    ):
         open_window(TWO, 1024, torch.device("cpu"), timeout_ms=1000)
 
 
@@ -71,7 +84,10 @@ def test_devices_that_cannot_map_each_other_are_an_error_with_its_key(monkeypatc
     monkeypatch.setattr(_symmetric_memory, "empty", refuse)
     monkeypatch.setenv("TORCH_SYMM_MEM_DISABLE_MULTICAST", "0")  # so that it is as before afterwards
     monkeypatch.delenv("TORCH_SYMM_MEM_DISABLE_MULTICAST")
-    with pytest.raises(ValueError, match=r"parallel.reduce_by_copies = True: the 2 devices cannot map 2,048 bytes .*no peer access.*allowed here: False"):
+    with pytest.raises(
+        ValueError,
+        match=r"parallel.reduce_by_copies = True: the 2 devices cannot map 2,048 bytes .*no peer access.*allowed here: False",
+    ):
         SymmetricWindow(TWO, 1024, torch.device("cuda", 0), timeout_ms=1000)
     assert os.environ["TORCH_SYMM_MEM_DISABLE_MULTICAST"] == "1", "no multicast object is made of a window"
 

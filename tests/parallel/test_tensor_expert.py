@@ -23,8 +23,12 @@ def results(tmp_path_factory) -> dict[str, dict]:
     """What each layout saw, by its name."""
     directory = tmp_path_factory.mktemp("layouts")
     done = subprocess.run(
-        [sys.executable, "-c", RUN, str(directory)], stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT, text=True, timeout=300, check=False,
+        [sys.executable, "-c", RUN, str(directory)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=300,
+        check=False,
     )
     assert done.returncode == 0, done.stdout
     names = {layout.name for layout in LAYOUTS} | {layout.start for layout in LAYOUTS}
@@ -35,7 +39,9 @@ def one_rank(results, layout):
     return results["one_muon" if layout.muon else "one"]
 
 
-SPLIT = pytest.mark.parametrize("layout", [layout for layout in LAYOUTS if layout.ranks > 1], ids=lambda layout: layout.name)
+SPLIT = pytest.mark.parametrize(
+    "layout", [layout for layout in LAYOUTS if layout.ranks > 1], ids=lambda layout: layout.name
+)
 
 
 def test_the_reference_uses_every_part(results):

@@ -33,9 +33,17 @@ CASES = {
 def case(request):
     layers, heads, groups, channels, experts, b, s, attention, skip_bias = CASES[request.param]
     hf_config = transformers.ZayaConfig(
-        vocab_size=VOCAB, hidden_size=48, num_hidden_layers=layers, num_attention_heads=heads,
-        num_key_value_heads=groups, head_dim=channels, moe_intermediate_size=40, num_experts=experts,
-        router_hidden_size=24, max_position_embeddings=64, attn_implementation=attention,
+        vocab_size=VOCAB,
+        hidden_size=48,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=groups,
+        head_dim=channels,
+        moe_intermediate_size=40,
+        num_experts=experts,
+        router_hidden_size=24,
+        max_position_embeddings=64,
+        attn_implementation=attention,
         rope_parameters={"hybrid": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}},
     )
     hf = transformers.ZayaForCausalLM(hf_config).train()
@@ -69,10 +77,18 @@ def our_model(hf, **options):
 
     c = hf.config
     config = ZayaConfig(
-        num_layers=c.num_hidden_layers, hidden_size=c.hidden_size, num_attention_heads=c.num_attention_heads,
-        num_query_groups=c.num_key_value_heads, kv_channels=c.head_dim, ffn_hidden_size=c.moe_intermediate_size,
-        moe_ffn_hidden_size=c.moe_intermediate_size, num_moe_experts=c.num_experts,
-        router_hidden_size=c.router_hidden_size, layernorm_epsilon=c.rms_norm_eps, use_cpu_initialization=True, **options,
+        num_layers=c.num_hidden_layers,
+        hidden_size=c.hidden_size,
+        num_attention_heads=c.num_attention_heads,
+        num_query_groups=c.num_key_value_heads,
+        kv_channels=c.head_dim,
+        ffn_hidden_size=c.moe_intermediate_size,
+        moe_ffn_hidden_size=c.moe_intermediate_size,
+        num_moe_experts=c.num_experts,
+        router_hidden_size=c.router_hidden_size,
+        layernorm_epsilon=c.rms_norm_eps,
+        use_cpu_initialization=True,
+        **options,
     )
     model = build_zaya_model(config, vocab_size=VOCAB, max_sequence_length=64, rotary_base=10000).train()
     model.load_state_dict(from_hf(hf.state_dict(), config))

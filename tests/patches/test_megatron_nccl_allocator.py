@@ -96,7 +96,13 @@ def test_what_was_registered_is_taken_back_once_behind_all_ranks(allocator, grou
     allocator.deregister_mem_pool(first, group)  # Megatron's end: a graph may still send from there
     assert group.calls == made
     patch.release()
-    assert group.calls[3:] == ["synchronize", "barrier", ("deregister", third), ("deregister", second), ("deregister", first)]
+    assert group.calls[3:] == [
+        "synchronize",
+        "barrier",
+        ("deregister", third),
+        ("deregister", second),
+        ("deregister", first),
+    ]
     patch.release()
     assert len(group.calls) == 8
 
@@ -113,7 +119,9 @@ def test_a_host_s_own_end_takes_them_back(allocator, group):
 @pytest.mark.parametrize("refusal", [RuntimeError("no symmetric memory"), TypeError("unexpected keyword 'symm'")])
 def test_a_refusal_ends_the_run_and_leaves_nothing_to_take_back(allocator, refusal):
     group = Group(refusal)
-    with pytest.raises(ValueError, match=r"parallel.nccl_ub = True: 0.50 GiB cannot be registered .*allowed here: False"):
+    with pytest.raises(
+        ValueError, match=r"parallel.nccl_ub = True: 0.50 GiB cannot be registered .*allowed here: False"
+    ):
         allocate(allocator, Pool(), group)
     patch.release()
     assert group.calls == []

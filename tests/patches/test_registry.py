@@ -26,9 +26,7 @@ def test_no_cpu_patch_is_applied_where_an_accelerator_is(monkeypatch):
     monkeypatch.setattr(registry, "has_accelerator", lambda: True)
     monkeypatch.setattr(registry, "_installed", set())
     applied = []
-    monkeypatch.setattr(
-        registry, "load", lambda: tuple(_recording(patch, applied) for patch in patches.load())
-    )
+    monkeypatch.setattr(registry, "load", lambda: tuple(_recording(patch, applied) for patch in patches.load()))
     registry.apply()
     assert applied and all(patch.scope == "always" for patch in applied)
     assert not [patch for patch in patches.describe() if patch.scope == "cpu" and patch.applies]
@@ -53,9 +51,13 @@ def test_without_accelerator_the_cpu_patches_apply_once(monkeypatch):
 
 
 def test_a_version_outside_the_range_stops_with_both_versions(monkeypatch):
-    patch = patches.Patch(symbol="megatron.core.nothing", reason="a test", install=lambda: None, scope="always", versions="<0.1")
+    patch = patches.Patch(
+        symbol="megatron.core.nothing", reason="a test", install=lambda: None, scope="always", versions="<0.1"
+    )
     monkeypatch.setattr(registry, "load", lambda: (patch,))
-    with pytest.raises(ImportError, match=r"megatron\.core\.nothing: megatron-core .* is installed, .* written for <0\.1"):
+    with pytest.raises(
+        ImportError, match=r"megatron\.core\.nothing: megatron-core .* is installed, .* written for <0\.1"
+    ):
         registry.apply()
 
 

@@ -33,7 +33,9 @@ GOAL = (BASE, Layout(data=8), Batch(4096, 4), Kernels(), Optimizer())  # 8 H200s
 
 
 @pytest.mark.parametrize(
-    ("kernels", "measured_gib"), [(Kernels(), 53.71), (Kernels(prologue=False, head=False), 63.77)], ids=["fused", "unfused head and prologue"]
+    ("kernels", "measured_gib"),
+    [(Kernels(), 53.71), (Kernels(prologue=False, head=False), 63.77)],
+    ids=["fused", "unfused head and prologue"],
 )
 def test_the_measured_peak_on_one_h100(kernels, measured_gib):
     """benchmarks/results/step12-h100.json, and the same before head and prologue were fused: 12 layers, Muon, 4 x 4096 tokens."""
@@ -44,11 +46,16 @@ def test_the_measured_peak_on_one_h100(kernels, measured_gib):
 @pytest.mark.parametrize(
     ("layout", "measured_gb"),
     [
-        (Layout(), 19.50), (Layout(data=2), 13.71), (Layout(data=2, distributed_optimizer=False), 19.50), (Layout(context=2), 13.05),
-        (Layout(data=2, expert=2), 11.32), (Layout(tensor=2), 12.71), (Layout(pipeline=2), 11.74),
+        (Layout(), 19.50),
+        (Layout(data=2), 13.71),
+        (Layout(data=2, distributed_optimizer=False), 19.50),
+        (Layout(context=2), 13.05),
+        (Layout(data=2, expert=2), 11.32),
+        (Layout(tensor=2), 12.71),
+        (Layout(pipeline=2), 11.74),
     ],
     ids=lambda value: str(value) if isinstance(value, float) else None,
-)  # fmt: skip
+)
 def test_the_measured_peaks_of_layouts_on_two_h200s(layout, measured_gb):
     """The table of docs/parallelism.md: 4 layers, AdamW, one sequence of 4096 tokens, nothing fused. GB = 1e9 bytes."""
     planned = memory_plan(FOUR, layout, Batch(4096, 1, 4), PLAIN, optimizer=Optimizer(muon=False)).total / 1e9
@@ -57,13 +64,18 @@ def test_the_measured_peaks_of_layouts_on_two_h200s(layout, measured_gb):
 
 @pytest.mark.parametrize(
     ("kernels", "recompute", "optimizer", "measured_gib"),
-    [(Kernels(), Recompute(), Optimizer(), 133.61), (Kernels(router=True), Recompute(frozenset({"permute"})), Optimizer(momentum_bytes=2), 122.66)],
+    [
+        (Kernels(), Recompute(), Optimizer(), 133.61),
+        (Kernels(router=True), Recompute(frozenset({"permute"})), Optimizer(momentum_bytes=2), 122.66),
+    ],
     ids=["nothing recomputed", "permute, fused router, bf16 momentum"],
 )
 def test_what_two_h200s_reserved_for_a_step_as_a_graph(monkeypatch, kernels, recompute, optimizer, measured_gib):
     """benchmarks/results/step40-2xh200-{graphs,fused_router}.json; Muon took rounds of 2^30 elements then."""
     monkeypatch.setattr(memory, "ROUND_OF_MUON", 2**30)
-    planned = memory_plan(BASE, Layout(data=2), Batch(4096, 4, 4), kernels, recompute, optimizer, graph=True).total / GIB
+    planned = (
+        memory_plan(BASE, Layout(data=2), Batch(4096, 4, 4), kernels, recompute, optimizer, graph=True).total / GIB
+    )
     assert 0.97 < planned / measured_gib < 1
     alone = memory_plan(BASE, Layout(data=2), Batch(4096, 4, 4), kernels, recompute, optimizer).total / GIB
     assert planned - alone == pytest.approx(12)
@@ -87,9 +99,15 @@ def test_components_by_hand():
 
 def test_windows_of_a_reduction_by_copies():
     def windows(**sizes):
-        shape = replace(BASE, num_layers=2, vocab_size=1024, hidden_size=64, moe_ffn_hidden_size=64) if sizes.pop("small", False) else BASE
+        shape = (
+            replace(BASE, num_layers=2, vocab_size=1024, hidden_size=64, moe_ffn_hidden_size=64)
+            if sizes.pop("small", False)
+            else BASE
+        )
         name = "windows of the gradients' reduction"
-        with_them, without = (memory_plan(shape, Layout(copies=copies, **sizes), Batch(4096, 4)) for copies in (True, False))
+        with_them, without = (
+            memory_plan(shape, Layout(copies=copies, **sizes), Batch(4096, 4)) for copies in (True, False)
+        )
         assert name not in without.components
         found = with_them.components.get(name, 0.0)
         assert with_them.total - without.total == pytest.approx(found, abs=1)
@@ -104,12 +122,17 @@ def test_windows_of_a_reduction_by_copies():
 
 
 def test_pipeline_stages_hold_several_micro_batches():
-    assert in_flight(Layout(), 8) == 1 and in_flight(Layout(pipeline=4), 8) == 4 and in_flight(Layout(pipeline=4), 2) == 2
+    assert (
+        in_flight(Layout(), 8) == 1 and in_flight(Layout(pipeline=4), 8) == 4 and in_flight(Layout(pipeline=4), 2) == 2
+    )
     assert in_flight(Layout(pipeline=2, virtual=4), 8) == (3 * 2 + 2 + 1) / 4
 
 
 def test_context_parallel_ranks_keep_the_keys_of_all():
-    alone, shared = ({saved.name: saved.bytes for saved in layer_tensors(BASE, Layout(context=ranks), Batch(8192), Kernels())} for ranks in (1, 2))
+    alone, shared = (
+        {saved.name: saved.bytes for saved in layer_tensors(BASE, Layout(context=ranks), Batch(8192), Kernels())}
+        for ranks in (1, 2)
+    )
     assert shared["gate and up"] == alone["gate and up"] / 2
     assert shared["keys of all context-parallel ranks"] == shared["values"] == alone["values"]
     again = layer_tensors(BASE, Layout(context=2), Batch(8192), Kernels(), frozenset({"core_attn"}))
@@ -125,7 +148,10 @@ def test_the_goal_of_90_gib_is_met_by_recomputing_norms_and_sorted_rows():
     # Rows sorted by expert: 2.5 GiB for a copy of them; the experts themselves: 8.5 GiB, for their products.
     assert (by_name["nothing"].plan.total - by_name["permute"].plan.total) == 40 * 16_384 * 2 * 2048
     assert by_name["permute"].milliseconds == pytest.approx(1e3 * 40 * 16_384 * 2 * 2 * 2048 / 4.2e12)
-    per_gib = {name: by_name[name].milliseconds / (94.0 - by_name[name].plan.total / GIB) for name in ("permute", "layernorm", "40 whole layers", "moe")}
+    per_gib = {
+        name: by_name[name].milliseconds / (94.0 - by_name[name].plan.total / GIB)
+        for name in ("permute", "layernorm", "40 whole layers", "moe")
+    }
     assert sorted(per_gib, key=per_gib.get) == list(per_gib)
 
 
@@ -139,14 +165,25 @@ def test_the_cheapest_that_fits_is_chosen():
         cheaper = [choice for choice in found if choice.milliseconds < chosen.milliseconds]
         assert all(choice.plan.total > (1 - RESERVE) * memory_gib * GIB for choice in cheaper)
         names[memory_gib] = chosen.name
-    assert names[140] == "nothing" and names[100] == "permute" and names[98] == "layernorm" and names[95] == "layernorm + permute"
+    assert (
+        names[140] == "nothing"
+        and names[100] == "permute"
+        and names[98] == "layernorm"
+        and names[95] == "layernorm + permute"
+    )
     assert names[80].endswith("whole layers")
-    with pytest.raises(ValueError, match=r"needs 64\.8 GiB a device even with 40 whole layers .*weights 16\.47.*55\.2 of cluster\.memory_gib = 60"):
+    with pytest.raises(
+        ValueError,
+        match=r"needs 64\.8 GiB a device even with 40 whole layers .*weights 16\.47.*55\.2 of cluster\.memory_gib = 60",
+    ):
         choose(found, 60)
 
 
 def test_whole_layers_keep_their_inputs():
-    none, half, whole = (memory_plan(*GOAL[:4], Recompute(full_layers=layers)).components["activations of the layers"] for layers in (0, 20, 40))
+    none, half, whole = (
+        memory_plan(*GOAL[:4], Recompute(full_layers=layers)).components["activations of the layers"]
+        for layers in (0, 20, 40)
+    )
     stream = 16_384 * (4 * 2048 + 2 * 256)
     assert whole == pytest.approx(39 * stream, rel=1e-3) and half == pytest.approx((none + whole) / 2, rel=0.02)
     pairs = memory_plan(*GOAL[:4], Recompute(full_layers=40, unit=2)).components["activations of the layers"]

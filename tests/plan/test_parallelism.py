@@ -12,14 +12,19 @@ BASE = Shape(40, 2048, 8, 2, 128, 16, 2048, 256, 262_272)
 def test_one_rank_holds_the_model():
     assert sum(local_parameters(BASE, Layout()).values()) == 8_840_488_784
     state = state_bytes(BASE, Layout())
-    assert sum(state.values()) == 18 * 8_840_488_784  # 2 + 4 + 12 bytes: bf16, fp32 gradient, fp32 weight and two moments
+    assert (
+        sum(state.values()) == 18 * 8_840_488_784
+    )  # 2 + 4 + 12 bytes: bf16, fp32 gradient, fp32 weight and two moments
     assert state_bytes(BASE, Layout(data=8))["optimizer"] == 12 * 8_840_488_784 / 8
     assert state_bytes(BASE, Layout(data=8, distributed_optimizer=False))["optimizer"] == 12 * 8_840_488_784
 
 
 def test_experts_and_heads_are_dealt_out():
     experts = 40 * 16 * 3 * 2048 * 2048
-    assert local_parameters(BASE, Layout(data=8, expert=8)) == {"experts": experts // 8, "rest": 8_840_488_784 - experts}
+    assert local_parameters(BASE, Layout(data=8, expert=8)) == {
+        "experts": experts // 8,
+        "rest": 8_840_488_784 - experts,
+    }
     tensor = local_parameters(BASE, Layout(tensor=2))
     cut = 262_272 * 2048 + 40 * 2048 * (1024 + 256 + 1024)  # embedding; queries, keys and output of every layer
     assert tensor == {"experts": experts, "rest": 8_840_488_784 - experts - cut // 2}
@@ -70,5 +75,7 @@ def test_instances_of_the_optimizer():
     batch = Batch(4096)
     alone, together = sent_bytes(BASE, one, batch), sent_bytes(BASE, many, batch)
     parameters = alone["gradients"] / 4 * 1024 / 1023
-    assert together["gradients"] == pytest.approx(63 / 64 * 4 * parameters) and together["weights"] == pytest.approx(63 / 64 * 2 * parameters)
+    assert together["gradients"] == pytest.approx(63 / 64 * 4 * parameters) and together["weights"] == pytest.approx(
+        63 / 64 * 2 * parameters
+    )
     assert alone["instances"] == 0 and together["instances"] == pytest.approx(2 * 15 / 16 * 4 * parameters / 64)

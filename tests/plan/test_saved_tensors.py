@@ -25,7 +25,9 @@ BATCH = Batch(LENGTH, SIZE)
 @pytest.fixture(autouse=True)
 def compiled(monkeypatch):
     """The model's fused functions as an accelerator would have them, partitioned for the backward pass and then run as they are."""
-    importlib.import_module("zaya_plugin.model.build")  # with it every module of the model, some of which have taken functions from others
+    importlib.import_module(
+        "zaya_plugin.model.build"
+    )  # with it every module of the model, some of which have taken functions from others
     from zaya_plugin.model import loss
 
     torch._dynamo.reset()  # other tests of this process may have used up its limit of versions a function
@@ -33,11 +35,19 @@ def compiled(monkeypatch):
     for module in [module for name, module in sys.modules.items() if name.startswith("zaya_plugin.model.")]:
         for name, function in list(vars(module).items()):
             plain = getattr(function, "__wrapped__", None)
-            if plain is not None and hasattr(function, "__code__") and "fused_on_accelerator" in function.__code__.co_qualname:
+            if (
+                plain is not None
+                and hasattr(function, "__code__")
+                and "fused_on_accelerator" in function.__code__.co_qualname
+            ):
                 made.setdefault(plain, torch.compile(plain, dynamic=False, backend="aot_eager_decomp_partition"))
                 monkeypatch.setattr(module, name, made[plain])
     # The loss that an accelerator gets; Megatron's is for a CPU.
-    monkeypatch.setattr(loss.ZayaGPTModel, "compute_language_model_loss", lambda self, labels, logits: loss.cross_entropy(logits, labels))
+    monkeypatch.setattr(
+        loss.ZayaGPTModel,
+        "compute_language_model_loss",
+        lambda self, labels, logits: loss.cross_entropy(logits, labels),
+    )
     return made
 
 
@@ -46,9 +56,20 @@ def build(**options):
     from zaya_plugin.model.config import ZayaConfig
 
     config = ZayaConfig(
-        num_layers=LAYERS, hidden_size=64, num_attention_heads=4, num_query_groups=2, kv_channels=16, ffn_hidden_size=96,
-        moe_ffn_hidden_size=96, num_moe_experts=4, router_hidden_size=32, use_cpu_initialization=True, calculate_per_token_loss=True,
-        params_dtype=torch.bfloat16, bf16=True, **options,
+        num_layers=LAYERS,
+        hidden_size=64,
+        num_attention_heads=4,
+        num_query_groups=2,
+        kv_channels=16,
+        ffn_hidden_size=96,
+        moe_ffn_hidden_size=96,
+        num_moe_experts=4,
+        router_hidden_size=32,
+        use_cpu_initialization=True,
+        calculate_per_token_loss=True,
+        params_dtype=torch.bfloat16,
+        bf16=True,
+        **options,
     )
     model = build_zaya_model(config, vocab_size=VOCABULARY, max_sequence_length=LENGTH).train()
     for parameter in model.parameters():  # as under Megatron's DDP, which the fused gradients ask for
@@ -84,7 +105,13 @@ def kept_bytes(model) -> int:
         seen.add(node)
         nodes += [other for other, _ in node.next_functions]
         for value in getattr(node, "__dict__", {}).values():
-            values = vars(value).values() if hasattr(value, "__dataclass_fields__") else value if isinstance(value, (tuple, list)) else [value]
+            values = (
+                vars(value).values()
+                if hasattr(value, "__dataclass_fields__")
+                else value
+                if isinstance(value, (tuple, list))
+                else [value]
+            )
             tensors += [each for each in values if isinstance(each, torch.Tensor)]
     outside = [ids, labels, mask, positions, *model.buffers()]
     outside += [each for parameter in model.parameters() for each in (parameter, parameter.main_grad)]
@@ -124,8 +151,12 @@ def test_the_plan_counts_what_the_model_keeps(case):
     kernels, modules = CASES[case]
     options = dict(recompute_granularity="selective", recompute_modules=list(modules)) if modules else {}
     model = build(
-        fused_residual_norm=kernels.residual_norm, fused_cca_prologue=kernels.prologue, fused_expert_path=kernels.experts,
-        fused_linear_cross_entropy=kernels.head, fused_router=kernels.router, **options,
+        fused_residual_norm=kernels.residual_norm,
+        fused_cca_prologue=kernels.prologue,
+        fused_expert_path=kernels.experts,
+        fused_linear_cross_entropy=kernels.head,
+        fused_router=kernels.router,
+        **options,
     )
     counted, planned = kept_bytes(model), planned_bytes(kernels, Recompute(frozenset(modules)))
     print(f"{case}: planned {planned:,.0f}, counted {counted:,.0f} bytes, {planned / counted - 1:+.2%}")
@@ -136,8 +167,13 @@ def test_the_plan_counts_what_the_model_keeps(case):
 @pytest.mark.parametrize(("layers", "method"), [(1, "uniform"), (2, "uniform"), (1, "block")])
 def test_layers_that_are_recomputed_whole(layers, method):
     model = build(
-        fused_residual_norm=True, fused_cca_prologue=True, fused_expert_path=True, fused_linear_cross_entropy=True,
-        recompute_granularity="full", recompute_method=method, recompute_num_layers=layers,
+        fused_residual_norm=True,
+        fused_cca_prologue=True,
+        fused_expert_path=True,
+        fused_linear_cross_entropy=True,
+        recompute_granularity="full",
+        recompute_method=method,
+        recompute_num_layers=layers,
     )
     recompute = Recompute(full_layers=LAYERS, unit=layers) if method == "uniform" else Recompute(full_layers=layers)
     counted, planned = kept_bytes(model), planned_bytes(ALL, recompute)

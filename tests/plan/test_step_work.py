@@ -19,7 +19,9 @@ def test_operations_add_up_to_the_models():
     parts = forward_flops_by_part(BASE, 4096)
     assert parts["head"] == 2 * 2048 * 262_272 and parts["attention"] == 40 * 2 * 2 * 1024 * 2048
     assert parts["experts"] == 40 * 2 * (4096 * 2048 + 2048 * 2048)
-    assert forward_flops_per_token(BASE, 4096)["linear"] == sum(parts[p] for p in ("projections", "prologue", "router", "experts"))
+    assert forward_flops_per_token(BASE, 4096)["linear"] == sum(
+        parts[p] for p in ("projections", "prologue", "router", "experts")
+    )
 
 
 def test_bytes_of_the_passes_are_those_of_the_kernels():
@@ -62,10 +64,16 @@ def test_gradients_are_added_where_they_are_made_or_in_a_pass():
     inside = step_work(BASE, 4096, replace(RANK, accumulated={"experts": 1000}))
     assert apart["gradients"].bytes == 1000 * (4 * (8 + 2) + 4)
     assert inside["gradients"].bytes == 1000 * 4
-    assert inside["experts"].bytes - plain["experts"].bytes == 1000 * 4 * (8 - 2), "read and written in fp32, not written in bf16"
-    written = step_work(BASE, 4096, replace(RANK, accumulated={"experts": 1000, "head": 10}, written=frozenset({"experts"})))
+    assert inside["experts"].bytes - plain["experts"].bytes == 1000 * 4 * (8 - 2), (
+        "read and written in fp32, not written in bf16"
+    )
+    written = step_work(
+        BASE, 4096, replace(RANK, accumulated={"experts": 1000, "head": 10}, written=frozenset({"experts"}))
+    )
     assert written["gradients"].bytes == 10 * 4
-    assert inside["experts"].bytes - written["experts"].bytes == 1000 * 4, "the first of four micro-batches reads nothing"
+    assert inside["experts"].bytes - written["experts"].bytes == 1000 * 4, (
+        "the first of four micro-batches reads nothing"
+    )
 
 
 def test_the_optimizer_and_stages():

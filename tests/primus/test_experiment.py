@@ -15,12 +15,25 @@ from zaya_plugin.training.curriculum import compose_curriculum
 
 GOLDEN = Path(__file__).parent / "golden"
 DATA = {"tokenizer_type": "HuggingFaceTokenizer", "tokenizer_model": "data/corpus/tokenizer"}
-BASE = ["experiment=zaya1_base", "cluster=mi300x_128x8", "optim=muon", "data.path=data/corpus", "run_dir=/runs/team/zaya1"]
+BASE = [
+    "experiment=zaya1_base",
+    "cluster=mi300x_128x8",
+    "optim=muon",
+    "data.path=data/corpus",
+    "run_dir=/runs/team/zaya1",
+]
 STAGES = {
     **{f"zaya1_base-{stage.name}": stage.recipe for stage in compose_curriculum(BASE).stages},
-    "zaya1_base_131k": compose(["experiment=zaya1_base_131k", *BASE[1:-1], "run_dir=/runs/team/zaya1/sft", "handover.from_run=/runs/team/zaya1/midtrain_32k"]),
+    "zaya1_base_131k": compose(
+        [
+            "experiment=zaya1_base_131k",
+            *BASE[1:-1],
+            "run_dir=/runs/team/zaya1/sft",
+            "handover.from_run=/runs/team/zaya1/midtrain_32k",
+        ]
+    ),
     "cpu_demo": compose(["experiment=cpu_demo", "run_dir=/runs/team/demo"]),
-}  # fmt: skip
+}
 
 
 def document(name: str) -> dict:
@@ -34,7 +47,9 @@ def test_the_experiment_is_that_of_the_golden_file(name):
     path = GOLDEN / f"{name}.yaml"
     if os.environ.get("ZAYA_UPDATE_GOLDEN"):
         path.write_text(text)
-    assert text == path.read_text(), "meant? then: ZAYA_UPDATE_GOLDEN=1 python -m pytest tests/primus/test_experiment.py"
+    assert text == path.read_text(), (
+        "meant? then: ZAYA_UPDATE_GOLDEN=1 python -m pytest tests/primus/test_experiment.py"
+    )
     assert yaml.safe_load(text) == document(name), "YAML gives back what was written, numbers as numbers"
 
 
@@ -96,7 +111,9 @@ def test_the_launcher_is_alone_in_its_folder_and_sets_the_environment_before_tor
 
     script = experiment.launcher()
     assert sorted(path.name for path in script.parent.glob("*.py")) == ["__init__.py", "zaya_primus_main.py"]
-    (tmp_path / "e.yaml").write_text(experiment.text(STAGES["zaya1_base-pretrain_4k"], document("zaya1_base-pretrain_4k")))
+    (tmp_path / "e.yaml").write_text(
+        experiment.text(STAGES["zaya1_base-pretrain_4k"], document("zaya1_base-pretrain_4k"))
+    )
     program = (
         "import runpy, sys, os, builtins\n"
         "real = builtins.__import__\n"
@@ -107,5 +124,10 @@ def test_the_launcher_is_alone_in_its_folder_and_sets_the_environment_before_tor
         f"sys.argv = ['x', 'train', 'pretrain', '--config', {str(tmp_path / 'e.yaml')!r}]\n"
         f"runpy.run_path({str(script)!r}, run_name='not_main')\n"
     )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env={**os.environ, "HSA_NO_SCRATCH_RECLAIM": "0"})
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "HSA_NO_SCRATCH_RECLAIM": "0"},
+    )
     assert done.returncode == 0 and done.stdout.split() == ["1"], done.stderr

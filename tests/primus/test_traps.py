@@ -56,7 +56,10 @@ def test_a_value_that_trains_something_else_is_refused(args, key, value, words):
 def test_a_key_that_nothing_reads_is_refused_with_the_nearest_one(args):
     known = set(vars(args))
     args.moe_router_topkk = 2
-    with pytest.raises(ValueError, match="moe_router_topkk = 2: neither Megatron nor Primus nor the plugin reads it; nearest: moe_router_topk"):
+    with pytest.raises(
+        ValueError,
+        match="moe_router_topkk = 2: neither Megatron nor Primus nor the plugin reads it; nearest: moe_router_topk",
+    ):
         check(args, known=known)
 
 
@@ -90,7 +93,9 @@ def test_experts_that_fall_out_of_muon_are_found():
     wrapped = nn.Sequential(model)
     with pytest.raises(ValueError, match=r"0.mlp.experts.weights of shape \(4, 8, 8\) would be trained by AdamW"):
         traps.check_assignments(wrapped, RECIPE)
-    traps.check_assignments(wrapped, compose(["experiment=cpu_demo", "optim.overrides=['*experts* optimizer=adamw']", "optim=muon"]))
+    traps.check_assignments(
+        wrapped, compose(["experiment=cpu_demo", "optim.overrides=['*experts* optimizer=adamw']", "optim=muon"])
+    )
     traps.check_assignments(wrapped, compose(["experiment=cpu_demo", "optim=adamw"]))
     model.mlp.experts.weights.muon_matrices = (4, 8, 8)
     traps.check_assignments(wrapped, RECIPE)

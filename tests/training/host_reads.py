@@ -23,9 +23,16 @@ from zaya_plugin.training import worker
 ROOT = Path(__file__).resolve().parents[2]
 BETWEEN = (str(Path(torch.__file__).parent), str(ROOT / "patches"), str(Path(__file__)))
 RECIPE = (
-    *MICRO, "data.path=none", "nproc=1", "optim=muon", "optim.lr_warmup_iters=2", "optim.non_finite_gradients=skip", "stage.train_iters=8",
-    "stage.eval_iters=0", "checkpoint.save_interval=null",
-)  # fmt: skip
+    *MICRO,
+    "data.path=none",
+    "nproc=1",
+    "optim=muon",
+    "optim.lr_warmup_iters=2",
+    "optim.non_finite_gradients=skip",
+    "stage.train_iters=8",
+    "stage.eval_iters=0",
+    "checkpoint.save_interval=null",
+)
 
 
 class Reads(TorchDispatchMode):
@@ -39,7 +46,9 @@ class Reads(TorchDispatchMode):
     def note(self, what: str = "") -> None:
         if not self.steps:
             return
-        frames = [f for f in traceback.extract_stack() if not f.filename.startswith(BETWEEN) and "warnings" not in f.filename]
+        frames = [
+            f for f in traceback.extract_stack() if not f.filename.startswith(BETWEEN) and "warnings" not in f.filename
+        ]
         path = frames[-1].filename.split("site-packages/")[-1].removeprefix(f"{ROOT}/")
         self.steps[-1][f"{path}:{frames[-1].name}{what}"] += 1
 
@@ -55,8 +64,14 @@ class Reads(TorchDispatchMode):
         """Count what torch knows to wait, and what it does not count as waiting since it was asked for."""
         torch.cuda.set_sync_debug_mode("warn")
         warnings.simplefilter("always")
-        warnings.showwarning = lambda message, *rest: self.note(" waits") if "synchronizing CUDA operation" in str(message) else None
-        for owner, name in ((torch.cuda, "synchronize"), (torch.cuda.Event, "synchronize"), (torch.cuda.Stream, "synchronize")):
+        warnings.showwarning = lambda message, *rest: (
+            self.note(" waits") if "synchronizing CUDA operation" in str(message) else None
+        )
+        for owner, name in (
+            (torch.cuda, "synchronize"),
+            (torch.cuda.Event, "synchronize"),
+            (torch.cuda.Stream, "synchronize"),
+        ):
             setattr(owner, name, self._noted(getattr(owner, name), f" calls {name}"))
 
     def _noted(self, function, what):
@@ -70,7 +85,13 @@ class Reads(TorchDispatchMode):
 def main(run_dir: str, *overrides: str) -> None:
     recipe = compose([*RECIPE, f"run_dir={run_dir}", *overrides])
     Path(run_dir).mkdir(parents=True, exist_ok=True)
-    os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": os.environ.get("MASTER_PORT", "29517")}
+    os.environ |= {
+        "RANK": "0",
+        "WORLD_SIZE": "1",
+        "LOCAL_RANK": "0",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": os.environ.get("MASTER_PORT", "29517"),
+    }
     worker.prepare(recipe, 1)
     from zaya_plugin.bench.random_tokens import RandomTokens
     from zaya_plugin.training import adapter

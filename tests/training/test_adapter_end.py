@@ -23,14 +23,19 @@ def ended(monkeypatch):
 
         steps = SimpleNamespace(flush=note("flush"), poll=note("poll"))
         trainer = SimpleNamespace(
-            install_hooks=lambda: None, evaluate_and_report=None, provide_datasets=None, provide_model=None, steps=steps,
-        )  # fmt: skip
+            install_hooks=lambda: None, evaluate_and_report=None, provide_datasets=None, provide_model=None, steps=steps
+        )
         handover = SimpleNamespace(check=lambda args: None, install=lambda call: None)
         for name, value in {
-            "megatron_arguments": lambda *_: {}, "parse_arguments": lambda values: SimpleNamespace(curr_iteration=4), "leave_new_memory_alone": lambda recipe: None,
-            "predecessor": lambda recipe: None, "Handover": lambda *_: handover, "_Trainer": lambda *_: trainer, "pretrain_cfg_container_from_args": lambda args: None,
+            "megatron_arguments": lambda *_: {},
+            "parse_arguments": lambda values: SimpleNamespace(curr_iteration=4),
+            "leave_new_memory_alone": lambda recipe: None,
+            "predecessor": lambda recipe: None,
+            "Handover": lambda *_: handover,
+            "_Trainer": lambda *_: trainer,
+            "pretrain_cfg_container_from_args": lambda args: None,
             "release_graphs": note("graphs"),
-        }.items():  # fmt: skip
+        }.items():
             monkeypatch.setattr(adapter, name, value)
         monkeypatch.setattr(adapter.megatron_nccl_allocator, "end_with_release", note("end with release"))
         monkeypatch.setattr(adapter.megatron_nccl_allocator, "release", note("memory"))

@@ -20,20 +20,36 @@ CASES = {
     "demo": (["experiment=cpu_demo"], 2),
     "stage 1 on 128 nodes": (["experiment=zaya1_base", "cluster=mi300x_128x8", "optim=muon"], 1024),
     "32K with a batch ramp": (
-        ["experiment=zaya1_base_32k", "cluster=mi300x_8", "parallel.recompute_granularity=selective",
-         "parallel.recompute_modules=[moe,layernorm]", "stage.batch_size_ramp='0:256 1B:512'", "handover.from_run=null"],
+        [
+            "experiment=zaya1_base_32k",
+            "cluster=mi300x_8",
+            "parallel.recompute_granularity=selective",
+            "parallel.recompute_modules=[moe,layernorm]",
+            "stage.batch_size_ramp='0:256 1B:512'",
+            "handover.from_run=null",
+        ],
         8,
     ),
-    "extra arguments": (["experiment=cpu_demo", "megatron.log_params_norm=true", "megatron.use_mp_args_from_checkpoint_args=true"], 1),
-}  # fmt: skip
+    "extra arguments": (
+        ["experiment=cpu_demo", "megatron.log_params_norm=true", "megatron.use_mp_args_from_checkpoint_args=true"],
+        1,
+    ),
+}
 
 
 @pytest.fixture(autouse=True)
 def data(monkeypatch):
     from zaya_plugin.data import dataset
 
-    monkeypatch.setattr(dataset, "resolve_blend", lambda blend, split: ([blend], None) if isinstance(blend, str) else
-                        ([path for _, path in blend], [weight for weight, _ in blend]))  # fmt: skip
+    monkeypatch.setattr(
+        dataset,
+        "resolve_blend",
+        lambda blend, split: (
+            ([blend], None)
+            if isinstance(blend, str)
+            else ([path for _, path in blend], [weight for weight, _ in blend])
+        ),
+    )
     monkeypatch.setattr(dataset, "content_name", lambda prefixes: "name")
 
 
@@ -105,8 +121,19 @@ def test_what_a_host_cannot_do_is_refused(override, key):
 
 
 def test_what_a_host_leaves_out_is_said():
-    recipe = compose(["experiment=cpu_demo", "data.path=x", "stage.eval_at_start=true", "cluster.fused_linear_cross_entropy=true", "logger=none"])
-    assert [note.partition(":")[0] for note in export.left_out(recipe)] == ["stage.eval_at_start", "cluster.fused_linear_cross_entropy"]
+    recipe = compose(
+        [
+            "experiment=cpu_demo",
+            "data.path=x",
+            "stage.eval_at_start=true",
+            "cluster.fused_linear_cross_entropy=true",
+            "logger=none",
+        ]
+    )
+    assert [note.partition(":")[0] for note in export.left_out(recipe)] == [
+        "stage.eval_at_start",
+        "cluster.fused_linear_cross_entropy",
+    ]
     text = export.instructions(recipe, 2, export.Path("/runs/it/megatron.args"))
     assert "xargs -a /runs/it/megatron.args torchrun --nproc-per-node 2 pretrain_gpt.py" in text
     assert "export TORCHDYNAMO_DISABLE=1" in text and "# not done there: stage.eval_at_start" in text

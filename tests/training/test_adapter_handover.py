@@ -9,7 +9,9 @@ def test_a_stage_takes_its_part_of_the_shared_order():
 
     whole = compose(["experiment=cpu_demo", "stage.train_iters=8"])
     first = compose(["experiment=cpu_demo", "stage.train_iters=5", "handover.planned_samples=128"])
-    second = compose(["experiment=cpu_demo", "stage.train_iters=3", "handover.first_sample=80", "handover.planned_samples=128"])
+    second = compose(
+        ["experiment=cpu_demo", "stage.train_iters=3", "handover.first_sample=80", "handover.planned_samples=128"]
+    )
     counts = [stage_samples(recipe, (recipe.stage.train_iters * 16, 64, 0), 64) for recipe in (whole, first, second)]
     assert counts == [(128, 64, 0)] * 3, "all three build the same set"
     order = list(range(1000, 1128))

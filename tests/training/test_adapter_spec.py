@@ -24,7 +24,9 @@ def host(monkeypatch, tmp_path):
 
     for name in HOOKS:
         monkeypatch.setattr(training, name, getattr(training, name))
-    monkeypatch.setattr(arguments, "set_global_variables", lambda args: monkeypatch.setattr(global_vars, "_GLOBAL_ARGS", args))
+    monkeypatch.setattr(
+        arguments, "set_global_variables", lambda args: monkeypatch.setattr(global_vars, "_GLOBAL_ARGS", args)
+    )
 
     def start(*overrides, recipe_file=True, words=()):
         from zaya_plugin.training.adapter_export import command_line
@@ -75,14 +77,20 @@ def test_megatron_builds_the_model_of_zaya_train(host, monkeypatch):
 
     monkeypatch.setitem(sys.modules, MODULE, spec)
     seeded()
-    theirs = GPTModelBuilder(gpt_config_from_args(args)).build_model(ProcessGroupCollection.use_mpu_process_groups(), True, True)
+    theirs = GPTModelBuilder(gpt_config_from_args(args)).build_model(
+        ProcessGroupCollection.use_mpu_process_groups(), True, True
+    )
     seeded()
     ours = build_zaya_model(model_config(args), vocab_size=192, max_sequence_length=32, rotary_base=args.rotary_base)
     state = {name: value for name, value in ours.state_dict().items() if value is not None}
-    assert {name: value.shape for name, value in theirs.state_dict().items() if value is not None} == {n: v.shape for n, v in state.items()}
+    assert {name: value.shape for name, value in theirs.state_dict().items() if value is not None} == {
+        n: v.shape for n, v in state.items()
+    }
     assert all(torch.equal(theirs.state_dict()[name], value) for name, value in state.items())
     assert isinstance(theirs.decoder.final_layernorm, ZayaRMSNorm)
-    assert theirs.decoder.layers[0].config.balancing_lr == 0.02, "from the recipe, since Megatron has no argument for it"
+    assert theirs.decoder.layers[0].config.balancing_lr == 0.02, (
+        "from the recipe, since Megatron has no argument for it"
+    )
     ids = torch.randint(1, 192, (2, 32), generator=torch.Generator().manual_seed(1))
     losses = [model(ids, torch.arange(32).expand(2, -1), None, labels=ids.roll(-1, 1)) for model in (theirs, ours)]
     assert torch.equal(*losses)
@@ -90,7 +98,10 @@ def test_megatron_builds_the_model_of_zaya_train(host, monkeypatch):
     from zaya_plugin.training.optimizer import assign_optimizers
 
     assign_optimizers(compose([*MICRO, "optim=muon"]), ours)
-    marks = [{n: p.muon_matrices for n, p in model.named_parameters() if hasattr(p, "muon_matrices")} for model in (theirs, ours)]
+    marks = [
+        {n: p.muon_matrices for n, p in model.named_parameters() if hasattr(p, "muon_matrices")}
+        for model in (theirs, ours)
+    ]
     assert marks[0] == marks[1] and len(marks[0]) > 100
 
 
@@ -100,7 +111,11 @@ def test_the_guest_moves_into_the_loop(host):
     args, spec = host("model.router_hidden_size=16")
     guest = spec.guest
     assert training.finalize_model_grads is guest.balancer
-    for name, method in (("get_megatron_optimizer", "optimizer"), ("save_checkpoint", "save_and_prune"), ("load_checkpoint", "load_and_check")):
+    for name, method in (
+        ("get_megatron_optimizer", "optimizer"),
+        ("save_checkpoint", "save_and_prune"),
+        ("load_checkpoint", "load_and_check"),
+    ):
         assert getattr(training, name) == getattr(guest, method)
     assert args.router_hidden_size == 16 and args.load is None and args.zaya["recipe"] == "cpu_demo"
     assert guest.differences == {}

@@ -25,7 +25,9 @@ def test_every_name_is_known_to_megatron(known):
     names = {megatron_argument(field) for _, field in leaves()} - {None}
     assert names <= known and set(ZAYA) <= known and set(HOST) <= known
     for experiment in ("cpu_demo", "zaya1_base"):
-        recipe = compose([f"experiment={experiment}", "data.path=x", "profile.enabled=true", "profile.memory_snapshot=true"])
+        recipe = compose(
+            [f"experiment={experiment}", "data.path=x", "profile.enabled=true", "profile.memory_snapshot=true"]
+        )
         assert set(megatron_arguments(recipe, TOKENIZER)) <= known
 
 
@@ -39,7 +41,9 @@ def test_own_arguments_are_fields_of_the_model_configuration():
     defaults = {field.name: field.default for field in fields(ZayaConfig)}
     recipe = Recipe()
     for name in OWN_ARGUMENTS:
-        group = next(group for group in (recipe.model, recipe.cluster, recipe.parallel, recipe.optim) if hasattr(group, name))
+        group = next(
+            group for group in (recipe.model, recipe.cluster, recipe.parallel, recipe.optim) if hasattr(group, name)
+        )
         assert getattr(group, name) == defaults[name], name
 
 
@@ -70,7 +74,11 @@ def test_a_checkpoint_is_loaded_where_there_is_one(tmp_path):
 
 @pytest.mark.parametrize(
     "override, owner",
-    [("megatron.swiglu=false", "the plugin"), ("megatron.lr=1", "optim.lr"), ("megatron.ckpt_format=torch", "the plugin")],
+    [
+        ("megatron.swiglu=false", "the plugin"),
+        ("megatron.lr=1", "optim.lr"),
+        ("megatron.ckpt_format=torch", "the plugin"),
+    ],
 )
 def test_an_argument_has_one_owner(override, owner):
     with pytest.raises(ValueError, match=owner):

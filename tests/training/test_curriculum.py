@@ -40,7 +40,9 @@ def test_stages_take_over_from_each_other(tmp_path):
     assert [recipe.parallel.context_parallel_size for recipe in recipes] == [1, 1, 2]
     assert {recipe.logger.wandb_group for recipe in recipes} == {"cpu_demo"}
     assert {recipe.resume for recipe in recipes} == {"auto"}
-    assert [compose(list(stage.overrides)) for stage in curriculum.stages] == recipes, "what a dry run prints is what runs"
+    assert [compose(list(stage.overrides)) for stage in curriculum.stages] == recipes, (
+        "what a dry run prints is what runs"
+    )
 
 
 def test_neighbours_with_the_same_data_share_its_order(tmp_path):
@@ -98,14 +100,18 @@ def test_an_order_that_has_become_longer_is_refused(tmp_path):
     pretend(made(tmp_path), 0, 60)
     with pytest.raises(ValueError, match="the stage before ended at sample 1920 of an order made for 2880"):
         predecessor(made(tmp_path, "demo_2:stage.train_iters=31").stages[1].recipe)
-    assert predecessor(made(tmp_path, "demo_2:stage.train_iters=20").stages[1].recipe), "a shorter stage keeps the order"
+    assert predecessor(made(tmp_path, "demo_2:stage.train_iters=20").stages[1].recipe), (
+        "a shorter stage keeps the order"
+    )
 
 
 def test_a_stage_that_was_handed_over_cannot_change(tmp_path):
     pretend(made(tmp_path), 0, 60)
     pretend(made(tmp_path), 1, 10)
     check(made(tmp_path))
-    with pytest.raises(ValueError, match="demo_1 has 60 of 61 steps, but stage demo_2 has already taken over .*took 60 steps then"):
+    with pytest.raises(
+        ValueError, match="demo_1 has 60 of 61 steps, but stage demo_2 has already taken over .*took 60 steps then"
+    ):
         check(made(tmp_path, "demo_1:stage.train_iters=61"))
 
 
@@ -139,7 +145,10 @@ def test_domains_have_losses_of_their_own(tmp_path):
     curriculum = made(tmp_path)
     assert domain_table(curriculum) == ""
     pretend(curriculum, 0, 60)
-    rows = [{"step": 0, "valid_loss": 8.0, "validation/web/loss": 8.5, "validation/code/loss": 7.5}, {"step": 1, "loss": 7.0}]
+    rows = [
+        {"step": 0, "valid_loss": 8.0, "validation/web/loss": 8.5, "validation/code/loss": 7.5},
+        {"step": 1, "loss": 7.0},
+    ]
     rows += [{"step": 60, "valid_loss": 5.0, "validation/web/loss": 5.25, "validation/code/loss": 4.75}]
     (tmp_path / "demo_1" / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     lines = [line.split("  ") for line in domain_table(curriculum).splitlines()]
@@ -149,7 +158,12 @@ def test_domains_have_losses_of_their_own(tmp_path):
 
 
 def test_a_dry_run_creates_nothing(tmp_path, capsys):
-    assert command(["experiment=zaya1_base", "cluster=mi300x_128x8", "data.path=x", f"run_dir={tmp_path / 'run'}", "--dry-run"]) == 0
+    assert (
+        command(
+            ["experiment=zaya1_base", "cluster=mi300x_128x8", "data.path=x", f"run_dir={tmp_path / 'run'}", "--dry-run"]
+        )
+        == 0
+    )
     shown = capsys.readouterr().out
     assert "stage 2 of 3: pretrain_4k_2 (not begun)" in shown and "--rotary-base 1000000" in shown
     assert "torchrun --nnodes 128 --nproc-per-node 8" in shown and "1024 ranks" in shown

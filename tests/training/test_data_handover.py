@@ -38,15 +38,32 @@ def blend(sources, **weights) -> list[str]:
 def composed(sources):
     """Three stages of 40, 30 and 5 steps of 8 sequences; code pauses in the second, math begins there, the third is longer."""
     first, second, third = (
-        blend(sources, web=0.7, code=0.3), blend(sources, web=0.5, math=0.5), blend(sources, code=0.6, math=0.2, web=0.2)
-    )  # fmt: skip
-    stages = compose_curriculum([
-        "experiment=cpu_demo", "data.order=continuing", f"data.path={sources / 'web'}", "run_dir=x", "stage.global_batch_size=8",
-        "stage.micro_batch_size=4", "stage.seq_length=16", "demo_1:stage.train_iters=40", "demo_2:stage.train_iters=30",
-        "demo_3:stage.train_iters=5", "demo_3:stage.seq_length=64", "demo_2:handover.continuous_lr=false",
-        f"demo_1:data.blend={first}", f"demo_2:data.blend={second}", f"demo_3:data.blend={third}",
-    ]).stages  # fmt: skip
-    assert {stage.recipe.handover.first_sample for stage in stages} == {0}, "the ledger says where a stage begins, not the order"
+        blend(sources, web=0.7, code=0.3),
+        blend(sources, web=0.5, math=0.5),
+        blend(sources, code=0.6, math=0.2, web=0.2),
+    )
+    stages = compose_curriculum(
+        [
+            "experiment=cpu_demo",
+            "data.order=continuing",
+            f"data.path={sources / 'web'}",
+            "run_dir=x",
+            "stage.global_batch_size=8",
+            "stage.micro_batch_size=4",
+            "stage.seq_length=16",
+            "demo_1:stage.train_iters=40",
+            "demo_2:stage.train_iters=30",
+            "demo_3:stage.train_iters=5",
+            "demo_3:stage.seq_length=64",
+            "demo_2:handover.continuous_lr=false",
+            f"demo_1:data.blend={first}",
+            f"demo_2:data.blend={second}",
+            f"demo_3:data.blend={third}",
+        ]
+    ).stages
+    assert {stage.recipe.handover.first_sample for stage in stages} == {0}, (
+        "the ledger says where a stage begins, not the order"
+    )
     return [stage.recipe for stage in stages]
 
 
@@ -90,7 +107,9 @@ def test_a_change_of_blend_neither_repeats_nor_leaves_out(recipes, sources, tmp_
             assert sorted(found) == list(range(ended[prefix], ended[prefix] + length * len(found), length)), prefix
             assert found != sorted(found), "shuffled within the stage"
             ended[prefix] += length * len(found)
-    assert consumed_after(recipe) == [f"{ended[str(sources / name)]} {sources / name}" for name in ("web", "code", "math")]
+    assert consumed_after(recipe) == [
+        f"{ended[str(sources / name)]} {sources / name}" for name in ("web", "code", "math")
+    ]
     assert sum(ended.values()) == 8 * (40 * 16 + 30 * 16 + 5 * 64)
 
 
@@ -110,10 +129,14 @@ def test_a_stage_that_is_launched_again_keeps_its_place(recipes, sources, tmp_pa
     ("path", "value", "message"),
     [
         ("data.consumed", "16 {web}", "data.consumed = ['16 {web}']: the stage before in {run}/demo_1 ended with ["),
-        ("seed", 5, "seed = 5 with data.order = continuing: the stage before in {run}/demo_1 read its sources in the order of seed 1234"),
+        (
+            "seed",
+            5,
+            "seed = 5 with data.order = continuing: the stage before in {run}/demo_1 read its sources in the order of seed 1234",
+        ),
         ("handover.first_sample", 8, "handover.first_sample = 8 with data.order = continuing: allowed: 0"),
     ],
-)  # fmt: skip
+)
 def test_another_place_is_refused(recipes, sources, tmp_path, path, value, message):
     launched(recipes[0], 40)
     group, _, key = path.rpartition(".")

@@ -12,11 +12,18 @@ from tests.running import zaya
 def test_the_full_model_is_explained_and_nothing_is_created(tmp_path, words):
     run_dir = tmp_path / "run"
     done = zaya(
-        "train", "experiment=zaya1_base", "explain_optim=true", "data.path=none", f"run_dir={run_dir}",
-        "optim.overrides=['*.router.out_proj.weight optimizer=adamw lr_mult=0.5']", *words,
+        "train",
+        "experiment=zaya1_base",
+        "explain_optim=true",
+        "data.path=none",
+        f"run_dir={run_dir}",
+        "optim.overrides=['*.router.out_proj.weight optimizer=adamw lr_mult=0.5']",
+        *words,
     )
     assert done.returncode == 0 and not run_dir.exists()
-    rows = {line.split()[0]: line.split() for line in done.stdout.splitlines() if line.startswith(("decoder", "embedding"))}
+    rows = {
+        line.split()[0]: line.split() for line in done.stdout.splitlines() if line.startswith(("decoder", "embedding"))
+    }
     fc1 = "decoder.layers.*.mlp.experts.linear_fc1.weight*"
     assert rows[fc1][1] == "640" and "muon 4096 x 2048, scale 12.8" in " ".join(rows[fc1]) and rows[fc1][-1] == "0.1"
     assert rows["decoder.layers.*.mlp.router.out_proj.weight"][-3:] == ["adamw", "0.0003", "0.1"]

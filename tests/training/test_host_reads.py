@@ -23,9 +23,14 @@ ON_A_CPU = {"zaya_plugin/optim/adamw.py:step", "zaya_plugin/optim/adamw.py:updat
 @pytest.mark.slow
 def test_a_step_reads_nothing_from_the_device(tmp_path):
     done = subprocess.run(
-        [sys.executable, "-m", "tests.training.host_reads", str(tmp_path)], cwd=ROOT, text=True, stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT, timeout=240, env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )  # fmt: skip
+        [sys.executable, "-m", "tests.training.host_reads", str(tmp_path)],
+        cwd=ROOT,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        timeout=240,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
     assert done.returncode == 0, done.stdout[-4000:]
     steps = json.loads((tmp_path / "host_reads.json").read_text())
     assert len(steps) == 8

@@ -15,9 +15,19 @@ from zaya_plugin.training.sinks import Guarded, JsonLines
 def _step(number, **changes):
     counts = torch.tensor([[4, 4, 4, 4, 0], [16, 0, 0, 0, 0]])
     values = dict(
-        step=number, loss=2.5, lr=1e-3, grad_norm=0.5, seconds=2.0, tokens=8192, flops=4e12, skipped=False,
-        consumed_samples=8 * number, last_step=10, memory_gib=1.5, statistics=RouterStatistics(counts, torch.tensor([1.0, 2.0])),
-    )  # fmt: skip
+        step=number,
+        loss=2.5,
+        lr=1e-3,
+        grad_norm=0.5,
+        seconds=2.0,
+        tokens=8192,
+        flops=4e12,
+        skipped=False,
+        consumed_samples=8 * number,
+        last_step=10,
+        memory_gib=1.5,
+        statistics=RouterStatistics(counts, torch.tensor([1.0, 2.0])),
+    )
     return Step(**(values | changes))
 
 
@@ -70,14 +80,34 @@ def test_only_the_last_rank_reports(reporter, tmp_path):
 @pytest.mark.parametrize("width", [40, 60, 80, 100, 120, 200])
 def test_the_line_fits_its_terminal(width):
     row = dict(
-        step=123456, last_step=1000000, loss=12.3456, lr=6e-4, grad_norm=123.45, tokens_per_s=6.7e6, mfu=0.4321,
-        tflops_per_device=432.1, expert_imbalance=1.85, router_entropy=2.61, memory_gib=141.2, eta_s=9e5, skipped=1,
-    )  # fmt: skip
+        step=123456,
+        last_step=1000000,
+        loss=12.3456,
+        lr=6e-4,
+        grad_norm=123.45,
+        tokens_per_s=6.7e6,
+        mfu=0.4321,
+        tflops_per_device=432.1,
+        expert_imbalance=1.85,
+        router_entropy=2.61,
+        memory_gib=141.2,
+        eta_s=9e5,
+        skipped=1,
+    )
     line = step_line(row, width)
     assert "loss 12.3456" in line and "SKIPPED" in line
     assert len(line) < max(width, 75)
     if width >= 200:
-        for part in ("lr 6.00e-04", "grad 123.45", "6.7M tok/s", "mfu 43.2%", "load 1.85x", "H 2.61", "141.2 GiB", "eta 250:00:00"):
+        for part in (
+            "lr 6.00e-04",
+            "grad 123.45",
+            "6.7M tok/s",
+            "mfu 43.2%",
+            "load 1.85x",
+            "H 2.61",
+            "141.2 GiB",
+            "eta 250:00:00",
+        ):
             assert part in line
 
 

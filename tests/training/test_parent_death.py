@@ -80,6 +80,8 @@ def test_a_manager_ends_with_a_rank_that_is_killed(tmp_path, follows):
 
 
 def test_a_process_whose_rank_is_gone_already_does_not_begin():
-    done = subprocess.run([sys.executable, "-c", CHILD], env={**os.environ, "ZAYA_RANK_PID": "1"}, stdout=subprocess.PIPE, timeout=60)
+    done = subprocess.run(
+        [sys.executable, "-c", CHILD], env={**os.environ, "ZAYA_RANK_PID": "1"}, stdout=subprocess.PIPE, timeout=60
+    )
     assert done.returncode == 1 and done.stdout == b""
     assert "ZAYA_RANK_PID" not in os.environ, "tests are no ranks"

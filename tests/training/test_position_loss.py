@@ -26,6 +26,10 @@ def test_means_and_lines():
     result = {"sequences": 2, "stages": ["four", "eight"], "rows": rows, "beyond": [7.0, 2.5]}
     lines = list(table(result, 2, 4, better=True))
     assert lines[0] == "loss by position, nats a token, 2 sequences of 4 validation tokens"
-    assert [line.split() for line in lines[1:4]] == [["positions", "four", "eight"], ["0-1", "2.0000", "2.5000"], ["2-3", "7.0000", "2.5000"]]
+    assert [line.split() for line in lines[1:4]] == [
+        ["positions", "four", "eight"],
+        ["0-1", "2.0000", "2.5000"],
+        ["2-3", "7.0000", "2.5000"],
+    ]
     assert lines[4] == "past 2 tokens: 2.5000 against 7.0000, below"
     assert list(table(result, 2, 4, better=False))[-1].endswith("NOT below")

@@ -10,9 +10,15 @@ from tests.running import train
 @pytest.mark.slow
 def test_a_trace_is_written_on_request(tmp_path, corpus):
     run = train(
-        tmp_path, corpus, "nproc=1", "profile.enabled=true", "profile.step_start=3", "profile.step_end=5",
-        "exit_interval=6", "stage.eval_interval=100",
-    )  # fmt: skip
+        tmp_path,
+        corpus,
+        "nproc=1",
+        "profile.enabled=true",
+        "profile.step_start=3",
+        "profile.step_end=5",
+        "exit_interval=6",
+        "stage.eval_interval=100",
+    )
     with gzip.open(run.run_dir / "torch_profile" / "rank-0.json.gz", "rt") as trace:
         events = json.load(trace)["traceEvents"]
     names = [event.get("name") for event in events]

@@ -23,7 +23,9 @@ OUT_OF_MEMORY = 3  # exit code
 
 def main(argv: list[str]) -> int:
     """Measures and, on rank 0, writes <run_dir>/anchor.json. A rank that runs out of memory writes that, and its exit ends the others."""
-    os.environ.pop("CUDA_DEVICE_MAX_CONNECTIONS", None)  # a single queue, as Megatron wants it under tensor parallelism, slows FSDP down; read when CUDA starts
+    os.environ.pop(
+        "CUDA_DEVICE_MAX_CONNECTIONS", None
+    )  # a single queue, as Megatron wants it under tensor parallelism, slows FSDP down; read when CUDA starts
     import torch
 
     from zaya_plugin.config.compose import load_recipe
@@ -37,7 +39,10 @@ def main(argv: list[str]) -> int:
     try:
         found = measure(recipe, options, vocabulary, device)
     except torch.OutOfMemoryError as error:
-        write(recipe, {"what": described(recipe, options, device), "error": f"out of memory: {str(error).splitlines()[0]}"})
+        write(
+            recipe,
+            {"what": described(recipe, options, device), "error": f"out of memory: {str(error).splitlines()[0]}"},
+        )
         return OUT_OF_MEMORY
     if torch.distributed.get_rank() == 0:
         write(recipe, found)
@@ -67,7 +72,9 @@ def measure(recipe, options: Options, vocabulary: int, device) -> dict:
     import torch
 
     model = sharded_model(recipe, vocabulary, device)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=device.type != "cpu") if options.optimizer else None
+    optimizer = (
+        torch.optim.AdamW(model.parameters(), lr=1e-5, fused=device.type != "cpu") if options.optimizer else None
+    )
     stage, world = recipe.stage, torch.distributed.get_world_size()
     samples = stage.global_batch_size // world  # what a device computes of a step, whatever our layout
     size = min(stage.micro_batch_size, samples)
@@ -122,12 +129,22 @@ def sharded_model(recipe, vocabulary: int, device):
     m, stage = recipe.model, recipe.stage
     rope = {"rope_type": "default", "rope_theta": float(stage.rotary_base), "partial_rotary_factor": m.rotary_percent}
     config = ZayaConfig(
-        num_hidden_layers=m.num_layers, vocab_size=vocabulary, hidden_size=m.hidden_size, num_attention_heads=m.num_attention_heads,
-        num_key_value_heads=m.num_query_groups, head_dim=m.kv_channels, moe_intermediate_size=m.moe_ffn_hidden_size,
-        num_experts=m.num_experts, router_hidden_size=m.router_hidden_size, rms_norm_eps=m.norm_epsilon,
-        max_position_embeddings=stage.seq_length, rope_parameters={"hybrid": rope}, use_cache=False, attn_implementation="sdpa",
+        num_hidden_layers=m.num_layers,
+        vocab_size=vocabulary,
+        hidden_size=m.hidden_size,
+        num_attention_heads=m.num_attention_heads,
+        num_key_value_heads=m.num_query_groups,
+        head_dim=m.kv_channels,
+        moe_intermediate_size=m.moe_ffn_hidden_size,
+        num_experts=m.num_experts,
+        router_hidden_size=m.router_hidden_size,
+        rms_norm_eps=m.norm_epsilon,
+        max_position_embeddings=stage.seq_length,
+        rope_parameters={"hybrid": rope},
+        use_cache=False,
+        attn_implementation="sdpa",
         initializer_range=m.init_method_std,
-    )  # fmt: skip
+    )
     config._experts_implementation = "grouped_mm" if device.type != "cpu" else "eager"
     with torch.device("meta"):
         model = ZayaForCausalLM(config)

@@ -18,7 +18,9 @@ from math import inf
 from zaya_plugin.bench.parts import PARTS, RANGE
 from zaya_plugin.bench.trace import HostRange, Trace
 
-COMMUNICATION = re.compile(r"^nccl|ncclDevKernel|ncclKernel|rccl|^Memcpy PtoP|^gloo:|^c10d::|symmetric_memory|\bbarrier_kernel", re.IGNORECASE)
+COMMUNICATION = re.compile(
+    r"^nccl|ncclDevKernel|ncclKernel|rccl|^Memcpy PtoP|^gloo:|^c10d::|symmetric_memory|\bbarrier_kernel", re.IGNORECASE
+)
 
 # Of operators, also of their nodes of the backward pass (hip_ops_...Backward; torch.library's are GeneratedBackwardFor_hip_ops_...).
 OPERATOR_NAMES = (
@@ -26,8 +28,18 @@ OPERATOR_NAMES = (
     (re.compile(r"^Optimizer\.(step|zero_grad)"), "optimizer"),
     (re.compile(r"hip_ops(::|_)\w*cca_prologue"), "prologue"),
     (re.compile(r"hip_ops(::|_)\w*rms_norm"), "norms"),
-    (re.compile(r"hip_ops(::|_)\w*(sort_by_expert|permute_to_experts|unpermute_from_experts|weighted_swiglu|grouped_)"), "experts"),
-    (re.compile(r"hip_ops(::|_)\w*(cross_entropy|row_statistics|overwrite_with_gradient|overwrite_with_exponentials|finish_gradient)"), "head"),
+    (
+        re.compile(
+            r"hip_ops(::|_)\w*(sort_by_expert|permute_to_experts|unpermute_from_experts|weighted_swiglu|grouped_)"
+        ),
+        "experts",
+    ),
+    (
+        re.compile(
+            r"hip_ops(::|_)\w*(cross_entropy|row_statistics|overwrite_with_gradient|overwrite_with_exponentials|finish_gradient)"
+        ),
+        "head",
+    ),
     (re.compile(r"hip_ops(::|_)\w*(muon_|newton_schulz|symmetric_product|matmul_add)"), "optimizer"),
 )
 # Of kernels of which nothing else is known.
@@ -92,14 +104,20 @@ def _by_name(name: str, table) -> str | None:
     return next((part for pattern, part in table if pattern.search(name)), None)
 
 
-def device_activities(trace: Trace, start: float, end: float, learned: dict[str, list[tuple[str, bool]]] | None = None) -> list[Activity]:
+def device_activities(
+    trace: Trace, start: float, end: float, learned: dict[str, list[tuple[str, bool]]] | None = None
+) -> list[Activity]:
     """Everything on the device between two times, cut at them.
 
     learned: what `learn` found in a trace of the same step; used for kernels that a graph launched. A graph launches them in the
     order in which they were launched one by one, so that the n-th kernel of a name is the n-th there.
     """
     attribution, found = Attribution(trace), []
-    within = [kernel for kernel in sorted(trace.device, key=lambda kernel: kernel.start) if kernel.end > start and kernel.start < end]
+    within = [
+        kernel
+        for kernel in sorted(trace.device, key=lambda kernel: kernel.start)
+        if kernel.end > start and kernel.start < end
+    ]
     replayed = [kernel for kernel in within if "GraphLaunch" in getattr(trace.calls.get(kernel.launch), "name", "")]
     totals, seen = Counter(kernel.name for kernel in replayed), Counter()
     from_graph = set(map(id, replayed)) if learned else set()
@@ -114,7 +132,9 @@ def device_activities(trace: Trace, start: float, end: float, learned: dict[str,
             part, backward = attribution.of(call.parent) if call is not None else (None, False)
         part = part or _by_name(kernel.name, KERNEL_NAMES) or "other"
         communicates = COMMUNICATION.search(kernel.name) is not None
-        found.append(Activity(kernel.name, max(kernel.start, start), min(kernel.end, end), part, backward, communicates))
+        found.append(
+            Activity(kernel.name, max(kernel.start, start), min(kernel.end, end), part, backward, communicates)
+        )
     return found
 
 

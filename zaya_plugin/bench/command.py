@@ -169,7 +169,9 @@ def check_anchor() -> None:
     except metadata.PackageNotFoundError:
         version = None
     if version is None or tuple(int(part) for part in version.split(".")[:2] if part.isdecimal()) < (5, 13):
-        raise ValueError(f"--anchor transformers: transformers is {version or 'not installed'}; allowed: 5.13 or later, which has ZAYA")
+        raise ValueError(
+            f"--anchor transformers: transformers is {version or 'not installed'}; allowed: 5.13 or later, which has ZAYA"
+        )
 
 
 def own_process(recipe: Recipe, plan: Plan, port: int) -> int:

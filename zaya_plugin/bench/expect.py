@@ -74,7 +74,9 @@ def recorded_recipe(record: dict) -> Recipe:
         for each in fields(target):
             if each.name in values:
                 value = getattr(target, each.name)
-                setattr(target, each.name, filled(value, values[each.name]) if is_dataclass(value) else values[each.name])
+                setattr(
+                    target, each.name, filled(value, values[each.name]) if is_dataclass(value) else values[each.name]
+                )
         return target
 
     recipe = filled(Recipe(), record["recipe"])
@@ -98,7 +100,9 @@ def expect(record: dict, recipe: Recipe, world: int) -> dict:
 
     before, measured = recorded_recipe(record), record["rates"]
     if recipe.parallel.pipeline_model_parallel_size > 1:
-        raise ValueError(f"parallel.pipeline_model_parallel_size = {recipe.parallel.pipeline_model_parallel_size}: allowed in zaya bench expect: 1")
+        raise ValueError(
+            f"parallel.pipeline_model_parallel_size = {recipe.parallel.pipeline_model_parallel_size}: allowed in zaya bench expect: 1"
+        )
     machine = MACHINES.get(recipe.cluster.name)
     here = measured["gemm_tflops"] * 1e12, measured["copy_tb_per_s"] * 1e12
     same = machine is None or machine.name in record["device"]
@@ -118,10 +122,16 @@ def expect(record: dict, recipe: Recipe, world: int) -> dict:
     batch, layout = memory_plan.batch_of(recipe, world), memory_plan.layout_of(recipe, world)
     old_batch = memory_plan.batch_of(before, record["world_size"])
     tokens = batch.micro_batches * tokens_of_rank(layout, batch)
-    old_tokens = old_batch.micro_batches * tokens_of_rank(memory_plan.layout_of(before, record["world_size"]), old_batch)
+    old_tokens = old_batch.micro_batches * tokens_of_rank(
+        memory_plan.layout_of(before, record["world_size"]), old_batch
+    )
     alone = 1.0
     if machine and (hidden := hidden_beside_kernels(record)):
-        alone -= SLOWED * hidden / sum(row["ms"] for row in record["parts"] if row["part"] not in (*NOT_CARRIED, *NOT_BESIDE))
+        alone -= (
+            SLOWED
+            * hidden
+            / sum(row["ms"] for row in record["parts"] if row["part"] not in (*NOT_CARRIED, *NOT_BESIDE))
+        )
     parts, passes = [], [0.0, 0.0]
     for row in record["parts"]:
         if row["part"] in NOT_CARRIED:
@@ -133,24 +143,54 @@ def expect(record: dict, recipe: Recipe, world: int) -> dict:
         if row["part"] not in NOT_BESIDE:
             factor *= alone
         done = new.get(row["part"], Work())
-        parts.append({
-            "part": row["part"], "title": row["title"], "ms": row["ms"] * factor, "tflop": done.flops / 1e12, "gb": done.bytes / 1e9,
-            "roofline": row["roofline"],
-        })  # fmt: skip
+        parts.append(
+            {
+                "part": row["part"],
+                "title": row["title"],
+                "ms": row["ms"] * factor,
+                "tflop": done.flops / 1e12,
+                "gb": done.bytes / 1e9,
+                "roofline": row["roofline"],
+            }
+        )
         if row["part"] not in NOT_BESIDE:
             passes = [passes[0] + row["forward_ms"] * factor, passes[1] + row["backward_ms"] * factor]
     if recompute != recomputed:
-        again = added_seconds(shape, layout, batch, memory_plan.kernels_of(recipe), recompute, memory_plan.machine_of(recipe))
-        parts.append({"part": "recomputation", "title": "recomputation", "ms": 1e3 * again, "tflop": 0.0, "gb": 0.0, "roofline": None})
+        again = added_seconds(
+            shape, layout, batch, memory_plan.kernels_of(recipe), recompute, memory_plan.machine_of(recipe)
+        )
+        parts.append(
+            {
+                "part": "recomputation",
+                "title": "recomputation",
+                "ms": 1e3 * again,
+                "tflop": 0.0,
+                "gb": 0.0,
+                "roofline": None,
+            }
+        )
         passes[1] += 1e3 * again
     forward, backward = (each / batch.micro_batches for each in passes)
-    overlap = Overlap(recipe.parallel.overlap_grad_reduce, recipe.parallel.overlap_param_gather, recipe.parallel.ddp_bucket_size)
+    overlap = Overlap(
+        recipe.parallel.overlap_grad_reduce, recipe.parallel.overlap_param_gather, recipe.parallel.ddp_bucket_size
+    )
     muon = recipe.optim.name == "muon"
-    links = communication(shape, layout, batch, machine, overlap, forward / 1e3, backward / 1e3, muon) if machine else {}
+    links = (
+        communication(shape, layout, batch, machine, overlap, forward / 1e3, backward / 1e3, muon) if machine else {}
+    )
     exposed = sum(each["exposed_ms"] for each in links.values())
     copied = {"parameters"} if copies_parameters(recipe, world, machine) else set()
     if slowed := SLOWED * sum(each["ms"] - each["exposed_ms"] for name, each in links.items() if name not in copied):
-        parts.append({"part": "slowed", "title": "slowed by collectives", "ms": slowed, "tflop": 0.0, "gb": 0.0, "roofline": None})
+        parts.append(
+            {
+                "part": "slowed",
+                "title": "slowed by collectives",
+                "ms": slowed,
+                "tflop": 0.0,
+                "gb": 0.0,
+                "roofline": None,
+            }
+        )
     plan = memory_plan.plan_of(recipe, world, vocabulary)
     computing = sum(row["ms"] for row in parts)
     ms = computing + exposed
@@ -162,18 +202,27 @@ def expect(record: dict, recipe: Recipe, world: int) -> dict:
         "prediction": True,
         "from": {name: record[name] for name in ("device", "date", "commit", "command", "world_size")},
         "on": {
-            "cluster": recipe.cluster.name, "devices": world, "gemm_tflops": rates[0] / 1e12, "copy_tb_per_s": rates[1] / 1e12,
+            "cluster": recipe.cluster.name,
+            "devices": world,
+            "gemm_tflops": rates[0] / 1e12,
+            "copy_tb_per_s": rates[1] / 1e12,
             "sources": machine.sources if machine else "rates of the record's own device; no links",
         },
         "step": {
-            "ms": ms, "computing_ms": computing, "exposed_communication_ms": exposed, "tokens": all_tokens, "micro_batches": batch.micro_batches,
-            "tokens_per_s_per_device": 1e3 * all_tokens / ms / world, "tflops_per_device": flops / (ms / 1e3) / world / 1e12,
-            "share_of_gemm": flops / (ms / 1e3) / world / rates[0], "planned_gib": plan.total / 2**30,
+            "ms": ms,
+            "computing_ms": computing,
+            "exposed_communication_ms": exposed,
+            "tokens": all_tokens,
+            "micro_batches": batch.micro_batches,
+            "tokens_per_s_per_device": 1e3 * all_tokens / ms / world,
+            "tflops_per_device": flops / (ms / 1e3) / world / 1e12,
+            "share_of_gemm": flops / (ms / 1e3) / world / rates[0],
+            "planned_gib": plan.total / 2**30,
         },
         "parts": parts,
         "communication": links,
         "idle_of_the_record_ms": idle,
-    }  # fmt: skip
+    }
 
 
 def hidden_beside_kernels(record: dict) -> float:
@@ -188,11 +237,21 @@ def copies_parameters(recipe: Recipe, world: int, machine: Machine | None) -> bo
     from zaya_plugin.training.launch import COPY_ENGINES
 
     policy = (COPY_ENGINES | recipe.cluster.environment)["NCCL_CTA_POLICY"]
-    return bool(machine) and machine.copies and recipe.parallel.nccl_ub and policy == COPY_ENGINES["NCCL_CTA_POLICY"] and world <= machine.node
+    return (
+        bool(machine)
+        and machine.copies
+        and recipe.parallel.nccl_ub
+        and policy == COPY_ENGINES["NCCL_CTA_POLICY"]
+        and world <= machine.node
+    )
 
 
 def work_of(
-    recipe: Recipe, world: int, vocabulary: int, optimizer: bool = True, written: frozenset[str] = frozenset({"experts"})
+    recipe: Recipe,
+    world: int,
+    vocabulary: int,
+    optimizer: bool = True,
+    written: frozenset[str] = frozenset({"experts"}),
 ) -> dict[str, Work]:
     """zaya_plugin.plan.step_work of one rank, from the recipe alone; zaya_plugin.bench.record.work_of asks the model that ran.
 
@@ -203,7 +262,11 @@ def work_of(
     from zaya_plugin.plan.step_work import Rank, step_work
     from zaya_plugin.training import memory_plan
 
-    shape, layout, batch = memory_plan.shape_of(recipe, vocabulary), memory_plan.layout_of(recipe, world), memory_plan.batch_of(recipe, world)
+    shape, layout, batch = (
+        memory_plan.shape_of(recipe, vocabulary),
+        memory_plan.layout_of(recipe, world),
+        memory_plan.batch_of(recipe, world),
+    )
     rank = Rank(
         layers=shape.num_layers,
         tokens=batch.micro_batches * tokens_of_rank(layout, batch),
@@ -215,7 +278,9 @@ def work_of(
         written=written,
         tensor=layout.tensor,
     )
-    return step_work(shape, recipe.stage.seq_length, rank, optimizer_share(shape, layout, recipe) if optimizer else None)
+    return step_work(
+        shape, recipe.stage.seq_length, rank, optimizer_share(shape, layout, recipe) if optimizer else None
+    )
 
 
 def optimizer_share(shape: Shape, layout: Layout, recipe: Recipe) -> OptimizerShare:
@@ -226,7 +291,13 @@ def optimizer_share(shape: Shape, layout: Layout, recipe: Recipe) -> OptimizerSh
 
     momentum = 2 if recipe.optim.muon_momentum_dtype == "bf16" else 4
     ranks = layout.expert_shards, layout.shards
-    h, f, r, q, k = shape.hidden_size, shape.moe_ffn_hidden_size, shape.router_hidden_size, shape.query_channels, shape.key_channels
+    h, f, r, q, k = (
+        shape.hidden_size,
+        shape.moe_ffn_hidden_size,
+        shape.router_hidden_size,
+        shape.query_channels,
+        shape.key_channels,
+    )
     parts = count_parameters(shape)
     everything = sum(parts.values()) - parts["experts"]
     if recipe.optim.name != "muon":
@@ -236,9 +307,13 @@ def optimizer_share(shape: Shape, layout: Layout, recipe: Recipe) -> OptimizerSh
     of_the_rest = [(q, h), (k, h), (k // 2, h), (k // 2, h), (h, q), (r, h), (r, r), (r, r), (shape.num_experts + 1, r)]
     experts = shape.num_layers * shape.num_experts / layout.expert
     elements = sum(m * n for m, n in of_the_rest) * shape.num_layers
-    operations = max(
-        experts * sum(newton_schulz_flops(*size) for size in of_experts) / ranks[0], newton_schulz_flops(*of_experts[0]) * (ranks[0] > 1)
-    ) + shape.num_layers * sum(newton_schulz_flops(*size) for size in of_the_rest) / ranks[1]
+    operations = (
+        max(
+            experts * sum(newton_schulz_flops(*size) for size in of_experts) / ranks[0],
+            newton_schulz_flops(*of_experts[0]) * (ranks[0] > 1),
+        )
+        + shape.num_layers * sum(newton_schulz_flops(*size) for size in of_the_rest) / ranks[1]
+    )
     muon = max(parts["experts"] / layout.expert / ranks[0], 2.0 * f * h * (ranks[0] > 1)) + elements / ranks[1]
     return OptimizerShare(muon, (everything - elements) / ranks[1], momentum, operations * recipe.optim.muon_steps / 5)
 
@@ -257,8 +332,14 @@ def text(found: dict) -> str:
     ]
     for row in found["parts"]:
         roofline = "" if row["roofline"] is None else f"{row['roofline']:.0%}"
-        lines.append(f"  {row['title']:22}{row['ms']:9.2f}{row['ms'] / step['ms']:8.1%}{row['tflop']:10.3g}{row['gb']:10.3g}{roofline:>9}")
+        lines.append(
+            f"  {row['title']:22}{row['ms']:9.2f}{row['ms'] / step['ms']:8.1%}{row['tflop']:10.3g}{row['gb']:10.3g}{roofline:>9}"
+        )
     for name, each in found["communication"].items():
-        lines.append(f"  {'exposed ' + name:22}{each['exposed_ms']:9.2f}{each['exposed_ms'] / step['ms']:8.1%}   of {each['ms']:.1f} ms")
-    lines.append(f"The record's idle time, {found['idle_of_the_record_ms']:.1f} ms of its traced step, is its host's and not carried over.")
+        lines.append(
+            f"  {'exposed ' + name:22}{each['exposed_ms']:9.2f}{each['exposed_ms'] / step['ms']:8.1%}   of {each['ms']:.1f} ms"
+        )
+    lines.append(
+        f"The record's idle time, {found['idle_of_the_record_ms']:.1f} ms of its traced step, is its host's and not carried over."
+    )
     return "\n".join(lines)

@@ -5,8 +5,12 @@ from __future__ import annotations
 
 # The part whose products add a parameter's gradient, by the first word that its name holds; vectors have a pass of their own.
 GRADIENT_PARTS = (
-    ("experts", "experts"), ("router", "router"), ("linear_", "projections"), ("embedding", "head"), ("output_layer", "head"),
-)  # fmt: skip
+    ("experts", "experts"),
+    ("router", "router"),
+    ("linear_", "projections"),
+    ("embedding", "head"),
+    ("output_layer", "head"),
+)
 
 
 def accumulated(model) -> dict[str, int]:
@@ -27,5 +31,9 @@ def written_first(model) -> frozenset[str]:
     """The parts whose gradients a step's first micro-batch writes, so that nobody zeroes them. model: as above, at any time."""
     from zaya_plugin.optim.written_gradients import ResetRest
 
-    buffers = [buffer for chunk in model for buffer in (*getattr(chunk, "buffers", ()), *getattr(chunk, "expert_parallel_buffers", ()))]
+    buffers = [
+        buffer
+        for chunk in model
+        for buffer in (*getattr(chunk, "buffers", ()), *getattr(chunk, "expert_parallel_buffers", ()))
+    ]
     return frozenset({"experts"} if any(isinstance(buffer.reset, ResetRest) for buffer in buffers) else ())

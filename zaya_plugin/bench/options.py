@@ -52,10 +52,17 @@ def measured_recipe(recipe: Recipe, options: Options, output: str | None) -> Rec
         stage=replace(recipe.stage, train_iters=steps, eval_iters=0, eval_at_start=False, batch_size_ramp=None),
         data=replace(recipe.data, valid_path=None, valid_blend=[]),
         optim=replace(
-            recipe.optim, lr_decay_style="constant", lr_warmup_iters=0, lr_warmup_init=0.0, lr_decay_iters=None, lr_wsd_decay_iters=None
+            recipe.optim,
+            lr_decay_style="constant",
+            lr_warmup_iters=0,
+            lr_warmup_init=0.0,
+            lr_decay_iters=None,
+            lr_wsd_decay_iters=None,
         ),
         checkpoint=replace(recipe.checkpoint, save_interval=None),
-        logger=replace(logger, wandb_mode="offline" if logger.wandb and logger.wandb_mode != "disabled" else logger.wandb_mode),
+        logger=replace(
+            logger, wandb_mode="offline" if logger.wandb and logger.wandb_mode != "disabled" else logger.wandb_mode
+        ),
         handover=type(recipe.handover)(),
         curriculum=type(recipe.curriculum)(),
         profile=type(recipe.profile)(),

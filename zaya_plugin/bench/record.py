@@ -38,7 +38,10 @@ def of_rank(session, recipe, options: Options, rates: Rates, device) -> dict:
 
     args, measured = session.parts.args, session.measured
     world = torch.distributed.get_world_size()
-    memory = torch.tensor([value or 0.0 for value in (measured.allocated_gib, measured.reserved_gib, measured.resident_gib)], device=device)
+    memory = torch.tensor(
+        [value or 0.0 for value in (measured.allocated_gib, measured.reserved_gib, measured.resident_gib)],
+        device=device,
+    )
     torch.distributed.all_reduce(memory, torch.distributed.ReduceOp.MAX)
     allocated, reserved, resident = memory.tolist()
     on_cpu = device.type == "cpu"
@@ -79,7 +82,9 @@ def with_breakdown(record: dict, session, recipe, kept: Path | None) -> dict:
     start, end = traced.window(STEP)
     on_cpu = record["step"]["allocated_gib"] is None
     activities = (
-        attribution.operator_activities(traced, start, end) if on_cpu else attribution.device_activities(traced, start, end, learned)
+        attribution.operator_activities(traced, start, end)
+        if on_cpu
+        else attribution.device_activities(traced, start, end, learned)
     )
     rates, work = record["rates"], work_of(session, recipe.optim)
     shared = breakdown(activities, start, end, work, rates["gemm_tflops"] * 1e12, rates["copy_tb_per_s"] * 1e12)
@@ -92,7 +97,11 @@ def with_breakdown(record: dict, session, recipe, kept: Path | None) -> dict:
             "source": "operators" if on_cpu else "kernels",
             "ms": (end - start) / 1e3,
             "host_ms": host_microseconds(traced, start, end) / 1e3,
-            "launches": sum(any(word in call.name for word in LAUNCHES) for call in traced.calls.values() if start <= call.start < end),
+            "launches": sum(
+                any(word in call.name for word in LAUNCHES)
+                for call in traced.calls.values()
+                if start <= call.start < end
+            ),
             "activities": sum(activity.begins for activity in activities),
             "from_graph": learned is not None,
             "trace": kept.name if kept else None,
@@ -113,28 +122,50 @@ def breakdown(activities, start: float, end: float, work: dict, gemm: float, cop
         if done is not None and seconds:
             against = done.flops / seconds / gemm, done.bytes / seconds / copy
             share = dict(
-                tflop=done.flops / 1e12, gb=done.bytes / 1e9, gemm_share=against[0], copy_share=against[1], roofline=max(against)
+                tflop=done.flops / 1e12,
+                gb=done.bytes / 1e9,
+                gemm_share=against[0],
+                copy_share=against[1],
+                roofline=max(against),
             )
         names = sorted(((n, *moments.names[p, n]) for p, n in moments.names if p == part), key=lambda item: -item[2])
-        rows.append({
-            "part": part, "title": title, "ms": 1e3 * seconds, "share": (forward + backward) / whole,
-            "forward_ms": forward / 1e3, "backward_ms": backward / 1e3, **share,
-            "longest": [{"name": name[:160], "count": count, "ms": time / 1e3} for name, count, time in names[:KERNELS_SHOWN]],
-        })  # fmt: skip
+        rows.append(
+            {
+                "part": part,
+                "title": title,
+                "ms": 1e3 * seconds,
+                "share": (forward + backward) / whole,
+                "forward_ms": forward / 1e3,
+                "backward_ms": backward / 1e3,
+                **share,
+                "longest": [
+                    {"name": name[:160], "count": count, "ms": time / 1e3}
+                    for name, count, time in names[:KERNELS_SHOWN]
+                ],
+            }
+        )
     longest = sorted(moments.stretches, key=lambda each: each.start - each.end)[:STRETCHES_SHOWN]
     return {
-        "parts": rows, "hidden_communication_ms": moments.hidden_communication / 1e3, "not_computing": [stretch_of(each, start) for each in longest],
-    }  # fmt: skip
+        "parts": rows,
+        "hidden_communication_ms": moments.hidden_communication / 1e3,
+        "not_computing": [stretch_of(each, start) for each in longest],
+    }
 
 
 def stretch_of(stretch: Stretch, start: float) -> dict:
     """Of a step that began at `start`, in milliseconds."""
     sides = {"before": stretch.before, "after": stretch.after}
-    ends = {name: each and {"part": each.part, "backward": each.backward, "name": each.name[:160]} for name, each in sides.items()}
+    ends = {
+        name: each and {"part": each.part, "backward": each.backward, "name": each.name[:160]}
+        for name, each in sides.items()
+    }
     return {
-        "at_ms": (stretch.start - start) / 1e3, "ms": (stretch.end - stretch.start) / 1e3, "communication_ms": stretch.communicating / 1e3, **ends,
+        "at_ms": (stretch.start - start) / 1e3,
+        "ms": (stretch.end - stretch.start) / 1e3,
+        "communication_ms": stretch.communicating / 1e3,
+        **ends,
         "communication": [name[:160] for name in stretch.communication],
-    }  # fmt: skip
+    }
 
 
 def host_microseconds(traced: trace.Trace, start: float, end: float) -> float:
@@ -142,7 +173,10 @@ def host_microseconds(traced: trace.Trace, start: float, end: float) -> float:
     waits = sorted(
         (max(call.start, start), min(call.end, end))
         for call in traced.calls.values()
-        if call.end > start and call.start < end and any(word in call.name for word in WAITING) and "Async" not in call.name
+        if call.end > start
+        and call.start < end
+        and any(word in call.name for word in WAITING)
+        and "Async" not in call.name
     )
     waited, until = 0.0, start
     for begins, ends in waits:
@@ -177,7 +211,12 @@ def work_of(session, optim) -> dict:
         written=written_first(parts.model),
         tensor=args.tensor_model_parallel_size,
     )
-    return step_work(Shape.of_arguments(args), args.seq_length, rank, _optimizer_share(parts, args, optim) if session.options.optimizer else None)
+    return step_work(
+        Shape.of_arguments(args),
+        args.seq_length,
+        rank,
+        _optimizer_share(parts, args, optim) if session.options.optimizer else None,
+    )
 
 
 def _optimizer_share(parts, args, optim):
@@ -187,17 +226,24 @@ def _optimizer_share(parts, args, optim):
     from zaya_plugin.plan.step_work import OptimizerShare
 
     muon = adamw = operations = 0.0
-    experts, dense = parallel_state.get_expert_data_parallel_world_size(), parallel_state.get_data_parallel_world_size(with_context_parallel=True)
+    experts, dense = (
+        parallel_state.get_expert_data_parallel_world_size(),
+        parallel_state.get_data_parallel_world_size(with_context_parallel=True),
+    )
     for chunk in parts.model:
         for parameter in chunk.parameters():
-            ranks = (dense if getattr(parameter, "allreduce", True) else experts) if args.use_distributed_optimizer else 1
+            ranks = (
+                (dense if getattr(parameter, "allreduce", True) else experts) if args.use_distributed_optimizer else 1
+            )
             matrices = parameter.optimizer_assignment.matrices
             if matrices is None:
                 adamw += parameter.numel() / ranks
             else:
                 muon += parameter.numel() / ranks
                 operations += matrices[0] * newton_schulz_flops(*matrices[1:]) / ranks
-    return OptimizerShare(muon, adamw, 2 if optim.muon_momentum_dtype == "bf16" else 4, operations * optim.muon_steps / 5)
+    return OptimizerShare(
+        muon, adamw, 2 if optim.muon_momentum_dtype == "bf16" else 4, operations * optim.muon_steps / 5
+    )
 
 
 def surroundings(device, command: str, given: str | None) -> dict:
@@ -208,15 +254,29 @@ def surroundings(device, command: str, given: str | None) -> dict:
 
     from zaya_plugin import __version__
 
-    name = torch.cuda.get_device_name(device) if device.type != "cpu" else f"CPU {platform.processor() or platform.machine()}"
-    versions = {"python": platform.python_version(), "torch": torch.__version__, "cuda": torch.version.cuda or torch.version.hip}
+    name = (
+        torch.cuda.get_device_name(device)
+        if device.type != "cpu"
+        else f"CPU {platform.processor() or platform.machine()}"
+    )
+    versions = {
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda or torch.version.hip,
+    }
     for package in ("megatron-core", "triton", "transformers"):
         try:
             versions[package] = metadata.version(package)
         except metadata.PackageNotFoundError:
             versions[package] = None
     now = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
-    return {"device": name, "date": now, "command": command, "commit": given or commit(), "versions": {"zaya_plugin": __version__, **versions}}
+    return {
+        "device": name,
+        "date": now,
+        "command": command,
+        "commit": given or commit(),
+        "versions": {"zaya_plugin": __version__, **versions},
+    }
 
 
 def commit() -> str | None:
@@ -224,7 +284,13 @@ def commit() -> str | None:
     root = Path(__file__).resolve().parents[2]
     if not (root / ".git").exists():
         return None
-    found = subprocess.run(["git", "describe", "--always", "--dirty"], cwd=root, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+    found = subprocess.run(
+        ["git", "describe", "--always", "--dirty"],
+        cwd=root,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+    )
     return found.stdout.strip() or None
 
 

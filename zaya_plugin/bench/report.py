@@ -8,11 +8,20 @@ from html import escape
 
 # A letter and a colour for each part (Okabe and Ito's palette, which the colour-blind tell apart, and two greys).
 LOOKS = {
-    "embedding": ("e", "#999933"), "norms": ("n", "#56b4e9"), "projections": ("p", "#0072b2"), "prologue": ("c", "#009e73"),
-    "attention": ("a", "#44aa99"), "router": ("r", "#cc79a7"), "experts": ("x", "#d55e00"), "head": ("h", "#e69f00"),
-    "gradients": ("g", "#aa4499"), "optimizer": ("o", "#882255"), "other": ("?", "#bbbbbb"), "communication": ("=", "#661100"),
+    "embedding": ("e", "#999933"),
+    "norms": ("n", "#56b4e9"),
+    "projections": ("p", "#0072b2"),
+    "prologue": ("c", "#009e73"),
+    "attention": ("a", "#44aa99"),
+    "router": ("r", "#cc79a7"),
+    "experts": ("x", "#d55e00"),
+    "head": ("h", "#e69f00"),
+    "gradients": ("g", "#aa4499"),
+    "optimizer": ("o", "#882255"),
+    "other": ("?", "#bbbbbb"),
+    "communication": ("=", "#661100"),
     "idle": (".", "#eeeeee"),
-}  # fmt: skip
+}
 STRETCHES = 5  # shown
 HEAD = f"{'':2}{'part':22}{'ms':>9}{'share':>8}{'forward':>9}{'backward':>9}{'TFLOP':>10}{'GB':>10}{'GEMM':>7}{'copy':>7}{'roofline':>9}"
 
@@ -23,7 +32,9 @@ def text(record: dict, width: int | None = None) -> str:
     traced = record["traced"]
     lines = ["", *_step(record), ""]
     if traced["source"] == "operators":
-        lines.append("No device: the parts are times of operators on the host, without the operators inside them; idle is what lies between them.")
+        lines.append(
+            "No device: the parts are times of operators on the host, without the operators inside them; idle is what lies between them."
+        )
     lines += [bar(record["parts"], width), HEAD]
     lines += [_row(row) for row in record["parts"]]
     lines.append(
@@ -40,7 +51,9 @@ def text(record: dict, width: int | None = None) -> str:
         without = sum(row["ms"] for row in record["parts"] if row["part"] in ("communication", "idle"))
         lines.append(f"Longest without computation, of {without:.1f} ms:")
         lines += [_stretch(each) for each in record["not_computing"][:STRETCHES]]
-    lines.append("GEMM and copy: operations and least bytes against the measured rates; roofline: the larger of the two.")
+    lines.append(
+        "GEMM and copy: operations and least bytes against the measured rates; roofline: the larger of the two."
+    )
     return "\n".join(lines)
 
 
@@ -76,9 +89,12 @@ def _row(row: dict) -> str:
 
     return (
         f"{LOOKS[row['part']][0]:2}{row['title']:22}{row['ms']:9.2f}{row['share']:8.1%}{row['forward_ms']:9.2f}{row['backward_ms']:9.2f}"
-        + cell(row["tflop"], ".3g", 10) + cell(row["gb"], ".3g", 10) + cell(row["gemm_share"], ".0%", 7) + cell(row["copy_share"], ".0%", 7)
+        + cell(row["tflop"], ".3g", 10)
+        + cell(row["gb"], ".3g", 10)
+        + cell(row["gemm_share"], ".0%", 7)
+        + cell(row["copy_share"], ".0%", 7)
         + cell(row["roofline"], ".0%", 9)
-    )  # fmt: skip
+    )
 
 
 def bar(parts: list[dict], width: int) -> str:
@@ -109,7 +125,9 @@ def picture(record: dict) -> str:
         _, colour = LOOKS[row["part"]]
         extent = width * row["share"]
         label = f"{row['title']} {row['ms']:.1f} ms, {row['share']:.1%}"
-        rows.append(f'<rect x="{x:.2f}" y="34" width="{extent:.2f}" height="40" fill="{colour}" stroke="#fff" stroke-width="0.5"><title>{escape(label)}</title></rect>')
+        rows.append(
+            f'<rect x="{x:.2f}" y="34" width="{extent:.2f}" height="40" fill="{colour}" stroke="#fff" stroke-width="0.5"><title>{escape(label)}</title></rect>'
+        )
         column, line = divmod(number, 5)
         legend.append(
             f'<rect x="{10 + 300 * column}" y="{92 + 20 * line}" width="12" height="12" fill="{colour}"/>'
@@ -118,7 +136,14 @@ def picture(record: dict) -> str:
         x += extent
     step = record["step"]
     title = f"{record['device']}, {record['world_size']} ranks: {step['ms']:.1f} ms a step, {step['tokens_per_s_per_device']:,.0f} tokens/s a device"
-    return "\n".join([
-        '<svg xmlns="http://www.w3.org/2000/svg" width="920" height="205" font-family="sans-serif" font-size="12">',
-        '<rect width="920" height="205" fill="#fff"/>', f'<text x="10" y="22" font-size="14">{escape(title)}</text>', *rows, *legend, "</svg>", "",
-    ])  # fmt: skip
+    return "\n".join(
+        [
+            '<svg xmlns="http://www.w3.org/2000/svg" width="920" height="205" font-family="sans-serif" font-size="12">',
+            '<rect width="920" height="205" fill="#fff"/>',
+            f'<text x="10" y="22" font-size="14">{escape(title)}</text>',
+            *rows,
+            *legend,
+            "</svg>",
+            "",
+        ]
+    )

@@ -45,8 +45,16 @@ class Session:
         say: takes a line for the user.
     """
 
-    def __init__(self, options: Options, rank: int, device_type: str, trace: Path, reference: Path, say: Callable[[str], None]):
-        self.options, self.device_type, self.trace, self.reference, self.say = options, device_type, trace, reference, say
+    def __init__(
+        self, options: Options, rank: int, device_type: str, trace: Path, reference: Path, say: Callable[[str], None]
+    ):
+        self.options, self.device_type, self.trace, self.reference, self.say = (
+            options,
+            device_type,
+            trace,
+            reference,
+            say,
+        )
         self.traces = rank == 0
         self.begun = 0
         self.measured = Measured()
@@ -54,7 +62,9 @@ class Session:
         self.profiler = self.window = None
         self.parts = None
         self.learned = False
-        self.accumulated: dict[str, int] = {}  # of the last step whose backward pass Python ran (zaya_plugin.bench.gradients)
+        self.accumulated: dict[
+            str, int
+        ] = {}  # of the last step whose backward pass Python ran (zaya_plugin.bench.gradients)
 
     def before_step(self, parts) -> None:
         """parts: zaya_plugin.training.adapter_measured.StepParts."""

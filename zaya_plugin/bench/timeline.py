@@ -76,7 +76,9 @@ def resolve(activities: Iterable[Activity], start: float, end: float) -> Moments
 
 def stretches(activities: Iterable[Activity], start: float, end: float) -> list[Stretch]:
     """Where nothing computes between `start` and `end`."""
-    computing = sorted((each for each in activities if not each.communicates and each.end > each.start), key=lambda each: each.start)
+    computing = sorted(
+        (each for each in activities if not each.communicates and each.end > each.start), key=lambda each: each.start
+    )
     gaps, last, reached = [], None, start
     for each in (*computing, None):
         begins = end if each is None else each.start

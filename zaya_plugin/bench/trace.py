@@ -95,15 +95,39 @@ def parse(events: Iterable[dict]) -> Trace:
         start, arguments = float(event["ts"]), event.get("args", {})
         end = start + float(event.get("dur", 0))
         if category in HOST:
-            trace.hosts.append(HostRange(
-                event["name"], event.get("tid"), start, end, category != "cpu_op", arguments.get("External id"), arguments.get("Sequence number"),
-            ))  # fmt: skip
+            trace.hosts.append(
+                HostRange(
+                    event["name"],
+                    event.get("tid"),
+                    start,
+                    end,
+                    category != "cpu_op",
+                    arguments.get("External id"),
+                    arguments.get("Sequence number"),
+                )
+            )
         elif category in DEVICE:
-            trace.device.append(DeviceActivity(
-                event["name"], arguments.get("stream"), start, end, arguments.get("correlation"), arguments.get("External id"),
-            ))  # fmt: skip
+            trace.device.append(
+                DeviceActivity(
+                    event["name"],
+                    arguments.get("stream"),
+                    start,
+                    end,
+                    arguments.get("correlation"),
+                    arguments.get("External id"),
+                )
+            )
         elif category in RUNTIME:
-            runtime.append((event["name"], event.get("tid"), start, end, arguments.get("correlation"), arguments.get("External id")))
+            runtime.append(
+                (
+                    event["name"],
+                    event.get("tid"),
+                    start,
+                    end,
+                    arguments.get("correlation"),
+                    arguments.get("External id"),
+                )
+            )
     trace.hosts.sort(key=lambda r: (str(r.thread), r.start, -r.end))
     _nest(trace.hosts)
     _link(trace.hosts, flows)
@@ -146,7 +170,10 @@ def _place(trace: Trace, runtime: list[tuple]) -> None:
     by_id = {r.external_id: index for index, r in enumerate(trace.hosts) if r.external_id is not None}
     position, stack = 0, []
     for name, thread, start, end, correlation, external in sorted(runtime, key=lambda call: (str(call[1]), call[2])):
-        while position < len(trace.hosts) and (str(trace.hosts[position].thread), trace.hosts[position].start) <= (str(thread), start):
+        while position < len(trace.hosts) and (str(trace.hosts[position].thread), trace.hosts[position].start) <= (
+            str(thread),
+            start,
+        ):
             stack.append(position)
             position += 1
         while stack and (trace.hosts[stack[-1]].thread != thread or trace.hosts[stack[-1]].end <= start):

@@ -74,7 +74,11 @@ def measure(options: Options, recipe, rank: int, world_size: int, console) -> No
             record.write(run_dir / RECORD, found)
             (run_dir / PICTURE).write_text(report.picture(found))
             print(report.text(found), file=console, flush=True)
-            print(f"everything is in {run_dir}: {RECORD}, {PICTURE}" + (f", {TRACE}" if options.trace else ""), file=console, flush=True)
+            print(
+                f"everything is in {run_dir}: {RECORD}, {PICTURE}" + (f", {TRACE}" if options.trace else ""),
+                file=console,
+                flush=True,
+            )
     if torch.distributed.is_initialized():
         torch.distributed.barrier()  # what rank 0 has written is read by all that go on
         torch.distributed.destroy_process_group()

@@ -66,7 +66,9 @@ def readable_errors() -> Iterator[None]:
         if "Config group override must be" not in str(error):
             raise
         # Hydra's own words for `model=null` do not say which group
-        raise ValueError("a group (model, stage, ..., experiment) takes the name of an option, as in model=zaya_tiny") from error
+        raise ValueError(
+            "a group (model, stage, ..., experiment) takes the name of an option, as in model=zaya_tiny"
+        ) from error
 
 
 def compose(overrides: list[str]) -> Recipe:

@@ -13,13 +13,43 @@ def obstacles(recipe: Recipe) -> Iterator[str]:
     """A step that differs from the one before, or a question to the device within it; each with what is allowed."""
     needed = (
         ("cluster.device", recipe.cluster.device, "cuda", "a CPU has no graphs"),
-        ("cluster.dtype", recipe.cluster.dtype, "bf16", "no grouped GEMM takes another on a GPU without asking the host"),
-        ("cluster.transformer_impl", recipe.cluster.transformer_impl, "local", "Transformer Engine's grouped GEMM asks the host"),
-        ("parallel.use_distributed_optimizer", recipe.parallel.use_distributed_optimizer, True, "without it Megatron looks at each loss on the host"),
-        ("stage.batch_size_ramp", recipe.stage.batch_size_ramp, None, "every replay has the same number of micro-batches"),
+        (
+            "cluster.dtype",
+            recipe.cluster.dtype,
+            "bf16",
+            "no grouped GEMM takes another on a GPU without asking the host",
+        ),
+        (
+            "cluster.transformer_impl",
+            recipe.cluster.transformer_impl,
+            "local",
+            "Transformer Engine's grouped GEMM asks the host",
+        ),
+        (
+            "parallel.use_distributed_optimizer",
+            recipe.parallel.use_distributed_optimizer,
+            True,
+            "without it Megatron looks at each loss on the host",
+        ),
+        (
+            "stage.batch_size_ramp",
+            recipe.stage.batch_size_ramp,
+            None,
+            "every replay has the same number of micro-batches",
+        ),
         ("data.packing", recipe.data.packing, "none", "blocks of documents are found on the host"),
-        ("parallel.pipeline_model_parallel_size", recipe.parallel.pipeline_model_parallel_size, 1, "sends between stages are not captured"),
-        ("parallel.expert_model_parallel_size", recipe.parallel.expert_model_parallel_size, 1, "the host reads how many tokens travel"),
+        (
+            "parallel.pipeline_model_parallel_size",
+            recipe.parallel.pipeline_model_parallel_size,
+            1,
+            "sends between stages are not captured",
+        ),
+        (
+            "parallel.expert_model_parallel_size",
+            recipe.parallel.expert_model_parallel_size,
+            1,
+            "the host reads how many tokens travel",
+        ),
     )
     for key, value, only, why in needed:
         if value != only:
@@ -32,4 +62,6 @@ def with_graphs(recipe: Recipe) -> tuple[Recipe, str | None]:
         return recipe, None
     found = list(obstacles(recipe))
     graphs = "none" if found else "full_iteration"
-    return replace(recipe, cluster=replace(recipe.cluster, graphs=graphs)), f"no graph of a step: {found[0]}" if found else None
+    return replace(
+        recipe, cluster=replace(recipe.cluster, graphs=graphs)
+    ), f"no graph of a step: {found[0]}" if found else None

@@ -26,7 +26,9 @@ def keys_table() -> str:
             text += f" ({', '.join(shown(choice) for choice in field.metadata['choices'])})"
         argument = megatron_argument(field)
         target = f"`--{argument.replace('_', '-')}`" if argument else f"`{field.metadata['reader'].rpartition('.')[2]}`"
-        rows.append(f"| `{path}` | {'must be given' if default == '???' else f'`{shown(default)}`'} | {_cell(text)} | {target} |")
+        rows.append(
+            f"| `{path}` | {'must be given' if default == '???' else f'`{shown(default)}`'} | {_cell(text)} | {target} |"
+        )
     return "\n".join(rows) + "\n"
 
 

@@ -17,7 +17,9 @@ def layout_problems(recipe: Recipe, world_size: int) -> Iterator[str]:
     yield from _tensor_parallel(recipe)
     yield from _context_parallel(recipe)
     yield from _expert_parallel(recipe, world_size)
-    product = parallel.tensor_model_parallel_size * parallel.pipeline_model_parallel_size * parallel.context_parallel_size
+    product = (
+        parallel.tensor_model_parallel_size * parallel.pipeline_model_parallel_size * parallel.context_parallel_size
+    )
     if world_size % product:
         yield (
             f"{world_size} ranks (nproc, cluster.gpus_per_node x cluster.num_nodes, or the outer launcher's WORLD_SIZE) cannot "

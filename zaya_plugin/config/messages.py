@@ -98,7 +98,13 @@ def explain(error: BaseException) -> str:
     name = in_file.group(2) if in_file else type(cause).__name__
     if in_file:
         quoted = re.search(r"Value '(.*?)'", in_file.group(3))
-        problem = unknown_key(path) if not known(key) else f"{path} = {quoted.group(1)!r}: {expected(key)}" if quoted and key in schema() else in_file.group(3)
+        problem = (
+            unknown_key(path)
+            if not known(key)
+            else f"{path} = {quoted.group(1)!r}: {expected(key)}"
+            if quoted and key in schema()
+            else in_file.group(3)
+        )
         return f"recipes {in_file.group(1)}.yaml: {problem}"
     if name in ("ConfigKeyError", "ConfigAttributeError") and path and not known(path):
         override = re.search(r"Could not override '([^']*)'(?:.*use \+[^=\s]+=(.*))?", text, re.DOTALL)

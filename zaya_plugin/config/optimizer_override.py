@@ -31,7 +31,9 @@ class Override:
         example = "'*.router.* optimizer=adamw lr_mult=0.5 weight_decay_mult=0'"
         values: dict[str, str | float] = {}
         if not pattern or "=" in pattern or not pairs:
-            raise ValueError(f"optim.overrides: {text!r} has no pattern or says nothing; allowed: entries like {example}")
+            raise ValueError(
+                f"optim.overrides: {text!r} has no pattern or says nothing; allowed: entries like {example}"
+            )
         for pair in pairs:
             key, _, value = pair.partition("=")
             if key == "optimizer" and value in OPTIMIZERS:

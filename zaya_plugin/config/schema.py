@@ -65,9 +65,13 @@ class ModelConfig:
     rotary_percent: float = arg(0.5, "share of a head's channels that RoPE rotates")
     norm_epsilon: float = arg(1e-5, "epsilon of every RMSNorm", megatron="layernorm_epsilon")
     init_method_std: float = arg(0.02, "standard deviation of the normal initialisation")
-    router_init_std: float | None = arg(None, "the same for the router's matrices; init_method_std when null; unpublished")
+    router_init_std: float | None = arg(
+        None, "the same for the router's matrices; init_method_std when null; unpublished"
+    )
     scaled_output_init: bool = arg(False, "divide the output projections' initial std by sqrt(2 layers); unpublished")
-    make_vocab_size_divisible_by: int = arg(64, "the vocabulary is padded to a multiple of this times tensor parallelism")
+    make_vocab_size_divisible_by: int = arg(
+        64, "the vocabulary is padded to a multiple of this times tensor parallelism"
+    )
     temperature_form: str = arg(
         "linear",
         "key temperature T as used: linear T (report, released weights), exp(T) (CCA paper), clamped_exp",
@@ -79,7 +83,9 @@ class ModelConfig:
         "output of the skip class: zero (transformers, vLLM) or identity, p * input (Zyphra's first code)",
         choices=("zero", "identity"),
     )
-    router_softmax_in_fp32: bool = arg(True, "router softmax in fp32 (report) or in the activation dtype (transformers)")
+    router_softmax_in_fp32: bool = arg(
+        True, "router softmax in fp32 (report) or in the activation dtype (transformers)"
+    )
     residual_in_fp32: bool = arg(True, "keep the residual stream in fp32")
     qk_norm_in_fp32: bool = arg(True, "q-k mean and q-k norm in fp32")
     balancing_lr: float = arg(1e-3, "AdamW step of the expert biases; unpublished, this project's choice")
@@ -106,20 +112,32 @@ class StageConfig:
     )
     train_iters: int = arg(MISSING, "optimizer steps")
     eval_interval: int = arg(1000, "steps between validations")
-    eval_iters: int = arg(10, "batches a validation, of each source where data.valid_blend names several; 0 switches it off")
-    eval_at_start: bool = own(False, "validate before the first step too, and always on the same samples, to compare losses around a hand-over", ADAPTER_HANDOVER)
+    eval_iters: int = arg(
+        10, "batches a validation, of each source where data.valid_blend names several; 0 switches it off"
+    )
+    eval_at_start: bool = own(
+        False,
+        "validate before the first step too, and always on the same samples, to compare losses around a hand-over",
+        ADAPTER_HANDOVER,
+    )
 
 
 @dataclass
 class DataConfig:
     """What is trained on: the output of `zaya data prepare`, or bare Megatron .bin/.idx prefixes."""
 
-    path: str = own(MISSING, "directory written by `zaya data prepare`, or a Megatron prefix without .bin/.idx", DATASETS)
-    blend: list[str] = own([], "more sources as 'weight path' entries; when set, `path` gives tokenizer and validation", DATASETS)
+    path: str = own(
+        MISSING, "directory written by `zaya data prepare`, or a Megatron prefix without .bin/.idx", DATASETS
+    )
+    blend: list[str] = own(
+        [], "more sources as 'weight path' entries; when set, `path` gives tokenizer and validation", DATASETS
+    )
     valid_path: str | None = own(None, "validation data in place of the part that `path` holds out", DATASETS)
     valid_blend: list[str] = own(
-        [], "validation domains as 'weight path' entries, each one's valid part, in place of the part that `path` holds out; each has a "
-        "loss of its own, validation/<name>/loss, and valid_loss is their mean by weight", DATASETS
+        [],
+        "validation domains as 'weight path' entries, each one's valid part, in place of the part that `path` holds out; each has a "
+        "loss of its own, validation/<name>/loss, and valid_loss is their mean by weight",
+        DATASETS,
     )
     tokenizer: str | None = own(None, "Hugging Face tokenizer; taken from `path`'s manifest when null", DATASETS)
     cache_path: str | None = own(None, "where the sample index is kept; <path>/cache when null", DATASETS)
@@ -138,7 +156,9 @@ class DataConfig:
         choices=("megatron", "continuing"),
     )
     consumed: list[str] = own(
-        [], "with order = continuing: 'tokens path' entries of what earlier stages read; `zaya data mixture` prints those for the next", DATASETS
+        [],
+        "with order = continuing: 'tokens path' entries of what earlier stages read; `zaya data mixture` prints those for the next",
+        DATASETS,
     )
 
 
@@ -152,14 +172,21 @@ class OptimConfig:
     (momentum 0.95, Nesterov, the quintic) and Liu et al.'s (0.2, decay 0.1; arXiv 2502.16982).
     """
 
-    name: str = own("adamw", "muon: matrices by Muon, the rest by AdamW; adamw: everything by AdamW", OPTIMIZER, choices=("adamw", "muon"))
+    name: str = own(
+        "adamw",
+        "muon: matrices by Muon, the rest by AdamW; adamw: everything by AdamW",
+        OPTIMIZER,
+        choices=("adamw", "muon"),
+    )
     lr: float = arg(6e-4, "highest learning rate")
     min_lr: float = arg(2e-4, "learning rate at the end of the decay")
     lr_decay_style: str = arg(
         "cosine", "shape of the decay", choices=("constant", "linear", "cosine", "inverse-square-root", "WSD")
     )
     lr_warmup_iters: int = arg(0, "steps of linear warm-up, counted from the start of the stage; unpublished")
-    lr_warmup_init: float = arg(0.0, "learning rate that the warm-up starts from; after a hand-over the last one of the stage before")
+    lr_warmup_init: float = arg(
+        0.0, "learning rate that the warm-up starts from; after a hand-over the last one of the stage before"
+    )
     lr_decay_iters: int | None = arg(None, "steps until min_lr; train_iters when null")
     lr_wsd_decay_iters: int | None = arg(None, "with WSD: steps of the last part, the decay from lr to min_lr")
     lr_wsd_decay_style: str = arg(
@@ -171,13 +198,17 @@ class OptimConfig:
     adam_eps: float = arg(1e-8, "AdamW's epsilon; unpublished")
     clip_grad: float = arg(1.0, "clip the global gradient norm at this; 0 switches it off; unpublished")
     z_loss: float = arg(
-        0.0, "in training, this times the square of the logits' logsumexp is added to a token's loss; needs cluster.fused_linear_cross_entropy"
+        0.0,
+        "in training, this times the square of the logits' logsumexp is added to a token's loss; needs cluster.fused_linear_cross_entropy",
     )
     grad_reduce_in_fp32: bool = arg(
         True, "accumulate and reduce gradients in fp32", megatron="accumulate_allreduce_grads_in_fp32"
     )
     non_finite_gradients: str = own(
-        "stop", "stop: end the run with an error; skip: leave the step out on all ranks and go on", OPTIMIZER, choices=("stop", "skip")
+        "stop",
+        "stop: end the run with an error; skip: leave the step out on all ranks and go on",
+        OPTIMIZER,
+        choices=("stop", "skip"),
     )
     muon_momentum: float = own(0.95, "Muon's momentum; unpublished", OPTIMIZER)
     muon_nesterov: bool = own(True, "Nesterov form of the momentum; unpublished", OPTIMIZER)
@@ -190,10 +221,17 @@ class OptimConfig:
         choices=("simple", "quintic", "polar_express"),
     )
     muon_dtype: str = own(
-        "bf16", "precision of the Newton-Schulz iterations; fp16 has more digits and is kept in range", OPTIMIZER, choices=("bf16", "fp16", "fp32")
+        "bf16",
+        "precision of the Newton-Schulz iterations; fp16 has more digits and is kept in range",
+        OPTIMIZER,
+        choices=("bf16", "fp16", "fp32"),
     )
-    muon_rms_scale: float = own(0.2, "updates are scaled by this times sqrt(max(rows, columns)); unpublished", OPTIMIZER)
-    muon_momentum_dtype: str = own("fp32", "precision in which the momentum is kept", OPTIMIZER, choices=("fp32", "bf16"))
+    muon_rms_scale: float = own(
+        0.2, "updates are scaled by this times sqrt(max(rows, columns)); unpublished", OPTIMIZER
+    )
+    muon_momentum_dtype: str = own(
+        "fp32", "precision in which the momentum is kept", OPTIMIZER, choices=("fp32", "bf16")
+    )
     muon_split_gate_up: bool = own(
         False, "orthogonalise gate and up halves of the experts' fc1 separately; unpublished", OPTIMIZER
     )
@@ -230,7 +268,8 @@ class ParallelConfig:
     )
     use_distributed_optimizer: bool = arg(True, "shard optimizer state over the data-parallel ranks (ZeRO-1)")
     num_distributed_optimizer_instances: int = arg(
-        1, "groups of data-parallel ranks that each hold all optimizer state; more of them: smaller shards' buckets, so more overlap, for more of Muon's work"
+        1,
+        "groups of data-parallel ranks that each hold all optimizer state; more of them: smaller shards' buckets, so more overlap, for more of Muon's work",
     )
     overlap_grad_reduce: bool = arg(False, "reduce gradients while the backward pass runs")
     overlap_param_gather: bool = arg(False, "gather parameters while the forward pass runs")
@@ -242,7 +281,9 @@ class ParallelConfig:
         OPTIMIZER,
     )
     reduce_by_copies_mib: int = own(
-        64, "with reduce_by_copies: MiB that every rank has for each rank it shares gradients with; pieces are half as large", OPTIMIZER
+        64,
+        "with reduce_by_copies: MiB that every rank has for each rank it shares gradients with; pieces are half as large",
+        OPTIMIZER,
     )
     nccl_ub: bool = arg(
         False,
@@ -265,7 +306,9 @@ class ClusterConfig:
     """The machine: device, precision, back ends and what its accelerators can reach."""
 
     name: str = own(MISSING, "name of the cluster", METRICS)
-    device: str = own("cuda", "cuda (NVIDIA and ROCm) or cpu; cpu hides any accelerator", LAUNCH, choices=("cuda", "cpu"))
+    device: str = own(
+        "cuda", "cuda (NVIDIA and ROCm) or cpu; cpu hides any accelerator", LAUNCH, choices=("cuda", "cpu")
+    )
     num_nodes: int = own(1, "nodes of a run", LAUNCH)
     gpus_per_node: int = own(8, "processes a node when nproc is null", LAUNCH)
     dtype: str = own("bf16", "weights and activations", ADAPTER, choices=("bf16", "fp32"))
@@ -280,19 +323,30 @@ class ClusterConfig:
         choices=("sdpa", "flash_attn", "flash_attn_4", "aiter"),
     )
     hip_ops_backend: str = own(
-        "auto", "implementation of the fused operators; auto takes the best one here", OPTIMIZER, choices=("auto", "hip", "triton", "torch")
+        "auto",
+        "implementation of the fused operators; auto takes the best one here",
+        OPTIMIZER,
+        choices=("auto", "hip", "triton", "torch"),
     )
     fused_residual_norm: bool = arg(False, "residual merge and the RMSNorm behind it by hip_ops, in one pass")
     fused_cca_prologue: bool = arg(False, "CCA between its projections and attention by hip_ops, in one pass")
-    fused_router: bool = arg(False, "the router behind its down projection, up to the choice of experts, by hip_ops, in one pass")
-    fused_expert_path: bool = arg(False, "permute and unpermute of tokens and SwiGLU with the routing weight by hip_ops")
-    fused_linear_cross_entropy: bool = arg(False, "head and loss by hip_ops in chunks of tokens, without the logits of all tokens")
+    fused_router: bool = arg(
+        False, "the router behind its down projection, up to the choice of experts, by hip_ops, in one pass"
+    )
+    fused_expert_path: bool = arg(
+        False, "permute and unpermute of tokens and SwiGLU with the routing weight by hip_ops"
+    )
+    fused_linear_cross_entropy: bool = arg(
+        False, "head and loss by hip_ops in chunks of tokens, without the logits of all tokens"
+    )
     grouped_gemm: str = arg(
         "auto",
         "products of the experts: auto takes what was measured best on the device; torch (grouped_mm), triton (hip_ops), quack and primus_turbo (these packages)",
         choices=("auto", "torch", "triton", "quack", "primus_turbo"),
     )
-    deterministic: bool = arg(False, "the same bits in every repetition on the same devices, at a cost", megatron="deterministic_mode")
+    deterministic: bool = arg(
+        False, "the same bits in every repetition on the same devices, at a cost", megatron="deterministic_mode"
+    )
     graphs: str = own(
         "none",
         "full_iteration: forward and backward of all micro-batches of a step become one CUDA or HIP graph, replayed with no work of the host; "
@@ -300,16 +354,24 @@ class ClusterConfig:
         ADAPTER,
         choices=("none", "auto", "full_iteration"),
     )
-    fused_muon: bool = own(True, "Muon's momentum, Newton-Schulz and update by hip_ops_backend; false: in plain torch", OPTIMIZER)
+    fused_muon: bool = own(
+        True, "Muon's momentum, Newton-Schulz and update by hip_ops_backend; false: in plain torch", OPTIMIZER
+    )
     peak_tflops: float | None = own(
         None, "dense bf16 TFLOP/s of one device that MFU is measured against (nominal); null: no MFU", METRICS
     )
     reachable_tflops: float | None = own(None, "TFLOP/s that the best GEMMs reach on the device, shown beside", METRICS)
     memory_gib: float | None = own(
-        None, "GiB of one device's memory, of which the memory plan leaves 8 % to libraries and allocator; null: no plan is held against it", MEMORY
+        None,
+        "GiB of one device's memory, of which the memory plan leaves 8 % to libraries and allocator; null: no plan is held against it",
+        MEMORY,
     )
-    numa_nodes: list[int] = own([], "NUMA node of every rank of a node, in order; srun binds them in `zaya slurm`'s script", SBATCH)
-    sbatch: list[str] = own([], "further options of `zaya slurm`'s script, such as [--partition=mi300x,--time=2-00:00:00]", SBATCH)
+    numa_nodes: list[int] = own(
+        [], "NUMA node of every rank of a node, in order; srun binds them in `zaya slurm`'s script", SBATCH
+    )
+    sbatch: list[str] = own(
+        [], "further options of `zaya slurm`'s script, such as [--partition=mi300x,--time=2-00:00:00]", SBATCH
+    )
     threads_per_rank: int | None = own(None, "CPU threads of a rank; cores / ranks of the node when null", LAUNCH)
     environment: dict[str, str] = own({}, "environment variables set in every rank before torch starts", LAUNCH)
 
@@ -322,7 +384,9 @@ class LoggerConfig:
     wandb_project: str = own("zaya", "W&B project", METRICS)
     wandb_entity: str | None = own(None, "W&B entity", METRICS)
     wandb_name: str | None = own(None, "name of the W&B run; the recipe's name when null", METRICS)
-    wandb_group: str | None = own(None, "group of the W&B run; a curriculum puts the runs of its stages into one", METRICS)
+    wandb_group: str | None = own(
+        None, "group of the W&B run; a curriculum puts the runs of its stages into one", METRICS
+    )
     wandb_mode: str = own(
         "auto", "auto: online with a key, else offline", METRICS, choices=("auto", "online", "offline", "disabled")
     )
@@ -335,25 +399,40 @@ class LoggerConfig:
 class CheckpointConfig:
     """Checkpoints: Megatron's torch_dist format under <run_dir>/checkpoints."""
 
-    save_interval: int | None = own(1000, "steps between checkpoints; one more is saved at the end and on SIGTERM; null: only those", ADAPTER)
-    keep_last: int = own(3, "checkpoints kept; older ones are removed once a newer one is whole; 0 keeps all", LIFECYCLE)
+    save_interval: int | None = own(
+        1000, "steps between checkpoints; one more is saved at the end and on SIGTERM; null: only those", ADAPTER
+    )
+    keep_last: int = own(
+        3, "checkpoints kept; older ones are removed once a newer one is whole; 0 keeps all", LIFECYCLE
+    )
 
 
 @dataclass
 class HandoverConfig:
     """What a stage takes over from the one before it. Steps, schedule and metrics begin anew; weights never change."""
 
-    from_run: str | None = own(None, "run directory of the finished stage before: weights and optimizer state of step 0", HANDOVER)
+    from_run: str | None = own(
+        None, "run directory of the finished stage before: weights and optimizer state of step 0", HANDOVER
+    )
     optimizer: str = own(
-        "keep", "momenta of the stage before: keep or reset (to zero, AdamW's step count too)", ADAPTER_HANDOVER, choices=("keep", "reset")
+        "keep",
+        "momenta of the stage before: keep or reset (to zero, AdamW's step count too)",
+        ADAPTER_HANDOVER,
+        choices=("keep", "reset"),
     )
     first_sample: int = own(
-        0, "sample of the data's order that the stage begins with: those before it are of stages with the same data", ADAPTER_HANDOVER
+        0,
+        "sample of the data's order that the stage begins with: those before it are of stages with the same data",
+        ADAPTER_HANDOVER,
     )
     planned_samples: int | None = own(
-        None, "samples of all stages with the same data; the order is made for so many at once. `zaya curriculum` sets both", ADAPTER_HANDOVER
+        None,
+        "samples of all stages with the same data; the order is made for so many at once. `zaya curriculum` sets both",
+        ADAPTER_HANDOVER,
     )
-    continuous_lr: bool = own(False, "refuse a first learning rate that is not the last one of the stage before", HANDOVER)
+    continuous_lr: bool = own(
+        False, "refuse a first learning rate that is not the last one of the stage before", HANDOVER
+    )
 
 
 @dataclass
@@ -362,7 +441,9 @@ class CurriculumConfig:
 
     stages: list[str] = own([], "experiments, in order; each takes over from the one before", CURRICULUM)
     compare_positions: bool = own(
-        False, "at the end, the loss by position of the last two stages' models on the same text, past the shorter context", CURRICULUM
+        False,
+        "at the end, the loss by position of the last two stages' models on the same text, past the shorter context",
+        CURRICULUM,
     )
 
 

@@ -47,15 +47,36 @@ RANGES: tuple[tuple[str, Callable, tuple[str, ...]], ...] = (
         "above 0",
         _above_zero,
         (
-            *(f"model.{key}" for key in ("num_layers", "hidden_size", "num_attention_heads", "num_query_groups", "kv_channels")),
+            *(
+                f"model.{key}"
+                for key in ("num_layers", "hidden_size", "num_attention_heads", "num_query_groups", "kv_channels")
+            ),
             *(f"model.{key}" for key in ("num_experts", "moe_ffn_hidden_size", "router_hidden_size", "norm_epsilon")),
-            *(f"model.{key}" for key in ("init_method_std", "router_init_std", "make_vocab_size_divisible_by", "balancing_eps")),
-            *(f"stage.{key}" for key in ("seq_length", "rotary_base", "micro_batch_size", "global_batch_size", "train_iters")),
-            *("stage.eval_interval", "optim.lr", "optim.adam_eps", "parallel.ddp_bucket_size", "parallel.recompute_num_layers"),
+            *(
+                f"model.{key}"
+                for key in ("init_method_std", "router_init_std", "make_vocab_size_divisible_by", "balancing_eps")
+            ),
+            *(
+                f"stage.{key}"
+                for key in ("seq_length", "rotary_base", "micro_batch_size", "global_batch_size", "train_iters")
+            ),
+            *(
+                "stage.eval_interval",
+                "optim.lr",
+                "optim.adam_eps",
+                "parallel.ddp_bucket_size",
+                "parallel.recompute_num_layers",
+            ),
             *("parallel.virtual_pipeline_stages", "parallel.num_distributed_optimizer_instances"),
             *(f"parallel.{key}" for key in PARALLEL_SIZES),
             *(f"cluster.{key}" for key in ("num_nodes", "gpus_per_node", "distributed_timeout_minutes", "peak_tflops")),
-            *("cluster.memory_gib", "cluster.reachable_tflops", "cluster.threads_per_rank", "logger.log_interval", "logger.expert_load_interval"),
+            *(
+                "cluster.memory_gib",
+                "cluster.reachable_tflops",
+                "cluster.threads_per_rank",
+                "logger.log_interval",
+                "logger.expert_load_interval",
+            ),
             *("checkpoint.save_interval", "nproc", "exit_interval", "optim.lr_decay_iters", "optim.lr_wsd_decay_iters"),
             *("optim.muon_steps", "optim.muon_rms_scale"),
         ),
@@ -66,13 +87,26 @@ RANGES: tuple[tuple[str, Callable, tuple[str, ...]], ...] = (
         (
             *("stage.eval_iters", "data.num_workers", "optim.min_lr", "optim.lr_warmup_iters", "optim.weight_decay"),
             *("optim.lr_warmup_init", "handover.first_sample", "handover.planned_samples"),
-            *("optim.clip_grad", "optim.z_loss", "checkpoint.keep_last", "profile.step_start", "seed", "model.balancing_lr"),
+            *(
+                "optim.clip_grad",
+                "optim.z_loss",
+                "checkpoint.keep_last",
+                "profile.step_start",
+                "seed",
+                "model.balancing_lr",
+            ),
         ),
     ),
     (
         "from 0 to below 1",
         _beta,
-        ("optim.adam_beta1", "optim.adam_beta2", "optim.muon_momentum", "model.balancing_beta1", "model.balancing_beta2"),
+        (
+            "optim.adam_beta1",
+            "optim.adam_beta2",
+            "optim.muon_momentum",
+            "model.balancing_beta1",
+            "model.balancing_beta2",
+        ),
     ),
     ("above 0, at most 1", _share, ("model.rotary_percent",)),
     ("from 1 to 1024", lambda value: 1 <= value <= 1024, ("parallel.reduce_by_copies_mib",)),
@@ -93,7 +127,17 @@ def validate(recipe: Recipe, world_size: int) -> None:
     """Raises one `ValueError` that lists everything impossible about `recipe` on `world_size` ranks."""
     problems = list(_ranges(recipe))
     if not problems:  # the relations below divide by values whose range must hold first
-        for check in (_model, layout_problems, _batch, _optimizer, _schedule, recompute_problems, _cluster, _data, _rest):
+        for check in (
+            _model,
+            layout_problems,
+            _batch,
+            _optimizer,
+            _schedule,
+            recompute_problems,
+            _cluster,
+            _data,
+            _rest,
+        ):
             problems += check(recipe, world_size)
     if problems:
         raise ValueError("\n".join(problems))
@@ -227,7 +271,10 @@ def _data(recipe: Recipe, world_size: int) -> Iterator[str]:
     if recipe.data.reset_position_ids and packing == "none":
         yield "data.reset_position_ids = True: allowed with data.packing = documents (is none)"
     for entry in recipe.data.blend:
-        if not re.fullmatch(r"(\d+(\.\d*)?|\.\d+)([eE][-+]?\d+)?\s+\S.*", entry.strip()) or float(entry.split()[0]) <= 0:
+        if (
+            not re.fullmatch(r"(\d+(\.\d*)?|\.\d+)([eE][-+]?\d+)?\s+\S.*", entry.strip())
+            or float(entry.split()[0]) <= 0
+        ):
             yield f"data.blend: {entry!r}: allowed: '<weight above 0> <path>', such as '0.3 data/code'"
 
 

@@ -100,7 +100,10 @@ def parser() -> argparse.ArgumentParser:
         help=f"which files of a directory; repeat for several (default: {' '.join(DEFAULT_GLOBS)})".replace("%", "%%"),
     )
     text.add_argument(
-        "--field", default="text", metavar="NAME", help="field of a jsonl line, or column, that holds the text (default: text)"
+        "--field",
+        default="text",
+        metavar="NAME",
+        help="field of a jsonl line, or column, that holds the text (default: text)",
     )
     text.add_argument(
         "--max-bytes",
@@ -122,7 +125,10 @@ def parser() -> argparse.ArgumentParser:
         help="of documents with the same text, or the same --id-field, keep the first (default: keep all)",
     )
     text.add_argument(
-        "--id-field", default="id", metavar="NAME", help="field of a jsonl line, or column, that holds its id (default: id)"
+        "--id-field",
+        default="id",
+        metavar="NAME",
+        help="field of a jsonl line, or column, that holds its id (default: id)",
     )
     tokens = out.add_argument_group("tokenizer")
     choice = tokens.add_mutually_exclusive_group()

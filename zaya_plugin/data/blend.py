@@ -19,7 +19,9 @@ def parse_entry(entry: str) -> tuple[float | None, str]:
     if not rest.strip():
         return None, entry.strip()
     if not 0 < weight < float("inf"):
-        raise ValueError(f"{entry!r}: a weight must be a positive number, as in '0.7 data/web'; leave out what is not wanted")
+        raise ValueError(
+            f"{entry!r}: a weight must be a positive number, as in '0.7 data/web'; leave out what is not wanted"
+        )
     return weight, rest.strip()
 
 
@@ -39,5 +41,7 @@ def domain_names(paths: Sequence[str]) -> list[str]:
             count += 1
         names.append("_".join(path[-count:]).strip("/"))
     if len(set(names)) < len(names):
-        raise ValueError(f"{', '.join(paths)}: sources would share the names {', '.join(sorted(names))}; rename a folder")
+        raise ValueError(
+            f"{', '.join(paths)}: sources would share the names {', '.join(sorted(names))}; rename a folder"
+        )
     return names

@@ -40,7 +40,9 @@ class BlendOrder:
 
     def _whole_blocks(self, blocks: int) -> np.ndarray:
         samples = blocks * self.block
-        return np.diff([(2 * edge.numerator * samples + edge.denominator) // (2 * edge.denominator) for edge in self.edges])
+        return np.diff(
+            [(2 * edge.numerator * samples + edge.denominator) // (2 * edge.denominator) for edge in self.edges]
+        )
 
     def _make_block(self, number: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Samples of each source before the block, the source of each sample in it, and its number among them."""

@@ -89,7 +89,9 @@ class BlockReader:
             return Position(len(self.files), taken=taken, disk=at.disk)
         if damage is not None:
             block.damaged.append(
-                Rejected(file.path, line, f"damaged {kind(file.path)} stream, the rest of the file is lost: {damage}", "")
+                Rejected(
+                    file.path, line, f"damaged {kind(file.path)} stream, the rest of the file is lost: {damage}", ""
+                )
             )
         if damage is not None or not data:
             self.close()

@@ -156,9 +156,7 @@ def make_dataset(
     kept = dict.fromkeys(names)
     if args.deduplicate:
         kept, counts["duplicates"] = first_of_each(parts, names)
-    splits = {
-        name: merge_split(parts, name, workspace.final, dtype, record.vocab_size, kept[name]) for name in names
-    }
+    splits = {name: merge_split(parts, name, workspace.final, dtype, record.vocab_size, kept[name]) for name in names}
     _refuse_empty(args, workspace, splits, counts)
     shutil.copytree(workspace.tokenizer, os.path.join(workspace.final, "tokenizer"))
     manifest = Manifest(
@@ -166,7 +164,10 @@ def make_dataset(
         tokenizer=record,
         dtype=dtype.name,
         splits=splits,
-        documents={key: counts[key] for key in ("read", "empty", "rejected", "blank_lines", *["duplicates"][: bool(args.deduplicate)])},
+        documents={
+            key: counts[key]
+            for key in ("read", "empty", "rejected", "blank_lines", *["duplicates"][: bool(args.deduplicate)])
+        },
         input_files=len(files),
         input_bytes=sum(part.taken for part in parts),
         written_at=datetime.now(timezone.utc).isoformat(timespec="seconds"),

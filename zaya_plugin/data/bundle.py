@@ -49,7 +49,9 @@ def _positive(text: str) -> float:
 
 def parser() -> argparse.ArgumentParser:
     out, planned = command_parser("bundle", DESCRIPTION, EXAMPLES), PlannedRun()
-    out.add_argument("sources", nargs="+", metavar="DATASET", help="directories written by `zaya data prepare` or `zaya data pack`")
+    out.add_argument(
+        "sources", nargs="+", metavar="DATASET", help="directories written by `zaya data prepare` or `zaya data pack`"
+    )
     target = out.add_mutually_exclusive_group(required=True)
     target.add_argument("--output", metavar="DIR", help="directory of the bundle")
     target.add_argument("--dry-run", action="store_true", help="write nothing, print the reads of the planned run")
@@ -59,7 +61,9 @@ def parser() -> argparse.ArgumentParser:
     run.add_argument("--sequence-length", type=whole_number(1), default=planned.sequence_length, metavar="N")
     run.add_argument("--global-batch-size", type=whole_number(1), default=planned.global_batch_size, metavar="N")
     run.add_argument("--step-seconds", type=_positive, default=planned.step_seconds, metavar="S")
-    run.add_argument("--iops-budget", type=_positive, default=planned.iops_budget, metavar="N", help="reads/s of the storage")
+    run.add_argument(
+        "--iops-budget", type=_positive, default=planned.iops_budget, metavar="N", help="reads/s of the storage"
+    )
     run.add_argument("--page-bytes", type=whole_number(512), default=planned.page_bytes, metavar="N")
     return out
 
@@ -67,7 +71,9 @@ def parser() -> argparse.ArgumentParser:
 def main(argv: list[str] | None = None) -> int:
     """Runs the command; returns the exit status."""
     args = parser().parse_args(argv)
-    return run_command("bundle", lambda: bundle(args), "What is finished is kept, and the same command continues from there")
+    return run_command(
+        "bundle", lambda: bundle(args), "What is finished is kept, and the same command continues from there"
+    )
 
 
 def bundle(args: argparse.Namespace) -> None:
@@ -89,7 +95,9 @@ def bundle(args: argparse.Namespace) -> None:
         if not args.quiet:
             print(f"{workspace.output}: {len(shards)} shards")
             for name, split in manifest.splits.items():
-                print(f"  {name:5} {split.documents:9,} documents {split.tokens:13,} tokens, {split.bin_bytes / 1e6:,.1f} MB in one file")
+                print(
+                    f"  {name:5} {split.documents:9,} documents {split.tokens:13,} tokens, {split.bin_bytes / 1e6:,.1f} MB in one file"
+                )
     if not args.quiet:
         print(planned_reads(args, shards))
 
@@ -174,4 +182,10 @@ def planned_reads(args: argparse.Namespace, shards: list[Manifest]) -> str:
     size = np.dtype(shards[0].dtype).itemsize
     if shards[0].packing is not None:
         return report(run, [("packed bins", tokens, documents, size, True)])
-    return report(run, [("documents in random order", tokens, documents, size, False), ("packed into bins", tokens, documents, size, True)])
+    return report(
+        run,
+        [
+            ("documents in random order", tokens, documents, size, False),
+            ("packed into bins", tokens, documents, size, True),
+        ],
+    )

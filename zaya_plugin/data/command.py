@@ -58,7 +58,9 @@ def complete(workspace: Workspace, plan: dict, overwrite: bool) -> Manifest | No
     try:
         manifest = load_manifest(workspace.output)
     except ValueError as error:
-        raise ValueError(f"--output {workspace.output} exists and is not a dataset that this command may replace: {error}") from None
+        raise ValueError(
+            f"--output {workspace.output} exists and is not a dataset that this command may replace: {error}"
+        ) from None
     different = differences(manifest.arguments, plan)
     if overwrite and different:
         return None

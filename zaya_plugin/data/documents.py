@@ -133,7 +133,9 @@ def _lines(
         yield document if reason is None else Rejected(piece.path, number, reason, _excerpt(line))
 
 
-def _rows(piece: RowsPiece, text_field: str, id_field: str | None, max_document_bytes: int) -> Iterator[Document | Rejected]:
+def _rows(
+    piece: RowsPiece, text_field: str, id_field: str | None, max_document_bytes: int
+) -> Iterator[Document | Rejected]:
     for number, (text, name) in enumerate(zip(piece.texts, piece.ids, strict=True), piece.first_row):
         reason = None
         if text is None:
@@ -142,7 +144,11 @@ def _rows(piece: RowsPiece, text_field: str, id_field: str | None, max_document_
             reason = f"field {id_field!r}, which --id-field names, is null"
         elif len(text.encode("utf-8")) > max_document_bytes:
             reason = f"longer than --max-document-bytes {max_document_bytes}"
-        yield Document(text, str(name)) if reason is None else Rejected(piece.path, number, reason, (text or "")[:EXCERPT])
+        yield (
+            Document(text, str(name))
+            if reason is None
+            else Rejected(piece.path, number, reason, (text or "")[:EXCERPT])
+        )
 
 
 def _document_of(
@@ -171,7 +177,10 @@ def _document_of(
         return Document(text), None
     name = record.get(id_field)
     if not isinstance(name, str | int) or isinstance(name, bool):
-        return None, f"field {id_field!r}, which --id-field names, is not a string or whole number but {type(name).__name__}"
+        return (
+            None,
+            f"field {id_field!r}, which --id-field names, is not a string or whole number but {type(name).__name__}",
+        )
     return Document(text, str(name)), None
 
 

@@ -16,7 +16,20 @@ DEFAULT_GLOBS = ("*.txt", "*.md", "*.rst", "*.py", "*.jsonl", "*.jsonl.gz", "*.j
 STDLIB_SKIPPED = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
 JSONL_SUFFIXES = (".jsonl", ".jsonl.gz", ".jsonl.zst")
 # Read as text they would end as one rejected "invalid UTF-8" each, which tells the user too little.
-UNREADABLE_SUFFIXES = (".xz", ".bz2", ".zip", ".tar", ".tgz", ".tar.gz", ".tar.zst", ".parquet.gz", ".arrow", ".json", ".json.gz", ".json.zst")
+UNREADABLE_SUFFIXES = (
+    ".xz",
+    ".bz2",
+    ".zip",
+    ".tar",
+    ".tgz",
+    ".tar.gz",
+    ".tar.zst",
+    ".parquet.gz",
+    ".arrow",
+    ".json",
+    ".json.gz",
+    ".json.zst",
+)
 
 
 @dataclass(frozen=True)

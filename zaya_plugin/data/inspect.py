@@ -37,16 +37,24 @@ examples:
 
 def parser() -> argparse.ArgumentParser:
     out = command_parser("inspect", DESCRIPTION, EXAMPLES)
-    out.add_argument("sources", nargs="+", metavar="DATASET", help="a dataset, or 'WEIGHT DATASET' entries as in data.blend")
-    out.add_argument("--split", choices=("train", "valid"), default="train", help="of a prepared directory (default: train)")
-    out.add_argument("--start", type=whole_number(0), default=0, metavar="N", help="number of the first sample (default: 0)")
+    out.add_argument(
+        "sources", nargs="+", metavar="DATASET", help="a dataset, or 'WEIGHT DATASET' entries as in data.blend"
+    )
+    out.add_argument(
+        "--split", choices=("train", "valid"), default="train", help="of a prepared directory (default: train)"
+    )
+    out.add_argument(
+        "--start", type=whole_number(0), default=0, metavar="N", help="number of the first sample (default: 0)"
+    )
     out.add_argument("--count", type=whole_number(1), default=3, metavar="N", help="how many (default: 3)")
     out.add_argument(
         "--characters", type=whole_number(0), default=800, metavar="N", help="of each text, 0 for all (default: 800)"
     )
     out.add_argument("--tokenizer", metavar="DIR", help="directory with tokenizer.json, for data without manifest")
     run = out.add_argument_group("samples of a run")
-    run.add_argument("--sequence-length", type=whole_number(1), metavar="N", help="show training samples of this length")
+    run.add_argument(
+        "--sequence-length", type=whole_number(1), metavar="N", help="show training samples of this length"
+    )
     run.add_argument("--seed", type=whole_number(0), default=1234, metavar="N", help="of the run (default: 1234)")
     run.add_argument(
         "--total-samples",
@@ -55,8 +63,15 @@ def parser() -> argparse.ArgumentParser:
         help="train_iters x global_batch_size of the run, on which Megatron's order of samples depends "
         "(default: as many as are shown)",
     )
-    run.add_argument("--order", choices=("megatron", "continuing"), default="megatron", help="the run's data.order (default: megatron)")
-    run.add_argument("--consumed", action="append", default=[], metavar="ENTRY", help="the run's data.consumed; repeat for several")
+    run.add_argument(
+        "--order",
+        choices=("megatron", "continuing"),
+        default="megatron",
+        help="the run's data.order (default: megatron)",
+    )
+    run.add_argument(
+        "--consumed", action="append", default=[], metavar="ENTRY", help="the run's data.consumed; repeat for several"
+    )
     out.add_argument("--json", action="store_true", help="a JSON object a line, with the whole text")
     return out
 
@@ -83,7 +98,11 @@ def inspect(args: argparse.Namespace) -> None:
     else:
         samples = drawn(args, entries, directory)
     for number, sample in enumerate(samples):
-        print(as_json(sample, tokenizer, eod) if args.json else ("\n" if number else "") + render(sample, tokenizer, eod, args.characters))
+        print(
+            as_json(sample, tokenizer, eod)
+            if args.json
+            else ("\n" if number else "") + render(sample, tokenizer, eod, args.characters)
+        )
 
 
 def _tokenizer(args: argparse.Namespace, path: str) -> tuple[str, int | None]:
@@ -103,7 +122,9 @@ def stored(path: str, split: str, start: int, count: int, eod: int | None) -> It
     prefix, packed = prefix_of(path, split), packed_length(path) is not None
     reader = IndexedReader(prefix)
     if start >= len(reader):
-        raise ValueError(f"--start {start}: {prefix} has {len(reader)} {'bins' if packed else 'documents'}, numbered from 0")
+        raise ValueError(
+            f"--start {start}: {prefix} has {len(reader)} {'bins' if packed else 'documents'}, numbered from 0"
+        )
     for number in range(start, min(start + count, len(reader))):
         tokens = np.asarray(reader.document(number)).astype(np.int64)
         mask = packed_loss_mask(tokens, eod) if packed else np.arange(len(tokens)) < len(tokens) - 1

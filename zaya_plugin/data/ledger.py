@@ -41,7 +41,9 @@ def parse_ledger(entries: Sequence[str]) -> dict[str, int]:
     for entry in entries:
         tokens, _, path = entry.strip().partition(" ")
         if not tokens.isdecimal() or not path.strip():
-            raise ValueError(f"data.consumed holds {entry!r}; an entry is a number of tokens, a blank and a path: '1048576 data/web'")
+            raise ValueError(
+                f"data.consumed holds {entry!r}; an entry is a number of tokens, a blank and a path: '1048576 data/web'"
+            )
         key = key_of(path.strip())
         if key in ledger:
             raise ValueError(f"data.consumed names {key} twice")
@@ -79,7 +81,9 @@ def resolve_entries(blend: Sequence[str]) -> tuple[list[str], list[float]]:
     entries = [path if weight is None else (weight, path) for weight, path in map(parse_entry, blend)]
     prefixes, weights = resolve_blend(entries, "train")
     if len(set(map(os.path.realpath, prefixes))) < len(prefixes):
-        raise ValueError(f"blend {list(blend)!r} names a source twice: its samples would be drawn twice; add up its weights")
+        raise ValueError(
+            f"blend {list(blend)!r} names a source twice: its samples would be drawn twice; add up its weights"
+        )
     return prefixes, weights or [1.0]
 
 

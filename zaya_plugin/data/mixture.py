@@ -23,12 +23,20 @@ examples:
 
 def parser() -> argparse.ArgumentParser:
     out = command_parser("mixture", DESCRIPTION, EXAMPLES)
-    out.add_argument("sources", nargs="+", metavar="ENTRY", help="'WEIGHT DATASET' entries as in data.blend, or datasets")
+    out.add_argument(
+        "sources", nargs="+", metavar="ENTRY", help="'WEIGHT DATASET' entries as in data.blend, or datasets"
+    )
     out.add_argument("--sequence-length", required=True, type=whole_number(1), metavar="N", help="stage.seq_length")
     out.add_argument(
-        "--samples", required=True, type=whole_number(1), metavar="N", help="of the stage: train_iters x global_batch_size"
+        "--samples",
+        required=True,
+        type=whole_number(1),
+        metavar="N",
+        help="of the stage: train_iters x global_batch_size",
     )
-    out.add_argument("--consumed", action="append", default=[], metavar="ENTRY", help="'TOKENS DATASET' of earlier stages; repeat")
+    out.add_argument(
+        "--consumed", action="append", default=[], metavar="ENTRY", help="'TOKENS DATASET' of earlier stages; repeat"
+    )
     out.add_argument("--seed", type=whole_number(0), default=1234, metavar="N", help="of the run (default: 1234)")
     return out
 

@@ -26,9 +26,19 @@ from zaya_plugin.data.tokenizer import open_tokenizer
 from zaya_plugin.data.workspace import Workspace
 
 COUNTS = (
-    "documents", "bins", "filling tokens", "loss tokens", "split documents", "pieces of split documents",
-    TAIL_CUT, EARLIER_DROPPED, EARLIER_DROPPED_TAIL_CUT, "trimmed tokens", "dropped documents", "dropped tokens",
-)  # fmt: skip
+    "documents",
+    "bins",
+    "filling tokens",
+    "loss tokens",
+    "split documents",
+    "pieces of split documents",
+    TAIL_CUT,
+    EARLIER_DROPPED,
+    EARLIER_DROPPED_TAIL_CUT,
+    "trimmed tokens",
+    "dropped documents",
+    "dropped tokens",
+)
 DROPPED_FILE = "dropped.jsonl"
 
 DESCRIPTION = """\
@@ -84,11 +94,17 @@ def pack(args: argparse.Namespace) -> None:
     """
     source, prefixes = locate(args.source)
     if source is None:
-        raise ValueError(f"{args.source} has no manifest.json that names its tokenizer; pack what `zaya data prepare` wrote")
+        raise ValueError(
+            f"{args.source} has no manifest.json that names its tokenizer; pack what `zaya data prepare` wrote"
+        )
     if source.packing is not None:
-        raise ValueError(f"{args.source} is packed already, into bins of {source.packing.sequence_length} tokens; pack what it was made from")
+        raise ValueError(
+            f"{args.source} is packed already, into bins of {source.packing.sequence_length} tokens; pack what it was made from"
+        )
     if source.tokenizer.eod_id is None:
-        raise ValueError(f"{args.source}: its tokenizer has no end-of-document token, and bins need one between documents")
+        raise ValueError(
+            f"{args.source}: its tokenizer has no end-of-document token, and bins need one between documents"
+        )
     plan = {
         "source": os.path.abspath(args.source),
         "sha256 of the source": {name: source.splits[name].bin_sha256 for name in prefixes},
@@ -117,7 +133,9 @@ def _build(workspace: Workspace, plan: dict, source: Manifest, prefixes: dict[st
     with open(os.path.join(workspace.final, DROPPED_FILE), "w", encoding="ascii") as dropped:
         for name, prefix in prefixes.items():
             counted, target = Counter(), os.path.join(workspace.final, name)
-            splits[name] = write_bins(IndexedReader(prefix), target, fitting, counted, dropped, source.tokenizer.vocab_size)
+            splits[name] = write_bins(
+                IndexedReader(prefix), target, fitting, counted, dropped, source.tokenizer.vocab_size
+            )
             counts[name] = {key: counted[key] for key in COUNTS}
     target = os.path.join(workspace.final, "tokenizer")
     shutil.rmtree(target, ignore_errors=True)
@@ -153,10 +171,14 @@ def summary(output: str, manifest: Manifest) -> str:
             f"{100 * trained:.2f} % of the positions in the loss"
         )
         if counts["split documents"]:
-            lines.append(f"        {counts['split documents']:,} too long: split into {counts['pieces of split documents']:,} pieces")
+            lines.append(
+                f"        {counts['split documents']:,} too long: split into {counts['pieces of split documents']:,} pieces"
+            )
         if counts["trimmed tokens"]:
             kinds = ", ".join(f"{key} {counts[key]:,}" for key in (TAIL_CUT, EARLIER_DROPPED, EARLIER_DROPPED_TAIL_CUT))
             lines.append(f"        trimmed by {counts['trimmed tokens']:,} tokens: {kinds}")
         if counts["dropped documents"]:
-            lines.append(f"        dropped {counts['dropped documents']:,} documents, {counts['dropped tokens']:,} tokens, see {DROPPED_FILE}")
+            lines.append(
+                f"        dropped {counts['dropped documents']:,} documents, {counts['dropped tokens']:,} tokens, see {DROPPED_FILE}"
+            )
     return "\n".join(lines)

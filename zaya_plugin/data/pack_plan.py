@@ -40,7 +40,9 @@ class Fitting:
     finder: BlockFinder | None
 
 
-def fit_document(reader: IndexedReader, number: int, fitting: Fitting, counts: Counter) -> tuple[list[Piece], str | None]:
+def fit_document(
+    reader: IndexedReader, number: int, fitting: Fitting, counts: Counter
+) -> tuple[list[Piece], str | None]:
     """The pieces of one document, none if it is dropped, and then why."""
     limit, ids = fitting.sequence_length, reader.document(number)
     ended = len(ids) > 0 and ids[-1] == fitting.eod
@@ -62,7 +64,9 @@ def fit_document(reader: IndexedReader, number: int, fitting: Fitting, counts: C
     if fitting.long == "drop":
         return [], "too long"
     counts["split documents"] += 1
-    pieces = [Piece(number, begin, min(begin + limit, length), None if ended else ids) for begin in range(0, length, limit)]
+    pieces = [
+        Piece(number, begin, min(begin + limit, length), None if ended else ids) for begin in range(0, length, limit)
+    ]
     counts["pieces of split documents"] += len(pieces)
     return pieces, None
 

@@ -26,7 +26,13 @@ def fill_bin(reader: IndexedReader, pieces: list[Piece], fitting: Fitting) -> np
 
 
 def write_bins(
-    reader: IndexedReader, target: str, fitting: Fitting, counts: Counter, dropped, vocab_size: int, window: int = WINDOW
+    reader: IndexedReader,
+    target: str,
+    fitting: Fitting,
+    counts: Counter,
+    dropped,
+    vocab_size: int,
+    window: int = WINDOW,
 ) -> SplitRecord:
     """Writes and syncs `<target>.bin` and `.idx`.
 

@@ -12,7 +12,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-KEPT, TAIL_CUT, EARLIER_DROPPED, EARLIER_DROPPED_TAIL_CUT = "kept", "tail cut", "earlier dropped", "earlier dropped, tail cut"
+KEPT, TAIL_CUT, EARLIER_DROPPED, EARLIER_DROPPED_TAIL_CUT = (
+    "kept",
+    "tail cut",
+    "earlier dropped",
+    "earlier dropped, tail cut",
+)
 NO_REASONING, NO_ANSWER, TOO_LONG, UNALIGNED = "no reasoning", "no answer", "still too long", "markers unaligned"
 
 
@@ -95,7 +100,9 @@ class BlockFinder:
             after = int(np.searchsorted(first, b + len(self.end)))
             blocks.append(Block(int(np.searchsorted(past, a, "right")), min(inside, end), end, after))
         if begins and begins[-1] > max(ends, default=-1):
-            blocks.append(Block(int(np.searchsorted(past, begins[-1], "right")), len(ids) - 1, len(ids) - 1, len(ids) - 1))
+            blocks.append(
+                Block(int(np.searchsorted(past, begins[-1], "right")), len(ids) - 1, len(ids) - 1, len(ids) - 1)
+            )
         return blocks
 
 

@@ -29,7 +29,13 @@ class StreamDataset(torch.utils.data.Dataset):
     """
 
     def __init__(
-        self, uses: Sequence[SourceUse], weights: Sequence[float], sequence_length: int, seed: int, eod: int, cache_path: str
+        self,
+        uses: Sequence[SourceUse],
+        weights: Sequence[float],
+        sequence_length: int,
+        seed: int,
+        eod: int,
+        cache_path: str,
     ):
         self.uses, self.sequence_length, self.eod = list(uses), sequence_length, eod
         self.order = BlendOrder(weights, seed)

@@ -42,28 +42,56 @@ examples:
 
 def parser() -> argparse.ArgumentParser:
     out = command_parser("warm", DESCRIPTION, EXAMPLES)
-    out.add_argument("sources", nargs="+", metavar="DATASET", help="datasets, or 'WEIGHT DATASET' entries as in data.blend")
-    out.add_argument("--max-bytes", type=size, metavar="SIZE", help="read no more than this (default: 80 %% of the free memory)")
+    out.add_argument(
+        "sources", nargs="+", metavar="DATASET", help="datasets, or 'WEIGHT DATASET' entries as in data.blend"
+    )
+    out.add_argument(
+        "--max-bytes", type=size, metavar="SIZE", help="read no more than this (default: 80 %% of the free memory)"
+    )
     out.add_argument("--dry-run", action="store_true", help="say what would be read")
     run = out.add_argument_group("the run")
     run.add_argument("--sequence-length", type=whole_number(1), metavar="N", help="tokens of its samples")
     run.add_argument("--global-batch-size", type=whole_number(1), metavar="N", help="samples of a step")
-    run.add_argument("--total-samples", type=whole_number(1), metavar="N", help="of the whole run: train_iters x global_batch_size")
+    run.add_argument(
+        "--total-samples", type=whole_number(1), metavar="N", help="of the whole run: train_iters x global_batch_size"
+    )
     run.add_argument("--seed", type=whole_number(0), default=1234, metavar="N", help="(default: 1234)")
-    run.add_argument("--from-step", type=whole_number(0), default=0, metavar="N", help="steps already done (default: 0)")
+    run.add_argument(
+        "--from-step", type=whole_number(0), default=0, metavar="N", help="steps already done (default: 0)"
+    )
     run.add_argument("--steps", type=whole_number(1), default=1, metavar="N", help="how many from there (default: 1)")
-    run.add_argument("--order", choices=("megatron", "continuing"), default="megatron", help="the run's data.order (default: megatron)")
-    run.add_argument("--consumed", action="append", default=[], metavar="ENTRY", help="the run's data.consumed; repeat for several")
+    run.add_argument(
+        "--order",
+        choices=("megatron", "continuing"),
+        default="megatron",
+        help="the run's data.order (default: megatron)",
+    )
+    run.add_argument(
+        "--consumed", action="append", default=[], metavar="ENTRY", help="the run's data.consumed; repeat for several"
+    )
     run.add_argument("--cache-path", metavar="DIR", help="the run's data.cache_path, where its sample index is kept")
     node = out.add_argument_group("one node of several")
-    node.add_argument("--node", type=whole_number(0), metavar="N", help="this node's number, from 0; without it the samples of all nodes")
+    node.add_argument(
+        "--node",
+        type=whole_number(0),
+        metavar="N",
+        help="this node's number, from 0; without it the samples of all nodes",
+    )
     node.add_argument("--nodes", type=whole_number(1), metavar="N", help="nodes of the run")
     node.add_argument("--ranks-per-node", type=whole_number(1), default=8, metavar="N", help="(default: 8)")
-    node.add_argument("--micro-batch-size", type=whole_number(1), default=1, metavar="N", help="stage.micro_batch_size (default: 1)")
     node.add_argument(
-        "--ranks-per-sample", type=whole_number(1), default=1, metavar="N", help="tensor x context parallelism, whose ranks read alike (default: 1)"
+        "--micro-batch-size", type=whole_number(1), default=1, metavar="N", help="stage.micro_batch_size (default: 1)"
     )
-    node.add_argument("--pipeline-stages", type=whole_number(1), default=1, metavar="N", help="pipeline parallelism (default: 1)")
+    node.add_argument(
+        "--ranks-per-sample",
+        type=whole_number(1),
+        default=1,
+        metavar="N",
+        help="tensor x context parallelism, whose ranks read alike (default: 1)",
+    )
+    node.add_argument(
+        "--pipeline-stages", type=whole_number(1), default=1, metavar="N", help="pipeline parallelism (default: 1)"
+    )
     return out
 
 
@@ -81,11 +109,15 @@ def warm(args: argparse.Namespace) -> None:
     """
     entries = [parse_entry(source) for source in args.sources]
     if args.node is not None and args.sequence_length is None:
-        raise ValueError("--node asks for the samples of a node's ranks: give --sequence-length and the run's other options too")
+        raise ValueError(
+            "--node asks for the samples of a node's ranks: give --sequence-length and the run's other options too"
+        )
     if args.sequence_length is None:
         ranges = whole_files([path for _, path in entries])
     elif args.global_batch_size is None or args.total_samples is None:
-        raise ValueError("--sequence-length asks for the samples of a run: give --global-batch-size and --total-samples too")
+        raise ValueError(
+            "--sequence-length asks for the samples of a run: give --global-batch-size and --total-samples too"
+        )
     else:
         ranges = needed(args, entries, data_parallel_ranks(args))
     wanted = sum(end - begin for found in ranges.values() for begin, end in found)
@@ -108,7 +140,9 @@ def warm(args: argparse.Namespace) -> None:
 def whole_files(paths: list[str]) -> dict[str, list[tuple[int, int]]]:
     """Byte ranges that cover the data and index of every training split."""
     prefixes = [prefix_of(path, "train") for path in paths if locate(path)]
-    return {prefix + suffix: [(0, os.path.getsize(prefix + suffix))] for prefix in prefixes for suffix in (".idx", ".bin")}
+    return {
+        prefix + suffix: [(0, os.path.getsize(prefix + suffix))] for prefix in prefixes for suffix in (".idx", ".bin")
+    }
 
 
 def data_parallel_ranks(args: argparse.Namespace) -> tuple[set[int], int] | None:
@@ -160,7 +194,9 @@ def needed(
         raise ValueError(f"--from-step {args.from_step} is past the end of a run of {args.total_samples} samples")
     manifest, prefixes = locate(entries[0][1])
     if manifest is None:
-        raise ValueError(f"{entries[0][1]} has no manifest that names its tokenizer; warm it whole, without --sequence-length")
+        raise ValueError(
+            f"{entries[0][1]} has no manifest that names its tokenizer; warm it whole, without --sequence-length"
+        )
     tokenizer = os.path.join(os.path.dirname(next(iter(prefixes.values()))), "tokenizer")
     with tempfile.TemporaryDirectory() as temporary:
         blend = [path if weight is None else (weight, path) for weight, path in entries]
@@ -191,7 +227,10 @@ def sample_ranges(dataset, number: int) -> list[tuple[str, int, int]]:
     if hasattr(dataset, "byte_ranges"):
         return dataset.byte_ranges(number)
     if hasattr(dataset, "dataset_index"):
-        number, dataset = int(dataset.dataset_sample_index[number]), dataset.datasets[int(dataset.dataset_index[number])]
+        number, dataset = (
+            int(dataset.dataset_sample_index[number]),
+            dataset.datasets[int(dataset.dataset_index[number])],
+        )
     at = int(dataset.shuffle_index[number])
     (first, skip), (last, past) = (tuple(map(int, dataset.sample_index[at + step])) for step in (0, 1))
     indexed = dataset.dataset

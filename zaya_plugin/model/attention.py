@@ -14,11 +14,7 @@ import torch
 import torch.nn.functional as F
 from megatron.core import tensor_parallel
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.tensor_parallel import (
-    ColumnParallelLinear,
-    RowParallelLinear,
-    gather_from_sequence_parallel_region,
-)
+from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear, gather_from_sequence_parallel_region
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module
@@ -77,8 +73,13 @@ class ZayaSelfAttention(MegatronModule):
     """
 
     def __init__(
-        self, config: ZayaConfig, submodules: ZayaAttentionSubmodules, layer_number: int,
-        attn_mask_type: AttnMaskType = AttnMaskType.causal, cp_comm_type: str | None = None, pg_collection=None,
+        self,
+        config: ZayaConfig,
+        submodules: ZayaAttentionSubmodules,
+        layer_number: int,
+        attn_mask_type: AttnMaskType = AttnMaskType.causal,
+        cp_comm_type: str | None = None,
+        pg_collection=None,
         name: str | None = None,
     ):
         super().__init__(config)
@@ -100,8 +101,16 @@ class ZayaSelfAttention(MegatronModule):
 
         def input_projection(output_size: int, buffer: str) -> nn.Module:
             return build_module(
-                submodules.linear, config.hidden_size, output_size, config=config, init_method=config.init_method,
-                gather_output=False, bias=False, skip_bias_add=False, is_expert=False, tp_comm_buffer_name=buffer,
+                submodules.linear,
+                config.hidden_size,
+                output_size,
+                config=config,
+                init_method=config.init_method,
+                gather_output=False,
+                bias=False,
+                skip_bias_add=False,
+                is_expert=False,
+                tp_comm_buffer_name=buffer,
                 tp_group=self.tp_group,
             )
 
@@ -113,14 +122,27 @@ class ZayaSelfAttention(MegatronModule):
         self.conv_qk_grouped = CausalConv(config, channels, self.head_dim)
         self.temperature = constant_parameter(config, (config.num_query_groups,), config.temperature_init)
         self.core_attention = build_module(
-            submodules.core_attention, config=config, layer_number=layer_number, attn_mask_type=attn_mask_type,
-            attention_type="self", cp_comm_type=cp_comm_type, softmax_scale=config.softmax_scale,
+            submodules.core_attention,
+            config=config,
+            layer_number=layer_number,
+            attn_mask_type=attn_mask_type,
+            attention_type="self",
+            cp_comm_type=cp_comm_type,
+            softmax_scale=config.softmax_scale,
             pg_collection=pg_collection,
         )
         self.linear_proj = build_module(
-            submodules.linear_proj, query_size, config.hidden_size, config=config,
-            init_method=config.output_init_method, bias=False, input_is_parallel=True, skip_bias_add=False,
-            is_expert=False, tp_comm_buffer_name="proj", tp_group=self.tp_group,
+            submodules.linear_proj,
+            query_size,
+            config.hidden_size,
+            config=config,
+            init_method=config.output_init_method,
+            bias=False,
+            input_is_parallel=True,
+            skip_bias_add=False,
+            is_expert=False,
+            tp_comm_buffer_name="proj",
+            tp_group=self.tp_group,
         )
         self.recompute_core = config.recompute_granularity == "selective" and "core_attn" in config.recompute_modules
 
@@ -137,7 +159,9 @@ class ZayaSelfAttention(MegatronModule):
         values = gathered(self.linear_v_current).weight, gathered(self.linear_v_delayed).weight
         plain = all(type(linear) is ColumnParallelLinear for linear in (self.linear_q, self.linear_k))
         if plain and self.local.ranks == 1:
-            return main_grad_linear(hidden_states, gathered(self.linear_q).weight, gathered(self.linear_k).weight, *values)
+            return main_grad_linear(
+                hidden_states, gathered(self.linear_q).weight, gathered(self.linear_k).weight, *values
+            )
         values = self.local.of_values(*values)
         if plain:
             matrices = (gathered(self.linear_q).weight, gathered(self.linear_k).weight, *values)
@@ -149,7 +173,9 @@ class ZayaSelfAttention(MegatronModule):
     def split_projected(self, projected: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """z [s, b, C / t], current and delayed values [s, b, *]."""
         values = self.query_groups * self.head_dim
-        return projected.split((projected.shape[-1] - values, values - self.delayed_channels, self.delayed_channels), dim=-1)
+        return projected.split(
+            (projected.shape[-1] - values, values - self.delayed_channels, self.delayed_channels), dim=-1
+        )
 
     def _whole_sequence(self, hidden_states: Tensor) -> Tensor:
         """All tensor-parallel ranks' rows; each rank's gradient is that of its heads, and the backward pass adds them."""
@@ -168,11 +194,20 @@ class ZayaSelfAttention(MegatronModule):
         return *tensors, self.local.of_heads(read(self.temperature))
 
     def forward(
-        self, hidden_states: Tensor, attention_mask: Tensor | None = None, key_value_states: Tensor | None = None,
-        inference_context=None, rotary_pos_emb: Tensor | None = None, rotary_pos_cos: Tensor | None = None,
-        rotary_pos_sin: Tensor | None = None, rotary_pos_cos_sin: Tensor | None = None,
-        attention_bias: Tensor | None = None, packed_seq_params=None, sequence_len_offset: int | None = None,
-        read: Read = as_it_is, **_,
+        self,
+        hidden_states: Tensor,
+        attention_mask: Tensor | None = None,
+        key_value_states: Tensor | None = None,
+        inference_context=None,
+        rotary_pos_emb: Tensor | None = None,
+        rotary_pos_cos: Tensor | None = None,
+        rotary_pos_sin: Tensor | None = None,
+        rotary_pos_cos_sin: Tensor | None = None,
+        attention_bias: Tensor | None = None,
+        packed_seq_params=None,
+        sequence_len_offset: int | None = None,
+        read: Read = as_it_is,
+        **_,
     ) -> tuple[Tensor, None]:
         """hidden_states [s, b, h] normed, rotary_pos_emb [s, 1 or b, 1, r] radians -> (output [s, b, h], None).
 
@@ -205,14 +240,23 @@ class ZayaSelfAttention(MegatronModule):
         else:
             context = attend(query, key, value, attention_mask)
         if type(self.linear_proj) is RowParallelLinear and self.tp_group.size() == 1:
-            return main_grad_linear(context, gathered(self.linear_proj).weight), None  # the same, without the wrapper's host time
+            return main_grad_linear(
+                context, gathered(self.linear_proj).weight
+            ), None  # the same, without the wrapper's host time
         return self.linear_proj(context)[0], None
 
     def _mix(self, projected, z_halo, value_halo, angles, starts, read) -> tuple[Tensor, Tensor, Tensor]:
         z, current, delayed = self.split_projected(projected)
         query, key = mix_qk(
-            z, *self.mixing_parameters(read), angles, query_groups=self.query_groups, head_dim=self.head_dim,
-            temperature_form=self.config.temperature_form, in_fp32=self.config.qk_norm_in_fp32, halo=z_halo, starts=starts,
+            z,
+            *self.mixing_parameters(read),
+            angles,
+            query_groups=self.query_groups,
+            head_dim=self.head_dim,
+            temperature_form=self.config.temperature_form,
+            in_fp32=self.config.qk_norm_in_fp32,
+            halo=z_halo,
+            starts=starts,
         )
         return query, key, shift_values(current, delayed, self.query_groups, value_halo, starts)
 
@@ -222,10 +266,19 @@ class ZayaSelfAttention(MegatronModule):
 
         *weights, temperature = self.mixing_parameters(read)
         if self.config.temperature_form != "linear":
-            temperature = key_scale(temperature.to(torch.promote_types(temperature.dtype, torch.float32)), self.config.temperature_form)
+            temperature = key_scale(
+                temperature.to(torch.promote_types(temperature.dtype, torch.float32)), self.config.temperature_form
+            )
         return cca_prologue(
-            projected, *weights, temperature, None if angles is None else rope_table(angles), query_groups=self.query_groups,
-            delayed_channels=self.delayed_channels, halo=z_halo, value_halo=value_halo, starts=starts,
+            projected,
+            *weights,
+            temperature,
+            None if angles is None else rope_table(angles),
+            query_groups=self.query_groups,
+            delayed_channels=self.delayed_channels,
+            halo=z_halo,
+            value_halo=value_halo,
+            starts=starts,
         )
 
     def _project_with_halo(self, hidden_states: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None]:
@@ -237,7 +290,9 @@ class ZayaSelfAttention(MegatronModule):
 
         def exchange(projected):
             z, _, delayed = self.split_projected(projected)
-            return BoundaryExchange(last_rows(z, chunks, 2), last_rows(delayed, chunks, 1)[:, 0], self.shard, self.context_group)
+            return BoundaryExchange(
+                last_rows(z, chunks, 2), last_rows(delayed, chunks, 1)[:, 0], self.shard, self.context_group
+            )
 
         if self.local.ranks == 1:
             # A few rows are projected twice, so that the others' are under way while all rows are projected.

@@ -30,7 +30,16 @@ class BlockKernel(Protocol):
         """The result [b, n, s, d], the log-sum-exp of the scaled scores [b, n, s, 1], and further tensors that `backward` wants."""
 
     def backward(
-        self, grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, sums: Tensor, *more: Tensor, causal: bool, scale: float
+        self,
+        grad: Tensor,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        out: Tensor,
+        sums: Tensor,
+        *more: Tensor,
+        causal: bool,
+        scale: float,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Gradients of query, key and value; out and sums are those over all keys, of which these may be some."""
 
@@ -39,7 +48,9 @@ class CudnnKernel:
     """cuDNN's attention, by torch's operators of it."""
 
     def forward(self, query, key, value, causal, scale):
-        out, sums, _, _, _, _, *philox, _ = aten._scaled_dot_product_cudnn_attention(query, key, value, None, True, 0.0, causal, False, scale=scale)
+        out, sums, _, _, _, _, *philox, _ = aten._scaled_dot_product_cudnn_attention(
+            query, key, value, None, True, 0.0, causal, False, scale=scale
+        )
         return out, sums.view(*out.shape[:-1], 1), *philox
 
     def backward(self, grad, query, key, value, out, sums, *philox, causal, scale):
@@ -59,7 +70,9 @@ class CpuKernel:
 
     def backward(self, grad, query, key, value, out, sums, causal, scale):
         wide = (repeated(x, query.shape[1]) for x in (key, value))
-        grads = aten._scaled_dot_product_flash_attention_for_cpu_backward(grad, query, *wide, out, sums.squeeze(-1), 0.0, causal, scale=scale)
+        grads = aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            grad, query, *wide, out, sums.squeeze(-1), 0.0, causal, scale=scale
+        )
         return grads[0], *(x.unflatten(1, (key.shape[1], -1)).sum(2) for x in grads[1:])
 
 
@@ -122,7 +135,9 @@ def heads_first(*tensors: Tensor) -> tuple[Tensor, ...]:
     return tuple(x.permute(1, 2, 0, 3) for x in tensors)
 
 
-def block_attention(query: Tensor, key: Tensor, value: Tensor, starts: Sequence[int], scale: float, kernel: BlockKernel) -> Tensor:
+def block_attention(
+    query: Tensor, key: Tensor, value: Tensor, starts: Sequence[int], scale: float, kernel: BlockKernel
+) -> Tensor:
     """softmax(scale * q k^T + causal mask) v of chunks of a sequence that begin at positions `starts`.
 
     Args: query [s, b, n, d], equal chunks one behind the other; key and value [t, b, g, d] of the sequence, at least up to the last chunk's
@@ -141,7 +156,9 @@ def block_kernel(query: Tensor, key: Tensor) -> BlockKernel | None:
     if torch.are_deterministic_algorithms_enabled():
         return None
     query, key = heads_first(query, key)
-    usable = torch.backends.cuda.can_use_cudnn_attention(torch.backends.cuda.SDPAParams(query, key, key, None, 0.0, True, True))
+    usable = torch.backends.cuda.can_use_cudnn_attention(
+        torch.backends.cuda.SDPAParams(query, key, key, None, 0.0, True, True)
+    )
     return _checked("cudnn", query.device, query.dtype, query.shape[-1]) if usable else None
 
 
@@ -158,13 +175,20 @@ def _checked(name: str, device: torch.device, dtype: torch.dtype, head_dim: int)
         out = block_attention(*inputs, (0, 48), head_dim**-0.5, kernel)
         got = (out, *torch.autograd.grad(out, inputs, weights))
     except (RuntimeError, TypeError) as error:
-        logger.warning("attention by blocks with %s fails (%s): queries at the end of the keys go to torch's other kernels", name, error)
+        logger.warning(
+            "attention by blocks with %s fails (%s): queries at the end of the keys go to torch's other kernels",
+            name,
+            error,
+        )
         return None
     expected = _written_out(*exact, (0, 48), head_dim**-0.5)
     expected = (expected, *torch.autograd.grad(expected, exact, weights.double()))
     for a, b in zip(got, expected, strict=True):
         if not (a.double() - b).norm() < 0.02 * b.norm():
-            logger.warning("attention by blocks with %s is wrong here: queries at the end of the keys go to torch's other kernels", name)
+            logger.warning(
+                "attention by blocks with %s is wrong here: queries at the end of the keys go to torch's other kernels",
+                name,
+            )
             return None
     logger.info("core attention of chunks of a sequence: in blocks, %s", name)
     return kernel

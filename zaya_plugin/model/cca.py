@@ -51,7 +51,9 @@ def grouped_conv(
     if starts is not None:
         before = torch.where(starts[..., 1:, :, None], u_at_start, before)
     d = u.shape[-1] // heads
-    taps = torch.stack((before.unflatten(-1, (heads, d)), now.unflatten(-1, (heads, d))), dim=-2)  # [..., s, b, N, 2, d]
+    taps = torch.stack(
+        (before.unflatten(-1, (heads, d)), now.unflatten(-1, (heads, d))), dim=-2
+    )  # [..., s, b, N, 2, d]
     taps = taps.view(-1, heads, 2 * d).transpose(0, 1)  # [N, rows, 2d]
     matrix = weight.view(heads, d, d, 2).permute(0, 3, 2, 1).reshape(heads, 2 * d, d)  # [N, (tap, in), out]
     y = torch.baddbmm(bias.view(heads, 1, d), taps, matrix)  # [N, rows, d]
@@ -118,9 +120,20 @@ def rope_table(angles: Tensor) -> Tensor:
 
 @fused_on_accelerator
 def mix_qk(
-    z: Tensor, depthwise_weight: Tensor, depthwise_bias: Tensor, grouped_weight: Tensor, grouped_bias: Tensor,
-    temperature: Tensor, angles: Tensor | None, *, query_groups: int, head_dim: int, temperature_form: str,
-    in_fp32: bool, halo: Tensor | None = None, starts: Tensor | None = None,
+    z: Tensor,
+    depthwise_weight: Tensor,
+    depthwise_bias: Tensor,
+    grouped_weight: Tensor,
+    grouped_bias: Tensor,
+    temperature: Tensor,
+    angles: Tensor | None,
+    *,
+    query_groups: int,
+    head_dim: int,
+    temperature_form: str,
+    in_fp32: bool,
+    halo: Tensor | None = None,
+    starts: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Projected queries and keys to attention queries and keys: convolve, add the mean, normalise, scale, rotate.
 

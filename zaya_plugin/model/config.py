@@ -239,39 +239,89 @@ class ZayaConfig(TransformerConfig):
         for name in ("hidden_dropout", "attention_dropout"):
             fixed(name, 0.0, "the model has no dropout")
         require("num_moe_experts", "a positive number", bool(self.num_moe_experts), "set num_moe_experts (16 in ZAYA1)")
-        require("router_init_std", "None or a positive number",
-                self.router_init_std is None or self.router_init_std > 0, "leave it unset for init_method_std")
+        require(
+            "router_init_std",
+            "None or a positive number",
+            self.router_init_std is None or self.router_init_std > 0,
+            "leave it unset for init_method_std",
+        )
         require("router_hidden_size", "a positive number", self.router_hidden_size > 0, "256 in ZAYA1")
         heads, groups = self.num_attention_heads, self.num_query_groups
         require("num_query_groups", f"a divisor of num_attention_heads={heads}", heads % groups == 0, "2 in ZAYA1")
-        require("num_query_groups", "an even number", groups % 2 == 0,
-                "the value shift delays half of the key-value heads; 2 in ZAYA1")
+        require(
+            "num_query_groups",
+            "an even number",
+            groups % 2 == 0,
+            "the value shift delays half of the key-value heads; 2 in ZAYA1",
+        )
         require("kv_channels", "an even number", self.kv_channels % 2 == 0, "128 in ZAYA1")
         tensor, experts = self.tensor_model_parallel_size, self.num_moe_experts
-        require("tensor_model_parallel_size", f"a divisor of num_query_groups={groups}", groups % tensor == 0,
-                "a key-value head belongs to one rank")
-        require("sequence_parallel", repr(tensor > 1), self.sequence_parallel == (tensor > 1),
-                f"it goes with tensor_model_parallel_size above 1 (is {tensor}): each rank routes its own tokens")
-        require("expert_model_parallel_size", f"a divisor of num_moe_experts={experts}",
-                experts % self.expert_model_parallel_size == 0, "every rank holds as many experts")
+        require(
+            "tensor_model_parallel_size",
+            f"a divisor of num_query_groups={groups}",
+            groups % tensor == 0,
+            "a key-value head belongs to one rank",
+        )
+        require(
+            "sequence_parallel",
+            repr(tensor > 1),
+            self.sequence_parallel == (tensor > 1),
+            f"it goes with tensor_model_parallel_size above 1 (is {tensor}): each rank routes its own tokens",
+        )
+        require(
+            "expert_model_parallel_size",
+            f"a divisor of num_moe_experts={experts}",
+            experts % self.expert_model_parallel_size == 0,
+            "every rank holds as many experts",
+        )
         fixed("expert_tensor_parallel_size", 1, "experts are never cut; tokens of any rank go to a whole expert")
         one_of("moe_token_dispatcher_type", ("alltoall", "allgather"))
-        for name in ("multi_latent_attention", "qk_layernorm", "layernorm_zero_centered_gamma",
-                     "rotary_interleaved", "moe_router_enable_expert_bias", "fine_grained_activation_offloading"):
+        for name in (
+            "multi_latent_attention",
+            "qk_layernorm",
+            "layernorm_zero_centered_gamma",
+            "rotary_interleaved",
+            "moe_router_enable_expert_bias",
+            "fine_grained_activation_offloading",
+        ):
             fixed(name, False, "not a part of the model")
-        for name in ("fp8", "fp4", "window_size", "mtp_num_layers", "moe_shared_expert_intermediate_size",
-                     "moe_expert_capacity_factor", "moe_z_loss_coeff", "moe_input_jitter_eps"):
+        for name in (
+            "fp8",
+            "fp4",
+            "window_size",
+            "mtp_num_layers",
+            "moe_shared_expert_intermediate_size",
+            "moe_expert_capacity_factor",
+            "moe_z_loss_coeff",
+            "moe_input_jitter_eps",
+        ):
             require(name, "None", not getattr(self, name), f"not a part of the model; leave {name} unset")
         coefficients = self.moe_aux_loss_coeff
         coefficients = coefficients if isinstance(coefficients, list) else [coefficients]
-        require("moe_aux_loss_coeff", "0.0", not any(coefficients),
-                "ZAYA1 balances by biases alone; set moe_aux_loss_coeff=0.0")
+        require(
+            "moe_aux_loss_coeff",
+            "0.0",
+            not any(coefficients),
+            "ZAYA1 balances by biases alone; set moe_aux_loss_coeff=0.0",
+        )
         one_of("cuda_graph_impl", ("none", "full_iteration"))
         if self.recompute_granularity == "selective":
             unknown = sorted(set(self.recompute_modules) - _RECOMPUTE_MODULES)
-            require("recompute_modules", f"a subset of {sorted(_RECOMPUTE_MODULES)}", not unknown,
-                    f"{unknown} name parts that ZAYA1 lacks (mlp, shared_experts, mla_up_proj, gdn_norm_out) or that "
-                    "its expert function always recomputes (moe_act)")
+            require(
+                "recompute_modules",
+                f"a subset of {sorted(_RECOMPUTE_MODULES)}",
+                not unknown,
+                f"{unknown} name parts that ZAYA1 lacks (mlp, shared_experts, mla_up_proj, gdn_norm_out) or that "
+                "its expert function always recomputes (moe_act)",
+            )
             if "permute" in self.recompute_modules:
-                fixed("transformer_impl", "local", "recompute_modules has permute, and Transformer Engine's experts keep their rows")
-                fixed("expert_model_parallel_size", 1, "recompute_modules has permute, and rows of other ranks would have to travel again")
+                fixed(
+                    "transformer_impl",
+                    "local",
+                    "recompute_modules has permute, and Transformer Engine's experts keep their rows",
+                )
+                fixed(
+                    "expert_model_parallel_size",
+                    1,
+                    "recompute_modules has permute, and rows of other ranks would have to travel again",
+                )

@@ -135,7 +135,9 @@ def _from_package(name: str) -> Callable[[Tensor, Tensor, Tensor, float], Tensor
         # Its gradients are sums of atomics else; each package has a default of its own.
         exact = torch.are_deterministic_algorithms_enabled()
         context = flash(query, key, value, softmax_scale=scale, causal=True, deterministic=exact)
-        context = context[0] if isinstance(context, tuple) else context  # flash_attn_4 and some versions of aiter answer with a tuple
+        context = (
+            context[0] if isinstance(context, tuple) else context
+        )  # flash_attn_4 and some versions of aiter answer with a tuple
         return context.squeeze(0).unflatten(1, batch).flatten(2)
 
     return attend
@@ -149,8 +151,14 @@ class ZayaCoreAttention(nn.Module):
     """
 
     def __init__(
-        self, config: TransformerConfig, layer_number: int, attn_mask_type: AttnMaskType, attention_type: str,
-        attention_dropout: float | None = None, softmax_scale: float | None = None, cp_comm_type: str | None = None,
+        self,
+        config: TransformerConfig,
+        layer_number: int,
+        attn_mask_type: AttnMaskType,
+        attention_type: str,
+        attention_dropout: float | None = None,
+        softmax_scale: float | None = None,
+        cp_comm_type: str | None = None,
         pg_collection=None,
     ):
         super().__init__()
@@ -164,8 +172,13 @@ class ZayaCoreAttention(nn.Module):
         self.softmax_scale = 1.0 / math.sqrt(config.kv_channels) if softmax_scale is None else softmax_scale
 
     def forward(
-        self, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None = None,
-        attn_mask_type: AttnMaskType | None = None, attention_bias: Tensor | None = None,
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None = None,
+        attn_mask_type: AttnMaskType | None = None,
+        attention_bias: Tensor | None = None,
         packed_seq_params: PackedDocuments | None = None,
     ) -> Tensor:
         """query [s, b, n, d], key and value [s, b, g, d], this rank's rows of the sequence -> [s, b, n * d]."""
@@ -183,6 +196,7 @@ class ZayaCoreAttention(nn.Module):
         queries = query.chunk(len(starts))
         ends = [start + len(queries[0]) for start in starts]
         context = [
-            self.attend(part, key[:end], value[:end], self.softmax_scale) for part, end in zip(queries, ends, strict=True)
+            self.attend(part, key[:end], value[:end], self.softmax_scale)
+            for part, end in zip(queries, ends, strict=True)
         ]
         return torch.cat(context)

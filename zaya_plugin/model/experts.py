@@ -57,7 +57,9 @@ def as_block(weights: Sequence[Tensor]) -> Tensor:
     return torch.stack([w.detach() for w in weights])
 
 
-def weight_gradients(matrices: Sequence[Tensor], block: Tensor, a: Tensor, b: Tensor, offsets: Tensor, grouped_gemm: str) -> tuple[Tensor | None, ...]:
+def weight_gradients(
+    matrices: Sequence[Tensor], block: Tensor, a: Tensor, b: Tensor, offsets: Tensor, grouped_gemm: str
+) -> tuple[Tensor | None, ...]:
     """a[rows of e]^T b[rows of e] for every expert, as autograd wants the gradients of the experts' matrices [out, in]: one a matrix.
 
     block: `as_block` of the matrices. Under Megatron's DDP the parameters' fp32 gradients (`main_grad`) form one block too; then the products are added to it here, or
@@ -89,7 +91,11 @@ class ExpertMLP(torch.autograd.Function):
         gate_up = grouped_rows(x, fc1.transpose(1, 2), offsets, grouped_gemm)
         ctx.save_for_backward(None if rows_again else x, weights, offsets, gate_up, fc1, fc2)
         ctx.rows_again = rows_again
-        ctx.matrices, ctx.fused, ctx.grouped_gemm = (matrices[:num_experts], matrices[num_experts:]), fused, grouped_gemm
+        ctx.matrices, ctx.fused, ctx.grouped_gemm = (
+            (matrices[:num_experts], matrices[num_experts:]),
+            fused,
+            grouped_gemm,
+        )
         if fused:
             from hip_ops import weighted_swiglu
 
@@ -212,14 +218,18 @@ class GroupedExperts(MegatronModule):
         for name in ("linear_fc1", "linear_fc2"):
             getattr(self, name).tag(f"layers.{layer_number - 1}.{name}")
 
-    def forward(self, x: Tensor, weights: Tensor, offsets: Tensor, rows_again: Callable[[], Tensor] | None = None) -> Tensor:
+    def forward(
+        self, x: Tensor, weights: Tensor, offsets: Tensor, rows_again: Callable[[], Tensor] | None = None
+    ) -> Tensor:
         """x [T, h] sorted by expert, weights [T], offsets int32 [E] (end of each expert's rows) -> [T, h].
 
         Rows at and beyond offsets[-1] belong to no expert and come out as exact zeros; with fused_expert_path as anything.
         rows_again: gives x once more in the backward pass, so that it is not kept until then.
         """
         matrices = self.linear_fc1() + self.linear_fc2()
-        return ExpertMLP.apply(x, weights, offsets, self.num_local_experts, self.fused, self.grouped_gemm, rows_again, *matrices)
+        return ExpertMLP.apply(
+            x, weights, offsets, self.num_local_experts, self.fused, self.grouped_gemm, rows_again, *matrices
+        )
 
     def sharded_state_dict(self, prefix="", sharded_offsets=(), metadata=None):
         """One checkpoint key per expert and matrix, with the expert's global index."""
@@ -239,7 +249,11 @@ def expert_sharded_state_dict(experts: MegatronModule, prefix: str, sharded_offs
         for local in range(experts.num_local_experts):
             key = f"{prefix}{name}.weight{experts.first_expert + local}"
             made = make_sharded_tensors_for_checkpoint(
-                {key: getattr(module, f"weight{local}")}, "", {}, sharded_offsets, tp_group=groups.expt_tp,
+                {key: getattr(module, f"weight{local}")},
+                "",
+                {},
+                sharded_offsets,
+                tp_group=groups.expt_tp,
                 dp_cp_group=groups.expt_dp,
             )
             sharded[f"{prefix}{name}.weight{local}"] = made[key]

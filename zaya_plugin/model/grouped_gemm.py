@@ -31,8 +31,11 @@ def _least_rows() -> int:
 
 @functools.cache
 def _announce_loop(device_type: str, dtype: torch.dtype) -> None:
-    logger.warning("no grouped GEMM for %s of these sizes on %s: looping over experts, with a host synchronisation per "
-                   "call", dtype, device_type)
+    logger.warning(
+        "no grouped GEMM for %s of these sizes on %s: looping over experts, with a host synchronisation per call",
+        dtype,
+        device_type,
+    )
 
 
 def _borders(offsets: Tensor) -> list[tuple[int, int]]:
@@ -84,7 +87,9 @@ def grouped_outer(a: Tensor, b: Tensor, offsets: Tensor, asked: str = "auto") ->
     return out
 
 
-def add_grouped_outer(total: Tensor, a: Tensor, b: Tensor, offsets: Tensor, asked: str = "auto", accumulate: bool = True) -> None:
+def add_grouped_outer(
+    total: Tensor, a: Tensor, b: Tensor, offsets: Tensor, asked: str = "auto", accumulate: bool = True
+) -> None:
     """total[e] += a[rows of e].T @ b[rows of e] in place; total [E, m, n], fp32 or a's dtype. Without `accumulate` written there, whatever was.
 
     In fp32 without an intermediate result where the implementation can; else a's dtype rounds the product first, as autograd would.

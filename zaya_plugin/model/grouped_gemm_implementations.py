@@ -44,7 +44,8 @@ class TorchGroupedGemm:
 
     def takes(self, *tensors: Tensor) -> bool:
         return all(
-            t.data_ptr() % 16 == 0 and all(stride == 1 or stride * t.itemsize % 16 == 0 for stride in t.stride()) for t in tensors
+            t.data_ptr() % 16 == 0 and all(stride == 1 or stride * t.itemsize % 16 == 0 for stride in t.stride())
+            for t in tensors
         )
 
     def rows(self, x: Tensor, matrices: Tensor, offsets: Tensor) -> Tensor:
@@ -123,4 +124,6 @@ class PrimusTurboGroupedGemm:
 
 
 TORCH = TorchGroupedGemm()
-IMPLEMENTATIONS = {each.name: each for each in (TORCH, TritonGroupedGemm(), QuackGroupedGemm(), PrimusTurboGroupedGemm())}
+IMPLEMENTATIONS = {
+    each.name: each for each in (TORCH, TritonGroupedGemm(), QuackGroupedGemm(), PrimusTurboGroupedGemm())
+}

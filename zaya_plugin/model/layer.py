@@ -57,27 +57,44 @@ class ZayaTransformerLayer(TransformerLayer):
     """
 
     def __init__(
-        self, config: ZayaConfig, submodules: ZayaLayerSubmodules, layer_number: int = 1, *args, cast_output: bool = False,
-        vp_stage: int | None = None, **kwargs,
+        self,
+        config: ZayaConfig,
+        submodules: ZayaLayerSubmodules,
+        layer_number: int = 1,
+        *args,
+        cast_output: bool = False,
+        vp_stage: int | None = None,
+        **kwargs,
     ):
         super().__init__(config, submodules, layer_number, *args, vp_stage=vp_stage, **kwargs)
         first, last = self.layer_number == 1, self.layer_number == config.num_layers
         stages = config.pipeline_model_parallel_size > 1
         self.receives_state = stages and not first and layer_number == 1
-        self.sends_state = stages and not last and layer_number == get_num_layers_to_build(
-            config, vp_stage, get_pg_rank(self.pg_collection.pp)
+        self.sends_state = (
+            stages
+            and not last
+            and layer_number == get_num_layers_to_build(config, vp_stage, get_pg_rank(self.pg_collection.pp))
         )
         self.input_affine = submodules.input_affine(config) if first else None
         self.output_dtype = config.params_dtype if last and cast_output else None
         self.post_attention_residual = submodules.post_attention_residual(config)
         self.post_mlp_residual = submodules.post_mlp_residual(config)
-        self.next_norm: tuple[ZayaRMSNorm, ...] = ()  # of the next layer, by link_layers; in a tuple, so that it is no part of this one
+        self.next_norm: tuple[
+            ZayaRMSNorm, ...
+        ] = ()  # of the next layer, by link_layers; in a tuple, so that it is no part of this one
         assert isinstance(self.cross_attention, IdentityOp), "context carries the router state"
 
     def forward(
-        self, hidden_states: Tensor, attention_mask: Tensor | None = None, context: Tensor | Handover | None = None,
-        context_mask: Tensor | None = None, rotary_pos_emb: Tensor | None = None, attention_bias: Tensor | None = None,
-        inference_context=None, packed_seq_params=None, **_,
+        self,
+        hidden_states: Tensor,
+        attention_mask: Tensor | None = None,
+        context: Tensor | Handover | None = None,
+        context_mask: Tensor | None = None,
+        rotary_pos_emb: Tensor | None = None,
+        attention_bias: Tensor | None = None,
+        inference_context=None,
+        packed_seq_params=None,
+        **_,
     ) -> tuple[Tensor, Tensor | Handover | None]:
         """Run the layer.
 
@@ -97,8 +114,13 @@ class ZayaTransformerLayer(TransformerLayer):
         if normed is None:
             hidden_states, normed, discard = self._begin(hidden_states)
         output, _ = self.self_attention(
-            normed, attention_mask=attention_mask, inference_context=inference_context, rotary_pos_emb=rotary_pos_emb,
-            attention_bias=attention_bias, packed_seq_params=packed_seq_params, read=read,
+            normed,
+            attention_mask=attention_mask,
+            inference_context=inference_context,
+            rotary_pos_emb=rotary_pos_emb,
+            attention_bias=attention_bias,
+            packed_seq_params=packed_seq_params,
+            read=read,
         )
         discard(output)
         if _in_one_pass(self.pre_mlp_layernorm, self.recompute_pre_mlp_layernorm):
@@ -132,7 +154,12 @@ class ZayaTransformerLayer(TransformerLayer):
         """
         in_one_pass = _in_one_pass(self.pre_mlp_layernorm, self.recompute_pre_mlp_layernorm)
         norms = (self.pre_mlp_layernorm.weight,) if in_one_pass else ()
-        return *self.post_attention_residual.vectors(), *self.post_mlp_residual.vectors(), *norms, *self.self_attention.vectors()
+        return (
+            *self.post_attention_residual.vectors(),
+            *self.post_mlp_residual.vectors(),
+            *norms,
+            *self.self_attention.vectors(),
+        )
 
     def _begin(self, hidden_states: Tensor):
         """The stream, its norm and what to call on attention's result (see `_norm`), where no layer before has done it."""
@@ -169,7 +196,9 @@ def _received(context: Tensor | Handover | None, stream: Tensor) -> tuple[Tensor
     """The previous layer's router state, and the normed stream unless something has replaced the stream since."""
     if not isinstance(context, Handover):
         return context, None
-    assert context.normed.requires_grad or not stream.requires_grad, "a Handover crossed the border of what is recomputed"
+    assert context.normed.requires_grad or not stream.requires_grad, (
+        "a Handover crossed the border of what is recomputed"
+    )
     return context.router_state, context.normed if context.stream is stream else None
 
 

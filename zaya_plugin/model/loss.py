@@ -71,8 +71,12 @@ class ZayaGPTModel(GPTModel):
     def __init__(self, config, *args, rotary_percent: float, rotary_base: int, **kwargs):
         super().__init__(config, *args, rotary_percent=rotary_percent, rotary_base=rotary_base, **kwargs)
         self.rotary_pos_emb = ZayaRotaryEmbedding(
-            config.kv_channels, rotary_percent, rotary_base=rotary_base, order=config.context_parallel_order,
-            use_cpu_initialization=config.use_cpu_initialization, cp_group=self.pg_collection.cp,
+            config.kv_channels,
+            rotary_percent,
+            rotary_base=rotary_base,
+            order=config.context_parallel_order,
+            use_cpu_initialization=config.use_cpu_initialization,
+            cp_group=self.pg_collection.cp,
         )
         if config.fused_linear_cross_entropy and self.pre_process:
             MainGradEmbedding.take_over(self.embedding.word_embeddings, announces=not self.post_process)
@@ -95,12 +99,19 @@ class ZayaGPTModel(GPTModel):
     def _postprocess(self, hidden_states, input_ids, position_ids, labels, *positional, loss_mask=None, **named):
         fused = self.post_process and labels is not None and self.config.fused_linear_cross_entropy
         if not fused or named.get("output_processor") is not None or getattr(self.config, "use_mup", False):
-            return super()._postprocess(hidden_states, input_ids, position_ids, labels, *positional, loss_mask=loss_mask, **named)
+            return super()._postprocess(
+                hidden_states, input_ids, position_ids, labels, *positional, loss_mask=loss_mask, **named
+            )
         head = gathered(self.output_layer)
         weight = self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else head.weight
         return head_losses(
-            hidden_states, weight, labels, self.promised_gradient(loss_mask), sequence_parallel=self.config.sequence_parallel,
-            group=self.pg_collection.tp, z_loss=self.config.z_loss if self.training else 0.0,
+            hidden_states,
+            weight,
+            labels,
+            self.promised_gradient(loss_mask),
+            sequence_parallel=self.config.sequence_parallel,
+            group=self.pg_collection.tp,
+            z_loss=self.config.z_loss if self.training else 0.0,
         )
 
     def compute_language_model_loss(self, labels: Tensor, logits: Tensor) -> Tensor:

@@ -59,7 +59,11 @@ class ZayaMoELayer(MegatronModule):
     """
 
     def __init__(
-        self, config: ZayaConfig, submodules: ModuleSpec | type, layer_number: int | None = None, pg_collection=None,
+        self,
+        config: ZayaConfig,
+        submodules: ModuleSpec | type,
+        layer_number: int | None = None,
+        pg_collection=None,
         **_,
     ):
         super().__init__(config)
@@ -113,7 +117,9 @@ class ZayaMoELayer(MegatronModule):
         else:
             order, inverse, offsets = sort_by_expert(ids, self.num_experts)
             output = self.experts(
-                PermuteRows.apply(tokens, order, inverse), PermuteRows.apply(weights, order, inverse), offsets,
+                PermuteRows.apply(tokens, order, inverse),
+                PermuteRows.apply(weights, order, inverse),
+                offsets,
                 *self._rows_again(lambda: tokens.detach().index_select(0, order)),
             )
             output = PermuteRows.apply(output, inverse, order)

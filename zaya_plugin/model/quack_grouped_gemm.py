@@ -43,9 +43,13 @@ class Tile:
     def words(self) -> dict:
         """As arguments of quack's gemm."""
         return {
-            "tile_M": self.m, "tile_N": self.n, "cluster_M": self.cluster_m, "cluster_N": self.cluster_n, "pingpong": self.pingpong,
+            "tile_M": self.m,
+            "tile_N": self.n,
+            "cluster_M": self.cluster_m,
+            "cluster_N": self.cluster_n,
+            "pingpong": self.pingpong,
             "persistent": True,
-        }  # fmt: skip
+        }
 
 
 TILE = Tile(192, 128, True, 1, 2)
@@ -72,9 +76,12 @@ def _regular(tensor: Tensor) -> bool:
     steps = [stride * tensor.itemsize for stride in tensor.stride() if stride != 1]
     sizes = tensor.shape[-2:] if tensor.dim() == 3 else tensor.shape[-1:]
     return (
-        len(along) == 1 and along[0] >= (1 if tensor.dim() == 3 else tensor.dim() - 1) and all(step > 0 and step % ALIGNMENT == 0 for step in steps)
-        and all(size * tensor.itemsize % ALIGNMENT == 0 for size in sizes) and tensor.data_ptr() % ALIGNMENT == 0
-    )  # fmt: skip
+        len(along) == 1
+        and along[0] >= (1 if tensor.dim() == 3 else tensor.dim() - 1)
+        and all(step > 0 and step % ALIGNMENT == 0 for step in steps)
+        and all(size * tensor.itemsize % ALIGNMENT == 0 for size in sizes)
+        and tensor.data_ptr() % ALIGNMENT == 0
+    )
 
 
 class QuackGroupedGemm:
@@ -109,7 +116,9 @@ class QuackGroupedGemm:
         if not len(a):
             add_or_write(total, torch.zeros_like(total), accumulate)
         elif _regular(total) and total.stride(2) == 1:
-            _gemm()(a.mT, b.mT, total, None, None, cu_seqlens_k=borders(offsets), add_to_output=accumulate, **TILE.words())
+            _gemm()(
+                a.mT, b.mT, total, None, None, cu_seqlens_k=borders(offsets), add_to_output=accumulate, **TILE.words()
+            )
         else:
             add_or_write(total, self.outer(a, b, offsets), accumulate)
 
@@ -131,5 +140,7 @@ def _wrong_on(device: torch.device) -> str | None:
     implementation = QuackGroupedGemm()
     try:
         return wrong_beside_reference(device, implementation.rows, implementation.add_outer)
-    except Exception as error:  # a release with other arguments, a compiler that fails: whatever it is, there are others
+    except (
+        Exception
+    ) as error:  # a release with other arguments, a compiler that fails: whatever it is, there are others
         return f"quack: {type(error).__name__}: {error}"

@@ -36,7 +36,11 @@ def affine_and_norm(
 
 @fused_on_accelerator
 def scale_residual(
-    output: Tensor, residual: Tensor, output_bias: Tensor, output_scale: Tensor, residual_bias: Tensor,
+    output: Tensor,
+    residual: Tensor,
+    output_bias: Tensor,
+    output_scale: Tensor,
+    residual_bias: Tensor,
     residual_scale: Tensor,
 ) -> Tensor:
     """(output + output_bias) * output_scale + (residual + residual_bias) * residual_scale in fp32 or wider.
@@ -54,8 +58,14 @@ def scale_residual(
 
 @fused_on_accelerator
 def scale_residual_and_norm(
-    output: Tensor, residual: Tensor, output_bias: Tensor, output_scale: Tensor, residual_bias: Tensor,
-    residual_scale: Tensor, norm_weight: Tensor, eps: float,
+    output: Tensor,
+    residual: Tensor,
+    output_bias: Tensor,
+    output_scale: Tensor,
+    residual_bias: Tensor,
+    residual_scale: Tensor,
+    norm_weight: Tensor,
+    eps: float,
 ) -> tuple[Tensor, Tensor]:
     """scale_residual in residual's dtype, and its RMSNorm in norm_weight's: one pass over the stream where it is fused."""
     stream = scale_residual(output, residual, output_bias, output_scale, residual_bias, residual_scale)
@@ -83,7 +93,9 @@ class ResidualScaling(nn.Module):
         """output [s, b, h], residual [s, b, h] -> new stream [s, b, h] in residual's dtype. Parameters are used through `read`."""
         return scale_residual(output, residual, *map(read, self.vectors())).to(residual.dtype)
 
-    def merge_and_norm(self, output: Tensor, residual: Tensor, norm: ZayaRMSNorm, read: Read = as_it_is) -> tuple[Tensor, Tensor]:
+    def merge_and_norm(
+        self, output: Tensor, residual: Tensor, norm: ZayaRMSNorm, read: Read = as_it_is
+    ) -> tuple[Tensor, Tensor]:
         """The new stream and `norm` of it. Neither module is called."""
         gathered(self)
         gathered(norm)

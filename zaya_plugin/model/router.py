@@ -25,8 +25,17 @@ from zaya_plugin.model.shared_input import input_and_linear
 
 @fused_on_accelerator
 def router_logits(
-    projected: Tensor, previous: Tensor | None, gamma: Tensor | None, b_down: Tensor, w_norm: Tensor, w1: Tensor, b1: Tensor,
-    w2: Tensor, b2: Tensor, w_out: Tensor, eps: float,
+    projected: Tensor,
+    previous: Tensor | None,
+    gamma: Tensor | None,
+    b_down: Tensor,
+    w_norm: Tensor,
+    w1: Tensor,
+    b1: Tensor,
+    w2: Tensor,
+    b2: Tensor,
+    w_out: Tensor,
+    eps: float,
 ) -> tuple[Tensor, Tensor]:
     """r = W_d x + b_d + gamma * r_previous, and the three-layer MLP on its norm (arXiv 2605.05365, equations 2-4).
 
@@ -123,7 +132,10 @@ class ZayaRouter(Float32BuffersMixin, nn.Module):
         return input_and_linear(hidden_states, gathered(self.down_proj).weight)
 
     def forward(
-        self, hidden_states: Tensor, router_state: Tensor | None = None, forced_expert_ids: Tensor | None = None,
+        self,
+        hidden_states: Tensor,
+        router_state: Tensor | None = None,
+        forced_expert_ids: Tensor | None = None,
         projected: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Route tokens.
@@ -136,15 +148,28 @@ class ZayaRouter(Float32BuffersMixin, nn.Module):
         """
         averaged = self.router_states_scale is not None
         assert router_state is not None or not averaged, "the previous layer's router state did not arrive"
-        down_proj, norm, fc1, fc2, out_proj = map(gathered, (self.down_proj, self.norm, self.fc1, self.fc2, self.out_proj))
+        down_proj, norm, fc1, fc2, out_proj = map(
+            gathered, (self.down_proj, self.norm, self.fc1, self.fc2, self.out_proj)
+        )
         if projected is None:
             projected = main_grad_linear(hidden_states, down_proj.weight)
-        unweighted = self.config.num_moe_experts if self.config.moe_skip_expert and self.config.skip_output == "zero" else -1
+        unweighted = (
+            self.config.num_moe_experts if self.config.moe_skip_expert and self.config.skip_output == "zero" else -1
+        )
         if self.fused:
             return self._through_hip_ops(projected, router_state if averaged else None, forced_expert_ids, unweighted)
         state, logits = router_logits(
-            projected, router_state if averaged else None, self.router_states_scale, down_proj.bias, norm.weight, fc1.weight,
-            fc1.bias, fc2.weight, fc2.bias, out_proj.weight, norm.eps,
+            projected,
+            router_state if averaged else None,
+            self.router_states_scale,
+            down_proj.bias,
+            norm.weight,
+            fc1.weight,
+            fc1.bias,
+            fc2.weight,
+            fc2.bias,
+            out_proj.weight,
+            norm.eps,
         )
         probabilities, weights, ids = choose_expert(
             logits,
@@ -163,9 +188,20 @@ class ZayaRouter(Float32BuffersMixin, nn.Module):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """The same by `hip_ops.router_mlp`; the parameters have been gathered. projected [s, b, r]."""
         state, weights, ids, statistics = RouterMLP.apply(
-            projected.flatten(0, 1), None if router_state is None else router_state.flatten(0, 1), self.router_states_scale,
-            self.down_proj.bias, self.norm.weight, self.fc1.weight, self.fc1.bias, self.fc2.weight, self.fc2.bias, self.out_proj.weight,
-            self.balancing_biases[: self.num_classes], None if forced is None else forced.flatten(), self.norm.eps, unweighted,
+            projected.flatten(0, 1),
+            None if router_state is None else router_state.flatten(0, 1),
+            self.router_states_scale,
+            self.down_proj.bias,
+            self.norm.weight,
+            self.fc1.weight,
+            self.fc1.bias,
+            self.fc2.weight,
+            self.fc2.bias,
+            self.out_proj.weight,
+            self.balancing_biases[: self.num_classes],
+            None if forced is None else forced.flatten(),
+            self.norm.eps,
+            unweighted,
         )
         if self.training and torch.is_grad_enabled():
             with torch.no_grad():

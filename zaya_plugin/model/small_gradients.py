@@ -36,7 +36,11 @@ class ReadTogether(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, *gradients):
-        came = [(parameter, gradient) for parameter, gradient in zip(ctx.parameters, gradients, strict=True) if gradient is not None]
+        came = [
+            (parameter, gradient)
+            for parameter, gradient in zip(ctx.parameters, gradients, strict=True)
+            if gradient is not None
+        ]
         if came:
             add_together_([main_grad_of(parameter) for parameter, _ in came], [gradient for _, gradient in came])
         return tuple([None if g is None else handed_over(p) for p, g in zip(ctx.parameters, gradients, strict=True)])
@@ -47,7 +51,9 @@ def add_together_(totals: Sequence[Tensor], parts: Sequence[Tensor]) -> None:
     parts, wide_dtype = [part.contiguous() for part in parts], torch.promote_types(parts[0].dtype, totals[0].dtype)
     if parts[0].dtype != wide_dtype:
         # Tensors of two dtypes torch adds one by one; it converts them together.
-        wide = _unflatten_dense_tensors(parts[0].new_empty(sum(part.numel() for part in parts), dtype=wide_dtype), parts)
+        wide = _unflatten_dense_tensors(
+            parts[0].new_empty(sum(part.numel() for part in parts), dtype=wide_dtype), parts
+        )
         torch._foreach_copy_(wide, parts)
         parts = wide
     torch._foreach_add_(totals, parts)

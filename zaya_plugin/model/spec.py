@@ -45,9 +45,7 @@ def transformer_engine_submodules() -> ZayaLayerSubmodules:
 
         grouped = dict(linear_fc1=te.TEColumnParallelGroupedLinear, linear_fc2=te.TERowParallelGroupedLinear)
         experts = ModuleSpec(module=TEGroupedExperts, params=grouped)
-    return _submodules(
-        te.TENorm, te.TEColumnParallelLinear, te.TEDotProductAttention, te.TERowParallelLinear, experts
-    )
+    return _submodules(te.TENorm, te.TEColumnParallelLinear, te.TEDotProductAttention, te.TERowParallelLinear, experts)
 
 
 def _submodules(norm, linear, core_attention, linear_proj, experts) -> ZayaLayerSubmodules:

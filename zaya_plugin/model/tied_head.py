@@ -79,14 +79,25 @@ class MainGradEmbedding(VocabParallelEmbedding):
     def forward(self, input_: Tensor) -> Tensor:
         """Ids int64 [b, s] -> [b, s, h], or with sequence parallelism in the embedding this rank's rows of [s, b, h]."""
         cut = self.tp_group.size() > 1
-        ids = input_.transpose(0, 1)  # rows are taken in the order of the stream, so that neither they nor their gradients have to be moved
+        ids = input_.transpose(
+            0, 1
+        )  # rows are taken in the order of the stream, so that neither they nor their gradients have to be moved
         rows = EmbeddingRows.apply(ids - self.vocab_start_index if cut else ids, self.weight, cut, self.announces)
         if self.reduce_scatter_embeddings:
             return reduce_scatter_to_sequence_parallel_region(rows, group=self.tp_group)
         return reduce_from_tensor_model_parallel_region(rows, group=self.tp_group).transpose(0, 1)
 
 
-def head_losses(hidden: Tensor, weight: Tensor, labels: Tensor, promised: Tensor | None, *, sequence_parallel: bool, group, z_loss: float = 0.0) -> Tensor:
+def head_losses(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    promised: Tensor | None,
+    *,
+    sequence_parallel: bool,
+    group,
+    z_loss: float = 0.0,
+) -> Tensor:
     """Loss of each token, fp32 [b, s].
 
     Args:
@@ -104,8 +115,13 @@ def head_losses(hidden: Tensor, weight: Tensor, labels: Tensor, promised: Tensor
     s, b, h = hidden.shape
     main_grad = main_grad_of(weight) if torch.is_grad_enabled() and weight.requires_grad else None
     losses = linear_cross_entropy(
-        hidden.reshape(s * b, h), weight if main_grad is None else Announced.apply(weight), labels.transpose(0, 1).reshape(-1),
-        promised_grad=None if promised is None else promised.transpose(0, 1).reshape(-1), main_grad=main_grad, z_loss=z_loss,
-        group=group if ranks > 1 else None, first_class=group.rank() * len(weight),
-    )  # fmt: skip
+        hidden.reshape(s * b, h),
+        weight if main_grad is None else Announced.apply(weight),
+        labels.transpose(0, 1).reshape(-1),
+        promised_grad=None if promised is None else promised.transpose(0, 1).reshape(-1),
+        main_grad=main_grad,
+        z_loss=z_loss,
+        group=group if ranks > 1 else None,
+        first_class=group.rank() * len(weight),
+    )
     return losses.view(s, b).transpose(0, 1).contiguous()

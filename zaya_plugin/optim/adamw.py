@@ -34,9 +34,13 @@ class GroupStepAdamW(torch.optim.Optimizer):
         self, params, lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0, adam_w_mode=True, capturable=False
     ):
         if not adam_w_mode:
-            raise ValueError("adam_w_mode=False: only decoupled weight decay is implemented; set decoupled_weight_decay")
+            raise ValueError(
+                "adam_w_mode=False: only decoupled weight decay is implemented; set decoupled_weight_decay"
+            )
         if capturable:
-            raise ValueError("capturable=True (optimizer_cuda_graph): the step count is kept on the host; switch it off")
+            raise ValueError(
+                "capturable=True (optimizer_cuda_graph): the step count is kept on the host; switch it off"
+            )
         super().__init__(params, dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay))
         self._stepped: list[dict] = []
 

@@ -58,8 +58,11 @@ def muon_factory(get_megatron_optimizer: Callable, muon: MuonSettings, non_finit
         overrides = _config_overrides(config, model_chunks)
         with (
             _replaced(
-                megatron_optimizer, Adam=adam, DistributedOptimizer=MuonDistributedOptimizer,
-                ChainedOptimizer=ChainedMuonAdamW, USING_PYTORCH_OPTIMIZER=False,
+                megatron_optimizer,
+                Adam=adam,
+                DistributedOptimizer=MuonDistributedOptimizer,
+                ChainedOptimizer=ChainedMuonAdamW,
+                USING_PYTORCH_OPTIMIZER=False,
             ),
             _replaced(distrib_optimizer, Adam=MuonAdamW),  # 0.16 asks what the distributed optimizer is given
         ):

@@ -32,7 +32,9 @@ class DeferredScale:
         if not self._scaled:
             self._by = scaling_factor
             self.factor.mul_(scaling_factor.reshape(()) if isinstance(scaling_factor, Tensor) else scaling_factor)
-        assert self._by is scaling_factor and index not in self._scaled, "all gradient buffers are scaled by one number, each once"
+        assert self._by is scaling_factor and index not in self._scaled, (
+            "all gradient buffers are scaled by one number, each once"
+        )
         self._scaled.add(index)
         if len(self._scaled) == len(self._buffers):
             self._scaled.clear()

@@ -47,15 +47,22 @@ def compute_expert_block_layout(
     Returns:
         A layout whose buckets follow the order of the backward pass, as DDP demands.
     """
-    shards = Shards(data_parallel_world_size, bucket_end_divisor(data_parallel_world_size, ddp_config.pad_buckets_for_high_nccl_busbw))
-    layout = PerBufferParamLayout(param_indices=param_indices if param_indices is not None else [], num_optimizer_shards=shards.count)
+    shards = Shards(
+        data_parallel_world_size,
+        bucket_end_divisor(data_parallel_world_size, ddp_config.pad_buckets_for_high_nccl_busbw),
+    )
+    layout = PerBufferParamLayout(
+        param_indices=param_indices if param_indices is not None else [], num_optimizer_shards=shards.count
+    )
     units = units_of(reversed(params))
     tried = [
         balanced(partition.buckets(units, bucket_size and times * bucket_size, shards), shards)
         for times in (SIZES if bucket_size is not None and shards.count > 1 else (1,))
     ]
     # An element of a bucket costs about as much on the links as its owner's passes over it.
-    chosen, _ = min(tried, key=lambda each: each[1] + FLOPS_PER_ELEMENT * partition.cost([numel for _, numel in each[0]]))
+    chosen, _ = min(
+        tried, key=lambda each: each[1] + FLOPS_PER_ELEMENT * partition.cost([numel for _, numel in each[0]])
+    )
     start = 0
     for bucket, (in_bucket, numel) in enumerate(chosen):
         # DDP walks parameters in backward order; the map only has to name each one's place.

@@ -85,9 +85,13 @@ class MuonAdamW(GroupStepAdamW):
         shapes = [p.muon_matrices[1:] for p in params for _ in range(p.muon_matrices[0])]
         batches = MatrixBatches(shapes, params[0].device, self.between)
         muon_momentum_(
-            _matrices(params, [p.grad for p in params]), _matrices(params, [self.state[p]["exp_avg"] for p in params]),
-            batches.slots, momentum=muon.momentum, nesterov=muon.nesterov,
-            grad_scale=self.grad_scale, found_inf=self.found_inf,
+            _matrices(params, [p.grad for p in params]),
+            _matrices(params, [self.state[p]["exp_avg"] for p in params]),
+            batches.slots,
+            momentum=muon.momentum,
+            nesterov=muon.nesterov,
+            grad_scale=self.grad_scale,
+            found_inf=self.found_inf,
             square_sums=batches.square_sums,  # of what Newton-Schulz divides by its norm, so that it need not read it for that
         )
         updates = batches.split(
@@ -104,8 +108,13 @@ class MuonAdamW(GroupStepAdamW):
         cut = [p.muon_cut for p in params]
         pieces = [torch.empty_like(p, dtype=self.between) for p in params]
         muon_momentum_(
-            [p.grad for p in params], [self.state[p]["exp_avg"] for p in params], pieces,
-            momentum=self.muon.momentum, nesterov=self.muon.nesterov, grad_scale=self.grad_scale, found_inf=self.found_inf,
+            [p.grad for p in params],
+            [self.state[p]["exp_avg"] for p in params],
+            pieces,
+            momentum=self.muon.momentum,
+            nesterov=self.muon.nesterov,
+            grad_scale=self.grad_scale,
+            found_inf=self.found_inf,
         )
         mine = self.exchange.collect(cut, pieces)
         matrices = {matrix.index: matrix.matrices for matrix in cut}
@@ -114,7 +123,10 @@ class MuonAdamW(GroupStepAdamW):
         parts = self.exchange.give_back(cut, updates, pieces)
         targets = [getattr(p, "muon_target", None) for p in params]
         self.apply(
-            group, parts, [p.detach() for p in params], None if targets[0] is None else targets,
+            group,
+            parts,
+            [p.detach() for p in params],
+            None if targets[0] is None else targets,
             [matrix.matrices[1:] for matrix in cut],
         )
 

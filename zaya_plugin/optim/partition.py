@@ -94,7 +94,9 @@ def _cheapest(units: list[Unit], least: int, shards: Shards) -> list[list[Unit]]
             lengths[key] = shards.count * shards.size(units[start:end])
         return lengths[key]
 
-    best: dict[int, tuple[float, int]] = {0: (0.0, 0)}  # of the units before an end: cost, and where its last bucket starts
+    best: dict[int, tuple[float, int]] = {
+        0: (0.0, 0)
+    }  # of the units before an end: cost, and where its last bucket starts
     for end in ends:
         for start in list(best):
             all_in_one = start == 0 and end == len(units)

@@ -34,7 +34,14 @@ class Unit:
             params = sorted(params, key=lambda p: p.expert_block[1])
             assert len({p.numel() for p in params}) == 1, "the matrices of a block have one shape"
         is_whole = is_block or hasattr(params[0], "muon_matrices")
-        return cls(tuple(params), sum(p.numel() for p in params), params[0].numel(), is_block, is_whole, sum(work_of(p) for p in params))
+        return cls(
+            tuple(params),
+            sum(p.numel() for p in params),
+            params[0].numel(),
+            is_block,
+            is_whole,
+            sum(work_of(p) for p in params),
+        )
 
     @property
     def kind(self) -> tuple:
@@ -73,7 +80,9 @@ class Shards:
         if self.count == 1:
             return grain
         # A matrix that had to move starts at a border between shards, and has to be aligned there too.
-        return math.lcm(grain, pad_param_start(1) if any(unit.is_whole for unit in units) else 1, largest_of_a_block(units))
+        return math.lcm(
+            grain, pad_param_start(1) if any(unit.is_whole for unit in units) else 1, largest_of_a_block(units)
+        )
 
     def least(self, units: Sequence[Unit]) -> int:
         """The size of a shard of a bucket for `units` if nothing but its grain were lost."""
@@ -129,7 +138,11 @@ def place(items: Sequence[Unit | int], shards: int, shard: int) -> tuple[list[tu
             if begin > cursor:
                 gaps.append([cursor, begin])
             cursor = begin + item.numel
-        elif (gap := next((gap for gap in gaps if gap[1] - gap[0] >= item.numel and _fits(item, *gap, shards, shard)), None)) is not None:
+        elif (
+            gap := next(
+                (gap for gap in gaps if gap[1] - gap[0] >= item.numel and _fits(item, *gap, shards, shard)), None
+            )
+        ) is not None:
             begin = pad_param_start(gap[0])
             gap[0] = begin + item.numel
         else:

@@ -26,7 +26,11 @@ def over_pipeline_stages(
     the pipeline-parallel process group. To be called on all its ranks.
     """
     counts = statistics.tokens_per_expert
-    rows = torch.zeros(num_layers, counts.shape[1] + 1, dtype=torch.float64, device=counts.device)  # exact to 2^53 tokens
-    rows[_rows_of(tuple(layer_numbers), counts.device)] = torch.cat((counts.double(), statistics.entropy.double().unsqueeze(-1)), dim=1)
+    rows = torch.zeros(
+        num_layers, counts.shape[1] + 1, dtype=torch.float64, device=counts.device
+    )  # exact to 2^53 tokens
+    rows[_rows_of(tuple(layer_numbers), counts.device)] = torch.cat(
+        (counts.double(), statistics.entropy.double().unsqueeze(-1)), dim=1
+    )
     torch.distributed.all_reduce(rows, group=group)
     return RouterStatistics(rows[:, :-1].to(torch.int64), rows[:, -1].float())

@@ -58,7 +58,11 @@ class ResetRest:
 
     def __init__(self, buffer, blocks: list[tuple[torch.nn.Parameter, int, int]]):
         self.buffer, self.firsts = buffer, [first for first, _, _ in blocks]
-        borders = [0, *(place for _, start, end in sorted(blocks, key=lambda block: block[1]) for place in (start, end)), buffer.grad_data.numel()]
+        borders = [
+            0,
+            *(place for _, start, end in sorted(blocks, key=lambda block: block[1]) for place in (start, end)),
+            buffer.grad_data.numel(),
+        ]
         self.rest = [(start, end) for start, end in zip(borders[::2], borders[1::2], strict=True) if start < end]
 
     def __call__(self) -> None:

@@ -38,7 +38,9 @@ from torch import Tensor
 from hip_ops import parts_sum
 from zaya_plugin.parallel.shared_window import Window, open_window
 
-SLOT_BYTES = 2**26  # zaya_plugin.plan.memory.WINDOW_SLOT; eight ranks' windows have 512 MiB, and a piece's copies should take 0.6 ms
+SLOT_BYTES = (
+    2**26
+)  # zaya_plugin.plan.memory.WINDOW_SLOT; eight ranks' windows have 512 MiB, and a piece's copies should take 0.6 ms
 ALIGNMENT = 256
 FUNCTION = "dist_reduce_scatter_func"  # what Megatron reduces a bucket with, a name of its module
 
@@ -68,7 +70,11 @@ def reduce_by_copies(model_chunks: Iterable, slot_bytes: int = SLOT_BYTES, timeo
         largest = max(bucket.numel() * bucket.element_size() // group.size() for bucket in buckets)
         slot = min(slot_bytes, math.ceil(largest / ALIGNMENT) * ALIGNMENT)
         window = open_window(group, slot, buckets[0].device, round(timeout_minutes * 60_000))
-        logger.info("gradients reduced by copies: a window of %.1f MiB with a group of %d", window.slot_bytes * window.size / 2**20, window.size)
+        logger.info(
+            "gradients reduced by copies: a window of %.1f MiB with a group of %d",
+            window.slot_bytes * window.size / 2**20,
+            window.size,
+        )
         reduction = Reduction(window, buckets[0].device)
         for bucket_group in bucket_groups:
             bucket_group.start_grad_sync = StartByCopies(bucket_group, reduction)
@@ -104,7 +110,9 @@ class Reduction:
                 piece = slice(start, min(start + half, count))
                 place = slice(number % 2 * half, number % 2 * half + piece.stop - start)
                 self._send(parts[:, piece], place)
-                if number > 0:  # until its first sum that stream is in no graph which is captured here, and nothing in a graph may wait for it
+                if (
+                    number > 0
+                ):  # until its first sum that stream is in no graph which is captured here, and nothing in a graph may wait for it
                     _after(self.stream, self.sums)
                 with _on(self.stream):
                     window.barrier()
@@ -172,7 +180,9 @@ class StartByCopies:
         finally:
             setattr(param_and_grad_buffer, FUNCTION, stock)
         if not (started or force_all_reduce or under_way):
-            raise RuntimeError(f"parallel.reduce_by_copies = True: gradients were reduced by something else than Megatron's {FUNCTION}; allowed here: False")
+            raise RuntimeError(
+                f"parallel.reduce_by_copies = True: gradients were reduced by something else than Megatron's {FUNCTION}; allowed here: False"
+            )
         # Megatron's handle is of a coalescing manager that saw no collective; the buckets' sums are behind one another in one stream.
         if started and self.bucket_group.grad_reduce_handle is not None:
             self.bucket_group.grad_reduce_handle = started[-1]

@@ -15,13 +15,18 @@ from itertools import groupby, pairwise
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucketGroup
 
-OF_INSTANCES = ("inter_distributed_optimizer_instance_group", "communication_stream")  # set on a group where the optimizer has several instances
+OF_INSTANCES = (
+    "inter_distributed_optimizer_instance_group",
+    "communication_stream",
+)  # set on a group where the optimizer has several instances
 
 
 def group_layers(model_chunks: Iterable) -> None:
     """Put buckets of experts that the same layer waits for into one bucket group; model_chunks as DDP wraps them, before the optimizer is built."""
     for chunk in model_chunks:
-        if not isinstance(chunk, DistributedDataParallel) or getattr(chunk.ddp_config, "reduce_scatter_with_fp32_accumulation", False):
+        if not isinstance(chunk, DistributedDataParallel) or getattr(
+            chunk.ddp_config, "reduce_scatter_with_fp32_accumulation", False
+        ):
             continue  # that reduction of Megatron's takes one bucket a group
         old = chunk.expert_parallel_bucket_groups
         new = [_joined(list(groups)) for _, groups in groupby(old, key=_layer)]
@@ -38,7 +43,9 @@ def _joined(groups: list) -> _ParamAndGradBucketGroup:
     if len(groups) == 1:
         return first
     ranks = getattr(first, "intra_distributed_optimizer_instance_group", None) or first.data_parallel_group
-    joined = _ParamAndGradBucketGroup([bucket for group in groups for bucket in group.buckets], first.ddp_config, ranks, ranks.size())
+    joined = _ParamAndGradBucketGroup(
+        [bucket for group in groups for bucket in group.buckets], first.ddp_config, ranks, ranks.size()
+    )
     for name in OF_INSTANCES:
         if hasattr(first, name):
             setattr(joined, name, getattr(first, name))

@@ -50,8 +50,12 @@ class PackedDocuments(PackedSeqParams):
         ends = (tokens == eod).long()
         length = tokens.shape[1]
         return cls(
-            qkv_format="sbhd", max_seqlen_q=length, max_seqlen_kv=length, document_ids=ends.cumsum(1) - ends,
-            shard=shard or ContextShard(), reset_positions=reset_positions,
+            qkv_format="sbhd",
+            max_seqlen_q=length,
+            max_seqlen_kv=length,
+            document_ids=ends.cumsum(1) - ends,
+            shard=shard or ContextShard(),
+            reset_positions=reset_positions,
         )
 
     @cached_property
@@ -99,4 +103,6 @@ class PackedDocuments(PackedSeqParams):
             row = rows[query]
             return (row >= key) & (ids[batch, row] == ids[batch, key])
 
-        return _create_block_mask(compiled=ids.is_cuda)(permitted, len(ids), None, len(rows), ids.shape[1], device=str(ids.device))
+        return _create_block_mask(compiled=ids.is_cuda)(
+            permitted, len(ids), None, len(rows), ids.shape[1], device=str(ids.device)
+        )

@@ -44,7 +44,11 @@ def open_window(group: ProcessGroup, slot_bytes: int, device: torch.device, time
         raise ValueError(
             f"parallel.reduce_by_copies = True: allowed where ranks that share gradients are on one host; they are on {', '.join(sorted(set(hosts)))}"
         )
-    return HostWindow(group, slot_bytes) if device.type == "cpu" else SymmetricWindow(group, slot_bytes, device, timeout_ms)
+    return (
+        HostWindow(group, slot_bytes)
+        if device.type == "cpu"
+        else SymmetricWindow(group, slot_bytes, device, timeout_ms)
+    )
 
 
 class SymmetricWindow:
@@ -83,7 +87,9 @@ class HostWindow:
         folder = Path("/dev/shm") if os.access("/dev/shm", os.W_OK) else Path(tempfile.gettempdir())
         descriptor, path = tempfile.mkstemp(prefix=f"zaya_window_{os.getpid()}_", dir=folder)
         try:
-            os.posix_fallocate(descriptor, 0, self.size * slot_bytes)  # a full disk is an error here, not a signal later
+            os.posix_fallocate(
+                descriptor, 0, self.size * slot_bytes
+            )  # a full disk is an error here, not a signal later
             paths: list[str] = [""] * self.size
             torch.distributed.all_gather_object(paths, path, group=group)
             self.windows = [_mapped(each) for each in paths]

@@ -12,10 +12,7 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 from megatron.core.transformer import TransformerConfig
-from megatron.core.transformer.moe.token_dispatcher import (
-    MoEAllGatherTokenDispatcher,
-    MoEAlltoAllTokenDispatcher,
-)
+from megatron.core.transformer.moe.token_dispatcher import MoEAllGatherTokenDispatcher, MoEAlltoAllTokenDispatcher
 from torch import Tensor
 
 
@@ -62,6 +59,10 @@ class ExpertParallelDispatch:
         offsets = tokens_per_expert.cumsum(0).to(device=tokens.device, dtype=torch.int32)
         # A row of no expert where nothing arrived: grouped products want at least one.
         empty = len(rows) == 0
-        output = experts(F.pad(rows, (0, 0, 0, 1)), F.pad(weights, (0, 1)), offsets) if empty else experts(rows, weights, offsets)
+        output = (
+            experts(F.pad(rows, (0, 0, 0, 1)), F.pad(weights, (0, 1)), offsets)
+            if empty
+            else experts(rows, weights, offsets)
+        )
         output = dispatcher.combine_preprocess(output[: len(rows)])
         return dispatcher.combine_postprocess(dispatcher.token_combine(output))

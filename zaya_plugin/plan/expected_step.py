@@ -58,7 +58,14 @@ def buckets_of(shape: Shape, layout: Layout, part: str, elements: float, least: 
 
 
 def communication(
-    shape: Shape, layout: Layout, batch: Batch, machine: Machine, overlap: Overlap, forward: float, backward: float, muon: bool = True
+    shape: Shape,
+    layout: Layout,
+    batch: Batch,
+    machine: Machine,
+    overlap: Overlap,
+    forward: float,
+    backward: float,
+    muon: bool = True,
 ) -> dict[str, dict]:
     """Milliseconds of a step's collectives, and what is left of them beside the passes; forward, backward: seconds of one micro-batch's.
 
@@ -70,15 +77,22 @@ def communication(
     sharded = layout.distributed_optimizer
     ranks_of = (layout.expert_shards, layout.shards) if sharded else (layout.expert_replicas, layout.replicas)
     for name, overlapped, size, window in (
-        ("gradients", overlap.gradients, 4, backward), ("parameters", overlap.parameters, batch.dtype_bytes, forward),
-    ):  # fmt: skip
+        ("gradients", overlap.gradients, 4, backward),
+        ("parameters", overlap.parameters, batch.dtype_bytes, forward),
+    ):
         time = exposed = 0.0
         for part, ranks in zip(("experts", "rest"), ranks_of, strict=True):
             # A shard holds whole matrices, so that many ranks make large buckets (docs/optimizer.md).
-            largest = 2 * shape.moe_ffn_hidden_size * shape.hidden_size if part == "experts" else shape.query_channels * shape.hidden_size
+            largest = (
+                2 * shape.moe_ffn_hidden_size * shape.hidden_size
+                if part == "experts"
+                else shape.query_channels * shape.hidden_size
+            )
             least = max(overlap.bucket or max(LEAST_BUCKET, 1_000_000 * ranks), ranks * largest)
             buckets = buckets_of(shape, layout, part, padded[part], least)
-            seconds = collective_seconds(machine, ranks, (ranks - 1) / ranks * padded[part] * size * (1 if sharded else 2), buckets)
+            seconds = collective_seconds(
+                machine, ranks, (ranks - 1) / ranks * padded[part] * size * (1 if sharded else 2), buckets
+            )
             if name == "gradients":  # a bucket's second collective, behind its first
                 seconds += between_instances(machine, ranks, layout.instances, padded[part] * size / ranks, buckets)
             elif not sharded:
@@ -86,14 +100,21 @@ def communication(
             time += seconds
             share = padded[part] / sum(padded.values())
             # The first to come back is the last to leave: a bucket of the first layer, all its experts' (layer_groups.py), or the embedding, which is used there.
-            late = max(1 / buckets, parts["embedding"] / layout.tensor / padded["rest"] if part == "rest" else layout.pipeline / shape.num_layers)
+            late = max(
+                1 / buckets,
+                parts["embedding"] / layout.tensor / padded["rest"]
+                if part == "rest"
+                else layout.pipeline / shape.num_layers,
+            )
             hidden = min(seconds * (1 - late), window * share * (1 - 1 / buckets)) if overlapped else 0.0
             exposed += seconds - hidden
         found[name] = {"ms": 1e3 * time, "exposed_ms": 1e3 * exposed}
     sent = sent_bytes(shape, layout, batch)
     for name, ranks, times in (
-        ("key_values", layout.context, 2), ("dispatch", layout.expert, 4), ("activations", layout.tensor, 4),
-    ):  # fmt: skip
+        ("key_values", layout.context, 2),
+        ("dispatch", layout.expert, 4),
+        ("activations", layout.tensor, 4),
+    ):
         if ranks > 1:
             messages = times * batch.micro_batches * shape.num_layers
             seconds = collective_seconds(machine, ranks, sent[name], messages)

@@ -20,7 +20,9 @@ FLOAT32, INT64 = 4, 8
 RANDOM_STATE = 2 * 5056  # bytes that a checkpoint keeps of the random generators
 HEAD_BUFFER = 5 * 2**28  # hip_ops.linear_cross_entropy.BUFFER_BYTES
 HEAD_PART = 2048  # classes of a part of a row, as hip_ops.reference.vocabulary_exponentials.LARGEST_PART
-WINDOW_SLOT = 2**26  # bytes of a rank's slot in a window, zaya_plugin.parallel.copied_reduction.SLOT_BYTES and the default of parallel.reduce_by_copies_mib
+WINDOW_SLOT = (
+    2**26
+)  # bytes of a rank's slot in a window, zaya_plugin.parallel.copied_reduction.SLOT_BYTES and the default of parallel.reduce_by_copies_mib
 ROUND_OF_MUON = 2**27  # elements; zaya_plugin.optim.muon.MuonSettings.elements_at_once
 
 
@@ -84,7 +86,9 @@ def tokens_of_rank(layout: Layout, batch: Batch) -> int:
     return batch.seq_length * batch.micro_batch_size // (layout.context * layout.tensor)
 
 
-def layer_tensors(shape: Shape, layout: Layout, batch: Batch, kernels: Kernels, recompute: frozenset[str] = frozenset()) -> Iterator[Saved]:
+def layer_tensors(
+    shape: Shape, layout: Layout, batch: Batch, kernels: Kernels, recompute: frozenset[str] = frozenset()
+) -> Iterator[Saved]:
     """What one layer keeps of one micro-batch.
 
     T tokens of this rank; under tensor parallelism attention has t times as many, of 1 / t of the heads. h hidden, q and k channels of queries and
@@ -94,7 +98,11 @@ def layer_tensors(shape: Shape, layout: Layout, batch: Batch, kernels: Kernels, 
     tokens = tokens_of_rank(layout, batch)
     whole = tokens * tp
     h, r = shape.hidden_size, shape.router_hidden_size
-    q, k, heads = shape.query_channels // tp, shape.key_channels // tp, (shape.num_attention_heads + shape.num_query_groups) // tp
+    q, k, heads = (
+        shape.query_channels // tp,
+        shape.key_channels // tp,
+        (shape.num_attention_heads + shape.num_query_groups) // tp,
+    )
     norms_again, moe_again, core_again = (name in recompute for name in ("layernorm", "moe", "core_attn"))
 
     yield Saved("norms", "stream into the layer", s * h * tokens)
@@ -126,7 +134,9 @@ def layer_tensors(shape: Shape, layout: Layout, batch: Batch, kernels: Kernels, 
         yield Saved("other", "random generators", checkpoints * RANDOM_STATE)
 
 
-def _prologue_tensors(shape: Shape, batch: Batch, kernels: Kernels, whole: int, q: int, k: int, heads: int) -> Iterator[Saved]:
+def _prologue_tensors(
+    shape: Shape, batch: Batch, kernels: Kernels, whole: int, q: int, k: int, heads: int
+) -> Iterator[Saved]:
     a, channels = batch.dtype_bytes, q + k
     if kernels.prologue:
         yield Saved("prologue", "projected queries, keys and values", a * (q + 2 * k) * whole)
@@ -142,16 +152,22 @@ def _prologue_tensors(shape: Shape, batch: Batch, kernels: Kernels, whole: int, 
     yield Saved("prologue", "queries and keys", a * channels * whole)
 
 
-def _moe_tensors(shape: Shape, layout: Layout, a: int, kernels: Kernels, tokens: int, rows_again: bool) -> Iterator[Saved]:
+def _moe_tensors(
+    shape: Shape, layout: Layout, a: int, kernels: Kernels, tokens: int, rows_again: bool
+) -> Iterator[Saved]:
     """Under expert parallelism a rank's rows are those that others send; loads are taken to be even, and the dispatcher's own copies left out."""
     h, f, r = shape.hidden_size, shape.moe_ffn_hidden_size, shape.router_hidden_size
     if kernels.router:
         yield Saved("router", "router's hidden layers", 2 * a * r * tokens)
-        columns = max(16, 1 << shape.num_experts.bit_length())  # hip_ops.reference.router_mlp.columns of experts and the skip class
+        columns = max(
+            16, 1 << shape.num_experts.bit_length()
+        )  # hip_ops.reference.router_mlp.columns of experts and the skip class
         yield Saved("router", "logits and choice", (a * columns + INT64) * tokens)
     else:
         yield Saved("router", "router's hidden layers and statistics", (5 * a * r + FLOAT32) * tokens)
-        yield Saved("router", "probabilities, choice and mask", (FLOAT32 * (shape.num_experts + 1) + INT64 + 1) * tokens)
+        yield Saved(
+            "router", "probabilities, choice and mask", (FLOAT32 * (shape.num_experts + 1) + INT64 + 1) * tokens
+        )
     yield Saved("experts", "order of the tokens", 2 * (FLOAT32 if kernels.experts else INT64) * tokens)
     if not rows_again:
         yield Saved("experts", "rows sorted by expert", a * h * tokens)
@@ -174,7 +190,9 @@ def layers_bytes(
     each = sum(saved.bytes for saved in layer_tensors(shape, layout, batch, kernels, recompute.modules))
     kept = each * (layers - recompute.full_layers)
     if "moe" in recompute.modules and first:
-        kept -= batch.dtype_bytes * shape.router_hidden_size * tokens_of_rank(layout, batch)  # a layer keeps the state it gets, and the first gets none
+        kept -= (
+            batch.dtype_bytes * shape.router_hidden_size * tokens_of_rank(layout, batch)
+        )  # a layer keeps the state it gets, and the first gets none
     if recompute.full_layers:
         units = -(-recompute.full_layers // recompute.unit)
         unit = {saved.name: saved.bytes for saved in whole_layer_tensors(shape, layout, batch, kernels)}
@@ -184,18 +202,24 @@ def layers_bytes(
     return kept
 
 
-def ends_bytes(shape: Shape, layout: Layout, batch: Batch, kernels: Kernels, first: bool = True, last: bool = True) -> float:
+def ends_bytes(
+    shape: Shape, layout: Layout, batch: Batch, kernels: Kernels, first: bool = True, last: bool = True
+) -> float:
     """What embedding, final norm and head keep of one micro-batch; the logits are not among it where the head is fused."""
     a, s, h, tp = batch.dtype_bytes, kernels.stream_bytes, shape.hidden_size, layout.tensor
     tokens = tokens_of_rank(layout, batch)
-    kept = s * h * tokens * first + FLOAT32 * shape.kv_channels // 2 * (batch.seq_length // layout.context)  # RoPE's angles, of half the channels
+    kept = s * h * tokens * first + FLOAT32 * shape.kv_channels // 2 * (
+        batch.seq_length // layout.context
+    )  # RoPE's angles, of half the channels
     if last:
         kept += (s * h + FLOAT32) * tokens  # the final norm's
         if kernels.head:
             kept += (a * h + FLOAT32) * tokens * tp  # the gradient of hidden, and what it was promised
         else:
             logit = a if tp == 1 else FLOAT32  # Megatron's loss over a split vocabulary makes an fp32 copy
-            kept += (a * h + INT64 + FLOAT32 + logit * shape.vocab_size // tp) * tokens * tp  # hidden, labels, logsumexp, logits
+            kept += (
+                (a * h + INT64 + FLOAT32 + logit * shape.vocab_size // tp) * tokens * tp
+            )  # hidden, labels, logsumexp, logits
     return kept
 
 
@@ -221,9 +245,14 @@ def _adamw_elements(shape: Shape, layout: Layout) -> float:
 def padded_parameters(shape: Shape, layout: Layout, muon: bool = True) -> dict[str, float]:
     """Elements of the gradient buffers of a rank: those of experts, and the rest. Every shard holds whole matrices (zaya_plugin.optim.layout)."""
     local = local_parameters(shape, layout)
-    largest = 2 * shape.moe_ffn_hidden_size * shape.hidden_size, shape.query_channels // layout.tensor * shape.hidden_size if muon else 1
+    largest = (
+        2 * shape.moe_ffn_hidden_size * shape.hidden_size,
+        shape.query_channels // layout.tensor * shape.hidden_size if muon else 1,
+    )
     found = {}
-    for (name, elements), ranks, matrix in zip(local.items(), (layout.expert_shards, layout.shards), largest, strict=True):
+    for (name, elements), ranks, matrix in zip(
+        local.items(), (layout.expert_shards, layout.shards), largest, strict=True
+    ):
         unit = ranks * matrix if ranks > 1 else 1
         found[name] = float(-(-elements // unit) * unit)
     return found
@@ -240,9 +269,14 @@ def in_flight(layout: Layout, micro_batches: int) -> float:
 
 
 def memory_plan(
-    shape: Shape, layout: Layout, batch: Batch, kernels: Kernels | None = None, recompute: Recompute | None = None,
-    optimizer: Optimizer | None = None, graph: bool = False,
-) -> MemoryPlan:  # fmt: skip
+    shape: Shape,
+    layout: Layout,
+    batch: Batch,
+    kernels: Kernels | None = None,
+    recompute: Recompute | None = None,
+    optimizer: Optimizer | None = None,
+    graph: bool = False,
+) -> MemoryPlan:
     """The fullest rank's peak: of the first pipeline stage, with most micro-batches in flight, or of the last, with the head.
 
     graph: forward and backward are one graph, whose memory is its own for good, so that the optimizer's comes on top.
@@ -255,7 +289,16 @@ def memory_plan(
 
 
 def _stage(
-    shape: Shape, layout: Layout, batch: Batch, kernels: Kernels, recompute: Recompute, optimizer: Optimizer, graph: bool, *, first: bool, last: bool
+    shape: Shape,
+    layout: Layout,
+    batch: Batch,
+    kernels: Kernels,
+    recompute: Recompute,
+    optimizer: Optimizer,
+    graph: bool,
+    *,
+    first: bool,
+    last: bool,
 ) -> MemoryPlan:
     a, h = batch.dtype_bytes, shape.hidden_size
     parameters = sum(local_parameters(shape, layout).values())
@@ -272,13 +315,19 @@ def _stage(
         classes = shape.vocab_size // layout.tensor
         chunk = min(whole, head_chunk(classes, a))
         # logits and the gradient of hidden; of a chunk its product in fp32, and three numbers a part, twice where ranks join theirs
-        head = a * (chunk * classes + h * whole) + FLOAT32 * chunk * (h + 3 * -(-classes // HEAD_PART) * (1 + (layout.tensor > 1)))
+        head = a * (chunk * classes + h * whole) + FLOAT32 * chunk * (
+            h + 3 * -(-classes // HEAD_PART) * (1 + (layout.tensor > 1))
+        )
     elif last:
         head = a * h * shape.vocab_size // layout.tensor  # the weight's gradient
     modules = frozenset() if recompute.full_layers else recompute.modules
-    again = layers_bytes(shape, layout, batch, kernels, Recompute(), 1) * (recompute.unit if recompute.full_layers else 1)
+    again = layers_bytes(shape, layout, batch, kernels, Recompute(), 1) * (
+        recompute.unit if recompute.full_layers else 1
+    )
     again -= layers_bytes(shape, layout, batch, kernels, Recompute(modules), 1) * (not recompute.full_layers)
-    backward = whole / layout.tensor * (a * (2 * h + 4 * shape.moe_ffn_hidden_size) + kernels.stream_bytes * h) + max(0.0, again)
+    backward = whole / layout.tensor * (a * (2 * h + 4 * shape.moe_ffn_hidden_size) + kernels.stream_bytes * h) + max(
+        0.0, again
+    )
     ends = ends_bytes(shape, layout, batch, kernels, first, last) * (flights if first else 1.0)
     step, update = kept + ends + max(head, backward), _optimizer_work(shape, layout, optimizer)
     step = step + update if graph else max(step, update)
@@ -286,7 +335,8 @@ def _stage(
         {
             "weights": float(a * parameters),
             "gradients (fp32)": float(GRADIENT_BYTES * parameters),
-            "padding of their buffers": (a + GRADIENT_BYTES) * (sum(padded_parameters(shape, layout, optimizer.muon).values()) - parameters),
+            "padding of their buffers": (a + GRADIENT_BYTES)
+            * (sum(padded_parameters(shape, layout, optimizer.muon).values()) - parameters),
             "optimizer": optimizer_bytes(shape, layout, optimizer, a),
             "activations of the layers": kept,
             "embedding, final norm and head": ends,

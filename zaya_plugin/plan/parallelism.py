@@ -72,7 +72,14 @@ def local_parameters(shape: Shape, layout: Layout) -> dict[str, int]:
     """Parameters on a rank of the first pipeline stage: `experts`, and `rest` with the embedding."""
     parts = count_parameters(shape)
     stage = layout.pipeline
-    whole = parts["attention"] - _heads(shape) + parts["router"] + parts["norms"] - shape.hidden_size + parts["residual_scaling"]
+    whole = (
+        parts["attention"]
+        - _heads(shape)
+        + parts["router"]
+        + parts["norms"]
+        - shape.hidden_size
+        + parts["residual_scaling"]
+    )
     rest = whole // stage + _cut_parameters(shape, layout)
     if stage == 1:
         rest += shape.hidden_size  # the final norm is on the last stage
@@ -123,7 +130,9 @@ def sent_bytes(shape: Shape, layout: Layout, batch: Batch, skip_share: float = 0
     chunks = (2 if layout.zigzag else 1) * batch.micro_batch_size
     channels = (2 * (shape.query_channels + shape.key_channels) + shape.key_channels // 2) // tp
     tokens = rows // tp
-    if layout.allgather_dispatcher:  # each token's row, and what its expert made of it, to and from all ranks of the group
+    if (
+        layout.allgather_dispatcher
+    ):  # each token's row, and what its expert made of it, to and from all ranks of the group
         moved = (ep - 1) * tokens
     else:
         moved = (ep - 1) / ep * tokens * (1 - skip_share)

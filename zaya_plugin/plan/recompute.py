@@ -38,9 +38,15 @@ class Choice:
 
 
 def choices(
-    shape: Shape, layout: Layout, batch: Batch, kernels: Kernels, optimizer: Optimizer, machine: Machine, allowed: tuple[str, ...] = MODULES,
+    shape: Shape,
+    layout: Layout,
+    batch: Batch,
+    kernels: Kernels,
+    optimizer: Optimizer,
+    machine: Machine,
+    allowed: tuple[str, ...] = MODULES,
     graph: bool = False,
-) -> list[Choice]:  # fmt: skip
+) -> list[Choice]:
     """All of them, cheapest first. graph: as memory_plan's."""
     found = []
     for recompute in _candidates(shape.num_layers // layout.pipeline, allowed):
@@ -75,7 +81,9 @@ def _candidates(layers: int, allowed: tuple[str, ...]) -> Iterator[Recompute]:
     yield from (Recompute(full_layers=count) for count in range(1, layers + 1))
 
 
-def added_seconds(shape: Shape, layout: Layout, batch: Batch, kernels: Kernels, recompute: Recompute, machine: Machine) -> float:
+def added_seconds(
+    shape: Shape, layout: Layout, batch: Batch, kernels: Kernels, recompute: Recompute, machine: Machine
+) -> float:
     """Time of what a rank computes again in a step."""
     layers = shape.num_layers // layout.pipeline
     flops = forward_flops_by_part(replace(shape, num_layers=1), batch.seq_length)
@@ -87,7 +95,11 @@ def added_seconds(shape: Shape, layout: Layout, batch: Batch, kernels: Kernels, 
     time["core_attn"] = time["attention"]
     # By themselves the norms no longer ride on the merges, which costs a read of the stream each in both directions.
     time["layernorm"] = 2 * norm + 4 * s * h / machine.copy
-    whole = sum(time[part] for part in ("projections", "prologue", "core_attn", "moe")) + 2 * (norm + (s + a) * h / machine.copy)
+    whole = sum(time[part] for part in ("projections", "prologue", "core_attn", "moe")) + 2 * (
+        norm + (s + a) * h / machine.copy
+    )
     tokens = batch.micro_batches * batch.micro_batch_size * batch.seq_length / (layout.context * layout.tensor)
-    again = sum(time[name] for name in recompute.modules) * (layers - recompute.full_layers) + whole * recompute.full_layers
+    again = (
+        sum(time[name] for name in recompute.modules) * (layers - recompute.full_layers) + whole * recompute.full_layers
+    )
     return tokens * again

@@ -74,7 +74,10 @@ def step_work(shape: Shape, seq_length: int, rank: Rank, optimizer: OptimizerSha
     moved = _activation_bytes(shape, rank)
     for part, elements in _weights(here, rank).items():  # read forward and backward, their gradient written
         moved[part] += 3.0 * rank.activation_bytes * elements * rank.micro_batches
-    for part, elements in rank.accumulated.items():  # each micro-batch read and written in fp32, where it is added, and nowhere else
+    for (
+        part,
+        elements,
+    ) in rank.accumulated.items():  # each micro-batch read and written in fp32, where it is added, and nowhere else
         not_written = 0 if part == "gradients" else rank.activation_bytes
         not_read = FLOAT32 if part in rank.written else 0
         moved[part] = moved.get(part, 0.0) + ((2.0 * FLOAT32 - not_written) * rank.micro_batches - not_read) * elements
@@ -85,7 +88,9 @@ def step_work(shape: Shape, seq_length: int, rank: Rank, optimizer: OptimizerSha
         flops["optimizer"] = optimizer.newton_schulz_flops
         # gradient read for the norm and again; fp32 weight read and written; the model's dtype written; the state.
         common = 2 * FLOAT32 + 2 * FLOAT32 + rank.activation_bytes
-        moved["optimizer"] = optimizer.muon * (common + 3 * optimizer.momentum_bytes) + optimizer.adamw * (common + 4 * FLOAT32)
+        moved["optimizer"] = optimizer.muon * (common + 3 * optimizer.momentum_bytes) + optimizer.adamw * (
+            common + 4 * FLOAT32
+        )
     return {part: Work(flops.get(part, 0.0), moved.get(part, 0.0)) for part in {**flops, **moved}}
 
 

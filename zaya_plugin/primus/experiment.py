@@ -41,7 +41,13 @@ PRESETS_UNDONE = dict(
 # Arguments of Megatron 0.17 and later; Primus' pin has other ways or none.
 NOT_IN_PIN = ("step_batch_size_schedule", "eval_global_batch_size")
 LEAST_PARTS = 3
-NEEDED_VARIABLES = (*HIDDEN_DEVICES, "TORCHDYNAMO_DISABLE", "CUDA_DEVICE_MAX_CONNECTIONS", *DETERMINISTIC, *COPY_ENGINES)
+NEEDED_VARIABLES = (
+    *HIDDEN_DEVICES,
+    "TORCHDYNAMO_DISABLE",
+    "CUDA_DEVICE_MAX_CONNECTIONS",
+    *DETERMINISTIC,
+    *COPY_ENGINES,
+)
 
 
 def experiment(recipe: Recipe, data: dict[str, Any], ranks_here: int, spec: bool = False) -> dict[str, Any]:
@@ -58,7 +64,9 @@ def experiment(recipe: Recipe, data: dict[str, Any], ranks_here: int, spec: bool
     """
     values = dict(data) if spec else megatron_arguments(recipe, data)
     if recipe.cluster.graphs == "full_iteration":
-        raise ValueError(f"cluster.graphs = {recipe.cluster.graphs}: allowed: none, auto; Primus pins Megatron 0.16, which has no such graphs")
+        raise ValueError(
+            f"cluster.graphs = {recipe.cluster.graphs}: allowed: none, auto; Primus pins Megatron 0.16, which has no such graphs"
+        )
     if found := [name for name in NOT_IN_PIN if name in values]:
         raise ValueError(
             f"stage.batch_size_ramp = {recipe.stage.batch_size_ramp!r}: allowed: null; {', '.join(found)} came with Megatron 0.17, and Primus "
@@ -108,10 +116,16 @@ def environment(recipe: Recipe, ranks_here: int) -> dict[str, str]:
         ValueError: a value with ${...}, which Primus would take for one of its own variables.
     """
     variables = rank_environment(recipe, ranks_here, {})
-    kept = {name: value for name, value in variables.items() if name in recipe.cluster.environment or name in NEEDED_VARIABLES}
+    kept = {
+        name: value
+        for name, value in variables.items()
+        if name in recipe.cluster.environment or name in NEEDED_VARIABLES
+    }
     for name, value in kept.items():
         if "${" in value:
-            raise ValueError(f"cluster.environment.{name} = {value!r}: allowed: plain text; Primus would look up what is in ${{}}")
+            raise ValueError(
+                f"cluster.environment.{name} = {value!r}: allowed: plain text; Primus would look up what is in ${{}}"
+            )
     return dict(sorted(kept.items()))
 
 
@@ -145,7 +159,10 @@ def export_primus(recipe: Recipe, world_size: int, spec: bool = False) -> str:
     path = write(recipe, "primus.yaml", text(recipe, experiment(recipe, data, here, spec)))
     notes = [note for note in left_out(recipe) if spec or note.startswith(("logger", "resume"))]
     lines = [f"# {chosen}"] if chosen else []
-    lines += [f"# written: {path} and {path.with_name('recipe.yaml')}", *(f"# not done there: {note}" for note in notes)]
+    lines += [
+        f"# written: {path} and {path.with_name('recipe.yaml')}",
+        *(f"# not done there: {note}" for note in notes),
+    ]
     script = "" if spec else f"--script {shlex.quote(str(launcher()))} "
     lines.append(f"primus-cli direct {script}-- train pretrain --config {shlex.quote(str(path))}")
     return "\n".join(lines)

@@ -62,7 +62,9 @@ class ZayaPretrainTrainer(MegatronPretrainTrainer):
         traps.check_flops(training.num_floating_point_operations)
         resumed = self.guest.resumed_at
         begins = f"goes on after step {resumed}" if resumed else "begins"
-        log_rank_0(f"zaya: {recipe.name} {begins}, optimizer {recipe.optim.name}, megatron.core {compat.core_version()}")
+        log_rank_0(
+            f"zaya: {recipe.name} {begins}, optimizer {recipe.optim.name}, megatron.core {compat.core_version()}"
+        )
         for name, (here, wanted) in sorted(self.guest.differences.items()):
             log_rank_0(f"zaya: {name} is {here!r} here and {wanted!r} in the recipe")
         try:

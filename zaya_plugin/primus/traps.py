@@ -25,12 +25,21 @@ ADDED_BY_PRIMUS = frozenset({"model", "rank", "world_size", "local_rank"})
 FIXED = {
     "stage": ("zaya_pretrain", "another stage trains another model"),
     "model_type": ("gpt", "other types ignore the trainer's model, data and forward step"),
-    "auto_continue_train": (False, "nothing reads it since Primus #851; the plugin itself goes on from the newest checkpoint"),
+    "auto_continue_train": (
+        False,
+        "nothing reads it since Primus #851; the plugin itself goes on from the newest checkpoint",
+    ),
     "disable_primus_topk_router": (True, "megatron.moe.primus_topk_router puts another router into every MoE layer"),
-    "use_turbo_grouped_gemm": (False, "it keeps experts as one 3-D tensor, which its Muon passes over and leaves to Adam"),
+    "use_turbo_grouped_gemm": (
+        False,
+        "it keeps experts as one 3-D tensor, which its Muon passes over and leaves to Adam",
+    ),
     "moe_router_force_load_balancing": (False, "a benchmark setting: tokens go to experts at random"),
     "mock_data": (False, "a benchmark setting: random tokens"),
-    "optimizer": ("adam", "the plugin puts its own optimizers where Megatron builds Adam; optim.name of the recipe says which"),
+    "optimizer": (
+        "adam",
+        "the plugin puts its own optimizers where Megatron builds Adam; optim.name of the recipe says which",
+    ),
     "dataloader_type": ("single", "pre_trainer.yaml says cyclic, which shuffles again and has no place to resume at"),
     "finetune": (False, "pre_trainer.yaml says true, which drops the optimizer's state and the step at every resume"),
 }
@@ -44,7 +53,9 @@ def recipe_path(args) -> Path:
     """
     path = getattr(args, RECIPE_KEY, None)
     if not path or not Path(path).is_file():
-        raise ValueError(f"{RECIPE_KEY} = {path!r}: allowed: a recipe.yaml as `zaya export primus` writes it beside the experiment")
+        raise ValueError(
+            f"{RECIPE_KEY} = {path!r}: allowed: a recipe.yaml as `zaya export primus` writes it beside the experiment"
+        )
     return Path(path)
 
 
@@ -124,4 +135,6 @@ def check_assignments(model, recipe: Recipe) -> None:
     given_away = any("optimizer=adamw" in entry.split() for entry in recipe.optim.overrides)
     for name, parameter in model.named_parameters():
         if ".experts." in name and parameter.dim() > 1 and not hasattr(parameter, "muon_matrices") and not given_away:
-            raise ValueError(f"{name} of shape {tuple(parameter.shape)} would be trained by AdamW: optim.name = muon gives experts to Muon")
+            raise ValueError(
+                f"{name} of shape {tuple(parameter.shape)} would be trained by AdamW: optim.name = muon gives experts to Muon"
+            )

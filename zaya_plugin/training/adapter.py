@@ -181,7 +181,11 @@ class _Trainer:
         validations = self.args.eval_iters * self.args.eval_global_batch_size
         counts = stage_samples(self.recipe, num_samples, validations)
         datasets = self.sources.build(counts, self.args.seq_length, self.args.seed, get_tokenizer(), validations)
-        return [stage_part(self.recipe, datasets[0]), validation_part(self.recipe, datasets[1], validations), *datasets[2:]]
+        return [
+            stage_part(self.recipe, datasets[0]),
+            validation_part(self.recipe, datasets[1], validations),
+            *datasets[2:],
+        ]
 
     # Every rank reads its part itself; without this attribute Megatron broadcasts from one rank.
     provide_datasets.is_distributed = True

@@ -37,7 +37,9 @@ def command_line(values: Mapping[str, Any]) -> list[list[str]]:
             continue
         words = _words(actions, value)
         if words is None:
-            raise ValueError(f"{name}={value!r}: Megatron has no word on its command line for it (default: {actions[0].default!r})")
+            raise ValueError(
+                f"{name}={value!r}: Megatron has no word on its command line for it (default: {actions[0].default!r})"
+            )
         if words:
             lines.append(words)
     if missing:

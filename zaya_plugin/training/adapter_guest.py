@@ -54,7 +54,9 @@ class Guest:
             setattr(args, name, values.get(name))
         here = {name: getattr(args, name, None) for name in values}
         self.differences = {
-            name: (here[name], value) for name, value in values.items() if name not in DECIDED_AT_START and not _same(here[name], value)
+            name: (here[name], value)
+            for name, value in values.items()
+            if name not in DECIDED_AT_START and not _same(here[name], value)
         }
         self.lifecycle = Lifecycle(recipe)
         self.lifecycle.directory = Path(args.save)
@@ -122,7 +124,9 @@ class Guest:
         batch = getattr(self.args, "eval_global_batch_size", None) or self.args.global_batch_size
         validations = self.args.eval_iters * batch
         counts = stage_samples(self.recipe, num_samples, validations)
-        sets = find_sources(self.recipe).build(counts, self.args.seq_length, self.args.seed, get_tokenizer(), validations)
+        sets = find_sources(self.recipe).build(
+            counts, self.args.seq_length, self.args.seed, get_tokenizer(), validations
+        )
         return [stage_part(self.recipe, sets[0]), validation_part(self.recipe, sets[1], validations), *sets[2:]]
 
     def mark(self, layer: nn.Module, prefix: str) -> None:

@@ -80,7 +80,17 @@ class Handover:
         return 0, 0
 
     def evaluate_and_train(
-        self, forward_step_func, model, optimizer, scheduler, train_data, valid_data, non_loss, config, *positional, **named
+        self,
+        forward_step_func,
+        model,
+        optimizer,
+        scheduler,
+        train_data,
+        valid_data,
+        non_loss,
+        config,
+        *positional,
+        **named,
     ):
         """Validation before the first step, then Megatron's training loop."""
         args = get_args()
@@ -90,7 +100,16 @@ class Handover:
             for chunk in model:
                 chunk.train()
         return self.train(
-            forward_step_func, model, optimizer, scheduler, train_data, valid_data, non_loss, config, *positional, **named
+            forward_step_func,
+            model,
+            optimizer,
+            scheduler,
+            train_data,
+            valid_data,
+            non_loss,
+            config,
+            *positional,
+            **named,
         )
 
 

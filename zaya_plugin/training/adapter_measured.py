@@ -30,11 +30,21 @@ def before_steps(call: Callable[[StepParts], None]) -> Iterator[None]:
     """For the time of the block Megatron calls `call` before each training step. SystemExit(0) from it ends the run, saving nothing."""
     train_step = training.train_step
 
-    def observed(forward_step, data_iterator, model, optimizer, scheduler, config, forward_backward, *positional, **named):
+    def observed(
+        forward_step, data_iterator, model, optimizer, scheduler, config, forward_backward, *positional, **named
+    ):
         parts = StepParts(forward_step, forward_backward, model, optimizer, get_args())
         call(parts)
         return train_step(
-            parts.forward_step, data_iterator, model, optimizer, scheduler, config, parts.forward_backward, *positional, **named
+            parts.forward_step,
+            data_iterator,
+            model,
+            optimizer,
+            scheduler,
+            config,
+            parts.forward_backward,
+            *positional,
+            **named,
         )
 
     training.train_step = observed
@@ -66,7 +76,9 @@ class NoOptimizer(ChainedMuonAdamW):
 def without_optimizer() -> Iterator[None]:
     """For the time of the block Megatron builds no optimizer; put it around `zaya_plugin.training.adapter.run`."""
     before = training.get_megatron_optimizer
-    training.get_megatron_optimizer = lambda config, model_chunks, *positional, **named: NoOptimizer(config, model_chunks)
+    training.get_megatron_optimizer = lambda config, model_chunks, *positional, **named: NoOptimizer(
+        config, model_chunks
+    )
     try:
         yield
     finally:

@@ -20,7 +20,13 @@ def model_config(args: argparse.Namespace) -> ZayaConfig:
 
 
 def build_stage(
-    recipe: Recipe, args: argparse.Namespace, config: ZayaConfig, pre_process=True, post_process=True, vp_stage=None, pg_collection=None
+    recipe: Recipe,
+    args: argparse.Namespace,
+    config: ZayaConfig,
+    pre_process=True,
+    post_process=True,
+    vp_stage=None,
+    pg_collection=None,
 ) -> GPTModel:
     """One (virtual) pipeline stage, each of its parameters given to Muon or AdamW; the flags are GPTModel's."""
     model = build_zaya_model(

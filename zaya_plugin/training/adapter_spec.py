@@ -37,7 +37,9 @@ def recipe_path(args) -> Path:
     elif args.save:
         path = Path(args.save).parent / "recipe.yaml"
     else:
-        raise ValueError(f"--save is not given: allowed: <run_dir>/checkpoints as `zaya export megatron` writes it, or {RECIPE_VARIABLE}=<recipe>")
+        raise ValueError(
+            f"--save is not given: allowed: <run_dir>/checkpoints as `zaya export megatron` writes it, or {RECIPE_VARIABLE}=<recipe>"
+        )
     if not path.is_file():
         raise ValueError(
             f"{path}: no such recipe. It holds what Megatron has no argument for (router, Muon, hand-over): write it with "

@@ -24,5 +24,7 @@ def forward_step(data_iterator, model):
         total, count = (losses.float() * mask).sum(), mask.sum()
         return total, count.to(torch.int), {"lm loss": torch.stack((total.detach(), count))}
 
-    losses = model(batch.tokens, batch.positions, None, labels=batch.labels, loss_mask=mask, packed_seq_params=batch.packed)
+    losses = model(
+        batch.tokens, batch.positions, None, labels=batch.labels, loss_mask=mask, packed_seq_params=batch.packed
+    )
     return losses, reduce_loss

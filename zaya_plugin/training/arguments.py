@@ -126,7 +126,9 @@ def megatron_arguments(recipe: Recipe, data: dict[str, Any]) -> dict[str, Any]:
     values.update(_profiling(recipe))
     # Megatron's name for what zaya_plugin.training.optimizer puts in its place.
     values["optimizer"] = "adam"
-    if recipe.parallel.use_distributed_optimizer:  # else Megatron asks the device in each micro-batch; ours notices without waiting
+    if (
+        recipe.parallel.use_distributed_optimizer
+    ):  # else Megatron asks the device in each micro-batch; ours notices without waiting
         values["check_for_nan_in_loss_and_grad"] = False
     values["num_workers"] = recipe.data.num_workers
     # Megatron counts all batches of a validation, the recipe those of a domain.
@@ -154,17 +156,16 @@ def _precision(recipe: Recipe) -> dict[str, Any]:
 
 
 def _graphs(recipe: Recipe) -> dict[str, Any]:
-    if recipe.cluster.graphs != "full_iteration":  # `zaya train` has put something in the place of auto; other hosts go without
+    if (
+        recipe.cluster.graphs != "full_iteration"
+    ):  # `zaya train` has put something in the place of auto; other hosts go without
         return {}
     return dict(cuda_graph_impl=recipe.cluster.graphs, cuda_graph_modules=[])
 
 
 def _checkpoints(recipe: Recipe) -> dict[str, Any]:
     directory = Path(recipe.run_dir) / "checkpoints"
-    arguments = dict(
-        save=str(directory),
-        save_interval=recipe.checkpoint.save_interval or recipe.stage.train_iters,
-    )
+    arguments = dict(save=str(directory), save_interval=recipe.checkpoint.save_interval or recipe.stage.train_iters)
     if (directory / "latest_checkpointed_iteration.txt").is_file():
         arguments.update(load=str(directory), exit_on_missing_checkpoint=True)
     elif recipe.handover.from_run is not None:

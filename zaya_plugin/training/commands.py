@@ -97,7 +97,9 @@ def overrides_of(argv: list[str], command: str) -> list[str]:
     argv, folder = option(argv, "--config-dir")
     for item in argv:
         if item.startswith("-") or "=" not in item:
-            raise ValueError(f"zaya {command}: {item!r}: allowed: key=value, and the options that zaya {command} --help names")
+            raise ValueError(
+                f"zaya {command}: {item!r}: allowed: key=value, and the options that zaya {command} --help names"
+            )
     if folder is not None:
         if not os.path.isdir(folder):
             raise ValueError(f"--config-dir {folder}: no such directory")

@@ -20,7 +20,12 @@ def step_line(row: dict[str, Any], width: int | None = None) -> str:
         (1, f"lr {row['lr']:.2e}" if row["lr"] is not None else None),
         (1, f"grad {row['grad_norm']:.2f}" if row["grad_norm"] is not None else None),
         (0, f"{_short(row['tokens_per_s'])} tok/s"),
-        (2, f"mfu {100 * row['mfu']:.1f}%" if row.get("mfu") is not None else f"{_short(row['tflops_per_device'] * 1e12)}F/s"),
+        (
+            2,
+            f"mfu {100 * row['mfu']:.1f}%"
+            if row.get("mfu") is not None
+            else f"{_short(row['tflops_per_device'] * 1e12)}F/s",
+        ),
         (3, f"load {row['expert_imbalance']:.2f}x" if row.get("expert_imbalance") is not None else None),
         (4, f"H {row['router_entropy']:.2f}" if row.get("router_entropy") is not None else None),
         (5, f"{row['memory_gib']:.1f} GiB"),
@@ -50,7 +55,9 @@ def sparkline(values: list[float], width: int = 40) -> str:
         means.append(sum(stretch) / len(stretch))
     finite = [mean for mean in means if math.isfinite(mean)]
     low, high = min(finite, default=0.0), max(finite, default=0.0)
-    return "".join("▁▂▃▄▅▆▇█"[round(7 * (mean - low) / (high - low or 1))] if math.isfinite(mean) else "x" for mean in means)
+    return "".join(
+        "▁▂▃▄▅▆▇█"[round(7 * (mean - low) / (high - low or 1))] if math.isfinite(mean) else "x" for mean in means
+    )
 
 
 def _short(value: float) -> str:

@@ -107,7 +107,9 @@ def _placed(stage: Stage, values: dict[str, object]) -> Stage:
     for path, value in values.items():
         group, _, key = path.rpartition(".")
         setattr(getattr(recipe, group) if group else recipe, key, value)
-    return replace(stage, recipe=recipe, overrides=(*stage.overrides, *(f"{path}={value}" for path, value in values.items())))
+    return replace(
+        stage, recipe=recipe, overrides=(*stage.overrides, *(f"{path}={value}" for path, value in values.items()))
+    )
 
 
 def _with_data_places(stages: list[Stage]) -> list[Stage]:
@@ -143,8 +145,12 @@ def run_curriculum(curriculum: Curriculum, only: str | None = None) -> int:
     check(curriculum)
     chosen = [stage for stage in curriculum.stages if only in (None, stage.name)]
     if not chosen:
-        raise ValueError(f"--only {only}: no such stage; allowed: {', '.join(stage.name for stage in curriculum.stages)}")
-    ranks_started = "RANK" in os.environ or int(os.environ.get("SLURM_NTASKS", "1")) > 1 and "SLURM_STEP_ID" in os.environ
+        raise ValueError(
+            f"--only {only}: no such stage; allowed: {', '.join(stage.name for stage in curriculum.stages)}"
+        )
+    ranks_started = (
+        "RANK" in os.environ or int(os.environ.get("SLURM_NTASKS", "1")) > 1 and "SLURM_STEP_ID" in os.environ
+    )
     if ranks_started and only is None:
         raise ValueError(
             "zaya curriculum under torchrun or srun: a process trains one stage, so name it: --only "

@@ -28,7 +28,9 @@ def source_uses(recipe: Recipe) -> list[SourceUse]:
         ValueError: a source is missing or comes twice, or data.consumed is malformed.
     """
     ledger = parse_ledger(recipe.data.consumed)
-    return stage_use(recipe.data.blend or [recipe.data.path], sample_count(recipe), recipe.stage.seq_length, ledger, recipe.seed)
+    return stage_use(
+        recipe.data.blend or [recipe.data.path], sample_count(recipe), recipe.stage.seq_length, ledger, recipe.seed
+    )
 
 
 def consumed_after(recipe: Recipe) -> list[str]:
@@ -82,7 +84,9 @@ def _consumes(recipe: Recipe, consumed: Sequence[str], who: str) -> Recipe:
 
 def _refuse_another_order(recipe: Recipe, begun: Recipe) -> None:
     changed = [
-        f"{path} was {was!r} and is {now!r}" for path in OF_THE_ORDER if (was := _value(begun, path)) != (now := _value(recipe, path))
+        f"{path} was {was!r} and is {now!r}"
+        for path in OF_THE_ORDER
+        if (was := _value(begun, path)) != (now := _value(recipe, path))
     ]
     if (was := sample_count(begun)) != (now := sample_count(recipe)):
         changed.append(f"the stage had {was} samples and has {now} (stage.train_iters, stage.global_batch_size)")

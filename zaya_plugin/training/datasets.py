@@ -78,7 +78,11 @@ class DataSources:
         for _, prefix in self.valid:
             alone = replace(self, valid=prefix, domains={})
             parts.append(alone.build((0, valid // count, 0), sequence_length, seed, tokenizer)[1])
-        trained = replace(self, valid=None, domains={}).build((train, 0, 0), sequence_length, seed, tokenizer)[0] if train else None
+        trained = (
+            replace(self, valid=None, domains={}).build((train, 0, 0), sequence_length, seed, tokenizer)[0]
+            if train
+            else None
+        )
         return [trained, InTurn(parts, validation // count), None]
 
 
@@ -113,7 +117,9 @@ def find_sources(recipe: Recipe) -> DataSources:
             )
         refuse_other_length(path, recipe.stage.seq_length)
     if data.consumed and data.order != "continuing":
-        raise ValueError(f"data.consumed={list(data.consumed)} is read with data.order=continuing alone; set that, or leave it out")
+        raise ValueError(
+            f"data.consumed={list(data.consumed)} is read with data.order=continuing alone; set that, or leave it out"
+        )
     consumed = parse_ledger(data.consumed) if data.order == "continuing" else None
     cache = data.cache_path or str(_directory(data.path) / "cache")
     domains = {}
@@ -126,7 +132,9 @@ def find_sources(recipe: Recipe) -> DataSources:
 def _validation(recipe: Recipe, manifest: Manifest | None, splits: dict[str, str]) -> Blend | None:
     data = recipe.data
     if data.valid_blend and data.valid_path:
-        raise ValueError(f"data.valid_path={data.valid_path} and data.valid_blend={list(data.valid_blend)}: give one of them")
+        raise ValueError(
+            f"data.valid_path={data.valid_path} and data.valid_blend={list(data.valid_blend)}: give one of them"
+        )
     if not recipe.stage.eval_iters:
         return None
     if data.valid_blend:

@@ -22,10 +22,20 @@ def plan_of(recipe: Recipe, environ: Mapping[str, str]) -> launch.Plan:
     if recipe.cluster.num_nodes == 1 or any(name in environ for name in ("RANK", "SLURM_PROCID")):
         return launch.make_plan(recipe, environ)
     here = recipe.cluster.gpus_per_node
-    words = ["torchrun", "--nnodes", str(recipe.cluster.num_nodes), "--nproc-per-node", str(here), "--rdzv-backend", "c10d"]
+    words = [
+        "torchrun",
+        "--nnodes",
+        str(recipe.cluster.num_nodes),
+        "--nproc-per-node",
+        str(here),
+        "--rdzv-backend",
+        "c10d",
+    ]
     words += ["--rdzv-endpoint", "<first host>:29500", "-m", "zaya_plugin.cli", "train"]
     variables = launch.rank_environment(recipe, here, environ)
-    return launch.Plan(recipe.cluster.num_nodes * here, here, 0, "torchrun on every node, or `zaya slurm`", words, variables)
+    return launch.Plan(
+        recipe.cluster.num_nodes * here, here, 0, "torchrun on every node, or `zaya slurm`", words, variables
+    )
 
 
 def describe(recipe: Recipe, plan: launch.Plan, overrides: Sequence[str] = ()) -> str:
@@ -35,7 +45,9 @@ def describe(recipe: Recipe, plan: launch.Plan, overrides: Sequence[str] = ()) -
     recipe, chosen = launch.settled(recipe, plan.world_size)
     memory = [*chosen, *memory_plan.lines(recipe, plan.world_size)]
     values = megatron_arguments(recipe, tokenizer_arguments(recipe))
-    return launch.describe(recipe, plan, [*memory, "Megatron     arguments", *("  " + line for line in argument_lines(values))])
+    return launch.describe(
+        recipe, plan, [*memory, "Megatron     arguments", *("  " + line for line in argument_lines(values))]
+    )
 
 
 def tokenizer_arguments(recipe: Recipe) -> dict:

@@ -95,9 +95,13 @@ def left_out(recipe: Recipe) -> list[str]:
     if recipe.cluster.fused_linear_cross_entropy:
         notes.append("cluster.fused_linear_cross_entropy: the host's own head and loss, which keep all logits")
     if recipe.logger.wandb or recipe.logger.tensorboard:
-        notes.append("logger: the host logs; no metrics.jsonl, router statistics or MFU. W&B: --wandb-project and its kin")
+        notes.append(
+            "logger: the host logs; no metrics.jsonl, router statistics or MFU. W&B: --wandb-project and its kin"
+        )
     if recipe.parallel.nccl_ub:
-        notes.append("parallel.nccl_ub: the host's own end, at which NCCL may complain of buffers that are still registered")
+        notes.append(
+            "parallel.nccl_ub: the host's own end, at which NCCL may complain of buffers that are still registered"
+        )
     if recipe.resume == "must":
         notes.append("resume=must: as auto")
     return notes
@@ -141,7 +145,9 @@ def instructions(recipe: Recipe, world_size: int, path: Path) -> str:
     lines = [f"# written: {path} and {path.with_name('recipe.yaml')}"]
     lines += [f"# not done there: {note}" for note in left_out(recipe)]
     lines.append("# in a Megatron-LM checkout" + (", on every node:" if nodes > 1 else ":"))
-    lines += [f"export {name}={shlex.quote(value)}" for name, value in sorted(rank_environment(recipe, here, {}).items())]
+    lines += [
+        f"export {name}={shlex.quote(value)}" for name, value in sorted(rank_environment(recipe, here, {}).items())
+    ]
     lines.append(f"xargs -a {shlex.quote(str(path))} torchrun {several}--nproc-per-node {here} pretrain_gpt.py")
     return "\n".join(lines)
 
@@ -159,6 +165,8 @@ def _words(blend: tuple[list[str], list[float] | None]) -> list[str]:
     prefixes, weights = blend
     if weights is None:
         return [os.path.abspath(prefix) for prefix in prefixes]
-    return [word for weight, prefix in zip(weights, prefixes, strict=True) for word in (repr(weight), os.path.abspath(prefix))]
-
-
+    return [
+        word
+        for weight, prefix in zip(weights, prefixes, strict=True)
+        for word in (repr(weight), os.path.abspath(prefix))
+    ]

@@ -50,7 +50,10 @@ def predecessor(recipe: Recipe) -> Predecessor | None:
         )
     if same_order(recipe, before.recipe) and recipe.handover.first_sample:
         ended = before.recipe.handover.first_sample + sample_count(before.recipe)
-        if (recipe.handover.first_sample, recipe.handover.planned_samples) != (ended, before.recipe.handover.planned_samples):
+        if (recipe.handover.first_sample, recipe.handover.planned_samples) != (
+            ended,
+            before.recipe.handover.planned_samples,
+        ):
             raise ValueError(
                 f"handover.first_sample = {recipe.handover.first_sample}, handover.planned_samples = "
                 f"{recipe.handover.planned_samples}: the stage before ended at sample {ended} of an order made for "
@@ -70,7 +73,9 @@ def predecessor(recipe: Recipe) -> Predecessor | None:
 def finished_stage(run_dir: Path) -> Predecessor:
     """What lies in `run_dir`; raises ValueError unless it is a run that took all its steps and saved after the last."""
     if not (run_dir / "recipe.yaml").is_file():
-        raise ValueError(f"handover.from_run = {run_dir}: holds no run (there is no recipe.yaml). Allowed: a finished stage's run_dir")
+        raise ValueError(
+            f"handover.from_run = {run_dir}: holds no run (there is no recipe.yaml). Allowed: a finished stage's run_dir"
+        )
     before = load_recipe(run_dir / "recipe.yaml")
     saved, steps = saved_step(run_dir), step_count(before)
     if saved is None or saved < steps:

@@ -112,7 +112,15 @@ def make_plan(recipe: Recipe, environ: Mapping[str, str], worker: Sequence[str] 
     ranks = recipe.nproc if recipe.nproc is not None else recipe.cluster.gpus_per_node
     if ranks < 1:
         raise ValueError(f"nproc = {ranks}: allowed: 1 or more")
-    return Plan(ranks, ranks, 0, "zaya train", command(recipe, ranks, worker), rank_environment(recipe, ranks, environ), tuple(worker))
+    return Plan(
+        ranks,
+        ranks,
+        0,
+        "zaya train",
+        command(recipe, ranks, worker),
+        rank_environment(recipe, ranks, environ),
+        tuple(worker),
+    )
 
 
 def command(recipe: Recipe, ranks: int, worker: Sequence[str] = ()) -> list[str]:
@@ -192,10 +200,15 @@ def check_machine(recipe: Recipe, plan: Plan) -> None:
     """`check_surroundings` but for the data."""
     for module, remedy in (
         ("torch", "install the build for your accelerator, or `pip install 'zaya_plugin[cpu]'` for a CPU"),
-        ("megatron.training", "`pip install 'megatron-core[training]>=0.19.2'`, or put a Megatron-LM checkout on PYTHONPATH"),
+        (
+            "megatron.training",
+            "`pip install 'megatron-core[training]>=0.19.2'`, or put a Megatron-LM checkout on PYTHONPATH",
+        ),
     ):
         if not _importable(module):
-            raise ValueError(f"{module} is not installed in {sys.executable}: {remedy}. `zaya doctor` shows what there is")
+            raise ValueError(
+                f"{module} is not installed in {sys.executable}: {remedy}. `zaya doctor` shows what there is"
+            )
     if not compat.zaya_train_fits():
         raise ValueError(
             f"megatron.core {compat.core_version()}: allowed for `zaya train`: 0.19, as in `pip install 'megatron-core[training]>=0.19.2'`. In "

@@ -23,19 +23,32 @@ def shape_of(recipe: Recipe, vocabulary: int | None = None) -> Shape:
     model = recipe.model
     rows = padded(vocabulary or vocabulary_of(recipe), model.make_vocab_size_divisible_by)
     return Shape(
-        model.num_layers, model.hidden_size, model.num_attention_heads, model.num_query_groups, model.kv_channels, model.num_experts,
-        model.moe_ffn_hidden_size, model.router_hidden_size, rows,
-    )  # fmt: skip
+        model.num_layers,
+        model.hidden_size,
+        model.num_attention_heads,
+        model.num_query_groups,
+        model.kv_channels,
+        model.num_experts,
+        model.moe_ffn_hidden_size,
+        model.router_hidden_size,
+        rows,
+    )
 
 
 def layout_of(recipe: Recipe, world_size: int) -> Layout:
     parallel = recipe.parallel
     return Layout(
-        data=data_parallel_size(recipe, world_size), context=parallel.context_parallel_size, expert=parallel.expert_model_parallel_size,
-        tensor=parallel.tensor_model_parallel_size, pipeline=parallel.pipeline_model_parallel_size,
-        virtual=parallel.virtual_pipeline_stages, zigzag=parallel.context_parallel_order == "zigzag",
-        allgather_dispatcher=parallel.moe_token_dispatcher == "allgather", distributed_optimizer=parallel.use_distributed_optimizer,
-        instances=parallel.num_distributed_optimizer_instances, copies=parallel.reduce_by_copies,
+        data=data_parallel_size(recipe, world_size),
+        context=parallel.context_parallel_size,
+        expert=parallel.expert_model_parallel_size,
+        tensor=parallel.tensor_model_parallel_size,
+        pipeline=parallel.pipeline_model_parallel_size,
+        virtual=parallel.virtual_pipeline_stages,
+        zigzag=parallel.context_parallel_order == "zigzag",
+        allgather_dispatcher=parallel.moe_token_dispatcher == "allgather",
+        distributed_optimizer=parallel.use_distributed_optimizer,
+        instances=parallel.num_distributed_optimizer_instances,
+        copies=parallel.reduce_by_copies,
         slot_bytes=parallel.reduce_by_copies_mib * MIB,
     )
 
@@ -50,9 +63,13 @@ def kernels_of(recipe: Recipe) -> Kernels:
     cluster = recipe.cluster
     stream = 4 if recipe.model.residual_in_fp32 or cluster.dtype == "fp32" else 2
     return Kernels(
-        cluster.fused_residual_norm, cluster.fused_cca_prologue, cluster.fused_expert_path, cluster.fused_linear_cross_entropy, stream,
+        cluster.fused_residual_norm,
+        cluster.fused_cca_prologue,
+        cluster.fused_expert_path,
+        cluster.fused_linear_cross_entropy,
+        stream,
         cluster.fused_router,
-    )  # fmt: skip
+    )
 
 
 def optimizer_of(recipe: Recipe) -> Optimizer:
@@ -83,9 +100,14 @@ def machine_of(recipe: Recipe) -> Machine:
 def plan_of(recipe: Recipe, world_size: int, vocabulary: int | None = None) -> MemoryPlan:
     """What the fullest rank of `recipe` holds at its peak."""
     return memory_plan(
-        shape_of(recipe, vocabulary), layout_of(recipe, world_size), batch_of(recipe, world_size), kernels_of(recipe), recompute_of(recipe),
-        optimizer_of(recipe), has_graph(recipe),
-    )  # fmt: skip
+        shape_of(recipe, vocabulary),
+        layout_of(recipe, world_size),
+        batch_of(recipe, world_size),
+        kernels_of(recipe),
+        recompute_of(recipe),
+        optimizer_of(recipe),
+        has_graph(recipe),
+    )
 
 
 def with_recompute(recipe: Recipe, world_size: int, vocabulary: int | None = None) -> tuple[Recipe, str | None]:
@@ -99,12 +121,19 @@ def with_recompute(recipe: Recipe, world_size: int, vocabulary: int | None = Non
     allowed = tuple(
         name
         for name in choice.MODULES
-        if name != "permute" or (recipe.parallel.expert_model_parallel_size == 1 and recipe.cluster.transformer_impl == "local")
+        if name != "permute"
+        or (recipe.parallel.expert_model_parallel_size == 1 and recipe.cluster.transformer_impl == "local")
     )
     found = choice.choices(
-        shape_of(recipe, vocabulary), layout_of(recipe, world_size), batch_of(recipe, world_size), kernels_of(recipe), optimizer_of(recipe),
-        machine_of(recipe), allowed, has_graph(recipe),
-    )  # fmt: skip
+        shape_of(recipe, vocabulary),
+        layout_of(recipe, world_size),
+        batch_of(recipe, world_size),
+        kernels_of(recipe),
+        optimizer_of(recipe),
+        machine_of(recipe),
+        allowed,
+        has_graph(recipe),
+    )
     memory_gib = recipe.cluster.memory_gib
     try:
         chosen = choice.choose(found, memory_gib)
@@ -116,7 +145,9 @@ def with_recompute(recipe: Recipe, world_size: int, vocabulary: int | None = Non
     parallel = replace(recipe.parallel, recompute_granularity=None)
     if chosen.recompute.full_layers:
         per_stage = -(-chosen.recompute.full_layers // recipe.parallel.virtual_pipeline_stages)
-        parallel = replace(parallel, recompute_granularity="full", recompute_method="block", recompute_num_layers=per_stage)
+        parallel = replace(
+            parallel, recompute_granularity="full", recompute_method="block", recompute_num_layers=per_stage
+        )
     elif chosen.recompute.modules:
         modules = [name for name in choice.MODULES if name in chosen.recompute.modules]
         parallel = replace(parallel, recompute_granularity="selective", recompute_modules=modules)
@@ -132,11 +163,17 @@ def lines(recipe: Recipe, world_size: int, vocabulary: int | None = None) -> lis
     if recipe.cluster.device == "cpu":
         return []
     plan = plan_of(recipe, world_size, vocabulary)
-    of = "" if recipe.cluster.memory_gib is None else f", of {recipe.cluster.memory_gib:g} ({choice.RESERVE:.0%} of them for libraries and allocator)"
+    of = (
+        ""
+        if recipe.cluster.memory_gib is None
+        else f", of {recipe.cluster.memory_gib:g} ({choice.RESERVE:.0%} of them for libraries and allocator)"
+    )
     found = [f"memory plan  GiB of the fullest device (prediction); sum {plan.total / GIB:.2f}{of}"]
     found += [f"  {value / GIB:8.2f}  {name}" for name, value in plan.components.items()]
     if recompute_of(recipe).full_layers == 0:
         found.append("  of a layer and micro-batch, MiB:")
         largest = sorted(plan.layer, key=lambda saved: -saved.bytes)
-        found += [f"  {saved.bytes / 2**20:8.1f}  {saved.name}" for saved in largest if saved.bytes > 0.01 * largest[0].bytes]
+        found += [
+            f"  {saved.bytes / 2**20:8.1f}  {saved.name}" for saved in largest if saved.bytes > 0.01 * largest[0].bytes
+        ]
     return found

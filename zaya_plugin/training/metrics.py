@@ -102,7 +102,13 @@ class Reporter:
         if self.reports:
             domains = domains or {}
             self.validation_losses.append(loss)
-            self._log({"step": step, "valid_loss": loss, **{f"validation/{name}/loss": value for name, value in domains.items()}})
+            self._log(
+                {
+                    "step": step,
+                    "valid_loss": loss,
+                    **{f"validation/{name}/loss": value for name, value in domains.items()},
+                }
+            )
             parts = ", ".join(f"{name} {value:.4f}" for name, value in domains.items())
             self._print(f"step {step}: validation loss {loss:.4f}" + (f" ({parts})" if parts else ""))
 
@@ -139,7 +145,8 @@ class Reporter:
             "share_of_reachable": tflops / reachable if reachable else None,
             "memory_gib": step.memory_gib,
             "consumed_samples": step.consumed_samples,
-            "total_tokens": (self.lineage or {}).get("tokens", 0) + step.consumed_samples * self.recipe.stage.seq_length,
+            "total_tokens": (self.lineage or {}).get("tokens", 0)
+            + step.consumed_samples * self.recipe.stage.seq_length,
             "skipped": int(step.skipped),
             "eta_s": self.mean_seconds * (step.last_step - step.step),
         }

@@ -66,7 +66,9 @@ def optimizer_factory(recipe: Recipe, get_megatron_optimizer: Callable) -> Calla
     def factory(config, model_chunks, *positional, **named):
         group_layers(model_chunks)
         if recipe.parallel.reduce_by_copies:
-            reduce_by_copies(model_chunks, recipe.parallel.reduce_by_copies_mib * 2**20, recipe.cluster.distributed_timeout_minutes)
+            reduce_by_copies(
+                model_chunks, recipe.parallel.reduce_by_copies_mib * 2**20, recipe.cluster.distributed_timeout_minutes
+            )
         return build(config, model_chunks, *positional, **named)
 
     return factory

@@ -38,7 +38,10 @@ def compare(short_run: Path, long_run: Path) -> int:
     with open(log, "w") as stderr:
         code = subprocess.run(command, env=environment, stderr=stderr).returncode
     if not (Path(long_run) / RESULT).is_file():
-        print(f"zaya: loss by position failed:\n{last_words(log.read_text())}\nzaya: everything that it wrote: {log}", file=sys.stderr)
+        print(
+            f"zaya: loss by position failed:\n{last_words(log.read_text())}\nzaya: everything that it wrote: {log}",
+            file=sys.stderr,
+        )
         return code or 1
     return code
 
@@ -131,9 +134,14 @@ def arguments(recipe, run: Path):
 
     vocabulary = inspect.saved_arguments(run / "checkpoints", inspect.latest(run / "checkpoints")).padded_vocab_size
     alone = replace(
-        recipe, parallel=ParallelConfig(), stage=replace(recipe.stage, batch_size_ramp=None), handover=replace(recipe.handover, from_run=None)
+        recipe,
+        parallel=ParallelConfig(),
+        stage=replace(recipe.stage, batch_size_ramp=None),
+        handover=replace(recipe.handover, from_run=None),
     )
-    args = one_process.arguments(megatron_arguments(alone, {"tokenizer_type": "NullTokenizer", "vocab_size": vocabulary}))
+    args = one_process.arguments(
+        megatron_arguments(alone, {"tokenizer_type": "NullTokenizer", "vocab_size": vocabulary})
+    )
     args.padded_vocab_size = vocabulary
     return args
 

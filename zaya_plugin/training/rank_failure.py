@@ -41,11 +41,11 @@ def first_failure(log_dir: Path, torchrun_log: Path) -> RankFailure | None:
     """The first failing rank under `log_dir` (torchrun's folder of this launch), or None if no rank has failed."""
     exit_codes = _exit_codes(torchrun_log)
     stderr = {int(path.parent.name): path for path in log_dir.glob("attempt_*/*/stderr.log")}
-    killed = [
-        rank for rank, code in exit_codes.items() if code < 0 and -code not in FROM_TORCHRUN and rank in stderr
-    ]
+    killed = [rank for rank, code in exit_codes.items() if code < 0 and -code not in FROM_TORCHRUN and rank in stderr]
     # A rank that leaves with a message for the user takes the others with it; their tracebacks are about the connection.
-    mistaken = [rank for rank, code in exit_codes.items() if code == 2 and "zaya: " in _read(stderr.get(rank, log_dir / "none"))]
+    mistaken = [
+        rank for rank, code in exit_codes.items() if code == 2 and "zaya: " in _read(stderr.get(rank, log_dir / "none"))
+    ]
     told = [rank for rank, path in stderr.items() if "Traceback (most recent call last)" in _read(path)]
     told.sort(key=lambda rank: stderr[rank].stat().st_mtime_ns)
     rank = next(iter(mistaken + killed + told + [rank for rank in exit_codes if rank in stderr]), None)

@@ -82,7 +82,9 @@ def submit(recipe: Recipe, commands: Sequence[Sequence[str]], executor_cluster: 
     try:
         import submitit
     except ImportError as missing:
-        raise ValueError("--submitit: the package submitit is not installed: pip install submitit, or sbatch the script") from missing
+        raise ValueError(
+            "--submitit: the package submitit is not installed: pip install submitit, or sbatch the script"
+        ) from missing
     cluster = recipe.cluster
     executor = submitit.AutoExecutor(folder=Path(recipe.run_dir) / "submitit" / "%j", cluster=executor_cluster)
     options = dict(item.lstrip("-").replace("-", "_").partition("=")[::2] for item in cluster.sbatch if "=" in item)
@@ -91,7 +93,12 @@ def submit(recipe: Recipe, commands: Sequence[Sequence[str]], executor_cluster: 
         parameters["gpus_per_node"] = cluster.gpus_per_node
     executor.update_parameters(
         **parameters,
-        slurm_additional_parameters={"exclusive": True, "requeue": True, "signal": f"TERM@{60 * MINUTES_TO_SAVE}", **options},
+        slurm_additional_parameters={
+            "exclusive": True,
+            "requeue": True,
+            "signal": f"TERM@{60 * MINUTES_TO_SAVE}",
+            **options,
+        },
     )
     variables = job_environment(recipe)
     job = executor.submit(Task([list(command) for command in commands], variables))

@@ -45,7 +45,14 @@ class WandbRun:
         if mode == "auto":
             mode = "online" if _has_key() else "offline"
         options = dict(
-            project=project, entity=entity, name=name, id=run_id, resume="allow", dir=str(directory), config=config, group=group
+            project=project,
+            entity=entity,
+            name=name,
+            id=run_id,
+            resume="allow",
+            dir=str(directory),
+            config=config,
+            group=group,
         )
         # Its console capture would copy our lines; its chatter goes to its own log files.
         settings = wandb.Settings(silent=True, console="off")

@@ -17,7 +17,20 @@ if TYPE_CHECKING:
 
 def table(curriculum: Curriculum) -> str:
     """The stages and what became of them. Losses are nats a token: validation before the first step and after the last."""
-    rows = [("stage", "context", "RoPE base", "CP", "tokens", "steps", "learning rate", "loss before", "after", "at hand-over")]
+    rows = [
+        (
+            "stage",
+            "context",
+            "RoPE base",
+            "CP",
+            "tokens",
+            "steps",
+            "learning rate",
+            "loss before",
+            "after",
+            "at hand-over",
+        )
+    ]
     last = None
     for stage in curriculum.stages:
         recipe, seen = stage.recipe, losses(stage.run_dir)
@@ -78,7 +91,10 @@ def aligned(rows: Sequence[Sequence[str]], right: Collection[int] = ()) -> str:
     """Columns of equal width; those whose numbers are in `right` end at one edge."""
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     lines = (
-        "  ".join(cell.rjust(width) if at in right else cell.ljust(width) for at, (cell, width) in enumerate(zip(row, widths, strict=True)))
+        "  ".join(
+            cell.rjust(width) if at in right else cell.ljust(width)
+            for at, (cell, width) in enumerate(zip(row, widths, strict=True))
+        )
         for row in rows
     )
     return "\n".join(line.rstrip() for line in lines)

@@ -55,11 +55,17 @@ class Arena:
             outside = (buffers < 0) | (offsets + size > self.ends[np.maximum(buffers, 0)])
             if outside.any():
                 first = int(np.flatnonzero(outside)[0])
-                raise OutOfBounds(f"{size} bytes at {int(addresses[first]):#x}: {self.nearest(int(offsets[first]))}", *(where(first) if where else ()))
+                raise OutOfBounds(
+                    f"{size} bytes at {int(addresses[first]):#x}: {self.nearest(int(offsets[first]))}",
+                    *(where(first) if where else ()),
+                )
         unit = min(size, 4)
         if unit > 1 and (offsets & (unit - 1)).any():
             first = int(np.flatnonzero(offsets & (unit - 1))[0])
-            raise MisalignedAccess(f"{size} bytes at {int(addresses[first]):#x}, not a multiple of {unit}", *(where(first) if where else ()))
+            raise MisalignedAccess(
+                f"{size} bytes at {int(addresses[first]):#x}, not a multiple of {unit}",
+                *(where(first) if where else ()),
+            )
         return offsets
 
     def nearest(self, offset: int) -> str:
@@ -67,12 +73,14 @@ class Arena:
             return "no allocation near"
         distance = np.maximum(np.maximum(self.starts - offset, offset - self.ends + 1), 0)
         index = int(distance.argmin())
-        return (f"byte {offset - int(self.starts[index])} of allocation {index}, which has {int(self.ends[index] - self.starts[index])} bytes")
+        return f"byte {offset - int(self.starts[index])} of allocation {index}, which has {int(self.ends[index] - self.starts[index])} bytes"
 
     def buffers_of(self, offsets: np.ndarray) -> np.ndarray:
         if not offsets.size:
             return np.zeros(0, np.int64)
-        low, high = (int(np.searchsorted(self.starts, edge, side="right")) - 1 for edge in (offsets.min(), offsets.max()))
+        low, high = (
+            int(np.searchsorted(self.starts, edge, side="right")) - 1 for edge in (offsets.min(), offsets.max())
+        )
         return np.array([low]) if low == high else np.unique(np.searchsorted(self.starts, offsets, side="right") - 1)
 
     # Access: offsets int64 [n] -> values -------------------------------------------------------------------------------
@@ -120,7 +128,9 @@ class Arena:
         wrong = (found != 0) & (found != (block + 1)[None, :, None])
         if wrong.any():
             part, entry, half = (int(position[0]) for position in np.nonzero(wrong))
-            raise GlobalRace(f"reads what block {int(found[part, entry, half]) - 1} stored in this launch", *where(entry))
+            raise GlobalRace(
+                f"reads what block {int(found[part, entry, half]) - 1} stored in this launch", *where(entry)
+            )
 
     def store(self, offsets: np.ndarray, size: int, values: np.ndarray, block: np.ndarray, where) -> None:
         """scatter, with the check that no other block has stored different bytes there, before or in this very instruction."""
@@ -143,7 +153,10 @@ class Arena:
             if clash.any():
                 part, entry = (int(position[0]) for position in np.nonzero(clash))
                 who = before[part, entry] if old is not None and foreign[part, entry] else owners[index][part, entry]
-                raise GlobalRace(f"block {(int(who) & 0xFFFFFFFF or int(who) >> 32) - 1} stored another value here in this launch", *where(entry))
+                raise GlobalRace(
+                    f"block {(int(who) & 0xFFFFFFFF or int(who) >> 32) - 1} stored another value here in this launch",
+                    *where(entry),
+                )
 
     def _as_stored(self, offsets: np.ndarray, size: int, values: np.ndarray) -> np.ndarray:
         """The values in the type of the compared units; a single byte is completed by its neighbour's present value."""

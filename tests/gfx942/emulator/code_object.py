@@ -55,21 +55,30 @@ class CodeObject:
         self.path = str(path)
         data = Path(path).read_bytes()
         if data[:4] != b"\x7fELF":
-            raise ValueError(f"{path} is not an ELF file; a gfx942 code object is made with --cuda-device-only --no-gpu-bundle-output")
+            raise ValueError(
+                f"{path} is not an ELF file; a gfx942 code object is made with --cuda-device-only --no-gpu-bundle-output"
+            )
         self._load(data)
-        notes = subprocess.run([readelf, "--notes", "--dyn-syms", "-W", self.path], check=True, capture_output=True, text=True).stdout
-        self.symbols = {fields[-1]: int(fields[1], 16) for line in notes.splitlines()
-                        if len(fields := line.split()) >= 8 and fields[0][:-1].isdigit()}
+        notes = subprocess.run(
+            [readelf, "--notes", "--dyn-syms", "-W", self.path], check=True, capture_output=True, text=True
+        ).stdout
+        self.symbols = {
+            fields[-1]: int(fields[1], 16)
+            for line in notes.splitlines()
+            if len(fields := line.split()) >= 8 and fields[0][:-1].isdigit()
+        }
         self.kernels = {info.name: info for info in self._kernels(notes)}
 
     def _load(self, data: bytes) -> None:
-        offset, = struct.unpack_from("<Q", data, 32)
+        (offset,) = struct.unpack_from("<Q", data, 32)
         entry_size, count = struct.unpack_from("<HH", data, 54)
         headers = [struct.unpack_from("<IIQQQQQQ", data, offset + k * entry_size) for k in range(count)]
         self.image = np.zeros(max(h[3] + h[6] for h in headers if h[0] == 1), np.uint8)
         for kind, _, file_offset, address, _, file_size, _, _ in headers:
             if kind == 1:
-                self.image[address : address + file_size] = np.frombuffer(data[file_offset : file_offset + file_size], np.uint8)
+                self.image[address : address + file_size] = np.frombuffer(
+                    data[file_offset : file_offset + file_size], np.uint8
+                )
         self.dynamic = next(((h[3], h[5]) for h in headers if h[0] == 2), None)
 
     def relocated(self, base: int) -> np.ndarray:
@@ -79,7 +88,9 @@ class CodeObject:
             return image
         address, size = self.dynamic
         tags = dict(struct.iter_unpack("<qQ", self.image[address : address + size].tobytes()))
-        for where, info, addend in struct.iter_unpack("<QQq", self.image[tags.get(7, 0) : tags.get(7, 0) + tags.get(8, 0)].tobytes()):
+        for where, info, addend in struct.iter_unpack(
+            "<QQq", self.image[tags.get(7, 0) : tags.get(7, 0) + tags.get(8, 0)].tobytes()
+        ):
             kind, symbol = info & 0xFFFFFFFF, info >> 32
             value = base + addend
             if kind == RELOCATION_ABS64:
@@ -99,18 +110,31 @@ class CodeObject:
             descriptor = self.symbols[name + ".kd"]
             raw = self.image[descriptor : descriptor + 64].tobytes()
             lds, scratch, kernarg = struct.unpack_from("<III", raw, 0)
-            entry, = struct.unpack_from("<q", raw, 16)
+            (entry,) = struct.unpack_from("<q", raw, 16)
             rsrc3, rsrc1, rsrc2, properties, preload = struct.unpack_from("<IIIHH", raw, 44)
             agprs = number.get("agpr_count", 0)
             accumulator_offset = 4 * ((rsrc3 & 0x3F) + 1)
             total = number["vgpr_count"]
             yield KernelInfo(
-                name=name, arguments=tuple(_arguments(block)), kernarg_size=kernarg, lds_size=lds, scratch_size=scratch,
-                entry=descriptor + entry, vgprs=min(total, accumulator_offset) if agprs else total, agprs=agprs,
-                sgprs=number["sgpr_count"], vgpr_spills=number["vgpr_spill_count"], sgpr_spills=number["sgpr_spill_count"],
-                max_threads=number["max_flat_workgroup_size"], user_sgpr_bits=properties & 0x7F, user_sgprs=(rsrc2 >> 1) & 0x1F,
-                preload_length=preload & 0x7F, preload_offset=preload >> 7,
-                workgroup_id=tuple(bool(rsrc2 >> bit & 1) for bit in (7, 8, 9)), float_mode=(rsrc1 >> 12) & 0xFF)
+                name=name,
+                arguments=tuple(_arguments(block)),
+                kernarg_size=kernarg,
+                lds_size=lds,
+                scratch_size=scratch,
+                entry=descriptor + entry,
+                vgprs=min(total, accumulator_offset) if agprs else total,
+                agprs=agprs,
+                sgprs=number["sgpr_count"],
+                vgpr_spills=number["vgpr_spill_count"],
+                sgpr_spills=number["sgpr_spill_count"],
+                max_threads=number["max_flat_workgroup_size"],
+                user_sgpr_bits=properties & 0x7F,
+                user_sgprs=(rsrc2 >> 1) & 0x1F,
+                preload_length=preload & 0x7F,
+                preload_offset=preload >> 7,
+                workgroup_id=tuple(bool(rsrc2 >> bit & 1) for bit in (7, 8, 9)),
+                float_mode=(rsrc1 >> 12) & 0xFF,
+            )
 
 
 def _arguments(block: str):

@@ -23,6 +23,7 @@ _CONDITIONS = {
 def _branch(instruction: Instruction):
     def run(m):
         m.taken = np.ones(m.selected, bool)
+
     return run
 
 
@@ -32,11 +33,24 @@ def _conditional(instruction: Instruction):
 
     def run(m):
         m.taken = np.broadcast_to(condition(m), m.selected)
+
     return run
 
 
-@opcode("s_nop", "s_setprio", "s_sleep", "s_inst_prefetch", "buffer_wbl2", "buffer_inv", "s_icache_inv", "s_dcache_inv",
-        "s_dcache_wb", "s_barrier", "s_endpgm", "s_waitcnt")
+@opcode(
+    "s_nop",
+    "s_setprio",
+    "s_sleep",
+    "s_inst_prefetch",
+    "buffer_wbl2",
+    "buffer_inv",
+    "s_icache_inv",
+    "s_dcache_inv",
+    "s_dcache_wb",
+    "s_barrier",
+    "s_endpgm",
+    "s_waitcnt",
+)
 def _nothing(instruction: Instruction):
     return lambda m: None
 
@@ -47,7 +61,11 @@ def _set_register(instruction: Instruction):
     raw = instruction.modifiers["raw"]
     match = re.match(r"hwreg\(HW_REG_MODE, (\d+), (\d+)\), (\w+)", raw)
     if match:
-        shift, width, value = int(match[1]), int(match[2]), int(match[3], 0) if match[3].isdigit() or match[3].startswith("0x") else None
+        shift, width, value = (
+            int(match[1]),
+            int(match[2]),
+            int(match[3], 0) if match[3].isdigit() or match[3].startswith("0x") else None,
+        )
         wanted = 0xF0 >> shift & ((1 << width) - 1)
         if value == wanted and shift + width <= 8:
             return lambda m: None

@@ -85,7 +85,9 @@ class Counters:
     def end(self) -> None:
         """Keep the totals, drop the maps."""
         loaded = self._memory.loaded_by_xcd
-        self._xcd_words = {n: [int(loaded[k::n].any(axis=0).sum()) for k in range(n)] for n in (1, 2, 4, 8) if XCDS % n == 0}
+        self._xcd_words = {
+            n: [int(loaded[k::n].any(axis=0).sum()) for k in range(n)] for n in (1, 2, 4, 8) if XCDS % n == 0
+        }
         self.distinct_store_bytes = 4 * int(self._memory.stored_words.sum())
         del self._memory
 

@@ -48,7 +48,7 @@ _CONTROLS = {
 def swizzle_lanes(pattern: str) -> np.ndarray:
     """ds_swizzle_b32 as llvm-objdump prints its offset: swizzle(MODE,...) or a number."""
     if pattern.startswith("swizzle("):
-        mode, *rest = [part.strip(' "') for part in pattern[len("swizzle("):-1].split(",")]
+        mode, *rest = [part.strip(' "') for part in pattern[len("swizzle(") : -1].split(",")]
         if mode == "QUAD_PERM":
             return _LANE // 4 * 4 + np.array([int(n) for n in rest])[_LANE % 4]
         if mode == "BROADCAST":

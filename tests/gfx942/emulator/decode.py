@@ -11,11 +11,26 @@ from functools import lru_cache
 from tests.gfx942.emulator.faults import OutOfBounds, UnknownInstruction
 
 # SGPR file positions of named scalar registers (CDNA3 ISA, "Scalar ALU operands").
-NAMED_SCALARS = {"flat_scratch_lo": 102, "flat_scratch_hi": 103, "flat_scratch": 102, "vcc_lo": 106, "vcc_hi": 107,
-                 "vcc": 106, "m0": 124, "exec_lo": 126, "exec_hi": 127, "exec": 126}
+NAMED_SCALARS = {
+    "flat_scratch_lo": 102,
+    "flat_scratch_hi": 103,
+    "flat_scratch": 102,
+    "vcc_lo": 106,
+    "vcc_hi": 107,
+    "vcc": 106,
+    "m0": 124,
+    "exec_lo": 126,
+    "exec_hi": 127,
+    "exec": 126,
+}
 PAIRS = ("vcc", "exec", "flat_scratch")
 INLINE_FLOATS = {"0.5", "-0.5", "1.0", "-1.0", "2.0", "-2.0", "4.0", "-4.0", "0.15915494", "0.15915494309189532"}
-APERTURES = {"src_shared_base": 0x10000, "src_private_base": 0x20000, "src_shared_limit": 0xFFFF, "src_private_limit": 0}
+APERTURES = {
+    "src_shared_base": 0x10000,
+    "src_private_base": 0x20000,
+    "src_shared_limit": 0xFFFF,
+    "src_private_limit": 0,
+}
 
 
 @dataclass
@@ -119,8 +134,15 @@ def constant_bits(operand: Operand, width: int = 32) -> int:
     """The bits a constant stands for in an operation of this width. Inline floats follow the width; literals are 32 bits."""
     if operand.kind == "f":
         code, word = {16: ("<e", "<H"), 32: ("<f", "<I"), 64: ("<d", "<Q")}[width]
-        return struct.unpack(word, struct.pack(code, 1 / (2 * 3.141592653589793) if abs(operand.value) == 0.15915494309189532
-                                               or operand.value == 0.15915494 else operand.value))[0]
+        return struct.unpack(
+            word,
+            struct.pack(
+                code,
+                1 / (2 * 3.141592653589793)
+                if abs(operand.value) == 0.15915494309189532 or operand.value == 0.15915494
+                else operand.value,
+            ),
+        )[0]
     return operand.value & ((1 << width) - 1)
 
 
@@ -138,8 +160,24 @@ def _split(text: str) -> list[str]:
 
 
 _LINE = re.compile(r"^\t(\S+)\s*(.*?)\s*// ([0-9A-F]{12}): ((?:[0-9A-F]{8} ?)+)")
-_OPAQUE = ("s_waitcnt", "s_nop", "s_setprio", "s_sleep", "s_inst_prefetch", "s_setreg", "s_getreg", "s_endpgm", "s_icache",
-           "s_dcache", "s_sethalt", "s_trap", "buffer_wbl2", "buffer_inv", "s_ttrace", "sched_barrier")
+_OPAQUE = (
+    "s_waitcnt",
+    "s_nop",
+    "s_setprio",
+    "s_sleep",
+    "s_inst_prefetch",
+    "s_setreg",
+    "s_getreg",
+    "s_endpgm",
+    "s_icache",
+    "s_dcache",
+    "s_sethalt",
+    "s_trap",
+    "buffer_wbl2",
+    "buffer_inv",
+    "s_ttrace",
+    "sched_barrier",
+)
 
 
 def parse_line(line: str) -> Instruction | None:
@@ -170,7 +208,9 @@ def parse_line(line: str) -> Instruction | None:
 @lru_cache(maxsize=32)
 def _functions(path: str, mtime: int, size: int) -> dict[str, list[str]]:
     """Symbol -> its lines as llvm-objdump prints them; one run of the tool for a file."""
-    text = subprocess.run(["llvm-objdump-19", "-d", "--mcpu=gfx942", path], check=True, capture_output=True, text=True).stdout
+    text = subprocess.run(
+        ["llvm-objdump-19", "-d", "--mcpu=gfx942", path], check=True, capture_output=True, text=True
+    ).stdout
     functions: dict[str, list[str]] = {}
     lines: list[str] = []
     for line in text.splitlines():

@@ -40,7 +40,9 @@ class Buffer:
     def write(self, array: np.ndarray) -> None:
         if array.dtype != self.dtype or array.shape != self.shape:
             raise ValueError(f"write of {array.dtype} {array.shape} to a buffer of {self.dtype} {self.shape}")
-        self._arena.bytes[self._offset : self._offset + self.nbytes] = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+        self._arena.bytes[self._offset : self._offset + self.nbytes] = (
+            np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+        )
 
 
 class Device:
@@ -51,8 +53,14 @@ class Device:
     allow_cross_block: blocks may exchange data through global memory (atomics, split-K with a counter); turns GlobalRace off.
     """
 
-    def __init__(self, schedule: str = "lockstep", block_order: str | Sequence[int] = "forward", blocks_at_once: int | None = None,
-                 allow_cross_block: bool = False, instruction_limit: int = 20_000_000):
+    def __init__(
+        self,
+        schedule: str = "lockstep",
+        block_order: str | Sequence[int] = "forward",
+        blocks_at_once: int | None = None,
+        allow_cross_block: bool = False,
+        instruction_limit: int = 20_000_000,
+    ):
         if schedule not in SCHEDULES:
             raise ValueError(f"schedule={schedule!r}: allowed are {', '.join(SCHEDULES)}")
         self.schedule, self.block_order, self.blocks_at_once = schedule, block_order, blocks_at_once
@@ -88,9 +96,13 @@ class Device:
         if not 0 < threads <= info.max_threads:
             raise ValueError(f"block={block}: {kernel} takes 1 to {info.max_threads} threads a block")
         if info.scratch_size:
-            raise ScratchAccess(f"{kernel} needs {info.scratch_size} bytes of scratch a lane: registers spill or an array is indexed dynamically")
+            raise ScratchAccess(
+                f"{kernel} needs {info.scratch_size} bytes of scratch a lane: registers spill or an array is indexed dynamically"
+            )
         if (info.float_mode >> 4) & 3 != 3 or info.float_mode & 3:
-            raise UnknownInstruction(f"{kernel} starts in float mode {info.float_mode:#x}: only round to nearest even with denormals is modelled")
+            raise UnknownInstruction(
+                f"{kernel} starts in float mode {info.float_mode:#x}: only round to nearest even with denormals is modelled"
+            )
         if info.lds_size + shared > LDS_LIMIT:
             raise OutOfBounds(f"{kernel} asks for {info.lds_size} + {shared} bytes of LDS, a block has {LDS_LIMIT}")
         counters = Counters()
@@ -107,12 +119,22 @@ class Device:
         executed = np.zeros(len(program), np.int64)
         for start in range(0, len(order), together):
             blocks = order[start : start + together]
-            machine = Machine(info, blocks, waves_per_block, self.arena, Lds(len(blocks), info.lds_size + shared, waves_per_block), counters, base)
+            machine = Machine(
+                info,
+                blocks,
+                waves_per_block,
+                self.arena,
+                Lds(len(blocks), info.lds_size + shared, waves_per_block),
+                counters,
+                base,
+            )
             machine.allow_cross_block = self.allow_cross_block
             written = _initialise(machine, info, kernarg, packet, grid, block, self.arena)
             unwritten = [n for n in range(info.vgprs) if n not in written] + [512 + n for n in range(info.agprs)]
             unwritten += [1024 + n for n in range(106) if 1024 + n not in written]
-            scheduler = Scheduler(machine, program, Scoreboard(machine.waves, unwritten), self.schedule, self.instruction_limit)
+            scheduler = Scheduler(
+                machine, program, Scoreboard(machine.waves, unwritten), self.schedule, self.instruction_limit
+            )
             scheduler.run()
             executed += scheduler.executed
         counters.blocks, counters.waves = len(order), len(order) * waves_per_block
@@ -134,7 +156,9 @@ class Device:
     def _order(self, blocks: int) -> np.ndarray:
         if isinstance(self.block_order, str):
             if self.block_order not in ("forward", "reverse"):
-                raise ValueError(f"block_order={self.block_order!r}: allowed are forward, reverse or a sequence of block ids")
+                raise ValueError(
+                    f"block_order={self.block_order!r}: allowed are forward, reverse or a sequence of block ids"
+                )
             return np.arange(blocks)[:: 1 if self.block_order == "forward" else -1]
         order = np.asarray(self.block_order)
         if sorted(order.tolist()) != list(range(blocks)):
@@ -153,7 +177,9 @@ class Device:
         for argument in info.arguments:
             name, _, axis = argument.kind.rpartition("_")
             if name in hidden and axis in "xyz":
-                struct.pack_into("<I" if argument.size == 4 else "<H", data, argument.offset, hidden[name]["xyz".index(axis)])
+                struct.pack_into(
+                    "<I" if argument.size == 4 else "<H", data, argument.offset, hidden[name]["xyz".index(axis)]
+                )
             elif argument.kind == "hidden_grid_dims":
                 struct.pack_into("<H", data, argument.offset, max(1, sum(side > 1 for side in grid)))
             elif argument.kind == "hidden_dynamic_lds_size":

@@ -9,8 +9,23 @@ from tests.gfx942.emulator.operands import raw_reader, scalar_reader
 from tests.gfx942.emulator.registry import opcode_pattern
 
 U16, U32, U64, I32, I64 = np.uint16, np.uint32, np.uint64, np.int32, np.int64
-SIZES = {"dword": 4, "dwordx2": 8, "dwordx3": 12, "dwordx4": 16, "ushort": 2, "sshort": 2, "short": 2, "short_d16": 2, "short_d16_hi": 2,
-         "ubyte": 1, "sbyte": 1, "byte": 1, "ubyte_d16": 1, "ubyte_d16_hi": 1, "byte_d16_hi": 1}
+SIZES = {
+    "dword": 4,
+    "dwordx2": 8,
+    "dwordx3": 12,
+    "dwordx4": 16,
+    "ushort": 2,
+    "sshort": 2,
+    "short": 2,
+    "short_d16": 2,
+    "short_d16_hi": 2,
+    "ubyte": 1,
+    "sbyte": 1,
+    "byte": 1,
+    "ubyte_d16": 1,
+    "ubyte_d16_hi": 1,
+    "byte_d16_hi": 1,
+}
 _KINDS = "|".join(sorted(SIZES, key=len, reverse=True))
 
 
@@ -29,8 +44,10 @@ def global_address(instruction: Instruction, vector: int, base: int | None):
         def address(m):
             return (low(m).astype(U64) | (high(m).astype(U64) << U64(32))) + offset, m.enabled
     else:
+
         def address(m):
             return m.read_scalar64(scalar.index)[:, None] + low(m).astype(U64) + offset, m.enabled
+
     return address
 
 
@@ -52,14 +69,17 @@ def buffer_address(instruction: Instruction, vector: int, resource: int, soffset
         records = m.scalar[index + 2][m.rows].astype(U64)[:, None]
         active = m.enabled & (inside + U64(size) <= records)
         return base[:, None] + inside + scalar_offset(m).astype(U64)[:, None], active
+
     return address
 
 
 def _lane_of(active: np.ndarray):
     """Entry k of the compacted lanes -> (row, lane), for faults."""
+
     def where(k):
         row, lane = (int(index[k]) for index in np.nonzero(active))
         return row, lane
+
     return where
 
 
@@ -98,6 +118,7 @@ def _load(instruction: Instruction, kind: str, address):
                 value[lanes] = words[part]
             value = _extend(kind, value, m.vector[register + part][m.rows])
             m.write_vector(register + part, value, m.enabled if zero_outside else (None if some is None else lanes))
+
     return run
 
 
@@ -129,6 +150,7 @@ def _store(instruction: Instruction, kind: str, address, data: int):
             m.memory.scatter(offsets, size, values)
         else:
             m.memory.store(offsets, size, values, _blocks(m, some), where)
+
     return run
 
 
@@ -150,10 +172,17 @@ def _buffer(instruction: Instruction, match):
     return _load(instruction, kind, address) if direction == "load" else _store(instruction, kind, address, data=0)
 
 
-_ATOMICS = {"add": (U32, lambda old, new: old + new), "sub": (U32, lambda old, new: old - new), "umax": (U32, np.maximum),
-            "umin": (U32, np.minimum), "or": (U32, lambda old, new: old | new), "and": (U32, lambda old, new: old & new),
-            "swap": (U32, lambda old, new: new), "inc": (U32, lambda old, new: np.where(old >= new, U32(0), old + U32(1))),
-            "add_f32": (np.float32, lambda old, new: old + new)}
+_ATOMICS = {
+    "add": (U32, lambda old, new: old + new),
+    "sub": (U32, lambda old, new: old - new),
+    "umax": (U32, np.maximum),
+    "umin": (U32, np.minimum),
+    "or": (U32, lambda old, new: old | new),
+    "and": (U32, lambda old, new: old & new),
+    "swap": (U32, lambda old, new: new),
+    "inc": (U32, lambda old, new: np.where(old >= new, U32(0), old + U32(1))),
+    "add_f32": (np.float32, lambda old, new: old + new),
+}
 
 
 @opcode_pattern(r"(global|flat|buffer)_atomic_(add|sub|umax|umin|or|and|swap|inc|add_f32)")
@@ -185,4 +214,5 @@ def _atomic(instruction: Instruction, match):
             result = np.zeros(m.enabled.shape, U32)
             result[lanes] = before
             m.write_vector(target, result, lanes)
+
     return run

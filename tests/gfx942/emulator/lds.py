@@ -42,11 +42,15 @@ class Lds:
             high = int(chosen.max())
             if high + size > self.size:
                 row, lane = (int(index[0]) for index in np.nonzero(lanes & (address + size > self.size)))
-                raise OutOfBounds(f"LDS: {size} bytes at {int(address[row, lane])}, the block has {self.size}", row, lane)
+                raise OutOfBounds(
+                    f"LDS: {size} bytes at {int(address[row, lane])}, the block has {self.size}", row, lane
+                )
             unit = min(size, 4)
             if unit > 1 and (chosen & (unit - 1)).any():
                 row, lane = (int(index[0]) for index in np.nonzero(lanes & ((address & (unit - 1)) != 0)))
-                raise MisalignedAccess(f"LDS: {size} bytes at {int(address[row, lane])}, not a multiple of {unit}", row, lane)
+                raise MisalignedAccess(
+                    f"LDS: {size} bytes at {int(address[row, lane])}, not a multiple of {unit}", row, lane
+                )
             if size > unit and (chosen & (min(size, 16) - 1)).any() and size != 12:
                 m.counters.lds_underaligned += 1
         block = m.spread(m.block_row[m.rows][:, None])[lanes]
@@ -176,7 +180,9 @@ class Lds:
         row, lane = (int(index[entry]) for index in np.nonzero(lanes))
         bits = int(clash[:, entry].max())
         others = [wave for wave in range(16) if any(bits >> (16 * byte) >> wave & 1 for byte in range(4))]
-        raise LdsRace(f"{what} (waves {others}) at LDS byte {int(address[row, lane])}, no barrier in between", row, lane)
+        raise LdsRace(
+            f"{what} (waves {others}) at LDS byte {int(address[row, lane])}, no barrier in between", row, lane
+        )
 
     def _uninitialised(self, address, lanes, bad) -> None:
         entry = int(np.flatnonzero(bad)[0])

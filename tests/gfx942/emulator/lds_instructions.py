@@ -33,6 +33,7 @@ def _read(instruction: Instruction, match):
                 value = value & U32(0xFFFF)
                 value = (value << U32(16)) | (before & U32(0xFFFF)) if high else value | (before & U32(0xFFFF0000))
             m.write_vector(register + part, value)
+
     return run
 
 
@@ -45,6 +46,7 @@ def _write(instruction: Instruction, match):
     def run(m):
         values = m.bits[register : register + count, m.rows]
         m.lds.write(m, address(m) + offset, size, m.enabled, values >> U32(16) if high else values)
+
     return run
 
 
@@ -63,6 +65,7 @@ def _two(instruction: Instruction, match):
             parts = [part for offset in offsets for part in m.lds.read(m, base + offset, size, m.enabled)]
             for part, value in enumerate(parts):
                 m.write_vector(register + part, value)
+
         return run
     address, sources = _address(instruction, 0), [operand.position for operand in instruction.operands[1:3]]
 
@@ -70,6 +73,7 @@ def _two(instruction: Instruction, match):
         base = address(m)
         for offset, register in zip(offsets, sources, strict=True):
             m.lds.write(m, base + offset, size, m.enabled, m.bits[register : register + words, m.rows])
+
     return run_write
 
 
@@ -79,7 +83,14 @@ def _atomic(instruction: Instruction, match):
     returns, name, kind = bool(match[2]), match[1], np.float32 if match[3] == "f32" else U32
     address, offset = _address(instruction, 1 if returns else 0), instruction.integer("offset")
     source = raw_reader(instruction.operands[2 if returns else 1])
-    operate = {"add": np.add, "sub": np.subtract, "max": np.maximum, "min": np.minimum, "or": np.bitwise_or, "and": np.bitwise_and}[name]
+    operate = {
+        "add": np.add,
+        "sub": np.subtract,
+        "max": np.maximum,
+        "min": np.minimum,
+        "or": np.bitwise_or,
+        "and": np.bitwise_and,
+    }[name]
     target = instruction.operands[0].position if returns else None
 
     def run(m):
@@ -87,6 +98,7 @@ def _atomic(instruction: Instruction, match):
         m.counters.atomics += int(m.enabled.sum())
         if target is not None:
             m.write_vector(target, before)
+
     return run
 
 
@@ -105,6 +117,7 @@ def _backward_permute(instruction: Instruction):
         lane = other_lane(m)
         held = value(m) if m.full else np.where(m.enabled, value(m), U32(0))
         write(m, np.take_along_axis(m.spread(held), lane, 1))
+
     return run
 
 
@@ -120,6 +133,7 @@ def _forward_permute(instruction: Instruction):
         rows, lanes = np.nonzero(m.enabled)
         result[rows, lane[rows, lanes]] = sent[rows, lanes]
         write(m, result)
+
     return run
 
 
@@ -131,4 +145,5 @@ def _swizzle(instruction: Instruction):
     def run(m):
         held = np.where(m.enabled, value(m), U32(0))
         write(m, m.spread(held)[:, source])
+
     return run

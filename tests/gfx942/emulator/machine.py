@@ -7,7 +7,10 @@ from tests.gfx942.emulator.code_object import KernelInfo
 
 LANES = 64
 VCC, M0, EXEC = 106, 124, 126
-REGISTER_POISON, LDS_POISON = 0x7FB1_5BAD, 0xFF  # a signalling NaN: what is used uninitialised shows in the result as well
+REGISTER_POISON, LDS_POISON = (
+    0x7FB1_5BAD,
+    0xFF,
+)  # a signalling NaN: what is used uninitialised shows in the result as well
 
 
 def pack_lanes(lanes: np.ndarray) -> np.ndarray:
@@ -24,7 +27,9 @@ def unpack_lanes(masks: np.ndarray) -> np.ndarray:
 class Machine:
     """`rows` selects the waves that execute the current instruction: a slice where possible, so that reads are views."""
 
-    def __init__(self, kernel: KernelInfo, blocks: np.ndarray, waves_per_block: int, memory, lds, counters, image_base: int):
+    def __init__(
+        self, kernel: KernelInfo, blocks: np.ndarray, waves_per_block: int, memory, lds, counters, image_base: int
+    ):
         waves = len(blocks) * waves_per_block
         self.kernel, self.memory, self.lds, self.counters, self.image_base = kernel, memory, lds, counters, image_base
         self.waves, self.waves_per_block = waves, waves_per_block

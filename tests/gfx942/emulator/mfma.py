@@ -30,7 +30,9 @@ def _mfma(instruction: Instruction, match):
         halves = np.ascontiguousarray(words.transpose(1, 2, 0)).view(np.uint16)  # [waves, lane, 4]
         values = (halves.astype(np.uint32) << np.uint32(16)).view(np.float32) if brain else halves.view(np.float16)
         groups = 64 // size
-        return values.astype(np.float64).reshape(-1, groups, size, 4).transpose(0, 2, 1, 3).reshape(-1, size, groups * 4)
+        return (
+            values.astype(np.float64).reshape(-1, groups, size, 4).transpose(0, 2, 1, 3).reshape(-1, size, groups * 4)
+        )
 
     def run(m):
         product = np.matmul(matrix(m, first), matrix(m, second).transpose(0, 2, 1))
@@ -42,5 +44,8 @@ def _mfma(instruction: Instruction, match):
             base = m.bits[addend.position : addend.position + registers, m.rows].view(np.float32)
         else:
             base = np.uint32(constant_bits(addend)).reshape(1).view(np.float32)
-        m.bits[destination.position : destination.position + registers, m.rows] = (spread + base).astype(np.float32).view(np.uint32)
+        m.bits[destination.position : destination.position + registers, m.rows] = (
+            (spread + base).astype(np.float32).view(np.uint32)
+        )
+
     return run

@@ -10,7 +10,15 @@ from tests.gfx942.emulator.faults import UnknownInstruction
 
 _SIGN = np.uint32(0x80000000)
 _MAGNITUDE = np.uint32(0x7FFFFFFF)
-_SDWA = {"DWORD": (0, 32), "WORD_0": (0, 16), "WORD_1": (16, 16), "BYTE_0": (0, 8), "BYTE_1": (8, 8), "BYTE_2": (16, 8), "BYTE_3": (24, 8)}
+_SDWA = {
+    "DWORD": (0, 32),
+    "WORD_0": (0, 16),
+    "WORD_1": (16, 16),
+    "BYTE_0": (0, 8),
+    "BYTE_1": (8, 8),
+    "BYTE_2": (16, 8),
+    "BYTE_3": (24, 8),
+}
 
 
 def raw_reader(operand: Operand, part: int = 0):
@@ -37,7 +45,11 @@ def bits_reader(instruction: Instruction, position: int, part: int = 0):
     """Source operand as the instruction's encoding presents it: after SDWA selection or DPP movement, before neg and abs."""
     operand = instruction.operands[position]
     read = raw_reader(operand, part)
-    selection = instruction.modifiers.get(f"src{position - _first_source(instruction)}_sel", "DWORD") if instruction.name.endswith("_sdwa") else "DWORD"
+    selection = (
+        instruction.modifiers.get(f"src{position - _first_source(instruction)}_sel", "DWORD")
+        if instruction.name.endswith("_sdwa")
+        else "DWORD"
+    )
     if selection != "DWORD":
         shift, width = (np.uint32(n) for n in _SDWA[selection])
         mask = np.uint32((1 << int(width)) - 1)
@@ -51,6 +63,7 @@ def bits_reader(instruction: Instruction, position: int, part: int = 0):
         def moved(m):
             value = m.spread(read(m))[:, source]
             return np.where(valid & m.enabled[:, source], value, np.uint32(0))
+
         return moved
     return read
 
@@ -100,7 +113,11 @@ def signed_bits_reader(instruction: Instruction, position: int):
 def float_reader(instruction: Instruction, position: int):
     """float32 source with neg and abs."""
     operand = instruction.operands[position]
-    if operand.kind in "va" and not (operand.negate or operand.absolute) and not instruction.name.endswith(("_sdwa", "_dpp")):
+    if (
+        operand.kind in "va"
+        and not (operand.negate or operand.absolute)
+        and not instruction.name.endswith(("_sdwa", "_dpp"))
+    ):
         register = operand.position
         return lambda m: m.vector_float[register][m.rows]
     read = signed_bits_reader(instruction, position)
@@ -111,7 +128,11 @@ def double_reader(instruction: Instruction, position: int):
     """float64 source with neg and abs."""
     operand = instruction.operands[position]
     if operand.kind in "cf":  # a 32-bit literal of a 64-bit float operation is its high half
-        bits = constant_bits(operand, 64) if operand.kind == "f" or abs(operand.value) <= 64 else (operand.value & 0xFFFFFFFF) << 32
+        bits = (
+            constant_bits(operand, 64)
+            if operand.kind == "f" or abs(operand.value) <= 64
+            else (operand.value & 0xFFFFFFFF) << 32
+        )
         value = np.full((1, 1), bits, np.uint64).view(np.float64)
         value = np.abs(value) if operand.absolute else value
         value = -value if operand.negate else value
@@ -123,6 +144,7 @@ def double_reader(instruction: Instruction, position: int):
         value = read(m).view(np.float64)
         value = np.abs(value) if absolute else value
         return np.negative(value) if negate else value
+
     return typed
 
 
@@ -175,7 +197,10 @@ def vector_writer(instruction: Instruction, part: int = 0, position: int = 0):
 
         def write_part(m, value):
             value = (value & mask) << np.uint32(shift)
-            m.write_vector(register, value | (m.vector[register][m.rows] & keep) if unused == "UNUSED_PRESERVE" else value)
+            m.write_vector(
+                register, value | (m.vector[register][m.rows] & keep) if unused == "UNUSED_PRESERVE" else value
+            )
+
         return write_part
     if instruction.name.endswith("_dpp"):
         source, valid = dpp_lanes(instruction)
@@ -187,6 +212,7 @@ def vector_writer(instruction: Instruction, part: int = 0, position: int = 0):
         def write_moved(m, value):
             written = m.enabled & chosen
             m.write_vector(register, value, written if zero_fill else written & valid & m.enabled[:, source])
+
         return write_moved
     return lambda m, value: m.write_vector(register, value)
 
@@ -197,6 +223,7 @@ def wide_writer(instruction: Instruction, position: int = 0):
     def write(m, value):
         low(m, value.astype(np.uint32))
         high(m, (value >> np.uint64(32)).astype(np.uint32))
+
     return write
 
 
@@ -205,7 +232,14 @@ def float_writer(instruction: Instruction):
     write = vector_writer(instruction)
     instruction.result_modified = True
     scale = {"mul:2": 2.0, "mul:4": 4.0, "div:2": 0.5}
-    factor = next((np.float32(scale[f"{key}:{value}"]) for key, value in instruction.modifiers.items() if f"{key}:{value}" in scale), None)
+    factor = next(
+        (
+            np.float32(scale[f"{key}:{value}"])
+            for key, value in instruction.modifiers.items()
+            if f"{key}:{value}" in scale
+        ),
+        None,
+    )
     clamp = "clamp" in instruction.modifiers
     if factor is None and not clamp:
         return lambda m, value: write(m, value.view(np.uint32))
@@ -215,13 +249,14 @@ def float_writer(instruction: Instruction):
         if clamp:  # DX10_CLAMP: a NaN becomes 0
             value = np.where(np.isnan(value), np.float32(0), np.clip(value, np.float32(0), np.float32(1)))
         write(m, value.view(np.uint32))
+
     return modified
 
 
 def result_of(operate, sources: list, write):
     """-> run(machine) of destination = operate(*sources), one to three; written out, as a kernel's time here goes into it."""
     if len(sources) == 1:
-        first, = sources
+        (first,) = sources
         return lambda m: write(m, operate(first(m)))
     if len(sources) == 2:
         first, second = sources

@@ -24,7 +24,11 @@ def _pair(instruction: Instruction):
         for operand, half, negative in zip(instruction.operands[1:], chosen, signs, strict=True):
             # a constant stands in the low half only where a 32-bit literal or inline value is given: both halves read it
             read = raw_reader(operand, half if operand.kind in "vas" and operand.count > 1 else 0)
-            readers.append((lambda m, read=read: (read(m) ^ _SIGN).view(F32)) if negative else (lambda m, read=read: read(m).view(F32)))
+            readers.append(
+                (lambda m, read=read: (read(m) ^ _SIGN).view(F32))
+                if negative
+                else (lambda m, read=read: read(m).view(F32))
+            )
         halves.append((readers, vector_writer(instruction, part)))
     (low, write_low), (high, write_high) = halves
 
@@ -32,30 +36,51 @@ def _pair(instruction: Instruction):
         first, second = operate(*(read(m) for read in low)), operate(*(read(m) for read in high))
         write_low(m, first.view(U32))
         write_high(m, second.view(U32))
+
     return run
 
 
 @opcode("v_pk_mov_b32")
 def _move_pair(instruction: Instruction):
     select = instruction.flags("op_sel", 2, 0)
-    first, second = (raw_reader(operand, half if operand.kind in "vas" and operand.count > 1 else 0)
-                     for operand, half in zip(instruction.operands[1:3], select, strict=True))
+    first, second = (
+        raw_reader(operand, half if operand.kind in "vas" and operand.count > 1 else 0)
+        for operand, half in zip(instruction.operands[1:3], select, strict=True)
+    )
     write_low, write_high = vector_writer(instruction, 0), vector_writer(instruction, 1)
 
     def run(m):
         low, high = first(m).copy(), second(m).copy()
         write_low(m, low)
         write_high(m, high)
+
     return run
 
 
-_SHORT = {"v_pk_add_u16": lambda a, b: a + b, "v_pk_sub_u16": lambda a, b: a - b, "v_pk_mul_lo_u16": lambda a, b: a * b,
-          "v_pk_lshlrev_b16": lambda a, b: b << (a & U16(15)), "v_pk_lshrrev_b16": lambda a, b: b >> (a & U16(15)),
-          "v_pk_min_u16": np.minimum, "v_pk_max_u16": np.maximum, "v_pk_mad_u16": lambda a, b, c: a * b + c}
-_SHORT_SIGNED = {"v_pk_add_i16": lambda a, b: a + b, "v_pk_sub_i16": lambda a, b: a - b, "v_pk_min_i16": np.minimum,
-                 "v_pk_max_i16": np.maximum, "v_pk_ashrrev_i16": lambda a, b: b >> (a & I16(15))}
-_SHORT_FLOAT = {"v_pk_add_f16": lambda a, b: a + b, "v_pk_mul_f16": lambda a, b: a * b, "v_pk_max_f16": np.fmax, "v_pk_min_f16": np.fmin,
-                "v_pk_fma_f16": lambda a, b, c: (a.astype(F64) * b.astype(F64) + c.astype(F64)).astype(F16)}
+_SHORT = {
+    "v_pk_add_u16": lambda a, b: a + b,
+    "v_pk_sub_u16": lambda a, b: a - b,
+    "v_pk_mul_lo_u16": lambda a, b: a * b,
+    "v_pk_lshlrev_b16": lambda a, b: b << (a & U16(15)),
+    "v_pk_lshrrev_b16": lambda a, b: b >> (a & U16(15)),
+    "v_pk_min_u16": np.minimum,
+    "v_pk_max_u16": np.maximum,
+    "v_pk_mad_u16": lambda a, b, c: a * b + c,
+}
+_SHORT_SIGNED = {
+    "v_pk_add_i16": lambda a, b: a + b,
+    "v_pk_sub_i16": lambda a, b: a - b,
+    "v_pk_min_i16": np.minimum,
+    "v_pk_max_i16": np.maximum,
+    "v_pk_ashrrev_i16": lambda a, b: b >> (a & I16(15)),
+}
+_SHORT_FLOAT = {
+    "v_pk_add_f16": lambda a, b: a + b,
+    "v_pk_mul_f16": lambda a, b: a * b,
+    "v_pk_max_f16": np.fmax,
+    "v_pk_min_f16": np.fmin,
+    "v_pk_fma_f16": lambda a, b, c: (a.astype(F64) * b.astype(F64) + c.astype(F64)).astype(F16),
+}
 _SHORT_TYPES = {**dict.fromkeys(_SHORT, U16), **dict.fromkeys(_SHORT_SIGNED, I16), **dict.fromkeys(_SHORT_FLOAT, F16)}
 
 
@@ -65,8 +90,16 @@ def _short_pair(instruction: Instruction):
     operate = {**_SHORT, **_SHORT_SIGNED, **_SHORT_FLOAT}[name]
     plans = []
     for select, default, negate in (("op_sel", 0, "neg_lo"), ("op_sel_hi", 1, "neg_hi")):
-        plans.append(list(zip([_half_source(operand, kind) for operand in instruction.operands[1:]], instruction.flags(select, count, default),
-                              instruction.flags(negate, count, 0), strict=True)))
+        plans.append(
+            list(
+                zip(
+                    [_half_source(operand, kind) for operand in instruction.operands[1:]],
+                    instruction.flags(select, count, default),
+                    instruction.flags(negate, count, 0),
+                    strict=True,
+                )
+            )
+        )
     write = vector_writer(instruction)
 
     def run(m):
@@ -75,6 +108,7 @@ def _short_pair(instruction: Instruction):
             values = [np.negative(read(m, half)) if negative else read(m, half) for read, half, negative in plan]
             results.append(np.ascontiguousarray(operate(*values)).view(U16).astype(U32))
         write(m, results[0] | (results[1] << U32(16)))
+
     return run
 
 
@@ -102,6 +136,7 @@ def _dot2(instruction: Instruction):
     def run(m):
         (a0, a1), (b0, b1) = parts(a(m)), parts(b(m))
         write(m, (a0 * b0 + a1 * b1 + c(m).view(F32).astype(F64)).astype(F32).view(U32))
+
     return run
 
 
@@ -109,7 +144,9 @@ def _dot2(instruction: Instruction):
 def _pack(instruction: Instruction):
     """Two halves as they are; op_sel picks high halves."""
     select, write = instruction.flags("op_sel", 2, 0), vector_writer(instruction)
-    halves = [_mixed_source(operand, True, half) for operand, half in zip(instruction.operands[1:3], select, strict=True)]
+    halves = [
+        _mixed_source(operand, True, half) for operand, half in zip(instruction.operands[1:3], select, strict=True)
+    ]
     bits = [lambda m, read=read: read(m).astype(F16).view(U16).astype(U32) for read in halves]
     return lambda m: write(m, bits[0](m) | (bits[1](m) << U32(16)))
 
@@ -124,15 +161,18 @@ def _mixed_source(operand, is_half: bool, high: int):
     else:
         raw = raw_reader(operand)
         if is_half:
+
             def read(m):
                 return np.ascontiguousarray((raw(m) >> U32(16 * high)).astype(U16)).view(F16).astype(F32)
         else:
+
             def read(m):
                 return raw(m).view(F32)
 
     def signed(m):
         value = np.abs(read(m)) if operand.absolute else read(m)
         return np.negative(value) if operand.negate else value
+
     return signed
 
 
@@ -140,8 +180,10 @@ def _mixed_source(operand, is_half: bool, high: int):
 def _mixed(instruction: Instruction):
     """fp32 fma whose sources may be halves: op_sel_hi says which are, op_sel which half."""
     is_half, high = instruction.flags("op_sel_hi", 3, 0), instruction.flags("op_sel", 3, 0)
-    a, b, c = (_mixed_source(operand, bool(half), place) for operand, half, place in
-               zip(instruction.operands[1:4], is_half, high, strict=True))
+    a, b, c = (
+        _mixed_source(operand, bool(half), place)
+        for operand, half, place in zip(instruction.operands[1:4], is_half, high, strict=True)
+    )
     write, register = vector_writer(instruction), instruction.operands[0].position
     if instruction.opcode == "v_fma_mix_f32":
         return lambda m: write(m, fused(a(m), b(m), c(m)).view(U32))
@@ -152,4 +194,5 @@ def _mixed(instruction: Instruction):
         exact = a(m).astype(F64) * b(m).astype(F64) + c(m).astype(F64)
         half = exact.astype(F16).view(U16).astype(U32)
         write(m, (m.vector[register][m.rows] & keep) | (half << shift))
+
     return run

@@ -46,8 +46,23 @@ def program_of(path: str, code: CodeObject, kernel: str) -> list[Instruction]:
 
 
 _MEMORY = {"offset", "offset0", "offset1", "offen", "sc0", "sc1", "nt", "idxen", "lds"}
-_LANE_MOVES = {"quad_perm", "row_shl", "row_shr", "row_ror", "row_mirror", "row_half_mirror", "row_bcast", "row_newbcast", "wave_shl",
-               "wave_shr", "wave_rol", "wave_ror", "row_mask", "bank_mask", "bound_ctrl"}
+_LANE_MOVES = {
+    "quad_perm",
+    "row_shl",
+    "row_shr",
+    "row_ror",
+    "row_mirror",
+    "row_half_mirror",
+    "row_bcast",
+    "row_newbcast",
+    "wave_shl",
+    "wave_shr",
+    "wave_rol",
+    "wave_ror",
+    "row_mask",
+    "bank_mask",
+    "bound_ctrl",
+}
 _SELECTIONS = {"dst_sel", "dst_unused", "src0_sel", "src1_sel"}
 _RESULT = {"clamp", "mul", "div"}
 _HALVES = {"op_sel", "op_sel_hi", "neg_lo", "neg_hi"}
@@ -59,7 +74,9 @@ def _check_modifiers(instruction: Instruction) -> None:
     if name.startswith(("global_", "flat_", "buffer_", "ds_", "s_load", "s_buffer")):
         known = _MEMORY
     else:
-        known = (_LANE_MOVES if instruction.name.endswith("_dpp") else set()) | (_SELECTIONS if instruction.name.endswith("_sdwa") else set())
+        known = (_LANE_MOVES if instruction.name.endswith("_dpp") else set()) | (
+            _SELECTIONS if instruction.name.endswith("_sdwa") else set()
+        )
         known = known | (_HALVES if name.startswith(("v_pk_", "v_pack_", "v_fma_mix", "v_dot2")) else set())
         known = known | (_RESULT if instruction.result_modified else set())
         known = known | ({"cbsz", "abid", "blgp"} if name.startswith("v_mfma") else set()) | {"raw"}
@@ -86,4 +103,5 @@ def _bind(instruction: Instruction, info: KernelInfo):
 
     def raise_fault(m):
         raise kind(what)
+
     return raise_fault

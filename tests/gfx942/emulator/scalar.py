@@ -57,7 +57,10 @@ _BINARY = {
     "s_sub_i32": (lambda a, b: a - b, _sub_overflow),
     "s_mul_i32": (lambda a, b: a * b, None),
     "s_mul_hi_u32": (lambda a, b: ((a.astype(U64) * b.astype(U64)) >> U64(32)).astype(U32), None),
-    "s_mul_hi_i32": (lambda a, b: ((_signed(a).astype(I64) * _signed(b).astype(I64)) >> I64(32)).astype(I32).view(U32), None),
+    "s_mul_hi_i32": (
+        lambda a, b: ((_signed(a).astype(I64) * _signed(b).astype(I64)) >> I64(32)).astype(I32).view(U32),
+        None,
+    ),
     "s_and_b32": (lambda a, b: a & b, _nonzero),
     "s_or_b32": (lambda a, b: a | b, _nonzero),
     "s_xor_b32": (lambda a, b: a ^ b, _nonzero),
@@ -80,8 +83,13 @@ _BINARY = {
     "s_pack_ll_b32_b16": (lambda a, b: (a & U32(0xFFFF)) | (b << U32(16)), None),
     "s_pack_lh_b32_b16": (lambda a, b: (a & U32(0xFFFF)) | (b & U32(0xFFFF0000)), None),
     "s_pack_hh_b32_b16": (lambda a, b: (a >> U32(16)) | (b & U32(0xFFFF0000)), None),
-    **{f"s_lshl{n}_add_u32": (lambda a, b, n=n: (a << U32(n)) + b,
-                              lambda a, b, r, n=n: ((a.astype(U64) << U64(n)) + b.astype(U64)) >> U64(32) != 0) for n in (1, 2, 3, 4)},
+    **{
+        f"s_lshl{n}_add_u32": (
+            lambda a, b, n=n: (a << U32(n)) + b,
+            lambda a, b, r, n=n: ((a.astype(U64) << U64(n)) + b.astype(U64)) >> U64(32) != 0,
+        )
+        for n in (1, 2, 3, 4)
+    },
 }
 
 
@@ -97,29 +105,42 @@ def _binary(instruction: Instruction):
         if condition is not None:
             m.scc[m.rows] = condition(a, b, value)
         m.write_scalar(index, value)
+
     return run
 
 
 @opcode("s_addc_u32", "s_subb_u32")
 def _with_carry(instruction: Instruction):
     target, first, second = instruction.operands
-    a_of, b_of, index, add = scalar_reader(first), scalar_reader(second), target.index, instruction.opcode == "s_addc_u32"
+    a_of, b_of, index, add = (
+        scalar_reader(first),
+        scalar_reader(second),
+        target.index,
+        instruction.opcode == "s_addc_u32",
+    )
 
     def run(m):
         a, b, carry = a_of(m).astype(I64), b_of(m).astype(I64), m.scc[m.rows]
         total = a + b + carry if add else a - b - carry
         m.scc[m.rows] = (total >> 32) != 0
         m.write_scalar(index, (total & 0xFFFFFFFF).astype(U32))
+
     return run
 
 
 _WIDE = {
-    "s_and_b64": lambda a, b: a & b, "s_or_b64": lambda a, b: a | b, "s_xor_b64": lambda a, b: a ^ b,
-    "s_andn2_b64": lambda a, b: a & ~b, "s_orn2_b64": lambda a, b: a | ~b, "s_nand_b64": lambda a, b: ~(a & b),
-    "s_nor_b64": lambda a, b: ~(a | b), "s_xnor_b64": lambda a, b: ~(a ^ b),
+    "s_and_b64": lambda a, b: a & b,
+    "s_or_b64": lambda a, b: a | b,
+    "s_xor_b64": lambda a, b: a ^ b,
+    "s_andn2_b64": lambda a, b: a & ~b,
+    "s_orn2_b64": lambda a, b: a | ~b,
+    "s_nand_b64": lambda a, b: ~(a & b),
+    "s_nor_b64": lambda a, b: ~(a | b),
+    "s_xnor_b64": lambda a, b: ~(a ^ b),
 }
 _WIDE_SHIFTS = {
-    "s_lshl_b64": lambda a, n: a << n, "s_lshr_b64": lambda a, n: a >> n,
+    "s_lshl_b64": lambda a, n: a << n,
+    "s_lshr_b64": lambda a, n: a >> n,
     "s_ashr_i64": lambda a, n: (a.view(I64) >> n.view(I64)).view(U64),
 }
 
@@ -140,6 +161,7 @@ def _wide(instruction: Instruction):
         value = operate(a_of(m), b_of(m))
         m.scc[m.rows] = value != 0
         m.write_scalar64(index, value)
+
     return run
 
 
@@ -151,6 +173,7 @@ def _bfm64(instruction: Instruction):
     def run(m):
         width, offset = (a_of(m) & U32(63)).astype(U64), (b_of(m) & U32(63)).astype(U64)
         m.write_scalar64(target.index, ((U64(1) << width) - U64(1)) << offset)
+
     return run
 
 
@@ -164,11 +187,12 @@ def _bfe64(instruction: Instruction):
         offset = (control & U32(63)).astype(U64)
         width = np.minimum((control >> U32(16) & U32(127)).astype(U64), U64(64) - offset)
         up = U64(64) - width
-        value = ((a_of(m) >> offset) << (up & U64(63)))
+        value = (a_of(m) >> offset) << (up & U64(63))
         value = (value.view(I64) >> (up & U64(63)).view(I64)).view(U64) if is_signed else value >> (up & U64(63))
         value = np.where(width == 0, U64(0), value)
         m.scc[m.rows] = value != 0
         m.write_scalar64(target.index, value)
+
     return run
 
 
@@ -222,10 +246,18 @@ def _with_constant(instruction: Instruction):
             total = before + constant
             m.scc[m.rows] = _add_overflow(before, constant, total)
             m.write_scalar(target.index, total)
+
     return run
 
 
-_COMPARE = {"eq": np.equal, "lg": np.not_equal, "gt": np.greater, "ge": np.greater_equal, "lt": np.less, "le": np.less_equal}
+_COMPARE = {
+    "eq": np.equal,
+    "lg": np.not_equal,
+    "gt": np.greater,
+    "ge": np.greater_equal,
+    "lt": np.less,
+    "le": np.less_equal,
+}
 
 
 @opcode_pattern(r"s_cmp(k?)_(eq|lg|gt|ge|lt|le)_([iu])(32|64)")
@@ -245,6 +277,7 @@ def _compare(instruction: Instruction, match):
     def run(m):
         a, b = a_of(m), b_of(m)
         m.scc[m.rows] = compare(_signed(a), _signed(b)) if signed and not wide else compare(a, b)
+
     return run
 
 
@@ -255,6 +288,7 @@ def _bit_compare(instruction: Instruction):
 
     def run(m):
         m.scc[m.rows] = ((a_of(m) >> _low(b_of(m))) & U32(1)) == expected
+
     return run
 
 
@@ -267,8 +301,15 @@ def _bit_set(instruction: Instruction):
     return lambda m: m.write_scalar(target.index, own(m) & ~(U32(1) << _low(bit_of(m))))
 
 
-_SAVE_EXEC = {"and": lambda s, e: s & e, "or": lambda s, e: s | e, "xor": lambda s, e: s ^ e, "andn2": lambda s, e: s & ~e,
-              "orn2": lambda s, e: s | ~e, "andn1": lambda s, e: ~s & e, "orn1": lambda s, e: ~s | e}
+_SAVE_EXEC = {
+    "and": lambda s, e: s & e,
+    "or": lambda s, e: s | e,
+    "xor": lambda s, e: s ^ e,
+    "andn2": lambda s, e: s & ~e,
+    "orn2": lambda s, e: s | ~e,
+    "andn1": lambda s, e: ~s & e,
+    "orn1": lambda s, e: ~s | e,
+}
 
 
 @opcode_pattern(r"s_(and|or|xor|andn2|orn2|andn1|orn1)_saveexec_b64")
@@ -282,4 +323,5 @@ def _save_exec(instruction: Instruction, match):
         m.write_scalar64(target.index, before)
         m.scc[m.rows] = value != 0
         m.write_scalar64(126, value)
+
     return run

@@ -30,6 +30,7 @@ def _load(instruction: Instruction, match):
         m.counters.scalar_load_bytes += 4 * count * m.selected
         for part in range(count):
             m.write_scalar(target.index + part, np.where(inside, words[:, part], U32(0)))
+
     return run
 
 

@@ -60,6 +60,7 @@ def _unary(instruction: Instruction):
         if sets_condition:
             m.scc[m.rows] = value != 0
         m.write_scalar(target.index, value)
+
     return run
 
 
@@ -74,4 +75,5 @@ def _not_wide(instruction: Instruction):
         value = ~read(m)
         m.scc[m.rows] = value != 0
         m.write_scalar64(target.index, value)
+
     return run

@@ -39,8 +39,16 @@ def mark_segments(instructions: list[Instruction]) -> None:
 
 
 class Scheduler:
-    def __init__(self, machine: Machine, instructions: list[Instruction], scoreboard: Scoreboard, schedule: str, limit: int):
-        self.m, self.code, self.scoreboard, self.schedule, self.limit = machine, instructions, scoreboard, schedule, limit
+    def __init__(
+        self, machine: Machine, instructions: list[Instruction], scoreboard: Scoreboard, schedule: str, limit: int
+    ):
+        self.m, self.code, self.scoreboard, self.schedule, self.limit = (
+            machine,
+            instructions,
+            scoreboard,
+            schedule,
+            limit,
+        )
         self.position_of = {instruction.pc: instruction.position for instruction in instructions}
         self.at = np.zeros(machine.waves, np.int64)
         self.state = np.full(machine.waves, RUNNING)
@@ -78,9 +86,13 @@ class Scheduler:
                 continue
             waiting = states == AT_BARRIER
             if not waiting.all() or (places != places[0]).any():
-                fault = BarrierMismatch("waves " + ", ".join(
-                    f"{wave} {'ended' if state == ENDED else f'at {self.code[place - 1].pc:#x}'}"
-                    for wave, (state, place) in enumerate(zip(states, places, strict=True))))
+                fault = BarrierMismatch(
+                    "waves "
+                    + ", ".join(
+                        f"{wave} {'ended' if state == ENDED else f'at {self.code[place - 1].pc:#x}'}"
+                        for wave, (state, place) in enumerate(zip(states, places, strict=True))
+                    )
+                )
                 fault.kernel, fault.block = self.m.kernel.name, int(self.m.block[block[0]])
                 raise fault
             self.m.counters.barriers += 1

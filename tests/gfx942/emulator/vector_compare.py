@@ -7,8 +7,15 @@ from tests.gfx942.emulator.decode import Instruction
 from tests.gfx942.emulator.operands import double_reader, float_reader, integer_reader, wide_reader
 from tests.gfx942.emulator.registry import opcode_pattern
 
-_ORDERED = {"lt": np.less, "eq": np.equal, "le": np.less_equal, "gt": np.greater, "lg": lambda a, b: (a < b) | (a > b),
-            "ne": np.not_equal, "ge": np.greater_equal}
+_ORDERED = {
+    "lt": np.less,
+    "eq": np.equal,
+    "le": np.less_equal,
+    "gt": np.greater,
+    "lg": lambda a, b: (a < b) | (a > b),
+    "ne": np.not_equal,
+    "ge": np.greater_equal,
+}
 _NEGATED = {"nge": "ge", "nlg": "lg", "ngt": "gt", "nle": "le", "nlt": "lt"}
 
 
@@ -21,10 +28,13 @@ def comparison(name: str):
     if name in _NEGATED:
         inner = _ORDERED[_NEGATED[name]]
         return lambda a, b: ~inner(a, b)
-    return {"o": lambda a, b: ~(np.isnan(a) | np.isnan(b)), "u": lambda a, b: np.isnan(a) | np.isnan(b),
-            "f": lambda a, b: np.zeros(np.broadcast_shapes(a.shape, b.shape), bool),
-            "t": lambda a, b: np.ones(np.broadcast_shapes(a.shape, b.shape), bool),
-            "tru": lambda a, b: np.ones(np.broadcast_shapes(a.shape, b.shape), bool)}[name]
+    return {
+        "o": lambda a, b: ~(np.isnan(a) | np.isnan(b)),
+        "u": lambda a, b: np.isnan(a) | np.isnan(b),
+        "f": lambda a, b: np.zeros(np.broadcast_shapes(a.shape, b.shape), bool),
+        "t": lambda a, b: np.ones(np.broadcast_shapes(a.shape, b.shape), bool),
+        "tru": lambda a, b: np.ones(np.broadcast_shapes(a.shape, b.shape), bool),
+    }[name]
 
 
 def classify(value: np.ndarray, mask: np.ndarray) -> np.ndarray:
@@ -33,8 +43,18 @@ def classify(value: np.ndarray, mask: np.ndarray) -> np.ndarray:
     quiet = (bits & np.uint32(0x400000)) != 0
     zero, denormal = value == 0, (np.abs(value) < np.float32(2.0**-126)) & (value != 0)
     normal = np.isfinite(value) & ~zero & ~denormal
-    classes = [np.isnan(value) & ~quiet, np.isnan(value) & quiet, np.isneginf(value), normal & negative, denormal & negative,
-               zero & negative, zero & ~negative, denormal & ~negative, normal & ~negative, np.isposinf(value)]
+    classes = [
+        np.isnan(value) & ~quiet,
+        np.isnan(value) & quiet,
+        np.isneginf(value),
+        normal & negative,
+        denormal & negative,
+        zero & negative,
+        zero & ~negative,
+        denormal & ~negative,
+        normal & ~negative,
+        np.isposinf(value),
+    ]
     result = np.zeros(np.broadcast_shapes(value.shape, mask.shape), bool)
     for bit, member in enumerate(classes):
         result |= member & ((mask >> np.uint32(bit)) & np.uint32(1)).astype(bool)
@@ -68,6 +88,7 @@ def _compare(instruction: Instruction, match):
         m.write_mask(target, result)
         if to_exec and target != 126:
             m.write_mask(126, result)
+
     return run
 
 

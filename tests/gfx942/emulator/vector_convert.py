@@ -61,6 +61,7 @@ def _to_float(instruction: Instruction):
         def read(m):
             value = source(m) & U32(0x7FFF) if sign.absolute else source(m)
             return value ^ U32(0x8000) if sign.negate else value
+
     return lambda m: write(m, convert(read(m)))
 
 
@@ -87,5 +88,7 @@ def _to_double(instruction: Instruction):
 @opcode("v_cvt_f32_f64", "v_cvt_i32_f64", "v_cvt_u32_f64")
 def _from_double(instruction: Instruction):
     write, read = vector_writer(instruction), double_reader(instruction, 1)
-    convert = {"v_cvt_f32_f64": lambda a: a.astype(F32).view(U32), "v_cvt_i32_f64": to_i32, "v_cvt_u32_f64": to_u32}[instruction.opcode]
+    convert = {"v_cvt_f32_f64": lambda a: a.astype(F32).view(U32), "v_cvt_i32_f64": to_i32, "v_cvt_u32_f64": to_u32}[
+        instruction.opcode
+    ]
     return lambda m: write(m, convert(read(m)))

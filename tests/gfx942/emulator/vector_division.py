@@ -31,13 +31,28 @@ def _div_scale(instruction: Instruction):
         tiny_denominator = (np.abs(s1) < _TINY) & (s1 != 0)
         wide_gap = _exponent_of(s2) - _exponent_of(s1) >= 96
         low_numerator = _exponent_of(s2) + 127 <= 23
-        cases = [(s1 == 0) | (s2 == 0), wide_gap, tiny_denominator, with_inverse_denormal & with_quotient_denormal, with_inverse_denormal,
-                 with_quotient_denormal, low_numerator]
-        values = [np.full_like(s0, np.nan), np.where(is_denominator, up, s0), up, np.where(is_denominator, up, s0), down,
-                  np.where(is_numerator, up, s0), up]
+        cases = [
+            (s1 == 0) | (s2 == 0),
+            wide_gap,
+            tiny_denominator,
+            with_inverse_denormal & with_quotient_denormal,
+            with_inverse_denormal,
+            with_quotient_denormal,
+            low_numerator,
+        ]
+        values = [
+            np.full_like(s0, np.nan),
+            np.where(is_denominator, up, s0),
+            up,
+            np.where(is_denominator, up, s0),
+            down,
+            np.where(is_numerator, up, s0),
+            up,
+        ]
         scaled = [False, True, False, True, False, True, False]
         write(m, np.select(cases, values, s0).astype(F32))
         m.write_mask(mask, np.select(cases, [np.full(s0.shape, flag) for flag in scaled], np.zeros(s0.shape, bool)))
+
     return run
 
 
@@ -50,13 +65,17 @@ def _div_fmas(instruction: Instruction):
         big = _exponent_of(c(m)) > 0
         scaled = np.where(big, np.ldexp(result.astype(F64), 64), np.ldexp(result.astype(F64), -64)).astype(F32)
         write(m, np.where(m.read_mask(106), scaled, result))
+
     return run
 
 
 @opcode("v_div_fixup_f32")
 def _div_fixup(instruction: Instruction):
     """Special cases of the quotient; an ordinary quotient takes the sign of numerator xor denominator."""
-    write, quotient, denominator, numerator = float_writer(instruction), *(float_reader(instruction, k) for k in (1, 2, 3))
+    write, quotient, denominator, numerator = (
+        float_writer(instruction),
+        *(float_reader(instruction, k) for k in (1, 2, 3)),
+    )
 
     def run(m):
         q, d, n = np.broadcast_arrays(quotient(m), denominator(m), numerator(m))
@@ -65,6 +84,9 @@ def _div_fixup(instruction: Instruction):
         special = np.isnan(n) | np.isnan(d) | np.isinf(n) | np.isinf(d) | (n == 0) | (d == 0)
         underflow = _exponent_of(np.ascontiguousarray(n)) - _exponent_of(np.ascontiguousarray(d)) < -150
         overflow = np.isinf(exact.astype(F32))
-        result = np.where(special | underflow | overflow, exact.astype(F32), np.copysign(q, np.where(sign, F32(-1), F32(1))))
+        result = np.where(
+            special | underflow | overflow, exact.astype(F32), np.copysign(q, np.where(sign, F32(-1), F32(1)))
+        )
         write(m, result.astype(F32))
+
     return run

@@ -108,7 +108,12 @@ def _float(instruction: Instruction):
 
 @opcode("v_fmac_f32", "v_mac_f32")
 def _accumulate(instruction: Instruction):
-    write, a, b, c = float_writer(instruction), float_reader(instruction, 1), float_reader(instruction, 2), _own_float(instruction)
+    write, a, b, c = (
+        float_writer(instruction),
+        float_reader(instruction, 1),
+        float_reader(instruction, 2),
+        _own_float(instruction),
+    )
     return lambda m: write(m, fused(a(m), b(m), c(m)))
 
 
@@ -130,9 +135,15 @@ def _exponent(instruction: Instruction):
 
 
 # fp16, low half --------------------------------------------------------------------------------------------------------
-_HALF = {"v_add_f16": lambda a, b: a + b, "v_sub_f16": lambda a, b: a - b, "v_subrev_f16": lambda a, b: b - a,
-         "v_mul_f16": lambda a, b: a * b, "v_max_f16": np.fmax, "v_min_f16": np.fmin,
-         "v_fma_f16": lambda a, b, c: (a.astype(F64) * b.astype(F64) + c.astype(F64)).astype(F16)}
+_HALF = {
+    "v_add_f16": lambda a, b: a + b,
+    "v_sub_f16": lambda a, b: a - b,
+    "v_subrev_f16": lambda a, b: b - a,
+    "v_mul_f16": lambda a, b: a * b,
+    "v_max_f16": np.fmax,
+    "v_min_f16": np.fmin,
+    "v_fma_f16": lambda a, b, c: (a.astype(F64) * b.astype(F64) + c.astype(F64)).astype(F16),
+}
 
 
 def _half_reader(instruction: Instruction, position: int):
@@ -144,6 +155,7 @@ def _half_reader(instruction: Instruction, position: int):
         value = np.ascontiguousarray(read(m).astype(U16)).view(F16)
         value = np.abs(value) if operand.absolute else value
         return np.negative(value) if operand.negate else value
+
     return typed
 
 
@@ -155,9 +167,19 @@ def _half(instruction: Instruction):
 
 
 # fp64 -----------------------------------------------------------------------------------------------------------------
-_DOUBLE = {"v_add_f64": lambda a, b: a + b, "v_mul_f64": lambda a, b: a * b, "v_max_f64": np.fmax, "v_min_f64": np.fmin,
-           "v_floor_f64": np.floor, "v_ceil_f64": np.ceil, "v_trunc_f64": np.trunc, "v_rndne_f64": np.rint,
-           "v_rcp_f64": lambda a: 1.0 / a, "v_rsq_f64": lambda a: 1.0 / np.sqrt(a), "v_sqrt_f64": np.sqrt}
+_DOUBLE = {
+    "v_add_f64": lambda a, b: a + b,
+    "v_mul_f64": lambda a, b: a * b,
+    "v_max_f64": np.fmax,
+    "v_min_f64": np.fmin,
+    "v_floor_f64": np.floor,
+    "v_ceil_f64": np.ceil,
+    "v_trunc_f64": np.trunc,
+    "v_rndne_f64": np.rint,
+    "v_rcp_f64": lambda a: 1.0 / a,
+    "v_rsq_f64": lambda a: 1.0 / np.sqrt(a),
+    "v_sqrt_f64": np.sqrt,
+}
 
 
 def fused_double(a, b, c):

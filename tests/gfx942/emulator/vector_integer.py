@@ -72,11 +72,13 @@ def _permute_bytes(a, b, selector):
 
 def _half_op(operate, signed=False):
     """16-bit operation on the low halves; the high half of the result is zero."""
+
     def run(*values):
         halves = [np.ascontiguousarray(v.astype(U16)) for v in values]
         halves = [h.view(I16) for h in halves] if signed else halves
         result = np.asarray(operate(*halves))
         return (result.astype(I16).view(U16) if signed else result.astype(U16)).astype(U32)
+
     return run
 
 
@@ -89,7 +91,9 @@ _PLAIN = {
     "v_bfrev_b32": reverse_bits,
     "v_ffbh_u32": lambda a: first_bit(a, 32, True),
     "v_ffbl_b32": lambda a: first_bit(a, 32, False),
-    "v_ffbh_i32": lambda a: np.where((a == 0) | (a == U32(0xFFFFFFFF)), U32(0xFFFFFFFF), first_bit(np.where(_s(a) < 0, ~a, a), 32, True)),
+    "v_ffbh_i32": lambda a: np.where(
+        (a == 0) | (a == U32(0xFFFFFFFF)), U32(0xFFFFFFFF), first_bit(np.where(_s(a) < 0, ~a, a), 32, True)
+    ),
     "v_add_u32": lambda a, b: a + b,
     "v_sub_u32": lambda a, b: a - b,
     "v_subrev_u32": lambda a, b: b - a,
@@ -128,14 +132,18 @@ _PLAIN = {
     "v_bfm_b32": lambda a, b: ((U32(1) << _n(a)) - U32(1)) << _n(b),
     "v_perm_b32": _permute_bytes,
     "v_alignbit_b32": lambda a, b, c: (((a.astype(U64) << U64(32)) | b.astype(U64)) >> _n(c).astype(U64)).astype(U32),
-    "v_alignbyte_b32": lambda a, b, c: (((a.astype(U64) << U64(32)) | b.astype(U64)) >> (U64(8) * (c & U32(3)).astype(U64))).astype(U32),
+    "v_alignbyte_b32": lambda a, b, c: (
+        ((a.astype(U64) << U64(32)) | b.astype(U64)) >> (U64(8) * (c & U32(3)).astype(U64))
+    ).astype(U32),
     "v_bcnt_u32_b32": lambda a, b: np.bitwise_count(a).astype(U32) + b,
     "v_min3_u32": lambda a, b, c: np.minimum(np.minimum(a, b), c),
     "v_max3_u32": lambda a, b, c: np.maximum(np.maximum(a, b), c),
     "v_med3_u32": lambda a, b, c: np.maximum(np.minimum(a, b), np.minimum(np.maximum(a, b), c)),
     "v_min3_i32": lambda a, b, c: np.minimum(np.minimum(_s(a), _s(b)), _s(c)).view(U32),
     "v_max3_i32": lambda a, b, c: np.maximum(np.maximum(_s(a), _s(b)), _s(c)).view(U32),
-    "v_med3_i32": lambda a, b, c: np.maximum(np.minimum(_s(a), _s(b)), np.minimum(np.maximum(_s(a), _s(b)), _s(c))).view(U32),
+    "v_med3_i32": lambda a, b, c: np.maximum(
+        np.minimum(_s(a), _s(b)), np.minimum(np.maximum(_s(a), _s(b)), _s(c))
+    ).view(U32),
     "v_sad_u32": lambda a, b, c: np.maximum(a, b) - np.minimum(a, b) + c,
     "v_add_u16": _half_op(lambda a, b: a + b),
     "v_sub_u16": _half_op(lambda a, b: a - b),
@@ -155,7 +163,9 @@ _PLAIN = {
 @opcode(*_PLAIN)
 def _plain(instruction: Instruction):
     operate, write = _PLAIN[instruction.opcode], vector_writer(instruction)
-    if instruction.opcode == "v_sub_u32" and "clamp" in instruction.modifiers:  # saturates: Triton's scans find the lane before by it
+    if (
+        instruction.opcode == "v_sub_u32" and "clamp" in instruction.modifiers
+    ):  # saturates: Triton's scans find the lane before by it
         instruction.result_modified = True
         operate = _subtract_to_zero
     if instruction.opcode == "v_mov_b32":
@@ -167,7 +177,11 @@ def _plain(instruction: Instruction):
 
 @opcode("v_cndmask_b32")
 def _conditional_move(instruction: Instruction):
-    write, otherwise, chosen = vector_writer(instruction), signed_bits_reader(instruction, 1), signed_bits_reader(instruction, 2)
+    write, otherwise, chosen = (
+        vector_writer(instruction),
+        signed_bits_reader(instruction, 1),
+        signed_bits_reader(instruction, 2),
+    )
     mask = mask_reader(instruction.operands[3])
     return lambda m: write(m, np.where(mask(m), chosen(m), otherwise(m)))
 
@@ -175,17 +189,30 @@ def _conditional_move(instruction: Instruction):
 # 64-bit -----------------------------------------------------------------------------------------------------------
 @opcode("v_lshl_add_u64")
 def _shift_add(instruction: Instruction):
-    write, first, shift, third = wide_writer(instruction), wide_reader(instruction, 1), integer_reader(instruction, 2), wide_reader(instruction, 3)
+    write, first, shift, third = (
+        wide_writer(instruction),
+        wide_reader(instruction, 1),
+        integer_reader(instruction, 2),
+        wide_reader(instruction, 3),
+    )
     return lambda m: write(m, (first(m) << (shift(m) & U32(7)).astype(U64)) + third(m))
 
 
-_SHIFTS = {"v_lshlrev_b64": lambda a, n: a << n, "v_lshrrev_b64": lambda a, n: a >> n,
-           "v_ashrrev_i64": lambda a, n: (a.view(I64) >> n.view(I64)).view(U64)}
+_SHIFTS = {
+    "v_lshlrev_b64": lambda a, n: a << n,
+    "v_lshrrev_b64": lambda a, n: a >> n,
+    "v_ashrrev_i64": lambda a, n: (a.view(I64) >> n.view(I64)).view(U64),
+}
 
 
 @opcode(*_SHIFTS)
 def _shift(instruction: Instruction):
-    operate, write, amount, value = _SHIFTS[instruction.opcode], wide_writer(instruction), integer_reader(instruction, 1), wide_reader(instruction, 2)
+    operate, write, amount, value = (
+        _SHIFTS[instruction.opcode],
+        wide_writer(instruction),
+        integer_reader(instruction, 1),
+        wide_reader(instruction, 2),
+    )
     return lambda m: write(m, operate(value(m), (amount(m) & U32(63)).astype(U64)))
 
 
@@ -209,6 +236,7 @@ def _multiply_add_wide(instruction: Instruction):
         if carry_out.kind == "s" and not signed:
             m.write_mask(carry_out.index, m.spread(total < product))
         write(m, total)
+
     return run
 
 
@@ -227,6 +255,7 @@ def _with_carry(instruction: Instruction):
         value = (total & 0xFFFFFFFF).astype(U32)
         m.write_mask(carry_out, m.spread((total >> 32) != 0))
         write(m, value)
+
     return run
 
 
@@ -248,17 +277,25 @@ def _read_first_lane(instruction: Instruction):
 
     def run(m):
         value = m.spread(read(m))
-        m.write_scalar(target.index, value[np.arange(m.selected), m.enabled.argmax(axis=1)])  # lane 0 where EXEC is zero
+        m.write_scalar(
+            target.index, value[np.arange(m.selected), m.enabled.argmax(axis=1)]
+        )  # lane 0 where EXEC is zero
+
     return run
 
 
 @opcode("v_readlane_b32")
 def _read_lane(instruction: Instruction):
-    target, read, lane_of = instruction.operands[0], integer_reader(instruction, 1), scalar_reader(instruction.operands[2])
+    target, read, lane_of = (
+        instruction.operands[0],
+        integer_reader(instruction, 1),
+        scalar_reader(instruction.operands[2]),
+    )
 
     def run(m):
         value = m.spread(read(m))
         m.write_scalar(target.index, value[np.arange(m.selected), np.broadcast_to(lane_of(m) & U32(63), m.selected)])
+
     return run
 
 
@@ -270,4 +307,5 @@ def _write_lane(instruction: Instruction):
     def run(m):
         rows = np.arange(m.waves)[m.rows]
         m.vector[position][rows, np.broadcast_to(lane_of(m) & U32(63), m.selected)] = value_of(m)
+
     return run

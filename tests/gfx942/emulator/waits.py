@@ -17,9 +17,13 @@ import numpy as np
 from tests.gfx942.emulator.decode import Instruction
 from tests.gfx942.emulator.faults import MissingWait, UninitialisedRegister
 
-_NO_DESTINATION = re.compile(r"(global|flat|buffer)_store_.*|ds_write.*|s_cmpk?_.*|s_bitcmp.*|s_branch|s_cbranch.*|ds_(add|sub|max|min|or|and)_[ufb]32")
+_NO_DESTINATION = re.compile(
+    r"(global|flat|buffer)_store_.*|ds_write.*|s_cmpk?_.*|s_bitcmp.*|s_branch|s_cbranch.*|ds_(add|sub|max|min|or|and)_[ufb]32"
+)
 _TWO_DESTINATIONS = re.compile(r"v_\w+_co_u32|v_mad_[ui]64_[ui]32|v_div_scale_f\d+")
-_READS_DESTINATION = re.compile(r"v_fmac_.*|v_mac_.*|s_cmov.*|s_addk.*|s_mulk.*|s_bitset.*|v_dot2c.*|v_fma_mix(lo|hi)_f16")
+_READS_DESTINATION = re.compile(
+    r"v_fmac_.*|v_mac_.*|s_cmov.*|s_addk.*|s_mulk.*|s_bitset.*|v_dot2c.*|v_fma_mix(lo|hi)_f16"
+)
 _PARTIAL = re.compile(r".*_d16(_hi)?|v_writelane_b32|v_fma_mix(lo|hi)_f16")
 
 
@@ -27,15 +31,23 @@ _PARTIAL = re.compile(r".*_d16(_hi)?|v_writelane_b32|v_fma_mix(lo|hi)_f16")
 def _traits(name: str):
     """What an opcode's name says: destinations, whether it reads its destination, partial, counter, writes LDS, hands marks on."""
     destinations = 0 if _NO_DESTINATION.fullmatch(name) else 2 if _TWO_DESTINATIONS.fullmatch(name) else 1
-    return (destinations, bool(_READS_DESTINATION.fullmatch(name)), bool(_PARTIAL.fullmatch(name)), _counter(name),
-            bool(_WRITES_LDS.match(name)), name.startswith(("v_", "s_")) and not name.startswith(_SINKS))
+    return (
+        destinations,
+        bool(_READS_DESTINATION.fullmatch(name)),
+        bool(_PARTIAL.fullmatch(name)),
+        _counter(name),
+        bool(_WRITES_LDS.match(name)),
+        name.startswith(("v_", "s_")) and not name.startswith(_SINKS),
+    )
 
 
 def classify(instruction: Instruction) -> None:
     """Fill what the scoreboard needs."""
     name, operands = instruction.opcode, instruction.operands
     count, reads_destination, partial, instruction.counter, instruction.writes_lds, arithmetic = _traits(name)
-    if ("_atomic_" in name and "sc0" not in instruction.modifiers) or (name.startswith("v_cmpx") and len(operands) == 2):
+    if ("_atomic_" in name and "sc0" not in instruction.modifiers) or (
+        name.startswith("v_cmpx") and len(operands) == 2
+    ):
         count = 0
     writes = [register for operand in operands[:count] for register in operand.registers()]
     reads = [register for operand in operands[count:] for register in operand.registers()]
@@ -45,7 +57,11 @@ def classify(instruction: Instruction) -> None:
     instruction.writes, instruction.reads = tuple(dict.fromkeys(writes)), tuple(dict.fromkeys(reads))
     instruction.touches = frozenset(writes) | frozenset(reads)
     instruction.hands_on = arithmetic and bool(writes) and not instruction.partial
-    instruction.sources = tuple(_sources(instruction, part, count) for part in range(len(instruction.writes))) if instruction.hands_on else ()
+    instruction.sources = (
+        tuple(_sources(instruction, part, count) for part in range(len(instruction.writes)))
+        if instruction.hands_on
+        else ()
+    )
 
 
 _WRITES_LDS = re.compile(r"ds_(write|add|sub|max|min|or|and)")
@@ -92,7 +108,9 @@ class Scoreboard:
         self.issued = {"vector": np.zeros(waves, np.int64), "lgkm": np.zeros(waves, np.int64)}
         self.done = {"vector": np.zeros(waves, np.int64), "lgkm": np.zeros(waves, np.int64)}
         self.last_scalar, self.last_lds_write = np.zeros(waves, np.int64), np.zeros(waves, np.int64)
-        self.pending: dict[tuple[int, str], tuple[Instruction, np.ndarray]] = {}  # (position, counter) -> its number of issue
+        self.pending: dict[
+            tuple[int, str], tuple[Instruction, np.ndarray]
+        ] = {}  # (position, counter) -> its number of issue
         self.pending_of: dict[int, set[tuple[int, str]]] = {}  # register -> instructions
         self.unwritten = {register: np.ones(waves, bool) for register in unwritten}
         self.watched = set(unwritten)
@@ -142,8 +160,14 @@ class Scoreboard:
         if not instruction.hands_on:
             for register in instruction.reads:
                 missing = self.unwritten.get(register)
-                if missing is not None and missing[rows].any() and not (instruction.partial and register in instruction.writes):
-                    raise UninitialisedRegister(f"{register_name(register)} was never written", int(np.flatnonzero(missing[rows])[0]))
+                if (
+                    missing is not None
+                    and missing[rows].any()
+                    and not (instruction.partial and register in instruction.writes)
+                ):
+                    raise UninitialisedRegister(
+                        f"{register_name(register)} was never written", int(np.flatnonzero(missing[rows])[0])
+                    )
         marks = [self._unset(sources, rows) for sources in instruction.sources] or [None] * len(instruction.writes)
         for register, mark in zip(instruction.writes, marks, strict=True):
             self._ready(register, "overwritten", rows, instruction)
@@ -173,9 +197,15 @@ class Scoreboard:
                 continue  # results of one kind arrive in order
             late = number[rows] > self.done[key[1]][rows]
             if late.any():
-                raise MissingWait(f"{register_name(register)} is {verb} while `{load.text}` may be outstanding", int(np.flatnonzero(late)[0]))
+                raise MissingWait(
+                    f"{register_name(register)} is {verb} while `{load.text}` may be outstanding",
+                    int(np.flatnonzero(late)[0]),
+                )
 
     def at_barrier(self, rows) -> None:
         late = self.last_lds_write[rows] > self.done["lgkm"][rows]
         if late.any():
-            raise MissingWait("an LDS write may be outstanding at the barrier: s_waitcnt lgkmcnt(0) is missing", int(np.flatnonzero(late)[0]))
+            raise MissingWait(
+                "an LDS write may be outstanding at the barrier: s_waitcnt lgkmcnt(0) is missing",
+                int(np.flatnonzero(late)[0]),
+            )
