@@ -72,7 +72,7 @@ def forms(
     sizes: tuple[int, int, int, int, int], work: dict[str, float], device: torch.device, autotune: bool
 ) -> dict[str, Way]:
     """By name, the model's first; sizes: b, s, n, g, d; all of the same random numbers."""
-    from zaya_plugin.model.core_attention import PACKAGES, causal_attention, causal_backend
+    from zaya_plugin.model.core_attention import PACKAGES, causal_attention, core_attention
 
     b, s, n, g, d = sizes
     base = tuple(torch.randn(b, heads, s, d, device=device).bfloat16() for heads in (n, g, g, n))
@@ -88,7 +88,7 @@ def forms(
         found[f"{backend}, {layout}, {heads}"] = way(by_torch(layout, heads, kernel, scale), layout, heads)
     for package in PACKAGES:
         try:
-            attend = causal_backend(package)
+            attend = core_attention(package).whole
         except ValueError:
             continue  # not installed
         found[f"{package}, sbhd, grouped"] = way(lambda *qkv, attend=attend: attend(*qkv, scale), "sbhd", flat=True)

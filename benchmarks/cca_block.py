@@ -5,7 +5,7 @@
     python3 benchmarks/cca_block.py --attention            its core attention alone: torch's back ends, layouts, heads repeated, packages
     python3 benchmarks/cca_block.py --core-attention flash_attn_4        the block with that package (cluster.core_attention)
 
-`ours` is zaya_plugin.model.attention with the fused prologue in Megatron's DDP, so that weight gradients are added to fp32 main gradients; the
+`ours` is zaya_plugin.model.attention in Megatron's DDP, so that weight gradients are added to fp32 main gradients; the
 lines below it are its pieces alone. transformers' has the same weights and sdpa, and keeps fresh bf16 gradients, which is less work. Norm and
 residual are outside. `ms` is a call as Python makes it, `graph_ms` the replay of a captured graph, as the model trains, `both` forward and
 backward in one; medians of triton's do_bench, which clears L2 before each call. TFLOP/s count attention's backward as 2.5 times its forward (five
@@ -72,7 +72,6 @@ def attention_of_the_model(
         moe_ffn_hidden_size=hidden,
         params_dtype=BF16,
         bf16=True,
-        fused_cca_prologue=True,
         core_attention=core_attention,
         use_cpu_initialization=True,
     )

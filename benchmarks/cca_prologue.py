@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""CCA between projections and attention, forward and backward, beside the model's torch operations (eager and compiled) and transformers'.
+"""CCA between projections and attention, forward and backward: versions of hip_ops.cca_prologue beside transformers' modules.
 
     python3 benchmarks/cca_prologue.py                        4 sequences of 4096 tokens, ZAYA1's heads
     python3 benchmarks/cca_prologue.py --sweep --rep 60       other tiles and grids of each Triton kernel, and the best of each together; a minute
 
 Medians of triton's do_bench (which clears L2 before each call) on fresh random inputs; the copy bandwidth of the device is measured in
 the same run. Rates are by the bytes that must move: forward projected in, query, key and value out; backward their gradients and
-the queries' and keys' projections in, projected's gradient out. `operator` is the whole way through dispatch and autograd, `kernels`
-the back end's function alone, and `in a graph` that without the host. transformers' modules get projections that slice the given tensor, so that nobody's time has a
-matrix product of the projections in it. Prints a table, and one line of JSON, which it writes to benchmarks/results/<name>.json.
+the queries' and keys' projections in, projected's gradient out. `operator` includes dispatch and autograd, `kernels` is the version's
+function alone, and `in a graph` leaves out the host. transformers' modules get projections that slice the given tensor, so that no time contains a
+matrix product of the projections. Prints a table, and one line of JSON, which it writes to benchmarks/results/<name>.json.
 """
 
 from __future__ import annotations
@@ -28,8 +28,9 @@ from operator_benchmark import MI300X_BYTES_PER_S, add_options, begin, failure, 
 from torch import Tensor, nn
 
 import hip_ops
-from hip_ops import backend
-from hip_ops.triton_kernels.cca_prologue import Launch
+from hip_ops import use_kernels
+from hip_ops.cca_prologue import reference
+from hip_ops.cca_prologue.triton import Launch
 
 HEADS, GROUPS, D, ROTARY = 8, 2, 128, 64
 CHANNELS, VALUES = (HEADS + GROUPS) * D, GROUPS * D
@@ -58,7 +59,7 @@ class Inputs:
 
     @property
     def arguments(self) -> tuple:
-        """Of the back ends' functions."""
+        """Of the versions' functions."""
         return (self.projected, *self.parameters, self.rope, None, None, None, GROUPS, VALUES // 2)
 
     @property
@@ -74,23 +75,8 @@ def operator(inputs: Inputs) -> Callable:
     return lambda projected, *parameters: hip_ops.cca_prologue(projected, *parameters, inputs.rope, query_groups=GROUPS)
 
 
-def of_the_model(inputs: Inputs) -> Callable:
-    """As zaya_plugin writes it in torch operations, not compiled."""
-    cca = importlib.import_module("zaya_plugin.model.cca")
-    mix, shift = cca.mix_qk.__wrapped__, cca.shift_values.__wrapped__
-
-    def function(projected, *parameters):
-        z, current, delayed = projected.split((CHANNELS, VALUES // 2, VALUES // 2), dim=-1)
-        query, key = mix(
-            z, *parameters, inputs.angles, query_groups=GROUPS, head_dim=D, temperature_form="linear", in_fp32=True
-        )
-        return query, key, shift(current, delayed, GROUPS)
-
-    return function
-
-
 class Slice(nn.Module):
-    """Stands for a projection: takes its channels out of what was projected."""
+    """Replaces a projection: returns its channels of the projected tensor."""
 
     def __init__(self, start: int, size: int):
         super().__init__()
@@ -131,8 +117,8 @@ def of_transformers(inputs: Inputs) -> Callable:
 
 
 def kernels(name: str, inputs: Inputs) -> dict[str, Callable]:
-    """The back end's forward and backward, without dispatch and autograd."""
-    module = importlib.import_module(f"hip_ops.{name}_kernels.cca_prologue")
+    """Forward and backward of version `name`, without dispatch and autograd."""
+    module = importlib.import_module(f"hip_ops.cca_prologue.{name}")
     query, key, _, inverse_norm = module.cca_prologue(*inputs.arguments)
     *tensors, groups, delayed = inputs.arguments
     return {
@@ -144,9 +130,10 @@ def kernels(name: str, inputs: Inputs) -> dict[str, Callable]:
 
 
 def difference(function: Callable, inputs: Inputs) -> float:
-    """Largest distance of a query from the model's in fp32, of the largest query: so that what is timed is what is meant."""
+    """Largest distance of a query from the reference's in fp32, of the largest query: shows that the right thing is timed."""
     few = Inputs(2, 256, inputs.projected.device)
-    exact = of_the_model(few)(few.projected.float(), *(p.float() for p in few.parameters))[0]
+    floats = (few.projected.float(), *(p.float() for p in few.parameters))
+    exact = reference.cca_prologue(*floats, *few.arguments[len(floats) :])[0]
     return ((function(few)(few.projected, *few.parameters)[0] - exact).abs().max() / exact.abs().max()).item()
 
 
@@ -158,9 +145,8 @@ def measure(batch: int, rows: int, device: torch.device, options) -> dict:
     def enter(direction: str, name: str, make_call: Callable[[], Callable]) -> None:
         try:
             ms = milliseconds(make_call(), device, options.rep)
-        except (
-            Exception
-        ) as error:  # an anchor that is not installed, or does not run on this device, is a row of the table
+        # an anchor that is not installed, or does not run on this device, is a row of the table
+        except Exception as error:
             found[direction][name] = failure(error)
             return
         rate = inputs.bytes(direction) / ms * 1e3
@@ -186,11 +172,11 @@ def measure(batch: int, rows: int, device: torch.device, options) -> dict:
 
     errors = {}
     for name in options.backends:
-        with backend.use_backend(name):
+        with use_kernels(name):
             both(f"{name}, operator", lambda: operator(inputs))
             with contextlib.suppress(Exception):
                 errors[name] = round(difference(operator, inputs), 5)
-        if name != "torch":
+        if name in ("hip", "triton"):
             for direction in found:
                 enter(
                     direction,
@@ -204,15 +190,12 @@ def measure(batch: int, rows: int, device: torch.device, options) -> dict:
                         lambda name=name, direction=direction: graphed(lambda: kernels(name, inputs)[direction]),
                     )
     if not options.no_anchors:
-        both("model, eager", lambda: of_the_model(inputs))
         both("transformers, eager", lambda: of_transformers(inputs))
         if device.type == "cuda":
             torch._dynamo.reset()
-            compiled = {"model": torch.compile(of_the_model(inputs), dynamic=False)}
-            both("model, torch.compile", lambda: compiled["model"])
             with contextlib.suppress(ImportError):
-                compiled["transformers"] = torch.compile(of_transformers(inputs), dynamic=False)
-            both("transformers, torch.compile", lambda: compiled["transformers"])
+                compiled = torch.compile(of_transformers(inputs), dynamic=False)
+            both("transformers, torch.compile", lambda: compiled)
     summary = {"largest distance from fp32, of the largest": errors}
     for direction, figures in found.items():
         mine, theirs = (
@@ -231,7 +214,7 @@ KERNELS = ("forward", "norm", "input", "weight")
 @contextlib.contextmanager
 def launched_as(**chosen: Launch):
     """The Triton kernels named launched so."""
-    from hip_ops.triton_kernels import cca_prologue as module
+    from hip_ops.cca_prologue import triton as module
 
     others = module.launch
     with mock.patch.object(
@@ -242,7 +225,7 @@ def launched_as(**chosen: Launch):
 
 def trials(kernel: str, processors: int) -> list[Launch]:
     """What the launcher chooses, then others; `programs` of each part of a head are counted so that all are resident at a time, or in so many rounds."""
-    from hip_ops.triton_kernels.cca_prologue import launch
+    from hip_ops.cca_prologue.triton import launch
 
     def resident(count: float, part: int = D) -> int:
         return max(1, int(processors * count * part / ((HEADS + GROUPS) * D)))
@@ -304,7 +287,7 @@ def run_once(kernel: str, trial: Launch) -> None:
 
 def as_run(kernel: str, trial: Launch, inputs: Inputs) -> Launch:
     """`trial` with the stages that shared memory had room for, after it ran; norm's are not the launch's to change."""
-    from hip_ops.triton_kernels import cca_prologue as module
+    from hip_ops.cca_prologue import triton as module
 
     projected, *parameters, rope, halo, value_halo, starts, groups, delayed = inputs.arguments
     call = module.Call.of(projected, parameters[2], rope, halo, value_halo, starts, groups, delayed)
@@ -313,7 +296,7 @@ def as_run(kernel: str, trial: Launch, inputs: Inputs) -> Launch:
 
 
 def sweep(batch: int, rows: int, device: torch.device, options) -> dict:
-    """Times of the back end's forward or backward with one kernel launched otherwise, best first, and of the best of each together."""
+    """Times of Triton's forward or backward with one kernel launched otherwise, best first, and of the best of each together."""
     inputs, found, best = Inputs(batch, rows, device), {}, {}
     processors = torch.cuda.get_device_properties(device).multi_processor_count
     wanted = {kernel: trials(kernel, processors) for kernel in options.only}
@@ -362,7 +345,7 @@ def main() -> None:
     parser.add_argument(
         "--backends",
         nargs="+",
-        default=["triton"] if on_gpu else ["torch"],
+        default=["triton", "compiled"] if on_gpu else ["reference"],
         help="the first is compared with transformers",
     )
     add_options(parser, "cca_prologue")

@@ -6,7 +6,7 @@
 
 Medians of triton's do_bench (which clears L2 before each call) on fresh random inputs larger than L2. Rates are by the bytes that must move:
 of each row once in and once out, of a row of no expert once out, of maps and probs nothing. `operator` is the whole way through dispatch and
-autograd, `kernel` the back end's function alone. Everything but SwiGLU is timed as the replay of a captured graph, for the host takes longer to
+autograd, `kernel` the version's function alone. Everything but SwiGLU is timed as the replay of a captured graph, for the host takes longer to
 launch it than the device to run it; `host_ms` is what the host takes for one call.
 megatron-core is the stock `permute` and `unpermute` of its token dispatcher (not fused; with its sort, and with a given order by its gather
 alone). Prints a table and one line of JSON, which it writes to benchmarks/results/<name>.json.
@@ -31,7 +31,7 @@ from operator_benchmark import MI300X_BYTES_PER_S, add_options, begin, failure, 
 from torch import Tensor
 
 import hip_ops
-from hip_ops import backend
+from hip_ops.weighted_swiglu import reference
 
 BF16 = torch.bfloat16
 
@@ -93,9 +93,8 @@ class Figures:
             host = host_milliseconds(call, self.device)
             replayed = self.device.type == "cuda" and part != "swiglu"
             ms = milliseconds(graphed(make_call) if replayed else call, self.device, self.options.rep)
-        except (
-            Exception
-        ) as error:  # an anchor that is not installed, or does not run on this device, is a row of the table
+        # an anchor that is not installed, or does not run on this device, is a row of the table
+        except Exception as error:
             row[name] = failure(error)
             return
         row[name] = {"ms": round(ms, 4), "host_ms": round(host, 4)}
@@ -105,8 +104,8 @@ class Figures:
 
 
 def measure_sort(figures: Figures, i: Inputs) -> None:
-    for name in dict.fromkeys([*figures.options.backends, "torch"]):
-        with backend.use_backend(name):
+    for name in dict.fromkeys([*figures.options.backends, "reference"]):
+        with hip_ops.use_kernels(name):
             figures.enter("sort", "forward", name, None, lambda: lambda: hip_ops.sort_by_expert(i.ids, i.experts))
 
 
@@ -147,7 +146,7 @@ def measure_permutation(figures: Figures, i: Inputs) -> None:
         )
         both("unpermute", "megatron-core", lambda r: unpermute(r, sorted_indices, shape), rows, i.grad)
     for name in figures.options.backends:
-        with backend.use_backend(name):
+        with hip_ops.use_kernels(name):
             both("permute", f"{name}, operator", lambda t: hip_ops.permute_to_experts(t, i.order)[0], i.tokens, i.grad)
             both(
                 "permute",
@@ -175,24 +174,20 @@ def measure_permutation(figures: Figures, i: Inputs) -> None:
                     lambda r, p: hip_ops.unpermute_from_experts(r, i.order, p), [i.tokens, i.probs], (i.grad,)
                 ),
             )
-        if name != "torch":
-            kernels = importlib.import_module(f"hip_ops.{name}_kernels.expert_permutation")
-            for direction, index in (("forward", i.order.token_of_row), ("backward", i.order.row_of_token)):
-                enter(
-                    "permute",
-                    direction,
-                    f"{name}, kernel",
-                    needed,
-                    lambda k=kernels, index=index: lambda: k.gather_rows(i.tokens, index, None),
-                )
-            for direction, index in (("forward", i.order.row_of_token), ("backward", i.order.token_of_row)):
-                enter(
-                    "unpermute",
-                    direction,
-                    f"{name}, kernel",
-                    needed,
-                    lambda k=kernels, index=index: lambda: k.gather_rows(i.tokens, index, None),
-                )
+        if name != "reference":
+            kernels = importlib.import_module(f"hip_ops.expert_permutation.{name}")
+            maps = i.order[:2]
+            for part, there in (("permute", maps), ("unpermute", maps[::-1])):
+                for direction, (index, inverse) in (("forward", there), ("backward", there[::-1])):
+                    enter(
+                        part,
+                        direction,
+                        f"{name}, kernel",
+                        needed,
+                        lambda k=kernels, index=index, inverse=inverse: (
+                            lambda: k.gather_rows(i.tokens, index, inverse, None)
+                        ),
+                    )
 
 
 def measure_swiglu(figures: Figures, i: Inputs) -> None:
@@ -214,21 +209,16 @@ def measure_swiglu(figures: Figures, i: Inputs) -> None:
     if figures.device.type == "cuda":
         torch._dynamo.reset()
         both("torch.compile", torch.compile(eager_swiglu, dynamic=False))
-
-        def compiled() -> Callable:
-            from zaya_plugin.model.experts import swiglu_backward
-
-            return lambda: swiglu_backward(i.grad, i.gate_up, i.probs)
-
+        compiled = torch.compile(reference.weighted_swiglu_backward, dynamic=False)
         enter(
             "swiglu",
             "backward with the output",
-            "torch.compile, as the model",
+            "torch.compile of the reference",
             needed["backward with the output"],
-            compiled,
+            lambda: lambda: compiled(i.grad, *arguments, offsets, True),
         )
     for name in figures.options.backends:
-        with backend.use_backend(name):
+        with hip_ops.use_kernels(name):
             both(f"{name}, operator", lambda g, p: hip_ops.weighted_swiglu(g, p, offsets))
             enter(
                 "swiglu",
@@ -237,8 +227,8 @@ def measure_swiglu(figures: Figures, i: Inputs) -> None:
                 needed["backward with the output"],
                 lambda: lambda: hip_ops.weighted_swiglu_backward(i.grad, i.gate_up, i.probs, offsets),
             )
-        if name != "torch":
-            kernels = importlib.import_module(f"hip_ops.{name}_kernels.weighted_swiglu")
+        if name != "reference":
+            kernels = importlib.import_module(f"hip_ops.weighted_swiglu.{name}")
             enter(
                 "swiglu",
                 "forward",
@@ -273,10 +263,11 @@ KERNELS = ("gather", "scale_gather_backward", "swiglu", "swiglu_backward", "swig
 
 def kernel_call(kind: str, i: Inputs) -> tuple[Callable, int]:
     """A Triton function, and the rows of hidden size that it moves a token."""
-    from hip_ops.triton_kernels import expert_permutation, weighted_swiglu
+    from hip_ops.expert_permutation import triton as expert_permutation
+    from hip_ops.weighted_swiglu import triton as weighted_swiglu
 
     if kind == "gather":
-        return lambda: expert_permutation.gather_rows(i.tokens, i.order.token_of_row, None), 2
+        return lambda: expert_permutation.gather_rows(i.tokens, *i.order[:2], None), 2
     if kind == "scale_gather_backward":
         return lambda: expert_permutation.scale_gather_rows_backward(i.grad, i.tokens, i.order.token_of_row, i.probs), 3
     if kind == "swiglu":
@@ -289,14 +280,16 @@ def kernel_call(kind: str, i: Inputs) -> tuple[Callable, int]:
 
 def launched_as(kind: str, trial):
     """The Triton kernel with `trial` as tile."""
-    from hip_ops.triton_kernels import expert_permutation, weighted_swiglu
+    from hip_ops.expert_permutation import triton as expert_permutation
+    from hip_ops.weighted_swiglu import triton as weighted_swiglu
 
     module = weighted_swiglu if kind.startswith("swiglu") else expert_permutation
     return mock.patch.object(module, "launch", lambda *_, **__: trial)
 
 
 def trials(kind: str, hidden: int) -> list:
-    from hip_ops.triton_kernels import expert_permutation, weighted_swiglu
+    from hip_ops.expert_permutation import triton as expert_permutation
+    from hip_ops.weighted_swiglu import triton as weighted_swiglu
 
     if kind.startswith("swiglu"):
         default = weighted_swiglu.launch(hidden, 2, backward="backward" in kind)
@@ -350,7 +343,7 @@ def main() -> None:
     parser.add_argument(
         "--skipping", type=float, nargs="+", default=[0.0, 0.1], help="shares of the tokens that are of no expert"
     )
-    parser.add_argument("--backends", nargs="+", default=["triton", "hip"] if on_gpu else ["torch"])
+    parser.add_argument("--backends", nargs="+", default=["triton", "hip"] if on_gpu else ["reference"])
     add_options(parser, "expert_path")
     options = parser.parse_args()
     device = begin(options)

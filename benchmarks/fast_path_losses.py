@@ -3,8 +3,8 @@
 
     python benchmarks/fast_path_losses.py --results benchmarks/results data.path=data/corpus experiment=zaya1_base model.num_layers=8 ...
 
-All runs continue one first step, so that weights and data are the same. reference: torch operators alone, fp32 residual stream, no graphs. again: the same with the sequences of a step in other micro-batches, which
-changes nothing but the order of sums; its distance from the reference is the noise. fast: every fused operator and graphs (--fast). The fast path
+All runs continue one first step, so that weights and data are the same. reference: torch's operators alone, not compiled, fp32 residual stream, no graphs. again: the same with the sequences of a step in other micro-batches, which
+changes nothing but the order of sums; its distance from the reference is the noise. fast: the best version of every operator and graphs (--fast). The fast path
 follows the reference if its distance, as the mean over a window of steps, is within --times of the noise's largest.
 Writes <name>.json and <name>.png. A run that is in --work already is not repeated.
 """
@@ -20,21 +20,21 @@ from pathlib import Path
 from result_record import described, write
 from training_runs import losses, smooth, train
 
-FUSED = (
-    "fused_residual_norm",
-    "fused_cca_prologue",
-    "fused_router",
-    "fused_expert_path",
-    "fused_linear_cross_entropy",
-    "fused_muon",
-)
+from hip_ops.versions import VERSIONS
+
+
+def kernels(version: str) -> list[str]:
+    """Overrides that select `version` for every operator, also for those of a cluster's kernel_overrides."""
+    return [f"cluster.kernels={version}", *(f"cluster.kernel_overrides.{name}={version}" for name in VERSIONS)]
+
+
 REFERENCE = [
-    *(f"cluster.{name}=false" for name in FUSED),
+    *kernels("reference"),
+    "cluster.kernel_overrides.grouped_product=grouped_mm",  # the reference waits for the host in every call
     "cluster.graphs=none",
-    "cluster.grouped_gemm=torch",
     "model.residual_in_fp32=true",
 ]
-FAST = [*(f"cluster.{name}=true" for name in FUSED), "cluster.graphs=full_iteration"]
+FAST = [*kernels("auto"), "cluster.graphs=full_iteration"]
 
 
 def distances(of: list[float], reference: list[float], window: int) -> list[float]:

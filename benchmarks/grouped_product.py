@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The experts' matrix products on an accelerator: hip_ops' Triton beside torch's grouped_mm and a loop of cuBLAS products that knows the loads.
+"""The experts' matrix products on an accelerator: the versions of hip_ops.grouped_product beside a loop of cuBLAS products that knows the loads.
 
     python3 benchmarks/grouped_product.py                       32,768 and 16,384 tokens, 16 experts, 2048 -> 2 x 2048 -> 2048, bf16
     python3 benchmarks/grouped_product.py --tokens 32768 --loads late --compile
@@ -14,6 +14,9 @@ Medians of triton's do_bench. Prints a table and one line of JSON, which it writ
 from __future__ import annotations
 
 import argparse
+import functools
+import importlib
+import sys
 from collections.abc import Callable
 
 import torch
@@ -23,24 +26,8 @@ from torch import Tensor
 
 BF16 = torch.bfloat16
 LOADS = {  # shares of the experts, in thousandths
-    "late": (
-        97,
-        33,
-        30,
-        84,
-        76,
-        55,
-        45,
-        38,
-        34,
-        61,
-        64,
-        122,
-        44,
-        76,
-        68,
-        73,
-    ),  # step 90, layer 4: entropy 0.973 of the largest
+    # step 90, layer 4: entropy 0.973 of the largest
+    "late": (97, 33, 30, 84, 76, 55, 45, 38, 34, 61, 64, 122, 44, 76, 68, 73),
     "early": (11, 56, 126, 59, 18, 52, 54, 149, 23, 193, 57, 10, 67, 0, 69, 56),  # step 40, layer 1: 0.883
     "even": (1,) * 16,
 }
@@ -82,15 +69,30 @@ class Products:
         }
 
 
-def implementations(products: Products) -> dict[str, tuple[Callable, Callable]]:
-    from hip_ops.weight_gradient import add_product_
-    from zaya_plugin.model.grouped_gemm_implementations import IMPLEMENTATIONS
+def available_versions(device: torch.device) -> list[str]:
+    """Versions of hip_ops.grouped_product that pass their self-checks on `device`."""
+    from hip_ops import grouped_product, use_kernels, warm_up
+    from hip_ops.versions import VERSIONS
 
-    found = {
-        name: (each.rows, each.add_outer)
-        for name, each in IMPLEMENTATIONS.items()
-        if "outer" in each.forms and each.available(products.x.device, BF16) is None
-    }
+    found = []
+    for name in VERSIONS["grouped_product"]:
+        try:
+            with use_kernels(grouped_product=name):
+                warm_up(device, (grouped_product._rows, grouped_product._outer))
+        except ValueError as error:
+            print(error, file=sys.stderr)
+        else:
+            found.append(name)
+    return found
+
+
+def implementations(products: Products) -> dict[str, tuple[Callable, Callable]]:
+    from hip_ops.runtime.main_grad import add_product_
+
+    found = {}
+    for name in available_versions(products.x.device):
+        module = importlib.import_module(f"hip_ops.grouped_product.{name}")
+        found[name] = module.grouped_rows, functools.partial(module.grouped_outer_, accumulate=True)
     ends = products.offsets.tolist()
     borders = list(enumerate(zip([0, *ends[:-1]], ends, strict=True)))
 
@@ -130,9 +132,10 @@ def rates(products: Products, calls: dict, device: torch.device, rep: int) -> di
 
 
 def whole_experts(products: Products, names: list[str], device: torch.device, seconds: float) -> dict:
-    """Forward and backward of ExpertMLP, all `names` in turn on a device that is hot: median ms and TFLOP/s."""
+    """Forward and backward of ExpertMLP, all versions `names` in turn on a device that is hot: median ms and TFLOP/s."""
     from triton.testing import do_bench
 
+    from hip_ops import use_kernels
     from zaya_plugin.model.experts import ExpertMLP
 
     experts, tokens = len(products.offsets), len(products.x)
@@ -147,7 +150,8 @@ def whole_experts(products: Products, names: list[str], device: torch.device, se
 
     def run(name):
         x.grad = weights.grad = None
-        ExpertMLP.apply(x, weights, products.offsets, experts, True, name, *matrices).backward(products.grad_y)
+        with use_kernels(grouped_product=name):
+            ExpertMLP.apply(x, weights, products.offsets, experts, None, *matrices).backward(products.grad_y)
 
     share, times = max(1, int(1000 * seconds / 4 / len(names))), {name: [] for name in names}
     for _ in range(4):  # the first time warms up
@@ -162,8 +166,7 @@ def whole_experts(products: Products, names: list[str], device: torch.device, se
 
 def projections(tokens: int, hidden: int, device: torch.device, rep: int) -> dict:
     """ms of the weight gradients of attention's projections: as autograd and DDP made them, one product each, and as the model makes them."""
-    from hip_ops.weight_gradient import add_product_
-    from zaya_plugin.model.main_grad import add_products_
+    from hip_ops.runtime.main_grad import add_product_, add_products_
 
     sizes = {"input": (1024, 256, 128, 128), "output": (hidden,)}
     found = {}
@@ -213,7 +216,7 @@ def main() -> None:
             part = results.setdefault(f"{tokens} {load}", {})
             ways = implementations(products)
             if options.compile:
-                ways["torch compiled"] = compiled(*ways["torch"])
+                ways["grouped_mm compiled"] = compiled(*ways["grouped_mm"])
             for name, functions in ways.items():
                 try:
                     part[name] = rates(products, products.make(*functions), device, options.rep)
@@ -222,9 +225,8 @@ def main() -> None:
                         "error": f"{type(error).__name__}: {str(error).splitlines()[0][:200] if str(error) else ''}"
                     }
             if options.seconds and device.type == "cuda":
-                part["experts"] = whole_experts(
-                    products, ["auto", *(name for name in ways if name in ("torch", "triton"))], device, options.seconds
-                )
+                names = ["auto", *(name for name in ways if name in ("grouped_mm", "triton"))]
+                part["experts"] = whole_experts(products, names, device, options.seconds)
             del products
         results[f"{tokens} projections"] = projections(tokens, options.hidden, device, options.rep)
     finish(options, results, (20, 16))

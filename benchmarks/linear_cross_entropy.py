@@ -26,13 +26,17 @@ from operator_benchmark import MI300X_BYTES_PER_S, add_options, begin, failure, 
 from torch import Tensor
 
 import hip_ops
-from hip_ops import backend
-from hip_ops.linear_cross_entropy import chunk_for
-from hip_ops.reference import vocabulary_rows as reference
-from hip_ops.reference.vocabulary_exponentials import parts_of_exponentials
-from hip_ops.vocabulary_exponentials import finish_gradient, overwrite_with_exponentials
-from hip_ops.vocabulary_rows import overwrite_with_gradient, parts_for, row_statistics
-from hip_ops.weight_gradient import add_product_, scaled_product
+from hip_ops import use_kernels
+from hip_ops.linear_cross_entropy import reference
+from hip_ops.linear_cross_entropy.passes import (
+    finish_gradient,
+    overwrite_with_exponentials,
+    overwrite_with_gradient,
+    parts_for,
+    row_statistics,
+)
+from hip_ops.linear_cross_entropy.saved import chunk_for, parts_of_exponentials
+from hip_ops.runtime.main_grad import add_product_, scaled_product
 
 BF16 = torch.bfloat16
 MI300X_FLOPS_PER_S = 700e12  # of large products; for predictions
@@ -219,7 +223,7 @@ def embedding(i: Inputs, device: torch.device, options) -> dict:
 def measure(i: Inputs, device: torch.device, options) -> dict:
     found: dict = {"hip_ops": {}, "anchors": {}}
     for name in options.backends:
-        with backend.use_backend(name):
+        with use_kernels(name):
             for chunk in options.chunks:
                 title = f"{name}, promised, chunk {chunk or chunk_for(len(i.hidden), len(i.weight), 2)}"
                 found["hip_ops"][title] = entry(
@@ -242,7 +246,7 @@ def measure(i: Inputs, device: torch.device, options) -> dict:
 
 def sweep_exponentials(logits: Tensor, labels: Tensor, device: torch.device, options) -> dict:
     """Parts of other sizes than the operator's in the kernel of exponentials."""
-    from hip_ops.triton_kernels import vocabulary_exponentials as kernels
+    from hip_ops.linear_cross_entropy import triton as kernels
 
     found = {}
     for block, warps in itertools.product((1024, 2048, 4096, 8192, 16384), (1, 2, 4, 8, 16)):
@@ -265,7 +269,7 @@ def sweep_exponentials(logits: Tensor, labels: Tensor, device: torch.device, opt
 
 def sweep(i: Inputs, device: torch.device, options) -> dict:
     """Both Triton kernels on one chunk, best first."""
-    from hip_ops.triton_kernels import vocabulary_rows as kernels
+    from hip_ops.linear_cross_entropy import triton as kernels
 
     chunk, classes = options.chunk or chunk_for(len(i.hidden), len(i.weight), 2), len(i.weight)
     logits, y, mask = torch.randn(chunk, classes, device=device, dtype=BF16), i.labels[:chunk], i.mask[:chunk]
@@ -316,7 +320,7 @@ def main() -> None:
         default=[0, 4096] if on_gpu else [0, 16],
         help="tokens of a chunk; 0: as the operator chooses",
     )
-    parser.add_argument("--backends", nargs="+", default=["triton"] if on_gpu else ["torch"])
+    parser.add_argument("--backends", nargs="+", default=["triton"] if on_gpu else ["reference"])
     parser.add_argument("--no-anchors", dest="anchors", action="store_false")
     add_options(parser, "linear_cross_entropy")
     options = parser.parse_args()

@@ -27,8 +27,9 @@ from operator_benchmark import MI300X_BYTES_PER_S
 from result_record import RESULTS, described, file_part, write
 
 import hip_ops
-from hip_ops import backend, multi_tensor
-from hip_ops.matrix_batches import MatrixBatches
+from hip_ops import use_kernels
+from hip_ops.muon import multi_tensor
+from hip_ops.muon.matrix_batches import MatrixBatches
 
 LAYERS, RANKS = 40, 8
 # (rows, columns) and how many of them a layer of ZAYA1-base has: experts' gate+up and down, output, query, key, two
@@ -149,7 +150,7 @@ def measure(options, device: torch.device, shapes) -> dict:
         state = State(shapes, device, lean)
         work = {"momentum": (state.momentum, state.momentum_bytes), "update": (state.update, state.update_bytes)}
         for name in options.backends:
-            with backend.use_backend(name):
+            with use_kernels(name):
                 for part, (call, moved) in work.items():
                     kind[f"{part}, {name}"] = figures(milliseconds(call, device, options.rep), moved, copy)
         kind["momentum, torch foreach"] = figures(
@@ -159,7 +160,7 @@ def measure(options, device: torch.device, shapes) -> dict:
             milliseconds(state.foreach_update, device, options.rep), state.update_bytes, copy
         )
         for name in options.backends[:1]:
-            with backend.use_backend(name):
+            with use_kernels(name):
                 kind[f"newton_schulz, {name}"] = figures(milliseconds(state.newton_schulz, device, 2 * options.rep))
                 kind[f"whole step, {name}"] = figures(milliseconds(state.step, device, 2 * options.rep))
         del state, work
@@ -180,15 +181,11 @@ def sweep(options, device: torch.device, shapes) -> dict:
     ):
         if tile != 16 and name != "triton":
             continue
-        tiles = (
-            mock.patch("hip_ops.triton_kernels.muon.TILE_ELEMENTS", tile)
-            if name == "triton"
-            else contextlib.nullcontext()
-        )
+        tiles = mock.patch("hip_ops.muon.triton.TILE_ELEMENTS", tile) if name == "triton" else contextlib.nullcontext()
         with (
             mock.patch.multiple(multi_tensor, CHUNK_ELEMENTS=chunk, BLOCKS_PER_PROCESSOR=blocks),
             tiles,
-            backend.use_backend(name),
+            use_kernels(name),
         ):
             found[f"{name}, chunk {chunk}, {blocks} blocks a processor, {tile} elements a thread"] = {
                 "momentum": figures(milliseconds(state.momentum, device, options.rep // 3), state.momentum_bytes, copy),

@@ -20,8 +20,8 @@ import torch
 from result_record import RESULTS, described, file_part, write
 
 import hip_ops
-from hip_ops.newton_schulz_coefficients import coefficient_triples
-from hip_ops.newton_schulz_plan import default_restarts, multiply_adds
+from hip_ops.newton_schulz.coefficients import coefficient_triples
+from hip_ops.newton_schulz.plan import default_restarts, multiply_adds
 
 SHAPES = [
     (16, 2048, 4096),
@@ -34,6 +34,8 @@ SHAPES = [
     (1, 128, 2048),
     (1, 256, 256),
     (1, 17, 256),
+    (40, 1024, 2048),
+    (120, 256, 256),
 ]
 STEPS = 5
 SIMPLE = coefficient_triples("simple", STEPS)
@@ -57,6 +59,16 @@ def torch_muon(x: torch.Tensor) -> list[torch.Tensor]:
     return [_zeropower_via_newtonschulz(matrix, SIMPLE[0], STEPS, 1e-7) for matrix in x]
 
 
+def by_version(name: str) -> Callable:
+    """Ours by one version; one that does not take a shape passes it on to the next."""
+
+    def run(x: torch.Tensor) -> torch.Tensor:
+        with hip_ops.use_kernels("auto", newton_schulz=name):
+            return hip_ops.newton_schulz(x, STEPS)
+
+    return run
+
+
 def quack() -> Callable:
     from gram_newton_schulz import GramNewtonSchulz
 
@@ -77,6 +89,7 @@ def contestants(options) -> dict[str, Callable[[], Callable]]:
         "hip_ops standard bf16": {"form": "standard", "dtype": torch.bfloat16},
     }
     found = {name: (lambda kw=kw: lambda x: hip_ops.newton_schulz(x, STEPS, **kw)) for name, kw in ours.items()}
+    found |= {f"hip_ops by {name}": (lambda name=name: by_version(name)) for name in ("triton", "quack")}
     found |= {
         "torch.optim.Muon": lambda: torch_muon,
         "cuBLAS bmm": lambda: cublas,

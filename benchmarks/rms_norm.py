@@ -28,7 +28,6 @@ from operator_benchmark import MI300X_BYTES_PER_S, add_options, begin, failure, 
 from torch import Tensor
 
 import hip_ops
-from hip_ops import backend
 
 BF16, FP32 = torch.bfloat16, torch.float32
 EPS = 1e-5
@@ -131,9 +130,8 @@ def measure(work: Work, rows: int, hidden: int, device: torch.device, options) -
     def enter(direction: str, name: str, make_call: Callable[[], Callable]) -> None:
         try:
             ms = milliseconds(make_call(), device, options.rep)
-        except (
-            Exception
-        ) as error:  # an anchor that is not installed, or does not run on this device, is a row of the table
+        # an anchor that is not installed, or does not run on this device, is a row of the table
+        except Exception as error:
             found[direction][name] = failure(error)
             return
         rate = needed[direction] / ms * 1e3
@@ -154,9 +152,9 @@ def measure(work: Work, rows: int, hidden: int, device: torch.device, options) -
         for name, function in work.anchors.items():
             both(name, function)
     for name in options.backends:
-        with backend.use_backend(name):
+        with hip_ops.use_kernels(name):
             both(f"{name}, operator", ours(work))
-        if name != "torch":
+        if name != "reference":
             for direction, place in (("forward", 0), ("backward", 1)):
                 enter(direction, f"{name}, kernel", lambda name=name, place=place: kernels(work, name, inputs)[place])
     best, summary = options.backends[0], {}
@@ -171,7 +169,7 @@ def measure(work: Work, rows: int, hidden: int, device: torch.device, options) -
 @contextlib.contextmanager
 def launched_as(trial, backward: bool):
     """The Triton kernels of one direction with `trial` as tile and grid."""
-    from hip_ops.triton_kernels import rms_norm as triton_kernels
+    from hip_ops.rms_norm import triton as triton_kernels
 
     chosen = triton_kernels.launch
 
@@ -184,7 +182,7 @@ def launched_as(trial, backward: bool):
 
 def trials(work: Work, hidden: int, backward: bool) -> list:
     """Other tiles, warps, grids and stages than `launch` chooses."""
-    from hip_ops.triton_kernels.rms_norm import launch
+    from hip_ops.rms_norm.triton import launch
 
     default = launch(hidden, scaled=work.scaled, backward=backward)
     grids = (1, 2, 3, 4, 6, 8) if backward else (None, 2, 4, 8)
@@ -234,7 +232,7 @@ def main() -> None:
     parser.add_argument(
         "--backends",
         nargs="+",
-        default=["triton", "hip"] if on_gpu else ["torch"],
+        default=["triton", "hip"] if on_gpu else ["reference"],
         help="the first is compared with torch.compile",
     )
     add_options(parser, "rms_norm")

@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The router of one ZAYA1-base layer with hip_ops' kernels and as compiled functions between torch's products; forward and backward.
+"""The router of one ZAYA1-base layer with each version of hip_ops.router_mlp; forward and backward.
 
     python3 benchmarks/router.py                           16,384 tokens of 2048 channels in bf16, router of 256, 17 classes
+    python3 benchmarks/router.py --versions triton compiled reference
 
-Both are zaya_plugin.model.router in Megatron's DDP, in training, with weights' gradients in fp32 main gradients, from the normed input to routing weights,
-choice and state; `behind the down projection` is what the kernels stand for. The gradient of the input is a tensor of its own here; in a layer it
-is added to that of the experts. `ms` is a call as Python makes it, `graph_ms` the replay of a captured graph, as the model trains, `both` forward and
+The router is zaya_plugin.model.router in Megatron's DDP, in training, with weights' gradients in fp32 main gradients, from the normed input to routing
+weights, choice and state; `behind the down projection` leaves that product out. The gradient of the input is a tensor of its own here; in a layer it
+is added to that of the experts. `distance` compares a step of the first version with the reference. `ms` is a call as Python makes it, `graph_ms` the replay of a captured graph, as the model trains, `both` forward and
 backward in one; medians of triton's do_bench, which clears L2 before each call. GB/s are of what a step that keeps state and both hidden layers has to
 read and write. Prints a table and one line of JSON, which it writes to benchmarks/results/<name>.json.
 """
@@ -19,11 +20,13 @@ from forward_backward import DIRECTIONS, Way, apart, capturable_stream, cell, fl
 from operator_benchmark import add_options, begin, finish
 from torch import Tensor, nn
 
+from hip_ops import use_kernels
+
 BF16 = torch.bfloat16
 EXPERTS, BATCH = 16, 4
 
 
-def router_of_the_model(hidden: int, width: int, fused: bool, device: torch.device) -> nn.Module:
+def router_of_the_model(hidden: int, width: int, device: torch.device) -> nn.Module:
     """ZayaRouter of a layer behind the first in Megatron's DDP. Makes the process groups of one rank."""
     from zaya_plugin import patches
 
@@ -52,7 +55,6 @@ def router_of_the_model(hidden: int, width: int, fused: bool, device: torch.devi
         router_hidden_size=width,
         params_dtype=BF16,
         bf16=True,
-        fused_router=fused,
         use_cpu_initialization=True,
     )
     router = ZayaRouter(config)
@@ -79,7 +81,7 @@ def bytes_needed(tokens: int, hidden: int, width: int, whole: bool) -> dict[str,
 
 def ways_of(router: nn.Module, inputs: tuple[Tensor, Tensor], upstream: tuple[Tensor, Tensor]) -> dict[str, Way]:
     """The router, and what is behind its down projection: [s, b, h] or [s, b, r], and the state before -> weights [s, b] and state."""
-    from zaya_plugin.model.main_grad import main_grad_linear
+    from hip_ops.runtime.main_grad import main_grad_linear
 
     (x, previous), parameters = inputs, tuple(router.parameters())
     tokens, hidden, width = x.shape[0] * x.shape[1], x.shape[2], previous.shape[2]
@@ -102,19 +104,22 @@ def ways_of(router: nn.Module, inputs: tuple[Tensor, Tensor], upstream: tuple[Te
     }
 
 
-def distances(ours: dict[str, Way], plain: dict[str, Way], names: list[str]) -> dict[str, float]:
-    """Of outputs and gradients of a step, of their norm. A token that chose another class has another weight."""
-    found = []
-    for ways in (ours, plain):
-        way = ways["router"]
-        for parameter in way.parameters:
-            parameter.main_grad.zero_()
-        outputs = way.outputs()
-        torch.autograd.backward(outputs, way.upstream)
-        found.append([*outputs, *(t.grad for t in way.inputs), *(p.main_grad.clone() for p in way.parameters)])
-        way.clear()
+def step(way: Way) -> list[Tensor]:
+    """Outputs and gradients of one step."""
+    for parameter in way.parameters:
+        parameter.main_grad.zero_()
+    outputs = way.outputs()
+    torch.autograd.backward(outputs, way.upstream)
+    found = [*outputs, *(t.grad for t in way.inputs), *(p.main_grad.clone() for p in way.parameters)]
+    way.clear()
+    return found
+
+
+def distances(router: nn.Module, ours: list[Tensor], theirs: list[Tensor]) -> dict[str, float]:
+    """Of outputs and gradients of two steps, of their norm. A token that chose another class has another weight."""
+    names = [name for name, _ in router.module.named_parameters()]
     labels = ["weights", "state", "input's gradient", "gradient of the state before", *names]
-    return {label: round(apart(a, b), 6) for label, a, b in zip(labels, *found, strict=True)}
+    return {label: round(apart(a, b), 6) for label, a, b in zip(labels, ours, theirs, strict=True)}
 
 
 def measure_router(tokens: int, device: torch.device, options) -> dict:
@@ -125,30 +130,29 @@ def measure_router(tokens: int, device: torch.device, options) -> dict:
 
     inputs = random(rows, BATCH, options.hidden).requires_grad_(), random(rows, BATCH, options.width).requires_grad_()
     upstream = torch.randn(rows, BATCH, device=device), random(rows, BATCH, options.width)
-    routers = {
-        name: router_of_the_model(options.hidden, options.width, name == "hip_ops", device)
-        for name in ("hip_ops", "compiled")
-    }
-    each = {name: ways_of(router, inputs, upstream) for name, router in routers.items()}
-    ways = {
-        f"{piece}, {name}": way
-        for piece in each["hip_ops"]
-        for name, way in ((name, of[piece]) for name, of in each.items())
-    }
-    names = [name for name, _ in routers["hip_ops"].module.named_parameters()]
-    # Before any graph: a capture wants kernels compiled, and operators compared with torch.
-    found = {"distance": distances(each["hip_ops"], each["compiled"], names)}
-    found |= {f"kernels of {name}": kernels(of["router"], 16) for name, of in each.items()}
-    timed = measure(ways, device, options.rep)
-    for piece in each["hip_ops"]:
+    router = router_of_the_model(options.hidden, options.width, device)
+    ways = ways_of(router, inputs, upstream)
+    found: dict[str, dict] = {direction: {} for direction in DIRECTIONS}
+    # Before any graph: a capture needs compiled and checked kernels.
+    with use_kernels("reference"):
+        theirs = step(ways["router"])
+    for version in options.versions:
+        with use_kernels(router_mlp=version):
+            ours = step(ways["router"])
+            found.setdefault("distance", distances(router, ours, theirs))
+            found[f"kernels of {version}"] = kernels(ways["router"], 16)
+            timed = measure({f"{piece}, {version}": way for piece, way in ways.items()}, device, options.rep)
+        for direction, rows_of in timed.items():
+            found[direction] |= rows_of
+    for piece in ways:
         needed = bytes_needed(tokens, options.hidden, options.width, piece == "router")
-        for name in each:
+        for version in options.versions:
             for direction in DIRECTIONS:
-                row = timed[direction][f"{piece}, {name}"]
+                row = found[direction][f"{piece}, {version}"]
                 if cell(device) in row:
                     rate = needed[direction] / row[cell(device)] * 1e3
                     row |= {"gb_per_s": float(f"{rate / 1e9:.4g}"), "of_copy": round(rate / options.copy, 3)}
-    return timed | found
+    return found
 
 
 def main() -> None:
@@ -157,6 +161,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=16384 if on_gpu else 256)
     parser.add_argument("--hidden", type=int, default=2048 if on_gpu else 128)
     parser.add_argument("--width", type=int, default=256 if on_gpu else 64, help="of the router")
+    parser.add_argument("--versions", nargs="+", default=["triton", "compiled"] if on_gpu else ["reference"])
     add_options(parser, "router", sweep=False)
     options = parser.parse_args()
     device = begin(options)

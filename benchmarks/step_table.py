@@ -27,7 +27,7 @@ MEMORY = (
     "parallel.recompute_modules=[permute]",
     "optim.muon_momentum_dtype=bf16",
 )
-BETWEEN_DEVICES = ("parallel.nccl_ub", "parallel.reduce_by_copies")  # left out of a row on one device
+BETWEEN_DEVICES = ("parallel.nccl_ub",)  # left out of a row on one device
 
 
 @dataclass(frozen=True)
@@ -108,9 +108,8 @@ def compared(steps: dict[str, dict]) -> list[tuple[str, str, float, float, bool]
     if "short" in steps:
         beside("short", "tokens/s a device", speed["short"], 40_000)
         if anchor := steps["short"].get("anchor"):
-            beside(
-                "short", "times transformers", speed["short"] / anchor["tokens_per_s_per_device"], 1.6
-            )  # 40k to 25.0k
+            # 40k to 25.0k
+            beside("short", "times transformers", speed["short"] / anchor["tokens_per_s_per_device"], 1.6)
     if "passes" in steps and "alone" in steps:
         beside("passes", "weak scaling", speed["passes"] / speed["alone"], 0.95)
     if "long" in steps and "passes" in steps:

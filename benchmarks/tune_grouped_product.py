@@ -5,7 +5,7 @@
     python3 benchmarks/tune_grouped_product.py --write --only outer:16384      # weight gradients at 16,384 tokens; the table's other rows stay
 
 Each candidate is checked against torch before it is timed; the best few of each shape are timed again in turn on a GPU that is hot, where less
-power an operation wins. The winners go to hip_ops/triton_kernels/grouped_configs.json (or --output), with device, date and commit.
+power an operation wins. The winners go to hip_ops/grouped_product/grouped_configs.json (or --output), with device, date and commit.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from grouped_product import LOADS, offsets_of
 from result_record import commit_of
 from triton.testing import do_bench
 
-from hip_ops.architecture import architecture
-from hip_ops.reference import grouped_product as reference
-from hip_ops.triton_kernels.grouped_configs import KINDS, SHARED_MEMORY, TABLE, GroupedConfig, read_table, write_table
-from hip_ops.triton_kernels.grouped_product import grouped_outer_, grouped_rows
+from hip_ops.grouped_product import reference
+from hip_ops.grouped_product.configs import KINDS, SHARED_MEMORY, TABLE, GroupedConfig, read_table, write_table
+from hip_ops.grouped_product.triton import grouped_outer_, grouped_rows
+from hip_ops.runtime.architecture import architecture
 
 # kind, tokens, k, n: the experts' six products at 32,768 and 16,384 tokens, in order of importance
 SHAPES = [

@@ -5,7 +5,7 @@
     python3 benchmarks/tune_quack_grouped_gemm.py --tokens 32768 --loads late
 
 Products and loads are those of benchmarks/grouped_product.py; `write` is the weight gradient that is written, not added. Triton's time is the better of two,
-before each product's tiles. Prints the best tiles of each form and of all, over all loads; zaya_plugin/model/quack_grouped_gemm.py has one as TILE. Writes
+before each product's tiles. Prints the best tiles of each form and of all, over all loads; hip_ops/grouped_product/quack.py has one as TILE. Writes
 benchmarks/results/<name>.json.
 """
 
@@ -22,11 +22,9 @@ from grouped_product import LOADS, Products
 from operator_benchmark import add_options, begin, failure, finish
 from torch import Tensor
 
-from zaya_plugin.model import quack_grouped_gemm
-from zaya_plugin.model.grouped_gemm_implementations import IMPLEMENTATIONS
-from zaya_plugin.model.quack_grouped_gemm import Tile
+from hip_ops.grouped_product import quack, triton
+from hip_ops.runtime.quack import Tile
 
-QUACK = IMPLEMENTATIONS["quack"]
 # Those that quack's own tuner tries on Hopper: both ways of sharing a tile among warps.
 TILES = (
     *((m, n, False) for m, n in ((256, 128), (256, 160), (256, 192), (256, 208), (128, 256), (128, 224))),
@@ -51,13 +49,13 @@ def operands(products: Products, name: str) -> tuple[Tensor, Tensor]:
     }.get(name) or ((products.grad_y, products.inner) if name.endswith("fc2") else (products.grad_gate_up, products.x))
 
 
-def call(products: Products, name: str, implementation):
-    """One product by an implementation of the model's seam."""
+def call(products: Products, name: str, version):
+    """One product by a version of hip_ops.grouped_product, as a module."""
     a, b = operands(products, name)
     if name.split()[0] in ("forward", "dgrad"):
-        return lambda: implementation.rows(a, b, products.offsets)
+        return lambda: version.grouped_rows(a, b, products.offsets)
     total, accumulate = products.main1 if name.endswith("fc1") else products.main2, name.startswith("wgrad")
-    return lambda: implementation.add_outer(total, a, b, products.offsets, accumulate)
+    return lambda: version.grouped_outer_(total, a, b, products.offsets, accumulate)
 
 
 def exact(products: Products, name: str) -> Tensor:
@@ -86,7 +84,7 @@ def main() -> None:
     parser.set_defaults(rep=60)
     options = parser.parse_args()
     device = begin(options)
-    if reason := QUACK.available(device, torch.bfloat16):
+    if reason := quack.available(device):
         parser.error(reason)
     tiles = {
         f"{m} x {n}{' pingpong' if pingpong else ''}, {c} x {d}": Tile(m, n, pingpong, c, d)
@@ -100,17 +98,13 @@ def main() -> None:
                 rows, wanted = results.setdefault(f"{load} {name}", {}), exact(products, name)
                 rows["triton"] = {
                     "ms": round(
-                        min(
-                            milliseconds(call(products, name, IMPLEMENTATIONS["triton"]), device, options.rep)
-                            for _ in range(2)
-                        ),
-                        4,
+                        min(milliseconds(call(products, name, triton), device, options.rep) for _ in range(2)), 4
                     )
                 }
                 for title, tile in tiles.items():
-                    with mock.patch.object(quack_grouped_gemm, "TILE", tile):
+                    with mock.patch.object(quack, "TILE", tile):
                         try:
-                            run = call(products, name, QUACK)
+                            run = call(products, name, quack)
                             distance = ((result(products, name, run).float() - wanted).norm() / wanted.norm()).item()
                             rows[title] = {
                                 "ms": round(milliseconds(run, device, options.rep), 4),

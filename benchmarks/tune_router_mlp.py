@@ -3,7 +3,7 @@
 
     python3 benchmarks/tune_router_mlp.py                    16,384 tokens of ZAYA1's router of 256 in bf16; about a minute
 
-What is chosen today comes first (hip_ops/triton_kernels/router_mlp.py, `launch`). Times are of replayed graphs, medians of triton's do_bench, which clears L2 before each
+What is chosen today comes first (hip_ops/router_mlp/triton.py, `launch`). Times are of replayed graphs, medians of triton's do_bench, which clears L2 before each
 replay, with the sum over the programs' sums behind the kernel. Prints them, best first, and writes benchmarks/results/<name>.json.
 """
 
@@ -20,9 +20,9 @@ from compile_ahead import compile_ahead
 from operator_benchmark import add_options, begin, failure, finish
 from torch import Tensor
 
-from hip_ops.reference import router_mlp as reference
-from hip_ops.triton_kernels import router_mlp as kernels
-from hip_ops.triton_kernels.router_mlp import Launch
+from hip_ops.router_mlp import reference
+from hip_ops.router_mlp import triton as kernels
+from hip_ops.router_mlp.triton import Launch
 
 WIDTH, CLASSES, EPS = 256, 17, 1e-5
 DIRECTIONS = ("forward", "backward")
@@ -72,7 +72,7 @@ def inputs(rows: int, width: int, device: torch.device) -> tuple[tuple, tuple[Te
 
 
 def calls(module, given: tuple, upstream: tuple[Tensor, Tensor], kept: tuple[Tensor, ...]) -> dict[str, Callable]:
-    """By direction; kept: the forward's results, which both back ends' backward reads."""
+    """By direction; kept: the forward's results, which the backward of both versions reads."""
     (
         (_, previous, gamma, _, w_norm, w1, _, w2, _, w_out, _, _, eps, unweighted),
         (state, _, ids, hidden1, hidden2, logits, _),

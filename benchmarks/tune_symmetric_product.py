@@ -5,7 +5,7 @@
 
 Each candidate is checked against cuBLAS before it is timed, in CUDA graphs, so that launches do not count. The best few of the products
 that keep a GPU at its power limit are timed again for longer, in turn, on a GPU that is hot: there less power an operation wins. The
-winner of every kind and shape goes to hip_ops/triton_kernels/product_configs.json (or --output), with device, date and commit.
+winner of every kind and shape goes to hip_ops/newton_schulz/product_configs.json (or --output), with device, date and commit.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from compile_ahead import compile_ahead
 from result_record import commit_of
 from triton.testing import do_bench_cudagraph
 
-from hip_ops.triton_kernels.product_configs import HOPPER_SHARED_MEMORY, TABLE, ProductConfig, read_table, write_table
-from hip_ops.triton_kernels.symmetric_product import product
+from hip_ops.newton_schulz.product_configs import HOPPER_SHARED_MEMORY, TABLE, ProductConfig, read_table, write_table
+from hip_ops.newton_schulz.triton_product import product
 
 SHAPES = [
     (16, 2048, 4096),
@@ -162,9 +162,8 @@ def main() -> None:
             if not ranked:
                 continue
             (ms, best), *others = ranked
-            flops = (
-                batch * n * (n * (n if kind == "square" else m)) * (2 if kind == "update" else 1)
-            )  # symmetric products at half
+            # symmetric products at half
+            flops = batch * n * (n * (n if kind == "square" else m)) * (2 if kind == "update" else 1)
             dense = next((t for t, config in ranked if config.engine == "cublas"), None)
             print(
                 f"{kind:7}{batch:3}x({n}x{m})  {ms:.4f} ms {flops / ms / 1e9:.0f} TFLOP/s  cuBLAS {dense}  {best}",

@@ -10,6 +10,10 @@ from types import ModuleType
 
 # public name -> the module that defines it
 EXPORTS = {
+    "rms_norm": "rms_norm",
+    "affine": "rms_norm",
+    "affine_rms_norm": "rms_norm",
+    "scale_residual": "rms_norm",
     "add_rms_norm": "rms_norm",
     "scaled_residual_rms_norm": "rms_norm",
     "cca_prologue": "cca_prologue",
@@ -19,11 +23,8 @@ EXPORTS = {
     "rope_table": "cca_prologue",
     "muon_momentum_": "muon",
     "muon_update_": "muon",
-    "MatrixBatches": "matrix_batches",
-    "symmetric_product": "newton_schulz",
+    "MatrixBatches": "muon.matrix_batches",
     "newton_schulz": "newton_schulz",
-    "orthogonalize_many": "newton_schulz",
-    "matmul_add": "newton_schulz",
     "sort_by_expert": "expert_permutation",
     "permute_to_experts": "expert_permutation",
     "unpermute_from_experts": "expert_permutation",
@@ -35,10 +36,11 @@ EXPORTS = {
     "router_mlp_backward": "router_mlp",
     "linear_cross_entropy": "linear_cross_entropy",
     "add_rows_": "embedding_gradient",
-    "add_up_parts_": "parts_sum",
-    "set_backend": "backend",
-    "use_backend": "backend",
-    "warm_up": "operator",
+    "wide": "runtime.declaration",
+    "formula": "runtime.compiled",
+    "set_kernels": "runtime.selection",
+    "use_kernels": "runtime.selection",
+    "warm_up": "runtime.operator",
 }
 __all__ = list(EXPORTS)
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`python -m hip_ops build` builds the kernels ahead of their first use; `python -m hip_ops info` tells what runs where and why."""
+"""`python -m hip_ops build` builds the kernels before their first use; `python -m hip_ops info` prints which version runs where and why."""
 
 import argparse
 import logging
@@ -7,16 +7,15 @@ import sys
 
 import torch
 
-from hip_ops import backend
-from hip_ops.build import BuildError, build, prebuilt
-from hip_ops.cache import cache_folder
-from hip_ops.compilers import CompilerNotFound, check_target, default_amd_target, find_compiler
-from hip_ops.library import default_target, target_of
-from hip_ops.operator import warm_up
+from hip_ops.runtime.build import BuildError, build, prebuilt
+from hip_ops.runtime.cache import cache_folder
+from hip_ops.runtime.compilers import CompilerNotFound, check_target, default_amd_target, find_compiler
+from hip_ops.runtime.library import default_target, target_of
+from hip_ops.runtime.operator import all_operators, table
 
 ENVIRONMENT = """\
 environment:
-  HIP_OPS_BACKEND    auto (default), hip, triton or torch; one that cannot be had is an error
+  HIP_OPS_KERNELS    auto (default), hip, triton, compiled or reference; then single operators, as in auto,router_mlp=compiled
   HIP_OPS_CACHE      where libraries are kept (default: ~/.cache/hip_ops)
   HIP_OPS_ARCH       AMD architecture to build for where there is no GPU; else PYTORCH_ROCM_ARCH, else gfx942
   ROCM_PATH, CUDA_HOME   where hipcc and nvcc are looked for before PATH
@@ -45,13 +44,14 @@ def parser() -> argparse.ArgumentParser:
     builder.add_argument("--force", action="store_true", help="build although the library is in the cache")
     teller = commands.add_parser(
         "info",
-        help="the backend of every device and why, compilers, cache",
-        description="Tells for every device which backend is active and why, which compilers were found, and where the cache is.",
+        help="the version of every operator on every device and why, compilers, cache",
+        description="Prints which version of every operator runs on every device and why, which compilers were found, and where the "
+        "cache is. Exit status: 1 if a version that is asked for is not available or fails its check.",
     )
     teller.add_argument(
         "--check",
         action="store_true",
-        help="also compare every operator with torch on every device; builds the kernels where hip is active",
+        help="compare every operator with its reference on every device; builds the kernels where hip is used",
     )
     return top
 
@@ -69,52 +69,25 @@ def devices() -> list[torch.device]:
 
 
 def info(check: bool) -> int:
-    """Prints to stdout; returns 1 where an operator failed its check or a backend cannot be had."""
-    kind = (
-        f"ROCm {torch.version.hip}"
-        if torch.version.hip
-        else f"CUDA {torch.version.cuda}"
-        if torch.version.cuda
-        else "CPU only"
-    )
-    print(f"torch {torch.__version__} ({kind}), backend requested: {' '.join(dict.fromkeys(backend.requested()))}")
+    """Prints to stdout; returns 1 where a version that is asked for is not available or failed its check."""
+    kinds = (("ROCm", torch.version.hip), ("CUDA", torch.version.cuda), ("CPU", "only"))
+    print(f"torch {torch.__version__} ({next(f'{kind} {version}' for kind, version in kinds if version)})")
     failed = 0
     for device in devices():
         name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
-        try:
-            choice = backend.choose(device)
-            print(f"\n{device} ({name}): {choice.backend}\n  why: {choice.reason}")
-        except ValueError as error:
-            print(f"\n{device} ({name}): none\n  why: {error}")
-            failed = 1
-            continue
-        if not check:
-            print("  operators: not checked (add --check)")
-            continue
-        try:
-            results = warm_up(device)
-        except ValueError as error:
-            print(f"  operators: {error}")
-            failed = 1
-            continue
-        for operator, result in results.items():
-            passed = result in ("passed", "torch") or result == f"no {choice.backend} version"
-            failed |= not passed
-            print(
-                f"  {operator}: "
-                + {
-                    "passed": "agrees with torch",
-                    "torch": "torch itself",
-                    f"no {choice.backend} version": f"has no {choice.backend} version",
-                }.get(result, f"FAILED, torch runs instead. {result}")
-            )
+        print(f"\n{device} ({name}){'' if check else ', operators not checked (add --check)'}")
+        choices = {}
+        for operator in all_operators():
+            try:
+                choices[operator.name] = operator.choice(device, check)
+            except ValueError as error:
+                choices[operator.name] = f"none. {str(error).splitlines()[0]}".replace(f" of {operator.name}", "")
+                failed = 1
+            failed |= any(found != "passed" for (where, _), found in operator.results.items() if where == device)
+        print("\n".join(f"  {line}" for line in table(choices)))
     print("\ncompilers")
-    gpu_targets = {target for target in map(target_or_none, devices()) if target and target != "cpu"}
-    for target in sorted(
-        gpu_targets
-        | {default_amd_target(), "cpu"}
-        | (set() if any(t.startswith("sm_") for t in gpu_targets) else {"sm_90"})
-    ):
+    targets = {default_amd_target(), "cpu", *filter(None, map(target_or_none, devices()))}
+    for target in sorted(targets if any(target.startswith("sm_") for target in targets) else {*targets, "sm_90"}):
         try:
             compiler = find_compiler(target)
             print(f"  {target}: {compiler.program} ({compiler.version.splitlines()[0]})")

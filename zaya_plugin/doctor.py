@@ -160,7 +160,7 @@ def render(report: dict[str, Any]) -> str:
     if isinstance(kernels, str):
         lines.append(f"  {kernels}")
     else:
-        lines += [f"  {item['device']:6}{item['backend']:8}{item['reason']}" for item in kernels]
+        lines += [f"  {item['device']:6}{line}" for item in kernels for line in item["versions"]]
     lines += ["", "Patches"]
     if isinstance(patches, str):
         return "\n".join([*lines, f"  {patches}"])
@@ -266,18 +266,18 @@ def _devices() -> dict[str, Any]:
     return {"built_for": built_for, "cpu_cores": os.cpu_count(), "accelerators": accelerators}
 
 
-def _kernels() -> list[dict[str, str]]:
+def _kernels() -> list[dict[str, Any]]:
+    """By device: lines that name the versions of hip_ops' operators, or the error where one that is asked for is not available."""
     import torch
 
-    from hip_ops.backend import choose
+    from hip_ops.runtime.operator import report
 
     found = []
     for name in ["cpu"] + (["cuda"] if torch.cuda.is_available() else []):
         try:
-            choice = choose(torch.device(name))
-            found.append({"device": name, "backend": choice.backend, "reason": choice.reason})
-        except ValueError as error:  # a backend asked for by name that cannot be had
-            found.append({"device": name, "backend": "none", "reason": str(error)})
+            found.append({"device": name, "versions": report(name, check=False)})
+        except ValueError as error:
+            found.append({"device": name, "versions": [str(error)]})
     return found
 
 

@@ -12,12 +12,7 @@ from zaya_plugin.config.compose import compose
 from zaya_plugin.plan.machines import MACHINES
 
 RECORD = Path(__file__).parents[2] / "benchmarks" / "results" / "step12-h100.json"
-ALIKE = [
-    "experiment=zaya1_base",
-    "cluster.fused_linear_cross_entropy=true",
-    "cluster.fused_cca_prologue=true",
-    "data.path=none",
-]
+ALIKE = ["experiment=zaya1_base", "data.path=none"]
 PER_MICRO_BATCH = ("embedding", "norms", "projections", "prologue", "attention", "router", "experts", "head")
 
 
@@ -82,9 +77,8 @@ def test_more_layers_and_ranks(record, measured):
     assert found["attention"] == pytest.approx(40 / 12 * measured["attention"]) and found["head"] == pytest.approx(
         measured["head"]
     )
-    assert found["optimizer"] == pytest.approx(
-        40 / 12 / 8 * measured["optimizer"]
-    )  # Newton-Schulz bounds it, and has no part in the embedding
+    # Newton-Schulz bounds it, and has no part in the embedding
+    assert found["optimizer"] == pytest.approx(40 / 12 / 8 * measured["optimizer"])
     sent = 7 / 8 * 4 * 8_840_488_784  # bytes of gradients that a rank sends
     messages = 80 + 4  # as zaya_plugin.optim.layout cuts them (docs/optimizer.md)
     machine = MACHINES["h100_8"]
@@ -151,7 +145,7 @@ def test_copy_engines_take_nothing_from_the_kernels_beside_them():
     assert not expect.copies_parameters(compose(words), 8, MACHINES["mi300x_8"])  # not tried there
 
 
-def test_barriers_and_copies_of_a_record_are_no_kernels_that_slow_others_down():
+def test_copies_of_a_record_are_no_kernels_that_slow_others_down():
     def hidden(*rows):
         longest = [{"name": name, "count": 1, "ms": ms} for name, ms in rows]
         return expect.hidden_beside_kernels(
@@ -159,10 +153,7 @@ def test_barriers_and_copies_of_a_record_are_no_kernels_that_slow_others_down():
         )
 
     assert hidden(("ncclDevKernel_ReduceScatter", 8.0)) == 10.0
-    assert (
-        hidden(("Memcpy PtoP (Device -> Device)", 3.0), ("barrier_kernel", 2.0), ("ncclDevKernel_ReduceScatter", 8.0))
-        == 5.0
-    )
+    assert hidden(("Memcpy PtoP (Device -> Device)", 5.0), ("ncclDevKernel_ReduceScatter", 8.0)) == 5.0
     assert hidden(("Memcpy PtoP (Device -> Device)", 30.0)) == 0.0
 
 

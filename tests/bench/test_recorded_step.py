@@ -2,6 +2,8 @@
 """A forward and backward pass of a small model, recorded by torch's own profiler on the CPU, read back and shared out."""
 
 import json
+import re
+from math import prod
 
 import pytest
 import torch
@@ -62,7 +64,7 @@ def test_every_part_is_found_and_the_shares_add_up_to_the_step(recorded, model, 
     assert rows["gradients"]["forward_ms"] == 0 < rows["gradients"]["backward_ms"]
     assert rows["optimizer"]["ms"] == 0
     names = {row["part"]: {kernel["name"]: kernel["count"] for kernel in row["longest"]} for row in rows.values()}
-    assert names["communication"]["c10d::allreduce_"] == 3  # Megatron's loss of a table that may be cut over ranks
+    assert not names["communication"]  # of one rank
     assert names["experts"]["ExpertMLP"] == names["experts"]["ExpertMLPBackward"] == LAYERS
 
 
@@ -76,8 +78,12 @@ def test_operators_are_where_the_model_calls_them(recorded):
             found[key] = found.get(key, 0) + 1
     where = {name: {(part, backward) for n, part, backward in found if n == name} for name, _, _ in found}
     assert found["aten::gelu", "router", False] == found["aten::gelu_backward", "router", True] == 2 * LAYERS
-    assert where["aten::gelu"] == {("router", False)} and where["aten::gelu_backward"] == {("router", True)}
-    assert where["aten::baddbmm"] == {("prologue", False)} and where["BaddbmmBackward0"] == {("prologue", True)}
+    assert {part for part, _ in where["aten::gelu"]} == {"router"} and where["aten::gelu_backward"] == {
+        ("router", True)
+    }
+    assert {part for part, _ in where["aten::baddbmm"]} == {"prologue"}
+    nodes = [places for name, places in where.items() if re.search("hip_ops_cca_prologue.*Backward$", name)]
+    assert nodes == [{("prologue", True)}]
     assert where["aten::argmax"] == {("router", False)} and where["aten::sort"] == {("experts", False)}
     assert (
         where["aten::embedding"] == {("embedding", False)}
@@ -117,7 +123,7 @@ def test_the_longest_stretches_come_first_and_are_told():
 
 def test_nothing_is_left_on_the_model(recorded, model):
     for module in model.modules():
-        assert not {"forward", "_mix", "_attend", "merge_and_norm", "_postprocess"} & set(vars(module)), module
+        assert not {"forward", "_prologue", "_attend", "merge_and_norm", "_postprocess"} & set(vars(module)), module
 
 
 def test_a_wrapped_instance_method_comes_back():
@@ -134,23 +140,35 @@ def test_a_wrapped_instance_method_comes_back():
     assert owner.method is before
 
 
-def test_operations_are_those_that_torch_counts(model, make_model, batch, shape):
+def flops_of_an_addition(total, a, b, *, out_shape, **_):
+    """Of the shapes of total + a b; torch's counter knows such products only out of place."""
+    return 2 * prod(a) * b[-1]
+
+
+def test_operations_are_those_that_torch_counts(model, make_model, batch, shape, monkeypatch):
     """Forward and backward, by torch's count of matrix products; it leaves out the depthwise convolution, which is elementwise. Its
-    attention is over all pairs, where the formula takes the causal half; our loop over experts fills small groups up with rows."""
+    attention is over all pairs, where the formula takes the causal half; the reference's loop over experts fills small groups up with rows.
+    """
+    # the counter does not see into operators
+    monkeypatch.setattr("hip_ops.runtime.operator.nothing_looks", lambda: True)
+    in_place = dict.fromkeys((torch.ops.aten.baddbmm_, torch.ops.aten.addmm_), flops_of_an_addition)
     length = 256
     model = make_model(num_layers=LAYERS, moe_skip_expert=False)
     ids, positions, labels = batch(1, length)
     forced = torch.arange(length).remainder(4).view(length, 1).expand(LAYERS, -1, -1)  # 64 tokens an expert
-    with FlopCounterMode(display=False) as counter, torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+    counter = FlopCounterMode(display=False, custom_mapping=in_place)
+    with counter, torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
         loss = model(ids, positions, None, labels=labels, extra_block_kwargs={"context_mask": forced}).mean()
         forward = counter.get_total_flops()
         loss.backward()
     parts = forward_flops_by_part(shape, length)
-    depthwise = 2.0 * LAYERS * (shape.query_channels + shape.key_channels) * shape.conv_taps[0]
+    channels = shape.query_channels + shape.key_channels
+    depthwise = 2.0 * LAYERS * channels * shape.conv_taps[0]
     skip_class = 2.0 * LAYERS * shape.router_hidden_size  # this model's router scores no 17th class
     assert forward == length * (sum(parts.values()) + parts["attention"] - depthwise - skip_class)
-    # Torch has no count for its grouped product, which may make the experts' weight gradients.
-    assert counter.get_total_flops() in (3 * forward, 3 * forward - length * parts["experts"])
+    # The head and the convolutions before the q-k norm are computed again; a sum of gradients goes through both taps.
+    again = length * (parts["head"] + parts["prologue"] - depthwise) + 2 * LAYERS * channels * shape.kv_channels
+    assert counter.get_total_flops() == 3 * forward + again
 
 
 def test_a_report_of_it(recorded, shape):

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from zaya_plugin.model.core_attention import causal_attention, causal_backend
+from zaya_plugin.model.core_attention import causal_attention, core_attention
 from zaya_plugin.plan.flops import Shape, forward_flops_by_part
 
 CPU = torch.device("cpu")
@@ -29,9 +29,8 @@ def test_ours_and_transformers_compute_the_same(block):
         assert list(found[direction]) == ["ours", *(f"ours, {name}" for name in PIECES), "transformers"]
         assert all(row["ms"] > 0 and "error" not in row for row in found[direction].values()), found[direction]
     apart = found["distance"]["from transformers"]
-    assert (
-        apart.pop("linear_q.weight") < 0.2 and apart.pop("linear_k.weight") < 0.2
-    )  # little is left of a bf16 gradient behind a norm
+    # little is left of a bf16 gradient behind a norm
+    assert apart.pop("linear_q.weight") < 0.2 and apart.pop("linear_k.weight") < 0.2
     assert set(apart) == {
         "output",
         "input's gradient",
@@ -101,9 +100,9 @@ def test_an_installed_package_is_among_the_forms(script, monkeypatch):
         )
 
     monkeypatch.setitem(sys.modules, "aiter", SimpleNamespace(flash_attn_func=flash_attn_func))
-    causal_backend.cache_clear()
+    core_attention.cache_clear()
     found = script("attention_forms").measure_forms((1, 16, 4, 2, 8), dict.fromkeys(DIRECTIONS, 1e9), CPU, 1, False)
-    causal_backend.cache_clear()
+    core_attention.cache_clear()
     assert (
         found["distance from the model"]["aiter, sbhd, grouped"] == 0
         and found["backward"]["aiter, sbhd, grouped"]["ms"] > 0

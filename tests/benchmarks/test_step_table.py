@@ -34,10 +34,7 @@ def steps():
 @pytest.mark.parametrize("row", RECORDS)
 def test_each_command_is_a_recipe_that_can_run(step_table, row, devices, tmp_path):
     command = step_table.ROWS[row].command(
-        devices,
-        tmp_path,
-        "0",
-        ["parallel.nccl_ub=true", "cluster.core_attention=flash_attn_4", "parallel.reduce_by_copies=true"],
+        devices, tmp_path, "0", ["parallel.nccl_ub=true", "cluster.core_attention=flash_attn_4"]
     )
     assert command[1:5] == ["-m", "zaya_plugin.cli", "bench", "step"]
     options, output, overrides = parse(command[5:])
@@ -50,7 +47,7 @@ def test_each_command_is_a_recipe_that_can_run(step_table, row, devices, tmp_pat
         and options.optimizer == (row in ("whole", "short"))
     )
     assert recipe.nproc == recipe.cluster.gpus_per_node == world and recipe.cluster.core_attention == "flash_attn_4"
-    assert recipe.parallel.nccl_ub == recipe.parallel.reduce_by_copies == (row != "alone")
+    assert recipe.parallel.nccl_ub == (row != "alone")
     tokens = recipe.stage.global_batch_size * recipe.stage.seq_length / world
     assert tokens == (16_384 if row == "short" else 65_536)
     assert recipe.stage.seq_length == (32_768 if row == "long" else 4096)

@@ -4,6 +4,7 @@
 import json
 from importlib import metadata
 
+from hip_ops import use_kernels
 from zaya_plugin import doctor
 
 
@@ -14,7 +15,7 @@ def report(**changes):
         built_for="ROCm 6.4", cpu_cores=8, accelerators=[dict(index=0, name="MI300X", memory_gib=192, arch="gfx942")]
     )
     patches = [dict(name="a.b", reason="because", applies=False, scope="cpu", versions=">=2.6", fits=True)]
-    kernels = [dict(device="cuda", backend="hip", reason="auto")]
+    kernels = [dict(device="cuda", versions=["rms_norm    hip (kernels=auto)", "router_mlp  triton (kernels=auto)"])]
     hosts = [dict(name="zaya train", possible=True, detail="megatron.core 0.19.2")]
     parts = dict(packages=packages, hosts=hosts, problems=[], devices=devices, kernels=kernels, patches=patches)
     report = dict(zaya_plugin="0.1.0", python=python, **parts)
@@ -31,7 +32,7 @@ def test_this_environment_is_described_in_json(capsys):
     assert [host["possible"] for host in found["hosts"]][:2] == [True, True]
     assert all(set(problem) == {"name", "severity", "found", "why", "remedy"} for problem in found["problems"])
     assert found["devices"]["cpu_cores"] >= 1
-    assert {"device": "cpu", "backend": "torch", "reason": "auto"} in found["kernels"]
+    assert {"device": "cpu", "versions": ["all operators  reference (kernels=auto)"]} in found["kernels"]
     assert all(set(patch) == {"name", "reason", "applies", "scope", "versions", "fits"} for patch in found["patches"])
     assert {patch["scope"] for patch in found["patches"]} <= {"cpu", "always"}
 
@@ -39,8 +40,14 @@ def test_this_environment_is_described_in_json(capsys):
 def test_people_read_devices_and_patches():
     text = doctor.render(report())
     assert "0: MI300X, 192 GiB, gfx942" in text and "torch is built for ROCm 6.4; 8 CPU cores" in text
-    assert "  cuda  hip     auto" in text
+    assert "  cuda  rms_norm    hip (kernels=auto)\n  cuda  router_mlp  triton (kernels=auto)\n" in text
     assert "not here  a.b  (cpu, >=2.6)\n            because" in text
+
+
+def test_kernels_that_are_not_available():
+    with use_kernels("compiled"):
+        (found,) = [item["versions"] for item in doctor._kernels() if item["device"] == "cpu"]
+    assert len(found) == 1 and "is not available on cpu: torch.compile is not used on a CPU" in found[0]
 
 
 def test_what_is_missing_comes_with_the_way_to_get_it():

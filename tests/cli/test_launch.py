@@ -159,9 +159,8 @@ def test_ranks_of_an_outer_launcher_share_a_run_directory(worker_program, tmp_pa
 
 
 def test_a_port_in_use_is_named_and_a_free_one_passes(monkeypatch):
-    monkeypatch.setattr(
-        "zaya_plugin.training.datasets.find_sources", lambda recipe: None
-    )  # the port is asked about first
+    # the port is asked about first
+    monkeypatch.setattr("zaya_plugin.training.datasets.find_sources", lambda recipe: None)
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()

@@ -40,6 +40,7 @@ REFUSED = [
     ("checkpoint=3", ["checkpoint = 3", "checkpoint.<key>=<value>"]),
     ("model=null", ["a group", "model=zaya_tiny"]),
     ("model=nope", ["model=nope: no such recipe", "zaya1_base, zaya_tiny"]),
+    ("cluster.kernels=torch", ["cluster.kernels = 'torch'", "allowed: auto, hip, triton, compiled, reference"]),
     ("cluster.device=tpu", ["cluster.device = 'tpu'", "allowed: cuda, cpu"]),
     ("resume=maybe", ["resume = 'maybe'", "allowed: never, auto, must"]),
     ("model.skip_output=half", ["model.skip_output = 'half'", "allowed: zero, identity"]),
@@ -102,10 +103,12 @@ def test_open_mappings_take_keys_with_and_without_a_plus():
             "+megatron.rampup=[1,2]",
             "cluster.environment.A=false",
             "+cluster.environment.B=1e3",
+            "cluster.kernel_overrides.router_mlp=reference",
         ]
     )
     assert recipe.megatron == {"log_params_norm": True, "rampup": [1, 2]}
     assert recipe.cluster.environment == {"A": "false", "B": "1e3"}
+    assert recipe.cluster.kernel_overrides == {"router_mlp": "reference"}
     assert type(recipe.megatron) is dict and type(recipe.megatron["rampup"]) is list
 
 

@@ -94,33 +94,6 @@ IMPOSSIBLE = [
         ["stage.seq_length = 4", "two tokens back", "at least 8"],
     ),
     (["data.reset_position_ids=true"], 2, ["data.reset_position_ids", "data.packing = documents (is none)"]),
-    (
-        ["parallel.reduce_by_copies=true", "parallel.use_distributed_optimizer=false", "cluster.num_nodes=2"],
-        2,
-        [
-            "parallel.reduce_by_copies = True",
-            "parallel.use_distributed_optimizer = True (is False)",
-            "cluster.num_nodes = 1 (is 2)",
-        ],
-    ),
-    (
-        [
-            "parallel.reduce_by_copies=true",
-            "megatron.ddp_reduce_scatter_with_fp32_accumulation=true",
-            "megatron.use_megatron_fsdp=true",
-        ],
-        2,
-        [
-            "megatron.ddp_reduce_scatter_with_fp32_accumulation = false (is True)",
-            "megatron.use_megatron_fsdp = false (is True)",
-        ],
-    ),
-    (["parallel.reduce_by_copies_mib=0"], 2, ["parallel.reduce_by_copies_mib = 0", "from 1 to 1024"]),
-    (
-        ["parallel.reduce_by_copies=true", "parallel.reduce_by_copies_mib=1025"],
-        2,
-        ["parallel.reduce_by_copies_mib = 1025", "from 1 to 1024"],
-    ),
     (["parallel.nccl_ub=true"], 2, ["parallel.nccl_ub = True", "cluster.device = cuda (is cpu)"]),
     (
         ["cluster=gpu", "parallel.nccl_ub=true", "cluster.deterministic=true"],
@@ -133,14 +106,21 @@ IMPOSSIBLE = [
         ["cluster.core_attention = aiter", "cluster.device = cuda", "sdpa goes everywhere"],
     ),
     (
-        ["cluster.grouped_gemm=triton"],
+        ["cluster.kernel_overrides={router: triton}"],
         2,
-        ["cluster.grouped_gemm = triton", "cluster.device = cuda", "auto goes everywhere"],
+        ["cluster.kernel_overrides: no operator 'router'", "router_mlp"],
     ),
     (
-        ["cluster=mi300x_8", "cluster.transformer_impl=transformer_engine", "cluster.grouped_gemm=torch"],
+        ["cluster=gpu", "cluster.kernel_overrides={router_mlp: hip}"],
         2,
-        ["cluster.grouped_gemm = torch", "its own grouped linears"],
+        ["cluster.kernel_overrides.router_mlp='hip'", "Allowed: auto, triton, compiled, reference"],
+    ),
+    (["cluster.kernels=triton"], 2, ["cluster.kernels=triton", "needs an accelerator", "auto, reference, hip"]),
+    (["cluster.kernels=compiled"], 2, ["cluster.kernels=compiled", "needs an accelerator"]),
+    (
+        ["cluster.kernel_overrides={router_mlp: compiled, grouped_product: quack}"],
+        2,
+        ["cluster.kernel_overrides.router_mlp=compiled", "cluster.kernel_overrides.grouped_product=quack"],
     ),
     (
         ["cluster=mi300x_8", "cluster.transformer_impl=transformer_engine", "data.packing=documents"],
@@ -170,7 +150,6 @@ IMPOSSIBLE = [
         4,
         ["parallel.num_distributed_optimizer_instances = 2", "parallel.use_distributed_optimizer = True (is False)"],
     ),
-    (["optim.z_loss=1e-4"], 2, ["optim.z_loss = 0.0001", "cluster.fused_linear_cross_entropy = true (is false)"]),
     (["cluster.graphs=full_iteration"], 2, ["cluster.device = cpu", "cuda", "cluster.dtype = fp32", "bf16"]),
     (
         [
@@ -270,6 +249,11 @@ def test_impossible_combinations_are_named(overrides, world_size, parts):
         ["optim.lr_warmup_iters=0", "optim.lr_decay_iters=500", "optim.min_lr=2e-3"],
         ["model.num_query_groups=8", "model.rotary_percent=1.0"],
         ["master_port=65535", "megatron.log_params_norm=true"],
+        [
+            "cluster.kernels=hip",
+            "cluster.kernel_overrides={rms_norm: reference, router_mlp: auto}",
+            "optim.z_loss=1e-4",
+        ],
         ["parallel.tensor_model_parallel_size=2", "parallel.expert_model_parallel_size=2", "stage.global_batch_size=4"],
         [
             "parallel.context_parallel_size=2",

@@ -73,9 +73,8 @@ def test_sample_is_text_of_the_split_with_labels_shifted_by_one(prepared, build)
             tokens, labels = sample["tokens"].numpy(), sample["labels"].numpy()
             assert np.array_equal(tokens[1:], labels[:-1]) and sample["loss_mask"].sum() == SEQUENCE
             assert np.array_equal(sample["position_ids"].numpy(), np.arange(SEQUENCE))
-            for piece in np.split(
-                tokens, np.flatnonzero(tokens == 0) + 1
-            ):  # documents are shuffled, so whole ones only
+            # documents are shuffled, so whole ones only
+            for piece in np.split(tokens, np.flatnonzero(tokens == 0) + 1):
                 assert len(piece) == 0 or occurs(piece, stream(prepared / name))
 
 

@@ -40,7 +40,6 @@ class Recorder:
         self.traffic = Traffic() if job["traffic"] else None
         self.sent: list[dict] = []  # a step: what this rank has sent since the step before was reported
         self.memory: list[dict] = []  # a step on an accelerator: bytes held after it, and the most during it
-        self.windows: list[int] = []  # ranks of each window that gradients are reduced in
         forced = torch.load(job["forced"])["ids"] if job["forced"] else None
         self.forced = forced
 
@@ -101,23 +100,26 @@ class Recorder:
             if self.recording:  # and not when a backward pass computes the layer again
                 assert output[1].shape[0] == len(positions)
                 ids = output[1].detach().cpu()
-                self.ids.append((self.step, layer_number, self.batch, positions, ids, self.margins.cpu()))
+                self.ids.append(
+                    (self.step, layer_number, self.batch, positions, ids, self.margins.view(ids.shape).cpu())
+                )
 
         return hook
 
     def note_margins(self) -> None:
         """From now on every choice of an expert leaves behind how far the second best class was."""
-        from zaya_plugin.model import router
+        import hip_ops
 
-        choose_expert = router.choose_expert
+        router_mlp = hip_ops.router_mlp
 
-        def choose(logits, biases, **named):
-            chosen = choose_expert(logits, biases, **named)
-            best = (chosen[0].detach().float() + biases).topk(2, dim=-1).values
-            self.margins = best[..., 0] - best[..., 1]
-            return chosen
+        def choose(*arguments, **named):
+            routed, biases = router_mlp(*arguments, **named), arguments[10]
+            probabilities = routed.logits[:, : len(biases)].float().softmax(dim=-1)
+            best = (probabilities + biases).topk(2, dim=-1).values
+            self.margins = best[:, 0] - best[:, 1]
+            return routed
 
-        router.choose_expert = choose
+        hip_ops.router_mlp = choose
 
     def end_of_step(self, chunks) -> None:
         """To be called with all gradients reduced and before the optimizer runs."""
@@ -146,9 +148,8 @@ def local_gradients(chunks) -> list[tuple]:
         gradients = {}
         for buffer in (*ddp.buffers, *ddp.expert_parallel_buffers):
             for bucket in buffer.buckets:
-                grads = (
-                    bucket.grad_data * buffer.scale_gradients.factor
-                )  # the optimizer would multiply as it reads them
+                # the optimizer would multiply as it reads them
+                grads = bucket.grad_data * buffer.scale_gradients.factor
                 if ddp.ddp_config.use_distributed_optimizer:  # each rank holds the sum of its own shard alone
                     group = buffer.data_parallel_group
                     shard = grads.chunk(group.size())[group.rank()].clone()
@@ -222,7 +223,6 @@ def run(job: dict) -> None:
     validate(recipe, world)
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     patches.apply()
-    from zaya_plugin.parallel import copied_reduction
     from zaya_plugin.training import adapter
     from zaya_plugin.training.datasets import find_sources
     from zaya_plugin.training.lifecycle import Lifecycle
@@ -262,17 +262,13 @@ def run(job: dict) -> None:
                     {"step": step.step, "loss": step.loss, "seconds": step.seconds, "tokens_per_expert": counts}
                 )
 
-    open_window = copied_reduction.open_window
-    copied_reduction.open_window = lambda group, *rest: (
-        recorder.windows.append(group.size()) or open_window(group, *rest)
-    )
     forward_step = adapter.forward_step
     adapter.forward_step = lambda iterator, model, *rest: forward_step(recorder.peek(iterator), model, *rest)
     adapter._Trainer = Trainer
     with recorder.traffic or contextlib.nullcontext():
         adapter.run(recipe, find_sources(recipe), Lifecycle(recipe), Recording(recipe, rank, world, sys.stdout))
 
-    mine = {name: getattr(recorder, name) for name in ("ids", "gradients", "reported", "sent", "memory", "windows")}
+    mine = {name: getattr(recorder, name) for name in ("ids", "gradients", "reported", "sent", "memory")}
     ranks = [None] * world if rank == 0 else None
     torch.distributed.gather_object(mine, ranks)
     if rank == 0:
@@ -285,7 +281,6 @@ def run(job: dict) -> None:
             "gradients": [gradients for gradients, _ in joined],
             "sent": [r["sent"] for r in ranks],
             "memory": [r["memory"] for r in ranks],
-            "windows": [r["windows"] for r in ranks],
             "replicas": max((difference for _, difference in joined), default=0.0),
         }
         torch.save(result, job["out"])

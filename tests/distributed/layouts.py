@@ -40,14 +40,13 @@ QUICK = (
     layout("cp2", 2, cp=2),
     layout("ep2", 2, ep=2),
     layout("tp2", 2, tp=2),
-    layout(
-        "pp2", 2, "cluster.fused_residual_norm=true", pp=2
-    ),  # two layers a stage, linked; one rank runs the plain one
+    layout("pp2", 2, pp=2),
 )
 BY_NAME = {each.name: each for each in QUICK}
 
 # In `make test-all` besides.
 SLOW = (
+    layout("dp2-overlap", 2, *OVERLAP),
     layout("cp4", 4, cp=4),
     layout("cp2-contiguous", 2, "parallel.context_parallel_order=contiguous", cp=2),
     layout("ep4", 4, ep=4),
@@ -73,21 +72,7 @@ RECOMPUTED = tuple(
     Layout(f"{name}-{kind}", BY_NAME[name].ranks, (*BY_NAME[name].overrides, *overrides))
     for name in ("cp2", "ep2", "tp2", "pp2")
     for kind, overrides in (("full", FULL), ("selective", SELECTIVE))
-) + (layout("pp2-interleaved-full", 2, *FULL, pp=2, stages=2),)
-
-# The head and its loss by hip_ops, against one rank's plain ones: with the embedding on the same stage and without, the vocabulary cut, shards.
-FUSED_HEAD = tuple(
-    layout(f"{name}-head", ranks, "cluster.fused_linear_cross_entropy=true", *extra, **sizes)
-    for name, ranks, extra, sizes in (
-        ("tp2", 2, (), dict(tp=2)),
-        ("one", 1, (), {}),
-        ("dp2-overlap", 2, OVERLAP, {}),
-        ("cp2", 2, (), dict(cp=2)),
-        ("pp2", 2, (), dict(pp=2)),
-        ("pp2-interleaved-dp2-overlap", 4, OVERLAP, dict(pp=2, stages=2)),
-        ("tp2pp2-full", 4, FULL, dict(tp=2, pp=2)),
-    )
-)
+) + (layout("pp2-interleaved-full", 2, *FULL, pp=2, stages=2), layout("tp2pp2-full", 4, *FULL, tp=2, pp=2))
 
 # Several documents in a sequence, each as if it were alone; RoPE counts from its start.
 PACKED = ("data.packing=documents", "data.reset_position_ids=true")

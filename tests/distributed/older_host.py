@@ -24,9 +24,8 @@ from tests.distributed.muon_model import build_model, with_optimizer  # noqa: E4
 
 
 def main(version: str, path: str) -> None:
-    found, wanted = (
-        v.partition("+")[0] for v in (megatron.core.__version__, version)
-    )  # behind it stands the checkout's commit, which may move
+    # behind it stands the checkout's commit, which may move
+    found, wanted = (v.partition("+")[0] for v in (megatron.core.__version__, version))
     assert found == wanted, found
     torch.distributed.init_process_group("gloo")
     parallel_state.initialize_model_parallel()

@@ -7,7 +7,7 @@ import warnings
 import pytest
 
 from tests.distributed.layout_grid import COMMON, Grid
-from tests.distributed.layouts import FUSED_HEAD, PACKED, PLAIN, PLAIN_OPTIMIZER, QUICK, RECOMPUTED, SLOW, Layout
+from tests.distributed.layouts import PACKED, PLAIN, PLAIN_OPTIMIZER, QUICK, RECOMPUTED, SLOW, Layout
 from tests.distributed.packed_corpus import boundaries, short_documents
 
 LOSS, GRADIENT = 1e-5, 1e-4
@@ -82,7 +82,7 @@ def test_the_comparison_notices_what_it_is_for(grid):
 
 
 @pytest.mark.slow
-@named(SLOW + RECOMPUTED + FUSED_HEAD)
+@named(SLOW + RECOMPUTED)
 def test_a_further_layout_equals_one_rank(grid, layout):
     check(grid, layout)
 
@@ -101,7 +101,7 @@ def test_sequences_hold_several_documents_that_do_not_see_each_other(packed_grid
 
 
 @pytest.mark.slow
-@named(QUICK + SLOW + RECOMPUTED + FUSED_HEAD)
+@named(QUICK + SLOW + RECOMPUTED)
 def test_packed_documents_in_a_layout_equal_one_rank(packed_grid, layout):
     check(packed_grid, layout)
 

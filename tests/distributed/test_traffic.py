@@ -96,9 +96,8 @@ def test_experts_get_the_rows_of_their_tokens(grid):
     ranks = measured(grid, "ep2")
     # Both ranks together: how many of a rank's tokens leave is up to the router.
     sent = sum(rank["alltoall_base_"] for rank in ranks) / 2
-    row = (
-        2 * MICRO_SHAPE.hidden_size * 4 + 4
-    )  # of either rank that leaves: input with weight and output, or their gradients
+    # of either rank that leaves: input with weight and output, or their gradients
+    row = 2 * MICRO_SHAPE.hidden_size * 4 + 4
     assert sent % row == 0
     assert sent / row == pytest.approx(expected["dispatch"] / (row - 4), rel=0.15)
     rest = sum(expected.values()) - expected["dispatch"]

@@ -20,9 +20,10 @@ from pathlib import Path
 
 import tomllib
 
+from hip_ops.runtime.build import kernel_sources
 from tests.gfx942.emulator.code_object import KernelInfo, open_code_object
 from tests.gfx942.emulator.decode import function_lines
-from tests.gfx942.toolchain import SOURCES, code_object, code_objects
+from tests.gfx942.toolchain import code_object, code_objects
 
 TABLE = Path(__file__).with_name("budgets.toml")
 REGISTERS_A_LANE = 512  # of a SIMD, VGPRs and AGPRs together; given out in steps of 8
@@ -100,8 +101,8 @@ def kernels_of(source: Path) -> dict[str, tuple[Resources, Counter]]:
 
 
 def hip_kernels() -> dict[str, dict[str, tuple[Resources, Counter]]]:
-    """Source name -> kernels, for all of hip_ops/csrc."""
-    sources = sorted(SOURCES.glob("*.hip"))
+    """Source name -> kernels, for all of hip_ops."""
+    sources = kernel_sources()
     code_objects(sources)
     return {source.stem: kernels_of(source) for source in sources}
 

@@ -87,11 +87,8 @@ def test_the_loop_with_most_matrix_work_is_chosen():
         + loop("third", ["s_nop 0"] * 40)
     )
     path = assemble(assembly_kernel.HEAD + "\n".join(lines) + assembly_kernel.TAIL, "loop")
-    assert [len(found.named("v_mfma")) for found in loops(path, "snippets")] == [
-        1,
-        2,
-        0,
-    ]  # the outer loop is no innermost one
+    # the outer loop is no innermost one
+    assert [len(found.named("v_mfma")) for found in loops(path, "snippets")] == [1, 2, 0]
     assert inner_loop(path, "snippets").mfma_passes == 16
 
 

@@ -45,9 +45,8 @@ def test_structures_and_small_types_by_value():
     shape = struct.pack("<qifhxxxxxx", 2**31 - 1, -7, 2.5, -3)
     device.launch(code_object(KERNELS), "structure", 1, 1, [y, shape, np.float64(9.75), np.int16(-11), np.bool_(True)])
     assert y.read().tolist() == [2**31 - 1, -7, 2, -3, 9, -11, 1, -1]
-    device.launch(
-        code_object(KERNELS), "structure", 1, 1, [y, shape, 9.75, -11, True]
-    )  # Python numbers take the argument's size
+    # Python numbers take the argument's size
+    device.launch(code_object(KERNELS), "structure", 1, 1, [y, shape, 9.75, -11, True])
     assert y.read().tolist() == [2**31 - 1, -7, 2, -3, 9, -11, 1, -1]
 
 

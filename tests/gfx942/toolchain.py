@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Compiles .hip files for gfx942 with clang 19, as tests need them: device code object, assembly, resource remarks, host library.
 
-    code_object("rms_norm")                               hip_ops/csrc/rms_norm.hip
+    code_object("rms_norm")                               hip_ops/*/rms_norm.hip
     code_object("rms_norm", defines=["BUG_NO_SYNC"])      with a bug switched on
     code_object(Path(__file__).parent / "kernels/x.hip")  any other file
 
@@ -24,8 +24,10 @@ from pathlib import Path
 
 import pytest
 
+from hip_ops.runtime.build import kernel_source
+
 ROOT = Path(__file__).resolve().parents[2]
-SOURCES = ROOT / "hip_ops" / "csrc"
+SOURCES = ROOT / "hip_ops" / "runtime" / "csrc"  # the headers that all kernels share
 COMPILER = "clang++-19"
 ARCH = "gfx942"
 FLAGS = ("-x", "hip", f"--offload-arch={ARCH}", "-std=c++17", "-O3", "-fno-strict-aliasing", "-Werror=pass-failed")
@@ -128,8 +130,8 @@ def device_library_flags() -> tuple[str, ...]:
 
 
 def source_path(source: str | Path) -> Path:
-    """A name stands for hip_ops/csrc/<name>.hip, anything else is a path."""
-    path = Path(source) if isinstance(source, Path) or str(source).endswith(".hip") else SOURCES / f"{source}.hip"
+    """A name stands for hip_ops/*/<name>.hip, anything else is a path."""
+    path = Path(source) if isinstance(source, Path) or str(source).endswith(".hip") else kernel_source(f"{source}.hip")
     if not path.is_file():
         raise FileNotFoundError(f"{path}: no such kernel source")
     return path

@@ -33,7 +33,7 @@ def _compile(
 
 
 def _rms_norm(which: str, scaled: bool) -> TritonObject:
-    from hip_ops.triton_kernels import rms_norm
+    from hip_ops.rms_norm import triton as rms_norm
 
     sizes = dict.fromkeys(
         ("rows", "hidden", "programs", "x_stride", "residual_stride", "dy_stride", "d_new_residual_stride"), "i32"
@@ -69,8 +69,8 @@ def _rms_norm(which: str, scaled: bool) -> TritonObject:
 
 
 def _muon(which: str) -> TritonObject:
-    from hip_ops.multi_tensor import CHUNK_ELEMENTS
-    from hip_ops.triton_kernels import muon
+    from hip_ops.muon import triton as muon
+    from hip_ops.muon.multi_tensor import CHUNK_ELEMENTS
 
     dtypes = (torch.bfloat16, torch.float32, torch.bfloat16)
     tile = muon.tile_of(dtypes, 64)
@@ -90,8 +90,8 @@ def _muon(which: str) -> TritonObject:
 
 
 def _product(symmetric: bool) -> TritonObject:
-    from hip_ops.triton_kernels.pointer_product import pointer_product_kernel
-    from hip_ops.triton_kernels.product_configs import choose_config
+    from hip_ops.newton_schulz.product_configs import choose_config
+    from hip_ops.newton_schulz.triton_pointers import pointer_product_kernel
 
     config = choose_config("gram" if symmetric else "general", 16, 2048, 4096, amd=True)
     sizes = ("m", "n", "k", "a_stride", "b_stride", "d_stride", "c_stride", "a_batch", "b_batch", "d_batch", "c_batch")
@@ -114,7 +114,7 @@ def _product(symmetric: bool) -> TritonObject:
 
 
 def _expert_rows(which: str) -> TritonObject:
-    from hip_ops.triton_kernels import expert_permutation as kernels
+    from hip_ops.expert_permutation import triton as kernels
 
     maps = dict.fromkeys(
         ("index", "inverse", "expert_ids", "counted", "token_of_row", "row_of_token", "counts", "offsets"), "*i32"
@@ -125,12 +125,8 @@ def _expert_rows(which: str) -> TritonObject:
     types = maps | sizes | dict.fromkeys(("source", "out", "grad", "d_source"), "*bf16")
     if which in ("count", "place"):
         experts, tile = kernels.sort_tile(16)
-        constexprs = {
-            "EXPERTS": experts,
-            "TILE": tile,
-            "ROWS": 4096 // experts,
-            "tiles": 1,
-        }  # a tile a program, as for 32,768 tokens
+        # a tile a program, as for 32,768 tokens
+        constexprs = {"EXPERTS": experts, "TILE": tile, "ROWS": 4096 // experts, "tiles": 1}
         return _compile(
             kernels.expert_count_kernel if which == "count" else kernels.expert_place_kernel, types, constexprs, 4
         )
@@ -146,7 +142,7 @@ def _expert_rows(which: str) -> TritonObject:
 
 
 def _swiglu(backward: bool) -> TritonObject:
-    from hip_ops.triton_kernels import weighted_swiglu as kernels
+    from hip_ops.weighted_swiglu import triton as kernels
 
     chosen = kernels.launch(HIDDEN, 2, backward=backward, warp_size=64)
     types = dict.fromkeys(("rows", "width", "grad_stride", "gate_up_stride", "experts"), "i32") | {"offsets": "*i32"}
@@ -162,8 +158,8 @@ def _swiglu(backward: bool) -> TritonObject:
 
 def _grouped_product(kind: str) -> TritonObject:
     """16 experts of 2048 rows."""
-    from hip_ops.triton_kernels import grouped_pointer_product as kernels
-    from hip_ops.triton_kernels.grouped_configs import choose_config
+    from hip_ops.grouped_product import triton_pointers as kernels
+    from hip_ops.grouped_product.configs import choose_config
 
     config = choose_config("gfx942", kind, 2048, 4096, 2048)
     kernel = kernels.grouped_pointer_outer_kernel if kind == "outer" else kernels.grouped_pointer_rows_kernel
@@ -187,7 +183,7 @@ def _grouped_product(kind: str) -> TritonObject:
 
 def _vocabulary_rows(gradient: bool) -> TritonObject:
     """A chunk of ZAYA1's 262,272 classes, in which no number is divisible by 16 but those of classes."""
-    from hip_ops.triton_kernels import vocabulary_rows as kernels
+    from hip_ops.linear_cross_entropy import triton as kernels
 
     chosen = kernels.launch(2, 64)
     sizes = dict.fromkeys(("rows", "classes", "row_stride", "first_class", "size", "normalizer_stride"), "i32")
@@ -199,8 +195,8 @@ def _vocabulary_rows(gradient: bool) -> TritonObject:
 
 def _vocabulary_exponentials(finish: bool) -> TritonObject:
     """A chunk of ZAYA1's 262,272 classes, in 129 parts of 2048."""
-    from hip_ops.reference.vocabulary_exponentials import LARGE, MOST, PERIOD
-    from hip_ops.triton_kernels import vocabulary_exponentials as kernels
+    from hip_ops.linear_cross_entropy import triton as kernels
+    from hip_ops.linear_cross_entropy.reference import LARGE, MOST, PERIOD
 
     sizes = dict.fromkeys(
         ("rows", "classes", "row_stride", "first_class", "size", "all_parts", "first_part", "parts"), "i32"
@@ -221,7 +217,10 @@ def _vocabulary_exponentials(finish: bool) -> TritonObject:
 
 def _cca_prologue(which: str) -> TritonObject:
     """ZAYA1's heads, with halos and documents."""
-    from hip_ops.triton_kernels import cca_prologue, cca_prologue_backward, cca_prologue_forward, cca_prologue_rows
+    from hip_ops.cca_prologue import triton as cca_prologue
+    from hip_ops.cca_prologue import triton_backward as cca_prologue_backward
+    from hip_ops.cca_prologue import triton_forward as cca_prologue_forward
+    from hip_ops.cca_prologue import triton_rows as cca_prologue_rows
 
     chosen = (
         cca_prologue.Launch(0, 8)
@@ -270,8 +269,8 @@ ROUTER_TYPES = dict.fromkeys(("biases", "weights", "d_weights", "statistics", "s
 
 def router_mlp(which: str, width: int = 256, classes: int = 17) -> TritonObject:
     """A router, ZAYA1's if nothing else is said, with a layer before it and one behind."""
-    from hip_ops.reference.router_mlp import columns
-    from hip_ops.triton_kernels import router_mlp as kernels
+    from hip_ops.router_mlp import triton as kernels
+    from hip_ops.router_mlp.reference import columns
 
     chosen = kernels.launch(width, warp_size=64)
     kernel = getattr(kernels, f"router_mlp_{which}_kernel")
@@ -287,14 +286,6 @@ def router_mlp(which: str, width: int = 256, classes: int = 17) -> TritonObject:
         "PART": chosen.part,
     }
     return _compile(kernel, types, constexprs, chosen.num_warps, chosen.num_stages, unaligned=("unweighted", "biases"))
-
-
-def _parts_sum() -> TritonObject:
-    """fp32 parts of eight ranks, a piece of 8 Mi elements of a slot of 16."""
-    from hip_ops.triton_kernels import parts_sum
-
-    types = {"count": "i32", "row_stride": "i32"}
-    return _compile(parts_sum.add_up_parts_kernel, types, {"SIZE": 8, "RANK": 3, "BLOCK": parts_sum.ROW_BYTES // 4}, 4)
 
 
 CASES: dict[str, Callable[[], TritonObject]] = {
@@ -324,6 +315,5 @@ CASES: dict[str, Callable[[], TritonObject]] = {
     "row_statistics": lambda: _vocabulary_rows(False),
     "overwrite_with_gradient": lambda: _vocabulary_rows(True),
     "overwrite_with_exponentials": lambda: _vocabulary_exponentials(False),
-    "add_up_parts": _parts_sum,
     "finish_gradient": lambda: _vocabulary_exponentials(True),
 }

@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from hip_ops import backend
+from hip_ops import use_kernels
+from hip_ops.runtime.availability import missing
 from tests.running import descendants
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -28,11 +29,11 @@ def pytest_collection_modifyitems(items):
 
 @pytest.fixture(params=["triton", "hip"])
 def chosen(request):
-    """The name of a back end of hip_ops, in use; skips where it cannot be had here."""
-    reason = backend.unavailable(request.param, torch.device("cuda"))
+    """A version of hip_ops' operators by name, in use; skips where it is not available."""
+    reason = missing(request.param, torch.device("cuda"), named=True)
     if reason:
         pytest.skip(reason)
-    with backend.use_backend(request.param):
+    with use_kernels(request.param):
         yield request.param
 
 

@@ -6,6 +6,7 @@ import re
 
 import pytest
 
+from tests.running import kernels
 from zaya_plugin.bench.parts import PARTS
 from zaya_plugin.plan.flops import Shape, training_flops
 
@@ -20,9 +21,7 @@ RECIPE = (
     f"stage.seq_length={LENGTH}",
     f"stage.micro_batch_size={SIZE}",
     f"stage.global_batch_size={SIZE * MICRO_BATCHES}",
-    "cluster.fused_residual_norm=true",
-    "cluster.fused_router=true",
-    "cluster.fused_expert_path=true",
+    *kernels("auto"),
 )
 SHAPE = Shape(LAYERS, 2048, 8, 2, 128, 16, 2048, 256, ROWS)
 

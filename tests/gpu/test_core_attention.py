@@ -8,10 +8,10 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from tests.no_waiting import no_waiting
 from zaya_plugin.model.block_attention import CudnnKernel, block_attention, block_kernel
 from zaya_plugin.model.core_attention import (
-    BACKENDS,
     PACKAGES,
+    VERSIONS,
     causal_attention,
-    causal_backend,
+    core_attention,
     document_attention,
     lower_right_mask,
 )
@@ -47,15 +47,15 @@ def compare(attend, mask, rows, keys):
 
 
 @pytest.mark.parametrize("rows, keys", [(256, 256), (256, 1024), (96, 224), (2, 34)])
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", VERSIONS)
 def test_queries_at_the_end_of_the_keys(backend, rows, keys):
     if backend in PACKAGES:
         pytest.importorskip(PACKAGES[backend])
-    attend = causal_backend(backend)
+    attend = core_attention(backend).whole
     compare(lambda *qkv: attend(*qkv, SCALE), lower_right_mask(rows, keys, torch.device("cuda")), rows, keys)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", VERSIONS)
 def test_deterministic_gradients_have_the_same_bits(backend):
     if backend in PACKAGES:
         pytest.importorskip(PACKAGES[backend])
@@ -64,7 +64,8 @@ def test_deterministic_gradients_have_the_same_bits(backend):
     torch.use_deterministic_algorithms(True)
     try:
         first, *others = (
-            torch.autograd.grad((causal_backend(backend)(*inputs, SCALE) * weights).sum(), inputs) for _ in range(4)
+            torch.autograd.grad((core_attention(backend).whole(*inputs, SCALE) * weights).sum(), inputs)
+            for _ in range(4)
         )
     finally:
         torch.use_deterministic_algorithms(False)
@@ -128,7 +129,7 @@ def test_other_documents_cannot_change_a_bit():
 
 @pytest.mark.parametrize("moved", [1, 5, 200])
 def test_the_bits_of_an_experts_row_do_not_depend_on_the_others(moved):
-    from zaya_plugin.model.grouped_gemm import grouped_rows
+    from hip_ops import grouped_rows
 
     generator = torch.Generator().manual_seed(9)
     x = torch.randn(768, 256, generator=generator).cuda().bfloat16()

@@ -3,19 +3,20 @@
 
 import pytest
 
+from tests.running import kernels
+
 STEPS = 12
 
 
-@pytest.mark.parametrize("fused", [False, True])
-def test_losses_are_the_same_with_graphs(demo, tmp_path, fused):
-    kernels = [f"cluster.{name}={fused}" for name in ("fused_residual_norm", "fused_router", "fused_expert_path")]
+@pytest.mark.parametrize("versions", [(), kernels("auto")], ids=["of_the_recipe", "auto"])
+def test_losses_are_the_same_with_graphs(demo, tmp_path, versions):
     recipe = [
         "cluster=gpu",
         "optim=muon",
         "cluster.deterministic=true",
         f"exit_interval={STEPS}",
         "checkpoint.save_interval=8",
-        *kernels,
+        *versions,
     ]
     without = demo(tmp_path / "without", *recipe)
     graphs = demo(tmp_path / "graphs", *recipe, "cluster.graphs=full_iteration")

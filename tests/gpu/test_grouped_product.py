@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Grouped products and weight gradients in main gradients on an accelerator: numbers against fp64, no host, no copy, the same bits twice."""
 
+import importlib
 from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
@@ -10,14 +11,14 @@ import torch
 from torch import nn
 
 import hip_ops
-from hip_ops import grouped_product
-from hip_ops.triton_kernels.grouped_configs import GroupedConfig, choose_config
-from hip_ops.weight_gradient import fp32_product
+from hip_ops import grouped_product, use_kernels
+from hip_ops.grouped_product.configs import GroupedConfig, choose_config
+from hip_ops.runtime.main_grad import add_products_, fp32_product, main_grad_linear
+from hip_ops.runtime.operator import warm_up
+from hip_ops.versions import VERSIONS
 from tests.hip_ops.grouped_cases import Grouped, check_outer, check_rows
 from tests.no_waiting import no_waiting
 from zaya_plugin.model.experts import ExpertMLP
-from zaya_plugin.model.grouped_gemm_implementations import IMPLEMENTATIONS
-from zaya_plugin.model.main_grad import add_products_, main_grad_linear
 
 DEVICE = torch.device("cuda", 0)
 CASES = [
@@ -34,10 +35,10 @@ CASES = [
 @pytest.mark.parametrize("flag", [False, True])
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_numbers(case, flag):
-    assert grouped_product.wrong_on(DEVICE) is None
-    check_rows(hip_ops, case, flag, DEVICE)
-    check_outer(hip_ops, case, flag, DEVICE)
-    check_outer(hip_ops, case, flag, DEVICE, out_dtype=case.random(1).dtype)
+    with use_kernels("triton"):
+        check_rows(hip_ops, case, flag, DEVICE)
+        check_outer(hip_ops, case, flag, DEVICE)
+        check_outer(hip_ops, case, flag, DEVICE, out_dtype=case.random(1).dtype)
 
 
 SETTINGS = [
@@ -55,7 +56,7 @@ SETTINGS = [
 
 @pytest.mark.parametrize("settings", SETTINGS, ids=str)
 def test_every_kind_of_configuration(settings):
-    from hip_ops.triton_kernels import grouped_product as kernels
+    from hip_ops.grouped_product import triton as kernels
 
     if choose_config(kernels.table_part(DEVICE), "outer", 1, 1, 1).descriptors is False and settings.get(
         "descriptors", True
@@ -73,33 +74,40 @@ def test_every_kind_of_configuration(settings):
         check_outer(backend, case, flag, DEVICE)
 
 
-@pytest.mark.parametrize("name", [name for name, each in IMPLEMENTATIONS.items() if "outer" in each.forms])
-def test_every_implementation_behind_the_seam(name):
-    """Rounded to bf16 once more where the products are rounded before they are added."""
-    implementation = IMPLEMENTATIONS[name]
-    reason = implementation.available(DEVICE, torch.bfloat16)
-    if reason:
-        pytest.skip(reason)
-    case = Grouped((0, 30, 0, 150, 300, 1), 256, 512)
-    check_rows(SimpleNamespace(grouped_rows=implementation.rows), case, True, DEVICE)
-    check_rows(SimpleNamespace(grouped_rows=implementation.rows), case, False, DEVICE)
-    a, b, offsets = case.operand(case.k, 1, DEVICE), case.operand(case.n, 2, DEVICE), case.offsets(DEVICE)
-    total = torch.ones(6, case.k, case.n, device=DEVICE)
-    implementation.add_outer(total, a, b, offsets)
-    exact = (
-        torch.stack(
-            [
-                left.double().T @ right.double()
-                for left, right in zip(a[:481].split(case.counts), b[:481].split(case.counts), strict=True)
-            ]
-        )
-        + 1
+@pytest.mark.parametrize("name", VERSIONS["grouped_product"])
+def test_every_version(name):
+    """grouped_mm rounds products to bf16 before they are added."""
+    with use_kernels(grouped_product=name):
+        try:
+            warm_up(DEVICE, (grouped_product._rows, grouped_product._outer))
+        except ValueError as error:
+            if "failed its self-check" in str(error):
+                raise
+            pytest.skip(str(error))
+    module, case = (
+        importlib.import_module(f"hip_ops.grouped_product.{name}"),
+        Grouped((0, 30, 0, 150, 300, 1), 256, 512),
     )
-    within = 1e-6 if name in ("triton", "quack") else 4e-3
-    assert (total - exact).norm() <= within * exact.norm()
-    written = torch.full_like(total, float("nan"))
-    implementation.add_outer(written, a, b, offsets, accumulate=False)
-    assert (written - (exact - 1)).norm() <= within * (exact - 1).norm()
+    for transposed in (False, True):
+        check_rows(module, case, transposed, DEVICE)
+    a, b, offsets = case.operand(case.k, 1, DEVICE), case.operand(case.n, 2, DEVICE), case.offsets(DEVICE)
+    parts = zip(a[:481].split(case.counts), b[:481].split(case.counts), strict=True)
+    exact = torch.stack([left.double().T @ right.double() for left, right in parts])
+    within = 4e-3 if name == "grouped_mm" else 1e-6
+    for start, accumulate in ((1.0, True), (float("nan"), False)):
+        total = torch.full((6, case.k, case.n), start, device=DEVICE)
+        module.grouped_outer_(total, a, b, offsets, accumulate)
+        want = exact + 1 if accumulate else exact
+        assert (total - want).norm() <= within * want.norm()
+
+
+def test_calls_that_quack_and_grouped_mm_do_not_take():
+    nothing, unaligned = Grouped((0, 0), 64, 64, nobody=0), CASES[4]
+    check_rows(hip_ops, nothing, True, DEVICE)
+    check_rows(hip_ops, replace(unaligned, dtype="fp32"), False, DEVICE)
+    for accumulate in (False, True):
+        check_outer(hip_ops, nothing, accumulate, DEVICE)
+        check_outer(hip_ops, unaligned, accumulate, DEVICE)
 
 
 def experts(rows=480, h=256, f=128, count=6):
@@ -136,7 +144,7 @@ def test_the_experts_add_to_main_gradients_wait_for_nobody_and_copy_nothing():
 
     def step():
         x.grad = weights.grad = None
-        ExpertMLP.apply(x, weights, offsets, 6, True, "auto", None, *matrices).backward(grad)
+        ExpertMLP.apply(x, weights, offsets, 6, None, *matrices).backward(grad)
 
     step()  # self-checks, compilation
     first = [main.clone() for main in mains]

@@ -1,16 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The CCA prologue on an accelerator: Triton, and csrc/cca_prologue*.hip as built for it (by nvcc on NVIDIA)."""
+"""The CCA prologue on an accelerator: Triton, and hip_ops/cca_prologue/cca_prologue*.hip as built for it (by nvcc on NVIDIA)."""
 
-import importlib
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 import hip_ops
-from hip_ops.operator import all_operators, warm_up
+from hip_ops.runtime.operator import OPERATORS, all_operators, warm_up
 from tests.hip_ops.cca_prologue_cases import FP32, GRADIENTS, Case, check, compare, exact, make
 
-DEVICE = torch.device("cuda")
+DEVICE = torch.device("cuda", 0)
+NAMES = ("cca_prologue", "cca_prologue_backward")
 ZAYA = Case(300, 2, 8, 2)
 # Triton compiles once for all cases of a line: what may differ in it are rows, micro batch, chunks, where documents start, and padding by 16.
 CASES = [
@@ -37,8 +38,9 @@ CASES = [
 ]
 
 
-def module(name: str):
-    return importlib.import_module(f"hip_ops.{name}_kernels.cca_prologue")
+def operators() -> dict:
+    all_operators()
+    return {name: OPERATORS[name] for name in NAMES}
 
 
 def call(case: Case, tensors: dict):
@@ -64,17 +66,18 @@ def gradients(case: Case, function) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_against_fp64(chosen, case):
-    check(module(chosen), case, "cuda")
+    """A case that the chosen version does not take runs the next version."""
+    check(SimpleNamespace(**operators()), case, "cuda")
 
 
 def test_the_self_check_passes(chosen):
-    mine = [each for each in all_operators() if "cca_prologue" in each.name]
-    assert len(mine) == 2
-    assert warm_up(DEVICE, mine) == dict.fromkeys([each.name for each in mine], "passed")
+    mine = operators().values()
+    for each, choice in zip(mine, warm_up(DEVICE, mine).values(), strict=True):
+        assert choice.startswith(chosen) and each.results[DEVICE, chosen] == "passed"
 
 
 def test_autograd_gives_the_same_on_another_stream(chosen):
-    """The whole way: dispatch, autograd, another stream that is not waited for by the default one, the same bits again."""
+    """With dispatch, autograd and another stream, which the default stream does not wait for: the same bits again."""
     case, found = Case(1000, 2, 8, 2, document=50, halo=True), []
     for stream in (torch.cuda.default_stream(), torch.cuda.Stream()):
         stream.wait_stream(torch.cuda.current_stream())
@@ -110,7 +113,7 @@ def test_compiles_whole(chosen):
 
 
 def test_in_a_captured_graph(chosen):
-    warm_up(DEVICE, [each for each in all_operators() if each.name == "cca_prologue"])
+    warm_up(DEVICE, operators().values())
     tensors = make(ZAYA, "cuda").tensors
     expected = call(ZAYA, tensors)
     graph = torch.cuda.CUDAGraph()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Linear + cross-entropy on an accelerator: Triton, and csrc/vocabulary_{rows,exponentials}.hip as built for it (by nvcc on NVIDIA)."""
+"""Linear + cross-entropy on an accelerator: Triton, and hip_ops/linear_cross_entropy/vocabulary_{rows,exponentials}.hip as built for it (by nvcc on NVIDIA)."""
 
 import importlib
 
@@ -7,8 +7,8 @@ import pytest
 import torch
 
 import hip_ops
-from hip_ops.operator import OPERATORS, all_operators, warm_up
-from hip_ops.weight_gradient import add_product_, fp32_product
+from hip_ops.runtime.main_grad import add_product_, fp32_product
+from hip_ops.runtime.operator import OPERATORS, all_operators, warm_up
 from tests.hip_ops import vocabulary_exponentials_cases as exponentials
 from tests.hip_ops.test_linear_cross_entropy import inputs
 from tests.hip_ops.vocabulary_rows_cases import BF16, CASES, FP32, Logits, check
@@ -26,7 +26,7 @@ LARGE = [
 
 @pytest.mark.parametrize("case", [*CASES, *LARGE], ids=str)
 def test_rows_against_fp64(chosen, case):
-    check(importlib.import_module(f"hip_ops.{chosen}_kernels.vocabulary_rows"), case, "cuda")
+    check(importlib.import_module(f"hip_ops.linear_cross_entropy.{chosen}"), case, "cuda")
 
 
 LARGE_EXPONENTIALS = [
@@ -39,20 +39,28 @@ LARGE_EXPONENTIALS = [
 
 @pytest.mark.parametrize("case", [*exponentials.CASES, *LARGE_EXPONENTIALS], ids=str)
 def test_exponentials_against_fp64(chosen, case):
-    exponentials.check(importlib.import_module(f"hip_ops.{chosen}_kernels.vocabulary_exponentials"), case, "cuda")
+    exponentials.check(importlib.import_module(f"hip_ops.linear_cross_entropy.{chosen}"), case, "cuda")
 
 
 @pytest.mark.parametrize("others", [1, 3])
 @pytest.mark.parametrize("case", exponentials.SEVERAL_RANKS, ids=str)
 def test_parts_of_other_ranks(chosen, case, others):
-    exponentials.check(
-        importlib.import_module(f"hip_ops.{chosen}_kernels.vocabulary_exponentials"), case, "cuda", others
-    )
+    exponentials.check(importlib.import_module(f"hip_ops.linear_cross_entropy.{chosen}"), case, "cuda", others)
 
 
 def test_the_self_check_passes(chosen):
     all_operators()
-    assert warm_up(DEVICE, [OPERATORS[name] for name in NAMES]) == dict.fromkeys(NAMES, "passed")
+    warm_up(DEVICE, [OPERATORS[name] for name in NAMES])
+    found = {name: OPERATORS[name].results[torch.device("cuda", torch.cuda.current_device()), chosen] for name in NAMES}
+    assert found == dict.fromkeys(NAMES, "passed")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_compiled_reference_agrees(name):
+    all_operators()
+    operator = OPERATORS[name]
+    found = operator.difference(operator._function_of("compiled"), DEVICE)
+    assert found is None, found
 
 
 def on_device(tokens=512, h=256, classes=20000, dtype=BF16):
@@ -112,10 +120,8 @@ def test_modes_and_runs_agree(chosen):
     assert all(torch.equal(a, b) for a, b in zip(first, run(*arguments, promise=True), strict=True))
     losses, d_hidden, d_weight = run(*arguments, promise=False)
     torch.testing.assert_close(losses, first[0], rtol=1e-5, atol=1e-5)
-    for got, want in (
-        (d_hidden, first[1]),
-        (d_weight, first[2]),
-    ):  # of a factor more or less in what is rounded, twice or three times each
+    # of a factor more or less in what is rounded, twice or three times each
+    for got, want in ((d_hidden, first[1]), (d_weight, first[2])):
         assert (got.double() - want.double()).norm() <= 2**-8 * want.double().norm()
     other = run(*arguments, promise=True, chunk_tokens=128)
     torch.testing.assert_close(other[0], first[0], rtol=1e-4, atol=1e-4)
@@ -178,11 +184,11 @@ def test_memory_of_a_chunk(chosen):
 
 
 @pytest.mark.timeout(600)
-def test_training_has_the_losses_of_the_plain_head(demo, tmp_path):
+def test_training_has_the_losses_of_the_reference(demo, tmp_path):
     """20 steps of the demo in bf16 with DDP's overlap."""
     recipe = ("cluster=gpu", "exit_interval=20", "checkpoint.save_interval=null", "parallel.overlap_grad_reduce=true")
-    plain = demo(tmp_path / "plain", *recipe)
-    fused = demo(tmp_path / "fused", *recipe, "cluster.fused_linear_cross_entropy=true")
+    plain = demo(tmp_path / "plain", *recipe, "cluster.kernel_overrides.linear_cross_entropy=reference")
+    fused = demo(tmp_path / "fused", *recipe, "cluster.kernel_overrides.linear_cross_entropy=triton")
     assert list(plain) == list(fused) == list(range(1, 21))
     assert max(abs(plain[step] - fused[step]) for step in range(1, 6)) < 5e-3
     assert max(abs(plain[step] - fused[step]) for step in plain) < 0.05

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Muon's multi-tensor operators on an accelerator: Triton, and csrc/muon.hip as built for it (by nvcc on NVIDIA)."""
+"""Muon's multi-tensor operators on an accelerator: Triton, and hip_ops/muon/muon.hip as built for it (by nvcc on NVIDIA)."""
 
 import itertools
 import math
@@ -8,9 +8,10 @@ import pytest
 import torch
 
 import hip_ops
-from hip_ops import backend, multi_tensor
-from hip_ops.matrix_batches import MatrixBatches
-from hip_ops.muon import rms_matching_scale
+from hip_ops import use_kernels
+from hip_ops.muon import multi_tensor, rms_matching_scale
+from hip_ops.muon.matrix_batches import MatrixBatches
+from hip_ops.runtime import availability
 from tests.hip_ops.muon_oracle import GUARD, Lists, check_momentum, check_update, guards_intact, make_lists
 from tests.no_waiting import no_waiting
 
@@ -99,14 +100,14 @@ def test_update_against_fp64(chosen, update, master, param, lr_on_device):
 
 
 @pytest.mark.skipif(
-    torch.cuda.is_available() and bool(backend.unavailable("hip", DEVICE)),
+    torch.cuda.is_available() and bool(availability.missing("hip", DEVICE, named=True)),
     reason="the HIP sources cannot be built here",
 )
 def test_triton_and_hip_give_the_same_bits():
     results = []
     for name in ("triton", "hip"):
         _, lists = lists_of(3)
-        with backend.use_backend(name):
+        with use_kernels(name):
             hip_ops.muon_momentum_(lists.gradients, lists.momenta, lists.outputs)
             hip_ops.muon_update_(lists.outputs, lists.masters, lists.params, lr=0.02, weight_decay=0.1)
         results.append(everything(lists))
@@ -254,9 +255,8 @@ def test_steps_beside_torch_optim_muon(chosen):
         hip_ops.muon_update_(batches.split(updates), None, ours, lr=2.0**-5, weight_decay=0.5)
     for p, momentum, x, y in zip(theirs, momenta, ours, theirs, strict=True):
         assert (momentum - optimizer.state[p]["momentum_buffer"]).abs().max() <= 2e-7
-        assert (
-            x - y
-        ).norm() <= 2e-3 * y.norm()  # a rounding of the momentum may flip roundings of bf16 in Newton-Schulz
+        # a rounding of the momentum may flip roundings of bf16 in Newton-Schulz
+        assert (x - y).norm() <= 2e-3 * y.norm()
 
 
 def test_compiled_step(chosen):

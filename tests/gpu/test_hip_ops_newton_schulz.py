@@ -1,22 +1,29 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Symmetric products and Newton-Schulz on an accelerator: Triton with every configuration of its table, and csrc/symmetric_product.hip as built
-for it (by nvcc on NVIDIA, where a wave is two warps and slow: small shapes)."""
+"""Newton-Schulz and its products on an accelerator: Triton with every configuration of its table, and symmetric_product.hip as built for it
+(by nvcc on NVIDIA, where a wave is two warps and slow: small shapes)."""
 
-import importlib
 import json
 
 import pytest
 import torch
 
 import hip_ops
-from hip_ops import backend, captured
-from hip_ops.newton_schulz_coefficients import COEFFICIENT_SETS, coefficient_triples, singular_value_interval
+from hip_ops import use_kernels
+from hip_ops.newton_schulz import captured, hip, quack
+from hip_ops.newton_schulz.coefficients import COEFFICIENT_SETS, coefficient_triples, singular_value_interval
+from hip_ops.newton_schulz.iteration import normalised
+from hip_ops.newton_schulz.plan import make_plan
+from hip_ops.newton_schulz.product_configs import TABLE, ProductConfig, choose_config
+from hip_ops.runtime.quack import available
 from tests.hip_ops.product_cases import DTYPES, ROUNDED_ONCE, Case, general_case, symmetric_case
 
-module = importlib.import_module("hip_ops.newton_schulz")
+pytest.importorskip("triton")
+
+from hip_ops.newton_schulz import triton  # noqa: E402
+from hip_ops.newton_schulz.triton_product import AMD, empty_rows, product  # noqa: E402
+
 DEVICE = torch.device("cuda")
 BF16, FP16 = torch.bfloat16, torch.float16
-SIMPLE = (3.4445, -4.7750, 2.0315)
 
 
 def cuda(case: Case) -> Case:
@@ -30,24 +37,31 @@ def cuda(case: Case) -> Case:
     "batch, n, k", [(1, 1, 1), (3, 17, 256), (1, 256, 40), (2, 136, 72), (1, 65, 33), (2, 300, 520)]
 )
 def test_symmetric_product(chosen, dtype, batch, n, k):
-    case = symmetric_case(batch, n, k, dtype)
-    for a in (case.a, case.a.mT.contiguous().mT):
-        got = hip_ops.symmetric_product(a.to(DEVICE), case.d.to(DEVICE), alpha=case.alpha, beta=case.beta)
+    case = cuda(symmetric_case(batch, n, k, dtype))
+    if chosen == "hip":
+        products, layouts = hip.HipProducts(False, DTYPES[dtype]), [case.a]
+    else:
+        products = triton.TritonProducts(batch, n, k, False, DTYPES[dtype])
+        layouts = [case.a, case.a.mT.contiguous().mT]
+    for a in layouts:
+        got = products.symmetric(a, a, case.d, case.alpha, case.beta)
         assert torch.equal(got, got.mT)
-        assert case.worst_ulps(got.cpu()) <= ROUNDED_ONCE
+        assert case.worst_ulps(got) <= ROUNDED_ONCE
 
 
-def test_matmul_add(chosen):
-    case = general_case(2, 200, 136, 72, "bf16")
-    a, b, d = (x.to(DEVICE) for x in (case.a, case.b, case.d))
-    got = module.matmul_add(a, b.mT, d, alpha=case.alpha, beta=case.beta)
-    assert case.worst_ulps(got.cpu()) <= ROUNDED_ONCE
+def test_general_product(chosen):
+    case = cuda(general_case(2, 200, 136, 72, "bf16"))
+    if chosen == "hip":
+        got = hip._general(case.a, case.b, case.d, case.alpha, case.beta)
+    else:
+        config = choose_config("update", 2, 200, 136, AMD)
+        config = config if config.engine == "triton" else ProductConfig()
+        c = empty_rows(2, 200, 136, like=case.a)
+        got = product(case.a, case.b, case.d, c, case.alpha, case.beta, 0.0, False, config)
+    assert case.worst_ulps(got) <= ROUNDED_ONCE
 
 
 def test_every_configuration_of_the_table_on_sizes_with_tails():
-    from hip_ops.triton_kernels.product_configs import TABLE, ProductConfig
-    from hip_ops.triton_kernels.symmetric_product import empty_rows, product
-
     configs = {ProductConfig(**row["config"]) for row in json.loads(TABLE.read_text())["rows"]} - {
         ProductConfig(engine="cublas")
     }
@@ -72,8 +86,7 @@ def test_every_configuration_of_the_table_on_sizes_with_tails():
 @pytest.mark.parametrize("n, k", [(2048, 4096), (2048, 2048), (1024, 2048)])
 def test_large_symmetric_product_is_exactly_symmetric_and_near_cublas(n, k):
     a = torch.randn((2, n, k), device=DEVICE).to(FP16) / 32
-    with backend.use_backend("triton"):
-        got = hip_ops.symmetric_product(a)
+    got = triton.TritonProducts(2, n, k, False, FP16).gram(a, 1.0)
     assert torch.equal(got, got.mT)
     exact = a[0].double() @ a[0].double().mT
     theirs = a[0] @ a[0].mT
@@ -120,17 +133,17 @@ def test_singular_values_of_a_large_ill_conditioned_matrix(form):
     values = torch.linalg.svdvals(x.double())
     values = values / values.square().sum().sqrt()
     low, high = singular_value_interval(coefficient_triples("simple", 5), values.min().item(), values.max().item())
-    with backend.use_backend("triton"):
+    with use_kernels("triton"):
         got = torch.linalg.svdvals(hip_ops.newton_schulz(x.float(), form=form).double())
     assert low - 0.02 <= got.min() and got.max() <= high + 0.02
 
 
 def test_replayed_graphs_give_the_same_bits_for_new_inputs():
-    with backend.use_backend("triton"):
+    with use_kernels("triton"):
         for seed in range(4):
             x = torch.randn((1, 128, 512), generator=torch.Generator().manual_seed(seed)).to(BF16).to(DEVICE)
             got = hip_ops.newton_schulz(x)
-            direct = module._newton_schulz(x, None, captured_plan(x), 1e-7)
+            direct = triton.newton_schulz.__wrapped__(x, None, captured_plan(x), 1e-7)
             assert torch.equal(got, direct), seed
         assert len(captured._graphs) <= captured.KEPT
         side = torch.cuda.Stream()
@@ -142,14 +155,12 @@ def test_replayed_graphs_give_the_same_bits_for_new_inputs():
 
 
 def captured_plan(x: torch.Tensor):
-    from hip_ops.newton_schulz_plan import make_plan
-
     return make_plan(coefficient_triples("simple", 5), *x.shape[-2:], form="auto", restarts=None, dtype=FP16)
 
 
 def test_newton_schulz_inside_a_captured_graph():
     x = torch.randn((2, 64, 128), device=DEVICE).to(BF16)
-    with backend.use_backend("triton"):
+    with use_kernels("triton"):
         want = hip_ops.newton_schulz(x)
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
@@ -159,43 +170,35 @@ def test_newton_schulz_inside_a_captured_graph():
         assert torch.equal(got, want)
 
 
-def test_compiled_and_with_gradients(chosen):
-    case = cuda(symmetric_case(2, 72, 40, "bf16"))
-
-    def loss(a, b):
-        return hip_ops.symmetric_product(a, b, alpha=1.5, beta=0.5).float().square().sum()
-
-    gradients = []
-    for function in (loss, torch.compile(loss, fullgraph=True)):
-        a, b = case.a.clone().requires_grad_(), case.d.clone().requires_grad_()
-        function(a, b).backward()
-        gradients.append((a.grad, b.grad))
-    for mine, theirs in zip(*gradients, strict=True):
-        assert torch.allclose(mine.float(), theirs.float(), rtol=2**-6, atol=2**-6 * mine.abs().max().item())
-    a = case.a.double().requires_grad_()
-    (1.5 * a @ a.mT + 0.5 * case.d.double()).square().sum().backward()
-    assert ((gradients[0][0] - a.grad).norm() / a.grad.norm()).item() < 2**-6
-
-
-def test_many_matrices_of_zaya(chosen):
+def test_matrices_of_zaya(chosen):
     shapes = (
         [(17, 256), (256, 17), (256, 256), (128, 256)]
         if chosen == "hip"
         else [(2048, 1024), (1024, 2048), (256, 2048), (128, 2048), (256, 256), (17, 256)]
     )
-    matrices = [torch.randn(shape, device=DEVICE).to(BF16) for shape in shapes for _ in range(2)]
-    for x, got in zip(matrices, module.orthogonalize_many(matrices), strict=True):
+    for shape in shapes:
+        x = torch.randn((2, *shape), device=DEVICE).to(BF16)
         exact = hip_ops.newton_schulz(x.double(), dtype=torch.float64, form="standard")
+        got = hip_ops.newton_schulz(x)
         assert got.shape == x.shape and error(got, exact) < 0.01
+
+
+@pytest.mark.parametrize("shape", [(2, 200, 136), (2, 136, 200), (3, 512, 512)])
+def test_quack(shape):
+    if reason := available(DEVICE):
+        pytest.skip(reason)
+    x = torch.randn(shape, device=DEVICE).to(BF16)
+    exact = hip_ops.newton_schulz(x.double(), dtype=torch.float64, form="standard")
+    for dtype in (FP16, BF16):
+        plan = make_plan(coefficient_triples("simple", 5), *shape[1:], form="auto", restarts=None, dtype=dtype)
+        got = quack.newton_schulz.__wrapped__(x, None, plan, 1e-7)
+        assert error(got, exact) <= 1.05 * error(triton.newton_schulz.__wrapped__(x, None, plan, 1e-7), exact)
 
 
 @pytest.mark.parametrize("shape", [(3, 256, 512), (2, 40, 72), (5, 33, 65)])
 def test_the_start_has_torchs_bits(shape):
-    from hip_ops.newton_schulz_iteration import normalised
-    from hip_ops.triton_kernels.newton_schulz import start_of
-
     x = (torch.randn(shape, device=DEVICE) * torch.logspace(-4, 3, shape[0], device=DEVICE)[:, None, None]).bfloat16()
     sums = x.float().square().sum((1, 2))
     for dtype in (FP16, BF16):
         expected = normalised(x, sums, 1e-7, 2.0**-3, torch.empty_like(x, dtype=dtype))
-        assert torch.equal(start_of(x, sums, 1e-7, 2.0**-3, torch.empty_like(x, dtype=dtype)), expected)
+        assert torch.equal(triton.start_of(x, sums, 1e-7, 2.0**-3, torch.empty_like(x, dtype=dtype)), expected)

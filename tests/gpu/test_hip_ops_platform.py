@@ -7,11 +7,12 @@ import pytest
 import torch
 
 import hip_ops
-from hip_ops import backend
-from hip_ops.build import CSRC
-from hip_ops.compilers import find_compiler
-from hip_ops.launchers import load
-from hip_ops.library import target_of
+from hip_ops import use_kernels
+from hip_ops.runtime.build import CSRC
+from hip_ops.runtime.compilers import find_compiler
+from hip_ops.runtime.launchers import load
+from hip_ops.runtime.library import target_of
+from hip_ops.runtime.operator import all_operators, warm_up
 from tests.hip_ops.cpu_kernels import KERNELS, source_files
 
 GPU = torch.device("cuda", 0)
@@ -126,18 +127,23 @@ def test_a_launch_error_is_returned(kernels):
     assert kernels("ho_test_places_run", out, 1, 1, 256) == 0, "the error is not left behind"
 
 
-@pytest.mark.parametrize("name", ["hip", "triton"])
+@pytest.mark.timeout(900)  # builds all kernels, or compiles all references
+@pytest.mark.parametrize("name", ["hip", "triton", "compiled"])
 def test_every_operator_passes_its_self_check(name):
-    with backend.use_backend(name):
-        results = hip_ops.warm_up(GPU)
-    lacking = (
-        {"grouped_rows", "grouped_rows_transposed", "grouped_outer_", "router_mlp", "router_mlp_backward"}
-        if name == "hip"
-        else set()
-    )
-    assert len(results) >= 8 and {operator for operator, said in results.items() if said != "passed"} == lacking, (
-        results
-    )
+    """A version that is named and fails raises."""
+    with use_kernels(name):
+        choices = warm_up(GPU)
+    for operator in all_operators():
+        if name in operator.versions:
+            assert choices[operator.name].startswith(name) and operator.results[GPU, name] == "passed"
+        else:
+            assert f"it has no version '{name}'" in choices[operator.name]
+
+
+def test_auto_takes_no_reference_where_there_is_another_version():
+    for operator in filter(lambda each: each.versions, all_operators()):
+        assert not operator.choice(GPU).startswith("reference"), operator.choice(GPU)
+        assert "failed its self-check" not in operator.choice(GPU)
 
 
 @pytest.mark.parametrize("name", ["hip", "triton"])
@@ -145,7 +151,7 @@ def test_operators_run_on_the_current_stream(name):
     """A stream of its own is held up; what runs on the default stream meanwhile must not see the result, and the stream's own copy must."""
     weight = torch.ones(2048, device=GPU, dtype=torch.bfloat16)
     x, residual = (torch.zeros(64, 2048, device=GPU, dtype=torch.bfloat16) for _ in range(2))
-    with backend.use_backend(name):
+    with use_kernels(name):
         hip_ops.add_rms_norm(x, residual, weight, 1e-5)
         torch.cuda.synchronize()
         side = torch.cuda.Stream(GPU)
@@ -163,7 +169,7 @@ def test_operators_run_on_the_current_stream(name):
 def test_operators_in_a_captured_graph(name):
     weight = torch.ones(2048, device=GPU, dtype=torch.bfloat16)
     x, residual = (torch.zeros(64, 2048, device=GPU, dtype=torch.bfloat16) for _ in range(2))
-    with backend.use_backend(name):
+    with use_kernels(name):
         hip_ops.warm_up(GPU)
         hip_ops.add_rms_norm(x, residual, weight, 1e-5)
         torch.cuda.synchronize()

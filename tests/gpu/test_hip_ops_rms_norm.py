@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Residual merge + RMSNorm on an accelerator: Triton, and csrc/rms_norm*.hip as built for it (by nvcc on NVIDIA)."""
+"""Residual merge + RMSNorm on an accelerator: Triton, and hip_ops/rms_norm/rms_norm*.hip as built for it (by nvcc on NVIDIA)."""
 
 import importlib
 
@@ -7,8 +7,9 @@ import pytest
 import torch
 
 import hip_ops
-from hip_ops import backend
-from hip_ops.operator import OPERATORS, all_operators, warm_up
+from hip_ops import use_kernels
+from hip_ops.runtime import availability
+from hip_ops.runtime.operator import OPERATORS, all_operators, warm_up
 from tests.hip_ops.rms_norm_cases import BF16, FP32, Case, check, make, of_module
 
 DEVICE = torch.device("cuda")
@@ -50,13 +51,15 @@ def gradients(case: Case, function, inputs) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_against_fp64(chosen, case):
-    check(of_module(importlib.import_module(f"hip_ops.{chosen}_kernels.rms_norm")), case, "cuda")
+    check(of_module(importlib.import_module(f"hip_ops.rms_norm.{chosen}")), case, "cuda")
 
 
 def test_the_self_check_passes(chosen):
     mine = [each for each in all_operators() if "rms_norm" in each.name]
     assert len(mine) == 4
-    assert warm_up(DEVICE, mine) == dict.fromkeys([each.name for each in mine], "passed")
+    found = warm_up(DEVICE, mine)
+    assert [found[each.name].split()[0] for each in mine] == [chosen] * 4
+    assert all(set(each.results.values()) == {"passed"} for each in mine)
 
 
 @pytest.mark.parametrize("scaled", [False, True], ids=["plain", "zaya"])
@@ -71,7 +74,7 @@ def test_autograd_gives_what_the_functions_give(chosen, scaled):
         stream.synchronize()
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
     inputs = make(case, "cuda")
-    module = of_module(importlib.import_module(f"hip_ops.{chosen}_kernels.rms_norm"))
+    module = of_module(importlib.import_module(f"hip_ops.rms_norm.{chosen}"))
     y, new_residual, rstd = module.forward(inputs)
     direct = module.backward(inputs, new_residual, rstd)
     assert torch.equal(found[0][0], y) and torch.equal(found[0][1], new_residual)
@@ -126,9 +129,9 @@ def test_back_ends_agree(scaled):
     """Triton and HIP: the same new_residual; the rest within a rounding of bf16."""
     case, found = Case(scaled, 1024, 2048), []
     for name in ("triton", "hip"):
-        if backend.unavailable(name, DEVICE):
+        if availability.missing(name, DEVICE, named=True):
             pytest.skip(f"no {name}")
-        with backend.use_backend(name):
+        with use_kernels(name):
             found.append(gradients(case, lambda *a: operator(case)(*a, case.eps), leaves(case)))
     assert torch.equal(found[0][1], found[1][1])
     for a, b in zip(*found, strict=True):

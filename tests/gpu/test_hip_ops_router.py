@@ -1,20 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The router on an accelerator: numbers of Triton's kernels against fp64, the model's router with and without them, no host, the same bits twice."""
+"""The router on an accelerator: Triton's kernels against fp64, the model's step with each version, no wait for the device, the same bits twice."""
 
 import pytest
 import torch
 
 import hip_ops
-from hip_ops import backend
-from hip_ops.operator import OPERATORS, all_operators, warm_up
-from hip_ops.reference import router_mlp as reference
-from hip_ops.router_mlp import Routed
+from hip_ops import use_kernels
+from hip_ops.router_mlp import Routed, reference
+from hip_ops.runtime.operator import OPERATORS, all_operators, warm_up
 from tests.hip_ops.product_cases import ulp
 from tests.hip_ops.router_bugs import check_ties
 from tests.hip_ops.router_cases import DOUBT, Router, check_backward, check_forward, exact
 from tests.no_waiting import no_waiting
-from zaya_plugin.model.fused_router import RouterMLP, count
-from zaya_plugin.model.router import choose_expert, router_logits
+from zaya_plugin.model.router import RouterMLP, count
 
 DEVICE = torch.device("cuda", 0)
 BF16, FP16 = torch.bfloat16, torch.float16
@@ -33,16 +31,19 @@ CASES = [
 
 
 def kernels():
-    from hip_ops.triton_kernels import router_mlp
+    from hip_ops.router_mlp import triton as router_mlp
 
     return router_mlp
 
 
-def test_self_check():
+@pytest.mark.parametrize("version", ["triton", "compiled"])
+def test_self_check(version):
     all_operators()
-    with backend.use_backend("triton"):
-        found = warm_up(DEVICE, [OPERATORS[name] for name in ("router_mlp", "router_mlp_backward")])
-    assert set(found.values()) == {"passed"}, found
+    mine = [OPERATORS[name] for name in ("router_mlp", "router_mlp_backward")]
+    with use_kernels(version):
+        choices = warm_up(DEVICE, mine)
+    for each in mine:
+        assert choices[each.name].startswith(version) and each.results[DEVICE, version] == "passed"
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
@@ -79,39 +80,22 @@ def test_ties_and_numbers_that_are_none():
     check_ties(OnDevice)
 
 
-def model_step(case: Router, fused: bool) -> list[torch.Tensor]:
-    """weights, state, and all gradients of the model's own functions."""
+def model_step(case: Router, version: str) -> list[torch.Tensor]:
+    """weights, state, and all gradients of the model's own function."""
     arguments = case.arguments(DEVICE)
+    # All classes are given, so that rounding moves values and not tokens.
+    forced = torch.randint(0, case.classes, (case.rows,), generator=torch.Generator().manual_seed(3)).to(DEVICE)
     leaves = [None if t is None else t.clone().requires_grad_() for t in arguments[:10]]
-    d_weights, d_state = case.upstream(DEVICE)
-    if fused:
-        state, weights, *_ = RouterMLP.apply(*leaves, *arguments[10:])
-    else:
-        state, logits = router_logits(
-            *(t.unsqueeze(0) if t is not None and t.shape[:1] == (case.rows,) else t for t in leaves), arguments[12]
-        )
-        _, weights, ids = choose_expert(
-            logits, arguments[10], softmax_in_fp32=True, forced_expert_ids=arguments[11].unsqueeze(0)
-        )
-        weights, state = weights.masked_fill(ids == arguments[13], 0.0)[0], state[0]
-    torch.autograd.backward([weights, state], [d_weights, d_state])
+    with use_kernels(version):
+        state, weights, *_ = RouterMLP.apply(*leaves, arguments[10], forced, *arguments[12:])
+        torch.autograd.backward([weights, state], case.upstream(DEVICE))
     return [weights.detach(), state.detach(), *(leaf.grad for leaf in leaves if leaf is not None)]
 
 
-def test_the_models_router_gives_the_same():
-    """All classes given, so that rounding moves values and not tokens."""
+@pytest.mark.parametrize("version", ["triton", "compiled"])
+def test_the_models_step_is_that_of_the_reference(version):
     case = Router(2048, 256, 17, BF16)
-    given = torch.randint(0, 17, (case.rows,), generator=torch.Generator().manual_seed(3)).to(DEVICE)
-    arguments = Router.arguments
-
-    def forced(self, device="cpu"):
-        found = arguments(self, device)
-        return *found[:11], given, *found[12:]
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Router, "arguments", forced)
-        ours, plain = model_step(case, True), model_step(case, False)
-    for mine, theirs in zip(ours, plain, strict=True):
+    for mine, theirs in zip(model_step(case, version), model_step(case, "reference"), strict=True):
         assert (mine.float() - theirs.float()).norm() <= 0.02 * theirs.float().norm()
 
 
@@ -147,7 +131,8 @@ def test_nothing_waits_and_the_bits_are_the_same_twice():
 
 
 def test_a_captured_graph_takes_other_inputs():
-    test_self_check()
+    all_operators()
+    warm_up(DEVICE, [OPERATORS["router_mlp"]])
     arguments, others = ZAYA.arguments(DEVICE), Router(4096, 256, 17, BF16, seed=7).arguments(DEVICE)
     call = lambda given: hip_ops.router_mlp(*given[:12], eps=given[12], unweighted=given[13])  # noqa: E731
     call(arguments)

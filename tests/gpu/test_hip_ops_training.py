@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whole runs on a GPU with hip_ops' kernels and with the torch reference in their place: the same losses.
+"""Whole runs on a GPU with each version of hip_ops' operators and with the references in their place: the same losses.
 
 The HIP sources are built by nvcc here and go through the same dispatch, ctypes and stream code as on ROCm.
 """
 
 import pytest
+
+from tests.running import kernels
 
 STEPS = 50
 RECIPE = (
@@ -13,7 +15,6 @@ RECIPE = (
     "optim.lr=2e-3",
     "optim.min_lr=2e-4",
     "optim.lr_warmup_iters=20",
-    "cluster.fused_residual_norm=true",
     f"exit_interval={STEPS}",
     "checkpoint.save_interval=null",
 )
@@ -22,17 +23,17 @@ EARLY, EARLY_TOLERANCE, LATE_TOLERANCE = 5, 5e-3, 0.15
 
 
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("backend", ["triton", "hip"])
+@pytest.mark.parametrize("version", ["triton", "hip", "compiled"])
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])
-def test_fifty_steps_have_the_losses_of_the_reference(demo, tmp_path, backend, dtype, record_property):
+def test_fifty_steps_have_the_losses_of_the_reference(demo, tmp_path, version, dtype, record_property):
     recipe = (*RECIPE, f"cluster.dtype={dtype}")
-    reference = demo(tmp_path / "torch", *recipe, "cluster.hip_ops_backend=torch", timeout=430)
-    kernels = demo(tmp_path / backend, *recipe, f"cluster.hip_ops_backend={backend}", timeout=430)
-    assert list(reference) == list(kernels) == list(range(1, STEPS + 1))
-    difference = {step: abs(kernels[step] - reference[step]) for step in reference}
-    print(backend, dtype, "differences:", {step: f"{d:.1e}" for step, d in difference.items()})
+    reference = demo(tmp_path / "reference", *recipe, *kernels("reference"), timeout=430)
+    found = demo(tmp_path / version, *recipe, *kernels(version), timeout=430)
+    assert list(reference) == list(found) == list(range(1, STEPS + 1))
+    difference = {step: abs(found[step] - reference[step]) for step in reference}
+    print(version, dtype, "differences:", {step: f"{d:.1e}" for step, d in difference.items()})
     record_property("differences", difference)
-    assert kernels[STEPS] < kernels[1] - 2.0, "the model does not learn"
+    assert found[STEPS] < found[1] - 2.0, "the model does not learn"
     assert max(d for step, d in difference.items() if step <= EARLY) < EARLY_TOLERANCE, difference
     mean = sum(d for step, d in difference.items() if step > EARLY) / (STEPS - EARLY)
     assert mean < LATE_TOLERANCE, difference

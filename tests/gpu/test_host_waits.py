@@ -7,19 +7,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+from tests.running import kernels
+
 ROOT = Path(__file__).resolve().parents[2]
 WAITS = {"zaya_plugin/optim/host_copy.py:read calls synchronize"}
 
 
 def test_a_step_waits_once(tmp_path, record_property):
-    names = (
-        "fused_residual_norm",
-        "fused_cca_prologue",
-        "fused_router",
-        "fused_expert_path",
-        "fused_linear_cross_entropy",
-    )
-    fused = [f"cluster.{name}=true" for name in names]
     done = subprocess.run(
         [
             sys.executable,
@@ -30,8 +24,7 @@ def test_a_step_waits_once(tmp_path, record_property):
             "model.kv_channels=128",
             "model.hidden_size=256",
             "model.moe_ffn_hidden_size=256",
-            "cluster.grouped_gemm=triton",
-            *fused,
+            *kernels("triton"),
         ],
         cwd=ROOT,
         text=True,

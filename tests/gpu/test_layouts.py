@@ -211,9 +211,8 @@ def test_a_layout(runs, case):
     record = runs.wait(case)
     if kind == "memory":
         held, predicted = record["memory"][0]["held"], sum(record["predicted_state"].values())
-        assert held == pytest.approx(
-            predicted, rel=0.05
-        )  # what the formula leaves out is small: rows of RoPE, work space
+        # what the formula leaves out is small: rows of RoPE, work space
+        assert held == pytest.approx(predicted, rel=0.05)
         assert record["memory"][0]["peak"] > held
     else:
         assert record["largest_difference"] < LOSS

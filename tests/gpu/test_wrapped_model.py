@@ -1,9 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """The model as Megatron wraps it for training in bf16: finite, one block of experts, no wait for the host."""
 
+from collections import Counter
+
 import pytest
 import torch
 
+import hip_ops
 from tests.megatron_rank import single_rank  # noqa: F401  (a fixture of every test here)
 from tests.no_waiting import no_waiting
 
@@ -57,12 +60,13 @@ def test_experts_are_one_block_after_wrapping(wrapped):
             assert matrices[3][0, 0].item() == 7.0
 
 
-def test_moe_layer_uses_the_grouped_gemm_and_never_waits(wrapped, monkeypatch):
-    from zaya_plugin.model import grouped_gemm
-
-    calls = []
-    original = grouped_gemm._implementation
-    monkeypatch.setattr(grouped_gemm, "_implementation", lambda *what: calls.append(original(*what)) or calls[-1])
+def test_moe_layer_uses_grouped_products_and_never_waits(wrapped, monkeypatch):
+    calls = Counter()
+    for name in ("grouped_rows", "grouped_outer_"):
+        original = getattr(hip_ops, name)
+        monkeypatch.setattr(
+            hip_ops, name, lambda *what, _name=name, _original=original: calls.update([_name]) or _original(*what)
+        )
     moe = gpt(wrapped).decoder.layers[0].mlp.train()
     x = torch.randn(128, 2, 256, device="cuda", dtype=torch.bfloat16, requires_grad=True)
     moe(x)[0].sum().backward()  # allocations and handles of the first time
@@ -70,7 +74,7 @@ def test_moe_layer_uses_the_grouped_gemm_and_never_waits(wrapped, monkeypatch):
     with no_waiting():
         output, state = moe(x)
         (output.float().square().mean() + state.float().mean()).backward()
-    assert len(calls) == 6 and None not in calls  # two products forward, four backward
+    assert calls == {"grouped_rows": 4, "grouped_outer_": 2}  # two products forward, four backward
     assert output.isfinite().all() and x.grad.isfinite().all() and x.grad.abs().sum() > 0
     assert moe.router.tokens_per_expert.sum().item() == 2 * 256
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
-from hip_ops.build import CSRC
+from hip_ops.runtime.build import CSRC
 from tests.hip_ops.cca_prologue_cases import Case
 from tests.hip_ops.injected_bug import Bug, source
 

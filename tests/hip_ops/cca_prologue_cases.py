@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Inputs for the CCA prologue, what is right for them in fp64, and the comparison that every back end must pass.
+"""Inputs for the CCA prologue, what is right for them in fp64, and the comparison that every version must pass.
 
 What is right is computed document by document with torch's convolutions and autograd, as transformers writes it, and knows
-nothing of tiles, reach or merged taps. An implementation is a module with the two functions of hip_ops.reference.cca_prologue.
+nothing of tiles, reach or merged taps. A version is a module with the two functions of hip_ops.cca_prologue.reference.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs the gfx942 code objects of csrc/cca_prologue*.hip in the emulator, under the host code of hip_ops.hip_kernels.cca_prologue.
+"""Runs the gfx942 code objects of hip_ops/cca_prologue/cca_prologue*.hip in the emulator, under the host code of hip_ops.cca_prologue.hip.
 
 What the launchers of csrc/ do on a GPU - which kernels, grids and arguments - is done once more here, in Python, for as many compute
 units as asked for. Results are filled with NaN before a launch: what a kernel does not write shows.
@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hip_ops.hip_kernels import cca_prologue as hip_kernels
+from hip_ops.cca_prologue import hip as hip_kernels
 from tests.gfx942.emulator import Buffer, Counters, Device
 from tests.gfx942.toolchain import code_object
 
@@ -59,7 +59,7 @@ def to_numpy(tensor: Tensor) -> np.ndarray:
 
 @dataclass
 class Emulated:
-    """A module like hip_kernels.cca_prologue. `objects` compiles a source of csrc/ by name; `counters` keeps what each launch counted."""
+    """A module like hip_ops.cca_prologue.hip. `objects` compiles a source of csrc/ by name; `counters` keeps what each launch counted."""
 
     device: Device
     processors: int = 1

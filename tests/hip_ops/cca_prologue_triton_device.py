@@ -21,7 +21,7 @@ NAMES = {torch.bfloat16: "*bf16", torch.float32: "*fp32", torch.uint8: "*u8"}
 
 @dataclass
 class EmulatedTriton:
-    """A module like triton_kernels.cca_prologue, as an MI300X with few processors would run it; `counters` by kernel."""
+    """A module like hip_ops.cca_prologue.triton, as an MI300X with few processors would run it; `counters` by kernel."""
 
     device: Device
     processors: int = 8
@@ -34,7 +34,7 @@ class EmulatedTriton:
         return self._run("cca_prologue_backward", arguments)
 
     def _run(self, function: str, arguments):
-        from hip_ops.triton_kernels import cca_prologue as module
+        from hip_ops.cca_prologue import triton as module
 
         choose = module.launch
         with contextlib.ExitStack() as patched:
@@ -55,7 +55,7 @@ class _Kernel:
         return lambda *arguments, **named: self._launch(grid, arguments, named)
 
     def _launch(self, grid, arguments, named) -> None:
-        from hip_ops.triton_kernels.cca_prologue_rows import SIZES
+        from hip_ops.cca_prologue.triton_rows import SIZES
 
         device = self.owner.device
         constexprs = {name: value for name, value in named.items() if name in self.arg_names}

@@ -10,11 +10,8 @@ import pytest
 
 from tests.gfx942.triton_objects import compiled_kernel
 
-SHARED_MEMORY, RESERVED, REGISTERS = (
-    233_472,
-    1024,
-    65_536,
-)  # of a multiprocessor of sm_90; of these the system's, a program
+# of a multiprocessor of sm_90; of these the system's, a program
+SHARED_MEMORY, RESERVED, REGISTERS = (233_472, 1024, 65_536)
 
 
 def compiled_for_hopper(

@@ -1,17 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the tests of hip_ops share."""
 
+import itertools
+import sys
+import types
+
 import pytest
 import torch
 from torch.overrides import _pop_mode, _push_mode
 
-from hip_ops import backend
+from hip_ops import use_kernels
+from hip_ops.runtime import selection
+from hip_ops.runtime.operator import OPERATORS, Operator
+from hip_ops.versions import VERSIONS
+
+NUMBERS = itertools.count()
 
 
-@pytest.fixture(params=["torch", "hip"])
+@pytest.fixture(params=["reference", "hip"])
 def chosen(request):
-    """The name of a back end of hip_ops that runs on a CPU, in use."""
-    with backend.use_backend(request.param):
+    """The name of a version that runs on a CPU, in use."""
+    with use_kernels(request.param):
         yield request.param
 
 
@@ -33,12 +42,43 @@ def empty_cache(tmp_path, monkeypatch):
 
 
 @pytest.fixture
-def fresh_backend(monkeypatch):
-    """No choice of a backend made yet and none asked for; what the test chooses is forgotten."""
-    for name in ("HIP_OPS_BACKEND", "TRITON_INTERPRET"):
+def nothing_selected(monkeypatch):
+    """No version asked for; what the test selects is forgotten."""
+    for name in ("HIP_OPS_KERNELS", "TRITON_INTERPRET"):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(backend, "_choices", {})
-    monkeypatch.setattr(backend, "_asked_in_code", [])
+    monkeypatch.setattr(selection, "_stack", [])
+    selection._from_environment.cache_clear()
+    yield
+    selection._from_environment.cache_clear()
+
+
+@pytest.fixture
+def make_operator(monkeypatch):
+    """make_operator(reference, hip=..., triton=..., **options): an `Operator` of which these functions are the versions.
+
+    As if reference.py, hip.py and triton.py of a folder of hip_ops held them. compiled=True adds that version. The operator gets a
+    name of its own and is forgotten after the test.
+    """
+    made = []
+
+    def make(reference, *, compiled=False, **options):
+        name = f"made_{next(NUMBERS)}"
+        given = {version: options.pop(version) for version in ("hip", "triton") if version in options}
+        module = f"tests.hip_ops.{name}"
+        for version, function in given.items():
+            file = types.ModuleType(f"{module}.{version}")
+            setattr(file, name, function)
+            monkeypatch.setitem(sys.modules, file.__name__, file)
+        monkeypatch.setitem(VERSIONS, name, (*given, *["compiled"] * compiled))
+        code, closure = reference.__code__, reference.__closure__
+        copied = types.FunctionType(code, reference.__globals__, name, reference.__defaults__, closure)
+        copied.__annotations__, copied.__module__ = reference.__annotations__, f"{module}.reference"
+        made.append(name)
+        return Operator(copied, **options)
+
+    yield make
+    for name in made:
+        OPERATORS.pop(name, None)
 
 
 @pytest.fixture
@@ -48,5 +88,5 @@ def no_compilers(tmp_path, monkeypatch):
     empty.mkdir()
     for name in ("PATH", "ROCM_PATH", "HIP_PATH", "CUDA_HOME", "CUDA_PATH"):
         monkeypatch.setenv(name, str(empty))
-    monkeypatch.setattr("hip_ops.compilers.NVCC_FOLDERS", ())
-    monkeypatch.setattr("hip_ops.compilers.ROCM_FOLDERS", ())
+    monkeypatch.setattr("hip_ops.runtime.compilers.NVCC_FOLDERS", ())
+    monkeypatch.setattr("hip_ops.runtime.compilers.ROCM_FOLDERS", ())

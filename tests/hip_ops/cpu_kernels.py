@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Kernel sources as CPU libraries: plain, with a bug switched on, or under AddressSanitizer and UBSan. Needs no torch.
 
-    kernels = cpu_kernels("muon")                                  hip_ops/csrc/muon.hip
+    kernels = cpu_kernels("muon")                                  hip_ops/muon/muon.hip
     kernels = cpu_kernels("muon", defines=["BUG_TAIL"])            the same with a bug
     kernels = cpu_kernels(KERNELS / "barrier.hip")                 any other file
     code = kernels.ho_muon_update(array, None, 3, 1e-5, None)      numpy arrays, torch tensors, None or addresses for pointers
@@ -27,10 +27,10 @@ from pathlib import Path
 
 import pytest
 
-from hip_ops.build import CSRC
-from hip_ops.cache import cache_folder
-from hip_ops.compilers import find_compiler
-from hip_ops.launchers import load
+from hip_ops.runtime.build import CSRC, kernel_source
+from hip_ops.runtime.cache import cache_folder
+from hip_ops.runtime.compilers import find_compiler
+from hip_ops.runtime.launchers import load
 
 ROOT = Path(__file__).resolve().parents[2]
 KERNELS = Path(__file__).resolve().parent / "kernels"
@@ -46,9 +46,9 @@ def require_gxx() -> None:
 
 
 def source_files(sources: Iterable[str | Path]) -> tuple[Path, ...]:
-    """A name stands for hip_ops/csrc/<name>.hip; abi.hip, which every library needs, is added."""
-    files = [CSRC / f"{source}.hip" if isinstance(source, str) else source for source in sources]
-    return tuple(dict.fromkeys((*files, CSRC / "abi.hip")))
+    """A name stands for hip_ops/*/<name>.hip; abi.hip, which every library needs, is added."""
+    files = [kernel_source(f"{source}.hip") if isinstance(source, str) else source for source in sources]
+    return tuple(dict.fromkeys((*files, kernel_source("abi.hip"))))
 
 
 @functools.cache

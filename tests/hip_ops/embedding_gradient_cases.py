@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rows with ids, and the comparison with fp64 that every back end of hip_ops.embedding_gradient must pass."""
+"""Rows with ids, and the comparison with fp64 that every version of hip_ops.embedding_gradient must pass."""
 
 from __future__ import annotations
 
@@ -80,9 +80,8 @@ def check(module, case: Rows, device: str = "cpu") -> None:
     with new_memory_is_nan():
         module.add_rows_(total, ids, rows)
     error = (total.double() - want).abs()
-    assert bool((error <= 3e-6 * size).all()), (
-        f"{case}: off by {(error / size).max().item():.3g}"
-    )  # up to 2,000 sums in fp32
+    # up to 2,000 sums in fp32
+    assert bool((error <= 3e-6 * size).all()), f"{case}: off by {(error / size).max().item():.3g}"
     untouched = torch.ones(case.classes, dtype=torch.bool, device=device).index_fill_(0, ids, False)
     assert torch.equal(total[untouched], given[untouched]), f"{case}: rows of no id changed"
     module.add_rows_(given, ids, rows)

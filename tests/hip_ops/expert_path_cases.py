@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Inputs for the expert path, what is exactly right for them, and the comparisons that every back end must pass.
+"""Inputs for the expert path, what is exactly right for them, and the comparisons that every version must pass.
 
-A back end is any object with the functions of hip_ops.reference.expert_permutation and hip_ops.reference.weighted_swiglu that a check
+A version is any object with the functions of hip_ops.expert_permutation.reference and hip_ops.weighted_swiglu.reference that a check
 calls. The order of tokens is found token by token; sums and activations are checked against fp64.
 """
 
@@ -112,7 +112,7 @@ def poisoned(rows: Tensor, nobody: Tensor) -> Tensor:
 
 
 def check_rows(module, case: Rows, device: str = "cpu") -> None:
-    """Gather both ways with and without a side, and the scaled gather with its gradients."""
+    """Gather both ways with and without probs, and the scaled gather with its gradients."""
     generator = torch.Generator().manual_seed(case.seed + case.tokens + 17 * case.hidden)
     shape = (case.tokens, case.hidden)
     token_of_row, row_of_token, _, _ = exact_order(
@@ -121,34 +121,34 @@ def check_rows(module, case: Rows, device: str = "cpu") -> None:
     probs = (torch.rand(case.tokens, generator=generator) + 0.1).to(case.prob_dtype)
     tokens = poisoned(numbers(shape, case.dtype, generator, case.pad), row_of_token < 0)
     rows = poisoned(numbers(shape, case.dtype, generator, case.pad), token_of_row < 0)
-    for name, source, index in (("to experts", tokens, token_of_row), ("to tokens", rows, row_of_token)):
+    maps = token_of_row.to(device), row_of_token.to(device)
+    for name, source, index, places in (
+        ("to experts", tokens, token_of_row, maps),
+        ("to tokens", rows, row_of_token, maps[::-1]),
+    ):
         live = index >= 0
-        want, want_side = torch.zeros(shape, dtype=case.dtype), torch.zeros_like(probs)
-        want[live], want_side[live] = source[index[live].long()], probs[index[live].long()]
-        for side in (probs, None):
-            got, got_side = module.gather_rows(
-                source.to(device), index.to(device), None if side is None else side.to(device)
-            )
+        want, want_probs = torch.zeros(shape, dtype=case.dtype), torch.zeros_like(probs)
+        want[live], want_probs[live] = source[index[live].long()], probs[index[live].long()]
+        for given in (probs, None):
+            got, got_probs = module.gather_rows(source.to(device), *places, None if given is None else given.to(device))
             same_bits(f"gather_rows {name}", got, want)
-            same_bits(f"gather_rows {name}, side", got_side, got_side[:0] if side is None else want_side)
+            same_bits(f"gather_rows {name}, probs", got_probs, got_probs[:0] if given is None else want_probs)
 
     live, place = row_of_token >= 0, row_of_token.clamp_min(0).long()
     at = rows.detach().double()[place].masked_fill(~live[:, None], 0.0)
     compare(
         "scale_gather_rows",
-        module.scale_gather_rows(rows.to(device), row_of_token.to(device), probs.to(device)).cpu(),
+        module.scale_gather_rows(rows.to(device), *maps[::-1], probs.to(device)).cpu(),
         Exact(at * probs.double()[:, None], at.abs() * probs.double()[:, None]),
     )
     grad = poisoned(numbers(shape, case.dtype, generator, case.pad), row_of_token < 0)
-    d_source, d_scale = module.scale_gather_rows_backward(
-        grad.to(device), rows.to(device), token_of_row.to(device), probs.to(device)
-    )
-    assert (d_source.dtype, d_scale.dtype) == (case.dtype, case.prob_dtype)
+    d_rows, d_probs = module.scale_gather_rows_backward(grad.to(device), rows.to(device), maps[0], probs.to(device))
+    assert (d_rows.dtype, d_probs.dtype) == (case.dtype, case.prob_dtype)
     upstream = grad.double().masked_fill(~live[:, None], 0.0)
     want = torch.zeros(shape, dtype=FP64)
     want[row_of_token[live].long()] = (upstream * probs.double()[:, None])[live]
-    compare("d_source", d_source.cpu(), Exact(want, want.abs()))
-    compare("d_scale", d_scale.cpu(), Exact((upstream * at).sum(-1), (upstream * at).abs().sum(-1)))
+    compare("d_rows", d_rows.cpu(), Exact(want, want.abs()))
+    compare("d_probs", d_probs.cpu(), Exact((upstream * at).sum(-1), (upstream * at).abs().sum(-1)))
 
 
 @dataclass(frozen=True)

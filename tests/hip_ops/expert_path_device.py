@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hip_ops.hip_kernels.expert_permutation import ROWS_A_BLOCK
+from hip_ops.runtime.row_views import ROWS_A_BLOCK
 from tests.gfx942.emulator import Buffer, Counters, Device
 from tests.gfx942.toolchain import code_object
 from tests.gfx942.triton_objects import triton_code_object
@@ -94,7 +94,7 @@ class HipOnDevice(OnDevice):
             t.stride(0) * t.element_size() % 16 == 0 and t.shape[1] * t.element_size() % 16 == 0 for t in tensors
         )
 
-    def gather_rows(self, source: Tensor, index: Tensor, side: Tensor | None) -> tuple[Tensor, Tensor]:
+    def gather_rows(self, source: Tensor, index: Tensor, inverse: Tensor, side: Tensor | None) -> tuple[Tensor, Tensor]:
         (count, hidden), size = source.shape, source.element_size()
         out = self.out((count, hidden), source.dtype)
         side_out = self.out((count,) if side is not None else (0,), source.dtype if side is None else side.dtype)
@@ -119,7 +119,7 @@ class HipOnDevice(OnDevice):
         )
         return to_torch(out.read()), to_torch(side_out.read())
 
-    def scale_gather_rows(self, source: Tensor, index: Tensor, scale: Tensor) -> Tensor:
+    def scale_gather_rows(self, source: Tensor, index: Tensor, inverse: Tensor, scale: Tensor) -> Tensor:
         count, hidden = source.shape
         out = self.out((count, hidden), source.dtype)
         name = f"ho_scale_gather_rows_{'' if self.aligned(source) else 'any_'}{SHORT[source.dtype]}"
@@ -245,7 +245,7 @@ class TritonOnDevice(OnDevice):
         self.counters[kernel.__name__] = compiled.launch(self.device, (*grid, 1), given)
 
     def sort_by_expert(self, ids: Tensor, experts: int, programs: int = 256) -> tuple[Tensor, ...]:
-        from hip_ops.triton_kernels import expert_permutation as kernels
+        from hip_ops.expert_permutation import triton as kernels
 
         tokens, (padded, tile) = len(ids), kernels.sort_tile(experts)
         tiles = -(-tokens // (tile * programs))
@@ -274,7 +274,7 @@ class TritonOnDevice(OnDevice):
     def _gather(
         self, source: Tensor, index: Tensor, scale: Tensor | None, side: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        from hip_ops.triton_kernels import expert_permutation as kernels
+        from hip_ops.expert_permutation import triton as kernels
 
         (count, hidden), map_of = source.shape, (self.put(index), torch.int32)
         out, side_out = (
@@ -309,16 +309,16 @@ class TritonOnDevice(OnDevice):
             )
         return to_torch(out.read()), to_torch(side_out.read())
 
-    def gather_rows(self, source: Tensor, index: Tensor, side: Tensor | None) -> tuple[Tensor, Tensor]:
+    def gather_rows(self, source: Tensor, index: Tensor, inverse: Tensor, side: Tensor | None) -> tuple[Tensor, Tensor]:
         return self._gather(source, index, None, side)
 
-    def scale_gather_rows(self, source: Tensor, index: Tensor, scale: Tensor) -> Tensor:
+    def scale_gather_rows(self, source: Tensor, index: Tensor, inverse: Tensor, scale: Tensor) -> Tensor:
         return self._gather(source, index, scale, None)[0]
 
     def scale_gather_rows_backward(
         self, grad: Tensor, source: Tensor, inverse: Tensor, scale: Tensor
     ) -> tuple[Tensor, Tensor]:
-        from hip_ops.triton_kernels import expert_permutation as kernels
+        from hip_ops.expert_permutation import triton as kernels
 
         count, hidden = source.shape
         d_source, d_scale = self.out((count, hidden), source.dtype), self.out((count,), scale.dtype)
@@ -345,7 +345,7 @@ class TritonOnDevice(OnDevice):
         return to_torch(d_source.read()), to_torch(d_scale.read())
 
     def weighted_swiglu(self, gate_up: Tensor, probs: Tensor, offsets: Tensor | None) -> Tensor:
-        from hip_ops.triton_kernels import weighted_swiglu as kernels
+        from hip_ops.weighted_swiglu import triton as kernels
 
         count, width = gate_up.shape[0], gate_up.shape[1] // 2
         out, chosen = (
@@ -378,7 +378,7 @@ class TritonOnDevice(OnDevice):
     def weighted_swiglu_backward(
         self, grad: Tensor, gate_up: Tensor, probs: Tensor, offsets: Tensor | None, with_output: bool
     ):
-        from hip_ops.triton_kernels import weighted_swiglu as kernels
+        from hip_ops.weighted_swiglu import triton as kernels
 
         count, width = grad.shape
         d_gate_up, d_probs = self.out((count, 2 * width), gate_up.dtype), self.out((count,), probs.dtype)

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Inputs of grouped products, their exact results, and how far a right result may be from them.
 
-A back end is any object with the functions of hip_ops.reference.grouped_product. Rows of no expert hold NaN, and what lies there must neither be
-read into a result nor be overwritten.
+`backend` is any object with the functions of hip_ops.grouped_product.reference. Rows of no expert hold NaN, which must not get into a result.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hip_ops.triton_kernels.grouped_configs import GroupedConfig, choose_config
+from hip_ops.grouped_product.configs import GroupedConfig, choose_config
 from tests.gfx942.emulator import Counters, Device
 from tests.gfx942.triton_objects import triton_code_object
 from tests.hip_ops.expert_path_device import NUMPY, TYPES, to_numpy, to_torch
@@ -59,7 +59,7 @@ class GroupedOnDevice:
         return self.device.put(to_numpy(flat)), x.dtype
 
     def grouped_rows(self, x: Tensor, matrices: Tensor, offsets: Tensor) -> Tensor:
-        from hip_ops.triton_kernels.grouped_pointer_product import grouped_pointer_rows_kernel
+        from hip_ops.grouped_product.triton_pointers import grouped_pointer_rows_kernel
 
         experts, k, n = matrices.shape
         transposed = matrices.stride(2) != 1
@@ -83,7 +83,7 @@ class GroupedOnDevice:
         return to_torch(out.read()).view(x.dtype)
 
     def grouped_outer_(self, out: Tensor, a: Tensor, b: Tensor, offsets: Tensor, accumulate: bool) -> None:
-        from hip_ops.triton_kernels.grouped_pointer_product import grouped_pointer_outer_kernel
+        from hip_ops.grouped_product.triton_pointers import grouped_pointer_outer_kernel
 
         experts, m, n = out.shape
         buffer, _ = self.put(out)

@@ -10,7 +10,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from hip_ops.build import CSRC
+from hip_ops.runtime.build import kernel_source
 from tests.hip_ops.cpu_kernels import CpuKernels, build_cpu_library
 
 
@@ -27,7 +27,7 @@ class Bug:
 
 def source(file: str, bug: Bug | None = None) -> str:
     """Text of a file of csrc/, with `bug` if it is the one."""
-    text = (CSRC / file).read_text()
+    text = kernel_source(file).read_text()
     if bug is None or bug.file != file:
         return text
     assert text.count(bug.right) == 1, f"{file} says {text.count(bug.right)} times: {bug.right}"
@@ -42,7 +42,7 @@ def write_source(folder: Path, bug: Bug, name: str) -> Path:
 
 
 def cpu_copy(folder: Path, bug: Bug, name: str):
-    """The library of `write_source` alone, as hip_ops.library gives it."""
+    """The library of `write_source` alone, as hip_ops.runtime.library gives it."""
     path = write_source(folder, bug, name)
     return CpuKernels(build_cpu_library(path), [path]).library
 

@@ -6,8 +6,9 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from tests.gfx942.toolchain import SOURCES
+from hip_ops.runtime.build import kernel_source
 
+HEADERS = ("multi_tensor.h", "muon.h")
 SKIP = "if (found_inf && *found_inf != 0.0f) return;"
 # name: the kernel that is to show it, what the sources say, what they would say. Every occurrence is replaced.
 BUGS = {
@@ -90,16 +91,10 @@ HO_KERNEL(ho_muon_update_NAME, muon::kThreads)(const muon::Row* __restrict__ row
 }
 
 
-def with_bug(text: str, bug: str) -> str:
-    """`text` with the mistake, in whatever of the sources it is."""
-    _, right, wrong = BUGS[bug]
-    return text.replace(right, wrong)
-
-
 def _variant(name: str, kernels: list[str], bug: str | None) -> str:
     """The two headers and some kernels in namespaces of their own."""
-    shipped = "".join((SOURCES / file).read_text() for file in ("multi_tensor.h", "muon.h"))
-    text = shipped if bug is None else with_bug(shipped, bug)
+    shipped = "".join(kernel_source(file).read_text() for file in HEADERS)
+    text = shipped if bug is None else shipped.replace(*BUGS[bug][1:])
     assert bug is None or text != shipped, f"the sources no longer say: {BUGS[bug][1]}"
     text = re.sub(r'#pragma once|#include ".*"', "", text) + "".join(
         KERNELS[kernel].replace("NAME", name) for kernel in kernels
@@ -119,7 +114,16 @@ def write_variants(directory: Path) -> Path:
     return path
 
 
-def one_combination_of_dtypes(text: str) -> str:
-    """muon.hip with bf16 gradients and updates beside fp32 state alone, which compiles in a third of the time."""
-    text = re.sub(r"^MUON_(MOMENTUM|UPDATE)\((?!\w+_bf16_fp32_bf16,).*\n", "", text, flags=re.M)
-    return re.sub(r"\b(ho_muon_(momentum|update))(_(bf16|fp32))+\b", r"\1_bf16_fp32_bf16", text)
+def write_source(folder: Path, bug: str | None = None) -> Path:
+    """muon.hip and its headers in `folder`, with the mistake in whichever of them it is.
+
+    Of the variants only bf16 gradients and updates beside fp32 state are kept, which compile in a third of the time.
+    """
+    shipped = {name: kernel_source(name).read_text() for name in (*HEADERS, "muon.hip")}
+    texts = {name: text if bug is None else text.replace(*BUGS[bug][1:]) for name, text in shipped.items()}
+    assert (texts == shipped) == (bug is None)
+    text = re.sub(r"^MUON_(MOMENTUM|UPDATE)\((?!\w+_bf16_fp32_bf16,).*\n", "", texts["muon.hip"], flags=re.M)
+    texts["muon.hip"] = re.sub(r"\b(ho_muon_(momentum|update))(_(bf16|fp32))+\b", r"\1_bf16_fp32_bf16", text)
+    for name, text in texts.items():
+        (folder / name).write_text(text)
+    return folder / "muon.hip"

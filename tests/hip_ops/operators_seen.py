@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Somebody who looks at operators by their names, so that those of hip_ops go through torch's dispatch."""
+"""A mode that records operators by name. Under it those of hip_ops go through torch's dispatcher."""
 
 from torch.utils._python_dispatch import TorchDispatchMode
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs the gfx942 code objects of csrc/symmetric_product.hip in the emulator, and makes small variants of the source."""
+"""Runs the gfx942 code objects of hip_ops/newton_schulz/symmetric_product.hip in the emulator, and makes small variants of the source."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 from torch import Tensor
 
-from hip_ops.build import CSRC
+from hip_ops.runtime.build import CSRC, kernel_source
 from tests.gfx942.emulator import Counters, Device
 from tests.gfx942.toolchain import code_object
 from tests.hip_ops.product_cases import DTYPES, Case, bits, from_bits
@@ -82,9 +82,9 @@ def variant(folder: Path, kernels: Iterable[str], substitutions: Iterable[tuple[
     (file, old, new), each of which must occur exactly once."""
     folder.mkdir(parents=True, exist_ok=True)
     kernels = set(kernels)
-    texts = {file.name: file.read_text() for file in CSRC.glob("*.h")} | {
-        f"{SOURCE}.hip": (CSRC / f"{SOURCE}.hip").read_text()
-    }
+    shipped = kernel_source(f"{SOURCE}.hip")
+    files = (*CSRC.glob("*.h"), *shipped.parent.glob("*.h"), shipped)
+    texts = {file.name: file.read_text() for file in files}
     for file, old, new in substitutions:
         assert texts[file].count(old) == 1, f"{file} holds {old!r} {texts[file].count(old)} times"
         texts[file] = texts[file].replace(old, new)

@@ -8,9 +8,9 @@ import subprocess
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from hip_ops.build import CSRC
-from hip_ops.compilers import find_compiler
-from hip_ops.launchers import declarations
+from hip_ops.runtime.build import CSRC
+from hip_ops.runtime.compilers import find_compiler
+from hip_ops.runtime.launchers import declarations
 from tests.hip_ops import injected_bug
 from tests.hip_ops.injected_bug import Bug
 from tests.hip_ops.rms_norm_cases import BF16, Case
@@ -108,7 +108,7 @@ def build(folder: Path) -> Path:
 
 
 class Renamed:
-    """The library as hip_ops.launchers.load gives it, but with the functions of copy `name`, and the right ones where it has none."""
+    """The library as hip_ops.runtime.launchers.load gives it, but with the functions of copy `name`, and the right ones where it has none."""
 
     def __init__(self, loaded, name: str):
         self._loaded, self._name = loaded, name

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Inputs for residual merge + RMSNorm, what is exactly right for them in fp64, and the comparison that every back end must pass.
 
-An implementation is a pair of functions with the arguments of hip_ops.reference.rms_norm: `forward(inputs)` gives (y, new_residual,
+An implementation is a pair of functions with the arguments of hip_ops.rms_norm.reference: `forward(inputs)` gives (y, new_residual,
 rstd) and `backward(inputs, new_residual, rstd)` a dict of gradients; see Implementation.
 """
 
@@ -80,7 +80,7 @@ class Implementation:
 
 
 def of_module(module) -> Implementation:
-    """hip_ops.reference.rms_norm, hip_ops.triton_kernels.rms_norm or hip_ops.hip_kernels.rms_norm."""
+    """hip_ops.rms_norm.reference, hip_ops.rms_norm.triton or hip_ops.rms_norm.hip."""
 
     def forward(i: Inputs):
         return (module.scaled_residual_rms_norm if i.case.scaled else module.add_rms_norm)(*i.arguments, i.case.eps)

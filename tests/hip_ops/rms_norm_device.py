@@ -17,8 +17,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hip_ops.build import CSRC
-from hip_ops.hip_kernels.rms_norm import ALIGNED, BF16_RESIDUAL, BF16_WEIGHT, BF16_X
+from hip_ops.rms_norm.hip import ALIGNED, BF16_RESIDUAL, BF16_WEIGHT, BF16_X
+from hip_ops.runtime.build import kernel_source
 from tests.gfx942.emulator import Buffer, Counters, Device
 from tests.gfx942.toolchain import code_object
 from tests.hip_ops.rms_norm_cases import BF16, FP32, VECTORS, Case, Implementation, Inputs
@@ -38,7 +38,7 @@ def to_torch(array: np.ndarray) -> Tensor:
 @functools.cache
 def table() -> dict[int, tuple[int, int, int, int]]:
     """hidden size -> blocks a compute unit: forward, ZAYA's, backward, ZAYA's."""
-    rows = re.findall(r"ROW\((\d+), (\d+), (\d+), (\d+), (\d+)\)", (CSRC / "rms_norm.h").read_text())
+    rows = re.findall(r"ROW\((\d+), (\d+), (\d+), (\d+), (\d+)\)", kernel_source("rms_norm.h").read_text())
     return {int(hidden): tuple(map(int, blocks)) for hidden, *blocks in rows}
 
 

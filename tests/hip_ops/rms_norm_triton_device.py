@@ -71,7 +71,7 @@ class EmulatedTriton(Emulated):
         )
 
     def forward(self, i: Inputs) -> tuple[Tensor, Tensor, Tensor]:
-        from hip_ops.triton_kernels import rms_norm as kernels
+        from hip_ops.rms_norm import triton as kernels
 
         case, chosen = i.case, kernels.launch(i.case.hidden, scaled=i.case.scaled, backward=False, warp_size=64)
         shape = (case.rows, case.hidden)
@@ -101,7 +101,7 @@ class EmulatedTriton(Emulated):
         return tuple(to_torch(b.read()) for b in (y, new_residual, rstd))
 
     def backward(self, i: Inputs, new_residual: Tensor, rstd: Tensor) -> dict[str, Tensor]:
-        from hip_ops.triton_kernels import rms_norm as kernels
+        from hip_ops.rms_norm import triton as kernels
 
         case: Case = i.case
         chosen, shape = (

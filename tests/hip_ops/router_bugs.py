@@ -80,7 +80,7 @@ BUGS = {
 
 def kernels(folder: Path, name: str | None = None) -> ModuleType:
     """A copy of the module with bug `name`, on small tiles."""
-    from hip_ops.triton_kernels import router_mlp
+    from hip_ops.router_mlp import triton as router_mlp
 
     module = triton_copy(folder, router_mlp, BUGS, name)
     module.launch = lambda width: module.Launch(16, 16, 4)

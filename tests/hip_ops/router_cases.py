@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Inputs of the router's operators, exact results in fp64, and how far a right result may be from them.
 
-A back end is any object with the functions of hip_ops.reference.router_mlp. The exact gradients are autograd's, of the model's formula written plainly.
+A version is any object with the functions of hip_ops.router_mlp.reference. The exact gradients are autograd's, of the model's formula written plainly.
 """
 
 from __future__ import annotations
@@ -12,18 +12,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hip_ops.reference import router_mlp as reference
-from hip_ops.router_mlp import Routed, RouterGradients
+from hip_ops.router_mlp import Routed, RouterGradients, reference
 
 EPS = 1e-5
 # Of the norm of the exact result. bf16: what its torch reference has is the measure besides, see `check`.
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 2e-6, torch.bfloat16: 2.0**-6, torch.float16: 2.0**-9}
-DOUBT = {
-    torch.float64: 1e-12,
-    torch.float32: 1e-5,
-    torch.bfloat16: 2.0**-6,
-    torch.float16: 2.0**-9,
-}  # between two probabilities
+# between two probabilities
+DOUBT = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 2.0**-6, torch.float16: 2.0**-9}
 
 
 @dataclass(frozen=True)
@@ -115,9 +110,9 @@ def _within(what: str, got: Tensor, want: Tensor, dtype: torch.dtype, of_torch: 
         assert found <= 1.25 * measure + 1e-6, f"{what} is wrong: {found:.3g} of its norm, torch's {measure:.3g}"
 
 
-def check_forward(backend, case: Router, device="cpu") -> Routed:
+def check_forward(version, case: Router, device="cpu") -> Routed:
     arguments = case.arguments(device)
-    got = Routed(*backend.router_mlp(*arguments))
+    got = Routed(*version.router_mlp(*arguments))
     half = case.dtype in (torch.bfloat16, torch.float16)
     theirs = (
         Routed(*reference.router_mlp(*(t.cpu() if isinstance(t, Tensor) else t for t in arguments))) if half else None
@@ -169,7 +164,7 @@ def gradients(found: RouterGradients, classes: int) -> dict[str, Tensor]:
 NAMES = ("projected", "previous", "gamma", "b_down", "w_norm", "w1", "b1", "w2", "b2", "w_out")
 
 
-def check_backward(backend, case: Router, device="cpu") -> RouterGradients:
+def check_backward(version, case: Router, device="cpu") -> RouterGradients:
     arguments = case.arguments(device)
     on_cpu = tuple(t.cpu() if isinstance(t, Tensor) else t for t in arguments)
     routed = Routed(*reference.router_mlp(*on_cpu))
@@ -189,7 +184,7 @@ def check_backward(backend, case: Router, device="cpu") -> RouterGradients:
         on_cpu[9],
     )
     found = RouterGradients(
-        *backend.router_mlp_backward(*(None if t is None else t.to(device) for t in given), *arguments[12:])
+        *version.router_mlp_backward(*(None if t is None else t.to(device) for t in given), *arguments[12:])
     )
     got = gradients(found, case.classes)
     half = case.dtype in (torch.bfloat16, torch.float16)

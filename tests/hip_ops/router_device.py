@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hip_ops.reference.router_mlp import SUMS, columns
+from hip_ops.router_mlp.reference import SUMS, columns
 from tests.gfx942.emulator import Counters, Device
 from tests.gfx942.triton_objects import triton_code_object
 from tests.hip_ops.expert_path_device import NUMPY, TYPES, to_numpy, to_torch
@@ -36,7 +36,7 @@ class RouterOnDevice:
         unweighted: int,
     ) -> dict:
         """results: shape and dtype of what the kernel writes. Absent tensors are whatever is of the right type, as of the launcher."""
-        from hip_ops.triton_kernels import router_mlp as kernels
+        from hip_ops.router_mlp import triton as kernels
 
         kernel = getattr(kernels, f"router_mlp_{which}_kernel")
         classes, width = w_out.shape
@@ -79,7 +79,7 @@ class RouterOnDevice:
         return {name: to_torch(buffer.read()) for name, buffer in outs.items()}
 
     def programs(self, rows: int, width: int) -> int:
-        from hip_ops.triton_kernels import router_mlp as kernels
+        from hip_ops.router_mlp import triton as kernels
 
         return -(-rows // kernels.launch(width, warp_size=64).block)
 

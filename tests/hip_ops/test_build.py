@@ -11,12 +11,12 @@ from pathlib import Path
 
 import pytest
 
-from hip_ops import build as build_module
-from hip_ops import compilers
-from hip_ops.build import CSRC, BuildError, build, prebuilt
-from hip_ops.cache import locked
-from hip_ops.compilers import CompilerNotFound, find_compiler
-from hip_ops.launchers import declarations, load
+from hip_ops.runtime import build as build_module
+from hip_ops.runtime import compilers
+from hip_ops.runtime.build import BuildError, build, kernel_source, kernel_sources, prebuilt
+from hip_ops.runtime.cache import locked
+from hip_ops.runtime.compilers import CompilerNotFound, find_compiler
+from hip_ops.runtime.launchers import declarations, load
 from tests.hip_ops.cpu_kernels import ROOT, run_python
 
 # Not the real header: it takes a second to compile, and what is built does not matter here.
@@ -35,7 +35,7 @@ def sources(tmp_path, require_tool):
     folder = tmp_path / "csrc"
     folder.mkdir()
     (folder / "portable.h").write_text(HEADER)
-    shutil.copy(CSRC / "abi.hip", folder)
+    shutil.copy(kernel_source("abi.hip"), folder)
     (folder / "one.hip").write_text(SOURCE.replace("NUMBER", "1"))
     return folder
 
@@ -102,7 +102,7 @@ def test_a_killed_build_leaves_no_library(sources, empty_cache, monkeypatch):
 BUILD = """
 import sys
 from pathlib import Path
-from hip_ops.build import build
+from hip_ops.runtime.build import build
 print(build("cpu", sources=Path(sys.argv[1])))
 """
 
@@ -126,7 +126,7 @@ def test_two_processes_build_once(sources, empty_cache):
 
 
 def test_waits_for_the_lock(tmp_path, capfd):
-    program = "import sys, time; from pathlib import Path; from hip_ops.cache import locked\nwith locked(Path(sys.argv[1])): print('held', flush=True); time.sleep(1)"
+    program = "import sys, time; from pathlib import Path; from hip_ops.runtime.cache import locked\nwith locked(Path(sys.argv[1])): print('held', flush=True); time.sleep(1)"
     holder = subprocess.Popen(
         [sys.executable, "-c", program, str(tmp_path / "lock")],
         env={**os.environ, "PYTHONPATH": str(ROOT)},
@@ -254,13 +254,13 @@ def test_every_source_compiles_with_nvcc(tmp_path):
     if shutil.which("nvcc") is None:
         pytest.skip("nvcc is not on PATH")
     compiler = find_compiler("sm_90")
-    for source in sorted(CSRC.glob("*.hip")):
+    for source in kernel_sources():
         done = subprocess.run(compiler.compile_command(source, tmp_path / "x.o"), capture_output=True, text=True)
         assert done.returncode == 0, done.stderr
 
 
 def test_needs_no_torch():
     done = run_python(
-        "import sys, hip_ops, hip_ops.build, hip_ops.launchers; assert 'torch' not in sys.modules; print(hip_ops.build.build)"
+        "import sys, hip_ops, hip_ops.runtime.build, hip_ops.runtime.launchers; assert 'torch' not in sys.modules; print(hip_ops.runtime.build.build)"
     )
     assert done.returncode == 0, done.stdout

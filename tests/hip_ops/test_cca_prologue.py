@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The CCA prologue as an operator, on the CPU: the torch reference, and the HIP sources built with g++."""
+"""The CCA prologue as an operator, on the CPU: the reference, and the HIP sources built with g++."""
 
 import contextlib
+import importlib
 import re
 
 import pytest
@@ -10,11 +11,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import hip_ops
-from hip_ops.hip_kernels import cca_prologue as hip_kernels
-from hip_ops.reference import cca_prologue as reference
+from hip_ops.cca_prologue import hip as hip_kernels
+from hip_ops.cca_prologue import reference
+from hip_ops.cca_prologue.saved import saved_bytes
 from tests.hip_ops.cca_prologue_cases import BF16, FP32, FP64, GRADIENTS, Case, check, compare, exact, make
 from tests.hip_ops.operators_seen import OperatorsSeen
 
+MODULE = importlib.import_module("hip_ops.cca_prologue")
 NAMES = ("query", "key", "value")
 
 
@@ -116,47 +119,6 @@ def test_gradcheck():
     )
 
 
-@pytest.mark.parametrize("dtype, seed", [(FP32, 0), (FP64, 0), (FP64, 1), (FP64, 2)], ids=str)
-@pytest.mark.parametrize("halo, document", [(False, 0), (True, 0), (True, 3)])
-def test_the_models_own_path(halo, document, dtype, seed):
-    """In fp64 the two forms are one function, all gradients included; in fp32 what is no sum over the rows is as near as its roundings."""
-    cca = pytest.importorskip("zaya_plugin.model.cca", exc_type=ImportError)
-    case = Case(10, 2, 4, 2, 16, 2 if halo else 1, halo, document, rotary=8, dtype=dtype, seed=seed)
-    found = []
-    angles = torch.rand(case.chunks * 10, 2, 1, 4, dtype=dtype) * 7.0
-    angles = torch.cat((angles, angles), dim=-1)
-    for fused in (False, True):
-        t = {**leaves(case), "rope": hip_ops.rope_table(angles)}
-        if fused:
-            results = call(case, t)
-        else:
-            z, current, late = t["projected"].split((case.channels, 32 - case.late, case.late), dim=-1)
-            results = (
-                *cca.mix_qk(
-                    z,
-                    *list(t.values())[1:6],
-                    angles,
-                    query_groups=2,
-                    head_dim=16,
-                    temperature_form="linear",
-                    in_fp32=True,
-                    halo=t["halo"],
-                    starts=t["starts"],
-                ),
-                cca.shift_values(current, late, 2, t["value_halo"], t["starts"]),
-            )
-        torch.autograd.backward(results, make(case).upstream)
-        found.append(
-            [
-                *results,
-                *(t[name].grad for name in (GRADIENTS if dtype is FP64 else ("projected",)) if t[name] is not None),
-            ]
-        )
-    tolerance = {"rtol": 1e-12, "atol": 1e-12} if dtype is FP64 else {"rtol": 1e-5, "atol": 2e-6}
-    for ours, theirs in zip(*found, strict=True):
-        torch.testing.assert_close(ours, theirs, **tolerance)
-
-
 def test_transformers_with_its_cache():
     """A prompt and single tokens: results and states of ZayaAttention's own modules."""
     zaya = pytest.importorskip("transformers.models.zaya.modeling_zaya")
@@ -203,9 +165,8 @@ def test_chunks_with_halos_give_what_the_whole_sequence_gives(chosen):
     whole = make(Case(24, 2, 2, 1))
     expected = call(whole.case, whole.tensors)
     projected, chunks = whole.tensors["projected"], 3
-    before = (
-        torch.cat((torch.zeros_like(projected[:2]), projected)).unfold(0, 2, 8)[:chunks].movedim(-1, 1)
-    )  # rows -2, -1 of each chunk
+    # rows -2, -1 of each chunk
+    before = torch.cat((torch.zeros_like(projected[:2]), projected)).unfold(0, 2, 8)[:chunks].movedim(-1, 1)
     tensors = {
         **whole.tensors,
         "halo": before[..., :384].contiguous(),
@@ -281,31 +242,38 @@ def test_any_strides_give_the_same(chosen):
 
 
 ERRORS = [
-    ({"projected": lambda t: t[..., 1:]}, "projected has shape (3, 2, 511); it must be [s, b, 512]"),
-    ({"grouped_weight": lambda t: t[:, :, 0]}, "grouped_weight has shape (384, 128); it must be [C, d, 2]"),
     (
-        {"grouped_weight": lambda t: t[:130]},
-        "query_groups is 1; it must be a divisor of the number of query heads, 130 channels",
+        {"projected": lambda t: t[..., 1:]},
+        "projected has shape (3, 2, 511); it must be (3, 2, 512), [s, b, C+query_groups*d]",
     ),
-    ({"depthwise_bias": lambda t: t[1:]}, "depthwise_bias has shape (383,); it must be (384,)"),
-    ({"temperature": lambda t: t.repeat(2)}, "temperature has shape (2,); it must be (1,)"),
+    ({"grouped_weight": lambda t: t[:, :, 0]}, "grouped_weight has shape (384, 128); it must be [C, d>0, 2]"),
+    ({"grouped_weight": lambda t: t[:130]}, "grouped_weight has shape (130, 128, 2); it must be [C, d>0, 2]"),
+    ({"grouped_bias": lambda t: t[1:]}, "grouped_bias has shape (383,); it must be (384,), [C]"),
+    ({"temperature": lambda t: t.repeat(2)}, "temperature has shape (2,); it must be (1,), [query_groups]"),
     ({"rope": lambda t: t[:, :, :63]}, "rope has shape (3, 1, 63); it must be [3, 1 or 2, r] with an even r up to 128"),
+    ({"rope": lambda t: t.repeat(1, 3, 1)}, "rope has shape (3, 3, 64); it must be [3, 1 or 2, r]"),
+    ({"rope": lambda t: t[1:]}, "rope has shape (2, 1, 64); it must be [s, turns, r]"),
     ({"rope": lambda t: t.bfloat16()}, "rope is torch.bfloat16; it must be torch.float32"),
+    ({"projected": lambda t: t.half()}, "projected is torch.float16; it must be torch.bfloat16 like depthwise_bias"),
     (
-        {"projected": lambda t: t.half()},
-        "projected is torch.float16; it must be torch.bfloat16, torch.float32 or torch.float64",
+        {"depthwise_bias": lambda t: t.half()},
+        "depthwise_bias is torch.float16; it must be torch.bfloat16 or torch.float32 (or all tensors torch.float64)",
     ),
     ({"grouped_bias": lambda t: t.float()}, "grouped_bias is torch.float32; it must be torch.bfloat16"),
-    ({"temperature": lambda t: t.to("meta")}, "temperature is on meta; it must be on cpu like projected"),
+    ({"temperature": lambda t: t.to("meta")}, "temperature is on meta; it must be on cpu like depthwise_bias"),
     (
         {"halo": lambda _: torch.zeros(1, 2, 2, 384, dtype=BF16)},
-        "halo and value_halo came alone; it must be given both or not at all",
+        "one of halo and value_halo is None; they must be given both or not at all",
     ),
     (
         {"starts": lambda _: torch.zeros(2, 2, 2, dtype=torch.bool)},
-        "halo, value_halo and starts tell of 2 chunks; it must be of as many as divide the 3 rows",
+        "halo, value_halo and starts have 2 chunks; their number must divide the 3 rows of projected",
     ),
-    ({"starts": lambda _: torch.zeros(1, 3, 2, dtype=torch.bool)}, "starts has shape (1, 3, 2); it must be (1, 4, 2)"),
+    (
+        {"starts": lambda _: torch.zeros(1, 3, 2, dtype=torch.bool)},
+        "starts has shape (1, 3, 2); it must be [k>0, s//k+1, b]",
+    ),
+    ({"starts": lambda _: torch.zeros(0, 4, 2, dtype=torch.bool)}, "starts has shape (0, 4, 2); it must be"),
     ({"starts": lambda _: torch.zeros(1, 4, 2)}, "starts is torch.float32; it must be torch.bool"),
 ]
 
@@ -321,13 +289,23 @@ def test_wrong_arguments_are_named(changes, message):
 
 def test_wrong_numbers_are_named():
     tensors = make(Case(3, 2, 2, 1)).tensors
-    for options, message in (
-        ({"query_groups": 0}, "query_groups is 0"),
-        ({"query_groups": 2}, "query_groups is 2"),
-        ({"query_groups": 1, "delayed_channels": 129}, "delayed_channels is 129; it must be from 0 to 128"),
+    half, two = tensors["projected"][..., :384], torch.cat((tensors["projected"], tensors["projected"][..., :128]), -1)
+    for changes, options, message in (
+        (
+            {"projected": half, "temperature": torch.ones(0)},
+            {"query_groups": 0},
+            "query_groups is 0; it must be a divisor",
+        ),
+        (
+            {"projected": two, "temperature": torch.ones(2)},
+            {"query_groups": 2},
+            "query_groups is 2; it must be a divisor",
+        ),
+        ({}, {"query_groups": 2}, "projected has shape (3, 2, 512); it must be (3, 2, 640), [s, b, C+query_groups*d]"),
+        ({}, {"query_groups": 1, "delayed_channels": 129}, "delayed_channels is 129; it must be from 0 to 128"),
     ):
         with pytest.raises(ValueError, match=re.escape(message)):
-            hip_ops.cca_prologue(*list(tensors.values())[:7], **options)
+            hip_ops.cca_prologue(*list((tensors | changes).values())[:7], **options)
     with pytest.raises(ValueError, match=re.escape("cu_seqlens is torch.float32 (3,); it must be integers")):
         hip_ops.document_starts(torch.zeros(3), 4)
 
@@ -337,11 +315,8 @@ def test_opcheck(case):
     """Schema, fake tensors, autograd registration and AOT dispatch, torch's own checks."""
     t = leaves(case)
     torch.library.opcheck(torch.ops.hip_ops.cca_prologue, (*t.values(), case.groups, case.late))
-    inputs = make(case)
-    query, key, _, inverse_norm = reference.cca_prologue(*inputs.arguments)
-    arguments = (*inputs.upstream, *inputs.tensors.values(), query, key, inverse_norm, case.groups, case.late)
     torch.library.opcheck(
-        torch.ops.hip_ops.cca_prologue_backward, arguments, test_utils=("test_schema", "test_faketensor")
+        torch.ops.hip_ops.cca_prologue_backward, backward_arguments(case), test_utils=("test_schema", "test_faketensor")
     )
 
 
@@ -396,12 +371,74 @@ def test_results_do_not_change_between_runs(monkeypatch):
         assert all(map(torch.equal, found[0], other))
 
 
-def test_heads_that_the_kernels_do_not_know_are_computed_by_torch():
-    inputs = make(Case(5, 1, 2, 1, 48, rotary=16))
-    for got, want in zip(
-        hip_kernels.cca_prologue(*inputs.arguments), reference.cca_prologue(*inputs.arguments), strict=True
+def backward_arguments(case: Case) -> tuple:
+    """Of the backward operator, from the reference's forward."""
+    inputs = make(case)
+    query, key, _, inverse_norm = reference.cca_prologue(*inputs.arguments)
+    return *inputs.upstream, *inputs.tensors.values(), query, key, inverse_norm, case.groups, case.late
+
+
+@pytest.mark.parametrize(
+    "case, takes",
+    [
+        (Case(5), {"hip": True, "triton": True}),
+        (Case(5, rotary=0, delayed=20), {"hip": True, "triton": True}),
+        (Case(5, d=64), {"hip": False, "triton": True}),
+        (Case(5, dtype=FP32), {"hip": False, "triton": True}),
+        (Case(5, delayed=5), {"hip": False, "triton": True}),
+        (Case(5, rotary=4), {"hip": False, "triton": True}),
+        (Case(5, d=48, rotary=16), {"hip": False, "triton": False}),
+    ],
+    ids=str,
+)
+def test_calls_that_kernels_do_not_take_go_to_the_next_version(case, takes):
+    for operator, arguments in (
+        (MODULE._prologue, make(case).arguments),
+        (MODULE._prologue_backward, backward_arguments(case)),
     ):
-        assert torch.equal(got, want)
+        assert {version: fits(*arguments) for version, fits in operator.fits.items()} == takes
+        with hip_ops.use_kernels("hip"):
+            got = operator(*arguments)
+        if not takes["hip"]:
+            assert all(map(torch.equal, got, operator.reference(*arguments)))
+
+
+@pytest.mark.parametrize(
+    "case",
+    [Case(4, 2, 4, 2, 16, 2, True, 3, rotary=8, dtype=FP32), Case(3, 1, 2, 1, 16, rotary=0, dtype=FP32)],
+    ids=str,
+)
+def test_the_reference_compiles(case):
+    for function, arguments in (
+        (reference.cca_prologue, make(case).arguments),
+        (reference.cca_prologue_backward, backward_arguments(case)),
+    ):
+        compiled = torch.compile(function, dynamic=False, fullgraph=True, backend="aot_eager")
+        for got, want in zip(compiled(*arguments), function(*arguments), strict=True):
+            torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+
+
+def test_temperature_in_fp32_and_rope_in_fp32_beside_fp64(chosen):
+    for dtype, name in ((BF16, "temperature"), (FP64, "rope")):
+        tensors = make(Case(5, 1, 2, 1, rotary=8, dtype=dtype)).tensors
+        found = []
+        for as_fp32 in (False, True):
+            values = {key: t.float() if key == name else t for key, t in tensors.items()} if as_fp32 else tensors
+            found.append(call(Case(5, 1, 2, 1, dtype=dtype), values))
+        for mine, theirs in zip(*found, strict=True):
+            assert mine.dtype == theirs.dtype == dtype
+            torch.testing.assert_close(mine, theirs, rtol=1e-6, atol=1e-6)
+
+
+def test_saved_bytes():
+    """What autograd keeps beyond the parameters and the rope table."""
+    case, kept = Case(7, 3, 4, 2, 16, rotary=8), []
+    given = leaves(case)
+    known = {t.data_ptr() for name, t in given.items() if t is not None and name != "projected"}
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+        call(case, given)
+    found = sorted(t.nbytes for t in kept if t.data_ptr() not in known)
+    assert found == sorted(saved_bytes(7 * 3, 4, 2, 16, 2).values())
 
 
 def test_the_comparison_knows_one_wrong_row():

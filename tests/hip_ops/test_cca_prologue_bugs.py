@@ -3,30 +3,31 @@
 
 import pytest
 
-import hip_ops.library
-from hip_ops.hip_kernels import cca_prologue as hip_kernels
-from hip_ops.launchers import load
+import hip_ops.runtime.library
+from hip_ops.cca_prologue import hip as hip_kernels
+from hip_ops.runtime.build import kernel_source
+from hip_ops.runtime.launchers import load
 from tests.gfx942.emulator import Device
 from tests.gfx942.emulator.faults import EmulatorFault
 from tests.gfx942.toolchain import code_object
 from tests.hip_ops import cca_prologue_bugs as bugs
 from tests.hip_ops.cca_prologue_cases import check
 from tests.hip_ops.cca_prologue_device import Emulated
-from tests.hip_ops.cpu_kernels import CSRC, SCHEDULES, build_cpu_library, run_python
+from tests.hip_ops.cpu_kernels import SCHEDULES, build_cpu_library, run_python
 
 # In a process of its own: without a barrier a fiber may read what it likes.
 PROGRAM = """
 import sys
 from pathlib import Path
-import hip_ops.library
-from hip_ops.hip_kernels import cca_prologue as kernels
-from hip_ops.launchers import load
+import hip_ops.runtime.library
+from hip_ops.cca_prologue import hip as kernels
+from hip_ops.runtime.launchers import load
 from tests.hip_ops import cca_prologue_bugs as bugs
 from tests.hip_ops.cca_prologue_cases import check
 
 library, name, *sources = sys.argv[1:]
 loaded = load(Path(library), *map(Path, sources))
-for module in (hip_ops.library, kernels):
+for module in (hip_ops.runtime.library, kernels):
     module.library = lambda target: loaded
 try:
     check(kernels, bugs.BUGS[name].case)
@@ -40,8 +41,8 @@ else:
 @pytest.mark.parametrize("case", [bugs.PLAIN, bugs.HALO, bugs.LONG, bugs.ENTRIES], ids=str)
 def test_the_copy_without_a_bug_passes(tmp_path, monkeypatch, case):
     sources = bugs.copy(tmp_path)
-    loaded = load(build_cpu_library(*sources), *sources, CSRC / "abi.hip")
-    for module in (hip_ops.library, hip_kernels):
+    loaded = load(build_cpu_library(*sources), *sources, kernel_source("abi.hip"))
+    for module in (hip_ops.runtime.library, hip_kernels):
         monkeypatch.setattr(module, "library", lambda target: loaded)
     check(hip_kernels, case)
 
@@ -59,7 +60,7 @@ def test_each_bug_is_caught(tmp_path, name):
     caught = []
     for schedule in SCHEDULES if bug.schedule else SCHEDULES[:1]:
         done = run_python(
-            PROGRAM, library, name, *sources, CSRC / "abi.hip", HO_CPU_SCHEDULE=schedule, OMP_NUM_THREADS="1"
+            PROGRAM, library, name, *sources, kernel_source("abi.hip"), HO_CPU_SCHEDULE=schedule, OMP_NUM_THREADS="1"
         )
         assert "passed" in done.stdout or "caught: " in done.stdout or done.returncode < 0, done.stdout[-3000:]
         caught += [schedule] * ("passed" not in done.stdout)

@@ -4,7 +4,7 @@
 import pytest
 import torch
 
-from hip_ops.build import CSRC
+from hip_ops.runtime.build import kernel_source
 from tests.gfx942.budgets import kernels_of
 from tests.gfx942.emulator import SCHEDULES, Device
 from tests.hip_ops.cca_prologue_cases import Case, backward, check, make
@@ -116,7 +116,7 @@ def test_bytes_are_within_five_percent_of_the_minimum():
 def test_no_spills_and_every_kernel_is_run():
     found = {}
     for source in ("cca_prologue", "cca_prologue_backward", "cca_prologue_parameters"):
-        found |= {name: resources for name, (resources, _) in kernels_of(CSRC / f"{source}.hip").items()}
+        found |= {name: resources for name, (resources, _) in kernels_of(kernel_source(f"{source}.hip")).items()}
     assert set(found) == {f"ho_cca_prologue_{name}" for name in KERNELS}
     assert all(kernel.vgpr_spills == kernel.scratch == 0 for kernel in found.values())
     assert {name for name, kernel in found.items() if kernel.sgpr_spills} <= {"ho_cca_prologue_backward_pass"}, (

@@ -15,7 +15,7 @@ triton = pytest.importorskip("triton")
 )
 def test_divisor(by):
     """As `divide` computes it, at every place where a wrong rounding shows first: beside multiples, and at the end of the range."""
-    from hip_ops.triton_kernels.cca_prologue_rows import divisor
+    from hip_ops.cca_prologue.triton_rows import divisor
 
     packed = divisor(by)
     multiplier, shift = packed >> 6, packed & 63
@@ -51,7 +51,7 @@ class Recorded:
 @pytest.fixture
 def recorded(monkeypatch):
     """A function that calls forward and backward of a case with recorded kernels, as on an H100, and gives what was launched."""
-    from hip_ops.triton_kernels import cca_prologue as module
+    from hip_ops.cca_prologue import triton as module
 
     def run(case: Case, stages: int) -> list:
         calls: list = []

@@ -9,12 +9,12 @@ import torch
 
 import hip_ops
 from hip_ops import embedding_gradient
-from hip_ops.hip_kernels import embedding_gradient as hip_kernels
-from hip_ops.operator import OPERATORS
-from hip_ops.reference import embedding_gradient as reference
+from hip_ops.embedding_gradient import hip as hip_kernels
+from hip_ops.embedding_gradient import reference
+from hip_ops.runtime.operator import OPERATORS
 from tests.hip_ops.cpu_kernels import SCHEDULES, run_python
 from tests.hip_ops.embedding_gradient_bugs import BUGS
-from tests.hip_ops.embedding_gradient_cases import CASES, FP64, Rows, check
+from tests.hip_ops.embedding_gradient_cases import BF16, CASES, FP64, Rows, check, copied
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
@@ -35,11 +35,45 @@ def test_the_operator_adds_in_place(dtype):
     rows = torch.arange(15.0, dtype=dtype).view(5, 3)
     assert hip_ops.add_rows_(total, torch.tensor([2, 0, 2, 2, 3]), rows) is None
     assert total.tolist() == [[3, 4, 5], [0, 0, 0], [15, 18, 21], [12, 13, 14]]
-    torch.library.opcheck(torch.ops.hip_ops.add_rows.default, (total, torch.tensor([1, 1, 0]), rows[:3]))
+    torch.library.opcheck(torch.ops.hip_ops.add_rows_.default, (total, torch.tensor([1, 1, 0]), rows[:3]))
 
 
-def test_the_self_check_would_not_pass_a_lost_row():
-    operator = OPERATORS["add_rows"]
+@pytest.mark.parametrize(
+    "total",
+    [torch.zeros(4, 6)[:, ::2], torch.zeros(4, 3, dtype=BF16), torch.zeros(4, 3, dtype=FP64)],
+    ids=["strided", "bf16", "fp64"],
+)
+def test_the_reference_computes_what_the_kernels_do_not_take(chosen, total):
+    total, rows = copied(total, "cpu"), torch.arange(15.0, dtype=FP64 if total.dtype == FP64 else BF16).view(5, 3)
+    hip_ops.add_rows_(total, torch.tensor([2, 0, 2, 2, 3]), rows)
+    assert total.tolist() == [[3, 4, 5], [0, 0, 0], [15, 18, 21], [12, 13, 14]]
+
+
+@pytest.mark.parametrize(
+    "changed, says",
+    [
+        ({"rows": torch.zeros(3, 5)}, "rows has shape (3, 5); it must be (3, 4), [n, h]"),
+        ({"ids": torch.zeros(2, dtype=torch.int64)}, "rows has shape (3, 4); it must be (2, 4), [n, h]"),
+        ({"ids": torch.zeros(3, dtype=torch.int32)}, "ids is torch.int32; it must be torch.int64"),
+        (
+            {"rows": torch.zeros(3, 4, dtype=torch.float16)},
+            "rows is torch.float16; it must be torch.bfloat16 or torch.float32",
+        ),
+        ({"rows": torch.zeros(3, 4, dtype=FP64)}, "rows is torch.float64; it must be torch.bfloat16 or torch.float32"),
+    ],
+)
+def test_errors_name_what_is_wrong(changed, says):
+    arguments = {
+        "total": torch.zeros(9, 4),
+        "ids": torch.zeros(3, dtype=torch.int64),
+        "rows": torch.zeros(3, 4),
+    } | changed
+    with pytest.raises(ValueError, match=re.escape("hip_ops.add_rows_: " + says)):
+        hip_ops.add_rows_(*arguments.values())
+
+
+def test_the_self_check_does_not_pass_a_lost_row():
+    operator = OPERATORS["add_rows_"]
     total, ids, rows = operator.example(torch.device("cpu"))
     want, got = total.clone(), total.clone()
     embedding_gradient.add_rows_(want, ids, rows)
@@ -67,7 +101,7 @@ def test_the_check_sees_what_is_within_its_tolerance(add_rows_, said):
 
 PROGRAM = """
 import sys
-from hip_ops.triton_kernels import embedding_gradient
+from hip_ops.embedding_gradient import triton as embedding_gradient
 from tests.hip_ops.embedding_gradient_cases import CASES, check
 
 for case in CASES:

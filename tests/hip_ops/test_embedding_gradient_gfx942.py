@@ -4,7 +4,7 @@
 import pytest
 import torch
 
-from hip_ops.build import CSRC
+from hip_ops.runtime.build import kernel_source
 from tests.gfx942.budgets import kernels_of
 from tests.gfx942.emulator import SCHEDULES, Device
 from tests.hip_ops.embedding_gradient_cases import BF16, Rows, check, inputs
@@ -82,7 +82,7 @@ def test_every_kernel_is_run_and_nothing_spills():
     path = HipRows()
     for case in (Rows(40, 3, 16, BF16), Rows(40, 3, 16), Rows(40, 3, 13, BF16), Rows(40, 3, 13)):
         check(path, case)
-    built = kernels_of(CSRC / "embedding_gradient.hip")
+    built = kernels_of(kernel_source("embedding_gradient.hip"))
     assert set(built) == set(path.counters)
     assert all(found.scratch == found.vgpr_spills == found.sgpr_spills == 0 for found, _ in built.values())
     assert built["ho_add_runs_bf16"][0].waves_per_simd == built["ho_join_runs"][0].waves_per_simd == 8

@@ -6,9 +6,9 @@ import shutil
 
 import pytest
 
-import hip_ops.library
-from hip_ops.build import CSRC
-from hip_ops.hip_kernels import embedding_gradient
+import hip_ops.runtime.library
+from hip_ops.embedding_gradient import hip as embedding_gradient
+from hip_ops.runtime.build import kernel_source
 from tests.gfx942.emulator import Device
 from tests.gfx942.emulator.faults import OutOfBounds
 from tests.gfx942.toolchain import code_object
@@ -26,7 +26,7 @@ FAST = ("joined_by_every_run", "half_of_the_columns_joined")  # each costs a bui
 )
 def test_each_bug_is_caught(tmp_path, monkeypatch, name):
     copy = cpu_copy(tmp_path, bugs.BUGS[name], "embedding_gradient")
-    monkeypatch.setattr(hip_ops.library, "library", lambda target: copy)
+    monkeypatch.setattr(hip_ops.runtime.library, "library", lambda target: copy)
     monkeypatch.setenv("HO_CPU_SCHEDULE", SCHEDULES[-1])  # no kernel has a barrier: any order shows each bug
     with pytest.raises(AssertionError, match="off by"):
         bugs.shows(embedding_gradient)
@@ -39,6 +39,6 @@ def test_the_right_source_passes():
 @pytest.mark.parametrize("bug", [bugs.ONE_TOO_MANY, bugs.ONE_COLUMN_TOO_MANY], ids=["id", "column"])
 def test_one_too_many_is_out_of_bounds(tmp_path, bug):
     source = write_source(tmp_path, bug, "embedding_gradient")
-    shutil.copy(CSRC / "portable.h", tmp_path)
+    shutil.copy(kernel_source("portable.h"), tmp_path)
     with pytest.raises(OutOfBounds):
         check(HipRows(Device("lockstep"), objects=lambda name: code_object(source)), Rows(33, 9, 45))

@@ -3,12 +3,12 @@
 
 import pytest
 
-from hip_ops.build import CSRC
+from hip_ops.runtime.build import kernel_source
 from tests.hip_ops import embedding_gradient_hip_bugs as bugs
 from tests.hip_ops.cpu_kernels import SCHEDULES, build_cpu_library, run_sanitized
 from tests.hip_ops.injected_bug import write_source
 
-SOURCE = CSRC / "embedding_gradient.hip"
+SOURCE = kernel_source("embedding_gradient.hip")
 
 # torch does not run under a sanitizer: numpy arrays, bf16 as its bits, and whole numbers, of which every sum is exact.
 PROGRAM = """

@@ -5,9 +5,10 @@ import shutil
 
 import pytest
 
-import hip_ops.library
-from hip_ops.build import CSRC
-from hip_ops.hip_kernels import expert_permutation, weighted_swiglu
+import hip_ops.runtime.library
+from hip_ops.expert_permutation import hip as expert_permutation
+from hip_ops.runtime.build import kernel_source
+from hip_ops.weighted_swiglu import hip as weighted_swiglu
 from tests.gfx942.emulator import Device
 from tests.gfx942.emulator.faults import EmulatorFault, LdsRace, OutOfBounds, UninitialisedLds
 from tests.gfx942.toolchain import code_object
@@ -22,7 +23,7 @@ MODULES = {"expert_sort": expert_permutation, "expert_rows": expert_permutation,
 
 def emulated(folder, bug: Bug) -> HipOnDevice:
     source = write_source(folder, bug, bug.case)
-    shutil.copy(CSRC / "portable.h", folder)
+    shutil.copy(kernel_source("portable.h"), folder)
     return HipOnDevice(Device("lockstep"), objects=lambda name: code_object(source))
 
 
@@ -30,7 +31,7 @@ def emulated(folder, bug: Bug) -> HipOnDevice:
 def test_each_bug_is_caught(tmp_path, monkeypatch, name):
     bug = bugs.BUGS[name]
     copy = cpu_copy(tmp_path, bug, bug.case)
-    monkeypatch.setattr(hip_ops.library, "library", lambda target: copy)
+    monkeypatch.setattr(hip_ops.runtime.library, "library", lambda target: copy)
     for schedule in SCHEDULES:  # no kernel on rows has a barrier: each schedule shows each bug
         monkeypatch.setenv("HO_CPU_SCHEDULE", schedule)
         with pytest.raises(AssertionError, match="are wrong"):

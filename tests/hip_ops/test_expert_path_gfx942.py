@@ -4,7 +4,7 @@
 import pytest
 import torch
 
-from hip_ops.build import CSRC
+from hip_ops.runtime.build import kernel_source
 from tests.gfx942.budgets import kernels_of
 from tests.gfx942.emulator import SCHEDULES, Device
 from tests.hip_ops.expert_path_cases import (
@@ -115,12 +115,13 @@ def test_bytes_of_rows_are_within_five_percent_of_the_minimum(kind):
     assert 0 < live < tokens
     source, grad, probs = torch.randn(tokens, 2048).to(BF16), torch.randn(tokens, 2048).to(BF16), torch.rand(tokens)
     path = KINDS[kind]()
-    for index in order[:2]:
-        path.gather_rows(source, index, None)
+    maps = order[:2]
+    for index, inverse in (maps, maps[::-1]):
+        path.gather_rows(source, index, inverse, None)
         held_to(path, row * (live + tokens), 2 * tokens)
-    path.gather_rows(source, order[0], probs)
+    path.gather_rows(source, *maps, probs)
     held_to(path, row * (live + tokens), 4 * tokens)
-    path.scale_gather_rows(source, order[1], probs)
+    path.scale_gather_rows(source, *maps[::-1], probs)
     held_to(path, row * (live + tokens), 4 * tokens)
     path.scale_gather_rows_backward(grad, source, order[0], probs)
     held_to(path, row * (2 * live + tokens), 5 * tokens)
@@ -178,7 +179,7 @@ def test_every_kernel_is_run_and_nothing_spills():
     built = {
         name: found
         for source in ("expert_sort", "expert_rows", "weighted_swiglu")
-        for name, (found, _) in kernels_of(CSRC / f"{source}.hip").items()
+        for name, (found, _) in kernels_of(kernel_source(f"{source}.hip")).items()
     }
     assert set(built) == ran, f"without a case: {set(built) - ran}; without a kernel: {ran - set(built)}"
     assert all(found.scratch == found.vgpr_spills == found.sgpr_spills == 0 for found in built.values())

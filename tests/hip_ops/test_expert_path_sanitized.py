@@ -3,12 +3,12 @@
 
 import pytest
 
-from hip_ops.build import CSRC
+from hip_ops.runtime.build import kernel_source
 from tests.hip_ops import expert_path_bugs as bugs
 from tests.hip_ops.cpu_kernels import SCHEDULES, build_cpu_library, run_sanitized
 from tests.hip_ops.injected_bug import write_source
 
-SOURCES = [CSRC / f"{name}.hip" for name in ("expert_sort", "expert_rows", "weighted_swiglu")]
+SOURCES = [kernel_source(f"{name}.hip") for name in ("expert_sort", "expert_rows", "weighted_swiglu")]
 
 # torch does not run under a sanitizer: numpy arrays, bf16 as its bits, and small whole numbers, which every dtype holds exactly.
 PROGRAM = """

@@ -11,7 +11,8 @@ from tests.hip_ops.cpu_kernels import run_python
 PROGRAM = """
 from unittest import mock
 import torch
-from hip_ops.triton_kernels import expert_permutation, weighted_swiglu
+from hip_ops.expert_permutation import triton as expert_permutation
+from hip_ops.weighted_swiglu import triton as weighted_swiglu
 from tests.hip_ops.expert_path_cases import FP32, MIXES, Rows, Swiglu, check_rows, check_sort, check_swiglu, expert_ids
 
 for mix in MIXES:
@@ -23,7 +24,7 @@ with mock.patch.object(expert_permutation, "PROGRAMS", 2):  # several tiles a pr
 check_sort(expert_permutation, expert_ids("even", 100, 256), 256)
 for case in (Rows(9, 40, FP32), Rows(5, 1500, FP32, mix="nobody", pad=3), Rows(0, 8, FP32), Rows(7, 1, FP32, mix="one"), Rows(6, 2048, FP32)):
     check_rows(expert_permutation, case)
-rows, side = expert_permutation.gather_rows(torch.empty(3, 0), torch.tensor([2, -1, 0], dtype=torch.int32), torch.tensor([1.0, 2.0, 3.0]))
+rows, side = expert_permutation.gather_rows(torch.empty(3, 0), torch.tensor([2, -1, 0], dtype=torch.int32), torch.tensor([2, -2, 0], dtype=torch.int32), torch.tensor([1.0, 2.0, 3.0]))
 assert rows.shape == (3, 0) and side.tolist() == [3.0, 0.0, 1.0]
 for case in (
     Swiglu(7, 40, FP32), Swiglu(5, 1, FP32, offsets="none"), Swiglu(3, 2100, FP32, pad=3), Swiglu(4, 64, FP32, offsets="nobody"),

@@ -1,15 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Grouped products as operators: the torch reference against fp64, errors by name, fakes; the table of Triton's configurations."""
+"""Grouped products as operators: the reference against fp64, errors by name, fakes; which version takes which call; Triton's table."""
 
+import functools
 import json
+import logging
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 import hip_ops
-from hip_ops import backend, operator
-from hip_ops.reference import grouped_product as reference
-from hip_ops.triton_kernels import grouped_configs as configs
+from hip_ops import grouped_product, use_kernels
+from hip_ops.grouped_product import configs, grouped_mm, quack, reference
+from hip_ops.runtime import self_check
+from hip_ops.runtime.operator import warm_up
+from tests.hip_ops.fake_gpu import CPU, GPU, FakeGpu
 from tests.hip_ops.grouped_cases import Grouped, check_outer, check_rows
 
 CASES = [
@@ -49,62 +54,208 @@ def test_operators_as_torch_sees_them():
     torch.library.opcheck(torch.ops.hip_ops.grouped_outer_.default, (out, a, b, offsets, True))
 
 
-X, W, OUT, OFFSETS = (
-    torch.zeros(6, 4),
-    torch.zeros(2, 4, 3),
-    torch.zeros(2, 4, 3),
-    torch.tensor([2, 6], dtype=torch.int32),
-)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_rows_bits_do_not_depend_on_the_other_rows(dtype):
+    """From one row to more than the reference pads, at the start and at the end of an expert's rows."""
+    x, w = torch.randn(40, 24).to(dtype), torch.randn(2, 24, 36).to(dtype)
+    whole = hip_ops.grouped_rows(x, w, torch.tensor([0, 40], dtype=torch.int32))
+    for count in range(1, 40):
+        parts = [
+            hip_ops.grouped_rows(part, w, torch.tensor([0, count], dtype=torch.int32))
+            for part in (x[:count], x[-count:])
+        ]
+        assert torch.equal(parts[0], whole[:count]) and torch.equal(parts[1], whole[-count:]), count
 
 
-@pytest.mark.parametrize(
-    "call, words",
-    [
-        (lambda: hip_ops.grouped_rows(X, W[0], OFFSETS), "matrices has shape (4, 3); it must be [E, k, n]"),
-        (lambda: hip_ops.grouped_rows(X[:, :3], W, OFFSETS), "x has shape (6, 3); it must be [T, 4]"),
-        (
-            lambda: hip_ops.grouped_rows(X, W, OFFSETS.long()),
-            "offsets is torch.int64 (2,); it must be torch.int32 (2,)",
-        ),
-        (
-            lambda: hip_ops.grouped_rows(X, W.bfloat16(), OFFSETS),
-            "matrices is torch.bfloat16; it must be torch.float32",
-        ),
-        (lambda: hip_ops.grouped_rows(X, W, OFFSETS.to("meta")), "offsets is on meta; it must be on cpu"),
-        (lambda: hip_ops.grouped_outer_(OUT.mT, X, X[:, :3], OFFSETS), "it must be [E, m, n] with rows without gaps"),
-        (
-            lambda: hip_ops.grouped_outer_(OUT.half(), X, X[:, :3], OFFSETS),
-            "out is torch.float16; it must be torch.float32",
-        ),
-        (
-            lambda: hip_ops.grouped_outer_(OUT, X, X, OFFSETS),
-            "have shapes (6, 4), (6, 4); it must be [T, 4] and [T, 3]",
-        ),
-        (
-            lambda: hip_ops.grouped_outer_(OUT, X, X[:, :3], OFFSETS[:1]),
-            "offsets is torch.int32 (1,); it must be torch.int32 (2,)",
-        ),
-        (
-            lambda: hip_ops.grouped_outer_(OUT, X, X[:, :3].double(), OFFSETS),
-            "b is torch.float64; it must be torch.float32",
-        ),
-    ],
-)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("out_dtype", [torch.float32, None])
+def test_writing_and_then_adding_is_a_sum_in_the_blocks_dtype(dtype, out_dtype):
+    out_dtype = dtype if out_dtype is None or dtype == torch.float64 else out_dtype
+    a, b, offsets = (
+        torch.randn(24, 16).to(dtype),
+        torch.randn(24, 8).to(dtype),
+        torch.tensor([3, 3, 20], dtype=torch.int32),
+    )
+    wide = torch.promote_types(out_dtype, torch.float32)
+    product = torch.stack(
+        [a[:3].to(wide).T @ b[:3].to(wide), torch.zeros(16, 8).to(wide), a[3:20].to(wide).T @ b[3:20].to(wide)]
+    )
+    out = torch.full((3, 16, 8), torch.nan, dtype=out_dtype)
+    hip_ops.grouped_outer_(out, a, b, offsets, accumulate=False)
+    assert torch.equal(out, product.to(out_dtype))
+    start = torch.randn(3, 16, 8).to(out_dtype)
+    total = hip_ops.grouped_outer_(start.clone(), a, b, offsets)
+    torch.testing.assert_close(
+        total, (start.to(wide) + product).to(out_dtype), rtol=2e-6 if dtype != torch.bfloat16 else 8e-3, atol=2e-6
+    )
+    assert torch.equal(total[1], start[1])
+
+
+X, W, OUT = torch.zeros(6, 4), torch.zeros(2, 4, 3), torch.zeros(2, 4, 3)
+OFFSETS = torch.tensor([2, 6], dtype=torch.int32)
+ERRORS = [
+    (lambda: hip_ops.grouped_rows(X, W[0], OFFSETS), "matrices has shape (4, 3); it must be [E>0, k, n]"),
+    (lambda: hip_ops.grouped_rows(X[0], W, OFFSETS), "x has shape (4,); it must be [T, k]"),
+    (lambda: hip_ops.grouped_rows(X[:, :3], W, OFFSETS), "matrices has shape (2, 4, 3); it must be [E>0, k, n]"),
+    (lambda: hip_ops.grouped_rows(X, W[:0], OFFSETS[:0]), "matrices has shape (0, 4, 3); it must be [E>0, k, n]"),
+    (lambda: hip_ops.grouped_rows(X, W, OFFSETS.long()), "offsets is torch.int64; it must be torch.int32"),
+    (lambda: hip_ops.grouped_rows(X, W, OFFSETS[:1]), "offsets has shape (1,); it must be (2,), [E]"),
+    (
+        lambda: hip_ops.grouped_rows(X, W.bfloat16(), OFFSETS),
+        "matrices is torch.bfloat16; it must be torch.float32 like x",
+    ),
+    (lambda: hip_ops.grouped_rows(X, W, OFFSETS.to("meta")), "offsets is on meta; it must be on cpu like x"),
+    (
+        lambda: hip_ops.grouped_outer_(OUT.half(), X, X[:, :3], OFFSETS),
+        "out is torch.float16; it must be torch.float32",
+    ),
+    (lambda: hip_ops.grouped_outer_(OUT[0], X, X[:, :3], OFFSETS), "out has shape (4, 3); it must be [E>0, m, n]"),
+    (lambda: hip_ops.grouped_outer_(OUT, X[:, :3], X, OFFSETS), "a has shape (6, 3); it must be (6, 4), [T, m]"),
+    (lambda: hip_ops.grouped_outer_(OUT, X, X, OFFSETS), "b has shape (6, 4); it must be (6, 3), [T, n]"),
+    (lambda: hip_ops.grouped_outer_(OUT, X, X[:5, :3], OFFSETS), "b has shape (5, 3); it must be (6, 3), [T, n]"),
+    (lambda: hip_ops.grouped_outer_(OUT, X, X[:, :3], OFFSETS[:1]), "offsets has shape (1,); it must be (2,), [E]"),
+    (
+        lambda: hip_ops.grouped_outer_(OUT, X, X[:, :3].double(), OFFSETS),
+        "b is torch.float64; it must be torch.float32 like a",
+    ),
+    (lambda: hip_ops.grouped_outer_(OUT.to("meta"), X, X[:, :3], OFFSETS), "a is on cpu; it must be on meta like out"),
+]
+
+
+@pytest.mark.parametrize("call, words", ERRORS, ids=[words for _, words in ERRORS])
 def test_errors_name_what_is_wrong(call, words):
     with pytest.raises(ValueError) as raised:
         call()
     assert words in str(raised.value) and str(raised.value).startswith("hip_ops.grouped_")
 
 
-def test_a_backend_that_lacks_them_is_told_by_warm_up_and_refused():
-    from hip_ops import grouped_product
+def test_a_block_with_any_strides_is_written():
+    out, case = torch.zeros(2, 3, 4).mT, Grouped((2, 4), 4, 3, "fp32", nobody=0)
+    a, b = case.operand(4, 1), case.operand(3, 2)
+    hip_ops.grouped_outer_(out, a, b, OFFSETS)
+    torch.testing.assert_close(out, torch.stack((a[:2].T @ b[:2], a[2:].T @ b[2:])))
 
+
+# Versions
+
+
+def versions_that_take(made, *arguments) -> list[str]:
+    names = {made._function_of(name): name for name in (*made.versions, "reference")}
+    return [names[function] for fits, function in made.implementations(GPU) if fits is None or fits(*arguments)]
+
+
+def test_order_on_hopper_and_what_each_takes(monkeypatch):
+    FakeGpu(monkeypatch)
+    from hip_ops.grouped_product import triton
+
+    operators = rows, outer = grouped_product._rows, grouped_product._outer
+    for made in operators:
+        for name in ("results", "choices", "_chosen"):
+            monkeypatch.setattr(made, name, {})
+        for module in (quack, triton):  # neither runs here
+            monkeypatch.setattr(module, made.name, functools.partial(getattr(reference, made.name)))
+        monkeypatch.setitem(made.available, "quack", lambda device: None)
+    x, offsets = torch.zeros(20, 24, dtype=torch.bfloat16), torch.tensor([3, 20], dtype=torch.int32)
+    w, out = torch.zeros(2, 16, 24, dtype=torch.bfloat16), torch.zeros(2, 24, 24)
+    assert versions_that_take(rows, x[:, :16], w, offsets) == ["quack", "triton", "grouped_mm", "reference"]
+    assert versions_that_take(rows, x, w.mT, offsets) == ["quack", "triton", "grouped_mm", "reference"]
+    assert versions_that_take(rows, x[:, :12], w[:, :12], offsets) == ["triton", "reference"], "rows of 24 bytes"
+    assert versions_that_take(rows, x[:0], w, offsets) == ["triton", "reference"], "no rows"
+    assert versions_that_take(rows, x.half(), w.half(), offsets) == ["triton", "reference"]
+    assert versions_that_take(outer, out, x, x, offsets, True) == ["quack", "triton", "grouped_mm", "reference"]
+    assert versions_that_take(outer, out.bfloat16(), x, x, offsets, False)[0] == "quack"
+    assert versions_that_take(outer, out.mT, x, x, offsets, True) == ["grouped_mm", "reference"]
+    apart = torch.zeros(2 * 24 * 24 + 1)[1:].view(2, 24, 24)
+    assert versions_that_take(outer, apart, x, x, offsets, True) == ["triton", "grouped_mm", "reference"]
+    monkeypatch.setitem(grouped_mm.DTYPES, "cpu", (torch.bfloat16,))  # as on a GPU
+    assert versions_that_take(rows, x.float(), w.float(), offsets) == ["reference"]
+    assert versions_that_take(outer, out, x.float(), x.float(), offsets, True) == ["reference"]
+    with use_kernels(grouped_product="grouped_mm"):
+        assert versions_that_take(rows, x, w.mT, offsets) == ["grouped_mm", "quack", "triton", "reference"]
+    monkeypatch.setitem(rows.available, "quack", lambda device: "quack is not installed")
+    rows._chosen.clear()
+    assert versions_that_take(rows, x, w.mT, offsets) == ["triton", "grouped_mm", "reference"]
+    assert "no quack: quack is not installed" in rows.choice(GPU)
+
+
+def test_a_cpu_runs_the_reference_unless_a_version_is_asked_for():
     mine = [grouped_product._rows, grouped_product._outer]
-    with backend.use_backend("hip"):
-        assert operator.warm_up("cpu", mine) == {"grouped_rows": "no hip version", "grouped_outer_": "no hip version"}
-        assert "no hip version" in grouped_product.wrong_on(torch.device("cpu"))
-        with pytest.raises(ValueError, match="grouped_rows has no hip version"):
-            hip_ops.grouped_rows(X.bfloat16(), W.bfloat16(), OFFSETS)
+    with use_kernels("auto"):
+        assert set(warm_up("cpu", mine).values()) == {"reference (kernels=auto)"}
+    with use_kernels("hip"):
+        assert set(warm_up("cpu", mine).values()) == {"reference (kernels=hip; it has no version 'hip')"}
+    with (
+        use_kernels(grouped_product="quack"),
+        pytest.raises(ValueError, match="version 'quack' of grouped_rows is not available on cpu"),
+    ):
+        hip_ops.grouped_rows(X.bfloat16(), W.bfloat16(), OFFSETS)
+
+
+@pytest.mark.parametrize("case", [Grouped((3, 0, 40, 5), 24, 36, "fp32"), Grouped((3, 0, 40, 5), 24, 40)], ids=str)
+def test_grouped_mm(case):
+    with use_kernels(grouped_product="grouped_mm"):
+        for flag in (False, True):
+            check_rows(hip_ops, case, flag)
+            if case.dtype == "fp32":
+                check_outer(hip_ops, case, flag)
+        a, b, out = case.operand(case.k, 1), case.operand(case.n, 2), torch.randn(4, case.k, case.n)
+        want = reference.grouped_rows(case.operand(case.k, 1)[:0], case.matrices(False), case.offsets() * 0)
+        assert torch.equal(hip_ops.grouped_rows(a[:0], case.matrices(False), case.offsets() * 0), want)
+        got = hip_ops.grouped_outer_(out.clone(), a, b, case.offsets())
+    exact = hip_ops.grouped_outer_(out.clone(), a, b, case.offsets())
+    torch.testing.assert_close(got, exact, rtol=2**-8, atol=1e-2)
+
+
+def test_grouped_mm_says_why_it_is_not_available(monkeypatch):
+    assert grouped_mm.available(CPU) is None and grouped_mm.available(GPU) is None
+    assert grouped_mm.available(torch.device("xpu")) == "torch's grouped_mm does not run on xpu"
+    monkeypatch.setattr(grouped_mm, "_grouped_mm", None)
+    assert grouped_mm.available(GPU) == f"torch {torch.__version__} has no grouped_mm"
+
+
+@pytest.mark.parametrize(
+    "tensor, taken",
+    [
+        (torch.zeros(9, 16), True),
+        (torch.zeros(9, 24)[:, :16], True),
+        (torch.zeros(9, 18)[:, :16], False),
+        (torch.zeros(9, 14), False),
+        (torch.zeros(0, 16), False),
+        (torch.zeros(9 * 16 + 1)[1:].view(9, 16), False),
+        (torch.zeros(9, 32)[:, ::2], False),
+        (torch.zeros(3, 8, 16), True),
+        (torch.zeros(3, 8, 16).mT, True),
+        (torch.zeros(3, 9, 16), False),
+        (torch.zeros(3, 8, 16)[..., ::2], False),
+        (torch.zeros(16, 16).T, False),
+        (torch.zeros(1, 16).expand(9, 16), False),
+        (torch.zeros(16, 8, 3).permute(2, 1, 0), False),
+    ],
+)
+def test_what_the_copy_engine_takes(tensor, taken):
+    """Zeros become bf16, strides and all."""
+    half = tensor
+    if tensor.storage_offset() == 0:
+        half = torch.empty_strided(tensor.shape, tensor.stride(), dtype=torch.bfloat16)
+    assert grouped_product._aligned(half) == taken
+
+
+def test_the_loop_on_an_accelerator_is_announced_once(monkeypatch, caplog):
+    offsets = SimpleNamespace(device=GPU, tolist=lambda: [2, 5])
+    reference._announce.cache_clear()
+    monkeypatch.setattr(self_check, "comparing", True)
+    with caplog.at_level(logging.WARNING):
+        assert reference._counts(offsets, 6, torch.float32) == [2, 3, 1]
+        assert not caplog.records, "a self-check"
+        monkeypatch.setattr(self_check, "comparing", False)
+        for _ in range(2):
+            reference._counts(offsets, 6, torch.float32)
+    assert [each.message for each in caplog.records] == [
+        "hip_ops: grouped products of torch.float32 on cuda:0 loop over the experts and synchronise the host in each call"
+    ]
+
+
+# Triton's table
 
 
 @pytest.mark.parametrize("architecture", ["sm_90", "gfx942"])

@@ -6,8 +6,9 @@ import ctypes
 import pytest
 import torch
 
-from hip_ops import library
+from hip_ops import set_kernels, use_kernels
 from hip_ops.__main__ import main
+from hip_ops.runtime import library
 from tests.hip_ops.cpu_kernels import KERNELS, build_cpu_library
 
 CPU = torch.device("cpu")
@@ -98,7 +99,7 @@ def test_the_current_stream_is_passed_under_the_device(launcher, monkeypatch):
 
 def test_a_kernel_runs_through_call(monkeypatch):
     """The whole way to the CPU: declaration, conversion, fibers."""
-    from hip_ops.launchers import load
+    from hip_ops.runtime.launchers import load
     from tests.hip_ops.cpu_kernels import source_files
 
     kernels = load(build_cpu_library(KERNELS / "portable.hip"), *source_files([KERNELS / "portable.hip"]))
@@ -109,7 +110,7 @@ def test_a_kernel_runs_through_call(monkeypatch):
 
 
 def test_a_build_that_failed_is_not_tried_again(monkeypatch):
-    from hip_ops.build import BuildError
+    from hip_ops.runtime.build import BuildError
 
     tried = []
 
@@ -126,46 +127,61 @@ def test_a_build_that_failed_is_not_tried_again(monkeypatch):
     assert tried == ["cpu"]
 
 
-def test_info(fresh_backend, empty_cache, no_compilers, capsys):
+def scale(x: torch.Tensor, factor: float) -> torch.Tensor:
+    return x * factor
+
+
+@pytest.fixture
+def operators(make_operator, monkeypatch):
+    """Three operators: two in one folder, and one whose version hip is wrong."""
+    example = lambda device: (torch.ones(2), 2.0)  # noqa: E731
+    right, other, wrong = (make_operator(scale, hip=f, example=example) for f in (scale, scale, lambda x, factor: -x))
+    other.folder = right.folder
+    monkeypatch.setattr("hip_ops.__main__.all_operators", lambda: [right, other, wrong])
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    return right, other, wrong
+
+
+def test_info(nothing_selected, operators, empty_cache, no_compilers, capsys):
     assert main(["info"]) == 0
     out = capsys.readouterr().out
-    assert "\ncpu (CPU): torch\n  why: auto\n  operators: not checked (add --check)" in out
-    assert (
-        "gfx942: none, neither hipcc nor a clang++" in out
-        and "cpu: none, g++ is not on PATH" in out
-        and "in the cache: no library" in out
-    )
+    assert "\ncpu (CPU), operators not checked (add --check)\n  all operators  reference (kernels=auto)\n" in out
+    for said in (
+        "gfx942: none, neither hipcc nor a clang++",
+        "cpu: none, g++ is not on PATH",
+        "in the cache: no library",
+    ):
+        assert said in out
     assert f"cache: {empty_cache}" in out
 
 
-def test_info_where_a_backend_cannot_be_had(fresh_backend, empty_cache, no_compilers, capsys, monkeypatch):
-    monkeypatch.setenv("HIP_OPS_BACKEND", "hip")
+def test_info_where_a_version_is_not_available(
+    nothing_selected, operators, empty_cache, no_compilers, capsys, monkeypatch
+):
+    monkeypatch.setenv("HIP_OPS_KERNELS", "hip")
+    set_kernels(None)
     assert main(["info"]) == 1
     out = capsys.readouterr().out
-    assert (
-        "backend requested: hip HIP_OPS_BACKEND=hip" in out and "cpu (CPU): none\n  why: hip_ops: backend 'hip'" in out
-    )
+    why = "hip_ops: HIP_OPS_KERNELS=hip: version 'hip' is not available on cpu: g++ is not on PATH: install it"
+    assert f"  all operators  none. {why}" in out
 
 
-def test_info_checks_operators(fresh_backend, capsys):
-    assert main(["info", "--check"]) == 0
-    out = capsys.readouterr().out
-    for name in (
-        "add_rms_norm",
-        "scaled_residual_rms_norm_backward",
-        "muon_momentum_",
-        "muon_update_",
-        "symmetric_product",
-        "newton_schulz",
-    ):
-        assert f"\n  {name}: torch itself\n" in out
-
-
-def test_info_tells_of_an_operator_that_fails(fresh_backend, capsys, monkeypatch):
-    monkeypatch.setattr("hip_ops.__main__.warm_up", lambda device: {"good": "passed", "bad": "it gives 1, torch 2"})
-    assert main(["info", "--check"]) == 1
-    out = capsys.readouterr().out
-    assert "  good: agrees with torch\n  bad: FAILED, torch runs instead. it gives 1, torch 2\n" in out
+def test_info_checks_operators(nothing_selected, operators, capsys, require_tool):
+    right, other, wrong = operators
+    require_tool("g++")
+    with use_kernels("hip"):
+        assert main(["info"]) == 0 and wrong.results == {}
+        assert "  all operators  hip (kernels=hip)\n" in capsys.readouterr().out
+        assert main(["info", "--check"]) == 1 and right.results == other.results == {(CPU, "hip"): "passed"}
+        out = capsys.readouterr().out
+        assert (
+            f"\ncpu (CPU)\n  {right.folder}  hip (kernels=hip)\n  {wrong.folder}  none. hip_ops: kernels=hip: " in out
+        )
+        assert "it failed its self-check: result, element 0: it gives -1, torch 2" in out
+    with use_kernels("hip", **{wrong.folder: "reference"}):
+        wrong.results.clear()
+        assert main(["info", "--check"]) == 0
+        assert f"  {wrong.folder}  reference (kernel_overrides.{wrong.name}=reference)\n" in capsys.readouterr().out
 
 
 def test_build_names_what_is_wrong(empty_cache, no_compilers, capsys):
@@ -180,5 +196,5 @@ def test_help_names_the_environment(capsys):
     with pytest.raises(SystemExit):
         main(["--help"])
     out = capsys.readouterr().out
-    for name in ("HIP_OPS_BACKEND", "HIP_OPS_CACHE", "HIP_OPS_ARCH", "ROCM_PATH", "HO_CPU_SCHEDULE", "build", "info"):
+    for name in ("HIP_OPS_KERNELS", "HIP_OPS_CACHE", "HIP_OPS_ARCH", "ROCM_PATH", "HO_CPU_SCHEDULE", "build", "info"):
         assert name in out

@@ -7,11 +7,14 @@ import pytest
 import torch
 
 import hip_ops
-from hip_ops.linear_cross_entropy import BROKEN_PROMISE, chunk_for
-from hip_ops.weight_gradient import add_product_
+from hip_ops.linear_cross_entropy import BROKEN_PROMISE
+from hip_ops.linear_cross_entropy.saved import chunk_for, saved_bytes, working_bytes
+from hip_ops.runtime.main_grad import add_product_
+from hip_ops.runtime.operator import OPERATORS
 from tests.hip_ops.cpu_kernels import run_python
 
 BF16, FP32, FP64 = torch.bfloat16, torch.float32, torch.float64
+PASSES = ("row_statistics", "overwrite_with_gradient", "overwrite_with_exponentials", "finish_gradient")
 
 
 def inputs(tokens=13, h=8, classes=37, dtype=FP64, seed=0):
@@ -67,9 +70,8 @@ def test_in_bf16_gradients_are_within_2_ulp_of_what_the_rounded_logits_give(chos
     x, w = hidden.detach().double(), weight.detach().double()
     logits = (x @ w.t()).to(BF16).double()
     want = torch.nn.functional.cross_entropy(logits, labels, reduction="none")
-    torch.testing.assert_close(
-        losses.detach().double(), want, rtol=1e-2, atol=1e-2
-    )  # sums of products in fp32 and fp64 fall to other sides of a rounding
+    # sums of products in fp32 and fp64 fall to other sides of a rounding
+    torch.testing.assert_close(losses.detach().double(), want, rtol=1e-2, atol=1e-2)
     d = (logits.softmax(-1) - torch.nn.functional.one_hot(labels, 500)) * grad.double()[:, None]
     assert ulps(d_hidden, d @ w, d.abs() @ w.abs() + 1e-12) < 2
     assert ulps(main_grad, d.t() @ x, d.abs().t() @ x.abs() + 1e-12) < 2
@@ -178,6 +180,52 @@ def test_labels_that_are_no_class_take_no_part():
         torch.testing.assert_close(d_hidden[:3], (logits.softmax(-1) * grad[:, None] @ weight.detach())[:3])
 
 
+@pytest.mark.parametrize("z_loss", [0.0, 0.1])
+@pytest.mark.parametrize("first_class", [0, 7])
+@pytest.mark.parametrize("no_class", [(), (-100,), (37, 2**40, -100)], ids=str)
+@pytest.mark.parametrize("dtype", [FP64, FP32, BF16])
+def test_losses_without_gradients_are_the_same(dtype, no_class, first_class, z_loss):
+    """Though torch's cross_entropy makes them on a CPU, where it can."""
+    hidden, weight, labels, _ = inputs(dtype=dtype)
+    labels[: len(no_class)] = torch.tensor(no_class)
+
+    def run():
+        return hip_ops.linear_cross_entropy(
+            hidden, weight, labels + first_class, z_loss=z_loss, first_class=first_class, chunk_tokens=5
+        )
+
+    with torch.no_grad():
+        alone = run()
+    tolerance = 1e-12 if dtype == FP64 else 2e-6
+    torch.testing.assert_close(alone, run().detach(), rtol=tolerance, atol=tolerance)
+    with torch.no_grad():
+        assert hip_ops.linear_cross_entropy(hidden[:0], weight, labels[:0]).shape == (0,)
+
+
+@pytest.mark.parametrize("name", PASSES)
+def test_torch_compile_makes_one_graph_of_a_reference(name):
+    """Of any number of parts and rows, with the same results; other backends than Inductor trace the same."""
+    operator, nodes = OPERATORS[name], []
+    compiled = torch.compile(operator.reference, dynamic=False, fullgraph=True, backend="aot_eager")
+    assert operator.difference(compiled, torch.device("cpu")) is None
+
+    def count(graph, _):
+        nodes.append(len(graph.graph.nodes))
+        return graph
+
+    labels, grad = torch.arange(3), torch.ones(3)
+    for parts in (2, 40):
+        torch._dynamo.reset()  # else the second shape is traced with the first one's guards
+        logits = torch.randn(3, 1008 * parts - 5)
+        normalizer, statistics = torch.randn(2, 3), torch.rand(parts, 3, 3)
+        more = {
+            "overwrite_with_gradient": (normalizer, grad, 0.0),
+            "finish_gradient": (statistics, 0, parts, grad, 0.0),
+        }.get(name, (parts,))
+        torch.compile(operator.reference, dynamic=False, fullgraph=True, backend=count)(logits, labels, 0, *more)
+    assert nodes[0] == nodes[1], nodes
+
+
 def test_no_tokens_and_strided_ones():
     hidden, weight, labels, grad = inputs(dtype=FP32)
     losses = hip_ops.linear_cross_entropy(hidden[:0], weight, labels[:0], promised_grad=grad[:0])
@@ -248,7 +296,7 @@ def test_no_more_than_a_chunk_of_logits_exists():
         )
         (losses * grad).sum().backward()
 
-    with hip_ops.use_backend("hip"):  # torch's reference makes copies of a chunk
+    with hip_ops.use_kernels("hip"):  # torch's reference makes copies of a chunk
         for promised in (grad, None):
             run(promised)
             most = peak_bytes(lambda promised=promised: run(promised))
@@ -259,9 +307,8 @@ def test_no_more_than_a_chunk_of_logits_exists():
 def test_the_chunk_of_zayas_head_takes_less_than_a_gibibyte_and_a_half():
     chunk = chunk_for(8192, 262272, 2)
     assert chunk == 2048
-    extra = (
-        2 * chunk * 262272 + 2 * 8192 * 2048 + 4 * chunk * (2048 + 3 * 129) + 4 * 8192 * 2
-    )  # logits, hidden's gradient, a chunk of it, statistics, losses
+    of_hidden, of_losses = 2 * 8192 * 2048, 4 * 8192
+    extra = working_bytes(8192, 2048, 262272, 2) - of_hidden + sum(saved_bytes(8192, 2048, 2).values()) + of_losses
     assert 1.04 * 2**30 < extra < 1.06 * 2**30  # 1.048 GiB measured on an H100
     assert chunk_for(8192, 262272 // 2, 2) == 4096  # two tensor-parallel ranks
     assert (
@@ -270,6 +317,26 @@ def test_the_chunk_of_zayas_head_takes_less_than_a_gibibyte_and_a_half():
         and chunk_for(7, 64, 4) == 7
         and chunk_for(5, 2**40, 2) == 1
     )
+
+
+@pytest.mark.parametrize("promise", [True, False])
+@pytest.mark.parametrize("dtype", [FP32, BF16])
+def test_saved_bytes(dtype, promise):
+    hidden, weight, labels, grad = inputs(dtype=dtype)
+    main_grad = torch.zeros(weight.shape)
+    losses = hip_ops.linear_cross_entropy(
+        hidden, weight, labels, promised_grad=grad if promise else None, main_grad=main_grad
+    )
+    node = losses.grad_fn
+    kept = [*node.saved_tensors, *([node.gradients.hidden] if promise else [])]
+    mine = [tensor.nbytes for tensor in kept if tensor is not hidden and tensor is not weight]
+    assert sorted(mine) == sorted(saved_bytes(*hidden.shape, hidden.element_size(), promised=promise).values())
+    losses.backward(grad)
+
+
+def test_working_bytes_with_ranks():
+    one, two = (working_bytes(100, 8, 4096, 4, ranks) for ranks in (1, 2))
+    assert one == 4 * (8 * 100 + 4096 * 100) + 4 * 100 * (8 + 3 * 2) and two - one == 4 * 100 * 3 * 2
 
 
 # Two ranks, each with its rows of the matrix; in the last case rows are cut into two parts besides, as on a GPU.
@@ -329,20 +396,21 @@ def test_a_vocabulary_cut_over_two_ranks(tmp_path):
     "change, says",
     [
         (dict(hidden=torch.zeros(2, 3, 4)), "hidden has shape (2, 3, 4); it must be [tokens, h]"),
-        (dict(weight=torch.zeros(5, 7)), "weight has shape (5, 7); it must be [classes, 4] with at least one class"),
-        (dict(weight=torch.zeros(0, 4)), "weight has shape (0, 4); it must be [classes, 4] with at least one class"),
+        (dict(weight=torch.zeros(5, 7)), "weight has shape (5, 7); it must be [classes>0, h]"),
+        (dict(weight=torch.zeros(0, 4)), "weight has shape (0, 4); it must be [classes>0, h]"),
         (dict(weight=torch.zeros(5, 4, dtype=BF16)), "weight is torch.bfloat16; it must be torch.float32 like hidden"),
         (
             dict(hidden=torch.zeros(3, 4, dtype=torch.float16)),
             "hidden is torch.float16; it must be torch.bfloat16 or torch.float32",
         ),
+        (dict(labels=torch.zeros(4, dtype=torch.int64)), "labels has shape (4,); it must be (3,), [tokens]"),
+        (dict(labels=torch.zeros(3, dtype=torch.int32)), "labels is torch.int32; it must be torch.int64"),
+        (dict(promised_grad=torch.zeros(3, 1)), "promised_grad has shape (3, 1); it must be (3,), [tokens]"),
+        (dict(main_grad=torch.zeros(4, 5)), "main_grad has shape (4, 5); it must be (5, 4), [classes, h]"),
         (
-            dict(labels=torch.zeros(4, dtype=torch.int64)),
-            "labels is torch.int64 (4,); it must be torch.int64 (3,), one a token",
+            dict(main_grad=torch.zeros(5, 4, dtype=BF16)),
+            "main_grad is torch.bfloat16; it must be torch.float32 (or all tensors torch.float64)",
         ),
-        (dict(labels=torch.zeros(3, dtype=torch.int32)), "labels is torch.int32 (3,); it must be torch.int64 (3,)"),
-        (dict(promised_grad=torch.zeros(3, 1)), "promised_grad has shape (3, 1); it must be (3,), one number a token"),
-        (dict(main_grad=torch.zeros(4, 5)), "main_grad has shape (4, 5); it must be (5, 4) like weight"),
         (dict(chunk_tokens=0), "chunk_tokens is 0; it must be at least 1"),
         (
             dict(labels=torch.zeros(3, dtype=torch.int64, device="meta")),

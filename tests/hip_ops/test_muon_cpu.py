@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""csrc/muon.hip on the CPU: three schedules, chunk sizes and grids that the operators do not use, wrong variants, sanitizers."""
+"""hip_ops/muon/muon.hip on the CPU: three schedules, chunk sizes and grids that the operators do not use, wrong variants, sanitizers."""
 
 import pytest
 import torch
 
-from hip_ops.build import build
+from hip_ops.runtime.build import build
 from tests.hip_ops import muon_native
-from tests.hip_ops.cpu_kernels import CSRC, SCHEDULES, CpuKernels, build_cpu_library, run_sanitized, schedule
-from tests.hip_ops.muon_bugs import one_combination_of_dtypes, with_bug
+from tests.hip_ops.cpu_kernels import SCHEDULES, CpuKernels, build_cpu_library, run_sanitized, schedule
+from tests.hip_ops.muon_bugs import write_source
 from tests.hip_ops.muon_oracle import check_momentum, check_update, guards_intact, make_lists
 
 SHAPES = [(64, 96), (17, 33), (1, 1), (0, 8), (3, 5), (40, 256)]
@@ -63,9 +63,8 @@ def test_variants_that_there_are_not(kernels):
     assert kernels.ho_muon_momentum(table, 1, 0, 16, 1, 2, 8, 2, None, None, None, None, 0.9, 0.1, 1, 1, None) == -1
     assert kernels.ho_muon_update(table, 1, 0, 16, 1, 2, 2, 2, None, None, 0.1, 0.1, None) == -1  # a bf16 master
     assert kernels.ho_muon_update(table, 1, 0, 16, 1, 2, 4, 8, None, None, 0.1, 0.1, None) == -1
-    assert (
-        kernels.ho_muon_momentum(table, 1, 0, 16, 1, 2, 4, 2, None, None, None, None, 0.9, 0.1, 1, 1, None) == 0
-    )  # nothing to do
+    # nothing to do
+    assert kernels.ho_muon_momentum(table, 1, 0, 16, 1, 2, 4, 2, None, None, None, None, 0.9, 0.1, 1, 1, None) == 0
 
 
 # Without torch, which does not run under a sanitizer. Arrays end where their allocation does, so that one element too many is found.
@@ -106,19 +105,14 @@ print("right")
 
 
 def test_sanitizers_find_nothing(tmp_path):
-    source = tmp_path / "muon.hip"
-    source.write_text(one_combination_of_dtypes((CSRC / "muon.hip").read_text()))
+    source = write_source(tmp_path)
     assert "right" in run_sanitized(PROGRAM, build_cpu_library(source, sanitize=True), source)
 
 
 @pytest.mark.slow  # test_portable_faults.py shows the same of the sanitizers in general
 def test_sanitizers_find_a_lost_mask(tmp_path):
     """That the test above can fail: one element too many."""
-    for name in ("multi_tensor.h", "muon.h"):
-        (tmp_path / name).write_text(with_bug((CSRC / name).read_text(), "tail mask"))
-    assert (tmp_path / "multi_tensor.h").read_text() != (CSRC / "multi_tensor.h").read_text()
-    source = tmp_path / "muon.hip"
-    source.write_text(one_combination_of_dtypes((CSRC / "muon.hip").read_text()))
+    source = write_source(tmp_path, "tail mask")
     assert "heap-buffer-overflow" in run_sanitized(
         PROGRAM, build_cpu_library(source, sanitize=True), source, expect_failure=True
     )

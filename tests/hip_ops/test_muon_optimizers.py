@@ -6,7 +6,7 @@ import torch
 from torch.optim._muon import DEFAULT_A, DEFAULT_B, DEFAULT_C, EPS, _zeropower_via_newtonschulz
 
 import hip_ops
-from hip_ops.matrix_batches import MatrixBatches
+from hip_ops.muon.matrix_batches import MatrixBatches
 from tests.hip_ops.muon_oracle import unit
 
 SHAPES = [(32, 48), (48, 32), (16, 16), (32, 48), (17, 40)]
@@ -74,9 +74,8 @@ def test_bf16_differs_from_torch_by_its_second_rounding(chosen):
     assert all(torch.equal(x, y) for x, y in zip(our_momenta, their_momenta, strict=True))
     for before, x, y in zip(params, ours[0], theirs[0], strict=True):
         rounding = 0.5 * unit(before, torch.bfloat16) + unit(torch.maximum(x.abs(), y.abs()), torch.bfloat16)
-        bound = (
-            rounding + 2**-8 * (y.double() - before.double()).abs()
-        )  # torch's CPU kernels round lr * scale to bf16 as well
+        # torch's CPU kernels round lr * scale to bf16 as well
+        bound = rounding + 2**-8 * (y.double() - before.double()).abs()
         assert ((x.double() - y.double()).abs() <= bound * (1 + 1e-6)).all()
     assert not all(torch.equal(x, y) for x, y in zip(ours[0], theirs[0], strict=True))
 

@@ -11,8 +11,8 @@ from tests.hip_ops.cpu_kernels import run_python
 PROGRAM = """
 from unittest import mock
 import torch
-from hip_ops import multi_tensor
-from hip_ops.triton_kernels import muon
+from hip_ops.muon import multi_tensor
+from hip_ops.muon import triton as muon
 from tests.hip_ops.muon_oracle import check_momentum, check_update, guards_intact, make_lists
 
 FP32, shapes = torch.float32, [(70, 130), (17, 33), (1, 1), (0, 8), (3, 5)]
@@ -23,13 +23,13 @@ scales = [1.0, 2.0, 3.0, 4.0, 5.0]
 
 def update(weights, *arguments):
     before = [w.clone() for w in weights]
-    muon.update(lists.outputs, *arguments)
+    muon.muon_update_(lists.outputs, *arguments)
     for i, (u, b, a) in enumerate(zip(lists.outputs, before, weights)):
         check_update(u, b, a, lr=0.02, weight_decay=0.1, scale=scales[i], what=f"tensor {i}")
 
 with mock.patch.object(multi_tensor, "CHUNK_ELEMENTS", 8192):
     before = [b.clone() for b in lists.momenta]
-    muon.momentum(lists.gradients, lists.momenta, lists.outputs, sums, torch.tensor([0.37]), off, 0.95, True, True)
+    muon.muon_momentum_(lists.gradients, lists.momenta, lists.outputs, sums, torch.tensor([0.37]), off, 0.95, True, True)
     for i, (g, b, a, o) in enumerate(zip(lists.gradients, before, lists.momenta, lists.outputs)):
         check_momentum(g, b, a, o, grad_scale=0.37, what=f"tensor {i}")
     assert torch.allclose(sums, torch.stack([o.square().sum() for o in lists.outputs]), rtol=1e-6)
@@ -37,8 +37,8 @@ with mock.patch.object(multi_tensor, "CHUNK_ELEMENTS", 8192):
     assert all(torch.equal(p, w) for p, w in zip(lists.params, lists.masters))
     update(lists.params, [], lists.params, scales, 0.0, torch.tensor(0.02), 0.1, off)
     before = [t.clone() for t in everything]
-    muon.momentum(lists.gradients, lists.momenta, lists.outputs, None, None, on, 0.9, False, False)
-    muon.update(lists.outputs, lists.masters, lists.params, scales, 0.02, None, 0.1, on)
+    muon.muon_momentum_(lists.gradients, lists.momenta, lists.outputs, None, None, on, 0.9, False, False)
+    muon.muon_update_(lists.outputs, lists.masters, lists.params, scales, 0.02, None, 0.1, on)
     assert all(torch.equal(a, b) for a, b in zip(everything, before)) and all(map(guards_intact, everything))
 print("right")
 """

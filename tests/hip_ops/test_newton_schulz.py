@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import hip_ops
-from hip_ops.newton_schulz_coefficients import COEFFICIENT_SETS, coefficient_triples, singular_value_interval
+from hip_ops.newton_schulz.coefficients import COEFFICIENT_SETS, coefficient_triples, singular_value_interval
 
 module = importlib.import_module("hip_ops.newton_schulz")
 SHAPES = [(17, 256), (256, 256), (96, 224), (224, 96)]
@@ -69,7 +69,7 @@ def test_hip_source_against_fp64_and_bf16_products_of_torch(coefficients, form, 
     for a, b, c in coefficient_triples(coefficients, 5):
         gram = torch.bmm(iterate, iterate.mT)
         iterate = torch.baddbmm(iterate, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), iterate, beta=a)
-    with hip_ops.use_backend("hip"):
+    with hip_ops.use_kernels("hip"):
         got = hip_ops.newton_schulz(x, 5, coefficients, form=form, dtype=dtype)
     assert got.dtype == x.dtype and error(got, exact) <= 1.05 * error(iterate, exact)
 
@@ -122,7 +122,7 @@ def test_interval_is_attained_and_nothing_escapes():
 def test_any_shape_stride_and_form(batch, m, n, steps, coefficients, form, dtype, strided, native):
     x = matrix(*batch, m, n).to(dtype)
     given_x = torch.full((*batch, n + 2, 3 * m), float("nan"), dtype=dtype).mT[..., ::3, 2:].copy_(x) if strided else x
-    with hip_ops.use_backend("hip" if native else "torch"):
+    with hip_ops.use_kernels("hip" if native else "reference"):
         got = hip_ops.newton_schulz(given_x, steps, coefficients, form=form, dtype=torch.float16)
     assert got.shape == x.shape and got.dtype == dtype and got.is_contiguous()
     assert error(got, exactly(x, coefficients, steps)) <= 0.03
@@ -133,7 +133,7 @@ def test_matrices_of_a_batch_do_not_mix(native):
     x = matrix(3, 40, 72, dtype=torch.bfloat16)
     x[1] = 0
     x[2, 3, 4] = float("nan")
-    with hip_ops.use_backend("hip" if native else "torch"):
+    with hip_ops.use_kernels("hip" if native else "reference"):
         got = hip_ops.newton_schulz(x, dtype=torch.float16)
         alone = hip_ops.newton_schulz(x[0], dtype=torch.float16)
     assert torch.equal(got[0], alone) and not got[1].any() and got[2].isnan().all()
@@ -145,7 +145,7 @@ def test_square_sums_replace_the_norms():
     assert torch.allclose(
         hip_ops.newton_schulz(x, square_sums=sums).float(), hip_ops.newton_schulz(x).float(), atol=2**-8
     )
-    with pytest.raises(ValueError, match=r"square_sums is torch.float32 \(2,\)"):
+    with pytest.raises(ValueError, match=r"square_sums has shape \(2,\); it must be \(3,\)"):
         hip_ops.newton_schulz(x, square_sums=sums[:2])
 
 
@@ -156,34 +156,25 @@ def test_no_steps_normalise_and_empty_tensors_pass():
         assert hip_ops.newton_schulz(torch.ones(shape)).shape == shape
 
 
-@pytest.mark.parametrize("limit", [2**28, 100])
-def test_many_matrices_in_batches_of_bounded_size(limit, monkeypatch):
-    shapes = [(6, 10), (10, 6), (6, 10), (8, 8), (1, 5), (12, 4), (12, 4)]
-    matrices = [matrix(*shape, seed=i) for i, shape in enumerate(shapes)]
-    seen = []
-    monkeypatch.setattr(
-        module,
-        "newton_schulz",
-        lambda x, _real=module.newton_schulz, **o: (seen.append(tuple(x.shape)), _real(x, **o))[1],
-    )
-    results = module.orthogonalize_many(matrices, max_batch_elements=limit, coefficients="quintic")
-    for x, result in zip(matrices, results, strict=True):
-        assert result.shape == x.shape and result.is_contiguous()
-        assert torch.allclose(result, hip_ops.newton_schulz(x, coefficients="quintic"), atol=1e-5)
-    assert all(b * m * n <= max(limit, m * n) for b, m, n in seen)
-    assert seen == (
-        [(3, 6, 10), (1, 8, 8), (1, 1, 5), (2, 12, 4)]
-        if limit > 100
-        else [(1, 6, 10), (1, 10, 6), (1, 6, 10), (1, 8, 8), (1, 1, 5), (2, 12, 4)]
-    )
-    assert module.orthogonalize_many([]) == []
-    with pytest.raises(ValueError, match=r"matrices\[0\] has shape \(2, 3, 4\)"):
-        module.orthogonalize_many([torch.ones(2, 3, 4)])
+def test_half_precision_inside_is_the_default_of_kernels_alone():
+    x = matrix(2, 40, 72)
+    for kernels, dtype in (("reference", torch.float32), ("hip", torch.float16)):
+        with hip_ops.use_kernels(kernels):
+            assert torch.equal(hip_ops.newton_schulz(x), hip_ops.newton_schulz(x, dtype=dtype))
+    assert torch.equal(hip_ops.newton_schulz(x.double()), hip_ops.newton_schulz(x.double(), dtype=torch.float64))
+
+
+def test_self_check_passes_here():
+    """Otherwise the reference would run in the tests above."""
+    with hip_ops.use_kernels("hip"):
+        hip_ops.warm_up("cpu", [module._newton_schulz])
+    assert module._newton_schulz.results[torch.device("cpu"), "hip"] == "passed"
 
 
 def test_registered_operator():
     flat = [v for triple in coefficient_triples("simple", 3) for v in triple]
-    torch.library.opcheck(module._newton_schulz_op, (matrix(2, 5, 9), None, flat, "gram", [1], torch.float32, 1e-7))
+    operator = torch.ops.hip_ops.newton_schulz.default
+    torch.library.opcheck(operator, (matrix(2, 5, 9), None, flat, "gram", [1], torch.float32, 1e-7))
     compiled = torch.compile(lambda x: hip_ops.newton_schulz(x) * 2, backend="eager", fullgraph=True)
     x = matrix(2, 5, 9)
     assert torch.equal(compiled(x), hip_ops.newton_schulz(x) * 2)

@@ -5,10 +5,10 @@ import pytest
 import torch
 
 import hip_ops
-from hip_ops.newton_schulz_coefficients import COEFFICIENT_SETS, coefficient_triples
-from hip_ops.newton_schulz_iteration import iterate, normalised
-from hip_ops.newton_schulz_plan import Plan, default_restarts, make_plan, multiply_adds
-from hip_ops.reference.newton_schulz import TorchProducts
+from hip_ops.newton_schulz.coefficients import COEFFICIENT_SETS, coefficient_triples
+from hip_ops.newton_schulz.iteration import iterate, normalised
+from hip_ops.newton_schulz.plan import Plan, default_restarts, make_plan, multiply_adds
+from hip_ops.newton_schulz.reference import TorchProducts
 
 N, M = 96, 192
 HALF, BF16 = torch.float16, torch.bfloat16
@@ -130,9 +130,8 @@ def test_form_is_chosen_by_multiply_adds():
         form(2048, 2048) == form(2048, 2560) == "standard"
         and form(2048, 2624) == form(4096, 2048) == form(1024, 2048) == "gram"
     )
-    assert (
-        form(256, 2048) == form(17, 256) == form(128, 2048) == "standard"
-    )  # launches, not products, take the time there
+    # launches, not products, take the time there
+    assert form(256, 2048) == form(17, 256) == form(128, 2048) == "standard"
     assert form(2048, 4096, BF16) == "standard"
     # The figures of one ZAYA1 expert's fc1, in units of n^3: flops 15 m/n + 5 and 20 + 6 m/n - 6.
     n = 2048

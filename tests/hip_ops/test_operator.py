@@ -1,25 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The self-check of operators: what passes, what falls back loudly, and what raises."""
+"""The self-check of operators: what passes, what it says of other versions, and what it leaves alone."""
 
 import logging
 import re
-import sys
 import threading
-import types
+from collections.abc import Sequence
 
 import pytest
 import torch
+from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from hip_ops import backend, operator
-from hip_ops.build import BuildError
-from hip_ops.operator import Operator, warm_up
-from hip_ops.self_check import difference
+from hip_ops import use_kernels
+from hip_ops.runtime.self_check import difference
+from tests.hip_ops.fake_gpu import CPU, GPU, FakeGpu
 
-CPU = torch.device("cpu")
+pytestmark = pytest.mark.usefixtures("nothing_selected", "no_function_modes")
 
 
-def scale(x, factor):
+def scale(x: Tensor, factor: float) -> Tensor:
     return x * factor
 
 
@@ -28,23 +27,18 @@ def example(device):
 
 
 @pytest.fixture
-def make(fresh_backend, monkeypatch):
-    """make(candidate) -> an operator whose hip version is `candidate`; the backend is hip."""
-    monkeypatch.setattr(operator, "OPERATORS", {})
-    module = types.ModuleType("injected_kernels")
-    monkeypatch.setitem(sys.modules, module.__name__, module)
-
-    def make(candidate, reference=scale, **options):
-        module.candidate = candidate
-        return Operator(
-            f"test_{len(operator.OPERATORS)}",
-            torch=reference,
-            hip="injected_kernels:candidate",
-            **{"example": example, **options},
+def make(make_operator, require_tool):
+    """make(candidate) -> an operator whose version hip is `candidate`; kernels=hip is set."""
+    require_tool("g++")
+    with use_kernels("hip"):
+        yield lambda candidate, reference=scale, **options: make_operator(
+            reference, hip=candidate, **{"gives": "y like x", "example": example} | options
         )
 
-    with backend.use_backend("hip"):
-        yield make
+
+def runs(made, device=CPU):
+    """The first version that runs on `device`."""
+    return made.implementations(device)[0][1]
 
 
 def test_a_right_version_is_checked_once_and_used(make, caplog):
@@ -70,58 +64,23 @@ def wrong_by_a_factor(x, factor):
     return out
 
 
-def test_a_wrong_version_falls_back_loudly_with_both_numbers(make, caplog):
+def test_a_wrong_version_is_told_with_both_numbers(make, caplog):
     scaled = make(wrong_by_a_factor)
-    x = torch.arange(6.0).reshape(2, 3)
-    assert torch.equal(scaled(x, 3.0), x * 3) and torch.equal(scaled(x, 3.0), x * 3)
-    (record,) = [r for r in caplog.records if r.levelno == logging.WARNING]
     with torch.random.fork_rng():
         torch.manual_seed(20240817)
         want = torch.randn(3, 50)[1, 7].item() * 2
-    said = record.getMessage()
-    assert f"the hip version of {scaled.name} failed its self-check on cpu; torch runs instead" in said
-    numbers = re.search(r"result, element 57: it gives (\S+), torch (\S+) \(allowed", said)
-    assert [float(number) for number in numbers.groups()] == pytest.approx([want * 1.01, want], rel=1e-6)
+    for _ in range(2):
+        with pytest.raises(ValueError) as caught:
+            scaled(torch.ones(2, 3), 3.0)
+    (record,) = [r for r in caplog.records if r.levelno == logging.WARNING]
+    for said in (record.getMessage(), str(caught.value)):
+        assert scaled.name in said and "cpu" in said and "it failed its self-check" in str(caught.value)
+        numbers = re.search(r"result, element 57: it gives (\S+), torch (\S+) \(allowed", said)
+        assert [float(number) for number in numbers.groups()] == pytest.approx([want * 1.01, want], rel=1e-6)
 
 
-def test_an_exception_falls_back_loudly(make, caplog):
-    def fails(x, factor):
-        raise RuntimeError("hip_ops: ho_scale failed on cpu with code 98: invalid device function")
-
-    scaled = make(fails)
-    assert torch.equal(scaled(torch.ones(2), 3.0), torch.full((2,), 3.0))
-    assert "RuntimeError: hip_ops: ho_scale failed on cpu with code 98" in caplog.text
-
-
-@pytest.mark.parametrize("explicit", [True, False])
-def test_kernels_that_cannot_be_built(make, caplog, monkeypatch, explicit):
-    def fails(x, factor):
-        raise BuildError("this command failed: hipcc")
-
-    scaled = make(fails)
-    if explicit:
-        with pytest.raises(
-            ValueError, match=r"backend 'hip' cannot be had for test_0 on cpu: this command failed: hipcc"
-        ):
-            scaled(torch.ones(2), 3.0)
-        return
-    monkeypatch.setitem(backend._choices, ("cpu", "auto"), backend.Choice(("hip", "torch"), "auto", explicit=False))
-    with backend.use_backend("auto"):
-        assert torch.equal(scaled(torch.ones(2), 3.0), torch.full((2,), 3.0))
-    assert "BuildError: this command failed: hipcc" in caplog.text
-
-
-def test_a_version_that_does_not_exist(make, monkeypatch):
-    only_torch = Operator("only_torch", torch=scale, example=example)
-    with pytest.raises(ValueError, match="only_torch has no hip version; set HIP_OPS_BACKEND"):
-        only_torch(torch.ones(2), 3.0)
-    monkeypatch.setitem(backend._choices, ("cpu", "auto"), backend.Choice(("hip", "torch"), "auto", explicit=False))
-    with backend.use_backend("auto"):
-        assert torch.equal(only_torch(torch.ones(2), 3.0), torch.full((2,), 3.0))
-
-
-def test_operators_in_place_and_lists(make, caplog):
-    def add_(tensors, amount):
+def test_operators_in_place_and_lists(make):
+    def add_(tensors: Sequence[Tensor], amount: float) -> None:
         for tensor in tensors:
             tensor.add_(amount)
 
@@ -131,13 +90,18 @@ def test_operators_in_place_and_lists(make, caplog):
 
     in_place = {
         "reference": add_,
+        "gives": "",
+        "mutates": ("tensors",),
         "example": lambda device: ([torch.zeros(3, device=device), torch.ones(2, device=device)], 5.0),
     }
-    assert make(add_, **in_place).implementation(CPU) is add_
+    right, wrong = make(add_, **in_place), make(forgets_the_last_, **in_place)
     x = [torch.zeros(2), torch.zeros(2)]
-    assert make(forgets_the_last_, **in_place)(x, 1.0) is None
-    assert all(torch.equal(t, torch.ones(2)) for t in x), "the reference ran, and once"
-    assert "argument[0][1], element 0: it gives 1, torch 6" in caplog.text
+    for add in (right, right.registered):
+        versions = [t._version for t in x]
+        assert add(x, 1.0) is None and [t._version for t in x] > versions
+    assert all(torch.equal(t, torch.full((2,), 2.0)) for t in x)
+    with pytest.raises(ValueError, match=re.escape("argument[0][1], element 0: it gives 1, torch 6")):
+        wrong(x, 1.0)
 
 
 @pytest.mark.parametrize(
@@ -152,22 +116,38 @@ def test_operators_in_place_and_lists(make, caplog):
         (lambda x, factor: torch.where(x > 2, torch.nan, x * factor), "it gives nan, torch"),
     ],
 )
-def test_other_differences(make, caplog, candidate, said):
-    make(candidate)(torch.ones(3, 4), 2.0)
-    assert re.search(said, caplog.text), caplog.text
+def test_other_differences(make, candidate, said):
+    with pytest.raises(ValueError, match=said):
+        make(candidate)(torch.ones(3, 4), 2.0)
 
 
 def test_tolerance_and_compare(make):
     def rounded(x, factor):
         return (x * factor).bfloat16().float()
 
-    assert make(rounded).implementation(CPU) is scale
-    assert make(rounded, tolerance=2**-8).implementation(CPU) is rounded
+    with pytest.raises(ValueError, match="it failed its self-check"):
+        runs(make(rounded))
+    assert runs(make(rounded, tolerance=2**-8)) is rounded
     seen = []
-    assert (
-        make(rounded, compare=lambda got, want: seen.append((got[0].shape, want[1][1]))).implementation(CPU) is rounded
-    )
+    assert runs(make(rounded, compare=lambda got, want: seen.append((got[0].shape, want[1][1])))) is rounded
     assert seen == [((3, 50), 2.0)]
+
+
+def test_several_examples(make):
+    def wrong_for_matrices(x, factor):
+        return x * factor if x.dim() == 1 else -x * factor
+
+    def vector(device):
+        return torch.ones(3), 2.0
+
+    assert runs(make(wrong_for_matrices, example=(vector, vector))) is wrong_for_matrices
+    with pytest.raises(ValueError, match="it failed its self-check"):
+        runs(make(wrong_for_matrices, example=(vector, example)))
+
+
+def test_fp64_runs_the_reference(make):
+    negative = make(lambda x, factor: -x * factor, compare=lambda got, want: None)
+    assert negative(torch.ones(2), 3.0)[0] == -3 and negative(torch.ones(2, dtype=torch.float64), 3.0)[0] == 3
 
 
 def test_the_random_state_and_the_callers_modes_are_left_alone(make):
@@ -214,7 +194,7 @@ def test_threads_check_once(make):
     assert calls.count((3, 50)) == 1 and len(calls) == 9
 
 
-def test_fake_and_meta_tensors_run_the_reference_unchecked(make):
+def test_fake_and_meta_tensors_come_from_the_declaration(make):
     def never(x, factor):
         raise AssertionError
 
@@ -227,24 +207,34 @@ def test_fake_and_meta_tensors_run_the_reference_unchecked(make):
 
 def test_a_first_use_while_a_graph_is_captured_says_what_to_do(make, monkeypatch):
     """The check compares numbers, which needs the device's answer; a capture has none. (Simulated: there is no GPU here.)"""
+    gpu = FakeGpu(monkeypatch, hip="7.1")
+    monkeypatch.setattr("hip_ops.runtime.availability._hip", lambda device, named: None)
     scaled = make(scale)
-    gpu = torch.device("cuda", 0)
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-    monkeypatch.setitem(backend._choices, ("cuda", "hip"), backend.Choice(("hip",), "", explicit=True))
-    with pytest.raises(
-        RuntimeError,
-        match=r"first used on cuda:0 while a graph is captured.*hip_ops.warm_up\('cuda:0'\) ahead of the capture",
-    ):
-        scaled.implementation(gpu)
-    scaled.results[gpu, "hip"] = "passed"
-    assert scaled.implementation(gpu) is scale
+    gpu.capturing = True
+    message = r"first used on cuda:0 while a graph is captured.*hip_ops.warm_up\('cuda:0'\) ahead of the capture"
+    with pytest.raises(RuntimeError, match=message):
+        scaled.implementations(GPU)
+    assert scaled.results == {} and scaled.choices == {}
+    gpu.capturing = False
+    assert runs(scaled, GPU) is scale
+    gpu.capturing = True
+    with use_kernels("auto"):
+        assert runs(scaled, GPU) is scale, "known from before"
 
 
-def test_warm_up_tells_what_came_out(make):
-    good, bad, plain = make(scale), make(scale), Operator("plain", torch=scale, example=example)
-    sys.modules["injected_kernels"].wrong = wrong_by_a_factor
-    bad.versions["hip"] = "injected_kernels:wrong"
-    assert warm_up("cpu", [good]) == {good.name: "passed"}
-    assert "element 57" in warm_up("cpu", [bad])[bad.name]
-    with backend.use_backend("torch"):
-        assert warm_up(CPU, [plain]) == {"plain": "torch"}
+def test_what_a_reference_may_not_be(make):
+    def with_a_default(x: Tensor, factor: float = 2.0) -> Tensor:
+        return x * factor
+
+    def without_a_number(x: Tensor, factor) -> Tensor:
+        return x * factor
+
+    with pytest.raises(AssertionError, match="defaults"):
+        make(scale, with_a_default)
+    with pytest.raises(ValueError, match="Parameter factor must have a type annotation"):
+        make(scale, without_a_number)
+
+
+def test_opcheck(make):
+    scaled = make(scale)
+    torch.library.opcheck(scaled.registered._opoverload, (torch.ones(3), 2.0))

@@ -7,8 +7,8 @@ import subprocess
 import numpy as np
 import pytest
 
-from hip_ops.build import CSRC
-from hip_ops.compilers import find_compiler
+from hip_ops.runtime.build import CSRC
+from hip_ops.runtime.compilers import find_compiler
 from tests.hip_ops.cpu_kernels import KERNELS, SCHEDULES, cpu_kernels, schedule
 
 PORTABLE = KERNELS / "portable.hip"

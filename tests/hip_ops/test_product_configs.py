@@ -7,7 +7,7 @@ import re
 import pytest
 import torch
 
-from hip_ops.triton_kernels.product_configs import (
+from hip_ops.newton_schulz.product_configs import (
     HOPPER_SHARED_MEMORY,
     KINDS,
     TABLE,
@@ -19,8 +19,8 @@ from tests.hip_ops.compiled_for_hopper import compiled_for_hopper
 
 pytest.importorskip("triton")
 
-from hip_ops.triton_kernels.symmetric_product import empty_rows, stored, symmetric_product_kernel  # noqa: E402
-from hip_ops.triton_kernels.tiles import tile_count  # noqa: E402
+from hip_ops.newton_schulz.triton_product import empty_rows, stored, symmetric_product_kernel  # noqa: E402
+from hip_ops.runtime.tiles import tile_count  # noqa: E402
 
 
 def test_table_has_every_kind_and_fits_the_machine():
@@ -148,13 +148,11 @@ def check_for_hopper(compiled, config: ProductConfig) -> None:
     instruction = f"wgmma.mma_async.sync.aligned.m64n{config.block_n}k16.f32.f16.f16"
     assert ptx.count(instruction) == config.block_k // 16 * max(1, config.block_m // (64 * config.num_warps // 4))
     assert "cp.async.bulk.tensor.3d.shared" in ptx and "cp.async.bulk.tensor.3d.global.shared" in ptx
-    assert not re.search(
-        r"\b(ld|st)\.local\b|\.local \.align", ptx
-    )  # nothing spilled by the front end; ptxas is given 255 registers
+    # nothing spilled by the front end; ptxas is given 255 registers
+    assert not re.search(r"\b(ld|st)\.local\b|\.local \.align", ptx)
     assert compiled.metadata.shared <= HOPPER_SHARED_MEMORY
-    assert (
-        "warp_group_dot_wait" in compiled.asm["ttgir"] and "pendings = 1" in compiled.asm["ttgir"]
-    )  # a product in flight while the next slab lands
+    # a product in flight while the next slab lands
+    assert "warp_group_dot_wait" in compiled.asm["ttgir"] and "pendings = 1" in compiled.asm["ttgir"]
 
 
 def test_large_symmetric_product_compiles_to_wgmma_and_tma():

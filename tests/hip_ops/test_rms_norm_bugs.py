@@ -6,8 +6,9 @@ import shutil
 
 import pytest
 
-import hip_ops.library
-from hip_ops.hip_kernels import rms_norm as hip_kernels
+import hip_ops.runtime.library
+from hip_ops.rms_norm import hip as hip_kernels
+from hip_ops.runtime.build import kernel_source
 from tests.gfx942.emulator import Device
 from tests.gfx942.emulator.faults import EmulatorFault, LdsRace, OutOfBounds, UninitialisedLds
 from tests.gfx942.toolchain import code_object
@@ -26,7 +27,7 @@ def copy(copies, monkeypatch):
     """Makes the HIP back end on the CPU run copy `name`."""
 
     def use(name: str):
-        for module in (hip_ops.library, hip_kernels):
+        for module in (hip_ops.runtime.library, hip_kernels):
             monkeypatch.setattr(module, "library", lambda target: bugs.Renamed(copies, name))
 
     return use
@@ -63,7 +64,7 @@ def test_the_emulator_names_the_fault(tmp_path, name, faults):
     """In the compiled gfx942 code, under the schedule that does not show a lost barrier by its numbers as well."""
     for file in bugs.FILES:
         (tmp_path / file).write_text(bugs.source(file, bugs.BUGS[name]))
-    shutil.copy(bugs.CSRC / "portable.h", tmp_path)
+    shutil.copy(kernel_source("portable.h"), tmp_path)
     emulated = Emulated(Device("lockstep"), objects=lambda source: code_object(tmp_path / f"{source}.hip"))
     with pytest.raises(EmulatorFault) as caught:
         check(emulated.implementation, bugs.BUGS[name].case)

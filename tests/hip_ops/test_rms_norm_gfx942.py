@@ -4,7 +4,7 @@
 import pytest
 import torch
 
-from hip_ops.build import CSRC
+from hip_ops.runtime.build import kernel_source
 from tests.gfx942.budgets import kernels_of
 from tests.gfx942.emulator import SCHEDULES, Device
 from tests.hip_ops.rms_norm_cases import BF16, FP32, Case, check, exact_backward, exact_forward, make, ulp
@@ -143,7 +143,7 @@ def test_bytes_are_within_five_percent_of_the_minimum(scaled, residual_dtype, ba
 
 
 def kernels(source: str) -> dict:
-    return {name: resources for name, (resources, _) in kernels_of(CSRC / f"{source}.hip").items()}
+    return {name: resources for name, (resources, _) in kernels_of(kernel_source(f"{source}.hip")).items()}
 
 
 def test_no_spills_and_the_table_fits_the_registers():

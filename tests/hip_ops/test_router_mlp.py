@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The router's operators on the CPU: the torch reference against fp64 and autograd, what a call refuses, and what torch sees of them."""
+"""The router's operators on the CPU: the reference against fp64 and autograd, wrong arguments, and torch's own checks."""
 
 import importlib
 import re
@@ -8,10 +8,10 @@ import pytest
 import torch
 
 import hip_ops
-from hip_ops import backend, operator
-from hip_ops.reference import router_mlp as reference
-from hip_ops.router_mlp import Routed
-from hip_ops.self_check import difference
+from hip_ops import use_kernels
+from hip_ops.router_mlp import Routed, reference
+from hip_ops.router_mlp.saved import saved_bytes
+from hip_ops.runtime import availability
 from tests.hip_ops.router_bugs import check_ties
 from tests.hip_ops.router_cases import EPS, Router, check_backward, check_forward
 
@@ -27,6 +27,17 @@ CASES = [
     Router(0, 32, 5, BF16),
     Router(3, 24, 1),
 ]
+
+
+OPERATORS, FUNCTIONS = ((MODULE._forward, MODULE._backward), (reference.router_mlp, reference.router_mlp_backward))
+
+
+def backward_arguments(case: Router) -> tuple:
+    """Of `router_mlp_backward`, from the reference's forward."""
+    arguments = case.arguments()
+    state, _, ids, hidden1, hidden2, logits, _ = reference.router_mlp(*arguments)
+    saved = (state, *arguments[1:3], hidden1, hidden2, logits, ids)
+    return *case.upstream(), *saved, *(arguments[place] for place in (4, 5, 7, 9)), *arguments[12:]
 
 
 class Operators:
@@ -59,21 +70,7 @@ def test_operators_give_what_the_reference_gives(case):
     arguments = case.arguments()
     got, want = Operators.router_mlp(*arguments), reference.router_mlp(*arguments)
     assert all(torch.equal(mine, theirs) for mine, theirs in zip(got, want, strict=True))
-    state, _, ids, hidden1, hidden2, logits, _ = want
-    given = (
-        *case.upstream(),
-        state,
-        *arguments[1:3],
-        hidden1,
-        hidden2,
-        logits,
-        ids,
-        arguments[4],
-        arguments[5],
-        arguments[7],
-        arguments[9],
-        *arguments[12:],
-    )
+    given = backward_arguments(case)
     for mine, theirs in zip(Operators.router_mlp_backward(*given), reference.router_mlp_backward(*given), strict=True):
         assert theirs.numel() == 0 if mine is None else torch.equal(mine, theirs[:, : mine.shape[1]])
 
@@ -88,24 +85,8 @@ def test_strided_rows_are_taken():
 
 def test_operators_as_torch_sees_them():
     for case in (Router(6), Router(6, averaged=False, forced=False, dtype=BF16)):
-        arguments = case.arguments()
-        torch.library.opcheck(torch.ops.hip_ops.router_mlp.default, arguments)
-        state, _, ids, hidden1, hidden2, logits, _ = reference.router_mlp(*arguments)
-        given = (
-            *case.upstream(),
-            state,
-            *arguments[1:3],
-            hidden1,
-            hidden2,
-            logits,
-            ids,
-            arguments[4],
-            arguments[5],
-            arguments[7],
-            arguments[9],
-            *arguments[12:],
-        )
-        torch.library.opcheck(torch.ops.hip_ops.router_mlp_backward.default, given)
+        torch.library.opcheck(torch.ops.hip_ops.router_mlp.default, case.arguments())
+        torch.library.opcheck(torch.ops.hip_ops.router_mlp_backward.default, backward_arguments(case))
 
 
 def call(**changes):
@@ -118,17 +99,18 @@ def call(**changes):
     "changes, words",
     [
         (dict(projected=torch.zeros(2, 3, 32)), "projected has shape (2, 3, 32); it must be [n, r]"),
-        (dict(previous=torch.zeros(5, 32)), "previous has shape (5, 32); it must be (6, 32)"),
-        (dict(previous=None), "previous and gamma came alone; it must be given both or not at all"),
-        (dict(w1=torch.zeros(32, 31)), "w1 has shape (32, 31); it must be (32, 32)"),
-        (dict(w2=torch.zeros(32, 32).half()), "w2 is torch.float16; it must be torch.float32"),
-        (dict(w_out=torch.zeros(5)), "w_out has shape (5,); it must be [c, 32]"),
-        (dict(biases=torch.zeros(4)), "biases has shape (4,); it must be (5,)"),
+        (dict(previous=torch.zeros(5, 32)), "previous has shape (5, 32); it must be (6, 32), [n, r]"),
+        (dict(previous=None), "one of previous and gamma is None; they must be given both or not at all"),
+        (dict(w1=torch.zeros(32, 31)), "w1 has shape (32, 31); it must be (32, 32), [r, r]"),
+        (dict(w2=torch.zeros(32, 32).half()), "w2 is torch.float16; it must be torch.float32 like w_out"),
+        (dict(w_out=torch.zeros(5)), "w_out has shape (5,); it must be [c>0, r>0]"),
+        (dict(biases=torch.zeros(4)), "biases has shape (4,); it must be (5,), [c]"),
         (dict(biases=torch.zeros(5).double()), "biases is torch.float64; it must be torch.float32"),
         (dict(forced=torch.zeros(6).int()), "forced is torch.int32; it must be torch.int64"),
-        (dict(b_down=torch.zeros(32, device="meta")), "b_down is on meta; it must be on cpu"),
+        (dict(b_down=torch.zeros(32, device="meta")), "b_down is on meta; it must be on cpu like w_out"),
         (dict(unweighted=5), "unweighted is 5; it must be -1 or one of the 5 classes"),
-        (dict(projected=torch.zeros(6, 32).int()), "projected is torch.int32; it must be torch.bfloat16"),
+        (dict(projected=torch.zeros(6, 32).int()), "projected is torch.int32; it must be torch.float32 like w_out"),
+        (dict(w_out=torch.zeros(5, 32).int()), "w_out is torch.int32; it must be torch.bfloat16 or torch.float16 or"),
     ],
 )
 def test_errors_name_what_is_wrong(changes, words):
@@ -140,9 +122,9 @@ def test_errors_name_what_is_wrong(changes, words):
     "name, tensor, words",
     [
         ("state", torch.zeros(2, 3, 32), "state has shape (2, 3, 32); it must be [n, r]"),
-        ("state", torch.zeros(6, 32).int(), "state is torch.int32; it must be torch.bfloat16"),
+        ("state", torch.zeros(6, 32).int(), "state is torch.int32; it must be torch.float32 like w_out"),
         ("d_weights", torch.zeros(6).double(), "d_weights is torch.float64; it must be torch.float32"),
-        ("logits", torch.zeros(6, 5), "logits has shape (6, 5); it must be (6, 16)"),
+        ("logits", torch.zeros(6, 5), "logits has 5 columns; it must have 16, of which the first 5 are classes"),
     ],
 )
 def test_errors_of_the_backward_name_what_is_wrong(name, tensor, words):
@@ -156,30 +138,61 @@ def test_errors_of_the_backward_name_what_is_wrong(name, tensor, words):
 
 
 def test_there_is_no_hip_version():
-    """Asked for by name it is refused where there are kernels at all."""
-    mine = [MODULE._forward, MODULE._backward]
-    with backend.use_backend("hip"):
-        assert operator.warm_up("cpu", mine) == {
-            "router_mlp": "no hip version",
-            "router_mlp_backward": "no hip version",
-        }
-        with pytest.raises(
-            ValueError,
-            match=re.escape(
-                "router_mlp has no hip version; set HIP_OPS_BACKEND to one that it has (triton, torch) or to auto"
-            ),
-        ):
-            Operators.router_mlp(*Router(3, dtype=BF16).arguments())
+    """kernels=hip leaves the router to other versions; an override that names it is an error."""
+    with use_kernels("hip"):
+        for mine in OPERATORS:
+            assert mine.choice(torch.device("cpu")) == "reference (kernels=hip; it has no version 'hip')"
+        arguments = Router(3, dtype=BF16).arguments()
+        assert torch.equal(Operators.router_mlp(*arguments).state, reference.router_mlp(*arguments)[0])
+    with pytest.raises(
+        ValueError, match=re.escape("kernel_overrides.router_mlp='hip': no such version. Allowed: auto, triton")
+    ):
+        with use_kernels("auto", router_mlp="hip"):
+            pass
 
 
-def test_where_nobody_asks_triton_takes_the_place_of_hip(monkeypatch):
-    """As on ROCm."""
-    monkeypatch.setitem(backend._choices, ("cpu", "auto"), backend.Choice(backend.BACKENDS, "auto", explicit=False))
-    for mine in (MODULE._forward, MODULE._backward):
-        monkeypatch.setattr(mine, "_chosen", {})
-        monkeypatch.setattr(mine, "_checked", lambda name, device, explicit: name)
-        with backend.use_backend("auto"):
-            assert mine.implementation(torch.device("cpu")) == "triton"
+def test_the_order_of_versions_on_an_accelerator(monkeypatch):
+    """Triton where it takes the arguments, then compiled, which takes all."""
+    monkeypatch.setattr(availability, "missing", lambda version, device, named: None)
+    with use_kernels("auto"):
+        for mine in OPERATORS:
+            said = mine.choice(torch.device("cuda", 0), check=False)
+            assert said == "triton where it takes the arguments, then compiled (kernels=auto)"
+
+
+@pytest.mark.parametrize(
+    "case, taken",
+    [
+        (Router(3, 256, 17, BF16), True),
+        (Router(3, 32, 64, FP16, averaged=False, forced=False), True),
+        (Router(3, 256, 17, FP32), False),
+        (Router(3, 48, 17, BF16), False),
+        (Router(3, 512, 17, BF16), False),
+        (Router(3, 256, 65, BF16), False),
+    ],
+    ids=str,
+)
+def test_which_routers_triton_takes(case, taken):
+    for mine, given in zip(OPERATORS, (case.arguments(), backward_arguments(case)), strict=True):
+        assert mine.fits["triton"](*given) is taken
+
+
+@pytest.mark.parametrize(
+    "case",
+    [Router(9, 32, 5), Router(9, 32, 5, averaged=False, forced=False, unweighted=False, uses_state=False)],
+    ids=str,
+)
+def test_the_reference_compiles(case):
+    for function, given in zip(FUNCTIONS, (case.arguments(), backward_arguments(case)), strict=True):
+        compiled = torch.compile(function, dynamic=False, fullgraph=True, backend="aot_eager")
+        for got, want in zip(compiled(*given), function(*given), strict=True):
+            torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-6)
+
+
+def test_saved_bytes():
+    routed = Routed(*reference.router_mlp(*Router(7, 32, 17, BF16).arguments()))
+    for name, expected in saved_bytes(7, 32, 17, 2).items():
+        assert getattr(routed, name).nbytes == expected
 
 
 @pytest.mark.parametrize(
@@ -204,7 +217,7 @@ def test_the_self_check_finds_what_is_wrong(part, message):
             found[part] = (found[part] + 1) % 17 if part == 2 else found[part] * 1.1
         return tuple(found)
 
-    said = difference(spoilt, reference.router_mlp, MODULE._example, torch.device("cpu"), compare=MODULE._compare)
+    said = MODULE._forward.difference(spoilt, torch.device("cpu"))
     assert said is None if message is None else re.search(message, said)
 
 
@@ -216,11 +229,5 @@ def test_the_backwards_self_check_finds_what_is_wrong(part):
             found[part] = found[part] * 1.1
         return tuple(found)
 
-    said = difference(
-        spoilt,
-        reference.router_mlp_backward,
-        MODULE._backward_example,
-        torch.device("cpu"),
-        tolerance=MODULE._backward.tolerance,
-    )
+    said = MODULE._backward.difference(spoilt, torch.device("cpu"))
     assert said is None if part is None else said.startswith(f"result[{part}], element")

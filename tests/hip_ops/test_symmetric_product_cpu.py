@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""csrc/symmetric_product.hip built by g++ under AddressSanitizer and UBSan, and its launchers' refusals."""
+"""hip_ops/newton_schulz/symmetric_product.hip built by g++ under AddressSanitizer and UBSan, and its launchers' refusals."""
 
-from tests.hip_ops.cpu_kernels import CSRC, build_cpu_library, cpu_kernels, run_sanitized
+from hip_ops.runtime.build import kernel_source
+from tests.hip_ops.cpu_kernels import build_cpu_library, cpu_kernels, run_sanitized
 
 # Without torch, which does not run under a sanitizer. Every array ends where its allocation does: one element too many is found.
 PROGRAM = """
@@ -52,7 +53,7 @@ def test_sanitizers_find_nothing():
     assert "right" in run_sanitized(
         PROGRAM,
         build_cpu_library("symmetric_product", sanitize=True),
-        CSRC / "symmetric_product.hip",
+        kernel_source("symmetric_product.hip"),
         HO_CPU_SCHEDULE="random:3",
     )
 
@@ -60,12 +61,9 @@ def test_sanitizers_find_nothing():
 def test_refused_arguments():
     kernels = cpu_kernels("symmetric_product")
     assert kernels.ho_symmetric_product(None, None, None, None, 1, 8, 0, 1.0, 0.0, 0.0, 0, 0, None) == -1  # no k
-    assert (
-        kernels.ho_symmetric_product(None, None, None, None, 1, 8, 8, 1.0, 0.0, 0.0, 0, 96, None) == -1
-    )  # no such tile
-    assert (
-        kernels.ho_symmetric_product(None, None, None, None, 1, 2**17, 2**16, 1.0, 0.0, 0.0, 0, 0, None) == -1
-    )  # offsets beyond 32 bits
-    assert (
-        kernels.ho_general_product(None, None, None, None, None, 0, 8, 8, 8, 1.0, 0.0, 0, 0, 0, None) == -1
-    )  # no batch
+    # no such tile
+    assert kernels.ho_symmetric_product(None, None, None, None, 1, 8, 8, 1.0, 0.0, 0.0, 0, 96, None) == -1
+    # offsets beyond 32 bits
+    assert kernels.ho_symmetric_product(None, None, None, None, 1, 2**17, 2**16, 1.0, 0.0, 0.0, 0, 0, None) == -1
+    # no batch
+    assert kernels.ho_general_product(None, None, None, None, None, 0, 8, 8, 8, 1.0, 0.0, 0, 0, 0, None) == -1

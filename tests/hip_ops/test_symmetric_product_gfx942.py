@@ -67,16 +67,14 @@ def test_matrix_instructions_bytes_and_bank_conflicts():
     n, k, tile = 1024, 32, 128
     case = symmetric_case(1, n, k, "bf16", with_d=False)
     _, counters = run_symmetric(Device(), "ho_symmetric_bf16_128", case)
-    half_and_diagonal = (
-        n * n * k + tile * n * k
-    ) / MFMA_FLOPS  # half of 2 n^2 k, and the upper half of the diagonal's tiles
+    # half of 2 n^2 k, and the upper half of the diagonal's tiles
+    half_and_diagonal = (n * n * k + tile * n * k) / MFMA_FLOPS
     assert counters.mfma == half_and_diagonal  # the limit is 1.1 times that
     assert counters.mfma <= 0.5625 * 2 * n * n * k / MFMA_FLOPS
     rows = tiles(n, "_128")
     assert counters.global_load_bytes == rows * (rows + 1) // 2 * 2 * tile * k * 2
-    assert (
-        counters.global_load_transactions * 64 == counters.global_load_bytes
-    )  # every 64-byte segment that is touched is used whole
+    # every 64-byte segment that is touched is used whole
+    assert counters.global_load_transactions * 64 == counters.global_load_bytes
     assert counters.global_store_bytes == counters.distinct_store_bytes == n * n * 2  # each element once
     assert counters.global_store_transactions * 64 == counters.global_store_bytes
     wide = [count for count in counters.per_pc.values() if re.match(r"ds_(read|write)_b(64|128)", count.text)]
@@ -149,7 +147,7 @@ def test_matrix_pipe_bounds_the_inner_loop():
 @pytest.mark.parametrize("symmetric", [True, False])
 def test_triton_objects_for_gfx942_agree(symmetric):
     pytest.importorskip("triton")
-    from hip_ops.triton_kernels.pointer_product import pointer_product_kernel
+    from hip_ops.newton_schulz.triton_pointers import pointer_product_kernel
     from tests.gfx942.triton_objects import triton_code_object
 
     batch, m, k, dtype = 1, 200, 72, "bf16"
@@ -193,6 +191,5 @@ def test_triton_objects_for_gfx942_agree(symmetric):
         if symmetric
         else run_general(Device(), "ho_general_bf16_64", case)[0]
     )
-    assert (
-        got != mine
-    ).double().mean() <= 1e-3  # where fp32 sums of another order fall on the other side of a rounding
+    # where fp32 sums of another order fall on the other side of a rounding
+    assert (got != mine).double().mean() <= 1e-3

@@ -7,12 +7,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import hip_ops
-from hip_ops import vocabulary_exponentials
-from hip_ops.hip_kernels import vocabulary_exponentials as hip_kernels
-from hip_ops.operator import OPERATORS
-from hip_ops.reference import vocabulary_exponentials as reference
-from hip_ops.reference import vocabulary_rows
-from hip_ops.reference.vocabulary_rows import part_size
+from hip_ops.linear_cross_entropy import hip as hip_kernels
+from hip_ops.linear_cross_entropy import passes, reference
+from hip_ops.linear_cross_entropy.reference import part_size
+from hip_ops.linear_cross_entropy.saved import LARGEST_PART, parts_of_exponentials
+from hip_ops.runtime.operator import OPERATORS
 from tests.hip_ops.cpu_kernels import SCHEDULES, run_python
 from tests.hip_ops.vocabulary_exponentials_cases import CASES, SEVERAL_RANKS, check
 from tests.hip_ops.vocabulary_exponentials_edges import BORDERS, EDGES
@@ -34,7 +33,9 @@ def test_cpu_build_against_fp64(monkeypatch, case, schedule):
     [*CASES, MANY_PARTS, Logits(7, 90, FP64, parts=3, z_loss=0.1), Logits(6, 200, FP64, parts=4, shape="steps", pad=1)],
     ids=str,
 )
-def test_reference_against_fp64(case):
+def test_reference_against_fp64(monkeypatch, case):
+    check(reference, case)
+    monkeypatch.setitem(reference.ELEMENTS_AT_ONCE, "cpu", 2 * case.classes)  # several blocks of rows
     check(reference, case)
 
 
@@ -72,13 +73,13 @@ def test_random_shapes(rows, classes, dtype, parts, pad, shape, other_ranks, see
     )
 )
 def test_parts_fit_into_registers_and_cover_a_row(classes):
-    parts = reference.parts_of_exponentials(classes)
-    assert part_size(classes, parts) <= reference.LARGEST_PART and parts * part_size(classes, parts) >= classes
-    assert parts == 1 or (parts - 1) * reference.LARGEST_PART < classes, "fewer parts would do"
+    parts = parts_of_exponentials(classes)
+    assert part_size(classes, parts) <= LARGEST_PART and parts * part_size(classes, parts) >= classes
+    assert parts == 1 or (parts - 1) * LARGEST_PART < classes, "fewer parts would do"
 
 
 def test_zayas_row_has_129_parts():
-    assert reference.parts_of_exponentials(262272) == 129 and part_size(262272, 129) == 2048
+    assert parts_of_exponentials(262272) == 129 and part_size(262272, 129) == 2048
 
 
 def run(module, logits, labels, first_class, parts, grad, z_loss=0.0):
@@ -114,23 +115,23 @@ def test_references_keep_exponents_between_least_and_most():
 )
 def test_exponentials_and_factors_are_the_gradient_of_two_passes(module, case):
     logits, labels, upstream = inputs(case)
-    normalizer, label = vocabulary_rows.combined(vocabulary_rows.row_statistics(logits, labels, FIRST, 1))
+    normalizer, label = reference.combined(reference.row_statistics(logits, labels, FIRST, 1))
     want = logits.clone()
-    vocabulary_rows.overwrite_with_gradient(want, labels, FIRST, normalizer, upstream, case.z_loss)
+    reference.overwrite_with_gradient(want, labels, FIRST, normalizer, upstream, case.z_loss)
     _, (losses, factors) = run(module, logits, labels, FIRST, case.parts, upstream, case.z_loss)
     rounding = 3 * ROUNDING[case.dtype]  # of the one, of the other, and of a scaled part
-    slack = (
-        3 * EXPONENT * want.double().abs().amax(1, keepdim=True) if case.shape == "confident" else 1e-18
-    )  # what is left of 1 - p
+    # what is left of 1 - p
+    slack = 3 * EXPONENT * want.double().abs().amax(1, keepdim=True) if case.shape == "confident" else 1e-18
     near("gradient", logits.double() * factors.double()[:, None], want, rounding + 4 * EXPONENT, slack)
-    near("losses", losses, vocabulary_rows.losses(normalizer, label, case.z_loss), EXPONENT, 1e-5)
+    near("losses", losses, reference.losses(normalizer, label, case.z_loss), EXPONENT, 1e-5)
 
 
 @pytest.mark.parametrize("name", ["overwrite_with_exponentials", "finish_gradient"])
 def test_the_self_check_passes_and_would_not_pass_a_small_error(name):
     operator = OPERATORS[name]
-    with hip_ops.use_backend("hip"):
-        assert hip_ops.warm_up("cpu", [operator]) == {name: "passed"}
+    with hip_ops.use_kernels("hip"):
+        hip_ops.warm_up("cpu", [operator])
+    assert operator.results[torch.device("cpu"), "hip"] == "passed"
     arguments = operator.example(torch.device("cpu"))
 
     def results():
@@ -167,24 +168,39 @@ def test_the_registered_operators_keep_torchs_rules(chosen):
 
 
 def test_the_operators_take_what_the_kernels_can(chosen):
-    check(vocabulary_exponentials, Logits(2, 2048, FP32))
-    check(vocabulary_exponentials, Logits(3, 70, FP64, parts=2))
+    check(passes, Logits(2, 2048, FP32))
+    check(passes, Logits(3, 70, FP64, parts=2))
     labels, rows = torch.zeros(2, dtype=torch.int64), torch.zeros(2, 4112)
-    with pytest.raises(AssertionError, match="4112 classes in 1 parts"):
-        vocabulary_exponentials.overwrite_with_exponentials(rows, labels, 0, 1)
-    with pytest.raises(AssertionError, match=r"logits have strides \(1, 2\)"):
-        vocabulary_exponentials.overwrite_with_exponentials(torch.zeros(64, 2).t(), labels, 0, 1)
+    with pytest.raises(ValueError, match="4112 classes in 1 parts; a part must have at most 2048"):
+        passes.overwrite_with_exponentials(rows, labels, 0, 1)
     statistics, grad = torch.ones(4, 3, 2), torch.ones(2)
     for first_part in (-1, 3, 4):
-        with pytest.raises(AssertionError, match=rf"\({first_part}, 2, 4\)"):
-            vocabulary_exponentials.finish_gradient(rows, labels, 0, statistics, first_part, 2, grad, 0.0)
-    with pytest.raises(AssertionError, match="exponentials have strides"):
-        vocabulary_exponentials.finish_gradient(torch.zeros(64, 2).t(), labels, 0, statistics, 0, 2, grad, 0.0)
-    assert vocabulary_exponentials.finish_gradient(rows, labels, 0, statistics, 2, 2, grad, 0.0).shape == (2, 2)
+        with pytest.raises(ValueError, match=f"first_part is {first_part}; it must be 0 to 2"):
+            passes.finish_gradient(rows, labels, 0, statistics, first_part, 2, grad, 0.0)
+    assert passes.finish_gradient(rows, labels, 0, statistics, 2, 2, grad, 0.0).shape == (2, 2)
+    for wrong in (grad.double(), torch.ones(3)):
+        with pytest.raises(ValueError, match="hip_ops.finish_gradient: grad"):
+            passes.finish_gradient(rows, labels, 0, statistics, 2, 2, wrong, 0.0)
+
+
+@pytest.mark.parametrize("name", ["overwrite_with_exponentials", "finish_gradient", "overwrite_with_gradient"])
+def test_columns_with_strides_are_right_or_refused(chosen, name):
+    """Kernels write to contiguous rows; the reference takes any strides."""
+    _, *arguments = OPERATORS[name].example(torch.device("cpu"))
+    rows = torch.randn(9, 3976)
+    strided, contiguous = rows.t().contiguous().t(), rows.clone()
+    assert strided.stride() == (1, 9)
+    if chosen == "hip":
+        with pytest.raises(ValueError, match=r"strides are \(1, 9\)"):
+            OPERATORS[name](strided, *arguments)
+        return
+    results = [OPERATORS[name](each, *arguments) for each in (strided, contiguous)]
+    torch.testing.assert_close(*results)
+    torch.testing.assert_close(strided, contiguous)
 
 
 PROGRAM = """
-from hip_ops.triton_kernels import vocabulary_exponentials
+from hip_ops.linear_cross_entropy import triton as vocabulary_exponentials
 from tests.hip_ops.test_vocabulary_exponentials import MANY_PARTS
 from tests.hip_ops.vocabulary_exponentials_cases import CASES, SEVERAL_RANKS, check
 from tests.hip_ops.vocabulary_exponentials_edges import EDGES

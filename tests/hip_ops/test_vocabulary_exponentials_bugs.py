@@ -6,9 +6,9 @@ import shutil
 
 import pytest
 
-import hip_ops.library
-from hip_ops.build import CSRC
-from hip_ops.hip_kernels import vocabulary_exponentials
+import hip_ops.runtime.library
+from hip_ops.linear_cross_entropy import hip as vocabulary_exponentials
+from hip_ops.runtime.build import kernel_source
 from tests.gfx942.emulator import Device
 from tests.gfx942.emulator.faults import OutOfBounds
 from tests.gfx942.toolchain import code_object
@@ -19,11 +19,8 @@ from tests.hip_ops.vocabulary_exponentials_cases import check
 from tests.hip_ops.vocabulary_exponentials_device import HipExponentials
 from tests.hip_ops.vocabulary_rows_cases import Logits
 
-FAST = (
-    "label_read_after_the_stores",
-    "parts_of_the_first_rank",
-    "label_without_the_factor",
-)  # each costs a build of the source
+# each costs a build of the source
+FAST = ("label_read_after_the_stores", "parts_of_the_first_rank", "label_without_the_factor")
 
 
 @pytest.mark.parametrize(
@@ -32,7 +29,7 @@ FAST = (
 def test_each_bug_is_caught(tmp_path, monkeypatch, name):
     bug = bugs.BUGS[name]
     copy = cpu_copy(tmp_path, bug, "vocabulary_exponentials")
-    monkeypatch.setattr(hip_ops.library, "library", lambda target: copy)
+    monkeypatch.setattr(hip_ops.runtime.library, "library", lambda target: copy)
     with pytest.raises(AssertionError, match="are wrong"):
         for schedule in SCHEDULES if bug.schedule else SCHEDULES[-1:]:
             monkeypatch.setenv("HO_CPU_SCHEDULE", schedule)
@@ -45,6 +42,6 @@ def test_the_right_source_passes():
 
 def test_one_element_too_many_is_out_of_bounds(tmp_path):
     source = write_source(tmp_path, bugs.ONE_TOO_MANY, "vocabulary_exponentials")
-    shutil.copy(CSRC / "portable.h", tmp_path)
+    shutil.copy(kernel_source("portable.h"), tmp_path)
     with pytest.raises(OutOfBounds):
         check(HipExponentials(Device("lockstep"), objects=lambda name: code_object(source)), Logits(2, 64))

@@ -7,10 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import hip_ops
-from hip_ops import vocabulary_rows
-from hip_ops.hip_kernels import vocabulary_rows as hip_kernels
-from hip_ops.operator import OPERATORS
-from hip_ops.reference import vocabulary_rows as reference
+from hip_ops.linear_cross_entropy import hip as hip_kernels
+from hip_ops.linear_cross_entropy import passes, reference
+from hip_ops.runtime.operator import OPERATORS
 from tests.hip_ops.cpu_kernels import SCHEDULES, run_python
 from tests.hip_ops.vocabulary_rows_cases import BF16, CASES, FP32, FP64, Logits, check, inputs
 
@@ -25,7 +24,7 @@ def test_cpu_build_against_fp64(monkeypatch, case, schedule):
 @pytest.mark.parametrize("case", [*CASES, Logits(7, 90, FP64, parts=3, z_loss=0.1)], ids=str)
 def test_reference_against_fp64(monkeypatch, case):
     check(reference, case)
-    monkeypatch.setattr(reference, "ELEMENTS_AT_ONCE", 2 * case.classes)  # several blocks of rows
+    monkeypatch.setitem(reference.ELEMENTS_AT_ONCE, "cpu", 2 * case.classes)  # several blocks of rows
     check(reference, case)
 
 
@@ -69,8 +68,9 @@ def test_what_is_left_of_a_probability_near_one_is_exact():
 @pytest.mark.parametrize("name", ["row_statistics", "overwrite_with_gradient"])
 def test_the_self_check_passes_and_would_not_pass_a_small_error(name):
     operator = OPERATORS[name]
-    with hip_ops.use_backend("hip"):
-        assert hip_ops.warm_up("cpu", [operator]) == {name: "passed"}
+    with hip_ops.use_kernels("hip"):
+        hip_ops.warm_up("cpu", [operator])
+    assert operator.results[torch.device("cpu"), "hip"] == "passed"
     arguments = operator.example(torch.device("cpu"))
     got, want = (
         [operator.reference(*copied), copied]
@@ -94,17 +94,17 @@ def test_the_registered_operators_keep_torchs_rules(chosen):
 
 def test_a_row_is_cut_only_where_rows_are_few(monkeypatch):
     def parts(rows, classes):
-        return vocabulary_rows.parts_for(torch.empty(rows, classes, device="meta"))
+        return passes.parts_for(torch.empty(rows, classes, device="meta"))
 
     monkeypatch.setattr(torch.version, "hip", None)
     assert [parts(rows, 262272) for rows in (8192, 2048, 1024, 64, 1)] == [1, 1, 2, 16, 16]
     monkeypatch.setattr(torch.version, "hip", "7.0")
     assert [parts(rows, 262272) for rows in (8192, 4096, 2048, 64, 1)] == [1, 2, 4, 16, 16]
-    assert parts(64, 8000) == 1 and vocabulary_rows.parts_for(torch.empty(4, 10)) == 1
+    assert parts(64, 8000) == 1 and passes.parts_for(torch.empty(4, 10)) == 1
 
 
 PROGRAM = """
-from hip_ops.triton_kernels import vocabulary_rows
+from hip_ops.linear_cross_entropy import triton as vocabulary_rows
 from tests.hip_ops.vocabulary_rows_cases import CASES, FP32, Logits, check
 
 for case in [*CASES, Logits(2, 9000, FP32, parts=2)]:

@@ -5,9 +5,9 @@ import shutil
 
 import pytest
 
-import hip_ops.library
-from hip_ops.build import CSRC
-from hip_ops.hip_kernels import vocabulary_rows
+import hip_ops.runtime.library
+from hip_ops.linear_cross_entropy import hip as vocabulary_rows
+from hip_ops.runtime.build import kernel_source
 from tests.gfx942.emulator import Device
 from tests.gfx942.emulator.faults import OutOfBounds
 from tests.gfx942.toolchain import code_object
@@ -25,7 +25,7 @@ FAST = ("total_not_rescaled", "label_counted_from_the_row", "lost_tail")  # each
 )
 def test_each_bug_is_caught(tmp_path, monkeypatch, name):
     copy = cpu_copy(tmp_path, bugs.BUGS[name], "vocabulary_rows")
-    monkeypatch.setattr(hip_ops.library, "library", lambda target: copy)
+    monkeypatch.setattr(hip_ops.runtime.library, "library", lambda target: copy)
     monkeypatch.setenv("HO_CPU_SCHEDULE", SCHEDULES[-1])  # no kernel has a barrier: any order shows each bug
     with pytest.raises(AssertionError, match="are wrong"):
         bugs.shows(vocabulary_rows)
@@ -37,6 +37,6 @@ def test_the_right_source_passes():
 
 def test_one_element_too_many_is_out_of_bounds(tmp_path):
     source = write_source(tmp_path, bugs.ONE_TOO_MANY, "vocabulary_rows")
-    shutil.copy(CSRC / "portable.h", tmp_path)
+    shutil.copy(kernel_source("portable.h"), tmp_path)
     with pytest.raises(OutOfBounds):
         check(HipRows(Device("lockstep"), objects=lambda name: code_object(source)), Logits(2, 64))

@@ -4,8 +4,8 @@
 import pytest
 import torch
 
-from hip_ops.build import CSRC
-from hip_ops.reference import vocabulary_rows as reference
+from hip_ops.linear_cross_entropy import reference
+from hip_ops.runtime.build import kernel_source
 from tests.gfx942.budgets import kernels_of
 from tests.gfx942.emulator import SCHEDULES, Device
 from tests.hip_ops.rms_norm_cases import FP32
@@ -83,7 +83,7 @@ def test_every_kernel_is_run_and_nothing_spills():
     path = HipRows()
     for case in (Logits(2, 64), Logits(2, 64, FP32), Logits(2, 45), Logits(2, 45, FP32)):
         check(path, case)
-    built = kernels_of(CSRC / "vocabulary_rows.hip")
+    built = kernels_of(kernel_source("vocabulary_rows.hip"))
     assert set(built) == set(path.counters)
     assert all(found.scratch == found.vgpr_spills == found.sgpr_spills == 0 for found, _ in built.values())
     assert (

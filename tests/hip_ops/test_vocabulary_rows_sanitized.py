@@ -3,12 +3,12 @@
 
 import pytest
 
-from hip_ops.build import CSRC
+from hip_ops.runtime.build import kernel_source
 from tests.hip_ops import vocabulary_rows_bugs as bugs
 from tests.hip_ops.cpu_kernels import SCHEDULES, build_cpu_library, run_sanitized
 from tests.hip_ops.injected_bug import write_source
 
-SOURCE = CSRC / "vocabulary_rows.hip"
+SOURCE = kernel_source("vocabulary_rows.hip")
 
 # torch does not run under a sanitizer: numpy arrays, bf16 as its bits, and numbers that it holds exactly.
 PROGRAM = """

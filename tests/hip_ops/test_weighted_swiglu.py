@@ -9,8 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import hip_ops
-from hip_ops.hip_kernels import weighted_swiglu as hip_kernels
-from hip_ops.reference import weighted_swiglu as reference
+from hip_ops.weighted_swiglu import hip as hip_kernels
+from hip_ops.weighted_swiglu import reference
+from hip_ops.weighted_swiglu.saved import saved_bytes
 from tests.hip_ops.cpu_kernels import SCHEDULES
 from tests.hip_ops.expert_path_cases import BF16, FP32, FP64, Swiglu, check_swiglu
 
@@ -79,19 +80,6 @@ def test_autograd_gives_what_the_backward_function_gives(chosen):
     assert not output[4:].any() and not d_gate_up[4:].any() and not d_probs[4:].any()
 
 
-def test_the_models_own_form_bit_for_bit():
-    model = pytest.importorskip("zaya_plugin.model.experts", exc_type=ImportError)
-    for dtype in (FP32, BF16):
-        gate_up, probs, grad = torch.randn(33, 96).to(dtype), torch.rand(33), torch.randn(33, 48).to(dtype)
-        assert torch.equal(model.swiglu(gate_up, probs), reference.weighted_swiglu(gate_up, probs, None))
-        for theirs, ours in zip(
-            model.swiglu_backward(grad, gate_up, probs),
-            reference.weighted_swiglu_backward(grad, gate_up, probs, None, True),
-            strict=True,
-        ):
-            assert torch.equal(theirs, ours)
-
-
 @pytest.mark.parametrize("value", [float("inf"), float("-inf"), float("nan"), 3e38, -3e38, 1e4, -1e4, -88.0, -90.0])
 def test_extreme_gates(chosen, value):
     """As torch: what overflows or is no number there is none here, and a gate far below zero gives zero."""
@@ -115,9 +103,8 @@ def test_any_strides_give_the_same(chosen):
             hip_ops.weighted_swiglu_backward(grad.contiguous(), gate_up.contiguous(), probs),
             strict=True,
         ):
-            torch.testing.assert_close(
-                a, b, rtol=1e-6, atol=1e-6
-            )  # sums of rows that are not aligned run in another order
+            # sums of rows that are not aligned run in another order
+            torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-6)
             assert a.is_contiguous()
 
 
@@ -136,15 +123,23 @@ def test_the_registered_operator_keeps_torchs_rules(chosen):
     [
         (
             lambda: hip_ops.weighted_swiglu(torch.zeros(3, 5), torch.zeros(3)),
-            "gate_up has shape (3, 5); it must be [n, 2 f] with f > 0",
+            "gate_up has 5 columns; it must be [n, 2 f], gate and up",
+        ),
+        (
+            lambda: hip_ops.weighted_swiglu(torch.zeros(3, 0), torch.zeros(3)),
+            "gate_up has shape (3, 0); it must be [n, columns>0]",
+        ),
+        (
+            lambda: hip_ops.weighted_swiglu(torch.zeros(3, 4), torch.zeros(3), torch.zeros(0, dtype=torch.int32)),
+            "offsets has shape (0,); it must be [experts>0]",
         ),
         (
             lambda: hip_ops.weighted_swiglu(torch.zeros(3, 4), torch.zeros(2)),
-            "probs has shape (2,); it must be (3,), one entry a row of gate_up",
+            "probs has shape (2,); it must be (3,), [n]",
         ),
         (
             lambda: hip_ops.weighted_swiglu(torch.zeros(3, 4), torch.zeros(3), torch.zeros(2)),
-            "offsets is torch.float32 (2,); it must be torch.int32 [experts]",
+            "offsets is torch.float32; it must be torch.int32",
         ),
         (
             lambda: hip_ops.weighted_swiglu(torch.zeros(3, 4, dtype=torch.float16), torch.zeros(3)),
@@ -152,7 +147,7 @@ def test_the_registered_operator_keeps_torchs_rules(chosen):
         ),
         (
             lambda: hip_ops.weighted_swiglu(torch.zeros(3, 4, dtype=FP64), torch.zeros(3)),
-            "gate_up is torch.float64; it must be",
+            "probs is torch.float32; it must be torch.float64",
         ),
         (
             lambda: hip_ops.weighted_swiglu(torch.zeros(3, 4, device="meta"), torch.zeros(3)),
@@ -160,7 +155,7 @@ def test_the_registered_operator_keeps_torchs_rules(chosen):
         ),
         (
             lambda: hip_ops.weighted_swiglu_backward(torch.zeros(3, 3), torch.zeros(3, 4), torch.zeros(3)),
-            "grad has shape (3, 3); it must be (3, 2)",
+            "grad has shape (3, 3); it must be (3, 2), [n, columns//2]",
         ),
         (
             lambda: hip_ops.weighted_swiglu_backward(torch.zeros(3, 2, dtype=BF16), torch.zeros(3, 4), torch.zeros(3)),
@@ -171,3 +166,12 @@ def test_the_registered_operator_keeps_torchs_rules(chosen):
 def test_errors_name_what_is_wrong(call, says):
     with pytest.raises(ValueError, match=re.escape(says)):
         call()
+
+
+def test_saved_bytes():
+    """What is declared for plans of memory, against what autograd holds."""
+    gate_up, probs = torch.randn(6, 64).bfloat16().requires_grad_(), torch.rand(6)
+    held = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: held.append(t) or t, lambda t: t):
+        hip_ops.weighted_swiglu(gate_up, probs, torch.tensor([2, 4], dtype=torch.int32))
+    assert sorted(t.nbytes for t in held) == sorted(saved_bytes(6, 32, 2, 2).values())

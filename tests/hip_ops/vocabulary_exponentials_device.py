@@ -10,9 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hip_ops.hip_kernels.expert_permutation import ROWS_A_BLOCK
-from hip_ops.reference.vocabulary_exponentials import LARGE, MOST, PERIOD
-from hip_ops.reference.vocabulary_rows import part_size
+from hip_ops.linear_cross_entropy.reference import LARGE, MOST, PERIOD, part_size
+from hip_ops.runtime.row_views import ROWS_A_BLOCK
 from tests.hip_ops.expert_path_device import SHORT, HipOnDevice, TritonOnDevice, to_torch
 from tests.hip_ops.rms_norm_cases import FP32
 from tests.hip_ops.vocabulary_rows_device import taken_back
@@ -22,7 +21,7 @@ WARPS_OF_FINISH = 2  # what the launcher takes on AMD
 
 @dataclass
 class HipExponentials(HipOnDevice):
-    """csrc/vocabulary_exponentials.hip."""
+    """hip_ops/linear_cross_entropy/vocabulary_exponentials.hip."""
 
     def launch_parts(self, kernel: str, rows: Tensor, parts: int, arguments: list) -> None:
         if len(rows):
@@ -100,7 +99,7 @@ class TritonExponentials(TritonOnDevice):
             self.run(kernel, grid, values, constexprs, num_warps)
 
     def overwrite_with_exponentials(self, logits: Tensor, labels: Tensor, first_class: int, parts: int) -> Tensor:
-        from hip_ops.triton_kernels import vocabulary_exponentials as kernels
+        from hip_ops.linear_cross_entropy import triton as kernels
 
         (rows, classes), size, given = logits.shape, part_size(logits.shape[1], parts), self.rows(logits)
         block, warps = kernels.tile(size, logits.element_size(), warp_size=64)
@@ -137,7 +136,7 @@ class TritonExponentials(TritonOnDevice):
     ) -> Tensor:
         import triton
 
-        from hip_ops.triton_kernels import vocabulary_exponentials as kernels
+        from hip_ops.linear_cross_entropy import triton as kernels
 
         (rows, classes), given, out = (
             exponentials.shape,

@@ -4,7 +4,7 @@
 import pytest
 import torch
 
-from zaya_plugin.model.core_attention import PACKAGES, causal_attention, causal_backend, lower_right_mask
+from zaya_plugin.model.core_attention import PACKAGES, causal_attention, core_attention, lower_right_mask
 
 
 def test_queries_at_the_end_of_the_keys_see_what_they_see_in_the_whole_sequence():
@@ -19,7 +19,7 @@ def test_queries_at_the_end_of_the_keys_see_what_they_see_in_the_whole_sequence(
 
 def test_a_back_end_that_is_not_there_is_named():
     with pytest.raises(ValueError, match="core_attention='flash': allowed: sdpa, flash_attn, flash_attn_4, aiter"):
-        causal_backend("flash")
+        core_attention("flash")
     for name, package in PACKAGES.items():
         try:
             __import__(package)
@@ -28,7 +28,7 @@ def test_a_back_end_that_is_not_there_is_named():
                 ValueError,
                 match=f"core_attention='{name}': {package} .* cannot be imported .* allowed without it: sdpa",
             ):
-                causal_backend(name)
+                core_attention(name)
 
 
 def test_a_package_gets_the_heads_of_all_sequences_as_one_s_and_may_answer_with_a_tuple(monkeypatch):
@@ -44,11 +44,11 @@ def test_a_package_gets_the_heads_of_all_sequences_as_one_s_and_may_answer_with_
         return (context.unflatten(-1, (8, 8)).transpose(0, 1),)
 
     monkeypatch.setitem(sys.modules, "aiter", types.SimpleNamespace(flash_attn_func=flash_attn_func))
-    causal_backend.cache_clear()
+    core_attention.cache_clear()
     query, key, value = torch.randn(3, 2, 4, 8), torch.randn(5, 2, 2, 8), torch.randn(5, 2, 2, 8)
-    got = causal_backend("aiter")(query, key, value, 0.3)
+    got = core_attention("aiter").whole(query, key, value, 0.3)
     torch.testing.assert_close(got, causal_attention(query, key, value, 0.3), rtol=0, atol=1e-6)
     monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
-    causal_backend("aiter")(query, key, value, 0.3)
+    core_attention("aiter").whole(query, key, value, 0.3)
     assert asked == [False, True]
-    causal_backend.cache_clear()
+    core_attention.cache_clear()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Experts against a loop over tokens; skipped rows and experts without rows; the block of memory under the weights."""
+"""Experts against a loop; rows of no expert and experts without rows; the block of memory under the weights."""
 
 import itertools
 
@@ -7,10 +7,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from zaya_plugin.model import grouped_gemm
-from zaya_plugin.model.experts import ExpertMLP, GroupedExperts, as_block, swiglu, swiglu_backward
-from zaya_plugin.model.grouped_gemm_implementations import has_grouped_mm
-from zaya_plugin.model.moe import PermuteRows, sort_by_expert
+import hip_ops
+from zaya_plugin.model.experts import ExpertMLP, GroupedExperts, as_block
 
 COUNTS = {"even": [2, 2, 2], "odd": [1, 3, 2], "empty_expert": [0, 5, 0], "skipped": [1, 0, 2], "nothing": [0, 0, 0]}
 ROWS, H, FFN, E = 7, 5, 3, 3
@@ -39,80 +37,77 @@ def loop(x, weights, offsets, fc1, fc2):
 
 @pytest.mark.parametrize("counts", COUNTS.values(), ids=COUNTS)
 def test_gradcheck_in_fp64(counts):
+    """Of the rows of experts: the others' results are not defined, and zeros here."""
     x, weights, fc1, fc2 = make()
     offsets = offsets_of(counts)
-    assert torch.autograd.gradcheck(
-        lambda x, w, *m: ExpertMLP.apply(x, w, offsets, E, False, "auto", None, *m), (x, weights, *fc1, *fc2)
-    )
+
+    def function(x, w, *matrices):
+        return ExpertMLP.apply(x, w, offsets, E, None, *matrices)[: offsets[-1]]
+
+    assert torch.autograd.gradcheck(function, (x, weights, *fc1, *fc2))
 
 
+@pytest.mark.parametrize("version", ["reference", "grouped_mm"])
 @pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 1e-5), (torch.bfloat16, 2e-2)])
 @pytest.mark.parametrize("counts", COUNTS.values(), ids=COUNTS)
-def test_values_and_gradients_equal_the_loop(counts, dtype, tolerance):
+def test_values_and_gradients_equal_the_loop(counts, dtype, tolerance, version):
     x, weights, fc1, fc2 = make(dtype, h=8, f=16)
-    assert has_grouped_mm(x)
     offsets, leaves = offsets_of(counts), [x, weights, *fc1, *fc2]
-    y = ExpertMLP.apply(x, weights, offsets, E, False, "auto", None, *fc1, *fc2)
+    end = offsets[-1]
+    with hip_ops.use_kernels(grouped_product=version):
+        y = ExpertMLP.apply(x, weights, offsets, E, None, *fc1, *fc2)
+        g = torch.randn_like(y)
+        gradients = torch.autograd.grad(y, leaves, g)
     exact = [t.detach().double().requires_grad_() for t in leaves]
     expected = loop(exact[0], exact[1], offsets, exact[2 : 2 + E], exact[2 + E :])
-    g = torch.randn_like(y)
-    gradients = torch.autograd.grad(y, leaves, g)
     wanted = torch.autograd.grad(expected, exact, g.double(), allow_unused=True, materialize_grads=True)
-    for got, want in zip([y, *gradients], [expected, *wanted], strict=True):
+    assert not gradients[1][end:].any(), "weights of rows of no expert"
+    pairs = zip(
+        [y[:end], gradients[0][:end], *gradients[1:]], [expected[:end], wanted[0][:end], *wanted[1:]], strict=True
+    )
+    for got, want in pairs:
         assert got.dtype == dtype
         assert (got.double() - want).norm() <= tolerance * want.norm()
         assert not got[want == 0].any()  # exact zeros, and no NaN in them
 
 
 def test_rows_of_no_expert_ignore_what_lies_in_memory(monkeypatch):
-    """grouped_mm leaves those rows uninitialised; here they hold NaN for certain."""
-    offsets, honest = offsets_of([2, 0, 1]), grouped_gemm.grouped_rows
+    """Kernels leave those rows uninitialised; here they hold NaN for certain."""
+    order = hip_ops.sort_by_expert(torch.tensor([2, 0, 3, 0, 3, 3, 3]), E)  # two rows, none, one; 3 is no expert
+    honest = hip_ops.grouped_rows
 
-    def poisoned(x, matrices, offsets, asked):
-        out = honest(x, matrices, offsets, asked)
+    def poisoned(x, matrices, offsets):
+        out = honest(x, matrices, offsets)
         out[int(offsets[-1]) :] = float("nan")
         return out
 
-    monkeypatch.setattr("zaya_plugin.model.experts.grouped_rows", poisoned)
+    monkeypatch.setattr(hip_ops, "grouped_rows", poisoned)
     x, weights, fc1, fc2 = make(torch.float32)
     leaves = [x, weights, *fc1, *fc2]
-    y = ExpertMLP.apply(x, weights, offsets, E, False, "auto", None, *fc1, *fc2)
+    rows, row_weights = hip_ops.permute_to_experts(x, order, weights)
+    y = hip_ops.unpermute_from_experts(ExpertMLP.apply(rows, row_weights, order.offsets, E, None, *fc1, *fc2), order)
     gradients = torch.autograd.grad(y, leaves, torch.randn_like(y))
     assert all(t.isfinite().all() for t in (y, *gradients))
-    assert not y[3:].any() and not gradients[0][3:].any() and not gradients[1][3:].any()
+    skipped = torch.tensor([False, False, True, False, True, True, True])
+    assert y[~skipped].all() and not any(t[skipped].any() for t in (y, *gradients[:2]))
     assert not gradients[3].any() and not gradients[3 + E].any()  # expert 1 has no rows
 
 
-def test_loop_equals_grouped_gemm(monkeypatch):
-    x, weights, fc1, fc2 = make(torch.float32, rows=11, h=8, f=16)
-    leaves, offsets = [x, weights, *fc1, *fc2], offsets_of([4, 0, 6])
-    results = []
-    for available in (True, False):
-        if not available:
-            monkeypatch.setattr(grouped_gemm, "choices", lambda *what: ())
-        y = ExpertMLP.apply(x, weights, offsets, E, False, "auto", None, *fc1, *fc2)
+def test_no_rows_at_all():
+    x, weights, fc1, fc2 = make(torch.float32, rows=0)
+    y = ExpertMLP.apply(x, weights, offsets_of([0, 0, 0]), E, None, *fc1, *fc2)
+    gradients = torch.autograd.grad(y.sum(), [x, weights, *fc1, *fc2])
+    assert y.shape == (0, H) and not any(each.any() for each in gradients)
+
+
+def test_rows_may_be_made_again():
+    x, weights, fc1, fc2 = make(torch.float32)
+    leaves, offsets, results, kept = [x, weights, *fc1, *fc2], offsets_of([2, 2, 3]), [], []
+    for again in (None, lambda: x.detach() + 0.0):
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t.data_ptr()) or t, lambda t: t):
+            y = ExpertMLP.apply(x, weights, offsets, E, again, *fc1, *fc2)
         results.append([y, *torch.autograd.grad(y.square().sum(), leaves)])
-    for a, b in zip(*results, strict=True):
-        torch.testing.assert_close(a, b)
-
-
-def test_swiglu_backward_returns_the_forward():
-    gate_up, weights = torch.randn(6, 10), torch.rand(6)
-    *_, again = swiglu_backward(torch.randn(6, 5), gate_up, weights)
-    torch.testing.assert_close(again, swiglu(gate_up, weights))
-    assert gate_up.shape == (6, 10)
-
-
-@pytest.mark.parametrize("num_experts", [1, 4, 16])
-def test_sort_by_expert(num_experts):
-    ids = torch.randint(0, num_experts + 1, (50,))
-    order, inverse, offsets = sort_by_expert(ids, num_experts)
-    assert torch.equal(ids[order], ids.sort().values) and torch.equal(order[inverse], torch.arange(50))
-    assert torch.equal(offsets, torch.bincount(ids, minlength=num_experts + 1)[:-1].cumsum(0).int())
-    assert offsets.dtype == torch.int32
-    x = torch.randn(50, 3, dtype=torch.float64, requires_grad=True)
-    assert torch.autograd.gradcheck(lambda x: PermuteRows.apply(x, order, inverse), x)
-    assert torch.equal(PermuteRows.apply(PermuteRows.apply(x, order, inverse), inverse, order), x)
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True)) and kept.count(x.data_ptr()) == 1
 
 
 @pytest.fixture

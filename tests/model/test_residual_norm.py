@@ -4,15 +4,16 @@
 import pytest
 import torch
 
-from zaya_plugin.model.norm import ZayaRMSNorm, rms_norm
-from zaya_plugin.model.residual import InputAffine, ResidualScaling, affine, scale_residual
+from hip_ops import affine, rms_norm, scale_residual
+from zaya_plugin.model.norm import ZayaRMSNorm
+from zaya_plugin.model.residual import InputAffine, ResidualScaling
 
 
 def test_scale_comes_after_bias():
     o, x = torch.randn(3, 2, 4, dtype=torch.float64), torch.randn(3, 2, 4, dtype=torch.float64)
     bo, so, bx, sx = torch.randn(4, 4, dtype=torch.float64)
     torch.testing.assert_close(scale_residual(o, x, bo, so, bx, sx), (o + bo) * so + (x + bx) * sx)
-    torch.testing.assert_close(affine(x, bx, sx), (x + bx) * sx)
+    torch.testing.assert_close(affine(x, bx, sx, x.dtype), (x + bx) * sx)
 
 
 def test_gradients_of_the_merge():

@@ -4,7 +4,7 @@
 import pytest
 import torch
 
-from zaya_plugin.model.router import ZayaRouter, choose_expert
+from zaya_plugin.model.router import ZayaRouter
 
 
 @pytest.fixture
@@ -22,26 +22,6 @@ def make_router(make_config):
 
 def inputs(s=6, b=3):
     return torch.randn(s, b, 32), torch.randn(s, b, 16)
-
-
-def test_choice_is_biased_and_weight_is_not():
-    logits = torch.log(torch.tensor([[0.5, 0.3, 0.2]]))
-    for biases, choice in (([0.0, 0.0, 0.0], 0), ([-0.3, 0.0, 0.0], 1), ([0.0, 0.0, 0.31], 2)):
-        probabilities, weights, ids = choose_expert(logits, torch.tensor(biases), softmax_in_fp32=True)
-        assert ids.item() == choice
-        torch.testing.assert_close(weights, probabilities[:, choice])
-        torch.testing.assert_close(probabilities, torch.tensor([[0.5, 0.3, 0.2]]))
-
-
-def test_softmax_dtype_and_forced_ids():
-    logits, biases = torch.randn(50, 5).bfloat16(), torch.zeros(5)
-    assert choose_expert(logits, biases, softmax_in_fp32=True)[1].dtype == torch.float32
-    assert choose_expert(logits, biases, softmax_in_fp32=False)[1].dtype == torch.bfloat16
-    forced = torch.full((50,), -1)
-    forced[::2] = 3
-    free = choose_expert(logits, biases, softmax_in_fp32=True)[2]
-    ids = choose_expert(logits, biases, softmax_in_fp32=True, forced_expert_ids=forced)[2]
-    assert (ids[::2] == 3).all() and torch.equal(ids[1::2], free[1::2])
 
 
 def projected(router, x):

@@ -7,22 +7,17 @@ import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import hip_ops
-from tests.model.test_fused_residual_norm import train
+from tests.model.steps import train
 from tests.model.test_main_grad import weight_with_main_grad
-from zaya_plugin.model.moe import PermuteRows, sort_by_expert
 from zaya_plugin.model.router import ZayaRouter
 from zaya_plugin.model.shared_input import InputAndLinear, input_and_linear
 
 IDS = torch.tensor([2, 0, 3, 1, 0, 2, 3])  # class 3 is that of no expert
+OF_AN_EXPERT = (IDS < 3).float().view(7, 1, 1)
 
 
-def by_torch(x):
-    order, inverse, _ = sort_by_expert(IDS, 3)
-    return PermuteRows.apply(x, order, inverse)
-
-
-def by_hip_ops(x):
-    return hip_ops.permute_to_experts(x, hip_ops.sort_by_expert(IDS.int(), 3))[0]
+def gather(tokens, ids=IDS, num_experts=3):
+    return hip_ops.permute_to_experts(tokens.flatten(0, 1), hip_ops.sort_by_expert(ids, num_experts))[0]
 
 
 class Shapes(TorchDispatchMode):
@@ -38,32 +33,30 @@ class Shapes(TorchDispatchMode):
         return function(*arguments, **(keywords or {}))
 
 
-@pytest.mark.parametrize("gather", [by_torch, by_hip_ops])
-def test_gradcheck_behind_a_gather(gather):
+def test_gradcheck_behind_a_gather():
     x, weight = (torch.randn(*shape, dtype=torch.float64, requires_grad=True) for shape in [(7, 1, 5), (3, 5)])
 
     def run(x, weight):
         tokens, linear = InputAndLinear.apply(x, weight)
-        return gather(tokens.flatten(0, 1)), linear
+        return gather(tokens), linear
 
     assert torch.autograd.gradcheck(run, (x, weight))
 
 
-@pytest.mark.parametrize("gather", [by_torch, by_hip_ops])
 @pytest.mark.parametrize("used", ["both", "tokens", "linear"])
-def test_gradients_are_autograds_and_come_twice(gather, used):
+def test_gradients_are_autograds_and_come_twice(used):
     x, weight = torch.randn(7, 1, 5, requires_grad=True), torch.randn(3, 5, requires_grad=True)
     to_rows, to_linear = torch.randn(7, 5), torch.randn(7, 1, 3)
 
     def loss(tokens, linear):
         return (
-            (gather(tokens.flatten(0, 1)) * to_rows).sum() * (used != "linear")
+            (gather(tokens) * to_rows).sum() * (used != "linear")
             + (linear * to_linear).sum() * (used != "tokens")
             + (x**2).sum()
         )
 
     def outputs(tokens, linear):
-        rows = [gather(tokens.flatten(0, 1)), to_rows], [linear, to_linear], [x**2, torch.ones_like(x)]
+        rows = [gather(tokens), to_rows], [linear, to_linear], [x**2, torch.ones_like(x)]
         chosen = [
             row
             for row, name in zip(rows, ("tokens", "linear", ""), strict=True)
@@ -86,7 +79,7 @@ def test_the_gathers_own_tensor_becomes_the_gradient():
     x, weight = torch.randn(7, 1, 5, requires_grad=True), weight_with_main_grad(3, 5)
     before = weight.main_grad.clone()
     tokens, linear = input_and_linear(x, weight)
-    rows = by_torch(tokens.flatten(0, 1))
+    rows = gather(tokens)
     upstream = torch.randn(7, 1, 3)
     with Shapes() as ops:
         torch.autograd.backward([rows, linear], [torch.ones(7, 5), upstream], inputs=[x, weight])
@@ -95,8 +88,8 @@ def test_the_gathers_own_tensor_becomes_the_gradient():
         for name, shape in ops.seen
         if shape in ((7, 5), (7, 1, 5)) and name not in ("view", "_unsafe_view", "t", "detach")
     ]
-    assert sized == ["index_select", "addmm.out"], ops.seen
-    torch.testing.assert_close(x.grad, 1 + upstream @ weight)
+    assert sized == ["hip_ops::gather_rows", "addmm.out"], ops.seen
+    torch.testing.assert_close(x.grad, OF_AN_EXPERT + upstream @ weight)
     torch.testing.assert_close(weight.main_grad, before + upstream.flatten(0, 1).t() @ x.detach().flatten(0, 1))
     assert weight.grad_added_to_main_grad
 
@@ -114,8 +107,8 @@ def test_what_does_not_lie_row_by_row_is_left_as_it_is():
 def test_a_frozen_weight_and_an_input_without_gradient():
     x, weight = torch.randn(7, 1, 5, requires_grad=True), torch.randn(3, 5)
     tokens, linear = input_and_linear(x, weight)
-    (by_torch(tokens.flatten(0, 1)).sum() + linear.sum()).backward()
-    torch.testing.assert_close(x.grad, (1 + weight.sum(0)).expand(7, 1, 5))
+    (gather(tokens).sum() + linear.sum()).backward()
+    torch.testing.assert_close(x.grad, OF_AN_EXPERT + weight.sum(0))
     weight.requires_grad_()
     x = x.detach()
     tokens, linear = input_and_linear(x, weight)
@@ -128,13 +121,11 @@ def test_bf16_rounds_once_less():
     x, weight = torch.randn(64, 1, 32), torch.randn(16, 32) / 4
     to_rows, to_linear = torch.randn(64, 32).bfloat16(), torch.randn(64, 1, 16).bfloat16()
     x, weight = x.bfloat16().requires_grad_(), weight.bfloat16().requires_grad_()
-    order = torch.randperm(64)
-    inverse = torch.argsort(order)
-    exact = to_rows.double()[inverse].view_as(x) + to_linear.double() @ weight.double()
+    ids = torch.randperm(64)  # a token an expert, so that these are the places of the rows
+    exact = to_rows.double()[ids].view_as(x) + to_linear.double() @ weight.double()
     errors = []
     for tokens, linear in ((x, F.linear(x, weight)), input_and_linear(x, weight)):
-        rows = PermuteRows.apply(tokens.flatten(0, 1), order, inverse)
-        (found,) = torch.autograd.grad([rows, linear], x, [to_rows, to_linear])
+        (found,) = torch.autograd.grad([gather(tokens, ids, 64), linear], x, [to_rows, to_linear])
         errors.append((found.double() - exact).norm() / exact.norm())
     assert errors[1] < 2.0**-8 and errors[1] < 0.9 * errors[0]
 
@@ -147,10 +138,9 @@ RECOMPUTE = {
 }
 
 
-@pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("recompute", RECOMPUTE)
-def test_a_model_trains_as_by_autograds_additions(make_model, batch, monkeypatch, recompute, fused):
-    options = dict(fused_expert_path=fused, **RECOMPUTE[recompute])
+def test_a_model_trains_as_by_autograds_additions(make_model, batch, monkeypatch, recompute):
+    options = RECOMPUTE[recompute]
     with monkeypatch.context() as patch:
         patch.setattr(ZayaRouter, "project", lambda self, hidden_states: (hidden_states, None))
         plain, wanted = train(make_model(**options), batch, 2, 0.05)

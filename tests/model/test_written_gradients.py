@@ -113,5 +113,4 @@ def test_a_block_that_writes_first_must_lie_in_one_piece():
             torch.zeros(4, 2),
             torch.zeros(4, 3),
             torch.tensor([2, 4], dtype=torch.int32),
-            "auto",
         )

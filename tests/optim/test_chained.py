@@ -92,9 +92,8 @@ def test_the_step_is_megatrons(options):
         succeeded, norm, zeros = ours.step()
         assert succeeded and zeros is None
         expected = megatrons(other, theirs)[1]
-        exact = sum(
-            p.main_grad.double().square().sum() for p in other.parameters()
-        ).sqrt()  # before Megatron clips it in place
+        # before Megatron clips it in place
+        exact = sum(p.main_grad.double().square().sum() for p in other.parameters()).sqrt()
         if options.get("clip_grad", 1.0):
             assert exact == pytest.approx(1.0, rel=1e-3) and norm > 100
         else:

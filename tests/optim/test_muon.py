@@ -3,9 +3,10 @@
 
 import pytest
 import torch
+from torch.optim._muon import _zeropower_via_newtonschulz
 
-from hip_ops.newton_schulz_coefficients import coefficient_triples
-from zaya_plugin.optim.muon import MuonAdamW, MuonSettings, plain_newton_schulz
+import hip_ops
+from zaya_plugin.optim.muon import MuonAdamW, MuonSettings
 
 # Wide, tall, square, the router's head, and two of one shape, which go through Newton-Schulz as one batch.
 SHAPES = [(48, 32), (24, 40), (32, 32), (17, 16), (48, 32)]
@@ -49,14 +50,23 @@ def _run(optimizers, params, steps):
     return params
 
 
+def _torchs(matrix):
+    """torch.optim.Muon's five iterations of one matrix, in bf16."""
+    return _zeropower_via_newtonschulz(matrix, (3.4445, -4.775, 2.0315), 5, 1e-7)
+
+
 def _distance(a, b):
     return float((a.flatten() - b.flatten()).norm() / b.norm())
 
 
 @pytest.mark.parametrize("steps", [1, 50])
-def test_bf16_iterations_are_torchs_muon(steps):
+def test_all_but_newton_schulz_is_torchs_muon(steps, monkeypatch):
+    """With torch's own iterations in the place of hip_ops', whose rounding is not torch's in bf16."""
+    monkeypatch.setattr(
+        MuonAdamW, "orthogonalise", lambda self, batch, sums=None: torch.stack(list(map(_torchs, batch)))
+    )
     ours, theirs = _parameters(), _parameters()
-    _run([_ours(ours, fused=False)], ours, steps)
+    _run([_ours(ours)], ours, steps)
     muon = torch.optim.Muon(
         theirs[: len(SHAPES)], lr=LR, weight_decay=DECAY, momentum=0.95, adjust_lr_fn="match_rms_adamw"
     )
@@ -68,11 +78,10 @@ def test_bf16_iterations_are_torchs_muon(steps):
 
 @pytest.mark.parametrize("steps", [1, 50])
 @pytest.mark.parametrize("name", ["simple", "quintic", "polar_express"])
-@pytest.mark.parametrize("fused", [False, True])
-def test_fp32_iterations_are_emerging_optimizers(steps, name, fused):
+def test_fp32_iterations_are_emerging_optimizers(steps, name):
     emerging = pytest.importorskip("emerging_optimizers.orthogonalized_optimizers")
     ours, theirs = _parameters(), _parameters()
-    _run([_ours(ours, dtype="fp32", coefficients=name, fused=fused)], ours, steps)
+    _run([_ours(ours, dtype="fp32", coefficients=name)], ours, steps)
     muon = emerging.Muon(
         theirs[: len(SHAPES)],
         lr=LR,
@@ -93,36 +102,33 @@ def test_fp32_iterations_are_emerging_optimizers(steps, name, fused):
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
-def test_fused_iterations_are_no_further_from_fp64_than_torchs(dtype):
+def test_iterations_are_no_further_from_fp64_than_torchs(dtype):
     """One update of each, against the polynomial in fp64 on the same momentum."""
     shapes = [(96, 64), (64, 64), (64, 160)]
     generator = torch.Generator().manual_seed(8)
-    triples = coefficient_triples("simple", 5)
     for shape in shapes:
         batch = torch.randn(6, *shape, generator=generator).bfloat16()
-        exact = torch.stack([plain_newton_schulz(m, triples, torch.float64) for m in batch])
+        exact = hip_ops.newton_schulz(batch.double(), dtype=torch.float64)
         optimizer = MuonAdamW([torch.nn.Parameter(torch.zeros(1))], MuonSettings(dtype=dtype))
-        fused = optimizer.orthogonalise(batch).double()
-        plain = torch.stack([plain_newton_schulz(m, triples, torch.bfloat16) for m in batch]).double()
-        assert (fused - exact).norm() <= (plain - exact).norm()
+        found = optimizer.orthogonalise(batch).double()
+        plain = torch.stack(list(map(_torchs, batch))).double()
+        assert (found - exact).norm() <= (plain - exact).norm()
         assert (plain - exact).norm() / exact.norm() > 1e-4  # there is something to lose
 
 
-@pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
-def test_each_dtype_of_the_iterations_trains(dtype, fused):
+def test_each_dtype_of_the_iterations_trains(dtype):
     ours, exact = _parameters(), _parameters()
-    _run([_ours(ours, dtype=dtype, fused=fused)], ours, 3)
-    _run([_ours(exact, dtype="fp32", fused=False)], exact, 3)
+    _run([_ours(ours, dtype=dtype)], ours, 3)
+    _run([_ours(exact, dtype="fp32")], exact, 3)
     for a, b, before in zip(ours, exact, _parameters(), strict=True):
         assert (a - b).norm() < 0.05 * (b - before).norm()
 
 
-@pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
-def test_the_size_of_the_gradients_changes_nothing(dtype, fused):
+def test_the_size_of_the_gradients_changes_nothing(dtype):
     """A norm clipped to 1 leaves 400 M parameters 5e-5 each, and their momentum less; fp16 by itself ends at 6e-8."""
-    optimizer = MuonAdamW([torch.nn.Parameter(torch.zeros(1))], MuonSettings(dtype=dtype, fused=fused))
+    optimizer = MuonAdamW([torch.nn.Parameter(torch.zeros(1))], MuonSettings(dtype=dtype))
     batch = torch.randn(2, 48, 32, generator=torch.Generator().manual_seed(9)).bfloat16()
     assert torch.equal(optimizer.orthogonalise(batch * 2.0**-20), optimizer.orthogonalise(batch))
 

@@ -10,9 +10,8 @@ from pathlib import Path
 import pytest
 
 TOOLS = Path(__file__).parents[2] / "tools"
-BARE_PATH = (
-    "/usr/bin:/bin"  # sed, sort; on some machines also a python3, so the fakes come first and tests allow for it
-)
+# sed, sort; on some machines also a python3, so the fakes come first and tests allow for it
+BARE_PATH = "/usr/bin:/bin"
 
 
 class Machine:

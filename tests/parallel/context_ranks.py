@@ -51,7 +51,6 @@ class Case:
 
 FULL = dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
 SELECTIVE = dict(recompute_granularity="selective", recompute_modules=["core_attn", "layernorm"])
-FUSED = dict(fused_cca_prologue=True)
 CASES = (
     Case("cp2", 2, dtype="float32"),
     Case("cp4", 4, dtype="float32"),
@@ -64,8 +63,7 @@ CASES = (
     Case("cp2-contiguous-packed-reset", 2, "contiguous", packing=True, reset=True),
     Case("cp2-full-recompute-packed", 2, packing=True, reset=True, config=FULL),
     Case("cp4-selective-recompute", 4, config=SELECTIVE),
-    Case("cp2-fused-prologue", 2, config=FUSED),
-    Case("cp4-fused-prologue-chunks-of-two-rows-packed", 4, length=16, packing=True, reset=True, config=FUSED),
+    Case("cp4-chunks-of-two-rows-packed", 4, length=16, packing=True, reset=True),
     Case("cp2-deaf", 2, deaf=True),
 )
 

@@ -29,9 +29,8 @@ class Param:
 def ddp(buckets, config=CONFIG):
     """A chunk whose experts lie in `buckets` of names, given in the order of the backward pass, linked as Megatron does."""
     params = [[Param(name) for name in names] for names in buckets]
-    made = [
-        SimpleNamespace(params_list=each, params=each, params_with_extra_main_grads=[]) for each in params
-    ]  # 0.16 reads `params`
+    # 0.16 reads `params`
+    made = [SimpleNamespace(params_list=each, params=each, params_with_extra_main_grads=[]) for each in params]
     groups = [_ParamAndGradBucketGroup([bucket], config, RANKS, 2) for bucket in made]
     if config.overlap_param_gather:
         for later, earlier in zip(groups[1:], groups, strict=False):
@@ -127,9 +126,8 @@ def test_a_layer_is_reduced_at_once_when_both_blocks_are_there(monkeypatch):
     )
     chunk = ddp(ONE_EACH)
     group_layers([chunk])
-    for (
-        group
-    ) in chunk.expert_parallel_bucket_groups:  # from the second step on, when it is known how often a gradient comes
+    # from the second step on, when it is known how often a gradient comes
+    for group in chunk.expert_parallel_bucket_groups:
         group.is_first_batch, group.golden_per_param_grad_ready_counts = False, dict.fromkeys(group.params, 1)
     params = {param.name: param for param in chunk.param_to_bucket_group}
     for layer in reversed(range(LAYERS)):

@@ -172,7 +172,7 @@ def test_logits_and_gradients(case):
 
 @pytest.mark.parametrize("case", ["plain"], indirect=True)
 @pytest.mark.parametrize("promise", [False, True])
-def test_the_fused_head_has_transformers_loss_and_gradients(case, promise):
+def test_the_head_has_transformers_loss_and_gradients(case, promise):
     """transformers' own labels, shifted by one, with places that do not count; ours by the mask."""
     from zaya_plugin.checkpoint.hf_map import to_hf
 
@@ -180,7 +180,7 @@ def test_the_fused_head_has_transformers_loss_and_gradients(case, promise):
     masked = torch.arange(ids.shape[1]) % 5 == 2
     loss = hf(ids, labels=ids.masked_fill(masked, -100), use_cache=False).loss
     loss.backward()
-    model = our_model(hf, fused_linear_cross_entropy=True, calculate_per_token_loss=True)
+    model = our_model(hf, calculate_per_token_loss=True)
     mask = (~masked[1:]).float().expand_as(ids[:, 1:])
     positions = torch.arange(ids.shape[1] - 1).expand_as(ids[:, 1:])
     losses = model(ids[:, :-1], positions, None, labels=ids[:, 1:], loss_mask=mask if promise else None)

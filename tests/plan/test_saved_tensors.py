@@ -5,16 +5,14 @@ On an accelerator the functions between matrix products are compiled, and what t
 makes that choice on the CPU, without making kernels.
 """
 
-import importlib
-import sys
 import weakref
-from dataclasses import replace
 
 import pytest
 import torch
 
+import hip_ops
 from zaya_plugin.plan.flops import Shape
-from zaya_plugin.plan.memory import Kernels, Recompute, ends_bytes, layers_bytes
+from zaya_plugin.plan.memory import Recompute, ends_bytes, layers_bytes
 from zaya_plugin.plan.parallelism import Batch, Layout
 
 LAYERS, SIZE, LENGTH, VOCABULARY = 2, 2, 64, 512
@@ -24,31 +22,11 @@ BATCH = Batch(LENGTH, SIZE)
 
 @pytest.fixture(autouse=True)
 def compiled(monkeypatch):
-    """The model's fused functions as an accelerator would have them, partitioned for the backward pass and then run as they are."""
-    importlib.import_module(
-        "zaya_plugin.model.build"
-    )  # with it every module of the model, some of which have taken functions from others
-    from zaya_plugin.model import loss
-
+    """The formulas between operators as an accelerator would have them, partitioned for the backward pass and then run as they are."""
     torch._dynamo.reset()  # other tests of this process may have used up its limit of versions a function
-    made = {}
-    for module in [module for name, module in sys.modules.items() if name.startswith("zaya_plugin.model.")]:
-        for name, function in list(vars(module).items()):
-            plain = getattr(function, "__wrapped__", None)
-            if (
-                plain is not None
-                and hasattr(function, "__code__")
-                and "fused_on_accelerator" in function.__code__.co_qualname
-            ):
-                made.setdefault(plain, torch.compile(plain, dynamic=False, backend="aot_eager_decomp_partition"))
-                monkeypatch.setattr(module, name, made[plain])
-    # The loss that an accelerator gets; Megatron's is for a CPU.
-    monkeypatch.setattr(
-        loss.ZayaGPTModel,
-        "compute_language_model_loss",
-        lambda self, labels, logits: loss.cross_entropy(logits, labels),
-    )
-    return made
+    for name in ("rms_norm", "affine", "affine_rms_norm", "scale_residual"):
+        plain = getattr(hip_ops, name).__wrapped__
+        monkeypatch.setattr(hip_ops, name, torch.compile(plain, dynamic=False, backend="aot_eager_decomp_partition"))
 
 
 def build(**options):
@@ -120,62 +98,35 @@ def kept_bytes(model) -> int:
     return sum(size for pointer, size in storages.items() if pointer not in known)
 
 
-def planned_bytes(kernels: Kernels, recompute: Recompute) -> float:
+def planned_bytes(recompute: Recompute) -> float:
     layout = Layout()
-    return layers_bytes(SHAPE, layout, BATCH, kernels, recompute, LAYERS) + ends_bytes(SHAPE, layout, BATCH, kernels)
+    return layers_bytes(SHAPE, layout, BATCH, recompute, LAYERS) + ends_bytes(SHAPE, layout, BATCH)
 
 
-ALL = Kernels()
-CASES = {
-    "fused": (ALL, ()),
-    "residual_norm": (replace(ALL, residual_norm=False), ()),
-    "prologue": (replace(ALL, prologue=False), ()),
-    "experts": (replace(ALL, experts=False), ()),
-    "head": (replace(ALL, head=False), ()),
-    "router": (replace(ALL, router=True), ()),
-    "router_selective": (replace(ALL, router=True), ("layernorm", "permute")),
-    "layernorm": (ALL, ("layernorm",)),
-    "permute": (ALL, ("permute",)),
-    "permute_experts": (replace(ALL, experts=False), ("permute",)),
-    "moe": (ALL, ("moe",)),
-    "core_attn": (ALL, ("core_attn",)),
-    "selective": (ALL, ("layernorm", "moe", "core_attn")),
-}
+MODULES = (
+    (),
+    ("layernorm",),
+    ("permute",),
+    ("moe",),
+    ("core_attn",),
+    ("layernorm", "permute"),
+    ("layernorm", "moe", "core_attn"),
+)
 
 
-QUICK = ("fused", "router", "layernorm", "permute", "core_attn")  # the others compile further functions
-
-
-@pytest.mark.parametrize("case", [pytest.param(case, marks=[pytest.mark.slow] * (case not in QUICK)) for case in CASES])
-def test_the_plan_counts_what_the_model_keeps(case):
-    kernels, modules = CASES[case]
+@pytest.mark.parametrize("modules", MODULES, ids=lambda modules: "_".join(modules) or "nothing")
+def test_the_plan_counts_what_the_model_keeps(modules):
     options = dict(recompute_granularity="selective", recompute_modules=list(modules)) if modules else {}
-    model = build(
-        fused_residual_norm=kernels.residual_norm,
-        fused_cca_prologue=kernels.prologue,
-        fused_expert_path=kernels.experts,
-        fused_linear_cross_entropy=kernels.head,
-        fused_router=kernels.router,
-        **options,
-    )
-    counted, planned = kept_bytes(model), planned_bytes(kernels, Recompute(frozenset(modules)))
-    print(f"{case}: planned {planned:,.0f}, counted {counted:,.0f} bytes, {planned / counted - 1:+.2%}")
+    counted, planned = kept_bytes(build(**options)), planned_bytes(Recompute(frozenset(modules)))
+    print(f"{modules}: planned {planned:,.0f}, counted {counted:,.0f} bytes, {planned / counted - 1:+.2%}")
     assert planned == pytest.approx(counted, rel=0.005)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("layers", "method"), [(1, "uniform"), (2, "uniform"), (1, "block")])
 def test_layers_that_are_recomputed_whole(layers, method):
-    model = build(
-        fused_residual_norm=True,
-        fused_cca_prologue=True,
-        fused_expert_path=True,
-        fused_linear_cross_entropy=True,
-        recompute_granularity="full",
-        recompute_method=method,
-        recompute_num_layers=layers,
-    )
+    model = build(recompute_granularity="full", recompute_method=method, recompute_num_layers=layers)
     recompute = Recompute(full_layers=LAYERS, unit=layers) if method == "uniform" else Recompute(full_layers=layers)
-    counted, planned = kept_bytes(model), planned_bytes(ALL, recompute)
+    counted, planned = kept_bytes(model), planned_bytes(recompute)
     print(f"{method} {layers}: planned {planned:,.0f}, counted {counted:,.0f} bytes, {planned / counted - 1:+.2%}")
     assert planned == pytest.approx(counted, rel=0.005)

@@ -121,18 +121,10 @@ def test_what_a_host_cannot_do_is_refused(override, key):
 
 
 def test_what_a_host_leaves_out_is_said():
-    recipe = compose(
-        [
-            "experiment=cpu_demo",
-            "data.path=x",
-            "stage.eval_at_start=true",
-            "cluster.fused_linear_cross_entropy=true",
-            "logger=none",
-        ]
-    )
+    recipe = compose(["experiment=cpu_demo", "data.path=x", "stage.eval_at_start=true", "logger=none"])
     assert [note.partition(":")[0] for note in export.left_out(recipe)] == [
         "stage.eval_at_start",
-        "cluster.fused_linear_cross_entropy",
+        "linear_cross_entropy",
     ]
     text = export.instructions(recipe, 2, export.Path("/runs/it/megatron.args"))
     assert "xargs -a /runs/it/megatron.args torchrun --nproc-per-node 2 pretrain_gpt.py" in text

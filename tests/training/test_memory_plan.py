@@ -11,19 +11,13 @@ from zaya_plugin.training import dry_run, memory_plan
 from zaya_plugin.training.arguments import megatron_arguments
 from zaya_plugin.training.launch import make_plan
 
-FUSED = [
-    "cluster.fused_linear_cross_entropy=true",
-    "cluster.fused_cca_prologue=true",
-    "cluster.fused_router=false",
-    "cluster.graphs=none",
-]
 ON_H200 = [
     "experiment=zaya1_base",
     "cluster=h200_8",
     "data.path=none",
     "stage.micro_batch_size=4",
     "stage.global_batch_size=128",
-    *FUSED,
+    "cluster.graphs=none",
 ]
 
 
@@ -50,14 +44,14 @@ def test_auto_takes_what_fits_and_says_so(on_h200):
     recipe, line = memory_plan.with_recompute(on_h200(), 8)
     assert recipe.parallel.recompute_granularity is None and recipe.parallel.recompute_modules == []
     assert line.startswith(
-        "recomputed: nothing, about 0.0 ms a step; memory plan 94.0 of 140 GiB a device (weights 16.47, gradients (fp32) 32.93"
+        "recomputed: nothing, about 0.0 ms a step; memory plan 93.1 of 140 GiB a device (weights 16.47, gradients (fp32) 32.93"
     )
     recipe, line = memory_plan.with_recompute(on_h200(memory_gib=95), 8)
     assert (recipe.parallel.recompute_granularity, recipe.parallel.recompute_modules) == (
         "selective",
         ["layernorm", "permute"],
     )
-    assert "layernorm + permute" in line and "memory plan 86.5 of 95 GiB" in line
+    assert "layernorm + permute" in line and "memory plan 85.6 of 95 GiB" in line
     validate(recipe, 8)
     assert megatron_arguments(recipe, {})["recompute_modules"] == ["layernorm", "permute"]
     recipe, _ = memory_plan.with_recompute(on_h200(memory_gib=80), 8)
@@ -73,24 +67,11 @@ def test_beside_a_graph_the_optimizers_work_needs_room_of_its_own(on_h200):
     plain, graph = (
         memory_plan.plan_of(on_h200(auto=False, graphs=graphs), 8).total / 2**30 for graphs in ("none", "auto")
     )
-    assert graph - plain == pytest.approx(12 * 2**27 / 2**30) and graph == pytest.approx(95.51, abs=0.01)
-    _, line = memory_plan.with_recompute(on_h200(graphs="auto", memory_gib=98), 8)
-    assert "layernorm + permute" in line and "memory plan 88.0 of 98 GiB" in line
-    _, line = memory_plan.with_recompute(on_h200(memory_gib=98), 8)
+    assert graph - plain == pytest.approx(12 * 2**27 / 2**30) and graph == pytest.approx(94.56, abs=0.01)
+    _, line = memory_plan.with_recompute(on_h200(graphs="auto", memory_gib=97), 8)
+    assert "layernorm + permute" in line and "memory plan 87.1 of 97 GiB" in line
+    _, line = memory_plan.with_recompute(on_h200(memory_gib=97), 8)
     assert "recomputed: layernorm," in line
-
-
-def test_windows_of_the_gradients_reduction_have_the_size_that_the_recipe_gives_them(on_h200):
-    def windows(**keys):
-        return memory_plan.plan_of(on_h200(auto=False, **keys), 8).components.get(
-            "windows of the gradients' reduction", 0
-        )
-
-    assert windows() == windows(reduce_by_copies_mib=128) == 0
-    assert (
-        windows(reduce_by_copies=True) == 8 * 2**26
-        and windows(reduce_by_copies=True, reduce_by_copies_mib=128) == 8 * 2**27
-    )
 
 
 def test_without_auto_nothing_changes(on_h200):
@@ -101,9 +82,8 @@ def test_without_auto_nothing_changes(on_h200):
 
 
 def test_rows_of_other_ranks_are_not_sorted_again(on_h200):
-    recipe, line = memory_plan.with_recompute(
-        on_h200(memory_gib=58, expert_model_parallel_size=8), 8
-    )  # permute alone would do
+    # permute alone would do
+    recipe, line = memory_plan.with_recompute(on_h200(memory_gib=58, expert_model_parallel_size=8), 8)
     assert (
         recipe.parallel.recompute_modules == []
         and recipe.parallel.recompute_granularity == "full"
@@ -114,11 +94,11 @@ def test_rows_of_other_ranks_are_not_sorted_again(on_h200):
 @pytest.mark.parametrize(
     ("experiment", "cluster", "gib"),
     [
-        ("zaya1_base", "mi300x_8", 94.0),
-        ("zaya1_base_32k", "mi300x_128x8", 88.8),
+        ("zaya1_base", "mi300x_8", 93.1),
+        ("zaya1_base_32k", "mi300x_128x8", 87.9),
         *(
             pytest.param(f"zaya1_base{stage}", "mi300x_128x8", gib, marks=pytest.mark.slow)
-            for stage, gib in (("", 86.7), ("_131k", 92.6))
+            for stage, gib in (("", 85.7), ("_131k", 91.7))
         ),
     ],
 )
@@ -135,7 +115,7 @@ def test_the_mi300x_recipes_fit_without_recomputation(experiment, cluster, gib):
 def test_a_dry_run_shows_the_plan(on_h200):
     recipe = on_h200(memory_gib=95)
     text = dry_run.describe(recipe, make_plan(recipe, {}))
-    assert "memory plan  GiB of the fullest device (prediction); sum 86." in text and "of 95 (8% of them" in text
+    assert "memory plan  GiB of the fullest device (prediction); sum 85." in text and "of 95 (8% of them" in text
     assert "  gradients (fp32)" in text and "  gate and up" in text and "rows sorted by expert" not in text
     assert '--recompute-modules ["layernorm", "permute"]' in text
     on_cpu = compose(["experiment=cpu_demo", "dry_run=true"])

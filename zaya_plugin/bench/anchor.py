@@ -23,9 +23,8 @@ OUT_OF_MEMORY = 3  # exit code
 
 def main(argv: list[str]) -> int:
     """Measures and, on rank 0, writes <run_dir>/anchor.json. A rank that runs out of memory writes that, and its exit ends the others."""
-    os.environ.pop(
-        "CUDA_DEVICE_MAX_CONNECTIONS", None
-    )  # a single queue, as Megatron wants it under tensor parallelism, slows FSDP down; read when CUDA starts
+    # a single queue, as Megatron wants it under tensor parallelism, slows FSDP down; read when CUDA starts
+    os.environ.pop("CUDA_DEVICE_MAX_CONNECTIONS", None)
     import torch
 
     from zaya_plugin.config.compose import load_recipe

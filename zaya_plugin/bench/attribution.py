@@ -18,36 +18,25 @@ from math import inf
 from zaya_plugin.bench.parts import PARTS, RANGE
 from zaya_plugin.bench.trace import HostRange, Trace
 
-COMMUNICATION = re.compile(
-    r"^nccl|ncclDevKernel|ncclKernel|rccl|^Memcpy PtoP|^gloo:|^c10d::|symmetric_memory|\bbarrier_kernel", re.IGNORECASE
-)
+COMMUNICATION = re.compile(r"^nccl|ncclDevKernel|ncclKernel|rccl|^Memcpy PtoP|^gloo:|^c10d::", re.IGNORECASE)
 
 # Of operators, also of their nodes of the backward pass (hip_ops_...Backward; torch.library's are GeneratedBackwardFor_hip_ops_...).
 OPERATOR_NAMES = (
     (re.compile(r"AccumulateGrad|ReadTogetherBackward"), "gradients"),
     (re.compile(r"^Optimizer\.(step|zero_grad)"), "optimizer"),
-    (re.compile(r"hip_ops(::|_)\w*cca_prologue"), "prologue"),
+    (re.compile(r"hip_ops(::|_)add_rows_"), "embedding"),
     (re.compile(r"hip_ops(::|_)\w*rms_norm"), "norms"),
-    (
-        re.compile(
-            r"hip_ops(::|_)\w*(sort_by_expert|permute_to_experts|unpermute_from_experts|weighted_swiglu|grouped_)"
-        ),
-        "experts",
-    ),
-    (
-        re.compile(
-            r"hip_ops(::|_)\w*(cross_entropy|row_statistics|overwrite_with_gradient|overwrite_with_exponentials|finish_gradient)"
-        ),
-        "head",
-    ),
-    (re.compile(r"hip_ops(::|_)\w*(muon_|newton_schulz|symmetric_product|matmul_add)"), "optimizer"),
+    (re.compile(r"hip_ops(::|_)cca_prologue"), "prologue"),
+    (re.compile(r"hip_ops(::|_)router_mlp"), "router"),
+    (re.compile(r"hip_ops(::|_)(sort_by_expert|\w*gather_rows|weighted_swiglu|grouped_)"), "experts"),
+    (re.compile(r"hip_ops(::|_)(row_statistics|overwrite_with_|finish_gradient)"), "head"),
+    (re.compile(r"hip_ops(::|_)(muon_|newton_schulz)"), "optimizer"),
 )
 # Of kernels of which nothing else is known.
 KERNEL_NAMES = (
     (re.compile(r"cca_prologue|convol", re.IGNORECASE), "prologue"),
     (re.compile(r"rms_norm|rmsnorm", re.IGNORECASE), "norms"),
     (re.compile(r"swiglu|grouped|permute_to|unpermute|quackgemm", re.IGNORECASE), "experts"),
-    (re.compile(r"add_up_parts"), "gradients"),
     (re.compile(r"cross_entropy|logsumexp"), "head"),
     (re.compile(r"muon|newton_schulz|symmetric_product|adam", re.IGNORECASE), "optimizer"),
     (re.compile(r"flash|fmha|sdpa|attention", re.IGNORECASE), "attention"),

@@ -156,9 +156,7 @@ def expect(record: dict, recipe: Recipe, world: int) -> dict:
         if row["part"] not in NOT_BESIDE:
             passes = [passes[0] + row["forward_ms"] * factor, passes[1] + row["backward_ms"] * factor]
     if recompute != recomputed:
-        again = added_seconds(
-            shape, layout, batch, memory_plan.kernels_of(recipe), recompute, memory_plan.machine_of(recipe)
-        )
+        again = added_seconds(shape, layout, batch, recompute, memory_plan.machine_of(recipe))
         parts.append(
             {
                 "part": "recomputation",
@@ -228,7 +226,7 @@ def expect(record: dict, recipe: Recipe, world: int) -> dict:
 def hidden_beside_kernels(record: dict) -> float:
     """Milliseconds of the record's collectives that ran beside kernels and on the same processors, which copy engines are not."""
     rows = [each for row in record["parts"] if row["part"] == "communication" for each in row["longest"]]
-    copies = sum(each["ms"] for each in rows if each["name"].startswith("Memcpy") or "barrier_kernel" in each["name"])
+    copies = sum(each["ms"] for each in rows if each["name"].startswith("Memcpy"))
     return max(record.get("hidden_communication_ms", 0.0) - copies, 0.0)
 
 
@@ -273,8 +271,8 @@ def work_of(
         micro_batches=batch.micro_batches,
         experts=shape.num_experts // layout.expert,
         activation_bytes=batch.dtype_bytes,
-        stream_bytes=memory_plan.kernels_of(recipe).stream_bytes,
-        accumulated=accumulated(shape, layout, recipe.cluster.fused_linear_cross_entropy),
+        stream_bytes=batch.stream_bytes,
+        accumulated=accumulated(shape, layout),
         written=written,
         tensor=layout.tensor,
     )

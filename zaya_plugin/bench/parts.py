@@ -41,7 +41,7 @@ METHODS: dict[str, dict[str, str]] = {
     "final_layernorm": {"forward": "norms"},
     "post_attention_residual": {"forward": "norms", "merge_and_norm": "norms"},
     "post_mlp_residual": {"forward": "norms", "merge_and_norm": "norms"},
-    "self_attention": {"forward": "projections", "_mix": "prologue", "_mix_fused": "prologue", "_attend": "attention"},
+    "self_attention": {"forward": "projections", "_prologue": "prologue", "_attend": "attention"},
     "mlp": {"forward": "experts"},
     "router": {"project": "router", "forward": "router"},
 }

@@ -62,9 +62,8 @@ class Session:
         self.profiler = self.window = None
         self.parts = None
         self.learned = False
-        self.accumulated: dict[
-            str, int
-        ] = {}  # of the last step whose backward pass Python ran (zaya_plugin.bench.gradients)
+        # of the last step whose backward pass Python ran (zaya_plugin.bench.gradients)
+        self.accumulated: dict[str, int] = {}
 
     def before_step(self, parts) -> None:
         """parts: zaya_plugin.training.adapter_measured.StepParts."""

@@ -31,7 +31,7 @@ RECIPES = "zaya_plugin.recipes"
 PRIMARY = "train"
 SCHEMA = "recipe_schema"  # the first entry of recipes/train.yaml's defaults list
 
-OPEN_KEYS = ("megatron", "cluster.environment")  # mappings whose keys are the user's
+OPEN_KEYS = ("cluster.kernel_overrides", "megatron", "cluster.environment")  # mappings whose keys are the user's
 
 
 def register() -> None:
@@ -40,11 +40,12 @@ def register() -> None:
 
 
 def open_overrides(overrides: list[str]) -> list[str]:
-    """Lets `megatron.x=1` and `cluster.environment.X=1` add a key, where Hydra alone would ask for a leading `+`.
+    """Lets `megatron.x=1`, `cluster.environment.X=1` and `cluster.kernel_overrides={x: y}` add keys, where Hydra alone requires a `+`.
 
     A variable's plain value is quoted too: Hydra would make `False` of `false` and `1000.0` of `1e3`.
     """
-    pattern = re.compile(rf"^\+*(({'|'.join(map(re.escape, OPEN_KEYS))})\.[^=]+)=(.*)$", re.DOTALL)
+    names = "|".join(map(re.escape, OPEN_KEYS))
+    pattern = re.compile(rf"^\+*(({names})\.[^=]+|cluster\.kernel_overrides)=(.*)$", re.DOTALL)
     found = [(item, pattern.match(item)) for item in overrides]
     return [item if match is None else f"++{match[1]}={_as_text(*match.group(2, 3))}" for item, match in found]
 

@@ -28,26 +28,11 @@ def layout_problems(recipe: Recipe, world_size: int) -> Iterator[str]:
     else:
         yield from _pipeline_parallel(recipe, world_size // product)
         yield from _optimizer_instances(recipe, world_size // (product // parallel.context_parallel_size))
-    if parallel.reduce_by_copies:
-        yield from _copies(recipe)
     if parallel.overlap_param_gather and not (parallel.use_distributed_optimizer and parallel.overlap_grad_reduce):
         yield (
             "parallel.overlap_param_gather = True needs parallel.use_distributed_optimizer = True (is "
             f"{parallel.use_distributed_optimizer}) and parallel.overlap_grad_reduce = True (is {parallel.overlap_grad_reduce})"
         )
-
-
-def _copies(recipe: Recipe) -> Iterator[str]:
-    parallel, here = recipe.parallel, "parallel.reduce_by_copies = True: allowed with"
-    if not parallel.use_distributed_optimizer:
-        yield f"{here} parallel.use_distributed_optimizer = True (is False), whose shards are what is reduced"
-    if parallel.num_distributed_optimizer_instances > 1:
-        yield f"{here} parallel.num_distributed_optimizer_instances = 1 (is {parallel.num_distributed_optimizer_instances})"
-    if recipe.cluster.num_nodes > 1:
-        yield f"{here} cluster.num_nodes = 1 (is {recipe.cluster.num_nodes}); devices of other nodes cannot be written"
-    for name in ("ddp_reduce_scatter_with_fp32_accumulation", "ddp_average_in_collective", "use_megatron_fsdp"):
-        if recipe.megatron.get(name):
-            yield f"{here} megatron.{name} = false (is {recipe.megatron[name]}), which reduces gradients in a way of its own"
 
 
 def _optimizer_instances(recipe: Recipe, replicas: int) -> Iterator[str]:

@@ -25,6 +25,22 @@ TYPE_NAMES = {
 }
 
 
+# Keys of earlier versions, refused with the key that took their place.
+_OVERRIDE = "cluster.kernel_overrides={{{}}}, or cluster.kernels for all operators (docs/kernels.md)"
+REPLACED = {
+    "cluster.hip_ops_backend": "cluster.kernels (its value torch is now reference)",
+    "cluster.grouped_gemm": _OVERRIDE.format("grouped_product: <version>"),
+    "cluster.fused_residual_norm": _OVERRIDE.format("rms_norm: <version>"),
+    "cluster.fused_cca_prologue": _OVERRIDE.format("cca_prologue: <version>"),
+    "cluster.fused_router": _OVERRIDE.format("router_mlp: <version>"),
+    "cluster.fused_expert_path": _OVERRIDE.format("expert_permutation: <version>, weighted_swiglu: <version>"),
+    "cluster.fused_linear_cross_entropy": _OVERRIDE.format("linear_cross_entropy: <version>"),
+    "cluster.fused_muon": _OVERRIDE.format("muon: <version>, newton_schulz: <version>"),
+    "model.qk_norm_in_fp32": "nothing: the q-k norm is always in fp32. Remove the key",
+    "model.router_softmax_in_fp32": "nothing: the router's softmax is always in fp32. Remove the key",
+}
+
+
 @cache
 def schema() -> dict:
     """Dotted path of every key -> its dataclass field."""
@@ -69,6 +85,8 @@ def nearest(path: str) -> str | None:
 
 def unknown_key(path: str, value: object = None) -> str:
     """Message for a key that no schema knows."""
+    if path in REPLACED:
+        return f"{path}{'' if value is None else f'={value}'}: this key was replaced by {REPLACED[path]}"
     guess = nearest(path)
     text = f"{path}{'' if value is None else f' = {value}'}: no such key"
     text += f"; did you mean {guess}?" if guess else "."

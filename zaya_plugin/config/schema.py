@@ -15,6 +15,8 @@ from typing import Any
 
 from omegaconf import MISSING
 
+from hip_ops.versions import KERNELS
+
 
 def _field(default: Any, help: str, *, megatron: str | None = None, reader: str | None = None, choices: tuple = ()):
     """A recipe field. `megatron`: the argument it fills; `reader`: our module that reads it (exactly one of both)."""
@@ -47,6 +49,7 @@ ADAPTER_HANDOVER = "zaya_plugin.training.adapter_handover"
 SBATCH = "zaya_plugin.training.sbatch"
 CURRICULUM = "zaya_plugin.training.curriculum"
 MEMORY = "zaya_plugin.training.memory_plan"
+KERNEL_SELECTION = "zaya_plugin.training.kernels"
 
 
 @dataclass
@@ -83,11 +86,7 @@ class ModelConfig:
         "output of the skip class: zero (transformers, vLLM) or identity, p * input (Zyphra's first code)",
         choices=("zero", "identity"),
     )
-    router_softmax_in_fp32: bool = arg(
-        True, "router softmax in fp32 (report) or in the activation dtype (transformers)"
-    )
     residual_in_fp32: bool = arg(True, "keep the residual stream in fp32")
-    qk_norm_in_fp32: bool = arg(True, "q-k mean and q-k norm in fp32")
     balancing_lr: float = arg(1e-3, "AdamW step of the expert biases; unpublished, this project's choice")
     balancing_beta1: float = arg(0.9, "first AdamW beta of the expert biases; unpublished")
     balancing_beta2: float = arg(0.999, "second AdamW beta of the expert biases; unpublished")
@@ -197,10 +196,7 @@ class OptimConfig:
     adam_beta2: float = arg(0.95, "AdamW's second beta; unpublished")
     adam_eps: float = arg(1e-8, "AdamW's epsilon; unpublished")
     clip_grad: float = arg(1.0, "clip the global gradient norm at this; 0 switches it off; unpublished")
-    z_loss: float = arg(
-        0.0,
-        "in training, this times the square of the logits' logsumexp is added to a token's loss; needs cluster.fused_linear_cross_entropy",
-    )
+    z_loss: float = arg(0.0, "in training, this times the square of the logits' logsumexp is added to a token's loss")
     grad_reduce_in_fp32: bool = arg(
         True, "accumulate and reduce gradients in fp32", megatron="accumulate_allreduce_grads_in_fp32"
     )
@@ -274,17 +270,6 @@ class ParallelConfig:
     overlap_grad_reduce: bool = arg(False, "reduce gradients while the backward pass runs")
     overlap_param_gather: bool = arg(False, "gather parameters while the forward pass runs")
     ddp_bucket_size: int | None = arg(None, "elements of a gradient bucket; Megatron's own when null")
-    reduce_by_copies: bool = own(
-        False,
-        "reduce gradients inside one node by copies into the owner's memory and one sum there, in a fixed order: copy engines instead of NCCL's or "
-        "RCCL's kernels beside the backward pass",
-        OPTIMIZER,
-    )
-    reduce_by_copies_mib: int = own(
-        64,
-        "with reduce_by_copies: MiB that every rank has for each rank it shares gradients with; pieces are half as large",
-        OPTIMIZER,
-    )
     nccl_ub: bool = arg(
         False,
         "take DDP's buffers from NCCL's or RCCL's memory and register them as symmetric windows; inside one node parameters are then gathered by "
@@ -322,27 +307,17 @@ class ClusterConfig:
         "softmax attention with transformer_impl = local: sdpa (torch: flash or cuDNN), flash_attn, flash_attn_4 or aiter (those packages)",
         choices=("sdpa", "flash_attn", "flash_attn_4", "aiter"),
     )
-    hip_ops_backend: str = own(
+    kernels: str = own(
         "auto",
-        "implementation of the fused operators; auto takes the best one here",
-        OPTIMIZER,
-        choices=("auto", "hip", "triton", "torch"),
+        "version of every operator: auto, the best one available on the device; hip, triton or compiled (torch.compile), where an operator "
+        "has it; reference, plain torch. docs/kernels.md",
+        KERNEL_SELECTION,
+        choices=KERNELS,
     )
-    fused_residual_norm: bool = arg(False, "residual merge and the RMSNorm behind it by hip_ops, in one pass")
-    fused_cca_prologue: bool = arg(False, "CCA between its projections and attention by hip_ops, in one pass")
-    fused_router: bool = arg(
-        False, "the router behind its down projection, up to the choice of experts, by hip_ops, in one pass"
-    )
-    fused_expert_path: bool = arg(
-        False, "permute and unpermute of tokens and SwiGLU with the routing weight by hip_ops"
-    )
-    fused_linear_cross_entropy: bool = arg(
-        False, "head and loss by hip_ops in chunks of tokens, without the logits of all tokens"
-    )
-    grouped_gemm: str = arg(
-        "auto",
-        "products of the experts: auto takes what was measured best on the device; torch (grouped_mm), triton (hip_ops), quack and primus_turbo (these packages)",
-        choices=("auto", "torch", "triton", "quack", "primus_turbo"),
+    kernel_overrides: dict[str, str] = own(
+        {},
+        "versions of single operators, such as {router_mlp: compiled}; one that is not available is an error",
+        KERNEL_SELECTION,
     )
     deterministic: bool = arg(
         False, "the same bits in every repetition on the same devices, at a cost", megatron="deterministic_mode"
@@ -353,9 +328,6 @@ class ClusterConfig:
         "auto: where the rest of the recipe allows it",
         ADAPTER,
         choices=("none", "auto", "full_iteration"),
-    )
-    fused_muon: bool = own(
-        True, "Muon's momentum, Newton-Schulz and update by hip_ops_backend; false: in plain torch", OPTIMIZER
     )
     peak_tflops: float | None = own(
         None, "dense bf16 TFLOP/s of one device that MFU is measured against (nominal); null: no MFU", METRICS

@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator
 
+from hip_ops.versions import check_selection
 from zaya_plugin.config.compose import get
 from zaya_plugin.config.graphs import obstacles
 from zaya_plugin.config.layout_rules import layout_problems, nearest_multiples, recompute_problems
@@ -109,7 +110,6 @@ RANGES: tuple[tuple[str, Callable, tuple[str, ...]], ...] = (
         ),
     ),
     ("above 0, at most 1", _share, ("model.rotary_percent",)),
-    ("from 1 to 1024", lambda value: 1 <= value <= 1024, ("parallel.reduce_by_copies_mib",)),
     ("a port from 1 to 65535", lambda value: 1 <= value <= 65535, ("master_port",)),
     ("a name that is not empty", lambda value: bool(value.strip()), ("name", "run_dir", "data.path")),
 )
@@ -191,8 +191,6 @@ def _optimizer(recipe: Recipe, world_size: int) -> Iterator[str]:
             Override.parse(entry)
         except ValueError as error:
             yield str(error)
-    if optim.z_loss and not recipe.cluster.fused_linear_cross_entropy:
-        yield f"optim.z_loss = {optim.z_loss}: allowed with cluster.fused_linear_cross_entropy = true (is false); 0 goes everywhere"
     if optim.non_finite_gradients == "skip" and not recipe.parallel.use_distributed_optimizer:
         yield (
             "optim.non_finite_gradients = 'skip' with parallel.use_distributed_optimizer = False: allowed: stop, or the "
@@ -229,8 +227,7 @@ def _cluster(recipe: Recipe, world_size: int) -> Iterator[str]:
                 f"cluster.core_attention = {cluster.core_attention}: allowed with cluster.device = cuda and cluster.dtype = bf16 "
                 f"(are {cluster.device}, {cluster.dtype}); sdpa goes everywhere"
             )
-    if cluster.grouped_gemm != "auto":
-        yield from _grouped_gemm(cluster)
+    yield from _kernels(cluster)
     if cluster.device == "cpu":
         for name, needed in (("distributed_backend", "gloo"), ("transformer_impl", "local")):
             if getattr(cluster, name) != needed:
@@ -248,17 +245,20 @@ def _cluster(recipe: Recipe, world_size: int) -> Iterator[str]:
         yield from obstacles(recipe)
 
 
-def _grouped_gemm(cluster) -> Iterator[str]:
-    if cluster.transformer_impl == "transformer_engine":
-        yield (
-            f"cluster.grouped_gemm = {cluster.grouped_gemm}: allowed with cluster.transformer_impl = transformer_engine, which brings its "
-            "own grouped linears: auto"
-        )
-    elif cluster.grouped_gemm != "torch" and (cluster.device == "cpu" or cluster.dtype != "bf16"):
-        yield (
-            f"cluster.grouped_gemm = {cluster.grouped_gemm}: allowed with cluster.device = cuda and cluster.dtype = bf16 "
-            f"(are {cluster.device}, {cluster.dtype}); auto goes everywhere"
-        )
+def _kernels(cluster) -> Iterator[str]:
+    try:
+        check_selection(cluster.kernels, cluster.kernel_overrides)
+    except ValueError as error:
+        yield f"cluster.{error}"
+        return
+    if cluster.device != "cpu":
+        return
+    asked = {"kernels": cluster.kernels} | {
+        f"kernel_overrides.{name}": each for name, each in cluster.kernel_overrides.items()
+    }
+    for key, version in asked.items():
+        if version not in ("auto", "reference", "hip"):
+            yield f"cluster.{key}={version}: needs an accelerator. Allowed with cluster.device=cpu: auto, reference, hip"
 
 
 def _data(recipe: Recipe, world_size: int) -> Iterator[str]:

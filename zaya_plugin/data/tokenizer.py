@@ -83,9 +83,8 @@ def import_pretrained(name: str, directory: str) -> None:
 
     try:
         tokenizer = AutoTokenizer.from_pretrained(name)
-    except (
-        Exception
-    ) as error:  # transformers raises OSError, ValueError, KeyError, ImportError and others for a bad name or directory
+    # transformers raises OSError, ValueError, KeyError, ImportError and others for a bad name or directory
+    except Exception as error:
         raise ValueError(
             f"--tokenizer {name} cannot be opened as a directory or a name on the Hugging Face hub: {error}"
         ) from error

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """CCGQA: grouped-query attention in a compressed latent space with convolutions over time (arXiv 2510.04476).
 
-The arithmetic between projections and softmax is in `cca`; this module holds the parameters and speaks Megatron's
-self-attention interface, over context-parallel ranks and packed documents too. Training only: no decoding state.
+The arithmetic between projections and softmax is `hip_ops.cca_prologue`; this module holds the parameters and implements
+Megatron's self-attention interface, over context-parallel ranks and packed documents too. Training only: no decoding state.
 """
 
 from __future__ import annotations
@@ -20,10 +20,11 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 from torch import Tensor, nn
 
-from zaya_plugin.model.cca import key_scale, mix_qk, rope_table, shift_values
+import hip_ops
+from hip_ops.runtime.main_grad import main_grad_linear
+from zaya_plugin.model.cca import key_scale, rope_table
 from zaya_plugin.model.config import ZayaConfig
 from zaya_plugin.model.initialization import constant_parameter, random_parameter
-from zaya_plugin.model.main_grad import main_grad_linear
 from zaya_plugin.model.parameter_gather import gathered
 from zaya_plugin.model.small_gradients import Read, as_it_is
 from zaya_plugin.parallel.boundary_exchange import BoundaryExchange, last_rows
@@ -95,7 +96,6 @@ class ZayaSelfAttention(MegatronModule):
             self.tp_group.rank(), ranks, config.num_attention_heads, config.num_query_groups, self.head_dim
         )
         self.delayed_channels = self.local.delayed_channels
-        self.fused_prologue = getattr(config, "fused_cca_prologue", False)
         query_size, key_size = config.num_attention_heads * self.head_dim, config.num_query_groups * self.head_dim
         channels = query_size + key_size
 
@@ -188,7 +188,7 @@ class ZayaSelfAttention(MegatronModule):
         return self.conv_qk_depthwise.weight, self.conv_qk_depthwise.bias, self.conv_qk_grouped.bias, self.temperature
 
     def mixing_parameters(self, read: Read = as_it_is) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-        """This rank's depthwise weight and bias, grouped weight and bias, and temperature, as `mix_qk` takes them."""
+        """This rank's depthwise weight and bias, grouped weight and bias, and temperature, as `hip_ops.cca_prologue` takes them."""
         convolutions = (gathered(self.conv_qk_depthwise), gathered(self.conv_qk_grouped))
         tensors = [self.local.of_queries_and_keys(read(t)) for conv in convolutions for t in (conv.weight, conv.bias)]
         return *tensors, self.local.of_heads(read(self.temperature))
@@ -232,47 +232,23 @@ class ZayaSelfAttention(MegatronModule):
             # Megatron computes the angles on the GPU, if there is one, also for a model on the CPU.
             rotary_pos_emb = rotary_pos_emb.to(hidden_states.device)
         starts = None if packed is None else packed.starts
-        mix = self._mix_fused if self.fused_prologue else self._mix
-        query, key, value = mix(*self._project_with_halo(hidden_states), rotary_pos_emb, starts, read)
+        query, key, value = self._prologue(*self._project_with_halo(hidden_states), rotary_pos_emb, starts, read)
         attend = functools.partial(self._attend, packed)
         if self.recompute_core and self.training:
             context = tensor_parallel.checkpoint(attend, False, query, key, value, attention_mask)
         else:
             context = attend(query, key, value, attention_mask)
         if type(self.linear_proj) is RowParallelLinear and self.tp_group.size() == 1:
-            return main_grad_linear(
-                context, gathered(self.linear_proj).weight
-            ), None  # the same, without the wrapper's host time
+            # the same, without the wrapper's host time
+            return main_grad_linear(context, gathered(self.linear_proj).weight), None
         return self.linear_proj(context)[0], None
 
-    def _mix(self, projected, z_halo, value_halo, angles, starts, read) -> tuple[Tensor, Tensor, Tensor]:
-        z, current, delayed = self.split_projected(projected)
-        query, key = mix_qk(
-            z,
-            *self.mixing_parameters(read),
-            angles,
-            query_groups=self.query_groups,
-            head_dim=self.head_dim,
-            temperature_form=self.config.temperature_form,
-            in_fp32=self.config.qk_norm_in_fp32,
-            halo=z_halo,
-            starts=starts,
-        )
-        return query, key, shift_values(current, delayed, self.query_groups, value_halo, starts)
-
-    def _mix_fused(self, projected, z_halo, value_halo, angles, starts, read) -> tuple[Tensor, Tensor, Tensor]:
-        """The same by one operator, in fp32 between its input and its results whatever `qk_norm_in_fp32` says."""
-        from hip_ops import cca_prologue
-
+    def _prologue(self, projected, z_halo, value_halo, angles, starts, read) -> tuple[Tensor, Tensor, Tensor]:
         *weights, temperature = self.mixing_parameters(read)
-        if self.config.temperature_form != "linear":
-            temperature = key_scale(
-                temperature.to(torch.promote_types(temperature.dtype, torch.float32)), self.config.temperature_form
-            )
-        return cca_prologue(
+        return hip_ops.cca_prologue(
             projected,
             *weights,
-            temperature,
+            key_scale(temperature, self.config.temperature_form),
             None if angles is None else rope_table(angles),
             query_groups=self.query_groups,
             delayed_channels=self.delayed_channels,

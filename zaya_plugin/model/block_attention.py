@@ -17,7 +17,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from zaya_plugin.model.fusion import fused_on_accelerator
+import hip_ops
 
 logger = logging.getLogger(__name__)
 aten = torch.ops.aten
@@ -81,7 +81,7 @@ def repeated(x: Tensor, heads: int) -> Tensor:
     return x.repeat_interleave(heads // x.shape[1], dim=1)
 
 
-@fused_on_accelerator
+@hip_ops.formula
 def joined(out: Tensor, sums: Tensor, earlier: Tensor, earlier_sums: Tensor) -> tuple[Tensor, Tensor]:
     """Results [b, n, s, d] over two sets of keys and their log-sum-exps [b, n, s, 1] -> those over both, computed in the sums' dtype."""
     total = torch.logaddexp(sums, earlier_sums)

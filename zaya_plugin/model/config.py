@@ -53,10 +53,6 @@ class ZayaConfig(TransformerConfig):
     training used is unknown. A narrow router needs a larger one (about 1/sqrt(router_hidden_size)): with 0.02 its first
     probabilities differ between tokens by less than a step of the balancing biases, which then choose alone."""
 
-    router_softmax_in_fp32: bool = True
-    """fp32 softmax over the router classes (arXiv 2605.05365 section IV-D, SGLang `zaya_high_prec`). False: activation
-    dtype, as in transformers and Zyphra's vLLM. No difference in an fp32 model."""
-
     router_eda: bool = True
     """Exponential depth averaging: the router adds gamma times the previous layer's router state. gamma is a vector of
     router_hidden_size in all code; the report's equation 2 can be read as one coefficient."""
@@ -83,37 +79,12 @@ class ZayaConfig(TransformerConfig):
     cca_time1: int = 2
     """Taps of the per-head grouped convolution over time. Only 2 is supported."""
 
-    qk_norm_in_fp32: bool = True
-    """q-k mean, q-k norm and RoPE in fp32 (arXiv 2605.05365 section IV-D, vLLM, SGLang). False: activation dtype, as in
-    transformers. No difference in an fp32 model."""
-
     residual_in_fp32: bool = True
     """Residual stream in fp32 (transformers, vLLM, the 8B config). The ZAYA1-base release code's class default is
     False; which one pretraining used is not stated."""
 
-    fused_residual_norm: bool = False
-    """Residual merge and the RMSNorm behind it by `hip_ops.scaled_residual_rms_norm`, one pass over the stream."""
-
-    fused_cca_prologue: bool = False
-    """What CCA does between its projections and attention by `hip_ops.cca_prologue`, in one pass; fp32 arithmetic, whatever
-    qk_norm_in_fp32 says."""
-
-    fused_router: bool = False
-    """What follows the router's down projection, up to the choice, by `hip_ops.router_mlp`, one pass; probabilities in fp32, whatever
-    router_softmax_in_fp32 says."""
-
-    fused_expert_path: bool = False
-    """Tokens to their experts and back, and SwiGLU with the routing weight, by `hip_ops`. Under expert parallelism, where Megatron
-    moves the tokens, and with Transformer Engine's experts only the other half of it."""
-
-    fused_linear_cross_entropy: bool = False
-    """Head and loss by `hip_ops.linear_cross_entropy`, in chunks of tokens, and gradients of the tied matrix straight into the main gradient."""
-
     z_loss: float = 0.0
-    """With it: factor of logsumexp(logits)^2 in a token's training loss (arXiv 2204.02311)."""
-
-    grouped_gemm: str = "auto"
-    """The experts' matrix products: `auto`, the measured rule of `grouped_gemm_rule`; `torch`, `triton`, `quack` or `primus_turbo` by name."""
+    """Factor of logsumexp(logits)^2 in a token's training loss (arXiv 2204.02311)."""
 
     context_parallel_order: str = "zigzag"
     """Which part of a sequence a context-parallel rank holds: `zigzag`, two chunks, one from either end, so that all ranks
@@ -223,7 +194,6 @@ class ZayaConfig(TransformerConfig):
         one_of("transformer_impl", ("local", "transformer_engine"))
         one_of("context_parallel_order", ("zigzag", "contiguous"))
         one_of("core_attention", ("sdpa", "flash_attn", "flash_attn_4", "aiter"))
-        one_of("grouped_gemm", ("auto", "torch", "triton", "quack", "primus_turbo"))
         if self.transformer_impl == "transformer_engine":
             fixed("core_attention", "sdpa", "Transformer Engine brings its own attention")
             if self.context_parallel_size > 1:

@@ -14,7 +14,7 @@ import functools
 import importlib
 import logging
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -30,10 +30,6 @@ from zaya_plugin.parallel.key_value_gather import gather_key_value
 from zaya_plugin.parallel.packed_documents import PackedDocuments
 
 logger = logging.getLogger(__name__)
-
-# Module to import for a back end; each has FlashAttention-2's function of this name. flash_attn_4 is the package flash-attn-4, for Hopper and later.
-PACKAGES = {"flash_attn": "flash_attn", "flash_attn_4": "flash_attn.cute", "aiter": "aiter"}
-BACKENDS = ("sdpa", *PACKAGES)
 
 
 def causal_attention(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
@@ -104,43 +100,76 @@ def _flex_attention() -> Callable:
     return torch.compile(flex_attention, dynamic=False)
 
 
-@functools.cache
-def causal_backend(name: str) -> Callable[[Tensor, Tensor, Tensor, float], Tensor]:
-    """The function with `causal_attention`'s interface that is called `name`, announced at its first use.
+class Sdpa:
+    """torch's scaled_dot_product_attention: flash, cuDNN or plain, as torch chooses."""
 
-    Raises:
-        ValueError: there is no such back end, or its package cannot be imported here.
-    """
-    if name not in BACKENDS:
-        raise ValueError(f"core_attention={name!r}: allowed: {', '.join(BACKENDS)}")
-    attend = causal_attention if name == "sdpa" else _from_package(name)
-    logger.info("core attention: %s", name)
-    return attend
+    def whole(self, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+        """`causal_attention`: query [s, b, n, d], key and value [t, b, g, d] -> [s, b, n * d]."""
+        return causal_attention(query, key, value, scale)
+
+    def chunks(self, query: Tensor, key: Tensor, value: Tensor, starts: Sequence[int], scale: float) -> Tensor:
+        """Queries of equal chunks that begin at positions `starts` of the keys' sequence; in blocks where there is a kernel for them."""
+        kernel = block_kernel(query, key)
+        if kernel is None:
+            return chunk_by_chunk(self.whole, query, key, value, starts, scale)
+        return block_attention(query, key, value, starts, scale, kernel)
 
 
-def _from_package(name: str) -> Callable[[Tensor, Tensor, Tensor, float], Tensor]:
-    try:
-        flash = importlib.import_module(PACKAGES[name]).flash_attn_func
-    except (ImportError, AttributeError) as missing:
-        raise ValueError(
-            f"core_attention={name!r}: {PACKAGES[name]} with flash_attn_func cannot be imported here ({missing}); allowed "
-            "without it: sdpa; set it with cluster.core_attention"
-        ) from missing
+class FlashPackage:
+    """A package with FlashAttention-2's flash_attn_func. Raises ValueError where it cannot be imported."""
 
-    def attend(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+    def __init__(self, name: str, module: str):
+        try:
+            self.flash = importlib.import_module(module).flash_attn_func
+        except (ImportError, AttributeError) as missing:
+            raise ValueError(
+                f"core_attention={name!r}: {module} with flash_attn_func cannot be imported here ({missing}); allowed "
+                "without it: sdpa; set it with cluster.core_attention"
+            ) from missing
+
+    def whole(self, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+        """As `Sdpa.whole`."""
         # One sequence whose heads are those of all sequences, query heads beside their group's: memory as it is, where batch
         # first would have the packages answer in another layout, and the projection behind copy it.
         batch = query.shape[1:3]
         query, key, value = (x.flatten(1, 2).unsqueeze(0) for x in (query, key, value))  # [1, s, b * heads, d]
         # Its gradients are sums of atomics else; each package has a default of its own.
         exact = torch.are_deterministic_algorithms_enabled()
-        context = flash(query, key, value, softmax_scale=scale, causal=True, deterministic=exact)
-        context = (
-            context[0] if isinstance(context, tuple) else context
-        )  # flash_attn_4 and some versions of aiter answer with a tuple
+        context = self.flash(query, key, value, softmax_scale=scale, causal=True, deterministic=exact)
+        # flash_attn_4 and some versions of aiter return a tuple
+        context = context[0] if isinstance(context, tuple) else context
         return context.squeeze(0).unflatten(1, batch).flatten(2)
 
-    return attend
+    def chunks(self, query: Tensor, key: Tensor, value: Tensor, starts: Sequence[int], scale: float) -> Tensor:
+        """As `Sdpa.chunks`."""
+        return chunk_by_chunk(self.whole, query, key, value, starts, scale)
+
+
+def chunk_by_chunk(
+    whole: Callable, query: Tensor, key: Tensor, value: Tensor, starts: Sequence[int], scale: float
+) -> Tensor:
+    """Attention of each chunk of queries to the keys up to its own end."""
+    parts = query.chunk(len(starts))
+    ends = [start + len(parts[0]) for start in starts]
+    return torch.cat([whole(part, key[:end], value[:end], scale) for part, end in zip(parts, ends, strict=True)])
+
+
+# Packages with FlashAttention-2's function, by the value of cluster.core_attention; flash_attn_4 is flash-attn-4, for Hopper and later.
+PACKAGES = {"flash_attn": "flash_attn", "flash_attn_4": "flash_attn.cute", "aiter": "aiter"}
+VERSIONS: dict[str, Callable[[], Sdpa | FlashPackage]] = {
+    "sdpa": Sdpa,
+    **{name: functools.partial(FlashPackage, name, module) for name, module in PACKAGES.items()},
+}
+
+
+@functools.cache
+def core_attention(name: str) -> Sdpa | FlashPackage:
+    """The version called `name`, announced at its first use. Raises ValueError where it does not exist or cannot be imported."""
+    if name not in VERSIONS:
+        raise ValueError(f"core_attention={name!r}: allowed: {', '.join(VERSIONS)}")
+    made = VERSIONS[name]()
+    logger.info("core attention: %s", name)
+    return made
 
 
 class ZayaCoreAttention(nn.Module):
@@ -168,7 +197,7 @@ class ZayaCoreAttention(nn.Module):
             pg_collection = ProcessGroupCollection.use_mpu_process_groups()
         self.context_group = pg_collection.cp
         self.shard = ContextShard.of(self.context_group, config.context_parallel_order)
-        self.attend = causal_backend(config.core_attention)
+        self.version = core_attention(config.core_attention)
         self.softmax_scale = 1.0 / math.sqrt(config.kv_channels) if softmax_scale is None else softmax_scale
 
     def forward(
@@ -188,15 +217,5 @@ class ZayaCoreAttention(nn.Module):
         if packed_seq_params is not None:
             return document_attention(query, key, value, self.softmax_scale, packed_seq_params)
         if self.shard.size == 1:
-            return self.attend(query, key, value, self.softmax_scale)
-        starts = self.shard.starts(len(query))
-        kernel = block_kernel(query, key) if self.attend is causal_attention else None
-        if kernel is not None:
-            return block_attention(query, key, value, starts, self.softmax_scale, kernel)
-        queries = query.chunk(len(starts))
-        ends = [start + len(queries[0]) for start in starts]
-        context = [
-            self.attend(part, key[:end], value[:end], self.softmax_scale)
-            for part, end in zip(queries, ends, strict=True)
-        ]
-        return torch.cat(context)
+            return self.version.whole(query, key, value, self.softmax_scale)
+        return self.version.chunks(query, key, value, self.shard.starts(len(query)), self.softmax_scale)

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The experts of one layer: SwiGLU MLPs over rows sorted by expert (transformers `ZayaExperts`).
 
-Unusual: every expert's matrix is a named 2-D parameter of its own, so that an optimizer such as Muon sees matrices, yet
-all matrices of a kind lie one after another in one block of memory, so that the grouped GEMM reads them in place, with
-no copy. Megatron's DDP moves parameters into its own buffer; `optim.layout` keeps the block whole there.
+Every expert's matrix is a named 2-D parameter of its own, so that an optimizer such as Muon sees matrices. All matrices of a
+kind lie one after another in one block of memory, so that `hip_ops.grouped_rows` reads them in place, without a copy. Megatron's
+DDP moves parameters into its own buffer; `optim.layout` keeps the block whole there.
 """
 
 from __future__ import annotations
@@ -17,28 +17,10 @@ from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from megatron.core.utils import get_pg_rank
 from torch import Tensor, nn
 
-from hip_ops.reference import weighted_swiglu as reference
+import hip_ops
+from hip_ops.runtime.main_grad import handed_over_block, main_grad_of
 from zaya_plugin.model.config import ZayaConfig
-from zaya_plugin.model.fusion import fused_on_accelerator
-from zaya_plugin.model.grouped_gemm import add_grouped_outer, grouped_outer, grouped_rows
 from zaya_plugin.model.initialization import initial_device, initialize
-from zaya_plugin.model.main_grad import handed_over_block, main_grad_of
-
-
-@fused_on_accelerator
-def swiglu(gate_up: Tensor, weights: Tensor) -> Tensor:
-    """silu(gate) * up * weight, in fp32 or wider; gate_up [T, 2f] gate first, weights [T]. Returns [T, f]."""
-    return reference.weighted_swiglu(gate_up, weights, None)
-
-
-@fused_on_accelerator
-def swiglu_backward(grad: Tensor, gate_up: Tensor, weights: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of swiglu, and its output again, which then need not be kept.
-
-    Args: grad [T, f], gate_up [T, 2f], weights [T]. Returns grad of gate_up [T, 2f], grad of weights [T] (fp32 or
-    wider) and the output [T, f].
-    """
-    return reference.weighted_swiglu_backward(grad, gate_up, weights, None, True)
 
 
 def as_block(weights: Sequence[Tensor]) -> Tensor:
@@ -58,50 +40,43 @@ def as_block(weights: Sequence[Tensor]) -> Tensor:
 
 
 def weight_gradients(
-    matrices: Sequence[Tensor], block: Tensor, a: Tensor, b: Tensor, offsets: Tensor, grouped_gemm: str
+    matrices: Sequence[Tensor], block: Tensor, a: Tensor, b: Tensor, offsets: Tensor
 ) -> tuple[Tensor | None, ...]:
     """a[rows of e]^T b[rows of e] for every expert, as autograd wants the gradients of the experts' matrices [out, in]: one a matrix.
 
-    block: `as_block` of the matrices. Under Megatron's DDP the parameters' fp32 gradients (`main_grad`) form one block too; then the products are added to it here, or
-    written where the first matrix says that nobody has yet in this step (`main_grad_unwritten`, see zaya_plugin.optim.written_gradients), and DDP is
-    told so. The same numbers on a CPU; on an accelerator nothing is rounded in between, where the grouped GEMM can do that.
+    block: `as_block` of the matrices. Under Megatron's DDP the parameters' fp32 gradients (`main_grad`) form one block too. The products
+    are added to it here and DDP is told so. `main_grad_unwritten` of the first matrix says that the block holds no gradient of this step
+    yet (zaya_plugin.optim.written_gradients): then they are written there.
     """
     main_grads, first = [main_grad_of(matrix) for matrix in matrices], matrices[0]
     unwritten, first.main_grad_unwritten = getattr(first, "main_grad_unwritten", False), False
     if not any(total is None for total in main_grads):
         total = as_block(main_grads)
         if total.data_ptr() == main_grads[0].data_ptr():
-            add_grouped_outer(total, a, b, offsets, grouped_gemm, accumulate=not unwritten)
+            hip_ops.grouped_outer_(total, a, b, offsets, not unwritten)
             return handed_over_block(matrices, block)
     assert not unwritten, "the main gradients of a block that writes first lie apart"
-    return grouped_outer(a, b, offsets, grouped_gemm).unbind()
+    return hip_ops.grouped_outer_(torch.empty_like(block), a, b, offsets, False).unbind()
 
 
 class ExpertMLP(torch.autograd.Function):
-    """y = W2_e (swiglu(W1_e x) * weight) for rows sorted by expert; rows of no expert give exact zeros both ways.
+    """y = W2_e (swiglu(W1_e x) * weight) for rows sorted by expert.
+
+    Rows of no expert are not read. In y and in the gradient of x they stay uninitialised: `hip_ops.unpermute_from_experts` and the backward
+    pass of `hip_ops.permute_to_experts` ignore them. Their gradient of weights is 0.
 
     Saves x and the gate and up activations; the SwiGLU output is recomputed in the backward pass. rows_again: makes x once more, which
-    then is not saved. grouped_gemm: which one, as `grouped_gemm_rule.choose`. fused: SwiGLU by hip_ops, which knows the rows of no expert; their
-    y and gradient of x then hold anything, which `hip_ops.unpermute_from_experts` does not read either way.
+    then is not saved.
     """
 
     @staticmethod
-    def forward(ctx, x, weights, offsets, num_experts, fused, grouped_gemm, rows_again, *matrices):
-        fc1, fc2 = as_block(matrices[:num_experts]), as_block(matrices[num_experts:])
-        gate_up = grouped_rows(x, fc1.transpose(1, 2), offsets, grouped_gemm)
+    def forward(ctx, x, weights, offsets, num_experts, rows_again, *matrices):
+        ctx.matrices = matrices[:num_experts], matrices[num_experts:]
+        fc1, fc2 = map(as_block, ctx.matrices)
+        gate_up = hip_ops.grouped_rows(x, fc1.transpose(1, 2), offsets)
         ctx.save_for_backward(None if rows_again else x, weights, offsets, gate_up, fc1, fc2)
         ctx.rows_again = rows_again
-        ctx.matrices, ctx.fused, ctx.grouped_gemm = (
-            (matrices[:num_experts], matrices[num_experts:]),
-            fused,
-            grouped_gemm,
-        )
-        if fused:
-            from hip_ops import weighted_swiglu
-
-            return grouped_rows(weighted_swiglu(gate_up, weights, offsets), fc2.transpose(1, 2), offsets, grouped_gemm)
-        y = grouped_rows(swiglu(gate_up, weights), fc2.transpose(1, 2), offsets, grouped_gemm)
-        return y.masked_fill_(_rows_of_no_expert(offsets, len(x)).unsqueeze(-1), 0.0)
+        return hip_ops.grouped_rows(hip_ops.weighted_swiglu(gate_up, weights, offsets), fc2.transpose(1, 2), offsets)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
@@ -110,27 +85,13 @@ class ExpertMLP(torch.autograd.Function):
         if ctx.rows_again is not None:
             x = ctx.rows_again()
         grad_y = grad_y.contiguous()
-        grad_hidden = grouped_rows(grad_y, fc2, offsets, ctx.grouped_gemm)
-        if ctx.fused:
-            from hip_ops import weighted_swiglu_backward
-
-            grad_gate_up, grad_weights, hidden = weighted_swiglu_backward(grad_hidden, gate_up, weights, offsets)
-        else:
-            grad_gate_up, grad_weights, hidden = swiglu_backward(grad_hidden, gate_up, weights)
-        # Rows of no expert were computed from whatever lay in memory: not read below, and cleared in what goes out.
+        grad_hidden = hip_ops.grouped_rows(grad_y, fc2, offsets)
+        grad_gate_up, grad_weights, hidden = hip_ops.weighted_swiglu_backward(grad_hidden, gate_up, weights, offsets)
         fc1_matrices, fc2_matrices = ctx.matrices
-        grad_fc2 = weight_gradients(fc2_matrices, fc2, grad_y, hidden, offsets, ctx.grouped_gemm)
-        grad_fc1 = weight_gradients(fc1_matrices, fc1, grad_gate_up, x, offsets, ctx.grouped_gemm)
-        grad_x = grouped_rows(grad_gate_up, fc1, offsets, ctx.grouped_gemm)
-        if not ctx.fused:
-            nobody = _rows_of_no_expert(offsets, len(x))
-            grad_x.masked_fill_(nobody.unsqueeze(-1), 0.0)
-            grad_weights = grad_weights.masked_fill(nobody, 0.0).to(weights.dtype)
-        return grad_x, grad_weights, None, None, None, None, None, *grad_fc1, *grad_fc2
-
-
-def _rows_of_no_expert(offsets: Tensor, rows: int) -> Tensor:
-    return torch.arange(rows, device=offsets.device) >= offsets[-1]
+        grad_fc2 = weight_gradients(fc2_matrices, fc2, grad_y, hidden, offsets)
+        grad_fc1 = weight_gradients(fc1_matrices, fc1, grad_gate_up, x, offsets)
+        grad_x = hip_ops.grouped_rows(grad_gate_up, fc1, offsets)
+        return grad_x, grad_weights, None, None, None, *grad_fc1, *grad_fc2
 
 
 def reduce_over_expert_ranks(matrix: nn.Parameter) -> None:
@@ -193,7 +154,7 @@ class GroupedWeight(nn.Module):
 
 
 class GroupedExperts(MegatronModule):
-    """All experts of a layer on a grouped GEMM.
+    """All experts of a layer on hip_ops' grouped products.
 
     Args: num_local_experts, the experts on this rank (E / expert-parallel ranks); config; pg_collection with ep, expt_tp
     and expt_dp.
@@ -204,8 +165,6 @@ class GroupedExperts(MegatronModule):
         if pg_collection is None:
             pg_collection = ProcessGroupCollection.use_mpu_process_groups()
         self.pg_collection = pg_collection
-        self.fused = getattr(config, "fused_expert_path", False)
-        self.grouped_gemm = getattr(config, "grouped_gemm", "auto")
         self.num_local_experts = num_local_experts
         self.first_expert = get_pg_rank(pg_collection.ep) * num_local_experts
         local = range(self.first_expert, self.first_expert + num_local_experts)
@@ -223,13 +182,11 @@ class GroupedExperts(MegatronModule):
     ) -> Tensor:
         """x [T, h] sorted by expert, weights [T], offsets int32 [E] (end of each expert's rows) -> [T, h].
 
-        Rows at and beyond offsets[-1] belong to no expert and come out as exact zeros; with fused_expert_path as anything.
-        rows_again: gives x once more in the backward pass, so that it is not kept until then.
+        Rows at and beyond offsets[-1] belong to no expert and stay uninitialised. rows_again: returns x once more in the backward pass, so
+        that it is not kept until then.
         """
         matrices = self.linear_fc1() + self.linear_fc2()
-        return ExpertMLP.apply(
-            x, weights, offsets, self.num_local_experts, self.fused, self.grouped_gemm, rows_again, *matrices
-        )
+        return ExpertMLP.apply(x, weights, offsets, self.num_local_experts, rows_again, *matrices)
 
     def sharded_state_dict(self, prefix="", sharded_offsets=(), metadata=None):
         """One checkpoint key per expert and matrix, with the expert's global index."""

@@ -79,9 +79,8 @@ class ZayaTransformerLayer(TransformerLayer):
         self.output_dtype = config.params_dtype if last and cast_output else None
         self.post_attention_residual = submodules.post_attention_residual(config)
         self.post_mlp_residual = submodules.post_mlp_residual(config)
-        self.next_norm: tuple[
-            ZayaRMSNorm, ...
-        ] = ()  # of the next layer, by link_layers; in a tuple, so that it is no part of this one
+        # of the next layer, by link_layers; in a tuple, so that it is no part of this one
+        self.next_norm: tuple[ZayaRMSNorm, ...] = ()
         assert isinstance(self.cross_attention, IdentityOp), "context carries the router state"
 
     def forward(

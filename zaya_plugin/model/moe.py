@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import torch
 from megatron.core import tensor_parallel
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.module import MegatronModule
@@ -19,36 +18,10 @@ from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 from megatron.core.utils import get_pg_size
 from torch import Tensor
 
+import hip_ops
 from zaya_plugin.model.config import ZayaConfig
 from zaya_plugin.model.router import ZayaRouter
 from zaya_plugin.parallel.token_dispatch import ExpertParallelDispatch
-
-
-def sort_by_expert(expert_ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Stable order of tokens by expert, tokens of the skip class (id num_experts) last.
-
-    Args: expert_ids int64 [T]. Returns order [T] (sorted row -> token), its inverse [T] (token -> sorted row) and
-    offsets int32 [num_experts], the end of each expert's rows. Nothing is read on the host.
-    """
-    sorted_ids, order = torch.sort(expert_ids, stable=True)
-    rows = torch.arange(len(order), device=order.device)
-    inverse = torch.empty_like(order).scatter_(0, order, rows)
-    experts = torch.arange(num_experts, device=order.device)
-    return order, inverse, torch.searchsorted(sorted_ids, experts, right=True, out_int32=True)
-
-
-class PermuteRows(torch.autograd.Function):
-    """x[index] for a permutation whose inverse is at hand: the gradient is a gather too, not a scatter."""
-
-    @staticmethod
-    def forward(ctx, x, index, inverse):
-        ctx.save_for_backward(index, inverse)
-        return x.index_select(0, index)
-
-    @staticmethod
-    def backward(ctx, grad):
-        index, inverse = ctx.saved_tensors
-        return PermuteRows.apply(grad, inverse, index), None, None
 
 
 class ZayaMoELayer(MegatronModule):
@@ -73,7 +46,6 @@ class ZayaMoELayer(MegatronModule):
         self.num_experts = config.num_moe_experts
         num_local_experts = self.num_experts // get_pg_size(pg_collection.ep)
         self.identity_skip = config.moe_skip_expert and config.skip_output == "identity"
-        self.fused = getattr(config, "fused_expert_path", False)
         again = config.recompute_modules if config.recompute_granularity == "selective" else ()
         self.recompute, self.recompute_rows = "moe" in again, "permute" in again and "moe" not in again
         self.router = ZayaRouter(config)
@@ -112,30 +84,19 @@ class ZayaMoELayer(MegatronModule):
         tokens, weights, ids = hidden_states.flatten(0, 1), weights.flatten(), ids.flatten()
         if self.dispatch is not None:
             output = self.dispatch(tokens, weights, ids, self.experts)
-        elif self.fused:
-            output = self._through_hip_ops(tokens, weights, ids)
         else:
-            order, inverse, offsets = sort_by_expert(ids, self.num_experts)
-            output = self.experts(
-                PermuteRows.apply(tokens, order, inverse),
-                PermuteRows.apply(weights, order, inverse),
-                offsets,
-                *self._rows_again(lambda: tokens.detach().index_select(0, order)),
-            )
-            output = PermuteRows.apply(output, inverse, order)
+            output = self._local(tokens, weights, ids)
         if self.identity_skip:
             skip_weights = weights.masked_fill(ids != self.num_experts, 0.0).unsqueeze(-1)
             output = output + (tokens * skip_weights).to(output.dtype)
         return output.view_as(hidden_states), router_state if self.config.router_eda else None
 
-    def _through_hip_ops(self, tokens: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
-        """The same by hip_ops' kernels, where rows of no expert are never moved. tokens [T, h], weights [T], ids [T] -> [T, h]."""
-        from hip_ops import permute_to_experts, sort_by_expert, unpermute_from_experts
-
-        order = sort_by_expert(ids, self.num_experts)
-        rows, row_weights = permute_to_experts(tokens, order, weights)
-        again = self._rows_again(lambda: permute_to_experts(tokens.detach(), order)[0])
-        return unpermute_from_experts(self.experts(rows, row_weights, order.offsets, *again), order)
+    def _local(self, tokens: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
+        """All experts are on this rank. tokens [T, h], weights [T], ids [T] -> [T, h]; rows of no expert are not moved."""
+        order = hip_ops.sort_by_expert(ids, self.num_experts)
+        rows, row_weights = hip_ops.permute_to_experts(tokens, order, weights)
+        again = self._rows_again(lambda: hip_ops.permute_to_experts(tokens.detach(), order)[0])
+        return hip_ops.unpermute_from_experts(self.experts(rows, row_weights, order.offsets, *again), order)
 
     def _rows_again(self, permute: Callable[[], Tensor]) -> tuple:
         """What the experts get besides, with "permute" among recompute_modules: how to sort the rows again, which are then not kept.

@@ -9,67 +9,109 @@ be scored, whose tokens skip the MoE; the routing weight is the probability as i
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
+import hip_ops
+from hip_ops.router_mlp import Routed
+from hip_ops.runtime.main_grad import add_gradients, add_product, main_grad_linear
 from zaya_plugin.model.config import ZayaConfig
 from zaya_plugin.model.float32_buffers import Float32BuffersMixin
-from zaya_plugin.model.fused_router import RouterMLP, count
-from zaya_plugin.model.fusion import fused_on_accelerator
 from zaya_plugin.model.initialization import constant_parameter, initial_device, random_parameter
-from zaya_plugin.model.main_grad import main_grad_linear
-from zaya_plugin.model.norm import rms_norm
 from zaya_plugin.model.parameter_gather import gathered
 from zaya_plugin.model.shared_input import input_and_linear
 
 
-@fused_on_accelerator
-def router_logits(
-    projected: Tensor,
-    previous: Tensor | None,
-    gamma: Tensor | None,
-    b_down: Tensor,
-    w_norm: Tensor,
-    w1: Tensor,
-    b1: Tensor,
-    w2: Tensor,
-    b2: Tensor,
-    w_out: Tensor,
-    eps: float,
-) -> tuple[Tensor, Tensor]:
-    """r = W_d x + b_d + gamma * r_previous, and the three-layer MLP on its norm (arXiv 2605.05365, equations 2-4).
+class RouterMLP(torch.autograd.Function):
+    """`hip_ops.router_mlp` with gradients: its arguments -> state, weights, ids and statistics, of which the last two have none.
 
-    Args: projected [s, b, r], which is W_d x; previous and gamma, the averaging's operands, or None. Returns r [s, b, r] and
-    logits [s, b, classes].
+    Kept for the backward pass: the state, which the next layer keeps too, both hidden layers before their GELU, the logits and the
+    choice. Gradients of all parameters go straight into `main_grad` where there is one.
     """
-    state = projected + b_down
-    if gamma is not None:
-        state = torch.addcmul(state, previous, gamma)
-    hidden = F.gelu(F.linear(rms_norm(state, w_norm, eps), w1, b1))
-    return state, F.linear(F.gelu(F.linear(hidden, w2, b2)), w_out)
+
+    @staticmethod
+    def forward(
+        ctx, projected, previous, gamma, b_down, w_norm, w1, b1, w2, b2, w_out, biases, forced, eps, unweighted
+    ):
+        routed = hip_ops.router_mlp(
+            projected,
+            previous,
+            gamma,
+            b_down,
+            w_norm,
+            w1,
+            b1,
+            w2,
+            b2,
+            w_out,
+            biases,
+            forced,
+            eps=eps,
+            unweighted=unweighted,
+        )
+        state, weights, ids, hidden1, hidden2, logits, statistics = routed
+        ctx.save_for_backward(previous, gamma, w_norm, w1, w2, w_out, state, ids, hidden1, hidden2, logits)
+        # Parameters themselves: saved tensors lose the attributes that DDP sets.
+        ctx.matrices, ctx.vectors, ctx.options = (
+            (w1, w2, w_out),
+            (b_down, gamma, w_norm, b1, b2),
+            dict(eps=eps, unweighted=unweighted),
+        )
+        ctx.mark_non_differentiable(ids, statistics)
+        ctx.set_materialize_grads(False)
+        return state, weights, ids, statistics
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, d_state, d_weights, _, __):
+        previous, gamma, w_norm, w1, w2, w_out, state, ids, hidden1, hidden2, logits = ctx.saved_tensors
+        if d_weights is None:
+            d_weights = torch.zeros(len(state), dtype=hip_ops.wide(state.dtype), device=state.device)
+        routed = Routed(state, d_weights, ids, hidden1, hidden2, logits, d_weights)
+        found = hip_ops.router_mlp_backward(
+            d_weights, d_state, routed, previous, gamma, w_norm, w1, w2, w_out, **ctx.options
+        )
+        needs = ctx.needs_input_grad
+        d_w1, d_w2, d_out = (
+            add_product(matrix, a, b) if needed else None
+            for matrix, needed, a, b in zip(
+                ctx.matrices,
+                (needs[5], needs[7], needs[9]),
+                (found.d_hidden1, found.d_hidden2, found.d_logits),
+                (found.normed, found.active1, found.active2),
+                strict=True,
+            )
+        )
+        needed = (needs[3], needs[2], needs[4], needs[6], needs[8])
+        vectors = [vector if need else None for vector, need in zip(ctx.vectors, needed, strict=True)]
+        d_b_down, d_gamma, d_norm, d_b1, d_b2 = add_gradients(vectors, found.sums.unbind())
+        return (
+            found.d_projected if needs[0] else None,
+            found.d_previous if needs[1] else None,
+            d_gamma,
+            d_b_down,
+            d_norm,
+            d_w1,
+            d_b1,
+            d_w2,
+            d_b2,
+            d_out,
+            None,
+            None,
+            None,
+            None,
+        )
 
 
-@fused_on_accelerator
-def choose_expert(
-    logits: Tensor, biases: Tensor, *, softmax_in_fp32: bool, forced_expert_ids: Tensor | None = None
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Top-1 choice by biased probability, weight by unbiased probability.
-
-    Args: logits [..., classes]; biases fp32 [classes]; forced_expert_ids int64 [...] takes the place of the choice
-    where it is not negative. Returns probabilities [..., classes], weights [...] and class ids int64 [...]; the first
-    two in fp32 (or wider) if softmax_in_fp32 else in logits' dtype.
-    """
-    dtype = torch.promote_types(logits.dtype, torch.float32) if softmax_in_fp32 else logits.dtype
-    probabilities = torch.softmax(logits, dim=-1, dtype=dtype)
-    ids = (probabilities.detach().to(torch.promote_types(dtype, torch.float32)) + biases).argmax(dim=-1)
-    if forced_expert_ids is not None:
-        ids = torch.where(forced_expert_ids >= 0, forced_expert_ids, ids)
-    weights = probabilities.gather(-1, ids.unsqueeze(-1)).squeeze(-1)
-    return probabilities, weights, ids
+@hip_ops.formula
+def count(tokens_per_expert: Tensor, router_entropy_sum: Tensor, statistics: Tensor) -> None:
+    """Adds `statistics` of hip_ops.router_mlp to the two buffers."""
+    counts = statistics[:-1]
+    tokens_per_expert[: len(counts)].add_(counts.to(tokens_per_expert.dtype))
+    router_entropy_sum.add_(statistics[-1])
 
 
 class RouterLinear(nn.Module):
-    """Weight and bias of a linear layer, replicated on every rank, created by Megatron's rules; `router_logits` applies them."""
+    """Weight and bias of a linear layer, replicated on every rank, created by Megatron's rules; `hip_ops.router_mlp` applies them."""
 
     def __init__(self, config: ZayaConfig, input_size: int, output_size: int, bias: bool = True):
         super().__init__()
@@ -99,7 +141,6 @@ class ZayaRouter(Float32BuffersMixin, nn.Module):
     def __init__(self, config: ZayaConfig):
         super().__init__()
         self.config = config
-        self.fused = getattr(config, "fused_router", False)
         r = config.router_hidden_size
         self.num_classes = config.num_router_classes
         self.down_proj = RouterLinear(config, config.hidden_size, r)
@@ -156,11 +197,9 @@ class ZayaRouter(Float32BuffersMixin, nn.Module):
         unweighted = (
             self.config.num_moe_experts if self.config.moe_skip_expert and self.config.skip_output == "zero" else -1
         )
-        if self.fused:
-            return self._through_hip_ops(projected, router_state if averaged else None, forced_expert_ids, unweighted)
-        state, logits = router_logits(
-            projected,
-            router_state if averaged else None,
+        state, weights, ids, statistics = RouterMLP.apply(
+            projected.flatten(0, 1),
+            router_state.flatten(0, 1) if averaged else None,
             self.router_states_scale,
             down_proj.bias,
             norm.weight,
@@ -169,38 +208,9 @@ class ZayaRouter(Float32BuffersMixin, nn.Module):
             fc2.weight,
             fc2.bias,
             out_proj.weight,
+            self.balancing_biases[: self.num_classes],
+            None if forced_expert_ids is None else forced_expert_ids.flatten(),
             norm.eps,
-        )
-        probabilities, weights, ids = choose_expert(
-            logits,
-            self.balancing_biases[: self.num_classes],
-            softmax_in_fp32=self.config.router_softmax_in_fp32,
-            forced_expert_ids=forced_expert_ids,
-        )
-        if unweighted >= 0:
-            weights = weights.masked_fill(ids == unweighted, 0.0)
-        if self.training and torch.is_grad_enabled():
-            self._count(probabilities, ids)
-        return weights, ids, state
-
-    def _through_hip_ops(
-        self, projected: Tensor, router_state: Tensor | None, forced: Tensor | None, unweighted: int
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """The same by `hip_ops.router_mlp`; the parameters have been gathered. projected [s, b, r]."""
-        state, weights, ids, statistics = RouterMLP.apply(
-            projected.flatten(0, 1),
-            None if router_state is None else router_state.flatten(0, 1),
-            self.router_states_scale,
-            self.down_proj.bias,
-            self.norm.weight,
-            self.fc1.weight,
-            self.fc1.bias,
-            self.fc2.weight,
-            self.fc2.bias,
-            self.out_proj.weight,
-            self.balancing_biases[: self.num_classes],
-            None if forced is None else forced.flatten(),
-            self.norm.eps,
             unweighted,
         )
         if self.training and torch.is_grad_enabled():
@@ -208,9 +218,3 @@ class ZayaRouter(Float32BuffersMixin, nn.Module):
                 count(self.tokens_per_expert, self.router_entropy_sum, statistics)
         rows = projected.shape[:2]
         return weights.view(rows), ids.view(rows), state.view_as(projected)
-
-    @torch.no_grad()
-    def _count(self, probabilities: Tensor, ids: Tensor) -> None:
-        ids = ids.flatten()
-        self.tokens_per_expert.scatter_add_(0, ids, torch.ones_like(ids))
-        self.router_entropy_sum += torch.special.entr(probabilities.float()).sum()

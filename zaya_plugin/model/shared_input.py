@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from zaya_plugin.model.main_grad import add_product, main_grad_linear
+from hip_ops.runtime.main_grad import add_product, main_grad_linear
 
 
 class InputAndLinear(torch.autograd.Function):

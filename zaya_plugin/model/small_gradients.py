@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch._utils import _unflatten_dense_tensors
 
-from zaya_plugin.model.main_grad import handed_over, main_grad_of
+from hip_ops.runtime.main_grad import handed_over, main_grad_of
 
 Read = Callable[[Tensor], Tensor]
 

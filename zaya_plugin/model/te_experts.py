@@ -12,6 +12,7 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.utils import get_pg_rank
 from torch import Tensor
 
+import hip_ops
 from zaya_plugin.model.config import ZayaConfig
 from zaya_plugin.model.experts import expert_sharded_state_dict, reduce_over_expert_ranks
 
@@ -52,9 +53,7 @@ class TEGroupedExperts(MegatronModule):
         ends = offsets.tolist()
         splits = [end - start for start, end in zip([0, *ends[:-1]], ends, strict=True)]
         gate_up, _ = self.linear_fc1(x[: ends[-1]], splits)
-        gate, up = gate_up.float().chunk(2, dim=-1)
-        hidden = torch.nn.functional.silu(gate) * up * weights[: ends[-1]].float().unsqueeze(-1)
-        output, _ = self.linear_fc2(hidden.to(x.dtype), splits)
+        output, _ = self.linear_fc2(hip_ops.weighted_swiglu(gate_up, weights[: ends[-1]]), splits)
         return torch.nn.functional.pad(output, (0, 0, 0, len(x) - ends[-1]))
 
     def sharded_state_dict(self, prefix="", sharded_offsets=(), metadata=None):

@@ -18,7 +18,8 @@ from megatron.core.tensor_parallel import (
 )
 from torch import Tensor
 
-from zaya_plugin.model.main_grad import handed_over, main_grad_of
+import hip_ops
+from hip_ops.runtime.main_grad import handed_over, main_grad_of
 
 
 class Announced(torch.autograd.Function):
@@ -57,9 +58,7 @@ class EmbeddingRows(torch.autograd.Function):
         total, nothing = main_grad_of(weight), (None, None)
         if total is None:
             return None, torch.ops.aten.embedding_dense_backward(grad, place, len(weight), -1, False), *nothing
-        from hip_ops import add_rows_
-
-        add_rows_(total, place.flatten(), grad.flatten(0, -2))
+        hip_ops.add_rows_(total, place.flatten(), grad.flatten(0, -2))
         return None, handed_over(weight) if ctx.announces else None, *nothing
 
 
@@ -79,9 +78,8 @@ class MainGradEmbedding(VocabParallelEmbedding):
     def forward(self, input_: Tensor) -> Tensor:
         """Ids int64 [b, s] -> [b, s, h], or with sequence parallelism in the embedding this rank's rows of [s, b, h]."""
         cut = self.tp_group.size() > 1
-        ids = input_.transpose(
-            0, 1
-        )  # rows are taken in the order of the stream, so that neither they nor their gradients have to be moved
+        # rows are taken in the order of the stream, so that neither they nor their gradients have to be moved
+        ids = input_.transpose(0, 1)
         rows = EmbeddingRows.apply(ids - self.vocab_start_index if cut else ids, self.weight, cut, self.announces)
         if self.reduce_scatter_embeddings:
             return reduce_scatter_to_sequence_parallel_region(rows, group=self.tp_group)
@@ -105,8 +103,6 @@ def head_losses(
         labels: int64 [b, s]. promised: the gradient [b, s] that the losses will get, None if that is not known.
         group: tensor-parallel group. z_loss: factor of logsumexp(logits)^2 in the loss (arXiv 2204.02311).
     """
-    from hip_ops import linear_cross_entropy
-
     ranks = group.size()
     if sequence_parallel:
         hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=True, group=group)
@@ -114,7 +110,7 @@ def head_losses(
         hidden = copy_to_tensor_model_parallel_region(hidden, group=group)
     s, b, h = hidden.shape
     main_grad = main_grad_of(weight) if torch.is_grad_enabled() and weight.requires_grad else None
-    losses = linear_cross_entropy(
+    losses = hip_ops.linear_cross_entropy(
         hidden.reshape(s * b, h),
         weight if main_grad is None else Announced.apply(weight),
         labels.transpose(0, 1).reshape(-1),

@@ -16,9 +16,8 @@ class HostCopy:
     """
 
     def __init__(self, tensors: Sequence[Tensor]):
-        self._copies = [
-            t.detach().to("cpu", non_blocking=True, copy=True) for t in tensors
-        ]  # to pinned memory, from a device
+        # to pinned memory, from a device
+        self._copies = [t.detach().to("cpu", non_blocking=True, copy=True) for t in tensors]
         self._event = None
         if any(t.is_cuda for t in tensors):
             self._event = torch.cuda.Event()

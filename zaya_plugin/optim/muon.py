@@ -11,7 +11,6 @@ A parameter may be flat, as Megatron's distributed optimizer keeps its share: wh
 
 from __future__ import annotations
 
-import contextlib
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -19,9 +18,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from hip_ops import muon_momentum_, muon_update_, newton_schulz, use_backend
-from hip_ops.matrix_batches import MatrixBatches
-from hip_ops.newton_schulz_coefficients import coefficient_triples
+from hip_ops import muon_momentum_, muon_update_, newton_schulz
+from hip_ops.muon.matrix_batches import MatrixBatches
 from zaya_plugin.optim.adamw import GroupStepAdamW
 from zaya_plugin.optim.exchange import MatrixExchange
 
@@ -38,7 +36,6 @@ class MuonSettings:
     rms_scale: the update is scaled by rms_scale * sqrt(max(m, n)).
     momentum_dtype: "fp32" or "bf16", as the momentum is kept.
     elements_at_once: matrices are taken in rounds of about so many elements, which bounds the memory of a step.
-    fused: run hip_ops on the backend that it is set to; False: in plain torch, and Newton-Schulz matrix by matrix.
     """
 
     momentum: float = 0.95
@@ -49,7 +46,6 @@ class MuonSettings:
     rms_scale: float = 0.2
     momentum_dtype: str = "fp32"
     elements_at_once: int = 2**27
-    fused: bool = True
 
 
 class MuonAdamW(GroupStepAdamW):
@@ -72,11 +68,10 @@ class MuonAdamW(GroupStepAdamW):
         if rest:
             super().update(group, rest)
         whole = [p for p in muon if not hasattr(p, "muon_cut")]
-        with contextlib.nullcontext() if self.muon.fused else use_backend("torch"):
-            for some in _rounds(whole, self.muon.elements_at_once):
-                self.update_matrices(group, some)
-            if len(whole) < len(muon):
-                self.update_pieces(group, [p for p in muon if hasattr(p, "muon_cut")])
+        for some in _rounds(whole, self.muon.elements_at_once):
+            self.update_matrices(group, some)
+        if len(whole) < len(muon):
+            self.update_pieces(group, [p for p in muon if hasattr(p, "muon_cut")])
 
     def update_matrices(self, group: dict, params: Sequence[Tensor]) -> None:
         """Muon of `params` in one round: momentum, Newton-Schulz by shape, update."""
@@ -151,12 +146,8 @@ class MuonAdamW(GroupStepAdamW):
 
     def orthogonalise(self, batch: Tensor, square_sums: Tensor | None = None) -> Tensor:
         """Newton-Schulz of every matrix of `batch` [b, m, n], in its dtype; square_sums fp32 [b], where they are known already."""
-        dtype = DTYPES[self.muon.dtype]
-        steps, coefficients = self.muon.steps, self.muon.coefficients
-        if self.muon.fused:
-            return newton_schulz(batch, steps, coefficients, dtype=dtype, square_sums=square_sums)
-        triples = coefficient_triples(coefficients, steps)
-        return torch.stack([plain_newton_schulz(matrix, triples, dtype) for matrix in batch]).to(batch.dtype)
+        muon = self.muon
+        return newton_schulz(batch, muon.steps, muon.coefficients, dtype=DTYPES[muon.dtype], square_sums=square_sums)
 
     def initialise_state(self, params: Sequence[Tensor] | None = None) -> None:
         """Zeros for the state of `params`, by default of all, where there is none yet."""
@@ -174,22 +165,6 @@ class MuonAdamW(GroupStepAdamW):
         for p, state in self.state.items():
             if hasattr(p, "muon_matrices") and "exp_avg" in state:
                 state["exp_avg"] = state["exp_avg"].to(DTYPES[self.muon.momentum_dtype])
-
-
-def plain_newton_schulz(x: Tensor, triples: Sequence[tuple[float, float, float]], dtype: torch.dtype) -> Tensor:
-    """The iteration X <- a X + (b A + c A^2) X, A = X X^T, from X = x / |x|, one matrix and one torch call at a time.
-
-    The reference: operations and roundings are those of torch.optim.Muon, which iterates in bf16. fp16 has not the range of
-    gradients (below 6e-5 it loses digits), so x is normalised before it is rounded to that. x [m, n]; the result has `dtype`.
-    """
-    wide = x.float() if dtype == torch.float16 else x.to(dtype)
-    if x.shape[0] > x.shape[1]:
-        wide = wide.T
-    wide = (wide / wide.norm().clamp(min=1e-7)).to(dtype)
-    for a, b, c in triples:
-        gram = wide @ wide.T
-        wide = torch.addmm(wide, torch.addmm(gram, gram, gram, beta=b, alpha=c), wide, beta=a)
-    return wide.T if x.shape[0] > x.shape[1] else wide
 
 
 def _matrices(params: Sequence[Tensor], tensors: Sequence[Tensor]) -> list[Tensor]:

@@ -21,9 +21,8 @@ from zaya_plugin.optim.placement import Shards, Unit, largest_of_a_block, place,
 MAX_ORDERS = 200  # of a bucket's blocks
 TRIED = 60_000  # units placed and shards added up, in all arrangements of a bucket, or 24 arrangements
 SWEEPS = 20
-RESOLUTION = (
-    2**20
-)  # parts of the mean work of a shard that are told apart, fewer where squares of all work would leave 63 bits
+# parts of the mean work of a shard that are told apart, fewer where squares of all work would leave 63 bits
+RESOLUTION = 2**20
 
 
 @dataclass(frozen=True)

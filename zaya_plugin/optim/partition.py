@@ -94,9 +94,8 @@ def _cheapest(units: list[Unit], least: int, shards: Shards) -> list[list[Unit]]
             lengths[key] = shards.count * shards.size(units[start:end])
         return lengths[key]
 
-    best: dict[int, tuple[float, int]] = {
-        0: (0.0, 0)
-    }  # of the units before an end: cost, and where its last bucket starts
+    # of the units before an end: cost, and where its last bucket starts
+    best: dict[int, tuple[float, int]] = {0: (0.0, 0)}
     for end in ends:
         for start in list(best):
             all_in_one = start == 0 and end == len(units)

@@ -26,9 +26,8 @@ def over_pipeline_stages(
     the pipeline-parallel process group. To be called on all its ranks.
     """
     counts = statistics.tokens_per_expert
-    rows = torch.zeros(
-        num_layers, counts.shape[1] + 1, dtype=torch.float64, device=counts.device
-    )  # exact to 2^53 tokens
+    # exact to 2^53 tokens
+    rows = torch.zeros(num_layers, counts.shape[1] + 1, dtype=torch.float64, device=counts.device)
     rows[_rows_of(tuple(layer_numbers), counts.device)] = torch.cat(
         (counts.double(), statistics.entropy.double().unsqueeze(-1)), dim=1
     )

@@ -15,10 +15,8 @@ from itertools import groupby, pairwise
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucketGroup
 
-OF_INSTANCES = (
-    "inter_distributed_optimizer_instance_group",
-    "communication_stream",
-)  # set on a group where the optimizer has several instances
+# set on a group where the optimizer has several instances
+OF_INSTANCES = ("inter_distributed_optimizer_instance_group", "communication_stream")
 
 
 def group_layers(model_chunks: Iterable) -> None:

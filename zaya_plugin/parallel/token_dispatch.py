@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
-import torch.nn.functional as F
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.moe.token_dispatcher import MoEAllGatherTokenDispatcher, MoEAlltoAllTokenDispatcher
 from torch import Tensor
@@ -57,12 +56,6 @@ class ExpertParallelDispatch:
         rows, weights = dispatcher.token_dispatch(rows, weights)
         rows, tokens_per_expert, weights = dispatcher.dispatch_postprocess(rows, weights)
         offsets = tokens_per_expert.cumsum(0).to(device=tokens.device, dtype=torch.int32)
-        # A row of no expert where nothing arrived: grouped products want at least one.
-        empty = len(rows) == 0
-        output = (
-            experts(F.pad(rows, (0, 0, 0, 1)), F.pad(weights, (0, 1)), offsets)
-            if empty
-            else experts(rows, weights, offsets)
-        )
-        output = dispatcher.combine_preprocess(output[: len(rows)])
+        # Every row belongs to an expert, so experts leave none uninitialised. There may be no rows.
+        output = dispatcher.combine_preprocess(experts(rows, weights, offsets))
         return dispatcher.combine_postprocess(dispatcher.token_combine(output))

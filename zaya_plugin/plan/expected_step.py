@@ -29,15 +29,14 @@ def limit(work: Work, gemm: float, copy: float) -> float:
     return max(work.flops / gemm, work.bytes / copy)
 
 
-def accumulated(shape: Shape, layout: Layout, fused_head: bool) -> dict[str, int]:
+def accumulated(shape: Shape, layout: Layout) -> dict[str, int]:
     """Elements of gradients that a part's own kernels add to the fp32 buffer under Megatron's DDP, and those that a pass of its own adds."""
     parts = count_parameters(shape)
     projections = shape.num_layers * shape.hidden_size * (2 * shape.query_channels + 2 * shape.key_channels)
     own = {"experts": parts["experts"] // layout.expert}
     if layout.tensor == 1:
         own["projections"] = projections
-    if fused_head:
-        own["head"] = parts["embedding"] // layout.tensor
+    own["head"] = parts["embedding"] // layout.tensor
     cut = shape.num_layers * shape.hidden_size * (2 * shape.query_channels + shape.key_channels) + parts["embedding"]
     local = sum(parts.values()) - parts["experts"] + parts["experts"] // layout.expert - cut + cut // layout.tensor
     return {**own, "gradients": local - sum(own.values())}

@@ -12,30 +12,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
+from hip_ops.runtime.saved import declared
 from zaya_plugin.plan.flops import Shape
 from zaya_plugin.plan.parallelism import GRADIENT_BYTES, Batch, Layout, local_parameters
 from zaya_plugin.plan.parameters import count_parameters
 
 FLOAT32, INT64 = 4, 8
 RANDOM_STATE = 2 * 5056  # bytes that a checkpoint keeps of the random generators
-HEAD_BUFFER = 5 * 2**28  # hip_ops.linear_cross_entropy.BUFFER_BYTES
-HEAD_PART = 2048  # classes of a part of a row, as hip_ops.reference.vocabulary_exponentials.LARGEST_PART
-WINDOW_SLOT = (
-    2**26
-)  # bytes of a rank's slot in a window, zaya_plugin.parallel.copied_reduction.SLOT_BYTES and the default of parallel.reduce_by_copies_mib
 ROUND_OF_MUON = 2**27  # elements; zaya_plugin.optim.muon.MuonSettings.elements_at_once
-
-
-@dataclass(frozen=True)
-class Kernels:
-    """Which of the model's fused paths run (recipe keys cluster.fused_*), and bytes of an element of the residual stream."""
-
-    residual_norm: bool = True
-    prologue: bool = True
-    experts: bool = True
-    head: bool = True
-    stream_bytes: int = 4
-    router: bool = False
 
 
 @dataclass(frozen=True)
@@ -87,31 +71,29 @@ def tokens_of_rank(layout: Layout, batch: Batch) -> int:
 
 
 def layer_tensors(
-    shape: Shape, layout: Layout, batch: Batch, kernels: Kernels, recompute: frozenset[str] = frozenset()
+    shape: Shape, layout: Layout, batch: Batch, recompute: frozenset[str] = frozenset()
 ) -> Iterator[Saved]:
     """What one layer keeps of one micro-batch.
 
     T tokens of this rank; under tensor parallelism attention has t times as many, of 1 / t of the heads. h hidden, q and k channels of queries and
     of keys (values have as many as keys), r of the router, a bytes of an activation, s of the stream.
     """
-    a, s, tp, cp = batch.dtype_bytes, kernels.stream_bytes, layout.tensor, layout.context
+    a, s, tp, cp = batch.dtype_bytes, batch.stream_bytes, layout.tensor, layout.context
     tokens = tokens_of_rank(layout, batch)
     whole = tokens * tp
     h, r = shape.hidden_size, shape.router_hidden_size
-    q, k, heads = (
-        shape.query_channels // tp,
-        shape.key_channels // tp,
-        (shape.num_attention_heads + shape.num_query_groups) // tp,
-    )
+    q, k = shape.query_channels // tp, shape.key_channels // tp
     norms_again, moe_again, core_again = (name in recompute for name in ("layernorm", "moe", "core_attn"))
 
-    yield Saved("norms", "stream into the layer", s * h * tokens)
+    merge = declared("rms_norm").saved_bytes(tokens, h, a, s)
+    yield Saved("norms", "stream into the layer", merge["residual"])
     if not norms_again:
-        yield Saved("norms", "statistics of both norms", 2 * FLOAT32 * tokens)
+        yield Saved("norms", "statistics of both norms", 2 * merge["rstd"])
     if tp > 1 or not norms_again:
         yield Saved("projections", "normed input of attention" + (", gathered" if tp > 1 else ""), a * h * whole)
     yield Saved("projections", "joined matrix of the projections", a * h * (q + 2 * k))
-    yield from _prologue_tensors(shape, batch, kernels, whole, q, k, heads)
+    heads, groups = shape.num_attention_heads // tp, shape.num_query_groups // tp
+    yield from _kept("prologue", "cca_prologue", whole, heads, groups, shape.kv_channels, a)
     keys = k * whole * (1 if core_again else cp)  # of the whole sequence where attention has gathered them
     if cp > 1 and not core_again:
         yield Saved("attention", "keys of all context-parallel ranks", a * keys)
@@ -121,105 +103,70 @@ def layer_tensors(
         yield Saved("attention", "logsumexp", FLOAT32 * shape.num_attention_heads // tp * whole)
         if cp > 1:  # without blocks (zaya_plugin.model.block_attention), as on AMD; with them it is the context itself
             yield Saved("attention", "context of each chunk", a * q * whole)
-    yield Saved("norms", "output of attention", a * h * tokens)
-    yield Saved("norms", "stream between attention and experts", s * h * tokens)
+    yield Saved("norms", "output of attention", merge["output"])
+    yield Saved("norms", "stream between attention and experts", merge["residual"])
     if not norms_again:
         yield Saved("router", "normed input of the experts", a * h * tokens)
     yield Saved("router", "router state", a * r * tokens)
     if not moe_again:
-        yield from _moe_tensors(shape, layout, a, kernels, tokens, "permute" in recompute)
-    yield Saved("norms", "output of the experts", a * h * tokens)
+        yield from _moe_tensors(shape, layout, a, tokens, "permute" in recompute)
+    yield Saved("norms", "output of the experts", merge["output"])
     checkpoints = core_again + moe_again
     if checkpoints:
         yield Saved("other", "random generators", checkpoints * RANDOM_STATE)
 
 
-def _prologue_tensors(
-    shape: Shape, batch: Batch, kernels: Kernels, whole: int, q: int, k: int, heads: int
-) -> Iterator[Saved]:
-    a, channels = batch.dtype_bytes, q + k
-    if kernels.prologue:
-        yield Saved("prologue", "projected queries, keys and values", a * (q + 2 * k) * whole)
-        yield Saved("prologue", "queries and keys", a * channels * whole)
-        yield Saved("prologue", "inverse norms", FLOAT32 * heads * whole)
-        return
-    d = shape.kv_channels
-    yield Saved("prologue", "padded queries and keys", a * channels * (whole + 2 * batch.micro_batch_size))
-    yield Saved("prologue", "convolutions' taps", a * 2 * channels * whole)
-    yield Saved("prologue", "convolutions' matrices", a * (2 * d + 2) * channels)
-    yield Saved("prologue", "convolved in fp32", FLOAT32 * channels * whole)
-    yield Saved("prologue", "inverse norms and scales", FLOAT32 * heads * (whole + 1))
-    yield Saved("prologue", "queries and keys", a * channels * whole)
+def _kept(part: str, operator: str, *sizes: int) -> Iterator[Saved]:
+    """What an operator declares that it keeps for its backward pass (hip_ops/<operator>/saved.py)."""
+    for name, size in declared(operator).saved_bytes(*sizes).items():
+        yield Saved(part, name, size)
 
 
-def _moe_tensors(
-    shape: Shape, layout: Layout, a: int, kernels: Kernels, tokens: int, rows_again: bool
-) -> Iterator[Saved]:
+def _moe_tensors(shape: Shape, layout: Layout, a: int, tokens: int, rows_again: bool) -> Iterator[Saved]:
     """Under expert parallelism a rank's rows are those that others send; loads are taken to be even, and the dispatcher's own copies left out."""
-    h, f, r = shape.hidden_size, shape.moe_ffn_hidden_size, shape.router_hidden_size
-    if kernels.router:
-        yield Saved("router", "router's hidden layers", 2 * a * r * tokens)
-        columns = max(
-            16, 1 << shape.num_experts.bit_length()
-        )  # hip_ops.reference.router_mlp.columns of experts and the skip class
-        yield Saved("router", "logits and choice", (a * columns + INT64) * tokens)
-    else:
-        yield Saved("router", "router's hidden layers and statistics", (5 * a * r + FLOAT32) * tokens)
-        yield Saved(
-            "router", "probabilities, choice and mask", (FLOAT32 * (shape.num_experts + 1) + INT64 + 1) * tokens
-        )
-    yield Saved("experts", "order of the tokens", 2 * (FLOAT32 if kernels.experts else INT64) * tokens)
+    yield from _kept("router", "router_mlp", tokens, shape.router_hidden_size, shape.num_experts + 1, a)
+    yield from _kept("experts", "expert_permutation", tokens)
     if not rows_again:
-        yield Saved("experts", "rows sorted by expert", a * h * tokens)
-    yield Saved("experts", "weights and offsets", FLOAT32 * (tokens + shape.num_experts // layout.expert))
-    yield Saved("experts", "gate and up", a * 2 * f * tokens)
+        yield from _kept("experts", "grouped_product", tokens, shape.hidden_size, a)
+    experts = shape.num_experts // layout.expert
+    yield from _kept("experts", "weighted_swiglu", tokens, shape.moe_ffn_hidden_size, experts, a)
 
 
-def whole_layer_tensors(shape: Shape, layout: Layout, batch: Batch, kernels: Kernels) -> Iterator[Saved]:
+def whole_layer_tensors(shape: Shape, layout: Layout, batch: Batch) -> Iterator[Saved]:
     """What a unit of layers keeps that is recomputed whole."""
     tokens = tokens_of_rank(layout, batch)
-    yield Saved("norms", "stream into the layer", kernels.stream_bytes * shape.hidden_size * tokens)
+    yield Saved("norms", "stream into the layer", batch.stream_bytes * shape.hidden_size * tokens)
     yield Saved("router", "router state", batch.dtype_bytes * shape.router_hidden_size * tokens)
     yield Saved("other", "random generators", RANDOM_STATE)
 
 
 def layers_bytes(
-    shape: Shape, layout: Layout, batch: Batch, kernels: Kernels, recompute: Recompute, layers: int, first: bool = True
+    shape: Shape, layout: Layout, batch: Batch, recompute: Recompute, layers: int, first: bool = True
 ) -> float:
     """What `layers` layers keep of one micro-batch; first: they begin with the model's first, whose input is counted with the embedding."""
-    each = sum(saved.bytes for saved in layer_tensors(shape, layout, batch, kernels, recompute.modules))
+    each = sum(saved.bytes for saved in layer_tensors(shape, layout, batch, recompute.modules))
     kept = each * (layers - recompute.full_layers)
     if "moe" in recompute.modules and first:
-        kept -= (
-            batch.dtype_bytes * shape.router_hidden_size * tokens_of_rank(layout, batch)
-        )  # a layer keeps the state it gets, and the first gets none
+        # a layer keeps the state it gets, and the first gets none
+        kept -= batch.dtype_bytes * shape.router_hidden_size * tokens_of_rank(layout, batch)
     if recompute.full_layers:
         units = -(-recompute.full_layers // recompute.unit)
-        unit = {saved.name: saved.bytes for saved in whole_layer_tensors(shape, layout, batch, kernels)}
+        unit = {saved.name: saved.bytes for saved in whole_layer_tensors(shape, layout, batch)}
         kept += sum(unit.values()) * units
         kept -= (sum(unit.values()) - unit["random generators"]) * first
         kept += unit["router state"] * (layers > recompute.full_layers)
     return kept
 
 
-def ends_bytes(
-    shape: Shape, layout: Layout, batch: Batch, kernels: Kernels, first: bool = True, last: bool = True
-) -> float:
-    """What embedding, final norm and head keep of one micro-batch; the logits are not among it where the head is fused."""
-    a, s, h, tp = batch.dtype_bytes, kernels.stream_bytes, shape.hidden_size, layout.tensor
+def ends_bytes(shape: Shape, layout: Layout, batch: Batch, first: bool = True, last: bool = True) -> float:
+    """What embedding, final norm and head keep of one micro-batch."""
+    a, s, h, tp = batch.dtype_bytes, batch.stream_bytes, shape.hidden_size, layout.tensor
     tokens = tokens_of_rank(layout, batch)
-    kept = s * h * tokens * first + FLOAT32 * shape.kv_channels // 2 * (
-        batch.seq_length // layout.context
-    )  # RoPE's angles, of half the channels
+    # RoPE's angles, of half the channels
+    kept = s * h * tokens * first + FLOAT32 * shape.kv_channels // 2 * (batch.seq_length // layout.context)
     if last:
         kept += (s * h + FLOAT32) * tokens  # the final norm's
-        if kernels.head:
-            kept += (a * h + FLOAT32) * tokens * tp  # the gradient of hidden, and what it was promised
-        else:
-            logit = a if tp == 1 else FLOAT32  # Megatron's loss over a split vocabulary makes an fp32 copy
-            kept += (
-                (a * h + INT64 + FLOAT32 + logit * shape.vocab_size // tp) * tokens * tp
-            )  # hidden, labels, logsumexp, logits
+        kept += sum(declared("linear_cross_entropy").saved_bytes(tokens * tp, h, a).values())
     return kept
 
 
@@ -272,7 +219,6 @@ def memory_plan(
     shape: Shape,
     layout: Layout,
     batch: Batch,
-    kernels: Kernels | None = None,
     recompute: Recompute | None = None,
     optimizer: Optimizer | None = None,
     graph: bool = False,
@@ -281,7 +227,7 @@ def memory_plan(
 
     graph: forward and backward are one graph, whose memory is its own for good, so that the optimizer's comes on top.
     """
-    arguments = shape, layout, batch, kernels or Kernels(), recompute or Recompute(), optimizer or Optimizer(), graph
+    arguments = shape, layout, batch, recompute or Recompute(), optimizer or Optimizer(), graph
     plans = [_stage(*arguments, first=True, last=layout.pipeline == 1)]
     if layout.pipeline > 1:
         plans.append(_stage(*arguments, first=False, last=True))
@@ -292,7 +238,6 @@ def _stage(
     shape: Shape,
     layout: Layout,
     batch: Batch,
-    kernels: Kernels,
     recompute: Recompute,
     optimizer: Optimizer,
     graph: bool,
@@ -306,29 +251,19 @@ def _stage(
     recompute = replace(recompute, full_layers=min(recompute.full_layers, layers))
     flights = in_flight(layout, batch.micro_batches) if first else 1.0
     whole = batch.seq_length * batch.micro_batch_size // layout.context  # tokens under tensor parallelism too
-    layer = tuple(layer_tensors(shape, layout, batch, kernels, recompute.modules))
-    kept = layers_bytes(shape, layout, batch, kernels, recompute, layers, first) * flights
+    layer = tuple(layer_tensors(shape, layout, batch, recompute.modules))
+    kept = layers_bytes(shape, layout, batch, recompute, layers, first) * flights
     # On top of what is kept: at the head, or in the backward pass of a layer, with what is recomputed of it; the optimizer's step
     # finds activations gone.
-    head = 0.0
-    if last and kernels.head:
-        classes = shape.vocab_size // layout.tensor
-        chunk = min(whole, head_chunk(classes, a))
-        # logits and the gradient of hidden; of a chunk its product in fp32, and three numbers a part, twice where ranks join theirs
-        head = a * (chunk * classes + h * whole) + FLOAT32 * chunk * (
-            h + 3 * -(-classes // HEAD_PART) * (1 + (layout.tensor > 1))
-        )
-    elif last:
-        head = a * h * shape.vocab_size // layout.tensor  # the weight's gradient
+    classes = shape.vocab_size // layout.tensor
+    head = declared("linear_cross_entropy").working_bytes(whole, h, classes, a, layout.tensor) if last else 0.0
     modules = frozenset() if recompute.full_layers else recompute.modules
-    again = layers_bytes(shape, layout, batch, kernels, Recompute(), 1) * (
-        recompute.unit if recompute.full_layers else 1
-    )
-    again -= layers_bytes(shape, layout, batch, kernels, Recompute(modules), 1) * (not recompute.full_layers)
-    backward = whole / layout.tensor * (a * (2 * h + 4 * shape.moe_ffn_hidden_size) + kernels.stream_bytes * h) + max(
+    again = layers_bytes(shape, layout, batch, Recompute(), 1) * (recompute.unit if recompute.full_layers else 1)
+    again -= layers_bytes(shape, layout, batch, Recompute(modules), 1) * (not recompute.full_layers)
+    backward = whole / layout.tensor * (a * (2 * h + 4 * shape.moe_ffn_hidden_size) + batch.stream_bytes * h) + max(
         0.0, again
     )
-    ends = ends_bytes(shape, layout, batch, kernels, first, last) * (flights if first else 1.0)
+    ends = ends_bytes(shape, layout, batch, first, last) * (flights if first else 1.0)
     step, update = kept + ends + max(head, backward), _optimizer_work(shape, layout, optimizer)
     step = step + update if graph else max(step, update)
     return MemoryPlan(
@@ -341,26 +276,9 @@ def _stage(
             "activations of the layers": kept,
             "embedding, final norm and head": ends,
             "working memory at the peak": step - kept - ends,
-        }
-        | windows_bytes(shape, layout),
+        },
         layer,
     )
-
-
-def windows_bytes(shape: Shape, layout: Layout) -> dict[str, float]:
-    """Of parallel.reduce_by_copies: a window for each set of ranks that share gradients, a slot for each of them, no larger than the largest shard."""
-    # Megatron counts ranks tensor- or expert-parallel first, so every t-th shares what is no expert, every e-th experts: the same ones where t = e.
-    groups = [layout.shards] + [layout.expert_shards] * (layout.expert != layout.tensor)
-    shard = GRADIENT_BYTES * sum(local_parameters(shape, layout).values())
-    slot = layout.slot_bytes or WINDOW_SLOT
-    found = sum(ranks * min(slot, shard / ranks) for ranks in groups if ranks > 1) if layout.copies else 0.0
-    return {"windows of the gradients' reduction": float(found)} if found else {}
-
-
-def head_chunk(classes: int, element_bytes: int) -> int:
-    """Tokens of a chunk of the fused head, as hip_ops.linear_cross_entropy.chunk_for."""
-    fitting = HEAD_BUFFER // (classes * element_bytes)
-    return next((fitting // step * step for step in (2048, 256, 1) if fitting >= step), 1)
 
 
 def _optimizer_work(shape: Shape, layout: Layout, optimizer: Optimizer) -> float:

@@ -19,10 +19,7 @@ STREAM_BYTES = 4  # the residual stream is fp32
 
 @dataclass(frozen=True)
 class Layout:
-    """Parallel sizes, in ranks. data: what the others leave. virtual: stages a pipeline rank holds. instances: of the optimizer's state.
-
-    copies: gradients are reduced by copies (parallel.reduce_by_copies); slot_bytes: of a rank in a window for them, if not zaya_plugin.plan.memory.WINDOW_SLOT.
-    """
+    """Parallel sizes, in ranks. data: what the others leave. virtual: stages a pipeline rank holds. instances: of the optimizer's state."""
 
     data: int = 1
     context: int = 1
@@ -34,8 +31,6 @@ class Layout:
     allgather_dispatcher: bool = False
     distributed_optimizer: bool = True
     instances: int = 1
-    copies: bool = False
-    slot_bytes: int | None = None
 
     @property
     def replicas(self) -> int:
@@ -60,12 +55,16 @@ class Layout:
 
 @dataclass(frozen=True)
 class Batch:
-    """Work of one data-parallel rank and step. seq_length: of a whole sequence; dtype_bytes: of weights and activations."""
+    """Work of one data-parallel rank and step.
+
+    seq_length: of a whole sequence; dtype_bytes: of weights and activations; stream_bytes: of an element of the residual stream.
+    """
 
     seq_length: int
     micro_batch_size: int = 1
     micro_batches: int = 1
     dtype_bytes: int = 2
+    stream_bytes: int = 4
 
 
 def local_parameters(shape: Shape, layout: Layout) -> dict[str, int]:
@@ -130,9 +129,8 @@ def sent_bytes(shape: Shape, layout: Layout, batch: Batch, skip_share: float = 0
     chunks = (2 if layout.zigzag else 1) * batch.micro_batch_size
     channels = (2 * (shape.query_channels + shape.key_channels) + shape.key_channels // 2) // tp
     tokens = rows // tp
-    if (
-        layout.allgather_dispatcher
-    ):  # each token's row, and what its expert made of it, to and from all ranks of the group
+    # each token's row, and what its expert made of it, to and from all ranks of the group
+    if layout.allgather_dispatcher:
         moved = (ep - 1) * tokens
     else:
         moved = (ep - 1) / ep * tokens * (1 - skip_share)
@@ -149,8 +147,8 @@ def sent_bytes(shape: Shape, layout: Layout, batch: Batch, skip_share: float = 0
     shards = sum(parameters / n for n, parameters in replicas)
     boundaries = layout.virtual if layout.pipeline > 1 else 0
     state = shape.router_hidden_size
-    # Attention gathers its input and scatters its output; the embedding scatters, the head gathers, twice in all.
-    attention, ends = 2 * both_ways * layers, 5 if layout.pipeline == 1 else 0
+    # Attention gathers its input and scatters its output; the embedding scatters, the head gathers; both again backward.
+    attention, ends = 2 * both_ways * layers, 4 if layout.pipeline == 1 else 0
     whole = local["rest"] - _cut_parameters(shape, layout)
     return {
         "key_values": float(both_ways * times * (cp - 1) * rows * 2 * shape.key_channels // tp * element),

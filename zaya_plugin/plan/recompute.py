@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 from zaya_plugin.plan.flops import Shape, forward_flops_by_part
 from zaya_plugin.plan.machines import Machine
-from zaya_plugin.plan.memory import Kernels, MemoryPlan, Optimizer, Recompute, memory_plan
+from zaya_plugin.plan.memory import MemoryPlan, Optimizer, Recompute, memory_plan
 from zaya_plugin.plan.parallelism import Batch, Layout
 
 MODULES = ("layernorm", "permute", "core_attn", "moe")
@@ -41,7 +41,6 @@ def choices(
     shape: Shape,
     layout: Layout,
     batch: Batch,
-    kernels: Kernels,
     optimizer: Optimizer,
     machine: Machine,
     allowed: tuple[str, ...] = MODULES,
@@ -50,8 +49,8 @@ def choices(
     """All of them, cheapest first. graph: as memory_plan's."""
     found = []
     for recompute in _candidates(shape.num_layers // layout.pipeline, allowed):
-        plan = memory_plan(shape, layout, batch, kernels, recompute, optimizer, graph)
-        found.append(Choice(recompute, plan, 1e3 * added_seconds(shape, layout, batch, kernels, recompute, machine)))
+        plan = memory_plan(shape, layout, batch, recompute, optimizer, graph)
+        found.append(Choice(recompute, plan, 1e3 * added_seconds(shape, layout, batch, recompute, machine)))
     return sorted(found, key=lambda choice: (choice.milliseconds, choice.plan.total))
 
 
@@ -81,13 +80,11 @@ def _candidates(layers: int, allowed: tuple[str, ...]) -> Iterator[Recompute]:
     yield from (Recompute(full_layers=count) for count in range(1, layers + 1))
 
 
-def added_seconds(
-    shape: Shape, layout: Layout, batch: Batch, kernels: Kernels, recompute: Recompute, machine: Machine
-) -> float:
+def added_seconds(shape: Shape, layout: Layout, batch: Batch, recompute: Recompute, machine: Machine) -> float:
     """Time of what a rank computes again in a step."""
     layers = shape.num_layers // layout.pipeline
     flops = forward_flops_by_part(replace(shape, num_layers=1), batch.seq_length)
-    a, s, h = batch.dtype_bytes, kernels.stream_bytes, shape.hidden_size
+    a, s, h = batch.dtype_bytes, batch.stream_bytes, shape.hidden_size
     norm = (s + a) * h / machine.copy
     time = {part: flops[part] / machine.gemm / share for part, share in FORWARD_SHARE.items()}
     time["permute"] = 2 * a * h / machine.copy

@@ -74,10 +74,8 @@ def step_work(shape: Shape, seq_length: int, rank: Rank, optimizer: OptimizerSha
     moved = _activation_bytes(shape, rank)
     for part, elements in _weights(here, rank).items():  # read forward and backward, their gradient written
         moved[part] += 3.0 * rank.activation_bytes * elements * rank.micro_batches
-    for (
-        part,
-        elements,
-    ) in rank.accumulated.items():  # each micro-batch read and written in fp32, where it is added, and nowhere else
+    # each micro-batch read and written in fp32, where it is added, and nowhere else
+    for part, elements in rank.accumulated.items():
         not_written = 0 if part == "gradients" else rank.activation_bytes
         not_read = FLOAT32 if part in rank.written else 0
         moved[part] = moved.get(part, 0.0) + ((2.0 * FLOAT32 - not_written) * rank.micro_batches - not_read) * elements

@@ -32,6 +32,7 @@ from zaya_plugin.training.arguments import BATCH_ARGUMENTS, OWN_ARGUMENTS, megat
 from zaya_plugin.training.balancer import Balancer
 from zaya_plugin.training.datasets import DataSources
 from zaya_plugin.training.handover import predecessor
+from zaya_plugin.training.kernels import kernel_lines
 from zaya_plugin.training.lifecycle import Lifecycle
 from zaya_plugin.training.metrics import Reporter, Step, memory_gib
 from zaya_plugin.training.optimizer import optimizer_factory
@@ -172,6 +173,8 @@ class _Trainer:
                 resumed_at=self.lifecycle.resumed_at,
                 lineage=self.lifecycle.lineage,
             )
+            if self.recipe.cluster.device != "cpu":
+                self.reporter.note(kernel_lines(torch.device("cuda", torch.cuda.current_device())))
         config = model_config(args)
         config.finalize_model_grads_func = self.finalize_and_balance
         return build_stage(self.recipe, args, config, pre_process, post_process, vp_stage, pg_collection)

@@ -24,6 +24,7 @@ from zaya_plugin.training.arguments import BATCH_ARGUMENTS, DECIDED_AT_START, OW
 from zaya_plugin.training.balancer import Balancer
 from zaya_plugin.training.datasets import find_sources
 from zaya_plugin.training.handover import predecessor
+from zaya_plugin.training.kernels import select_kernels
 from zaya_plugin.training.lifecycle import Lifecycle
 from zaya_plugin.training.optimizer import assign_optimizers, mark_matrices, optimizer_factory
 
@@ -49,6 +50,7 @@ class Guest:
 
     def __init__(self, recipe: Recipe, args: argparse.Namespace):
         self.recipe, self.args = recipe, args
+        select_kernels(recipe)
         values = megatron_arguments(recipe, {})
         for name in (*OWN_ARGUMENTS, *BATCH_ARGUMENTS):
             setattr(args, name, values.get(name))

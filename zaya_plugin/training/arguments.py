@@ -21,20 +21,12 @@ OWN_ARGUMENTS = (
     "temperature_form",
     "temperature_init",
     "skip_output",
-    "router_softmax_in_fp32",
     "residual_in_fp32",
-    "qk_norm_in_fp32",
     "balancing_lr",
     "balancing_beta1",
     "balancing_beta2",
     "balancing_eps",
     "balancing_centering",
-    "fused_residual_norm",
-    "fused_cca_prologue",
-    "fused_router",
-    "fused_expert_path",
-    "grouped_gemm",
-    "fused_linear_cross_entropy",
     "z_loss",
     "context_parallel_order",
     "core_attention",
@@ -126,9 +118,8 @@ def megatron_arguments(recipe: Recipe, data: dict[str, Any]) -> dict[str, Any]:
     values.update(_profiling(recipe))
     # Megatron's name for what zaya_plugin.training.optimizer puts in its place.
     values["optimizer"] = "adam"
-    if (
-        recipe.parallel.use_distributed_optimizer
-    ):  # else Megatron asks the device in each micro-batch; ours notices without waiting
+    # else Megatron asks the device in each micro-batch; ours notices without waiting
+    if recipe.parallel.use_distributed_optimizer:
         values["check_for_nan_in_loss_and_grad"] = False
     values["num_workers"] = recipe.data.num_workers
     # Megatron counts all batches of a validation, the recipe those of a domain.
@@ -156,9 +147,8 @@ def _precision(recipe: Recipe) -> dict[str, Any]:
 
 
 def _graphs(recipe: Recipe) -> dict[str, Any]:
-    if (
-        recipe.cluster.graphs != "full_iteration"
-    ):  # `zaya train` has put something in the place of auto; other hosts go without
+    # `zaya train` has put something in the place of auto; other hosts go without
+    if recipe.cluster.graphs != "full_iteration":
         return {}
     return dict(cuda_graph_impl=recipe.cluster.graphs, cuda_graph_modules=[])
 

@@ -92,8 +92,7 @@ def left_out(recipe: Recipe) -> list[str]:
         notes.append("stage.eval_at_start: validation comes after steps only, and each reads further samples")
     if recipe.handover.planned_samples:
         notes.append("handover.planned_samples: the order of the data is made for this stage alone")
-    if recipe.cluster.fused_linear_cross_entropy:
-        notes.append("cluster.fused_linear_cross_entropy: the host's own head and loss, which keep all logits")
+    notes.append("linear_cross_entropy: the host has its own head and loss, which keep all logits")
     if recipe.logger.wandb or recipe.logger.tensorboard:
         notes.append(
             "logger: the host logs; no metrics.jsonl, router statistics or MFU. W&B: --wandb-project and its kin"

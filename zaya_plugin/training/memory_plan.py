@@ -11,11 +11,11 @@ from zaya_plugin.config.validate import data_parallel_size
 from zaya_plugin.plan import recompute as choice
 from zaya_plugin.plan.flops import Shape
 from zaya_plugin.plan.machines import H100, MACHINES, Machine
-from zaya_plugin.plan.memory import Kernels, MemoryPlan, Optimizer, Recompute, memory_plan
+from zaya_plugin.plan.memory import MemoryPlan, Optimizer, Recompute, memory_plan
 from zaya_plugin.plan.parallelism import Batch, Layout
 from zaya_plugin.training.vocabulary import padded, vocabulary_of
 
-MIB, GIB = 2**20, 2**30
+GIB = 2**30
 
 
 def shape_of(recipe: Recipe, vocabulary: int | None = None) -> Shape:
@@ -48,28 +48,15 @@ def layout_of(recipe: Recipe, world_size: int) -> Layout:
         allgather_dispatcher=parallel.moe_token_dispatcher == "allgather",
         distributed_optimizer=parallel.use_distributed_optimizer,
         instances=parallel.num_distributed_optimizer_instances,
-        copies=parallel.reduce_by_copies,
-        slot_bytes=parallel.reduce_by_copies_mib * MIB,
     )
 
 
 def batch_of(recipe: Recipe, world_size: int) -> Batch:
     stage = recipe.stage
     micro_batches = stage.global_batch_size // (stage.micro_batch_size * data_parallel_size(recipe, world_size))
-    return Batch(stage.seq_length, stage.micro_batch_size, micro_batches, 2 if recipe.cluster.dtype == "bf16" else 4)
-
-
-def kernels_of(recipe: Recipe) -> Kernels:
-    cluster = recipe.cluster
-    stream = 4 if recipe.model.residual_in_fp32 or cluster.dtype == "fp32" else 2
-    return Kernels(
-        cluster.fused_residual_norm,
-        cluster.fused_cca_prologue,
-        cluster.fused_expert_path,
-        cluster.fused_linear_cross_entropy,
-        stream,
-        cluster.fused_router,
-    )
+    dtype_bytes = 2 if recipe.cluster.dtype == "bf16" else 4
+    stream_bytes = 4 if recipe.model.residual_in_fp32 else dtype_bytes
+    return Batch(stage.seq_length, stage.micro_batch_size, micro_batches, dtype_bytes, stream_bytes)
 
 
 def optimizer_of(recipe: Recipe) -> Optimizer:
@@ -103,7 +90,6 @@ def plan_of(recipe: Recipe, world_size: int, vocabulary: int | None = None) -> M
         shape_of(recipe, vocabulary),
         layout_of(recipe, world_size),
         batch_of(recipe, world_size),
-        kernels_of(recipe),
         recompute_of(recipe),
         optimizer_of(recipe),
         has_graph(recipe),
@@ -128,7 +114,6 @@ def with_recompute(recipe: Recipe, world_size: int, vocabulary: int | None = Non
         shape_of(recipe, vocabulary),
         layout_of(recipe, world_size),
         batch_of(recipe, world_size),
-        kernels_of(recipe),
         optimizer_of(recipe),
         machine_of(recipe),
         allowed,

@@ -180,6 +180,11 @@ class Reporter:
         self.sinks.append(Guarded("W&B", run))
         self._print(f"W&B: {run.where}")
 
+    def note(self, lines: list[str]) -> None:
+        """Console lines about the run itself."""
+        if self.reports:
+            self._print("\n".join(lines))
+
     def _log(self, row: dict[str, Any]) -> None:
         for sink in self.sinks:
             sink.log(row)

@@ -8,13 +8,11 @@ from fnmatch import fnmatchcase
 
 from torch import nn
 
-import hip_ops
 from zaya_plugin.config.optimizer_override import Override
 from zaya_plugin.config.schema import Recipe
 from zaya_plugin.optim.build import muon_factory, tag_parameters
 from zaya_plugin.optim.grouping import Assignment, assign
 from zaya_plugin.optim.muon import MuonSettings
-from zaya_plugin.parallel.copied_reduction import reduce_by_copies
 from zaya_plugin.parallel.layer_groups import group_layers
 
 
@@ -52,23 +50,16 @@ def muon_settings(recipe: Recipe) -> MuonSettings:
         dtype=optim.muon_dtype,
         rms_scale=optim.muon_rms_scale,
         momentum_dtype=optim.muon_momentum_dtype,
-        fused=recipe.cluster.fused_muon,
     )
 
 
 def optimizer_factory(recipe: Recipe, get_megatron_optimizer: Callable) -> Callable:
-    """What takes the place of Megatron's `get_megatron_optimizer` in a run of `recipe`; sets hip_ops' backend too."""
-    backend = recipe.cluster.hip_ops_backend
-    hip_ops.set_backend(None if backend == "auto" else backend)  # None: HIP_OPS_BACKEND, where a user has set it
+    """What takes the place of Megatron's `get_megatron_optimizer` in a run of `recipe`."""
     non_finite = recipe.optim.non_finite_gradients if recipe.parallel.use_distributed_optimizer else None
     build = muon_factory(get_megatron_optimizer, muon_settings(recipe), non_finite)
 
     def factory(config, model_chunks, *positional, **named):
         group_layers(model_chunks)
-        if recipe.parallel.reduce_by_copies:
-            reduce_by_copies(
-                model_chunks, recipe.parallel.reduce_by_copies_mib * 2**20, recipe.cluster.distributed_timeout_minutes
-            )
         return build(config, model_chunks, *positional, **named)
 
     return factory

@@ -10,9 +10,8 @@ from pathlib import Path
 from zaya_plugin.config.compose import save_recipe
 from zaya_plugin.config.schema import Recipe
 
-TRACKER = (
-    Path("checkpoints") / "latest_checkpointed_iteration.txt"
-)  # Megatron writes it last, once a checkpoint is whole
+# Megatron writes it last, once a checkpoint is whole
+TRACKER = Path("checkpoints") / "latest_checkpointed_iteration.txt"
 
 
 def check_resume(run_dir: str | os.PathLike, resume: str) -> None:

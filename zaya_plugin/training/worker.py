@@ -97,8 +97,10 @@ def prepare(recipe, world_size: int) -> None:
     import torch
 
     from zaya_plugin.config.validate import validate
+    from zaya_plugin.training.kernels import select_kernels
 
     validate(recipe, world_size)
+    select_kernels(recipe)
     if threads := os.environ.get("OMP_NUM_THREADS"):
         torch.set_num_threads(int(threads))
     patches.apply()

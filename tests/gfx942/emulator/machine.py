@@ -7,10 +7,8 @@ from tests.gfx942.emulator.code_object import KernelInfo
 
 LANES = 64
 VCC, M0, EXEC = 106, 124, 126
-REGISTER_POISON, LDS_POISON = (
-    0x7FB1_5BAD,
-    0xFF,
-)  # a signalling NaN: what is used uninitialised shows in the result as well
+# a signalling NaN: what is used uninitialised shows in the result as well
+REGISTER_POISON, LDS_POISON = (0x7FB1_5BAD, 0xFF)
 
 
 def pack_lanes(lanes: np.ndarray) -> np.ndarray:

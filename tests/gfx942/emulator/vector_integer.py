@@ -163,9 +163,8 @@ _PLAIN = {
 @opcode(*_PLAIN)
 def _plain(instruction: Instruction):
     operate, write = _PLAIN[instruction.opcode], vector_writer(instruction)
-    if (
-        instruction.opcode == "v_sub_u32" and "clamp" in instruction.modifiers
-    ):  # saturates: Triton's scans find the lane before by it
+    # saturates: Triton's scans find the lane before by it
+    if instruction.opcode == "v_sub_u32" and "clamp" in instruction.modifiers:
         instruction.result_modified = True
         operate = _subtract_to_zero
     if instruction.opcode == "v_mov_b32":
@@ -277,9 +276,8 @@ def _read_first_lane(instruction: Instruction):
 
     def run(m):
         value = m.spread(read(m))
-        m.write_scalar(
-            target.index, value[np.arange(m.selected), m.enabled.argmax(axis=1)]
-        )  # lane 0 where EXEC is zero
+        # lane 0 where EXEC is zero
+        m.write_scalar(target.index, value[np.arange(m.selected), m.enabled.argmax(axis=1)])
 
     return run
 

@@ -108,9 +108,8 @@ class Scoreboard:
         self.issued = {"vector": np.zeros(waves, np.int64), "lgkm": np.zeros(waves, np.int64)}
         self.done = {"vector": np.zeros(waves, np.int64), "lgkm": np.zeros(waves, np.int64)}
         self.last_scalar, self.last_lds_write = np.zeros(waves, np.int64), np.zeros(waves, np.int64)
-        self.pending: dict[
-            tuple[int, str], tuple[Instruction, np.ndarray]
-        ] = {}  # (position, counter) -> its number of issue
+        # (position, counter) -> its number of issue
+        self.pending: dict[tuple[int, str], tuple[Instruction, np.ndarray]] = {}
         self.pending_of: dict[int, set[tuple[int, str]]] = {}  # register -> instructions
         self.unwritten = {register: np.ones(waves, bool) for register in unwritten}
         self.watched = set(unwritten)

@@ -1,0 +1,278 @@
+# SPDX-License-Identifier: Apache-2.0
+"""CCA between its projections and attention, as one torch operator with gradients, for training, packed documents and decoding.
+
+Formulas and the conventions of all versions are in hip_ops/cca_prologue/reference.py. Saved for the backward pass: the inputs;
+query and key, which attention saves too; and one number a head and row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from hip_ops.cca_prologue import reference
+from hip_ops.runtime.declaration import wide
+from hip_ops.runtime.operator import Operator
+
+HEADS, GROUPS, HEAD_DIM = 8, 2, 128  # ZAYA1's
+TRITON_HEAD_DIMS = (32, 64, 128, 256)
+
+
+def _example(backward: bool):
+    """ZAYA1's heads, two chunks with halos, two sequences with documents of odd lengths, and rows beyond one tile."""
+
+    def make(device: torch.device) -> tuple:
+        dtype, d, heads, batch, chunks, rows = torch.bfloat16, HEAD_DIM, HEADS + GROUPS, 2, 2, 69
+        channels, values = heads * d, GROUPS * d
+
+        def random(*shape: int, scale: float = 1.0) -> Tensor:
+            return (torch.randn(shape, device=device) * scale).to(dtype)
+
+        starts = torch.zeros(chunks, rows + 1, batch, dtype=torch.bool, device=device)
+        starts[0, 1, 0] = starts[0, 33:35, 0] = starts[1, 0, 1] = starts[1, 2, 0] = starts[1, rows, 1] = True
+        angles = torch.rand(chunks * rows, batch, d // 4, device=device) * 6.0
+        inputs = (
+            random(chunks * rows, batch, channels + values),
+            random(channels, 1, 2),
+            random(channels, scale=0.3),
+            random(channels, d, 2, scale=(2 * d) ** -0.5),
+            random(channels, scale=0.3),
+            torch.tensor([0.7, 1.4], device=device, dtype=dtype),
+            torch.cat((angles.cos(), angles.sin()), dim=-1),
+            random(chunks, 2, batch, channels),
+            random(chunks, batch, values // 2),
+            starts,
+            GROUPS,
+            values // 2,
+        )
+        if not backward:
+            return inputs
+        query, key, value, inverse_norm = reference.cca_prologue(*inputs)
+        return *(random(*t.shape) for t in (query, key, value)), *inputs[:10], query, key, inverse_norm, *inputs[10:]
+
+    return make
+
+
+def _fits(first: int) -> dict[str, Callable[..., bool]]:
+    """Which calls the kernels of each version take; projected is argument `first`."""
+
+    def hip(*arguments) -> bool:
+        projected, grouped_weight, rope = (arguments[first + place] for place in (0, 3, 6))
+        shapes = grouped_weight.shape[1] == HEAD_DIM and arguments[-1] % 4 == 0
+        return projected.dtype == torch.bfloat16 and shapes and (rope is None or rope.shape[-1] % 8 == 0)
+
+    return {"hip": hip, "triton": lambda *arguments: arguments[first + 3].shape[1] in TRITON_HEAD_DIMS}
+
+
+def _rule(given: dict) -> str | None:
+    channels, d, groups, delayed = (given[name] for name in ("C", "d", "query_groups", "delayed_channels"))
+    heads, chunks, rope = channels // d, given.get("k", 1), given["rope"]
+    if channels % d or groups < 1 or heads % groups or heads < 2 * groups:
+        return (
+            f"query_groups is {groups}; it must be a divisor of the number of query heads; the {channels} channels of "
+            f"depthwise_bias are query heads and query_groups key heads of {d} channels"
+        )
+    if not 0 <= delayed <= groups * d:
+        return f"delayed_channels is {delayed}; it must be from 0 to {groups * d}, the number of value channels"
+    if (given["halo"] is None) != (given["value_halo"] is None):
+        return "one of halo and value_halo is None; they must be given both or not at all"
+    if given["s"] % chunks:
+        return f"halo, value_halo and starts have {chunks} chunks; their number must divide the {given['s']} rows of projected"
+    if rope is not None and not (given["turns"] in (1, given["b"]) and 0 < given["r"] <= d and given["r"] % 2 == 0):
+        wanted = f"[{given['s']}, 1 or {given['b']}, r] with an even r up to {d}"
+        return f"rope has shape {tuple(rope.shape)}; it must be {wanted}"
+    return None
+
+
+_prologue = Operator(
+    reference.cca_prologue,
+    takes="""
+        depthwise_bias    [C]                        bf16|fp32
+        depthwise_weight  [C, 1, 2]                  =depthwise_bias
+        grouped_weight    [C, d>0, 2]                =depthwise_bias
+        grouped_bias      [C]                        =depthwise_bias
+        projected         [s, b, C+query_groups*d]   =depthwise_bias
+        temperature       [query_groups]             wide(projected)|=projected
+        rope?             [s, turns, r]              fp32!|wide(projected)
+        halo?             [k>0, 2, b, C]             =projected
+        value_halo?       [k>0, b, delayed_channels] =projected
+        starts?           [k>0, s//k+1, b]           bool
+    """,
+    gives="""
+        query             [s, b, C//d-query_groups, d]  =projected
+        key               [s, b, query_groups, d]       =projected
+        value             [s, b, query_groups, d]       =projected
+        inverse_norm      [C//d, s, b]                  wide(projected)
+    """,
+    rule=_rule,
+    example=_example(backward=False),
+    tolerance=2**-6,
+    fits=_fits(first=0),
+)
+_prologue_backward = Operator(
+    reference.cca_prologue_backward,
+    gives="""
+        d_projected         like projected
+        d_depthwise_weight  like depthwise_weight
+        d_depthwise_bias    like depthwise_bias
+        d_grouped_weight    like grouped_weight
+        d_grouped_bias      like grouped_bias
+        d_temperature       like temperature
+        d_halo              like halo
+        d_value_halo        like value_halo
+    """,
+    example=_example(backward=True),
+    tolerance=2**-6,
+    fits=_fits(first=3),
+)
+
+
+def _save(ctx, inputs, output) -> None:
+    *tensors, ctx.query_groups, ctx.delayed_channels = inputs
+    query, key, _, inverse_norm = output
+    ctx.mark_non_differentiable(inverse_norm)
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(*tensors, query, key, inverse_norm)
+
+
+def _gradients(ctx, d_query, d_key, d_value, _):
+    *inputs, query, key, inverse_norm = ctx.saved_tensors
+    # The kernels always read all three: zeros where a result was not used.
+    upstream = [
+        torch.zeros(like.shape, dtype=like.dtype, device=like.device) if given is None else given
+        for given, like in ((d_query, query), (d_key, key), (d_value, key))
+    ]
+    *found, d_halo, d_value_halo = _prologue_backward(
+        *upstream, *inputs, query, key, inverse_norm, ctx.query_groups, ctx.delayed_channels
+    )
+    halos = (None, None) if inputs[7] is None else (d_halo, d_value_halo)
+    return *found, None, *halos, None, None, None
+
+
+_prologue.register_autograd(_gradients, setup_context=_save)
+
+
+def cca_prologue(
+    projected: Tensor,
+    depthwise_weight: Tensor,
+    depthwise_bias: Tensor,
+    grouped_weight: Tensor,
+    grouped_bias: Tensor,
+    temperature: Tensor,
+    rope: Tensor | None = None,
+    *,
+    query_groups: int,
+    delayed_channels: int | None = None,
+    halo: Tensor | None = None,
+    value_halo: Tensor | None = None,
+    starts: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """query [s, b, n, d], key and value [s, b, g, d], contiguous, from the projections (arXiv 2510.04476; formulas: reference).
+
+    Args:
+        projected [s, b, C + g d]: queries, keys, current values, delayed values, C = (n + g) d; rows with any strides.
+        depthwise_weight [C, 1, 2], depthwise_bias [C], grouped_weight [C, d, 2], grouped_bias [C], as torch.nn.Conv1d stores them.
+        temperature [g], the length of the keys; in the tensors' dtype or fp32.
+        rope [s, 1 or b, r], fp32 (or fp64 with fp64 tensors): cos then sin of the angles of channels 0 .. r/2 - 1 (`rope_table`); None: no rotation. No gradient.
+        query_groups g. delayed_channels w: how many of the last value channels lag one row; None: half of them.
+        halo [k, 2, b, C] and value_halo [k, b, w]: the sequence comes in k chunks of equal length, and these are the two last
+            rows of z and the last delayed values before each; both or none. None: nothing precedes.
+        starts bool [k, s / k + 1, b]: the row before each chunk and its own that are the first of a document (`document_starts`).
+
+    All but rope, starts and temperature share one dtype: bf16, fp32, or fp64, which the reference computes.
+    Raises ValueError on wrong shapes, dtypes, devices or values.
+    """
+    values = projected.shape[-1] - len(grouped_bias)
+    delayed = values // 2 if delayed_channels is None else delayed_channels
+    weights = (depthwise_weight, depthwise_bias, grouped_weight, grouped_bias)
+    return _prologue(projected, *weights, temperature, rope, halo, value_halo, starts, query_groups, delayed)[:3]
+
+
+def rope_table(angles: Tensor) -> Tensor:
+    """(cos, sin) in fp32 [s, 1 or b, r] for `cca_prologue`, of angles [s, 1 or b, 1, r] in radians, both halves equal (Megatron's rotary_pos_emb)."""
+    half = angles[:, :, 0, : angles.shape[-1] // 2]
+    half = half.to(wide(half.dtype))
+    return torch.cat((half.cos(), half.sin()), dim=-1)
+
+
+def document_starts(cu_seqlens: Tensor, rows: int) -> tuple[Tensor, Tensor]:
+    """(starts bool [1, rows + 1, 1], positions int64 [rows] inside the documents) of documents packed one behind the other.
+
+    cu_seqlens: integers [documents + 1], the row where each document starts, then `rows`; equal neighbours are empty documents.
+    Nothing waits for the device. `rope[positions]` restarts the rotation with each document.
+    """
+    if cu_seqlens.dim() != 1 or len(cu_seqlens) < 2 or cu_seqlens.is_floating_point():
+        raise ValueError(
+            f"hip_ops.document_starts: cu_seqlens is {cu_seqlens.dtype} {tuple(cu_seqlens.shape)}; it must be integers [documents + 1]"
+        )
+    starts = torch.zeros(rows + 2, dtype=torch.bool, device=cu_seqlens.device)
+    starts[cu_seqlens.long() + 1] = True  # the end of the last document falls on the row that is cut off
+    starts[0] = True
+    starts = starts[:-1]
+    steps = torch.arange(rows, device=cu_seqlens.device)
+    return starts.view(1, -1, 1), steps - torch.where(starts[1:], steps, 0).cummax(0).values
+
+
+@dataclass
+class DecodeState:
+    """State of the past for the next tokens: conv [2, b, C], the last two rows of z, and value [b, w], the last delayed values.
+
+    transformers' cache holds the same as conv state [b, C, 2] and recurrent state [b, w].
+    """
+
+    conv: Tensor
+    value: Tensor
+
+    @classmethod
+    def empty(
+        cls, batch: int, channels: int, delayed_channels: int, *, dtype: torch.dtype, device: torch.device | str
+    ) -> DecodeState:
+        """The state before a sequence: zeros."""
+        return cls(
+            torch.zeros(2, batch, channels, dtype=dtype, device=device),
+            torch.zeros(batch, delayed_channels, dtype=dtype, device=device),
+        )
+
+    def advance(self, projected: Tensor) -> None:
+        """Appends the tokens projected [t, b, C + g d], in place, so that a captured graph may hold the state."""
+        channels, delayed = self.conv.shape[-1], self.value.shape[-1]
+        self.conv.copy_(torch.cat((self.conv, projected[-2:, :, :channels]))[-2:])
+        self.value.copy_(projected[-1, :, projected.shape[-1] - delayed :])
+
+
+def cca_prologue_step(
+    projected: Tensor,
+    depthwise_weight: Tensor,
+    depthwise_bias: Tensor,
+    grouped_weight: Tensor,
+    grouped_bias: Tensor,
+    temperature: Tensor,
+    rope: Tensor | None = None,
+    *,
+    query_groups: int,
+    state: DecodeState,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """query, key and value, as cca_prologue, of the next t >= 1 tokens of b sequences, projected [t, b, C + g d]; `state` advances in place.
+
+    A prompt is the first step, from the empty state. No gradients.
+    """
+    with torch.no_grad():
+        found = cca_prologue(
+            projected,
+            depthwise_weight,
+            depthwise_bias,
+            grouped_weight,
+            grouped_bias,
+            temperature,
+            rope,
+            query_groups=query_groups,
+            delayed_channels=state.value.shape[-1],
+            halo=state.conv.unsqueeze(0),
+            value_halo=state.value.unsqueeze(0),
+        )
+        if len(projected):
+            state.advance(projected)
+    return found

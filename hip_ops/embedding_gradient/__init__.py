@@ -1,0 +1,52 @@
+# SPDX-License-Identifier: Apache-2.0
+"""An embedding's gradient added to a main gradient row by row, as a torch operator."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from hip_ops.embedding_gradient import reference
+from hip_ops.runtime.operator import Operator
+
+
+def _example(device: torch.device) -> tuple:
+    """Ids that come once, some times, and more often than a program of the kernel takes rows, in any order."""
+    ids = torch.cat((torch.randint(50, (300,)), torch.full((200,), 7), torch.tensor([0, 49]))).to(device)
+    return (
+        torch.randn(50, 1100, device=device),
+        ids[torch.randperm(len(ids)).to(device)],
+        torch.randn(len(ids), 1100, device=device).bfloat16(),
+    )
+
+
+def _contiguous_rows(total: Tensor, ids: Tensor, rows: Tensor) -> bool:
+    return total.stride(1) == 1
+
+
+def _contiguous_fp32_rows(total: Tensor, ids: Tensor, rows: Tensor) -> bool:
+    return total.dtype == torch.float32 and total.stride(1) == 1
+
+
+_add_rows = Operator(
+    reference.add_rows_,
+    takes="""
+        total  [v, h]  bf16|fp32
+        ids    [n]     int64
+        rows   [n, h]  bf16|fp32
+    """,
+    mutates=("total",),
+    example=_example,
+    tolerance=1e-5,
+    fits={"hip": _contiguous_fp32_rows, "triton": _contiguous_rows},
+)
+
+
+def add_rows_(total: Tensor, ids: Tensor, rows: Tensor) -> None:
+    """total[ids] += rows, in place and the same bits every time: rows of one id are summed in fp32 in their order before they are added.
+
+    Args: total [v, h], fp32 in training; rows of it that are not contiguous are computed by the torch reference. ids int64 [n], each in
+    [0, v). rows [n, h], bf16 or fp32. All-fp64 tensors are computed by the torch reference too. Raises ValueError on wrong shapes, dtypes
+    or devices; ids are not checked.
+    """
+    _add_rows(total, ids, rows)

@@ -1,0 +1,138 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Matrix products over rows sorted by expert: each expert has its own matrix, and its rows' borders lie on the device.
+
+`grouped_rows` is x[i] @ W[expert of i], forward and, with the transposed matrices, backward to x. `grouped_outer_` is a_e^T b_e for
+every expert, added in place to fp32 blocks such as Megatron's main gradients, or written there. Neither has gradients of its own:
+autograd functions such as zaya_plugin.model.experts.ExpertMLP call them in both directions.
+
+Versions, best first: quack on Hopper (faster than Triton in 19 of 21 measured products, benchmarks/results/quack_tiles-h200.json),
+Triton, torch's grouped_mm. The reference, which takes all dtypes and strides, loops over the experts.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from hip_ops.grouped_product import grouped_mm, reference
+from hip_ops.runtime.operator import Operator
+from hip_ops.runtime.quack import available
+from hip_ops.runtime.self_check import worst
+
+HALF = (torch.bfloat16, torch.float16)
+ALIGNMENT = 16  # bytes, of addresses and strides: what a multiprocessor's copy engine takes
+AVAILABLE = {"quack": available, "grouped_mm": grouped_mm.available}
+
+
+def _aligned(*tensors: Tensor) -> bool:
+    """Whether there are rows, without gaps (of blocks [E, m, n] rows or columns), and all steps are multiples of ALIGNMENT."""
+    for tensor in tensors:
+        along = [place for place, stride in enumerate(tensor.stride()) if stride == 1]
+        steps = [stride for stride in tensor.stride() if stride != 1]
+        sizes = (*tensor.shape[-2:],) if tensor.dim() == 3 else tensor.shape[-1:]
+        if len(along) != 1 or along[0] == 0 or not len(tensor) or not all(step > 0 for step in steps):
+            return False
+        if any(each * tensor.itemsize % ALIGNMENT for each in (*steps, *sizes)) or tensor.data_ptr() % ALIGNMENT:
+            return False
+    return True
+
+
+def _offsets(device: torch.device) -> Tensor:
+    """An expert without rows, one with a few, one with more than a tile; rows of no expert behind them."""
+    return torch.tensor([0, 3, 3, 150, 285], dtype=torch.int32).to(device)
+
+
+def _operand(device: torch.device, *shape: int) -> Tensor:
+    """Small numbers; for rows [300, ..] NaN in those of no expert."""
+    matrix = (torch.randn(shape, device=device) / 16).bfloat16()
+    if len(shape) == 2:
+        matrix[285:] = torch.nan
+    return matrix
+
+
+def _rows_example(transposed: bool):
+    def make(device: torch.device) -> tuple:
+        matrices = _operand(device, 5, 136, 264).mT if transposed else _operand(device, 5, 264, 136)
+        return _operand(device, 300, 264), matrices, _offsets(device)
+
+    return make
+
+
+def _outer_example(dtype: torch.dtype, accumulate: bool):
+    def make(device: torch.device) -> tuple:
+        out = (
+            _operand(device, 5, 136, 264).to(dtype) if accumulate else torch.full((5, 136, 264), torch.nan, dtype=dtype)
+        )
+        a, b = _operand(device, 300, 136), _operand(device, 300, 264)
+        return out.to(device), a, b, _offsets(device), accumulate
+
+    return make
+
+
+def _compare_rows(got: list, want: list) -> str | None:
+    """Of the rows of experts; the others are not written."""
+    end = int(got[1][2][-1])
+    return worst("result", got[0][:end], want[0][:end])
+
+
+_rows = Operator(
+    reference.grouped_rows,
+    takes="""
+        x         [T, k]       bf16|fp16|fp32
+        matrices  [E>0, k, n]  =x
+        offsets   [E]          int32
+    """,
+    gives="out [T, n] =x",
+    example=(_rows_example(False), _rows_example(True)),
+    compare=_compare_rows,
+    available=AVAILABLE,
+    fits={
+        "quack": lambda x, matrices, offsets: x.dtype == torch.bfloat16 and _aligned(x, matrices),
+        "triton": lambda x, matrices, offsets: x.dtype in HALF,
+        "grouped_mm": lambda x, matrices, offsets: (
+            x.dtype in grouped_mm.DTYPES[x.device.type] and _aligned(x, matrices)
+        ),
+    },
+)
+_outer = Operator(
+    reference.grouped_outer_,
+    takes="""
+        out       [E>0, m, n]  wide(a)|=a
+        a         [T, m]       bf16|fp16|fp32
+        b         [T, n]       =a
+        offsets   [E]          int32
+    """,
+    mutates=("out",),
+    example=(
+        _outer_example(torch.float32, True),
+        _outer_example(torch.float32, False),
+        _outer_example(torch.bfloat16, False),
+    ),
+    tolerance=2.0**-7,  # grouped_mm rounds products to bf16
+    available=AVAILABLE,
+    fits={
+        "quack": lambda out, a, b, *_: a.dtype == torch.bfloat16 and out.stride(2) == 1 and _aligned(out, a, b),
+        "triton": lambda out, a, *_: a.dtype in HALF and out.stride(2) == 1,
+        "grouped_mm": lambda out, a, b, *_: a.dtype in grouped_mm.DTYPES[a.device.type] and _aligned(a, b),
+    },
+)
+
+
+def grouped_rows(x: Tensor, matrices: Tensor, offsets: Tensor) -> Tensor:
+    """out[i] = x[i] @ matrices[expert of i], summed in fp32.
+
+    Args: x [T, k]; matrices [E, k, n] of x's dtype, or a transposed view of [E, n, k]; offsets int32 [E], the ends of the experts' rows.
+    Returns [T, n] in x's dtype. Its rows at and beyond offsets[-1] are not written (the reference writes zeros), and x's are not read.
+    Raises ValueError on wrong shapes, dtypes or devices.
+    """
+    return _rows(x, matrices, offsets)
+
+
+def grouped_outer_(out: Tensor, a: Tensor, b: Tensor, offsets: Tensor, accumulate: bool = True) -> Tensor:
+    """out[e] += a[rows of e]^T b[rows of e], summed in fp32, in place; without `accumulate` written there, zeros for an expert without rows.
+
+    Args: out [E, m, n], fp32 or a's dtype; a [T, m] and b [T, n] of one dtype; offsets int32 [E], the ends of the experts' rows. Rows at
+    and beyond offsets[-1] are not read. Returns out. Raises ValueError on wrong shapes, dtypes or devices.
+    """
+    _outer(out, a, b, offsets, accumulate)
+    return out

@@ -1,0 +1,41 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Descriptors whose loads and stores the hardware cuts off at the end of an expert's rows, a border known only on the device.
+
+A descriptor cuts off at the end of its shape. Here the last rows of a range lie at the end of a dimension of BIG rows, and two more
+dimensions correct the address: with coordinates (BIG, end, BIG - size + row) and strides (2^34 - stride, stride, stride) the offset is
+BIG * 2^34 + (end - size + row) * stride elements, and BIG * 2^34 = 2^64 is 0 in 64-bit arithmetic. The method of
+triton.tools.ragged_tma, whose device functions Triton's interpreter does not support.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from hip_ops.runtime.descriptors import descriptor
+
+BIG = tl.constexpr(2**30)
+LONGEST = 0x7FFF0000
+
+
+def ragged_rows(x: Tensor, block: Sequence[int]) -> TensorDescriptor:
+    """Of x [rows, columns] with rows without gaps; block: rows and columns of one load or store."""
+    (rows, columns), (stride, one) = x.shape, x.stride()
+    assert one == 1 and rows <= BIG.value
+    return descriptor(x, (LONGEST, LONGEST, BIG.value, columns), (2**34 - stride, stride, stride, 1), (1, 1, *block))
+
+
+@triton.jit
+def load_rows(desc, start, end, row, column, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """x[start + row :, column :], zeros from x[end] on."""
+    return desc.load([BIG, end, BIG - (end - start) + row, column]).reshape(ROWS, COLUMNS)
+
+
+@triton.jit
+def store_rows(desc, start, end, row, column, block, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """x[start + row :, column :] = block, but for rows from x[end] on."""
+    desc.store([BIG, end, BIG - (end - start) + row, column], block.reshape(1, 1, ROWS, COLUMNS))

@@ -1,0 +1,109 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The products of triton.py by plain loads and stores: for MI300X, for NVIDIA GPUs before Hopper, and for operands that no descriptor
+can read. On AMD consecutive tiles go to one XCD (hip_ops/newton_schulz/tile_order.h has the reason)."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from hip_ops.grouped_product.configs import GroupedConfig
+from hip_ops.grouped_product.expert_tiles import expert_borders, find_expert, outer_tiles
+from hip_ops.runtime.tiles import grouped_tile, xcd_contiguous
+
+AMD_XCDS = 8
+
+
+@triton.jit
+def grouped_pointer_rows_kernel(
+    x_pointer, w_pointer, out_pointer, offsets, experts, n, k, x_stride, w_matrix, w_stride,
+    TRANSPOSED: tl.constexpr, EVEN_K: tl.constexpr, EXPERTS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    GROUP: tl.constexpr, XCDS: tl.constexpr,
+):
+    """As grouped_rows_kernel; strides are those of stored rows, w_matrix the distance of matrices."""
+    starts, ends = expert_borders(offsets, experts, EXPERTS)
+    tile_columns = tl.cdiv(n, BLOCK_N)
+    tile_ends = tl.cumsum(tl.cdiv(ends - starts, BLOCK_M) * tile_columns)
+    tiles = tl.max(tile_ends)
+    for walked in range(tl.program_id(0), tiles, tl.num_programs(0)):
+        expert, start, end, place = find_expert(xcd_contiguous(walked, tiles, XCDS), starts, ends, tile_ends)
+        row, column = grouped_tile(place, tl.cdiv(end - start, BLOCK_M), tile_columns, GROUP)
+        rows = start + row * BLOCK_M + tl.arange(0, BLOCK_M)
+        columns = column * BLOCK_N + tl.arange(0, BLOCK_N)
+        depth = tl.arange(0, BLOCK_K)
+        # Rows and columns past the end read the last one: what comes of them is not stored.
+        x_at = x_pointer + tl.minimum(rows, end - 1).to(tl.int64)[:, None] * x_stride
+        w_at = w_pointer + expert.to(tl.int64) * w_matrix
+        w_columns = (columns % n)[None, :]
+        acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+        for begin in range(0, k, BLOCK_K):
+            at = begin + depth
+            w_offsets = w_columns * w_stride + at[:, None] if TRANSPOSED else at[:, None] * w_stride + w_columns
+            if EVEN_K:
+                x = tl.load(x_at + at[None, :])
+                w = tl.load(w_at + w_offsets)
+            else:
+                x = tl.load(x_at + at[None, :], mask=at[None, :] < k, other=0.0)
+                w = tl.load(w_at + w_offsets, mask=at[:, None] < k, other=0.0)
+            acc = tl.dot(x, w, acc, input_precision="ieee")
+        out_at = out_pointer + rows.to(tl.int64)[:, None] * n + columns[None, :]
+        tl.store(out_at, acc.to(out_pointer.dtype.element_ty), mask=(rows < end)[:, None] & (columns < n)[None, :])
+
+
+@triton.jit
+def grouped_pointer_outer_kernel(
+    a_pointer, b_pointer, out_pointer, offsets, experts, m, n, a_stride, b_stride, out_matrix, out_stride,
+    ACCUMULATE: tl.constexpr, EXPERTS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr,
+    XCDS: tl.constexpr,
+):
+    """As grouped_outer_kernel."""
+    starts, ends = expert_borders(offsets, experts, EXPERTS)
+    tile_rows, tile_columns = tl.cdiv(m, BLOCK_M), tl.cdiv(n, BLOCK_N)
+    tile_ends = tl.cumsum(outer_tiles(starts, ends, experts, tile_rows * tile_columns, ACCUMULATE, EXPERTS))
+    tiles = tl.max(tile_ends)
+    for walked in range(tl.program_id(0), tiles, tl.num_programs(0)):
+        expert, start, end, place = find_expert(xcd_contiguous(walked, tiles, XCDS), starts, ends, tile_ends)
+        row, column = grouped_tile(place, tile_rows, tile_columns, GROUP)
+        rows = row * BLOCK_M + tl.arange(0, BLOCK_M)
+        columns = column * BLOCK_N + tl.arange(0, BLOCK_N)
+        a_at = a_pointer + (rows % m)[None, :]
+        b_at = b_pointer + (columns % n)[None, :]
+        acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+        for begin in range(start, end, BLOCK_K):
+            at = begin + tl.arange(0, BLOCK_K)
+            # Past the end both read the expert's last row, and a zero stands for one of the two: loads without masks are wide.
+            row_at = tl.minimum(at, end - 1).to(tl.int64)[:, None]
+            a = tl.where((at < end)[:, None], tl.load(a_at + row_at * a_stride), 0.0)
+            b = tl.load(b_at + row_at * b_stride)
+            acc = tl.dot(a.T, b, acc, input_precision="ieee")
+        out_at = out_pointer + expert.to(tl.int64) * out_matrix + rows[:, None] * out_stride + columns[None, :]
+        stored = (rows < m)[:, None] & (columns < n)[None, :]
+        if ACCUMULATE:
+            acc += tl.load(out_at, mask=stored, other=0.0).to(tl.float32)
+        tl.store(out_at, acc.to(out_pointer.dtype.element_ty), mask=stored)
+
+
+def _xcds() -> int:
+    return AMD_XCDS if torch.version.hip is not None else 1
+
+
+def launch_rows(x: Tensor, stored: Tensor, out: Tensor, offsets: Tensor, transposed: bool, config: GroupedConfig, programs: int) -> None:
+    """stored: the matrices as they lie, [E, n, k] where transposed, else [E, k, n]."""
+    (experts, *_), n, k = stored.shape, out.shape[1], x.shape[1]
+    grouped_pointer_rows_kernel[(programs,)](
+        x, stored, out, offsets, experts, n, k, x.stride(0), stored.stride(0), stored.stride(1), TRANSPOSED=transposed,
+        EVEN_K=k % config.block_k == 0, EXPERTS=triton.next_power_of_2(experts), BLOCK_M=config.block_m, BLOCK_N=config.block_n,
+        BLOCK_K=config.block_k, GROUP=config.group, XCDS=_xcds(), num_warps=config.num_warps, num_stages=config.num_stages,
+    )
+
+
+def launch_outer(a: Tensor, b: Tensor, out: Tensor, offsets: Tensor, accumulate: bool, config: GroupedConfig, programs: int) -> None:
+    """out [E, m, n] with rows without gaps."""
+    experts, m, n = out.shape
+    grouped_pointer_outer_kernel[(programs,)](
+        a, b, out, offsets, experts, m, n, a.stride(0), b.stride(0), out.stride(0), out.stride(1), ACCUMULATE=accumulate,
+        EXPERTS=triton.next_power_of_2(experts), BLOCK_M=config.block_m, BLOCK_N=config.block_n, BLOCK_K=config.block_k, GROUP=config.group,
+        XCDS=_xcds(), num_warps=config.num_warps, num_stages=config.num_stages,
+    )

@@ -1,0 +1,111 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Declares the passes over a chunk of logits as torch operators. What each computes: reference.py."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from hip_ops.linear_cross_entropy import reference
+from hip_ops.linear_cross_entropy.reference import part_size
+from hip_ops.linear_cross_entropy.saved import LARGEST_PART
+from hip_ops.runtime.operator import Operator
+from hip_ops.runtime.self_check import worst_element
+
+# With fewer rows than these, rows are cut into parts: a block a row on 132 processors, a wave a row on 304.
+ROWS_THAT_FILL_A_DEVICE = {"nvidia": 2048, "amd": 8192}
+MOST_PARTS = 16
+LOGITS = """
+    logits            [tokens, classes]       bf16|fp32
+    labels            [tokens]                int64
+"""
+STATISTICS = "statistics  [parts, 3, tokens]  wide(logits)"
+
+
+def parts_for(logits: Tensor) -> int:
+    """Parts of a row for row_statistics: as many as give every processor of a GPU rows enough; 1 on a CPU."""
+    if logits.device.type == "cpu":
+        return 1
+    parts, enough = 1, ROWS_THAT_FILL_A_DEVICE["amd" if torch.version.hip else "nvidia"]
+    while parts < MOST_PARTS and parts * len(logits) < enough and logits.shape[1] >= 8192 * parts:
+        parts *= 2
+    return parts
+
+
+def _example(device: torch.device, far: bool = False) -> tuple:
+    """Rows of two parts, the second the shorter one; labels in both, at their borders and in neither.
+
+    far: one row of four has parts with different references.
+    """
+    rows, classes, first = 9, 3976, 1000
+    logits = 4 * torch.randn(rows, classes, device=device)
+    if far:
+        logits[::4, -100:] += 200
+    border = first + part_size(classes, 2)
+    labels = [first, border - 1, border, first + classes - 1, first - 1, first + classes, 1700, 4000, 0]
+    return logits.bfloat16(), torch.tensor(labels, device=device), first, 2
+
+
+def _gradient_example(device: torch.device) -> tuple:
+    logits, labels, first, _ = _example(device)
+    normalizer, _ = reference.combined(reference.row_statistics(logits, labels, first, 1))
+    return logits, labels, first, normalizer, torch.rand(len(labels), device=device), 1e-3
+
+
+def _finish_example(device: torch.device) -> tuple:
+    logits, labels, first, parts = _example(device, far=True)
+    statistics = reference.overwrite_with_exponentials(logits, labels, first, parts)
+    return logits, labels, first, statistics, 0, parts, torch.rand(len(labels), device=device), 1e-3
+
+
+def _compare(got: list, want: list) -> str | None:
+    """Compares each element relative to itself: exponentials and gradients have any size."""
+    result = want[0] is not None and worst_element("result", got[0], want[0], allowed=2e-5, floor=1e-30)
+    return result or worst_element("row", got[1][0], want[1][0], allowed=2**-7, floor=1e-30)
+
+
+def _parts_fit(given: dict) -> str | None:
+    if part_size(given["classes"], given["parts"]) > LARGEST_PART:
+        return f"{given['classes']} classes in {given['parts']} parts; a part must have at most {LARGEST_PART}"
+    return None
+
+
+def _first_part_fits(given: dict) -> str | None:
+    last = given["all"] - given["parts"]
+    return None if 0 <= given["first_part"] <= last else f"first_part is {given['first_part']}; it must be 0 to {last}"
+
+
+row_statistics = Operator(reference.row_statistics, takes=LOGITS, gives=STATISTICS, example=_example, compare=_compare)
+overwrite_with_gradient = Operator(
+    reference.overwrite_with_gradient,
+    takes=LOGITS
+    + """
+    normalizer        [2, tokens]             wide(logits)
+    grad              [tokens]                =normalizer
+    """,
+    mutates=("logits",),
+    example=_gradient_example,
+    compare=_compare,
+)
+overwrite_with_exponentials = Operator(
+    reference.overwrite_with_exponentials,
+    takes=LOGITS,
+    gives=STATISTICS,
+    rule=_parts_fit,
+    mutates=("logits",),
+    example=lambda device: _example(device, far=True),
+    compare=_compare,
+)
+finish_gradient = Operator(
+    reference.finish_gradient,
+    takes=LOGITS.replace("logits", "exponentials")
+    + """
+    statistics        [all, 3, tokens]        wide(exponentials)
+    grad              [tokens]                =statistics
+    """,
+    gives="losses_and_factors  [2, tokens]  =statistics",
+    rule=_first_part_fits,
+    mutates=("exponentials",),
+    example=_finish_example,
+    compare=_compare,
+)

@@ -1,0 +1,178 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Muon's momentum and weight update on lists of matrices: each one launch, for any number of matrices of any shapes.
+
+One step of Muon (Jordan et al. 2024, https://kellerjordan.github.io/posts/muon/) with the update scale of Liu et al. 2025
+(arXiv 2502.16982) is
+
+    batches = MatrixBatches([p.shape for p in params], device)  # matrices of one shape lie together
+
+    muon_momentum_(gradients, momenta, batches.slots, square_sums=batches.square_sums)
+    updates = batches.split([newton_schulz(x, square_sums=s) for x, s in zip(batches.tensors, batches.sums())])
+    muon_update_(updates, masters, params, lr=lr, weight_decay=weight_decay)
+
+Matrices keep the parameter's orientation everywhere: a tall one is transposed as a view inside Newton-Schulz, so neither
+of these kernels reads or writes transposed. Nothing here waits for the device. Gradient scale, skip flag and, where it is a
+tensor, the learning rate are read by the kernels, so a step can be captured in a CUDA graph.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from hip_ops.muon import reference
+from hip_ops.runtime.operator import Operator
+
+CONVENTIONS = ("ema", "sum")
+
+
+def rms_matching_scale(shape: Sequence[int]) -> float:
+    """0.2 * sqrt(max(m, n)) for a matrix [..., m, n]: the update's root mean square becomes AdamW's (arXiv 2502.16982, section 2.2)."""
+    return 0.2 * math.sqrt(max(shape[-2:]))
+
+
+def _check(operator: Operator, lists: dict[str, list[Tensor]], **numbers: Tensor | None) -> None:
+    """Raises ValueError unless the lists are parallel and `numbers` are fp32 on their device: `square_sums` one a tensor, others one.
+
+    Parallel: as many tensors, contiguous, of the same shapes, on one device; bf16 and fp32 in any mixture (`masters` fp32), or all
+    fp64, which is for checks and runs the reference.
+    """
+    fail = operator.declaration.fail
+    first_name, first = next(iter(lists.items()))
+    for name, tensors in lists.items():
+        if len(tensors) != len(first):
+            fail(name, f"holds {len(tensors)} tensors", f"a list of {len(first)}, as many as {first_name}")
+    device, double = first[0].device, first[0].dtype == torch.float64
+    for name, tensors in lists.items():
+        half = () if name == "masters" else (torch.bfloat16,)
+        allowed = (torch.float64,) if double else (*half, torch.float32)
+        for i, (tensor, like) in enumerate(zip(tensors, first, strict=True)):
+            if tensor.device != device:
+                fail(f"{name}[{i}]", f"is on {tensor.device}", f"on {device} like {first_name}[0]")
+            if tensor.shape != like.shape:
+                fail(f"{name}[{i}]", f"has shape {tuple(tensor.shape)}", f"{tuple(like.shape)} like {first_name}[{i}]")
+            if not tensor.is_contiguous():
+                fail(f"{name}[{i}]", f"has shape {tuple(tensor.shape)}, strides {tensor.stride()}", "contiguous")
+            if tensor.dtype not in allowed:
+                double_too = "" if double else " (or all tensors torch.float64)"
+                fail(f"{name}[{i}]", f"is {tensor.dtype}", " or ".join(map(str, allowed)) + double_too)
+    for name, value in numbers.items():
+        wanted = (torch.float32, len(first) if name == "square_sums" else 1, device)
+        if value is not None and ((value.dtype, value.numel(), value.device) != wanted or not value.is_contiguous()):
+            what = f"is {value.dtype} of shape {tuple(value.shape)} on {value.device}"
+            fail(name, what, f"torch.float32 of {wanted[1]} elements on {device}, contiguous")
+
+
+def _example_lists(device: torch.device) -> list[list[Tensor]]:
+    """Three parallel lists - bf16, fp32, bf16 - with whole and ragged chunks, an empty tensor and a few elements."""
+    shapes = [(96, 256), (0, 4), (17, 33), (1, 3)]
+    return [
+        [torch.randn(shape, device=device).to(dtype) for shape in shapes]
+        for dtype in (torch.bfloat16, torch.float32, torch.bfloat16)
+    ]
+
+
+def _momentum_example(device: torch.device) -> tuple:
+    scale, found_inf = torch.full((1,), 0.37, device=device), torch.zeros(1, device=device)
+    return (*_example_lists(device), torch.zeros(4, device=device), scale, found_inf, 0.95, True, True)
+
+
+def _update_example(device: torch.device) -> tuple:
+    lr, found_inf = torch.full((1,), 0.1, device=device), torch.zeros(1, device=device)
+    return (*_example_lists(device), [3.2, 0.4, 1.1, 0.5], 0.0, lr, 0.1, found_inf)
+
+
+_momentum = Operator(reference.muon_momentum_, mutates=("momenta", "outputs", "square_sums"), example=_momentum_example)
+_update = Operator(reference.muon_update_, mutates=("masters", "params"), example=_update_example)
+
+
+@torch.no_grad()
+def muon_momentum_(
+    gradients: Sequence[Tensor],
+    momenta: Sequence[Tensor],
+    outputs: Sequence[Tensor],
+    *,
+    momentum: float = 0.95,
+    nesterov: bool = True,
+    convention: str = "ema",
+    grad_scale: Tensor | None = None,
+    found_inf: Tensor | None = None,
+    square_sums: Tensor | None = None,
+) -> None:
+    """Updates `momenta` in place and writes what Newton-Schulz is to orthogonalise into `outputs`.
+
+    With g = gradient * grad_scale and b the momentum,
+
+        convention "ema"   b = lerp(b, g, 1 - momentum)    output = lerp(g, b, momentum) if nesterov else b
+        convention "sum"   b = momentum * b + g            output = g + momentum * b     if nesterov else b
+
+    "ema" is what torch.optim.Muon, KellerJordan/Muon and emerging_optimizers compute; "sum" is torch.optim.SGD's form, in
+    which torch documents Muon and which arXiv 2502.16982 prints. Newton-Schulz normalises its input, so at constant
+    momentum both train alike; momenta of one cannot be continued in the other. `momentum` 0 gives output = b = g.
+
+    gradients, momenta, outputs: lists of equally many contiguous tensors on one device, shapes equal place by place, bf16 or
+        fp32 in any mixture (one launch a combination of dtypes). Arithmetic is fp32; the output is computed from the
+        momentum as stored. Empty lists and empty tensors are fine; addresses need no alignment beyond their dtype's.
+    grad_scale: None or one fp32 number on the device: a clipping factor, the inverse of a loss scale, or their product.
+    found_inf: None or one fp32 number on the device; unless it is 0, nothing at all is written.
+    square_sums: None or fp32 [len(outputs)]: receives the sum of squares of every output as stored, summed in a fixed
+        order: equal inputs give equal bits.
+
+    Raises ValueError for lists that do not match, other dtypes, tensors that are not contiguous, and unknown conventions.
+    """
+    if convention not in CONVENTIONS:
+        _momentum.declaration.fail("convention", f"is {convention!r}", f"one of {', '.join(CONVENTIONS)}")
+    if not 0 <= momentum <= 1:
+        _momentum.declaration.fail("momentum", f"is {momentum}", "between 0 and 1")
+    lists = dict(gradients=list(gradients), momenta=list(momenta), outputs=list(outputs))
+    if not any(lists.values()):
+        return
+    numbers = dict(square_sums=square_sums, grad_scale=grad_scale, found_inf=found_inf)
+    _check(_momentum, lists, **numbers)
+    _momentum(*lists.values(), *numbers.values(), momentum, nesterov, convention == "ema")
+
+
+@torch.no_grad()
+def muon_update_(
+    updates: Sequence[Tensor],
+    masters: Sequence[Tensor] | None,
+    params: Sequence[Tensor],
+    *,
+    lr: float | Tensor,
+    weight_decay: float = 0.0,
+    scales: Sequence[float] | None = None,
+    found_inf: Tensor | None = None,
+) -> None:
+    """weight = weight * (1 - lr * weight_decay) - lr * scale * update, in place; weight decay is decoupled (arXiv 1711.05101).
+
+    updates: the results of Newton-Schulz, bf16 or fp32.
+    masters: the weights, fp32; the result is written to them and, rounded once, to `params` (bf16 or fp32) in the same pass.
+        None: `params`, bf16 or fp32, are the weights themselves.
+    lr: a number, or one fp32 number on the device, which the kernel reads when it runs.
+    scales: one a tensor; by default `rms_matching_scale` of each shape.
+    found_inf: None or one fp32 number on the device; unless it is 0, nothing at all is written.
+
+    Lists, shapes, contiguity and errors as in `muon_momentum_`.
+    """
+    lists = dict(params=list(params), updates=list(updates))
+    if masters is not None:
+        lists["masters"] = list(masters)
+    if not any(lists.values()):
+        return
+    rate, rate_tensor = (0.0, lr) if isinstance(lr, Tensor) else (float(lr), None)
+    _check(_update, lists, lr=rate_tensor, found_inf=found_inf)
+    params = lists["params"]
+    if scales is None:
+        for i, param in enumerate(params):
+            if param.ndim < 2:
+                _update.declaration.fail(f"params[{i}]", f"has shape {tuple(param.shape)}", "a matrix, or pass scales")
+        scales = [rms_matching_scale(param.shape) for param in params]
+    elif len(scales) != len(params):
+        _update.declaration.fail(
+            "scales", f"holds {len(scales)} numbers", f"a list of {len(params)}, as many as params"
+        )
+    scales = [float(scale) for scale in scales]
+    _update(lists["updates"], lists.get("masters", []), params, scales, rate, rate_tensor, weight_decay, found_inf)

@@ -1,0 +1,100 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Newton-Schulz orthogonalisation of batches of matrices.
+
+    update = newton_schulz(momentum)  # [.., m, n], any orientation
+
+The products of an iteration are symmetric where their factors commute: the kernels compute their lower triangles alone.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor
+
+from hip_ops.newton_schulz import quack, reference
+from hip_ops.newton_schulz.coefficients import Triple, coefficient_triples
+from hip_ops.newton_schulz.plan import HALF_TYPES, make_plan
+from hip_ops.runtime.operator import Operator
+from hip_ops.runtime.quack import available
+
+DTYPES = (None, *HALF_TYPES, torch.float32, torch.float64)  # of the matrices inside
+
+
+def _rule(given: dict) -> str | None:
+    if given["dtype"] not in DTYPES:
+        return f"dtype is {given['dtype']}; it must be one of {', '.join(map(str, DTYPES))}"
+    return None
+
+
+def _fits(x, square_sums, coefficients, form, restarts, dtype, eps) -> bool:
+    """Kernels multiply 16-bit matrices."""
+    return dtype in (None, *HALF_TYPES) and x.numel() > 0 and len(coefficients) > 0
+
+
+def _fits_quack(x, square_sums, coefficients, form, restarts, dtype, eps) -> bool:
+    return _fits(x, square_sums, coefficients, form, restarts, dtype, eps) and quack.fits(x)
+
+
+def _flat(triples: Iterable[Triple]) -> tuple[float, ...]:
+    return tuple(value for triple in triples for value in triple)
+
+
+def _example(device: torch.device) -> tuple:
+    x = torch.randn((2, 200, 136), device=device).bfloat16()
+    return x, None, _flat(coefficient_triples("simple", 5)), "gram", (3,), torch.float16, 1e-7
+
+
+_newton_schulz = Operator(
+    reference.newton_schulz,
+    takes="""
+        x             [batch, rows, columns]  bf16|fp16|fp32
+        square_sums?  [batch]                 fp32
+    """,
+    gives="result like x",
+    rule=_rule,
+    example=_example,
+    tolerance=2.0**-5,  # five steps amplify a rounding of half precision by up to 3.4445^5 = 485 before they damp it
+    fits={"hip": _fits, "quack": _fits_quack, "triton": _fits},
+    available={"quack": available},
+)
+
+
+@torch.no_grad()
+def newton_schulz(
+    x: Tensor,
+    steps: int = 5,
+    coefficients: str | Sequence[Sequence[float]] = "simple",
+    *,
+    form: str = "auto",
+    restarts: Sequence[int] | None = None,
+    dtype: torch.dtype | None = None,
+    eps: float = 1e-7,
+    square_sums: Tensor | None = None,
+) -> Tensor:
+    """U S' V^T for x = U S V^T, with S' near 1: steps of X <- a X + (b A + c A^2) X, A = X X^T, from x / max(|x|_F, eps).
+
+    x [.., m, n] of any strides, bf16, fp16, fp32 or fp64; each matrix is taken by itself, the result is contiguous and has x's dtype.
+        All matrices of a call share launches: give those of one shape together.
+    coefficients: "simple" (Keller Jordan's triple), "quintic" (five triples), "polar_express" (arXiv 2505.16932), as Megatron and
+        emerging_optimizers name them, or triples (a, b, c) of your own, one a step, in a cycle.
+        `hip_ops.newton_schulz.coefficients.singular_value_interval` gives the bounds of S'.
+    form: "standard", "gram" (iterates on x x^T: fewer multiply-adds for matrices that are not square) or "auto" (plan.make_plan).
+    restarts: steps before which the Gram form restarts; None: `plan.default_restarts`. A Gram form without restarts can overflow.
+    dtype: of the matrices inside: float16 (default on GPUs; 8 times as exact as bfloat16 and as fast, kept in range by powers of two),
+        bfloat16 (as torch.optim.Muon), float32 (default where the reference runs on a CPU) or float64 (default for fp64).
+    square_sums: None or fp32 [number of matrices], their sums of squares, as `muon_momentum_` gives them: saves reading x once.
+
+    Not differentiable. fp64 runs the reference. Raises ValueError for other arguments. Zero matrices stay zero; NaN and infinity
+    spread in their own matrix only.
+    """
+    if x.ndim < 2:
+        _newton_schulz.declaration.fail("x", f"has shape {tuple(x.shape)}", "one matrix [m, n] or several [.., m, n]")
+    triples = coefficient_triples(coefficients, steps)
+    plan = make_plan(triples, *x.shape[-2:], form=form, restarts=restarts, dtype=dtype or torch.float16)
+    if square_sums is not None and x.dtype == torch.float64:
+        square_sums = square_sums.double()
+    batch = x.reshape(math.prod(x.shape[:-2]), *x.shape[-2:])
+    return _newton_schulz(batch, square_sums, _flat(triples), plan.form, plan.restarts, dtype, eps).reshape(x.shape)

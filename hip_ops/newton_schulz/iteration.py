@@ -1,0 +1,76 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The Newton-Schulz iteration as a sequence of products, the same for every version.
+
+A version has a class with the methods of `Products`, which keeps X in the layout that its kernels read best. Everything is batched; n is
+the small side of the matrices, m the large one. X is [batch, n, m] in the formulas, also where the caller's matrices are tall.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from hip_ops.newton_schulz.plan import Plan
+
+
+class Products(Protocol):
+    def gram(self, x: Any, alpha: float) -> Tensor:
+        """alpha X X^T, [batch, n, n]."""
+
+    def symmetric(self, a: Tensor, b: Tensor, d: Tensor | None, alpha: float, beta: float) -> Tensor:
+        """alpha a b + beta d for symmetric, commuting a and b and symmetric d, all [batch, n, n]."""
+
+    def apply(self, z: Tensor, x: Any, alpha: float, beta: float) -> Any:
+        """alpha z X + beta X for symmetric z, in the layout of X."""
+
+    def apply_last(self, z: Tensor, x: Any, alpha: float, beta: float) -> Tensor:
+        """The same, in the caller's shape, layout and dtype."""
+
+
+def normalised(x: Tensor, square_sums: Tensor | None, eps: float, scale: float, out: Tensor) -> Tensor:
+    """out = scale * x / max(|x|_F, eps), x [batch, r, c] of any strides, norms in fp32 (fp64 for fp64). Two kernels, no intermediate of x's size."""
+    wide = torch.float64 if x.dtype == torch.float64 else torch.float32
+    if square_sums is None:
+        norms = torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True, dtype=wide)
+    else:
+        norms = square_sums.to(wide).sqrt()[:, None, None]
+    if scale == 1.0 and out.dtype == wide:
+        return torch.div(x, norms.clamp_min(eps), out=out)
+    return torch.mul(x, scale / norms.clamp_min(eps), out=out)
+
+
+def _first_factor(z: Tensor, q_scale: float, r_scale: float, a: float) -> Tensor:
+    """Q = P = a I + Z where Q was I so far."""
+    q = z * (q_scale / r_scale)
+    q.diagonal(dim1=-2, dim2=-1).add_(a * q_scale)
+    return q
+
+
+def iterate(products: Products, x: Any, plan: Plan) -> Tensor:
+    """All steps of `plan`, at least one, on X, normalised and multiplied by plan.scales[0]."""
+    x_scale, r_scale, q_scale = plan.scales
+    gram_alpha = r_scale / (x_scale * x_scale)
+    r = products.gram(x, gram_alpha)
+    last = len(plan.triples) - 1
+    q = None
+    for step, (a, b, c) in enumerate(plan.triples):
+        if step in plan.restarts:
+            x = products.apply(q, x, 1 / q_scale, 0.0)
+            r, q = products.gram(x, gram_alpha), None
+        z = products.symmetric(r, r, r, c / r_scale, b)  # b R + c R^2
+        if plan.form == "standard":
+            if step == last:
+                return products.apply_last(z, x, 1 / (r_scale * x_scale), a / x_scale)
+            x = products.apply(z, x, 1 / r_scale, a)
+            r = products.gram(x, gram_alpha)
+            continue
+        if q is None:
+            q = _first_factor(z, q_scale, r_scale, a)
+        else:
+            q = products.symmetric(q, z, q, 1 / r_scale, a)  # Q P
+        if step != last and step + 1 not in plan.restarts:
+            r_p = products.symmetric(r, z, r, 1 / r_scale, a)
+            r = products.symmetric(r_p, z, r_p, 1 / r_scale, a)  # P R P
+    return products.apply_last(q, x, 1 / (q_scale * x_scale), 0.0)

@@ -1,0 +1,179 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Residual merge + RMSNorm in one pass over the stream, as torch operators with gradients for everything.
+
+The gradient of a merge reaches its inputs through both results: through y by the norm, and through new_residual, which the
+next merge reads. Where the statistics are taken and what is rounded when: reference.py. Saved for the backward pass: of the
+plain form new_residual, of ZAYA's output and residual, and rstd. Norms and merges that stand alone have no kernels: they are
+formulas, which torch.compile fuses on an accelerator.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from hip_ops.rms_norm import reference
+from hip_ops.runtime.compiled import formula
+from hip_ops.runtime.operator import Operator
+
+rms_norm = formula(reference.rms_norm)
+scale_residual = formula(reference.scale_residual)
+affine = formula(reference.affine)
+affine_rms_norm = formula(reference.affine_rms_norm)
+
+# A row stays in the registers of one program.
+FITS = {"triton": lambda rows, *_: rows.shape[-1] <= 32768}
+VECTORS = """
+    output_bias       [h]         =weight
+    output_scale      [h]         =weight
+    residual_bias     [h]         =weight
+    residual_scale    [h]         =weight
+    weight            [h]         bf16|fp32
+"""
+RESULTS = """
+    y                 [..., h]    =weight
+    new_residual      [..., h]    =residual
+    rstd              [..., 1]    wide(residual)
+"""
+
+
+def _example(scaled: bool, backward: bool):
+    """ZAYA1's hidden size and dtypes, hence the kernels that it trains with."""
+
+    def make(device: torch.device) -> tuple:
+        shape, hidden = (3, 7, 2048), 2048
+        x = torch.randn(shape, device=device).bfloat16()
+        residual = torch.randn(shape, device=device)
+        vectors = [
+            (torch.randn(hidden, device=device) * 0.3 + (1.0 if scale else 0.0)).bfloat16() for scale in (0, 1, 0, 1, 1)
+        ]
+        if not backward:
+            return (x, residual, *vectors, 1e-5) if scaled else (x, residual, vectors[-1], 1e-5)
+        dy, d_new_residual = torch.randn(shape, device=device).bfloat16(), torch.randn(shape, device=device)
+        rstd = torch.rand((*shape[:-1], 1), device=device) + 0.5
+        if scaled:
+            return dy, d_new_residual, x, residual, rstd, *vectors
+        return dy, d_new_residual, residual, rstd, vectors[-1], torch.bfloat16
+
+    return make
+
+
+_add = Operator(
+    reference.add_rms_norm,
+    takes="""
+        x                 [..., h>0]  bf16|fp32
+        residual          [..., h]    bf16|fp32
+        weight            [h]         bf16|fp32
+    """,
+    gives=RESULTS,
+    example=_example(scaled=False, backward=False),
+    fits=FITS,
+)
+_scaled = Operator(
+    reference.scaled_residual_rms_norm,
+    takes="""
+        output            [..., h>0]  bf16|fp32
+        residual          [..., h]    bf16|fp32
+    """
+    + VECTORS,
+    gives=RESULTS,
+    example=_example(scaled=True, backward=False),
+    fits=FITS,
+)
+
+
+def _add_backward_fake(dy, d_new_residual, new_residual, rstd, weight, x_dtype):
+    shape = new_residual.shape if x_dtype != new_residual.dtype else (0,)
+    return torch.empty_like(new_residual), dy.new_empty(shape, dtype=x_dtype), torch.empty_like(weight)
+
+
+_add_backward = Operator(
+    reference.add_rms_norm_backward, fake=_add_backward_fake, example=_example(scaled=False, backward=True), fits=FITS
+)
+_scaled_backward = Operator(
+    reference.scaled_residual_rms_norm_backward,
+    gives="""
+        d_output          like output
+        d_residual        like residual
+        d_output_bias     like output_bias
+        d_output_scale    like output_scale
+        d_residual_bias   like residual_bias
+        d_residual_scale  like residual_scale
+        d_weight          like weight
+    """,
+    example=_example(scaled=True, backward=True),
+    fits=FITS,
+)
+
+
+def _save_add(ctx, inputs, output) -> None:
+    x, _, weight, _ = inputs
+    _, new_residual, rstd = output
+    ctx.mark_non_differentiable(rstd)
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(new_residual, rstd, weight)
+    ctx.x_dtype = x.dtype
+
+
+def _add_gradients(ctx, dy, d_new_residual, _):
+    new_residual, rstd, weight = ctx.saved_tensors
+    dy = _given(dy, new_residual, weight)
+    d_residual, d_x, d_weight = _add_backward(dy, d_new_residual, new_residual, rstd, weight, ctx.x_dtype)
+    return d_x if ctx.x_dtype != d_residual.dtype else d_residual, d_residual, d_weight, None
+
+
+def _save_scaled(ctx, inputs, output) -> None:
+    x, residual, *vectors, _ = inputs
+    ctx.mark_non_differentiable(output[2])
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(x, residual, output[2], *vectors)
+
+
+def _scaled_gradients(ctx, dy, d_new_residual, _):
+    output, residual, rstd, *vectors = ctx.saved_tensors
+    dy = _given(dy, output, vectors[-1])
+    return *_scaled_backward(dy, d_new_residual, output, residual, rstd, *vectors), None
+
+
+def _given(dy: Tensor | None, like: Tensor, weight: Tensor) -> Tensor:
+    """The kernels always read dy: zeros where y was not used. (Where new_residual was not, they read nothing.)"""
+    return torch.zeros(like.shape, dtype=weight.dtype, device=like.device) if dy is None else dy
+
+
+_add.register_autograd(_add_gradients, setup_context=_save_add)
+_scaled.register_autograd(_scaled_gradients, setup_context=_save_scaled)
+
+
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float = 1e-5) -> tuple[Tensor, Tensor]:
+    """new_residual = x + residual; y = new_residual / sqrt(mean(new_residual^2) + eps) * weight (arXiv 1910.07467).
+
+    Args: x and residual [..., h], bf16 or fp32 each, with any strides (a copy is made where rows are not contiguous); weight [h].
+    Returns (y in weight's dtype, new_residual in residual's), contiguous. Statistics are fp32, of new_residual as stored.
+    All-fp64 tensors are computed by the torch reference. Raises ValueError on wrong shapes, dtypes or devices.
+    """
+    y, new_residual, _ = _add(x, residual, weight, eps)
+    return y, new_residual
+
+
+def scaled_residual_rms_norm(
+    output: Tensor,
+    residual: Tensor,
+    output_bias: Tensor,
+    output_scale: Tensor,
+    residual_bias: Tensor,
+    residual_scale: Tensor,
+    weight: Tensor,
+    eps: float = 1e-5,
+) -> tuple[Tensor, Tensor]:
+    """ZAYA's merge (transformers `ZayaResidualScaling`) and the RMSNorm of its result, in one pass.
+
+    new_residual = (output + output_bias) * output_scale + (residual + residual_bias) * residual_scale, multiplied out
+    y = new_residual / sqrt(mean(new_residual^2) + eps) * weight
+
+    Args: output [..., h] of the layer and residual [..., h], the stream, bf16 or fp32 each; the five vectors [h] of one dtype.
+    Returns (y in weight's dtype, new_residual in residual's), contiguous; else as add_rms_norm.
+    """
+    y, new_residual, _ = _scaled(
+        output, residual, output_bias, output_scale, residual_bias, residual_scale, weight, eps
+    )
+    return y, new_residual

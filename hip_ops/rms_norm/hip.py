@@ -1,0 +1,81 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Host side of hip_ops/rms_norm/rms_norm*.hip: allocates the results and calls the launchers. Same functions as hip_ops.rms_norm.reference.
+
+The sources choose the kernel: one that keeps a row in registers where hidden size and dtypes are in the table of rms_norm.h and
+all rows are 16-byte aligned, else the generic one.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from hip_ops.rms_norm.host import empty_results, functions
+from hip_ops.runtime.library import call, library, target_of
+from hip_ops.runtime.row_views import as_rows
+
+# Bits of the launchers' `types`, as in rms_norm.h.
+BF16_X, BF16_RESIDUAL, BF16_WEIGHT, ALIGNED = 1, 2, 4, 8
+
+
+def _types(x_dtype: torch.dtype, residual: Tensor, weight: Tensor, tensors: list[Tensor]) -> int:
+    """dtype bits, and ALIGNED where each row of each tensor starts at a multiple of 16 bytes."""
+    bits = sum(bit for bit, dtype in ((BF16_X, x_dtype), (BF16_RESIDUAL, residual.dtype), (BF16_WEIGHT, weight.dtype)) if dtype == torch.bfloat16)
+    starts = (place for t in tensors for place in (t.data_ptr(), t.stride(0) * t.element_size() if t.dim() > 1 else 0))
+    return bits | (0 if any(start % 16 for start in starts) else ALIGNED)
+
+
+def _processors(device: torch.device) -> int:
+    """Compute units; on the CPU 1, so that even small inputs make each block loop over rows."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+
+
+def _forward(x: Tensor, residual: Tensor, vectors: tuple[Tensor, ...], weight: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+    device, hidden = x.device, x.shape[-1]
+    y, new_residual, rstd = empty_results(x, residual, weight)
+    if x.numel():
+        x, residual, weight = as_rows(x), as_rows(residual), weight.contiguous()
+        vectors = tuple(v.contiguous() for v in vectors)
+        types = _types(x.dtype, residual, weight, [x, residual, weight, *vectors, y.view(-1, hidden), new_residual.view(-1, hidden)])
+        call(
+            "ho_rms_norm_forward", x, residual, *(vectors or (None,) * 4), weight, y, new_residual, rstd, len(x), hidden,
+            x.stride(0), residual.stride(0), types, _processors(device), eps, device=device,
+        )
+    return y, new_residual, rstd
+
+
+def _blocks(rows: int, hidden: int, types: int, scaled: bool, device: torch.device) -> int:
+    return library(target_of(device)).ho_rms_norm_backward_blocks(rows, hidden, types, scaled, _processors(device))
+
+
+def _backward(
+    dy: Tensor, d_new_residual: Tensor | None, x: Tensor | None, residual: Tensor, rstd: Tensor, vectors: tuple[Tensor, ...],
+    weight: Tensor, x_dtype: torch.dtype,
+) -> tuple[Tensor, ...]:
+    """d_x, d_residual and the gradients of the vectors and weight. Without vectors, x is None and residual new_residual."""
+    device, hidden, scaled = dy.device, dy.shape[-1], bool(vectors)
+    d_residual = torch.empty(residual.shape, dtype=residual.dtype, device=device)
+    d_x = torch.empty(residual.shape if scaled or x_dtype != residual.dtype else 0, dtype=x_dtype, device=device)
+    gradients = tuple(torch.zeros(v.shape, dtype=v.dtype, device=device) for v in (*vectors, weight))
+    if not dy.numel():
+        return d_x, d_residual, *gradients
+    dy, residual, rstd, weight = as_rows(dy), as_rows(residual), rstd.contiguous(), weight.contiguous()
+    vectors = tuple(v.contiguous() for v in vectors)
+    x = as_rows(x) if scaled else None
+    upstream = None if d_new_residual is None else as_rows(d_new_residual)
+    given = [t for t in (dy, upstream, x, residual, weight, *vectors) if t is not None]
+    types = _types(x_dtype, residual, weight, [*given, d_residual.view(-1, hidden)])
+    blocks = _blocks(len(dy), hidden, types, scaled, device)
+    partial = torch.empty((blocks, 4 if scaled else 1, hidden), dtype=torch.float32, device=device)
+    pointers = vectors or (None,) * 4
+    call(
+        "ho_rms_norm_backward", dy, upstream, x, residual, rstd, *pointers, weight, d_x, d_residual, partial, len(dy), hidden,
+        dy.stride(0), 0 if upstream is None else upstream.stride(0), 0 if x is None else x.stride(0), residual.stride(0), types,
+        blocks, device=device,
+    )
+    out = gradients if scaled else (None,) * 4 + gradients
+    call("ho_rms_norm_backward_sum", partial, *pointers, *out, blocks, hidden, types, device=device)
+    return d_x, d_residual, *gradients
+
+
+add_rms_norm, add_rms_norm_backward, scaled_residual_rms_norm, scaled_residual_rms_norm_backward = functions(_forward, _backward)

@@ -1,0 +1,75 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the host sides of the RMSNorm kernels share: rows, results, and the four functions of hip_ops.rms_norm.reference.
+
+Kernels have one forward and one backward for both forms: four vectors are ZAYA's merge, none the plain addition.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+
+def empty_results(x: Tensor, residual: Tensor, weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """y [..., h] in weight's dtype, new_residual [..., h] in residual's and rstd [..., 1] in fp32, contiguous."""
+    y = torch.empty(x.shape, dtype=weight.dtype, device=x.device)
+    new_residual = torch.empty(x.shape, dtype=residual.dtype, device=x.device)
+    return y, new_residual, torch.empty((*x.shape[:-1], 1), dtype=torch.float32, device=x.device)
+
+
+def functions(forward: Callable, backward: Callable) -> tuple[Callable, Callable, Callable, Callable]:
+    """add_rms_norm, add_rms_norm_backward, scaled_residual_rms_norm and scaled_residual_rms_norm_backward of a back end.
+
+    forward(x, residual, vectors, weight, eps) -> y, new_residual, rstd.
+    backward(dy, d_new_residual, x, residual, rstd, vectors, weight, x_dtype) -> d_x, d_residual, gradients of vectors and weight;
+    without vectors x is None and residual new_residual, and d_x is empty where the dtypes of x and residual agree.
+    """
+
+    def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+        """As hip_ops.rms_norm.reference.add_rms_norm."""
+        return forward(x, residual, (), weight, eps)
+
+    def add_rms_norm_backward(
+        dy: Tensor,
+        d_new_residual: Tensor | None,
+        new_residual: Tensor,
+        rstd: Tensor,
+        weight: Tensor,
+        x_dtype: torch.dtype,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """As hip_ops.rms_norm.reference.add_rms_norm_backward."""
+        d_x, d_residual, d_weight = backward(dy, d_new_residual, None, new_residual, rstd, (), weight, x_dtype)
+        return d_residual, d_x, d_weight
+
+    def scaled_residual_rms_norm(
+        output: Tensor,
+        residual: Tensor,
+        output_bias: Tensor,
+        output_scale: Tensor,
+        residual_bias: Tensor,
+        residual_scale: Tensor,
+        weight: Tensor,
+        eps: float,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """As hip_ops.rms_norm.reference.scaled_residual_rms_norm."""
+        return forward(output, residual, (output_bias, output_scale, residual_bias, residual_scale), weight, eps)
+
+    def scaled_residual_rms_norm_backward(
+        dy: Tensor,
+        d_new_residual: Tensor | None,
+        output: Tensor,
+        residual: Tensor,
+        rstd: Tensor,
+        output_bias: Tensor,
+        output_scale: Tensor,
+        residual_bias: Tensor,
+        residual_scale: Tensor,
+        weight: Tensor,
+    ) -> tuple[Tensor, ...]:
+        """As hip_ops.rms_norm.reference.scaled_residual_rms_norm_backward."""
+        vectors = (output_bias, output_scale, residual_bias, residual_scale)
+        return backward(dy, d_new_residual, output, residual, rstd, vectors, weight, output.dtype)
+
+    return add_rms_norm, add_rms_norm_backward, scaled_residual_rms_norm, scaled_residual_rms_norm_backward

@@ -1,0 +1,266 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Residual merge + RMSNorm in Triton: one kernel forward, two backward (rows, then the sums over rows). No atomics.
+
+Same functions, roundings and saved tensors as hip_ops.rms_norm.reference. A program loops over rows of one tile [ROWS, BLOCK]
+and keeps the vectors, and in the backward the sums over its rows, in registers; `launch` says how many programs that is.
+Importing this module imports triton.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from hip_ops.rms_norm.host import empty_results, functions
+from hip_ops.runtime.on_device import multiprocessors, on
+from hip_ops.runtime.row_views import as_rows
+
+
+@triton.jit
+def rms_norm_forward_kernel(
+    x, residual, output_bias, output_scale, residual_bias, residual_scale, weight, y, new_residual, rstd, rows, hidden,
+    x_stride, residual_stride, eps, SCALED: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
+):
+    """y, new_residual and rstd of rows pid * ROWS + [0, ROWS), then of those num_programs * ROWS further on."""
+    columns = tl.arange(0, BLOCK)[None, :]
+    inside = columns < hidden
+    w = tl.load(weight + columns, mask=inside, other=0.0).to(tl.float32)
+    if SCALED:
+        s_o = tl.load(output_scale + columns, mask=inside, other=0.0).to(tl.float32)
+        s_x = tl.load(residual_scale + columns, mask=inside, other=0.0).to(tl.float32)
+        b_o = tl.load(output_bias + columns, mask=inside, other=0.0).to(tl.float32)
+        b_x = tl.load(residual_bias + columns, mask=inside, other=0.0).to(tl.float32)
+        shift = tl.fma(b_o, s_o, b_x * s_x)
+    for first in tl.range(tl.program_id(0) * ROWS, rows, tl.num_programs(0) * ROWS, num_stages=STAGES):
+        row = (first + tl.arange(0, ROWS)[:, None]).to(tl.int64)
+        live = row < rows
+        mask = live & inside
+        a = tl.load(x + row * x_stride + columns, mask=mask, other=0.0, eviction_policy="evict_first").to(tl.float32)
+        r = tl.load(residual + row * residual_stride + columns, mask=mask, other=0.0, eviction_policy="evict_first")
+        r = r.to(tl.float32)
+        if SCALED:
+            merged = tl.fma(r, s_x, tl.fma(a, s_o, shift))
+        else:
+            merged = a + r
+        stored = merged.to(new_residual.dtype.element_ty)
+        tl.store(new_residual + row * hidden + columns, stored, mask=mask)
+        value = stored.to(tl.float32)
+        scale = tl.rsqrt(tl.sum(value * value, axis=1, keep_dims=True) / hidden + eps)
+        tl.store(rstd + row, scale, mask=live)
+        tl.store(y + row * hidden + columns, (value * scale * w).to(y.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def rms_norm_backward_kernel(
+    dy, d_new_residual, x, residual, rstd, output_bias, output_scale, residual_bias, residual_scale, weight, d_x, d_residual,
+    partial, rows, hidden, dy_stride, d_new_residual_stride, x_stride, residual_stride,
+    SCALED: tl.constexpr, HAS_D_NEW_RESIDUAL: tl.constexpr, WRITES_D_X: tl.constexpr, ROWS: tl.constexpr,
+    BLOCK: tl.constexpr, STAGES: tl.constexpr,
+):
+    """d_x and d_residual of the program's rows, and its sums over them in partial [programs, 4 or 1, hidden].
+
+    Sums: g, g * x, g * residual (where SCALED), dy * normalized. Without SCALED, `residual` is new_residual and `x` unused.
+    """
+    columns = tl.arange(0, BLOCK)[None, :]
+    inside = columns < hidden
+    w = tl.load(weight + columns, mask=inside, other=0.0).to(tl.float32)
+    sum_w = tl.zeros([ROWS, BLOCK], tl.float32)
+    if SCALED:
+        s_o = tl.load(output_scale + columns, mask=inside, other=0.0).to(tl.float32)
+        s_x = tl.load(residual_scale + columns, mask=inside, other=0.0).to(tl.float32)
+        b_o = tl.load(output_bias + columns, mask=inside, other=0.0).to(tl.float32)
+        b_x = tl.load(residual_bias + columns, mask=inside, other=0.0).to(tl.float32)
+        shift = tl.fma(b_o, s_o, b_x * s_x)
+        sum_g = tl.zeros([ROWS, BLOCK], tl.float32)
+        sum_gx = tl.zeros([ROWS, BLOCK], tl.float32)
+        sum_gr = tl.zeros([ROWS, BLOCK], tl.float32)
+    for first in tl.range(tl.program_id(0) * ROWS, rows, tl.num_programs(0) * ROWS, num_stages=STAGES):
+        row = (first + tl.arange(0, ROWS)[:, None]).to(tl.int64)
+        live = row < rows
+        mask = live & inside
+        upstream = tl.load(dy + row * dy_stride + columns, mask=mask, other=0.0, eviction_policy="evict_first")
+        upstream = upstream.to(tl.float32)
+        r = tl.load(residual + row * residual_stride + columns, mask=mask, other=0.0, eviction_policy="evict_first")
+        r = r.to(tl.float32)
+        if SCALED:
+            a = tl.load(x + row * x_stride + columns, mask=mask, other=0.0, eviction_policy="evict_first").to(tl.float32)
+        if HAS_D_NEW_RESIDUAL:
+            passed = tl.load(
+                d_new_residual + row * d_new_residual_stride + columns, mask=mask, other=0.0, eviction_policy="evict_first"
+            ).to(tl.float32)
+        scale = tl.load(rstd + row, mask=live, other=0.0)
+        if SCALED:
+            value = tl.fma(r, s_x, tl.fma(a, s_o, shift)).to(residual.dtype.element_ty).to(tl.float32)
+        else:
+            value = r
+        normalized = value * scale
+        d_normalized = upstream * w
+        projection = tl.sum(d_normalized * normalized, axis=1, keep_dims=True) / hidden
+        g = (d_normalized - normalized * projection) * scale
+        if HAS_D_NEW_RESIDUAL:
+            g += passed
+        sum_w += upstream * normalized
+        if SCALED:
+            sum_g += g
+            sum_gx += g * a
+            sum_gr += g * r
+            tl.store(d_x + row * hidden + columns, (g * s_o).to(d_x.dtype.element_ty), mask=mask)
+            tl.store(d_residual + row * hidden + columns, (g * s_x).to(d_residual.dtype.element_ty), mask=mask)
+        else:
+            tl.store(d_residual + row * hidden + columns, g.to(d_residual.dtype.element_ty), mask=mask)
+            if WRITES_D_X:
+                tl.store(d_x + row * hidden + columns, g.to(d_x.dtype.element_ty), mask=mask)
+    column = tl.arange(0, BLOCK)
+    within = column < hidden
+    if SCALED:
+        out = partial + tl.program_id(0).to(tl.int64) * 4 * hidden + column
+        tl.store(out, tl.sum(sum_g, axis=0), mask=within)
+        tl.store(out + hidden, tl.sum(sum_gx, axis=0), mask=within)
+        tl.store(out + 2 * hidden, tl.sum(sum_gr, axis=0), mask=within)
+        tl.store(out + 3 * hidden, tl.sum(sum_w, axis=0), mask=within)
+    else:
+        tl.store(partial + tl.program_id(0).to(tl.int64) * hidden + column, tl.sum(sum_w, axis=0), mask=within)
+
+
+@triton.jit
+def rms_norm_sum_kernel(
+    partial, output_bias, output_scale, residual_bias, residual_scale, d_output_bias, d_output_scale, d_residual_bias,
+    d_residual_scale, d_weight, programs, hidden, SCALED: tl.constexpr, PROGRAMS: tl.constexpr, BLOCK: tl.constexpr,
+):
+    """The gradients of the vectors from partial [programs, 4 or 1, hidden], BLOCK columns a program."""
+    SUMS: tl.constexpr = 4 if SCALED else 1
+    columns = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = columns < hidden
+    sum_w = tl.zeros([PROGRAMS, BLOCK], tl.float32)
+    if SCALED:
+        sum_g = tl.zeros([PROGRAMS, BLOCK], tl.float32)
+        sum_gx = tl.zeros([PROGRAMS, BLOCK], tl.float32)
+        sum_gr = tl.zeros([PROGRAMS, BLOCK], tl.float32)
+    for first in range(0, programs, PROGRAMS):
+        program = (first + tl.arange(0, PROGRAMS)[:, None]).to(tl.int64)
+        mask = (program < programs) & inside[None, :]
+        at = partial + program * SUMS * hidden + columns[None, :]
+        sum_w += tl.load(at + (SUMS - 1) * hidden, mask=mask, other=0.0)
+        if SCALED:
+            sum_g += tl.load(at, mask=mask, other=0.0)
+            sum_gx += tl.load(at + hidden, mask=mask, other=0.0)
+            sum_gr += tl.load(at + 2 * hidden, mask=mask, other=0.0)
+    tl.store(d_weight + columns, tl.sum(sum_w, axis=0).to(d_weight.dtype.element_ty), mask=inside)
+    if SCALED:
+        total = tl.sum(sum_g, axis=0)
+        s_o = tl.load(output_scale + columns, mask=inside, other=0.0).to(tl.float32)
+        s_x = tl.load(residual_scale + columns, mask=inside, other=0.0).to(tl.float32)
+        b_o = tl.load(output_bias + columns, mask=inside, other=0.0).to(tl.float32)
+        b_x = tl.load(residual_bias + columns, mask=inside, other=0.0).to(tl.float32)
+        vector = d_weight.dtype.element_ty
+        tl.store(d_output_bias + columns, (total * s_o).to(vector), mask=inside)
+        tl.store(d_output_scale + columns, tl.fma(total, b_o, tl.sum(sum_gx, axis=0)).to(vector), mask=inside)
+        tl.store(d_residual_bias + columns, (total * s_x).to(vector), mask=inside)
+        tl.store(d_residual_scale + columns, tl.fma(total, b_x, tl.sum(sum_gr, axis=0)).to(vector), mask=inside)
+
+
+@dataclass(frozen=True)
+class Launch:
+    """block: columns of the tile, a power of two; rows: rows of the tile; programs: None for one a tile."""
+
+    block: int
+    rows: int
+    num_warps: int
+    programs_per_multiprocessor: int | None
+    stages: int = 1
+
+
+def launch(hidden_size: int, *, scaled: bool, backward: bool, warp_size: int | None = None) -> Launch:
+    """The tile and grid for a hidden size; warp_size None for this torch's kind of device.
+
+    Forward: a program a tile, as nothing but vectors could be kept, which a cache holds as well; so measured on an H100. On MI300X,
+    where nothing is measured, ZAYA's form keeps its five vectors. Backward: as many programs as the registers let be resident, so
+    that vectors are read and partial sums written once a program.
+    """
+    warp_size = warp_size or (32 if torch.version.hip is None else 64)
+    nvidia = warp_size == 32
+    block = max(triton.next_power_of_2(hidden_size), 128)
+    rows = max(1, 1024 // block)
+    # Elements a lane. Where sums and vectors stay in registers, 16 bytes of ZAYA's fp32 stream: so neighbouring lanes store
+    # neighbouring bytes (Triton would pass wider ones through shared memory first) and registers are left for loads.
+    per_lane = (16 if backward else 8) if not scaled else 16 if nvidia and not backward else 4
+    num_warps = min(max(block * rows // (per_lane * warp_size), 128 // warp_size), 1024 // warp_size)
+    if not backward and (nvidia or not scaled):
+        return Launch(block, rows, num_warps, None)
+    # Lanes of a multiprocessor: 65,536 registers over 128 and 64 a lane on an H100; an MI300X has twice as many a compute unit.
+    resident = (512 if backward else 1024) * (1 if nvidia else 2)
+    if nvidia and backward and not scaled and block <= 2048:
+        resident = 256  # measured: with three rows on the way, two programs of four warps do better than four
+    # The next rows' loads on the way; wider rows do not fit into the registers or the shared memory as often.
+    stages = 1 if not backward or block > 8192 or num_warps * warp_size >= 1024 else 3 if nvidia and block <= 4096 else 2
+    return Launch(block, rows, num_warps, max(1, resident // (num_warps * warp_size)), stages)
+
+
+def programs(chosen: Launch, rows: int, device: torch.device) -> int:
+    """Programs for `rows`, evenly loaded: no more than fit, and none that ends a round early."""
+    tiles = triton.cdiv(rows, chosen.rows)
+    if chosen.programs_per_multiprocessor is None:
+        return tiles
+    rounds = triton.cdiv(tiles, multiprocessors(device) * chosen.programs_per_multiprocessor)
+    return triton.cdiv(tiles, rounds)
+
+
+@functools.lru_cache(maxsize=256)
+def _plan(choose: Callable, hidden_size: int, rows: int, device: torch.device, scaled: bool, backward: bool) -> tuple[int, dict]:
+    """Programs, and the keywords of the launch. `choose` is `launch`: in the key, since benchmarks put others in its place."""
+    chosen = choose(hidden_size, scaled=scaled, backward=backward)
+    keywords = {"SCALED": scaled, "ROWS": chosen.rows, "BLOCK": chosen.block, "STAGES": chosen.stages, "num_warps": chosen.num_warps}
+    return programs(chosen, rows, device), keywords
+
+
+def _forward(x: Tensor, residual: Tensor, vectors: tuple[Tensor, ...], weight: Tensor, eps: float):
+    hidden = x.shape[-1]
+    y, new_residual, rstd = empty_results(x, residual, weight)
+    if x.numel():
+        x, residual = as_rows(x), as_rows(residual)
+        rows, device = x.shape[0], x.device
+        count, keywords = _plan(launch, hidden, rows, device, bool(vectors), False)
+        with on(device):
+            rms_norm_forward_kernel[(count,)](
+                x, residual, *(vectors or (weight,) * 4), weight, y, new_residual, rstd, rows, hidden, x.stride(0),
+                residual.stride(0), eps, **keywords,
+            )
+    return y, new_residual, rstd
+
+
+def _backward(dy, d_new_residual, x, residual, rstd, vectors: tuple[Tensor, ...], weight, x_dtype: torch.dtype):
+    """d_x, d_residual and the gradients of the vectors and weight. Without vectors, x is None and residual new_residual."""
+    hidden, scaled, device = dy.shape[-1], bool(vectors), dy.device
+    writes_d_x = scaled or x_dtype != residual.dtype
+    d_residual = torch.empty(residual.shape, dtype=residual.dtype, device=device)
+    d_x = torch.empty(residual.shape if writes_d_x else 0, dtype=x_dtype, device=device)
+    if not dy.numel():
+        return d_x, d_residual, *(torch.zeros_like(v) for v in (*vectors, weight))
+    gradients = tuple(torch.empty_like(v) for v in (*vectors, weight))
+    dy, residual = as_rows(dy), as_rows(residual)
+    x = as_rows(x) if scaled else dy
+    upstream = as_rows(d_new_residual) if d_new_residual is not None else dy
+    rows = dy.shape[0]
+    count, keywords = _plan(launch, hidden, rows, device, scaled, True)
+    partial = torch.empty((count, 4 if scaled else 1, hidden), dtype=torch.float32, device=device)
+    vectors = vectors or (weight,) * 4
+    with on(device):
+        rms_norm_backward_kernel[(count,)](
+            dy, upstream, x, residual, rstd, *vectors, weight, d_x, d_residual, partial, rows, hidden, dy.stride(0),
+            upstream.stride(0), x.stride(0), residual.stride(0), HAS_D_NEW_RESIDUAL=d_new_residual is not None, WRITES_D_X=writes_d_x,
+            **keywords,
+        )
+        rms_norm_sum_kernel[(-(-hidden // 32),)](
+            partial, *vectors, *(gradients if scaled else gradients * 5), count, hidden, SCALED=scaled, PROGRAMS=64, BLOCK=32,
+            num_warps=8,
+        )
+    return d_x, d_residual, *gradients
+
+
+add_rms_norm, add_rms_norm_backward, scaled_residual_rms_norm, scaled_residual_rms_norm_backward = functions(_forward, _backward)

@@ -1,0 +1,231 @@
+# SPDX-License-Identifier: Apache-2.0
+"""ZAYA1's router behind its down projection as torch operators: state, MLP and choice in one pass, and the chain of its gradients in another.
+
+Conventions that all versions share are in hip_ops/router_mlp/reference.py. The operators have no gradients of their own: callers write the
+backward pass from `router_mlp_backward` and the products that it leaves to them, which may go straight into main gradients.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from hip_ops.router_mlp import reference
+from hip_ops.runtime.operator import Operator
+from hip_ops.runtime.self_check import TOLERANCES, worst
+
+TRITON_WIDTHS = (32, 64, 128, 256)
+MOST_CLASSES = 64  # of the Triton kernels
+
+
+class Routed(NamedTuple):
+    """state, hidden1, hidden2 [n, r] and logits [n, columns(c)], zeros behind the classes, in the tensors' dtype; weights fp32 [n]; ids int64 [n];
+    statistics fp32 [c + 1]: the tokens of each class, exact up to 2^24, and the sum of the entropies (nats) of the tokens' probabilities."""
+
+    state: Tensor
+    weights: Tensor
+    ids: Tensor
+    hidden1: Tensor
+    hidden2: Tensor
+    logits: Tensor
+    statistics: Tensor
+
+
+class RouterGradients(NamedTuple):
+    """What `router_mlp_backward` returns: all gradients except those of the matrices, which are d_hidden1^T normed, d_hidden2^T active1 and d_logits^T active2.
+
+    d_previous is None without gamma. sums fp32 [5, r]: gradients of b_down, gamma (zeros without it), w_norm, b1 and b2. d_logits [n, c], its rows strided.
+    """
+
+    d_projected: Tensor
+    d_previous: Tensor | None
+    sums: Tensor
+    d_hidden1: Tensor
+    normed: Tensor
+    d_hidden2: Tensor
+    active1: Tensor
+    d_logits: Tensor
+    active2: Tensor
+
+
+def _example(device: torch.device) -> tuple:
+    """ZAYA1's width and classes in bf16, with a last tile that is not full."""
+    rows, r, c = 150, 256, 17
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(shape, device=device)
+
+    projected, previous, gamma, b_down = random(rows, r), random(rows, r), random(r), random(r)
+    w1, w2, w_out = random(r, r) / 16, random(r, r) / 16, random(c, r) / 2
+    tensors = (projected, previous, gamma, b_down, 1 + random(r) / 4, w1, random(r) / 4, w2, random(r) / 4, w_out)
+    forced = torch.where(torch.arange(rows, device=device) % 5 == 0, 3, -1)
+    return *(tensor.bfloat16() for tensor in tensors), random(c) / 16, forced, 1e-5, c - 1
+
+
+def _backward_example(device: torch.device) -> tuple:
+    given = _example(device)
+    _, previous, gamma, _, w_norm, w1, _, w2, _, w_out, _, _, eps, unweighted = given
+    state, weights, ids, hidden1, hidden2, logits, _ = reference.router_mlp(*given)
+    saved = (state, previous, gamma, hidden1, hidden2, logits, ids, w_norm, w1, w2, w_out)
+    return torch.randn_like(weights), torch.randn_like(state), *saved, eps, unweighted
+
+
+def _compare(got: list, want: list) -> str | None:
+    """What differs, or None. Where the two best classes of a token lie within rounding, both are right; weights are compared where the choices agree."""
+    (mine, theirs), arguments = (Routed(*got[0]), Routed(*want[0])), want[1]
+    same = mine.ids == theirs.ids
+    biased = torch.softmax(theirs.logits[:, : len(arguments[9])].float(), -1) + arguments[10]
+    first, second = biased.topk(2).values.unbind(-1)
+    if (~same & (first - second > 2**-6)).any():
+        return "it chooses other classes where the best is clear"
+    if mine.statistics[:-1].tolist() != torch.bincount(mine.ids, minlength=len(arguments[9])).tolist():
+        return "the counts of its classes do not match its choices"
+    pairs = {name: (getattr(mine, name), getattr(theirs, name)) for name in ("state", "hidden1", "hidden2", "logits")}
+    pairs |= {
+        "weights": (mine.weights * same, theirs.weights * same),
+        "entropy": (mine.statistics[-1], theirs.statistics[-1]),
+    }
+    # Weights follow the logits, which torch.compile does not round before the softmax.
+    factors = {"weights": 4, "logits": 2}
+    for name, (a, b) in pairs.items():
+        said = worst(name, a, b, TOLERANCES[mine.state.dtype] * factors.get(name, 1))
+        if said:
+            return said
+    return None
+
+
+def _fits(w_out: Tensor) -> bool:
+    """Whether the Triton kernels take this router: half precision, and matrices that fit their tiles."""
+    classes, width = w_out.shape
+    return w_out.dtype in (torch.bfloat16, torch.float16) and width in TRITON_WIDTHS and classes <= MOST_CLASSES
+
+
+def _rule(given: dict) -> str | None:
+    classes, columns = given["c"], reference.columns(given["c"])
+    if (given["previous"] is None) != (given["gamma"] is None):
+        return "one of previous and gamma is None; they must be given both or not at all"
+    if not -1 <= given["unweighted"] < classes:
+        return f"unweighted is {given['unweighted']}; it must be -1 or one of the {classes} classes"
+    if given.get("columns", columns) != columns:
+        return (
+            f"logits has {given['columns']} columns; it must have {columns}, of which the first {classes} are classes"
+        )
+    return None
+
+
+PARAMETERS = """
+    w_out      [c>0, r>0]    bf16|fp16|fp32
+    gamma?     [r]           =w_out
+    w_norm     [r]           =w_out
+    w1         [r, r]        =w_out
+    w2         [r, r]        =w_out
+"""
+_forward = Operator(
+    reference.router_mlp,
+    takes=PARAMETERS
+    + """
+        projected  [n, r]    =w_out
+        previous?  [n, r]    =w_out
+        b_down     [r]       =w_out
+        b1         [r]       =w_out
+        b2         [r]       =w_out
+        biases     [c]       fp32!
+        forced?    [n]       int64
+    """,
+    rule=_rule,
+    fake=reference.router_mlp,
+    example=_example,
+    compare=_compare,
+    fits={"triton": lambda *arguments: _fits(arguments[9])},
+)
+_backward = Operator(
+    reference.router_mlp_backward,
+    takes=PARAMETERS
+    + """
+        state      [n, r]        =w_out
+        previous?  [n, r]        =w_out
+        hidden1    [n, r]        =w_out
+        hidden2    [n, r]        =w_out
+        logits     [n, columns]  =w_out
+        ids        [n]           int64
+        d_state?   [n, r]        =w_out
+        d_weights  [n]           wide(w_out)
+    """,
+    rule=_rule,
+    fake=reference.router_mlp_backward,
+    example=_backward_example,
+    tolerance=2 * TOLERANCES[torch.bfloat16],  # sums of numbers rounded to bf16, of which a few round the other way
+    fits={"triton": lambda *arguments: _fits(arguments[12])},
+)
+
+
+def router_mlp(
+    projected: Tensor,
+    previous: Tensor | None,
+    gamma: Tensor | None,
+    b_down: Tensor,
+    w_norm: Tensor,
+    w1: Tensor,
+    b1: Tensor,
+    w2: Tensor,
+    b2: Tensor,
+    w_out: Tensor,
+    biases: Tensor,
+    forced: Tensor | None = None,
+    *,
+    eps: float,
+    unweighted: int = -1,
+) -> Routed:
+    """The router behind its down projection (arXiv 2605.05365 section II-A-2; formulas: reference), without gradients.
+
+    Args: projected [n, r]; previous [n, r], the state of the layer before, and gamma [r], or None for both; b_down, w_norm, b1, b2 [r]; w1, w2 [r, r];
+    w_out [c, r]; biases fp32 [c], of the choice alone; forced int64 [n] replaces the choice where it is not negative, and is below c; unweighted: a class
+    whose tokens get the weight 0, or -1. All but the last three share one dtype: bf16, fp16, fp32 or fp64. The kernels take bf16 and fp16.
+    Of equal probabilities with their biases the first class wins. Raises ValueError on wrong shapes, dtypes or devices.
+    """
+    return Routed(
+        *_forward(projected, previous, gamma, b_down, w_norm, w1, b1, w2, b2, w_out, biases, forced, eps, unweighted)
+    )
+
+
+def router_mlp_backward(
+    d_weights: Tensor,
+    d_state: Tensor | None,
+    routed: Routed,
+    previous: Tensor | None,
+    gamma: Tensor | None,
+    w_norm: Tensor,
+    w1: Tensor,
+    w2: Tensor,
+    w_out: Tensor,
+    *,
+    eps: float,
+    unweighted: int = -1,
+) -> RouterGradients:
+    """Gradients from those of weights, d_weights fp32 [n] (fp64 for fp64), and of state, d_state [n, r] or None.
+
+    routed: what router_mlp returned, of which state, hidden1, hidden2, logits and ids are read. Other arguments and errors as there.
+    """
+    state, _, ids, hidden1, hidden2, logits, _ = routed
+    d_projected, d_previous, sums, *pairs, d_logits, active2 = _backward(
+        d_weights,
+        d_state,
+        state,
+        previous,
+        gamma,
+        hidden1,
+        hidden2,
+        logits,
+        ids,
+        w_norm,
+        w1,
+        w2,
+        w_out,
+        eps,
+        unweighted,
+    )
+    return RouterGradients(
+        d_projected, None if gamma is None else d_previous, sums, *pairs, d_logits[:, : len(w_out)], active2
+    )

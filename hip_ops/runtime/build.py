@@ -1,0 +1,164 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Builds the kernels into one shared library a target, at first use or ahead of it (`python -m hip_ops build`).
+
+A library is known by the hash of its sources, flags and compiler: `<cache>/<target>-<hash>/libhip_ops.so`, beside a manifest.json that holds
+its checksum. Both are renamed into place, and a library whose checksum is not its manifest's is built anew, so that neither a killed
+build nor a full disk leaves something behind that is taken for a library.
+"""
+
+import hashlib
+import json
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from hip_ops.runtime.cache import cache_folder, locked
+from hip_ops.runtime.compilers import Compiler, CompilerNotFound, check_target, find_compiler
+
+CSRC = Path(__file__).resolve().parent / "csrc"  # headers that all kernels share, and the library's own functions
+PACKAGE = CSRC.parents[1]  # hip_ops: each operator's sources lie in its folder
+LIBRARY = "libhip_ops.so"
+MANIFEST = "manifest.json"
+SCRATCH = "building-"  # prefix of the folders that a build works in
+
+# only for the line that tells how long it may take, before there is a measurement
+_SECONDS_A_FILE = {"gfx": 5, "sm_": 10, "cpu": 3}
+
+
+class BuildError(RuntimeError):
+    """A compiler failed; the message holds its command and what it said."""
+
+
+def build(target: str, *, force: bool = False, sources: Path = PACKAGE) -> Path:
+    """Path of the shared library of all .hip files below `sources` for `target`; builds it where there is none, or anew with `force`.
+
+    Without a compiler a library that was built from the same sources by any compiler will do (a cache that was filled elsewhere).
+    Raises CompilerNotFound, BuildError with the compiler's message, and OSError where the cache cannot be written.
+    """
+    check_target(target)
+    try:
+        compiler = find_compiler(target)
+    except CompilerNotFound:
+        found = None if force else prebuilt(target, sources=sources)
+        if found is None:
+            raise
+        return found
+    folder = _folder(target, compiler, sources)
+    if not force and _is_whole(folder):
+        return folder / LIBRARY
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with locked(folder / "lock") as alone:
+            if force or not _is_whole(folder):  # another process may have built it meanwhile
+                if alone:
+                    for left_over in folder.glob(SCRATCH + "*"):
+                        shutil.rmtree(left_over, ignore_errors=True)
+                _build(target, compiler, folder, sources)
+    except OSError as error:
+        raise OSError(
+            f"hip_ops: cannot write the kernel cache {folder}: {error}; set HIP_OPS_CACHE to a folder that can be written"
+        ) from error
+    return folder / LIBRARY
+
+
+def prebuilt(target: str, *, sources: Path = PACKAGE) -> Path | None:
+    """The newest whole library for `target` of these sources in the cache, whichever compiler built it, or None."""
+    digest = sources_digest(sources)
+    whole = []
+    for manifest in cache_folder().glob(f"{target}-*/{MANIFEST}"):
+        if _is_whole(manifest.parent) and json.loads(manifest.read_text()).get("sources") == digest:
+            whole.append((manifest.stat().st_mtime, manifest.parent / LIBRARY))
+    return max(whole)[1] if whole else None
+
+
+def kernel_sources(sources: Path = PACKAGE) -> list[Path]:
+    """All .hip files below `sources`, by name."""
+    return sorted(sources.rglob("*.hip"), key=lambda file: file.name)
+
+
+def kernel_source(name: str) -> Path:
+    """The source or header of this name in hip_ops, whichever operator it belongs to. Raises FileNotFoundError."""
+    found = list(PACKAGE.rglob(name))
+    if len(found) != 1:
+        raise FileNotFoundError(f"hip_ops holds {len(found)} files {name}")
+    return found[0]
+
+
+def sources_digest(sources: Path = PACKAGE) -> str:
+    digest = hashlib.sha256()
+    for file in sorted((*sources.rglob("*.hip"), *sources.rglob("*.h")), key=lambda file: file.name):
+        content = file.read_bytes()
+        digest.update(f"{file.name} {len(content)}\n".encode() + content)
+    return digest.hexdigest()
+
+
+def _folder(target: str, compiler: Compiler, sources: Path) -> Path:
+    identity = [sources_digest(sources), compiler.version, *compiler.compile_flags, *compiler.link_flags]
+    return cache_folder() / f"{target}-{hashlib.sha256(json.dumps(identity).encode()).hexdigest()[:16]}"
+
+
+def _is_whole(folder: Path) -> bool:
+    try:
+        manifest = json.loads((folder / MANIFEST).read_text())
+        return manifest["sha256"] == hashlib.sha256((folder / LIBRARY).read_bytes()).hexdigest()
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
+
+
+def _build(target: str, compiler: Compiler, folder: Path, sources: Path) -> None:
+    files = kernel_sources(sources)
+    assert files, f"no .hip file in {sources}"
+    workers = min(len(files), os.cpu_count() or 1)
+    print(
+        f"hip_ops: building kernels for {target} (once, about {_estimate(target, len(files), workers)} s)",
+        file=sys.stderr,
+        flush=True,
+    )
+    started = time.monotonic()
+    with tempfile.TemporaryDirectory(prefix=SCRATCH, dir=folder) as scratch:
+        objects = [Path(scratch) / f"{file.stem}.o" for file in files]
+        with ThreadPoolExecutor(workers) as pool:
+            list(pool.map(_run, map(compiler.compile_command, files, objects)))
+        made = Path(scratch) / LIBRARY
+        _run(compiler.link_command(objects, made))
+        seconds = time.monotonic() - started
+        manifest = {
+            "target": target,
+            "sources": sources_digest(sources),
+            "sha256": hashlib.sha256(made.read_bytes()).hexdigest(),
+            "compiler": compiler.version.splitlines()[0],
+            "command": shlex.join(compiler.compile_command(Path("FILE.hip"), Path("FILE.o"))),
+            "files": len(files),
+            "seconds": round(seconds, 1),
+        }
+        written = Path(scratch) / MANIFEST
+        written.write_text(json.dumps(manifest, indent=1))
+        os.replace(made, folder / LIBRARY)
+        os.replace(written, folder / MANIFEST)
+    print(f"hip_ops: built in {seconds:.0f} s: {folder / LIBRARY}", file=sys.stderr, flush=True)
+
+
+def _estimate(target: str, files: int, workers: int) -> int:
+    """Seconds: by the last build for this target here, else by the number of files."""
+    taken = []
+    for manifest in cache_folder().glob(f"{target}-*/{MANIFEST}"):
+        try:
+            told = json.loads(manifest.read_text())
+            taken.append((manifest.stat().st_mtime, told["seconds"] / told["files"]))
+        except (OSError, ValueError, KeyError, TypeError, ZeroDivisionError):
+            continue
+    return max(1, round(max(taken)[1] * files)) if taken else -(-files // workers) * _SECONDS_A_FILE[target[:3]]
+
+
+def _run(command: list[str]) -> None:
+    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace")
+    if done.returncode != 0:
+        raise BuildError(
+            f"hip_ops: this command failed with code {done.returncode}:\n  {shlex.join(command)}\n{done.stdout.rstrip()}"
+        )

@@ -1,0 +1,43 @@
+# SPDX-License-Identifier: Apache-2.0
+"""torch.compile on accelerators. On a CPU the functions run as they are written.
+
+Compiled are functions between matrix products, where eager mode reads and writes each intermediate. They take tensors and
+numbers and keep no state, so one compiled version serves all layers. TORCHDYNAMO_DISABLE=1 switches compilation off.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from hip_ops.runtime.availability import missing
+from hip_ops.runtime.selection import selection
+
+
+def compile_function(function: Callable) -> Callable:
+    """`function`, compiled at its first call: static shapes, one version a shape."""
+    return torch.compile(function, dynamic=False)
+
+
+def formula(function: Callable) -> Callable:
+    """A differentiable function of plain torch, compiled for tensors on an accelerator unless the reference is asked for there."""
+    folder = function.__module__.rpartition(".")[0].rpartition(".")[2]
+
+    @functools.cache
+    def compiled() -> Callable:
+        """At the first call: torch.compile imports its compilers."""
+        not_available = missing("compiled", torch.device("cuda"), named=False)
+        return function if not_available else compile_function(function)
+
+    @functools.wraps(function)
+    def call(*args, **kwargs):
+        on_accelerator = any(isinstance(each, Tensor) and each.is_cuda for each in args)
+        as_written = (
+            not on_accelerator or torch.compiler.is_compiling() or selection().of(folder).version == "reference"
+        )
+        return (function if as_written else compiled())(*args, **kwargs)
+
+    return call

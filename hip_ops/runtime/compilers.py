@@ -1,0 +1,155 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Finds the compiler of a target and its flags.
+
+A target is what a library is built for: an AMD architecture (`gfx942`), an NVIDIA one (`sm_90`) or `cpu`. AMD takes hipcc, and where there
+is none a clang that knows the architecture together with the ROCm device libraries; NVIDIA takes nvcc; the CPU takes g++.
+"""
+
+import os
+import re
+import shutil
+import subprocess
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+
+from hip_ops.runtime import device_libs
+
+HEADERS = Path(__file__).resolve().parent / "csrc"  # what kernels of several operators include
+
+# Wave 64 and bf16 MFMA with four values a lane: MI200, MI300, MI350. Verified is gfx942 alone.
+AMD_ARCHITECTURES = ("gfx90a", "gfx942", "gfx950")
+OLDEST_CLANG = 17  # the first release that knows gfx942
+# Where installers put them: looked into after the variables.
+ROCM_FOLDERS = ("/opt/rocm",)
+NVCC_FOLDERS = ("/usr/local/cuda/bin",)
+
+_OPTIMIZE = ("-O3", "-std=c++17")
+_HOST = ("-fPIC", "-fno-strict-aliasing", "-fvisibility=hidden")
+
+
+class CompilerNotFound(RuntimeError):
+    """There is no compiler for a target; the message says what was looked for."""
+
+
+@dataclass(frozen=True)
+class Compiler:
+    """`program` with the flags that turn one .hip file into an object, and objects into a shared library."""
+
+    program: str
+    version: str
+    compile_flags: tuple[str, ...]
+    link_flags: tuple[str, ...]
+
+    def compile_command(self, source: Path, output: Path) -> list[str]:
+        return [self.program, *self.compile_flags, f"-I{HEADERS}", "-c", str(source), "-o", str(output)]
+
+    def link_command(self, objects: list[Path], output: Path) -> list[str]:
+        return [self.program, *map(str, objects), *self.link_flags, "-o", str(output)]
+
+
+def check_target(target: str) -> str:
+    """Gives `target` back, or raises ValueError where its name is none."""
+    if target == "cpu" or target in AMD_ARCHITECTURES or re.fullmatch(r"sm_\d{2,3}a?", target):
+        return target
+    allowed = ", ".join((*AMD_ARCHITECTURES, "sm_<capability> such as sm_90", "cpu"))
+    raise ValueError(f"hip_ops: no target {target!r}; allowed are {allowed}")
+
+
+def default_amd_target() -> str:
+    """The AMD architecture to build for where no device tells: HIP_OPS_ARCH, else the first of PYTORCH_ROCM_ARCH that the kernels are
+    written for, else gfx942."""
+    asked = os.environ.get("HIP_OPS_ARCH")
+    if asked:
+        if asked not in AMD_ARCHITECTURES:
+            raise ValueError(f"hip_ops: HIP_OPS_ARCH={asked}; allowed are {', '.join(AMD_ARCHITECTURES)}")
+        return asked
+    listed = re.split(r"[;,\s]+", os.environ.get("PYTORCH_ROCM_ARCH", ""))
+    return next((name for name in (entry.split(":")[0] for entry in listed) if name in AMD_ARCHITECTURES), "gfx942")
+
+
+def find_compiler(target: str) -> Compiler:
+    """The compiler of `target`; raises CompilerNotFound."""
+    check_target(target)
+    if target == "cpu":
+        return _cpu()
+    return _nvidia(target) if target.startswith("sm_") else _amd(target)
+
+
+def compiler_version(program: str) -> str:
+    """What `program --version` says, or "" where it does not run. Part of a library's identity."""
+    try:
+        changed = os.stat(program).st_mtime_ns
+    except OSError:
+        return ""
+    return _version(program, changed)
+
+
+@lru_cache
+def _version(program: str, _changed: int) -> str:
+    try:
+        done = subprocess.run([program, "--version"], capture_output=True, text=True, timeout=60)
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return done.stdout.strip() if done.returncode == 0 else ""
+
+
+def rocm_folders() -> list[Path]:
+    return [
+        Path(folder) for folder in (os.environ.get("ROCM_PATH"), os.environ.get("HIP_PATH"), *ROCM_FOLDERS) if folder
+    ]
+
+
+def _programs(names: list[str], folders: list[Path]) -> Iterator[str]:
+    """Those of `names` that run: in `folders` first, for a variable that names one was set on purpose, then on PATH."""
+    for folder in (*map(str, folders), None):
+        for name in names:
+            program = shutil.which(name, path=folder)
+            if program and compiler_version(program):
+                yield program
+
+
+def _amd(target: str) -> Compiler:
+    flags = ("-x", "hip", f"--offload-arch={target}", *_OPTIMIZE, *_HOST, "-Werror=pass-failed")
+    for program in _programs(["hipcc"], [folder / "bin" for folder in rocm_folders()]):
+        return Compiler(program, compiler_version(program), flags, ("-shared", "-fPIC"))
+    clangs = ["clang++", "amdclang++", *(f"clang++-{major}" for major in range(OLDEST_CLANG, OLDEST_CLANG + 10))]
+    too_old = []
+    for program in _programs(clangs, [folder / "llvm" / "bin" for folder in rocm_folders()]):
+        version = compiler_version(program)
+        major = re.search(r"clang version (\d+)", version)
+        if major is None or int(major[1]) < OLDEST_CLANG:
+            too_old.append(program)
+            continue
+        libraries = device_libs.find(target, program, rocm_folders())
+        if libraries is None:
+            raise CompilerNotFound(
+                f"{program} was found, but not the ROCm device libraries for {target} (a folder amdgcn/bitcode under ROCM_PATH, /opt/rocm or "
+                "/usr/lib): install rocm-device-libs, or a ROCm and set ROCM_PATH"
+            )
+        return Compiler(
+            program, version, (*flags, f"--rocm-device-lib-path={libraries}"), ("-shared", "-fPIC", "-lamdhip64")
+        )
+    old = f" ({', '.join(too_old)} is older than clang {OLDEST_CLANG})" if too_old else ""
+    raise CompilerNotFound(
+        f"neither hipcc nor a clang++ that knows {target} is on PATH, under ROCM_PATH or /opt/rocm{old}: install ROCm's hipcc and set ROCM_PATH"
+    )
+
+
+def _nvidia(target: str) -> Compiler:
+    folders = [Path(folder) / "bin" for folder in (os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH")) if folder]
+    for program in _programs(["nvcc"], [*folders, *map(Path, NVCC_FOLDERS)]):
+        flags = ("-x", "cu", f"-arch={target}", *_OPTIMIZE, "-Xcompiler", ",".join(_HOST))
+        return Compiler(program, compiler_version(program), flags, (f"-arch={target}", "-shared"))
+    raise CompilerNotFound(
+        "nvcc is not on PATH, nor under CUDA_HOME, CUDA_PATH or /usr/local/cuda: install the CUDA toolkit and set CUDA_HOME"
+    )
+
+
+def _cpu() -> Compiler:
+    # The fibers need a compiler with GNU extensions, and -fno-gnu-unique keeps two libraries in one process from sharing their LDS.
+    for program in _programs(["g++"], []):
+        flags = ("-x", "c++", "-O1", "-std=c++17", *_HOST, "-fno-gnu-unique", "-Wno-unknown-pragmas", "-Wno-psabi")
+        return Compiler(program, compiler_version(program), flags, ("-shared",))
+    raise CompilerNotFound("g++ is not on PATH: install it")

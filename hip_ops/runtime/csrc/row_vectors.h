@@ -1,0 +1,79 @@
+// SPDX-License-Identifier: Apache-2.0
+// A wave goes through one row: 16 bytes a lane where all rows are aligned to them, one element a lane where they are not. The next wave has
+// the next row, so that nothing but a row's own sum crosses lanes, and blocks need neither LDS nor barriers.
+//
+// Such kernels only move data: all loads of a batch are issued before its first store, and what is read once says so.
+#pragma once
+
+#include "portable.h"
+
+namespace rows {
+
+constexpr int kThreads = 256, kWaves = kThreads / kWave;
+
+// Elements a lane has of one access.
+template <class T, bool kAligned>
+constexpr int kWidthOf = kAligned ? 16 / int(sizeof(T)) : 1;
+
+__device__ __forceinline__ float to_float(float value) { return value; }
+__device__ __forceinline__ float to_float(bf16 value) { return bf16_to_float(value); }
+
+template <class T>
+__device__ __forceinline__ T rounded(float value) {
+  if constexpr (sizeof(T) == 2) return float_to_bf16(value);
+  else return value;
+}
+
+// One number of a vector that has either type; `is_bf16` is the same for all lanes.
+__device__ __forceinline__ float load_number(const void* from, int64_t at, bool is_bf16) {
+  return is_bf16 ? bf16_to_float(load_global(static_cast<const bf16*>(from) + at)) : load_global(static_cast<const float*>(from) + at);
+}
+__device__ __forceinline__ void store_number(void* to, int64_t at, bool is_bf16, float value) {
+  if (is_bf16) store_global(static_cast<bf16*>(to) + at, float_to_bf16(value));
+  else store_global(static_cast<float*>(to) + at, value);
+}
+
+// kWidth neighbouring elements of one lane as they lie in memory: 1, or what makes 16 bytes.
+template <class T, int kWidth>
+struct Lane {
+  ho::Vector16<T> v;
+  __device__ __forceinline__ void read(const T* from) { v = load_nontemporal16(from); }
+  __device__ __forceinline__ void write(T* to) const { store16(to, v); }
+  __device__ __forceinline__ T get(int i) const { return v[i]; }
+  __device__ __forceinline__ void set(int i, T value) { v[i] = value; }
+};
+template <class T>
+struct Lane<T, 1> {
+  T v;
+  __device__ __forceinline__ void read(const T* from) { v = load_global(from); }
+  __device__ __forceinline__ void write(T* to) const { store_global(to, v); }
+  __device__ __forceinline__ T get(int) const { return v; }
+  __device__ __forceinline__ void set(int, T value) { v = value; }
+};
+
+template <class T, int kWidth>
+__device__ __forceinline__ Lane<T, kWidth> zeros() {
+  Lane<T, kWidth> lane;
+#pragma unroll
+  for (int i = 0; i < kWidth; ++i) lane.set(i, T(0));
+  return lane;
+}
+
+// This lane's share of a row of `count` elements: `work.template run<pieces>(at)` does `pieces` accesses, the first at element `at`, each
+// kStep elements after the one before.
+template <int kPieces, int kWidth, class Work>
+__device__ __forceinline__ void for_each_piece(int count, Work& work) {
+  constexpr int kStep = kWave * kWidth;
+  int at = lane_id() * kWidth;
+  for (; at + (kPieces - 1) * kStep < count; at += kPieces * kStep) work.template run<kPieces>(at);
+  for (; at < count; at += kStep) work.template run<1>(at);
+}
+
+// The row that a wave begins with, and how far it is to its next one.
+__device__ __forceinline__ int64_t first_row() { return int64_t(blockIdx.x) * kWaves + wave_id(); }
+__device__ __forceinline__ int64_t row_step() { return int64_t(gridDim.x) * kWaves; }
+
+// The order of hip_ops/expert_permutation/reference.py: an entry below 0 stands for a place whose token belongs to no expert.
+__device__ __forceinline__ int place_of(int entry) { return entry < 0 ? ~entry : entry; }
+
+}  // namespace rows

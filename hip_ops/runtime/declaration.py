@@ -1,0 +1,209 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The tensors that an operator takes and returns, declared as text. One declaration checks arguments and makes fake results.
+
+    TAKES = '''
+        output    [..., h>0]  bf16|fp32
+        weight    [h]         bf16|fp32
+        offsets?  [experts]   int32
+    '''
+    GIVES = '''
+        y         [..., h]    =weight
+        rstd      [..., 1]    wide(output)
+        d_offsets like offsets
+    '''
+
+A line is a name, a shape and a dtype. `?` allows None. In shapes `...` stands for leading sizes that all tensors share; a name is
+bound by the first tensor that has it, or by an integer argument of that name; `>0` forbids an empty size; anything else is
+arithmetic over bound names, such as `(n+g)*d`. Dtypes are alternatives, or `=name`, the dtype of another tensor, or `wide(name)`,
+fp32, or fp64 for an fp64 tensor. Where bf16, fp16 or fp32 is allowed, all such tensors of a call may be fp64 instead;
+`fp32!` is fp32 also then.
+`like name` is the shape and dtype of an argument; it is an empty tensor where that argument is None.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+DTYPES = {
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+    "fp32": torch.float32,
+    "fp64": torch.float64,
+    "int32": torch.int32,
+    "int64": torch.int64,
+    "bool": torch.bool,
+}
+FLOATS = (torch.bfloat16, torch.float16, torch.float32)
+MOST_KNOWN = 4096
+_INTS = (int, torch.SymInt)
+_LINE = re.compile(r"(\w+)(\?)?\s+(?:like\s+(\w+)|\[(.*?)\]\s+(\S+))$")
+
+
+def wide(dtype: torch.dtype) -> torch.dtype:
+    """fp32, or fp64 for fp64."""
+    return torch.promote_types(dtype, torch.float32)
+
+
+def cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """`tensor.to(dtype)`, which takes the host some microseconds also where there is nothing to convert."""
+    return tensor if tensor.dtype == dtype else tensor.to(dtype)
+
+
+@dataclass(frozen=True)
+class Line:
+    """One declared tensor. sizes: of a shape, without the leading `...`; like: the argument that it copies."""
+
+    name: str
+    optional: bool
+    like: str | None
+    leading: bool
+    sizes: tuple[str, ...]
+    dtype: str
+
+    @classmethod
+    def parse(cls, text: str) -> Line:
+        found = _LINE.match(text)
+        assert found, f"not a declaration of a tensor: {text!r}"
+        name, optional, like, shape, dtype = found.groups()
+        sizes = [size.strip() for size in shape.split(",")] if shape else []
+        leading = bool(sizes) and sizes[0] == "..."
+        return cls(name, optional is not None, like, leading, tuple(sizes[leading:]), dtype or "")
+
+
+def _lines(text: str) -> tuple[Line, ...]:
+    return tuple(Line.parse(line.strip()) for line in text.strip().splitlines() if line.strip())
+
+
+class Declaration:
+    """See the module's text.
+
+    Args:
+        operator: name in messages. parameters: names of the operator's arguments, in order.
+        takes, gives: declarations as text. rule: further conditions; gets sizes and arguments by name and returns what is wrong, or None.
+    """
+
+    def __init__(
+        self,
+        operator: str,
+        parameters: Sequence[str],
+        takes: str,
+        gives: str,
+        rule: Callable[[dict], str | None] | None,
+    ):
+        self.operator, self.parameters, self.rule = operator, tuple(parameters), rule
+        self.takes, self.gives = _lines(takes), _lines(gives)
+        unknown = {line.name for line in self.takes} - set(parameters)
+        assert not unknown, f"{operator} has no arguments {unknown}"
+        self._known: set[tuple] = set()
+
+    def check(self, arguments: Sequence[Any]) -> None:
+        """Raises ValueError that names the operator, the argument, what it is and what is allowed."""
+        if not self.takes and self.rule is None:
+            return
+        key = tuple([(a.shape, a.dtype, a.device) if isinstance(a, Tensor) else a for a in arguments])
+        try:
+            if key in self._known:
+                return
+        except TypeError:  # symbolic sizes, while something is traced
+            key = None
+        self._sizes(dict(zip(self.parameters, arguments, strict=True)))
+        if key is not None:
+            if len(self._known) >= MOST_KNOWN:
+                self._known.clear()
+            self._known.add(key)
+
+    def fake(self, *arguments: Any) -> Tensor | tuple[Tensor, ...] | None:
+        """Checks the arguments and returns empty results."""
+        given = dict(zip(self.parameters, arguments, strict=True))
+        sizes = self._sizes(given)
+        base = next(a for a in arguments if isinstance(a, Tensor)) if self.gives else None
+        results = tuple(self._empty(line, given, sizes, base) for line in self.gives)
+        return None if not results else results[0] if len(results) == 1 else results
+
+    def fail(self, name: str, what: str, allowed: str) -> None:
+        raise ValueError(f"hip_ops.{self.operator}: {name} {what}; it must be {allowed}")
+
+    def _sizes(self, given: Mapping[str, Any]) -> dict[str, Any]:
+        """Checks all tensors; returns the sizes by name, leading ones as "..."."""
+        sizes = {name: each for name, each in given.items() if isinstance(each, _INTS) and not isinstance(each, bool)}
+        first = double = None
+        for line in self.takes:
+            tensor = given[line.name]
+            if tensor is None:
+                if not line.optional:
+                    self.fail(line.name, "is None", "a tensor")
+                continue
+            first = first or (line.name, tensor)
+            if tensor.device != first[1].device:
+                self.fail(line.name, f"is on {tensor.device}", f"on {first[1].device} like {first[0]}")
+            self._shape(line, tensor, sizes)
+            if double is None and tensor.is_floating_point():
+                double = tensor.dtype == torch.float64
+            allowed = self._dtypes(line.dtype, given, bool(double))
+            if tensor.dtype not in allowed:
+                like = f" like {line.dtype[1:]}" if line.dtype.startswith("=") else ""
+                either = not double and not like and "!" not in line.dtype and set(allowed) & set(FLOATS)
+                double_too = " (or all tensors torch.float64)" if either else ""
+                self.fail(line.name, f"is {tensor.dtype}", " or ".join(map(str, allowed)) + like + double_too)
+        wrong = self.rule({**given, **sizes}) if self.rule else None
+        if wrong:
+            raise ValueError(f"hip_ops.{self.operator}: {wrong}")
+        return sizes
+
+    def _shape(self, line: Line, tensor: Tensor, sizes: dict[str, Any]) -> None:
+        """Checks one shape and binds the sizes that it names first."""
+        shape, count = tuple(tensor.shape), len(line.sizes)
+        leading, tail = shape[: max(0, len(shape) - count)], shape[max(0, len(shape) - count) :]
+        right = len(tail) == count and (sizes.setdefault("...", leading) == leading if line.leading else not leading)
+        for size, found in zip(line.sizes, tail, strict=False):
+            name = size.removesuffix(">0")
+            right = right and found == (sizes.setdefault(name, found) if name.isidentifier() else evaluate(name, sizes))
+            right = right and (found > 0 or name == size)
+        if not right:
+            self.fail(line.name, f"has shape {shape}", self._wanted(line, sizes))
+
+    @staticmethod
+    def _wanted(line: Line, sizes: Mapping[str, Any]) -> str:
+        """The declared shape, and in numbers as far as they are known."""
+        declared = f"[{', '.join(('...', *line.sizes) if line.leading else line.sizes)}]"
+        try:
+            tail = tuple(evaluate(size.removesuffix(">0"), sizes) for size in line.sizes)
+        except (NameError, ZeroDivisionError):
+            return declared
+        return (
+            declared if ">0" in declared else f"{(*sizes.get('...', ()), *tail) if line.leading else tail}, {declared}"
+        )
+
+    def _dtypes(self, text: str, given: Mapping[str, Any], double: bool) -> tuple[torch.dtype, ...]:
+        allowed = []
+        for part in text.split("|"):
+            if part.startswith("="):
+                allowed.append(given[part[1:]].dtype)
+            elif part.startswith("wide("):
+                allowed.append(wide(given[part[5:-1]].dtype))
+            elif part.endswith("!"):
+                allowed.append(DTYPES[part[:-1]])
+            else:
+                allowed.append(torch.float64 if double and DTYPES[part] in FLOATS else DTYPES[part])
+        return tuple(dict.fromkeys(allowed))
+
+    def _empty(self, line: Line, given: Mapping[str, Any], sizes: Mapping[str, Any], base: Tensor) -> Tensor:
+        if line.like is not None:
+            like = given[line.like]
+            return base.new_empty(0) if like is None else like.new_empty(like.shape)
+        shape = [sizes[size] if size in sizes else evaluate(size, sizes) for size in line.sizes]
+        double = any(isinstance(a, Tensor) and a.dtype == torch.float64 for a in given.values())
+        return base.new_empty(
+            (*(sizes["..."] if line.leading else ()), *shape), dtype=self._dtypes(line.dtype, given, double)[0]
+        )
+
+
+def evaluate(text: str, sizes: Mapping[str, Any]):
+    """Arithmetic over sizes: our own literals, never a user's text."""
+    return eval(text, {"__builtins__": {}}, dict(sizes))  # noqa: S307

@@ -1,0 +1,43 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tensor descriptors as the host makes them for each launch; Triton's own checks run once for each shape."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+MOST = 4096
+_checked: dict[tuple, dict] = {}
+_here = threading.local()
+
+
+def descriptor(base: Tensor, shape: Sequence[int], strides: Sequence[int], block: Sequence[int]) -> TensorDescriptor:
+    """TensorDescriptor(base, shape, strides, block). base.data_ptr() is a multiple of 16 (`describable`)."""
+    if base.is_cuda and not hasattr(_here, "context"):
+        # the driver encodes only where a thread has a context: autograd's may have none yet
+        torch.cuda.set_device(torch.cuda.current_device())
+        _here.context = True
+    key = (*shape, *strides, *block, base.dtype)
+    known = _checked.get(key)
+    if known is None:
+        made = TensorDescriptor(base, list(shape), list(strides), list(block))
+        if len(_checked) >= MOST:
+            _checked.clear()
+        _checked[key] = {name: value for name, value in vars(made).items() if name != "base"}
+        return made
+    made = TensorDescriptor.__new__(TensorDescriptor)
+    made.__dict__.update(known, base=base)
+    return made
+
+
+def describable(x: Tensor) -> bool:
+    """Whether a tensor descriptor can read or write it: rows without gaps, starting in steps of 16 bytes."""
+    *strides, last = x.stride()
+    if last != 1 or x.data_ptr() % 16:
+        return False
+    size = x.element_size()
+    return all(stride > 0 and stride * size % 16 == 0 for stride in strides)

@@ -1,0 +1,59 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The launchers of the HIP kernels and the types of their parameters, read from their declarations; needs no torch.
+
+The convention, stated here once. A launcher is
+
+    HO_EXPORT int ho_<operator>(const void* in, void* out, int64_t rows, float eps, void* stream)
+
+with int64_t for every whole number and flag, float or double for numbers, pointers for the rest, and the stream last. It checks nothing but that
+a variant exists, and returns 0, the runtime's error code, or -1 for "no such variant". Shapes, dtypes, strides and alignment are checked by the
+operator before it calls. Since ctypes would pass any number of arguments of any type, what is called is set up from the declaration.
+"""
+
+import ctypes
+import re
+from functools import lru_cache
+from pathlib import Path
+
+from hip_ops.runtime.build import kernel_sources
+
+ABI_VERSION = 1
+
+_DECLARATION = re.compile(r"HO_EXPORT\s+(int|int64_t)\s+(ho_\w+)\s*\(([^)]*)\)")
+_NUMBERS = {"int": ctypes.c_int, "int64_t": ctypes.c_int64, "float": ctypes.c_float, "double": ctypes.c_double}
+
+
+@lru_cache
+def declarations(*files: Path) -> dict[str, tuple[type, tuple[type, ...]]]:
+    """Every function that `files` (default: all .hip files of hip_ops) export and that returns a number: the ctypes of its result and parameters."""
+    found = {}
+    for file in files or kernel_sources():
+        for result, name, parameters in _DECLARATION.findall(file.read_text()):
+            found[name] = _NUMBERS[result], tuple(_ctype(file, name, p) for p in parameters.split(",") if p.strip())
+    return found
+
+
+def _ctype(file: Path, name: str, parameter: str) -> type:
+    if "*" in parameter:
+        return ctypes.c_void_p
+    kind = (parameter.split() or [""])[0]
+    assert kind in ("int64_t", "float", "double"), (
+        f"{file.name}: parameter `{parameter.strip()}` of {name}; allowed are pointers, int64_t, float, double"
+    )
+    return _NUMBERS[kind]
+
+
+def load(path: Path, *files: Path) -> ctypes.CDLL:
+    """The library at `path` with the types of what `files` declare set. Raises RuntimeError where its ABI version is not this package's."""
+    loaded = ctypes.CDLL(str(path))
+    version = loaded.ho_abi_version()
+    if version != ABI_VERSION:
+        raise RuntimeError(
+            f"hip_ops: {path} has ABI version {version}, this hip_ops wants {ABI_VERSION}: rebuild with `python -m hip_ops build --force`"
+        )
+    loaded.ho_error_string.restype = ctypes.c_char_p
+    loaded.ho_error_string.argtypes = (ctypes.c_int,)
+    for name, (result, types) in declarations(*files).items():
+        function = getattr(loaded, name)
+        function.restype, function.argtypes = result, types
+    return loaded

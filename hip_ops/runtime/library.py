@@ -1,0 +1,102 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The built kernels in this process: one library a target, and calls on the current stream. The C convention is in launchers.py."""
+
+import ctypes
+from functools import lru_cache
+
+import torch
+
+from hip_ops.runtime.architecture import architecture
+from hip_ops.runtime.build import BuildError, build
+from hip_ops.runtime.compilers import AMD_ARCHITECTURES, CompilerNotFound, default_amd_target
+from hip_ops.runtime.launchers import load
+
+# a build that failed is not tried again in this process: every operator would wait for it
+_failures: dict[str, Exception] = {}
+
+
+def target_of(device: torch.device) -> str:
+    """The target whose library runs on `device`; raises ValueError where the kernels cannot run there."""
+    if device.type == "cpu":
+        return "cpu"
+    if device.type != "cuda":
+        raise ValueError(f"hip_ops: the kernels run on AMD and NVIDIA GPUs and on the CPU, not on device {device}")
+    name = architecture(device)
+    if torch.version.hip is None or name in AMD_ARCHITECTURES:
+        return name
+    raise ValueError(
+        f"hip_ops: {device} is {name}; the kernels need waves of 64 and MFMA: {', '.join(AMD_ARCHITECTURES)}"
+    )
+
+
+def library(target: str) -> ctypes.CDLL:
+    """The library of `target`, built where it is not in the cache. Raises what `build` does, and OSError where it cannot be loaded."""
+    if target in _failures:
+        raise _failures[target]
+    try:
+        return _library(target)
+    except (BuildError, CompilerNotFound, OSError, RuntimeError) as error:
+        _failures[target] = error
+        raise
+
+
+@lru_cache
+def _library(target: str) -> ctypes.CDLL:
+    return load(build(target))
+
+
+def call(name: str, *arguments, device: torch.device) -> None:
+    """Runs launcher `name` on the current stream of `device`.
+
+    arguments: all but the stream. A tensor on `device` or None or a ctypes array for a pointer, a number for a number.
+    Raises RuntimeError, which names the launcher and the code, unless it returns 0. Does not wait for the device.
+    """
+    target = target_of(device)
+    loaded = library(target)
+    function = getattr(loaded, name)
+    types = function.argtypes
+    assert types is not None, f"{name} is exported by no .hip file"
+    assert len(arguments) == len(types) - 1, (
+        f"{name} takes {len(types) - 1} arguments and the stream, {len(arguments)} were given"
+    )
+    converted = [
+        _convert(name, place, argument, kind, device)
+        for place, (argument, kind) in enumerate(zip(arguments, types, strict=False))
+    ]
+    if device.type == "cpu":
+        code = function(*converted, None)
+    else:
+        with torch.cuda.device(device):
+            code = function(*converted, torch.cuda.current_stream(device).cuda_stream)
+    if code == 0:
+        return
+    if code < 0:
+        raise RuntimeError(f"hip_ops: {name} has no variant for these arguments on {target}: {_numbers(arguments)}")
+    raise RuntimeError(f"hip_ops: {name} failed on {device} with code {code}: {loaded.ho_error_string(code).decode()}")
+
+
+def _convert(name: str, place: int, argument, kind: type, device: torch.device):
+    if kind is ctypes.c_void_p:
+        if isinstance(argument, torch.Tensor):
+            assert argument.device.type == device.type and device.index in (None, argument.device.index), (
+                f"{name}: argument {place} is on {argument.device}, the call on {device}"
+            )
+            return argument.data_ptr()
+        assert argument is None or isinstance(argument, ctypes.Array), (
+            f"{name}: argument {place} is {type(argument).__name__}, the launcher takes a pointer"
+        )
+        return argument
+    whole = kind is ctypes.c_int64
+    assert isinstance(argument, int if whole else (int, float)), (
+        f"{name}: argument {place} is {type(argument).__name__}, the launcher takes {kind.__name__}"
+    )
+    return argument
+
+
+def _numbers(arguments) -> list:
+    return [tuple(a.shape) if isinstance(a, torch.Tensor) else a for a in arguments]
+
+
+def default_target() -> str:
+    """What `python -m hip_ops build` builds for where it is not told: the first device's target, else AMD's default."""
+    return target_of(torch.device("cuda", 0)) if torch.cuda.is_available() else default_amd_target()

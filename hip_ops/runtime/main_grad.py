@@ -1,0 +1,214 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Weight gradients added to Megatron's main gradients by the matrix product that makes them.
+
+Megatron's DDP gives every parameter an fp32 `main_grad` in its buffer. Autograd's way there is a product rounded to bf16, stored,
+and a pass that reads both and writes the sum: 12 bytes an element. Here the product itself adds, in fp32, and nothing is rounded.
+The same as Megatron's `gradient_accumulation_fusion`, without its compiled extension.
+
+DDP's hooks run when a gradient arrives at the parameter, so something has to arrive. `handed_over` returns a tensor that shares
+the weight's memory: as a fresh object of the right layout autograd takes it as `grad` without a copy, DDP does not read it, because
+`grad_added_to_main_grad` says that all is done, and drops it.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from hip_ops.runtime.compiled import formula
+
+logger = logging.getLogger("hip_ops")
+
+
+def main_grad_of(weight: Tensor) -> Tensor | None:
+    """The gradient in Megatron's buffer, where its DDP keeps one and takes word that it was added to; else None."""
+    return getattr(weight, "main_grad", None) if hasattr(weight, "grad_added_to_main_grad") else None
+
+
+def handed_over(weight: Tensor) -> Tensor | None:
+    """What a backward function returns for a weight whose gradient has been added to `main_grad`; tells DDP so.
+
+    None where the weight has another use in the same graph whose gradient is still to come (`zero_out_wgrad`, which Megatron sets on
+    an embedding that is the head's matrix too): that gradient makes DDP's hook run, and DDP adds it.
+    """
+    if getattr(weight, "zero_out_wgrad", False):
+        return None
+    weight.grad_added_to_main_grad = True
+    return weight.detach()
+
+
+def handed_over_block(weights: Sequence[Tensor], block: Tensor) -> tuple[Tensor | None, ...]:
+    """`handed_over` of matrices that make up `block` [len(weights), out, in]: all views in one call of torch."""
+    if any([getattr(weight, "zero_out_wgrad", False) for weight in weights]):
+        return tuple(map(handed_over, weights))
+    for weight in weights:
+        weight.grad_added_to_main_grad = True
+    return block.unbind()
+
+
+def add_product(weight: Tensor, a: Tensor, b: Tensor) -> Tensor | None:
+    """weight.main_grad += a^T b in fp32. a [T, out] and b [T, in] in the weight's dtype, rows may be strided.
+
+    Returns what the backward function returns as the weight's gradient [out, in]: `handed_over`, or where there is no main gradient the
+    gradient itself, rounded as autograd rounds it. For a product in pieces: `add_product_` for each piece, then `handed_over` once.
+    """
+    total = main_grad_of(weight)
+    if total is None:
+        return a.t() @ b
+    add_products_([total], a, b)
+    return handed_over(weight)
+
+
+def add_products_(totals: Sequence[Tensor], a: Tensor, b: Tensor) -> None:
+    """totals[i] += a_i^T b, where a_i are consecutive columns of a, as many as totals[i] has rows.
+
+    On a GPU several become one product and one pass of additions: products as small as 128 x 2048 leave most of the device idle. Where the
+    device cannot multiply into fp32, products are rounded to a's dtype before they are added, as autograd's are.
+    """
+    sizes = [len(total) for total in totals]
+    in_fp32 = a.is_cuda and all(total.dtype == torch.float32 != a.dtype for total in totals)
+    if in_fp32 and fp32_product(a.device, a.dtype) is None:
+        for total, part in zip(totals, (a.t() @ b).split(sizes), strict=True):
+            add_in_place(total, part)
+    elif in_fp32 and len(totals) > 1:
+        torch._foreach_add_(list(totals), torch.ops.aten.mm.dtype(a.t(), b, torch.float32).split(sizes))
+    else:
+        for total, columns in zip(totals, a.split(sizes, dim=1), strict=True):
+            add_product_(total, columns, b)
+
+
+def add_gradients(weights: Sequence[Tensor | None], gradients: Sequence[Tensor]) -> list[Tensor | None]:
+    """weight.main_grad += gradient for every weight that is not None; what a backward function returns for each, as `add_product`."""
+    totals = [None if weight is None else main_grad_of(weight) for weight in weights]
+    direct = [(total, gradient) for total, gradient in zip(totals, gradients, strict=True) if total is not None]
+    if direct:
+        torch._foreach_add_(*map(list, zip(*direct, strict=True)))
+    return [
+        None if weight is None else gradient.to(weight.dtype) if total is None else handed_over(weight)
+        for weight, total, gradient in zip(weights, totals, gradients, strict=True)
+    ]
+
+
+@formula
+def add_in_place(total: Tensor, part: Tensor) -> None:
+    """total += part across dtypes; torch's own kernel for mixed dtypes moves one element at a time."""
+    total.add_(part)
+
+
+def add_or_write(total: Tensor, part: Tensor, add: bool) -> None:
+    """total += part across dtypes, or total = part."""
+    if add:
+        add_in_place(total, part)
+    else:
+        total.copy_(part)
+
+
+class MainGradLinear(torch.autograd.Function):
+    """x [..., in] times the rows of several weights [out_i, in], as F.linear of all rows in one matrix -> [..., sum of out_i].
+
+    Weight gradients go through `add_product`, each from its columns of the output's gradient. The joined matrix is kept for the
+    backward pass.
+    """
+
+    @staticmethod
+    def forward(ctx, x, *weights):
+        joined = weights[0] if len(weights) == 1 else torch.cat(weights)
+        ctx.save_for_backward(x, joined)
+        ctx.weights = weights  # parameters themselves: saved tensors lose the attributes that DDP sets
+        # Rows by themselves: of [s, 1, h] whose batch of one has an odd stride, as behind an embedding, torch makes s products of a row.
+        return F.linear(x.flatten(0, -2), joined).view(*x.shape[:-1], len(joined))
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, grad):
+        x, joined = ctx.saved_tensors
+        grad_x = grad @ joined if ctx.needs_input_grad[0] else None
+        grads, rows = grad.flatten(0, -2), x.flatten(0, -2)
+        totals = [main_grad_of(weight) for weight in ctx.weights]
+        if all(ctx.needs_input_grad[1:]) and not any(total is None for total in totals):
+            add_products_(totals, grads, rows)
+            return grad_x, *map(handed_over, ctx.weights)
+        pieces = grads.split([len(weight) for weight in ctx.weights], dim=1)
+        needed = ctx.needs_input_grad[1:]
+        return grad_x, *(
+            add_product(weight, piece, rows) if need else None
+            for weight, piece, need in zip(ctx.weights, pieces, needed, strict=True)
+        )
+
+
+def main_grad_linear(x: Tensor, *weights: Tensor) -> Tensor:
+    """F.linear(x, torch.cat(weights)), its weight gradients added straight to `main_grad` where there is one.
+
+    Where there is none, plain autograd does it.
+    """
+    if any(main_grad_of(weight) is None for weight in weights):
+        return F.linear(x, weights[0] if len(weights) == 1 else torch.cat(weights))
+    return MainGradLinear.apply(x, *weights)
+
+
+def add_product_(total: Tensor, a: Tensor, b: Tensor) -> Tensor:
+    """total += a^T b in place. a [T, m] and b [T, n] of one dtype; total [m, n] of that dtype, or fp32, where nothing is rounded before the sum."""
+    if total.dtype == a.dtype:
+        return total.addmm_(a.t(), b)
+    how = fp32_product(a.device, a.dtype) if a.is_cuda and total.dtype == torch.float32 else None
+    if how == "addmm":
+        return torch.ops.aten.addmm.dtype_out(total, a.t(), b, torch.float32, out=total)
+    if how == "mm":
+        return total.add_(torch.ops.aten.mm.dtype(a.t(), b, torch.float32))
+    return total.addmm_(a.t().to(total.dtype), b.to(total.dtype))
+
+
+def scaled_product(a: Tensor, b: Tensor, factors: Tensor, out: Tensor) -> Tensor:
+    """out = factors * (a b), rounded once where the device multiplies into fp32. a [T, m], b [m, n] and out [T, n] of one dtype, factors [T, 1]."""
+    if a.is_cuda and a.dtype != torch.float32 and fp32_product(a.device, a.dtype):
+        return torch.mul(torch.ops.aten.mm.dtype(a, b, torch.float32), factors, out=out)
+    if a.dtype == torch.bfloat16 and not a.is_cuda:
+        return torch.mul(a.float() @ b.float(), factors, out=out)
+    return torch.mm(a, b, out=out).mul_(factors)
+
+
+@functools.cache
+def fp32_product(device: torch.device, dtype: torch.dtype) -> str | None:
+    """How `device` multiplies matrices of `dtype` into fp32: "addmm" also adds in place, "mm" only makes a product, None not at all.
+
+    Tried once on small numbers and announced. Raises RuntimeError during the capture of a graph, where nothing can be tried.
+    """
+    if torch.cuda.is_current_stream_capturing():
+        raise RuntimeError(
+            "hip_ops: the first product into fp32 came while a graph is captured; run it once before the capture"
+        )
+    a = (torch.arange(32, device=device).reshape(4, 8) / 32).to(dtype)
+    wanted = a.double().t() @ a.double() + 1 / 1024  # exact in fp32 and not in bf16
+    ways = {
+        "addmm": lambda: torch.ops.aten.addmm.dtype_out(total, a.t(), a, torch.float32, out=total),
+        "mm": lambda: torch.ops.aten.mm.dtype(a.t(), a, torch.float32) + 1 / 1024,
+    }
+    failed = []
+    for how, run in ways.items():
+        total = torch.full((8, 8), 1 / 1024, device=device)
+        try:
+            right = torch.equal(run().double(), wanted) and torch.equal(ways["mm"]().double(), wanted)
+        except (AttributeError, RuntimeError, TypeError) as error:  # a torch or a device without it
+            failed.append(f"{how}: {str(error).splitlines()[0]}")
+            continue
+        if right:
+            logger.info(
+                "hip_ops: products of %s on %s come in fp32, weight gradients are summed by %s with out_dtype",
+                dtype,
+                device,
+                how,
+            )
+            return how
+        failed.append(f"{how}: wrong numbers")
+    logger.warning(
+        "hip_ops: weight gradients of %s on %s are summed in fp32 by products in fp32, slow; %s",
+        dtype,
+        device,
+        "; ".join(failed),
+    )
+    return None

@@ -1,0 +1,338 @@
+# SPDX-License-Identifier: Apache-2.0
+"""An operator: its declaration, its registration with torch, and the choice among its versions.
+
+    _scale = Operator(
+        reference.scale,
+        takes="x [n, h] bf16|fp32",
+        gives="y like x",
+        example=lambda device: (torch.randn(3, 5, device=device), 2.0),
+    )
+    y = _scale(x, 2.0)
+
+`reference` is the definition, in `hip_ops/<operator>/reference.py`; its annotations are the schema of the torch operator
+`hip_ops::scale`. The other versions are the functions of the same name in hip.py, triton.py, ... beside it, as hip_ops/versions.py
+lists them. Each is compared with the reference before its first use on a device; one that fails is skipped with a warning.
+
+A call bypasses torch's dispatcher where nothing can observe it: the dispatcher costs the host more than the kernels take on the
+device. The registered operator is called where something may observe or replace operators by name: compilers, tracers, modes,
+transforms, fake and meta tensors and other subclasses. Both ways give the same results, gradients and errors.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import logging
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from types import NoneType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import increment_version
+
+from hip_ops.runtime import availability
+from hip_ops.runtime.compiled import compile_function
+from hip_ops.runtime.declaration import Declaration
+from hip_ops.runtime.selection import Request, selection
+from hip_ops.runtime.self_check import difference
+from hip_ops.versions import VERSIONS
+
+logger = logging.getLogger("hip_ops")
+OPERATORS: dict[str, Operator] = {}
+_checking = threading.RLock()  # autograd's threads may come to the first use together
+_warnings: set[tuple[torch.device, str, str]] = set()  # a build that fails is one warning, not one for each operator
+_TENSORS = frozenset((Tensor, torch.nn.Parameter))
+_OTHERS = frozenset((int, float, bool, str, NoneType, torch.dtype))
+_LISTS = frozenset((list, tuple))
+
+
+def nothing_looks() -> bool:
+    """Whether no compiler, tracer, transform or mode is at work in this thread."""
+    return (
+        not torch.compiler.is_compiling()
+        and torch._C._len_torch_dispatch_stack() == 0
+        and torch._C._len_torch_function_stack() == 0
+        and torch._C._functorch.peek_interpreter_stack() is None
+        and torch._C._get_tracing_state() is None
+    )
+
+
+class Operator:
+    """Callable with the arguments of its reference; see the module's text.
+
+    Args:
+        reference: the definition. Its arguments are positional, without defaults; the first is a tensor or a list of tensors.
+            Its module names the operator's folder, by which versions are chosen.
+        takes, gives, rule: as `Declaration`. fake: makes fake results where `gives` cannot say them.
+        mutates: names of the arguments that it writes to.
+        example: device -> arguments of a small call that passes through all of the kernel (tails, several tiles). It may use
+            torch's global random generator, which is seeded for it and put back. A tuple of several where one call is not enough.
+        compare, tolerance: as in `self_check.difference`.
+        fits: version -> whether it takes these arguments; a version that is not named takes all. The reference runs where the
+            first tensor is fp64.
+        available: version -> device -> why the version is not available there, or None; for versions that need a package.
+        without: versions of the folder that this operator lacks.
+    """
+
+    def __init__(
+        self,
+        reference: Callable,
+        *,
+        example: Callable[[torch.device], tuple] | tuple[Callable[[torch.device], tuple], ...],
+        takes: str = "",
+        gives: str = "",
+        rule: Callable[[dict], str | None] | None = None,
+        fake: Callable | None = None,
+        mutates: Sequence[str] = (),
+        compare: Callable[[list, list], str | None] | None = None,
+        tolerance: float | None = None,
+        fits: dict[str, Callable[..., bool]] | None = None,
+        available: dict[str, Callable[[torch.device], str | None]] | None = None,
+        without: Sequence[str] = (),
+    ):
+        self.name = reference.__name__
+        assert self.name not in OPERATORS, f"there is an operator {self.name} already"
+        self.reference, self.module = reference, reference.__module__.rpartition(".")[0]
+        self.folder = self.module.rpartition(".")[2]
+        unknown = {*without, *(fits or ()), *(available or ())} - {*VERSIONS[self.folder]}
+        assert not unknown, f"{self.name} has no versions {unknown}"
+        self.versions = tuple(version for version in VERSIONS[self.folder] if version not in without)
+        self.example, self.compare, self.tolerance = example, compare, tolerance
+        self.fits, self.available = fits or {}, available or {}
+        signature = inspect.signature(reference)
+        # torch leaves out arguments that equal their default.
+        assert all(each.default is each.empty for each in signature.parameters.values()), f"{self.name}: defaults"
+        parameters = list(signature.parameters)
+        self.declaration = Declaration(self.name, parameters, takes, gives, rule)
+        self.results: dict[tuple[torch.device, str], str] = {}  # "passed", or why not
+        self.choices: dict[tuple[torch.device, Request], str] = {}  # which version and why
+        self._chosen: dict[tuple[torch.device, Request], list[tuple[Callable | None, Callable]]] = {}
+        self._compiled: Callable | None = None
+        self._make_fake = fake
+        self._mutated = tuple(parameters.index(each) for each in mutates)
+        schema = torch.library.infer_schema(reference, mutates_args=tuple(mutates))
+        self.registered = torch.library.custom_op(
+            f"hip_ops::{self.name}", self.run, mutates_args=tuple(mutates), schema=schema
+        )
+        self.registered.register_fake(self._fake)
+        self._function: type[torch.autograd.Function] | None = None
+        OPERATORS[self.name] = self
+
+    def register_autograd(self, gradients: Callable, *, setup_context: Callable) -> None:
+        """As torch.library's: `gradients(ctx, *gradients of results)`, `setup_context(ctx, inputs, output)`."""
+        assert not self._mutated, self.name
+        self.registered.register_autograd(gradients, setup_context=setup_context)
+        run = self.run
+
+        def forward(ctx, *arguments):
+            results = run(*arguments)
+            setup_context(ctx, arguments, results)
+            return results
+
+        methods = {"forward": staticmethod(forward), "backward": staticmethod(gradients)}
+        # The name of nodes of the backward pass, by which profiles tell them.
+        self._function = type(f"hip_ops_{self.name}", (torch.autograd.Function,), methods)
+
+    def __call__(self, *arguments: Any) -> Any:
+        if not nothing_looks():
+            return self.registered(*arguments)
+        differentiated = listed = False
+        for argument in arguments:
+            kind = type(argument)
+            if kind in _TENSORS:
+                differentiated = differentiated or argument.requires_grad
+            elif kind in _LISTS:
+                listed = True
+                if any([type(each) not in _TENSORS and type(each) not in _OTHERS for each in argument]):
+                    return self.registered(*arguments)
+            elif kind not in _OTHERS:
+                return self.registered(*arguments)
+        if (_first_tensor(arguments) if listed else arguments[0]).is_meta:
+            return self.registered(*arguments)
+        if (differentiated or listed) and torch.is_grad_enabled():
+            # Without a formula, torch's operator has results that refuse to be differentiated.
+            if self._function is None or listed:
+                return self.registered(*arguments)
+            return self._function.apply(*arguments)
+        results = self.run(*arguments)
+        for place in self._mutated:
+            if arguments[place] is not None:
+                increment_version(arguments[place])
+        return results
+
+    def _fake(self, *arguments: Any) -> Any:
+        if self._make_fake is None:
+            return self.declaration.fake(*arguments)
+        self.declaration.check(arguments)
+        return self._make_fake(*arguments)
+
+    def run(self, *arguments: Any) -> Any:
+        """Checks the arguments and calls the version that takes them. No gradients."""
+        self.declaration.check(arguments)
+        first = arguments[0] if isinstance(arguments[0], Tensor) else _first_tensor(arguments)
+        if first.dtype == torch.float64:
+            return self.reference(*arguments)
+        for fits, version in self.implementations(first.device):
+            if fits is None or fits(*arguments):
+                return version(*arguments)
+        return self.reference(*arguments)
+
+    def implementations(self, device: torch.device) -> list[tuple[Callable | None, Callable]]:
+        """The versions that run on `device` under the present selection, best first, each with its function of `fits` or None.
+
+        The first call checks them and imports or builds what they need. Raises ValueError where a version asked for by name is
+        not available, and RuntimeError during the capture of a graph.
+        """
+        key = (device, selection().of(self.folder))
+        chosen = self._chosen.get(key)
+        if chosen is None:
+            with _checking:
+                chosen = self._chosen.get(key)
+                if chosen is None:
+                    versions, self.choices[key] = self._choose(*key, check=True)
+                    chosen = self._chosen[key] = [(self.fits.get(each), self._function_of(each)) for each in versions]
+                    logger.info("hip_ops: %s on %s: %s", self.name, device, self.choices[key])
+        return chosen
+
+    def choice(self, device: torch.device, check: bool = True) -> str:
+        """Which version runs on `device` and why. check=False: without running, importing or building anything.
+
+        Raises ValueError where a version asked for by name is not available.
+        """
+        key = (device, selection().of(self.folder))
+        if check:
+            self.implementations(device)
+        return self.choices[key] if key in self.choices else self._choose(*key, check=False)[1]
+
+    def _choose(self, device: torch.device, request: Request, check: bool) -> tuple[list[str], str]:
+        """Versions up to the first that takes every call, and a text that says which and why."""
+        chosen, skipped = [], []
+        if request.version not in ("auto", *self.versions, "reference"):
+            skipped.append(f"it has no version {request.version!r}")
+        for version in self._order(device, request):
+            named = version == request.version
+            # Compiling takes seconds an operator, and behind a version that takes most calls it is seldom used.
+            checked = check and not (version == "compiled" and chosen)
+            why_not = self._missing(version, device, named) or self._failure(version, device, checked)
+            if why_not is None:
+                chosen.append(version)
+                if version not in self.fits:
+                    break
+            elif named:
+                raise ValueError(
+                    f"hip_ops: {request.source}: version {version!r} of {self.name} is not available on {device}: {why_not}"
+                )
+            else:
+                skipped.append(f"no {version}: {why_not.splitlines()[0]}")
+        text = ", then ".join(each + " where it takes the arguments" * (each in self.fits) for each in chosen)
+        return chosen, f"{text} ({'; '.join([request.source, *skipped])})"
+
+    def _order(self, device: torch.device, request: Request) -> tuple[str, ...]:
+        auto = ("reference",) if device.type == "cpu" else (*self.versions, "reference")
+        if request.version in self.versions or request.version == "reference":
+            return (request.version, *(version for version in auto if version != request.version))
+        return auto
+
+    def _missing(self, version: str, device: torch.device, named: bool) -> str | None:
+        reason = availability.missing(version, device, named)
+        if reason is None and version in self.available:
+            reason = self.available[version](device)
+        return reason
+
+    def _failure(self, version: str, device: torch.device, check: bool) -> str | None:
+        """What the self-check of `version` on `device` found wrong, or None. It runs once a process and device."""
+        if version == "reference" or not check and (device, version) not in self.results:
+            return None
+        found = self.results.get((device, version))
+        if found is None:
+            if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+                raise RuntimeError(
+                    f"hip_ops: {self.name} was first used on {device} while a graph is captured. It has to be compared with its reference "
+                    f"before: call hip_ops.warm_up({str(device)!r}) ahead of the capture"
+                )
+            found = self.results[device, version] = self._check(version, device)
+        return None if found == "passed" else f"it failed its self-check: {found}"
+
+    def difference(self, candidate: Callable, device: torch.device) -> str | None:
+        """None where `candidate` agrees with the reference on all examples, else both numbers at the worst place of one."""
+        examples = self.example if isinstance(self.example, tuple) else (self.example,)
+        options = {"compare": self.compare, "tolerance": self.tolerance}
+        found = (difference(candidate, self.reference, each, device, **options) for each in examples)
+        return next(filter(None, found), None)
+
+    def _check(self, version: str, device: torch.device) -> str:
+        try:
+            found = self.difference(self._function_of(version), device)
+        except Exception as error:  # a build, a launch or a compiler that fails: other versions still work
+            found = f"{type(error).__name__}: {error}"
+        if found is None:
+            return "passed"
+        if (device, version, found) not in _warnings:
+            _warnings.add((device, version, found))
+            text = "hip_ops: version %s of %s failed its self-check on %s and is not used. %s"
+            logger.warning(text, version, self.name, device, found)
+        return found
+
+    def _function_of(self, version: str) -> Callable:
+        if version == "reference":
+            return self.reference
+        if version == "compiled":
+            if self._compiled is None:
+                self._compiled = compile_function(self.reference)
+            return self._compiled
+        return getattr(importlib.import_module(f"{self.module}.{version}"), self.reference.__name__)
+
+
+def _first_tensor(values: Iterable) -> Tensor | None:
+    for value in values:
+        if isinstance(value, Tensor):
+            return value
+        if isinstance(value, (list, tuple)):
+            found = _first_tensor(value)
+            if found is not None:
+                return found
+    return None
+
+
+def all_operators() -> list[Operator]:
+    """Those of the package, their modules imported."""
+    for folder in VERSIONS:
+        importlib.import_module(f"hip_ops.{folder}")
+    return list(OPERATORS.values())
+
+
+def warm_up(device: torch.device | str, operators: Iterable[Operator] | None = None) -> dict[str, str]:
+    """Chooses and checks the versions of all operators on `device` now, not at the first use; needed before the capture of a graph.
+
+    Returns by operator which version runs and why. Raises ValueError where a version asked for by name is not available.
+    """
+    device = _indexed(device)
+    return {each.name: each.choice(device) for each in (all_operators() if operators is None else operators)}
+
+
+def report(device: torch.device | str, check: bool = True) -> list[str]:
+    """Lines that say which version of each operator runs on `device` and why; `check` and errors as `Operator.choice`."""
+    device = _indexed(device)
+    return table({each.name: each.choice(device, check) for each in all_operators()})
+
+
+def table(choices: dict[str, str]) -> list[str]:
+    """`choices` by operator as lines: one a folder where its operators agree, one in all where all operators do."""
+    folders: dict[str, dict[str, str]] = {}
+    for name, choice in choices.items():
+        folder = OPERATORS[name].folder
+        folders.setdefault(folder, {})[f"{folder}.{name}"] = choice
+    rows = {}
+    for folder, mine in folders.items():
+        rows |= {folder: next(iter(mine.values()))} if len({*mine.values()}) == 1 else mine
+    if len({*rows.values()}) == 1:
+        rows = {"all operators": next(iter(rows.values()))}
+    return [f"{name:{max(map(len, rows))}}  {choice}" for name, choice in rows.items()]
+
+
+def _indexed(device: torch.device | str) -> torch.device:
+    """With its number, as devices of tensors are."""
+    device = torch.device(device)
+    return torch.device("cuda", torch.cuda.current_device()) if device == torch.device("cuda") else device

@@ -1,0 +1,112 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Compares an implementation of an operator with its torch reference on a small input.
+
+Every process comes to the same answer, for the input is made from a fixed seed; the global random state is as before afterwards.
+"""
+
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+# Of the largest value in the reference: two roundings of bf16 (8 bits), and fp32 sums in another order.
+TOLERANCES = {torch.float64: 1e-10, torch.float32: 1e-5, torch.bfloat16: 2**-7, torch.float16: 2**-10}
+SEED = 20240817
+comparing = False  # whether `difference` runs: a reference that is called then is not slow by mistake
+
+
+def difference(
+    candidate: Callable,
+    reference: Callable,
+    example: Callable[[torch.device], tuple],
+    device: torch.device,
+    *,
+    compare: Callable[[list, list], str | None] | None = None,
+    tolerance: float | None = None,
+) -> str | None:
+    """None where `candidate` agrees with `reference`, else both numbers at the worst place.
+
+    Both get their own copy of `example(device)`; compared are the results and what has become of the tensors among the arguments,
+    so that operators in place are covered. `compare(got, want)`, each [result, arguments], decides instead if it is given.
+    """
+    global comparing
+    devices = (
+        [device.index if device.index is not None else torch.cuda.current_device()] if device.type == "cuda" else []
+    )
+    with torch.random.fork_rng(devices=devices), torch.no_grad(), torch.autocast(device.type, enabled=False):
+        torch.manual_seed(SEED)
+        arguments = example(device)
+        mine, theirs = _copy(arguments), _copy(arguments)
+        comparing = True
+        try:
+            got = [candidate(*mine), list(mine)]
+            want = [reference(*theirs), list(theirs)]
+        finally:
+            comparing = False
+    return (compare or (lambda g, w: _compare(g, w, tolerance)))(got, want)
+
+
+def _copy(value: Any) -> Any:
+    """Deep in lists and tuples; strides are kept, for an operator may depend on them."""
+    if isinstance(value, torch.Tensor):
+        return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device).copy_(value)
+    if isinstance(value, (list, tuple)):
+        return type(value)(_copy(item) for item in value)
+    return value
+
+
+def _tensors(value: Any, name: str) -> Iterator[tuple[str, torch.Tensor]]:
+    if isinstance(value, torch.Tensor):
+        yield name, value
+    elif isinstance(value, (list, tuple)):
+        for place, item in enumerate(value):
+            yield from _tensors(item, f"{name}[{place}]")
+
+
+def _compare(got: list, want: list, tolerance: float | None) -> str | None:
+    pairs = [
+        (*_tensors(got[0], "result"), *_tensors(got[1], "argument")),
+        (*_tensors(want[0], "result"), *_tensors(want[1], "argument")),
+    ]
+    if [name for name, _ in pairs[0]] != [name for name, _ in pairs[1]]:
+        return f"it gives {len(pairs[0])} tensors, torch {len(pairs[1])}"
+    for (name, mine), (_, theirs) in zip(*pairs, strict=True):
+        if (mine.shape, mine.dtype) != (theirs.shape, theirs.dtype):
+            return f"{name} is {mine.dtype} {tuple(mine.shape)}, torch gives {theirs.dtype} {tuple(theirs.shape)}"
+        said = worst(name, mine, theirs, tolerance)
+        if said:
+            return said
+    return None
+
+
+def worst_element(name: str, mine: torch.Tensor, theirs: torch.Tensor, allowed: float, floor: float) -> str | None:
+    """None where each element agrees to `allowed` of itself, or to `floor`, else both numbers at the worst place. For results of all sizes."""
+    if (mine.shape, mine.dtype) != (theirs.shape, theirs.dtype):
+        return f"{name} is {mine.dtype} {tuple(mine.shape)}, torch gives {theirs.dtype} {tuple(theirs.shape)}"
+    mine, theirs = mine.double().flatten(), theirs.double().flatten()
+    error = (mine - theirs).abs().nan_to_num(torch.inf)
+    error[mine == theirs] = 0.0
+    excess = error - allowed * theirs.abs()
+    if not bool((excess > floor).any()):
+        return None
+    place = int(excess.argmax())
+    return f"{name}, element {place}: it gives {mine[place].item():.8g}, torch {theirs[place].item():.8g} (allowed: {allowed:.2g} of it)"
+
+
+def worst(name: str, mine: torch.Tensor, theirs: torch.Tensor, tolerance: float | None = None) -> str | None:
+    """None where they agree to `tolerance` of the largest (None: that of the dtype), else both numbers at the worst place."""
+    if theirs.numel() == 0 or torch.equal(mine, theirs):
+        return None
+    allowed = (
+        0.0 if not theirs.is_floating_point() else tolerance if tolerance is not None else TOLERANCES[theirs.dtype]
+    )
+    mine, theirs = mine.double().cpu().flatten(), theirs.double().cpu().flatten()
+    scale = theirs[theirs.isfinite()].abs().max().item() if theirs.isfinite().any() else 0.0
+    # A NaN on one side only counts as infinitely wrong; on both, as right.
+    error = (mine - theirs).abs().nan_to_num(math.inf)
+    error[(mine == theirs) | (mine.isnan() & theirs.isnan())] = 0.0
+    place = int(error.argmax())
+    if error[place] <= allowed * scale:
+        return None
+    return f"{name}, element {place}: it gives {mine[place].item():.8g}, torch {theirs[place].item():.8g} (allowed: {allowed:.2g} of the largest, {scale:.4g})"

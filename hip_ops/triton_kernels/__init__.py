@@ -1,2 +1,0 @@
-# SPDX-License-Identifier: Apache-2.0
-"""The operators in Triton, for any GPU that it supports."""

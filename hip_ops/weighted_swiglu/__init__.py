@@ -1,0 +1,88 @@
+# SPDX-License-Identifier: Apache-2.0
+"""SwiGLU with the routing weight in one pass, as torch operators: silu(gate) * up * prob, and all gradients with the output again.
+
+What is rounded when: hip_ops/weighted_swiglu/reference.py. Saved for the backward pass: gate_up, probs and offsets.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from hip_ops.runtime.operator import Operator
+from hip_ops.weighted_swiglu import reference
+
+INPUTS = """
+    gate_up   [n, columns>0]  bf16|fp32
+    probs     [n]             bf16|fp32
+    offsets?  [experts>0]     int32
+"""
+
+
+def _two_halves(given: dict) -> str | None:
+    columns = given["columns"]
+    return f"gate_up has {columns} columns; it must be [n, 2 f], gate and up" if columns % 2 else None
+
+
+def _example(device: torch.device) -> tuple:
+    """ZAYA1's width and dtypes, hence the kernels that it trains with; the last rows are of no expert."""
+    rows, width = 37, 2048
+    gate_up = (3 * torch.randn(rows, 2 * width, device=device)).bfloat16()
+    return gate_up, torch.rand(rows, device=device), torch.tensor([9, 9, 33], dtype=torch.int32).to(device)
+
+
+def _example_backward(device: torch.device) -> tuple:
+    gate_up, probs, offsets = _example(device)
+    return torch.randn(gate_up.shape[0], gate_up.shape[1] // 2, device=device).bfloat16(), gate_up, probs, offsets, True
+
+
+def _fake_backward(grad, gate_up, probs, offsets, with_output):
+    output = gate_up.new_empty(grad.shape if with_output else 0)
+    return gate_up.new_empty(gate_up.shape), probs.new_empty(probs.shape), output
+
+
+_forward = Operator(
+    reference.weighted_swiglu, takes=INPUTS, gives="output [n, columns//2] =gate_up", rule=_two_halves, example=_example
+)
+_backward = Operator(
+    reference.weighted_swiglu_backward,
+    takes=INPUTS + "grad [n, columns//2] =gate_up",
+    rule=_two_halves,
+    fake=_fake_backward,
+    example=_example_backward,
+)
+
+
+def _save(ctx, inputs, output) -> None:
+    ctx.save_for_backward(*inputs)
+
+
+def _gradients(ctx, grad):
+    d_gate_up, d_probs, _ = _backward(grad, *ctx.saved_tensors, False)
+    return d_gate_up, d_probs, None
+
+
+_forward.register_autograd(_gradients, setup_context=_save)
+
+
+def weighted_swiglu(gate_up: Tensor, probs: Tensor, offsets: Tensor | None = None) -> Tensor:
+    """silu(gate) * up * prob (SwiGLU: arXiv 2002.05202), in fp32 inside, with gradients of gate_up and probs.
+
+    Args: gate_up [n, 2 f], gate first, bf16 or fp32; rows may be strided. probs [n] bf16 or fp32. offsets int32 [experts], the ends of the
+    experts' rows (`ExpertOrder.offsets`): rows at and beyond offsets[-1] are not read; their results and gradients are zeros.
+    Returns [n, f] in gate_up's dtype. All-fp64 tensors are computed by the torch reference. Raises ValueError on wrong shapes, dtypes or
+    devices.
+    """
+    return _forward(gate_up, probs, offsets)
+
+
+def weighted_swiglu_backward(
+    grad: Tensor, gate_up: Tensor, probs: Tensor, offsets: Tensor | None = None, with_output: bool = True
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Gradients for the output's gradient grad [n, f]: (d_gate_up [n, 2 f], d_probs [n], output [n, f] or None).
+
+    For autograd functions that do not keep the output, which the next matrix product's weight gradient needs: it is computed again here,
+    in the pass that reads gate and up. Arguments, dtypes and errors as weighted_swiglu.
+    """
+    d_gate_up, d_probs, output = _backward(grad, gate_up, probs, offsets, with_output)
+    return d_gate_up, d_probs, output if with_output else None

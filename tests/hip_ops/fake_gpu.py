@@ -1,0 +1,44 @@
+# SPDX-License-Identifier: Apache-2.0
+"""GPUs of every kind, simulated: what torch tells of them, with the numbers computed on the CPU."""
+
+import functools
+from pathlib import Path
+from types import SimpleNamespace
+
+import torch
+
+from hip_ops.runtime import availability, library, operator
+from hip_ops.runtime.self_check import difference
+
+CPU = torch.device("cpu")
+GPU = torch.device("cuda", 0)
+
+
+class FakeGpu:
+    """ROCm with `hip`, else NVIDIA. Self-checks on `GPU` run on the CPU, and torch.compile compiles nothing.
+
+    triton: whether it is installed. capturing: whether the current stream is captured.
+    """
+
+    def __init__(self, monkeypatch, hip=None, gcn_arch_name="gfx942:sramecc+:xnack-", capability=(9, 0)):
+        properties = type("Properties", (), {"gcnArchName": gcn_arch_name})
+        monkeypatch.setattr(torch.version, "hip", hip)
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device=None: properties)
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: self.capturing)
+        monkeypatch.setattr(
+            operator, "difference", lambda a, b, example, _, **more: difference(a, b, example, CPU, **more)
+        )
+        monkeypatch.setattr(operator, "_warnings", set())
+        monkeypatch.setattr(library, "_failures", {})
+        found = SimpleNamespace(find_spec=lambda name: object() if self.triton else None)
+        monkeypatch.setattr(availability, "importlib", SimpleNamespace(util=found))
+        monkeypatch.setattr(operator, "compile_function", functools.partial)
+        self.triton, self.capturing = True, False
+
+
+def compiler(folder: Path, name: str, program: str) -> None:
+    """Writes a compiler that runs the shell program."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / name).write_text(f"#!/bin/sh\n{program}\n")
+    (folder / name).chmod(0o755)

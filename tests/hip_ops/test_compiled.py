@@ -1,0 +1,68 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Formulas: compiled on accelerators only, and as they are written where that is asked for or torch.compile is not available."""
+
+import pytest
+import torch
+
+from hip_ops import use_kernels
+from hip_ops.runtime import compiled
+from hip_ops.runtime.operator import all_operators
+
+pytestmark = pytest.mark.usefixtures("nothing_selected")
+
+
+class OnAccelerator:
+    """What a formula asks of a tensor there."""
+
+    is_cuda = True
+
+
+@pytest.fixture
+def double(monkeypatch):
+    """A formula of the folder rms_norm that tells how it ran."""
+    monkeypatch.setattr(compiled, "compile_function", lambda function: lambda x: "compiled")
+    monkeypatch.setattr(compiled, "missing", lambda version, device, named: None)
+    monkeypatch.setattr(compiled, "Tensor", OnAccelerator)
+
+    def double(x):
+        """Twice x."""
+        return "as written"
+
+    double.__module__ = "hip_ops.rms_norm.reference"
+    return compiled.formula(double)
+
+
+def test_a_formula_is_compiled_on_accelerators_only(double):
+    assert double(OnAccelerator()) == "compiled" and double(torch.ones(1)) == double(2.0) == "as written"
+    assert (double.__name__, double.__doc__) == ("double", "Twice x.")
+
+
+def test_a_formula_where_the_reference_is_asked_for(double):
+    with use_kernels("reference"):
+        assert double(OnAccelerator()) == "as written"
+        with use_kernels("reference", rms_norm="auto"):
+            assert double(OnAccelerator()) == "compiled"
+    for overrides, way in (({"rms_norm": "reference"}, "as written"), ({"muon": "reference"}, "compiled")):
+        with use_kernels("auto", **overrides):
+            assert double(OnAccelerator()) == way
+    with use_kernels("triton"):
+        assert double(OnAccelerator()) == "compiled"
+
+
+def test_a_formula_without_triton(double, monkeypatch):
+    monkeypatch.setattr(compiled, "missing", lambda version, device, named: "Triton is not installed")
+    assert double(OnAccelerator()) == "as written"
+
+
+def test_a_formula_within_a_compiled_graph_is_a_part_of_it():
+    double = compiled.formula(lambda x: x * 2)
+    x = torch.ones(2)
+    assert torch.equal(torch.compile(lambda x: double(x) + 1, fullgraph=True, backend="eager")(x), 2 * x + 1)
+
+
+@pytest.mark.slow
+def test_every_reference_that_is_compiled_can_be():
+    """In one graph, whose results pass the self-check. Code for a GPU is not generated."""
+    for each in [each for each in all_operators() if "compiled" in each.versions]:
+        made = torch.compile(each.reference, dynamic=False, fullgraph=True, backend="aot_eager")
+        assert each.difference(made, torch.device("cpu")) is None, each.name

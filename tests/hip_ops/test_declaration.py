@@ -1,0 +1,189 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a declaration accepts, what it says of other arguments, and the fake results that it makes."""
+
+import re
+
+import pytest
+import torch
+from torch import Tensor
+
+from hip_ops.runtime import declaration
+from hip_ops.runtime.declaration import Declaration, Line, wide
+
+BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
+TAKES = """
+    x         [..., n>0]     bf16|fp32
+    weight    [n, (n+g)*2]   =x
+    offsets?  [experts]      int32
+    scale?    [1]            wide(x)
+"""
+GIVES = """
+    y         [..., g, 2*n]  =weight
+    mean      [...]          wide(x)
+    counts    [experts]      int64
+    rounded   [n]            bf16
+    d_offsets like offsets
+"""
+PARAMETERS = ("x", "weight", "offsets", "scale", "g", "experts", "flag")
+
+
+def arguments(**changes):
+    """Right ones for n = 3, g = 2 and 4 experts, but for the changes."""
+    right = dict(x=torch.ones(5, 3), weight=torch.ones(3, 10), offsets=None, scale=None, g=2, experts=4, flag=True)
+    assert changes.keys() <= right.keys()
+    return tuple((right | changes).values())
+
+
+@pytest.fixture
+def declared():
+    return Declaration("product", PARAMETERS, TAKES, GIVES, None)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"x": torch.ones(3)},
+        {"x": torch.ones(2, 0, 3)},
+        {"x": torch.ones(5, 3, dtype=BF16), "weight": torch.ones(3, 10, dtype=BF16), "scale": torch.ones(1)},
+        {"offsets": torch.ones(4, dtype=torch.int32), "scale": torch.ones(1)},
+        {"x": torch.ones(3, dtype=FP64), "weight": torch.ones(3, 10, dtype=FP64), "scale": torch.ones(1, dtype=FP64)},
+        {"weight": torch.ones(10, 3).t()},
+        {"g": 0, "weight": torch.ones(3, 6)},
+    ],
+    ids=str,
+)
+def test_right_arguments(declared, changes):
+    for _ in range(2):
+        declared.check(arguments(**changes))
+
+
+ERRORS = [
+    ({"x": torch.ones(5, 0)}, "x has shape (5, 0); it must be [..., n>0]"),
+    ({"x": torch.tensor(1.0)}, "x has shape (); it must be [..., n>0]"),
+    ({"weight": torch.ones(3, 9)}, "weight has shape (3, 9); it must be (3, 10), [n, (n+g)*2]"),
+    ({"weight": torch.ones(1, 3, 10)}, "weight has shape (1, 3, 10); it must be (3, 10), [n, (n+g)*2]"),
+    ({"g": 3}, "weight has shape (3, 10); it must be (3, 12), [n, (n+g)*2]"),
+    ({"offsets": torch.ones(5, dtype=torch.int32)}, "offsets has shape (5,); it must be (4,), [experts]"),
+    ({"scale": torch.ones(2)}, "scale has shape (2,); it must be (1,), [1]"),
+    ({"weight": None}, "weight is None; it must be a tensor"),
+    (
+        {"x": torch.ones(5, 3).half()},
+        "x is torch.float16; it must be torch.bfloat16 or torch.float32 (or all tensors torch.float64)",
+    ),
+    ({"weight": torch.ones(3, 10).bfloat16()}, "weight is torch.bfloat16; it must be torch.float32 like x"),
+    ({"weight": torch.ones(3, 10).double()}, "weight is torch.float64; it must be torch.float32 like x"),
+    ({"offsets": torch.ones(4)}, "offsets is torch.float32; it must be torch.int32"),
+    (
+        {"scale": torch.ones(1).double()},
+        "scale is torch.float64; it must be torch.float32 (or all tensors torch.float64)",
+    ),
+    ({"weight": torch.ones(3, 10, device="meta")}, "weight is on meta; it must be on cpu like x"),
+]
+
+
+@pytest.mark.parametrize("changes, message", ERRORS, ids=[message for _, message in ERRORS])
+def test_wrong_arguments_are_named(declared, changes, message):
+    declared.check(arguments())
+    for check in (lambda: declared.check(arguments(**changes)), lambda: declared.fake(*arguments(**changes))):
+        with pytest.raises(ValueError, match="^" + re.escape(f"hip_ops.product: {message}") + "$"):
+            check()
+
+
+def test_leading_sizes_are_shared():
+    declared = Declaration("add", ("a", "b"), "a [..., h] fp32\n b [..., h] fp32", "", None)
+    declared.check((torch.ones(2, 5, 3), torch.ones(2, 5, 3)))
+    for other in ((5, 3), (3,), (2, 5, 4), ()):
+        with pytest.raises(ValueError, match=re.escape(f"add: b has shape {other}; it must be (2, 5, 3), [..., h]")):
+            declared.check((torch.ones(2, 5, 3), torch.ones(other)))
+
+
+def test_equal_sizes_and_sizes_that_are_not_empty():
+    declared = Declaration("square", ("a",), "a [n>0, n, 2*n>0] fp32", "", None)
+    declared.check((torch.ones(2, 2, 4),))
+    for shape in ((2, 3, 4), (2, 2, 5), (0, 0, 0)):
+        with pytest.raises(ValueError, match=re.escape(f"square: a has shape {shape}; it must be [n>0, n, 2*n>0]")):
+            declared.check((torch.ones(shape),))
+
+
+def test_fp64_is_for_all_floats_or_none():
+    declared = Declaration("add", ("a", "b"), "a [n] bf16|fp32\n b [n] fp32", "c [n] fp32\n d [n] int32", None)
+    double, single = torch.ones(2, dtype=FP64), torch.ones(2)
+    assert [result.dtype for result in declared.fake(double, double)] == [FP64, torch.int32]
+    assert [result.dtype for result in declared.fake(single, single)] == [FP32, torch.int32]
+    with pytest.raises(ValueError, match="b is torch.float32; it must be torch.float64$"):
+        declared.check((double, single))
+    with pytest.raises(ValueError, match=re.escape("b is torch.float64; it must be torch.float32 (or all tensors ")):
+        declared.check((single, double))
+
+
+def test_a_rule_gets_sizes_and_arguments_and_is_remembered():
+    seen = []
+
+    def rule(given):
+        seen.append(given)
+        return "n is 2" if given["n"] == 2 else None
+
+    declared = Declaration("halve", ("x", "mode"), "x [..., n] fp32", "", rule)
+    for _ in range(3):
+        declared.check((torch.ones(4, 3), "fast"))
+    assert len(seen) == 1 and seen[0]["n"] == 3 and seen[0]["mode"] == "fast" and seen[0]["x"].shape == (4, 3)
+    declared.check((torch.ones(4, 3), "slow"))
+    assert len(seen) == 2, "numbers and texts count, too"
+    for _ in range(2):
+        with pytest.raises(ValueError, match="^hip_ops.halve: n is 2$"):
+            declared.check((torch.ones(2), "fast"))
+    only_a_rule = Declaration("join", ("tensors",), "", "", lambda given: None if given["tensors"] else "no tensors")
+    only_a_rule.check(([torch.ones(1)],))
+    with pytest.raises(ValueError, match="^hip_ops.join: no tensors$"):
+        only_a_rule.check(([],))
+
+
+def test_what_is_known_is_bounded(declared, monkeypatch):
+    monkeypatch.setattr(declaration, "MOST_KNOWN", 3)
+    for rows in range(10):
+        declared.check(arguments(x=torch.ones(rows, 3)))
+        assert len(declared._known) <= 3
+
+
+def test_fake_results(declared):
+    for dtype in (BF16, FP32, FP64):
+        x, weight = torch.ones(5, 7, 3, dtype=dtype), torch.ones(10, 3, dtype=dtype).t()
+        offsets = torch.ones(4, dtype=torch.int32)
+        y, mean, counts, rounded, d_offsets = declared.fake(*arguments(x=x, weight=weight, offsets=offsets))
+        assert (y.shape, y.dtype) == ((5, 7, 2, 6), dtype) and y.is_contiguous()
+        assert (mean.shape, mean.dtype) == ((5, 7), wide(dtype)) and (wide(BF16), wide(FP16)) == (FP32, FP32)
+        assert (counts.shape, counts.dtype) == ((4,), torch.int64)
+        assert rounded.dtype == (FP64 if dtype == FP64 else BF16)
+        assert (d_offsets.shape, d_offsets.dtype) == ((4,), torch.int32)
+    assert declared.fake(*arguments())[-1].shape == (0,), "of an argument that is None"
+    one = Declaration("copy", ("x",), "", "y like x", None).fake(torch.ones(4, 2).t())
+    assert one.shape == (2, 4) and one.is_contiguous()
+    assert Declaration("write_", ("x",), "x [n] fp32", "", None).fake(torch.ones(1)) is None
+
+
+def test_symbolic_sizes(make_operator):
+    """In a graph with dynamic shapes sizes are symbols, those that an integer argument gives included."""
+
+    def repeat(x: Tensor, times: int) -> Tensor:
+        return x.expand(times, *x.shape).contiguous()
+
+    takes, example = "x [n, h] fp32", lambda device: (torch.ones(2, 3, device=device), 4)
+    made = make_operator(repeat, takes=takes, gives="y [times, n, h] =x", example=example)
+    shapes = []
+
+    def keep(module, inputs):
+        shapes.extend(node.meta["example_value"].shape for node in module.graph.nodes if made.name in str(node.target))
+        return module
+
+    compiled = torch.compile(lambda x, times: made(x, times + 1) * 2, fullgraph=True, dynamic=True, backend=keep)
+    for rows, times in ((5, 6), (7, 8), (9, 10)):
+        assert torch.equal(compiled(torch.ones(rows, 3), times), torch.full((times + 1, rows, 3), 2.0))
+    assert len(shapes) == 1 and all(isinstance(size, torch.SymInt) for size in shapes[0][:2])
+
+
+def test_mistakes_in_a_declaration():
+    with pytest.raises(AssertionError, match=re.escape("not a declaration of a tensor: 'x [n]'")):
+        Line.parse("x [n]")
+    with pytest.raises(AssertionError, match="product has no arguments {'z'}"):
+        Declaration("product", ("x",), "z [n] fp32", "", None)
