@@ -20,21 +20,13 @@ from pathlib import Path
 from result_record import described, write
 from training_runs import losses, smooth, train
 
-from hip_ops.versions import VERSIONS
-
-
-def kernels(version: str) -> list[str]:
-    """Overrides that select `version` for every operator, also for those of a cluster's kernel_overrides."""
-    return [f"cluster.kernels={version}", *(f"cluster.kernel_overrides.{name}={version}" for name in VERSIONS)]
-
-
 REFERENCE = [
-    *kernels("reference"),
+    "cluster.kernels=reference",
     "cluster.kernel_overrides.grouped_product=grouped_mm",  # the reference waits for the host in every call
     "cluster.graphs=none",
     "model.residual_in_fp32=true",
 ]
-FAST = [*kernels("auto"), "cluster.graphs=full_iteration"]
+FAST = ["cluster.kernels=auto", "cluster.graphs=full_iteration"]
 
 
 def distances(of: list[float], reference: list[float], window: int) -> list[float]:

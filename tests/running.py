@@ -12,8 +12,6 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from hip_ops.versions import VERSIONS
-
 # A ZAYA as small as all its parts allow: 4 layers, 16 experts and the skip class, 8 query and 2 key/value heads.
 MICRO = (
     "experiment=cpu_demo",
@@ -34,16 +32,6 @@ MICRO = (
     "logger.tensorboard=false",
     "logger.expert_load_interval=1",
 )
-
-
-def kernels(version: str) -> tuple[str, ...]:
-    """Overrides that select `version` for all operators that have it, those of recipes/cluster/gpu.yaml's kernel_overrides too."""
-    named = ("expert_permutation", "grouped_product", "muon", "newton_schulz")
-    versions = {name: version if version in (*VERSIONS[name], "reference") else "auto" for name in named}
-    return (
-        f"cluster.kernels={version}",
-        *(f"cluster.kernel_overrides.{name}={each}" for name, each in versions.items()),
-    )
 
 
 @dataclass

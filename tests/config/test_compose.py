@@ -112,6 +112,21 @@ def test_open_mappings_take_keys_with_and_without_a_plus():
     assert type(recipe.megatron) is dict and type(recipe.megatron["rampup"]) is list
 
 
+def test_kernels_on_the_command_line_drop_the_overrides_of_the_recipe():
+    """It stands for all operators, but for those that the command line names, before or behind it."""
+    recipe, router = compose(["cluster=gpu", DEMO]), "cluster.kernel_overrides.router_mlp=compiled"
+    assert recipe.cluster.kernels == "compiled" and len(recipe.cluster.kernel_overrides) == 4
+    assert compose([DEMO, "cluster=gpu", router]).cluster.kernel_overrides == {
+        **recipe.cluster.kernel_overrides,
+        "router_mlp": "compiled",
+    }
+    assert compose([DEMO, "cluster=gpu", "cluster.kernel_overrides={}"]).cluster.kernel_overrides == {}
+    for overrides in (["cluster.kernels=triton", router], [router, "++cluster.kernels=triton"]):
+        cluster = compose([DEMO, "cluster=gpu", *overrides]).cluster
+        assert (cluster.kernels, cluster.kernel_overrides) == ("triton", {"router_mlp": "compiled"})
+    assert compose([DEMO, "cluster=mi300x_8", "cluster.kernels=auto"]).cluster.kernel_overrides == {}
+
+
 def test_composing_leaves_hydra_as_it_was():
     from hydra.core.global_hydra import GlobalHydra
 

@@ -115,8 +115,40 @@ IMPOSSIBLE = [
         2,
         ["cluster.kernel_overrides.router_mlp='hip'", "Allowed: auto, triton, compiled, reference"],
     ),
-    (["cluster.kernels=triton"], 2, ["cluster.kernels=triton", "needs an accelerator", "auto, reference, hip"]),
-    (["cluster.kernels=compiled"], 2, ["cluster.kernels=compiled", "needs an accelerator"]),
+    (["cluster.kernels=triton"], 2, ["cluster.kernels=triton", "requires an accelerator", "auto, reference, hip"]),
+    (["cluster.kernels=compiled"], 2, ["cluster.kernels=compiled", "requires an accelerator"]),
+    (
+        [
+            "cluster=gpu",
+            "cluster.transformer_impl=transformer_engine",
+            "cluster.kernel_overrides={grouped_product: quack}",
+        ],
+        2,
+        [
+            "cluster.kernel_overrides.grouped_product=quack",
+            "cluster.transformer_impl=local (currently transformer_engine)",
+        ],
+    ),
+    (
+        ["cluster=gpu", "cluster.dtype=fp32", "cluster.kernel_overrides={grouped_product: quack}"],
+        2,
+        ["cluster.kernel_overrides.grouped_product=quack", "Allowed with cluster.dtype=fp32: auto, reference"],
+    ),
+    (
+        ["cluster=gpu", "cluster.dtype=fp32", "cluster.kernel_overrides={router_mlp: triton}"],
+        2,
+        ["cluster.kernel_overrides.router_mlp=triton", "Allowed with cluster.dtype=fp32: auto, compiled, reference"],
+    ),
+    (
+        ["cluster=gpu", "optim=muon", "optim.muon_dtype=fp32", "cluster.kernel_overrides={newton_schulz: quack}"],
+        2,
+        ["cluster.kernel_overrides.newton_schulz=quack", "Allowed with optim.muon_dtype=fp32: auto, reference"],
+    ),
+    (
+        ["cluster=h200_8", "cluster.graphs=full_iteration", "cluster.kernels=reference"],
+        2,
+        ["cluster.kernels=reference", "Fix: cluster.kernel_overrides.grouped_product=auto"],
+    ),
     (
         ["cluster.kernel_overrides={router_mlp: compiled, grouped_product: quack}"],
         2,

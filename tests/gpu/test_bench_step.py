@@ -6,7 +6,6 @@ import re
 
 import pytest
 
-from tests.running import kernels
 from zaya_plugin.bench.parts import PARTS
 from zaya_plugin.plan.flops import Shape, training_flops
 
@@ -21,7 +20,7 @@ RECIPE = (
     f"stage.seq_length={LENGTH}",
     f"stage.micro_batch_size={SIZE}",
     f"stage.global_batch_size={SIZE * MICRO_BATCHES}",
-    *kernels("auto"),
+    "cluster.kernels=auto",
 )
 SHAPE = Shape(LAYERS, 2048, 8, 2, 128, 16, 2048, 256, ROWS)
 

@@ -3,12 +3,10 @@
 
 import pytest
 
-from tests.running import kernels
-
 STEPS = 12
 
 
-@pytest.mark.parametrize("versions", [(), kernels("auto")], ids=["of_the_recipe", "auto"])
+@pytest.mark.parametrize("versions", [(), ("cluster.kernels=auto",)], ids=["of_the_recipe", "auto"])
 def test_losses_are_the_same_with_graphs(demo, tmp_path, versions):
     recipe = [
         "cluster=gpu",

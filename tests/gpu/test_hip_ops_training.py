@@ -6,8 +6,6 @@ The HIP sources are built by nvcc here and go through the same dispatch, ctypes 
 
 import pytest
 
-from tests.running import kernels
-
 STEPS = 50
 RECIPE = (
     "cluster=gpu",
@@ -27,8 +25,8 @@ EARLY, EARLY_TOLERANCE, LATE_TOLERANCE = 5, 5e-3, 0.15
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])
 def test_fifty_steps_have_the_losses_of_the_reference(demo, tmp_path, version, dtype, record_property):
     recipe = (*RECIPE, f"cluster.dtype={dtype}")
-    reference = demo(tmp_path / "reference", *recipe, *kernels("reference"), timeout=430)
-    found = demo(tmp_path / version, *recipe, *kernels(version), timeout=430)
+    reference = demo(tmp_path / "reference", *recipe, "cluster.kernels=reference", timeout=430)
+    found = demo(tmp_path / version, *recipe, f"cluster.kernels={version}", timeout=430)
     assert list(reference) == list(found) == list(range(1, STEPS + 1))
     difference = {step: abs(found[step] - reference[step]) for step in reference}
     print(version, dtype, "differences:", {step: f"{d:.1e}" for step, d in difference.items()})

@@ -7,8 +7,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tests.running import kernels
-
 ROOT = Path(__file__).resolve().parents[2]
 WAITS = {"zaya_plugin/optim/host_copy.py:read calls synchronize"}
 
@@ -24,7 +22,7 @@ def test_a_step_waits_once(tmp_path, record_property):
             "model.kv_channels=128",
             "model.hidden_size=256",
             "model.moe_ffn_hidden_size=256",
-            *kernels("triton"),
+            "cluster.kernels=triton",
         ],
         cwd=ROOT,
         text=True,

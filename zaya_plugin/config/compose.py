@@ -23,6 +23,7 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from hip_ops.versions import VERSIONS
 from zaya_plugin import __version__
 from zaya_plugin.config.messages import expected, explain, known, missing_key, unknown_key
 from zaya_plugin.config.schema import Recipe, leaves
@@ -42,12 +43,22 @@ def register() -> None:
 def open_overrides(overrides: list[str]) -> list[str]:
     """Lets `megatron.x=1`, `cluster.environment.X=1` and `cluster.kernel_overrides={x: y}` add keys, where Hydra alone requires a `+`.
 
+    `cluster.kernels=x` and `cluster.kernel_overrides={}` first drop the kernel_overrides of the recipe's files.
     A variable's plain value is quoted too: Hydra would make `False` of `false` and `1000.0` of `1e3`.
     """
     names = "|".join(map(re.escape, OPEN_KEYS))
     pattern = re.compile(rf"^\+*(({names})\.[^=]+|cluster\.kernel_overrides)=(.*)$", re.DOTALL)
     found = [(item, pattern.match(item)) for item in overrides]
-    return [item if match is None else f"++{match[1]}={_as_text(*match.group(2, 3))}" for item, match in found]
+    opened = [item if match is None else f"++{match[1]}={_as_text(*match.group(2, 3))}" for item, match in found]
+    all_operators = any(re.match(r"\+*cluster\.(kernels=|kernel_overrides=\{\s*\}$)", item) for item in overrides)
+    return [*_without_kernel_overrides(), *opened] if all_operators else opened
+
+
+def _without_kernel_overrides() -> Iterator[str]:
+    """Overrides that empty the recipe's mapping. Hydra merges `{}` into it and deletes only entries that exist."""
+    for operator in VERSIONS:
+        yield f"++cluster.kernel_overrides.{operator}=auto"
+        yield f"~cluster.kernel_overrides.{operator}"
 
 
 def _as_text(key: str, value: str) -> str:

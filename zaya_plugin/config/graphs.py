@@ -54,6 +54,13 @@ def obstacles(recipe: Recipe) -> Iterator[str]:
     for key, value, only, why in needed:
         if value != only:
             yield f"{key} = {value}: allowed with cluster.graphs = full_iteration: {'null' if only is None else only}; {why}"
+    overrides = recipe.cluster.kernel_overrides
+    if overrides.get("grouped_product", recipe.cluster.kernels) == "reference":
+        key = "kernel_overrides.grouped_product" if "grouped_product" in overrides else "kernels"
+        yield (
+            f"cluster.{key}=reference: grouped_product's reference reads the experts' borders on the host, and a graph cannot. Allowed with "
+            "cluster.graphs=full_iteration: another version of grouped_product. Fix: cluster.kernel_overrides.grouped_product=auto"
+        )
 
 
 def with_graphs(recipe: Recipe) -> tuple[Recipe, str | None]:

@@ -36,8 +36,10 @@ REPLACED = {
     "cluster.fused_expert_path": _OVERRIDE.format("expert_permutation: <version>, weighted_swiglu: <version>"),
     "cluster.fused_linear_cross_entropy": _OVERRIDE.format("linear_cross_entropy: <version>"),
     "cluster.fused_muon": _OVERRIDE.format("muon: <version>, newton_schulz: <version>"),
-    "model.qk_norm_in_fp32": "nothing: the q-k norm is always in fp32. Remove the key",
-    "model.router_softmax_in_fp32": "nothing: the router's softmax is always in fp32. Remove the key",
+    "model.qk_norm_in_fp32": "no key: the q-k norm is always in fp32. Fix: remove it",
+    "model.router_softmax_in_fp32": "no key: the router's softmax is always in fp32. Fix: remove it",
+    "parallel.reduce_by_copies": "no key: gradients are reduced by NCCL or RCCL. Fix: remove it",
+    "parallel.reduce_by_copies_mib": "no key: gradients are reduced by NCCL or RCCL. Fix: remove it",
 }
 
 

@@ -316,7 +316,8 @@ class ClusterConfig:
     )
     kernel_overrides: dict[str, str] = own(
         {},
-        "versions of single operators, such as {router_mlp: compiled}; one that is not available is an error",
+        "versions of single operators, such as {router_mlp: compiled}; one that is not available is an error. cluster.kernels on the command "
+        "line drops those of the recipe's files",
         KERNEL_SELECTION,
     )
     deterministic: bool = arg(

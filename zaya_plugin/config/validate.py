@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator
 
-from hip_ops.versions import check_selection
+from hip_ops.versions import NO_FP32, VERSIONS, check_selection
 from zaya_plugin.config.compose import get
 from zaya_plugin.config.graphs import obstacles
 from zaya_plugin.config.layout_rules import layout_problems, nearest_multiples, recompute_problems
@@ -227,7 +227,7 @@ def _cluster(recipe: Recipe, world_size: int) -> Iterator[str]:
                 f"cluster.core_attention = {cluster.core_attention}: allowed with cluster.device = cuda and cluster.dtype = bf16 "
                 f"(are {cluster.device}, {cluster.dtype}); sdpa goes everywhere"
             )
-    yield from _kernels(cluster)
+    yield from _kernels(recipe)
     if cluster.device == "cpu":
         for name, needed in (("distributed_backend", "gloo"), ("transformer_impl", "local")):
             if getattr(cluster, name) != needed:
@@ -245,20 +245,38 @@ def _cluster(recipe: Recipe, world_size: int) -> Iterator[str]:
         yield from obstacles(recipe)
 
 
-def _kernels(cluster) -> Iterator[str]:
+def _kernels(recipe: Recipe) -> Iterator[str]:
+    cluster = recipe.cluster
     try:
         check_selection(cluster.kernels, cluster.kernel_overrides)
     except ValueError as error:
         yield f"cluster.{error}"
         return
-    if cluster.device != "cpu":
+    requested = {f"cluster.kernel_overrides.{name}": each for name, each in cluster.kernel_overrides.items()}
+    if cluster.device == "cpu":
+        for key, version in ({"cluster.kernels": cluster.kernels} | requested).items():
+            if version not in ("auto", "reference", "hip", "grouped_mm"):
+                yield (
+                    f"{key}={version}: requires an accelerator. Allowed with cluster.device=cpu: auto, reference, hip, grouped_mm. "
+                    f"Fix: {key}=auto"
+                )
         return
-    asked = {"kernels": cluster.kernels} | {
-        f"kernel_overrides.{name}": each for name, each in cluster.kernel_overrides.items()
-    }
-    for key, version in asked.items():
-        if version not in ("auto", "reference", "hip"):
-            yield f"cluster.{key}={version}: needs an accelerator. Allowed with cluster.device=cpu: auto, reference, hip"
+    for operator, version in cluster.kernel_overrides.items():
+        key = f"cluster.kernel_overrides.{operator}"
+        if operator == "grouped_product" and cluster.transformer_impl == "transformer_engine":
+            yield (
+                f"{key}={version}: Transformer Engine computes the experts, not grouped_product. Allowed with "
+                f"cluster.transformer_impl=local (currently transformer_engine). Fix: remove the override"
+            )
+        dtype_key, dtype = "cluster.dtype", cluster.dtype
+        if operator == "newton_schulz":
+            dtype_key, dtype = "optim.muon_dtype", recipe.optim.muon_dtype
+        if dtype == "fp32" and version in NO_FP32.get(operator, ()):
+            allowed = [each for each in ("auto", *VERSIONS[operator], "reference") if each not in NO_FP32[operator]]
+            yield (
+                f"{key}={version}: this version takes no fp32 matrices. Allowed with {dtype_key}=fp32: {', '.join(allowed)}. "
+                f"Fix: {key}=auto"
+            )
 
 
 def _data(recipe: Recipe, world_size: int) -> Iterator[str]:

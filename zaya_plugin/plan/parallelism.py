@@ -14,7 +14,6 @@ from zaya_plugin.plan.flops import Shape
 from zaya_plugin.plan.parameters import count_parameters
 
 GRADIENT_BYTES = 4  # gradients are accumulated and reduced in fp32
-STREAM_BYTES = 4  # the residual stream is fp32
 
 
 @dataclass(frozen=True)
@@ -156,7 +155,7 @@ def sent_bytes(shape: Shape, layout: Layout, batch: Batch, skip_share: float = 0
         "dispatch": both_ways * times * 2 * moved * h * element,
         "activations": batch.micro_batches * (attention + ends) * (tp - 1) / tp * rows * h * element,
         "replicated": 2 * reduced(tp, whole, GRADIENT_BYTES),
-        "stages": float(both_ways * batch.micro_batches * boundaries * tokens * (h + state) * STREAM_BYTES),
+        "stages": float(both_ways * batch.micro_batches * boundaries * tokens * (h + state) * batch.stream_bytes),
         "tied": float(shape.vocab_size * h // tp * GRADIENT_BYTES) if layout.pipeline > 1 else 0.0,
         "gradients": gradients * (1 if sharded else 2),
         "weights": weights if sharded else 0.0,

@@ -14,7 +14,7 @@ from primus.core.backend.backend_registry import BackendRegistry
 from primus.core.patches import patch_runner
 from primus.core.utils.module_utils import log_rank_0
 
-from zaya_plugin import compat, patches
+from zaya_plugin import patches
 from zaya_plugin.config.compose import load_recipe, save_recipe
 from zaya_plugin.primus import traps
 from zaya_plugin.training.data_handover import with_consumed
@@ -60,13 +60,8 @@ class ZayaPretrainTrainer(MegatronPretrainTrainer):
         self.guest, self.checked = Guest(recipe, args), False
         self.guest.install()
         traps.check_flops(training.num_floating_point_operations)
-        resumed = self.guest.resumed_at
-        begins = f"goes on after step {resumed}" if resumed else "begins"
-        log_rank_0(
-            f"zaya: {recipe.name} {begins}, optimizer {recipe.optim.name}, megatron.core {compat.core_version()}"
-        )
-        for name, (here, wanted) in sorted(self.guest.differences.items()):
-            log_rank_0(f"zaya: {name} is {here!r} here and {wanted!r} in the recipe")
+        for line in self.guest.summary():
+            log_rank_0(line)
         try:
             super().train()
         except SystemExit as left:  # Megatron leaves so on a signal, having saved; Primus would call it a failure

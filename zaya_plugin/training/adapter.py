@@ -173,8 +173,8 @@ class _Trainer:
                 resumed_at=self.lifecycle.resumed_at,
                 lineage=self.lifecycle.lineage,
             )
-            if self.recipe.cluster.device != "cpu":
-                self.reporter.note(kernel_lines(torch.device("cuda", torch.cuda.current_device())))
+            if kernels := kernel_lines(self.recipe):
+                self.reporter.note(kernels)
         config = model_config(args)
         config.finalize_model_grads_func = self.finalize_and_balance
         return build_stage(self.recipe, args, config, pre_process, post_process, vp_stage, pg_collection)

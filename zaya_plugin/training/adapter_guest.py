@@ -24,7 +24,7 @@ from zaya_plugin.training.arguments import BATCH_ARGUMENTS, DECIDED_AT_START, OW
 from zaya_plugin.training.balancer import Balancer
 from zaya_plugin.training.datasets import find_sources
 from zaya_plugin.training.handover import predecessor
-from zaya_plugin.training.kernels import select_kernels
+from zaya_plugin.training.kernels import kernel_lines, select_kernels
 from zaya_plugin.training.lifecycle import Lifecycle
 from zaya_plugin.training.optimizer import assign_optimizers, mark_matrices, optimizer_factory
 
@@ -75,6 +75,18 @@ class Guest:
         self.handover = Handover(recipe, self.before, self.resumed_at)
         self.balancer = Balancer()
         self._config: ZayaConfig | None = None
+
+    def summary(self) -> list[str]:
+        """Lines for the first rank: what begins, where the host's arguments differ from the recipe, and the kernels."""
+        begins = f"goes on after step {self.resumed_at}" if self.resumed_at else "begins"
+        first = (
+            f"{self.recipe.name} {begins}, optimizer {self.recipe.optim.name}, megatron.core {compat.core_version()}"
+        )
+        differences = (
+            f"--{name.replace('_', '-')} is {here!r} here and {wanted!r} in the recipe"
+            for name, (here, wanted) in sorted(self.differences.items())
+        )
+        return [f"zaya: {line}" for line in (first, *differences, *kernel_lines(self.recipe))]
 
     def install(self) -> None:
         """Gives the host's names our values, for the rest of the process."""

@@ -78,15 +78,11 @@ class GuestBlock(TransformerBlockSubmodules):
 def move_in(args) -> Guest:
     """Applies the patches, installs a guest for `args`, and says on the first rank what differs from the recipe."""
     patches.apply()
-    path = recipe_path(args)
-    guest = Guest(load_recipe(path), args)
+    guest = Guest(load_recipe(recipe_path(args)), args)
     guest.check_checkpoints()
     guest.install()
     if args.rank == 0:
-        begins = f"goes on after step {guest.resumed_at}" if guest.resumed_at else "begins"
-        print(f"zaya: {path}; {begins}, optimizer {guest.recipe.optim.name}", flush=True)
-        for name, (here, wanted) in sorted(guest.differences.items()):
-            print(f"zaya: --{name.replace('_', '-')} is {here!r} here and {wanted!r} in the recipe", flush=True)
+        print(*guest.summary(), sep="\n", flush=True)
     return guest
 
 
