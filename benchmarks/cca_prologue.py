@@ -171,7 +171,7 @@ def measure(batch: int, rows: int, device: torch.device, options) -> dict:
         enter("backward", name, backward)
 
     errors = {}
-    for name in options.backends:
+    for name in options.versions:
         with use_kernels(name):
             both(f"{name}, operator", lambda: operator(inputs))
             with contextlib.suppress(Exception):
@@ -200,7 +200,7 @@ def measure(batch: int, rows: int, device: torch.device, options) -> dict:
     for direction, figures in found.items():
         mine, theirs = (
             figures.get(name, {}).get("ms")
-            for name in (f"{options.backends[0]}, operator", "transformers, torch.compile")
+            for name in (f"{options.versions[0]}, operator", "transformers, torch.compile")
         )
         if mine and theirs:
             summary[f"transformers compiled / ours, {direction}"] = round(theirs / mine, 3)
@@ -343,10 +343,10 @@ def main() -> None:
     on_gpu = torch.cuda.is_available()
     parser.add_argument("--shapes", nargs="+", default=["4x4096"] if on_gpu else ["2x64"], help="micro batch x rows")
     parser.add_argument(
-        "--backends",
+        "--versions",
         nargs="+",
         default=["triton", "compiled"] if on_gpu else ["reference"],
-        help="the first is compared with transformers",
+        help="of the operator; the first one is compared with transformers",
     )
     add_options(parser, "cca_prologue")
     parser.add_argument("--no-anchors", action="store_true", help="only hip_ops")
@@ -357,7 +357,7 @@ def main() -> None:
     for shape in options.shapes:
         batch, rows = map(int, shape.split("x"))
         results[shape] = (sweep if options.sweep else measure)(batch, rows, device, options)
-        if on_gpu and not options.sweep and "triton" in options.backends:
+        if on_gpu and not options.sweep and "triton" in options.versions:
             results[shape]["parts"] = parts(batch, rows, device)
             print(results[shape]["parts"], file=sys.stderr, flush=True)
     finish(options, results, (12, 10, 42))

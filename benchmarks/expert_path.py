@@ -5,9 +5,10 @@
     python3 benchmarks/expert_path.py --sweep          other tiles of the Triton kernels
 
 Medians of triton's do_bench (which clears L2 before each call) on fresh random inputs larger than L2. Rates are by the bytes that must move:
-of each row once in and once out, of a row of no expert once out, of maps and probs nothing. `operator` is the whole way through dispatch and
-autograd, `kernel` the version's function alone. Everything but SwiGLU is timed as the replay of a captured graph, for the host takes longer to
-launch it than the device to run it; `host_ms` is what the host takes for one call.
+of each row once in and once out, of a padding row once out, of maps and probs nothing. `operator` is the whole way
+through dispatch and autograd, `kernel` the version's function alone. Everything but SwiGLU is timed as the replay of a
+captured graph, for the host takes longer to launch it than the device to run it; `host_ms` is what the host takes for
+one call.
 megatron-core is the stock `permute` and `unpermute` of its token dispatcher (not fused; with its sort, and with a given order by its gather
 alone). Prints a table and one line of JSON, which it writes to benchmarks/results/<name>.json.
 """
@@ -104,7 +105,7 @@ class Figures:
 
 
 def measure_sort(figures: Figures, i: Inputs) -> None:
-    for name in dict.fromkeys([*figures.options.backends, "reference"]):
+    for name in dict.fromkeys([*figures.options.versions, "reference"]):
         with hip_ops.use_kernels(name):
             figures.enter("sort", "forward", name, None, lambda: lambda: hip_ops.sort_by_expert(i.ids, i.experts))
 
@@ -145,7 +146,7 @@ def measure_permutation(figures: Figures, i: Inputs) -> None:
             i.grad[:count],
         )
         both("unpermute", "megatron-core", lambda r: unpermute(r, sorted_indices, shape), rows, i.grad)
-    for name in figures.options.backends:
+    for name in figures.options.versions:
         with hip_ops.use_kernels(name):
             both("permute", f"{name}, operator", lambda t: hip_ops.permute_to_experts(t, i.order)[0], i.tokens, i.grad)
             both(
@@ -174,7 +175,7 @@ def measure_permutation(figures: Figures, i: Inputs) -> None:
                     lambda r, p: hip_ops.unpermute_from_experts(r, i.order, p), [i.tokens, i.probs], (i.grad,)
                 ),
             )
-        if name != "reference":
+        if name in ("hip", "triton"):
             kernels = importlib.import_module(f"hip_ops.expert_permutation.{name}")
             maps = i.order[:2]
             for part, there in (("permute", maps), ("unpermute", maps[::-1])):
@@ -217,7 +218,7 @@ def measure_swiglu(figures: Figures, i: Inputs) -> None:
             needed["backward with the output"],
             lambda: lambda: compiled(i.grad, *arguments, offsets, True),
         )
-    for name in figures.options.backends:
+    for name in figures.options.versions:
         with hip_ops.use_kernels(name):
             both(f"{name}, operator", lambda g, p: hip_ops.weighted_swiglu(g, p, offsets))
             enter(
@@ -227,7 +228,7 @@ def measure_swiglu(figures: Figures, i: Inputs) -> None:
                 needed["backward with the output"],
                 lambda: lambda: hip_ops.weighted_swiglu_backward(i.grad, i.gate_up, i.probs, offsets),
             )
-        if name != "reference":
+        if name in ("hip", "triton"):
             kernels = importlib.import_module(f"hip_ops.weighted_swiglu.{name}")
             enter(
                 "swiglu",
@@ -343,7 +344,12 @@ def main() -> None:
     parser.add_argument(
         "--skipping", type=float, nargs="+", default=[0.0, 0.1], help="shares of the tokens that are of no expert"
     )
-    parser.add_argument("--backends", nargs="+", default=["triton", "hip"] if on_gpu else ["reference"])
+    parser.add_argument(
+        "--versions",
+        nargs="+",
+        default=["triton", "hip"] if on_gpu else ["reference"],
+        help="of the operators: hip, triton, compiled, reference",
+    )
     add_options(parser, "expert_path")
     options = parser.parse_args()
     device = begin(options)

@@ -222,7 +222,7 @@ def embedding(i: Inputs, device: torch.device, options) -> dict:
 
 def measure(i: Inputs, device: torch.device, options) -> dict:
     found: dict = {"hip_ops": {}, "anchors": {}}
-    for name in options.backends:
+    for name in options.versions:
         with use_kernels(name):
             for chunk in options.chunks:
                 title = f"{name}, promised, chunk {chunk or chunk_for(len(i.hidden), len(i.weight), 2)}"
@@ -320,7 +320,12 @@ def main() -> None:
         default=[0, 4096] if on_gpu else [0, 16],
         help="tokens of a chunk; 0: as the operator chooses",
     )
-    parser.add_argument("--backends", nargs="+", default=["triton"] if on_gpu else ["reference"])
+    parser.add_argument(
+        "--versions",
+        nargs="+",
+        default=["triton"] if on_gpu else ["reference"],
+        help="of the operator: hip, triton, compiled, reference",
+    )
     parser.add_argument("--no-anchors", dest="anchors", action="store_false")
     add_options(parser, "linear_cross_entropy")
     options = parser.parse_args()

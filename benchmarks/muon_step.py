@@ -2,6 +2,7 @@
 """Muon's optimizer step over one data-parallel rank's matrices of ZAYA1-base, beside torch.optim.Muon and torch foreach.
 
     python3 benchmarks/muon_step.py
+    python3 benchmarks/muon_step.py --versions triton hip        both versions of the kernels
 
 The matrices of all 40 layers are dealt to 8 ranks by greedy balance of Newton-Schulz cost; rank 0's share is 1.04 billion
 parameters. Measured on it, medians of triton's do_bench on fresh random inputs: the copy bandwidth of the device; our
@@ -149,7 +150,7 @@ def measure(options, device: torch.device, shapes) -> dict:
         kind = results["bf16 state" if lean else "fp32 state"] = {}
         state = State(shapes, device, lean)
         work = {"momentum": (state.momentum, state.momentum_bytes), "update": (state.update, state.update_bytes)}
-        for name in options.backends:
+        for name in options.versions:
             with use_kernels(name):
                 for part, (call, moved) in work.items():
                     kind[f"{part}, {name}"] = figures(milliseconds(call, device, options.rep), moved, copy)
@@ -159,14 +160,14 @@ def measure(options, device: torch.device, shapes) -> dict:
         kind["update, torch foreach"] = figures(
             milliseconds(state.foreach_update, device, options.rep), state.update_bytes, copy
         )
-        for name in options.backends[:1]:
+        for name in options.versions[:1]:
             with use_kernels(name):
                 kind[f"newton_schulz, {name}"] = figures(milliseconds(state.newton_schulz, device, 2 * options.rep))
                 kind[f"whole step, {name}"] = figures(milliseconds(state.step, device, 2 * options.rep))
         del state, work
     step = torch_muon(shapes, device)
     results["bf16 state"]["whole step, torch.optim.Muon"] = figures(milliseconds(step, device, 2 * options.rep))
-    theirs, name = results["bf16 state"]["whole step, torch.optim.Muon"]["ms"], options.backends[0]
+    theirs, name = results["bf16 state"]["whole step, torch.optim.Muon"]["ms"], options.versions[0]
     results["torch.optim.Muon / ours"] = {
         kind: round(theirs / results[kind][f"whole step, {name}"]["ms"], 3) for kind in ("bf16 state", "fp32 state")
     }
@@ -177,7 +178,7 @@ def sweep(options, device: torch.device, shapes) -> dict:
     """Both kernels at several sizes of chunk, of grid and, for Triton, of what a thread holds."""
     copy, state, found = copy_bandwidth(device), State(shapes, device, lean=False), {}
     for name, chunk, blocks, tile in itertools.product(
-        options.backends, (8192, 16384, 32768, 65536), (4, 16, 1024), (8, 16, 32)
+        options.versions, (8192, 16384, 32768, 65536), (4, 16, 1024), (8, 16, 32)
     ):
         if tile != 16 and name != "triton":
             continue
@@ -210,7 +211,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cuda", help="cpu is for trying this script")
     parser.add_argument(
-        "--backends", nargs="+", default=["triton"], help="of hip_ops; the first one also does the whole step"
+        "--versions", nargs="+", default=["triton"], help="of the operators; the first one also does the whole step"
     )
     parser.add_argument("--layers", type=int, default=LAYERS)
     parser.add_argument(

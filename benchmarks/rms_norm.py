@@ -6,8 +6,9 @@
 
 Medians of triton's do_bench (which clears L2 before each call) on fresh random inputs larger than L2; the copy bandwidth of the
 device is measured in the same run. Rates are by the bytes that must move: of each [rows, hidden] tensor once, of vectors nothing.
-`operator` is the whole way through dispatch and autograd, `kernel` the back end's function alone. Liger and quack are measured
-where they can be imported. Prints a table, and one line of JSON, which it writes to benchmarks/results/<name>.json.
+`operator` is the whole way through dispatch and autograd, `kernel` the version's function alone. Liger and quack are
+measured where they can be imported. Prints a table, and one line of JSON, which it writes to
+benchmarks/results/<name>.json.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ def eager_add(x: Tensor, residual: Tensor, weight: Tensor) -> tuple[Tensor, Tens
 
 
 def eager_scaled(output, residual, b_o, s_o, b_x, s_x, weight) -> tuple[Tensor, Tensor]:
-    """As the model writes it (zaya_plugin.model.residual.scale_residual_and_norm)."""
+    """The formula of hip_ops.rms_norm.reference.scaled_residual_rms_norm, as a user of torch writes it."""
     b_o, s_o, b_x, s_x = (v.float() for v in (b_o, s_o, b_x, s_x))
     new_residual = torch.addcmul(torch.addcmul(b_o * s_o + b_x * s_x, output.float(), s_o), residual, s_x)
     return F.rms_norm(new_residual, weight.shape, weight.float(), EPS).to(weight.dtype), new_residual
@@ -105,8 +106,8 @@ def ours(work: Work) -> Callable:
 
 
 def kernels(work: Work, name: str, inputs: Inputs) -> tuple[Callable, Callable]:
-    """The back end's forward and backward, without dispatch and autograd."""
-    module = importlib.import_module(f"hip_ops.{name}_kernels.rms_norm")
+    """Forward and backward of version `name`, without dispatch and autograd."""
+    module = importlib.import_module(f"hip_ops.rms_norm.{name}")
     i = inputs
     if work.scaled:
         rstd = module.scaled_residual_rms_norm(*i.arguments, EPS)[2]
@@ -151,13 +152,13 @@ def measure(work: Work, rows: int, hidden: int, device: torch.device, options) -
         both("torch.compile", torch.compile(work.eager, dynamic=False))
         for name, function in work.anchors.items():
             both(name, function)
-    for name in options.backends:
+    for name in options.versions:
         with hip_ops.use_kernels(name):
             both(f"{name}, operator", ours(work))
-        if name != "reference":
+        if name in ("hip", "triton"):
             for direction, place in (("forward", 0), ("backward", 1)):
                 enter(direction, f"{name}, kernel", lambda name=name, place=place: kernels(work, name, inputs)[place])
-    best, summary = options.backends[0], {}
+    best, summary = options.versions[0], {}
     for direction, figures in found.items():
         mine, compiled = (figures.get(name, {}).get("ms") for name in (f"{best}, operator", "torch.compile"))
         if mine and compiled:
@@ -230,10 +231,10 @@ def main() -> None:
         help="rows x hidden size",
     )
     parser.add_argument(
-        "--backends",
+        "--versions",
         nargs="+",
         default=["triton", "hip"] if on_gpu else ["reference"],
-        help="the first is compared with torch.compile",
+        help="of the operator; the first one is compared with torch.compile",
     )
     add_options(parser, "rms_norm")
     options = parser.parse_args()

@@ -161,7 +161,12 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=16384 if on_gpu else 256)
     parser.add_argument("--hidden", type=int, default=2048 if on_gpu else 128)
     parser.add_argument("--width", type=int, default=256 if on_gpu else 64, help="of the router")
-    parser.add_argument("--versions", nargs="+", default=["triton", "compiled"] if on_gpu else ["reference"])
+    parser.add_argument(
+        "--versions",
+        nargs="+",
+        default=["triton", "compiled"] if on_gpu else ["reference"],
+        help="of the operator: triton, compiled, reference",
+    )
     add_options(parser, "router", sweep=False)
     options = parser.parse_args()
     device = begin(options)

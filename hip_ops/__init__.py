@@ -19,7 +19,6 @@ EXPORTS = {
     "cca_prologue": "cca_prologue",
     "cca_prologue_step": "cca_prologue",
     "DecodeState": "cca_prologue",
-    "document_starts": "cca_prologue",
     "rope_table": "cca_prologue",
     "muon_momentum_": "muon",
     "muon_update_": "muon",

@@ -17,16 +17,26 @@ VERSIONS = {
     "linear_cross_entropy": ("hip", "triton", "compiled"),
     "embedding_gradient": ("hip", "triton"),
 }
+# Versions that multiply 16-bit matrices only: calls in fp32 run another version. Of newton_schulz by its argument dtype.
+NO_FP32 = {
+    "cca_prologue": ("hip",),
+    "router_mlp": ("triton",),
+    "grouped_product": ("quack", "triton", "grouped_mm"),
+    "newton_schulz": ("hip", "quack", "triton"),
+}
 KERNELS = ("auto", "hip", "triton", "compiled", "reference")  # of which one is asked for all operators
 
 
 def check_selection(kernels: str, overrides: dict[str, str]) -> None:
     """Raises ValueError that names the key, the value and what is allowed."""
     if kernels not in KERNELS:
-        raise ValueError(f"kernels={kernels!r}: no such version. Allowed: {', '.join(KERNELS)}")
+        raise ValueError(f"kernels={kernels!r}: no such version. Allowed: {', '.join(KERNELS)}. Fix: kernels=auto")
     for operator, version in overrides.items():
         if operator not in VERSIONS:
             raise ValueError(f"kernel_overrides: no operator {operator!r}. Allowed: {', '.join(VERSIONS)}")
         allowed = ("auto", *VERSIONS[operator], "reference")
         if version not in allowed:
-            raise ValueError(f"kernel_overrides.{operator}={version!r}: no such version. Allowed: {', '.join(allowed)}")
+            raise ValueError(
+                f"kernel_overrides.{operator}={version!r}: no such version. Allowed: {', '.join(allowed)}. "
+                f"Fix: kernel_overrides.{operator}=auto"
+            )

@@ -180,7 +180,7 @@ def cca_prologue(
         query_groups g. delayed_channels w: how many of the last value channels lag one row; None: half of them.
         halo [k, 2, b, C] and value_halo [k, b, w]: the sequence comes in k chunks of equal length, and these are the two last
             rows of z and the last delayed values before each; both or none. None: nothing precedes.
-        starts bool [k, s / k + 1, b]: the row before each chunk and its own that are the first of a document (`document_starts`).
+        starts bool [k, s / k + 1, b]: the row before each chunk and its own that are the first of a document.
 
     All but rope, starts and temperature share one dtype: bf16, fp32, or fp64, which the reference computes.
     Raises ValueError on wrong shapes, dtypes, devices or values.
@@ -196,24 +196,6 @@ def rope_table(angles: Tensor) -> Tensor:
     half = angles[:, :, 0, : angles.shape[-1] // 2]
     half = half.to(wide(half.dtype))
     return torch.cat((half.cos(), half.sin()), dim=-1)
-
-
-def document_starts(cu_seqlens: Tensor, rows: int) -> tuple[Tensor, Tensor]:
-    """(starts bool [1, rows + 1, 1], positions int64 [rows] inside the documents) of documents packed one behind the other.
-
-    cu_seqlens: integers [documents + 1], the row where each document starts, then `rows`; equal neighbours are empty documents.
-    Nothing waits for the device. `rope[positions]` restarts the rotation with each document.
-    """
-    if cu_seqlens.dim() != 1 or len(cu_seqlens) < 2 or cu_seqlens.is_floating_point():
-        raise ValueError(
-            f"hip_ops.document_starts: cu_seqlens is {cu_seqlens.dtype} {tuple(cu_seqlens.shape)}; it must be integers [documents + 1]"
-        )
-    starts = torch.zeros(rows + 2, dtype=torch.bool, device=cu_seqlens.device)
-    starts[cu_seqlens.long() + 1] = True  # the end of the last document falls on the row that is cut off
-    starts[0] = True
-    starts = starts[:-1]
-    steps = torch.arange(rows, device=cu_seqlens.device)
-    return starts.view(1, -1, 1), steps - torch.where(starts[1:], steps, 0).cummax(0).values
 
 
 @dataclass

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from hip_ops.cca_prologue import HEAD_DIM
 from hip_ops.runtime.library import call, library, target_of
+from hip_ops.runtime.on_device import multiprocessors
 
 ZERO_RUNS = 512  # blocks that compute a key again whose temperature is zero
 
@@ -21,11 +22,6 @@ def _aligned(tensor: Tensor | None) -> Tensor | None:
         return None
     starts = (tensor.data_ptr(), *(stride * tensor.element_size() for stride in tensor.stride()[:-1]))
     return tensor if tensor.stride(-1) == 1 and not any(start % 16 for start in starts) else tensor.clone(memory_format=torch.contiguous_format)
-
-
-def _processors(device: torch.device) -> int:
-    """Compute units; on the CPU 1, so that even small inputs make each block loop over tiles."""
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
 
 
 def _rope(rope: Tensor | None) -> tuple[Tensor | None, int, int, int]:
@@ -59,7 +55,7 @@ def cca_prologue(
             "ho_cca_prologue", projected, *(_aligned(t.contiguous()) for t in parameters[:4]), temperature.float().contiguous(), table,
             *(None if t is None else _aligned(t.contiguous()) for t in (halo, value_halo)), None if starts is None else starts.contiguous(),
             query, key, value, inverse_norm, projected.stride(0), projected.stride(1), rope_row_stride, rope_batch_stride, total, rows,
-            b, heads, query_groups, rotary, delayed_channels, _processors(device), device=device,
+            b, heads, query_groups, rotary, delayed_channels, multiprocessors(device), device=device,
         )
     return query, key, value, inverse_norm
 
@@ -72,7 +68,7 @@ def cca_prologue_backward(
 ) -> tuple[Tensor, ...]:
     """As hip_ops.cca_prologue.reference.cca_prologue_backward."""
     parameters = (depthwise_weight, depthwise_bias, grouped_weight, grouped_bias, temperature)
-    device, processors = projected.device, _processors(projected.device)
+    device, processors = projected.device, multiprocessors(projected.device)
     given = (projected, *parameters, halo, value_halo)
     gradients = [torch.empty(0 if t is None else t.shape, dtype=(projected if t is None else t).dtype, device=device) for t in given]
     total, rows, b = _rows(projected, halo, value_halo, starts)

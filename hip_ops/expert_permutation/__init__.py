@@ -2,7 +2,7 @@
 """Top-1 dispatch on one rank, as torch operators: sort tokens by expert, move their rows there and back. Nothing waits for the host.
 
 An order is two inverse maps; negative entries stand for tokens of no expert (hip_ops/expert_permutation/reference.py). All shapes
-are known beforehand: there are as many rows as tokens, and rows of no expert come last.
+are known beforehand: there are as many rows as tokens, and the padding rows, which belong to no expert, come last.
 """
 
 from __future__ import annotations
@@ -137,8 +137,8 @@ _scale_gather.register_autograd(_scale_gather_gradients, setup_context=_save_sca
 def sort_by_expert(expert_ids: Tensor, num_experts: int) -> ExpertOrder:
     """The order of tokens by expert, stable: tokens of one expert keep theirs. A counting sort, the same bits every time.
 
-    Args: expert_ids int32 or int64 [n]; an id outside [0, num_experts) belongs to no expert. num_experts: the kernels take up to 256,
-    the reference computes the order of more. Raises ValueError on other shapes or dtypes.
+    Args: expert_ids int32 or int64 [n]; an id outside [0, num_experts) belongs to no expert. num_experts: 1 or more; HIP
+    and Triton take up to 256, and the next version sorts by more. Raises ValueError on other shapes or dtypes.
     """
     return ExpertOrder(*_sort(expert_ids, num_experts))
 
@@ -147,9 +147,9 @@ def permute_to_experts(tokens: Tensor, order: ExpertOrder, probs: Tensor | None 
     """Each token's row, and its prob, to its expert's place; the gradients travel back the same way.
 
     Args: tokens [n, h] bf16 or fp32, rows may be strided; order of sort_by_expert; probs [n] bf16 or fp32, or None.
-    Returns rows [n, h] in tokens' dtype and row_probs [n] in probs', or None. Rows at and beyond order.offsets[-1] are zeros: tokens of
-    no expert are not moved, and get zeros as gradient. All-fp64 tensors are computed by the torch reference. Raises ValueError on wrong
-    shapes, dtypes or devices.
+    Returns rows [n, h] in tokens' dtype and row_probs [n] in probs', or None. The padding rows, at and beyond
+    order.offsets[-1], are zeros: tokens of no expert are not moved, and get zeros as gradient. All-fp64 tensors are
+    computed by the torch reference. Raises ValueError on wrong shapes, dtypes or devices.
     """
     rows, row_probs = _gather(tokens, order.token_of_row, order.row_of_token, probs)
     return rows, row_probs if probs is not None else None
@@ -158,7 +158,7 @@ def permute_to_experts(tokens: Tensor, order: ExpertOrder, probs: Tensor | None 
 def unpermute_from_experts(rows: Tensor, order: ExpertOrder, probs: Tensor | None = None) -> Tensor:
     """The way back: tokens [n, h], scaled by probs [n] (in the order of tokens) where they are given; zeros for tokens of no expert.
 
-    Rows at and beyond order.offsets[-1] are not read, whatever they hold, and get zeros as gradient. Else as permute_to_experts.
+    Padding rows, at and beyond order.offsets[-1], are not read and get zeros as gradient. Else as permute_to_experts.
     """
     if probs is None:
         return _gather(rows, order.row_of_token, order.token_of_row, None)[0]

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Rows moved along the maps of an order of tokens by expert: as they are, or scaled, and the gradients of the scaled form. A row of no expert
-// is not read; zeros are written in its place.
+// Rows moved along the maps of an order of tokens by expert: as they are, or scaled, and the gradients of the scaled
+// form. A padding row (expert_permutation/reference.py) is not read; zeros are written in its place.
 #include "row_vectors.h"
 
 namespace rows {

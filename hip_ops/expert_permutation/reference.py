@@ -2,8 +2,11 @@
 """Top-1 dispatch on one rank in plain torch: the order of tokens by expert, and rows moved along it. Nothing waits for the host.
 
 An order is two inverse maps, token_of_row and row_of_token, int32 [n]. An entry m >= 0 is the place in the other numbering. An
-entry m < 0 stands for place ~m (that is -1 - m) of a token that belongs to no expert. Its row is not moved: it is not read, and
-zeros are written where it would arrive. Rows of no expert come after those of all experts.
+entry m < 0 stands for place ~m (that is -1 - m) of a token that belongs to no expert (the skip class).
+
+Padding rows: there are as many rows as tokens, so that no shape depends on the routing. The tokens that belong to no
+expert have rows too, which come after the rows of all experts. These are the padding rows. Their values are not moved:
+they are not read, and zeros are written in their place.
 
 Values are moved as they are; probs are applied in fp32 (fp64 for fp64 tensors) and the product is rounded once.
 
@@ -24,16 +27,17 @@ def sort_by_expert(expert_ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor
 
     expert_ids int32 or int64 [n]; an id outside [0, num_experts) belongs to no expert. Tokens of an expert keep their order.
     """
-    classes = expert_ids.clamp(-1, num_experts).remainder_(num_experts + 1)  # num_experts is the class of no expert
+    # num_experts is the class of the tokens that belong to no expert
+    classes = expert_ids.clamp(-1, num_experts).remainder_(num_experts + 1)
     sorted_classes, order = torch.sort(classes, stable=True)
     experts = torch.arange(num_experts, device=order.device, dtype=classes.dtype)
     offsets = torch.searchsorted(sorted_classes, experts, right=True, out_int32=True)
     counts = offsets - torch.searchsorted(sorted_classes, experts, out_int32=True)
-    # -1 for no expert, else 0: exclusive or with it makes ~m of m.
-    nobody = sorted_classes.div(-num_experts, rounding_mode="trunc")
-    rows = torch.arange(len(order), device=order.device).bitwise_xor_(nobody).int()
+    # -1 for a padding row, else 0: exclusive or with it makes ~m of m.
+    padding = sorted_classes.div(-num_experts, rounding_mode="trunc")
+    rows = torch.arange(len(order), device=order.device).bitwise_xor_(padding).int()
     row_of_token = torch.empty_like(rows).scatter_(0, order, rows)
-    return order.bitwise_xor_(nobody).int(), row_of_token, counts, offsets
+    return order.bitwise_xor_(padding).int(), row_of_token, counts, offsets
 
 
 def _kept(index: Tensor) -> Tensor:

@@ -62,19 +62,19 @@ def expert_place_kernel(
         tl.store(counts + experts, total, mask=experts < num_experts)
         tl.store(offsets + experts, ends, mask=experts < num_experts)
     next_row = ends - total + before
-    # Tokens of no expert come behind all rows, after those of the programs before.
-    next_of_nobody = tl.sum(total, axis=0) + program * tiles * TILE - tl.sum(before, axis=0)
+    # Padding rows come behind the rows of all experts, after the padding rows of the programs before.
+    next_padding = tl.sum(total, axis=0) + program * tiles * TILE - tl.sum(before, axis=0)
     for tile in range(tiles):
         token = (program * tiles + tile) * TILE + tl.arange(0, TILE)
         inside, expert, ones = _experts_of(expert_ids, token, tokens, num_experts, EXPERTS)
         rank = tl.cumsum(ones, axis=0) - 1 + next_row[None, :]
-        nobody = (expert < 0).to(tl.int32)
-        rank_of_nobody = next_of_nobody + tl.cumsum(nobody, axis=0) - 1
-        row = tl.where(expert < 0, rank_of_nobody, tl.sum(ones * rank, axis=1))
+        padding = (expert < 0).to(tl.int32)
+        rank_of_padding = next_padding + tl.cumsum(padding, axis=0) - 1
+        row = tl.where(expert < 0, rank_of_padding, tl.sum(ones * rank, axis=1))
         tl.store(row_of_token + token, tl.where(expert < 0, -1 - row, row), mask=inside)
         tl.store(token_of_row + row, tl.where(expert < 0, -1 - token, token), mask=inside)
         next_row += tl.sum(ones, axis=0)
-        next_of_nobody += tl.sum(nobody, axis=0)
+        next_padding += tl.sum(padding, axis=0)
 
 
 @triton.jit

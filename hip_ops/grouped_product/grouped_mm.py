@@ -23,7 +23,7 @@ def available(device: torch.device) -> str | None:
 
 
 def grouped_rows(x: Tensor, matrices: Tensor, offsets: Tensor) -> Tensor:
-    """As hip_ops.grouped_product.reference.grouped_rows, but rows of no expert are not written."""
+    """As hip_ops.grouped_product.reference.grouped_rows, but padding rows are not written."""
     return _grouped_mm(x, matrices, offs=offsets)
 
 

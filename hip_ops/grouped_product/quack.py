@@ -26,7 +26,7 @@ TILE = Tile(192, 128, True, 1, 2)
 
 
 def grouped_rows(x: Tensor, matrices: Tensor, offsets: Tensor) -> Tensor:
-    """As hip_ops.grouped_product.reference.grouped_rows, but rows of no expert are not written."""
+    """As hip_ops.grouped_product.reference.grouped_rows, but padding rows are not written."""
     out = x.new_empty(x.shape[0], matrices.shape[2])
     _gemm()(x, matrices.mT, out, None, None, cu_seqlens_m=borders(offsets), **TILE.words())
     return out

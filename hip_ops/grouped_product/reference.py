@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Matrix products over rows sorted by expert in plain torch: a loop over the experts. The host waits for their borders.
 
-offsets int32 [E], the ends of the experts' rows, ascending, offsets[-1] <= T. Rows at and beyond offsets[-1] belong to no expert.
+offsets int32 [E], the ends of the experts' rows, ascending, offsets[-1] <= T. Rows at and beyond offsets[-1] are
+padding rows, which belong to no expert (hip_ops/expert_permutation/reference.py).
 Sums are fp32, or fp64 for fp64 tensors, and each result is rounded once.
 """
 
@@ -35,7 +36,7 @@ def _announce(device: torch.device, dtype: torch.dtype) -> None:
 
 
 def _counts(offsets: Tensor, rows: int, dtype: torch.dtype) -> list[int]:
-    """Rows of each expert, and those of no expert."""
+    """Rows of each expert, and the number of padding rows."""
     if offsets.device.type != "cpu" and not self_check.comparing:
         _announce(offsets.device, dtype)
     ends = offsets.tolist()
@@ -43,9 +44,9 @@ def _counts(offsets: Tensor, rows: int, dtype: torch.dtype) -> list[int]:
 
 
 def grouped_rows(x: Tensor, matrices: Tensor, offsets: Tensor) -> Tensor:
-    """out[i] = x[i] @ matrices[expert of i]; x [T, k], matrices [E, k, n] -> [T, n], zeros in rows of no expert.
+    """out[i] = x[i] @ matrices[expert of i]; x [T, k], matrices [E, k, n] -> [T, n], zeros in padding rows.
 
-    Few rows are padded: else a token's bits would depend on how many others chose its expert.
+    To a group of few rows, rows of zeros are added: else a token's bits would depend on how many tokens its expert has.
     """
     out, least = x.new_zeros(x.shape[0], matrices.shape[2]), _least_rows()
     counts, compute = _counts(offsets, len(x), x.dtype), wide(x.dtype)

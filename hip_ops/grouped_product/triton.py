@@ -173,7 +173,10 @@ def _plan_for(kind: str, tokens: int, experts: int, k: int, n: int, config: Grou
 
 
 def grouped_rows(x: Tensor, matrices: Tensor, offsets: Tensor, config: GroupedConfig | None = None) -> Tensor:
-    """As hip_ops.grouped_product.reference.grouped_rows, but rows of no expert are not written. matrices may be a transposed view."""
+    """As hip_ops.grouped_product.reference.grouped_rows, but padding rows are not written.
+
+    matrices may be a transposed view.
+    """
     (experts, k, n), tokens, device = matrices.shape, x.shape[0], x.device
     out = torch.empty((tokens, n), dtype=x.dtype, device=device)
     if not (tokens and n and k and experts):

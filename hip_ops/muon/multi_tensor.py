@@ -28,6 +28,8 @@ from dataclasses import dataclass
 
 import torch
 
+from hip_ops.runtime.on_device import multiprocessors
+
 ROW_WORDS = 6
 VECTOR_BYTES = 16
 # Long enough that looking a chunk up (two dependent loads) is a few per cent of a block's time on it, short enough that
@@ -183,4 +185,4 @@ def blocks_for(table: WorkTable) -> int:
     device = table.data.device
     if device.type == "cpu":
         return min(table.chunks, 4)
-    return min(table.chunks, torch.cuda.get_device_properties(device).multi_processor_count * BLOCKS_PER_PROCESSOR)
+    return min(table.chunks, multiprocessors(device) * BLOCKS_PER_PROCESSOR)

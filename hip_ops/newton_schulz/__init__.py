@@ -9,7 +9,7 @@ The products of an iteration are symmetric where their factors commute: the kern
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -38,13 +38,20 @@ def _fits_quack(x, square_sums, coefficients, form, restarts, dtype, eps) -> boo
     return _fits(x, square_sums, coefficients, form, restarts, dtype, eps) and quack.fits(x)
 
 
+def _prefers_quack(x, *others) -> bool:
+    return _fits_quack(x, *others) and quack.faster(x)
+
+
 def _flat(triples: Iterable[Triple]) -> tuple[float, ...]:
     return tuple(value for triple in triples for value in triple)
 
 
-def _example(device: torch.device) -> tuple:
-    x = torch.randn((2, 200, 136), device=device).bfloat16()
-    return x, None, _flat(coefficient_triples("simple", 5)), "gram", (3,), torch.float16, 1e-7
+def _example(batch: int, rows: int, columns: int) -> Callable[[torch.device], tuple]:
+    def make(device: torch.device) -> tuple:
+        x = torch.randn((batch, rows, columns), device=device).bfloat16()
+        return x, None, _flat(coefficient_triples("simple", 5)), "gram", (3,), torch.float16, 1e-7
+
+    return make
 
 
 _newton_schulz = Operator(
@@ -55,9 +62,13 @@ _newton_schulz = Operator(
     """,
     gives="result like x",
     rule=_rule,
-    example=_example,
+    example=_example(2, 200, 136),
+    more_examples={
+        "quack": (_example(22, 264, 272), _example(9, 528, 520))
+    },  # its other tiles: of many and of large matrices
     tolerance=2.0**-5,  # five steps amplify a rounding of half precision by up to 3.4445^5 = 485 before they damp it
     fits={"hip": _fits, "quack": _fits_quack, "triton": _fits},
+    prefers={"quack": _prefers_quack},
     available={"quack": available},
 )
 

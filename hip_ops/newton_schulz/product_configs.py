@@ -16,7 +16,6 @@ from pathlib import Path
 TABLE = Path(__file__).with_name("product_configs.json")
 KINDS = ("gram", "square", "update")
 HOPPER_SHARED_MEMORY = 232448  # bytes a block may have; sm_90
-GFX942_LDS = 65536
 
 
 @dataclass(frozen=True)

@@ -32,10 +32,14 @@ PROCESSORS = 132  # of an H100 or H200: with fewer tiles of 128 x 128, smaller o
 
 
 def fits(x: Tensor) -> bool:
-    """Whether rows are multiples of 16 bytes, and quack was measured to be faster at this size."""
-    batch, rows, columns = x.shape
-    n = min(rows, columns)
-    return rows % 8 == 0 and columns % 8 == 0 and n >= SMALLEST_SIDE and (n <= LARGEST_FEW or _fills_device(batch, n))
+    """Whether rows and columns are multiples of 16 bytes, as quack requires."""
+    return x.shape[1] % 8 == 0 and x.shape[2] % 8 == 0
+
+
+def faster(x: Tensor) -> bool:
+    """Whether quack was measured to be faster than Triton at this size."""
+    n = min(x.shape[1:])
+    return n >= SMALLEST_SIDE and (n <= LARGEST_FEW or _fills_device(len(x), n))
 
 
 def _fills_device(batch: int, n: int) -> bool:

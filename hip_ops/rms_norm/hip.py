@@ -12,6 +12,7 @@ from torch import Tensor
 
 from hip_ops.rms_norm.host import empty_results, functions
 from hip_ops.runtime.library import call, library, target_of
+from hip_ops.runtime.on_device import multiprocessors
 from hip_ops.runtime.row_views import as_rows
 
 # Bits of the launchers' `types`, as in rms_norm.h.
@@ -25,11 +26,6 @@ def _types(x_dtype: torch.dtype, residual: Tensor, weight: Tensor, tensors: list
     return bits | (0 if any(start % 16 for start in starts) else ALIGNED)
 
 
-def _processors(device: torch.device) -> int:
-    """Compute units; on the CPU 1, so that even small inputs make each block loop over rows."""
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
-
-
 def _forward(x: Tensor, residual: Tensor, vectors: tuple[Tensor, ...], weight: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
     device, hidden = x.device, x.shape[-1]
     y, new_residual, rstd = empty_results(x, residual, weight)
@@ -39,13 +35,13 @@ def _forward(x: Tensor, residual: Tensor, vectors: tuple[Tensor, ...], weight: T
         types = _types(x.dtype, residual, weight, [x, residual, weight, *vectors, y.view(-1, hidden), new_residual.view(-1, hidden)])
         call(
             "ho_rms_norm_forward", x, residual, *(vectors or (None,) * 4), weight, y, new_residual, rstd, len(x), hidden,
-            x.stride(0), residual.stride(0), types, _processors(device), eps, device=device,
+            x.stride(0), residual.stride(0), types, multiprocessors(device), eps, device=device,
         )
     return y, new_residual, rstd
 
 
 def _blocks(rows: int, hidden: int, types: int, scaled: bool, device: torch.device) -> int:
-    return library(target_of(device)).ho_rms_norm_backward_blocks(rows, hidden, types, scaled, _processors(device))
+    return library(target_of(device)).ho_rms_norm_backward_blocks(rows, hidden, types, scaled, multiprocessors(device))
 
 
 def _backward(

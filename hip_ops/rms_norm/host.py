@@ -20,7 +20,7 @@ def empty_results(x: Tensor, residual: Tensor, weight: Tensor) -> tuple[Tensor, 
 
 
 def functions(forward: Callable, backward: Callable) -> tuple[Callable, Callable, Callable, Callable]:
-    """add_rms_norm, add_rms_norm_backward, scaled_residual_rms_norm and scaled_residual_rms_norm_backward of a back end.
+    """add_rms_norm, add_rms_norm_backward, scaled_residual_rms_norm and scaled_residual_rms_norm_backward of a version.
 
     forward(x, residual, vectors, weight, eps) -> y, new_residual, rstd.
     backward(dy, d_new_residual, x, residual, rstd, vectors, weight, x_dtype) -> d_x, d_residual, gradients of vectors and weight;

@@ -6,7 +6,7 @@ The order of the operations is that of eager autograd over `torch.nn.functional.
 
 Statistics are of the residual *as stored*: where the residual is bf16, new_residual is rounded first and its rounded values
 are squared (as transformers' and Liger's add + norm; quack takes them before rounding). All arithmetic is fp32, or fp64 for
-fp64 tensors, and each result is rounded once, at its end. All back ends follow this.
+fp64 tensors, and each result is rounded once, at its end. All versions follow this.
 
 Arguments are made contiguous first: torch's loops on a CPU sum strided rows in another order.
 

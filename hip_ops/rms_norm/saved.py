@@ -3,5 +3,5 @@
 
 
 def saved_bytes(rows: int, hidden: int, output_bytes: int, residual_bytes: int) -> dict[str, float]:
-    """Bytes by tensor. output is also kept by nothing else; residual is the stream, which the operator before it returned."""
+    """Bytes by tensor. output and residual are the inputs, which no other operator keeps; residual is the stream."""
     return {"output": output_bytes * hidden * rows, "residual": residual_bytes * hidden * rows, "rstd": 4 * rows}

@@ -21,6 +21,8 @@ def missing(version: str, device: torch.device, named: bool) -> str | None:
         return "torch.compile is not used on a CPU"
     if version in ("triton", "compiled") and importlib.util.find_spec("triton") is None:
         return "Triton is not installed (it comes with the GPU builds of torch)"
+    if version == "compiled" and os.environ.get("TORCHDYNAMO_DISABLE") == "1":
+        return "TORCHDYNAMO_DISABLE=1 disables torch.compile"
     if version == "triton" and device.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
         return "Triton compiles for GPUs (TRITON_INTERPRET=1 runs it in an interpreter)"
     return None

@@ -82,14 +82,6 @@ def kernel_sources(sources: Path = PACKAGE) -> list[Path]:
     return sorted(sources.rglob("*.hip"), key=lambda file: file.name)
 
 
-def kernel_source(name: str) -> Path:
-    """The source or header of this name in hip_ops, whichever operator it belongs to. Raises FileNotFoundError."""
-    found = list(PACKAGE.rglob(name))
-    if len(found) != 1:
-        raise FileNotFoundError(f"hip_ops holds {len(found)} files {name}")
-    return found[0]
-
-
 def sources_digest(sources: Path = PACKAGE) -> str:
     digest = hashlib.sha256()
     for file in sorted((*sources.rglob("*.hip"), *sources.rglob("*.h")), key=lambda file: file.name):

@@ -2,7 +2,7 @@
 """torch.compile on accelerators. On a CPU the functions run as they are written.
 
 Compiled are functions between matrix products, where eager mode reads and writes each intermediate. They take tensors and
-numbers and keep no state, so one compiled version serves all layers. TORCHDYNAMO_DISABLE=1 switches compilation off.
+numbers and keep no state, so one compiled version serves all layers. TORCHDYNAMO_DISABLE=1 disables compilation.
 """
 
 from __future__ import annotations

@@ -12,12 +12,22 @@
         d_offsets like offsets
     '''
 
-A line is a name, a shape and a dtype. `?` allows None. In shapes `...` stands for leading sizes that all tensors share; a name is
-bound by the first tensor that has it, or by an integer argument of that name; `>0` forbids an empty size; anything else is
-arithmetic over bound names, such as `(n+g)*d`. Dtypes are alternatives, or `=name`, the dtype of another tensor, or `wide(name)`,
-fp32, or fp64 for an fp64 tensor. Where bf16, fp16 or fp32 is allowed, all such tensors of a call may be fp64 instead;
-`fp32!` is fp32 also then.
-`like name` is the shape and dtype of an argument; it is an empty tensor where that argument is None.
+A line is a name, a shape and a dtype. `?` after the name allows None.
+
+A size in a shape is one of
+    ...         the leading sizes, which all tensors of the call share
+    name        the first tensor with this name sets its value, or an integer argument of this name does
+    name>0      the same, and an empty size is refused
+    (n+g)*d     arithmetic over names that have a value
+
+A dtype is one of these, or several joined by `|`
+    fp32        or bf16, fp16, int32, int64, bool
+    =name       the dtype of another tensor
+    wide(name)  fp32, or fp64 where that tensor is fp64
+    fp32!       fp32 only
+
+Where bf16, fp16 or fp32 is allowed, all these tensors of a call may be fp64 instead; `fp32!` stays fp32.
+`like name` means the shape and dtype of that argument; the result is an empty tensor where the argument is None.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The device that a launch goes to, asked once."""
+"""The device of a launch and the number of its multiprocessors."""
 
 from __future__ import annotations
 
@@ -20,4 +20,5 @@ def on(device: torch.device) -> contextlib.AbstractContextManager:
 
 @functools.cache
 def multiprocessors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count
+    """Streaming multiprocessors or compute units. A CPU counts as one, so that blocks of small inputs loop there too."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1

@@ -48,8 +48,8 @@ _OTHERS = frozenset((int, float, bool, str, NoneType, torch.dtype))
 _LISTS = frozenset((list, tuple))
 
 
-def nothing_looks() -> bool:
-    """Whether no compiler, tracer, transform or mode is at work in this thread."""
+def unobserved() -> bool:
+    """Whether no compiler, tracer, transform or mode is active in this thread."""
     return (
         not torch.compiler.is_compiling()
         and torch._C._len_torch_dispatch_stack() == 0
@@ -70,10 +70,11 @@ class Operator:
         example: device -> arguments of a small call that passes through all of the kernel (tails, several tiles). It may use
             torch's global random generator, which is seeded for it and put back. A tuple of several where one call is not enough.
         compare, tolerance: as in `self_check.difference`.
+        more_examples, tolerances: version -> further examples, and a tolerance of its own.
         fits: version -> whether it takes these arguments; a version that is not named takes all. The reference runs where the
             first tensor is fp64.
+        prefers: version -> whether it is also the fastest that takes them. Not asked where the version is requested by name.
         available: version -> device -> why the version is not available there, or None; for versions that need a package.
-        without: versions of the folder that this operator lacks.
     """
 
     def __init__(
@@ -88,19 +89,23 @@ class Operator:
         mutates: Sequence[str] = (),
         compare: Callable[[list, list], str | None] | None = None,
         tolerance: float | None = None,
+        more_examples: dict[str, tuple[Callable[[torch.device], tuple], ...]] | None = None,
+        tolerances: dict[str, float] | None = None,
         fits: dict[str, Callable[..., bool]] | None = None,
+        prefers: dict[str, Callable[..., bool]] | None = None,
         available: dict[str, Callable[[torch.device], str | None]] | None = None,
-        without: Sequence[str] = (),
     ):
         self.name = reference.__name__
         assert self.name not in OPERATORS, f"there is an operator {self.name} already"
         self.reference, self.module = reference, reference.__module__.rpartition(".")[0]
         self.folder = self.module.rpartition(".")[2]
-        unknown = {*without, *(fits or ()), *(available or ())} - {*VERSIONS[self.folder]}
-        assert not unknown, f"{self.name} has no versions {unknown}"
-        self.versions = tuple(version for version in VERSIONS[self.folder] if version not in without)
-        self.example, self.compare, self.tolerance = example, compare, tolerance
-        self.fits, self.available = fits or {}, available or {}
+        self.versions = VERSIONS[self.folder]
+        self.examples = example if isinstance(example, tuple) else (example,)
+        self.compare, self.tolerance = compare, tolerance
+        self.more_examples, self.tolerances = more_examples or {}, tolerances or {}
+        self.fits, self.prefers, self.available = fits or {}, prefers or {}, available or {}
+        for by_version in (self.more_examples, self.tolerances, self.fits, self.prefers, self.available):
+            assert by_version.keys() <= {*self.versions}, f"{self.name} has no versions {[*by_version]}"
         signature = inspect.signature(reference)
         # torch leaves out arguments that equal their default.
         assert all(each.default is each.empty for each in signature.parameters.values()), f"{self.name}: defaults"
@@ -136,7 +141,7 @@ class Operator:
         self._function = type(f"hip_ops_{self.name}", (torch.autograd.Function,), methods)
 
     def __call__(self, *arguments: Any) -> Any:
-        if not nothing_looks():
+        if not unobserved():
             return self.registered(*arguments)
         differentiated = listed = False
         for argument in arguments:
@@ -174,10 +179,23 @@ class Operator:
         first = arguments[0] if isinstance(arguments[0], Tensor) else _first_tensor(arguments)
         if first.dtype == torch.float64:
             return self.reference(*arguments)
-        for fits, version in self.implementations(first.device):
-            if fits is None or fits(*arguments):
+        for place, (takes, version) in enumerate(self.implementations(first.device)):
+            if takes is None or takes(*arguments):
+                if place:
+                    self._warn_if_requested(first.device, arguments)
                 return version(*arguments)
+        self._warn_if_requested(first.device, arguments)
         return self.reference(*arguments)
+
+    def _warn_if_requested(self, device: torch.device, arguments: tuple) -> None:
+        """Warns once where the version that does not take `arguments` was requested by name."""
+        request = selection().of(self.folder)
+        key = (device, request.version, f"{self.name} of {request.source}")
+        if request.version in self.versions and key not in _warnings:
+            _warnings.add(key)
+            first = arguments[0] if isinstance(arguments[0], Tensor) else _first_tensor(arguments)
+            text = "hip_ops: %s: this version of %s does not take %s %s; such calls run another version"
+            logger.warning(text, request.source, self.name, str(first.dtype).removeprefix("torch."), tuple(first.shape))
 
     def implementations(self, device: torch.device) -> list[tuple[Callable | None, Callable]]:
         """The versions that run on `device` under the present selection, best first, each with its function of `fits` or None.
@@ -192,9 +210,23 @@ class Operator:
                 chosen = self._chosen.get(key)
                 if chosen is None:
                     versions, self.choices[key] = self._choose(*key, check=True)
-                    chosen = self._chosen[key] = [(self.fits.get(each), self._function_of(each)) for each in versions]
+                    chosen = self._chosen[key] = [self._entry(each, *key) for each in versions]
                     logger.info("hip_ops: %s on %s: %s", self.name, device, self.choices[key])
         return chosen
+
+    def _entry(self, version: str, device: torch.device, request: Request) -> tuple[Callable | None, Callable]:
+        takes = self.fits.get(version)
+        if version != request.version:
+            takes = self.prefers.get(version, takes)
+        if (device, version) in self.results or version != "compiled":
+            return takes, self._function_of(version)
+
+        def checked_at_first_call(*arguments):
+            with _checking:
+                failed = self._failure(version, device, check=True)
+            return (self.reference if failed else self._function_of(version))(*arguments)
+
+        return takes, checked_at_first_call
 
     def choice(self, device: torch.device, check: bool = True) -> str:
         """Which version runs on `device` and why. check=False: without running, importing or building anything.
@@ -213,7 +245,7 @@ class Operator:
             skipped.append(f"it has no version {request.version!r}")
         for version in self._order(device, request):
             named = version == request.version
-            # Compiling takes seconds an operator, and behind a version that takes most calls it is seldom used.
+            # Compiling takes seconds an operator: behind a version that takes most calls it waits for the first call that needs it.
             checked = check and not (version == "compiled" and chosen)
             why_not = self._missing(version, device, named) or self._failure(version, device, checked)
             if why_not is None:
@@ -222,7 +254,8 @@ class Operator:
                     break
             elif named:
                 raise ValueError(
-                    f"hip_ops: {request.source}: version {version!r} of {self.name} is not available on {device}: {why_not}"
+                    f"hip_ops: {request.source}: version {version!r} of {self.name} is not available on {device}: {why_not}. "
+                    f"Allowed: auto, {', '.join(self.versions)}, reference, where available. Fix: request auto"
                 )
             else:
                 skipped.append(f"no {version}: {why_not.splitlines()[0]}")
@@ -255,16 +288,16 @@ class Operator:
             found = self.results[device, version] = self._check(version, device)
         return None if found == "passed" else f"it failed its self-check: {found}"
 
-    def difference(self, candidate: Callable, device: torch.device) -> str | None:
-        """None where `candidate` agrees with the reference on all examples, else both numbers at the worst place of one."""
-        examples = self.example if isinstance(self.example, tuple) else (self.example,)
-        options = {"compare": self.compare, "tolerance": self.tolerance}
+    def difference(self, candidate: Callable, device: torch.device, version: str | None = None) -> str | None:
+        """None where `candidate` agrees with the reference on all examples of `version`, else both numbers at the worst place of one."""
+        options = {"compare": self.compare, "tolerance": self.tolerances.get(version, self.tolerance)}
+        examples = (*self.examples, *self.more_examples.get(version, ()))
         found = (difference(candidate, self.reference, each, device, **options) for each in examples)
         return next(filter(None, found), None)
 
     def _check(self, version: str, device: torch.device) -> str:
         try:
-            found = self.difference(self._function_of(version), device)
+            found = self.difference(self._function_of(version), device, version)
         except Exception as error:  # a build, a launch or a compiler that fails: other versions still work
             found = f"{type(error).__name__}: {error}"
         if found is None:

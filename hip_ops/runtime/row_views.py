@@ -8,6 +8,8 @@ import math
 import torch
 from torch import Tensor
 
+from hip_ops.runtime.on_device import multiprocessors
+
 ROWS_A_BLOCK = 4
 BLOCKS_A_PROCESSOR = 32  # at most; then a wave goes on to further rows
 INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes
@@ -25,16 +27,19 @@ def as_rows(tensor: Tensor) -> Tensor:
 
 
 def written_rows(tensor: Tensor) -> Tensor:
-    """`tensor` [rows, h], which a kernel writes to: no copy would do. Raises ValueError where its rows are not contiguous."""
+    """Returns `tensor` [rows, h], which a kernel writes to. Raises ValueError where its rows are not contiguous.
+
+    A copy, as `as_rows` makes it, would get the results in place of the tensor.
+    """
     if tensor.stride(1) != 1 and tensor.shape[1] > 1:
         raise ValueError(f"hip_ops: rows that are written to must be contiguous; strides are {tensor.stride()}")
     return tensor
 
 
 def clear_rows_(rows: Tensor, kept: Tensor) -> Tensor:
-    """Zeros in place for the rows [n, ...] where kept int32 [n] is 0, whatever they hold; kept is -1 for the others.
+    """Sets rows [n, ...] to zero in place where kept int32 [n] is 0, NaNs too; kept is -1 for the others.
 
-    This clears bits: on a CPU masked_fill_ takes five times as long.
+    An integer `and` with kept does it: on a CPU masked_fill_ takes five times as long.
     """
     integer = INTEGERS[rows.element_size()]
     kept = kept.to(integer)
@@ -52,5 +57,4 @@ def aligned(*tensors: Tensor) -> bool:
 
 def blocks_for(rows: int, device: torch.device) -> int:
     """A wave a row, as far as there are blocks; a CPU counts as one compute unit, so that its waves go on to further rows."""
-    processors = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
-    return min(-(-rows // ROWS_A_BLOCK), processors * BLOCKS_A_PROCESSOR)
+    return min(-(-rows // ROWS_A_BLOCK), multiprocessors(device) * BLOCKS_A_PROCESSOR)

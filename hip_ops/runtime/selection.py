@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which version of each operator a process asks for.
+"""Which version of each operator a process requests.
 
     auto (default)   the best version that is available: hip on ROCm, triton, torch.compile of the reference, the reference.
                      On a CPU the reference.
     hip, triton, compiled, reference    that version of every operator that has it; the others as with auto
 
-An override asks for one operator's version by name, optional packages included (quack, grouped_mm). A version that is asked for
-by name and is not available raises ValueError. `set_kernels` and `use_kernels` in code go before HIP_OPS_KERNELS, such as
-"triton" or "auto,router_mlp=compiled".
+An override requests one operator's version by name, optional packages included (quack, grouped_mm). A version that is requested
+by name and is not available raises ValueError. `set_kernels` and `use_kernels` in code take precedence over HIP_OPS_KERNELS, which is
+"triton" or "auto,router_mlp=compiled", for example.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ ENVIRONMENT = "HIP_OPS_KERNELS"
 
 
 class Request(NamedTuple):
-    """A version by name, and who asked for it. A tuple, because every call of an operator looks one up."""
+    """A version by name, and the setting that requests it. A tuple, because every call of an operator looks one up."""
 
     version: str
     source: str
 
 
 class Selection:
-    """What is asked for: `kernels` of all operators, `overrides` of single ones. source: the name of `kernels` in messages."""
+    """What is requested: `kernels` for all operators, `overrides` for single ones; `names`: of both in messages."""
 
-    def __init__(self, kernels: str, overrides: Mapping[str, str], source: str = "kernels"):
+    def __init__(self, kernels: str, overrides: Mapping[str, str], names=("kernels", "kernel_overrides.")):
         check_selection(kernels, dict(overrides))
-        self._default = Request(kernels, f"{source}={kernels}")
-        self._requests = {name: Request(each, f"kernel_overrides.{name}={each}") for name, each in overrides.items()}
+        self._default = Request(kernels, f"{names[0]}={kernels}")
+        self._requests = {name: Request(each, f"{names[1]}{name}={each}") for name, each in overrides.items()}
 
     def of(self, operator: str) -> Request:
         return self._requests.get(operator, self._default)
@@ -45,9 +45,13 @@ class Selection:
 _stack: list[Selection] = []
 
 
-def set_kernels(kernels: str | None = "auto", overrides: Mapping[str, str] | None = None) -> None:
-    """Sets the versions of this process; None reads HIP_OPS_KERNELS again. Raises ValueError for unknown names."""
-    _stack[:] = [] if kernels is None else [Selection(kernels, overrides or {})]
+def set_kernels(kernels: str | None = "auto", overrides: Mapping[str, str] | None = None, group: str = "") -> None:
+    """Sets the versions of this process; None reads HIP_OPS_KERNELS again. group: of the keys in messages, such as "cluster.".
+
+    Raises ValueError for unknown names.
+    """
+    names = (f"{group}kernels", f"{group}kernel_overrides.")
+    _stack[:] = [] if kernels is None else [Selection(kernels, overrides or {}, names)]
     _from_environment.cache_clear()
 
 
@@ -62,7 +66,7 @@ def use_kernels(kernels: str = "auto", **overrides: str) -> Iterator[None]:
 
 
 def selection() -> Selection:
-    """What is asked for now."""
+    """The selection in force."""
     return _stack[-1] if _stack else _from_environment()
 
 
@@ -75,6 +79,6 @@ def _from_environment() -> Selection:
     kernels, *entries = (part.strip() for part in text.split(","))
     overrides = dict(entry.partition("=")[::2] for entry in entries)
     try:
-        return Selection(kernels, overrides, ENVIRONMENT)
+        return Selection(kernels, overrides, (ENVIRONMENT, f"{ENVIRONMENT}: "))
     except ValueError as error:
         raise ValueError(f"hip_ops: {ENVIRONMENT}={text!r}: {error}") from None

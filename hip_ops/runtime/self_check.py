@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Compares an implementation of an operator with its torch reference on a small input.
 
-Every process comes to the same answer, for the input is made from a fixed seed; the global random state is as before afterwards.
+The input is made from a fixed seed, so that every process finds the same result. The global random state is restored
+afterwards.
 """
 
 import math
@@ -10,10 +11,10 @@ from typing import Any
 
 import torch
 
-# Of the largest value in the reference: two roundings of bf16 (8 bits), and fp32 sums in another order.
+# Largest error, relative to the reference's largest value: two roundings of bf16 (8 bits); fp32 sums in another order.
 TOLERANCES = {torch.float64: 1e-10, torch.float32: 1e-5, torch.bfloat16: 2**-7, torch.float16: 2**-10}
 SEED = 20240817
-comparing = False  # whether `difference` runs: a reference that is called then is not slow by mistake
+comparing = False  # True while `difference` runs: references that it calls do not warn that they are slow
 
 
 def difference(
@@ -27,8 +28,9 @@ def difference(
 ) -> str | None:
     """None where `candidate` agrees with `reference`, else both numbers at the worst place.
 
-    Both get their own copy of `example(device)`; compared are the results and what has become of the tensors among the arguments,
-    so that operators in place are covered. `compare(got, want)`, each [result, arguments], decides instead if it is given.
+    Each gets its own copy of `example(device)`. The results are compared, and the tensors among the arguments as they
+    are after the call, which covers operators that work in place. `compare(got, want)`, each [result, arguments],
+    replaces this comparison if it is given.
     """
     global comparing
     devices = (

@@ -25,7 +25,7 @@ def _two_halves(given: dict) -> str | None:
 
 
 def _example(device: torch.device) -> tuple:
-    """ZAYA1's width and dtypes, hence the kernels that it trains with; the last rows are of no expert."""
+    """ZAYA1's width and dtypes, hence the kernels that it trains with; the last rows are padding rows."""
     rows, width = 37, 2048
     gate_up = (3 * torch.randn(rows, 2 * width, device=device)).bfloat16()
     return gate_up, torch.rand(rows, device=device), torch.tensor([9, 9, 33], dtype=torch.int32).to(device)

@@ -5,7 +5,7 @@ All arithmetic is fp32, or fp64 for fp64 tensors, and each result is rounded onc
 place: on a CPU new memory costs more time than the arithmetic.
 
 Shapes: gate_up [n, 2 f], gate first; probs [n]; output and its gradient [n, f]. offsets int32 [experts] or None: rows at and beyond
-offsets[-1] belong to no expert; they are not read, and their results are zeros.
+offsets[-1] are padding rows; they are not read, and their results are zeros.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // SwiGLU with the routing weight, silu(gate) * up * prob, forward and backward; a wave a row. Arithmetic is fp32, each result rounded once.
-// Rows at and beyond offsets[experts - 1] belong to no expert: they are not read, and zeros are written.
+// Rows at and beyond offsets[experts - 1] are padding rows: they are not read, and zeros are written.
 #include "row_vectors.h"
 
 namespace swiglu {

@@ -150,7 +150,7 @@ def test_operations_are_those_that_torch_counts(model, make_model, batch, shape,
     attention is over all pairs, where the formula takes the causal half; the reference's loop over experts fills small groups up with rows.
     """
     # the counter does not see into operators
-    monkeypatch.setattr("hip_ops.runtime.operator.nothing_looks", lambda: True)
+    monkeypatch.setattr("hip_ops.runtime.operator.unobserved", lambda: True)
     in_place = dict.fromkeys((torch.ops.aten.baddbmm_, torch.ops.aten.addmm_), flops_of_an_addition)
     length = 256
     model = make_model(num_layers=LAYERS, moe_skip_expert=False)

@@ -8,6 +8,10 @@ from argparse import Namespace
 import pytest
 import torch
 
+from hip_ops import use_kernels
+from hip_ops.router_mlp import _backward, _forward, reference
+from hip_ops.runtime.selection import selection
+
 CPU = torch.device("cpu")
 DIRECTIONS = ("forward", "backward", "both")
 
@@ -25,7 +29,33 @@ def test_each_version_is_timed_and_compared(router):
         assert all(row["ms"] > 0 and row["gb_per_s"] > 0 and "error" not in row for row in found[direction].values()), (
             found[direction]
         )
-    assert len(found["distance"]) == 4 + 9 and not any(found["distance"].values())
+    assert len(found["distance"]) == 4 + 9 and not any(found["distance"].values()), "nothing is left of the step before"
+
+
+def test_the_distance_is_that_of_the_first_version(router, monkeypatch):
+    """A version that is wrong on purpose stands for Triton's: weights half as large again, and a gradient of the state doubled."""
+
+    def forward(*arguments):
+        state, weights, *others = reference.router_mlp(*arguments)
+        return state, 1.5 * weights, *others
+
+    def backward(*arguments):
+        d_projected, d_previous, *others = reference.router_mlp_backward(*arguments)
+        return d_projected, 2.0 * d_previous, *others
+
+    with use_kernels(router_mlp="triton"):
+        asked = CPU, selection().of("router_mlp")
+    for operator, function in ((_forward, forward), (_backward, backward)):
+        monkeypatch.setitem(operator._chosen, asked, [(None, function)])
+    options = Namespace(hidden=64, width=32, rep=1, copy=1e10, versions=["triton", "reference"])
+    found = router.measure_router(64, CPU, options)
+    far = {label: distance for label, distance in found["distance"].items() if distance}
+    assert far == {
+        "weights": pytest.approx(0.5, abs=1e-6),
+        "gradient of the state before": pytest.approx(1.0, abs=1e-6),
+    }
+    for direction in DIRECTIONS:
+        assert [label.rpartition(", ")[2] for label in found[direction]] == [*["triton"] * 2, *["reference"] * 2]
 
 
 def test_distances_show_another_weight(router):

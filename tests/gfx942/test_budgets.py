@@ -8,9 +8,10 @@ from dataclasses import replace
 
 import pytest
 
-from hip_ops.runtime.build import kernel_source, kernel_sources
+from hip_ops.runtime.build import kernel_sources
 from tests.gfx942 import budgets
 from tests.gfx942.toolchain import host_library, resource_remarks, source_path
+from tests.hip_ops.kernel_files import kernel_source
 
 FOUND = budgets.Resources(
     vgprs=100, agprs=64, sgprs=40, lds=16384, scratch=0, vgpr_spills=0, sgpr_spills=0, waves_per_simd=3

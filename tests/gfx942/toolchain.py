@@ -24,7 +24,7 @@ from pathlib import Path
 
 import pytest
 
-from hip_ops.runtime.build import kernel_source
+from tests.hip_ops.kernel_files import kernel_source
 
 ROOT = Path(__file__).resolve().parents[2]
 SOURCES = ROOT / "hip_ops" / "runtime" / "csrc"  # the headers that all kernels share

@@ -27,10 +27,11 @@ from pathlib import Path
 
 import pytest
 
-from hip_ops.runtime.build import CSRC, kernel_source
+from hip_ops.runtime.build import CSRC
 from hip_ops.runtime.cache import cache_folder
 from hip_ops.runtime.compilers import find_compiler
 from hip_ops.runtime.launchers import load
+from tests.hip_ops.kernel_files import kernel_source
 
 ROOT = Path(__file__).resolve().parents[2]
 KERNELS = Path(__file__).resolve().parent / "kernels"

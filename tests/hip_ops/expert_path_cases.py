@@ -106,7 +106,7 @@ def same_bits(name: str, got: Tensor, want: Tensor) -> None:
 
 
 def poisoned(rows: Tensor, nobody: Tensor) -> Tensor:
-    """Rows of no expert hold NaN: whoever reads one shows it."""
+    """Fills padding rows with NaN: a kernel that reads one has NaN in its results."""
     rows[nobody] = float("nan")
     return rows
 
@@ -176,7 +176,7 @@ class Swiglu:
 
 @dataclass
 class SwigluInputs:
-    """Rows of no expert hold NaN everywhere."""
+    """Padding rows hold NaN everywhere."""
 
     grad: Tensor
     gate_up: Tensor

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Inputs of grouped products, their exact results, and how far a right result may be from them.
 
-`backend` is any object with the functions of hip_ops.grouped_product.reference. Rows of no expert hold NaN, which must not get into a result.
+`backend` is any object with the functions of hip_ops.grouped_product.reference. Padding rows hold NaN, which must not
+get into a result.
 """
 
 from __future__ import annotations
@@ -19,7 +20,10 @@ ROUNDED_ONCE = 0.5 + 2**-12  # ULP; the rest is for results on the edge between 
 
 @dataclass(frozen=True)
 class Grouped:
-    """counts: rows of each expert; `nobody` rows of none follow. Operands are [T, k] and [E, k, n]; for outer products [T, k] and [T, n]."""
+    """counts: rows of each expert; `nobody` padding rows follow.
+
+    Operands are [T, k] and [E, k, n]; for outer products [T, k] and [T, n].
+    """
 
     counts: tuple[int, ...]
     k: int
@@ -43,7 +47,7 @@ class Grouped:
         return torch.randn(shape, generator=torch.Generator().manual_seed(self.seed + salt)).to(DTYPES[self.dtype])
 
     def operand(self, columns: int, salt: int, device="cpu") -> Tensor:
-        """[T + nobody, columns] with NaN in rows of no expert, and between rows."""
+        """[T + nobody, columns] with NaN in padding rows, and between rows."""
         wide = torch.full((self.rows + self.nobody, columns + self.pad), float("nan"), dtype=DTYPES[self.dtype])
         wide[: self.rows, :columns] = self.random(self.rows, columns, salt=salt)
         return wide.to(device)[:, :columns]

@@ -10,8 +10,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from hip_ops.runtime.build import kernel_source
 from tests.hip_ops.cpu_kernels import CpuKernels, build_cpu_library
+from tests.hip_ops.kernel_files import kernel_source
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from hip_ops.runtime.build import kernel_source
+from tests.hip_ops.kernel_files import kernel_source
 
 HEADERS = ("multi_tensor.h", "muon.h")
 SKIP = "if (found_inf && *found_inf != 0.0f) return;"

@@ -10,9 +10,10 @@ from pathlib import Path
 import numpy as np
 from torch import Tensor
 
-from hip_ops.runtime.build import CSRC, kernel_source
+from hip_ops.runtime.build import CSRC
 from tests.gfx942.emulator import Counters, Device
 from tests.gfx942.toolchain import code_object
+from tests.hip_ops.kernel_files import kernel_source
 from tests.hip_ops.product_cases import DTYPES, Case, bits, from_bits
 
 SOURCE = "symmetric_product"

@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 
 from hip_ops.rms_norm.hip import ALIGNED, BF16_RESIDUAL, BF16_WEIGHT, BF16_X
-from hip_ops.runtime.build import kernel_source
 from tests.gfx942.emulator import Buffer, Counters, Device
 from tests.gfx942.toolchain import code_object
+from tests.hip_ops.kernel_files import kernel_source
 from tests.hip_ops.rms_norm_cases import BF16, FP32, VECTORS, Case, Implementation, Inputs
 
 NUMPY = {BF16: np.uint16, FP32: np.float32}

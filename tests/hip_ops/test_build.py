@@ -13,11 +13,12 @@ import pytest
 
 from hip_ops.runtime import build as build_module
 from hip_ops.runtime import compilers
-from hip_ops.runtime.build import BuildError, build, kernel_source, kernel_sources, prebuilt
+from hip_ops.runtime.build import BuildError, build, kernel_sources, prebuilt
 from hip_ops.runtime.cache import locked
 from hip_ops.runtime.compilers import CompilerNotFound, find_compiler
 from hip_ops.runtime.launchers import declarations, load
 from tests.hip_ops.cpu_kernels import ROOT, run_python
+from tests.hip_ops.kernel_files import kernel_source
 
 # Not the real header: it takes a second to compile, and what is built does not matter here.
 HEADER = """#pragma once

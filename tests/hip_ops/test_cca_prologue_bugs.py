@@ -5,7 +5,6 @@ import pytest
 
 import hip_ops.runtime.library
 from hip_ops.cca_prologue import hip as hip_kernels
-from hip_ops.runtime.build import kernel_source
 from hip_ops.runtime.launchers import load
 from tests.gfx942.emulator import Device
 from tests.gfx942.emulator.faults import EmulatorFault
@@ -14,6 +13,7 @@ from tests.hip_ops import cca_prologue_bugs as bugs
 from tests.hip_ops.cca_prologue_cases import check
 from tests.hip_ops.cca_prologue_device import Emulated
 from tests.hip_ops.cpu_kernels import SCHEDULES, build_cpu_library, run_python
+from tests.hip_ops.kernel_files import kernel_source
 
 # In a process of its own: without a barrier a fiber may read what it likes.
 PROGRAM = """

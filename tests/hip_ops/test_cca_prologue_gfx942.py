@@ -4,12 +4,12 @@
 import pytest
 import torch
 
-from hip_ops.runtime.build import kernel_source
 from tests.gfx942.budgets import kernels_of
 from tests.gfx942.emulator import SCHEDULES, Device
 from tests.hip_ops.cca_prologue_cases import Case, backward, check, make
 from tests.hip_ops.cca_prologue_device import Emulated, tiles_of
 from tests.hip_ops.cca_prologue_triton_device import EmulatedTriton
+from tests.hip_ops.kernel_files import kernel_source
 
 PLAIN, HALO = Case(37, 1, 2, 1), Case(20, 2, 2, 1, halo=True, document=6, zero=True)
 MORE = [

@@ -4,11 +4,11 @@
 import pytest
 import torch
 
-from hip_ops.runtime.build import kernel_source
 from tests.gfx942.budgets import kernels_of
 from tests.gfx942.emulator import SCHEDULES, Device
 from tests.hip_ops.embedding_gradient_cases import BF16, Rows, check, inputs
 from tests.hip_ops.embedding_gradient_device import HipRows, TritonRows
+from tests.hip_ops.kernel_files import kernel_source
 
 KINDS = {"hip": HipRows, "triton": TritonRows}
 CASES = [

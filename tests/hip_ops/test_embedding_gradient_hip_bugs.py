@@ -8,7 +8,6 @@ import pytest
 
 import hip_ops.runtime.library
 from hip_ops.embedding_gradient import hip as embedding_gradient
-from hip_ops.runtime.build import kernel_source
 from tests.gfx942.emulator import Device
 from tests.gfx942.emulator.faults import OutOfBounds
 from tests.gfx942.toolchain import code_object
@@ -17,6 +16,7 @@ from tests.hip_ops.cpu_kernels import SCHEDULES
 from tests.hip_ops.embedding_gradient_cases import Rows, check
 from tests.hip_ops.embedding_gradient_device import HipRows
 from tests.hip_ops.injected_bug import cpu_copy, write_source
+from tests.hip_ops.kernel_files import kernel_source
 
 FAST = ("joined_by_every_run", "half_of_the_columns_joined")  # each costs a build of the source
 

@@ -3,10 +3,10 @@
 
 import pytest
 
-from hip_ops.runtime.build import kernel_source
 from tests.hip_ops import embedding_gradient_hip_bugs as bugs
 from tests.hip_ops.cpu_kernels import SCHEDULES, build_cpu_library, run_sanitized
 from tests.hip_ops.injected_bug import write_source
+from tests.hip_ops.kernel_files import kernel_source
 
 SOURCE = kernel_source("embedding_gradient.hip")
 

@@ -7,7 +7,6 @@ import pytest
 
 import hip_ops.runtime.library
 from hip_ops.expert_permutation import hip as expert_permutation
-from hip_ops.runtime.build import kernel_source
 from hip_ops.weighted_swiglu import hip as weighted_swiglu
 from tests.gfx942.emulator import Device
 from tests.gfx942.emulator.faults import EmulatorFault, LdsRace, OutOfBounds, UninitialisedLds
@@ -17,6 +16,7 @@ from tests.hip_ops.cpu_kernels import SCHEDULES
 from tests.hip_ops.expert_path_cases import Rows, check_rows
 from tests.hip_ops.expert_path_device import HipOnDevice
 from tests.hip_ops.injected_bug import Bug, cpu_copy, write_source
+from tests.hip_ops.kernel_files import kernel_source
 
 MODULES = {"expert_sort": expert_permutation, "expert_rows": expert_permutation, "weighted_swiglu": weighted_swiglu}
 

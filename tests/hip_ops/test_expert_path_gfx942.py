@@ -4,7 +4,6 @@
 import pytest
 import torch
 
-from hip_ops.runtime.build import kernel_source
 from tests.gfx942.budgets import kernels_of
 from tests.gfx942.emulator import SCHEDULES, Device
 from tests.hip_ops.expert_path_cases import (
@@ -21,6 +20,7 @@ from tests.hip_ops.expert_path_cases import (
     swiglu_inputs,
 )
 from tests.hip_ops.expert_path_device import HipOnDevice, TritonOnDevice
+from tests.hip_ops.kernel_files import kernel_source
 
 KINDS = {"hip": HipOnDevice, "triton": TritonOnDevice}
 ROWS = [
@@ -108,7 +108,7 @@ def held_to(path, minimum: int, entries: int) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_bytes_of_rows_are_within_five_percent_of_the_minimum(kind):
-    """ZAYA1's hidden size: each travelling row read once, each row written once; of a row of no expert nothing is read."""
+    """ZAYA1's hidden size: each travelling row read once, each row written once; of a padding row nothing is read."""
     tokens, row = 24, 2 * 2048
     order = exact_order(expert_ids("even", tokens, 4), 4)
     live = int(order[3][-1])

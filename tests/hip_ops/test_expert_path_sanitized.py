@@ -3,10 +3,10 @@
 
 import pytest
 
-from hip_ops.runtime.build import kernel_source
 from tests.hip_ops import expert_path_bugs as bugs
 from tests.hip_ops.cpu_kernels import SCHEDULES, build_cpu_library, run_sanitized
 from tests.hip_ops.injected_bug import write_source
+from tests.hip_ops.kernel_files import kernel_source
 
 SOURCES = [kernel_source(f"{name}.hip") for name in ("expert_sort", "expert_rows", "weighted_swiglu")]
 

@@ -16,6 +16,7 @@ from hip_ops.runtime import self_check
 from hip_ops.runtime.operator import warm_up
 from tests.hip_ops.fake_gpu import CPU, GPU, FakeGpu
 from tests.hip_ops.grouped_cases import Grouped, check_outer, check_rows
+from tests.hip_ops.product_cases import ulp
 
 CASES = [
     Grouped((3, 0, 40, 5), 24, 36),
@@ -67,28 +68,66 @@ def test_a_rows_bits_do_not_depend_on_the_other_rows(dtype):
         assert torch.equal(parts[0], whole[:count]) and torch.equal(parts[1], whole[-count:]), count
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("out_dtype", [torch.float32, None])
-def test_writing_and_then_adding_is_a_sum_in_the_blocks_dtype(dtype, out_dtype):
-    out_dtype = dtype if out_dtype is None or dtype == torch.float64 else out_dtype
-    a, b, offsets = (
-        torch.randn(24, 16).to(dtype),
-        torch.randn(24, 8).to(dtype),
-        torch.tensor([3, 3, 20], dtype=torch.int32),
+def summed(version: str, dtype: torch.dtype, out_dtype: torch.dtype, make) -> tuple[torch.Tensor, ...]:
+    """a and b of numbers from `make`, a block `start`, the products of `version`, and the block with them added.
+
+    The dtype of the products is what the version adds: grouped_mm rounds them to the operands' dtype, the reference does not.
+    """
+    a, b, offsets = make(24, 16).to(dtype), make(24, 8).to(dtype), torch.tensor([3, 3, 20], dtype=torch.int32)
+    start = make(3, 16, 8).to(out_dtype)
+    added = dtype if version == "grouped_mm" else torch.promote_types(dtype, torch.float32)
+    with use_kernels(grouped_product=version):
+        product = torch.full((3, 16, 8), torch.nan, dtype=added)
+        hip_ops.grouped_outer_(product, a, b, offsets, accumulate=False)
+        written = hip_ops.grouped_outer_(torch.full_like(start, torch.nan), a, b, offsets, accumulate=False)
+        total = hip_ops.grouped_outer_(start.clone(), a, b, offsets)
+    assert torch.equal(written, product.to(out_dtype))
+    return a, b, start, product, total
+
+
+def products(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """Of the rows that `summed` gives to the three experts."""
+    return torch.stack([a[:3].T @ b[:3], torch.zeros(a.shape[1], b.shape[1], dtype=a.dtype), a[3:20].T @ b[3:20]])
+
+
+SUMS = [
+    (version, dtype, out_dtype)
+    for version, dtypes in (
+        ("reference", (torch.float64, torch.float32, torch.bfloat16)),
+        ("grouped_mm", (torch.float32, torch.bfloat16)),
     )
-    wide = torch.promote_types(out_dtype, torch.float32)
-    product = torch.stack(
-        [a[:3].to(wide).T @ b[:3].to(wide), torch.zeros(16, 8).to(wide), a[3:20].to(wide).T @ b[3:20].to(wide)]
+    for dtype in dtypes
+    for out_dtype in dict.fromkeys((dtype if dtype == torch.float64 else torch.float32, dtype))
+]
+
+
+@pytest.mark.parametrize("version, dtype, out_dtype", SUMS, ids=str)
+def test_adding_to_a_block_is_the_product_and_a_sum(version, dtype, out_dtype):
+    """Bit for bit, with multiples of 1/8, whose sums are exact in any order: only where a version rounds is left."""
+    a, b, start, product, total = summed(
+        version, dtype, out_dtype, lambda *shape: torch.randint(-64, 65, shape, dtype=torch.float64) / 8
     )
-    out = torch.full((3, 16, 8), torch.nan, dtype=out_dtype)
-    hip_ops.grouped_outer_(out, a, b, offsets, accumulate=False)
-    assert torch.equal(out, product.to(out_dtype))
-    start = torch.randn(3, 16, 8).to(out_dtype)
-    total = hip_ops.grouped_outer_(start.clone(), a, b, offsets)
-    torch.testing.assert_close(
-        total, (start.to(wide) + product).to(out_dtype), rtol=2e-6 if dtype != torch.bfloat16 else 8e-3, atol=2e-6
-    )
+    assert torch.equal(product, products(a.double(), b.double()).to(product.dtype))
+    assert torch.equal(total, (start.double() + product.double()).to(out_dtype))
+    assert torch.equal(total[1], start[1]) and not torch.equal(total, start)
+
+
+@pytest.mark.parametrize("version, dtype, out_dtype", SUMS, ids=str)
+def test_adding_any_numbers_to_a_block(version, dtype, out_dtype):
+    """Bit for bit the product and a sum by grouped_mm, with numbers whose sums depend on the order.
+
+    The reference's product adds to the block itself, and BLAS may begin its sums with the block's numbers. Up to 18 terms in another order:
+    16 eps of the arithmetic. A block in bf16 is rounded once on top.
+    """
+    a, b, start, product, total = summed(version, dtype, out_dtype, torch.randn)
     assert torch.equal(total[1], start[1])
+    if version == "grouped_mm":
+        assert torch.equal(total, start.clone().add_(product))
+    else:
+        assert torch.equal(product, products(a.to(product.dtype), b.to(product.dtype)))
+        want, eps = start.to(product.dtype) + product, torch.finfo(product.dtype).eps
+        rounding = ulp(want, out_dtype) / 2 if out_dtype == torch.bfloat16 else 0.0
+        assert ((total.to(product.dtype) - want).abs() <= 16 * eps * (1 + want.abs()) + rounding).all()
 
 
 X, W, OUT = torch.zeros(6, 4), torch.zeros(2, 4, 3), torch.zeros(2, 4, 3)
@@ -201,9 +240,10 @@ def test_grouped_mm(case):
         a, b, out = case.operand(case.k, 1), case.operand(case.n, 2), torch.randn(4, case.k, case.n)
         want = reference.grouped_rows(case.operand(case.k, 1)[:0], case.matrices(False), case.offsets() * 0)
         assert torch.equal(hip_ops.grouped_rows(a[:0], case.matrices(False), case.offsets() * 0), want)
+        check_outer(hip_ops, case, False, out_dtype=a.dtype)
+        product = hip_ops.grouped_outer_(torch.empty_like(out, dtype=a.dtype), a, b, case.offsets(), accumulate=False)
         got = hip_ops.grouped_outer_(out.clone(), a, b, case.offsets())
-    exact = hip_ops.grouped_outer_(out.clone(), a, b, case.offsets())
-    torch.testing.assert_close(got, exact, rtol=2**-8, atol=1e-2)
+    assert torch.equal(got, out.add_(product)), "the product, rounded to the operands' dtype, and a sum"
 
 
 def test_grouped_mm_says_why_it_is_not_available(monkeypatch):

@@ -8,11 +8,11 @@ import pytest
 
 import hip_ops.runtime.library
 from hip_ops.rms_norm import hip as hip_kernels
-from hip_ops.runtime.build import kernel_source
 from tests.gfx942.emulator import Device
 from tests.gfx942.emulator.faults import EmulatorFault, LdsRace, OutOfBounds, UninitialisedLds
 from tests.gfx942.toolchain import code_object
 from tests.hip_ops import rms_norm_bugs as bugs
+from tests.hip_ops.kernel_files import kernel_source
 from tests.hip_ops.rms_norm_cases import check, of_module
 from tests.hip_ops.rms_norm_device import Emulated
 

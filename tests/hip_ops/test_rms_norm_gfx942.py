@@ -4,9 +4,9 @@
 import pytest
 import torch
 
-from hip_ops.runtime.build import kernel_source
 from tests.gfx942.budgets import kernels_of
 from tests.gfx942.emulator import SCHEDULES, Device
+from tests.hip_ops.kernel_files import kernel_source
 from tests.hip_ops.rms_norm_cases import BF16, FP32, Case, check, exact_backward, exact_forward, make, ulp
 from tests.hip_ops.rms_norm_device import Emulated, geometry, table
 from tests.hip_ops.rms_norm_triton_device import EmulatedTriton

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which version of an operator runs on which device and why, and what happens where one is not available."""
 
+import importlib
 import logging
 import re
 
@@ -13,7 +14,7 @@ from hip_ops.runtime import availability, operator
 from hip_ops.runtime.library import library, target_of
 from hip_ops.runtime.operator import report, table, warm_up
 from hip_ops.runtime.selection import selection
-from hip_ops.versions import VERSIONS
+from hip_ops.versions import NO_FP32, VERSIONS
 from tests.hip_ops.fake_gpu import CPU, GPU, FakeGpu, compiler
 
 pytestmark = pytest.mark.usefixtures("nothing_selected")
@@ -71,7 +72,7 @@ def chosen(made, device=GPU):
     return [names[function] for _, function in made.implementations(device)]
 
 
-# What is asked for
+# What is requested
 
 
 def test_code_goes_before_the_environment(monkeypatch):
@@ -79,7 +80,7 @@ def test_code_goes_before_the_environment(monkeypatch):
     monkeypatch.setenv("HIP_OPS_KERNELS", "hip, router_mlp=triton")
     set_kernels(None)
     assert selection().of("rms_norm") == ("hip", "HIP_OPS_KERNELS=hip")
-    assert selection().of("router_mlp") == ("triton", "kernel_overrides.router_mlp=triton")
+    assert selection().of("router_mlp") == ("triton", "HIP_OPS_KERNELS: router_mlp=triton")
     with use_kernels("reference"):
         assert selection().of("rms_norm").version == selection().of("router_mlp").version == "reference"
         with use_kernels("triton", rms_norm="hip"):
@@ -248,8 +249,13 @@ def test_a_compiled_version_is_checked_too(make, rocm, monkeypatch):
     monkeypatch.setattr(operator, "compile_function", lambda function: fails)
     made = make(hip=wrong, triton=wrong)
     assert chosen(made) == ["reference"] and "RuntimeError" in made.results[GPU, "compiled"]
-    behind = make(hip=wrong, fits={"triton": lambda x, factor: x.dim() == 1})
-    assert chosen(behind) == ["triton", "compiled"] and (GPU, "compiled") not in behind.results, "seldom used"
+    behind = make(hip=wrong, fits={"triton": lambda x, factor: x.dim() == 2})
+    (takes, _), (_, compiled) = behind.implementations(GPU)
+    assert not takes(torch.ones(3), 2.0) and (GPU, "compiled") not in behind.results, "compiling takes seconds"
+    assert torch.equal(compiled(torch.ones(3), 2.0), torch.full((3,), 2.0)), (
+        "the reference, as the compiled version fails"
+    )
+    assert "RuntimeError" in behind.results[GPU, "compiled"]
 
 
 def test_a_named_version_and_operators_that_lack_it(make_operator, make, rocm):
@@ -267,23 +273,62 @@ def test_a_named_version_and_operators_that_lack_it(make_operator, make, rocm):
         set_kernels("auto", {without_hip.name: "hip"})
 
 
-def test_versions_that_some_operators_of_a_folder_lack(make, rocm):
-    made = make(without=("hip",))
-    with use_kernels(**{made.name: "hip"}):
-        assert chosen(made) == ["triton"]
-    with pytest.raises(AssertionError, match="has no versions {'quack'}"):
-        make(without=("quack",))
+def test_a_version_that_the_folder_lacks(make):
+    with pytest.raises(AssertionError, match=r"has no versions \['quack'\]"):
+        make(fits={"quack": lambda x, factor: True})
 
 
-def test_a_version_that_takes_some_arguments_only(make, rocm, tmp_path):
+def test_a_version_that_takes_some_arguments_only(make, rocm, tmp_path, caplog):
     compiler(tmp_path / "empty", "g++", "echo 13.2")
     made = make(fits={"hip": lambda x, factor: x.dim() == 1})
     assert chosen(made) == ["hip", "triton"]
     assert made.choice(GPU) == "hip where it takes the arguments, then triton (kernels=auto)"
     with use_kernels("hip"):
         seen = make(hip=lambda x, factor: -by_hip(x, factor), compare=lambda got, want: None, fits=made.fits)
-        assert torch.equal(seen(torch.ones(2), 3.0), -torch.full((2,), 3.0))
-        assert torch.equal(seen(torch.ones(2, 2), 3.0), torch.full((2, 2), 3.0)), "the reference, on a CPU"
+        assert torch.equal(seen(torch.ones(2), 3.0), -torch.full((2,), 3.0)) and not caplog.records
+        for _ in range(2):
+            assert torch.equal(seen(torch.ones(2, 2), 3.0), torch.full((2, 2), 3.0)), "the reference, on a CPU"
+    (warning,) = caplog.messages
+    assert (
+        warning
+        == f"hip_ops: kernels=hip: this version of {seen.name} does not take float32 (2, 2); such calls run another version"
+    )
+    assert torch.equal(seen(torch.ones(2, 2), 3.0), torch.full((2, 2), 3.0)) and len(caplog.messages) == 1, "auto"
+
+
+def test_a_version_that_is_not_always_the_fastest(make, rocm):
+    """auto takes it where it is; a request by name takes it wherever it computes."""
+    made = make(fits={"hip": lambda x, factor: x.dim() < 3}, prefers={"hip": lambda x, factor: x.dim() == 1})
+    taken = lambda: [made.implementations(GPU)[0][0](torch.ones([1] * dim), 2.0) for dim in (1, 2, 3)]  # noqa: E731
+    assert chosen(made) == ["hip", "triton"] and taken() == [True, False, False]
+    with use_kernels("hip"):
+        assert chosen(made) == ["hip", "triton"] and taken() == [True, True, False]
+
+
+def test_a_version_with_examples_and_a_tolerance_of_its_own(make, rocm):
+    tolerant = make(hip=wrong, tolerances={"hip": 0.5})
+    assert chosen(tolerant) == ["hip"]
+    larger = make(hip=lambda x, factor: x[:8] * factor, more_examples={"hip": (lambda device: (torch.ones(9), 2.0),)})
+    assert chosen(larger) == ["triton"] and "torch gives torch.float32 (9,)" in larger.results[GPU, "hip"]
+
+
+@pytest.mark.parametrize("folder", NO_FP32)
+def test_versions_that_take_no_fp32(folder):
+    """hip_ops/versions.py, which recipes are checked against, agrees with the operators' `fits`."""
+
+    def widened(value):
+        if isinstance(value, Tensor) and value.dtype in (torch.bfloat16, torch.float16):
+            return value.float()
+        return torch.float32 if value is torch.float16 else value
+
+    importlib.import_module(f"hip_ops.{folder}")
+    for each in (each for each in operator.OPERATORS.values() if each.module == f"hip_ops.{folder}"):
+        given = [each.examples[-1](CPU)] if folder == "grouped_product" else [example(CPU) for example in each.examples]
+        for arguments in given:
+            wide = [widened(value) for value in arguments]
+            for version in {*each.fits} - {"grouped_mm"}:  # which takes fp32 on a CPU, and no more on a GPU
+                assert each.fits[version](*arguments)
+                assert each.fits[version](*wide) == (version not in NO_FP32[folder]), (each.name, version)
 
 
 def test_a_version_that_needs_a_package(make, rocm):

@@ -132,7 +132,7 @@ def test_the_self_check_passes_and_would_not_pass_a_small_error(name):
     with hip_ops.use_kernels("hip"):
         hip_ops.warm_up("cpu", [operator])
     assert operator.results[torch.device("cpu"), "hip"] == "passed"
-    arguments = operator.example(torch.device("cpu"))
+    arguments = operator.examples[0](torch.device("cpu"))
 
     def results():
         copied = [a.clone() if isinstance(a, torch.Tensor) else a for a in arguments]
@@ -154,7 +154,7 @@ def test_the_self_check_passes_and_would_not_pass_a_small_error(name):
 
 
 def test_the_self_check_has_a_row_of_which_a_part_is_scaled():
-    statistics = OPERATORS["finish_gradient"].example(torch.device("cpu"))[3]
+    statistics = OPERATORS["finish_gradient"].examples[0](torch.device("cpu"))[3]
     assert (statistics[0, 0] != statistics[1, 0]).any() and (statistics[0, 0] == statistics[1, 0]).any()
 
 
@@ -186,7 +186,7 @@ def test_the_operators_take_what_the_kernels_can(chosen):
 @pytest.mark.parametrize("name", ["overwrite_with_exponentials", "finish_gradient", "overwrite_with_gradient"])
 def test_columns_with_strides_are_right_or_refused(chosen, name):
     """Kernels write to contiguous rows; the reference takes any strides."""
-    _, *arguments = OPERATORS[name].example(torch.device("cpu"))
+    _, *arguments = OPERATORS[name].examples[0](torch.device("cpu"))
     rows = torch.randn(9, 3976)
     strided, contiguous = rows.t().contiguous().t(), rows.clone()
     assert strided.stride() == (1, 9)

@@ -4,10 +4,10 @@ where their data ends."""
 
 import pytest
 
-from hip_ops.runtime.build import kernel_source
 from tests.hip_ops import vocabulary_exponentials_bugs as bugs
 from tests.hip_ops.cpu_kernels import SCHEDULES, build_cpu_library, run_sanitized
 from tests.hip_ops.injected_bug import write_source
+from tests.hip_ops.kernel_files import kernel_source
 
 SOURCE = kernel_source("vocabulary_exponentials.hip")
 

@@ -71,7 +71,7 @@ def test_the_self_check_passes_and_would_not_pass_a_small_error(name):
     with hip_ops.use_kernels("hip"):
         hip_ops.warm_up("cpu", [operator])
     assert operator.results[torch.device("cpu"), "hip"] == "passed"
-    arguments = operator.example(torch.device("cpu"))
+    arguments = operator.examples[0](torch.device("cpu"))
     got, want = (
         [operator.reference(*copied), copied]
         for copied in ([a.clone() if isinstance(a, torch.Tensor) else a for a in arguments] for _ in range(2))

@@ -7,13 +7,13 @@ import pytest
 
 import hip_ops.runtime.library
 from hip_ops.linear_cross_entropy import hip as vocabulary_rows
-from hip_ops.runtime.build import kernel_source
 from tests.gfx942.emulator import Device
 from tests.gfx942.emulator.faults import OutOfBounds
 from tests.gfx942.toolchain import code_object
 from tests.hip_ops import vocabulary_rows_bugs as bugs
 from tests.hip_ops.cpu_kernels import SCHEDULES
 from tests.hip_ops.injected_bug import cpu_copy, write_source
+from tests.hip_ops.kernel_files import kernel_source
 from tests.hip_ops.vocabulary_rows_cases import Logits, check
 from tests.hip_ops.vocabulary_rows_device import HipRows
 

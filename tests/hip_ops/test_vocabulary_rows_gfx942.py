@@ -5,9 +5,9 @@ import pytest
 import torch
 
 from hip_ops.linear_cross_entropy import reference
-from hip_ops.runtime.build import kernel_source
 from tests.gfx942.budgets import kernels_of
 from tests.gfx942.emulator import SCHEDULES, Device
+from tests.hip_ops.kernel_files import kernel_source
 from tests.hip_ops.rms_norm_cases import FP32
 from tests.hip_ops.vocabulary_rows_cases import FIRST, Logits, check, inputs
 from tests.hip_ops.vocabulary_rows_device import HipRows, TritonRows

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Experts against a loop; rows of no expert and experts without rows; the block of memory under the weights."""
+"""Experts against a loop; padding rows and experts without rows; the block of memory under the weights."""
 
 import itertools
 
@@ -61,7 +61,7 @@ def test_values_and_gradients_equal_the_loop(counts, dtype, tolerance, version):
     exact = [t.detach().double().requires_grad_() for t in leaves]
     expected = loop(exact[0], exact[1], offsets, exact[2 : 2 + E], exact[2 + E :])
     wanted = torch.autograd.grad(expected, exact, g.double(), allow_unused=True, materialize_grads=True)
-    assert not gradients[1][end:].any(), "weights of rows of no expert"
+    assert not gradients[1][end:].any(), "weights of padding rows"
     pairs = zip(
         [y[:end], gradients[0][:end], *gradients[1:]], [expected[:end], wanted[0][:end], *wanted[1:]], strict=True
     )

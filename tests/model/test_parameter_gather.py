@@ -5,6 +5,7 @@ import pytest
 import torch
 from torch import nn
 
+import hip_ops
 from zaya_plugin.model.parameter_gather import gathered
 
 
@@ -25,11 +26,17 @@ def test_hooks_run_as_at_a_call():
     ],
     ids=["nothing_recomputed", "full_recomputation", "norms_recomputed"],
 )
-def test_parameters_that_arrive_when_their_modules_hooks_run_are_all_there(make_model, batch, overrides):
+@pytest.mark.parametrize("kernels", ["reference", "hip"])
+def test_parameters_that_arrive_when_their_modules_hooks_run_are_all_there(make_model, batch, overrides, kernels):
     """Every parameter is nan until then, as if its bucket had still been under way."""
-    model = make_model(**overrides)
+    with hip_ops.use_kernels(kernels):
+        check_arrival(make_model(**overrides), batch)
+
+
+def check_arrival(model, batch):
     ids, positions, labels = batch()
-    expected = model(ids, positions, None, labels=labels).detach()
+    with torch.no_grad():
+        expected = model(ids, positions, None, labels=labels)
     values = {parameter: parameter.detach().clone() for parameter in model.parameters()}
 
     @torch.no_grad()

@@ -62,8 +62,9 @@ def weight_gradients(
 class ExpertMLP(torch.autograd.Function):
     """y = W2_e (swiglu(W1_e x) * weight) for rows sorted by expert.
 
-    Rows of no expert are not read. In y and in the gradient of x they stay uninitialised: `hip_ops.unpermute_from_experts` and the backward
-    pass of `hip_ops.permute_to_experts` ignore them. Their gradient of weights is 0.
+    Padding rows (hip_ops/expert_permutation/reference.py) are not read. In y and in the gradient of x they stay
+    uninitialised: `hip_ops.unpermute_from_experts` and the backward pass of `hip_ops.permute_to_experts` ignore them.
+    Their gradient of weights is 0.
 
     Saves x and the gate and up activations; the SwiGLU output is recomputed in the backward pass. rows_again: makes x once more, which
     then is not saved.
@@ -182,8 +183,8 @@ class GroupedExperts(MegatronModule):
     ) -> Tensor:
         """x [T, h] sorted by expert, weights [T], offsets int32 [E] (end of each expert's rows) -> [T, h].
 
-        Rows at and beyond offsets[-1] belong to no expert and stay uninitialised. rows_again: returns x once more in the backward pass, so
-        that it is not kept until then.
+        Rows at and beyond offsets[-1] are padding rows and stay uninitialised. rows_again: returns x once more in the
+        backward pass, so that it is not kept until then.
         """
         matrices = self.linear_fc1() + self.linear_fc2()
         return ExpertMLP.apply(x, weights, offsets, self.num_local_experts, rows_again, *matrices)

@@ -78,7 +78,8 @@ class ZayaMoELayer(MegatronModule):
     def _forward(self, hidden_states, router_state, forced_expert_ids):
         projected = None
         if self.dispatch is None and not self.identity_skip:
-            # Then one gather of rows is all that reads the tokens, and what it sends back is nobody else's.
+            # The gather of rows is then the only other reader of the tokens: its gradient may be overwritten
+            # (shared_input.py).
             hidden_states, projected = self.router.project(hidden_states)
         weights, ids, router_state = self.router(hidden_states, router_state, forced_expert_ids, projected)
         tokens, weights, ids = hidden_states.flatten(0, 1), weights.flatten(), ids.flatten()
@@ -92,7 +93,7 @@ class ZayaMoELayer(MegatronModule):
         return output.view_as(hidden_states), router_state if self.config.router_eda else None
 
     def _local(self, tokens: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
-        """All experts are on this rank. tokens [T, h], weights [T], ids [T] -> [T, h]; rows of no expert are not moved."""
+        """All experts are on this rank. tokens [T, h], weights [T], ids [T] -> [T, h]; padding rows are not moved."""
         order = hip_ops.sort_by_expert(ids, self.num_experts)
         rows, row_weights = hip_ops.permute_to_experts(tokens, order, weights)
         again = self._rows_again(lambda: hip_ops.permute_to_experts(tokens.detach(), order)[0])

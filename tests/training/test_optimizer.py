@@ -1,0 +1,48 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What of a recipe reaches the optimizer. tests/optim/ has the optimizer."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from tests.megatron_rank import single_rank  # noqa: F401  (a fixture of every test here)
+
+import megatron.core.optimizer as megatron_optimizer  # isort: skip
+
+from zaya_plugin.config.compose import compose
+from zaya_plugin.optim.muon import MuonSettings
+from zaya_plugin.training import optimizer
+
+SET = ["muon_momentum=0.9", "muon_nesterov=false", "muon_steps=3", "muon_coefficients=quintic", "muon_dtype=fp32"]
+SET += ["muon_rms_scale=0.3", "muon_momentum_dtype=bf16"]
+
+
+@pytest.mark.parametrize(
+    "overrides, muon, non_finite",
+    [
+        ([], MuonSettings(), "stop"),
+        (["optim.non_finite_gradients=skip"], MuonSettings(), "skip"),
+        (["parallel.use_distributed_optimizer=false"], MuonSettings(), None),
+        ([f"optim.{each}" for each in SET], MuonSettings(0.9, False, 3, "quintic", "fp32", 0.3, "bf16"), "stop"),
+    ],
+    ids=["defaults", "skip", "not_distributed", "muon"],
+)
+def test_what_a_recipe_sets_reaches_the_optimizer(monkeypatch, overrides, muon, non_finite):
+    """A function stands for Megatron's factory. It builds Megatron's Adam, which is replaced by ours during the call.
+
+    The layers' buckets are grouped before.
+    """
+    happened = []
+    monkeypatch.setattr(optimizer, "group_layers", lambda chunks: happened.append(("grouped", chunks)))
+
+    def get_megatron_optimizer(config, chunks, config_overrides, **named):
+        happened.append(("built", chunks, config, named))
+        made = megatron_optimizer.Adam([torch.nn.Parameter(torch.zeros(2))], lr=0.5)
+        return SimpleNamespace(made=made, defer_scaling=lambda chunks: None, chained_optimizers=[])
+
+    recipe = compose(["experiment=cpu_demo", "optim=muon", "parallel.use_distributed_optimizer=true", *overrides])
+    chained = optimizer.optimizer_factory(recipe, get_megatron_optimizer)("config", [], use_gloo_process_groups=True)
+    assert happened == [("grouped", []), ("built", [], "config", {"use_gloo_process_groups": True})]
+    assert chained.made.muon == muon and chained.made.defaults["lr"] == 0.5
+    assert chained.non_finite == non_finite
