@@ -58,14 +58,10 @@ def _finish_example(device: torch.device) -> tuple:
     return logits, labels, first, statistics, 0, parts, torch.rand(len(labels), device=device), 1e-3
 
 
-def _compare(allowed: float):
-    """Compares each element relative to itself: exponentials and gradients have any size. allowed: of results; rows are bf16."""
-
-    def compare(got: list, want: list) -> str | None:
-        result = want[0] is not None and worst_element("result", got[0], want[0], allowed=allowed, floor=1e-30)
-        return result or worst_element("row", got[1][0], want[1][0], allowed=2**-7, floor=1e-30)
-
-    return compare
+def _compare(got: list, want: list, tolerance: float) -> str | None:
+    """Compares each element relative to itself: exponentials and gradients have any size. Rows are bf16."""
+    result = want[0] is not None and worst_element("result", got[0], want[0], allowed=tolerance, floor=1e-30)
+    return result or worst_element("row", got[1][0], want[1][0], allowed=2**-7, floor=1e-30)
 
 
 def _parts_fit(given: dict) -> str | None:
@@ -80,7 +76,7 @@ def _first_part_fits(given: dict) -> str | None:
 
 
 row_statistics = Operator(
-    reference.row_statistics, takes=LOGITS, gives=STATISTICS, example=_example, compare=_compare(1e-5)
+    reference.row_statistics, takes=LOGITS, gives=STATISTICS, example=_example, compare=_compare, tolerance=1e-5
 )
 overwrite_with_gradient = Operator(
     reference.overwrite_with_gradient,
@@ -91,7 +87,8 @@ overwrite_with_gradient = Operator(
     """,
     mutates=("logits",),
     example=_gradient_example,
-    compare=_compare(1e-5),
+    compare=_compare,
+    tolerance=1e-5,
 )
 overwrite_with_exponentials = Operator(
     reference.overwrite_with_exponentials,
@@ -100,7 +97,8 @@ overwrite_with_exponentials = Operator(
     rule=_parts_fit,
     mutates=("logits",),
     example=lambda device: _example(device, far=True),
-    compare=_compare(2e-5),
+    compare=_compare,
+    tolerance=2e-5,
 )
 finish_gradient = Operator(
     reference.finish_gradient,
@@ -113,5 +111,6 @@ finish_gradient = Operator(
     rule=_first_part_fits,
     mutates=("exponentials",),
     example=_finish_example,
-    compare=_compare(2e-5),
+    compare=_compare,
+    tolerance=2e-5,
 )

@@ -87,7 +87,7 @@ class Operator:
         rule: Callable[[dict], str | None] | None = None,
         fake: Callable | None = None,
         mutates: Sequence[str] = (),
-        compare: Callable[[list, list], str | None] | None = None,
+        compare: Callable[[list, list, float | None], str | None] | None = None,
         tolerance: float | None = None,
         more_examples: dict[str, tuple[Callable[[torch.device], tuple], ...]] | None = None,
         tolerances: dict[str, float] | None = None,

@@ -23,13 +23,13 @@ def difference(
     example: Callable[[torch.device], tuple],
     device: torch.device,
     *,
-    compare: Callable[[list, list], str | None] | None = None,
+    compare: Callable[[list, list, float | None], str | None] | None = None,
     tolerance: float | None = None,
 ) -> str | None:
     """None where `candidate` agrees with `reference`, else both numbers at the worst place.
 
     Each gets its own copy of `example(device)`. The results are compared, and the tensors among the arguments as they
-    are after the call, which covers operators that work in place. `compare(got, want)`, each [result, arguments],
+    are after the call, which covers operators that work in place. `compare(got, want, tolerance)`, each [result, arguments],
     replaces this comparison if it is given.
     """
     global comparing
@@ -46,7 +46,7 @@ def difference(
             want = [reference(*theirs), list(theirs)]
         finally:
             comparing = False
-    return (compare or (lambda g, w: _compare(g, w, tolerance)))(got, want)
+    return (compare or _compare)(got, want, tolerance)
 
 
 def _copy(value: Any) -> Any:

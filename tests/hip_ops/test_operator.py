@@ -129,7 +129,7 @@ def test_tolerance_and_compare(make):
         runs(make(rounded))
     assert runs(make(rounded, tolerance=2**-8)) is rounded
     seen = []
-    assert runs(make(rounded, compare=lambda got, want: seen.append((got[0].shape, want[1][1])))) is rounded
+    assert runs(make(rounded, compare=lambda got, want, tolerance: seen.append((got[0].shape, want[1][1])))) is rounded
     assert seen == [((3, 50), 2.0)]
 
 
@@ -146,7 +146,7 @@ def test_several_examples(make):
 
 
 def test_fp64_runs_the_reference(make):
-    negative = make(lambda x, factor: -x * factor, compare=lambda got, want: None)
+    negative = make(lambda x, factor: -x * factor, compare=lambda got, want, tolerance: None)
     assert negative(torch.ones(2), 3.0)[0] == -3 and negative(torch.ones(2, dtype=torch.float64), 3.0)[0] == 3
 
 

@@ -284,7 +284,7 @@ def test_a_version_that_takes_some_arguments_only(make, rocm, tmp_path, caplog):
     assert chosen(made) == ["hip", "triton"]
     assert made.choice(GPU) == "hip where it takes the arguments, then triton (kernels=auto)"
     with use_kernels("hip"):
-        seen = make(hip=lambda x, factor: -by_hip(x, factor), compare=lambda got, want: None, fits=made.fits)
+        seen = make(hip=lambda x, factor: -by_hip(x, factor), compare=lambda got, want, tolerance: None, fits=made.fits)
         assert torch.equal(seen(torch.ones(2), 3.0), -torch.full((2,), 3.0)) and not caplog.records
         for _ in range(2):
             assert torch.equal(seen(torch.ones(2, 2), 3.0), torch.full((2, 2), 3.0)), "the reference, on a CPU"
