@@ -80,7 +80,7 @@ class Emulated:
         with (
             mock.patch.object(hip_kernels, "call", lambda name, *a, device: getattr(self, "_" + name)(*a)),
             mock.patch.object(hip_kernels, "library", lambda target: functions),
-            mock.patch.object(hip_kernels, "_processors", lambda device: self.processors),
+            mock.patch.object(hip_kernels, "multiprocessors", lambda device: self.processors),
         ):
             return function(*arguments)
 
