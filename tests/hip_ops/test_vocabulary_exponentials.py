@@ -139,18 +139,18 @@ def test_the_self_check_passes_and_would_not_pass_a_small_error(name):
         return [operator.reference(*copied), copied]
 
     got, want = results(), results()
-    assert operator.compare(got, want) is None
+    assert operator.compare(got, want, operator.tolerance) is None
     for tensor, error, said in ((got[0], 1e-4, "result"), (got[1][0], 0.02, "row")):
         values = tensor.view(-1)
         places = values.nonzero().flatten()
         at = places[values[places].abs().argsort()[len(places) // 2]]  # far from the largest
         kept = values[at].clone()
         values[at] = kept * (1 + error)
-        assert operator.compare(got, want).startswith(f"{said}, element {at}: it gives")
+        assert operator.compare(got, want, operator.tolerance).startswith(f"{said}, element {at}: it gives")
         values[at] = torch.nan
-        assert "it gives nan" in operator.compare(got, want)
+        assert "it gives nan" in operator.compare(got, want, operator.tolerance)
         values[at] = kept
-    assert operator.compare(got, want) is None
+    assert operator.compare(got, want, operator.tolerance) is None
 
 
 def test_the_self_check_has_a_row_of_which_a_part_is_scaled():
