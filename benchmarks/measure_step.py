@@ -34,14 +34,14 @@ def build(recipe):
     from megatron.training import checkpointing, get_args, training
     from megatron.training.argument_utils import core_transformer_config_from_args
 
+    from zaya_plugin.config.arguments import megatron_arguments
+    from zaya_plugin.data.sources import find_sources
+    from zaya_plugin.hosts import pretrain
     from zaya_plugin.model.build import build_zaya_model
     from zaya_plugin.model.config import ZayaConfig
-    from zaya_plugin.training import adapter
-    from zaya_plugin.training.arguments import megatron_arguments
-    from zaya_plugin.training.datasets import find_sources
 
     sources = find_sources(recipe)
-    adapter.parse_arguments(megatron_arguments(recipe, sources.tokenizer_arguments()))
+    pretrain.parse_arguments(megatron_arguments(recipe, sources.tokenizer_arguments()))
     training.initialize_megatron()
     args = get_args()
 

@@ -2,7 +2,7 @@
 """megatron.core.optimizer.distrib_optimizer.DistributedOptimizer._compute_per_buffer_param_layout.
 
 DDP takes a layout of its buffers, but pretrain() computes it itself and offers no hook. The stock layout lets bucket
-and shard borders fall inside a layer's experts; ours keeps a layer's experts one block (zaya_plugin/optim/layout.py).
+and shard borders fall inside a layer's experts; ours keeps a layer's experts one block (zaya_plugin/optim/sharding/layout.py).
 For models without expert blocks it places parameters as the stock one does, up to where a bucket closes.
 """
 
@@ -13,7 +13,7 @@ from zaya_plugin.patches.registry import Patch
 def install() -> None:
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
-    from zaya_plugin.optim.layout import compute_expert_block_layout
+    from zaya_plugin.optim.sharding.layout import compute_expert_block_layout
 
     DistributedOptimizer._compute_per_buffer_param_layout = staticmethod(compute_expert_block_layout)
 

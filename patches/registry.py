@@ -9,6 +9,7 @@ import pkgutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import metadata
+from pathlib import Path
 
 from packaging.specifiers import SpecifierSet
 from packaging.version import Version
@@ -72,7 +73,7 @@ def has_accelerator() -> bool:
 def load() -> tuple[Patch, ...]:
     """Every patch of this package, those of torch first."""
     found = []
-    for module in pkgutil.iter_modules(importlib.import_module("zaya_plugin.patches").__path__):
+    for module in pkgutil.iter_modules([str(Path(__file__).parent)]):
         if module.name != "registry":
             found.append(importlib.import_module(f"zaya_plugin.patches.{module.name}").PATCH)
     return tuple(sorted(found, key=lambda p: (p.package != "torch", p.symbol)))

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 # Runs of whole processes take minutes a file: begun first, they do not hold up the end, when the other test process has nothing left.
-LONG = ("demo", "distributed", "faults", "gfx942", "cli", "training", "bench")
+LONG = ("demo", "distributed", "faults", "gfx942", "run", "hosts", "bench")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

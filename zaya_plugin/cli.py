@@ -59,7 +59,7 @@ def _dispatch(argv: list[str]) -> int:
     if argv[0] == "train":
         return train(argv[1:])
     if argv[0] in ("curriculum", "slurm"):
-        from zaya_plugin.training import commands
+        from zaya_plugin.run import commands
 
         return getattr(commands, argv[0])(argv[1:])
     if argv[0] == "bench":
@@ -69,7 +69,7 @@ def _dispatch(argv: list[str]) -> int:
     if argv[0] == "data":
         return data(argv[1:])
     if argv[0] == "export":
-        from zaya_plugin.export import main as export
+        from zaya_plugin.run.export import main as export
 
         return export(argv[1:])
     if argv[0] == "doctor":
@@ -81,7 +81,7 @@ def _dispatch(argv: list[str]) -> int:
     )
 
 
-# What `zaya data` can do; each is a module zaya_plugin.data.<name> with a main().
+# What `zaya data` can do; each is a module zaya_plugin.corpus.<name> with a main().
 DATA_COMMANDS = {
     "prepare": "make a dataset from text, JSON lines or Python's standard library",
     "pack": "whole documents into bins of one length, with long chains of thought trimmed",
@@ -105,7 +105,7 @@ def data(argv: list[str]) -> int:
     if argv[0] not in DATA_COMMANDS:
         allowed = ", ".join(f"zaya data {name}" for name in DATA_COMMANDS)
         raise ValueError(f"zaya data {argv[0]}: allowed: {allowed}; see zaya data --help")
-    return importlib.import_module(f"zaya_plugin.data.{argv[0]}").main(argv[1:]) or 0
+    return importlib.import_module(f"zaya_plugin.corpus.{argv[0]}").main(argv[1:]) or 0
 
 
 def train(argv: list[str]) -> int:
@@ -182,7 +182,7 @@ def _run_job(config) -> int:
     from hydra.types import RunMode
 
     from zaya_plugin.config.compose import to_recipe
-    from zaya_plugin.training.launch import launch
+    from zaya_plugin.run.launch import launch
 
     recipe = to_recipe(config)
     hydra_config = HydraConfig.get()

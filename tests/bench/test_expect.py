@@ -80,7 +80,7 @@ def test_more_layers_and_ranks(record, measured):
     # Newton-Schulz bounds it, and has no part in the embedding
     assert found["optimizer"] == pytest.approx(40 / 12 / 8 * measured["optimizer"])
     sent = 7 / 8 * 4 * 8_840_488_784  # bytes of gradients that a rank sends
-    messages = 80 + 4  # as zaya_plugin.optim.layout cuts them (docs/optimizer.md)
+    messages = 80 + 4  # as zaya_plugin.optim.sharding.layout cuts them (docs/optimizer.md)
     machine = MACHINES["h100_8"]
     assert eight["communication"]["gradients"]["ms"] == pytest.approx(
         1e3 * (sent / machine.link + messages * machine.latency), rel=0.001

@@ -11,7 +11,7 @@ from zaya_plugin.bench.options import Options
 from zaya_plugin.bench.parts import PASSES, RANGE, STEP
 from zaya_plugin.bench.session import Session
 from zaya_plugin.bench.trace import read
-from zaya_plugin.training.adapter_measured import StepParts
+from zaya_plugin.hosts.measured_steps import StepParts
 
 
 class Chunk(torch.nn.Module):

@@ -80,7 +80,7 @@ def test_dry_run_says_what_would_run_and_creates_nothing(zaya):
     assert "world size   4 ranks, 4 on this machine, started by zaya train\n" in done.stdout
     assert "1 micro-batches of 4 a data-parallel rank" in done.stdout
     assert "torch.distributed.run --nnodes 1 --nproc-per-node 4 " in done.stdout
-    assert done.stdout.count("-m zaya_plugin.training.worker runs/cpu_demo/recipe.yaml\n") == 1
+    assert done.stdout.count("-m zaya_plugin.hosts.worker runs/cpu_demo/recipe.yaml\n") == 1
     for line in (
         "CUDA_VISIBLE_DEVICES=\n",
         "OMP_NUM_THREADS=",

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from zaya_plugin.config.arguments import megatron_arguments
 from zaya_plugin.config.compose import compose
 from zaya_plugin.config.schedule import (
     batches,
@@ -16,7 +17,6 @@ from zaya_plugin.config.schedule import (
     step_count,
 )
 from zaya_plugin.config.validate import validate
-from zaya_plugin.training.arguments import megatron_arguments
 
 
 def recipe(*overrides):

@@ -9,7 +9,8 @@ import sys
 import numpy as np
 import pytest
 
-from zaya_plugin.data.dataset import DatasetWarning, check_dataset, load_manifest
+from zaya_plugin.data.check import DatasetWarning, check_dataset
+from zaya_plugin.data.manifest import load_manifest
 
 
 @pytest.fixture
@@ -141,6 +142,6 @@ def test_empty_dataset_is_refused(tmp_path):
 
 
 def test_checks_load_no_torch(prepared):
-    code = f"import sys\nfrom zaya_plugin.data.dataset import check_dataset\ncheck_dataset({str(prepared)!r}, 400, full=True)\n"
+    code = f"import sys\nfrom zaya_plugin.data.check import check_dataset\ncheck_dataset({str(prepared)!r}, 400, full=True)\n"
     code += "assert not {'torch', 'megatron', 'transformers', 'tokenizers'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -6,7 +6,10 @@ import shutil
 import numpy as np
 import pytest
 
-from zaya_plugin.data.dataset import DatasetWarning, build_gpt_datasets, load_manifest, resolve_blend
+from zaya_plugin.data.check import DatasetWarning
+from zaya_plugin.data.dataset import build_gpt_datasets
+from zaya_plugin.data.manifest import load_manifest
+from zaya_plugin.data.prefixes import resolve_blend
 
 SEQUENCE = 32
 

@@ -5,8 +5,8 @@ import json
 
 import pytest
 
-from zaya_plugin.data.dataset import load_manifest
-from zaya_plugin.data.streams import unpacked
+from zaya_plugin.corpus.streams import unpacked
+from zaya_plugin.data.manifest import load_manifest
 
 OPTIONS = ["--train-bpe", 300, "--valid-fraction", 0.2, "--part-bytes", 3000]
 
@@ -79,8 +79,8 @@ def test_parquet_gives_the_same_dataset(tmp_path, parquet, texts, plain, run):
 
 
 def test_parquet_can_be_read_on_from_any_row_and_stops_at_max_bytes(parquet, texts):
-    from zaya_plugin.data.blocks import BlockReader, Position
-    from zaya_plugin.data.inputs import find_inputs
+    from zaya_plugin.corpus.blocks import BlockReader, Position
+    from zaya_plugin.corpus.inputs import find_inputs
 
     files = find_inputs([str(parquet(texts[:50]))], [])
     limit = sum(len(text.encode()) for text in texts[:33])

@@ -4,8 +4,9 @@
 import numpy as np
 import pytest
 
-from zaya_plugin.data import inspect, pack, warm
-from zaya_plugin.data.dataset import build_gpt_datasets, build_stream, load_manifest
+from zaya_plugin.corpus import inspect, pack, warm
+from zaya_plugin.data.dataset import build_gpt_datasets, build_stream
+from zaya_plugin.data.manifest import load_manifest
 from zaya_plugin.data.packing import packed_loss_mask
 
 LENGTH = 128

@@ -6,9 +6,9 @@ import os
 import pytest
 
 from zaya_plugin.config.schema import DataConfig, Recipe, StageConfig
-from zaya_plugin.data import pack
+from zaya_plugin.corpus import pack
 from zaya_plugin.data.blend import domain_names
-from zaya_plugin.training.datasets import find_sources
+from zaya_plugin.data.sources import find_sources
 
 
 @pytest.fixture(scope="module")
@@ -75,7 +75,7 @@ def test_a_validation_takes_its_domains_in_turn(prepared, tmp_path, bins):
 
 
 def test_the_loss_of_a_blend_is_the_mean_by_weight():
-    from zaya_plugin.training.validation_domains import mean_loss
+    from zaya_plugin.data.validation_domains import mean_loss
 
     assert mean_loss({"web": 2.0, "code": 4.0}, {"web": 3.0, "code": 1.0}) == 2.5
 

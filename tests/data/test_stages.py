@@ -7,7 +7,8 @@ import os
 import numpy as np
 import pytest
 
-from zaya_plugin.data import ledger, mixture
+from zaya_plugin.corpus import mixture
+from zaya_plugin.data import ledger
 from zaya_plugin.data.indexed_format import write_index
 from zaya_plugin.data.indexed_reader import IndexedReader
 from zaya_plugin.data.ledger import stage_use
@@ -127,7 +128,7 @@ def test_stage_boundaries_neither_replay_nor_skip(sources, tmp_path):
 
 
 def content(prefix):
-    from zaya_plugin.data.dataset import content_name
+    from zaya_plugin.data.prefixes import content_name
 
     return content_name([prefix])
 

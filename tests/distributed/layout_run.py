@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """One rank of a run whose losses, gradients and expert choices are kept: `layout_run <job.json>`, under torchrun or rank_server.py.
 
-The run is the product's own (recipe, adapter, Megatron's pretrain and checkpoints). What is kept is named so that it
+The run is the product's own (recipe, pretrain, Megatron's pretrain and checkpoints). What is kept is named so that it
 does not depend on the layout: gradients by checkpoint key and put together from their shards, expert ids by the tokens
 of the sequence and the position in it.
 
@@ -215,7 +215,7 @@ def run(job: dict) -> None:
     """Train as the job says; rank 0 writes what all ranks saw."""
     from zaya_plugin.config.compose import compose
     from zaya_plugin.config.validate import validate
-    from zaya_plugin.training.launch import rank_environment
+    from zaya_plugin.run.rank_plan import rank_environment
 
     recipe = compose(job["recipe"])
     os.environ.update(rank_environment(recipe, int(os.environ["WORLD_SIZE"]), os.environ))
@@ -223,15 +223,15 @@ def run(job: dict) -> None:
     validate(recipe, world)
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     patches.apply()
-    from zaya_plugin.training import adapter
-    from zaya_plugin.training.datasets import find_sources
+    from zaya_plugin.data.sources import find_sources
+    from zaya_plugin.hosts import pretrain
     from zaya_plugin.training.lifecycle import Lifecycle
     from zaya_plugin.training.metrics import Reporter
 
     recorder = Recorder(job)
     recorder.note_margins()
 
-    class Trainer(adapter._Trainer):
+    class Trainer(pretrain._Trainer):
         def provide_model(self, *positional, **named):
             model = super().provide_model(*positional, **named)
             recorder.watch(model, self.args)
@@ -262,11 +262,11 @@ def run(job: dict) -> None:
                     {"step": step.step, "loss": step.loss, "seconds": step.seconds, "tokens_per_expert": counts}
                 )
 
-    forward_step = adapter.forward_step
-    adapter.forward_step = lambda iterator, model, *rest: forward_step(recorder.peek(iterator), model, *rest)
-    adapter._Trainer = Trainer
+    forward_step = pretrain.forward_step
+    pretrain.forward_step = lambda iterator, model, *rest: forward_step(recorder.peek(iterator), model, *rest)
+    pretrain._Trainer = Trainer
     with recorder.traffic or contextlib.nullcontext():
-        adapter.run(recipe, find_sources(recipe), Lifecycle(recipe), Recording(recipe, rank, world, sys.stdout))
+        pretrain.run(recipe, find_sources(recipe), Lifecycle(recipe), Recording(recipe, rank, world, sys.stdout))
 
     mine = {name: getattr(recorder, name) for name in ("ids", "gradients", "reported", "sent", "memory")}
     ranks = [None] * world if rank == 0 else None

@@ -76,7 +76,7 @@ def serve() -> None:
     import megatron.core.tokenizers.text  # noqa: F401  imports transformers
     from transformers import AutoTokenizer  # noqa: F401
 
-    import zaya_plugin.training.adapter  # noqa: F401
+    import zaya_plugin.hosts.pretrain  # noqa: F401
     from zaya_plugin.config.compose import compose
     from zaya_plugin.patches.registry import has_accelerator
 

@@ -33,7 +33,10 @@ def main() -> int:
     from megatron.core.tokenizers.text.libraries import huggingface_tokenizer  # noqa: F401
     from transformers import AutoTokenizer, PreTrainedTokenizerFast  # noqa: F401
 
-    from zaya_plugin.training import adapter, commands, curriculum, datasets, launch, lifecycle, metrics, worker  # noqa: F401
+    from zaya_plugin.data import sources  # noqa: F401
+    from zaya_plugin.hosts import pretrain, worker  # noqa: F401
+    from zaya_plugin.run import commands, curriculum, launch  # noqa: F401
+    from zaya_plugin.training import lifecycle, metrics  # noqa: F401
 
     for line in sys.stdin:
         job = json.loads(line)

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from tests.faults.micro_curriculum import SMALL, Ranks
-from zaya_plugin.training.curriculum import read_state
-from zaya_plugin.training.handover import saved_step
+from zaya_plugin.handover.predecessor import saved_step
+from zaya_plugin.run.curriculum_run import read_state
 
 CONSTANT = ("optim.lr_decay_style=constant",)
 TWO = ("experiment=cpu_demo", "curriculum.stages=[cpu_demo_stage1,cpu_demo_stage2]", *SMALL, *CONSTANT)

@@ -10,7 +10,7 @@ import pytest
 
 from tests.faults.micro_curriculum import SMALL
 from tests.running import zaya
-from zaya_plugin.training.handover import saved_step
+from zaya_plugin.handover.predecessor import saved_step
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(900)]
 

@@ -16,7 +16,7 @@ def test_a_step_waits_once(tmp_path, record_property):
         [
             sys.executable,
             "-m",
-            "tests.training.host_reads",
+            "tests.hosts.host_reads",
             str(tmp_path),
             "cluster=gpu",
             "model.kv_channels=128",

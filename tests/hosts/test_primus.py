@@ -19,7 +19,7 @@ import pytest
 
 from tests.hosts.test_pretrain_gpt import ROOT, SIX, float32, scalars
 from tests.running import MICRO, train, zaya
-from zaya_plugin.primus.experiment import launcher
+from zaya_plugin.run.primus_export import launcher
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 

@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 
 pytest.importorskip("megatron.core.optimizer.param_layout", reason="megatron-core 0.16 takes no layout")
 
-from zaya_plugin.optim.layout import compute_expert_block_layout, newton_schulz_work  # noqa: E402
 from zaya_plugin.optim.newton_schulz_cost import newton_schulz_flops  # noqa: E402
-from zaya_plugin.optim.partition import MAX_PADDING  # noqa: E402
+from zaya_plugin.optim.sharding.layout import compute_expert_block_layout, newton_schulz_work  # noqa: E402
+from zaya_plugin.optim.sharding.partition import MAX_PADDING  # noqa: E402
 
 NO_PADDING = SimpleNamespace(pad_buckets_for_high_nccl_busbw=False)
 

@@ -8,9 +8,9 @@ import torch
 
 pytest.importorskip("megatron.core.optimizer.param_layout", reason="megatron-core 0.16 takes no layout")
 
-from zaya_plugin.optim import owner_balance  # noqa: E402
-from zaya_plugin.optim.owner_balance import Arrangement, balanced  # noqa: E402
-from zaya_plugin.optim.placement import Shards, offsets, place, units_of, work_of  # noqa: E402
+from zaya_plugin.optim.sharding import owner_balance  # noqa: E402
+from zaya_plugin.optim.sharding.owner_balance import Arrangement, balanced  # noqa: E402
+from zaya_plugin.optim.sharding.placement import Shards, offsets, place, units_of, work_of  # noqa: E402
 
 
 def _block(name, count, rows, columns):

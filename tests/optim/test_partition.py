@@ -8,8 +8,8 @@ import torch
 
 pytest.importorskip("megatron.core.optimizer.param_layout", reason="megatron-core 0.16 takes no layout")
 
-from zaya_plugin.optim import partition  # noqa: E402
-from zaya_plugin.optim.placement import Shards, units_of  # noqa: E402
+from zaya_plugin.optim.sharding import partition  # noqa: E402
+from zaya_plugin.optim.sharding.placement import Shards, units_of  # noqa: E402
 
 SHARDS = Shards(4, 4)
 

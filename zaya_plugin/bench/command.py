@@ -18,7 +18,7 @@ from zaya_plugin.bench.record import write
 
 if TYPE_CHECKING:
     from zaya_plugin.config.schema import Recipe
-    from zaya_plugin.training.launch import Plan
+    from zaya_plugin.run.rank_plan import Plan
 
 HELP = """\
 zaya bench: how fast a recipe trains, and where the time goes
@@ -74,7 +74,7 @@ def main(argv: list[str]) -> int:
 
 def parse(argv: list[str]) -> tuple[Options, str | None, list[str]]:
     """The options, --output, and what is left: overrides and --config-dir."""
-    from zaya_plugin.training.commands import option
+    from zaya_plugin.run.commands import option
 
     chosen: dict = {"command": shlex.join(["zaya", "bench", "step", *argv])}
     for flag, (name, value) in FLAGS.items():
@@ -107,7 +107,7 @@ def parse(argv: list[str]) -> tuple[Options, str | None, list[str]]:
 def recipe_of(options: Options, output: str | None, overrides: list[str]) -> Recipe:
     """The recipe that is measured."""
     from zaya_plugin.config.compose import compose
-    from zaya_plugin.training.commands import overrides_of
+    from zaya_plugin.run.commands import overrides_of
 
     if options.random_tokens and not any(item.startswith("data.path=") for item in overrides):
         overrides = [*overrides, "data.path=none"]  # a recipe without one is refused, and nobody reads it
@@ -116,20 +116,20 @@ def recipe_of(options: Options, output: str | None, overrides: list[str]) -> Rec
 
 def run(recipe: Recipe, options: Options) -> int:
     """Starts the ranks, and the anchor's after they have ended; returns the first exit code that is not 0."""
+    from zaya_plugin.config.run_directory import check_resume, keep_recipe, make_writable
     from zaya_plugin.config.validate import validate
-    from zaya_plugin.training import launch
-    from zaya_plugin.training.run_directory import check_resume, keep_recipe, make_writable
+    from zaya_plugin.run import before_start, launch, rank_plan
 
-    plan = launch.make_plan(recipe, os.environ, ("zaya_plugin.bench.worker", options.to_json()))
+    plan = rank_plan.make_plan(recipe, os.environ, ("zaya_plugin.bench.worker", options.to_json()))
     validate(recipe, plan.world_size)
     if recipe.dry_run:
-        from zaya_plugin.training import dry_run
+        from zaya_plugin.run import dry_run
 
         print(dry_run.describe(recipe, plan))
         return 0
-    recipe = launch.with_choices(recipe, plan)
+    recipe = before_start.with_choices(recipe, plan)
     check_resume(recipe.run_dir, recipe.resume)
-    (launch.check_machine if options.random_tokens else launch.check_surroundings)(recipe, plan)
+    (before_start.check_machine if options.random_tokens else before_start.check_surroundings)(recipe, plan)
     if options.anchor is not None:
         check_anchor()
     make_writable(recipe.run_dir)
@@ -151,7 +151,7 @@ def run(recipe: Recipe, options: Options) -> int:
     if plan.command is None:
         code = own_process(recipe, anchor, 1)
     else:
-        anchor = replace(anchor, command=launch.command(recipe, plan.world_size, worker))
+        anchor = replace(anchor, command=rank_plan.command(recipe, plan.world_size, worker))
         code = launch.run_ranks(anchor, run_dir / "logs")
     if (run_dir / ANCHOR).is_file():  # out of memory is a result too
         code = 0

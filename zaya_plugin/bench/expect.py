@@ -32,7 +32,7 @@ def main(argv: list[str]) -> int:
     """`zaya bench expect STEP_JSON [key=value ...] [--output FILE]`."""
     from zaya_plugin.config.compose import compose
     from zaya_plugin.config.validate import validate
-    from zaya_plugin.training.commands import option, overrides_of
+    from zaya_plugin.run.commands import option, overrides_of
 
     argv, output = option(argv, "--output")
     if not argv or "=" in argv[0] or argv[0].startswith("-"):
@@ -90,13 +90,13 @@ def expect(record: dict, recipe: Recipe, world: int) -> dict:
     Raises:
         ValueError: pipeline parallelism, whose waiting is not a matter of rates; another recomputation than a record's with one.
     """
+    from zaya_plugin.plan import recipe_plan
     from zaya_plugin.plan.expected_step import Overlap, communication, limit
     from zaya_plugin.plan.flops import training_flops
     from zaya_plugin.plan.machines import MACHINES
     from zaya_plugin.plan.memory import Recompute, tokens_of_rank
     from zaya_plugin.plan.recompute import added_seconds
     from zaya_plugin.plan.step_work import Work
-    from zaya_plugin.training import memory_plan
 
     before, measured = recorded_recipe(record), record["rates"]
     if recipe.parallel.pipeline_model_parallel_size > 1:
@@ -108,22 +108,22 @@ def expect(record: dict, recipe: Recipe, world: int) -> dict:
     same = machine is None or machine.name in record["device"]
     rates = here if same else (machine.gemm, machine.copy)
     vocabulary = record["model"]["vocab_size"]
-    recipe, _ = memory_plan.with_recompute(recipe, world, vocabulary)
-    recompute, recomputed = memory_plan.recompute_of(recipe), memory_plan.recompute_of(before)
+    recipe, _ = recipe_plan.with_recompute(recipe, world, vocabulary)
+    recompute, recomputed = recipe_plan.recompute_of(recipe), recipe_plan.recompute_of(before)
     if recomputed not in (recompute, Recompute()):
         raise ValueError(
             f"parallel.recompute_granularity = {recipe.parallel.recompute_granularity}: allowed here: as in the record "
             f"({before.parallel.recompute_granularity}), whose parts hold what was recomputed"
         )
-    shape = memory_plan.shape_of(recipe, vocabulary)
+    shape = recipe_plan.shape_of(recipe, vocabulary)
     written = frozenset(record.get("written_first", ()))  # an older record has no such line: all was zeroed
     old = work_of(before, record["world_size"], vocabulary, record["step"]["optimizer"], written)
     new = work_of(recipe, world, vocabulary, record["step"]["optimizer"])
-    batch, layout = memory_plan.batch_of(recipe, world), memory_plan.layout_of(recipe, world)
-    old_batch = memory_plan.batch_of(before, record["world_size"])
+    batch, layout = recipe_plan.batch_of(recipe, world), recipe_plan.layout_of(recipe, world)
+    old_batch = recipe_plan.batch_of(before, record["world_size"])
     tokens = batch.micro_batches * tokens_of_rank(layout, batch)
     old_tokens = old_batch.micro_batches * tokens_of_rank(
-        memory_plan.layout_of(before, record["world_size"]), old_batch
+        recipe_plan.layout_of(before, record["world_size"]), old_batch
     )
     alone = 1.0
     if machine and (hidden := hidden_beside_kernels(record)):
@@ -156,7 +156,7 @@ def expect(record: dict, recipe: Recipe, world: int) -> dict:
         if row["part"] not in NOT_BESIDE:
             passes = [passes[0] + row["forward_ms"] * factor, passes[1] + row["backward_ms"] * factor]
     if recompute != recomputed:
-        again = added_seconds(shape, layout, batch, recompute, memory_plan.machine_of(recipe))
+        again = added_seconds(shape, layout, batch, recompute, recipe_plan.machine_of(recipe))
         parts.append(
             {
                 "part": "recomputation",
@@ -189,7 +189,7 @@ def expect(record: dict, recipe: Recipe, world: int) -> dict:
                 "roofline": None,
             }
         )
-    plan = memory_plan.plan_of(recipe, world, vocabulary)
+    plan = recipe_plan.plan_of(recipe, world, vocabulary)
     computing = sum(row["ms"] for row in parts)
     ms = computing + exposed
     all_tokens = recipe.stage.global_batch_size * recipe.stage.seq_length
@@ -232,7 +232,7 @@ def hidden_beside_kernels(record: dict) -> float:
 
 def copies_parameters(recipe: Recipe, world: int, machine: Machine | None) -> bool:
     """Whether parameters are gathered by copy engines, which take nothing from the kernels beside them."""
-    from zaya_plugin.training.launch import COPY_ENGINES
+    from zaya_plugin.run.rank_plan import COPY_ENGINES
 
     policy = (COPY_ENGINES | recipe.cluster.environment)["NCCL_CTA_POLICY"]
     return (
@@ -255,15 +255,15 @@ def work_of(
 
     written: the parts of which the first micro-batch writes its gradients; that is as zaya_plugin.optim.written_gradients does it.
     """
+    from zaya_plugin.plan import recipe_plan
     from zaya_plugin.plan.expected_step import accumulated
     from zaya_plugin.plan.memory import tokens_of_rank
     from zaya_plugin.plan.step_work import Rank, step_work
-    from zaya_plugin.training import memory_plan
 
     shape, layout, batch = (
-        memory_plan.shape_of(recipe, vocabulary),
-        memory_plan.layout_of(recipe, world),
-        memory_plan.batch_of(recipe, world),
+        recipe_plan.shape_of(recipe, vocabulary),
+        recipe_plan.layout_of(recipe, world),
+        recipe_plan.batch_of(recipe, world),
     )
     rank = Rank(
         layers=shape.num_layers,

@@ -9,7 +9,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class RandomTokens:
-    """What zaya_plugin.training.datasets.DataSources is to a run. vocabulary: rows of the model's table."""
+    """What zaya_plugin.data.sources.DataSources is to a run. vocabulary: rows of the model's table."""
 
     vocabulary: int
     domains: dict[str, float] = field(default_factory=dict)

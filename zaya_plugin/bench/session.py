@@ -66,8 +66,8 @@ class Session:
         self.accumulated: dict[str, int] = {}
 
     def before_step(self, parts) -> None:
-        """parts: zaya_plugin.training.adapter_measured.StepParts."""
-        from zaya_plugin.training.adapter_measured import graph_warm_up
+        """parts: zaya_plugin.hosts.measured_steps.StepParts."""
+        from zaya_plugin.hosts.measured_steps import graph_warm_up
 
         step, self.begun, self.parts = self.begun, self.begun + 1, parts
         eager = graph_warm_up(parts.args)

@@ -16,8 +16,8 @@ from zaya_plugin.bench.session import Session
 
 
 def main(argv: list[str]) -> int:
-    """Returns the exit status, as zaya_plugin.training.worker.main."""
-    from zaya_plugin.training import worker
+    """Returns the exit status, as zaya_plugin.hosts.worker.main."""
+    from zaya_plugin.hosts import worker
 
     options = Options.from_json(argv[1])
     return worker.main(argv[:1], lambda *of_rank: measure(options, *of_rank))
@@ -28,16 +28,16 @@ def measure(options: Options, recipe, rank: int, world_size: int, console) -> No
     import torch
 
     from zaya_plugin.bench import probes
-    from zaya_plugin.training import worker
+    from zaya_plugin.hosts import worker
 
     def say(line: str) -> None:
         if rank == 0:
             print(f"bench: {line}", file=console, flush=True)
 
     worker.prepare(recipe, world_size)
-    from zaya_plugin.training import adapter
-    from zaya_plugin.training.adapter_measured import before_steps, without_optimizer
-    from zaya_plugin.training.datasets import find_sources
+    from zaya_plugin.data.sources import find_sources
+    from zaya_plugin.hosts import pretrain
+    from zaya_plugin.hosts.measured_steps import before_steps, without_optimizer
     from zaya_plugin.training.lifecycle import Lifecycle
     from zaya_plugin.training.metrics import Reporter
 
@@ -66,7 +66,7 @@ def measure(options: Options, recipe, rank: int, world_size: int, console) -> No
         if not options.optimizer:
             stack.enter_context(without_optimizer())
         say(f"building the model; {options.warmup} steps of warm-up")
-        adapter.run(recipe, sources, Lifecycle(recipe), StepLines(recipe, rank, world_size, console))
+        pretrain.run(recipe, sources, Lifecycle(recipe), StepLines(recipe, rank, world_size, console))
         found = record.of_rank(session, recipe, options, rates, device)
         if rank == 0:
             say("reading the trace")

@@ -38,17 +38,19 @@ def own(default: Any, help: str, reader: str, **kw):
     return _field(default, help, reader=reader, **kw)
 
 
-ADAPTER = "zaya_plugin.training.arguments"
+ADAPTER = "zaya_plugin.config.arguments"
 METRICS = "zaya_plugin.training.metrics"
-LAUNCH = "zaya_plugin.training.launch"
+LAUNCH = "zaya_plugin.run.launch"
+RANK_PLAN = "zaya_plugin.run.rank_plan"
 LIFECYCLE = "zaya_plugin.training.lifecycle"
-DATASETS = "zaya_plugin.training.datasets"
+DATASETS = "zaya_plugin.data.sources"
 OPTIMIZER = "zaya_plugin.training.optimizer"
-HANDOVER = "zaya_plugin.training.handover"
-ADAPTER_HANDOVER = "zaya_plugin.training.adapter_handover"
-SBATCH = "zaya_plugin.training.sbatch"
-CURRICULUM = "zaya_plugin.training.curriculum"
-MEMORY = "zaya_plugin.training.memory_plan"
+HANDOVER = "zaya_plugin.handover.predecessor"
+ADAPTER_HANDOVER = "zaya_plugin.hosts.stage_handover"
+SBATCH = "zaya_plugin.run.sbatch"
+CURRICULUM = "zaya_plugin.run.curriculum"
+CURRICULUM_RUN = "zaya_plugin.run.curriculum_run"
+MEMORY = "zaya_plugin.plan.recipe_plan"
 KERNEL_SELECTION = "zaya_plugin.training.kernels"
 
 
@@ -292,10 +294,10 @@ class ClusterConfig:
 
     name: str = own(MISSING, "name of the cluster", METRICS)
     device: str = own(
-        "cuda", "cuda (NVIDIA and ROCm) or cpu; cpu hides any accelerator", LAUNCH, choices=("cuda", "cpu")
+        "cuda", "cuda (NVIDIA and ROCm) or cpu; cpu hides any accelerator", RANK_PLAN, choices=("cuda", "cpu")
     )
-    num_nodes: int = own(1, "nodes of a run", LAUNCH)
-    gpus_per_node: int = own(8, "processes a node when nproc is null", LAUNCH)
+    num_nodes: int = own(1, "nodes of a run", RANK_PLAN)
+    gpus_per_node: int = own(8, "processes a node when nproc is null", RANK_PLAN)
     dtype: str = own("bf16", "weights and activations", ADAPTER, choices=("bf16", "fp32"))
     distributed_backend: str = arg("nccl", "collectives; RCCL answers to nccl", choices=("nccl", "gloo"))
     distributed_timeout_minutes: int = arg(10, "minutes until a stuck collective ends the run")
@@ -345,8 +347,8 @@ class ClusterConfig:
     sbatch: list[str] = own(
         [], "further options of `zaya slurm`'s script, such as [--partition=mi300x,--time=2-00:00:00]", SBATCH
     )
-    threads_per_rank: int | None = own(None, "CPU threads of a rank; cores / ranks of the node when null", LAUNCH)
-    environment: dict[str, str] = own({}, "environment variables set in every rank before torch starts", LAUNCH)
+    threads_per_rank: int | None = own(None, "CPU threads of a rank; cores / ranks of the node when null", RANK_PLAN)
+    environment: dict[str, str] = own({}, "environment variables set in every rank before torch starts", RANK_PLAN)
 
 
 @dataclass
@@ -416,7 +418,7 @@ class CurriculumConfig:
     compare_positions: bool = own(
         False,
         "at the end, the loss by position of the last two stages' models on the same text, past the shorter context",
-        CURRICULUM,
+        CURRICULUM_RUN,
     )
 
 
@@ -437,7 +439,7 @@ class ProfileConfig:
 class Recipe:
     """A whole run."""
 
-    name: str = own(MISSING, "name of the run: directory, W&B name", LAUNCH)
+    name: str = own(MISSING, "name of the run: directory, W&B name", "zaya_plugin.run.dry_run")
     model: ModelConfig = field(default_factory=ModelConfig)
     stage: StageConfig = field(default_factory=StageConfig)
     data: DataConfig = field(default_factory=DataConfig)
@@ -451,9 +453,11 @@ class Recipe:
     curriculum: CurriculumConfig = field(default_factory=CurriculumConfig)
     run_dir: str = own("runs/${name}", "everything of the run is written here", LAUNCH)
     nproc: int | None = own(
-        None, "ranks to start on this machine; cluster.gpus_per_node when null; ignored under torchrun or SLURM", LAUNCH
+        None,
+        "ranks to start on this machine; cluster.gpus_per_node when null; ignored under torchrun or SLURM",
+        RANK_PLAN,
     )
-    master_port: int | None = own(None, "rendezvous port of the ranks started here; a free one when null", LAUNCH)
+    master_port: int | None = own(None, "rendezvous port of the ranks started here; a free one when null", RANK_PLAN)
     resume: str = own(
         "never",
         "never: start anew, refuse a directory that holds a run; auto: continue if there is a checkpoint; must: it has to",

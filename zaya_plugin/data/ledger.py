@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 from zaya_plugin.data.blend import parse_entry
 from zaya_plugin.data.blend_order import BlendOrder
-from zaya_plugin.data.dataset import prefix_of, resolve_blend
 from zaya_plugin.data.indexed_format import read_index
+from zaya_plugin.data.prefixes import prefix_of, resolve_blend
 
 
 @dataclass(frozen=True)

@@ -31,7 +31,7 @@ class SplitRecord:
 class PackingRecord:
     """A set of `zaya data pack`: each of its documents is a bin of exactly `sequence_length` tokens.
 
-    counts: per split, see zaya_plugin.data.pack.COUNTS.
+    counts: per split, see zaya_plugin.corpus.pack.COUNTS.
     """
 
     sequence_length: int

@@ -5,6 +5,7 @@ import torch
 from megatron.core.datasets.gpt_dataset import GPTDataset
 
 from zaya_plugin.data.packing import packed_loss_mask
+from zaya_plugin.data.prefixes import packed_length
 
 
 class BinGPTDataset(GPTDataset):
@@ -12,8 +13,6 @@ class BinGPTDataset(GPTDataset):
 
     def __init__(self, indexed_dataset, dataset_path, *args, **kwargs):
         super().__init__(indexed_dataset, dataset_path, *args, **kwargs)
-        from zaya_plugin.data.dataset import packed_length
-
         self.packed = dataset_path is not None and packed_length(dataset_path) is not None
 
     def __getitem__(self, idx):

@@ -7,9 +7,9 @@ import numpy as np
 import torch
 
 from zaya_plugin.data.blend_order import BlendOrder
-from zaya_plugin.data.dataset import content_name, packed_length, refuse_other_length
 from zaya_plugin.data.ledger import SourceUse
 from zaya_plugin.data.packing import packed_loss_mask
+from zaya_plugin.data.prefixes import content_name, packed_length, refuse_other_length
 from zaya_plugin.data.token_stream import StageShuffle, TokenStream
 
 

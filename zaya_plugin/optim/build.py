@@ -3,7 +3,7 @@
 
 The factory is Megatron's own (0.19, and 0.16 as Primus pins it): for the time of the call three names that it looks up,
 `Adam`, `DistributedOptimizer` and `ChainedOptimizer`, are ours. Its registry of emerging optimizers is no way in: what is registered there
-gets the layer-wise optimizer (see zaya_plugin/optim/distributed.py).
+gets the layer-wise optimizer (see zaya_plugin/optim/sharding/distributed.py).
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from torch import nn
 from zaya_plugin import compat
 from zaya_plugin.config.optimizer_override import Override
 from zaya_plugin.optim.chained import ChainedMuonAdamW
-from zaya_plugin.optim.distributed import MuonDistributedOptimizer
 from zaya_plugin.optim.grouping import Assignment, assign
 from zaya_plugin.optim.muon import MuonAdamW, MuonSettings
+from zaya_plugin.optim.sharding.distributed import MuonDistributedOptimizer
 from zaya_plugin.optim.written_gradients import spare_zeroing
 
 

@@ -21,7 +21,7 @@ from torch import Tensor
 from hip_ops import muon_momentum_, muon_update_, newton_schulz
 from hip_ops.muon.matrix_batches import MatrixBatches
 from zaya_plugin.optim.adamw import GroupStepAdamW
-from zaya_plugin.optim.exchange import MatrixExchange
+from zaya_plugin.optim.sharding.exchange import MatrixExchange
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 

@@ -190,7 +190,7 @@ def _adamw_elements(shape: Shape, layout: Layout) -> float:
 
 
 def padded_parameters(shape: Shape, layout: Layout, muon: bool = True) -> dict[str, float]:
-    """Elements of the gradient buffers of a rank: those of experts, and the rest. Every shard holds whole matrices (zaya_plugin.optim.layout)."""
+    """Elements of the gradient buffers of a rank: those of experts, and the rest. Every shard holds whole matrices (zaya_plugin.optim.sharding.layout)."""
     local = local_parameters(shape, layout)
     largest = (
         2 * shape.moe_ffn_hidden_size * shape.hidden_size,

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""ZAYA in Primus without a change to Primus: a launcher script, a trainer stage, experiment files. See docs/hosts.md."""
+"""The launcher script alone: torchrun puts a script's folder first on sys.path, where other modules would hide others' names."""

@@ -11,9 +11,9 @@ from pathlib import Path
 import torch
 
 from zaya_plugin import __version__
-from zaya_plugin.checkpoint import inspect
+from zaya_plugin.checkpoint import on_disk
 from zaya_plugin.config.schema import Recipe
-from zaya_plugin.training.handover import Predecessor
+from zaya_plugin.handover.predecessor import Predecessor
 
 
 class Lifecycle:
@@ -38,7 +38,7 @@ class Lifecycle:
     @property
     def has_checkpoint(self) -> bool:
         """Whether the run goes on from a checkpoint of its own."""
-        return (self.directory / inspect.TRACKER).is_file()
+        return (self.directory / on_disk.TRACKER).is_file()
 
     def describe_into(self, args, before: Predecessor | None = None) -> None:
         """Check the checkpoint to be loaded against `args`, and put into `args` what its successors must remember.
@@ -49,15 +49,15 @@ class Lifecycle:
         Raises:
             ValueError: the checkpoint is damaged, or of another model.
         """
-        iteration = inspect.latest(self.directory) if args.load and self.has_checkpoint else None
+        iteration = on_disk.latest(self.directory) if args.load and self.has_checkpoint else None
         if iteration is not None:
             self.resumed_at = iteration
             if args.rank == 0:  # one reader is enough, and its failure ends all ranks
                 self._check(iteration, args)
-                saved = getattr(inspect.saved_arguments(self.directory, iteration), "zaya", {})
+                saved = getattr(on_disk.saved_arguments(self.directory, iteration), "zaya", {})
                 self.run_id, self.lineage = saved.get("run_id"), saved.get("lineage")
         elif before is not None and args.rank == 0:
-            saved = getattr(inspect.saved_arguments(before.checkpoints, before.steps), "zaya", {})
+            saved = getattr(on_disk.saved_arguments(before.checkpoints, before.steps), "zaya", {})
             self.lineage = {
                 "run_id": saved.get("run_id"),
                 "stage": before.recipe.stage.name,
@@ -68,15 +68,15 @@ class Lifecycle:
         self._args = args
 
     def _check(self, iteration: int, args) -> None:
-        if broken := inspect.problems(self.directory, iteration):
-            whole = [i for i in inspect.iterations(self.directory) if not inspect.problems(self.directory, i)]
+        if broken := on_disk.problems(self.directory, iteration):
+            whole = [i for i in on_disk.iterations(self.directory) if not on_disk.problems(self.directory, i)]
             raise ValueError(
                 f"the newest checkpoint in {self.directory} is damaged:\n  "
                 + "\n  ".join(broken)
                 + f"\nwhole checkpoints: {whole or 'none'}; to continue from one of them write its number into "
-                + str(self.directory / inspect.TRACKER)
+                + str(self.directory / on_disk.TRACKER)
             )
-        inspect.check_same_model(self.directory, iteration, args)
+        on_disk.check_same_model(self.directory, iteration, args)
 
     def share_run_id(self) -> None:
         """Agree on the run's identity over all ranks; needs the process group."""
@@ -88,10 +88,10 @@ class Lifecycle:
     def after_save(self, iteration: int) -> None:
         """Remove what is older than the newest `keep_last` checkpoints; rank 0 alone, and only once `iteration` is
         the one that the tracker names."""
-        if self.keep_last <= 0 or torch.distributed.get_rank() != 0 or inspect.latest(self.directory) != iteration:
+        if self.keep_last <= 0 or torch.distributed.get_rank() != 0 or on_disk.latest(self.directory) != iteration:
             return
-        for old in [i for i in inspect.iterations(self.directory) if i < iteration][: -self.keep_last + 1 or None]:
-            path = inspect.folder(self.directory, old)
+        for old in [i for i in on_disk.iterations(self.directory) if i < iteration][: -self.keep_last + 1 or None]:
+            path = on_disk.folder(self.directory, old)
             # Renamed first: a kill in the middle leaves no folder that looks like a checkpoint.
             doomed = path.with_name(path.name + ".removed")
             path.rename(doomed)

@@ -1,0 +1,93 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Recipe to Megatron arguments: every name is one that Megatron's parser knows, and every value arrives."""
+
+import argparse
+
+import pytest
+
+from zaya_plugin.config.arguments import BATCH_ARGUMENTS, HOST, OWN_ARGUMENTS, ZAYA, megatron_arguments
+from zaya_plugin.config.compose import compose
+from zaya_plugin.config.schema import Recipe, leaves, megatron_argument
+
+TOKENIZER = dict(tokenizer_type="HuggingFaceTokenizer", tokenizer_model="somewhere")
+
+
+@pytest.fixture(scope="module")
+def known() -> set[str]:
+    from megatron.training.arguments import add_megatron_arguments
+
+    parser = argparse.ArgumentParser(allow_abbrev=False)
+    add_megatron_arguments(parser)
+    return {action.dest for action in parser._actions} | {*OWN_ARGUMENTS, *BATCH_ARGUMENTS}
+
+
+def test_every_name_is_known_to_megatron(known):
+    names = {megatron_argument(field) for _, field in leaves()} - {None}
+    assert names <= known and set(ZAYA) <= known and set(HOST) <= known
+    for experiment in ("cpu_demo", "zaya1_base"):
+        recipe = compose(
+            [f"experiment={experiment}", "data.path=x", "profile.enabled=true", "profile.memory_snapshot=true"]
+        )
+        assert set(megatron_arguments(recipe, TOKENIZER)) <= known
+
+
+def test_own_arguments_are_fields_of_the_model_configuration():
+    from dataclasses import fields
+
+    from zaya_plugin.model.config import ZayaConfig
+
+    assert set(OWN_ARGUMENTS) <= {field.name for field in fields(ZayaConfig)}
+    # and the recipe's defaults are the model's
+    defaults = {field.name: field.default for field in fields(ZayaConfig)}
+    recipe = Recipe()
+    for name in OWN_ARGUMENTS:
+        group = next(
+            group for group in (recipe.model, recipe.cluster, recipe.parallel, recipe.optim) if hasattr(group, name)
+        )
+        assert getattr(group, name) == defaults[name], name
+
+
+def test_values_arrive():
+    recipe = compose(["experiment=cpu_demo", "optim.lr=1e-4", "model.num_layers=6", "megatron.log_params_norm=true"])
+    values = megatron_arguments(recipe, TOKENIZER)
+    assert values["lr"] == 1e-4 and values["num_layers"] == 6 and values["log_params_norm"] is True
+    assert values["optimizer"] == "adam" and values["bf16"] is False and values["use_cpu_initialization"] is True
+    assert values["tokenizer_model"] == "somewhere" and values["ffn_hidden_size"] == values["moe_ffn_hidden_size"]
+    assert "load" not in values and values["save"] == "runs/cpu_demo/checkpoints"
+    assert not {"recompute_granularity", "recompute_modules", "exit_interval"} & set(values)
+
+
+def test_graphs_are_megatrons():
+    values = megatron_arguments(compose(["experiment=cpu_demo"]), TOKENIZER)
+    assert not {"cuda_graph_impl", "cuda_graph_modules"} & set(values)
+    asked = ["experiment=cpu_demo", "cluster=gpu", "cluster.graphs=full_iteration"]
+    values = megatron_arguments(compose(asked), TOKENIZER)
+    assert values["cuda_graph_impl"] == "full_iteration" and values["check_for_nan_in_loss_and_grad"] is False
+
+
+def test_a_checkpoint_is_loaded_where_there_is_one(tmp_path):
+    (tmp_path / "checkpoints").mkdir()
+    (tmp_path / "checkpoints" / "latest_checkpointed_iteration.txt").write_text("5")
+    values = megatron_arguments(compose(["experiment=cpu_demo", f"run_dir={tmp_path}"]), TOKENIZER)
+    assert values["load"] == values["save"] and values["exit_on_missing_checkpoint"] is True
+
+
+@pytest.mark.parametrize(
+    "override, owner",
+    [
+        ("megatron.swiglu=false", "the plugin"),
+        ("megatron.lr=1", "optim.lr"),
+        ("megatron.ckpt_format=torch", "the plugin"),
+    ],
+)
+def test_an_argument_has_one_owner(override, owner):
+    with pytest.raises(ValueError, match=owner):
+        megatron_arguments(compose(["experiment=cpu_demo", override]), TOKENIZER)
+
+
+def test_unknown_megatron_arguments_are_refused():
+    from zaya_plugin.hosts.pretrain import parse_arguments
+
+    recipe = compose(["experiment=cpu_demo", "megatron.no_such_thing=1"])
+    with pytest.raises(ValueError, match="no Megatron argument is called no_such_thing"):
+        parse_arguments(megatron_arguments(recipe, TOKENIZER))

@@ -1,0 +1,85 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The run directory: resuming, being writable, and the recipes kept in it."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from zaya_plugin.config.compose import compose, load_recipe
+from zaya_plugin.config.run_directory import TRACKER, check_resume, keep_recipe, make_writable
+
+
+def with_checkpoint(run_dir, step=40):
+    tracker = run_dir / TRACKER
+    tracker.parent.mkdir(parents=True)
+    tracker.write_text(f"{step}\n")
+    return run_dir
+
+
+@pytest.mark.parametrize("resume", ["never", "auto"])
+def test_an_empty_place_may_be_used(tmp_path, resume):
+    check_resume(tmp_path / "run", resume)
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("resume", ["auto", "must"])
+def test_a_checkpoint_may_be_continued(tmp_path, resume):
+    check_resume(with_checkpoint(tmp_path), resume)
+
+
+def test_a_run_is_never_overwritten_and_the_message_names_three_ways_on(tmp_path):
+    with pytest.raises(ValueError) as caught:
+        check_resume(with_checkpoint(tmp_path), "never")
+    for part in (
+        str(tmp_path),
+        "step 40",
+        "resume = never",
+        "resume=auto",
+        "run_dir=<other directory>",
+        f"delete {tmp_path}",
+    ):
+        assert part in str(caught.value)
+
+
+def test_must_needs_a_checkpoint(tmp_path):
+    with pytest.raises(ValueError, match="resume = must: no checkpoint in run_dir"):
+        check_resume(tmp_path, "must")
+
+
+def test_the_probe_leaves_nothing(tmp_path):
+    make_writable(tmp_path / "a" / "b")
+    assert list((tmp_path / "a" / "b").iterdir()) == []
+
+
+def test_a_file_in_the_way_is_named(tmp_path):
+    (tmp_path / "run").write_text("")
+    with pytest.raises(ValueError, match=f"run_dir = {tmp_path}/run: cannot be written .File exists"):
+        make_writable(tmp_path / "run")
+
+
+@pytest.mark.skipif(not os.path.isdir("/proc/sys"), reason="needs Linux's /proc")
+def test_what_even_root_cannot_write_is_named():
+    with pytest.raises(ValueError, match="run_dir = /proc/run: cannot be written"):
+        make_writable("/proc/run")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs Linux's mount namespaces")
+def test_a_read_only_mount_is_named(tmp_path):
+    program = "import sys; from zaya_plugin.config.run_directory import make_writable; make_writable(sys.argv[1])"
+    script = 'mount -t tmpfs none "$1" && mkdir "$1/run" && mount -o remount,ro "$1" && exec "$2" -c "$3" "$1/run"'
+    inside = ["unshare", "--mount", "--map-root-user", "sh", "-c", script, "sh", str(tmp_path), sys.executable, program]
+    done = subprocess.run(inside, capture_output=True, text=True)
+    if "unshare" in done.stderr or "mount:" in done.stderr:
+        pytest.skip(f"no mount namespace to be had here: {done.stderr.strip()}")
+    assert f"run_dir = {tmp_path}/run: cannot be written (Read-only file system)" in done.stderr
+
+
+def test_a_changed_recipe_keeps_the_older_ones(tmp_path):
+    recipe = compose(["experiment=cpu_demo"])
+    for lr in (1.0, 1.0, 2.0, 3.0):
+        recipe.optim.lr = lr
+        assert keep_recipe(recipe, tmp_path) == tmp_path / "recipe.yaml"
+    kept = {path.name: load_recipe(path).optim.lr for path in tmp_path.iterdir()}
+    assert kept == {"recipe.1.yaml": 1.0, "recipe.2.yaml": 2.0, "recipe.yaml": 3.0}

@@ -1,0 +1,92 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`zaya data bundle`: the documents of all shards, in order; the same bytes after an interruption."""
+
+import json
+import os
+
+import pytest
+
+from zaya_plugin.corpus import bin_writer, bundle, pack
+from zaya_plugin.corpus.bin_writer import BinWriter
+from zaya_plugin.data.check import check_dataset
+from zaya_plugin.data.manifest import load_manifest
+
+
+@pytest.fixture(scope="module")
+def shards(tmp_path_factory, prepared, texts, run):
+    directory = tmp_path_factory.mktemp("shards")
+    for number in range(3):
+        lines = [json.dumps({"text": text}) + "\n" for text in texts[number * 60 : number * 60 + 60]]
+        (directory / "in.jsonl").write_text("".join(lines))
+        command = ["--input", directory / "in.jsonl", "--tokenizer", prepared / "tokenizer", "--valid-fraction", 0.2]
+        assert run(*command, "--output", directory / f"shard-{number}", "--quiet") == 0
+    return [str(directory / f"shard-{number}") for number in range(3)]
+
+
+def test_documents_of_all_shards_in_order(shards, tmp_path, read_tokens, capsys):
+    output = tmp_path / "out"
+    assert bundle.main([*shards, "--output", str(output)]) == 0
+    for split in ("train", "valid"):
+        assert read_tokens(output / split) == sum((read_tokens(f"{shard}/{split}") for shard in shards), [])
+    assert check_dataset(output, 400, eod_id=0, full=True)["train"].documents > 100
+    assert load_manifest(output).documents["read"] == 180
+    out = capsys.readouterr().out
+    assert "3 shards" in out and "in one file" in out and "documents in random order" in out
+    assert bundle.main([*shards, "--output", str(output), "--quiet"]) == 0
+    assert bundle.main([*shards[:2], "--output", str(output)]) == 1
+    assert "shards: it was made with" in capsys.readouterr().err
+    assert sorted(os.listdir(tmp_path)) == ["out"]
+
+
+def test_interrupted_bundle_continues_with_the_same_bytes(shards, tmp_path, contents, monkeypatch, capsys):
+    assert bundle.main([*shards, "--output", str(tmp_path / "whole"), "--quiet"]) == 0
+    monkeypatch.setattr(bin_writer, "SYNCED_BYTES", 2000)
+    monkeypatch.setattr(bundle, "COPIED_TOKENS", 1000)
+    calls, record = [], BinWriter.record
+
+    def interrupt(self):
+        record(self)
+        calls.append(self.on_disk)
+        if len(calls) == 7:
+            self.out.write(b"beyond the record")
+            self.out.flush()
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(BinWriter, "record", interrupt)
+    assert bundle.main([*shards, "--output", str(tmp_path / "out"), "--quiet"]) == 130
+    assert "the same command continues" in capsys.readouterr().err and not (tmp_path / "out").exists()
+    assert bundle.main([*shards, "--output", str(tmp_path / "out"), "--quiet"]) == 0
+    assert len(calls) > 8 and calls[7] > calls[6] > 0
+    assert contents(tmp_path / "out") == contents(tmp_path / "whole")
+
+
+def test_bundle_of_packed_sets_stays_packed(shards, tmp_path, capsys):
+    packed = []
+    for number, shard in enumerate(shards):
+        packed.append(str(tmp_path / f"packed-{number}"))
+        assert pack.main([shard, "--sequence-length", "128", "--output", packed[-1], "--quiet"]) == 0
+    assert bundle.main([*packed, "--output", str(tmp_path / "out"), "--quiet"]) == 0
+    counts = [load_manifest(path).packing.counts["train"] for path in packed]
+    joined = load_manifest(tmp_path / "out").packing
+    assert joined.sequence_length == 128
+    assert joined.counts["train"] == {key: sum(count[key] for count in counts) for key in counts[0]}
+    capsys.readouterr()
+    assert bundle.main([shards[0], packed[1], "--dry-run"]) == 1
+    assert "differ in length of bins (128 and None)" in capsys.readouterr().err
+
+
+def test_planned_reads_and_what_cannot_be_bundled(shards, prepared, tmp_path, capsys):
+    assert (
+        bundle.main(
+            [*shards, "--dry-run", "--sequence-length", "64", "--global-batch-size", "8", "--step-seconds", "2"]
+        )
+        == 0
+    )
+    assert "8 sequences of 64 tokens each 2 s" in capsys.readouterr().out
+    for arguments, message in (
+        ([shards[0], shards[0], "--dry-run"], "is named twice"),
+        ([shards[0], str(prepared / "train"), "--dry-run"], "give those, whole"),
+        ([shards[0], str(tmp_path / "none"), "--dry-run"], "there is no dataset at"),
+    ):
+        assert bundle.main(arguments) == 1
+        assert message in capsys.readouterr().err

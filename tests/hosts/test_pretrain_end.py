@@ -1,0 +1,77 @@
+# SPDX-License-Identifier: Apache-2.0
+"""In which order a run ends: what is reported, the graphs, then the memory that they sent from; and what an error leaves out."""
+
+from types import SimpleNamespace
+
+import pytest
+
+import zaya_plugin.patches
+
+zaya_plugin.patches.apply()  # before Megatron is imported
+
+
+@pytest.fixture
+def ended(monkeypatch):
+    """Runs `pretrain.run` around a loop that does what it is given; `.calls` is what was called, in order."""
+
+    from zaya_plugin.hosts import pretrain
+
+    def of(loop):
+        calls = of.calls = []
+
+        def note(name):
+            return lambda *positional, **named: calls.append(name)
+
+        steps = SimpleNamespace(flush=note("flush"), poll=note("poll"))
+        trainer = SimpleNamespace(
+            install_hooks=lambda: None, evaluate_and_report=None, provide_datasets=None, provide_model=None, steps=steps
+        )
+        handover = SimpleNamespace(check=lambda args: None, install=lambda call: None)
+        for name, value in {
+            "megatron_arguments": lambda *_: {},
+            "parse_arguments": lambda values: SimpleNamespace(curr_iteration=4),
+            "leave_new_memory_alone": lambda recipe: None,
+            "predecessor": lambda recipe: None,
+            "Handover": lambda *_: handover,
+            "_Trainer": lambda *_: trainer,
+            "pretrain_cfg_container_from_args": lambda args: None,
+            "release_graphs": note("graphs"),
+        }.items():
+            monkeypatch.setattr(pretrain, name, value)
+        monkeypatch.setattr(pretrain.megatron_nccl_allocator, "end_with_release", note("end with release"))
+        monkeypatch.setattr(pretrain.megatron_nccl_allocator, "release", note("memory"))
+
+        def pretrained(*_, **__):
+            calls.append("pretrain")
+            loop()
+
+        monkeypatch.setattr(pretrain.training, "pretrain", pretrained)
+        lifecycle = SimpleNamespace(has_checkpoint=False, resumed_at=0, describe_into=lambda args, before: None)
+        sources = SimpleNamespace(tokenizer_arguments=lambda: {})
+        pretrain.run(SimpleNamespace(), sources, lifecycle, SimpleNamespace(close=note("reporter")))
+
+    return of
+
+
+def leave(code):
+    def pretrain():
+        raise SystemExit(code)
+
+    return pretrain
+
+
+def fail():
+    raise RuntimeError("a device is gone")
+
+
+@pytest.mark.parametrize("pretrain", [lambda: None, leave(0)], ids=["by itself", "exit condition"])
+def test_a_run_that_ends_well_gives_up_its_graphs_and_then_their_memory(ended, pretrain):
+    ended(pretrain)
+    assert ended.calls == ["end with release", "pretrain", "flush", "reporter", "graphs", "memory"]
+
+
+@pytest.mark.parametrize("pretrain, error", [(leave(3), SystemExit), (fail, RuntimeError)], ids=["exit code", "error"])
+def test_after_an_error_nothing_waits_for_other_ranks(ended, pretrain, error):
+    with pytest.raises(error):
+        ended(pretrain)
+    assert ended.calls == ["end with release", "pretrain", "poll", "reporter", "graphs"]

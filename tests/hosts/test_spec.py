@@ -1,0 +1,148 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`--spec zaya_plugin.spec zaya_block` in Megatron's own model builder: the model of `zaya train`, and the guest in its loop."""
+
+import importlib
+import sys
+
+import pytest
+import torch
+
+from tests.megatron_rank import single_rank  # noqa: F401  (a fixture of every test here)
+from tests.running import MICRO
+from zaya_plugin.config.compose import compose, save_recipe
+from zaya_plugin.data.sources import DataSources
+from zaya_plugin.run import megatron_export
+
+MODULE = "zaya_plugin.spec"
+HOOKS = ("finalize_model_grads", "get_megatron_optimizer", "save_checkpoint", "load_checkpoint")
+
+
+@pytest.fixture
+def host(monkeypatch, tmp_path):
+    """host(overrides) parses the exported words as pretrain_gpt.py does and imports the spec; everything is put back afterwards."""
+    from megatron.training import arguments, global_vars, training
+
+    for name in HOOKS:
+        monkeypatch.setattr(training, name, getattr(training, name))
+    monkeypatch.setattr(
+        arguments, "set_global_variables", lambda args: monkeypatch.setattr(global_vars, "_GLOBAL_ARGS", args)
+    )
+
+    def start(*overrides, recipe_file=True, words=()):
+        from zaya_plugin.hosts.command_line import command_line
+
+        recipe = compose([*MICRO, "data.path=x", f"run_dir={tmp_path / 'run'}", *overrides])
+        (tmp_path / "run").mkdir(exist_ok=True)
+        if recipe_file:
+            save_recipe(recipe, tmp_path / "run" / "recipe.yaml")
+        lines = [["--spec", *megatron_export.SPEC], *command_line(values(recipe)), list(words)]
+        monkeypatch.setattr(sys, "argv", ["pretrain_gpt.py", *(word for line in lines for word in line)])
+        args = arguments.parse_and_validate_args()
+        args.padded_vocab_size = 192
+        monkeypatch.delitem(sys.modules, MODULE, raising=False)
+        spec = importlib.import_module(MODULE)
+        monkeypatch.delitem(sys.modules, MODULE)
+        return args, spec
+
+    return start
+
+
+def values(recipe):
+    from zaya_plugin.data import prefixes
+
+    found, names = prefixes.resolve_blend, prefixes.content_name
+    prefixes.resolve_blend, prefixes.content_name = (lambda blend, split: ([blend], None)), (lambda prefixes: "name")
+    try:
+        return megatron_export.host_arguments(recipe, DataSources("x", "y", "t", "cache"))
+    finally:
+        prefixes.resolve_blend, prefixes.content_name = found, names
+
+
+def seeded():
+    from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+
+    torch.manual_seed(3)
+    model_parallel_cuda_manual_seed(3, force_reset_rng=True)
+
+
+def test_megatron_builds_the_model_of_zaya_train(host, monkeypatch):
+    args, spec = host("optim=muon", "model.router_init_std=0.3", "model.balancing_lr=0.02")
+    from megatron.core.process_groups_config import ProcessGroupCollection
+    from megatron.training.argument_utils import gpt_config_from_args
+    from megatron.training.models.gpt import GPTModelBuilder
+
+    from zaya_plugin.hosts.stage_model import model_config
+    from zaya_plugin.model.build import build_zaya_model
+    from zaya_plugin.model.norm import ZayaRMSNorm
+
+    monkeypatch.setitem(sys.modules, MODULE, spec)
+    seeded()
+    theirs = GPTModelBuilder(gpt_config_from_args(args)).build_model(
+        ProcessGroupCollection.use_mpu_process_groups(), True, True
+    )
+    seeded()
+    ours = build_zaya_model(model_config(args), vocab_size=192, max_sequence_length=32, rotary_base=args.rotary_base)
+    state = {name: value for name, value in ours.state_dict().items() if value is not None}
+    assert {name: value.shape for name, value in theirs.state_dict().items() if value is not None} == {
+        n: v.shape for n, v in state.items()
+    }
+    assert all(torch.equal(theirs.state_dict()[name], value) for name, value in state.items())
+    assert isinstance(theirs.decoder.final_layernorm, ZayaRMSNorm)
+    assert theirs.decoder.layers[0].config.balancing_lr == 0.02, (
+        "from the recipe, since Megatron has no argument for it"
+    )
+    ids = torch.randint(1, 192, (2, 32), generator=torch.Generator().manual_seed(1))
+    losses = [model(ids, torch.arange(32).expand(2, -1), None, labels=ids.roll(-1, 1)) for model in (theirs, ours)]
+    assert torch.equal(*losses)
+    # marked before the host lays out its buffers: what `zaya train` marks, under the same names
+    from zaya_plugin.training.optimizer import assign_optimizers
+
+    assign_optimizers(compose([*MICRO, "optim=muon"]), ours)
+    marks = [
+        {n: p.muon_matrices for n, p in model.named_parameters() if hasattr(p, "muon_matrices")}
+        for model in (theirs, ours)
+    ]
+    assert marks[0] == marks[1] and len(marks[0]) > 100
+
+
+def test_the_guest_moves_into_the_loop(host):
+    from megatron.training import training
+
+    args, spec = host("model.router_hidden_size=16")
+    guest = spec.guest
+    assert training.finalize_model_grads is guest.balancer
+    for name, method in (
+        ("get_megatron_optimizer", "optimizer"),
+        ("save_checkpoint", "save_and_prune"),
+        ("load_checkpoint", "load_and_check"),
+    ):
+        assert getattr(training, name) == getattr(guest, method)
+    assert args.router_hidden_size == 16 and args.load is None and args.zaya["recipe"] == "cpu_demo"
+    assert guest.differences == {}
+
+
+def test_an_argument_that_was_appended_wins_and_is_named(host, capsys):
+    _, spec = host(words=("--lr", "0.125"))
+    assert spec.guest.differences == {"lr": (0.125, 0.002)}
+    assert "zaya: --lr is 0.125 here and 0.002 in the recipe" in capsys.readouterr().out
+
+
+def test_a_load_that_begins_anew_is_stopped(host, monkeypatch):
+    _, spec = host()
+    guest = spec.guest
+    guest.resumed_at = 5
+    guest.load_checkpoint = lambda *unused: (0, 0)
+    with pytest.raises(SystemExit, match="holds step 5 and the host would go on from step 0"):
+        guest.load_and_check(None)
+    guest.load_checkpoint = lambda *unused: (5, 12)
+    assert guest.load_and_check(None) == (5, 12)
+
+
+def test_without_its_recipe_the_run_ends_with_a_message(host):
+    with pytest.raises(SystemExit, match="zaya: .*recipe.yaml: no such recipe.*zaya export megatron"):
+        host(recipe_file=False)
+
+
+def test_a_stage_before_that_is_not_finished_ends_the_run(host, tmp_path):
+    with pytest.raises(SystemExit, match="handover.from_run = .*holds no run"):
+        host(f"handover.from_run={tmp_path / 'nothing'}")

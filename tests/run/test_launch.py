@@ -1,0 +1,244 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Starting ranks for real (torchrun, two processes, a worker without torch) and joining those of an outer launcher."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from zaya_plugin.config.compose import compose
+from zaya_plugin.run import before_start, rank_plan
+from zaya_plugin.run.rank_failure import first_failure, last_words
+
+
+def demo(*overrides):
+    return compose(["experiment=cpu_demo", *overrides])
+
+
+def finish(program, run_dir, mode, *overrides, **variables):
+    command, environment = program
+    return subprocess.run(
+        [*command, f"run_dir={run_dir}", *overrides],
+        env={**environment, "WORKER_MODE": mode, **variables},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+
+
+def test_ranks_run_and_the_console_shows_them_without_decoration(worker_program, tmp_path):
+    overrides = ["cluster.environment.CUSTOM=yes", "cluster.threads_per_rank=3"]
+    done = finish(worker_program, tmp_path / "run", "variables", *overrides)
+    assert (done.returncode, done.stderr) == (0, "")
+    lines = sorted(done.stdout.splitlines())
+    assert lines[2:] == ["rank 0 of 2 runs cpu_demo", "rank 1 of 2 runs cpu_demo"]
+    assert lines[0] == lines[1] and lines[0].startswith(
+        "OMP_NUM_THREADS=3|CUDA_VISIBLE_DEVICES=|TORCHDYNAMO_DISABLE=1|CUSTOM=yes|"
+    )
+    assert (tmp_path / "run" / "recipe.yaml").exists()
+    logs = sorted((tmp_path / "run" / "logs").glob("launch_*/attempt_0/*/stdout.log"))
+    assert [path.parent.name for path in logs] == ["0", "1"]
+
+
+def test_the_first_failing_rank_is_shown_and_nothing_of_torchrun(worker_program, tmp_path):
+    done = finish(worker_program, tmp_path, "raise")
+    assert done.returncode == 1
+    assert "zaya: rank 1 failed first, exit code 1:\nTraceback" in done.stderr
+    assert "RuntimeError: the first error" in done.stderr
+    assert (
+        "RuntimeError: connection" not in done.stderr
+        and "ChildFailedError" not in done.stderr
+        and "torch/" not in done.stderr
+    )
+
+
+def test_a_killed_rank_is_the_cause_and_not_the_closed_connections_of_the_others(worker_program, tmp_path):
+    done = finish(worker_program, tmp_path, "killed")
+    assert done.returncode == 128 + signal.SIGKILL
+    assert "rank 1 failed first, exit code 137:\nkilled by SIGKILL" in done.stderr and "connection" not in done.stderr
+
+
+@pytest.mark.parametrize("mode", [pytest.param("mistake", marks=pytest.mark.slow), "mistake of one"])
+def test_a_mistake_found_in_the_ranks_is_one_line_and_code_2(worker_program, tmp_path, mode):
+    done = finish(worker_program, tmp_path, mode)
+    assert (done.returncode, done.stderr) == (2, "zaya: megatron.nope = 1: no such argument\n")
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
+def test_a_signal_reaches_the_ranks_and_they_have_time_to_save(worker_program, tmp_path, number):
+    command, environment = worker_program
+    running = subprocess.Popen(
+        [*command, f"run_dir={tmp_path}/run"],
+        env={**environment, "WORKER_MODE": "save"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    for _ in range(4):  # two lines a rank
+        running.stdout.readline()
+    running.send_signal(number)
+    _, stderr = running.communicate(timeout=60)
+    assert running.returncode == 128 + number
+    assert sorted(path.name for path in (tmp_path / "run").glob("saved_by_*")) == ["saved_by_0", "saved_by_1"]
+    assert f"stopped by {number.name}" in stderr and "Traceback" not in stderr
+
+
+def test_a_second_signal_ends_ranks_that_do_not_leave(worker_program, tmp_path):
+    command, environment = worker_program
+    running = subprocess.Popen(
+        [*command, f"run_dir={tmp_path}/run"],
+        env={**environment, "WORKER_MODE": "stuck"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    for _ in range(4):
+        running.stdout.readline()
+    running.send_signal(signal.SIGTERM)
+    assert [running.stdout.readline(), running.stdout.readline()] == ["saving\n", "saving\n"]
+    running.send_signal(signal.SIGTERM)
+    running.communicate(timeout=20)  # torchrun alone would wait 30 seconds
+    assert running.returncode == 143
+
+
+def test_ranks_end_when_their_parent_is_killed(worker_program, tmp_path):
+    command, environment = worker_program
+    running = subprocess.Popen(
+        [*command, f"run_dir={tmp_path}/run"],
+        env={**environment, "WORKER_MODE": "save"},
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    for _ in range(4):
+        running.stdout.readline()
+    running.kill()
+    deadline = time.monotonic() + 30
+    while len(list((tmp_path / "run").glob("saved_by_*"))) < 2 and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert len(list((tmp_path / "run").glob("saved_by_*"))) == 2
+
+
+def test_resume_is_checked_before_anything_is_written(worker_program, tmp_path):
+    (tmp_path / "checkpoints").mkdir()
+    (tmp_path / "checkpoints" / "latest_checkpointed_iteration.txt").write_text("7")
+    done = finish(worker_program, tmp_path, "variables")
+    assert done.returncode == 2 and "step 7, and resume = never" in done.stderr
+    assert not (tmp_path / "recipe.yaml").exists()
+
+
+@pytest.mark.parametrize("outer", ["torchrun", "SLURM"])
+def test_joining_runs_the_worker_in_this_process(worker_program, tmp_path, outer):
+    variables = {
+        "torchrun": {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "MASTER_PORT": "1", "MASTER_ADDR": "localhost"},
+        "SLURM": {"SLURM_PROCID": "1", "SLURM_NTASKS": "2", "SLURM_LOCALID": "1", "SLURM_JOB_NODELIST": "a[1-2]"},
+    }[outer]
+    done = finish(worker_program, tmp_path / "run", "variables", "cluster.environment.CUSTOM=yes", **variables)
+    assert done.returncode == 0, done.stderr
+    assert "rank 1 of 2 runs cpu_demo\nOMP_NUM_THREADS=" in done.stdout and "CUSTOM=yes" in done.stdout
+    assert list((tmp_path / "run").iterdir()) == []  # rank 0 alone writes the recipe
+    done = finish(worker_program, tmp_path / "run", "mistake", **variables)
+    assert done.returncode == 2
+
+
+def test_ranks_of_an_outer_launcher_share_a_run_directory(worker_program, tmp_path):
+    command, environment = worker_program
+    running = []
+    for rank in range(2):
+        outer = {"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": str(rank), "MASTER_PORT": "1"}
+        variables = {**environment, **outer, "WORKER_MODE": "none"}
+        running.append(
+            subprocess.Popen([*command, f"run_dir={tmp_path}/run"], env=variables, stdout=subprocess.DEVNULL)
+        )
+    assert [process.wait(timeout=60) for process in running] == [0, 0]
+    assert [path.name for path in (tmp_path / "run").iterdir()] == ["recipe.yaml"]
+
+
+def test_a_port_in_use_is_named_and_a_free_one_passes(monkeypatch):
+    # the port is asked about first
+    monkeypatch.setattr("zaya_plugin.data.sources.find_sources", lambda recipe: None)
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        number = taken.getsockname()[1]
+        recipe = demo(f"master_port={number}")
+        plan = rank_plan.make_plan(recipe, {})
+        assert f"localhost:{number}" in plan.command
+        with pytest.raises(ValueError, match=f"master_port = {number}: the port is in use"):
+            before_start.check_surroundings(recipe, plan)
+    before_start.check_surroundings(recipe, plan)
+
+
+def test_missing_data_and_missing_devices_are_found_before_the_start(monkeypatch, tmp_path):
+    recipe = demo(f"data.path={tmp_path}/absent")
+    with pytest.raises(ValueError, match=f"{tmp_path}/absent"):
+        before_start.check_surroundings(recipe, rank_plan.make_plan(recipe, {}))
+    monkeypatch.setattr(before_start, "DEVICE_FILES", (str(tmp_path / "no_device"),))
+    with pytest.raises(ValueError, match="cluster.device = cuda: no accelerator on this machine"):
+        before_start.check_surroundings(demo("cluster=gpu"), rank_plan.make_plan(recipe, {}))
+
+
+def test_the_plan_follows_nproc_the_cluster_and_the_outer_launcher():
+    assert rank_plan.make_plan(demo(), {}).world_size == 2
+    assert rank_plan.make_plan(demo("nproc=null", "cluster.gpus_per_node=5"), {}).world_size == 5
+    torchrun = rank_plan.make_plan(demo(), {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"})
+    assert (torchrun.world_size, torchrun.ranks_here, torchrun.rank, torchrun.command) == (4, 2, 3, None)
+    with pytest.raises(ValueError, match="cluster.num_nodes = 2.*torchrun --nnodes"):
+        rank_plan.make_plan(demo("cluster.num_nodes=2"), {})
+
+
+def test_the_environment_of_a_rank():
+    cores = len(os.sched_getaffinity(0))
+    assert rank_plan.rank_environment(demo(), 1, {})["OMP_NUM_THREADS"] == str(cores)
+    assert rank_plan.rank_environment(demo(), 10 * cores, {})["OMP_NUM_THREADS"] == "1"
+    assert "OMP_NUM_THREADS" not in rank_plan.rank_environment(demo(), 1, {"OMP_NUM_THREADS": "7"})
+    assert (
+        rank_plan.rank_environment(demo("cluster.threads_per_rank=2"), 1, {"OMP_NUM_THREADS": "7"})["OMP_NUM_THREADS"]
+        == "2"
+    )
+    on_cpu, on_gpu = rank_plan.rank_environment(demo(), 1, {}), rank_plan.rank_environment(demo("cluster=gpu"), 1, {})
+    assert all(on_cpu[name] == "" for name in rank_plan.HIDDEN_DEVICES) and not set(rank_plan.HIDDEN_DEVICES) & set(
+        on_gpu
+    )
+    assert "TORCHDYNAMO_DISABLE" in on_cpu and "TORCHDYNAMO_DISABLE" not in on_gpu
+    assert rank_plan.rank_environment(demo("cluster.environment.WANDB_SILENT=false"), 1, {})["WANDB_SILENT"] == "false"
+    queues = "CUDA_DEVICE_MAX_CONNECTIONS"
+    assert (
+        queues not in on_cpu
+        and on_gpu[queues] == "8"
+        and queues not in rank_plan.rank_environment(demo("cluster=gpu"), 1, {queues: "4"})
+    )
+    assert rank_plan.rank_environment(demo("cluster=gpu", "parallel.context_parallel_size=2"), 1, {})[queues] == "1"
+    assert not set(rank_plan.DETERMINISTIC) & set(on_gpu)
+    repeated = rank_plan.rank_environment(demo("cluster.deterministic=true"), 1, {"NCCL_ALGO": "CollnetChain"})
+    assert repeated["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8" and "NCCL_ALGO" not in repeated
+    registered = demo("cluster=gpu", "parallel.nccl_ub=true")
+    assert "NCCL_CTA_POLICY" not in on_gpu and rank_plan.rank_environment(registered, 1, {})["NCCL_CTA_POLICY"] == "2"
+    assert "NCCL_CTA_POLICY" not in rank_plan.rank_environment(registered, 1, {"NCCL_CTA_POLICY": "1"})
+
+
+def test_last_words_are_the_last_traceback_or_the_last_lines():
+    first = "Traceback (most recent call last):\n  old\nKeyError: 1\n"
+    last = "Traceback (most recent call last):\n  new\nValueError: 2\n"
+    assert last_words(f"noise\n{first}\nDuring handling:\n\n{last}") == last.rstrip()
+    long = "Traceback (most recent call last):\n" + "\n".join(f"  line {n}" for n in range(100)) + "\nValueError: 3"
+    assert last_words(long).splitlines()[1] == "  ..." and last_words(long).endswith("ValueError: 3")
+    assert last_words("\n".join(str(n) for n in range(100))).splitlines()[0] == "70"
+
+
+def test_no_failure_without_failed_ranks(tmp_path):
+    (tmp_path / "attempt_0" / "0").mkdir(parents=True)
+    (tmp_path / "attempt_0" / "0" / "stderr.log").write_text("UserWarning: nothing\n")
+    assert first_failure(tmp_path, tmp_path / "absent.log") is None
+
+
+def test_a_torchrun_that_cannot_start_is_shown(worker_program, tmp_path):
+    plan = rank_plan.Plan(1, 1, 0, "zaya train", [sys.executable, "-c", "import sys; sys.exit('no torchrun')"], {})
+    program = f"from pathlib import Path; from zaya_plugin.run.launch import Plan, run_ranks; import sys; sys.exit(run_ranks({plan!r}, Path({str(tmp_path)!r})))"
+    done = subprocess.run([sys.executable, "-c", program], env=worker_program[1], capture_output=True, text=True)
+    assert done.returncode == 1 and "torchrun failed with exit code 1:\nno torchrun" in done.stderr
+    assert Path(tmp_path / "torchrun.log").read_text() == "no torchrun\n"

@@ -1,0 +1,65 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The batch script of `zaya slurm`: bash runs it here, with an srun of two lines that says what it was given."""
+
+import os
+import stat
+import subprocess
+
+import pytest
+
+from zaya_plugin.run.commands import slurm
+
+SRUN = """#!/bin/sh
+echo "hca=$NCCL_IB_HCA threads=${OMP_NUM_THREADS-unset} $*"
+"""
+
+
+def run(text: str, folder) -> list[str]:
+    srun = folder / "srun"
+    srun.write_text(SRUN)
+    srun.chmod(srun.stat().st_mode | stat.S_IXUSR)
+    environment = {"PATH": f"{folder}{os.pathsep}{os.environ['PATH']}"}
+    done = subprocess.run(["bash"], input=text, text=True, capture_output=True, env=environment, timeout=20)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.splitlines()
+
+
+def test_a_script_starts_one_task_a_device_with_the_clusters_environment(tmp_path, capsys):
+    words = ["experiment=zaya1_base", "cluster=mi300x_128x8", "data.path=a b", f"run_dir={tmp_path / 'run'}"]
+    assert slurm([*words, "--", "--partition=mi300x", "--time=2-00:00:00"]) == 0
+    text = capsys.readouterr().out
+    for line in ("--nodes=128", "--ntasks-per-node=8", "--gpus-per-node=8", "--signal=TERM@600", "--partition=mi300x"):
+        assert f"\n#SBATCH {line}\n" in text
+    assert run(text, tmp_path) == [
+        "hca==ionic_0,ionic_1,ionic_2,ionic_3,ionic_4,ionic_5,ionic_6,ionic_7 threads=unset --kill-on-bad-exit=1 "
+        f"--cpu-bind=map_ldom:0,0,0,0,1,1,1,1 zaya train {' '.join(words)} resume=auto"
+    ]
+    assert (tmp_path / "run").is_dir(), "SLURM opens the output file in it"
+
+
+def test_a_curriculum_is_one_step_a_stage(tmp_path, capsys):
+    slurm(["--curriculum", "experiment=cpu_demo", "cluster.gpus_per_node=2", f"run_dir={tmp_path / 'run'}"])
+    lines = run(capsys.readouterr().out, tmp_path)
+    assert [line.split("--only ")[1].split()[0] for line in lines] == ["demo_1", "demo_2", "demo_3"]
+    assert all("--cpu-bind" not in line and "zaya curriculum" in line for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (
+            ["experiment=cpu_demo", "cluster.gpus_per_node=2", "cluster.numa_nodes=[0]"],
+            "one for each of cluster.gpus_per_node = 2",
+        ),
+        (
+            ["experiment=cpu_demo", "cluster.gpus_per_node=2", "--", "partition"],
+            "'partition': allowed: options of sbatch",
+        ),
+        (["experiment=zaya1_base_131k", "cluster=mi300x_8", "data.path=x", "cluster.num_nodes=3"], "is not a multiple"),
+        (["cpu_demo"], "zaya slurm: 'cpu_demo': allowed: key=value"),
+        (["--submitit", "experiment=cpu_demo", "cluster.gpus_per_node=2"], "the package submitit is not installed"),
+    ],
+)
+def test_mistakes_are_named(argv, message):
+    with pytest.raises(ValueError, match=message.replace("(", r"\(")):
+        slurm(argv)

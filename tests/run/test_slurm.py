@@ -1,0 +1,76 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Slurm's variables, as srun sets them, and its notation of hosts."""
+
+import pytest
+
+from zaya_plugin.run.slurm import first_host, port, rank_variables, tasks_on_node
+
+TASK = {
+    "SLURM_JOB_ID": "4711",
+    "SLURM_PROCID": "11",
+    "SLURM_NTASKS": "16",
+    "SLURM_LOCALID": "3",
+    "SLURM_NODEID": "1",
+    "SLURM_STEP_ID": "0",
+    "SLURM_JOB_NODELIST": "mi300-[007-008]",
+    "SLURM_STEP_TASKS_PER_NODE": "8(x2)",
+}
+
+
+@pytest.mark.parametrize(
+    ("node_list", "host"),
+    [
+        ("a[01-03,7],b", "a01"),
+        ("b,a[01-03]", "b"),
+        ("node7", "node7"),
+        ("rack[0-1]n[3,5]", "rack0n3"),
+        ("gpu-[9,11-12].cluster.local,x", "gpu-9.cluster.local"),
+    ],
+)
+def test_first_host(node_list, host):
+    assert first_host(node_list) == host
+
+
+@pytest.mark.parametrize("node_list", ["", "a[1", "a]1", "[", ",b"])
+def test_what_is_no_host_list_is_refused(node_list):
+    with pytest.raises(ValueError, match="SLURM_JOB_NODELIST"):
+        first_host(node_list)
+
+
+def test_variables_of_a_task():
+    assert rank_variables(TASK) == {
+        "RANK": "11",
+        "WORLD_SIZE": "16",
+        "LOCAL_RANK": "3",
+        "LOCAL_WORLD_SIZE": "8",
+        "MASTER_ADDR": "mi300-007",
+        "MASTER_PORT": "24711",
+    }
+
+
+def test_the_port_is_the_users_where_there_is_one():
+    assert rank_variables(TASK, master_port=29500)["MASTER_PORT"] == "29500"
+    assert rank_variables({**TASK, "MASTER_PORT": "1234", "MASTER_ADDR": "head"})["MASTER_PORT"] == "1234"
+    assert all(20000 <= port(str(job)) < 30000 for job in (0, 9999, 10000, 123456789))
+
+
+def test_outside_a_step_there_are_none():
+    assert rank_variables({}) is None
+    assert rank_variables({**TASK, "SLURM_NTASKS": "1"}) is None
+    batch_script = {name: value for name, value in TASK.items() if name != "SLURM_STEP_ID"} | {"ENVIRONMENT": "BATCH"}
+    assert rank_variables(batch_script) is None
+    assert rank_variables({**batch_script, "SLURM_STEP_ID": "0"}) is not None
+
+
+def test_without_hosts_the_address_must_be_given():
+    hostless = {name: value for name, value in TASK.items() if name != "SLURM_JOB_NODELIST"}
+    with pytest.raises(ValueError, match="set MASTER_ADDR"):
+        rank_variables(hostless)
+    assert rank_variables({**hostless, "MASTER_ADDR": "head"})["MASTER_ADDR"] == "head"
+
+
+@pytest.mark.parametrize(
+    ("text", "node", "tasks"), [("8(x2),4", 0, 8), ("8(x2),4", 1, 8), ("8(x2),4", 2, 4), ("8", 1, None), ("x", 0, None)]
+)
+def test_tasks_on_this_node(text, node, tasks):
+    assert tasks_on_node({"SLURM_STEP_TASKS_PER_NODE": text, "SLURM_NODEID": str(node)}) == tasks

@@ -1,0 +1,239 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tokenises blocks in parallel, each into one part file that appears whole or not at all.
+
+Blocks are handed out and taken back in order, with only a few under way, so memory does not grow with the corpus. A part
+holds the position where its block ended: a later run skips parts that exist and reads on from there.
+"""
+
+import io
+import json
+import multiprocessing
+import os
+import signal
+import threading
+import zipfile
+from collections import Counter, deque
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict, dataclass
+from functools import lru_cache
+from hashlib import blake2b
+from multiprocessing.connection import wait
+
+import numpy as np
+
+from zaya_plugin.corpus.blocks import BlockReader, Position
+from zaya_plugin.corpus.chunk_encoder import ChunkEncoder
+from zaya_plugin.corpus.documents import Block, Rejected, documents
+from zaya_plugin.data.tokenizer import open_tokenizer
+
+# Text given to the tokenizer at once. Its encodings take about 120 bytes for each byte of text until they are arrays.
+BATCH_CHARACTERS = 1_000_000
+
+
+@dataclass(frozen=True)
+class Job:
+    """What a worker needs to know beside its block.
+
+    eod_id None appends nothing; dtype is the name of the token dtype; deduplicate is "", "text" or "id".
+    """
+
+    tokenizer_directory: str
+    tokenizer_sha256: str
+    text_field: str
+    eod_id: int | None
+    valid_fraction: float
+    max_document_bytes: int
+    dtype: str
+    deduplicate: str = ""
+    id_field: str = "id"
+
+
+@dataclass(frozen=True)
+class Part:
+    """A finished part file. `end` is where its block ended, `resumed` whether an earlier run made it."""
+
+    path: str
+    counts: Counter
+    rejected: list[Rejected]
+    taken: int
+    end: Position
+    resumed: bool = False
+
+    def tokens(self, split: str) -> tuple[np.ndarray, np.ndarray]:
+        """Token ids [tokens] and int32 lengths [documents] of a split.
+
+        Raises:
+            ValueError: the file does not match its own checksums; it is removed, so that another run makes it again.
+        """
+        return self._arrays(f"{split}_tokens", f"{split}_lengths")
+
+    def keys(self) -> tuple[np.ndarray, np.ndarray]:
+        """For documents in order: hashes of what they are deduplicated by, uint64 [documents, 2], and numbers of their splits,
+        uint8 [documents]. Raises as `tokens` does."""
+        return self._arrays("keys", "split_numbers")
+
+    def _arrays(self, *names: str) -> tuple[np.ndarray, ...]:
+        try:
+            with np.load(self.path, allow_pickle=False) as arrays:
+                return tuple(arrays[name] for name in names)
+        except (ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
+            os.unlink(self.path)
+            raise ValueError(
+                f"{self.path} is damaged ({error}) and was removed; run the same command again to redo it"
+            ) from error
+
+
+def split_names(valid_fraction: float) -> tuple[str, ...]:
+    return ("train", "valid") if valid_fraction else ("text",)
+
+
+def split_of(text: str, valid_fraction: float) -> str:
+    """The split of a document, from its content alone: stable when documents are added, and no copy straddles the splits."""
+    if not valid_fraction:
+        return "text"
+    number = int.from_bytes(blake2b(text.encode("utf-8"), digest_size=8).digest(), "little")
+    return "valid" if number < valid_fraction * 2**64 else "train"
+
+
+def tokenise(reader: BlockReader, job: Job, directory: str, workers: int) -> Iterator[Part]:
+    """Yields the parts of the whole input in order, making those that do not exist yet.
+
+    Raises:
+        OSError: a part cannot be written (disk full); finished ones stay.
+        concurrent.futures.process.BrokenProcessPool: a worker was killed, most often for memory.
+    """
+    os.makedirs(directory, exist_ok=True)
+    for name in os.listdir(directory):
+        if not name.endswith(".part"):
+            os.unlink(os.path.join(directory, name))  # left by a worker that was killed
+    if workers == 1:
+        for path, block, end, done in _plan(reader, directory):
+            yield done or tokenise_block(job, block, end, path)
+        return
+    # spawn, because forking a process that has used tokenizers' threads or imported transformers is not safe.
+    context = multiprocessing.get_context("spawn")
+    pool = ProcessPoolExecutor(workers, mp_context=context, initializer=_start_worker)
+    try:
+        under_way = deque()
+        for path, block, end, done in _plan(reader, directory):
+            under_way.append(done or pool.submit(tokenise_block, job, block, end, path))
+            if len(under_way) > workers + 2:
+                yield _result(under_way.popleft())
+        while under_way:
+            yield _result(under_way.popleft())
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def _plan(reader: BlockReader, directory: str) -> Iterator[tuple[str, Block | None, Position | None, Part | None]]:
+    """Every part in order: its path with either the finished part, or the block to tokenise and where that ends."""
+    at, number = Position(), 0
+    while True:
+        path = os.path.join(directory, f"{number:07d}.part")
+        done = read_part(path)
+        if done is not None:
+            at = done.end
+            yield path, None, None, done
+        else:
+            found = reader.read(at)
+            if found is None:
+                return
+            block, at = found
+            yield path, block, at, None
+        number += 1
+
+
+def _result(item) -> Part:
+    return item if isinstance(item, Part) else item.result()
+
+
+def _start_worker() -> None:
+    """Ctrl-C is the parent's to handle; and a worker whose parent was killed must not wait for work for ever."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes are the parallelism
+    parent = multiprocessing.parent_process()
+    threading.Thread(target=lambda: (wait([parent.sentinel]), os._exit(1)), daemon=True).start()
+
+
+@lru_cache(maxsize=1)
+def _encoder(directory: str, sha256: str, dtype: str) -> ChunkEncoder:
+    """One for all blocks of a run. sha256 is for the cache: another run in this process may use the directory anew."""
+    return ChunkEncoder(open_tokenizer(directory), np.dtype(dtype))
+
+
+def tokenise_block(job: Job, block: Block, end: Position, path: str) -> Part:
+    """Writes the part of one block."""
+    dtype = np.dtype(job.dtype)
+    encoder = _encoder(job.tokenizer_directory, job.tokenizer_sha256, job.dtype)
+    names = split_names(job.valid_fraction)
+    tokens = {name: io.BytesIO() for name in names}
+    lengths = {name: [] for name in tokens}
+    counts, rejected, batch, characters, keys, split_numbers = Counter(), [], [], 0, [], []
+    eod = b"" if job.eod_id is None else np.array([job.eod_id], dtype).tobytes()
+
+    def encode_batch():
+        for text, ids in zip(batch, encoder.encode(batch), strict=True):
+            split = split_of(text, job.valid_fraction)
+            tokens[split].write(ids)
+            tokens[split].write(eod)
+            lengths[split].append((len(ids) + len(eod)) // dtype.itemsize)
+            split_numbers.append(names.index(split))
+        batch.clear()
+
+    id_field = job.id_field if job.deduplicate == "id" else None
+    for document in documents(block, job.text_field, job.max_document_bytes, counts, id_field):
+        if isinstance(document, Rejected):
+            rejected.append(document)
+            continue
+        batch.append(document.text)
+        if job.deduplicate:
+            key = document.text if job.deduplicate == "text" else document.id
+            keys.append(blake2b(key.encode("utf-8"), digest_size=16).digest())
+        characters += len(document.text)
+        if characters > BATCH_CHARACTERS:
+            encode_batch()
+            characters = 0
+    encode_batch()
+
+    meta = {"counts": counts, "rejected": [asdict(each) for each in rejected], "taken": block.taken, "end": asdict(end)}
+    arrays = {"meta": np.frombuffer(json.dumps(meta).encode(), np.uint8)}
+    for name in tokens:
+        arrays[f"{name}_tokens"] = np.frombuffer(tokens[name].getbuffer(), dtype)
+        arrays[f"{name}_lengths"] = np.array(lengths[name], np.int32)
+    if job.deduplicate:
+        arrays["keys"] = np.frombuffer(b"".join(keys), "<u8").reshape(-1, 2)
+        arrays["split_numbers"] = np.array(split_numbers, np.uint8)
+    _write_whole(path, arrays)
+    return Part(path, counts, rejected, block.taken, end)
+
+
+def _write_whole(path: str, arrays: dict[str, np.ndarray]) -> None:
+    # In memory first: an archive that meets a full disk in the middle reports that it cannot be closed, not why.
+    archive = io.BytesIO()
+    np.savez(archive, **arrays)
+    temporary = f"{path}.{os.getpid()}.tmp"
+    try:
+        with open(temporary, "wb") as out:
+            out.write(archive.getbuffer())
+            out.flush()
+            os.fsync(out.fileno())
+        os.replace(temporary, path)
+    except OSError:
+        if os.path.exists(temporary):
+            os.unlink(temporary)
+        raise
+
+
+def read_part(path: str) -> Part | None:
+    """The part at a path; None if there is none or it is cut short (it is then made again)."""
+    try:
+        with np.load(path, allow_pickle=False) as arrays:
+            meta = json.loads(arrays["meta"].tobytes())
+    except FileNotFoundError:
+        return None
+    except (ValueError, KeyError, EOFError, zipfile.BadZipFile):
+        os.unlink(path)
+        return None
+    rejected = [Rejected(**each) for each in meta["rejected"]]
+    return Part(path, Counter(meta["counts"]), rejected, meta["taken"], Position(**meta["end"]), resumed=True)

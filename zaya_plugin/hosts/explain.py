@@ -1,0 +1,111 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`zaya train ... explain_optim=true`: which optimizer, learning rate and weight decay every parameter gets.
+
+The model is the real one, built without memory (on torch's meta device) in this process; nothing is launched.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from zaya_plugin import patches
+from zaya_plugin.config.schema import Recipe
+from zaya_plugin.data.vocabulary import padded, vocabulary_of
+from zaya_plugin.optim.grouping import Assignment
+
+
+@dataclass(frozen=True)
+class Row:
+    """Parameters that differ only in layer and expert number."""
+
+    name: str
+    shape: tuple[int, ...]
+    assignment: Assignment
+    count: int
+
+    @property
+    def numel(self) -> int:
+        """Elements of all of them together."""
+        return self.count * torch.Size(self.shape).numel()
+
+
+def explain_optimizer(recipe: Recipe) -> None:
+    """Prints the table for `recipe`; raises ValueError as a run would for overrides that do not fit the model."""
+    from zaya_plugin.training.optimizer import assign_optimizers
+
+    with contextlib.redirect_stdout(io.StringIO()):
+        model = model_without_memory(recipe)
+    assignments = assign_optimizers(recipe, model)
+    for line in table(recipe, rows(model, assignments)):
+        print(line)
+
+
+def model_without_memory(recipe: Recipe) -> nn.Module:
+    """The recipe's model on the meta device, over a process group of this process alone."""
+    environment = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
+    os.environ.update(environment)
+    patches.apply_torch()
+    patches.apply()
+    from zaya_plugin.config.arguments import megatron_arguments
+    from zaya_plugin.hosts import one_process
+    from zaya_plugin.hosts.stage_model import model_config
+    from zaya_plugin.model.build import build_zaya_model
+
+    vocabulary = vocabulary_of(recipe)
+    values = megatron_arguments(recipe, {"tokenizer_type": "NullTokenizer", "vocab_size": vocabulary})
+    args = one_process.arguments({**values, "use_cpu_initialization": True})
+    one_process.begin(recipe.seed)
+    with torch.device("meta"):
+        return build_zaya_model(
+            model_config(args),
+            vocab_size=padded(vocabulary, recipe.model.make_vocab_size_divisible_by),
+            max_sequence_length=recipe.stage.seq_length,
+            rotary_base=args.rotary_base,
+            rotary_percent=args.rotary_percent,
+        )
+
+
+def rows(model: nn.Module, assignments: dict[str, Assignment]) -> list[Row]:
+    """One row for parameters that differ only in layer and expert number, in the model's order."""
+    counts: dict[tuple, int] = {}
+    for name, parameter in model.named_parameters():
+        general = re.sub(r"\.layers\.\d+\.", ".layers.*.", re.sub(r"(linear_fc[12]\.weight)\d+", r"\1*", name))
+        key = (general, tuple(parameter.shape), assignments[name])
+        counts[key] = counts.get(key, 0) + 1
+    return [Row(*key, count) for key, count in counts.items()]
+
+
+def table(recipe: Recipe, found: Iterable[Row]) -> Iterable[str]:
+    """The lines to print."""
+    optim, found = recipe.optim, list(found)
+    width = max(len(row.name) for row in found)
+    yield f"{'parameter':{width}}  {'count':>5}  {'shape':15}  {'optimizer':32}  {'lr':>9}  {'weight decay':>12}"
+    for row in found:
+        assignment = row.assignment
+        what = assignment.optimizer
+        if assignment.matrices is not None:
+            b, m, n = assignment.matrices
+            scale = optim.muon_rms_scale * max(m, n) ** 0.5
+            what += f" {f'{b} x ' if b > 1 else ''}{m} x {n}, scale {scale:.3g}"
+        yield (
+            f"{row.name:{width}}  {row.count:>5}  {' x '.join(map(str, row.shape)):15}  {what:32}  "
+            f"{optim.lr * assignment.lr_mult:>9.3g}  {optim.weight_decay * assignment.weight_decay_mult:>12.3g}"
+        )
+    yield ""
+    momentum = 4 if optim.muon_momentum_dtype == "fp32" else 2
+    for name, state in (("muon", momentum), ("adamw", 8)):
+        chosen = [row for row in found if row.assignment.optimizer == name]
+        numel = sum(row.numel for row in chosen)
+        master = 4 if recipe.cluster.dtype == "bf16" else 0
+        yield (
+            f"{name:6} {sum(row.count for row in chosen):>6,} parameters, {numel:>14,} elements, "
+            f"{numel * (state + master) / 2**30:8.2f} GiB of state and fp32 weights, shared by the data-parallel ranks"
+        )

@@ -1,0 +1,90 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Megatron's training loop under observation, for `zaya bench`: a call before every step, and on request no optimizer."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from megatron.training import get_args, training
+
+from zaya_plugin.optim.chained import ChainedMuonAdamW
+from zaya_plugin.optim.written_gradients import spare_zeroing
+
+
+@dataclass
+class StepParts:
+    """What a step works on. For this step `forward_step` (a micro-batch) and `forward_backward` (all of them) may be replaced."""
+
+    forward_step: Callable
+    forward_backward: Callable
+    model: list
+    optimizer: object
+    args: argparse.Namespace
+
+
+@contextmanager
+def before_steps(call: Callable[[StepParts], None]) -> Iterator[None]:
+    """For the time of the block Megatron calls `call` before each training step. SystemExit(0) from it ends the run, saving nothing."""
+    train_step = training.train_step
+
+    def observed(
+        forward_step, data_iterator, model, optimizer, scheduler, config, forward_backward, *positional, **named
+    ):
+        parts = StepParts(forward_step, forward_backward, model, optimizer, get_args())
+        call(parts)
+        return train_step(
+            parts.forward_step,
+            data_iterator,
+            model,
+            optimizer,
+            scheduler,
+            config,
+            parts.forward_backward,
+            *positional,
+            **named,
+        )
+
+    training.train_step = observed
+    try:
+        yield
+    finally:
+        training.train_step = train_step
+
+
+class NoOptimizer(ChainedMuonAdamW):
+    """Takes no memory and no step. Where the optimizer's step would gather ZeRO's parameters, that is done: it is communication.
+
+    Dividing the gradients by the number of tokens is part of the optimizer's reading them, so it is not done here either.
+    """
+
+    def __init__(self, config, model_chunks: list):
+        super().__init__([])
+        self.config, self.model_chunks = config, model_chunks
+        spare_zeroing(model_chunks)
+
+    def step(self) -> tuple[bool, None, None]:
+        for chunk in self.model_chunks:
+            if chunk.ddp_config.use_distributed_optimizer and not chunk.ddp_config.overlap_param_gather:
+                chunk.start_param_sync(force_sync=True)
+        return True, None, None
+
+
+@contextmanager
+def without_optimizer() -> Iterator[None]:
+    """For the time of the block Megatron builds no optimizer; put it around `zaya_plugin.hosts.pretrain.run`."""
+    before = training.get_megatron_optimizer
+    training.get_megatron_optimizer = lambda config, model_chunks, *positional, **named: NoOptimizer(
+        config, model_chunks
+    )
+    try:
+        yield
+    finally:
+        training.get_megatron_optimizer = before
+
+
+def graph_warm_up(args: argparse.Namespace) -> int:
+    """Steps that Megatron launches kernel by kernel before it captures a graph of the whole step; 0 where it captures none."""
+    return args.cuda_graph_warmup_steps if getattr(args, "cuda_graph_impl", "none") == "full_iteration" else 0

@@ -1,0 +1,168 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Loss by position in the sequence of two stages' models on the same validation text: what the longer context was good for.
+
+`python -m zaya_plugin.hosts.position_loss <run of the shorter stage> <run of the longer stage>` does it in one process;
+zaya_plugin/run/compare_positions.py starts that with the environment of the recipe. Both models read sequences of the longer stage's length, each with
+its own RoPE base.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+SEQUENCES = 16
+RESULT = "loss_by_position.json"
+
+
+def main(argv: list[str]) -> int:
+    """The comparison in this process."""
+    from zaya_plugin.config.compose import load_recipe
+
+    runs = [Path(run) for run in argv]
+    recipes = [load_recipe(run / "recipe.yaml") for run in runs]
+    with contextlib.ExitStack() as quiet:
+        out = sys.stderr if os.environ.get("ZAYA_TRACEBACK") else quiet.enter_context(open(os.devnull, "w"))
+        quiet.enter_context(contextlib.redirect_stdout(out))
+        by_position = losses_by_position(runs, recipes)
+    short, long = (recipe.stage.seq_length for recipe in recipes)
+    result = {
+        "sequences": len(by_position[0]),
+        "stages": [recipe.stage.name for recipe in recipes],
+        "rows": [(start, end, *means(by_position, start, end)) for start, end in ranges(short, long)],
+        "beyond": means(by_position, short, long),
+    }
+    better = result["beyond"][1] < result["beyond"][0]
+    for line in table(result, short, long, better):
+        print(line)
+    (runs[1] / RESULT).write_text(json.dumps(result, indent=1) + "\n")
+    return 0 if better else 1
+
+
+def ranges(short: int, long: int) -> list[tuple[int, int]]:
+    """Positions [start, end): the shorter context, then as much again at a time up to the longer one."""
+    edges = [0, short]
+    while edges[-1] < long:
+        edges.append(min(2 * edges[-1], long))
+    return list(zip(edges, edges[1:], strict=False))
+
+
+def means(by_position, start: int, end: int) -> list[float]:
+    """Mean loss of each model over positions [start, end)."""
+    return [loss[:, start:end].mean().item() for loss in by_position]
+
+
+def table(result: dict, short: int, long: int, better: bool) -> Iterator[str]:
+    """The lines to print; better: whether the longer stage's model is, past the shorter context."""
+    yield f"loss by position, nats a token, {result['sequences']} sequences of {long} validation tokens"
+    yield f"{'positions':>14}  " + "  ".join(f"{name:>16}" for name in result["stages"])
+    for start, end, *values in result["rows"]:
+        yield f"{f'{start}-{end - 1}':>14}  " + "  ".join(f"{value:>16.4f}" for value in values)
+    before, after = result["beyond"]
+    yield f"past {short} tokens: {after:.4f} against {before:.4f}, {'below' if better else 'NOT below'}"
+
+
+def losses_by_position(runs: Sequence[Path], recipes) -> list:
+    """Of the shorter and the longer stage's model on the same sequences of the longer stage's length: fp32 [n, s] each."""
+    from zaya_plugin import patches
+
+    patches.apply()
+    tokens = validation_tokens(recipes[-1], SEQUENCES)
+    args = arguments(recipes[-1], runs[-1])
+    return [losses_of(run, args, recipe.stage.rotary_base, tokens) for run, recipe in zip(runs, recipes, strict=True)]
+
+
+def validation_tokens(recipe, sequences: int):
+    """The first tokens of the validation data as int64 [sequences or fewer, seq_length + 1], documents as they follow each other."""
+    import numpy
+    import torch
+
+    from zaya_plugin.data.check import locate
+    from zaya_plugin.data.prefixes import resolve_blend
+    from zaya_plugin.data.sources import find_sources
+
+    with_validation = replace(recipe, stage=replace(recipe.stage, eval_iters=recipe.stage.eval_iters or 1))
+    prefix = resolve_blend(find_sources(with_validation).valid, "valid")[0][0]
+    manifest = locate(recipe.data.path)[0]
+    from megatron.core.datasets.indexed_dataset import IndexedDataset
+
+    dtype = numpy.dtype(manifest.dtype) if manifest is not None else IndexedDataset(prefix).index.dtype
+    stored = numpy.memmap(prefix + ".bin", dtype=dtype, mode="r")
+    length = recipe.stage.seq_length + 1
+    count = min(sequences, len(stored) // length)
+    if count == 0:
+        raise ValueError(f"{prefix}.bin holds {len(stored)} tokens, fewer than a sequence of {length}")
+    return torch.from_numpy(stored[: count * length].astype(numpy.int64).reshape(count, length))
+
+
+def arguments(recipe, run: Path):
+    """Megatron's arguments of `recipe`'s model in one process; they go for both stages, whose models differ in RoPE's base alone."""
+    from zaya_plugin.checkpoint import on_disk
+    from zaya_plugin.config.arguments import megatron_arguments
+    from zaya_plugin.config.schema import ParallelConfig
+    from zaya_plugin.hosts import one_process
+
+    vocabulary = on_disk.saved_arguments(run / "checkpoints", on_disk.latest(run / "checkpoints")).padded_vocab_size
+    alone = replace(
+        recipe,
+        parallel=ParallelConfig(),
+        stage=replace(recipe.stage, batch_size_ramp=None),
+        handover=replace(recipe.handover, from_run=None),
+    )
+    args = one_process.arguments(
+        megatron_arguments(alone, {"tokenizer_type": "NullTokenizer", "vocab_size": vocabulary})
+    )
+    args.padded_vocab_size = vocabulary
+    return args
+
+
+def losses_of(run: Path, args, rotary_base: int, tokens):
+    """Loss of every position of `tokens` [n, s + 1] under the model in `run`'s newest checkpoint; fp32 [n, s]."""
+    import torch
+
+    model = load_model(run, args, rotary_base).eval()
+    device = next(model.parameters()).device
+    losses = []
+    with torch.no_grad():
+        for row in tokens.to(device).split(1):
+            positions = torch.arange(row.shape[1] - 1, device=device)[None]
+            losses.append(model(row[:, :-1], positions, None, labels=row[:, 1:]).float().cpu())
+    return torch.cat(losses)
+
+
+def load_model(run: Path, args, rotary_base: int):
+    """The model of `run`'s newest checkpoint on one device."""
+    from megatron.core import dist_checkpointing
+
+    from zaya_plugin.checkpoint import on_disk
+    from zaya_plugin.hosts import one_process
+    from zaya_plugin.hosts.stage_model import model_config
+    from zaya_plugin.model.build import build_zaya_model
+
+    directory = run / "checkpoints"
+    one_process.begin(args.seed)
+    model = build_zaya_model(
+        model_config(args),
+        vocab_size=args.padded_vocab_size,
+        max_sequence_length=args.seq_length,
+        rotary_base=rotary_base,
+        rotary_percent=args.rotary_percent,
+    )
+    if not args.use_cpu_initialization:
+        model.cuda()
+    wanted = model.sharded_state_dict()
+    loaded = dist_checkpointing.load(dict(wanted), str(on_disk.folder(directory, on_disk.latest(directory))))
+    model.load_state_dict({name: loaded[name] for name in wanted})  # beside these it brings the run's own record
+    return model
+
+
+if __name__ == "__main__":
+    from zaya_plugin import patches
+
+    patches.apply_torch()
+    sys.exit(main(sys.argv[1:]))

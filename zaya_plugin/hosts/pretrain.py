@@ -1,0 +1,288 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`zaya train` on `megatron.training`: recipe -> arguments -> `pretrain`, with our model, data, loss and hooks.
+
+The loop, the schedules, the optimizers, the samplers and the checkpoints are Megatron's. pretrain() has no list of
+callbacks in 0.19, so some of its module-level names are given new values for the time of a run (`install_hooks`).
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from megatron.core.enums import ModelType
+from megatron.core.full_cuda_graph import FullCudaGraphWrapper
+from megatron.core.num_microbatches_calculator import get_current_global_batch_size
+from megatron.training import get_args, get_signal_handler, get_tensorboard_writer, get_timers, get_tokenizer, training
+from megatron.training.argument_utils import pretrain_cfg_container_from_args
+from megatron.training.arguments import parse_and_validate_args
+
+from zaya_plugin.config.arguments import BATCH_ARGUMENTS, OWN_ARGUMENTS, megatron_arguments
+from zaya_plugin.config.schema import Recipe
+from zaya_plugin.data.sources import DataSources
+from zaya_plugin.data.validation_domains import mean_loss
+from zaya_plugin.handover.predecessor import predecessor
+from zaya_plugin.hosts.forward_step import forward_step
+from zaya_plugin.hosts.stage_handover import Handover, stage_part, stage_samples, validation_part
+from zaya_plugin.hosts.stage_model import build_stage, model_config
+from zaya_plugin.optim.balancing import RouterStatistics
+from zaya_plugin.optim.chained import NonFiniteGradientsError
+from zaya_plugin.patches import megatron_nccl_allocator
+from zaya_plugin.training.balancer import Balancer
+from zaya_plugin.training.kernels import kernel_lines
+from zaya_plugin.training.lifecycle import Lifecycle
+from zaya_plugin.training.metrics import Reporter, Step, memory_gib
+from zaya_plugin.training.optimizer import optimizer_factory
+from zaya_plugin.training.signal_agreement import AgreedSignal
+from zaya_plugin.training.step_queue import StepClock, StepQueue
+
+
+def run(recipe: Recipe, sources: DataSources, lifecycle: Lifecycle, reporter: Reporter) -> None:
+    """Train as the recipe says; returns when the last step is done, or when a signal or exit_interval ended the run.
+
+    Args:
+        recipe: validated; patches are applied already.
+        sources: tokenizer and data sets of the recipe.
+        lifecycle: what happens around checkpoints.
+        reporter: receives every step and validation.
+    """
+    args = parse_arguments(megatron_arguments(recipe, sources.tokenizer_arguments()))
+    leave_new_memory_alone(recipe)
+    before = predecessor(recipe) if not lifecycle.has_checkpoint else None
+    lifecycle.describe_into(args, before)
+    handover = Handover(recipe, before, lifecycle.resumed_at)
+    handover.check(args)
+    trainer = _Trainer(args, recipe, sources, lifecycle, reporter)
+    trainer.install_hooks()
+    handover.install(trainer.evaluate_and_report)
+    megatron_nccl_allocator.end_with_release()
+    try:
+        training.pretrain(
+            pretrain_cfg_container_from_args(args),
+            trainer.provide_datasets,
+            ModelType.encoder_or_decoder,
+            forward_step,
+            model_provider=trainer.provide_model,
+        )
+    except SystemExit as left:  # signals and exit_interval leave pretrain() this way, after saving
+        if left.code:
+            raise
+    except NonFiniteGradientsError as error:
+        raise NonFiniteGradientsError(f"step {args.curr_iteration + 1}: {error}") from error
+    finally:
+        try:
+            if sys.exc_info()[0] is None:
+                trainer.steps.flush()
+            else:  # the device may be what failed, or wait for another rank for ever
+                with contextlib.suppress(RuntimeError):
+                    trainer.steps.poll()
+            reporter.close()
+        finally:
+            release_graphs()
+        if sys.exc_info()[0] is None:  # all ranks are here
+            megatron_nccl_allocator.release()
+
+
+def leave_new_memory_alone(recipe: Recipe) -> None:
+    """Deterministic algorithms let torch fill every new tensor with NaN, to show reads of what nobody wrote: twice the launches of a step."""
+    if recipe.cluster.deterministic:
+        torch.utils.deterministic.fill_uninitialized_memory = False
+
+
+def release_graphs() -> None:
+    """Give up the graphs that Megatron captured: NCCL's communicators wait at their end for every graph that holds a kernel of theirs."""
+    for stage, graph in FullCudaGraphWrapper.cuda_graph.items():
+        if graph is not None:
+            graph.reset()
+        FullCudaGraphWrapper.cuda_graph[stage] = FullCudaGraphWrapper.result[stage] = None
+
+
+def parse_arguments(values: dict[str, Any]) -> argparse.Namespace:
+    """Megatron's namespace from `values`, through Megatron's own validation.
+
+    Raises:
+        ValueError: a name that Megatron does not know, or a combination that its validation refuses.
+    """
+
+    def add_own(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+        group = parser.add_argument_group("zaya")
+        for name in (*OWN_ARGUMENTS, *BATCH_ARGUMENTS):
+            group.add_argument("--" + name.replace("_", "-"), default=values.get(name))
+        known = {action.dest for action in parser._actions}
+        if unknown := sorted(set(values) - known):
+            raise ValueError(
+                f"no Megatron argument is called {', '.join(unknown)}; names under `megatron` in a recipe are those "
+                "of Megatron's command line with underscores (--moe-router-dtype is moe_router_dtype)"
+            )
+        parser.set_defaults(**values)
+        return parser
+
+    # Values travel as defaults: Megatron parses an empty command line and validates what it finds.
+    argv, sys.argv = sys.argv, sys.argv[:1]
+    try:
+        return parse_and_validate_args(extra_args_provider=add_own)
+    except AssertionError as refused:
+        raise ValueError(f"Megatron's argument validation refuses this recipe: {refused}") from refused
+    finally:
+        sys.argv = argv
+
+
+class _Trainer:
+    """The functions that pretrain() calls back, and what they share."""
+
+    def __init__(self, args, recipe: Recipe, sources: DataSources, lifecycle: Lifecycle, reporter: Reporter):
+        self.args = args
+        self.recipe = recipe
+        self.sources = sources
+        self.lifecycle = lifecycle
+        self.reporter = reporter
+        self.balancer = Balancer()
+        self.started = False
+        self.steps = StepQueue()
+        self.clock = StepClock(on_device=recipe.cluster.device != "cpu")
+        self.signal: AgreedSignal | None = None
+
+    def install_hooks(self) -> None:
+        """Megatron's names that get our values: its log line and validation report, what surrounds a save, the optimizer; and
+        what waits for the device in every step, to make ranks agree on what ours agree on already, or can learn a step later."""
+        self.get_megatron_optimizer = training.get_megatron_optimizer
+        self.evaluate = training.evaluate
+        self.save_checkpoint = training.save_checkpoint
+        training.training_log = self.training_log
+        training.evaluate_and_print_results = self.evaluate_and_report
+        training.save_checkpoint = self.save_and_prune
+        training.get_megatron_optimizer = optimizer_factory(self.recipe, self.get_megatron_optimizer)
+        # ChainedMuonAdamW.step returns the same on all ranks.
+        training.logical_and_across_model_parallel_group = lambda succeeded, group=None: succeeded
+        training.reduce_max_stat_across_model_parallel_group = lambda stat, group=None: stat
+        training.get_signal_handler = self.signal_handler
+
+    def provide_model(self, pre_process=True, post_process=True, vp_stage=None, config=None, pg_collection=None):
+        """A GPTModel of the ZAYA layers of one (virtual) stage; called by pretrain() once the process groups are there."""
+        args = self.args
+        if not self.started:  # with virtual stages there is one call for each
+            self.started = True
+            self.lifecycle.share_run_id()
+            self.reporter.start(
+                get_tensorboard_writer(),
+                self.lifecycle.run_id,
+                resumed_at=self.lifecycle.resumed_at,
+                lineage=self.lifecycle.lineage,
+            )
+            if kernels := kernel_lines(self.recipe):
+                self.reporter.note(kernels)
+        config = model_config(args)
+        config.finalize_model_grads_func = self.finalize_and_balance
+        return build_stage(self.recipe, args, config, pre_process, post_process, vp_stage, pg_collection)
+
+    def provide_datasets(self, num_samples, vp_stage=None):
+        """Train, validation and test sets for Megatron's numbers of samples."""
+        validations = self.args.eval_iters * self.args.eval_global_batch_size
+        counts = stage_samples(self.recipe, num_samples, validations)
+        datasets = self.sources.build(counts, self.args.seq_length, self.args.seed, get_tokenizer(), validations)
+        return [
+            stage_part(self.recipe, datasets[0]),
+            validation_part(self.recipe, datasets[1], validations),
+            *datasets[2:],
+        ]
+
+    # Every rank reads its part itself; without this attribute Megatron broadcasts from one rank.
+    provide_datasets.is_distributed = True
+
+    def signal_handler(self) -> AgreedSignal:
+        """Takes the place of Megatron's get_signal_handler."""
+        if self.signal is None:
+            self.signal = AgreedSignal(get_signal_handler(), torch.cuda.current_device())
+        return self.signal
+
+    def finalize_and_balance(self, model, *positional, **named):
+        """After the backward passes of a step."""
+        self.steps.poll()  # the step before is over by now
+        self.balancer(model, *positional, **named)
+
+    def training_log(
+        self,
+        loss_dict,
+        total_loss_dict,
+        learning_rate,
+        iteration,
+        loss_scale,
+        report_memory_flag,
+        skipped_iter,
+        grad_norm,
+        *positional,
+        **named,
+    ):
+        """Takes the place of Megatron's: same inputs, but one line of ours and a row of metrics, once the numbers are on the host."""
+        args = get_args()
+        batch_size = get_current_global_batch_size()
+        statistics = self.balancer.statistics
+        known = dict(
+            step=iteration,
+            lr=learning_rate,
+            grad_norm=float(grad_norm) if grad_norm is not None else None,
+            tokens=batch_size * args.seq_length,
+            flops=training.num_floating_point_operations(args, batch_size),
+            skipped=bool(skipped_iter),
+            consumed_samples=args.consumed_train_samples,
+            last_step=args.train_iters,
+            memory_gib=memory_gib(),
+        )
+        seconds = self.clock.lap(first=lambda: get_timers()("interval-time").elapsed())
+        losses = [loss_dict["lm loss"]] if "lm loss" in loss_dict else []
+        counts = [] if statistics is None else [statistics.tokens_per_expert, statistics.entropy]
+
+        def report(arrived: list[torch.Tensor]) -> None:
+            loss = arrived[0].item() if losses else None
+            routers = RouterStatistics(*arrived[len(losses) :]) if counts else None
+            self.reporter.step(Step(loss=loss, seconds=seconds(), statistics=routers, **known))
+
+        self.steps.add([*losses, *counts], report)
+        if args.record_memory_history and iteration == min(args.profile_step_end, args.train_iters):
+            self.dump_memory_snapshot(args)
+        return False  # Megatron's own memory report is not wanted
+
+    @staticmethod
+    def dump_memory_snapshot(args) -> None:
+        """The allocator's history of this rank, for pytorch.org/memory_viz; Megatron records it from the start."""
+        rank = torch.distributed.get_rank()
+        if rank in args.profile_ranks:
+            path = Path(args.memory_snapshot_path)
+            torch.cuda.memory._dump_snapshot(str(path.with_stem(f"{path.stem}_rank{rank}")))
+
+    def evaluate_and_report(
+        self, prefix, forward_step_func, data_iterator, model, iteration, process_non_loss_data_func, config, **named
+    ):
+        """Takes the place of Megatron's evaluate_and_print_results: the same evaluation, a domain at a time, reported as a metric."""
+        self.steps.flush()
+        groups = {name: named.get(name) for name in ("pg_collection", "p2p_communicator", "non_loss_data_func")}
+        domains, found = self.sources.domains or {"": 1.0}, {}
+        for domain in domains:
+            losses, _, timed_out = self.evaluate(
+                forward_step_func,
+                data_iterator,
+                model,
+                process_non_loss_data_func,
+                config,
+                eval_iters=self.args.eval_iters // len(domains),
+                **groups,
+            )
+            if timed_out:
+                return
+            if losses:
+                found[domain] = losses["lm loss"].item()
+        if found:
+            self.reporter.validation(iteration, mean_loss(found, domains), found if self.sources.domains else {})
+        self.clock.restart()
+
+    def save_and_prune(self, iteration, *positional, **named):
+        """Megatron's save; older checkpoints go once this one is whole."""
+        self.steps.flush()
+        self.save_checkpoint(iteration, *positional, **named)
+        self.lifecycle.after_save(iteration)
+        self.reporter.checkpoint(iteration)
+        self.clock.restart()

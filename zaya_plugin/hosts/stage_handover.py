@@ -1,0 +1,181 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The first launch of a stage that takes over from another: Megatron's checkpoint load, then a new beginning.
+
+Megatron's own two ways do not do it: --finetune drops the optimizer's state, and a plain load goes on counting steps, samples
+and schedule. Its load also looks up the saved parameter groups by their learning rates and fails where the new stage has others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from megatron.core.num_microbatches_calculator import update_num_microbatches
+from megatron.core.optimizer import distrib_optimizer, optimizer
+from megatron.training import get_args, training
+from torch.utils.data import Dataset, Subset
+
+from zaya_plugin.checkpoint import on_disk
+from zaya_plugin.config.schedule import sample_count
+from zaya_plugin.config.schema import Recipe
+from zaya_plugin.handover.predecessor import Predecessor
+
+# What a new stage's recipe says of a parameter group; the rest of a group (its parameters, its step count) is state.
+STATE_OF_GROUP = ("params", "step")
+SCHEDULE_KEYS = ("max_lr", "min_lr", "start_wd", "end_wd")
+
+
+class Handover:
+    """Hooks for a run whose checkpoint directory may still be empty.
+
+    Args:
+        recipe: of the stage that begins.
+        before: the stage that hands over, or None.
+        resumed_at: step of this stage's own checkpoint that is continued from; 0: the stage begins.
+    """
+
+    def __init__(self, recipe: Recipe, before: Predecessor | None, resumed_at: int):
+        self.recipe = recipe
+        self.before = before if resumed_at == 0 else None
+        self.begins = resumed_at == 0
+
+    def check(self, args) -> None:
+        """Raises ValueError where the checkpoint to take over is damaged or of another model."""
+        if self.before is None or args.rank != 0:
+            return
+        directory, steps = self.before.checkpoints, self.before.steps
+        if broken := on_disk.problems(directory, steps):
+            raise ValueError("the checkpoint of the stage before is damaged:\n  " + "\n  ".join(broken))
+        on_disk.check_same_model(directory, steps, args)
+
+    def install(self, evaluate_and_report) -> None:
+        """Gives Megatron's `load_checkpoint` and `train` what surrounds them; evaluate_and_report: the adapter's."""
+        self.install_load()
+        if self.begins and self.recipe.stage.eval_at_start:
+            self.train = training.train
+            self.evaluate_and_report = evaluate_and_report
+            training.train = self.evaluate_and_train
+
+    def install_load(self) -> None:
+        """The part of `install` that concerns `load_checkpoint`."""
+        if self.before is not None:
+            self.load_checkpoint = training.load_checkpoint
+            training.load_checkpoint = self.load_and_begin
+
+    def load_and_begin(self, model, optimizer, scheduler, *positional, **named) -> tuple[int, int]:
+        """Weights and optimizer state of the stage before; steps, samples, schedule and FLOPs from nought."""
+        args = get_args()
+        groups = [{k: v for k, v in group.items() if k not in STATE_OF_GROUP} for group in optimizer.param_groups]
+        with _groups_matched_without(SCHEDULE_KEYS):
+            self.load_checkpoint(model, optimizer, scheduler, *positional, **named)
+        for group, wanted in zip(optimizer.param_groups, groups, strict=True):
+            group.update(wanted)
+        if self.recipe.handover.optimizer == "reset":
+            reset_optimizer(optimizer)
+        scheduler.num_steps = 0
+        scheduler.step(0)
+        args.consumed_train_samples = args.skipped_train_samples = args.consumed_valid_samples = 0
+        update_num_microbatches(0, consistency_check=False)
+        return 0, 0
+
+    def evaluate_and_train(
+        self,
+        forward_step_func,
+        model,
+        optimizer,
+        scheduler,
+        train_data,
+        valid_data,
+        non_loss,
+        config,
+        *positional,
+        **named,
+    ):
+        """Validation before the first step, then Megatron's training loop."""
+        args = get_args()
+        if args.do_valid:
+            groups = {name: named.get(name) for name in ("pg_collection", "p2p_communicator")}
+            self.evaluate_and_report("start", forward_step_func, valid_data, model, 0, non_loss, config, **groups)
+            for chunk in model:
+                chunk.train()
+        return self.train(
+            forward_step_func,
+            model,
+            optimizer,
+            scheduler,
+            train_data,
+            valid_data,
+            non_loss,
+            config,
+            *positional,
+            **named,
+        )
+
+
+def stage_samples(recipe: Recipe, counts: tuple[int, int, int], validation: int) -> tuple[int, int, int]:
+    """Samples of training, validation and test to build, from Megatron's `counts`; validation: samples of one validation.
+
+    The training set is made for all stages that share its order: Megatron shuffles the epochs that are asked for together, so
+    that a longer set has not the shorter one's order.
+    """
+    train, valid, test = counts
+    train = max(train, sample_count(recipe))  # a ramp may end amid a batch
+    handover = recipe.handover
+    planned = max(handover.planned_samples or 0, handover.first_sample + train)
+    return planned, valid + validation * recipe.stage.eval_at_start, test
+
+
+def stage_part(recipe: Recipe, dataset):
+    """The training samples of this stage: those from `handover.first_sample` on."""
+    first = recipe.handover.first_sample
+    return dataset if dataset is None or first == 0 else Subset(dataset, range(first, len(dataset)))
+
+
+class Repeated(Dataset):
+    """The first `period` samples of a data set over and over; as long as the whole."""
+
+    def __init__(self, dataset, period: int):
+        self.dataset, self.period = dataset, period
+        self.split = getattr(dataset, "index_split", getattr(dataset, "split", None))  # Megatron's loader asks for it
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getitem__(self, index: int):
+        return self.dataset[index % self.period]
+
+
+def validation_part(recipe: Recipe, dataset, validation: int):
+    """With `stage.eval_at_start` the samples of the first validation for all of them, so that their losses can be compared."""
+    return Repeated(dataset, validation) if dataset is not None and recipe.stage.eval_at_start else dataset
+
+
+def reset_optimizer(chained) -> None:
+    """Zeroes all momenta and step counts; fp32 copies of the weights stay as they are, so that no bit of a weight changes."""
+    for part in getattr(chained, "chained_optimizers", [chained]):
+        if part.optimizer is None:  # a rank without parameters of this kind
+            continue
+        for state in part.optimizer.state.values():
+            for value in state.values():
+                if torch.is_tensor(value):
+                    value.zero_()
+        for group in part.optimizer.param_groups:
+            if "step" in group:
+                group["step"] = torch.zeros_like(group["step"]) if torch.is_tensor(group["step"]) else 0
+
+
+@contextmanager
+def _groups_matched_without(keys: tuple[str, ...]) -> Iterator[None]:
+    """Megatron pairs saved and present parameter groups by their settings; leaves out those that a stage changes.
+
+    Groups that differ in nothing else then share one saved group, of which only the step count is kept.
+    """
+    before = {module: module.param_group_identifier_keys for module in (distrib_optimizer, optimizer)}
+    for module, names in before.items():
+        module.param_group_identifier_keys = tuple(name for name in names if name not in keys)
+    try:
+        yield
+    finally:
+        for module, names in before.items():
+            module.param_group_identifier_keys = names

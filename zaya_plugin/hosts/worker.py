@@ -1,0 +1,124 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One rank: `python -m zaya_plugin.hosts.worker <recipe.yaml>`, started by torchrun, SLURM or `zaya train`.
+
+Expects RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT in the environment.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import io
+import logging
+import os
+import sys
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+
+from zaya_plugin import patches
+from zaya_plugin.hosts.parent_death import adopt_children, follow_rank
+
+# At import and not in main(): processes that write checkpoints are spawned and import this module again.
+if __name__ == "__mp_main__":
+    follow_rank()
+patches.apply_torch()
+
+EXIT_SECONDS = 120
+
+
+class RankLog(io.TextIOBase):
+    """A log file that never fails its writer: on a full disk lines are lost, but not the training that printed them."""
+
+    def __init__(self, path: Path):
+        self.file = open(path, "a", buffering=1)
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, text: str) -> int:
+        with contextlib.suppress(OSError):
+            self.file.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        with contextlib.suppress(OSError):
+            self.file.flush()
+
+    def close(self) -> None:
+        if not self.closed:
+            super().close()  # flushes
+            with contextlib.suppress(OSError):
+                self.file.close()
+
+
+def main(argv: list[str], work: Callable | None = None) -> int:
+    """Train the recipe in the file argv[0]. Returns the exit status: 0, or 2 for an error that the user can mend.
+
+    work: what else to do with it, as work(recipe, rank, world_size, console).
+    """
+    from zaya_plugin.config.compose import load_recipe
+
+    adopt_children()
+    recipe = load_recipe(Path(argv[0]))
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    logs = Path(recipe.run_dir) / "logs"
+    logs.mkdir(parents=True, exist_ok=True)
+    console = sys.stdout
+    # Megatron prints some hundred lines (all its arguments among them); they are kept, beside the console.
+    with RankLog(logs / f"rank{rank}.log") as log, contextlib.redirect_stdout(log):
+        logging.basicConfig(stream=log, level=logging.INFO, force=True)
+        logging.captureWarnings(True)
+        try:
+            (work or _train)(recipe, rank, world_size, console)
+        except ValueError as error:
+            _leave_for_certain()
+            traceback.print_exc(file=log)
+            print(f"zaya: {error}" if rank == 0 else f"zaya: rank {rank}: {error}", file=sys.stderr, flush=True)
+            if os.environ.get("ZAYA_TRACEBACK"):
+                traceback.print_exc()
+            return 2
+        except BaseException as error:
+            if not isinstance(error, SystemExit):  # who asks to leave may have to finish writing
+                _leave_for_certain()
+            traceback.print_exc(file=log)
+            raise
+    return 0
+
+
+def _leave_for_certain() -> None:
+    """End this process EXIT_SECONDS from now, whatever it is doing: after an error the way out may wait for ever, for ranks or a device that no
+    longer answer (NCCL's destructors after a failed capture of a graph did), and the launcher hears of a failure only when the rank has ended."""
+    faulthandler.dump_traceback_later(EXIT_SECONDS, exit=True, file=open(os.devnull, "w"))
+
+
+def prepare(recipe, world_size: int) -> None:
+    """What precedes any use of Megatron in a rank."""
+    import torch
+
+    from zaya_plugin.config.validate import validate
+    from zaya_plugin.training.kernels import select_kernels
+
+    validate(recipe, world_size)
+    select_kernels(recipe)
+    if threads := os.environ.get("OMP_NUM_THREADS"):
+        torch.set_num_threads(int(threads))
+    patches.apply()
+
+
+def _train(recipe, rank: int, world_size: int, console) -> None:
+    prepare(recipe, world_size)
+    import torch
+
+    from zaya_plugin.data.sources import find_sources
+    from zaya_plugin.hosts import pretrain
+    from zaya_plugin.training.lifecycle import Lifecycle
+    from zaya_plugin.training.metrics import Reporter
+
+    pretrain.run(recipe, find_sources(recipe), Lifecycle(recipe), Reporter(recipe, rank, world_size, console))
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

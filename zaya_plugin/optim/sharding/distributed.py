@@ -1,0 +1,109 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Megatron's ZeRO-1 optimizer with Muon inside: whole matrices at their owners, AdamW's state sharded flat.
+
+Why not Megatron's layer-wise optimizer (`use_layer_wise_distributed_optimizer`), which its own Muon uses: it deals a
+layer's experts out over the shards, so the grouped GEMM would need a copy of all experts every step; it takes 2-D
+parameters one by one, so thousands of small products are launched; and whole parameters alone go to a rank, the embedding
+too. Here the buffer layout (zaya_plugin/optim/sharding/layout.py) keeps each matrix inside one shard of the ordinary
+distributed optimizer, whose bucketed reduce-scatter, all-gather and their overlap all apply unchanged. Where another
+layout cuts a matrix, its pieces meet for Newton-Schulz (zaya_plugin/optim/sharding/exchange.py).
+"""
+
+from __future__ import annotations
+
+import torch
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from torch import Tensor
+
+from zaya_plugin.optim.muon import MuonAdamW
+from zaya_plugin.optim.sharding.exchange import MatrixExchange, find_cut_matrices
+
+
+class MuonDistributedOptimizer(DistributedOptimizer):
+    """DistributedOptimizer over a MuonAdamW. Checkpoints are Megatron's, without a second moment for Muon's matrices."""
+
+    def __init__(self, optimizer: MuonAdamW, *positional, **named):
+        super().__init__(optimizer, *positional, **named)
+        cut = find_cut_matrices(self.buffers, self.data_parallel_group.size())
+        if cut:
+            self.optimizer.exchange = MatrixExchange(self.data_parallel_group)
+        self._targets: dict[Tensor, Tensor] = {}
+        self._gradients: dict[Tensor, tuple[Tensor, Tensor]] = {}
+        for model_param, main_param in self._pairs():
+            if hasattr(model_param, "muon_matrices"):
+                main_param.muon_matrices = model_param.muon_matrices
+                if model_param in cut:
+                    main_param.muon_cut = cut[model_param]
+            share = self._share_of_buffer(model_param)
+            if main_param.data_ptr() == share.data_ptr():  # an fp32 model: the weight itself
+                continue
+            if hasattr(model_param, "muon_matrices"):
+                main_param.muon_target = share
+            else:
+                self._targets[share] = main_param
+
+    def _pairs(self) -> list[tuple[Tensor, Tensor]]:
+        """Parameters of the model with a part on this rank, and the fp32 tensors that the inner optimizer updates."""
+        groups = [(self.model_float16_groups, self.shard_fp32_from_float16_groups)]
+        groups.append((self.model_fp32_groups, self.shard_fp32_groups))
+        return [
+            pair
+            for model_groups, main_groups in groups
+            for model_group, main_group in zip(model_groups, main_groups, strict=True)
+            for pair in zip(model_group, main_group, strict=True)
+        ]
+
+    def _share_of_buffer(self, model_param: Tensor) -> Tensor:
+        """The flat part of DDP's parameter buffer that this rank writes and the others gather."""
+        buffer, _, bucket = self.model_param_gbuf_map[model_param]
+        place = self._get_model_param_range_map(model_param)["gbuf_world_in_bucket"]
+        return self.buffers[buffer].buckets[bucket].param_data.view(-1)[place.start : place.end]
+
+    def _copy_main_params_to_model_params(self) -> None:
+        # Muon's update has written the model's dtype in the same pass.
+        if self._targets:
+            torch._foreach_copy_(list(self._targets), list(self._targets.values()))
+
+    def _copy_model_grads_to_main_grads(self) -> None:
+        """Gives the fp32 weights their gradients; fp32 ones are views into DDP's buffers, which need be taken once."""
+        if self.is_stub_optimizer or self.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8:
+            return super()._copy_model_grads_to_main_grads()
+        for model_param, main_param in self._pairs():
+            whole, view = self._gradients.get(main_param, (None, None))
+            if whole is not model_param.main_grad:
+                whole = model_param.main_grad
+                place = self._get_model_param_range_map(model_param)["param"]
+                view = whole.view(-1)[place.start : place.end]
+                self._gradients[main_param] = whole, view
+            main_param.grad = view.float()
+
+    def start_param_sync_for_bucket_group_subset(self) -> None:
+        """Gather the weights of this optimizer's own buckets; Megatron's gathers all, once for experts and once for the rest."""
+        own = {id(bucket) for buffer in self.buffers for bucket in buffer.buckets}
+        for chunk in self.model_chunks:
+            for group in chunk.bucket_groups + chunk.expert_parallel_bucket_groups:
+                if any(id(bucket) in own for bucket in group.buckets):
+                    chunk._start_bucket_group_param_sync(group, force_sync=False)
+
+    def load_state_dict(self, state_dict: dict) -> None:
+        # Where there is no state yet Megatron makes up Adam's, with a second moment for everything.
+        self.optimizer.initialise_state()
+        with torch.no_grad():
+            super().load_state_dict(state_dict)
+
+    def _get_main_param_and_optimizer_states(self, model_param: Tensor) -> dict[str, Tensor]:
+        tensors = super()._get_main_param_and_optimizer_states(model_param)
+        if "exp_avg" in tensors and "exp_avg_sq" not in tensors:
+            # Megatron collects the same keys from all parameters; no memory, and not written (see below).
+            tensors["exp_avg_sq"] = tensors["param"].new_zeros(()).expand(tensors["param"].shape)
+        return tensors
+
+    def sharded_param_state_fully_reshardable(self, *positional, **named):
+        states = super().sharded_param_state_fully_reshardable(*positional, **named)
+        if states is not None:
+            params = [p for buffer in self.buffers for p in buffer.param_index_map]
+            assert len(params) == len(states), "Megatron numbers states in the order of its buffers"
+            for index, param in enumerate(params):
+                if hasattr(param, "muon_matrices"):
+                    del states[index]["exp_avg_sq"]
+        return states
