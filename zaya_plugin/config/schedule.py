@@ -2,7 +2,7 @@
 """A stage's schedule as numbers: how many steps and tokens it has, its batches and its learning rate at any sample.
 
 The formulas are those of Megatron (`megatron.core.optimizer_param_scheduler`, `megatron.core.num_microbatches_calculator`),
-which count in sequences; `tests/training/test_schedule.py` compares them. No torch: a plan of months is checked on a login node.
+which count in sequences; `tests/config/test_schedule.py` compares them. No torch: a plan of months is checked on a login node.
 """
 
 from __future__ import annotations
