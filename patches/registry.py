@@ -74,7 +74,7 @@ def load() -> tuple[Patch, ...]:
     """Every patch of this package, those of torch first."""
     found = []
     for module in pkgutil.iter_modules([str(Path(__file__).parent)]):
-        if module.name != "registry":
+        if module.name not in ("registry", "hooks"):
             found.append(importlib.import_module(f"zaya_plugin.patches.{module.name}").PATCH)
     return tuple(sorted(found, key=lambda p: (p.package != "torch", p.symbol)))
 

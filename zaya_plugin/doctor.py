@@ -78,7 +78,7 @@ def exit_status(report: dict[str, Any], strict: bool = False) -> int:
 
 
 def examine() -> dict[str, Any]:
-    """The report as plain data: python, packages, hosts, problems, devices, kernels, patches; imports torch if it is there."""
+    """The report as plain data: python, packages, hosts, problems, devices, kernels, patches, hooks; imports torch if it is there."""
     packages = [
         {"name": name, "version": _version(name, module), "use": use, "get": get} for name, module, use, get in PACKAGES
     ]
@@ -90,6 +90,7 @@ def examine() -> dict[str, Any]:
         "hosts": _hosts(),
         "devices": _ask(_devices) if "torch" in present else "unknown: torch is not installed",
         "kernels": _ask(_kernels) if "torch" in present else "unknown: torch is not installed",
+        "hooks": _hooks(),
         "patches": _ask(_patches)
         if {"torch", "megatron-core"} <= present
         else "unknown: torch or megatron-core is not installed",
@@ -169,6 +170,10 @@ def render(report: dict[str, Any]) -> str:
             f"  {'applies ' if patch['applies'] else 'not here'}  {patch['name']}  ({patch['scope']}, {patch['versions']})"
         )
         lines.append(f"            {patch['reason']}")
+    lines += ["", "Replaced while a run lasts, and restored"]
+    for hook in report["hooks"]:
+        lines.append(f"  {'' if hook['fits'] else 'does not fit  '}{hook['symbol']}  ({hook['versions']})")
+        lines.append(f"            {hook['reason']}; until {hook['until']}")
     return "\n".join(lines)
 
 
@@ -286,3 +291,10 @@ def _patches() -> list[dict[str, Any]]:
 
     names = ("name", "reason", "applies", "scope", "versions", "fits")
     return [{name: getattr(patch, name) for name in names} for patch in patches.describe()]
+
+
+def _hooks() -> list[dict[str, Any]]:
+    from zaya_plugin.patches import hooks
+
+    names = ("symbol", "reason", "until", "versions", "fits")
+    return [{name: getattr(hook, name) for name in names} for hook in hooks.describe()]

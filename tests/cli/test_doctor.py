@@ -17,7 +17,10 @@ def report(**changes):
     patches = [dict(name="a.b", reason="because", applies=False, scope="cpu", versions=">=2.6", fits=True)]
     kernels = [dict(device="cuda", versions=["rms_norm    hip (kernels=auto)", "router_mlp  triton (kernels=auto)"])]
     hosts = [dict(name="zaya train", possible=True, detail="megatron.core 0.19.2")]
-    parts = dict(packages=packages, hosts=hosts, problems=[], devices=devices, kernels=kernels, patches=patches)
+    hooks = [dict(symbol="a.c", reason="carries state", until="callbacks exist", versions="<1", fits=True)]
+    parts = dict(
+        packages=packages, hosts=hosts, problems=[], devices=devices, kernels=kernels, patches=patches, hooks=hooks
+    )
     report = dict(zaya_plugin="0.1.0", python=python, **parts)
     return report | changes
 
@@ -43,6 +46,7 @@ def test_people_read_devices_and_patches():
     assert "0: MI300X, 192 GiB, gfx942" in text and "torch is built for ROCm 6.4; 8 CPU cores" in text
     assert "  cuda  rms_norm    hip (kernels=auto)\n  cuda  router_mlp  triton (kernels=auto)\n" in text
     assert "not here  a.b  (cpu, >=2.6)\n            because" in text
+    assert "  a.c  (<1)\n            carries state; until callbacks exist" in text
 
 
 def test_kernels_that_are_not_available():

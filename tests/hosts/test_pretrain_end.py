@@ -24,9 +24,9 @@ def ended(monkeypatch):
 
         steps = SimpleNamespace(flush=note("flush"), poll=note("poll"))
         trainer = SimpleNamespace(
-            install_hooks=lambda: None, evaluate_and_report=None, provide_datasets=None, provide_model=None, steps=steps
+            hooks=lambda: [], evaluate_and_report=None, provide_datasets=None, provide_model=None, steps=steps
         )
-        handover = SimpleNamespace(check=lambda args: None, install=lambda call: None)
+        handover = SimpleNamespace(check=lambda args: None, hooks=lambda call: [])
         for name, value in {
             "megatron_arguments": lambda *_: {},
             "parse_arguments": lambda values: SimpleNamespace(curr_iteration=4),

@@ -84,12 +84,14 @@ def room_of(target: str) -> str | None:
         return "hip_ops"
     if parts[0] != "zaya_plugin":
         return None
+    if parts[1:3] == ["patches", "hooks"]:
+        return "hooks"
     return parts[1] if len(parts) > 1 and parts[1] in known_rooms() else ""
 
 
 def known_rooms(root: Path = REPO) -> set[str]:
     inside = {path.stem for path in (root / "zaya_plugin").glob("*") if path.is_dir() or path.suffix == ".py"}
-    return (inside | {"patches", "recipes"}) - {"__init__", "__pycache__"}
+    return (inside | {"patches", "recipes", "hooks"}) - {"__init__", "__pycache__"}
 
 
 def violations(root: Path, rules: list[Rule]) -> list[str]:
@@ -156,9 +158,12 @@ def graph() -> dict[str, set[str]]:
 
 
 def test_imports_only_go_down(rules, graph):
-    order = {
-        rule.files.removeprefix("zaya_plugin/").split("/")[0].removesuffix(".py"): n for n, rule in enumerate(rules)
-    }
+    rooms = [
+        room_of(f"zaya_plugin.{rule.files.removeprefix('zaya_plugin/').removesuffix('.py').replace('/', '.')}")
+        for rule in rules
+    ]
+    order = {room or rule.files: number for number, (room, rule) in enumerate(zip(rooms, rules, strict=True))}
+    order |= {"__init__": -1, "hip_ops": len(rules)}
     up = []
     for module, targets in graph.items():
         for target in targets - {"zaya_plugin"}:  # which holds the version

@@ -42,7 +42,7 @@ def test_what_a_recipe_sets_reaches_the_optimizer(monkeypatch, overrides, muon, 
         return SimpleNamespace(made=made, defer_scaling=lambda chunks: None, chained_optimizers=[])
 
     recipe = compose(["experiment=cpu_demo", "optim=muon", "parallel.use_distributed_optimizer=true", *overrides])
-    chained = optimizer.optimizer_factory(recipe, get_megatron_optimizer)("config", [], use_gloo_process_groups=True)
+    chained = optimizer.optimizer_factory(recipe)(get_megatron_optimizer, "config", [], use_gloo_process_groups=True)
     assert happened == [("grouped", []), ("built", [], "config", {"use_gloo_process_groups": True})]
     assert chained.made.muon == muon and chained.made.defaults["lr"] == 0.5
     assert chained.non_finite == non_finite

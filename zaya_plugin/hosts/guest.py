@@ -3,7 +3,7 @@
 
 The host parses arguments, reads data, logs and calls pretrain(). The guest sees to what makes the run ZAYA's and not just its
 layers: the model's configuration, the optimizers, the balancing of experts, what is loaded at the start, and which
-checkpoints stay. It changes names in `megatron.training.training`, as `zaya train` does (adapter.py).
+checkpoints stay. It replaces functions of `megatron.training.training`, as `zaya train` does (zaya_plugin.patches.hooks).
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from megatron.training import get_tokenizer, training
+from megatron.training import get_tokenizer
 from torch import nn
 
 from zaya_plugin import compat
@@ -23,6 +23,8 @@ from zaya_plugin.handover.predecessor import predecessor
 from zaya_plugin.hosts.stage_handover import Handover, stage_part, stage_samples, validation_part
 from zaya_plugin.hosts.stage_model import build_stage, model_config
 from zaya_plugin.model.config import ZayaConfig
+from zaya_plugin.patches import hooks
+from zaya_plugin.patches.hooks import TRAINING
 from zaya_plugin.training.balancer import Balancer
 from zaya_plugin.training.kernels import kernel_lines, select_kernels
 from zaya_plugin.training.lifecycle import Lifecycle
@@ -89,15 +91,16 @@ class Guest:
         return [f"zaya: {line}" for line in (first, *differences, *kernel_lines(self.recipe))]
 
     def install(self) -> None:
-        """Gives the host's names our values, for the rest of the process."""
-        self.get_megatron_optimizer = training.get_megatron_optimizer
-        self.save_checkpoint = training.save_checkpoint
-        training.finalize_model_grads = self.balancer
-        training.get_megatron_optimizer = self.optimizer
-        training.save_checkpoint = self.save_and_prune
-        self.handover.install_load()
-        self.load_checkpoint = training.load_checkpoint
-        training.load_checkpoint = self.load_and_check
+        """Replaces the host's functions for the rest of the process."""
+        self.restore = hooks.install(
+            [
+                (TRAINING + "finalize_model_grads", self.finalize_and_balance),
+                (TRAINING + "get_megatron_optimizer", self.optimizer),
+                (TRAINING + "save_checkpoint", self.save_and_prune),
+                *self.handover.hooks(),
+                (TRAINING + "load_checkpoint", self.load_and_check),
+            ]
+        )
 
     def check_checkpoints(self) -> None:
         """Holds what will be loaded against the arguments, once the host has completed them (the vocabulary's padding comes late).
@@ -151,15 +154,19 @@ class Guest:
         named = [(prefix + name, parameter) for name, parameter in layer.named_parameters()]
         mark_matrices(self.recipe, named)
 
-    def optimizer(self, config, model_chunks, *positional, **named):
+    def optimizer(self, get_megatron_optimizer, config, model_chunks, *positional, **named):
         """Takes the place of Megatron's get_megatron_optimizer."""
         for chunk in model_chunks:
             assign_optimizers(self.recipe, _unwrapped(chunk))
-        return optimizer_factory(self.recipe, self.get_megatron_optimizer)(config, model_chunks, *positional, **named)
+        return optimizer_factory(self.recipe)(get_megatron_optimizer, config, model_chunks, *positional, **named)
 
-    def load_and_check(self, *positional, **named):
+    def finalize_and_balance(self, _, *positional, **named):
+        """Megatron's finalize_model_grads, which the balancer calls, and the balancing of the experts."""
+        self.balancer(*positional, **named)
+
+    def load_and_check(self, load_checkpoint, *positional, **named):
         """Megatron's load; a host that quietly begins anew although there is a checkpoint is stopped."""
-        loaded = self.load_checkpoint(*positional, **named)
+        loaded = load_checkpoint(*positional, **named)
         iteration = loaded[0]
         if iteration != self.resumed_at:
             raise SystemExit(
@@ -168,9 +175,9 @@ class Guest:
             )
         return loaded
 
-    def save_and_prune(self, iteration, *positional, **named):
+    def save_and_prune(self, save_checkpoint, iteration, *positional, **named):
         """Megatron's save; older checkpoints go once this one is whole."""
-        self.save_checkpoint(iteration, *positional, **named)
+        save_checkpoint(iteration, *positional, **named)
         self.lifecycle.after_save(iteration)
 
 

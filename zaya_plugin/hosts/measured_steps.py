@@ -8,10 +8,11 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from megatron.training import get_args, training
+from megatron.training import get_args
 
 from zaya_plugin.optim.chained import ChainedMuonAdamW
 from zaya_plugin.optim.written_gradients import spare_zeroing
+from zaya_plugin.patches import hooks
 
 
 @dataclass
@@ -28,10 +29,18 @@ class StepParts:
 @contextmanager
 def before_steps(call: Callable[[StepParts], None]) -> Iterator[None]:
     """For the time of the block Megatron calls `call` before each training step. SystemExit(0) from it ends the run, saving nothing."""
-    train_step = training.train_step
 
     def observed(
-        forward_step, data_iterator, model, optimizer, scheduler, config, forward_backward, *positional, **named
+        train_step,
+        forward_step,
+        data_iterator,
+        model,
+        optimizer,
+        scheduler,
+        config,
+        forward_backward,
+        *positional,
+        **named,
     ):
         parts = StepParts(forward_step, forward_backward, model, optimizer, get_args())
         call(parts)
@@ -47,11 +56,8 @@ def before_steps(call: Callable[[StepParts], None]) -> Iterator[None]:
             **named,
         )
 
-    training.train_step = observed
-    try:
+    with hooks.wrapped([(hooks.TRAINING + "train_step", observed)]):
         yield
-    finally:
-        training.train_step = train_step
 
 
 class NoOptimizer(ChainedMuonAdamW):
@@ -75,14 +81,12 @@ class NoOptimizer(ChainedMuonAdamW):
 @contextmanager
 def without_optimizer() -> Iterator[None]:
     """For the time of the block Megatron builds no optimizer; put it around `zaya_plugin.hosts.pretrain.run`."""
-    before = training.get_megatron_optimizer
-    training.get_megatron_optimizer = lambda config, model_chunks, *positional, **named: NoOptimizer(
-        config, model_chunks
-    )
-    try:
+
+    def none(get_megatron_optimizer, config, model_chunks, *positional, **named):
+        return NoOptimizer(config, model_chunks)
+
+    with hooks.wrapped([(hooks.TRAINING + "get_megatron_optimizer", none)]):
         yield
-    finally:
-        training.get_megatron_optimizer = before
 
 
 def graph_warm_up(args: argparse.Namespace) -> int:

@@ -2,7 +2,7 @@
 """`zaya train` on `megatron.training`: recipe -> arguments -> `pretrain`, with our model, data, loss and hooks.
 
 The loop, the schedules, the optimizers, the samplers and the checkpoints are Megatron's. pretrain() has no list of
-callbacks in 0.19, so some of its module-level names are given new values for the time of a run (`install_hooks`).
+callbacks in 0.19, so some of its module-level functions are replaced for the time of a run (zaya_plugin.patches.hooks).
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ import torch
 from megatron.core.enums import ModelType
 from megatron.core.full_cuda_graph import FullCudaGraphWrapper
 from megatron.core.num_microbatches_calculator import get_current_global_batch_size
-from megatron.training import get_args, get_signal_handler, get_tensorboard_writer, get_timers, get_tokenizer, training
+from megatron.training import get_args, get_tensorboard_writer, get_timers, get_tokenizer, training
 from megatron.training.argument_utils import pretrain_cfg_container_from_args
 from megatron.training.arguments import parse_and_validate_args
 
@@ -31,7 +32,8 @@ from zaya_plugin.hosts.stage_handover import Handover, stage_part, stage_samples
 from zaya_plugin.hosts.stage_model import build_stage, model_config
 from zaya_plugin.optim.balancing import RouterStatistics
 from zaya_plugin.optim.chained import NonFiniteGradientsError
-from zaya_plugin.patches import megatron_nccl_allocator
+from zaya_plugin.patches import hooks, megatron_nccl_allocator
+from zaya_plugin.patches.hooks import TRAINING
 from zaya_plugin.training.balancer import Balancer
 from zaya_plugin.training.kernels import kernel_lines
 from zaya_plugin.training.lifecycle import Lifecycle
@@ -57,17 +59,16 @@ def run(recipe: Recipe, sources: DataSources, lifecycle: Lifecycle, reporter: Re
     handover = Handover(recipe, before, lifecycle.resumed_at)
     handover.check(args)
     trainer = _Trainer(args, recipe, sources, lifecycle, reporter)
-    trainer.install_hooks()
-    handover.install(trainer.evaluate_and_report)
     megatron_nccl_allocator.end_with_release()
     try:
-        training.pretrain(
-            pretrain_cfg_container_from_args(args),
-            trainer.provide_datasets,
-            ModelType.encoder_or_decoder,
-            forward_step,
-            model_provider=trainer.provide_model,
-        )
+        with hooks.wrapped([*trainer.hooks(), *handover.hooks(trainer.evaluate_and_report)]):
+            training.pretrain(
+                pretrain_cfg_container_from_args(args),
+                trainer.provide_datasets,
+                ModelType.encoder_or_decoder,
+                forward_step,
+                model_provider=trainer.provide_model,
+            )
     except SystemExit as left:  # signals and exit_interval leave pretrain() this way, after saving
         if left.code:
             raise
@@ -146,20 +147,17 @@ class _Trainer:
         self.clock = StepClock(on_device=recipe.cluster.device != "cpu")
         self.signal: AgreedSignal | None = None
 
-    def install_hooks(self) -> None:
-        """Megatron's names that get our values: its log line and validation report, what surrounds a save, the optimizer; and
-        what waits for the device in every step, to make ranks agree on what ours agree on already, or can learn a step later."""
-        self.get_megatron_optimizer = training.get_megatron_optimizer
-        self.evaluate = training.evaluate
-        self.save_checkpoint = training.save_checkpoint
-        training.training_log = self.training_log
-        training.evaluate_and_print_results = self.evaluate_and_report
-        training.save_checkpoint = self.save_and_prune
-        training.get_megatron_optimizer = optimizer_factory(self.recipe, self.get_megatron_optimizer)
-        # ChainedMuonAdamW.step returns the same on all ranks.
-        training.logical_and_across_model_parallel_group = lambda succeeded, group=None: succeeded
-        training.reduce_max_stat_across_model_parallel_group = lambda stat, group=None: stat
-        training.get_signal_handler = self.signal_handler
+    def hooks(self) -> list[tuple[str, Callable]]:
+        """What takes the place of Megatron's functions; each is called with the function that it replaces."""
+        return [
+            (TRAINING + "training_log", self.training_log),
+            (TRAINING + "evaluate_and_print_results", self.evaluate_and_report),
+            (TRAINING + "save_checkpoint", self.save_and_prune),
+            (TRAINING + "get_megatron_optimizer", optimizer_factory(self.recipe)),
+            (TRAINING + "logical_and_across_model_parallel_group", lambda _, succeeded, group=None: succeeded),
+            (TRAINING + "reduce_max_stat_across_model_parallel_group", lambda _, stat, group=None: stat),
+            (TRAINING + "get_signal_handler", self.signal_handler),
+        ]
 
     def provide_model(self, pre_process=True, post_process=True, vp_stage=None, config=None, pg_collection=None):
         """A GPTModel of the ZAYA layers of one (virtual) stage; called by pretrain() once the process groups are there."""
@@ -193,7 +191,7 @@ class _Trainer:
     # Every rank reads its part itself; without this attribute Megatron broadcasts from one rank.
     provide_datasets.is_distributed = True
 
-    def signal_handler(self) -> AgreedSignal:
+    def signal_handler(self, get_signal_handler: Callable) -> AgreedSignal:
         """Takes the place of Megatron's get_signal_handler."""
         if self.signal is None:
             self.signal = AgreedSignal(get_signal_handler(), torch.cuda.current_device())
@@ -206,6 +204,7 @@ class _Trainer:
 
     def training_log(
         self,
+        _,
         loss_dict,
         total_loss_dict,
         learning_rate,
@@ -255,14 +254,14 @@ class _Trainer:
             torch.cuda.memory._dump_snapshot(str(path.with_stem(f"{path.stem}_rank{rank}")))
 
     def evaluate_and_report(
-        self, prefix, forward_step_func, data_iterator, model, iteration, process_non_loss_data_func, config, **named
+        self, _, prefix, forward_step_func, data_iterator, model, iteration, process_non_loss_data_func, config, **named
     ):
         """Takes the place of Megatron's evaluate_and_print_results: the same evaluation, a domain at a time, reported as a metric."""
         self.steps.flush()
         groups = {name: named.get(name) for name in ("pg_collection", "p2p_communicator", "non_loss_data_func")}
         domains, found = self.sources.domains or {"": 1.0}, {}
         for domain in domains:
-            losses, _, timed_out = self.evaluate(
+            losses, _, timed_out = training.evaluate(
                 forward_step_func,
                 data_iterator,
                 model,
@@ -279,10 +278,10 @@ class _Trainer:
             self.reporter.validation(iteration, mean_loss(found, domains), found if self.sources.domains else {})
         self.clock.restart()
 
-    def save_and_prune(self, iteration, *positional, **named):
+    def save_and_prune(self, save_checkpoint, iteration, *positional, **named):
         """Megatron's save; older checkpoints go once this one is whole."""
         self.steps.flush()
-        self.save_checkpoint(iteration, *positional, **named)
+        save_checkpoint(iteration, *positional, **named)
         self.lifecycle.after_save(iteration)
         self.reporter.checkpoint(iteration)
         self.clock.restart()

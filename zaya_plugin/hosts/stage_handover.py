@@ -7,19 +7,22 @@ and schedule. Its load also looks up the saved parameter groups by their learnin
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import functools
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
 from megatron.core.num_microbatches_calculator import update_num_microbatches
 from megatron.core.optimizer import distrib_optimizer, optimizer
-from megatron.training import get_args, training
+from megatron.training import get_args
 from torch.utils.data import Dataset, Subset
 
 from zaya_plugin.checkpoint import on_disk
 from zaya_plugin.config.schedule import sample_count
 from zaya_plugin.config.schema import Recipe
 from zaya_plugin.handover.predecessor import Predecessor
+from zaya_plugin.patches import hooks
+from zaya_plugin.patches.hooks import TRAINING
 
 # What a new stage's recipe says of a parameter group; the rest of a group (its parameters, its step count) is state.
 STATE_OF_GROUP = ("params", "step")
@@ -49,26 +52,19 @@ class Handover:
             raise ValueError("the checkpoint of the stage before is damaged:\n  " + "\n  ".join(broken))
         on_disk.check_same_model(directory, steps, args)
 
-    def install(self, evaluate_and_report) -> None:
-        """Gives Megatron's `load_checkpoint` and `train` what surrounds them; evaluate_and_report: the adapter's."""
-        self.install_load()
-        if self.begins and self.recipe.stage.eval_at_start:
-            self.train = training.train
-            self.evaluate_and_report = evaluate_and_report
-            training.train = self.evaluate_and_train
+    def hooks(self, evaluate_and_report: Callable | None = None) -> list[tuple[str, Callable]]:
+        """What takes the place of Megatron's `load_checkpoint` and, with evaluate_and_report (of hosts.pretrain), of `train`."""
+        found = [(TRAINING + "load_checkpoint", self.load_and_begin)] if self.before is not None else []
+        if evaluate_and_report is not None and self.begins and self.recipe.stage.eval_at_start:
+            found.append((TRAINING + "train", functools.partial(self.evaluate_and_train, evaluate_and_report)))
+        return found
 
-    def install_load(self) -> None:
-        """The part of `install` that concerns `load_checkpoint`."""
-        if self.before is not None:
-            self.load_checkpoint = training.load_checkpoint
-            training.load_checkpoint = self.load_and_begin
-
-    def load_and_begin(self, model, optimizer, scheduler, *positional, **named) -> tuple[int, int]:
+    def load_and_begin(self, load_checkpoint, model, optimizer, scheduler, *positional, **named) -> tuple[int, int]:
         """Weights and optimizer state of the stage before; steps, samples, schedule and FLOPs from nought."""
         args = get_args()
         groups = [{k: v for k, v in group.items() if k not in STATE_OF_GROUP} for group in optimizer.param_groups]
         with _groups_matched_without(SCHEDULE_KEYS):
-            self.load_checkpoint(model, optimizer, scheduler, *positional, **named)
+            load_checkpoint(model, optimizer, scheduler, *positional, **named)
         for group, wanted in zip(optimizer.param_groups, groups, strict=True):
             group.update(wanted)
         if self.recipe.handover.optimizer == "reset":
@@ -81,6 +77,8 @@ class Handover:
 
     def evaluate_and_train(
         self,
+        evaluate_and_report,
+        train,
         forward_step_func,
         model,
         optimizer,
@@ -96,10 +94,10 @@ class Handover:
         args = get_args()
         if args.do_valid:
             groups = {name: named.get(name) for name in ("pg_collection", "p2p_communicator")}
-            self.evaluate_and_report("start", forward_step_func, valid_data, model, 0, non_loss, config, **groups)
+            evaluate_and_report(None, "start", forward_step_func, valid_data, model, 0, non_loss, config, **groups)
             for chunk in model:
                 chunk.train()
-        return self.train(
+        return train(
             forward_step_func,
             model,
             optimizer,
@@ -171,11 +169,12 @@ def _groups_matched_without(keys: tuple[str, ...]) -> Iterator[None]:
 
     Groups that differ in nothing else then share one saved group, of which only the step count is kept.
     """
-    before = {module: module.param_group_identifier_keys for module in (distrib_optimizer, optimizer)}
-    for module, names in before.items():
-        module.param_group_identifier_keys = tuple(name for name in names if name not in keys)
-    try:
+    with hooks.replaced(
+        {
+            f"{module.__name__}.param_group_identifier_keys": tuple(
+                name for name in module.param_group_identifier_keys if name not in keys
+            )
+            for module in (distrib_optimizer, optimizer)
+        }
+    ):
         yield
-    finally:
-        for module, names in before.items():
-            module.param_group_identifier_keys = names

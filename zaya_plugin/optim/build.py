@@ -9,10 +9,7 @@ gets the layer-wise optimizer (see zaya_plugin/optim/sharding/distributed.py).
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from contextlib import contextmanager
 
-import megatron.core.optimizer as megatron_optimizer
-from megatron.core.optimizer import distrib_optimizer
 from megatron.core.optimizer.optimizer_config import ParamKey, ParamPredicate
 from torch import nn
 
@@ -23,6 +20,9 @@ from zaya_plugin.optim.grouping import Assignment, assign
 from zaya_plugin.optim.muon import MuonAdamW, MuonSettings
 from zaya_plugin.optim.sharding.distributed import MuonDistributedOptimizer
 from zaya_plugin.optim.written_gradients import spare_zeroing
+from zaya_plugin.patches.hooks import replaced
+
+CORE = "megatron.core.optimizer"
 
 
 def tag_parameters(
@@ -56,15 +56,14 @@ def muon_factory(get_megatron_optimizer: Callable, muon: MuonSettings, non_finit
 
     def factory(config, model_chunks, config_overrides=None, **named):
         overrides = _config_overrides(config, model_chunks)
-        with (
-            _replaced(
-                megatron_optimizer,
-                Adam=adam,
-                DistributedOptimizer=MuonDistributedOptimizer,
-                ChainedOptimizer=ChainedMuonAdamW,
-                USING_PYTORCH_OPTIMIZER=False,
-            ),
-            _replaced(distrib_optimizer, Adam=MuonAdamW),  # 0.16 asks what the distributed optimizer is given
+        with replaced(
+            {
+                f"{CORE}.Adam": adam,
+                f"{CORE}.DistributedOptimizer": MuonDistributedOptimizer,
+                f"{CORE}.ChainedOptimizer": ChainedMuonAdamW,
+                f"{CORE}.USING_PYTORCH_OPTIMIZER": False,
+                f"{CORE}.distrib_optimizer.Adam": MuonAdamW,  # 0.16 checks the type that it is given
+            }
         ):
             chained = get_megatron_optimizer(config, model_chunks, config_overrides=overrides, **named)
         chained.non_finite = non_finite
@@ -117,16 +116,3 @@ def _tag_copies(optimizer) -> None:
         for model_param, main_param in zip(model_group, main_group, strict=True):
             if hasattr(model_param, "muon_matrices"):
                 main_param.muon_matrices = model_param.muon_matrices
-
-
-@contextmanager
-def _replaced(module, **values):
-    """Attributes of `module` are `values` for a while."""
-    before = {name: getattr(module, name) for name in values}
-    for name, value in values.items():
-        setattr(module, name, value)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            setattr(module, name, value)

@@ -53,13 +53,13 @@ def muon_settings(recipe: Recipe) -> MuonSettings:
     )
 
 
-def optimizer_factory(recipe: Recipe, get_megatron_optimizer: Callable) -> Callable:
-    """What takes the place of Megatron's `get_megatron_optimizer` in a run of `recipe`."""
+def optimizer_factory(recipe: Recipe) -> Callable:
+    """What takes the place of Megatron's `get_megatron_optimizer` in a run of `recipe`; called with that function first."""
     non_finite = recipe.optim.non_finite_gradients if recipe.parallel.use_distributed_optimizer else None
-    build = muon_factory(get_megatron_optimizer, muon_settings(recipe), non_finite)
 
-    def factory(config, model_chunks, *positional, **named):
+    def factory(get_megatron_optimizer, config, model_chunks, *positional, **named):
         group_layers(model_chunks)
+        build = muon_factory(get_megatron_optimizer, muon_settings(recipe), non_finite)
         return build(config, model_chunks, *positional, **named)
 
     return factory

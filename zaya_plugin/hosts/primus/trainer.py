@@ -11,13 +11,13 @@ import re
 
 from primus.backends.megatron.megatron_pretrain_trainer import MegatronPretrainTrainer
 from primus.core.backend.backend_registry import BackendRegistry
-from primus.core.patches import patch_runner
 from primus.core.utils.module_utils import log_rank_0
 
 from zaya_plugin import patches
 from zaya_plugin.config.compose import load_recipe, save_recipe
 from zaya_plugin.handover.data_places import with_consumed
 from zaya_plugin.hosts.primus import traps
+from zaya_plugin.patches import hooks
 
 STAGE = "zaya_pretrain"
 # Patches of Primus that failed in this process; primus.core.patches keeps no list.
@@ -27,14 +27,13 @@ failed_patches: list[str] = []
 def register() -> None:
     """Makes the stage known to Primus, and its failed patches to us."""
     BackendRegistry.register_trainer_class(ZayaPretrainTrainer, "megatron", STAGE)
-    report = patch_runner.error_rank_0
 
-    def note_and_report(message, *positional, **named):
+    def note_and_report(report, message, *positional, **named):
         if found := re.search(r"Patch '([^']+)' failed", str(message)):
             failed_patches.append(found[1])
         return report(message, *positional, **named)
 
-    patch_runner.error_rank_0 = note_and_report
+    hooks.install([("primus.core.patches.patch_runner.error_rank_0", note_and_report)])
 
 
 class ZayaPretrainTrainer(MegatronPretrainTrainer):
