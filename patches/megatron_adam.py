@@ -29,6 +29,7 @@ def install() -> None:
 
 PATCH = Patch(
     symbol="megatron.core.optimizer.Adam",
+    also=("megatron.core.optimizer.distrib_optimizer.Adam",),
     scope="always",
     wanted=_torch_adam_is_used,
     reason="no Transformer Engine or apex here: torch's AdamW state cannot be loaded back by the distributed optimizer",

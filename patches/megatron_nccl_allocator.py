@@ -86,6 +86,11 @@ def release() -> None:
 
 PATCH = Patch(
     symbol="megatron.core.nccl_allocator.nccl_mem",
+    also=(
+        "megatron.core.nccl_allocator._build_nccl_allocator",
+        "megatron.core.nccl_allocator.deregister_mem_pool",
+        "megatron.core.nccl_allocator.init",
+    ),
     scope="always",
     wanted=lambda: compat.at_least("0.19.0rc0"),  # the names that are changed are those of 0.19
     reason="registered buffers: no extension is compiled at start, NCCL_NVLS_ENABLE stays what it was, and `zaya train` takes them back at its end",

@@ -23,7 +23,7 @@ class Patch:
 
     symbol: dotted path of what is changed. reason: why, for `zaya doctor`. scope: "cpu" or "always".
     package and versions: distribution and range that the change was written for. install: performs the change.
-    wanted: a further condition (e.g. only when Transformer Engine is missing).
+    wanted: a further condition (e.g. only when Transformer Engine is missing). also: further attributes that install changes.
     """
 
     symbol: str
@@ -33,6 +33,7 @@ class Patch:
     package: str = "megatron-core"
     versions: str = compat.SUPPORTED
     wanted: Callable[[], bool] = lambda: True
+    also: tuple[str, ...] = ()
 
     @property
     def name(self) -> str:
