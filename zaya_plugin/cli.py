@@ -76,9 +76,9 @@ def _dispatch(argv: list[str]) -> int:
         from zaya_plugin.doctor import main as doctor
 
         return doctor(argv[1:])
-    raise ValueError(
-        f"zaya {argv[0]}: no such command; allowed: train, bench, curriculum, slurm, export, data prepare, doctor, --help, --version"
-    )
+    # each line of the usage is a command
+    allowed = dict.fromkeys(line.split()[1] for line in USAGE.splitlines() if line.startswith("  zaya "))
+    raise ValueError(f"zaya {argv[0]}: no such command. Allowed: {', '.join(allowed)}, --help. Fix: zaya --help")
 
 
 # What `zaya data` can do; each is a module zaya_plugin.corpus.<name> with a main().

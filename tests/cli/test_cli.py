@@ -54,7 +54,7 @@ def test_cfg_job_prints_a_recipe_that_loads(zaya, tmp_path):
         (["train", "experiment=cpu_demo"], 2, "data/stdlib"),
         (["train", "experiment=cpu_demo", "cluster.num_nodes=2"], 2, "cluster.num_nodes = 2"),
         (["train", "--nonsense"], 2, "unrecognized arguments: --nonsense"),
-        (["trian"], 2, "zaya trian: no such command; allowed: train"),
+        (["trian"], 2, "zaya trian: no such command. Allowed: train"),
         (["data", "prepaer"], 2, "allowed: zaya data prepare"),
     ],
 )

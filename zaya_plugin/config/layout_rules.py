@@ -6,9 +6,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from zaya_plugin.config.schema import Recipe
-
-RECOMPUTE_MODULES = ("core_attn", "moe", "layernorm", "permute")
+from zaya_plugin.config.schema import RECOMPUTE_MODULES, Recipe
 
 
 def layout_problems(recipe: Recipe, world_size: int) -> Iterator[str]:

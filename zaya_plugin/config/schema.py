@@ -38,6 +38,12 @@ def own(default: Any, help: str, reader: str, **kw):
     return _field(default, help, reader=reader, **kw)
 
 
+RECOMPUTE_MODULES = (
+    "core_attn",
+    "moe",
+    "layernorm",
+    "permute",
+)  # parts of a layer that can be computed again by themselves
 ADAPTER = "zaya_plugin.config.arguments"
 METRICS = "zaya_plugin.training.metrics"
 LAUNCH = "zaya_plugin.run.launch"
@@ -285,7 +291,9 @@ class ParallelConfig:
     )
     recompute_method: str | None = arg(None, "with full: uniform or block", choices=(None, "uniform", "block"))
     recompute_num_layers: int | None = arg(None, "with full: layers of one unit")
-    recompute_modules: list[str] = arg([], "with selective: core_attn, moe, layernorm, permute (rows sorted by expert)")
+    recompute_modules: list[str] = arg(
+        [], f"with selective: some of {', '.join(RECOMPUTE_MODULES)}; permute: the rows sorted by expert"
+    )
 
 
 @dataclass

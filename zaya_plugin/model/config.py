@@ -10,10 +10,11 @@ import torch.nn.functional as F
 from megatron.core.transformer import TransformerConfig
 from megatron.core.utils import init_method_normal
 
+from zaya_plugin.config.schema import RECOMPUTE_MODULES
+
 _TEMPERATURE_FORMS = ("linear", "exp", "clamped_exp")
 _SKIP_OUTPUTS = ("zero", "identity")
 _OWN_RECOMPUTE_MODULES = {"permute"}
-_RECOMPUTE_MODULES = {"core_attn", "moe", "layernorm", *_OWN_RECOMPUTE_MODULES}
 
 
 @dataclass
@@ -276,10 +277,10 @@ class ZayaConfig(TransformerConfig):
         )
         one_of("cuda_graph_impl", ("none", "full_iteration"))
         if self.recompute_granularity == "selective":
-            unknown = sorted(set(self.recompute_modules) - _RECOMPUTE_MODULES)
+            unknown = sorted({*self.recompute_modules} - {*RECOMPUTE_MODULES})
             require(
                 "recompute_modules",
-                f"a subset of {sorted(_RECOMPUTE_MODULES)}",
+                f"a subset of {sorted(RECOMPUTE_MODULES)}",
                 not unknown,
                 f"{unknown} name parts that ZAYA1 lacks (mlp, shared_experts, mla_up_proj, gdn_norm_out) or that "
                 "its expert function always recomputes (moe_act)",
