@@ -27,16 +27,15 @@ NO_FP32 = {
 KERNELS = ("auto", "hip", "triton", "compiled", "reference")  # of which one is asked for all operators
 
 
-def check_selection(kernels: str, overrides: dict[str, str]) -> None:
-    """Raises ValueError that names the key, the value and what is allowed."""
+def check_selection(kernels: str, overrides: dict[str, str], group: str = "") -> None:
+    """Raises ValueError that names the key, the value and what is allowed. group: of both keys in messages, such as "cluster."."""
     if kernels not in KERNELS:
-        raise ValueError(f"kernels={kernels!r}: no such version. Allowed: {', '.join(KERNELS)}. Fix: kernels=auto")
+        allowed = ", ".join(KERNELS)
+        raise ValueError(f"{group}kernels={kernels!r}: no such version. Allowed: {allowed}. Fix: {group}kernels=auto")
     for operator, version in overrides.items():
+        key = f"{group}kernel_overrides.{operator}"
         if operator not in VERSIONS:
-            raise ValueError(f"kernel_overrides: no operator {operator!r}. Allowed: {', '.join(VERSIONS)}")
+            raise ValueError(f"{key}={version!r}: no such operator. Allowed: {', '.join(VERSIONS)}. Fix: remove it")
         allowed = ("auto", *VERSIONS[operator], "reference")
         if version not in allowed:
-            raise ValueError(
-                f"kernel_overrides.{operator}={version!r}: no such version. Allowed: {', '.join(allowed)}. "
-                f"Fix: kernel_overrides.{operator}=auto"
-            )
+            raise ValueError(f"{key}={version!r}: no such version. Allowed: {', '.join(allowed)}. Fix: {key}=auto")

@@ -27,12 +27,14 @@ TRAINING = "megatron.training.training."
 MEGATRON = "https://github.com/NVIDIA/Megatron-LM/blob/core_v0.19.0/megatron/"
 PRIMUS = "https://github.com/AMD-AGI/Primus/blob/main/primus/core/patches/patch_runner.py"
 CALLBACKS = "pretrain() takes a list of callbacks"
+LOOP = ">=0.19.0rc0,<" + compat.FIRST_UNSUPPORTED  # what `zaya train` alone replaces, whose pretrain() is that of 0.19
+BUFFERS = MEGATRON + "core/distributed/param_and_grad_buffer.py"
 OWN_OPTIMIZER = "a registered optimizer can be a DistributedOptimizer (optimizer/emerging_optimizers.py)"
 
 
 @dataclass(frozen=True)
 class Hook:
-    """symbol: dotted path; reason: why it is replaced; until: when the replacement can go; versions: of megatron.core."""
+    """symbol: dotted path; reason: why it is replaced; until: when the replacement can go; versions: of megatron.core, "" for any."""
 
     symbol: str
     reason: str
@@ -42,7 +44,9 @@ class Hook:
 
     @property
     def fits(self) -> bool:
-        """Whether the installed megatron.core lies in the range."""
+        """Whether the installed megatron.core lies in the range. Not asked where any version will do: Primus chooses its Megatron late."""
+        if not self.versions:
+            return True
         version = compat.core_version()
         return version is not None and SpecifierSet(self.versions, prereleases=True).contains(version)
 
@@ -55,28 +59,37 @@ _OPTIMIZER = MEGATRON + "core/optimizer/__init__.py"
 _SHARDED = MEGATRON + "core/optimizer/distrib_optimizer.py"
 HOOKS: dict[str, Hook] = dict(
     (
-        _hook(TRAINING + "training_log", "one line and one row of metrics a step, without waiting for the device"),
-        _hook(TRAINING + "evaluate_and_print_results", "validation a domain at a time, reported as metrics"),
+        _hook(
+            TRAINING + "training_log",
+            "one line and one row of metrics a step, without waiting for the device",
+            versions=LOOP,
+        ),
+        _hook(
+            TRAINING + "evaluate_and_print_results", "validation a domain at a time, reported as metrics", versions=LOOP
+        ),
         _hook(TRAINING + "save_checkpoint", "pending metrics are written before, older checkpoints go after a save"),
         _hook(TRAINING + "load_checkpoint", "a stage begins with the weights of the one before, at step 0"),
-        _hook(TRAINING + "train", "validation before the first step of a stage"),
-        _hook(TRAINING + "train_step", "zaya bench observes single steps"),
+        _hook(TRAINING + "train", "validation before the first step of a stage", versions=LOOP),
+        _hook(TRAINING + "train_step", "zaya bench observes single steps", versions=LOOP),
         _hook(TRAINING + "get_megatron_optimizer", "Muon and AdamW; for zaya bench none", OWN_OPTIMIZER),
         _hook(TRAINING + "finalize_model_grads", "counts of the routers balance the experts after each step"),
         _hook(
             TRAINING + "logical_and_across_model_parallel_group",
             "our optimizer's step returns the same on all ranks; asking again waits for the device",
             "train_step does not ask where the optimizer says so",
+            versions=LOOP,
         ),
         _hook(
             TRAINING + "reduce_max_stat_across_model_parallel_group",
             "the norm of the gradients is the same on all ranks; asking again waits for the device",
             "train_step does not ask where the optimizer says so",
+            versions=LOOP,
         ),
         _hook(
             TRAINING + "get_signal_handler",
             "ranks agree on a signal without waiting for the device in every step",
             "the handler's all-gather is asynchronous",
+            versions=LOOP,
         ),
         _hook("megatron.core.optimizer.Adam", "builds Muon with AdamW", OWN_OPTIMIZER, upstream=_OPTIMIZER),
         _hook(
@@ -117,6 +130,43 @@ HOOKS: dict[str, Hook] = dict(
             "Primus reports a patch that failed as a line of its log alone",
             "Primus keeps a list of failed patches",
             upstream=PRIMUS,
+            versions="",
+        ),
+        _hook(
+            "torch.utils.deterministic.fill_uninitialized_memory",
+            "with cluster.deterministic: filling every new tensor with NaN doubles the launches of a step",
+            "it is off by default",
+            upstream="https://docs.pytorch.org/docs/stable/deterministic.html",
+            versions="",
+        ),
+    )
+)
+# Attributes of instances that a run builds and that end with it; `replaced` and `wrapped` do not know them.
+INSTANCES: dict[str, Hook] = dict(
+    (
+        _hook(
+            "megatron.core.distributed.param_and_grad_buffer._ParamAndGradBuffer().reset",
+            "blocks of experts that are written first are not zeroed (zaya_plugin.optim.written_gradients)",
+            "DDP asks a parameter whether its gradient is written first",
+            upstream=BUFFERS,
+        ),
+        _hook(
+            "megatron.core.distributed.param_and_grad_buffer._ParamAndGradBuffer().scale_gradients",
+            "the optimizer multiplies by the scale as it reads the gradients (zaya_plugin.optim.deferred_scale)",
+            "DDP hands the scale to the optimizer",
+            upstream=BUFFERS,
+        ),
+        _hook(
+            "megatron.core.distributed.DistributedDataParallel().expert_parallel_bucket_groups",
+            "a layer's buckets of experts are one group (zaya_plugin.parallel.layer_groups)",
+            "DDP groups buckets by layer",
+            upstream=MEGATRON + "core/distributed/distributed_data_parallel.py",
+        ),
+        _hook(
+            "megatron.core.optimizer.MegatronOptimizer().init_state_fn",
+            "matrices of Muon get no second moment (zaya_plugin.optim.build)",
+            OWN_OPTIMIZER,
+            upstream=MEGATRON + "core/optimizer/optimizer.py",
         ),
     )
 )
@@ -175,4 +225,4 @@ def install(functions: Iterable[tuple[str, Callable]]) -> Callable[[], None]:
 
 def describe() -> list[Hook]:
     """All hooks, for `zaya doctor`."""
-    return list(HOOKS.values())
+    return [*HOOKS.values(), *INSTANCES.values()]

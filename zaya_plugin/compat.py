@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which Megatron this is, and everything that differs between the releases we run on: 0.16 (Primus) to 0.19.
+"""Which Megatron this is, and everything that differs between the releases we run on: 0.16 (Primus) to 0.20.
 
 Asked of the package that an import would find, a wheel or a checkout in front of it, and never of pip: a checkout on
 PYTHONPATH has no metadata, or that of the wheel behind it. No Megatron import at the top, so that patches can come first.
@@ -15,7 +15,7 @@ from pathlib import Path
 
 from packaging.version import Version
 
-OLDEST, FIRST_UNSUPPORTED = "0.16.0rc0", "0.20"
+OLDEST, FIRST_UNSUPPORTED = "0.16.0rc0", "0.21"
 SUPPORTED = f">={OLDEST},<{FIRST_UNSUPPORTED}"
 
 
@@ -66,9 +66,9 @@ def lays_out_buffers() -> bool:
 def zaya_train_fits() -> bool:
     """Whether pretrain() is the one that `zaya train` calls: its arguments parsed before, and the model provider by its name.
 
-    0.16 and 0.17 parse arguments inside; 0.18 has another order.
+    0.16 and 0.17 parse arguments inside; 0.18 has another order. From FIRST_UNSUPPORTED on nothing was tried.
     """
-    return has_training() and at_least("0.19")
+    return has_training() and at_least("0.19") and not at_least(FIRST_UNSUPPORTED)
 
 
 def can_read(checkpoint: Path) -> bool:

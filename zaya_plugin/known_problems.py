@@ -81,7 +81,7 @@ def _rule(name: str, severity: str, why: str, remedy: str):
 @_rule(
     "megatron-release",
     "error",
-    "the plugin is written for what lies between 0.16 and 0.19",
+    "the plugin is written for 0.16 to 0.20",
     "install megatron-core 0.19.2, or use Primus with its pin",
 )
 def _megatron_release(facts: Facts) -> str | None:
@@ -102,7 +102,7 @@ def _mixed_megatron(facts: Facts) -> str | None:
 @_rule(
     "no-zaya-train",
     "warning",
-    "`zaya train` calls megatron.training as 0.19 has it",
+    "`zaya train` calls megatron.training as 0.19 and 0.20 have it",
     "for `zaya train`: pip install 'megatron-core[training]>=0.19.2'; in Primus: `zaya export primus`",
 )
 def _no_zaya_train(facts: Facts) -> str | None:

@@ -17,7 +17,7 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.training import get_args
 
 from zaya_plugin import patches
-from zaya_plugin.config.compose import load_recipe
+from zaya_plugin.config.compose import check_written_here, load_recipe
 from zaya_plugin.hosts.guest import Guest
 from zaya_plugin.model.layer import ZayaTransformerLayer
 from zaya_plugin.model.norm import ZayaRMSNorm
@@ -78,7 +78,9 @@ class GuestBlock(TransformerBlockSubmodules):
 def move_in(args) -> Guest:
     """Applies the patches, installs a guest for `args`, and says on the first rank what differs from the recipe."""
     patches.apply()
-    guest = Guest(load_recipe(recipe_path(args)), args)
+    path = recipe_path(args)
+    check_written_here(path, f"zaya export megatron experiment=<name> run_dir={path.parent}, with the same overrides")
+    guest = Guest(load_recipe(path), args)
     guest.check_checkpoints()
     guest.install()
     if args.rank == 0:

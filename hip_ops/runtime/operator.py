@@ -115,6 +115,7 @@ class Operator:
         self.choices: dict[tuple[torch.device, Request], str] = {}  # which version and why
         self._chosen: dict[tuple[torch.device, Request], list[tuple[Callable | None, Callable]]] = {}
         self._compiled: Callable | None = None
+        self._unchecked: set[torch.device] = set()  # where the compiled version is compared at its first call
         self._make_fake = fake
         self._mutated = tuple(parameters.index(each) for each in mutates)
         schema = torch.library.infer_schema(reference, mutates_args=tuple(mutates))
@@ -184,8 +185,7 @@ class Operator:
                 if place:
                     self._warn_if_requested(first.device, arguments)
                 return version(*arguments)
-        self._warn_if_requested(first.device, arguments)
-        return self.reference(*arguments)
+        raise AssertionError("the last version takes every call")
 
     def _warn_if_requested(self, device: torch.device, arguments: tuple) -> None:
         """Warns once where the version that does not take `arguments` was requested by name."""
@@ -210,7 +210,11 @@ class Operator:
                 chosen = self._chosen.get(key)
                 if chosen is None:
                     versions, self.choices[key] = self._choose(*key, check=True)
-                    chosen = self._chosen[key] = [self._entry(each, *key) for each in versions]
+                    chosen = [self._entry(each, *key) for each in versions]
+                    if versions[-1] == "reference":  # a version that is not the fastest is better than that
+                        slower = [each for each in versions if each in self.prefers and each != key[1].version]
+                        chosen[-1:-1] = [(self.fits[each], self._function_of(each)) for each in slower]
+                    self._chosen[key] = chosen
                     logger.info("hip_ops: %s on %s: %s", self.name, device, self.choices[key])
         return chosen
 
@@ -220,6 +224,7 @@ class Operator:
             takes = self.prefers.get(version, takes)
         if (device, version) in self.results or version != "compiled":
             return takes, self._function_of(version)
+        self._unchecked.add(device)
 
         def checked_at_first_call(*arguments):
             with _checking:
@@ -236,6 +241,9 @@ class Operator:
         key = (device, selection().of(self.folder))
         if check:
             self.implementations(device)
+            if device in self._unchecked:  # a compiled version behind another one: compared now, not at its first call
+                with _checking:
+                    self._failure("compiled", device, check=True)
         return self.choices[key] if key in self.choices else self._choose(*key, check=False)[1]
 
     def _choose(self, device: torch.device, request: Request, check: bool) -> tuple[list[str], str]:

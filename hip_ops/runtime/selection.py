@@ -50,6 +50,11 @@ def set_kernels(kernels: str | None = "auto", overrides: Mapping[str, str] | Non
 
     Raises ValueError for unknown names.
     """
+    if kernels is None and overrides:
+        raise ValueError(
+            "set_kernels(None) reads HIP_OPS_KERNELS and takes no overrides. Fix: put them into HIP_OPS_KERNELS"
+        )
+    check_selection(kernels or "auto", dict(overrides or {}), group)
     names = (f"{group}kernels", f"{group}kernel_overrides.")
     _stack[:] = [] if kernels is None else [Selection(kernels, overrides or {}, names)]
     _from_environment.cache_clear()

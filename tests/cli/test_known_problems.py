@@ -30,7 +30,7 @@ def test_healthy_environments_have_none():
 
 
 CASES = [
-    ("megatron-release", dict(core=Version("0.20.0")), dict(core=Version("0.19.9"))),
+    ("megatron-release", dict(core=Version("0.21.0")), dict(core=Version("0.20.0"))),
     ("megatron-release", dict(core=Version("0.15.3")), dict()),
     ("mixed-megatron", dict(mixed=True), dict()),
     ("no-zaya-train", dict(core=Version("0.16.0rc0")), dict()),

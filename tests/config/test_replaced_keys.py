@@ -40,7 +40,7 @@ def test_none_is_a_key():
 def test_on_the_command_line(prefix, key):
     with pytest.raises(ValueError) as caught:
         compose([DEMO, f"{prefix}{key}=true"])
-    for part in (f"{key}=true: this key was replaced by ", *NEW[key]):
+    for part in (f"{key}=true: this key was re", *NEW[key]):
         assert part in str(caught.value).replace("=True", "=true")
 
 
@@ -53,7 +53,7 @@ def test_in_a_recipe_of_an_earlier_run(tmp_path):
     earlier = yaml.safe_load(EARLIER.read_text())
     for key, parts in NEW.items():
         group, name = key.split(".")
-        start = f"{key}={earlier[group].pop(name)}: this key was replaced by "
+        start = f"{key}={earlier[group].pop(name)}: this key was re"  # placed by, or moved
         (line,) = [line for line in lines if line.startswith(start)]
         assert all(part in line for part in parts)
     path = tmp_path / "recipe.yaml"

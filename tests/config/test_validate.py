@@ -108,14 +108,29 @@ IMPOSSIBLE = [
     (
         ["cluster.kernel_overrides={router: triton}"],
         2,
-        ["cluster.kernel_overrides: no operator 'router'", "router_mlp"],
+        ["cluster.kernel_overrides.router='triton': no such operator", "router_mlp", "Fix: remove it"],
     ),
     (
         ["cluster=gpu", "cluster.kernel_overrides={router_mlp: hip}"],
         2,
-        ["cluster.kernel_overrides.router_mlp='hip'", "Allowed: auto, triton, compiled, reference"],
+        [
+            "cluster.kernel_overrides.router_mlp='hip'",
+            "Allowed: auto, triton, compiled, reference. Fix: cluster.kernel_overrides",
+        ],
     ),
-    (["cluster.kernels=triton"], 2, ["cluster.kernels=triton", "requires an accelerator", "auto, reference, hip"]),
+    (
+        ["cluster.kernels=triton"],
+        2,
+        ["cluster.kernels=triton", "requires an accelerator", "device=cpu: auto, hip, reference."],
+    ),
+    (
+        ["cluster.kernel_overrides={cca_prologue: hip}"],
+        2,
+        [
+            "cluster.kernel_overrides.cca_prologue=hip: this version takes no fp32 matrices",
+            "cluster.dtype=fp32: auto, reference",
+        ],
+    ),
     (["cluster.kernels=compiled"], 2, ["cluster.kernels=compiled", "requires an accelerator"]),
     (
         [
@@ -281,6 +296,9 @@ def test_impossible_combinations_are_named(overrides, world_size, parts):
         ["optim.lr_warmup_iters=0", "optim.lr_decay_iters=500", "optim.min_lr=2e-3"],
         ["model.num_query_groups=8", "model.rotary_percent=1.0"],
         ["master_port=65535", "megatron.log_params_norm=true"],
+        ["cluster=gpu", "cluster.transformer_impl=transformer_engine"],
+        ["cluster=gpu", "optim=adamw", "optim.muon_dtype=fp32", "cluster.kernel_overrides={newton_schulz: quack}"],
+        ["cluster.kernel_overrides={grouped_product: grouped_mm}"],
         [
             "cluster.kernels=hip",
             "cluster.kernel_overrides={rms_norm: reference, router_mlp: auto}",

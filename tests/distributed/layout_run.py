@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """One rank of a run whose losses, gradients and expert choices are kept: `layout_run <job.json>`, under torchrun or rank_server.py.
 
-The run is the product's own (recipe, pretrain, Megatron's pretrain and checkpoints). What is kept is named so that it
+The run is the product's own (recipe, hosts.pretrain, Megatron's loop and checkpoints). What is kept is named so that it
 does not depend on the layout: gradients by checkpoint key and put together from their shards, expert ids by the tokens
 of the sequence and the position in it.
 

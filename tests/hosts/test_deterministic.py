@@ -1,16 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a deterministic run costs that it need not."""
 
-from types import SimpleNamespace
-
-import pytest
 import torch
 
-from zaya_plugin.hosts.pretrain import leave_new_memory_alone
+from zaya_plugin.hosts.pretrain import NEW_MEMORY
+from zaya_plugin.patches import hooks
 
 
-@pytest.mark.parametrize("deterministic", [False, True])
-def test_new_tensors_are_not_filled(monkeypatch, deterministic):
+def test_new_tensors_are_not_filled(monkeypatch):
+    """Within the run alone."""
     monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", True)
-    leave_new_memory_alone(SimpleNamespace(cluster=SimpleNamespace(deterministic=deterministic)))
-    assert torch.utils.deterministic.fill_uninitialized_memory is not deterministic
+    with hooks.replaced({NEW_MEMORY: False}):
+        assert torch.utils.deterministic.fill_uninitialized_memory is False
+    assert torch.utils.deterministic.fill_uninitialized_memory is True

@@ -30,7 +30,6 @@ def ended(monkeypatch):
         for name, value in {
             "megatron_arguments": lambda *_: {},
             "parse_arguments": lambda values: SimpleNamespace(curr_iteration=4),
-            "leave_new_memory_alone": lambda recipe: None,
             "predecessor": lambda recipe: None,
             "Handover": lambda *_: handover,
             "_Trainer": lambda *_: trainer,
@@ -48,7 +47,12 @@ def ended(monkeypatch):
         monkeypatch.setattr(pretrain.training, "pretrain", pretrained)
         lifecycle = SimpleNamespace(has_checkpoint=False, resumed_at=0, describe_into=lambda args, before: None)
         sources = SimpleNamespace(tokenizer_arguments=lambda: {})
-        pretrain.run(SimpleNamespace(), sources, lifecycle, SimpleNamespace(close=note("reporter")))
+        pretrain.run(
+            SimpleNamespace(cluster=SimpleNamespace(deterministic=False)),
+            sources,
+            lifecycle,
+            SimpleNamespace(close=note("reporter")),
+        )
 
     return of
 

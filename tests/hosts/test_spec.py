@@ -141,6 +141,22 @@ def test_without_its_recipe_the_run_ends_with_a_message(host):
         host(recipe_file=False)
 
 
+def test_a_recipe_of_another_version_is_refused(host, monkeypatch, tmp_path):
+    monkeypatch.setattr("zaya_plugin.config.compose.__version__", "0.0.9")  # writes
+    import zaya_plugin.config.compose as compose_module
+
+    check = compose_module.check_written_here
+
+    def installed(path, export):
+        monkeypatch.setattr(compose_module, "__version__", "0.1.0")  # reads
+        check(path, export)
+
+    monkeypatch.setattr(compose_module, "check_written_here", installed)
+    fix = f"Fix: zaya export megatron experiment=<name> run_dir={tmp_path / 'run'}"
+    with pytest.raises(SystemExit, match=f"was written by zaya_plugin 0.0.9. Allowed: zaya_plugin 0.1.0.*{fix}"):
+        host()
+
+
 def test_a_stage_before_that_is_not_finished_ends_the_run(host, tmp_path):
     with pytest.raises(SystemExit, match="handover.from_run = .*holds no run"):
         host(f"handover.from_run={tmp_path / 'nothing'}")

@@ -291,7 +291,7 @@ print(*sorted(set(sys.argv[1].split(",")) & set(sys.modules)))
 @pytest.mark.parametrize(
     ("rooms", "absent"),
     [
-        (("config", "plan", "aegis"), "torch,megatron,transformers"),
+        (("config", "plan", "handover", "run", "aegis"), "torch,megatron,transformers"),
         (("cli",), "torch,megatron,transformers,hydra,omegaconf,numpy"),
     ],
 )

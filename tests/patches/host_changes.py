@@ -16,6 +16,7 @@ import sys
 from types import ModuleType
 
 HOSTS = ("torch", "megatron")
+OURS = ("zaya_plugin", "hip_ops")
 
 
 def of_host(module: str) -> bool:
@@ -54,10 +55,12 @@ def changed(before: dict, after: dict) -> list[str]:
 def ours(value) -> bool:
     while isinstance(value, functools.partial):
         value = value.func
+    if str(type(value).__module__).startswith(OURS):  # an object of ours that is called
+        return callable(value)
     if not is_code(value):  # of other objects, lazy modules among them, attributes are not looked at
         return False
     value = getattr(value, "fget", value)
-    return str(getattr(value, "__module__", "")).startswith(("zaya_plugin", "hip_ops"))
+    return str(getattr(value, "__module__", "")).startswith(OURS)
 
 
 def of_instances(model) -> list[str]:

@@ -2,7 +2,9 @@
 """Symbols that a run replaces for its own time: restored afterwards, refused outside the table and its versions."""
 
 import importlib
+import sys
 from dataclasses import replace
+from types import ModuleType
 
 import pytest
 
@@ -74,3 +76,15 @@ def test_what_is_refused_changes_nothing(training, monkeypatch):
         with hooks.wrapped([(SAVE, print), (name, print)]):
             pass
     assert (training.save_checkpoint, training.load_checkpoint) == before
+
+
+def test_primus_is_hooked_before_it_has_chosen_its_megatron(monkeypatch):
+    """Whose version must not be asked then: the answer would be that of another installation, and is kept."""
+    runner = ModuleType("primus.core.patches.patch_runner")
+    runner.error_rank_0 = print
+    monkeypatch.setitem(sys.modules, runner.__name__, runner)
+    monkeypatch.setattr(hooks.compat, "core_version", lambda: pytest.fail("megatron.core was asked for its version"))
+    restore = hooks.install([(f"{runner.__name__}.error_rank_0", lambda report, message: (report, message))])
+    assert runner.error_rank_0("failed") == (print, "failed")
+    restore()
+    assert runner.error_rank_0 is print

@@ -7,7 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from zaya_plugin.patches.hooks import HOOKS, TRAINING
+from zaya_plugin.patches.hooks import HOOKS, INSTANCES, TRAINING
 
 # Not attributes that hold code: a mode of torch, and a tuple of names.
 NO_CODE = {'"cuda" device literals', "megatron.core.optimizer.optimizer.param_group_identifier_keys"}
@@ -37,4 +37,8 @@ def test_every_change_is_registered(tmp_path, corpus):
     found = json.loads(done.stdout.splitlines()[-1])
     assert found["import"] == [] and found["after"] == []
     assert set(found["patches"]) == set(found["registered"]) - NO_CODE
-    assert found["run"] == sorted(TRAINING + name for name in OF_A_RUN) and set(found["run"]) <= set(HOOKS)
+    symbols = [name for name in found["run"] if "()" not in name]
+    assert symbols == sorted(TRAINING + name for name in OF_A_RUN) and set(symbols) <= set(HOOKS)
+    instances = {name for name in found["run"] if "()" in name}
+    assert instances == {"_ParamAndGradBuffer().reset", "_ParamAndGradBuffer().scale_gradients"}
+    assert instances <= {symbol[symbol.index("_Param") :] for symbol in INSTANCES if "_Param" in symbol}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Recipe -> Megatron arguments, as a plain dictionary. No Megatron import: the adapter checks the names.
+"""Recipe -> Megatron arguments, as a plain dictionary. No Megatron import: hosts/pretrain.py checks the names.
 
 Fields whose metadata names a Megatron argument are copied; this file adds what is fixed for every ZAYA model and what
 takes more than a copy (data, checkpoints, precision, profiling).
@@ -31,7 +31,7 @@ OWN_ARGUMENTS = (
     "context_parallel_order",
     "core_attention",
 )
-# The same for what `adapter.forward_step` reads and the model does not.
+# The same for what `hosts.forward_step` reads and the model does not.
 BATCH_ARGUMENTS = ("packing",)
 # What a guest in another host decides when the host starts, from what lies on disk.
 DECIDED_AT_START = ("load", "exit_on_missing_checkpoint")

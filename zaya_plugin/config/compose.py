@@ -153,6 +153,23 @@ def save_recipe(recipe: Recipe, path: str | os.PathLike) -> None:
     temporary.replace(path)
 
 
+def check_written_here(path: str | os.PathLike, export: str) -> None:
+    """Refuses a recipe that `save_recipe` of another version wrote for a host; one that was written by hand passes.
+
+    Args:
+        export: the command that writes it again.
+
+    Raises:
+        ValueError: another version wrote it.
+    """
+    with open(path) as file:
+        written = re.match(r"# Written by zaya_plugin ([^;\s]+);", file.readline())
+    if written and written[1] != __version__:
+        raise ValueError(
+            f"{path}: was written by zaya_plugin {written[1]}. Allowed: zaya_plugin {__version__}, which is installed. Fix: {export}"
+        )
+
+
 def load_recipe(path: str | os.PathLike) -> Recipe:
     """Reads what `save_recipe` wrote, or any YAML file with a recipe's keys; the schema holds here too."""
     try:

@@ -25,10 +25,10 @@ TYPE_NAMES = {
 }
 
 
-# Keys of earlier versions, refused with the key that took their place.
-_OVERRIDE = "cluster.kernel_overrides={{{}}}, or cluster.kernels for all operators (docs/kernels.md)"
+# Keys of earlier versions: what became of them.
+_OVERRIDE = "was replaced by cluster.kernel_overrides={{{}}}, or cluster.kernels for all operators (docs/kernels.md)"
 REPLACED = {
-    "cluster.hip_ops_backend": "cluster.kernels (its value torch is now reference)",
+    "cluster.hip_ops_backend": "was replaced by cluster.kernels (its value torch is now reference)",
     "cluster.grouped_gemm": _OVERRIDE.format("grouped_product: <version>"),
     "cluster.fused_residual_norm": _OVERRIDE.format("rms_norm: <version>"),
     "cluster.fused_cca_prologue": _OVERRIDE.format("cca_prologue: <version>"),
@@ -36,10 +36,10 @@ REPLACED = {
     "cluster.fused_expert_path": _OVERRIDE.format("expert_permutation: <version>, weighted_swiglu: <version>"),
     "cluster.fused_linear_cross_entropy": _OVERRIDE.format("linear_cross_entropy: <version>"),
     "cluster.fused_muon": _OVERRIDE.format("muon: <version>, newton_schulz: <version>"),
-    "model.qk_norm_in_fp32": "no key: the q-k norm is always in fp32. Fix: remove it",
-    "model.router_softmax_in_fp32": "no key: the router's softmax is always in fp32. Fix: remove it",
-    "parallel.reduce_by_copies": "no key: gradients are reduced by NCCL or RCCL. Fix: remove it",
-    "parallel.reduce_by_copies_mib": "no key: gradients are reduced by NCCL or RCCL. Fix: remove it",
+    "model.qk_norm_in_fp32": "was removed: the q-k norm is always in fp32. Fix: remove it",
+    "model.router_softmax_in_fp32": "was removed: the router's softmax is always in fp32. Fix: remove it",
+    "parallel.reduce_by_copies": "was removed: gradients are reduced by NCCL or RCCL. Fix: remove it",
+    "parallel.reduce_by_copies_mib": "was removed: gradients are reduced by NCCL or RCCL. Fix: remove it",
 }
 
 
@@ -88,7 +88,7 @@ def nearest(path: str) -> str | None:
 def unknown_key(path: str, value: object = None) -> str:
     """Message for a key that no schema knows."""
     if path in REPLACED:
-        return f"{path}{'' if value is None else f'={value}'}: this key was replaced by {REPLACED[path]}"
+        return f"{path}{'' if value is None else f'={value}'}: this key {REPLACED[path]}"
     guess = nearest(path)
     text = f"{path}{'' if value is None else f' = {value}'}: no such key"
     text += f"; did you mean {guess}?" if guess else "."

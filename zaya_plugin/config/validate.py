@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator
 
-from hip_ops.versions import NO_FP32, VERSIONS, check_selection
+from hip_ops.versions import KERNELS, NO_FP32, VERSIONS, check_selection
 from zaya_plugin.config.compose import get
 from zaya_plugin.config.graphs import obstacles
 from zaya_plugin.config.layout_rules import layout_problems, nearest_multiples, recompute_problems
@@ -24,6 +24,8 @@ PARALLEL_SIZES = (
     "context_parallel_size",
     "expert_model_parallel_size",
 )
+
+CPU_VERSIONS = ("auto", "reference", "hip", "grouped_mm")  # hip: built by g++, to verify the kernels
 
 
 def _above_zero(value) -> bool:
@@ -246,37 +248,49 @@ def _cluster(recipe: Recipe, world_size: int) -> Iterator[str]:
 
 
 def _kernels(recipe: Recipe) -> Iterator[str]:
-    cluster = recipe.cluster
+    """What is wrong with cluster.kernels and cluster.kernel_overrides. The override auto, as recipes have it, is always allowed."""
+    cluster, on_cpu = recipe.cluster, recipe.cluster.device == "cpu"
     try:
-        check_selection(cluster.kernels, cluster.kernel_overrides)
+        check_selection(cluster.kernels, cluster.kernel_overrides, "cluster.")
     except ValueError as error:
-        yield f"cluster.{error}"
+        yield str(error)
         return
-    requested = {f"cluster.kernel_overrides.{name}": each for name, each in cluster.kernel_overrides.items()}
-    if cluster.device == "cpu":
-        for key, version in ({"cluster.kernels": cluster.kernels} | requested).items():
-            if version not in ("auto", "reference", "hip", "grouped_mm"):
+    if on_cpu and cluster.kernels not in CPU_VERSIONS:
+        allowed = ", ".join(each for each in KERNELS if each in CPU_VERSIONS)
+        yield (
+            f"cluster.kernels={cluster.kernels}: requires an accelerator. Allowed with cluster.device=cpu: {allowed}. "
+            "Fix: cluster.kernels=auto"
+        )
+    for operator, version in cluster.kernel_overrides.items():
+        if version == "auto":
+            continue
+        key, allowed = f"cluster.kernel_overrides.{operator}", ["auto", *VERSIONS[operator], "reference"]
+        if on_cpu:
+            allowed = [each for each in allowed if each in CPU_VERSIONS]
+            if version not in allowed:
                 yield (
-                    f"{key}={version}: requires an accelerator. Allowed with cluster.device=cpu: auto, reference, hip, grouped_mm. "
+                    f"{key}={version}: requires an accelerator. Allowed with cluster.device=cpu: {', '.join(allowed)}. "
                     f"Fix: {key}=auto"
                 )
-        return
-    for operator, version in cluster.kernel_overrides.items():
-        key = f"cluster.kernel_overrides.{operator}"
+                continue
         if operator == "grouped_product" and cluster.transformer_impl == "transformer_engine":
             yield (
                 f"{key}={version}: Transformer Engine computes the experts, not grouped_product. Allowed with "
-                f"cluster.transformer_impl=local (currently transformer_engine). Fix: remove the override"
+                f"cluster.transformer_impl=local (currently transformer_engine). Fix: {key}=auto"
             )
         dtype_key, dtype = "cluster.dtype", cluster.dtype
-        if operator == "newton_schulz":
-            dtype_key, dtype = "optim.muon_dtype", recipe.optim.muon_dtype
-        if dtype == "fp32" and version in NO_FP32.get(operator, ()):
-            allowed = [each for each in ("auto", *VERSIONS[operator], "reference") if each not in NO_FP32[operator]]
+        if operator == "newton_schulz":  # without Muon nothing calls it
+            dtype_key, dtype = "optim.muon_dtype", recipe.optim.muon_dtype if _uses_muon(recipe) else None
+        wide = [each for each in allowed if each not in NO_FP32.get(operator, ()) or on_cpu and each == "grouped_mm"]
+        if dtype == "fp32" and version not in wide:
             yield (
-                f"{key}={version}: this version takes no fp32 matrices. Allowed with {dtype_key}=fp32: {', '.join(allowed)}. "
+                f"{key}={version}: this version takes no fp32 matrices. Allowed with {dtype_key}=fp32: {', '.join(wide)}. "
                 f"Fix: {key}=auto"
             )
+
+
+def _uses_muon(recipe: Recipe) -> bool:
+    return recipe.optim.name == "muon" or any("optimizer=muon" in entry.split() for entry in recipe.optim.overrides)
 
 
 def _data(recipe: Recipe, world_size: int) -> Iterator[str]:

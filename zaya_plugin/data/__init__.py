@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Corpora: text to Megatron's indexed dataset (`prepare`), checks before training and the datasets of a run (`dataset`).
+"""What a run reads: datasets found (`sources`, `prefixes`), checked (`check`) and built (`dataset`), and its place in them (`ledger`).
 
-Nothing here imports torch or megatron.core at import time; only `dataset.build_gpt_datasets` does, when it is called.
+Corpora are made in `zaya_plugin.corpus`. torch and megatron.core are imported by `dataset` and what it builds, when they are needed.
 """

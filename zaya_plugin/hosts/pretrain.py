@@ -42,6 +42,9 @@ from zaya_plugin.training.optimizer import optimizer_factory
 from zaya_plugin.training.signal_agreement import AgreedSignal
 from zaya_plugin.training.step_queue import StepClock, StepQueue
 
+# Deterministic algorithms let torch fill every new tensor with NaN, to show reads of uninitialised memory: twice the launches of a step.
+NEW_MEMORY = "torch.utils.deterministic.fill_uninitialized_memory"
+
 
 def run(recipe: Recipe, sources: DataSources, lifecycle: Lifecycle, reporter: Reporter) -> None:
     """Train as the recipe says; returns when the last step is done, or when a signal or exit_interval ended the run.
@@ -53,7 +56,6 @@ def run(recipe: Recipe, sources: DataSources, lifecycle: Lifecycle, reporter: Re
         reporter: receives every step and validation.
     """
     args = parse_arguments(megatron_arguments(recipe, sources.tokenizer_arguments()))
-    leave_new_memory_alone(recipe)
     before = predecessor(recipe) if not lifecycle.has_checkpoint else None
     lifecycle.describe_into(args, before)
     handover = Handover(recipe, before, lifecycle.resumed_at)
@@ -61,7 +63,10 @@ def run(recipe: Recipe, sources: DataSources, lifecycle: Lifecycle, reporter: Re
     trainer = _Trainer(args, recipe, sources, lifecycle, reporter)
     megatron_nccl_allocator.end_with_release()
     try:
-        with hooks.wrapped([*trainer.hooks(), *handover.hooks(trainer.evaluate_and_report)]):
+        with (
+            hooks.replaced({NEW_MEMORY: False} if recipe.cluster.deterministic else {}),
+            hooks.wrapped([*trainer.hooks(), *handover.hooks(trainer.evaluate_and_report)]),
+        ):
             training.pretrain(
                 pretrain_cfg_container_from_args(args),
                 trainer.provide_datasets,
@@ -86,12 +91,6 @@ def run(recipe: Recipe, sources: DataSources, lifecycle: Lifecycle, reporter: Re
             release_graphs()
         if sys.exc_info()[0] is None:  # all ranks are here
             megatron_nccl_allocator.release()
-
-
-def leave_new_memory_alone(recipe: Recipe) -> None:
-    """Deterministic algorithms let torch fill every new tensor with NaN, to show reads of what nobody wrote: twice the launches of a step."""
-    if recipe.cluster.deterministic:
-        torch.utils.deterministic.fill_uninitialized_memory = False
 
 
 def release_graphs() -> None:

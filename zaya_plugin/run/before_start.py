@@ -66,7 +66,7 @@ def check_machine(recipe: Recipe, plan: Plan) -> None:
             )
     if not compat.zaya_train_fits():
         raise ValueError(
-            f"megatron.core {compat.core_version()}: allowed for `zaya train`: 0.19, as in `pip install 'megatron-core[training]>=0.19.2'`. In "
+            f"megatron.core {compat.core_version()}: allowed for `zaya train`: 0.19 and 0.20, as in `pip install 'megatron-core[training]>=0.19.2'`. In "
             "Primus, which pins 0.16, train with `zaya export primus`"
         )
     if recipe.cluster.device == "cuda" and not any(os.path.exists(path) for path in DEVICE_FILES):

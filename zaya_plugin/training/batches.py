@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A micro-batch as this rank's model takes it: on the device, with document boundaries, cut over context-parallel ranks.
 
-No Megatron import: the adapter says what the run's arguments are. Every rank reads whole sequences and makes of them what
+No Megatron import: hosts/forward_step.py passes the run's arguments. Every rank reads whole sequences and makes of them what
 it needs, so that ranks of one sequence agree without a message.
 """
 
