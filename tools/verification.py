@@ -1,4 +1,3 @@
-#!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
 """Writes the tables of docs/verification.md from docs/evidence.yaml; --check says whether they are up to date (exit status 1: no)."""
 
