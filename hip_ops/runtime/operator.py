@@ -183,17 +183,16 @@ class Operator:
         for place, (takes, version) in enumerate(self.implementations(first.device)):
             if takes is None or takes(*arguments):
                 if place:
-                    self._warn_if_requested(first.device, arguments)
+                    self._warn_if_requested(first)
                 return version(*arguments)
         raise AssertionError("the last version takes every call")
 
-    def _warn_if_requested(self, device: torch.device, arguments: tuple) -> None:
-        """Warns once where the version that does not take `arguments` was requested by name."""
+    def _warn_if_requested(self, first: Tensor) -> None:
+        """Warns once where the version that does not take a call was requested by name. first: the call's first tensor."""
         request = selection().of(self.folder)
-        key = (device, request.version, f"{self.name} of {request.source}")
+        key = (first.device, request.version, f"{self.name} of {request.source}")
         if request.version in self.versions and key not in _warnings:
             _warnings.add(key)
-            first = arguments[0] if isinstance(arguments[0], Tensor) else _first_tensor(arguments)
             text = "hip_ops: %s: this version of %s does not take %s %s; such calls run another version"
             logger.warning(text, request.source, self.name, str(first.dtype).removeprefix("torch."), tuple(first.shape))
 

@@ -34,7 +34,6 @@ class Selection:
     """What is requested: `kernels` for all operators, `overrides` for single ones; `names`: of both in messages."""
 
     def __init__(self, kernels: str, overrides: Mapping[str, str], names=("kernels", "kernel_overrides.")):
-        check_selection(kernels, dict(overrides))
         self._default = Request(kernels, f"{names[0]}={kernels}")
         self._requests = {name: Request(each, f"{names[1]}{name}={each}") for name, each in overrides.items()}
 
@@ -63,6 +62,7 @@ def set_kernels(kernels: str | None = "auto", overrides: Mapping[str, str] | Non
 @contextlib.contextmanager
 def use_kernels(kernels: str = "auto", **overrides: str) -> Iterator[None]:
     """Sets the versions within a `with`, for the whole process: autograd's threads run the backward pass."""
+    check_selection(kernels, overrides)
     _stack.append(Selection(kernels, overrides))
     try:
         yield
@@ -84,6 +84,7 @@ def _from_environment() -> Selection:
     kernels, *entries = (part.strip() for part in text.split(","))
     overrides = dict(entry.partition("=")[::2] for entry in entries)
     try:
+        check_selection(kernels, overrides)
         return Selection(kernels, overrides, (ENVIRONMENT, f"{ENVIRONMENT}: "))
     except ValueError as error:
         raise ValueError(f"hip_ops: {ENVIRONMENT}={text!r}: {error}") from None
