@@ -3,7 +3,9 @@ from zaya_plugin.errors import message, mistake
 
 
 def test_a_message_names_key_value_problem_allowed_and_fix():
-    text = message("optim.z_loss", 1e-4, problem="requires cluster.x=true", allowed="0 with cluster.x=false", fix="optim.z_loss=0")
+    text = message(
+        "optim.z_loss", 1e-4, problem="requires cluster.x=true", allowed="0 with cluster.x=false", fix="optim.z_loss=0"
+    )
     assert text == "optim.z_loss=0.0001: requires cluster.x=true. Allowed: 0 with cluster.x=false. Fix: optim.z_loss=0."
 
 
