@@ -9,8 +9,15 @@ from pathlib import Path
 
 from zaya_plugin.patches.hooks import HOOKS, INSTANCES, TRAINING
 
-# Not attributes that hold code: a mode of torch, and a tuple of names.
-NO_CODE = {'"cuda" device literals', "megatron.core.optimizer.optimizer.param_group_identifier_keys"}
+# Not attributes that hold code: a mode of torch, tuples of names, and switches.
+NO_CODE = {
+    '"cuda" device literals',
+    "megatron.core.optimizer.optimizer.param_group_identifier_keys",
+    "megatron.core.optimizer.distrib_optimizer.param_group_identifier_keys",
+    "megatron.core.optimizer.USING_PYTORCH_OPTIMIZER",
+    "megatron.core.optimizer.distrib_optimizer.HAVE_APEX_OR_TE",
+    "megatron.core.optimizer.distrib_optimizer.USING_APEX_OPTIMIZER",
+}
 # Of a run of the demo; the others belong to hosts, stages that take over and `zaya bench`.
 OF_A_RUN = (
     "training_log",
