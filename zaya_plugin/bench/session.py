@@ -15,9 +15,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from zaya_plugin.bench.gradients import accumulated
 from zaya_plugin.bench.options import Options
-from zaya_plugin.bench.parts import PASSES, STEP, Ranges, annotated, ranged
+from zaya_plugin.bench.parts import PASSES, STEP, Ranges, accumulated, annotated, ranged
 
 
 @dataclass
@@ -62,7 +61,7 @@ class Session:
         self.profiler = self.window = None
         self.parts = None
         self.learned = False
-        # of the last step whose backward pass Python ran (zaya_plugin.bench.gradients)
+        # of the last step whose backward pass Python ran (zaya_plugin.bench.parts.accumulated)
         self.accumulated: dict[str, int] = {}
 
     def before_step(self, parts) -> None:
