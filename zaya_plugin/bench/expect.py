@@ -42,7 +42,7 @@ examples:
 
 def main(argv: list[str]) -> int:
     """Run `zaya bench expect` and return its exit code; raises ValueError for a user's mistake."""
-    from zaya_plugin.bench.command import with_data_path
+    from zaya_plugin.bench.options import with_data_path
     from zaya_plugin.config.compose import compose
     from zaya_plugin.config.validate import validate
     from zaya_plugin.run.commands import Parser
@@ -112,7 +112,6 @@ def expect(record: dict, recipe: Recipe, world: int) -> dict:
     from zaya_plugin.plan.flops import training_flops
     from zaya_plugin.plan.machines import MACHINES
     from zaya_plugin.plan.memory import Recompute, tokens_of_rank
-    from zaya_plugin.plan.recompute import added_seconds
     from zaya_plugin.plan.step_work import Work
 
     before, measured = recorded_recipe(record), record["rates"]
@@ -180,7 +179,7 @@ def expect(record: dict, recipe: Recipe, world: int) -> dict:
         if row["part"] not in NOT_BESIDE:
             passes = [passes[0] + row["forward_ms"] * factor, passes[1] + row["backward_ms"] * factor]
     if recompute != recomputed:
-        again = added_seconds(shape, layout, batch, recompute, recipe_plan.machine_of(recipe))
+        again = recipe_plan.added_seconds(shape, layout, batch, recompute, recipe_plan.machine_of(recipe))
         parts.append({"part": "recomputation", "title": "recomputation", "ms": 1e3 * again, **no_work})
         passes[1] += 1e3 * again
     forward, backward = (each / batch.micro_batches for each in passes)
@@ -290,7 +289,7 @@ def work_of(
 def optimizer_share(shape: Shape, layout: Layout, recipe: Recipe) -> OptimizerShare:
     """Return the share of the busiest rank; matrices are never cut, so it has at least one of the largest ones."""
     from zaya_plugin.optim.newton_schulz_cost import newton_schulz_flops
-    from zaya_plugin.plan.parameters import count_parameters
+    from zaya_plugin.plan.flops import count_parameters
     from zaya_plugin.plan.step_work import OptimizerShare
 
     momentum = 2 if recipe.optim.muon_momentum_dtype == "bf16" else 4
