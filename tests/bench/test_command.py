@@ -191,7 +191,7 @@ def test_the_anchors_figures_join_the_record(tmp_path, record):
     assert json.loads((tmp_path / "step.json").read_text()) == found
     assert "ours / theirs: 2.000" in report.anchor_text(found) and "99.0 GiB" in report.anchor_text(found)
     (tmp_path / "anchor.json").write_text(json.dumps({"what": "transformers", "error": "out of memory: 3 GiB"}))
-    assert report.anchor_text(command.add_anchor(tmp_path)) == "beside it, transformers: out of memory: 3 GiB"
+    assert report.anchor_text(command.add_anchor(tmp_path)) == "anchor: transformers: out of memory: 3 GiB"
 
 
 def test_the_host_works_where_it_does_not_wait():

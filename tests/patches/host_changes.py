@@ -72,9 +72,7 @@ def of_instances(model, optimizer) -> list[str]:
     """
     found = set()
     for each in optimizer.chained_optimizers:
-        found |= {
-            f"MegatronOptimizer().{name}" for name, value in vars(each).items() if ours(value) and name.endswith("_fn")
-        }
+        found |= {f"MegatronOptimizer().{name}" for name, value in vars(each).items() if ours(value)}
     for chunk in model:
         buffers = [*chunk.buffers, *chunk.expert_parallel_buffers] if hasattr(chunk, "expert_parallel_buffers") else []
         groups = [*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups]
