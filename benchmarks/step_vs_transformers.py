@@ -26,8 +26,7 @@ from pathlib import Path
 from result_record import commit_of
 from step_report import pretty, ratios, summary_of_training, table
 
-from zaya_plugin.plan.flops import Shape, training_flops
-from zaya_plugin.plan.parameters import count_parameters
+from zaya_plugin.plan.flops import Shape, count_parameters, training_flops
 
 HERE = Path(__file__).resolve().parent
 VOCABULARY = 262_272

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What has to be changed in the host, one symbol a file.
+"""Every change of the host: static replacements, one symbol a file, and the hooks of a run (hooks.py).
 
-Each module holds one `PATCH`: the symbol, why it is changed, the versions it fits and when it is wanted. Scope `cpu`
-is applied where no accelerator is, and never on a GPU; scope `always` mends a defect or a seam that is too narrow on
-every machine. `apply_torch()` touches torch alone and belongs at the top of a program's main module, because
-processes that write checkpoints are spawned and import it again; `apply()` does everything.
+Each file holds one `PATCH`: the symbol, why it is changed, the versions that it is written for, the upstream code and the condition under
+which it can go. `zaya doctor` prints the list. Patches of scope `cpu` are applied only where no accelerator is present; those of scope
+`always` mend a defect or widen a seam on every machine. `apply_torch()` changes torch alone and belongs at the top of a program's main
+module, because processes that write checkpoints are spawned and import it again; `apply()` applies all patches.
 """
 
-from zaya_plugin.patches.registry import Patch, apply, apply_torch, describe, load
+from zaya_plugin.patches.registry import Patch, apply, apply_torch, describe
 
-__all__ = ["Patch", "apply", "apply_torch", "describe", "load"]
+__all__ = ["Patch", "apply", "apply_torch", "describe"]

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Symbols of a host that a run replaces for its own time, because what takes their place carries the run's state.
+"""Replaces symbols of a host during a run, where the replacement carries the run's state, and restores them afterwards.
 
-Static changes are patches, one file each beside this one. Here the caller passes the function and a `with` restores the symbol:
+Static changes are patches, one file each beside this one. Here the caller passes the function, and a `with` restores the symbol:
 
     with wrapped([("megatron.training.training.save_checkpoint", save_and_prune)]):
         pretrain(...)  # calls save_and_prune(Megatron's save_checkpoint, iteration, ...)
 
-HOOKS says why each symbol is replaced, and when that can end; `zaya doctor` prints it. A symbol that is not listed, and a host outside
-the range of versions, is refused. Nothing here imports a host before a `with` is entered.
+HOOKS states why each symbol is replaced and when the replacement can go; `zaya doctor` prints it. A symbol that is not in HOOKS raises
+KeyError; a host outside the range of versions raises ImportError. This module imports no host before a `with` is entered.
 """
 
 from __future__ import annotations
@@ -17,47 +17,91 @@ import importlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
+from importlib import metadata
 from typing import Any
 
 from packaging.specifiers import SpecifierSet
+from packaging.version import Version
 
 from zaya_plugin import compat
+from zaya_plugin.errors import message
 
 TRAINING = "megatron.training.training."
 MEGATRON = "https://github.com/NVIDIA/Megatron-LM/blob/core_v0.19.0/megatron/"
+TRAINING_LOOP = MEGATRON + "training/training.py"
 PRIMUS = "https://github.com/AMD-AGI/Primus/blob/main/primus/core/patches/patch_runner.py"
 CALLBACKS = "pretrain() takes a list of callbacks"
-LOOP = ">=0.19.0rc0,<" + compat.FIRST_UNSUPPORTED  # what `zaya train` alone replaces, whose pretrain() is that of 0.19
+LOOP = (
+    ">=0.19.0rc0,<" + compat.FIRST_UNSUPPORTED
+)  # for symbols that only `zaya train` replaces; it requires pretrain() of 0.19
 BUFFERS = MEGATRON + "core/distributed/param_and_grad_buffer.py"
 OWN_OPTIMIZER = "a registered optimizer can be a DistributedOptimizer (optimizer/emerging_optimizers.py)"
 
 
-@dataclass(frozen=True)
-class Hook:
-    """symbol: dotted path; reason: why it is replaced; until: when the replacement can go; versions: of megatron.core, "" for any."""
+@dataclass(frozen=True, kw_only=True)
+class HostChange:
+    """A changed symbol of a host, with what `zaya doctor` prints about it.
+
+    Attributes:
+        symbol: dotted path.
+        reason: why it is changed.
+        until: the condition under which the change can go.
+        upstream: link to the code that makes it necessary.
+        package: distribution that the change is written for; versions: the range of its versions, "" for any.
+    """
 
     symbol: str
     reason: str
     until: str
-    upstream: str = MEGATRON + "training/training.py"
+    upstream: str
+    package: str = "megatron-core"
     versions: str = compat.SUPPORTED
 
     @property
+    def installed(self) -> Version | None:
+        """The installed version of the package."""
+        return compat.core_version() if self.package == "megatron-core" else Version(metadata.version(self.package))
+
+    @property
     def fits(self) -> bool:
-        """Whether the installed megatron.core lies in the range. Not asked where any version will do: Primus chooses its Megatron late."""
+        """Whether the installed version is in the range. With any version allowed it is not read, since Primus chooses its Megatron late."""
         if not self.versions:
             return True
-        version = compat.core_version()
-        return version is not None and SpecifierSet(self.versions, prereleases=True).contains(version)
+        return self.installed is not None and SpecifierSet(self.versions, prereleases=True).contains(self.installed)
+
+    @property
+    def refusal(self) -> str:
+        """The error text where `fits` is false."""
+        return message(
+            self.package,
+            self.installed,
+            problem=f"the change of {self.symbol} is not written for this version",
+            allowed=self.versions,
+            fix=f"pip install '{self.package}{self.versions}'",
+        )
 
 
-def _hook(symbol: str, reason: str, until: str = CALLBACKS, **more) -> tuple[str, Hook]:
-    return symbol, Hook(symbol, reason, until, **more)
+def holder_of(symbol: str) -> tuple[Any, str]:
+    """The module or class that holds `symbol`, imported, and the symbol's name in it."""
+    path, _, name = symbol.rpartition(".")
+    try:
+        return importlib.import_module(path), name
+    except ModuleNotFoundError as error:
+        if error.name != path:
+            raise
+        outer, inner = holder_of(path)  # path is a class
+        return getattr(outer, inner), name
+
+
+def _hook(
+    symbol: str, reason: str, until: str = CALLBACKS, upstream: str = TRAINING_LOOP, **more
+) -> tuple[str, HostChange]:
+    return symbol, HostChange(symbol=symbol, reason=reason, until=until, upstream=upstream, **more)
 
 
 _OPTIMIZER = MEGATRON + "core/optimizer/__init__.py"
 _SHARDED = MEGATRON + "core/optimizer/distrib_optimizer.py"
-HOOKS: dict[str, Hook] = dict(
+HOOKS: dict[str, HostChange] = dict(
     (
         _hook(
             TRAINING + "training_log",
@@ -65,29 +109,38 @@ HOOKS: dict[str, Hook] = dict(
             versions=LOOP,
         ),
         _hook(
-            TRAINING + "evaluate_and_print_results", "validation a domain at a time, reported as metrics", versions=LOOP
+            TRAINING + "evaluate_and_print_results",
+            "validation of each domain by itself, reported as metrics",
+            versions=LOOP,
         ),
-        _hook(TRAINING + "save_checkpoint", "pending metrics are written before, older checkpoints go after a save"),
-        _hook(TRAINING + "load_checkpoint", "a stage begins with the weights of the one before, at step 0"),
+        _hook(
+            TRAINING + "save_checkpoint",
+            "pending metrics are written before a save, older checkpoints are removed after it",
+        ),
+        _hook(TRAINING + "load_checkpoint", "a stage starts from the weights of the previous stage, at step 0"),
         _hook(TRAINING + "train", "validation before the first step of a stage", versions=LOOP),
-        _hook(TRAINING + "train_step", "zaya bench observes single steps", versions=LOOP),
-        _hook(TRAINING + "get_megatron_optimizer", "Muon and AdamW; for zaya bench none", OWN_OPTIMIZER),
+        _hook(TRAINING + "train_step", "`zaya bench` observes single steps", versions=LOOP),
+        _hook(
+            TRAINING + "get_megatron_optimizer",
+            "builds Muon and AdamW; for `zaya bench --forward-backward-only` no optimizer",
+            OWN_OPTIMIZER,
+        ),
         _hook(TRAINING + "finalize_model_grads", "counts of the routers balance the experts after each step"),
         _hook(
             TRAINING + "logical_and_across_model_parallel_group",
-            "our optimizer's step returns the same on all ranks; asking again waits for the device",
-            "train_step does not ask where the optimizer says so",
+            "our optimizer's step returns the same value on all ranks; a second reduction would wait for the device",
+            "train_step skips the reduction where the optimizer declares that it is not needed",
             versions=LOOP,
         ),
         _hook(
             TRAINING + "reduce_max_stat_across_model_parallel_group",
-            "the norm of the gradients is the same on all ranks; asking again waits for the device",
-            "train_step does not ask where the optimizer says so",
+            "the norm of the gradients is the same on all ranks; a second reduction would wait for the device",
+            "train_step skips the reduction where the optimizer declares that it is not needed",
             versions=LOOP,
         ),
         _hook(
             TRAINING + "get_signal_handler",
-            "ranks agree on a signal without waiting for the device in every step",
+            "ranks agree on a signal, and no step waits for the device",
             "the handler's all-gather is asynchronous",
             versions=LOOP,
         ),
@@ -97,7 +150,7 @@ HOOKS: dict[str, Hook] = dict(
         ),
         _hook(
             "megatron.core.optimizer.ChainedOptimizer",
-            "one norm and one step without waiting for the device",
+            "computes one norm and one step, and does not wait for the device",
             OWN_OPTIMIZER,
             upstream=_OPTIMIZER,
         ),
@@ -115,19 +168,19 @@ HOOKS: dict[str, Hook] = dict(
         ),
         _hook(
             "megatron.core.optimizer.distrib_optimizer.param_group_identifier_keys",
-            "a stage's learning rates differ from those of the stage before",
-            "saved groups are matched by names",
+            "a stage's learning rates differ from those of the previous stage",
+            "saved groups are matched by name",
             upstream=_SHARDED,
         ),
         _hook(
             "megatron.core.optimizer.optimizer.param_group_identifier_keys",
-            "a stage's learning rates differ from those of the stage before",
-            "saved groups are matched by names",
+            "a stage's learning rates differ from those of the previous stage",
+            "saved groups are matched by name",
             upstream=MEGATRON + "core/optimizer/optimizer.py",
         ),
         _hook(
             "primus.core.patches.patch_runner.error_rank_0",
-            "Primus reports a patch that failed as a line of its log alone",
+            "Primus reports a patch that failed only as a line of its log",
             "Primus keeps a list of failed patches",
             upstream=PRIMUS,
             versions="",
@@ -141,24 +194,24 @@ HOOKS: dict[str, Hook] = dict(
         ),
     )
 )
-# Attributes of instances that a run builds and that end with it; `replaced` and `wrapped` do not know them.
-INSTANCES: dict[str, Hook] = dict(
+# Attributes of objects that a run builds; they end with the run. `replaced` and `wrapped` do not take them.
+INSTANCES: dict[str, HostChange] = dict(
     (
         _hook(
             "megatron.core.distributed.param_and_grad_buffer._ParamAndGradBuffer().reset",
-            "blocks of experts that are written first are not zeroed (zaya_plugin.optim.written_gradients)",
-            "DDP asks a parameter whether its gradient is written first",
+            "skips blocks of experts that the first micro-batch overwrites (zaya_plugin.optim.written_gradients)",
+            "DDP lets a parameter declare that its first gradient is written, not added",
             upstream=BUFFERS,
         ),
         _hook(
             "megatron.core.distributed.param_and_grad_buffer._ParamAndGradBuffer().scale_gradients",
             "the optimizer multiplies by the scale as it reads the gradients (zaya_plugin.optim.deferred_scale)",
-            "DDP hands the scale to the optimizer",
+            "DDP passes the scale to the optimizer",
             upstream=BUFFERS,
         ),
         _hook(
             "megatron.core.distributed.DistributedDataParallel().expert_parallel_bucket_groups",
-            "a layer's buckets of experts are one group (zaya_plugin.parallel.layer_groups)",
+            "puts a layer's buckets of experts into one group (zaya_plugin.parallel.layer_groups)",
             "DDP groups buckets by layer",
             upstream=MEGATRON + "core/distributed/distributed_data_parallel.py",
         ),
@@ -173,37 +226,33 @@ INSTANCES: dict[str, Hook] = dict(
 
 
 def replaced(values: Mapping[str, Any]) -> AbstractContextManager[None]:
-    """Gives symbols other values within a `with`.
+    """Set symbols to other values within a `with`.
 
     Raises:
         KeyError: a symbol is not in HOOKS.
-        ImportError: megatron.core is outside the range that a hook is written for. Nothing is replaced then.
+        ImportError: megatron.core is outside the range of a hook. In both cases nothing is replaced.
     """
     return _changed([(symbol, lambda _, value=value: value) for symbol, value in values.items()])
 
 
 def wrapped(functions: Iterable[tuple[str, Callable]]) -> AbstractContextManager[None]:
-    """Replaces functions within a `with`: each gets the function whose place it takes as its first argument.
+    """Replace functions within a `with`; each new function gets the replaced one as its first argument.
 
-    Of two for one symbol the later one wraps the earlier one. Raises as `replaced`.
+    Of two functions for one symbol the later one wraps the earlier one. Raises as `replaced`.
     """
     return _changed([(symbol, functools.partial(functools.partial, function)) for symbol, function in functions])
 
 
 @contextmanager
 def _changed(makers: list[tuple[str, Callable[[Any], Any]]]) -> Iterator[None]:
-    """makers: symbol, and what makes its new value of the old one."""
+    """Replace symbols within a `with`. makers: each symbol, and the function that returns its new value from the old one."""
     for symbol, _ in makers:
         if not HOOKS[symbol].fits:
-            raise ImportError(
-                f"hook of {symbol}: megatron.core {compat.core_version()} is installed. Allowed: {HOOKS[symbol].versions}. "
-                "Fix: install a version in that range"
-            )
+            raise ImportError(HOOKS[symbol].refusal)
     before = []
     try:
         for symbol, make in makers:
-            module, _, name = symbol.rpartition(".")
-            holder = importlib.import_module(module)
+            holder, name = holder_of(symbol)
             before.append((holder, name, getattr(holder, name)))
             setattr(holder, name, make(before[-1][2]))
         yield
@@ -212,17 +261,20 @@ def _changed(makers: list[tuple[str, Callable[[Any], Any]]]) -> Iterator[None]:
             setattr(holder, name, value)
 
 
-_for_good: list[ExitStack] = []  # a context that nothing refers to would restore its symbols
+_for_good: list[ExitStack] = []  # without a reference a context would be closed and restore its symbols
 
 
 def install(functions: Iterable[tuple[str, Callable]]) -> Callable[[], None]:
-    """As `wrapped`, for the rest of the process: in a host that is not ours no `with` surrounds the run. Returns what restores all."""
+    """Replace functions as `wrapped` does, for the rest of the process, in a host whose run no `with` can surround.
+
+    Returns the function that restores the symbols.
+    """
     stack = ExitStack()
     stack.enter_context(wrapped(functions))
     _for_good.append(stack)
     return stack.close
 
 
-def describe() -> list[Hook]:
-    """All hooks, for `zaya doctor`."""
+def describe() -> list[HostChange]:
+    """Return all hooks, for `zaya doctor`."""
     return [*HOOKS.values(), *INSTANCES.values()]

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""megatron.core.optimizer.Adam: without Transformer Engine or apex Megatron falls back to torch.optim.AdamW.
+"""megatron.core.optimizer.Adam: GroupStepAdamW in place of torch.optim.AdamW, to which Megatron falls back without Transformer Engine or apex.
 
-Its state keeps a step a parameter, and then the distributed optimizer cannot load its own checkpoint (assertion in
-distrib_optimizer.py) or, with dp_reshardable, continues with a wrong step. On a GPU without either library too.
+The state of torch's AdamW keeps a step for each parameter. The distributed optimizer then cannot load its own checkpoint (assertion
+in distrib_optimizer.py) or, with dp_reshardable, continues with a wrong step. This also happens on a GPU without either library.
 """
 
-from zaya_plugin.patches.registry import Patch
+from zaya_plugin.patches.registry import MEGATRON, Patch
 
 
 def _torch_adam_is_used() -> bool:
@@ -14,24 +14,25 @@ def _torch_adam_is_used() -> bool:
     return optimizer.USING_PYTORCH_OPTIMIZER
 
 
-def install() -> None:
-    from megatron.core import optimizer
-    from megatron.core.optimizer import distrib_optimizer
-
+def group_step_adamw(_):
     from zaya_plugin.optim.adamw import GroupStepAdamW
 
-    optimizer.Adam = distrib_optimizer.Adam = GroupStepAdamW
-    # "Not torch's own, apex's layout": chooses the branches that read and write `step` in the parameter group.
-    optimizer.USING_PYTORCH_OPTIMIZER = False
-    distrib_optimizer.HAVE_APEX_OR_TE = True
-    distrib_optimizer.USING_APEX_OPTIMIZER = True
+    return GroupStepAdamW
 
 
 PATCH = Patch(
     symbol="megatron.core.optimizer.Adam",
-    also=("megatron.core.optimizer.distrib_optimizer.Adam",),
+    make=group_step_adamw,
+    also={
+        "megatron.core.optimizer.distrib_optimizer.Adam": group_step_adamw,
+        # "Not torch's own, apex's layout": chooses the branches that read and write `step` in the parameter group.
+        "megatron.core.optimizer.USING_PYTORCH_OPTIMIZER": lambda _: False,
+        "megatron.core.optimizer.distrib_optimizer.HAVE_APEX_OR_TE": lambda _: True,
+        "megatron.core.optimizer.distrib_optimizer.USING_APEX_OPTIMIZER": lambda _: True,
+    },
     scope="always",
     wanted=_torch_adam_is_used,
-    reason="no Transformer Engine or apex here: torch's AdamW state cannot be loaded back by the distributed optimizer",
-    install=install,
+    reason="without Transformer Engine and apex: the distributed optimizer cannot load the state of torch's AdamW back",
+    upstream=MEGATRON + "core/optimizer/distrib_optimizer.py",
+    until="the distributed optimizer saves and loads the steps of torch's AdamW",
 )

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""megatron.core.datasets.utils.compile_helpers: the wheel has the compiled helpers but no Makefile.
+"""megatron.core.datasets.utils.compile_helpers: does nothing where helpers_cpp is compiled already; the wheel has no Makefile for it.
 
-In a checkout make names its result by the first python3-config in PATH, which may be another Python's; a compiled module that
-this Python can import and that is no older than its source is good as it is.
+In a checkout `make` names its result by the first python3-config in PATH, which may be another Python's. A compiled module that
+this Python can import and that is no older than its source is used as it is.
 """
 
-from zaya_plugin.patches.registry import Patch
+from zaya_plugin.patches.registry import MEGATRON, Patch
 
 
 def _compiled_already() -> bool:
@@ -23,16 +23,12 @@ def _compiled_already() -> bool:
     )
 
 
-def install() -> None:
-    from megatron.core.datasets import utils
-
-    utils.compile_helpers = lambda: None
-
-
 PATCH = Patch(
     symbol="megatron.core.datasets.utils.compile_helpers",
+    make=lambda _: lambda: None,
     scope="always",
     wanted=_compiled_already,
-    reason="runs make and exits the process when that fails; here helpers_cpp is compiled already (the wheel has no Makefile)",
-    install=install,
+    reason="runs make and exits the process when that fails, also where helpers_cpp is compiled already (the wheel has no Makefile)",
+    upstream=MEGATRON + "core/datasets/utils.py",
+    until="compile_helpers skips a module that is compiled",
 )

@@ -1,19 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""megatron.training.training.initialize_megatron: pretrain() cannot pass allow_no_cuda on."""
+"""megatron.training.training.initialize_megatron: gets allow_no_cuda=True, which pretrain() has no argument for."""
 
-from zaya_plugin.patches.registry import Patch
+import functools
 
-
-def install() -> None:
-    import functools
-
-    from megatron.training import training
-
-    training.initialize_megatron = functools.partial(training.initialize_megatron, allow_no_cuda=True)
-
+from zaya_plugin.patches.registry import MEGATRON, Patch
 
 PATCH = Patch(
     symbol="megatron.training.training.initialize_megatron",
-    reason="asserts CUDA unless allow_no_cuda is given, which pretrain() has no way to give",
-    install=install,
+    make=lambda stock: functools.partial(stock, allow_no_cuda=True),
+    reason="asserts CUDA unless allow_no_cuda is given, and pretrain() has no argument for it",
+    upstream=MEGATRON + "training/training.py",
 )

@@ -1,27 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
-"""megatron.core.transformer.moe.token_dispatcher.maybe_move_tensor_to_cpu.
+"""megatron.core.transformer.moe.token_dispatcher.maybe_move_tensor_to_cpu: returns numpy numbers for a tensor that is on the CPU already.
 
-With a GPU it brings the rows that each rank sends and receives to the host as numpy numbers, which the all-to-all takes.
-A tensor that is on the CPU already it returns as it is, and the all-to-all cannot take a tensor.
+With a GPU the function brings the rows that each rank sends and receives to the host as numpy numbers, which the all-to-all takes.
+A tensor on the CPU it returns unchanged, and the all-to-all cannot take a tensor.
 """
 
-from zaya_plugin.patches.registry import Patch
+from zaya_plugin.patches.registry import MEGATRON, Patch
 
 
-def install() -> None:
-    from megatron.core.transformer.moe import token_dispatcher
-
-    original = token_dispatcher.maybe_move_tensor_to_cpu
-
+def as_numbers(stock):
     def maybe_move_tensor_to_cpu(tensor, as_numpy=False, record_stream=False):
-        moved = original(tensor, as_numpy, record_stream)
+        moved = stock(tensor, as_numpy, record_stream)
         return moved.numpy() if as_numpy and hasattr(moved, "numpy") else moved
 
-    token_dispatcher.maybe_move_tensor_to_cpu = maybe_move_tensor_to_cpu
+    return maybe_move_tensor_to_cpu
 
 
 PATCH = Patch(
     symbol="megatron.core.transformer.moe.token_dispatcher.maybe_move_tensor_to_cpu",
+    make=as_numbers,
     reason="leaves counts that are on the CPU as tensors, which the all-to-all of expert parallelism cannot take",
-    install=install,
+    upstream=MEGATRON + "core/transformer/moe/moe_utils.py",
 )

@@ -1,54 +1,39 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Finds the patch modules of this package, decides which are wanted here, applies each once, and can say so."""
+"""Finds the patches of this package, decides which of them this machine needs, and applies each once."""
 
 from __future__ import annotations
 
 import functools
 import importlib
 import pkgutil
-from collections.abc import Callable
-from dataclasses import dataclass
-from importlib import metadata
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
-
-from packaging.specifiers import SpecifierSet
-from packaging.version import Version
+from typing import Any
 
 from zaya_plugin import compat
+from zaya_plugin.patches.hooks import MEGATRON, HostChange, holder_of
+
+__all__ = ["MEGATRON", "Patch", "apply", "apply_torch", "describe", "has_accelerator"]
 
 
-@dataclass(frozen=True)
-class Patch:
-    """One changed symbol.
+@dataclass(frozen=True, kw_only=True)
+class Patch(HostChange):
+    """A change of one symbol that lasts for the whole process.
 
-    symbol: dotted path of what is changed. reason: why, for `zaya doctor`. scope: "cpu" or "always".
-    package and versions: distribution and range that the change was written for. install: performs the change.
-    wanted: a further condition (e.g. only when Transformer Engine is missing). also: further attributes that install changes.
+    Attributes:
+        make: returns the new value of the symbol from the stock one. also: further symbols that change with it, each with its `make`.
+        enter: makes the change where it is no attribute; replaces `make`.
+        scope: "cpu": applied only without an accelerator; "always": on every machine.
+        wanted: a further condition, such as a missing Transformer Engine.
     """
 
-    symbol: str
-    reason: str
-    install: Callable[[], None]
+    until: str = "Megatron trains without an accelerator"
+    make: Callable[[Any], Any] | None = None
+    also: Mapping[str, Callable[[Any], Any]] = field(default_factory=dict)
+    enter: Callable[[], None] | None = None
     scope: str = "cpu"
-    package: str = "megatron-core"
-    versions: str = compat.SUPPORTED
     wanted: Callable[[], bool] = lambda: True
-    also: tuple[str, ...] = ()
-
-    @property
-    def name(self) -> str:
-        """The symbol, under the name that `zaya doctor` shows."""
-        return self.symbol
-
-    @property
-    def fits(self) -> bool:
-        """Whether the installed version of the package lies in the range."""
-        return SpecifierSet(self.versions, prereleases=True).contains(self.installed)
-
-    @property
-    def installed(self) -> Version:
-        """The installed version of the package."""
-        return compat.core_version() if self.package == "megatron-core" else Version(metadata.version(self.package))
 
     @property
     def applies(self) -> bool:
@@ -57,52 +42,49 @@ class Patch:
             return False
         return (self.scope == "always" or not has_accelerator()) and self.wanted()
 
+    def install(self) -> None:
+        """Make the change."""
+        if self.enter is not None:
+            return self.enter()
+        for symbol, make in {self.symbol: self.make, **self.also}.items():
+            holder, name = holder_of(symbol)
+            setattr(holder, name, make(getattr(holder, name)))
 
-# What this process has changed already; installing twice would wrap a wrapper.
-_installed: set[str] = set()
+
+_installed: set[str] = set()  # symbols; installing a patch twice would wrap a wrapper
 
 
 @functools.cache
 def has_accelerator() -> bool:
-    """True where torch sees a GPU (CUDA or ROCm). Asked once: later patches make torch.cuda answer differently."""
+    """Whether torch has a GPU (CUDA or ROCm). The answer is kept, since later patches change what torch.cuda answers."""
     import torch
 
     return torch.cuda.is_available()
 
 
 @functools.cache
-def load() -> tuple[Patch, ...]:
-    """Every patch of this package, those of torch first."""
-    found = []
-    for module in pkgutil.iter_modules([str(Path(__file__).parent)]):
-        if module.name not in ("registry", "hooks"):
-            found.append(importlib.import_module(f"zaya_plugin.patches.{module.name}").PATCH)
-    return tuple(sorted(found, key=lambda p: (p.package != "torch", p.symbol)))
+def describe() -> tuple[Patch, ...]:
+    """Return every patch of this package in the order in which they are applied: those of torch first."""
+    names = {module.name for module in pkgutil.iter_modules([str(Path(__file__).parent)])} - {"registry", "hooks"}
+    found = (importlib.import_module(f"zaya_plugin.patches.{name}").PATCH for name in names)
+    return tuple(sorted(found, key=lambda patch: (patch.package != "torch", patch.symbol)))
 
 
 def apply_torch() -> None:
     """Apply the patches of torch (no Megatron import)."""
-    _apply([p for p in load() if p.package == "torch"])
+    _apply(patch for patch in describe() if patch.package == "torch")
 
 
 def apply() -> None:
-    """Apply every patch that this machine needs. Safe to call again."""
-    _apply(load())
+    """Apply every patch that this machine needs. A second call changes nothing."""
+    _apply(describe())
 
 
-def describe() -> list[Patch]:
-    """All patches in the order they are applied; `applies` says whether this machine gets them, `reason` why."""
-    return list(load())
-
-
-def _apply(patches) -> None:
+def _apply(patches: Iterable[Patch]) -> None:
     for patch in patches:
         if patch.symbol in _installed or not patch.applies:
             continue
         if not patch.fits:
-            raise ImportError(
-                f"patch of {patch.symbol}: {patch.package} {patch.installed} is installed, "
-                f"the patch is written for {patch.versions}; install a version in that range"
-            )
+            raise ImportError(patch.refusal)
         patch.install()
         _installed.add(patch.symbol)

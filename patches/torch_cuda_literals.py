@@ -5,10 +5,10 @@ A TorchFunctionMode rewrites them for the thread that runs the loop. It costs ab
 is why the other torch patches are plain attributes.
 """
 
-from zaya_plugin.patches.registry import Patch
+from zaya_plugin.patches.registry import MEGATRON, Patch
 
 
-def install() -> None:
+def enter_mode() -> None:
     import torch
     from torch.overrides import TorchFunctionMode
 
@@ -24,7 +24,7 @@ def install() -> None:
             if func is torch.Tensor.cuda:
                 return args[0]
             if func is torch.Tensor.type and len(args) == 1 and not kwargs:
-                # clip_grads.py and the optimizers compare with "torch.cuda.FloatTensor" and the like.
+                # clip_grads.py and the optimizers compare with "torch.cuda.FloatTensor" and similar names.
                 return func(*args).replace("torch.", "torch.cuda.", 1)
             if func is torch.Tensor.to and len(args) > 1 and names_cuda(args[1]):
                 args = (args[0], cpu, *args[2:])
@@ -42,6 +42,7 @@ PATCH = Patch(
     symbol='"cuda" device literals',
     package="torch",
     versions=">=2.6",
+    enter=enter_mode,
     reason='device="cuda", .cuda() and torch.cuda type names are literals in schedules, optimizers and clip_grads',
-    install=install,
+    upstream=MEGATRON + "core/optimizer/clip_grads.py",
 )

@@ -1,21 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""torch.cuda.current_stream: the one in-order stream there is on a CPU."""
+"""torch.cuda.current_stream: returns one stream that does nothing, since CPU work is in order already."""
 
-from zaya_plugin.patches.registry import Patch
+from zaya_plugin.patches.registry import MEGATRON, Patch
 from zaya_plugin.patches.torch_stream import InOrderStream
 
 
-def install() -> None:
-    import torch
-
+def one_stream(_):
     stream = InOrderStream()
-    torch.cuda.current_stream = lambda device=None: stream
+    return lambda device=None: stream
 
 
 PATCH = Patch(
     symbol="torch.cuda.current_stream",
     package="torch",
     versions=">=2.6",
+    make=one_stream,
     reason="raises without CUDA; DDP and checkpoint writers wait for the current stream",
-    install=install,
+    upstream=MEGATRON + "training/training.py",
 )

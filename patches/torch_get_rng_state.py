@@ -1,19 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""torch.cuda.get_rng_state: the CPU generator stands in for the device generator."""
+"""torch.cuda.get_rng_state: reads the CPU generator."""
 
-from zaya_plugin.patches.registry import Patch
+from zaya_plugin.patches.registry import MEGATRON, Patch
 
 
-def install() -> None:
+def cpu_generator(_):
     import torch
 
-    torch.cuda.get_rng_state = lambda device="cuda": torch.get_rng_state()
+    return lambda device="cuda": torch.get_rng_state()
 
 
 PATCH = Patch(
     symbol="torch.cuda.get_rng_state",
     package="torch",
     versions=">=2.6",
+    make=cpu_generator,
     reason="raises without CUDA; the RNG tracker and checkpoints read it",
-    install=install,
+    upstream=MEGATRON + "training/checkpointing.py",
 )

@@ -1,19 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""torch.cuda.manual_seed: without CUDA torch queues the call and never makes it."""
+"""torch.cuda.manual_seed: seeds the CPU generator; without CUDA torch queues the call and never makes it."""
 
-from zaya_plugin.patches.registry import Patch
+from zaya_plugin.patches.registry import MEGATRON, Patch
 
 
-def install() -> None:
+def cpu_generator(_):
     import torch
 
-    torch.cuda.manual_seed = lambda seed: torch.manual_seed(seed)
+    return torch.manual_seed
 
 
 PATCH = Patch(
     symbol="torch.cuda.manual_seed",
     package="torch",
     versions=">=2.6",
+    make=cpu_generator,
     reason="queued for a CUDA start that never comes, so the RNG tracker would not seed its model-parallel state",
-    install=install,
+    upstream=MEGATRON + "core/tensor_parallel/random.py",
 )

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """torch.cuda.Stream: streams and events that do nothing, since CPU work is in order already."""
 
-from zaya_plugin.patches.registry import Patch
+from zaya_plugin.patches.registry import MEGATRON, Patch
 
 
 class InOrderStream:
-    """A stream whose work is done when it was given; also the event that its record_event() returns."""
+    """A stream whose work is complete when it is submitted; also the event that record_event() returns."""
 
     def __init__(self, *args, **kwargs):
         import torch
@@ -15,8 +15,7 @@ class InOrderStream:
     def wait_stream(self, stream):
         pass
 
-    def wait_event(self, event):
-        pass
+    wait_event = wait_stream
 
     def synchronize(self):
         pass
@@ -25,16 +24,11 @@ class InOrderStream:
         return self
 
 
-def install() -> None:
-    import torch
-
-    torch.cuda.Stream = InOrderStream
-
-
 PATCH = Patch(
     symbol="torch.cuda.Stream",
     package="torch",
     versions=">=2.6",
+    make=lambda _: InOrderStream,
     reason="raises without CUDA; training.get_model wraps the model in DDP on a side stream",
-    install=install,
+    upstream=MEGATRON + "training/training.py",
 )

@@ -1,19 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""torch.cuda.synchronize: called by every Megatron timer."""
+"""torch.cuda.synchronize: does nothing; every Megatron timer calls it."""
 
-from zaya_plugin.patches.registry import Patch
-
-
-def install() -> None:
-    import torch
-
-    torch.cuda.synchronize = lambda device=None: None
-
+from zaya_plugin.patches.registry import MEGATRON, Patch
 
 PATCH = Patch(
     symbol="torch.cuda.synchronize",
     package="torch",
     versions=">=2.6",
+    make=lambda _: lambda device=None: None,
     reason="raises without CUDA; CPU work is synchronous already (core/timers.py, checkpoint writers)",
-    install=install,
+    upstream=MEGATRON + "core/timers.py",
 )

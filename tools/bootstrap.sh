@@ -1,10 +1,10 @@
 #!/bin/sh
 # SPDX-License-Identifier: Apache-2.0
-# Makes .venv and installs into it, at exactly the versions in constraints.txt, what `make demo` and `make test` need.
+# Creates .venv and installs what `make demo` and `make test` need, at exactly the versions in constraints.txt.
 #
-# Safe to call before every command: a stamp in .venv holds a checksum of everything that decides its content, and where the stamp
-# fits nothing is started. An install that was cut off leaves a marker, and the next call starts from an empty .venv: pip can take
-# a package for installed of which only a part was unpacked.
+# Safe to call before every command: a stamp in .venv holds a checksum of everything that determines its content, and with a matching
+# stamp nothing is started. An interrupted install leaves a marker, and the next call starts from an empty .venv, since pip can regard
+# a partly unpacked package as installed.
 set -eu
 
 ROOT=$(CDPATH='' cd -- "$(dirname -- "$0")/.." && pwd -P)
@@ -22,43 +22,43 @@ if fits; then exit 0; fi
 
 PYTHON=$("$ROOT/tools/find_python.sh")
 mkdir -p "$VENV"
-if command -v flock >/dev/null 2>&1; then # two calls at once: the second waits and then finds the work done
+if command -v flock >/dev/null 2>&1; then # of two calls at once the second waits, and then finds the stamp
     exec 9>"$VENV/.zaya-lock"
     flock -n 9 || { say "another set-up of $VENV is running, waiting for it"; flock 9; }
     if fits; then exit 0; fi
 fi
 
-empty_venv() { # all but the lock, which this process holds open
+empty_venv() { # keeps the lock, which this process holds open
     find "$VENV" -mindepth 1 -maxdepth 1 ! -name .zaya-lock -exec rm -rf {} +
 }
 
 unset PYTHONPATH PYTHONHOME # a Megatron checkout on PYTHONPATH would count as installed
 
-works() { # a moved .venv has a Python that starts, and scripts that still name the old folder
+works() { # in a moved .venv Python starts, but scripts name the old folder
     "$VENV/bin/python" -I -c "import sys, pip; sys.exit(sys.version_info[:2] not in ((3, 12), (3, 13)))" 2>/dev/null &&
         grep -qF "$VENV/bin/" "$VENV/bin/pip"
 }
 if [ -f "$MARKER" ]; then
-    say "the last install was cut off, starting anew"
+    say "the last install was interrupted, starting from an empty $VENV"
     empty_venv
 elif [ -e "$VENV/bin/python" ] || [ -L "$VENV/bin/python" ]; then
-    works || { say "$VENV is broken, moved or of an unsupported Python, starting anew"; empty_venv; }
+    works || { say "$VENV is broken, moved or of an unsupported Python, starting from an empty one"; empty_venv; }
 fi
 
 rm -f "$STAMP"
 : >"$MARKER"
 if [ ! -x "$VENV/bin/python" ]; then
-    say "making $VENV with $PYTHON ($("$PYTHON" --version 2>&1))"
+    say "creating $VENV with $PYTHON ($("$PYTHON" --version 2>&1))"
     "$PYTHON" -m venv "$VENV"
 fi
 
-say "installing what constraints.txt pins; from nothing this is about 5 GB and some minutes"
+say "installing the versions of constraints.txt; the first time this downloads about 5 GB and takes some minutes"
 # No build isolation: the pinned setuptools builds this package and the one requirement that is a source archive (antlr4),
-# so that the builds are pinned as well. pip and setuptools therefore come first.
+# so the builds are pinned as well. pip and setuptools are therefore installed first.
 quiet=--quiet
 if [ -t 2 ]; then quiet=""; fi
 install() { PYTHONWARNINGS=ignore "$VENV/bin/python" -m pip install $quiet --disable-pip-version-check -c "$ROOT/constraints.txt" "$@"; }
-whole() { # pip writes INSTALLER after a package's files, and renames to ~ what it is about to replace
+whole() { # pip writes INSTALLER after a package's files, and renames a package that it replaces to ~...
     for info in "$VENV"/lib/python3*/site-packages/*.dist-info; do [ ! -d "$info" ] || [ -f "$info/INSTALLER" ] || return 1; done
     for left in "$VENV"/lib/python3*/site-packages/~*; do [ ! -e "$left" ] || return 1; done
 }
@@ -66,9 +66,9 @@ trap 'exit 130' INT TERM HUP # with the marker in place
 status=0
 install --upgrade pip setuptools && install --no-build-isolation -e "$ROOT[cpu,dev]" || status=$?
 if [ "$status" != 0 ]; then
-    # Mostly no network, and then nothing has changed; a full disk is another matter.
+    # Without a network nothing has changed; after a full disk the marker stays.
     if whole; then rm -f "$MARKER"; fi
-    say "pip failed (exit status $status); once the cause that it names above is gone, run the same command again"
+    say "pip failed (exit status $status): remove the cause named above and run the same command again"
     exit "$status"
 fi
 rm -f "$MARKER"

@@ -1,9 +1,9 @@
 #!/bin/sh
 # SPDX-License-Identifier: Apache-2.0
-# Unpacks megatron-core 0.16.1, the release of the API that Primus pins, into .core16; everything else stays that of .venv.
+# Unpacks megatron-core 0.16.1, the release with the API that Primus pins, into .core16; other packages remain those of .venv.
 #
-# Put first on PYTHONPATH it hides .venv's release. The empty __init__.py makes `megatron` one package: as the namespace that both
-# wheels have it would mix this core with the other's megatron.training.
+# First on PYTHONPATH it hides .venv's release. The empty __init__.py makes `megatron` a regular package: as a namespace, which it is in
+# both wheels, it would combine this core with the other release's megatron.training.
 set -eu
 
 ROOT=$(CDPATH='' cd -- "$(dirname -- "$0")/.." && pwd -P)
@@ -23,6 +23,6 @@ if [ ! -f "$PLACE/megatron/__init__.py" ]; then
 fi
 found=$(version)
 if [ "$found" != "$RELEASE" ]; then
-    echo "core16: $PLACE gives megatron-core '$found' and not $RELEASE; remove the folder and try again" >&2
+    echo "core16: $PLACE holds megatron-core '$found', not $RELEASE; remove the folder and run the command again" >&2
     exit 1
 fi

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Prints the constraints of `zaya_plugin[cpu,dev]` as installed in the Python that runs this: `.venv/bin/python tools/pins.py`.
 
-Unlike `pip freeze` it walks from the package's own requirements, so that whatever else somebody installed stays out of constraints.txt.
+Unlike `pip freeze` it starts from the package's own requirements, so packages installed for other reasons stay out of constraints.txt.
 To upgrade: install the new versions into .venv, run the tests, then `.venv/bin/python tools/pins.py > constraints.txt`.
 """
 
@@ -12,18 +12,15 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 HEADER = """\
-# Exactly what `make demo` and `make test` install: zaya_plugin[cpu,dev] and everything that it pulls in.
-# Written by `.venv/bin/python tools/pins.py > constraints.txt`. Constraints only: they choose versions, they install nothing.
+# The exact versions that `make demo` and `make test` install: zaya_plugin[cpu,dev] and all its requirements.
+# Written by `.venv/bin/python tools/pins.py > constraints.txt`. Constraints choose versions; they install nothing.
 """
-# The two that build and install the rest; they come with no requirement of ours.
+# They build and install the other packages; no requirement names them.
 BUILDERS = ("pip", "setuptools")
 
 
 def closure(root: str = "zaya_plugin", extras: tuple[str, ...] = ("cpu", "dev")) -> tuple[dict[str, str], set[str]]:
-    """Walks the installed requirements of `root[extras]`.
-
-    Returns the canonical name -> installed version of each (without `root`), and the names that are required but not installed.
-    """
+    """Return the installed requirements of `root[extras]`, canonical name -> version (without `root`), and the names that are not installed."""
     versions, missing = {}, set()
     todo, seen = [(root, ""), *((root, extra) for extra in extras), *((name, "") for name in BUILDERS)], set()
     while todo:

@@ -4,8 +4,8 @@
     python tools/size.py                 this checkout
     python tools/size.py --rev HEAD~10   another commit
 
-A statement is a node of the syntax tree; docstrings do not count, so neither layout nor comments nor moving code
-between packages changes the sum. Counted are zaya_plugin, hip_ops and patches; kernels are .hip and .h files.
+A statement is a node of the syntax tree without docstrings, so layout, comments and moving code between packages do not change
+the sum. zaya_plugin, hip_ops and patches are counted; kernels are .hip and .h files.
 """
 
 import argparse
@@ -22,7 +22,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 def statements(source: str) -> int:
-    """Statements of Python source, without docstrings."""
+    """Return the number of statements in Python source, without docstrings."""
     return sum(isinstance(node, ast.stmt) and not _is_docstring(node) for node in ast.walk(ast.parse(source)))
 
 
@@ -31,13 +31,13 @@ def _is_docstring(node: ast.stmt) -> bool:
 
 
 def room(path: str) -> str:
-    """The first two folders of a file, or its package alone for a file that lies directly in it."""
+    """Return the first two folders of a file, or the package for a file directly in it."""
     parts = PurePosixPath(path).parts
     return "/".join(parts[:2]) if len(parts) > 2 else parts[0]
 
 
 def files_of(revision: str | None) -> Iterator[tuple[str, str]]:
-    """(path, text) of every file of the packages, in the working tree or at a commit."""
+    """Return (path, text) of every file of the packages, in the working tree or at a commit."""
     if revision is None:
         listed = subprocess.run(
             ["git", "ls-files", "--cached", "--others", "--exclude-standard", *PACKAGES],

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Writes the tables of docs/verification.md from docs/evidence.yaml; --check says whether they are up to date (exit status 1: no)."""
+"""Writes the tables of docs/verification.md from docs/evidence.yaml; with --check only compares them (exit status 1: they differ)."""
 
 import argparse
 import sys
@@ -14,7 +14,7 @@ BEGIN, END = "<!-- evidence: made of docs/evidence.yaml by `python tools/verific
 
 
 def tables(evidence: dict[str, list[dict[str, str]]]) -> str:
-    """One table a group. Raises ValueError for a row whose columns are not COLUMNS, or that has a figure without a device."""
+    """Return one table for each group. Raises ValueError for a row whose columns are not COLUMNS, or that has a figure without a device."""
     lines = []
     for group, title in TITLES.items():
         lines += [f"## {title}", "", f"| {' | '.join(COLUMNS)} |", "|---" * len(COLUMNS) + "|"]
@@ -31,7 +31,7 @@ def tables(evidence: dict[str, list[dict[str, str]]]) -> str:
 
 
 def page(text: str, evidence: dict) -> str:
-    """`text` of docs/verification.md with its tables made anew."""
+    """Return `text` of docs/verification.md with new tables."""
     before, after = text.split(BEGIN)[0], text.split(END)[1]
     return f"{before}{BEGIN}{tables(evidence)}{END}{after}"
 
@@ -47,7 +47,7 @@ def main() -> int:
         path.write_text(wanted)
     elif wanted != text:
         print(
-            "docs/verification.md is older than docs/evidence.yaml. Fix: python tools/verification.py", file=sys.stderr
+            "docs/verification.md differs from docs/evidence.yaml. Fix: python tools/verification.py", file=sys.stderr
         )
         return 1
     return 0

@@ -1,38 +1,64 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The console script `zaya`: train, measure, prepare data, look at the installation.
+"""The console script `zaya`: the table of commands, and `zaya train`.
 
-Everything is imported where it is needed; neither `--help` nor composing a recipe imports torch. What a user can mend
-leaves as one message on stderr and exit code 2; ZAYA_TRACEBACK=1 (or Hydra's HYDRA_FULL_ERROR=1) shows the traceback.
+Every module is imported where it is needed; neither `--help` nor composing a recipe imports torch. A user's mistake ends with one message
+on stderr and exit code 2; ZAYA_TRACEBACK=1 (or Hydra's HYDRA_FULL_ERROR=1) shows the traceback.
 """
 
 from __future__ import annotations
 
+import importlib
 import os
 import sys
 import tempfile
 
 from zaya_plugin import __version__
+from zaya_plugin.errors import message, mistake
 
-USAGE = """\
-zaya: ZAYA1 pretraining as a Megatron-core plugin
-
-  zaya train experiment=cpu_demo    train a small ZAYA on this machine's CPU
-  zaya train --help                 recipes, keys and examples
-  zaya bench --help                 how fast a recipe trains, and where the time goes
-  zaya curriculum --help            the stages of a curriculum, one after the other
-  zaya slurm --help                 a batch script for SLURM
-  zaya export --help                the same recipes for Megatron-LM's pretrain_gpt.py and for Primus
-  zaya data prepare --help          make a corpus from text, JSON lines or Python's standard library
-  zaya data --help                  pack, inspect and further commands on corpora
-  zaya doctor                       what is installed, which devices there are, which patches apply
-  zaya --version
-"""
-
+# Command -> module and function, and what the command does. Each function takes the words after the command and returns the exit code.
+COMMANDS = {
+    "train": ("zaya_plugin.cli:train", "train a recipe: compose it, check it, start or join the ranks"),
+    "curriculum": ("zaya_plugin.run.commands:curriculum", "run the stages of a curriculum one after the other"),
+    "slurm": ("zaya_plugin.run.commands:slurm", "print a batch script for SLURM, or submit it"),
+    "export": ("zaya_plugin.run.commands:export", "write a recipe for Megatron-LM's pretrain_gpt.py or for Primus"),
+    "bench": (
+        "zaya_plugin.bench.command:main",
+        "measure a recipe's speed by part of the step, or predict it elsewhere",
+    ),
+    "data": ("zaya_plugin.cli:data", "make, pack, inspect and warm corpora"),
+    "doctor": ("zaya_plugin.doctor:main", "report installed packages, devices, known problems and host changes"),
+}
+# Command of `zaya data` -> what it does; each is a module zaya_plugin.corpus.<name> with a main().
+DATA_COMMANDS = {
+    "prepare": "make a dataset from text, JSON lines or Python's standard library",
+    "pack": "put whole documents into bins of one length, with long chains of thought trimmed",
+    "inspect": "print decoded samples with source, length and loss mask",
+    "bundle": "join many small datasets, and report the random reads of a planned run",
+    "warm": "read the data that a run needs next into the page cache",
+    "mixture": "print tokens and epochs of each source that a blend draws, for one stage or several",
+}
+USAGE = "zaya: ZAYA1 pretraining as a Megatron-core plugin\n\n  zaya train experiment=cpu_demo    train a small ZAYA on this machine's CPU\n"
 USER_ERROR = 2
 
 
+def usage(command: str, purposes: dict[str, str]) -> str:
+    """Return one line for each command under `command`."""
+    lines = [f"  {command} {name:10}  {purpose}" for name, purpose in purposes.items()]
+    return "\n".join([*lines, "", f"{command} COMMAND --help explains a command's options, with examples.", ""])
+
+
+def unknown(command: str, name: str, purposes: dict[str, str]) -> ValueError:
+    """Return the error of a command that does not exist."""
+    return mistake(
+        f"{command} {name}",
+        problem="no such command",
+        allowed=f"{', '.join(purposes)}, --help",
+        fix=f"{command} --help",
+    )
+
+
 def main(argv: list[str] | None = None) -> int:
-    """Runs one subcommand and returns its exit code."""
+    """Run one subcommand and return its exit code."""
     argv = sys.argv[1:] if argv is None else argv
     try:
         return _dispatch(argv)
@@ -50,66 +76,31 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _dispatch(argv: list[str]) -> int:
+    purposes = {name: purpose for name, (_, purpose) in COMMANDS.items()}
     if not argv or argv[0] in ("-h", "--help", "help"):
-        print(USAGE, end="")
+        print(USAGE + "\n" + usage("zaya", purposes) + "zaya --version prints the version.")
         return 0 if argv else USER_ERROR
     if argv[0] in ("-V", "--version"):
         print(f"zaya_plugin {__version__}")
         return 0
-    if argv[0] == "train":
-        return train(argv[1:])
-    if argv[0] in ("curriculum", "slurm"):
-        from zaya_plugin.run import commands
-
-        return getattr(commands, argv[0])(argv[1:])
-    if argv[0] == "bench":
-        from zaya_plugin.bench.command import main as bench
-
-        return bench(argv[1:])
-    if argv[0] == "data":
-        return data(argv[1:])
-    if argv[0] == "export":
-        from zaya_plugin.run.export import main as export
-
-        return export(argv[1:])
-    if argv[0] == "doctor":
-        from zaya_plugin.doctor import main as doctor
-
-        return doctor(argv[1:])
-    # each line of the usage is a command
-    allowed = dict.fromkeys(line.split()[1] for line in USAGE.splitlines() if line.startswith("  zaya "))
-    raise ValueError(f"zaya {argv[0]}: no such command. Allowed: {', '.join(allowed)}, --help. Fix: zaya --help")
-
-
-# What `zaya data` can do; each is a module zaya_plugin.corpus.<name> with a main().
-DATA_COMMANDS = {
-    "prepare": "make a dataset from text, JSON lines or Python's standard library",
-    "pack": "whole documents into bins of one length, with long chains of thought trimmed",
-    "inspect": "decoded samples with source, length and loss mask",
-    "bundle": "many small datasets into one, and the random reads of a planned run",
-    "warm": "read into the page cache what a run needs next",
-    "mixture": "tokens and epochs of each source that a blend draws, over one stage or several",
-}
+    if argv[0] not in COMMANDS:
+        raise unknown("zaya", argv[0], purposes)
+    module, _, function = COMMANDS[argv[0]][0].partition(":")
+    return getattr(importlib.import_module(module), function)(argv[1:])
 
 
 def data(argv: list[str]) -> int:
-    """`zaya data COMMAND ...`."""
-    import importlib
-
+    """Run `zaya data COMMAND ...`."""
     if not argv or argv[0] in ("-h", "--help"):
-        print("zaya data: corpora for training\n")
-        for name, purpose in DATA_COMMANDS.items():
-            print(f"  zaya data {name:8} {purpose}")
-        print("\nzaya data COMMAND --help says more.")
+        print("zaya data: corpora for training\n\n" + usage("zaya data", DATA_COMMANDS), end="")
         return 0 if argv else USER_ERROR
     if argv[0] not in DATA_COMMANDS:
-        allowed = ", ".join(f"zaya data {name}" for name in DATA_COMMANDS)
-        raise ValueError(f"zaya data {argv[0]}: allowed: {allowed}; see zaya data --help")
+        raise unknown("zaya data", argv[0], DATA_COMMANDS)
     return importlib.import_module(f"zaya_plugin.corpus.{argv[0]}").main(argv[1:]) or 0
 
 
 def train(argv: list[str]) -> int:
-    """`zaya train`: Hydra's command line (overrides, --cfg, --info, --config-dir, -m) over the recipes."""
+    """Run `zaya train`: Hydra's command line (overrides, --cfg, --info, --config-dir, -m) over the recipes."""
     argv = ["dry_run=true" if item == "--dry-run" else item for item in argv]
     if any(flag in argv for flag in ("-h", "--help")):
         from zaya_plugin.config.train_help import train_help
@@ -125,7 +116,7 @@ def train(argv: list[str]) -> int:
     outcomes: list[int | ValueError] = []
 
     def job(config) -> None:
-        # A job's failure is kept, not raised: Hydra would add lines of its own to the message.
+        # A job's error is kept, not raised: Hydra would add lines to the message.
         try:
             outcomes.append(_run_job(config))
         except ValueError as error:
@@ -141,15 +132,15 @@ def train(argv: list[str]) -> int:
     application = hydra.main(config_path=f"pkg://{compose.RECIPES}", config_name=compose.PRIMARY, version_base="1.3")(
         job
     )
-    # Hydra's parser takes overrides only where they stand together.
+    # Hydra's parser requires all overrides next to each other.
     overrides = [item for item in argv if not item.startswith("-") and ("=" in item or item.startswith("~"))]
     rest = [item for item in argv if item not in overrides]
     arguments, full_error = sys.argv, os.environ.get("HYDRA_FULL_ERROR")
-    os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra raises instead of printing and leaving
+    os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra then raises in place of printing and leaving
     try:
         with tempfile.TemporaryDirectory() as sweep, compose.readable_errors():
             sys.argv = ["zaya train", *compose.open_overrides(overrides)]
-            if "-m" in rest or "--multirun" in rest:  # Hydra insists on writing multirun.yaml somewhere
+            if "-m" in rest or "--multirun" in rest:  # Hydra always writes multirun.yaml
                 sys.argv.append(f"hydra.sweep.dir={sweep}")
             sys.argv += rest
             application()
@@ -166,7 +157,11 @@ def train(argv: list[str]) -> int:
     if errors and not any(item.startswith("experiment=") for item in overrides):
         from zaya_plugin.config.train_help import options
 
-        errors.append(f"No experiment was chosen: experiment=<name>, of {', '.join(options('experiment'))}")
+        errors.append(
+            message(
+                "experiment", problem="was not given", fix=f"experiment=<name>, of {', '.join(options('experiment'))}"
+            )
+        )
     if errors:
         raise ValueError("\n".join(dict.fromkeys(errors)))
     return next((outcome for outcome in outcomes if outcome), 0)
@@ -177,7 +172,7 @@ def _traceback_wanted() -> bool:
 
 
 def _run_job(config) -> int:
-    """One job of `zaya train`; each job of a multirun has a directory of its own, <run_dir>/<job number>."""
+    """Run one job of `zaya train`; each job of a multirun runs in <run_dir>/<job number>."""
     from hydra.core.hydra_config import HydraConfig
     from hydra.types import RunMode
 

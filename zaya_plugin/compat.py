@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which Megatron this is, and everything that differs between the releases we run on: 0.16 (Primus) to 0.20.
+"""The version of Megatron, and the differences between the supported releases: 0.16 (Primus) to 0.20.
 
-Asked of the package that an import would find, a wheel or a checkout in front of it, and never of pip: a checkout on
-PYTHONPATH has no metadata, or that of the wheel behind it. No Megatron import at the top, so that patches can come first.
+The version is read from the package that an import would find, a wheel or a checkout in front of it, and not from pip: a checkout on
+PYTHONPATH has no metadata, or that of the wheel behind it. No Megatron import at the top, since patches must come first.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ SUPPORTED = f">={OLDEST},<{FIRST_UNSUPPORTED}"
 
 @functools.cache
 def core_version() -> Version | None:
-    """Version of megatron.core, None where there is none."""
+    """Return the version of megatron.core, None if it is not installed."""
     folder = _folder("megatron.core")
     if folder is None:
         return None
@@ -41,7 +41,7 @@ def at_least(release: str) -> bool:
 
 @functools.cache
 def has_module(name: str) -> bool:
-    """Whether `name` can be imported, found out without importing it (its parent packages are)."""
+    """Whether `name` can be imported; only its parent packages are imported."""
     try:
         return importlib.util.find_spec(name) is not None
     except ModuleNotFoundError:
@@ -49,43 +49,43 @@ def has_module(name: str) -> bool:
 
 
 def has_training() -> bool:
-    """Whether megatron.training is here: in wheels from 0.17 on and in every checkout; the wheel of 0.16 is the core alone.
+    """Whether megatron.training is installed: in wheels from 0.17 on and in every checkout; the wheel of 0.16 has only the core.
 
-    That of another installation does not count: `megatron` is a namespace that two of them can share.
+    megatron.training of another installation does not count: `megatron` is a namespace that two installations can share.
     """
     core, training = _folder("megatron.core"), _folder("megatron.training")
     return core is not None and training is not None and core.parent == training.parent
 
 
 def lays_out_buffers() -> bool:
-    """Whether DDP takes a layout of its buffers; before, it makes its own, which cuts matrices (zaya_plugin/optim/sharding/exchange.py)."""
+    """Whether DDP takes a layout of its buffers; earlier releases use their own layout, which cuts matrices (zaya_plugin/optim/sharding)."""
     folder = _folder("megatron.core")
     return folder is not None and (folder / "optimizer" / "param_layout.py").is_file()
 
 
 def zaya_train_fits() -> bool:
-    """Whether pretrain() is the one that `zaya train` calls: its arguments parsed before, and the model provider by its name.
+    """Whether pretrain() has the form that `zaya train` calls: arguments parsed before it, and the model provider as a keyword.
 
-    0.16 and 0.17 parse arguments inside; 0.18 has another order. From FIRST_UNSUPPORTED on nothing was tried.
+    0.16 and 0.17 parse arguments inside; 0.18 has another order. FIRST_UNSUPPORTED and later releases were not tried.
     """
     return has_training() and at_least("0.19") and not at_least(FIRST_UNSUPPORTED)
 
 
 def can_read(checkpoint: Path) -> bool:
-    """Whether this release can read a whole torch_dist checkpoint: 0.16 looks for a file that 0.19 writes no more."""
+    """Whether this release can read a complete torch_dist checkpoint: 0.16 needs a file that 0.19 does not write."""
     return at_least("0.19") or (checkpoint / "common.pt").is_file()
 
 
 def count_experts_in_norm(optimizer) -> None:
-    """Makes `optimizer`, one of Megatron's, count its experts in the gradient norm on every tensor-parallel rank.
+    """Let `optimizer`, one of Megatron's, count its experts in the gradient norm on every tensor-parallel rank.
 
-    0.16 takes whatever tensor parallelism does not cut for a copy of the first rank's. Experts under expert_tensor_parallel_size=1 are no
-    copies: each rank holds its own shard of them, and the norm that clips would be too small.
+    0.16 regards all parameters that tensor parallelism does not cut as copies of the first rank's. Experts under
+    expert_tensor_parallel_size=1 are no copies: each rank holds its own shard of them, and the norm for clipping would be too small.
     """
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel import param_is_not_tensor_parallel_duplicate as filtered
 
-    if "expert_tp_group" in inspect.signature(filtered).parameters:  # asks for the right group itself
+    if "expert_tp_group" in inspect.signature(filtered).parameters:  # this release uses the right group itself
         return
     groups = optimizer.param_groups if optimizer.optimizer is not None else []
     if groups and all(group["is_expert_parallel"] for group in groups):
@@ -93,7 +93,7 @@ def count_experts_in_norm(optimizer) -> None:
 
 
 def grads_for_norm(optimizer) -> list:
-    """The gradients of `optimizer`, one of Megatron's, that its part of the norm is made of; 0.16 has another name for it."""
+    """Return the gradients of `optimizer`, one of Megatron's, that count in its norm; the method has another name in 0.16."""
     ask = getattr(optimizer, "get_grads_for_grad_norm", None) or optimizer.get_main_grads_for_grad_norm
     return ask()
 

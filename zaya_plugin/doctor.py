@@ -1,25 +1,35 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`zaya doctor`: what is installed, which hosts it can be, what is known to go wrong here, devices, and which patches apply and why.
+"""`zaya doctor`: reports packages, hosts, known problems, devices, kernels and host changes, and whether training can start.
 
-Exit status: 0, training can start; 1, something needed is missing or a known problem is an error (with --strict: or a warning).
+The rules of known problems are plain functions of `Facts`, so that each can be tested without the machine that it is about.
 """
 
 from __future__ import annotations
 
 import argparse
-import dataclasses
-import importlib.util
 import json
 import logging
 import os
 import platform
+import re
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from importlib import metadata
 from typing import Any
 
 from zaya_plugin import __version__
+
+DESCRIPTION = """\
+Reports what is installed, which hosts this environment can be, known problems, devices, kernels, and every change of a host with its
+reason. Exit status: 0, training can start; 1, a required package is missing or broken, or a known problem is an error."""
+EXAMPLES = """\
+examples:
+  zaya doctor                           the report as text
+  zaya doctor --json > report.json      for a bug report or a script
+  zaya doctor --strict && zaya train experiment=cpu_demo
+"""
 
 # distribution, module, what it is for, how to get it
 PACKAGES = (
@@ -59,11 +69,224 @@ PACKAGES = (
 )
 
 
+@dataclass(frozen=True)
+class Facts:
+    """What the rules of known problems read.
+
+    Attributes:
+        versions: of distributions as pip knows them, None where absent. modules: by name, whether it can be imported.
+        core: version of megatron.core. training: whether its megatron.training is installed.
+        mixed: whether megatron.training is that of another installation.
+        hip, cuda: the version that torch is built for. archs: of the accelerators.
+        unfit: patches that apply and are not written for the installed version.
+    """
+
+    versions: Mapping[str, str | None] = field(default_factory=dict)
+    modules: Mapping[str, bool] = field(default_factory=dict)
+    environ: Mapping[str, str] = field(default_factory=dict)
+    core: object | None = None
+    training: bool = False
+    mixed: bool = False
+    hip: str | None = None
+    cuda: str | None = None
+    archs: tuple[str, ...] = ()
+    unfit: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Rule:
+    """A known problem. severity: "error", training cannot work, or "warning". find: what was found, or an empty value."""
+
+    name: str
+    severity: str
+    find: Callable[[Facts], Any]
+    why: str
+    remedy: str
+
+
+def _before(version: object | None, release: str) -> bool:
+    """Whether `version` is older than `release`; False where it is absent or cannot be read."""
+    from packaging.version import InvalidVersion, Version
+
+    try:
+        return Version(str(version)) < Version(release)
+    except InvalidVersion:
+        return False
+
+
+def _unsupported_core(facts: Facts) -> bool:
+    from zaya_plugin.compat import FIRST_UNSUPPORTED, OLDEST
+
+    return facts.core is not None and (_before(facts.core, OLDEST) or not _before(facts.core, FIRST_UNSUPPORTED))
+
+
+def _no_zaya_train(facts: Facts) -> str | None:
+    if _before(facts.core, "0.19"):
+        return f"megatron.core {facts.core}"
+    return f"megatron.core {facts.core} without megatron.training" if facts.core and not facts.training else None
+
+
+def _devices_hidden(facts: Facts) -> str | None:
+    built = f"ROCm {facts.hip}" if facts.hip else f"CUDA {facts.cuda}" if facts.cuda else None
+    hidden = [f"{name}=''" for name in ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES") if facts.environ.get(name) == ""]
+    return ", ".join([f"torch for {built}, no device", *hidden]) if built and not facts.archs else None
+
+
+RULES = (
+    Rule(
+        "megatron-release",
+        "error",
+        lambda facts: _unsupported_core(facts) and f"megatron.core {facts.core}",
+        "the plugin is written for 0.16 to 0.20",
+        "install megatron-core 0.19.2, or use Primus with its pin",
+    ),
+    Rule(
+        "mixed-megatron",
+        "error",
+        lambda facts: facts.mixed and f"megatron.core {facts.core} and a megatron.training of another installation",
+        "`megatron` is a namespace that two installations can share; their parts do not fit each other",
+        "take one of them off PYTHONPATH, or uninstall the wheel",
+    ),
+    Rule(
+        "no-zaya-train",
+        "warning",
+        _no_zaya_train,
+        "`zaya train` calls megatron.training as 0.19 and 0.20 have it",
+        "for `zaya train`: pip install 'megatron-core[training]>=0.19.2'; in Primus: `zaya export primus`",
+    ),
+    Rule(
+        "triton",
+        "error",
+        lambda facts: (
+            facts.core
+            and not _before(facts.core, "0.18")
+            and facts.modules.get("triton") is False
+            and f"megatron.core {facts.core} and no triton"
+        ),
+        "megatron.core imports it unconditionally from 0.18 on",
+        "pip install triton; ROCm builds of torch bring their own",
+    ),
+    Rule(
+        "psutil",
+        "error",
+        lambda facts: facts.core and facts.modules.get("psutil") is False and "no psutil",
+        "Megatron needs it to save a checkpoint and does not declare it; the first save would end the run",
+        "pip install psutil",
+    ),
+    Rule(
+        "empty-transformer-engine",
+        "error",
+        lambda facts: (
+            facts.modules.get("transformer_engine")
+            and facts.modules.get("transformer_engine_torch") is False
+            and f"transformer_engine {facts.versions.get('transformer-engine') or ''} without transformer_engine_torch"
+        ),
+        "without its compiled part it raises RuntimeError at import, where Megatron expects ImportError and falls back",
+        "pip uninstall transformer-engine, or install a build for this torch: github.com/ROCm/TransformerEngine, transformer-engine[pytorch]",
+    ),
+    Rule(
+        "wrong-aiter",
+        "error",
+        lambda facts: (
+            facts.versions.get("aiter")
+            and not facts.versions.get("amd-aiter")
+            and f"aiter {facts.versions['aiter']} of PyPI"
+        ),
+        "the PyPI package of that name is an asyncio library; AMD's kernels are called amd-aiter",
+        "pip uninstall aiter; AMD's Primus containers hold the right one",
+    ),
+    Rule(
+        "wrong-primus",
+        "warning",
+        lambda facts: (
+            facts.modules.get("primus")
+            and facts.modules.get("primus.core") is False
+            and f"primus {facts.versions.get('primus') or ''} without primus.core"
+        ),
+        "the PyPI package of that name is not AMD's Primus",
+        "pip uninstall primus; clone github.com/AMD-AGI/Primus",
+    ),
+    Rule(
+        "async-save-rocm",
+        "warning",
+        # of a version such as 7.0.51831-abc only the numbers can be compared
+        lambda facts: (
+            facts.hip and _before((re.match(r"\d+(\.\d+){0,2}", facts.hip) or ["0"])[0], "7.1") and f"ROCm {facts.hip}"
+        ),
+        "asynchronous torch_dist saves fork with HIP's pinned memory and crashed before ROCm 7.1 (AMD-AGI/Primus #46, #267)",
+        "set megatron.async_save=false, or use ROCm 7.1",
+    ),
+    Rule(
+        "stale-mha",
+        "warning",
+        lambda facts: (
+            facts.hip
+            and facts.versions.get("amd-aiter")
+            and _before(facts.versions.get("transformer-engine"), "2.14")
+            and f"transformer-engine {facts.versions['transformer-engine']} beside amd-aiter {facts.versions['amd-aiter']}"
+        ),
+        "its libmha_bwd.so crashed the backward pass of AITER attention with head dimension 128 on gfx942 (Primus, aiter_deepbind_patches.py)",
+        "Transformer Engine 2.14, or cluster.core_attention=sdpa",
+    ),
+    Rule(
+        "scratch-reclaim",
+        "warning",
+        lambda facts: (
+            any(arch.startswith("gfx942") for arch in facts.archs)
+            and facts.environ.get("HSA_NO_SCRATCH_RECLAIM") != "1"
+            and f"HSA_NO_SCRATCH_RECLAIM={facts.environ.get('HSA_NO_SCRATCH_RECLAIM') or 'unset'} on gfx942"
+        ),
+        "without it MoE training can crash on gfx942 (Primus, base_env.sh)",
+        "export HSA_NO_SCRATCH_RECLAIM=1; the recipes cluster=mi300x_* set it",
+    ),
+    Rule(
+        "devices-hidden",
+        "warning",
+        _devices_hidden,
+        "torch is built for an accelerator and finds none",
+        "check the driver, the rights on /dev/kfd and /dev/dri, and *_VISIBLE_DEVICES; or use cluster=cpu",
+    ),
+    Rule(
+        "dynamo-off",
+        "warning",
+        lambda facts: (
+            facts.archs
+            and facts.environ.get("TORCHDYNAMO_DISABLE") == "1"
+            and "TORCHDYNAMO_DISABLE=1 beside an accelerator"
+        ),
+        "the model's fused functions then run one operation at a time on an accelerator",
+        "unset TORCHDYNAMO_DISABLE for runs on a GPU",
+    ),
+    Rule(
+        "primus-patches",
+        "warning",
+        lambda facts: (
+            facts.environ.get("PRIMUS_PATCHES", "").lower() not in ("", "all")
+            and f"PRIMUS_PATCHES={facts.environ['PRIMUS_PATCHES']}"
+        ),
+        "Primus then skips its own patches without a message",
+        "unset PRIMUS_PATCHES, or set it to all",
+    ),
+    Rule(
+        "patch-range",
+        "error",
+        lambda facts: ", ".join(facts.unfit),
+        "the code that they change may be different in this version; a run would stop before it begins",
+        "install a version in the patch's range, listed below",
+    ),
+)
+
+
 def main(argv: list[str]) -> int:
-    """Prints the report and returns the exit status."""
-    parser = argparse.ArgumentParser(prog="zaya doctor", description=__doc__)
-    parser.add_argument("--json", action="store_true", help="print JSON")
-    parser.add_argument("--strict", action="store_true", help="exit with 1 for warnings too")
+    """Print the report and return the exit status."""
+    parser = argparse.ArgumentParser(
+        prog="zaya doctor",
+        description=DESCRIPTION,
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON in place of text")
+    parser.add_argument("--strict", action="store_true", help="return exit status 1 for warnings too")
     arguments = parser.parse_args(argv)
     report = examine()
     print(json.dumps(report, indent=2) if arguments.json else render(report))
@@ -71,63 +294,71 @@ def main(argv: list[str]) -> int:
 
 
 def exit_status(report: dict[str, Any], strict: bool = False) -> int:
-    """1 if something needed is missing or broken, or a known problem is an error (or, with `strict`, any); else 0."""
+    """Return 1 if a required package is missing or broken, or a known problem is an error (or, with `strict`, any); else 0."""
     missing = any(item["version"] is None and item["use"].startswith("needed") for item in report["packages"])
     broken = any(isinstance(report[part], str) for part in ("devices", "patches"))
     return int(missing or broken or any(strict or item["severity"] == "error" for item in report["problems"]))
 
 
 def examine() -> dict[str, Any]:
-    """The report as plain data: python, packages, hosts, problems, devices, kernels, patches, hooks; imports torch if it is there."""
+    """Return the report as plain data; imports torch if it is installed."""
     packages = [
         {"name": name, "version": _version(name, module), "use": use, "get": get} for name, module, use, get in PACKAGES
     ]
     present = {item["name"] for item in packages if item["version"]}
+    no_torch = "unknown: torch is not installed"
     report = {
         "zaya_plugin": __version__,
         "python": {"version": platform.python_version(), "executable": sys.executable, "platform": platform.platform()},
         "packages": packages,
         "hosts": _hosts(),
-        "devices": _ask(_devices) if "torch" in present else "unknown: torch is not installed",
-        "kernels": _ask(_kernels) if "torch" in present else "unknown: torch is not installed",
+        "devices": _ask(_devices) if "torch" in present else no_torch,
+        "kernels": _ask(_kernels) if "torch" in present else no_torch,
         "hooks": _hooks(),
         "patches": _ask(_patches)
         if {"torch", "megatron-core"} <= present
         else "unknown: torch or megatron-core is not installed",
     }
-    report["problems"] = [dataclasses.asdict(problem) for problem in known_problems(report)]
+    report["problems"] = problems(_facts(report))
     return report
 
 
-def known_problems(report: dict[str, Any]) -> list:
-    """Of the rules in zaya_plugin.known_problems those that apply to this environment."""
+def problems(facts: Facts) -> list[dict[str, str]]:
+    """Return the known problems that apply, errors first: name, severity, found, why, remedy."""
+    named = ("name", "severity", "why", "remedy")
+    found = [
+        {**{name: getattr(rule, name) for name in named}, "found": found}
+        for rule in RULES
+        if (found := rule.find(facts))
+    ]
+    return sorted(found, key=lambda problem: problem["severity"] != "error")
+
+
+def _facts(report: dict[str, Any]) -> Facts:
     from zaya_plugin import compat
-    from zaya_plugin.known_problems import Facts, problems
 
     devices = report["devices"] if isinstance(report["devices"], dict) else {"built_for": "CPU", "accelerators": []}
     kind, _, version = devices["built_for"].partition(" ")
     patches = report["patches"] if isinstance(report["patches"], list) else []
     names = ("aiter", "amd-aiter", "primus", "transformer-engine")
     modules = ("triton", "psutil", "transformer_engine", "transformer_engine_torch", "primus", "primus.core")
-    return problems(
-        Facts(
-            versions={name: _distribution_version(name) for name in names},
-            modules={name: compat.has_module(name) for name in modules},
-            environ=os.environ,
-            core=compat.core_version(),
-            training=compat.has_training(),
-            mixed=compat.has_module("megatron.training") and not compat.has_training(),
-            hip=version if kind == "ROCm" else None,
-            cuda=version if kind == "CUDA" else None,
-            archs=tuple(item["arch"] for item in devices["accelerators"]),
-            unfit=tuple(patch["name"] for patch in patches if patch["applies"] and not patch["fits"]),
-        )
+    return Facts(
+        versions={name: _distribution_version(name) for name in names},
+        modules={name: compat.has_module(name) for name in modules},
+        environ=os.environ,
+        core=compat.core_version(),
+        training=compat.has_training(),
+        mixed=compat.has_module("megatron.training") and not compat.has_training(),
+        hip=version if kind == "ROCm" else None,
+        cuda=version if kind == "CUDA" else None,
+        archs=tuple(item["arch"] for item in devices["accelerators"]),
+        unfit=tuple(patch["symbol"] for patch in patches if patch["applies"] and not patch["fits"]),
     )
 
 
 def render(report: dict[str, Any]) -> str:
-    """The report for people."""
-    python, devices, patches = report["python"], report["devices"], report["patches"]
+    """Return the report as text."""
+    python, devices, kernels, patches = (report[part] for part in ("python", "devices", "kernels", "patches"))
     lines = [
         f"zaya_plugin {report['zaya_plugin']}",
         f"Python {python['version']}  {python['executable']}  {python['platform']}",
@@ -143,10 +374,10 @@ def render(report: dict[str, Any]) -> str:
         f"  {'can be   ' if host['possible'] else 'cannot be'} {host['name']:28}{host['detail']}"
         for host in report["hosts"]
     ]
-    lines += ["", "Known problems"]
-    lines += [line for problem in report["problems"] for line in _problem_lines(problem)] or [
-        "  none of those that are known"
-    ]
+    lines += ["", "Known problems", *([] if report["problems"] else ["  none found"])]
+    for problem in report["problems"]:
+        lines.append(f"  {problem['severity']:8}{problem['name']}: {problem['found']}")
+        lines += [f"          why   {problem['why']}", f"          do    {problem['remedy']}"]
     lines += ["", "Devices"]
     if isinstance(devices, str):
         lines.append(f"  {devices}")
@@ -156,37 +387,33 @@ def render(report: dict[str, Any]) -> str:
             lines.append(f"  {item['index']}: {item['name']}, {item['memory_gib']} GiB, {item['arch']}")
         if not devices["accelerators"]:
             lines.append("  no accelerator: use cluster=cpu")
-    kernels = report["kernels"]
-    lines += ["", "Kernels (hip_ops; more by `python -m hip_ops info`)"]
+    lines += ["", "Kernels (hip_ops; details: `python -m hip_ops info`)"]
     if isinstance(kernels, str):
         lines.append(f"  {kernels}")
     else:
         lines += [f"  {item['device']:6}{line}" for item in kernels for line in item["versions"]]
-    lines += ["", "Patches"]
+    lines += ["", "Patches of a host, for the whole process"]
     if isinstance(patches, str):
-        return "\n".join([*lines, f"  {patches}"])
-    for patch in patches:
-        lines.append(
-            f"  {'applies ' if patch['applies'] else 'not here'}  {patch['name']}  ({patch['scope']}, {patch['versions']})"
-        )
-        lines.append(f"            {patch['reason']}")
-    lines += ["", "Replaced while a run lasts, and restored"]
+        lines.append(f"  {patches}")
+    else:
+        for patch in patches:
+            lines += _change_lines(patch, "applies   " if patch["applies"] else "not here  ", f"{patch['scope']}, ")
+    lines += ["", "Replaced during a run, and restored"]
     for hook in report["hooks"]:
-        lines.append(f"  {'' if hook['fits'] else 'does not fit  '}{hook['symbol']}  ({hook['versions']})")
-        lines.append(f"            {hook['reason']}; until {hook['until']}")
+        lines += _change_lines(hook, "" if hook["fits"] else "does not fit  ")
     return "\n".join(lines)
 
 
-def _problem_lines(problem: dict[str, str]) -> list[str]:
+def _change_lines(change: dict[str, Any], state: str, scope: str = "") -> list[str]:
     return [
-        f"  {problem['severity']:8}{problem['name']}: {problem['found']}",
-        f"          why   {problem['why']}",
-        f"          do    {problem['remedy']}",
+        f"  {state}{change['symbol']}  ({scope}{change['package']} {change['versions'] or 'any'})",
+        f"            {change['reason']}; until {change['until']}",
+        f"            {change['upstream']}",
     ]
 
 
 def _hosts() -> list[dict[str, Any]]:
-    """What docs/hosts.md calls hosts, and whether this environment can be each."""
+    """The hosts of docs/hosts.md, and whether this environment can be each."""
     from zaya_plugin import compat
 
     core, training = compat.core_version(), compat.has_training()
@@ -204,13 +431,13 @@ def _hosts() -> list[dict[str, Any]]:
         {
             "name": "Primus",
             "possible": primus,
-            "detail": "primus.core is here; it brings its Megatron" if primus else "no primus.core on the path",
+            "detail": "primus.core is installed; it brings its Megatron" if primus else "no primus.core on the path",
         },
     ]
 
 
 def _ask(question: Callable[[], Any]) -> Any:
-    """The answer, or the error as text: a torch that does not import is what a doctor is called for."""
+    """Return the answer, or the error as text: a torch that does not import must be reported, not raised."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         logging.disable(logging.WARNING)
@@ -223,20 +450,15 @@ def _ask(question: Callable[[], Any]) -> Any:
 
 
 def _version(distribution: str, module: str) -> str | None:
-    try:
-        found = importlib.util.find_spec(module) is not None
-    except ModuleNotFoundError:
-        return None
-    if not found:
+    from zaya_plugin import compat
+
+    if not compat.has_module(module):
         return None
     if module == "megatron.core":  # a checkout in front of a wheel has the wheel's metadata
-        from zaya_plugin import compat
-
         return str(compat.core_version())
-    for name in (distribution, module.replace("_", "-"), module):
-        if version := _distribution_version(name):
-            return version
-    return "found, version unknown"  # a source checkout on PYTHONPATH
+    names = (distribution, module.replace("_", "-"), module)
+    found = (version for name in names if (version := _distribution_version(name)))
+    return next(found, "found, version unknown")  # a source checkout on PYTHONPATH
 
 
 def _distribution_version(name: str) -> str | None:
@@ -249,15 +471,9 @@ def _distribution_version(name: str) -> str | None:
 def _devices() -> dict[str, Any]:
     import torch
 
-    built_for = (
-        f"ROCm {torch.version.hip}"
-        if torch.version.hip
-        else f"CUDA {torch.version.cuda}"
-        if torch.version.cuda
-        else "CPU"
-    )
+    hip, cuda = torch.version.hip, torch.version.cuda
     accelerators = []
-    # device_count() alone answers 1 where the CPU's patches are applied
+    # device_count() alone returns 1 where the CPU's patches are applied
     for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
         properties = torch.cuda.get_device_properties(index)
         accelerators.append(
@@ -268,11 +484,12 @@ def _devices() -> dict[str, Any]:
                 "arch": getattr(properties, "gcnArchName", None) or f"sm_{properties.major}{properties.minor}",
             }
         )
+    built_for = f"ROCm {hip}" if hip else f"CUDA {cuda}" if cuda else "CPU"
     return {"built_for": built_for, "cpu_cores": os.cpu_count(), "accelerators": accelerators}
 
 
 def _kernels() -> list[dict[str, Any]]:
-    """By device: lines that name the versions of hip_ops' operators, or the error where one that is asked for is not available."""
+    """By device: lines that name the versions of hip_ops' operators, or the error where a requested version is not available."""
     import torch
 
     from hip_ops.runtime.operator import report
@@ -289,12 +506,15 @@ def _kernels() -> list[dict[str, Any]]:
 def _patches() -> list[dict[str, Any]]:
     from zaya_plugin import patches
 
-    names = ("name", "reason", "applies", "scope", "versions", "fits")
-    return [{name: getattr(patch, name) for name in names} for patch in patches.describe()]
+    return [_plain(patch, "scope", "applies") for patch in patches.describe()]
 
 
 def _hooks() -> list[dict[str, Any]]:
     from zaya_plugin.patches import hooks
 
-    names = ("symbol", "reason", "until", "versions", "fits")
-    return [{name: getattr(hook, name) for name in names} for hook in hooks.describe()]
+    return [_plain(hook) for hook in hooks.describe()]
+
+
+def _plain(change: Any, *further: str) -> dict[str, Any]:
+    names = ("symbol", "reason", "until", "upstream", "package", "versions", "fits", *further)
+    return {name: getattr(change, name) for name in names}

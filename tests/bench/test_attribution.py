@@ -221,7 +221,7 @@ def test_what_is_no_trace_is_refused(tmp_path, recorder):
     with gzip.open(good, "wt") as file:
         json.dump({"traceEvents": recorder.events}, file)
     assert read(good).window("zaya step") == (0, 100)
-    with pytest.raises(ValueError, match="0 ranges called 'another'; allowed: 1"):
+    with pytest.raises(ValueError, match="has 0 ranges called 'another'. Allowed: 1"):
         read(good).window("another")
     broken.write_text('{"traceEvents": [')
     with pytest.raises(ValueError, match="broken.json: not a chrome trace"):

@@ -12,7 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from zaya_plugin.bench import attribution, record, report
 from zaya_plugin.bench.attribution import Activity
-from zaya_plugin.bench.parts import PARTS, STEP, Ranges
+from zaya_plugin.bench.parts import PARTS, STEP, Ranges, methods
 from zaya_plugin.bench.trace import read
 from zaya_plugin.plan.flops import Shape, forward_flops_by_part
 from zaya_plugin.plan.step_work import Rank, step_work
@@ -119,6 +119,18 @@ def test_the_longest_stretches_come_first_and_are_told():
         == "3.00 ms at 2.0, 2.00 of it communication (ncclReduce): between head and experts backward".split()
     )
     assert report._stretch(found[1]).endswith("0.00 of it communication: between the beginning and head")
+
+
+def test_every_method_is_wrapped_on_a_model_of_one_stage(model):
+    """A module or method that was renamed would leave its part without time."""
+    ranges = Ranges()
+    ranges.around_model(model)
+    wrapped = {(id(owner), method) for owner, method, _ in ranges.wrapped}
+    ranges.remove()
+    for ending, timed in methods().items():
+        modules = [module for name, module in model.named_modules() if name.rpartition(".")[2] == ending]
+        for method in timed:
+            assert any((id(module), method.__name__) in wrapped for module in modules), (ending, method)
 
 
 def test_nothing_is_left_on_the_model(recorded, model):

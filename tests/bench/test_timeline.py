@@ -5,8 +5,7 @@ import random
 
 import pytest
 
-from zaya_plugin.bench.attribution import Activity
-from zaya_plugin.bench.timeline import Stretch, resolve
+from zaya_plugin.bench.attribution import Activity, Stretch, resolve
 
 
 def activity(part, start, end, backward=False, communicates=False, name=None):

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The console script as a user meets it: texts, exit codes, no litter, no torch."""
 
+import re
 import subprocess
 import sys
 import time
@@ -8,6 +9,7 @@ import time
 import pytest
 
 from zaya_plugin import __version__
+from zaya_plugin.cli import COMMANDS, DATA_COMMANDS
 from zaya_plugin.config.compose import load_recipe
 from zaya_plugin.config.train_help import GROUPS, MOST_USED, options, train_help
 
@@ -17,8 +19,32 @@ EXPERIMENTS = "cpu_demo, cpu_demo_stage1, cpu_demo_stage2, cpu_demo_stage3, zaya
 def test_help_and_version(zaya):
     helped = zaya("--help")
     assert helped.returncode == 0 and "zaya train experiment=cpu_demo" in helped.stdout
+    assert all(f"\n  zaya {name} " in helped.stdout for name in COMMANDS)
     assert zaya("--version").stdout == f"zaya_plugin {__version__}\n"
     assert zaya().returncode == 2
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        *([name] for name in COMMANDS),
+        *(["data", name] for name in DATA_COMMANDS),
+        ["bench", "step"],
+        ["bench", "expect"],
+    ],
+    ids=" ".join,
+)
+def test_every_help_teaches_with_an_example_and_explains_each_option(zaya, words):
+    """An option is a line that begins with its name; the explanation follows on that line or the next."""
+    done = zaya(*words, "--help")
+    assert (done.returncode, done.stderr) == (0, "")
+    if words not in (["data"], ["bench"]):
+        assert f"\n  zaya {' '.join(words)} " in done.stdout, "an example to type"
+    lines = [*done.stdout.splitlines(), ""] if words[0] != "data" else []
+    for line, following in zip(lines, lines[1:], strict=False):
+        if line.startswith("  -"):
+            explained = re.split(r"\s{2,}", line.strip())[1:]
+            assert explained or following.startswith(" " * 10), line
 
 
 def test_train_help_names_every_group_option_and_the_most_used_keys(zaya):
@@ -48,14 +74,18 @@ def test_cfg_job_prints_a_recipe_that_loads(zaya, tmp_path):
     ("arguments", "code", "message"),
     [
         (["train", "experiment=nope"], 2, f"zaya: experiment=nope: no such recipe. Available: {EXPERIMENTS}\n"),
-        (["train"], 2, f"experiment=<name>, of {EXPERIMENTS}\n"),
+        (["train"], 2, f"experiment: was not given. Fix: experiment=<name>, of {EXPERIMENTS}.\n"),
         (["train", "experiment=cpu_demo", "optim.lrr=1"], 2, "did you mean optim.lr?"),
         (["train", "experiment=cpu_demo", "stage.global_batch_size=10"], 2, "allowed: 8 or 16"),
         (["train", "experiment=cpu_demo"], 2, "data/stdlib"),
-        (["train", "experiment=cpu_demo", "cluster.num_nodes=2"], 2, "cluster.num_nodes = 2"),
+        (
+            ["train", "experiment=cpu_demo", "cluster.num_nodes=2"],
+            2,
+            "cluster.num_nodes=2: `zaya train` starts ranks on one machine only.",
+        ),
         (["train", "--nonsense"], 2, "unrecognized arguments: --nonsense"),
         (["trian"], 2, "zaya trian: no such command. Allowed: train"),
-        (["data", "prepaer"], 2, "allowed: zaya data prepare"),
+        (["data", "prepaer"], 2, "zaya data prepaer: no such command. Allowed: prepare, pack"),
     ],
 )
 def test_mistakes_end_with_one_message_and_code_2(zaya, arguments, code, message):
@@ -90,7 +120,7 @@ def test_dry_run_says_what_would_run_and_creates_nothing(zaya):
     ):
         assert line in done.stdout
     assert "would stop   there is no dataset at data/stdlib" in done.stdout
-    assert done.stdout.endswith("dry_run = true: nothing was created or started\n")
+    assert done.stdout.endswith("dry_run=true: nothing was created or started\n")
     assert list(zaya.place.iterdir()) == []
 
 

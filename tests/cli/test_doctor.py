@@ -14,10 +14,11 @@ def report(**changes):
     devices = dict(
         built_for="ROCm 6.4", cpu_cores=8, accelerators=[dict(index=0, name="MI300X", memory_gib=192, arch="gfx942")]
     )
-    patches = [dict(name="a.b", reason="because", applies=False, scope="cpu", versions=">=2.6", fits=True)]
+    change = dict(until="callbacks exist", upstream="https://there", package="megatron-core", fits=True)
+    patches = [dict(change, symbol="a.b", reason="because", applies=False, scope="cpu", versions=">=2.6")]
     kernels = [dict(device="cuda", versions=["rms_norm    hip (kernels=auto)", "router_mlp  triton (kernels=auto)"])]
     hosts = [dict(name="zaya train", possible=True, detail="megatron.core 0.19.2")]
-    hooks = [dict(symbol="a.c", reason="carries state", until="callbacks exist", versions="<1", fits=True)]
+    hooks = [dict(change, symbol="a.c", reason="carries state", versions="")]
     parts = dict(
         packages=packages, hosts=hosts, problems=[], devices=devices, kernels=kernels, patches=patches, hooks=hooks
     )
@@ -37,7 +38,9 @@ def test_this_environment_is_described_in_json(capsys):
     assert all(set(problem) == {"name", "severity", "found", "why", "remedy"} for problem in found["problems"])
     assert found["devices"]["cpu_cores"] >= 1
     assert {"device": "cpu", "versions": ["all operators  reference (kernels=auto)"]} in found["kernels"]
-    assert all(set(patch) == {"name", "reason", "applies", "scope", "versions", "fits"} for patch in found["patches"])
+    change = {"symbol", "reason", "until", "upstream", "package", "versions", "fits"}
+    assert all(set(patch) == change | {"applies", "scope"} for patch in found["patches"])
+    assert all(set(hook) == change for hook in found["hooks"])
     assert {patch["scope"] for patch in found["patches"]} <= {"cpu", "always"}
 
 
@@ -45,8 +48,11 @@ def test_people_read_devices_and_patches():
     text = doctor.render(report())
     assert "0: MI300X, 192 GiB, gfx942" in text and "torch is built for ROCm 6.4; 8 CPU cores" in text
     assert "  cuda  rms_norm    hip (kernels=auto)\n  cuda  router_mlp  triton (kernels=auto)\n" in text
-    assert "not here  a.b  (cpu, >=2.6)\n            because" in text
-    assert "  a.c  (<1)\n            carries state; until callbacks exist" in text
+    assert "not here  a.b  (cpu, megatron-core >=2.6)\n            because; until callbacks exist\n" in text
+    assert (
+        "  a.c  (megatron-core any)\n            carries state; until callbacks exist\n            https://there"
+        in text
+    )
 
 
 def test_kernels_that_are_not_available():
@@ -61,7 +67,7 @@ def test_what_is_missing_comes_with_the_way_to_get_it():
         report(packages=packages, devices="unknown: torch is not installed", patches="unknown: no torch")
     )
     assert "aiter               not found" in text and "github.com/ROCm/aiter" in text
-    assert "Devices\n  unknown: torch is not installed" in text and "Patches\n  unknown: no torch" in text
+    assert "Devices\n  unknown: torch is not installed" in text and "process\n  unknown: no torch" in text
 
 
 def test_a_package_that_does_not_exist_has_no_version():
@@ -97,11 +103,11 @@ def test_the_exit_status_says_whether_training_can_start():
 def test_problems_come_with_why_and_what_to_do():
     text = doctor.render(report(problems=[ERROR]))
     assert "error   psutil: no psutil\n          why   saves need it\n          do    pip install psutil" in text
-    assert "none of those that are known" in doctor.render(report())
+    assert "Known problems\n  none found\n" in doctor.render(report())
     assert "can be    zaya train" in text
 
 
 def test_a_patch_that_does_not_fit_is_a_problem():
-    patches = [dict(name="a.b", reason="because", applies=True, scope="cpu", versions="<0.1", fits=False)]
-    found = {problem.name: problem for problem in doctor.known_problems(report(patches=patches))}
-    assert found["patch-range"].severity == "error" and found["patch-range"].found == "a.b"
+    patches = [dict(symbol="a.b", applies=True, fits=False)]
+    found = {problem["name"]: problem for problem in doctor.problems(doctor._facts(report(patches=patches)))}
+    assert found["patch-range"]["severity"] == "error" and found["patch-range"]["found"] == "a.b"

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 from packaging.version import Version
 
-from zaya_plugin.known_problems import RULES, Facts, problems
+from zaya_plugin.doctor import RULES, Facts, problems
 
 MODULES = {
     "triton": True,
@@ -21,7 +21,7 @@ MI300X = replace(HEALTHY, hip="7.1.25424", archs=("gfx942:sramecc+:xnack-",), en
 
 
 def names(facts: Facts) -> list[str]:
-    return [problem.name for problem in problems(facts)]
+    return [problem["name"] for problem in problems(facts)]
 
 
 def test_healthy_environments_have_none():
@@ -80,12 +80,12 @@ def test_a_problem_is_found_where_it_is_and_not_next_to_it(name, wrong, right):
 
 def test_every_rule_has_a_case():
     assert {name for name, _, _ in CASES} == {
-        problem.name for _, wrong, _ in CASES for problem in problems(replace(HEALTHY, **wrong))
+        problem["name"] for _, wrong, _ in CASES for problem in problems(replace(HEALTHY, **wrong))
     }
     assert len(RULES) == len({name for name, _, _ in CASES})
 
 
 def test_errors_come_first_and_say_what_to_do():
     found = problems(replace(HEALTHY, core=Version("0.15.0"), modules=MODULES | {"psutil": False}))
-    assert [problem.severity for problem in found] == sorted((p.severity for p in found), key=lambda s: s != "error")
-    assert all(len(problem.why) > 20 and len(problem.remedy) > 10 and problem.found for problem in found)
+    assert [each["severity"] for each in found] == sorted((p["severity"] for p in found), key=lambda s: s != "error")
+    assert all(len(each["why"]) > 20 and len(each["remedy"]) > 10 and each["found"] for each in found)

@@ -16,7 +16,7 @@ from zaya_plugin.data.stream_dataset import StreamDataset
 from zaya_plugin.handover.data_places import consumed_after, source_uses, with_consumed
 from zaya_plugin.run.before_start import take_over
 from zaya_plugin.run.curriculum import compose_curriculum
-from zaya_plugin.run.stage_tables import tokens_by_source
+from zaya_plugin.run.curriculum_run import tokens_by_source
 
 LENGTHS = {"web": 9000, "code": 4000, "math": 2500}
 

@@ -37,8 +37,8 @@ def ended(monkeypatch):
             "release_graphs": note("graphs"),
         }.items():
             monkeypatch.setattr(pretrain, name, value)
-        monkeypatch.setattr(pretrain.megatron_nccl_allocator, "end_with_release", note("end with release"))
-        monkeypatch.setattr(pretrain.megatron_nccl_allocator, "release", note("memory"))
+        monkeypatch.setattr(pretrain.registered_buffers, "end_with_release", note("end with release"))
+        monkeypatch.setattr(pretrain.registered_buffers, "release", note("memory"))
 
         def pretrained(*_, **__):
             calls.append("pretrain")

@@ -90,7 +90,7 @@ def test_killed_install_starts_anew(checkout):
     half.mkdir(parents=True)
     status, asked, printed = checkout.setup()
     assert (status, asked) == (0, ["venv", "install"])
-    assert "cut off" in printed
+    assert "interrupted" in printed
     assert not half.exists()
 
 

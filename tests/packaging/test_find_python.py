@@ -117,14 +117,39 @@ def test_message_names_what_was_tried_and_what_to_install(machine):
     ):
         assert result.stderr.splitlines().count(line) == 1
     assert "CPython 3.12 or 3.13" in result.stderr
-    assert "apt-get install python3.12 python3.12-venv" in result.stderr
+    assert "astral.sh/uv/install.sh | sh && ~/.local/bin/uv python install 3.12\n" in result.stderr, (
+        "this machine has no tool"
+    )
     assert "ZAYA_PYTHON=" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("tools", "line"),
+    [
+        ({"uv": "exit 0", "apt-cache": "exit 0"}, "uv python install 3.12"),
+        ({"pyenv": "exit 0"}, "pyenv install 3.12"),
+        ({"brew": "exit 0"}, "brew install python@3.12"),
+        ({"apt-cache": "exit 0"}, "sudo apt-get install python3.12 python3.12-venv"),
+        ({"apt-cache": "exit 0", "id": "echo 0"}, "apt-get install python3.12 python3.12-venv"),
+        ({"apt-cache": '[ "$2" = python3.13 ]'}, "sudo apt-get install python3.13 python3.13-venv"),
+        ({"dnf": "exit 0"}, "sudo dnf install python3.12"),
+        (
+            {"apt-cache": "exit 1", "dnf": "exit 1"},
+            "curl -LsSf https://astral.sh/uv/install.sh | sh && ~/.local/bin/uv python install 3.12",
+        ),
+    ],
+)
+def test_the_command_to_type_is_that_of_this_machine(machine, tools, line):
+    for name, body in tools.items():
+        (machine.bin / name).write_text(f"#!/bin/sh\n{body}\n")
+        (machine.bin / name).chmod(0o755)
+    assert f"\n  {line}\nor name" in machine.find().stderr
 
 
 def test_message_where_there_is_nothing(machine):
     result = machine.find()
     assert result.returncode == 1
-    assert "nothing called python, python3, python3.12 or python3.13 was there" in result.stderr
+    assert "  no python, python3, python3.12 or python3.13\n" in result.stderr
 
 
 def test_explicit_choice(machine):

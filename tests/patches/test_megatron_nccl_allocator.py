@@ -5,11 +5,13 @@ import contextlib
 import importlib.util
 import logging
 import os
+import sys
 
 import pytest
 import torch
 
-from zaya_plugin.patches import megatron_nccl_allocator as patch
+from zaya_plugin.parallel import registered_buffers
+from zaya_plugin.patches.megatron_nccl_allocator import PATCH
 
 
 class Pool:
@@ -58,13 +60,14 @@ def allocator(monkeypatch, group):
     nccl_allocator = importlib.util.module_from_spec(found)
     found.loader.exec_module(nccl_allocator)
     monkeypatch.setattr(megatron.core, "nccl_allocator", nccl_allocator)
-    monkeypatch.setattr(patch, "_registered", [])
-    monkeypatch.setattr(patch, "_ends_with_release", False)
+    monkeypatch.setitem(sys.modules, nccl_allocator.__name__, nccl_allocator)
+    monkeypatch.setattr(registered_buffers, "_registered", [])
+    monkeypatch.setattr(registered_buffers, "_ends_with_release", False)
     monkeypatch.setattr(torch.cuda, "use_mem_pool", lambda pool: contextlib.nullcontext())
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: group.calls.append("synchronize"))
     monkeypatch.setattr(torch.distributed, "barrier", lambda: group.calls.append("barrier"))
-    patch.install()
+    PATCH.install()
     return nccl_allocator
 
 
@@ -92,10 +95,10 @@ def test_what_was_registered_is_taken_back_once_behind_all_ranks(allocator, grou
     made = [("register", pool, True) for pool in (first, second, third)]
     assert group.calls == [*made, ("deregister", second), ("register", second, True)]
     del group.calls[3:]
-    patch.end_with_release()
+    registered_buffers.end_with_release()
     allocator.deregister_mem_pool(first, group)  # Megatron's end: a graph may still send from there
     assert group.calls == made
-    patch.release()
+    registered_buffers.release()
     assert group.calls[3:] == [
         "synchronize",
         "barrier",
@@ -103,7 +106,7 @@ def test_what_was_registered_is_taken_back_once_behind_all_ranks(allocator, grou
         ("deregister", second),
         ("deregister", first),
     ]
-    patch.release()
+    registered_buffers.release()
     assert len(group.calls) == 8
 
 
@@ -112,22 +115,20 @@ def test_a_host_s_own_end_takes_them_back(allocator, group):
     allocate(allocator, pool, group)
     allocator.deregister_mem_pool(pool, group)
     assert group.calls == [("register", pool, True), ("deregister", pool)]
-    patch.release()
+    registered_buffers.release()
     assert len(group.calls) == 2
 
 
 @pytest.mark.parametrize("refusal", [RuntimeError("no symmetric memory"), TypeError("unexpected keyword 'symm'")])
 def test_a_refusal_ends_the_run_and_leaves_nothing_to_take_back(allocator, refusal):
     group = Group(refusal)
-    with pytest.raises(
-        ValueError, match=r"parallel.nccl_ub = True: 0.50 GiB cannot be registered .*allowed here: False"
-    ):
+    with pytest.raises(ValueError, match=r"parallel.nccl_ub=true: 0.50 GiB cannot be registered .*Allowed: false here"):
         allocate(allocator, Pool(), group)
-    patch.release()
+    registered_buffers.release()
     assert group.calls == []
 
 
 def test_an_error_inside_registers_nothing(allocator, group):
     with pytest.raises(MemoryError), allocator.nccl_mem(Pool(), group=group, symmetric=True):
         raise MemoryError
-    assert group.calls == [] and patch._registered == []
+    assert group.calls == [] and registered_buffers._registered == []

@@ -11,7 +11,7 @@ from zaya_plugin.plan.flops import Shape
 from zaya_plugin.plan.machines import H200, MACHINES, between_instances, collective_seconds
 from zaya_plugin.plan.memory import Optimizer, Recompute, in_flight, layer_tensors, memory_plan, padded_parameters
 from zaya_plugin.plan.parallelism import Batch, Layout
-from zaya_plugin.plan.recompute import RESERVE, choices, choose
+from zaya_plugin.plan.recipe_plan import RESERVE, choices, choose
 
 GIB = 2**30
 BASE = Shape(40, 2048, 8, 2, 128, 16, 2048, 256, 262_272)
@@ -106,11 +106,7 @@ def test_the_cheapest_that_fits_is_chosen():
         and names[95] == "layernorm + permute"
     )
     assert names[80].endswith("whole layers")
-    with pytest.raises(
-        ValueError,
-        match=r"needs 64\.7 GiB a device even with 40 whole layers .*weights 16\.47.*55\.2 of cluster\.memory_gib = 60",
-    ):
-        choose(found, 60)
+    assert choose(found, 60) is None
 
 
 def test_whole_layers_keep_their_inputs():

@@ -4,7 +4,7 @@
 import pytest
 
 from zaya_plugin.plan.flops import Shape
-from zaya_plugin.plan.parallelism import Batch, Layout, local_parameters, pipeline_idle_share, sent_bytes, state_bytes
+from zaya_plugin.plan.parallelism import Batch, Layout, local_parameters, sent_bytes, state_bytes
 
 BASE = Shape(40, 2048, 8, 2, 128, 16, 2048, 256, 262_272)
 
@@ -48,7 +48,6 @@ def test_what_the_other_layouts_send():
     token = 4 * 4096 * 2048 * 2  # bytes of all normed rows of a step in bf16
     # There and back, and the gradients: half of the rows leave a rank.
     assert sent_bytes(BASE, Layout(data=2, expert=2), batch)["dispatch"] == 40 * 4 * token / 2
-    assert sent_bytes(BASE, Layout(data=2, expert=2), batch, skip_share=0.25)["dispatch"] == 40 * 4 * token * 0.375
     # An all-gather of all rows and a reduce-scatter, over the expert-parallel ranks alone: experts are never cut.
     gathered = Layout(data=2, tensor=2, expert=4, allgather_dispatcher=True)
     assert sent_bytes(BASE, gathered, batch)["dispatch"] == 40 * 4 * 3 * token / 2
@@ -58,12 +57,6 @@ def test_what_the_other_layouts_send():
     assert sent_bytes(BASE, Layout(pipeline=2, virtual=4), batch)["stages"] == 4 * 2 * 4 * 4096 * (2048 + 256) * 4
     data = sent_bytes(BASE, Layout(data=8), batch)
     assert (data["gradients"], data["weights"]) == (7 / 8 * 4 * 8_840_488_784, 7 / 8 * 2 * 8_840_488_784)
-
-
-def test_idle_share():
-    assert pipeline_idle_share(Layout(), 4) == 0
-    assert pipeline_idle_share(Layout(pipeline=2), 4) == 0.2
-    assert pipeline_idle_share(Layout(pipeline=2, virtual=4), 4) == 1 / 17
 
 
 def test_instances_of_the_optimizer():

@@ -5,8 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from zaya_plugin.plan.flops import Shape, forward_flops_by_part, forward_flops_per_token, training_flops
-from zaya_plugin.plan.parameters import count_parameters
+from zaya_plugin.plan.flops import Shape, count_parameters, forward_flops_by_part, training_flops
 from zaya_plugin.plan.step_work import OptimizerShare, Rank, step_work
 
 BASE = Shape(40, 2048, 8, 2, 128, 16, 2048, 256, 262_272)
@@ -19,9 +18,6 @@ def test_operations_add_up_to_the_models():
     parts = forward_flops_by_part(BASE, 4096)
     assert parts["head"] == 2 * 2048 * 262_272 and parts["attention"] == 40 * 2 * 2 * 1024 * 2048
     assert parts["experts"] == 40 * 2 * (4096 * 2048 + 2048 * 2048)
-    assert forward_flops_per_token(BASE, 4096)["linear"] == sum(
-        parts[p] for p in ("projections", "prologue", "router", "experts")
-    )
 
 
 def test_bytes_of_the_passes_are_those_of_the_kernels():

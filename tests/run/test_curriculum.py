@@ -12,8 +12,7 @@ from zaya_plugin.config.run_directory import TRACKER
 from zaya_plugin.handover.predecessor import predecessor, saved_step
 from zaya_plugin.run.commands import curriculum as command
 from zaya_plugin.run.curriculum import Curriculum, compose_curriculum
-from zaya_plugin.run.curriculum_run import check, read_state, write_state
-from zaya_plugin.run.stage_tables import domain_table, table
+from zaya_plugin.run.curriculum_run import check, domain_table, read_state, table, write_state
 
 DEMO = ["experiment=cpu_demo", "data.path=x"]
 
@@ -57,7 +56,7 @@ def test_neighbours_with_the_same_data_share_its_order(tmp_path):
     ("overrides", "message"),
     [
         (["curriculum.stages=[]"], "cpu_demo lists no stages"),
-        (["demo_4:seed=1"], "demo_4:seed=1: no such stage; allowed: demo_1, demo_2, demo_3"),
+        (["demo_4:seed=1"], "demo_4:seed=1: no such stage. Allowed: demo_1, demo_2, demo_3"),
         (["curriculum.stages=[cpu_demo_stage1,zaya_2]"], "experiment=zaya_2: no such recipe"),
         (["demo_1:stage.trainiters=1"], "did you mean stage.train_iters"),
         (["curriculum.stages=[cpu_demo_stage1,cpu_demo_stage1]"], "two of them have the same stage.name"),
@@ -111,7 +110,8 @@ def test_a_stage_that_was_handed_over_cannot_change(tmp_path):
     pretend(made(tmp_path), 1, 10)
     check(made(tmp_path))
     with pytest.raises(
-        ValueError, match="demo_1 has 60 of 61 steps, but stage demo_2 has already taken over .*took 60 steps then"
+        ValueError,
+        match="demo_1: has 60 of 61 steps, but stage demo_2 has already started from it .*took 60 steps then",
     ):
         check(made(tmp_path, "demo_1:stage.train_iters=61"))
 
@@ -166,7 +166,7 @@ def test_a_dry_run_creates_nothing(tmp_path, capsys):
         == 0
     )
     shown = capsys.readouterr().out
-    assert "stage 2 of 3: pretrain_4k_2 (not begun)" in shown and "--rotary-base 1000000" in shown
+    assert "stage 2 of 3: pretrain_4k_2 (not started)" in shown and "--rotary-base 1000000" in shown
     assert "torchrun --nnodes 128 --nproc-per-node 8" in shown and "1024 ranks" in shown
     assert "NCCL_CROSS_NIC=0" in shown and "the weights of stage pretrain_4k and the optimizer's state" in shown
     assert not (tmp_path / "run").exists()

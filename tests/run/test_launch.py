@@ -13,7 +13,7 @@ import pytest
 
 from zaya_plugin.config.compose import compose
 from zaya_plugin.run import before_start, rank_plan
-from zaya_plugin.run.rank_failure import first_failure, last_words
+from zaya_plugin.run.launch import first_failure, last_words
 
 
 def demo(*overrides):
@@ -160,7 +160,7 @@ def test_ranks_of_an_outer_launcher_share_a_run_directory(worker_program, tmp_pa
 
 def test_a_port_in_use_is_named_and_a_free_one_passes(monkeypatch):
     # the port is asked about first
-    monkeypatch.setattr("zaya_plugin.data.sources.find_sources", lambda recipe: None)
+    monkeypatch.setattr("zaya_plugin.run.before_start.find_sources", lambda recipe: None)
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
@@ -168,7 +168,7 @@ def test_a_port_in_use_is_named_and_a_free_one_passes(monkeypatch):
         recipe = demo(f"master_port={number}")
         plan = rank_plan.make_plan(recipe, {})
         assert f"localhost:{number}" in plan.command
-        with pytest.raises(ValueError, match=f"master_port = {number}: the port is in use"):
+        with pytest.raises(ValueError, match=f"master_port={number}: the port is in use"):
             before_start.check_surroundings(recipe, plan)
     before_start.check_surroundings(recipe, plan)
 
@@ -178,7 +178,7 @@ def test_missing_data_and_missing_devices_are_found_before_the_start(monkeypatch
     with pytest.raises(ValueError, match=f"{tmp_path}/absent"):
         before_start.check_surroundings(recipe, rank_plan.make_plan(recipe, {}))
     monkeypatch.setattr(before_start, "DEVICE_FILES", (str(tmp_path / "no_device"),))
-    with pytest.raises(ValueError, match="cluster.device = cuda: no accelerator on this machine"):
+    with pytest.raises(ValueError, match="cluster.device=cuda: no accelerator on this machine"):
         before_start.check_surroundings(demo("cluster=gpu"), rank_plan.make_plan(recipe, {}))
 
 
@@ -187,7 +187,7 @@ def test_the_plan_follows_nproc_the_cluster_and_the_outer_launcher():
     assert rank_plan.make_plan(demo("nproc=null", "cluster.gpus_per_node=5"), {}).world_size == 5
     torchrun = rank_plan.make_plan(demo(), {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"})
     assert (torchrun.world_size, torchrun.ranks_here, torchrun.rank, torchrun.command) == (4, 2, 3, None)
-    with pytest.raises(ValueError, match="cluster.num_nodes = 2.*torchrun --nnodes"):
+    with pytest.raises(ValueError, match="cluster.num_nodes=2: .*torchrun --nnodes"):
         rank_plan.make_plan(demo("cluster.num_nodes=2"), {})
 
 

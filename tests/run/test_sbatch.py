@@ -49,14 +49,14 @@ def test_a_curriculum_is_one_step_a_stage(tmp_path, capsys):
     [
         (
             ["experiment=cpu_demo", "cluster.gpus_per_node=2", "cluster.numa_nodes=[0]"],
-            "one for each of cluster.gpus_per_node = 2",
+            "one for each of cluster.gpus_per_node=2",
         ),
         (
             ["experiment=cpu_demo", "cluster.gpus_per_node=2", "--", "partition"],
-            "'partition': allowed: options of sbatch",
+            "cluster.sbatch=partition: is no option. Allowed: options of sbatch",
         ),
         (["experiment=zaya1_base_131k", "cluster=mi300x_8", "data.path=x", "cluster.num_nodes=3"], "is not a multiple"),
-        (["cpu_demo"], "zaya slurm: 'cpu_demo': allowed: key=value"),
+        (["cpu_demo"], "zaya slurm: argument key=value: 'cpu_demo' is not key=value"),
         (["--submitit", "experiment=cpu_demo", "cluster.gpus_per_node=2"], "the package submitit is not installed"),
     ],
 )

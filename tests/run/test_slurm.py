@@ -3,7 +3,7 @@
 
 import pytest
 
-from zaya_plugin.run.slurm import first_host, port, rank_variables, tasks_on_node
+from zaya_plugin.run.rank_plan import first_host, port, slurm_variables, tasks_on_node
 
 TASK = {
     "SLURM_JOB_ID": "4711",
@@ -38,7 +38,7 @@ def test_what_is_no_host_list_is_refused(node_list):
 
 
 def test_variables_of_a_task():
-    assert rank_variables(TASK) == {
+    assert slurm_variables(TASK) == {
         "RANK": "11",
         "WORLD_SIZE": "16",
         "LOCAL_RANK": "3",
@@ -49,24 +49,24 @@ def test_variables_of_a_task():
 
 
 def test_the_port_is_the_users_where_there_is_one():
-    assert rank_variables(TASK, master_port=29500)["MASTER_PORT"] == "29500"
-    assert rank_variables({**TASK, "MASTER_PORT": "1234", "MASTER_ADDR": "head"})["MASTER_PORT"] == "1234"
+    assert slurm_variables(TASK, master_port=29500)["MASTER_PORT"] == "29500"
+    assert slurm_variables({**TASK, "MASTER_PORT": "1234", "MASTER_ADDR": "head"})["MASTER_PORT"] == "1234"
     assert all(20000 <= port(str(job)) < 30000 for job in (0, 9999, 10000, 123456789))
 
 
 def test_outside_a_step_there_are_none():
-    assert rank_variables({}) is None
-    assert rank_variables({**TASK, "SLURM_NTASKS": "1"}) is None
+    assert slurm_variables({}) is None
+    assert slurm_variables({**TASK, "SLURM_NTASKS": "1"}) is None
     batch_script = {name: value for name, value in TASK.items() if name != "SLURM_STEP_ID"} | {"ENVIRONMENT": "BATCH"}
-    assert rank_variables(batch_script) is None
-    assert rank_variables({**batch_script, "SLURM_STEP_ID": "0"}) is not None
+    assert slurm_variables(batch_script) is None
+    assert slurm_variables({**batch_script, "SLURM_STEP_ID": "0"}) is not None
 
 
 def test_without_hosts_the_address_must_be_given():
     hostless = {name: value for name, value in TASK.items() if name != "SLURM_JOB_NODELIST"}
-    with pytest.raises(ValueError, match="set MASTER_ADDR"):
-        rank_variables(hostless)
-    assert rank_variables({**hostless, "MASTER_ADDR": "head"})["MASTER_ADDR"] == "head"
+    with pytest.raises(ValueError, match="Fix: export MASTER_ADDR="):
+        slurm_variables(hostless)
+    assert slurm_variables({**hostless, "MASTER_ADDR": "head"})["MASTER_ADDR"] == "head"
 
 
 @pytest.mark.parametrize(

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The anchor of `zaya bench step`: transformers' ZayaForCausalLM as people train it, in processes of its own.
+"""The anchor of `zaya bench step`: measures transformers' ZayaForCausalLM in processes of its own.
 
     python -m zaya_plugin.bench.anchor <recipe.yaml> <options as JSON> <vocabulary>      one rank, under torchrun
 
 FSDP2 (fully_shard of every layer and of the model), bf16 compute with fp32 reduction, each layer compiled, torch's fused AdamW, the
-recipe's sequence length, tokens a rank and micro-batches, random tokens and random weights. What a CPU cannot do is left out
-and said: compilation, the fused optimizer's and the grouped GEMM's kernels.
+recipe's sequence length, tokens per rank and micro-batches, random tokens and random weights. On a CPU nothing is compiled, and the
+kernels of the fused optimizer and of the grouped GEMM are not used; the report says so.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ OUT_OF_MEMORY = 3  # exit code
 
 
 def main(argv: list[str]) -> int:
-    """Measures and, on rank 0, writes <run_dir>/anchor.json. A rank that runs out of memory writes that, and its exit ends the others."""
-    # a single queue, as Megatron wants it under tensor parallelism, slows FSDP down; read when CUDA starts
+    """Measure and, on rank 0, write <run_dir>/anchor.json. A rank that runs out of memory writes the error; its exit ends the others."""
+    # Megatron's single queue under tensor parallelism slows FSDP down; the variable is read when CUDA starts
     os.environ.pop("CUDA_DEVICE_MAX_CONNECTIONS", None)
     import torch
 
@@ -54,7 +54,7 @@ def write(recipe, found: dict) -> None:
 
 
 def described(recipe, options: Options, device) -> str:
-    """The anchor in words."""
+    """Return a description of the anchor."""
     import transformers
 
     compiled = ", each layer compiled" if compiles(device) else ", not compiled"
@@ -67,7 +67,7 @@ def compiles(device) -> bool:
 
 
 def measure(recipe, options: Options, vocabulary: int, device) -> dict:
-    """Time and memory of steps of as many tokens as ours; the mean of options.steps after options.warmup."""
+    """Return time and memory of a step with as many tokens as ours: the mean of options.steps steps after options.warmup."""
     import torch
 
     model = sharded_model(recipe, vocabulary, device)
@@ -75,7 +75,7 @@ def measure(recipe, options: Options, vocabulary: int, device) -> dict:
         torch.optim.AdamW(model.parameters(), lr=1e-5, fused=device.type != "cpu") if options.optimizer else None
     )
     stage, world = recipe.stage, torch.distributed.get_world_size()
-    samples = stage.global_batch_size // world  # what a device computes of a step, whatever our layout
+    samples = stage.global_batch_size // world  # of a step on each device, independent of our layout
     size = min(stage.micro_batch_size, samples)
     generator = torch.Generator(device).manual_seed(recipe.seed + torch.distributed.get_rank())
     tokens = torch.randint(vocabulary, (size, stage.seq_length), device=device, generator=generator)
@@ -120,7 +120,7 @@ def measure(recipe, options: Options, vocabulary: int, device) -> dict:
 
 
 def sharded_model(recipe, vocabulary: int, device):
-    """ZayaForCausalLM of the recipe's sizes, sharded, with fresh weights."""
+    """Return ZayaForCausalLM with the recipe's sizes, sharded, with random weights."""
     import torch
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
     from transformers import ZayaConfig, ZayaForCausalLM

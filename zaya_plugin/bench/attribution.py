@@ -1,17 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which part of the step every kernel belongs to: a pure function of a trace.
+"""Assigns every kernel of a trace to a part of the step, and every moment of the step to one part. Pure functions.
 
-A kernel's launch lies in ranges of the host; the innermost one that says something decides:
-  1. a range of zaya_plugin.bench.parts, or an operator whose name tells (hip_ops, the optimizers, the accumulation of gradients),
-  2. a node of the backward pass: what the operator belongs to that made it, by the profiler's arrow between the two.
-A kernel in none of them, such as those of a replayed graph, is told by its own name, or is "other". Communication is told by
-the kernel's name alone. Without kernels (on a CPU) the operators take their place, each with the time that no operator inside has.
+A kernel's launch lies in ranges of the host; the innermost one of these decides:
+  1. a range of zaya_plugin.bench.parts, or an operator whose name is known (hip_ops, the optimizers, the accumulation of gradients),
+  2. a node of the backward pass: the part of the operator that created it, by the profiler's arrow between the two.
+A kernel in none of them, such as a kernel of a replayed graph, is assigned by its own name, or to "other". Communication is recognised by
+the kernel's name alone. Without kernels (on a CPU) operators take their place, each with its own time without the operators inside it.
+
+Overlapping activities are resolved on the time line, so that the parts add up to the step. While something computes, the moment is shared
+equally among the parts that compute at once; while only communication runs, it is exposed communication; while nothing runs, idle.
 """
 
 from __future__ import annotations
 
 import re
-from collections import Counter
+from collections import Counter, deque
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from math import inf
 
@@ -20,7 +24,7 @@ from zaya_plugin.bench.trace import HostRange, Trace
 
 COMMUNICATION = re.compile(r"^nccl|ncclDevKernel|ncclKernel|rccl|^Memcpy PtoP|^gloo:|^c10d::", re.IGNORECASE)
 
-# Of operators, also of their nodes of the backward pass (hip_ops_...Backward; torch.library's are GeneratedBackwardFor_hip_ops_...).
+# Names of operators and of their backward nodes (hip_ops_...Backward; torch.library's are GeneratedBackwardFor_hip_ops_...).
 OPERATOR_NAMES = (
     (re.compile(r"AccumulateGrad|ReadTogetherBackward"), "gradients"),
     (re.compile(r"^Optimizer\.(step|zero_grad)"), "optimizer"),
@@ -32,7 +36,7 @@ OPERATOR_NAMES = (
     (re.compile(r"hip_ops(::|_)(row_statistics|overwrite_with_|finish_gradient)"), "head"),
     (re.compile(r"hip_ops(::|_)(muon_|newton_schulz)"), "optimizer"),
 )
-# Of kernels of which nothing else is known.
+# Names of kernels whose launch lies in no known range.
 KERNEL_NAMES = (
     (re.compile(r"cca_prologue|convol", re.IGNORECASE), "prologue"),
     (re.compile(r"rms_norm|rmsnorm", re.IGNORECASE), "norms"),
@@ -46,8 +50,8 @@ BACKWARD = "autograd::engine::evaluate_function"
 
 @dataclass(frozen=True)
 class Activity:
-    """Something that takes time. part: a key of PARTS; backward: in a node of the backward pass; begins: 0 in a further stretch of
-    the same operator."""
+    """A kernel or operator. part: a key of PARTS. backward: whether in a node of the backward pass. begins: 0 in a further stretch of
+    the same operator, else 1."""
 
     name: str
     start: float
@@ -59,14 +63,14 @@ class Activity:
 
 
 class Attribution:
-    """Parts of the host ranges of `trace`, each found once."""
+    """The parts of the host ranges of `trace`; each is computed once."""
 
     def __init__(self, trace: Trace):
         self.trace = trace
         self.known: dict[int, tuple[str | None, bool]] = {-1: (None, False)}
 
     def of(self, index: int) -> tuple[str | None, bool]:
-        """(part or None, whether in the backward pass) of the host range `index`."""
+        """Return (part or None, whether in the backward pass) of the host range `index`."""
         chain = []
         while index not in self.known:
             chain.append(index)
@@ -96,10 +100,10 @@ def _by_name(name: str, table) -> str | None:
 def device_activities(
     trace: Trace, start: float, end: float, learned: dict[str, list[tuple[str, bool]]] | None = None
 ) -> list[Activity]:
-    """Everything on the device between two times, cut at them.
+    """Return the activities of the device between two times, cut at them.
 
-    learned: what `learn` found in a trace of the same step; used for kernels that a graph launched. A graph launches them in the
-    order in which they were launched one by one, so that the n-th kernel of a name is the n-th there.
+    learned: the result of `learn` for a trace of the same step; used for kernels that a graph launched. A graph launches them in the
+    order in which they were launched one by one, so the n-th kernel of a name is the n-th there.
     """
     attribution, found = Attribution(trace), []
     within = [
@@ -113,7 +117,7 @@ def device_activities(
     for kernel in within:
         told = learned.get(kernel.name) if id(kernel) in from_graph else None
         if told:
-            # In proportion, should the two numbers differ by a few.
+            # in proportion, if the two numbers differ by a few
             part, backward = told[seen[kernel.name] * len(told) // totals[kernel.name]]
             seen[kernel.name] += 1
         else:
@@ -128,7 +132,7 @@ def device_activities(
 
 
 def learn(trace: Trace, window: str) -> dict[str, list[tuple[str, bool]]]:
-    """(part, backward) of the kernels that were launched in the range `window`, by name, in order."""
+    """Return (part, backward) of the kernels that were launched in the range `window`, by name, in order."""
     start, end = trace.window(window)
     launched = {number for number, call in trace.calls.items() if start <= call.start < end}
     inside = replace(trace, device=[kernel for kernel in trace.device if kernel.launch in launched])
@@ -139,7 +143,7 @@ def learn(trace: Trace, window: str) -> dict[str, list[tuple[str, bool]]]:
 
 
 def operator_activities(trace: Trace, start: float, end: float) -> list[Activity]:
-    """Operators on the host between two times: one activity for each stretch in which an operator is the innermost range."""
+    """Return the operators on the host between two times: one activity for each stretch in which an operator is the innermost range."""
     attribution, found = Attribution(trace), []
     children: dict[int, list[int]] = {}
     for index, here in enumerate(trace.hosts):
@@ -167,3 +171,89 @@ def _communicates(trace: Trace, index: int) -> bool:
             return True
         index = trace.hosts[index].parent
     return False
+
+
+@dataclass(frozen=True)
+class Stretch:
+    """Time in which nothing computes. before, after: the activities around it, None at the step's ends. communication: names of running collectives."""
+
+    start: float
+    end: float
+    communicating: float
+    before: Activity | None
+    after: Activity | None
+    communication: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Moments:
+    """Microseconds. parts: (forward, backward). names: by (part, name), the count and the summed duration. stretches: in order of time."""
+
+    parts: dict[str, tuple[float, float]]
+    names: dict[tuple[str, str], tuple[int, float]]
+    hidden_communication: float
+    stretches: list[Stretch]
+
+
+def resolve(activities: Iterable[Activity], start: float, end: float) -> Moments:
+    """Share out the time from `start` to `end`; all activities lie between them."""
+    activities = list(activities)
+    times: dict[tuple[str, bool], float] = {}
+    names: dict[tuple[str, str], tuple[int, float]] = {}
+    edges = []
+    for activity in activities:
+        assert start <= activity.start <= activity.end <= end, activity
+        key = ("communication", False) if activity.communicates else (activity.part, activity.backward)
+        edges += [(activity.start, 1, key), (activity.end, -1, key)]
+        count, total = names.get((key[0], activity.name), (0, 0.0))
+        names[key[0], activity.name] = count + activity.begins, total + activity.end - activity.start
+    running: Counter = Counter()
+    communicating, hidden, before = 0, 0.0, start
+    for moment, change, key in (*sorted(edges, key=lambda edge: edge[:2]), (end, 0, None)):
+        if (passed := moment - before) > 0:
+            computing = sum(running.values())
+            if computing:
+                hidden += passed * (communicating > 0)
+                for each, count in running.items():
+                    times[each] = times.get(each, 0.0) + passed * count / computing
+            else:
+                alone = ("communication" if communicating else "idle", False)
+                times[alone] = times.get(alone, 0.0) + passed
+        before = moment
+        if key is None:
+            continue
+        if key[0] == "communication":
+            communicating += change
+        else:
+            running[key] += change
+    parts: dict[str, tuple[float, float]] = {}
+    for (part, backward), time in times.items():
+        forward_time, backward_time = parts.get(part, (0.0, 0.0))
+        parts[part] = (forward_time, backward_time + time) if backward else (forward_time + time, backward_time)
+    return Moments(parts, names, hidden, stretches(activities, start, end))
+
+
+def stretches(activities: Iterable[Activity], start: float, end: float) -> list[Stretch]:
+    """Return the times between `start` and `end` in which nothing computes."""
+    computing = sorted(
+        (each for each in activities if not each.communicates and each.end > each.start), key=lambda each: each.start
+    )
+    gaps, last, reached = [], None, start
+    for each in (*computing, None):
+        begins = end if each is None else each.start
+        if begins > reached:
+            gaps.append((reached, begins, last, each))
+        if each is not None and each.end > reached:
+            last, reached = each, each.end
+    others = deque(sorted((each for each in activities if each.communicates), key=lambda each: each.start))
+    found, running = [], []  # running: begun before the end of the gap, in the order of their starts
+    for begins, ends, before, after in gaps:
+        while others and others[0].start < ends:
+            running.append(others.popleft())
+        running = [each for each in running if each.end > begins]
+        covered, until = 0.0, begins
+        for each in running:
+            covered += max(0.0, min(each.end, ends) - max(each.start, until))
+            until = max(until, min(each.end, ends))
+        found.append(Stretch(begins, ends, covered, before, after, tuple(dict.fromkeys(each.name for each in running))))
+    return found

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`zaya bench step`: the command line, the start of the ranks, and the anchor behind them. No torch import."""
+"""`zaya bench step`: the command line, the start of the ranks, and the anchor's ranks after them. No torch import."""
 
 from __future__ import annotations
 
@@ -13,53 +13,40 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from zaya_plugin.bench import report
-from zaya_plugin.bench.options import ANCHOR, ANCHORS, RECORD, VOCABULARY, Options, measured_recipe
+from zaya_plugin.bench.options import ANCHOR, ANCHORS, RECORD, VOCABULARY, Options, measured_recipe, with_data_path
 from zaya_plugin.bench.record import write
+from zaya_plugin.errors import mistake
 
 if TYPE_CHECKING:
     from zaya_plugin.config.schema import Recipe
     from zaya_plugin.run.rank_plan import Plan
 
 HELP = """\
-zaya bench: how fast a recipe trains, and where the time goes
+zaya bench: how fast a recipe trains, and where the time goes (docs/benchmarks.md)
 
-  zaya bench step experiment=<name> [key=value ...] [options]
-  zaya bench expect STEP_JSON [experiment=<name> cluster=<name> key=value ...] [--output FILE]
+  zaya bench step    measure a few steps of a recipe, and the share of each part of the step
+  zaya bench expect  predict a step on another cluster or of another recipe from a measured one
 
-Runs a few steps of the recipe through the loop of `zaya train`: warm-up, steps that are timed with nothing attached, and one traced
-step, whose time it shares out: attention prologue, attention, projections, router, experts, norms, head and loss, embedding,
-gradient buffers, optimizer, exposed communication and idle, each beside the matrix-product and copy rates that it measures on
-the same device. Nothing is saved of the training; W&B runs offline. docs/benchmarks.md says how to read the table.
+zaya bench COMMAND --help explains a command's options, with examples.
+"""
+STEP = """\
+Measures a few steps of a recipe in the loop of `zaya train`.
 
-`expect` carries a step.json over to another recipe and cluster: each part at the share of its roofline that it had, collectives at the rates
-of the cluster's links (zaya_plugin/plan/machines.py). What it prints and writes is marked as a prediction.
-
-OPTIONS
-  --steps N                   timed steps (5)
-  --warmup N                  steps before them (3): compilation, allocation, self-checks
-  --output DIR                where step.json, step.svg and the trace go; <run_dir>/bench when not given
-  --trace, --no-trace         keep the trace (trace.json.gz, for chrome://tracing or ui.perfetto.dev), which is the default, or not
-  --forward-backward-only     no optimizer: neither its memory nor its step; ZeRO's communication stays
-  --random-tokens[=ROWS]      no corpus: random tokens of a vocabulary of ROWS (262272)
-  --anchor transformers       then, in processes of their own, transformers' ZayaForCausalLM with FSDP2, torch.compile and fused AdamW
-                              on as many devices with as many tokens, and the ratio
-  --commit TEXT               what the record says of the code where there is no git checkout
-  --config-dir DIR            your own recipes
-
-EXAMPLES
+After a warm-up, steps are timed without a profiler; one further step is traced. The report shares out the traced step's time: attention
+prologue, attention, projections, router, experts, norms, head and loss, embedding, gradient buffers, optimizer, exposed communication and
+idle, each beside the matrix-product and copy rates measured on the same device. No checkpoint is saved; W&B runs offline."""
+STEP_EXAMPLES = """\
+examples:
   zaya bench step experiment=cpu_demo                          the demo on this machine's CPU, after:
                                                                zaya data prepare --input stdlib --output data/stdlib
   zaya bench step experiment=zaya1_base cluster=gpu --random-tokens nproc=1 model.num_layers=8 stage.global_batch_size=4 stage.micro_batch_size=4
   zaya bench step experiment=zaya1_base cluster=h200_8 --random-tokens stage.micro_batch_size=4 stage.global_batch_size=128 --anchor transformers
-  zaya bench expect step.json experiment=zaya1_base cluster=mi300x_8 stage.micro_batch_size=4 stage.global_batch_size=128
-  torchrun --nnodes 2 ... -m zaya_plugin.cli bench step ...    several nodes; or: srun zaya bench step ...
-"""
-FLAGS = {"--forward-backward-only": ("optimizer", False), "--no-trace": ("trace", False), "--trace": ("trace", True)}
+  torchrun --nnodes 2 ... -m zaya_plugin.cli bench step ...    several nodes; or: srun zaya bench step ..."""
 
 
 def main(argv: list[str]) -> int:
-    """`zaya bench`; returns its exit code, raises ValueError for what a user can mend."""
-    if not argv or any(flag in argv for flag in ("-h", "--help")):
+    """Run `zaya bench` and return its exit code; raises ValueError for a user's mistake."""
+    if not argv or argv[0] in ("-h", "--help"):
         print(HELP, end="")
         return 0 if argv else 2
     if argv[0] == "expect":
@@ -67,55 +54,85 @@ def main(argv: list[str]) -> int:
 
         return expect.main(argv[1:])
     if argv[0] != "step":
-        raise ValueError(f"zaya bench {argv[0]}: allowed: zaya bench step, zaya bench expect; see zaya bench --help")
-    options, output, overrides = parse(argv[1:])
-    return run(recipe_of(options, output, overrides), options)
+        raise mistake(
+            f"zaya bench {argv[0]}", problem="no such command", allowed="step, expect", fix="zaya bench --help"
+        )
+    parsed = parse(argv[1:])
+    return 2 if parsed is None else run(recipe_of(*parsed), parsed[0])
 
 
-def parse(argv: list[str]) -> tuple[Options, str | None, list[str]]:
-    """The options, --output, and what is left: overrides and --config-dir."""
-    from zaya_plugin.run.commands import option
+def parse(argv: list[str]) -> tuple[Options, str | None, list[str]] | None:
+    """Return the options, --output, and the overrides; None without words, after printing the help."""
+    from zaya_plugin.run.commands import Parser
 
-    chosen: dict = {"command": shlex.join(["zaya", "bench", "step", *argv])}
-    for flag, (name, value) in FLAGS.items():
-        if flag in argv:
-            chosen[name] = value
-            argv = [item for item in argv if item != flag]
-    for name, least in (("steps", 1), ("warmup", 1)):
-        argv, text = option(argv, f"--{name}")
-        if text is not None:
-            if not text.isdecimal() or int(text) < least:
-                raise ValueError(f"--{name} {text}: allowed: a number from {least} on")
-            chosen[name] = int(text)
-    argv, anchor = option(argv, "--anchor")
-    if anchor is not None and anchor not in ANCHORS:
-        raise ValueError(f"--anchor {anchor}: allowed: {', '.join(ANCHORS)}")
-    argv, output = option(argv, "--output")
-    argv, chosen["commit"] = option(argv, "--commit")
-    rest = []
-    for item in argv:
-        flag, _, rows = item.partition("=")
-        if flag != "--random-tokens":
-            rest.append(item)
-        elif rows and not (rows.isdecimal() and int(rows) > 1):
-            raise ValueError(f"{item}: allowed: --random-tokens, or --random-tokens=ROWS with two rows or more")
-        else:
-            chosen["random_tokens"] = int(rows) if rows else VOCABULARY
-    return Options(**chosen, anchor=anchor), output, rest
+    parser = Parser("bench step", STEP, STEP_EXAMPLES)
+    parser.add_argument("--steps", type=number(1), default=5, metavar="N", help="timed steps (5)")
+    parser.add_argument(
+        "--warmup",
+        type=number(1),
+        default=3,
+        metavar="N",
+        help="steps before them (3): compilation, allocation, self-checks",
+    )
+    parser.add_argument("--output", metavar="DIR", help="folder of step.json, step.svg and the trace (<run_dir>/bench)")
+    parser.add_argument(
+        "--trace",
+        action="store_true",
+        default=True,
+        help="keep the trace, trace.json.gz, for ui.perfetto.dev (default)",
+    )
+    parser.add_argument("--no-trace", dest="trace", action="store_false", help="delete the trace after the report")
+    parser.add_argument(
+        "--forward-backward-only",
+        dest="optimizer",
+        action="store_false",
+        help="no optimizer: neither its memory nor its step; ZeRO's communication stays",
+    )
+    parser.add_argument(
+        "--random-tokens",
+        type=number(2),
+        default=0,
+        metavar="ROWS",
+        help=f"random tokens in place of a corpus, from a vocabulary of ROWS; without =ROWS {VOCABULARY}",
+    )
+    parser.add_argument(
+        "--anchor",
+        choices=ANCHORS,
+        help="then measure transformers' ZayaForCausalLM with FSDP2, torch.compile and fused AdamW on as many devices with as many "
+        "tokens, in processes of its own, and print the ratio",
+    )
+    parser.add_argument("--commit", metavar="TEXT", help="commit for the record, where there is no git checkout")
+    words = [f"{word}={VOCABULARY}" if word == "--random-tokens" else word for word in argv]
+    if (options := parser.read(words)) is None:
+        return None
+    found = vars(options)
+    output, overrides, _ = (found.pop(name) for name in ("output", "overrides", "config_dir"))
+    return Options(**found, command=shlex.join(["zaya", "bench", "step", *argv])), output, overrides
+
+
+def number(least: int):
+    """Return a type for argparse: a whole number of at least `least`."""
+
+    def whole_number(text: str) -> int:
+        if not text.isdecimal() or int(text) < least:
+            raise ValueError
+        return int(text)
+
+    whole_number.__name__ = f"whole number from {least} on"  # argparse prints it
+    return whole_number
 
 
 def recipe_of(options: Options, output: str | None, overrides: list[str]) -> Recipe:
-    """The recipe that is measured."""
+    """Return the recipe that is measured."""
     from zaya_plugin.config.compose import compose
-    from zaya_plugin.run.commands import overrides_of
 
-    if options.random_tokens and not any(item.startswith("data.path=") for item in overrides):
-        overrides = [*overrides, "data.path=none"]  # a recipe without one is refused, and nobody reads it
-    return measured_recipe(compose(overrides_of(overrides, "bench step")), options, output)
+    if options.random_tokens:
+        overrides = with_data_path(overrides)
+    return measured_recipe(compose(overrides), options, output)
 
 
 def run(recipe: Recipe, options: Options) -> int:
-    """Starts the ranks, and the anchor's after they have ended; returns the first exit code that is not 0."""
+    """Start the ranks, and the anchor's after they have ended; return the first exit code that is not 0."""
     from zaya_plugin.config.run_directory import check_resume, keep_recipe, make_writable
     from zaya_plugin.config.validate import validate
     from zaya_plugin.run import before_start, launch, rank_plan
@@ -123,9 +140,7 @@ def run(recipe: Recipe, options: Options) -> int:
     plan = rank_plan.make_plan(recipe, os.environ, ("zaya_plugin.bench.worker", options.to_json()))
     validate(recipe, plan.world_size)
     if recipe.dry_run:
-        from zaya_plugin.run import dry_run
-
-        print(dry_run.describe(recipe, plan))
+        print(before_start.describe(recipe, plan))
         return 0
     recipe = before_start.with_choices(recipe, plan)
     check_resume(recipe.run_dir, recipe.resume)
@@ -136,7 +151,7 @@ def run(recipe: Recipe, options: Options) -> int:
     run_dir = Path(recipe.run_dir)
     if plan.rank == 0:
         keep_recipe(recipe, run_dir)
-        for left in (RECORD, ANCHOR):  # of an earlier run: what is read below is of this one
+        for left in (RECORD, ANCHOR):  # of an earlier run
             (run_dir / left).unlink(missing_ok=True)
     if plan.command is None and options.anchor is None:
         return launch.become_rank(recipe, plan)
@@ -161,7 +176,7 @@ def run(recipe: Recipe, options: Options) -> int:
 
 
 def check_anchor() -> None:
-    """Raises ValueError where transformers has no ZAYA."""
+    """Raise ValueError if the installed transformers has no ZAYA."""
     from importlib import metadata
 
     try:
@@ -169,14 +184,17 @@ def check_anchor() -> None:
     except metadata.PackageNotFoundError:
         version = None
     if version is None or tuple(int(part) for part in version.split(".")[:2] if part.isdecimal()) < (5, 13):
-        raise ValueError(
-            f"--anchor transformers: transformers is {version or 'not installed'}; allowed: 5.13 or later, which has ZAYA"
+        problem = f"transformers {version} has no ZAYA" if version else "transformers is not installed"
+        raise mistake(
+            "--anchor", "transformers", problem=problem, allowed="5.13 or later", fix="pip install 'transformers>=5.13'"
         )
 
 
 def own_process(recipe: Recipe, plan: Plan, port: int) -> int:
-    """This rank of an outer launcher as a child, so that its memory is free for what comes after. port: added to the launcher's,
-    whose store still holds the keys of the process before."""
+    """Run this rank of an outer launcher as a child process, whose memory is free afterwards, and return its exit code.
+
+    port: added to the launcher's, whose store still holds the keys of the process before.
+    """
     import tempfile
 
     from zaya_plugin.config.compose import save_recipe
@@ -193,7 +211,7 @@ def own_process(recipe: Recipe, plan: Plan, port: int) -> int:
 
 
 def add_anchor(run_dir: Path) -> dict:
-    """The record with the anchor's figures and the ratio of tokens a second and device, written again."""
+    """Add the anchor's figures and the ratio of tokens per second and device to the record on disk, and return it."""
     found, anchor = (json.loads((run_dir / name).read_text()) for name in (RECORD, ANCHOR))
     if "error" not in anchor:
         step = found["step"]

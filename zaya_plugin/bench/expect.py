@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`zaya bench expect`: a measured step carried over to another machine, size or batch. A prediction, and marked as one.
+"""`zaya bench expect`: predicts a step on another machine, of another size or batch from a measured step. The result is marked as a prediction.
 
-Each part of the record took a certain time where its roofline, the larger of operations over the matrix-product rate and bytes over the copy rate, allows
-less; the same share of the other machine's roofline is assumed for the other recipe's work. Collectives take zaya_plugin.plan.machines' rates and are
-hidden under the passes that they overlap with, whose kernels they slow down. What the host does (idle) is not carried over. Same recipe on the same
-device: the record's own parts; on several, their communication and what it costs the kernels are the formulas', not the record's.
+The roofline of a part is the larger of its operations over the matrix-product rate and its bytes over the copy rate. Each part of the record
+took longer than its roofline; the same ratio is assumed for the other recipe's work on the other machine. Collectives take the rates of
+zaya_plugin.plan.machines, and are hidden under the passes that they overlap with, whose kernels they slow down. The host's own time (idle)
+is not predicted. The same recipe on the same device gives the record's own parts; on several devices, communication and its cost for the
+kernels come from the formulas, not from the record.
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+from zaya_plugin.errors import mistake
 
 if TYPE_CHECKING:
     from zaya_plugin.config.schema import Recipe
@@ -22,50 +25,64 @@ if TYPE_CHECKING:
 
 SCHEMA = "zaya bench expect/1"
 NOT_CARRIED = ("communication", "idle")
-# Of the time that a collective runs beside kernels, what these take longer: it has some of the processors, and of the memory's rate. From two steps on four
-# H200s, of one and of four micro-batches, as a share of the time that this module expects a collective to take (docs/log.md); other devices are assumed to be alike.
+# Kernels beside a collective take longer, since it uses processors and memory bandwidth: this share of the collective's expected time. Measured
+# in two steps on four H200s, of one and of four micro-batches (docs/log.md); the same value is assumed for other devices.
 SLOWED = 0.26
-NOT_BESIDE = ("optimizer", "gradients")  # parts at which no collective runs
+NOT_BESIDE = ("optimizer", "gradients")  # parts during which no collective runs
+DESCRIPTION = """\
+Predicts a step from the step.json of `zaya bench step`.
+
+Each part keeps the share of its roofline that it had in the record; collectives take the rates of the cluster's links
+(zaya_plugin/plan/machines.py). Without recipe keys the step is that of the recorded recipe. The result is marked as a prediction."""
+EXAMPLES = """\
+examples:
+  zaya bench expect step.json experiment=zaya1_base cluster=mi300x_8 stage.micro_batch_size=4 stage.global_batch_size=128
+  zaya bench expect step.json experiment=zaya1_base cluster=h200_8 --output expected.json"""
 
 
 def main(argv: list[str]) -> int:
-    """`zaya bench expect STEP_JSON [key=value ...] [--output FILE]`."""
+    """Run `zaya bench expect` and return its exit code; raises ValueError for a user's mistake."""
+    from zaya_plugin.bench.options import with_data_path
     from zaya_plugin.config.compose import compose
     from zaya_plugin.config.validate import validate
-    from zaya_plugin.run.commands import option, overrides_of
+    from zaya_plugin.run.commands import Parser
 
-    argv, output = option(argv, "--output")
-    if not argv or "=" in argv[0] or argv[0].startswith("-"):
-        raise ValueError("zaya bench expect: the first word is the step.json of a run of `zaya bench step`")
-    record = load(Path(argv[0]))
-    recipe = recorded_recipe(record)
-    if argv[1:]:
-        words = argv[1:] if any(word.startswith("data.path=") for word in argv[1:]) else [*argv[1:], "data.path=none"]
-        recipe = compose(overrides_of(words, "bench expect"))
+    parser = Parser("bench expect", DESCRIPTION, EXAMPLES)
+    parser.add_argument(
+        "record", type=Path, metavar="STEP_JSON", help="the record of `zaya bench step` on an accelerator"
+    )
+    parser.add_argument("--output", type=Path, metavar="FILE", help="also write the prediction as JSON")
+    if (options := parser.read(argv)) is None:
+        return 2
+    record = load(options.record)
+    recipe = compose(with_data_path(options.overrides)) if options.overrides else recorded_recipe(record)
     world = recipe.nproc or recipe.cluster.num_nodes * recipe.cluster.gpus_per_node
     validate(recipe, world)
     found = expect(record, recipe, world)
     print(text(found))
-    if output:
-        Path(output).write_text(json.dumps(found, indent=1) + "\n")
+    if options.output:
+        options.output.write_text(json.dumps(found, indent=1) + "\n")
     return 0
 
 
 def load(path: Path) -> dict:
+    """Return the record in a step.json; raises ValueError for any other file."""
     from zaya_plugin.bench import record as step_record
 
     try:
         record = json.loads(path.read_text())
         usable = record["schema"] == step_record.SCHEMA and record["parts"] and record["traced"]["source"] == "kernels"
     except (OSError, KeyError, TypeError, ValueError) as error:
-        raise ValueError(f"{path}: not a step.json of `zaya bench step` ({type(error).__name__}: {error})") from error
+        problem = f"not a step.json of `zaya bench step` ({type(error).__name__}: {error})"
+        raise mistake(str(path), problem=problem) from error
     if not usable:
-        raise ValueError(f"{path}: not a step.json of `zaya bench step` on an accelerator with the traced step's parts")
+        problem = "not a step.json of `zaya bench step` on an accelerator with the traced step's parts"
+        raise mistake(str(path), problem=problem)
     return record
 
 
 def recorded_recipe(record: dict) -> Recipe:
-    """The recipe that ran. Keys that have come since have their defaults, keys that have gone are left out."""
+    """Return the recipe that ran. Keys that are newer than the record have their defaults; removed keys are ignored."""
     from dataclasses import fields, is_dataclass
 
     from zaya_plugin.config.schema import Recipe
@@ -85,23 +102,26 @@ def recorded_recipe(record: dict) -> Recipe:
 
 
 def expect(record: dict, recipe: Recipe, world: int) -> dict:
-    """The step of `recipe` on `world` devices of its cluster.
+    """Predict the step of `recipe` on `world` devices of its cluster.
 
     Raises:
-        ValueError: pipeline parallelism, whose waiting is not a matter of rates; another recomputation than a record's with one.
+        ValueError: pipeline parallelism, whose idle time does not follow from rates; a record with another recomputation.
     """
     from zaya_plugin.plan import recipe_plan
     from zaya_plugin.plan.expected_step import Overlap, communication, limit
     from zaya_plugin.plan.flops import training_flops
     from zaya_plugin.plan.machines import MACHINES
     from zaya_plugin.plan.memory import Recompute, tokens_of_rank
-    from zaya_plugin.plan.recompute import added_seconds
     from zaya_plugin.plan.step_work import Work
 
     before, measured = recorded_recipe(record), record["rates"]
     if recipe.parallel.pipeline_model_parallel_size > 1:
-        raise ValueError(
-            f"parallel.pipeline_model_parallel_size = {recipe.parallel.pipeline_model_parallel_size}: allowed in zaya bench expect: 1"
+        raise mistake(
+            "parallel.pipeline_model_parallel_size",
+            recipe.parallel.pipeline_model_parallel_size,
+            problem="the idle time of a pipeline does not follow from rates",
+            allowed="1",
+            fix="parallel.pipeline_model_parallel_size=1",
         )
     machine = MACHINES.get(recipe.cluster.name)
     here = measured["gemm_tflops"] * 1e12, measured["copy_tb_per_s"] * 1e12
@@ -111,12 +131,15 @@ def expect(record: dict, recipe: Recipe, world: int) -> dict:
     recipe, _ = recipe_plan.with_recompute(recipe, world, vocabulary)
     recompute, recomputed = recipe_plan.recompute_of(recipe), recipe_plan.recompute_of(before)
     if recomputed not in (recompute, Recompute()):
-        raise ValueError(
-            f"parallel.recompute_granularity = {recipe.parallel.recompute_granularity}: allowed here: as in the record "
-            f"({before.parallel.recompute_granularity}), whose parts hold what was recomputed"
+        raise mistake(
+            "parallel.recompute_granularity",
+            recipe.parallel.recompute_granularity,
+            problem="the record's parts include what was recomputed",
+            allowed=f"as in the record ({before.parallel.recompute_granularity})",
+            fix="a record without recomputation",
         )
     shape = recipe_plan.shape_of(recipe, vocabulary)
-    written = frozenset(record.get("written_first", ()))  # an older record has no such line: all was zeroed
+    written = frozenset(record.get("written_first", ()))  # older records have no such key; all gradients were zeroed
     old = work_of(before, record["world_size"], vocabulary, record["step"]["optimizer"], written)
     new = work_of(recipe, world, vocabulary, record["step"]["optimizer"])
     batch, layout = recipe_plan.batch_of(recipe, world), recipe_plan.layout_of(recipe, world)
@@ -132,13 +155,13 @@ def expect(record: dict, recipe: Recipe, world: int) -> dict:
             * hidden
             / sum(row["ms"] for row in record["parts"] if row["part"] not in (*NOT_CARRIED, *NOT_BESIDE))
         )
-    parts, passes = [], [0.0, 0.0]
+    parts, passes, no_work = [], [0.0, 0.0], {"tflop": 0.0, "gb": 0.0, "roofline": None}
     for row in record["parts"]:
         if row["part"] in NOT_CARRIED:
             continue
         if row["part"] in old:
             factor = limit(new[row["part"]], *rates) / limit(old[row["part"]], *here)
-        else:  # whatever has no work of its own goes with tokens and layers
+        else:  # a part without work of its own is proportional to tokens and layers
             factor = tokens * shape.num_layers / (old_tokens * before.model.num_layers)
         if row["part"] not in NOT_BESIDE:
             factor *= alone
@@ -156,17 +179,8 @@ def expect(record: dict, recipe: Recipe, world: int) -> dict:
         if row["part"] not in NOT_BESIDE:
             passes = [passes[0] + row["forward_ms"] * factor, passes[1] + row["backward_ms"] * factor]
     if recompute != recomputed:
-        again = added_seconds(shape, layout, batch, recompute, recipe_plan.machine_of(recipe))
-        parts.append(
-            {
-                "part": "recomputation",
-                "title": "recomputation",
-                "ms": 1e3 * again,
-                "tflop": 0.0,
-                "gb": 0.0,
-                "roofline": None,
-            }
-        )
+        again = recipe_plan.added_seconds(shape, layout, batch, recompute, recipe_plan.machine_of(recipe))
+        parts.append({"part": "recomputation", "title": "recomputation", "ms": 1e3 * again, **no_work})
         passes[1] += 1e3 * again
     forward, backward = (each / batch.micro_batches for each in passes)
     overlap = Overlap(
@@ -179,16 +193,7 @@ def expect(record: dict, recipe: Recipe, world: int) -> dict:
     exposed = sum(each["exposed_ms"] for each in links.values())
     copied = {"parameters"} if copies_parameters(recipe, world, machine) else set()
     if slowed := SLOWED * sum(each["ms"] - each["exposed_ms"] for name, each in links.items() if name not in copied):
-        parts.append(
-            {
-                "part": "slowed",
-                "title": "slowed by collectives",
-                "ms": slowed,
-                "tflop": 0.0,
-                "gb": 0.0,
-                "roofline": None,
-            }
-        )
+        parts.append({"part": "slowed", "title": "slowed by collectives", "ms": slowed, **no_work})
     plan = recipe_plan.plan_of(recipe, world, vocabulary)
     computing = sum(row["ms"] for row in parts)
     ms = computing + exposed
@@ -224,14 +229,14 @@ def expect(record: dict, recipe: Recipe, world: int) -> dict:
 
 
 def hidden_beside_kernels(record: dict) -> float:
-    """Milliseconds of the record's collectives that ran beside kernels and on the same processors, which copy engines are not."""
+    """Return milliseconds of the record's collectives that ran beside kernels on the same processors; copy engines are others."""
     rows = [each for row in record["parts"] if row["part"] == "communication" for each in row["longest"]]
     copies = sum(each["ms"] for each in rows if each["name"].startswith("Memcpy"))
     return max(record.get("hidden_communication_ms", 0.0) - copies, 0.0)
 
 
 def copies_parameters(recipe: Recipe, world: int, machine: Machine | None) -> bool:
-    """Whether parameters are gathered by copy engines, which take nothing from the kernels beside them."""
+    """Whether parameters are gathered by copy engines, which do not slow down the kernels beside them."""
     from zaya_plugin.run.rank_plan import COPY_ENGINES
 
     policy = (COPY_ENGINES | recipe.cluster.environment)["NCCL_CTA_POLICY"]
@@ -251,9 +256,9 @@ def work_of(
     optimizer: bool = True,
     written: frozenset[str] = frozenset({"experts"}),
 ) -> dict[str, Work]:
-    """zaya_plugin.plan.step_work of one rank, from the recipe alone; zaya_plugin.bench.record.work_of asks the model that ran.
+    """Return the work of one rank by part, from the recipe alone; zaya_plugin.bench.record.work_of reads the model that ran.
 
-    written: the parts of which the first micro-batch writes its gradients; that is as zaya_plugin.optim.written_gradients does it.
+    written: the parts whose gradients the first micro-batch writes (zaya_plugin.optim.written_gradients).
     """
     from zaya_plugin.plan import recipe_plan
     from zaya_plugin.plan.expected_step import accumulated
@@ -282,9 +287,9 @@ def work_of(
 
 
 def optimizer_share(shape: Shape, layout: Layout, recipe: Recipe) -> OptimizerShare:
-    """The busiest rank's: matrices are never cut, so it has one of the largest ones at least."""
+    """Return the share of the busiest rank; matrices are never cut, so it has at least one of the largest ones."""
     from zaya_plugin.optim.newton_schulz_cost import newton_schulz_flops
-    from zaya_plugin.plan.parameters import count_parameters
+    from zaya_plugin.plan.flops import count_parameters
     from zaya_plugin.plan.step_work import OptimizerShare
 
     momentum = 2 if recipe.optim.muon_momentum_dtype == "bf16" else 4
@@ -317,11 +322,11 @@ def optimizer_share(shape: Shape, layout: Layout, recipe: Recipe) -> OptimizerSh
 
 
 def text(found: dict) -> str:
-    """The table."""
+    """Return the prediction as a table."""
     step, on = found["step"], found["on"]
     lines = [
         "",
-        f"PREDICTION, nothing of this was measured on {on['cluster']}: from {found['from']['device']}, commit {found['from']['commit']}",
+        f"PREDICTION, not measured on {on['cluster']}: from {found['from']['device']}, commit {found['from']['commit']}",
         f"{on['devices']} devices, {on['gemm_tflops']:.4g} TFLOP/s in a matrix product, {on['copy_tb_per_s']:.3g} TB/s in a copy ({on['sources']})",
         f"a step of {step['tokens']} tokens in {step['micro_batches']} micro-batch{'es' if step['micro_batches'] > 1 else ''} a rank: {step['ms']:.1f} ms, "
         f"{step['tokens_per_s_per_device']:,.0f} tokens/s a device, {step['tflops_per_device']:.4g} TFLOP/s, {step['share_of_gemm']:.1%} of the GEMM rate; "
@@ -338,6 +343,6 @@ def text(found: dict) -> str:
             f"  {'exposed ' + name:22}{each['exposed_ms']:9.2f}{each['exposed_ms'] / step['ms']:8.1%}   of {each['ms']:.1f} ms"
         )
     lines.append(
-        f"The record's idle time, {found['idle_of_the_record_ms']:.1f} ms of its traced step, is its host's and not carried over."
+        f"Not included: the record's idle time, {found['idle_of_the_record_ms']:.1f} ms of its traced step, which is its host's."
     )
     return "\n".join(lines)

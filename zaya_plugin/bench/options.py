@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `zaya bench step` was asked for, and the recipe that its ranks run. No torch import."""
+"""The options of `zaya bench step`, and the recipe that its ranks run. No torch import."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ if TYPE_CHECKING:
 
 ANCHORS = ("transformers",)
 RECORD, TRACE, ANCHOR, PICTURE = "step.json", "trace.json.gz", "anchor.json", "step.svg"
-GRAPH_STEPS = 16  # room for Megatron's own warm-up before it captures a step
-VOCABULARY = 262_272  # rows of ZAYA1's table, for random tokens
+GRAPH_STEPS = 16  # steps of Megatron's own warm-up before it captures a step, at most
+VOCABULARY = 262_272  # rows of ZAYA1's embedding, for random tokens
 
 
 @dataclass(frozen=True)
 class Options:
-    """The command line. random_tokens: rows of a vocabulary to draw from, 0: the recipe's data; command: as it was given."""
+    """The command line. random_tokens: rows of the vocabulary, 0 for the recipe's data. command: the words as typed."""
 
     steps: int = 5
     warmup: int = 3
@@ -38,13 +38,18 @@ class Options:
         return Options(**json.loads(text))
 
 
-def measured_recipe(recipe: Recipe, options: Options, output: str | None) -> Recipe:
-    """`recipe` for a few steps that leave nothing behind but what is measured: no schedule, validation, checkpoint or hand-over.
+def with_data_path(overrides: list[str]) -> list[str]:
+    """Return `overrides` with a data.path; a recipe without one is refused, and no data is read."""
+    return overrides if any(item.startswith("data.path=") for item in overrides) else [*overrides, "data.path=none"]
 
-    Everything that makes a step what it is stays. W&B runs offline, so that a benchmark is not among the runs of a project.
+
+def measured_recipe(recipe: Recipe, options: Options, output: str | None) -> Recipe:
+    """Return `recipe` for a few steps without schedule, validation, checkpoint or hand-over; every key that affects a step stays.
+
+    W&B runs offline, so a benchmark is not among the runs of a project.
     """
     logger = recipe.logger
-    # Never all taken: two steps belong to the profiler, the run ends at the beginning of the next, and a graph is captured before.
+    # The run ends before the last step: two steps are the profiler's, and a graph is captured before them.
     steps = options.warmup + options.steps + 3 + (GRAPH_STEPS if recipe.cluster.graphs != "none" else 0)
     return replace(
         recipe,

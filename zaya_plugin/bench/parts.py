@@ -1,19 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The parts of a step, and the ranges that tell the profiler which part an operator belongs to.
+"""The parts of a step, the ranges that tell the profiler which part an operator belongs to, and the parts that write gradients.
 
-The ranges exist while a step is traced and at no other time: methods of the model's modules are wrapped in
-torch.profiler.record_function, and unwrapped again. Training itself has none.
+The ranges exist only while a step is traced: methods of the model's modules are wrapped in torch.profiler.record_function and unwrapped
+again. Training itself has no ranges.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
-RANGE = "zaya:"  # what a range's name begins with
-STEP = "zaya step"  # around the step that is measured
-PASSES = "zaya passes"  # around forward and backward of its micro-batches, which a graph may hold
+RANGE = "zaya:"  # prefix of a range's name
+STEP = "zaya step"  # range around the measured step
+PASSES = "zaya passes"  # range around forward and backward of its micro-batches, which a graph may hold
 
-# Keys and what a reader sees, in the order of a step.
+# Part -> its title in reports, in the order of a step.
 PARTS = {
     "embedding": "embedding",
     "norms": "norms and merges",
@@ -30,45 +30,77 @@ PARTS = {
     "idle": "idle",
 }
 
-# Modules by the end of their name in the model, and the part of each of their methods. A range inside another one wins, so that
-# what is left of self_attention.forward are the projections. "" is the model itself.
-METHODS: dict[str, dict[str, str]] = {
-    "": {"_preprocess": "embedding", "_postprocess": "head"},
-    "rotary_pos_emb": {"forward": "prologue"},
-    "input_affine": {"forward": "norms", "affine_and_norm": "norms"},
-    "input_layernorm": {"forward": "norms"},
-    "pre_mlp_layernorm": {"forward": "norms"},
-    "final_layernorm": {"forward": "norms"},
-    "post_attention_residual": {"forward": "norms", "merge_and_norm": "norms"},
-    "post_mlp_residual": {"forward": "norms", "merge_and_norm": "norms"},
-    "self_attention": {"forward": "projections", "_prologue": "prologue", "_attend": "attention"},
-    "mlp": {"forward": "experts"},
-    "router": {"project": "router", "forward": "router"},
+# The part whose products add a parameter's gradient, by the first word that its name contains; vectors are added in a pass of their own.
+GRADIENT_PARTS = {
+    "experts": "experts",
+    "router": "router",
+    "linear_": "projections",
+    "embedding": "head",
+    "output_layer": "head",
 }
 
 
+def methods() -> dict[str, dict[Callable, str]]:
+    """Return the part of each timed method, by the end of its module's name in the model; "" is the model itself.
+
+    Of two nested ranges the inner one counts, so the projections are the rest of self_attention.forward. A norm of Transformer Engine has
+    the same method name as ours.
+    """
+    from zaya_plugin.model.attention import ZayaSelfAttention
+    from zaya_plugin.model.loss import ZayaGPTModel
+    from zaya_plugin.model.moe import ZayaMoELayer
+    from zaya_plugin.model.norm import ZayaRMSNorm
+    from zaya_plugin.model.residual import InputAffine, ResidualScaling
+    from zaya_plugin.model.rotary import ZayaRotaryEmbedding
+    from zaya_plugin.model.router import ZayaRouter
+
+    norm, merge = (
+        {ZayaRMSNorm.forward: "norms"},
+        dict.fromkeys((ResidualScaling.forward, ResidualScaling.merge_and_norm), "norms"),
+    )
+    attention = ZayaSelfAttention
+    return {
+        "": {ZayaGPTModel._preprocess: "embedding", ZayaGPTModel._postprocess: "head"},
+        "rotary_pos_emb": {ZayaRotaryEmbedding.forward: "prologue"},
+        "input_affine": dict.fromkeys((InputAffine.forward, InputAffine.affine_and_norm), "norms"),
+        "input_layernorm": norm,
+        "pre_mlp_layernorm": norm,
+        "final_layernorm": norm,
+        "post_attention_residual": merge,
+        "post_mlp_residual": merge,
+        "self_attention": {
+            attention.forward: "projections",
+            attention._prologue: "prologue",
+            attention._attend: "attention",
+        },
+        "mlp": {ZayaMoELayer.forward: "experts"},
+        "router": dict.fromkeys((ZayaRouter.project, ZayaRouter.forward), "router"),
+    }
+
+
 class Ranges:
-    """Ranges around methods of objects; `remove` takes them away again."""
+    """Ranges around methods of objects; `remove` removes them."""
 
     def __init__(self):
         self.wrapped: list[tuple[object, str, object]] = []
 
     def around(self, owner: object, method: str, part: str) -> None:
-        """Wrap `owner.method`, of an object or a module of Python, until `remove`."""
+        """Wrap `owner.method`, of an object or a Python module, until `remove`."""
         assert part in PARTS, part
-        before = vars(owner).get(method, self)  # self: it came from the class
+        before = vars(owner).get(method, self)  # self: the class has it
         setattr(owner, method, ranged(getattr(owner, method), part))
         self.wrapped.append((owner, method, before))
 
     def around_model(self, model) -> None:
-        """Wrap what METHODS names in a GPTModel of ours."""
+        """Wrap the methods of `methods` in a ZayaGPTModel."""
+        timed = methods()
         for name, module in model.named_modules():
-            for method, part in METHODS.get(name.rpartition(".")[2], {}).items():
-                if hasattr(module, method):
-                    self.around(module, method, part)
+            for method, part in timed.get(name.rpartition(".")[2], {}).items():
+                if hasattr(module, method.__name__):
+                    self.around(module, method.__name__, part)
 
     def remove(self) -> None:
-        """Everything is as before."""
+        """Restore every wrapped method."""
         for owner, method, before in reversed(self.wrapped):
             if before is self:
                 delattr(owner, method)
@@ -78,12 +110,12 @@ class Ranges:
 
 
 def ranged(function: Callable, part: str) -> Callable:
-    """`function` inside a range of `part`."""
+    """Return `function` inside a range of `part`."""
     return annotated(function, RANGE + part)
 
 
 def annotated(function: Callable, name: str) -> Callable:
-    """`function` inside a range called `name`."""
+    """Return `function` inside a range called `name`."""
     from torch.profiler import record_function
 
     def inside(*positional, **named):
@@ -91,3 +123,33 @@ def annotated(function: Callable, name: str) -> Callable:
             return function(*positional, **named)
 
     return inside
+
+
+def accumulated(model) -> dict[str, int]:
+    """Return elements of gradients by the part whose kernels add them to the fp32 buffer; "gradients": those added in a pass of their own.
+
+    model: Megatron's chunks after a backward pass that Python ran, before buffers are zeroed again; the replay of a graph sets no flags.
+    """
+    found: dict[str, int] = {}
+    for chunk in model:
+        for name, parameter in chunk.named_parameters():
+            inside = getattr(parameter, "grad_added_to_main_grad", False)
+            part = (
+                next((part for word, part in GRADIENT_PARTS.items() if word in name), "gradients")
+                if inside
+                else "gradients"
+            )
+            found[part] = found.get(part, 0) + parameter.numel()
+    return found
+
+
+def written_first(model) -> frozenset[str]:
+    """Return the parts whose gradients are not zeroed, since a step's first micro-batch writes them. model: Megatron's chunks."""
+    from zaya_plugin.optim.written_gradients import ResetRest
+
+    buffers = [
+        buffer
+        for chunk in model
+        for buffer in (*getattr(chunk, "buffers", ()), *getattr(chunk, "expert_parallel_buffers", ()))
+    ]
+    return frozenset({"experts"} if any(isinstance(buffer.reset, ResetRest) for buffer in buffers) else ())

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What this device reaches: the rate of a large matrix product and of a copy, measured in the process that is measured."""
+"""Measures this device's rate of a large matrix product and of a copy, in the process of the measured step."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-# (extent of the product, MiB of the copy, calls): hundreds of milliseconds on an accelerator, tens on a CPU.
+# (extent of the product, MiB of the copy, calls); together hundreds of milliseconds on an accelerator, tens on a CPU
 ON_ACCELERATOR, ON_CPU = (8192, 1024, 40), (512, 32, 10)
 
 
 @dataclass(frozen=True)
 class Rates:
-    """Operations a second of a square product in the model's dtype; bytes read and written a second by a copy."""
+    """Rates per second. gemm: operations of a square product in the model's dtype. copy: bytes read and written by a copy."""
 
     gemm: float
     copy: float
 
 
 def measure(device, dtype) -> Rates:
-    """The rates of `device` (torch.device), in the model's dtype. Needs 2 GiB there for a moment; they are given back."""
+    """Return the rates of `device` (torch.device) in the model's dtype. Allocates 2 GiB there and frees them."""
     import torch
 
     extent, mebibytes, calls = ON_CPU if device.type == "cpu" else ON_ACCELERATOR
@@ -48,8 +48,8 @@ def _copy(size: int, device, calls: int) -> float:
 
 
 def seconds(call: Callable[[], object], device, calls: int) -> float:
-    """Time of `call`, after two calls that do not count: on a device the median by events around each, one call behind the other, on a
-    CPU, where other processes disturb it, the shortest."""
+    """Return the time of `call` after two calls of warm-up: on a device the median between events around each call, on a CPU, where other
+    processes disturb the measurement, the minimum."""
     import torch
 
     for _ in range(2):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Random tokens in place of a corpus, for machines that have none: every token of the vocabulary as likely as every other."""
+"""Random tokens in place of a corpus; every token of the vocabulary is equally likely."""
 
 from __future__ import annotations
 
@@ -9,23 +9,23 @@ from typing import Any
 
 @dataclass(frozen=True)
 class RandomTokens:
-    """What zaya_plugin.data.sources.DataSources is to a run. vocabulary: rows of the model's table."""
+    """Takes the place of zaya_plugin.data.sources.DataSources. vocabulary: rows of the model's table."""
 
     vocabulary: int
     domains: dict[str, float] = field(default_factory=dict)
 
     def tokenizer_arguments(self) -> dict[str, Any]:
-        """Megatron's arguments of a tokenizer that has no text; it adds one entry, the end of a document."""
+        """Return Megatron's arguments for a tokenizer without text; Megatron adds one entry, the end of a document."""
         return dict(tokenizer_type="NullTokenizer", vocab_size=self.vocabulary - 1)
 
     def build(self, num_samples, sequence_length: int, seed: int, tokenizer, validation: int | None = None) -> list:
-        """[train, None, None]."""
+        """Return [train, None, None]."""
         return [RandomSamples(num_samples[0], sequence_length, self.vocabulary, seed), None, None]
 
 
 @dataclass(frozen=True)
 class RandomSamples:
-    """Samples as GPTDataset's; sample i is the same on every rank and in every run of a seed."""
+    """Samples in the form of GPTDataset's; sample i is the same on every rank and in every run with the same seed."""
 
     samples: int
     sequence_length: int

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The record of a measurement: what ran where, how fast, and how the time of the traced step is shared out. JSON, one file.
+"""The record of a measurement as one JSON file: recipe, device, speed, and the share of each part in the traced step.
 
-Shares are of the traced step and add up to 1. A part's `gemm_share` holds its operations against the measured rate of a matrix
-product, `copy_share` its least bytes against the measured rate of a copy; `roofline` is the larger of the two. Work of one rank.
-`not_computing_share` is of the steps that were timed with nothing attached: what the traced step's computation leaves of their time.
+Shares are of the traced step and add up to 1. A part's `gemm_share` is the time of its operations at the measured rate of a matrix
+product over its own time, `copy_share` the same of its least bytes at the measured rate of a copy; `roofline` is the larger of the two.
+All work is that of one rank. `not_computing_share` is of the steps that were timed without a profiler: the part of their time that the
+traced step's computation does not fill.
 """
 
 from __future__ import annotations
@@ -16,22 +17,21 @@ from dataclasses import asdict
 from pathlib import Path
 
 from zaya_plugin.bench import attribution, trace
-from zaya_plugin.bench.gradients import written_first
+from zaya_plugin.bench.attribution import Stretch, resolve
 from zaya_plugin.bench.options import Options
-from zaya_plugin.bench.parts import PARTS, PASSES, STEP
+from zaya_plugin.bench.parts import PARTS, PASSES, STEP, written_first
 from zaya_plugin.bench.probes import Rates
-from zaya_plugin.bench.timeline import Stretch, resolve
 
 SCHEMA = "zaya bench step/1"
 NOT_COMPUTING = ("communication", "idle")
-KERNELS_SHOWN = 8  # of each part
-STRETCHES_SHOWN = 16  # in which nothing computes, the longest
-WAITING = ("Synchronize", "cudaMemcpy", "hipMemcpy")  # in the names of calls that return once the device is so far
+KERNELS_SHOWN = 8  # of each part, the longest
+STRETCHES_SHOWN = 16  # without computation, the longest
+WAITING = ("Synchronize", "cudaMemcpy", "hipMemcpy")  # in the names of calls that wait for the device
 LAUNCHES = ("LaunchKernel", "LaunchCooperativeKernel", "GraphLaunch")
 
 
 def of_rank(session, recipe, options: Options, rates: Rates, device) -> dict:
-    """The record without its breakdown. Called on every rank: memory is that of the fullest one."""
+    """Return the record without its breakdown. Called on every rank; memory is that of the fullest one."""
     import torch
 
     from zaya_plugin.plan.flops import Shape, training_flops
@@ -76,7 +76,7 @@ def of_rank(session, recipe, options: Options, rates: Rates, device) -> dict:
 
 
 def with_breakdown(record: dict, session, recipe, kept: Path | None) -> dict:
-    """`record` with the traced step's parts. kept: where the trace stays, None where it does not."""
+    """Return `record` with the parts of the traced step. kept: file of the trace, None if it is deleted."""
     traced = trace.read(session.trace)
     learned = attribution.learn(trace.read(session.reference), PASSES) if session.learned else None
     start, end = traced.window(STEP)
@@ -111,7 +111,7 @@ def with_breakdown(record: dict, session, recipe, kept: Path | None) -> dict:
 
 
 def breakdown(activities, start: float, end: float, work: dict, gemm: float, copy: float) -> dict:
-    """{"parts": [...], "hidden_communication_ms"} from activities in microseconds, work by part and the two rates."""
+    """Return {"parts": [...], "hidden_communication_ms", "not_computing"} from activities in microseconds, work by part and the two rates."""
     moments, whole = resolve(activities, start, end), end - start
     rows = []
     for part, title in PARTS.items():
@@ -153,7 +153,7 @@ def breakdown(activities, start: float, end: float, work: dict, gemm: float, cop
 
 
 def stretch_of(stretch: Stretch, start: float) -> dict:
-    """Of a step that began at `start`, in milliseconds."""
+    """Return one stretch for the record; times are milliseconds from `start`, the beginning of the step."""
     sides = {"before": stretch.before, "after": stretch.after}
     ends = {
         name: each and {"part": each.part, "backward": each.backward, "name": each.name[:160]}
@@ -169,7 +169,7 @@ def stretch_of(stretch: Stretch, start: float) -> dict:
 
 
 def host_microseconds(traced: trace.Trace, start: float, end: float) -> float:
-    """Time in which the host does not wait for the device in a call of its runtime; with the profiler's own cost."""
+    """Return the time in which the host does not wait for the device in a runtime call; it includes the profiler's cost."""
     waits = sorted(
         (max(call.start, start), min(call.end, end))
         for call in traced.calls.values()
@@ -186,7 +186,7 @@ def host_microseconds(traced: trace.Trace, start: float, end: float) -> float:
 
 
 def work_of(session, optim) -> dict:
-    """zaya_plugin.plan.step_work of this rank, from the model that ran; optim: the recipe's group."""
+    """Return the work of this rank by part, from the model that ran. optim: the recipe's group."""
     from megatron.core import parallel_state
 
     from zaya_plugin.model.layer import ZayaTransformerLayer
@@ -247,7 +247,7 @@ def _optimizer_share(parts, args, optim):
 
 
 def surroundings(device, command: str, given: str | None) -> dict:
-    """Device, date, command, commit and versions; given: the commit where a user says it."""
+    """Return device, date, command, commit and versions. given: the commit from the command line."""
     from importlib import metadata
 
     import torch
@@ -280,7 +280,7 @@ def surroundings(device, command: str, given: str | None) -> dict:
 
 
 def commit() -> str | None:
-    """The checkout's commit, with -dirty where files differ from it; None where the package does not lie in one."""
+    """Return the checkout's commit, with -dirty if files differ from it; None outside a checkout."""
     root = Path(__file__).resolve().parents[2]
     if not (root / ".git").exists():
         return None
@@ -295,7 +295,7 @@ def commit() -> str | None:
 
 
 def write(path: Path, record: dict) -> None:
-    """As one JSON object, renamed into place."""
+    """Write `record` as JSON, atomically."""
     new = path.with_suffix(".new")
     new.write_text(json.dumps(record, indent=1) + "\n")
     new.replace(path)

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A record of zaya_plugin.bench.record for people: a table with a stacked bar for the terminal, and the bar as an SVG file."""
+"""Formats a record of zaya_plugin.bench.record: a table with a stacked bar for the terminal, and the bar as an SVG file."""
 
 from __future__ import annotations
 
 import shutil
 from html import escape
 
-# A letter and a colour for each part (Okabe and Ito's palette, which the colour-blind tell apart, and two greys).
+# Part -> letter and colour (Okabe and Ito's palette for the colour-blind, and two greys).
 LOOKS = {
     "embedding": ("e", "#999933"),
     "norms": ("n", "#56b4e9"),
@@ -22,18 +22,18 @@ LOOKS = {
     "communication": ("=", "#661100"),
     "idle": (".", "#eeeeee"),
 }
-STRETCHES = 5  # shown
+STRETCHES = 5  # printed
 HEAD = f"{'':2}{'part':22}{'ms':>9}{'share':>8}{'forward':>9}{'backward':>9}{'TFLOP':>10}{'GB':>10}{'GEMM':>7}{'copy':>7}{'roofline':>9}"
 
 
 def text(record: dict, width: int | None = None) -> str:
-    """The whole report; width: columns of the bar, the terminal's where None."""
+    """Return the report. width: columns of the bar, None for the terminal's."""
     width = min(width or shutil.get_terminal_size((120, 24)).columns, 160)
     traced = record["traced"]
     lines = ["", *_step(record), ""]
     if traced["source"] == "operators":
         lines.append(
-            "No device: the parts are times of operators on the host, without the operators inside them; idle is what lies between them."
+            "No device: the parts are times of operators on the host, without the operators inside them; idle is the time between operators."
         )
     lines += [bar(record["parts"], width), HEAD]
     lines += [_row(row) for row in record["parts"]]
@@ -41,9 +41,9 @@ def text(record: dict, width: int | None = None) -> str:
         f"{'':2}{'sum':22}{sum(row['ms'] for row in record['parts']):9.2f}{sum(row['share'] for row in record['parts']):8.1%}   of one traced step"
     )
     lines.append(
-        f"The traced step took {traced['ms']:.1f} ms, without the profiler steps take {record['step']['ms']:.1f}; the host worked {traced['host_ms']:.1f} ms "
+        f"The traced step took {traced['ms']:.1f} ms, without the profiler steps take {record['step']['ms']:.1f} ms; the host worked {traced['host_ms']:.1f} ms "
         f"of it (with the profiler's cost); {traced['launches']} launches, {traced['activities']} {traced['source']}"
-        + ("; a graph, its kernels told by the step before it was captured" if traced["from_graph"] else "")
+        + ("; kernels of the graph are assigned as in the step before its capture" if traced["from_graph"] else "")
         + f"; computation leaves {record['step']['not_computing_share']:.1%} of an untraced step to exposed communication and idle"
         + f"; communication hidden under computation {record['hidden_communication_ms']:.1f} ms."
     )
@@ -98,7 +98,7 @@ def _row(row: dict) -> str:
 
 
 def bar(parts: list[dict], width: int) -> str:
-    """The parts as letters, `width` of them in proportion to their shares."""
+    """Return `width` letters, those of each part in proportion to its share."""
     line, reached = "", 0.0
     for row in parts:
         reached += row["share"]
@@ -107,19 +107,19 @@ def bar(parts: list[dict], width: int) -> str:
 
 
 def anchor_text(record: dict) -> str:
-    """What ran beside, and the ratio."""
+    """Return the anchor's figures and the ratio."""
     anchor = record["anchor"]
     if "error" in anchor:
-        return f"beside it, {anchor['what']}: {anchor['error']}"
+        return f"anchor: {anchor['what']}: {anchor['error']}"
     memory = "" if anchor["allocated_gib"] is None else f", peak memory {anchor['allocated_gib']:.1f} GiB"
     return (
-        f"beside it, {anchor['what']}: {anchor['ms']:.1f} ms, {anchor['tokens_per_s_per_device']:,.0f} tokens/s a device, "
+        f"anchor: {anchor['what']}: {anchor['ms']:.1f} ms, {anchor['tokens_per_s_per_device']:,.0f} tokens/s a device, "
         f"{anchor['tflops_per_device']:.4g} TFLOP/s{memory}\nours / theirs: {anchor['ratio']:.3f}"
     )
 
 
 def picture(record: dict) -> str:
-    """An SVG of the stacked bar with a legend."""
+    """Return an SVG of the stacked bar with a legend."""
     width, x, rows, legend = 900.0, 10.0, [], []
     for number, row in enumerate(record["parts"]):
         _, colour = LOOKS[row["part"]]

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The measurement inside one rank of Megatron's loop: warm-up, timed steps without a profiler, then one traced step.
+"""Measures inside one rank of Megatron's loop: warm-up, timed steps without a profiler, then one traced step.
 
-Steps are numbered from 0 as Megatron begins them. Between `warmup` and `warmup + steps` nothing is attached to the run; the step after
-them warms the profiler, the next one is traced, and at the beginning of the one after that the run ends. Every rank counts alike;
-rank 0 traces. Where the step is a replayed graph, whose kernels no range of the host holds, the last step before its capture is
-traced too, to learn what each kernel belongs to.
+Steps are numbered from 0 in the order in which Megatron starts them. From `warmup` to `warmup + steps` nothing is attached to the run; the
+next step warms the profiler, the one after it is traced, and the run ends before the following one. Every rank counts the steps; rank 0
+traces. If the step is a replayed graph, whose kernels lie in no range of the host, the last step before its capture is traced too, to
+learn the part of each kernel.
 """
 
 from __future__ import annotations
@@ -15,15 +15,14 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from zaya_plugin.bench.gradients import accumulated
 from zaya_plugin.bench.options import Options
-from zaya_plugin.bench.parts import PASSES, STEP, Ranges, annotated, ranged
+from zaya_plugin.bench.parts import PASSES, STEP, Ranges, accumulated, annotated, ranged
 
 
 @dataclass
 class Measured:
-    """What a rank measured. seconds: of every timed step by the host's clock, with the device idle before the first and behind the
-    last; GiB are None on a CPU but for the resident memory."""
+    """Results of one rank. seconds: of every timed step by the host's clock; the device is idle before the first step and after the last.
+    On a CPU only the resident memory is measured; the other GiB are None."""
 
     seconds: list[float] = field(default_factory=list)
     mean_seconds: float = 0.0
@@ -37,24 +36,19 @@ class Measured:
 
 
 class Session:
-    """Called before every step of Megatron's loop.
+    """The measurement; `before_step` is called before every step of Megatron's loop.
 
     Args:
-        options, rank, device_type ("cpu" or "cuda").
-        trace: where the trace goes; reference: where that of the step before a graph goes.
-        say: takes a line for the user.
+        device_type: "cpu" or "cuda".
+        trace: file of the trace. reference: file of the trace of the step before a graph.
+        say: prints a line for the user.
     """
 
     def __init__(
         self, options: Options, rank: int, device_type: str, trace: Path, reference: Path, say: Callable[[str], None]
     ):
-        self.options, self.device_type, self.trace, self.reference, self.say = (
-            options,
-            device_type,
-            trace,
-            reference,
-            say,
-        )
+        self.options, self.device_type, self.say = options, device_type, say
+        self.trace, self.reference = trace, reference
         self.traces = rank == 0
         self.begun = 0
         self.measured = Measured()
@@ -62,16 +56,16 @@ class Session:
         self.profiler = self.window = None
         self.parts = None
         self.learned = False
-        # of the last step whose backward pass Python ran (zaya_plugin.bench.gradients)
+        # from the last step whose backward pass Python ran (zaya_plugin.bench.parts.accumulated)
         self.accumulated: dict[str, int] = {}
 
     def before_step(self, parts) -> None:
-        """parts: zaya_plugin.hosts.measured_steps.StepParts."""
+        """Time, trace or end the run, by the number of the step. parts: zaya_plugin.hosts.measured_steps.StepParts."""
         from zaya_plugin.hosts.measured_steps import graph_warm_up
 
         step, self.begun, self.parts = self.begun, self.begun + 1, parts
         eager = graph_warm_up(parts.args)
-        first = max(self.options.warmup, eager + 1)  # the capture is no step to be timed
+        first = max(self.options.warmup, eager + 1)  # the step of the capture is not timed
         last = first + self.options.steps
         if self.traces and eager:
             self._learn(step - eager, eager, parts)
@@ -100,7 +94,7 @@ class Session:
             raise SystemExit(0)
 
     def _learn(self, to_capture: int, eager: int, parts) -> None:
-        """Trace the last of `eager` steps before a graph is captured, with a step of warm-up where there is one."""
+        """Trace the last of `eager` steps before a graph is captured, after a step of warm-up if there is one."""
         if to_capture == -min(eager, 2):
             self._attach(self.reference, wait=min(eager, 2) - 1)
         if to_capture == -1:
@@ -138,7 +132,7 @@ class Session:
         self.profiler.start()
 
     def _open(self, parts) -> None:
-        """Put ranges around everything; the step begins."""
+        """Put ranges around all parts; the step begins."""
         from megatron.core.utils import unwrap_model
         from torch.profiler import record_function
 
@@ -158,7 +152,7 @@ class Session:
         self.window.__enter__()
 
     def _close(self) -> None:
-        """The step and the trace end; the ranges go."""
+        """End the step and the trace, and remove the ranges."""
         self._synchronize()
         self.window.__exit__(None, None, None)
         self.profiler.stop()
@@ -179,7 +173,7 @@ class Session:
 
 
 def _ranged_loss(forward_step: Callable) -> Callable:
-    """`forward_step`, whose loss function is in a range too."""
+    """Return `forward_step` with its loss function in a range too."""
 
     def step(*positional, **named):
         output, reduce_loss = forward_step(*positional, **named)

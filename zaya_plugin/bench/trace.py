@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A chrome trace of torch.profiler as three lists: what the host ran, what the device ran, and what launched it.
+"""Reads a chrome trace of torch.profiler into three lists: ranges of the host, activities of the device, and the calls that launched them.
 
-Plain dictionaries in, so that a trace made by hand is as good as a recorded one. Times are microseconds of the trace's clock.
+The input are plain dictionaries, so tests can write traces by hand. Times are microseconds of the trace's clock.
 """
 
 from __future__ import annotations
@@ -12,6 +12,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from zaya_plugin.errors import mistake
+
 HOST = ("cpu_op", "user_annotation", "python_function")
 DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
 RUNTIME = ("cuda_runtime", "cuda_driver", "hip_runtime", "privateuse1_runtime")
@@ -19,9 +21,9 @@ RUNTIME = ("cuda_runtime", "cuda_driver", "hip_runtime", "privateuse1_runtime")
 
 @dataclass
 class HostRange:
-    """An operator or annotation on a thread of the host. parent: index of the innermost range around it, -1 without one.
+    """An operator or annotation on a thread of the host. parent: index of the innermost range around it, or -1.
 
-    forward: index of the range that created the autograd node which this one runs, -1 for all others.
+    forward: index of the range that created the autograd node that this range runs, or -1.
     """
 
     name: str
@@ -49,7 +51,7 @@ class DeviceActivity:
 
 @dataclass(frozen=True)
 class RuntimeCall:
-    """A call of the device's runtime or driver; parent as in HostRange."""
+    """A call of the device's runtime or driver. parent: as in HostRange."""
 
     name: str
     start: float
@@ -59,32 +61,33 @@ class RuntimeCall:
 
 @dataclass
 class Trace:
-    """hosts are sorted by thread and start; calls by correlation id."""
+    """A trace. hosts: sorted by thread and start. calls: by correlation id."""
 
     hosts: list[HostRange] = field(default_factory=list)
     device: list[DeviceActivity] = field(default_factory=list)
     calls: dict[int, RuntimeCall] = field(default_factory=dict)
 
     def window(self, name: str) -> tuple[float, float]:
-        """Start and end of the one annotation called `name`; ValueError unless there is one."""
+        """Return start and end of the annotation `name`; raises ValueError unless there is exactly one."""
         found = [r for r in self.hosts if r.annotation and r.name == name]
         if len(found) != 1:
-            raise ValueError(f"the trace has {len(found)} ranges called {name!r}; allowed: 1")
+            raise mistake("trace", problem=f"has {len(found)} ranges called {name!r}", allowed="1")
         return found[0].start, found[0].end
 
 
 def read(path: str | Path) -> Trace:
-    """Reads what torch.profiler exported, gzipped or not; ValueError where it is no such file."""
+    """Read an export of torch.profiler, gzipped or not; raises ValueError for any other file."""
     opener = gzip.open if str(path).endswith(".gz") else open
     try:
         with opener(path, "rt") as file:
             return parse(json.load(file, strict=False)["traceEvents"])
     except (OSError, EOFError, KeyError, json.JSONDecodeError) as error:
-        raise ValueError(f"{path}: not a chrome trace of torch.profiler ({type(error).__name__}: {error})") from error
+        problem = f"not a chrome trace of torch.profiler ({type(error).__name__}: {error})"
+        raise mistake(str(path), problem=problem) from error
 
 
 def parse(events: Iterable[dict]) -> Trace:
-    """The trace in `events`, whatever their order."""
+    """Return the trace in `events`, which may have any order."""
     trace, runtime, flows = Trace(), [], []
     for event in events:
         category, phase = event.get("cat"), event.get("ph")
@@ -93,41 +96,16 @@ def parse(events: Iterable[dict]) -> Trace:
         if phase != "X" or "ts" not in event:
             continue
         start, arguments = float(event["ts"]), event.get("args", {})
-        end = start + float(event.get("dur", 0))
+        end, name = start + float(event.get("dur", 0)), event["name"]
+        launch, external = arguments.get("correlation"), arguments.get("External id")
         if category in HOST:
-            trace.hosts.append(
-                HostRange(
-                    event["name"],
-                    event.get("tid"),
-                    start,
-                    end,
-                    category != "cpu_op",
-                    arguments.get("External id"),
-                    arguments.get("Sequence number"),
-                )
-            )
+            sequence = arguments.get("Sequence number")
+            annotation = category != "cpu_op"
+            trace.hosts.append(HostRange(name, event.get("tid"), start, end, annotation, external, sequence))
         elif category in DEVICE:
-            trace.device.append(
-                DeviceActivity(
-                    event["name"],
-                    arguments.get("stream"),
-                    start,
-                    end,
-                    arguments.get("correlation"),
-                    arguments.get("External id"),
-                )
-            )
+            trace.device.append(DeviceActivity(name, arguments.get("stream"), start, end, launch, external))
         elif category in RUNTIME:
-            runtime.append(
-                (
-                    event["name"],
-                    event.get("tid"),
-                    start,
-                    end,
-                    arguments.get("correlation"),
-                    arguments.get("External id"),
-                )
-            )
+            runtime.append((name, event.get("tid"), start, end, launch, external))
     trace.hosts.sort(key=lambda r: (str(r.thread), r.start, -r.end))
     _nest(trace.hosts)
     _link(trace.hosts, flows)
@@ -136,7 +114,7 @@ def parse(events: Iterable[dict]) -> Trace:
 
 
 def _nest(hosts: list[HostRange]) -> None:
-    """Finds every range's parent on its thread."""
+    """Set every range's parent on its thread."""
     stack: list[int] = []
     for index, here in enumerate(hosts):
         while stack and (hosts[stack[-1]].thread != here.thread or hosts[stack[-1]].end <= here.start):
@@ -146,7 +124,7 @@ def _nest(hosts: list[HostRange]) -> None:
 
 
 def _link(hosts: list[HostRange], flows: list[dict]) -> None:
-    """Backward ranges to forward ones, along the profiler's own arrows (from (thread, start) to (thread, start))."""
+    """Link backward ranges to forward ones by the profiler's arrows (from (thread, start) to (thread, start))."""
     at: dict[tuple, int] = {}
     for index, here in enumerate(hosts):
         if not here.annotation:
@@ -159,14 +137,14 @@ def _link(hosts: list[HostRange], flows: list[dict]) -> None:
         if forward is None or backward is None:
             continue
         hosts[backward].forward = forward
-        # The engine's own range around the node sums gradients for the next one; it has the node's number.
+        # The engine's range around the node has the node's number; it sums gradients for the next node.
         around = hosts[backward].parent
         if around >= 0 and hosts[around].sequence is not None and hosts[around].sequence == hosts[backward].sequence:
             hosts[around].forward = forward
 
 
 def _place(trace: Trace, runtime: list[tuple]) -> None:
-    """Runtime calls into the ranges that they were made in; by the profiler's id where their thread has none."""
+    """Assign runtime calls to the ranges around them; by the profiler's id where their thread has no range."""
     by_id = {r.external_id: index for index, r in enumerate(trace.hosts) if r.external_id is not None}
     position, stack = 0, []
     for name, thread, start, end, correlation, external in sorted(runtime, key=lambda call: (str(call[1]), call[2])):

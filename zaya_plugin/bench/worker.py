@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One rank of `zaya bench step`: `python -m zaya_plugin.bench.worker <recipe.yaml> <options as JSON>`, started as a rank of training is."""
+"""One rank of `zaya bench step`: `python -m zaya_plugin.bench.worker <recipe.yaml> <options as JSON>`, started like a rank of training."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from zaya_plugin.bench.session import Session
 
 
 def main(argv: list[str]) -> int:
-    """Returns the exit status, as zaya_plugin.hosts.worker.main."""
+    """Return the exit status, as zaya_plugin.hosts.worker.main does."""
     from zaya_plugin.hosts import worker
 
     options = Options.from_json(argv[1])
@@ -24,7 +24,7 @@ def main(argv: list[str]) -> int:
 
 
 def measure(options: Options, recipe, rank: int, world_size: int, console) -> None:
-    """Run the steps; on rank 0 print the breakdown on `console` and write it to the run directory."""
+    """Run the steps; on rank 0 print the breakdown to `console` and write it to the run directory."""
     import torch
 
     from zaya_plugin.bench import probes
@@ -46,12 +46,12 @@ def measure(options: Options, recipe, rank: int, world_size: int, console) -> No
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(device)
     dtype = torch.bfloat16 if recipe.cluster.dtype == "bf16" else torch.float32
-    say("measuring what this device reaches in a matrix product and in a copy")
+    say("measuring the device's rates of a matrix product and of a copy")
     rates = probes.measure(device, dtype)
     run_dir = Path(recipe.run_dir)
 
     class StepLines(Reporter):
-        """A run's metrics, without the words at its end about what it leaves behind."""
+        """A run's metrics, without the summary at its end."""
 
         def close(self) -> None:
             self.losses = []
@@ -75,12 +75,12 @@ def measure(options: Options, recipe, rank: int, world_size: int, console) -> No
             (run_dir / PICTURE).write_text(report.picture(found))
             print(report.text(found), file=console, flush=True)
             print(
-                f"everything is in {run_dir}: {RECORD}, {PICTURE}" + (f", {TRACE}" if options.trace else ""),
+                f"written to {run_dir}: {RECORD}, {PICTURE}" + (f", {TRACE}" if options.trace else ""),
                 file=console,
                 flush=True,
             )
     if torch.distributed.is_initialized():
-        torch.distributed.barrier()  # what rank 0 has written is read by all that go on
+        torch.distributed.barrier()  # all ranks read the files of rank 0 afterwards
         torch.distributed.destroy_process_group()
 
 

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checkpoints: the map between this package's parameter names and transformers'."""
+"""Checkpoints: inspection on disk, and conversion to and from transformers' parameter names."""

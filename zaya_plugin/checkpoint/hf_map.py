@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Parameter names here and in transformers' ZayaForCausalLM, as one table that serves both directions.
+"""Converts state dicts to and from transformers' ZayaForCausalLM, by one table of parameter names for both directions.
 
-`{l}` runs over layers, `{e}` over experts. A row with `{e}` on the left alone stacks the experts' matrices into one
-tensor with a leading expert dimension; every other row renames. Shapes agree on both sides.
+`{l}` runs over layers, `{e}` over experts. A row with `{e}` only on the left stacks the experts' matrices into one tensor with a leading
+expert dimension; every other row renames. Shapes are equal on both sides.
 """
 
 from __future__ import annotations
@@ -11,6 +11,8 @@ from collections.abc import Iterator, Mapping
 
 import torch
 from torch import Tensor
+
+from zaya_plugin.errors import mistake
 
 _LAYER = "decoder.layers.{l}."
 _ATTENTION, _ROUTER, _EXPERTS = _LAYER + "self_attention.", _LAYER + "mlp.router.", _LAYER + "mlp.experts."
@@ -57,10 +59,10 @@ NAME_MAP: tuple[tuple[str, str], ...] = (
     ("decoder.final_layernorm.weight", "model.norm.weight"),
 )
 
-# Rows that layer 1 lacks.
+# Rows that do not exist in layer 1.
 NOT_IN_FIRST_LAYER = frozenset({_ROUTER + "router_states_scale"})
 
-# State of the balancing optimizer, which transformers has no place for: dropped on export, zero after import.
+# State of the balancing optimizer; transformers has no such tensors: dropped on export, zero after import.
 ONLY_HERE: tuple[tuple[str, torch.dtype], ...] = (
     (_ROUTER + "balancing_exp_avg", torch.float32),
     (_ROUTER + "balancing_exp_avg_sq", torch.float32),
@@ -71,15 +73,15 @@ HF_TIED_HEAD, HF_EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 
 
 def to_hf(state_dict: Mapping[str, Tensor], config, *, include_tied_head: bool = False) -> dict[str, Tensor]:
-    """State dict of our GPTModel -> state dict of transformers' ZayaForCausalLM.
+    """Return the state dict of transformers' ZayaForCausalLM for that of our GPTModel.
 
     Args:
         state_dict: as `model.state_dict()` of an unwrapped model; `_extra_state` entries are ignored.
         config: ZayaConfig (num_layers, num_moe_experts, router_eda are read).
-        include_tied_head: also give `lm_head.weight`, the same tensor as the embedding.
+        include_tied_head: also return `lm_head.weight`, the same tensor as the embedding.
 
     Raises:
-        ValueError: names that are missing or unknown, all of them named.
+        ValueError: names are missing or unknown; the message lists all of them.
     """
     only_here = {name.format(l=layer) for name, _ in ONLY_HERE for layer in range(config.num_layers)}
     rest = {k: v for k, v in state_dict.items() if not k.endswith("_extra_state") and k not in only_here}
@@ -92,22 +94,24 @@ def to_hf(state_dict: Mapping[str, Tensor], config, *, include_tied_head: bool =
 
 
 def from_hf(state_dict: Mapping[str, Tensor], config) -> dict[str, Tensor]:
-    """State dict of transformers' ZayaForCausalLM -> state dict for our GPTModel. Expert matrices are views.
+    """Return the state dict for our GPTModel of that of transformers' ZayaForCausalLM. Expert matrices are views.
 
-    Args and errors as in to_hf; `lm_head.weight` is accepted if it equals the embedding, else ValueError.
+    Arguments and errors as in to_hf; raises ValueError if `lm_head.weight` is present and differs from the embedding.
     """
     rest = dict(state_dict)
     head = rest.pop(HF_TIED_HEAD, None)
     rows = list(_rows(config))
     _check_names(rest, [hf for _, hf in rows], "transformers' ZayaForCausalLM")
     if head is not None and not torch.equal(head, rest[HF_EMBEDDING]):
-        raise ValueError(f"{HF_TIED_HEAD} differs from {HF_EMBEDDING}: only models with a tied head can be imported")
+        raise mistake(HF_TIED_HEAD, problem=f"differs from {HF_EMBEDDING}", allowed="models with a tied head")
     out: dict[str, Tensor] = {}
     for names, hf in rows:
         if len(names) == 1:
             out[names[0]] = rest[hf]
         elif len(rest[hf]) != len(names):
-            raise ValueError(f"{hf} holds {len(rest[hf])} experts; the configuration has {len(names)}")
+            raise mistake(
+                hf, problem=f"holds {len(rest[hf])} experts", allowed=f"{len(names)}, as in the configuration"
+            )
         else:
             out.update(zip(names, rest[hf].unbind(), strict=True))
     for name, dtype in ONLY_HERE:
@@ -119,7 +123,7 @@ def from_hf(state_dict: Mapping[str, Tensor], config) -> dict[str, Tensor]:
 
 
 def _rows(config) -> Iterator[tuple[list[str], str]]:
-    """The table with wildcards filled in: (names here, name in transformers); several names are stacked."""
+    """Return the table with wildcards filled in: (names here, name in transformers); several names are stacked."""
     for ours, hf in NAME_MAP:
         for layer in range(config.num_layers) if "{l}" in ours else (None,):
             if ours in NOT_IN_FIRST_LAYER and (layer == 0 or not config.router_eda):
@@ -136,4 +140,5 @@ def _check_names(state_dict: Mapping[str, Tensor], expected: list[str], whose: s
     missing = sorted(set(expected) - state_dict.keys())
     unknown = sorted(state_dict.keys() - set(expected))
     if missing or unknown:
-        raise ValueError(f"not a state dict of {whose} with this configuration: missing {missing}, unknown {unknown}")
+        problem = f"not one of {whose} with this configuration: missing {missing}, unknown {unknown}"
+        raise mistake("state dict", problem=problem)

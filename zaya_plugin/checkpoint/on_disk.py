@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What lies in a checkpoint directory, looked at before anything is launched or loaded: which iterations, whether they
-are whole, and of which model. Reads Megatron's torch_dist layout: `<dir>/iter_0000015/` and
-`<dir>/latest_checkpointed_iteration.txt`.
+"""Inspects a checkpoint directory before a start or a load: its iterations, whether they are complete, and their model.
+
+The layout is Megatron's torch_dist: `<dir>/iter_0000015/` and `<dir>/latest_checkpointed_iteration.txt`.
 """
 
 from __future__ import annotations
@@ -9,9 +9,11 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+from zaya_plugin.errors import mistake
+
 TRACKER = "latest_checkpointed_iteration.txt"
 
-# A checkpoint whose model differs in one of these cannot be loaded into the other. Names are Megatron's arguments.
+# Megatron's arguments in which the model of a checkpoint must equal the model that loads it.
 MODEL_ARGUMENTS = (
     "num_layers",
     "hidden_size",
@@ -29,18 +31,18 @@ MODEL_ARGUMENTS = (
 
 
 def iterations(directory: Path) -> list[int]:
-    """Iterations that have a folder, ascending, whole or not."""
+    """Return the iterations that have a folder, ascending, complete or not."""
     found = (re.fullmatch(r"iter_(\d{7})", entry.name) for entry in directory.glob("iter_*") if entry.is_dir())
     return sorted(int(match.group(1)) for match in found if match)
 
 
 def folder(directory: Path, iteration: int) -> Path:
-    """Folder of one iteration."""
+    """Return the folder of one iteration."""
     return directory / f"iter_{iteration:07d}"
 
 
 def latest(directory: Path) -> int | None:
-    """Iteration that the tracker file names, or None where there is no tracker.
+    """Return the iteration in the tracker file, or None without a tracker.
 
     Raises:
         ValueError: the tracker does not hold a number.
@@ -50,16 +52,19 @@ def latest(directory: Path) -> int | None:
         return None
     text = tracker.read_text().strip()
     if not text.isdigit():
-        whole = [i for i in iterations(directory) if not problems(directory, i)]
-        raise ValueError(
-            f"{tracker} holds {text!r} instead of an iteration; whole checkpoints in the directory: {whole or 'none'}; "
-            "write one of them into the file to continue from it"
+        whole = [str(i) for i in iterations(directory) if not problems(directory, i)]
+        allowed = f"an iteration with a complete checkpoint: {', '.join(whole) or 'none in this directory'}"
+        raise mistake(
+            str(tracker),
+            problem=f"holds {text!r}, which is no iteration",
+            allowed=allowed,
+            fix="write one of them into the file",
         )
     return int(text)
 
 
 def problems(directory: Path, iteration: int) -> list[str]:
-    """What is missing from a checkpoint; an empty list means that it is whole as far as its own index tells."""
+    """Return the missing parts of a checkpoint; empty if it is complete according to its own index."""
     path = folder(directory, iteration)
     if not path.is_dir():
         return [f"{path} does not exist"]
@@ -70,7 +75,7 @@ def problems(directory: Path, iteration: int) -> list[str]:
 
     try:
         index = FileSystemReader(path).read_metadata()
-    except Exception as broken:  # unpickling a truncated file raises nearly anything
+    except Exception as broken:  # unpickling a truncated file can raise many types
         return [f"{path / '.metadata'} cannot be read ({broken})"]
     ends: dict[str, int] = {}
     for stored in (index.storage_data or {}).values():
@@ -80,22 +85,22 @@ def problems(directory: Path, iteration: int) -> list[str]:
         if size is None:
             missing.append(f"{path / name} is missing")
         elif size < end:
-            missing.append(f"{path / name} has {size} bytes, its index says {end}")
+            missing.append(f"{path / name} has {size} bytes, its index requires {end}")
     return missing
 
 
 def saved_arguments(directory: Path, iteration: int):
-    """Megatron's argument namespace as it was at the save."""
+    """Return Megatron's argument namespace of the save."""
     from megatron.core.dist_checkpointing import load_common_state_dict
 
     return load_common_state_dict(str(folder(directory, iteration)))["args"]
 
 
 def check_same_model(directory: Path, iteration: int, args) -> None:
-    """Compare a checkpoint's model with the one about to be built.
+    """Compare a checkpoint's model with the one that will be built.
 
     Raises:
-        ValueError: naming every argument that differs, with both values.
+        ValueError: arguments differ; the message lists each with both values.
     """
     saved = saved_arguments(directory, iteration)
     different = [
@@ -104,10 +109,9 @@ def check_same_model(directory: Path, iteration: int, args) -> None:
         if hasattr(saved, name) and getattr(saved, name) != getattr(args, name)
     ]
     if different:
-        raise ValueError(
-            f"{folder(directory, iteration)} holds another model than the recipe:\n  " + "\n  ".join(different) + "\n"
-            "use the recipe that wrote it, or another run_dir"
-        )
+        problem = "holds another model than the recipe: " + "; ".join(different)
+        fix = "the recipe that wrote it, or run_dir=<another directory>"
+        raise mistake(str(folder(directory, iteration)), problem=problem, fix=fix)
 
 
 def _filled(path: Path) -> bool:

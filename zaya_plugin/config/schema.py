@@ -447,7 +447,7 @@ class ProfileConfig:
 class Recipe:
     """A whole run."""
 
-    name: str = own(MISSING, "name of the run: directory, W&B name", "zaya_plugin.run.dry_run")
+    name: str = own(MISSING, "name of the run: directory, W&B name", "zaya_plugin.run.before_start")
     model: ModelConfig = field(default_factory=ModelConfig)
     stage: StageConfig = field(default_factory=StageConfig)
     data: DataConfig = field(default_factory=DataConfig)

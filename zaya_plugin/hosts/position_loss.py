@@ -2,7 +2,7 @@
 """Loss by position in the sequence of two stages' models on the same validation text: what the longer context was good for.
 
 `python -m zaya_plugin.hosts.position_loss <run of the shorter stage> <run of the longer stage>` does it in one process;
-zaya_plugin/run/compare_positions.py starts that with the environment of the recipe. Both models read sequences of the longer stage's length, each with
+zaya_plugin/run/curriculum_run.py starts that with the environment of the recipe. Both models read sequences of the longer stage's length, each with
 its own RoPE base.
 """
 

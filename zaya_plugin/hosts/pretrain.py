@@ -32,7 +32,8 @@ from zaya_plugin.hosts.stage_handover import Handover, stage_part, stage_samples
 from zaya_plugin.hosts.stage_model import build_stage, model_config
 from zaya_plugin.optim.balancing import RouterStatistics
 from zaya_plugin.optim.chained import NonFiniteGradientsError
-from zaya_plugin.patches import hooks, megatron_nccl_allocator
+from zaya_plugin.parallel import registered_buffers
+from zaya_plugin.patches import hooks
 from zaya_plugin.patches.hooks import TRAINING
 from zaya_plugin.training.balancer import Balancer
 from zaya_plugin.training.kernels import kernel_lines
@@ -61,7 +62,7 @@ def run(recipe: Recipe, sources: DataSources, lifecycle: Lifecycle, reporter: Re
     handover = Handover(recipe, before, lifecycle.resumed_at)
     handover.check(args)
     trainer = _Trainer(args, recipe, sources, lifecycle, reporter)
-    megatron_nccl_allocator.end_with_release()
+    registered_buffers.end_with_release()
     try:
         with (
             hooks.replaced({NEW_MEMORY: False} if recipe.cluster.deterministic else {}),
@@ -90,7 +91,7 @@ def run(recipe: Recipe, sources: DataSources, lifecycle: Lifecycle, reporter: Re
         finally:
             release_graphs()
         if sys.exc_info()[0] is None:  # all ranks are here
-            megatron_nccl_allocator.release()
+            registered_buffers.release()
 
 
 def release_graphs() -> None:

@@ -1,23 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a step takes beside its rooflines: gradients added to the fp32 buffer, and collectives, as far as no pass hides them. No torch import."""
+"""Time of a step beyond its rooflines: gradients added to the fp32 buffer, and the exposed part of collectives. No torch import."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from zaya_plugin.plan.flops import Shape
+from zaya_plugin.plan.flops import Shape, count_parameters
 from zaya_plugin.plan.machines import Machine, between_instances, collective_seconds
 from zaya_plugin.plan.memory import padded_parameters
 from zaya_plugin.plan.parallelism import Batch, Layout, sent_bytes
-from zaya_plugin.plan.parameters import count_parameters
 from zaya_plugin.plan.step_work import Work
 
-LEAST_BUCKET = 40_000_000  # Megatron's own bucket: at least so many elements, and a million a rank
+LEAST_BUCKET = 40_000_000  # elements of Megatron's own bucket, or a million for each rank if that is more
 
 
 @dataclass(frozen=True)
 class Overlap:
-    """Whether gradients are reduced during the backward pass and parameters gathered during the forward pass; bucket: elements, None: Megatron's own."""
+    """Whether gradients are reduced during the backward pass and parameters gathered during the forward pass. bucket: elements, None for Megatron's own."""
 
     gradients: bool = True
     parameters: bool = True
@@ -25,12 +24,12 @@ class Overlap:
 
 
 def limit(work: Work, gemm: float, copy: float) -> float:
-    """Seconds that the roofline allows."""
+    """Return the seconds of the roofline."""
     return max(work.flops / gemm, work.bytes / copy)
 
 
 def accumulated(shape: Shape, layout: Layout) -> dict[str, int]:
-    """Elements of gradients that a part's own kernels add to the fp32 buffer under Megatron's DDP, and those that a pass of its own adds."""
+    """Return elements of gradients by the part whose kernels add them to the fp32 buffer under Megatron's DDP; "gradients": by a separate pass."""
     parts = count_parameters(shape)
     projections = shape.num_layers * shape.hidden_size * (2 * shape.query_channels + 2 * shape.key_channels)
     own = {"experts": parts["experts"] // layout.expert}
@@ -43,7 +42,10 @@ def accumulated(shape: Shape, layout: Layout) -> dict[str, int]:
 
 
 def buckets_of(shape: Shape, layout: Layout, part: str, elements: float, least: float) -> int:
-    """Buckets of at least `least` elements in the buffer of `elements`: experts' close at a block, gate+up or down of a layer, and the embedding has its own."""
+    """Return the number of buckets of at least `least` elements in a buffer of `elements`.
+
+    Buckets of experts close at a block (gate+up or down of a layer); the embedding has a bucket of its own.
+    """
     if part == "rest":
         embedding = count_parameters(shape)["embedding"] / layout.tensor
         return max(1, int((elements - embedding) // least) + 1)
@@ -66,10 +68,11 @@ def communication(
     backward: float,
     muon: bool = True,
 ) -> dict[str, dict]:
-    """Milliseconds of a step's collectives, and what is left of them beside the passes; forward, backward: seconds of one micro-batch's.
+    """Return milliseconds of a step's collectives, in total and exposed. forward, backward: seconds of one micro-batch's pass.
 
-    Gradients of a bucket leave when the backward pass of the last micro-batch has filled it, so that they have what is left of that pass; parameters
-    come back bucket by bucket during the first forward pass. Without overlap, and for what a layer waits for, all is exposed.
+    Gradients of a bucket are sent when the backward pass of the last micro-batch has filled it, and overlap with the rest of that pass;
+    parameters are gathered bucket by bucket during the first forward pass. Without overlap, and where a layer waits for a collective,
+    all of it is exposed.
     """
     parts, found = count_parameters(shape), {}
     padded = padded_parameters(shape, layout, muon)
@@ -81,7 +84,7 @@ def communication(
     ):
         time = exposed = 0.0
         for part, ranks in zip(("experts", "rest"), ranks_of, strict=True):
-            # A shard holds whole matrices, so that many ranks make large buckets (docs/optimizer.md).
+            # A shard holds whole matrices, so many ranks need large buckets (docs/optimizer.md).
             largest = (
                 2 * shape.moe_ffn_hidden_size * shape.hidden_size
                 if part == "experts"
@@ -98,7 +101,7 @@ def communication(
                 seconds = 0.0
             time += seconds
             share = padded[part] / sum(padded.values())
-            # The first to come back is the last to leave: a bucket of the first layer, all its experts' (layer_groups.py), or the embedding, which is used there.
+            # Never hidden is the bucket that is reduced last and gathered first: all experts of the first layer (layer_groups.py), or the embedding.
             late = max(
                 1 / buckets,
                 parts["embedding"] / layout.tensor / padded["rest"]

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Floating-point operations of a ZAYA step, counted as the model does them. Plain arithmetic.
+"""Sizes, parameters and floating-point operations of a ZAYA model. Plain arithmetic.
 
-A multiply-add counts as two operations; causal attention at its average length; the backward pass as twice the
-forward; recomputation is not counted, as in every MFU figure. ZAYA1-base at 4,096 tokens: 1.505 (projections,
-convolutions, router, expert) + 1.074 (head) + 0.336 (attention) = 2.915 GFLOP a token forward.
+ZAYA1-base has 8,840,488,784 parameters. A multiply-add counts as two operations; causal attention counts at its average length; the backward
+pass as twice the forward; recomputation is not counted, as in every MFU figure. ZAYA1-base at 4,096 tokens: 1.505 (projections,
+convolutions, router, expert) + 1.074 (head) + 0.336 (attention) = 2.915 GFLOP for a token forward.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import dataclass, fields
 
 @dataclass(frozen=True)
 class Shape:
-    """The sizes that decide parameters and operations. Field names are Megatron's; `vocab_size` is the padded one."""
+    """The sizes that parameters and operations depend on. Field names are Megatron's; `vocab_size` is the padded one."""
 
     num_layers: int
     hidden_size: int
@@ -28,7 +28,7 @@ class Shape:
 
     @classmethod
     def of_arguments(cls, args) -> Shape:
-        """Of Megatron's arguments."""
+        """Return the sizes in Megatron's arguments."""
         names = (field.name for field in fields(cls) if field.name not in ("vocab_size", "conv_taps"))
         return cls(**{name: getattr(args, name) for name in names}, vocab_size=args.padded_vocab_size)
 
@@ -42,7 +42,7 @@ class Shape:
 
 
 def forward_flops_by_part(shape: Shape, seq_length: int) -> dict[str, float]:
-    """Operations of one token's forward pass by part: projections, prologue (both convolutions), attention, router, experts, head."""
+    """Return operations of one token's forward pass by part: projections, prologue (both convolutions), attention, router, experts, head."""
     q, k, h, r = shape.query_channels, shape.key_channels, shape.hidden_size, shape.router_hidden_size
     layers = 2.0 * shape.num_layers
     return {
@@ -55,13 +55,24 @@ def forward_flops_by_part(shape: Shape, seq_length: int) -> dict[str, float]:
     }
 
 
-def forward_flops_per_token(shape: Shape, seq_length: int) -> dict[str, float]:
-    """Operations of one token's forward pass: linear (everything but the other two), attention, head."""
-    parts = forward_flops_by_part(shape, seq_length)
-    attention, head = parts.pop("attention"), parts.pop("head")
-    return {"linear": sum(parts.values()), "attention": attention, "head": head}
-
-
 def training_flops(shape: Shape, tokens: int, seq_length: int) -> float:
-    """Operations of forward and backward over `tokens` tokens in sequences of `seq_length`."""
-    return 3.0 * tokens * sum(forward_flops_per_token(shape, seq_length).values())
+    """Return operations of forward and backward over `tokens` tokens in sequences of `seq_length`."""
+    return 3.0 * tokens * sum(forward_flops_by_part(shape, seq_length).values())
+
+
+def count_parameters(shape: Shape) -> dict[str, int]:
+    """Return parameters by component; the tied head is the embedding. Their sum is the model's size."""
+    h, r, layers = shape.hidden_size, shape.router_hidden_size, shape.num_layers
+    q, k = shape.query_channels, shape.key_channels
+    depthwise = (q + k) * (shape.conv_taps[0] + 1)
+    grouped = (q + k) * (shape.kv_channels * shape.conv_taps[1] + 1)
+    attention = h * q + 2 * h * k + q * h + depthwise + grouped + shape.num_query_groups
+    router = (h * r + r) + r + 2 * (r * r + r) + (shape.num_experts + 1) * r
+    return {
+        "embedding": shape.vocab_size * h,
+        "attention": layers * attention,
+        "router": layers * router + (layers - 1) * r,  # the first layer has no state to scale
+        "experts": layers * shape.num_experts * 3 * h * shape.moe_ffn_hidden_size,
+        "norms": (2 * layers + 1) * h,
+        "residual_scaling": (8 * layers + 2) * h,
+    }

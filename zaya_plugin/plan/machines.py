@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What accelerators and their links reach: the rates that predictions are made with. Each figure has its source. No torch import."""
+"""Rates of accelerators and their links, for predictions. Each figure has its source. No torch import."""
 
 from __future__ import annotations
 
@@ -11,11 +11,12 @@ class Machine:
     """Rates of one device, per second.
 
     Attributes:
-        gemm: operations of a large bf16 matrix product; copy: bytes read and written by a copy.
-        node: devices of a node; link: bytes that a device sends (and gets) in a collective among them; latency: seconds of a small one.
-        network: bytes that a device sends between nodes; hop: seconds that a further node adds to a collective.
+        gemm: operations of a large bf16 matrix product. copy: bytes read and written by a copy.
+        node: devices of a node. link: bytes that a device sends (and receives) in a collective within a node. latency: seconds of a small one.
+        network: bytes that a device sends between nodes. hop: seconds that each further rank of a ring adds to a collective across nodes.
         sources: of each figure, and whether this project measured it.
-        copies: whether registered buffers (parallel.nccl_ub) are gathered by copy engines there: seen with NCCL on H200s, H100s taken as alike; RCCL was not tried.
+        copies: whether registered buffers (parallel.nccl_ub) are gathered by copy engines: measured with NCCL on H200s, assumed for H100s;
+            RCCL was not tried.
     """
 
     name: str
@@ -30,7 +31,7 @@ class Machine:
     copies: bool = False
 
 
-# Bandwidth is NCCL's "bus" one, which counts what a device sends; 45 us fit all-reduces of 1 MiB (35 GB/s) to 1 GiB (360 GB/s) on eight H200s.
+# Bandwidth is NCCL's "bus bandwidth", which counts the bytes that a device sends; 45 us fit all-reduces of 1 MiB (35 GB/s) to 1 GiB (360 GB/s) on eight H200s.
 H100 = Machine(
     "H100",
     790e12,
@@ -75,10 +76,10 @@ MACHINES = {"h100_8": H100, "h200_8": H200, "mi300x_8": MI300X, "mi300x_128x8": 
 
 
 def collective_seconds(machine: Machine, ranks: int, sent_bytes: float, messages: float = 1.0) -> float:
-    """Time of reduce-scatters or all-gathers in which a device sends `sent_bytes` in all, in so many messages one after the other.
+    """Return the time of reduce-scatters or all-gathers in which a device sends `sent_bytes` in total, in `messages` one after the other.
 
-    Within a node over its links. Over several nodes a ring crosses each node's border with as many NICs as it has devices, so a device's rate is the
-    smaller one of its links' and of the node's NICs together; each further rank of the ring adds a hop of latency to a message.
+    Within a node they use its links. Over several nodes a ring crosses each node's border with as many NICs as the node has devices, so a
+    device's rate is the smaller of its links' and of all NICs of the node; each further rank of the ring adds a hop of latency to a message.
     """
     if ranks == 1 or not sent_bytes:
         return 0.0
@@ -90,9 +91,9 @@ def collective_seconds(machine: Machine, ranks: int, sent_bytes: float, messages
 
 
 def between_instances(machine: Machine, ranks: int, instances: int, shard_bytes: float, messages: float = 1.0) -> float:
-    """Time of all-reduces of a shard of `shard_bytes` between `instances` instances of `ranks` ranks each, one rank of each taking part.
+    """Return the time of all-reduces of a shard of `shard_bytes` between `instances` instances of `ranks` ranks, one rank of each taking part.
 
-    Over several nodes each device has a NIC of its own for it.
+    Over several nodes each device uses its own NIC.
     """
     if instances == 1:
         return 0.0

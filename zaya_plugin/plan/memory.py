@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Memory of one rank, by component: what lies there all the time, what a forward pass keeps for the backward pass, and what comes on top.
+"""Memory of one rank, by component: state, tensors that a forward pass keeps for the backward pass, and working memory at the peak.
 
 Activations are counted tensor by tensor, as autograd keeps them on an accelerator, where the functions between matrix products are compiled;
-`tests/plan/test_saved_tensors.py` counts the tensors of a small model under every choice and holds this table to them within 0.5 %. Not counted:
-what the libraries take for themselves (context, NCCL's or RCCL's buffers, workspaces) and what the allocator cannot use; docs/parallelism.md
-has measured peaks beside these figures. Plain arithmetic.
+`tests/plan/test_saved_tensors.py` compares this table with the tensors of a small model under every choice, within 0.5 %. Not counted:
+memory of libraries (context, NCCL's or RCCL's buffers, workspaces) and the allocator's fragmentation; docs/parallelism.md compares these
+figures with measured peaks. Plain arithmetic.
 """
 
 from __future__ import annotations
@@ -13,9 +13,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
 from hip_ops.runtime.saved import declared
-from zaya_plugin.plan.flops import Shape
+from zaya_plugin.plan.flops import Shape, count_parameters
 from zaya_plugin.plan.parallelism import GRADIENT_BYTES, Batch, Layout, local_parameters
-from zaya_plugin.plan.parameters import count_parameters
 
 FLOAT32, INT64 = 4, 8
 RANDOM_STATE = 2 * 5056  # bytes that a checkpoint keeps of the random generators
@@ -24,11 +23,11 @@ ROUND_OF_MUON = 2**27  # elements; zaya_plugin.optim.muon.MuonSettings.elements_
 
 @dataclass(frozen=True)
 class Recompute:
-    """What the backward pass computes again.
+    """Recomputation in the backward pass.
 
     Attributes:
         modules: of every layer: "layernorm", "permute", "moe", "core_attn".
-        full_layers: of a stage, from its first on, that are recomputed whole; unit: of so many consecutive ones one input is kept.
+        full_layers: number of layers of a stage, from its first on, that are recomputed whole. unit: consecutive layers that keep one input.
     """
 
     modules: frozenset[str] = frozenset()
@@ -38,7 +37,7 @@ class Recompute:
 
 @dataclass(frozen=True)
 class Optimizer:
-    """State of the optimizer: muon, whether matrices are under Muon; momentum_bytes, of an element of its momentum."""
+    """State of the optimizer. muon: whether matrices are under Muon. momentum_bytes: of an element of its momentum."""
 
     muon: bool = True
     momentum_bytes: int = 4
@@ -46,7 +45,7 @@ class Optimizer:
 
 @dataclass(frozen=True)
 class Saved:
-    """A tensor that a layer keeps for its backward pass, in bytes; part: of the step, as `zaya bench step` names them."""
+    """A tensor that a layer keeps for its backward pass. part: of the step, as in zaya_plugin.bench.parts."""
 
     part: str
     name: str
@@ -55,7 +54,7 @@ class Saved:
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """Bytes of the fullest rank. components: by name, their sum is the peak."""
+    """Bytes of the fullest rank. components: by name; their sum is the peak. layer: tensors that one layer keeps."""
 
     components: dict[str, float]
     layer: tuple[Saved, ...] = field(default=(), repr=False)
@@ -66,17 +65,17 @@ class MemoryPlan:
 
 
 def tokens_of_rank(layout: Layout, batch: Batch) -> int:
-    """Of one rank and micro-batch, outside attention."""
+    """Return the tokens of one rank and micro-batch outside attention."""
     return batch.seq_length * batch.micro_batch_size // (layout.context * layout.tensor)
 
 
 def layer_tensors(
     shape: Shape, layout: Layout, batch: Batch, recompute: frozenset[str] = frozenset()
 ) -> Iterator[Saved]:
-    """What one layer keeps of one micro-batch.
+    """Return the tensors that one layer keeps of one micro-batch.
 
-    T tokens of this rank; under tensor parallelism attention has t times as many, of 1 / t of the heads. h hidden, q and k channels of queries and
-    of keys (values have as many as keys), r of the router, a bytes of an activation, s of the stream.
+    Under tensor parallelism of t, attention has t times as many tokens, of 1 / t of the heads. h: hidden channels; q, k: channels of queries and
+    keys (values have as many as keys); r: of the router; a: bytes of an activation; s: of the stream.
     """
     a, s, tp, cp = batch.dtype_bytes, batch.stream_bytes, layout.tensor, layout.context
     tokens = tokens_of_rank(layout, batch)
@@ -94,14 +93,14 @@ def layer_tensors(
     yield Saved("projections", "joined matrix of the projections", a * h * (q + 2 * k))
     heads, groups = shape.num_attention_heads // tp, shape.num_query_groups // tp
     yield from _kept("prologue", "cca_prologue", whole, heads, groups, shape.kv_channels, a)
-    keys = k * whole * (1 if core_again else cp)  # of the whole sequence where attention has gathered them
+    keys = k * whole * (1 if core_again else cp)  # of the whole sequence, where attention gathers them
     if cp > 1 and not core_again:
         yield Saved("attention", "keys of all context-parallel ranks", a * keys)
     yield Saved("attention", "values", a * keys)
     yield Saved("attention", "context", a * q * whole)
     if not core_again:
         yield Saved("attention", "logsumexp", FLOAT32 * shape.num_attention_heads // tp * whole)
-        if cp > 1:  # without blocks (zaya_plugin.model.block_attention), as on AMD; with them it is the context itself
+        if cp > 1:  # without block_attention, as on AMD; with it this is the context itself
             yield Saved("attention", "context of each chunk", a * q * whole)
     yield Saved("norms", "output of attention", merge["output"])
     yield Saved("norms", "stream between attention and experts", merge["residual"])
@@ -117,13 +116,13 @@ def layer_tensors(
 
 
 def _kept(part: str, operator: str, *sizes: int) -> Iterator[Saved]:
-    """What an operator declares that it keeps for its backward pass (hip_ops/<operator>/saved.py)."""
+    """Return the tensors that an operator declares to keep for its backward pass (hip_ops/<operator>/saved.py)."""
     for name, size in declared(operator).saved_bytes(*sizes).items():
         yield Saved(part, name, size)
 
 
 def _moe_tensors(shape: Shape, layout: Layout, a: int, tokens: int, rows_again: bool) -> Iterator[Saved]:
-    """Under expert parallelism a rank's rows are those that others send; loads are taken to be even, and the dispatcher's own copies left out."""
+    """Return the tensors of router and experts; with even loads and without the dispatcher's own copies."""
     yield from _kept("router", "router_mlp", tokens, shape.router_hidden_size, shape.num_experts + 1, a)
     yield from _kept("experts", "expert_permutation", tokens)
     if not rows_again:
@@ -133,7 +132,7 @@ def _moe_tensors(shape: Shape, layout: Layout, a: int, tokens: int, rows_again: 
 
 
 def whole_layer_tensors(shape: Shape, layout: Layout, batch: Batch) -> Iterator[Saved]:
-    """What a unit of layers keeps that is recomputed whole."""
+    """Return the tensors that a unit of fully recomputed layers keeps."""
     tokens = tokens_of_rank(layout, batch)
     yield Saved("norms", "stream into the layer", batch.stream_bytes * shape.hidden_size * tokens)
     yield Saved("router", "router state", batch.dtype_bytes * shape.router_hidden_size * tokens)
@@ -143,11 +142,11 @@ def whole_layer_tensors(shape: Shape, layout: Layout, batch: Batch) -> Iterator[
 def layers_bytes(
     shape: Shape, layout: Layout, batch: Batch, recompute: Recompute, layers: int, first: bool = True
 ) -> float:
-    """What `layers` layers keep of one micro-batch; first: they begin with the model's first, whose input is counted with the embedding."""
+    """Return bytes that `layers` layers keep of one micro-batch. first: the model's first layer is among them; its input counts with the embedding."""
     each = sum(saved.bytes for saved in layer_tensors(shape, layout, batch, recompute.modules))
     kept = each * (layers - recompute.full_layers)
     if "moe" in recompute.modules and first:
-        # a layer keeps the state it gets, and the first gets none
+        # a layer keeps the router state that it receives; the first receives none
         kept -= batch.dtype_bytes * shape.router_hidden_size * tokens_of_rank(layout, batch)
     if recompute.full_layers:
         units = -(-recompute.full_layers // recompute.unit)
@@ -159,7 +158,7 @@ def layers_bytes(
 
 
 def ends_bytes(shape: Shape, layout: Layout, batch: Batch, first: bool = True, last: bool = True) -> float:
-    """What embedding, final norm and head keep of one micro-batch."""
+    """Return bytes that embedding, final norm and head keep of one micro-batch."""
     a, s, h, tp = batch.dtype_bytes, batch.stream_bytes, shape.hidden_size, layout.tensor
     tokens = tokens_of_rank(layout, batch)
     # RoPE's angles, of half the channels
@@ -171,7 +170,7 @@ def ends_bytes(shape: Shape, layout: Layout, batch: Batch, first: bool = True, l
 
 
 def optimizer_bytes(shape: Shape, layout: Layout, optimizer: Optimizer, dtype_bytes: int) -> float:
-    """fp32 weights of a bf16 model and moments, on a rank of the first stage."""
+    """Return bytes of the fp32 weights of a bf16 model and of the moments, on a rank of the first stage."""
     local = local_parameters(shape, layout)
     here = {"experts": local["experts"] / layout.expert_shards, "rest": local["rest"] / layout.shards}
     adamw = sum(here.values()) if not optimizer.muon else _adamw_elements(shape, layout) / layout.shards
@@ -181,7 +180,7 @@ def optimizer_bytes(shape: Shape, layout: Layout, optimizer: Optimizer, dtype_by
 
 
 def _adamw_elements(shape: Shape, layout: Layout) -> float:
-    """On a rank, with Muon on matrices: embedding, convolutions, norms, scales and the router's vectors."""
+    """Return elements under AdamW on a rank, with Muon on matrices: embedding, convolutions, norms, scales and the router's vectors."""
     parts, stages = count_parameters(shape), layout.pipeline
     q, k, h, r = shape.query_channels, shape.key_channels, shape.hidden_size, shape.router_hidden_size
     matrices = shape.num_layers * (2 * h * (q + k) + h * r + 2 * r * r + (shape.num_experts + 1) * r)
@@ -190,7 +189,7 @@ def _adamw_elements(shape: Shape, layout: Layout) -> float:
 
 
 def padded_parameters(shape: Shape, layout: Layout, muon: bool = True) -> dict[str, float]:
-    """Elements of the gradient buffers of a rank: those of experts, and the rest. Every shard holds whole matrices (zaya_plugin.optim.sharding.layout)."""
+    """Return elements of the gradient buffers of a rank, "experts" and "rest". Every shard holds whole matrices (zaya_plugin.optim.sharding.layout)."""
     local = local_parameters(shape, layout)
     largest = (
         2 * shape.moe_ffn_hidden_size * shape.hidden_size,
@@ -206,7 +205,7 @@ def padded_parameters(shape: Shape, layout: Layout, muon: bool = True) -> dict[s
 
 
 def in_flight(layout: Layout, micro_batches: int) -> float:
-    """Micro-batches whose activations the first pipeline stage holds at once, of all its layers (1F1B and its interleaved form, arXiv 2104.04473)."""
+    """Return the micro-batches whose activations the first pipeline stage holds at once (1F1B and its interleaved form, arXiv 2104.04473)."""
     if layout.pipeline == 1:
         return 1.0
     if layout.virtual == 1:
@@ -223,9 +222,9 @@ def memory_plan(
     optimizer: Optimizer | None = None,
     graph: bool = False,
 ) -> MemoryPlan:
-    """The fullest rank's peak: of the first pipeline stage, with most micro-batches in flight, or of the last, with the head.
+    """Return the peak of the fullest rank: of the first pipeline stage, with most micro-batches in flight, or of the last, with the head.
 
-    graph: forward and backward are one graph, whose memory is its own for good, so that the optimizer's comes on top.
+    graph: forward and backward are one graph, which never frees its memory, so the optimizer's working memory is added.
     """
     arguments = shape, layout, batch, recompute or Recompute(), optimizer or Optimizer(), graph
     plans = [_stage(*arguments, first=True, last=layout.pipeline == 1)]
@@ -253,8 +252,8 @@ def _stage(
     whole = batch.seq_length * batch.micro_batch_size // layout.context  # tokens under tensor parallelism too
     layer = tuple(layer_tensors(shape, layout, batch, recompute.modules))
     kept = layers_bytes(shape, layout, batch, recompute, layers, first) * flights
-    # On top of what is kept: at the head, or in the backward pass of a layer, with what is recomputed of it; the optimizer's step
-    # finds activations gone.
+    # Working memory peaks at the head, or in the backward pass of a layer with its recomputed tensors; at the optimizer's step no
+    # activations are left.
     classes = shape.vocab_size // layout.tensor
     head = declared("linear_cross_entropy").working_bytes(whole, h, classes, a, layout.tensor) if last else 0.0
     modules = frozenset() if recompute.full_layers else recompute.modules
@@ -282,8 +281,8 @@ def _stage(
 
 
 def _optimizer_work(shape: Shape, layout: Layout, optimizer: Optimizer) -> float:
-    """Muon's: of a round of matrices, in 16 bits, what goes into Newton-Schulz and comes out, its iterate before and after a step, and square products
-    of together as much again twice."""
+    """Return bytes of Muon's working memory: for a round of matrices, in 16 bits, Newton-Schulz's input and output, its iterate before and after a
+    step, and square products of twice that size together."""
     if not optimizer.muon:
         return 0.0
     local = local_parameters(shape, layout)

@@ -1,24 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a rank holds and sends under a parallel layout. Plain arithmetic over a model's shape.
+"""Parameters, state and traffic of one rank under a parallel layout. Plain arithmetic over a model's shape.
 
-Bytes sent are those of ring algorithms, which is how NCCL and RCCL count bus traffic: a rank sends (n - 1) / n of the
-gathered tensor in an all-gather, the same in a reduce-scatter, twice that in an all-reduce. Activations are
-counted by zaya_plugin.plan.memory. docs/parallelism.md has these figures beside measured ones.
+Bytes sent are those of ring algorithms, as NCCL and RCCL count bus traffic: a rank sends (n - 1) / n of the gathered tensor in an
+all-gather, the same in a reduce-scatter, twice that in an all-reduce. Activations are counted by zaya_plugin.plan.memory.
+docs/parallelism.md compares these figures with measured ones.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from zaya_plugin.plan.flops import Shape
-from zaya_plugin.plan.parameters import count_parameters
+from zaya_plugin.plan.flops import Shape, count_parameters
 
 GRADIENT_BYTES = 4  # gradients are accumulated and reduced in fp32
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Parallel sizes, in ranks. data: what the others leave. virtual: stages a pipeline rank holds. instances: of the optimizer's state."""
+    """Parallel sizes, in ranks. virtual: stages that a pipeline rank holds. instances: copies of the whole optimizer state."""
 
     data: int = 1
     context: int = 1
@@ -43,12 +42,12 @@ class Layout:
 
     @property
     def shards(self) -> int:
-        """Ranks that share the optimizer's state of what is no expert; every instance has it whole."""
+        """Ranks that share the optimizer's state outside the experts; every instance holds all of it."""
         return self.replicas // self.instances if self.distributed_optimizer else 1
 
     @property
     def expert_shards(self) -> int:
-        """The same of experts."""
+        """Ranks that share the optimizer's state of the experts."""
         return self.expert_replicas // self.instances if self.distributed_optimizer else 1
 
 
@@ -67,7 +66,7 @@ class Batch:
 
 
 def local_parameters(shape: Shape, layout: Layout) -> dict[str, int]:
-    """Parameters on a rank of the first pipeline stage: `experts`, and `rest` with the embedding."""
+    """Return parameters on a rank of the first pipeline stage: `experts`, and `rest` with the embedding."""
     parts = count_parameters(shape)
     stage = layout.pipeline
     whole = (
@@ -94,10 +93,9 @@ def _cut_parameters(shape: Shape, layout: Layout) -> int:
 
 
 def state_bytes(shape: Shape, layout: Layout, dtype_bytes: int = 2, moments: int = 2) -> dict[str, float]:
-    """Bytes of weights, gradients and optimizer state on a rank of the first stage.
+    """Return bytes of weights, gradients and optimizer state on a rank of the first stage.
 
-    Args: moments, fp32 numbers that the optimizer keeps a parameter (2 with AdamW, 1 where Muon is). A bf16 model has fp32
-    weights besides.
+    moments: fp32 numbers that the optimizer keeps for a parameter (2 with AdamW, 1 with Muon). A bf16 model also has fp32 weights.
     """
     local = local_parameters(shape, layout)
     optimizer = 4 * (moments + (dtype_bytes < 4))
@@ -108,14 +106,12 @@ def state_bytes(shape: Shape, layout: Layout, dtype_bytes: int = 2, moments: int
     }
 
 
-def sent_bytes(shape: Shape, layout: Layout, batch: Batch, skip_share: float = 0.0) -> dict[str, float]:
-    """Bytes that a rank sends in one step, by what they are for, without recomputation.
-
-    Args: skip_share, tokens that the skip class takes, which no dispatcher moves. Routing is taken to be even.
+def sent_bytes(shape: Shape, layout: Layout, batch: Batch) -> dict[str, float]:
+    """Return the bytes that a rank sends in one step, by purpose, without recomputation and with even routing.
 
     Returns:
         key_values and boundary: context parallelism. dispatch: expert parallelism, rows and their gradients. activations
-        and replicated: tensor parallelism, rows, and the gradients of what is whole on its ranks. stages and tied: pipeline
+        and replicated: tensor parallelism, rows, and the gradients of uncut parameters. stages and tied: pipeline
         parallelism, a rank with both neighbours (the first and the last do not send past the ends), and the gradient of the
         embedding, which the first stage shares with the last one's head. gradients and weights: data parallelism, within an
         instance of the optimizer. instances: all-reduces of a shard's gradients between instances.
@@ -128,11 +124,8 @@ def sent_bytes(shape: Shape, layout: Layout, batch: Batch, skip_share: float = 0
     chunks = (2 if layout.zigzag else 1) * batch.micro_batch_size
     channels = (2 * (shape.query_channels + shape.key_channels) + shape.key_channels // 2) // tp
     tokens = rows // tp
-    # each token's row, and what its expert made of it, to and from all ranks of the group
-    if layout.allgather_dispatcher:
-        moved = (ep - 1) * tokens
-    else:
-        moved = (ep - 1) / ep * tokens * (1 - skip_share)
+    # each token's row and its expert's output, to and from all ranks of the group
+    moved = (ep - 1) * tokens if layout.allgather_dispatcher else (ep - 1) / ep * tokens
     local = local_parameters(shape, layout)
 
     def reduced(share_of: int, parameters: int, size: int) -> float:
@@ -161,9 +154,3 @@ def sent_bytes(shape: Shape, layout: Layout, batch: Batch, skip_share: float = 0
         "weights": weights if sharded else 0.0,
         "instances": 2 * reduced(layout.instances, shards, GRADIENT_BYTES) if sharded else 0.0,
     }
-
-
-def pipeline_idle_share(layout: Layout, micro_batches: int) -> float:
-    """Share of a step in which a pipeline rank waits: (p - 1) / (v m + p - 1) (arXiv 2104.04473, section 2.2)."""
-    waiting = layout.pipeline - 1
-    return waiting / (layout.virtual * micro_batches + waiting)

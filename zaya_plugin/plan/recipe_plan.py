@@ -1,25 +1,34 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A recipe's memory plan, and the recomputation that `parallel.recompute_granularity=auto` stands for. No torch import."""
+"""A recipe's memory plan, and the cheapest recomputation with which a step fits into memory, for recompute_granularity=auto.
+
+Every choice is tried: each set of modules, and whole layers from the first on, one after the other. The cost of a choice is the time of a
+forward pass of what is computed again: operations at a share of the device's matrix-product rate, bytes at its copy rate. No torch import.
+"""
 
 from __future__ import annotations
 
-from dataclasses import replace
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 
 from zaya_plugin.config.graphs import with_graphs
-from zaya_plugin.config.schema import Recipe
+from zaya_plugin.config.schema import RECOMPUTE_MODULES, Recipe
 from zaya_plugin.config.validate import data_parallel_size
 from zaya_plugin.data.vocabulary import padded, vocabulary_of
-from zaya_plugin.plan import recompute as choice
-from zaya_plugin.plan.flops import Shape
+from zaya_plugin.errors import mistake
+from zaya_plugin.plan.flops import Shape, forward_flops_by_part
 from zaya_plugin.plan.machines import H100, MACHINES, Machine
 from zaya_plugin.plan.memory import MemoryPlan, Optimizer, Recompute, memory_plan
 from zaya_plugin.plan.parallelism import Batch, Layout
 
 GIB = 2**30
+RESERVE = 0.08  # of a device's memory: context, NCCL's buffers, and fragmentation of the allocator
+# Shares of the matrix-product rate that the parts' forward passes reached on an H100 (benchmarks/results/step12-h100.json); other parts are bound by copies.
+FORWARD_SHARE = {"projections": 0.8, "attention": 0.6, "experts": 0.65, "router": 0.2, "prologue": 0.08}
 
 
 def shape_of(recipe: Recipe, vocabulary: int | None = None) -> Shape:
-    """vocabulary: rows of the table, where the recipe's data does not say."""
+    """Return the recipe's sizes. vocabulary: rows of the embedding, where the recipe's data is not available."""
     model = recipe.model
     rows = padded(vocabulary or vocabulary_of(recipe), model.make_vocab_size_divisible_by)
     return Shape(
@@ -36,6 +45,7 @@ def shape_of(recipe: Recipe, vocabulary: int | None = None) -> Shape:
 
 
 def layout_of(recipe: Recipe, world_size: int) -> Layout:
+    """Return the recipe's parallel layout."""
     parallel = recipe.parallel
     return Layout(
         data=data_parallel_size(recipe, world_size),
@@ -52,6 +62,7 @@ def layout_of(recipe: Recipe, world_size: int) -> Layout:
 
 
 def batch_of(recipe: Recipe, world_size: int) -> Batch:
+    """Return the work of one data-parallel rank and step."""
     stage = recipe.stage
     micro_batches = stage.global_batch_size // (stage.micro_batch_size * data_parallel_size(recipe, world_size))
     dtype_bytes = 2 if recipe.cluster.dtype == "bf16" else 4
@@ -60,10 +71,12 @@ def batch_of(recipe: Recipe, world_size: int) -> Batch:
 
 
 def optimizer_of(recipe: Recipe) -> Optimizer:
+    """Return what the memory plan reads of the recipe's optimizer."""
     return Optimizer(recipe.optim.name == "muon", 2 if recipe.optim.muon_momentum_dtype == "bf16" else 4)
 
 
 def recompute_of(recipe: Recipe) -> Recompute:
+    """Return the recipe's recomputation."""
     parallel, stages = recipe.parallel, recipe.parallel.pipeline_model_parallel_size
     if parallel.recompute_granularity == "selective":
         return Recompute(frozenset(parallel.recompute_modules))
@@ -75,17 +88,17 @@ def recompute_of(recipe: Recipe) -> Recompute:
 
 
 def has_graph(recipe: Recipe) -> bool:
-    """Whether a step is one graph, by the key or by what `auto` stands for."""
+    """Whether a step is one graph, with `auto` resolved."""
     return with_graphs(recipe)[0].cluster.graphs == "full_iteration"
 
 
 def machine_of(recipe: Recipe) -> Machine:
-    """Rates by the cluster's name; an H100's for one that is not known, for between choices they decide little."""
+    """Return rates by the cluster's name; those of an H100 for an unknown one, since they change little between choices."""
     return MACHINES.get(recipe.cluster.name, H100)
 
 
 def plan_of(recipe: Recipe, world_size: int, vocabulary: int | None = None) -> MemoryPlan:
-    """What the fullest rank of `recipe` holds at its peak."""
+    """Return the memory plan of the fullest rank."""
     return memory_plan(
         shape_of(recipe, vocabulary),
         layout_of(recipe, world_size),
@@ -97,20 +110,20 @@ def plan_of(recipe: Recipe, world_size: int, vocabulary: int | None = None) -> M
 
 
 def with_recompute(recipe: Recipe, world_size: int, vocabulary: int | None = None) -> tuple[Recipe, str | None]:
-    """`recipe` with the recomputation that `auto` stands for, and a line about it; as it is, and None, where it does not ask.
+    """Return `recipe` with the recomputation for `auto` and a line about it; without `auto`, the unchanged recipe and None.
 
     Raises:
-        ValueError: the step does not fit into cluster.memory_gib whatever is recomputed.
+        ValueError: the step does not fit into cluster.memory_gib with any recomputation.
     """
     if recipe.parallel.recompute_granularity != "auto":
         return recipe, None
     allowed = tuple(
         name
-        for name in choice.MODULES
+        for name in RECOMPUTE_MODULES
         if name != "permute"
         or (recipe.parallel.expert_model_parallel_size == 1 and recipe.cluster.transformer_impl == "local")
     )
-    found = choice.choices(
+    found = choices(
         shape_of(recipe, vocabulary),
         layout_of(recipe, world_size),
         batch_of(recipe, world_size),
@@ -120,13 +133,18 @@ def with_recompute(recipe: Recipe, world_size: int, vocabulary: int | None = Non
         has_graph(recipe),
     )
     memory_gib = recipe.cluster.memory_gib
-    try:
-        chosen = choice.choose(found, memory_gib)
-    except ValueError as error:
-        raise ValueError(
-            f"parallel.recompute_granularity = auto: {error}. Allowed: a smaller stage.micro_batch_size (is {recipe.stage.micro_batch_size}), more "
-            "data-, context-, expert- or pipeline-parallel ranks"
-        ) from None
+    chosen = choose(found, memory_gib)
+    if chosen is None:
+        least = min(found, key=lambda choice: choice.plan.total)
+        raise mistake(
+            "parallel.recompute_granularity",
+            "auto",
+            problem=f"the step needs {least.plan.total / GIB:.1f} GiB a device even with {least.name} recomputed "
+            f"({table(least.plan)}), and {(1 - RESERVE) * memory_gib:.1f} of cluster.memory_gib={memory_gib:g} are available",
+            allowed="a step that fits",
+            fix=f"a smaller stage.micro_batch_size (currently {recipe.stage.micro_batch_size}), or more data-, context-, expert- or "
+            "pipeline-parallel ranks",
+        )
     parallel = replace(recipe.parallel, recompute_granularity=None)
     if chosen.recompute.full_layers:
         per_stage = -(-chosen.recompute.full_layers // recipe.parallel.virtual_pipeline_stages)
@@ -134,24 +152,24 @@ def with_recompute(recipe: Recipe, world_size: int, vocabulary: int | None = Non
             parallel, recompute_granularity="full", recompute_method="block", recompute_num_layers=per_stage
         )
     elif chosen.recompute.modules:
-        modules = [name for name in choice.MODULES if name in chosen.recompute.modules]
+        modules = [name for name in RECOMPUTE_MODULES if name in chosen.recompute.modules]
         parallel = replace(parallel, recompute_granularity="selective", recompute_modules=modules)
     line = (
         f"recomputed: {chosen.name}, about {chosen.milliseconds:.1f} ms a step; memory plan {chosen.plan.total / GIB:.1f} of {memory_gib:g} GiB a "
-        f"device ({choice.table(chosen.plan, ', ')})"
+        f"device ({table(chosen.plan)})"
     )
     return replace(recipe, parallel=parallel), line
 
 
 def lines(recipe: Recipe, world_size: int, vocabulary: int | None = None) -> list[str]:
-    """The plan for a dry run: a table of components, and of the largest tensors that a layer keeps. None on a CPU, which the plan is not made for."""
+    """Return the plan for a dry run: components, and the largest tensors that a layer keeps. Empty on a CPU, which the plan does not cover."""
     if recipe.cluster.device == "cpu":
         return []
     plan = plan_of(recipe, world_size, vocabulary)
     of = (
         ""
         if recipe.cluster.memory_gib is None
-        else f", of {recipe.cluster.memory_gib:g} ({choice.RESERVE:.0%} of them for libraries and allocator)"
+        else f", of {recipe.cluster.memory_gib:g} ({RESERVE:.0%} of them for libraries and allocator)"
     )
     found = [f"memory plan  GiB of the fullest device (prediction); sum {plan.total / GIB:.2f}{of}"]
     found += [f"  {value / GIB:8.2f}  {name}" for name, value in plan.components.items()]
@@ -162,3 +180,75 @@ def lines(recipe: Recipe, world_size: int, vocabulary: int | None = None) -> lis
             f"  {saved.bytes / 2**20:8.1f}  {saved.name}" for saved in largest if saved.bytes > 0.01 * largest[0].bytes
         ]
     return found
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A recomputation, its memory plan, and the milliseconds that it adds to a step."""
+
+    recompute: Recompute
+    plan: MemoryPlan
+    milliseconds: float
+
+    @property
+    def name(self) -> str:
+        if self.recompute.full_layers:
+            return f"{self.recompute.full_layers} whole layers"
+        return " + ".join(name for name in RECOMPUTE_MODULES if name in self.recompute.modules) or "nothing"
+
+
+def choices(
+    shape: Shape,
+    layout: Layout,
+    batch: Batch,
+    optimizer: Optimizer,
+    machine: Machine,
+    allowed: tuple[str, ...] = RECOMPUTE_MODULES,
+    graph: bool = False,
+) -> list[Choice]:
+    """Return all choices, cheapest first. graph: as in memory_plan."""
+    found = []
+    for recompute in _candidates(shape.num_layers // layout.pipeline, allowed):
+        plan = memory_plan(shape, layout, batch, recompute, optimizer, graph)
+        found.append(Choice(recompute, plan, 1e3 * added_seconds(shape, layout, batch, recompute, machine)))
+    return sorted(found, key=lambda choice: (choice.milliseconds, choice.plan.total))
+
+
+def choose(found: list[Choice], memory_gib: float) -> Choice | None:
+    """Return the cheapest choice that leaves RESERVE of `memory_gib` free, or None."""
+    return next((choice for choice in found if choice.plan.total <= (1 - RESERVE) * memory_gib * GIB), None)
+
+
+def table(plan: MemoryPlan) -> str:
+    """Return the components in GiB."""
+    return ", ".join(f"{name} {value / GIB:.2f}" for name, value in plan.components.items())
+
+
+def _candidates(layers: int, allowed: tuple[str, ...]) -> Iterator[Recompute]:
+    for count in range(len(allowed) + 1):
+        for modules in itertools.combinations(allowed, count):
+            if not {"moe", "permute"} <= {*modules}:  # recomputed experts sort their rows again anyway
+                yield Recompute(frozenset(modules))
+    yield from (Recompute(full_layers=count) for count in range(1, layers + 1))
+
+
+def added_seconds(shape: Shape, layout: Layout, batch: Batch, recompute: Recompute, machine: Machine) -> float:
+    """Return seconds that a rank spends on recomputation in a step."""
+    layers = shape.num_layers // layout.pipeline
+    flops = forward_flops_by_part(replace(shape, num_layers=1), batch.seq_length)
+    a, s, h = batch.dtype_bytes, batch.stream_bytes, shape.hidden_size
+    norm = (s + a) * h / machine.copy
+    time = {part: flops[part] / machine.gemm / share for part, share in FORWARD_SHARE.items()}
+    time["permute"] = 2 * a * h / machine.copy
+    time["moe"] = time["experts"] + time["router"] + 2 * time["permute"]
+    time["core_attn"] = time["attention"]
+    # A recomputed norm is not fused with the merge before it, which costs one more read of the stream in each direction.
+    time["layernorm"] = 2 * norm + 4 * s * h / machine.copy
+    whole = sum(time[part] for part in ("projections", "prologue", "core_attn", "moe")) + 2 * (
+        norm + (s + a) * h / machine.copy
+    )
+    tokens = batch.micro_batches * batch.micro_batch_size * batch.seq_length / (layout.context * layout.tensor)
+    again = (
+        sum(time[name] for name in recompute.modules) * (layers - recompute.full_layers) + whole * recompute.full_layers
+    )
+    return tokens * again

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What one rank has to compute and to move in a training step, by part: the numbers that measured times are held against.
+"""Operations and least memory traffic of one rank in a training step, by part; measured times are compared with them.
 
 Operations are those of zaya_plugin.plan.flops, forward and twice that backward; recomputation is not counted. Bytes are the least
-that a part must read and write on the device when its results are handed on through memory: every operand of every product and of
-every pass once, weights once a micro-batch and pass, no intermediate of a pass that can stay in registers. No torch import.
+that a part must read and write on the device if its results go through memory: every operand of every product and pass once,
+weights once for each micro-batch and pass, no intermediate of a pass that can stay in registers. No torch import.
 """
 
 from __future__ import annotations
@@ -11,8 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
-from zaya_plugin.plan.flops import Shape, forward_flops_by_part
-from zaya_plugin.plan.parameters import count_parameters
+from zaya_plugin.plan.flops import Shape, count_parameters, forward_flops_by_part
 
 FLOAT32 = 4
 
@@ -30,16 +29,16 @@ class Rank:
     """One rank's share of a step.
 
     Attributes:
-        layers, embedding, head: what it holds of the model.
-        tokens: that it computes in a step (with tensor parallelism a rank computes all tokens of its heads, or its tokens of all
-            else: either way 1 / tensor-parallel size of the work).
-        micro_batches: in which they come.
+        layers, embedding, head: number of layers, and whether the rank holds the embedding and the head.
+        tokens: computed in a step. With tensor parallelism a rank computes all tokens of its heads, and its share of the tokens
+            outside attention: in both cases 1 / tensor-parallel size of the work.
+        micro_batches: of a step.
         experts: of each layer on this rank.
-        activation_bytes, stream_bytes: an element of weights and activations, and of the residual stream.
+        activation_bytes, stream_bytes: of an element of weights and activations, and of the residual stream.
         tensor: tensor-parallel ranks, which share the matrices of queries, keys, output and vocabulary.
         accumulated: elements of gradients that a part's own kernels add to the fp32 buffer, by part; under "gradients" those that a
-            pass of their own adds.
-        written: the parts of which a step's first micro-batch writes its gradients, which nobody zeroes then.
+            separate pass adds.
+        written: the parts whose gradients are not zeroed, since a step's first micro-batch writes them.
     """
 
     layers: int
@@ -57,7 +56,7 @@ class Rank:
 
 @dataclass(frozen=True)
 class OptimizerShare:
-    """What one rank updates: elements under Muon and under AdamW, bytes of a momentum's element, and operations of Newton-Schulz."""
+    """Work of one rank's update: elements under Muon and under AdamW, bytes of a momentum's element, and operations of Newton-Schulz."""
 
     muon: float
     adamw: float
@@ -66,7 +65,7 @@ class OptimizerShare:
 
 
 def step_work(shape: Shape, seq_length: int, rank: Rank, optimizer: OptimizerShare | None = None) -> dict[str, Work]:
-    """Work of forward, backward and the optimizer by part; optimizer None: a step without one."""
+    """Return the work of forward, backward and the optimizer by part; optimizer None: a step without one."""
     here = replace(shape, num_layers=rank.layers)
     flops = {part: 3.0 * rank.tokens * value for part, value in forward_flops_by_part(here, seq_length).items()}
     if not rank.head:
@@ -74,7 +73,7 @@ def step_work(shape: Shape, seq_length: int, rank: Rank, optimizer: OptimizerSha
     moved = _activation_bytes(shape, rank)
     for part, elements in _weights(here, rank).items():  # read forward and backward, their gradient written
         moved[part] += 3.0 * rank.activation_bytes * elements * rank.micro_batches
-    # each micro-batch read and written in fp32, where it is added, and nowhere else
+    # each micro-batch reads and writes the fp32 buffer once, where it adds
     for part, elements in rank.accumulated.items():
         not_written = 0 if part == "gradients" else rank.activation_bytes
         not_read = FLOAT32 if part in rank.written else 0
@@ -93,11 +92,11 @@ def step_work(shape: Shape, seq_length: int, rank: Rank, optimizer: OptimizerSha
 
 
 def _weights(here: Shape, rank: Rank) -> dict[str, float]:
-    """Elements of the weights that a micro-batch meets on this rank."""
+    """Return elements of the weights that a micro-batch uses on this rank."""
     parts = count_parameters(here)
     h = here.hidden_size
     projections = here.num_layers * h * (2 * here.query_channels + 2 * here.key_channels)
-    return {  # of matrices that are whole on tensor-parallel ranks (values, convolutions) a rank reads the rows of its heads
+    return {  # of matrices that tensor parallelism does not cut (values, convolutions) a rank reads the rows of its heads
         "projections": projections / rank.tensor,
         "prologue": (parts["attention"] - projections) / rank.tensor,
         "router": parts["router"],
@@ -107,7 +106,7 @@ def _weights(here: Shape, rank: Rank) -> dict[str, float]:
 
 
 def _activation_bytes(shape: Shape, rank: Rank) -> dict[str, float]:
-    """Forward and backward, of all layers and tokens of the rank. Comments: what is read -> what is written."""
+    """Return bytes of activations, forward and backward, of all layers and tokens of the rank. Comments: read -> written."""
     h, f, q, k = shape.hidden_size, shape.moe_ffn_hidden_size, shape.query_channels, shape.key_channels
     projected = q + 2 * k  # queries, keys, both values
     a, s = rank.activation_bytes, rank.stream_bytes
@@ -134,7 +133,7 @@ def _activation_bytes(shape: Shape, rank: Rank) -> dict[str, float]:
 
 
 def _expert_elements(h: int, f: int) -> int:
-    """Elements that one token moves through the experts of a layer, forward and backward."""
+    """Return elements that one token moves through the experts of a layer, forward and backward."""
     move = 2 * h  # permute, unpermute, and the gradient of each
     forward = 2 * move + (h + 2 * f) + (2 * f + f) + (f + h)
     products = (h + f) + (2 * f + h) + (h + f) + (2 * f + h)  # dgrad of both, wgrad of both

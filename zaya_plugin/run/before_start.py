@@ -1,27 +1,47 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is settled and checked before anything starts: what `auto` stands for, the stage before, this machine, the data. No torch import."""
+"""Everything before a start: the values of `auto`, the previous stage, checks of this machine and the data, and what a dry run prints.
+
+No torch import. A dry run is made where people plan: a login node has neither the devices nor the data, so problems are printed, not raised.
+"""
 
 from __future__ import annotations
 
-import importlib.util
+import json
 import os
+import shlex
 import socket
 import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from zaya_plugin import compat
+from zaya_plugin.config.arguments import megatron_arguments
 from zaya_plugin.config.graphs import with_graphs
+from zaya_plugin.config.run_directory import check_resume
 from zaya_plugin.config.schema import Recipe
+from zaya_plugin.config.validate import data_parallel_size
+from zaya_plugin.data.sources import find_sources
+from zaya_plugin.errors import mistake
 from zaya_plugin.handover.data_places import with_consumed
 from zaya_plugin.handover.predecessor import predecessor, saved_step
-from zaya_plugin.plan.recipe_plan import with_recompute
-from zaya_plugin.run.rank_plan import Plan
+from zaya_plugin.plan import recipe_plan
+from zaya_plugin.run.rank_plan import WORKER, Plan, make_plan, rank_environment
 
 DEVICE_FILES = ("/dev/nvidiactl", "/dev/nvidia0", "/dev/kfd", "/dev/dxg")  # NVIDIA, ROCm, WSL
+TOKENIZER_UNKNOWN = "of the data set, which is not on this machine"
+# module, how to install it
+REQUIRED = (
+    ("torch", "install the build for your accelerator, or for a CPU `pip install 'zaya_plugin[cpu]'`"),
+    (
+        "megatron.training",
+        "`pip install 'megatron-core[training]>=0.19.2'`, or put a Megatron-LM checkout on PYTHONPATH",
+    ),
+)
 
 
 def with_choices(recipe: Recipe, plan: Plan) -> Recipe:
-    """`recipe` with what `auto` stands for (see `settled`); rank 0 says what that is."""
+    """Return `recipe` with values for `auto` (see `settled`); rank 0 prints them."""
     recipe, lines = settled(recipe, plan.world_size)
     if plan.rank == 0:
         for line in lines:
@@ -30,69 +50,118 @@ def with_choices(recipe: Recipe, plan: Plan) -> Recipe:
 
 
 def settled(recipe: Recipe, world_size: int) -> tuple[Recipe, list[str]]:
-    """`recipe` with what `auto` stands for in parallel.recompute_granularity and cluster.graphs, and lines that say so."""
-    recipe, recomputed = with_recompute(recipe, world_size)
+    """Return `recipe` with values for `auto` in parallel.recompute_granularity and cluster.graphs, and lines that name them."""
+    recipe, recomputed = recipe_plan.with_recompute(recipe, world_size)
     recipe, graphs = with_graphs(recipe)
     return recipe, [line for line in (recomputed, graphs) if line is not None]
 
 
 def take_over(recipe: Recipe) -> Recipe:
-    """`recipe` with its place in the data; raises `ValueError` if a stage that begins cannot take over from `handover.from_run`."""
+    """Return `recipe` with its place in the data; raises ValueError if a new stage cannot start from `handover.from_run`."""
     if saved_step(Path(recipe.run_dir)) is None:
         predecessor(recipe)
     return with_consumed(recipe)
 
 
 def check_surroundings(recipe: Recipe, plan: Plan) -> None:
-    """Raises `ValueError` if this machine lacks what the recipe needs: torch, Megatron, a device, the port, the data."""
+    """Raise ValueError if this machine has no torch, Megatron, device, free port or data for the recipe."""
     check_machine(recipe, plan)
-    from zaya_plugin.data.sources import find_sources  # reads headers and sizes only, without torch
-
-    find_sources(recipe)
+    find_sources(recipe)  # reads headers and sizes only
 
 
 def check_machine(recipe: Recipe, plan: Plan) -> None:
-    """`check_surroundings` but for the data."""
-    for module, remedy in (
-        ("torch", "install the build for your accelerator, or `pip install 'zaya_plugin[cpu]'` for a CPU"),
-        (
-            "megatron.training",
-            "`pip install 'megatron-core[training]>=0.19.2'`, or put a Megatron-LM checkout on PYTHONPATH",
-        ),
-    ):
-        if not _importable(module):
-            raise ValueError(
-                f"{module} is not installed in {sys.executable}: {remedy}. `zaya doctor` shows what there is"
-            )
+    """Run the checks of `check_surroundings` except that of the data."""
+    for module, remedy in REQUIRED:
+        if not compat.has_module(module):
+            problem = f"is not installed in {sys.executable}; `zaya doctor` lists what is installed"
+            raise mistake(module, problem=problem, fix=remedy)
     if not compat.zaya_train_fits():
-        raise ValueError(
-            f"megatron.core {compat.core_version()}: allowed for `zaya train`: 0.19 and 0.20, as in `pip install 'megatron-core[training]>=0.19.2'`. In "
-            "Primus, which pins 0.16, train with `zaya export primus`"
+        raise mistake(
+            "megatron.core",
+            compat.core_version(),
+            problem="`zaya train` is not written for this version",
+            allowed="0.19 and 0.20",
+            fix="`pip install 'megatron-core[training]>=0.19.2'`; in Primus, which pins 0.16, `zaya export primus`",
         )
     if recipe.cluster.device == "cuda" and not any(os.path.exists(path) for path in DEVICE_FILES):
-        raise ValueError(
-            f"cluster.device = cuda: no accelerator on this machine ({', '.join(DEVICE_FILES)} do not exist). "
-            "Allowed here: cpu; set it with cluster=cpu"
+        raise mistake(
+            "cluster.device",
+            recipe.cluster.device,
+            problem=f"no accelerator on this machine ({', '.join(DEVICE_FILES)} do not exist)",
+            allowed="cpu",
+            fix="cluster=cpu",
         )
     if plan.command is not None and recipe.master_port is not None and _port_in_use(recipe.master_port):
-        raise ValueError(
-            f"master_port = {recipe.master_port}: the port is in use. Allowed: a free port; "
-            "master_port=null finds one by itself"
+        raise mistake(
+            "master_port",
+            recipe.master_port,
+            problem="the port is in use",
+            allowed="a free port, or null for any free port",
+            fix="master_port=null",
         )
-
-
-def _importable(module: str) -> bool:
-    try:
-        return importlib.util.find_spec(module) is not None
-    except ModuleNotFoundError:
-        return False
 
 
 def _port_in_use(port: int) -> bool:
     with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # a port that is only cooling down is free
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # a port in TIME_WAIT is free
         try:
             probe.bind(("", port))
         except OSError:
             return True
     return False
+
+
+def plan_of(recipe: Recipe, environ: Mapping[str, str]) -> Plan:
+    """Return the launch on this machine, or for several nodes the launch on every node."""
+    if recipe.cluster.num_nodes == 1 or any(name in environ for name in ("RANK", "SLURM_PROCID")):
+        return make_plan(recipe, environ)
+    nodes, here = recipe.cluster.num_nodes, recipe.cluster.gpus_per_node
+    words = ["torchrun", "--nnodes", str(nodes), "--nproc-per-node", str(here), "--rdzv-backend", "c10d"]
+    words += ["--rdzv-endpoint", "<first host>:29500", "-m", "zaya_plugin.cli", "train"]
+    variables = rank_environment(recipe, here, environ)
+    return Plan(nodes * here, here, 0, "torchrun on every node, or `zaya slurm`", words, variables)
+
+
+def describe(recipe: Recipe, plan: Plan, overrides: Sequence[str] = ()) -> str:
+    """Return what would start, and what would stop it now. overrides: the words after `zaya train` on several nodes."""
+    if plan.command is not None and plan.command[0] == "torchrun":
+        plan = replace(plan, command=[*plan.command, *overrides])
+    recipe, chosen = settled(recipe, plan.world_size)
+    values = megatron_arguments(recipe, tokenizer_arguments(recipe))
+    accumulation = recipe.stage.global_batch_size // (
+        recipe.stage.micro_batch_size * data_parallel_size(recipe, plan.world_size)
+    )
+    lines = [
+        f"name         {recipe.name}",
+        f"run_dir      {os.path.abspath(recipe.run_dir)}",
+        f"world size   {plan.world_size} ranks, {plan.ranks_here} on this machine, started by {plan.started_by}",
+        f"batch        {recipe.stage.global_batch_size} sequences of {recipe.stage.seq_length} tokens a step: "
+        f"{accumulation} micro-batches of {recipe.stage.micro_batch_size} a data-parallel rank",
+        f"command      {shlex.join(plan.command) if plan.command else f'in this process: {WORKER}.main(recipe)'}",
+        "environment  " + "\n             ".join(f"{key}={value}" for key, value in sorted(plan.environment.items())),
+    ]
+    for check in (
+        lambda: check_resume(recipe.run_dir, recipe.resume),
+        lambda: take_over(recipe),
+        lambda: check_surroundings(recipe, plan),
+    ):
+        try:
+            check()
+        except ValueError as error:
+            lines.append(f"would stop   {error}")
+    lines += [*chosen, *recipe_plan.lines(recipe, plan.world_size), "Megatron     arguments"]
+    lines += ["  " + line for line in argument_lines(values)]
+    return "\n".join([*lines, "dry_run=true: nothing was created or started"])
+
+
+def tokenizer_arguments(recipe: Recipe) -> dict:
+    """Return Megatron's arguments for the tokenizer: those of the data set, or the recipe's where the data is on another machine."""
+    try:
+        return find_sources(recipe).tokenizer_arguments()
+    except ValueError:
+        return {"tokenizer_type": "HuggingFaceTokenizer", "tokenizer_model": recipe.data.tokenizer or TOKENIZER_UNKNOWN}
+
+
+def argument_lines(values: Mapping[str, object]) -> list[str]:
+    """Return Megatron's arguments as lines `--name value`, sorted by name. Values are JSON, which has one form for lists and null."""
+    return [f"--{name.replace('_', '-')} {json.dumps(value, default=str)}" for name, value in sorted(values.items())]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The stages of a curriculum: composed from `curriculum.stages`, each with its directory and its place in the data. No torch import."""
+"""Composes the stages of a curriculum from `curriculum.stages`, each with its directory and its place in the data. No torch import."""
 
 from __future__ import annotations
 
@@ -10,15 +10,16 @@ from pathlib import Path
 from zaya_plugin.config.compose import compose, load_recipe
 from zaya_plugin.config.schedule import sample_count, step_count
 from zaya_plugin.config.schema import Recipe
+from zaya_plugin.errors import mistake
 from zaya_plugin.handover.predecessor import same_order, saved_step
 
-# Each stage has its own, made from the curriculum's.
+# Keys that each stage has for itself; they are set from the curriculum's.
 PER_CURRICULUM = ("experiment", "run_dir", "name", "resume", "dry_run", "handover.from_run", "logger.wandb_group")
 
 
 @dataclass(frozen=True)
 class Stage:
-    """One stage. overrides: what `zaya train` takes to run it; steps: that it takes."""
+    """One stage. overrides: the words after `zaya train` that run it. steps: their number in the whole stage."""
 
     name: str
     overrides: tuple[str, ...]
@@ -27,56 +28,64 @@ class Stage:
 
     @property
     def run_dir(self) -> Path:
-        """Where it runs."""
+        """Directory of the stage."""
         return Path(self.recipe.run_dir)
 
     @property
     def done(self) -> int:
-        """Steps up to its newest checkpoint."""
+        """Steps up to the newest checkpoint."""
         return saved_step(self.run_dir) or 0
 
     @property
     def finished(self) -> bool:
-        """Whether all steps are taken and saved."""
+        """Whether all steps are done and saved."""
         return self.done >= self.steps
 
 
 @dataclass(frozen=True)
 class Curriculum:
-    """All stages and the recipe that lists them."""
+    """All stages, and the recipe that lists them."""
 
     recipe: Recipe
     stages: tuple[Stage, ...]
 
     @property
     def run_dir(self) -> Path:
-        """Directory of the whole; holds one for each stage."""
+        """Directory of the curriculum; it holds one directory for each stage."""
         return Path(self.recipe.run_dir)
 
 
 def compose_curriculum(overrides: list[str]) -> Curriculum:
-    """The stages from `zaya curriculum`'s words: experiment=<name>, key=value for all stages, <stage>:key=value for one.
+    """Compose the stages from the words of `zaya curriculum`: experiment=<name>, key=value for all stages, <stage>:key=value for one.
 
     Raises:
-        ValueError: no stages are listed, a stage's name is unknown or repeated, or a recipe is not one.
+        ValueError: no stages are listed, a stage's name is unknown or repeated, or a recipe is invalid.
     """
     special = [item.partition(":") for item in overrides if _is_special(item)]
     common = [item for item in overrides if not _is_special(item)]
     whole = compose(common)
     if not whole.curriculum.stages:
-        raise ValueError(
-            f"curriculum.stages = []: {_value(common, 'experiment') or 'no experiment'} lists no stages. Allowed: experiments, as "
-            "in curriculum.stages=[mine_4k,mine_32k]; or experiment=zaya1_base, experiment=cpu_demo"
+        raise mistake(
+            "curriculum.stages",
+            [],
+            problem=f"{_value(common, 'experiment') or 'no experiment'} lists no stages",
+            allowed="a list of experiments, as in curriculum.stages=[mine_4k,mine_32k]",
+            fix="experiment=zaya1_base, or experiment=cpu_demo",
         )
     shared = [item for item in common if item.lstrip("+~").partition("=")[0] not in PER_CURRICULUM]
     shared = [item for item in shared if not item.startswith("curriculum.")]
     recipes = {experiment: compose([f"experiment={experiment}", *shared]) for experiment in whole.curriculum.stages}
     names = {experiment: recipe.stage.name for experiment, recipe in recipes.items()}
     if len(set(names.values())) < len(whole.curriculum.stages):
-        raise ValueError(f"curriculum.stages = {whole.curriculum.stages}: two of them have the same stage.name")
+        raise mistake(
+            "curriculum.stages",
+            whole.curriculum.stages,
+            problem="two of them have the same stage.name",
+            fix="curriculum.stages=[...], each experiment once",
+        )
     for key, _, item in special:
         if key not in names and key not in names.values():
-            raise ValueError(f"{key}:{item}: no such stage; allowed: {', '.join(names.values())}")
+            raise mistake(f"{key}:{item}", problem="no such stage", allowed=", ".join(names.values()))
     stages: list[Stage] = []
     for experiment, name in names.items():
         own = [item for key, _, item in special if key in (experiment, name)]
@@ -91,7 +100,7 @@ def compose_curriculum(overrides: list[str]) -> Curriculum:
 
 
 def _placed(stage: Stage, values: dict[str, object]) -> Stage:
-    """`stage` with further keys set, in its recipe and in the words that compose it."""
+    """Return `stage` with further keys set, in its recipe and in the words that compose it."""
     recipe = copy.deepcopy(stage.recipe)
     for path, value in values.items():
         group, _, key = path.rpartition(".")
@@ -102,7 +111,7 @@ def _placed(stage: Stage, values: dict[str, object]) -> Stage:
 
 
 def _with_data_places(stages: list[Stage]) -> list[Stage]:
-    """The stages, each told where it begins in the order of its data, which neighbours with the same data share."""
+    """Return the stages with their first sample in the order of their data; neighbours with the same data share the order."""
     groups: list[list[Stage]] = []
     for stage in stages:
         if groups and same_order(groups[-1][-1].recipe, stage.recipe):
@@ -113,7 +122,7 @@ def _with_data_places(stages: list[Stage]) -> list[Stage]:
     for group in groups:
         planned, first = sum(sample_count(stage.recipe) for stage in group), 0
         begun = group[0].run_dir / "recipe.yaml"
-        if begun.is_file():  # its order is made already; if it is too short for longer stages, the hand-over says so
+        if begun.is_file():  # the order exists; the hand-over raises if it is too short for longer stages
             planned = max(load_recipe(begun).handover.planned_samples or 0, planned)
         for stage in group:
             place = {"handover.first_sample": first, "handover.planned_samples": planned} if len(group) > 1 else {}
@@ -123,7 +132,7 @@ def _with_data_places(stages: list[Stage]) -> list[Stage]:
 
 
 def _is_special(item: str) -> bool:
-    """Whether an override is meant for one stage: a colon before any equals sign."""
+    """Whether an override is for one stage: a colon before any equals sign."""
     return ":" in item.partition("=")[0]
 
 

@@ -1,54 +1,64 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`zaya curriculum`: the stages of `curriculum.stages` one after the other, each a run of its own in <run_dir>/<stage>.
+"""Runs the stages of `curriculum.stages` one after the other, each as a run in <run_dir>/<stage>, and prints tables of their results.
 
-What is true lies in the stages' checkpoints, so that a kill at any moment costs the steps since the last one and nothing
-else; <run_dir>/curriculum.json is the record of it that people and tools read. No torch import.
+The state of a curriculum is that of its stages' checkpoints, so a kill at any moment loses only the steps since the last one.
+<run_dir>/curriculum.json is a record for people and tools. No torch import.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import subprocess
+import sys
 import time
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
 from zaya_plugin.config.compose import load_recipe
-from zaya_plugin.config.schedule import step_count
+from zaya_plugin.config.schedule import first_learning_rate, last_learning_rate, step_count, token_count
+from zaya_plugin.config.schema import Recipe
 from zaya_plugin.config.validate import validate
 from zaya_plugin.data.ledger import report
+from zaya_plugin.errors import mistake
 from zaya_plugin.handover.data_places import source_uses, with_consumed
-from zaya_plugin.handover.predecessor import finished_stage, losses
-from zaya_plugin.run import dry_run
-from zaya_plugin.run.compare_positions import compare
+from zaya_plugin.handover.predecessor import domain_losses, finished_stage, losses
+from zaya_plugin.run import before_start
 from zaya_plugin.run.curriculum import Curriculum, Stage
-from zaya_plugin.run.launch import launch
-from zaya_plugin.run.stage_tables import domain_table, table, tokens_by_source
+from zaya_plugin.run.launch import last_words, launch
+from zaya_plugin.run.rank_plan import rank_environment
 
 STATE = "curriculum.json"
+POSITIONS = "loss_by_position.json"  # written by zaya_plugin.hosts.position_loss
+COLUMNS = (
+    *("stage", "context", "RoPE base", "CP", "tokens", "steps"),
+    *("learning rate", "loss before", "after", "at hand-over"),
+)
 
 
 def run_curriculum(curriculum: Curriculum, only: str | None = None) -> int:
-    """Runs what is not finished yet, in order, and returns the exit code: that of the first stage that did not finish, or 0.
+    """Run the stages that are not finished, in order, and return 0 or the exit code of the first stage that did not finish.
 
     Args:
-        only: name of the one stage to run, which may be run by ranks that torchrun or SLURM has started.
+        only: name of the one stage to run; ranks that torchrun or SLURM has started may run it.
 
     Raises:
-        ValueError: see `check`; a stage's own mistakes; `only` whose predecessor is not finished.
+        ValueError: see `check`; a mistake in a stage's recipe; the predecessor of `only` is not finished.
     """
     check(curriculum)
+    names = [stage.name for stage in curriculum.stages]
     chosen = [stage for stage in curriculum.stages if only in (None, stage.name)]
     if not chosen:
-        raise ValueError(
-            f"--only {only}: no such stage; allowed: {', '.join(stage.name for stage in curriculum.stages)}"
-        )
+        raise mistake("--only", only, problem="no such stage", allowed=", ".join(names))
     ranks_started = (
         "RANK" in os.environ or int(os.environ.get("SLURM_NTASKS", "1")) > 1 and "SLURM_STEP_ID" in os.environ
     )
     if ranks_started and only is None:
-        raise ValueError(
-            "zaya curriculum under torchrun or srun: a process trains one stage, so name it: --only "
-            f"{'|'.join(stage.name for stage in curriculum.stages)}. `zaya slurm --curriculum` writes a script that does them all"
+        raise mistake(
+            "zaya curriculum",
+            problem="under torchrun or srun a process trains one stage",
+            allowed=f"with --only, one of {', '.join(names)}",
+            fix="--only <stage>; `zaya slurm --curriculum` writes a script that runs all of them",
         )
     first = os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")) == "0"
     for stage in chosen:
@@ -63,7 +73,7 @@ def run_curriculum(curriculum: Curriculum, only: str | None = None) -> int:
         tables = [table(curriculum), domain_table(curriculum), _tokens_by_source(curriculum)]
         print("\n\n".join(text for text in tables if text) + "\n", flush=True)
         if curriculum.recipe.curriculum.compare_positions:
-            return _compare_positions(curriculum)
+            return _compare_positions(*curriculum.stages[-2:])
     return 0
 
 
@@ -71,7 +81,7 @@ def _run_stage(curriculum: Curriculum, stage: Stage, first: bool) -> int:
     if stage.recipe.handover.from_run is not None and not stage.done:
         finished_stage(Path(stage.recipe.handover.from_run))
     if first:
-        verb = f"goes on after step {stage.done}" if stage.done else "begins"
+        verb = f"resumes after step {stage.done}" if stage.done else "starts"
         print(f"zaya: stage {stage.name} {verb}: {stage.steps} steps, {stage.run_dir}", flush=True)
         if stage.recipe.data.order == "continuing":
             print(report(source_uses(with_consumed(stage.recipe))), flush=True)
@@ -83,46 +93,51 @@ def _run_stage(curriculum: Curriculum, stage: Stage, first: bool) -> int:
 
 
 def check(curriculum: Curriculum) -> None:
-    """Raises ValueError where run_dir holds another curriculum, or a stage was changed after it was handed over."""
+    """Raise ValueError if run_dir holds another curriculum, or a stage was changed after the next stage had started from it."""
     path = curriculum.run_dir / STATE
     names = [stage.name for stage in curriculum.stages]
     if path.is_file():
         before = [stage["name"] for stage in read_state(curriculum.run_dir)["stages"]]
         if before[: len(names)] != names and names[: len(before)] != before:
-            raise ValueError(
-                f"run_dir = {curriculum.run_dir}: holds a curriculum of {', '.join(before)}, and this one is {', '.join(names)}. "
-                "Allowed: the same stages, more of them at the end, or another run_dir"
+            raise mistake(
+                "run_dir",
+                curriculum.run_dir,
+                problem=f"holds a curriculum of {', '.join(before)}, and this one is {', '.join(names)}",
+                allowed="the same stages, or more of them at the end",
+                fix="run_dir=<another directory>",
             )
     for stage, after in zip(curriculum.stages, curriculum.stages[1:], strict=False):
         if after.done and not stage.finished:
             saved = load_recipe(stage.run_dir / "recipe.yaml") if (stage.run_dir / "recipe.yaml").is_file() else None
             took = f"it took {step_count(saved)} steps then" if saved else "its recipe is gone"
-            raise ValueError(
-                f"stage {stage.name} has {stage.done} of {stage.steps} steps, but stage {after.name} has already taken over from it "
-                f"({took}). Allowed: its recipe as it was, or another run_dir"
+            raise mistake(
+                f"stage {stage.name}",
+                problem=f"has {stage.done} of {stage.steps} steps, but stage {after.name} has already started from it ({took})",
+                allowed="its recipe as it was",
+                fix="run_dir=<another directory>",
             )
 
 
 def describe(curriculum: Curriculum) -> str:
-    """What would run, for --dry-run: every stage's plan, and what is handed over."""
+    """Return what would run, for --dry-run: every stage's plan, and what the next stage starts from."""
     lines = []
     for number, stage in enumerate(curriculum.stages, 1):
-        state = "finished" if stage.finished else f"goes on after step {stage.done}" if stage.done else "not begun"
+        state = "finished" if stage.finished else f"resumes after step {stage.done}" if stage.done else "not started"
         lines.append(f"stage {number} of {len(curriculum.stages)}: {stage.name} ({state})")
-        plan = dry_run.plan_of(stage.recipe, os.environ)
+        plan = before_start.plan_of(stage.recipe, os.environ)
         validate(stage.recipe, plan.world_size)
-        text = dry_run.describe(stage.recipe, plan, stage.overrides).splitlines()[:-1]
+        text = before_start.describe(stage.recipe, plan, stage.overrides).splitlines()[:-1]
         if number > 1 and not curriculum.stages[number - 2].finished:
             text = [line for line in text if not line.startswith("would stop   handover.from_run")]
         taken_over = "the optimizer's state" if stage.recipe.handover.optimizer == "keep" else "a fresh optimizer"
         if number > 1 and not stage.done:
-            text.insert(2, f"begins with  the weights of stage {curriculum.stages[number - 2].name} and {taken_over}")
+            text.insert(2, f"starts from  the weights of stage {curriculum.stages[number - 2].name} and {taken_over}")
         lines += ["  " + line for line in text]
     return "\n".join([*lines, table(curriculum), "--dry-run: nothing was created or started"])
 
 
 def write_state(curriculum: Curriculum, news: dict[str, dict] | None = None) -> None:
-    """Writes <run_dir>/curriculum.json whole or not at all; `news`: by stage, added to what is known of it."""
+    """Write <run_dir>/curriculum.json atomically. news: values by stage, added to those of the file."""
     path = curriculum.run_dir / STATE
     path.parent.mkdir(parents=True, exist_ok=True)
     known = {stage["name"]: stage for stage in read_state(curriculum.run_dir)["stages"]} if path.is_file() else {}
@@ -145,19 +160,114 @@ def write_state(curriculum: Curriculum, news: dict[str, dict] | None = None) -> 
 
 
 def read_state(run_dir: Path) -> dict:
-    """What `write_state` wrote."""
+    """Return the record of `write_state`."""
     return json.loads((Path(run_dir) / STATE).read_text())
 
 
-def _compare_positions(curriculum: Curriculum) -> int:
-    short, long = curriculum.stages[-2:]
+def _compare_positions(short: Stage, long: Stage) -> int:
+    """Print the losses of two stages by position, compared in a process with the longer stage's environment, and return its exit code.
+
+    The process writes <long run>/loss_by_position.json, and returns 1 if the longer stage's model is not better past the shorter context.
+    """
     if short.recipe.stage.seq_length >= long.recipe.stage.seq_length:
         return 0
-    return compare(short.run_dir, long.run_dir)
+    recipe, result = load_recipe(long.run_dir / "recipe.yaml"), long.run_dir / POSITIONS
+    result.unlink(missing_ok=True)
+    alone = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
+    environment = {**os.environ, **rank_environment(recipe, 1, os.environ), **alone}
+    command = [sys.executable, "-m", "zaya_plugin.hosts.position_loss", str(short.run_dir), str(long.run_dir)]
+    log = long.run_dir / "logs" / "position_loss.log"
+    log.parent.mkdir(exist_ok=True)
+    with open(log, "w") as stderr:
+        code = subprocess.run(command, env=environment, stderr=stderr).returncode
+    if result.is_file():
+        return code
+    text = f"zaya: loss by position failed:\n{last_words(log.read_text())}\nzaya: complete log: {log}"
+    print(text, file=sys.stderr)
+    return code or 1
 
 
 def _tokens_by_source(curriculum: Curriculum) -> str:
     try:
         return tokens_by_source([load_recipe(stage.run_dir / "recipe.yaml") for stage in curriculum.stages])
-    except ValueError as gone:  # the stages are done; data that was taken away since must not make a failure of that
+    except ValueError as gone:  # the stages are finished; data that was removed since must not fail them
         return f"tokens of each source: {gone}"
+
+
+def table(curriculum: Curriculum) -> str:
+    """Return a table of the stages and their results. Losses are nats a token: validation before the first step and after the last."""
+    rows: list[Sequence[str]] = [COLUMNS]
+    last = None
+    for stage in curriculum.stages:
+        recipe, seen = stage.recipe, losses(stage.run_dir)
+        begins = seen["valid_first"] if recipe.stage.eval_at_start else seen["first"]
+        ends = seen["valid_last"] if seen["valid_last"] is not None else seen["last"]
+        ends = ends if stage.finished else None
+        jump = "" if last is None or begins is None else f"{last:.3f} -> {begins:.3f}"
+        rows.append(
+            (
+                stage.name,
+                str(recipe.stage.seq_length),
+                f"{recipe.stage.rotary_base:,}",
+                str(recipe.parallel.context_parallel_size),
+                _short(token_count(recipe)),
+                f"{min(stage.done, stage.steps)}/{stage.steps}",
+                f"{first_learning_rate(recipe):.1e} -> {last_learning_rate(recipe):.1e}",
+                "-" if begins is None else f"{begins:.3f}",
+                "-" if ends is None else f"{ends:.3f}",
+                jump,
+            )
+        )
+        last = ends
+    return aligned(rows)
+
+
+def domain_table(curriculum: Curriculum) -> str:
+    """Return the validation loss of each domain of data.valid_blend before and after each stage; empty if no stage has domains."""
+    found = {stage.name: domain_losses(stage.run_dir) for stage in curriculum.stages}
+    names = list(dict.fromkeys(name for domains in found.values() for name in domains))
+    rows = [("validation", *names)]
+    for stage, domains in found.items():
+        shown = (domains.get(name) for name in names)
+        rows.append((stage, *("-" if pair is None else f"{pair[0]:.3f} -> {pair[1]:.3f}" for pair in shown)))
+    return aligned(rows) if names else ""
+
+
+def tokens_by_source(recipes: Sequence[Recipe]) -> str:
+    """Return a table of the tokens that each stage draws from each source, their sum, and the sum in epochs of the source.
+
+    With GPTDataset's order a source's share of the samples equals that of its weight to within one sample.
+    """
+    names = [recipe.stage.name for recipe in recipes]
+    drawn: dict[str, list[int]] = {}
+    epoch: dict[str, int] = {}
+    for number, recipe in enumerate(recipes):
+        for use in source_uses(recipe):
+            drawn.setdefault(use.prefix, [0] * len(recipes))[number] += use.after - use.before
+            epoch[use.prefix] = use.epoch_tokens
+    rows = [("tokens of", *names, "all", "epochs")]
+    rows += [
+        (prefix[-40:], *(f"{tokens:,}" for tokens in stages), f"{sum(stages):,}", f"{sum(stages) / epoch[prefix]:.3f}")
+        for prefix, stages in drawn.items()
+    ]
+    return aligned(rows, right=range(1, len(rows[0])))
+
+
+def aligned(rows: Sequence[Sequence[str]], right: Collection[int] = ()) -> str:
+    """Return the rows as columns of equal width; the columns whose numbers are in `right` are right-aligned."""
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    lines = (
+        "  ".join(
+            cell.rjust(width) if at in right else cell.ljust(width)
+            for at, (cell, width) in enumerate(zip(row, widths, strict=True))
+        )
+        for row in rows
+    )
+    return "\n".join(line.rstrip() for line in lines)
+
+
+def _short(tokens: int) -> str:
+    for limit, unit in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "K")):
+        if tokens >= limit:
+            return f"{tokens / limit:.4g}{unit}"
+    return str(tokens)

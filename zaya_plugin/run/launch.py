@@ -1,20 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From a recipe to running ranks: join the ranks that torchrun or SLURM has started, or start them here.
+"""From a recipe to running ranks: joins the ranks that torchrun or SLURM has started, or starts them, and reports the first failure.
 
-No torch import: what can be wrong with a recipe, its data or its directory is found before anything slow happens, and the
-environment that torch reads at import is set before it is imported. The ranks started here are torchrun's children, but
-signals go straight to them: torchrun would give them 30 seconds after SIGTERM and then kill them, amid a save.
+No torch import: errors in a recipe, its data or its directory are found before any slow import, and the environment that torch reads at
+import is set first. Ranks started here are torchrun's children, but signals go directly to them: torchrun would kill them 30 seconds after
+SIGTERM, possibly during a save.
+
+When one rank fails, the others follow within moments with errors about closed connections, and torchrun's summary names one of them. The
+failure that is shown is that of a rank with a message for the user, else of a rank killed by a signal, else of the first traceback.
 """
 
 from __future__ import annotations
 
 import os
+import re
 import runpy
 import shutil
 import signal
 import subprocess
 import sys
 import tempfile
+from dataclasses import dataclass
 from pathlib import Path
 
 from zaya_plugin.config.compose import save_recipe
@@ -22,37 +27,37 @@ from zaya_plugin.config.run_directory import check_resume, keep_recipe, make_wri
 from zaya_plugin.config.schema import Recipe
 from zaya_plugin.config.validate import validate
 from zaya_plugin.hosts.parent_death import die_with_parent
-from zaya_plugin.run import dry_run
-from zaya_plugin.run.before_start import check_surroundings, take_over, with_choices
-from zaya_plugin.run.rank_failure import first_failure
+from zaya_plugin.run import before_start
 from zaya_plugin.run.rank_plan import WORKER, Plan, make_plan
 
-FULL_DISK = 2**20  # free bytes under which a failure is put down to the disk
+FULL_DISK = 2**20  # bytes; with less free space a failure is attributed to the disk
+SHOWN_LINES = 30
+FROM_TORCHRUN = (signal.SIGTERM,)  # how torchrun itself stops the surviving ranks
 
 
 def launch(recipe: Recipe) -> int:
-    """Runs `recipe` and returns an exit code: 0, the first failing rank's own, or 128 + signal after a stop by signal.
+    """Run `recipe` and return an exit code: 0, that of the first failing rank, or 128 + signal after a stop by signal.
 
-    Raises `ValueError` for everything that a user can mend before a start, with nothing created for `dry_run`.
+    Raises ValueError for mistakes that are found before the start. With `dry_run` nothing is created.
     """
     if recipe.dry_run:
-        plan = dry_run.plan_of(recipe, os.environ)
+        plan = before_start.plan_of(recipe, os.environ)
         validate(recipe, plan.world_size)
         if not recipe.explain_optim:
-            print(dry_run.describe(recipe, plan))
+            print(before_start.describe(recipe, plan))
             return 0
     else:
         plan = make_plan(recipe, os.environ)
         validate(recipe, plan.world_size)
-    recipe = with_choices(recipe, plan)
+    recipe = before_start.with_choices(recipe, plan)
     if recipe.explain_optim:
         from zaya_plugin.hosts.explain import explain_optimizer
 
         explain_optimizer(recipe)
         return 0
     check_resume(recipe.run_dir, recipe.resume)
-    recipe = take_over(recipe)
-    check_surroundings(recipe, plan)
+    recipe = before_start.take_over(recipe)
+    before_start.check_surroundings(recipe, plan)
     make_writable(recipe.run_dir)
     if plan.rank == 0:
         keep_recipe(recipe, recipe.run_dir)
@@ -62,9 +67,9 @@ def launch(recipe: Recipe) -> int:
 
 
 def become_rank(recipe: Recipe, plan: Plan) -> int:
-    """Runs the worker in this process, as `python -m` would: what it spawns imports the worker again as its main module.
+    """Run the worker in this process, as `python -m` would: processes that it spawns import the worker as their main module.
 
-    The recipe goes through a file of this rank's own, since rank 0 may not have written the shared one yet.
+    The recipe is passed in a file of this rank, since rank 0 may not have written the shared one yet.
     """
     os.environ.update(plan.environment)
     module, *further = plan.worker or (WORKER,)
@@ -82,7 +87,7 @@ def become_rank(recipe: Recipe, plan: Plan) -> int:
 
 
 def run_ranks(plan: Plan, log_dir: Path) -> int:
-    """Starts torchrun, hands signals to the ranks and returns the exit code of the first that failed."""
+    """Start torchrun, pass signals to the ranks and return the exit code of the first rank that failed."""
     log_dir.mkdir(parents=True, exist_ok=True)
     before = set(log_dir.glob("launch_*"))
     environment = {**os.environ, **plan.environment}
@@ -94,8 +99,8 @@ def run_ranks(plan: Plan, log_dir: Path) -> int:
             env=environment,
             stdin=subprocess.DEVNULL,
             stderr=stderr,
-            start_new_session=True,  # a terminal's Ctrl-C reaches this process alone, which passes it on
-            preexec_fn=die_with_parent,  # torchrun gets SIGTERM, and with it the ranks, should this process be killed outright
+            start_new_session=True,  # a terminal's Ctrl-C reaches only this process, which passes it on
+            preexec_fn=die_with_parent,  # if this process is killed, torchrun and the ranks get SIGTERM
         )
         received: list[int] = []
         previous = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
@@ -112,10 +117,10 @@ def run_ranks(plan: Plan, log_dir: Path) -> int:
     if code == 0:
         return 0
     if (free := shutil.disk_usage(log_dir).free) < FULL_DISK:
-        # The ranks' own messages are on that disk, and cut off.
+        # The ranks' own messages are on that disk and incomplete.
         print(
-            f"zaya: No space left on device: {free // 1024} KiB are free where {log_dir.parent} lies. Checkpoints that were "
-            "whole are still whole: make room and go on with resume=auto",
+            f"zaya: No space left on device: {free // 1024} KiB are free at {log_dir.parent}. Earlier checkpoints are complete. "
+            "Free some space and resume with resume=auto",
             file=sys.stderr,
         )
     for folder in set(log_dir.glob("launch_*")) - before:
@@ -128,11 +133,15 @@ def run_ranks(plan: Plan, log_dir: Path) -> int:
 
 
 def _pass_on(number: int, torchrun: int, received: list[int]) -> None:
-    """First signal: SIGTERM to every rank, which saves and leaves. Any later one: SIGKILL."""
+    """Send SIGTERM to every rank on the first signal, upon which they save and leave; SIGKILL on any later one."""
     received.append(number)
     ranks = _children(torchrun)
     if len(received) == 1:
-        print("zaya: stopping; the ranks save first. Once more to stop without saving", file=sys.stderr, flush=True)
+        print(
+            "zaya: stopping; the ranks save first. Send the signal again to stop without saving",
+            file=sys.stderr,
+            flush=True,
+        )
     for pid in ranks or [torchrun]:
         try:
             os.kill(pid, signal.SIGTERM if len(received) == 1 else signal.SIGKILL)
@@ -141,13 +150,88 @@ def _pass_on(number: int, torchrun: int, received: list[int]) -> None:
 
 
 def _children(parent: int) -> list[int]:
-    """Processes whose parent is `parent`; none where there is no /proc."""
+    """Return the processes whose parent is `parent`; none without /proc."""
     found = []
     for path in Path("/proc").glob("[0-9]*/stat"):
         try:
             fields = path.read_text().rpartition(")")[2].split()
-        except OSError:  # it ended meanwhile
+        except OSError:  # the process has ended
             continue
         if int(fields[1]) == parent and fields[0] != "Z":
             found.append(int(path.parent.name))
     return found
+
+
+@dataclass(frozen=True)
+class RankFailure:
+    """The first failure of a launch: rank, exit code as a shell shows it, the end of the rank's stderr, and its log file."""
+
+    rank: int
+    exit_code: int
+    text: str
+    log: Path
+
+    @property
+    def message(self) -> str:
+        """The text for the console: the rank's own line for a user's mistake (exit code 2), else the traceback."""
+        start = self.text.rfind("zaya: ")
+        if self.exit_code == 2 and start >= 0:
+            return self.text[start:]
+        return (
+            f"zaya: rank {self.rank} failed first, exit code {self.exit_code}:\n{self.text}\n"
+            f"zaya: complete log: {self.log}"
+        )
+
+
+def first_failure(log_dir: Path, torchrun_log: Path) -> RankFailure | None:
+    """Return the first failing rank under `log_dir` (torchrun's folder of this launch), or None if no rank has failed."""
+    exit_codes = _exit_codes(torchrun_log)
+    stderr = {int(path.parent.name): path for path in log_dir.glob("attempt_*/*/stderr.log")}
+    killed = [rank for rank, code in exit_codes.items() if code < 0 and -code not in FROM_TORCHRUN and rank in stderr]
+    # A rank that leaves with a message for the user ends the others; their tracebacks are about the connection.
+    mistaken = [
+        rank for rank, code in exit_codes.items() if code == 2 and "zaya: " in _read(stderr.get(rank, log_dir / "none"))
+    ]
+    told = [rank for rank, path in stderr.items() if "Traceback (most recent call last)" in _read(path)]
+    told.sort(key=lambda rank: stderr[rank].stat().st_mtime_ns)
+    rank = next(iter(mistaken + killed + told + [rank for rank in exit_codes if rank in stderr]), None)
+    if rank is None:
+        return None
+    code = exit_codes.get(rank, 1)
+    if code < 0:
+        text = f"killed by {_signal_name(-code)}"
+        if -code == signal.SIGKILL:
+            text += " (the system does this when memory runs out)"
+        return RankFailure(rank, 128 - code, text, stderr[rank])
+    return RankFailure(rank, code, last_words(_read(stderr[rank])), stderr[rank])
+
+
+def last_words(stderr: str) -> str:
+    """Return the last traceback in `stderr`, or its last lines where it has none."""
+    start = stderr.rfind("Traceback (most recent call last)")
+    lines = stderr[max(start, 0) :].rstrip().splitlines()
+    if start >= 0 and len(lines) > SHOWN_LINES:
+        return "\n".join([lines[0], "  ...", *lines[-SHOWN_LINES:]])
+    return "\n".join(lines[-SHOWN_LINES:])
+
+
+def _exit_codes(torchrun_log: Path) -> dict[int, int]:
+    """Return the exit codes in torchrun's summary, rank -> code; the root cause comes first."""
+    text = _read(torchrun_log)
+    root = text.rfind("Root Cause")
+    pattern = r"rank\s*: (\d+) \(local_rank: \d+\)\s*\n\s*exitcode\s*: (-?\d+)"
+    found: dict[int, int] = {}
+    for rank, code in re.findall(pattern, text[max(root, 0) :]) + re.findall(pattern, text):
+        found.setdefault(int(rank), int(code))
+    return found
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+
+
+def _read(path: Path) -> str:
+    return path.read_text(errors="replace") if path.exists() else ""

@@ -1,10 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`zaya export`: a recipe in the form that another host takes, and what that host will not do of it.
+"""`zaya export megatron`: a recipe as words for pretrain_gpt.py, and the parts that the export for Primus shares.
 
-    zaya export megatron experiment=cpu_demo     -> <run_dir>/megatron.args, words for pretrain_gpt.py
-    zaya export primus experiment=zaya1_base     -> <run_dir>/primus.yaml, an experiment for primus-cli
-
-Beside it goes <run_dir>/recipe.yaml, where the guest (hosts/guest.py) finds what the host has no argument for.
+The guest (hosts/guest.py) reads <run_dir>/recipe.yaml, written beside the words, for the values that the host has no argument for.
 """
 
 from __future__ import annotations
@@ -21,13 +18,14 @@ from zaya_plugin.config.arguments import BATCH_ARGUMENTS, DECIDED_AT_START, OWN_
 from zaya_plugin.config.run_directory import keep_recipe, make_writable
 from zaya_plugin.config.schema import Recipe
 from zaya_plugin.data.sources import DataSources, find_sources
+from zaya_plugin.errors import message
 from zaya_plugin.run.rank_plan import rank_environment
 
 SPEC = ("zaya_plugin.spec", "zaya_block")
 
 
 def data_arguments(sources: DataSources) -> dict[str, Any]:
-    """Megatron's arguments of the same samples that `zaya train` reads."""
+    """Return Megatron's arguments for the same samples that `zaya train` reads."""
     from zaya_plugin.data.prefixes import content_name, resolve_blend
 
     train, valid = resolve_blend(sources.train, "train"), resolve_blend(sources.valid, "valid")
@@ -45,10 +43,10 @@ def data_arguments(sources: DataSources) -> dict[str, Any]:
 
 
 def host_arguments(recipe: Recipe, sources: DataSources) -> dict[str, Any]:
-    """What the host's parser is given: the run's arguments without ours, with data.
+    """Return the words for the host's parser: the run's arguments without this plugin's, with those of the data.
 
     Raises:
-        ValueError: the recipe asks for what a host's own data sets or forward step cannot do.
+        ValueError: the recipe needs something that a host's own data sets or forward step do not support.
     """
     if problems := list(_impossible(recipe)):
         raise ValueError("\n".join(problems))
@@ -59,55 +57,61 @@ def host_arguments(recipe: Recipe, sources: DataSources) -> dict[str, Any]:
 
 
 def _impossible(recipe: Recipe) -> Iterator[str]:
-    here = "a host that reads its own data and makes its own batches; `zaya train` does it"
-    if recipe.data.packing != "none":
-        yield f"data.packing = {recipe.data.packing}: allowed: none in {here}"
-    if recipe.data.order != "megatron":
-        yield f"data.order = {recipe.data.order}: allowed: megatron in {here}"
-    if recipe.handover.first_sample:
-        yield (
-            f"handover.first_sample = {recipe.handover.first_sample}: allowed: 0 in {here}. It would read again what the stage "
-            "before has read; give the stage other data"
-        )
-    if recipe.optim.z_loss:
-        yield f"optim.z_loss = {recipe.optim.z_loss}: allowed: 0 in a host that has its own head and loss"
-    if recipe.parallel.recompute_granularity == "auto":
-        yield (
-            "parallel.recompute_granularity = auto: allowed: null, full, selective in a host that has its own head and loss, which the memory "
-            "plan does not count"
-        )
-    if "permute" in recipe.parallel.recompute_modules:
-        yield (
-            f"parallel.recompute_modules = {recipe.parallel.recompute_modules}: allowed: core_attn, moe, layernorm in a host that makes a "
-            "configuration of its own"
-        )
-    if recipe.parallel.context_parallel_size > 1 and recipe.parallel.context_parallel_order != "zigzag":
-        yield f"parallel.context_parallel_order = {recipe.parallel.context_parallel_order}: allowed: zigzag in {here}"
+    own_data, own_head = "a host that reads its own data", "a host with its own head and loss"
+    data, parallel, first = recipe.data, recipe.parallel, recipe.handover.first_sample
+    modules = parallel.recompute_modules
+    for key, value, impossible, host, allowed, fix in (
+        ("data.packing", data.packing, data.packing != "none", own_data, "none", "data.packing=none"),
+        ("data.order", data.order, data.order != "megatron", own_data, "megatron", "data.order=megatron"),
+        # the host would read again what the previous stage has read
+        ("handover.first_sample", first, first, own_data, "0", "give the stage other data than the previous stage"),
+        ("optim.z_loss", recipe.optim.z_loss, recipe.optim.z_loss, own_head, "0", "optim.z_loss=0"),
+        (
+            "parallel.recompute_granularity",
+            parallel.recompute_granularity,
+            parallel.recompute_granularity == "auto",
+            f"{own_head}, which the memory plan does not count",
+            "null, full, selective",
+            "parallel.recompute_granularity=full",
+        ),
+        (
+            "parallel.recompute_modules",
+            modules,
+            "permute" in modules,
+            "a host that makes its own configuration",
+            "core_attn, moe, layernorm",
+            "leave permute out",
+        ),
+        (
+            "parallel.context_parallel_order",
+            parallel.context_parallel_order,
+            parallel.context_parallel_size > 1 and parallel.context_parallel_order != "zigzag",
+            own_data,
+            "zigzag",
+            "parallel.context_parallel_order=zigzag",
+        ),
+    ):
+        if impossible:
+            problem = f"is not available in {host}; `zaya train` supports it"
+            yield message(key, value, problem=problem, allowed=allowed, fix=fix)
 
 
 def left_out(recipe: Recipe) -> list[str]:
-    """Keys whose value the host's own loop does not carry out, each with what happens instead."""
-    notes = []
-    if recipe.stage.eval_at_start:
-        notes.append("stage.eval_at_start: validation comes after steps only, and each reads further samples")
-    if recipe.handover.planned_samples:
-        notes.append("handover.planned_samples: the order of the data is made for this stage alone")
-    notes.append("linear_cross_entropy: the host has its own head and loss, which keep all logits")
-    if recipe.logger.wandb or recipe.logger.tensorboard:
-        notes.append(
-            "logger: the host logs; no metrics.jsonl, router statistics or MFU. W&B: --wandb-project and its kin"
-        )
-    if recipe.parallel.nccl_ub:
-        notes.append(
-            "parallel.nccl_ub: the host's own end, at which NCCL may complain of buffers that are still registered"
-        )
-    if recipe.resume == "must":
-        notes.append("resume=must: as auto")
-    return notes
+    """Return the keys that the host's own loop ignores, each with its consequence."""
+    notes = {
+        "stage.eval_at_start: validation runs after steps only, and each validation reads further samples": recipe.stage.eval_at_start,
+        "handover.planned_samples: the order of the data is made for this stage alone": recipe.handover.planned_samples,
+        "linear_cross_entropy: the host has its own head and loss, which keep all logits": True,
+        "logger: the host logs; no metrics.jsonl, router statistics or MFU. W&B: --wandb-project and related options": recipe.logger.wandb
+        or recipe.logger.tensorboard,
+        "parallel.nccl_ub: at the host's own end NCCL may report buffers that are still registered": recipe.parallel.nccl_ub,
+        "resume=must: as auto": recipe.resume == "must",
+    }
+    return [note for note, applies in notes.items() if applies]
 
 
 def placed(recipe: Recipe) -> Recipe:
-    """A copy with absolute paths, since a host starts in a directory of its own."""
+    """Return a copy with absolute paths, since a host starts in another directory."""
     recipe = copy.deepcopy(recipe)
     recipe.run_dir = os.path.abspath(recipe.run_dir)
     if recipe.handover.from_run is not None:
@@ -117,7 +121,7 @@ def placed(recipe: Recipe) -> Recipe:
     for name in ("valid_path", "cache_path"):
         if getattr(data, name) is not None:
             setattr(data, name, os.path.abspath(getattr(data, name)))
-    if data.tokenizer is not None and os.path.exists(data.tokenizer):  # else the name of one
+    if data.tokenizer is not None and os.path.exists(data.tokenizer):  # else a name
         data.tokenizer = os.path.abspath(data.tokenizer)
     for name in ("blend", "valid_blend", "consumed"):  # '<number> <path>'
         pairs = [entry.strip().partition(" ") for entry in getattr(data, name)]
@@ -126,9 +130,9 @@ def placed(recipe: Recipe) -> Recipe:
 
 
 def export_megatron(recipe: Recipe) -> Path:
-    """Writes megatron.args and recipe.yaml to the run directory; returns the path of the former. Imports Megatron."""
+    """Write megatron.args and recipe.yaml to the run directory and return the path of the former. Imports Megatron."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # what Megatron falls back to without Transformer Engine
+        warnings.simplefilter("ignore")  # about Megatron's fallbacks without Transformer Engine
         from zaya_plugin.hosts.command_line import command_line
 
     recipe = placed(recipe)
@@ -137,22 +141,35 @@ def export_megatron(recipe: Recipe) -> Path:
 
 
 def instructions(recipe: Recipe, world_size: int, path: Path) -> str:
-    """How to start what `export_megatron` wrote, and what of the recipe will not happen."""
-    nodes = recipe.cluster.num_nodes
-    here = min(world_size, recipe.cluster.gpus_per_node) if nodes > 1 else world_size
+    """Return the commands that start what `export_megatron` wrote, and the settings that the host ignores."""
+    nodes, here = recipe.cluster.num_nodes, ranks_of_node(recipe, world_size)
     several = f"--nnodes {nodes} --rdzv-backend c10d --rdzv-endpoint <first host>:29500 " if nodes > 1 else ""
-    lines = [f"# written: {path} and {path.with_name('recipe.yaml')}"]
-    lines += [f"# not done there: {note}" for note in left_out(recipe)]
-    lines.append("# in a Megatron-LM checkout" + (", on every node:" if nodes > 1 else ":"))
-    lines += [
-        f"export {name}={shlex.quote(value)}" for name, value in sorted(rank_environment(recipe, here, {}).items())
+    variables = sorted(rank_environment(recipe, here, {}).items())
+    return "\n".join(
+        (
+            *written(path, left_out(recipe)),
+            "# in a Megatron-LM checkout" + (", on every node:" if nodes > 1 else ":"),
+            *(f"export {name}={shlex.quote(value)}" for name, value in variables),
+            f"xargs -a {shlex.quote(str(path))} torchrun {several}--nproc-per-node {here} pretrain_gpt.py",
+        )
+    )
+
+
+def ranks_of_node(recipe: Recipe, world_size: int) -> int:
+    """Return the ranks of one node."""
+    return min(world_size, recipe.cluster.gpus_per_node) if recipe.cluster.num_nodes > 1 else world_size
+
+
+def written(path: Path, notes: list[str]) -> list[str]:
+    """Return the comment lines that name the files beside `path`, and `notes` on ignored settings."""
+    return [
+        f"# written: {path} and {path.with_name('recipe.yaml')}",
+        *(f"# ignored by the host: {note}" for note in notes),
     ]
-    lines.append(f"xargs -a {shlex.quote(str(path))} torchrun {several}--nproc-per-node {here} pretrain_gpt.py")
-    return "\n".join(lines)
 
 
 def write(recipe: Recipe, name: str, text: str) -> Path:
-    """`text` as <run_dir>/name, and the recipe beside it; returns the path of the former."""
+    """Write `text` to <run_dir>/name and the recipe beside it; return the path of the former."""
     make_writable(recipe.run_dir)
     keep_recipe(recipe, recipe.run_dir)
     path = Path(recipe.run_dir) / name

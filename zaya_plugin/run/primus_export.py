@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A recipe as an experiment file for Primus, for the stage of zaya_plugin.hosts.primus.trainer or, with `--spec`, for none.
+"""`zaya export primus`: a recipe as an experiment for Primus, with the stage of zaya_plugin.hosts.primus.trainer or, with `--spec`, without.
 
-Every value of the recipe is written out, over Primus' generic presets (a plugin cannot ship one), and so is every
-preset's value that would change the run. No Primus and no Megatron import: the file can be made anywhere.
+The file holds every value of the recipe, over Primus' generic presets (a plugin cannot ship a preset), and every preset value that would
+change the run. No Primus and no Megatron import: the file can be made on any machine.
 """
 
 from __future__ import annotations
@@ -16,12 +16,13 @@ import yaml
 from zaya_plugin.config.arguments import BATCH_ARGUMENTS, DECIDED_AT_START, OWN_ARGUMENTS, megatron_arguments
 from zaya_plugin.config.schema import Recipe
 from zaya_plugin.data.sources import find_sources
+from zaya_plugin.errors import mistake
 from zaya_plugin.plan.recipe_plan import with_recompute
-from zaya_plugin.run.dry_run import tokenizer_arguments
-from zaya_plugin.run.megatron_export import SPEC, host_arguments, left_out, placed, write
+from zaya_plugin.run.before_start import tokenizer_arguments
+from zaya_plugin.run.megatron_export import SPEC, host_arguments, left_out, placed, ranks_of_node, write, written
 from zaya_plugin.run.rank_plan import COPY_ENGINES, DETERMINISTIC, HIDDEN_DEVICES, rank_environment
 
-# What Primus' presets (pre_trainer.yaml, language_model.yaml and their parents) set otherwise than Megatron's defaults.
+# Megatron's defaults where Primus' presets (pre_trainer.yaml, language_model.yaml and their parents) have other values.
 PRESETS_UNDONE = dict(
     dataloader_type="single",
     use_flash_attn=False,
@@ -31,14 +32,14 @@ PRESETS_UNDONE = dict(
     disable_primus_topk_router=True,
     moe_router_force_load_balancing=False,
     mock_data=False,
-    # Primus switches Python's collector off for the whole training, and so would Megatron's checkpoints leak.
+    # Primus disables Python's garbage collector for the whole training; Megatron's checkpoints would leak.
     manual_gc=True,
     manual_gc_interval=100,
-    # no tuned kernels that change modules under the model's feet
+    # no tuned kernels that replace modules of the model
     enable_primus_turbo=False,
     use_turbo_grouped_gemm=False,
 )
-# Arguments of Megatron 0.17 and later; Primus' pin has other ways or none.
+# Arguments of Megatron 0.17 and later; Primus' pin does not have them.
 NOT_IN_PIN = ("step_batch_size_schedule", "eval_global_batch_size")
 LEAST_PARTS = 3
 NEEDED_VARIABLES = (
@@ -51,33 +52,40 @@ NEEDED_VARIABLES = (
 
 
 def experiment(recipe: Recipe, data: dict[str, Any], ranks_here: int, spec: bool = False) -> dict[str, Any]:
-    """The document.
+    """Return the experiment.
 
     Args:
         recipe: placed (absolute run_dir).
-        data: `host_arguments` with `spec`, else Megatron's arguments of the tokenizer.
+        data: `host_arguments` with `spec`, else Megatron's arguments for the tokenizer.
         ranks_here: ranks of one node.
-        spec: for stock Primus: the guest comes in by `spec` and Primus reads the data.
+        spec: for stock Primus: the plugin is installed by `spec`, and Primus reads the data.
 
     Raises:
-        ValueError: the recipe asks for what Primus' Megatron has not, or run_dir is too short a path.
+        ValueError: the recipe needs something that Primus' Megatron does not have, or run_dir is too short a path.
     """
     values = dict(data) if spec else megatron_arguments(recipe, data)
     if recipe.cluster.graphs == "full_iteration":
-        raise ValueError(
-            f"cluster.graphs = {recipe.cluster.graphs}: allowed: none, auto; Primus pins Megatron 0.16, which has no such graphs"
+        raise mistake(
+            "cluster.graphs",
+            recipe.cluster.graphs,
+            problem="Primus pins Megatron 0.16, which has no such graphs",
+            allowed="none, auto",
+            fix="cluster.graphs=none",
         )
     if found := [name for name in NOT_IN_PIN if name in values]:
-        raise ValueError(
-            f"stage.batch_size_ramp = {recipe.stage.batch_size_ramp!r}: allowed: null; {', '.join(found)} came with Megatron 0.17, and Primus "
-            "pins 0.16"
+        raise mistake(
+            "stage.batch_size_ramp",
+            recipe.stage.batch_size_ramp,
+            problem=f"{', '.join(found)} came with Megatron 0.17, and Primus pins 0.16",
+            allowed="null",
+            fix="stage.batch_size_ramp=null",
         )
     for name in DECIDED_AT_START:
         values.pop(name, None)
     if spec:
         values["spec"] = list(SPEC)
     else:
-        # Flat, so that they become arguments: saved with checkpoints and compared when one is loaded.
+        # Top-level keys become arguments, which are saved with checkpoints and compared when one is loaded.
         values |= {name: values.get(name) for name in (*OWN_ARGUMENTS, *BATCH_ARGUMENTS)}
         values["stage"] = "zaya_pretrain"
         values["zaya_recipe"] = str(Path(recipe.run_dir) / "recipe.yaml")
@@ -86,9 +94,12 @@ def experiment(recipe: Recipe, data: dict[str, Any], ranks_here: int, spec: bool
     undone["disable_wandb"] = not recipe.logger.wandb
     parts = Path(recipe.run_dir).parts
     if len(parts) <= LEAST_PARTS:  # the root is a part
-        raise ValueError(
-            f"run_dir = {recipe.run_dir}: allowed: a path of at least {LEAST_PARTS} folders, since Primus saves to "
-            "<workspace>/<work_group>/<user_name>/<exp_name>/checkpoints"
+        raise mistake(
+            "run_dir",
+            recipe.run_dir,
+            problem="Primus saves to <workspace>/<work_group>/<user_name>/<exp_name>/checkpoints",
+            allowed=f"a path of at least {LEAST_PARTS} folders",
+            fix="run_dir=<workspace>/<group>/<user>/<name>",
         )
     *workspace, group, user, name = parts
     return {
@@ -96,7 +107,7 @@ def experiment(recipe: Recipe, data: dict[str, Any], ranks_here: int, spec: bool
         "user_name": user,
         "exp_name": name,
         "workspace": str(Path(*workspace)),
-        # Repeated in every file: Primus takes it from the experiment itself, not from what it extends.
+        # Repeated in every file: Primus reads it from the experiment itself, not from files that it extends.
         "env": environment(recipe, ranks_here),
         "modules": {
             "pre_trainer": {
@@ -110,10 +121,10 @@ def experiment(recipe: Recipe, data: dict[str, Any], ranks_here: int, spec: bool
 
 
 def environment(recipe: Recipe, ranks_here: int) -> dict[str, str]:
-    """The ranks' variables that are not Primus' own business (threads, log prefixes).
+    """Return the ranks' variables without those that Primus sets itself (threads, log prefixes).
 
     Raises:
-        ValueError: a value with ${...}, which Primus would take for one of its own variables.
+        ValueError: a value contains ${...}, which Primus would expand.
     """
     variables = rank_environment(recipe, ranks_here, {})
     kept = {
@@ -123,14 +134,13 @@ def environment(recipe: Recipe, ranks_here: int) -> dict[str, str]:
     }
     for name, value in kept.items():
         if "${" in value:
-            raise ValueError(
-                f"cluster.environment.{name} = {value!r}: allowed: plain text; Primus would look up what is in ${{}}"
-            )
+            problem = "Primus would expand what is in ${}"
+            raise mistake(f"cluster.environment.{name}", value, problem=problem, allowed="plain text")
     return dict(sorted(kept.items()))
 
 
 def text(recipe: Recipe, document: dict[str, Any]) -> str:
-    """The file."""
+    """Return the text of the file."""
     return (
         f"# Written by `zaya export primus`: {recipe.name}. Change the recipe and export again; keys that nothing reads are refused.\n"
         + yaml.safe_dump(document, sort_keys=False, default_flow_style=False, width=1000)
@@ -138,34 +148,27 @@ def text(recipe: Recipe, document: dict[str, Any]) -> str:
 
 
 def launcher() -> Path:
-    """The script for `primus-cli direct --script`."""
+    """Return the path of the script for `primus-cli direct --script`."""
     return Path(__file__).parents[1] / "primus" / "zaya_primus.py"
 
 
 def export_primus(recipe: Recipe, world_size: int, spec: bool = False) -> str:
-    """Writes primus.yaml and recipe.yaml to the run directory; returns how to start it.
+    """Write primus.yaml and recipe.yaml to the run directory and return the command that starts the run.
 
     Raises:
-        ValueError: see `experiment`; and with `spec` what a host that reads its own data cannot do.
+        ValueError: see `experiment`; with `spec` see `host_arguments`.
     """
-    recipe, chosen = placed(recipe), None
-    nodes = recipe.cluster.num_nodes
-    here = min(world_size, recipe.cluster.gpus_per_node) if nodes > 1 else world_size
+    recipe, chosen, notes = placed(recipe), None, left_out(recipe)
     if spec:
         data = host_arguments(recipe, find_sources(recipe))
     else:
         recipe, chosen = with_recompute(recipe, world_size)
-        data = tokenizer_arguments(recipe)  # a login node may not have the data
-    path = write(recipe, "primus.yaml", text(recipe, experiment(recipe, data, here, spec)))
-    notes = [note for note in left_out(recipe) if spec or note.startswith(("logger", "resume"))]
-    lines = [f"# {chosen}"] if chosen else []
-    lines += [
-        f"# written: {path} and {path.with_name('recipe.yaml')}",
-        *(f"# not done there: {note}" for note in notes),
-    ]
+        data = tokenizer_arguments(recipe)  # the data may not be on a login node
+        notes = [note for note in notes if note.startswith(("logger", "resume"))]
+    path = write(recipe, "primus.yaml", text(recipe, experiment(recipe, data, ranks_of_node(recipe, world_size), spec)))
     script = "" if spec else f"--script {shlex.quote(str(launcher()))} "
-    lines.append(f"primus-cli direct {script}-- train pretrain --config {shlex.quote(str(path))}")
-    return "\n".join(lines)
+    command = f"primus-cli direct {script}-- train pretrain --config {shlex.quote(str(path))}"
+    return "\n".join([*([f"# {chosen}"] if chosen else []), *written(path, notes), command])
 
 
 def _plain(value: Any) -> Any:

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who starts the ranks of a run, how many there are, and in which environment they run. No torch import."""
+"""Decides who starts the ranks of a run, how many there are, and their environment. No torch import."""
 
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import sys
 from collections.abc import Mapping, Sequence
@@ -11,21 +12,27 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from zaya_plugin.config.schema import Recipe
-from zaya_plugin.run import slurm
+from zaya_plugin.errors import mistake
 
 WORKER = "zaya_plugin.hosts.worker"
 TORCHRUN_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
 HIDDEN_DEVICES = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
-# Megatron's --deterministic-mode wants these; one ring adds in one order, and a fixed workspace keeps cuBLAS to one algorithm.
+# Required by Megatron's --deterministic-mode; one ring adds in one order, and a fixed workspace keeps cuBLAS to one algorithm.
 DETERMINISTIC = {"NCCL_ALGO": "Ring", "CUBLAS_WORKSPACE_CONFIG": ":4096:8", "NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0"}
-# Of NCCL 2.28 and later, and of an RCCL as new: what is registered is gathered by copy engines.
+# Read by NCCL 2.28 and later, and by RCCL of that age: registered buffers are gathered by copy engines.
 COPY_ENGINES = {"NCCL_CTA_POLICY": "2"}
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What a launch will do. `command` is None where an outer launcher has started the ranks already. worker: the ranks' module
-    and its arguments after the recipe; empty for training."""
+    """One launch.
+
+    Attributes:
+        ranks_here: ranks on this machine. rank: this process's, 0 where it starts the ranks.
+        command: the torchrun command, None where an outer launcher has started the ranks.
+        environment: variables that differ from this process's.
+        worker: the ranks' module and its arguments after the recipe; empty for training.
+    """
 
     world_size: int
     ranks_here: int
@@ -37,37 +44,33 @@ class Plan:
 
 
 def make_plan(recipe: Recipe, environ: Mapping[str, str], worker: Sequence[str] = ()) -> Plan:
-    """Decides who starts the ranks, how many there are and in which environment they run. worker: as Plan's."""
+    """Return the plan for `environ`: join the ranks of torchrun or SLURM, or start them here. worker: as Plan's."""
     if all(name in environ for name in TORCHRUN_VARIABLES):
         outer, started_by = {name: environ[name] for name in TORCHRUN_VARIABLES}, "torchrun"
     else:
-        outer, started_by = slurm.rank_variables(environ, recipe.master_port), "SLURM"
+        outer, started_by = slurm_variables(environ, recipe.master_port), "SLURM"
     if outer is not None:
         here = int(outer.get("LOCAL_WORLD_SIZE") or environ.get("LOCAL_WORLD_SIZE") or recipe.cluster.gpus_per_node)
         variables = {**rank_environment(recipe, here, environ), **outer}
         return Plan(int(outer["WORLD_SIZE"]), here, int(outer["RANK"]), started_by, None, variables, tuple(worker))
     if recipe.cluster.num_nodes > 1:
-        raise ValueError(
-            f"cluster.num_nodes = {recipe.cluster.num_nodes}: `zaya train` starts ranks on one machine only. Allowed: 1, or "
-            "start it on every node with `torchrun --nnodes <n> --nproc-per-node <n> --rdzv-backend c10d "
-            "--rdzv-endpoint <host>:<port> -m zaya_plugin.cli train ...`, or with `srun zaya train ...`"
+        raise mistake(
+            "cluster.num_nodes",
+            recipe.cluster.num_nodes,
+            problem="`zaya train` starts ranks on one machine only",
+            allowed="1, or an outer launcher on every node",
+            fix="`srun zaya train ...`, or on every node `torchrun --nnodes <n> --nproc-per-node <n> --rdzv-backend c10d "
+            "--rdzv-endpoint <host>:<port> -m zaya_plugin.cli train ...`",
         )
     ranks = recipe.nproc if recipe.nproc is not None else recipe.cluster.gpus_per_node
     if ranks < 1:
-        raise ValueError(f"nproc = {ranks}: allowed: 1 or more")
-    return Plan(
-        ranks,
-        ranks,
-        0,
-        "zaya train",
-        command(recipe, ranks, worker),
-        rank_environment(recipe, ranks, environ),
-        tuple(worker),
-    )
+        raise mistake("nproc", ranks, problem="a run has at least one rank", allowed="1 or more", fix="nproc=1")
+    variables = rank_environment(recipe, ranks, environ)
+    return Plan(ranks, ranks, 0, "zaya train", command(recipe, ranks, worker), variables, tuple(worker))
 
 
 def command(recipe: Recipe, ranks: int, worker: Sequence[str] = ()) -> list[str]:
-    """The torchrun command. Every rank writes to files; the console gets stdout of the first and the last rank alone."""
+    """Return the torchrun command. Every rank writes to files; the console shows stdout of the first and the last rank only."""
     shown = ",".join(f"{rank}:1" for rank in sorted({0, ranks - 1}))
     module, *further = worker or (WORKER,)
     return [
@@ -81,7 +84,7 @@ def command(recipe: Recipe, ranks: int, worker: Sequence[str] = ()) -> list[str]
 
 
 def rank_environment(recipe: Recipe, ranks_here: int, environ: Mapping[str, str]) -> dict[str, str]:
-    """Variables that differ from `environ` in every rank; `cluster.environment` has the last word."""
+    """Return the variables of every rank that differ from `environ`; `cluster.environment` overrides all others."""
     variables = {"PYTHONUNBUFFERED": "1", "TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE": "${role_name}"}
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     if recipe.cluster.threads_per_rank is not None:
@@ -90,19 +93,86 @@ def rank_environment(recipe: Recipe, ranks_here: int, environ: Mapping[str, str]
         variables["OMP_NUM_THREADS"] = str(max(1, cores // ranks_here))
     if recipe.cluster.device == "cpu":
         variables |= dict.fromkeys(HIDDEN_DEVICES, "")
-        variables["TORCHDYNAMO_DISABLE"] = "1"  # Megatron's jit_fuser compiles for seconds what takes microseconds here
+        variables["TORCHDYNAMO_DISABLE"] = (
+            "1"  # compiling Megatron's jit_fuser functions takes seconds and saves microseconds here
+        )
     parallel = recipe.parallel
     ordered = parallel.tensor_model_parallel_size > 1 or parallel.context_parallel_size > 1
     if recipe.cluster.device == "cuda" and "CUDA_DEVICE_MAX_CONNECTIONS" not in environ:
-        # Megatron insists on one queue before Blackwell where kernels must reach the device in the order of their launches, communication first. Everywhere
-        # else what waits in that queue for another stream holds up all behind it, in a graph too: CUDA's own number then.
+        # Before Blackwell, Megatron requires one queue where kernels must reach the device in the order of their launches, communication first.
+        # In all other cases a kernel that waits in that queue for another stream delays all kernels behind it, in a graph too: CUDA's default then.
         variables["CUDA_DEVICE_MAX_CONNECTIONS"] = "1" if ordered else "8"
     for wanted, values in ((recipe.cluster.deterministic, DETERMINISTIC), (recipe.parallel.nccl_ub, COPY_ENGINES)):
         if wanted:  # read by the libraries when they start
             variables |= {name: value for name, value in values.items() if name not in environ}
     if "WANDB_SILENT" not in environ:
-        variables["WANDB_SILENT"] = "true"  # where the W&B run is, our own log says
+        variables["WANDB_SILENT"] = "true"  # our own log names the W&B run
     if "COLUMNS" not in environ and sys.stdout.isatty():  # the ranks' own stdout is a file
         variables["COLUMNS"] = str(shutil.get_terminal_size().columns)
     variables |= recipe.cluster.environment
     return {name: value for name, value in variables.items() if environ.get(name) != value}
+
+
+def slurm_variables(environ: Mapping[str, str], master_port: int | None = None) -> dict[str, str] | None:
+    """Return RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT of this task, or None outside `srun`.
+
+    The batch script itself also has SLURM_PROCID=0, but it is no task of a step.
+    All tasks must agree without communication: the address is the first host of the step, the port is computed from the job id.
+    """
+    if not all(name in environ for name in ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID")):
+        return None
+    if environ.get("ENVIRONMENT") == "BATCH" and "SLURM_STEP_ID" not in environ:
+        return None
+    tasks = int(environ["SLURM_NTASKS"])
+    if tasks < 2:
+        return None
+    hosts = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST") or environ.get("SLURM_NODELIST")
+    if not hosts and "MASTER_ADDR" not in environ:
+        raise mistake(
+            "SLURM_JOB_NODELIST",
+            problem="is not set, so the address of rank 0 is unknown",
+            fix="export MASTER_ADDR=<host of rank 0>",
+        )
+    variables = {
+        "RANK": environ["SLURM_PROCID"],
+        "WORLD_SIZE": str(tasks),
+        "LOCAL_RANK": environ["SLURM_LOCALID"],
+        "MASTER_ADDR": environ.get("MASTER_ADDR") or first_host(hosts),
+        "MASTER_PORT": str(master_port or environ.get("MASTER_PORT") or port(environ.get("SLURM_JOB_ID", "0"))),
+    }
+    local = tasks_on_node(environ)
+    return variables if local is None else {**variables, "LOCAL_WORLD_SIZE": str(local)}
+
+
+def port(job_id: str) -> int:
+    """Return a port that two jobs on one node rarely share, below the range that Linux assigns (from 32768)."""
+    return 20000 + int(re.sub(r"\D", "", job_id) or 0) % 10000
+
+
+def tasks_on_node(environ: Mapping[str, str]) -> int | None:
+    """Return the tasks on this node from SLURM_STEP_TASKS_PER_NODE, such as `8(x2),4`, or None where it is not set."""
+    text = environ.get("SLURM_STEP_TASKS_PER_NODE") or environ.get("SLURM_TASKS_PER_NODE")
+    if not text:
+        return None
+    counts = []
+    for item in text.split(","):
+        match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", item.strip())
+        if match is None:
+            return None
+        counts += [int(match.group(1))] * int(match.group(2) or 1)
+    node = int(environ.get("SLURM_NODEID", 0))
+    return counts[node] if node < len(counts) else None
+
+
+def first_host(node_list: str) -> str:
+    """Return the first host of Slurm's list notation: `a[01-03,7],b` -> `a01`, `rack[0-1]n[3,5]` -> `rack0n3`."""
+    depth, first = 0, ""
+    for character in node_list.strip():
+        depth += (character == "[") - (character == "]")
+        if character == "," and depth == 0:
+            break
+        first += character
+    host = re.sub(r"\[(\w+)[^\]]*\]", r"\1", first)
+    if depth or not host or "[" in host:
+        raise mistake("SLURM_JOB_NODELIST", node_list, problem="is not a node list", allowed="such as a[01-03,7],b")
+    return host

@@ -1,21 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`zaya slurm`: a batch script that a person can read, for a run or a whole curriculum; submitit as another way. No torch import."""
+"""`zaya slurm`: a readable batch script for a run or a whole curriculum, or its submission through submitit. No torch import."""
 
 from __future__ import annotations
 
 import os
 import shlex
+import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 
 from zaya_plugin.config.schema import Recipe
+from zaya_plugin.errors import mistake
 from zaya_plugin.run.rank_plan import rank_environment
 
-MINUTES_TO_SAVE = 10  # before the time limit SLURM sends SIGTERM, upon which the ranks save and leave
+MINUTES_TO_SAVE = 10  # SLURM sends SIGTERM so long before the time limit; the ranks then save and leave
 
 
 def script(recipe: Recipe, commands: Sequence[Sequence[str]]) -> str:
-    """The text of an sbatch script that runs `commands` (words after `srun`) one after the other on all nodes."""
+    """Return an sbatch script that runs `commands` (words after `srun`) one after the other on all nodes."""
     cluster, run_dir = recipe.cluster, os.path.abspath(recipe.run_dir)
     options = [
         f"--job-name={recipe.name}",
@@ -33,8 +35,8 @@ def script(recipe: Recipe, commands: Sequence[Sequence[str]]) -> str:
     lines = [
         "#!/bin/bash",
         f"# {recipe.name}: {cluster.num_nodes} nodes of {cluster.gpus_per_node}, written by `zaya slurm`.",
-        "# One task a device: `zaya` takes rank, world size and the first host from srun's variables.",
-        f"# {MINUTES_TO_SAVE} minutes before its time limit the job gets SIGTERM, saves and leaves; sbatch this again to go on.",
+        "# One task for each device: `zaya` reads rank, world size and the first host from srun's variables.",
+        f"# {MINUTES_TO_SAVE} minutes before its time limit the job gets SIGTERM, saves and leaves; submit this again to resume.",
         *(f"#SBATCH {option}" for option in options),
         "",
         "set -euo pipefail",
@@ -51,27 +53,31 @@ def script(recipe: Recipe, commands: Sequence[Sequence[str]]) -> str:
 
 
 def job_environment(recipe: Recipe) -> dict[str, str]:
-    """What the script exports: nothing of this machine, whose cores and terminal are not the nodes'."""
+    """Return the variables that the script exports; none of them depends on this machine's cores or terminal."""
     cluster = recipe.cluster
     variables = rank_environment(recipe, cluster.gpus_per_node, {"COLUMNS": "", "OMP_NUM_THREADS": ""})
     return {name: value for name, value in variables.items() if not name.startswith("TORCHELASTIC_")}
 
 
 def check_slurm(recipe: Recipe) -> None:
-    """Raises ValueError where the recipe's SLURM keys contradict each other."""
-    cluster = recipe.cluster
-    if cluster.numa_nodes and len(cluster.numa_nodes) != cluster.gpus_per_node:
-        raise ValueError(
-            f"cluster.numa_nodes = {cluster.numa_nodes}: allowed: one for each of cluster.gpus_per_node = {cluster.gpus_per_node} "
-            "ranks of a node, or []"
+    """Raise ValueError if the recipe's SLURM keys contradict each other."""
+    numa, ranks = recipe.cluster.numa_nodes, recipe.cluster.gpus_per_node
+    if numa and len(numa) != ranks:
+        raise mistake(
+            "cluster.numa_nodes",
+            numa,
+            problem=f"has {len(numa)} entries",
+            allowed=f"one for each of cluster.gpus_per_node={ranks} ranks of a node, or []",
+            fix="cluster.numa_nodes=[]",
         )
-    for option in cluster.sbatch:
+    for option in recipe.cluster.sbatch:
         if not option.startswith("-"):
-            raise ValueError(f"cluster.sbatch: {option!r}: allowed: options of sbatch, such as --partition=mi300x")
+            allowed = "options of sbatch, such as --partition=mi300x"
+            raise mistake("cluster.sbatch", option, problem="is no option", allowed=allowed)
 
 
 def submit(recipe: Recipe, commands: Sequence[Sequence[str]], executor_cluster: str | None = None) -> str:
-    """Submits through submitit and returns the job's id; every task runs `commands` as `zaya` would.
+    """Submit through submitit and return the job's id; every task runs `commands` as `zaya` would.
 
     Args:
         executor_cluster: submitit's `cluster`: None finds SLURM, "debug" runs in this process.
@@ -82,38 +88,31 @@ def submit(recipe: Recipe, commands: Sequence[Sequence[str]], executor_cluster: 
     try:
         import submitit
     except ImportError as missing:
-        raise ValueError(
-            "--submitit: the package submitit is not installed: pip install submitit, or sbatch the script"
-        ) from missing
+        fix = "pip install submitit, or submit the script with sbatch"
+        raise mistake("--submitit", problem="the package submitit is not installed", fix=fix) from missing
     cluster = recipe.cluster
     executor = submitit.AutoExecutor(folder=Path(recipe.run_dir) / "submitit" / "%j", cluster=executor_cluster)
     options = dict(item.lstrip("-").replace("-", "_").partition("=")[::2] for item in cluster.sbatch if "=" in item)
-    parameters = dict(name=recipe.name, nodes=cluster.num_nodes, tasks_per_node=cluster.gpus_per_node)
-    if cluster.device == "cuda":
-        parameters["gpus_per_node"] = cluster.gpus_per_node
+    devices = {"gpus_per_node": cluster.gpus_per_node} if cluster.device == "cuda" else {}
+    slurm = {"exclusive": True, "requeue": True, "signal": f"TERM@{60 * MINUTES_TO_SAVE}", **options}
     executor.update_parameters(
-        **parameters,
-        slurm_additional_parameters={
-            "exclusive": True,
-            "requeue": True,
-            "signal": f"TERM@{60 * MINUTES_TO_SAVE}",
-            **options,
-        },
+        name=recipe.name,
+        nodes=cluster.num_nodes,
+        tasks_per_node=cluster.gpus_per_node,
+        slurm_additional_parameters=slurm,
+        **devices,
     )
-    variables = job_environment(recipe)
-    job = executor.submit(Task([list(command) for command in commands], variables))
-    return str(job.job_id)
+    task = Task([list(command) for command in commands], job_environment(recipe))
+    return str(executor.submit(task).job_id)
 
 
 class Task:
-    """What a task of a submitit job does; a class, since submitit pickles it. Ends with the exit code of the first failure."""
+    """One task of a submitit job, which pickles it: runs the commands and returns the exit code of the first failure."""
 
     def __init__(self, commands: list[list[str]], variables: dict[str, str]):
         self.commands, self.variables = commands, variables
 
     def __call__(self) -> int:
-        import subprocess
-
         for command in self.commands:
             if code := subprocess.run(command, env={**os.environ, **self.variables}).returncode:
                 return code
