@@ -146,19 +146,19 @@ INSTANCES: dict[str, Hook] = dict(
     (
         _hook(
             "megatron.core.distributed.param_and_grad_buffer._ParamAndGradBuffer().reset",
-            "blocks of experts that are written first are not zeroed (zaya_plugin.optim.written_gradients)",
+            "blocks of experts that are written first are not zeroed (zaya_plugin.optim.gradient_buffers)",
             "DDP asks a parameter whether its gradient is written first",
             upstream=BUFFERS,
         ),
         _hook(
             "megatron.core.distributed.param_and_grad_buffer._ParamAndGradBuffer().scale_gradients",
-            "the optimizer multiplies by the scale as it reads the gradients (zaya_plugin.optim.deferred_scale)",
+            "the optimizer multiplies by the scale as it reads the gradients (zaya_plugin.optim.gradient_buffers)",
             "DDP hands the scale to the optimizer",
             upstream=BUFFERS,
         ),
         _hook(
             "megatron.core.distributed.DistributedDataParallel().expert_parallel_bucket_groups",
-            "a layer's buckets of experts are one group (zaya_plugin.parallel.layer_groups)",
+            "a layer's buckets of experts are one group (zaya_plugin.optim.gradient_buffers)",
             "DDP groups buckets by layer",
             upstream=MEGATRON + "core/distributed/distributed_data_parallel.py",
         ),

@@ -18,7 +18,7 @@ def install() -> None:
     from megatron.core import optimizer
     from megatron.core.optimizer import distrib_optimizer
 
-    from zaya_plugin.optim.adamw import GroupStepAdamW
+    from zaya_plugin.optim.muon import GroupStepAdamW
 
     optimizer.Adam = distrib_optimizer.Adam = GroupStepAdamW
     # "Not torch's own, apex's layout": chooses the branches that read and write `step` in the parameter group.

@@ -58,7 +58,7 @@ def has_training() -> bool:
 
 
 def lays_out_buffers() -> bool:
-    """Whether DDP takes a layout of its buffers; before, it makes its own, which cuts matrices (zaya_plugin/optim/sharding/exchange.py)."""
+    """Whether DDP takes a layout of its buffers; before, it makes its own, which cuts matrices (zaya_plugin/optim/sharding/layout.py)."""
     folder = _folder("megatron.core")
     return folder is not None and (folder / "optimizer" / "param_layout.py").is_file()
 

@@ -13,7 +13,7 @@ from megatron.core.optimizer.optimizer import ChainedOptimizer  # isort: skip
 from tests.distributed.muon_model import build_model
 from zaya_plugin.optim.build import muon_factory
 from zaya_plugin.optim.chained import NonFiniteGradientsError
-from zaya_plugin.optim.deferred_scale import DeferredScale
+from zaya_plugin.optim.gradient_buffers import DeferredScale
 from zaya_plugin.optim.muon import MuonSettings
 
 TOKENS = 4096

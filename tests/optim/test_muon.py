@@ -7,6 +7,7 @@ from torch.optim._muon import _zeropower_via_newtonschulz
 
 import hip_ops
 from zaya_plugin.optim.muon import MuonAdamW, MuonSettings
+from zaya_plugin.optim.parameter_role import ParameterRole, role_of
 
 # Wide, tall, square, the router's head, and two of one shape, which go through Newton-Schulz as one batch.
 SHAPES = [(48, 32), (24, 40), (32, 32), (17, 16), (48, 32)]
@@ -21,7 +22,7 @@ def _parameters(dtype=torch.float32, flat=False):
         value = torch.randn(shape, generator=generator) / shape[-1] ** 0.5
         p = torch.nn.Parameter((value.flatten() if flat else value).to(dtype))
         if shape in SHAPES:
-            p.muon_matrices = (1, *shape)
+            p.zaya_role = ParameterRole(matrices=(1, *shape))
         params.append(p)
     return params
 
@@ -151,9 +152,9 @@ def test_rounds_bound_the_memory_and_change_nothing():
 
 def test_halves_are_orthogonalised_separately():
     whole, halves = _parameters(), _parameters()
-    whole[0].muon_matrices = (2, 24, 32)
+    whole[0].zaya_role = ParameterRole(matrices=(2, 24, 32))
     top, bottom = (torch.nn.Parameter(h.detach().clone()) for h in halves[0].chunk(2))
-    top.muon_matrices = bottom.muon_matrices = (1, 24, 32)
+    top.zaya_role = bottom.zaya_role = ParameterRole(matrices=(1, 24, 32))
     ours, theirs = _ours(whole[:1]), _ours([top, bottom])
     for step in range(3):
         _give_gradients(whole, step)
@@ -165,11 +166,11 @@ def test_halves_are_orthogonalised_separately():
 
 def test_the_target_gets_the_rounded_weight_in_the_same_step():
     params = _parameters(flat=True)
-    for p in params[: len(SHAPES)]:
-        p.muon_target = torch.zeros(p.shape, dtype=torch.bfloat16)
-    _run([_ours(params)], params, 2)
-    for p in params[: len(SHAPES)]:
-        assert torch.equal(p.muon_target, p.detach().to(torch.bfloat16))
+    optimizer = _ours(params)
+    optimizer.targets = {p: torch.zeros(p.shape, dtype=torch.bfloat16) for p in params[: len(SHAPES)]}
+    _run([optimizer], params, 2)
+    for p, target in optimizer.targets.items():
+        assert torch.equal(target, p.detach().to(torch.bfloat16))
 
 
 def test_bf16_momentum_stays_bf16_through_a_checkpoint():
@@ -193,7 +194,7 @@ def test_the_state_is_what_each_needs():
     optimizer = _ours(params)
     _run([optimizer], params, 1)
     for p in params:
-        assert set(optimizer.state[p]) == ({"exp_avg"} if hasattr(p, "muon_matrices") else {"exp_avg", "exp_avg_sq"})
+        assert set(optimizer.state[p]) == ({"exp_avg"} if role_of(p).matrices else {"exp_avg", "exp_avg_sq"})
     assert optimizer.param_groups[0]["step"] == 1
 
 
@@ -206,5 +207,5 @@ def test_updates_have_the_root_mean_square_of_adamw():
     moved = [float((p - b).square().mean().sqrt()) / LR for p, b in zip(params, before, strict=True)]
     for p, rms in zip(params, moved, strict=True):
         # 0.2 sqrt(max(m, n)) times an orthogonal matrix has rms 0.2 sqrt(rank / min(m, n)) <= 0.2; the quintic's singular values lie in 0.7 to 1.2.
-        low, high = (0.1, 0.25) if hasattr(p, "muon_matrices") else (0.99, 1.01)
+        low, high = (0.1, 0.25) if role_of(p).matrices else (0.99, 1.01)
         assert low < rms < high

@@ -11,6 +11,7 @@ from tests.megatron_rank import single_rank  # noqa: F401  (a fixture of every t
 import megatron.core.optimizer as megatron_optimizer  # isort: skip
 
 from zaya_plugin.config.compose import compose
+from zaya_plugin.optim import build
 from zaya_plugin.optim.muon import MuonSettings
 from zaya_plugin.training import optimizer
 
@@ -34,7 +35,7 @@ def test_what_a_recipe_sets_reaches_the_optimizer(monkeypatch, overrides, muon, 
     The layers' buckets are grouped before.
     """
     happened = []
-    monkeypatch.setattr(optimizer, "group_layers", lambda chunks: happened.append(("grouped", chunks)))
+    monkeypatch.setattr(build, "group_layers", lambda chunks: happened.append(("grouped", chunks)))
 
     def get_megatron_optimizer(config, chunks, config_overrides, **named):
         happened.append(("built", chunks, config, named))

@@ -253,7 +253,7 @@ def work_of(
 ) -> dict[str, Work]:
     """zaya_plugin.plan.step_work of one rank, from the recipe alone; zaya_plugin.bench.record.work_of asks the model that ran.
 
-    written: the parts of which the first micro-batch writes its gradients; that is as zaya_plugin.optim.written_gradients does it.
+    written: the parts of which the first micro-batch writes its gradients; that is as zaya_plugin.optim.gradient_buffers does it.
     """
     from zaya_plugin.plan import recipe_plan
     from zaya_plugin.plan.expected_step import accumulated

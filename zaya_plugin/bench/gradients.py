@@ -29,7 +29,7 @@ def accumulated(model) -> dict[str, int]:
 
 def written_first(model) -> frozenset[str]:
     """The parts whose gradients a step's first micro-batch writes, so that nobody zeroes them. model: as above, at any time."""
-    from zaya_plugin.optim.written_gradients import ResetRest
+    from zaya_plugin.optim.gradient_buffers import ResetRest
 
     buffers = [
         buffer

@@ -16,10 +16,11 @@ from torch import nn
 from zaya_plugin import compat
 from zaya_plugin.config.optimizer_override import Override
 from zaya_plugin.optim.chained import ChainedMuonAdamW
-from zaya_plugin.optim.grouping import Assignment, assign
+from zaya_plugin.optim.gradient_buffers import group_layers, spare_zeroing
+from zaya_plugin.optim.grouping import assign
 from zaya_plugin.optim.muon import MuonAdamW, MuonSettings
+from zaya_plugin.optim.parameter_role import ParameterRole, role_of
 from zaya_plugin.optim.sharding.distributed import MuonDistributedOptimizer
-from zaya_plugin.optim.written_gradients import spare_zeroing
 from zaya_plugin.patches.hooks import replaced
 
 CORE = "megatron.core.optimizer"
@@ -27,19 +28,17 @@ CORE = "megatron.core.optimizer"
 
 def tag_parameters(
     model: nn.Module, overrides: Iterable[Override] = (), split_gate_up: bool = False, default: str = "muon"
-) -> dict[str, Assignment]:
-    """Writes each parameter's assignment onto it, before DDP lays out its buffers; returns all by name.
+) -> dict[str, ParameterRole]:
+    """Attach each parameter's role, before DDP lays out its buffers; return all roles by name.
 
     Raises:
         ValueError: as `zaya_plugin.optim.grouping.assign`.
     """
     parameters = dict(model.named_parameters())
-    assignments = assign(parameters.items(), overrides, split_gate_up, default)
-    for name, assignment in assignments.items():
-        parameters[name].optimizer_assignment = assignment
-        if assignment.matrices is not None:
-            parameters[name].muon_matrices = assignment.matrices
-    return assignments
+    roles = assign(parameters.items(), overrides, split_gate_up, default)
+    for name, role in roles.items():
+        parameters[name].zaya_role = role
+    return roles
 
 
 def muon_factory(get_megatron_optimizer: Callable, muon: MuonSettings, non_finite: str | None = None) -> Callable:
@@ -56,6 +55,7 @@ def muon_factory(get_megatron_optimizer: Callable, muon: MuonSettings, non_finit
 
     def factory(config, model_chunks, config_overrides=None, **named):
         overrides = _config_overrides(config, model_chunks)
+        group_layers(model_chunks)
         with replaced(
             {
                 f"{CORE}.Adam": adam,
@@ -85,7 +85,7 @@ def _config_overrides(config, model_chunks) -> dict:
     pairs: dict[tuple[float, float], None] = {}  # a set that keeps the order of the parameters
     for chunk in model_chunks:
         for name, parameter in chunk.named_parameters():
-            assert hasattr(parameter, "optimizer_assignment"), f"{name} has no optimizer: call tag_parameters first"
+            assert role_of(parameter).optimizer is not None, f"{name} has no optimizer: call tag_parameters first"
             pairs[_multipliers(parameter)] = None
     overrides = {}
     for lr_mult, weight_decay_mult in pairs:
@@ -104,8 +104,8 @@ def _config_overrides(config, model_chunks) -> dict:
 
 
 def _multipliers(parameter: nn.Parameter) -> tuple[float, float]:
-    """Of the learning rate and the weight decay."""
-    return parameter.optimizer_assignment.lr_mult, parameter.optimizer_assignment.weight_decay_mult
+    """Return the multipliers of the learning rate and of the weight decay."""
+    return role_of(parameter).lr_mult, role_of(parameter).weight_decay_mult
 
 
 def _tag_copies(optimizer) -> None:
@@ -114,5 +114,4 @@ def _tag_copies(optimizer) -> None:
         getattr(optimizer, "float16_groups", ()), getattr(optimizer, "fp32_from_float16_groups", ()), strict=True
     ):
         for model_param, main_param in zip(model_group, main_group, strict=True):
-            if hasattr(model_param, "muon_matrices"):
-                main_param.muon_matrices = model_param.muon_matrices
+            main_param.zaya_role = role_of(model_param)

@@ -18,7 +18,7 @@ from megatron.core.optimizer.optimizer import ChainedOptimizer, MegatronOptimize
 from torch import Tensor
 
 from zaya_plugin import compat
-from zaya_plugin.optim.deferred_scale import DeferredScale
+from zaya_plugin.optim.gradient_buffers import DeferredScale
 from zaya_plugin.optim.host_copy import HostCopy
 
 

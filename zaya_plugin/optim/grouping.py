@@ -9,25 +9,13 @@ router's matrices, its 17 x 256 head included, are 2-D weights and follow that r
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import replace
 from fnmatch import fnmatchcase
 
 from torch import Tensor
 
 from zaya_plugin.config.optimizer_override import Override
-
-
-@dataclass(frozen=True)
-class Assignment:
-    """What happens to one parameter.
-
-    matrices: for Muon, (b, m, n): the parameter seen as b matrices of m x n that are orthogonalised one by one.
-    """
-
-    optimizer: str
-    lr_mult: float = 1.0
-    weight_decay_mult: float = 1.0
-    matrices: tuple[int, int, int] | None = None
+from zaya_plugin.optim.parameter_role import ParameterRole, role_of
 
 
 def assign(
@@ -35,8 +23,8 @@ def assign(
     overrides: Iterable[Override] = (),
     split_gate_up: bool = False,
     default: str = "muon",
-) -> dict[str, Assignment]:
-    """The assignment of every parameter, by name.
+) -> dict[str, ParameterRole]:
+    """Return the role of every parameter with its optimizer and multipliers, by name; nothing is attached.
 
     Args:
         parameters: names and parameters of the whole model.
@@ -62,10 +50,13 @@ def assign(
                 )
         if optimizer is None:
             optimizer = _rule(name, parameter) if default == "muon" else "adamw"
-        matrices = None
-        if optimizer == "muon":
-            matrices = _matrices(name, parameter, split_gate_up)
-        result[name] = Assignment(optimizer, lr_mult, weight_decay_mult, matrices)
+        result[name] = replace(
+            role_of(parameter),
+            optimizer=optimizer,
+            lr_mult=lr_mult,
+            weight_decay_mult=weight_decay_mult,
+            matrices=_matrices(name, parameter, split_gate_up) if optimizer == "muon" else None,
+        )
     if unused:
         raise ValueError(
             f"optim.overrides: no parameter matches {', '.join(sorted(unused))}; the names are those that "

@@ -98,7 +98,7 @@ def communication(
                 seconds = 0.0
             time += seconds
             share = padded[part] / sum(padded.values())
-            # The first to come back is the last to leave: a bucket of the first layer, all its experts' (layer_groups.py), or the embedding, which is used there.
+            # The first to come back is the last to leave: a bucket of the first layer, all its experts' (optim/gradient_buffers.py), or the embedding, which is used there.
             late = max(
                 1 / buckets,
                 parts["embedding"] / layout.tensor / padded["rest"]

@@ -7,8 +7,7 @@ from megatron.core import parallel_state
 from megatron.core.distributed import finalize_model_grads
 
 from zaya_plugin.model.moe import ZayaMoELayer
-from zaya_plugin.optim.balancing import RouterStatistics, balance_experts
-from zaya_plugin.optim.stage_statistics import over_pipeline_stages
+from zaya_plugin.optim.balancing import RouterStatistics, balance_experts, over_pipeline_stages
 
 
 class Balancer:

@@ -11,12 +11,12 @@ from torch import nn
 from zaya_plugin.config.optimizer_override import Override
 from zaya_plugin.config.schema import Recipe
 from zaya_plugin.optim.build import muon_factory, tag_parameters
-from zaya_plugin.optim.grouping import Assignment, assign
+from zaya_plugin.optim.grouping import assign
 from zaya_plugin.optim.muon import MuonSettings
-from zaya_plugin.parallel.layer_groups import group_layers
+from zaya_plugin.optim.parameter_role import ParameterRole
 
 
-def assign_optimizers(recipe: Recipe, model: nn.Module) -> dict[str, Assignment]:
+def assign_optimizers(recipe: Recipe, model: nn.Module) -> dict[str, ParameterRole]:
     """Tags the parameters of `model`, before DDP wraps it, and returns their assignments by name.
 
     Raises:
@@ -34,9 +34,9 @@ def mark_matrices(recipe: Recipe, parameters: list[tuple[str, nn.Parameter]]) ->
     overrides = [Override.parse(entry) for entry in recipe.optim.overrides]
     # One that matches nothing here may match elsewhere in the model.
     here = [o for o in overrides if any(fnmatchcase(name, o.pattern) for name, _ in parameters)]
-    for name, assignment in assign(parameters, here, recipe.optim.muon_split_gate_up, recipe.optim.name).items():
-        if assignment.matrices is not None:
-            dict(parameters)[name].muon_matrices = assignment.matrices
+    roles = assign(parameters, here, recipe.optim.muon_split_gate_up, recipe.optim.name)
+    for name, parameter in parameters:
+        parameter.zaya_role = roles[name]
 
 
 def muon_settings(recipe: Recipe) -> MuonSettings:
@@ -54,12 +54,10 @@ def muon_settings(recipe: Recipe) -> MuonSettings:
 
 
 def optimizer_factory(recipe: Recipe) -> Callable:
-    """What takes the place of Megatron's `get_megatron_optimizer` in a run of `recipe`; called with that function first."""
+    """Return the replacement of Megatron's `get_megatron_optimizer` for a run of `recipe`; its first argument is that function."""
     non_finite = recipe.optim.non_finite_gradients if recipe.parallel.use_distributed_optimizer else None
 
-    def factory(get_megatron_optimizer, config, model_chunks, *positional, **named):
-        group_layers(model_chunks)
-        build = muon_factory(get_megatron_optimizer, muon_settings(recipe), non_finite)
-        return build(config, model_chunks, *positional, **named)
+    def factory(get_megatron_optimizer, *positional, **named):
+        return muon_factory(get_megatron_optimizer, muon_settings(recipe), non_finite)(*positional, **named)
 
     return factory

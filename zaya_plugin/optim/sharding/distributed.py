@@ -16,7 +16,8 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from torch import Tensor
 
 from zaya_plugin.optim.muon import MuonAdamW
-from zaya_plugin.optim.sharding.exchange import MatrixExchange, find_cut_matrices
+from zaya_plugin.optim.parameter_role import role_of
+from zaya_plugin.optim.sharding.layout import MatrixExchange, cut_matrices
 
 
 class MuonDistributedOptimizer(DistributedOptimizer):
@@ -24,23 +25,21 @@ class MuonDistributedOptimizer(DistributedOptimizer):
 
     def __init__(self, optimizer: MuonAdamW, *positional, **named):
         super().__init__(optimizer, *positional, **named)
-        cut = find_cut_matrices(self.buffers, self.data_parallel_group.size())
-        if cut:
-            self.optimizer.exchange = MatrixExchange(self.data_parallel_group)
+        cut = cut_matrices(self.buffers, self.data_parallel_group.size())
         self._targets: dict[Tensor, Tensor] = {}
         self._gradients: dict[Tensor, tuple[Tensor, Tensor]] = {}
         for model_param, main_param in self._pairs():
-            if hasattr(model_param, "muon_matrices"):
-                main_param.muon_matrices = model_param.muon_matrices
-                if model_param in cut:
-                    main_param.muon_cut = cut[model_param]
+            main_param.zaya_role = role_of(model_param)
             share = self._share_of_buffer(model_param)
             if main_param.data_ptr() == share.data_ptr():  # an fp32 model: the weight itself
                 continue
-            if hasattr(model_param, "muon_matrices"):
-                main_param.muon_target = share
+            if role_of(model_param).matrices is not None:
+                self.optimizer.targets[main_param] = share
             else:
                 self._targets[share] = main_param
+        if cut:
+            pieces = {main: cut[model] for model, main in self._pairs() if model in cut}
+            self.optimizer.exchange = MatrixExchange(self.data_parallel_group, pieces)
 
     def _pairs(self) -> list[tuple[Tensor, Tensor]]:
         """Parameters of the model with a part on this rank, and the fp32 tensors that the inner optimizer updates."""
@@ -104,6 +103,6 @@ class MuonDistributedOptimizer(DistributedOptimizer):
             params = [p for buffer in self.buffers for p in buffer.param_index_map]
             assert len(params) == len(states), "Megatron numbers states in the order of its buffers"
             for index, param in enumerate(params):
-                if hasattr(param, "muon_matrices"):
+                if role_of(param).matrices is not None:
                     del states[index]["exp_avg_sq"]
         return states

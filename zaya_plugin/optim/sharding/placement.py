@@ -1,16 +1,63 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What must stay together in a bucket, and where it comes to lie: expert blocks unbroken, no matrix across a border between shards."""
+"""The search for a layout: which parameters share a bucket, in which order, at which offsets.
+
+Units (an expert block, or a single parameter) are cut into buckets in the order of the backward pass, so that whole matrices cost little
+padding and gradients leave early. Muon orthogonalises whole matrices, and the cost of an element depends on its matrix's size. So the
+order of a bucket's blocks, and where its gaps lie, decide which rank has how much work: of each bucket several arrangements are
+tried, and those are taken under which the owners of the shards have equal work over all buckets. Work is added in integers, because every rank
+computes the layout for itself and all must find the same.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+import random
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
+import torch
 from megatron.core.optimizer.param_layout import pad_param_start, pad_to_divisor
+from torch import Tensor
 from torch.nn import Parameter
 
-from zaya_plugin.optim.newton_schulz_cost import muon_work
+from zaya_plugin.optim.newton_schulz_cost import FLOPS_PER_ELEMENT, muon_work
+from zaya_plugin.optim.parameter_role import role_of
+
+# Factors of the requested bucket size that are tried: blocks of larger buckets can be ordered in more ways, and leave less padding.
+SIZES = (1, 2, 4)
+# A parameter that may be cut evenly, such as the embedding, has a bucket of its own unless that costs more padding than this share.
+MAX_PADDING = 0.10
+# Cuts are tried every so many parts of the least bucket.
+FINENESS = 4
+# A bucket of n of N elements costs SIZE * n / N of them, because its gradients leave together and its parameters come together: that
+# much padding is worth a split.
+SIZE = 0.2
+# Elements that are reduced while the backward pass goes on over one: on four H200s 90 to 138 ms beside 225 of 16,384 tokens (docs/benchmarks.md). What the
+# rest of the pass is too short to hide counts as padding as well.
+HIDDEN = 2
+MAX_ORDERS = 200  # of a bucket's blocks
+TRIED = 60_000  # units placed and shards added up, in all arrangements of a bucket, or 24 arrangements
+SWEEPS = 20
+# parts of the mean work of a shard that are told apart, fewer where squares of all work would leave 63 bits
+RESOLUTION = 2**20
+
+
+def placed_buckets(
+    params: Sequence[Parameter], bucket_size: int | None, shards: int, divisor: int
+) -> list[tuple[dict[Parameter, int], int]]:
+    """Return offsets of its parameters and length of each bucket. Arguments as for `zaya_plugin.optim.sharding.layout.layout`."""
+    of = Shards(shards, divisor)
+    units = units_of(reversed(params))
+    tried = [
+        balanced(cut_into_buckets(units, bucket_size and times * bucket_size, of), of)
+        for times in (SIZES if bucket_size is not None and shards > 1 else (1,))
+    ]
+    # An element of a bucket costs about as much on the links as its owner's passes over it.
+    chosen, _ = min(
+        tried, key=lambda each: each[1] + FLOPS_PER_ELEMENT * cost_of_buckets([numel for _, numel in each[0]])
+    )
+    return [(offsets(in_bucket), numel) for in_bucket, numel in chosen]
 
 
 @dataclass(frozen=True)
@@ -29,11 +76,11 @@ class Unit:
 
     @classmethod
     def of(cls, params: Sequence[Parameter]) -> Unit:
-        is_block = hasattr(params[0], "expert_block")
+        is_block = role_of(params[0]).block is not None
         if is_block:
-            params = sorted(params, key=lambda p: p.expert_block[1])
+            params = sorted(params, key=lambda p: role_of(p).index)
             assert len({p.numel() for p in params}) == 1, "the matrices of a block have one shape"
-        is_whole = is_block or hasattr(params[0], "muon_matrices")
+        is_whole = is_block or role_of(params[0]).matrices is not None
         return cls(
             tuple(params),
             sum(p.numel() for p in params),
@@ -53,8 +100,8 @@ def units_of(params: Iterable[Parameter]) -> list[Unit]:
     """Parameters, in order, as units."""
     found: list[list[Parameter]] = []
     for param in params:
-        block = getattr(param, "expert_block", None)
-        if found and block is not None and getattr(found[-1][0], "expert_block", (None,))[0] == block[0]:
+        block = role_of(param).block
+        if found and block is not None and role_of(found[-1][0]).block is block:
             found[-1].append(param)
         else:
             found.append([param])
@@ -63,7 +110,7 @@ def units_of(params: Iterable[Parameter]) -> list[Unit]:
 
 def work_of(param: Parameter) -> int:
     """Muon's for a parameter, 0 for others."""
-    count, m, n = getattr(param, "muon_matrices", (0, 1, 1))
+    count, m, n = role_of(param).matrices or (0, 1, 1)
     return count * muon_work(m, n)
 
 
@@ -168,3 +215,254 @@ def _fits(unit: Unit, start: int, end: int, shards: int, shard: int) -> bool:
 
 def _straddles(begin: int, numel: int, shards: int, shard: int) -> bool:
     return shards > 1 and begin // shard != (begin + numel - 1) // shard
+
+
+def cut_into_buckets(units: Sequence[Unit], least: int | None, shards: Shards) -> list[list[Unit]]:
+    """`units` cut into buckets of at least `least` elements, but for the last and those of a parameter alone; None: as few as can be."""
+    found: list[list[Unit]] = []
+    section: list[Unit] = []
+    largest = max((unit.largest for unit in units if unit.is_whole), default=None) if shards.count > 1 else None
+    for unit in units:
+        large = largest is not None and unit.numel >= largest and not unit.is_whole
+        if _stays_alone(unit) or (large and _spreads_better_alone(unit, units, shards)):
+            found += [*_cut(section, least, shards), [unit]]
+            section = []
+        else:
+            section.append(unit)
+    return found + _cut(section, least, shards)
+
+
+def cost_of_buckets(lengths: Sequence[int]) -> float:
+    """Of buckets of these lengths, in elements; equal but for a constant where they hold the same parameters."""
+    total = sum(lengths)
+    return sum(_cost_of_bucket(numel, total - sum(lengths[: index + 1]), total) for index, numel in enumerate(lengths))
+
+
+def _cost_of_bucket(numel: int, behind: int, total: int) -> float:
+    """Elements count twice, on the links and in memory. behind: those of the buckets that are reduced later."""
+    return 2 * numel + SIZE * numel * numel / total + max(0, numel - HIDDEN * behind)
+
+
+def _stays_alone(unit: Unit) -> bool:
+    """Pipeline stages reduce a shared embedding by itself."""
+    return bool(getattr(unit.params[0], "shared_embedding", False))
+
+
+def _spreads_better_alone(unit: Unit, units: Sequence[Unit], shards: Shards) -> bool:
+    """Whether a large parameter that may be cut, which would take whole shards among matrices and leave their owners less to do, can be apart for little padding."""
+    apart = shards.size([other for other in units if other is not unit]) + shards.size([unit])
+    return apart <= (1 + MAX_PADDING) * shards.size(units)
+
+
+def _cut(units: list[Unit], least: int | None, shards: Shards) -> list[list[Unit]]:
+    if not units or least is None:
+        return [units] if units else []
+    if shards.count == 1 or not any(unit.is_whole for unit in units):
+        return list(_as_soon_as_full(units, least))
+    return _cheapest(units, least, shards)
+
+
+def _as_soon_as_full(units: list[Unit], least: int) -> Iterator[list[Unit]]:
+    """As Megatron does."""
+    bucket: list[Unit] = []
+    for unit in units:
+        bucket.append(unit)
+        if sum(each.numel for each in bucket) >= least:
+            yield bucket
+            bucket = []
+    if bucket:
+        yield bucket
+
+
+def _cheapest(units: list[Unit], least: int, shards: Shards) -> list[list[Unit]]:
+    """The cuts with the least padding, and what counts as padding."""
+    ends = _possible_ends(units, least)
+    total = sum(unit.numel for unit in units)
+    kinds = {kind: index for index, kind in enumerate(dict.fromkeys(unit.kind for unit in units))}
+    counts, elements = [[0] * len(kinds)], [0]  # of the units before each
+    for unit in units:
+        counts.append(list(counts[-1]))
+        counts[-1][kinds[unit.kind]] += 1
+        elements.append(elements[-1] + unit.numel)
+    lengths: dict[tuple[int, ...], int] = {}
+
+    def length(start: int, end: int) -> int:
+        key = tuple(b - a for a, b in zip(counts[start], counts[end], strict=True))
+        if key not in lengths:
+            lengths[key] = shards.count * shards.size(units[start:end])
+        return lengths[key]
+
+    # of the units before an end: cost, and where its last bucket starts
+    best: dict[int, tuple[float, int]] = {0: (0.0, 0)}
+    for end in ends:
+        for start in list(best):
+            all_in_one = start == 0 and end == len(units)
+            if elements[end] - elements[start] < (least if end < len(units) else least / FINENESS) and not all_in_one:
+                continue
+            cost = best[start][0] + _cost_of_bucket(length(start, end), total - elements[end], total)
+            if end not in best or cost < best[end][0]:
+                best[end] = (cost, start)
+    found, end = [], len(units)
+    while end:
+        start = best[end][1]
+        found.insert(0, units[start:end])
+        end = start
+    return found
+
+
+def _possible_ends(units: list[Unit], least: int) -> list[int]:
+    """How many units may lie before a border."""
+    found, since = [], 0
+    for count, unit in enumerate(units, start=1):
+        since += unit.numel
+        if since * FINENESS >= least or count == len(units):
+            found.append(count)
+            since = 0
+    return found
+
+
+@dataclass(frozen=True)
+class Arrangement:
+    """kinds: of the blocks, in order; matrices: blocks before the matrices that are in no block; free: blocks before, and number of, the largest matrices
+    that fit into what is left free there (the rest is free at the end)."""
+
+    kinds: tuple[tuple, ...]
+    matrices: int
+    free: tuple[int, int] = (0, 0)
+
+    def items(self, units: Sequence[Unit]) -> list[Unit | int]:
+        """`units` in this order, for `place`."""
+        blocks, matrices, rest = sorted_out(units)
+        of_kind: dict[tuple, list[Unit]] = {}
+        for block in blocks:
+            of_kind.setdefault(block.kind, []).append(block)
+        found: list[Unit | int] = []
+        for before in range(len(self.kinds) + 1):
+            if before == self.matrices:
+                found += matrices
+            if self.free[1] and before == self.free[0]:
+                found.append(self.free[1] * largest_of_a_block(units))
+            if before < len(self.kinds):
+                found.append(of_kind[self.kinds[before]].pop(0))
+        return found + rest
+
+
+@dataclass(frozen=True)
+class Candidates:
+    """shard: elements; arrangements, and work [arrangements, shards] of each: int64, of any unit."""
+
+    shard: int
+    arrangements: list[Arrangement]
+    work: Tensor
+
+
+def balanced(buckets: Sequence[Sequence[Unit]], shards: Shards) -> tuple[list[tuple[list[tuple[Unit, int]], int]], int]:
+    """Of each bucket the units with their offsets, and its length; and the busiest owner's work over all buckets (FLOPs, see `muon_work`)."""
+    parts = min(shards.count * RESOLUTION, 2**31)
+    unit_of_work = max(1, -(-sum(unit.work for bucket in buckets for unit in bucket) // parts))
+    by_kinds: dict[tuple, Candidates] = {}
+    candidates = []
+    for bucket in buckets:
+        blocks, *others = sorted_out(bucket)
+        key = (*sorted(block.kind for block in blocks), *(unit.kind for units in others for unit in units))
+        if key not in by_kinds:
+            by_kinds[key] = _candidates(bucket, shards, unit_of_work)
+        candidates.append(by_kinds[key])
+    chosen, work = _choose([each.work for each in candidates], shards.count)
+    placed = []
+    for bucket, each, index in zip(buckets, candidates, chosen, strict=True):
+        in_bucket, end = place(each.arrangements[index].items(bucket), shards.count, each.shard)
+        assert end <= shards.count * each.shard, "what fits for one bucket fits for all of the same kinds"
+        placed.append((in_bucket, shards.count * each.shard))
+    return placed, int(work.max()) * unit_of_work
+
+
+def _candidates(units: Sequence[Unit], shards: Shards, unit_of_work: int) -> Candidates:
+    """Ways to place a bucket in the shortest shards that hold it, each with another share of work."""
+    shard = shards.size(units)
+    end = min(place(order, shards.count, shard)[1] for order in usual_orders(units))
+    free = (shards.count * shard - end) // largest_of_a_block(units)
+    arrangements, works = [], {}
+    for arrangement in _arrangements(units, shards.count, free):
+        placed, end = place(arrangement.items(units), shards.count, shard)
+        if end > shards.count * shard:
+            continue
+        work = [0] * shards.count
+        for unit, begin in placed if shards.count > 1 else ():
+            each = unit.work // len(unit.params) // unit_of_work
+            for index in range(len(unit.params) if each else 0):
+                work[(begin + index * unit.largest) // shard] += each
+        if works.setdefault(tuple(work), arrangement) is arrangement:
+            arrangements.append(arrangement)
+    return Candidates(shard, arrangements, torch.tensor(list(works), dtype=torch.int64, device="cpu"))
+
+
+def _arrangements(units: Sequence[Unit], shards: int, free: int) -> Iterator[Arrangement]:
+    """The usual ones, and others, a sample of them where they are many: the same on every rank."""
+    blocks, matrices, _ = sorted_out(units)
+    for order in usual_orders(units):
+        yield Arrangement(tuple(unit.kind for unit in order if unit.is_block), len(blocks))
+    if not any(unit.work for unit in blocks):
+        return
+    orders = list(_orders([block.kind for block in blocks]))
+    places = len(blocks) + 1 if matrices else 1
+    splits = [(0, 0)] + [(before, count) for before in range(len(blocks)) for count in range(1, free + 1)]
+    number = len(orders) * places * len(splits)
+    most = max(24, TRIED // (len(units) + shards))
+    for index in range(number) if number <= most else sorted(random.Random(number).sample(range(number), most)):
+        index, split = divmod(index, len(splits))
+        order, before = divmod(index, places)
+        yield Arrangement(orders[order], before, splits[split])
+
+
+def _orders(kinds: list[tuple]) -> Iterator[tuple[tuple, ...]]:
+    """Distinct orders of `kinds`; many are sampled."""
+    left, order = Counter(kinds), []
+
+    def extend() -> Iterator[tuple[tuple, ...]]:
+        if len(order) == len(kinds):
+            yield tuple(order)
+            return
+        for kind in left:
+            if left[kind]:
+                left[kind] -= 1
+                order.append(kind)
+                yield from extend()
+                left[kind] += 1
+                order.pop()
+
+    every = []
+    for found, each in enumerate(extend()):
+        if found == MAX_ORDERS:
+            break
+        every.append(each)
+    else:
+        yield from every
+        return
+    generator = random.Random(len(kinds))
+    yield from dict.fromkeys(tuple(generator.sample(kinds, len(kinds))) for _ in range(MAX_ORDERS))
+
+
+def _choose(works: Sequence[Tensor], shards: int) -> tuple[list[int], Tensor]:
+    """An index into each of `works`, so that the busiest shard has least to do: one after the other, then each again in view of all others."""
+    total, chosen = torch.zeros(shards, dtype=torch.int64, device="cpu"), []
+    for work in works:
+        chosen.append(_best(total + work, busiest_first=True)[1])
+        total = total + work[chosen[-1]]
+    for busiest_first in (False, True) * 2:  # the sum of squares leads out of where the busiest one alone would stay
+        for _ in range(SWEEPS):
+            before = list(chosen)
+            for index, work in enumerate(works):
+                others = total - work[chosen[index]]
+                key, best = _best(others + work, busiest_first)
+                if key < _best(total[None], busiest_first)[0]:
+                    chosen[index], total = best, others + work[best]
+            if chosen == before:
+                break
+    return chosen, total
+
+
+def _best(totals: Tensor, busiest_first: bool) -> tuple[tuple[int, int], int]:
+    """What the best row of `totals` [rows, shards] is judged by, and its index, the first of equals."""
+    keys = totals.amax(1).tolist(), (totals * totals).sum(1).tolist()
+    return min((key, index) for index, key in enumerate(zip(*(keys if busiest_first else keys[::-1]), strict=True)))

@@ -8,7 +8,8 @@ import pytest
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucketGroup
 
-from zaya_plugin.parallel.layer_groups import group_layers
+from zaya_plugin.optim.gradient_buffers import group_layers
+from zaya_plugin.optim.parameter_role import ExpertBlock, ParameterRole
 
 LAYERS, BLOCKS = 4, ("fc1", "fc2")
 CONFIG = DistributedDataParallelConfig(
@@ -22,7 +23,7 @@ class Param:
 
     def __init__(self, name):
         if name is not None:
-            self.expert_block = (f"layers.{name}", 0)
+            self.zaya_role = ParameterRole(ExpertBlock(int(name.split(".")[0]) + 1, 1))
         self.name = name
 
 
