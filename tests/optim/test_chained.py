@@ -145,7 +145,7 @@ def test_a_step_that_stops_changes_nothing_and_says_why():
     give_gradients(ddp, optimizer, 1)
     for parameter in list(ddp.parameters())[-2:]:
         parameter.main_grad.view(-1)[3] = float("inf")
-    with pytest.raises(NonFiniteGradientsError, match="2 gradients .* hold an infinity or no number"):
+    with pytest.raises(NonFiniteGradientsError, match="2 gradients .* hold an infinity or NaN"):
         optimizer.step()
     for old, new in zip(before, state(ddp, optimizer), strict=True):
         assert torch.equal(old, new)

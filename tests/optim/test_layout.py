@@ -135,7 +135,12 @@ def _expert(block, index, rows, columns):
 
 
 def _newton_schulz_work(layout, shards):
-    return Layout(layout.param_index_map, layout.bucket_indices, shards).newton_schulz_work()
+    """Newton-Schulz FLOPs of each shard's owner."""
+    described, work = Layout(layout.param_index_map, layout.bucket_indices, shards), [0.0] * shards
+    for p in layout.param_index_map:
+        count, m, n = role_of(p).matrices or (0, 1, 1)
+        work[described.pieces(p)[0][0]] += count * newton_schulz_flops(m, n)
+    return work
 
 
 def _zaya1_base_under_muon():

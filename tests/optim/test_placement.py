@@ -146,7 +146,7 @@ def test_arrangements():
     matrix = torch.nn.Parameter(torch.empty(16, 32, device="meta"))
     matrix.zaya_role = ParameterRole(matrices=(1, 16, 32))
     units = [first, *units_of([matrix]), second]
-    assert Arrangement((second.kind, first.kind), 1, (0, 2)).items(units) == [2 * 64 * 32, second, units[1], first]
+    assert Arrangement((second.kind, first.kind), 1, gap=2).items(units) == [2 * 64 * 32, second, units[1], first]
     every = list(placement._arrangements(units, 4, 2))
     assert every[0].items(units) == every[1].items(units) == [first, second, units[1]]
     assert len(set(every[2:])) == len(every[2:]) == 2 * 3 * (1 + 2 * 2), (

@@ -6,8 +6,7 @@ import torch
 
 from zaya_plugin.optim.host_copy import HostCopy
 from zaya_plugin.training import step_queue
-from zaya_plugin.training.signal_agreement import AgreedSignal
-from zaya_plugin.training.step_queue import StepClock, StepQueue
+from zaya_plugin.training.step_queue import AgreedSignal, StepClock, StepQueue
 
 
 class LateCopy(HostCopy):

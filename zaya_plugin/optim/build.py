@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Megatron's optimizer factory with ours in place of its Adam: works wherever `get_megatron_optimizer` builds the optimizer.
+"""Megatron's optimizer factory with MuonAdamW in place of its Adam, for every host that calls `get_megatron_optimizer`.
 
-The factory is Megatron's own (0.19, and 0.16 as Primus pins it): for the time of the call three names that it looks up,
-`Adam`, `DistributedOptimizer` and `ChainedOptimizer`, are ours. Its registry of emerging optimizers is no way in: what is registered there
-gets the layer-wise optimizer (see zaya_plugin/optim/sharding/distributed.py).
+The factory is Megatron's own (0.19, and 0.16 as Primus pins it). During the call three names that it looks up, `Adam`,
+`DistributedOptimizer` and `ChainedOptimizer`, are replaced. Megatron's registry of emerging optimizers is not used: it wraps a registered
+optimizer in the layer-wise optimizer (see zaya_plugin/optim/sharding/distributed.py).
 """
 
 from __future__ import annotations
@@ -42,12 +42,13 @@ def tag_parameters(
 
 
 def muon_factory(get_megatron_optimizer: Callable, muon: MuonSettings, non_finite: str | None = None) -> Callable:
-    """A function with the signature of `get_megatron_optimizer` that builds MuonAdamW for tagged models.
+    """Return a function with the signature of `get_megatron_optimizer` that builds MuonAdamW for models with roles.
 
     Args:
-        get_megatron_optimizer: Megatron's.
-        muon: settings of Muon; AdamW's, the learning rate and the weight decay are Megatron's arguments.
-        non_finite: a step whose gradients are not finite is left out on all ranks, and then "skip": goes on, "stop": raises; None: not looked for.
+        get_megatron_optimizer: Megatron's function.
+        muon: settings of Muon. AdamW's settings, the learning rate and the weight decay are Megatron's arguments.
+        non_finite: "skip" skips a step with non-finite gradients on all ranks, "stop" also raises NonFiniteGradientsError, None disables
+            the check.
     """
 
     def adam(params, **settings):
@@ -62,7 +63,7 @@ def muon_factory(get_megatron_optimizer: Callable, muon: MuonSettings, non_finit
                 f"{CORE}.DistributedOptimizer": MuonDistributedOptimizer,
                 f"{CORE}.ChainedOptimizer": ChainedMuonAdamW,
                 f"{CORE}.USING_PYTORCH_OPTIMIZER": False,
-                f"{CORE}.distrib_optimizer.Adam": MuonAdamW,  # 0.16 checks the type that it is given
+                f"{CORE}.distrib_optimizer.Adam": MuonAdamW,  # 0.16 checks the type of the inner optimizer
             }
         ):
             chained = get_megatron_optimizer(config, model_chunks, config_overrides=overrides, **named)
@@ -73,7 +74,7 @@ def muon_factory(get_megatron_optimizer: Callable, muon: MuonSettings, non_finit
             compat.count_experts_in_norm(optimizer)
             if optimizer.optimizer is not None and not isinstance(optimizer, MuonDistributedOptimizer):
                 _tag_copies(optimizer)
-                # Megatron's own would give Muon's matrices a second moment.
+                # Megatron's own function would create a second moment for Muon's matrices.
                 optimizer.init_state_fn = lambda inner, config=None: inner.initialise_state()
         return chained
 
@@ -81,8 +82,8 @@ def muon_factory(get_megatron_optimizer: Callable, muon: MuonSettings, non_finit
 
 
 def _config_overrides(config, model_chunks) -> dict:
-    """Megatron's parameter groups from the assignments: one for each pair of multipliers that is not (1, 1)."""
-    pairs: dict[tuple[float, float], None] = {}  # a set that keeps the order of the parameters
+    """Return Megatron's config_overrides: one parameter group for each pair of multipliers that is not (1, 1)."""
+    pairs: dict[tuple[float, float], None] = {}  # a set in the order of the parameters
     for chunk in model_chunks:
         for name, parameter in chunk.named_parameters():
             assert role_of(parameter).optimizer is not None, f"{name} has no optimizer: call tag_parameters first"
@@ -109,7 +110,7 @@ def _multipliers(parameter: nn.Parameter) -> tuple[float, float]:
 
 
 def _tag_copies(optimizer) -> None:
-    """Without the distributed optimizer a bf16 model's fp32 copies are tensors of their own."""
+    """Attach the roles to the fp32 copies of a bf16 model, which are separate tensors without the distributed optimizer."""
     for model_group, main_group in zip(
         getattr(optimizer, "float16_groups", ()), getattr(optimizer, "fp32_from_float16_groups", ()), strict=True
     ):

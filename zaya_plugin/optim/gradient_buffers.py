@@ -8,6 +8,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable
 from itertools import groupby, pairwise
 
@@ -86,7 +87,10 @@ def spare_zeroing(model_chunks: Iterable) -> None:
 
 
 def _tells_micro_batches_apart(config) -> bool:
-    """Return whether Python runs before each micro-batch, or one graph holds all. megatron-core 0.16 has two switches for graphs of layers."""
+    """Return whether the first micro-batch of a step is told from later ones: not in graphs of single layers.
+
+    megatron-core 0.16 has graphs of single layers only, by two switches.
+    """
     if hasattr(config, "cuda_graph_impl"):
         return config.cuda_graph_impl in GRAPHS
     return not (getattr(config, "enable_cuda_graph", False) or getattr(config, "external_cuda_graph", False))
@@ -148,7 +152,7 @@ class DeferredScale:
         self._by: Tensor | float | None = None
         self._buffers = list(buffers)
         for i, buffer in enumerate(self._buffers):
-            buffer.scale_gradients = _OfBuffer(self, i)
+            buffer.scale_gradients = functools.partial(self.scale, i)
 
     def scale(self, index: int, scaling_factor: Tensor | float) -> None:
         """Note that buffer `index` is to be scaled. Megatron scales all buffers by the same number, one after another."""
@@ -167,17 +171,3 @@ class DeferredScale:
         """Set the factor to 1, because the buffers were zeroed or the optimizer has multiplied by the factor."""
         self.factor.fill_(1.0)
         self._scaled.clear()
-
-
-class _OfBuffer:
-    """`scale_gradients` of one buffer. factor: the number by which the buffer's contents must still be multiplied."""
-
-    def __init__(self, deferred: DeferredScale, index: int):
-        self.deferred, self.index = deferred, index
-
-    @property
-    def factor(self) -> Tensor:
-        return self.deferred.factor
-
-    def __call__(self, scaling_factor: Tensor | float) -> None:
-        self.deferred.scale(self.index, scaling_factor)

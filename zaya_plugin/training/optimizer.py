@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The `optim` group of a recipe -> the optimizer: which parameter gets which, and Megatron's factory with ours inside."""
+"""From the `optim` group of a recipe to the optimizer: the parameters' roles, and Megatron's factory with MuonAdamW inside."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from zaya_plugin.optim.parameter_role import ParameterRole
 
 
 def assign_optimizers(recipe: Recipe, model: nn.Module) -> dict[str, ParameterRole]:
-    """Tags the parameters of `model`, before DDP wraps it, and returns their assignments by name.
+    """Attach the roles of the parameters of `model`, before DDP wraps it; return them by name.
 
     Raises:
         ValueError: see `zaya_plugin.optim.grouping.assign`.
@@ -27,12 +27,13 @@ def assign_optimizers(recipe: Recipe, model: nn.Module) -> dict[str, ParameterRo
 
 
 def mark_matrices(recipe: Recipe, parameters: list[tuple[str, nn.Parameter]]) -> None:
-    """Marks those of `parameters`, a part of a model by whole names, that Muon takes, so that a buffer layout keeps them whole.
+    """Attach the roles of `parameters`, a part of a model with the names in the whole model.
 
-    For hosts that build the model themselves; `assign_optimizers` over the whole model says the rest.
+    For hosts that build the model themselves: the buffer layout needs the roles, and the host lays out its buffers before
+    `assign_optimizers` sees the whole model.
     """
     overrides = [Override.parse(entry) for entry in recipe.optim.overrides]
-    # One that matches nothing here may match elsewhere in the model.
+    # An override that matches no parameter here may match one elsewhere in the model.
     here = [o for o in overrides if any(fnmatchcase(name, o.pattern) for name, _ in parameters)]
     roles = assign(parameters, here, recipe.optim.muon_split_gate_up, recipe.optim.name)
     for name, parameter in parameters:
@@ -40,7 +41,7 @@ def mark_matrices(recipe: Recipe, parameters: list[tuple[str, nn.Parameter]]) ->
 
 
 def muon_settings(recipe: Recipe) -> MuonSettings:
-    """Muon's settings of `recipe`."""
+    """Return Muon's settings of `recipe`."""
     optim = recipe.optim
     return MuonSettings(
         momentum=optim.muon_momentum,

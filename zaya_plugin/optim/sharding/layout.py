@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which rank owns which matrix of a flat buffer, and the exchange of matrices that several ranks share.
 
-Megatron's DDP copies all weights of one dtype into a flat buffer (experts into one of their own) and cuts the buffer into buckets. ZeRO-1 cuts
-every bucket into equal shards, one a data-parallel rank. Megatron's own layout lets bucket and shard borders fall anywhere.
-`layout` plans buffers in which
+Megatron's DDP copies all weights of one dtype into a flat buffer (experts into one of their own) and cuts the buffer into
+buckets. ZeRO-1 cuts every bucket into equal shards, one a data-parallel rank. In Megatron's own layout bucket and shard borders may lie
+inside a parameter. `layout` plans buffers in which
 
-* the matrices of an expert block (e.g. the 16 gate+up matrices of a layer) are neighbours in ascending order, so that the grouped GEMM reads
-  them in place as one [E, out, in] tensor; shard borders fall only between them;
-* a parameter that Muon updates lies whole in one shard, that of its owner; owners have equal work over all buckets;
+* the matrices of an expert block (e.g. the 16 gate+up matrices of a layer) are neighbours in ascending order, so that the grouped
+  GEMM reads them in place as one [E, out, in] tensor; shard borders lie only between them;
+* a parameter that Muon updates lies whole in one shard, that of its owner, and owners have equal work over all buckets;
 * every other parameter fills the gaps and may be cut, because AdamW works element by element.
 
 `Layout.of` describes a buffer as it is, whichever layout it has. megatron-core before 0.19, hence Primus, has its own layout alone, which
@@ -24,7 +24,6 @@ from torch import Tensor
 from torch.distributed import P2POp, ProcessGroup, batch_isend_irecv, get_global_rank, irecv, isend
 from torch.nn import Parameter
 
-from zaya_plugin.optim.newton_schulz_cost import newton_schulz_flops
 from zaya_plugin.optim.parameter_role import role_of
 
 
@@ -56,14 +55,6 @@ class Layout:
             (rank, max(start, low + rank * shard) - start, min(end, low + (rank + 1) * shard) - start)
             for rank in range((start - low) // shard, (end - 1 - low) // shard + 1)
         )
-
-    def newton_schulz_work(self) -> list[float]:
-        """Return the Newton-Schulz FLOPs of every rank, if no matrix is cut."""
-        work = [0.0] * self.shards
-        for param in self.places:
-            if (matrices := role_of(param).matrices) is not None:
-                work[self.pieces(param)[0][0]] += matrices[0] * newton_schulz_flops(*matrices[1:])
-        return work
 
 
 def layout(params: Sequence[Parameter], bucket_size: int | None, shards: int, divisor: int) -> Layout:

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The search for a layout: which parameters share a bucket, in which order, at which offsets.
+"""The search for a layout: the parameters of each bucket, their order and their offsets.
 
-Units (an expert block, or a single parameter) are cut into buckets in the order of the backward pass, so that whole matrices cost little
-padding and gradients leave early. Muon orthogonalises whole matrices, and the cost of an element depends on its matrix's size. So the
-order of a bucket's blocks, and where its gaps lie, decide which rank has how much work: of each bucket several arrangements are
-tried, and those are taken under which the owners of the shards have equal work over all buckets. Work is added in integers, because every rank
-computes the layout for itself and all must find the same.
+A unit is an expert block or a single parameter. First the units, in the order of the backward pass, are cut into buckets, so that whole
+matrices cost little padding and gradients are sent early. Then the units of each bucket are arranged. Muon orthogonalises whole matrices,
+and the cost of an element depends on its matrix's size, so the order of a bucket's blocks and the places of its gaps decide how much work
+each rank has. Several arrangements of each bucket are tried; the chosen ones give the owners of the shards equal work over all buckets.
+Work is summed in integers, because every rank computes the layout for itself and all ranks must get the same one.
 """
 
 from __future__ import annotations
@@ -26,20 +26,23 @@ from zaya_plugin.optim.parameter_role import role_of
 
 # Factors of the requested bucket size that are tried: blocks of larger buckets can be ordered in more ways, and leave less padding.
 SIZES = (1, 2, 4)
-# A parameter that may be cut evenly, such as the embedding, has a bucket of its own unless that costs more padding than this share.
+# A parameter that may be cut, such as the embedding, gets its own bucket unless that adds more padding than this share.
 MAX_PADDING = 0.10
-# Cuts are tried every so many parts of the least bucket.
+# A bucket may close after every `least` / FINENESS elements.
 FINENESS = 4
-# A bucket of n of N elements costs SIZE * n / N of them, because its gradients leave together and its parameters come together: that
-# much padding is worth a split.
+# A bucket of n of N elements costs SIZE * n * n / N elements, because its gradients are sent together and its parameters arrive together.
+# A split is worth as much padding.
 SIZE = 0.2
-# Elements that are reduced while the backward pass goes on over one: on four H200s 90 to 138 ms beside 225 of 16,384 tokens (docs/benchmarks.md). What the
-# rest of the pass is too short to hide counts as padding as well.
+# Elements that are reduced during the backward pass over one element: on four H200s 90 to 138 ms beside 225 ms, of 16,384 tokens
+# (docs/benchmarks.md). Elements whose reduction the remaining backward pass cannot hide count as padding too.
 HIDDEN = 2
-MAX_ORDERS = 200  # of a bucket's blocks
-TRIED = 60_000  # units placed and shards added up, in all arrangements of a bucket, or 24 arrangements
+# Largest number of orders of a bucket's blocks that are tried.
+MAX_ORDERS = 200
+# Effort for the arrangements of a bucket: units placed plus shards summed, over all its arrangements; but at least 24 arrangements.
+TRIED = 60_000
+# Largest number of passes over all buckets that improve the choice of arrangements.
 SWEEPS = 20
-# parts of the mean work of a shard that are told apart, fewer where squares of all work would leave 63 bits
+# The unit of work is 1 / RESOLUTION of a shard's mean work; larger if the square of all work would not fit into 63 bits.
 RESOLUTION = 2**20
 
 
@@ -64,7 +67,12 @@ def placed_buckets(
 class Unit:
     """An expert block in ascending order, or a single parameter.
 
-    numel: elements; largest: of its largest piece that must not be cut; work: Muon's for all of it (`muon_work`).
+    params: in ascending order of their index in the block.
+    numel: elements of all of them.
+    largest: elements of one parameter.
+    is_block: whether it is an expert block.
+    is_whole: whether no parameter of it may be cut: an expert block or a Muon matrix.
+    work: of Muon for all of it (`muon_work`).
     """
 
     params: tuple[Parameter, ...]
@@ -92,12 +100,12 @@ class Unit:
 
     @property
     def kind(self) -> tuple:
-        """Equal for units that may take each other's place."""
+        """Equal for units that are interchangeable in a layout."""
         return (self.numel, self.largest, self.is_block, self.is_whole, self.work)
 
 
 def units_of(params: Iterable[Parameter]) -> list[Unit]:
-    """Parameters, in order, as units."""
+    """Group `params`, in order, into units."""
     found: list[list[Parameter]] = []
     for param in params:
         block = role_of(param).block
@@ -109,35 +117,35 @@ def units_of(params: Iterable[Parameter]) -> list[Unit]:
 
 
 def work_of(param: Parameter) -> int:
-    """Muon's for a parameter, 0 for others."""
+    """Return Muon's work for a parameter; 0 under AdamW."""
     count, m, n = role_of(param).matrices or (0, 1, 1)
     return count * muon_work(m, n)
 
 
 @dataclass(frozen=True)
 class Shards:
-    """count of a bucket; divisor: what DDP wants the bucket's length to be divisible by."""
+    """The shards of a bucket. count: their number; divisor: DDP requires bucket lengths divisible by it."""
 
     count: int
     divisor: int
 
     def grain(self, units: Sequence[Unit]) -> int:
-        """What a shard's size is a multiple of."""
+        """Return a divisor of the shard's size."""
         grain = self.divisor // self.count
         if self.count == 1:
             return grain
-        # A matrix that had to move starts at a border between shards, and has to be aligned there too.
+        # A matrix moved behind a border between shards starts there, and must be aligned.
         return math.lcm(
             grain, pad_param_start(1) if any(unit.is_whole for unit in units) else 1, largest_of_a_block(units)
         )
 
     def least(self, units: Sequence[Unit]) -> int:
-        """The size of a shard of a bucket for `units` if nothing but its grain were lost."""
+        """Return the size of a shard for `units` if they left no gaps."""
         whole = max((unit.largest for unit in units if unit.is_whole), default=1) if self.count > 1 else 1
         return pad_to_divisor(max(math.ceil(sum(unit.numel for unit in units) / self.count), whole), self.grain(units))
 
     def size(self, units: Sequence[Unit]) -> int:
-        """The size of a shard that holds `units` in one of their usual orders."""
+        """Return the size of a shard with which the bucket holds `units` in one of their usual orders."""
         shard, orders = self.least(units), usual_orders(units)
         while (end := min(place(order, self.count, shard)[1] for order in orders)) > self.count * shard:
             shard = pad_to_divisor(max(shard + 1 + shard // 512, math.ceil(end / self.count)), self.grain(units))
@@ -145,31 +153,37 @@ class Shards:
 
 
 def largest_of_a_block(units: Sequence[Unit]) -> int:
+    """Return the elements of the largest matrix of an expert block; 1 without blocks."""
     return max((unit.largest for unit in units if unit.is_block), default=1)
 
 
 def usual_orders(units: Sequence[Unit]) -> list[list[Unit]]:
-    """Blocks as they come, or those of the largest matrices first, which leave no gaps between them; what is whole but no block, largest first, so that it rarely
-    straddles a border; and the rest, which fills gaps."""
+    """Return two orders of `units`: blocks as given or by descending size of their matrices, then single matrices, then other parameters.
+
+    Blocks by descending size leave no gaps between them. Single matrices by descending size rarely straddle a border. The other
+    parameters fill gaps.
+    """
     blocks, matrices, rest = sorted_out(units)
     return [[*order, *matrices, *rest] for order in (blocks, sorted(blocks, key=lambda unit: -unit.largest))]
 
 
 def sorted_out(units: Sequence[Unit]) -> tuple[list[Unit], list[Unit], list[Unit]]:
+    """Return the expert blocks, the single matrices that must not be cut, largest first, and the other parameters."""
     blocks = [unit for unit in units if unit.is_block]
     matrices = sorted((unit for unit in units if unit.is_whole and not unit.is_block), key=lambda unit: -unit.numel)
     return blocks, matrices, [unit for unit in units if not unit.is_whole]
 
 
 def place(items: Sequence[Unit | int], shards: int, shard: int) -> tuple[list[tuple[Unit, int]], int]:
-    """Offsets of units one behind the other in `shards` shards of `shard` elements, and the end of the last; a number among `items` is left free.
+    """Return offsets of units placed in sequence in `shards` shards of `shard` elements, and the end of the last unit.
 
-    What is free, or was skipped before a border or an aligned block, takes the single parameters that fit into it.
+    items: units; a number leaves so many elements free. Free elements, and gaps before borders and aligned blocks, take the single
+    parameters that fit into them.
     """
     placed: list[tuple[Unit, int]] = []
     gaps: list[list[int]] = []
     cursor = end = 0
-    # Aligned to the largest matrix, a block of matrices that divide it never straddles a multiple of it.
+    # Blocks are aligned to the largest matrix: a smaller matrix whose size divides it then never straddles a multiple of it.
     alignment = largest_of_a_block([item for item in items if isinstance(item, Unit)])
 
     def aligned(offset: int) -> int:
@@ -204,21 +218,26 @@ def place(items: Sequence[Unit | int], shards: int, shard: int) -> tuple[list[tu
 
 
 def offsets(placed: Iterable[tuple[Unit, int]]) -> dict[Parameter, int]:
-    """Of every parameter."""
+    """Return the offset of every parameter of the placed units."""
     return {param: begin + index * unit.largest for unit, begin in placed for index, param in enumerate(unit.params)}
 
 
 def _fits(unit: Unit, start: int, end: int, shards: int, shard: int) -> bool:
+    """Return whether `unit` fits into the gap [start, end)."""
     begin = pad_param_start(start)
     return begin + unit.numel <= end and not (unit.is_whole and _straddles(begin, unit.numel, shards, shard))
 
 
 def _straddles(begin: int, numel: int, shards: int, shard: int) -> bool:
+    """Return whether a border between shards lies inside [begin, begin + numel)."""
     return shards > 1 and begin // shard != (begin + numel - 1) // shard
 
 
 def cut_into_buckets(units: Sequence[Unit], least: int | None, shards: Shards) -> list[list[Unit]]:
-    """`units` cut into buckets of at least `least` elements, but for the last and those of a parameter alone; None: as few as can be."""
+    """Cut `units` into buckets of at least `least` elements, or into as few buckets as possible if it is None.
+
+    The last bucket, and a bucket of a single parameter, may be smaller.
+    """
     found: list[list[Unit]] = []
     section: list[Unit] = []
     largest = max((unit.largest for unit in units if unit.is_whole), default=None) if shards.count > 1 else None
@@ -233,28 +252,32 @@ def cut_into_buckets(units: Sequence[Unit], least: int | None, shards: Shards) -
 
 
 def cost_of_buckets(lengths: Sequence[int]) -> float:
-    """Of buckets of these lengths, in elements; equal but for a constant where they hold the same parameters."""
+    """Return the cost of buckets of these lengths, in elements; comparable between buckets of the same parameters."""
     total = sum(lengths)
     return sum(_cost_of_bucket(numel, total - sum(lengths[: index + 1]), total) for index, numel in enumerate(lengths))
 
 
 def _cost_of_bucket(numel: int, behind: int, total: int) -> float:
-    """Elements count twice, on the links and in memory. behind: those of the buckets that are reduced later."""
+    """Return the cost of a bucket. Elements count twice, on the links and in memory. behind: elements of the buckets reduced later."""
     return 2 * numel + SIZE * numel * numel / total + max(0, numel - HIDDEN * behind)
 
 
 def _stays_alone(unit: Unit) -> bool:
-    """Pipeline stages reduce a shared embedding by itself."""
+    """Return whether it is an embedding shared between pipeline stages, which reduce it by itself."""
     return bool(getattr(unit.params[0], "shared_embedding", False))
 
 
 def _spreads_better_alone(unit: Unit, units: Sequence[Unit], shards: Shards) -> bool:
-    """Whether a large parameter that may be cut, which would take whole shards among matrices and leave their owners less to do, can be apart for little padding."""
+    """Return whether a large parameter that may be cut gets its own bucket, because that adds little padding.
+
+    Among matrices it would fill whole shards, whose owners would have less work.
+    """
     apart = shards.size([other for other in units if other is not unit]) + shards.size([unit])
     return apart <= (1 + MAX_PADDING) * shards.size(units)
 
 
 def _cut(units: list[Unit], least: int | None, shards: Shards) -> list[list[Unit]]:
+    """Cut `units`, none of which stays alone, into buckets."""
     if not units or least is None:
         return [units] if units else []
     if shards.count == 1 or not any(unit.is_whole for unit in units):
@@ -263,7 +286,7 @@ def _cut(units: list[Unit], least: int | None, shards: Shards) -> list[list[Unit
 
 
 def _as_soon_as_full(units: list[Unit], least: int) -> Iterator[list[Unit]]:
-    """As Megatron does."""
+    """Close a bucket as soon as it has `least` elements, as Megatron does."""
     bucket: list[Unit] = []
     for unit in units:
         bucket.append(unit)
@@ -275,11 +298,11 @@ def _as_soon_as_full(units: list[Unit], least: int) -> Iterator[list[Unit]]:
 
 
 def _cheapest(units: list[Unit], least: int, shards: Shards) -> list[list[Unit]]:
-    """The cuts with the least padding, and what counts as padding."""
+    """Return the buckets with the least cost, by dynamic programming over their ends."""
     ends = _possible_ends(units, least)
     total = sum(unit.numel for unit in units)
     kinds = {kind: index for index, kind in enumerate(dict.fromkeys(unit.kind for unit in units))}
-    counts, elements = [[0] * len(kinds)], [0]  # of the units before each
+    counts, elements = [[0] * len(kinds)], [0]  # units of each kind, and elements, before each unit
     for unit in units:
         counts.append(list(counts[-1]))
         counts[-1][kinds[unit.kind]] += 1
@@ -292,7 +315,7 @@ def _cheapest(units: list[Unit], least: int, shards: Shards) -> list[list[Unit]]
             lengths[key] = shards.count * shards.size(units[start:end])
         return lengths[key]
 
-    # of the units before an end: cost, and where its last bucket starts
+    # end -> (least cost of the units before it, start of their last bucket)
     best: dict[int, tuple[float, int]] = {0: (0.0, 0)}
     for end in ends:
         for start in list(best):
@@ -311,7 +334,7 @@ def _cheapest(units: list[Unit], least: int, shards: Shards) -> list[list[Unit]]
 
 
 def _possible_ends(units: list[Unit], least: int) -> list[int]:
-    """How many units may lie before a border."""
+    """Return the ends at which a bucket may close, as numbers of units."""
     found, since = [], 0
     for count, unit in enumerate(units, start=1):
         since += unit.numel
@@ -323,15 +346,21 @@ def _possible_ends(units: list[Unit], least: int) -> list[int]:
 
 @dataclass(frozen=True)
 class Arrangement:
-    """kinds: of the blocks, in order; matrices: blocks before the matrices that are in no block; free: blocks before, and number of, the largest matrices
-    that fit into what is left free there (the rest is free at the end)."""
+    """An order of a bucket's units.
+
+    kinds: the kinds of its blocks, in order.
+    matrices: number of blocks before the single matrices.
+    gap_after: number of blocks before the gap.
+    gap: its size, in matrices of the largest size. Other free elements of the bucket lie at its end.
+    """
 
     kinds: tuple[tuple, ...]
     matrices: int
-    free: tuple[int, int] = (0, 0)
+    gap_after: int = 0
+    gap: int = 0
 
     def items(self, units: Sequence[Unit]) -> list[Unit | int]:
-        """`units` in this order, for `place`."""
+        """Return `units` in this order, for `place`."""
         blocks, matrices, rest = sorted_out(units)
         of_kind: dict[tuple, list[Unit]] = {}
         for block in blocks:
@@ -340,8 +369,8 @@ class Arrangement:
         for before in range(len(self.kinds) + 1):
             if before == self.matrices:
                 found += matrices
-            if self.free[1] and before == self.free[0]:
-                found.append(self.free[1] * largest_of_a_block(units))
+            if self.gap and before == self.gap_after:
+                found.append(self.gap * largest_of_a_block(units))
             if before < len(self.kinds):
                 found.append(of_kind[self.kinds[before]].pop(0))
         return found + rest
@@ -349,7 +378,11 @@ class Arrangement:
 
 @dataclass(frozen=True)
 class Candidates:
-    """shard: elements; arrangements, and work [arrangements, shards] of each: int64, of any unit."""
+    """Arrangements of a bucket.
+
+    shard: elements of a shard.
+    work: of the shards' owners in each arrangement, int64 [arrangements, shards], in the unit that all buckets share.
+    """
 
     shard: int
     arrangements: list[Arrangement]
@@ -357,7 +390,11 @@ class Candidates:
 
 
 def balanced(buckets: Sequence[Sequence[Unit]], shards: Shards) -> tuple[list[tuple[list[tuple[Unit, int]], int]], int]:
-    """Of each bucket the units with their offsets, and its length; and the busiest owner's work over all buckets (FLOPs, see `muon_work`)."""
+    """Arrange the units of all buckets.
+
+    Return of each bucket the units with their offsets and the bucket's length, and the largest work of an owner over all buckets
+    (as `muon_work`).
+    """
     parts = min(shards.count * RESOLUTION, 2**31)
     unit_of_work = max(1, -(-sum(unit.work for bucket in buckets for unit in bucket) // parts))
     by_kinds: dict[tuple, Candidates] = {}
@@ -372,13 +409,13 @@ def balanced(buckets: Sequence[Sequence[Unit]], shards: Shards) -> tuple[list[tu
     placed = []
     for bucket, each, index in zip(buckets, candidates, chosen, strict=True):
         in_bucket, end = place(each.arrangements[index].items(bucket), shards.count, each.shard)
-        assert end <= shards.count * each.shard, "what fits for one bucket fits for all of the same kinds"
+        assert end <= shards.count * each.shard, "buckets of the same kinds have the same size"
         placed.append((in_bucket, shards.count * each.shard))
     return placed, int(work.max()) * unit_of_work
 
 
 def _candidates(units: Sequence[Unit], shards: Shards, unit_of_work: int) -> Candidates:
-    """Ways to place a bucket in the shortest shards that hold it, each with another share of work."""
+    """Return arrangements of a bucket in the shortest shards that hold it, each with different work of the owners."""
     shard = shards.size(units)
     end = min(place(order, shards.count, shard)[1] for order in usual_orders(units))
     free = (shards.count * shard - end) // largest_of_a_block(units)
@@ -398,7 +435,10 @@ def _candidates(units: Sequence[Unit], shards: Shards, unit_of_work: int) -> Can
 
 
 def _arrangements(units: Sequence[Unit], shards: int, free: int) -> Iterator[Arrangement]:
-    """The usual ones, and others, a sample of them where they are many: the same on every rank."""
+    """Yield the usual orders and other arrangements, or a sample if there are many: the same on every rank.
+
+    free: number of the largest matrices for which the bucket has free elements.
+    """
     blocks, matrices, _ = sorted_out(units)
     for order in usual_orders(units):
         yield Arrangement(tuple(unit.kind for unit in order if unit.is_block), len(blocks))
@@ -406,17 +446,17 @@ def _arrangements(units: Sequence[Unit], shards: int, free: int) -> Iterator[Arr
         return
     orders = list(_orders([block.kind for block in blocks]))
     places = len(blocks) + 1 if matrices else 1
-    splits = [(0, 0)] + [(before, count) for before in range(len(blocks)) for count in range(1, free + 1)]
-    number = len(orders) * places * len(splits)
+    gaps = [(0, 0)] + [(before, count) for before in range(len(blocks)) for count in range(1, free + 1)]
+    number = len(orders) * places * len(gaps)
     most = max(24, TRIED // (len(units) + shards))
     for index in range(number) if number <= most else sorted(random.Random(number).sample(range(number), most)):
-        index, split = divmod(index, len(splits))
+        index, gap = divmod(index, len(gaps))
         order, before = divmod(index, places)
-        yield Arrangement(orders[order], before, splits[split])
+        yield Arrangement(orders[order], before, *gaps[gap])
 
 
 def _orders(kinds: list[tuple]) -> Iterator[tuple[tuple, ...]]:
-    """Distinct orders of `kinds`; many are sampled."""
+    """Yield the distinct orders of `kinds`, or a sample of MAX_ORDERS."""
     left, order = Counter(kinds), []
 
     def extend() -> Iterator[tuple[tuple, ...]]:
@@ -444,12 +484,15 @@ def _orders(kinds: list[tuple]) -> Iterator[tuple[tuple, ...]]:
 
 
 def _choose(works: Sequence[Tensor], shards: int) -> tuple[list[int], Tensor]:
-    """An index into each of `works`, so that the busiest shard has least to do: one after the other, then each again in view of all others."""
+    """Return an index into each of `works` so that the largest work of a shard is small, and the work of all shards.
+
+    Each choice is made in view of those before, then all are improved one by one.
+    """
     total, chosen = torch.zeros(shards, dtype=torch.int64, device="cpu"), []
     for work in works:
         chosen.append(_best(total + work, busiest_first=True)[1])
         total = total + work[chosen[-1]]
-    for busiest_first in (False, True) * 2:  # the sum of squares leads out of where the busiest one alone would stay
+    for busiest_first in (False, True) * 2:  # the sum of squares leaves local minima of the largest work
         for _ in range(SWEEPS):
             before = list(chosen)
             for index, work in enumerate(works):
@@ -463,6 +506,9 @@ def _choose(works: Sequence[Tensor], shards: int) -> tuple[list[int], Tensor]:
 
 
 def _best(totals: Tensor, busiest_first: bool) -> tuple[tuple[int, int], int]:
-    """What the best row of `totals` [rows, shards] is judged by, and its index, the first of equals."""
+    """Return the key and the index of the best row of `totals` [rows, shards], the first of equals.
+
+    The key is (largest work, sum of squares), or reversed without `busiest_first`.
+    """
     keys = totals.amax(1).tolist(), (totals * totals).sum(1).tolist()
     return min((key, index) for index, key in enumerate(zip(*(keys if busiest_first else keys[::-1]), strict=True)))
