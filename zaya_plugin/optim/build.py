@@ -27,15 +27,19 @@ CORE = "megatron.core.optimizer"
 
 
 def tag_parameters(
-    model: nn.Module, overrides: Iterable[Override] = (), split_gate_up: bool = False, default: str = "muon"
+    model: nn.Module,
+    overrides: Iterable[Override] = (),
+    split_gate_up: bool = False,
+    default: str = "muon",
+    part_of: str | None = None,
 ) -> dict[str, ParameterRole]:
     """Attach each parameter's role, before DDP lays out its buffers; return all roles by name.
 
-    Raises:
-        ValueError: as `zaya_plugin.optim.grouping.assign`.
+    part_of: the prefix of the parameters' names, if `model` is a part of a model. Other arguments, and errors: as
+    `zaya_plugin.optim.grouping.assign`.
     """
-    parameters = dict(model.named_parameters())
-    roles = assign(parameters.items(), overrides, split_gate_up, default)
+    parameters = {(part_of or "") + name: parameter for name, parameter in model.named_parameters()}
+    roles = assign(parameters.items(), overrides, split_gate_up, default, is_whole=part_of is None)
     for name, role in roles.items():
         parameters[name].zaya_role = role
     return roles
@@ -83,13 +87,11 @@ def muon_factory(get_megatron_optimizer: Callable, muon: MuonSettings, non_finit
 
 def _config_overrides(config, model_chunks) -> dict:
     """Return Megatron's config_overrides: one parameter group for each pair of multipliers that is not (1, 1)."""
-    pairs: dict[tuple[float, float], None] = {}  # a set in the order of the parameters
-    for chunk in model_chunks:
-        for name, parameter in chunk.named_parameters():
-            assert role_of(parameter).optimizer is not None, f"{name} has no optimizer: call tag_parameters first"
-            pairs[_multipliers(parameter)] = None
+    named = [each for chunk in model_chunks for each in chunk.named_parameters()]
+    for name, parameter in named:
+        assert role_of(parameter).optimizer is not None, f"{name} has no optimizer: call tag_parameters first"
     overrides = {}
-    for lr_mult, weight_decay_mult in pairs:
+    for lr_mult, weight_decay_mult in dict.fromkeys(_multipliers(parameter) for _, parameter in named):
         values = {}
         if lr_mult != 1:
             values.update(max_lr=config.lr * lr_mult, min_lr=(config.min_lr or 0.0) * lr_mult)

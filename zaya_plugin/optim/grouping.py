@@ -24,14 +24,16 @@ def assign(
     overrides: Iterable[Override] = (),
     split_gate_up: bool = False,
     default: str = "muon",
+    is_whole: bool = True,
 ) -> dict[str, ParameterRole]:
     """Return the role of every parameter with its optimizer and multipliers, by name; nothing is attached.
 
     Args:
-        parameters: names and parameters of the whole model.
+        parameters: names and parameters, the names as in the whole model.
         overrides: a later one takes precedence over an earlier one.
         split_gate_up: orthogonalise the gate and the up half of a fused fc1 weight separately.
         default: "muon" for the rule above, "adamw" for AdamW on every parameter without an override.
+        is_whole: `parameters` are all parameters of the model, so that an override that matches none of them is an error.
 
     Raises:
         ValueError: an override matches no parameter or assigns Muon to a parameter that is no matrix; no rule covers a parameter.
@@ -51,7 +53,7 @@ def assign(
             chosen["optimizer"] = _rule(name, parameter) if default == "muon" else "adamw"
         matrices = _matrices(name, parameter, split_gate_up) if chosen["optimizer"] == "muon" else None
         result[name] = replace(role_of(parameter), matrices=matrices, **chosen)
-    if unused:
+    if unused and is_whole:
         raise mistake(
             "optim.overrides",
             problem=f"no parameter matches {', '.join(sorted(unused))}",

@@ -4,40 +4,27 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from fnmatch import fnmatchcase
 
 from torch import nn
 
 from zaya_plugin.config.optimizer_override import Override
 from zaya_plugin.config.schema import Recipe
 from zaya_plugin.optim.build import muon_factory, tag_parameters
-from zaya_plugin.optim.grouping import assign
 from zaya_plugin.optim.muon import MuonSettings
 from zaya_plugin.optim.parameter_role import ParameterRole
 
 
-def assign_optimizers(recipe: Recipe, model: nn.Module) -> dict[str, ParameterRole]:
+def assign_optimizers(recipe: Recipe, model: nn.Module, part_of: str | None = None) -> dict[str, ParameterRole]:
     """Attach the roles of the parameters of `model`, before DDP wraps it; return them by name.
+
+    part_of: the prefix of the parameters' names, if `model` is a part of a model. A host that builds the model itself lays out its
+    buffers, which depend on the roles, before the whole model can be passed here.
 
     Raises:
         ValueError: see `zaya_plugin.optim.grouping.assign`.
     """
     overrides = [Override.parse(entry) for entry in recipe.optim.overrides]
-    return tag_parameters(model, overrides, recipe.optim.muon_split_gate_up, default=recipe.optim.name)
-
-
-def mark_matrices(recipe: Recipe, parameters: list[tuple[str, nn.Parameter]]) -> None:
-    """Attach the roles of `parameters`, a part of a model with the names in the whole model.
-
-    For hosts that build the model themselves: the buffer layout needs the roles, and the host lays out its buffers before
-    `assign_optimizers` sees the whole model.
-    """
-    overrides = [Override.parse(entry) for entry in recipe.optim.overrides]
-    # An override that matches no parameter here may match one elsewhere in the model.
-    here = [o for o in overrides if any(fnmatchcase(name, o.pattern) for name, _ in parameters)]
-    roles = assign(parameters, here, recipe.optim.muon_split_gate_up, recipe.optim.name)
-    for name, parameter in parameters:
-        parameter.zaya_role = roles[name]
+    return tag_parameters(model, overrides, recipe.optim.muon_split_gate_up, recipe.optim.name, part_of)
 
 
 def muon_settings(recipe: Recipe) -> MuonSettings:

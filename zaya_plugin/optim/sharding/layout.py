@@ -146,49 +146,33 @@ class MatrixExchange:
 
     def collect(self, params: Sequence[Tensor], pieces: Sequence[Tensor]) -> dict[int, Tensor]:
         """Return the matrices that this rank owns, flat, by index. pieces: this rank's part of each of `params`."""
-        whole: dict[int, Tensor] = {}
-        moves = []
-        for matrix, piece in self._in_order(params, pieces):
-            if matrix.owner != self.rank:
-                moves.append(self._move(isend, piece, matrix.owner))
-                continue
-            whole[matrix.index] = piece.new_empty(matrix.numel)
-            for rank, start, end in matrix.pieces:
-                part = whole[matrix.index][start:end]
-                if rank == self.rank:
-                    part.copy_(piece)
-                else:
-                    moves.append(self._move(irecv, part, rank))
-        self._run(moves)
+        own = ((self.cut[param], piece) for param, piece in zip(params, pieces, strict=True))
+        whole = {matrix.index: piece.new_empty(matrix.numel) for matrix, piece in own if matrix.owner == self.rank}
+        self._exchange(params, pieces, whole, to_owner=True)
         return whole
 
     def give_back(self, params: Sequence[Tensor], whole: dict[int, Tensor], like: Sequence[Tensor]) -> list[Tensor]:
         """Return this rank's part of each of `params`. whole: as from `collect`; like: gives dtypes and sizes."""
-        parts: dict[int, Tensor] = {}
+        parts = [torch.empty_like(each) for each in like]
+        self._exchange(params, parts, whole, to_owner=False)
+        return parts
+
+    def _exchange(self, params: Sequence[Tensor], parts: Sequence[Tensor], whole: dict[int, Tensor], to_owner: bool):
+        """Copy this rank's `parts` into the owners' matrices, or the owners' matrices into `parts`."""
+        to, back = (isend, irecv) if to_owner else (irecv, isend)
+        pairs = [(self.cut[param], part) for param, part in zip(params, parts, strict=True)]
         moves = []
-        for matrix, example in self._in_order(params, like):
+        for matrix, part in sorted(pairs, key=lambda pair: pair[0].index):  # all ranks send in this order
             if matrix.owner != self.rank:
-                parts[matrix.index] = torch.empty_like(example)
-                moves.append(self._move(irecv, parts[matrix.index], matrix.owner))
+                moves.append(P2POp(to, part, get_global_rank(self.group, matrix.owner), self.group))
                 continue
             for rank, start, end in matrix.pieces:
-                part = whole[matrix.index][start:end]
-                if rank == self.rank:
-                    parts[matrix.index] = part
+                place = whole[matrix.index][start:end]
+                if rank != self.rank:
+                    moves.append(P2POp(back, place, get_global_rank(self.group, rank), self.group))
+                elif to_owner:
+                    place.copy_(part)
                 else:
-                    moves.append(self._move(isend, part.contiguous(), rank))
-        self._run(moves)
-        return [parts[self.cut[param].index] for param in params]
-
-    def _in_order(self, params: Sequence[Tensor], tensors: Sequence[Tensor]) -> list[tuple[CutMatrix, Tensor]]:
-        """Pair each parameter's CutMatrix with its tensor, by index: all ranks send in this order."""
-        pairs = [(self.cut[param], tensor) for param, tensor in zip(params, tensors, strict=True)]
-        return sorted(pairs, key=lambda pair: pair[0].index)
-
-    def _move(self, operation, tensor: Tensor, rank: int) -> P2POp:
-        return P2POp(operation, tensor, get_global_rank(self.group, rank), self.group)
-
-    @staticmethod
-    def _run(moves: list[P2POp]) -> None:
+                    part.copy_(place)
         for request in batch_isend_irecv(moves) if moves else ():
             request.wait()
