@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Our chain's step against Megatron's own on the same gradients: norm, clipping, the division by tokens, skipped steps."""
+"""ChainedMuonAdamW's step against Megatron's own on the same gradients: norm, clipping, the division by tokens, skipped steps."""
 
 import pytest
 import torch
@@ -43,7 +43,7 @@ def make(distributed=True, bf16=True, non_finite=None, clip_grad=1.0, **options)
 
 
 def give_gradients(ddp, optimizer, number, tokens=TOKENS):
-    """Sums over tokens, and Megatron's division of them."""
+    """Set gradients that are sums over tokens, and let Megatron divide them."""
     ddp.zero_grad_buffer()
     optimizer.zero_grad()
     generator = torch.Generator().manual_seed(number)
@@ -53,7 +53,7 @@ def give_gradients(ddp, optimizer, number, tokens=TOKENS):
 
 
 def megatrons(ddp, optimizer):
-    """The same step as Megatron takes it, on gradients that are scaled where they lie."""
+    """Take the same step with Megatron's own function, on gradients scaled in their buffers."""
     for buffer in ddp.buffers + ddp.expert_parallel_buffers:
         buffer.grad_data *= optimizer.deferred.factor
     optimizer.deferred.reset()
@@ -67,7 +67,7 @@ def weights(ddp):
 
 
 def state(ddp, optimizer):
-    """Everything that a step changes: the model's weights, then the optimizer's and its state."""
+    """Return all tensors that a step changes: the model's weights, then the optimizer's weights and state."""
     found = [weights(ddp)]
     for inner in optimizer.chained_optimizers:
         for p in inner.get_parameters():

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which parameter goes to which optimizer: the published rule, overrides, and what is refused."""
+"""The optimizer of each parameter: the published rule, overrides, and refused overrides."""
 
 import pytest
 import torch

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The buffer layout against its promises, on ZAYA1-base's real shapes (meta tensors) and on small ones."""
+"""Properties of the buffer layout, on ZAYA1-base's real shapes (meta tensors) and on small ones."""
 
 import hashlib
 import os
@@ -69,7 +69,7 @@ def test_blocks_are_unbroken_and_no_expert_is_cut(shape, shards, bucket_size):
     # buffer, so nothing may be left out (tests/distributed/test_muon_state.py saves and loads for real).
     assert layout.per_bucket_numel_unpadded == [high - low for low, high in layout.bucket_indices]
 
-    # What DDP demands: buckets are neighbours, divisible, and follow the order of the backward pass.
+    # Required by DDP: buckets are neighbours, divisible, and follow the order of the backward pass.
     previous_end, order = 0, [layout.param_index_map[p][2] for p in reversed(params)]
     for low, high in layout.bucket_indices:
         assert low == previous_end and (high - low) % shards == 0
@@ -92,7 +92,7 @@ def test_buckets_close_early_enough_to_overlap():
 
 @pytest.mark.parametrize("index", [0, 2])
 def test_a_shared_embedding_is_alone_in_its_bucket(index):
-    """Whatever its size."""
+    """For a parameter of any size."""
     params = _model(**TINY)
     shared = params[index]
     shared.shared_embedding = True
@@ -102,7 +102,7 @@ def test_a_shared_embedding_is_alone_in_its_bucket(index):
 
 
 def _stock_layout():
-    """Megatron's own function, from a second copy of its module: the first may be patched in this process."""
+    """Return Megatron's own function from a second copy of its module, because the first may be patched in this process."""
     import importlib.util
 
     spec = importlib.util.find_spec("megatron.core.optimizer.distrib_optimizer")
@@ -118,7 +118,7 @@ def test_without_experts_it_places_as_megatron_does(shards, bucket_size):
     params = [torch.nn.Parameter(torch.empty(n, device="meta")) for n in (1000, 70, 3, 999, 1280)]
     ours = compute_expert_block_layout(params, bucket_size, shards, NO_PADDING)
     theirs = _stock_layout()(params, bucket_size, shards, NO_PADDING)
-    # Ours counts the padding of a bucket as its own, see there.
+    # `compute_expert_block_layout` counts padding as unpadded elements; it gives the reason.
     assert ours == replace(theirs, per_bucket_numel_unpadded=[high - low for low, high in theirs.bucket_indices])
 
 
@@ -172,7 +172,7 @@ def _owners(layout, shards):
 
 
 def _check_whole(layout, params, shards):
-    """Everything exactly once, and no Muon parameter with two owners."""
+    """Check that every element is placed once and that every Muon parameter has one owner."""
     seen, owners = dict.fromkeys(params, 0), {}
     described = Layout(layout.param_index_map, layout.bucket_indices, shards)
     for p, rank, elements in _owners(layout, shards):
@@ -225,7 +225,7 @@ def test_muon_of_the_full_model_is_whole_bounded_and_balanced(shards, bucket_siz
     ],
 )
 def test_owners_of_both_buffers_of_the_full_model_have_the_same_work(shards, bucket_size, uneven, padding):
-    """As DDP asks: experts have a buffer of their own. At 1,024 an expert and a half an owner are what there is."""
+    """Experts have a buffer of their own, as in DDP. With 1,024 owners there are one and a half experts an owner."""
     params = _zaya1_base_under_muon()
     work, length = [0.0] * shards, 0
     for is_expert in (True, False):
@@ -241,7 +241,7 @@ def test_owners_of_both_buffers_of_the_full_model_have_the_same_work(shards, buc
 
 
 def test_larger_buckets_are_taken_only_for_what_they_cost():
-    """Four times the size is more even (1.011 for 1.03), but leaves more to send at the end."""
+    """Four times the size is more even (1.011 instead of 1.03), but more elements are left to send at the end."""
     params = [p for p in _zaya1_base_under_muon() if role_of(p).block]
     layout = compute_expert_block_layout(params, 134_217_728, 8, NO_PADDING)
     assert (
@@ -297,7 +297,7 @@ def test_any_set_of_parameters_is_covered_once(shards, bucket_size, layers, expe
         assert (high - low) % shards == 0
     order = [layout.param_index_map[p][2] for p in reversed(params)]
     assert order == sorted(order)
-    # Every matrix is its owner's work, and all the work is somebody's.
+    # The owners' work is the work of their matrices, and its sum is the whole work.
     costs = {p: b * newton_schulz_flops(m, n) for p in params for b, m, n in [role_of(p).matrices or (0, 1, 1)]}
     owned = [0.0] * shards
     for p, rank in {(p, rank) for p, rank, _ in _owners(layout, shards)}:

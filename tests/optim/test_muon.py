@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""MuonAdamW against optimizers that no one here wrote: torch.optim.Muon, emerging_optimizers and torch.optim.AdamW."""
+"""MuonAdamW against independent optimizers: torch.optim.Muon, emerging_optimizers and torch.optim.AdamW."""
 
 import pytest
 import torch
@@ -28,7 +28,7 @@ def _parameters(dtype=torch.float32, flat=False):
 
 
 def _give_gradients(params, step):
-    """The same gradients for every optimizer: low rank and noise, as real ones are."""
+    """Set the same gradients for every optimizer: low rank plus noise, as real gradients have."""
     generator = torch.Generator().manual_seed(100 + step)
     for p, shape in zip(params, SHAPES + VECTORS, strict=True):
         noise = torch.randn(shape, generator=generator)
@@ -62,7 +62,7 @@ def _distance(a, b):
 
 @pytest.mark.parametrize("steps", [1, 50])
 def test_all_but_newton_schulz_is_torchs_muon(steps, monkeypatch):
-    """With torch's own iterations in the place of hip_ops', whose rounding is not torch's in bf16."""
+    """hip_ops' iterations, which round differently in bf16, are replaced by torch's."""
     monkeypatch.setattr(
         MuonAdamW, "orthogonalise", lambda self, batch, sums=None: torch.stack(list(map(_torchs, batch)))
     )
@@ -104,7 +104,7 @@ def test_fp32_iterations_are_emerging_optimizers(steps, name):
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
 def test_iterations_are_no_further_from_fp64_than_torchs(dtype):
-    """One update of each, against the polynomial in fp64 on the same momentum."""
+    """One update of each matrix against the polynomial in fp64 on the same momentum."""
     shapes = [(96, 64), (64, 64), (64, 160)]
     generator = torch.Generator().manual_seed(8)
     for shape in shapes:
@@ -128,7 +128,7 @@ def test_each_dtype_of_the_iterations_trains(dtype):
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
 def test_the_size_of_the_gradients_changes_nothing(dtype):
-    """A norm clipped to 1 leaves 400 M parameters 5e-5 each, and their momentum less; fp16 by itself ends at 6e-8."""
+    """With a norm clipped to 1, gradients of 400 M parameters are 5e-5 each, and their momentum is less; fp16's least number is 6e-8."""
     optimizer = MuonAdamW([torch.nn.Parameter(torch.zeros(1))], MuonSettings(dtype=dtype))
     batch = torch.randn(2, 48, 32, generator=torch.Generator().manual_seed(9)).bfloat16()
     assert torch.equal(optimizer.orthogonalise(batch * 2.0**-20), optimizer.orthogonalise(batch))
@@ -199,7 +199,7 @@ def test_the_state_is_what_each_needs():
 
 
 def test_updates_have_the_root_mean_square_of_adamw():
-    """The point of the scale: after one step from zero, both optimizers move weights about equally."""
+    """The purpose of the scale: after one step from zero, both optimizers move weights about equally."""
     params = _parameters()
     before = [p.detach().clone() for p in params]
     optimizer = MuonAdamW(params, MuonSettings(), lr=LR, weight_decay=0.0)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The search for a layout: which units share a bucket, against all ways to cut a few units; and the work of the shards' owners."""
+"""The search for a layout: cuts into buckets against all possible cuts of a few units, and the work of the shards' owners."""
 
 import itertools
 
@@ -62,7 +62,7 @@ def test_a_large_parameter_that_may_be_cut_is_alone_unless_that_costs_much():
     embedding = torch.nn.Parameter(torch.empty(64 * 1024, device="meta"))
     units = units_of([*matrices, embedding])
     assert placement.cut_into_buckets(units, 2**20, SHARDS) == [units[:-1], units[-1:]]
-    # Among 64 owners 16 matrices leave room for all of it.
+    # With 64 shards 16 matrices leave free shards for the whole embedding.
     assert placement.cut_into_buckets(units, 2**20, Shards(64, 64)) == [units]
 
 
@@ -104,7 +104,7 @@ def _work(placed, shards):
 
 
 def test_two_layers_of_opposite_order_are_even():
-    """A shard holds two gate+up matrices, or twice as many down matrices, which are more work."""
+    """A shard holds two gate+up matrices, or four down matrices, which are more work."""
     buckets = [units_of(_layer()), units_of(_layer())]
     shards = Shards(4, 4)
     placed, busiest = balanced(buckets, shards)
@@ -121,7 +121,7 @@ def test_two_layers_of_opposite_order_are_even():
         return max(_work([(at, 4 * shards.size(bucket)) for (at, _), bucket in zip(placed, buckets, strict=True)], 4))
 
     assert max(work) == min(itertools.starmap(busiest_of, itertools.product(*every)))
-    assert max(work) < min(itertools.starmap(busiest_of, itertools.product(*orders))), "what is left free helps too"
+    assert max(work) < min(itertools.starmap(busiest_of, itertools.product(*orders))), "gaps make it more even"
 
 
 @pytest.mark.parametrize("shards", [2, 3, 8])

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which rows a context-parallel rank holds."""
+"""The rows that a context-parallel rank holds."""
 
 import pytest
 import torch

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What of a recipe reaches the optimizer. tests/optim/ has the optimizer."""
+"""The recipe's settings reach the optimizer. tests/optim/ tests the optimizer."""
 
 from types import SimpleNamespace
 
@@ -30,9 +30,9 @@ SET += ["muon_rms_scale=0.3", "muon_momentum_dtype=bf16"]
     ids=["defaults", "skip", "not_distributed", "muon"],
 )
 def test_what_a_recipe_sets_reaches_the_optimizer(monkeypatch, overrides, muon, non_finite):
-    """A function stands for Megatron's factory. It builds Megatron's Adam, which is replaced by ours during the call.
+    """A function stands for Megatron's factory. It builds Megatron's Adam, which is MuonAdamW during the call.
 
-    The layers' buckets are grouped before.
+    The layers' buckets are grouped before the call.
     """
     happened = []
     monkeypatch.setattr(build, "group_layers", lambda chunks: happened.append(("grouped", chunks)))

@@ -60,8 +60,8 @@ class GroupStepAdamW(torch.optim.Optimizer):
     Args:
         params: tensors or parameter groups; the state has each tensor's shape and dtype.
         lr, betas, eps, weight_decay: as in torch.optim.AdamW; the decay is decoupled.
-        adam_w_mode, capturable: Megatron's arguments to apex's and Transformer Engine's Adam. Another value than True and False
-            raises ValueError.
+        adam_w_mode: must be True, else ValueError. Megatron passes it to apex's and Transformer Engine's Adam.
+        capturable: must be False, else ValueError. Megatron passes it too.
 
     Attributes:
         grad_scale: None, or an fp32 scalar on the parameters' device; every gradient is multiplied by it when it is read.
@@ -114,12 +114,19 @@ class GroupStepAdamW(torch.optim.Optimizer):
             group["step"] -= 1
         self._stepped = []
 
+    def initialise_state(self, params: Sequence[Tensor] | None = None) -> None:
+        """Set the missing state of `params`, by default of all parameters, to zeros."""
+        for p in params if params is not None else [p for group in self.param_groups for p in group["params"]]:
+            if not self.state[p]:
+                self.state[p].update(self.zero_state(p))
+
+    def zero_state(self, p: Tensor) -> dict[str, Tensor]:
+        """Return the state of `p` before the first step."""
+        return {"exp_avg": torch.zeros_like(p), "exp_avg_sq": torch.zeros_like(p)}
+
     def update(self, group: dict, params: list[Tensor]) -> None:
         """Update `params` by AdamW with the settings of `group`, whose `step` counts this update already."""
-        for p in params:
-            if not self.state[p]:
-                self.state[p]["exp_avg"] = torch.zeros_like(p)
-                self.state[p]["exp_avg_sq"] = torch.zeros_like(p)
+        self.initialise_state(params)
         # One kernel for all parameters on a GPU. foreach would make a second copy of the state for the square roots.
         fused = all(p.is_cuda for p in params)
         # torch adds 1 to these before use; fused requires them on the device.
@@ -255,15 +262,10 @@ class MuonAdamW(GroupStepAdamW):
         muon = self.muon
         return newton_schulz(batch, muon.steps, muon.coefficients, dtype=DTYPES[muon.dtype], square_sums=square_sums)
 
-    def initialise_state(self, params: Sequence[Tensor] | None = None) -> None:
-        """Set the missing state of `params`, by default of all parameters, to zeros."""
-        for p in params if params is not None else [p for group in self.param_groups for p in group["params"]]:
-            if self.state[p]:
-                continue
-            if role_of(p).matrices is not None:
-                self.state[p]["exp_avg"] = torch.zeros_like(p, dtype=DTYPES[self.muon.momentum_dtype])
-            else:
-                self.state[p].update(exp_avg=torch.zeros_like(p), exp_avg_sq=torch.zeros_like(p))
+    def zero_state(self, p: Tensor) -> dict[str, Tensor]:
+        if role_of(p).matrices is None:
+            return super().zero_state(p)
+        return {"exp_avg": torch.zeros_like(p, dtype=DTYPES[self.muon.momentum_dtype])}
 
     def load_state_dict(self, state_dict: dict) -> None:
         super().load_state_dict(state_dict)
