@@ -22,6 +22,7 @@ from result_record import RESULTS, described, file_part, write
 
 from zaya_plugin.optim import muon as module
 from zaya_plugin.optim.muon import MuonAdamW, MuonSettings
+from zaya_plugin.optim.parameter_role import ParameterRole
 
 EMBEDDING = (262272, 2048)
 
@@ -33,12 +34,11 @@ def parameters(device: torch.device, layers: int, shrink: int) -> list[torch.Ten
         for (m, n), count in MATRICES:
             shape = (count, m // shrink or 1, n // shrink or 1)
             flat = torch.nn.Parameter(torch.randn(math.prod(shape), device=device).mul_(0.02))
-            flat.muon_matrices = shape
+            flat.zaya_role = ParameterRole(matrices=shape)
             found.append(flat)
     found.append(torch.nn.Parameter(torch.randn(math.prod(EMBEDDING) // shrink**2, device=device).mul_(0.02)))
     for p in found:
         p.grad = torch.randn(p.shape, device=device).mul_(1e-3)
-        p.muon_target = torch.empty(p.shape, dtype=torch.bfloat16, device=device)
     return found
 
 
@@ -66,6 +66,7 @@ class Parts:
 
 def measure(params: list[torch.Tensor], settings: MuonSettings, steps: int) -> dict:
     optimizer = MuonAdamW(params, settings, lr=2e-4, weight_decay=0.1, betas=(0.9, 0.95), eps=1e-8)
+    optimizer.targets = {p: torch.empty_like(p, dtype=torch.bfloat16) for p in params if p is not params[-1]}
     times, (start, end) = [], (torch.cuda.Event(enable_timing=True) for _ in range(2))
     for _ in range(steps + 2):  # compiles, self-checks, captures graphs
         start.record()

@@ -199,19 +199,19 @@ INSTANCES: dict[str, HostChange] = dict(
     (
         _hook(
             "megatron.core.distributed.param_and_grad_buffer._ParamAndGradBuffer().reset",
-            "skips blocks of experts that the first micro-batch overwrites (zaya_plugin.optim.written_gradients)",
+            "skips blocks of experts that the first micro-batch overwrites (zaya_plugin.optim.gradient_buffers)",
             "DDP lets a parameter declare that its first gradient is written, not added",
             upstream=BUFFERS,
         ),
         _hook(
             "megatron.core.distributed.param_and_grad_buffer._ParamAndGradBuffer().scale_gradients",
-            "the optimizer multiplies by the scale as it reads the gradients (zaya_plugin.optim.deferred_scale)",
+            "the optimizer multiplies by the scale as it reads the gradients (zaya_plugin.optim.gradient_buffers)",
             "DDP passes the scale to the optimizer",
             upstream=BUFFERS,
         ),
         _hook(
             "megatron.core.distributed.DistributedDataParallel().expert_parallel_bucket_groups",
-            "puts a layer's buckets of experts into one group (zaya_plugin.parallel.layer_groups)",
+            "puts a layer's buckets of experts into one group (zaya_plugin.optim.gradient_buffers)",
             "DDP groups buckets by layer",
             upstream=MEGATRON + "core/distributed/distributed_data_parallel.py",
         ),

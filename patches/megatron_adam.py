@@ -15,7 +15,7 @@ def _torch_adam_is_used() -> bool:
 
 
 def group_step_adamw(_):
-    from zaya_plugin.optim.adamw import GroupStepAdamW
+    from zaya_plugin.optim.muon import GroupStepAdamW
 
     return GroupStepAdamW
 

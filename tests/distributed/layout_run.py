@@ -149,7 +149,7 @@ def local_gradients(chunks) -> list[tuple]:
         for buffer in (*ddp.buffers, *ddp.expert_parallel_buffers):
             for bucket in buffer.buckets:
                 # the optimizer would multiply as it reads them
-                grads = bucket.grad_data * buffer.scale_gradients.factor
+                grads = bucket.grad_data * buffer.scale_gradients.func.__self__.factor  # of the DeferredScale
                 if ddp.ddp_config.use_distributed_optimizer:  # each rank holds the sum of its own shard alone
                     group = buffer.data_parallel_group
                     shard = grads.chunk(group.size())[group.rank()].clone()

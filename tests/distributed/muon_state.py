@@ -97,8 +97,8 @@ def main(what: str, directory: Path) -> None:
     if what in ("save", "cut"):
         for number in range(5):
             assert step(ddp, optimizer, number)
-    pairs = [pair for inner in optimizer.chained_optimizers for pair in inner._pairs()]
-    cut = torch.tensor(sum(hasattr(main, "muon_cut") for _, main in pairs))
+    exchanges = [inner.optimizer.exchange for inner in optimizer.chained_optimizers]
+    cut = torch.tensor(sum(len(exchange.cut) for exchange in exchanges if exchange is not None))
     torch.distributed.all_reduce(cut)
     assert cut >= 4 if what == "cut" else cut == 0
     if what == "save":

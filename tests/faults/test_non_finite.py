@@ -23,7 +23,7 @@ def test_the_run_ends_and_names_the_step(corpus, tmp_path, optim):
     assert run.code != 0
     assert (
         "NonFiniteGradientsError: step 2: " in run.output
-        and "gradients (of all ranks) hold an infinity or no number" in run.output
+        and "gradients (of all ranks) hold an infinity or NaN" in run.output
     )
     assert "optim.non_finite_gradients=skip" in run.output
     assert list(run.steps()) == [1], "nothing is reported of a step that was not taken"

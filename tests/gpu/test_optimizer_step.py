@@ -6,6 +6,7 @@ import torch
 from tests.no_waiting import no_waiting
 from zaya_plugin.optim.host_copy import HostCopy
 from zaya_plugin.optim.muon import MuonAdamW, MuonSettings
+from zaya_plugin.optim.parameter_role import ParameterRole
 
 SHAPES = [(48, 32), (24, 40), (48, 32)]
 VECTORS = [(4096,), (33,)]
@@ -18,7 +19,7 @@ def optimizer_on(device):
     for shape in SHAPES + VECTORS:
         p = torch.nn.Parameter(torch.randn(shape, generator=generator).to(device))
         if shape in SHAPES:
-            p.muon_matrices = (1, *shape)
+            p.zaya_role = ParameterRole(matrices=(1, *shape))
         params.append(p)
     return params, MuonAdamW(params, MuonSettings(dtype="fp32"), lr=0.02, weight_decay=0.1, betas=(0.9, 0.95))
 

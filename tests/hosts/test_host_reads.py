@@ -17,7 +17,7 @@ ON_THE_HOST = {
     "zaya_plugin/training/metrics.py:_row": 5,
     "megatron/training/training.py:train": 1,
 }
-ON_A_CPU = {"zaya_plugin/optim/adamw.py:step", "zaya_plugin/optim/adamw.py:update"}
+ON_A_CPU = {"zaya_plugin/optim/muon.py:step", "zaya_plugin/optim/muon.py:update"}
 
 
 @pytest.mark.slow

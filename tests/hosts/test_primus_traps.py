@@ -9,6 +9,7 @@ from torch import nn
 
 from zaya_plugin.config.compose import compose
 from zaya_plugin.hosts.primus import traps
+from zaya_plugin.optim.parameter_role import ParameterRole
 from zaya_plugin.run import primus_export
 
 RECIPE = compose(["experiment=cpu_demo", "optim=muon", "run_dir=/runs/team/demo"])
@@ -98,7 +99,7 @@ def test_experts_that_fall_out_of_muon_are_found():
         wrapped, compose(["experiment=cpu_demo", "optim.overrides=['*experts* optimizer=adamw']", "optim=muon"])
     )
     traps.check_assignments(wrapped, compose(["experiment=cpu_demo", "optim=adamw"]))
-    model.mlp.experts.weights.muon_matrices = (4, 8, 8)
+    model.mlp.experts.weights.zaya_role = ParameterRole(matrices=(4, 8, 8))
     traps.check_assignments(wrapped, RECIPE)
 
 

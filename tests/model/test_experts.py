@@ -9,6 +9,7 @@ import torch.nn.functional as F
 
 import hip_ops
 from zaya_plugin.model.experts import ExpertMLP, GroupedExperts, as_block
+from zaya_plugin.optim.parameter_role import role_of
 
 COUNTS = {"even": [2, 2, 2], "odd": [1, 3, 2], "empty_expert": [0, 5, 0], "skipped": [1, 0, 2], "nothing": [0, 0, 0]}
 ROWS, H, FFN, E = 7, 5, 3, 3
@@ -137,7 +138,9 @@ def test_names_shapes_and_reversed_registration(experts):
     assert names == expected
     assert experts.linear_fc1.weight0.shape == (48, 32) and experts.linear_fc2.weight0.shape == (32, 24)
     experts.set_layer_number(3)
-    assert experts.linear_fc2.weight2.expert_block == ("layers.2.linear_fc2", 2)
+    role, other = role_of(experts.linear_fc2.weight2), role_of(experts.linear_fc1.weight2)
+    assert (role.block.layer, role.block.size, role.block.writes_first, role.index) == (3, 4, True, 2)
+    assert role.block is role_of(experts.linear_fc2.weight0).block and role.block is not other.block
 
 
 def test_scattered_weights_give_the_same_results(experts):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Gradients of the experts that a step's first micro-batch writes (zaya_plugin/optim/written_gradients.py), in a model under Megatron's DDP."""
+"""Gradients of the experts that a step's first micro-batch writes (zaya_plugin/optim/gradient_buffers.py), in a model under Megatron's DDP."""
 
 from types import SimpleNamespace
 
@@ -8,7 +8,8 @@ import torch
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 
 from zaya_plugin.model import experts
-from zaya_plugin.optim.written_gradients import ResetRest, _tells_micro_batches_apart, blocks_that_write, spare_zeroing
+from zaya_plugin.optim.gradient_buffers import ResetRest, _tells_micro_batches_apart, blocks_that_write, spare_zeroing
+from zaya_plugin.optim.parameter_role import ExpertBlock, ParameterRole
 
 
 def wrapped(make_model, overlap=False, **overrides):
@@ -87,14 +88,11 @@ def test_switches_of_older_hosts_count_too(switch):
 
 def test_only_whole_blocks_in_order_without_gaps_write():
     def block(places, together=3, indices=None):
-        params = [
-            SimpleNamespace(expert_block=("b", i), written_together=together) for i in indices or range(len(places))
-        ]
-        return blocks_that_write({Hashable(p): (*place, 0) for p, place in zip(params, places, strict=True)})
-
-    class Hashable:
-        def __init__(self, values):
-            self.__dict__.update(values.__dict__)
+        params = [torch.nn.Parameter(torch.zeros(1)) for _ in places]
+        members = ExpertBlock(1, together, writes_first=True)
+        for param, index in zip(params, indices or range(len(places)), strict=True):
+            param.zaya_role = ParameterRole(members, index)
+        return blocks_that_write({p: (*place, 0) for p, place in zip(params, places, strict=True)})
 
     assert [found[1:] for found in block([(8, 10), (10, 12), (12, 14)])] == [(8, 14)]
     assert block([(8, 10), (10, 12)]) == []  # one is frozen, or elsewhere
@@ -105,7 +103,7 @@ def test_only_whole_blocks_in_order_without_gaps_write():
 
 def test_a_block_that_writes_first_must_lie_in_one_piece():
     matrices = [torch.nn.Parameter(torch.zeros(2, 3)) for _ in range(2)]
-    matrices[0].main_grad_unwritten = True
+    matrices[0].zaya_role = ParameterRole(ExpertBlock(1, 2, writes_first=True, gradient_is_unwritten=True))
     with pytest.raises(AssertionError, match="lie apart"):
         experts.weight_gradients(
             matrices,

@@ -2,7 +2,7 @@
 import pytest
 import torch
 
-from zaya_plugin.optim.adamw import GroupStepAdamW
+from zaya_plugin.optim.muon import GroupStepAdamW
 
 
 def _parameters(seed):

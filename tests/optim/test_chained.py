@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Our chain's step against Megatron's own on the same gradients: norm, clipping, the division by tokens, skipped steps."""
+"""ChainedMuonAdamW's step against Megatron's own on the same gradients: norm, clipping, the division by tokens, skipped steps."""
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ from megatron.core.optimizer.optimizer import ChainedOptimizer  # isort: skip
 from tests.distributed.muon_model import build_model
 from zaya_plugin.optim.build import muon_factory
 from zaya_plugin.optim.chained import NonFiniteGradientsError
-from zaya_plugin.optim.deferred_scale import DeferredScale
+from zaya_plugin.optim.gradient_buffers import DeferredScale
 from zaya_plugin.optim.muon import MuonSettings
 
 TOKENS = 4096
@@ -43,7 +43,7 @@ def make(distributed=True, bf16=True, non_finite=None, clip_grad=1.0, **options)
 
 
 def give_gradients(ddp, optimizer, number, tokens=TOKENS):
-    """Sums over tokens, and Megatron's division of them."""
+    """Set gradients that are sums over tokens, and let Megatron divide them."""
     ddp.zero_grad_buffer()
     optimizer.zero_grad()
     generator = torch.Generator().manual_seed(number)
@@ -53,7 +53,7 @@ def give_gradients(ddp, optimizer, number, tokens=TOKENS):
 
 
 def megatrons(ddp, optimizer):
-    """The same step as Megatron takes it, on gradients that are scaled where they lie."""
+    """Take the same step with Megatron's own function, on gradients scaled in their buffers."""
     for buffer in ddp.buffers + ddp.expert_parallel_buffers:
         buffer.grad_data *= optimizer.deferred.factor
     optimizer.deferred.reset()
@@ -67,7 +67,7 @@ def weights(ddp):
 
 
 def state(ddp, optimizer):
-    """Everything that a step changes: the model's weights, then the optimizer's and its state."""
+    """Return all tensors that a step changes: the model's weights, then the optimizer's weights and state."""
     found = [weights(ddp)]
     for inner in optimizer.chained_optimizers:
         for p in inner.get_parameters():
@@ -145,7 +145,7 @@ def test_a_step_that_stops_changes_nothing_and_says_why():
     give_gradients(ddp, optimizer, 1)
     for parameter in list(ddp.parameters())[-2:]:
         parameter.main_grad.view(-1)[3] = float("inf")
-    with pytest.raises(NonFiniteGradientsError, match="2 gradients .* hold an infinity or no number"):
+    with pytest.raises(NonFiniteGradientsError, match="2 gradients .* hold an infinity or NaN"):
         optimizer.step()
     for old, new in zip(before, state(ddp, optimizer), strict=True):
         assert torch.equal(old, new)

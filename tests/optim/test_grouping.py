@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which parameter goes to which optimizer: the published rule, overrides, and what is refused."""
+"""The optimizer of each parameter: the published rule, overrides, and refused overrides."""
 
 import pytest
 import torch
 
 from zaya_plugin.config.optimizer_override import Override
-from zaya_plugin.optim.grouping import Assignment, assign
+from zaya_plugin.optim.grouping import assign
+from zaya_plugin.optim.parameter_role import ParameterRole
 
 
 def parameters(**shapes):
@@ -48,7 +49,7 @@ def test_matrices_go_to_muon_and_the_rest_to_adamw():
 
 def test_stacked_experts_are_matrices_and_not_adamws():
     (stack,) = assign(parameters(mlp__experts__weight1=(16, 48, 32))).values()
-    assert stack == Assignment("muon", matrices=(16, 48, 32))
+    assert stack == ParameterRole(optimizer="muon", matrices=(16, 48, 32))
 
 
 def test_gate_and_up_can_be_orthogonalised_separately():
@@ -71,8 +72,10 @@ def test_overrides_by_pattern():
         Override.parse("*.router.out_proj.weight lr_mult=2"),
     ]
     chosen = assign(MODEL, overrides)
-    assert chosen["layers.0.mlp.router.out_proj.weight"] == Assignment("adamw", 2.0, 1.0)
-    assert chosen["layers.0.self_attention.linear_q.weight"] == Assignment("muon", 1.0, 0.0, (1, 32, 32))
+    assert chosen["layers.0.mlp.router.out_proj.weight"] == ParameterRole(optimizer="adamw", lr_mult=2.0)
+    assert chosen["layers.0.self_attention.linear_q.weight"] == ParameterRole(
+        optimizer="muon", weight_decay_mult=0.0, matrices=(1, 32, 32)
+    )
 
 
 @pytest.mark.parametrize(

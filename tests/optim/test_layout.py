@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The buffer layout against its promises, on ZAYA1-base's real shapes (meta tensors) and on small ones."""
+"""Properties of the buffer layout, on ZAYA1-base's real shapes (meta tensors) and on small ones."""
 
 import hashlib
 import os
@@ -16,8 +16,9 @@ from hypothesis import strategies as st
 pytest.importorskip("megatron.core.optimizer.param_layout", reason="megatron-core 0.16 takes no layout")
 
 from zaya_plugin.optim.newton_schulz_cost import newton_schulz_flops  # noqa: E402
-from zaya_plugin.optim.sharding.layout import compute_expert_block_layout, newton_schulz_work  # noqa: E402
-from zaya_plugin.optim.sharding.partition import MAX_PADDING  # noqa: E402
+from zaya_plugin.optim.parameter_role import ExpertBlock, ParameterRole, role_of  # noqa: E402
+from zaya_plugin.optim.sharding.layout import Layout, compute_expert_block_layout  # noqa: E402
+from zaya_plugin.optim.sharding.placement import MAX_PADDING  # noqa: E402
 
 NO_PADDING = SimpleNamespace(pad_buckets_for_high_nccl_busbw=False)
 
@@ -27,10 +28,11 @@ def _model(layers, hidden, ffn, experts, dense, vocab):
     params = [torch.nn.Parameter(torch.empty(vocab, hidden, device="meta"))]
     for layer in range(layers):
         params += [torch.nn.Parameter(torch.empty(numel, device="meta")) for numel in dense]
-        for name, shape in (("fc1", (2 * ffn, hidden)), ("fc2", (hidden, ffn))):
+        for shape in ((2 * ffn, hidden), (hidden, ffn)):
+            block = ExpertBlock(layer + 1, experts)
             for index in reversed(range(experts)):
                 p = torch.nn.Parameter(torch.empty(shape, device="meta"))
-                p.expert_block = (f"{layer}.{name}", index)
+                p.zaya_role = ParameterRole(block, index)
                 params.append(p)
     return params
 
@@ -53,21 +55,21 @@ def test_blocks_are_unbroken_and_no_expert_is_cut(shape, shards, bucket_size):
         low, high = layout.bucket_indices[bucket]
         assert end - start == p.numel() and low <= start and end <= high
         used.append((start, end))
-        if hasattr(p, "expert_block"):
-            blocks.setdefault(p.expert_block[0], {})[p.expert_block[1]] = start
+        if role_of(p).block:
+            blocks.setdefault(role_of(p).block, {})[role_of(p).index] = start
             shard = (high - low) // shards
             assert (start - low) // shard == (end - 1 - low) // shard, "a shard border falls inside an expert"
     used.sort()
     assert all(a[1] <= b[0] for a, b in zip(used, used[1:], strict=False)), "parameters overlap"
-    for name, starts in blocks.items():
-        numel = next(p.numel() for p in params if getattr(p, "expert_block", (None,))[0] == name)
+    for block, starts in blocks.items():
+        numel = next(p.numel() for p in params if role_of(p).block is block)
         assert [starts[i] for i in range(16)] == [starts[0] + i * numel for i in range(16)]
 
     # A checkpoint joins the first numel_unpadded elements of each bucket and cuts parameters out by their place in the
     # buffer, so nothing may be left out (tests/distributed/test_muon_state.py saves and loads for real).
     assert layout.per_bucket_numel_unpadded == [high - low for low, high in layout.bucket_indices]
 
-    # What DDP demands: buckets are neighbours, divisible, and follow the order of the backward pass.
+    # Required by DDP: buckets are neighbours, divisible, and follow the order of the backward pass.
     previous_end, order = 0, [layout.param_index_map[p][2] for p in reversed(params)]
     for low, high in layout.bucket_indices:
         assert low == previous_end and (high - low) % shards == 0
@@ -90,7 +92,7 @@ def test_buckets_close_early_enough_to_overlap():
 
 @pytest.mark.parametrize("index", [0, 2])
 def test_a_shared_embedding_is_alone_in_its_bucket(index):
-    """Whatever its size."""
+    """For a parameter of any size."""
     params = _model(**TINY)
     shared = params[index]
     shared.shared_embedding = True
@@ -100,7 +102,7 @@ def test_a_shared_embedding_is_alone_in_its_bucket(index):
 
 
 def _stock_layout():
-    """Megatron's own function, from a second copy of its module: the first may be patched in this process."""
+    """Return Megatron's own function from a second copy of its module, because the first may be patched in this process."""
     import importlib.util
 
     spec = importlib.util.find_spec("megatron.core.optimizer.distrib_optimizer")
@@ -116,14 +118,29 @@ def test_without_experts_it_places_as_megatron_does(shards, bucket_size):
     params = [torch.nn.Parameter(torch.empty(n, device="meta")) for n in (1000, 70, 3, 999, 1280)]
     ours = compute_expert_block_layout(params, bucket_size, shards, NO_PADDING)
     theirs = _stock_layout()(params, bucket_size, shards, NO_PADDING)
-    # Ours counts the padding of a bucket as its own, see there.
+    # `compute_expert_block_layout` counts padding as unpadded elements; it gives the reason.
     assert ours == replace(theirs, per_bucket_numel_unpadded=[high - low for low, high in theirs.bucket_indices])
 
 
 def _matrix(rows, columns, matrices=1):
     p = torch.nn.Parameter(torch.empty(rows, columns, device="meta"))
-    p.muon_matrices = (matrices, rows // matrices, columns)
+    p.zaya_role = ParameterRole(matrices=(matrices, rows // matrices, columns))
     return p
+
+
+def _expert(block, index, rows, columns):
+    p = _matrix(rows, columns)
+    p.zaya_role = replace(p.zaya_role, block=block, index=index)
+    return p
+
+
+def _newton_schulz_work(layout, shards):
+    """Newton-Schulz FLOPs of each shard's owner."""
+    described, work = Layout(layout.param_index_map, layout.bucket_indices, shards), [0.0] * shards
+    for p in layout.param_index_map:
+        count, m, n = role_of(p).matrices or (0, 1, 1)
+        work[described.pieces(p)[0][0]] += count * newton_schulz_flops(m, n)
+    return work
 
 
 def _zaya1_base_under_muon():
@@ -136,10 +153,9 @@ def _zaya1_base_under_muon():
         params += [torch.nn.Parameter(torch.empty(shape, device="meta")) for shape in convolutions]
         params += vectors(1280, 1280, 2048, 256, 256, 256, 256) + [_matrix(2048, 1024)]
         params += [_matrix(256, 2048), _matrix(256, 256), _matrix(256, 256), _matrix(17, 256)]
-        for name, rows in (("fc1", 4096), ("fc2", 2048)):
-            for index in reversed(range(16)):
-                params.append(_matrix(rows, 2048))
-                params[-1].expert_block = (f"{layer}.{name}", index)
+        for rows in (4096, 2048):
+            block = ExpertBlock(layer + 1, 16)
+            params += [_expert(block, index, rows, 2048) for index in reversed(range(16))]
         params += vectors(*[2048] * 8)
     return params + vectors(2048)
 
@@ -156,17 +172,19 @@ def _owners(layout, shards):
 
 
 def _check_whole(layout, params, shards):
-    """Everything exactly once, and no Muon parameter with two owners."""
+    """Check that every element is placed once and that every Muon parameter has one owner."""
     seen, owners = dict.fromkeys(params, 0), {}
+    described = Layout(layout.param_index_map, layout.bucket_indices, shards)
     for p, rank, elements in _owners(layout, shards):
         seen[p] += elements
         owners.setdefault(p, set()).add(rank)
+        assert elements in [end - start for of, start, end in described.pieces(p) if of == rank]
     assert all(seen[p] == p.numel() for p in params)
-    assert all(len(owners[p]) == 1 for p in params if hasattr(p, "muon_matrices"))
+    assert all(len(owners[p]) == 1 for p in params if role_of(p).matrices)
     assert all(
         place[0] % 64 == 0
         for p, place in layout.param_index_map.items()
-        if hasattr(p, "muon_matrices") and not hasattr(p, "expert_block")
+        if role_of(p).matrices and not role_of(p).block
     ), "aligned"
     places = sorted(place[:2] for place in layout.param_index_map.values())
     assert all(a[1] <= b[0] for a, b in zip(places, places[1:], strict=False))
@@ -182,13 +200,13 @@ def test_muon_of_the_full_model_is_whole_bounded_and_balanced(shards, bucket_siz
     # fp32 weights, momentum, second moment: 8 bytes an element under Muon, 12 under AdamW.
     state = [0] * shards
     for p, rank, elements in _owners(layout, shards):
-        state[rank] += elements * (8 if hasattr(p, "muon_matrices") else 12)
+        state[rank] += elements * (8 if role_of(p).matrices else 12)
     largest = 8 * 4096 * 2048
     assert max(state) <= 1.1 * sum(state) / shards + largest
     padding = layout.bucket_indices[-1][1] / sum(p.numel() for p in params) - 1
     assert padding <= MAX_PADDING
     if shards <= 8:
-        work = newton_schulz_work(layout, shards)
+        work = _newton_schulz_work(layout, shards)
         assert max(work) <= 1.10 * sum(work) / shards
 
 
@@ -207,14 +225,14 @@ def test_muon_of_the_full_model_is_whole_bounded_and_balanced(shards, bucket_siz
     ],
 )
 def test_owners_of_both_buffers_of_the_full_model_have_the_same_work(shards, bucket_size, uneven, padding):
-    """As DDP asks: experts have a buffer of their own. At 1,024 an expert and a half an owner are what there is."""
+    """Experts have a buffer of their own, as in DDP. With 1,024 owners there are one and a half experts an owner."""
     params = _zaya1_base_under_muon()
     work, length = [0.0] * shards, 0
     for is_expert in (True, False):
-        of_buffer = [p for p in params if hasattr(p, "expert_block") == is_expert]
+        of_buffer = [p for p in params if (role_of(p).block is not None) == is_expert]
         layout = compute_expert_block_layout(of_buffer, bucket_size, shards, NO_PADDING)
         _check_whole(layout, of_buffer, shards)
-        work = [a + b for a, b in zip(work, newton_schulz_work(layout, shards), strict=True)]
+        work = [a + b for a, b in zip(work, _newton_schulz_work(layout, shards), strict=True)]
         length += layout.bucket_indices[-1][1]
         last = layout.bucket_indices[-1]
         assert is_expert or shards > 64 or last[1] - last[0] < 1.001 * 262_272 * 2048, "the embedding is alone"
@@ -223,8 +241,8 @@ def test_owners_of_both_buffers_of_the_full_model_have_the_same_work(shards, buc
 
 
 def test_larger_buckets_are_taken_only_for_what_they_cost():
-    """Four times the size is more even (1.011 for 1.03), but leaves more to send at the end."""
-    params = [p for p in _zaya1_base_under_muon() if hasattr(p, "expert_block")]
+    """Four times the size is more even (1.011 instead of 1.03), but more elements are left to send at the end."""
+    params = [p for p in _zaya1_base_under_muon() if role_of(p).block]
     layout = compute_expert_block_layout(params, 134_217_728, 8, NO_PADDING)
     assert (
         len(layout.bucket_indices) == 27
@@ -269,9 +287,8 @@ def test_any_set_of_parameters_is_covered_once(shards, bucket_size, layers, expe
         params += [_matrix(*shape) for shape in matrices]
         params += [torch.nn.Parameter(torch.empty(n, device="meta")) for n in others]
         if experts:
-            for i in range(4):
-                params.append(_matrix(*expert))
-                params[-1].expert_block = (f"{index}.fc1", i)
+            block = ExpertBlock(index + 1, 4)
+            params += [_expert(block, i, *expert) for i in range(4)]
     if not params:
         return
     layout = compute_expert_block_layout(params, bucket_size, shards, NO_PADDING)
@@ -280,11 +297,11 @@ def test_any_set_of_parameters_is_covered_once(shards, bucket_size, layers, expe
         assert (high - low) % shards == 0
     order = [layout.param_index_map[p][2] for p in reversed(params)]
     assert order == sorted(order)
-    # Every matrix is its owner's work, and all the work is somebody's.
-    costs = {p: b * newton_schulz_flops(m, n) for p in params for b, m, n in [getattr(p, "muon_matrices", (0, 1, 1))]}
+    # The owners' work is the work of their matrices, and its sum is the whole work.
+    costs = {p: b * newton_schulz_flops(m, n) for p in params for b, m, n in [role_of(p).matrices or (0, 1, 1)]}
     owned = [0.0] * shards
     for p, rank in {(p, rank) for p, rank, _ in _owners(layout, shards)}:
         owned[rank] += costs[p]
-    work = newton_schulz_work(layout, shards)
+    work = _newton_schulz_work(layout, shards)
     assert work == pytest.approx(owned)
     assert sum(work) == pytest.approx(sum(costs.values()))

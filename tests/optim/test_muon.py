@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""MuonAdamW against optimizers that no one here wrote: torch.optim.Muon, emerging_optimizers and torch.optim.AdamW."""
+"""MuonAdamW against independent optimizers: torch.optim.Muon, emerging_optimizers and torch.optim.AdamW."""
 
 import pytest
 import torch
@@ -7,6 +7,7 @@ from torch.optim._muon import _zeropower_via_newtonschulz
 
 import hip_ops
 from zaya_plugin.optim.muon import MuonAdamW, MuonSettings
+from zaya_plugin.optim.parameter_role import ParameterRole, role_of
 
 # Wide, tall, square, the router's head, and two of one shape, which go through Newton-Schulz as one batch.
 SHAPES = [(48, 32), (24, 40), (32, 32), (17, 16), (48, 32)]
@@ -21,13 +22,13 @@ def _parameters(dtype=torch.float32, flat=False):
         value = torch.randn(shape, generator=generator) / shape[-1] ** 0.5
         p = torch.nn.Parameter((value.flatten() if flat else value).to(dtype))
         if shape in SHAPES:
-            p.muon_matrices = (1, *shape)
+            p.zaya_role = ParameterRole(matrices=(1, *shape))
         params.append(p)
     return params
 
 
 def _give_gradients(params, step):
-    """The same gradients for every optimizer: low rank and noise, as real ones are."""
+    """Set the same gradients for every optimizer: low rank plus noise, as real gradients have."""
     generator = torch.Generator().manual_seed(100 + step)
     for p, shape in zip(params, SHAPES + VECTORS, strict=True):
         noise = torch.randn(shape, generator=generator)
@@ -61,7 +62,7 @@ def _distance(a, b):
 
 @pytest.mark.parametrize("steps", [1, 50])
 def test_all_but_newton_schulz_is_torchs_muon(steps, monkeypatch):
-    """With torch's own iterations in the place of hip_ops', whose rounding is not torch's in bf16."""
+    """hip_ops' iterations, which round differently in bf16, are replaced by torch's."""
     monkeypatch.setattr(
         MuonAdamW, "orthogonalise", lambda self, batch, sums=None: torch.stack(list(map(_torchs, batch)))
     )
@@ -103,7 +104,7 @@ def test_fp32_iterations_are_emerging_optimizers(steps, name):
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
 def test_iterations_are_no_further_from_fp64_than_torchs(dtype):
-    """One update of each, against the polynomial in fp64 on the same momentum."""
+    """One update of each matrix against the polynomial in fp64 on the same momentum."""
     shapes = [(96, 64), (64, 64), (64, 160)]
     generator = torch.Generator().manual_seed(8)
     for shape in shapes:
@@ -127,7 +128,7 @@ def test_each_dtype_of_the_iterations_trains(dtype):
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
 def test_the_size_of_the_gradients_changes_nothing(dtype):
-    """A norm clipped to 1 leaves 400 M parameters 5e-5 each, and their momentum less; fp16 by itself ends at 6e-8."""
+    """With a norm clipped to 1, gradients of 400 M parameters are 5e-5 each, and their momentum is less; fp16's least number is 6e-8."""
     optimizer = MuonAdamW([torch.nn.Parameter(torch.zeros(1))], MuonSettings(dtype=dtype))
     batch = torch.randn(2, 48, 32, generator=torch.Generator().manual_seed(9)).bfloat16()
     assert torch.equal(optimizer.orthogonalise(batch * 2.0**-20), optimizer.orthogonalise(batch))
@@ -151,9 +152,9 @@ def test_rounds_bound_the_memory_and_change_nothing():
 
 def test_halves_are_orthogonalised_separately():
     whole, halves = _parameters(), _parameters()
-    whole[0].muon_matrices = (2, 24, 32)
+    whole[0].zaya_role = ParameterRole(matrices=(2, 24, 32))
     top, bottom = (torch.nn.Parameter(h.detach().clone()) for h in halves[0].chunk(2))
-    top.muon_matrices = bottom.muon_matrices = (1, 24, 32)
+    top.zaya_role = bottom.zaya_role = ParameterRole(matrices=(1, 24, 32))
     ours, theirs = _ours(whole[:1]), _ours([top, bottom])
     for step in range(3):
         _give_gradients(whole, step)
@@ -165,11 +166,11 @@ def test_halves_are_orthogonalised_separately():
 
 def test_the_target_gets_the_rounded_weight_in_the_same_step():
     params = _parameters(flat=True)
-    for p in params[: len(SHAPES)]:
-        p.muon_target = torch.zeros(p.shape, dtype=torch.bfloat16)
-    _run([_ours(params)], params, 2)
-    for p in params[: len(SHAPES)]:
-        assert torch.equal(p.muon_target, p.detach().to(torch.bfloat16))
+    optimizer = _ours(params)
+    optimizer.targets = {p: torch.zeros(p.shape, dtype=torch.bfloat16) for p in params[: len(SHAPES)]}
+    _run([optimizer], params, 2)
+    for p, target in optimizer.targets.items():
+        assert torch.equal(target, p.detach().to(torch.bfloat16))
 
 
 def test_bf16_momentum_stays_bf16_through_a_checkpoint():
@@ -193,12 +194,12 @@ def test_the_state_is_what_each_needs():
     optimizer = _ours(params)
     _run([optimizer], params, 1)
     for p in params:
-        assert set(optimizer.state[p]) == ({"exp_avg"} if hasattr(p, "muon_matrices") else {"exp_avg", "exp_avg_sq"})
+        assert set(optimizer.state[p]) == ({"exp_avg"} if role_of(p).matrices else {"exp_avg", "exp_avg_sq"})
     assert optimizer.param_groups[0]["step"] == 1
 
 
 def test_updates_have_the_root_mean_square_of_adamw():
-    """The point of the scale: after one step from zero, both optimizers move weights about equally."""
+    """The purpose of the scale: after one step from zero, both optimizers move weights about equally."""
     params = _parameters()
     before = [p.detach().clone() for p in params]
     optimizer = MuonAdamW(params, MuonSettings(), lr=LR, weight_decay=0.0)
@@ -206,5 +207,5 @@ def test_updates_have_the_root_mean_square_of_adamw():
     moved = [float((p - b).square().mean().sqrt()) / LR for p, b in zip(params, before, strict=True)]
     for p, rms in zip(params, moved, strict=True):
         # 0.2 sqrt(max(m, n)) times an orthogonal matrix has rms 0.2 sqrt(rank / min(m, n)) <= 0.2; the quintic's singular values lie in 0.7 to 1.2.
-        low, high = (0.1, 0.25) if hasattr(p, "muon_matrices") else (0.99, 1.01)
+        low, high = (0.1, 0.25) if role_of(p).matrices else (0.99, 1.01)
         assert low < rms < high

@@ -4,8 +4,7 @@
 import torch
 import torch.multiprocessing as multiprocessing
 
-from zaya_plugin.optim.balancing import RouterStatistics
-from zaya_plugin.optim.stage_statistics import over_pipeline_stages
+from zaya_plugin.optim.balancing import RouterStatistics, over_pipeline_stages
 
 LAYERS, COUNTS = 4, torch.arange(4 * 3).view(4, 3) + 2**40  # more than fp32 could count
 ENTROPY = torch.tensor([0.5, 1.5, 2.5, 0.25])

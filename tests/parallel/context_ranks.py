@@ -36,7 +36,7 @@ EOD, RANKS = 0, 4
 
 @dataclass(frozen=True)
 class Case:
-    """What is compared. size 2 of 4 ranks leaves two replicas, which must agree as well."""
+    """One comparison. With size 2 of 4 ranks there are two replicas, which must agree too."""
 
     name: str
     size: int
@@ -69,7 +69,7 @@ CASES = (
 
 
 def build(case: Case, size: int):
-    """The case's model for `size` context-parallel ranks; the same weights whatever the size."""
+    """Return the case's model for `size` context-parallel ranks, with the same weights for any size."""
     torch.manual_seed(99)
     model_parallel_cuda_manual_seed(99, force_reset_rng=True)
     config = ZayaConfig(
@@ -103,7 +103,7 @@ def build(case: Case, size: int):
 
 
 def batch(case: Case) -> dict[str, torch.Tensor]:
-    """Two sequences; with packing documents of 1, 2, 3, ... tokens, and one that ends where a chunk does."""
+    """Return two sequences; with packing they have documents of 1, 2, 3, ... tokens, and one that ends at a chunk's end."""
     generator = torch.Generator().manual_seed(5)
     tokens, labels = (torch.randint(1, 64, (2, case.length), generator=generator) for _ in range(2))
     if case.packing:
@@ -115,7 +115,7 @@ def batch(case: Case) -> dict[str, torch.Tensor]:
 
 
 def loss_and_gradients(case: Case, size: int):
-    """Loss, all tokens' losses [b, S], expert ids [L, S, b] and gradients, put together over the context-parallel ranks;
+    """Return loss, all tokens' losses [b, S], expert ids [L, S, b] and gradients, joined over the context-parallel ranks;
     and this rank's traffic."""
     model, whole = build(case, size), batch(case)
     finish = BoundaryExchange.finish
@@ -142,7 +142,7 @@ def loss_and_gradients(case: Case, size: int):
 
 @contextlib.contextmanager
 def counted():
-    """Counts the bytes that this rank's gathers bring and its scatters send away, by collective."""
+    """Count the bytes that this rank's gathers receive and its scatters send, by collective."""
     found = {"all_gather_into_tensor": 0, "reduce_scatter_tensor": 0}
     originals = {name: getattr(torch.distributed, name) for name in found}
 

@@ -51,7 +51,7 @@ class Layout:
 
     @property
     def start(self) -> str:
-        """The checkpoint that it begins with."""
+        """The checkpoint that it loads at the start."""
         return "start_muon" if self.muon else "start"
 
 
@@ -67,7 +67,7 @@ LAYOUTS = (
 
 
 def build(layout: Layout):
-    """Model under DDP, its optimizer and the model alone."""
+    """Return the model under DDP, its optimizer and the model itself."""
     torch.manual_seed(11)
     model_parallel_cuda_manual_seed(11, force_reset_rng=True)
     config = ZayaConfig(
@@ -108,7 +108,7 @@ def build(layout: Layout):
 
 @torch.no_grad()
 def perturb(model) -> None:
-    """Vectors off their initial ones and zeros, and a skip class that wins some tokens. One rank, so all of the model."""
+    """Change vectors from their initial ones and zeros, and let the skip class win some tokens. For one rank, which has the whole model."""
     generator = torch.Generator().manual_seed(7)
     for p in model.parameters():
         if p.dim() == 1:
@@ -206,7 +206,7 @@ def rank_main(rank: int, directory: Path) -> None:
 
 
 def main(directory: Path) -> int:
-    """All layouts in turn; returns the exit status of the rank that failed, or 0."""
+    """Run all layouts in turn; return the exit status of the rank that failed, or 0."""
     gc.freeze()  # Megatron collects garbage at every checkpoint, and need not look at what was imported
     fork = multiprocessing.get_context("fork")
     ranks = [fork.Process(target=rank_main, args=(rank, directory)) for rank in range(4)]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which rows a context-parallel rank holds."""
+"""The rows that a context-parallel rank holds."""
 
 import pytest
 import torch
@@ -55,8 +55,8 @@ def test_zigzag_shares_the_causal_triangle_evenly():
 
 def test_what_cannot_be_cut_is_refused():
     with pytest.raises(
-        ValueError, match="20 rows over 4 context-parallel ranks in zigzag order: allowed: a multiple of 8"
+        ValueError, match=r"context_parallel_size=4: 20 rows .* \(zigzag order\)\. Allowed: a multiple of 8 rows"
     ):
         ContextShard("zigzag", 4, 0).take(torch.zeros(2, 20), 1)
-    with pytest.raises(ValueError, match="context_parallel_order='ring': allowed: zigzag, contiguous"):
+    with pytest.raises(ValueError, match="context_parallel_order=ring: no such order. Allowed: zigzag, contiguous"):
         ContextShard("ring", 2, 0)

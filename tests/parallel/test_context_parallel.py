@@ -18,7 +18,7 @@ pytestmark = pytest.mark.slow  # tests/distributed/test_layouts.py has context p
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory) -> dict[str, list[dict]]:
-    """What every rank found, by the name of the case."""
+    """Results of every rank, by the name of the case."""
     folder = tmp_path_factory.mktemp("ranks")
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
@@ -40,7 +40,7 @@ def found(tmp_path_factory) -> dict[str, list[dict]]:
 def test_loss_and_gradients_are_those_of_one_rank(found, case):
     exact = case.dtype == "float64"
     for result in found[case.name]:
-        assert result["experts"] == 5 and result["skipped"] > 0, "every class, the skip class too, has to be in use"
+        assert result["experts"] == 5 and result["skipped"] > 0, "every class, the skip class included, must be used"
         assert result["flips"] == 0, "expert choices differ"
         assert result["loss_difference"] < 1e-6
         assert result["token_difference"] < (1e-6 if exact else 1e-5)  # Megatron's cross-entropy is fp32 in any model

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Stream and router state travel as one tensor: bit for bit in bf16 and fp32, with their gradients."""
+"""Stream and router state as one tensor: equal to the bit in bf16 and fp32, with their gradients."""
 
 import pytest
 import torch

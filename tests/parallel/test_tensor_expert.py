@@ -20,7 +20,7 @@ sys.exit(tensor_expert_ranks.main(pathlib.Path(sys.argv[1])))
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory) -> dict[str, dict]:
-    """What each layout saw, by its name."""
+    """Results of each layout, by its name."""
     directory = tmp_path_factory.mktemp("layouts")
     done = subprocess.run(
         [sys.executable, "-c", RUN, str(directory)],
@@ -45,18 +45,18 @@ SPLIT = pytest.mark.parametrize(
 
 
 def test_the_reference_uses_every_part(results):
-    """Otherwise the comparisons below would hold for a model whose parts do nothing."""
+    """Without this check the comparisons below would also hold for a model whose parts have no effect."""
     for name in ("one", "one_muon"):
         for step in results[name]["steps"]:
             assert all(step["gradients"][key].norm() > 0 for key in step["gradients"] if "experts" not in key)
             assert (step["counts"][:, -1] > 0).all(), "no token skipped"
-            assert ((step["counts"][:, :-1] > 0).sum(-1) >= 4).all(), "hardly an expert was used"
+            assert ((step["counts"][:, :-1] > 0).sum(-1) >= 4).all(), "fewer than four experts were used"
 
 
 @SPLIT
 def test_expert_choices_losses_and_gradients_are_those_of_one_rank(results, layout):
     for expected, step in zip(one_rank(results, layout)["steps"], results[layout.name]["steps"], strict=True):
-        # Choices first: were one different, everything behind it would be.
+        # Choices first, because a different choice changes all later values.
         assert torch.equal(step["counts"], expected["counts"])
         assert abs(step["loss"] - expected["loss"]) < 1e-5
         assert step["norm"] == pytest.approx(expected["norm"], rel=1e-5)
@@ -69,7 +69,7 @@ def test_expert_choices_losses_and_gradients_are_those_of_one_rank(results, layo
 
 @pytest.mark.parametrize("layout", [layout for layout in LAYOUTS if layout.copy], ids=lambda layout: layout.name)
 def test_a_checkpoint_moves_with_the_same_bits(results, layout):
-    """One rank's, with the optimizer's state, read in another layout and written from there."""
+    """A checkpoint of one rank, with the optimizer's state, is loaded in another layout and saved from there."""
     expected, copy = results[layout.start], results[layout.name]["copy"]
     assert copy.keys() == expected.keys()
     tensors = {key: value for key, value in expected.items() if isinstance(value, torch.Tensor)}

@@ -7,8 +7,7 @@ import torch
 
 from zaya_plugin.config.compose import compose
 from zaya_plugin.optim.balancing import RouterStatistics
-from zaya_plugin.training.console import sparkline, step_line
-from zaya_plugin.training.metrics import Reporter, Step
+from zaya_plugin.training.metrics import Reporter, Step, sparkline, step_line
 from zaya_plugin.training.sinks import Guarded, JsonLines
 
 

@@ -1,17 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Steps reported when their numbers arrive: order, nothing lost, no wait in the loop. A late device is played by a copy that is not complete."""
+"""Steps are reported when their numbers arrive: in order, all of them, without a wait in the loop. An incomplete copy simulates a late device."""
 
 import pytest
 import torch
 
 from zaya_plugin.optim.host_copy import HostCopy
 from zaya_plugin.training import step_queue
-from zaya_plugin.training.signal_agreement import AgreedSignal
-from zaya_plugin.training.step_queue import StepClock, StepQueue
+from zaya_plugin.training.step_queue import AgreedSignal, StepClock, StepQueue
 
 
 class LateCopy(HostCopy):
-    """As from a GPU that is not there yet; counts who waits."""
+    """A copy from a GPU that has not reached it yet; counts waits."""
 
     waits, arrived = 0, set()
 

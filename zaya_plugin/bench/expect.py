@@ -258,7 +258,7 @@ def work_of(
 ) -> dict[str, Work]:
     """Return the work of one rank by part, from the recipe alone; zaya_plugin.bench.record.work_of reads the model that ran.
 
-    written: the parts whose gradients the first micro-batch writes (zaya_plugin.optim.written_gradients).
+    written: the parts whose gradients the first micro-batch writes (zaya_plugin.optim.gradient_buffers).
     """
     from zaya_plugin.plan import recipe_plan
     from zaya_plugin.plan.expected_step import accumulated

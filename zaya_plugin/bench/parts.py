@@ -145,7 +145,7 @@ def accumulated(model) -> dict[str, int]:
 
 def written_first(model) -> frozenset[str]:
     """Return the parts whose gradients are not zeroed, since a step's first micro-batch writes them. model: Megatron's chunks."""
-    from zaya_plugin.optim.written_gradients import ResetRest
+    from zaya_plugin.optim.gradient_buffers import ResetRest
 
     buffers = [
         buffer

@@ -223,6 +223,7 @@ def _optimizer_share(parts, args, optim):
     from megatron.core import parallel_state
 
     from zaya_plugin.optim.newton_schulz_cost import newton_schulz_flops
+    from zaya_plugin.optim.parameter_role import role_of
     from zaya_plugin.plan.step_work import OptimizerShare
 
     muon = adamw = operations = 0.0
@@ -235,7 +236,7 @@ def _optimizer_share(parts, args, optim):
             ranks = (
                 (dense if getattr(parameter, "allreduce", True) else experts) if args.use_distributed_optimizer else 1
             )
-            matrices = parameter.optimizer_assignment.matrices
+            matrices = role_of(parameter).matrices
             if matrices is None:
                 adamw += parameter.numel() / ranks
             else:

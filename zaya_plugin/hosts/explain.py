@@ -11,7 +11,7 @@ import io
 import os
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
@@ -19,7 +19,7 @@ from torch import nn
 from zaya_plugin import patches
 from zaya_plugin.config.schema import Recipe
 from zaya_plugin.data.vocabulary import padded, vocabulary_of
-from zaya_plugin.optim.grouping import Assignment
+from zaya_plugin.optim.parameter_role import ParameterRole
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class Row:
 
     name: str
     shape: tuple[int, ...]
-    assignment: Assignment
+    role: ParameterRole
     count: int
 
     @property
@@ -43,8 +43,7 @@ def explain_optimizer(recipe: Recipe) -> None:
 
     with contextlib.redirect_stdout(io.StringIO()):
         model = model_without_memory(recipe)
-    assignments = assign_optimizers(recipe, model)
-    for line in table(recipe, rows(model, assignments)):
+    for line in table(recipe, rows(model, assign_optimizers(recipe, model))):
         print(line)
 
 
@@ -73,12 +72,12 @@ def model_without_memory(recipe: Recipe) -> nn.Module:
         )
 
 
-def rows(model: nn.Module, assignments: dict[str, Assignment]) -> list[Row]:
+def rows(model: nn.Module, roles: dict[str, ParameterRole]) -> list[Row]:
     """One row for parameters that differ only in layer and expert number, in the model's order."""
     counts: dict[tuple, int] = {}
     for name, parameter in model.named_parameters():
         general = re.sub(r"\.layers\.\d+\.", ".layers.*.", re.sub(r"(linear_fc[12]\.weight)\d+", r"\1*", name))
-        key = (general, tuple(parameter.shape), assignments[name])
+        key = (general, tuple(parameter.shape), replace(roles[name], block=None, index=0))
         counts[key] = counts.get(key, 0) + 1
     return [Row(*key, count) for key, count in counts.items()]
 
@@ -89,20 +88,20 @@ def table(recipe: Recipe, found: Iterable[Row]) -> Iterable[str]:
     width = max(len(row.name) for row in found)
     yield f"{'parameter':{width}}  {'count':>5}  {'shape':15}  {'optimizer':32}  {'lr':>9}  {'weight decay':>12}"
     for row in found:
-        assignment = row.assignment
-        what = assignment.optimizer
-        if assignment.matrices is not None:
-            b, m, n = assignment.matrices
+        role = row.role
+        what = role.optimizer
+        if role.matrices is not None:
+            b, m, n = role.matrices
             scale = optim.muon_rms_scale * max(m, n) ** 0.5
             what += f" {f'{b} x ' if b > 1 else ''}{m} x {n}, scale {scale:.3g}"
         yield (
             f"{row.name:{width}}  {row.count:>5}  {' x '.join(map(str, row.shape)):15}  {what:32}  "
-            f"{optim.lr * assignment.lr_mult:>9.3g}  {optim.weight_decay * assignment.weight_decay_mult:>12.3g}"
+            f"{optim.lr * role.lr_mult:>9.3g}  {optim.weight_decay * role.weight_decay_mult:>12.3g}"
         )
     yield ""
     momentum = 4 if optim.muon_momentum_dtype == "fp32" else 2
     for name, state in (("muon", momentum), ("adamw", 8)):
-        chosen = [row for row in found if row.assignment.optimizer == name]
+        chosen = [row for row in found if row.role.optimizer == name]
         numel = sum(row.numel for row in chosen)
         master = 4 if recipe.cluster.dtype == "bf16" else 0
         yield (

@@ -28,7 +28,7 @@ from zaya_plugin.patches.hooks import TRAINING
 from zaya_plugin.training.balancer import Balancer
 from zaya_plugin.training.kernels import kernel_lines, select_kernels
 from zaya_plugin.training.lifecycle import Lifecycle
-from zaya_plugin.training.optimizer import assign_optimizers, mark_matrices, optimizer_factory
+from zaya_plugin.training.optimizer import assign_optimizers, optimizer_factory
 
 # What a host's own TransformerConfig has to know of ours: the block and the schedules read them there.
 SHARED_WITH_HOST = ("hetereogenous_dist_checkpoint", "fp32_residual_connection", "pipeline_dtype")
@@ -151,8 +151,7 @@ class Guest:
 
         prefix: of the layer's parameters in the model, since overrides go by whole names.
         """
-        named = [(prefix + name, parameter) for name, parameter in layer.named_parameters()]
-        mark_matrices(self.recipe, named)
+        assign_optimizers(self.recipe, layer, part_of=prefix)
 
     def optimizer(self, get_megatron_optimizer, config, model_chunks, *positional, **named):
         """Takes the place of Megatron's get_megatron_optimizer."""

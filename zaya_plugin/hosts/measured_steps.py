@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from megatron.training import get_args
 
 from zaya_plugin.optim.chained import ChainedMuonAdamW
-from zaya_plugin.optim.written_gradients import spare_zeroing
+from zaya_plugin.optim.gradient_buffers import spare_zeroing
 from zaya_plugin.patches import hooks
 
 

@@ -40,8 +40,7 @@ from zaya_plugin.training.kernels import kernel_lines
 from zaya_plugin.training.lifecycle import Lifecycle
 from zaya_plugin.training.metrics import Reporter, Step, memory_gib
 from zaya_plugin.training.optimizer import optimizer_factory
-from zaya_plugin.training.signal_agreement import AgreedSignal
-from zaya_plugin.training.step_queue import StepClock, StepQueue
+from zaya_plugin.training.step_queue import AgreedSignal, StepClock, StepQueue
 
 # Deterministic algorithms let torch fill every new tensor with NaN, to show reads of uninitialised memory: twice the launches of a step.
 NEW_MEMORY = "torch.utils.deterministic.fill_uninitialized_memory"

@@ -3,12 +3,13 @@
 
 Every expert's matrix is a named 2-D parameter of its own, so that an optimizer such as Muon sees matrices. All matrices of a
 kind lie one after another in one block of memory, so that `hip_ops.grouped_rows` reads them in place, without a copy. Megatron's
-DDP moves parameters into its own buffer; `optim.layout` keeps the block whole there.
+DDP moves parameters into its own buffer; `zaya_plugin.optim.sharding.layout` keeps the block whole there.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
@@ -21,6 +22,7 @@ import hip_ops
 from hip_ops.runtime.main_grad import handed_over_block, main_grad_of
 from zaya_plugin.model.config import ZayaConfig
 from zaya_plugin.model.initialization import initial_device, initialize
+from zaya_plugin.optim.parameter_role import ExpertBlock, role_of
 
 
 def as_block(weights: Sequence[Tensor]) -> Tensor:
@@ -45,11 +47,13 @@ def weight_gradients(
     """a[rows of e]^T b[rows of e] for every expert, as autograd wants the gradients of the experts' matrices [out, in]: one a matrix.
 
     block: `as_block` of the matrices. Under Megatron's DDP the parameters' fp32 gradients (`main_grad`) form one block too. The products
-    are added to it here and DDP is told so. `main_grad_unwritten` of the first matrix says that the block holds no gradient of this step
-    yet (zaya_plugin.optim.written_gradients): then they are written there.
+    are added to it here, and `grad_added_to_main_grad` is set for DDP. If the block's `gradient_is_unwritten`
+    (zaya_plugin/optim/gradient_buffers.py), the products are written there instead.
     """
-    main_grads, first = [main_grad_of(matrix) for matrix in matrices], matrices[0]
-    unwritten, first.main_grad_unwritten = getattr(first, "main_grad_unwritten", False), False
+    main_grads, expert_block = [main_grad_of(matrix) for matrix in matrices], role_of(matrices[0]).block
+    unwritten = expert_block is not None and expert_block.gradient_is_unwritten
+    if unwritten:
+        expert_block.gradient_is_unwritten = False
     if not any(total is None for total in main_grads):
         total = as_block(main_grads)
         if total.data_ptr() == main_grads[0].data_ptr():
@@ -104,6 +108,13 @@ def reduce_over_expert_ranks(matrix: nn.Parameter) -> None:
     matrix.allreduce = False
 
 
+def mark_block(matrices: Sequence[nn.Parameter], layer_number: int, writes_first: bool) -> None:
+    """Give `matrices`, in ascending order of experts, roles as members of one block (zaya_plugin/optim/parameter_role.py)."""
+    block = ExpertBlock(layer_number, len(matrices), writes_first)
+    for index, matrix in enumerate(matrices):
+        matrix.zaya_role = replace(role_of(matrix), block=block, index=index)
+
+
 class GroupedWeight(nn.Module):
     """Matrices [output_size, input_size] of this rank's experts as parameters weight0 .. over one block of memory.
 
@@ -139,11 +150,6 @@ class GroupedWeight(nn.Module):
         parameters = self._parameters
         return [parameters[name] for name in self.names]
 
-    def tag(self, block_name: str) -> None:
-        """Mark the parameters as members of one block, for optim.layout and optim.written_gradients."""
-        for expert, matrix in enumerate(self.matrices()):
-            matrix.expert_block, matrix.written_together = (block_name, expert), self.num_experts
-
     def _apply(self, fn, recurse=True):
         super()._apply(fn, recurse)
         # A cast or a move gives every matrix its own storage: lay them out as one block again.
@@ -174,9 +180,9 @@ class GroupedExperts(MegatronModule):
         self.linear_fc2 = GroupedWeight(config, local, h, f, config.output_init_method)
 
     def set_layer_number(self, layer_number: int) -> None:
-        """Name the two blocks after their layer."""
-        for name in ("linear_fc1", "linear_fc2"):
-            getattr(self, name).tag(f"layers.{layer_number - 1}.{name}")
+        """Give the matrices their roles as members of the layer's two blocks. layer_number: in the whole model, from 1."""
+        for weight in (self.linear_fc1, self.linear_fc2):
+            mark_block(weight.matrices(), layer_number, writes_first=True)
 
     def forward(
         self, x: Tensor, weights: Tensor, offsets: Tensor, rows_again: Callable[[], Tensor] | None = None

@@ -14,7 +14,7 @@ from torch import Tensor
 
 import hip_ops
 from zaya_plugin.model.config import ZayaConfig
-from zaya_plugin.model.experts import expert_sharded_state_dict, reduce_over_expert_ranks
+from zaya_plugin.model.experts import expert_sharded_state_dict, mark_block, reduce_over_expert_ranks
 
 
 class TEGroupedExperts(MegatronModule):
@@ -41,12 +41,12 @@ class TEGroupedExperts(MegatronModule):
         )
 
     def set_layer_number(self, layer_number: int) -> None:
-        """Name the two blocks after their layer, for optim.layout."""
-        for name in ("linear_fc1", "linear_fc2"):
-            for expert in range(self.num_local_experts):
-                matrix = getattr(getattr(self, name), f"weight{expert}")
+        """Give the matrices their roles as members of the layer's two blocks. layer_number: in the whole model, from 1."""
+        for linear in (self.linear_fc1, self.linear_fc2):
+            matrices = [getattr(linear, f"weight{expert}") for expert in range(self.num_local_experts)]
+            mark_block(matrices, layer_number, writes_first=False)
+            for matrix in matrices:
                 reduce_over_expert_ranks(matrix)
-                matrix.expert_block = (f"layers.{layer_number - 1}.{name}", expert)
 
     def forward(self, x: Tensor, weights: Tensor, offsets: Tensor) -> Tensor:
         """x [T, h] sorted by expert, weights [T], offsets int32 [E] -> [T, h]; zeros at and beyond offsets[-1]."""

@@ -2,12 +2,14 @@
 """Expert-bias balancing: AdamW on (load fraction - 1/E), from the choices of the whole global batch.
 
 Source of the rule: ZAYA1-8B Technical Report (arXiv 2605.05365) section II-A-2, eq. 5. Step size, betas and decay are
-unpublished; the defaults are this project's. The skip class's bias stays where it was initialised (-1): in the
-released weights it is exactly that after training, so it was not updated.
+unpublished; the defaults are this project's. The skip class's bias stays at its initial value, -1: the released
+weights have exactly this value after training, so it was not updated.
 """
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -15,8 +17,11 @@ import torch
 
 @dataclass(frozen=True)
 class RouterStatistics:
-    """What the routers did in one global batch. tokens_per_expert: int64 [layers, E + 1], the skip class last.
-    entropy: float32 [layers], mean entropy of the router's softmax in nats."""
+    """Counts and entropies of the routers over one global batch.
+
+    tokens_per_expert: int64 [layers, E + 1], the skip class last.
+    entropy: float32 [layers], mean entropy of the router's softmax in nats.
+    """
 
     tokens_per_expert: torch.Tensor
     entropy: torch.Tensor
@@ -41,9 +46,9 @@ class RouterStatistics:
 
 @torch.no_grad()
 def balance_experts(routers, config, group) -> RouterStatistics | None:
-    """Sum the routers' counts over `group`, step every balancing bias, and reset the counts.
+    """Sum the routers' counts over `group`, update every balancing bias, and reset the counts.
 
-    To be called once a step on every rank, after the backward passes of all micro-batches.
+    Call it once a step on every rank, after the backward passes of all micro-batches.
 
     Args:
         routers: ZayaRouter modules of this rank, in layer order.
@@ -51,7 +56,7 @@ def balance_experts(routers, config, group) -> RouterStatistics | None:
         group: data- and context-parallel process group over which the batch is spread.
 
     Returns:
-        The global batch's statistics, or None where this rank has no router.
+        The global batch's statistics, or None if this rank has no router.
     """
     if not routers:
         return None
@@ -93,3 +98,30 @@ def _adamw_step(routers, gradient: torch.Tensor, config) -> None:
         router.balancing_exp_avg[:num_experts] = exp_avg[i]
         router.balancing_exp_avg_sq[:num_experts] = exp_avg_sq[i]
         router.balancing_step += 1
+
+
+@functools.cache
+def _rows_of(layer_numbers: tuple[int, ...], device: torch.device) -> torch.Tensor:
+    """Return the rows of the layers as a tensor on the device. It is cached, because a copy to the device in every step would wait."""
+    return torch.tensor(layer_numbers, device=device) - 1
+
+
+def over_pipeline_stages(
+    statistics: RouterStatistics, layer_numbers: Sequence[int], num_layers: int, group
+) -> RouterStatistics:
+    """Return the statistics of all layers, in the order of the model, from those of each pipeline stage's own layers.
+
+    Args:
+        statistics: of this stage, rows in the order of `layer_numbers`.
+        layer_numbers: from 1, over the whole model.
+        num_layers: of the whole model.
+        group: pipeline-parallel process group; all its ranks must call.
+    """
+    counts = statistics.tokens_per_expert
+    # exact to 2^53 tokens
+    rows = torch.zeros(num_layers, counts.shape[1] + 1, dtype=torch.float64, device=counts.device)
+    rows[_rows_of(tuple(layer_numbers), counts.device)] = torch.cat(
+        (counts.double(), statistics.entropy.double().unsqueeze(-1)), dim=1
+    )
+    torch.distributed.all_reduce(rows, group=group)
+    return RouterStatistics(rows[:, :-1].to(torch.int64), rows[:, -1].float())

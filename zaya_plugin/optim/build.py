@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Megatron's optimizer factory with ours in place of its Adam: works wherever `get_megatron_optimizer` builds the optimizer.
+"""Megatron's optimizer factory with MuonAdamW in place of its Adam, for every host that calls `get_megatron_optimizer`.
 
-The factory is Megatron's own (0.19, and 0.16 as Primus pins it): for the time of the call three names that it looks up,
-`Adam`, `DistributedOptimizer` and `ChainedOptimizer`, are ours. Its registry of emerging optimizers is no way in: what is registered there
-gets the layer-wise optimizer (see zaya_plugin/optim/sharding/distributed.py).
+The factory is Megatron's own (0.19, and 0.16 as Primus pins it). During the call three names that it looks up, `Adam`,
+`DistributedOptimizer` and `ChainedOptimizer`, are replaced. Megatron's registry of emerging optimizers is not used: it wraps a registered
+optimizer in the layer-wise optimizer (see zaya_plugin/optim/sharding/distributed.py).
 """
 
 from __future__ import annotations
@@ -16,39 +16,43 @@ from torch import nn
 from zaya_plugin import compat
 from zaya_plugin.config.optimizer_override import Override
 from zaya_plugin.optim.chained import ChainedMuonAdamW
-from zaya_plugin.optim.grouping import Assignment, assign
+from zaya_plugin.optim.gradient_buffers import group_layers, spare_zeroing
+from zaya_plugin.optim.grouping import assign
 from zaya_plugin.optim.muon import MuonAdamW, MuonSettings
+from zaya_plugin.optim.parameter_role import ParameterRole, role_of
 from zaya_plugin.optim.sharding.distributed import MuonDistributedOptimizer
-from zaya_plugin.optim.written_gradients import spare_zeroing
 from zaya_plugin.patches.hooks import replaced
 
 CORE = "megatron.core.optimizer"
 
 
 def tag_parameters(
-    model: nn.Module, overrides: Iterable[Override] = (), split_gate_up: bool = False, default: str = "muon"
-) -> dict[str, Assignment]:
-    """Writes each parameter's assignment onto it, before DDP lays out its buffers; returns all by name.
+    model: nn.Module,
+    overrides: Iterable[Override] = (),
+    split_gate_up: bool = False,
+    default: str = "muon",
+    part_of: str | None = None,
+) -> dict[str, ParameterRole]:
+    """Attach each parameter's role, before DDP lays out its buffers; return all roles by name.
 
-    Raises:
-        ValueError: as `zaya_plugin.optim.grouping.assign`.
+    part_of: the prefix of the parameters' names, if `model` is a part of a model. Other arguments, and errors: as
+    `zaya_plugin.optim.grouping.assign`.
     """
-    parameters = dict(model.named_parameters())
-    assignments = assign(parameters.items(), overrides, split_gate_up, default)
-    for name, assignment in assignments.items():
-        parameters[name].optimizer_assignment = assignment
-        if assignment.matrices is not None:
-            parameters[name].muon_matrices = assignment.matrices
-    return assignments
+    parameters = {(part_of or "") + name: parameter for name, parameter in model.named_parameters()}
+    roles = assign(parameters.items(), overrides, split_gate_up, default, is_whole=part_of is None)
+    for name, role in roles.items():
+        parameters[name].zaya_role = role
+    return roles
 
 
 def muon_factory(get_megatron_optimizer: Callable, muon: MuonSettings, non_finite: str | None = None) -> Callable:
-    """A function with the signature of `get_megatron_optimizer` that builds MuonAdamW for tagged models.
+    """Return a function with the signature of `get_megatron_optimizer` that builds MuonAdamW for models with roles.
 
     Args:
-        get_megatron_optimizer: Megatron's.
-        muon: settings of Muon; AdamW's, the learning rate and the weight decay are Megatron's arguments.
-        non_finite: a step whose gradients are not finite is left out on all ranks, and then "skip": goes on, "stop": raises; None: not looked for.
+        get_megatron_optimizer: Megatron's function.
+        muon: settings of Muon. AdamW's settings, the learning rate and the weight decay are Megatron's arguments.
+        non_finite: "skip" skips a step with non-finite gradients on all ranks, "stop" also raises NonFiniteGradientsError, None disables
+            the check.
     """
 
     def adam(params, **settings):
@@ -56,13 +60,14 @@ def muon_factory(get_megatron_optimizer: Callable, muon: MuonSettings, non_finit
 
     def factory(config, model_chunks, config_overrides=None, **named):
         overrides = _config_overrides(config, model_chunks)
+        group_layers(model_chunks)
         with replaced(
             {
                 f"{CORE}.Adam": adam,
                 f"{CORE}.DistributedOptimizer": MuonDistributedOptimizer,
                 f"{CORE}.ChainedOptimizer": ChainedMuonAdamW,
                 f"{CORE}.USING_PYTORCH_OPTIMIZER": False,
-                f"{CORE}.distrib_optimizer.Adam": MuonAdamW,  # 0.16 checks the type that it is given
+                f"{CORE}.distrib_optimizer.Adam": MuonAdamW,  # 0.16 checks the type of the inner optimizer
             }
         ):
             chained = get_megatron_optimizer(config, model_chunks, config_overrides=overrides, **named)
@@ -73,7 +78,7 @@ def muon_factory(get_megatron_optimizer: Callable, muon: MuonSettings, non_finit
             compat.count_experts_in_norm(optimizer)
             if optimizer.optimizer is not None and not isinstance(optimizer, MuonDistributedOptimizer):
                 _tag_copies(optimizer)
-                # Megatron's own would give Muon's matrices a second moment.
+                # Megatron's own function would create a second moment for Muon's matrices.
                 optimizer.init_state_fn = lambda inner, config=None: inner.initialise_state()
         return chained
 
@@ -81,14 +86,12 @@ def muon_factory(get_megatron_optimizer: Callable, muon: MuonSettings, non_finit
 
 
 def _config_overrides(config, model_chunks) -> dict:
-    """Megatron's parameter groups from the assignments: one for each pair of multipliers that is not (1, 1)."""
-    pairs: dict[tuple[float, float], None] = {}  # a set that keeps the order of the parameters
-    for chunk in model_chunks:
-        for name, parameter in chunk.named_parameters():
-            assert hasattr(parameter, "optimizer_assignment"), f"{name} has no optimizer: call tag_parameters first"
-            pairs[_multipliers(parameter)] = None
+    """Return Megatron's config_overrides: one parameter group for each pair of multipliers that is not (1, 1)."""
+    named = [each for chunk in model_chunks for each in chunk.named_parameters()]
+    for name, parameter in named:
+        assert role_of(parameter).optimizer is not None, f"{name} has no optimizer: call tag_parameters first"
     overrides = {}
-    for lr_mult, weight_decay_mult in pairs:
+    for lr_mult, weight_decay_mult in dict.fromkeys(_multipliers(parameter) for _, parameter in named):
         values = {}
         if lr_mult != 1:
             values.update(max_lr=config.lr * lr_mult, min_lr=(config.min_lr or 0.0) * lr_mult)
@@ -104,15 +107,14 @@ def _config_overrides(config, model_chunks) -> dict:
 
 
 def _multipliers(parameter: nn.Parameter) -> tuple[float, float]:
-    """Of the learning rate and the weight decay."""
-    return parameter.optimizer_assignment.lr_mult, parameter.optimizer_assignment.weight_decay_mult
+    """Return the multipliers of the learning rate and of the weight decay."""
+    return role_of(parameter).lr_mult, role_of(parameter).weight_decay_mult
 
 
 def _tag_copies(optimizer) -> None:
-    """Without the distributed optimizer a bf16 model's fp32 copies are tensors of their own."""
+    """Attach the roles to the fp32 copies of a bf16 model, which are separate tensors without the distributed optimizer."""
     for model_group, main_group in zip(
         getattr(optimizer, "float16_groups", ()), getattr(optimizer, "fp32_from_float16_groups", ()), strict=True
     ):
         for model_param, main_param in zip(model_group, main_group, strict=True):
-            if hasattr(model_param, "muon_matrices"):
-                main_param.muon_matrices = model_param.muon_matrices
+            main_param.zaya_role = role_of(model_param)

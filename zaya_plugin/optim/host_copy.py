@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Numbers on their way from the device to the host, while the host goes on launching work."""
+"""Asynchronous copies from the device to the host, during which the host continues to launch work."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from torch import Tensor
 
 
 class HostCopy:
-    """Copies of `tensors` in host memory, complete once the device gets to where it was asked for them.
+    """Copies of `tensors` in host memory, complete once the device has done the work launched before.
 
-    Nothing waits until `read`. The sources may be overwritten by later work of the same stream. On the CPU everything is there at once.
+    Only `read` waits. Later work of the same stream may overwrite the sources. On the CPU the copies are complete at once.
     """
 
     def __init__(self, tensors: Sequence[Tensor]):
-        # to pinned memory, from a device
+        # From a device, torch copies to pinned memory.
         self._copies = [t.detach().to("cpu", non_blocking=True, copy=True) for t in tensors]
         self._event = None
         if any(t.is_cuda for t in tensors):
@@ -25,13 +25,13 @@ class HostCopy:
 
     @property
     def is_complete(self) -> bool:
-        """Whether `read` would return at once. While a CUDA graph is captured no event may be asked: False."""
+        """Whether `read` would return at once. False during the capture of a CUDA graph, when events must not be queried."""
         if self._event is None:
             return True
         return not torch.cuda.is_current_stream_capturing() and self._event.query()
 
     def read(self) -> list[Tensor]:
-        """The tensors on the host; waits for this copy alone, not for what was launched after it."""
+        """Return the tensors on the host. It waits for this copy, not for work launched after it."""
         if not self.is_complete:
             self._event.synchronize()
         return self._copies

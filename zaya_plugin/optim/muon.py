@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Muon for the matrices and AdamW for the rest in one torch optimizer, which Megatron wraps as it wraps its Adam.
+"""Muon for matrices and AdamW for all other parameters in one torch optimizer, which Megatron wraps as it wraps its Adam.
 
 Muon (Jordan et al. 2024, https://kellerjordan.github.io/posts/muon/) orthogonalises the momentum by Newton-Schulz; the
 update is scaled to AdamW's root mean square, 0.2 * sqrt(max(m, n)) (Liu et al. 2025, arXiv 2502.16982, section 2.2), so
-that both share one learning rate and one weight decay. ZAYA1 used Muon so (arXiv 2605.05365, section III).
+that both share one learning rate and one weight decay. ZAYA1 was trained with this form of Muon (arXiv 2605.05365, section III).
 
-A parameter may be flat, as Megatron's distributed optimizer keeps its share: what Muon sees of it is its attribute
-`muon_matrices = (b, m, n)`. Same-shape matrices of all layers and experts go through Newton-Schulz in one batch.
+A parameter may be flat, as Megatron's distributed optimizer keeps its share: its role (zaya_plugin/optim/parameter_role.py) has the shape
+of its matrices. Matrices of one shape, of all layers and experts, go through Newton-Schulz in one batch.
 """
 
 from __future__ import annotations
@@ -17,11 +17,13 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.optim.adamw import adamw
 
 from hip_ops import muon_momentum_, muon_update_, newton_schulz
 from hip_ops.muon.matrix_batches import MatrixBatches
-from zaya_plugin.optim.adamw import GroupStepAdamW
-from zaya_plugin.optim.sharding.exchange import MatrixExchange
+from zaya_plugin.errors import mistake
+from zaya_plugin.optim.parameter_role import role_of
+from zaya_plugin.optim.sharding.layout import MatrixExchange
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
@@ -30,12 +32,13 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 class MuonSettings:
     """Muon's own settings; learning rate and weight decay come from the parameter groups.
 
-    momentum, nesterov: of the moving average b = lerp(b, g, 1 - momentum).
+    momentum: of the moving average b = lerp(b, g, 1 - momentum).
+    nesterov: orthogonalise lerp(g, b, momentum) instead of b.
     steps, coefficients, dtype: Newton-Schulz iterations, their coefficient set (names of hip_ops.newton_schulz) and
         the dtype they run in, "bf16", "fp16" or "fp32".
     rms_scale: the update is scaled by rms_scale * sqrt(max(m, n)).
-    momentum_dtype: "fp32" or "bf16", as the momentum is kept.
-    elements_at_once: matrices are taken in rounds of about so many elements, which bounds the memory of a step.
+    momentum_dtype: dtype of the stored momentum, "fp32" or "bf16".
+    elements_at_once: largest number of elements updated in one round, which bounds the memory of a step.
     """
 
     momentum: float = 0.95
@@ -48,36 +51,148 @@ class MuonSettings:
     elements_at_once: int = 2**27
 
 
-class MuonAdamW(GroupStepAdamW):
-    """Muon on parameters with an attribute `muon_matrices`, torch's AdamW on all others.
+class GroupStepAdamW(torch.optim.Optimizer):
+    """AdamW (arXiv 1711.05101): torch's arithmetic, with the step count in the parameter group.
 
-    State: `exp_avg`, the momentum, for Muon; `exp_avg` and `exp_avg_sq` for AdamW. A Muon parameter with an attribute
-    `muon_target` (a flat tensor of as many elements) has its new value written there too, in the target's dtype. One with
-    an attribute `muon_cut` (a CutMatrix) is this rank's piece of a parameter, and `exchange` brings pieces together.
+    Megatron's DistributedOptimizer saves and loads one `step` a parameter group, as apex and Transformer Engine keep it. torch.optim.AdamW
+    keeps one a parameter; its checkpoint does not load (an assertion in distrib_optimizer.py) or comes back with a wrong step.
+
+    Args:
+        params: tensors or parameter groups; the state has each tensor's shape and dtype.
+        lr, betas, eps, weight_decay: as in torch.optim.AdamW; the decay is decoupled.
+        adam_w_mode: must be True, else ValueError. Megatron passes it to apex's and Transformer Engine's Adam.
+        capturable: must be False, else ValueError. Megatron passes it too.
+
+    Attributes:
+        grad_scale: None, or an fp32 scalar on the parameters' device; every gradient is multiplied by it when it is read.
+        found_inf: None, or an fp32 scalar on that device; unless it is 0, `step` changes no tensor. On a GPU the kernels check it,
+            so `step` counts the step in `param_groups`, and `take_back_step` must be called.
+    """
+
+    grad_scale: Tensor | None = None
+    found_inf: Tensor | None = None
+
+    def __init__(
+        self, params, lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0, adam_w_mode=True, capturable=False
+    ):
+        if not adam_w_mode:
+            raise mistake(
+                "adam_w_mode",
+                False,
+                problem="only decoupled weight decay is implemented",
+                allowed="true",
+                fix="decoupled_weight_decay=True in Megatron's OptimizerConfig",
+            )
+        if capturable:
+            raise mistake(
+                "capturable",
+                True,
+                problem="the step count is kept on the host, so the optimizer cannot be part of a graph",
+                allowed="false",
+                fix="optimizer_cuda_graph=False in Megatron's OptimizerConfig",
+            )
+        super().__init__(params, dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay))
+        self._stepped: list[dict] = []
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        """Update every parameter that has a gradient."""
+        assert closure is None, "closures are not supported"
+        self._stepped = []
+        if self.found_inf is not None and not self.found_inf.is_cuda and self.found_inf.item():
+            return
+        for group in self.param_groups:
+            params = [p for p in group["params"] if p.grad is not None]
+            if params:
+                group["step"] = group.get("step", 0) + 1
+                self._stepped.append(group)
+                self.update(group, params)
+
+    def take_back_step(self) -> None:
+        """Uncount the last `step`, which changed nothing."""
+        for group in self._stepped:
+            group["step"] -= 1
+        self._stepped = []
+
+    def initialise_state(self, params: Sequence[Tensor] | None = None) -> None:
+        """Set the missing state of `params`, by default of all parameters, to zeros."""
+        for p in params if params is not None else [p for group in self.param_groups for p in group["params"]]:
+            if not self.state[p]:
+                self.state[p].update(self.zero_state(p))
+
+    def zero_state(self, p: Tensor) -> dict[str, Tensor]:
+        """Return the state of `p` before the first step."""
+        return {"exp_avg": torch.zeros_like(p), "exp_avg_sq": torch.zeros_like(p)}
+
+    def update(self, group: dict, params: list[Tensor]) -> None:
+        """Update `params` by AdamW with the settings of `group`, whose `step` counts this update already."""
+        self.initialise_state(params)
+        # One kernel for all parameters on a GPU. foreach would make a second copy of the state for the square roots.
+        fused = all(p.is_cuda for p in params)
+        # torch adds 1 to these before use; fused requires them on the device.
+        steps = torch.full((len(params),), group["step"] - 1.0, device=params[0].device if fused else "cpu").unbind()
+        grads = [p.grad for p in params]
+        scaling = {}
+        if fused:  # the fused kernel divides by its grad_scale
+            scaling = dict(
+                grad_scale=None if self.grad_scale is None else self.grad_scale.reciprocal(), found_inf=self.found_inf
+            )
+        elif self.grad_scale is not None:
+            grads = torch._foreach_mul(grads, self.grad_scale)
+        adamw(
+            params,
+            grads,
+            [self.state[p]["exp_avg"] for p in params],
+            [self.state[p]["exp_avg_sq"] for p in params],
+            [],
+            list(steps),
+            foreach=not fused,
+            fused=fused,
+            amsgrad=False,
+            beta1=group["betas"][0],
+            beta2=group["betas"][1],
+            lr=group["lr"],
+            weight_decay=group["weight_decay"],
+            eps=group["eps"],
+            maximize=False,
+            **scaling,
+        )
+
+
+class MuonAdamW(GroupStepAdamW):
+    """Muon on parameters whose role has `matrices`, torch's AdamW on all others.
+
+    State: `exp_avg`, the momentum, for Muon; `exp_avg` and `exp_avg_sq` for AdamW.
+
+    Attributes:
+        targets: Muon parameter -> a flat tensor of as many elements that gets the new value too, in its own dtype.
+        exchange: collects the matrices of which this rank has only a piece (the parameters in `exchange.cut`).
     """
 
     exchange: MatrixExchange | None = None
 
     def __init__(self, params, muon: MuonSettings | None = None, **adam):
         self.muon = muon or MuonSettings()
+        self.targets: dict[Tensor, Tensor] = {}
         super().__init__(params, **adam)
 
     def update(self, group: dict, params: list[Tensor]) -> None:
-        muon = [p for p in params if hasattr(p, "muon_matrices")]
-        rest = [p for p in params if not hasattr(p, "muon_matrices")]
-        if rest:
-            super().update(group, rest)
-        whole = [p for p in muon if not hasattr(p, "muon_cut")]
+        cut = self.exchange.cut if self.exchange is not None else {}
+        whole, pieces, others = [], [], []
+        for p in params:
+            (others if role_of(p).matrices is None else pieces if p in cut else whole).append(p)
+        if others:
+            super().update(group, others)
         for some in _rounds(whole, self.muon.elements_at_once):
             self.update_matrices(group, some)
-        if len(whole) < len(muon):
-            self.update_pieces(group, [p for p in muon if hasattr(p, "muon_cut")])
+        if pieces:
+            self.update_pieces(group, pieces)
 
     def update_matrices(self, group: dict, params: Sequence[Tensor]) -> None:
-        """Muon of `params` in one round: momentum, Newton-Schulz by shape, update."""
+        """Update `params`, whole matrices, in one round: momentum, Newton-Schulz by shape, weights."""
         muon = self.muon
         self.initialise_state(params)
-        shapes = [p.muon_matrices[1:] for p in params for _ in range(p.muon_matrices[0])]
+        shapes = [(m, n) for b, m, n in map(_shape, params) for _ in range(b)]
         batches = MatrixBatches(shapes, params[0].device, self.between)
         muon_momentum_(
             _matrices(params, [p.grad for p in params]),
@@ -87,20 +202,18 @@ class MuonAdamW(GroupStepAdamW):
             nesterov=muon.nesterov,
             grad_scale=self.grad_scale,
             found_inf=self.found_inf,
-            square_sums=batches.square_sums,  # of what Newton-Schulz divides by its norm, so that it need not read it for that
+            square_sums=batches.square_sums,  # Newton-Schulz divides by the norms, and then does not read the matrices for them
         )
         updates = batches.split(
             [self.orthogonalise(*pair) for pair in zip(batches.tensors, batches.sums(), strict=True)]
         )
-        targets = [getattr(p, "muon_target", None) for p in params]
-        assert all(t is None for t in targets) or all(t is not None for t in targets), "one dtype a buffer"
+        targets = self._targets_of(params)
         weights = _matrices(params, params)
-        self.apply(group, updates, weights, None if targets[0] is None else _matrices(params, targets), shapes)
+        self.apply(group, updates, weights, None if targets is None else _matrices(params, targets), shapes)
 
     def update_pieces(self, group: dict, params: Sequence[Tensor]) -> None:
-        """Muon of parameters that ranks share: like `update_matrices`, with a journey before and after Newton-Schulz."""
+        """Update `params`, pieces of matrices: as `update_matrices`, with an exchange before and after Newton-Schulz."""
         self.initialise_state(params)
-        cut = [p.muon_cut for p in params]
         pieces = [torch.empty_like(p, dtype=self.between) for p in params]
         muon_momentum_(
             [p.grad for p in params],
@@ -111,24 +224,24 @@ class MuonAdamW(GroupStepAdamW):
             grad_scale=self.grad_scale,
             found_inf=self.found_inf,
         )
-        mine = self.exchange.collect(cut, pieces)
-        matrices = {matrix.index: matrix.matrices for matrix in cut}
+        mine = self.exchange.collect(params, pieces)
+        matrices = {self.exchange.cut[p].index: _shape(p) for p in params}
         updates = {index: self.orthogonalise(flat.view(matrices[index])).reshape(-1) for index, flat in mine.items()}
         updates = {index: update.to(self.between) for index, update in updates.items()}
-        parts = self.exchange.give_back(cut, updates, pieces)
-        targets = [getattr(p, "muon_target", None) for p in params]
-        self.apply(
-            group,
-            parts,
-            [p.detach() for p in params],
-            None if targets[0] is None else targets,
-            [matrix.matrices[1:] for matrix in cut],
-        )
+        parts = self.exchange.give_back(params, updates, pieces)
+        shapes = [_shape(p)[1:] for p in params]
+        self.apply(group, parts, [p.detach() for p in params], self._targets_of(params), shapes)
+
+    def _targets_of(self, params: Sequence[Tensor]) -> list[Tensor] | None:
+        """Return the targets of `params`, or None if they have none."""
+        targets = [self.targets[p] for p in params if p in self.targets]
+        assert len(targets) in (0, len(params)), "all parameters of a buffer have one dtype"
+        return targets or None
 
     def apply(
         self, group: dict, updates: list[Tensor], weights: list[Tensor], targets: list[Tensor] | None, shapes: list
     ) -> None:
-        """weights -= ..., scaled for matrices of `shapes`; into `targets` too, where the weights are their fp32 copies."""
+        """Decay `weights` and subtract the scaled `updates`. targets: tensors of the model's dtype whose fp32 copies are `weights`."""
         muon_update_(
             updates,
             None if targets is None else weights,
@@ -141,41 +254,41 @@ class MuonAdamW(GroupStepAdamW):
 
     @property
     def between(self) -> torch.dtype:
-        """Dtype between momentum and Newton-Schulz: fp16 is for the iterations alone, which keep their range."""
+        """Dtype of the tensors between momentum and Newton-Schulz. Only the iterations run in fp16, because they keep its range."""
         return torch.float32 if self.muon.dtype == "fp32" else torch.bfloat16
 
     def orthogonalise(self, batch: Tensor, square_sums: Tensor | None = None) -> Tensor:
-        """Newton-Schulz of every matrix of `batch` [b, m, n], in its dtype; square_sums fp32 [b], where they are known already."""
+        """Orthogonalise every matrix of `batch` [b, m, n]. square_sums: of the matrices, fp32 [b], if they are known."""
         muon = self.muon
         return newton_schulz(batch, muon.steps, muon.coefficients, dtype=DTYPES[muon.dtype], square_sums=square_sums)
 
-    def initialise_state(self, params: Sequence[Tensor] | None = None) -> None:
-        """Zeros for the state of `params`, by default of all, where there is none yet."""
-        for p in params if params is not None else [p for group in self.param_groups for p in group["params"]]:
-            if self.state[p]:
-                continue
-            if hasattr(p, "muon_matrices"):
-                self.state[p]["exp_avg"] = torch.zeros_like(p, dtype=DTYPES[self.muon.momentum_dtype])
-            else:
-                self.state[p].update(exp_avg=torch.zeros_like(p), exp_avg_sq=torch.zeros_like(p))
+    def zero_state(self, p: Tensor) -> dict[str, Tensor]:
+        if role_of(p).matrices is None:
+            return super().zero_state(p)
+        return {"exp_avg": torch.zeros_like(p, dtype=DTYPES[self.muon.momentum_dtype])}
 
     def load_state_dict(self, state_dict: dict) -> None:
         super().load_state_dict(state_dict)
         # torch casts state to the parameter's dtype.
         for p, state in self.state.items():
-            if hasattr(p, "muon_matrices") and "exp_avg" in state:
+            if role_of(p).matrices is not None and "exp_avg" in state:
                 state["exp_avg"] = state["exp_avg"].to(DTYPES[self.muon.momentum_dtype])
 
 
 def _matrices(params: Sequence[Tensor], tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Each tensor, flat or not, as the matrices that Muon sees of its parameter."""
-    return [m for p, t in zip(params, tensors, strict=True) for m in t.detach().view(p.muon_matrices).unbind(0)]
+    """Return the matrices of every tensor, which is flat or not; their shapes are those of `params`."""
+    return [m for p, t in zip(params, tensors, strict=True) for m in t.detach().view(_shape(p)).unbind(0)]
+
+
+def _shape(parameter: Tensor) -> tuple[int, int, int]:
+    """Return (b, m, n) of a Muon parameter's matrices."""
+    return role_of(parameter).matrices
 
 
 def _rounds(params: Sequence[Tensor], elements: int) -> Iterator[list[Tensor]]:
-    """`params` in rounds of at most `elements`, or of one parameter; equal shapes stay together."""
+    """Divide `params` into rounds of at most `elements`, or of one parameter; equal shapes stay together."""
     some, count = [], 0
-    for p in sorted(params, key=lambda p: p.muon_matrices[1:]):
+    for p in sorted(params, key=lambda p: _shape(p)[1:]):
         if some and count + p.numel() > elements:
             yield some
             some, count = [], 0

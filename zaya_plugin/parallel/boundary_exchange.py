@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The few rows that CCA's convolutions and value shift need from before each chunk of a context-parallel rank.
+"""The exchange of the rows that CCA's convolutions and value shift read before each chunk of a context-parallel rank.
 
-All ranks' boundary rows are gathered (2 C + g d / 2 values a chunk, 5 KB in bf16 at ZAYA1's width) and each rank picks
-those of its chunks' predecessors. One collective of a few KB is one latency, as a send and a receive would be, and is the
-same for both orders. A row has one reader at most, so the gradient needs no sum: the readers' gradients are gathered the
-same way and each owner picks its own. Both directions run while the projections, or their gradients, are computed.
+All ranks' boundary rows are gathered (2 C + g d / 2 values a chunk, 5 KB in bf16 at ZAYA1's width), and each rank picks
+the rows before its chunks. One collective of a few KB costs one latency, as a send and a receive would, and is the
+same for both orders. A row has at most one reader, so its gradient is no sum: the readers' gradients are gathered the
+same way, and each owner picks its own. Both directions run while the projections, or their gradients, are computed.
 """
 
 from __future__ import annotations
@@ -21,23 +21,26 @@ from zaya_plugin.parallel.context_order import ContextShard
 
 @dataclass
 class _Exchange:
-    """What the two halves of one exchange share: where the rows go, and the collective under way."""
+    """The state that the two halves of one exchange share.
+
+    work: the running collective. rows, gathered: the tensors that it reads and writes, kept while it runs.
+    """
 
     shard: ContextShard
     group: Any
     work: Any = None
-    rows: Tensor | None = None  # what the collective reads, and
-    gathered: Tensor | None = None  # what it writes, kept while it runs
+    rows: Tensor | None = None
+    gathered: Tensor | None = None
 
     def gather(self, rows: Tensor) -> Tensor:
-        """All ranks' rows [slots, n], in flight, from this rank's [chunks, n]."""
+        """Start to gather all ranks' rows [slots, n] from each rank's rows [chunks, n]; return the tensor being written."""
         self.rows = rows.contiguous()
         self.gathered = rows.new_empty(self.shard.total_chunks, rows.shape[1])
         self.work = torch.distributed.all_gather_into_tensor(self.gathered, self.rows, group=self.group, async_op=True)
         return self.gathered
 
     def pick(self, slots: Sequence[int | None]) -> Tensor:
-        """Rows [chunks, n] of `slots` once they have arrived; zeros for None."""
+        """Wait for the collective. Return the rows [chunks, n] of `slots`; zeros for None."""
         self.work.wait()
         gathered = self.gathered
         self.work = self.rows = self.gathered = None
@@ -46,7 +49,7 @@ class _Exchange:
 
 
 class _Start(torch.autograd.Function):
-    """Own rows -> the gathered rows, which nobody may read before `_Finish` has waited for them."""
+    """Own rows -> the gathered rows, which must not be read before `_Finish` has waited for them."""
 
     @staticmethod
     def forward(ctx, rows, exchange):
@@ -56,7 +59,7 @@ class _Start(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, grad_gathered):
-        # grad_gathered is the buffer of the collective that _Finish.backward started, by now hidden behind the projections' gradients.
+        # grad_gathered is the buffer of the collective that _Finish.backward started; the projections' gradients were computed meanwhile.
         return ctx.exchange.pick(ctx.exchange.shard.next_slots), None
 
 
@@ -71,15 +74,18 @@ class _Finish(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, grad_rows):
-        # Has the shape of `gathered` as autograd demands, though its slots mean readers here and owners there.
+        # It has the shape of `gathered`, as autograd requires, but its slots are those of the readers, not of the owners.
         return ctx.exchange.gather(grad_rows), None
 
 
 class BoundaryExchange:
-    """Rows before each chunk of this rank, under way; `finish` waits and gives them.
+    """A running exchange of the rows before each chunk of this rank; `finish` waits and returns them.
 
-    Args: z, the last two rows of each chunk's convolution input [k, 2, b, C]; delayed, the last row of each chunk's delayed
-    values [k, b, D]; shard; group, the context-parallel process group. k chunks a rank.
+    Args:
+        z: the last two rows of each chunk's convolution input [k, 2, b, C], for k chunks a rank.
+        delayed: the last row of each chunk's delayed values [k, b, D].
+        shard: this rank's part of the sequence.
+        group: context-parallel process group.
     """
 
     def __init__(self, z: Tensor, delayed: Tensor, shard: ContextShard, group):
@@ -89,12 +95,12 @@ class BoundaryExchange:
         self.gathered = _Start.apply(torch.cat((z.flatten(1), delayed.flatten(1)), dim=1), self.exchange)
 
     def finish(self) -> tuple[Tensor, Tensor]:
-        """z before each chunk [k, 2, b, C] and delayed values before each chunk [k, b, D]; zeros before the sequence."""
+        """Return z before each chunk [k, 2, b, C] and delayed values before each chunk [k, b, D]; zeros before the sequence."""
         rows = _Finish.apply(self.gathered, self.exchange)
         z, delayed = rows.split([shape.numel() for shape in self.shapes], dim=1)
         return z.unflatten(1, self.shapes[0]), delayed.unflatten(1, self.shapes[1])
 
 
 def last_rows(x: Tensor, chunks: int, count: int) -> Tensor:
-    """The last `count` rows of each of `chunks` equal chunks of x [s, ...]: [chunks, count, ...]."""
+    """Return the last `count` rows of each of `chunks` equal chunks of x [s, ...]: [chunks, count, ...]."""
     return x.unflatten(0, (chunks, -1))[:, -count:]

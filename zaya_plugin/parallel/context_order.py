@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which rows of a sequence a context-parallel rank holds, and in which order.
+"""The rows of a sequence that a context-parallel rank holds, and their order.
 
 A sequence is cut into equal chunks of neighbouring rows. `contiguous`: one chunk a rank. `zigzag`, Megatron's
-load-balanced order: 2 * size chunks, of which rank r holds r and 2 * size - 1 - r, so that all ranks have the same share
-of the causal triangle. A chunk's slot is its place in the concatenation of all ranks' rows.
+load-balanced order: 2 * size chunks; rank r holds the chunks r and 2 * size - 1 - r, so that all ranks have the same share
+of the causal triangle. A chunk's slot is its position in the concatenation of all ranks' rows.
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+
+from zaya_plugin.errors import mistake
 
 ORDERS = ("zigzag", "contiguous")
 
@@ -27,51 +29,53 @@ class ContextShard:
 
     def __post_init__(self):
         if self.order not in ORDERS:
-            raise ValueError(f"context_parallel_order={self.order!r}: allowed: {', '.join(ORDERS)}")
+            raise mistake(
+                "parallel.context_parallel_order", self.order, problem="no such order", allowed=", ".join(ORDERS)
+            )
         assert 0 <= self.rank < self.size
 
     @classmethod
     def of(cls, group, order: str) -> ContextShard:
-        """The part of this process in `group`."""
+        """Return the part of this process in `group`."""
         return cls(order, group.size(), group.rank())
 
     @property
     def chunks(self) -> tuple[int, ...]:
-        """Numbers of this rank's chunks, counted from the start of the sequence, in the order of its rows."""
+        """Numbers of this rank's chunks, from the start of the sequence, in the order of its rows."""
         return self._chunks_of(self.rank)
 
     @property
     def total_chunks(self) -> int:
-        """Chunks of the whole sequence."""
+        """Number of chunks of the whole sequence."""
         return self.size * len(self.chunks)
 
     @property
     def slots(self) -> tuple[int, ...]:
-        """For each chunk of the sequence, from its start, its slot."""
+        """Slot of each chunk of the sequence, from its start."""
         held = [chunk for rank in range(self.size) for chunk in self._chunks_of(rank)]
         return tuple(held.index(chunk) for chunk in range(self.total_chunks))
 
     @property
     def previous_slots(self) -> tuple[int | None, ...]:
-        """For each of this rank's chunks the slot of the chunk before it; None at the start of the sequence."""
+        """Slot of the chunk before each of this rank's chunks; None at the start of the sequence."""
         return tuple(self.slots[chunk - 1] if chunk else None for chunk in self.chunks)
 
     @property
     def next_slots(self) -> tuple[int | None, ...]:
-        """For each of this rank's chunks the slot of the chunk behind it; None at the end of the sequence."""
+        """Slot of the chunk after each of this rank's chunks; None at the end of the sequence."""
         return tuple(self.slots[chunk + 1] if chunk + 1 < self.total_chunks else None for chunk in self.chunks)
 
     def starts(self, local_rows: int) -> tuple[int, ...]:
-        """Position in the sequence of the first row of each of this rank's chunks."""
+        """Return the position in the sequence of the first row of each of this rank's chunks."""
         rows = local_rows // len(self.chunks)
         return tuple(chunk * rows for chunk in self.chunks)
 
     def positions(self, length: int, device: torch.device | str | None = None) -> Tensor:
-        """Positions, int64 [length / size], of this rank's rows in a sequence of `length` rows."""
+        """Return the positions, int64 [length / size], of this rank's rows in a sequence of `length` rows."""
         return self.take(torch.arange(length, device=device), 0)
 
     def take(self, x: Tensor, dim: int) -> Tensor:
-        """This rank's rows of x, which holds the whole sequence along `dim`; x itself where there is one rank.
+        """Return this rank's rows of x, which holds the whole sequence along `dim`; x itself if there is one rank.
 
         Raises:
             ValueError: the sequence cannot be cut into equal chunks.
@@ -79,15 +83,17 @@ class ContextShard:
         if self.size == 1:
             return x
         if x.shape[dim] % self.total_chunks:
-            raise ValueError(
-                f"{x.shape[dim]} rows over {self.size} context-parallel ranks in {self.order} order: allowed: a multiple of "
-                f"{self.total_chunks} rows"
+            raise mistake(
+                "parallel.context_parallel_size",
+                self.size,
+                problem=f"{x.shape[dim]} rows cannot be cut into {self.total_chunks} equal chunks ({self.order} order)",
+                allowed=f"a multiple of {self.total_chunks} rows",
             )
         pieces = x.chunk(self.total_chunks, dim)
         return torch.cat([pieces[chunk] for chunk in self.chunks], dim)
 
     def join(self, parts: Sequence[Tensor], dim: int) -> Tensor:
-        """The whole sequence from all ranks' rows, the inverse of `take`."""
+        """Return the whole sequence from all ranks' rows, the inverse of `take`."""
         pieces = [piece for part in parts for piece in part.chunk(len(self.chunks), dim)]
         return torch.cat([pieces[slot] for slot in self.slots], dim)
 

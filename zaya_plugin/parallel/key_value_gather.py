@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""All ranks' keys and values for one rank's queries: an all-gather over the context-parallel group.
+"""An all-gather of keys and values over the context-parallel group, for each rank's queries.
 
-ZAYA1's keys and values are 512 channels a token together, an eighth of a plain attention's, so that gathering them costs
-less than passing blocks around a ring would save. The gradient is the sum over the ranks that read a row: a reduce-scatter.
+ZAYA1's keys and values have 512 channels a token together, an eighth of plain attention's. Gathering them costs less than a ring of blocks
+would save. The gradient of a row is the sum over the ranks that read it: a reduce-scatter.
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ from zaya_plugin.parallel.context_order import ContextShard
 
 
 class _GatherSequence(torch.autograd.Function):
+    """x [s / size, ...] of all ranks in the order of the sequence [s, ...]; its gradient is summed over the ranks."""
+
     @staticmethod
     def forward(ctx, x, shard, group):
         ctx.shard, ctx.group = shard, group
@@ -34,19 +36,14 @@ class _GatherSequence(torch.autograd.Function):
 
 
 def _reordered(x: Tensor, order) -> Tensor:
-    """Equal pieces of x [s, ...] in `order`."""
+    """Return equal pieces of x [s, ...] in `order`."""
     if list(order) == list(range(len(order))):
         return x
     pieces = x.chunk(len(order))
     return torch.cat([pieces[i] for i in order])
 
 
-def gather_sequence(x: Tensor, shard: ContextShard, group) -> Tensor:
-    """x [s / size, ...] of all ranks in the order of the sequence [s, ...]; its gradient is summed over the ranks."""
-    return _GatherSequence.apply(x, shard, group)
-
-
 def gather_key_value(key: Tensor, value: Tensor, shard: ContextShard, group) -> tuple[Tensor, Tensor]:
-    """Keys and values of the whole sequence, [s, b, g, d] each, from this rank's [s / size, b, g, d], in one collective."""
-    packed = gather_sequence(torch.cat((key, value), dim=-2), shard, group)
+    """Gather keys and values of the whole sequence, [s, b, g, d] each, from each rank's [s / size, b, g, d], in one collective."""
+    packed = _GatherSequence.apply(torch.cat((key, value), dim=-2), shard, group)
     return packed.split((key.shape[-2], value.shape[-2]), dim=-2)

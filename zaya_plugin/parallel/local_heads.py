@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which heads of CCA a tensor-parallel rank has, and which rows of the parameters that every rank holds whole.
+"""The heads of CCA on a tensor-parallel rank, and its rows of the parameters that every rank holds whole.
 
-Query groups are dealt out in order, each with its query heads, so that no attention head needs another rank. The heads
-of the values are [current half | delayed half]: with two groups and two ranks the first has the current head and the
-second the delayed one.
+Query groups are distributed in order, each with its query heads, so that no attention head needs another rank. The heads
+of the values are [current half | delayed half]: with two groups and two ranks the first rank has the current head and the
+second rank the delayed head.
 """
 
 from __future__ import annotations
@@ -16,9 +16,10 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class LocalHeads:
-    """The heads of one of `ranks` tensor-parallel ranks: query groups [rank g / ranks, (rank + 1) g / ranks) and theirs.
+    """The query groups [rank g / ranks, (rank + 1) g / ranks) and their query heads, on one of `ranks` tensor-parallel ranks.
 
-    heads and query_groups are those of the whole model, head_dim is in channels.
+    heads, query_groups: numbers in the whole model, n and g.
+    head_dim: channels of a head, d.
     """
 
     rank: int
@@ -28,11 +29,11 @@ class LocalHeads:
     head_dim: int
 
     def of_heads(self, x: Tensor) -> Tensor:
-        """This rank's rows of x, which has as many for each query group."""
+        """Return this rank's rows of x, which has equally many rows for each query group."""
         return x if self.ranks == 1 else x.chunk(self.ranks)[self.rank]
 
     def of_queries_and_keys(self, x: Tensor) -> Tensor:
-        """This rank's rows of x [(n + g) d, ...], the order of the convolutions' channels."""
+        """Return this rank's rows of x [(n + g) d, ...], in the order of the convolutions' channels."""
         if self.ranks == 1:
             return x
         query, key = x.split((self.heads * self.head_dim, self.query_groups * self.head_dim))
@@ -40,12 +41,12 @@ class LocalHeads:
 
     @property
     def delayed_channels(self) -> int:
-        """How many of this rank's value channels lag one token: those of the second half of all."""
+        """Number of this rank's value channels that lag one token: those in the second half of all value channels."""
         channels, share = self.query_groups * self.head_dim, self.query_groups * self.head_dim // self.ranks
         return min(share, max((self.rank + 1) * share - channels // 2, 0))
 
     def of_values(self, current: Tensor, delayed: Tensor) -> tuple[Tensor, Tensor]:
-        """This rank's rows of two halves [gd/2, ...] of the value channels; either may come out empty."""
+        """Return this rank's rows of the two halves [g d / 2, ...] of the value channels; one of them may be empty."""
         half, share = len(current), 2 * len(current) // self.ranks
         start, end = self.rank * share, (self.rank + 1) * share
         return current[min(start, half) : min(end, half)], delayed[max(start - half, 0) : max(end - half, 0)]

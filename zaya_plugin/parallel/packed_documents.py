@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Several documents in one sequence, each computed as if it were alone.
+"""Several documents in one sequence, each computed by itself.
 
-The boundaries travel as Megatron's `packed_seq_params`, which the block hands to every layer, also when a layer is computed
-again for its gradients, and which each pipeline stage and each context-parallel rank makes from its own copy of the
-tokens. Sequences keep their shape [b, s]: nothing depends on the number of documents, so nothing waits for the host.
+The boundaries are passed as Megatron's `packed_seq_params`. The block passes it to every layer, also when a layer is recomputed for its
+gradients. Each pipeline stage and each context-parallel rank makes it from its own copy of the tokens. Sequences keep their shape
+[b, s]. No shape depends on the number of documents, so no call waits for the host.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from zaya_plugin.parallel.context_order import ContextShard
 
 @functools.cache
 def _create_block_mask(compiled: bool) -> Callable:
-    """Compiled, it does not lay the mask of all pairs out in memory first."""
+    """Return torch's create_block_mask. The compiled function does not write the mask of all pairs to memory."""
     from torch.nn.attention.flex_attention import create_block_mask
 
     return torch.compile(create_block_mask, dynamic=False) if compiled else create_block_mask
@@ -46,7 +46,7 @@ class PackedDocuments(PackedSeqParams):
     def from_tokens(
         cls, tokens: Tensor, eod: int, shard: ContextShard | None = None, reset_positions: bool = False
     ) -> PackedDocuments:
-        """tokens int64 [b, S], the whole sequences; a document ends with each token `eod`, which belongs to it."""
+        """Find the boundaries in tokens int64 [b, S], the whole sequences. A document ends with a token `eod`, which belongs to it."""
         ends = (tokens == eod).long()
         length = tokens.shape[1]
         return cls(
@@ -65,7 +65,7 @@ class PackedDocuments(PackedSeqParams):
 
     @cached_property
     def _first(self) -> Tensor:
-        """bool [b, S]: the token is the first of its document."""
+        """Whether a token is the first of its document, bool [b, S]."""
         ids = self.document_ids
         first = torch.ones_like(ids, dtype=torch.bool)
         first[:, 1:] = ids[:, 1:] != ids[:, :-1]
@@ -88,7 +88,7 @@ class PackedDocuments(PackedSeqParams):
 
     @cached_property
     def dense_mask(self) -> Tensor:
-        """bool [b, 1, s, S]: this rank's row may see that row of the sequence. Quadratic; for short sequences."""
+        """Whether this rank's row attends to a row of the sequence, bool [b, 1, s, S]. Quadratic; for short sequences."""
         ids = self.document_ids
         causal = self.rows.unsqueeze(1) >= torch.arange(ids.shape[1], device=ids.device)
         same = ids[:, self.rows].unsqueeze(2) == ids.unsqueeze(1)
@@ -96,7 +96,7 @@ class PackedDocuments(PackedSeqParams):
 
     @cached_property
     def block_mask(self):
-        """The same for torch's flex_attention: a BlockMask, in which blocks without a permitted pair are skipped."""
+        """The same mask for torch's flex_attention: a BlockMask, which skips blocks without a permitted pair."""
         ids, rows = self.document_ids, self.rows
 
         def permitted(batch, head, query, key):

@@ -101,7 +101,7 @@ def communication(
                 seconds = 0.0
             time += seconds
             share = padded[part] / sum(padded.values())
-            # Never hidden is the bucket that is reduced last and gathered first: all experts of the first layer (layer_groups.py), or the embedding.
+            # Never hidden is the bucket that is reduced last and gathered first: all experts of the first layer (optim/gradient_buffers.py), or the embedding.
             late = max(
                 1 / buckets,
                 parts["embedding"] / layout.tensor / padded["rest"]

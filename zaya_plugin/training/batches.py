@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A micro-batch as this rank's model takes it: on the device, with document boundaries, cut over context-parallel ranks.
+"""A micro-batch in the form that this rank's model takes: on the device, with document boundaries, cut over context-parallel ranks.
 
-No Megatron import: hosts/forward_step.py passes the run's arguments. Every rank reads whole sequences and makes of them what
-it needs, so that ranks of one sequence agree without a message.
+Every rank reads whole sequences and takes its part, so that the ranks of one sequence agree without communication.
+hosts/forward_step.py passes the run's arguments.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ class MicroBatch:
 def micro_batch(
     batch: dict[str, Tensor], device, shard: ContextShard, eod: int | None = None, reset_positions: bool = False
 ) -> MicroBatch:
-    """This rank's part of what Megatron's GPTDataset gives.
+    """Return this rank's part of a batch of Megatron's GPTDataset.
 
     Args:
-        batch: tokens, labels, position_ids, loss_mask of whole sequences, [b, S], anywhere.
-        shard: this rank's part of them.
-        eod: the token that ends a document, if documents are to be kept apart.
-        reset_positions: whether RoPE counts from the start of each document.
+        batch: tokens, labels, position_ids, loss_mask of whole sequences, [b, S], on any device.
+        shard: this rank's part of the sequences.
+        eod: the token that ends a document, to compute each document by itself; None: documents attend to each other.
+        reset_positions: RoPE counts from the start of each document.
     """
     names = ("tokens", "labels", "position_ids", "loss_mask")
     tokens, labels, positions, mask = (batch[name].to(device, non_blocking=True) for name in names)
-    # Before the cut: a rank's part does not tell which documents its rows belong to.
+    # Before the cut, because the documents of a rank's rows depend on the rows before them.
     packed = None if eod is None else PackedDocuments.from_tokens(tokens, eod, shard, reset_positions)
     tokens, labels, positions, mask = (shard.take(x, 1) for x in (tokens, labels, positions, mask))
     return MicroBatch(tokens, labels, packed.positions.t() if reset_positions and packed else positions, mask, packed)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The versions of the operators that a recipe asks for, and the table of what runs."""
+"""The versions of the operators that a recipe selects, and the table of the versions that run."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from zaya_plugin.config.schema import Recipe
 
 
 def select_kernels(recipe: Recipe) -> None:
-    """Sets what cluster.kernels and cluster.kernel_overrides say. HIP_OPS_KERNELS, which is for scripts without a recipe, is not read."""
+    """Select versions by cluster.kernels and cluster.kernel_overrides. HIP_OPS_KERNELS, for scripts without a recipe, is not read."""
     hip_ops.set_kernels(recipe.cluster.kernels, recipe.cluster.kernel_overrides, group="cluster.")
 
 
 def kernel_lines(recipe: Recipe) -> list[str]:
-    """The version of every operator on this rank's device, and why; nothing on a CPU, where all are references.
+    """Return a line for each operator: its version on this rank's device, and why. Empty on a CPU, where all versions are references.
 
-    Nothing is built or compared here: that happens at each first use, and a version that fails is replaced with a warning.
+    A version is built and compared with its reference at its first use, not here. A version that fails is replaced with a warning.
     """
     if recipe.cluster.device == "cpu":
         return []

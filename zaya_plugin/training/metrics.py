@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a run reports: every step's numbers, computed once and given to the console, metrics.jsonl, W&B and TensorBoard."""
+"""The numbers of every step, computed once and written to the console, metrics.jsonl, W&B and TensorBoard."""
 
 from __future__ import annotations
 
+import math
 import resource
+import shutil
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -14,15 +16,19 @@ import torch
 
 from zaya_plugin.config.schema import Recipe
 from zaya_plugin.optim.balancing import RouterStatistics
-from zaya_plugin.training.console import step_line, summary
 from zaya_plugin.training.sinks import Guarded, JsonLines, TensorBoard, WandbRun
 
 
 @dataclass(frozen=True)
 class Step:
-    """One optimizer step as the loop saw it. loss: mean nats a token over the global batch; seconds: wall time without
-    validation and checkpoints; flops: of the whole job; tokens: of the global batch; memory_gib: as of `memory_gib()`. Tensors
-    lie on the host: nothing here waits for a device."""
+    """One optimizer step. Its tensors are on the host.
+
+    loss: mean nats a token over the global batch.
+    seconds: wall time without validation and checkpoints.
+    tokens: of the global batch.
+    flops: of the whole job.
+    memory_gib: as `memory_gib()` returns it.
+    """
 
     step: int
     loss: float | None
@@ -39,12 +45,13 @@ class Step:
 
 
 class Reporter:
-    """Turns steps into rows. Every rank has one; the last rank, which holds the loss, writes.
+    """Computes and writes the row of every step. Every rank has a Reporter; only the last rank, which has the loss, writes.
 
     Args:
         recipe: the logger, cluster and model groups are read.
-        rank, world_size: of this process.
-        out: where console lines go (Megatron's own printing is sent to a log file).
+        rank: of this process.
+        world_size: number of processes.
+        out: receives the console lines (Megatron's own output goes to a log file).
     """
 
     def __init__(self, recipe: Recipe, rank: int, world_size: int, out: TextIO = sys.stdout):
@@ -60,8 +67,11 @@ class Reporter:
         self.lineage: dict[str, Any] | None = None
 
     def start(self, tensorboard, run_id: str, resumed_at: int, lineage: dict[str, Any] | None = None) -> None:
-        """Open the sinks. `tensorboard`: Megatron's SummaryWriter or None; `resumed_at`: 0 for a new run; `lineage`: see
-        `zaya_plugin.training.lifecycle.Lifecycle`."""
+        """Open the sinks and print the first line.
+
+        tensorboard: Megatron's SummaryWriter or None. resumed_at: 0 for a new run. lineage: see
+        `zaya_plugin.training.lifecycle.Lifecycle`.
+        """
         if not self.reports:
             return
         self.lineage = lineage
@@ -84,7 +94,7 @@ class Reporter:
         )
 
     def step(self, step: Step) -> None:
-        """Report one step; called on every rank."""
+        """Report one step. Every rank calls it."""
         if not self.reports:
             return
         row = self._row(step)
@@ -118,7 +128,7 @@ class Reporter:
             self._print(f"step {step}: checkpoint saved")
 
     def close(self) -> None:
-        """Flush and close everything; safe to call when nothing was opened."""
+        """Close the sinks, which may not have been opened, and print the summary."""
         for sink in self.sinks:
             sink.close()
         self.sinks.clear()
@@ -127,7 +137,7 @@ class Reporter:
             self.losses = []
 
     def _row(self, step: Step) -> dict[str, Any]:
-        # The first step holds compilation and allocation; it would spoil the mean that the ETA is made of.
+        # The first step includes compilation and allocation, so the mean, from which the ETA is computed, starts at the second.
         if self.mean_seconds is None or step.step <= 2:
             self.mean_seconds = step.seconds
         self.mean_seconds += 0.1 * (step.seconds - self.mean_seconds)
@@ -160,8 +170,6 @@ class Reporter:
         return row
 
     def _open_wandb(self, run_id: str, run_dir: Path) -> None:
-        from dataclasses import asdict
-
         logger = self.recipe.logger
         try:
             run = WandbRun(
@@ -175,13 +183,13 @@ class Reporter:
                 group=logger.wandb_group,
             )
         except ImportError:
-            self._print("logger.wandb is on but the package wandb is not installed; going on without it")
+            self._print("logger.wandb=true, but the package wandb is not installed: W&B is disabled")
             return
         self.sinks.append(Guarded("W&B", run))
         self._print(f"W&B: {run.where}")
 
     def note(self, lines: list[str]) -> None:
-        """Console lines about the run itself."""
+        """Print console lines about the run."""
         if self.reports:
             self._print("\n".join(lines))
 
@@ -194,7 +202,77 @@ class Reporter:
 
 
 def memory_gib() -> float:
-    """Highest memory of this rank so far: of the device, or resident on the host where there is none."""
+    """Return this rank's peak memory in GiB: allocated on the device, or resident on the host if there is no device."""
     if torch.cuda.is_available():
         return torch.cuda.max_memory_allocated() / 2**30
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+
+
+def step_line(row: dict[str, Any], width: int | None = None) -> str:
+    """Return the console line of a metrics row.
+
+    Fields that do not fit `width` columns (default: the terminal's) are omitted, the least important first. Units: tokens/s of the
+    whole job, GiB of one rank.
+    """
+    width = width or shutil.get_terminal_size((120, 24)).columns
+    last = str(row["last_step"])
+    # (importance, text): printed in this order; the largest number is omitted first.
+    parts = [
+        (0, f"step {row['step']:>{len(last)}}/{last}"),
+        (0, f"loss {row['loss']:.4f}" if row["loss"] is not None else "loss -"),
+        (1, f"lr {row['lr']:.2e}" if row["lr"] is not None else None),
+        (1, f"grad {row['grad_norm']:.2f}" if row["grad_norm"] is not None else None),
+        (0, f"{_short(row['tokens_per_s'])} tok/s"),
+        (
+            2,
+            f"mfu {100 * row['mfu']:.1f}%"
+            if row.get("mfu") is not None
+            else f"{_short(row['tflops_per_device'] * 1e12)}F/s",
+        ),
+        (3, f"load {row['expert_imbalance']:.2f}x" if row.get("expert_imbalance") is not None else None),
+        (4, f"H {row['router_entropy']:.2f}" if row.get("router_entropy") is not None else None),
+        (5, f"{row['memory_gib']:.1f} GiB"),
+        (2, f"eta {_clock(row['eta_s'])}"),
+        (0, "SKIPPED" if row["skipped"] else None),
+    ]
+    parts = [part for part in parts if part[1]]
+    while len(parts) > 1 and len("  ".join(text for _, text in parts)) > width - 1:
+        parts.remove(max(parts, key=lambda part: part[0]))
+    return "  ".join(text for _, text in parts)
+
+
+def summary(losses: list[float], validation: list[float], seconds: float, run_dir: str) -> str:
+    """Return the last lines of a run: its loss curve as blocks, the last validation loss, and the paths of its results."""
+    text = f"{len(losses)} steps in {_clock(seconds)}  loss {losses[0]:.3f} {sparkline(losses)} {losses[-1]:.3f}"
+    if validation:
+        text += f"  validation {validation[-1]:.3f}"
+    return f"{text}\neverything is in {run_dir}: metrics.jsonl, checkpoints/, tensorboard/, wandb/, logs/"
+
+
+def sparkline(values: list[float], width: int = 40) -> str:
+    """Draw `values` as at most `width` blocks of eight heights, each the mean of a stretch; x for a mean that is not finite."""
+    width = min(width, len(values))
+    means = []
+    for i in range(width):
+        stretch = values[i * len(values) // width : (i + 1) * len(values) // width]
+        means.append(sum(stretch) / len(stretch))
+    finite = [mean for mean in means if math.isfinite(mean)]
+    low, high = min(finite, default=0.0), max(finite, default=0.0)
+    return "".join(
+        "▁▂▃▄▅▆▇█"[round(7 * (mean - low) / (high - low or 1))] if math.isfinite(mean) else "x" for mean in means
+    )
+
+
+def _short(value: float) -> str:
+    """Return `value` with three digits and a metric prefix."""
+    for limit, unit in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if value >= limit:
+            return f"{value / limit:.3g}{unit}"
+    return f"{value:.0f}"
+
+
+def _clock(seconds: float) -> str:
+    """Return `seconds` as h:mm:ss or m:ss."""
+    minutes, seconds = divmod(int(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{seconds:02d}" if hours else f"{minutes}:{seconds:02d}"

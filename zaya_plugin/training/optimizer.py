@@ -1,46 +1,34 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The `optim` group of a recipe -> the optimizer: which parameter gets which, and Megatron's factory with ours inside."""
+"""From the `optim` group of a recipe to the optimizer: the parameters' roles, and Megatron's factory with MuonAdamW inside."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from fnmatch import fnmatchcase
 
 from torch import nn
 
 from zaya_plugin.config.optimizer_override import Override
 from zaya_plugin.config.schema import Recipe
 from zaya_plugin.optim.build import muon_factory, tag_parameters
-from zaya_plugin.optim.grouping import Assignment, assign
 from zaya_plugin.optim.muon import MuonSettings
-from zaya_plugin.parallel.layer_groups import group_layers
+from zaya_plugin.optim.parameter_role import ParameterRole
 
 
-def assign_optimizers(recipe: Recipe, model: nn.Module) -> dict[str, Assignment]:
-    """Tags the parameters of `model`, before DDP wraps it, and returns their assignments by name.
+def assign_optimizers(recipe: Recipe, model: nn.Module, part_of: str | None = None) -> dict[str, ParameterRole]:
+    """Attach the roles of the parameters of `model`, before DDP wraps it; return them by name.
+
+    part_of: the prefix of the parameters' names, if `model` is a part of a model. A host that builds the model itself lays out its
+    buffers, which depend on the roles, before the whole model can be passed here.
 
     Raises:
         ValueError: see `zaya_plugin.optim.grouping.assign`.
     """
     overrides = [Override.parse(entry) for entry in recipe.optim.overrides]
-    return tag_parameters(model, overrides, recipe.optim.muon_split_gate_up, default=recipe.optim.name)
-
-
-def mark_matrices(recipe: Recipe, parameters: list[tuple[str, nn.Parameter]]) -> None:
-    """Marks those of `parameters`, a part of a model by whole names, that Muon takes, so that a buffer layout keeps them whole.
-
-    For hosts that build the model themselves; `assign_optimizers` over the whole model says the rest.
-    """
-    overrides = [Override.parse(entry) for entry in recipe.optim.overrides]
-    # One that matches nothing here may match elsewhere in the model.
-    here = [o for o in overrides if any(fnmatchcase(name, o.pattern) for name, _ in parameters)]
-    for name, assignment in assign(parameters, here, recipe.optim.muon_split_gate_up, recipe.optim.name).items():
-        if assignment.matrices is not None:
-            dict(parameters)[name].muon_matrices = assignment.matrices
+    return tag_parameters(model, overrides, recipe.optim.muon_split_gate_up, recipe.optim.name, part_of)
 
 
 def muon_settings(recipe: Recipe) -> MuonSettings:
-    """Muon's settings of `recipe`."""
+    """Return Muon's settings of `recipe`."""
     optim = recipe.optim
     return MuonSettings(
         momentum=optim.muon_momentum,
@@ -54,12 +42,10 @@ def muon_settings(recipe: Recipe) -> MuonSettings:
 
 
 def optimizer_factory(recipe: Recipe) -> Callable:
-    """What takes the place of Megatron's `get_megatron_optimizer` in a run of `recipe`; called with that function first."""
+    """Return the replacement of Megatron's `get_megatron_optimizer` for a run of `recipe`; its first argument is that function."""
     non_finite = recipe.optim.non_finite_gradients if recipe.parallel.use_distributed_optimizer else None
 
-    def factory(get_megatron_optimizer, config, model_chunks, *positional, **named):
-        group_layers(model_chunks)
-        build = muon_factory(get_megatron_optimizer, muon_settings(recipe), non_finite)
-        return build(config, model_chunks, *positional, **named)
+    def factory(get_megatron_optimizer, *positional, **named):
+        return muon_factory(get_megatron_optimizer, muon_settings(recipe), non_finite)(*positional, **named)
 
     return factory

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where metrics go besides the console: metrics.jsonl, Weights & Biases, TensorBoard. No sink may end a training run:
-each reports its first failure and goes on."""
+"""The sinks of metrics besides the console: metrics.jsonl, Weights & Biases, TensorBoard.
+
+A sink that fails reports its first failure and does not end the run.
+"""
 
 from __future__ import annotations
 
@@ -12,9 +14,9 @@ from typing import Any
 
 
 class JsonLines:
-    """<run_dir>/metrics.jsonl: one object a step or validation.
+    """Writes <run_dir>/metrics.jsonl: one object a step or validation.
 
-    On resume the rows after the checkpoint are dropped, since those steps are taken again.
+    On resume the rows after the checkpoint are removed, because those steps are repeated.
     """
 
     def __init__(self, path: Path, resumed_at: int):
@@ -34,7 +36,7 @@ class JsonLines:
 
 
 class WandbRun:
-    """One W&B run over all restarts: the id comes from the checkpoint. Offline where there is no key or no network."""
+    """Writes one W&B run over all restarts: the id comes from the checkpoint. Without a key or a network the run is offline."""
 
     def __init__(
         self, *, project, entity, name, mode, run_id, directory: Path, config: dict[str, Any], group: str | None = None
@@ -54,25 +56,25 @@ class WandbRun:
             config=config,
             group=group,
         )
-        # Its console capture would copy our lines; its chatter goes to its own log files.
+        # W&B's console capture would copy our lines, and its own messages go to its log files.
         settings = wandb.Settings(silent=True, console="off")
         try:
             self.run = wandb.init(mode=mode, settings=settings, **options)
         except Exception as failed:
             if mode != "online":
                 raise
-            print(f"W&B cannot be reached ({failed}); this run is logged offline", file=sys.stderr)
+            print(f"W&B is not available ({failed}); this run is logged offline", file=sys.stderr)
             self.run = wandb.init(mode="offline", settings=settings, **options)
 
     @property
     def where(self) -> str:
-        """The page of an online run, or how to upload an offline one."""
+        """The page of an online run, or the command that uploads an offline one."""
         return self.run.url or f"offline, upload with `wandb sync {Path(self.run.dir).parent}`"
 
     def log(self, row: dict[str, Any]) -> None:
         values = {key: value for key, value in row.items() if isinstance(value, (int, float)) and key != "step"}
         if load := row.get("expert_load"):
-            # Long form: a W&B heat map takes layer and expert as axes and load as colour.
+            # One row a layer and expert: a W&B heat map takes layer and expert as axes and load as colour.
             rows = [[row["step"], i + 1, j, share] for i, layer in enumerate(load) for j, share in enumerate(layer)]
             values["expert_load"] = self.wandb.Table(columns=["step", "layer", "expert", "load"], data=rows)
         self.run.log(values, step=row["step"])
@@ -82,7 +84,7 @@ class WandbRun:
 
 
 class TensorBoard:
-    """The SummaryWriter that Megatron opened on the reporting rank."""
+    """Writes to the SummaryWriter that Megatron opened on the reporting rank."""
 
     def __init__(self, writer):
         self.writer = writer
@@ -102,7 +104,7 @@ class TensorBoard:
 
 
 class Guarded:
-    """A sink whose failures are told once and then ignored: a full disk must not end the training."""
+    """A sink whose first failure is printed and whose later failures are ignored, so that e.g. a full disk does not end the run."""
 
     def __init__(self, name: str, sink):
         self.name, self.sink, self.failed = name, sink, False
@@ -118,7 +120,7 @@ class Guarded:
             action()
         except Exception as failure:
             if not self.failed:
-                print(f"metrics: {self.name} failed and is not complete from here on: {failure!r}", file=sys.stderr)
+                print(f"metrics: {self.name} failed and is incomplete from here on: {failure!r}", file=sys.stderr)
             self.failed = True
 
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Steps whose numbers are still on the device: the loop goes on, and each is reported once its numbers have arrived.
+"""Results that the loop reads one step late, so that it never waits for the device: steps' numbers, their times, signals to end.
 
-A loop that reads its loss every step lets the device run dry every step: it can launch nothing while it waits.
+A loop that reads its loss in every step launches nothing while it waits, so the device is idle in every step.
 """
 
 from __future__ import annotations
@@ -16,33 +16,33 @@ from zaya_plugin.optim.host_copy import HostCopy
 
 
 class StepQueue:
-    """Reports in the order of `add`, each when it is complete; on the CPU that is at once. Holds one step at most."""
+    """Reports steps in the order of `add`, each when its numbers are on the host; on the CPU at once. It holds at most one step."""
 
     def __init__(self):
         self._waiting: tuple[HostCopy, Callable[[list[Tensor]], None]] | None = None
 
     def add(self, tensors: Sequence[Tensor], report: Callable[[list[Tensor]], None]) -> None:
-        """To call `report` with `tensors` on the host, as they are now on the device. Waits for the one before."""
+        """Schedule `report` with copies of `tensors` on the host. Reports the step before first, and waits for it."""
         self.flush()
         self._waiting = HostCopy(tensors), report
         self.poll()
 
     def poll(self) -> None:
-        """Reports what has arrived; waits for nothing."""
+        """Report the held step if its numbers have arrived. Does not wait."""
         if self._waiting and self._waiting[0].is_complete:
             self.flush()
 
     def flush(self) -> None:
-        """Waits for what was added, and reports it."""
+        """Wait for the held step and report it."""
         if self._waiting:
             (copy, report), self._waiting = self._waiting, None
             report(copy.read())
 
 
 class StepClock:
-    """Seconds from the end of one step to the end of the next, as the device sees them; the host may be far ahead.
+    """Measures the seconds from the end of one step to the end of the next.
 
-    on_device: whether steps end on a GPU; else by the host's clock.
+    on_device: measure by events on the GPU, since the host may be far ahead; else by the host's clock.
     """
 
     def __init__(self, on_device: bool):
@@ -50,13 +50,15 @@ class StepClock:
         self._start: torch.cuda.Event | float | None = None
 
     def restart(self) -> None:
-        """What lies between the last step and now does not count: a validation, a checkpoint."""
+        """Exclude the time since the last step, e.g. a validation or a checkpoint."""
         if self._start is not None:
             self._start = self._now()
 
     def lap(self, first: Callable[[], float]) -> Callable[[], float]:
-        """At the end of a step: a function that gives its seconds, to be called once the device is past this point. first: says so of
-        the first step, whose beginning was not seen."""
+        """Mark the end of a step. Return a function that returns its seconds; it waits until the device is past this point.
+
+        first: returns the seconds of the first step, whose start was not marked.
+        """
         if self._start is None:
             seconds = first()
             self._start = self._now()
@@ -79,3 +81,29 @@ class StepClock:
         event = torch.cuda.Event(enable_timing=True)
         event.record()
         return event
+
+
+class AgreedSignal:
+    """Takes the place of Megatron's DistributedSignalHandler in its loop: all ranks agree on a signal to end, without a wait.
+
+    Megatron gathers all ranks' flags after each step and reads them, which waits for all work of the device. Here the answer of the step
+    before is read, which is on the host already. So a run ends one step later, and on all ranks at the same step.
+
+    Args:
+        handler: Megatron's handler, installed.
+        device: of the process group's collectives; on "cpu" the answer of the same step is read.
+    """
+
+    def __init__(self, handler, device: torch.device | int | str):
+        self.handler = handler
+        self.device = torch.device(device)
+        self._before: HostCopy | None = None
+
+    def signals_received(self) -> list[int]:
+        """Return [1] if any rank had received the signal, else [0]: the same on all ranks. All ranks must call it."""
+        flag = torch.full((1,), int(self.handler._signal_received), dtype=torch.int32, device=self.device)
+        torch.distributed.all_reduce(flag, torch.distributed.ReduceOp.MAX)
+        now = HostCopy([flag])
+        before, self._before = self._before, now
+        answer = now if self.device.type == "cpu" else before
+        return [0] if answer is None else answer.read()[0].tolist()

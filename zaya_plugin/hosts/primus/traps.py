@@ -132,9 +132,11 @@ def check_assignments(model, recipe: Recipe) -> None:
     """Raises ValueError if experts fell out of Muon: a grouped GEMM may keep them as one tensor of another shape."""
     if recipe.optim.name != "muon":
         return
+    from zaya_plugin.optim.parameter_role import role_of
+
     given_away = any("optimizer=adamw" in entry.split() for entry in recipe.optim.overrides)
     for name, parameter in model.named_parameters():
-        if ".experts." in name and parameter.dim() > 1 and not hasattr(parameter, "muon_matrices") and not given_away:
+        if ".experts." in name and parameter.dim() > 1 and role_of(parameter).matrices is None and not given_away:
             raise ValueError(
                 f"{name} of shape {tuple(parameter.shape)} would be trained by AdamW: optim.name = muon gives experts to Muon"
             )

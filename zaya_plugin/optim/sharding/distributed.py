@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Megatron's ZeRO-1 optimizer with Muon inside: whole matrices at their owners, AdamW's state sharded flat.
+"""Megatron's ZeRO-1 optimizer over MuonAdamW: whole matrices at their owners, AdamW's state sharded flat.
 
-Why not Megatron's layer-wise optimizer (`use_layer_wise_distributed_optimizer`), which its own Muon uses: it deals a
-layer's experts out over the shards, so the grouped GEMM would need a copy of all experts every step; it takes 2-D
-parameters one by one, so thousands of small products are launched; and whole parameters alone go to a rank, the embedding
-too. Here the buffer layout (zaya_plugin/optim/sharding/layout.py) keeps each matrix inside one shard of the ordinary
-distributed optimizer, whose bucketed reduce-scatter, all-gather and their overlap all apply unchanged. Where another
-layout cuts a matrix, its pieces meet for Newton-Schulz (zaya_plugin/optim/sharding/exchange.py).
+The buffer layout (zaya_plugin/optim/sharding/layout.py) keeps each matrix inside one shard of Megatron's ordinary distributed
+optimizer, whose bucketed reduce-scatter, all-gather and their overlap apply unchanged. If another layout cuts a matrix, its pieces are
+collected at one rank for Newton-Schulz.
+
+Megatron's own Muon uses its layer-wise optimizer (`use_layer_wise_distributed_optimizer`), which is not used here for three reasons. It
+distributes a layer's experts over the shards, so the grouped GEMM would need a copy of all experts every step. It updates 2-D
+parameters one by one, so thousands of small products are launched. It assigns whole parameters to ranks, so the embedding is not cut.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from torch import Tensor
 
 from zaya_plugin.optim.muon import MuonAdamW
-from zaya_plugin.optim.sharding.exchange import MatrixExchange, find_cut_matrices
+from zaya_plugin.optim.parameter_role import role_of
+from zaya_plugin.optim.sharding.layout import MatrixExchange, cut_matrices
 
 
 class MuonDistributedOptimizer(DistributedOptimizer):
@@ -24,28 +26,28 @@ class MuonDistributedOptimizer(DistributedOptimizer):
 
     def __init__(self, optimizer: MuonAdamW, *positional, **named):
         super().__init__(optimizer, *positional, **named)
-        cut = find_cut_matrices(self.buffers, self.data_parallel_group.size())
+        cut = cut_matrices(self.buffers, self.data_parallel_group.size())
         if cut:
-            self.optimizer.exchange = MatrixExchange(self.data_parallel_group)
+            pieces = {main: cut[model] for model, main in self._pairs() if model in cut}
+            self.optimizer.exchange = MatrixExchange(self.data_parallel_group, pieces)
         self._targets: dict[Tensor, Tensor] = {}
         self._gradients: dict[Tensor, tuple[Tensor, Tensor]] = {}
         for model_param, main_param in self._pairs():
-            if hasattr(model_param, "muon_matrices"):
-                main_param.muon_matrices = model_param.muon_matrices
-                if model_param in cut:
-                    main_param.muon_cut = cut[model_param]
+            main_param.zaya_role = role_of(model_param)
             share = self._share_of_buffer(model_param)
             if main_param.data_ptr() == share.data_ptr():  # an fp32 model: the weight itself
                 continue
-            if hasattr(model_param, "muon_matrices"):
-                main_param.muon_target = share
+            if role_of(model_param).matrices is not None:
+                self.optimizer.targets[main_param] = share
             else:
                 self._targets[share] = main_param
 
     def _pairs(self) -> list[tuple[Tensor, Tensor]]:
-        """Parameters of the model with a part on this rank, and the fp32 tensors that the inner optimizer updates."""
-        groups = [(self.model_float16_groups, self.shard_fp32_from_float16_groups)]
-        groups.append((self.model_fp32_groups, self.shard_fp32_groups))
+        """Return the model's parameters with a part on this rank, each with the fp32 tensor that the inner optimizer updates."""
+        groups = (
+            (self.model_float16_groups, self.shard_fp32_from_float16_groups),
+            (self.model_fp32_groups, self.shard_fp32_groups),
+        )
         return [
             pair
             for model_groups, main_groups in groups
@@ -54,18 +56,18 @@ class MuonDistributedOptimizer(DistributedOptimizer):
         ]
 
     def _share_of_buffer(self, model_param: Tensor) -> Tensor:
-        """The flat part of DDP's parameter buffer that this rank writes and the others gather."""
+        """Return the flat part of DDP's parameter buffer that this rank writes and the other ranks gather."""
         buffer, _, bucket = self.model_param_gbuf_map[model_param]
         place = self._get_model_param_range_map(model_param)["gbuf_world_in_bucket"]
         return self.buffers[buffer].buckets[bucket].param_data.view(-1)[place.start : place.end]
 
     def _copy_main_params_to_model_params(self) -> None:
-        # Muon's update has written the model's dtype in the same pass.
+        # Only AdamW's: Muon's update kernel has written its targets in the model's dtype.
         if self._targets:
             torch._foreach_copy_(list(self._targets), list(self._targets.values()))
 
     def _copy_model_grads_to_main_grads(self) -> None:
-        """Gives the fp32 weights their gradients; fp32 ones are views into DDP's buffers, which need be taken once."""
+        """Set the gradients of the fp32 weights. fp32 gradients are views into DDP's buffers, which are made once."""
         if self.is_stub_optimizer or self.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8:
             return super()._copy_model_grads_to_main_grads()
         for model_param, main_param in self._pairs():
@@ -78,7 +80,7 @@ class MuonDistributedOptimizer(DistributedOptimizer):
             main_param.grad = view.float()
 
     def start_param_sync_for_bucket_group_subset(self) -> None:
-        """Gather the weights of this optimizer's own buckets; Megatron's gathers all, once for experts and once for the rest."""
+        """Gather the weights of this optimizer's own buckets. Megatron's method gathers all buckets, and is called for each optimizer."""
         own = {id(bucket) for buffer in self.buffers for bucket in buffer.buckets}
         for chunk in self.model_chunks:
             for group in chunk.bucket_groups + chunk.expert_parallel_bucket_groups:
@@ -86,7 +88,7 @@ class MuonDistributedOptimizer(DistributedOptimizer):
                     chunk._start_bucket_group_param_sync(group, force_sync=False)
 
     def load_state_dict(self, state_dict: dict) -> None:
-        # Where there is no state yet Megatron makes up Adam's, with a second moment for everything.
+        # Megatron creates missing state as Adam's, with a second moment for every parameter.
         self.optimizer.initialise_state()
         with torch.no_grad():
             super().load_state_dict(state_dict)
@@ -94,7 +96,7 @@ class MuonDistributedOptimizer(DistributedOptimizer):
     def _get_main_param_and_optimizer_states(self, model_param: Tensor) -> dict[str, Tensor]:
         tensors = super()._get_main_param_and_optimizer_states(model_param)
         if "exp_avg" in tensors and "exp_avg_sq" not in tensors:
-            # Megatron collects the same keys from all parameters; no memory, and not written (see below).
+            # Megatron collects the same keys from all parameters. This view of one zero takes no memory and is not saved (see below).
             tensors["exp_avg_sq"] = tensors["param"].new_zeros(()).expand(tensors["param"].shape)
         return tensors
 
@@ -104,6 +106,6 @@ class MuonDistributedOptimizer(DistributedOptimizer):
             params = [p for buffer in self.buffers for p in buffer.param_index_map]
             assert len(params) == len(states), "Megatron numbers states in the order of its buffers"
             for index, param in enumerate(params):
-                if hasattr(param, "muon_matrices"):
+                if role_of(param).matrices is not None:
                     del states[index]["exp_avg_sq"]
         return states

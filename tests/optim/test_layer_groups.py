@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Buckets of a layer's experts in one of Megatron's bucket groups: what is asked for, waited for and reduced together, by Megatron's own rules."""
+"""Buckets of a layer's experts in one of Megatron's bucket groups: gathered, waited for and reduced together, by Megatron's own code."""
 
 from dataclasses import replace
 from types import SimpleNamespace
@@ -8,7 +8,8 @@ import pytest
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucketGroup
 
-from zaya_plugin.parallel.layer_groups import group_layers
+from zaya_plugin.optim.gradient_buffers import group_layers
+from zaya_plugin.optim.parameter_role import ExpertBlock, ParameterRole
 
 LAYERS, BLOCKS = 4, ("fc1", "fc2")
 CONFIG = DistributedDataParallelConfig(
@@ -18,16 +19,16 @@ RANKS = SimpleNamespace(rank=lambda: 0, size=lambda: 2)
 
 
 class Param:
-    """A matrix of a block, or of none."""
+    """A matrix of an expert block, or of no block if `name` is None."""
 
     def __init__(self, name):
         if name is not None:
-            self.expert_block = (f"layers.{name}", 0)
+            self.zaya_role = ParameterRole(ExpertBlock(int(name.split(".")[0]) + 1, 1))
         self.name = name
 
 
 def ddp(buckets, config=CONFIG):
-    """A chunk whose experts lie in `buckets` of names, given in the order of the backward pass, linked as Megatron does."""
+    """Return a chunk whose experts are in `buckets` of names, in the order of the backward pass, linked as Megatron links them."""
     params = [[Param(name) for name in names] for names in buckets]
     # 0.16 reads `params`
     made = [SimpleNamespace(params_list=each, params=each, params_with_extra_main_grads=[]) for each in params]
@@ -81,7 +82,7 @@ def test_buckets_that_one_layer_waits_for_are_one_group(buckets, joined):
 
 
 def forward(chunk, monkeypatch):
-    """Events of a forward pass: a layer waits for its blocks, one after the other, and computes."""
+    """Return the events of a forward pass: a layer waits for its blocks in sequence and computes."""
     events = []
 
     def start(self, force_sync=False):
@@ -126,7 +127,7 @@ def test_a_layer_is_reduced_at_once_when_both_blocks_are_there(monkeypatch):
     )
     chunk = ddp(ONE_EACH)
     group_layers([chunk])
-    # from the second step on, when it is known how often a gradient comes
+    # From the second step on Megatron knows how often each gradient is ready.
     for group in chunk.expert_parallel_bucket_groups:
         group.is_first_batch, group.golden_per_param_grad_ready_counts = False, dict.fromkeys(group.params, 1)
     params = {param.name: param for param in chunk.param_to_bucket_group}
