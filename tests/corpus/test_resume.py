@@ -134,7 +134,7 @@ def test_part_that_is_damaged_inside_is_redone(tmp_path, command, run, prepared,
     data[at] ^= 0xFF
     part.write_bytes(data)
     assert run(*command, "--output", output) == 1
-    assert f"{part} is damaged" in capfd.readouterr().err
+    assert f"{part}: is damaged" in capfd.readouterr().err
     assert run(*command, "--output", output) == 0
     assert contents(output) == contents(prepared)
 

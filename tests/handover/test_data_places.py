@@ -10,8 +10,7 @@ import pytest
 
 from zaya_plugin.config.compose import save_recipe
 from zaya_plugin.config.run_directory import TRACKER
-from zaya_plugin.data.indexed_format import write_index
-from zaya_plugin.data.ledger import resolve_entries
+from zaya_plugin.data.indexed_dataset import write_index
 from zaya_plugin.data.stream_dataset import StreamDataset
 from zaya_plugin.handover.data_places import consumed_after, source_uses, with_consumed
 from zaya_plugin.run.before_start import take_over
@@ -91,8 +90,7 @@ def launched(recipe, step):
 def read(recipe, cache):
     """Positions in the stream of each source that the stage's data set reads, in order of its samples."""
     uses = source_uses(recipe)
-    _, weights = resolve_entries(recipe.data.blend)
-    data = StreamDataset(uses, weights, recipe.stage.seq_length, recipe.seed, 0, str(cache))
+    data = StreamDataset(uses, recipe.stage.seq_length, recipe.seed, 0, str(cache))
     places = [data.place(number) for number in range(len(data))]
     return {use.prefix: [position for source, position in places if source == at] for at, use in enumerate(uses)}
 

@@ -48,7 +48,7 @@ def host(monkeypatch, tmp_path):
 
 
 def values(recipe):
-    from zaya_plugin.data import prefixes
+    from zaya_plugin.data import blend as prefixes
 
     found, names = prefixes.resolve_blend, prefixes.content_name
     prefixes.resolve_blend, prefixes.content_name = (lambda blend, split: ([blend], None)), (lambda prefixes: "name")

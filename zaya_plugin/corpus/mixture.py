@@ -1,15 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`zaya data mixture`: tokens and epochs of each source over the stages of a run, and the ledger between them. No torch."""
+"""`zaya data mixture`: show tokens and epochs of each source over the stages of a run, and the ledger between them. No torch."""
 
 import argparse
 
-from zaya_plugin.corpus.arguments import whole_number
-from zaya_plugin.corpus.command import command_parser, run_command
+from zaya_plugin.corpus.invocation import command_parser, run_command, whole_number
 from zaya_plugin.data.ledger import after, parse_ledger, report, stage_use, write_ledger
 
 DESCRIPTION = """\
-Show how many samples and tokens a stage draws from each source of its blend, how often it goes through it, and what to give
-the next stage as data.consumed, so that with data.order=continuing no sample of a source comes again or is left out.
+Show how many samples and tokens a stage draws from each source of its blend, how many epochs these are, and the data.consumed
+of the next stage, so that with data.order=continuing no sample of a source is repeated or left out.
 """
 EXAMPLES = """\
 examples:
@@ -22,6 +21,7 @@ examples:
 
 
 def parser() -> argparse.ArgumentParser:
+    """Return the parser of the command line."""
     out = command_parser("mixture", DESCRIPTION, EXAMPLES)
     out.add_argument(
         "sources", nargs="+", metavar="ENTRY", help="'WEIGHT DATASET' entries as in data.blend, or datasets"
@@ -42,13 +42,13 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Runs the command; returns the exit status."""
+    """Run the command; return the exit status."""
     args = parser().parse_args(argv)
     return run_command("mixture", lambda: mixture(args))
 
 
 def mixture(args: argparse.Namespace) -> None:
-    """Prints the table and the ledger for the next stage."""
+    """Print the table and the ledger for the next stage."""
     ledger = parse_ledger(args.consumed)
     uses = stage_use(args.sources, args.samples, args.sequence_length, ledger, args.seed)
     print(report(uses))

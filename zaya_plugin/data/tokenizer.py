@@ -122,7 +122,7 @@ def describe(directory: str, source: str) -> TokenizerRecord:
     return TokenizerRecord(source, sha256, max(vocabulary.values()) + 1, vocabulary.get(eos), eos)
 
 
-def vocabulary_of(tokenizer: str) -> int | None:
+def vocabulary_size(tokenizer: str) -> int | None:
     """Entries of the tokenizer in a directory with a tokenizer.json; None for a name on the hub, without asking it."""
     path = os.path.join(tokenizer, "tokenizer.json")
     if not os.path.isfile(path):

@@ -8,7 +8,7 @@ from dataclasses import replace
 from zaya_plugin.config.graphs import with_graphs
 from zaya_plugin.config.schema import Recipe
 from zaya_plugin.config.validate import data_parallel_size
-from zaya_plugin.data.vocabulary import padded, vocabulary_of
+from zaya_plugin.data.sources import padded, vocabulary_of
 from zaya_plugin.plan import recompute as choice
 from zaya_plugin.plan.flops import Shape
 from zaya_plugin.plan.machines import H100, MACHINES, Machine

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Megatron's indexed dataset on disk, read and written with numpy alone.
+"""Read and write Megatron's indexed dataset with numpy alone.
 
-A dataset is `<prefix>.bin`, token ids one after the other, and `<prefix>.idx`, all little-endian:
+A dataset is `<prefix>.bin`, the token ids of all documents in order, and `<prefix>.idx`, all little-endian:
 
     9 bytes   b"MMIDIDX\\0\\0"
     uint64    version, 1
@@ -13,8 +13,9 @@ A dataset is `<prefix>.bin`, token ids one after the other, and `<prefix>.idx`, 
     int64[D]  first sequence of each document, then S
 
 Source: megatron/core/datasets/indexed_dataset.py (`_IndexWriter`, `_IndexReader`); tests/data compares both directions with
-it byte for byte. Its own builder is not used because it needs torch and several seconds of imports in every worker, keeps
-the index in Python lists, and never calls fsync.
+it byte for byte. Megatron's builder and reader are not called: they import torch, which a login node does not have and
+which takes seconds in every worker; the builder keeps the index in Python lists and never calls fsync; the reader does not
+notice a file that is cut short.
 """
 
 import os
@@ -22,6 +23,8 @@ import struct
 from dataclasses import dataclass
 
 import numpy as np
+
+from zaya_plugin.errors import mistake
 
 MAGIC = b"MMIDIDX\x00\x00"
 VERSION = 1
@@ -37,12 +40,12 @@ DTYPE_OF_CODE = {
     8: np.dtype("uint16"),
 }
 CODE_OF_DTYPE = {dtype: code for code, dtype in DTYPE_OF_CODE.items()}
-CHUNK = 1 << 22  # elements looked at or written at once: 32 MiB of int64
+CHUNK = 1 << 22  # elements read or written at once: 32 MiB of int64
 
 
 @dataclass(frozen=True)
 class IndexedFile:
-    """What an index says about a dataset whose two files agree with each other."""
+    """Size and dtype of a dataset whose two files agree."""
 
     prefix: str
     dtype: np.dtype
@@ -52,12 +55,12 @@ class IndexedFile:
 
 
 def token_dtype(vocab_size: int) -> np.dtype:
-    """The dtype that Megatron chooses for a vocabulary (`DType.optimal_dtype`): uint16 below 65500 entries, else int32."""
+    """Return the dtype that Megatron chooses for a vocabulary (`DType.optimal_dtype`): uint16 below 65500 entries, else int32."""
     return np.dtype("uint16") if vocab_size < 65500 else np.dtype("int32")
 
 
 def write_index(path: str, dtype: np.dtype, lengths: np.ndarray) -> None:
-    """Writes and syncs the .idx of a dataset in which every document is one sequence.
+    """Write and sync the .idx of a dataset in which every document is one sequence.
 
     Args:
         lengths: int32 [documents], tokens of each document.
@@ -79,7 +82,7 @@ def write_index(path: str, dtype: np.dtype, lengths: np.ndarray) -> None:
 
 
 def read_index(prefix: str) -> IndexedFile:
-    """Reads `<prefix>.idx` and proves that it is whole and describes `<prefix>.bin`.
+    """Read `<prefix>.idx` and check that it is whole and describes `<prefix>.bin`.
 
     Raises:
         ValueError: a file is missing, cut short, not an indexed dataset, or the two do not belong together.
@@ -89,49 +92,53 @@ def read_index(prefix: str) -> IndexedFile:
     index_bytes, bin_bytes = os.path.getsize(index_path), os.path.getsize(bin_path)
     expected = HEADER.size + 12 * sequences + 8 * boundaries
     if index_bytes == expected + sequences and sequences:
-        raise ValueError(f"{index_path} belongs to a multimodal dataset (one mode a sequence); text datasets have none")
+        raise _damaged(index_path, "a multimodal dataset (one mode a sequence); text datasets have no modes")
     if index_bytes != expected:
-        raise ValueError(
-            f"{index_path} is {'cut short' if index_bytes < expected else 'damaged'}: {index_bytes} bytes, and {sequences} sequences "
-            f"with {boundaries} document boundaries take {expected}"
-        )
+        how = "cut short" if index_bytes < expected else "damaged"
+        need = f"{sequences} sequences with {boundaries} document boundaries need {expected}"
+        raise _damaged(index_path, f"{how}: it has {index_bytes} bytes; {need}")
     if boundaries < 1:
-        raise ValueError(f"{index_path} is damaged: it has no document boundaries")
+        raise _damaged(index_path, "damaged: it has no document boundaries")
     tokens = _check_sequences(index_path, bin_path, dtype, sequences, bin_bytes)
-    _check_boundaries(index_path, sequences, boundaries)
+    marks = np.memmap(index_path, "<i8", "r", HEADER.size + 12 * sequences, (boundaries,))
+    rises = (bool((np.diff(marks[at : at + CHUNK + 1]) >= 0).all()) for at in range(0, boundaries, CHUNK))
+    if marks[0] != 0 or marks[-1] != sequences or not all(rises):
+        raise _damaged(index_path, f"damaged: its document boundaries do not run from 0 to {sequences}")
     return IndexedFile(prefix, dtype, sequences, boundaries - 1, tokens)
 
 
 def stored_tokens(prefix: str) -> int:
-    """Tokens in `<prefix>.bin` from its size alone; raises as `read_index` does for files that are missing or no dataset."""
+    """Return the number of tokens in `<prefix>.bin`, from its size; raise as `read_index` does for a missing file or header."""
     dtype, _, _ = _read_header(prefix + ".idx", prefix + ".bin")
     return os.path.getsize(prefix + ".bin") // dtype.itemsize
 
 
+def _damaged(path: str, problem: str) -> ValueError:
+    return mistake(path, problem=problem, fix="copy the dataset again, or make it again with `zaya data prepare`")
+
+
 def _read_header(index_path: str, bin_path: str) -> tuple[np.dtype, int, int]:
-    """Token dtype, sequences and document boundaries."""
+    """Return token dtype, number of sequences and number of document boundaries."""
     for path in (index_path, bin_path):
         if not os.path.isfile(path):
-            raise ValueError(f"{path} does not exist. Make the dataset with `zaya data prepare`, or correct the path")
+            raise _damaged(path, "does not exist")
     with open(index_path, "rb") as stream:
         header = stream.read(HEADER.size)
     if len(header) < HEADER.size:
-        raise ValueError(f"{index_path} is cut short: {len(header)} bytes, and the header alone has {HEADER.size}")
+        raise _damaged(index_path, f"cut short: it has {len(header)} bytes; the header alone has {HEADER.size}")
     magic, version, code, sequences, boundaries = HEADER.unpack(header)
     if magic != MAGIC:
-        raise ValueError(
-            f"{index_path} is not an index of a Megatron indexed dataset: it begins with {magic!r}, not {MAGIC!r}"
-        )
+        raise _damaged(index_path, f"is not an index of a Megatron dataset: it begins with {magic!r}, not {MAGIC!r}")
     if version != VERSION:
-        raise ValueError(f"{index_path} has index version {version}; only {VERSION} can be read")
+        raise mistake(index_path, problem=f"index version {version} is not supported", allowed=f"version {VERSION}")
     dtype = DTYPE_OF_CODE.get(code)
     if dtype is None or dtype.kind == "f":
-        raise ValueError(f"{index_path} is damaged: dtype code {code} is not one of an integer token type")
+        raise _damaged(index_path, f"damaged: dtype code {code} is not an integer token type")
     return dtype, sequences, boundaries
 
 
 def _check_sequences(index_path: str, bin_path: str, dtype: np.dtype, sequences: int, bin_bytes: int) -> int:
-    """Sequences must tile .bin from its first byte to its last; returns the number of tokens."""
+    """Check that the sequences cover .bin from its first byte to its last; return the number of tokens."""
     end = 0
     if sequences:
         lengths = np.memmap(index_path, "<i4", "r", HEADER.size, (sequences,))
@@ -139,31 +146,18 @@ def _check_sequences(index_path: str, bin_path: str, dtype: np.dtype, sequences:
         for begin in range(0, sequences, CHUNK):
             part = lengths[begin : begin + CHUNK].astype(np.int64)
             ends = np.cumsum(part) * dtype.itemsize + end
-            starts = ends - part * dtype.itemsize
-            if part.min() < 0 or not np.array_equal(starts, offsets[begin : begin + CHUNK]):
-                raise ValueError(
-                    f"{index_path} is damaged: lengths and byte offsets of its sequences contradict each other"
-                )
+            if part.min() < 0 or not np.array_equal(ends - part * dtype.itemsize, offsets[begin : begin + CHUNK]):
+                raise _damaged(index_path, "damaged: lengths and byte offsets of its sequences contradict each other")
             end = int(ends[-1])
     if end != bin_bytes:
-        raise ValueError(
-            f"{bin_path} {'is cut short' if bin_bytes < end else 'does not belong to its index'}: {bin_bytes} bytes, and {index_path} "
-            f"describes {end} ({end // dtype.itemsize} tokens of {dtype.name})"
-        )
+        how = "cut short" if bin_bytes < end else "does not belong to its index"
+        tokens = f"{end // dtype.itemsize} tokens of {dtype.name}"
+        raise _damaged(bin_path, f"{how}: it has {bin_bytes} bytes; {index_path} describes {end} ({tokens})")
     return end // dtype.itemsize
 
 
-def _check_boundaries(index_path: str, sequences: int, boundaries: int) -> None:
-    marks = np.memmap(index_path, "<i8", "r", HEADER.size + 12 * sequences, (boundaries,))
-    good = marks[0] == 0 and marks[-1] == sequences
-    for begin in range(0, boundaries, CHUNK):
-        good = good and bool((np.diff(marks[begin : begin + CHUNK + 1]) >= 0).all())
-    if not good:
-        raise ValueError(f"{index_path} is damaged: its document boundaries do not run from 0 to {sequences}")
-
-
 def largest_token(indexed: IndexedFile, limit_bytes: int | None = None) -> tuple[int, bool]:
-    """The largest token id in .bin and whether all of .bin was read.
+    """Return the largest token id in .bin, and whether all of .bin was read.
 
     Args:
         limit_bytes: read about this many bytes, half from the beginning and half from the end; None reads everything.
@@ -176,3 +170,35 @@ def largest_token(indexed: IndexedFile, limit_bytes: int | None = None) -> tuple
         for begin in range(0, len(piece), CHUNK):
             largest = max(largest, int(piece[begin : begin + CHUNK].max()))
     return largest, whole
+
+
+class IndexedReader:
+    """Documents of a `.bin`/`.idx` pair by number, through memory maps.
+
+    lengths: int64 [documents], tokens of each document.
+    starts: int64 [documents + 1], first token of each document in .bin; the last entry is the number of all tokens.
+
+    Raises:
+        ValueError: see `read_index`.
+    """
+
+    def __init__(self, prefix: str):
+        self.indexed: IndexedFile = read_index(prefix)
+        self.prefix, self.dtype = prefix, self.indexed.dtype
+        sequences, documents = self.indexed.sequences, self.indexed.documents
+        self.starts = np.zeros(documents + 1, np.int64)
+        if sequences:
+            path = prefix + ".idx"
+            lengths = np.memmap(path, "<i4", "r", HEADER.size, (sequences,))
+            marks = np.memmap(path, "<i8", "r", HEADER.size + 12 * sequences, (documents + 1,))
+            ends = np.concatenate(([0], np.cumsum(lengths, dtype=np.int64)))
+            self.starts = ends[marks]
+        self.lengths = np.diff(self.starts)
+        self.stream = np.memmap(prefix + ".bin", self.dtype, "r") if self.indexed.tokens else np.empty(0, self.dtype)
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def document(self, number: int) -> np.ndarray:
+        """Return the token ids [tokens] of a document, in the dtype of the file; a view of it."""
+        return self.stream[self.starts[number] : self.starts[number + 1]]
