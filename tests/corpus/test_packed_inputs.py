@@ -6,7 +6,7 @@ import json
 import pytest
 
 from zaya_plugin.corpus.blocks import BlockReader, Format, Position
-from zaya_plugin.corpus.inputs import Lines, find_inputs, unpacked
+from zaya_plugin.corpus.inputs import find_inputs, lines, unpacked
 from zaya_plugin.data.prepared import load_manifest
 
 OPTIONS = ["--train-bpe", 300, "--valid-fraction", 0.2, "--part-bytes", 3000]
@@ -43,10 +43,9 @@ def test_zstandard_lines_from_any_offset_and_damage(zst, texts):
     whole = "".join(json.dumps({"text": text}) + "\n" for text in texts[:120]).encode()
     (file,) = find_inputs([str(zst)], [])
     begin = whole.index(b"\n", 20_000) + 1
-    lines = Lines(file, begin, 10**6)
-    found = list(iter(lines.next, None))
-    assert b"".join(line + b"\n" for line, _ in found) == whole[begin:]
-    assert sum(taken for _, taken in found) == len(whole) - begin and lines.offset == len(whole)
+    found = list(lines(file, begin, 10**6))
+    assert b"".join(line + b"\n" for line, *_ in found) == whole[begin:]
+    assert sum(taken for _, taken, *_ in found) == len(whole) - begin and found[-1][2] == len(whole)
     data = zst.read_bytes()
     for damaged in (data[:-3], data[: len(data) // 2] + bytes(40) + data[len(data) // 2 + 40 :], data[:2]):
         zst.write_bytes(damaged)

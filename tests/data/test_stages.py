@@ -142,16 +142,21 @@ def test_a_longer_stage_is_two_shorter_ones(sources, tmp_path):
 
 def test_mixture_prints_tokens_epochs_and_the_ledger(sources, capsys):
     web = IndexedReader(str(sources / "web")).indexed.tokens
-    entries = [f"0.75 {sources}/web", f"0.25 {sources}/code"]
-    assert mixture.main([*entries, "--sequence-length", "64", "--samples", "1024"]) == 0
+
+    def shown(blend, samples, *options):
+        run = [f"data.path={sources}/web", "data.order=continuing", "stage.seq_length=64", "stage.global_batch_size=1"]
+        return mixture.main(
+            ["experiment=cpu_demo", *run, f"stage.train_iters={samples}", f"data.blend={blend}", *options]
+        )
+
+    assert shown([f"0.75 {sources}/web", f"0.25 {sources}/code"], 1024) == 0
     out = capsys.readouterr().out
     assert f"{768 * 64:,}" in out and f"{768 * 64 / web:8.3f}" in out and "75.00%" in out
     following = [line.strip() for line in out.split("data.consumed:\n")[1].splitlines()]
     assert following == [f"{768 * 64} {sources}/web", f"{256 * 64} {sources}/code"]
-    consumed = [word for entry in following for word in ("--consumed", entry)]
-    assert mixture.main([f"{sources}/math", "--sequence-length", "64", "--samples", "10", *consumed]) == 0
+    assert shown([f"1 {sources}/math"], 10, f"data.consumed={following}") == 0
     assert f"{768 * 64} {sources}/web" in capsys.readouterr().out
-    assert mixture.main([f"1 {sources}/web", f"2 {sources}/web", "--sequence-length", "64", "--samples", "10"]) == 1
-    assert mixture.main([f"{sources}/web", "--sequence-length", "64", "--samples", "10", "--consumed", "much"]) == 1
+    assert shown([f"1 {sources}/web", f"2 {sources}/web"], 10) == 1
+    assert shown([f"1 {sources}/web"], 10, "data.consumed=[much]") == 1
     err = capsys.readouterr().err
     assert "a source comes twice" in err and "Allowed: a number of tokens, a blank and a path" in err

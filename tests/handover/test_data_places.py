@@ -118,7 +118,7 @@ def test_a_stage_that_is_launched_again_keeps_its_place(recipes, sources, tmp_pa
     (tmp_path / "demo_1" / "recipe.yaml").unlink()
     assert take_over(recipes[1]) == begun, "the stage before is not needed any more"
     recipes[1].data.blend, recipes[1].stage.train_iters = blend(sources, web=1), 31
-    message = "has changed since the stage began: data.blend was .* the stage had 240 samples and has 248"
+    message = "what decides it has changed: data.blend was .* the stage had 240 samples and has 248"
     with pytest.raises(ValueError, match=message):
         take_over(recipes[1])
 
@@ -126,13 +126,13 @@ def test_a_stage_that_is_launched_again_keeps_its_place(recipes, sources, tmp_pa
 @pytest.mark.parametrize(
     ("path", "value", "message"),
     [
-        ("data.consumed", "16 {web}", "data.consumed = ['16 {web}']: the stage before in {run}/demo_1 ended with ["),
+        ("data.consumed", "16 {web}", "data.consumed=['16 {web}']: the stage before in {run}/demo_1 ended with ["),
         (
             "seed",
             5,
-            "seed = 5 with data.order = continuing: the stage before in {run}/demo_1 read its sources in the order of seed 1234",
+            "seed=5: the stage before in {run}/demo_1 read its sources in the order of seed 1234",
         ),
-        ("handover.first_sample", 8, "handover.first_sample = 8 with data.order = continuing: allowed: 0"),
+        ("handover.first_sample", 8, "handover.first_sample=8: with data.order=continuing data.consumed says where the stage begins. Allowed: 0"),
     ],
 )
 def test_another_place_is_refused(recipes, sources, tmp_path, path, value, message):

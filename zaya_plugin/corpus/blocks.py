@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from typing import NamedTuple
 
-from zaya_plugin.corpus.inputs import DAMAGE, InputFile, Lines, Rows, unpacked
+from zaya_plugin.corpus.inputs import DAMAGE, InputFile, Record, lines, rows, unpacked
 
 BOM = b"\xef\xbb\xbf"
 EXCERPT = 200  # characters of a rejected record that are kept
@@ -97,7 +97,7 @@ class BlockReader:
     def __init__(self, files: list[InputFile], block_bytes: int, max_bytes: int | None, form: Format):
         self.files, self.block_bytes, self.max_bytes, self.form = files, block_bytes, max_bytes, form
         self._disk_before = [0, *accumulate(file.size for file in files)]
-        self._source, self._source_path = None, None
+        self._records, self._next = iter(()), None
 
     def read(self, at: Position) -> tuple[Block, Position] | None:
         """Return the block that begins at a position and the position after it; None at the end."""
@@ -115,15 +115,14 @@ class BlockReader:
                 at = Position(at.file + 1, taken=at.taken + file.size, disk=self._disk_before[at.file + 1])
         if block.pieces or block.damaged:
             return block, at
-        self._close()
         return None
 
     def _read_records(self, file: InputFile, at: Position, block: Block, budget: float) -> Position:
         piece, taken, ended, over = Piece(file.path, at.line, []), 0, False, False
         try:
-            source = self._source_at(file, at.offset)
+            records = self._records_at(file, at.offset)
             while block.taken + taken < self.block_bytes and not ended:
-                found = source.next()
+                found = next(records, None)
                 over = found is not None and taken + found[1] > budget
                 ended = found is None or over
                 if not ended:
@@ -141,26 +140,20 @@ class BlockReader:
         if over:
             return Position(len(self.files), taken=at.taken + taken, disk=at.disk)
         if ended:
-            self._close()
             return Position(at.file + 1, taken=at.taken + taken, disk=self._disk_before[at.file + 1])
-        disk = self._disk_before[at.file] + source.bytes_read()
-        return Position(at.file, source.offset, at.line + len(piece.records), at.taken + taken, disk)
+        _, _, offset, read = found
+        self._next = file.path, offset
+        disk = self._disk_before[at.file] + read
+        return Position(at.file, offset, at.line + len(piece.records), at.taken + taken, disk)
 
-    def _source_at(self, file: InputFile, offset: int) -> Lines | Rows:
-        if self._source is None or (self._source_path, self._source.offset) != (file.path, offset):
-            self._close()
+    def _records_at(self, file: InputFile, offset: int) -> Iterator[Record]:
+        if self._next != (file.path, offset):
             form = self.form
             if file.is_parquet:
-                self._source = Rows(file, offset, form.text_field, form.id_field)
+                self._records = rows(file, offset, form.text_field, form.id_field)
             else:
-                self._source = Lines(file, offset, form.max_document_bytes + 1)
-            self._source_path = file.path
-        return self._source
-
-    def _close(self) -> None:
-        if self._source is not None:
-            self._source.close()
-        self._source = None
+                self._records = lines(file, offset, form.max_document_bytes + 1)
+        return self._records
 
 
 def documents(block: Block, form: Format, counts: Counter) -> Iterator[Document | Rejected]:

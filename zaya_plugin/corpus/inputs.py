@@ -181,94 +181,56 @@ class _ZstdStream(io.RawIOBase):
         return count
 
 
-class Lines:
-    """Lines of a .jsonl file from an offset on: of a line longer than `limit` only its beginning.
-
-    offset: unpacked bytes up to the next line.
-    """
-
-    def __init__(self, file: InputFile, offset: int, limit: int):
-        self.limit, self.offset, self.raw = limit, offset, open(file.path, "rb")
-        self.stream = unpacked(file.path, self.raw)
-        if self.stream is self.raw:
-            self.raw.seek(offset)
-            offset = 0
-        while offset and (skipped := self.stream.read(min(offset, 1 << 20))):  # packed: only from the beginning on
-            offset -= len(skipped)
-
-    def next(self) -> tuple[bytes, int] | None:
-        """Return the next line without its end, and the bytes of all of it; None at the end of the file."""
-        line = rest = self.stream.readline(self.limit)
-        taken = len(line)
-        while len(rest) == self.limit and not rest.endswith(b"\n"):
-            rest = self.stream.readline(self.limit)
-            taken += len(rest)
-        self.offset += taken
-        return (line.removesuffix(b"\n"), taken) if line else None
-
-    def bytes_read(self) -> int:
-        """Return how much of the file was read."""
-        return self.raw.tell()
-
-    def close(self) -> None:
-        """Close the file."""
-        self.raw.close()
+# A record, its bytes, where the next one begins (unpacked bytes or rows), and how much of the file was read.
+Record = tuple[bytes | tuple[str | None, object], int, int, int]
 
 
-class Rows:
-    """Text and document id of the rows of a .parquet file from a row (from 0) on; needs pyarrow.
+def lines(file: InputFile, offset: int, limit: int) -> Iterator[Record]:
+    """Yield the lines of a .jsonl file from an offset on, without their ends; of a line longer than `limit` only the beginning."""
+    with open(file.path, "rb") as raw:
+        stream = unpacked(file.path, raw)
+        left = offset
+        if stream is raw:
+            left = raw.seek(offset) - offset
+        while left and (skipped := stream.read(min(left, 1 << 20))):  # packed: only from the beginning on
+            left -= len(skipped)
+        while line := stream.readline(limit):
+            taken, rest = len(line), line
+            while len(rest) == limit and not rest.endswith(b"\n"):
+                rest = stream.readline(limit)
+                taken += len(rest)
+            offset += taken
+            yield line.removesuffix(b"\n"), taken, offset, raw.tell()
 
-    id_field None gives ids of None. offset: the next row.
+
+def rows(file: InputFile, offset: int, text_field: str, id_field: str | None) -> Iterator[Record]:
+    """Yield (text, id) of the rows of a .parquet file from a row (from 0) on; id_field None gives ids of None. Needs pyarrow.
 
     Raises:
         EOFError: the file is damaged or has no such columns of a usable type; the message says which.
     """
+    import pyarrow as pa
+    import pyarrow.parquet as pq
 
-    def __init__(self, file: InputFile, offset: int, text_field: str, id_field: str | None):
-        import pyarrow as pa
-        import pyarrow.parquet as pq
-
-        self.size, self.offset, self.errors = file.size, offset, (pa.ArrowException, OSError, UnicodeDecodeError)
-        columns = list(dict.fromkeys([text_field, id_field or text_field]))
-        try:
-            self.file = pq.ParquetFile(file.path)
-        except self.errors as error:
-            raise EOFError(f"damaged Parquet file: {error}") from error
-        schema, metadata = self.file.schema_arrow, self.file.metadata
-        for name in columns:
-            if name not in schema.names:
-                raise EOFError(f"no column {name!r}; it has {', '.join(map(repr, schema.names[:8])) or 'none'}")
-        kind = schema.field(text_field).type
-        if not (pa.types.is_string(kind) or pa.types.is_large_string(kind)):
-            raise EOFError(f"column {text_field!r} is not of strings but of {kind}")
-        ends = list(accumulate(metadata.row_group(group).num_rows for group in range(metadata.num_row_groups)))
-        groups = [group for group, end in enumerate(ends) if end > offset]
-        skipped = offset - max((end for end in ends if end <= offset), default=0)
-        self.rows = self._rows(groups, skipped, columns, id_field is not None)
-
-    def _rows(
-        self, groups: list[int], skipped: int, columns: list[str], with_ids: bool
-    ) -> Iterator[tuple[str | None, object]]:
-        for batch in self.file.iter_batches(BATCH_ROWS, row_groups=groups, columns=columns) if groups else ():
-            if skipped < batch.num_rows:
-                texts = batch.column(columns[0]).to_pylist()
-                ids = batch.column(columns[-1]).to_pylist() if with_ids else [None] * len(texts)
-                yield from list(zip(texts, ids, strict=True))[skipped:]
-            skipped = max(0, skipped - batch.num_rows)
-
-    def next(self) -> tuple[tuple[str | None, object], int] | None:
-        """Return text and id of the next row, and the bytes of its text; None at the end of the file."""
-        try:
-            row = next(self.rows, None)
-        except self.errors as error:
-            raise EOFError(f"damaged Parquet file: {error}") from error
-        self.offset += row is not None
-        return None if row is None else (row, len((row[0] or "").encode("utf-8")))
-
-    def bytes_read(self) -> int:
-        """Return how much of the file was read, in proportion to its rows."""
-        return self.size * self.offset // max(self.file.metadata.num_rows, 1)
-
-    def close(self) -> None:
-        """Close the file."""
-        self.file.close()
+    columns = list(dict.fromkeys([text_field, id_field or text_field]))
+    try:
+        with pq.ParquetFile(file.path) as opened:
+            schema, metadata = opened.schema_arrow, opened.metadata
+            for name in columns:
+                if name not in schema.names:
+                    raise EOFError(f"no column {name!r}; it has {', '.join(map(repr, schema.names[:8])) or 'none'}")
+            kind = schema.field(text_field).type
+            if not (pa.types.is_string(kind) or pa.types.is_large_string(kind)):
+                raise EOFError(f"column {text_field!r} is not of strings but of {kind}")
+            ends = list(accumulate(metadata.row_group(group).num_rows for group in range(metadata.num_row_groups)))
+            groups = [group for group, end in enumerate(ends) if end > offset]
+            skipped = offset - max((end for end in ends if end <= offset), default=0)
+            for batch in opened.iter_batches(BATCH_ROWS, row_groups=groups, columns=columns) if groups else ():
+                texts, ids = (batch.column(name).to_pylist() for name in (columns[0], columns[-1]))
+                for text, name in list(zip(texts, ids, strict=True))[skipped:]:
+                    offset += 1
+                    size = len((text or "").encode("utf-8"))
+                    yield (text, name if id_field else None), size, offset, file.size * offset // metadata.num_rows
+                skipped = max(0, skipped - batch.num_rows)
+    except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
+        raise EOFError(f"damaged Parquet file: {error}") from error

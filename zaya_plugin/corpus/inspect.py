@@ -45,7 +45,7 @@ examples:
 def parser() -> argparse.ArgumentParser:
     """Return the parser of the command line."""
     out = command_parser("inspect", DESCRIPTION, EXAMPLES)
-    add_recipe_options(out, "whose training samples are shown")
+    add_recipe_options(out, "one dataset (directory or prefix)")
     out.add_argument("--split", choices=("train", "valid"), help="of a prepared directory (default: train)")
     out.add_argument(
         "--start", type=whole_number(0), default=0, metavar="N", help="number of the first sample (default: 0)"
@@ -97,10 +97,10 @@ def inspect(args: argparse.Namespace) -> None:
         samples = stored(entry.path, args.split or "train", args.start, args.count, eod)
     tokenizer = open_tokenizer(directory)
     for number, sample in enumerate(samples):
-        if args.json:
-            print(as_json(sample, tokenizer, eod))
-        else:
-            print(("\n" if number else "") + render(sample, tokenizer, eod, args.characters))
+        facts = facts_of(sample, tokenizer, eod)
+        print(
+            json.dumps(facts, ensure_ascii=False) if args.json else "\n" * (number > 0) + render(facts, args.characters)
+        )
 
 
 @dataclass(frozen=True)
@@ -163,46 +163,33 @@ def document_lengths(tokens: np.ndarray, eod: int | None) -> list[int]:
     return np.diff(marks).tolist()
 
 
-def facts_of(sample: Sample, eod: int | None) -> dict:
-    """Return the facts about a sample, without its text."""
+def facts_of(sample: Sample, tokenizer, eod: int | None) -> dict:
+    """Return what is shown of a sample; text: special tokens spelled out, without the filling."""
     lengths = document_lengths(sample.tokens, eod)
-    filling = len(sample.tokens) - sum(lengths)
     return {
         "source": sample.source,
         "name": sample.name,
         "tokens": len(sample.tokens),
         "documents": lengths,
-        "filling": filling,
+        "filling": len(sample.tokens) - sum(lengths),
         "in_loss": int(sample.loss_mask.sum()),
         "loss_positions": runs(sample.loss_mask),
+        "text": tokenizer.decode(sample.tokens[: sum(lengths)].tolist(), skip_special_tokens=False),
     }
 
 
-def render(sample: Sample, tokenizer, eod: int | None, characters: int) -> str:
+def render(facts: dict, characters: int) -> str:
     """Return lines for a terminal. characters: of the text at most this many, half from each end; 0 shows all."""
-    facts = facts_of(sample, eod)
-    shown = facts["loss_positions"][:6]
+    shown, text = facts["loss_positions"][:6], facts["text"]
     positions = ", ".join(f"{a}-{b - 1}" for a, b in shown) + (", ..." if len(facts["loss_positions"]) > 6 else "")
     lengths = ", ".join(map(str, facts["documents"][:8])) + (", ..." if len(facts["documents"]) > 8 else "")
     lines = [
-        f"{sample.source}: {sample.name}",
+        f"{facts['source']}: {facts['name']}",
         f"  {facts['tokens']:,} tokens in {len(facts['documents'])} document{'s' * (len(facts['documents']) != 1)} ({lengths})"
         + (f", {facts['filling']:,} of filling" if facts["filling"] else ""),
         f"  {facts['in_loss']:,} positions in the loss: {positions or 'none'}",
     ]
-    text = decode(sample, tokenizer, facts["filling"])
     if characters and len(text) > characters:
         half = characters // 2
         text = f"{text[:half]}\n[... {len(text) - 2 * half:,} characters ...]\n{text[-half:]}"
     return "\n".join([*lines, *(f"  | {line}" for line in text.split("\n"))])
-
-
-def as_json(sample: Sample, tokenizer, eod: int | None) -> str:
-    """Return a JSON object with the facts and the whole text."""
-    facts = facts_of(sample, eod)
-    return json.dumps({**facts, "text": decode(sample, tokenizer, facts["filling"])}, ensure_ascii=False)
-
-
-def decode(sample: Sample, tokenizer, filling: int = 0) -> str:
-    """Return the text with special tokens spelled out, without the filling."""
-    return tokenizer.decode(sample.tokens[: len(sample.tokens) - filling].tolist(), skip_special_tokens=False)

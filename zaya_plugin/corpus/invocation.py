@@ -57,13 +57,14 @@ positive = number(float, "a positive number", lambda value: 0 < value < float("i
 fraction = number(float, "a fraction from 0 (no split) to below 1", lambda value: 0 <= value < 1)
 
 
-def add_recipe_options(parser: argparse.ArgumentParser, what: str) -> None:
-    """Add the arguments that `is_recipe` and `recipe_of` read."""
+def add_recipe_options(parser: argparse.ArgumentParser, datasets: str = "") -> None:
+    """Add the arguments that `is_recipe` and `recipe_of` read. datasets: help of datasets in place of a recipe, if allowed."""
+    recipe = "a recipe as for zaya train: experiment=NAME [key=value ...]"
     parser.add_argument(
         "sources",
         nargs="+",
-        metavar="DATASET | KEY=VALUE",
-        help=f"datasets (directory or prefix); or a recipe as for zaya train: experiment=NAME [key=value ...], {what}",
+        metavar="DATASET | KEY=VALUE" if datasets else "KEY=VALUE",
+        help=f"{datasets}; or {recipe}" if datasets else recipe,
     )
     parser.add_argument("--config-dir", metavar="DIR", help="further recipes, as for zaya train")
 

@@ -30,6 +30,7 @@ from zaya_plugin.errors import mistake
 
 # Text given to the tokenizer at once. Its encodings take about 120 bytes for each byte of text until they are arrays.
 BATCH_CHARACTERS = 1_000_000
+DAMAGED = (ValueError, KeyError, EOFError, zipfile.BadZipFile)  # by np.load, of a file that is not whole
 
 
 @dataclass(frozen=True)
@@ -71,7 +72,7 @@ class Part:
         try:
             with np.load(self.path, allow_pickle=False) as arrays:
                 return tuple(arrays[name] for name in names)
-        except (ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
+        except DAMAGED as error:
             os.unlink(self.path)
             raise mistake(
                 self.path, problem=f"is damaged ({error}) and was removed", fix="run the same command again"
@@ -210,7 +211,7 @@ def read_part(path: str) -> Part | None:
             meta = json.loads(arrays["meta"].tobytes())
     except FileNotFoundError:
         return None
-    except (ValueError, KeyError, EOFError, zipfile.BadZipFile):
+    except DAMAGED:
         os.unlink(path)
         return None
     rejected = [Rejected(**each) for each in meta["rejected"]]

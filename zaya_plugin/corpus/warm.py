@@ -55,7 +55,7 @@ examples:
 def parser() -> argparse.ArgumentParser:
     """Return the parser of the command line."""
     out = command_parser("warm", DESCRIPTION, EXAMPLES)
-    add_recipe_options(out, "whose data is read")
+    add_recipe_options(out, "datasets (directory or prefix) to read whole")
     out.add_argument(
         "--max-bytes", type=size, metavar="SIZE", help="read no more than this (default: 80 %% of the free memory)"
     )

@@ -78,15 +78,13 @@ class Manifest:
     packing: PackingRecord | None = None
 
     def write(self, directory: str) -> None:
-        """Write and sync manifest.json."""
+        """Write manifest.json."""
         record = {"format": FORMAT, "format_version": FORMAT_VERSION, **asdict(self)}
         if self.packing is None:
             del record["packing"]
         with open(os.path.join(directory, MANIFEST), "w", encoding="utf-8") as out:
             json.dump(record, out, indent=2)
             out.write("\n")
-            out.flush()
-            os.fsync(out.fileno())
 
 
 def load_manifest(path: str) -> Manifest:
