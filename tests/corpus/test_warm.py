@@ -74,9 +74,9 @@ def test_nodes_that_make_no_sense(prepared, capsys):
     with pytest.raises(ValueError, match="stage.global_batch_size=8: .* 16 data-parallel ranks"):
         warm.data_parallel_ranks(recipe(nodes=2, batch=8), 1)
     for options, message in (
-        (["--node", "0"], "--node=0: there are no steps to select samples of"),
-        (["--from-step", "3"], "--from-step=3: there are no steps"),
-        (["--steps", "3"], "--steps=3: the steps of a run follow from its recipe"),
+        (["--node", "0"], "--node=0: the samples of steps follow from a recipe and --steps"),
+        (["--from-step", "3"], "--from-step=3: the samples of steps follow"),
+        (["--steps", "3"], "--steps=3: the samples of steps follow"),
     ):
         assert warm.main([str(prepared), *options]) == 1
         assert message in capsys.readouterr().err

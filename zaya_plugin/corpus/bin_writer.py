@@ -23,7 +23,7 @@ class BinWriter:
         vocab_size: every token must be below.
     """
 
-    def __init__(self, target: str, dtype: np.dtype, vocab_size: int):
+    def __init__(self, target: str, dtype: np.dtype | str, vocab_size: int):
         self.target, self.dtype = target, np.dtype(dtype)
         self.occurrences, self.digest, self.tokens = np.zeros(vocab_size, np.int64), hashlib.sha256(), 0
         self.on_disk = _synced_tokens(target, self.dtype.itemsize)

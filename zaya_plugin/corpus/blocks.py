@@ -163,29 +163,27 @@ def documents(block: Block, form: Format, counts: Counter) -> Iterator[Document 
         counts: increased here: "read" documents, of them "empty" (white space alone; not yielded) and "rejected";
             "blank_lines" of jsonl files, which are no documents.
     """
+    for document in _outcomes(block, form):
+        if document is None:
+            counts["blank_lines"] += 1
+            continue
+        counts["read"] += 1
+        if isinstance(document, Rejected):
+            counts["rejected"] += 1
+            yield document
+        elif not document.text or document.text.isspace():
+            counts["empty"] += 1
+        else:
+            yield document
+
+
+def _outcomes(block: Block, form: Format) -> Iterator[Document | Rejected | None]:
     for piece in block.pieces:
         if piece.records is None:
-            found = [_text_file(piece.path, form)]
-        else:
-            found = (
-                _record(piece.path, number, record, form) for number, record in enumerate(piece.records, piece.first)
-            )
-        for document in found:
-            if document is None:
-                counts["blank_lines"] += 1
-                continue
-            counts["read"] += 1
-            if isinstance(document, Rejected):
-                counts["rejected"] += 1
-                yield document
-            elif not document.text or document.text.isspace():
-                counts["empty"] += 1
-            else:
-                yield document
-    for damage in block.damaged:
-        counts["read"] += 1
-        counts["rejected"] += 1
-        yield damage
+            yield _text_file(piece.path, form)
+        for number, record in enumerate(piece.records or (), piece.first):
+            yield _record(piece.path, number, record, form)
+    yield from block.damaged
 
 
 def _text_file(path: str, form: Format) -> Document | Rejected:

@@ -18,7 +18,7 @@ import numpy as np
 
 import zaya_plugin
 from zaya_plugin.corpus.bin_writer import BinWriter
-from zaya_plugin.corpus.invocation import command_parser, positive, run_command, whole_number
+from zaya_plugin.corpus.invocation import command, command_parser, positive, whole_number
 from zaya_plugin.corpus.workspace import Workspace
 from zaya_plugin.data.indexed_dataset import IndexedReader
 from zaya_plugin.data.prepared import Manifest, PackingRecord, locate
@@ -96,13 +96,6 @@ def parser() -> argparse.ArgumentParser:
     return out
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Run the command; return the exit status."""
-    args = parser().parse_args(argv)
-    workspace = Workspace(args.output, args.overwrite) if args.output else None
-    return run_command("bundle", lambda: bundle(args, workspace), workspace)
-
-
 def bundle(args: argparse.Namespace, workspace: Workspace | None) -> None:
     """Make the bundle, or find that it is complete, and print the reads of the planned run."""
     shards = [_shard(path) for path in args.sources]
@@ -116,8 +109,8 @@ def bundle(args: argparse.Namespace, workspace: Workspace | None) -> None:
         if not args.quiet:
             print(f"{workspace.output}: {len(shards)} shards")
             for name, split in manifest.splits.items():
-                size = f"{split.bin_bytes / 1e6:,.1f} MB in one file"
-                print(f"  {name:5} {split.documents:9,} documents {split.tokens:13,} tokens, {size}")
+                counted = f"{split.documents:9,} documents {split.tokens:13,} tokens"
+                print(f"  {name:5} {counted}, {split.bin_bytes / 1e6:,.1f} MB in one file")
     if not args.quiet:
         print(planned_reads(args, shards))
 
@@ -160,9 +153,8 @@ def _build(workspace: Workspace, plan: dict, paths: list[str], shards: list[Mani
     workspace.begin(plan)
     os.makedirs(workspace.final, exist_ok=True)
     first, splits, counts = shards[0], {}, {}
-    dtype = np.dtype(first.dtype)
     for name in first.splits:
-        writer, lengths = BinWriter(os.path.join(workspace.final, name), dtype, first.tokenizer.vocab_size), []
+        writer, lengths = BinWriter(os.path.join(workspace.final, name), first.dtype, first.tokenizer.vocab_size), []
         for path in paths:
             reader = IndexedReader(os.path.join(path, name))
             for at in range(0, reader.indexed.tokens, COPIED_TOKENS):
@@ -193,15 +185,10 @@ def planned_reads(args: argparse.Namespace, shards: list[Manifest]) -> str:
     tokens = sum(shard.splits[name].tokens for shard in shards)
     documents = sum(shard.splits[name].documents for shard in shards)
     size = np.dtype(shards[0].dtype).itemsize
+    rows = [("documents in random order", False), ("packed into bins", True)]
     if shards[0].packing is not None:
-        return report(run, [("packed bins", tokens, documents, size, True)])
-    return report(
-        run,
-        [
-            ("documents in random order", tokens, documents, size, False),
-            ("packed into bins", tokens, documents, size, True),
-        ],
-    )
+        rows = [("packed bins", True)]
+    return report(run, [(row, tokens, documents, size, packed) for row, packed in rows])
 
 
 def report(run: PlannedRun, rows: list[tuple[str, int, int, int, bool]]) -> str:
@@ -222,3 +209,6 @@ def report(run: PlannedRun, rows: list[tuple[str, int, int, int, bool]]) -> str:
         least = least_step_seconds(run, token_bytes, sigma)
         lines.append(f"  {name:28} {m:8.2f} {sigma:7.3f} {iops:12,.0f} {iops / run.iops_budget:10.1%} {least:9.3f} s")
     return "\n".join(lines)
+
+
+main = command("bundle", parser, bundle)

@@ -16,13 +16,13 @@ from zaya_plugin.config.schedule import sample_count
 from zaya_plugin.config.schema import Recipe
 from zaya_plugin.corpus.invocation import (
     add_recipe_options,
+    command,
     command_parser,
     is_recipe,
     recipe_of,
-    run_command,
     whole_number,
 )
-from zaya_plugin.data.blend import parse_blend, resolve_blend
+from zaya_plugin.data.blend import resolve_blend
 from zaya_plugin.data.indexed_dataset import IndexedReader
 from zaya_plugin.data.prepared import packed_length, packed_loss_mask, prefix_of, tokenizer_of
 from zaya_plugin.data.sources import find_sources, training_samples
@@ -59,43 +59,34 @@ def parser() -> argparse.ArgumentParser:
     return out
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Run the command; return the exit status."""
-    args = parser().parse_args(argv)
-    return run_command("inspect", lambda: inspect(args))
-
-
-def inspect(args: argparse.Namespace) -> None:
+def inspect(args: argparse.Namespace, _: None) -> None:
     """Print the samples.
 
     Raises:
         ValueError: a dataset is missing, lacks the split, has fewer samples, or no tokenizer is known.
     """
-    if is_recipe(args):
-        recipe = recipe_of(args)
-        directory, samples = args.tokenizer or find_sources(recipe).tokenizer, drawn(recipe, args.start, args.count)
-        if args.split:
-            raise mistake(
-                "--split", args.split, problem="the samples of a run are its training samples", fix="leave it out"
-            )
+    recipe = recipe_of(args) if is_recipe(args) else None
+    if recipe is not None and args.split:
+        raise mistake(
+            "--split", args.split, problem="the samples of a run are its training samples", fix="leave it out"
+        )
+    if recipe is None and len(args.sources) > 1:
+        raise mistake(
+            "DATASET",
+            " ".join(args.sources),
+            problem="several datasets are a blend, and its samples follow from a recipe",
+            allowed="one dataset",
+            fix="zaya data inspect experiment=<name> \"data.blend=['0.7 data/web','0.3 data/code']\"",
+        )
+    recorded = tokenizer_of(args.sources[0] if recipe is None else recipe.data.path)
+    directory = args.tokenizer or (recipe and recipe.data.tokenizer) or (recorded and recorded[0])
+    if not directory:
+        raise mistake(args.sources[0], problem="has no manifest that names its tokenizer", fix="give --tokenizer")
+    tokenizer, eod = open_tokenizer(directory), describe(directory, directory).eod_id
+    if recipe is None:
+        samples = stored(args.sources[0], args.split or "train", args.start, args.count, eod)
     else:
-        if len(args.sources) > 1:
-            raise mistake(
-                "DATASET",
-                " ".join(args.sources),
-                problem="several datasets are a blend, and its samples follow from a recipe",
-                allowed="one dataset",
-                fix="zaya data inspect experiment=<name> \"data.blend=['0.7 data/web','0.3 data/code']\"",
-            )
-        (entry,) = parse_blend(args.sources, "DATASET")
-        recorded = tokenizer_of(entry.path)
-        if not (args.tokenizer or recorded):
-            raise mistake(entry.path, problem="has no manifest that names its tokenizer", fix="give --tokenizer")
-        directory, samples = args.tokenizer or recorded[0], None
-    eod = describe(directory, directory).eod_id
-    if samples is None:
-        samples = stored(entry.path, args.split or "train", args.start, args.count, eod)
-    tokenizer = open_tokenizer(directory)
+        samples = drawn(recipe, args.start, args.count)
     for number, sample in enumerate(samples):
         facts = facts_of(sample, tokenizer, eod)
         print(
@@ -193,3 +184,6 @@ def render(facts: dict, characters: int) -> str:
         half = characters // 2
         text = f"{text[:half]}\n[... {len(text) - 2 * half:,} characters ...]\n{text[-half:]}"
     return "\n".join([*lines, *(f"  | {line}" for line in text.split("\n"))])
+
+
+main = command("inspect", parser, inspect)

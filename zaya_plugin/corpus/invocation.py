@@ -9,10 +9,7 @@ import sys
 from collections.abc import Callable
 from concurrent.futures.process import BrokenProcessPool
 
-from zaya_plugin.config.compose import compose
-from zaya_plugin.config.schema import Recipe
 from zaya_plugin.corpus.workspace import Workspace
-from zaya_plugin.handover.data_places import with_consumed
 
 
 def command_parser(name: str, description: str, examples: str) -> argparse.ArgumentParser:
@@ -74,13 +71,36 @@ def is_recipe(args: argparse.Namespace) -> bool:
     return any(re.match(r"[~+]*[\w./@]+=", source) and not os.path.exists(source) for source in args.sources)
 
 
-def recipe_of(args: argparse.Namespace) -> Recipe:
-    """Compose the recipe of the command line as `zaya train` does, with its place in the data."""
+def recipe_of(args: argparse.Namespace):
+    """Return the Recipe of the command line, composed as `zaya train` does, with its place in the data."""
+    # Here, so that the commands without a recipe start without Hydra.
+    from zaya_plugin.config.compose import compose
+    from zaya_plugin.handover.data_places import with_consumed
+
     folder = [f"hydra.searchpath=[file://{os.path.abspath(args.config_dir)}]"] if args.config_dir else []
     return with_consumed(compose([*args.sources, *folder]))
 
 
-def run_command(name: str, action: Callable[[], None], workspace: Workspace | None = None) -> int:
+def command(
+    name: str,
+    parser: Callable[[], argparse.ArgumentParser],
+    action: Callable[[argparse.Namespace, Workspace | None], None],
+) -> Callable[[list[str] | None], int]:
+    """Return the `main` of a command: it parses its arguments and returns the status of `run_command`.
+
+    Args:
+        action: takes the arguments and the workspace of --output, None without this option.
+    """
+
+    def main(argv: list[str] | None = None) -> int:
+        args = parser().parse_args(argv)
+        workspace = Workspace(args.output, args.overwrite) if getattr(args, "output", None) else None
+        return run_command(name, lambda: action(args, workspace), workspace)
+
+    return main
+
+
+def run_command(name: str, action: Callable[[], None], workspace: Workspace | None) -> int:
     """Run an action; return 0 done, 1 failed with a message on stderr, 130 interrupted.
 
     Args:

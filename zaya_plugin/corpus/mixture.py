@@ -3,7 +3,7 @@
 
 import argparse
 
-from zaya_plugin.corpus.invocation import add_recipe_options, command_parser, recipe_of, run_command
+from zaya_plugin.corpus.invocation import add_recipe_options, command, command_parser, recipe_of
 from zaya_plugin.data.ledger import report
 from zaya_plugin.handover.data_places import consumed_after, source_uses
 
@@ -32,14 +32,11 @@ def parser() -> argparse.ArgumentParser:
     return out
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Run the command; return the exit status."""
-    args = parser().parse_args(argv)
-    return run_command("mixture", lambda: mixture(args))
-
-
-def mixture(args: argparse.Namespace) -> None:
+def mixture(args: argparse.Namespace, _: None) -> None:
     """Print the table and the ledger for the next stage."""
     recipe = recipe_of(args)
     print(report(source_uses(recipe)))
     print("\n  ".join(["the next stage's data.consumed:", *consumed_after(recipe)]))
+
+
+main = command("mixture", parser, mixture)

@@ -21,7 +21,7 @@ import numpy as np
 
 import zaya_plugin
 from zaya_plugin.corpus.bin_writer import BinWriter
-from zaya_plugin.corpus.invocation import command_parser, run_command, whole_number
+from zaya_plugin.corpus.invocation import command, command_parser, whole_number
 from zaya_plugin.corpus.reasoning import (
     EARLIER_DROPPED,
     EARLIER_DROPPED_TAIL_CUT,
@@ -97,13 +97,6 @@ def parser() -> argparse.ArgumentParser:
     out.add_argument("--overwrite", action="store_true", help="make the dataset again in place of what --output holds")
     out.add_argument("--quiet", action="store_true", help="no summary; problems are still reported")
     return out
-
-
-def main(argv: list[str] | None = None) -> int:
-    """Run the command; return the exit status."""
-    args = parser().parse_args(argv)
-    workspace = Workspace(args.output, args.overwrite)
-    return run_command("pack", lambda: pack(args, workspace), workspace)
 
 
 def pack(args: argparse.Namespace, workspace: Workspace) -> None:
@@ -289,12 +282,12 @@ def best_fit_decreasing(lengths: np.ndarray, capacity: int) -> tuple[np.ndarray,
 
 def fill_bin(reader: IndexedReader, pieces: list[Piece], fitting: Fitting) -> np.ndarray:
     """Return the token ids [sequence_length] of a bin: its pieces in order, then end-of-document tokens."""
-    tokens, at = np.full(fitting.sequence_length, fitting.eod, reader.dtype), 0
-    for piece in pieces:
-        of = reader.document(piece.document) if piece.trimmed is None else piece.trimmed
-        tokens[at : at + len(piece)] = of[piece.begin : piece.end]
-        at += len(piece)
-    return tokens
+    tokens = [
+        (reader.document(piece.document) if piece.trimmed is None else piece.trimmed)[piece.begin : piece.end]
+        for piece in pieces
+    ]
+    filling = fitting.sequence_length - sum(map(len, tokens))
+    return np.concatenate([*tokens, np.full(filling, fitting.eod, reader.dtype)])
 
 
 def write_bins(
@@ -316,24 +309,16 @@ def write_bins(
         ValueError: every document was dropped.
     """
     split, length = os.path.basename(target), fitting.sequence_length
-    writer, chunk = BinWriter(target, reader.dtype, vocab_size), []
-
-    def flush() -> None:
-        if chunk:
-            tokens = np.concatenate(chunk)
-            counts["loss tokens"] += int((tokens.reshape(-1, length)[:, :-1] != fitting.eod).sum())
-            writer.write(tokens)
-            chunk.clear()
+    writer, step = BinWriter(target, reader.dtype, vocab_size), max(1, CHUNK_TOKENS // length)
 
     def drop(record: dict) -> None:
         dropped.write(json.dumps({"split": split, **record}) + "\n")
 
     for bins in windows(reader, fitting, counts, drop, window):
-        for pieces in bins:
-            chunk.append(fill_bin(reader, pieces, fitting))
-            if len(chunk) * length >= CHUNK_TOKENS:
-                flush()
-    flush()
+        for at in range(0, len(bins), step):
+            tokens = np.concatenate([fill_bin(reader, pieces, fitting) for pieces in bins[at : at + step]])
+            counts["loss tokens"] += int((tokens.reshape(-1, length)[:, :-1] != fitting.eod).sum())
+            writer.write(tokens)
     if counts["bins"] == 0:
         raise mistake(
             reader.prefix,
@@ -366,3 +351,6 @@ def summary(output: str, manifest: Manifest) -> str:
                 f"        dropped {counts['dropped documents']:,} documents, {counts['dropped tokens']:,} tokens, see {DROPPED_FILE}"
             )
     return "\n".join(lines)
+
+
+main = command("pack", parser, pack)

@@ -23,7 +23,7 @@ import zaya_plugin
 from zaya_plugin.corpus.bin_writer import BinWriter
 from zaya_plugin.corpus.blocks import BlockReader, Format, Position, Rejected, documents
 from zaya_plugin.corpus.inputs import DEFAULT_GLOBS, STDLIB, InputFile, find_inputs, fingerprint
-from zaya_plugin.corpus.invocation import command_parser, fraction, run_command, size, whole_number
+from zaya_plugin.corpus.invocation import command, command_parser, fraction, size, whole_number
 from zaya_plugin.corpus.parts import Job, Part, split_names, split_of, tokenise
 from zaya_plugin.corpus.workspace import INPUT_FILES, INPUT_TIMES, Workspace
 from zaya_plugin.data import tokenizer
@@ -177,24 +177,17 @@ def parser() -> argparse.ArgumentParser:
     return out
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Run the command; return the exit status."""
-    args = parser().parse_args(argv)
-    args.glob = args.glob or list(DEFAULT_GLOBS)
-    if args.max_bytes is None and args.input == [STDLIB]:
-        args.max_bytes = STDLIB_BYTES
-    if args.tokenizer is None and args.train_bpe is None:
-        args.train_bpe = DEFAULT_BPE
-    workspace = Workspace(args.output, args.overwrite)
-    return run_command("prepare", lambda: prepare(args, workspace), workspace)
-
-
 def prepare(args: argparse.Namespace, workspace: Workspace) -> None:
     """Make the dataset, or find that it is complete, and print a summary.
 
     Raises:
         ValueError: a user's mistake, see `find_inputs` and `Workspace.dataset`; or no document is left.
     """
+    args.glob = args.glob or list(DEFAULT_GLOBS)
+    if args.max_bytes is None and args.input == [STDLIB]:
+        args.max_bytes = STDLIB_BYTES
+    if args.tokenizer is None and args.train_bpe is None:
+        args.train_bpe = DEFAULT_BPE
     plan, missing, speed = deciding(args), None, ""
     try:
         files = find_inputs(args.input, args.glob)
@@ -463,10 +456,13 @@ def summary(output: str, manifest: Manifest) -> str:
     for name, split in manifest.splits.items():
         entropy = f"unigram entropy {split.unigram_entropy:.3f} nats/token"
         lines.append(f"  {name:5} {split.documents:9,} documents {split.tokens:13,} tokens, {entropy}")
-    limit = manifest.arguments["--max-bytes"]
-    read = f"read {counts['read']:,} documents, {manifest.input_bytes / 1e6:.1f} MB"
+    limit = f" (--max-bytes {manifest.arguments['--max-bytes']:,})" if manifest.arguments["--max-bytes"] else ""
     lines.append(
-        f"  {read}{f' (--max-bytes {limit:,})' if limit else ''}: {counts['empty']:,} empty, {counts['rejected']:,} rejected"
+        f"  read {counts['read']:,} documents, {manifest.input_bytes / 1e6:.1f} MB{limit}: {counts['empty']:,} empty, "
+        f"{counts['rejected']:,} rejected"
         + (f", {counts['duplicates']:,} duplicates" if "duplicates" in counts else "")
     )
     return "\n".join(lines)
+
+
+main = command("prepare", parser, prepare)

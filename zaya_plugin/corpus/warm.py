@@ -8,6 +8,7 @@ samples of that node's ranks, which Megatron deals out a micro-batch at a time.
 
 import argparse
 import os
+import re
 import time
 from collections.abc import Iterator
 from itertools import chain, repeat
@@ -19,10 +20,10 @@ from zaya_plugin.config.schedule import batches
 from zaya_plugin.config.schema import Recipe
 from zaya_plugin.corpus.invocation import (
     add_recipe_options,
+    command,
     command_parser,
     is_recipe,
     recipe_of,
-    run_command,
     size,
     whole_number,
 )
@@ -79,43 +80,30 @@ def parser() -> argparse.ArgumentParser:
     return out
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Run the command; return the exit status."""
-    args = parser().parse_args(argv)
-    return run_command("warm", lambda: warm(args))
-
-
-def warm(args: argparse.Namespace) -> None:
+def warm(args: argparse.Namespace, _: None) -> None:
     """Read, and print what was read and how fast.
 
     Raises:
         ValueError: a dataset is missing, the recipe is wrong, or it has no such node or step.
     """
-    if args.steps is None and (args.node is not None or args.from_step is not None):
-        raise mistake(
-            "--node" if args.from_step is None else "--from-step",
-            args.node if args.from_step is None else args.from_step,
-            problem="there are no steps to select samples of",
-            allowed="with a recipe and --steps",
-            fix="zaya data warm experiment=<name> ... --steps <n>",
-        )
     recipe = recipe_of(args) if is_recipe(args) else None
-    if recipe is None and args.steps is not None:
+    options = {"--steps": args.steps, "--from-step": args.from_step, "--node": args.node}
+    given = {option: value for option, value in options.items() if value is not None}
+    if given and (recipe is None or args.steps is None):
         raise mistake(
-            "--steps",
-            args.steps,
-            problem="the steps of a run follow from its recipe",
+            *next(iter(given.items())),
+            problem="the samples of steps follow from a recipe and --steps",
+            allowed="with both of them",
             fix="zaya data warm experiment=<name> data.path=<dataset> --steps <n>",
         )
-    if recipe is not None and args.steps is not None:
+    if given:
         ranges = needed(recipe, args.from_step, args.steps, args.node)
     else:
         ranges = whole_files(args.sources if recipe is None else find_sources(recipe).train)
     wanted = sum(end - begin for found in ranges.values() for begin, end in found)
     limit = args.max_bytes or int(0.8 * free_memory())
     ranges, dropped = within(ranges, limit)
-    pieces = sum(len(found) for found in ranges.values())
-    said = f"{(wanted - dropped) / 1e6:,.1f} MB of {len(ranges)} files in {pieces:,} reads"
+    said = f"{(wanted - dropped) / 1e6:,.1f} MB of {len(ranges)} files in {sum(map(len, ranges.values())):,} reads"
     if dropped:
         said += f"; {dropped / 1e6:,.1f} MB more do not fit into {limit / 1e6:,.1f} MB (--max-bytes)"
     if args.dry_run:
@@ -246,8 +234,7 @@ def read(path: str, ranges: list[tuple[int, int]]) -> None:
 
 def free_memory() -> int:
     """Return the bytes that the kernel can give to the page cache."""
-    with open("/proc/meminfo", encoding="ascii") as lines:
-        for line in lines:
-            if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) * 1024
-    raise mistake("/proc/meminfo", problem="has no MemAvailable", fix="give --max-bytes")
+    return int(re.search(r"MemAvailable:\s+(\d+) kB", Path("/proc/meminfo").read_text("ascii"))[1]) * 1024
+
+
+main = command("warm", parser, warm)

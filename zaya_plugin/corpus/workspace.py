@@ -56,30 +56,31 @@ class Workspace:
         path = self.output + ".lock"
         os.makedirs(os.path.dirname(path), exist_ok=True)
         while True:
-            # Not through open(), which would truncate the holder's text before this process has the lock.
-            descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
-            try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                holder = os.read(descriptor, 1000).decode(errors="replace").strip()
-                os.close(descriptor)
-                raise mistake(
-                    "--output",
-                    self.output,
-                    problem=f"another process is preparing {self.output} ({holder or 'just starting'})",
-                    fix="wait for it to end, or choose another --output",
-                ) from None
-            # The previous holder may have removed the file between open and lock; then other processes lock a new file.
-            if os.path.exists(path) and os.path.samestat(os.stat(path), os.fstat(descriptor)):
-                break
-            os.close(descriptor)
-        try:
-            os.ftruncate(descriptor, 0)
-            os.write(descriptor, f"process {os.getpid()} on {socket.gethostname()}\n".encode())
-            yield
-        finally:
-            os.unlink(path)
-            os.close(descriptor)
+            # Mode "a" keeps the holder's text, mode "w" would truncate it before this process has the lock.
+            with open(path, "a+", encoding="utf-8") as lock:
+                try:
+                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                except BlockingIOError:
+                    lock.seek(0)
+                    raise mistake(
+                        "--output",
+                        self.output,
+                        problem=f"another process is preparing {self.output} ({lock.read().strip() or 'just starting'})",
+                        fix="wait for it to end, or choose another --output",
+                    ) from None
+                # The previous holder may have removed the file between open and lock; then other processes lock a new file.
+                try:
+                    if not os.path.samestat(os.stat(path), os.fstat(lock.fileno())):
+                        continue
+                except FileNotFoundError:
+                    continue
+                lock.truncate(0)
+                print(f"process {os.getpid()} on {socket.gethostname()}", file=lock, flush=True)
+                try:
+                    yield
+                finally:
+                    os.unlink(path)
+                return
 
     def dataset(self, plan: dict, build: Callable[[], None]) -> tuple[Manifest, bool]:
         """Return the dataset of a plan, and whether it was complete; `build` fills `final` if it was not.

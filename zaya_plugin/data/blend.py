@@ -4,6 +4,7 @@
 import hashlib
 import os
 from collections.abc import Sequence
+from itertools import count
 from pathlib import Path
 from typing import NamedTuple
 
@@ -55,7 +56,7 @@ def parse_blend(blend: Blend | None, key: str = "blend", weighted: bool = False)
 
 def _entry(given: str | os.PathLike | tuple[float, str | os.PathLike]) -> BlendEntry:
     if isinstance(given, tuple):
-        return BlendEntry(float(given[0]), os.fspath(given[1]))
+        return BlendEntry(None if given[0] is None else float(given[0]), os.fspath(given[1]))
     text = os.fspath(given).strip()
     weight, _, path = text.partition(" ")
     try:
@@ -109,12 +110,8 @@ def domain_names(paths: Sequence[str]) -> list[str]:
     parts = [Path(path).parts for path in paths]
     if len(set(parts)) < len(parts):
         raise mistake("data.valid_blend", ", ".join(paths), problem="a source comes twice", fix="add up its weights")
-    names = []
-    for path in parts:
-        count = 1
-        while sum(other[-count:] == path[-count:] for other in parts) > 1:
-            count += 1
-        names.append("_".join(path[-count:]).strip("/"))
+    alone = [next(n for n in count(1) if sum(other[-n:] == path[-n:] for other in parts) == 1) for path in parts]
+    names = ["_".join(path[-n:]).strip("/") for path, n in zip(parts, alone, strict=True)]
     if len(set(names)) < len(names):
         raise mistake(
             "data.valid_blend",

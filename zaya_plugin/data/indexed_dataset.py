@@ -165,11 +165,9 @@ def largest_token(indexed: IndexedFile, limit_bytes: int | None = None) -> tuple
     tokens = np.memmap(indexed.prefix + ".bin", indexed.dtype, "r") if indexed.tokens else np.empty(0, indexed.dtype)
     whole = limit_bytes is None or tokens.nbytes <= limit_bytes
     half = 0 if whole else limit_bytes // 2 // indexed.dtype.itemsize
-    largest = -1
-    for piece in [tokens] if whole else [tokens[:half], tokens[-half:]]:
-        for begin in range(0, len(piece), CHUNK):
-            largest = max(largest, int(piece[begin : begin + CHUNK].max()))
-    return largest, whole
+    pieces = [tokens] if whole else [tokens[:half], tokens[-half:]]
+    chunks = (piece[begin : begin + CHUNK] for piece in pieces for begin in range(0, len(piece), CHUNK))
+    return max((int(chunk.max()) for chunk in chunks), default=-1), whole
 
 
 class IndexedReader:

@@ -146,8 +146,9 @@ def stage_use(blend: Blend, samples: int, sequence_length: int, ledger: dict[str
         prefixes, keys, weights, BlendOrder(weights, seed).counts(samples), strict=True
     ):
         before = ledger.get(key, 0)
-        tokens = read_index(prefix).tokens
-        uses.append(SourceUse(prefix, weight, before, before + count * sequence_length, tokens, count))
+        uses.append(
+            SourceUse(prefix, weight, before, before + count * sequence_length, read_index(prefix).tokens, count)
+        )
     return uses
 
 

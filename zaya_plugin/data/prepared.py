@@ -10,6 +10,7 @@ import json
 import os
 import warnings
 from dataclasses import asdict, dataclass
+from pathlib import Path
 
 import numpy as np
 
@@ -82,9 +83,7 @@ class Manifest:
         record = {"format": FORMAT, "format_version": FORMAT_VERSION, **asdict(self)}
         if self.packing is None:
             del record["packing"]
-        with open(os.path.join(directory, MANIFEST), "w", encoding="utf-8") as out:
-            json.dump(record, out, indent=2)
-            out.write("\n")
+        Path(directory, MANIFEST).write_text(json.dumps(record, indent=2) + "\n", "utf-8")
 
 
 def load_manifest(path: str) -> Manifest:
@@ -208,7 +207,8 @@ def prefix_of(path: str | os.PathLike, split: str) -> str:
 def tokenizer_of(path: str | os.PathLike) -> tuple[str, TokenizerRecord] | None:
     """Return directory and record of a prepared dataset's tokenizer; None for bare files."""
     manifest, prefixes = locate(path)
-    return None if manifest is None else (os.path.join(_home(prefixes), "tokenizer"), manifest.tokenizer)
+    home = os.path.dirname(next(iter(prefixes.values())))
+    return None if manifest is None else (os.path.join(home, "tokenizer"), manifest.tokenizer)
 
 
 def packed_length(path: str | os.PathLike) -> int | None:
@@ -274,7 +274,7 @@ def check_dataset(
             _warn_about_bare(indexed, vocab_size, full)
     if manifest is not None:
         largest = max(manifest.splits[name].max_token_id for name in prefixes)
-        use = f"use the tokenizer that the dataset was made with: {_home(prefixes)}/tokenizer"
+        use = f"use the tokenizer that the dataset was made with: {tokenizer_of(path)[0]}"
         _check_vocabulary(path, largest, vocab_size, f"{use} ({manifest.tokenizer.vocab_size} entries)")
         made_with = manifest.tokenizer.eod_id if manifest.arguments["append eod"] else None
         if None not in (eod_id, made_with) and eod_id != made_with:
@@ -284,10 +284,6 @@ def check_dataset(
                 fix=use,
             )
     return checked
-
-
-def _home(prefixes: dict[str, str]) -> str:
-    return os.path.dirname(next(iter(prefixes.values())))
 
 
 def _compare(indexed: IndexedFile, manifest: Manifest, record: SplitRecord, full: bool) -> None:

@@ -58,21 +58,12 @@ class DataSources:
             parts = [one.build((0, valid // count, 0), sequence_length, seed, tokenizer)[1] for one in alone]
             trained = self.build((train, 0, 0), sequence_length, seed, tokenizer)[0] if train else None
             return [trained, InTurn(parts, validation // count), None]
-        stream = None
-        if train and self.consumed is not None:
-            stream = build_stream(self.train, train, sequence_length, seed, tokenizer, self.cache_path, self.consumed)
-            if not valid:
-                return [stream, None, None]
-        datasets = build_gpt_datasets(
-            self.train,
-            self.valid,
-            (0 if stream is not None else train, valid, 0),
-            sequence_length=sequence_length,
-            seed=seed,
-            tokenizer=tokenizer,
-            cache_path=self.cache_path,
-        )
-        return datasets if stream is None else [stream, *datasets[1:]]
+        built = dict(sequence_length=sequence_length, seed=seed, tokenizer=tokenizer, cache_path=self.cache_path)
+        if not train or self.consumed is None:
+            return build_gpt_datasets(self.train, self.valid, (train, valid, 0), **built)
+        stream = build_stream(self.train, train, consumed=self.consumed, **built)
+        held_out = build_gpt_datasets(self.train, self.valid, (0, valid, 0), **built)[1] if valid else None
+        return [stream, held_out, None]
 
 
 def find_sources(recipe: Recipe) -> DataSources:

@@ -59,8 +59,7 @@ def train_bpe(texts: Iterable[str], vocab_size: int, directory: str) -> None:
     tokenizer.train_from_iterator(chain([first], texts), trainer)
     os.makedirs(directory, exist_ok=True)
     # Not tokenizer.save(), which turns a full disk into a bare Exception.
-    with open(os.path.join(directory, "tokenizer.json"), "w", encoding="utf-8") as out:
-        out.write(tokenizer.to_str(pretty=True))
+    Path(directory, "tokenizer.json").write_text(tokenizer.to_str(pretty=True), "utf-8")
     config = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "bos_token": END_OF_TEXT,
@@ -70,8 +69,7 @@ def train_bpe(texts: Iterable[str], vocab_size: int, directory: str) -> None:
         # No truncation: transformers' own number for "unlimited".
         "model_max_length": int(1e30),
     }
-    with open(os.path.join(directory, "tokenizer_config.json"), "w", encoding="utf-8") as out:
-        json.dump(config, out, indent=2)
+    Path(directory, "tokenizer_config.json").write_text(json.dumps(config, indent=2), "utf-8")
 
 
 def import_pretrained(name: str, directory: str) -> None:
@@ -87,8 +85,12 @@ def import_pretrained(name: str, directory: str) -> None:
         tokenizer = AutoTokenizer.from_pretrained(name)
     # transformers raises OSError, ValueError, KeyError, ImportError and others for a bad name or directory
     except Exception as error:
-        allowed = "a directory or a name on the Hugging Face hub"
-        raise mistake("--tokenizer", name, problem=f"cannot be opened: {error}", allowed=allowed) from error
+        raise mistake(
+            "--tokenizer",
+            name,
+            problem=f"cannot be opened: {error}",
+            allowed="a directory or a name on the Hugging Face hub",
+        ) from error
     if not tokenizer.is_fast:
         raise mistake("--tokenizer", name, problem="has no fast form", allowed="tokenizers with a tokenizer.json")
     try:
