@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from zaya_plugin.corpus import prepare
-from zaya_plugin.data.indexed_format import read_index
+from zaya_plugin.data.indexed_dataset import read_index
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 
@@ -55,7 +55,7 @@ def start():
 
     def call(*argv, **options) -> subprocess.Popen:
         environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"}
-        command = [sys.executable, "-m", "zaya_plugin.corpus.prepare", *map(str, argv)]
+        command = [sys.executable, "-m", "zaya_plugin.cli", "data", "prepare", *map(str, argv)]
         return subprocess.Popen(
             command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **options
         )

@@ -8,8 +8,7 @@ import pytest
 
 from zaya_plugin.corpus import bin_writer, bundle, pack
 from zaya_plugin.corpus.bin_writer import BinWriter
-from zaya_plugin.data.check import check_dataset
-from zaya_plugin.data.manifest import load_manifest
+from zaya_plugin.data.prepared import check_dataset, load_manifest
 
 
 @pytest.fixture(scope="module")
@@ -72,7 +71,7 @@ def test_bundle_of_packed_sets_stays_packed(shards, tmp_path, capsys):
     assert joined.counts["train"] == {key: sum(count[key] for count in counts) for key in counts[0]}
     capsys.readouterr()
     assert bundle.main([shards[0], packed[1], "--dry-run"]) == 1
-    assert "differ in length of bins (128 and None)" in capsys.readouterr().err
+    assert "in length of bins (128 and None)" in capsys.readouterr().err
 
 
 def test_planned_reads_and_what_cannot_be_bundled(shards, prepared, tmp_path, capsys):
@@ -85,8 +84,8 @@ def test_planned_reads_and_what_cannot_be_bundled(shards, prepared, tmp_path, ca
     assert "8 sequences of 64 tokens each 2 s" in capsys.readouterr().out
     for arguments, message in (
         ([shards[0], shards[0], "--dry-run"], "is named twice"),
-        ([shards[0], str(prepared / "train"), "--dry-run"], "give those, whole"),
-        ([shards[0], str(tmp_path / "none"), "--dry-run"], "there is no dataset at"),
+        ([shards[0], str(prepared / "train"), "--dry-run"], "is no whole dataset"),
+        ([shards[0], str(tmp_path / "none"), "--dry-run"], "there is no dataset"),
     ):
         assert bundle.main(arguments) == 1
         assert message in capsys.readouterr().err

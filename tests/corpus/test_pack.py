@@ -7,11 +7,9 @@ import os
 import numpy as np
 import pytest
 
-from zaya_plugin.corpus import bin_writer, pack, pack_write
+from zaya_plugin.corpus import bin_writer, pack
 from zaya_plugin.corpus.bin_writer import BinWriter
-from zaya_plugin.data.check import check_dataset
-from zaya_plugin.data.manifest import load_manifest
-from zaya_plugin.data.prefixes import packed_length, refuse_other_length
+from zaya_plugin.data.prepared import check_dataset, load_manifest, packed_length, refuse_other_length
 
 LENGTH = 128
 
@@ -60,9 +58,7 @@ def test_every_document_is_whole_and_there_once(packed, prepared, read_tokens, c
     assert checked["train"].documents == manifest.packing.counts["train"]["bins"]
     assert packed_length(output / "train") == LENGTH and packed_length(prepared) is None
     refuse_other_length(output, LENGTH)
-    with pytest.raises(
-        ValueError, match="bins of 128 tokens, and the run has sequences of 64: set stage.seq_length=128"
-    ):
+    with pytest.raises(ValueError, match="stage.seq_length=64: .* bins of 128 tokens.* Fix: stage.seq_length=128"):
         refuse_other_length(output, 64)
     assert "% full" in capsys.readouterr().out
 
@@ -106,7 +102,7 @@ def test_chains_of_thought_keep_their_answers(tmp_path, run, packed, capsys):
 
 def test_interrupted_run_continues_with_the_same_bytes(packed, contents, monkeypatch, capsys):
     _, undisturbed = packed(name="whole")
-    monkeypatch.setattr(pack_write, "CHUNK_TOKENS", 4 * LENGTH)
+    monkeypatch.setattr(pack, "CHUNK_TOKENS", 4 * LENGTH)
     monkeypatch.setattr(bin_writer, "SYNCED_BYTES", 4 * 2 * LENGTH)
     calls, record = [], BinWriter.record
 

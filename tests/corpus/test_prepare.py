@@ -19,7 +19,7 @@ import pytest
 from tokenizers import Tokenizer
 
 from zaya_plugin.corpus.parts import split_of
-from zaya_plugin.data.manifest import load_manifest
+from zaya_plugin.data.prepared import load_manifest
 from zaya_plugin.data.tokenizer import train_bpe
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -264,17 +264,20 @@ def test_a_directory_of_others_is_never_replaced(tmp_path, corpus, run, capsys):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--input", "nowhere.jsonl"], "nowhere.jsonl does not exist"),
+        (["--input", "nowhere.jsonl"], "nowhere.jsonl: does not exist"),
         (["--input", "{corpus}", "{corpus}"], "is named twice"),
-        (["--input", "shard.jsonl.xz"], "cannot be read: text files and .jsonl, plain or as .gz or .zst, and .parquet"),
+        (
+            ["--input", "shard.jsonl.xz"],
+            "cannot be read. Allowed: text files and .jsonl, plain or as .gz or .zst, and .parquet",
+        ),
         (["--input", "{corpus}", "--field", "body"], "is --field right?"),
         (
             ["--input", "{corpus}", "--field", "body", "--train-bpe", "300"],
             "corpus.jsonl:1: no field 'body'; it has 'id', 'text'",
         ),
-        (["--input", "one.txt"], "the valid split is empty: --valid-fraction 0.05 of 1 document"),
-        (["--input", "empty"], "no file in"),
-        (["--input", "{corpus}", "--tokenizer", "empty"], "cannot be opened as a directory or a name"),
+        (["--input", "one.txt"], "--valid-fraction=0.05: the valid split is empty: 1 document in all"),
+        (["--input", "empty"], "no file in it matches"),
+        (["--input", "{corpus}", "--tokenizer", "empty"], "--tokenizer=empty: cannot be opened: "),
     ],
 )
 def test_errors_that_name_the_cause(tmp_path, monkeypatch, corpus, run, capsys, options, message):
@@ -338,7 +341,9 @@ def test_progress_bar_on_a_terminal(tmp_path, corpus):
     command = [
         sys.executable,
         "-m",
-        "zaya_plugin.corpus.prepare",
+        "zaya_plugin.cli",
+        "data",
+        "prepare",
         "--input",
         corpus,
         "--output",

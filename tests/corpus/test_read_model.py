@@ -3,14 +3,7 @@
 
 import pytest
 
-from zaya_plugin.corpus.read_model import (
-    PlannedRun,
-    amplification,
-    least_step_seconds,
-    reads_per_second,
-    report,
-    stretches,
-)
+from zaya_plugin.corpus.bundle import PlannedRun, amplification, least_step_seconds, reads_per_second, report, stretches
 
 
 def test_published_figures():

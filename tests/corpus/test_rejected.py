@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from zaya_plugin.data.manifest import load_manifest
+from zaya_plugin.data.prepared import load_manifest
 
 GOOD = b'{"text": "a good line"}'
 BROKEN = {
@@ -106,13 +106,13 @@ def test_max_rejects_fails_and_the_same_run_goes_on_with_a_higher_limit(tmp_path
     ]
     assert run(*command, "--max-rejects", 9) == 1
     error = capsys.readouterr().err
-    assert "10 documents are rejected and --max-rejects allows 9" in error and not (tmp_path / "out").exists()
-    rejects_file = error.strip().rsplit(" ", 1)[1]
+    assert "--max-rejects=9: 10 documents are rejected" in error and not (tmp_path / "out").exists()
+    rejects_file = error.strip().removesuffix(".").rsplit(" ", 1)[1]
     assert len(open(rejects_file).readlines()) == 10
     assert run(*command, "--max-rejects", 10) == 0
     assert "already finished" in capsys.readouterr().err
     assert run(*command, "--max-rejects", 9) == 1  # complete, and still more than this caller accepts
-    assert "--max-rejects allows 9" in capsys.readouterr().err
+    assert "--max-rejects=9: " in capsys.readouterr().err
 
 
 def test_text_files_that_cannot_be_read(tmp_path, run):

@@ -5,6 +5,7 @@ import os
 
 import pytest
 
+from zaya_plugin.config.schema import ClusterConfig, ParallelConfig, Recipe, StageConfig
 from zaya_plugin.corpus import warm
 
 
@@ -31,8 +32,18 @@ def test_whole_files_are_read(prepared, capsys, monkeypatch):
     assert warm.main([str(prepared), "--max-bytes", "1000"]) == 0
     assert sum(end - begin for _, ranges in read for begin, end in ranges) == 1000
     assert "more do not fit into" in capsys.readouterr().out
-    assert warm.main([str(prepared), "--sequence-length", "8"]) == 1
-    assert "give --global-batch-size and --total-samples too" in capsys.readouterr().err
+    assert warm.main(["experiment=cpu_demo", f"data.path={prepared}"]) == 0
+    assert f"read {total / 1e6:,.1f} MB of 2 files in 2 reads" in capsys.readouterr().out
+
+
+def recipe(tensor=1, context=1, pipeline=1, nodes=3, batch=96):
+    return Recipe(
+        stage=StageConfig(name="s", global_batch_size=batch, micro_batch_size=2),
+        cluster=ClusterConfig(name="c", num_nodes=nodes, gpus_per_node=8),
+        parallel=ParallelConfig(
+            tensor_model_parallel_size=tensor, context_parallel_size=context, pipeline_model_parallel_size=pipeline
+        ),
+    )
 
 
 @pytest.mark.parametrize(("tensor", "context", "pipeline"), [(1, 1, 1), (2, 2, 1), (1, 2, 2), (4, 1, 2)])
@@ -47,20 +58,7 @@ def test_a_node_reads_what_megatron_deals_to_its_ranks(tensor, context, pipeline
     number_of = {rank: number for group in groups for number, rank in enumerate(group)}
     seen = set()
     for node in range(nodes):
-        options = [
-            "x",
-            "--global-batch-size",
-            batch,
-            "--node",
-            node,
-            "--nodes",
-            nodes,
-            "--ranks-per-sample",
-            tensor * context,
-            "--pipeline-stages",
-            pipeline,
-        ]
-        dealt = warm.data_parallel_ranks(warm.parser().parse_args([str(option) for option in options]))
+        dealt = warm.data_parallel_ranks(recipe(tensor, context, pipeline), node)
         expected = set()
         for rank in range(node * per_node, (node + 1) * per_node):
             sampler = MegatronPretrainingSampler(5 * batch, 2 * batch, micro, number_of[rank], size)
@@ -70,45 +68,18 @@ def test_a_node_reads_what_megatron_deals_to_its_ranks(tensor, context, pipeline
     assert seen == set(range(2 * batch, 5 * batch)) == set(warm.samples_of(2 * batch, 5 * batch, micro, None))
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (["--node", "0", "--nodes", "2"], "--node asks for the samples of a node's ranks"),
-        (
-            [
-                "--sequence-length",
-                "8",
-                "--global-batch-size",
-                "8",
-                "--total-samples",
-                "8",
-                "--node",
-                "2",
-                "--nodes",
-                "2",
-            ],
-            "a number above it",
-        ),
-        (
-            [
-                "--sequence-length",
-                "8",
-                "--global-batch-size",
-                "8",
-                "--total-samples",
-                "8",
-                "--node",
-                "1",
-                "--nodes",
-                "2",
-            ],
-            "16 data-parallel ranks",
-        ),
-    ],
-)
-def test_nodes_that_make_no_sense(prepared, capsys, options, message):
-    assert warm.main([str(prepared), *options]) == 1
-    assert message in capsys.readouterr().err
+def test_nodes_that_make_no_sense(prepared, capsys):
+    with pytest.raises(ValueError, match="--node=2: .* Allowed: 0 to 1 .cluster.num_nodes=2"):
+        warm.data_parallel_ranks(recipe(nodes=2), 2)
+    with pytest.raises(ValueError, match="stage.global_batch_size=8: .* 16 data-parallel ranks"):
+        warm.data_parallel_ranks(recipe(nodes=2, batch=8), 1)
+    for options, message in (
+        (["--node", "0"], "--node=0: the samples of steps follow from a recipe and --steps"),
+        (["--from-step", "3"], "--from-step=3: the samples of steps follow"),
+        (["--steps", "3"], "--steps=3: the samples of steps follow"),
+    ):
+        assert warm.main([str(prepared), *options]) == 1
+        assert message in capsys.readouterr().err
 
 
 def test_every_byte_of_the_ranges_is_read(tmp_path, monkeypatch):

@@ -6,10 +6,9 @@ import shutil
 import numpy as np
 import pytest
 
-from zaya_plugin.data.check import DatasetWarning
+from zaya_plugin.data.blend import resolve_blend
 from zaya_plugin.data.dataset import build_gpt_datasets
-from zaya_plugin.data.manifest import load_manifest
-from zaya_plugin.data.prefixes import resolve_blend
+from zaya_plugin.data.prepared import DatasetWarning, load_manifest
 
 SEQUENCE = 32
 
@@ -147,18 +146,23 @@ def test_dataset_without_split_is_all_training(tmp_path, run, corpus, build):
         run("--input", corpus, "--output", tmp_path / "out", "--train-bpe", 400, "--valid-fraction", 0, "--quiet") == 0
     )
     assert resolve_blend(tmp_path / "out", "train") == ([str(tmp_path / "out" / "text")], None)
-    with pytest.raises(ValueError, match="has no valid split .it has text.; prepare it with --valid-fraction"):
+    with pytest.raises(ValueError, match="has no valid split.*it has text.*prepare it with --valid-fraction"):
         build(tmp_path / "out", tmp_path / "out", (1, 1, 0))
 
 
 @pytest.mark.parametrize(
     ("train", "valid", "samples", "message"),
     [
-        ("nowhere", None, (1, 0, 0), "there is no dataset at"),
+        ("nowhere", None, (1, 0, 0), "there is no dataset at this path"),
         ("{prepared}", None, (1, 5, 0), "5 valid samples are asked for, and there is no valid data"),
         ("{prepared}", None, (0, 0, 0), "asks for no sample"),
-        ([(1.0, "{prepared}"), "{prepared}"], None, (1, 0, 0), "to every dataset or to none"),
-        ([(0.0, "{prepared}"), (1.0, "{prepared}")], None, (1, 0, 0), "weights must be positive"),
+        (
+            [(1.0, "{prepared}"), "{prepared}"],
+            None,
+            (1, 0, 0),
+            "has no weight. Allowed: positive weights, for every dataset or for none",
+        ),
+        ([(0.0, "{prepared}"), (1.0, "{prepared}")], None, (1, 0, 0), "a weight must be a positive number"),
     ],
 )
 def test_errors(prepared, build, train, valid, samples, message):

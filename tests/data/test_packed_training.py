@@ -1,13 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """Packed sets, streams and the page cache through the datasets that training uses."""
 
+import json
+
 import numpy as np
 import pytest
+from megatron.core.tokenizers import MegatronTokenizer
 
+from zaya_plugin.config.run_directory import TRACKER
 from zaya_plugin.corpus import inspect, pack, warm
+from zaya_plugin.corpus.invocation import recipe_of
 from zaya_plugin.data.dataset import build_gpt_datasets, build_stream
-from zaya_plugin.data.manifest import load_manifest
-from zaya_plugin.data.packing import packed_loss_mask
+from zaya_plugin.data.prepared import load_manifest, packed_loss_mask
 
 LENGTH = 128
 
@@ -21,8 +25,6 @@ def bins(tmp_path_factory, prepared):
 
 @pytest.fixture(scope="module")
 def tokenizer(prepared):
-    from megatron.core.tokenizers import MegatronTokenizer
-
     return MegatronTokenizer.from_pretrained(str(prepared / "tokenizer"), metadata_path={"library": "huggingface"})
 
 
@@ -57,7 +59,7 @@ def test_blend_of_packed_and_plain_data(bins, prepared, tokenizer, tmp_path):
             assert sample["loss_mask"].sum() == LENGTH
         else:
             assert sample["loss_mask"].sum() == LENGTH - ends - int(sample["tokens"][-1] != 0)
-    with pytest.raises(ValueError, match="packed into bins of 128 tokens, and the run has sequences of 64"):
+    with pytest.raises(ValueError, match="stage.seq_length=64: .* packed into bins of 128 tokens"):
         build(bins, 4, tokenizer, tmp_path, sequence_length=64)
 
 
@@ -94,17 +96,33 @@ def test_byte_ranges_of_samples_are_where_their_tokens_are(bins, prepared, token
 
 @pytest.mark.parametrize("order", ["megatron", "continuing"])
 def test_inspect_and_warm_show_and_read_training_samples(bins, prepared, tmp_path, capsys, order):
-    run = ["--sequence-length", str(LENGTH), "--total-samples", "64", "--order", order, "--seed", "7"]
-    assert inspect.main([f"0.5 {bins}", f"0.5 {prepared}", *run, "--start", "10", "--count", "20"]) == 0
-    out = capsys.readouterr().out
-    assert (
-        out.count("train sample ") == 20
-        and "of 64" in out
-        and f"{bins}/train: " in out
-        and f"{prepared}/train: " in out
-    )
-    steps = ["--global-batch-size", "8", "--from-step", "2", "--steps", "3"]
-    assert warm.main([f"0.5 {bins}", f"0.5 {prepared}", *run, *steps, "--cache-path", str(tmp_path)]) == 0
+    recipe = [
+        *("experiment=cpu_demo", f"data.path={prepared}", f"data.blend=['0.5 {bins}','0.5 {prepared}']"),
+        *(f"data.order={order}", "data.packing=documents", f"data.cache_path={tmp_path}/cache", "seed=7"),
+        *(f"stage.seq_length={LENGTH}", "stage.train_iters=8", "stage.global_batch_size=8", f"run_dir={tmp_path}/run"),
+    ]
+    assert inspect.main([*recipe, "--start", "10", "--count", "20", "--json"]) == 0
+    shown = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [each["name"] for each in shown] == [f"train sample {number} of 64" for number in range(10, 30)]
+    assert {each["source"] for each in shown} == {f"{bins}/train", f"{prepared}/train"}
+    blend, cache = [(0.5, bins), (0.5, prepared)], str(tmp_path / "own")
+    tokenizer = MegatronTokenizer.from_pretrained(str(prepared / "tokenizer"), metadata_path={"library": "huggingface"})
+    if order == "megatron":
+        dataset = build(blend, 64, tokenizer, cache)
+    else:
+        dataset = build_stream(blend, 64, LENGTH, 7, tokenizer, cache, {})
+    assert [each["in_loss"] for each in shown] == [int(dataset[n]["loss_mask"].sum()) for n in range(10, 30)]
+    wanted = [warm.sample_ranges(dataset, number) for number in range(16, 40)]
+    read = warm.needed(recipe_of(warm.parser().parse_args(recipe)), 2, 3, None)
+    for path, begin, end in (each for ranges in wanted for each in ranges):
+        assert any(first <= begin and end <= last for first, last in read[path])
+    assert warm.main([*recipe, "--from-step", "2", "--steps", "3"]) == 0
     assert "of 2 files in" in capsys.readouterr().out
-    assert warm.main([str(prepared), *run, "--global-batch-size", "8", "--from-step", "8"]) == 1
-    assert "past the end of a run of 64 samples" in capsys.readouterr().err
+    (tmp_path / "run" / "checkpoints").mkdir(parents=True)
+    (tmp_path / "run" / TRACKER).write_text("2")
+    if order == "megatron":
+        assert warm.needed(recipe_of(warm.parser().parse_args(recipe)), None, 3, None) == read
+    assert warm.main([*recipe, "--from-step", "8", "--steps", "1"]) == 1
+    assert "--from-step=8: is past the end of the run. Allowed: 0 to 7" in capsys.readouterr().err
+    assert inspect.main([*recipe, "--start", "64"]) == 1
+    assert "--start=64: the stage has 64 samples" in capsys.readouterr().err

@@ -9,10 +9,9 @@ import pytest
 
 from zaya_plugin.corpus import mixture
 from zaya_plugin.data import ledger
-from zaya_plugin.data.indexed_format import write_index
-from zaya_plugin.data.indexed_reader import IndexedReader
+from zaya_plugin.data.indexed_dataset import IndexedReader, write_index
 from zaya_plugin.data.ledger import stage_use
-from zaya_plugin.data.token_stream import StageShuffle, TokenStream
+from zaya_plugin.data.stream_dataset import StageShuffle, TokenStream
 
 
 @pytest.fixture(scope="module")
@@ -70,7 +69,7 @@ def test_order_depends_on_seed_and_content_alone(stream, tmp_path):
 
 
 def test_window_shuffle_is_a_permutation_of_the_stage(monkeypatch):
-    monkeypatch.setattr("zaya_plugin.data.token_stream.WINDOW", 16)
+    monkeypatch.setattr("zaya_plugin.data.stream_dataset.WINDOW", 16)
     shuffle = StageShuffle(50, [1, 2])
     places = [shuffle[number] for number in range(50)]
     assert sorted(places) == list(range(50)) and places != list(range(50))
@@ -92,9 +91,8 @@ def drawn_by_stages(sources, cache, stages=STAGES, seed=7):
     found, read = [], {}
     for blend, samples, length in stages:
         entries = [f"{weight} {sources / name}" for name, weight in blend.items()]
-        prefixes, weights = ledger.resolve_entries(entries)
         uses = stage_use(entries, samples, length, read, seed)
-        dataset = StreamDataset(uses, weights, length, seed, eod=0, cache_path=str(cache))
+        dataset = StreamDataset(uses, length, seed, eod=0, cache_path=str(cache))
         assert len(dataset) == samples
         tokens = {name: [] for name in blend}
         for number in range(samples):
@@ -128,7 +126,7 @@ def test_stage_boundaries_neither_replay_nor_skip(sources, tmp_path):
 
 
 def content(prefix):
-    from zaya_plugin.data.prefixes import content_name
+    from zaya_plugin.data.blend import content_name
 
     return content_name([prefix])
 
@@ -144,16 +142,21 @@ def test_a_longer_stage_is_two_shorter_ones(sources, tmp_path):
 
 def test_mixture_prints_tokens_epochs_and_the_ledger(sources, capsys):
     web = IndexedReader(str(sources / "web")).indexed.tokens
-    entries = [f"0.75 {sources}/web", f"0.25 {sources}/code"]
-    assert mixture.main([*entries, "--sequence-length", "64", "--samples", "1024"]) == 0
+
+    def shown(blend, samples, *options):
+        run = [f"data.path={sources}/web", "data.order=continuing", "stage.seq_length=64", "stage.global_batch_size=1"]
+        return mixture.main(
+            ["experiment=cpu_demo", *run, f"stage.train_iters={samples}", f"data.blend={blend}", *options]
+        )
+
+    assert shown([f"0.75 {sources}/web", f"0.25 {sources}/code"], 1024) == 0
     out = capsys.readouterr().out
     assert f"{768 * 64:,}" in out and f"{768 * 64 / web:8.3f}" in out and "75.00%" in out
     following = [line.strip() for line in out.split("data.consumed:\n")[1].splitlines()]
     assert following == [f"{768 * 64} {sources}/web", f"{256 * 64} {sources}/code"]
-    consumed = [word for entry in following for word in ("--consumed", entry)]
-    assert mixture.main([f"{sources}/math", "--sequence-length", "64", "--samples", "10", *consumed]) == 0
+    assert shown([f"1 {sources}/math"], 10, f"data.consumed={following}") == 0
     assert f"{768 * 64} {sources}/web" in capsys.readouterr().out
-    assert mixture.main([f"1 {sources}/web", f"2 {sources}/web", "--sequence-length", "64", "--samples", "10"]) == 1
-    assert mixture.main([f"{sources}/web", "--sequence-length", "64", "--samples", "10", "--consumed", "much"]) == 1
+    assert shown([f"1 {sources}/web", f"2 {sources}/web"], 10) == 1
+    assert shown([f"1 {sources}/web"], 10, "data.consumed=[much]") == 1
     err = capsys.readouterr().err
-    assert "names a source twice" in err and "an entry is a number of tokens, a blank and a path" in err
+    assert "a source comes twice" in err and "Allowed: a number of tokens, a blank and a path" in err

@@ -6,7 +6,7 @@ import json
 import pytest
 
 from zaya_plugin.corpus.parts import split_of
-from zaya_plugin.data.manifest import load_manifest
+from zaya_plugin.data.prepared import load_manifest
 from zaya_plugin.data.tokenizer import describe, train_bpe
 
 SAMPLE = "def größe(x):\n\treturn  x  # 日本語 🙂\r\n"

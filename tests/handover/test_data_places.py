@@ -10,8 +10,7 @@ import pytest
 
 from zaya_plugin.config.compose import save_recipe
 from zaya_plugin.config.run_directory import TRACKER
-from zaya_plugin.data.indexed_format import write_index
-from zaya_plugin.data.ledger import resolve_entries
+from zaya_plugin.data.indexed_dataset import write_index
 from zaya_plugin.data.stream_dataset import StreamDataset
 from zaya_plugin.handover.data_places import consumed_after, source_uses, with_consumed
 from zaya_plugin.run.before_start import take_over
@@ -91,8 +90,7 @@ def launched(recipe, step):
 def read(recipe, cache):
     """Positions in the stream of each source that the stage's data set reads, in order of its samples."""
     uses = source_uses(recipe)
-    _, weights = resolve_entries(recipe.data.blend)
-    data = StreamDataset(uses, weights, recipe.stage.seq_length, recipe.seed, 0, str(cache))
+    data = StreamDataset(uses, recipe.stage.seq_length, recipe.seed, 0, str(cache))
     places = [data.place(number) for number in range(len(data))]
     return {use.prefix: [position for source, position in places if source == at] for at, use in enumerate(uses)}
 
@@ -120,7 +118,7 @@ def test_a_stage_that_is_launched_again_keeps_its_place(recipes, sources, tmp_pa
     (tmp_path / "demo_1" / "recipe.yaml").unlink()
     assert take_over(recipes[1]) == begun, "the stage before is not needed any more"
     recipes[1].data.blend, recipes[1].stage.train_iters = blend(sources, web=1), 31
-    message = "has changed since the stage began: data.blend was .* the stage had 240 samples and has 248"
+    message = "what decides it has changed: data.blend was .* the stage had 240 samples and has 248"
     with pytest.raises(ValueError, match=message):
         take_over(recipes[1])
 
@@ -128,13 +126,13 @@ def test_a_stage_that_is_launched_again_keeps_its_place(recipes, sources, tmp_pa
 @pytest.mark.parametrize(
     ("path", "value", "message"),
     [
-        ("data.consumed", "16 {web}", "data.consumed = ['16 {web}']: the stage before in {run}/demo_1 ended with ["),
+        ("data.consumed", "16 {web}", "data.consumed=['16 {web}']: the stage before in {run}/demo_1 ended with ["),
         (
             "seed",
             5,
-            "seed = 5 with data.order = continuing: the stage before in {run}/demo_1 read its sources in the order of seed 1234",
+            "seed=5: the stage before in {run}/demo_1 read its sources in the order of seed 1234",
         ),
-        ("handover.first_sample", 8, "handover.first_sample = 8 with data.order = continuing: allowed: 0"),
+        ("handover.first_sample", 8, "handover.first_sample=8: with data.order=continuing data.consumed says where the stage begins. Allowed: 0"),
     ],
 )
 def test_another_place_is_refused(recipes, sources, tmp_path, path, value, message):

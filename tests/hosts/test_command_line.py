@@ -39,7 +39,7 @@ CASES = {
 
 @pytest.fixture(autouse=True)
 def data(monkeypatch):
-    from zaya_plugin.data import prefixes
+    from zaya_plugin.data import blend as prefixes
 
     monkeypatch.setattr(
         prefixes,

@@ -48,7 +48,7 @@ def host(monkeypatch, tmp_path):
 
 
 def values(recipe):
-    from zaya_plugin.data import prefixes
+    from zaya_plugin.data import blend as prefixes
 
     found, names = prefixes.resolve_blend, prefixes.content_name
     prefixes.resolve_blend, prefixes.content_name = (lambda blend, split: ([blend], None)), (lambda prefixes: "name")
@@ -158,5 +158,5 @@ def test_a_recipe_of_another_version_is_refused(host, monkeypatch, tmp_path):
 
 
 def test_a_stage_before_that_is_not_finished_ends_the_run(host, tmp_path):
-    with pytest.raises(SystemExit, match="handover.from_run = .*holds no run"):
+    with pytest.raises(SystemExit, match="handover.from_run=.*holds no run"):
         host(f"handover.from_run={tmp_path / 'nothing'}")

@@ -92,7 +92,7 @@ def test_a_learning_rate_that_promises_to_go_on_has_to(tmp_path):
 
 def test_another_optimizer_cannot_take_over(tmp_path):
     pretend(made(tmp_path), 0, 60)
-    with pytest.raises(ValueError, match="optim.name = muon: the stage before .* used adamw"):
+    with pytest.raises(ValueError, match="optim.name=muon: the stage before .* used adamw"):
         predecessor(made(tmp_path, "demo_2:optim=muon", "demo_2:handover.continuous_lr=false").stages[1].recipe)
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Writes a .bin whose content is known beforehand, so that an interrupted run goes on behind what is known to be on disk."""
+"""Write one split, .bin and .idx, and count its tokens; an interrupted run continues behind the last synced token."""
 
 import hashlib
 import json
@@ -7,39 +7,40 @@ import os
 
 import numpy as np
 
-from zaya_plugin.corpus.merge import unigram_entropy
-from zaya_plugin.data.indexed_format import write_index
-from zaya_plugin.data.manifest import SplitRecord, file_sha256
+from zaya_plugin.corpus.workspace import write_whole
+from zaya_plugin.data.indexed_dataset import write_index
+from zaya_plugin.data.prepared import SplitRecord, file_sha256
+from zaya_plugin.errors import mistake
 
-# Between two records of how far writing has got: what an interruption may cost.
+# Bytes between two records of the progress: what an interruption may cost.
 SYNCED_BYTES = 64_000_000
 
 
 class BinWriter:
-    """Takes all tokens of `<target>.bin` from the first on, whatever an earlier run has written, and counts them.
+    """Writes `<target>.bin`. A resumed run gives it all tokens from the first on; those on disk are counted and not written again.
 
     Args:
         vocab_size: every token must be below.
     """
 
-    def __init__(self, target: str, dtype: np.dtype, vocab_size: int):
+    def __init__(self, target: str, dtype: np.dtype | str, vocab_size: int):
         self.target, self.dtype = target, np.dtype(dtype)
         self.occurrences, self.digest, self.tokens = np.zeros(vocab_size, np.int64), hashlib.sha256(), 0
         self.on_disk = _synced_tokens(target, self.dtype.itemsize)
-        self.out = open(target + ".bin", "r+b" if self.on_disk else "wb")
+        self.out = open(target + ".bin", "ab")
         self.out.truncate(self.on_disk * self.dtype.itemsize)
-        self.out.seek(self.on_disk * self.dtype.itemsize)
 
     def write(self, tokens: np.ndarray) -> None:
-        """Appends token ids [tokens].
+        """Append token ids [tokens].
 
         Raises:
             ValueError: an id is not in the vocabulary.
         """
         counted = np.bincount(tokens, minlength=len(self.occurrences))
         if len(counted) > len(self.occurrences):
-            raise ValueError(
-                f"{self.target}.bin would hold token id {len(counted) - 1}, and the vocabulary has {len(self.occurrences)} entries"
+            raise mistake(
+                self.target + ".bin",
+                problem=f"would hold token id {len(counted) - 1}, and the vocabulary has {len(self.occurrences)} entries",
             )
         self.occurrences += counted
         self.digest.update(tokens.data)
@@ -50,21 +51,18 @@ class BinWriter:
             self.record()
 
     def record(self) -> None:
-        """Syncs what was written and notes how much that is."""
+        """Sync the file and record its tokens."""
         self.out.flush()
         os.fsync(self.out.fileno())
         self.on_disk = max(self.on_disk, self.tokens)
-        temporary = progress_file(self.target) + ".tmp"
-        with open(temporary, "w", encoding="ascii") as record:
-            json.dump({"tokens": self.on_disk}, record)
-        os.replace(temporary, progress_file(self.target))
+        write_whole(self.target + ".progress.json", json.dumps({"tokens": self.on_disk}).encode())
 
     def finish(self, lengths: np.ndarray, filling: dict[int, int] | None = None) -> SplitRecord:
-        """Writes the index and describes the pair.
+        """Write the index; return the description of the pair.
 
         Args:
             lengths: int32 [documents].
-            filling: token ids and how many of each are no text, left out of the largest id and the entropy.
+            filling: for each token id how many are filling, which the largest id and the entropy leave out.
         """
         assert self.tokens == int(lengths.sum(dtype=np.int64))
         self.record()
@@ -86,14 +84,19 @@ class BinWriter:
         )
 
 
-def progress_file(target: str) -> str:
-    return target + ".progress.json"
+def unigram_entropy(occurrences: np.ndarray) -> float:
+    """Return the entropy of the token distribution in nats/token: the least loss of a model without context."""
+    total = occurrences.sum()
+    if total == 0:
+        return 0.0
+    p = occurrences[occurrences > 0] / total
+    return float(-(p * np.log(p)).sum())
 
 
 def _synced_tokens(target: str, itemsize: int) -> int:
-    """Tokens that are known to be on disk; 0 if none are, or the file is shorter than was recorded."""
+    """Return the tokens known to be on disk; 0 without a record, or if the file is shorter than was recorded."""
     try:
-        with open(progress_file(target), encoding="ascii") as record:
+        with open(target + ".progress.json", encoding="ascii") as record:
             tokens = int(json.load(record)["tokens"])
         return tokens if os.path.getsize(target + ".bin") >= tokens * itemsize else 0
     except (FileNotFoundError, ValueError, KeyError):

@@ -1,23 +1,83 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Cuts the input into blocks, the unit that one worker tokenises and that an interrupted run does not do again.
+"""Cut the input into blocks, and a block into documents. A block is what one worker tokenises and what a resumed run skips.
 
-The cut depends on the input and the options alone, never on the number of workers, and reading can begin at the end of
-any block: that end is stored with the finished part.
+The cut depends on the input and the options alone, never on the number of workers. Reading can begin at the end of any
+block; the finished part stores that end. A record that cannot become a document is yielded as `Rejected`, never dropped.
 """
 
-from dataclasses import dataclass, replace
+import json
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
 from itertools import accumulate
+from typing import NamedTuple
 
-from zaya_plugin.corpus.documents import Block, LinesPiece, Rejected, RowsPiece, TextPiece
-from zaya_plugin.corpus.inputs import InputFile
-from zaya_plugin.corpus.parquet_rows import ParquetRows
-from zaya_plugin.corpus.streams import DAMAGE, kind, unpacked
+from zaya_plugin.corpus.inputs import DAMAGE, InputFile, Record, lines, rows, unpacked
+
+BOM = b"\xef\xbb\xbf"
+EXCERPT = 200  # characters of a rejected record that are kept
+
+
+@dataclass(frozen=True)
+class Rejected:
+    """Why the document at `file`, `line` (from 1; of a Parquet file the row) is not in the dataset."""
+
+    file: str
+    line: int
+    reason: str
+    excerpt: str
+
+    def __str__(self) -> str:
+        return f"{self.file}:{self.line}: {self.reason}"
+
+
+class Document(NamedTuple):
+    """A text, and its id as text where ids are asked for."""
+
+    text: str
+    id: str | None = None
+
+
+@dataclass(frozen=True)
+class Format:
+    """How a record becomes a document: fields of text and id, and the bytes above which it is rejected.
+
+    id_field None asks for no ids. A record without the field is rejected; the id of a text file is its path.
+    """
+
+    text_field: str = "text"
+    id_field: str | None = None
+    max_document_bytes: int = 8_000_000
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Records of one file: lines as bytes, rows as (text, id); None: the file is one document, which the worker opens.
+
+    first: number of the first record, from 1.
+    """
+
+    path: str
+    first: int = 1
+    records: list | None = None
+
+
+@dataclass
+class Block:
+    """What one worker tokenises at a time. damaged: places where the reader could not continue; taken: bytes."""
+
+    pieces: list[Piece] = field(default_factory=list)
+    damaged: list[Rejected] = field(default_factory=list)
+    taken: int = 0
 
 
 @dataclass(frozen=True)
 class Position:
-    """A place in the input. `offset` counts unpacked bytes, or rows of a Parquet file; `taken` bytes of documents so far
-    (lines after unpacking, texts of rows), `disk` bytes of files read."""
+    """A place in the input.
+
+    offset: unpacked bytes, or rows of a Parquet file; line: number of the next record in its file; taken: bytes of documents
+    so far (lines after unpacking, texts of rows); disk: bytes of files read.
+    """
 
     file: int = 0
     offset: int = 0
@@ -31,138 +91,173 @@ class BlockReader:
 
     Args:
         max_bytes: stop before the first document that would take the total past this; None for everything.
-        max_document_bytes: longer lines are cut after this many bytes plus one, enough for the worker to reject them.
-        text_field, id_field: columns of Parquet files.
+        form: fields to read; of a line longer than its limit only the beginning is read, enough to reject it.
     """
 
-    def __init__(
-        self,
-        files: list[InputFile],
-        block_bytes: int,
-        max_bytes: int | None,
-        max_document_bytes: int,
-        text_field: str = "text",
-        id_field: str | None = None,
-    ):
-        self.files, self.block_bytes, self.max_bytes = files, block_bytes, max_bytes
-        self.fields = text_field, id_field
-        self.line_limit = max_document_bytes + 1
-        self._disk_after = list(accumulate(file.size for file in files))
-        self._open_path, self._raw, self._stream = None, None, None
-        self._rows, self._rows_at = None, None
+    def __init__(self, files: list[InputFile], block_bytes: int, max_bytes: int | None, form: Format):
+        self.files, self.block_bytes, self.max_bytes, self.form = files, block_bytes, max_bytes, form
+        self._disk_before = [0, *accumulate(file.size for file in files)]
+        self._records, self._next = iter(()), None
 
     def read(self, at: Position) -> tuple[Block, Position] | None:
-        """The block that begins at a position and the position after it; None at the end."""
+        """Return the block that begins at a position and the position after it; None at the end."""
         block = Block()
         while block.taken < self.block_bytes and at.file < len(self.files):
             file = self.files[at.file]
-            budget = None if self.max_bytes is None else self.max_bytes - at.taken
-            if file.is_jsonl:
-                at = self._read_lines(file, at, block, budget)
-            elif file.is_parquet:
-                at = self._read_rows(file, at, block, budget)
-            elif budget is not None and file.size > budget:
+            budget = float("inf") if self.max_bytes is None else self.max_bytes - at.taken
+            if file.is_jsonl or file.is_parquet:
+                at = self._read_records(file, at, block, budget)
+            elif file.size > budget:
                 at = replace(at, file=len(self.files))
             else:
-                block.pieces.append(TextPiece(file.path))
+                block.pieces.append(Piece(file.path))
                 block.taken += file.size
-                at = Position(at.file + 1, taken=at.taken + file.size, disk=self._disk_after[at.file])
+                at = Position(at.file + 1, taken=at.taken + file.size, disk=self._disk_before[at.file + 1])
         if block.pieces or block.damaged:
             return block, at
-        self.close()
         return None
 
-    def _read_lines(self, file: InputFile, at: Position, block: Block, budget: int | None) -> Position:
-        want = self.block_bytes - block.taken
-        stream = self._stream_at(file, at.offset)
-        before = self._raw.tell() if at.offset else 0
-        data, damage = _whole_lines(stream, want if budget is None else min(want, budget), self.line_limit)
-        over_budget = budget is not None and (len(data) > budget or budget <= 0)
-        if over_budget:
-            # The last line does not fit; the one before it does, because reading stopped inside the last.
-            data = data[: data.rfind(b"\n", 0, max(0, len(data) - 1)) + 1] if budget > 0 else b""
-        if data:
-            block.pieces.append(LinesPiece(file.path, at.line, data))
-            block.taken += len(data)
-        line, taken = at.line + data.count(b"\n"), at.taken + len(data)
-        if over_budget:
-            return Position(len(self.files), taken=taken, disk=at.disk)
-        if damage is not None:
-            block.damaged.append(
-                Rejected(
-                    file.path, line, f"damaged {kind(file.path)} stream, the rest of the file is lost: {damage}", ""
-                )
-            )
-        if damage is not None or not data:
-            self.close()
-            return Position(at.file + 1, taken=taken, disk=self._disk_after[at.file])
-        return Position(at.file, stream.tell(), line, taken, at.disk + max(0, self._raw.tell() - before))
-
-    def _stream_at(self, file: InputFile, offset: int):
-        if self._open_path != file.path:
-            self.close()
-            self._raw = open(file.path, "rb")
-            self._stream = unpacked(file.path, self._raw)
-            self._open_path = file.path
-        if self._stream.tell() != offset:
-            self._stream.seek(offset)
-        return self._stream
-
-    def _read_rows(self, file: InputFile, at: Position, block: Block, budget: int | None) -> Position:
-        piece, taken, damage, ended, over_budget = RowsPiece(file.path, at.offset + 1, [], []), 0, None, False, False
+    def _read_records(self, file: InputFile, at: Position, block: Block, budget: float) -> Position:
+        piece, taken, ended, over = Piece(file.path, at.line, []), 0, False, False
         try:
-            if self._rows_at != (file.path, at.offset):
-                self.close()
-                self._raw = ParquetRows(file.path, *self.fields)
-                self._rows = self._raw.begin(at.offset)
+            records = self._records_at(file, at.offset)
             while block.taken + taken < self.block_bytes and not ended:
-                row = next(self._rows, None)
-                size = len(row[0].encode("utf-8")) if row is not None and row[0] is not None else 0
-                over_budget = row is not None and budget is not None and taken + size > budget
-                ended = row is None or over_budget
+                found = next(records, None)
+                over = found is not None and taken + found[1] > budget
+                ended = found is None or over
                 if not ended:
-                    piece.texts.append(row[0])
-                    piece.ids.append(row[1])
-                    taken += size
-        except EOFError as error:
-            damage = error
-        offset = at.offset + len(piece.texts)
-        if piece.texts:
+                    piece.records.append(found[0])
+                    taken += found[1]
+        except DAMAGE as error:
+            ended, lost = True, f"{error}; the rest of the file is lost"
+            if file.is_jsonl:
+                packed = "zstd" if file.path.endswith(".zst") else "gzip"
+                lost = f"damaged {packed} stream, the rest of the file is lost: {error}"
+            block.damaged.append(Rejected(file.path, at.line + len(piece.records), lost, ""))
+        if piece.records:
             block.pieces.append(piece)
             block.taken += taken
-        if damage is not None:
-            block.damaged.append(Rejected(file.path, offset + 1, f"{damage}; the rest of the file is lost", ""))
-        if over_budget:
+        if over:
             return Position(len(self.files), taken=at.taken + taken, disk=at.disk)
-        if ended or damage is not None:
-            self.close()
-            return Position(at.file + 1, taken=at.taken + taken, disk=self._disk_after[at.file])
-        self._rows_at = file.path, offset
-        share = file.size * offset // max(self._raw.file.metadata.num_rows, 1)
-        return Position(at.file, offset, offset + 1, at.taken + taken, self._disk_after[at.file] - file.size + share)
+        if ended:
+            return Position(at.file + 1, taken=at.taken + taken, disk=self._disk_before[at.file + 1])
+        _, _, offset, read = found
+        self._next = file.path, offset
+        disk = self._disk_before[at.file] + read
+        return Position(at.file, offset, at.line + len(piece.records), at.taken + taken, disk)
 
-    def close(self) -> None:
-        if self._raw is not None:
-            self._raw.close()
-        self._open_path, self._raw, self._stream = None, None, None
-        self._rows, self._rows_at = None, None
+    def _records_at(self, file: InputFile, offset: int) -> Iterator[Record]:
+        if self._next != (file.path, offset):
+            form = self.form
+            if file.is_parquet:
+                self._records = rows(file, offset, form.text_field, form.id_field)
+            else:
+                self._records = lines(file, offset, form.max_document_bytes + 1)
+        return self._records
 
 
-def _whole_lines(stream, want: int, line_limit: int) -> tuple[bytes, Exception | None]:
-    """About `want` bytes ending with a line, of a line longer than `line_limit` only its beginning; and what ended it early."""
-    data = bytearray()
+def documents(block: Block, form: Format, counts: Counter) -> Iterator[Document | Rejected]:
+    """Yield the documents and rejects of a block, in order of the input.
+
+    Args:
+        counts: increased here: "read" documents, of them "empty" (white space alone; not yielded) and "rejected";
+            "blank_lines" of jsonl files, which are no documents.
+    """
+    for document in _outcomes(block, form):
+        if document is None:
+            counts["blank_lines"] += 1
+            continue
+        counts["read"] += 1
+        if isinstance(document, Rejected):
+            counts["rejected"] += 1
+            yield document
+        elif not document.text or document.text.isspace():
+            counts["empty"] += 1
+        else:
+            yield document
+
+
+def _outcomes(block: Block, form: Format) -> Iterator[Document | Rejected | None]:
+    for piece in block.pieces:
+        if piece.records is None:
+            yield _text_file(piece.path, form)
+        for number, record in enumerate(piece.records or (), piece.first):
+            yield _record(piece.path, number, record, form)
+    yield from block.damaged
+
+
+def _text_file(path: str, form: Format) -> Document | Rejected:
     try:
-        # In small steps, because a read that meets damage loses what the same call had already unpacked.
-        while len(data) < want and (piece := stream.read1(min(want - len(data), 1 << 16))):
-            data += piece
-        if data and not data.endswith(b"\n"):
-            tail = stream.readline(line_limit)
-            data += tail
-            if len(tail) == line_limit and not tail.endswith(b"\n"):
-                while (rest := stream.readline(1 << 20)) and not rest.endswith(b"\n"):
-                    pass
-                data += b"\n"
-    except DAMAGE as damage:
-        del data[data.rfind(b"\n") + 1 :]
-        return bytes(data), damage
-    return bytes(data), None
+        with open(path, "rb") as raw:
+            data = unpacked(path, raw).read(form.max_document_bytes + 1)
+    except (OSError, *DAMAGE) as error:
+        return Rejected(path, 1, f"cannot be read: {error}", "")
+    if len(data) > form.max_document_bytes:
+        return Rejected(path, 1, f"longer than --max-document-bytes {form.max_document_bytes}", _excerpt(data))
+    try:
+        return Document(data.removeprefix(BOM).decode("utf-8"), path)
+    except UnicodeDecodeError as error:
+        line_begin = data.rfind(b"\n", 0, error.start) + 1
+        line = 1 + data.count(b"\n", 0, error.start)
+        return Rejected(path, line, _not_utf8(error), _excerpt(data[line_begin:]))
+
+
+def _record(path: str, number: int, record: bytes | tuple, form: Format) -> Document | Rejected | None:
+    """Return what becomes of a line or row; None for a blank line."""
+    if isinstance(record, tuple):
+        found = _of_row(*record, form)
+    else:
+        record = record.removeprefix(BOM) if number == 1 else record
+        if not record.strip():
+            return None
+        found = _of_line(record, form)
+    if isinstance(found, Document):
+        return found
+    return Rejected(path, number, found, _excerpt(record) if isinstance(record, bytes) else (record[0] or "")[:EXCERPT])
+
+
+def _of_row(text: str | None, name: object, form: Format) -> Document | str:
+    """Return the document of a row, or why there is none."""
+    if text is None:
+        return f"field {form.text_field!r} is null"
+    if form.id_field is not None and name is None:
+        return f"field {form.id_field!r}, which --id-field names, is null"
+    if len(text.encode("utf-8")) > form.max_document_bytes:
+        return f"longer than --max-document-bytes {form.max_document_bytes}"
+    return Document(text, str(name))
+
+
+def _of_line(line: bytes, form: Format) -> Document | str:
+    """Return the document of a line, or why there is none."""
+    if len(line) > form.max_document_bytes:
+        return f"longer than --max-document-bytes {form.max_document_bytes}"
+    try:
+        record = json.loads(line.decode("utf-8"))
+    except UnicodeDecodeError as error:
+        return _not_utf8(error)
+    except (ValueError, RecursionError) as error:
+        return f"not JSON: {error}"
+    if not isinstance(record, dict):
+        return f"not a JSON object but {type(record).__name__}"
+    if form.text_field not in record:
+        return f"no field {form.text_field!r}; it has {', '.join(map(repr, list(record)[:8])) or 'none'}"
+    text = record[form.text_field]
+    if not isinstance(text, str):
+        return f"field {form.text_field!r} is not a string but {type(text).__name__}"
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        return f"field {form.text_field!r} holds a lone surrogate at character {error.start}"
+    name = record.get(form.id_field) if form.id_field is not None else ""
+    if not isinstance(name, str | int) or isinstance(name, bool):
+        kind = type(name).__name__
+        return f"field {form.id_field!r}, which --id-field names, is not a string or whole number but {kind}"
+    return Document(text, str(name))
+
+
+def _not_utf8(error: UnicodeDecodeError) -> str:
+    return f"invalid UTF-8: byte 0x{error.object[error.start]:02x} at offset {error.start}"
+
+
+def _excerpt(data: bytes) -> str:
+    return data[: 4 * EXCERPT].split(b"\n", 1)[0].decode("utf-8", "backslashreplace")[:EXCERPT]

@@ -1,33 +1,34 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`zaya data bundle`: many small shards into one large dataset, whose reads are sequential and whose files are few.
+"""`zaya data bundle`: join many small shards into one dataset, with few files and sequential reads.
 
-Documents keep their order, shard after shard. What a planned run then asks of the storage is printed, see read_model.py.
+Documents keep their order, shard after shard. The command also prints how many random reads a planned run asks of its
+storage. ZAYA1-8B technical report (arXiv 2605.05365), appendix B: IOPS = sigma G s b / (P t), with G sequences of s tokens of
+b bytes each t seconds and pages of P bytes; the amplification sigma is about 1 + m P / (s b), because each of the m stretches
+that a sequence is read from touches one page more than its bytes fill. sigma is 1 to 2 for well-packed data, 2 to 8 for
+fragments.
 """
 
 import argparse
 import os
 import shutil
-from collections import Counter
+from dataclasses import dataclass, replace
 from datetime import datetime, timezone
 
 import numpy as np
 
 import zaya_plugin
-from zaya_plugin.corpus.arguments import whole_number
-from zaya_plugin.corpus.bin_writer import BinWriter, progress_file
-from zaya_plugin.corpus.command import begin, command_parser, complete, run_command
-from zaya_plugin.corpus.read_model import PlannedRun, report
+from zaya_plugin.corpus.bin_writer import BinWriter
+from zaya_plugin.corpus.invocation import command, command_parser, positive, whole_number
 from zaya_plugin.corpus.workspace import Workspace
-from zaya_plugin.data.check import locate
-from zaya_plugin.data.indexed_reader import IndexedReader
-from zaya_plugin.data.manifest import Manifest, load_manifest
+from zaya_plugin.data.indexed_dataset import IndexedReader
+from zaya_plugin.data.prepared import Manifest, PackingRecord, locate
+from zaya_plugin.errors import mistake
 
 COPIED_TOKENS = 4_000_000  # at a time
 
 DESCRIPTION = """\
 Join datasets that were prepared with the same tokenizer into one, documents in the given order, and print how many random
-reads a planned run asks of the storage, before and after packing. An interrupted run continues when the same command is
-given again.
+reads a planned run asks of the storage, before and after packing. The same command continues an interrupted run.
 """
 EXAMPLES = """\
 examples:
@@ -37,17 +38,44 @@ examples:
 """
 
 
-def _positive(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = 0.0
-    if not 0 < value < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a positive number")
-    return value
+@dataclass(frozen=True)
+class PlannedRun:
+    """A run that reads its data without a cache; the defaults are ZAYA1's stage 1 (appendix B).
+
+    sequence_length s in tokens, global_batch_size G in sequences, step_seconds t, iops_budget in reads/s of the storage,
+    page_bytes P.
+    """
+
+    sequence_length: int = 4096
+    global_batch_size: int = 4096
+    step_seconds: float = 2.5
+    iops_budget: float = 70_000.0
+    page_bytes: int = 4096
+
+
+def stretches(sequence_length: int, tokens: int, documents: int, packed: bool = False) -> float:
+    """Return m, the stretches of a file that a sequence comes from. Documents are drawn in random order: each begins a new one."""
+    return 1.0 if packed else 1.0 + sequence_length * documents / tokens
+
+
+def amplification(run: PlannedRun, token_bytes: int, m: float) -> float:
+    """Return sigma."""
+    return 1 + m * run.page_bytes / (run.sequence_length * token_bytes)
+
+
+def reads_per_second(run: PlannedRun, token_bytes: int, sigma: float) -> float:
+    """Return the IOPS of the whole job when no page is in a cache."""
+    pages = run.global_batch_size * run.sequence_length * token_bytes / run.page_bytes
+    return sigma * pages / run.step_seconds
+
+
+def least_step_seconds(run: PlannedRun, token_bytes: int, sigma: float) -> float:
+    """Return the step time at which the reads need the whole budget."""
+    return reads_per_second(run, token_bytes, sigma) * run.step_seconds / run.iops_budget
 
 
 def parser() -> argparse.ArgumentParser:
+    """Return the parser of the command line."""
     out, planned = command_parser("bundle", DESCRIPTION, EXAMPLES), PlannedRun()
     out.add_argument(
         "sources", nargs="+", metavar="DATASET", help="directories written by `zaya data prepare` or `zaya data pack`"
@@ -55,49 +83,34 @@ def parser() -> argparse.ArgumentParser:
     target = out.add_mutually_exclusive_group(required=True)
     target.add_argument("--output", metavar="DIR", help="directory of the bundle")
     target.add_argument("--dry-run", action="store_true", help="write nothing, print the reads of the planned run")
-    out.add_argument("--overwrite", action="store_true", help="replace what was bundled from other shards")
+    out.add_argument("--overwrite", action="store_true", help="make the bundle again in place of what --output holds")
     out.add_argument("--quiet", action="store_true", help="no summary; problems are still reported")
     run = out.add_argument_group("planned run (the defaults are ZAYA1's stage 1)")
     run.add_argument("--sequence-length", type=whole_number(1), default=planned.sequence_length, metavar="N")
     run.add_argument("--global-batch-size", type=whole_number(1), default=planned.global_batch_size, metavar="N")
-    run.add_argument("--step-seconds", type=_positive, default=planned.step_seconds, metavar="S")
+    run.add_argument("--step-seconds", type=positive, default=planned.step_seconds, metavar="S")
     run.add_argument(
-        "--iops-budget", type=_positive, default=planned.iops_budget, metavar="N", help="reads/s of the storage"
+        "--iops-budget", type=positive, default=planned.iops_budget, metavar="N", help="reads/s of the storage"
     )
     run.add_argument("--page-bytes", type=whole_number(512), default=planned.page_bytes, metavar="N")
     return out
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Runs the command; returns the exit status."""
-    args = parser().parse_args(argv)
-    return run_command(
-        "bundle", lambda: bundle(args), "What is finished is kept, and the same command continues from there"
-    )
-
-
-def bundle(args: argparse.Namespace) -> None:
-    """Makes the bundle, or finds that it is there, and prints the reads of the planned run."""
+def bundle(args: argparse.Namespace, workspace: Workspace | None) -> None:
+    """Make the bundle, or find that it is complete, and print the reads of the planned run."""
     shards = [_shard(path) for path in args.sources]
     _refuse_mixture(args.sources, shards)
-    if args.output:
+    if workspace is not None:
         plan = {
             "shards": [[split.bin_sha256 for split in shard.splits.values()] for shard in shards],
             "append eod": shards[0].arguments["append eod"],
         }
-        workspace = Workspace(args.output)
-        with workspace.locked():
-            manifest = complete(workspace, plan, args.overwrite)
-            if manifest is None:
-                begin(workspace, plan, args.overwrite)
-                manifest = _build(workspace, plan, args.sources, shards)
-                workspace.publish()
+        manifest, _ = workspace.dataset(plan, lambda: _build(workspace, plan, args.sources, shards))
         if not args.quiet:
             print(f"{workspace.output}: {len(shards)} shards")
             for name, split in manifest.splits.items():
-                print(
-                    f"  {name:5} {split.documents:9,} documents {split.tokens:13,} tokens, {split.bin_bytes / 1e6:,.1f} MB in one file"
-                )
+                counted = f"{split.documents:9,} documents {split.tokens:13,} tokens"
+                print(f"  {name:5} {counted}, {split.bin_bytes / 1e6:,.1f} MB in one file")
     if not args.quiet:
         print(planned_reads(args, shards))
 
@@ -105,87 +118,97 @@ def bundle(args: argparse.Namespace) -> None:
 def _shard(path: str) -> Manifest:
     manifest, prefixes = locate(path)
     if manifest is None or set(prefixes) != set(manifest.splits):
-        raise ValueError(f"{path} is not a directory of `zaya data prepare` or `zaya data pack`; give those, whole")
+        raise mistake(
+            path, problem="is no whole dataset", allowed="directories of `zaya data prepare` or `zaya data pack`"
+        )
     return manifest
 
 
 def _refuse_mixture(paths: list[str], shards: list[Manifest]) -> None:
-    first = shards[0]
-    facts = {
-        "tokenizer": lambda shard: shard.tokenizer.sha256,
-        "token type": lambda shard: shard.dtype,
-        "splits": lambda shard: list(shard.splits),
-        "end of documents": lambda shard: shard.arguments["append eod"],
-        "length of bins": lambda shard: shard.packing and shard.packing.sequence_length,
-    }
+    """Raise ValueError unless the shards can be one dataset."""
+
+    def facts(shard: Manifest) -> dict:
+        return {
+            "tokenizer": shard.tokenizer.sha256,
+            "token type": shard.dtype,
+            "splits": list(shard.splits),
+            "end of documents": shard.arguments["append eod"],
+            "length of bins": shard.packing and shard.packing.sequence_length,
+        }
+
+    first, seen = facts(shards[0]), set()
     for path, shard in zip(paths, shards, strict=True):
-        for name, fact in facts.items():
-            if fact(shard) != fact(first):
-                raise ValueError(
-                    f"{path} and {paths[0]} differ in {name} ({fact(shard)!r} and {fact(first)!r}) and cannot be one dataset"
+        for name, fact in facts(shard).items():
+            if fact != first[name]:
+                raise mistake(
+                    path,
+                    problem=f"differs from {paths[0]} in {name} ({fact!r} and {first[name]!r}); the two cannot be one dataset",
                 )
-    seen: dict[str, str] = {}
-    for path in map(os.path.realpath, paths):
-        if path in seen:
-            raise ValueError(f"{path} is named twice; every document would count double")
-        seen[path] = path
+        if os.path.realpath(path) in seen:
+            raise mistake(path, problem="is named twice; every document would count double")
+        seen.add(os.path.realpath(path))
 
 
-def _build(workspace: Workspace, plan: dict, paths: list[str], shards: list[Manifest]) -> Manifest:
+def _build(workspace: Workspace, plan: dict, paths: list[str], shards: list[Manifest]) -> None:
+    workspace.begin(plan)
     os.makedirs(workspace.final, exist_ok=True)
-    first, splits = shards[0], {}
-    dtype = np.dtype(first.dtype)
+    first, splits, counts = shards[0], {}, {}
     for name in first.splits:
-        writer, lengths = BinWriter(os.path.join(workspace.final, name), dtype, first.tokenizer.vocab_size), []
+        writer, lengths = BinWriter(os.path.join(workspace.final, name), first.dtype, first.tokenizer.vocab_size), []
         for path in paths:
             reader = IndexedReader(os.path.join(path, name))
-            for begin_at in range(0, reader.indexed.tokens, COPIED_TOKENS):
-                writer.write(np.ascontiguousarray(reader.stream[begin_at : begin_at + COPIED_TOKENS]))
+            for at in range(0, reader.indexed.tokens, COPIED_TOKENS):
+                writer.write(np.ascontiguousarray(reader.stream[at : at + COPIED_TOKENS]))
             lengths.append(reader.lengths.astype(np.int32))
-        filling = sum(shard.packing.counts[name]["filling tokens"] for shard in shards if shard.packing)
-        splits[name] = writer.finish(np.concatenate(lengths), {first.tokenizer.eod_id: filling} if filling else None)
-    target = os.path.join(workspace.final, "tokenizer")
-    shutil.rmtree(target, ignore_errors=True)
-    shutil.copytree(os.path.join(paths[0], "tokenizer"), target)
-    for name in splits:
-        os.unlink(progress_file(os.path.join(workspace.final, name)))
-    packing = None
-    if first.packing is not None:
-        counts = {name: sum((Counter(shard.packing.counts[name]) for shard in shards), Counter()) for name in splits}
-        keys = first.packing.counts[next(iter(splits))]
-        packing = type(first.packing)(
-            first.packing.sequence_length, {name: {key: count[key] for key in keys} for name, count in counts.items()}
-        )
-    manifest = Manifest(
+        packed = [shard.packing.counts[name] for shard in shards if shard.packing]
+        counts[name] = {key: sum(count[key] for count in packed) for key in packed[0]} if packed else {}
+        filling = {first.tokenizer.eod_id: counts[name]["filling tokens"]} if packed else None
+        splits[name] = writer.finish(np.concatenate(lengths), filling)
+    shutil.copytree(os.path.join(paths[0], "tokenizer"), os.path.join(workspace.final, "tokenizer"), dirs_exist_ok=True)
+    replace(
+        first,
         arguments=plan,
-        tokenizer=first.tokenizer,
-        dtype=first.dtype,
         splits=splits,
         documents={key: sum(shard.documents.get(key, 0) for shard in shards) for key in first.documents},
         input_files=sum(shard.input_files for shard in shards),
         input_bytes=sum(shard.input_bytes for shard in shards),
         written_at=datetime.now(timezone.utc).isoformat(timespec="seconds"),
         zaya_plugin_version=zaya_plugin.__version__,
-        tokenizers_version=first.tokenizers_version,
-        packing=packing,
-    )
-    manifest.write(workspace.final)
-    return load_manifest(workspace.final)
+        packing=first.packing and PackingRecord(first.packing.sequence_length, counts),
+    ).write(workspace.final)
 
 
 def planned_reads(args: argparse.Namespace, shards: list[Manifest]) -> str:
-    """The table of read_model.py for the training split as it is, and as `zaya data pack` would make it."""
+    """Return the table of `report` for the training split as it is, and as `zaya data pack` would make it."""
     run = PlannedRun(args.sequence_length, args.global_batch_size, args.step_seconds, args.iops_budget, args.page_bytes)
     name = next(iter(shards[0].splits))
     tokens = sum(shard.splits[name].tokens for shard in shards)
     documents = sum(shard.splits[name].documents for shard in shards)
     size = np.dtype(shards[0].dtype).itemsize
+    rows = [("documents in random order", False), ("packed into bins", True)]
     if shards[0].packing is not None:
-        return report(run, [("packed bins", tokens, documents, size, True)])
-    return report(
-        run,
-        [
-            ("documents in random order", tokens, documents, size, False),
-            ("packed into bins", tokens, documents, size, True),
-        ],
+        rows = [("packed bins", True)]
+    return report(run, [(row, tokens, documents, size, packed) for row, packed in rows])
+
+
+def report(run: PlannedRun, rows: list[tuple[str, int, int, int, bool]]) -> str:
+    """Return a table for a terminal.
+
+    Args:
+        rows: name, tokens, documents, bytes of a token, and whether the documents are packed bins.
+    """
+    head = (
+        f"reads of a run with {run.global_batch_size:,} sequences of {run.sequence_length:,} tokens each {run.step_seconds:g} s, "
+        f"pages of {run.page_bytes:,} bytes, a budget of {run.iops_budget:,.0f} reads/s:"
     )
+    lines = [head, f"  {'':28} {'m':>8} {'sigma':>7} {'reads/s':>12} {'of budget':>10} {'least step':>11}"]
+    for name, tokens, documents, token_bytes, packed in rows:
+        m = stretches(run.sequence_length, tokens, documents, packed)
+        sigma = amplification(run, token_bytes, m)
+        iops = reads_per_second(run, token_bytes, sigma)
+        least = least_step_seconds(run, token_bytes, sigma)
+        lines.append(f"  {name:28} {m:8.2f} {sigma:7.3f} {iops:12,.0f} {iops / run.iops_budget:10.1%} {least:9.3f} s")
+    return "\n".join(lines)
+
+
+main = command("bundle", parser, bundle)

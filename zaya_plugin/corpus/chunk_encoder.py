@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Encodes text several times faster than the tokenizer alone, with the same ids, by remembering what words become.
+"""Encode text with the ids of the tokenizer, several times faster, by looking up chunks that were encoded before.
 
-Text is cut where no token can reach across, at word ends; most chunks have been seen before and their ids are
-looked up, and only new ones go through the tokenizer. Where that is safe depends on the tokenizer's parts, which are read
-from its own description; of a tokenizer that is not recognised nothing is cut. tests/data compare every kind with the
-tokenizer on random text.
+Text is cut at word ends, where no token can reach across. Most chunks were seen before and their ids are looked up; only new
+chunks go through the tokenizer. A larger cache inside tokenizers (`BPE._resize_cache`) does not help: the time goes into its
+pre-tokenisation. Where a cut is safe depends on the tokenizer's parts, which are read from its own description; with a
+tokenizer that is not recognised nothing is cut. tests/corpus compare every kind with the tokenizer on random text.
 """
 
 import json
@@ -13,22 +13,22 @@ from dataclasses import dataclass
 
 import numpy as np
 
-# White space as the regular expressions of the tokenizers know it (Unicode White_Space); Python's \s has four more.
+# White space in the regular expressions of the tokenizers (Unicode White_Space); Python's \s has four more characters.
 SPACE, OTHER = r"[^\S\x1c-\x1f]", r"[\S\x1c-\x1f]"
 LETTER, DIGIT, MARK = "[A-Za-z]", "[0-9]", r"[\x00-\x08\x0e-\x1f!-/:-@\[-`{-\x7f]"
 BEYOND = "\x80-\U0010ffff"
 
 
 def _run(kind: str) -> str:
-    """The whole of a run of one kind of ASCII characters, unless it goes on in other characters, whose kind Python may not know."""
+    """Return the pattern of a whole run of one kind of ASCII characters, unless characters beyond ASCII follow, whose kind Python may not know."""
     return f"{kind}+(?!{kind[:-1]}{BEYOND}])"
 
 
-# The words of GPT-2. What is not all ASCII is left in one piece up to the next white space.
+# The words of GPT-2. Text that is not all ASCII stays in one piece up to the next white space.
 GPT2_WORDS = re.compile(
     f" ?{_run(LETTER)}|'(?:[stmd]|re|ve|ll)| ?{_run(DIGIT)}| ?{_run(MARK)}| ?{OTHER}+|{SPACE}+(?!{OTHER})|{SPACE}+"
 )
-# The same for Llama 3 and Qwen 2, where a mark goes with the letters behind it, and marks take line ends with them.
+# The same for Llama 3 and Qwen 2, where a mark belongs to the letters behind it, and line ends to the marks before them.
 GPT4_WORDS = re.compile(
     rf"'(?:[sStTmMdD]|[rR][eE]|[vV][eE]|[lL][lL])|(?:[\t\x0b\x0c ]|{MARK})?{_run(LETTER)}|{_run(DIGIT)}| ?{_run(MARK)}[\r\n]*"
     rf"|(?:(?![\r\n]){SPACE})?{OTHER}+(?:(?<![A-Za-z0-9])(?! ){SPACE}{SPACE}*{OTHER}*)*"
@@ -38,7 +38,7 @@ GPT4_WORDS = re.compile(
 AT_WHITE_SPACE = re.compile(rf"{SPACE}*{OTHER}+|{SPACE}+")
 # before a space, and before other white space only behind a letter or digit.
 AT_SPACE = re.compile(rf"{SPACE}*{OTHER}+(?:(?<![A-Za-z0-9])(?! ){SPACE}{SPACE}*{OTHER}*)*|{SPACE}+")
-# Before a space: no token of the vocabulary goes on over one. U+2581 is what spaces become.
+# Before a space: no token of the vocabulary crosses one. Spaces become U+2581.
 AT_METASPACE = re.compile("[ \u2581]*[^ \u2581]+|[ \u2581]+")
 
 GPT4_LIKE = (
@@ -47,13 +47,13 @@ GPT4_LIKE = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
 )
 
-MOST_MARKS = 8  # that are looked for in every text
-LONGEST_REMEMBERED = 48  # characters; longer chunks seldom come again
-MOST_REMEMBERED = 400_000  # chunks, 48 MB; then the memory starts anew
+MOST_MARKS = 8  # searched for in every text
+LONGEST_REMEMBERED = 48  # characters; longer chunks are seldom repeated
+MOST_REMEMBERED = 400_000  # chunks, 48 MB; then all are forgotten
 
 
 class ChunkEncoder:
-    """Token ids of texts as bytes.
+    """Encodes texts to token ids as bytes.
 
     Args:
         tokenizer: a `tokenizers.Tokenizer` without truncation and padding.
@@ -66,7 +66,7 @@ class ChunkEncoder:
         self.remembered: dict[str, bytes] = {}
 
     def encode(self, texts: list[str]) -> list[bytes]:
-        """Ids of each text, without special tokens that the tokenizer would add."""
+        """Return the ids of each text, without special tokens that the tokenizer would add."""
         if self.cut is None:
             return self._tokenizer_alone(texts)
         chunked = list(map(self.cut.chunks, texts))
@@ -88,19 +88,19 @@ class ChunkEncoder:
 
 @dataclass(frozen=True)
 class Cut:
-    """Where texts are cut: into words, or, if one of `marks` occurs, with which added tokens begin, only at spaces."""
+    """How texts are cut: into words, or only at spaces if one of `marks`, the beginnings of added tokens, occurs."""
 
     words: re.Pattern
     spaces: re.Pattern
     marks: tuple[str, ...]
 
     def chunks(self, text: str) -> list[str]:
-        """Pieces that make up the text and can be encoded one by one."""
+        """Return pieces that make up the text and can be encoded one by one."""
         return (self.spaces if any(mark in text for mark in self.marks) else self.words).findall(text)
 
     @staticmethod
     def of(description: dict) -> "Cut | None":
-        """From the content of tokenizer.json; None where no cut is known to be safe."""
+        """Return the cut for the content of tokenizer.json; None where no cut is known to be safe."""
         model, normalizer, pre = description["model"], description["normalizer"], description["pre_tokenizer"]
         if model["type"] != "BPE" or any(
             model.get(key) for key in ("dropout", "continuing_subword_prefix", "end_of_word_suffix")
@@ -119,9 +119,10 @@ class Cut:
             return None
         across = re.compile(f"(?!{space}).{space}", re.DOTALL)
         added = description["added_tokens"]
-        for token in added:
-            if token["single_word"] or token["lstrip"] or token["rstrip"] or across.search(token["content"]):
-                return None
+        if any(
+            each["single_word"] or each["lstrip"] or each["rstrip"] or across.search(each["content"]) for each in added
+        ):
+            return None
         marks = tuple(sorted({token["content"][:2] for token in added}))
         return Cut(words if len(marks) <= MOST_MARKS else spaces, spaces, marks if words is not spaces else ())
 
@@ -149,7 +150,7 @@ def _is_gpt4_like(pre: dict | None) -> bool:
 
 
 def _is_metaspace(normalizer: dict | None, pre: dict | None) -> bool:
-    """Gemma's: spaces become U+2581 and the text stays in one piece, for the pre-tokenizer splits at spaces that are gone."""
+    """Return whether spaces become U+2581 and the text stays in one piece, as Gemma's: its pre-tokenizer finds no spaces."""
     replaces = normalizer is not None and normalizer["type"] == "Replace"
     if not replaces or normalizer["pattern"] != {"String": " "} or normalizer["content"] != "\u2581":
         return False

@@ -1,164 +1,189 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`zaya data inspect`: what is in a dataset, or what a run draws from a blend, as text with source, length and loss mask.
+"""`zaya data inspect`: show what a dataset holds, or what a run draws, as text with source, length and loss mask.
 
-Documents and bins are read as they are stored, without torch. With --sequence-length the samples are the ones that training
-sees, through the same datasets.
+Documents and bins are read as they are stored, without torch. With a recipe the samples are those that its training sees,
+through the same datasets.
 """
 
 import argparse
-import os
-import tempfile
+import json
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import numpy as np
 
-from zaya_plugin.corpus.arguments import whole_number
-from zaya_plugin.corpus.command import command_parser, run_command
-from zaya_plugin.data.blend import parse_entry
-from zaya_plugin.data.check import locate
-from zaya_plugin.data.dataset import build_gpt_datasets, build_stream
-from zaya_plugin.data.indexed_reader import IndexedReader
-from zaya_plugin.data.packing import packed_loss_mask
-from zaya_plugin.data.prefixes import packed_length, prefix_of, resolve_blend
-from zaya_plugin.data.samples import Sample, as_json, render
-from zaya_plugin.data.tokenizer import open_tokenizer
+from zaya_plugin.config.schedule import sample_count
+from zaya_plugin.config.schema import Recipe
+from zaya_plugin.corpus.invocation import (
+    add_recipe_options,
+    command,
+    command_parser,
+    is_recipe,
+    recipe_of,
+    whole_number,
+)
+from zaya_plugin.data.blend import resolve_blend
+from zaya_plugin.data.indexed_dataset import IndexedReader
+from zaya_plugin.data.prepared import packed_length, packed_loss_mask, prefix_of, tokenizer_of
+from zaya_plugin.data.sources import find_sources, training_samples
+from zaya_plugin.data.tokenizer import describe, open_tokenizer
+from zaya_plugin.errors import mistake
 
 DESCRIPTION = """\
-Show decoded samples with their source, length and loss mask: the documents of a dataset, the bins of a packed one, or, with
---sequence-length, the samples that a run with this seed draws from one dataset or a blend of several.
+Show decoded samples with their source, length and loss mask: the documents of a dataset, the bins of a packed one, or the
+training samples of a run, which is given as for zaya train.
 """
 EXAMPLES = """\
 examples:
   zaya data inspect data/web                                  # the first documents
   zaya data inspect data/web --split valid --start 40 --count 1 --characters 0
-  zaya data inspect data/web-4k                               # a packed set: its bins
-  zaya data inspect '0.7 data/web' '0.3 data/code' --sequence-length 4096 --seed 1234 --start 16384 --json
+  zaya data inspect data/web-4k                               # a packed dataset: its bins
+  zaya data inspect experiment=zaya1_base data.path=data/web "data.blend=['0.7 data/web','0.3 data/code']" --start 16384 --json
 """
 
 
 def parser() -> argparse.ArgumentParser:
+    """Return the parser of the command line."""
     out = command_parser("inspect", DESCRIPTION, EXAMPLES)
-    out.add_argument(
-        "sources", nargs="+", metavar="DATASET", help="a dataset, or 'WEIGHT DATASET' entries as in data.blend"
-    )
-    out.add_argument(
-        "--split", choices=("train", "valid"), default="train", help="of a prepared directory (default: train)"
-    )
+    add_recipe_options(out, "one dataset (directory or prefix)")
+    out.add_argument("--split", choices=("train", "valid"), help="of a prepared directory (default: train)")
     out.add_argument(
         "--start", type=whole_number(0), default=0, metavar="N", help="number of the first sample (default: 0)"
     )
-    out.add_argument("--count", type=whole_number(1), default=3, metavar="N", help="how many (default: 3)")
+    out.add_argument("--count", type=whole_number(1), default=3, metavar="N", help="number of samples (default: 3)")
     out.add_argument(
         "--characters", type=whole_number(0), default=800, metavar="N", help="of each text, 0 for all (default: 800)"
     )
     out.add_argument("--tokenizer", metavar="DIR", help="directory with tokenizer.json, for data without manifest")
-    run = out.add_argument_group("samples of a run")
-    run.add_argument(
-        "--sequence-length", type=whole_number(1), metavar="N", help="show training samples of this length"
-    )
-    run.add_argument("--seed", type=whole_number(0), default=1234, metavar="N", help="of the run (default: 1234)")
-    run.add_argument(
-        "--total-samples",
-        type=whole_number(1),
-        metavar="N",
-        help="train_iters x global_batch_size of the run, on which Megatron's order of samples depends "
-        "(default: as many as are shown)",
-    )
-    run.add_argument(
-        "--order",
-        choices=("megatron", "continuing"),
-        default="megatron",
-        help="the run's data.order (default: megatron)",
-    )
-    run.add_argument(
-        "--consumed", action="append", default=[], metavar="ENTRY", help="the run's data.consumed; repeat for several"
-    )
-    out.add_argument("--json", action="store_true", help="a JSON object a line, with the whole text")
+    out.add_argument("--json", action="store_true", help="print a JSON object a line, with the whole text")
     return out
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Runs the command; returns the exit status."""
-    args = parser().parse_args(argv)
-    return run_command("inspect", lambda: inspect(args))
-
-
-def inspect(args: argparse.Namespace) -> None:
-    """Prints the samples.
+def inspect(args: argparse.Namespace, _: None) -> None:
+    """Print the samples.
 
     Raises:
         ValueError: a dataset is missing, lacks the split, has fewer samples, or no tokenizer is known.
     """
-    entries = [parse_entry(source) for source in args.sources]
-    directory, eod = _tokenizer(args, entries[0][1])
-    tokenizer = open_tokenizer(directory)
-    if args.sequence_length is None:
-        if len(entries) > 1:
-            raise ValueError("several datasets are a blend, and its samples have a length: give --sequence-length")
-        samples = stored(entries[0][1], args.split, args.start, args.count, eod)
+    recipe = recipe_of(args) if is_recipe(args) else None
+    if recipe is not None and args.split:
+        raise mistake(
+            "--split", args.split, problem="the samples of a run are its training samples", fix="leave it out"
+        )
+    if recipe is None and len(args.sources) > 1:
+        raise mistake(
+            "DATASET",
+            " ".join(args.sources),
+            problem="several datasets are a blend, and its samples follow from a recipe",
+            allowed="one dataset",
+            fix="zaya data inspect experiment=<name> \"data.blend=['0.7 data/web','0.3 data/code']\"",
+        )
+    recorded = tokenizer_of(args.sources[0] if recipe is None else recipe.data.path)
+    directory = args.tokenizer or (recipe and recipe.data.tokenizer) or (recorded and recorded[0])
+    if not directory:
+        raise mistake(args.sources[0], problem="has no manifest that names its tokenizer", fix="give --tokenizer")
+    tokenizer, eod = open_tokenizer(directory), describe(directory, directory).eod_id
+    if recipe is None:
+        samples = stored(args.sources[0], args.split or "train", args.start, args.count, eod)
     else:
-        samples = drawn(args, entries, directory)
+        samples = drawn(recipe, args.start, args.count)
     for number, sample in enumerate(samples):
+        facts = facts_of(sample, tokenizer, eod)
         print(
-            as_json(sample, tokenizer, eod)
-            if args.json
-            else ("\n" if number else "") + render(sample, tokenizer, eod, args.characters)
+            json.dumps(facts, ensure_ascii=False) if args.json else "\n" * (number > 0) + render(facts, args.characters)
         )
 
 
-def _tokenizer(args: argparse.Namespace, path: str) -> tuple[str, int | None]:
-    """Directory of the tokenizer and its end-of-document token."""
-    manifest, prefixes = locate(path)
-    if args.tokenizer:
-        from zaya_plugin.data.tokenizer import describe
+@dataclass(frozen=True)
+class Sample:
+    """One document, bin or training sample.
 
-        return args.tokenizer, describe(args.tokenizer, args.tokenizer).eod_id
-    if manifest is None:
-        raise ValueError(f"{path} has no manifest that names its tokenizer: give --tokenizer")
-    return os.path.join(os.path.dirname(next(iter(prefixes.values()))), "tokenizer"), manifest.tokenizer.eod_id
+    source: prefix of its dataset; name: its name there, for example "document 7"; tokens int [s]; loss_mask bool [s].
+    """
+
+    source: str
+    name: str
+    tokens: np.ndarray
+    loss_mask: np.ndarray
 
 
 def stored(path: str, split: str, start: int, count: int, eod: int | None) -> Iterator[Sample]:
-    """Documents, or bins of a packed set, in the order of the file."""
+    """Yield documents, or bins of a packed dataset, in the order of the file."""
     prefix, packed = prefix_of(path, split), packed_length(path) is not None
-    reader = IndexedReader(prefix)
+    reader, name = IndexedReader(prefix), "bin" if packed else "document"
     if start >= len(reader):
-        raise ValueError(
-            f"--start {start}: {prefix} has {len(reader)} {'bins' if packed else 'documents'}, numbered from 0"
+        raise mistake(
+            "--start", start, problem=f"{prefix} has {len(reader)} {name}s", allowed=f"0 to {len(reader) - 1}"
         )
     for number in range(start, min(start + count, len(reader))):
         tokens = np.asarray(reader.document(number)).astype(np.int64)
         mask = packed_loss_mask(tokens, eod) if packed else np.arange(len(tokens)) < len(tokens) - 1
-        yield Sample(prefix, f"{'bin' if packed else 'document'} {number:,} of {len(reader):,}", tokens, mask)
+        yield Sample(prefix, f"{name} {number:,} of {len(reader):,}", tokens, mask)
 
 
-def drawn(args: argparse.Namespace, entries: list[tuple[float | None, str]], tokenizer: str) -> Iterator[Sample]:
-    """Samples through the datasets of a run; the index is built in a temporary folder."""
-    from megatron.core.tokenizers import MegatronTokenizer
+def drawn(recipe: Recipe, start: int, count: int) -> Iterator[Sample]:
+    """Yield training samples of the stage, in the order in which the run reads them."""
+    dataset, total = training_samples(recipe), sample_count(recipe)
+    prefixes, _ = resolve_blend(find_sources(recipe).train, "train")
+    if start >= total:
+        raise mistake("--start", start, problem=f"the stage has {total} samples", allowed=f"0 to {total - 1}")
+    for number in range(start, min(start + count, total)):
+        item = dataset[recipe.handover.first_sample + number]
+        name = f"train sample {number:,} of {total:,}"
+        source = prefixes[int(item.get("dataset_id", 0))]
+        yield Sample(source, name, item["tokens"].numpy(), item["loss_mask"].numpy() > 0)
 
-    from zaya_plugin.data.ledger import parse_ledger
 
-    blend = [path if weight is None else (weight, path) for weight, path in entries]
-    total = max(args.total_samples or 0, args.start + args.count)
-    prefixes, _ = resolve_blend(blend, args.split)
-    with tempfile.TemporaryDirectory() as cache:
-        opened = MegatronTokenizer.from_pretrained(tokenizer, metadata_path={"library": "huggingface"})
-        if args.order == "continuing" and args.split == "train":
-            ledger = parse_ledger(args.consumed)
-            dataset = build_stream(blend, total, args.sequence_length, args.seed, opened, cache, ledger)
-        else:
-            train, valid, _ = build_gpt_datasets(
-                blend,
-                blend if args.split == "valid" else None,
-                (total, 0, 0) if args.split == "train" else (0, total, 0),
-                sequence_length=args.sequence_length,
-                seed=args.seed,
-                tokenizer=opened,
-                cache_path=cache,
-            )
-            dataset = train if args.split == "train" else valid
-        for number in range(args.start, min(args.start + args.count, len(dataset))):
-            item = dataset[number]
-            source = prefixes[int(item["dataset_id"])] if "dataset_id" in item else prefixes[0]
-            name = f"{args.split} sample {number:,} of {len(dataset):,}"
-            yield Sample(source, name, item["tokens"].numpy(), item["loss_mask"].numpy() > 0)
+def runs(mask: np.ndarray) -> list[tuple[int, int]]:
+    """Return the stretches of true positions as (first, one past the last)."""
+    edges = np.flatnonzero(np.diff(np.concatenate(([0], mask.astype(np.int8), [0]))))
+    return [(int(a), int(b)) for a, b in edges.reshape(-1, 2)]
+
+
+def document_lengths(tokens: np.ndarray, eod: int | None) -> list[int]:
+    """Return the tokens of each document in a sample, its end included.
+
+    Consecutive end-of-document tokens at the end of the sample are filling and count as no document.
+    """
+    if eod is None:
+        return [len(tokens)]
+    other = np.flatnonzero(tokens != eod)
+    used = min(len(tokens), (int(other[-1]) if len(other) else -1) + 2)
+    ends = np.flatnonzero(tokens[:used] == eod) + 1
+    marks = np.concatenate(([0], ends, [used] if not len(ends) or ends[-1] < used else [])).astype(int)
+    return np.diff(marks).tolist()
+
+
+def facts_of(sample: Sample, tokenizer, eod: int | None) -> dict:
+    """Return what is shown of a sample; text: special tokens spelled out, without the filling."""
+    lengths = document_lengths(sample.tokens, eod)
+    return {
+        "source": sample.source,
+        "name": sample.name,
+        "tokens": len(sample.tokens),
+        "documents": lengths,
+        "filling": len(sample.tokens) - sum(lengths),
+        "in_loss": int(sample.loss_mask.sum()),
+        "loss_positions": runs(sample.loss_mask),
+        "text": tokenizer.decode(sample.tokens[: sum(lengths)].tolist(), skip_special_tokens=False),
+    }
+
+
+def render(facts: dict, characters: int) -> str:
+    """Return lines for a terminal. characters: of the text at most this many, half from each end; 0 shows all."""
+    shown, text = facts["loss_positions"][:6], facts["text"]
+    positions = ", ".join(f"{a}-{b - 1}" for a, b in shown) + (", ..." if len(facts["loss_positions"]) > 6 else "")
+    lengths = ", ".join(map(str, facts["documents"][:8])) + (", ..." if len(facts["documents"]) > 8 else "")
+    lines = [
+        f"{facts['source']}: {facts['name']}",
+        f"  {facts['tokens']:,} tokens in {len(facts['documents'])} document{'s' * (len(facts['documents']) != 1)} ({lengths})"
+        + (f", {facts['filling']:,} of filling" if facts["filling"] else ""),
+        f"  {facts['in_loss']:,} positions in the loss: {positions or 'none'}",
+    ]
+    if characters and len(text) > characters:
+        half = characters // 2
+        text = f"{text[:half]}\n[... {len(text) - 2 * half:,} characters ...]\n{text[-half:]}"
+    return "\n".join([*lines, *(f"  | {line}" for line in text.split("\n"))])
+
+
+main = command("inspect", parser, inspect)

@@ -1,57 +1,42 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`zaya data mixture`: tokens and epochs of each source over the stages of a run, and the ledger between them. No torch."""
+"""`zaya data mixture`: show what a stage draws from each source of its blend, and its ledger for the next stage. No torch."""
 
 import argparse
 
-from zaya_plugin.corpus.arguments import whole_number
-from zaya_plugin.corpus.command import command_parser, run_command
-from zaya_plugin.data.ledger import after, parse_ledger, report, stage_use, write_ledger
+from zaya_plugin.corpus.invocation import add_recipe_options, command, command_parser, recipe_of
+from zaya_plugin.data.ledger import report
+from zaya_plugin.handover.data_places import consumed_after, source_uses
 
 DESCRIPTION = """\
-Show how many samples and tokens a stage draws from each source of its blend, how often it goes through it, and what to give
-the next stage as data.consumed, so that with data.order=continuing no sample of a source comes again or is left out.
+Show how many samples and tokens a stage draws from each source of its blend, how many epochs these are, and the data.consumed
+of the next stage, so that with data.order=continuing no sample of a source is repeated or left out.
+
+The stage is given as for zaya train: data.blend, stage.seq_length, stage.train_iters, stage.global_batch_size, data.consumed.
 """
 EXAMPLES = """\
 examples:
   # stage 1: 1000 steps of 64 sequences
-  zaya data mixture '0.8 data/web' '0.2 data/code' --sequence-length 4096 --samples 64000
+  zaya data mixture experiment=zaya1_base data.path=data/web "data.blend=['0.8 data/web','0.2 data/code']" \\
+      stage.train_iters=1000 stage.global_batch_size=64 data.order=continuing
   # stage 2 with another blend, from where stage 1 stopped
-  zaya data mixture '0.5 data/web' '0.5 data/math' --sequence-length 4096 --samples 16000 --consumed '209715200 data/web' \\
-      --consumed '52428800 data/code'
+  zaya data mixture experiment=zaya1_base data.path=data/web "data.blend=['0.5 data/web','0.5 data/math']" \\
+      stage.train_iters=250 stage.global_batch_size=64 data.order=continuing \\
+      "data.consumed=['209715200 data/web','52428800 data/code']"
 """
 
 
 def parser() -> argparse.ArgumentParser:
+    """Return the parser of the command line."""
     out = command_parser("mixture", DESCRIPTION, EXAMPLES)
-    out.add_argument(
-        "sources", nargs="+", metavar="ENTRY", help="'WEIGHT DATASET' entries as in data.blend, or datasets"
-    )
-    out.add_argument("--sequence-length", required=True, type=whole_number(1), metavar="N", help="stage.seq_length")
-    out.add_argument(
-        "--samples",
-        required=True,
-        type=whole_number(1),
-        metavar="N",
-        help="of the stage: train_iters x global_batch_size",
-    )
-    out.add_argument(
-        "--consumed", action="append", default=[], metavar="ENTRY", help="'TOKENS DATASET' of earlier stages; repeat"
-    )
-    out.add_argument("--seed", type=whole_number(0), default=1234, metavar="N", help="of the run (default: 1234)")
+    add_recipe_options(out)
     return out
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Runs the command; returns the exit status."""
-    args = parser().parse_args(argv)
-    return run_command("mixture", lambda: mixture(args))
+def mixture(args: argparse.Namespace, _: None) -> None:
+    """Print the table and the ledger for the next stage."""
+    recipe = recipe_of(args)
+    print(report(source_uses(recipe)))
+    print("\n  ".join(["the next stage's data.consumed:", *consumed_after(recipe)]))
 
 
-def mixture(args: argparse.Namespace) -> None:
-    """Prints the table and the ledger for the next stage."""
-    ledger = parse_ledger(args.consumed)
-    uses = stage_use(args.sources, args.samples, args.sequence_length, ledger, args.seed)
-    print(report(uses))
-    print("the next stage's data.consumed:")
-    for entry in write_ledger(after(ledger, uses)):
-        print(f"  {entry}")
+main = command("mixture", parser, mixture)

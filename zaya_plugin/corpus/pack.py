@@ -1,29 +1,42 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`zaya data pack`: a prepared dataset into bins of whole documents, one bin a training sample.
+"""`zaya data pack`: put the whole documents of a prepared dataset into bins, one bin a training sample.
 
-The result is an indexed dataset whose documents are the bins, each of exactly `sequence_length` tokens, documents ended by
-the end-of-document token and the rest filled with it. Megatron's own sampling, which joins documents and cuts at multiples
-of the sequence length, then draws exactly one bin a sample, in any host.
+The result is an indexed dataset whose documents are the bins, each of exactly `sequence_length` tokens: documents ended by
+the end-of-document token, then more of these as filling. Megatron's own sampling joins documents and cuts at multiples of the
+sequence length; here it draws exactly one bin a sample, in any host. The content of every bin is decided before the first
+byte is written, so that writing can stop and continue anywhere.
 """
 
 import argparse
+import json
 import os
 import shutil
 from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from datetime import datetime, timezone
+from typing import TextIO
+
+import numpy as np
 
 import zaya_plugin
-from zaya_plugin.corpus.arguments import whole_number
-from zaya_plugin.corpus.bin_writer import progress_file
-from zaya_plugin.corpus.command import begin, command_parser, complete, run_command
-from zaya_plugin.corpus.pack_plan import LONG, Fitting
-from zaya_plugin.corpus.pack_write import write_bins
-from zaya_plugin.corpus.reasoning import EARLIER_DROPPED, EARLIER_DROPPED_TAIL_CUT, TAIL_CUT, BlockFinder
+from zaya_plugin.corpus.bin_writer import BinWriter
+from zaya_plugin.corpus.invocation import command, command_parser, whole_number
+from zaya_plugin.corpus.reasoning import (
+    EARLIER_DROPPED,
+    EARLIER_DROPPED_TAIL_CUT,
+    KEPT,
+    NO_REASONING,
+    TAIL_CUT,
+    UNALIGNED,
+    BlockFinder,
+    trim,
+)
 from zaya_plugin.corpus.workspace import Workspace
-from zaya_plugin.data.check import locate
-from zaya_plugin.data.indexed_reader import IndexedReader
-from zaya_plugin.data.manifest import Manifest, PackingRecord
+from zaya_plugin.data.indexed_dataset import IndexedReader
+from zaya_plugin.data.prepared import Manifest, PackingRecord, SplitRecord, locate, tokenizer_of
 from zaya_plugin.data.tokenizer import open_tokenizer
+from zaya_plugin.errors import mistake
 
 COUNTS = (
     "documents",
@@ -41,22 +54,29 @@ COUNTS = (
 )
 DROPPED_FILE = "dropped.jsonl"
 
+# Documents that are fitted with each other. Bounds memory and keeps the reads for one bin within one stretch of the file;
+# bins are within a few thousandths of full with far fewer.
+WINDOW = 1_000_000
+LONG = ("split", "drop")
+CHUNK_TOKENS = 4_000_000  # written and counted at a time
+
 DESCRIPTION = """\
 Pack whole documents of a prepared dataset into bins of --sequence-length tokens, best fit first, one bin a training sample.
 
 Train on the result with data.packing=documents, which keeps the documents of a bin apart; ends of documents and filling
-are left out of the loss. An interrupted run continues when the same command is given again.
+are left out of the loss. The same command continues an interrupted run.
 """
 EXAMPLES = """\
 examples:
   zaya data pack data/web --sequence-length 4096 --output data/web-4k
 
-  # chains of thought for 32K: what is too long loses the end of its reasoning, never its answer; other long documents are left out
+  # chains of thought for 32K: one that is too long loses the end of its reasoning, never its answer; other long documents are dropped
   zaya data pack data/reasoning --sequence-length 32768 --trim-reasoning '<think>' '</think>' --long drop --output data/reasoning-32k
 """
 
 
 def parser() -> argparse.ArgumentParser:
+    """Return the parser of the command line."""
     out = command_parser("pack", DESCRIPTION, EXAMPLES)
     out.add_argument("source", metavar="DATASET", help="directory written by `zaya data prepare`")
     out.add_argument("--sequence-length", required=True, type=whole_number(2), metavar="N", help="tokens of a bin")
@@ -74,36 +94,35 @@ def parser() -> argparse.ArgumentParser:
         help="markers of reasoning: a longer document with such blocks loses the end of the last one, then the earlier ones, "
         "and is dropped if that is not enough or it has no answer",
     )
-    out.add_argument("--overwrite", action="store_true", help="replace what was packed with other arguments")
+    out.add_argument("--overwrite", action="store_true", help="make the dataset again in place of what --output holds")
     out.add_argument("--quiet", action="store_true", help="no summary; problems are still reported")
     return out
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Runs the command; returns the exit status."""
-    args = parser().parse_args(argv)
-    kept = "What is finished is kept, and the same command continues from there"
-    return run_command("pack", lambda: pack(args), kept)
-
-
-def pack(args: argparse.Namespace) -> None:
-    """Makes the packed dataset, or finds that it is there.
+def pack(args: argparse.Namespace, workspace: Workspace) -> None:
+    """Make the packed dataset, or find that it is complete, and print a summary.
 
     Raises:
         ValueError: the source is no prepared dataset, or the output is something else.
     """
     source, prefixes = locate(args.source)
     if source is None:
-        raise ValueError(
-            f"{args.source} has no manifest.json that names its tokenizer; pack what `zaya data prepare` wrote"
+        raise mistake(
+            args.source,
+            problem="has no manifest.json that names its tokenizer",
+            allowed="a directory written by `zaya data prepare`",
         )
     if source.packing is not None:
-        raise ValueError(
-            f"{args.source} is packed already, into bins of {source.packing.sequence_length} tokens; pack what it was made from"
+        raise mistake(
+            args.source,
+            problem=f"is packed already, into bins of {source.packing.sequence_length} tokens",
+            fix="pack the dataset that it was made from",
         )
     if source.tokenizer.eod_id is None:
-        raise ValueError(
-            f"{args.source}: its tokenizer has no end-of-document token, and bins need one between documents"
+        raise mistake(
+            args.source,
+            problem="its tokenizer has no end-of-document token, and bins need one between documents",
+            fix="prepare it with a tokenizer that has an eos_token",
         )
     plan = {
         "source": os.path.abspath(args.source),
@@ -113,54 +132,204 @@ def pack(args: argparse.Namespace) -> None:
         "--trim-reasoning": args.trim_reasoning,
         "append eod": True,
     }
-    workspace = Workspace(args.output)
-    with workspace.locked():
-        manifest = complete(workspace, plan, args.overwrite)
-        if manifest is None:
-            begin(workspace, plan, args.overwrite)
-            manifest = _build(workspace, plan, source, prefixes, args)
-            workspace.publish()
+    manifest, _ = workspace.dataset(plan, lambda: _build(workspace, plan, source, prefixes, args))
     if not args.quiet:
         print(summary(workspace.output, manifest))
 
 
-def _build(workspace: Workspace, plan: dict, source: Manifest, prefixes: dict[str, str], args) -> Manifest:
+def _build(workspace: Workspace, plan: dict, source: Manifest, prefixes: dict[str, str], args) -> None:
+    workspace.begin(plan)
     os.makedirs(workspace.final, exist_ok=True)
-    home = os.path.join(os.path.dirname(next(iter(prefixes.values()))), "tokenizer")
+    home, record = tokenizer_of(args.source)
     finder = BlockFinder(open_tokenizer(home), *args.trim_reasoning) if args.trim_reasoning else None
-    fitting = Fitting(args.sequence_length, source.tokenizer.eod_id, args.long, finder)
+    fitting = Fitting(args.sequence_length, record.eod_id, args.long, finder)
     splits, counts = {}, {}
     with open(os.path.join(workspace.final, DROPPED_FILE), "w", encoding="ascii") as dropped:
         for name, prefix in prefixes.items():
             counted, target = Counter(), os.path.join(workspace.final, name)
-            splits[name] = write_bins(
-                IndexedReader(prefix), target, fitting, counted, dropped, source.tokenizer.vocab_size
-            )
+            splits[name] = write_bins(IndexedReader(prefix), target, fitting, counted, dropped, record.vocab_size)
             counts[name] = {key: counted[key] for key in COUNTS}
-    target = os.path.join(workspace.final, "tokenizer")
-    shutil.rmtree(target, ignore_errors=True)
-    shutil.copytree(home, target)
-    for name in prefixes:
-        os.unlink(progress_file(os.path.join(workspace.final, name)))
-    manifest = Manifest(
+    shutil.copytree(home, os.path.join(workspace.final, "tokenizer"), dirs_exist_ok=True)
+    replace(
+        source,
         arguments=plan,
-        tokenizer=source.tokenizer,
-        dtype=source.dtype,
         splits=splits,
-        documents=source.documents,
-        input_files=source.input_files,
-        input_bytes=source.input_bytes,
         written_at=datetime.now(timezone.utc).isoformat(timespec="seconds"),
         zaya_plugin_version=zaya_plugin.__version__,
-        tokenizers_version=source.tokenizers_version,
         packing=PackingRecord(args.sequence_length, counts),
-    )
-    manifest.write(workspace.final)
-    return manifest
+    ).write(workspace.final)
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Tokens of one bin that come from one document: a range of it, or of `trimmed`, its shortened tokens."""
+
+    document: int
+    begin: int
+    end: int
+    trimmed: np.ndarray | None = None
+
+    def __len__(self) -> int:
+        return self.end - self.begin
+
+
+@dataclass
+class Fitting:
+    """How documents are fitted. long: "split" or "drop", for a document that is too long and has no reasoning to trim."""
+
+    sequence_length: int
+    eod: int
+    long: str
+    finder: BlockFinder | None
+
+
+def fit_document(
+    reader: IndexedReader, number: int, fitting: Fitting, counts: Counter
+) -> tuple[list[Piece], str | None]:
+    """Return the pieces of one document; none if it is dropped, and then why."""
+    limit, ids = fitting.sequence_length, reader.document(number)
+    ended = len(ids) > 0 and ids[-1] == fitting.eod
+    length = len(ids) + (not ended)
+    if length <= limit:
+        whole = None if ended else np.append(ids, ids.dtype.type(fitting.eod))
+        return [Piece(number, 0, length, whole)], None
+    ids = ids if ended else np.append(ids, ids.dtype.type(fitting.eod))
+    if fitting.finder is not None:
+        blocks = fitting.finder.find(ids)
+        shortened, outcome = (None, UNALIGNED) if blocks is None else trim(ids, blocks, limit)
+        if shortened is not None:
+            assert outcome != KEPT and len(shortened) <= limit
+            counts[outcome] += 1
+            counts["trimmed tokens"] += length - len(shortened)
+            return [Piece(number, 0, len(shortened), shortened)], None
+        if outcome != NO_REASONING:
+            return [], outcome
+    if fitting.long == "drop":
+        return [], "too long"
+    counts["split documents"] += 1
+    pieces = [
+        Piece(number, begin, min(begin + limit, length), None if ended else ids) for begin in range(0, length, limit)
+    ]
+    counts["pieces of split documents"] += len(pieces)
+    return pieces, None
+
+
+def windows(
+    reader: IndexedReader, fitting: Fitting, counts: Counter, dropped: Callable[[dict], None], window: int = WINDOW
+) -> Iterator[list[list[Piece]]]:
+    """Yield the bins of every window of documents, each a list of pieces in order of their documents.
+
+    Args:
+        counts: increased here, see COUNTS.
+        dropped: called with number, tokens and reason of each document that is left out.
+    """
+    for first in range(0, len(reader), window):
+        pieces: list[Piece] = []
+        for number in range(first, min(first + window, len(reader))):
+            counts["documents"] += 1
+            found, reason = fit_document(reader, number, fitting, counts)
+            pieces += found
+            if reason is not None:
+                tokens = int(reader.lengths[number])
+                counts["dropped documents"] += 1
+                counts["dropped tokens"] += tokens
+                dropped({"document": number, "tokens": tokens, "reason": reason})
+        lengths = np.array([len(piece) for piece in pieces], np.int64)
+        bin_of, bins = best_fit_decreasing(lengths, fitting.sequence_length)
+        contents: list[list[Piece]] = [[] for _ in range(bins)]
+        for piece, number in zip(pieces, bin_of.tolist(), strict=True):
+            contents[number].append(piece)
+        counts["bins"] += bins
+        counts["filling tokens"] += bins * fitting.sequence_length - int(lengths.sum())
+        yield contents
+
+
+def best_fit_decreasing(lengths: np.ndarray, capacity: int) -> tuple[np.ndarray, int]:
+    """Pack items into bins, best fit decreasing.
+
+    Items go in order of falling length, each into the bin with the least room that still holds it. Ties go to the item that
+    comes first and the bin that was opened last, so the result is deterministic. Sources: "Fewer Truncations Improve Language
+    Modeling" (arXiv 2404.10830, section 3); for bins of 131,072 tokens the ZAYA1-8B technical report (arXiv 2605.05365).
+
+    Args:
+        lengths: int [items], each from 1 to `capacity`.
+
+    Returns:
+        int64 [items], the bin of each item, and the number of bins. Time grows with items, not with their square.
+    """
+    assert len(lengths) == 0 or (lengths.min() >= 1 and lengths.max() <= capacity)
+    bin_of = np.empty(len(lengths), np.int64)
+    rooms: list[list[int]] = [[] for _ in range(capacity + 1)]  # bins by the room left in them
+    occupied, bins = 0, 0  # bit r of `occupied`: some bin has room r
+    for item in np.argsort(-lengths.astype(np.int64), kind="stable").tolist():
+        length = int(lengths[item])
+        fitting = occupied >> length
+        if fitting:
+            room = length + (fitting & -fitting).bit_length() - 1
+            number = rooms[room].pop()
+            if not rooms[room]:
+                occupied ^= 1 << room
+        else:
+            room, number, bins = capacity, bins, bins + 1
+        bin_of[item] = number
+        left = room - length
+        if left:
+            if not rooms[left]:
+                occupied |= 1 << left
+            rooms[left].append(number)
+    return bin_of, bins
+
+
+def fill_bin(reader: IndexedReader, pieces: list[Piece], fitting: Fitting) -> np.ndarray:
+    """Return the token ids [sequence_length] of a bin: its pieces in order, then end-of-document tokens."""
+    tokens = [
+        (reader.document(piece.document) if piece.trimmed is None else piece.trimmed)[piece.begin : piece.end]
+        for piece in pieces
+    ]
+    filling = fitting.sequence_length - sum(map(len, tokens))
+    return np.concatenate([*tokens, np.full(filling, fitting.eod, reader.dtype)])
+
+
+def write_bins(
+    reader: IndexedReader,
+    target: str,
+    fitting: Fitting,
+    counts: Counter,
+    dropped: TextIO,
+    vocab_size: int,
+    window: int = WINDOW,
+) -> SplitRecord:
+    """Write and sync `<target>.bin` and `.idx`.
+
+    Args:
+        counts: filled in, see COUNTS.
+        dropped: gets a line for each document left out.
+
+    Raises:
+        ValueError: every document was dropped.
+    """
+    split, length = os.path.basename(target), fitting.sequence_length
+    writer, step = BinWriter(target, reader.dtype, vocab_size), max(1, CHUNK_TOKENS // length)
+
+    def drop(record: dict) -> None:
+        dropped.write(json.dumps({"split": split, **record}) + "\n")
+
+    for bins in windows(reader, fitting, counts, drop, window):
+        for at in range(0, len(bins), step):
+            tokens = np.concatenate([fill_bin(reader, pieces, fitting) for pieces in bins[at : at + step]])
+            counts["loss tokens"] += int((tokens.reshape(-1, length)[:, :-1] != fitting.eod).sum())
+            writer.write(tokens)
+    if counts["bins"] == 0:
+        raise mistake(
+            reader.prefix,
+            problem=f"no document is left: {counts['dropped documents']} of {counts['documents']} were dropped",
+            fix="change --long, --trim-reasoning or --sequence-length",
+        )
+    return writer.finish(np.full(counts["bins"], length, np.int32), {fitting.eod: counts["filling tokens"]})
 
 
 def summary(output: str, manifest: Manifest) -> str:
-    """What is in the bins, what was lost on the way, and how full they are."""
+    """Return how full the bins are, and which documents were split, trimmed and dropped, for a terminal."""
     length = manifest.packing.sequence_length
     lines = [f"{output}: bins of {length:,} tokens"]
     for name, counts in manifest.packing.counts.items():
@@ -182,3 +351,6 @@ def summary(output: str, manifest: Manifest) -> str:
                 f"        dropped {counts['dropped documents']:,} documents, {counts['dropped tokens']:,} tokens, see {DROPPED_FILE}"
             )
     return "\n".join(lines)
+
+
+main = command("pack", parser, pack)

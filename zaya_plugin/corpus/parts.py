@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tokenises blocks in parallel, each into one part file that appears whole or not at all.
+"""Tokenise blocks in parallel, each into one part file that appears whole or not at all.
 
-Blocks are handed out and taken back in order, with only a few under way, so memory does not grow with the corpus. A part
-holds the position where its block ended: a later run skips parts that exist and reads on from there.
+Blocks are handed out and taken back in order, and only a few are in work at a time, so memory does not grow with the corpus.
+A part holds the position where its block ended: a resumed run skips the parts that exist and reads on from there.
 """
 
 import io
@@ -22,36 +22,36 @@ from multiprocessing.connection import wait
 
 import numpy as np
 
-from zaya_plugin.corpus.blocks import BlockReader, Position
+from zaya_plugin.corpus.blocks import Block, BlockReader, Format, Position, Rejected, documents
 from zaya_plugin.corpus.chunk_encoder import ChunkEncoder
-from zaya_plugin.corpus.documents import Block, Rejected, documents
+from zaya_plugin.corpus.workspace import write_whole
 from zaya_plugin.data.tokenizer import open_tokenizer
+from zaya_plugin.errors import mistake
 
 # Text given to the tokenizer at once. Its encodings take about 120 bytes for each byte of text until they are arrays.
 BATCH_CHARACTERS = 1_000_000
+DAMAGED = (ValueError, KeyError, EOFError, zipfile.BadZipFile)  # by np.load, of a file that is not whole
 
 
 @dataclass(frozen=True)
 class Job:
-    """What a worker needs to know beside its block.
+    """What a worker needs beside its block.
 
-    eod_id None appends nothing; dtype is the name of the token dtype; deduplicate is "", "text" or "id".
+    eod_id None appends nothing; dtype is the name of the token dtype; deduplicate is None, "text" or "id".
     """
 
     tokenizer_directory: str
     tokenizer_sha256: str
-    text_field: str
+    form: Format
     eod_id: int | None
     valid_fraction: float
-    max_document_bytes: int
     dtype: str
-    deduplicate: str = ""
-    id_field: str = "id"
+    deduplicate: str | None = None
 
 
 @dataclass(frozen=True)
 class Part:
-    """A finished part file. `end` is where its block ended, `resumed` whether an earlier run made it."""
+    """A finished part file. end: where its block ended; resumed: whether an earlier run made it."""
 
     path: str
     counts: Counter
@@ -60,36 +60,32 @@ class Part:
     end: Position
     resumed: bool = False
 
-    def tokens(self, split: str) -> tuple[np.ndarray, np.ndarray]:
-        """Token ids [tokens] and int32 lengths [documents] of a split.
+    def arrays(self, *names: str) -> tuple[np.ndarray, ...]:
+        """Return arrays of the file.
+
+        For each split: <split>_tokens, ids [tokens]; <split>_lengths, int32 [documents]. With deduplication, for documents in
+        order: keys, hashes of what decides, uint64 [documents, 2]; split_numbers, uint8 [documents].
 
         Raises:
             ValueError: the file does not match its own checksums; it is removed, so that another run makes it again.
         """
-        return self._arrays(f"{split}_tokens", f"{split}_lengths")
-
-    def keys(self) -> tuple[np.ndarray, np.ndarray]:
-        """For documents in order: hashes of what they are deduplicated by, uint64 [documents, 2], and numbers of their splits,
-        uint8 [documents]. Raises as `tokens` does."""
-        return self._arrays("keys", "split_numbers")
-
-    def _arrays(self, *names: str) -> tuple[np.ndarray, ...]:
         try:
             with np.load(self.path, allow_pickle=False) as arrays:
                 return tuple(arrays[name] for name in names)
-        except (ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
+        except DAMAGED as error:
             os.unlink(self.path)
-            raise ValueError(
-                f"{self.path} is damaged ({error}) and was removed; run the same command again to redo it"
+            raise mistake(
+                self.path, problem=f"is damaged ({error}) and was removed", fix="run the same command again"
             ) from error
 
 
 def split_names(valid_fraction: float) -> tuple[str, ...]:
+    """Return the names of the splits."""
     return ("train", "valid") if valid_fraction else ("text",)
 
 
 def split_of(text: str, valid_fraction: float) -> str:
-    """The split of a document, from its content alone: stable when documents are added, and no copy straddles the splits."""
+    """Return the split of a document, from its text alone: stable when documents are added, and copies share a split."""
     if not valid_fraction:
         return "text"
     number = int.from_bytes(blake2b(text.encode("utf-8"), digest_size=8).digest(), "little")
@@ -97,7 +93,7 @@ def split_of(text: str, valid_fraction: float) -> str:
 
 
 def tokenise(reader: BlockReader, job: Job, directory: str, workers: int) -> Iterator[Part]:
-    """Yields the parts of the whole input in order, making those that do not exist yet.
+    """Yield the parts of the whole input in order; make those that do not exist.
 
     Raises:
         OSError: a part cannot be written (disk full); finished ones stay.
@@ -117,17 +113,19 @@ def tokenise(reader: BlockReader, job: Job, directory: str, workers: int) -> Ite
     try:
         under_way = deque()
         for path, block, end, done in _plan(reader, directory):
-            under_way.append(done or pool.submit(tokenise_block, job, block, end, path))
+            under_way.append(
+                (lambda part=done: part) if done else pool.submit(tokenise_block, job, block, end, path).result
+            )
             if len(under_way) > workers + 2:
-                yield _result(under_way.popleft())
+                yield under_way.popleft()()
         while under_way:
-            yield _result(under_way.popleft())
+            yield under_way.popleft()()
     finally:
         pool.shutdown(cancel_futures=True)
 
 
 def _plan(reader: BlockReader, directory: str) -> Iterator[tuple[str, Block | None, Position | None, Part | None]]:
-    """Every part in order: its path with either the finished part, or the block to tokenise and where that ends."""
+    """Yield for every part in order its path, and either the block to tokenise and where it ends, or the finished part."""
     at, number = Position(), 0
     while True:
         path = os.path.join(directory, f"{number:07d}.part")
@@ -144,12 +142,8 @@ def _plan(reader: BlockReader, directory: str) -> Iterator[tuple[str, Block | No
         number += 1
 
 
-def _result(item) -> Part:
-    return item if isinstance(item, Part) else item.result()
-
-
 def _start_worker() -> None:
-    """Ctrl-C is the parent's to handle; and a worker whose parent was killed must not wait for work for ever."""
+    """Leave Ctrl-C to the parent process, and end a worker whose parent was killed."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes are the parallelism
     parent = multiprocessing.parent_process()
@@ -158,12 +152,12 @@ def _start_worker() -> None:
 
 @lru_cache(maxsize=1)
 def _encoder(directory: str, sha256: str, dtype: str) -> ChunkEncoder:
-    """One for all blocks of a run. sha256 is for the cache: another run in this process may use the directory anew."""
+    """Return one encoder for all blocks of a run. sha256 is a key of the cache: another run may reuse the directory."""
     return ChunkEncoder(open_tokenizer(directory), np.dtype(dtype))
 
 
 def tokenise_block(job: Job, block: Block, end: Position, path: str) -> Part:
-    """Writes the part of one block."""
+    """Write the part of one block."""
     dtype = np.dtype(job.dtype)
     encoder = _encoder(job.tokenizer_directory, job.tokenizer_sha256, job.dtype)
     names = split_names(job.valid_fraction)
@@ -181,8 +175,7 @@ def tokenise_block(job: Job, block: Block, end: Position, path: str) -> Part:
             split_numbers.append(names.index(split))
         batch.clear()
 
-    id_field = job.id_field if job.deduplicate == "id" else None
-    for document in documents(block, job.text_field, job.max_document_bytes, counts, id_field):
+    for document in documents(block, job.form, counts):
         if isinstance(document, Rejected):
             rejected.append(document)
             continue
@@ -204,35 +197,21 @@ def tokenise_block(job: Job, block: Block, end: Position, path: str) -> Part:
     if job.deduplicate:
         arrays["keys"] = np.frombuffer(b"".join(keys), "<u8").reshape(-1, 2)
         arrays["split_numbers"] = np.array(split_numbers, np.uint8)
-    _write_whole(path, arrays)
-    return Part(path, counts, rejected, block.taken, end)
-
-
-def _write_whole(path: str, arrays: dict[str, np.ndarray]) -> None:
     # In memory first: an archive that meets a full disk in the middle reports that it cannot be closed, not why.
     archive = io.BytesIO()
     np.savez(archive, **arrays)
-    temporary = f"{path}.{os.getpid()}.tmp"
-    try:
-        with open(temporary, "wb") as out:
-            out.write(archive.getbuffer())
-            out.flush()
-            os.fsync(out.fileno())
-        os.replace(temporary, path)
-    except OSError:
-        if os.path.exists(temporary):
-            os.unlink(temporary)
-        raise
+    write_whole(path, archive.getbuffer())
+    return Part(path, counts, rejected, block.taken, end)
 
 
 def read_part(path: str) -> Part | None:
-    """The part at a path; None if there is none or it is cut short (it is then made again)."""
+    """Return the part at a path; None if it does not exist or is cut short (it is then removed and made again)."""
     try:
         with np.load(path, allow_pickle=False) as arrays:
             meta = json.loads(arrays["meta"].tobytes())
     except FileNotFoundError:
         return None
-    except (ValueError, KeyError, EOFError, zipfile.BadZipFile):
+    except DAMAGED:
         os.unlink(path)
         return None
     rejected = [Rejected(**each) for each in meta["rejected"]]

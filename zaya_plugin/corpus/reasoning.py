@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Answer-preserving trimming: a chain of thought that is too long loses reasoning, never its question or answer.
+"""Trim chains of thought that are too long: a sample loses reasoning, never its question or answer.
 
-Rule (ZAYA1-8B technical report, arXiv 2605.05365, section III-A), done anew for each context length: a sample that fits is
+Rule (ZAYA1-8B technical report, arXiv 2605.05365, section III-A), applied anew for each context length: a sample that fits is
 kept; else the tail of the last reasoning block, right before the answer, is cut; else the reasoning of earlier turns is
-dropped and both are tried again; else the sample is dropped. Unpublished, this project's choice: of a block that is cut
-at least one token of reasoning stays, and a dropped block goes with its two markers.
+dropped and both are tried again; else the sample is dropped. This project's choice, which the report does not state: of a
+block that is cut at least one token of reasoning stays, and a block is dropped with its two markers.
 """
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -32,14 +33,14 @@ class Block:
 
 
 def trim(ids: np.ndarray, blocks: Sequence[Block], limit: int) -> tuple[np.ndarray | None, str]:
-    """Shortens a sample to at most `limit` tokens.
+    """Shorten a sample to at most `limit` tokens.
 
     Args:
         ids: the sample, int [tokens], its end-of-document token included.
         blocks: its reasoning blocks in order, see `BlockFinder`.
 
     Returns:
-        The sample, None if it must be dropped, and which of the outcomes above it was.
+        The sample, None if it must be dropped, and the outcome: one of the names above.
     """
     if len(ids) <= limit:
         return ids, KEPT
@@ -65,8 +66,8 @@ def trim(ids: np.ndarray, blocks: Sequence[Block], limit: int) -> tuple[np.ndarr
 class BlockFinder:
     """Finds reasoning blocks between two markers in tokenised text.
 
-    A marker that is one token of the vocabulary is looked for by its id. Any other may be spelled with different tokens,
-    merged with what stands around it: then the document is decoded, encoded again, and markers are found in the text.
+    Markers that are added tokens of the tokenizer are found by their ids. Others may be spelled with different tokens, merged
+    with the text around them: then the document is decoded and encoded again, and the markers are found in the text.
     """
 
     def __init__(self, tokenizer, begin: str, end: str):
@@ -76,50 +77,43 @@ class BlockFinder:
         self.by_id = {begin, end} <= added
 
     def find(self, ids: np.ndarray) -> list[Block] | None:
-        """Blocks of a document, int [tokens] with its end-of-document token; None if its text has other tokens.
+        """Return the blocks of a document; None if the tokens of its text are not `ids`.
 
-        A block that is not closed ends where the document does, and so has no answer behind it.
+        A block that is not closed ends where the document does, and so has no answer behind it. A begin marker inside a block,
+        or one that is never closed and not the last, opens no block.
+
+        Args:
+            ids: int [tokens], the end-of-document token included.
         """
+        found = self._places(ids)
+        if found is None:
+            return None
+        (begins, ends), blocks, last = found, [], len(ids) - 1
+        for at, end, after in ends:
+            opened = [begin for begin in begins if begin[0] < at]
+            begins = begins[len(opened) :]
+            if opened:
+                blocks.append(Block(opened[0][1], min(opened[0][2], end), end, after))
+        if begins:
+            blocks.append(Block(begins[-1][1], min(begins[-1][2], last), last, last))
+        return blocks
+
+    def _places(self, ids: np.ndarray) -> list[list[tuple[int, int, int]]] | None:
+        """Return the places of both markers: position, first token, and the token behind the last."""
         if self.by_id:
-            begins, ends = (np.flatnonzero(ids == marker).tolist() for marker in self.ids)
-            closed = [Block(a, a + 1, b, b + 1) for a, b in _pairs(begins, ends)]
-            left_open = begins[-1:] if begins and begins[-1] > max(ends, default=-1) else []
-            return closed + [Block(a, a + 1, len(ids) - 1, len(ids) - 1) for a in left_open]
+            return [[(at, at, at + 1) for at in np.flatnonzero(ids == marker).tolist()] for marker in self.ids]
         text = self.tokenizer.decode(ids[:-1].tolist(), skip_special_tokens=False)
         encoding = self.tokenizer.encode(text, add_special_tokens=False)
         if encoding.ids != ids[:-1].tolist():
             return None
-        begins, ends = _occurrences(text, self.begin), _occurrences(text, self.end)
         offsets = np.array(encoding.offsets, np.int64).reshape(-1, 2)
-        first, past = offsets[:, 0], offsets[:, 1]
-        blocks = []
-        for a, b in _pairs(begins, ends):
+
+        def tokens(found: re.Match) -> tuple[int, int, int]:
             # A token that holds part of a marker belongs to it whole.
-            inside = int(np.searchsorted(first, a + len(self.begin)))
-            end = int(np.searchsorted(past, b, "right"))
-            after = int(np.searchsorted(first, b + len(self.end)))
-            blocks.append(Block(int(np.searchsorted(past, a, "right")), min(inside, end), end, after))
-        if begins and begins[-1] > max(ends, default=-1):
-            blocks.append(
-                Block(int(np.searchsorted(past, begins[-1], "right")), len(ids) - 1, len(ids) - 1, len(ids) - 1)
+            first, behind = (
+                np.searchsorted(offsets[:, 1], found.start(), "right"),
+                np.searchsorted(offsets[:, 0], found.end()),
             )
-        return blocks
+            return found.start(), int(first), int(behind)
 
-
-def _occurrences(text: str, marker: str) -> list[int]:
-    found, at = [], text.find(marker)
-    while at >= 0:
-        found.append(at)
-        at = text.find(marker, at + len(marker))
-    return found
-
-
-def _pairs(begins: list[int], ends: list[int]) -> list[tuple[int, int]]:
-    """Each end with the first begin since the end before it. A begin inside a block, or that is never closed, opens nothing."""
-    pairs, at = [], 0
-    for end in ends:
-        inside = [begin for begin in begins[at:] if begin < end]
-        if inside:
-            pairs.append((inside[0], end))
-            at += len(inside)
-    return pairs
+        return [list(map(tokens, re.finditer(re.escape(marker), text))) for marker in (self.begin, self.end)]

@@ -1,25 +1,44 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where a dataset is built: beside its final name, under a lock, so the final name only ever shows a whole dataset.
+"""Build a dataset beside its final name, under a lock, so that the final name only ever shows a whole dataset.
 
 <output>            the dataset; appears by one rename
 <output>.partial/   plan.json, tokenizer/, parts/ and final/ of a run that is under way or was interrupted
-<output>.replaced/  the dataset that --overwrite is replacing, for the moment between two renames
+<output>.replaced/  the dataset that --overwrite replaces, for the moment between two renames
 <output>.lock       held while a process works on any of them
+
+A plan holds the arguments that decide the content, by option name. A run continues the unfinished one of the same plan, and
+a finished dataset of the same plan is taken as it is.
 """
 
 import fcntl
+import glob
 import json
 import os
 import shutil
 import socket
+from collections.abc import Callable
 from contextlib import contextmanager
 
-from zaya_plugin.data.manifest import NAME as MANIFEST_NAME
+from zaya_plugin.data.prepared import MANIFEST, Manifest, load_manifest
+from zaya_plugin.errors import mistake
+
+INPUT_FILES = "input files"
+INPUT_TIMES = "modification times of the input files"
+# Entries of a plan that are fingerprints.
+FINGERPRINTS = {INPUT_FILES: "names or sizes have changed", INPUT_TIMES: "have changed"}
+OVERWRITE = "give --overwrite to replace it, or choose another --output"
 
 
 class Workspace:
-    def __init__(self, output: str):
-        self.output = os.path.abspath(output)
+    """The files of one output.
+
+    Args:
+        output: directory of the dataset.
+        overwrite: whether a dataset or an unfinished run of another plan may be replaced.
+    """
+
+    def __init__(self, output: str, overwrite: bool = False):
+        self.output, self.overwrite = os.path.abspath(output), overwrite
         self.partial = self.output + ".partial"
         self.replaced = self.output + ".replaced"
         self.plan_file = os.path.join(self.partial, "plan.json")
@@ -29,7 +48,7 @@ class Workspace:
 
     @contextmanager
     def locked(self):
-        """Holds the lock, which the kernel drops when the process dies.
+        """Hold the lock; the kernel drops it when the process dies.
 
         Raises:
             ValueError: another process holds it.
@@ -37,79 +56,144 @@ class Workspace:
         path = self.output + ".lock"
         os.makedirs(os.path.dirname(path), exist_ok=True)
         while True:
-            # Not through open(), whose buffering would truncate what the holder wrote before the lock is ours.
-            descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
-            try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                holder = os.read(descriptor, 1000).decode(errors="replace").strip()
-                os.close(descriptor)
-                raise ValueError(
-                    f"another process is preparing {self.output} ({holder or 'just starting'}). "
-                    f"Wait for it to end, or choose another --output"
-                ) from None
-            # Whoever held it before may have removed the file between our open and our lock: nobody else sees this one then.
-            try:
-                if os.stat(path).st_ino == os.fstat(descriptor).st_ino:
-                    break
-            except FileNotFoundError:
-                pass
-            os.close(descriptor)
-        try:
-            os.ftruncate(descriptor, 0)
-            os.write(descriptor, f"process {os.getpid()} on {socket.gethostname()}\n".encode())
-            yield
-        finally:
-            os.unlink(path)
-            os.close(descriptor)
+            # Mode "a" keeps the holder's text, mode "w" would truncate it before this process has the lock.
+            with open(path, "a+", encoding="utf-8") as lock:
+                try:
+                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                except BlockingIOError:
+                    lock.seek(0)
+                    raise mistake(
+                        "--output",
+                        self.output,
+                        problem=f"another process is preparing {self.output} ({lock.read().strip() or 'just starting'})",
+                        fix="wait for it to end, or choose another --output",
+                    ) from None
+                # The previous holder may have removed the file between open and lock; then other processes lock a new file.
+                try:
+                    if not os.path.samestat(os.stat(path), os.fstat(lock.fileno())):
+                        continue
+                except FileNotFoundError:
+                    continue
+                lock.truncate(0)
+                print(f"process {os.getpid()} on {socket.gethostname()}", file=lock, flush=True)
+                try:
+                    yield
+                finally:
+                    os.unlink(path)
+                return
 
-    def load_plan(self) -> dict | None:
-        """The plan of an interrupted run; None if there is none that can be read."""
+    def dataset(self, plan: dict, build: Callable[[], None]) -> tuple[Manifest, bool]:
+        """Return the dataset of a plan, and whether it was complete; `build` fills `final` if it was not.
+
+        Raises:
+            ValueError: see `locked` and `_complete`.
+        """
+        manifest = self._complete(plan)
+        if manifest is not None and not os.path.exists(self.partial):
+            return manifest, True
+        with self.locked():
+            if found := self._complete(plan):  # another process may have made it before this one got the lock
+                self.discard()  # left by a run that was killed after the dataset got its name
+                return found, True
+            build()
+            self.publish()
+        return load_manifest(self.output), False
+
+    def _complete(self, plan: dict) -> Manifest | None:
+        """Return the manifest of the output if this plan made it; None if it is to be made.
+
+        Raises:
+            ValueError: the output is something else, and may not be replaced.
+        """
+        if not os.path.exists(self.output) or (os.path.isdir(self.output) and not os.listdir(self.output)):
+            return None
+        try:
+            manifest = load_manifest(self.output)
+        except ValueError as error:
+            if self.overwrite and os.path.isfile(os.path.join(self.output, MANIFEST)):
+                return None
+            raise mistake(
+                "--output",
+                self.output,
+                problem=f"exists and is not a dataset that this command may replace: {error}",
+                fix="choose another --output",
+            ) from None
+        if self.overwrite:
+            return None
+        if different := _differences(manifest.arguments, plan):
+            raise mistake(
+                "--output",
+                self.output,
+                problem=f"holds a dataset made with other arguments: {different}",
+                fix=OVERWRITE,
+            )
+        return manifest
+
+    def begin(self, plan: dict, defaults: dict | None = None) -> dict:
+        """Start a run, or continue the unfinished one of the same plan; return its plan with the defaults it began with.
+
+        Args:
+            defaults: entries that are stored with a new plan and not compared with an earlier one.
+
+        Raises:
+            ValueError: `<output>.partial` holds an unfinished run of another plan, or was not made by this project.
+        """
+        earlier, different = self._plan(), ""
+        if earlier is not None and not (different := _differences(earlier, plan)):
+            return earlier
+        if different and not self.overwrite and self._has_work():
+            raise mistake(
+                "--output",
+                self.output,
+                problem=f"{self.partial} holds an unfinished run with other arguments: {different}",
+                fix="give --overwrite to drop it, or choose another --output",
+            )
+        others = os.path.isdir(self.partial) and not os.path.isfile(self.plan_file) and os.listdir(self.partial)
+        if others and not all(name.startswith("plan.json.") for name in others):
+            raise mistake(
+                "--output",
+                self.output,
+                problem=f"{self.partial} is in the way: it was not made by `zaya data`",
+                fix="move it, or choose another --output",
+            )
+        self.discard()
+        os.makedirs(self.partial)
+        plan = {**(defaults or {}), **plan}
+        write_whole(self.plan_file, json.dumps(plan, indent=2).encode())
+        return plan
+
+    def _plan(self) -> dict | None:
         try:
             with open(self.plan_file, encoding="utf-8") as stream:
                 return json.load(stream)
         except (FileNotFoundError, ValueError):
             return None
 
-    def begin(self, plan: dict) -> None:
-        """Starts from nothing: drops what an earlier run left and stores the plan.
-
-        Raises:
-            ValueError: `<output>.partial` exists and was not made by an earlier run.
-        """
-        if (
-            os.path.isdir(self.partial)
-            and not os.path.isfile(self.plan_file)
-            and set(os.listdir(self.partial)) - {"plan.json.tmp"}
-        ):
-            raise ValueError(
-                f"{self.partial} is in the way: it was not made by `zaya data prepare`. "
-                f"Move it, or choose another --output"
-            )
-        self.discard()
-        os.makedirs(self.partial)
-        with open(self.plan_file + ".tmp", "w", encoding="utf-8") as out:
-            json.dump(plan, out, indent=2)
-            out.flush()
-            os.fsync(out.fileno())
-        os.replace(self.plan_file + ".tmp", self.plan_file)
-
     def discard(self) -> None:
-        """Removes an unfinished run; its plan last, because a directory without plan is taken for somebody else's."""
+        """Remove an unfinished run; its plan last, because a directory without plan is never removed."""
         for directory in (self.final, self.parts, self.tokenizer, self.tokenizer + ".tmp"):
             shutil.rmtree(directory, ignore_errors=True)
         shutil.rmtree(self.partial, ignore_errors=True)
 
-    def has_work(self) -> bool:
-        """Whether an unfinished run has got far enough that dropping it would lose something."""
-        return os.path.isdir(self.tokenizer) or (os.path.isdir(self.parts) and bool(os.listdir(self.parts)))
+    def _progress(self) -> list[str]:
+        return glob.glob(os.path.join(glob.escape(self.final), "*.progress.json"))
+
+    def _has_work(self) -> bool:
+        """Return whether dropping an unfinished run would lose finished work."""
+        parts = os.path.isdir(self.parts) and os.listdir(self.parts)
+        return bool(os.path.isdir(self.tokenizer) or parts or self._progress())
 
     def drop_work(self) -> None:
+        """Remove finished work, so that a command with other arguments needs no --overwrite."""
         shutil.rmtree(self.parts, ignore_errors=True)
         shutil.rmtree(self.tokenizer, ignore_errors=True)
+        for path in self._progress():
+            os.unlink(path)
 
     def publish(self) -> None:
-        """Gives the whole dataset in `final` its name, in place of an older one, and removes everything else."""
+        """Give the whole dataset in `final` its name, in place of an older one, and remove the other files."""
+        for path in self._progress():
+            os.unlink(path)
         for folder, _, files in os.walk(self.final):
             for name in files:
                 _sync(os.path.join(folder, name))
@@ -117,15 +201,15 @@ class Workspace:
         if os.path.isdir(self.output) and not os.listdir(self.output):
             os.rmdir(self.output)
         elif os.path.exists(self.output):
-            self.remove_replaced()
+            self._remove_replaced()
             os.rename(self.output, self.replaced)
         os.rename(self.final, self.output)
         _sync(os.path.dirname(self.output))
         self.discard()
-        self.remove_replaced()
+        self._remove_replaced()
 
-    def remove_replaced(self) -> None:
-        if os.path.isfile(os.path.join(self.replaced, MANIFEST_NAME)):
+    def _remove_replaced(self) -> None:
+        if os.path.isfile(os.path.join(self.replaced, MANIFEST)):
             shutil.rmtree(self.replaced)
 
 
@@ -135,3 +219,28 @@ def _sync(path: str) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def write_whole(path: str, content) -> None:
+    """Write and sync a file that appears whole or not at all."""
+    temporary = f"{path}.{os.getpid()}.tmp"
+    try:
+        with open(temporary, "wb") as out:
+            out.write(content)
+            out.flush()
+            os.fsync(out.fileno())
+        os.replace(temporary, path)
+    except OSError:
+        if os.path.exists(temporary):
+            os.unlink(temporary)
+        raise
+
+
+def _differences(made: dict, now: dict) -> str:
+    """Return the entries that differ, in words; entries that `now` does not have are not compared."""
+    words = [
+        f"{key}: {FINGERPRINTS.get(key) or f'it was made with {made.get(key)!r}, now {now[key]!r}'}"
+        for key in now
+        if made.get(key) != now[key]
+    ]
+    return "; ".join(words)

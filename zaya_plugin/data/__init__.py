@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a run reads: datasets found (`sources`, `prefixes`), checked (`check`) and built (`dataset`), and its place in them (`ledger`).
+"""What a run reads. A batch goes from the recipe down: `sources` resolves paths, `dataset` builds Megatron's datasets.
 
-Corpora are made in `zaya_plugin.corpus`. torch and megatron.core are imported by `dataset` and what it builds, when they are needed.
+`dataset` uses `stream_dataset` for data.order=continuing; both read the tokens of `indexed_dataset`. On the way down lie
+`blend` (entries, prefixes, weights), `ledger` (the place in each source) and `prepared` (manifest and checks). Corpora are
+made in `zaya_plugin.corpus`. Only `dataset` and `stream_dataset` import torch; `sources` imports them when they are needed.
 """

@@ -1,47 +1,122 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Entries of a blend as people write them: 'WEIGHT PATH', or a path alone."""
+"""Blends of datasets: parse their entries and resolve them to Megatron's prefixes and weights. No torch import."""
 
+import hashlib
+import os
 from collections.abc import Sequence
+from itertools import count
 from pathlib import Path
+from typing import NamedTuple
+
+from zaya_plugin.data.indexed_dataset import stored_tokens
+from zaya_plugin.data.prepared import locate, prefix_of
+from zaya_plugin.errors import mistake
+
+WEIGHTS = "positive weights, for every dataset or for none, as in ['0.7 data/web','0.3 data/code']"
 
 
-def parse_entry(entry: str) -> tuple[float | None, str]:
-    """Weight and path; the weight is None where only a path was given.
+class BlendEntry(NamedTuple):
+    """One dataset of a blend. Weights are relative: their sum is free. weight None: the dataset's number of tokens."""
+
+    weight: float | None
+    path: str
+
+
+# One path, or several entries: 'WEIGHT PATH' texts, paths or (weight, path) pairs.
+Blend = str | os.PathLike | Sequence[str | os.PathLike | tuple[float, str | os.PathLike]]
+
+
+def parse_blend(blend: Blend | None, key: str = "blend", weighted: bool = False) -> list[BlendEntry]:
+    """Return the entries of a blend in any of its forms; none for None.
+
+    Args:
+        key: the recipe key or option that errors name.
+        weighted: whether every entry needs a weight.
 
     Raises:
-        ValueError: the weight is not positive and finite.
+        ValueError: a weight is not positive and finite, or only some entries have one.
     """
-    first, _, rest = entry.strip().partition(" ")
-    try:
-        weight = float(first)
-    except ValueError:
-        return None, entry.strip()
-    if not rest.strip():
-        return None, entry.strip()
-    if not 0 < weight < float("inf"):
-        raise ValueError(
-            f"{entry!r}: a weight must be a positive number, as in '0.7 data/web'; leave out what is not wanted"
+    if blend is None or isinstance(blend, str | os.PathLike):
+        return [] if blend is None else [BlendEntry(None, os.fspath(blend))]
+    entries = [_entry(given) for given in blend]
+    bad = [entry for entry in entries if entry.weight is not None and not 0 < entry.weight < float("inf")]
+    if bad:
+        raise mistake(
+            key,
+            list(blend),
+            problem=f"a weight must be a positive number, and that of {bad[0].path} is {bad[0].weight:g}",
+            allowed=WEIGHTS,
+            fix="leave out a dataset that is not wanted",
         )
-    return weight, rest.strip()
+    without = [entry.path for entry in entries if entry.weight is None]
+    if without and (weighted or len(without) < len(entries)):
+        raise mistake(key, list(blend), problem=f"{without[0]!r} has no weight", allowed=WEIGHTS)
+    return entries
+
+
+def _entry(given: str | os.PathLike | tuple[float, str | os.PathLike]) -> BlendEntry:
+    if isinstance(given, tuple):
+        return BlendEntry(None if given[0] is None else float(given[0]), os.fspath(given[1]))
+    text = os.fspath(given).strip()
+    weight, _, path = text.partition(" ")
+    try:
+        return BlendEntry(float(weight), path.strip()) if path else BlendEntry(None, text)
+    except ValueError:
+        return BlendEntry(None, text)
+
+
+def resolve_blend(blend: Blend | None, split: str) -> tuple[list[str], list[float] | None] | None:
+    """Return prefixes and weights in Megatron's form; a prepared directory becomes the prefix of its `split`.
+
+    Paths without weights get their numbers of tokens as weights. A single path has none.
+
+    Args:
+        split: "train" or "valid", see `prefix_of`.
+
+    Raises:
+        ValueError: a path is no dataset or lacks the split, or see `parse_blend`.
+    """
+    entries = parse_blend(blend)
+    if not entries:
+        return None
+    prefixes = [prefix_of(entry.path, split) for entry in entries]
+    if entries[0].weight is not None:
+        return prefixes, [entry.weight for entry in entries]
+    # Left to Megatron, several datasets without weights end after one epoch, however many samples are asked for.
+    return prefixes, [float(stored_tokens(prefix)) for prefix in prefixes] if len(prefixes) > 1 else None
+
+
+def content_name(prefixes: Sequence[str]) -> str:
+    """Return 16 hexadecimal digits that name the contents: of checksums from a manifest, else of sizes and modification times."""
+    digest = hashlib.sha256()
+    for prefix in prefixes:
+        manifest, splits = locate(prefix)
+        if manifest is not None:
+            record = manifest.splits[next(iter(splits))]
+            digest.update(f"{record.bin_sha256} {record.idx_sha256}\n".encode())
+        else:
+            for suffix in (".bin", ".idx"):
+                stat = os.stat(prefix + suffix)
+                digest.update(f"{stat.st_size} {stat.st_mtime_ns}\n".encode())
+    return digest.hexdigest()[:16]
 
 
 def domain_names(paths: Sequence[str]) -> list[str]:
-    """A name for each source of a validation blend: as many of the last parts of its path as tell it from the others.
+    """Return a name for each source of a validation blend: the shortest end of its path that no other source has.
 
     Raises:
-        ValueError: a path comes twice, or two names come out the same.
+        ValueError: a path comes twice, or two names are equal.
     """
     parts = [Path(path).parts for path in paths]
     if len(set(parts)) < len(parts):
-        raise ValueError(f"{', '.join(paths)}: a source comes twice; add up its weights")
-    names = []
-    for path in parts:
-        count = 1
-        while sum(other[-count:] == path[-count:] for other in parts) > 1:
-            count += 1
-        names.append("_".join(path[-count:]).strip("/"))
+        raise mistake("data.valid_blend", ", ".join(paths), problem="a source comes twice", fix="add up its weights")
+    alone = [next(n for n in count(1) if sum(other[-n:] == path[-n:] for other in parts) == 1) for path in parts]
+    names = ["_".join(path[-n:]).strip("/") for path, n in zip(parts, alone, strict=True)]
     if len(set(names)) < len(names):
-        raise ValueError(
-            f"{', '.join(paths)}: sources would share the names {', '.join(sorted(names))}; rename a folder"
+        raise mistake(
+            "data.valid_blend",
+            ", ".join(paths),
+            problem=f"sources would share the names {', '.join(sorted(names))}",
+            fix="rename a folder",
         )
     return names

@@ -1,24 +1,53 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The datasets of a run from blends: Megatron's GPTDatasets, and streams that go on from stage to stage."""
+"""Build the datasets of a run: Megatron's GPTDatasets, streams that continue from stage to stage, and validation by domain.
+
+Imports torch and megatron.core; the rooms that run on a login node import it inside functions.
+"""
+
+from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 
-from zaya_plugin.data.check import check_dataset
-from zaya_plugin.data.ledger import resolve_entries, stage_use
-from zaya_plugin.data.prefixes import Blend, content_name, refuse_other_length, resolve_blend
+import torch
+from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
+from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
+
+from zaya_plugin.data.blend import Blend, content_name, resolve_blend
+from zaya_plugin.data.ledger import stage_use
+from zaya_plugin.data.prepared import check_dataset, packed_length, packed_loss_mask, refuse_other_length
+from zaya_plugin.data.stream_dataset import StreamDataset
+from zaya_plugin.errors import mistake
+
+
+class BinGPTDataset(GPTDataset):
+    """Megatron's GPTDataset with the loss mask of packed bins.
+
+    Each sample of a dataset made by `zaya data pack` is one bin; positions that predict nothing are out of the loss.
+    """
+
+    def __init__(self, indexed_dataset, dataset_path, *args, **kwargs):
+        super().__init__(indexed_dataset, dataset_path, *args, **kwargs)
+        self.packed = dataset_path is not None and packed_length(dataset_path) is not None
+
+    def __getitem__(self, idx):
+        """Return tokens, labels, position_ids int64 [s] and loss_mask float32 [s]."""
+        sample = super().__getitem__(idx)
+        if self.packed:
+            mask = packed_loss_mask(sample["tokens"].numpy(), self.config.tokenizer.eod)
+            sample["loss_mask"] = sample["loss_mask"] * torch.from_numpy(mask)
+        return sample
 
 
 def build_gpt_datasets(
-    train_prefixes: Blend,
-    valid_prefixes: Blend | None,
+    train: Blend,
+    valid: Blend | None,
     num_samples: tuple[int, int, int],
     *,
     sequence_length: int,
     seed: int,
     tokenizer,
     cache_path: str | None,
-    test_prefixes: Blend | None = None,
     reset_position_ids: bool = False,
     reset_attention_mask: bool = False,
     eod_mask_loss: bool = False,
@@ -26,60 +55,49 @@ def build_gpt_datasets(
     is_built_on_rank: Callable[[], bool] = lambda: True,
     **config,
 ) -> list:
-    """Builds the GPTDatasets of a run through Megatron's BlendedMegatronDatasetBuilder; every rank must call it.
+    """Build the GPTDatasets of a run through Megatron's BlendedMegatronDatasetBuilder; every rank must call it.
 
     Args:
-        train_prefixes, valid_prefixes, test_prefixes: what to draw from, see `Blend` and `resolve_blend`.
-        num_samples: sequences to draw for train, valid and test, over as many epochs as it takes; 0 builds no dataset.
+        train, valid: what to draw from, see `Blend` and `resolve_blend`.
+        num_samples: sequences to draw for train, valid and test (0), over as many epochs as it takes; 0 builds no dataset.
         sequence_length: tokens of a sample; `tokens` and `labels` are int64 [sequence_length].
         seed: of the document and sample order.
         tokenizer: a Megatron tokenizer; its vocabulary must cover the data.
-        cache_path: where Megatron keeps its sample indices, here in a folder named after the contents of the datasets,
-            because Megatron's own key is the path alone and data that was prepared again would meet the old indices.
+        cache_path: folder of Megatron's sample indices, here in a subfolder named after the contents of the datasets:
+            Megatron's own key is the path alone, and data that was prepared again would be read with the old indices.
             None: beside the data.
         create_attention_mask: leave it off where the attention makes its own causal mask.
         config: further fields of megatron.core.datasets.gpt_dataset.GPTDatasetConfig.
 
     Returns:
-        [train, valid, test]; None for a split without prefixes or samples.
+        [train, valid, test]; None for a split without samples.
 
     Raises:
-        ValueError: see `check_dataset`; or samples are asked for of a split that has no prefixes.
+        ValueError: see `check_dataset`; or samples are asked for of a split that has no data.
     """
-    from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
-    from megatron.core.datasets.gpt_dataset import GPTDatasetConfig
-
-    from zaya_plugin.data.packed_dataset import BinGPTDataset
-
-    blends = [
-        resolve_blend(train_prefixes, "train"),
-        resolve_blend(valid_prefixes, "valid"),
-        resolve_blend(test_prefixes, "valid"),
-    ]
-    for name, count, index in zip(("train", "valid", "test"), num_samples, range(3), strict=True):
-        if count and blends[index] is None:
-            raise ValueError(
-                f"{count} {name} samples are asked for, and there is no {name} data; name a dataset or ask for 0"
+    blends = [resolve_blend(train, "train"), resolve_blend(valid, "valid"), None]
+    for index, name in enumerate(("train", "valid", "test")):
+        if num_samples[index] and blends[index] is None:
+            raise mistake(
+                "num_samples",
+                num_samples,
+                problem=f"{num_samples[index]} {name} samples are asked for, and there is no {name} data",
+                fix="name a dataset or ask for 0",
             )
-        if not count:
+        if not num_samples[index]:
             blends[index] = None
     if not any(blends):
-        raise ValueError(f"num_samples {num_samples} asks for no sample of any split")
+        raise mistake("num_samples", num_samples, problem="asks for no sample of any split")
     prefixes = sorted({prefix for blend in blends if blend for prefix in blend[0]})
     for prefix in prefixes:
         refuse_other_length(prefix, sequence_length)
-    if _rank() == 0:
-        eod_id = tokenizer.eod if hasattr(tokenizer, "eod") else None
-        for prefix in prefixes:
-            check_dataset(prefix, tokenizer.vocab_size, eod_id=eod_id)
-    if cache_path is not None:
-        cache_path = os.path.join(cache_path, content_name(prefixes))
+    _check(prefixes, tokenizer)
     dataset_config = GPTDatasetConfig(
         random_seed=seed,
         sequence_length=sequence_length,
         blend_per_split=blends,
         tokenizer=tokenizer,
-        path_to_cache=cache_path,
+        path_to_cache=None if cache_path is None else os.path.join(cache_path, content_name(prefixes)),
         reset_position_ids=reset_position_ids,
         reset_attention_mask=reset_attention_mask,
         eod_mask_loss=eod_mask_loss,
@@ -90,39 +108,52 @@ def build_gpt_datasets(
 
 
 def build_stream(
-    train_prefixes: Blend,
-    samples: int,
-    sequence_length: int,
-    seed: int,
-    tokenizer,
-    cache_path: str,
-    consumed: dict[str, int],
-):
-    """The training samples of one stage, going on where earlier stages stopped; see zaya_plugin.data.stream_dataset.
+    train: Blend, samples: int, sequence_length: int, seed: int, tokenizer, cache_path: str, consumed: dict[str, int]
+) -> StreamDataset:
+    """Build the training samples of one stage, starting where earlier stages stopped.
 
     Args:
-        train_prefixes: see `Blend`.
-        samples: of the whole stage, on which the order within its stretch of each source depends.
+        samples: of the whole stage; the order within its stretch of each source depends on it.
         consumed: tokens read before, by source; see zaya_plugin.data.ledger.
     """
-    from zaya_plugin.data.stream_dataset import StreamDataset
-
-    one = isinstance(train_prefixes, str | os.PathLike)
-    entries = [
-        os.fspath(entry) if isinstance(entry, str | os.PathLike) else f"{entry[0]!r} {os.fspath(entry[1])}"
-        for entry in ([train_prefixes] if one else train_prefixes)
-    ]
-    prefixes, weights = resolve_entries(entries)
-    if _rank() == 0:
-        for prefix in prefixes:
-            check_dataset(prefix, tokenizer.vocab_size, eod_id=tokenizer.eod)
-    uses = stage_use(entries, samples, sequence_length, consumed, seed)
-    return StreamDataset(uses, weights, sequence_length, seed, tokenizer.eod, cache_path)
+    uses = stage_use(train, samples, sequence_length, consumed, seed)
+    _check([use.prefix for use in uses], tokenizer)
+    return StreamDataset(uses, sequence_length, seed, tokenizer.eod, cache_path)
 
 
-def _rank() -> int:
-    import torch
+def _check(prefixes: Sequence[str], tokenizer) -> None:
+    """Check the datasets on the first rank; every rank would read the same files."""
+    distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
+    for prefix in prefixes if not distributed or torch.distributed.get_rank() == 0 else ():
+        check_dataset(prefix, tokenizer.vocab_size, eod_id=getattr(tokenizer, "eod", None))
 
-    return (
-        torch.distributed.get_rank() if torch.distributed.is_available() and torch.distributed.is_initialized() else 0
-    )
+
+class InTurn(torch.utils.data.Dataset):
+    """Validation of several domains in one dataset: `period` samples of each domain in turn, over and over.
+
+    Megatron 0.19 refuses --multiple-validation-sets without --full-validation, which reads every set to its end in every
+    validation. Here a validation is `eval_iters` batches of the first domain, then as many of the second, and so on. The
+    place of a sample tells its domain, and a resumed run finds that place by the one count that Megatron keeps.
+
+    Args:
+        parts: datasets of one length, a multiple of `period`, or longer.
+    """
+
+    def __init__(self, parts: Sequence, period: int):
+        assert parts and period > 0
+        self.parts, self.period = parts, period
+        self.rounds = min(map(len, parts)) // period
+        self.split = getattr(parts[0], "index_split", getattr(parts[0], "split", None))  # Megatron's loader reads it
+
+    def __len__(self) -> int:
+        return self.rounds * self.period * len(self.parts)
+
+    def __getitem__(self, index: int):
+        turn, at = divmod(index, self.period)
+        round_, part = divmod(turn, len(self.parts))
+        return self.parts[part][round_ * self.period + at]
+
+
+def mean_loss(losses: Mapping[str, float], weights: Mapping[str, float]) -> float:
+    """Return the loss of the blend: the mean of its domains' losses by weight."""
+    return sum(weights[name] * loss for name, loss in losses.items()) / sum(weights[name] for name in losses)

@@ -1,29 +1,34 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From a recipe's `data` group to a tokenizer and data sets."""
+"""Resolve a recipe's `data` group to a tokenizer and datasets. No torch import until the datasets are built."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
-from zaya_plugin.config.schema import Recipe
-from zaya_plugin.data.blend import domain_names
-from zaya_plugin.data.check import check_dataset, locate
-from zaya_plugin.data.dataset import build_gpt_datasets, build_stream
+from zaya_plugin.config.schedule import sample_count
+from zaya_plugin.config.schema import MISSING, Recipe
+from zaya_plugin.data.blend import Blend, BlendEntry, domain_names, parse_blend
 from zaya_plugin.data.ledger import parse_ledger
-from zaya_plugin.data.manifest import Manifest
-from zaya_plugin.data.prefixes import Blend, packed_length, prefix_of, refuse_other_length
-from zaya_plugin.data.tokenizer import vocabulary_of
+from zaya_plugin.data.prepared import check_dataset, locate, packed_length, prefix_of, refuse_other_length, tokenizer_of
+from zaya_plugin.data.tokenizer import vocabulary_size
+from zaya_plugin.errors import mistake
+
+# Rows of ZAYA1-base's table, for recipes whose data does not exist yet.
+DEFAULT_VOCABULARY = 262_272
 
 
 @dataclass(frozen=True)
 class DataSources:
-    """What is read. train, valid: see zaya_plugin.data.prefixes.Blend; valid None means no validation.
+    """Data of a run.
+
+    train, valid: see zaya_plugin.data.blend.Blend; valid None means no validation.
     tokenizer: path or name of a Hugging Face tokenizer; cache_path: folder of the sample indices.
     consumed: ledger of the stages before (zaya_plugin.data.ledger), None for Megatron's own order.
-    domains: weights of the sources of data.valid_blend by name, in order; empty without one."""
+    domains: weights of the sources of data.valid_blend by name, in order; empty without one.
+    """
 
     train: Blend
     valid: Blend | None
@@ -33,124 +38,136 @@ class DataSources:
     domains: dict[str, float] = field(default_factory=dict)
 
     def tokenizer_arguments(self) -> dict[str, Any]:
-        """Megatron's arguments of the tokenizer."""
+        """Return Megatron's arguments of the tokenizer."""
         return dict(tokenizer_type="HuggingFaceTokenizer", tokenizer_model=self.tokenizer)
 
     def build(self, num_samples, sequence_length: int, seed: int, tokenizer, validation: int | None = None) -> list:
-        """Megatron's [train, valid, test] data sets for `num_samples` of each; there is no test set.
+        """Build Megatron's [train, valid, test] datasets for `num_samples` of each; there is no test set.
 
-        validation: samples of one validation, which several domains share equally.
+        Args:
+            validation: samples of one validation, which several domains share equally.
         """
+        from zaya_plugin.data.dataset import InTurn, build_gpt_datasets, build_stream
+
         train, valid, _ = num_samples
         valid = valid if self.valid is not None else 0
         if valid and len(self.domains) > 1:
-            return self._build_domains(num_samples, sequence_length, seed, tokenizer, validation)
-        stream = None
-        if train and self.consumed is not None:
-            stream = build_stream(self.train, train, sequence_length, seed, tokenizer, self.cache_path, self.consumed)
-        if stream is not None and not valid:
-            return [stream, None, None]
-        datasets = build_gpt_datasets(
-            self.train,
-            self.valid,
-            (0 if stream is not None else train, valid, 0),
-            sequence_length=sequence_length,
-            seed=seed,
-            tokenizer=tokenizer,
-            cache_path=self.cache_path,
-        )
-        return datasets if stream is None else [stream, *datasets[1:]]
-
-    def _build_domains(self, num_samples, sequence_length: int, seed: int, tokenizer, validation: int) -> list:
-        from zaya_plugin.data.validation_domains import InTurn
-
-        train, valid, _ = num_samples
-        count = len(self.domains)
-        assert validation % count == 0 and valid % validation == 0, "eval_iters counts all domains"
-        parts = []
-        for _, prefix in self.valid:
-            alone = replace(self, valid=prefix, domains={})
-            parts.append(alone.build((0, valid // count, 0), sequence_length, seed, tokenizer)[1])
-        trained = (
-            replace(self, valid=None, domains={}).build((train, 0, 0), sequence_length, seed, tokenizer)[0]
-            if train
-            else None
-        )
-        return [trained, InTurn(parts, validation // count), None]
+            count = len(self.domains)
+            assert validation % count == 0 and valid % validation == 0, "eval_iters counts all domains"
+            alone = [replace(self, valid=prefix, domains={}) for _, prefix in self.valid]
+            parts = [one.build((0, valid // count, 0), sequence_length, seed, tokenizer)[1] for one in alone]
+            trained = self.build((train, 0, 0), sequence_length, seed, tokenizer)[0] if train else None
+            return [trained, InTurn(parts, validation // count), None]
+        built = dict(sequence_length=sequence_length, seed=seed, tokenizer=tokenizer, cache_path=self.cache_path)
+        if not train or self.consumed is None:
+            return build_gpt_datasets(self.train, self.valid, (train, valid, 0), **built)
+        stream = build_stream(self.train, train, consumed=self.consumed, **built)
+        held_out = build_gpt_datasets(self.train, self.valid, (0, valid, 0), **built)[1] if valid else None
+        return [stream, held_out, None]
 
 
 def find_sources(recipe: Recipe) -> DataSources:
-    """Resolve and check what the recipe trains on; quick, and without torch.
+    """Resolve and check the data of a recipe; quick, and without torch.
 
     Raises:
         ValueError: a path is missing, an index is damaged, a blend entry is malformed, no tokenizer is known, the
             tokenizer does not fit the data, or validation is asked for and there is no data for it.
     """
     data = recipe.data
-    manifest, splits = locate(data.path)
-    tokenizer, vocab_size = data.tokenizer, None
-    if tokenizer is None:
-        if manifest is None:
-            raise ValueError(
-                f"data.tokenizer is null and {data.path} has no manifest that names one: set data.tokenizer to a "
-                "Hugging Face tokenizer's path or name, or prepare the data with `zaya data prepare`"
-            )
-        tokenizer, vocab_size = str(_directory(data.path) / "tokenizer"), manifest.tokenizer.vocab_size
+    recorded = tokenizer_of(data.path)
+    if data.tokenizer is not None:
+        tokenizer, vocab_size = data.tokenizer, vocabulary_size(data.tokenizer)
+    elif recorded is not None:
+        tokenizer, vocab_size = recorded[0], recorded[1].vocab_size
     else:
-        vocab_size = vocabulary_of(tokenizer)
-    valid = _validation(recipe, manifest, splits)
-    blend = [_blend_entry(entry) for entry in data.blend]
-    held_out = [valid] if isinstance(valid, str) else [path for _, path in valid or []]
-    for path in [data.path, *(path for _, path in blend), *held_out]:
+        raise mistake(
+            "data.tokenizer",
+            None,
+            problem=f"{data.path} has no manifest that names its tokenizer",
+            allowed="path or name of a Hugging Face tokenizer",
+            fix="data.tokenizer=<path or name>, or prepare the data with `zaya data prepare`",
+        )
+    domains = parse_blend(data.valid_blend, "data.valid_blend", weighted=True)
+    valid = _validation(recipe, domains)
+    train = parse_blend(data.blend, "data.blend", weighted=True)
+    held_out = [valid] if isinstance(valid, str) else [entry.path for entry in valid or []]
+    for path in [data.path, *(entry.path for entry in train), *held_out]:
         check_dataset(path, vocab_size)
         if packed_length(path) is not None and data.packing != "documents":
-            raise ValueError(
-                f"{path} is packed: bins hold several documents that are to be kept apart, and data.packing={data.packing}. "
-                "Set data.packing=documents, or train on what it was packed from"
+            raise mistake(
+                "data.packing",
+                data.packing,
+                problem=f"{path} is packed: each of its bins holds several documents, which are to be kept apart",
+                allowed="documents",
+                fix="data.packing=documents, or train on the dataset that it was packed from",
             )
         refuse_other_length(path, recipe.stage.seq_length)
     if data.consumed and data.order != "continuing":
-        raise ValueError(
-            f"data.consumed={list(data.consumed)} is read with data.order=continuing alone; set that, or leave it out"
+        raise mistake(
+            "data.consumed",
+            list(data.consumed),
+            problem="is not read",
+            allowed=f"[] with data.order={data.order}",
+            fix="data.order=continuing or data.consumed=[]",
         )
-    consumed = parse_ledger(data.consumed) if data.order == "continuing" else None
-    cache = data.cache_path or str(_directory(data.path) / "cache")
-    domains = {}
-    if data.valid_blend and valid is not None:
-        entries = [_blend_entry(entry, "data.valid_blend") for entry in data.valid_blend]
-        domains = dict(zip(domain_names([path for _, path in entries]), (weight for weight, _ in entries), strict=True))
-    return DataSources(blend or data.path, valid, tokenizer, cache, consumed, domains)
-
-
-def _validation(recipe: Recipe, manifest: Manifest | None, splits: dict[str, str]) -> Blend | None:
-    data = recipe.data
-    if data.valid_blend and data.valid_path:
-        raise ValueError(
-            f"data.valid_path={data.valid_path} and data.valid_blend={list(data.valid_blend)}: give one of them"
-        )
-    if not recipe.stage.eval_iters:
-        return None
-    if data.valid_blend:
-        entries = [_blend_entry(entry, "data.valid_blend") for entry in data.valid_blend]
-        return [(weight, prefix_of(path, "valid")) for weight, path in entries]
-    if data.valid_path or "valid" in splits:
-        return data.valid_path or splits["valid"]
-    raise ValueError(
-        f"stage.eval_iters={recipe.stage.eval_iters} asks for validation and {data.path} holds out no part for it: "
-        "set data.valid_path or data.valid_blend, prepare the data with --valid-fraction, or set stage.eval_iters=0"
+    home = data.path if os.path.isdir(data.path) else os.path.dirname(data.path)
+    names = domain_names([entry.path for entry in domains]) if valid is not None else []
+    return DataSources(
+        train or data.path,
+        valid,
+        tokenizer,
+        data.cache_path or os.path.join(home, "cache"),
+        parse_ledger(data.consumed) if data.order == "continuing" else None,
+        {name: entry.weight for name, entry in zip(names, domains, strict=False)},
     )
 
 
-def _directory(path: str) -> Path:
-    return Path(path) if os.path.isdir(path) else Path(path).parent
+def training_samples(recipe: Recipe):
+    """Build the training samples of a run in this process, those of its other stages with the same order included.
+
+    Sample i of the stage is number `handover.first_sample` + i. Megatron's index is read from and kept in the run's cache.
+    """
+    from megatron.core.tokenizers import MegatronTokenizer
+
+    sources, handover = find_sources(recipe), recipe.handover
+    tokenizer = MegatronTokenizer.from_pretrained(sources.tokenizer, metadata_path={"library": "huggingface"})
+    planned = max(handover.planned_samples or 0, handover.first_sample + sample_count(recipe))
+    return sources.build((planned, 0, 0), recipe.stage.seq_length, recipe.seed, tokenizer)[0]
 
 
-def _blend_entry(entry: str, key: str = "data.blend") -> tuple[float, str]:
-    weight, _, path = entry.strip().partition(" ")
-    try:
-        value = float(weight)
-    except ValueError:
-        value = -1.0
-    if not 0 < value < float("inf") or not path.strip():
-        raise ValueError(f"{key} holds {entry!r}; an entry is a positive weight, a blank and a path: '0.7 data/web'")
-    return value, path.strip()
+def _validation(recipe: Recipe, domains: list[BlendEntry]) -> Blend | None:
+    data = recipe.data
+    if domains and data.valid_path:
+        raise mistake(
+            "data.valid_path",
+            data.valid_path,
+            problem=f"data.valid_blend={list(data.valid_blend)} is set too",
+            allowed="one of the two",
+        )
+    if not recipe.stage.eval_iters:
+        return None
+    if domains:
+        return [BlendEntry(entry.weight, prefix_of(entry.path, "valid")) for entry in domains]
+    splits = locate(data.path)[1]
+    if data.valid_path or "valid" in splits:
+        return data.valid_path or splits["valid"]
+    raise mistake(
+        "stage.eval_iters",
+        recipe.stage.eval_iters,
+        problem=f"there is no validation data: {data.path} holds out no part for it",
+        allowed="0, or more with data.valid_path, data.valid_blend or data prepared with --valid-fraction",
+        fix="stage.eval_iters=0, or data.valid_path=<dataset>",
+    )
+
+
+def vocabulary_of(recipe: Recipe) -> int:
+    """Return the vocabulary of the recipe's data where it can be read, else ZAYA1-base's."""
+    with contextlib.suppress(ValueError):
+        if recipe.data.path != MISSING and (recorded := tokenizer_of(recipe.data.path)) is not None:
+            return recorded[1].vocab_size
+    return DEFAULT_VOCABULARY
+
+
+def padded(rows: int, divisor: int) -> int:
+    """Return `rows` rounded up to a multiple of `divisor` (model.make_vocab_size_divisible_by)."""
+    return -(-rows // divisor) * divisor

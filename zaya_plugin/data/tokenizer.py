@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The tokenizer of a dataset: trained on the corpus or taken from Hugging Face, then read back from its own directory.
+"""Train, import and describe the tokenizer of a dataset, which lies in a directory of its own.
 
 A tokenizer directory holds at least tokenizer.json and tokenizer_config.json, so `transformers.AutoTokenizer` and
 Megatron's HuggingFaceTokenizer open it offline.
@@ -10,6 +10,10 @@ import json
 import os
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import chain
+from pathlib import Path
+
+from zaya_plugin.errors import mistake
 
 END_OF_TEXT = "<|endoftext|>"
 # Without a padding token of its own Megatron's `tokenizer.pad` is None, or the id of a token that occurs in the data.
@@ -19,7 +23,10 @@ SMALLEST_BPE = 256 + 2  # every byte and the two special tokens
 
 @dataclass(frozen=True)
 class TokenizerRecord:
-    """vocab_size is one more than the largest id; eod_id and eod_token are None for a tokenizer without eos_token."""
+    """A tokenizer in the manifest.
+
+    vocab_size: one more than the largest id; eod_id, eod_token: None for a tokenizer without eos_token.
+    """
 
     source: str
     sha256: str
@@ -29,21 +36,17 @@ class TokenizerRecord:
 
 
 def train_bpe(texts: Iterable[str], vocab_size: int, directory: str) -> None:
-    """Trains and writes a byte-level BPE, with the pre-tokenisation of GPT-2: nothing is unknown, any text round-trips.
+    """Train and write a byte-level BPE with the pre-tokenisation of GPT-2: no byte is unknown, and any text round-trips.
 
     Raises:
         ValueError: there is no text.
     """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-    empty = True
-
-    def counted():
-        nonlocal empty
-        for text in texts:
-            empty = False
-            yield text
-
+    texts = iter(texts)
+    first = next(texts, None)
+    if first is None:
+        raise ValueError("there is no text to train a tokenizer on")
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -53,13 +56,10 @@ def train_bpe(texts: Iterable[str], vocab_size: int, directory: str) -> None:
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
-    tokenizer.train_from_iterator(counted(), trainer)
-    if empty:
-        raise ValueError("there is no text to train a tokenizer on")
+    tokenizer.train_from_iterator(chain([first], texts), trainer)
     os.makedirs(directory, exist_ok=True)
     # Not tokenizer.save(), which turns a full disk into a bare Exception.
-    with open(os.path.join(directory, "tokenizer.json"), "w", encoding="utf-8") as out:
-        out.write(tokenizer.to_str(pretty=True))
+    Path(directory, "tokenizer.json").write_text(tokenizer.to_str(pretty=True), "utf-8")
     config = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "bos_token": END_OF_TEXT,
@@ -69,15 +69,15 @@ def train_bpe(texts: Iterable[str], vocab_size: int, directory: str) -> None:
         # No truncation: transformers' own number for "unlimited".
         "model_max_length": int(1e30),
     }
-    with open(os.path.join(directory, "tokenizer_config.json"), "w", encoding="utf-8") as out:
-        json.dump(config, out, indent=2)
+    Path(directory, "tokenizer_config.json").write_text(json.dumps(config, indent=2), "utf-8")
 
 
 def import_pretrained(name: str, directory: str) -> None:
-    """Copies a Hugging Face tokenizer (directory or name on the hub) as `AutoTokenizer` understands it.
+    """Copy a Hugging Face tokenizer (directory or name on the hub) as `AutoTokenizer` reads it.
 
     Raises:
         ValueError: it cannot be opened or has no tokenizer.json form.
+        OSError: it cannot be saved.
     """
     from transformers import AutoTokenizer
 
@@ -85,13 +85,14 @@ def import_pretrained(name: str, directory: str) -> None:
         tokenizer = AutoTokenizer.from_pretrained(name)
     # transformers raises OSError, ValueError, KeyError, ImportError and others for a bad name or directory
     except Exception as error:
-        raise ValueError(
-            f"--tokenizer {name} cannot be opened as a directory or a name on the Hugging Face hub: {error}"
+        raise mistake(
+            "--tokenizer",
+            name,
+            problem=f"cannot be opened: {error}",
+            allowed="a directory or a name on the Hugging Face hub",
         ) from error
     if not tokenizer.is_fast:
-        raise ValueError(
-            f"--tokenizer {name} has no fast (tokenizer.json) form, which is the only one that is supported"
-        )
+        raise mistake("--tokenizer", name, problem="has no fast form", allowed="tokenizers with a tokenizer.json")
     try:
         tokenizer.save_pretrained(directory)
     except OSError:
@@ -101,7 +102,7 @@ def import_pretrained(name: str, directory: str) -> None:
 
 
 def open_tokenizer(directory: str):
-    """The `tokenizers.Tokenizer` of a directory, without the truncation and padding that some are saved with."""
+    """Return the `tokenizers.Tokenizer` of a directory, without the truncation and padding that some are saved with."""
     from tokenizers import Tokenizer
 
     tokenizer = Tokenizer.from_file(os.path.join(directory, "tokenizer.json"))
@@ -111,22 +112,16 @@ def open_tokenizer(directory: str):
 
 
 def describe(directory: str, source: str) -> TokenizerRecord:
-    """What the manifest says about a tokenizer directory."""
-    vocabulary = open_tokenizer(directory).get_vocab(with_added_tokens=True)
-    with open(os.path.join(directory, "tokenizer_config.json"), encoding="utf-8") as stream:
-        eos = json.load(stream).get("eos_token")
+    """Return the manifest's record of a tokenizer directory."""
+    vocabulary, folder = open_tokenizer(directory).get_vocab(with_added_tokens=True), Path(directory)
+    eos = json.loads((folder / "tokenizer_config.json").read_text("utf-8")).get("eos_token")
     if isinstance(eos, dict):  # written by transformers before 5
         eos = eos["content"]
-    with open(os.path.join(directory, "tokenizer.json"), "rb") as stream:
-        sha256 = hashlib.sha256(stream.read()).hexdigest()
+    sha256 = hashlib.sha256((folder / "tokenizer.json").read_bytes()).hexdigest()
     return TokenizerRecord(source, sha256, max(vocabulary.values()) + 1, vocabulary.get(eos), eos)
 
 
-def vocabulary_of(tokenizer: str) -> int | None:
-    """Entries of the tokenizer in a directory with a tokenizer.json; None for a name on the hub, without asking it."""
-    path = os.path.join(tokenizer, "tokenizer.json")
-    if not os.path.isfile(path):
-        return None
-    from tokenizers import Tokenizer
-
-    return Tokenizer.from_file(path).get_vocab_size()
+def vocabulary_size(tokenizer: str) -> int | None:
+    """Return the entries of the tokenizer in a directory with a tokenizer.json; None for a name on the hub, without a request."""
+    has_file = os.path.isfile(os.path.join(tokenizer, "tokenizer.json"))
+    return open_tokenizer(tokenizer).get_vocab_size() if has_file else None

@@ -18,7 +18,7 @@ from torch import nn
 
 from zaya_plugin import patches
 from zaya_plugin.config.schema import Recipe
-from zaya_plugin.data.vocabulary import padded, vocabulary_of
+from zaya_plugin.data.sources import padded, vocabulary_of
 from zaya_plugin.optim.parameter_role import ParameterRole
 
 

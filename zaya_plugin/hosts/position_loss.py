@@ -82,8 +82,8 @@ def validation_tokens(recipe, sequences: int):
     import numpy
     import torch
 
-    from zaya_plugin.data.check import locate
-    from zaya_plugin.data.prefixes import resolve_blend
+    from zaya_plugin.data.blend import resolve_blend
+    from zaya_plugin.data.prepared import locate
     from zaya_plugin.data.sources import find_sources
 
     with_validation = replace(recipe, stage=replace(recipe.stage, eval_iters=recipe.stage.eval_iters or 1))

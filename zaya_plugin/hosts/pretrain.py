@@ -24,8 +24,8 @@ from megatron.training.arguments import parse_and_validate_args
 
 from zaya_plugin.config.arguments import BATCH_ARGUMENTS, OWN_ARGUMENTS, megatron_arguments
 from zaya_plugin.config.schema import Recipe
+from zaya_plugin.data.dataset import mean_loss
 from zaya_plugin.data.sources import DataSources
-from zaya_plugin.data.validation_domains import mean_loss
 from zaya_plugin.handover.predecessor import predecessor
 from zaya_plugin.hosts.forward_step import forward_step
 from zaya_plugin.hosts.stage_handover import Handover, stage_part, stage_samples, validation_part

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from zaya_plugin.config.graphs import with_graphs
 from zaya_plugin.config.schema import RECOMPUTE_MODULES, Recipe
 from zaya_plugin.config.validate import data_parallel_size
-from zaya_plugin.data.vocabulary import padded, vocabulary_of
+from zaya_plugin.data.sources import padded, vocabulary_of
 from zaya_plugin.errors import mistake
 from zaya_plugin.plan.flops import Shape, forward_flops_by_part
 from zaya_plugin.plan.machines import H100, MACHINES, Machine

@@ -26,7 +26,7 @@ SPEC = ("zaya_plugin.spec", "zaya_block")
 
 def data_arguments(sources: DataSources) -> dict[str, Any]:
     """Return Megatron's arguments for the same samples that `zaya train` reads."""
-    from zaya_plugin.data.prefixes import content_name, resolve_blend
+    from zaya_plugin.data.blend import content_name, resolve_blend
 
     train, valid = resolve_blend(sources.train, "train"), resolve_blend(sources.valid, "valid")
     prefixes = sorted({prefix for blend in (train, valid) if blend for prefix in blend[0]})

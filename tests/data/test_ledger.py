@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from zaya_plugin.data.blend_order import BlendOrder, exact
+from zaya_plugin.data.ledger import BlendOrder, exact
 
 
 def test_weights_are_what_was_written():

@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from zaya_plugin.data.packing import best_fit_decreasing, packed_loss_mask
+from zaya_plugin.corpus.pack import best_fit_decreasing
+from zaya_plugin.data.prepared import packed_loss_mask
 
 
 def by_definition(lengths, capacity):

@@ -5,8 +5,9 @@ import json
 
 import pytest
 
-from zaya_plugin.corpus.streams import unpacked
-from zaya_plugin.data.manifest import load_manifest
+from zaya_plugin.corpus.blocks import BlockReader, Format, Position
+from zaya_plugin.corpus.inputs import find_inputs, lines, unpacked
+from zaya_plugin.data.prepared import load_manifest
 
 OPTIONS = ["--train-bpe", 300, "--valid-fraction", 0.2, "--part-bytes", 3000]
 
@@ -38,13 +39,13 @@ def test_zstandard_gives_the_same_dataset(tmp_path, zst, plain, run):
     assert data_files(tmp_path / "out") == data_files(plain)
 
 
-def test_zstandard_stream_seeks_forward_and_notices_damage(zst, texts):
+def test_zstandard_lines_from_any_offset_and_damage(zst, texts):
     whole = "".join(json.dumps({"text": text}) + "\n" for text in texts[:120]).encode()
-    with open(zst, "rb") as raw:
-        stream = unpacked(str(zst), raw)
-        stream.seek(20_000)
-        assert stream.tell() == 20_000 and stream.readline() == whole[20_000 : whole.index(b"\n", 20_000) + 1]
-        assert stream.read() == whole[stream.tell() - len(whole) :] or stream.tell() == len(whole)
+    (file,) = find_inputs([str(zst)], [])
+    begin = whole.index(b"\n", 20_000) + 1
+    found = list(lines(file, begin, 10**6))
+    assert b"".join(line + b"\n" for line, *_ in found) == whole[begin:]
+    assert sum(taken for _, taken, *_ in found) == len(whole) - begin and found[-1][2] == len(whole)
     data = zst.read_bytes()
     for damaged in (data[:-3], data[: len(data) // 2] + bytes(40) + data[len(data) // 2 + 40 :], data[:2]):
         zst.write_bytes(damaged)
@@ -79,9 +80,6 @@ def test_parquet_gives_the_same_dataset(tmp_path, parquet, texts, plain, run):
 
 
 def test_parquet_can_be_read_on_from_any_row_and_stops_at_max_bytes(parquet, texts):
-    from zaya_plugin.corpus.blocks import BlockReader, Position
-    from zaya_plugin.corpus.inputs import find_inputs
-
     files = find_inputs([str(parquet(texts[:50]))], [])
     limit = sum(len(text.encode()) for text in texts[:33])
 
@@ -89,13 +87,13 @@ def test_parquet_can_be_read_on_from_any_row_and_stops_at_max_bytes(parquet, tex
         while (found := reader.read(at)) is not None:
             block, at = found
             for piece in block.pieces:
-                assert piece.first_row == 1 + texts.index(piece.texts[0])
-                yield from ((text, at) for text in piece.texts)
+                assert piece.first == 1 + texts.index(piece.records[0][0])
+                yield from ((text, at) for text, _ in piece.records)
 
-    straight = list(rows(BlockReader(files, 900, limit, 10**6), Position()))
+    straight = list(rows(BlockReader(files, 900, limit, Format()), Position()))
     assert [text for text, _ in straight] == texts[:33]
     for text, at in straight:
-        anew = [text for text, _ in rows(BlockReader(files, 900, limit, 10**6), at)]
+        anew = [text for text, _ in rows(BlockReader(files, 900, limit, Format()), at)]
         assert anew == texts[at.offset : 33] if at.file == 0 else anew == []
 
 
@@ -124,4 +122,4 @@ def test_missing_package_is_named(tmp_path, run, monkeypatch, capsys):
     for name, package in (("a.jsonl.zst", "zstandard"), ("a.parquet", "pyarrow")):
         (tmp_path / name).write_bytes(b"x")
         assert run("--input", tmp_path / name, "--output", tmp_path / "out") == 1
-        assert f"the package {package} is not installed: pip install {package}" in capsys.readouterr().err
+        assert f"the package {package} is not installed. Fix: pip install {package}" in capsys.readouterr().err

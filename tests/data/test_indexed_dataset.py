@@ -6,7 +6,7 @@ import struct
 import numpy as np
 import pytest
 
-from zaya_plugin.data.indexed_format import HEADER, largest_token, read_index, stored_tokens, token_dtype, write_index
+from zaya_plugin.data.indexed_dataset import HEADER, largest_token, read_index, stored_tokens, token_dtype, write_index
 
 LENGTHS = np.array([5, 1, 7, 3], np.int32)
 
@@ -49,7 +49,7 @@ def test_same_bytes_as_megatron_and_read_by_it(tmp_path, vocab_size):
 def test_chunks_do_not_show(tmp_path, monkeypatch):
     lengths = np.random.default_rng(0).integers(0, 9, 1000).astype(np.int32)
     write_index(str(tmp_path / "whole.idx"), np.dtype("int32"), lengths)
-    monkeypatch.setattr("zaya_plugin.data.indexed_format.CHUNK", 7)
+    monkeypatch.setattr("zaya_plugin.data.indexed_dataset.CHUNK", 7)
     write_index(str(tmp_path / "chunks.idx"), np.dtype("int32"), lengths)
     assert (tmp_path / "whole.idx").read_bytes() == (tmp_path / "chunks.idx").read_bytes()
     np.arange(lengths.sum(), dtype=np.int32).tofile(tmp_path / "chunks.bin")
@@ -88,7 +88,7 @@ def test_tokens_cut_at_any_byte_are_detected(prefix):
     whole = open(prefix + ".bin", "rb").read()
     for size in range(len(whole)):
         open(prefix + ".bin", "wb").write(whole[:size])
-        with pytest.raises(ValueError, match=r"d\.bin is cut short: .* describes 32 \(16 tokens of uint16\)"):
+        with pytest.raises(ValueError, match=r"d\.bin: cut short: .* describes 32 \(16 tokens of uint16\)"):
             read_index(prefix)
     open(prefix + ".bin", "wb").write(whole + b"\0\0")
     with pytest.raises(ValueError, match="does not belong to its index"):

@@ -9,8 +9,7 @@ import sys
 import numpy as np
 import pytest
 
-from zaya_plugin.data.check import DatasetWarning, check_dataset
-from zaya_plugin.data.manifest import load_manifest
+from zaya_plugin.data.prepared import DatasetWarning, check_dataset, load_manifest
 
 
 @pytest.fixture
@@ -48,13 +47,13 @@ def test_good_dataset_passes_and_is_described(prepared, recwarn):
 def test_missing_path_says_what_to_do(tmp_path):
     with pytest.raises(
         ValueError,
-        match=f"there is no dataset at {tmp_path}/none. Make one with `zaya data prepare --output {tmp_path}/none`",
+        match=f"{tmp_path}/none: there is no dataset at this path.* Fix: zaya data prepare --output {tmp_path}/none",
     ):
         check_dataset(tmp_path / "none")
     (tmp_path / "none.partial").mkdir()
-    with pytest.raises(ValueError, match="an unfinished one is there"):
+    with pytest.raises(ValueError, match="but an unfinished one of `zaya data prepare`"):
         check_dataset(tmp_path / "none")
-    with pytest.raises(ValueError, match="manifest.json does not exist.*zaya data prepare"):
+    with pytest.raises(ValueError, match="manifest.json: does not exist.*zaya data prepare"):
         load_manifest(tmp_path)
 
 
@@ -68,10 +67,10 @@ def test_directory_without_manifest_names_its_prefixes(bare):
 def test_cut_files_are_detected(copied, name, share):
     data = (copied / name).read_bytes()
     (copied / name).write_bytes(data[: int(len(data) * share)])
-    with pytest.raises(ValueError, match=f"{name} is cut short"):
+    with pytest.raises(ValueError, match=f"{name}: cut short"):
         check_dataset(copied)
     (copied / name).unlink()
-    with pytest.raises(ValueError, match=f"{name} does not exist"):
+    with pytest.raises(ValueError, match=f"{name}: does not exist"):
         check_dataset(copied)
 
 
@@ -87,7 +86,7 @@ def test_changed_byte_is_found_by_the_full_check(copied):
     data[77] ^= 1
     (copied / "train.bin").write_bytes(data)
     check_dataset(copied)
-    with pytest.raises(ValueError, match="train.bin is damaged: its sha256"):
+    with pytest.raises(ValueError, match="train.bin: is damaged: its sha256"):
         check_dataset(copied, full=True)
 
 
@@ -96,7 +95,7 @@ def test_vocabulary_that_does_not_fit(prepared):
     check_dataset(prepared, largest + 1)
     with pytest.raises(
         ValueError,
-        match=rf"holds token id {largest}, and the vocabulary has {largest} entries .*made with a tokenizer of 400",
+        match=rf"holds token id {largest}, and the vocabulary has {largest} entries.* Fix: .*/tokenizer .400 entries",
     ):
         check_dataset(prepared, largest)
     with pytest.raises(ValueError, match="ends its documents with token 0, and the tokenizer's end of document is 7"):
@@ -105,7 +104,9 @@ def test_vocabulary_that_does_not_fit(prepared):
 
 def test_manifest_of_another_version_or_damaged(copied):
     rewrite(copied, format_version=2)
-    with pytest.raises(ValueError, match=r"format version 2, and this zaya_plugin reads version 1.*0\.1\.0"):
+    with pytest.raises(
+        ValueError, match=r"format version 2 cannot be read.* Allowed: version 1. Fix: use zaya_plugin 0\.1\.0"
+    ):
         check_dataset(copied)
     rewrite(copied, format_version=1, splits={"train": {"documents": 1}})
     with pytest.raises(ValueError, match="is damaged"):
@@ -127,13 +128,13 @@ def test_bare_dataset_warns_about_what_cannot_be_checked(bare, monkeypatch):
     assert len(caught) == 1 and "MB of" not in str(caught[0].message)
     with pytest.raises(ValueError, match=f"holds token id {largest}"):
         check_dataset(bare, largest)
-    monkeypatch.setattr("zaya_plugin.data.check.SCANNED_BYTES", 100)
+    monkeypatch.setattr("zaya_plugin.data.prepared.SCANNED_BYTES", 100)
     with pytest.warns(DatasetWarning, match="compared with the vocabulary in 0 MB of"):
         check_dataset(bare, largest + 1)
 
 
 def test_empty_dataset_is_refused(tmp_path):
-    from zaya_plugin.data.indexed_format import write_index
+    from zaya_plugin.data.indexed_dataset import write_index
 
     (tmp_path / "e.bin").write_bytes(b"")
     write_index(str(tmp_path / "e.idx"), np.dtype("uint16"), np.empty(0, np.int32))
@@ -142,6 +143,6 @@ def test_empty_dataset_is_refused(tmp_path):
 
 
 def test_checks_load_no_torch(prepared):
-    code = f"import sys\nfrom zaya_plugin.data.check import check_dataset\ncheck_dataset({str(prepared)!r}, 400, full=True)\n"
+    code = f"import sys\nfrom zaya_plugin.data.prepared import check_dataset\ncheck_dataset({str(prepared)!r}, 400, full=True)\n"
     code += "assert not {'torch', 'megatron', 'transformers', 'tokenizers'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -1,0 +1,140 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Parse and run the `zaya data` commands: types of options, recipes on the command line, errors as one message."""
+
+import argparse
+import errno
+import os
+import re
+import sys
+from collections.abc import Callable
+from concurrent.futures.process import BrokenProcessPool
+
+from zaya_plugin.corpus.workspace import Workspace
+
+
+def command_parser(name: str, description: str, examples: str) -> argparse.ArgumentParser:
+    """Return a parser whose help keeps the lines of its description and examples."""
+    return argparse.ArgumentParser(
+        f"zaya data {name}",
+        description=description,
+        epilog=examples,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+
+
+def number(kind: Callable, allowed: str, holds: Callable[[float], bool]) -> Callable[[str], float]:
+    """Return a type for argparse: `kind` of the text, refused unless `holds`; `allowed` completes "is not ..."."""
+
+    def parse(text: str):
+        try:
+            value = kind(text)
+            if holds(value):
+                return value
+        except (ValueError, OverflowError):
+            pass
+        raise argparse.ArgumentTypeError(f"{text!r} is not {allowed}")
+
+    return parse
+
+
+def whole_number(least: int) -> Callable[[str], int]:
+    """Return a type for argparse: a whole number from `least` up."""
+    return number(int, f"a whole number from {least} up", lambda value: value >= least)
+
+
+def _bytes(text: str) -> int:
+    factor = {"K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}.get(text[-1:].upper(), 1)
+    return int(float(text[:-1]) * factor) if factor > 1 else int(text)
+
+
+# Types for argparse: bytes from 4000000, 4M or 1.5G (powers of ten); a positive number; a share.
+size = number(_bytes, "a size: a number of bytes, or one with K, M, G or T, such as 4M", lambda value: value > 0)
+positive = number(float, "a positive number", lambda value: 0 < value < float("inf"))
+fraction = number(float, "a fraction from 0 (no split) to below 1", lambda value: 0 <= value < 1)
+
+
+def add_recipe_options(parser: argparse.ArgumentParser, datasets: str = "") -> None:
+    """Add the arguments that `is_recipe` and `recipe_of` read. datasets: help of datasets in place of a recipe, if allowed."""
+    recipe = "a recipe as for zaya train: experiment=NAME [key=value ...]"
+    parser.add_argument(
+        "sources",
+        nargs="+",
+        metavar="DATASET | KEY=VALUE" if datasets else "KEY=VALUE",
+        help=f"{datasets}; or {recipe}" if datasets else recipe,
+    )
+    parser.add_argument("--config-dir", metavar="DIR", help="further recipes, as for zaya train")
+
+
+def is_recipe(args: argparse.Namespace) -> bool:
+    """Return whether the positional arguments are overrides of a recipe."""
+    return any(re.match(r"[~+]*[\w./@]+=", source) and not os.path.exists(source) for source in args.sources)
+
+
+def recipe_of(args: argparse.Namespace):
+    """Return the Recipe of the command line, composed as `zaya train` does, with its place in the data."""
+    # Here, so that the commands without a recipe start without Hydra.
+    from zaya_plugin.config.compose import compose
+    from zaya_plugin.handover.data_places import with_consumed
+
+    folder = [f"hydra.searchpath=[file://{os.path.abspath(args.config_dir)}]"] if args.config_dir else []
+    return with_consumed(compose([*args.sources, *folder]))
+
+
+def command(
+    name: str,
+    parser: Callable[[], argparse.ArgumentParser],
+    action: Callable[[argparse.Namespace, Workspace | None], None],
+) -> Callable[[list[str] | None], int]:
+    """Return the `main` of a command: it parses its arguments and returns the status of `run_command`.
+
+    Args:
+        action: takes the arguments and the workspace of --output, None without this option.
+    """
+
+    def main(argv: list[str] | None = None) -> int:
+        args = parser().parse_args(argv)
+        workspace = Workspace(args.output, args.overwrite) if getattr(args, "output", None) else None
+        return run_command(name, lambda: action(args, workspace), workspace)
+
+    return main
+
+
+def run_command(name: str, action: Callable[[], None], workspace: Workspace | None) -> int:
+    """Run an action; return 0 done, 1 failed with a message on stderr, 130 interrupted.
+
+    Args:
+        workspace: where the action builds a dataset that the same command continues after a failure.
+    """
+
+    def kept() -> str:
+        if workspace is None or not os.path.isfile(workspace.plan_file):
+            return ""
+        return (
+            f". {workspace.output} was not touched; finished work is kept in {workspace.partial}, "
+            f"and the same command continues from there"
+        )
+
+    try:
+        action()
+        return 0
+    except ValueError as error:
+        message = str(error)
+    except BrokenProcessPool:
+        message = "a worker process was killed, most often because memory ran out: try fewer --workers or a smaller "
+        message += f"--max-document-bytes{kept()}"
+    except BrokenPipeError:  # `zaya data inspect ... | head`
+        raise
+    except OSError as error:
+        # shutil.copytree and tokenizers put the number into the text.
+        full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG) or re.search(
+            r"(Errno|os error) 28\b", str(error)
+        )
+        path = error.filename or (workspace.partial if workspace else "")
+        message = f"{'no space left to write' if full else 'cannot read or write'} {path}: "
+        message += f"{error.strerror or error}{kept()}"
+    except KeyboardInterrupt:
+        print(f"interrupted{kept()}", file=sys.stderr)
+        return 130
+    print(f"zaya data {name}: error: {message}", file=sys.stderr)
+    return 1

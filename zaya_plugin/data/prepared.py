@@ -1,0 +1,330 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Datasets on disk: find one by its path, read its manifest.json, and check that a run can train on it. No torch import.
+
+Both what `zaya data prepare` wrote and bare Megatron `.bin`/`.idx` files are accepted. The checks are cheap enough for every
+start; a `DatasetWarning` names what cannot be checked of bare files.
+"""
+
+import hashlib
+import json
+import os
+import warnings
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+
+from zaya_plugin.data.indexed_dataset import IndexedFile, largest_token, read_index
+from zaya_plugin.data.tokenizer import TokenizerRecord
+from zaya_plugin.errors import mistake
+
+MANIFEST = "manifest.json"
+FORMAT = "zaya_plugin.data"
+FORMAT_VERSION = 1
+# Of a bare .bin this much is searched for its largest token: well under a second.
+SCANNED_BYTES = 256_000_000
+AGAIN = "prepare the dataset again with `zaya data prepare ... --overwrite`, or copy it again"
+
+
+class DatasetWarning(UserWarning):
+    """A property of a dataset could not be checked."""
+
+
+@dataclass(frozen=True)
+class SplitRecord:
+    """One indexed dataset. unigram_entropy is in nats/token."""
+
+    documents: int
+    tokens: int
+    max_token_id: int
+    unigram_entropy: float
+    bin_bytes: int
+    bin_sha256: str
+    idx_bytes: int
+    idx_sha256: str
+
+
+@dataclass(frozen=True)
+class PackingRecord:
+    """A dataset of `zaya data pack`: each of its documents is a bin of exactly `sequence_length` tokens.
+
+    counts: for each split, see zaya_plugin.corpus.pack.COUNTS.
+    """
+
+    sequence_length: int
+    counts: dict[str, dict[str, int]]
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """Content of manifest.json: what a prepared dataset holds and how it was made.
+
+    arguments: the options that decide the content, by option name, and the fingerprint of the input files.
+    documents: read = empty + rejected + duplicates (with --deduplicate) + documents of all splits; blank_lines of jsonl
+        files are no documents.
+    written_at: UTC, ISO 8601; the only field that differs between two runs with the same arguments and versions.
+    packing: None unless `zaya data pack` made the dataset.
+    """
+
+    arguments: dict
+    tokenizer: TokenizerRecord
+    dtype: str
+    splits: dict[str, SplitRecord]
+    documents: dict[str, int]
+    input_files: int
+    input_bytes: int
+    written_at: str
+    zaya_plugin_version: str
+    tokenizers_version: str
+    packing: PackingRecord | None = None
+
+    def write(self, directory: str) -> None:
+        """Write manifest.json."""
+        record = {"format": FORMAT, "format_version": FORMAT_VERSION, **asdict(self)}
+        if self.packing is None:
+            del record["packing"]
+        Path(directory, MANIFEST).write_text(json.dumps(record, indent=2) + "\n", "utf-8")
+
+
+def load_manifest(path: str) -> Manifest:
+    """Read the manifest of a prepared dataset.
+
+    Args:
+        path: the dataset's directory or its manifest.json.
+
+    Raises:
+        ValueError: there is none, it is not a manifest, or it was written in another format version.
+    """
+    path = os.fspath(path)
+    file = path if os.path.basename(path) == MANIFEST else os.path.join(path, MANIFEST)
+    if not os.path.isfile(file):
+        raise mistake(
+            file,
+            problem="does not exist, so its directory is no prepared dataset",
+            fix=f"`zaya data prepare --output {os.path.dirname(file)}` makes one",
+        )
+    try:
+        with open(file, encoding="utf-8") as stream:
+            record = json.load(stream)
+    except ValueError as error:
+        raise mistake(file, problem=f"is damaged: {error}", fix=AGAIN) from error
+    if not isinstance(record, dict) or record.pop("format", None) != FORMAT:
+        raise mistake(file, problem="is not the manifest of a dataset of `zaya data prepare`")
+    version = record.pop("format_version", None)
+    if version != FORMAT_VERSION:
+        raise mistake(
+            file,
+            problem=f"format version {version} cannot be read by this zaya_plugin",
+            allowed=f"version {FORMAT_VERSION}",
+            fix=f"use zaya_plugin {record.get('zaya_plugin_version')}, which wrote it, or prepare the dataset again",
+        )
+    try:
+        record["tokenizer"] = TokenizerRecord(**record["tokenizer"])
+        record["splits"] = {name: SplitRecord(**split) for name, split in record["splits"].items()}
+        if "packing" in record:
+            record["packing"] = PackingRecord(**record["packing"])
+        return Manifest(**record)
+    except (KeyError, TypeError, AttributeError) as error:
+        raise mistake(file, problem=f"is damaged: {error}", fix=AGAIN) from error
+
+
+def file_sha256(path: str) -> str:
+    """Return the sha256 of a file, as hexadecimal digits."""
+    digest = hashlib.sha256()
+    with open(path, "rb") as stream:
+        while piece := stream.read(1 << 20):
+            digest.update(piece)
+    return digest.hexdigest()
+
+
+def locate(path: str | os.PathLike) -> tuple[Manifest | None, dict[str, str]]:
+    """Find the datasets at a path.
+
+    Args:
+        path: directory of a prepared dataset, or a prefix of .bin/.idx files, with or without one of these suffixes.
+
+    Returns:
+        The manifest, None for bare files, and the prefix of each split; bare files count as split "text".
+
+    Raises:
+        ValueError: there is no dataset, or a directory without manifest.
+    """
+    path = os.fspath(path)
+    if path.endswith((".bin", ".idx")):
+        path = path[:-4]
+    path = path.rstrip("/") or path
+    is_prefix = os.path.exists(path + ".idx") or os.path.exists(path + ".bin")
+    if os.path.isdir(path) and not is_prefix:
+        if os.path.isfile(os.path.join(path, MANIFEST)):
+            manifest = load_manifest(path)
+            return manifest, {name: os.path.join(path, name) for name in manifest.splits}
+        prefixes = sorted(os.path.join(path, name[:-4]) for name in os.listdir(path) if name.endswith(".idx"))
+        raise mistake(
+            path,
+            problem=f"is a directory without {MANIFEST}, so no dataset of `zaya data prepare`",
+            fix=f"give one of its prefixes: {', '.join(prefixes)}" if prefixes else "",
+        )
+    directory, name = os.path.split(path)
+    if os.path.isfile(os.path.join(directory, MANIFEST)):
+        manifest = load_manifest(directory)
+        if name in manifest.splits:
+            return manifest, {name: path}
+    if not is_prefix:
+        raise mistake(
+            path,
+            problem="there is no dataset at this path"
+            + (", but an unfinished one of `zaya data prepare`" if os.path.isdir(path + ".partial") else ""),
+            allowed=f"a directory of `zaya data prepare`, or the prefix of a Megatron dataset ({path}.bin and {path}.idx)",
+            fix=f"zaya data prepare --output {path} (the same command continues an unfinished one)",
+        )
+    return None, {"text": path}
+
+
+def prefix_of(path: str | os.PathLike, split: str) -> str:
+    """Return the prefix of one split of a prepared directory; of a prefix, itself.
+
+    Args:
+        split: "train" or "valid". A dataset prepared without split is all "train".
+
+    Raises:
+        ValueError: the path is no dataset or lacks the split.
+    """
+    _, prefixes = locate(path)
+    if not os.path.isfile(os.path.join(path, MANIFEST)):
+        return next(iter(prefixes.values()))  # a prefix names one split
+    if split == "train" and "text" in prefixes:
+        return prefixes["text"]
+    if split not in prefixes:
+        raise mistake(
+            os.fspath(path),
+            problem=f"has no {split} split",
+            allowed=f"a dataset with one (it has {', '.join(prefixes)})",
+            fix="prepare it with --valid-fraction, or name a prefix",
+        )
+    return prefixes[split]
+
+
+def tokenizer_of(path: str | os.PathLike) -> tuple[str, TokenizerRecord] | None:
+    """Return directory and record of a prepared dataset's tokenizer; None for bare files."""
+    manifest, prefixes = locate(path)
+    home = os.path.dirname(next(iter(prefixes.values())))
+    return None if manifest is None else (os.path.join(home, "tokenizer"), manifest.tokenizer)
+
+
+def packed_length(path: str | os.PathLike) -> int | None:
+    """Return the tokens of a bin of a dataset made by `zaya data pack`; None for any other dataset."""
+    manifest, _ = locate(path)
+    return manifest.packing.sequence_length if manifest is not None and manifest.packing is not None else None
+
+
+def refuse_other_length(path: str | os.PathLike, sequence_length: int) -> None:
+    """Raise ValueError if a packed dataset has bins of another length than the run's sequences, which would cut its bins."""
+    length = packed_length(path)
+    if length not in (None, sequence_length):
+        raise mistake(
+            "stage.seq_length",
+            sequence_length,
+            problem=f"{path} is packed into bins of {length} tokens",
+            allowed=str(length),
+            fix=f"stage.seq_length={length}, or `zaya data pack --sequence-length {sequence_length}`",
+        )
+
+
+def packed_loss_mask(tokens: np.ndarray, eod: int) -> np.ndarray:
+    """Return the positions of a bin whose next token is in the loss, bool [s].
+
+    An end of document is followed by another document or filling, and the last position by another bin: neither can be
+    predicted from the tokens before it.
+
+    Args:
+        tokens: the bin, int [s]; documents end with `eod`, and the end of the bin is filled with it.
+    """
+    mask = tokens != eod
+    mask[-1] = False
+    return mask
+
+
+def check_dataset(
+    path: str | os.PathLike, vocab_size: int | None = None, *, eod_id: int | None = None, full: bool = False
+) -> dict[str, IndexedFile]:
+    """Check that a dataset can be trained on.
+
+    Args:
+        path: as for `locate`.
+        vocab_size: of the tokenizer or model; every token id must be below. None skips this check.
+        eod_id: of the tokenizer; must be the one that ends the documents. None skips this check.
+        full: also compare checksums with the manifest, or without one search all tokens. Reads every byte.
+
+    Returns:
+        The index of each split.
+
+    Raises:
+        ValueError: the path is missing, a file is cut short or damaged, the manifest is of another version, there are no
+            tokens, or the tokenizer does not fit.
+    """
+    manifest, prefixes = locate(path)
+    checked = {}
+    for name, prefix in prefixes.items():
+        indexed = checked[name] = read_index(prefix)
+        if indexed.tokens == 0:
+            raise mistake(prefix + ".bin", problem="holds no tokens")
+        if manifest is not None:
+            _compare(indexed, manifest, manifest.splits[name], full)
+        else:
+            _warn_about_bare(indexed, vocab_size, full)
+    if manifest is not None:
+        largest = max(manifest.splits[name].max_token_id for name in prefixes)
+        use = f"use the tokenizer that the dataset was made with: {tokenizer_of(path)[0]}"
+        _check_vocabulary(path, largest, vocab_size, f"{use} ({manifest.tokenizer.vocab_size} entries)")
+        made_with = manifest.tokenizer.eod_id if manifest.arguments["append eod"] else None
+        if None not in (eod_id, made_with) and eod_id != made_with:
+            raise mistake(
+                os.fspath(path),
+                problem=f"ends its documents with token {made_with}, and the tokenizer's end of document is {eod_id}",
+                fix=use,
+            )
+    return checked
+
+
+def _compare(indexed: IndexedFile, manifest: Manifest, record: SplitRecord, full: bool) -> None:
+    found = (indexed.documents, indexed.tokens, indexed.dtype.name)
+    recorded = (record.documents, record.tokens, manifest.dtype)
+    if found != recorded:
+        one, other = ("{} documents and {} tokens of {}".format(*facts) for facts in (found, recorded))
+        raise mistake(
+            indexed.prefix + ".idx",
+            problem=f"describes {one}; the manifest describes {other}: they are not of the same run",
+            fix=AGAIN,
+        )
+    for suffix, sha256 in ((".bin", record.bin_sha256), (".idx", record.idx_sha256)) if full else ():
+        if file_sha256(indexed.prefix + suffix) != sha256:
+            raise mistake(
+                indexed.prefix + suffix, problem="is damaged: its sha256 is not the one in the manifest", fix=AGAIN
+            )
+
+
+def _warn_about_bare(indexed: IndexedFile, vocab_size: int | None, full: bool) -> None:
+    unknown = [
+        f"{indexed.prefix} has no {MANIFEST}: its contents cannot be compared with checksums, "
+        f"nor its tokenizer and end-of-document token with yours"
+    ]
+    if vocab_size is None:
+        unknown.append("its token ids were not compared with a vocabulary")
+    else:
+        largest, whole = largest_token(indexed, None if full else SCANNED_BYTES)
+        _check_vocabulary(indexed.prefix, largest, vocab_size, "use the tokenizer that the dataset was made with")
+        if not whole:
+            megabytes = indexed.tokens * indexed.dtype.itemsize / 1e6
+            scanned = f"{SCANNED_BYTES / 1e6:.0f} MB of {megabytes:.0f}"
+            unknown.append(f"token ids were compared with the vocabulary in {scanned}")
+    warnings.warn("; ".join(unknown), DatasetWarning, stacklevel=3)
+
+
+def _check_vocabulary(path: str | os.PathLike, largest: int, vocab_size: int | None, fix: str) -> None:
+    if vocab_size is not None and largest >= vocab_size:
+        raise mistake(
+            os.fspath(path),
+            problem=f"holds token id {largest}, and the vocabulary has {vocab_size} entries",
+            allowed=f"ids from 0 to {vocab_size - 1}",
+            fix=fix,
+        )
