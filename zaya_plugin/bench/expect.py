@@ -3,7 +3,7 @@
 
 The roofline of a part is the larger of its operations over the matrix-product rate and its bytes over the copy rate. Each part of the record
 took longer than its roofline; the same ratio is assumed for the other recipe's work on the other machine. Collectives take the rates of
-zaya_plugin.plan.machines, and are hidden under the passes that they overlap with, whose kernels they slow down. The host's own time (idle)
+the recipe's machine keys, and are hidden under the passes that they overlap with, whose kernels they slow down. The host's own time (idle)
 is not predicted. The same recipe on the same device gives the record's own parts; on several devices, communication and its cost for the
 kernels come from the formulas, not from the record.
 """
@@ -82,10 +82,15 @@ def load(path: Path) -> dict:
 
 
 def recorded_recipe(record: dict) -> Recipe:
-    """Return the recipe that ran. Keys that are newer than the record have their defaults; removed keys are ignored."""
+    """Return the recipe that ran. Keys that are newer than the record have their defaults; removed keys are ignored.
+
+    The machine's rates are those of today's recipe of the same cluster, if there is one.
+    """
     from dataclasses import fields, is_dataclass
 
+    from zaya_plugin.config.compose import compose
     from zaya_plugin.config.schema import Recipe
+    from zaya_plugin.config.train_help import options
 
     def filled(target, values: dict):
         for each in fields(target):
@@ -98,6 +103,8 @@ def recorded_recipe(record: dict) -> Recipe:
 
     recipe = filled(Recipe(), record["recipe"])
     recipe.nproc = record["world_size"]
+    if recipe.cluster.name in options("cluster"):
+        recipe.machine = compose([f"cluster={recipe.cluster.name}", "data.path=none"]).machine
     return recipe
 
 
@@ -110,7 +117,6 @@ def expect(record: dict, recipe: Recipe, world: int) -> dict:
     from zaya_plugin.plan import recipe_plan
     from zaya_plugin.plan.expected_step import Overlap, communication, limit
     from zaya_plugin.plan.flops import training_flops
-    from zaya_plugin.plan.machines import MACHINES
     from zaya_plugin.plan.memory import Recompute, tokens_of_rank
     from zaya_plugin.plan.step_work import Work
 
@@ -123,7 +129,7 @@ def expect(record: dict, recipe: Recipe, world: int) -> dict:
             allowed="1",
             fix="parallel.pipeline_model_parallel_size=1",
         )
-    machine = MACHINES.get(recipe.cluster.name)
+    machine = recipe_plan.machine_of(recipe) if recipe.machine.name else None
     here = measured["gemm_tflops"] * 1e12, measured["copy_tb_per_s"] * 1e12
     same = machine is None or machine.name in record["device"]
     rates = here if same else (machine.gemm, machine.copy)
