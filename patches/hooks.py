@@ -145,6 +145,12 @@ HOOKS: dict[str, Hook] = dict(
 INSTANCES: dict[str, Hook] = dict(
     (
         _hook(
+            "megatron.core.models.gpt.GPTModel().__class__",
+            "head, loss, RoPE and the tied embedding's gradient of zaya_plugin.model.loss, also where the host builds the model",
+            "a spec names the model's head",
+            upstream=MEGATRON + "core/models/gpt/gpt_model.py",
+        ),
+        _hook(
             "megatron.core.distributed.param_and_grad_buffer._ParamAndGradBuffer().reset",
             "blocks of experts that are written first are not zeroed (zaya_plugin.optim.written_gradients)",
             "DDP asks a parameter whether its gradient is written first",

@@ -23,6 +23,7 @@ from zaya_plugin.handover.predecessor import predecessor
 from zaya_plugin.hosts.stage_handover import Handover, stage_part, stage_samples, validation_part
 from zaya_plugin.hosts.stage_model import build_stage, model_config
 from zaya_plugin.model.config import ZayaConfig
+from zaya_plugin.model.loss import ZayaGPTModel
 from zaya_plugin.patches import hooks
 from zaya_plugin.patches.hooks import TRAINING
 from zaya_plugin.training.balancer import Balancer
@@ -155,9 +156,11 @@ class Guest:
         mark_matrices(self.recipe, named)
 
     def optimizer(self, get_megatron_optimizer, config, model_chunks, *positional, **named):
-        """Takes the place of Megatron's get_megatron_optimizer."""
+        """Give the models their head, loss and optimizer assignments, and build the optimizer; replaces Megatron's get_megatron_optimizer."""
         for chunk in model_chunks:
-            assign_optimizers(self.recipe, _unwrapped(chunk))
+            model = _unwrapped(chunk)
+            ZayaGPTModel.take_over(model, self.config)
+            assign_optimizers(self.recipe, model)
         return optimizer_factory(self.recipe)(get_megatron_optimizer, config, model_chunks, *positional, **named)
 
     def finalize_and_balance(self, _, *positional, **named):

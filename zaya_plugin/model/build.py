@@ -6,7 +6,6 @@ from __future__ import annotations
 from megatron.core.models.gpt import GPTModel
 
 from zaya_plugin.model.config import ZayaConfig
-from zaya_plugin.model.layer import link_layers
 from zaya_plugin.model.loss import ZayaGPTModel
 from zaya_plugin.model.spec import zaya_block_spec
 
@@ -47,7 +46,7 @@ def build_zaya_model(
             f"rotary_percent={rotary_percent!r}: rotates {rotary_channels:g} of kv_channels={config.kv_channels} "
             "channels; it takes an even number of them, at least 2; ZAYA1 has rotary_percent=0.5 (64 of 128)"
         )
-    model = ZayaGPTModel(
+    model = GPTModel(
         config,
         zaya_block_spec(config, vp_stage),
         vocab_size=vocab_size,
@@ -63,5 +62,5 @@ def build_zaya_model(
         pg_collection=pg_collection,
         vp_stage=vp_stage,
     )
-    link_layers(model.decoder.layers, config)
+    ZayaGPTModel.take_over(model, config)
     return model

@@ -10,6 +10,8 @@ from __future__ import annotations
 from megatron.core.models.gpt import GPTModel
 from torch import Tensor
 
+from zaya_plugin.model.config import ZayaConfig
+from zaya_plugin.model.layer import link_layers
 from zaya_plugin.model.parameter_gather import gathered
 from zaya_plugin.model.rotary import ZayaRotaryEmbedding
 from zaya_plugin.model.tied_head import MainGradEmbedding, head_losses
@@ -23,18 +25,20 @@ class ZayaGPTModel(GPTModel):
     A `loss_mask` given to the model in training is a promise that the loss is the sum of losses * loss_mask (`promised_gradient`).
     """
 
-    def __init__(self, config, *args, rotary_percent: float, rotary_base: int, **kwargs):
-        super().__init__(config, *args, rotary_percent=rotary_percent, rotary_base=rotary_base, **kwargs)
-        self.rotary_pos_emb = ZayaRotaryEmbedding(
-            config.kv_channels,
-            rotary_percent,
-            rotary_base=rotary_base,
-            order=config.context_parallel_order,
-            use_cpu_initialization=config.use_cpu_initialization,
-            cp_group=self.pg_collection.cp,
-        )
-        if self.pre_process:
-            MainGradEmbedding.take_over(self.embedding.word_embeddings, announces=not self.post_process)
+    @classmethod
+    def take_over(cls, model: GPTModel, config: ZayaConfig) -> None:
+        """Make `model`, which holds our layers, a ZayaGPTModel; its parameters, their names and DDP's hooks stay.
+
+        `config` is that of the layers: a host's own configuration lacks our fields. A ZayaGPTModel stays as it is.
+        """
+        if isinstance(model, cls):
+            return
+        model.__class__, model.z_loss = cls, config.z_loss
+        model.rotary_pos_emb.__class__ = ZayaRotaryEmbedding
+        model.rotary_pos_emb.order = config.context_parallel_order
+        if model.pre_process:
+            MainGradEmbedding.take_over(model.embedding.word_embeddings, announces=not model.post_process)
+        link_layers(model.decoder.layers, config)
 
     def _preprocess(self, *args, packed_seq_params=None, **kwargs):
         prepared = super()._preprocess(*args, packed_seq_params=packed_seq_params, **kwargs)
@@ -66,5 +70,5 @@ class ZayaGPTModel(GPTModel):
             self.promised_gradient(loss_mask),
             sequence_parallel=self.config.sequence_parallel,
             group=self.pg_collection.tp,
-            z_loss=self.config.z_loss if self.training else 0.0,
+            z_loss=self.z_loss if self.training else 0.0,
         )

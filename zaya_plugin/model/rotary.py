@@ -12,11 +12,9 @@ from zaya_plugin.parallel.packed_documents import PackedDocuments
 
 
 class ZayaRotaryEmbedding(RotaryEmbedding):
-    """Megatron's RotaryEmbedding, which knows the zig-zag order alone, for any order. `order` as ContextShard."""
+    """Megatron's RotaryEmbedding for any `order` of ContextShard; Megatron's own supports zig-zag only."""
 
-    def __init__(self, *args, order: str, **kwargs):
-        super().__init__(*args, **kwargs)
-        self.order = order
+    order: str
 
     def forward(self, max_seq_len: int, offset: int = 0, packed_seq: bool = False, cp_group=None) -> Tensor:
         """Angles [s, 1, 1, r] in radians of this rank's rows in a sequence of max_seq_len tokens."""

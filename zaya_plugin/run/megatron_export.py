@@ -69,12 +69,10 @@ def _impossible(recipe: Recipe) -> Iterator[str]:
             f"handover.first_sample = {recipe.handover.first_sample}: allowed: 0 in {here}. It would read again what the stage "
             "before has read; give the stage other data"
         )
-    if recipe.optim.z_loss:
-        yield f"optim.z_loss = {recipe.optim.z_loss}: allowed: 0 in a host that has its own head and loss"
     if recipe.parallel.recompute_granularity == "auto":
         yield (
-            "parallel.recompute_granularity = auto: allowed: null, full, selective in a host that has its own head and loss, which the memory "
-            "plan does not count"
+            "parallel.recompute_granularity = auto: allowed: null, full, selective in a host that makes a configuration of its own, which does "
+            "not know permute"
         )
     if "permute" in recipe.parallel.recompute_modules:
         yield (
@@ -92,7 +90,6 @@ def left_out(recipe: Recipe) -> list[str]:
         notes.append("stage.eval_at_start: validation comes after steps only, and each reads further samples")
     if recipe.handover.planned_samples:
         notes.append("handover.planned_samples: the order of the data is made for this stage alone")
-    notes.append("linear_cross_entropy: the host has its own head and loss, which keep all logits")
     if recipe.logger.wandb or recipe.logger.tensorboard:
         notes.append(
             "logger: the host logs; no metrics.jsonl, router statistics or MFU. W&B: --wandb-project and its kin"
