@@ -8,6 +8,7 @@ from megatron.core.models.gpt import GPTModel
 from zaya_plugin.model.config import ZayaConfig
 from zaya_plugin.model.loss import ZayaGPTModel
 from zaya_plugin.model.spec import zaya_block_spec
+from zaya_plugin.optim.build import tag_parameters
 
 
 def build_zaya_model(
@@ -63,4 +64,7 @@ def build_zaya_model(
         vp_stage=vp_stage,
     )
     ZayaGPTModel.take_over(model, config)
+    tag_parameters(
+        model
+    )  # before DDP lays out its buffers, where a matrix of Muon stays whole; a recipe's assignment replaces it
     return model

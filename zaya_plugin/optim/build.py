@@ -39,6 +39,8 @@ def tag_parameters(
         parameters[name].optimizer_assignment = assignment
         if assignment.matrices is not None:
             parameters[name].muon_matrices = assignment.matrices
+        elif hasattr(parameters[name], "muon_matrices"):
+            del parameters[name].muon_matrices
     return assignments
 
 
