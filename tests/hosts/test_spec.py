@@ -131,6 +131,12 @@ def test_an_argument_that_was_appended_wins_and_is_named(host, capsys):
     assert "zaya: --lr is 0.125 here and 0.002 in the recipe" in capsys.readouterr().out
 
 
+def test_a_host_that_builds_another_optimizer_is_stopped(host):
+    _, spec = host("optim=muon")
+    with pytest.raises(SystemExit, match="would be trained without muon of the recipe"):
+        spec.guest.finalize_and_balance(None, [])
+
+
 def test_a_load_that_begins_anew_is_stopped(host, monkeypatch):
     _, spec = host()
     guest = spec.guest

@@ -56,21 +56,14 @@ def model_without_memory(recipe: Recipe) -> nn.Module:
     patches.apply()
     from zaya_plugin.config.arguments import megatron_arguments
     from zaya_plugin.hosts import one_process
-    from zaya_plugin.hosts.stage_model import model_config
-    from zaya_plugin.model.build import build_zaya_model
+    from zaya_plugin.hosts.stage_model import build_model
 
     vocabulary = vocabulary_of(recipe)
     values = megatron_arguments(recipe, {"tokenizer_type": "NullTokenizer", "vocab_size": vocabulary})
     args = one_process.arguments({**values, "use_cpu_initialization": True})
     one_process.begin(recipe.seed)
     with torch.device("meta"):
-        return build_zaya_model(
-            model_config(args),
-            vocab_size=padded(vocabulary, recipe.model.make_vocab_size_divisible_by),
-            max_sequence_length=recipe.stage.seq_length,
-            rotary_base=args.rotary_base,
-            rotary_percent=args.rotary_percent,
-        )
+        return build_model(args, vocab_size=padded(vocabulary, recipe.model.make_vocab_size_divisible_by))
 
 
 def rows(model: nn.Module, assignments: dict[str, Assignment]) -> list[Row]:

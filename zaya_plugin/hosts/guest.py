@@ -77,6 +77,7 @@ class Guest:
         args.exit_on_missing_checkpoint = args.load is not None
         self.handover = Handover(recipe, self.before, self.resumed_at)
         self.balancer = Balancer()
+        self.built_optimizer = False
         self._config: ZayaConfig | None = None
 
     def summary(self) -> list[str]:
@@ -135,7 +136,8 @@ class Guest:
 
     def model(self, pre_process=True, post_process=True, vp_stage=None, config=None, pg_collection=None):
         """A GPTModel of one (virtual) stage, for hosts that let the guest build it; see `zaya_plugin.spec` for those that do not."""
-        return build_stage(self.recipe, self.args, self.config, pre_process, post_process, vp_stage, pg_collection)
+        stage = dict(pre_process=pre_process, post_process=post_process, vp_stage=vp_stage, pg_collection=pg_collection)
+        return build_stage(self.recipe, self.args, self.config, **stage)
 
     def datasets(self, num_samples, vp_stage=None) -> list:
         """Train, validation and test sets of the recipe, for hosts that let the guest read the data."""
@@ -161,10 +163,19 @@ class Guest:
             model = _unwrapped(chunk)
             ZayaGPTModel.take_over(model, self.config)
             assign_optimizers(self.recipe, model)
+        self.built_optimizer = True
         return optimizer_factory(self.recipe)(get_megatron_optimizer, config, model_chunks, *positional, **named)
 
     def finalize_and_balance(self, _, *positional, **named):
-        """Megatron's finalize_model_grads, which the balancer calls, and the balancing of the experts."""
+        """Megatron's finalize_model_grads, which the balancer calls, and the balancing of the experts.
+
+        Ends the run where the host has built an optimizer of its own.
+        """
+        if not self.built_optimizer:
+            raise SystemExit(
+                "zaya: the host has not built its optimizer by megatron.training.training.get_megatron_optimizer, so the model would be trained "
+                f"without {self.recipe.optim.name} of the recipe. Use Megatron's pretrain(), or zaya_plugin.muon_optimizer in a loop of your own"
+            )
         self.balancer(*positional, **named)
 
     def load_and_check(self, load_checkpoint, *positional, **named):

@@ -141,18 +141,11 @@ def load_model(run: Path, args, rotary_base: int):
 
     from zaya_plugin.checkpoint import on_disk
     from zaya_plugin.hosts import one_process
-    from zaya_plugin.hosts.stage_model import model_config
-    from zaya_plugin.model.build import build_zaya_model
+    from zaya_plugin.hosts.stage_model import build_model
 
     directory = run / "checkpoints"
     one_process.begin(args.seed)
-    model = build_zaya_model(
-        model_config(args),
-        vocab_size=args.padded_vocab_size,
-        max_sequence_length=args.seq_length,
-        rotary_base=rotary_base,
-        rotary_percent=args.rotary_percent,
-    )
+    model = build_model(args, rotary_base=rotary_base)
     if not args.use_cpu_initialization:
         model.cuda()
     wanted = model.sharded_state_dict()

@@ -174,7 +174,8 @@ class _Trainer:
                 self.reporter.note(kernels)
         config = model_config(args)
         config.finalize_model_grads_func = self.finalize_and_balance
-        return build_stage(self.recipe, args, config, pre_process, post_process, vp_stage, pg_collection)
+        stage = dict(pre_process=pre_process, post_process=post_process, vp_stage=vp_stage, pg_collection=pg_collection)
+        return build_stage(self.recipe, args, config, **stage)
 
     def provide_datasets(self, num_samples, vp_stage=None):
         """Train, validation and test sets for Megatron's numbers of samples."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The model that Megatron's arguments and a recipe describe, for `zaya train` and for a guest in another host."""
+"""The model that Megatron's arguments describe, for `zaya train`, for a guest in another host and for one process alone."""
 
 from __future__ import annotations
 
@@ -15,31 +15,23 @@ from zaya_plugin.training.optimizer import assign_optimizers
 
 
 def model_config(args: argparse.Namespace) -> ZayaConfig:
-    """The model's configuration from Megatron's arguments."""
+    """Return the model's configuration from Megatron's arguments."""
     return core_transformer_config_from_args(args, ZayaConfig)
 
 
-def build_stage(
-    recipe: Recipe,
-    args: argparse.Namespace,
-    config: ZayaConfig,
-    pre_process=True,
-    post_process=True,
-    vp_stage=None,
-    pg_collection=None,
-) -> GPTModel:
-    """One (virtual) pipeline stage, each of its parameters given to Muon or AdamW; the flags are GPTModel's."""
-    model = build_zaya_model(
-        config,
+def build_model(args: argparse.Namespace, config: ZayaConfig | None = None, **stage) -> GPTModel:
+    """Build one (virtual) pipeline stage; `stage` holds build_zaya_model's arguments for a stage and may replace its others."""
+    described = dict(
         vocab_size=args.padded_vocab_size,
         max_sequence_length=args.max_position_embeddings,
         rotary_base=args.rotary_base,
         rotary_percent=args.rotary_percent,
-        pre_process=pre_process,
-        post_process=post_process,
-        vp_stage=vp_stage,
-        pg_collection=pg_collection,
     )
-    # Before DDP lays out its buffers: what belongs to Muon stays whole there.
+    return build_zaya_model(config or model_config(args), **described | stage)
+
+
+def build_stage(recipe: Recipe, args: argparse.Namespace, config: ZayaConfig, **stage) -> GPTModel:
+    """`build_model` with each parameter assigned to Muon or AdamW, before DDP lays out its buffers."""
+    model = build_model(args, config, **stage)
     assign_optimizers(recipe, model)
     return model
