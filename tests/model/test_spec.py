@@ -54,7 +54,7 @@ def test_layer_spec_by_configuration(make_config):
 
 
 def test_missing_transformer_engine_is_named(make_config):
-    with pytest.raises(ValueError, match="set transformer_impl='local'"):
+    with pytest.raises(ValueError, match="Fix: cluster.transformer_impl=local"):
         spec.get_zaya_layer_spec(make_config(transformer_impl="transformer_engine"))
 
 

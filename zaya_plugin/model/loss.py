@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The whole model: Megatron's GPTModel with ZAYA's head, loss and RoPE.
 
-Megatron's loss makes an fp32 copy of all logits; with 262,272 classes that copy is the largest tensor of a step. Here the logits of
-a chunk of tokens exist at a time.
+Megatron's loss makes an fp32 copy of all logits; with 262,272 classes that copy is the largest tensor of a step. Here only the
+logits of one chunk of tokens exist at a time.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class ZayaGPTModel(GPTModel):
         return decoder_input, self.rotary_pos_emb.of_documents(packed_seq_params), *rest
 
     def promised_gradient(self, loss_mask: Tensor | None) -> Tensor | None:
-        """The gradient [b, s] that the losses are going to get, None if it is not known before.
+        """Return the gradient [b, s] that the losses will get; None if it is not known in advance.
 
         With calculate_per_token_loss the loss is the masked sum, divided by the number of tokens only after the backward pass.
         """

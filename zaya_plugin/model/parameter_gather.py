@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reading the parameters of a module that is not called.
+"""Read the parameters of a module that is not called.
 
 With `overlap_param_gather` Megatron gathers updated parameters while the model already runs, and waits in a forward
 pre-hook on every module for that module's own parameters. Where several matrices are applied as one product, or vectors go
@@ -13,7 +13,7 @@ from torch import nn
 
 
 def gathered(module: nn.Module) -> nn.Module:
-    """`module`, whose own parameters (not those of modules below it) may be read: runs its forward pre-hooks, with no input."""
+    """Run the forward pre-hooks of `module` with no input, and return it; then its own parameters (not its submodules') may be read."""
     for key, hook in module._forward_pre_hooks.items():
         if key not in module._forward_pre_hooks_with_kwargs:  # Megatron's takes none
             hook(module, ())

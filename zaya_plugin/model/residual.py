@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Learned affines on the residual stream: one on the embedding, one pair at each merge. The scale comes after the bias.
 
-The report's equation 6 (arXiv 2605.05365) adds the bias after the scale; the same functions, but other parameters. The
+The report's equation 6 (arXiv 2605.05365) adds the bias after the scale: the same functions with other parameter values. The
 released weights are stored for the form used here.
 """
 
@@ -19,7 +19,7 @@ from zaya_plugin.model.small_gradients import Read, as_it_is
 
 
 class ResidualScaling(nn.Module):
-    """Merge of a sublayer's output into the stream, transformers `ZayaResidualScaling`. Starts as plain sum."""
+    """Merge of a sublayer's output into the stream, transformers `ZayaResidualScaling`. It starts as a plain sum."""
 
     def __init__(self, config: TransformerConfig):
         super().__init__()
@@ -40,7 +40,7 @@ class ResidualScaling(nn.Module):
     def merge_and_norm(
         self, output: Tensor, residual: Tensor, norm: ZayaRMSNorm, read: Read = as_it_is
     ) -> tuple[Tensor, Tensor]:
-        """The new stream and `norm` of it. Neither module is called."""
+        """Return the new stream and its norm. Neither module is called, so both are gathered here."""
         gathered(self)
         gathered(norm)
         vectors = map(read, (*self.vectors(), norm.weight))
@@ -62,11 +62,11 @@ class InputAffine(nn.Module):
         return hip_ops.affine(embedding, self.bias, self.scale, self._dtype(embedding))
 
     def affine_and_norm(self, embedding: Tensor, norm: ZayaRMSNorm) -> tuple[Tensor, Tensor]:
-        """The same stream and `norm` of it. Neither module is called."""
+        """Return the same stream and its norm. Neither module is called, so both are gathered here."""
         gathered(self)
         gathered(norm)
         return hip_ops.affine_rms_norm(embedding, self.bias, self.scale, norm.weight, norm.eps, self._dtype(embedding))
 
     def _dtype(self, embedding: Tensor) -> torch.dtype:
-        # By the parameters: Megatron's embedding is fp32 here whatever the model, of which the stream would lose half of fp64's digits.
+        # From the parameters: with an fp32 residual Megatron's embedding returns fp32 in every model, and an fp64 model would lose precision.
         return hip_ops.wide(self.bias.dtype) if self.in_fp32 else embedding.dtype

@@ -24,7 +24,7 @@ from zaya_plugin.model.shared_input import input_and_linear
 
 
 class RouterMLP(torch.autograd.Function):
-    """`hip_ops.router_mlp` with gradients: its arguments -> state, weights, ids and statistics, of which the last two have none.
+    """`hip_ops.router_mlp` with gradients: its arguments -> state, weights, ids and statistics; ids and statistics have no gradient.
 
     Kept for the backward pass: the state, which the next layer keeps too, both hidden layers before their GELU, the logits and the
     choice. Gradients of all parameters go straight into `main_grad` where there is one.
@@ -106,7 +106,7 @@ class RouterMLP(torch.autograd.Function):
 
 @hip_ops.formula
 def count(tokens_per_expert: Tensor, router_entropy_sum: Tensor, statistics: Tensor) -> None:
-    """Adds `statistics` of hip_ops.router_mlp to the two buffers."""
+    """Add `statistics` of hip_ops.router_mlp to the two buffers."""
     counts = statistics[:-1]
     tokens_per_expert[: len(counts)].add_(counts.to(tokens_per_expert.dtype))
     router_entropy_sum.add_(statistics[-1])
@@ -198,7 +198,7 @@ class ZayaRouter(Float32BuffersMixin, nn.Module):
         self.steps = StepsWithoutBalancing()
 
     def set_layer_number(self, layer_number: int) -> None:
-        """Drop gamma in layer 1, which has no state to take over; the released weights have none there either."""
+        """Drop gamma in layer 1, which receives no state; the released weights have none there either."""
         if layer_number == 1:
             self.router_states_scale = None
 
@@ -209,7 +209,7 @@ class ZayaRouter(Float32BuffersMixin, nn.Module):
         self.steps = StepsWithoutBalancing()
 
     def project(self, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
-        """hidden_states [s, b, h] for the experts, and the down projection [s, b, r] for `forward`, by `input_and_linear`, whose text says when."""
+        """Return hidden_states [s, b, h] for the experts and the down projection [s, b, r] for `forward`; see `input_and_linear` for its conditions."""
         return input_and_linear(hidden_states, gathered(self.down_proj).weight)
 
     def forward(
@@ -222,8 +222,8 @@ class ZayaRouter(Float32BuffersMixin, nn.Module):
         """Route tokens.
 
         Args: hidden_states [s, b, h], normed; router_state [s, b, r] of the previous layer, None in the first;
-        forced_expert_ids int64 [s, b], negative where the router is free (replay of a given routing); projected [s, b, r], what
-        `project` made of hidden_states, which then are not read.
+        forced_expert_ids int64 [s, b], negative where the router is free (replay of a given routing); projected [s, b, r], the
+        down projection by `project`; hidden_states are not read then.
         Returns: weights [s, b], 0 where the skip class won and skip_output is zero; class ids int64 [s, b]; this
         layer's router state [s, b, r], after the averaging and before the norm.
         """

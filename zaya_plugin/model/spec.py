@@ -11,6 +11,7 @@ from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinea
 from megatron.core.transformer import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 
+from zaya_plugin.errors import mistake
 from zaya_plugin.model.attention import ZayaAttentionSubmodules, ZayaSelfAttention
 from zaya_plugin.model.config import ZayaConfig
 from zaya_plugin.model.core_attention import ZayaCoreAttention
@@ -28,16 +29,15 @@ def local_submodules() -> ZayaLayerSubmodules:
 
 
 def transformer_engine_submodules() -> ZayaLayerSubmodules:
-    """Layer parts on Transformer Engine through Megatron's wrappers; raises ValueError where it is not installed.
+    """Layer parts on Transformer Engine through Megatron's wrappers; raises ValueError if it is not installed.
 
     Experts fall back to the local grouped GEMM with a Transformer Engine that has no grouped linear (before 1.9).
     """
     from megatron.core.extensions import transformer_engine as te
 
     if not te.HAVE_TE:
-        raise ValueError(
-            "transformer_impl='transformer_engine': Transformer Engine is not installed; set transformer_impl='local'"
-        )
+        problem, fix = "Transformer Engine is not installed", "cluster.transformer_impl=local"
+        raise mistake("transformer_impl", "transformer_engine", problem=problem, allowed="local", fix=fix)
     experts = ModuleSpec(module=GroupedExperts)
     if te.TEColumnParallelGroupedLinear is not None:
         from zaya_plugin.model.te_experts import TEGroupedExperts
@@ -74,18 +74,21 @@ def get_zaya_layer_spec(config: ZayaConfig) -> ModuleSpec:
 
 
 def zaya_block_spec(config: ZayaConfig, vp_stage: int | None = None) -> TransformerBlockSubmodules:
-    """The layers of this pipeline stage and the final norm, which the block builds on the last stage alone; for GPTModel's
-    transformer_layer_spec. vp_stage: virtual stage, None without interleaving.
+    """Spec of this pipeline stage's layers and of the final norm, for GPTModel's transformer_layer_spec.
 
-    Raises ValueError where a stage would have no layer, since the router state would not pass it.
+    The block builds the final norm on the last stage only. vp_stage: virtual stage, None without interleaving. Raises ValueError if a stage
+    would have no layer, since the router state could not pass it.
     """
     layers = config.num_layers
     if config.pipeline_model_parallel_size > 1:
         layers = get_num_layers_to_build(config, vp_stage)
         if layers == 0:
-            raise ValueError(
-                f"num_layers={config.num_layers} over pipeline_model_parallel_size={config.pipeline_model_parallel_size} "
-                "leaves a stage without layers; every stage takes at least one"
+            raise mistake(
+                "num_layers",
+                config.num_layers,
+                problem=f"pipeline_model_parallel_size={config.pipeline_model_parallel_size} leaves a stage without layers",
+                allowed="at least one layer a stage",
+                fix="a smaller parallel.pipeline_model_parallel_size",
             )
     layer = ModuleSpec(module=ZayaTransformerLayer, submodules=zaya_layer_submodules(config))
     return TransformerBlockSubmodules(layer_specs=[layer] * layers, layer_norm=ZayaRMSNorm)
