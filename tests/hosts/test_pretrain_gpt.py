@@ -75,7 +75,7 @@ def test_two_ranks_under_muon_stopped_and_continued(checkout, tmp_path, corpus):
     first, _ = pretrain_gpt(checkout, guest, corpus, *overrides, ranks=2, words=("--exit-interval", "3"))
     assert set(first["lm loss"]) == {1, 2, 3}
     both, output = pretrain_gpt(checkout, guest, corpus, *overrides, ranks=2)
-    assert "goes on after step 3, optimizer muon" in output and "in the recipe" not in output
+    assert "resumes from step 3, optimizer muon" in output and "in the recipe" not in output
     assert both["lm loss"] == float32({step: row["loss"] for step, row in own.items()})
     assert both["grad-norm"] == float32({step: row["grad_norm"] for step, row in own.items()})
     assert both["learning-rate"] == float32({step: row["lr"] for step, row in own.items()})

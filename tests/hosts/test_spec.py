@@ -141,7 +141,7 @@ def test_a_load_that_begins_anew_is_stopped(host, monkeypatch):
     _, spec = host()
     guest = spec.guest
     guest.resumed_at = 5
-    with pytest.raises(SystemExit, match="holds step 5 and the host would go on from step 0"):
+    with pytest.raises(SystemExit, match="holds step 5 and the host would start from step 0"):
         guest.load_and_check(lambda *unused: (0, 0), None)
     assert guest.load_and_check(lambda *unused: (5, 12), None) == (5, 12)
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`zaya train ... explain_optim=true`: which optimizer, learning rate and weight decay every parameter gets.
+"""Print the optimizer, learning rate and weight decay of every parameter: `zaya train ... explain_optim=true`.
 
 The model is the real one, built without memory (on torch's meta device) in this process; nothing is launched.
 """
@@ -33,12 +33,12 @@ class Row:
 
     @property
     def numel(self) -> int:
-        """Elements of all of them together."""
+        """Return the number of elements of all parameters of this row."""
         return self.count * torch.Size(self.shape).numel()
 
 
 def explain_optimizer(recipe: Recipe) -> None:
-    """Prints the table for `recipe`; raises ValueError as a run would for overrides that do not fit the model."""
+    """Print the table for `recipe`; raise ValueError, as a run does, for overrides that do not fit the model."""
     from zaya_plugin.training.optimizer import assign_optimizers
 
     with contextlib.redirect_stdout(io.StringIO()):
@@ -49,7 +49,7 @@ def explain_optimizer(recipe: Recipe) -> None:
 
 
 def model_without_memory(recipe: Recipe) -> nn.Module:
-    """The recipe's model on the meta device, over a process group of this process alone."""
+    """Build the recipe's model on the meta device, with this process as the only rank."""
     environment = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
     os.environ.update(environment)
     patches.apply_torch()
@@ -67,7 +67,7 @@ def model_without_memory(recipe: Recipe) -> nn.Module:
 
 
 def rows(model: nn.Module, assignments: dict[str, Assignment]) -> list[Row]:
-    """One row for parameters that differ only in layer and expert number, in the model's order."""
+    """Return one row for all parameters that differ only in layer and expert number, in the model's order."""
     counts: dict[tuple, int] = {}
     for name, parameter in model.named_parameters():
         general = re.sub(r"\.layers\.\d+\.", ".layers.*.", re.sub(r"(linear_fc[12]\.weight)\d+", r"\1*", name))
@@ -77,7 +77,7 @@ def rows(model: nn.Module, assignments: dict[str, Assignment]) -> list[Row]:
 
 
 def table(recipe: Recipe, found: Iterable[Row]) -> Iterable[str]:
-    """The lines to print."""
+    """Yield the lines to print."""
     optim, found = recipe.optim, list(found)
     width = max(len(row.name) for row in found)
     yield f"{'parameter':{width}}  {'count':>5}  {'shape':15}  {'optimizer':32}  {'lr':>9}  {'weight decay':>12}"

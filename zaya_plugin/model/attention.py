@@ -232,7 +232,9 @@ class ZayaSelfAttention(MegatronModule):
                 fix="cluster.transformer_impl=local",
             )
         if inference_context is not None:
-            raise mistake("inference_context", problem="the model keeps no decoding state", fix="decode with transformers")
+            raise mistake(
+                "inference_context", problem="the model keeps no decoding state", fix="decode with transformers"
+            )
         assert key_value_states is None and attention_bias is None
         if rotary_pos_emb is not None:
             # Megatron computes the angles on the GPU, if there is one, also for a model on the CPU.
