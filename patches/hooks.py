@@ -146,7 +146,7 @@ INSTANCES: dict[str, Hook] = dict(
     (
         _hook(
             "megatron.core.models.gpt.GPTModel().__class__",
-            "head, loss, RoPE and the tied embedding's gradient of zaya_plugin.model.loss, also where the host builds the model",
+            "it gets the head and loss of zaya_plugin.model.loss, its embedding and RoPE get our classes too; also in a host that builds the model",
             "a spec names the model's head",
             upstream=MEGATRON + "core/models/gpt/gpt_model.py",
         ),

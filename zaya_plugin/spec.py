@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The block spec for Megatron-LM's own script: `pretrain_gpt.py --spec zaya_plugin.spec zaya_block`, with arguments by `zaya export megatron`.
+"""The block spec for Megatron-LM's own script: `pretrain_gpt.py --spec zaya_plugin.spec zaya_block`, with arguments by
+`zaya export megatron`.
 
-Megatron 0.19 imports this module when it reads --spec, after its arguments and before it starts anything. The import therefore applies the
-patches and installs the guest (hosts/guest.py): optimizers, balancing, hand-over. --spec names an object before any model
-configuration exists, so `zaya_block` makes its layers when Megatron reads `layer_specs`.
+Megatron 0.19 imports this module when it reads --spec, after its arguments and before it starts anything. The import
+therefore applies the patches and installs the guest (hosts/guest.py): optimizers, balancing, hand-over. --spec names an
+object before any model configuration exists, so `zaya_block` makes its layers when Megatron reads `layer_specs`.
 """
 
 from __future__ import annotations
@@ -83,7 +84,9 @@ class GuestBlock(TransformerBlockSubmodules):
 
 
 def move_in(args) -> Guest:
-    """Apply the patches, install a guest for `args`, and print on the first rank which arguments differ from the recipe."""
+    """Apply the patches, install a guest for `args`, and print on the first rank which arguments differ from the
+    recipe.
+    """
     patches.apply()
     path = recipe_path(args)
     check_written_here(path, f"zaya export megatron experiment=<name> run_dir={path.parent}, with the same overrides")

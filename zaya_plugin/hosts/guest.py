@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """ZAYA as a guest in a training script that is not ours: Megatron-LM's pretrain_gpt.py, Primus.
 
-The host parses arguments, reads data, logs and calls pretrain(). The guest adds the model's configuration and head, the optimizers,
-the balancing of experts, the load at the start and the removal of old checkpoints. It replaces functions of
+The host parses arguments, reads data, logs and calls pretrain(). The guest adds the model's configuration and head, the
+optimizers, the balancing of experts, the load at the start and the removal of old checkpoints. It replaces functions of
 `megatron.training.training`, as `zaya train` does (zaya_plugin.patches.hooks).
 """
 
@@ -41,7 +41,8 @@ class Guest:
 
     Args:
         recipe: the recipe that `zaya export` wrote.
-        args: the host's validated namespace. The arguments that the host does not know are added, and `load` is set to the
+        args: the host's validated namespace. The arguments that the host does not know are added, and `load` is set to
+            the
             checkpoint to load.
 
     Attributes:
@@ -106,7 +107,8 @@ class Guest:
         )
 
     def check_checkpoints(self) -> None:
-        """Compare the checkpoint to load with the arguments, once the host has completed them (the vocabulary's padding comes late).
+        """Compare the checkpoint to load with the arguments, once the host has completed them (the vocabulary's padding
+        comes late).
 
         Raises:
             ValueError: the checkpoint is damaged, of another model, or of a release that this one cannot read.
@@ -138,7 +140,9 @@ class Guest:
         host.pipeline_state_size = self.config.pipeline_state_size
 
     def model(self, pre_process=True, post_process=True, vp_stage=None, config=None, pg_collection=None):
-        """Build the GPTModel of one (virtual) stage, for hosts that let the guest build it; in other hosts `zaya_plugin.spec` supplies the layers."""
+        """Build the GPTModel of one (virtual) stage, for hosts that let the guest build it; in other hosts
+        `zaya_plugin.spec` supplies the layers.
+        """
         stage = dict(pre_process=pre_process, post_process=post_process, vp_stage=vp_stage, pg_collection=pg_collection)
         return build_stage(self.recipe, self.args, self.config, **stage)
 
@@ -153,7 +157,8 @@ class Guest:
         return [stage_part(self.recipe, sets[0]), validation_part(self.recipe, sets[1], validations), *sets[2:]]
 
     def mark(self, layer: nn.Module, prefix: str) -> None:
-        """Mark the matrices of one layer for Muon before the host lays out its buffers; `optimizer` later assigns all parameters.
+        """Mark the matrices of one layer for Muon before the host lays out its buffers; `optimizer` later assigns all
+        parameters.
 
         prefix: of the layer's parameters in the model, since overrides match whole names.
         """
@@ -161,7 +166,9 @@ class Guest:
         mark_matrices(self.recipe, named)
 
     def optimizer(self, get_megatron_optimizer, config, model_chunks, *positional, **named):
-        """Give the models their head, loss and optimizer assignments, and build the optimizer; replaces Megatron's get_megatron_optimizer."""
+        """Give the models their head, loss and optimizer assignments, and build the optimizer; replaces Megatron's
+        get_megatron_optimizer.
+        """
         for chunk in model_chunks:
             model = _unwrapped(chunk)
             ZayaGPTModel.take_over(model, self.config)

@@ -17,7 +17,9 @@ from zaya_plugin.patches import hooks
 
 @dataclass
 class StepParts:
-    """The parts of one step. `forward_step` (of one micro-batch) and `forward_backward` (of all) may be replaced for this step."""
+    """The parts of one step. `forward_step` (of one micro-batch) and `forward_backward` (of all) may be replaced for
+    this step.
+    """
 
     forward_step: Callable
     forward_backward: Callable
@@ -28,7 +30,9 @@ class StepParts:
 
 @contextmanager
 def before_steps(call: Callable[[StepParts], None]) -> Iterator[None]:
-    """Let Megatron call `call` before each training step within a `with`. SystemExit(0) from it ends the run without a checkpoint."""
+    """Let Megatron call `call` before each training step within a `with`. SystemExit(0) from it ends the run without a
+    checkpoint.
+    """
 
     def observed(
         train_step,

@@ -18,7 +18,9 @@ def arguments(values: dict[str, Any]) -> argparse.Namespace:
 
 
 def begin(seed: int) -> None:
-    """Start torch.distributed and Megatron's model-parallel groups of one rank if they are missing, and seed Megatron's random streams."""
+    """Start torch.distributed and Megatron's model-parallel groups of one rank if they are missing, and seed Megatron's
+    random streams.
+    """
     import torch
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed

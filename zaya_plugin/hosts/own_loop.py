@@ -25,7 +25,8 @@ from zaya_plugin.training.balancer import Balancer
 def balance_experts(model_chunks: list[nn.Module]) -> RouterStatistics | None:
     """Move the experts' biases by the routers' counts of all ranks, and start the counts of the next step.
 
-    Call it on every rank once a step, after the backward passes of all micro-batches. model_chunks: this rank's models, with or without DDP.
+    Call it on every rank once a step, after the backward passes of all micro-batches. model_chunks: this rank's models,
+    with or without DDP.
     """
     balancer = Balancer()
     balancer.balance(model_chunks)
@@ -40,10 +41,12 @@ def muon_optimizer(
     muon: MuonSettings | None = None,
     **named,
 ) -> ChainedMuonAdamW:
-    """Build Muon for matrices and AdamW for all other parameters, in Megatron's wrappers; `step()` also balances the experts.
+    """Build Muon for matrices and AdamW for all other parameters, in Megatron's wrappers; `step()` also balances the
+    experts.
 
     Args:
-        config: Megatron's; optimizer="adam", whose learning rate, weight decay and betas apply. The learning rate is Muon's too.
+        config: Megatron's; optimizer="adam", whose learning rate, weight decay and betas apply. The learning rate is
+            Muon's too.
         model_chunks: this rank's models as Megatron's DDP wraps them.
         overrides: entries of `optim.overrides` in a recipe, such as "*.router.* optimizer=adamw lr_mult=0.5".
         muon: Muon's settings, None for the defaults.

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""End a process with the process that started it, also if that one is killed. On Linux; on other systems these functions do nothing.
+"""End a process with the process that started it, also if that one is killed. On Linux; on other systems these
+functions do nothing.
 
-Megatron collects what its checkpoint writers wrote through a `multiprocessing` manager, a process of half a gigabyte a rank. It
-waits for requests for ever, also after the rank was killed (out of memory, a failed node agent, `kill -9`).
+Megatron collects what its checkpoint writers wrote through a `multiprocessing` manager, a process of half a gigabyte a
+rank. It waits for requests for ever, also after the rank was killed (out of memory, a failed node agent, `kill -9`).
 """
 
 from __future__ import annotations
@@ -17,7 +18,9 @@ RANK_PID = "ZAYA_RANK_PID"
 
 
 def die_with_parent(number: int = signal.SIGTERM) -> None:
-    """Let the kernel send this process signal `number` when its parent ends (strictly: the thread that started it; prctl(2))."""
+    """Let the kernel send this process signal `number` when its parent ends (strictly: the thread that started it;
+    prctl(2)).
+    """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, number)
 

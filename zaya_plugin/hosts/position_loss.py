@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compare two stages' models by the loss at each position on the same validation text, to show the use of the longer context.
+"""Compare two stages' models by the loss at each position on the same validation text, to show the use of the longer
+context.
 
 `python -m zaya_plugin.hosts.position_loss <run of the shorter stage> <run of the longer stage>` does it in one process;
-zaya_plugin/run/compare_positions.py starts that with the environment of the recipe. Both models read sequences of the longer stage's length, each with
-its own RoPE base.
+zaya_plugin/run/compare_positions.py starts that with the environment of the recipe. Both models read sequences of the
+longer stage's length, each with its own RoPE base.
 """
 
 from __future__ import annotations
@@ -23,7 +24,9 @@ RESULT = "loss_by_position.json"
 
 
 def main(argv: list[str]) -> int:
-    """Run the comparison in this process; return 0 if the longer stage's model is better past the shorter context, else 1."""
+    """Run the comparison in this process; return 0 if the longer stage's model is better past the shorter context, else
+    1.
+    """
     from zaya_plugin.config.compose import load_recipe
 
     runs = [Path(run) for run in argv]
@@ -70,7 +73,9 @@ def table(result: dict, short: int, long: int, better: bool) -> Iterator[str]:
 
 
 def losses_by_position(runs: Sequence[Path], recipes) -> list:
-    """Return the losses, fp32 [n, s], of the shorter and of the longer stage's model on the same sequences of the longer stage's length."""
+    """Return the losses, fp32 [n, s], of the shorter and of the longer stage's model on the same sequences of the
+    longer stage's length.
+    """
     from zaya_plugin import patches
 
     patches.apply()
@@ -80,7 +85,9 @@ def losses_by_position(runs: Sequence[Path], recipes) -> list:
 
 
 def validation_tokens(recipe, sequences: int):
-    """Return the first tokens of the validation data, int64 [at most `sequences`, seq_length + 1], with documents one after another."""
+    """Return the first tokens of the validation data, int64 [at most `sequences`, seq_length + 1], with documents one
+    after another.
+    """
     import numpy
     import torch
 
@@ -104,7 +111,9 @@ def validation_tokens(recipe, sequences: int):
 
 
 def arguments(recipe, run: Path):
-    """Return Megatron's arguments of `recipe`'s model in one process, for both stages: their models differ only in RoPE's base."""
+    """Return Megatron's arguments of `recipe`'s model in one process, for both stages: their models differ only in
+    RoPE's base.
+    """
     from zaya_plugin.checkpoint import on_disk
     from zaya_plugin.config.arguments import megatron_arguments
     from zaya_plugin.config.schema import ParallelConfig
@@ -125,7 +134,9 @@ def arguments(recipe, run: Path):
 
 
 def losses_of(run: Path, args, rotary_base: int, tokens):
-    """Return the loss of every position of `tokens` [n, s + 1] under the model of `run`'s newest checkpoint; fp32 [n, s]."""
+    """Return the loss of every position of `tokens` [n, s + 1] under the model of `run`'s newest checkpoint; fp32 [n,
+    s].
+    """
     import torch
 
     model = load_model(run, args, rotary_base).eval()

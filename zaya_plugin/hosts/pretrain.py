@@ -43,7 +43,8 @@ from zaya_plugin.training.optimizer import optimizer_factory
 from zaya_plugin.training.signal_agreement import AgreedSignal
 from zaya_plugin.training.step_queue import StepClock, StepQueue
 
-# With deterministic algorithms torch fills every new tensor with NaN, to show reads of uninitialised memory; this doubles a step's launches.
+# With deterministic algorithms torch fills every new tensor with NaN, to show reads of uninitialised memory; this
+# doubles a step's launches.
 NEW_MEMORY = "torch.utils.deterministic.fill_uninitialized_memory"
 
 
@@ -95,7 +96,9 @@ def run(recipe: Recipe, sources: DataSources, lifecycle: Lifecycle, reporter: Re
 
 
 def release_graphs() -> None:
-    """Release the graphs that Megatron captured: at its end an NCCL communicator waits for every graph that holds one of its kernels."""
+    """Release the graphs that Megatron captured: at its end an NCCL communicator waits for every graph that holds one
+    of its kernels.
+    """
     for stage, graph in FullCudaGraphWrapper.cuda_graph.items():
         if graph is not None:
             graph.reset()
@@ -219,7 +222,9 @@ class _Trainer:
         *positional,
         **named,
     ):
-        """Report a step as one line and one row of metrics once the numbers are on the host; replaces Megatron's training_log."""
+        """Report a step as one line and one row of metrics once the numbers are on the host; replaces Megatron's
+        training_log.
+        """
         args = get_args()
         batch_size = get_current_global_batch_size()
         statistics = self.balancer.statistics

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The first launch of a stage that takes over from another: Megatron's checkpoint load, with steps and schedule from 0.
 
-Neither of Megatron's own ways fits: --finetune drops the optimizer's state, and a plain load continues steps, samples and
-schedule. Its load also looks up the saved parameter groups by their learning rates and fails if the new stage has others.
+Neither of Megatron's own ways fits: --finetune drops the optimizer's state, and a plain load continues steps, samples
+and schedule. Its load also looks up the saved parameter groups by their learning rates and fails if the new stage has
+others.
 """
 
 from __future__ import annotations
@@ -114,10 +115,11 @@ class Handover:
 
 
 def stage_samples(recipe: Recipe, counts: tuple[int, int, int], validation: int) -> tuple[int, int, int]:
-    """Return the samples of training, validation and test to build, from Megatron's `counts`; validation: samples of one validation.
+    """Return the samples of training, validation and test to build, from Megatron's `counts`; validation: samples of
+    one validation.
 
-    The training set is made for all stages that share its order. Megatron shuffles the requested epochs together, so a longer set has another
-    order.
+    The training set is made for all stages that share its order. Megatron shuffles the requested epochs together, so a
+    longer set has another order.
     """
     train, valid, test = counts
     train = max(train, sample_count(recipe))  # a ramp may end amid a batch
@@ -147,7 +149,9 @@ class Repeated(Dataset):
 
 
 def validation_part(recipe: Recipe, dataset, validation: int):
-    """Return, with `stage.eval_at_start`, the first validation's samples for every validation, so that the losses can be compared."""
+    """Return, with `stage.eval_at_start`, the first validation's samples for every validation, so that the losses can
+    be compared.
+    """
     return Repeated(dataset, validation) if dataset is not None and recipe.stage.eval_at_start else dataset
 
 

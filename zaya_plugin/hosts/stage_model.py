@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The model that Megatron's arguments describe, for `zaya train`, for a guest in another host and for one process alone."""
+"""The model that Megatron's arguments describe, for `zaya train`, for a guest in another host and for one process
+alone.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,9 @@ def model_config(args: argparse.Namespace) -> ZayaConfig:
 
 
 def build_model(args: argparse.Namespace, config: ZayaConfig | None = None, **stage) -> GPTModel:
-    """Build one (virtual) pipeline stage; `stage` holds build_zaya_model's arguments for a stage and may replace its others."""
+    """Build one (virtual) pipeline stage; `stage` holds build_zaya_model's arguments for a stage and may replace its
+    others.
+    """
     described = dict(
         vocab_size=args.padded_vocab_size,
         max_sequence_length=args.max_position_embeddings,

@@ -89,8 +89,8 @@ def main(argv: list[str], work: Callable | None = None) -> int:
 def _leave_for_certain() -> None:
     """End this process in EXIT_SECONDS in any case.
 
-    After an error the exit may wait for ever for ranks or a device that do not answer (NCCL's destructors did after a failed capture of a
-    graph), and the launcher notices a failure only when the rank has ended.
+    After an error the exit may wait for ever for ranks or a device that do not answer (NCCL's destructors did after a
+    failed capture of a graph), and the launcher notices a failure only when the rank has ended.
     """
     faulthandler.dump_traceback_later(EXIT_SECONDS, exit=True, file=open(os.devnull, "w"))
 

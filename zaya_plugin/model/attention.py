@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """CCGQA: grouped-query attention in a compressed latent space with convolutions over time (arXiv 2510.04476).
 
-The arithmetic between projections and softmax is `hip_ops.cca_prologue`; this module holds the parameters and implements
-Megatron's self-attention interface, also on context-parallel ranks and with packed documents. Training only: no decoding state.
+The arithmetic between projections and softmax is `hip_ops.cca_prologue`; this module holds the parameters and
+implements Megatron's self-attention interface, also on context-parallel ranks and with packed documents. Training only:
+no decoding state.
 """
 
 from __future__ import annotations
@@ -70,8 +71,8 @@ class ZayaSelfAttention(MegatronModule):
     linear_k [gd, h], linear_v_current and linear_v_delayed [gd/2, h], conv_qk_depthwise [C, 1, 2], conv_qk_grouped
     [C, d, 2], temperature [g], linear_proj [h, nd].
 
-    Under tensor parallelism linear_q, linear_k and linear_proj hold this rank's heads (LocalHeads). The other parameters
-    are whole on every rank; each rank uses its heads' part, so that the gradients add up over the ranks.
+    Under tensor parallelism linear_q, linear_k and linear_proj hold this rank's heads (LocalHeads). The other
+    parameters are whole on every rank; each rank uses its heads' part, so that the gradients add up over the ranks.
     """
 
     def __init__(
@@ -150,11 +151,12 @@ class ZayaSelfAttention(MegatronModule):
     def project(self, hidden_states: Tensor) -> Tensor:
         """Apply the four projections for this rank's heads, to the whole sequence also under sequence parallelism.
 
-        hidden_states [s / t, b, h] -> queries and keys [s, b, C / t], current and delayed values behind them, together gd / t
-        channels (arXiv 2510.04476; without tensor parallelism t is 1 and each is gd / 2 wide). `split_projected` cuts it.
+        hidden_states [s / t, b, h] -> queries and keys [s, b, C / t], current and delayed values behind them, together
+        gd / t channels (arXiv 2510.04476; without tensor parallelism t is 1 and each is gd / 2 wide). `split_projected`
+        cuts it.
 
-        No other function reads the four matrices. Plain matrices are applied as one product: joining them costs a copy of 6 MB and saves
-        three reads of the input, three gathers of the sequence and three sums of its gradient.
+        No other function reads the four matrices. Plain matrices are applied as one product: joining them costs a copy
+        of 6 MB and saves three reads of the input, three gathers of the sequence and three sums of its gradient.
         """
         values = gathered(self.linear_v_current).weight, gathered(self.linear_v_delayed).weight
         plain = all(type(linear) is ColumnParallelLinear for linear in (self.linear_q, self.linear_k))
@@ -178,7 +180,9 @@ class ZayaSelfAttention(MegatronModule):
         )
 
     def _whole_sequence(self, hidden_states: Tensor) -> Tensor:
-        """Gather all tensor-parallel ranks' rows. Each rank's gradient is that of its heads; the backward pass sums over the ranks."""
+        """Gather all tensor-parallel ranks' rows. Each rank's gradient is that of its heads; the backward pass sums
+        over the ranks.
+        """
         if self.local.ranks == 1:
             return hidden_states
         return gather_from_sequence_parallel_region(hidden_states, group=self.tp_group)
@@ -188,7 +192,9 @@ class ZayaSelfAttention(MegatronModule):
         return self.conv_qk_depthwise.weight, self.conv_qk_depthwise.bias, self.conv_qk_grouped.bias, self.temperature
 
     def mixing_parameters(self, read: Read = as_it_is) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-        """Return this rank's depthwise weight and bias, grouped weight and bias, and temperature, as `hip_ops.cca_prologue` takes them."""
+        """Return this rank's depthwise weight and bias, grouped weight and bias, and temperature, as
+        `hip_ops.cca_prologue` takes them.
+        """
         convolutions = (gathered(self.conv_qk_depthwise), gathered(self.conv_qk_grouped))
         tensors = [self.local.of_queries_and_keys(read(t)) for conv in convolutions for t in (conv.weight, conv.bias)]
         return *tensors, self.local.of_heads(read(self.temperature))
@@ -209,10 +215,12 @@ class ZayaSelfAttention(MegatronModule):
         read: Read = as_it_is,
         **_,
     ) -> tuple[Tensor, None]:
-        """Compute attention: hidden_states [s, b, h] normed, rotary_pos_emb [s, 1 or b, 1, r] radians -> (output [s, b, h], None).
+        """Compute attention: hidden_states [s, b, h] normed, rotary_pos_emb [s, 1 or b, 1, r] radians -> (output [s, b,
+        h], None).
 
-        The mask is causal; attention_mask is passed to the core attention. packed_seq_params: document boundaries, as PackedDocuments.
-        `vectors` are read through `read`. Raises ValueError for other packed sequences and for decoding.
+        The mask is causal; attention_mask is passed to the core attention. packed_seq_params: document boundaries, as
+        PackedDocuments. `vectors` are read through `read`. Raises ValueError for other packed sequences and for
+        decoding.
         """
         packed = packed_seq_params
         if not (packed is None or isinstance(packed, PackedDocuments)):
@@ -266,7 +274,8 @@ class ZayaSelfAttention(MegatronModule):
         )
 
     def _project_with_halo(self, hidden_states: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """Return `project`'s result, and z [k, 2, b, C / t] and delayed values [k, b, *] of the rows before each of this rank's k chunks.
+        """Return `project`'s result, and z [k, 2, b, C / t] and delayed values [k, b, *] of the rows before each of
+        this rank's k chunks.
 
         Other context-parallel ranks hold these rows. With one rank both are None.
         """

@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Causal attention of some chunks of a sequence, each chunk in two blocks: the keys before it (all visible) and its own keys (causal).
+"""Causal attention of some chunks of a sequence, each chunk in two blocks: the keys before it (all visible) and its own
+keys (causal).
 
-Context parallelism needs a causal mask that is aligned at the end of more keys than queries. torch's only GPU kernel for such a mask is
-FlashAttention-2. cuDNN's kernel, twice as fast on Hopper, takes full blocks and causal blocks with as many queries as keys. The results of
-both blocks are joined by their log-sum-exps. With the joined result and log-sum-exp each block's backward pass gives its share of the
-gradients (FlashAttention-2, arXiv 2307.08691, section 3.1; Ring Attention, arXiv 2310.01889).
+Context parallelism needs a causal mask that is aligned at the end of more keys than queries. torch's only GPU kernel
+for such a mask is FlashAttention-2. cuDNN's kernel, twice as fast on Hopper, takes full blocks and causal blocks with
+as many queries as keys. The results of both blocks are joined by their log-sum-exps. With the joined result and
+log-sum-exp each block's backward pass gives its share of the gradients (FlashAttention-2, arXiv 2307.08691, section
+3.1; Ring Attention, arXiv 2310.01889).
 """
 
 from __future__ import annotations
@@ -24,10 +26,14 @@ aten = torch.ops.aten
 
 
 class BlockKernel(Protocol):
-    """Attention of queries [b, n, s, d] to keys and values [b, g, t, d]; causal: s = t, and each query sees the keys up to its own."""
+    """Attention of queries [b, n, s, d] to keys and values [b, g, t, d]; causal: s = t, and each query sees the keys up
+    to its own.
+    """
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, causal: bool, scale: float) -> tuple[Tensor, ...]:
-        """Return the result [b, n, s, d], the log-sum-exp of the scaled scores [b, n, s, 1], and further tensors that `backward` needs."""
+        """Return the result [b, n, s, d], the log-sum-exp of the scaled scores [b, n, s, 1], and further tensors that
+        `backward` needs.
+        """
 
     def backward(
         self,
@@ -41,7 +47,9 @@ class BlockKernel(Protocol):
         causal: bool,
         scale: float,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the gradients of query, key and value. out and sums cover all keys; key and value may be a part of them."""
+        """Return the gradients of query, key and value. out and sums cover all keys; key and value may be a part of
+        them.
+        """
 
 
 class CudnnKernel:
@@ -61,7 +69,9 @@ class CudnnKernel:
 
 
 class CpuKernel:
-    """torch's attention for CPUs. It has no grouped heads, so keys and values are repeated for the heads that share them."""
+    """torch's attention for CPUs. It has no grouped heads, so keys and values are repeated for the heads that share
+    them.
+    """
 
     def forward(self, query, key, value, causal, scale):
         key, value = (repeated(x, query.shape[1]) for x in (key, value))
@@ -140,17 +150,18 @@ def block_attention(
 ) -> Tensor:
     """Compute softmax(scale * q k^T + causal mask) v of chunks of a sequence that begin at positions `starts`.
 
-    Args: query [s, b, n, d], equal chunks one behind the other; key and value [t, b, g, d] of the sequence, at least up to the last chunk's
-    end, n a multiple of g. Returns [s, b, n * d]. Not differentiable twice.
+    Args: query [s, b, n, d], equal chunks one behind the other; key and value [t, b, g, d] of the sequence, at least up
+    to the last chunk's end, n a multiple of g. Returns [s, b, n * d]. Not differentiable twice.
     """
     return BlockAttention.apply(query, key, value, tuple(starts), scale, kernel).flatten(2)
 
 
 def block_kernel(query: Tensor, key: Tensor) -> BlockKernel | None:
-    """Return the kernel for blocks of such queries [s, b, n, d] and keys [t, b, g, d], or None; logged at its first use.
+    """Return the kernel for blocks of such queries [s, b, n, d] and keys [t, b, g, d], or None; logged at its first
+    use.
 
-    On a GPU this is cuDNN's kernel, if torch would choose it for a whole sequence. Its backward pass is not deterministic, so the result is None
-    under deterministic algorithms.
+    On a GPU this is cuDNN's kernel, if torch would choose it for a whole sequence. Its backward pass is not
+    deterministic, so the result is None under deterministic algorithms.
     """
     if not query.is_cuda:
         return _checked("cpu", query.device, query.dtype, query.shape[-1])

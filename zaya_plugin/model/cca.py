@@ -24,7 +24,9 @@ _rope_tables = WeakTensorKeyDictionary()
 
 
 def rope_table(angles: Tensor) -> Tensor:
-    """Return (cos, sin) of angles [s, 1 or b, 1, r] as `hip_ops.cca_prologue` takes them; computed once for all layers that get the same angles."""
+    """Return (cos, sin) of angles [s, 1 or b, 1, r] as `hip_ops.cca_prologue` takes them; computed once for all layers
+    that get the same angles.
+    """
     table = _rope_tables.get(angles)
     if table is None:
         table = _rope_tables[angles] = hip_ops.rope_table(angles)

@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Causal softmax attention with Megatron's core-attention interface, on context-parallel ranks and packed documents too.
+"""Causal softmax attention with Megatron's core-attention interface, on context-parallel ranks and packed documents
+too.
 
-One interface for all back ends: this rank's queries against the keys and values of the sequence up to the last query, the
-mask aligned at the end (lower right), so that a flash kernel needs no mask in memory. `sdpa` is torch's own (flash, cuDNN
-or plain, as torch chooses), for a context-parallel rank's chunks in blocks where that is faster (block_attention.py);
-`flash_attn`, `flash_attn_4` and `aiter` are those packages where the environment has them. Packed documents go through torch's
-flex_attention on an accelerator and through a mask of all pairs elsewhere, whatever the back end.
+One interface for all back ends: this rank's queries against the keys and values of the sequence up to the last query,
+the mask aligned at the end (lower right), so that a flash kernel needs no mask in memory. `sdpa` is torch's own (flash,
+cuDNN or plain, as torch chooses), for a context-parallel rank's chunks in blocks where that is faster
+(block_attention.py); `flash_attn`, `flash_attn_4` and `aiter` are those packages where the environment has them. Packed
+documents go through torch's flex_attention on an accelerator and through a mask of all pairs elsewhere, whatever the
+back end.
 """
 
 from __future__ import annotations
@@ -82,7 +84,9 @@ def require_lower_right(device: torch.device, dtype: torch.dtype, head_dim: int,
 
 
 def document_attention(query: Tensor, key: Tensor, value: Tensor, scale: float, packed: PackedDocuments) -> Tensor:
-    """Compute causal attention inside each document: this rank's queries [s, b, n, d], all keys and values [S, b, g, d]."""
+    """Compute causal attention inside each document: this rank's queries [s, b, n, d], all keys and values [S, b, g,
+    d].
+    """
     query, key, value = (x.permute(1, 2, 0, 3) for x in (query, key, value))
     grouped = query.shape[1] != key.shape[1]
     if query.is_cuda:
@@ -109,7 +113,9 @@ class Sdpa:
         return causal_attention(query, key, value, scale)
 
     def chunks(self, query: Tensor, key: Tensor, value: Tensor, starts: Sequence[int], scale: float) -> Tensor:
-        """Compute attention for equal chunks of queries that begin at positions `starts` of the keys' sequence; in blocks if a kernel exists."""
+        """Compute attention for equal chunks of queries that begin at positions `starts` of the keys' sequence; in
+        blocks if a kernel exists.
+        """
         kernel = block_kernel(query, key)
         if kernel is None:
             return chunk_by_chunk(self.whole, query, key, value, starts, scale)
@@ -129,8 +135,8 @@ class FlashPackage:
 
     def whole(self, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
         """As `Sdpa.whole`."""
-        # All sequences become heads of one sequence, query heads beside their group's, which keeps the layout of the memory. With batch
-        # first the packages would return another layout, which the projection behind would copy.
+        # All sequences become heads of one sequence, query heads beside their group's, which keeps the layout of the
+        # memory. With batch first the packages would return another layout, which the projection behind would copy.
         batch = query.shape[1:3]
         query, key, value = (x.flatten(1, 2).unsqueeze(0) for x in (query, key, value))  # [1, s, b * heads, d]
         # Without `deterministic` the gradients are sums by atomics; the packages' defaults differ.
@@ -154,7 +160,8 @@ def chunk_by_chunk(
     return torch.cat([whole(part, key[:end], value[:end], scale) for part, end in zip(parts, ends, strict=True)])
 
 
-# Packages with FlashAttention-2's function, by the value of cluster.core_attention; flash_attn_4 is flash-attn-4, for Hopper and later.
+# Packages with FlashAttention-2's function, by the value of cluster.core_attention; flash_attn_4 is flash-attn-4, for
+# Hopper and later.
 PACKAGES = {"flash_attn": "flash_attn", "flash_attn_4": "flash_attn.cute", "aiter": "aiter"}
 VERSIONS: dict[str, Callable[[], Sdpa | FlashPackage]] = {
     "sdpa": Sdpa,
@@ -164,7 +171,9 @@ VERSIONS: dict[str, Callable[[], Sdpa | FlashPackage]] = {
 
 @functools.cache
 def core_attention(name: str) -> Sdpa | FlashPackage:
-    """Return the version called `name`; logged at its first use. Raises ValueError if it does not exist or cannot be imported."""
+    """Return the version called `name`; logged at its first use. Raises ValueError if it does not exist or cannot be
+    imported.
+    """
     if name not in VERSIONS:
         fix = "cluster.core_attention=sdpa"
         raise mistake("core_attention", name, problem="no such version", allowed=", ".join(VERSIONS), fix=fix)

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Creating parameters where Megatron would: on its device, in its dtype, drawn from its random stream.
 
-Everything created here is the same on all tensor-, expert- and data-parallel ranks: with `use_cpu_initialization` values
-come from the default CPU generator, else from Megatron's data-parallel tracker, and both are seeded alike on these ranks.
-Megatron's own linears and embedding, which are split over tensor-parallel ranks, are drawn by Megatron's rules.
+Everything created here is the same on all tensor-, expert- and data-parallel ranks: with `use_cpu_initialization`
+values come from the default CPU generator, else from Megatron's data-parallel tracker, and both are seeded alike on
+these ranks. Megatron's own linears and embedding, which are split over tensor-parallel ranks, are drawn by Megatron's
+rules.
 """
 
 from __future__ import annotations
@@ -19,7 +20,9 @@ from torch import Tensor, nn
 
 
 def initial_device(config: TransformerConfig) -> torch.device | int | None:
-    """Return the device for new tensors; None under CPU initialisation, so that `torch.device("meta")` works as a context."""
+    """Return the device for new tensors; None under CPU initialisation, so that `torch.device("meta")` works as a
+    context.
+    """
     return None if config.use_cpu_initialization else torch.cuda.current_device()
 
 

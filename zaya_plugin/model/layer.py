@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """One ZAYA1 layer: CCGQA, scaled merge, mixture of experts, scaled merge, on an fp32 residual stream.
 
-Megatron's transformer block passes a `context` tensor to every layer and takes one back, for cross-attention. Here `context`
-carries the router state from layer to layer, also through activation recomputation. Between pipeline stages the block passes
-one tensor only, so the state travels at the end of the stream's channels. `context_mask`, which the block passes to every
-layer unchanged, may carry forced expert ids (`model(..., extra_block_kwargs={"context_mask": ids})`).
+Megatron's transformer block passes a `context` tensor to every layer and takes one back, for cross-attention. Here
+`context` carries the router state from layer to layer, also through activation recomputation. Between pipeline stages
+the block passes one tensor only, so the state travels at the end of the stream's channels. `context_mask`, which the
+block passes to every layer unchanged, may carry forced expert ids (`model(..., extra_block_kwargs={"context_mask":
+ids})`).
 
-After `link_layers` a layer also applies the next layer's input norm, in one pass over the stream with its own last merge, and
-returns the result in `context` (`Handover`).
+After `link_layers` a layer also applies the next layer's input norm, in one pass over the stream with its own last
+merge, and returns the result in `context` (`Handover`).
 """
 
 from __future__ import annotations
@@ -43,8 +44,8 @@ class ZayaLayerSubmodules(TransformerLayerSubmodules):
 class Handover(NamedTuple):
     """The `context` between linked layers.
 
-    router_state: as in `ZayaTransformerLayer.forward`. stream: the tensor that is also returned as hidden_states. normed [s, b, h]: stream after
-    the next layer's input norm.
+    router_state: as in `ZayaTransformerLayer.forward`. stream: the tensor that is also returned as hidden_states.
+    normed [s, b, h]: stream after the next layer's input norm.
     """
 
     router_state: Tensor | None
@@ -82,7 +83,8 @@ class ZayaTransformerLayer(TransformerLayer):
         self.output_dtype = config.params_dtype if last and cast_output else None
         self.post_attention_residual = submodules.post_attention_residual(config)
         self.post_mlp_residual = submodules.post_mlp_residual(config)
-        # The next layer's input norm, set by link_layers; in a tuple, so that it is not registered as a submodule of this layer.
+        # The next layer's input norm, set by link_layers; in a tuple, so that it is not registered as a submodule of
+        # this layer.
         self.next_norm: tuple[ZayaRMSNorm, ...] = ()
         assert isinstance(self.cross_attention, IdentityOp), "context carries the router state"
 
@@ -100,12 +102,12 @@ class ZayaTransformerLayer(TransformerLayer):
     ) -> tuple[Tensor, Tensor | Handover | None]:
         """Run the layer.
 
-        Args: hidden_states, the stream [s, b, h] (the embedding in layer 1; stream and router state [s, b, h + r] in the
-        first layer of a later pipeline stage); context, the previous layer's router state [s, b, r] or None, or its Handover;
-        context_mask, int64 [num_layers, s, b] expert ids that replace the router's choice where not negative, or None;
-        rotary_pos_emb [s, 1, 1, r] radians.
-        Returns: the new stream [s, b, h] and this layer's router state, as a Handover if it is linked to the next one; in
-        the last layer of a pipeline stage but the last one, both as one tensor [s, b, h + r], and None.
+        Args: hidden_states, the stream [s, b, h] (the embedding in layer 1; stream and router state [s, b, h + r] in
+        the first layer of a later pipeline stage); context, the previous layer's router state [s, b, r] or None, or its
+        Handover; context_mask, int64 [num_layers, s, b] expert ids that replace the router's choice where not negative,
+        or None; rotary_pos_emb [s, 1, 1, r] radians.
+        Returns: the new stream [s, b, h] and this layer's router state, as a Handover if it is linked to the next one;
+        in the last layer of a pipeline stage but the last one, both as one tensor [s, b, h + r], and None.
         """
         if self.receives_state:
             hidden_states, context = split_stream_and_state(
@@ -151,8 +153,8 @@ class ZayaTransformerLayer(TransformerLayer):
     def _vectors(self) -> tuple[Tensor, ...]:
         """Return the small parameters that only `forward` reads.
 
-        The weight of a norm that is recomputed by itself is left out, and so is the next layer's norm: that layer reads it if something has
-        replaced the stream in between.
+        The weight of a norm that is recomputed by itself is left out, and so is the next layer's norm: that layer reads
+        it if something has replaced the stream in between.
         """
         in_one_pass = _in_one_pass(self.pre_mlp_layernorm, self.recompute_pre_mlp_layernorm)
         norms = (self.pre_mlp_layernorm.weight,) if in_one_pass else ()
@@ -164,7 +166,9 @@ class ZayaTransformerLayer(TransformerLayer):
         )
 
     def _begin(self, hidden_states: Tensor):
-        """Return the stream, its norm and the function to call on attention's result (see `_norm`), if the layer before has not."""
+        """Return the stream, its norm and the function to call on attention's result (see `_norm`), if the layer before
+        has not.
+        """
         norm, recompute = self.input_layernorm, self.recompute_input_layernorm
         if self.input_affine is not None:
             if _in_one_pass(norm, recompute):
@@ -174,10 +178,11 @@ class ZayaTransformerLayer(TransformerLayer):
 
 
 def link_layers(layers: Sequence[ZayaTransformerLayer], config: ZayaConfig) -> None:
-    """Let each of a stage's layers apply the next one's input norm with its own last merge. Parameter names do not change.
+    """Let each of a stage's layers apply the next one's input norm with its own last merge. Parameter names do not
+    change.
 
-    A layer is not linked if the next norm is recomputed by itself, nor at the end of a unit of full recomputation: only plain tensors carry
-    gradients across that border, and the normed stream would be kept beside the stream.
+    A layer is not linked if the next norm is recomputed by itself, nor at the end of a unit of full recomputation: only
+    plain tensors carry gradients across that border, and the normed stream would be kept beside the stream.
     """
     for index, (layer, following) in enumerate(pairwise(layers)):
         norm = following.input_layernorm

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The whole model: Megatron's GPTModel with ZAYA's head, loss and RoPE.
 
-Megatron's loss makes an fp32 copy of all logits; with 262,272 classes that copy is the largest tensor of a step. Here only the
-logits of one chunk of tokens exist at a time.
+Megatron's loss makes an fp32 copy of all logits; with 262,272 classes that copy is the largest tensor of a step. Here
+only the logits of one chunk of tokens exist at a time.
 """
 
 from __future__ import annotations
@@ -19,10 +19,11 @@ from zaya_plugin.parallel.packed_documents import PackedDocuments
 
 
 class ZayaGPTModel(GPTModel):
-    """GPTModel whose head and loss are `hip_ops.linear_cross_entropy`, and whose RoPE counts from the start of a sequence or, in
-    packed documents, of a document.
+    """GPTModel whose head and loss are `hip_ops.linear_cross_entropy`, and whose RoPE counts from the start of a
+    sequence or, in packed documents, of a document.
 
-    A `loss_mask` given to the model in training is a promise that the loss is the sum of losses * loss_mask (`promised_gradient`).
+    A `loss_mask` given to the model in training is a promise that the loss is the sum of losses * loss_mask
+    (`promised_gradient`).
     """
 
     @classmethod
@@ -50,7 +51,8 @@ class ZayaGPTModel(GPTModel):
     def promised_gradient(self, loss_mask: Tensor | None) -> Tensor | None:
         """Return the gradient [b, s] that the losses will get; None if it is not known in advance.
 
-        With calculate_per_token_loss the loss is the masked sum, divided by the number of tokens only after the backward pass.
+        With calculate_per_token_loss the loss is the masked sum, divided by the number of tokens only after the
+        backward pass.
         """
         config = self.config
         return loss_mask if self.training and config.calculate_per_token_loss and not config.fp16 else None

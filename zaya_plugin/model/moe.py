@@ -2,8 +2,8 @@
 """ZAYA1's mixture of experts: route, sort tokens by expert, run the experts, put tokens back. Dropless, top-1.
 
 The router state comes in as an argument and goes out as a return value and is never kept on the module, so that
-activation recomputation and pipeline stages see it. A rank that holds all experts sorts its own tokens. Under
-expert parallelism tokens are exchanged (`parallel.token_dispatch`), also between tensor-parallel ranks, each of which routes
+activation recomputation and pipeline stages see it. A rank that holds all experts sorts its own tokens. Under expert
+parallelism tokens are exchanged (`parallel.token_dispatch`), also between tensor-parallel ranks, each of which routes
 its own part of the sequence.
 """
 
@@ -68,8 +68,8 @@ class ZayaMoELayer(MegatronModule):
     ) -> tuple[Tensor, Tensor | None]:
         """hidden_states [s, b, h] normed, router_state [s, b, r] -> output [s, b, h], next router state [s, b, r].
 
-        s is this rank's part of the sequence; forced_expert_ids int64 [s, b], as in ZayaRouter, is cut likewise. The state
-        is None where the model has no averaging.
+        s is this rank's part of the sequence; forced_expert_ids int64 [s, b], as in ZayaRouter, is cut likewise. The
+        state is None where the model has no averaging.
         """
         if self.recompute and self.training:
             return tensor_parallel.checkpoint(self._forward, False, hidden_states, router_state, forced_expert_ids)
@@ -93,7 +93,9 @@ class ZayaMoELayer(MegatronModule):
         return output.view_as(hidden_states), router_state if self.config.router_eda else None
 
     def _local(self, tokens: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
-        """Run the experts where all are on this rank. tokens [T, h], weights [T], ids [T] -> [T, h]; padding rows are not moved."""
+        """Run the experts where all are on this rank. tokens [T, h], weights [T], ids [T] -> [T, h]; padding rows are
+        not moved.
+        """
         order = hip_ops.sort_by_expert(ids, self.num_experts)
         rows, row_weights = hip_ops.permute_to_experts(tokens, order, weights)
         again = self._rows_again(lambda: hip_ops.permute_to_experts(tokens.detach(), order)[0])

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Learned affines on the residual stream: one on the embedding, one pair at each merge. The scale comes after the bias.
 
-The report's equation 6 (arXiv 2605.05365) adds the bias after the scale: the same functions with other parameter values. The
-released weights are stored for the form used here.
+The report's equation 6 (arXiv 2605.05365) adds the bias after the scale: the same functions with other parameter
+values. The released weights are stored for the form used here.
 """
 
 from __future__ import annotations
@@ -34,7 +34,9 @@ class ResidualScaling(nn.Module):
         return self.output_bias, self.output_scale, self.residual_bias, self.residual_scale
 
     def forward(self, output: Tensor, residual: Tensor, read: Read = as_it_is) -> Tensor:
-        """output [s, b, h], residual [s, b, h] -> new stream [s, b, h] in residual's dtype. Parameters are used through `read`."""
+        """output [s, b, h], residual [s, b, h] -> new stream [s, b, h] in residual's dtype. Parameters are used through
+        `read`.
+        """
         return hip_ops.scale_residual(output, residual, *map(read, self.vectors()))
 
     def merge_and_norm(
@@ -68,5 +70,6 @@ class InputAffine(nn.Module):
         return hip_ops.affine_rms_norm(embedding, self.bias, self.scale, norm.weight, norm.eps, self._dtype(embedding))
 
     def _dtype(self, embedding: Tensor) -> torch.dtype:
-        # From the parameters: with an fp32 residual Megatron's embedding returns fp32 in every model, and an fp64 model would lose precision.
+        # From the parameters: with an fp32 residual Megatron's embedding returns fp32 in every model, and an fp64 model
+        # would lose precision.
         return hip_ops.wide(self.bias.dtype) if self.in_fp32 else embedding.dtype

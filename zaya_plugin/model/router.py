@@ -24,10 +24,11 @@ from zaya_plugin.model.shared_input import input_and_linear
 
 
 class RouterMLP(torch.autograd.Function):
-    """`hip_ops.router_mlp` with gradients: its arguments -> state, weights, ids and statistics; ids and statistics have no gradient.
+    """`hip_ops.router_mlp` with gradients: its arguments -> state, weights, ids and statistics; ids and statistics have
+    no gradient.
 
-    Kept for the backward pass: the state, which the next layer keeps too, both hidden layers before their GELU, the logits and the
-    choice. Gradients of all parameters go straight into `main_grad` where there is one.
+    Kept for the backward pass: the state, which the next layer keeps too, both hidden layers before their GELU, the
+    logits and the choice. Gradients of all parameters go straight into `main_grad` where there is one.
     """
 
     @staticmethod
@@ -115,7 +116,8 @@ def count(tokens_per_expert: Tensor, router_entropy_sum: Tensor, statistics: Ten
 class StepsWithoutBalancing:
     """Count a router's training steps since its last balancing, and warn at the second one, once a process.
 
-    A step is over when a backward pass has reached the router and its gradient is gone at the next forward pass. This reads no device memory.
+    A step is over when a backward pass has reached the router and its gradient is gone at the next forward pass. This
+    reads no device memory.
     """
 
     warned = False
@@ -124,7 +126,9 @@ class StepsWithoutBalancing:
         self.steps, self.backward_ran = 0, False
 
     def forward_begins(self, weight: Tensor) -> None:
-        """weight: a matrix of the router; DDP keeps its gradient in `main_grad` and marks that in `grad_added_to_main_grad`."""
+        """weight: a matrix of the router; DDP keeps its gradient in `main_grad` and marks that in
+        `grad_added_to_main_grad`.
+        """
         kept = weight.grad is not None or getattr(weight, "grad_added_to_main_grad", False)
         if kept or not self.backward_ran:
             return
@@ -144,7 +148,9 @@ class StepsWithoutBalancing:
 
 
 class RouterLinear(nn.Module):
-    """Weight and bias of a linear layer, replicated on every rank, created by Megatron's rules; `hip_ops.router_mlp` applies them."""
+    """Weight and bias of a linear layer, replicated on every rank, created by Megatron's rules; `hip_ops.router_mlp`
+    applies them.
+    """
 
     def __init__(self, config: ZayaConfig, input_size: int, output_size: int, bias: bool = True):
         super().__init__()
@@ -209,7 +215,9 @@ class ZayaRouter(Float32BuffersMixin, nn.Module):
         self.steps = StepsWithoutBalancing()
 
     def project(self, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
-        """Return hidden_states [s, b, h] for the experts and the down projection [s, b, r] for `forward`; see `input_and_linear` for its conditions."""
+        """Return hidden_states [s, b, h] for the experts and the down projection [s, b, r] for `forward`; see
+        `input_and_linear` for its conditions.
+        """
         return input_and_linear(hidden_states, gathered(self.down_proj).weight)
 
     def forward(
@@ -222,8 +230,8 @@ class ZayaRouter(Float32BuffersMixin, nn.Module):
         """Route tokens.
 
         Args: hidden_states [s, b, h], normed; router_state [s, b, r] of the previous layer, None in the first;
-        forced_expert_ids int64 [s, b], negative where the router is free (replay of a given routing); projected [s, b, r], the
-        down projection by `project`; hidden_states are not read then.
+        forced_expert_ids int64 [s, b], negative where the router is free (replay of a given routing); projected [s, b,
+        r], the down projection by `project`; hidden_states are not read then.
         Returns: weights [s, b], 0 where the skip class won and skip_output is zero; class ids int64 [s, b]; this
         layer's router state [s, b, r], after the averaging and before the norm.
         """

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A linear layer whose input has one other reader: its backward product adds to the other reader's gradient of the input.
+"""A linear layer whose input has one other reader: its backward product adds to the other reader's gradient of the
+input.
 
 Autograd would store the product, and another pass would read both gradients and write their sum.
 """
@@ -16,7 +17,8 @@ from hip_ops.runtime.main_grad import add_product, main_grad_linear
 class InputAndLinear(torch.autograd.Function):
     """x [..., in] and weight [out, in] -> x again, for the other reader, and x W^T.
 
-    The gradient of the first result is overwritten, so no other code may hold that tensor. Autograd does not check this; see `input_and_linear`.
+    The gradient of the first result is overwritten, so no other code may hold that tensor. Autograd does not check
+    this; see `input_and_linear`.
     """
 
     @staticmethod
@@ -45,11 +47,12 @@ class InputAndLinear(torch.autograd.Function):
 
 
 def input_and_linear(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Return x for its other reader and F.linear(x, weight), whose gradients go to `main_grad` and into the other reader's gradient of x.
+    """Return x for its other reader and F.linear(x, weight), whose gradients go to `main_grad` and into the other
+    reader's gradient of x.
 
-    Conditions: the other reader is one function, directly or behind views; its backward allocates the gradient (a gather of rows does; an addition,
-    which returns one tensor for both operands, does not); the first result has no other use: no hook, no second reader, no return to a caller. Not
-    differentiable twice.
+    Conditions: the other reader is one function, directly or behind views; its backward allocates the gradient (a
+    gather of rows does; an addition, which returns one tensor for both operands, does not); the first result has no
+    other use: no hook, no second reader, no return to a caller. Not differentiable twice.
     """
     if not (torch.is_grad_enabled() and x.requires_grad):
         return x, main_grad_linear(x, weight)

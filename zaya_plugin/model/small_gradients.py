@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Gradients of a layer's vectors, added to Megatron's main gradients together.
 
-DDP's hook adds each gradient with a kernel of its own: a dozen launches a layer and micro-batch, 3 us each on an H200 at any size, plus the
-host's time. Here the layer reads its vectors through one autograd function, whose backward pass runs when all their gradients have arrived and
-adds them in two launches. Each sum has DDP's order, so the bits are the same.
+DDP's hook adds each gradient with a kernel of its own: a dozen launches a layer and micro-batch, 3 us each on an H200
+at any size, plus the host's time. Here the layer reads its vectors through one autograd function, whose backward pass
+runs when all their gradients have arrived and adds them in two launches. Each sum has DDP's order, so the bits are the
+same.
 """
 
 from __future__ import annotations
@@ -25,7 +26,9 @@ def as_it_is(parameter: Tensor) -> Tensor:
 
 
 class ReadTogether(torch.autograd.Function):
-    """Return the parameters, sharing their memory. The backward pass adds the gradients that arrive to `main_grad` and marks that for DDP."""
+    """Return the parameters, sharing their memory. The backward pass adds the gradients that arrive to `main_grad` and
+    marks that for DDP.
+    """
 
     @staticmethod
     def forward(ctx, *parameters):
@@ -47,7 +50,9 @@ class ReadTogether(torch.autograd.Function):
 
 
 def add_together_(totals: Sequence[Tensor], parts: Sequence[Tensor]) -> None:
-    """Compute totals[i] += parts[i], all parts in one dtype. Two launches on an accelerator, one where the totals have that dtype too."""
+    """Compute totals[i] += parts[i], all parts in one dtype. Two launches on an accelerator, one where the totals have
+    that dtype too.
+    """
     parts, wide_dtype = [part.contiguous() for part in parts], torch.promote_types(parts[0].dtype, totals[0].dtype)
     if parts[0].dtype != wide_dtype:
         # torch adds tensors of two dtypes one by one, but converts them together.
@@ -62,10 +67,11 @@ def add_together_(totals: Sequence[Tensor], parts: Sequence[Tensor]) -> None:
 def read_together(parameters: Iterable[Tensor]) -> Read:
     """Return a function that maps each of `parameters` to the tensor to compute with, and any other tensor to itself.
 
-    A parameter without a main gradient, or that needs no gradient, is mapped to itself. The others may be used through the function any number
-    of times but not directly, since DDP drops gradients that reach them otherwise. They may not be used inside a part of the model that is
-    recomputed by itself: its backward pass runs within the other one and would find only some of the gradients. Not for matrices: one block of
-    threads adds up to 65,536 elements.
+    A parameter without a main gradient, or that needs no gradient, is mapped to itself. The others may be used through
+    the function any number of times but not directly, since DDP drops gradients that reach them otherwise. They may not
+    be used inside a part of the model that is
+    recomputed by itself: its backward pass runs within the other one and would find only some of the gradients. Not for
+    matrices: one block of threads adds up to 65,536 elements.
     """
     if not torch.is_grad_enabled():
         return as_it_is

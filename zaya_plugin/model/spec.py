@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Module specs: which classes make up a ZAYA1 layer and block.
 
-`zaya_block_spec` is the one to use: it brings our final norm, which reads the fp32 residual stream. `get_zaya_layer_spec` leaves the
-final norm to Megatron's block.
+`zaya_block_spec` is the one to use: it brings our final norm, which reads the fp32 residual stream.
+`get_zaya_layer_spec` leaves the final norm to Megatron's block.
 """
 
 from __future__ import annotations
@@ -65,8 +65,8 @@ def zaya_layer_submodules(config: ZayaConfig) -> ZayaLayerSubmodules:
 def get_zaya_layer_spec(config: ZayaConfig) -> ModuleSpec:
     """Spec of one layer, for a GPTModel whose block puts Megatron's own final norm behind the layers.
 
-    That norm and the head take no fp32 stream, so the last layer rounds the stream to params_dtype: equal to `zaya_block_spec` in fp32, a bf16
-    rounding apart in bf16.
+    That norm and the head take no fp32 stream, so the last layer rounds the stream to params_dtype: equal to
+    `zaya_block_spec` in fp32, a bf16 rounding apart in bf16.
     """
     return ModuleSpec(
         module=ZayaTransformerLayer, submodules=zaya_layer_submodules(config), params={"cast_output": True}
@@ -76,8 +76,8 @@ def get_zaya_layer_spec(config: ZayaConfig) -> ModuleSpec:
 def zaya_block_spec(config: ZayaConfig, vp_stage: int | None = None) -> TransformerBlockSubmodules:
     """Spec of this pipeline stage's layers and of the final norm, for GPTModel's transformer_layer_spec.
 
-    The block builds the final norm on the last stage only. vp_stage: virtual stage, None without interleaving. Raises ValueError if a stage
-    would have no layer, since the router state could not pass it.
+    The block builds the final norm on the last stage only. vp_stage: virtual stage, None without interleaving. Raises
+    ValueError if a stage would have no layer, since the router state could not pass it.
     """
     layers = config.num_layers
     if config.pipeline_model_parallel_size > 1:

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Head and loss in one operator, and the tied embedding's gradient without a dense copy of it.
 
-The vocabulary's matrix is 1 GB in bf16 and used twice. Autograd would make a dense gradient for each use, their sum, and a pass that adds it to the
-fp32 main gradient. Here the head's matrix product and the embedding's rows are added to the main gradient directly. DDP's hook, which waits for both
-uses, then adds nothing.
+The vocabulary's matrix is 1 GB in bf16 and used twice. Autograd would make a dense gradient for each use, their sum,
+and a pass that adds it to the fp32 main gradient. Here the head's matrix product and the embedding's rows are added to
+the main gradient directly. DDP's hook, which waits for both uses, then adds nothing.
 """
 
 from __future__ import annotations
@@ -23,7 +23,9 @@ from hip_ops.runtime.main_grad import handed_over, main_grad_of
 
 
 class Announced(torch.autograd.Function):
-    """Return the weight, for readers that add to its main gradient themselves; the backward pass marks that for DDP and lets its hook run."""
+    """Return the weight, for readers that add to its main gradient themselves; the backward pass marks that for DDP and
+    lets its hook run.
+    """
 
     @staticmethod
     def forward(ctx, weight):
@@ -38,7 +40,9 @@ class Announced(torch.autograd.Function):
 
 
 class EmbeddingRows(torch.autograd.Function):
-    """Return weight[ids], with `cut` zeros for ids outside of it. The gradient's rows are added to `main_grad` if there is one."""
+    """Return weight[ids], with `cut` zeros for ids outside of it. The gradient's rows are added to `main_grad` if there
+    is one.
+    """
 
     @staticmethod
     def forward(ctx, ids, weight, cut, announces):
@@ -63,7 +67,9 @@ class EmbeddingRows(torch.autograd.Function):
 
 
 class MainGradEmbedding(VocabParallelEmbedding):
-    """Megatron's embedding with the gradient above. announces: mark the gradient for DDP; False where a head on this stage does."""
+    """Megatron's embedding with the gradient above. announces: mark the gradient for DDP; False where a head on this
+    stage does.
+    """
 
     announces = True
 

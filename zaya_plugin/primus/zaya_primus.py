@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Start Primus with the stage `zaya_pretrain`: primus-cli direct --script <this file> -- train pretrain --config <run_dir>/primus.yaml
+"""Start Primus with the stage `zaya_pretrain`: primus-cli direct --script <this file> -- train pretrain --config
+<run_dir>/primus.yaml
 
-The patches of torch are applied at import and not in main(), because processes that write checkpoints are spawned and import this file
-again.
+The patches of torch are applied at import and not in main(), because processes that write checkpoints are spawned and
+import this file again.
 """
 
 import os
@@ -13,7 +14,8 @@ from pathlib import Path
 def experiment_environment(arguments: list[str]) -> dict[str, str]:
     """Return the `env` of the experiment that `arguments` name with --config.
 
-    Primus sets these variables too, but after torch has initialised the devices, when the driver has already read its own.
+    Primus sets these variables too, but after torch has initialised the devices, when the driver has already read its
+    own.
     """
     import yaml
 

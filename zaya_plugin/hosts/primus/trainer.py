@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Primus' trainer stage `zaya_pretrain`: its pre-training, with our model, data, loss, optimizers and hand-over.
 
-Primus only logs an error in one of its patches (primus/core/patches/patch_runner.py). So the guest is no such patch: it is installed when the
-trainer's train() begins, after Primus' patches. Its replacements come last, and its errors end the run.
+Primus only logs an error in one of its patches (primus/core/patches/patch_runner.py). So the guest is no such patch: it
+is installed when the trainer's train() begins, after Primus' patches. Its replacements come last, and its errors end
+the run.
 """
 
 from __future__ import annotations

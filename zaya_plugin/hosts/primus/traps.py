@@ -88,7 +88,9 @@ def fixed_values(args) -> list[str]:
 
 
 def unknown_keys(args, known: Collection[str]) -> list[str]:
-    """Return a message for each key of the experiment or command line that is not read; Primus accepts such keys silently."""
+    """Return a message for each key of the experiment or command line that is not read; Primus accepts such keys
+    silently.
+    """
     problems = []
     for key in sorted(set(vars(args)) - set(known) - ADDED_BY_PRIMUS):
         near = difflib.get_close_matches(key, known, 1)
@@ -114,7 +116,9 @@ def failures(failed_patches: Collection[str], args) -> list[str]:
 
 
 def places(args, recipe: Recipe) -> list[str]:
-    """Return a message if `save` is not the recipe's; Primus makes <workspace>/<work_group>/<user_name>/<exp_name>/checkpoints of four keys."""
+    """Return a message if `save` is not the recipe's; Primus makes
+    <workspace>/<work_group>/<user_name>/<exp_name>/checkpoints of four keys.
+    """
     wanted = os.path.join(os.path.abspath(recipe.run_dir), "checkpoints")
     if args.save is None or os.path.abspath(args.save) != wanted:
         problem = "the recipe's run is in another directory; Primus makes `save` of workspace, work_group, user_name and exp_name"
@@ -143,7 +147,9 @@ def check_flops(function) -> None:
 
 
 def check_assignments(model, recipe: Recipe) -> None:
-    """Raise ValueError if AdamW would train experts under optim.name=muon; a grouped GEMM may keep them as one tensor of another shape."""
+    """Raise ValueError if AdamW would train experts under optim.name=muon; a grouped GEMM may keep them as one tensor
+    of another shape.
+    """
     if recipe.optim.name != "muon":
         return
     given_away = any("optimizer=adamw" in entry.split() for entry in recipe.optim.overrides)
