@@ -43,7 +43,9 @@ def command_line(values: Mapping[str, Any]) -> list[list[str]]:
                 "Megatron's command line cannot express this value",
                 f"{actions[0].default!r} (the default)",
             )
-            raise mistake(f"megatron.{name}", value, problem=problem, allowed=default, fix=f"~megatron.{name}")
+            raise mistake(
+                f"megatron.{name}", value, problem=problem, allowed=default, fix=f"another value of megatron.{name}"
+            )
         if words:
             lines.append(words)
     if missing:

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Start Primus with the stage `zaya_pretrain`: primus-cli direct --script <this file> -- train pretrain --config
-<run_dir>/primus.yaml
+"""Start Primus with the stage `zaya_pretrain`.
+
+    primus-cli direct --script <this file> -- train pretrain --config <run_dir>/primus.yaml
 
 The patches of torch are applied at import and not in main(), because processes that write checkpoints are spawned and
 import this file again.
