@@ -75,7 +75,7 @@ def test_the_words_give_the_namespace_of_zaya_train(parse, name):
     from megatron.training.arguments import parse_and_validate_args
 
     from zaya_plugin.hosts.command_line import command_line
-    from zaya_plugin.hosts.pretrain import parse_arguments
+    from zaya_plugin.hosts.stage_model import parse_arguments
 
     overrides, world_size = CASES[name]
     recipe = compose([*overrides, "data.path=data/train", "run_dir=/nowhere"])

@@ -55,15 +55,14 @@ def model_without_memory(recipe: Recipe) -> nn.Module:
     patches.apply_torch()
     patches.apply()
     from zaya_plugin.config.arguments import megatron_arguments
-    from zaya_plugin.hosts import one_process
-    from zaya_plugin.hosts.stage_model import build_model
+    from zaya_plugin.hosts import stage_model
 
     vocabulary = vocabulary_of(recipe)
     values = megatron_arguments(recipe, {"tokenizer_type": "NullTokenizer", "vocab_size": vocabulary})
-    args = one_process.arguments({**values, "use_cpu_initialization": True})
-    one_process.begin(recipe.seed)
+    args = stage_model.arguments_of_model({**values, "use_cpu_initialization": True})
+    stage_model.begin_alone(recipe.seed)
     with torch.device("meta"):
-        return build_model(args, vocab_size=padded(vocabulary, recipe.model.make_vocab_size_divisible_by))
+        return stage_model.build_model(args, vocab_size=padded(vocabulary, recipe.model.make_vocab_size_divisible_by))
 
 
 def rows(model: nn.Module, assignments: dict[str, Assignment]) -> list[Row]:

@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from megatron.training import get_tokenizer
 from torch import nn
 
 from zaya_plugin import compat
@@ -21,7 +20,7 @@ from zaya_plugin.config.schema import Recipe
 from zaya_plugin.data.sources import find_sources
 from zaya_plugin.errors import mistake
 from zaya_plugin.handover.predecessor import predecessor
-from zaya_plugin.hosts.stage_handover import Handover, stage_part, stage_samples, validation_part
+from zaya_plugin.hosts.stage_handover import Handover, stage_datasets
 from zaya_plugin.hosts.stage_model import build_stage, model_config
 from zaya_plugin.model.config import ZayaConfig
 from zaya_plugin.model.loss import ZayaGPTModel
@@ -148,13 +147,8 @@ class Guest:
 
     def datasets(self, num_samples, vp_stage=None) -> list:
         """Build the training, validation and test sets of the recipe, for hosts that let the guest read the data."""
-        batch = getattr(self.args, "eval_global_batch_size", None) or self.args.global_batch_size
-        validations = self.args.eval_iters * batch
-        counts = stage_samples(self.recipe, num_samples, validations)
-        sets = find_sources(self.recipe).build(
-            counts, self.args.seq_length, self.args.seed, get_tokenizer(), validations
-        )
-        return [stage_part(self.recipe, sets[0]), validation_part(self.recipe, sets[1], validations), *sets[2:]]
+        batch_size = getattr(self.args, "eval_global_batch_size", None) or self.args.global_batch_size
+        return stage_datasets(self.recipe, find_sources(self.recipe), self.args, num_samples, batch_size)
 
     def mark(self, layer: nn.Module, prefix: str) -> None:
         """Mark the matrices of one layer for Muon before the host lays out its buffers; `optimizer` later assigns all

@@ -117,7 +117,7 @@ def arguments(recipe, run: Path):
     from zaya_plugin.checkpoint import on_disk
     from zaya_plugin.config.arguments import megatron_arguments
     from zaya_plugin.config.schema import ParallelConfig
-    from zaya_plugin.hosts import one_process
+    from zaya_plugin.hosts.stage_model import arguments_of_model
 
     vocabulary = on_disk.saved_arguments(run / "checkpoints", on_disk.latest(run / "checkpoints")).padded_vocab_size
     alone = replace(
@@ -126,9 +126,7 @@ def arguments(recipe, run: Path):
         stage=replace(recipe.stage, batch_size_ramp=None),
         handover=replace(recipe.handover, from_run=None),
     )
-    args = one_process.arguments(
-        megatron_arguments(alone, {"tokenizer_type": "NullTokenizer", "vocab_size": vocabulary})
-    )
+    args = arguments_of_model(megatron_arguments(alone, {"tokenizer_type": "NullTokenizer", "vocab_size": vocabulary}))
     args.padded_vocab_size = vocabulary
     return args
 
@@ -154,12 +152,11 @@ def load_model(run: Path, args, rotary_base: int):
     from megatron.core import dist_checkpointing
 
     from zaya_plugin.checkpoint import on_disk
-    from zaya_plugin.hosts import one_process
-    from zaya_plugin.hosts.stage_model import build_model
+    from zaya_plugin.hosts import stage_model
 
     directory = run / "checkpoints"
-    one_process.begin(args.seed)
-    model = build_model(args, rotary_base=rotary_base)
+    stage_model.begin_alone(args.seed)
+    model = stage_model.build_model(args, rotary_base=rotary_base)
     if not args.use_cpu_initialization:
         model.cuda()
     wanted = model.sharded_state_dict()

@@ -7,30 +7,26 @@ module-level functions are replaced during a run (zaya_plugin.patches.hooks).
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import torch
 from megatron.core.enums import ModelType
 from megatron.core.full_cuda_graph import FullCudaGraphWrapper
 from megatron.core.num_microbatches_calculator import get_current_global_batch_size
-from megatron.training import get_args, get_tensorboard_writer, get_timers, get_tokenizer, training
+from megatron.training import get_args, get_tensorboard_writer, get_timers, training
 from megatron.training.argument_utils import pretrain_cfg_container_from_args
-from megatron.training.arguments import parse_and_validate_args
 
-from zaya_plugin.config.arguments import BATCH_ARGUMENTS, OWN_ARGUMENTS, megatron_arguments
+from zaya_plugin.config.arguments import megatron_arguments
 from zaya_plugin.config.schema import Recipe
 from zaya_plugin.data.sources import DataSources
 from zaya_plugin.data.validation_domains import mean_loss
-from zaya_plugin.errors import mistake
 from zaya_plugin.handover.predecessor import predecessor
 from zaya_plugin.hosts.forward_step import forward_step
-from zaya_plugin.hosts.stage_handover import Handover, stage_part, stage_samples, validation_part
-from zaya_plugin.hosts.stage_model import build_stage, model_config
+from zaya_plugin.hosts.stage_handover import Handover, stage_datasets
+from zaya_plugin.hosts.stage_model import build_stage, model_config, parse_arguments
 from zaya_plugin.optim.balancing import RouterStatistics
 from zaya_plugin.optim.chained import NonFiniteGradientsError
 from zaya_plugin.patches import hooks, megatron_nccl_allocator
@@ -105,38 +101,6 @@ def release_graphs() -> None:
         FullCudaGraphWrapper.cuda_graph[stage] = FullCudaGraphWrapper.result[stage] = None
 
 
-def parse_arguments(values: dict[str, Any]) -> argparse.Namespace:
-    """Return Megatron's namespace of `values`, after Megatron's own validation.
-
-    Raises:
-        ValueError: Megatron does not know a name, or its validation refuses a combination.
-    """
-
-    def add_own(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-        group = parser.add_argument_group("zaya")
-        for name in (*OWN_ARGUMENTS, *BATCH_ARGUMENTS):
-            group.add_argument("--" + name.replace("_", "-"), default=values.get(name))
-        known = {action.dest for action in parser._actions}
-        if unknown := sorted(set(values) - known):
-            raise mistake(
-                ", ".join(unknown),
-                problem="Megatron has no such argument",
-                allowed="names of Megatron's command line with underscores (--moe-router-dtype is moe_router_dtype)",
-                fix="correct the name under `megatron` in the recipe",
-            )
-        parser.set_defaults(**values)
-        return parser
-
-    # Values are passed as the parser's defaults: Megatron parses an empty command line and validates the result.
-    argv, sys.argv = sys.argv, sys.argv[:1]
-    try:
-        return parse_and_validate_args(extra_args_provider=add_own)
-    except AssertionError as refused:
-        raise ValueError(f"Megatron's argument validation refuses this recipe: {refused}") from refused
-    finally:
-        sys.argv = argv
-
-
 class _Trainer:
     """The functions that pretrain() calls, and their common state."""
 
@@ -185,14 +149,8 @@ class _Trainer:
 
     def provide_datasets(self, num_samples, vp_stage=None):
         """Build the training, validation and test sets for Megatron's numbers of samples."""
-        validations = self.args.eval_iters * self.args.eval_global_batch_size
-        counts = stage_samples(self.recipe, num_samples, validations)
-        datasets = self.sources.build(counts, self.args.seq_length, self.args.seed, get_tokenizer(), validations)
-        return [
-            stage_part(self.recipe, datasets[0]),
-            validation_part(self.recipe, datasets[1], validations),
-            *datasets[2:],
-        ]
+        batch_size = self.args.eval_global_batch_size
+        return stage_datasets(self.recipe, self.sources, self.args, num_samples, batch_size)
 
     # Every rank reads its own part; without this attribute Megatron broadcasts from one rank.
     provide_datasets.is_distributed = True

@@ -15,12 +15,13 @@ from contextlib import contextmanager
 import torch
 from megatron.core.num_microbatches_calculator import update_num_microbatches
 from megatron.core.optimizer import distrib_optimizer, optimizer
-from megatron.training import get_args
+from megatron.training import get_args, get_tokenizer
 from torch.utils.data import Dataset, Subset
 
 from zaya_plugin.checkpoint import on_disk
 from zaya_plugin.config.schedule import sample_count
 from zaya_plugin.config.schema import Recipe
+from zaya_plugin.data.sources import DataSources
 from zaya_plugin.errors import mistake
 from zaya_plugin.handover.predecessor import Predecessor
 from zaya_plugin.patches import hooks
@@ -153,6 +154,14 @@ def validation_part(recipe: Recipe, dataset, validation: int):
     be compared.
     """
     return Repeated(dataset, validation) if dataset is not None and recipe.stage.eval_at_start else dataset
+
+
+def stage_datasets(recipe: Recipe, sources: DataSources, args, counts: tuple[int, int, int], batch_size: int) -> list:
+    """Build the training, validation and test sets of a stage for Megatron's `counts`; batch_size: of validation."""
+    samples = args.eval_iters * batch_size  # of one validation
+    counts = stage_samples(recipe, counts, samples)
+    train, valid, *more = sources.build(counts, args.seq_length, args.seed, get_tokenizer(), samples)
+    return [stage_part(recipe, train), validation_part(recipe, valid, samples), *more]
 
 
 def reset_optimizer(chained) -> None:
