@@ -39,18 +39,21 @@ def command_line(values: Mapping[str, Any]) -> list[list[str]]:
             continue
         words = _words(actions, value)
         if words is None:
-            problem, default = (
-                "Megatron's command line cannot express this value",
-                f"{actions[0].default!r} (the default)",
-            )
             raise mistake(
-                f"megatron.{name}", value, problem=problem, allowed=default, fix=f"another value of megatron.{name}"
+                f"megatron.{name}",
+                value,
+                problem="Megatron's command line cannot express this value",
+                allowed=f"{actions[0].default!r} (the default)",
+                fix=f"another value of megatron.{name}",
             )
         if words:
             lines.append(words)
     if missing:
-        problem = f"megatron.core {compat.core_version()} has no such argument"
-        raise mistake(", ".join(missing), problem=problem, fix="remove it under `megatron` in the recipe")
+        raise mistake(
+            ", ".join(missing),
+            problem=f"megatron.core {compat.core_version()} has no such argument",
+            fix="remove it under `megatron` in the recipe",
+        )
     parsed = vars(parser.parse_args([word for words in lines for word in words]))
     for name, value in values.items():
         assert _plain(parsed[name]) == _plain(value), (name, parsed[name], value)

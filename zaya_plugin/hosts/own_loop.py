@@ -56,16 +56,23 @@ def muon_optimizer(
         ValueError: another optimizer in `config`, a model without DDP, or an override that does not fit the model.
     """
     if config.optimizer != "adam":
-        problem, fix = (
-            "Muon and AdamW are built where Megatron builds its Adam",
-            "OptimizerConfig(optimizer='adam', ...)",
+        raise mistake(
+            "optimizer",
+            config.optimizer,
+            problem="Muon and AdamW are built where Megatron builds its Adam",
+            allowed="adam",
+            fix="OptimizerConfig(optimizer='adam', ...)",
         )
-        raise mistake("optimizer", config.optimizer, problem=problem, allowed="adam", fix=fix)
     overrides = [Override.parse(entry) for entry in overrides]
     for chunk in model_chunks:
         if not hasattr(chunk, "ddp_config"):
-            problem, fix = "Megatron's optimizers read DDP's gradient buffers", "wrap it in DistributedDataParallel"
-            raise mistake("model_chunks", type(chunk).__name__, problem=problem, allowed="models under DDP", fix=fix)
+            raise mistake(
+                "model_chunks",
+                type(chunk).__name__,
+                problem="Megatron's optimizers read DDP's gradient buffers",
+                allowed="models under DDP",
+                fix="wrap it in DistributedDataParallel",
+            )
         tag_parameters(unwrap_model(chunk), overrides)
     group_layers(model_chunks)
     optimizer = muon_factory(get_megatron_optimizer, muon or MuonSettings())(config, model_chunks, **named)

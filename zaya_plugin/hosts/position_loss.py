@@ -105,8 +105,12 @@ def validation_tokens(recipe, sequences: int):
     length = recipe.stage.seq_length + 1
     count = min(sequences, len(stored) // length)
     if count == 0:
-        problem = f"it holds {len(stored)} tokens, fewer than one sequence"
-        raise mistake(f"{prefix}.bin", problem=problem, allowed=f"at least {length} tokens", fix="more validation data")
+        raise mistake(
+            f"{prefix}.bin",
+            problem=f"it holds {len(stored)} tokens, fewer than one sequence",
+            allowed=f"at least {length} tokens",
+            fix="more validation data",
+        )
     return torch.from_numpy(stored[: count * length].astype(numpy.int64).reshape(count, length))
 
 

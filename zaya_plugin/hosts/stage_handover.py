@@ -52,8 +52,11 @@ class Handover:
             return
         directory, steps = self.before.checkpoints, self.before.steps
         if broken := on_disk.problems(directory, steps):
-            problem = "the checkpoint of the previous stage is damaged:\n  " + "\n  ".join(broken)
-            raise mistake("handover.from_run", self.recipe.handover.from_run, problem=problem)
+            raise mistake(
+                "handover.from_run",
+                self.recipe.handover.from_run,
+                problem="the checkpoint of the previous stage is damaged:\n  " + "\n  ".join(broken),
+            )
         on_disk.check_same_model(directory, steps, args)
 
     def hooks(self, evaluate_and_report: Callable | None = None) -> list[tuple[str, Callable]]:

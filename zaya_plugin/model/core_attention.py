@@ -129,9 +129,13 @@ class FlashPackage:
         try:
             self.flash = importlib.import_module(module).flash_attn_func
         except (ImportError, AttributeError) as missing:
-            problem = f"{module} with flash_attn_func cannot be imported here ({missing})"
-            allowed, fix = "sdpa without that package", "cluster.core_attention=sdpa"
-            raise mistake("core_attention", name, problem=problem, allowed=allowed, fix=fix) from missing
+            raise mistake(
+                "core_attention",
+                name,
+                problem=f"{module} with flash_attn_func cannot be imported here ({missing})",
+                allowed="sdpa without that package",
+                fix="cluster.core_attention=sdpa",
+            ) from missing
 
     def whole(self, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
         """As `Sdpa.whole`."""
@@ -175,8 +179,13 @@ def core_attention(name: str) -> Sdpa | FlashPackage:
     imported.
     """
     if name not in VERSIONS:
-        fix = "cluster.core_attention=sdpa"
-        raise mistake("core_attention", name, problem="no such version", allowed=", ".join(VERSIONS), fix=fix)
+        raise mistake(
+            "core_attention",
+            name,
+            problem="no such version",
+            allowed=", ".join(VERSIONS),
+            fix="cluster.core_attention=sdpa",
+        )
     made = VERSIONS[name]()
     logger.info("core attention: %s", name)
     return made

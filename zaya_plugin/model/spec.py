@@ -36,8 +36,13 @@ def transformer_engine_submodules() -> ZayaLayerSubmodules:
     from megatron.core.extensions import transformer_engine as te
 
     if not te.HAVE_TE:
-        problem, fix = "Transformer Engine is not installed", "cluster.transformer_impl=local"
-        raise mistake("transformer_impl", "transformer_engine", problem=problem, allowed="local", fix=fix)
+        raise mistake(
+            "transformer_impl",
+            "transformer_engine",
+            problem="Transformer Engine is not installed",
+            allowed="local",
+            fix="cluster.transformer_impl=local",
+        )
     experts = ModuleSpec(module=GroupedExperts)
     if te.TEColumnParallelGroupedLinear is not None:
         from zaya_plugin.model.te_experts import TEGroupedExperts

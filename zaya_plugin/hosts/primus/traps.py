@@ -51,9 +51,13 @@ def recipe_path(args) -> Path:
     """
     path = getattr(args, RECIPE_KEY, None)
     if not path or not Path(path).is_file():
-        problem, allowed = "no such recipe", "the recipe.yaml that `zaya export primus` writes beside the experiment"
-        fix = "zaya export primus experiment=<name> run_dir=<run directory>"
-        raise mistake(RECIPE_KEY, path, problem=problem, allowed=allowed, fix=fix)
+        raise mistake(
+            RECIPE_KEY,
+            path,
+            problem="no such recipe",
+            allowed="the recipe.yaml that `zaya export primus` writes beside the experiment",
+            fix="zaya export primus experiment=<name> run_dir=<run directory>",
+        )
     return Path(path)
 
 
@@ -94,9 +98,15 @@ def unknown_keys(args, known: Collection[str]) -> list[str]:
     problems = []
     for key in sorted(set(vars(args)) - set(known) - ADDED_BY_PRIMUS):
         near = difflib.get_close_matches(key, known, 1)
-        allowed = f"{near[0]} is the nearest known key" if near else ""
-        problem = "neither Megatron nor Primus nor the plugin reads it"
-        problems.append(message(key, getattr(args, key), problem=problem, allowed=allowed, fix=f"remove {key}"))
+        problems.append(
+            message(
+                key,
+                getattr(args, key),
+                problem="neither Megatron nor Primus nor the plugin reads it",
+                allowed=f"{near[0]} is the nearest known key" if near else "",
+                fix=f"remove {key}",
+            )
+        )
     return problems
 
 
@@ -121,12 +131,11 @@ def places(args, recipe: Recipe) -> list[str]:
     """
     wanted = os.path.join(os.path.abspath(recipe.run_dir), "checkpoints")
     if args.save is None or os.path.abspath(args.save) != wanted:
-        problem = "the recipe's run is in another directory; Primus makes `save` of workspace, work_group, user_name and exp_name"
         return [
             message(
                 "save",
                 args.save,
-                problem=problem,
+                problem="the recipe's run is in another directory; Primus makes `save` of workspace, work_group, user_name and exp_name",
                 allowed=wanted,
                 fix="keep these keys as exported, or export with another run_dir",
             )
@@ -155,6 +164,10 @@ def check_assignments(model, recipe: Recipe) -> None:
     given_away = any("optimizer=adamw" in entry.split() for entry in recipe.optim.overrides)
     for name, parameter in model.named_parameters():
         if ".experts." in name and parameter.dim() > 1 and not hasattr(parameter, "muon_matrices") and not given_away:
-            problem = f"{name} of shape {tuple(parameter.shape)} would be trained by AdamW"
-            allowed, fix = "experts as matrices of their own", "use_turbo_grouped_gemm: false"
-            raise mistake("optim.name", "muon", problem=problem, allowed=allowed, fix=fix)
+            raise mistake(
+                "optim.name",
+                "muon",
+                problem=f"{name} of shape {tuple(parameter.shape)} would be trained by AdamW",
+                allowed="experts as matrices of their own",
+                fix="use_turbo_grouped_gemm: false",
+            )
