@@ -198,6 +198,12 @@ HOOKS: dict[str, HostChange] = dict(
 INSTANCES: dict[str, HostChange] = dict(
     (
         _hook(
+            "megatron.core.models.gpt.GPTModel().__class__",
+            "it gets the head and loss of zaya_plugin.model.loss, its embedding and RoPE get our classes too; also in a host that builds the model",
+            "a spec names the model's head",
+            upstream=MEGATRON + "core/models/gpt/gpt_model.py",
+        ),
+        _hook(
             "megatron.core.distributed.param_and_grad_buffer._ParamAndGradBuffer().reset",
             "skips blocks of experts that the first micro-batch overwrites (zaya_plugin.optim.gradient_buffers)",
             "DDP lets a parameter declare that its first gradient is written, not added",

@@ -1,4 +1,29 @@
 # SPDX-License-Identifier: Apache-2.0
-"""ZAYA1 pretraining as a Megatron-core plugin."""
+"""ZAYA1 pretraining as a Megatron-core plugin. docs/api.md describes the names of EXPORTS.
+
+Importing this package loads neither torch nor Megatron and changes neither; a public name is imported at its first use.
+"""
+
+import importlib
 
 __version__ = "0.1.0"
+
+EXPORTS = {
+    "ZayaConfig": "zaya_plugin.model.config.ZayaConfig",
+    "zaya_block_spec": "zaya_plugin.model.spec.zaya_block_spec",
+    "build_zaya_model": "zaya_plugin.model.build.build_zaya_model",
+    "muon_optimizer": "zaya_plugin.hosts.own_loop.muon_optimizer",
+    "balance_experts": "zaya_plugin.hosts.own_loop.balance_experts",
+    "apply_patches": "zaya_plugin.patches.apply",
+}
+
+
+def __getattr__(name: str):
+    if name not in EXPORTS:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    module, _, attribute = EXPORTS[name].rpartition(".")
+    return getattr(importlib.import_module(module), attribute)
+
+
+def __dir__() -> list[str]:
+    return sorted((*globals(), *EXPORTS))

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""For Megatron-LM's own script: `pretrain_gpt.py --spec zaya_plugin.spec zaya_block $(zaya export megatron ...)`.
+"""The block spec for Megatron-LM's own script: `pretrain_gpt.py --spec zaya_plugin.spec zaya_block`, with arguments by
+`zaya export megatron`.
 
-Megatron imports this module when it reads --spec, after its arguments and before it starts anything (0.19), so the import is
-where the guest moves in: patches, optimizers, balancing, hand-over (hosts/guest.py). --spec takes an object by its name,
-before any model configuration exists; `zaya_block` therefore finds its layers when Megatron asks for them.
+Megatron 0.19 imports this module when it reads --spec, after its arguments and before it starts anything. The import
+therefore applies the patches and installs the guest (hosts/guest.py): optimizers, balancing, hand-over. --spec names an
+object before any model configuration exists, so `zaya_block` makes its layers when Megatron reads `layer_specs`.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from megatron.training import get_args
 
 from zaya_plugin import patches
 from zaya_plugin.config.compose import check_written_here, load_recipe
+from zaya_plugin.errors import mistake
 from zaya_plugin.hosts.guest import Guest
 from zaya_plugin.model.layer import ZayaTransformerLayer
 from zaya_plugin.model.norm import ZayaRMSNorm
@@ -27,30 +29,36 @@ RECIPE_VARIABLE = "ZAYA_RECIPE"
 
 
 def recipe_path(args) -> Path:
-    """Where the recipe of the run lies: $ZAYA_RECIPE, else recipe.yaml in the run directory, which holds --save.
+    """Return the path of the run's recipe: $ZAYA_RECIPE, else recipe.yaml in the directory that holds --save.
 
     Raises:
-        ValueError: there is none.
+        ValueError: the file does not exist, or neither is given.
     """
     if named := os.environ.get(RECIPE_VARIABLE):
         path = Path(named)
     elif args.save:
         path = Path(args.save).parent / "recipe.yaml"
     else:
-        raise ValueError(
-            f"--save is not given: allowed: <run_dir>/checkpoints as `zaya export megatron` writes it, or {RECIPE_VARIABLE}=<recipe>"
+        raise mistake(
+            "--save",
+            problem="it is not given, and it leads to the recipe",
+            allowed="<run_dir>/checkpoints, as `zaya export megatron` writes it",
+            fix=f"--save <run_dir>/checkpoints, or {RECIPE_VARIABLE}=<recipe> in the environment",
         )
     if not path.is_file():
-        raise ValueError(
-            f"{path}: no such recipe. It holds what Megatron has no argument for (router, Muon, hand-over): write it with "
-            f"`zaya export megatron experiment=... run_dir={path.parent}`, or name it in {RECIPE_VARIABLE}"
+        raise mistake(
+            str(path),
+            problem="no such recipe; it holds the settings that Megatron has no argument for (router, Muon, balancing, hand-over)",
+            fix=f"zaya export megatron experiment=<name> run_dir={path.parent}, or {RECIPE_VARIABLE}=<recipe> in the environment",
         )
     return path
 
 
 class GuestLayer(ZayaTransformerLayer):
-    """A layer in a model that the host builds: with the guest's configuration, and its matrices marked for Muon before the
-    host lays out its buffers."""
+    """A layer in a model that the host builds.
+
+    It has the guest's configuration, and its matrices are marked for Muon before the host lays out its buffers.
+    """
 
     def __init__(self, config, layer_number: int = 1, **named):
         guest.share_config(config)
@@ -59,7 +67,7 @@ class GuestLayer(ZayaTransformerLayer):
 
 
 class GuestBlock(TransformerBlockSubmodules):
-    """The layers of a stage and our final norm, which reads the fp32 stream; every stage has as many layers."""
+    """The layers of a stage and our final norm, which reads the fp32 stream. All stages have the same number of layers."""
 
     def __init__(self):
         pass
@@ -76,7 +84,9 @@ class GuestBlock(TransformerBlockSubmodules):
 
 
 def move_in(args) -> Guest:
-    """Applies the patches, installs a guest for `args`, and says on the first rank what differs from the recipe."""
+    """Apply the patches, install a guest for `args`, and print on the first rank which arguments differ from the
+    recipe.
+    """
     patches.apply()
     path = recipe_path(args)
     check_written_here(path, f"zaya export megatron experiment=<name> run_dir={path.parent}, with the same overrides")

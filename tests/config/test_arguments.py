@@ -70,8 +70,8 @@ def test_an_argument_has_one_owner(override, owner):
 
 
 def test_unknown_megatron_arguments_are_refused():
-    from zaya_plugin.hosts.pretrain import parse_arguments
+    from zaya_plugin.hosts.stage_model import parse_arguments
 
     recipe = compose(["experiment=cpu_demo", "megatron.no_such_thing=1"])
-    with pytest.raises(ValueError, match="no Megatron argument is called no_such_thing"):
+    with pytest.raises(ValueError, match="no_such_thing: Megatron has no such argument"):
         parse_arguments(megatron_arguments(recipe, TOKENIZER))

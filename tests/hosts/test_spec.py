@@ -66,13 +66,14 @@ def seeded():
 
 
 def test_megatron_builds_the_model_of_zaya_train(host, monkeypatch):
-    args, spec = host("optim=muon", "model.router_init_std=0.3", "model.balancing_lr=0.02")
+    args, spec = host("optim=muon", "optim.z_loss=1e-3", "model.router_init_std=0.3", "model.balancing_lr=0.02")
     from megatron.core.process_groups_config import ProcessGroupCollection
     from megatron.training.argument_utils import gpt_config_from_args
     from megatron.training.models.gpt import GPTModelBuilder
 
     from zaya_plugin.hosts.stage_model import model_config
     from zaya_plugin.model.build import build_zaya_model
+    from zaya_plugin.model.loss import ZayaGPTModel
     from zaya_plugin.model.norm import ZayaRMSNorm
 
     monkeypatch.setitem(sys.modules, MODULE, spec)
@@ -92,8 +93,11 @@ def test_megatron_builds_the_model_of_zaya_train(host, monkeypatch):
         "from the recipe, since Megatron has no argument for it"
     )
     ids = torch.randint(1, 192, (2, 32), generator=torch.Generator().manual_seed(1))
-    losses = [model(ids, torch.arange(32).expand(2, -1), None, labels=ids.roll(-1, 1)) for model in (theirs, ours)]
-    assert torch.equal(*losses)
+    ZayaGPTModel.take_over(theirs, spec.guest.config)  # as `Guest.optimizer` does, in a run behind DDP
+    for model in (theirs, ours):
+        model(ids, torch.arange(32).expand(2, -1), None, labels=ids.roll(-1, 1)).mean().backward()
+    gradients = dict(ours.named_parameters())
+    assert all(torch.equal(p.grad, gradients[name].grad) for name, p in theirs.named_parameters())
     # marked before the host lays out its buffers: what `zaya train` marks, under the same names
     from zaya_plugin.optim.parameter_role import role_of
     from zaya_plugin.training.optimizer import assign_optimizers
@@ -127,11 +131,17 @@ def test_an_argument_that_was_appended_wins_and_is_named(host, capsys):
     assert "zaya: --lr is 0.125 here and 0.002 in the recipe" in capsys.readouterr().out
 
 
+def test_a_host_that_builds_another_optimizer_is_stopped(host):
+    _, spec = host("optim=muon")
+    with pytest.raises(SystemExit, match="would be trained without muon of the recipe"):
+        spec.guest.finalize_and_balance(None, [])
+
+
 def test_a_load_that_begins_anew_is_stopped(host, monkeypatch):
     _, spec = host()
     guest = spec.guest
     guest.resumed_at = 5
-    with pytest.raises(SystemExit, match="holds step 5 and the host would go on from step 0"):
+    with pytest.raises(SystemExit, match="holds step 5 and the host would start from step 0"):
         guest.load_and_check(lambda *unused: (0, 0), None)
     assert guest.load_and_check(lambda *unused: (5, 12), None) == (5, 12)
 

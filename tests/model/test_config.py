@@ -80,33 +80,3 @@ def test_own_fields_are_plain_scalars():
     own = [f for f in dataclasses.fields(ZayaConfig) if f.name not in inherited]
     assert len(own) >= 18
     assert all(f.default is None or type(f.default) in (bool, int, float, str) for f in own)
-
-
-def test_from_transformer_config():
-    fields = dict(
-        num_layers=2,
-        hidden_size=32,
-        num_attention_heads=4,
-        num_query_groups=2,
-        kv_channels=8,
-        num_moe_experts=4,
-        moe_ffn_hidden_size=24,
-        moe_router_topk=1,
-        moe_router_pre_softmax=True,
-        normalization="RMSNorm",
-        gated_linear_unit=True,
-        activation_func=F.silu,
-        add_bias_linear=False,
-        hidden_dropout=0.0,
-        attention_dropout=0.0,
-        init_method_std=0.01,
-    )
-    plain = TransformerConfig(**fields)
-    config = ZayaConfig.from_transformer_config(plain)
-    assert isinstance(config, ZayaConfig) and config.router_hidden_size == 256 and config.temperature_form == "linear"
-    assert config.num_moe_experts == 4 and config.init_method is plain.init_method
-    assert config.output_init_method is plain.init_method
-    assert plain.hetereogenous_dist_checkpoint
-    assert ZayaConfig.from_transformer_config(config) is config
-    with pytest.raises(ValueError, match="hidden_dropout=0.1"):
-        ZayaConfig.from_transformer_config(TransformerConfig(**(fields | {"hidden_dropout": 0.1})))

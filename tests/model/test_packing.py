@@ -153,6 +153,7 @@ def test_other_packed_sequences_are_refused(lively):
 
     tokens = document(8, 1).unsqueeze(0)
     with pytest.raises(
-        ValueError, match="PackedSeqParams: the convolutions would mix documents; pass .*PackedDocuments"
+        ValueError,
+        match="packed_seq_params=PackedSeqParams: the convolutions would mix documents. Allowed: .*PackedDocuments",
     ):
         logits(lively(), tokens, PackedSeqParams(qkv_format="sbhd", max_seqlen_q=8, max_seqlen_kv=8))

@@ -1,10 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Routing rule, counters and the buffers that must not be cast."""
 
+import warnings
+
 import pytest
 import torch
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 
-from zaya_plugin.model.router import ZayaRouter
+from zaya_plugin.model.router import StepsWithoutBalancing, ZayaRouter
 
 
 @pytest.fixture
@@ -114,3 +117,30 @@ def test_buffers_leave_the_meta_device(make_config):
     assert router.balancing_biases.device.type == "cpu" and router.balancing_biases.dtype == torch.float32
     router.bfloat16()
     assert router.balancing_biases.dtype == torch.float32
+
+
+@pytest.mark.parametrize("wrapped", [False, True])
+@pytest.mark.parametrize(
+    "recompute", [{}, dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=2)]
+)
+def test_two_steps_without_balancing_warn_once(make_model, batch, monkeypatch, wrapped, recompute):
+    """Each step has two micro-batches; after a balanced step the count starts again."""
+    monkeypatch.setattr(StepsWithoutBalancing, "warned", False)
+    model = make_model(**recompute)
+    ddp = DistributedDataParallel(model.config, DistributedDataParallelConfig(), model) if wrapped else model
+    ids, positions, labels = batch()
+
+    def step(balance=False):
+        ddp.zero_grad_buffer() if wrapped else model.zero_grad()
+        for _ in range(2):
+            ddp(ids, positions, None, labels=labels).mean().backward()
+        for layer in model.decoder.layers if balance else ():
+            layer.mlp.router.reset_counts()
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for balance in (True, True, False, True, False, False):
+            step(balance)
+    with pytest.warns(UserWarning, match=r"zaya_plugin\.balance_experts\(\[model\]\)") as found:
+        step(), step()
+    assert len([each for each in found if "balanced" in str(each.message)]) == 1

@@ -47,51 +47,18 @@ def test_save_and_load(make_model, tmp_path):
     assert loaded.decoder.layers[3].mlp.router.balancing_step.dtype == torch.int64
 
 
-def test_bare_layer_spec_writes_the_same_keys(batch):
-    """Also where the host's configuration knows nothing of layers that differ."""
+def test_layer_spec_writes_the_same_keys(make_config):
+    """In Megatron's own block, with its own final norm."""
     from megatron.core.models.gpt import GPTModel
 
-    from zaya_plugin.model.config import ZayaConfig
-    from zaya_plugin.model.spec import zaya_block_spec, zaya_layer_spec
+    from zaya_plugin.model.spec import get_zaya_layer_spec, zaya_block_spec
 
-    def build(config, spec):
-        return GPTModel(
-            config,
-            spec,
-            vocab_size=64,
-            max_sequence_length=16,
-            share_embeddings_and_output_weights=True,
-            position_embedding_type="rope",
-            rotary_percent=0.5,
-        )
-
-    import torch.nn.functional as F
-    from megatron.core.transformer import TransformerConfig
-
-    def plain():
-        return TransformerConfig(
-            num_layers=2,
-            hidden_size=32,
-            num_attention_heads=4,
-            num_query_groups=2,
-            kv_channels=8,
-            num_moe_experts=4,
-            moe_ffn_hidden_size=24,
-            moe_router_topk=1,
-            moe_router_pre_softmax=True,
-            normalization="RMSNorm",
-            gated_linear_unit=True,
-            activation_func=F.silu,
-            add_bias_linear=False,
-            hidden_dropout=0.0,
-            attention_dropout=0.0,
-            use_cpu_initialization=True,
-            transformer_impl="local",
-        )
-
-    bare = build(plain(), zaya_layer_spec)
-    config = ZayaConfig.from_transformer_config(plain())
-    block = build(config, zaya_block_spec(config))
+    config = make_config(num_layers=2)
+    parts = dict(share_embeddings_and_output_weights=True, position_embedding_type="rope", rotary_percent=0.5)
+    bare, block = (
+        GPTModel(config, spec(config), vocab_size=64, max_sequence_length=16, **parts)
+        for spec in (get_zaya_layer_spec, zaya_block_spec)
+    )
     assert {t.key for t in tensors(bare.sharded_state_dict()).values()} == {
         t.key for t in tensors(block.sharded_state_dict()).values()
     }

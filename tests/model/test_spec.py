@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The three routes to a model: our block spec, the bare layer spec of `--spec`, and Transformer Engine's parts.
+"""The three routes to a model: our block spec, the layer spec in Megatron's own block, and Transformer Engine's parts.
 
 Transformer Engine is not installed where these tests run. Stand-ins with the signatures of Megatron's wrappers show
 that the spec passes what the wrappers take and that the results agree; the real kernels are not run here.
@@ -12,12 +12,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from megatron.core.models.gpt import GPTModel
-from megatron.core.transformer import TransformerConfig
 from torch import nn
 
 from zaya_plugin import compat
 from zaya_plugin.model import spec
-from zaya_plugin.model.config import ZayaConfig
 
 GPT = dict(
     vocab_size=64,
@@ -28,38 +26,10 @@ GPT = dict(
 )
 
 
-def plain_config(**overrides):
-    """What Megatron-LM's pretrain_gpt.py would make of its command line."""
-    fields = dict(
-        num_layers=3,
-        hidden_size=32,
-        num_attention_heads=4,
-        num_query_groups=2,
-        kv_channels=8,
-        num_moe_experts=4,
-        moe_ffn_hidden_size=24,
-        ffn_hidden_size=24,
-        moe_router_topk=1,
-        moe_router_pre_softmax=True,
-        normalization="RMSNorm",
-        gated_linear_unit=True,
-        activation_func=F.silu,
-        add_bias_linear=False,
-        hidden_dropout=0.0,
-        attention_dropout=0.0,
-        use_cpu_initialization=True,
-        transformer_impl="local",
-    )
-    return TransformerConfig(**(fields | overrides))
-
-
 @pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 1e-6), (torch.bfloat16, 2e-2)])
-def test_bare_layer_spec_gives_the_logits_of_the_block_spec(batch, dtype, tolerance):
-    from megatron.core.transformer.spec_utils import import_module
-
-    fields = dict(params_dtype=dtype, bf16=dtype == torch.bfloat16)
-    bare = GPTModel(plain_config(**fields), import_module(["zaya_plugin.model.spec", "zaya_layer_spec"]), **GPT)
-    config = ZayaConfig.from_transformer_config(plain_config(**fields))
+def test_layer_spec_gives_the_logits_of_the_block_spec(make_config, batch, dtype, tolerance):
+    config = make_config(num_layers=3, params_dtype=dtype, bf16=dtype == torch.bfloat16)
+    bare = GPTModel(config, spec.get_zaya_layer_spec(config), **GPT)
     block = GPTModel(config, spec.zaya_block_spec(config), **GPT)
     perturbed = {
         k: v + 0.1 * torch.randn_like(v) if v.is_floating_point() else v
@@ -84,7 +54,7 @@ def test_layer_spec_by_configuration(make_config):
 
 
 def test_missing_transformer_engine_is_named(make_config):
-    with pytest.raises(ValueError, match="set transformer_impl='local'"):
+    with pytest.raises(ValueError, match="Fix: cluster.transformer_impl=local"):
         spec.get_zaya_layer_spec(make_config(transformer_impl="transformer_engine"))
 
 

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from zaya_plugin.model.router import ZayaRouter
 from zaya_plugin.optim.balancing import RouterStatistics, balance_experts
 
 
@@ -28,11 +29,15 @@ def _config(**changes):
     return SimpleNamespace(**(values | changes))
 
 
+class _Router(SimpleNamespace):
+    reset_counts = ZayaRouter.reset_counts
+
+
 def _router(experts=16):
     zeros = torch.zeros(experts + 1)
     biases = zeros.clone()
     biases[-1] = -1.0
-    return SimpleNamespace(
+    return _Router(
         balancing_biases=biases,
         balancing_exp_avg=zeros.clone(),
         balancing_exp_avg_sq=zeros.clone(),

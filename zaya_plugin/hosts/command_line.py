@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Megatron arguments by name -> words of its command line, by the parser of the Megatron that is installed.
+"""Turn Megatron's arguments into words of its command line, by the parser of the installed Megatron.
 
-A recipe's values are attributes of Megatron's namespace, and an attribute may be set by a flag of another name or sense
-(`apply_rope_fusion=False` is --no-rope-fusion). The parser knows which, so it is asked, and what it says is checked by
-parsing the words again.
+A recipe's values are attributes of Megatron's namespace. An attribute may be set by a flag of another name or sense
+(`apply_rope_fusion=False` is --no-rope-fusion). The words are taken from the parser and checked by parsing them again.
 """
 
 from __future__ import annotations
@@ -14,19 +13,22 @@ from typing import Any
 
 from megatron.training.arguments import add_megatron_arguments
 
+from zaya_plugin import compat
+from zaya_plugin.errors import mistake
+
 
 def megatron_parser() -> argparse.ArgumentParser:
-    """Megatron's own parser."""
+    """Return Megatron's own parser."""
     parser = argparse.ArgumentParser(allow_abbrev=False)
     add_megatron_arguments(parser)
     return parser
 
 
 def command_line(values: Mapping[str, Any]) -> list[list[str]]:
-    """One list of words an argument, by name; what the parser's defaults say already is said again, but for flags.
+    """Return one list of words an argument, sorted by name. A flag that has its default value gets no words.
 
     Raises:
-        ValueError: Megatron does not know a name, or has no word for a value.
+        ValueError: Megatron does not know a name, or cannot express a value.
     """
     parser = megatron_parser()
     lines, missing = [], []
@@ -37,13 +39,21 @@ def command_line(values: Mapping[str, Any]) -> list[list[str]]:
             continue
         words = _words(actions, value)
         if words is None:
-            raise ValueError(
-                f"{name}={value!r}: Megatron has no word on its command line for it (default: {actions[0].default!r})"
+            raise mistake(
+                f"megatron.{name}",
+                value,
+                problem="Megatron's command line cannot express this value",
+                allowed=f"{actions[0].default!r} (the default)",
+                fix=f"another value of megatron.{name}",
             )
         if words:
             lines.append(words)
     if missing:
-        raise ValueError(f"no Megatron argument is called {', '.join(missing)} in the Megatron that is installed")
+        raise mistake(
+            ", ".join(missing),
+            problem=f"megatron.core {compat.core_version()} has no such argument",
+            fix="remove it under `megatron` in the recipe",
+        )
     parsed = vars(parser.parse_args([word for words in lines for word in words]))
     for name, value in values.items():
         assert _plain(parsed[name]) == _plain(value), (name, parsed[name], value)
@@ -51,7 +61,7 @@ def command_line(values: Mapping[str, Any]) -> list[list[str]]:
 
 
 def _words(actions: list[argparse.Action], value: Any) -> list[str] | None:
-    """Words that give `value`; [] if none are needed, None if there are none."""
+    """Return the words that give `value`; [] if none are needed, None if it cannot be expressed."""
     for action in actions:
         if value is None and action.default is None:
             return []
@@ -71,7 +81,7 @@ def _words(actions: list[argparse.Action], value: Any) -> list[str] | None:
 
 
 def _option(action: argparse.Action) -> str:
-    """The option that is spelled like the attribute, else the first long one."""
+    """Return the option that is spelled like the attribute, else the first one."""
     usual = "--" + action.dest.replace("_", "-")
     return usual if usual in action.option_strings else action.option_strings[0]
 
@@ -81,7 +91,7 @@ def _negative(action: argparse.BooleanOptionalAction) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """Lists of one as their item, and a flag that is off as None: so Megatron's validation takes them."""
+    """Return a list of one as its item and a flag that is off as None, which Megatron's validation treats alike."""
     if isinstance(value, (list, tuple)):
         return _plain(value[0]) if len(value) == 1 else [_plain(item) for item in value]
     return value or None

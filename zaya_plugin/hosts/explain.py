@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`zaya train ... explain_optim=true`: which optimizer, learning rate and weight decay every parameter gets.
+"""Print the optimizer, learning rate and weight decay of every parameter: `zaya train ... explain_optim=true`.
 
 The model is the real one, built without memory (on torch's meta device) in this process; nothing is launched.
 """
@@ -33,12 +33,12 @@ class Row:
 
     @property
     def numel(self) -> int:
-        """Elements of all of them together."""
+        """Return the number of elements of all parameters of this row."""
         return self.count * torch.Size(self.shape).numel()
 
 
 def explain_optimizer(recipe: Recipe) -> None:
-    """Prints the table for `recipe`; raises ValueError as a run would for overrides that do not fit the model."""
+    """Print the table for `recipe`; raise ValueError, as a run does, for overrides that do not fit the model."""
     from zaya_plugin.training.optimizer import assign_optimizers
 
     with contextlib.redirect_stdout(io.StringIO()):
@@ -48,32 +48,24 @@ def explain_optimizer(recipe: Recipe) -> None:
 
 
 def model_without_memory(recipe: Recipe) -> nn.Module:
-    """The recipe's model on the meta device, over a process group of this process alone."""
+    """Build the recipe's model on the meta device, with this process as the only rank."""
     environment = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
     os.environ.update(environment)
     patches.apply_torch()
     patches.apply()
     from zaya_plugin.config.arguments import megatron_arguments
-    from zaya_plugin.hosts import one_process
-    from zaya_plugin.hosts.stage_model import model_config
-    from zaya_plugin.model.build import build_zaya_model
+    from zaya_plugin.hosts import stage_model
 
     vocabulary = vocabulary_of(recipe)
     values = megatron_arguments(recipe, {"tokenizer_type": "NullTokenizer", "vocab_size": vocabulary})
-    args = one_process.arguments({**values, "use_cpu_initialization": True})
-    one_process.begin(recipe.seed)
+    args = stage_model.arguments_of_model({**values, "use_cpu_initialization": True})
+    stage_model.begin_alone(recipe.seed)
     with torch.device("meta"):
-        return build_zaya_model(
-            model_config(args),
-            vocab_size=padded(vocabulary, recipe.model.make_vocab_size_divisible_by),
-            max_sequence_length=recipe.stage.seq_length,
-            rotary_base=args.rotary_base,
-            rotary_percent=args.rotary_percent,
-        )
+        return stage_model.build_model(args, vocab_size=padded(vocabulary, recipe.model.make_vocab_size_divisible_by))
 
 
 def rows(model: nn.Module, roles: dict[str, ParameterRole]) -> list[Row]:
-    """One row for parameters that differ only in layer and expert number, in the model's order."""
+    """Return one row for all parameters that differ only in layer and expert number, in the model's order."""
     counts: dict[tuple, int] = {}
     for name, parameter in model.named_parameters():
         general = re.sub(r"\.layers\.\d+\.", ".layers.*.", re.sub(r"(linear_fc[12]\.weight)\d+", r"\1*", name))
@@ -83,7 +75,7 @@ def rows(model: nn.Module, roles: dict[str, ParameterRole]) -> list[Row]:
 
 
 def table(recipe: Recipe, found: Iterable[Row]) -> Iterable[str]:
-    """The lines to print."""
+    """Yield the lines to print."""
     optim, found = recipe.optim, list(found)
     width = max(len(row.name) for row in found)
     yield f"{'parameter':{width}}  {'count':>5}  {'shape':15}  {'optimizer':32}  {'lr':>9}  {'weight decay':>12}"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One micro-batch of a ZAYA run: what any host's loop calls forward_step."""
+"""The forward step of one micro-batch, which any host's training loop calls."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from zaya_plugin.training.batches import micro_batch
 
 
 def forward_step(data_iterator, model):
-    """One micro-batch. Returns the per-token loss [b, s] and the function that reduces it."""
+    """Run one micro-batch; return the losses of the tokens [b, s] and the function that reduces them."""
     args = get_args()
     shard = ContextShard.of(parallel_state.get_context_parallel_group(), args.context_parallel_order)
     eod = get_tokenizer().eod if args.packing == "documents" else None
@@ -20,7 +20,7 @@ def forward_step(data_iterator, model):
     mask = batch.loss_mask
 
     def reduce_loss(losses):
-        """Sum over the tokens that count, their number, and both for the report (Megatron adds and divides)."""
+        """Return the sum over the tokens that count, their number, and both for the report (Megatron adds and divides)."""
         total, count = (losses.float() * mask).sum(), mask.sum()
         return total, count.to(torch.int), {"lm loss": torch.stack((total.detach(), count))}
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Megatron's training loop under observation, for `zaya bench`: a call before every step, and on request no optimizer."""
+"""Observe Megatron's training loop for `zaya bench`: a call before every step, and optionally no optimizer."""
 
 from __future__ import annotations
 
@@ -17,7 +17,9 @@ from zaya_plugin.patches import hooks
 
 @dataclass
 class StepParts:
-    """What a step works on. For this step `forward_step` (a micro-batch) and `forward_backward` (all of them) may be replaced."""
+    """The parts of one step. `forward_step` (of one micro-batch) and `forward_backward` (of all) may be replaced for
+    this step.
+    """
 
     forward_step: Callable
     forward_backward: Callable
@@ -28,7 +30,9 @@ class StepParts:
 
 @contextmanager
 def before_steps(call: Callable[[StepParts], None]) -> Iterator[None]:
-    """For the time of the block Megatron calls `call` before each training step. SystemExit(0) from it ends the run, saving nothing."""
+    """Let Megatron call `call` before each training step within a `with`. SystemExit(0) from it ends the run without a
+    checkpoint.
+    """
 
     def observed(
         train_step,
@@ -61,9 +65,9 @@ def before_steps(call: Callable[[StepParts], None]) -> Iterator[None]:
 
 
 class NoOptimizer(ChainedMuonAdamW):
-    """Takes no memory and no step. Where the optimizer's step would gather ZeRO's parameters, that is done: it is communication.
+    """An optimizer without state and update. Its step only gathers ZeRO's parameters, since that is communication.
 
-    Dividing the gradients by the number of tokens is part of the optimizer's reading them, so it is not done here either.
+    The gradients are not divided by the number of tokens, because the update does that as it reads them.
     """
 
     def __init__(self, config, model_chunks: list):
@@ -80,7 +84,7 @@ class NoOptimizer(ChainedMuonAdamW):
 
 @contextmanager
 def without_optimizer() -> Iterator[None]:
-    """For the time of the block Megatron builds no optimizer; put it around `zaya_plugin.hosts.pretrain.run`."""
+    """Let Megatron build no optimizer within a `with` around `zaya_plugin.hosts.pretrain.run`."""
 
     def none(get_megatron_optimizer, config, model_chunks, *positional, **named):
         return NoOptimizer(config, model_chunks)
@@ -90,5 +94,5 @@ def without_optimizer() -> Iterator[None]:
 
 
 def graph_warm_up(args: argparse.Namespace) -> int:
-    """Steps that Megatron launches kernel by kernel before it captures a graph of the whole step; 0 where it captures none."""
+    """Return the number of steps before Megatron captures a graph of the whole step; 0 if it captures none."""
     return args.cuda_graph_warmup_steps if getattr(args, "cuda_graph_impl", "none") == "full_iteration" else 0

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Loss by position in the sequence of two stages' models on the same validation text: what the longer context was good for.
+"""Compare two stages' models by the loss at each position on the same validation text, to show the use of the longer
+context.
 
 `python -m zaya_plugin.hosts.position_loss <run of the shorter stage> <run of the longer stage>` does it in one process;
-zaya_plugin/run/curriculum_run.py starts that with the environment of the recipe. Both models read sequences of the longer stage's length, each with
-its own RoPE base.
+zaya_plugin/run/curriculum_run.py starts that with the environment of the recipe. Both models read sequences of the
+longer stage's length, each with its own RoPE base.
 """
 
 from __future__ import annotations
@@ -16,12 +17,16 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from zaya_plugin.errors import mistake
+
 SEQUENCES = 16
 RESULT = "loss_by_position.json"
 
 
 def main(argv: list[str]) -> int:
-    """The comparison in this process."""
+    """Run the comparison in this process; return 0 if the longer stage's model is better past the shorter context, else
+    1.
+    """
     from zaya_plugin.config.compose import load_recipe
 
     runs = [Path(run) for run in argv]
@@ -45,7 +50,7 @@ def main(argv: list[str]) -> int:
 
 
 def ranges(short: int, long: int) -> list[tuple[int, int]]:
-    """Positions [start, end): the shorter context, then as much again at a time up to the longer one."""
+    """Return ranges of positions [start, end): the shorter context, then each twice as long up to the longer context."""
     edges = [0, short]
     while edges[-1] < long:
         edges.append(min(2 * edges[-1], long))
@@ -53,12 +58,12 @@ def ranges(short: int, long: int) -> list[tuple[int, int]]:
 
 
 def means(by_position, start: int, end: int) -> list[float]:
-    """Mean loss of each model over positions [start, end)."""
+    """Return the mean loss of each model over positions [start, end)."""
     return [loss[:, start:end].mean().item() for loss in by_position]
 
 
 def table(result: dict, short: int, long: int, better: bool) -> Iterator[str]:
-    """The lines to print; better: whether the longer stage's model is, past the shorter context."""
+    """Yield the lines to print. better: the longer stage's model has the lower loss past the shorter context."""
     yield f"loss by position, nats a token, {result['sequences']} sequences of {long} validation tokens"
     yield f"{'positions':>14}  " + "  ".join(f"{name:>16}" for name in result["stages"])
     for start, end, *values in result["rows"]:
@@ -68,7 +73,9 @@ def table(result: dict, short: int, long: int, better: bool) -> Iterator[str]:
 
 
 def losses_by_position(runs: Sequence[Path], recipes) -> list:
-    """Of the shorter and the longer stage's model on the same sequences of the longer stage's length: fp32 [n, s] each."""
+    """Return the losses, fp32 [n, s], of the shorter and of the longer stage's model on the same sequences of the
+    longer stage's length.
+    """
     from zaya_plugin import patches
 
     patches.apply()
@@ -78,7 +85,9 @@ def losses_by_position(runs: Sequence[Path], recipes) -> list:
 
 
 def validation_tokens(recipe, sequences: int):
-    """The first tokens of the validation data as int64 [sequences or fewer, seq_length + 1], documents as they follow each other."""
+    """Return the first tokens of the validation data, int64 [at most `sequences`, seq_length + 1], with documents one
+    after another.
+    """
     import numpy
     import torch
 
@@ -96,16 +105,23 @@ def validation_tokens(recipe, sequences: int):
     length = recipe.stage.seq_length + 1
     count = min(sequences, len(stored) // length)
     if count == 0:
-        raise ValueError(f"{prefix}.bin holds {len(stored)} tokens, fewer than a sequence of {length}")
+        raise mistake(
+            f"{prefix}.bin",
+            problem=f"it holds {len(stored)} tokens, fewer than one sequence",
+            allowed=f"at least {length} tokens",
+            fix="more validation data",
+        )
     return torch.from_numpy(stored[: count * length].astype(numpy.int64).reshape(count, length))
 
 
 def arguments(recipe, run: Path):
-    """Megatron's arguments of `recipe`'s model in one process; they go for both stages, whose models differ in RoPE's base alone."""
+    """Return Megatron's arguments of `recipe`'s model in one process, for both stages: their models differ only in
+    RoPE's base.
+    """
     from zaya_plugin.checkpoint import on_disk
     from zaya_plugin.config.arguments import megatron_arguments
     from zaya_plugin.config.schema import ParallelConfig
-    from zaya_plugin.hosts import one_process
+    from zaya_plugin.hosts.stage_model import arguments_of_model
 
     vocabulary = on_disk.saved_arguments(run / "checkpoints", on_disk.latest(run / "checkpoints")).padded_vocab_size
     alone = replace(
@@ -114,15 +130,15 @@ def arguments(recipe, run: Path):
         stage=replace(recipe.stage, batch_size_ramp=None),
         handover=replace(recipe.handover, from_run=None),
     )
-    args = one_process.arguments(
-        megatron_arguments(alone, {"tokenizer_type": "NullTokenizer", "vocab_size": vocabulary})
-    )
+    args = arguments_of_model(megatron_arguments(alone, {"tokenizer_type": "NullTokenizer", "vocab_size": vocabulary}))
     args.padded_vocab_size = vocabulary
     return args
 
 
 def losses_of(run: Path, args, rotary_base: int, tokens):
-    """Loss of every position of `tokens` [n, s + 1] under the model in `run`'s newest checkpoint; fp32 [n, s]."""
+    """Return the loss of every position of `tokens` [n, s + 1] under the model of `run`'s newest checkpoint; fp32 [n,
+    s].
+    """
     import torch
 
     model = load_model(run, args, rotary_base).eval()
@@ -136,28 +152,20 @@ def losses_of(run: Path, args, rotary_base: int, tokens):
 
 
 def load_model(run: Path, args, rotary_base: int):
-    """The model of `run`'s newest checkpoint on one device."""
+    """Load the model of `run`'s newest checkpoint on one device."""
     from megatron.core import dist_checkpointing
 
     from zaya_plugin.checkpoint import on_disk
-    from zaya_plugin.hosts import one_process
-    from zaya_plugin.hosts.stage_model import model_config
-    from zaya_plugin.model.build import build_zaya_model
+    from zaya_plugin.hosts import stage_model
 
     directory = run / "checkpoints"
-    one_process.begin(args.seed)
-    model = build_zaya_model(
-        model_config(args),
-        vocab_size=args.padded_vocab_size,
-        max_sequence_length=args.seq_length,
-        rotary_base=rotary_base,
-        rotary_percent=args.rotary_percent,
-    )
+    stage_model.begin_alone(args.seed)
+    model = stage_model.build_model(args, rotary_base=rotary_base)
     if not args.use_cpu_initialization:
         model.cuda()
     wanted = model.sharded_state_dict()
     loaded = dist_checkpointing.load(dict(wanted), str(on_disk.folder(directory, on_disk.latest(directory))))
-    model.load_state_dict({name: loaded[name] for name in wanted})  # beside these it brings the run's own record
+    model.load_state_dict({name: loaded[name] for name in wanted})  # the loaded dict also has the run's own record
     return model
 
 

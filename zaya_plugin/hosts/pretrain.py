@@ -1,35 +1,32 @@
 # SPDX-License-Identifier: Apache-2.0
 """`zaya train` on `megatron.training`: recipe -> arguments -> `pretrain`, with our model, data, loss and hooks.
 
-The loop, the schedules, the optimizers, the samplers and the checkpoints are Megatron's. pretrain() has no list of
-callbacks in 0.19, so some of its module-level functions are replaced for the time of a run (zaya_plugin.patches.hooks).
+The loop, the schedules, the samplers and the checkpoints are Megatron's. pretrain() takes no callbacks in 0.19, so some
+module-level functions are replaced during a run (zaya_plugin.patches.hooks).
 """
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import torch
 from megatron.core.enums import ModelType
 from megatron.core.full_cuda_graph import FullCudaGraphWrapper
 from megatron.core.num_microbatches_calculator import get_current_global_batch_size
-from megatron.training import get_args, get_tensorboard_writer, get_timers, get_tokenizer, training
+from megatron.training import get_args, get_tensorboard_writer, get_timers, training
 from megatron.training.argument_utils import pretrain_cfg_container_from_args
-from megatron.training.arguments import parse_and_validate_args
 
-from zaya_plugin.config.arguments import BATCH_ARGUMENTS, OWN_ARGUMENTS, megatron_arguments
+from zaya_plugin.config.arguments import megatron_arguments
 from zaya_plugin.config.schema import Recipe
 from zaya_plugin.data.dataset import mean_loss
 from zaya_plugin.data.sources import DataSources
 from zaya_plugin.handover.predecessor import predecessor
 from zaya_plugin.hosts.forward_step import forward_step
-from zaya_plugin.hosts.stage_handover import Handover, stage_part, stage_samples, validation_part
-from zaya_plugin.hosts.stage_model import build_stage, model_config
+from zaya_plugin.hosts.stage_handover import Handover, stage_datasets
+from zaya_plugin.hosts.stage_model import build_stage, model_config, parse_arguments
 from zaya_plugin.optim.balancing import RouterStatistics
 from zaya_plugin.optim.chained import NonFiniteGradientsError
 from zaya_plugin.parallel import registered_buffers
@@ -42,18 +39,19 @@ from zaya_plugin.training.metrics import Reporter, Step, memory_gib
 from zaya_plugin.training.optimizer import optimizer_factory
 from zaya_plugin.training.step_queue import AgreedSignal, StepClock, StepQueue
 
-# Deterministic algorithms let torch fill every new tensor with NaN, to show reads of uninitialised memory: twice the launches of a step.
+# With deterministic algorithms torch fills every new tensor with NaN, to show reads of uninitialised memory; this
+# doubles a step's launches.
 NEW_MEMORY = "torch.utils.deterministic.fill_uninitialized_memory"
 
 
 def run(recipe: Recipe, sources: DataSources, lifecycle: Lifecycle, reporter: Reporter) -> None:
-    """Train as the recipe says; returns when the last step is done, or when a signal or exit_interval ended the run.
+    """Train the recipe; return after the last step, or when a signal or exit_interval has ended the run.
 
     Args:
         recipe: validated; patches are applied already.
         sources: tokenizer and data sets of the recipe.
-        lifecycle: what happens around checkpoints.
-        reporter: receives every step and validation.
+        lifecycle: resumption, and the removal of old checkpoints.
+        reporter: gets every step and validation.
     """
     args = parse_arguments(megatron_arguments(recipe, sources.tokenizer_arguments()))
     before = predecessor(recipe) if not lifecycle.has_checkpoint else None
@@ -83,7 +81,7 @@ def run(recipe: Recipe, sources: DataSources, lifecycle: Lifecycle, reporter: Re
         try:
             if sys.exc_info()[0] is None:
                 trainer.steps.flush()
-            else:  # the device may be what failed, or wait for another rank for ever
+            else:  # the device may have failed, or wait for another rank for ever
                 with contextlib.suppress(RuntimeError):
                     trainer.steps.poll()
             reporter.close()
@@ -94,45 +92,17 @@ def run(recipe: Recipe, sources: DataSources, lifecycle: Lifecycle, reporter: Re
 
 
 def release_graphs() -> None:
-    """Give up the graphs that Megatron captured: NCCL's communicators wait at their end for every graph that holds a kernel of theirs."""
+    """Release the graphs that Megatron captured: at its end an NCCL communicator waits for every graph that holds one
+    of its kernels.
+    """
     for stage, graph in FullCudaGraphWrapper.cuda_graph.items():
         if graph is not None:
             graph.reset()
         FullCudaGraphWrapper.cuda_graph[stage] = FullCudaGraphWrapper.result[stage] = None
 
 
-def parse_arguments(values: dict[str, Any]) -> argparse.Namespace:
-    """Megatron's namespace from `values`, through Megatron's own validation.
-
-    Raises:
-        ValueError: a name that Megatron does not know, or a combination that its validation refuses.
-    """
-
-    def add_own(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-        group = parser.add_argument_group("zaya")
-        for name in (*OWN_ARGUMENTS, *BATCH_ARGUMENTS):
-            group.add_argument("--" + name.replace("_", "-"), default=values.get(name))
-        known = {action.dest for action in parser._actions}
-        if unknown := sorted(set(values) - known):
-            raise ValueError(
-                f"no Megatron argument is called {', '.join(unknown)}; names under `megatron` in a recipe are those "
-                "of Megatron's command line with underscores (--moe-router-dtype is moe_router_dtype)"
-            )
-        parser.set_defaults(**values)
-        return parser
-
-    # Values travel as defaults: Megatron parses an empty command line and validates what it finds.
-    argv, sys.argv = sys.argv, sys.argv[:1]
-    try:
-        return parse_and_validate_args(extra_args_provider=add_own)
-    except AssertionError as refused:
-        raise ValueError(f"Megatron's argument validation refuses this recipe: {refused}") from refused
-    finally:
-        sys.argv = argv
-
-
 class _Trainer:
-    """The functions that pretrain() calls back, and what they share."""
+    """The functions that pretrain() calls, and their common state."""
 
     def __init__(self, args, recipe: Recipe, sources: DataSources, lifecycle: Lifecycle, reporter: Reporter):
         self.args = args
@@ -147,7 +117,7 @@ class _Trainer:
         self.signal: AgreedSignal | None = None
 
     def hooks(self) -> list[tuple[str, Callable]]:
-        """What takes the place of Megatron's functions; each is called with the function that it replaces."""
+        """Return the replaced symbols with our functions; each is called with the function that it replaces."""
         return [
             (TRAINING + "training_log", self.training_log),
             (TRAINING + "evaluate_and_print_results", self.evaluate_and_report),
@@ -159,7 +129,7 @@ class _Trainer:
         ]
 
     def provide_model(self, pre_process=True, post_process=True, vp_stage=None, config=None, pg_collection=None):
-        """A GPTModel of the ZAYA layers of one (virtual) stage; called by pretrain() once the process groups are there."""
+        """Build the model of one (virtual) stage; pretrain() calls this after it has made the process groups."""
         args = self.args
         if not self.started:  # with virtual stages there is one call for each
             self.started = True
@@ -174,31 +144,26 @@ class _Trainer:
                 self.reporter.note(kernels)
         config = model_config(args)
         config.finalize_model_grads_func = self.finalize_and_balance
-        return build_stage(self.recipe, args, config, pre_process, post_process, vp_stage, pg_collection)
+        stage = dict(pre_process=pre_process, post_process=post_process, vp_stage=vp_stage, pg_collection=pg_collection)
+        return build_stage(self.recipe, args, config, **stage)
 
     def provide_datasets(self, num_samples, vp_stage=None):
-        """Train, validation and test sets for Megatron's numbers of samples."""
-        validations = self.args.eval_iters * self.args.eval_global_batch_size
-        counts = stage_samples(self.recipe, num_samples, validations)
-        datasets = self.sources.build(counts, self.args.seq_length, self.args.seed, get_tokenizer(), validations)
-        return [
-            stage_part(self.recipe, datasets[0]),
-            validation_part(self.recipe, datasets[1], validations),
-            *datasets[2:],
-        ]
+        """Build the training, validation and test sets for Megatron's numbers of samples."""
+        batch_size = self.args.eval_global_batch_size
+        return stage_datasets(self.recipe, self.sources, self.args, num_samples, batch_size)
 
-    # Every rank reads its part itself; without this attribute Megatron broadcasts from one rank.
+    # Every rank reads its own part; without this attribute Megatron broadcasts from one rank.
     provide_datasets.is_distributed = True
 
     def signal_handler(self, get_signal_handler: Callable) -> AgreedSignal:
-        """Takes the place of Megatron's get_signal_handler."""
+        """Replaces Megatron's get_signal_handler."""
         if self.signal is None:
             self.signal = AgreedSignal(get_signal_handler(), torch.cuda.current_device())
         return self.signal
 
     def finalize_and_balance(self, model, *positional, **named):
-        """After the backward passes of a step."""
-        self.steps.poll()  # the step before is over by now
+        """Finish the gradients and balance the experts, after the backward passes of a step."""
+        self.steps.poll()  # the previous step has ended
         self.balancer(model, *positional, **named)
 
     def training_log(
@@ -215,7 +180,9 @@ class _Trainer:
         *positional,
         **named,
     ):
-        """Takes the place of Megatron's: same inputs, but one line of ours and a row of metrics, once the numbers are on the host."""
+        """Report a step as one line and one row of metrics once the numbers are on the host; replaces Megatron's
+        training_log.
+        """
         args = get_args()
         batch_size = get_current_global_batch_size()
         statistics = self.balancer.statistics
@@ -242,11 +209,11 @@ class _Trainer:
         self.steps.add([*losses, *counts], report)
         if args.record_memory_history and iteration == min(args.profile_step_end, args.train_iters):
             self.dump_memory_snapshot(args)
-        return False  # Megatron's own memory report is not wanted
+        return False  # no memory report by Megatron
 
     @staticmethod
     def dump_memory_snapshot(args) -> None:
-        """The allocator's history of this rank, for pytorch.org/memory_viz; Megatron records it from the start."""
+        """Write the allocator's history of this rank, for pytorch.org/memory_viz; Megatron records it from the start."""
         rank = torch.distributed.get_rank()
         if rank in args.profile_ranks:
             path = Path(args.memory_snapshot_path)
@@ -255,7 +222,7 @@ class _Trainer:
     def evaluate_and_report(
         self, _, prefix, forward_step_func, data_iterator, model, iteration, process_non_loss_data_func, config, **named
     ):
-        """Takes the place of Megatron's evaluate_and_print_results: the same evaluation, a domain at a time, reported as a metric."""
+        """Evaluate one domain at a time and report metrics; replaces Megatron's evaluate_and_print_results."""
         self.steps.flush()
         groups = {name: named.get(name) for name in ("pg_collection", "p2p_communicator", "non_loss_data_func")}
         domains, found = self.sources.domains or {"": 1.0}, {}
@@ -278,7 +245,7 @@ class _Trainer:
         self.clock.restart()
 
     def save_and_prune(self, save_checkpoint, iteration, *positional, **named):
-        """Megatron's save; older checkpoints go once this one is whole."""
+        """Run Megatron's save, and remove older checkpoints once this one is complete."""
         self.steps.flush()
         save_checkpoint(iteration, *positional, **named)
         self.lifecycle.after_save(iteration)

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The first launch of a stage that takes over from another: Megatron's checkpoint load, then a new beginning.
+"""The first launch of a stage that takes over from another: Megatron's checkpoint load, with steps and schedule from 0.
 
-Megatron's own two ways do not do it: --finetune drops the optimizer's state, and a plain load goes on counting steps, samples
-and schedule. Its load also looks up the saved parameter groups by their learning rates and fails where the new stage has others.
+Neither of Megatron's own ways fits: --finetune drops the optimizer's state, and a plain load continues steps, samples
+and schedule. Its load also looks up the saved parameter groups by their learning rates and fails if the new stage has
+others.
 """
 
 from __future__ import annotations
@@ -14,17 +15,19 @@ from contextlib import contextmanager
 import torch
 from megatron.core.num_microbatches_calculator import update_num_microbatches
 from megatron.core.optimizer import distrib_optimizer, optimizer
-from megatron.training import get_args
+from megatron.training import get_args, get_tokenizer
 from torch.utils.data import Dataset, Subset
 
 from zaya_plugin.checkpoint import on_disk
 from zaya_plugin.config.schedule import sample_count
 from zaya_plugin.config.schema import Recipe
+from zaya_plugin.data.sources import DataSources
+from zaya_plugin.errors import mistake
 from zaya_plugin.handover.predecessor import Predecessor
 from zaya_plugin.patches import hooks
 from zaya_plugin.patches.hooks import TRAINING
 
-# What a new stage's recipe says of a parameter group; the rest of a group (its parameters, its step count) is state.
+# State of a parameter group, which is loaded; all other keys come from the new stage's recipe.
 STATE_OF_GROUP = ("params", "step")
 SCHEDULE_KEYS = ("max_lr", "min_lr", "start_wd", "end_wd")
 
@@ -34,8 +37,8 @@ class Handover:
 
     Args:
         recipe: of the stage that begins.
-        before: the stage that hands over, or None.
-        resumed_at: step of this stage's own checkpoint that is continued from; 0: the stage begins.
+        before: the previous stage, or None.
+        resumed_at: step of this stage's own checkpoint that the run resumes from; 0: the stage begins.
     """
 
     def __init__(self, recipe: Recipe, before: Predecessor | None, resumed_at: int):
@@ -44,23 +47,27 @@ class Handover:
         self.begins = resumed_at == 0
 
     def check(self, args) -> None:
-        """Raises ValueError where the checkpoint to take over is damaged or of another model."""
+        """Raise ValueError if the checkpoint to take over is damaged or of another model."""
         if self.before is None or args.rank != 0:
             return
         directory, steps = self.before.checkpoints, self.before.steps
         if broken := on_disk.problems(directory, steps):
-            raise ValueError("the checkpoint of the stage before is damaged:\n  " + "\n  ".join(broken))
+            raise mistake(
+                "handover.from_run",
+                self.recipe.handover.from_run,
+                problem="the checkpoint of the previous stage is damaged:\n  " + "\n  ".join(broken),
+            )
         on_disk.check_same_model(directory, steps, args)
 
     def hooks(self, evaluate_and_report: Callable | None = None) -> list[tuple[str, Callable]]:
-        """What takes the place of Megatron's `load_checkpoint` and, with evaluate_and_report (of hosts.pretrain), of `train`."""
+        """Return what replaces Megatron's `load_checkpoint` and, with evaluate_and_report (of hosts.pretrain), `train`."""
         found = [(TRAINING + "load_checkpoint", self.load_and_begin)] if self.before is not None else []
         if evaluate_and_report is not None and self.begins and self.recipe.stage.eval_at_start:
             found.append((TRAINING + "train", functools.partial(self.evaluate_and_train, evaluate_and_report)))
         return found
 
     def load_and_begin(self, load_checkpoint, model, optimizer, scheduler, *positional, **named) -> tuple[int, int]:
-        """Weights and optimizer state of the stage before; steps, samples, schedule and FLOPs from nought."""
+        """Load weights and optimizer state of the previous stage; steps, samples, schedule and FLOPs start from 0."""
         args = get_args()
         groups = [{k: v for k, v in group.items() if k not in STATE_OF_GROUP} for group in optimizer.param_groups]
         with _groups_matched_without(SCHEDULE_KEYS):
@@ -90,7 +97,7 @@ class Handover:
         *positional,
         **named,
     ):
-        """Validation before the first step, then Megatron's training loop."""
+        """Validate before the first step, then run Megatron's training loop."""
         args = get_args()
         if args.do_valid:
             groups = {name: named.get(name) for name in ("pg_collection", "p2p_communicator")}
@@ -112,10 +119,11 @@ class Handover:
 
 
 def stage_samples(recipe: Recipe, counts: tuple[int, int, int], validation: int) -> tuple[int, int, int]:
-    """Samples of training, validation and test to build, from Megatron's `counts`; validation: samples of one validation.
+    """Return the samples of training, validation and test to build, from Megatron's `counts`; validation: samples of
+    one validation.
 
-    The training set is made for all stages that share its order: Megatron shuffles the epochs that are asked for together, so
-    that a longer set has not the shorter one's order.
+    The training set is made for all stages that share its order. Megatron shuffles the requested epochs together, so a
+    longer set has another order.
     """
     train, valid, test = counts
     train = max(train, sample_count(recipe))  # a ramp may end amid a batch
@@ -125,17 +133,17 @@ def stage_samples(recipe: Recipe, counts: tuple[int, int, int], validation: int)
 
 
 def stage_part(recipe: Recipe, dataset):
-    """The training samples of this stage: those from `handover.first_sample` on."""
+    """Return the training samples of this stage: those from `handover.first_sample` on."""
     first = recipe.handover.first_sample
     return dataset if dataset is None or first == 0 else Subset(dataset, range(first, len(dataset)))
 
 
 class Repeated(Dataset):
-    """The first `period` samples of a data set over and over; as long as the whole."""
+    """The first `period` samples of a data set, repeated to its whole length."""
 
     def __init__(self, dataset, period: int):
         self.dataset, self.period = dataset, period
-        self.split = getattr(dataset, "index_split", getattr(dataset, "split", None))  # Megatron's loader asks for it
+        self.split = getattr(dataset, "index_split", getattr(dataset, "split", None))  # read by Megatron's loader
 
     def __len__(self) -> int:
         return len(self.dataset)
@@ -145,12 +153,22 @@ class Repeated(Dataset):
 
 
 def validation_part(recipe: Recipe, dataset, validation: int):
-    """With `stage.eval_at_start` the samples of the first validation for all of them, so that their losses can be compared."""
+    """Return, with `stage.eval_at_start`, the first validation's samples for every validation, so that the losses can
+    be compared.
+    """
     return Repeated(dataset, validation) if dataset is not None and recipe.stage.eval_at_start else dataset
 
 
+def stage_datasets(recipe: Recipe, sources: DataSources, args, counts: tuple[int, int, int], batch_size: int) -> list:
+    """Build the training, validation and test sets of a stage for Megatron's `counts`; batch_size: of validation."""
+    samples = args.eval_iters * batch_size  # of one validation
+    counts = stage_samples(recipe, counts, samples)
+    train, valid, *more = sources.build(counts, args.seq_length, args.seed, get_tokenizer(), samples)
+    return [stage_part(recipe, train), validation_part(recipe, valid, samples), *more]
+
+
 def reset_optimizer(chained) -> None:
-    """Zeroes all momenta and step counts; fp32 copies of the weights stay as they are, so that no bit of a weight changes."""
+    """Zero all momenta and step counts; the fp32 copies of the weights stay, so that no bit of a weight changes."""
     for part in getattr(chained, "chained_optimizers", [chained]):
         if part.optimizer is None:  # a rank without parameters of this kind
             continue
@@ -165,9 +183,9 @@ def reset_optimizer(chained) -> None:
 
 @contextmanager
 def _groups_matched_without(keys: tuple[str, ...]) -> Iterator[None]:
-    """Megatron pairs saved and present parameter groups by their settings; leaves out those that a stage changes.
+    """Let Megatron match saved parameter groups without `keys`, the settings that a stage changes, within a `with`.
 
-    Groups that differ in nothing else then share one saved group, of which only the step count is kept.
+    Groups that differ in nothing else then share one saved group, of which only the step count is used.
     """
     with hooks.replaced(
         {

@@ -1,45 +1,98 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The model that Megatron's arguments and a recipe describe, for `zaya train` and for a guest in another host."""
+"""From a run's arguments to its model, for `zaya train`, for a guest in another host and for one process alone.
+
+A process alone inspects or measures a recipe's model without a run: `arguments_of_model`, `begin_alone`, `build_model`.
+"""
 
 from __future__ import annotations
 
 import argparse
+import sys
+from typing import Any
 
+import torch
+from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
-from megatron.training.arguments import core_transformer_config_from_args
+from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+from megatron.training.arguments import core_transformer_config_from_args, parse_and_validate_args
 
+from zaya_plugin.config.arguments import BATCH_ARGUMENTS, OWN_ARGUMENTS
 from zaya_plugin.config.schema import Recipe
+from zaya_plugin.errors import mistake
 from zaya_plugin.model.build import build_zaya_model
 from zaya_plugin.model.config import ZayaConfig
 from zaya_plugin.training.optimizer import assign_optimizers
 
+# With any of these Megatron makes folders or looks for a checkpoint while it validates its arguments.
+OF_A_RUN = ("save", "save_interval", "load", "exit_on_missing_checkpoint", "tensorboard_dir")
+
+
+def parse_arguments(values: dict[str, Any]) -> argparse.Namespace:
+    """Return Megatron's namespace of `values`, after Megatron's own validation.
+
+    Raises:
+        ValueError: Megatron does not know a name, or its validation refuses a combination.
+    """
+
+    def add_own(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+        group = parser.add_argument_group("zaya")
+        for name in (*OWN_ARGUMENTS, *BATCH_ARGUMENTS):
+            group.add_argument("--" + name.replace("_", "-"), default=values.get(name))
+        known = {action.dest for action in parser._actions}
+        if unknown := sorted(set(values) - known):
+            raise mistake(
+                ", ".join(unknown),
+                problem="Megatron has no such argument",
+                allowed="names of Megatron's command line with underscores (--moe-router-dtype is moe_router_dtype)",
+                fix="correct the name under `megatron` in the recipe",
+            )
+        parser.set_defaults(**values)
+        return parser
+
+    # Values are passed as the parser's defaults: Megatron parses an empty command line and validates the result.
+    argv, sys.argv = sys.argv, sys.argv[:1]
+    try:
+        return parse_and_validate_args(extra_args_provider=add_own)
+    except AssertionError as refused:
+        raise ValueError(f"Megatron's argument validation refuses this recipe: {refused}") from refused
+    finally:
+        sys.argv = argv
+
+
+def arguments_of_model(values: dict[str, Any]) -> argparse.Namespace:
+    """Return Megatron's arguments from those of a run (zaya_plugin.config.arguments), without the run's files."""
+    return parse_arguments({name: value for name, value in values.items() if name not in OF_A_RUN})
+
+
+def begin_alone(seed: int) -> None:
+    """Start torch.distributed and Megatron's groups of one rank if they are missing; seed Megatron's random streams."""
+    if not torch.distributed.is_initialized():
+        torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    if not parallel_state.model_parallel_is_initialized():
+        parallel_state.initialize_model_parallel()
+    model_parallel_cuda_manual_seed(seed, force_reset_rng=True)
+
 
 def model_config(args: argparse.Namespace) -> ZayaConfig:
-    """The model's configuration from Megatron's arguments."""
+    """Return the model's configuration from Megatron's arguments."""
     return core_transformer_config_from_args(args, ZayaConfig)
 
 
-def build_stage(
-    recipe: Recipe,
-    args: argparse.Namespace,
-    config: ZayaConfig,
-    pre_process=True,
-    post_process=True,
-    vp_stage=None,
-    pg_collection=None,
-) -> GPTModel:
-    """One (virtual) pipeline stage, each of its parameters given to Muon or AdamW; the flags are GPTModel's."""
-    model = build_zaya_model(
-        config,
+def build_model(args: argparse.Namespace, config: ZayaConfig | None = None, **stage) -> GPTModel:
+    """Build one (virtual) pipeline stage; `stage` holds build_zaya_model's arguments for a stage and may replace its
+    others.
+    """
+    described = dict(
         vocab_size=args.padded_vocab_size,
         max_sequence_length=args.max_position_embeddings,
         rotary_base=args.rotary_base,
         rotary_percent=args.rotary_percent,
-        pre_process=pre_process,
-        post_process=post_process,
-        vp_stage=vp_stage,
-        pg_collection=pg_collection,
     )
-    # Before DDP lays out its buffers: what belongs to Muon stays whole there.
+    return build_zaya_model(config or model_config(args), **described | stage)
+
+
+def build_stage(recipe: Recipe, args: argparse.Namespace, config: ZayaConfig, **stage) -> GPTModel:
+    """`build_model` with each parameter assigned to Muon or AdamW, before DDP lays out its buffers."""
+    model = build_model(args, config, **stage)
     assign_optimizers(recipe, model)
     return model

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One rank: `python -m zaya_plugin.hosts.worker <recipe.yaml>`, started by torchrun, SLURM or `zaya train`.
+"""Run one rank: `python -m zaya_plugin.hosts.worker <recipe.yaml>`, started by torchrun, SLURM or `zaya train`.
 
 Expects RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT in the environment.
 """
@@ -28,7 +28,7 @@ EXIT_SECONDS = 120
 
 
 class RankLog(io.TextIOBase):
-    """A log file that never fails its writer: on a full disk lines are lost, but not the training that printed them."""
+    """A log file whose writes never raise: on a full disk lines are lost and the training goes on."""
 
     def __init__(self, path: Path):
         self.file = open(path, "a", buffering=1)
@@ -53,9 +53,9 @@ class RankLog(io.TextIOBase):
 
 
 def main(argv: list[str], work: Callable | None = None) -> int:
-    """Train the recipe in the file argv[0]. Returns the exit status: 0, or 2 for an error that the user can mend.
+    """Train the recipe in the file argv[0]. Return the exit status: 0, or 2 for a mistake of the user.
 
-    work: what else to do with it, as work(recipe, rank, world_size, console).
+    work: called as work(recipe, rank, world_size, console) in place of the training.
     """
     from zaya_plugin.config.compose import load_recipe
 
@@ -65,7 +65,7 @@ def main(argv: list[str], work: Callable | None = None) -> int:
     logs = Path(recipe.run_dir) / "logs"
     logs.mkdir(parents=True, exist_ok=True)
     console = sys.stdout
-    # Megatron prints some hundred lines (all its arguments among them); they are kept, beside the console.
+    # Megatron prints some hundred lines, its arguments among them; they go to the log and not to the console.
     with RankLog(logs / f"rank{rank}.log") as log, contextlib.redirect_stdout(log):
         logging.basicConfig(stream=log, level=logging.INFO, force=True)
         logging.captureWarnings(True)
@@ -79,7 +79,7 @@ def main(argv: list[str], work: Callable | None = None) -> int:
                 traceback.print_exc()
             return 2
         except BaseException as error:
-            if not isinstance(error, SystemExit):  # who asks to leave may have to finish writing
+            if not isinstance(error, SystemExit):  # a run that exits on request may still have to write
                 _leave_for_certain()
             traceback.print_exc(file=log)
             raise
@@ -87,13 +87,16 @@ def main(argv: list[str], work: Callable | None = None) -> int:
 
 
 def _leave_for_certain() -> None:
-    """End this process EXIT_SECONDS from now, whatever it is doing: after an error the way out may wait for ever, for ranks or a device that no
-    longer answer (NCCL's destructors after a failed capture of a graph did), and the launcher hears of a failure only when the rank has ended."""
+    """End this process in EXIT_SECONDS in any case.
+
+    After an error the exit may wait for ever for ranks or a device that do not answer (NCCL's destructors did after a
+    failed capture of a graph), and the launcher notices a failure only when the rank has ended.
+    """
     faulthandler.dump_traceback_later(EXIT_SECONDS, exit=True, file=open(os.devnull, "w"))
 
 
 def prepare(recipe, world_size: int) -> None:
-    """What precedes any use of Megatron in a rank."""
+    """Validate the recipe, select the kernels and apply the patches, before any use of Megatron in a rank."""
     import torch
 
     from zaya_plugin.config.validate import validate

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """CCGQA: grouped-query attention in a compressed latent space with convolutions over time (arXiv 2510.04476).
 
-The arithmetic between projections and softmax is `hip_ops.cca_prologue`; this module holds the parameters and implements
-Megatron's self-attention interface, over context-parallel ranks and packed documents too. Training only: no decoding state.
+The arithmetic between projections and softmax is `hip_ops.cca_prologue`; this module holds the parameters and
+implements Megatron's self-attention interface, also on context-parallel ranks and with packed documents. Training only:
+no decoding state.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from torch import Tensor, nn
 
 import hip_ops
 from hip_ops.runtime.main_grad import main_grad_linear
+from zaya_plugin.errors import mistake
 from zaya_plugin.model.cca import key_scale, rope_table
 from zaya_plugin.model.config import ZayaConfig
 from zaya_plugin.model.initialization import constant_parameter, random_parameter
@@ -54,7 +56,7 @@ class CausalConv(nn.Module):
 class ValueProjection(nn.Module):
     """Weight [gd/2, h] of one of the two value projections, whole on every rank; `project` applies it.
 
-    Not split over tensor-parallel ranks: with two kv heads one rank has all of it in use and the other nothing.
+    Not split over tensor-parallel ranks: with two key-value heads one rank uses all of it and the other rank none.
     """
 
     def __init__(self, config: ZayaConfig, output_size: int):
@@ -69,8 +71,8 @@ class ZayaSelfAttention(MegatronModule):
     linear_k [gd, h], linear_v_current and linear_v_delayed [gd/2, h], conv_qk_depthwise [C, 1, 2], conv_qk_grouped
     [C, d, 2], temperature [g], linear_proj [h, nd].
 
-    Under tensor parallelism linear_q, linear_k and linear_proj hold this rank's heads (LocalHeads); the rest is whole on
-    every rank, of which each rank uses its heads' part, so that the gradients add up over the ranks.
+    Under tensor parallelism linear_q, linear_k and linear_proj hold this rank's heads (LocalHeads). The other
+    parameters are whole on every rank; each rank uses its heads' part, so that the gradients add up over the ranks.
     """
 
     def __init__(
@@ -147,14 +149,14 @@ class ZayaSelfAttention(MegatronModule):
         self.recompute_core = config.recompute_granularity == "selective" and "core_attn" in config.recompute_modules
 
     def project(self, hidden_states: Tensor) -> Tensor:
-        """The four projections of this rank's heads, of the whole sequence also under sequence parallelism.
+        """Apply the four projections for this rank's heads, to the whole sequence also under sequence parallelism.
 
-        hidden_states [s / t, b, h] -> queries and keys [s, b, C / t], current and delayed values behind them, together gd / t
-        channels (arXiv 2510.04476; without tensor parallelism t is 1 and each is gd / 2 wide). `split_projected` cuts it.
+        hidden_states [s / t, b, h] -> queries and keys [s, b, C / t], current and delayed values behind them, together
+        gd / t channels (arXiv 2510.04476; without tensor parallelism t is 1 and each is gd / 2 wide). `split_projected`
+        cuts it.
 
-        The one place that reads the four matrices. Where they are plain matrices they are applied as one product: joining
-        them costs a copy of 6 MB, and saves three reads of the input, three gathers of the sequence and three sums of its
-        gradient.
+        No other function reads the four matrices. Plain matrices are applied as one product: joining them costs a copy
+        of 6 MB and saves three reads of the input, three gathers of the sequence and three sums of its gradient.
         """
         values = gathered(self.linear_v_current).weight, gathered(self.linear_v_delayed).weight
         plain = all(type(linear) is ColumnParallelLinear for linear in (self.linear_q, self.linear_k))
@@ -171,24 +173,28 @@ class ZayaSelfAttention(MegatronModule):
         return torch.cat((query, key, value), dim=-1)
 
     def split_projected(self, projected: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """z [s, b, C / t], current and delayed values [s, b, *]."""
+        """Return z [s, b, C / t], current and delayed values [s, b, *]."""
         values = self.query_groups * self.head_dim
         return projected.split(
             (projected.shape[-1] - values, values - self.delayed_channels, self.delayed_channels), dim=-1
         )
 
     def _whole_sequence(self, hidden_states: Tensor) -> Tensor:
-        """All tensor-parallel ranks' rows; each rank's gradient is that of its heads, and the backward pass adds them."""
+        """Gather all tensor-parallel ranks' rows. Each rank's gradient is that of its heads; the backward pass sums
+        over the ranks.
+        """
         if self.local.ranks == 1:
             return hidden_states
         return gather_from_sequence_parallel_region(hidden_states, group=self.tp_group)
 
     def vectors(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """The small ones of the parameters: all but matrices and the grouped convolution's weight."""
+        """Return the small parameters: all but the matrices and the grouped convolution's weight."""
         return self.conv_qk_depthwise.weight, self.conv_qk_depthwise.bias, self.conv_qk_grouped.bias, self.temperature
 
     def mixing_parameters(self, read: Read = as_it_is) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-        """This rank's depthwise weight and bias, grouped weight and bias, and temperature, as `hip_ops.cca_prologue` takes them."""
+        """Return this rank's depthwise weight and bias, grouped weight and bias, and temperature, as
+        `hip_ops.cca_prologue` takes them.
+        """
         convolutions = (gathered(self.conv_qk_depthwise), gathered(self.conv_qk_grouped))
         tensors = [self.local.of_queries_and_keys(read(t)) for conv in convolutions for t in (conv.weight, conv.bias)]
         return *tensors, self.local.of_heads(read(self.temperature))
@@ -209,24 +215,34 @@ class ZayaSelfAttention(MegatronModule):
         read: Read = as_it_is,
         **_,
     ) -> tuple[Tensor, None]:
-        """hidden_states [s, b, h] normed, rotary_pos_emb [s, 1 or b, 1, r] radians -> (output [s, b, h], None).
+        """Compute attention: hidden_states [s, b, h] normed, rotary_pos_emb [s, 1 or b, 1, r] radians -> (output [s, b,
+        h], None).
 
-        The mask is causal; attention_mask is handed on to core attentions that want it. packed_seq_params: document
-        boundaries, as PackedDocuments. `vectors` are used through read. Raises ValueError for other packed sequences and for decoding.
+        The mask is causal; attention_mask is passed to the core attention. packed_seq_params: document boundaries, as
+        PackedDocuments. `vectors` are read through `read`. Raises ValueError for other packed sequences and for
+        decoding.
         """
         packed = packed_seq_params
         if not (packed is None or isinstance(packed, PackedDocuments)):
-            raise ValueError(
-                f"packed_seq_params of type {type(packed).__name__}: the convolutions would mix documents; pass "
-                "zaya_plugin.parallel.packed_documents.PackedDocuments, or set data.packing=documents in a recipe"
+            raise mistake(
+                "packed_seq_params",
+                type(packed).__name__,
+                problem="the convolutions would mix documents",
+                allowed="zaya_plugin.parallel.packed_documents.PackedDocuments",
+                fix="data.packing=documents in a recipe",
             )
         if packed is not None and self.config.transformer_impl != "local":
-            raise ValueError(
-                f"packed documents with transformer_impl={self.config.transformer_impl!r}: Transformer Engine's attention would "
-                "look across documents; set transformer_impl='local'"
+            raise mistake(
+                "transformer_impl",
+                self.config.transformer_impl,
+                problem="Transformer Engine's attention would look across packed documents",
+                allowed="local with packed documents",
+                fix="cluster.transformer_impl=local",
             )
         if inference_context is not None:
-            raise ValueError("inference_context: the model keeps no decoding state; export it to transformers")
+            raise mistake(
+                "inference_context", problem="the model keeps no decoding state", fix="decode with transformers"
+            )
         assert key_value_states is None and attention_bias is None
         if rotary_pos_emb is not None:
             # Megatron computes the angles on the GPU, if there is one, also for a model on the CPU.
@@ -239,7 +255,7 @@ class ZayaSelfAttention(MegatronModule):
         else:
             context = attend(query, key, value, attention_mask)
         if type(self.linear_proj) is RowParallelLinear and self.tp_group.size() == 1:
-            # the same, without the wrapper's host time
+            # the same product without the host time of Megatron's wrapper
             return main_grad_linear(context, gathered(self.linear_proj).weight), None
         return self.linear_proj(context)[0], None
 
@@ -258,8 +274,11 @@ class ZayaSelfAttention(MegatronModule):
         )
 
     def _project_with_halo(self, hidden_states: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """What `project` gives, and z [k, 2, b, C / t] and delayed values [k, b, *] before each of this rank's k chunks of
-        the sequence, which other context-parallel ranks hold; None where there is one rank."""
+        """Return `project`'s result, and z [k, 2, b, C / t] and delayed values [k, b, *] of the rows before each of
+        this rank's k chunks.
+
+        Other context-parallel ranks hold these rows. With one rank both are None.
+        """
         if self.shard.size == 1:
             return self.project(hidden_states), None, None
         chunks = len(self.shard.chunks)
@@ -271,7 +290,7 @@ class ZayaSelfAttention(MegatronModule):
             )
 
         if self.local.ranks == 1:
-            # A few rows are projected twice, so that the others' are under way while all rows are projected.
+            # The boundary rows are projected twice, so that their exchange overlaps the projection of all rows.
             under_way = exchange(self.project(last_rows(hidden_states, chunks, 2).flatten(0, 1)))
             projected = self.project(hidden_states)
         else:  # the boundary rows lie on one tensor-parallel rank and the heads on all of them

@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Causal attention of some chunks of a sequence, each chunk in two blocks: the keys before it, all of them visible, and its own, causal.
+"""Causal attention of some chunks of a sequence, each chunk in two blocks: the keys before it (all visible) and its own
+keys (causal).
 
-A kernel with a mask at the end of more keys than queries is what context parallelism asks for, and torch's only one on a GPU is
-FlashAttention-2; cuDNN's, twice as fast on Hopper, takes rectangles and triangles that start together. The results of both blocks are
-joined by their log-sum-exps, and with the joined result and log-sum-exp each block's backward pass gives its share of the gradients
-(FlashAttention-2, arXiv 2307.08691, section 3.1; Ring Attention, arXiv 2310.01889).
+Context parallelism needs a causal mask that is aligned at the end of more keys than queries. torch's only GPU kernel
+for such a mask is FlashAttention-2. cuDNN's kernel, twice as fast on Hopper, takes full blocks and causal blocks with
+as many queries as keys. The results of both blocks are joined by their log-sum-exps. With the joined result and
+log-sum-exp each block's backward pass gives its share of the gradients (FlashAttention-2, arXiv 2307.08691, section
+3.1; Ring Attention, arXiv 2310.01889).
 """
 
 from __future__ import annotations
@@ -24,10 +26,14 @@ aten = torch.ops.aten
 
 
 class BlockKernel(Protocol):
-    """Attention of queries [b, n, s, d] to keys and values [b, g, t, d]; causal: s = t, and each query sees the keys up to its own."""
+    """Attention of queries [b, n, s, d] to keys and values [b, g, t, d]; causal: s = t, and each query sees the keys up
+    to its own.
+    """
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, causal: bool, scale: float) -> tuple[Tensor, ...]:
-        """The result [b, n, s, d], the log-sum-exp of the scaled scores [b, n, s, 1], and further tensors that `backward` wants."""
+        """Return the result [b, n, s, d], the log-sum-exp of the scaled scores [b, n, s, 1], and further tensors that
+        `backward` needs.
+        """
 
     def backward(
         self,
@@ -41,11 +47,13 @@ class BlockKernel(Protocol):
         causal: bool,
         scale: float,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Gradients of query, key and value; out and sums are those over all keys, of which these may be some."""
+        """Return the gradients of query, key and value. out and sums cover all keys; key and value may be a part of
+        them.
+        """
 
 
 class CudnnKernel:
-    """cuDNN's attention, by torch's operators of it."""
+    """cuDNN's attention through torch's operators."""
 
     def forward(self, query, key, value, causal, scale):
         out, sums, _, _, _, _, *philox, _ = aten._scaled_dot_product_cudnn_attention(
@@ -61,7 +69,9 @@ class CudnnKernel:
 
 
 class CpuKernel:
-    """torch's attention for CPUs, which knows no groups: keys and values are repeated for the heads that share them."""
+    """torch's attention for CPUs. It has no grouped heads, so keys and values are repeated for the heads that share
+    them.
+    """
 
     def forward(self, query, key, value, causal, scale):
         key, value = (repeated(x, query.shape[1]) for x in (key, value))
@@ -77,20 +87,20 @@ class CpuKernel:
 
 
 def repeated(x: Tensor, heads: int) -> Tensor:
-    """[b, g, t, d] -> [b, heads, t, d]: each group as often as heads share it."""
+    """Repeat each group for the heads that share it: [b, g, t, d] -> [b, heads, t, d]."""
     return x.repeat_interleave(heads // x.shape[1], dim=1)
 
 
 @hip_ops.formula
 def joined(out: Tensor, sums: Tensor, earlier: Tensor, earlier_sums: Tensor) -> tuple[Tensor, Tensor]:
-    """Results [b, n, s, d] over two sets of keys and their log-sum-exps [b, n, s, 1] -> those over both, computed in the sums' dtype."""
+    """Join results [b, n, s, d] over two sets of keys by their log-sum-exps [b, n, s, 1]; computed in the sums' dtype."""
     total = torch.logaddexp(sums, earlier_sums)
     wide = out * (sums - total).exp() + earlier * (earlier_sums - total).exp()
     return wide.to(out.dtype), total
 
 
 class BlockAttention(torch.autograd.Function):
-    """See `block_attention`. Keeps its inputs, its result and the log-sum-exps."""
+    """Autograd of `block_attention`. Saves the inputs, the result and the log-sum-exps."""
 
     @staticmethod
     def forward(ctx, query, key, value, starts, scale, kernel):
@@ -138,18 +148,20 @@ def heads_first(*tensors: Tensor) -> tuple[Tensor, ...]:
 def block_attention(
     query: Tensor, key: Tensor, value: Tensor, starts: Sequence[int], scale: float, kernel: BlockKernel
 ) -> Tensor:
-    """softmax(scale * q k^T + causal mask) v of chunks of a sequence that begin at positions `starts`.
+    """Compute softmax(scale * q k^T + causal mask) v of chunks of a sequence that begin at positions `starts`.
 
-    Args: query [s, b, n, d], equal chunks one behind the other; key and value [t, b, g, d] of the sequence, at least up to the last chunk's
-    end, n a multiple of g. Returns [s, b, n * d]. Not differentiable twice.
+    Args: query [s, b, n, d], equal chunks one behind the other; key and value [t, b, g, d] of the sequence, at least up
+    to the last chunk's end, n a multiple of g. Returns [s, b, n * d]. Not differentiable twice.
     """
     return BlockAttention.apply(query, key, value, tuple(starts), scale, kernel).flatten(2)
 
 
 def block_kernel(query: Tensor, key: Tensor) -> BlockKernel | None:
-    """The kernel for blocks of such queries [s, b, n, d] and keys [t, b, g, d], announced at its first use; None where there is none that pays.
+    """Return the kernel for blocks of such queries [s, b, n, d] and keys [t, b, g, d], or None; logged at its first
+    use.
 
-    On a GPU cuDNN's, wherever torch would take it for a whole sequence. Not under deterministic algorithms, which its backward pass is not.
+    On a GPU this is cuDNN's kernel, if torch would choose it for a whole sequence. Its backward pass is not
+    deterministic, so the result is None under deterministic algorithms.
     """
     if not query.is_cuda:
         return _checked("cpu", query.device, query.dtype, query.shape[-1])
@@ -164,7 +176,7 @@ def block_kernel(query: Tensor, key: Tensor) -> BlockKernel | None:
 
 @functools.cache
 def _checked(name: str, device: torch.device, dtype: torch.dtype, head_dim: int) -> BlockKernel | None:
-    """The kernel, if what it computes here is right; these are operators that torch may change without notice."""
+    """Return the kernel if its results are right here, else None; torch may change these operators without notice."""
     kernel = {"cudnn": CudnnKernel, "cpu": CpuKernel}[name]()
     generator = torch.Generator().manual_seed(1)
     shapes = (32, 1, 4, head_dim), (64, 1, 2, head_dim), (64, 1, 2, head_dim), (32, 1, 4 * head_dim)
@@ -176,7 +188,7 @@ def _checked(name: str, device: torch.device, dtype: torch.dtype, head_dim: int)
         got = (out, *torch.autograd.grad(out, inputs, weights))
     except (RuntimeError, TypeError) as error:
         logger.warning(
-            "attention by blocks with %s fails (%s): queries at the end of the keys go to torch's other kernels",
+            "attention by blocks with %s fails (%s); torch's other kernels are used for queries at the end of the keys",
             name,
             error,
         )
@@ -186,7 +198,7 @@ def _checked(name: str, device: torch.device, dtype: torch.dtype, head_dim: int)
     for a, b in zip(got, expected, strict=True):
         if not (a.double() - b).norm() < 0.02 * b.norm():
             logger.warning(
-                "attention by blocks with %s is wrong here: queries at the end of the keys go to torch's other kernels",
+                "attention by blocks with %s is wrong here; torch's other kernels are used for queries at the end of the keys",
                 name,
             )
             return None
@@ -195,7 +207,7 @@ def _checked(name: str, device: torch.device, dtype: torch.dtype, head_dim: int)
 
 
 def _written_out(query: Tensor, key: Tensor, value: Tensor, starts: Sequence[int], scale: float) -> Tensor:
-    """What `block_attention` computes, with every score in memory."""
+    """Compute `block_attention` with every score in memory."""
     key, value = (repeated(*heads_first(x), query.shape[2]) for x in (key, value))
     rows = len(query) // len(starts)
     positions = torch.cat([torch.arange(start, start + rows, device=query.device) for start in starts])

@@ -1,14 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Building the whole model: Megatron's GPTModel with ZAYA1's block, RoPE on part of each head and a tied head."""
+"""Build the whole model: Megatron's GPTModel with ZAYA1's block, RoPE on part of each head and a tied head."""
 
 from __future__ import annotations
 
 from megatron.core.models.gpt import GPTModel
 
+from zaya_plugin.errors import mistake
 from zaya_plugin.model.config import ZayaConfig
-from zaya_plugin.model.layer import link_layers
 from zaya_plugin.model.loss import ZayaGPTModel
 from zaya_plugin.model.spec import zaya_block_spec
+from zaya_plugin.optim.build import tag_parameters
 
 
 def build_zaya_model(
@@ -25,7 +26,7 @@ def build_zaya_model(
     fp16_lm_cross_entropy: bool = False,
     parallel_output: bool = True,
 ) -> GPTModel:
-    """A ZAYA1 model.
+    """Build a ZAYA1 model, its matrices marked for Muon.
 
     Args:
         config: model configuration.
@@ -43,11 +44,14 @@ def build_zaya_model(
     """
     rotary_channels = config.kv_channels * rotary_percent
     if not 0 < rotary_percent <= 1 or rotary_channels % 2:
-        raise ValueError(
-            f"rotary_percent={rotary_percent!r}: rotates {rotary_channels:g} of kv_channels={config.kv_channels} "
-            "channels; it takes an even number of them, at least 2; ZAYA1 has rotary_percent=0.5 (64 of 128)"
+        raise mistake(
+            "rotary_percent",
+            rotary_percent,
+            problem=f"it rotates {rotary_channels:g} of kv_channels={config.kv_channels} channels",
+            allowed="an even number of channels, at least 2",
+            fix="rotary_percent=0.5, which is 64 of 128 channels in ZAYA1",
         )
-    model = ZayaGPTModel(
+    model = GPTModel(
         config,
         zaya_block_spec(config, vp_stage),
         vocab_size=vocab_size,
@@ -63,5 +67,8 @@ def build_zaya_model(
         pg_collection=pg_collection,
         vp_stage=vp_stage,
     )
-    link_layers(model.decoder.layers, config)
+    ZayaGPTModel.take_over(model, config)
+    tag_parameters(
+        model
+    )  # before DDP lays out its buffers, where a matrix of Muon stays whole; a recipe's assignment replaces it
     return model

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import dataclass
 
 import torch.nn.functional as F
@@ -133,32 +132,6 @@ class ZayaConfig(ZayaOptions, TransformerConfig):
         if modules is not None:
             self.recompute_modules = modules
         self._finalize()
-
-    @classmethod
-    def from_transformer_config(cls, config: TransformerConfig) -> ZayaConfig:
-        """Take over a plain TransformerConfig (as Megatron-LM's `--spec` route gives) with ZAYA1's defaults.
-
-        Also turns on `hetereogenous_dist_checkpoint` in `config` itself: the transformer block writes the checkpoint
-        with that object, and layer 1 has other parameters than the rest.
-        """
-        if isinstance(config, cls):
-            return config
-        if config.pipeline_model_parallel_size > 1:
-            raise ValueError(
-                f"pipeline_model_parallel_size={config.pipeline_model_parallel_size}: allowed with --spec: 1; the router state "
-                "crosses stages, and the host's schedule has to know its width (zaya train does)"
-            )
-        config.hetereogenous_dist_checkpoint = True
-        # The host's __post_init__ has run; running it again on its own results is not something Megatron promises.
-        zaya = object.__new__(cls)
-        inherited = {field.name for field in dataclasses.fields(TransformerConfig)}
-        zaya.__dict__.update(config.__dict__)
-        for field in dataclasses.fields(cls):
-            if field.name not in inherited:
-                setattr(zaya, field.name, field.default)
-        zaya.fp32_residual_connection = zaya.residual_in_fp32
-        zaya._finalize()
-        return zaya
 
     def _finalize(self):
         self._check()

@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Causal softmax attention with Megatron's core-attention interface, on context-parallel ranks and packed documents too.
+"""Causal softmax attention with Megatron's core-attention interface, on context-parallel ranks and packed documents
+too.
 
-One interface for all back ends: this rank's queries against the keys and values of the sequence up to the last query, the
-mask aligned at the end (lower right), so that a flash kernel needs no mask in memory. `sdpa` is torch's own (flash, cuDNN
-or plain, as torch chooses), for a context-parallel rank's chunks in blocks where that is faster (block_attention.py);
-`flash_attn`, `flash_attn_4` and `aiter` are those packages where the environment has them. Packed documents go through torch's
-flex_attention on an accelerator and through a mask of all pairs elsewhere, whatever the back end.
+One interface for all back ends: this rank's queries against the keys and values of the sequence up to the last query,
+the mask aligned at the end (lower right), so that a flash kernel needs no mask in memory. `sdpa` is torch's own (flash,
+cuDNN or plain, as torch chooses), for a context-parallel rank's chunks in blocks where that is faster
+(block_attention.py); `flash_attn`, `flash_attn_4` and `aiter` are those packages where the environment has them. Packed
+documents go through torch's flex_attention on an accelerator and through a mask of all pairs elsewhere, whatever the
+back end.
 """
 
 from __future__ import annotations
@@ -24,6 +26,7 @@ from megatron.core.transformer.enums import AttnMaskType
 from torch import Tensor, nn
 from torch.nn.attention.bias import causal_lower_right
 
+from zaya_plugin.errors import mistake
 from zaya_plugin.model.block_attention import block_attention, block_kernel
 from zaya_plugin.parallel.context_order import ContextShard
 from zaya_plugin.parallel.key_value_gather import gather_key_value
@@ -33,7 +36,7 @@ logger = logging.getLogger(__name__)
 
 
 def causal_attention(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
-    """softmax(scale * q k^T + mask) v with grouped key-value heads; the queries are the last s of t tokens.
+    """Compute softmax(scale * q k^T + mask) v with grouped key-value heads; the queries are the last s of t tokens.
 
     Args: query [s, b, n, d], key and value [t, b, g, d] with n a multiple of g and t >= s. Returns [s, b, n * d].
     """
@@ -53,13 +56,13 @@ def causal_attention(query: Tensor, key: Tensor, value: Tensor, scale: float) ->
 
 
 def lower_right_mask(s: int, t: int, device: torch.device) -> Tensor:
-    """bool [s, t]: query i sees keys up to i + t - s."""
+    """Return bool [s, t]: query i sees keys up to i + t - s."""
     return torch.ones(s, t, dtype=torch.bool, device=device).tril(t - s)
 
 
 @functools.cache
 def require_lower_right(device: torch.device, dtype: torch.dtype, head_dim: int, grouped: bool) -> None:
-    """Compare torch's lower-right causal attention with a mask written out, once; its alignment differs between kernels.
+    """Compare torch's lower-right causal attention with an explicit mask, once; kernels differ in the alignment.
 
     Raises:
         RuntimeError: the kernel aligns the mask elsewhere.
@@ -81,7 +84,9 @@ def require_lower_right(device: torch.device, dtype: torch.dtype, head_dim: int,
 
 
 def document_attention(query: Tensor, key: Tensor, value: Tensor, scale: float, packed: PackedDocuments) -> Tensor:
-    """Causal attention inside each document: this rank's queries [s, b, n, d], all keys and values [S, b, g, d]."""
+    """Compute causal attention inside each document: this rank's queries [s, b, n, d], all keys and values [S, b, g,
+    d].
+    """
     query, key, value = (x.permute(1, 2, 0, 3) for x in (query, key, value))
     grouped = query.shape[1] != key.shape[1]
     if query.is_cuda:
@@ -108,7 +113,9 @@ class Sdpa:
         return causal_attention(query, key, value, scale)
 
     def chunks(self, query: Tensor, key: Tensor, value: Tensor, starts: Sequence[int], scale: float) -> Tensor:
-        """Queries of equal chunks that begin at positions `starts` of the keys' sequence; in blocks where there is a kernel for them."""
+        """Compute attention for equal chunks of queries that begin at positions `starts` of the keys' sequence; in
+        blocks if a kernel exists.
+        """
         kernel = block_kernel(query, key)
         if kernel is None:
             return chunk_by_chunk(self.whole, query, key, value, starts, scale)
@@ -122,18 +129,21 @@ class FlashPackage:
         try:
             self.flash = importlib.import_module(module).flash_attn_func
         except (ImportError, AttributeError) as missing:
-            raise ValueError(
-                f"core_attention={name!r}: {module} with flash_attn_func cannot be imported here ({missing}); allowed "
-                "without it: sdpa; set it with cluster.core_attention"
+            raise mistake(
+                "core_attention",
+                name,
+                problem=f"{module} with flash_attn_func cannot be imported here ({missing})",
+                allowed="sdpa without that package",
+                fix="cluster.core_attention=sdpa",
             ) from missing
 
     def whole(self, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
         """As `Sdpa.whole`."""
-        # One sequence whose heads are those of all sequences, query heads beside their group's: memory as it is, where batch
-        # first would have the packages answer in another layout, and the projection behind copy it.
+        # All sequences become heads of one sequence, query heads beside their group's, which keeps the layout of the
+        # memory. With batch first the packages would return another layout, which the projection behind would copy.
         batch = query.shape[1:3]
         query, key, value = (x.flatten(1, 2).unsqueeze(0) for x in (query, key, value))  # [1, s, b * heads, d]
-        # Its gradients are sums of atomics else; each package has a default of its own.
+        # Without `deterministic` the gradients are sums by atomics; the packages' defaults differ.
         exact = torch.are_deterministic_algorithms_enabled()
         context = self.flash(query, key, value, softmax_scale=scale, causal=True, deterministic=exact)
         # flash_attn_4 and some versions of aiter return a tuple
@@ -148,13 +158,14 @@ class FlashPackage:
 def chunk_by_chunk(
     whole: Callable, query: Tensor, key: Tensor, value: Tensor, starts: Sequence[int], scale: float
 ) -> Tensor:
-    """Attention of each chunk of queries to the keys up to its own end."""
+    """Compute attention of each chunk of queries to the keys up to the chunk's end."""
     parts = query.chunk(len(starts))
     ends = [start + len(parts[0]) for start in starts]
     return torch.cat([whole(part, key[:end], value[:end], scale) for part, end in zip(parts, ends, strict=True)])
 
 
-# Packages with FlashAttention-2's function, by the value of cluster.core_attention; flash_attn_4 is flash-attn-4, for Hopper and later.
+# Packages with FlashAttention-2's function, by the value of cluster.core_attention; flash_attn_4 is flash-attn-4, for
+# Hopper and later.
 PACKAGES = {"flash_attn": "flash_attn", "flash_attn_4": "flash_attn.cute", "aiter": "aiter"}
 VERSIONS: dict[str, Callable[[], Sdpa | FlashPackage]] = {
     "sdpa": Sdpa,
@@ -164,9 +175,17 @@ VERSIONS: dict[str, Callable[[], Sdpa | FlashPackage]] = {
 
 @functools.cache
 def core_attention(name: str) -> Sdpa | FlashPackage:
-    """The version called `name`, announced at its first use. Raises ValueError where it does not exist or cannot be imported."""
+    """Return the version called `name`; logged at its first use. Raises ValueError if it does not exist or cannot be
+    imported.
+    """
     if name not in VERSIONS:
-        raise ValueError(f"core_attention={name!r}: allowed: {', '.join(VERSIONS)}")
+        raise mistake(
+            "core_attention",
+            name,
+            problem="no such version",
+            allowed=", ".join(VERSIONS),
+            fix="cluster.core_attention=sdpa",
+        )
     made = VERSIONS[name]()
     logger.info("core attention: %s", name)
     return made

@@ -28,7 +28,7 @@ from zaya_plugin.optim.parameter_role import ExpertBlock, role_of
 def as_block(weights: Sequence[Tensor]) -> Tensor:
     """Matrices [out, in] of all experts as one tensor [E, out, in]: a view if they lie in order, else a copy."""
     first = weights[0].detach()
-    # What begins between the first and the last of one storage lies in that storage.
+    # A weight that starts between two weights of one storage lies in that storage.
     if not first.is_meta and first.untyped_storage().data_ptr() == weights[-1].untyped_storage().data_ptr():
         place, size = first.data_ptr(), first.nbytes
         for weight in weights:
@@ -70,8 +70,8 @@ class ExpertMLP(torch.autograd.Function):
     uninitialised: `hip_ops.unpermute_from_experts` and the backward pass of `hip_ops.permute_to_experts` ignore them.
     Their gradient of weights is 0.
 
-    Saves x and the gate and up activations; the SwiGLU output is recomputed in the backward pass. rows_again: makes x once more, which
-    then is not saved.
+    Saves x and the gate and up activations; the SwiGLU output is recomputed in the backward pass. rows_again: a function that
+    computes x again, or None; with it x is not saved.
     """
 
     @staticmethod
@@ -100,10 +100,10 @@ class ExpertMLP(torch.autograd.Function):
 
 
 def reduce_over_expert_ranks(matrix: nn.Parameter) -> None:
-    """Mark an expert's parameter: Megatron sums its gradient over the ranks that hold the same expert.
+    """Mark an expert's parameter, so that Megatron sums its gradient over the ranks that hold the same expert.
 
-    Also where that is all ranks: so that optimizer and checkpoint have one part for experts and one for the rest in every
-    layout, and state moves between layouts.
+    The mark is also set where all ranks hold it. Optimizer and checkpoint then have a part for experts in every layout, and state can move
+    between layouts.
     """
     matrix.allreduce = False
 
@@ -142,11 +142,11 @@ class GroupedWeight(nn.Module):
             reduce_over_expert_ranks(self._parameters[f"weight{expert}"])
 
     def forward(self) -> list[nn.Parameter]:
-        """As `matrices`; by calling the module DDP's hook runs, which waits for parameters that are being gathered."""
+        """Return `matrices`. The call runs DDP's hook, which waits for parameters that are being gathered."""
         return self.matrices()
 
     def matrices(self) -> list[nn.Parameter]:
-        """The parameters in ascending order of experts."""
+        """Return the parameters in ascending order of experts."""
         parameters = self._parameters
         return [parameters[name] for name in self.names]
 

@@ -14,6 +14,6 @@ class Float32BuffersMixin:
         super()._apply(fn, recurse)
         for name, before in kept.items():
             after = self._buffers[name]
-            # From meta there are no values to keep; the new storage is as empty as to_empty promises.
+            # A meta buffer has no values to keep; the new storage stays uninitialised, as to_empty promises.
             self._buffers[name] = after.float() if before.is_meta else before.to(after.device)
         return self

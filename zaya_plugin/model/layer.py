@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """One ZAYA1 layer: CCGQA, scaled merge, mixture of experts, scaled merge, on an fp32 residual stream.
 
-Unusual: Megatron's transformer block hands every layer a `context` tensor and takes one back, for cross-attention. Here
-it carries the router state from layer to layer, through activation recomputation as well; between pipeline stages, where
-the block hands on one tensor alone, the state travels at the end of the stream's channels. `context_mask`, which the
-block only hands down, may carry forced expert ids (`model(..., extra_block_kwargs={"context_mask": ids})`).
+Megatron's transformer block passes a `context` tensor to every layer and takes one back, for cross-attention. Here
+`context` carries the router state from layer to layer, also through activation recomputation. Between pipeline stages
+the block passes one tensor only, so the state travels at the end of the stream's channels. `context_mask`, which the
+block passes to every layer unchanged, may carry forced expert ids (`model(..., extra_block_kwargs={"context_mask":
+ids})`).
 
-After `link_layers` a layer also applies the next one's input norm, in one pass over the stream with its own last merge, and
-hands the result on in `context` (`Handover`).
+After `link_layers` a layer also applies the next layer's input norm, in one pass over the stream with its own last
+merge, and returns the result in `context` (`Handover`).
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from zaya_plugin.parallel.stage_boundary import join_stream_and_state, split_str
 
 @dataclass
 class ZayaLayerSubmodules(TransformerLayerSubmodules):
-    """Megatron's slots plus the merges and the affine on the embedding, which layer 1 alone builds."""
+    """Megatron's slots plus the merges and the affine on the embedding; only layer 1 builds the affine."""
 
     input_affine: type = InputAffine
     post_attention_residual: type = ResidualScaling
@@ -41,8 +42,11 @@ class ZayaLayerSubmodules(TransformerLayerSubmodules):
 
 
 class Handover(NamedTuple):
-    """The `context` between linked layers: normed [s, b, h] is stream, the very tensor handed on as hidden_states, by the
-    next layer's input norm."""
+    """The `context` between linked layers.
+
+    router_state: as in `ZayaTransformerLayer.forward`. stream: the tensor that is also returned as hidden_states.
+    normed [s, b, h]: stream after the next layer's input norm.
+    """
 
     router_state: Tensor | None
     stream: Tensor
@@ -79,7 +83,8 @@ class ZayaTransformerLayer(TransformerLayer):
         self.output_dtype = config.params_dtype if last and cast_output else None
         self.post_attention_residual = submodules.post_attention_residual(config)
         self.post_mlp_residual = submodules.post_mlp_residual(config)
-        # of the next layer, by link_layers; in a tuple, so that it is no part of this one
+        # The next layer's input norm, set by link_layers; in a tuple, so that it is not registered as a submodule of
+        # this layer.
         self.next_norm: tuple[ZayaRMSNorm, ...] = ()
         assert isinstance(self.cross_attention, IdentityOp), "context carries the router state"
 
@@ -97,12 +102,12 @@ class ZayaTransformerLayer(TransformerLayer):
     ) -> tuple[Tensor, Tensor | Handover | None]:
         """Run the layer.
 
-        Args: hidden_states, the stream [s, b, h] (the embedding in layer 1; stream and router state [s, b, h + r] in the
-        first layer of a later pipeline stage); context, the previous layer's router state [s, b, r] or None, or its Handover;
-        context_mask, int64 [num_layers, s, b] expert ids that replace the router's choice where not negative, or None;
-        rotary_pos_emb [s, 1, 1, r] radians.
-        Returns: the new stream [s, b, h] and this layer's router state, as a Handover if it is linked to the next one; in
-        the last layer of a pipeline stage but the last one, both as one tensor [s, b, h + r], and None.
+        Args: hidden_states, the stream [s, b, h] (the embedding in layer 1; stream and router state [s, b, h + r] in
+        the first layer of a later pipeline stage); context, the previous layer's router state [s, b, r] or None, or its
+        Handover; context_mask, int64 [num_layers, s, b] expert ids that replace the router's choice where not negative,
+        or None; rotary_pos_emb [s, 1, 1, r] radians.
+        Returns: the new stream [s, b, h] and this layer's router state, as a Handover if it is linked to the next one;
+        in the last layer of a pipeline stage but the last one, both as one tensor [s, b, h + r], and None.
         """
         if self.receives_state:
             hidden_states, context = split_stream_and_state(
@@ -146,10 +151,10 @@ class ZayaTransformerLayer(TransformerLayer):
         return hidden_states, state
 
     def _vectors(self) -> tuple[Tensor, ...]:
-        """The small parameters of which all uses are in `forward`.
+        """Return the small parameters that only `forward` reads.
 
-        Not a norm's weight that a recomputation of its own reads, nor the next layer's, which that layer reads itself where something has
-        replaced the stream in between.
+        The weight of a norm that is recomputed by itself is left out, and so is the next layer's norm: that layer reads
+        it if something has replaced the stream in between.
         """
         in_one_pass = _in_one_pass(self.pre_mlp_layernorm, self.recompute_pre_mlp_layernorm)
         norms = (self.pre_mlp_layernorm.weight,) if in_one_pass else ()
@@ -161,7 +166,9 @@ class ZayaTransformerLayer(TransformerLayer):
         )
 
     def _begin(self, hidden_states: Tensor):
-        """The stream, its norm and what to call on attention's result (see `_norm`), where no layer before has done it."""
+        """Return the stream, its norm and the function to call on attention's result (see `_norm`), if the layer before
+        has not.
+        """
         norm, recompute = self.input_layernorm, self.recompute_input_layernorm
         if self.input_affine is not None:
             if _in_one_pass(norm, recompute):
@@ -171,10 +178,11 @@ class ZayaTransformerLayer(TransformerLayer):
 
 
 def link_layers(layers: Sequence[ZayaTransformerLayer], config: ZayaConfig) -> None:
-    """Let each of a stage's layers apply the next one's input norm with its own last merge. Names of parameters stay.
+    """Let each of a stage's layers apply the next one's input norm with its own last merge. Parameter names do not
+    change.
 
-    Not where that norm is computed again by itself, nor at the end of what full recomputation runs as one: only tensors
-    cross its border with their gradients, and a normed stream would be kept where recomputation keeps nothing but the stream.
+    A layer is not linked if the next norm is recomputed by itself, nor at the end of a unit of full recomputation: only
+    plain tensors carry gradients across that border, and the normed stream would be kept beside the stream.
     """
     for index, (layer, following) in enumerate(pairwise(layers)):
         norm = following.input_layernorm
@@ -183,16 +191,18 @@ def link_layers(layers: Sequence[ZayaTransformerLayer], config: ZayaConfig) -> N
 
 
 def _ends_recomputed_part(config: ZayaConfig, index: int) -> bool:
-    """Whether Megatron's block stops recomputing as one unit behind this layer of the stage, counted from 0."""
+    """Return whether a unit of full recomputation ends behind layer `index` of the stage, counted from 0."""
     if config.recompute_granularity != "full":
         return False
     if config.recompute_method == "uniform":
         return (index + 1) % config.recompute_num_layers == 0
-    return index < config.recompute_num_layers  # block: each of the first ones by itself, the rest never
+    return (
+        index < config.recompute_num_layers
+    )  # block: each of the first layers is a unit, the others are not recomputed
 
 
 def _received(context: Tensor | Handover | None, stream: Tensor) -> tuple[Tensor | None, Tensor | None]:
-    """The previous layer's router state, and the normed stream unless something has replaced the stream since."""
+    """Return the previous layer's router state, and the normed stream unless something has replaced the stream since."""
     if not isinstance(context, Handover):
         return context, None
     assert context.normed.requires_grad or not stream.requires_grad, (
@@ -206,21 +216,21 @@ def _in_one_pass(norm, recompute: bool) -> bool:
 
 
 def _keep(output: Tensor) -> None:
-    """In place of a checkpoint's discarding, where the normed tensor stays."""
+    """Do nothing; takes the place of a checkpoint's discard function where the normed tensor is kept."""
 
 
 def _norm(norm, x: Tensor, recompute: bool):
-    """Normed x in the weight's dtype, and what to call on the result of the module that consumed it.
+    """Return normed x in the weight's dtype, and the function to call on the result of the module that consumed it.
 
-    With `recompute` the normed tensor is freed by that call and computed again when the backward pass reaches there.
+    With `recompute` that call frees the normed tensor, and the backward pass computes it again.
     """
 
     def run(x):
-        # Transformer Engine's norm may answer in the dtype of the stream.
+        # Transformer Engine's norm may return the dtype of the stream.
         return norm(x).to(norm.weight.dtype)
 
     if not recompute:
         return run(x), _keep
-    # None is how it spells "no fp8"; its default of False would ask for Transformer Engine.
+    # None means no fp8; the default False would require Transformer Engine.
     checkpoint = tensor_parallel.CheckpointWithoutOutput(fp8=None)
     return checkpoint.checkpoint(run, x), checkpoint.discard_output_and_register_recompute

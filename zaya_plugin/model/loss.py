@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The whole model: Megatron's GPTModel with ZAYA's head, loss and RoPE.
 
-Megatron's loss makes an fp32 copy of all logits; with 262,272 classes that copy is the largest tensor of a step. Here the logits of
-a chunk of tokens exist at a time.
+Megatron's loss makes an fp32 copy of all logits; with 262,272 classes that copy is the largest tensor of a step. Here
+only the logits of one chunk of tokens exist at a time.
 """
 
 from __future__ import annotations
@@ -10,6 +10,8 @@ from __future__ import annotations
 from megatron.core.models.gpt import GPTModel
 from torch import Tensor
 
+from zaya_plugin.model.config import ZayaConfig
+from zaya_plugin.model.layer import link_layers
 from zaya_plugin.model.parameter_gather import gathered
 from zaya_plugin.model.rotary import ZayaRotaryEmbedding
 from zaya_plugin.model.tied_head import MainGradEmbedding, head_losses
@@ -17,24 +19,27 @@ from zaya_plugin.parallel.packed_documents import PackedDocuments
 
 
 class ZayaGPTModel(GPTModel):
-    """GPTModel whose head and loss are `hip_ops.linear_cross_entropy`, and whose RoPE counts from the start of a sequence or, in
-    packed documents, of a document.
+    """GPTModel whose head and loss are `hip_ops.linear_cross_entropy`, and whose RoPE counts from the start of a
+    sequence or, in packed documents, of a document.
 
-    A `loss_mask` given to the model in training is a promise that the loss is the sum of losses * loss_mask (`promised_gradient`).
+    A `loss_mask` given to the model in training is a promise that the loss is the sum of losses * loss_mask
+    (`promised_gradient`).
     """
 
-    def __init__(self, config, *args, rotary_percent: float, rotary_base: int, **kwargs):
-        super().__init__(config, *args, rotary_percent=rotary_percent, rotary_base=rotary_base, **kwargs)
-        self.rotary_pos_emb = ZayaRotaryEmbedding(
-            config.kv_channels,
-            rotary_percent,
-            rotary_base=rotary_base,
-            order=config.context_parallel_order,
-            use_cpu_initialization=config.use_cpu_initialization,
-            cp_group=self.pg_collection.cp,
-        )
-        if self.pre_process:
-            MainGradEmbedding.take_over(self.embedding.word_embeddings, announces=not self.post_process)
+    @classmethod
+    def take_over(cls, model: GPTModel, config: ZayaConfig) -> None:
+        """Make `model`, which holds our layers, a ZayaGPTModel; its parameters, their names and DDP's hooks stay.
+
+        `config` is that of the layers: a host's own configuration lacks our fields. A ZayaGPTModel stays as it is.
+        """
+        if isinstance(model, cls):
+            return
+        model.__class__, model.z_loss = cls, config.z_loss
+        model.rotary_pos_emb.__class__ = ZayaRotaryEmbedding
+        model.rotary_pos_emb.order = config.context_parallel_order
+        if model.pre_process:
+            MainGradEmbedding.take_over(model.embedding.word_embeddings, announces=not model.post_process)
+        link_layers(model.decoder.layers, config)
 
     def _preprocess(self, *args, packed_seq_params=None, **kwargs):
         prepared = super()._preprocess(*args, packed_seq_params=packed_seq_params, **kwargs)
@@ -44,9 +49,10 @@ class ZayaGPTModel(GPTModel):
         return decoder_input, self.rotary_pos_emb.of_documents(packed_seq_params), *rest
 
     def promised_gradient(self, loss_mask: Tensor | None) -> Tensor | None:
-        """The gradient [b, s] that the losses are going to get, None if it is not known before.
+        """Return the gradient [b, s] that the losses will get; None if it is not known in advance.
 
-        With calculate_per_token_loss the loss is the masked sum, divided by the number of tokens only after the backward pass.
+        With calculate_per_token_loss the loss is the masked sum, divided by the number of tokens only after the
+        backward pass.
         """
         config = self.config
         return loss_mask if self.training and config.calculate_per_token_loss and not config.fp16 else None
@@ -66,5 +72,5 @@ class ZayaGPTModel(GPTModel):
             self.promised_gradient(loss_mask),
             sequence_parallel=self.config.sequence_parallel,
             group=self.pg_collection.tp,
-            z_loss=self.config.z_loss if self.training else 0.0,
+            z_loss=self.z_loss if self.training else 0.0,
         )

@@ -2,9 +2,9 @@
 """ZAYA1's mixture of experts: route, sort tokens by expert, run the experts, put tokens back. Dropless, top-1.
 
 The router state comes in as an argument and goes out as a return value and is never kept on the module, so that
-activation recomputation and pipeline stages see it. Where a rank holds all experts, its tokens are sorted and stay;
-under expert parallelism they travel (`parallel.token_dispatch`), also those of other tensor-parallel ranks, each of which
-has its own part of the sequence.
+activation recomputation and pipeline stages see it. A rank that holds all experts sorts its own tokens. Under expert
+parallelism tokens are exchanged (`parallel.token_dispatch`), also between tensor-parallel ranks, each of which routes
+its own part of the sequence.
 """
 
 from __future__ import annotations
@@ -68,8 +68,8 @@ class ZayaMoELayer(MegatronModule):
     ) -> tuple[Tensor, Tensor | None]:
         """hidden_states [s, b, h] normed, router_state [s, b, r] -> output [s, b, h], next router state [s, b, r].
 
-        s is this rank's part of the sequence; forced_expert_ids int64 [s, b], as in ZayaRouter, is cut likewise. The state
-        is None where the model has no averaging.
+        s is this rank's part of the sequence; forced_expert_ids int64 [s, b], as in ZayaRouter, is cut likewise. The
+        state is None where the model has no averaging.
         """
         if self.recompute and self.training:
             return tensor_parallel.checkpoint(self._forward, False, hidden_states, router_state, forced_expert_ids)
@@ -93,15 +93,17 @@ class ZayaMoELayer(MegatronModule):
         return output.view_as(hidden_states), router_state if self.config.router_eda else None
 
     def _local(self, tokens: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
-        """All experts are on this rank. tokens [T, h], weights [T], ids [T] -> [T, h]; padding rows are not moved."""
+        """Run the experts where all are on this rank. tokens [T, h], weights [T], ids [T] -> [T, h]; padding rows are
+        not moved.
+        """
         order = hip_ops.sort_by_expert(ids, self.num_experts)
         rows, row_weights = hip_ops.permute_to_experts(tokens, order, weights)
         again = self._rows_again(lambda: hip_ops.permute_to_experts(tokens.detach(), order)[0])
         return hip_ops.unpermute_from_experts(self.experts(rows, row_weights, order.offsets, *again), order)
 
     def _rows_again(self, permute: Callable[[], Tensor]) -> tuple:
-        """What the experts get besides, with "permute" among recompute_modules: how to sort the rows again, which are then not kept.
+        """Return (permute,), the function that sorts the rows again, with "permute" among recompute_modules, else ().
 
-        What they are sorted from, the router keeps in any case.
+        With it the sorted rows are not saved; the router saves the tokens that they are sorted from in any case.
         """
         return (permute,) if self.recompute_rows and self.training else ()

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Learned affines on the residual stream: one on the embedding, one pair at each merge. The scale comes after the bias.
 
-The report's equation 6 (arXiv 2605.05365) adds the bias after the scale; the same functions, but other parameters. The
-released weights are stored for the form used here.
+The report's equation 6 (arXiv 2605.05365) adds the bias after the scale: the same functions with other parameter
+values. The released weights are stored for the form used here.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from zaya_plugin.model.small_gradients import Read, as_it_is
 
 
 class ResidualScaling(nn.Module):
-    """Merge of a sublayer's output into the stream, transformers `ZayaResidualScaling`. Starts as plain sum."""
+    """Merge of a sublayer's output into the stream, transformers `ZayaResidualScaling`. It starts as a plain sum."""
 
     def __init__(self, config: TransformerConfig):
         super().__init__()
@@ -34,13 +34,15 @@ class ResidualScaling(nn.Module):
         return self.output_bias, self.output_scale, self.residual_bias, self.residual_scale
 
     def forward(self, output: Tensor, residual: Tensor, read: Read = as_it_is) -> Tensor:
-        """output [s, b, h], residual [s, b, h] -> new stream [s, b, h] in residual's dtype. Parameters are used through `read`."""
+        """output [s, b, h], residual [s, b, h] -> new stream [s, b, h] in residual's dtype. Parameters are used through
+        `read`.
+        """
         return hip_ops.scale_residual(output, residual, *map(read, self.vectors()))
 
     def merge_and_norm(
         self, output: Tensor, residual: Tensor, norm: ZayaRMSNorm, read: Read = as_it_is
     ) -> tuple[Tensor, Tensor]:
-        """The new stream and `norm` of it. Neither module is called."""
+        """Return the new stream and its norm. Neither module is called, so both are gathered here."""
         gathered(self)
         gathered(norm)
         vectors = map(read, (*self.vectors(), norm.weight))
@@ -62,11 +64,12 @@ class InputAffine(nn.Module):
         return hip_ops.affine(embedding, self.bias, self.scale, self._dtype(embedding))
 
     def affine_and_norm(self, embedding: Tensor, norm: ZayaRMSNorm) -> tuple[Tensor, Tensor]:
-        """The same stream and `norm` of it. Neither module is called."""
+        """Return the same stream and its norm. Neither module is called, so both are gathered here."""
         gathered(self)
         gathered(norm)
         return hip_ops.affine_rms_norm(embedding, self.bias, self.scale, norm.weight, norm.eps, self._dtype(embedding))
 
     def _dtype(self, embedding: Tensor) -> torch.dtype:
-        # By the parameters: Megatron's embedding is fp32 here whatever the model, of which the stream would lose half of fp64's digits.
+        # From the parameters: with an fp32 residual Megatron's embedding returns fp32 in every model, and an fp64 model
+        # would lose precision.
         return hip_ops.wide(self.bias.dtype) if self.in_fp32 else embedding.dtype

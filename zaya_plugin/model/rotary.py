@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""RoPE angles by a token's place: in the sequence, whatever part of it this rank holds, or in its own document."""
+"""RoPE angles by a token's position in the whole sequence, of which this rank may hold a part, or in its own document."""
 
 from __future__ import annotations
 
@@ -12,19 +12,17 @@ from zaya_plugin.parallel.packed_documents import PackedDocuments
 
 
 class ZayaRotaryEmbedding(RotaryEmbedding):
-    """Megatron's RotaryEmbedding, which knows the zig-zag order alone, for any order. `order` as ContextShard."""
+    """Megatron's RotaryEmbedding for any `order` of ContextShard; Megatron's own supports zig-zag only."""
 
-    def __init__(self, *args, order: str, **kwargs):
-        super().__init__(*args, **kwargs)
-        self.order = order
+    order: str
 
     def forward(self, max_seq_len: int, offset: int = 0, packed_seq: bool = False, cp_group=None) -> Tensor:
-        """Angles [s, 1, 1, r] in radians of this rank's rows in a sequence of max_seq_len tokens."""
+        """Return angles [s, 1, 1, r] in radians of this rank's rows in a sequence of max_seq_len tokens."""
         group = self.cp_group if cp_group is None else cp_group
         angles = self.get_emb(max_seq_len, offset)
         return angles if group is None else ContextShard.of(group, self.order).take(angles, 0)
 
     def of_documents(self, packed: PackedDocuments) -> Tensor:
-        """Angles [s, b, 1, r] in radians, counted from the start of each row's document (arXiv 2104.09864)."""
+        """Return angles [s, b, 1, r] in radians, counted from the start of each row's document (arXiv 2104.09864)."""
         angles = packed.positions.unsqueeze(-1) * self.inv_freq.to(packed.positions.device)
         return torch.cat((angles, angles), dim=-1).unsqueeze(2)

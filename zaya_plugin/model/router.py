@@ -8,6 +8,8 @@ be scored, whose tokens skip the MoE; the routing weight is the probability as i
 
 from __future__ import annotations
 
+import warnings
+
 import torch
 from torch import Tensor, nn
 
@@ -22,10 +24,11 @@ from zaya_plugin.model.shared_input import input_and_linear
 
 
 class RouterMLP(torch.autograd.Function):
-    """`hip_ops.router_mlp` with gradients: its arguments -> state, weights, ids and statistics, of which the last two have none.
+    """`hip_ops.router_mlp` with gradients: its arguments -> state, weights, ids and statistics; ids and statistics have
+    no gradient.
 
-    Kept for the backward pass: the state, which the next layer keeps too, both hidden layers before their GELU, the logits and the
-    choice. Gradients of all parameters go straight into `main_grad` where there is one.
+    Kept for the backward pass: the state, which the next layer keeps too, both hidden layers before their GELU, the
+    logits and the choice. Gradients of all parameters go straight into `main_grad` where there is one.
     """
 
     @staticmethod
@@ -104,14 +107,50 @@ class RouterMLP(torch.autograd.Function):
 
 @hip_ops.formula
 def count(tokens_per_expert: Tensor, router_entropy_sum: Tensor, statistics: Tensor) -> None:
-    """Adds `statistics` of hip_ops.router_mlp to the two buffers."""
+    """Add `statistics` of hip_ops.router_mlp to the two buffers."""
     counts = statistics[:-1]
     tokens_per_expert[: len(counts)].add_(counts.to(tokens_per_expert.dtype))
     router_entropy_sum.add_(statistics[-1])
 
 
+class StepsWithoutBalancing:
+    """Count a router's training steps since its last balancing, and warn at the second one, once a process.
+
+    A step is over when a backward pass has reached the router and its gradient is gone at the next forward pass. This
+    reads no device memory.
+    """
+
+    warned = False
+
+    def __init__(self):
+        self.steps, self.backward_ran = 0, False
+
+    def forward_begins(self, weight: Tensor) -> None:
+        """weight: a matrix of the router; DDP keeps its gradient in `main_grad` and marks that in
+        `grad_added_to_main_grad`.
+        """
+        kept = weight.grad is not None or getattr(weight, "grad_added_to_main_grad", False)
+        if kept or not self.backward_ran:
+            return
+        self.steps, self.backward_ran = self.steps + 1, False
+        if self.steps == 2 and not StepsWithoutBalancing.warned:
+            StepsWithoutBalancing.warned = True
+            warnings.warn(
+                "the experts were not balanced in two training steps; without balancing a few experts get most tokens. Call "
+                "zaya_plugin.balance_experts([model]) in every step after the backward passes, or use zaya_plugin.muon_optimizer, whose "
+                "step() balances",
+                stacklevel=2,
+            )
+
+    def backward_begins(self, _: Tensor) -> None:
+        """Hook of a tensor that the router returned."""
+        self.backward_ran = True
+
+
 class RouterLinear(nn.Module):
-    """Weight and bias of a linear layer, replicated on every rank, created by Megatron's rules; `hip_ops.router_mlp` applies them."""
+    """Weight and bias of a linear layer, replicated on every rank, created by Megatron's rules; `hip_ops.router_mlp`
+    applies them.
+    """
 
     def __init__(self, config: ZayaConfig, input_size: int, output_size: int, bias: bool = True):
         super().__init__()
@@ -162,14 +201,23 @@ class ZayaRouter(Float32BuffersMixin, nn.Module):
         self.register_buffer("balancing_step", zeros((), torch.int64))
         self.register_buffer("tokens_per_expert", zeros(entries, torch.int64), persistent=False)
         self.register_buffer("router_entropy_sum", zeros((), torch.float32), persistent=False)
+        self.steps = StepsWithoutBalancing()
 
     def set_layer_number(self, layer_number: int) -> None:
-        """Drop gamma in layer 1, which has no state to take over; the released weights have none there either."""
+        """Drop gamma in layer 1, which receives no state; the released weights have none there either."""
         if layer_number == 1:
             self.router_states_scale = None
 
+    def reset_counts(self) -> None:
+        """Start the counts of the next step; called by `optim.balancing`."""
+        self.tokens_per_expert.zero_()
+        self.router_entropy_sum.zero_()
+        self.steps = StepsWithoutBalancing()
+
     def project(self, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
-        """hidden_states [s, b, h] for the experts, and the down projection [s, b, r] for `forward`, by `input_and_linear`, whose text says when."""
+        """Return hidden_states [s, b, h] for the experts and the down projection [s, b, r] for `forward`; see
+        `input_and_linear` for its conditions.
+        """
         return input_and_linear(hidden_states, gathered(self.down_proj).weight)
 
     def forward(
@@ -182,8 +230,8 @@ class ZayaRouter(Float32BuffersMixin, nn.Module):
         """Route tokens.
 
         Args: hidden_states [s, b, h], normed; router_state [s, b, r] of the previous layer, None in the first;
-        forced_expert_ids int64 [s, b], negative where the router is free (replay of a given routing); projected [s, b, r], what
-        `project` made of hidden_states, which then are not read.
+        forced_expert_ids int64 [s, b], negative where the router is free (replay of a given routing); projected [s, b,
+        r], the down projection by `project`; hidden_states are not read then.
         Returns: weights [s, b], 0 where the skip class won and skip_output is zero; class ids int64 [s, b]; this
         layer's router state [s, b, r], after the averaging and before the norm.
         """
@@ -214,6 +262,9 @@ class ZayaRouter(Float32BuffersMixin, nn.Module):
             unweighted,
         )
         if self.training and torch.is_grad_enabled():
+            if down_proj.weight.requires_grad:
+                self.steps.forward_begins(down_proj.weight)
+                weights.register_hook(self.steps.backward_begins)
             with torch.no_grad():
                 count(self.tokens_per_expert, self.router_entropy_sum, statistics)
         rows = projected.shape[:2]

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A linear layer that reads what something else reads too: its product adds its gradient of the input to the other reader's.
+"""A linear layer whose input has one other reader: its backward product adds to the other reader's gradient of the
+input.
 
-Autograd's way is a product that is stored, and a pass that reads both gradients and writes their sum.
+Autograd would store the product, and another pass would read both gradients and write their sum.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ from hip_ops.runtime.main_grad import add_product, main_grad_linear
 class InputAndLinear(torch.autograd.Function):
     """x [..., in] and weight [out, in] -> x again, for the other reader, and x W^T.
 
-    The gradient of the first result is overwritten: by then nobody else may hold that tensor. Autograd cannot tell; see `input_and_linear`.
+    The gradient of the first result is overwritten, so no other code may hold that tensor. Autograd does not check
+    this; see `input_and_linear`.
     """
 
     @staticmethod
@@ -39,17 +41,18 @@ class InputAndLinear(torch.autograd.Function):
         if grad_x.is_contiguous() and not grad_x.requires_grad:
             into = grad_x.view(-1, grad_x.shape[-1])
             torch.addmm(into, rows, weight, out=into)
-        else:  # a graph of the backward pass hangs on it, or it is some tensor spread out
+        else:  # it belongs to a graph of the backward pass, or it is an expanded tensor
             grad_x = grad_x + grad @ weight
         return grad_x, grad_weight
 
 
 def input_and_linear(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-    """x for its other reader, and F.linear(x, weight), whose gradients go to `main_grad` and into the other reader's gradient of x.
+    """Return x for its other reader and F.linear(x, weight), whose gradients go to `main_grad` and into the other
+    reader's gradient of x.
 
-    Right only where the other reader is one function whose backward makes a tensor of its own (a gather of rows does; an addition, which hands one
-    tensor to both its sides, does not), directly or behind views, and nothing but these sees the first result: no hook, no second use, no caller.
-    Not differentiable twice.
+    Conditions: the other reader is one function, directly or behind views; its backward allocates the gradient (a
+    gather of rows does; an addition, which returns one tensor for both operands, does not); the first result has no
+    other use: no hook, no second reader, no return to a caller. Not differentiable twice.
     """
     if not (torch.is_grad_enabled() and x.requires_grad):
         return x, main_grad_linear(x, weight)

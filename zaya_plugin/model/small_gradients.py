@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Gradients of a layer's vectors, added to Megatron's main gradients together.
 
-DDP's hook adds each gradient by a kernel of its own: a dozen a layer and micro-batch that take 3 us each on an H200 whatever their size,
-and the host's time for as many calls. Here the layer reads its vectors through one autograd function, whose backward pass runs when the last
-of their gradients has come, and adds them all in two launches. The sums are DDP's, each in the same order: the same bits.
+DDP's hook adds each gradient with a kernel of its own: a dozen launches a layer and micro-batch, 3 us each on an H200
+at any size, plus the host's time. Here the layer reads its vectors through one autograd function, whose backward pass
+runs when all their gradients have arrived and adds them in two launches. Each sum has DDP's order, so the bits are the
+same.
 """
 
 from __future__ import annotations
@@ -20,12 +21,14 @@ Read = Callable[[Tensor], Tensor]
 
 
 def as_it_is(parameter: Tensor) -> Tensor:
-    """The `Read` that leaves a parameter's gradient to autograd."""
+    """Return the parameter itself: the `Read` that leaves its gradient to autograd."""
     return parameter
 
 
 class ReadTogether(torch.autograd.Function):
-    """Parameters as they are, sharing their memory. What gradients come are added to `main_grad`; DDP is told."""
+    """Return the parameters, sharing their memory. The backward pass adds the gradients that arrive to `main_grad` and
+    marks that for DDP.
+    """
 
     @staticmethod
     def forward(ctx, *parameters):
@@ -47,10 +50,12 @@ class ReadTogether(torch.autograd.Function):
 
 
 def add_together_(totals: Sequence[Tensor], parts: Sequence[Tensor]) -> None:
-    """totals[i] += parts[i], all parts in one dtype. Two launches on an accelerator, one where the totals have that dtype too."""
+    """Compute totals[i] += parts[i], all parts in one dtype. Two launches on an accelerator, one where the totals have
+    that dtype too.
+    """
     parts, wide_dtype = [part.contiguous() for part in parts], torch.promote_types(parts[0].dtype, totals[0].dtype)
     if parts[0].dtype != wide_dtype:
-        # Tensors of two dtypes torch adds one by one; it converts them together.
+        # torch adds tensors of two dtypes one by one, but converts them together.
         wide = _unflatten_dense_tensors(
             parts[0].new_empty(sum(part.numel() for part in parts), dtype=wide_dtype), parts
         )
@@ -60,11 +65,13 @@ def add_together_(totals: Sequence[Tensor], parts: Sequence[Tensor]) -> None:
 
 
 def read_together(parameters: Iterable[Tensor]) -> Read:
-    """How to read `parameters`: a function that gives for each what to compute with, and for any other tensor that tensor.
+    """Return a function that maps each of `parameters` to the tensor to compute with, and any other tensor to itself.
 
-    A parameter without a main gradient, or that gets no gradient, it gives as it is. The others may be used through it as often as you like,
-    but in no other way, as DDP drops what else autograd brings, and not inside a part of the model that is recomputed by itself: its backward
-    pass, a pass within the other, would find some of the gradients only. Not for matrices: one block of threads adds up to 65,536 elements.
+    A parameter without a main gradient, or that needs no gradient, is mapped to itself. The others may be used through
+    the function any number of times but not directly, since DDP drops gradients that reach them otherwise. They may not
+    be used inside a part of the model that is
+    recomputed by itself: its backward pass runs within the other one and would find only some of the gradients. Not for
+    matrices: one block of threads adds up to 65,536 elements.
     """
     if not torch.is_grad_enabled():
         return as_it_is

@@ -1,17 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """Module specs: which classes make up a ZAYA1 layer and block.
 
-`zaya_layer_spec` is for `--spec zaya_plugin.model.spec zaya_layer_spec`, which takes the object by its name before any
-configuration exists; its layer picks local or Transformer Engine parts when it is built. That host puts its own final
-norm behind the layers; `zaya_block_spec` brings ours, which reads the fp32 stream.
+`zaya_block_spec` is the one to use: it brings our final norm, which reads the fp32 residual stream.
+`get_zaya_layer_spec` leaves the final norm to Megatron's block.
 """
 
 from __future__ import annotations
 
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
-from megatron.core.transformer import ModuleSpec, TransformerConfig
+from megatron.core.transformer import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 
+from zaya_plugin.errors import mistake
 from zaya_plugin.model.attention import ZayaAttentionSubmodules, ZayaSelfAttention
 from zaya_plugin.model.config import ZayaConfig
 from zaya_plugin.model.core_attention import ZayaCoreAttention
@@ -29,15 +29,19 @@ def local_submodules() -> ZayaLayerSubmodules:
 
 
 def transformer_engine_submodules() -> ZayaLayerSubmodules:
-    """Layer parts on Transformer Engine through Megatron's wrappers; raises ValueError where it is not installed.
+    """Layer parts on Transformer Engine through Megatron's wrappers; raises ValueError if it is not installed.
 
     Experts fall back to the local grouped GEMM with a Transformer Engine that has no grouped linear (before 1.9).
     """
     from megatron.core.extensions import transformer_engine as te
 
     if not te.HAVE_TE:
-        raise ValueError(
-            "transformer_impl='transformer_engine': Transformer Engine is not installed; set transformer_impl='local'"
+        raise mistake(
+            "transformer_impl",
+            "transformer_engine",
+            problem="Transformer Engine is not installed",
+            allowed="local",
+            fix="cluster.transformer_impl=local",
         )
     experts = ModuleSpec(module=GroupedExperts)
     if te.TEColumnParallelGroupedLinear is not None:
@@ -64,34 +68,32 @@ def zaya_layer_submodules(config: ZayaConfig) -> ZayaLayerSubmodules:
 
 
 def get_zaya_layer_spec(config: ZayaConfig) -> ModuleSpec:
-    """Spec of one layer for a known configuration."""
-    return ModuleSpec(module=ZayaTransformerLayer, submodules=zaya_layer_submodules(config))
+    """Spec of one layer, for a GPTModel whose block puts Megatron's own final norm behind the layers.
+
+    That norm and the head take no fp32 stream, so the last layer rounds the stream to params_dtype: equal to
+    `zaya_block_spec` in fp32, a bf16 rounding apart in bf16.
+    """
+    return ModuleSpec(
+        module=ZayaTransformerLayer, submodules=zaya_layer_submodules(config), params={"cast_output": True}
+    )
 
 
 def zaya_block_spec(config: ZayaConfig, vp_stage: int | None = None) -> TransformerBlockSubmodules:
-    """The layers of this pipeline stage and the final norm, which the block builds on the last stage alone; for GPTModel's
-    transformer_layer_spec. vp_stage: virtual stage, None without interleaving.
+    """Spec of this pipeline stage's layers and of the final norm, for GPTModel's transformer_layer_spec.
 
-    Raises ValueError where a stage would have no layer, since the router state would not pass it.
+    The block builds the final norm on the last stage only. vp_stage: virtual stage, None without interleaving. Raises
+    ValueError if a stage would have no layer, since the router state could not pass it.
     """
     layers = config.num_layers
     if config.pipeline_model_parallel_size > 1:
         layers = get_num_layers_to_build(config, vp_stage)
         if layers == 0:
-            raise ValueError(
-                f"num_layers={config.num_layers} over pipeline_model_parallel_size={config.pipeline_model_parallel_size} "
-                "leaves a stage without layers; every stage takes at least one"
+            raise mistake(
+                "num_layers",
+                config.num_layers,
+                problem=f"pipeline_model_parallel_size={config.pipeline_model_parallel_size} leaves a stage without layers",
+                allowed="at least one layer a stage",
+                fix="a smaller parallel.pipeline_model_parallel_size",
             )
-    return TransformerBlockSubmodules(layer_specs=[get_zaya_layer_spec(config)] * layers, layer_norm=ZayaRMSNorm)
-
-
-class _SelfConfiguringLayer(ZayaTransformerLayer):
-    """Layer that makes a ZayaConfig of the host's configuration and chooses its own parts."""
-
-    def __init__(self, config: TransformerConfig, **kwargs):
-        config = ZayaConfig.from_transformer_config(config)
-        # The block's own final norm answers in the stream's dtype and the head wants the weights' dtype.
-        super().__init__(config, zaya_layer_submodules(config), cast_output=True, **kwargs)
-
-
-zaya_layer_spec = ModuleSpec(module=_SelfConfiguringLayer)
+    layer = ModuleSpec(module=ZayaTransformerLayer, submodules=zaya_layer_submodules(config))
+    return TransformerBlockSubmodules(layer_specs=[layer] * layers, layer_norm=ZayaRMSNorm)

@@ -18,7 +18,7 @@ from zaya_plugin.model.experts import expert_sharded_state_dict, mark_block, red
 
 
 class TEGroupedExperts(MegatronModule):
-    """Same interface, parameter names and checkpoint keys as GroupedExperts.
+    """Experts with the interface, parameter names and checkpoint keys of GroupedExperts.
 
     Args: num_local_experts, config, the two wrapper classes (Megatron's TEColumnParallelGroupedLinear and
     TERowParallelGroupedLinear or anything with their signatures) and pg_collection.

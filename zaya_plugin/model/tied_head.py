@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Head and loss in one operator, and the tied embedding's gradient without a dense copy of it.
 
-The vocabulary's matrix is 1 GB in bf16 and used twice. Autograd's way is a dense gradient from each use, their sum, and a pass that adds it to the
-fp32 main gradient. Here head and embedding add to the main gradient themselves, the one by its matrix product and the other row by row, and
-DDP's hook, which waits for both, finds that all is done.
+The vocabulary's matrix is 1 GB in bf16 and used twice. Autograd would make a dense gradient for each use, their sum,
+and a pass that adds it to the fp32 main gradient. Here the head's matrix product and the embedding's rows are added to
+the main gradient directly. DDP's hook, which waits for both uses, then adds nothing.
 """
 
 from __future__ import annotations
@@ -23,7 +23,9 @@ from hip_ops.runtime.main_grad import handed_over, main_grad_of
 
 
 class Announced(torch.autograd.Function):
-    """A weight as it is, for users that add to its main gradient: once they have, DDP is told, and its hook has something to run for."""
+    """Return the weight, for readers that add to its main gradient themselves; the backward pass marks that for DDP and
+    lets its hook run.
+    """
 
     @staticmethod
     def forward(ctx, weight):
@@ -38,7 +40,9 @@ class Announced(torch.autograd.Function):
 
 
 class EmbeddingRows(torch.autograd.Function):
-    """weight[ids], with `cut` zeros for ids outside of it. The gradient's rows are added to `main_grad`, where there is one."""
+    """Return weight[ids], with `cut` zeros for ids outside of it. The gradient's rows are added to `main_grad` if there
+    is one.
+    """
 
     @staticmethod
     def forward(ctx, ids, weight, cut, announces):
@@ -63,16 +67,18 @@ class EmbeddingRows(torch.autograd.Function):
 
 
 class MainGradEmbedding(VocabParallelEmbedding):
-    """Megatron's embedding with the gradient above. announces: whether no head on this stage does it."""
+    """Megatron's embedding with the gradient above. announces: mark the gradient for DDP; False where a head on this
+    stage does.
+    """
 
     announces = True
 
     @classmethod
     def take_over(cls, embedding: VocabParallelEmbedding, announces: bool) -> None:
-        """Makes `embedding` one, its parameter and its hooks as they are."""
+        """Make `embedding` a MainGradEmbedding; its parameter and its hooks stay."""
         assert type(embedding) is VocabParallelEmbedding, type(embedding)
         embedding.__class__, embedding.announces = cls, announces
-        # Megatron has DDP add what arrives, as head or embedding would leave something to it
+        # Megatron sets it, so that DDP adds the gradient that its own head and embedding leave; here none is left
         embedding.weight.zero_out_wgrad = False
 
     def forward(self, input_: Tensor) -> Tensor:
@@ -96,7 +102,7 @@ def head_losses(
     group,
     z_loss: float = 0.0,
 ) -> Tensor:
-    """Loss of each token, fp32 [b, s].
+    """Compute the loss of each token, fp32 [b, s].
 
     Args:
         hidden: [s, b, h], with sequence_parallel this rank's rows of it. weight: this rank's rows [V / ranks, h].

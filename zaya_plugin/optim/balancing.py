@@ -71,8 +71,7 @@ def balance_experts(routers, config, group) -> RouterStatistics | None:
     gradient = (counts[:, :num_experts].double() / tokens.clamp_min(1).unsqueeze(-1) - 1 / num_experts).float()
     _adamw_step(routers, gradient, config)
     for router in routers:
-        router.tokens_per_expert.zero_()
-        router.router_entropy_sum.zero_()
+        router.reset_counts()
     return RouterStatistics(counts, (entropy / tokens.clamp_min(1)).float())
 
 

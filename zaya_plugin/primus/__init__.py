@@ -1,2 +1,4 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The launcher script alone: torchrun puts a script's folder first on sys.path, where other modules would hide others' names."""
+"""Only the launcher script: torchrun puts its folder first on sys.path, where other modules here would hide modules of
+the same name.
+"""

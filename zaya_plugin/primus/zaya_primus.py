@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""primus-cli direct --script <this file> -- train pretrain --config <run_dir>/primus.yaml
+"""Start Primus with the stage `zaya_pretrain`.
 
-Primus' own entry, with the stage `zaya_pretrain` registered before it looks for a trainer. The patches of torch come at import and
-outside of main(): processes that write checkpoints are spawned and import this file again.
+    primus-cli direct --script <this file> -- train pretrain --config <run_dir>/primus.yaml
+
+The patches of torch are applied at import and not in main(), because processes that write checkpoints are spawned and
+import this file again.
 """
 
 import os
@@ -11,9 +13,10 @@ from pathlib import Path
 
 
 def experiment_environment(arguments: list[str]) -> dict[str, str]:
-    """The `env` of the experiment that `arguments` name with --config.
+    """Return the `env` of the experiment that `arguments` name with --config.
 
-    Primus sets it too, but later: by then torch has asked for devices, and what the driver reads at its start would be lost.
+    Primus sets these variables too, but after torch has initialised the devices, when the driver has already read its
+    own.
     """
     import yaml
 
@@ -33,7 +36,7 @@ patches.apply_torch()
 
 
 def main() -> None:
-    """Registers the stage, then does what primus/cli/main.py does."""
+    """Register the stage, then run primus/cli/main.py."""
     from primus.cli.main import main as primus
 
     from zaya_plugin.hosts.primus import trainer

@@ -57,7 +57,7 @@ def host_arguments(recipe: Recipe, sources: DataSources) -> dict[str, Any]:
 
 
 def _impossible(recipe: Recipe) -> Iterator[str]:
-    own_data, own_head = "a host that reads its own data", "a host with its own head and loss"
+    own_data, own_configuration = "a host that reads its own data", "a host that makes its own configuration"
     data, parallel, first = recipe.data, recipe.parallel, recipe.handover.first_sample
     modules = parallel.recompute_modules
     for key, value, impossible, host, allowed, fix in (
@@ -65,12 +65,11 @@ def _impossible(recipe: Recipe) -> Iterator[str]:
         ("data.order", data.order, data.order != "megatron", own_data, "megatron", "data.order=megatron"),
         # the host would read again what the previous stage has read
         ("handover.first_sample", first, first, own_data, "0", "give the stage other data than the previous stage"),
-        ("optim.z_loss", recipe.optim.z_loss, recipe.optim.z_loss, own_head, "0", "optim.z_loss=0"),
         (
             "parallel.recompute_granularity",
             parallel.recompute_granularity,
             parallel.recompute_granularity == "auto",
-            f"{own_head}, which the memory plan does not count",
+            own_configuration,
             "null, full, selective",
             "parallel.recompute_granularity=full",
         ),
@@ -78,7 +77,7 @@ def _impossible(recipe: Recipe) -> Iterator[str]:
             "parallel.recompute_modules",
             modules,
             "permute" in modules,
-            "a host that makes its own configuration",
+            own_configuration,
             "core_attn, moe, layernorm",
             "leave permute out",
         ),
@@ -101,7 +100,6 @@ def left_out(recipe: Recipe) -> list[str]:
     notes = {
         "stage.eval_at_start: validation runs after steps only, and each validation reads further samples": recipe.stage.eval_at_start,
         "handover.planned_samples: the order of the data is made for this stage alone": recipe.handover.planned_samples,
-        "linear_cross_entropy: the host has its own head and loss, which keep all logits": True,
         "logger: the host logs; no metrics.jsonl, router statistics or MFU. W&B: --wandb-project and related options": recipe.logger.wandb
         or recipe.logger.tensorboard,
         "parallel.nccl_ub: at the host's own end NCCL may report buffers that are still registered": recipe.parallel.nccl_ub,

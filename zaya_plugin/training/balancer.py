@@ -24,6 +24,10 @@ class Balancer:
     def __call__(self, model, *positional, **named) -> None:
         """Reduce gradients and update the biases. model: this rank's chunks. Other arguments are Megatron's."""
         finalize_model_grads(model, *positional, **named)
+        self.balance(model)
+
+    def balance(self, model) -> None:
+        """Balance the experts of this rank's chunks by the counts of all ranks; once a step, after the backward passes."""
         if self.moe_layers is None:
             found = [m for chunk in model for m in chunk.modules() if isinstance(m, ZayaMoELayer)]
             self.moe_layers = sorted(found, key=lambda layer: layer.layer_number)

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Primus' trainer stage `zaya_pretrain`: its pre-training, with our model, data, loss, optimizers and hand-over.
 
-Primus runs its patches and swallows what fails in them (primus/core/patches/patch_runner.py). Nothing of ours is such a patch: the
-guest moves in when the trainer's train() begins, after them, so that its names are the last ones set and its errors end the run.
+Primus only logs an error in one of its patches (primus/core/patches/patch_runner.py). So the guest is no such patch: it
+is installed when the trainer's train() begins, after Primus' patches. Its replacements come last, and its errors end
+the run.
 """
 
 from __future__ import annotations
@@ -20,12 +21,12 @@ from zaya_plugin.hosts.primus import traps
 from zaya_plugin.patches import hooks
 
 STAGE = "zaya_pretrain"
-# Patches of Primus that failed in this process; primus.core.patches keeps no list.
+# Patches of Primus that failed in this process; Primus itself keeps no list.
 failed_patches: list[str] = []
 
 
 def register() -> None:
-    """Makes the stage known to Primus, and its failed patches to us."""
+    """Register the stage with Primus, and record Primus' failed patches."""
     BackendRegistry.register_trainer_class(ZayaPretrainTrainer, "megatron", STAGE)
 
     def note_and_report(report, message, *positional, **named):
@@ -40,7 +41,7 @@ class ZayaPretrainTrainer(MegatronPretrainTrainer):
     """Pre-training of the recipe that the experiment names in `zaya_recipe`."""
 
     def train(self) -> None:
-        """Checks what Primus made of the experiment, moves in, and trains as Primus does.
+        """Check the arguments that Primus made of the experiment, install the guest, and train as Primus does.
 
         Raises:
             ValueError: see `zaya_plugin.hosts.primus.traps` and `zaya_plugin.hosts.guest`.
@@ -49,7 +50,7 @@ class ZayaPretrainTrainer(MegatronPretrainTrainer):
         path = traps.recipe_path(args)
         check_written_here(path, f"zaya export primus experiment=<name> run_dir={path.parent}, with the same overrides")
         recipe = with_consumed(load_recipe(path))
-        if self.rank == 0:  # with its place in the data, which the stage after this one will ask for
+        if self.rank == 0:  # with its position in the data, which the next stage reads
             save_recipe(recipe, path)
         traps.check(args, recipe, traps.known_keys(), failed_patches)
         patches.apply()
@@ -64,7 +65,7 @@ class ZayaPretrainTrainer(MegatronPretrainTrainer):
             log_rank_0(line)
         try:
             super().train()
-        except SystemExit as left:  # Megatron leaves so on a signal, having saved; Primus would call it a failure
+        except SystemExit as left:  # Megatron exits so on a signal, after a save; Primus would report a failure
             if left.code:
                 raise
 
@@ -89,6 +90,6 @@ class ZayaPretrainTrainer(MegatronPretrainTrainer):
         def provide_datasets(num_samples, vp_stage=None):
             return self.guest.datasets(num_samples, vp_stage)
 
-        # Every rank reads its part itself; without this the ranks wait for each other for ever under tensor parallelism.
+        # Every rank reads its own part; without this the ranks wait for each other for ever under tensor parallelism.
         provide_datasets.is_distributed = True
         return provide_datasets

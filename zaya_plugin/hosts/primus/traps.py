@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What goes wrong in Primus without a word, made into errors that name the key, the value and what is allowed.
+"""Checks for settings that Primus accepts silently and that train another model or lose a checkpoint.
 
-Each was found in Primus v26.5 (commit fd1eeabb). Plain functions over the arguments that Primus made and the recipe; only
+Each was found in Primus v26.5 (commit fd1eeabb). The checks are functions of Primus' arguments and the recipe; only
 `known_keys` imports Primus.
 """
 
@@ -14,53 +14,55 @@ from pathlib import Path
 
 from zaya_plugin.config.arguments import BATCH_ARGUMENTS, OWN_ARGUMENTS
 from zaya_plugin.config.schema import Recipe
+from zaya_plugin.errors import message, mistake
 
 # Keys of ours in an experiment.
 RECIPE_KEY, TOLERATED_KEY = "zaya_recipe", "zaya_tolerated_patches"
 OUR_KEYS = frozenset({RECIPE_KEY, TOLERATED_KEY, "stage", "spec", *OWN_ARGUMENTS, *BATCH_ARGUMENTS})
-# Not of any experiment.
+# Keys that Primus adds itself.
 ADDED_BY_PRIMUS = frozenset({"model", "rank", "world_size", "local_rank"})
 
-# key -> value it must have, and what happens otherwise.
+# key -> the allowed value, and what happens with another one.
 FIXED = {
     "stage": ("zaya_pretrain", "another stage trains another model"),
     "model_type": ("gpt", "other types ignore the trainer's model, data and forward step"),
     "auto_continue_train": (
         False,
-        "nothing reads it since Primus #851; the plugin itself goes on from the newest checkpoint",
+        "no code reads it since Primus #851; the plugin itself resumes from the newest checkpoint",
     ),
     "disable_primus_topk_router": (True, "megatron.moe.primus_topk_router puts another router into every MoE layer"),
-    "use_turbo_grouped_gemm": (
-        False,
-        "it keeps experts as one 3-D tensor, which its Muon passes over and leaves to Adam",
-    ),
+    "use_turbo_grouped_gemm": (False, "it keeps experts as one 3-D tensor, which Primus' Muon leaves to Adam"),
     "moe_router_force_load_balancing": (False, "a benchmark setting: tokens go to experts at random"),
     "mock_data": (False, "a benchmark setting: random tokens"),
     "optimizer": (
         "adam",
-        "the plugin puts its own optimizers where Megatron builds Adam; optim.name of the recipe says which",
+        "the plugin builds its optimizers where Megatron builds Adam; optim.name of the recipe chooses",
     ),
-    "dataloader_type": ("single", "pre_trainer.yaml says cyclic, which shuffles again and has no place to resume at"),
-    "finetune": (False, "pre_trainer.yaml says true, which drops the optimizer's state and the step at every resume"),
+    "dataloader_type": ("single", "pre_trainer.yaml sets cyclic, which shuffles again and cannot resume"),
+    "finetune": (False, "pre_trainer.yaml sets true, which drops the optimizer's state and the step at every resume"),
 }
 
 
 def recipe_path(args) -> Path:
-    """The recipe that the experiment names.
+    """Return the path of the recipe that the experiment names.
 
     Raises:
-        ValueError: none, or no such file.
+        ValueError: it names none, or the file does not exist.
     """
     path = getattr(args, RECIPE_KEY, None)
     if not path or not Path(path).is_file():
-        raise ValueError(
-            f"{RECIPE_KEY} = {path!r}: allowed: a recipe.yaml as `zaya export primus` writes it beside the experiment"
+        raise mistake(
+            RECIPE_KEY,
+            path,
+            problem="no such recipe",
+            allowed="the recipe.yaml that `zaya export primus` writes beside the experiment",
+            fix="zaya export primus experiment=<name> run_dir=<run directory>",
         )
     return Path(path)
 
 
 def known_keys() -> set[str]:
-    """Keys that something reads: Megatron's arguments, the presets of Primus' configs, and ours. Imports Primus."""
+    """Return the keys that are read: Megatron's arguments, the presets of Primus' configs, and ours. Imports Primus."""
     from primus.backends.megatron.argument_builder import _load_megatron_defaults
     from primus.core.config.preset_loader import PresetLoader
 
@@ -70,66 +72,93 @@ def known_keys() -> set[str]:
 
 
 def check(args, recipe: Recipe, known: Collection[str], failed_patches: Collection[str]) -> None:
-    """All checks that need no model; raises one ValueError with everything that is wrong."""
+    """Run all checks that need no model; raise one ValueError that lists all problems."""
     problems = [*fixed_values(args), *unknown_keys(args, known), *failures(failed_patches, args), *places(args, recipe)]
     if problems:
         raise ValueError("\n".join(problems))
 
 
 def fixed_values(args) -> list[str]:
-    """Keys with a value that would train something else."""
+    """Return a message for each key of FIXED that has another value."""
     problems = []
     for key, (allowed, otherwise) in FIXED.items():
         value = getattr(args, key, None)
         if value != allowed and not (not value and not allowed):
-            problems.append(f"{key} = {value!r}: allowed: {allowed!r}; {otherwise}")
+            typed = str(allowed).lower() if isinstance(allowed, bool) else allowed
+            problems.append(
+                message(key, value, problem=otherwise, allowed=typed, fix=f"{key}: {typed} in the experiment")
+            )
     return problems
 
 
 def unknown_keys(args, known: Collection[str]) -> list[str]:
-    """Keys of the experiment or of the command line that nothing reads: Primus hands them on without a word."""
+    """Return a message for each key of the experiment or command line that is not read; Primus accepts such keys
+    silently.
+    """
     problems = []
     for key in sorted(set(vars(args)) - set(known) - ADDED_BY_PRIMUS):
         near = difflib.get_close_matches(key, known, 1)
-        hint = f"; nearest: {near[0]}" if near else ""
-        problems.append(f"{key} = {getattr(args, key)!r}: neither Megatron nor Primus nor the plugin reads it{hint}")
+        problems.append(
+            message(
+                key,
+                getattr(args, key),
+                problem="neither Megatron nor Primus nor the plugin reads it",
+                allowed=f"{near[0]} is the nearest known key" if near else "",
+                fix=f"remove {key}",
+            )
+        )
     return problems
 
 
 def failures(failed_patches: Collection[str], args) -> list[str]:
-    """Patches of Primus that failed and that the experiment does not tolerate by name."""
+    """Return a message for each failed patch of Primus that the experiment does not tolerate by name."""
     tolerated = getattr(args, TOLERATED_KEY, None) or []
     return [
-        f"Primus' patch {name} failed, which Primus only logs: mend it, or name it in {TOLERATED_KEY} if this run can do without"
+        message(
+            TOLERATED_KEY,
+            tolerated,
+            problem=f"Primus' patch {name} failed, which Primus only logs",
+            fix=f"repair the patch, or add {name} to {TOLERATED_KEY} if this run does not need it",
+        )
         for name in dict.fromkeys(failed_patches)
         if name not in tolerated
     ]
 
 
 def places(args, recipe: Recipe) -> list[str]:
-    """Primus saves to <workspace>/<work_group>/<user_name>/<exp_name>/checkpoints, whatever `save` says."""
+    """Return a message if `save` is not the recipe's; Primus makes
+    <workspace>/<work_group>/<user_name>/<exp_name>/checkpoints of four keys.
+    """
     wanted = os.path.join(os.path.abspath(recipe.run_dir), "checkpoints")
     if args.save is None or os.path.abspath(args.save) != wanted:
         return [
-            f"save = {args.save!r}: allowed: {wanted}, where the recipe's run and its hand-overs are. Primus makes it of workspace, "
-            "work_group, user_name and exp_name: leave them as exported, or export with another run_dir"
+            message(
+                "save",
+                args.save,
+                problem="the recipe's run is in another directory; Primus makes `save` of workspace, work_group, user_name and exp_name",
+                allowed=wanted,
+                fix="keep these keys as exported, or export with another run_dir",
+            )
         ]
     return []
 
 
 def check_flops(function) -> None:
-    """Raises ValueError unless Megatron's FLOPs formula is ours: patches of Primus replace it for other models."""
+    """Raise ValueError unless Megatron's FLOPs formula is ours; patches of Primus replace it for other models."""
     from zaya_plugin.patches.megatron_flops import zaya_flops
 
     if function is not zaya_flops:
-        raise ValueError(
-            f"megatron.training.training.num_floating_point_operations is {getattr(function, '__module__', function)}'s: TFLOP/s would be "
-            "of another model. Set PRIMUS_PATCHES to leave that patch out"
+        raise mistake(
+            "megatron.training.training.num_floating_point_operations",
+            problem=f"{getattr(function, '__module__', function)} has replaced it, so the TFLOP/s would be of another model",
+            fix="set PRIMUS_PATCHES to leave that patch out",
         )
 
 
 def check_assignments(model, recipe: Recipe) -> None:
-    """Raises ValueError if experts fell out of Muon: a grouped GEMM may keep them as one tensor of another shape."""
+    """Raise ValueError if AdamW would train experts under optim.name=muon; a grouped GEMM may keep them as one tensor
+    of another shape.
+    """
     if recipe.optim.name != "muon":
         return
     from zaya_plugin.optim.parameter_role import role_of
@@ -137,6 +166,10 @@ def check_assignments(model, recipe: Recipe) -> None:
     given_away = any("optimizer=adamw" in entry.split() for entry in recipe.optim.overrides)
     for name, parameter in model.named_parameters():
         if ".experts." in name and parameter.dim() > 1 and role_of(parameter).matrices is None and not given_away:
-            raise ValueError(
-                f"{name} of shape {tuple(parameter.shape)} would be trained by AdamW: optim.name = muon gives experts to Muon"
+            raise mistake(
+                "optim.name",
+                "muon",
+                problem=f"{name} of shape {tuple(parameter.shape)} would be trained by AdamW",
+                allowed="experts as matrices of their own",
+                fix="use_turbo_grouped_gemm: false",
             )

@@ -1,0 +1,41 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The script of docs/api.md: the page quotes the file, and the file trains on this machine."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+SCRIPT = ROOT / "examples" / "train_three_steps.py"
+# Of one rank in bf16 on a CPU.
+LOSSES = [5.5906, 5.1692, 4.6504]
+
+
+def test_the_page_quotes_the_file():
+    page = (ROOT / "docs" / "api.md").read_text()
+    (quoted,) = re.findall(r"<!-- examples/train_three_steps.py -->\n```python\n(.*?)```\n", page, re.DOTALL)
+    assert "# SPDX-License-Identifier: Apache-2.0\n" + quoted == SCRIPT.read_text()
+    assert len(quoted.splitlines()) < 50
+
+
+@pytest.mark.parametrize(
+    "launcher",
+    [(), pytest.param(("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"), marks=pytest.mark.slow)],
+)
+def test_it_trains(launcher):
+    done = subprocess.run(
+        [sys.executable, *launcher, str(SCRIPT)],
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = [float(loss) for loss in re.findall(r"^step \d: loss (.+)$", done.stdout, re.MULTILINE)]
+    ranks = 2 if launcher else 1
+    assert len(found) == 3 * ranks
+    assert sorted(found, reverse=True)[::ranks] == pytest.approx(LOSSES, abs=0.01)
+    assert "balanced" not in done.stderr, "the optimizer's step balances"

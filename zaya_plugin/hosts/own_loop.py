@@ -1,0 +1,86 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Muon and balancing for a training loop of the user's own on megatron-core; docs/api.md has a script.
+
+`megatron.training` is not imported: such a loop needs only megatron.core.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.utils import unwrap_model
+from torch import nn
+
+from zaya_plugin.config.optimizer_override import Override
+from zaya_plugin.errors import mistake
+from zaya_plugin.optim.balancing import RouterStatistics
+from zaya_plugin.optim.build import muon_factory, tag_parameters
+from zaya_plugin.optim.chained import ChainedMuonAdamW
+from zaya_plugin.optim.muon import MuonSettings
+from zaya_plugin.parallel.layer_groups import group_layers
+from zaya_plugin.training.balancer import Balancer
+
+
+def balance_experts(model_chunks: list[nn.Module]) -> RouterStatistics | None:
+    """Move the experts' biases by the routers' counts of all ranks, and start the counts of the next step.
+
+    Call it on every rank once a step, after the backward passes of all micro-batches. model_chunks: this rank's models,
+    with or without DDP.
+    """
+    balancer = Balancer()
+    balancer.balance(model_chunks)
+    return balancer.statistics
+
+
+def muon_optimizer(
+    config: OptimizerConfig,
+    model_chunks: list[nn.Module],
+    *,
+    overrides: Iterable[str] = (),
+    muon: MuonSettings | None = None,
+    **named,
+) -> ChainedMuonAdamW:
+    """Build Muon for matrices and AdamW for all other parameters, in Megatron's wrappers; `step()` also balances the
+    experts.
+
+    Args:
+        config: Megatron's; optimizer="adam", whose learning rate, weight decay and betas apply. The learning rate is
+            Muon's too.
+        model_chunks: this rank's models as Megatron's DDP wraps them.
+        overrides: entries of `optim.overrides` in a recipe, such as "*.router.* optimizer=adamw lr_mult=0.5".
+        muon: Muon's settings, None for the defaults.
+        named: further arguments of Megatron's get_megatron_optimizer.
+
+    Raises:
+        ValueError: another optimizer in `config`, a model without DDP, or an override that does not fit the model.
+    """
+    if config.optimizer != "adam":
+        raise mistake(
+            "optimizer",
+            config.optimizer,
+            problem="Muon and AdamW are built where Megatron builds its Adam",
+            allowed="adam",
+            fix="OptimizerConfig(optimizer='adam', ...)",
+        )
+    overrides = [Override.parse(entry) for entry in overrides]
+    for chunk in model_chunks:
+        if not hasattr(chunk, "ddp_config"):
+            raise mistake(
+                "model_chunks",
+                type(chunk).__name__,
+                problem="Megatron's optimizers read DDP's gradient buffers",
+                allowed="models under DDP",
+                fix="wrap it in DistributedDataParallel",
+            )
+        tag_parameters(unwrap_model(chunk), overrides)
+    group_layers(model_chunks)
+    optimizer = muon_factory(get_megatron_optimizer, muon or MuonSettings())(config, model_chunks, **named)
+    update, balancer = optimizer.step, Balancer()
+
+    def balance_and_update():
+        balancer.balance(model_chunks)
+        return update()
+
+    optimizer.step = balance_and_update
+    return optimizer
