@@ -16,11 +16,6 @@ from hip_ops.expert_permutation import reference
 from hip_ops.runtime.operator import Operator
 
 MAX_EXPERTS = 256  # of the kernels
-ROWS = """
-    rows     [n, h]  bf16|fp32
-    index    [n]     int32
-    inverse  [n]     int32
-"""
 
 
 class ExpertOrder(NamedTuple):
@@ -50,16 +45,6 @@ def _example_rows(device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor]
     return rows, token_of_row, row_of_token, probs
 
 
-def _example_back(device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    rows, token_of_row, row_of_token, probs = _example_rows(device)
-    return rows, row_of_token, token_of_row, probs
-
-
-def _example_backward(device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    rows, token_of_row, _, probs = _example_rows(device)
-    return torch.randn_like(rows), rows, token_of_row, probs
-
-
 def _few_experts(expert_ids: Tensor, num_experts: int) -> bool:
     return num_experts <= MAX_EXPERTS
 
@@ -81,23 +66,17 @@ _sort = Operator(
 )
 _gather = Operator(
     reference.gather_rows,
-    takes=ROWS + "probs? [n] bf16|fp32",
+    takes="""
+        rows     [n, h]  bf16|fp32
+        index    [n]     int32
+        inverse  [n]     int32
+        probs?   [n]     bf16|fp32
+    """,
     gives="""
         moved        like rows
         moved_probs  like probs
     """,
     example=_example_rows,
-)
-_scale_gather = Operator(
-    reference.scale_gather_rows, takes=ROWS + "probs [n] bf16|fp32", gives="scaled like rows", example=_example_back
-)
-_scale_gather_backward = Operator(
-    reference.scale_gather_rows_backward,
-    gives="""
-        d_rows   like rows
-        d_probs  like probs
-    """,
-    example=_example_backward,
 )
 
 
@@ -120,18 +99,7 @@ def _gather_gradients(ctx, grad, d_probs):
     return d_rows, None, None, of_probs if d_probs is not None else None
 
 
-def _save_scale_gather(ctx, inputs, output) -> None:
-    rows, _, inverse, probs = inputs
-    ctx.save_for_backward(rows, inverse, probs)
-
-
-def _scale_gather_gradients(ctx, grad):
-    d_rows, d_probs = _scale_gather_backward(grad, *ctx.saved_tensors)
-    return d_rows, None, None, d_probs
-
-
 _gather.register_autograd(_gather_gradients, setup_context=_save_gather)
-_scale_gather.register_autograd(_scale_gather_gradients, setup_context=_save_scale_gather)
 
 
 def sort_by_expert(expert_ids: Tensor, num_experts: int) -> ExpertOrder:
@@ -155,11 +123,9 @@ def permute_to_experts(tokens: Tensor, order: ExpertOrder, probs: Tensor | None 
     return rows, row_probs if probs is not None else None
 
 
-def unpermute_from_experts(rows: Tensor, order: ExpertOrder, probs: Tensor | None = None) -> Tensor:
-    """The way back: tokens [n, h], scaled by probs [n] (in the order of tokens) where they are given; zeros for tokens of no expert.
+def unpermute_from_experts(rows: Tensor, order: ExpertOrder) -> Tensor:
+    """Moves each row back to its token: tokens [n, h], zeros for tokens of no expert.
 
-    Padding rows, at and beyond order.offsets[-1], are not read and get zeros as gradient. Else as permute_to_experts.
+    Padding rows, at and beyond order.offsets[-1], are not read and get zeros as gradient. Otherwise as permute_to_experts.
     """
-    if probs is None:
-        return _gather(rows, order.row_of_token, order.token_of_row, None)[0]
-    return _scale_gather(rows, order.row_of_token, order.token_of_row, probs)
+    return _gather(rows, order.row_of_token, order.token_of_row, None)[0]

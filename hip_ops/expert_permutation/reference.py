@@ -18,7 +18,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from hip_ops.runtime.declaration import wide
 from hip_ops.runtime.row_views import clear_rows_
 
 
@@ -53,21 +52,3 @@ def gather_rows(rows: Tensor, index: Tensor, inverse: Tensor, probs: Tensor | No
     places, kept = index.clamp_min(0), _kept(index)
     moved = clear_rows_(rows.index_select(0, places), kept)
     return moved, rows.new_empty(0) if probs is None else clear_rows_(probs.index_select(0, places), kept)
-
-
-def scale_gather_rows(rows: Tensor, index: Tensor, inverse: Tensor, probs: Tensor) -> Tensor:
-    """probs[i] * rows[index[i]], zeros where index is negative. inverse is not read here: the gradients move along it."""
-    compute = wide(rows.dtype)
-    scaled = rows.index_select(0, index.clamp_min(0)).to(compute).mul_(probs.to(compute).unsqueeze(-1))
-    return clear_rows_(scaled.to(rows.dtype), _kept(index))
-
-
-def scale_gather_rows_backward(grad: Tensor, rows: Tensor, inverse: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
-    """Gradients of rows and probs in scale_gather_rows, whose index has the inverse map `inverse`."""
-    places, kept = torch.maximum(inverse, ~inverse), _kept(inverse)
-    compute = wide(rows.dtype)
-    upstream = grad.index_select(0, places).to(compute)
-    dots = clear_rows_((upstream * rows.to(compute)).sum(-1), kept)
-    d_probs = torch.empty_like(dots).scatter_(0, places.long(), dots).to(probs.dtype)
-    d_rows = upstream.mul_(probs.index_select(0, places).to(compute).unsqueeze(-1)).to(rows.dtype)
-    return clear_rows_(d_rows, kept), d_probs

@@ -5,7 +5,6 @@
 def saved_bytes(tokens: int) -> dict[str, float]:
     """Bytes by tensor: both maps, int32, which the two operators share.
 
-    unpermute_from_experts with probs also keeps its rows and probs. The model applies the probs in weighted_swiglu, which
-    keeps them. The permuted rows are kept by the first grouped product (hip_ops/grouped_product/saved.py).
+    weighted_swiglu keeps the probs. The first grouped product keeps the permuted rows (hip_ops/grouped_product/saved.py).
     """
     return {"order of the tokens": 2 * 4 * tokens}

@@ -73,7 +73,4 @@ __device__ __forceinline__ void for_each_piece(int count, Work& work) {
 __device__ __forceinline__ int64_t first_row() { return int64_t(blockIdx.x) * kWaves + wave_id(); }
 __device__ __forceinline__ int64_t row_step() { return int64_t(gridDim.x) * kWaves; }
 
-// The order of hip_ops/expert_permutation/reference.py: an entry below 0 stands for a place whose token belongs to no expert.
-__device__ __forceinline__ int place_of(int entry) { return entry < 0 ? ~entry : entry; }
-
 }  // namespace rows
