@@ -26,8 +26,6 @@ from torch import Tensor
 from hip_ops.muon import reference
 from hip_ops.runtime.operator import Operator
 
-CONVENTIONS = ("ema", "sum")
-
 
 def rms_matching_scale(shape: Sequence[int]) -> float:
     """0.2 * sqrt(max(m, n)) for a matrix [..., m, n]: the update's root mean square becomes AdamW's (arXiv 2502.16982, section 2.2)."""
@@ -77,7 +75,7 @@ def _example_lists(device: torch.device) -> list[list[Tensor]]:
 
 def _momentum_example(device: torch.device) -> tuple:
     scale, found_inf = torch.full((1,), 0.37, device=device), torch.zeros(1, device=device)
-    return (*_example_lists(device), torch.zeros(4, device=device), scale, found_inf, 0.95, True, True)
+    return (*_example_lists(device), torch.zeros(4, device=device), scale, found_inf, 0.95, True)
 
 
 def _update_example(device: torch.device) -> tuple:
@@ -97,21 +95,20 @@ def muon_momentum_(
     *,
     momentum: float = 0.95,
     nesterov: bool = True,
-    convention: str = "ema",
     grad_scale: Tensor | None = None,
     found_inf: Tensor | None = None,
     square_sums: Tensor | None = None,
 ) -> None:
-    """Updates `momenta` in place and writes what Newton-Schulz is to orthogonalise into `outputs`.
+    """Updates `momenta` in place and writes the matrices for Newton-Schulz into `outputs`.
 
     With g = gradient * grad_scale and b the momentum,
 
-        convention "ema"   b = lerp(b, g, 1 - momentum)    output = lerp(g, b, momentum) if nesterov else b
-        convention "sum"   b = momentum * b + g            output = g + momentum * b     if nesterov else b
+        b = lerp(b, g, 1 - momentum)
+        output = lerp(g, b, momentum) if nesterov else b
 
-    "ema" is what torch.optim.Muon, KellerJordan/Muon and emerging_optimizers compute; "sum" is torch.optim.SGD's form, in
-    which torch documents Muon and which arXiv 2502.16982 prints. Newton-Schulz normalises its input, so at constant
-    momentum both train alike; momenta of one cannot be continued in the other. `momentum` 0 gives output = b = g.
+    torch.optim.Muon, KellerJordan/Muon and emerging_optimizers compute the same. torch.optim.SGD's form,
+    b = momentum * b + g, which arXiv 2502.16982 prints, trains alike at constant momentum, because Newton-Schulz
+    normalises its input; its momenta cannot be continued here. `momentum` 0 gives output = b = g.
 
     gradients, momenta, outputs: lists of equally many contiguous tensors on one device, shapes equal place by place, bf16 or
         fp32 in any mixture (one launch a combination of dtypes). Arithmetic is fp32; the output is computed from the
@@ -121,10 +118,8 @@ def muon_momentum_(
     square_sums: None or fp32 [len(outputs)]: receives the sum of squares of every output as stored, summed in a fixed
         order: equal inputs give equal bits.
 
-    Raises ValueError for lists that do not match, other dtypes, tensors that are not contiguous, and unknown conventions.
+    Raises ValueError for lists that do not match, other dtypes and tensors that are not contiguous.
     """
-    if convention not in CONVENTIONS:
-        _momentum.declaration.fail("convention", f"is {convention!r}", f"one of {', '.join(CONVENTIONS)}")
     if not 0 <= momentum <= 1:
         _momentum.declaration.fail("momentum", f"is {momentum}", "between 0 and 1")
     lists = dict(gradients=list(gradients), momenta=list(momenta), outputs=list(outputs))
@@ -132,7 +127,7 @@ def muon_momentum_(
         return
     numbers = dict(square_sums=square_sums, grad_scale=grad_scale, found_inf=found_inf)
     _check(_momentum, lists, **numbers)
-    _momentum(*lists.values(), *numbers.values(), momentum, nesterov, convention == "ema")
+    _momentum(*lists.values(), *numbers.values(), momentum, nesterov)
 
 
 @torch.no_grad()

@@ -32,7 +32,6 @@ def muon_momentum_(
     found_inf: Tensor | None,
     momentum: float,
     nesterov: bool,
-    ema: bool,
 ) -> None:
     """As `hip_ops.muon_momentum_`; the output is computed from the momentum as it was stored."""
     skip = None if found_inf is None else found_inf.reshape(()) != 0
@@ -41,12 +40,9 @@ def muon_momentum_(
         g, old = gradient.to(dtype), buffer.to(dtype)
         if grad_scale is not None:
             g = g * grad_scale.reshape(()).to(dtype)
-        new = torch.lerp(old, g, 1 - momentum) if ema else torch.add(g, old, alpha=momentum)
+        new = torch.lerp(old, g, 1 - momentum)
         stored = new.to(buffer.dtype).to(dtype)
-        if not nesterov:
-            out = stored
-        else:
-            out = torch.lerp(g, stored, momentum) if ema else torch.add(g, stored, alpha=momentum)
+        out = torch.lerp(g, stored, momentum) if nesterov else stored
         _store(buffer, new, skip)
         _store(output, out, skip)
         if square_sums is not None:

@@ -68,27 +68,17 @@ def _lerp(start, end, weight):
 
 
 @triton.jit
-def _next_momentum(buffer, gradient, momentum, gradient_weight, EMA: tl.constexpr):
-    if EMA:
-        return _lerp(buffer, gradient, gradient_weight)
-    else:
-        return tl.fma(buffer, tl.zeros_like(buffer) + momentum, gradient)
-
-
-@triton.jit
-def _output(stored, gradient, momentum, NESTEROV: tl.constexpr, EMA: tl.constexpr):
-    if not NESTEROV:
-        return stored
-    elif EMA:
+def _output(stored, gradient, momentum, NESTEROV: tl.constexpr):
+    if NESTEROV:
         return _lerp(gradient, stored, momentum)
     else:
-        return tl.fma(stored, tl.zeros_like(stored) + momentum, gradient)
+        return stored
 
 
 @triton.jit(do_not_specialize=["chunks"])
 def muon_momentum_kernel(
     words, chunk_rows, chunks, grad_scale, found_inf, partials, momentum, gradient_weight,
-    GRADIENT: tl.constexpr, MOMENTUM: tl.constexpr, OUTPUT: tl.constexpr, NESTEROV: tl.constexpr, EMA: tl.constexpr,
+    GRADIENT: tl.constexpr, MOMENTUM: tl.constexpr, OUTPUT: tl.constexpr, NESTEROV: tl.constexpr,
     CHUNK: tl.constexpr, UNROLL: tl.constexpr, INNER: tl.constexpr, WIDTH: tl.constexpr,
 ):
     """partials[chunk] = sum of squares of the chunk's stored outputs, where asked for."""
@@ -111,8 +101,8 @@ def muon_momentum_kernel(
                 pb = _at(b, offsets, WIDTH)
                 gradient = tl.load(_at(g, offsets, WIDTH), eviction_policy="evict_first").to(tl.float32) * scale
                 buffer = tl.load(pb, eviction_policy="evict_first").to(tl.float32)
-                new = _next_momentum(buffer, gradient, momentum, gradient_weight, EMA).to(MOMENTUM)
-                out = _output(new.to(tl.float32), gradient, momentum, NESTEROV, EMA).to(OUTPUT)
+                new = _lerp(buffer, gradient, gradient_weight).to(MOMENTUM)
+                out = _output(new.to(tl.float32), gradient, momentum, NESTEROV).to(OUTPUT)
                 tl.store(pb, new, eviction_policy="evict_first")
                 tl.store(_at(o, offsets, WIDTH), out)
                 if partials is not None:
@@ -126,8 +116,8 @@ def muon_momentum_kernel(
                 mask = offsets < count
                 gradient = tl.load(g + offsets, mask=mask, other=0.0).to(tl.float32) * scale
                 buffer = tl.load(b + offsets, mask=mask, other=0.0).to(tl.float32)
-                new = _next_momentum(buffer, gradient, momentum, gradient_weight, EMA).to(MOMENTUM)
-                out = _output(new.to(tl.float32), gradient, momentum, NESTEROV, EMA).to(OUTPUT)
+                new = _lerp(buffer, gradient, gradient_weight).to(MOMENTUM)
+                out = _output(new.to(tl.float32), gradient, momentum, NESTEROV).to(OUTPUT)
                 tl.store(b + offsets, new, mask=mask)
                 tl.store(o + offsets, out, mask=mask)
                 if partials is not None:
@@ -217,7 +207,7 @@ def tile_of(dtypes: Sequence[torch.dtype], wave: int) -> dict:
 WAVE = 64 if torch.version.hip else 32
 
 
-def muon_momentum_(gradients, momenta, outputs, square_sums, grad_scale, found_inf, momentum, nesterov, ema) -> None:
+def muon_momentum_(gradients, momenta, outputs, square_sums, grad_scale, found_inf, momentum, nesterov) -> None:
     """As reference.muon_momentum_."""
     device = gradients[0].device
     with on(device):
@@ -226,7 +216,7 @@ def muon_momentum_(gradients, momenta, outputs, square_sums, grad_scale, found_i
             if table.chunks:
                 muon_momentum_kernel[(blocks_for(table),)](
                     table.data, table.chunk_rows, table.chunks, grad_scale, found_inf, partials, momentum, 1 - momentum,
-                    *(TYPES[dtype] for dtype in dtypes), nesterov, ema, CHUNK=table.chunk_elements, **tile_of(dtypes, WAVE),
+                    *(TYPES[dtype] for dtype in dtypes), nesterov, CHUNK=table.chunk_elements, **tile_of(dtypes, WAVE),
                 )
             if square_sums is not None:
                 muon_square_sums_kernel[(table.tensors,)](

@@ -84,7 +84,7 @@ def _muon(which: str) -> TritonObject:
     none = dict.fromkeys(("grad_scale", "found_inf", "lr_pointer", "partials"))
     names = ("GRADIENT", "MOMENTUM", "OUTPUT") if which == "momentum" else ("UPDATE", "WEIGHT", "COPY")
     constexprs = dict(zip(names, (muon.TYPES[dtype] for dtype in dtypes), strict=True)) | tile | none
-    constexprs |= {"NESTEROV": True, "EMA": True, "CHUNK": CHUNK_ELEMENTS}
+    constexprs |= {"NESTEROV": True, "CHUNK": CHUNK_ELEMENTS}
     kernel = muon.muon_momentum_kernel if which == "momentum" else muon.muon_update_kernel
     return _compile(kernel, types, constexprs, warps, unaligned=("chunk_rows", "chunks"))
 

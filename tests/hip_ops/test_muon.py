@@ -33,17 +33,13 @@ def test_momentum_against_fp64(chosen, dtypes, offsets):
     assert ((sums.double() - exact).abs() <= 2e-6 * exact).all()
 
 
-@pytest.mark.parametrize(
-    "momentum, nesterov, convention", list(itertools.product((0.95, 0.5, 0.0, 1.0), (True, False), ("ema", "sum")))
-)
-def test_momentum_conventions(chosen, momentum, nesterov, convention):
+@pytest.mark.parametrize("momentum, nesterov", list(itertools.product((0.95, 0.5, 0.0, 1.0), (True, False))))
+def test_momentum_with_and_without_nesterov(chosen, momentum, nesterov):
     lists = make_lists([(8, 24), (5, 5)], 2)
     before = [b.clone() for b in lists.momenta]
-    hip_ops.muon_momentum_(
-        lists.gradients, lists.momenta, lists.outputs, momentum=momentum, nesterov=nesterov, convention=convention
-    )
+    hip_ops.muon_momentum_(lists.gradients, lists.momenta, lists.outputs, momentum=momentum, nesterov=nesterov)
     for g, b, a, o in zip(lists.gradients, before, lists.momenta, lists.outputs, strict=True):
-        check_momentum(g, b, a, o, momentum=momentum, nesterov=nesterov, ema=convention == "ema")
+        check_momentum(g, b, a, o, momentum=momentum, nesterov=nesterov)
         if momentum == 0:
             assert torch.equal(a, g.float()) and torch.equal(o, g)
 
@@ -181,18 +177,15 @@ shape = st.tuples(st.integers(0, 70), st.integers(0, 70))
     shifts=st.lists(st.tuples(*[st.integers(0, 9)] * 5), min_size=6, max_size=6),
     nesterov=st.booleans(),
     momentum=st.floats(0, 1),
-    convention=st.sampled_from(["ema", "sum"]),
     with_masters=st.booleans(),
 )
-def test_any_lists(chosen, shapes, dtypes, seed, shifts, nesterov, momentum, convention, with_masters):
+def test_any_lists(chosen, shapes, dtypes, seed, shifts, nesterov, momentum, with_masters):
     gradient, buffer, output, param = dtypes
     lists = make_lists(shapes, seed, gradient, buffer, output, FP32, param, offsets=shifts)
     before = [b.clone() for b in lists.momenta]
-    hip_ops.muon_momentum_(
-        lists.gradients, lists.momenta, lists.outputs, momentum=momentum, nesterov=nesterov, convention=convention
-    )
+    hip_ops.muon_momentum_(lists.gradients, lists.momenta, lists.outputs, momentum=momentum, nesterov=nesterov)
     for g, b, a, o in zip(lists.gradients, before, lists.momenta, lists.outputs, strict=True):
-        check_momentum(g, b, a, o, momentum=momentum, nesterov=nesterov, ema=convention == "ema")
+        check_momentum(g, b, a, o, momentum=momentum, nesterov=nesterov)
     weights = lists.masters if with_masters else lists.params
     before = [w.clone() for w in weights]
     hip_ops.muon_update_(
@@ -255,7 +248,6 @@ def test_wrong_arguments_are_refused():
     lists = _lists()
     args = (lists.gradients, lists.momenta, lists.outputs)
     for named, message in (
-        (dict(convention="nesterov"), "convention is 'nesterov'; it must be one of ema, sum"),
         (dict(momentum=1.5), "momentum is 1.5"),
         (dict(grad_scale=torch.ones(2)), r"grad_scale is torch.float32 of shape \(2,\)"),
         (dict(found_inf=torch.ones(1, dtype=torch.bool)), "found_inf is torch.bool"),
@@ -308,7 +300,7 @@ def test_opcheck():
     lists = _lists()
     torch.library.opcheck(
         torch.ops.hip_ops.muon_momentum_.default,
-        (lists.gradients, lists.momenta, lists.outputs, torch.zeros(2), torch.ones(1), None, 0.9, True, True),
+        (lists.gradients, lists.momenta, lists.outputs, torch.zeros(2), torch.ones(1), None, 0.9, True),
     )
     for masters in (lists.masters, []):
         args = (lists.outputs, masters, lists.params, [1.0, 2.0], 0.1, None, 0.1, torch.zeros(1))
