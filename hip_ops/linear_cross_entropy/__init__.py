@@ -42,14 +42,9 @@ BROKEN_PROMISE = (
 )
 
 
-def _chunk_is_positive(given: dict) -> str | None:
-    chunk = given["chunk_tokens"]
-    return f"chunk_tokens is {chunk}; it must be at least 1" if chunk is not None and chunk < 1 else None
-
-
 _DECLARATION = Declaration(
     "linear_cross_entropy",
-    ("hidden", "weight", "labels", "promised_grad", "main_grad", "chunk_tokens"),
+    ("hidden", "weight", "labels", "promised_grad", "main_grad"),
     takes="""
         hidden          [tokens, h]     bf16|fp32
         weight          [classes>0, h]  =hidden
@@ -58,7 +53,6 @@ _DECLARATION = Declaration(
         main_grad?      [classes, h]    wide(weight)|=weight
     """,
     gives="",
-    rule=_chunk_is_positive,
 )
 
 
@@ -216,9 +210,8 @@ def linear_cross_entropy(
     z_loss: float = 0.0,
     group=None,
     first_class: int = 0,
-    chunk_tokens: int | None = None,
 ) -> Tensor:
-    """Cross-entropy of softmax(hidden weight^T) with labels, without the logits of more than a chunk of tokens.
+    """Cross-entropy of softmax(hidden weight^T) with labels, in chunks of tokens with at most 1.25 GiB of logits (`chunk_for`).
 
     Args:
         hidden: [T, h]. weight: [V, h] of the same dtype, bf16 or fp32; with a group this rank's rows of it.
@@ -235,7 +228,6 @@ def linear_cross_entropy(
         group: torch.distributed group over whose ranks the vocabulary is cut, with this rank's rows from class first_class on.
             One small all-gather a chunk. Every rank has the same number of rows, since it decides the size of a chunk. Losses
             are the same on all ranks; the gradient of hidden is this rank's part, and the caller sums it.
-        chunk_tokens: tokens of a chunk; None: as many as fit into 1.25 GiB of logits.
 
     Returns:
         losses fp32 [T] (fp64 for fp64 tensors, which run in plain torch).
@@ -244,8 +236,8 @@ def linear_cross_entropy(
         ValueError: shapes, dtypes or devices do not go together.
     """
     promised = None if promised_grad is None else promised_grad.detach().to(wide(hidden.dtype)).contiguous()
-    _DECLARATION.check((hidden, weight, labels, promised, main_grad, chunk_tokens))
-    chunk = chunk_tokens or chunk_for(len(hidden), len(weight), weight.element_size())
+    _DECLARATION.check((hidden, weight, labels, promised, main_grad))
+    chunk = chunk_for(len(hidden), len(weight), weight.element_size())
     needs_gradient = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
     head = _Head(weight.detach(), labels.contiguous(), float(z_loss), group, first_class, chunk)
     if not needs_gradient:

@@ -104,7 +104,7 @@ class Declaration:
         parameters: Sequence[str],
         takes: str,
         gives: str,
-        rule: Callable[[dict], str | None] | None,
+        rule: Callable[[dict], str | None] | None = None,
     ):
         self.operator, self.parameters, self.rule = operator, tuple(parameters), rule
         self.takes, self.gives = _lines(takes), _lines(gives)
