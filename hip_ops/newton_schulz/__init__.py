@@ -79,8 +79,6 @@ def newton_schulz(
     steps: int = 5,
     coefficients: str | Sequence[Sequence[float]] = "simple",
     *,
-    form: str = "auto",
-    restarts: Sequence[int] | None = None,
     dtype: torch.dtype | None = None,
     eps: float = 1e-7,
     square_sums: Tensor | None = None,
@@ -88,12 +86,11 @@ def newton_schulz(
     """U S' V^T for x = U S V^T, with S' near 1: steps of X <- a X + (b A + c A^2) X, A = X X^T, from x / max(|x|_F, eps).
 
     x [.., m, n] of any strides, bf16, fp16, fp32 or fp64; each matrix is taken by itself, the result is contiguous and has x's dtype.
-        All matrices of a call share launches: give those of one shape together.
+        All matrices of a call share launches: give those of one shape together. Matrices that are not square take the
+        Gram form, which iterates on x x^T, where that needs fewer multiply-adds (plan.py).
     coefficients: "simple" (Keller Jordan's triple), "quintic" (five triples), "polar_express" (arXiv 2505.16932), as Megatron and
         emerging_optimizers name them, or triples (a, b, c) of your own, one a step, in a cycle.
         `hip_ops.newton_schulz.coefficients.singular_value_interval` gives the bounds of S'.
-    form: "standard", "gram" (iterates on x x^T: fewer multiply-adds for matrices that are not square) or "auto" (plan.make_plan).
-    restarts: steps before which the Gram form restarts; None: `plan.default_restarts`. A Gram form without restarts can overflow.
     dtype: of the matrices inside: float16 (default on GPUs; 8 times as exact as bfloat16 and as fast, kept in range by powers of two),
         bfloat16 (as torch.optim.Muon), float32 (default where the reference runs on a CPU) or float64 (default for fp64).
     square_sums: None or fp32 [number of matrices], their sums of squares, as `muon_momentum_` gives them: saves reading x once.
@@ -104,7 +101,7 @@ def newton_schulz(
     if x.ndim < 2:
         _newton_schulz.declaration.fail("x", f"has shape {tuple(x.shape)}", "one matrix [m, n] or several [.., m, n]")
     triples = coefficient_triples(coefficients, steps)
-    plan = make_plan(triples, *x.shape[-2:], form=form, restarts=restarts, dtype=dtype or torch.float16)
+    plan = make_plan(triples, *x.shape[-2:], dtype or torch.float16)
     if square_sums is not None and x.dtype == torch.float64:
         square_sums = square_sums.double()
     batch = x.reshape(math.prod(x.shape[:-2]), *x.shape[-2:])

@@ -28,7 +28,6 @@ import torch
 
 from hip_ops.newton_schulz.coefficients import Triple
 
-FORMS = ("auto", "standard", "gram")
 HALF_TYPES = (torch.bfloat16, torch.float16)
 HALF_SCALES = (2.0**8, 2.0**10, 2.0**4)  # of X, R and Q
 LAST_STRETCH, STRETCH = 2, 3  # steps between restarts
@@ -69,23 +68,13 @@ def multiply_adds(form: str, n: int, m: int, steps: int, restarts: int = 0) -> f
     return (2 * steps + 1.5 * aspect - 1.5 + 1.5 * (aspect - 1) * restarts) * n**3
 
 
-def make_plan(
-    triples: tuple[Triple, ...], n: int, m: int, form: str, restarts: Sequence[int] | None, dtype: torch.dtype
-) -> Plan:
-    """n, m: both sides of the matrix in either order. Raises ValueError for an unknown form and restarts outside 1 .. steps - 1."""
-    n, m = min(n, m), max(n, m)
-    steps = len(triples)
-    if form not in FORMS:
-        raise ValueError(f"hip_ops.newton_schulz: form is {form!r}; it must be one of {', '.join(FORMS)}")
-    chosen = default_restarts(steps) if restarts is None else tuple(sorted(set(restarts)))
-    if any(not isinstance(r, int) or not 0 < r < steps for r in chosen):
-        raise ValueError(
-            f"hip_ops.newton_schulz: restarts is {restarts!r}; it must hold steps between 1 and {steps - 1} (steps - 1)"
-        )
-    if form == "auto":
-        worth_it = n >= GRAM_SMALLEST and multiply_adds("gram", n, m, steps, len(chosen)) <= GRAM_GAIN * multiply_adds(
-            "standard", n, m, steps
-        )
-        # bfloat16 loses in R what the standard form reads from X: 1.4 times its error on Gaussian matrices.
-        form = "gram" if worth_it and dtype != torch.bfloat16 else "standard"
-    return Plan(triples, form, chosen if form == "gram" else (), dtype)
+def make_plan(triples: tuple[Triple, ...], n: int, m: int, dtype: torch.dtype) -> Plan:
+    """Chooses the form by multiply-adds. n, m: both sides of the matrix in either order; dtype: of the matrices inside."""
+    n, m, steps = min(n, m), max(n, m), len(triples)
+    restarts = default_restarts(steps)
+    # bfloat16 loses in R what the standard form reads from X: 1.4 times its error on Gaussian matrices.
+    if n >= GRAM_SMALLEST and dtype != torch.bfloat16:
+        gram = multiply_adds("gram", n, m, steps, len(restarts))
+        if gram <= GRAM_GAIN * multiply_adds("standard", n, m, steps):
+            return Plan(triples, "gram", restarts, dtype)
+    return Plan(triples, "standard", (), dtype)
