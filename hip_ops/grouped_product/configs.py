@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tiles and pipelines of Triton's grouped products: the nearest row of grouped_configs.json of the same device and kind.
 
-Kinds: "rows_t" (x W_e^T, W_e stored [n, k]), "rows" (x W_e, W_e stored [k, n]), "outer" (a_e^T b_e). benchmarks/tune_grouped_product.py
+Kinds: "rows_t" (x W_e^T, W_e stored [n, k]), "rows" (x W_e, W_e stored [k, n]), "outer" (a_e^T b_e). benchmarks/research/tune_grouped_product.py
 measures the candidates on one device and writes its part of the file; "measured_on" names the device, or says that the rows were derived.
 """
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which tile, pipeline and engine a product runs with: rows of product_configs.json, the nearest one of the same kind.
 
-Kinds: "gram" (symmetric, k is the long side), "square" (symmetric, k = n), "update" (general). benchmarks/tune_symmetric_product.py
+Kinds: "gram" (symmetric, k is the long side), "square" (symmetric, k = n), "update" (general). benchmarks/research/tune_symmetric_product.py
 measures the candidates on one device and writes the file; "measured_on" says on which, or that the rows were derived, not measured.
 """
 
