@@ -67,23 +67,23 @@ def _fits(first: int) -> dict[str, Callable[..., bool]]:
     return {"hip": hip, "triton": lambda *arguments: arguments[first + 3].shape[1] in TRITON_HEAD_DIMS}
 
 
-def _rule(given: dict) -> str | None:
+def _rule(given: dict) -> tuple[str, str] | None:
     channels, d, groups, delayed = (given[name] for name in ("C", "d", "query_groups", "delayed_channels"))
     heads, chunks, rope = channels // d, given.get("k", 1), given["rope"]
     if channels % d or groups < 1 or heads % groups or heads < 2 * groups:
-        return (
-            f"query_groups is {groups}; it must be a divisor of the number of query heads; the {channels} channels of "
-            f"depthwise_bias are query heads and query_groups key heads of {d} channels"
+        return f"query_groups is {groups}", (
+            f"a divisor of the number of query heads, where the {channels} channels of depthwise_bias are query heads and "
+            f"query_groups key heads of {d} channels"
         )
     if not 0 <= delayed <= groups * d:
-        return f"delayed_channels is {delayed}; it must be from 0 to {groups * d}, the number of value channels"
+        return f"delayed_channels is {delayed}", f"from 0 to {groups * d}, the number of value channels"
     if (given["halo"] is None) != (given["value_halo"] is None):
-        return "one of halo and value_halo is None; they must be given both or not at all"
+        return "one of halo and value_halo is None", "both or neither"
     if given["s"] % chunks:
-        return f"halo, value_halo and starts have {chunks} chunks; their number must divide the {given['s']} rows of projected"
+        return f"halo, value_halo and starts have {chunks} chunks", f"a divisor of the {given['s']} rows of projected"
     if rope is not None and not (given["turns"] in (1, given["b"]) and 0 < given["r"] <= d and given["r"] % 2 == 0):
         wanted = f"[{given['s']}, 1 or {given['b']}, r] with an even r up to {d}"
-        return f"rope has shape {tuple(rope.shape)}; it must be {wanted}"
+        return f"rope has shape {tuple(rope.shape)}", wanted
     return None
 
 

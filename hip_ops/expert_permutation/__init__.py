@@ -58,9 +58,7 @@ _sort = Operator(
         counts        [num_experts]  int32
         offsets       [num_experts]  int32
     """,
-    rule=lambda given: (
-        f"num_experts is {given['num_experts']}; it must be at least 1" if given["num_experts"] < 1 else None
-    ),
+    rule=lambda given: (f"num_experts is {given['num_experts']}", "at least 1") if given["num_experts"] < 1 else None,
     example=lambda device: (_example_ids(device, 5000), 16),
     fits={"hip": _few_experts, "triton": _few_experts},
 )

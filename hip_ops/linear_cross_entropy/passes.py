@@ -64,15 +64,15 @@ def _compare(got: list, want: list, tolerance: float) -> str | None:
     return result or worst_element("row", got[1][0], want[1][0], allowed=2**-7, floor=1e-30)
 
 
-def _parts_fit(given: dict) -> str | None:
+def _parts_fit(given: dict) -> tuple[str, str] | None:
     if part_size(given["classes"], given["parts"]) > LARGEST_PART:
-        return f"{given['classes']} classes in {given['parts']} parts; a part must have at most {LARGEST_PART}"
+        return f"{given['classes']} classes in {given['parts']} parts", f"at most {LARGEST_PART} classes a part"
     return None
 
 
-def _first_part_fits(given: dict) -> str | None:
+def _first_part_fits(given: dict) -> tuple[str, str] | None:
     last = given["all"] - given["parts"]
-    return None if 0 <= given["first_part"] <= last else f"first_part is {given['first_part']}; it must be 0 to {last}"
+    return None if 0 <= given["first_part"] <= last else (f"first_part is {given['first_part']}", f"0 to {last}")
 
 
 row_statistics = Operator(

@@ -8,6 +8,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from hip_ops.runtime.errors import mistake
+
 
 class MatrixBatches:
     """One contiguous tensor [batch, m, n] for every shape in `shapes`, and for every matrix a slot in it.
@@ -24,7 +26,7 @@ class MatrixBatches:
         grouped: dict[tuple[int, int], list[int]] = {}
         for i, shape in enumerate(shapes):
             if len(shape) != 2:
-                raise ValueError(f"hip_ops.MatrixBatches: shapes[{i}] is {tuple(shape)}; it must be (m, n)")
+                raise mistake("hip_ops.MatrixBatches", f"shapes[{i}] is {tuple(shape)}", "(m, n)")
             grouped.setdefault(tuple(shape), []).append(i)
         self.places = list(grouped.values())
         self.tensors = [
@@ -40,9 +42,8 @@ class MatrixBatches:
         matrices: list[Tensor | None] = [None] * sum(map(len, self.places))
         for like, batch, places in zip(self.tensors, batches, self.places, strict=True):
             if batch.shape != like.shape:
-                raise ValueError(
-                    f"hip_ops.MatrixBatches: a batch has shape {tuple(batch.shape)}; it must be {tuple(like.shape)}"
-                )
+                found = f"a batch has shape {tuple(batch.shape)}"
+                raise mistake("hip_ops.MatrixBatches", found, str(tuple(like.shape)))
             for place, matrix in zip(places, batch.unbind(0), strict=True):
                 matrices[place] = matrix
         return matrices

@@ -23,10 +23,8 @@ from hip_ops.runtime.quack import available
 DTYPES = (None, *HALF_TYPES, torch.float32, torch.float64)  # of the matrices inside
 
 
-def _rule(given: dict) -> str | None:
-    if given["dtype"] not in DTYPES:
-        return f"dtype is {given['dtype']}; it must be one of {', '.join(map(str, DTYPES))}"
-    return None
+def _rule(given: dict) -> tuple[str, str] | None:
+    return None if given["dtype"] in DTYPES else (f"dtype is {given['dtype']}", ", ".join(map(str, DTYPES)))
 
 
 def _fits(x, square_sums, coefficients, form, restarts, dtype, eps) -> bool:

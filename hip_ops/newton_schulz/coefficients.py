@@ -11,6 +11,8 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+from hip_ops.runtime.errors import mistake
+
 Triple = tuple[float, float, float]
 
 # name: (triples, what follows the last one: "cycle" starts over, "repeat_last" stays with the last)
@@ -50,20 +52,18 @@ def coefficient_triples(coefficients: str | Sequence[Sequence[float]], steps: in
     Raises ValueError for an unknown name, triples that are not three finite numbers each, none at all, and steps < 0.
     """
     if not isinstance(steps, int) or steps < 0:
-        raise ValueError(f"hip_ops.newton_schulz: steps is {steps!r}; it must be a whole number, 0 or more")
+        raise mistake("hip_ops.newton_schulz", f"steps is {steps!r}", "a whole number, 0 or more")
     follow = "cycle"
     if isinstance(coefficients, str):
         if coefficients not in COEFFICIENT_SETS:
-            raise ValueError(
-                f"hip_ops.newton_schulz: coefficients is {coefficients!r}; it must be one of {', '.join(COEFFICIENT_SETS)} or a list of triples (a, b, c)"
-            )
+            allowed = f"{', '.join(COEFFICIENT_SETS)} or a list of triples (a, b, c)"
+            raise mistake("hip_ops.newton_schulz", f"coefficients is {coefficients!r}", allowed)
         triples, follow = COEFFICIENT_SETS[coefficients]
     else:
         triples = tuple(tuple(float(v) for v in triple) for triple in coefficients)
         if not triples or any(len(triple) != 3 or not all(map(math.isfinite, triple)) for triple in triples):
-            raise ValueError(
-                f"hip_ops.newton_schulz: coefficients is {coefficients!r}; it must be one or more triples (a, b, c) of finite numbers"
-            )
+            allowed = "one or more triples (a, b, c) of finite numbers"
+            raise mistake("hip_ops.newton_schulz", f"coefficients is {coefficients!r}", allowed)
     last = len(triples) - 1
     return tuple(triples[i % len(triples) if follow == "cycle" else min(i, last)] for i in range(steps))
 

@@ -101,16 +101,14 @@ def _fits(w_out: Tensor) -> bool:
     return w_out.dtype in (torch.bfloat16, torch.float16) and width in TRITON_WIDTHS and classes <= MOST_CLASSES
 
 
-def _rule(given: dict) -> str | None:
+def _rule(given: dict) -> tuple[str, str] | None:
     classes, columns = given["c"], reference.columns(given["c"])
     if (given["previous"] is None) != (given["gamma"] is None):
-        return "one of previous and gamma is None; they must be given both or not at all"
+        return "one of previous and gamma is None", "both or neither"
     if not -1 <= given["unweighted"] < classes:
-        return f"unweighted is {given['unweighted']}; it must be -1 or one of the {classes} classes"
+        return f"unweighted is {given['unweighted']}", f"-1 or one of the {classes} classes"
     if given.get("columns", columns) != columns:
-        return (
-            f"logits has {given['columns']} columns; it must have {columns}, of which the first {classes} are classes"
-        )
+        return f"logits has {given['columns']} columns", f"{columns}, of which the first {classes} are classes"
     return None
 
 

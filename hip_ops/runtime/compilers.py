@@ -15,6 +15,7 @@ from functools import lru_cache
 from pathlib import Path
 
 from hip_ops.runtime import device_libs
+from hip_ops.runtime.errors import mistake
 
 HEADERS = Path(__file__).resolve().parent / "csrc"  # what kernels of several operators include
 
@@ -50,11 +51,11 @@ class Compiler:
 
 
 def check_target(target: str) -> str:
-    """Gives `target` back, or raises ValueError where its name is none."""
+    """Returns `target`; raises ValueError where it is not a target's name."""
     if target == "cpu" or target in AMD_ARCHITECTURES or re.fullmatch(r"sm_\d{2,3}a?", target):
         return target
     allowed = ", ".join((*AMD_ARCHITECTURES, "sm_<capability> such as sm_90", "cpu"))
-    raise ValueError(f"hip_ops: no target {target!r}; allowed are {allowed}")
+    raise mistake(f"target={target}", "no such target", allowed)
 
 
 def default_amd_target() -> str:
@@ -63,7 +64,7 @@ def default_amd_target() -> str:
     asked = os.environ.get("HIP_OPS_ARCH")
     if asked:
         if asked not in AMD_ARCHITECTURES:
-            raise ValueError(f"hip_ops: HIP_OPS_ARCH={asked}; allowed are {', '.join(AMD_ARCHITECTURES)}")
+            raise mistake(f"HIP_OPS_ARCH={asked}", "no such architecture", ", ".join(AMD_ARCHITECTURES))
         return asked
     listed = re.split(r"[;,\s]+", os.environ.get("PYTORCH_ROCM_ARCH", ""))
     return next((name for name in (entry.split(":")[0] for entry in listed) if name in AMD_ARCHITECTURES), "gfx942")

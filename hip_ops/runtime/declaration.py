@@ -40,6 +40,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hip_ops.runtime.errors import mistake
+
 DTYPES = {
     "bf16": torch.bfloat16,
     "fp16": torch.float16,
@@ -52,6 +54,7 @@ DTYPES = {
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 MOST_KNOWN = 4096
 _INTS = (int, torch.SymInt)
+Rule = Callable[[dict], "tuple[str, str] | None"]
 _LINE = re.compile(r"(\w+)(\?)?\s+(?:like\s+(\w+)|\[(.*?)\]\s+(\S+))$")
 
 
@@ -95,17 +98,11 @@ class Declaration:
 
     Args:
         operator: name in messages. parameters: names of the operator's arguments, in order.
-        takes, gives: declarations as text. rule: further conditions; gets sizes and arguments by name and returns what is wrong, or None.
+        takes, gives: declarations as text. rule: further conditions; gets sizes and arguments by name and returns None, or what is wrong and
+            what is allowed.
     """
 
-    def __init__(
-        self,
-        operator: str,
-        parameters: Sequence[str],
-        takes: str,
-        gives: str,
-        rule: Callable[[dict], str | None] | None = None,
-    ):
+    def __init__(self, operator: str, parameters: Sequence[str], takes: str, gives: str, rule: Rule | None = None):
         self.operator, self.parameters, self.rule = operator, tuple(parameters), rule
         self.takes, self.gives = _lines(takes), _lines(gives)
         unknown = {line.name for line in self.takes} - set(parameters)
@@ -137,7 +134,8 @@ class Declaration:
         return None if not results else results[0] if len(results) == 1 else results
 
     def fail(self, name: str, what: str, allowed: str) -> None:
-        raise ValueError(f"hip_ops.{self.operator}: {name} {what}; it must be {allowed}")
+        """Raises ValueError for an argument. what: "has shape (3,)", for example."""
+        raise mistake(f"hip_ops.{self.operator}", f"{name} {what}", allowed)
 
     def _sizes(self, given: Mapping[str, Any]) -> dict[str, Any]:
         """Checks all tensors; returns the sizes by name, leading ones as "..."."""
@@ -163,7 +161,7 @@ class Declaration:
                 self.fail(line.name, f"is {tensor.dtype}", " or ".join(map(str, allowed)) + like + double_too)
         wrong = self.rule({**given, **sizes}) if self.rule else None
         if wrong:
-            raise ValueError(f"hip_ops.{self.operator}: {wrong}")
+            raise mistake(f"hip_ops.{self.operator}", *wrong)
         return sizes
 
     def _shape(self, line: Line, tensor: Tensor, sizes: dict[str, Any]) -> None:

@@ -34,7 +34,8 @@ from torch.autograd.graph import increment_version
 
 from hip_ops.runtime import availability
 from hip_ops.runtime.compiled import compile_function
-from hip_ops.runtime.declaration import Declaration
+from hip_ops.runtime.declaration import Declaration, Rule
+from hip_ops.runtime.errors import mistake
 from hip_ops.runtime.selection import Request, selection
 from hip_ops.runtime.self_check import difference
 from hip_ops.versions import VERSIONS
@@ -84,7 +85,7 @@ class Operator:
         example: Callable[[torch.device], tuple] | tuple[Callable[[torch.device], tuple], ...],
         takes: str = "",
         gives: str = "",
-        rule: Callable[[dict], str | None] | None = None,
+        rule: Rule | None = None,
         fake: Callable | None = None,
         mutates: Sequence[str] = (),
         compare: Callable[[list, list, float | None], str | None] | None = None,
@@ -260,9 +261,11 @@ class Operator:
                 if version not in self.fits:
                     break
             elif named:
-                raise ValueError(
-                    f"hip_ops: {request.source}: version {version!r} of {self.name} is not available on {device}: {why_not}. "
-                    f"Allowed: auto, {', '.join(self.versions)}, reference, where available. Fix: request auto"
+                raise mistake(
+                    request.source,
+                    f"version {version!r} of {self.name} is not available on {device}: {why_not}",
+                    f"auto, {', '.join(self.versions)}, reference, where available",
+                    "request auto",
                 )
             else:
                 skipped.append(f"no {version}: {why_not.splitlines()[0]}")

@@ -51,7 +51,7 @@ def set_kernels(kernels: str | None = "auto", overrides: Mapping[str, str] | Non
     """
     if kernels is None and overrides:
         raise ValueError(
-            "set_kernels(None) reads HIP_OPS_KERNELS and takes no overrides. Fix: put them into HIP_OPS_KERNELS"
+            f"set_kernels(None) reads {ENVIRONMENT} and takes no overrides. Fix: put them into {ENVIRONMENT}."
         )
     check_selection(kernels or "auto", dict(overrides or {}), group)
     names = (f"{group}kernels", f"{group}kernel_overrides.")
@@ -87,4 +87,4 @@ def _from_environment() -> Selection:
         check_selection(kernels, overrides)
         return Selection(kernels, overrides, (ENVIRONMENT, f"{ENVIRONMENT}: "))
     except ValueError as error:
-        raise ValueError(f"hip_ops: {ENVIRONMENT}={text!r}: {error}") from None
+        raise ValueError(f"{ENVIRONMENT}={text}: {error}") from None

@@ -19,9 +19,9 @@ INPUTS = """
 """
 
 
-def _two_halves(given: dict) -> str | None:
+def _two_halves(given: dict) -> tuple[str, str] | None:
     columns = given["columns"]
-    return f"gate_up has {columns} columns; it must be [n, 2 f], gate and up" if columns % 2 else None
+    return (f"gate_up has {columns} columns", "[n, 2 f], gate and up") if columns % 2 else None
 
 
 def _example(device: torch.device) -> tuple:

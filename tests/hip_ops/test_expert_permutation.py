@@ -171,43 +171,43 @@ ORDER = reference.sort_by_expert(torch.tensor([1, 0, 3]), 2)
     [
         (
             lambda: hip_ops.sort_by_expert(torch.zeros(2, 2, dtype=torch.int64), 3),
-            "sort_by_expert: expert_ids has shape (2, 2); it must be [n]",
+            "sort_by_expert: expert_ids has shape (2, 2). Allowed: [n]",
         ),
         (
             lambda: hip_ops.sort_by_expert(torch.zeros(2), 3),
-            "expert_ids is torch.float32; it must be torch.int32 or torch.int64",
+            "expert_ids is torch.float32. Allowed: torch.int32 or torch.int64",
         ),
         (
             lambda: hip_ops.sort_by_expert(torch.zeros(2, dtype=torch.int64), 0),
-            "sort_by_expert: num_experts is 0; it must be at least 1",
+            "sort_by_expert: num_experts is 0. Allowed: at least 1",
         ),
         (
             lambda: hip_ops.permute_to_experts(torch.zeros(3), ExpertOrder(*ORDER)),
-            "gather_rows: rows has shape (3,); it must be [n, h]",
+            "gather_rows: rows has shape (3,). Allowed: [n, h]",
         ),
         (
             lambda: hip_ops.permute_to_experts(torch.zeros(4, 2), ExpertOrder(*ORDER)),
-            "gather_rows: index has shape (3,); it must be (4,), [n]",
+            "gather_rows: index has shape (3,). Allowed: (4,), [n]",
         ),
         (
             lambda: hip_ops.permute_to_experts(torch.zeros(3, 2), ExpertOrder(*ORDER), torch.zeros(2)),
-            "gather_rows: probs has shape (2,); it must be (3,), [n]",
+            "gather_rows: probs has shape (2,). Allowed: (3,), [n]",
         ),
         (
             lambda: hip_ops.permute_to_experts(torch.zeros(3, 2, dtype=torch.float16), ExpertOrder(*ORDER)),
-            "rows is torch.float16; it must be torch.bfloat16 or torch.float32",
+            "rows is torch.float16. Allowed: torch.bfloat16 or torch.float32",
         ),
         (
             lambda: hip_ops.permute_to_experts(torch.zeros(3, 2), ExpertOrder(*(t.long() for t in ORDER))),
-            "index is torch.int64; it must be torch.int32",
+            "index is torch.int64. Allowed: torch.int32",
         ),
         (
             lambda: hip_ops.permute_to_experts(torch.zeros(3, 2, device="meta"), ExpertOrder(*ORDER)),
-            "index is on cpu; it must be on meta like rows",
+            "index is on cpu. Allowed: on meta like rows",
         ),
         (
             lambda: hip_ops.permute_to_experts(torch.zeros(3, 2), ExpertOrder(*ORDER), torch.zeros(3, dtype=FP64)),
-            "probs is torch.float64; it must be torch.bfloat16 or torch.float32 (or all tensors torch.float64)",
+            "probs is torch.float64. Allowed: torch.bfloat16 or torch.float32 (or all tensors torch.float64)",
         ),
     ],
 )

@@ -409,25 +409,25 @@ def test_a_vocabulary_cut_over_two_ranks(tmp_path):
 @pytest.mark.parametrize(
     "change, says",
     [
-        (dict(hidden=torch.zeros(2, 3, 4)), "hidden has shape (2, 3, 4); it must be [tokens, h]"),
-        (dict(weight=torch.zeros(5, 7)), "weight has shape (5, 7); it must be [classes>0, h]"),
-        (dict(weight=torch.zeros(0, 4)), "weight has shape (0, 4); it must be [classes>0, h]"),
-        (dict(weight=torch.zeros(5, 4, dtype=BF16)), "weight is torch.bfloat16; it must be torch.float32 like hidden"),
+        (dict(hidden=torch.zeros(2, 3, 4)), "hidden has shape (2, 3, 4). Allowed: [tokens, h]"),
+        (dict(weight=torch.zeros(5, 7)), "weight has shape (5, 7). Allowed: [classes>0, h]"),
+        (dict(weight=torch.zeros(0, 4)), "weight has shape (0, 4). Allowed: [classes>0, h]"),
+        (dict(weight=torch.zeros(5, 4, dtype=BF16)), "weight is torch.bfloat16. Allowed: torch.float32 like hidden"),
         (
             dict(hidden=torch.zeros(3, 4, dtype=torch.float16)),
-            "hidden is torch.float16; it must be torch.bfloat16 or torch.float32",
+            "hidden is torch.float16. Allowed: torch.bfloat16 or torch.float32",
         ),
-        (dict(labels=torch.zeros(4, dtype=torch.int64)), "labels has shape (4,); it must be (3,), [tokens]"),
-        (dict(labels=torch.zeros(3, dtype=torch.int32)), "labels is torch.int32; it must be torch.int64"),
-        (dict(promised_grad=torch.zeros(3, 1)), "promised_grad has shape (3, 1); it must be (3,), [tokens]"),
-        (dict(main_grad=torch.zeros(4, 5)), "main_grad has shape (4, 5); it must be (5, 4), [classes, h]"),
+        (dict(labels=torch.zeros(4, dtype=torch.int64)), "labels has shape (4,). Allowed: (3,), [tokens]"),
+        (dict(labels=torch.zeros(3, dtype=torch.int32)), "labels is torch.int32. Allowed: torch.int64"),
+        (dict(promised_grad=torch.zeros(3, 1)), "promised_grad has shape (3, 1). Allowed: (3,), [tokens]"),
+        (dict(main_grad=torch.zeros(4, 5)), "main_grad has shape (4, 5). Allowed: (5, 4), [classes, h]"),
         (
             dict(main_grad=torch.zeros(5, 4, dtype=BF16)),
-            "main_grad is torch.bfloat16; it must be torch.float32 (or all tensors torch.float64)",
+            "main_grad is torch.bfloat16. Allowed: torch.float32 (or all tensors torch.float64)",
         ),
         (
             dict(labels=torch.zeros(3, dtype=torch.int64, device="meta")),
-            "labels is on meta; it must be on cpu like hidden",
+            "labels is on meta. Allowed: on cpu like hidden",
         ),
     ],
 )

@@ -215,19 +215,19 @@ def _lists():
 WRONG = {
     "one of the lists is shorter": (
         lambda x: x.momenta.pop(),
-        r"momenta holds 1 tensors; it must be a list of 2, as many as gradients",
+        r"momenta holds 1 tensors. Allowed: a list of 2, as many as gradients",
     ),
     "the first list is empty": (
         lambda x: x.gradients.clear(),
-        r"momenta holds 2 tensors; it must be a list of 0, as many as gradients",
+        r"momenta holds 2 tensors. Allowed: a list of 0, as many as gradients",
     ),
     "a transposed view": (
         lambda x: x.outputs.__setitem__(0, torch.zeros(6, 4, dtype=BF16).T),
-        r"outputs\[0\] has shape \(4, 6\), strides \(1, 4\); it must be contiguous",
+        r"outputs\[0\] has shape \(4, 6\), strides \(1, 4\). Allowed: contiguous",
     ),
     "another shape": (
         lambda x: x.momenta.__setitem__(1, torch.zeros(5, 3)),
-        r"momenta\[1\] has shape \(5, 3\); it must be \(3, 5\) like gradients\[1\]",
+        r"momenta\[1\] has shape \(5, 3\). Allowed: \(3, 5\) like gradients\[1\]",
     ),
     "half precision": (lambda x: x.gradients.__setitem__(1, x.gradients[1].half()), r"gradients\[1\] is torch.float16"),
     "fp64 among others": (lambda x: x.momenta.__setitem__(0, x.momenta[0].double()), r"momenta\[0\] is torch.float64"),
@@ -251,14 +251,14 @@ def test_wrong_arguments_are_refused():
         (dict(momentum=1.5), "momentum is 1.5"),
         (dict(grad_scale=torch.ones(2)), r"grad_scale is torch.float32 of shape \(2,\)"),
         (dict(found_inf=torch.ones(1, dtype=torch.bool)), "found_inf is torch.bool"),
-        (dict(square_sums=torch.zeros(3)), r"square_sums .* must be torch.float32 of 2 elements"),
+        (dict(square_sums=torch.zeros(3)), r"square_sums .* Allowed: torch.float32 of 2 elements"),
     ):
         with pytest.raises(ValueError, match=message):
             hip_ops.muon_momentum_(*args, **named)
     for call, message in (
         (
             lambda: hip_ops.muon_update_(lists.outputs, [m.bfloat16() for m in lists.masters], lists.params, lr=1.0),
-            r"masters\[0\] is torch.bfloat16; it must be torch.float32",
+            r"masters\[0\] is torch.bfloat16. Allowed: torch.float32",
         ),
         (
             lambda: hip_ops.muon_update_(lists.outputs, None, lists.params, lr=torch.ones((), dtype=FP64)),
@@ -270,7 +270,7 @@ def test_wrong_arguments_are_refused():
         ),
         (
             lambda: hip_ops.muon_update_([torch.zeros(3)], None, [torch.zeros(3)], lr=1.0),
-            r"params\[0\] has shape \(3,\); it must be a matrix, or pass scales",
+            r"params\[0\] has shape \(3,\). Allowed: a matrix, or pass scales",
         ),
     ):
         with pytest.raises(ValueError, match=message):

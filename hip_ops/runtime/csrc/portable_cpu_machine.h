@@ -104,7 +104,7 @@ struct Machine {
       order = Order::kRandom;
       random = std::strtoull(value + 7, nullptr, 10);
     } else {
-      std::fprintf(stderr, "hip_ops cpu: HO_CPU_SCHEDULE=%s; allowed are forward, reverse and random:<seed>\n", value);
+      std::fprintf(stderr, "hip_ops cpu: HO_CPU_SCHEDULE=%s: no such schedule. Allowed: forward, reverse, random:<seed>.\n", value);
       std::abort();
     }
   }
