@@ -19,7 +19,7 @@ VERSIONS = {
     "linear_cross_entropy": ("hip", "triton", "compiled"),
     "embedding_gradient": ("hip", "triton"),
 }
-# Versions that multiply 16-bit matrices only: calls in fp32 run another version. Of newton_schulz by its argument dtype.
+# Versions that multiply 16-bit matrices only: calls in fp32 run another version. For newton_schulz its argument `dtype` counts.
 NO_FP32 = {
     "cca_prologue": ("hip",),
     "router_mlp": ("triton",),

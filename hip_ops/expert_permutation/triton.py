@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tokens by expert in Triton: a counting sort in two launches, and rows gathered along its maps. No atomics, nothing waits for the host.
+"""The sort by expert in Triton, a counting sort in two launches, and the gather of rows along its maps. No atomics; the host never waits.
 
-Same functions as hip_ops.expert_permutation.reference. The sort: each program counts the experts of its tokens; in the second launch
-each adds up the counts of the programs before it, where the rows of its own tokens begin. Importing this module imports triton.
+Same functions as hip_ops.expert_permutation.reference. In the first launch each program counts the experts of its tokens. In
+the second, each adds up the counts of the programs before it, which gives the first rows of its own tokens. Importing this module imports triton.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from torch import Tensor
 from hip_ops.runtime.on_device import on
 from hip_ops.runtime.row_views import as_rows
 
-PROGRAMS = 256  # of the sort, at most: each reads what all of them counted
+PROGRAMS = 256  # of the sort, at most, because each program reads the counts of all
 
 
 @triton.jit
 def _experts_of(expert_ids, token, tokens, num_experts, EXPERTS: tl.constexpr):
-    """The expert of each token, or -1, and one row a token with a 1 at its expert."""
+    """Returns the expert of each token, or -1, and one row per token with a 1 at its expert."""
     inside = token < tokens
     ids = tl.load(expert_ids + token, mask=inside, other=-1)
     expert = tl.where((ids >= 0) & (ids < num_experts), ids, -1).to(tl.int32)
@@ -33,7 +33,7 @@ def _experts_of(expert_ids, token, tokens, num_experts, EXPERTS: tl.constexpr):
 
 @triton.jit
 def expert_count_kernel(expert_ids, counted, tokens, num_experts, tiles, EXPERTS: tl.constexpr, TILE: tl.constexpr):
-    """counted [programs, EXPERTS]: how many of the program's tokens, `tiles` tiles of them, each expert has."""
+    """Counts the experts of the program's tokens, `tiles` tiles of them, into counted [programs, EXPERTS]."""
     program = tl.program_id(0)
     total = tl.zeros([EXPERTS], tl.int32)
     for tile in range(tiles):
@@ -48,7 +48,7 @@ def expert_place_kernel(
     expert_ids, counted, token_of_row, row_of_token, counts, offsets, tokens, num_experts, tiles, programs,
     EXPERTS: tl.constexpr, TILE: tl.constexpr, ROWS: tl.constexpr,
 ):
-    """Both maps for the program's tokens; program 0 writes counts and offsets. ROWS: programs whose counts are added at a time."""
+    """Writes both maps for the program's tokens; program 0 writes counts and offsets. ROWS: programs whose counts are added at a time."""
     program = tl.program_id(0)
     experts = tl.arange(0, EXPERTS)
     total, before = tl.zeros([EXPERTS], tl.int32), tl.zeros([EXPERTS], tl.int32)
@@ -62,7 +62,7 @@ def expert_place_kernel(
         tl.store(counts + experts, total, mask=experts < num_experts)
         tl.store(offsets + experts, ends, mask=experts < num_experts)
     next_row = ends - total + before
-    # Padding rows come behind the rows of all experts, after the padding rows of the programs before.
+    # Padding rows come after the rows of all experts and after the padding rows of earlier programs.
     next_padding = tl.sum(total, axis=0) + program * tiles * TILE - tl.sum(before, axis=0)
     for tile in range(tiles):
         token = (program * tiles + tile) * TILE + tl.arange(0, TILE)
@@ -106,13 +106,13 @@ class Launch:
 
 
 def sort_tile(num_experts: int) -> tuple[int, int]:
-    """Experts as a power of two, and tokens a tile: 4096 counters a tile."""
+    """Returns experts as a power of two, and tokens per tile: a tile has 4096 counters."""
     experts = max(triton.next_power_of_2(num_experts), 16)
     return experts, 4096 // experts
 
 
 def launch(hidden_size: int, element_bytes: int, *, warp_size: int | None = None) -> Launch:
-    """The tile for rows of `hidden_size` elements. warp_size None: that of the devices that this torch is built for.
+    """Chooses the tile for rows of `hidden_size` elements. warp_size None: of the devices that this torch is built for.
 
     A lane has 32 bytes of a row, in two pieces of 16.
     """
@@ -125,7 +125,7 @@ def launch(hidden_size: int, element_bytes: int, *, warp_size: int | None = None
 
 @functools.lru_cache(maxsize=256)
 def _sort_plan(tokens: int, num_experts: int) -> tuple[int, int, dict]:
-    """Tiles a program, programs, and the keywords of both kernels."""
+    """Returns tiles per program, programs, and the keywords of both kernels."""
     experts, tile = sort_tile(num_experts)
     tiles = triton.cdiv(triton.cdiv(tokens, tile), PROGRAMS)
     return tiles, triton.cdiv(tokens, tiles * tile), {"EXPERTS": experts, "TILE": tile}
@@ -133,7 +133,7 @@ def _sort_plan(tokens: int, num_experts: int) -> tuple[int, int, dict]:
 
 @functools.lru_cache(maxsize=256)
 def _plan(choose: Callable, count: int, hidden: int, element_bytes: int) -> tuple[tuple[int, ...], dict]:
-    """The grid, and the keywords of the launch. `choose` is `launch`; it is part of the key because benchmarks replace it."""
+    """Returns the grid and the keywords of the launch. `choose` is `launch`; it is part of the key because benchmarks replace it."""
     chosen = choose(max(hidden, 1), element_bytes)
     grid = (triton.cdiv(count, chosen.rows), triton.cdiv(max(hidden, 1), chosen.block))
     return grid, {"ROWS": chosen.rows, "BLOCK": chosen.block, "num_warps": chosen.num_warps}

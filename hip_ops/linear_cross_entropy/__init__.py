@@ -6,13 +6,13 @@ are exact: nothing is filtered, and weight gradients are summed in fp32.
 
 With a promise (promised_grad: the gradient that the losses will get; in training the loss mask) the forward pass makes both
 gradients while a chunk's logits exist, in one pass over them (`overwrite_with_exponentials`). Rows of the buffer are then
-their gradient up to a factor a row. The product that makes the gradient of hidden applies the factor in fp32; for the
-gradient of the weight hidden is multiplied by it, which is one more rounding.
+their gradient up to a factor per row. The product for the gradient of hidden applies the factor in fp32; for the gradient
+of the weight, hidden is multiplied by it, which is one more rounding.
 
-Without a promise a pass finds the sums (`row_statistics`), and the backward pass makes the logits again, a fourth product,
-and overwrites them with their gradient. Results of the two ways differ by roundings.
+Without a promise a pass computes the sums (`row_statistics`), and the backward pass computes the logits again, a fourth
+product, and overwrites them with their gradient. Results of the two ways differ by roundings.
 
-What is saved for the backward pass, and what exists besides: saved.py.
+saved.py lists the bytes saved for the backward pass and the working memory.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from hip_ops.linear_cross_entropy.saved import chunk_for, parts_of_exponentials
 from hip_ops.runtime.declaration import Declaration, wide
 from hip_ops.runtime.main_grad import add_product_, scaled_product
 
-# At most 254 characters: the device's assert takes no more.
+# At most 254 characters, the limit of asserts on the device.
 BROKEN_PROMISE = (
     "hip_ops.linear_cross_entropy: the losses' gradient is not promised_grad, so the gradients made in the forward pass are wrong. "
     "Promise what backward brings (the loss mask, for a sum of losses * mask), or nothing"
@@ -58,7 +58,7 @@ _DECLARATION = Declaration(
 
 @dataclass(frozen=True)
 class _Head:
-    """What all chunks share. group: the ranks that share the vocabulary, None for one."""
+    """The arguments that all chunks share. group: the ranks that share the vocabulary, None for one."""
 
     weight: Tensor
     labels: Tensor
@@ -78,16 +78,16 @@ class _Head:
         return torch.mm(hidden[rows], self.weight.t(), out=buffer[: rows.stop - rows.start])
 
     def statistics(self, logits: Tensor, rows: slice) -> tuple[Tensor, Tensor]:
-        """Normalizer and label's logit, over all ranks; one exchange."""
+        """Returns normalizer and label's logit over all ranks, with one exchange."""
         statistics = row_statistics(logits, self.labels[rows], self.first_class, parts_for(logits))
         return reference.combined(self._of_all_ranks(statistics))
 
     def gradient(self, logits: Tensor, rows: slice, grad: Tensor) -> Tensor:
-        """Overwrites the logits with their gradient up to a factor a row. Returns [2, T]: losses and factors. One exchange."""
+        """Overwrites the logits with their gradient up to a factor per row. Returns [2, T]: losses and factors. One exchange."""
         labels, parts = self.labels[rows], parts_of_exponentials(len(self.weight))
         statistics, first = overwrite_with_exponentials(logits, labels, self.first_class, parts), 0
         if self._ranks() > 1:
-            # Ranks send three numbers a token, which contain this rank's sums; of its own parts only the references count.
+            # Ranks exchange three numbers per token, which contain this rank's sums too; its own parts then add only their references.
             everyone, first = self._of_all_ranks(reference.joined(statistics)), self._ranks()
             statistics[:, 1:] = 0
             statistics = torch.cat((everyone, statistics))
@@ -112,7 +112,7 @@ class _Gradients:
     weight: Tensor | None
 
     def add(self, head: _Head, hidden: Tensor, rows: slice, d_logits: Tensor, factors: Tensor | None = None) -> None:
-        """factors [T, 1]: by which rows of d_logits have to be multiplied; both products apply them to their tokens."""
+        """Adds a chunk's gradients. factors [T, 1] of the rows of d_logits; both products apply them to their tokens."""
         x = hidden[rows]
         if self.hidden is not None and factors is None:
             torch.mm(d_logits, head.weight, out=self.hidden[rows])
@@ -137,7 +137,7 @@ def _handed_out(ctx, gradients: _Gradients, main_grad: Tensor | None, dtype: tor
 
 
 def _scan(head: _Head, hidden: Tensor) -> tuple[Tensor, Tensor]:
-    """Losses [T] and normalizer [2, T]."""
+    """Returns losses [T] and normalizer [2, T]."""
     compute = wide(hidden.dtype)
     losses, normalizer = hidden.new_empty(len(hidden), dtype=compute), hidden.new_empty((2, len(hidden)), dtype=compute)
     buffer = head.buffer(hidden)
@@ -169,7 +169,7 @@ class _Promised(torch.autograd.Function):
         kept = grad == promised
         torch._assert_async(kept.all(), BROKEN_PROMISE)
         gradients = ctx.gradients
-        if torch.version.hip is not None:  # there torch is built without asserts on the device
+        if torch.version.hip is not None:  # torch for ROCm is built without asserts on the device
             poisoned = gradients.weight if gradients.hidden is None else gradients.hidden
             poisoned.masked_fill_(~kept.all(), torch.nan)
         return _handed_out(ctx, gradients, ctx.main_grad, ctx.dtype)
@@ -215,18 +215,18 @@ def linear_cross_entropy(
 
     Args:
         hidden: [T, h]. weight: [V, h] of the same dtype, bf16 or fp32; with a group this rank's rows of it.
-        labels: int64 [T], as classes of the whole vocabulary. One that is no class raises nothing: its loss is
-            logsumexp(logits) and its gradient the softmax's, so such tokens have to be masked, as padding is.
+        labels: int64 [T], as classes of the whole vocabulary. A label that is no class raises no error: its loss
+            is logsumexp(logits) and its gradient the softmax's, so such tokens must be masked, like padding.
         promised_grad: [T], the gradient that the backward pass will bring for the losses. Both gradients are then made in the
-            forward pass. The backward pass compares on the device, without waiting for it: if the promise was broken, an
-            assertion of the device fails. On ROCm, where these are not compiled, the gradient of hidden becomes NaN, or the
-            weight's where hidden needs none. Ignored where nothing requires a gradient.
+            forward pass. The backward pass compares on the device, without waiting for it: if the gradients
+            differ, an assertion of the device fails. On ROCm, which has no such assertions, the gradient of hidden becomes
+            NaN, or the weight's where hidden needs none. Ignored where nothing requires a gradient.
         main_grad: [V, h], fp32 or weight's dtype. The weight's gradient is added to it and autograd gets None for the weight.
             With a promise it is added in the forward pass, so backward must be called exactly once. Without main_grad
             autograd gets the gradient, summed in fp32.
         z_loss: factor of logsumexp(logits)^2 in the loss (arXiv 2204.02311).
-        group: torch.distributed group over whose ranks the vocabulary is cut, with this rank's rows from class first_class on.
-            One small all-gather a chunk. Every rank has the same number of rows, since it decides the size of a chunk. Losses
+        group: torch.distributed group whose ranks share the vocabulary; this rank's rows start at class first_class. One
+            small all-gather per chunk. Every rank must have the same number of rows, which determines the chunks. Losses
             are the same on all ranks; the gradient of hidden is this rank's part, and the caller sums it.
 
     Returns:

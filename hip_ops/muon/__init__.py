@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Muon's momentum and weight update on lists of matrices: each one launch, for any number of matrices of any shapes.
+"""Muon's momentum and weight update on lists of matrices: one launch each, for any number of matrices of any shapes.
 
 One step of Muon (Jordan et al. 2024, https://kellerjordan.github.io/posts/muon/) with the update scale of Liu et al. 2025
 (arXiv 2502.16982) is
@@ -10,9 +10,9 @@ One step of Muon (Jordan et al. 2024, https://kellerjordan.github.io/posts/muon/
     updates = batches.split([newton_schulz(x, square_sums=s) for x, s in zip(batches.tensors, batches.sums())])
     muon_update_(updates, masters, params, lr=lr, weight_decay=weight_decay)
 
-Matrices keep the parameter's orientation everywhere: a tall one is transposed as a view inside Newton-Schulz, so neither
-of these kernels reads or writes transposed. Nothing here waits for the device. Gradient scale, skip flag and, where it is a
-tensor, the learning rate are read by the kernels, so a step can be captured in a CUDA graph.
+Matrices keep the parameter's orientation: Newton-Schulz transposes tall ones as a view, so neither of these kernels reads or
+writes transposed. The host never waits for the device: the kernels read gradient scale, skip flag and a learning rate that is
+a tensor, so a step can be captured in a CUDA graph.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from hip_ops.runtime.operator import Operator
 
 
 def rms_matching_scale(shape: Sequence[int]) -> float:
-    """0.2 * sqrt(max(m, n)) for a matrix [..., m, n]: the update's root mean square becomes AdamW's (arXiv 2502.16982, section 2.2)."""
+    """Returns 0.2 * sqrt(max(m, n)) for a matrix [..., m, n]: the update's root mean square becomes AdamW's (arXiv 2502.16982, section 2.2)."""
     return 0.2 * math.sqrt(max(shape[-2:]))
 
 
 def _check(operator: Operator, lists: dict[str, list[Tensor]], **numbers: Tensor | None) -> None:
-    """Raises ValueError unless the lists are parallel and `numbers` are fp32 on their device: `square_sums` one a tensor, others one.
+    """Raises ValueError unless the lists are parallel and `numbers` are fp32 on their device: `square_sums` one per tensor, others one.
 
-    Parallel: as many tensors, contiguous, of the same shapes, on one device; bf16 and fp32 in any mixture (`masters` fp32), or all
+    Parallel: equally many contiguous tensors of the same shapes on one device; bf16 and fp32 in any mixture (`masters` fp32), or all
     fp64, which is for checks and runs the reference.
     """
     fail = operator.declaration.fail
@@ -65,7 +65,7 @@ def _check(operator: Operator, lists: dict[str, list[Tensor]], **numbers: Tensor
 
 
 def _example_lists(device: torch.device) -> list[list[Tensor]]:
-    """Three parallel lists - bf16, fp32, bf16 - with whole and ragged chunks, an empty tensor and a few elements."""
+    """Makes three parallel lists - bf16, fp32, bf16 - with whole and ragged chunks, an empty tensor and a few elements."""
     shapes = [(96, 256), (0, 4), (17, 33), (1, 3)]
     return [
         [torch.randn(shape, device=device).to(dtype) for shape in shapes]
@@ -114,7 +114,7 @@ def muon_momentum_(
         fp32 in any mixture (one launch a combination of dtypes). Arithmetic is fp32; the output is computed from the
         momentum as stored. Empty lists and empty tensors are fine; addresses need no alignment beyond their dtype's.
     grad_scale: None or one fp32 number on the device: a clipping factor, the inverse of a loss scale, or their product.
-    found_inf: None or one fp32 number on the device; unless it is 0, nothing at all is written.
+    found_inf: None or one fp32 number on the device; unless it is 0, nothing is written.
     square_sums: None or fp32 [len(outputs)]: receives the sum of squares of every output as stored, summed in a fixed
         order: equal inputs give equal bits.
 
@@ -141,14 +141,14 @@ def muon_update_(
     scales: Sequence[float] | None = None,
     found_inf: Tensor | None = None,
 ) -> None:
-    """weight = weight * (1 - lr * weight_decay) - lr * scale * update, in place; weight decay is decoupled (arXiv 1711.05101).
+    """Computes weight = weight * (1 - lr * weight_decay) - lr * scale * update in place; weight decay is decoupled (arXiv 1711.05101).
 
     updates: the results of Newton-Schulz, bf16 or fp32.
     masters: the weights, fp32; the result is written to them and, rounded once, to `params` (bf16 or fp32) in the same pass.
         None: `params`, bf16 or fp32, are the weights themselves.
     lr: a number, or one fp32 number on the device, which the kernel reads when it runs.
-    scales: one a tensor; by default `rms_matching_scale` of each shape.
-    found_inf: None or one fp32 number on the device; unless it is 0, nothing at all is written.
+    scales: one per tensor; by default `rms_matching_scale` of each shape.
+    found_inf: None or one fp32 number on the device; unless it is 0, nothing is written.
 
     Lists, shapes, contiguity and errors as in `muon_momentum_`.
     """

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Muon's multi-tensor momentum and weight update in Triton: one launch walks the work table of `hip_ops.muon.multi_tensor`.
+"""Muon's multi-tensor momentum and weight update in Triton: one launch processes the work table of `hip_ops.muon.multi_tensor`.
 
-A program takes chunks `program_id, program_id + grid, ...`. A chunk that is whole and aligned goes in tiles of
+A program takes chunks `program_id, program_id + grid, ...`. A whole, aligned chunk is processed in tiles of
 [UNROLL, THREADS * WIDTH] elements without masks: the inner extent gives every lane WIDTH neighbouring elements (16 bytes
-of the widest type) and every warp one contiguous piece; the outer one keeps UNROLL loads a tensor in flight, which
-matters because no load may be moved above a store through an address that came from memory. Everything else - ragged
-ends, heads, tensors that cannot be aligned - goes with masks in tiles of [4, THREADS], one element a lane at a time.
+of the widest type) and every warp one contiguous piece; the outer one keeps UNROLL loads per tensor in flight, because the
+compiler moves no load above a store through an address that came from memory. Ragged ends, heads and tensors that cannot
+be aligned are processed with masks in tiles of [4, THREADS], one element per lane at a time.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from hip_ops.muon.multi_tensor import ROW_WORDS, blocks_for, vector_elements, wo
 from hip_ops.runtime.on_device import on
 
 THREADS = 256
-TILE_ELEMENTS = 16  # of one thread: four vectors of 16 bytes in flight for fp32, two for bf16 alone
+TILE_ELEMENTS = 16  # per thread: four vectors of 16 bytes in flight for fp32, two for bf16 only
 WORDS: tl.constexpr = tl.constexpr(ROW_WORDS)
 
 
 @triton.jit
 def _chunk(words, chunk_rows, chunk, CHUNK: tl.constexpr):
-    """Row of this chunk, its first element, its elements, and whether it is whole and aligned."""
+    """Returns the chunk's row, first element and number of elements, and whether it is whole and aligned."""
     row = tl.load(chunk_rows + chunk).to(tl.int64)
     numel = tl.load(words + row * WORDS + 3)
     packed = tl.load(words + row * WORDS + 4)
@@ -35,7 +35,7 @@ def _chunk(words, chunk_rows, chunk, CHUNK: tl.constexpr):
     begin = skipped + (chunk - first).to(tl.int64) * CHUNK
     end = tl.minimum(begin + CHUNK, numel)
     whole = (head >= 0) & (end - begin == CHUNK)
-    if chunk == first:  # the head goes with the first chunk
+    if chunk == first:  # the first chunk includes the head
         whole = whole & (head == 0)
         begin = begin - skipped
     return row, begin, (end - begin).to(tl.int32), whole
@@ -43,7 +43,7 @@ def _chunk(words, chunk_rows, chunk, CHUNK: tl.constexpr):
 
 @triton.jit
 def _column(words, row, begin, column: tl.constexpr, dtype: tl.constexpr):
-    """Address of element `begin` of a row's tensor."""
+    """Returns the address of element `begin` of a row's tensor."""
     return tl.load(words + row * WORDS + column).to(tl.pointer_type(dtype)) + begin
 
 
@@ -54,14 +54,14 @@ def _tile(start, UNROLL: tl.constexpr, INNER: tl.constexpr):
 
 @triton.jit
 def _at(pointer, offsets, WIDTH: tl.constexpr):
-    """Addresses of a tile in which WIDTH neighbours lie together, aligned to their size."""
+    """Returns the addresses of a tile with groups of WIDTH neighbours, aligned to the group's size."""
     alignment: tl.constexpr = WIDTH * (pointer.dtype.element_ty.primitive_bitwidth // 8)
     return tl.max_contiguous(tl.multiple_of(pointer + offsets, [1, alignment]), [1, WIDTH])
 
 
 @triton.jit
 def _lerp(start, end, weight):
-    """torch.lerp with its two forms, exact at weights 0 and 1, each with one fused multiply-add."""
+    """Computes torch.lerp with its two forms, exact at weights 0 and 1, each with one fused multiply-add."""
     near = tl.abs(weight) < 0.5
     coefficient = tl.where(near, weight, weight - 1.0)
     return tl.fma(end - start, tl.zeros_like(start) + coefficient, tl.where(near, start, end))
@@ -81,7 +81,7 @@ def muon_momentum_kernel(
     GRADIENT: tl.constexpr, MOMENTUM: tl.constexpr, OUTPUT: tl.constexpr, NESTEROV: tl.constexpr,
     CHUNK: tl.constexpr, UNROLL: tl.constexpr, INNER: tl.constexpr, WIDTH: tl.constexpr,
 ):
-    """partials[chunk] = sum of squares of the chunk's stored outputs, where asked for."""
+    """Updates momenta and outputs; partials[chunk] = sum of squares of the chunk's stored outputs, unless partials is None."""
     tl.static_assert(CHUNK % (UNROLL * INNER) == 0, "whole chunks go in whole tiles")
     scale = 1.0
     if grad_scale is not None:
@@ -159,7 +159,7 @@ def muon_update_kernel(
     UPDATE: tl.constexpr, WEIGHT: tl.constexpr, COPY: tl.constexpr,
     CHUNK: tl.constexpr, UNROLL: tl.constexpr, INNER: tl.constexpr, WIDTH: tl.constexpr,
 ):
-    """weight = weight * (1 - lr * weight_decay) - lr * scale * update; the copy, if there is one, gets it rounded."""
+    """weight = weight * (1 - lr * weight_decay) - lr * scale * update; the copy, if there is one, gets the rounded result."""
     tl.static_assert(CHUNK % (UNROLL * INNER) == 0, "whole chunks go in whole tiles")
     if lr_pointer is not None:
         lr = tl.load(lr_pointer)
@@ -199,7 +199,7 @@ TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16}
 
 
 def tile_of(dtypes: Sequence[torch.dtype], wave: int) -> dict:
-    """Tile extents and warps: THREADS threads that each hold TILE_ELEMENTS / WIDTH vectors of every tensor."""
+    """Returns tile extents and warps: THREADS threads that each hold TILE_ELEMENTS / WIDTH vectors of every tensor."""
     width = vector_elements([dtype.itemsize for dtype in dtypes])
     return dict(UNROLL=TILE_ELEMENTS // width, INNER=THREADS * width, WIDTH=width, num_warps=THREADS // wave)
 

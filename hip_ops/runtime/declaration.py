@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The tensors that an operator takes and returns, declared as text. One declaration checks arguments and makes fake results.
+"""Declares the tensors that an operator takes and returns, as text. The declaration checks arguments and makes fake results.
 
     TAKES = '''
         output    [..., h>0]  bf16|fp32
@@ -59,18 +59,18 @@ _LINE = re.compile(r"(\w+)(\?)?\s+(?:like\s+(\w+)|\[(.*?)\]\s+(\S+))$")
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
-    """fp32, or fp64 for fp64."""
+    """Returns fp64 for fp64 and fp32 for every other dtype."""
     return torch.promote_types(dtype, torch.float32)
 
 
 def cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """`tensor.to(dtype)`, which takes the host some microseconds also where there is nothing to convert."""
+    """Returns `tensor.to(dtype)`, without its microseconds on the host where there is nothing to convert."""
     return tensor if tensor.dtype == dtype else tensor.to(dtype)
 
 
 @dataclass(frozen=True)
 class Line:
-    """One declared tensor. sizes: of a shape, without the leading `...`; like: the argument that it copies."""
+    """One declared tensor. sizes: the shape without the leading `...`. like: the argument whose shape and dtype it has."""
 
     name: str
     optional: bool
@@ -94,7 +94,7 @@ def _lines(text: str) -> tuple[Line, ...]:
 
 
 class Declaration:
-    """See the module's text.
+    """Checks an operator's arguments; the syntax is in the module's docstring.
 
     Args:
         operator: name in messages. parameters: names of the operator's arguments, in order.
@@ -110,7 +110,7 @@ class Declaration:
         self._known: set[tuple] = set()
 
     def check(self, arguments: Sequence[Any]) -> None:
-        """Raises ValueError that names the operator, the argument, what it is and what is allowed."""
+        """Raises ValueError for a wrong argument; the message names operator, argument, what was given and what is allowed."""
         if not self.takes and self.rule is None:
             return
         key = tuple([(a.shape, a.dtype, a.device) if isinstance(a, Tensor) else a for a in arguments])
@@ -138,7 +138,7 @@ class Declaration:
         raise mistake(f"hip_ops.{self.operator}", f"{name} {what}", allowed)
 
     def _sizes(self, given: Mapping[str, Any]) -> dict[str, Any]:
-        """Checks all tensors; returns the sizes by name, leading ones as "..."."""
+        """Checks all tensors and returns the sizes by name; the leading sizes are under "..."."""
         sizes = {name: each for name, each in given.items() if isinstance(each, _INTS) and not isinstance(each, bool)}
         first = double = None
         for line in self.takes:
@@ -165,7 +165,7 @@ class Declaration:
         return sizes
 
     def _shape(self, line: Line, tensor: Tensor, sizes: dict[str, Any]) -> None:
-        """Checks one shape and binds the sizes that it names first."""
+        """Checks one shape and stores the sizes that it names for the first time."""
         shape, count = tuple(tensor.shape), len(line.sizes)
         leading, tail = shape[: max(0, len(shape) - count)], shape[max(0, len(shape) - count) :]
         right = len(tail) == count and (sizes.setdefault("...", leading) == leading if line.leading else not leading)
@@ -178,7 +178,7 @@ class Declaration:
 
     @staticmethod
     def _wanted(line: Line, sizes: Mapping[str, Any]) -> str:
-        """The declared shape, and in numbers as far as they are known."""
+        """Describes the declared shape, in numbers where the sizes are known."""
         declared = f"[{', '.join(('...', *line.sizes) if line.leading else line.sizes)}]"
         try:
             tail = tuple(evaluate(size.removesuffix(">0"), sizes) for size in line.sizes)
@@ -213,5 +213,5 @@ class Declaration:
 
 
 def evaluate(text: str, sizes: Mapping[str, Any]):
-    """Arithmetic over sizes: our own literals, never a user's text."""
+    """Evaluates arithmetic over sizes. `text` is a literal of this package, never a user's input."""
     return eval(text, {"__builtins__": {}}, dict(sizes))  # noqa: S307
