@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Moves rows along the maps of an order of tokens by expert. A padding row (expert_permutation/reference.py) is not read; zeros are written in its place.
+// Moves rows along the maps of an order of tokens by expert. Padding rows (expert_permutation/reference.py) are not read; zeros are written in their
+// place.
 #include "row_vectors.h"
 
 namespace rows {
@@ -23,7 +24,7 @@ struct CopyWork {
   }
 };
 
-// out[i] = source[index[i]], and side_out[i] = side[index[i]] where there is a side; zeros where index[i] is negative.
+// out[i] = source[index[i]], and side_out[i] = side[index[i]] if side is not null; zeros where index[i] is negative.
 template <class T, bool kAligned>
 __device__ __forceinline__ void gather_body(const T* __restrict__ source, const int32_t* __restrict__ index, const void* __restrict__ side,
                                             T* __restrict__ out, void* __restrict__ side_out, int64_t count, int hidden,
@@ -53,8 +54,8 @@ GATHER(ho_gather_rows_16, uint32_t, true)  // rows of 16-byte pieces, counted in
 GATHER(ho_gather_rows_4, uint32_t, false)
 GATHER(ho_gather_rows_2, uint16_t, false)
 
-// Launchers. element_bytes: 2 or 4; aligned: every row of every tensor starts and ends at a multiple of 16 bytes; blocks: at most one a
-// group of rows::kWaves rows, fewer make a wave go on to further rows.
+// Launchers. element_bytes: 2 or 4; aligned: every row of every tensor starts and ends at a multiple of 16 bytes; blocks: at most one
+// per rows::kWaves rows; with fewer, a wave takes several rows.
 HO_EXPORT int ho_gather_rows(const void* source, const void* index, const void* side, void* out, void* side_out, int64_t count,
                              int64_t hidden, int64_t source_stride, int64_t element_bytes, int64_t side_bytes, int64_t aligned,
                              int64_t blocks, void* stream) {

@@ -150,9 +150,7 @@ def finish_gradient(
     loss = torch.where(most, (total / of_label).log(), log_total - label)
     log_sum = shift + log_total
     factor = 1 + 2 * z_loss * log_sum
-    if (
-        len(statistics) > 1
-    ):  # a single part's reference is the largest; for several parts the check would wait for the device
+    if len(statistics) > 1:  # one part needs no scaling; checking several would wait for the device
         for rows, part, values in _pieces(exponentials, parts):
             values.mul_(scale[first_part : first_part + parts][part, rows].t().unsqueeze(-1))
     if exponentials.shape[1]:

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Muon's momentum and weight update of one chunk after another. Arithmetic is fp32; every result is rounded once, when it is stored.
+// Muon's momentum and weight update, one chunk after another. Arithmetic is fp32; every result is rounded once, when it is stored.
 #pragma once
 
 #include "multi_tensor.h"
@@ -80,7 +80,7 @@ __device__ __forceinline__ void momentum_body(const Row* __restrict__ rows, cons
                                reinterpret_cast<O*>(row.address[2]) + c.base, rule, 0.0f};
     for_each_element<kWidth>(c, work);
     if (partials) {
-      // Two sides by turns: whoever writes a side again has passed the barrier that came after it was read.
+      // Two sides alternate: a thread writes a side again only after the barrier that follows its last read.
       const float sum = wave_sum(work.squares);
       if (lane_id() == 0) wave_squares[side * kWaves + wave_id()] = sum;
       block_sync_lds();
@@ -95,7 +95,7 @@ __device__ __forceinline__ void momentum_body(const Row* __restrict__ rows, cons
   }
 }
 
-// square_sums[place] = sum of a tensor's partial sums; one block a tensor, always in the same order.
+// square_sums[place] = sum of a tensor's partial sums; one block per tensor, always in the same order.
 __device__ __forceinline__ void square_sums_body(const Row* __restrict__ rows, int chunk_elements, const float* found_inf,
                                                  const float* __restrict__ partials, float* square_sums) {
   constexpr int kWaves = kThreads / kWave;

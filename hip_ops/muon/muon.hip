@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Muon over a list of matrices of any shapes: momentum and weight update in one launch each. The work is in muon.h; here are the
-// kernels, one for every combination of dtypes, and their launchers.
+// Muon over a list of matrices of any shapes: momentum and weight update in one launch each. muon.h has the computation; this
+// file has the kernels, one per combination of dtypes, and their launchers.
 #include "muon.h"
 
 using multi_tensor::chunk_rows_of;

@@ -226,7 +226,7 @@ def test_another_abi_is_refused(sources, empty_cache):
     abi = sources / "abi.hip"
     abi.write_text(abi.read_text().replace("return 1;", "return 999;"))
     with pytest.raises(
-        RuntimeError, match="has ABI version 999, this hip_ops wants 1: rebuild with `python -m hip_ops build --force`"
+        RuntimeError, match="has ABI version 999, this hip_ops requires 1. Fix: `python -m hip_ops build --force`"
     ):
         load(build("cpu", sources=sources), *sources.glob("*.hip"))
 
