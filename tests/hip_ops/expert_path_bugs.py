@@ -47,7 +47,7 @@ BUGS = {
     "piece_starts_at_its_end": in_source(
         "expert_sort", "kPieces + piece] = row;\n      row += mine;", "kPieces + piece] = row += mine;"
     ),
-    "rows_of_nobody_look_live": in_source("expert_sort", "cls < experts ? token : ~token", "token"),
+    "rows_of_no_expert_look_live": in_source("expert_sort", "cls < experts ? token : ~token", "token"),
     "not_stable": in_source(
         "expert_sort",
         "const int token = int(share.first) + i, cls",
@@ -64,7 +64,7 @@ BUGS = {
     "rows_left_out": in_source(
         "expert_rows", "int64_t(gridDim.x) * kWaves;", "int64_t(gridDim.x) * kWaves + 1;", HEADER
     ),
-    "nobody_gets_the_first_row": in_source(
+    "no_expert_gets_the_first_row": in_source(
         "expert_rows", "else piece[p] = zeros<T, kWidth>();", "else piece[p].read(from + at + p * kStep);"
     ),
     "gate_without_silu": in_source("weighted_swiglu", "g * sigmoid(g) * to_float", "sigmoid(g) * to_float"),
@@ -72,7 +72,7 @@ BUGS = {
     "gradient_of_prob_with_prob": in_source(
         "weighted_swiglu", "fmaf(dy, product, d_prob)", "fmaf(weighted, product, d_prob)"
     ),
-    "a_row_of_nobody_read": in_source(
+    "a_row_of_no_expert_read": in_source(
         "weighted_swiglu",
         "    const bool live = row < end;\n    ForwardWork",
         "    const bool live = row <= end;\n    ForwardWork",

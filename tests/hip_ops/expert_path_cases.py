@@ -15,7 +15,7 @@ from torch import Tensor
 from tests.hip_ops.rms_norm_cases import BF16, FP32, FP64, Exact, compare
 
 NAMES = {BF16: "bf16", FP32: "fp32", FP64: "fp64"}
-MIXES = ("even", "skewed", "one", "nobody", "empty_experts", "strange")
+MIXES = ("even", "skewed", "one", "no_expert", "empty_experts", "strange")
 
 
 def expert_ids(mix: str, tokens: int, num_experts: int, dtype: torch.dtype = torch.int64, seed: int = 0) -> Tensor:
@@ -26,7 +26,7 @@ def expert_ids(mix: str, tokens: int, num_experts: int, dtype: torch.dtype = tor
         ids = torch.where(torch.rand(tokens, generator=generator) < 0.8, num_experts // 2, ids)
     elif mix == "one":
         ids.fill_(num_experts - 1)
-    elif mix == "nobody":
+    elif mix == "no_expert":
         ids.fill_(num_experts)
     elif mix == "empty_experts":
         ids = ids // 2 * 2
@@ -105,9 +105,9 @@ def same_bits(name: str, got: Tensor, want: Tensor) -> None:
     )
 
 
-def poisoned(rows: Tensor, nobody: Tensor) -> Tensor:
+def poisoned(rows: Tensor, no_expert: Tensor) -> Tensor:
     """Fills padding rows with NaN: a kernel that reads one has NaN in its results."""
-    rows[nobody] = float("nan")
+    rows[no_expert] = float("nan")
     return rows
 
 
@@ -137,7 +137,7 @@ def check_rows(module, case: Rows, device: str = "cpu") -> None:
 
 @dataclass(frozen=True)
 class Swiglu:
-    """offsets: "none", "all" where every row has an expert, "some" where the last rows have none, "nobody"."""
+    """offsets: "none", "all" where every row has an expert, "some" where the last rows have none, "no_expert"."""
 
     rows: int
     width: int
@@ -155,7 +155,7 @@ class Swiglu:
 
     @property
     def live(self) -> int:
-        return {"some": self.rows - max(1, self.rows // 3), "nobody": 0}.get(self.offsets, self.rows)
+        return {"some": self.rows - max(1, self.rows // 3), "no_expert": 0}.get(self.offsets, self.rows)
 
 
 @dataclass
@@ -170,10 +170,10 @@ class SwigluInputs:
 
 def swiglu_inputs(case: Swiglu) -> SwigluInputs:
     generator = torch.Generator().manual_seed(case.seed + case.rows + 31 * case.width)
-    nobody = torch.arange(case.rows) >= case.live
-    gate_up = poisoned(numbers((case.rows, 2 * case.width), case.dtype, generator, case.pad, case.scale), nobody)
-    grad = poisoned(numbers((case.rows, case.width), case.dtype, generator, case.pad), nobody)
-    probs = poisoned((torch.rand(case.rows, generator=generator) + 0.1).to(case.prob_dtype), nobody)
+    no_expert = torch.arange(case.rows) >= case.live
+    gate_up = poisoned(numbers((case.rows, 2 * case.width), case.dtype, generator, case.pad, case.scale), no_expert)
+    grad = poisoned(numbers((case.rows, case.width), case.dtype, generator, case.pad), no_expert)
+    probs = poisoned((torch.rand(case.rows, generator=generator) + 0.1).to(case.prob_dtype), no_expert)
     # An expert without rows in the middle, and one at the end.
     offsets = (
         None if case.offsets == "none" else torch.tensor([case.live // 2] * 2 + [case.live] * 2, dtype=torch.int32)

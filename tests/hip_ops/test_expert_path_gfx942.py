@@ -27,7 +27,7 @@ ROWS = [
     Rows(11, 2048),
     Rows(9, 45, BF16, BF16, mix="skewed"),
     Rows(9, 260, FP32),
-    Rows(5, 37, FP32, BF16, mix="nobody", pad=3),
+    Rows(5, 37, FP32, BF16, mix="no_expert", pad=3),
     Rows(9, 512, pad=8),
 ]
 SWIGLU = [
@@ -35,7 +35,7 @@ SWIGLU = [
     Swiglu(5, 45, BF16, BF16),
     Swiglu(9, 260, FP32, offsets="none"),
     Swiglu(5, 37, FP32, BF16, pad=3),
-    Swiglu(5, 512, offsets="nobody", pad=8),
+    Swiglu(5, 512, offsets="no_expert", pad=8),
 ]
 
 

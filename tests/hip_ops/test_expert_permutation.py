@@ -23,7 +23,7 @@ ROWS = [
     Rows(7, 2051),
     Rows(6, 45, BF16, BF16),
     Rows(7, 1, mix="one"),
-    Rows(5, 1028, FP32, BF16, mix="nobody"),
+    Rows(5, 1028, FP32, BF16, mix="no_expert"),
     Rows(130, 36, FP32),
     Rows(6, 33, FP32, pad=1),
     Rows(0, 8),
