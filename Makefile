@@ -61,9 +61,10 @@ test-core16: setup ## Run the tests of the model, parity, optimizers, parallelis
 test-gpu: ## Run the tests that need an accelerator, with GPU_PYTHON (default: python3)
 	$(GPU_PYTHON) -m pytest -m gpu $(PYTEST_ARGS)
 
-lint: setup ## Check the code and its layout with ruff (`.venv/bin/ruff format .` formats it)
+lint: setup ## Check the code and its layout with ruff (`.venv/bin/ruff format .` formats it); list evidence older than the code
 	$(BIN)/python -m ruff check .
 	$(BIN)/python -m ruff format --check .
+	$(BIN)/python tools/verification.py --check-age
 
 clean: ## Remove caches and build products; keep .venv, data and runs
 	rm -rf build dist *.egg-info .pytest_cache .ruff_cache

@@ -2,7 +2,6 @@
 """The CCA block of one ZAYA1-base layer, from normed input to output projection, beside transformers' ZayaAttention; forward and backward.
 
     python3 benchmarks/cca_block.py                        4 sequences of 4096 tokens in bf16, two minutes
-    python3 benchmarks/cca_block.py --attention            its core attention alone: torch's back ends, layouts, heads repeated, packages
     python3 benchmarks/cca_block.py --core-attention flash_attn_4        the block with that package (cluster.core_attention)
 
 `ours` is zaya_plugin.model.attention in Megatron's DDP, so that weight gradients are added to fp32 main gradients; the
@@ -19,7 +18,6 @@ from collections.abc import Callable
 from unittest import mock
 
 import torch
-from attention_forms import measure_forms
 from cca_prologue import CHANNELS, GROUPS, HEADS, ROTARY, VALUES, D
 from forward_backward import DIRECTIONS, Way, apart, capturable_stream, cell, flop, kernels, measure
 from operator_benchmark import add_options, begin, finish
@@ -227,35 +225,20 @@ def main() -> None:
     on_gpu = torch.cuda.is_available()
     parser.add_argument("--shapes", nargs="+", default=["4x4096"] if on_gpu else ["2x64"], help="micro batch x rows")
     parser.add_argument("--hidden", type=int, default=2048 if on_gpu else 256)
-    add_options(parser, None, sweep=False)
+    add_options(parser, "cca_block", sweep=False)
     parser.add_argument("--no-anchors", action="store_true", help="without transformers")
     parser.add_argument(
         "--core-attention",
         default="sdpa",
         help="softmax attention of the block, as in cluster.core_attention; default: %(default)s",
     )
-    parser.add_argument(
-        "--attention", action="store_true", help="core attention alone, in other layouts and by other back ends"
-    )
-    parser.add_argument(
-        "--autotune",
-        action="store_true",
-        help="with --attention: flex_attention with the best of its tiles too, minutes more",
-    )
     parser.set_defaults(rep=100)
     options = parser.parse_args()
-    options.name = options.name or ("cca_block_attention" if options.attention else "cca_block")
     device, results = begin(options), {}
     with capturable_stream(device):
         for shape in options.shapes:
             batch, rows = map(int, shape.split("x"))
-            if options.attention:
-                work = operations(batch, rows, options.hidden)["core attention"]
-                results[shape] = measure_forms(
-                    (batch, rows, HEADS, GROUPS, D), work, device, options.rep, options.autotune
-                )
-            else:
-                results[shape] = measure_block(batch, rows, device, options)
+            results[shape] = measure_block(batch, rows, device, options)
     finish(options, results, (12, 26, 64))
 
 

@@ -159,22 +159,6 @@ def measure_permutation(figures: Figures, i: Inputs) -> None:
             both(
                 "unpermute", f"{name}, operator", lambda r: hip_ops.unpermute_from_experts(r, i.order), i.tokens, i.grad
             )
-            enter(
-                "unpermute with probs",
-                "forward",
-                f"{name}, operator",
-                needed,
-                lambda: lambda: hip_ops.unpermute_from_experts(i.tokens, i.order, i.probs),
-            )
-            enter(
-                "unpermute with probs",
-                "backward",
-                f"{name}, operator",
-                needed + row * i.travelling,
-                lambda: backward(
-                    lambda r, p: hip_ops.unpermute_from_experts(r, i.order, p), [i.tokens, i.probs], (i.grad,)
-                ),
-            )
         if name in ("hip", "triton"):
             kernels = importlib.import_module(f"hip_ops.expert_permutation.{name}")
             maps = i.order[:2]
@@ -259,7 +243,7 @@ def measure(i: Inputs, device: torch.device, options) -> dict:
     return figures.found
 
 
-KERNELS = ("gather", "scale_gather_backward", "swiglu", "swiglu_backward", "swiglu_backward_with_output")
+KERNELS = ("gather", "swiglu", "swiglu_backward", "swiglu_backward_with_output")
 
 
 def kernel_call(kind: str, i: Inputs) -> tuple[Callable, int]:
@@ -269,8 +253,6 @@ def kernel_call(kind: str, i: Inputs) -> tuple[Callable, int]:
 
     if kind == "gather":
         return lambda: expert_permutation.gather_rows(i.tokens, *i.order[:2], None), 2
-    if kind == "scale_gather_backward":
-        return lambda: expert_permutation.scale_gather_rows_backward(i.grad, i.tokens, i.order.token_of_row, i.probs), 3
     if kind == "swiglu":
         return lambda: weighted_swiglu.weighted_swiglu(i.gate_up, i.probs, i.order.offsets), 3
     output = kind.endswith("output")
@@ -295,7 +277,7 @@ def trials(kind: str, hidden: int) -> list:
     if kind.startswith("swiglu"):
         default = weighted_swiglu.launch(hidden, 2, backward="backward" in kind)
     else:
-        default = expert_permutation.launch(hidden, 2, reduces="backward" in kind)
+        default = expert_permutation.launch(hidden, 2)
     return [
         replace(default, rows=rows, block=block, num_warps=warps)
         for rows, block, warps in itertools.product((1, 2, 4), (1024, 2048, 4096), (1, 2, 4, 8, 16))

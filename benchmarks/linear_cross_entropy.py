@@ -56,14 +56,9 @@ class Inputs:
         self.main_grad = torch.zeros(classes, h, device=device)
 
 
-def fused(i: Inputs, *, promise: bool, chunk: int | None) -> tuple[Tensor, ...]:
+def fused(i: Inputs, *, promise: bool) -> tuple[Tensor, ...]:
     losses = hip_ops.linear_cross_entropy(
-        i.hidden,
-        i.weight,
-        i.labels,
-        promised_grad=i.mask if promise else None,
-        main_grad=i.main_grad,
-        chunk_tokens=chunk,
+        i.hidden, i.weight, i.labels, promised_grad=i.mask if promise else None, main_grad=i.main_grad
     )
     return torch.autograd.grad(losses, i.hidden, i.mask)
 
@@ -224,14 +219,11 @@ def measure(i: Inputs, device: torch.device, options) -> dict:
     found: dict = {"hip_ops": {}, "anchors": {}}
     for name in options.versions:
         with use_kernels(name):
-            for chunk in options.chunks:
-                title = f"{name}, promised, chunk {chunk or chunk_for(len(i.hidden), len(i.weight), 2)}"
+            for promise in (True, False):
+                title = f"{name}, {'promised' if promise else 'recomputed'}"
                 found["hip_ops"][title] = entry(
-                    lambda chunk=chunk: lambda i: fused(i, promise=True, chunk=chunk), i, device, options
+                    lambda promise=promise: lambda i: fused(i, promise=promise), i, device, options
                 )
-            found["hip_ops"][f"{name}, recomputed"] = entry(
-                lambda: lambda i: fused(i, promise=False, chunk=None), i, device, options
-            )
             found[f"parts, {name}"] = parts(i, device, options)
     found["hip_ops"]["MI300X"] = prediction(i, chunk_for(len(i.hidden), len(i.weight), 2))
     found["embedding, twice the tokens"] = embedding(i, device, options)
@@ -314,13 +306,6 @@ def main() -> None:
     parser.add_argument("--classes", type=int, default=262272 if on_gpu else 1000)
     parser.add_argument("--chunk", type=int, help="of the parts and of --sweep")
     parser.add_argument(
-        "--chunks",
-        type=int,
-        nargs="+",
-        default=[0, 4096] if on_gpu else [0, 16],
-        help="tokens of a chunk; 0: as the operator chooses",
-    )
-    parser.add_argument(
         "--versions",
         nargs="+",
         default=["triton"] if on_gpu else ["reference"],
@@ -329,7 +314,6 @@ def main() -> None:
     parser.add_argument("--no-anchors", dest="anchors", action="store_false")
     add_options(parser, "linear_cross_entropy")
     options = parser.parse_args()
-    options.chunks = [chunk or None for chunk in options.chunks]
     device = begin(options)
     inputs = Inputs(options.tokens, options.hidden, options.classes, device)
     title = f"{options.tokens}x{options.hidden}x{options.classes}"

@@ -82,12 +82,7 @@ def dion() -> Callable:
 
 
 def contestants(options) -> dict[str, Callable[[], Callable]]:
-    ours = {
-        "hip_ops": {},
-        "hip_ops standard fp16": {"form": "standard"},
-        "hip_ops gram fp16": {"form": "gram"},
-        "hip_ops standard bf16": {"form": "standard", "dtype": torch.bfloat16},
-    }
+    ours = {"hip_ops": {}, "hip_ops bf16": {"dtype": torch.bfloat16}}
     found = {name: (lambda kw=kw: lambda x: hip_ops.newton_schulz(x, STEPS, **kw)) for name, kw in ours.items()}
     found |= {f"hip_ops by {name}": (lambda name=name: by_version(name)) for name in ("triton", "quack")}
     found |= {
@@ -112,7 +107,7 @@ def milliseconds(run: Callable, inputs: list[torch.Tensor], options) -> float:
 
 def error(result, x: torch.Tensor) -> float:
     """Distance from fp64 on the first matrix, relative to its norm."""
-    exact = hip_ops.newton_schulz(x[:1].double(), STEPS, form="standard")[0]
+    exact = hip_ops.newton_schulz(x[:1].double(), STEPS)[0]
     return ((result[0].double() - exact).norm() / exact.norm()).item()
 
 

@@ -36,13 +36,19 @@ def device_name() -> str:
     return torch.cuda.get_device_name() if torch.cuda.is_available() else f"CPU {platform.machine()}"
 
 
+def script() -> str:
+    """The running script's path in the repository."""
+    name = Path(sys.argv[0]).name
+    return str(next(HERE.rglob(name), HERE / name).relative_to(HERE.parent))
+
+
 def described(commit: str | None, device: str | None = None) -> dict:
     """Device, date, commit, command and versions. commit: what the option --commit was given."""
     return {
         "device": device or device_name(),
         "date": datetime.date.today().isoformat(),
         "commit": commit_of(commit),
-        "command": shlex.join(["python3", f"benchmarks/{Path(sys.argv[0]).name}", *sys.argv[1:]]),
+        "command": shlex.join(["python3", script(), *sys.argv[1:]]),
         "versions": {
             "python": platform.python_version(),
             "torch": torch.__version__,

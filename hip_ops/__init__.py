@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Kernels for ZAYA1 that need only torch: norms, the CCA prologue, router, experts, linear + cross-entropy, Muon and Newton-Schulz.
 
-Everything public is imported at first use, so that `import hip_ops` costs nothing and needs nothing.
+Public names are imported at first use, so that `import hip_ops` is fast and needs no torch.
 """
 
 import importlib
@@ -57,7 +57,7 @@ def __dir__() -> list[str]:
 
 
 class _Package(ModuleType):
-    """Importing a submodule sets it as an attribute of its package; where a public function has the same name, that one stays."""
+    """Keeps a public function where Python would replace it by the submodule of the same name, after the import of that submodule."""
 
     def __setattr__(self, name: str, value) -> None:
         if not (name in EXPORTS and isinstance(value, ModuleType)):

@@ -16,9 +16,9 @@ from hip_ops.runtime.operator import all_operators, table
 ENVIRONMENT = """\
 environment:
   HIP_OPS_KERNELS    auto (default), hip, triton, compiled or reference; then single operators, as in auto,router_mlp=compiled
-  HIP_OPS_CACHE      where libraries are kept (default: ~/.cache/hip_ops)
-  HIP_OPS_ARCH       AMD architecture to build for where there is no GPU; else PYTORCH_ROCM_ARCH, else gfx942
-  ROCM_PATH, CUDA_HOME   where hipcc and nvcc are looked for before PATH
+  HIP_OPS_CACHE      folder of the built libraries (default: ~/.cache/hip_ops)
+  HIP_OPS_ARCH       AMD architecture to build for on a machine without a GPU (default: PYTORCH_ROCM_ARCH, else gfx942)
+  ROCM_PATH, CUDA_HOME   folders that are searched for hipcc and nvcc before PATH
   HO_CPU_SCHEDULE    order of the threads in the cpu library: forward (default), reverse, random:<seed>
 """
 
@@ -69,7 +69,7 @@ def devices() -> list[torch.device]:
 
 
 def info(check: bool) -> int:
-    """Prints to stdout; returns 1 where a version that is asked for is not available or failed its check."""
+    """Prints the versions to stdout; returns 1 where a requested version is not available or failed its self-check."""
     kinds = (("ROCm", torch.version.hip), ("CUDA", torch.version.cuda), ("CPU", "only"))
     print(f"torch {torch.__version__} ({next(f'{kind} {version}' for kind, version in kinds if version)})")
     failed = 0

@@ -5,6 +5,8 @@ A new version is one name here and one file `hip_ops/<operator>/<name>.py` with 
 `compiled` is torch.compile of the reference and needs no file. Every operator also has the version `reference`.
 """
 
+from hip_ops.runtime.errors import mistake
+
 VERSIONS = {
     "rms_norm": ("hip", "triton", "compiled"),
     "cca_prologue": ("hip", "triton", "compiled"),
@@ -17,25 +19,24 @@ VERSIONS = {
     "linear_cross_entropy": ("hip", "triton", "compiled"),
     "embedding_gradient": ("hip", "triton"),
 }
-# Versions that multiply 16-bit matrices only: calls in fp32 run another version. Of newton_schulz by its argument dtype.
+# Versions that multiply 16-bit matrices only: calls in fp32 run another version. For newton_schulz its argument `dtype` counts.
 NO_FP32 = {
     "cca_prologue": ("hip",),
     "router_mlp": ("triton",),
     "grouped_product": ("quack", "triton", "grouped_mm"),
     "newton_schulz": ("hip", "quack", "triton"),
 }
-KERNELS = ("auto", "hip", "triton", "compiled", "reference")  # of which one is asked for all operators
+KERNELS = ("auto", "hip", "triton", "compiled", "reference")  # what can be requested for all operators
 
 
 def check_selection(kernels: str, overrides: dict[str, str], group: str = "") -> None:
-    """Raises ValueError that names the key, the value and what is allowed. group: of both keys in messages, such as "cluster."."""
+    """Raises ValueError for unknown names. group: the prefix of both keys in messages, such as "cluster."."""
     if kernels not in KERNELS:
-        allowed = ", ".join(KERNELS)
-        raise ValueError(f"{group}kernels={kernels!r}: no such version. Allowed: {allowed}. Fix: {group}kernels=auto")
+        raise mistake(f"{group}kernels={kernels}", "no such version", ", ".join(KERNELS), f"{group}kernels=auto")
     for operator, version in overrides.items():
         key = f"{group}kernel_overrides.{operator}"
         if operator not in VERSIONS:
-            raise ValueError(f"{key}={version!r}: no such operator. Allowed: {', '.join(VERSIONS)}. Fix: remove it")
+            raise mistake(f"{key}={version}", "no such operator", ", ".join(VERSIONS), "remove it")
         allowed = ("auto", *VERSIONS[operator], "reference")
         if version not in allowed:
-            raise ValueError(f"{key}={version!r}: no such version. Allowed: {', '.join(allowed)}. Fix: {key}=auto")
+            raise mistake(f"{key}={version}", "no such version", ", ".join(allowed), f"{key}=auto")

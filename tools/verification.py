@@ -1,55 +1,106 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Writes the tables of docs/verification.md from docs/evidence.yaml; with --check only compares them (exit status 1: they differ)."""
+"""Writes the tables of docs/verification.md from docs/evidence.yaml.
+
+    python tools/verification.py               writes the page; marks rows whose code changed after their commit
+    python tools/verification.py --check       exit status 1 where the page is not made of the data; ignores the marks
+    python tools/verification.py --check-age   lists the rows whose code changed after their commit
+
+A row may have `covers`, the files and folders that its figure depends on. It is older than the code where a commit changed them
+and is neither an ancestor of a commit that the row names nor listed in .git-blame-ignore-revs (changes of layout and comments).
+Without git history there are no marks.
+"""
 
 import argparse
+import re
+import subprocess
 import sys
 from pathlib import Path
 
 import yaml
 
-DOCS = Path(__file__).resolve().parents[1] / "docs"
+ROOT = Path(__file__).resolve().parents[1]
+DATA, PAGE = ROOT / "docs" / "evidence.yaml", ROOT / "docs" / "verification.md"
 COLUMNS = ("claim", "device", "commit", "figure")
 TITLES = {"claims": "What is claimed", "runs": "What ran"}
 BEGIN, END = "<!-- evidence: made of docs/evidence.yaml by `python tools/verification.py` -->\n", "<!-- /evidence -->"
+MARK = " (older than the code)"
+HASH = re.compile(r"\b[0-9a-f]{7,40}\b")
 
 
-def tables(evidence: dict[str, list[dict[str, str]]]) -> str:
-    """Return one table for each group. Raises ValueError for a row whose columns are not COLUMNS, or that has a figure without a device."""
+def _git(*arguments: str) -> list[str] | None:
+    """The lines that git prints; None where it fails."""
+    try:
+        done = subprocess.run(["git", "-C", str(ROOT), *arguments], capture_output=True, text=True)
+    except OSError:
+        return None
+    return done.stdout.split() if done.returncode == 0 else None
+
+
+def commits_since(row: dict) -> int | None:
+    """Commits that changed what `row` covers and came after every commit that it names; None where git does not know."""
+    since = [f"^{commit}" for commit in HASH.findall(row["commit"])]
+    found = _git("rev-list", "HEAD", *since, "--", *row["covers"])
+    ignored = ROOT / ".git-blame-ignore-revs"
+    return found if found is None else len(set(found) - set(ignored.read_text().split()))
+
+
+def older_rows(evidence: dict) -> dict[str, int | None]:
+    """By claim, for the rows that have `covers` and whose code is newer or of unknown age: the commits since."""
+    rows = [row for group in TITLES for row in evidence[group] if "covers" in row]
+    ages = {row["claim"]: commits_since(row) for row in rows}
+    return {claim: age for claim, age in ages.items() if age != 0}
+
+
+def tables(evidence: dict, older: dict[str, int | None]) -> str:
+    """One table a group. Raises ValueError for other keys, for a figure without a device and for `covers` that names nothing."""
     lines = []
     for group, title in TITLES.items():
         lines += [f"## {title}", "", f"| {' | '.join(COLUMNS)} |", "|---" * len(COLUMNS) + "|"]
         for row in evidence[group]:
-            if tuple(row) != COLUMNS:
-                raise ValueError(
-                    f"docs/evidence.yaml, {group}: {row}. Allowed: the keys {', '.join(COLUMNS)}, in this order"
-                )
-            if not row["device"] and "not run" not in row["figure"]:
-                raise ValueError(f"docs/evidence.yaml, {group}: {row['claim']!r} has a figure and no device")
-            lines.append(f"| {' | '.join(row.values())} |")
+            problem = None
+            if tuple(row) not in (COLUMNS, (*COLUMNS, "covers")):
+                problem = f"its keys must be {', '.join(COLUMNS)} and optionally covers, in this order"
+            elif not row["device"] and "not run" not in row["figure"]:
+                problem = "it has a figure and no device"
+            elif "covers" in row and not HASH.search(row["commit"]):
+                problem = "covers needs a commit"
+            elif missing := [path for path in row.get("covers", ()) if not (ROOT / path).exists()]:
+                problem = f"covers names {', '.join(missing)}, which does not exist"
+            if problem:
+                raise ValueError(f"docs/evidence.yaml, {group}, {row.get('claim')!r}: {problem}")
+            mark = MARK if "covers" in row and older.get(row["claim"]) else ""
+            lines.append(f"| {row['claim']} | {row['device']} | {row['commit']}{mark} | {row['figure']} |")
         lines.append("")
     return "\n".join(lines)
 
 
-def page(text: str, evidence: dict) -> str:
-    """Return `text` of docs/verification.md with new tables."""
+def page(text: str, evidence: dict, older: dict[str, int | None]) -> str:
+    """`text` of docs/verification.md with new tables."""
     before, after = text.split(BEGIN)[0], text.split(END)[1]
-    return f"{before}{BEGIN}{tables(evidence)}{END}{after}"
+    return f"{before}{BEGIN}{tables(evidence, older)}{END}{after}"
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--check", action="store_true", help="write nothing")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    action = parser.add_mutually_exclusive_group()
+    action.add_argument("--check", action="store_true", help="compare the page with the data, without the marks")
+    action.add_argument("--check-age", action="store_true", help="list the rows that are older than their code")
     options = parser.parse_args()
-    path = DOCS / "verification.md"
-    text = path.read_text()
-    wanted = page(text, yaml.safe_load((DOCS / "evidence.yaml").read_text()))
-    if not options.check:
-        path.write_text(wanted)
-    elif wanted != text:
-        print(
-            "docs/verification.md differs from docs/evidence.yaml. Fix: python tools/verification.py", file=sys.stderr
-        )
-        return 1
+    evidence, text = yaml.safe_load(DATA.read_text()), PAGE.read_text()
+    if options.check:
+        if page(text, evidence, {}) != text.replace(MARK, ""):
+            print("docs/verification.md is not made of docs/evidence.yaml. Fix: python tools/verification.py")
+            return 1
+        return 0
+    if _git("rev-parse", "HEAD") is None:
+        print("no git history: the age of the evidence is not known", file=sys.stderr)
+    older = older_rows(evidence)
+    if not options.check_age:
+        PAGE.write_text(page(text, evidence, older))
+        return 0
+    for claim, commits in older.items():
+        said = "its commit is not in this history" if commits is None else f"{commits} commits since"
+        print(f"docs/evidence.yaml: older than the code ({said}): {claim}")
     return 0
 
 

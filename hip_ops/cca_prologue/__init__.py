@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""CCA between its projections and attention, as one torch operator with gradients, for training, packed documents and decoding.
+"""CCA's computation between its projections and attention, as one torch operator with gradients, for training, packed documents and decoding.
 
 Formulas and the conventions of all versions are in hip_ops/cca_prologue/reference.py. Saved for the backward pass: the inputs;
 query and key, which attention saves too; and one number a head and row.
@@ -22,7 +22,7 @@ TRITON_HEAD_DIMS = (32, 64, 128, 256)
 
 
 def _example(backward: bool):
-    """ZAYA1's heads, two chunks with halos, two sequences with documents of odd lengths, and rows beyond one tile."""
+    """Makes inputs with ZAYA1's heads, two chunks with halos, two sequences with documents of odd lengths, and more rows than a tile."""
 
     def make(device: torch.device) -> tuple:
         dtype, d, heads, batch, chunks, rows = torch.bfloat16, HEAD_DIM, HEADS + GROUPS, 2, 2, 69
@@ -57,7 +57,7 @@ def _example(backward: bool):
 
 
 def _fits(first: int) -> dict[str, Callable[..., bool]]:
-    """Which calls the kernels of each version take; projected is argument `first`."""
+    """Returns by version a function that tells whether its kernels take a call; projected is argument number `first`."""
 
     def hip(*arguments) -> bool:
         projected, grouped_weight, rope = (arguments[first + place] for place in (0, 3, 6))
@@ -67,23 +67,23 @@ def _fits(first: int) -> dict[str, Callable[..., bool]]:
     return {"hip": hip, "triton": lambda *arguments: arguments[first + 3].shape[1] in TRITON_HEAD_DIMS}
 
 
-def _rule(given: dict) -> str | None:
+def _rule(given: dict) -> tuple[str, str] | None:
     channels, d, groups, delayed = (given[name] for name in ("C", "d", "query_groups", "delayed_channels"))
     heads, chunks, rope = channels // d, given.get("k", 1), given["rope"]
     if channels % d or groups < 1 or heads % groups or heads < 2 * groups:
-        return (
-            f"query_groups is {groups}; it must be a divisor of the number of query heads; the {channels} channels of "
-            f"depthwise_bias are query heads and query_groups key heads of {d} channels"
+        return f"query_groups is {groups}", (
+            f"a divisor of the number of query heads, where the {channels} channels of depthwise_bias are query heads and "
+            f"query_groups key heads of {d} channels"
         )
     if not 0 <= delayed <= groups * d:
-        return f"delayed_channels is {delayed}; it must be from 0 to {groups * d}, the number of value channels"
+        return f"delayed_channels is {delayed}", f"from 0 to {groups * d}, the number of value channels"
     if (given["halo"] is None) != (given["value_halo"] is None):
-        return "one of halo and value_halo is None; they must be given both or not at all"
+        return "one of halo and value_halo is None", "both or neither"
     if given["s"] % chunks:
-        return f"halo, value_halo and starts have {chunks} chunks; their number must divide the {given['s']} rows of projected"
+        return f"halo, value_halo and starts have {chunks} chunks", f"a divisor of the {given['s']} rows of projected"
     if rope is not None and not (given["turns"] in (1, given["b"]) and 0 < given["r"] <= d and given["r"] % 2 == 0):
         wanted = f"[{given['s']}, 1 or {given['b']}, r] with an even r up to {d}"
-        return f"rope has shape {tuple(rope.shape)}; it must be {wanted}"
+        return f"rope has shape {tuple(rope.shape)}", wanted
     return None
 
 
@@ -140,7 +140,7 @@ def _save(ctx, inputs, output) -> None:
 
 def _gradients(ctx, d_query, d_key, d_value, _):
     *inputs, query, key, inverse_norm = ctx.saved_tensors
-    # The kernels always read all three: zeros where a result was not used.
+    # The kernels always read all three gradients: zeros where a result was not used.
     upstream = [
         torch.zeros(like.shape, dtype=like.dtype, device=like.device) if given is None else given
         for given, like in ((d_query, query), (d_key, key), (d_value, key))
@@ -170,17 +170,17 @@ def cca_prologue(
     value_halo: Tensor | None = None,
     starts: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """query [s, b, n, d], key and value [s, b, g, d], contiguous, from the projections (arXiv 2510.04476; formulas: reference).
+    """Computes query [s, b, n, d], key and value [s, b, g, d], contiguous, from the projections (arXiv 2510.04476; formulas: reference).
 
     Args:
         projected [s, b, C + g d]: queries, keys, current values, delayed values, C = (n + g) d; rows with any strides.
         depthwise_weight [C, 1, 2], depthwise_bias [C], grouped_weight [C, d, 2], grouped_bias [C], as torch.nn.Conv1d stores them.
-        temperature [g], the length of the keys; in the tensors' dtype or fp32.
+        temperature [g], a factor of the keys, in the tensors' dtype or fp32.
         rope [s, 1 or b, r], fp32 (or fp64 with fp64 tensors): cos then sin of the angles of channels 0 .. r/2 - 1 (`rope_table`); None: no rotation. No gradient.
-        query_groups g. delayed_channels w: how many of the last value channels lag one row; None: half of them.
-        halo [k, 2, b, C] and value_halo [k, b, w]: the sequence comes in k chunks of equal length, and these are the two last
-            rows of z and the last delayed values before each; both or none. None: nothing precedes.
-        starts bool [k, s / k + 1, b]: the row before each chunk and its own that are the first of a document.
+        query_groups g. delayed_channels w: the number of last value channels that are taken from the row before; None: half of them.
+        halo [k, 2, b, C] and value_halo [k, b, w]: for a sequence in k chunks of equal length, the last two rows of z and the
+            last delayed values before each chunk; both or neither. None: the sequence starts here.
+        starts bool [k, s / k + 1, b]: marks the first rows of documents, among the row before each chunk and the chunk's own rows.
 
     All but rope, starts and temperature share one dtype: bf16, fp32, or fp64, which the reference computes.
     Raises ValueError on wrong shapes, dtypes, devices or values.
@@ -192,7 +192,7 @@ def cca_prologue(
 
 
 def rope_table(angles: Tensor) -> Tensor:
-    """(cos, sin) in fp32 [s, 1 or b, r] for `cca_prologue`, of angles [s, 1 or b, 1, r] in radians, both halves equal (Megatron's rotary_pos_emb)."""
+    """Returns (cos, sin) in fp32 [s, 1 or b, r] for `cca_prologue`, of angles [s, 1 or b, 1, r] in radians, both halves equal (Megatron's rotary_pos_emb)."""
     half = angles[:, :, 0, : angles.shape[-1] // 2]
     half = half.to(wide(half.dtype))
     return torch.cat((half.cos(), half.sin()), dim=-1)
@@ -200,9 +200,9 @@ def rope_table(angles: Tensor) -> Tensor:
 
 @dataclass
 class DecodeState:
-    """State of the past for the next tokens: conv [2, b, C], the last two rows of z, and value [b, w], the last delayed values.
+    """Decoding state: conv [2, b, C], the last two rows of z, and value [b, w], the last delayed values.
 
-    transformers' cache holds the same as conv state [b, C, 2] and recurrent state [b, w].
+    transformers' cache holds the same numbers as conv state [b, C, 2] and recurrent state [b, w].
     """
 
     conv: Tensor
@@ -212,14 +212,14 @@ class DecodeState:
     def empty(
         cls, batch: int, channels: int, delayed_channels: int, *, dtype: torch.dtype, device: torch.device | str
     ) -> DecodeState:
-        """The state before a sequence: zeros."""
+        """Returns the state before a sequence: zeros."""
         return cls(
             torch.zeros(2, batch, channels, dtype=dtype, device=device),
             torch.zeros(batch, delayed_channels, dtype=dtype, device=device),
         )
 
     def advance(self, projected: Tensor) -> None:
-        """Appends the tokens projected [t, b, C + g d], in place, so that a captured graph may hold the state."""
+        """Advances the state by the tokens projected [t, b, C + g d], in place, so that a captured graph may hold it."""
         channels, delayed = self.conv.shape[-1], self.value.shape[-1]
         self.conv.copy_(torch.cat((self.conv, projected[-2:, :, :channels]))[-2:])
         self.value.copy_(projected[-1, :, projected.shape[-1] - delayed :])
@@ -237,7 +237,7 @@ def cca_prologue_step(
     query_groups: int,
     state: DecodeState,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """query, key and value, as cca_prologue, of the next t >= 1 tokens of b sequences, projected [t, b, C + g d]; `state` advances in place.
+    """Returns query, key and value, as cca_prologue, of the next t >= 1 tokens of b sequences, projected [t, b, C + g d]; `state` advances in place.
 
     A prompt is the first step, from the empty state. No gradients.
     """

@@ -1,18 +1,18 @@
 // SPDX-License-Identifier: Apache-2.0
-// What the kernels of the CCA prologue share: heads of 128 channels in bf16, and how rows and channels lie on a block.
+// Shared by the kernels of the CCA prologue: heads of 128 channels in bf16, and the layout of rows and channels on a block.
 // Formulas and conventions: hip_ops/cca_prologue/reference.py.
 //
 // Rows are numbered as in memory, [s, b]: row f is micro-batch entry f % batch at row t = f / batch % rows of its chunk. A tile is kTile such
-// rows, so it may hold many short sequences, and a block keeps its head's weights in registers while it walks over tiles.
+// rows, so it may hold many short sequences. A block keeps its head's weights in registers while it loops over tiles.
 //
-// In global memory and in its arithmetic on rows, a thread has two rows and eight channels of a head: four channels and the four
-// that they rotate into. Eight neighbouring threads cover 64 bytes with each of the two, so all accesses are whole 64-byte pieces.
+// For global memory and for arithmetic on rows, a thread has two rows and eight channels of a head: four channels and the four
+// that they rotate into. Eight neighbouring threads cover 64 bytes with each group of four, so all accesses are whole 64-byte pieces.
 //
 // LDS rows are 512 bytes, in chunks of 16 bytes: 4 channels of fp32, or 4 channels with both taps in bf16. Chunk c of row r sits at
 // c ^ (r % 8): the eight lanes that the LDS serves at a time have different rows of one chunk, or eight chunks of one row or two.
 //
-// Blocks of one query group come to the same XCDs (round-robin dispatch), and a run of tiles stays on one XCD: its cache serves what
-// the heads of a group share, and what neighbouring tiles share.
+// Blocks of one query group run on the same XCDs (round-robin dispatch), and a run of tiles stays on one XCD: its cache serves the data
+// that the heads of a group share and the data that neighbouring tiles share.
 #pragma once
 #include "portable.h"
 
@@ -23,21 +23,21 @@
 #define HO_KERNEL_WAVES(name, threads, waves) HO_KERNEL(name, threads)
 #endif
 
-// The compiler may no longer know what it derived from `raw`: it converts again instead of holding twice as many registers over the loop.
+// Hides `raw` from the compiler, so that it converts again instead of keeping the result in twice as many registers over the loop.
 template <class T> __device__ __forceinline__ void forget(T& raw) {
 #if HO_HIP
   asm("" : "+v"(raw));
 #endif
 }
 
-// The same, and each time anew: what is derived of `raw` is neither shared with another place nor kept over a loop.
+// As above, and volatile: values derived from `raw` are neither shared with other code nor kept over a loop.
 __device__ __forceinline__ void forget_again(int& raw) {
 #if HO_HIP
   asm volatile("" : "+v"(raw));
 #endif
 }
 
-// What is the same in all lanes, as the compiler need not find out: in a scalar register.
+// Puts a value that is the same in all lanes into a scalar register; the compiler need not prove that.
 __device__ __forceinline__ int uniform(int v) {
 #if defined(__HIP_DEVICE_COMPILE__)
   return __builtin_amdgcn_readfirstlane(v);
@@ -46,21 +46,21 @@ __device__ __forceinline__ int uniform(int v) {
 #endif
 }
 
-// Scalars of their own: arguments come in groups of up to 16 registers, which would be kept, or put away and fetched, as a whole.
+// Copies arguments to single scalar registers: they arrive in groups of up to 16 registers, which the compiler keeps or spills as a whole.
 template <class... T> __device__ __forceinline__ void split_scalars(T&... values) {
 #if defined(__HIP_DEVICE_COMPILE__)
   (..., [](auto& v) { asm("" : "+s"(v)); }(values));
 #endif
 }
 
-// Sums of matrix products stay in the registers that matrix instructions add to, also where others would like to have those.
+// Keeps sums of matrix products in accumulator registers.
 __device__ __forceinline__ void keep_accumulating(f32x16& sum) {
 #if defined(__HIP_DEVICE_COMPILE__)
   asm("" : "+a"(sum));
 #endif
 }
 
-// Keeps the compiler from reading further ahead than it has registers for.
+// Keeps the compiler from moving loads further ahead than the registers allow.
 #if defined(__HIP_DEVICE_COMPILE__)
 #define HO_NO_FURTHER() __builtin_amdgcn_sched_barrier(0)
 #else
@@ -69,7 +69,7 @@ __device__ __forceinline__ void keep_accumulating(f32x16& sum) {
 
 constexpr int kHeadDim = 128, kTile = 32, kPrologueThreads = 256, kXcds = 8;
 constexpr int kQuads = kHeadDim / 4;  // chunks of a row in LDS
-constexpr float kLeastTemperature = 1e-30f;           // below it keys do not tell their direction
+constexpr float kLeastTemperature = 1e-30f;           // below it, keys have lost their direction
 constexpr float kPrologueEps = 1.1920928955078125e-07f;  // of fp32; smallest length that is divided out
 
 struct PrologueShape {
@@ -127,15 +127,15 @@ __device__ __forceinline__ void store4(bf16* p, const float (&v)[4]) {
   *reinterpret_cast<bf16x4*>(p) = out;
 }
 
-// Where chunk `chunk` of row `row` sits in LDS, in chunks.
+// The position of chunk `chunk` of row `row` in LDS, in chunks.
 __device__ __forceinline__ int chunk_at(int row, int chunk) { return row * kQuads + (chunk ^ (row % 8)); }
 
-// What a block does: head `role` of a group (its query heads, its key head, then its value head) on tiles first .. last - 1.
+// A block's work: head `role` of a group (its query heads, its key head, then its value head) on tiles first .. last - 1.
 struct Work {
   int group, role, first, last;
-  int run, runs;  // of those that have the same head
+  int run, runs;  // blocks with the same head
 
-  // Grid: kXcds * slots blocks, block b on XCD b % kXcds. XCDs are dealt to the groups in turn where that comes out even.
+  // Grid: kXcds * slots blocks, block b on XCD b % kXcds. Groups get the XCDs in turn where the numbers divide.
   __device__ __forceinline__ Work(const PrologueShape& p, int roles, int tiles) {
     const bool dealt = kXcds % p.groups == 0;
     const int block = int(blockIdx.x), xcd = block % kXcds, slot = block / kXcds;
@@ -149,7 +149,7 @@ struct Work {
   }
 };
 
-// Runs of tiles that a head's work is cut into, `resident` blocks a compute unit in all; a multiple of the XCDs that have its group.
+// The number of runs of tiles of a head, for `resident` blocks per compute unit in all; a multiple of the XCDs of its group.
 inline int64_t prologue_runs(int64_t groups, int64_t roles, int64_t tiles, int64_t processors, int64_t resident) {
   const bool dealt = kXcds % groups == 0;
   const int64_t all_roles = dealt ? roles : roles * groups, places = dealt ? kXcds / groups : kXcds;

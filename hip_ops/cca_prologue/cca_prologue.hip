@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// The CCA prologue forward: a block has one head and walks over tiles of 32 rows; cca_prologue.h says how they lie.
+// The CCA prologue forward: a block has one head and loops over tiles of 32 rows; cca_prologue.h describes the layout.
 //
-//   load    two rows a thread, each with the two before it, and what the means need; those of the next tile while this one multiplies
+//   load    two rows per thread, each with the two before it, and the other heads' rows for the means; the next tile's loads run during the
+//           products of this one
 //   u       = both taps of the depthwise convolution -> LDS, in the order of the grouped weights in memory: channel, then tap
 //   y       = weights x u by MFMA 32x32x8; a wave has 32 output channels, whose weights (16 KB) stay in its registers -> LDS, fp32
 //   rows    mean, norm over 16 threads, temperature, rotation, store
@@ -25,7 +26,7 @@ constexpr int kOthers = 2;  // heads that a mean takes at a time
 struct Loaded {
   bf16x4 z[2][3][2];      // row, how far back, quad
   bf16x4 other[2][kOthers][2];
-  int near[2], far[2];    // not 0 where the row sees the one before it, and the two before it; numbers, not conditions, which would hold scalar registers
+  int near[2], far[2];    // not 0 where the row sees the previous row, and the two previous rows; numbers, because conditions would occupy scalar registers
 };
 
 struct Head {
@@ -41,7 +42,7 @@ struct Head {
   }
 };
 
-// Every address is one that exists, so that no load is in a branch: rows beyond the last read row 0, and what a row may not see is left out later.
+// Every address exists, so that no load is in a branch: rows beyond the last read row 0, and values that a row does not see are masked later.
 __device__ __forceinline__ void load_rows(Loaded& loaded, int tile, const ForwardPointers& g, const PrologueShape& p, const Head& head, const Quads& quads) {
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
@@ -173,7 +174,7 @@ HO_KERNEL_WAVES(ho_cca_prologue_forward, kPrologueThreads, 2)
         if (head.others > kOthers) add_others(past_conv[i][q], tile * kTile + row_of_thread(int(threadIdx.x), i), quad, g, p, head);
       }
     }
-    block_sync_lds();  // u is written, and y of the tile before is read
+    block_sync_lds();  // u is written, and the previous tile's y is read
     if (tile + 1 < work.last) load_rows(next, tile + 1, g, p, head, quads);
     f32x16 acc = {};
 #pragma unroll

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// What a tile of the CCA prologue's backward reads and how it turns that into dy; cca_prologue_backward.hip has the pass and says how tiles and
-// LDS are laid out.
+// The loads of a tile of the CCA prologue's backward and its computation of dy; cca_prologue_backward.hip has the pass and describes the layout
+// of tiles and LDS.
 #pragma once
 #include "cca_prologue.h"
 
@@ -21,15 +21,15 @@ struct BackwardPointers {
 
 __device__ __forceinline__ int dy_chunk_at(int row, int chunk) { return row * kRowChunks + (chunk ^ (row % 8)); }
 
-// Group `quad` of four rows of channel c, in units of 8 bytes: eight groups a channel, one of them after the other in a turn by channel,
-// so that neighbouring channels, which lanes read and write together, lie in different banks.
+// The position of group `quad` of four rows of channel c, in units of 8 bytes: eight groups per channel, rotated by the channel,
+// so that neighbouring channels, which lanes access together, lie in different banks.
 __device__ __forceinline__ int operand_at(int channel, int quad) { return channel * kRowQuads + ((quad + channel + channel / 8) % kRowQuads); }
 
 template <class V, class T> __device__ __forceinline__ V load_at(const T* base, unsigned offset) {
   return *reinterpret_cast<const V*>(reinterpret_cast<const char*>(base) + uint64_t(offset * unsigned(sizeof(T))));
 }
 
-// Addresses are those of a tile, the same for all lanes, and 32 bits of offset; rows that do not exist read the nearest that does.
+// Addresses are a tile's base, the same for all lanes, and an offset of 32 bits; rows that do not exist read the nearest existing row.
 struct Tile {
   int chunk, entry, first;  // `first`: its first row in the chunk, negative in a halo
 
@@ -53,7 +53,7 @@ struct Tile {
   // Of the tile's first row in [s], and in [s, b].
   __device__ __forceinline__ int64_t number(const PrologueShape& p) const { return int64_t(chunk) * p.rows + first; }
   __device__ __forceinline__ int64_t flat(const PrologueShape& p) const { return number(p) * p.batch + entry; }
-  // Whether a document starts at a row of the tile that is not before row -1 of the chunk; of what lies behind the chunk, whether one does at its last.
+  // Whether a document starts at row t of the tile, for t >= -1 in the chunk; rows after the chunk take the flag of its last row.
   __device__ __forceinline__ bool starts_at(int row, const uint8_t* starts, const PrologueShape& p) const {
     if (!starts) return false;
     const int last = p.rows - 1 - first;
@@ -62,12 +62,12 @@ struct Tile {
   }
 };
 
-// Where the gradient of a head's x comes from.
+// The source of the gradient of a head's x.
 struct Source {
   const bf16 *upstream, *out;
   const float* inverse_norm;
   int row_stride, batch_stride, out_stride;
-  float to_unit, to_x;  // out * to_unit is the direction of x, turned; to_x goes on top of inverse_norm
+  float to_unit, to_x;  // out * to_unit is the rotated direction of x; to_x is a factor beside inverse_norm
 
   __device__ __forceinline__ Source(int head, const BackwardPointers& g, const PrologueShape& p) {
     const bool is_key = head >= p.heads;
@@ -116,7 +116,7 @@ __device__ __forceinline__ void unpack(RowOfHead& row, const bf16x8 (&from)[4]) 
   row.inverse = __builtin_bit_cast(float, uint32_t(uint16_t(from[2][0])) | uint32_t(uint16_t(from[2][1])) << 16);
 }
 
-// The gradient of x, still turned; returns what of upstream lies along x. All 16 threads of a row take part.
+// Computes the gradient of x in the rotated frame; returns upstream's component along x. All 16 threads of a row take part.
 __device__ __forceinline__ float turned_gradient(float (&d)[2][4], const RowOfHead& row, const Source& from) {
   float along = 0.0f, unit[2][4];
 #pragma unroll
@@ -133,7 +133,7 @@ __device__ __forceinline__ float turned_gradient(float (&d)[2][4], const RowOfHe
   return along;
 }
 
-// cos and sin of a thread's pairs in a row; 1 and 0 where they do not turn.
+// cos and sin of a thread's pairs in a row; 1 and 0 where they do not rotate.
 struct Turn {
   f32x4 cos, sin;
   __device__ __forceinline__ Turn(const Tile& tile, int row, const float* rope, const Quads& quads, const PrologueShape& p) {
@@ -164,7 +164,7 @@ __device__ __forceinline__ void write_dy(bf16x4* dy, int row, const Quads& quads
   }
 }
 
-// The value channels of a tile: a row's delayed ones are what the row behind it was given.
+// Writes the value channels of a tile: a row's delayed channels get the gradient of the next row.
 __device__ __forceinline__ void give_values(const Tile& tile, int group, int thread, const BackwardPointers& g, const PrologueShape& p) {
   const int values = p.groups * kHeadDim, current = values - p.delayed, width = channels_of(p) + values;
   const bf16* const given = g.d_value + tile.number(p) * g.v_row + int64_t(tile.entry) * g.v_batch + int64_t(group) * g.v_head;
@@ -180,7 +180,7 @@ __device__ __forceinline__ void give_values(const Tile& tile, int group, int thr
   }
 }
 
-// Adds what the 16 groups of threads of a block have for the same channels; the first 16 threads get the sum.
+// Adds the values of a block's 16 groups of threads for the same channels; the first 16 threads get the sum.
 __device__ __forceinline__ void sum_over_rows(float (&sum)[4], f32x4* slots) {
   const f32x4 mine = {sum[0], sum[1], sum[2], sum[3]};
   slots[threadIdx.x] = mine;

@@ -1,19 +1,19 @@
 // SPDX-License-Identifier: Apache-2.0
-// Gradients of the CCA prologue in one pass over memory; what is left for the parameters is in cca_prologue_parameters.hip.
+// Gradients of the CCA prologue in one pass over memory; cca_prologue_parameters.hip finishes those of the parameters.
 //
-//   load    a tile's rows of d_query or d_key and of query or key, of one head and of those it shares a mean with, and of z; those of the
-//           next tile while this one multiplies
+//   load    a tile's rows of d_query or d_key and of query or key, of one head and of those it shares a mean with, and of z; the next
+//           tile's loads run during the products of this one
 //   dy      the gradient of x, without the convolutions: query and key are x's direction, and inverse_norm its length -> LDS, with the two
-//           rows behind the tile; the sums over rows of dy and of the temperature's gradient, and the means' part of dz, stay in registers
-//   dz_t    = M_0^T dy_t + M_1^T dy_{t+1} + M_2^T dy_{t+2}, as far as those rows reach back, with the merged taps M_0 = a1 W1,
+//           rows after the tile; the sums over rows of dy and of the temperature's gradient, and the means' part of dz, stay in registers
+//   dz_t    = M_0^T dy_t + M_1^T dy_{t+1} + M_2^T dy_{t+2}, for the rows that see row t, with the merged taps M_0 = a1 W1,
 //           M_1 = a0 W1 + a1 W0, M_2 = a0 W0, which stay in the registers of the block -> LDS, fp32, plus the means' part -> memory
 //   S_j    += dy_{t+j} z_t^T, j = 0, 1, 2: 192 registers a lane -> partial [runs, N, 3, d, d] at the end
 //
 // A tile is kTile rows of one micro-batch entry that follow each other, so that only two rows of dy are computed twice. With halo, each
-// chunk has rows -2 and -1 besides. A block has one head and a run of tiles; the entries of the same rows are neighbours. The value
-// channels of a tile are copied by one of the blocks of its group, in turn. Two barriers a tile.
+// chunk has rows -2 and -1 besides. A block has one head and a run of tiles; micro-batch entries of the same rows are adjacent. The
+// blocks of a group take turns in copying the value channels of tiles. Two barriers a tile.
 //
-// LDS: dy has 256 bytes a row, chunk c of row r at c ^ (r % 8), and a row of zeros for what a row may not see; dz as in cca_prologue.h; the
+// LDS: dy has 256 bytes a row, chunk c of row r at c ^ (r % 8), and a row of zeros for rows that are not seen; dz as in cca_prologue.h; the
 // operands of S are channels by rows, four rows of a channel together (8 bytes), as the MFMA takes them: see operand_at.
 #include "cca_prologue_backward.h"
 
@@ -25,8 +25,8 @@ HO_KERNEL_WAVES(ho_cca_prologue_backward_pass, kPrologueThreads, 1)
  int rope_row_stride, int rope_batch_stride, int tiles, int total, int rows, int batch, int heads, int groups, int rotary, int delayed) {
   HO_LDS(bf16x8, dy, (kZeroRow + 1) * kRowChunks);
   HO_LDS(f32x4, dz, kTile* kQuads);
-  HO_LDS_BIG(bf16x4, operands, kOperands);  // dy of this row, one and two behind it, and z
-  HO_LDS(int, row_at, 2 * kTile);                      // where the rows one and two behind lie in dy
+  HO_LDS_BIG(bf16x4, operands, kOperands);  // dy of this row and of the next two, and z
+  HO_LDS(int, row_at, 2 * kTile);                      // positions of the next two rows in dy
   split_scalars(d_query, d_key, query, key, inverse_norm, rope, projected, halo, starts, d_projected, d_halo, partial, partial_bias, partial_temperature, q_row,
                 q_batch, q_head, k_row, k_batch, k_head, row_stride, batch_stride, rope_row_stride, rope_batch_stride, total, rows, batch, heads, groups, rotary);
   const BackwardPointers g = {d_query, d_key, d_value, query, key, inverse_norm, temperature, rope, projected, halo, depthwise_weight, grouped_weight,
@@ -44,7 +44,7 @@ HO_KERNEL_WAVES(ho_cca_prologue_backward_pass, kPrologueThreads, 1)
   const int wave = wave_id(), all_threads = int(threadIdx.x);
   const bool second_pair = wave >= 2;  // of the four operands of S
 
-  // Where a thread reads and writes is computed in every turn: kept over the loop it would take more registers than there are.
+  // Addresses are computed in every iteration, because keeping them over the loop would take too many registers.
   const auto here = [&] {
     int thread = all_threads;
     forget_again(thread);
@@ -77,7 +77,7 @@ HO_KERNEL_WAVES(ho_cca_prologue_backward_pass, kPrologueThreads, 1)
   }
 
   RowOfHead own[2], of_other[2];
-  bf16x8 z[4];  // of the second half of the threads; in the first wave the row behind the tile, which takes no registers of its own
+  bf16x8 z[4];  // of the second half of the threads; in the first wave the row after the tile, which needs no extra registers
   const auto load = [&](const Tile& tile, int thread) {
     const Quads quads(rotary, thread);
     const int chunk = thread % 16, quad = thread / 16 % kRowQuads, lane = thread % kWave;
@@ -158,7 +158,7 @@ HO_KERNEL_WAVES(ho_cca_prologue_backward_pass, kPrologueThreads, 1)
           for (int e = 0; e < 4; ++e) bias[q][e] += d[q][e];
       }
       if (wave == 0) {
-        const int row = kTile + lane / 16 % kBehind;  // both halves of the wave do the same
+        const int row = kTile + lane / 16 % kBehind;  // both halves of the wave compute the same
         float d[2][4];
         RowOfHead behind;
         unpack(behind, z);
@@ -173,7 +173,7 @@ HO_KERNEL_WAVES(ho_cca_prologue_backward_pass, kPrologueThreads, 1)
         row_at[kTile + lane] = hides_two ? kZeroRow : lane + 2;
       }
     }
-    block_sync_lds();  // dy is written, and dz and the operands of the tile before are read
+    block_sync_lds();  // dy is written, and the previous tile's dz and operands are read
 
     HO_NO_FURTHER();
     {
@@ -288,7 +288,7 @@ static int64_t backward_tiles(int64_t total, int64_t rows, int64_t batch, bool h
   return rows && batch ? total / rows * ((rows + (has_halo ? 2 : 0) + kTile - 1) / kTile) : 0;
 }
 
-// Runs that a head's tiles are cut into, each with its partial sums.
+// The number of runs of a head's tiles, each with its partial sums.
 HO_EXPORT int64_t ho_cca_prologue_backward_blocks(int64_t total, int64_t rows, int64_t batch, int64_t heads, int64_t groups, int64_t has_halo, int64_t processors) {
   return prologue_runs(groups, heads / groups + 1, backward_tiles(total, rows, batch, has_halo != 0), processors, 1);
 }

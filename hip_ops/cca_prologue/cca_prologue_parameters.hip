@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-// Gradients of the CCA prologue's parameters from what the pass over memory (cca_prologue_backward.hip) left, in two launches without atomics.
+// Gradients of the CCA prologue's parameters from the partial sums of cca_prologue_backward.hip, in two launches without atomics.
 //
-//   temperature  where a temperature is zero its key is too, and has lost its direction: the key head's x is computed again, in plain
-//                arithmetic, since that happens at the start of a training at most. Elsewhere it ends at once.
-//   sum          adds the partials in order, and makes all gradients of them: with S_j = sum_t dy_{t+j} z_t^T and u_t = a0 z_{t-1} + a1 z_t + b0
+//   temperature  where a temperature is zero, the key is zero and has lost its direction: the key head's x is computed again, in slow
+//                scalar arithmetic, because this happens only at the start of a training. Other heads return at once.
+//   sum          adds the partials in order, and computes all gradients from them: with S_j = sum_t dy_{t+j} z_t^T and u_t = a0 z_{t-1} + a1 z_t + b0
 //                dW1 = a1 S_0 + a0 S_1 + b0 sum dy     d a1 = sum_out W1 S_0 + W0 S_1     d b0 = sum_out (W0 + W1) sum dy
 //                dW0 = a1 S_1 + a0 S_2 + b0 sum dy     d a0 = sum_out W1 S_1 + W0 S_2     d b1 = sum dy
 #include "cca_prologue.h"
@@ -59,7 +59,7 @@ HO_KERNEL(ho_cca_prologue_backward_temperature, kHeadDim)
   if (channel == 0) partial[run * groups + group] = along * sqrtf(float(kHeadDim));
 }
 
-constexpr int kSumColumns = 16, kSumSlices = 16;  // input channels a block; of each, so many threads with every kSumSlices-th output channel
+constexpr int kSumColumns = 16, kSumSlices = 16;  // input channels per block; for each, kSumSlices threads with every kSumSlices-th output channel
 
 HO_KERNEL(ho_cca_prologue_backward_sum, kPrologueThreads)
 (const float* partial, const float* partial_bias, const float* partial_temperature, const float* partial_zero, const bf16* depthwise_weight,

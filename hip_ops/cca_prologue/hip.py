@@ -13,11 +13,11 @@ from hip_ops.cca_prologue import HEAD_DIM
 from hip_ops.runtime.library import call, library, target_of
 from hip_ops.runtime.on_device import multiprocessors
 
-ZERO_RUNS = 512  # blocks that compute a key again whose temperature is zero
+ZERO_RUNS = 512  # blocks that recompute keys whose temperature is zero
 
 
 def _aligned(tensor: Tensor | None) -> Tensor | None:
-    """A copy where rows are not contiguous or do not start at multiples of 16 bytes."""
+    """Returns the tensor, or a copy where rows are not contiguous or do not start at multiples of 16 bytes."""
     if tensor is None:
         return None
     starts = (tensor.data_ptr(), *(stride * tensor.element_size() for stride in tensor.stride()[:-1]))
@@ -25,13 +25,13 @@ def _aligned(tensor: Tensor | None) -> Tensor | None:
 
 
 def _rope(rope: Tensor | None) -> tuple[Tensor | None, int, int, int]:
-    """The table, its strides, and how many channels rotate; without a table all would, by nothing."""
+    """Returns the table, its strides, and the number of rotating channels; without a table all channels rotate by 0."""
     rope = _aligned(rope)
     return (None, 0, 0, HEAD_DIM) if rope is None else (rope, rope.stride(0), rope.stride(1) if rope.shape[1] > 1 else 0, rope.shape[-1])
 
 
 def _rows(projected: Tensor, *chunked: Tensor | None) -> tuple[int, int, int]:
-    """Flat rows, rows of a chunk, micro batch."""
+    """Returns the number of flat rows, rows of a chunk, and micro batch."""
     s, b = projected.shape[:2]
     return s * b, s // next((len(t) for t in chunked if t is not None), 1), b
 

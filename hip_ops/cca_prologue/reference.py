@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What CCA does between its projections and attention, in plain torch operations, forward and backward written out.
+"""CCA's computation between its projections and attention in plain torch, forward and backward written out.
 
 Source: arXiv 2510.04476 with the changes of arXiv 2605.05365, as in transformers `ZayaCCAProjection`, `ZayaQKNorm` and
 `apply_rotary_pos_emb`. For a row t of one sequence, z its projected queries and keys, all heads of one query group j:
@@ -8,8 +8,8 @@ Source: arXiv 2510.04476 with the changes of arXiv 2605.05365, as in transformer
     y_t = W0 u_{t-1} + W1 u_t + b1          per head, d x d            x_j = y_j + (mean_i q_i + k_j) / 2     of key head j
     out = rope(x sqrt(d) / max(|x|, eps))   keys times temperature_j   v_t = (current_t, delayed_{t-1})
 
-Before a sequence or a document z = 0, hence u = b0. So u_t and u_{t-1} depend only on z_t, z_{t-1} and z_{t-2}, and the last two
-count as zero where they lie before the row's sequence or document.
+Before a sequence or a document z = 0, hence u = b0. So u_t and u_{t-1} depend only on z_t, z_{t-1} and z_{t-2}; the last two
+are zero where they lie before the row's sequence or document.
 
 Conventions of all versions: u is rounded to the tensors' dtype before the product, as is the gradient of x; all other
 arithmetic is fp32 (fp64 for fp64 tensors), and each result is rounded once. eps is the machine epsilon of the arithmetic.
@@ -20,7 +20,7 @@ channels' angles, paired with the next r/2. The sequence may come in k chunks of
 [k, 2, b, C] and value_halo [k, b, w] precede each chunk. starts bool [k, c + 1, b] marks the first row of each document, among
 the row before the chunk and the chunk's own rows.
 
-Intermediate results are changed in place: on a CPU the time goes into passes over memory.
+Intermediate results are changed in place, because on a CPU passes over memory take the time.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def cca_prologue(
     query_groups: int,
     delayed_channels: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """query [s, b, n, d], key and value [s, b, g, d], and 1 / max(|x|, eps) [N, s, b] in the compute dtype."""
+    """Returns query [s, b, n, d], key and value [s, b, g, d], and 1 / max(|x|, eps) [N, s, b] in the compute dtype."""
     weights = (depthwise_weight, depthwise_bias, grouped_weight, grouped_bias)
     chunks = _chunk_count(halo, value_halo, starts)
     x = _before_norm(projected, *weights, halo, starts, chunks, query_groups)[0]
@@ -82,7 +82,7 @@ def cca_prologue_backward(
     query_groups: int,
     delayed_channels: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of projected, the four convolution tensors, temperature, halo and value_halo (empty where there is none).
+    """Returns gradients of projected, the four convolution tensors, temperature, halo and value_halo (empty where there is none).
 
     The kernels compute x from query and key, which the forward returned; here the convolutions are computed again.
     """
@@ -144,7 +144,7 @@ def _chunk_count(halo: Tensor | None, value_halo: Tensor | None, starts: Tensor 
 def _before_norm(
     projected, depthwise_weight, depthwise_bias, grouped_weight, grouped_bias, halo, starts, chunks, query_groups
 ) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
-    """x [s, b, N, d] and its operands.
+    """Returns x [s, b, N, d] and its operands.
 
     The operands are W0 and W1 [2, N, d, d], z with the two rows before each chunk [k, c + 2, b, C], and u_{t-1} and u_t [N, rows, d].
     """
@@ -173,25 +173,25 @@ def _before_norm(
 
 
 def _by_group(x: Tensor, groups: int) -> tuple[Tensor, Tensor]:
-    """Queries [s, b, g, n / g, d] and keys [s, b, g, 1, d] of x [s, b, N, d], as views."""
+    """Returns queries [s, b, g, n / g, d] and keys [s, b, g, 1, d] of x [s, b, N, d], as views."""
     s, b, heads, d = x.shape
     return x[:, :, :-groups].view(s, b, groups, heads // groups - 1, d), x[:, :, -groups:].unsqueeze(3)
 
 
 def _masked(x: Tensor, starts: Tensor | None) -> Tensor:
-    """x with zeros in the rows of `starts`."""
+    """Returns x with zeros in the rows of `starts`."""
     return x if starts is None else x.masked_fill(starts.unsqueeze(-1), 0.0)
 
 
 def _factor(inverse_norm: Tensor, temperature: Tensor, d: int) -> Tensor:
-    """sqrt(d) / max(|x|, eps), times the temperature for the keys [s, b, N]."""
+    """Returns sqrt(d) / max(|x|, eps), times the temperature for the keys [s, b, N]."""
     factor = inverse_norm * d**0.5
     factor[..., -len(temperature) :].mul_(temperature)
     return factor
 
 
 def _rotate_(x: Tensor, rope: Tensor | None, sign: int = 1) -> None:
-    """Rotates the first channels in place; sign -1: back."""
+    """Rotates the first channels in place; sign -1 rotates back."""
     if rope is None:
         return
     half = rope.shape[-1] // 2
@@ -203,11 +203,11 @@ def _rotate_(x: Tensor, rope: Tensor | None, sign: int = 1) -> None:
 
 
 def _values(values: Tensor, chunks: int, delayed: int) -> tuple[Tensor, ...]:
-    """Current and delayed channels [k, c, b, *] of values [s, b, g d]."""
+    """Returns the current and the delayed channels [k, c, b, *] of values [s, b, g d]."""
     s, b, channels = values.shape
     return values.view(chunks, s // chunks, b, channels).split((channels - delayed, delayed), dim=-1)
 
 
 def _no_row(rows: Tensor) -> Tensor:
-    """One row of zeros [k, 1, ...] for rows [k, c, ...]."""
+    """Returns one row of zeros [k, 1, ...] for rows [k, c, ...]."""
     return rows.new_zeros((len(rows), 1, *rows.shape[2:]))

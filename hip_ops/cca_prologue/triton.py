@@ -24,17 +24,20 @@ from hip_ops.cca_prologue.triton_forward import cca_prologue_forward_kernel
 from hip_ops.cca_prologue.triton_rows import divisor
 from hip_ops.runtime.on_device import multiprocessors, on
 
-CONSTEXPRS = ("HEADS", "GROUPS", "D", "ROTARY", "DELAYED", "HAS_ROPE", "HAS_HALO", "HAS_STARTS")  # of a call, in any kernel
-SUM = {"COLUMNS": 8, "TOGETHER": 8, "RUNS": 64}  # input channels a program of the sum kernel has, and partial sums that are on their way at a time
+CONSTEXPRS = ("HEADS", "GROUPS", "D", "ROTARY", "DELAYED", "HAS_ROPE", "HAS_HALO", "HAS_STARTS")  # flat rows of a call, for every kernel
+SUM = {"COLUMNS": 8, "TOGETHER": 8, "RUNS": 64}  # of the sum kernel: input channels per program, and partial sums in flight
 EPS = torch.finfo(torch.float32).eps
 
 
 @dataclass(frozen=True)
 class Launch:
-    """block: rows of a tile. programs: of each head, or part of one; None for one a tile. stages: tiles in flight; of those that shared memory has no room
-    for the launch leaves some out. registers: most a thread may have, None for no limit (NVIDIA alone). part: channels a program of the input's or the
-    weights' kernel has; zero_block: the latter's rows of keys whose temperature is zero; inputs: input channels a product that convolves has at a time, None
-    for all."""
+    """Tile and grid of a kernel.
+
+    block: rows of a tile. programs: per head or part of a head; None: one per tile. stages: tiles in flight; the launch reduces them to what
+    shared memory holds. registers: maximum per thread, None: no limit (NVIDIA only). part: channels per program of the input's or the
+    weights' kernel. zero_block: rows of keys with temperature zero, in the weights' kernel. inputs: input channels of a convolving product
+    at a time, None: all.
+    """
 
     block: int
     num_warps: int
@@ -52,15 +55,15 @@ class Launch:
 
 @lru_cache
 def launch(kernel: str, d: int, heads: int, element_size: int, *, processors: int, warp_size: int | None = None) -> Launch:
-    """Tile and grid of `kernel` - forward, norm, input or weight - for N = `heads` heads of d channels; warp_size None for this torch's device.
+    """Chooses tile and grid of `kernel` - forward, norm, input or weight - for N = `heads` heads of d channels; warp_size None: this torch's device.
 
-    Programs stay resident and walk over tiles: weights are read, and partial sums written, once a program. fp32 (for
-    checking; its products do not run on matrix units) has few rows: Triton writes such a product out, and takes a minute to compile many.
+    Programs stay resident and loop over tiles: weights are read, and partial sums written, once per program. fp32 (for checks;
+    its products do not run on matrix units) has few rows, because Triton unrolls such a product and compiles many rows for a minute.
     """
     warp_size = warp_size or (32 if torch.version.hip is None else 64)
     nvidia = warp_size == 32
     exact, narrow = nvidia and element_size > 2, element_size > 2 or d > 128
-    inputs = 32 if narrow else None  # whose weights would not fit into shared memory
+    inputs = 32 if narrow else None  # its weights would not fit into shared memory
 
     def programs(resident: int, part: int = d) -> int:
         return max(1, processors * resident * part // (heads * d))
@@ -86,7 +89,7 @@ def launch(kernel: str, d: int, heads: int, element_size: int, *, processors: in
 
 
 def _programs(chosen: Launch, rows: int) -> int:
-    """For `rows` flat rows, evenly loaded."""
+    """Returns the grid for `rows` flat rows, with equal numbers of tiles."""
     tiles = triton.cdiv(rows, chosen.block)
     if chosen.programs is None:
         return tiles
@@ -99,7 +102,7 @@ def _by_rows(tensor: Tensor) -> Tensor:
 
 
 def _bytes(starts: Tensor | None, like: Tensor) -> Tensor:
-    """bool as uint8; any pointer where there are no documents."""
+    """Returns bool as uint8, or any pointer where there are no documents."""
     return like if starts is None else starts.contiguous().view(torch.uint8)
 
 
@@ -109,7 +112,7 @@ def _rope_strides(rope: Tensor | None) -> tuple[int, int]:
 
 @dataclass(frozen=True)
 class Call:
-    """The sizes of a call, and all that follows from them, made once: grids and what the kernels are compiled for."""
+    """The sizes of a call and the grids and compile-time values that follow from them, computed once."""
 
     s: int
     batch: int
@@ -129,8 +132,11 @@ class Call:
 
 @dataclass(frozen=True)
 class Plan:
-    """sizes: total, rows, batch and both divisors, as the kernels take them; of each kernel grid and keywords; early: total and divisor with the rows of
-    halo; runs: of the weights' kernel and of norm."""
+    """Grid and keywords of each kernel.
+
+    sizes: total, rows, batch and both divisors, as the kernels take them. early: total and divisor including the rows of halo.
+    runs: of the weights' kernel and of norm.
+    """
 
     sizes: tuple[int, ...]
     grids: dict[str, tuple[int, int]]
@@ -141,7 +147,7 @@ class Plan:
 
 @lru_cache(maxsize=256)
 def _plan(call: Call, backward: bool, choose) -> Plan:
-    """`choose` is `launch`: in the key, since benchmarks and tests put others in its place."""
+    """`choose` is `launch`; it is part of the key because benchmarks and tests replace it."""
     of = dict(call.constexprs)
     heads, d, rows, total = of["HEADS"] + of["GROUPS"], of["D"], call.s // call.chunks, call.s * call.batch
     names = ("norm", "input", "weight") if backward else ("forward",)
@@ -173,7 +179,7 @@ def _plan(call: Call, backward: bool, choose) -> Plan:
 
 
 def _launch_with_fewer_stages(launch_kernel, keywords: dict, *arguments) -> None:
-    """How much shared memory a device has and a version of Triton needs shows at the launch. `keywords` keeps what fitted."""
+    """Launches with fewer stages until the kernel fits into shared memory, which only a launch shows. `keywords` keeps the result."""
     while True:
         try:
             launch_kernel(*arguments, **keywords)

@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The backward kernels of the CCA prologue. No atomics; every sum over rows is a sum a program, then one over the programs.
+"""The backward kernels of the CCA prologue. No atomics: every sum over rows is a sum per program, then a sum over the programs.
 
     cca_prologue_norm_kernel      d_query, d_key, query, key -> dy, the gradient of x (reference.py); d_value -> projected's value channels
     cca_prologue_input_kernel     dy -> the gradient of z and halo
     cca_prologue_weight_kernel    dy, z -> S_j = sum_t dy_t z_{t-j}^T for j = 0, 1, 2, a head and a run of tiles
     cca_prologue_sum_kernel       S -> the gradients of all parameters
 
-The convolutions are not computed again: unit vectors come from query and key, and u stays out of the sums, for with u_t = a0 z_{t-1} + a1 z_t + b0
+The convolutions are not computed again: unit vectors come from query and key, and the sums do not contain u, since with u_t = a0 z_{t-1} + a1 z_t + b0
     dW1 = a1 S_0 + a0 S_1 + b0 sum dy,   dW0 = a1 S_1 + a0 S_2 + b0 sum dy,   d a1 = sum_out W1 S_0 + W0 S_1,   d a0 = sum_out W1 S_1 + W0 S_2
 and with the merged taps M_0 = a1 W1, M_1 = a0 W1 + a1 W0, M_2 = a0 W0
-    dz_t = M_0^T dy_t + M_1^T dy_{t+1} + M_2^T dy_{t+2}, as far as those rows reach back, and the means' part.
+    dz_t = M_0^T dy_t + M_1^T dy_{t+1} + M_2^T dy_{t+2}, for the rows that see row t, plus the means' part.
 Importing this module imports triton.
 """
 
@@ -19,7 +19,7 @@ import triton.language as tl
 from hip_ops.cca_prologue.triton_forward import head_weights, rotated_head
 from hip_ops.cca_prologue.triton_rows import SIZES, at_row, pair_columns, place, reach, rotation, row_before
 
-LEAST_TEMPERATURE = tl.constexpr(1e-30)  # below it keys do not tell their direction
+LEAST_TEMPERATURE = tl.constexpr(1e-30)  # below it, keys have lost their direction
 
 
 @triton.jit
@@ -28,7 +28,7 @@ def shift_value_gradients(
     HEADS: tl.constexpr, GROUPS: tl.constexpr, D: tl.constexpr, DELAYED: tl.constexpr, HAS_HALO: tl.constexpr,
     HAS_STARTS: tl.constexpr,
 ):
-    """The value channels of d_projected: each row gives its delayed channels to the row before it, and the last row gets nothing."""
+    """Writes the value channels of d_projected: a row's delayed channels get their gradient from the row after it, the last row's get zero."""
     CURRENT: tl.constexpr = GROUPS * D - DELAYED
     WIDTH: tl.constexpr = (HEADS + 2 * GROUPS) * D
     t, entry, row, chunk = place(f, rows, batch, by_rows, by_batch)
@@ -60,7 +60,7 @@ def cca_prologue_norm_kernel(
     HEADS: tl.constexpr, GROUPS: tl.constexpr, D: tl.constexpr, ROTARY: tl.constexpr, DELAYED: tl.constexpr,
     HAS_ROPE: tl.constexpr, HAS_HALO: tl.constexpr, HAS_STARTS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
 ):
-    """Program (role, run): head `role` or the values, tiles run, run + runs, ...; its sums of dy and of the temperature's gradient."""
+    """Program (role, run) takes head `role`, or the values, and tiles run, run + runs, ...; writes dy, its sums and the temperature's gradient."""
     role = tl.program_id(0)
     run = tl.program_id(1)
     step = tl.num_programs(1) * BLOCK
@@ -97,7 +97,7 @@ def cca_prologue_norm_kernel(
             there = out + (f.to(tl.int64) * out_stride)[:, None]
             g_first = tl.load(here + first[None, :], mask=live[:, None], other=0.0).to(tl.float32)
             g_second = tl.load(here + second[None, :], mask=live[:, None], other=0.0).to(tl.float32)
-            # Rotated like g, with length 1 where the key has its own: what the norm's gradient needs is the same in both frames.
+            # Rotated like g, with length 1: the norm's gradient is the same in the rotated frame.
             unit_first = tl.load(there + first[None, :], mask=live[:, None], other=0.0).to(tl.float32) * (inverse_length / tl.sqrt(D * 1.0))
             unit_second = tl.load(there + second[None, :], mask=live[:, None], other=0.0).to(tl.float32) * (inverse_length / tl.sqrt(D * 1.0))
             inverse = tl.load(inverse_norm + role * total.to(tl.int64) + f, mask=live, other=0.0)
@@ -127,8 +127,10 @@ def cca_prologue_input_kernel(
     dy, depthwise_weight, grouped_weight, starts, d_projected, d_halo, total, rows, batch, by_early, by_batch,
     HEADS: tl.constexpr, GROUPS: tl.constexpr, D: tl.constexpr, HAS_HALO: tl.constexpr, HAS_STARTS: tl.constexpr, BLOCK: tl.constexpr, IN: tl.constexpr,
 ):
-    """Program (part, run), tiles run, run + runs, ...: the gradient of z for IN channels of a head. With halo the rows -2 and -1 of each sequence count
-    too: `total` includes them."""
+    """Program (part, run), tiles run, run + runs, ...: the gradient of z for IN channels of a head.
+
+    With halo, `total` includes the rows -2 and -1 of each sequence.
+    """
     PARTS: tl.constexpr = D // IN
     PER: tl.constexpr = HEADS // GROUPS
     CHANNELS: tl.constexpr = (HEADS + GROUPS) * D
@@ -151,10 +153,10 @@ def cca_prologue_input_kernel(
     tiles = tl.cdiv(total, BLOCK)
     one = tl.where(tiles > 0, 1.0, 0.0)
     for i in tl.range(tl.program_id(1), tiles, tl.num_programs(1), disable_licm=True):
-        f = (tiles - 1 - i) * BLOCK + tl.arange(0, BLOCK)  # backwards: what the pass before wrote last is still in the cache
+        f = (tiles - 1 - i) * BLOCK + tl.arange(0, BLOCK)  # in reverse order: the cache still holds what the previous kernel wrote last
         t, entry, row, chunk = place(f, rows + EARLY, batch, by_early, by_batch)
         t -= EARLY
-        row = chunk * rows + t  # place counted the early rows
+        row = chunk * rows + t  # place includes the early rows
         flat = (row * batch + entry).to(tl.int64)
         live = f < total
         own = live & (t >= 0)
@@ -166,11 +168,12 @@ def cca_prologue_input_kernel(
         dy0 = tl.load(here, mask=own[:, None], other=0.0)
         dy1 = tl.load(here + step, mask=near1[:, None], other=0.0)
         dy2 = tl.load(here + 2 * step, mask=far2[:, None], other=0.0)
-        # The means' part is loaded before the products, which hide it: a query head's gradient, and the key head's; the key head's, and all its query heads'.
+        # The means' part is loaded before the products, which hide the loads: for a query head also the key head's gradient, for the key head
+    # also those of all its query heads.
         mine = tl.load(base[:, None] + into[None, :], mask=own[:, None], other=0.0)
         of_other = base[:, None] + (other * D + inside)[None, :]
         theirs = tl.load(of_other, mask=own[:, None], other=0.0)
-        # Three products, kept apart by a factor that changes nothing: Triton would lay a chain of products out for twice the rows.
+        # A factor of 1 separates the three products: Triton would give a chain of products a layout for twice the rows.
         dz0 = tl.dot(dy0, merged0, input_precision="ieee")
         dz1 = tl.dot(dy1, merged1, input_precision="ieee")
         dz2 = tl.dot(dy2, merged2, input_precision="ieee")
@@ -192,7 +195,7 @@ def zero_temperature(
     HEADS: tl.constexpr, GROUPS: tl.constexpr, D: tl.constexpr, ROTARY: tl.constexpr, HAS_ROPE: tl.constexpr,
     HAS_HALO: tl.constexpr, HAS_STARTS: tl.constexpr, BLOCK: tl.constexpr, INPUTS: tl.constexpr,
 ):
-    """The temperature's gradient where the temperature is zero: then the key is too, and its direction is computed again."""
+    """Computes the temperature's gradient where the temperature is zero: the key is zero too, so its direction is computed again."""
     head = HEADS + group
     first, second = pair_columns(D // 2, ROTARY)
     weights = head_weights(grouped_weight, head, 0, D, ROTARY, INPUTS)
@@ -219,8 +222,10 @@ def cca_prologue_weight_kernel(
     HEADS: tl.constexpr, GROUPS: tl.constexpr, D: tl.constexpr, ROTARY: tl.constexpr, HAS_ROPE: tl.constexpr,
     HAS_HALO: tl.constexpr, HAS_STARTS: tl.constexpr, BLOCK: tl.constexpr, OUT: tl.constexpr, ZERO_BLOCK: tl.constexpr, INPUTS: tl.constexpr,
 ):
-    """Program (part, run), tiles run, run + runs, ...: S_0, S_1, S_2 of OUT output channels of a head to partial [runs, N, 3, D, D]; behind the parts
-    of all heads the groups, whose keys may have temperature zero."""
+    """Program (part, run), tiles run, run + runs, ...: S_0, S_1, S_2 of OUT output channels of a head to partial [runs, N, 3, D, D].
+
+    The programs after the parts of all heads take the groups, whose keys may have temperature zero.
+    """
     PARTS: tl.constexpr = D // OUT
     CHANNELS: tl.constexpr = (HEADS + GROUPS) * D
     head = tl.program_id(0) // PARTS
@@ -266,12 +271,12 @@ def cca_prologue_sum_kernel(
     d_depthwise_weight, d_depthwise_bias, d_grouped_weight, d_grouped_bias, d_temperature, runs, bias_runs,
     HEADS: tl.constexpr, GROUPS: tl.constexpr, D: tl.constexpr, COLUMNS: tl.constexpr, TOGETHER: tl.constexpr, RUNS: tl.constexpr,
 ):
-    """Program (head, part): all gradients that belong to COLUMNS input channels of a head. TOGETHER runs of partial are on their way at a time."""
+    """Program (head, part): all gradients that belong to COLUMNS input channels of a head. TOGETHER runs of partial are in flight."""
     head = tl.program_id(0)
     out = tl.arange(0, D)
     into = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     dtype = d_grouped_weight.dtype.element_ty
-    # What the end needs is on its way during the sums.
+    # The operands of the last step are loaded during the sums.
     a0 = tl.load(depthwise_weight + 2 * (head * D + into)).to(tl.float32)[None, :]
     a1 = tl.load(depthwise_weight + 2 * (head * D + into) + 1).to(tl.float32)[None, :]
     b0 = tl.load(depthwise_bias + head * D + into).to(tl.float32)[None, :]

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The forward kernel of the CCA prologue: one pass from the projections to what attention reads.
+"""The forward kernel of the CCA prologue: one pass from the projections to query, key and value.
 
-A program has one head, whose weights stay in shared memory, and walks over tiles of BLOCK rows. The heads of a tile are neighbours in the grid: what they
-share - the key head's projection, the query heads' in the key head - comes from the cache. The product is [channels, rows]: the weights are the left
-operand, and the convolved rows, made in registers, the right one, which Hopper reads from shared memory. Channels that rotate into each other come out of
-it in the same thread. Importing this module imports triton.
+A program has one head, whose weights stay in shared memory, and loops over tiles of BLOCK rows. The heads of a tile are neighbours in the grid, so that
+shared operands - the key head's projection, the query heads' for the key head - come from the cache. The product is [channels, rows]: the weights are the left
+operand, and the convolved rows, made in registers, the right one, which Hopper reads from shared memory. A thread gets both channels
+of a rotating pair. Importing this module imports triton.
 """
 
 import triton
@@ -15,8 +15,11 @@ from hip_ops.cca_prologue.triton_rows import SIZES, at_row, pair_columns, place,
 
 @triton.jit
 def head_weights(grouped_weight, head, start, D: tl.constexpr, ROTARY: tl.constexpr, INPUTS: tl.constexpr):
-    """A head's weights [D, 2 INPUTS] of INPUTS input channels from `start` on. Columns are as in memory, input channels and of each both taps; rows are eight
-    output channels of the first half and the eight of the second that rotate into them, in turn: a thread has rows i and i + 8 of a product on Hopper."""
+    """Loads a head's weights [D, 2 INPUTS] of INPUTS input channels from `start` on.
+
+    Columns are as in memory: input channels, both taps of each. Rows alternate between eight output channels of the first half and the eight
+    of the second that rotate into them, because on Hopper a thread has rows i and i + 8 of a product.
+    """
     row = tl.arange(0, D)
     p = row // 16 * 8 + row % 8
     rotates = p < ROTARY // 2
@@ -27,7 +30,7 @@ def head_weights(grouped_weight, head, start, D: tl.constexpr, ROTARY: tl.conste
 
 @triton.jit
 def convolved(base, at1, at2, live, reaches1, reaches2, depthwise_weight, depthwise_bias, column):
-    """u of the row before and of this one, of the channels `column`, [2 columns, rows] in the order of the weights' columns."""
+    """Returns u of the previous row and of this one, for the channels `column`, [2 columns, rows] in the order of the weights' columns."""
     z0 = tl.load(base[:, None] + column[None, :], mask=live[:, None], other=0.0)
     z1 = tl.load(at1[:, None] + column[None, :], mask=reaches1[:, None], other=0.0).to(tl.float32)
     z2 = tl.load(at2[:, None] + column[None, :], mask=reaches2[:, None], other=0.0).to(tl.float32)
@@ -42,7 +45,7 @@ def convolved(base, at1, at2, live, reaches1, reaches2, depthwise_weight, depthw
 
 @triton.jit
 def halves(x, D: tl.constexpr):
-    """Both halves [D / 2, rows] of a product with these weights."""
+    """Returns both halves [D / 2, rows] of a product with these weights."""
     x_first, x_second = tl.split(tl.permute(tl.reshape(x, (D // 16, 2, 8, x.shape[1])), (0, 2, 3, 1)))
     return tl.reshape(x_first, (D // 2, x.shape[1])), tl.reshape(x_second, (D // 2, x.shape[1]))
 
@@ -53,7 +56,7 @@ def rotated_head(
     row_stride, batch_stride, rope_row_stride, rope_batch_stride, head, group, eps, HEADS: tl.constexpr, GROUPS: tl.constexpr, D: tl.constexpr,
     ROTARY: tl.constexpr, HAS_ROPE: tl.constexpr, HAS_HALO: tl.constexpr, HAS_STARTS: tl.constexpr, INPUTS: tl.constexpr,
 ):
-    """x of the head's rows f, rotated, in two halves [D / 2, rows] fp32, and 1 / max(|x|, eps) [rows].
+    """Returns x of the head's rows f, rotated, in two halves [D / 2, rows] fp32, and 1 / max(|x|, eps) [rows].
 
     weights: the head's where INPUTS is D, otherwise not read. Loads for means and rotation come before the product, which hides them.
     """
@@ -69,7 +72,7 @@ def rotated_head(
         taps = convolved(base, at1, at2, live, near & exists1, far & exists2, depthwise_weight, depthwise_bias, head * D + tl.arange(0, D))
 
     first, second = pair_columns(D // 2, ROTARY)
-    # A query head's other half is the key head's projection, the key head's the mean of its query heads'.
+    # The mean's other operand: for a query head the key head's projection, for the key head the mean over its query heads.
     is_key = head >= HEADS
     weight = tl.where(is_key, 0.5 / PER, 0.5)
     here = base[None, :] + tl.where(is_key, group * PER, HEADS + group) * D
@@ -86,7 +89,7 @@ def rotated_head(
             taps = convolved(base, at1, at2, live, near & exists1, far & exists2, depthwise_weight, depthwise_bias, column)
             y = tl.dot(head_weights(grouped_weight, head, start, D, ROTARY, INPUTS), taps, y, input_precision="ieee")
     y_first, y_second = halves(y, D)
-    # The layout of what follows is that of the last loads, which are as wide as loads can be: the product is brought into it once.
+    # From here on the layout is that of the last loads, which are as wide as possible; the product is converted to it once.
     own = base[None, :] + head * D
     bias = grouped_bias + head * D
     x_first = tl.load(bias + first).to(tl.float32)[:, None] + 0.5 * tl.load(own + first[:, None], mask=live[None, :], other=0.0).to(tl.float32)
@@ -109,7 +112,7 @@ def shift_values(
     projected, value_halo, starts, value, f, total, rows, batch, by_rows, by_batch, row_stride, batch_stride, HEADS: tl.constexpr,
     GROUPS: tl.constexpr, D: tl.constexpr, DELAYED: tl.constexpr, HAS_HALO: tl.constexpr, HAS_STARTS: tl.constexpr,
 ):
-    """value [s, b, GROUPS * D] of rows f: the last DELAYED channels come from the row before."""
+    """Writes value [s, b, GROUPS * D] of rows f: the last DELAYED channels come from the row before."""
     CURRENT: tl.constexpr = GROUPS * D - DELAYED
     t, entry, row, chunk = place(f, rows, batch, by_rows, by_batch)
     live = f < total
@@ -126,7 +129,7 @@ def shift_values(
             late = (column >= CURRENT)[None, :]
             v = tl.load(projected + (base - row_stride)[:, None] + column[None, :], mask=(near & (t >= 1))[:, None] & late, other=0.0)
             if HAS_HALO:
-                # CURRENT channels less than where the row would be: only the delayed ones are kept.
+                # The halo holds the delayed channels only, so the address is CURRENT channels lower.
                 first = tl.load(value_halo + ((chunk * batch + entry).to(tl.int64) * DELAYED - CURRENT)[:, None] + column[None, :], mask=(near & (t == 0))[:, None] & late, other=0.0)
                 v = tl.where((t == 0)[:, None], first, v)
             tl.store(out[:, None] + column[None, :], v, mask=live[:, None] & late)
@@ -139,7 +142,7 @@ def cca_prologue_forward_kernel(
     HEADS: tl.constexpr, GROUPS: tl.constexpr, D: tl.constexpr, ROTARY: tl.constexpr, DELAYED: tl.constexpr,
     HAS_ROPE: tl.constexpr, HAS_HALO: tl.constexpr, HAS_STARTS: tl.constexpr, BLOCK: tl.constexpr, INPUTS: tl.constexpr,
 ):
-    """Program (head, run), tiles run, run + runs, ... of a head, and every so many tiles' values."""
+    """Program (head, run) takes tiles run, run + runs, ... of a head, and its share of the tiles' values."""
     head = tl.program_id(0)
     tiles = tl.cdiv(total, BLOCK)
     for tile in range(tl.program_id(1) * (HEADS + GROUPS) + head, tiles, tl.num_programs(1) * (HEADS + GROUPS)):
@@ -158,7 +161,7 @@ def cca_prologue_forward_kernel(
     else:
         out = query + head * D
         out_stride = HEADS * D
-    # Addresses made anew for each tile, and a limit of 128 registers, let two programs share a multiprocessor of Hopper.
+    # With addresses recomputed for each tile and at most 128 registers, two programs share a multiprocessor of Hopper.
     for tile in tl.range(tl.program_id(1), tiles, tl.num_programs(1), num_stages=1, disable_licm=True):
         f = tile * BLOCK + tl.arange(0, BLOCK)
         x_first, x_second, inverse = rotated_head(

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where the rows of the CCA prologue lie: numbered as in memory, [s, b], so that a tile may hold many short sequences.
+"""Numbers the rows of the CCA prologue as in memory, [s, b], so that a tile may hold many short sequences.
 
 Row f is micro-batch entry f % batch at row f // batch of the sequence, which is row t of chunk (f // batch) // rows. In `projected` it
 is at (f // batch) * row_stride + entry * batch_stride; before a chunk there may be the two rows of halo.
 
-Both divisions are by numbers of the call; a kernel makes them for every row in each of its layouts, so they are multiplications by what the
-host made of the divisor (`divisor`). Importing this module imports triton.
+Both divisors are constant in a call, and a kernel divides for every row in each of its layouts. So it multiplies by a number that the host
+derives from the divisor (`divisor`). Importing this module imports triton.
 """
 
 from functools import lru_cache
@@ -13,13 +13,13 @@ from functools import lru_cache
 import triton
 import triton.language as tl
 
-# For do_not_specialize: Triton would compile anew where one of them is 1 or is divisible by 16, and the code would be no better.
+# For do_not_specialize: Triton would compile again where one of them is 1 or divisible by 16, without better code.
 SIZES = ("total", "early_total", "rows", "batch", "by_batch", "by_rows", "by_early", "tiles", "runs", "bias_runs")
 
 
 @lru_cache
 def divisor(by: int) -> int:
-    """What `divide` takes for a division by 1 <= by < 2^31: bits 6 and up m = ceil(2^(31 + l) / by) < 2^32, below them l = ceil(log2 by).
+    """Returns the argument of `divide` for a division by 1 <= by < 2^31: bits 6 and up m = ceil(2^(31 + l) / by) < 2^32, below them l = ceil(log2 by).
 
     n m / 2^(31 + l) lies above n / by by less than 1 / by for all 0 <= n < 2^31 (Granlund and Montgomery, PLDI 1994).
     """
@@ -29,14 +29,14 @@ def divisor(by: int) -> int:
 
 @triton.jit
 def divide(n, by):
-    """n // by for int32 n >= 0."""
+    """Returns n // by for int32 n >= 0."""
     doubled = n.to(tl.uint32) << 1
     return (tl.umulhi(doubled, (by >> 6).to(tl.uint32)) >> (by & 63).to(tl.uint32)).to(tl.int32)
 
 
 @triton.jit
 def place(f, rows, batch, by_rows, by_batch):
-    """Row t of the chunk, micro-batch entry, row of the sequence, and chunk, of flat rows f; int32."""
+    """Returns row t of the chunk, micro-batch entry, row of the sequence, and chunk, of flat rows f; int32."""
     row = divide(f, by_batch)
     chunk = divide(row, by_rows)
     return row - chunk * rows, f - row * batch, row, chunk
@@ -44,13 +44,13 @@ def place(f, rows, batch, by_rows, by_batch):
 
 @triton.jit
 def at_row(row, entry, row_stride, batch_stride):
-    """Offset of rows, int64; every factor has 32 bits, which multiply in one instruction."""
+    """Returns the offsets of rows, int64; every factor has 32 bits, which multiply in one instruction."""
     return row.to(tl.int64) * row_stride + entry.to(tl.int64) * batch_stride
 
 
 @triton.jit
 def reach(starts, t, entry, chunk, live, rows, batch, HAS_STARTS: tl.constexpr):
-    """Whether rows may see the one before them, and the two before them: no document starts in between. `starts` is [k, rows + 1, b]."""
+    """Returns whether rows see the previous row, and the two previous rows, that is, no document starts in between. `starts` is [k, rows + 1, b]."""
     near = live
     far = live
     if HAS_STARTS:
@@ -64,7 +64,7 @@ def reach(starts, t, entry, chunk, live, rows, batch, HAS_STARTS: tl.constexpr):
 def row_before(
     projected, halo, base, t, entry, chunk, batch, row_stride, channels, BACK: tl.constexpr, HAS_HALO: tl.constexpr
 ):
-    """Addresses of the rows BACK before those at `base`, in projected or in halo [k, 2, b, channels], and whether they exist."""
+    """Returns the addresses of the rows BACK before those at `base`, in projected or in halo [k, 2, b, channels], and whether they exist."""
     at = base - BACK * row_stride
     exists = t >= BACK
     if HAS_HALO:
@@ -76,7 +76,7 @@ def row_before(
 
 @triton.jit
 def pair_columns(HALF: tl.constexpr, ROTARY: tl.constexpr):
-    """Channels of a head in two halves of HALF that rotate into each other: i with i + ROTARY / 2 below ROTARY, the rest alike."""
+    """Returns a head's channels in two halves of HALF: i and i + ROTARY / 2 rotate into each other; the channels from ROTARY on follow, half in each."""
     p = tl.arange(0, HALF)
     beyond = (p >= ROTARY // 2).to(tl.int32)
     return p + beyond * (ROTARY // 2), p + ROTARY // 2 + beyond * (HALF - ROTARY // 2)
@@ -84,7 +84,7 @@ def pair_columns(HALF: tl.constexpr, ROTARY: tl.constexpr):
 
 @triton.jit
 def rotation(rope, row, entry, live, rope_row_stride, rope_batch_stride, p, ROTARY: tl.constexpr):
-    """cos and sin of pairs p; 1 and 0 where a pair does not rotate. Rows lie along one dimension of a tile, p along the other."""
+    """Returns cos and sin of pairs p; 1 and 0 where a pair does not rotate. Rows lie along one dimension of a tile, p along the other."""
     at = rope + at_row(row, entry, rope_row_stride, rope_batch_stride) + p
     turns = live & (p < ROTARY // 2)
     return tl.load(at, mask=turns, other=1.0), tl.load(at + ROTARY // 2, mask=turns, other=0.0)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An embedding's gradient added to a main gradient row by row, as a torch operator."""
+"""Adds an embedding's gradient to a main gradient row by row, as a torch operator."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hip_ops.runtime.operator import Operator
 
 
 def _example(device: torch.device) -> tuple:
-    """Ids that come once, some times, and more often than a program of the kernel takes rows, in any order."""
+    """Makes ids in random order that occur once, several times, and more often than the rows of one program."""
     ids = torch.cat((torch.randint(50, (300,)), torch.full((200,), 7), torch.tensor([0, 49]))).to(device)
     return (
         torch.randn(50, 1100, device=device),
@@ -43,9 +43,9 @@ _add_rows = Operator(
 
 
 def add_rows_(total: Tensor, ids: Tensor, rows: Tensor) -> None:
-    """total[ids] += rows, in place and the same bits every time: rows of one id are summed in fp32 in their order before they are added.
+    """Computes total[ids] += rows in place, the same bits every time: rows of one id are summed in fp32 in their order before they are added.
 
-    Args: total [v, h], fp32 in training; rows of it that are not contiguous are computed by the torch reference. ids int64 [n], each in
+    Args: total [v, h], fp32 in training; the torch reference computes it if its rows are not contiguous. ids int64 [n], each in
     [0, v). rows [n, h], bf16 or fp32. All-fp64 tensors are computed by the torch reference too. Raises ValueError on wrong shapes, dtypes
     or devices; ids are not checked.
     """

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Rows added to the rows of a large matrix by their ids, taken in the order of these. A wave adds up those of one id among kRun neighbours, in
-// kWave lanes' columns. What began and ended there is added to the matrix; what came in from the run before, or goes on in the next, is left as a
-// partial sum, and the wave in whose run an id began adds those together. No atomics: every row of the matrix is read and written once.
+// Adds rows to the rows of a large matrix by their ids, in the order of the ids. A wave takes a run of kRun rows in that order and sums those of
+// one id, in kWave lanes' columns. The sum of an id that begins and ends in the run is added to the matrix. The sum of an id that other runs share
+// is stored as a partial sum, and the wave in whose run the id begins adds them. No atomics: every row of the matrix is read and written once.
 // Conventions: hip_ops/embedding_gradient/reference.py. Sums are fp32.
 #include "row_vectors.h"
 
@@ -9,7 +9,7 @@ namespace embedding {
 
 using namespace rows;
 
-constexpr int kRun = 32, kBatch = 4;  // rows of a wave; of these, how many are in flight
+constexpr int kRun = 32, kBatch = 4;  // rows per wave, and rows in flight
 
 // fp32 sums of a lane's columns.
 template <int kWidth>
@@ -24,7 +24,7 @@ struct Sums {
 #pragma unroll
     for (int i = 0; i < kWidth; ++i) v[i] += to_float(x.get(i));
   }
-  // kWidth is 8 or 4 where everything is aligned to 16 bytes, else 1.
+  // kWidth is 8 or 4 if all arrays are aligned to 16 bytes, otherwise 1.
   __device__ __forceinline__ void add_from(const float* from) {
     if constexpr (kWidth == 1) v[0] += load_global(from);
     else
@@ -52,13 +52,13 @@ struct Sums {
   }
 };
 
-// First of this lane's columns, which may be behind the last one.
+// The first of this lane's columns; it may be beyond the last column.
 template <int kWidth>
 __device__ __forceinline__ int first_column() {
   return ((int(blockIdx.y) * kWaves + wave_id()) * kWave + lane_id()) * kWidth;
 }
 
-// ids ascending, order: the row of each; heads, tails [runs, width]: sums of the id that came in, and of the one that goes on.
+// ids ascending, order: the row of each; heads, tails [runs, width]: partial sums of the run's first and last id that other runs share.
 template <class T, int kWidth>
 __device__ __forceinline__ void runs_body(float* __restrict__ total, const int64_t* __restrict__ ids, const int64_t* __restrict__ order,
                                           const T* __restrict__ values, float* __restrict__ heads, float* __restrict__ tails, int64_t count,
@@ -94,7 +94,7 @@ __device__ __forceinline__ void runs_body(float* __restrict__ total, const int64
   }
 }
 
-// The id that began in this run and goes on behind it, if there is one.
+// The id that begins in this run and continues after it, if there is one.
 template <int kWidth>
 __device__ __forceinline__ void join_body(float* __restrict__ total, const int64_t* __restrict__ ids, const float* __restrict__ heads,
                                           const float* __restrict__ tails, int64_t count, int width, int64_t total_stride) {
@@ -106,7 +106,7 @@ __device__ __forceinline__ void join_body(float* __restrict__ total, const int64
   Sums<kWidth> sums;
   sums.clear();
   sums.add_from(tails + run * width + column);
-  // ids ascend: where a run begins with this one, all runs before it do
+  // ids ascend, so if a run begins with this id, so do all runs between
   for (int64_t next = run + 1; next * kRun < count && load_global(ids + next * kRun) == id; ++next) sums.add_from(heads + next * width + column);
   sums.add_to(total + id * total_stride + column);
 }

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rows added to the rows of a large matrix by their ids, in plain torch, the same bits every time.
+"""Adds rows to the rows of a large matrix by their ids, in plain torch, the same bits every time.
 
-Rows of one id are summed first, by torch's kernel for embeddings, into as many slots as there are rows: `index_put_` adds them one after the
-other, which takes milliseconds where thousands of tokens are padding. The number of different ids is not read on the host.
+torch's kernel for embeddings first sums rows of one id, into as many slots as there are rows. `index_put_` alone would add them one after the
+other, which takes milliseconds where thousands of tokens are padding. The host never reads the number of different ids.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rows added to the rows of a large matrix by their ids, in Triton. No atomics: rows are taken in the order of their ids.
+"""Adds rows to the rows of a large matrix by their ids, in Triton. No atomics: rows are taken in the order of their ids.
 
 A program takes RUN rows in that order and sums those of one id. The sum of an id whose rows all belong to the program is added to the
 matrix. The sum of an id that other programs share is stored as a partial sum; in the second launch the program where the id begins
@@ -18,15 +18,16 @@ from torch import Tensor
 from hip_ops.runtime.on_device import on
 from hip_ops.runtime.row_views import as_rows
 
-RUN = 32  # rows of a program
-AT_ONCE = 8  # partial sums of one id that are read together
+RUN = 32  # rows per program
+AT_ONCE = 8  # partial sums of one id that are read at a time
 
 
 @triton.jit
 def add_runs_kernel(
     total, ids, order, rows, heads, tails, count, width, total_stride, rows_stride, RUN: tl.constexpr, BLOCK: tl.constexpr,
 ):
-    """ids in ascending order, order: the row of each. heads, tails [programs, width]: sums of the id that came in, and of the one that goes on."""
+    """Sums rows by id. ids in ascending order, order: the row of each. heads, tails [programs, width]: partial sums of the first and last id of a
+    program that other programs share."""
     part = tl.program_id(0)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < width
@@ -40,7 +41,7 @@ def add_runs_kernel(
         row = tl.load(order + at)
         sums += tl.load(rows + row * rows_stride + column, mask=inside, other=0.0).to(tl.float32)
         following = tl.load(ids + at + 1, mask=at + 1 < count, other=-1)
-        # masks in place of branches, with which Triton 3.6 compiles nothing where sizes are multiples of 16
+        # masks instead of branches, which Triton 3.6 fails to compile where sizes are multiples of 16
         ends = (following != id).to(tl.int32)
         to_total, to_head = ends * (1 - came_in), tl.maximum(ends, (at + 1 == end).to(tl.int32)) * came_in
         to_tail = (at + 1 == end).to(tl.int32) * (1 - ends) * (1 - came_in)
@@ -58,7 +59,7 @@ def add_runs_kernel(
 def join_runs_kernel(
     total, ids, heads, tails, count, width, total_stride, RUN: tl.constexpr, AT_ONCE: tl.constexpr, BLOCK: tl.constexpr,
 ):
-    """Adds up the id that began in this part and goes on behind it, if there is one."""
+    """Adds the partial sums of the id that begins in this part and continues after it, if there is one."""
     part = tl.program_id(0)
     start, end = part * RUN, (part + 1) * RUN
     id = tl.load(ids + end - 1, mask=end <= count, other=-1)
@@ -72,7 +73,7 @@ def join_runs_kernel(
         more = goes_on
         while more:
             parts = number + tl.arange(0, AT_ONCE)
-            # ascending ids: where a part begins with this one, all parts before it do
+            # ids ascend, so if a part begins with this id, so do all parts between
             mine = tl.load(ids + parts * RUN, mask=parts * RUN < count, other=-1) == id
             place = parts.to(tl.int64)[:, None] * width + column[None, :]
             sums += tl.sum(tl.load(heads + place, mask=mine[:, None] & inside[None, :], other=0.0), axis=0)
@@ -98,10 +99,10 @@ def add_rows_(total: Tensor, ids: Tensor, rows: Tensor) -> None:
 
 
 def columns_of_block(width: int) -> int:
-    """16 bytes of bf16 a lane of four waves of NVIDIA's, or less."""
+    """Returns the columns per program: at most 16 bytes of bf16 per lane of four NVIDIA warps."""
     return min(1024, triton.next_power_of_2(width))
 
 
 def warps(block: int, warp_size: int | None = None) -> int:
-    """warp_size None for this torch's kind of device."""
+    """Returns the number of warps. warp_size None: of the devices that this torch is built for."""
     return max(1, block // 8 // (warp_size or (32 if torch.version.hip is None else 64)))

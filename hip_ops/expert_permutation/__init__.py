@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Top-1 dispatch on one rank, as torch operators: sort tokens by expert, move their rows there and back. Nothing waits for the host.
+"""Top-1 dispatch on one rank, as torch operators: sorts tokens by expert, moves their rows to the experts and back. The host never waits.
 
 An order is two inverse maps; negative entries stand for tokens of no expert (hip_ops/expert_permutation/reference.py). All shapes
 are known beforehand: there are as many rows as tokens, and the padding rows, which belong to no expert, come last.
@@ -16,18 +16,13 @@ from hip_ops.expert_permutation import reference
 from hip_ops.runtime.operator import Operator
 
 MAX_EXPERTS = 256  # of the kernels
-ROWS = """
-    rows     [n, h]  bf16|fp32
-    index    [n]     int32
-    inverse  [n]     int32
-"""
 
 
 class ExpertOrder(NamedTuple):
-    """Tokens by expert; all int32 on the device.
+    """The order of tokens by expert; all tensors int32 on the device.
 
-    token_of_row [n], row_of_token [n]: inverse maps; an entry m < 0 is place ~m, of a token that belongs to no expert.
-    counts [num_experts]: rows of each expert. offsets [num_experts]: their ends, as grouped matrix products take them.
+    token_of_row [n], row_of_token [n]: inverse maps; an entry m < 0 means place ~m, for a token of no expert.
+    counts [num_experts]: rows of each expert. offsets [num_experts]: the ends of their rows, as grouped products take them.
     """
 
     token_of_row: Tensor
@@ -37,27 +32,17 @@ class ExpertOrder(NamedTuple):
 
 
 def _example_ids(device: torch.device, tokens: int) -> Tensor:
-    """ZAYA1's 16 experts and the skip class, one expert far more often than the others and one never."""
+    """Makes ids of ZAYA1's 16 experts and the skip class; one expert is far more frequent than the others and one never occurs."""
     ids = torch.randint(0, 24, (tokens,), device=device)
     return torch.where(ids > 16, 3, torch.where(ids == 5, 4, ids))
 
 
 def _example_rows(device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """rows, token_of_row, row_of_token and probs in ZAYA1's hidden size and dtypes, hence for the kernels that it trains with."""
+    """Returns rows, token_of_row, row_of_token and probs of ZAYA1's hidden size and dtypes, which run the kernels of its training."""
     tokens, hidden = 150, 2048
     token_of_row, row_of_token, _, _ = reference.sort_by_expert(_example_ids(device, tokens), 16)
     rows, probs = torch.randn(tokens, hidden, device=device).bfloat16(), torch.rand(tokens, device=device)
     return rows, token_of_row, row_of_token, probs
-
-
-def _example_back(device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    rows, token_of_row, row_of_token, probs = _example_rows(device)
-    return rows, row_of_token, token_of_row, probs
-
-
-def _example_backward(device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    rows, token_of_row, _, probs = _example_rows(device)
-    return torch.randn_like(rows), rows, token_of_row, probs
 
 
 def _few_experts(expert_ids: Tensor, num_experts: int) -> bool:
@@ -73,31 +58,23 @@ _sort = Operator(
         counts        [num_experts]  int32
         offsets       [num_experts]  int32
     """,
-    rule=lambda given: (
-        f"num_experts is {given['num_experts']}; it must be at least 1" if given["num_experts"] < 1 else None
-    ),
+    rule=lambda given: (f"num_experts is {given['num_experts']}", "at least 1") if given["num_experts"] < 1 else None,
     example=lambda device: (_example_ids(device, 5000), 16),
     fits={"hip": _few_experts, "triton": _few_experts},
 )
 _gather = Operator(
     reference.gather_rows,
-    takes=ROWS + "probs? [n] bf16|fp32",
+    takes="""
+        rows     [n, h]  bf16|fp32
+        index    [n]     int32
+        inverse  [n]     int32
+        probs?   [n]     bf16|fp32
+    """,
     gives="""
         moved        like rows
         moved_probs  like probs
     """,
     example=_example_rows,
-)
-_scale_gather = Operator(
-    reference.scale_gather_rows, takes=ROWS + "probs [n] bf16|fp32", gives="scaled like rows", example=_example_back
-)
-_scale_gather_backward = Operator(
-    reference.scale_gather_rows_backward,
-    gives="""
-        d_rows   like rows
-        d_probs  like probs
-    """,
-    example=_example_backward,
 )
 
 
@@ -114,52 +91,39 @@ def _gather_gradients(ctx, grad, d_probs):
         d_probs = None
     if grad is None and d_probs is None:
         return None, None, None, None
-    if grad is None:  # only the probs were used: no row to move
+    if grad is None:  # only the probs were used: no rows are moved
         return None, None, None, _gather(d_probs.new_empty(len(index), 0), inverse, index, d_probs)[1]
     d_rows, of_probs = _gather(grad, inverse, index, d_probs)
     return d_rows, None, None, of_probs if d_probs is not None else None
 
 
-def _save_scale_gather(ctx, inputs, output) -> None:
-    rows, _, inverse, probs = inputs
-    ctx.save_for_backward(rows, inverse, probs)
-
-
-def _scale_gather_gradients(ctx, grad):
-    d_rows, d_probs = _scale_gather_backward(grad, *ctx.saved_tensors)
-    return d_rows, None, None, d_probs
-
-
 _gather.register_autograd(_gather_gradients, setup_context=_save_gather)
-_scale_gather.register_autograd(_scale_gather_gradients, setup_context=_save_scale_gather)
 
 
 def sort_by_expert(expert_ids: Tensor, num_experts: int) -> ExpertOrder:
-    """The order of tokens by expert, stable: tokens of one expert keep theirs. A counting sort, the same bits every time.
+    """Sorts tokens by expert with a stable counting sort; the result is the same in every run.
 
     Args: expert_ids int32 or int64 [n]; an id outside [0, num_experts) belongs to no expert. num_experts: 1 or more; HIP
-    and Triton take up to 256, and the next version sorts by more. Raises ValueError on other shapes or dtypes.
+    and Triton take up to 256; for more, the next version runs. Raises ValueError on other shapes or dtypes.
     """
     return ExpertOrder(*_sort(expert_ids, num_experts))
 
 
 def permute_to_experts(tokens: Tensor, order: ExpertOrder, probs: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
-    """Each token's row, and its prob, to its expert's place; the gradients travel back the same way.
+    """Moves each token's row, and its prob, to its expert's place; the backward pass moves the gradients back.
 
     Args: tokens [n, h] bf16 or fp32, rows may be strided; order of sort_by_expert; probs [n] bf16 or fp32, or None.
     Returns rows [n, h] in tokens' dtype and row_probs [n] in probs', or None. The padding rows, at and beyond
-    order.offsets[-1], are zeros: tokens of no expert are not moved, and get zeros as gradient. All-fp64 tensors are
+    order.offsets[-1], are zeros; tokens of no expert are not moved and get zeros as gradient. All-fp64 tensors are
     computed by the torch reference. Raises ValueError on wrong shapes, dtypes or devices.
     """
     rows, row_probs = _gather(tokens, order.token_of_row, order.row_of_token, probs)
     return rows, row_probs if probs is not None else None
 
 
-def unpermute_from_experts(rows: Tensor, order: ExpertOrder, probs: Tensor | None = None) -> Tensor:
-    """The way back: tokens [n, h], scaled by probs [n] (in the order of tokens) where they are given; zeros for tokens of no expert.
+def unpermute_from_experts(rows: Tensor, order: ExpertOrder) -> Tensor:
+    """Moves each row back to its token: tokens [n, h], zeros for tokens of no expert.
 
-    Padding rows, at and beyond order.offsets[-1], are not read and get zeros as gradient. Else as permute_to_experts.
+    Padding rows, at and beyond order.offsets[-1], are not read and get zeros as gradient. Otherwise as permute_to_experts.
     """
-    if probs is None:
-        return _gather(rows, order.row_of_token, order.token_of_row, None)[0]
-    return _scale_gather(rows, order.row_of_token, order.token_of_row, probs)
+    return _gather(rows, order.row_of_token, order.token_of_row, None)[0]

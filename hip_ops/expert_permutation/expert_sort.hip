@@ -1,18 +1,18 @@
 // SPDX-License-Identifier: Apache-2.0
-// Tokens sorted by expert, stably: a counting sort in two launches, without atomics. Tokens of no expert are a class of their own behind all
-// experts, so that classes are experts + 1.
+// Stable sort of tokens by expert: a counting sort in two launches, without atomics. Tokens of no expert are a class after all experts, so that
+// there are experts + 1 classes.
 //
-// A block has a segment of the tokens and a thread a piece of that, in order. Every thread counts its own tokens in a column of LDS; sums along
-// the threads give each thread the place of its first token of a class within the block's. What blocks before it had of the class, the second
-// launch adds up from what the first one counted.
+// A block has a segment of the tokens and a thread a piece of the segment, in order. Every thread counts its tokens in a column of LDS; prefix sums
+// over the threads give each thread the place of its first token of a class within the block. The second launch adds up the first launch's counts
+// of the earlier blocks.
 #include "portable.h"
 
 namespace expert_sort {
 
 constexpr int kPiece = 32;       // columns that one thread sums
-constexpr int kPadded = 34;      // and their distance in LDS: lanes that go through pieces side by side meet no bank twice
-constexpr int kMostBlocks = 64;  // while a thread has fewer tokens than kMostTokens: every block reads all counts
-constexpr int kMostTokens = 128; // of a thread: places within a block fit 16 bits
+constexpr int kPadded = 34;      // and their distance in LDS, so that lanes on neighbouring pieces have no bank conflicts
+constexpr int kMostBlocks = 64;  // unless a thread would have more than kMostTokens tokens; every block reads all counts
+constexpr int kMostTokens = 128; // per thread; places within a block fit into 16 bits
 
 template <int kThreads, int kClasses>
 struct Columns {
@@ -42,7 +42,7 @@ __device__ __forceinline__ Share share_of(int64_t tokens, int tokens_a_thread) {
   return {first, left <= 0 ? 0 : left < tokens_a_thread ? int(left) : tokens_a_thread};
 }
 
-// Each thread's column, and then in place of each count the sum of those before it in the piece, and the pieces' sums.
+// Counts into each thread's column, then replaces each count by the sum of those before it in the piece, and computes the pieces' sums.
 template <int kThreads, int kClasses>
 __device__ __forceinline__ void count_columns(Columns<kThreads, kClasses>& c, const void* ids, bool wide, Share share, int experts) {
   const int thread = int(threadIdx.x);
@@ -82,7 +82,7 @@ template <int kThreads, int kClasses>
 __device__ __forceinline__ void place_body(const void* ids, int wide, const int* __restrict__ counted, int32_t* __restrict__ token_of_row,
                                            int32_t* __restrict__ row_of_token, int32_t* __restrict__ counts_out,
                                            int32_t* __restrict__ offsets_out, int64_t tokens, int tokens_a_thread, int experts) {
-  constexpr int kSlices = kThreads < kClasses ? 1 : kThreads / kClasses;  // threads that add up the blocks of one class together
+  constexpr int kSlices = kThreads < kClasses ? 1 : kThreads / kClasses;  // threads that together add up the blocks of one class
   HO_LDS(uint16_t, counts, kClasses * kThreads / kPiece * kPadded);
   HO_LDS(int, of_piece, kClasses * kThreads / kPiece);
   HO_LDS(int, totals, kSlices * kClasses);
@@ -107,7 +107,7 @@ __device__ __forceinline__ void place_body(const void* ids, int wide, const int*
   const Share share = share_of<kThreads>(tokens, tokens_a_thread);
   count_columns(c, ids, wide != 0, share, experts);
 
-  // of_piece becomes the row of each piece's first token of a class.
+  // Computes in of_piece the row of each piece's first token of a class.
   for (int cls = thread; cls < classes; cls += kThreads) {
     int start = 0, own = 0, row = 0;
     for (int slice = 0; slice < kSlices; ++slice) {
@@ -140,14 +140,14 @@ __device__ __forceinline__ void place_body(const void* ids, int wide, const int*
   }
 }
 
-// The fewest tokens a thread with which there are no more than kMostBlocks blocks.
+// The smallest number of tokens per thread with at most kMostBlocks blocks.
 inline int64_t tokens_a_thread(int64_t tokens, int64_t threads) {
   return min_of(int64_t(kMostTokens), max_of(int64_t(1), (tokens + kMostBlocks * threads - 1) / (kMostBlocks * threads)));
 }
 
 }  // namespace expert_sort
 
-// Up to 32 experts with four waves, up to 256 with one: LDS holds a column a thread.
+// Four waves for up to 32 experts, one for up to 256: LDS holds a column per thread.
 #define EXPERT_SORT(experts, threads)                                                                                                \
   HO_KERNEL(ho_expert_count_##experts, threads)(const void* __restrict__ ids, int wide, int32_t* __restrict__ counted, int64_t tokens, \
                                                 int tokens_a_thread, int num_experts) {                                              \
@@ -163,14 +163,14 @@ inline int64_t tokens_a_thread(int64_t tokens, int64_t threads) {
 EXPERT_SORT(32, 256)
 EXPERT_SORT(256, 64)
 
-// Blocks of both launches: `counted` has that many times experts + 1 numbers. -1 where there is no variant.
+// The blocks of both launches; `counted` has [blocks][experts + 1] numbers. -1 where there is no variant.
 HO_EXPORT int64_t ho_expert_sort_blocks(int64_t tokens, int64_t experts) {
   if (experts < 1 || experts > 256 || tokens > INT32_MAX) return -1;
   const int64_t threads = experts <= 32 ? 256 : 64, segment = threads * expert_sort::tokens_a_thread(tokens, threads);
   return (tokens + segment - 1) / segment;
 }
 
-// id_bytes: 4 or 8. Writes counts and offsets only where there are tokens.
+// id_bytes: 4 or 8. Writes counts and offsets only if there are tokens.
 HO_EXPORT int ho_expert_sort(const void* ids, void* counted, void* token_of_row, void* row_of_token, void* counts, void* offsets,
                              int64_t tokens, int64_t experts, int64_t id_bytes, void* stream) {
   const int64_t blocks = ho_expert_sort_blocks(tokens, experts);

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Host side of expert_sort.hip and expert_rows.hip: allocates the results and calls the launchers.
 
-Same functions as hip_ops.expert_permutation.reference. The sources choose the kernel: 16 bytes a lane where all rows are aligned to that.
+Same functions as hip_ops.expert_permutation.reference. The sources choose the kernel: 16 bytes per lane if all rows are aligned to 16 bytes.
 """
 
 from __future__ import annotations
@@ -40,30 +40,3 @@ def gather_rows(rows: Tensor, index: Tensor, inverse: Tensor, probs: Tensor | No
             0 if probs is None else probs.element_size(), aligned(rows, out), blocks_for(count, device), device=device,
         )
     return out, moved_probs
-
-
-def scale_gather_rows(rows: Tensor, index: Tensor, inverse: Tensor, probs: Tensor) -> Tensor:
-    """As hip_ops.expert_permutation.reference.scale_gather_rows."""
-    device, (count, hidden) = rows.device, rows.shape
-    out = torch.empty((count, hidden), dtype=rows.dtype, device=device)
-    if count:
-        rows = as_rows(rows)
-        call(
-            "ho_scale_gather_rows", rows, index.contiguous(), probs.contiguous(), out, count, hidden, rows.stride(0),
-            rows.element_size(), probs.element_size(), aligned(rows, out), blocks_for(count, device), device=device,
-        )
-    return out
-
-
-def scale_gather_rows_backward(grad: Tensor, rows: Tensor, inverse: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
-    """As hip_ops.expert_permutation.reference.scale_gather_rows_backward."""
-    device, (count, hidden) = rows.device, rows.shape
-    d_rows, d_probs = torch.empty((count, hidden), dtype=rows.dtype, device=device), torch.empty(count, dtype=probs.dtype, device=device)
-    if count:
-        grad, rows = as_rows(grad), as_rows(rows)
-        call(
-            "ho_scale_gather_rows_backward", grad, rows, inverse.contiguous(), probs.contiguous(), d_rows, d_probs, count, hidden,
-            grad.stride(0), rows.stride(0), rows.element_size(), probs.element_size(), aligned(grad, rows, d_rows),
-            blocks_for(count, device), device=device,
-        )
-    return d_rows, d_probs

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tokens by expert in Triton: a counting sort in two launches, and rows gathered along its maps. No atomics, nothing waits for the host.
+"""The sort by expert in Triton, a counting sort in two launches, and the gather of rows along its maps. No atomics; the host never waits.
 
-Same functions as hip_ops.expert_permutation.reference. The sort: each program counts the experts of its tokens; in the second launch
-each adds up the counts of the programs before it, where the rows of its own tokens begin. Importing this module imports triton.
+Same functions as hip_ops.expert_permutation.reference. In the first launch each program counts the experts of its tokens. In
+the second, each adds up the counts of the programs before it, which gives the first rows of its own tokens. Importing this module imports triton.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from torch import Tensor
 from hip_ops.runtime.on_device import on
 from hip_ops.runtime.row_views import as_rows
 
-PROGRAMS = 256  # of the sort, at most: each reads what all of them counted
+PROGRAMS = 256  # of the sort, at most, because each program reads the counts of all
 
 
 @triton.jit
 def _experts_of(expert_ids, token, tokens, num_experts, EXPERTS: tl.constexpr):
-    """The expert of each token, or -1, and one row a token with a 1 at its expert."""
+    """Returns the expert of each token, or -1, and one row per token with a 1 at its expert."""
     inside = token < tokens
     ids = tl.load(expert_ids + token, mask=inside, other=-1)
     expert = tl.where((ids >= 0) & (ids < num_experts), ids, -1).to(tl.int32)
@@ -33,7 +33,7 @@ def _experts_of(expert_ids, token, tokens, num_experts, EXPERTS: tl.constexpr):
 
 @triton.jit
 def expert_count_kernel(expert_ids, counted, tokens, num_experts, tiles, EXPERTS: tl.constexpr, TILE: tl.constexpr):
-    """counted [programs, EXPERTS]: how many of the program's tokens, `tiles` tiles of them, each expert has."""
+    """Counts the experts of the program's tokens, `tiles` tiles of them, into counted [programs, EXPERTS]."""
     program = tl.program_id(0)
     total = tl.zeros([EXPERTS], tl.int32)
     for tile in range(tiles):
@@ -48,7 +48,7 @@ def expert_place_kernel(
     expert_ids, counted, token_of_row, row_of_token, counts, offsets, tokens, num_experts, tiles, programs,
     EXPERTS: tl.constexpr, TILE: tl.constexpr, ROWS: tl.constexpr,
 ):
-    """Both maps for the program's tokens; program 0 writes counts and offsets. ROWS: programs whose counts are added at a time."""
+    """Writes both maps for the program's tokens; program 0 writes counts and offsets. ROWS: programs whose counts are added at a time."""
     program = tl.program_id(0)
     experts = tl.arange(0, EXPERTS)
     total, before = tl.zeros([EXPERTS], tl.int32), tl.zeros([EXPERTS], tl.int32)
@@ -62,7 +62,7 @@ def expert_place_kernel(
         tl.store(counts + experts, total, mask=experts < num_experts)
         tl.store(offsets + experts, ends, mask=experts < num_experts)
     next_row = ends - total + before
-    # Padding rows come behind the rows of all experts, after the padding rows of the programs before.
+    # Padding rows come after the rows of all experts and after the padding rows of earlier programs.
     next_padding = tl.sum(total, axis=0) + program * tiles * TILE - tl.sum(before, axis=0)
     for tile in range(tiles):
         token = (program * tiles + tile) * TILE + tl.arange(0, TILE)
@@ -79,10 +79,9 @@ def expert_place_kernel(
 
 @triton.jit
 def expert_gather_kernel(
-    source, index, scale, side, out, side_out, rows, hidden, source_stride,
-    SCALED: tl.constexpr, HAS_SIDE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    source, index, side, out, side_out, rows, hidden, source_stride, HAS_SIDE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):
-    """out[i] = source[index[i]], times scale[i] where SCALED; side_out[i] = side[index[i]]; zeros where index is negative."""
+    """out[i] = source[index[i]]; side_out[i] = side[index[i]]; zeros where index is negative."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     inside = row < rows
     place = tl.load(index + row, mask=inside, other=-1)
@@ -94,34 +93,7 @@ def expert_gather_kernel(
     within = columns < hidden
     from_row = source + place.to(tl.int64)[:, None] * source_stride
     value = tl.load(from_row + columns, mask=live[:, None] & within, other=0.0)
-    if SCALED:
-        factor = tl.load(scale + row, mask=live, other=0.0).to(tl.float32)
-        value = (value.to(tl.float32) * factor[:, None]).to(out.dtype.element_ty)
     tl.store(out + row.to(tl.int64)[:, None] * hidden + columns, value, mask=inside[:, None] & within)
-
-
-@triton.jit
-def expert_scale_gather_backward_kernel(
-    grad, source, inverse, scale, d_source, d_scale, rows, hidden, grad_stride, source_stride, ROWS: tl.constexpr, BLOCK: tl.constexpr,
-):
-    """d_source[r] = scale[t] * grad[t] and d_scale[t] = sum(grad[t] * source[r]), where t = inverse[r]; zeros where that is negative."""
-    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    inside = row < rows
-    index = tl.load(inverse + row, mask=inside, other=-1)
-    live = index >= 0
-    place = tl.where(live, index, -1 - index)
-    factor = tl.load(scale + place, mask=live, other=0.0).to(tl.float32)[:, None]
-    of_grad, of_row = grad + place.to(tl.int64)[:, None] * grad_stride, row.to(tl.int64)[:, None]
-    dot = tl.zeros([ROWS, BLOCK], tl.float32)
-    for start in range(0, hidden, BLOCK):
-        columns = start + tl.arange(0, BLOCK)[None, :]
-        within = columns < hidden
-        read = live[:, None] & within
-        upstream = tl.load(of_grad + columns, mask=read, other=0.0).to(tl.float32)
-        value = tl.load(source + of_row * source_stride + columns, mask=read, other=0.0).to(tl.float32)
-        dot += upstream * value
-        tl.store(d_source + of_row * hidden + columns, (upstream * factor).to(d_source.dtype.element_ty), mask=inside[:, None] & within)
-    tl.store(d_scale + place, tl.sum(dot, axis=1).to(d_scale.dtype.element_ty), mask=inside)
 
 
 @dataclass(frozen=True)
@@ -134,37 +106,36 @@ class Launch:
 
 
 def sort_tile(num_experts: int) -> tuple[int, int]:
-    """Experts as a power of two, and tokens a tile: 4096 counters a tile."""
+    """Returns experts as a power of two, and tokens per tile: a tile has 4096 counters."""
     experts = max(triton.next_power_of_2(num_experts), 16)
     return experts, 4096 // experts
 
 
-def launch(hidden_size: int, element_bytes: int, *, reduces: bool = False, warp_size: int | None = None) -> Launch:
-    """The tile for rows of so many elements; `reduces`: the kernel sums over a row. warp_size None for this torch's kind of device.
+def launch(hidden_size: int, element_bytes: int, *, warp_size: int | None = None) -> Launch:
+    """Chooses the tile for rows of `hidden_size` elements. warp_size None: of the devices that this torch is built for.
 
-    A lane has 32 bytes of a tensor, in two pieces of 16, or 16 where another tensor is read as well; there 128 on an H100, as measured,
-    which also leaves what is read to the caches' own policy: with evict_first every kernel was 1 to 2 % slower.
+    A lane has 32 bytes of a row, in two pieces of 16.
     """
     warp_size = warp_size or (32 if torch.version.hip is None else 64)
     block = min(max(triton.next_power_of_2(hidden_size), 128), 4096 // element_bytes)
     rows = max(1, 8192 // (block * element_bytes))
-    per_lane = (32 if not reduces else 128 if warp_size == 32 else 16) // element_bytes
+    per_lane = 32 // element_bytes
     return Launch(rows, block, min(max(rows * block // (per_lane * warp_size), 1), 1024 // warp_size))
 
 
 @functools.lru_cache(maxsize=256)
 def _sort_plan(tokens: int, num_experts: int) -> tuple[int, int, dict]:
-    """Tiles a program, programs, and the keywords of both kernels."""
+    """Returns tiles per program, programs, and the keywords of both kernels."""
     experts, tile = sort_tile(num_experts)
     tiles = triton.cdiv(triton.cdiv(tokens, tile), PROGRAMS)
     return tiles, triton.cdiv(tokens, tiles * tile), {"EXPERTS": experts, "TILE": tile}
 
 
 @functools.lru_cache(maxsize=256)
-def _plan(choose: Callable, count: int, hidden: int, element_bytes: int, reduces: bool) -> tuple[tuple[int, ...], dict]:
-    """The grid, and the keywords of the launch. `choose` is `launch`: in the key, since benchmarks put others in its place."""
-    chosen = choose(max(hidden, 1), element_bytes, reduces=reduces)
-    grid = (triton.cdiv(count, chosen.rows),) if reduces else (triton.cdiv(count, chosen.rows), triton.cdiv(max(hidden, 1), chosen.block))
+def _plan(choose: Callable, count: int, hidden: int, element_bytes: int) -> tuple[tuple[int, ...], dict]:
+    """Returns the grid and the keywords of the launch. `choose` is `launch`; it is part of the key because benchmarks replace it."""
+    chosen = choose(max(hidden, 1), element_bytes)
+    grid = (triton.cdiv(count, chosen.rows), triton.cdiv(max(hidden, 1), chosen.block))
     return grid, {"ROWS": chosen.rows, "BLOCK": chosen.block, "num_warps": chosen.num_warps}
 
 
@@ -188,43 +159,17 @@ def sort_by_expert(expert_ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor
     return token_of_row, row_of_token, counts, offsets
 
 
-def _gather(rows: Tensor, index: Tensor, scale: Tensor | None, probs: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Rows times `scale`, and probs as they are; None for one that is not needed."""
+def gather_rows(rows: Tensor, index: Tensor, inverse: Tensor, probs: Tensor | None) -> tuple[Tensor, Tensor]:
+    """As hip_ops.expert_permutation.reference.gather_rows."""
     count, hidden = rows.shape
     out = torch.empty((count, hidden), dtype=rows.dtype, device=rows.device)
     moved_probs = torch.empty(0 if probs is None else count, dtype=rows.dtype if probs is None else probs.dtype, device=rows.device)
     if count and (hidden or probs is not None):
         rows, index = as_rows(rows), index.contiguous()
-        grid, keywords = _plan(launch, count, hidden, rows.element_size(), False)
+        grid, keywords = _plan(launch, count, hidden, rows.element_size())
         with on(rows.device):
             expert_gather_kernel[grid](
-                rows, index, index if scale is None else scale.contiguous(), index if probs is None else probs.contiguous(), out,
-                index if probs is None else moved_probs, count, hidden, rows.stride(0), SCALED=scale is not None,
-                HAS_SIDE=probs is not None, **keywords,
+                rows, index, index if probs is None else probs.contiguous(), out, index if probs is None else moved_probs, count, hidden,
+                rows.stride(0), HAS_SIDE=probs is not None, **keywords,
             )
     return out, moved_probs
-
-
-def gather_rows(rows: Tensor, index: Tensor, inverse: Tensor, probs: Tensor | None) -> tuple[Tensor, Tensor]:
-    """As hip_ops.expert_permutation.reference.gather_rows."""
-    return _gather(rows, index, None, probs)
-
-
-def scale_gather_rows(rows: Tensor, index: Tensor, inverse: Tensor, probs: Tensor) -> Tensor:
-    """As hip_ops.expert_permutation.reference.scale_gather_rows."""
-    return _gather(rows, index, probs, None)[0]
-
-
-def scale_gather_rows_backward(grad: Tensor, rows: Tensor, inverse: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
-    """As hip_ops.expert_permutation.reference.scale_gather_rows_backward."""
-    count, hidden = rows.shape
-    d_rows, d_probs = torch.empty((count, hidden), dtype=rows.dtype, device=rows.device), torch.empty_like(probs)
-    if count:
-        grad, rows = as_rows(grad), as_rows(rows)
-        grid, keywords = _plan(launch, count, hidden, rows.element_size(), True)
-        with on(rows.device):
-            expert_scale_gather_backward_kernel[grid](
-                grad, rows, inverse.contiguous(), probs.contiguous(), d_rows, d_probs, count, hidden, grad.stride(0), rows.stride(0),
-                **keywords,
-            )
-    return d_rows, d_probs

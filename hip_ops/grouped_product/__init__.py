@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Matrix products over rows sorted by expert: each expert has its own matrix, and its rows' borders lie on the device.
+"""Matrix products over rows sorted by expert: each expert has its own matrix, and the borders of its rows are on the device.
 
 `grouped_rows` is x[i] @ W[expert of i], forward and, with the transposed matrices, backward to x. `grouped_outer_` is a_e^T b_e for
-every expert, added in place to fp32 blocks such as Megatron's main gradients, or written there. Neither has gradients of its own:
+every expert, added in place to fp32 blocks such as Megatron's main gradients, or written there. Neither registers gradients:
 autograd functions such as zaya_plugin.model.experts.ExpertMLP call them in both directions.
 
 Versions, best first: quack on Hopper (faster than Triton in 19 of 21 measured products, benchmarks/results/quack_tiles-h200.json),
@@ -20,12 +20,12 @@ from hip_ops.runtime.quack import available
 from hip_ops.runtime.self_check import worst
 
 HALF = (torch.bfloat16, torch.float16)
-ALIGNMENT = 16  # bytes, of addresses and strides: what a multiprocessor's copy engine takes
+ALIGNMENT = 16  # bytes; alignment of addresses and strides that TMA requires
 AVAILABLE = {"quack": available, "grouped_mm": grouped_mm.available}
 
 
 def _aligned(*tensors: Tensor) -> bool:
-    """Whether there are rows, without gaps (of blocks [E, m, n] rows or columns), and all steps are multiples of ALIGNMENT."""
+    """Returns whether there are rows, contiguous (blocks [E, m, n]: rows or columns), with all strides multiples of ALIGNMENT."""
     for tensor in tensors:
         along = [place for place, stride in enumerate(tensor.stride()) if stride == 1]
         steps = [stride for stride in tensor.stride() if stride != 1]
@@ -38,12 +38,12 @@ def _aligned(*tensors: Tensor) -> bool:
 
 
 def _offsets(device: torch.device) -> Tensor:
-    """An expert without rows, one with a few, one with more than a tile; padding rows behind them."""
+    """Makes offsets: an expert without rows, one with a few, one with more than a tile; padding rows after them."""
     return torch.tensor([0, 3, 3, 150, 285], dtype=torch.int32).to(device)
 
 
 def _operand(device: torch.device, *shape: int) -> Tensor:
-    """Small numbers; for rows [300, ..] NaN in the padding rows."""
+    """Makes small numbers; rows [300, ..] have NaN in the padding rows."""
     matrix = (torch.randn(shape, device=device) / 16).bfloat16()
     if len(shape) == 2:
         matrix[285:] = torch.nan
@@ -68,7 +68,7 @@ def _outer_example(dtype: torch.dtype, accumulate: bool):
 
 
 def _compare_rows(got: list, want: list, tolerance: float | None) -> str | None:
-    """Of the rows of experts; the others are not written."""
+    """Compares the rows of experts; padding rows are not written."""
     end = int(got[1][2][-1])
     return worst("result", got[0][:end], want[0][:end], tolerance)
 
@@ -117,17 +117,17 @@ _outer = Operator(
 
 
 def grouped_rows(x: Tensor, matrices: Tensor, offsets: Tensor) -> Tensor:
-    """out[i] = x[i] @ matrices[expert of i], summed in fp32.
+    """Computes out[i] = x[i] @ matrices[expert of i], summed in fp32.
 
     Args: x [T, k]; matrices [E, k, n] of x's dtype, or a transposed view of [E, n, k]; offsets int32 [E], the ends of the experts' rows.
-    Returns [T, n] in x's dtype. Its rows at and beyond offsets[-1] are not written (the reference writes zeros), and x's are not read.
+    Returns [T, n] in x's dtype. Padding rows, at and beyond offsets[-1], are not written (the reference writes zeros), and those of x are not read.
     Raises ValueError on wrong shapes, dtypes or devices.
     """
     return _rows(x, matrices, offsets)
 
 
 def grouped_outer_(out: Tensor, a: Tensor, b: Tensor, offsets: Tensor, accumulate: bool = True) -> Tensor:
-    """out[e] += a[rows of e]^T b[rows of e], summed in fp32, in place; without `accumulate` written there, zeros for an expert without rows.
+    """Adds a[rows of e]^T b[rows of e], summed in fp32, to out[e] in place; without `accumulate` overwrites out[e] (zeros for an expert without rows).
 
     Args: out [E, m, n], fp32 or a's dtype; a [T, m] and b [T, n] of one dtype; offsets int32 [E], the ends of the experts' rows. Rows at
     and beyond offsets[-1] are not read. Returns out. Raises ValueError on wrong shapes, dtypes or devices.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Finds the expert and the tile that a Triton program computes. The experts' borders are read on the device: the host never waits for them."""
+"""Finds the expert and the tile that a Triton program computes. It reads the experts' borders on the device, so the host never waits."""
 
 import triton
 import triton.language as tl
@@ -7,7 +7,7 @@ import triton.language as tl
 
 @triton.jit
 def expert_borders(offsets, experts, EXPERTS: tl.constexpr):
-    """Where each expert's rows start and end, [EXPERTS], a power of two; those beyond `experts` have none."""
+    """Returns the start and end of each expert's rows, [EXPERTS], a power of two; entries beyond `experts` have no rows."""
     expert = tl.arange(0, EXPERTS)
     ends = tl.load(offsets + tl.minimum(expert, experts - 1))
     starts = tl.load(offsets + tl.minimum(tl.maximum(expert - 1, 0), experts - 1))
@@ -16,7 +16,7 @@ def expert_borders(offsets, experts, EXPERTS: tl.constexpr):
 
 @triton.jit
 def outer_tiles(starts, ends, experts, tiles, ACCUMULATE: tl.constexpr, EXPERTS: tl.constexpr):
-    """Tiles of each expert's result: `tiles`, or 0 where there is nothing to add, or no expert."""
+    """Returns the tiles of each expert's result: `tiles`, or 0 for an expert without rows to add and for entries beyond the experts."""
     computed = tl.arange(0, EXPERTS) < experts
     if ACCUMULATE:
         computed = computed & (ends > starts)
@@ -25,9 +25,9 @@ def outer_tiles(starts, ends, experts, tiles, ACCUMULATE: tl.constexpr, EXPERTS:
 
 @triton.jit
 def find_expert(position, starts, ends, tile_ends):
-    """The expert whose tile is at `position`, where its rows start and end, and the place among its own tiles.
+    """Returns the expert whose tile is at `position`, start and end of its rows, and the index among its tiles.
 
-    tile_ends: the running sum of the experts' tiles. An expert without rows has the same as the one before it, so it is skipped.
+    tile_ends: the running sum of the experts' tiles. An expert without rows has the same value as the one before it, so it is skipped.
     """
     before = tile_ends <= position
     expert = tl.sum(before.to(tl.int32))

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Grouped products by torch's grouped_mm: CUTLASS on NVIDIA, Composable Kernel or a loop on ROCm, as torch was built.
+"""Grouped products by torch's grouped_mm: CUTLASS on NVIDIA; Composable Kernel or a loop on ROCm, depending on torch's build.
 
-Its products are rounded to the operands' dtype, also those that are added to fp32 blocks.
+Products are rounded to the operands' dtype, even those that are added to fp32 blocks.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ DTYPES = {"cpu": (torch.float32, torch.bfloat16), "cuda": (torch.bfloat16,)}
 
 
 def available(device: torch.device) -> str | None:
-    """Why it is not available, or None."""
+    """Returns why grouped_mm is not available, or None."""
     if _grouped_mm is None:
         return f"torch {torch.__version__} has no grouped_mm"
     return None if device.type in DTYPES else f"torch's grouped_mm does not run on {device.type}"

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Grouped products by quack's GEMM on Hopper: CuTe's warp-specialised pipelines.
 
-Each warp has one task, so more of Hopper is used than Triton's code uses, above all where a product is added to fp32 blocks: the memory
+Each warp has one task, which uses Hopper better than Triton's code, mainly where a product is added to fp32 blocks: the memory
 system adds one tile while the next is multiplied. Sums are fp32 and each number is added once, so the bits are the same in every
-repetition. All products have one tile, measured on an H200 (TILE, benchmarks/results/quack_tiles-h200.json). quack's own tuner would
-measure in every process of a run, and a process that chooses another tile gets other bits.
+repetition. All products have one tile, measured on an H200 (TILE, benchmarks/results/quack_tiles-h200.json). quack's own tuner is
+not used: it would measure in every process of a run, and another tile gives other bits.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from hip_ops.runtime.quack import Tile
 
-QUACK = "quack.gemm"  # imported at first use
+QUACK = "quack.gemm"  # the module, imported at first use
 PLANS = 4096  # some kilobytes each
 
 
@@ -38,10 +38,10 @@ def grouped_outer_(out: Tensor, a: Tensor, b: Tensor, offsets: Tensor, accumulat
 
 
 def borders(offsets: Tensor) -> Tensor:
-    """int32 [E + 1]: 0 and `offsets`. Made once for offsets that several products get, and kept as an attribute of them.
+    """Returns int32 [E + 1]: 0 and `offsets`. It is computed once for the products that share `offsets`, and kept as an attribute of the tensor.
 
-    Borders from outside of a graph's capture are not used in one: replays would read those of the capture's moment. Offsets that are a
-    static input of two captures would get those of the first; this project captures whole passes, which make their own offsets.
+    A capture does not use borders that were computed before it, because replays would read old values. Offsets that are a static input
+    of two captures would get the borders of the first; this project captures whole passes, which compute their own offsets.
     """
     if offsets.is_inference():  # counts no versions
         return F.pad(offsets, (1, 0))
@@ -53,7 +53,7 @@ def borders(offsets: Tensor) -> Tensor:
 
 
 def _gemm() -> Callable:
-    """quack's function. It keeps a plan for every number of rows, which under expert parallelism changes in every call: more than PLANS are dropped."""
+    """Returns quack's function, and clears its plans above PLANS: it keeps one per number of rows, which changes in every call under expert parallelism."""
     module = importlib.import_module(QUACK)
     plans = getattr(module, "_gemm_plan_cache", ())
     if len(plans) > PLANS:

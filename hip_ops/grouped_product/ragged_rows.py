@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Descriptors whose loads and stores the hardware cuts off at the end of an expert's rows, a border known only on the device.
+"""Tensor descriptors whose loads and stores end at the end of an expert's rows, a border known only on the device.
 
-A descriptor cuts off at the end of its shape. Here the last rows of a range lie at the end of a dimension of BIG rows, and two more
-dimensions correct the address: with coordinates (BIG, end, BIG - size + row) and strides (2^34 - stride, stride, stride) the offset is
-BIG * 2^34 + (end - size + row) * stride elements, and BIG * 2^34 = 2^64 is 0 in 64-bit arithmetic. The method of
+The hardware masks accesses beyond a descriptor's shape. Here the last rows of a range lie at the end of a dimension of BIG rows, and two
+more dimensions correct the address: with coordinates (BIG, end, BIG - size + row) and strides (2^34 - stride, stride, stride) the offset is
+BIG * 2^34 + (end - size + row) * stride elements, and BIG * 2^34 = 2^64 is 0 in 64-bit arithmetic. This is the method of
 triton.tools.ragged_tma, whose device functions Triton's interpreter does not support.
 """
 
@@ -23,7 +23,7 @@ LONGEST = 0x7FFF0000
 
 
 def ragged_rows(x: Tensor, block: Sequence[int]) -> TensorDescriptor:
-    """Of x [rows, columns] with rows without gaps; block: rows and columns of one load or store."""
+    """Returns the descriptor of x [rows, columns] with contiguous rows; block: rows and columns of one load or store."""
     (rows, columns), (stride, one) = x.shape, x.stride()
     assert one == 1 and rows <= BIG.value
     return descriptor(x, (LONGEST, LONGEST, BIG.value, columns), (2**34 - stride, stride, stride, 1), (1, 1, *block))
@@ -31,11 +31,11 @@ def ragged_rows(x: Tensor, block: Sequence[int]) -> TensorDescriptor:
 
 @triton.jit
 def load_rows(desc, start, end, row, column, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """x[start + row :, column :], zeros from x[end] on."""
+    """Loads x[start + row :, column :], with zeros from x[end] on."""
     return desc.load([BIG, end, BIG - (end - start) + row, column]).reshape(ROWS, COLUMNS)
 
 
 @triton.jit
 def store_rows(desc, start, end, row, column, block, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """x[start + row :, column :] = block, but for rows from x[end] on."""
+    """Stores block to x[start + row :, column :], except rows from x[end] on."""
     desc.store([BIG, end, BIG - (end - start) + row, column], block.reshape(1, 1, ROWS, COLUMNS))

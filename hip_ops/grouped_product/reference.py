@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Matrix products over rows sorted by expert in plain torch: a loop over the experts. The host waits for their borders.
+"""Matrix products over rows sorted by expert in plain torch: a loop over the experts, for whose borders the host waits.
 
 offsets int32 [E], the ends of the experts' rows, ascending, offsets[-1] <= T. Rows at and beyond offsets[-1] are
 padding rows, which belong to no expert (hip_ops/expert_permutation/reference.py).
@@ -22,9 +22,9 @@ logger = logging.getLogger("hip_ops")
 
 
 def _least_rows() -> int:
-    """From this number of rows on a row's product does not depend on the number of rows.
+    """Returns the number of rows from which a row's product does not depend on the number of rows.
 
-    Measured in fp32 on an AMD EPYC, 1 to 16 threads, up to 600 rows: up to three rows a thread take another path.
+    Measured in fp32 on an AMD EPYC, 1 to 16 threads, up to 600 rows: up to three rows per thread take another path.
     """
     return max(16, 4 * torch.get_num_threads())
 
@@ -36,7 +36,7 @@ def _announce(device: torch.device, dtype: torch.dtype) -> None:
 
 
 def _counts(offsets: Tensor, rows: int, dtype: torch.dtype) -> list[int]:
-    """Rows of each expert, and the number of padding rows."""
+    """Returns the rows of each expert, and the number of padding rows."""
     if offsets.device.type != "cpu" and not self_check.comparing:
         _announce(offsets.device, dtype)
     ends = offsets.tolist()
@@ -46,7 +46,7 @@ def _counts(offsets: Tensor, rows: int, dtype: torch.dtype) -> list[int]:
 def grouped_rows(x: Tensor, matrices: Tensor, offsets: Tensor) -> Tensor:
     """out[i] = x[i] @ matrices[expert of i]; x [T, k], matrices [E, k, n] -> [T, n], zeros in padding rows.
 
-    To a group of few rows, rows of zeros are added: else a token's bits would depend on how many tokens its expert has.
+    Rows of zeros are added to a small group, because otherwise a token's bits would depend on how many tokens its expert has.
     """
     out, least = x.new_zeros(x.shape[0], matrices.shape[2]), _least_rows()
     counts, compute = _counts(offsets, len(x), x.dtype), wide(x.dtype)
@@ -62,7 +62,7 @@ def grouped_rows(x: Tensor, matrices: Tensor, offsets: Tensor) -> Tensor:
 
 
 def grouped_outer_(out: Tensor, a: Tensor, b: Tensor, offsets: Tensor, accumulate: bool) -> None:
-    """out[e] (+)= a[rows of e]^T b[rows of e]; a [T, m], b [T, n], out [E, m, n]. Without accumulate zeros where an expert has no rows."""
+    """out[e] (+)= a[rows of e]^T b[rows of e]; a [T, m], b [T, n], out [E, m, n]. Without accumulate, an expert without rows gets zeros."""
     counts, compute = _counts(offsets, len(a), a.dtype), wide(a.dtype)
     parts = zip(
         out.unbind(),

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Grouped products in Triton: x W_e^T, x W_e, and a_e^T b_e added to fp32 blocks.
 
-A persistent grid walks the tiles of all experts; the device counts how many each expert has. Here operands are loaded and results
-stored through tensor descriptors (TMA on Hopper); triton_pointers.py has the same products for other devices and operands. An expert's
-last rows do not fill a tile and the next expert's rows follow, so results, and operands of a_e^T b_e, use descriptors that cut off at
-the expert's end (ragged_rows.py). Sums are added to `out` by the memory system, each number once: `out` is not read, and the bits are
+A persistent grid loops over the tiles of all experts; the device counts the tiles of each expert. Operands and results use tensor
+descriptors (TMA on Hopper); triton_pointers.py has the same products for other devices and operands. The next expert's rows follow an
+expert's last rows, which do not fill a tile. So results, and operands of a_e^T b_e, use descriptors that end at the expert's end
+(ragged_rows.py). Sums are added to `out` by the memory system, each number once: `out` is not read, and the bits are
 the same every time.
 """
 
@@ -45,7 +45,7 @@ def grouped_rows_kernel(
         row0, column0 = row * BLOCK_M, column * BLOCK_N
         acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
         for at in range(0, k, BLOCK_K):
-            x = x_desc.load([start + row0, at])  # past the end lie other rows: what comes of them is not stored
+            x = x_desc.load([start + row0, at])  # rows past the end belong to the next expert; their results are not stored
             if TRANSPOSED:
                 w = w_desc.load([expert, column0, at]).reshape(BLOCK_N, BLOCK_K).T
             else:
@@ -62,7 +62,7 @@ def grouped_rows_kernel(
 @triton.jit
 def _leave(out_desc, expert, row0, column0, acc, ROWS: tl.constexpr, COLUMNS: tl.constexpr, PARTS: tl.constexpr, ACCUMULATE: tl.constexpr,
            REDUCE: tl.constexpr):
-    """Stores a tile in PARTS pieces, so that each needs shared memory only until it is stored."""
+    """Stores a tile in PARTS pieces, each of which needs shared memory only until it is stored."""
     if PARTS > 1:
         left, right = acc.reshape(ROWS, 2, COLUMNS // 2).permute(0, 2, 1).split()
         _leave(out_desc, expert, row0, column0, left, ROWS, COLUMNS // 2, PARTS // 2, ACCUMULATE, REDUCE)
@@ -104,7 +104,7 @@ def grouped_flat_outer_kernel(
     ACCUMULATE: tl.constexpr, REDUCE: tl.constexpr, EXPERTS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     PARTS: tl.constexpr, GROUP: tl.constexpr,
 ):
-    """The same as one loop over the steps of all tiles of a program, so that the next tile is loaded while this one's sums are stored.
+    """Computes the same in one loop over the steps of all tiles of a program, so that the next tile is loaded while this one's sums are stored.
 
     Triton's `flatten` requires inner loops of one length; here the length depends on the expert.
     """
@@ -136,12 +136,12 @@ def grouped_flat_outer_kernel(
 
 @functools.cache
 def table_part(device: torch.device) -> str:
-    """The part of the table for a device; a CPU, where Triton's interpreter runs, counts as Hopper."""
+    """Returns the key of the table for a device; a CPU, where Triton's interpreter runs, counts as Hopper."""
     return "sm_90" if device.type == "cpu" else architecture(device)
 
 
 def _programs(device: torch.device, config: GroupedConfig, most_tiles: int) -> int:
-    """Programs of the grid: at most as many as tiles; one a tile for config.programs == 0."""
+    """Returns the programs of the grid: at most as many as tiles; one per tile for config.programs == 0."""
     if config.programs == 0:
         return max(most_tiles, 1)
     return max(1, min(most_tiles, config.programs * (4 if device.type == "cpu" else multiprocessors(device))))
@@ -149,7 +149,7 @@ def _programs(device: torch.device, config: GroupedConfig, most_tiles: int) -> i
 
 @dataclass(frozen=True)
 class Plan:
-    """What a call's sizes determine. keywords: of the kernels that use descriptors."""
+    """The values that a call's sizes determine. keywords: of the kernels that use descriptors."""
 
     config: GroupedConfig
     programs: int
@@ -158,7 +158,7 @@ class Plan:
 
 @functools.lru_cache(maxsize=1024)
 def _plan(device: torch.device, kind: str, tokens: int, experts: int, k: int, n: int, config: GroupedConfig, described: bool) -> Plan:
-    """k and n: the sides of a matrix, for "outer" m and n of a result."""
+    """Computes the plan of a call. k and n: the sides of a matrix; for "outer" m and n of the result."""
     if config.descriptors and not described:
         config = replace(config, descriptors=False, flatten=False)
     rows = experts * triton.cdiv(k, config.block_m) if kind == "outer" else triton.cdiv(tokens, config.block_m) + experts

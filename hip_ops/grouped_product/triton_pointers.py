@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The products of triton.py by plain loads and stores: for MI300X, for NVIDIA GPUs before Hopper, and for operands that no descriptor
-can read. On AMD consecutive tiles go to one XCD (hip_ops/newton_schulz/tile_order.h has the reason)."""
+"""The products of triton.py with plain loads and stores, for MI300X, for NVIDIA GPUs before Hopper, and for operands that no descriptor
+can read. On AMD consecutive tiles go to one XCD (hip_ops/newton_schulz/tile_order.h explains why)."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def grouped_pointer_rows_kernel(
         rows = start + row * BLOCK_M + tl.arange(0, BLOCK_M)
         columns = column * BLOCK_N + tl.arange(0, BLOCK_N)
         depth = tl.arange(0, BLOCK_K)
-        # Rows and columns past the end read the last one: what comes of them is not stored.
+        # Rows and columns past the end read the last one; their results are not stored.
         x_at = x_pointer + tl.minimum(rows, end - 1).to(tl.int64)[:, None] * x_stride
         w_at = w_pointer + expert.to(tl.int64) * w_matrix
         w_columns = (columns % n)[None, :]
@@ -73,7 +73,7 @@ def grouped_pointer_outer_kernel(
         acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
         for begin in range(start, end, BLOCK_K):
             at = begin + tl.arange(0, BLOCK_K)
-            # Past the end both read the expert's last row, and a zero stands for one of the two: loads without masks are wide.
+            # Past the end both operands read the expert's last row, and one of the two is set to zero: loads without masks are wide.
             row_at = tl.minimum(at, end - 1).to(tl.int64)[:, None]
             a = tl.where((at < end)[:, None], tl.load(a_at + row_at * a_stride), 0.0)
             b = tl.load(b_at + row_at * b_stride)
@@ -90,7 +90,7 @@ def _xcds() -> int:
 
 
 def launch_rows(x: Tensor, stored: Tensor, out: Tensor, offsets: Tensor, transposed: bool, config: GroupedConfig, programs: int) -> None:
-    """stored: the matrices as they lie, [E, n, k] where transposed, else [E, k, n]."""
+    """Computes grouped_rows. stored: the matrices in memory order, [E, n, k] where transposed, otherwise [E, k, n]."""
     (experts, *_), n, k = stored.shape, out.shape[1], x.shape[1]
     grouped_pointer_rows_kernel[(programs,)](
         x, stored, out, offsets, experts, n, k, x.stride(0), stored.stride(0), stored.stride(1), TRANSPOSED=transposed,
@@ -100,7 +100,7 @@ def launch_rows(x: Tensor, stored: Tensor, out: Tensor, offsets: Tensor, transpo
 
 
 def launch_outer(a: Tensor, b: Tensor, out: Tensor, offsets: Tensor, accumulate: bool, config: GroupedConfig, programs: int) -> None:
-    """out [E, m, n] with rows without gaps."""
+    """Computes grouped_outer_; out [E, m, n] has contiguous rows."""
     experts, m, n = out.shape
     grouped_pointer_outer_kernel[(programs,)](
         a, b, out, offsets, experts, m, n, a.stride(0), b.stride(0), out.stride(0), out.stride(1), ACCUMULATE=accumulate,

@@ -6,13 +6,13 @@ are exact: nothing is filtered, and weight gradients are summed in fp32.
 
 With a promise (promised_grad: the gradient that the losses will get; in training the loss mask) the forward pass makes both
 gradients while a chunk's logits exist, in one pass over them (`overwrite_with_exponentials`). Rows of the buffer are then
-their gradient up to a factor a row. The product that makes the gradient of hidden applies the factor in fp32; for the
-gradient of the weight hidden is multiplied by it, which is one more rounding.
+their gradient up to a factor per row. The product for the gradient of hidden applies the factor in fp32; for the gradient
+of the weight, hidden is multiplied by it, which is one more rounding.
 
-Without a promise a pass finds the sums (`row_statistics`), and the backward pass makes the logits again, a fourth product,
-and overwrites them with their gradient. Results of the two ways differ by roundings.
+Without a promise a pass computes the sums (`row_statistics`), and the backward pass computes the logits again, a fourth
+product, and overwrites them with their gradient. Results of the two ways differ by roundings.
 
-What is saved for the backward pass, and what exists besides: saved.py.
+saved.py lists the bytes saved for the backward pass and the working memory.
 """
 
 from __future__ import annotations
@@ -35,21 +35,16 @@ from hip_ops.linear_cross_entropy.saved import chunk_for, parts_of_exponentials
 from hip_ops.runtime.declaration import Declaration, wide
 from hip_ops.runtime.main_grad import add_product_, scaled_product
 
-# At most 254 characters: the device's assert takes no more.
+# At most 254 characters, the limit of asserts on the device.
 BROKEN_PROMISE = (
     "hip_ops.linear_cross_entropy: the losses' gradient is not promised_grad, so the gradients made in the forward pass are wrong. "
     "Promise what backward brings (the loss mask, for a sum of losses * mask), or nothing"
 )
 
 
-def _chunk_is_positive(given: dict) -> str | None:
-    chunk = given["chunk_tokens"]
-    return f"chunk_tokens is {chunk}; it must be at least 1" if chunk is not None and chunk < 1 else None
-
-
 _DECLARATION = Declaration(
     "linear_cross_entropy",
-    ("hidden", "weight", "labels", "promised_grad", "main_grad", "chunk_tokens"),
+    ("hidden", "weight", "labels", "promised_grad", "main_grad"),
     takes="""
         hidden          [tokens, h]     bf16|fp32
         weight          [classes>0, h]  =hidden
@@ -58,13 +53,12 @@ _DECLARATION = Declaration(
         main_grad?      [classes, h]    wide(weight)|=weight
     """,
     gives="",
-    rule=_chunk_is_positive,
 )
 
 
 @dataclass(frozen=True)
 class _Head:
-    """What all chunks share. group: the ranks that share the vocabulary, None for one."""
+    """The arguments that all chunks share. group: the ranks that share the vocabulary, None for one."""
 
     weight: Tensor
     labels: Tensor
@@ -84,16 +78,16 @@ class _Head:
         return torch.mm(hidden[rows], self.weight.t(), out=buffer[: rows.stop - rows.start])
 
     def statistics(self, logits: Tensor, rows: slice) -> tuple[Tensor, Tensor]:
-        """Normalizer and label's logit, over all ranks; one exchange."""
+        """Returns normalizer and label's logit over all ranks, with one exchange."""
         statistics = row_statistics(logits, self.labels[rows], self.first_class, parts_for(logits))
         return reference.combined(self._of_all_ranks(statistics))
 
     def gradient(self, logits: Tensor, rows: slice, grad: Tensor) -> Tensor:
-        """Overwrites the logits with their gradient up to a factor a row. Returns [2, T]: losses and factors. One exchange."""
+        """Overwrites the logits with their gradient up to a factor per row. Returns [2, T]: losses and factors. One exchange."""
         labels, parts = self.labels[rows], parts_of_exponentials(len(self.weight))
         statistics, first = overwrite_with_exponentials(logits, labels, self.first_class, parts), 0
         if self._ranks() > 1:
-            # Ranks send three numbers a token, which contain this rank's sums; of its own parts only the references count.
+            # Ranks exchange three numbers per token, which contain this rank's sums too; its own parts then add only their references.
             everyone, first = self._of_all_ranks(reference.joined(statistics)), self._ranks()
             statistics[:, 1:] = 0
             statistics = torch.cat((everyone, statistics))
@@ -118,7 +112,7 @@ class _Gradients:
     weight: Tensor | None
 
     def add(self, head: _Head, hidden: Tensor, rows: slice, d_logits: Tensor, factors: Tensor | None = None) -> None:
-        """factors [T, 1]: by which rows of d_logits have to be multiplied; both products apply them to their tokens."""
+        """Adds a chunk's gradients. factors [T, 1] of the rows of d_logits; both products apply them to their tokens."""
         x = hidden[rows]
         if self.hidden is not None and factors is None:
             torch.mm(d_logits, head.weight, out=self.hidden[rows])
@@ -143,7 +137,7 @@ def _handed_out(ctx, gradients: _Gradients, main_grad: Tensor | None, dtype: tor
 
 
 def _scan(head: _Head, hidden: Tensor) -> tuple[Tensor, Tensor]:
-    """Losses [T] and normalizer [2, T]."""
+    """Returns losses [T] and normalizer [2, T]."""
     compute = wide(hidden.dtype)
     losses, normalizer = hidden.new_empty(len(hidden), dtype=compute), hidden.new_empty((2, len(hidden)), dtype=compute)
     buffer = head.buffer(hidden)
@@ -175,7 +169,7 @@ class _Promised(torch.autograd.Function):
         kept = grad == promised
         torch._assert_async(kept.all(), BROKEN_PROMISE)
         gradients = ctx.gradients
-        if torch.version.hip is not None:  # there torch is built without asserts on the device
+        if torch.version.hip is not None:  # torch for ROCm is built without asserts on the device
             poisoned = gradients.weight if gradients.hidden is None else gradients.hidden
             poisoned.masked_fill_(~kept.all(), torch.nan)
         return _handed_out(ctx, gradients, ctx.main_grad, ctx.dtype)
@@ -216,26 +210,24 @@ def linear_cross_entropy(
     z_loss: float = 0.0,
     group=None,
     first_class: int = 0,
-    chunk_tokens: int | None = None,
 ) -> Tensor:
-    """Cross-entropy of softmax(hidden weight^T) with labels, without the logits of more than a chunk of tokens.
+    """Cross-entropy of softmax(hidden weight^T) with labels, in chunks of tokens with at most 1.25 GiB of logits (`chunk_for`).
 
     Args:
         hidden: [T, h]. weight: [V, h] of the same dtype, bf16 or fp32; with a group this rank's rows of it.
-        labels: int64 [T], as classes of the whole vocabulary. One that is no class raises nothing: its loss is
-            logsumexp(logits) and its gradient the softmax's, so such tokens have to be masked, as padding is.
+        labels: int64 [T], as classes of the whole vocabulary. A label that is no class raises no error: its loss
+            is logsumexp(logits) and its gradient the softmax's, so such tokens must be masked, like padding.
         promised_grad: [T], the gradient that the backward pass will bring for the losses. Both gradients are then made in the
-            forward pass. The backward pass compares on the device, without waiting for it: if the promise was broken, an
-            assertion of the device fails. On ROCm, where these are not compiled, the gradient of hidden becomes NaN, or the
-            weight's where hidden needs none. Ignored where nothing requires a gradient.
+            forward pass. The backward pass compares on the device, without waiting for it: if the gradients
+            differ, an assertion of the device fails. On ROCm, which has no such assertions, the gradient of hidden becomes
+            NaN, or the weight's where hidden needs none. Ignored where nothing requires a gradient.
         main_grad: [V, h], fp32 or weight's dtype. The weight's gradient is added to it and autograd gets None for the weight.
             With a promise it is added in the forward pass, so backward must be called exactly once. Without main_grad
             autograd gets the gradient, summed in fp32.
         z_loss: factor of logsumexp(logits)^2 in the loss (arXiv 2204.02311).
-        group: torch.distributed group over whose ranks the vocabulary is cut, with this rank's rows from class first_class on.
-            One small all-gather a chunk. Every rank has the same number of rows, since it decides the size of a chunk. Losses
+        group: torch.distributed group whose ranks share the vocabulary; this rank's rows start at class first_class. One
+            small all-gather per chunk. Every rank must have the same number of rows, which determines the chunks. Losses
             are the same on all ranks; the gradient of hidden is this rank's part, and the caller sums it.
-        chunk_tokens: tokens of a chunk; None: as many as fit into 1.25 GiB of logits.
 
     Returns:
         losses fp32 [T] (fp64 for fp64 tensors, which run in plain torch).
@@ -244,8 +236,8 @@ def linear_cross_entropy(
         ValueError: shapes, dtypes or devices do not go together.
     """
     promised = None if promised_grad is None else promised_grad.detach().to(wide(hidden.dtype)).contiguous()
-    _DECLARATION.check((hidden, weight, labels, promised, main_grad, chunk_tokens))
-    chunk = chunk_tokens or chunk_for(len(hidden), len(weight), weight.element_size())
+    _DECLARATION.check((hidden, weight, labels, promised, main_grad))
+    chunk = chunk_for(len(hidden), len(weight), weight.element_size())
     needs_gradient = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
     head = _Head(weight.detach(), labels.contiguous(), float(z_loss), group, first_class, chunk)
     if not needs_gradient:

@@ -13,7 +13,7 @@ from hip_ops.linear_cross_entropy.reference import part_size
 from hip_ops.runtime.library import call
 from hip_ops.runtime.row_views import aligned, as_rows, blocks_for, written_rows
 
-GRADIENT_PARTS = 4  # of a row; nothing is summed there, so any number gives the same
+GRADIENT_PARTS = 4  # of a row; the pass has no sums, so every number gives the same result
 
 
 def row_statistics(logits: Tensor, labels: Tensor, first_class: int, parts: int) -> Tensor:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Declares the passes over a chunk of logits as torch operators. What each computes: reference.py."""
+"""Declares the passes over a chunk of logits as torch operators. reference.py defines them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hip_ops.linear_cross_entropy.saved import LARGEST_PART
 from hip_ops.runtime.operator import Operator
 from hip_ops.runtime.self_check import worst_element
 
-# With fewer rows than these a row is cut into parts. nvidia: a block a row, on 132 processors; amd: a wave a row, on 304.
+# With fewer rows, rows are cut into parts. nvidia: a block per row, on 132 processors; amd: a wave per row, on 304.
 ROWS_THAT_FILL_A_DEVICE = {"nvidia": 2048, "amd": 8192}
 MOST_PARTS = 16
 LOGITS = """
@@ -23,7 +23,7 @@ STATISTICS = "statistics  [parts, 3, tokens]  wide(logits)"
 
 
 def parts_for(logits: Tensor) -> int:
-    """The number of parts into which row_statistics cuts a row: on a GPU so many that they fill it; 1 on a CPU."""
+    """Returns the number of parts into which row_statistics cuts a row: enough to fill a GPU, 1 on a CPU."""
     if logits.device.type == "cpu":
         return 1
     parts, enough = 1, ROWS_THAT_FILL_A_DEVICE["amd" if torch.version.hip else "nvidia"]
@@ -33,7 +33,7 @@ def parts_for(logits: Tensor) -> int:
 
 
 def _example(device: torch.device, far: bool = False) -> tuple:
-    """Rows of two parts, the second shorter than the first; labels in both parts, at their borders and in neither.
+    """Makes rows of two parts, the second shorter than the first; labels in both parts, at their borders and in neither.
 
     far: in every fourth row the last logits are larger by 200, so that the two parts take different references.
     """
@@ -59,20 +59,20 @@ def _finish_example(device: torch.device) -> tuple:
 
 
 def _compare(got: list, want: list, tolerance: float) -> str | None:
-    """Compares each element relative to itself: exponentials and gradients have any size. Rows are bf16."""
+    """Compares each element relative to itself, because exponentials and gradients have any size. Rows are bf16."""
     result = want[0] is not None and worst_element("result", got[0], want[0], allowed=tolerance, floor=1e-30)
     return result or worst_element("row", got[1][0], want[1][0], allowed=2**-7, floor=1e-30)
 
 
-def _parts_fit(given: dict) -> str | None:
+def _parts_fit(given: dict) -> tuple[str, str] | None:
     if part_size(given["classes"], given["parts"]) > LARGEST_PART:
-        return f"{given['classes']} classes in {given['parts']} parts; a part must have at most {LARGEST_PART}"
+        return f"{given['classes']} classes in {given['parts']} parts", f"at most {LARGEST_PART} classes a part"
     return None
 
 
-def _first_part_fits(given: dict) -> str | None:
+def _first_part_fits(given: dict) -> tuple[str, str] | None:
     last = given["all"] - given["parts"]
-    return None if 0 <= given["first_part"] <= last else f"first_part is {given['first_part']}; it must be 0 to {last}"
+    return None if 0 <= given["first_part"] <= last else (f"first_part is {given['first_part']}", f"0 to {last}")
 
 
 row_statistics = Operator(

@@ -3,27 +3,27 @@
 
 Two passes: `row_statistics` finds maximum and sum of a row, `overwrite_with_gradient` reads the logits again. One pass:
 `overwrite_with_exponentials` writes exp(logit - reference) at once, together with the sum of each part of a row. The
-gradient of a row's loss is softmax - onehot, up to a factor exponentials - sum * onehot, so `finish_gradient` only has to
-change one element a row, the label's, and to return a factor a row. The products after it apply that factor to their
-tokens, [T, h] instead of [T, V].
+gradient of a row's loss is softmax - onehot, up to a factor exponentials - sum * onehot, so `finish_gradient`
+changes only one element per row, the label's, and returns a factor per row. The products after it apply that factor to
+their tokens, [T, h] instead of [T, V].
 
-A row is cut over ranks, each with its own classes, and on a rank into parts of `part_size` classes, so that few rows still
+A row is cut over ranks, each with its own classes, and on a rank into parts of `part_size` classes, so that even few rows
 fill a device. `combined` and `joined` add parts in their order, so every rank gets the same bits. All arithmetic is fp32,
 or fp64 for fp64 logits.
 
 The reference of a part need not be its maximum; it only keeps the numbers in range. `reference_of` takes the multiple of
 PERIOD by which the part's largest exponent lies in (LEAST, MOST]. e^40 times 262,272 does not overflow; a hidden state
-divided by that, times a small gradient of the loss, is no denormal number of bf16; and only what is below e^-47 of the
-largest is lost. For logits of ordinary size the reference is 0 in every part; a part with another reference than its row's
+divided by that, times a small gradient of the loss, is no denormal number of bf16; and only logits below e^-47 of the
+largest are lost. For logits of ordinary size the reference is 0 in every part; a part with another reference than its row's
 largest is scaled afterwards.
 
 Shapes: logits [T, V], V the classes of this rank from class first_class on; labels int64 [T]; statistics [parts, 3, T]: of
 each part the maximum (or the reference), the sum of exponentials relative to it, and the label's logit, 0 where the label
-is in another part; normalizer [2, T]: a row's maximum and the logarithm of its sum. These two stay apart because their sum
-would lose what distinguishes a probability from 1. A label that is no class of any rank takes no part: its logit counts as
-0, and its row's gradient is that of the softmax alone.
+is in another part; normalizer [2, T]: a row's maximum and the logarithm of its sum. They are kept apart because their sum
+would lose the difference of a probability from 1. For a label that is no class of any rank the logit counts as 0, and the
+row's gradient is that of the softmax alone.
 
-Eager mode works on blocks of rows, of which intermediate results stay small; torch.compile gets all rows at once.
+Eager mode works on blocks of rows, which keeps intermediate results small; torch.compile gets all rows at once.
 """
 
 from __future__ import annotations
@@ -34,24 +34,26 @@ from torch import Tensor
 from hip_ops.runtime.declaration import wide
 
 PART_ALIGNMENT = 16  # classes: every part starts at a multiple of 16 bytes
-ELEMENTS_AT_ONCE = {"cpu": 2**20, "cuda": 2**24}  # of a block of rows: a CPU's fits into its cache
+ELEMENTS_AT_ONCE = {"cpu": 2**20, "cuda": 2**24}  # of a block of rows; on a CPU it fits into the cache
 LEAST, MOST = -40.0, 40.0
 PERIOD = MOST - LEAST
-LARGE = 2.0**24  # from here on a multiple of PERIOD is not near enough in fp32, and the maximum itself is taken
+LARGE = (
+    2.0**24
+)  # from here on multiples of PERIOD are not exact enough in fp32, and the maximum itself is the reference
 
 
 def part_size(classes: int, parts: int) -> int:
-    """Classes of each part but the last ones, which may have fewer, or none."""
+    """Returns the classes of each part; the last ones may have fewer, or none."""
     return max(1, -(-classes // (parts * PART_ALIGNMENT))) * PART_ALIGNMENT
 
 
 def reference_of(top: Tensor) -> Tensor:
-    """The reference of a part with maximum `top`; for -inf and infinity these themselves."""
+    """Returns the reference of a part with maximum `top`; infinities are their own reference."""
     return torch.where(top.abs() < LARGE, PERIOD * ((top - MOST) * (1 / PERIOD)).ceil(), top)
 
 
 def combined(statistics: Tensor) -> tuple[Tensor, Tensor]:
-    """The normalizer [2, T] and the label's logit [T] from the parts of all ranks [parts, 3, T]."""
+    """Returns the normalizer [2, T] and the label's logit [T] from the parts of all ranks [parts, 3, T]."""
     top, total, label = statistics.unbind(1)
     if len(statistics) == 1:
         return torch.stack((top[0], total[0].log())), label[0]
@@ -60,7 +62,7 @@ def combined(statistics: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def joined(statistics: Tensor) -> Tensor:
-    """The statistics of all parts as those of one, [1, 3, T]."""
+    """Joins the statistics of all parts to those of one, [1, 3, T]."""
     references, sums, labels_logits = statistics.unbind(1)
     largest = references.amax(0)
     total = (sums * (references - _shift(largest)).exp()).sum(0)
@@ -68,7 +70,7 @@ def joined(statistics: Tensor) -> Tensor:
 
 
 def losses(normalizer: Tensor, label: Tensor, z_loss: float) -> Tensor:
-    """-log softmax(logits)[label] + z_loss * logsumexp(logits)^2 (arXiv 2204.02311 section 5), [T]."""
+    """Returns -log softmax(logits)[label] + z_loss * logsumexp(logits)^2 (arXiv 2204.02311 section 5), [T]."""
     found = normalizer[1] - (label - normalizer[0])
     return found if z_loss == 0 else found + z_loss * normalizer.sum(0).square()
 
@@ -126,15 +128,15 @@ def finish_gradient(
     grad: Tensor,
     z_loss: float,
 ) -> Tensor:
-    """Makes what `overwrite_with_exponentials` left a row's gradient up to a factor, in place.
+    """Turns the exponentials of `overwrite_with_exponentials` into a row's gradient up to a factor, in place.
 
     Args:
         statistics: of all ranks' parts, [all parts, 3, T]; those of `exponentials` are the `parts` from first_part on.
-            Sums and labels' logits of a part may count in another one's place. grad: [T] of the statistics' dtype.
+            A part's sum and label's logit may be stored in another part's place. grad: [T] of the statistics' dtype.
 
     Returns:
-        [2, T] in fp32 or wider: losses, -log softmax(logits)[label] + z_loss * logsumexp(logits)^2, and the factors with
-        which rows are the gradient that `overwrite_with_gradient` gives.
+        [2, T] in fp32 or wider: losses, -log softmax(logits)[label] + z_loss * logsumexp(logits)^2, and the factors of
+        the rows; row times factor is the gradient that `overwrite_with_gradient` writes.
     """
     references, sums, labels_logits = statistics.unbind(1)
     shift = _shift(references.amax(0))
@@ -143,12 +145,12 @@ def finish_gradient(
     label = labels_logits.sum(0) - shift
     of_label = label.exp()
     log_total = total.log()
-    # Where the label has most of the sum, a difference of logarithms would lose what is left of it.
+    # Where the label has most of the sum, a difference of logarithms would lose the remainder.
     most = (of_label > 0.5 * total) & (of_label < 2 * total)
     loss = torch.where(most, (total / of_label).log(), log_total - label)
     log_sum = shift + log_total
     factor = 1 + 2 * z_loss * log_sum
-    if len(statistics) > 1:  # of a single part the reference is the largest; else a device would have to be waited for
+    if len(statistics) > 1:  # one part needs no scaling; checking several would wait for the device
         for rows, part, values in _pieces(exponentials, parts):
             values.mul_(scale[first_part : first_part + parts][part, rows].t().unsqueeze(-1))
     if exponentials.shape[1]:
@@ -160,19 +162,19 @@ def finish_gradient(
 
 
 def _shift(reference: Tensor) -> Tensor:
-    """What is subtracted: a finite number where all logits are -inf."""
+    """Returns the number to subtract: finite even where all logits are -inf."""
     return reference.clamp(min=torch.finfo(reference.dtype).min)
 
 
 def _columns_of(labels: Tensor, first_class: int, classes: int) -> tuple[Tensor, Tensor]:
-    """Column of each label, any for those of other ranks, and which are of this one; both [T]."""
+    """Returns the column of each label, any column for labels of other ranks, and which are of this rank; both [T]."""
     column = labels - first_class
     inside = column.clamp(0, classes - 1)
     return inside, inside == column
 
 
 def _statistics_of_labels(logits: Tensor, labels: Tensor, first_class: int, parts: int) -> Tensor:
-    """Statistics [parts, 3, T] of rows without any logit, but for the labels' logits."""
+    """Returns the statistics [parts, 3, T] of rows without logits, with the labels' logits."""
     found = torch.zeros((parts, 3, len(logits)), dtype=wide(logits.dtype), device=logits.device)
     found[:, 0] = -torch.inf
     if logits.shape[1]:
@@ -183,12 +185,12 @@ def _statistics_of_labels(logits: Tensor, labels: Tensor, first_class: int, part
 
 
 def _at(rows: Tensor, column: Tensor) -> Tensor:
-    """The element of each row in its column, [T]."""
+    """Returns the element of each row in its column, [T]."""
     return rows.gather(-1, column.unsqueeze(-1)).squeeze(-1)
 
 
 def _blocks(logits: Tensor) -> list[slice]:
-    """Rows that are worked on at a time: all where torch.compile makes one kernel of them."""
+    """Returns the rows of a block: all under torch.compile, which makes one kernel."""
     tokens, classes = logits.shape
     if not classes or torch.compiler.is_compiling():
         return [slice(0, tokens)] if classes else []
@@ -197,7 +199,7 @@ def _blocks(logits: Tensor) -> list[slice]:
 
 
 def _pieces(logits: Tensor, parts: int) -> list[tuple[slice, slice, Tensor]]:
-    """Views [rows, parts, classes of a part] of the logits, with their rows and parts: all full parts, then the last one."""
+    """Yields views [rows, parts, classes of a part] of the logits, with their rows and parts: all full parts, then the last one."""
     classes, step = logits.shape[1], part_size(logits.shape[1], parts)
     full = classes // step
     found = []

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Sizes of a linear head with its cross-entropy: chunks, parts of rows, and bytes. Plain arithmetic without torch."""
 
-BUFFER_BYTES = 5 * 2**28  # of a chunk's logits, at most
-# classes that a wave keeps in its registers between maximum and exponentials; the fastest on an H200
+BUFFER_BYTES = 5 * 2**28  # maximum of a chunk's logits
+# classes that a wave keeps in registers between maximum and exponentials; fastest on an H200
 LARGEST_PART = 2048
 FLOAT32, INT64 = 4, 8
 
 
 def chunk_for(tokens: int, classes: int, element_bytes: int) -> int:
-    """Tokens of a chunk whose logits fit into BUFFER_BYTES.
+    """Returns the tokens of a chunk whose logits fit into BUFFER_BYTES.
 
     A multiple of 2048 if that is possible: on an H100 the gradient of 2048 tokens by 2048 channels is one round of
     128 x 256 tiles on 132 processors, and 2752 tokens took 1.7 times as long (docs/log.md).
@@ -21,15 +21,15 @@ def chunk_for(tokens: int, classes: int, element_bytes: int) -> int:
 
 
 def parts_of_exponentials(classes: int) -> int:
-    """Parts of a row, each of at most LARGEST_PART classes."""
+    """Returns the number of parts of a row, each of at most LARGEST_PART classes."""
     return max(1, -(-classes // LARGEST_PART))
 
 
 def saved_bytes(tokens: int, hidden_size: int, element_bytes: int, promised: bool = True) -> dict[str, float]:
-    """What `_Promised` or `_Recomputed` of hip_ops/linear_cross_entropy/__init__.py keeps for the backward pass.
+    """Returns bytes by tensor that `_Promised` or `_Recomputed` of hip_ops/linear_cross_entropy/__init__.py keep for the backward pass.
 
-    With main_grad; without it a promised call keeps the weight's gradient too, [classes, h] in fp32. Not counted are
-    hidden and weight, which a call without a promise keeps: the final norm's output, and the parameter.
+    For calls with main_grad; without it a promised call also keeps the weight's gradient, [classes, h] in fp32. hidden and
+    weight, which a call without a promise keeps, are not counted: they are the final norm's output and the parameter.
     """
     if promised:
         return {"gradient of hidden": element_bytes * hidden_size * tokens, "promised gradient": FLOAT32 * tokens}
@@ -37,10 +37,10 @@ def saved_bytes(tokens: int, hidden_size: int, element_bytes: int, promised: boo
 
 
 def working_bytes(tokens: int, hidden_size: int, classes: int, element_bytes: int, ranks: int = 1) -> float:
-    """What exists while a promised call runs, beside what it keeps. classes: of this rank; ranks: that share the vocabulary.
+    """Returns the bytes that exist while a promised call runs, beside those it keeps. classes: of this rank; ranks: sharing the vocabulary.
 
-    The hidden states of all tokens. Of a chunk its logits, its gradient of hidden in fp32, and three numbers a part of a
-    row, twice where ranks join theirs.
+    They are the hidden states of all tokens and, for one chunk, the logits, the gradient of hidden in fp32 and three numbers per
+    part of a row, twice where ranks join theirs.
     """
     chunk = chunk_for(tokens, classes, element_bytes)
     numbers = 3 * parts_of_exponentials(classes) * (1 + (ranks > 1))

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The passes over rows of logits in Triton. No atomics.
 
-A program works on a part of a row; where exponentials become gradients, on a row. Same functions and conventions as
+A program computes a part of a row; where exponentials become gradients, a row. Same functions and conventions as
 hip_ops.linear_cross_entropy.reference, on logits of contiguous rows. Importing this module imports triton.
 """
 
@@ -23,7 +23,7 @@ from hip_ops.runtime.row_views import as_rows, written_rows
 def row_statistics_kernel(
     logits, labels, statistics, rows, classes, row_stride, first_class, size, LANES: tl.constexpr, WIDTH: tl.constexpr,
 ):
-    """A lane keeps maximum and sum of what it saw, WIDTH logits at a time: one exponential a logit, and one more a step."""
+    """A lane keeps the running maximum and sum, WIDTH logits at a time: one exponential per logit, and one more per step."""
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     start = part * size
     end = min(start + size, classes)
@@ -34,7 +34,7 @@ def row_statistics_kernel(
         column = at + offsets
         x = tl.load(logits + row * row_stride + column, mask=column < end, other=float("-inf")).to(tl.float32)
         top = tl.maximum(largest, tl.max(x, axis=1))
-        shift = tl.where(top == float("-inf"), 0.0, top)  # nothing seen yet
+        shift = tl.where(top == float("-inf"), 0.0, top)  # no logit so far
         total = total * tl.exp(largest - shift) + tl.sum(tl.exp(x - shift[:, None]), axis=1)
         largest = top
     top = tl.max(largest, axis=0)
@@ -53,7 +53,7 @@ def row_statistics_kernel(
 def row_gradient_kernel(
     logits, labels, normalizer, grad, classes, row_stride, normalizer_stride, first_class, size, z_loss, BLOCK: tl.constexpr,
 ):
-    """Part of a row, BLOCK logits at a time."""
+    """Computes a part of a row, BLOCK logits at a time."""
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     start = part * size
     end = min(start + size, classes)
@@ -75,7 +75,7 @@ def exponentials_kernel(
     logits, labels, statistics, rows, classes, row_stride, first_class, size, MOST: tl.constexpr, PERIOD: tl.constexpr,
     LARGE: tl.constexpr, BLOCK: tl.constexpr,
 ):
-    """A part of a row stays in registers between its maximum and its exponentials."""
+    """Keeps a part of a row in registers between its maximum and its exponentials."""
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     start = part * size
     end = min(start + size, classes)
@@ -88,7 +88,7 @@ def exponentials_kernel(
     tl.store(to, e.to(logits.dtype.element_ty), mask=column < end)
     label = tl.load(labels + row) - first_class
     of_label = 0.0
-    if (label >= start) & (label < end):  # not read from memory, where the exponential may be already
+    if (label >= start) & (label < end):  # not read from memory, which may hold the exponential already
         of_label = tl.sum(tl.where(column == label, x, 0.0), axis=0)
     at = statistics + part.to(tl.int64) * 3 * rows + row
     tl.store(at, reference)
@@ -112,7 +112,7 @@ def finish_gradient_kernel(
     label_less = tl.sum(tl.load(at + 2 * rows, mask=part < all_parts, other=0.0), axis=0) - shift
     of_label = tl.exp(label_less)
     log_total = tl.log(total)
-    # Where the label has most of the sum, a difference of logarithms would lose what the rest is.
+    # Where the label has most of the sum, a difference of logarithms would lose the remainder.
     most = (of_label > 0.5 * total) & (of_label < 2.0 * total)
     loss = tl.where(most, tl.log(total / of_label), log_total - label_less)
     log_sum = shift + log_total
@@ -135,7 +135,7 @@ def finish_gradient_kernel(
                     column = begin + tl.arange(0, BLOCK)
                     x = tl.load(row_start + column, mask=column < end, other=0.0).to(tl.float32) * scale
                     tl.store(row_start + column, x.to(exponentials.dtype.element_ty), mask=column < end)
-        tl.debug_barrier()  # the label's exponential may be among them
+        tl.debug_barrier()  # they may contain the label's exponential
     tl.store(row_start + label, (of_label - total / factor).to(exponentials.dtype.element_ty), mask=here)
 
 
@@ -149,18 +149,18 @@ class Launch:
 
 
 def launch(element_bytes: int, warp_size: int | None = None) -> Launch:
-    """Of row_statistics_kernel and row_gradient_kernel: 16 bytes a lane at a time, twice a step. warp_size None: of this torch's kind of device."""
+    """Chooses the tile of row_statistics_kernel and row_gradient_kernel: 16 bytes per lane, twice a step. warp_size None: of this torch's devices."""
     warp_size = warp_size or (32 if torch.version.hip is None else 64)
     return Launch(2 * 256, 16 // element_bytes, 256 // warp_size)
 
 
 def parts_of_gradient(classes: int) -> int:
-    """Parts of a row in row_gradient_kernel: nothing is summed, so there may be as many as keep all processors busy to the end."""
+    """Returns the parts of a row in row_gradient_kernel. It has no sums, so the parts may be small enough to load all processors evenly."""
     return max(1, min(16, classes // 16384))
 
 
 def tile(size: int, element_bytes: int, warp_size: int | None = None) -> tuple[int, int]:
-    """Block and warps of exponentials_kernel for a part of `size` classes: 16 bytes a lane twice, where there are as many. warp_size: as in `launch`."""
+    """Returns block and warps of exponentials_kernel for a part of `size` classes: 16 bytes per lane, twice if the part is that large."""
     warp_size = warp_size or (32 if torch.version.hip is None else 64)
     block = triton.next_power_of_2(size)
     return block, max(1, min(16, block * element_bytes // (2 * 16 * warp_size)))

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What the kernels on rows of logits share: exponentials, maxima that may be of no numbers, and parts of rows.
+// Shared by the kernels on rows of logits: exponentials, maxima of possibly no numbers, and parts of rows.
 #pragma once
 
 #include "row_vectors.h"
@@ -12,7 +12,7 @@ constexpr float kNothing = -__builtin_inff();  // the maximum of no numbers
 
 __device__ __forceinline__ float exponential(float x) {
 #if HO_HIP
-  return __builtin_amdgcn_exp2f(x * 1.44269504f);  // relative error |x| ULP / 2: a probability of 1e-9 is right to 1e-6
+  return __builtin_amdgcn_exp2f(x * 1.44269504f);  // relative error |x| ULP / 2: a probability of 1e-9 is exact to 1e-6
 #else
   return expf(x);
 #endif
@@ -24,7 +24,7 @@ __device__ __forceinline__ float wave_max(float v) {
   return v;
 }
 
-// What to subtract before exponentials are summed: the maximum, or 0 where there is no number yet.
+// The number to subtract before exponentials are summed: the maximum, or 0 where there is no number yet.
 __device__ __forceinline__ float shift_of(float largest) { return largest == kNothing ? 0.0f : largest; }
 
 // The classes [start, end) of the block's part of every row.
@@ -37,7 +37,7 @@ __device__ __forceinline__ Part this_part(int size, int classes) {
   return {int(min_of<int64_t>(start, classes)), int(min_of<int64_t>(start + size, classes))};
 }
 
-// Of the lanes that go through a part of `size` classes, kWidth at a time, the one that has class `label` of the row.
+// The lane that has class `label` of the row, if lanes take a part of `size` classes kWidth at a time.
 template <int kWidth>
 __device__ __forceinline__ int label_lane(int label, int size) {
   return label % size / kWidth % kWave;

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Logits overwritten with exponentials and their sums in one pass, a wave a part of a row, part blockIdx.y; and what makes gradients of them, a
-// wave a row.
+// Overwrites logits with exponentials and sums them, in one pass with a wave per part of a row (part blockIdx.y); and turns them into gradients,
+// with a wave per row.
 // Conventions: hip_ops/linear_cross_entropy/reference.py. Arithmetic is fp32, each result rounded once.
 #include "vocabulary.h"
 
@@ -9,7 +9,7 @@ namespace vocabulary {
 constexpr float kMost = 40.0f, kPeriod = 80.0f, kLarge = 16777216.0f;  // MOST, PERIOD and LARGE of the reference
 constexpr int kLargestPart = 2048;                // classes
 
-// The compiler may no longer know what it derived from `raw`: it converts, or compares, once more instead of holding the results in registers.
+// Hides `raw` from the compiler, so that it converts or compares again instead of keeping the results in registers.
 template <class V>
 __device__ __forceinline__ void forget(V& raw) {
 #if HO_HIP
@@ -17,7 +17,7 @@ __device__ __forceinline__ void forget(V& raw) {
 #endif
 }
 
-// A part stays in the wave's registers between its maximum and its exponentials.
+// Keeps a part in the wave's registers between its maximum and its exponentials.
 template <class T, bool kAligned>
 __device__ __forceinline__ void exponentials_body(T* __restrict__ logits, const int64_t* __restrict__ labels, float* __restrict__ statistics,
                                                   int64_t count, int classes, int64_t stride, int64_t first_class, int size) {
@@ -43,11 +43,11 @@ __device__ __forceinline__ void exponentials_body(T* __restrict__ logits, const 
     for (int p = 0; p < kPieces; ++p)
 #pragma unroll
       for (int i = 0; i < kWidth; ++i) top = fmaxf(top, to_float(x[p].get(i)));
-    // No lane stores before it is here, and all have read: the label's logit too.
+    // Lanes store only after this point, when all have read their logits, the label's too.
     top = wave_max(top);
     const float reference = fabsf(top) < kLarge ? ceilf((top - kMost) * (1.0f / kPeriod)) * kPeriod : top, shift = shift_of(reference);
     float total = 0.0f;
-    forget(mine);  // the masks of up to 64 comparisons would not fit into the scalar registers
+    forget(mine);  // masks of 64 comparisons would not fit into the scalar registers
 #pragma unroll
     for (int p = 0; p < kPieces; ++p)
       if (mine + p * kStep < length) {
@@ -82,7 +82,7 @@ struct ScaleWork {
     for (int p = 0; p < kNow; ++p) x[p].read(values + at + p * kStep);
 #pragma unroll
     for (int p = 0; p < kNow; ++p) {
-      forget(x[p].v);  // one access after the other is converted
+      forget(x[p].v);  // converts one access after the other
 #pragma unroll
       for (int i = 0; i < kWidth; ++i) x[p].set(i, rounded<T>(to_float(x[p].get(i)) * scale));
       forget(x[p].v);
@@ -91,7 +91,7 @@ struct ScaleWork {
   }
 };
 
-// The parts of this rank are those from first_part on, as many as cover its classes.
+// This rank's parts start at first_part and cover its classes.
 struct Parts {
   int size, all, first, mine;
 };
@@ -118,7 +118,7 @@ __device__ __forceinline__ void finish_body(T* __restrict__ exponentials, const 
     total = wave_sum(total);
     label_logit = wave_sum(label_logit) - shift;
     const float of_label = exponential(label_logit), log_total = logf(total);
-    // Where the label has most of the sum, a difference of logarithms would lose what the rest is.
+    // Where the label has most of the sum, a difference of logarithms would lose the remainder.
     const bool most = of_label > 0.5f * total && of_label < 2.0f * total;
     const float log_sum = shift + log_total, factor = fmaf(2.0f * z_loss, log_sum, 1.0f);
     const float loss = most ? logf(total / of_label) : log_total - label_logit;
@@ -166,7 +166,7 @@ FINISH(ho_finish_gradient_any_bf16, bf16, false)
 FINISH(ho_finish_gradient_any_fp32, float, false)
 
 // Launchers. element_bytes 2 (bf16) or 4 (fp32); aligned: all rows start and end at multiples of 16 bytes; size: classes of a part, a multiple
-// of 16 and at most 2048; blocks of four waves for each part, which go on to further rows.
+// of 16 and at most 2048; blocks of four waves for each part, which loop over rows.
 HO_EXPORT int ho_overwrite_with_exponentials(void* logits, const void* labels, void* statistics, int64_t count, int64_t classes, int64_t stride,
                                              int64_t first_class, int64_t parts, int64_t size, int64_t element_bytes, int64_t aligned,
                                              int64_t blocks, void* stream) {

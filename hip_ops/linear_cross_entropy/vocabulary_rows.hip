@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Cross-entropy over rows of logits: statistics of parts of rows, and logits overwritten with their gradient. A wave a part of a row,
-// part blockIdx.y.
+// Cross-entropy over rows of logits: computes statistics of parts of rows, and overwrites logits with their gradient. A wave per part of a
+// row, part blockIdx.y.
 // Conventions: hip_ops/linear_cross_entropy/reference.py. Arithmetic is fp32, each result rounded once.
 #include "vocabulary.h"
 
@@ -34,7 +34,7 @@ struct StatisticsWork {
 template <class T, int kWidth>
 struct GradientWork {
   T* logits;
-  int label;  // column in the part, or one that is not there
+  int label;  // column in the part, or -1 outside
   float top, log_sum, factor, upstream;
 
   template <int kNow> __device__ __forceinline__ void run(int at) {
@@ -117,7 +117,7 @@ GRADIENT(ho_overwrite_with_gradient_any_bf16, bf16, false)
 GRADIENT(ho_overwrite_with_gradient_any_fp32, float, false)
 
 // Launchers. element_bytes 2 (bf16) or 4 (fp32); aligned: all rows start and end at multiples of 16 bytes; size: classes of a part, a multiple
-// of 16; blocks of four waves for each part, which go on to further rows.
+// of 16; blocks of four waves for each part, which loop over rows.
 HO_EXPORT int ho_row_statistics(const void* logits, const void* labels, void* statistics, int64_t count, int64_t classes, int64_t stride,
                                 int64_t first_class, int64_t parts, int64_t size, int64_t element_bytes, int64_t aligned, int64_t blocks,
                                 void* stream) {

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Muon's momentum and weight update on lists of matrices: each one launch, for any number of matrices of any shapes.
+"""Muon's momentum and weight update on lists of matrices: one launch each, for any number of matrices of any shapes.
 
 One step of Muon (Jordan et al. 2024, https://kellerjordan.github.io/posts/muon/) with the update scale of Liu et al. 2025
 (arXiv 2502.16982) is
@@ -10,9 +10,9 @@ One step of Muon (Jordan et al. 2024, https://kellerjordan.github.io/posts/muon/
     updates = batches.split([newton_schulz(x, square_sums=s) for x, s in zip(batches.tensors, batches.sums())])
     muon_update_(updates, masters, params, lr=lr, weight_decay=weight_decay)
 
-Matrices keep the parameter's orientation everywhere: a tall one is transposed as a view inside Newton-Schulz, so neither
-of these kernels reads or writes transposed. Nothing here waits for the device. Gradient scale, skip flag and, where it is a
-tensor, the learning rate are read by the kernels, so a step can be captured in a CUDA graph.
+Matrices keep the parameter's orientation: Newton-Schulz transposes tall ones as a view, so neither of these kernels reads or
+writes transposed. The host never waits for the device: the kernels read gradient scale, skip flag and a learning rate that is
+a tensor, so a step can be captured in a CUDA graph.
 """
 
 from __future__ import annotations
@@ -26,18 +26,16 @@ from torch import Tensor
 from hip_ops.muon import reference
 from hip_ops.runtime.operator import Operator
 
-CONVENTIONS = ("ema", "sum")
-
 
 def rms_matching_scale(shape: Sequence[int]) -> float:
-    """0.2 * sqrt(max(m, n)) for a matrix [..., m, n]: the update's root mean square becomes AdamW's (arXiv 2502.16982, section 2.2)."""
+    """Returns 0.2 * sqrt(max(m, n)) for a matrix [..., m, n]: the update's root mean square becomes AdamW's (arXiv 2502.16982, section 2.2)."""
     return 0.2 * math.sqrt(max(shape[-2:]))
 
 
 def _check(operator: Operator, lists: dict[str, list[Tensor]], **numbers: Tensor | None) -> None:
-    """Raises ValueError unless the lists are parallel and `numbers` are fp32 on their device: `square_sums` one a tensor, others one.
+    """Raises ValueError unless the lists are parallel and `numbers` are fp32 on their device: `square_sums` one per tensor, others one.
 
-    Parallel: as many tensors, contiguous, of the same shapes, on one device; bf16 and fp32 in any mixture (`masters` fp32), or all
+    Parallel: equally many contiguous tensors of the same shapes on one device; bf16 and fp32 in any mixture (`masters` fp32), or all
     fp64, which is for checks and runs the reference.
     """
     fail = operator.declaration.fail
@@ -67,7 +65,7 @@ def _check(operator: Operator, lists: dict[str, list[Tensor]], **numbers: Tensor
 
 
 def _example_lists(device: torch.device) -> list[list[Tensor]]:
-    """Three parallel lists - bf16, fp32, bf16 - with whole and ragged chunks, an empty tensor and a few elements."""
+    """Makes three parallel lists - bf16, fp32, bf16 - with whole and ragged chunks, an empty tensor and a few elements."""
     shapes = [(96, 256), (0, 4), (17, 33), (1, 3)]
     return [
         [torch.randn(shape, device=device).to(dtype) for shape in shapes]
@@ -77,7 +75,7 @@ def _example_lists(device: torch.device) -> list[list[Tensor]]:
 
 def _momentum_example(device: torch.device) -> tuple:
     scale, found_inf = torch.full((1,), 0.37, device=device), torch.zeros(1, device=device)
-    return (*_example_lists(device), torch.zeros(4, device=device), scale, found_inf, 0.95, True, True)
+    return (*_example_lists(device), torch.zeros(4, device=device), scale, found_inf, 0.95, True)
 
 
 def _update_example(device: torch.device) -> tuple:
@@ -97,34 +95,31 @@ def muon_momentum_(
     *,
     momentum: float = 0.95,
     nesterov: bool = True,
-    convention: str = "ema",
     grad_scale: Tensor | None = None,
     found_inf: Tensor | None = None,
     square_sums: Tensor | None = None,
 ) -> None:
-    """Updates `momenta` in place and writes what Newton-Schulz is to orthogonalise into `outputs`.
+    """Updates `momenta` in place and writes the matrices for Newton-Schulz into `outputs`.
 
     With g = gradient * grad_scale and b the momentum,
 
-        convention "ema"   b = lerp(b, g, 1 - momentum)    output = lerp(g, b, momentum) if nesterov else b
-        convention "sum"   b = momentum * b + g            output = g + momentum * b     if nesterov else b
+        b = lerp(b, g, 1 - momentum)
+        output = lerp(g, b, momentum) if nesterov else b
 
-    "ema" is what torch.optim.Muon, KellerJordan/Muon and emerging_optimizers compute; "sum" is torch.optim.SGD's form, in
-    which torch documents Muon and which arXiv 2502.16982 prints. Newton-Schulz normalises its input, so at constant
-    momentum both train alike; momenta of one cannot be continued in the other. `momentum` 0 gives output = b = g.
+    torch.optim.Muon, KellerJordan/Muon and emerging_optimizers compute the same. torch.optim.SGD's form,
+    b = momentum * b + g, which arXiv 2502.16982 prints, trains alike at constant momentum, because Newton-Schulz
+    normalises its input; its momenta cannot be continued here. `momentum` 0 gives output = b = g.
 
     gradients, momenta, outputs: lists of equally many contiguous tensors on one device, shapes equal place by place, bf16 or
         fp32 in any mixture (one launch a combination of dtypes). Arithmetic is fp32; the output is computed from the
         momentum as stored. Empty lists and empty tensors are fine; addresses need no alignment beyond their dtype's.
     grad_scale: None or one fp32 number on the device: a clipping factor, the inverse of a loss scale, or their product.
-    found_inf: None or one fp32 number on the device; unless it is 0, nothing at all is written.
+    found_inf: None or one fp32 number on the device; unless it is 0, nothing is written.
     square_sums: None or fp32 [len(outputs)]: receives the sum of squares of every output as stored, summed in a fixed
         order: equal inputs give equal bits.
 
-    Raises ValueError for lists that do not match, other dtypes, tensors that are not contiguous, and unknown conventions.
+    Raises ValueError for lists that do not match, other dtypes and tensors that are not contiguous.
     """
-    if convention not in CONVENTIONS:
-        _momentum.declaration.fail("convention", f"is {convention!r}", f"one of {', '.join(CONVENTIONS)}")
     if not 0 <= momentum <= 1:
         _momentum.declaration.fail("momentum", f"is {momentum}", "between 0 and 1")
     lists = dict(gradients=list(gradients), momenta=list(momenta), outputs=list(outputs))
@@ -132,7 +127,7 @@ def muon_momentum_(
         return
     numbers = dict(square_sums=square_sums, grad_scale=grad_scale, found_inf=found_inf)
     _check(_momentum, lists, **numbers)
-    _momentum(*lists.values(), *numbers.values(), momentum, nesterov, convention == "ema")
+    _momentum(*lists.values(), *numbers.values(), momentum, nesterov)
 
 
 @torch.no_grad()
@@ -146,14 +141,14 @@ def muon_update_(
     scales: Sequence[float] | None = None,
     found_inf: Tensor | None = None,
 ) -> None:
-    """weight = weight * (1 - lr * weight_decay) - lr * scale * update, in place; weight decay is decoupled (arXiv 1711.05101).
+    """Computes weight = weight * (1 - lr * weight_decay) - lr * scale * update in place; weight decay is decoupled (arXiv 1711.05101).
 
     updates: the results of Newton-Schulz, bf16 or fp32.
     masters: the weights, fp32; the result is written to them and, rounded once, to `params` (bf16 or fp32) in the same pass.
         None: `params`, bf16 or fp32, are the weights themselves.
     lr: a number, or one fp32 number on the device, which the kernel reads when it runs.
-    scales: one a tensor; by default `rms_matching_scale` of each shape.
-    found_inf: None or one fp32 number on the device; unless it is 0, nothing at all is written.
+    scales: one per tensor; by default `rms_matching_scale` of each shape.
+    found_inf: None or one fp32 number on the device; unless it is 0, nothing is written.
 
     Lists, shapes, contiguity and errors as in `muon_momentum_`.
     """

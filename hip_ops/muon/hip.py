@@ -9,7 +9,7 @@ from hip_ops.muon.multi_tensor import blocks_for, work_tables
 from hip_ops.runtime.library import call
 
 
-def muon_momentum_(gradients, momenta, outputs, square_sums, grad_scale, found_inf, momentum, nesterov, ema) -> None:
+def muon_momentum_(gradients, momenta, outputs, square_sums, grad_scale, found_inf, momentum, nesterov) -> None:
     """As reference.muon_momentum_."""
     device = gradients[0].device
     for dtypes, table in work_tables([gradients, momenta, outputs]):
@@ -17,7 +17,7 @@ def muon_momentum_(gradients, momenta, outputs, square_sums, grad_scale, found_i
         call(
             "ho_muon_momentum", table.data, table.tensors, table.chunks, table.chunk_elements, blocks_for(table),
             *(dtype.itemsize for dtype in dtypes), grad_scale, found_inf, partials, square_sums, momentum, 1 - momentum,
-            nesterov, ema, device=device,
+            nesterov, device=device,
         )
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Same-shape matrices lying together, so that Newton-Schulz takes all layers and experts of one shape in one batch."""
+"""Stores matrices of one shape together, so that Newton-Schulz takes all layers and experts of one shape in one batch."""
 
 from __future__ import annotations
 
@@ -8,14 +8,16 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from hip_ops.runtime.errors import mistake
+
 
 class MatrixBatches:
-    """One contiguous tensor [batch, m, n] for every shape in `shapes`, and for every matrix a slot in it.
+    """One contiguous tensor [batch, m, n] for every shape in `shapes`, with a slot for every matrix.
 
-    shapes: (m, n) of every matrix. Lists of matrices keep this order; within a batch, too, its matrices do.
+    shapes: (m, n) of every matrix. Lists of matrices keep this order, also within a batch.
     tensors: list of [batch, m, n], uninitialised, in order of a shape's first appearance: the inputs of `newton_schulz`.
     slots: list of [m, n] views into them, one a matrix: the outputs of `muon_momentum_`.
-    square_sums: fp32 [matrices], for `muon_momentum_` to fill; `sums()` hands it to `newton_schulz`.
+    square_sums: fp32 [matrices], for `muon_momentum_` to fill; `sums()` gives it to `newton_schulz`.
     """
 
     def __init__(
@@ -24,7 +26,7 @@ class MatrixBatches:
         grouped: dict[tuple[int, int], list[int]] = {}
         for i, shape in enumerate(shapes):
             if len(shape) != 2:
-                raise ValueError(f"hip_ops.MatrixBatches: shapes[{i}] is {tuple(shape)}; it must be (m, n)")
+                raise mistake("hip_ops.MatrixBatches", f"shapes[{i}] is {tuple(shape)}", "(m, n)")
             grouped.setdefault(tuple(shape), []).append(i)
         self.places = list(grouped.values())
         self.tensors = [
@@ -36,18 +38,17 @@ class MatrixBatches:
         self._order = None if order == sorted(order) else torch.tensor(order, device=device)
 
     def split(self, batches: Sequence[Tensor]) -> list[Tensor]:
-        """Tensors shaped like `self.tensors`, taken apart into matrices: the updates of `muon_update_`."""
+        """Splits tensors shaped like `self.tensors` into matrices, in the order of `shapes`: the updates of `muon_update_`."""
         matrices: list[Tensor | None] = [None] * sum(map(len, self.places))
         for like, batch, places in zip(self.tensors, batches, self.places, strict=True):
             if batch.shape != like.shape:
-                raise ValueError(
-                    f"hip_ops.MatrixBatches: a batch has shape {tuple(batch.shape)}; it must be {tuple(like.shape)}"
-                )
+                found = f"a batch has shape {tuple(batch.shape)}"
+                raise mistake("hip_ops.MatrixBatches", found, str(tuple(like.shape)))
             for place, matrix in zip(places, batch.unbind(0), strict=True):
                 matrices[place] = matrix
         return matrices
 
     def sums(self) -> list[Tensor]:
-        """`square_sums` by batch, fp32 [batch] each: views where equal shapes stand together in `shapes`, else copies."""
+        """Returns `square_sums` by batch, fp32 [batch] each: views where equal shapes are adjacent in `shapes`, otherwise copies."""
         sums = self.square_sums if self._order is None else self.square_sums.index_select(0, self._order)
         return list(sums.split([len(places) for places in self.places])) if self.places else []

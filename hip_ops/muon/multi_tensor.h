@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-// Streaming over a list of tensors of any shapes in one launch: what a block finds in the work table of hip_ops/muon/multi_tensor.py
-// and how its threads go through a chunk.
+// Streams over a list of tensors of any shapes in one launch: the work table of hip_ops/muon/multi_tensor.py, and the loop of a block's
+// threads over a chunk.
 //
-// Such kernels only move data, so all that counts is whole transactions and bytes in flight. A lane's vector is 16 bytes of the
-// widest type and a wave's vectors lie together, hence every instruction moves full 64-byte pieces of each tensor; bf16 beside
-// fp32 goes as 8 bytes a lane, for with 16 the fp32 accesses would be strided and their transactions double. Loads of kFlight
+// These kernels are bound by memory, so whole transactions and bytes in flight decide. A lane's vector is 16 bytes of the widest
+// type and a wave's vectors are contiguous, hence every instruction moves full 64-byte pieces of each tensor. bf16 beside fp32
+// takes 8 bytes per lane: with 16 the fp32 accesses would be strided and need twice the transactions. Loads of kFlight
 // elements of every tensor are issued before the first store, since no compiler may move a load above a store through an address
 // that came from memory.
 #pragma once
@@ -53,7 +53,7 @@ template <> struct LaneOf<bf16, 4> { using type = bf16x4; };
 template <> struct LaneOf<bf16, 8> { using type = bf16x8; };
 template <class T, int n> using Lane = typename LaneOf<T, n>::type;
 
-// None of this data is met again before the caches have turned over, so 16-byte accesses say so.
+// The data is not used again while it is cached, so 16-byte accesses are non-temporal.
 template <int n, class T> __device__ __forceinline__ Lane<T, n> read_once(const T* from) {
   if constexpr (n == 1) return {load_global(from)};
   else if constexpr (n * sizeof(T) == 16) return load_nontemporal16(from);
@@ -65,12 +65,12 @@ template <int n, class T> __device__ __forceinline__ void write_once(T* to, Lane
   else store_global(reinterpret_cast<Lane<T, n>*>(to), lane);
 }
 
-// One chunk of one tensor. `base` is the first element that is aligned for vectors; the head, if any, lies before it.
+// One chunk of one tensor. `base` is the first element that is aligned for vectors; the head, if there is one, is before it.
 struct Chunk {
   int64_t base;
   int count;    // elements from base on
   int vectors;  // how many of these can be accessed as vectors
-  int head;     // elements before base that go with this chunk
+  int head;     // elements before base that belong to this chunk
 };
 
 template <int kWidth> __device__ __forceinline__ Chunk chunk_of(const Row& row, int chunk, int chunk_elements) {
@@ -94,7 +94,7 @@ template <int kWidth, class Work> __device__ __forceinline__ void for_each_eleme
   if (int(threadIdx.x) < c.head) work.template run<1, 1>(int(threadIdx.x) - c.head);
 }
 
-// The rows of chunks come behind those of tensors.
+// The rows of chunks follow those of tensors.
 inline const int32_t* chunk_rows_of(const void* table, int64_t tensors) {
   return reinterpret_cast<const int32_t*>(static_cast<const Row*>(table) + tensors);
 }

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Work tables: how one kernel launch visits many tensors of different sizes.
+"""Work tables, by which one kernel launch processes many tensors of different sizes.
 
 A table is one int64 tensor on the device. First a row of ROW_WORDS words for every tensor,
 
@@ -8,15 +8,15 @@ A table is one int64 tensor on the device. First a row of ROW_WORDS words for ev
     word 4      low half: the tensor's first chunk; high half: its head, or -1
     word 5      low half: bits of an fp32 scale; high half: the tensor's place in the caller's list
 
-then, as int32, the row of every chunk. A chunk is `chunk_elements` consecutive elements of one tensor, the piece that a
-block takes at a time: a block that knows its chunk needs two dependent loads to know its work, whatever the number of
-tensors. The head is how many elements to do one by one until all the addresses of a row are aligned for vector access;
--1 says that no such number exists, and the whole tensor goes element by element.
+then, as int32, the row of every chunk. A chunk is `chunk_elements` consecutive elements of one tensor, which a block
+takes at a time: from its chunk's number a block finds its work with two dependent loads, for any number of tensors. The head
+is the number of elements to process one by one until all addresses of a row are aligned for vector access; -1: there is no
+such number, and the whole tensor is processed element by element.
 
-A table's content is a function of addresses, sizes and scales alone, so tables are cached under exactly these and the
-stream that uploaded them: a tensor that moved gets a new table, and a table for an address that was freed and given out
-again is still right. While a CUDA graph is captured every call makes a table of its own, whose upload becomes part of the
-graph; it and its host copy are kept for the life of the process, because replays read them.
+A table depends only on addresses, sizes and scales, so tables are cached under these and the stream that uploaded them: a
+tensor that moved gets a new table, and a table stays valid if an address is freed and allocated again. While a CUDA graph is
+captured every call makes its own table, whose upload becomes part of the graph; table and host copy are kept for the life of
+the process, because replays read them.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ from hip_ops.runtime.on_device import multiprocessors
 
 ROW_WORDS = 6
 VECTOR_BYTES = 16
-# Long enough that looking a chunk up (two dependent loads) is a few per cent of a block's time on it, short enough that
-# the last round of a grid over a billion elements is well balanced. Whole tiles of every kernel divide it.
+# Long enough that finding a chunk (two dependent loads) takes a few per cent of a block's time, short enough that the last
+# round of a grid over a billion elements is well balanced. It is a multiple of every kernel's tile.
 CHUNK_ELEMENTS = 16384
-# Beyond so many, blocks take several chunks. A grid of just what is resident would waste most of a round wherever a kernel's
-# registers let in one block less than assumed; this many rounds even that out.
+# With more chunks, blocks take several. A grid of exactly the resident blocks would waste most of a round where a kernel's
+# registers admit one block less than assumed; several rounds reduce that loss.
 BLOCKS_PER_PROCESSOR = 1024
 MAX_TABLES = 64
 STAGING_WORDS = 2**20  # 8 MiB; the tables of a step over 1.04 billion parameters take 0.6
@@ -58,12 +58,12 @@ class WorkTable:
 
 
 def vector_elements(itemsizes: Sequence[int]) -> int:
-    """Elements a lane takes at once. The widest type moves 16 bytes, so every wave's access stays contiguous in all of them."""
+    """Returns the elements that a lane takes at once: 16 bytes of the widest type, so that a wave's accesses are contiguous in all types."""
     return VECTOR_BYTES // max(itemsizes)
 
 
 def head_of(addresses: Sequence[int], itemsizes: Sequence[int]) -> int:
-    """Elements before the first at which every address is aligned to a vector, or -1."""
+    """Returns the number of elements before the first one at which every address is aligned to a vector, or -1."""
     width = vector_elements(itemsizes)
     for head in range(width):
         if all((a + head * s) % (width * s) == 0 for a, s in zip(addresses, itemsizes, strict=True)):
@@ -79,7 +79,7 @@ def pack(
     places: Sequence[int],
     chunk_elements: int,
 ) -> tuple[torch.Tensor, int]:
-    """The table as an int64 tensor on the CPU, and its number of chunks. `addresses[t]` holds one address for each of `itemsizes`."""
+    """Returns the table as an int64 tensor on the CPU, and its number of chunks. `addresses[t]` has one address per entry of `itemsizes`."""
     rows, counts, chunks = [], [], 0
     for row, numel, scale, place in zip(addresses, numels, scales, places, strict=True):
         head = min(head_of(row, itemsizes), numel)
@@ -99,19 +99,22 @@ def pack(
 
 
 class Staging:
-    """Pinned host memory for the tables of graphs. It has to lie ready: during a capture none may be allocated, torch copies from no
-    other, and what a replay copies from must never be given back."""
+    """Pinned host memory for the tables of graphs.
+
+    It is allocated ahead, because a capture may not allocate pinned memory and torch copies from no other. It is never freed, because
+    replays copy from it.
+    """
 
     def __init__(self):
         self.left: torch.Tensor | None = None
 
     def prepare(self) -> None:
-        """To be called outside of captures: makes sure that at least half of STAGING_WORDS is left."""
+        """Makes sure that at least half of STAGING_WORDS is free. Must be called outside of captures."""
         if self.left is None or self.left.numel() < STAGING_WORDS // 2:
             self.left = torch.empty(STAGING_WORDS, dtype=torch.int64, pin_memory=True)
 
     def take(self, host: torch.Tensor) -> torch.Tensor:
-        """A copy of `host` in pinned memory."""
+        """Returns a copy of `host` in pinned memory."""
         if self.left is None or self.left.numel() < host.numel():
             raise RuntimeError(
                 f"hip_ops: a graph is captured and there is no pinned memory left for a work table of {8 * host.numel()} bytes. Call the "
@@ -129,7 +132,7 @@ _kept_for_graphs: list[tuple[WorkTable, torch.Tensor]] = []
 def _uploaded(
     device, stream, addresses, itemsizes, numels, scales, places, chunk_elements
 ) -> tuple[WorkTable, torch.Tensor]:
-    """The table on `device`, uploaded on `stream`, and its host copy, which that upload may still read."""
+    """Returns the table on `device`, uploaded on `stream`, and its host copy, which the upload may still read."""
     host, chunks = pack(addresses, itemsizes, numels, scales, places, chunk_elements)
     if device.type != "cpu":
         _staging.prepare()
@@ -138,7 +141,7 @@ def _uploaded(
 
 
 def _captured(device, addresses, itemsizes, numels, scales, places, chunk_elements) -> WorkTable:
-    """A table of its own for the graph being captured, of which the upload becomes part."""
+    """Returns a new table for the graph being captured; its upload becomes part of the graph."""
     host, chunks = pack(addresses, itemsizes, numels, scales, places, chunk_elements)
     table = WorkTable(torch.empty_like(host, device=device), len(numels), chunks, chunk_elements)
     pinned = _staging.take(host)
@@ -150,7 +153,7 @@ def _captured(device, addresses, itemsizes, numels, scales, places, chunk_elemen
 def work_table(
     columns: Sequence[Sequence[torch.Tensor]], scales: Sequence[float], places: Sequence[int], chunk_elements: int
 ) -> WorkTable:
-    """The table for parallel lists of tensors (`columns[c][t]`), each list of one dtype, all on one device."""
+    """Returns the table for parallel lists of tensors (`columns[c][t]`), each list of one dtype, all on one device."""
     device = columns[0][0].device
     content = (
         tuple(zip(*([t.data_ptr() for t in column] for column in columns), strict=True)),
@@ -171,7 +174,7 @@ def work_table(
 def work_tables(
     columns: Sequence[Sequence[torch.Tensor]], scales: Sequence[float] = ()
 ) -> Iterator[tuple[tuple[torch.dtype, ...], WorkTable]]:
-    """One table for every combination of dtypes in parallel lists: usually there is one, hence one launch."""
+    """Yields one table per combination of dtypes in parallel lists. Usually there is one combination, hence one launch."""
     groups: dict[tuple[torch.dtype, ...], list[int]] = {}
     for place, row in enumerate(zip(*columns, strict=True)):
         groups.setdefault(tuple(t.dtype for t in row), []).append(place)
@@ -181,7 +184,7 @@ def work_tables(
 
 
 def blocks_for(table: WorkTable) -> int:
-    """Blocks of 256 threads to launch; the CPU, which runs them one by one, always gets few."""
+    """Returns the number of blocks of 256 threads to launch; few on a CPU, which runs them one by one."""
     device = table.data.device
     if device.type == "cpu":
         return min(table.chunks, 4)

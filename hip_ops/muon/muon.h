@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Muon's momentum and weight update of one chunk after another. Arithmetic is fp32; every result is rounded once, when it is stored.
+// Muon's momentum and weight update, one chunk after another. Arithmetic is fp32; every result is rounded once, when it is stored.
 #pragma once
 
 #include "multi_tensor.h"
@@ -16,14 +16,13 @@ __device__ __forceinline__ float lerp(float start, float end, float weight) {
 
 struct MomentumRule {
   float grad_scale, momentum, gradient_weight;
-  bool nesterov, ema;
+  bool nesterov;
 
   __device__ __forceinline__ float next(float buffer, float gradient) const {
-    return ema ? lerp(buffer, gradient, gradient_weight) : fmaf(momentum, buffer, gradient);
+    return lerp(buffer, gradient, gradient_weight);
   }
   __device__ __forceinline__ float output(float stored, float gradient) const {
-    if (!nesterov) return stored;
-    return ema ? lerp(gradient, stored, momentum) : fmaf(momentum, stored, gradient);
+    return nesterov ? lerp(gradient, stored, momentum) : stored;
   }
 };
 
@@ -67,11 +66,11 @@ template <class G, class M, class O>
 __device__ __forceinline__ void momentum_body(const Row* __restrict__ rows, const int32_t* __restrict__ chunk_rows,
                                               int chunks, int chunk_elements, const float* grad_scale,
                                               const float* found_inf, float* partials, float momentum,
-                                              float gradient_weight, int nesterov, int ema) {
+                                              float gradient_weight, int nesterov) {
   constexpr int kWidth = vector_width<G, M, O>(), kWaves = kThreads / kWave;
   HO_LDS(float, wave_squares, 2 * kWaves);
   if (found_inf && *found_inf != 0.0f) return;
-  const MomentumRule rule{grad_scale ? *grad_scale : 1.0f, momentum, gradient_weight, nesterov != 0, ema != 0};
+  const MomentumRule rule{grad_scale ? *grad_scale : 1.0f, momentum, gradient_weight, nesterov != 0};
   int side = 0;
   for (int chunk = blockIdx.x; chunk < chunks; chunk += gridDim.x) {
     const Row row = rows[chunk_rows[chunk]];
@@ -81,7 +80,7 @@ __device__ __forceinline__ void momentum_body(const Row* __restrict__ rows, cons
                                reinterpret_cast<O*>(row.address[2]) + c.base, rule, 0.0f};
     for_each_element<kWidth>(c, work);
     if (partials) {
-      // Two sides by turns: whoever writes a side again has passed the barrier that came after it was read.
+      // Two sides alternate: a thread writes a side again only after the barrier that follows its last read.
       const float sum = wave_sum(work.squares);
       if (lane_id() == 0) wave_squares[side * kWaves + wave_id()] = sum;
       block_sync_lds();
@@ -96,7 +95,7 @@ __device__ __forceinline__ void momentum_body(const Row* __restrict__ rows, cons
   }
 }
 
-// square_sums[place] = sum of a tensor's partial sums; one block a tensor, always in the same order.
+// square_sums[place] = sum of a tensor's partial sums; one block per tensor, always in the same order.
 __device__ __forceinline__ void square_sums_body(const Row* __restrict__ rows, int chunk_elements, const float* found_inf,
                                                  const float* __restrict__ partials, float* square_sums) {
   constexpr int kWaves = kThreads / kWave;

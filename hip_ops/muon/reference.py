@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Muon's momentum and weight update on lists of tensors in plain torch: the definition that the kernels are compared with.
 
-Arithmetic is fp32 (fp64 where the momentum or the parameter is fp64) whatever the tensors hold, each result rounded once
-when it is stored. Nothing waits for the device: the skip flag, the gradient scale and the learning rate stay tensors.
+Arithmetic is fp32 for all dtypes of tensors (fp64 where the momentum or the parameter is fp64); each result is rounded once when
+it is stored. The host never waits: the skip flag, the gradient scale and the learning rate stay tensors.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ def _compute_dtype(*tensors: Tensor | None) -> torch.dtype:
 
 
 def _store(target: Tensor, value: Tensor, skip: Tensor | None) -> None:
-    """`value` rounded into `target`, or nothing where `skip` holds; a select, so that no NaN leaks through."""
+    """Stores `value`, rounded, in `target`, or nothing where `skip` holds; a select, so that a NaN in `value` is not stored."""
     value = value.to(target.dtype)
     target.copy_(value if skip is None else torch.where(skip, target, value))
 
@@ -32,7 +32,6 @@ def muon_momentum_(
     found_inf: Tensor | None,
     momentum: float,
     nesterov: bool,
-    ema: bool,
 ) -> None:
     """As `hip_ops.muon_momentum_`; the output is computed from the momentum as it was stored."""
     skip = None if found_inf is None else found_inf.reshape(()) != 0
@@ -41,12 +40,9 @@ def muon_momentum_(
         g, old = gradient.to(dtype), buffer.to(dtype)
         if grad_scale is not None:
             g = g * grad_scale.reshape(()).to(dtype)
-        new = torch.lerp(old, g, 1 - momentum) if ema else torch.add(g, old, alpha=momentum)
+        new = torch.lerp(old, g, 1 - momentum)
         stored = new.to(buffer.dtype).to(dtype)
-        if not nesterov:
-            out = stored
-        else:
-            out = torch.lerp(g, stored, momentum) if ema else torch.add(g, stored, alpha=momentum)
+        out = torch.lerp(g, stored, momentum) if nesterov else stored
         _store(buffer, new, skip)
         _store(output, out, skip)
         if square_sums is not None:
@@ -70,7 +66,7 @@ def muon_update_(
         weight = masters[i] if masters else param
         dtype = _compute_dtype(update, weight)
         w, u = weight.to(dtype), update.to(dtype)
-        if lr_tensor is None:  # the operations of torch.optim.Muon, so that its fp32 results are met bit for bit
+        if lr_tensor is None:  # the operations of torch.optim.Muon, so that fp32 results are the same bits
             new = torch.add(w * (1 - lr * weight_decay), u, alpha=-lr * scale)
         else:
             rate = lr_tensor.reshape(()).to(dtype)

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Muon's multi-tensor momentum and weight update in Triton: one launch walks the work table of `hip_ops.muon.multi_tensor`.
+"""Muon's multi-tensor momentum and weight update in Triton: one launch processes the work table of `hip_ops.muon.multi_tensor`.
 
-A program takes chunks `program_id, program_id + grid, ...`. A chunk that is whole and aligned goes in tiles of
+A program takes chunks `program_id, program_id + grid, ...`. A whole, aligned chunk is processed in tiles of
 [UNROLL, THREADS * WIDTH] elements without masks: the inner extent gives every lane WIDTH neighbouring elements (16 bytes
-of the widest type) and every warp one contiguous piece; the outer one keeps UNROLL loads a tensor in flight, which
-matters because no load may be moved above a store through an address that came from memory. Everything else - ragged
-ends, heads, tensors that cannot be aligned - goes with masks in tiles of [4, THREADS], one element a lane at a time.
+of the widest type) and every warp one contiguous piece; the outer one keeps UNROLL loads per tensor in flight, because the
+compiler moves no load above a store through an address that came from memory. Ragged ends, heads and tensors that cannot
+be aligned are processed with masks in tiles of [4, THREADS], one element per lane at a time.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from hip_ops.muon.multi_tensor import ROW_WORDS, blocks_for, vector_elements, wo
 from hip_ops.runtime.on_device import on
 
 THREADS = 256
-TILE_ELEMENTS = 16  # of one thread: four vectors of 16 bytes in flight for fp32, two for bf16 alone
+TILE_ELEMENTS = 16  # per thread: four vectors of 16 bytes in flight for fp32, two for bf16 only
 WORDS: tl.constexpr = tl.constexpr(ROW_WORDS)
 
 
 @triton.jit
 def _chunk(words, chunk_rows, chunk, CHUNK: tl.constexpr):
-    """Row of this chunk, its first element, its elements, and whether it is whole and aligned."""
+    """Returns the chunk's row, first element and number of elements, and whether it is whole and aligned."""
     row = tl.load(chunk_rows + chunk).to(tl.int64)
     numel = tl.load(words + row * WORDS + 3)
     packed = tl.load(words + row * WORDS + 4)
@@ -35,7 +35,7 @@ def _chunk(words, chunk_rows, chunk, CHUNK: tl.constexpr):
     begin = skipped + (chunk - first).to(tl.int64) * CHUNK
     end = tl.minimum(begin + CHUNK, numel)
     whole = (head >= 0) & (end - begin == CHUNK)
-    if chunk == first:  # the head goes with the first chunk
+    if chunk == first:  # the first chunk includes the head
         whole = whole & (head == 0)
         begin = begin - skipped
     return row, begin, (end - begin).to(tl.int32), whole
@@ -43,7 +43,7 @@ def _chunk(words, chunk_rows, chunk, CHUNK: tl.constexpr):
 
 @triton.jit
 def _column(words, row, begin, column: tl.constexpr, dtype: tl.constexpr):
-    """Address of element `begin` of a row's tensor."""
+    """Returns the address of element `begin` of a row's tensor."""
     return tl.load(words + row * WORDS + column).to(tl.pointer_type(dtype)) + begin
 
 
@@ -54,44 +54,34 @@ def _tile(start, UNROLL: tl.constexpr, INNER: tl.constexpr):
 
 @triton.jit
 def _at(pointer, offsets, WIDTH: tl.constexpr):
-    """Addresses of a tile in which WIDTH neighbours lie together, aligned to their size."""
+    """Returns the addresses of a tile with groups of WIDTH neighbours, aligned to the group's size."""
     alignment: tl.constexpr = WIDTH * (pointer.dtype.element_ty.primitive_bitwidth // 8)
     return tl.max_contiguous(tl.multiple_of(pointer + offsets, [1, alignment]), [1, WIDTH])
 
 
 @triton.jit
 def _lerp(start, end, weight):
-    """torch.lerp with its two forms, exact at weights 0 and 1, each with one fused multiply-add."""
+    """Computes torch.lerp with its two forms, exact at weights 0 and 1, each with one fused multiply-add."""
     near = tl.abs(weight) < 0.5
     coefficient = tl.where(near, weight, weight - 1.0)
     return tl.fma(end - start, tl.zeros_like(start) + coefficient, tl.where(near, start, end))
 
 
 @triton.jit
-def _next_momentum(buffer, gradient, momentum, gradient_weight, EMA: tl.constexpr):
-    if EMA:
-        return _lerp(buffer, gradient, gradient_weight)
-    else:
-        return tl.fma(buffer, tl.zeros_like(buffer) + momentum, gradient)
-
-
-@triton.jit
-def _output(stored, gradient, momentum, NESTEROV: tl.constexpr, EMA: tl.constexpr):
-    if not NESTEROV:
-        return stored
-    elif EMA:
+def _output(stored, gradient, momentum, NESTEROV: tl.constexpr):
+    if NESTEROV:
         return _lerp(gradient, stored, momentum)
     else:
-        return tl.fma(stored, tl.zeros_like(stored) + momentum, gradient)
+        return stored
 
 
 @triton.jit(do_not_specialize=["chunks"])
 def muon_momentum_kernel(
     words, chunk_rows, chunks, grad_scale, found_inf, partials, momentum, gradient_weight,
-    GRADIENT: tl.constexpr, MOMENTUM: tl.constexpr, OUTPUT: tl.constexpr, NESTEROV: tl.constexpr, EMA: tl.constexpr,
+    GRADIENT: tl.constexpr, MOMENTUM: tl.constexpr, OUTPUT: tl.constexpr, NESTEROV: tl.constexpr,
     CHUNK: tl.constexpr, UNROLL: tl.constexpr, INNER: tl.constexpr, WIDTH: tl.constexpr,
 ):
-    """partials[chunk] = sum of squares of the chunk's stored outputs, where asked for."""
+    """Updates momenta and outputs; partials[chunk] = sum of squares of the chunk's stored outputs, unless partials is None."""
     tl.static_assert(CHUNK % (UNROLL * INNER) == 0, "whole chunks go in whole tiles")
     scale = 1.0
     if grad_scale is not None:
@@ -111,8 +101,8 @@ def muon_momentum_kernel(
                 pb = _at(b, offsets, WIDTH)
                 gradient = tl.load(_at(g, offsets, WIDTH), eviction_policy="evict_first").to(tl.float32) * scale
                 buffer = tl.load(pb, eviction_policy="evict_first").to(tl.float32)
-                new = _next_momentum(buffer, gradient, momentum, gradient_weight, EMA).to(MOMENTUM)
-                out = _output(new.to(tl.float32), gradient, momentum, NESTEROV, EMA).to(OUTPUT)
+                new = _lerp(buffer, gradient, gradient_weight).to(MOMENTUM)
+                out = _output(new.to(tl.float32), gradient, momentum, NESTEROV).to(OUTPUT)
                 tl.store(pb, new, eviction_policy="evict_first")
                 tl.store(_at(o, offsets, WIDTH), out)
                 if partials is not None:
@@ -126,8 +116,8 @@ def muon_momentum_kernel(
                 mask = offsets < count
                 gradient = tl.load(g + offsets, mask=mask, other=0.0).to(tl.float32) * scale
                 buffer = tl.load(b + offsets, mask=mask, other=0.0).to(tl.float32)
-                new = _next_momentum(buffer, gradient, momentum, gradient_weight, EMA).to(MOMENTUM)
-                out = _output(new.to(tl.float32), gradient, momentum, NESTEROV, EMA).to(OUTPUT)
+                new = _lerp(buffer, gradient, gradient_weight).to(MOMENTUM)
+                out = _output(new.to(tl.float32), gradient, momentum, NESTEROV).to(OUTPUT)
                 tl.store(b + offsets, new, mask=mask)
                 tl.store(o + offsets, out, mask=mask)
                 if partials is not None:
@@ -169,7 +159,7 @@ def muon_update_kernel(
     UPDATE: tl.constexpr, WEIGHT: tl.constexpr, COPY: tl.constexpr,
     CHUNK: tl.constexpr, UNROLL: tl.constexpr, INNER: tl.constexpr, WIDTH: tl.constexpr,
 ):
-    """weight = weight * (1 - lr * weight_decay) - lr * scale * update; the copy, if there is one, gets it rounded."""
+    """weight = weight * (1 - lr * weight_decay) - lr * scale * update; the copy, if there is one, gets the rounded result."""
     tl.static_assert(CHUNK % (UNROLL * INNER) == 0, "whole chunks go in whole tiles")
     if lr_pointer is not None:
         lr = tl.load(lr_pointer)
@@ -209,7 +199,7 @@ TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16}
 
 
 def tile_of(dtypes: Sequence[torch.dtype], wave: int) -> dict:
-    """Tile extents and warps: THREADS threads that each hold TILE_ELEMENTS / WIDTH vectors of every tensor."""
+    """Returns tile extents and warps: THREADS threads that each hold TILE_ELEMENTS / WIDTH vectors of every tensor."""
     width = vector_elements([dtype.itemsize for dtype in dtypes])
     return dict(UNROLL=TILE_ELEMENTS // width, INNER=THREADS * width, WIDTH=width, num_warps=THREADS // wave)
 
@@ -217,7 +207,7 @@ def tile_of(dtypes: Sequence[torch.dtype], wave: int) -> dict:
 WAVE = 64 if torch.version.hip else 32
 
 
-def muon_momentum_(gradients, momenta, outputs, square_sums, grad_scale, found_inf, momentum, nesterov, ema) -> None:
+def muon_momentum_(gradients, momenta, outputs, square_sums, grad_scale, found_inf, momentum, nesterov) -> None:
     """As reference.muon_momentum_."""
     device = gradients[0].device
     with on(device):
@@ -226,7 +216,7 @@ def muon_momentum_(gradients, momenta, outputs, square_sums, grad_scale, found_i
             if table.chunks:
                 muon_momentum_kernel[(blocks_for(table),)](
                     table.data, table.chunk_rows, table.chunks, grad_scale, found_inf, partials, momentum, 1 - momentum,
-                    *(TYPES[dtype] for dtype in dtypes), nesterov, ema, CHUNK=table.chunk_elements, **tile_of(dtypes, WAVE),
+                    *(TYPES[dtype] for dtype in dtypes), nesterov, CHUNK=table.chunk_elements, **tile_of(dtypes, WAVE),
                 )
             if square_sums is not None:
                 muon_square_sums_kernel[(table.tensors,)](

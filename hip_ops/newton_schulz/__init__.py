@@ -3,7 +3,7 @@
 
     update = newton_schulz(momentum)  # [.., m, n], any orientation
 
-The products of an iteration are symmetric where their factors commute: the kernels compute their lower triangles alone.
+The products of an iteration are symmetric where their factors commute: the kernels compute only their lower triangles.
 """
 
 from __future__ import annotations
@@ -20,13 +20,11 @@ from hip_ops.newton_schulz.plan import HALF_TYPES, make_plan
 from hip_ops.runtime.operator import Operator
 from hip_ops.runtime.quack import available
 
-DTYPES = (None, *HALF_TYPES, torch.float32, torch.float64)  # of the matrices inside
+DTYPES = (None, *HALF_TYPES, torch.float32, torch.float64)  # dtypes of the matrices in the iteration
 
 
-def _rule(given: dict) -> str | None:
-    if given["dtype"] not in DTYPES:
-        return f"dtype is {given['dtype']}; it must be one of {', '.join(map(str, DTYPES))}"
-    return None
+def _rule(given: dict) -> tuple[str, str] | None:
+    return None if given["dtype"] in DTYPES else (f"dtype is {given['dtype']}", ", ".join(map(str, DTYPES)))
 
 
 def _fits(x, square_sums, coefficients, form, restarts, dtype, eps) -> bool:
@@ -65,7 +63,7 @@ _newton_schulz = Operator(
     example=_example(2, 200, 136),
     more_examples={
         "quack": (_example(22, 264, 272), _example(9, 528, 520))
-    },  # its other tiles: of many and of large matrices
+    },  # quack's other tiles: for many and for large matrices
     tolerance=2.0**-5,  # five steps amplify a rounding of half precision by up to 3.4445^5 = 485 before they damp it
     fits={"hip": _fits, "quack": _fits_quack, "triton": _fits},
     prefers={"quack": _prefers_quack},
@@ -79,24 +77,21 @@ def newton_schulz(
     steps: int = 5,
     coefficients: str | Sequence[Sequence[float]] = "simple",
     *,
-    form: str = "auto",
-    restarts: Sequence[int] | None = None,
     dtype: torch.dtype | None = None,
     eps: float = 1e-7,
     square_sums: Tensor | None = None,
 ) -> Tensor:
-    """U S' V^T for x = U S V^T, with S' near 1: steps of X <- a X + (b A + c A^2) X, A = X X^T, from x / max(|x|_F, eps).
+    """Returns U S' V^T for x = U S V^T, with S' near 1: steps of X <- a X + (b A + c A^2) X, A = X X^T, from x / max(|x|_F, eps).
 
-    x [.., m, n] of any strides, bf16, fp16, fp32 or fp64; each matrix is taken by itself, the result is contiguous and has x's dtype.
-        All matrices of a call share launches: give those of one shape together.
+    x [.., m, n] of any strides, bf16, fp16, fp32 or fp64; matrices are independent; the result is contiguous and has x's dtype.
+        All matrices of a call share launches, so pass matrices of one shape together. Matrices that are not square take the
+        Gram form, which iterates on x x^T, where that needs fewer multiply-adds (plan.py).
     coefficients: "simple" (Keller Jordan's triple), "quintic" (five triples), "polar_express" (arXiv 2505.16932), as Megatron and
         emerging_optimizers name them, or triples (a, b, c) of your own, one a step, in a cycle.
         `hip_ops.newton_schulz.coefficients.singular_value_interval` gives the bounds of S'.
-    form: "standard", "gram" (iterates on x x^T: fewer multiply-adds for matrices that are not square) or "auto" (plan.make_plan).
-    restarts: steps before which the Gram form restarts; None: `plan.default_restarts`. A Gram form without restarts can overflow.
     dtype: of the matrices inside: float16 (default on GPUs; 8 times as exact as bfloat16 and as fast, kept in range by powers of two),
         bfloat16 (as torch.optim.Muon), float32 (default where the reference runs on a CPU) or float64 (default for fp64).
-    square_sums: None or fp32 [number of matrices], their sums of squares, as `muon_momentum_` gives them: saves reading x once.
+    square_sums: None or fp32 [number of matrices], their sums of squares, as `muon_momentum_` writes them: x is read once less.
 
     Not differentiable. fp64 runs the reference. Raises ValueError for other arguments. Zero matrices stay zero; NaN and infinity
     spread in their own matrix only.
@@ -104,7 +99,7 @@ def newton_schulz(
     if x.ndim < 2:
         _newton_schulz.declaration.fail("x", f"has shape {tuple(x.shape)}", "one matrix [m, n] or several [.., m, n]")
     triples = coefficient_triples(coefficients, steps)
-    plan = make_plan(triples, *x.shape[-2:], form=form, restarts=restarts, dtype=dtype or torch.float16)
+    plan = make_plan(triples, *x.shape[-2:], dtype or torch.float16)
     if square_sums is not None and x.dtype == torch.float64:
         square_sums = square_sums.double()
     batch = x.reshape(math.prod(x.shape[:-2]), *x.shape[-2:])

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Newton-Schulz of few small matrices as a CUDA graph: its twenty launches take longer on the CPU than on the GPU.
+"""Runs Newton-Schulz of few small matrices as a CUDA graph, because its twenty launches take longer on the CPU than on the GPU.
 
-A graph belongs to a version, shape, dtype, plan and stream. It is captured when they come for the second time: work that comes once
-costs nothing extra, and the self-check is over. Input and result are copied, since addresses are part of a graph. The most recent
-graphs are kept, each with the memory of one iteration.
+A graph belongs to a version, shape, dtype, plan and stream. It is captured at their second call: single calls cost nothing extra,
+and the self-check has ended. Input and result are copied, because a graph contains addresses. The most recent graphs are kept, each
+with the memory of one iteration.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch import Tensor
 
 from hip_ops.newton_schulz.plan import Plan
 
-LARGEST = 2**24  # elements of a batch: above, the GPU takes longer than the CPU
+LARGEST = 2**24  # elements of a batch; above, the GPU takes longer than the CPU
 KEPT = 16
 
 _lock = threading.Lock()
@@ -35,7 +35,7 @@ class _Graph:
 
 
 def worthwhile(x: Tensor) -> bool:
-    """On NVIDIA alone: HIP graphs of these kernels have not been run on an MI300X."""
+    """Returns whether to use a graph: only on NVIDIA, because HIP graphs of these kernels have not run on an MI300X."""
     return (
         x.is_cuda
         and torch.version.hip is None
@@ -45,7 +45,7 @@ def worthwhile(x: Tensor) -> bool:
 
 
 def graphed(compute: Callable[[Tensor, Tensor | None, Plan, float], Tensor]) -> Callable:
-    """`compute` with the operator's arguments, replayed where that is worthwhile."""
+    """Wraps `compute` with the operator's arguments, and replays a graph where that is worthwhile."""
 
     @functools.wraps(compute)
     def newton_schulz(x: Tensor, square_sums: Tensor | None, coefficients, form, restarts, dtype, eps: float) -> Tensor:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Coefficients of the Newton-Schulz iteration X <- a X + (b A + c A^2) X, A = X X^T, and where they send singular values.
+"""Coefficients of the Newton-Schulz iteration X <- a X + (b A + c A^2) X, A = X X^T, and their map of singular values.
 
 Names are those of Megatron's `muon_coefficient_type` and of emerging_optimizers 0.3.0 (`_COEFFICIENT_SETS`), so that a recipe's value means
-the same here: "simple" is Keller Jordan's triple (https://kellerjordan.github.io/posts/muon/, torch.optim.Muon's default), "quintic" is
+the same in all three: "simple" is Keller Jordan's triple (https://kellerjordan.github.io/posts/muon/, torch.optim.Muon's default), "quintic" is
 NOT that one but the five triples of modded-nanogpt (https://leloykun.github.io/ponder/muon-opt-coeffs/).
 """
 
@@ -11,9 +11,11 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+from hip_ops.runtime.errors import mistake
+
 Triple = tuple[float, float, float]
 
-# name: (triples, what follows the last one: "cycle" starts over, "repeat_last" stays with the last)
+# name: (triples, continuation after the last one: "cycle" starts over, "repeat_last" repeats it)
 COEFFICIENT_SETS: dict[str, tuple[tuple[Triple, ...], str]] = {
     "simple": (((3.4445, -4.7750, 2.0315),), "cycle"),
     "quintic": (
@@ -45,31 +47,29 @@ COEFFICIENT_SETS: dict[str, tuple[tuple[Triple, ...], str]] = {
 
 
 def coefficient_triples(coefficients: str | Sequence[Sequence[float]], steps: int) -> tuple[Triple, ...]:
-    """The triples (a, b, c) of `steps` steps. coefficients: a name of COEFFICIENT_SETS, or triples, which are used in a cycle.
+    """Returns the triples (a, b, c) of `steps` steps. coefficients: a name of COEFFICIENT_SETS, or triples, which are used in a cycle.
 
-    Raises ValueError for an unknown name, triples that are not three finite numbers each, none at all, and steps < 0.
+    Raises ValueError for an unknown name, triples that are not three finite numbers each, an empty list, and steps < 0.
     """
     if not isinstance(steps, int) or steps < 0:
-        raise ValueError(f"hip_ops.newton_schulz: steps is {steps!r}; it must be a whole number, 0 or more")
+        raise mistake("hip_ops.newton_schulz", f"steps is {steps!r}", "a whole number, 0 or more")
     follow = "cycle"
     if isinstance(coefficients, str):
         if coefficients not in COEFFICIENT_SETS:
-            raise ValueError(
-                f"hip_ops.newton_schulz: coefficients is {coefficients!r}; it must be one of {', '.join(COEFFICIENT_SETS)} or a list of triples (a, b, c)"
-            )
+            allowed = f"{', '.join(COEFFICIENT_SETS)} or a list of triples (a, b, c)"
+            raise mistake("hip_ops.newton_schulz", f"coefficients is {coefficients!r}", allowed)
         triples, follow = COEFFICIENT_SETS[coefficients]
     else:
         triples = tuple(tuple(float(v) for v in triple) for triple in coefficients)
         if not triples or any(len(triple) != 3 or not all(map(math.isfinite, triple)) for triple in triples):
-            raise ValueError(
-                f"hip_ops.newton_schulz: coefficients is {coefficients!r}; it must be one or more triples (a, b, c) of finite numbers"
-            )
+            allowed = "one or more triples (a, b, c) of finite numbers"
+            raise mistake("hip_ops.newton_schulz", f"coefficients is {coefficients!r}", allowed)
     last = len(triples) - 1
     return tuple(triples[i % len(triples) if follow == "cycle" else min(i, last)] for i in range(steps))
 
 
 def singular_value_interval(triples: Sequence[Triple], smallest: float, largest: float = 1.0) -> tuple[float, float]:
-    """Exactly where the iteration sends the interval [smallest, largest] of singular values of the normalised matrix.
+    """Returns the exact image of the interval [smallest, largest] of singular values of the normalised matrix under the iteration.
 
     Singular vectors stay and each singular value s becomes a s + b s^3 + c s^5. The image of an interval under a polynomial is the interval
     between its extremes there: at the ends and at the critical points, a + 3 b s^2 + 5 c s^4 = 0. So the bounds are attained, not estimated.

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The Newton-Schulz iteration as a sequence of products, the same for every version.
 
-A version has a class with the methods of `Products`, which keeps X in the layout that its kernels read best. Everything is batched; n is
-the small side of the matrices, m the large one. X is [batch, n, m] in the formulas, also where the caller's matrices are tall.
+A version has a class with the methods of `Products`, which keeps X in the layout that its kernels read best. All tensors are batched; n is
+the small side of the matrices, m the large one. X is [batch, n, m] in the formulas, even if the caller's matrices are tall.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ class Products(Protocol):
         """alpha z X + beta X for symmetric z, in the layout of X."""
 
     def apply_last(self, z: Tensor, x: Any, alpha: float, beta: float) -> Tensor:
-        """The same, in the caller's shape, layout and dtype."""
+        """As `apply`, in the caller's shape, layout and dtype."""
 
 
 def normalised(x: Tensor, square_sums: Tensor | None, eps: float, scale: float, out: Tensor) -> Tensor:
-    """out = scale * x / max(|x|_F, eps), x [batch, r, c] of any strides, norms in fp32 (fp64 for fp64). Two kernels, no intermediate of x's size."""
+    """out = scale * x / max(|x|_F, eps), x [batch, r, c] of any strides, norms in fp32 (fp64 for fp64). It takes two kernels and no intermediate of x's size."""
     wide = torch.float64 if x.dtype == torch.float64 else torch.float32
     if square_sums is None:
         norms = torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True, dtype=wide)
@@ -42,14 +42,14 @@ def normalised(x: Tensor, square_sums: Tensor | None, eps: float, scale: float, 
 
 
 def _first_factor(z: Tensor, q_scale: float, r_scale: float, a: float) -> Tensor:
-    """Q = P = a I + Z where Q was I so far."""
+    """Returns Q = P = a I + Z, the first step from Q = I."""
     q = z * (q_scale / r_scale)
     q.diagonal(dim1=-2, dim2=-1).add_(a * q_scale)
     return q
 
 
 def iterate(products: Products, x: Any, plan: Plan) -> Tensor:
-    """All steps of `plan`, at least one, on X, normalised and multiplied by plan.scales[0]."""
+    """Runs all steps of `plan`, at least one. x: X, normalised and multiplied by plan.scales[0]."""
     x_scale, r_scale, q_scale = plan.scales
     gram_alpha = r_scale / (x_scale * x_scale)
     r = products.gram(x, gram_alpha)

@@ -1,22 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How one Newton-Schulz iteration is carried out: the form, where it restarts, and the powers of two that half precision is scaled by.
+"""Plans one Newton-Schulz iteration: the form, the restarts, and the powers of two that scale half precision.
 
 With X [n, m], n <= m, and the polynomial factors P_t = a_t I + b_t R + c_t R^2 of R = X X^T:
 
-standard   X <- P X, R = X X^T afresh in every step: T (3 m/n + 1) n^3 multiply-adds where symmetric products cost half.
+standard   X <- P X, with R = X X^T computed in every step: T (3 m/n + 1) n^3 multiply-adds where symmetric products cost half.
 gram       all P_t commute with R, so Q <- Q P and R <- P R P need n x n products only, each of them symmetric, and X is read again at
            the end, X <- Q X (Dao-AILab, gram-newton-schulz): (4 T + 3 (m/n) - 3) n^3, and 3 (m/n - 1) n^3 more for every restart.
            For square matrices it saves nothing.
 
 Restarts. R is known to about eps |R|, and a step multiplies that error, where R is small, by a_t^2: three steps of a = 3.4445 lift the rounding
-of half precision (2^-11) above R itself, so that Q is a polynomial of something else and can overflow. A restart applies Q to X and takes
-R = X X^T of the result. What the steps after the last restart do is not corrected any more, so the last stretch has two steps and the
-ones before it three: `default_restarts`. tests/hip_ops/test_newton_schulz_forms.py shows the error with and without.
+of half precision (2^-11) above R itself, so that Q is no longer a polynomial of R and can overflow. A restart applies Q to X and computes
+R = X X^T of the result. No restart corrects the errors of the last steps, so the last stretch has two steps and the ones before it
+three: `default_restarts`. tests/hip_ops/test_newton_schulz_forms.py shows the error with and without.
 
 Half precision. Entries of a normalised matrix are about (n m)^-1/2 and those of R about 1 / (n sqrt(m)): below 2^-14 half precision
-loses digits. X, R (and b R + c R^2) and Q are therefore kept multiplied by the powers of two below, which is exact and folded into the
-factors of each product. Bounds: entries of X are at most 1.21 and of R 1.21^2 (the largest singular value that any set here makes), Q is
-at most the product of three a's (130), so nothing comes near 65504.
+loses digits. X, R (and b R + c R^2) and Q are therefore stored multiplied by the powers of two below. This is exact, and the factors of
+each product contain it. Bounds: entries of X are at most 1.21 and of R 1.21^2 (the largest singular value that any set here makes), Q is
+at most the product of three a's (130), so all numbers stay far below 65504.
 """
 
 from __future__ import annotations
@@ -28,12 +28,13 @@ import torch
 
 from hip_ops.newton_schulz.coefficients import Triple
 
-FORMS = ("auto", "standard", "gram")
 HALF_TYPES = (torch.bfloat16, torch.float16)
 HALF_SCALES = (2.0**8, 2.0**10, 2.0**4)  # of X, R and Q
 LAST_STRETCH, STRETCH = 2, 3  # steps between restarts
-GRAM_SMALLEST = 384  # below, products are too small for their number to matter less than their launches
-GRAM_GAIN = 0.9  # of the multiply-adds of the standard form; met from m/n = 1.27 on for 5 steps and 1 restart
+GRAM_SMALLEST = 384  # below, launches take longer than the products themselves
+GRAM_GAIN = (
+    0.9  # required share of the standard form's multiply-adds; reached from m/n = 1.27 for 5 steps and 1 restart
+)
 
 
 @dataclass(frozen=True)
@@ -45,7 +46,7 @@ class Plan:
 
     @classmethod
     def of(cls, coefficients: Sequence[float], form: str, restarts: Sequence[int], dtype: torch.dtype) -> Plan:
-        """The plan whose triples are `coefficients` in one list, as the operator's schema has them."""
+        """Returns the plan whose triples are `coefficients` in one flat list, as in the operator's schema."""
         triples = zip(coefficients[0::3], coefficients[1::3], coefficients[2::3], strict=True)
         return cls(tuple(triples), form, tuple(restarts), dtype)
 
@@ -55,12 +56,12 @@ class Plan:
 
 
 def default_restarts(steps: int) -> tuple[int, ...]:
-    """5 steps: (3,). 8: (3, 6)."""
+    """Returns the steps before which the Gram form restarts: (3,) of 5 steps, (3, 6) of 8."""
     return tuple(sorted(range(steps - LAST_STRETCH, 0, -STRETCH)))
 
 
 def multiply_adds(form: str, n: int, m: int, steps: int, restarts: int = 0) -> float:
-    """Multiply-adds of one matrix, symmetric products at half; n <= m."""
+    """Returns the multiply-adds of one matrix; symmetric products count half; n <= m."""
     if steps == 0:
         return 0.0
     aspect = m / n
@@ -69,23 +70,13 @@ def multiply_adds(form: str, n: int, m: int, steps: int, restarts: int = 0) -> f
     return (2 * steps + 1.5 * aspect - 1.5 + 1.5 * (aspect - 1) * restarts) * n**3
 
 
-def make_plan(
-    triples: tuple[Triple, ...], n: int, m: int, form: str, restarts: Sequence[int] | None, dtype: torch.dtype
-) -> Plan:
-    """n, m: both sides of the matrix in either order. Raises ValueError for an unknown form and restarts outside 1 .. steps - 1."""
-    n, m = min(n, m), max(n, m)
-    steps = len(triples)
-    if form not in FORMS:
-        raise ValueError(f"hip_ops.newton_schulz: form is {form!r}; it must be one of {', '.join(FORMS)}")
-    chosen = default_restarts(steps) if restarts is None else tuple(sorted(set(restarts)))
-    if any(not isinstance(r, int) or not 0 < r < steps for r in chosen):
-        raise ValueError(
-            f"hip_ops.newton_schulz: restarts is {restarts!r}; it must hold steps between 1 and {steps - 1} (steps - 1)"
-        )
-    if form == "auto":
-        worth_it = n >= GRAM_SMALLEST and multiply_adds("gram", n, m, steps, len(chosen)) <= GRAM_GAIN * multiply_adds(
-            "standard", n, m, steps
-        )
-        # bfloat16 loses in R what the standard form reads from X: 1.4 times its error on Gaussian matrices.
-        form = "gram" if worth_it and dtype != torch.bfloat16 else "standard"
-    return Plan(triples, form, chosen if form == "gram" else (), dtype)
+def make_plan(triples: tuple[Triple, ...], n: int, m: int, dtype: torch.dtype) -> Plan:
+    """Chooses the form by multiply-adds. n, m: both sides of the matrix in either order; dtype: of the matrices inside."""
+    n, m, steps = min(n, m), max(n, m), len(triples)
+    restarts = default_restarts(steps)
+    # bfloat16 loses in R what the standard form reads from X: 1.4 times its error on Gaussian matrices.
+    if n >= GRAM_SMALLEST and dtype != torch.bfloat16:
+        gram = multiply_adds("gram", n, m, steps, len(restarts))
+        if gram <= GRAM_GAIN * multiply_adds("standard", n, m, steps):
+            return Plan(triples, "gram", restarts, dtype)
+    return Plan(triples, "standard", (), dtype)

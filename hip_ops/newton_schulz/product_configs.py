@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which tile, pipeline and engine a product runs with: rows of product_configs.json, the nearest one of the same kind.
+"""Chooses tile, pipeline and engine of a product: the nearest row of product_configs.json of the same kind.
 
-Kinds: "gram" (symmetric, k is the long side), "square" (symmetric, k = n), "update" (general). benchmarks/tune_symmetric_product.py
-measures the candidates on one device and writes the file; "measured_on" says on which, or that the rows were derived, not measured.
+Kinds: "gram" (symmetric, k is the long side), "square" (symmetric, k = n), "update" (general). benchmarks/research/tune_symmetric_product.py
+measures the candidates on one device and writes the file; "measured_on" names the device, or says that the rows were derived, not measured.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from pathlib import Path
 
 TABLE = Path(__file__).with_name("product_configs.json")
 KINDS = ("gram", "square", "update")
-HOPPER_SHARED_MEMORY = 232448  # bytes a block may have; sm_90
+HOPPER_SHARED_MEMORY = 232448  # maximum bytes of a block on sm_90
 
 
 @dataclass(frozen=True)
 class ProductConfig:
-    """engine "triton", or "cublas": torch.baddbmm, which computes the whole square (then nothing else below counts)."""
+    """A configuration. engine: "triton", or "cublas" for torch.baddbmm, which computes the whole square and ignores the other fields."""
 
     engine: str = "triton"
     block_m: int = 128
@@ -34,20 +34,20 @@ class ProductConfig:
     warp_specialize: bool = False
 
     def shared_memory(self, element_size: int = 2) -> int:
-        """Bytes that operands in flight and one part of the results need; the compiler adds barriers and may overlap them."""
+        """Returns the bytes of operands in flight and of one part of the results; the compiler adds barriers and may overlap them."""
         stages = self.num_stages * (self.block_m + self.block_n) * self.block_k * element_size
         return stages + self.block_m * self.block_n // self.parts * element_size
 
 
-# LDS of MI300X is 64 KiB, and its compiler has neither wgmma nor flattened loops to gain from.
+# MI300X has 64 KiB of LDS, and its compiler gains nothing from flattened loops.
 GFX942_CONFIG = ProductConfig(num_warps=4, num_stages=2, persistent=False, flatten=False)
 
-# Without descriptors the table's rows do not count; 96 KiB of shared memory is what NVIDIA GPUs before Hopper have.
+# For kernels without descriptors, which the table does not cover; NVIDIA GPUs before Hopper have 96 KiB of shared memory.
 BEFORE_HOPPER_CONFIG = ProductConfig(persistent=False, flatten=False)
 
 
 def read_table(path: Path = TABLE) -> tuple[str, list[dict]]:
-    """What the table was measured on, and its rows as `write_table` takes them."""
+    """Returns the device that the table was measured on, and its rows as `write_table` takes them."""
     table, known = json.loads(path.read_text()), {field.name for field in fields(ProductConfig)}
     for row in table["rows"]:
         assert row["kind"] in KINDS and set(row["config"]) <= known, f"{path.name}: {row}"
@@ -61,7 +61,7 @@ def _rows() -> tuple[tuple[str, int, int, int, ProductConfig], ...]:
 
 
 def choose_config(kind: str, batch: int, n: int, m: int, amd: bool = False) -> ProductConfig:
-    """The row of this kind whose (n, batch * n * n, m) is nearest in log scale. n is the small side of X [batch, n, m]."""
+    """Returns the row of this kind whose (n, batch * n * n, m) is nearest in log scale. n is the small side of X [batch, n, m]."""
     if amd:
         return GFX942_CONFIG
     log = math.log2
@@ -75,7 +75,7 @@ def choose_config(kind: str, batch: int, n: int, m: int, amd: bool = False) -> P
 
 
 def write_table(rows: list[dict], measured_on: str, path: Path = TABLE) -> None:
-    """rows: {"kind", "batch", "n", "m", "config": ProductConfig, "ms"}; only settings that differ from the defaults are kept."""
+    """Writes the table. rows: {"kind", "batch", "n", "m", "config": ProductConfig, "ms"}; only settings that differ from the defaults are kept."""
     default = asdict(ProductConfig())
     lines = []
     for row in rows:

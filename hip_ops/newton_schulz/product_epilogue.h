@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// From accumulators to memory: alpha, beta * D, gamma on the diagonal, one rounding, and the tile and its mirror image, both in
-// 16-byte stores that are contiguous along their own rows.
+// Stores accumulators: alpha, beta * D, gamma on the diagonal, one rounding, then the tile and its mirror image, both in 16-byte
+// stores that are contiguous along their rows.
 //
 // The tile passes through LDS as rows of 64*kFrag elements. Chunk c of 16 bytes of row r sits at c ^ (r % 16) (% 8 for the small tile),
 // with its halves exchanged where r / 8 is odd: then the 16 rows that a phase of an 8-byte access reaches lie in different banks. A lane
@@ -62,7 +62,7 @@ __device__ __forceinline__ void write_result(const ProductOperands& p, int row0,
     const int row = wave / 2 * 32 * kFrag + lane % 32, column = wave % 2 * 32 * kFrag + lane / 32 * 4;
     const bool on_diagonal = kSymmetric && row0 == column0;
     const ResultTile<kFrag> tile{lds};
-    // No barrier before the first use of `lds`: nobody reads operands from it after the barrier of the last slab.
+    // No barrier before the first use of `lds`: no wave reads operands from it after the barrier of the last slab.
     if (p.d) {
         tile.template load<kVector>(p.d, row0, column0, p.m, p.n);
         block_sync_lds();
@@ -85,7 +85,7 @@ __device__ __forceinline__ void write_result(const ProductOperands& p, int row0,
                     result[i][j][q][e] = p.bf16_result ? float_to_bf16(value) : Element::from_float(value);
                 }
             }
-    if (on_diagonal && p.d) block_sync_lds();  // below, lanes write where others have just read D
+    if (on_diagonal && p.d) block_sync_lds();  // from here on, lanes write where others have read D
 #pragma unroll
     for (int i = 0; i < kFrag; i++)
 #pragma unroll

@@ -6,7 +6,7 @@
 //
 //   step s:  read the second half of slab s | MFMAs on the first half | registers (slab s+1) -> other stage | fetch slab s+3
 //            barrier, LDS only                       <- the only one in a step; global loads stay in flight across it
-//            read the first half of slab s+1 | MFMAs on the second half of slab s, which is in registers since before the barrier
+//            read the first half of slab s+1 | MFMAs on the second half of slab s, which was read before the barrier
 //
 // so no MFMA waits for the barrier's own data, and a global load has two full steps to arrive (gfx942 has no 16-byte
 // global-to-LDS copy, hence the registers in between).
@@ -32,7 +32,7 @@
 #endif
 
 // block_sync_lds without the compiler's second `s_waitcnt lgkmcnt(0)` after the barrier: no request of this wave is outstanding there,
-// and LDS serves the requests that follow in order, so only the compiler has to be kept from moving them up.
+// and LDS serves later requests in order, so only the compiler must be kept from moving them up.
 __device__ __forceinline__ void stage_barrier() {
 #if defined(__HIP_DEVICE_COMPILE__) && __clang_major__ >= 19
     __builtin_amdgcn_fence(__ATOMIC_RELEASE, "workgroup", "local");
@@ -52,7 +52,7 @@ struct ProductOperands {
     uint16_t *c, *transposed;   // transposed, [n, m], may be null
     int m, n, k;
     float alpha, beta, gamma;
-    bool bf16_result;  // whatever the operands are
+    bool bf16_result;  // for all operand types
 };
 
 template <int kFrag>
@@ -60,13 +60,13 @@ struct Fragments {
     bf16x8 a[kFrag], b[kFrag];
 };
 
-// What one thread carries of one slab between global memory and LDS: chunk thread%4 of rows thread/4 + 64*i of both operands.
+// One thread's part of a slab between global memory and LDS: chunk thread%4 of rows thread/4 + 64*i of both operands.
 template <int kFrag>
 struct Staged {
     bf16x8 a[kFrag], b[kFrag];
 };
 
-// Rows past the end read the last row again: their products are never stored.
+// Rows past the end read the last row; their products are not stored.
 template <int kFrag>
 struct PanelOffsets {
     uint32_t at[kFrag];
@@ -126,7 +126,7 @@ __device__ __forceinline__ void accumulate(const ProductOperands& p, const uint1
         read_b[half] = lds + kOperand + (wave % 2 * 32 * kFrag + lane % 32) * kSlab + column;
     }
 
-    auto fetch = [&](Staged<kFrag>& staged, int slab) {  // anywhere, also past the end of k
+    auto fetch = [&](Staged<kFrag>& staged, int slab) {  // may be past the end of k
 #pragma unroll
         for (int i = 0; i < kFrag; i++) staged.a[i] = load_chunk<kVector>(a + a_offsets.at[i], slab * kSlab + chunk * 8, k);
 #pragma unroll
@@ -151,7 +151,7 @@ __device__ __forceinline__ void accumulate(const ProductOperands& p, const uint1
         for (int i = 0; i < kFrag; i++) f.b[i] = *reinterpret_cast<const bf16x8*>(read_b[half] + stage * kStage + 32 * kSlab * i);
     };
 
-    Staged<kFrag> odd, even;  // slabs of odd and even number on their way to stage 1 and stage 0
+    Staged<kFrag> odd, even;  // odd slabs for stage 1 and even slabs for stage 0, in flight
     Fragments<kFrag> first, second;
     fetch(even, 0);
     if (slabs > 1) fetch(odd, 1);

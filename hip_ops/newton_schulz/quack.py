@@ -18,26 +18,26 @@ from hip_ops.newton_schulz.plan import Plan
 from hip_ops.runtime.on_device import on
 from hip_ops.runtime.quack import Tile
 
-# Faster than Triton on an H200 (benchmarks/results/newton_schulz-h200-quack.json) from SMALLEST_SIDE on, but for single matrices of
-# about 1024 rows: their tiles fill neither the device nor one round of smaller tiles. Smaller matrices were not measured.
+# Faster than Triton on an H200 (benchmarks/results/newton_schulz-h200-quack.json) from SMALLEST_SIDE on, except single matrices of
+# about 1024 rows, whose tiles do not fill the device. Smaller matrices were not measured.
 SMALLEST_SIDE, LARGEST_FEW = 256, 512
-# quack counts square tiles of a whole cluster and does not check it: other tiles give wrong numbers without an error.
+# quack requires square tiles of a whole cluster and does not check it: other tiles give wrong numbers without an error.
 SQUARE_LARGE, SQUARE_SMALL = Tile(128, 128, True, 1, 1), Tile(64, 64, True, 1, 1)
 GENERAL_LARGE, GENERAL_BATCH, GENERAL_SMALL = (
     Tile(192, 128, True, 1, 2),
     Tile(128, 256, False, 2, 1),
     Tile(64, 128, True, 1, 1),
 )
-PROCESSORS = 132  # of an H100 or H200: with fewer tiles of 128 x 128, smaller ones keep more of them busy
+PROCESSORS = 132  # multiprocessors of an H100 or H200; with fewer tiles of 128 x 128, smaller tiles use more of them
 
 
 def fits(x: Tensor) -> bool:
-    """Whether rows and columns are multiples of 16 bytes, as quack requires."""
+    """Returns whether rows and columns are multiples of 16 bytes, as quack requires."""
     return x.shape[1] % 8 == 0 and x.shape[2] % 8 == 0
 
 
 def faster(x: Tensor) -> bool:
-    """Whether quack was measured to be faster than Triton at this size."""
+    """Returns whether quack was measured to be faster than Triton at this size."""
     n = min(x.shape[1:])
     return n >= SMALLEST_SIDE and (n <= LARGEST_FEW or _fills_device(len(x), n))
 
@@ -48,14 +48,14 @@ def _fills_device(batch: int, n: int) -> bool:
 
 
 def tiles(batch: int, n: int) -> tuple[Tile, Tile]:
-    """Tiles of the symmetric and of the general product, for matrices whose smaller side is n."""
+    """Returns the tiles of the symmetric and of the general product, for matrices whose smaller side is n."""
     if not _fills_device(batch, n):
         return SQUARE_SMALL, GENERAL_SMALL
     return SQUARE_LARGE, GENERAL_LARGE if n >= 512 else GENERAL_BATCH
 
 
 class QuackProducts:
-    """X is [batch, n, m] or, of tall matrices, its storage [batch, m, n]."""
+    """X is [batch, n, m], or [batch, m, n] for tall matrices."""
 
     def __init__(self, x: Tensor):
         self.tall, self.dtype = x.shape[-2] > x.shape[-1], x.dtype

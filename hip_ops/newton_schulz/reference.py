@@ -18,7 +18,7 @@ from hip_ops.runtime.declaration import wide
 
 
 def _product(a: Tensor, b: Tensor, d: Tensor | None, alpha: float, beta: float) -> Tensor:
-    """alpha a b + beta d with one rounding. On the CPU 16-bit operands are widened: its 16-bit products may round partial sums."""
+    """alpha a b + beta d with one rounding. On the CPU 16-bit operands are widened, because its 16-bit products may round partial sums."""
     if a.device.type == "cpu" and a.dtype in (torch.bfloat16, torch.float16):
         return _product(a.float(), b.float(), None if d is None else d.float(), alpha, beta).to(a.dtype)
     if d is None or beta == 0.0:
@@ -47,7 +47,7 @@ class TorchProducts:
         return _product(z, x, x, alpha, beta)
 
     def apply_last(self, z: Tensor, x: Tensor, alpha: float, beta: float) -> Tensor:
-        if self.dtype.itemsize > x.dtype.itemsize:  # 16 bits inside of fp32: the only rounding is to the caller's dtype
+        if self.dtype.itemsize > x.dtype.itemsize:  # 16-bit X, fp32 result: the only rounding is to the caller's dtype
             result = _product(z.to(self.dtype), x.to(self.dtype), x.to(self.dtype), alpha, beta)
         elif x.dtype == torch.float16:  # the result is not scaled, and half precision has more digits above 2^-14
             scale = 2.0**8
@@ -66,7 +66,7 @@ def newton_schulz(
     dtype: torch.dtype | None,
     eps: float,
 ) -> Tensor:
-    """The iteration on x [batch, r, c] of any strides, with the arguments of `Plan.of`; without steps, x normalised.
+    """Runs the iteration on x [batch, r, c] of any strides, with the arguments of `Plan.of`; without steps it normalises x.
 
     dtype None: fp32 on a CPU, fp16 on a GPU, fp64 for fp64.
     """

@@ -3,7 +3,7 @@
 //   symmetric:  C = alpha * A * B^T + beta * D + gamma * I, A and B [batch, n, k], C and D symmetric [batch, n, n].
 //               B = A for a Gram matrix; B != A where the caller knows that A * B^T is symmetric (commuting symmetric factors).
 //   general:    C = alpha * A * B^T + beta * D, A [batch, m, k], B [batch, n, k], C and D [batch, m, n], with the transpose of C
-//               written in the same pass on request: the next Newton-Schulz step reads X by rows both ways.
+//               written in the same pass on request: the next Newton-Schulz step reads both X and its transpose by rows.
 #include "product_epilogue.h"
 
 template <class Element, int kFrag, bool kSymmetric, bool kVector>
@@ -60,8 +60,8 @@ GENERAL_KERNEL(ho_general_fp16_128, Float16, 2, true)
 GENERAL_KERNEL(ho_general_fp16_64, Float16, 1, true)
 GENERAL_KERNEL(ho_general_fp16_any, Float16, 1, false)
 
-// Which tile for which work: 128 has twice the arithmetic per byte of LDS traffic, but its blocks must fill the machine's 304 CUs,
-// two a CU; below that, four times as many blocks of 64 finish sooner. Rows: {fewest 128-tiles, tile}, first match counts.
+// Choice of the tile: 128 has twice the arithmetic per byte of LDS traffic, but its blocks must fill the device's 304 CUs, two per
+// CU; with fewer, four times as many blocks of 64 finish sooner. Rows: {fewest 128-tiles, tile}, first match counts.
 struct TileChoice {
     int64_t fewest_large_tiles;
     int tile;

@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-// Which output tile a block computes.
+// Maps blocks to output tiles.
 //
-// MI300X hands consecutive blocks to its 8 XCDs in turn (block id % 8), and each XCD has an L2 of its own. Taking tiles in id
-// order would therefore spread neighbours, which share operand rows, over all eight caches. `xcd_contiguous` gives each XCD one
-// contiguous run of the tile sequence instead. Within the sequence, tiles of kSuperRows block rows are walked column by column,
-// so that the blocks running together on an XCD form a near-square patch and re-use both operands.
+// MI300X dispatches consecutive blocks to its 8 XCDs round-robin (block id % 8), and each XCD has its own L2. Tiles in id order would
+// therefore spread neighbours, which share operand rows, over all eight caches. `xcd_contiguous` gives each XCD one contiguous run of
+// the tile sequence instead. Within the sequence, tiles of kSuperRows block rows come column by column, so that the blocks that run
+// together on an XCD form a near-square patch and reuse both operands.
 #pragma once
 #include "portable.h"
 
@@ -22,7 +22,7 @@ struct TileIndex {
 };
 
 // Position in [0, rows*(rows+1)/2) -> tile of the lower triangle, diagonal included. Integer loops instead of a square root:
-// they are exact for every size and run once a block on the scalar unit.
+// they are exact for every size and run once per block on the scalar unit.
 __device__ __forceinline__ TileIndex lower_triangle_tile(int position, int rows) {
     int first = 0, height = rows < kSuperRows ? rows : kSuperRows;
     while (position >= height * first + height * (height + 1) / 2) {

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Newton-Schulz and its products on the kernel of triton_product.py. X stays in the caller's orientation throughout: Gram matrices of
+"""Newton-Schulz and its products on the kernel of triton_product.py. X stays in the caller's orientation: Gram matrices of
 tall matrices read it by columns, and Z X = (X^T Z)^T since Z is symmetric."""
 
 from __future__ import annotations
@@ -29,14 +29,16 @@ def normalise_kernel(x, square_sums, out, numel, blocks, scale, eps, DTYPE: tl.c
     offsets = (tl.program_id(0) % blocks) * BLOCK + tl.arange(0, BLOCK)
     mask = offsets < numel
     norm = tl.sqrt_rn(tl.load(square_sums + matrix))
-    factor = tl.div_rn(scale, tl.where(norm < eps, eps, norm))  # a select, through which NaN comes
+    factor = tl.div_rn(scale, tl.where(norm < eps, eps, norm))  # a select, which keeps NaN
     value = tl.load(x + matrix * numel + offsets, mask=mask, eviction_policy="evict_first").to(tl.float32)
     tl.store(out + matrix * numel + offsets, (value * factor).to(DTYPE), mask=mask)
 
 
 def start_of(x: Tensor, square_sums: Tensor | None, eps: float, scale: float, out: Tensor) -> Tensor:
-    """`normalised`, bit by bit, in wide accesses where sums are known and all is contiguous: torch's multiplication by one number a
-    matrix into another dtype goes element by element, at a third of the memory's rate."""
+    """Computes `normalised` with the same bits, in wide accesses where sums are given and tensors are contiguous.
+
+    torch multiplies by one number per matrix into another dtype element by element, at a third of the memory's rate.
+    """
     plain = square_sums is None or square_sums.dtype != torch.float32 or x.dtype not in TYPES or out.dtype not in TYPES
     if plain or not (x.is_contiguous() and out.is_contiguous() and square_sums.is_contiguous()):
         return normalised(x, square_sums, eps, scale, out)
@@ -49,7 +51,7 @@ def start_of(x: Tensor, square_sums: Tensor | None, eps: float, scale: float, ou
 
 
 class TritonProducts:
-    """X is [batch, n, m] or, of tall matrices, its storage [batch, m, n]."""
+    """X is [batch, n, m], or [batch, m, n] for tall matrices."""
 
     def __init__(self, batch: int, n: int, m: int, tall: bool, dtype: torch.dtype):
         self.shape, self.tall, self.dtype = (batch, n, m), tall, dtype
@@ -85,7 +87,7 @@ class TritonProducts:
             return torch.baddbmm(x, left, right, beta=beta, alpha=alpha, out=c)
         if config.engine == "cublas":
             config = ProductConfig()
-        if dtype.itemsize == 4:  # results of twice the size in shared memory
+        if dtype.itemsize == 4:  # fp32 results take twice the shared memory
             config = replace(config, num_stages=2)
         return product(left, right.mT, x if beta else None, c, alpha, beta, 0.0, False, config)
 

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The product of triton_product.py by plain loads and stores: for MI300X and for NVIDIA GPUs before Hopper, which have no descriptors
-in hardware. One program a tile; on AMD consecutive tiles go to one XCD (hip_ops/newton_schulz/tile_order.h has the reason)."""
+"""The product of triton_product.py with plain loads and stores, for MI300X and for NVIDIA GPUs before Hopper, which have no descriptors
+in hardware. One program per tile; on AMD consecutive tiles go to one XCD (hip_ops/newton_schulz/tile_order.h explains why)."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def pointer_product_kernel(
     rows = row * BLOCK_M + tl.arange(0, BLOCK_M)
     columns = column * BLOCK_N + tl.arange(0, BLOCK_N)
     depth = tl.arange(0, BLOCK_K)
-    # Rows past the end read some other row: what comes of them is not stored.
+    # Rows past the end read another row; their results are not stored.
     a_rows = (rows % m)[:, None]
     b_rows = (columns % n)[None, :]
     a_at = a_pointer + matrix * a_batch

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Batched matrix products of Newton-Schulz in Triton: the symmetric product, which computes only tiles on and below the diagonal,
-and the general one. One persistent kernel; operands come and results leave through tensor descriptors (TMA on Hopper).
+and the general one. One persistent kernel; operands and results use tensor descriptors (TMA on Hopper).
 
-A program walks tiles `program_id, program_id + grid, ...` of batch x lower triangle in row order, so that the tiles in flight belong to
-one or two matrices and share operand rows in L2. The mirror image of a tile leaves from the same accumulators, transposed through
-shared memory; where the diagonal cuts a tile, it is computed whole and its mirror image is sent past the end of the matrix, where
-the descriptor drops it: no branch, so that the tile loop and the k loop can be flattened into one pipelined loop. A A^T equals its
-transpose bit by bit because entry (i, j) and entry (j, i) are the same products summed in the same order.
+A program takes tiles `program_id, program_id + grid, ...` of batch x lower triangle in row order, so that the tiles in flight belong to
+one or two matrices and share operand rows in L2. The mirror image of a tile is stored from the same accumulators, transposed through
+shared memory. A tile on the diagonal is computed whole, and its mirror image is stored past the end of the matrix, where the
+descriptor drops it. This needs no branch, so that the tile loop and the k loop can be flattened into one pipelined loop. A A^T equals its
+transpose bit by bit because entries (i, j) and (j, i) sum the same products in the same order.
 
 Each operand is stored either by rows or by columns: Gram matrices of tall and of wide matrices need no transposed copy.
 """
@@ -86,7 +86,7 @@ def symmetric_product_kernel(
             acc = tl.dot(a, b, acc)
         past_the_end = tile_rows * BLOCK_M + tile_columns * BLOCK_N
         mirror_row0 = tl.where(column0 + BLOCK_N <= row0, column0, past_the_end)
-        if PARTS == 2:  # half the shared memory for results, which leaves a stage more for operands
+        if PARTS == 2:  # results in two halves, which leaves shared memory for one more stage of operands
             left, right = acc.reshape(BLOCK_M, 2, BLOCK_N // 2).permute(0, 2, 1).split()
             _store_part(left, d_desc, c_desc, mirror_desc, matrix, row0, column0, mirror_row0,
                         alpha, beta, gamma, SYMMETRIC, HAS_D, HAS_GAMMA, BLOCK_M, BLOCK_N // 2)
@@ -106,13 +106,13 @@ def _has_descriptors(device: torch.device) -> bool:
 
 
 def empty_rows(batch: int, rows: int, columns: int, like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """[batch, rows, columns] whose rows start on 16 bytes, as tensor descriptors require; contiguous where columns % 8 == 0."""
+    """Allocates [batch, rows, columns] whose rows start at multiples of 16 bytes, as tensor descriptors require."""
     padded = -(-columns // 8) * 8
     return like.new_empty((batch, rows, padded), dtype=dtype or like.dtype)[..., :columns]
 
 
 def stored(x: Tensor) -> tuple[Tensor, bool]:
-    """The storage of [batch, r, c] as a descriptor can read it, and whether it lies by columns, that is as [batch, c, r]."""
+    """Returns [batch, r, c] in a layout that a descriptor can read, and whether it is stored by columns, as [batch, c, r]."""
     if describable(x):
         return x, False
     if describable(x.mT):
@@ -125,7 +125,7 @@ def stored(x: Tensor) -> tuple[Tensor, bool]:
 def product(
     a: Tensor, b: Tensor, d: Tensor | None, c: Tensor, alpha: float, beta: float, gamma: float, symmetric: bool, config: ProductConfig
 ) -> Tensor:
-    """c = alpha a b^T + beta d + gamma I, [batch, m, n], by rows. a [batch, m, k] and b [batch, n, k] may lie by rows or by columns.
+    """Computes c = alpha a b^T + beta d + gamma I, [batch, m, n], by rows. a [batch, m, k] and b [batch, n, k] may be stored by rows or by columns.
 
     symmetric: m = n and the result is symmetric; only tiles on and below the diagonal are computed. Returns c.
     """

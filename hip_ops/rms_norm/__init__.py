@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Residual merge + RMSNorm in one pass over the stream, as torch operators with gradients for everything.
+"""Residual merge + RMSNorm in one pass over the stream, as torch operators with gradients of all arguments.
 
 The gradient of a merge reaches its inputs through both results: through y by the norm, and through new_residual, which the
-next merge reads. Where the statistics are taken and what is rounded when: reference.py. Saved for the backward pass: of the
-plain form new_residual, of ZAYA's output and residual, and rstd. Norms and merges that stand alone have no kernels: they are
-formulas, which torch.compile fuses on an accelerator.
+next merge reads. reference.py defines the statistics and the roundings. Saved for the backward pass: rstd; new_residual in the
+plain form, output and residual in ZAYA's. Single norms and merges have no kernels: torch.compile fuses their formulas on an
+accelerator.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ scale_residual = formula(reference.scale_residual)
 affine = formula(reference.affine)
 affine_rms_norm = formula(reference.affine_rms_norm)
 
-# A row stays in the registers of one program.
+# A program keeps a row in its registers.
 FITS = {"triton": lambda rows, *_: rows.shape[-1] <= 32768}
 VECTORS = """
     output_bias       [h]         =weight
@@ -38,7 +38,7 @@ RESULTS = """
 
 
 def _example(scaled: bool, backward: bool):
-    """ZAYA1's hidden size and dtypes, hence the kernels that it trains with."""
+    """Makes inputs of ZAYA1's hidden size and dtypes, which run the kernels of its training."""
 
     def make(device: torch.device) -> tuple:
         shape, hidden = (3, 7, 2048), 2048
@@ -136,7 +136,7 @@ def _scaled_gradients(ctx, dy, d_new_residual, _):
 
 
 def _given(dy: Tensor | None, like: Tensor, weight: Tensor) -> Tensor:
-    """The kernels always read dy: zeros where y was not used. (Where new_residual was not, they read nothing.)"""
+    """Passes zeros for dy where y was not used, because the kernels always read it. Without new_residual's gradient they read nothing."""
     return torch.zeros(like.shape, dtype=weight.dtype, device=like.device) if dy is None else dy
 
 
@@ -171,7 +171,7 @@ def scaled_residual_rms_norm(
     y = new_residual / sqrt(mean(new_residual^2) + eps) * weight
 
     Args: output [..., h] of the layer and residual [..., h], the stream, bf16 or fp32 each; the five vectors [h] of one dtype.
-    Returns (y in weight's dtype, new_residual in residual's), contiguous; else as add_rms_norm.
+    Returns (y in weight's dtype, new_residual in residual's), contiguous. Otherwise as add_rms_norm.
     """
     y, new_residual, _ = _scaled(
         output, residual, output_bias, output_scale, residual_bias, residual_scale, weight, eps

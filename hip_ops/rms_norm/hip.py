@@ -20,7 +20,7 @@ BF16_X, BF16_RESIDUAL, BF16_WEIGHT, ALIGNED = 1, 2, 4, 8
 
 
 def _types(x_dtype: torch.dtype, residual: Tensor, weight: Tensor, tensors: list[Tensor]) -> int:
-    """dtype bits, and ALIGNED where each row of each tensor starts at a multiple of 16 bytes."""
+    """Returns the dtype bits, and ALIGNED if each row of each tensor starts at a multiple of 16 bytes."""
     bits = sum(bit for bit, dtype in ((BF16_X, x_dtype), (BF16_RESIDUAL, residual.dtype), (BF16_WEIGHT, weight.dtype)) if dtype == torch.bfloat16)
     starts = (place for t in tensors for place in (t.data_ptr(), t.stride(0) * t.element_size() if t.dim() > 1 else 0))
     return bits | (0 if any(start % 16 for start in starts) else ALIGNED)
@@ -48,7 +48,7 @@ def _backward(
     dy: Tensor, d_new_residual: Tensor | None, x: Tensor | None, residual: Tensor, rstd: Tensor, vectors: tuple[Tensor, ...],
     weight: Tensor, x_dtype: torch.dtype,
 ) -> tuple[Tensor, ...]:
-    """d_x, d_residual and the gradients of the vectors and weight. Without vectors, x is None and residual new_residual."""
+    """Returns d_x, d_residual and the gradients of the vectors and weight. Without vectors, x is None and residual is new_residual."""
     device, hidden, scaled = dy.device, dy.shape[-1], bool(vectors)
     d_residual = torch.empty(residual.shape, dtype=residual.dtype, device=device)
     d_x = torch.empty(residual.shape if scaled or x_dtype != residual.dtype else 0, dtype=x_dtype, device=device)

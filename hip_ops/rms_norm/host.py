@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the host sides of the RMSNorm kernels share: rows, results, and the four functions of hip_ops.rms_norm.reference.
+"""Shared by the host sides of the RMSNorm kernels: rows, results, and the four functions of hip_ops.rms_norm.reference.
 
-Kernels have one forward and one backward for both forms: four vectors are ZAYA's merge, none the plain addition.
+One forward and one backward kernel compute both forms: with four vectors ZAYA's merge, without them the plain addition.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from torch import Tensor
 
 
 def empty_results(x: Tensor, residual: Tensor, weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """y [..., h] in weight's dtype, new_residual [..., h] in residual's and rstd [..., 1] in fp32, contiguous."""
+    """Allocates y [..., h] in weight's dtype, new_residual [..., h] in residual's and rstd [..., 1] in fp32, contiguous."""
     y = torch.empty(x.shape, dtype=weight.dtype, device=x.device)
     new_residual = torch.empty(x.shape, dtype=residual.dtype, device=x.device)
     return y, new_residual, torch.empty((*x.shape[:-1], 1), dtype=torch.float32, device=x.device)
 
 
 def functions(forward: Callable, backward: Callable) -> tuple[Callable, Callable, Callable, Callable]:
-    """add_rms_norm, add_rms_norm_backward, scaled_residual_rms_norm and scaled_residual_rms_norm_backward of a version.
+    """Returns add_rms_norm, add_rms_norm_backward, scaled_residual_rms_norm and scaled_residual_rms_norm_backward of a version.
 
     forward(x, residual, vectors, weight, eps) -> y, new_residual, rstd.
     backward(dy, d_new_residual, x, residual, rstd, vectors, weight, x_dtype) -> d_x, d_residual, gradients of vectors and weight;

@@ -34,7 +34,7 @@ def affine(x: Tensor, bias: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor
 def affine_rms_norm(
     x: Tensor, bias: Tensor, scale: Tensor, weight: Tensor, eps: float, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """`affine` and its RMSNorm: compiled, one kernel in which the two gradients of the stream meet."""
+    """`affine` and its RMSNorm. Compiled, they are one kernel that adds the two gradients of the stream."""
     stream = affine(x, bias, scale, dtype)
     return stream, rms_norm(stream, weight, eps)
 
@@ -68,9 +68,9 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tup
 def add_rms_norm_backward(
     dy: Tensor, d_new_residual: Tensor | None, new_residual: Tensor, rstd: Tensor, weight: Tensor, x_dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """d_residual, d_x in x_dtype, d_weight. d_new_residual None stands for zeros.
+    """d_residual, d_x in x_dtype, d_weight. d_new_residual None means zeros.
 
-    x and residual have the same gradient: where their dtypes agree it is given once and d_x is an empty tensor.
+    x and residual have the same gradient: where their dtypes agree it is returned once, as d_residual, and d_x is an empty tensor.
     """
     total, d_weight = _through_norm(dy, d_new_residual, new_residual, rstd, weight)
     d_x = total.to(x_dtype) if x_dtype != new_residual.dtype else total.new_empty(0, dtype=x_dtype)
@@ -134,7 +134,7 @@ def _normalize(new_residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor
 
 
 def _through_norm(dy, d_new_residual, new_residual, rstd, weight) -> tuple[Tensor, Tensor]:
-    """Gradient of new_residual through both outputs, in the compute dtype, and of weight."""
+    """Returns the gradient of new_residual through both outputs, in the compute dtype, and the gradient of weight."""
     value = new_residual.contiguous().to(rstd.dtype)
     dy = dy.contiguous().to(rstd.dtype)
     d_normalized = dy * weight.to(rstd.dtype)

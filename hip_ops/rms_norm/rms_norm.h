@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-// What the forward and the backward of residual merge + RMSNorm share: how a row lies on the lanes of a block, and its sums.
+// Shared by the forward and the backward of residual merge + RMSNorm: the layout of a row on the lanes of a block, and its sums.
 //
-// Fast kernels: kHidden / 8 threads hold a row, eight elements each, and a block at least 256 threads, hence several short rows.
-// All vectors of length hidden and, in the backward, the sums over rows stay in registers while a block walks over its rows,
-// so that they cost bytes once a block, and the loads of the next row are in flight across the barrier of this one.
+// Fast kernels: kHidden / 8 threads hold a row, eight elements each, and a block has at least 256 threads, hence several short rows.
+// All vectors of length hidden and, in the backward, the sums over rows stay in registers while a block loops over its rows,
+// so that they are read or written once per block, and the loads of the next row are in flight across the barrier of this one.
 // Generic kernels: any hidden size, any mixture of dtypes, any alignment; 256 threads a row, which is read twice.
 #pragma once
 
@@ -11,8 +11,8 @@
 
 // A row of the table: hidden size, then blocks a compute unit for the forward, plain and ZAYA's, and the backward, plain and
 // ZAYA's. All blocks are resident from the start (registers allow 8, 6, 5 and 3 of 256 threads), and their loads in flight, 36 to
-// 64 KiB a unit, are a multiple of what HBM's latency asks for. More of them would only read the vectors and write partial sums
-// more often: at 32,768 rows these are now 2 to 4 % of the bytes.
+// 64 KiB a unit, are several times the bytes that cover HBM's latency. More blocks would only read the vectors and write partial sums
+// more often; at 32,768 rows these are 2 to 4 % of the bytes.
 #define HO_RMS_NORM_TABLE(ROW) \
   ROW(256, 8, 4, 3, 2)         \
   ROW(512, 8, 4, 3, 2)         \
@@ -23,7 +23,7 @@
 
 constexpr int kLaneElements = 8;
 constexpr int kGenericThreads = 256;
-constexpr int kGenericBlocks = 4;  // a compute unit
+constexpr int kGenericBlocks = 4;  // blocks per compute unit
 
 // Flags of the host's `types` argument.
 constexpr int64_t kBf16X = 1, kBf16Residual = 2, kBf16Weight = 4, kAligned = 8;
@@ -35,7 +35,7 @@ constexpr bool has_fast_kernel(int64_t types, bool scaled) {
 
 constexpr int64_t blocks_for(int64_t rows, int64_t rows_per_block, int64_t most) {
   const int64_t tiles = (rows + rows_per_block - 1) / rows_per_block;
-  const int64_t rounds = (tiles + most - 1) / most;  // evenly loaded: no block ends a round early
+  const int64_t rounds = (tiles + most - 1) / most;  // blocks with equal numbers of rounds
   return rounds == 0 ? 0 : (tiles + rounds - 1) / rounds;
 }
 
@@ -62,11 +62,11 @@ template <int kHidden_, class X, class R> struct Layout {
 #if HO_HIP
   static constexpr bool kWaveRow = kRowThreads >= kWave;
 #else
-  static constexpr bool kWaveRow = false;  // no such broadcast there
+  static constexpr bool kWaveRow = false;  // no such broadcast on this target
 #endif
 
   static __device__ __forceinline__ int thread() { return kRows == 1 ? int(threadIdx.x) : int(threadIdx.x) % kRowThreads; }
-  // Row of the block. The same in a whole wave where a wave has one row: then rows' addresses are in scalar registers.
+  // A thread's row in the block. It is the same in a whole wave where a wave has one row; then addresses are in scalar registers.
   static __device__ __forceinline__ int group() {
     if constexpr (kRows == 1) return 0;
     else if constexpr (kRowThreads >= kWave) return wave_id() / (kRowThreads / kWave);
@@ -85,7 +85,7 @@ template <int kHidden_, class X, class R> struct Layout {
     return raw;
   }
 
-  // For what no kernel reads again soon.
+  // For data that no kernel reads soon.
   template <class T> static __device__ __forceinline__ Raw<T> load_once(const T* row) {
     Raw<T> raw;
 #pragma unroll
@@ -105,7 +105,7 @@ template <int kHidden_, class X, class R> struct Layout {
     for (int k = 0; k < kLaneElements; ++k) v[k] = to_float(T(raw.piece[k / kWidth][k % kWidth]));
   }
 
-  // The compiler may no longer know what it derived from `raw`: it converts again instead of holding eight floats in registers.
+  // Hides `raw` from the compiler, so that it converts again instead of keeping eight floats in registers.
   template <class T> static __device__ __forceinline__ void forget(Raw<T>& raw) {
 #if HO_HIP
 #pragma unroll
@@ -115,8 +115,8 @@ template <int kHidden_, class X, class R> struct Layout {
 
   template <class T> static __device__ __forceinline__ void load_values(const T* row, float (&v)[kLaneElements]) { values(load(row), v); }
 
-  // A number for each row: where a wave has one row, one lane reads it (4 bytes, not 4 a lane), and the others get it at its use.
-  // Not by a scalar load: one in flight would make the row sum's LDS accesses wait for it.
+  // A number per row: where a wave has one row, one lane reads it (4 bytes instead of 4 per lane), and the others get it at its use.
+  // A scalar load would make the row sum's LDS accesses wait for it.
   static __device__ __forceinline__ float load_row_value(const float* from) {
     if (kWaveRow && lane_id() != 0) return 0.0f;
     return *from;
@@ -143,9 +143,9 @@ template <int kHidden_, class X, class R> struct Layout {
   }
 };
 
-// Sum over the kRowThreads threads of a row. `slots` has kSlots<kThreads> floats: one for each half wave of the block, twice, for
-// a wave may be at its next row's sum while another still reads this one's, never two rows on, so one barrier a row is enough when
-// `parity` alternates. (Half waves: LDS adds the halves as cheaply as a sixth exchange, and blocks of 16 waves have no collective
+// Sum over the kRowThreads threads of a row. `slots` has kSlots<kThreads> floats: one per half wave of the block, twice,
+// because a wave may write its next row's sum while another still reads this one's. It is never two rows ahead, so one barrier per row
+// is enough when `parity` alternates. (Half waves: LDS adds the halves as cheaply as a sixth exchange, and blocks of 16 waves have no collective
 // over whole waves on NVIDIA.)
 constexpr int kHalf = kWave / 2;
 template <int kThreads> constexpr int kSlots = 2 * (kThreads / kHalf);
@@ -164,7 +164,7 @@ template <int kRowThreads, int kThreads> __device__ __forceinline__ float row_su
     block_sync_lds();  // row sum
     const float* of_row = of_block + (kRowThreads == kThreads ? 0 : wave_id() * 2 / kRowHalves * kRowHalves);
     float total = 0.0f;
-#pragma unroll 2  // all at once would take 32 registers of the widest rows
+#pragma unroll 2  // all at once would take 32 registers for the widest rows
     for (int i = 0; i < kRowHalves; i += 4) {
       const f32x4 four = *reinterpret_cast<const f32x4*>(of_row + i);
       total += four[0] + four[1] + four[2] + four[3];

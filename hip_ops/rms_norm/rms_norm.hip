@@ -24,7 +24,7 @@ __device__ __forceinline__ void forward_rows(
   typename L::template Raw<X> raw_x{};
   typename L::template Raw<R> raw_r{};
   if (row < rows) raw_x = L::load_once(x + row * x_stride), raw_r = L::load_once(residual + row * residual_stride);
-  for (int parity = 0; first < rows; first += step, row += step, parity ^= 1) {  // `first` is the block's: all meet at the barrier
+  for (int parity = 0; first < rows; first += step, row += step, parity ^= 1) {  // `first` is the same in a block, so all threads reach the barrier
     float a[kLaneElements], value[kLaneElements], squares = 0.0f;
     L::values(raw_x, a), L::values(raw_r, value);
     if (row + step < rows) raw_x = L::load_once(x + (row + step) * x_stride), raw_r = L::load_once(residual + (row + step) * residual_stride);
@@ -81,7 +81,7 @@ __device__ __forceinline__ void forward_any(
     for (int column = int(threadIdx.x) * kLaneElements; column < hidden; column += kGenericThreads * kLaneElements) {
       const int count = columns_of_lane(column, hidden);
       float value[kLaneElements], w[kLaneElements];
-      stored.load(row * hidden + column, count, value), of_w.load(column, count, w);  // what this very thread stored
+      stored.load(row * hidden + column, count, value), of_w.load(column, count, w);  // stored by the same thread
 #pragma unroll
       for (int k = 0; k < kLaneElements; ++k) value[k] = value[k] * scale * w[k];
       of_y.store(row * hidden + column, count, value);
@@ -113,7 +113,7 @@ HO_RMS_NORM_TABLE(FORWARD_ROW)
 FORWARD_ANY(ho_add_rms_norm_any, false)
 FORWARD_ANY(ho_scaled_residual_rms_norm_any, true)
 
-// Without the four merge vectors (null) the plain form. `types`: kBf16X | kBf16Residual | kBf16Weight | kAligned. The strides are
+// Null merge vectors select the plain form. `types`: kBf16X | kBf16Residual | kBf16Weight | kAligned. The strides are
 // in elements; y and new_residual are contiguous. `processors`: compute units of the device.
 HO_EXPORT int ho_rms_norm_forward(const void* x, const void* residual, const void* x_bias, const void* x_scale, const void* residual_bias,
                                   const void* residual_scale, const void* weight, void* y, void* new_residual, void* rstd,

@@ -4,7 +4,7 @@
 
 #include "rms_norm.h"
 
-// A tensor's elements at + [0, count), count <= 8, as 16-byte vectors where all eight are there and aligned.
+// A tensor's elements at + [0, count), count <= 8, as 16-byte vectors if there are eight and they are aligned.
 struct AnyRow {
   const void* base;
   bool is_bf16;

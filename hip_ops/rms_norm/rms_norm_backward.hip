@@ -5,8 +5,8 @@
 //     plain: d_x = d_residual = g                    ZAYA: d_x = g x_scale, d_residual = g residual_scale
 // and over all rows sum g, sum g x, sum g residual and sum dy n, from which the gradients of all vectors follow:
 //     d_x_bias = x_scale sum g,  d_x_scale = sum g x + x_bias sum g,  likewise of the residual,  d_weight = sum dy n.
-// Two launches: blocks walk over rows and write their sums as partial [blocks][4 or 1][hidden], then these are added in a fixed
-// order. No atomics. ZAYA's form merges new_residual again instead of reading it: x and residual are read anyway.
+// Two launches: blocks loop over rows and write their sums as partial [blocks][4 or 1][hidden]; the second launch adds these in a fixed
+// order. No atomics. ZAYA's form merges new_residual again instead of reading it, because x and residual are read anyway.
 #include "rms_norm_any.h"
 
 __device__ __forceinline__ void add_products(float (&sum)[kLaneElements], const float (&a)[kLaneElements], const float (&b)[kLaneElements]) {
@@ -22,7 +22,7 @@ template <class L> __device__ __forceinline__ void store_floats(float* out, cons
   }
 }
 
-// The block's sum of each column to `out`; the rows of a block are added in the order of their place in it.
+// Writes the block's sum of each column to `out`; the rows of a block are added in their order.
 template <class L> __device__ __forceinline__ void store_block_sum(const float (&sum)[kLaneElements], float* out, float* scratch) {
   if constexpr (L::kRows == 1) {
     store_floats<L>(out, sum);
@@ -46,7 +46,7 @@ __device__ __forceinline__ void backward_rows(
     const W* residual_bias, const W* residual_scale, const W* weight, X* d_x, R* d_residual, float* partial, int64_t rows,
     int64_t dy_stride, int64_t d_new_residual_stride, int64_t x_stride, int64_t residual_stride) {
   HO_LDS(float, slots, kSlots<L::kThreads>);
-  constexpr bool kPrefetch = !kScaled || L::kThreads < 1024;  // else two rows are more than the registers hold
+  constexpr bool kPrefetch = !kScaled || L::kThreads < 1024;  // otherwise two rows do not fit into the registers
   float w[kLaneElements], s_x[kLaneElements], s_r[kLaneElements], shift[kLaneElements];
   float sum_g[kLaneElements] = {}, sum_gx[kLaneElements] = {}, sum_gr[kLaneElements] = {}, sum_w[kLaneElements] = {};
   L::load_values(weight, w);
@@ -133,7 +133,7 @@ __device__ __forceinline__ void backward_rows(
   BACKWARD(ho_scaled_residual_rms_norm_backward_##hidden, hidden, bf16, float, true)
 HO_RMS_NORM_TABLE(BACKWARD_ROW)
 
-// One row after the other; each lane keeps its columns' sums in `partial` itself, which only it touches.
+// One row after the other; each lane keeps its columns' sums in its own elements of `partial`.
 template <bool kScaled>
 __device__ __forceinline__ void backward_any(
     const void* dy, const void* d_new_residual, const void* x, const void* residual, const float* rstd, const void* x_bias,
@@ -228,7 +228,7 @@ __device__ __forceinline__ void backward_any(
 BACKWARD_ANY(ho_add_rms_norm_backward_any, false)
 BACKWARD_ANY(ho_scaled_residual_rms_norm_backward_any, true)
 
-// Blocks that the row kernel is launched with; partial has a [4 or 1][hidden] for each. 0 for no rows.
+// The number of blocks of the row kernel; partial has [4 or 1][hidden] per block. 0 for no rows.
 HO_EXPORT int64_t ho_rms_norm_backward_blocks(int64_t rows, int64_t hidden, int64_t types, int64_t scaled, int64_t processors) {
   if (has_fast_kernel(types, scaled)) {
 #define BLOCKS(H, forward, scaled_forward, most, scaled_most) \
@@ -239,8 +239,8 @@ HO_EXPORT int64_t ho_rms_norm_backward_blocks(int64_t rows, int64_t hidden, int6
   return blocks_for(rows, 1, processors * kGenericBlocks);
 }
 
-// First launch: d_x, d_residual and partial. Without the four merge vectors (null) the plain form, whose `residual` is new_residual,
-// x is not read, and d_x is written only where its dtype differs. d_new_residual may be null.
+// First launch: d_x, d_residual and partial. Null merge vectors select the plain form: `residual` is new_residual, x is not read, and
+// d_x is written only if its dtype differs. d_new_residual may be null.
 HO_EXPORT int ho_rms_norm_backward(const void* dy, const void* d_new_residual, const void* x, const void* residual, const void* rstd,
                                    const void* x_bias, const void* x_scale, const void* residual_bias, const void* residual_scale,
                                    const void* weight, void* d_x, void* d_residual, void* partial, int64_t rows, int64_t hidden,

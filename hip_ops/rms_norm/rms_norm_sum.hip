@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Second launch of the RMSNorm backward: adds partial [blocks][4 or 1][hidden] over the blocks, always in the same order, and makes
-// the gradients of the vectors of the sums (formulas: rms_norm_backward.hip). A block of threads has 16 columns, so that even 2048
-// of them give enough blocks, and reads whole 64-byte pieces; 32 threads share a column and take every 32nd row of partial each.
+// Second launch of the RMSNorm backward: adds partial [blocks][4 or 1][hidden] over the blocks, always in the same order, and computes
+// the gradients of the vectors from the sums (formulas: rms_norm_backward.hip). A block of threads has 16 columns, so that even 2048
+// columns give enough blocks, and reads whole 64-byte pieces; 32 threads share a column and take every 32nd row of partial each.
 #include "rms_norm.h"
 
 constexpr int kColumns = 16, kSlices = 32, kSumThreads = kColumns * kSlices;
@@ -68,7 +68,7 @@ HO_KERNEL(ho_rms_norm_sum_vectors, kSumThreads)
   store_as(d_weight, column, is_bf16, total[3]);
 }
 
-// Without the merge vectors (null) only d_weight.
+// Null merge vectors: only d_weight.
 HO_EXPORT int ho_rms_norm_backward_sum(const void* partial, const void* x_bias, const void* x_scale, const void* residual_bias,
                                        const void* residual_scale, void* d_x_bias, void* d_x_scale, void* d_residual_bias,
                                        void* d_residual_scale, void* d_weight, int64_t blocks, int64_t hidden, int64_t types, void* stream) {

@@ -27,7 +27,7 @@ def rms_norm_forward_kernel(
     x, residual, output_bias, output_scale, residual_bias, residual_scale, weight, y, new_residual, rstd, rows, hidden,
     x_stride, residual_stride, eps, SCALED: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
 ):
-    """y, new_residual and rstd of rows pid * ROWS + [0, ROWS), then of those num_programs * ROWS further on."""
+    """Computes y, new_residual and rstd of rows pid * ROWS + [0, ROWS), then of every num_programs * ROWS-th block of rows."""
     columns = tl.arange(0, BLOCK)[None, :]
     inside = columns < hidden
     w = tl.load(weight + columns, mask=inside, other=0.0).to(tl.float32)
@@ -63,7 +63,7 @@ def rms_norm_backward_kernel(
     SCALED: tl.constexpr, HAS_D_NEW_RESIDUAL: tl.constexpr, WRITES_D_X: tl.constexpr, ROWS: tl.constexpr,
     BLOCK: tl.constexpr, STAGES: tl.constexpr,
 ):
-    """d_x and d_residual of the program's rows, and its sums over them in partial [programs, 4 or 1, hidden].
+    """Computes d_x and d_residual of the program's rows, and their sums in partial [programs, 4 or 1, hidden].
 
     Sums: g, g * x, g * residual (where SCALED), dy * normalized. Without SCALED, `residual` is new_residual and `x` unused.
     """
@@ -133,7 +133,7 @@ def rms_norm_sum_kernel(
     partial, output_bias, output_scale, residual_bias, residual_scale, d_output_bias, d_output_scale, d_residual_bias,
     d_residual_scale, d_weight, programs, hidden, SCALED: tl.constexpr, PROGRAMS: tl.constexpr, BLOCK: tl.constexpr,
 ):
-    """The gradients of the vectors from partial [programs, 4 or 1, hidden], BLOCK columns a program."""
+    """Computes the gradients of the vectors from partial [programs, 4 or 1, hidden], BLOCK columns per program."""
     SUMS: tl.constexpr = 4 if SCALED else 1
     columns = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = columns < hidden
@@ -167,7 +167,7 @@ def rms_norm_sum_kernel(
 
 @dataclass(frozen=True)
 class Launch:
-    """block: columns of the tile, a power of two; rows: rows of the tile; programs: None for one a tile."""
+    """A tile's columns (block, a power of two) and rows. programs: of the grid; None: one per tile."""
 
     block: int
     rows: int
@@ -177,17 +177,17 @@ class Launch:
 
 
 def launch(hidden_size: int, *, scaled: bool, backward: bool, warp_size: int | None = None) -> Launch:
-    """The tile and grid for a hidden size; warp_size None for this torch's kind of device.
+    """Chooses tile and grid for a hidden size. warp_size None: of the devices that this torch is built for.
 
-    Forward: a program a tile, as nothing but vectors could be kept, which a cache holds as well; so measured on an H100. On MI300X,
-    where nothing is measured, ZAYA's form keeps its five vectors. Backward: as many programs as the registers let be resident, so
-    that vectors are read and partial sums written once a program.
+    Forward: one program per tile, because a program that loops could only keep the vectors, which the cache holds anyway (measured on
+    an H100). On MI300X (not measured) ZAYA's form keeps its five vectors. Backward: as many programs as the registers allow, so that
+    vectors are read and partial sums written once per program.
     """
     warp_size = warp_size or (32 if torch.version.hip is None else 64)
     nvidia = warp_size == 32
     block = max(triton.next_power_of_2(hidden_size), 128)
     rows = max(1, 1024 // block)
-    # Elements a lane. Where sums and vectors stay in registers, 16 bytes of ZAYA's fp32 stream: so neighbouring lanes store
+    # Elements per lane. Where sums and vectors stay in registers, 16 bytes of ZAYA's fp32 stream: then neighbouring lanes store
     # neighbouring bytes (Triton would pass wider ones through shared memory first) and registers are left for loads.
     per_lane = (16 if backward else 8) if not scaled else 16 if nvidia and not backward else 4
     num_warps = min(max(block * rows // (per_lane * warp_size), 128 // warp_size), 1024 // warp_size)
@@ -197,13 +197,13 @@ def launch(hidden_size: int, *, scaled: bool, backward: bool, warp_size: int | N
     resident = (512 if backward else 1024) * (1 if nvidia else 2)
     if nvidia and backward and not scaled and block <= 2048:
         resident = 256  # measured: with three rows on the way, two programs of four warps do better than four
-    # The next rows' loads on the way; wider rows do not fit into the registers or the shared memory as often.
+    # Loads of the next rows in flight; wider rows leave less room for them in registers and shared memory.
     stages = 1 if not backward or block > 8192 or num_warps * warp_size >= 1024 else 3 if nvidia and block <= 4096 else 2
     return Launch(block, rows, num_warps, max(1, resident // (num_warps * warp_size)), stages)
 
 
 def programs(chosen: Launch, rows: int, device: torch.device) -> int:
-    """Programs for `rows`, evenly loaded: no more than fit, and none that ends a round early."""
+    """Returns the number of programs for `rows`: at most as many as fit, with equal numbers of rounds."""
     tiles = triton.cdiv(rows, chosen.rows)
     if chosen.programs_per_multiprocessor is None:
         return tiles
@@ -213,7 +213,7 @@ def programs(chosen: Launch, rows: int, device: torch.device) -> int:
 
 @functools.lru_cache(maxsize=256)
 def _plan(choose: Callable, hidden_size: int, rows: int, device: torch.device, scaled: bool, backward: bool) -> tuple[int, dict]:
-    """Programs, and the keywords of the launch. `choose` is `launch`: in the key, since benchmarks put others in its place."""
+    """Returns the number of programs and the keywords of the launch. `choose` is `launch`; it is part of the key because benchmarks replace it."""
     chosen = choose(hidden_size, scaled=scaled, backward=backward)
     keywords = {"SCALED": scaled, "ROWS": chosen.rows, "BLOCK": chosen.block, "STAGES": chosen.stages, "num_warps": chosen.num_warps}
     return programs(chosen, rows, device), keywords

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """ZAYA1's router behind its down projection as torch operators: state, MLP and choice in one pass, and the chain of its gradients in another.
 
-Conventions that all versions share are in hip_ops/router_mlp/reference.py. The operators have no gradients of their own: callers write the
-backward pass from `router_mlp_backward` and the products that it leaves to them, which may go straight into main gradients.
+Conventions that all versions share are in hip_ops/router_mlp/reference.py. The operators register no gradients: callers build the
+backward pass from `router_mlp_backward` and the matrices' products, which they may add directly to main gradients.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ MOST_CLASSES = 64  # of the Triton kernels
 
 
 class Routed(NamedTuple):
-    """state, hidden1, hidden2 [n, r] and logits [n, columns(c)], zeros behind the classes, in the tensors' dtype; weights fp32 [n]; ids int64 [n];
+    """state, hidden1, hidden2 [n, r] and logits [n, columns(c)], zeros after the classes, in the tensors' dtype; weights fp32 [n]; ids int64 [n];
     statistics fp32 [c + 1]: the tokens of each class, exact up to 2^24, and the sum of the entropies (nats) of the tokens' probabilities."""
 
     state: Tensor
@@ -51,7 +51,7 @@ class RouterGradients(NamedTuple):
 
 
 def _example(device: torch.device) -> tuple:
-    """ZAYA1's width and classes in bf16, with a last tile that is not full."""
+    """Makes inputs of ZAYA1's width and classes in bf16, with a partly filled last tile."""
     rows, r, c = 150, 256, 17
 
     def random(*shape: int) -> Tensor:
@@ -73,7 +73,7 @@ def _backward_example(device: torch.device) -> tuple:
 
 
 def _compare(got: list, want: list, tolerance: float) -> str | None:
-    """What differs, or None. Where the two best classes of a token lie within rounding, both are right; weights are compared where the choices agree."""
+    """Returns the difference, or None. If a token's two best classes are equal within rounding, both are right; weights are compared where choices agree."""
     (mine, theirs), arguments = (Routed(*got[0]), Routed(*want[0])), want[1]
     same = mine.ids == theirs.ids
     biased = torch.softmax(theirs.logits[:, : len(arguments[9])].float(), -1) + arguments[10]
@@ -96,21 +96,19 @@ def _compare(got: list, want: list, tolerance: float) -> str | None:
 
 
 def _fits(w_out: Tensor) -> bool:
-    """Whether the Triton kernels take this router: half precision, and matrices that fit their tiles."""
+    """Returns whether the Triton kernels take this router: half precision, and matrices that fit their tiles."""
     classes, width = w_out.shape
     return w_out.dtype in (torch.bfloat16, torch.float16) and width in TRITON_WIDTHS and classes <= MOST_CLASSES
 
 
-def _rule(given: dict) -> str | None:
+def _rule(given: dict) -> tuple[str, str] | None:
     classes, columns = given["c"], reference.columns(given["c"])
     if (given["previous"] is None) != (given["gamma"] is None):
-        return "one of previous and gamma is None; they must be given both or not at all"
+        return "one of previous and gamma is None", "both or neither"
     if not -1 <= given["unweighted"] < classes:
-        return f"unweighted is {given['unweighted']}; it must be -1 or one of the {classes} classes"
+        return f"unweighted is {given['unweighted']}", f"-1 or one of the {classes} classes"
     if given.get("columns", columns) != columns:
-        return (
-            f"logits has {given['columns']} columns; it must have {columns}, of which the first {classes} are classes"
-        )
+        return f"logits has {given['columns']} columns", f"{columns}, of which the first {classes} are classes"
     return None
 
 
@@ -159,7 +157,7 @@ _backward = Operator(
     rule=_rule,
     fake=reference.router_mlp_backward,
     example=_backward_example,
-    tolerance=2 * TOLERANCES[torch.bfloat16],  # sums of numbers rounded to bf16, of which a few round the other way
+    tolerance=2 * TOLERANCES[torch.bfloat16],  # sums of bf16 numbers, a few of which round the other way
     fits={"triton": lambda *arguments: _fits(arguments[12])},
 )
 
@@ -181,10 +179,10 @@ def router_mlp(
     eps: float,
     unweighted: int = -1,
 ) -> Routed:
-    """The router behind its down projection (arXiv 2605.05365 section II-A-2; formulas: reference), without gradients.
+    """Computes the router behind its down projection (arXiv 2605.05365 section II-A-2; formulas: reference), without gradients.
 
     Args: projected [n, r]; previous [n, r], the state of the layer before, and gamma [r], or None for both; b_down, w_norm, b1, b2 [r]; w1, w2 [r, r];
-    w_out [c, r]; biases fp32 [c], of the choice alone; forced int64 [n] replaces the choice where it is not negative, and is below c; unweighted: a class
+    w_out [c, r]; biases fp32 [c], for the choice only; forced int64 [n] replaces the choice where it is not negative, and is below c; unweighted: a class
     whose tokens get the weight 0, or -1. All but the last three share one dtype: bf16, fp16, fp32 or fp64. The kernels take bf16 and fp16.
     Of equal probabilities with their biases the first class wins. Raises ValueError on wrong shapes, dtypes or devices.
     """
@@ -207,7 +205,7 @@ def router_mlp_backward(
     eps: float,
     unweighted: int = -1,
 ) -> RouterGradients:
-    """Gradients from those of weights, d_weights fp32 [n] (fp64 for fp64), and of state, d_state [n, r] or None.
+    """Returns the gradients, from those of weights, d_weights fp32 [n] (fp64 for fp64), and of state, d_state [n, r] or None.
 
     routed: what router_mlp returned, of which state, hidden1, hidden2, logits and ids are read. Other arguments and errors as there.
     """

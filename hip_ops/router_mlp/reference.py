@@ -6,7 +6,7 @@
     choice   the first class with the largest softmax(logits) + balancing bias        weight  its probability, without the bias
 
 GELU is the exact one (with erf). The result of every line is computed in fp32 (fp64 for fp64 tensors) from rounded operands and rounded to the tensors'
-dtype, as a model in that dtype rounds it; probabilities and all that follows from them stay in fp32. A probability that is NaN is chosen, the first of them.
+dtype, as a model in that dtype rounds it; probabilities and their results stay in fp32. The first NaN among the probabilities is chosen.
 
 Shapes: projected, previous, state, hidden1, hidden2 [n, r]; vectors [r]; w1, w2 [r, r]; w_out [c, r]; biases fp32 [c]; forced int64 [n] replaces the
 choice where it is not negative; tokens of class `unweighted` (-1: none) get the weight 0 and no gradient.
@@ -40,7 +40,7 @@ def router_mlp(
     eps: float,
     unweighted: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """state, weights fp32 [n], ids int64 [n], hidden1, hidden2, logits [n, columns(c)], and statistics fp32 [c + 1].
+    """Returns state, weights fp32 [n], ids int64 [n], hidden1, hidden2, logits [n, columns(c)], and statistics fp32 [c + 1].
 
     The statistics are the tokens of each class, exact up to 2^24, and the sum of the entropies of the probabilities in nats.
     """
@@ -80,7 +80,7 @@ def router_mlp_backward(
     eps: float,
     unweighted: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """For the gradients d_weights [n] and d_state [n, r] (None: no gradient of state):
+    """Returns, for the gradients d_weights [n] and d_state [n, r] (None: no gradient of state):
 
     d_projected [n, r], d_previous [n, r] (empty without gamma), sums over the rows fp32 [5, r], the gradients of SUMS, and three pairs whose products
     are the gradients of w1, w2 and w_out: d_hidden1 and normed, d_hidden2 and gelu(hidden1) [n, r], d_logits [n, columns(c)] and gelu(hidden2).
@@ -128,13 +128,13 @@ def _gelu(x: Tensor) -> Tensor:
 
 
 def _gelu_backward(grad: Tensor, x: Tensor) -> Tensor:
-    """grad * gelu'(x), gelu'(x) = (1 + erf(x / sqrt 2)) / 2 + x exp(-x^2 / 2) / sqrt(2 pi); rounded to x's dtype."""
+    """Returns grad * gelu'(x), gelu'(x) = (1 + erf(x / sqrt 2)) / 2 + x exp(-x^2 / 2) / sqrt(2 pi); rounded to x's dtype."""
     compute = wide(x.dtype)
     return cast(torch.ops.aten.gelu_backward(cast(grad, compute), cast(x, compute)), x.dtype)
 
 
 def _normed(state: Tensor, w_norm: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
-    """The norm in state's dtype, its direction without w_norm, and 1 / the root of the mean square; the last two in the compute dtype."""
+    """Returns the norm in state's dtype, the norm without w_norm, and 1 / the root of the mean square; the last two in the compute dtype."""
     value = cast(state, wide(state.dtype))
     inverse = torch.rsqrt(value.square().mean(-1, keepdim=True) + eps)
     direction = value * inverse

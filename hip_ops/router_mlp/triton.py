@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""ZAYA1's router behind its down projection in Triton: one kernel forward, one backward. No atomics: a sum over rows is summed in each program, then over the programs.
+"""ZAYA1's router behind its down projection in Triton: one kernel forward, one backward, no atomics.
 
-Same functions and conventions as hip_ops.router_mlp.reference. A program computes a tile of rows from the state to the choice, or back. Each product keeps
-its rows in shared memory and reads the matrix from the cache, a part of its columns at a time, while the next part is loaded. The results of a part go to
-the result tensors; the next product reads its rows there after a barrier, as no other program writes these rows. So registers hold one part, and two
-programs share a multiprocessor of Hopper. Importing this module imports triton.
+Same functions and conventions as hip_ops.router_mlp.reference. A program computes a tile of rows from the state to the choice, or back; sums over rows are
+first taken in each program, then over the programs. Each product keeps its rows in shared memory and reads the matrix from the cache, a part of its columns
+at a time, while the next part is loaded. A part's results go to the result tensors; the next product reads its rows there after a barrier, because no other
+program writes them. So registers hold one part, and two programs share a multiprocessor of Hopper. Importing this module imports triton.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def gelu_backward(grad, x):
 
 @triton.jit
 def back_through_gelu(grad, hidden, active, d_hidden, total, at, here):
-    """grad, of gelu(hidden), to that of hidden, written to d_hidden; gelu(hidden) to active; the sum over rows to total. A part of the columns, `at`."""
+    """For the columns `at`: writes the gradient of hidden to d_hidden, gelu(hidden) to active and the sum over rows to total. grad: of gelu(hidden)."""
     x = tl.load(hidden + at, mask=here, other=0.0)
     tl.store(active + at, gelu(x), mask=here)
     grad = gelu_backward(grad, x)
@@ -51,7 +51,7 @@ def back_through_gelu(grad, hidden, active, d_hidden, total, at, here):
 
 @triton.jit
 def softmax(logits, known):
-    """In fp32 over the columns that are `known`; zeros in the others."""
+    """Softmax in fp32 over the columns where `known` holds; zeros in the others."""
     wide = tl.where(known, logits.to(tl.float32), float("-inf"))
     raised = tl.exp(wide - tl.max(wide, axis=1)[:, None])
     return raised / tl.sum(raised, axis=1)[:, None]
@@ -64,7 +64,7 @@ def router_mlp_forward_kernel(
     HAS_PREVIOUS: tl.constexpr, HAS_FORCED: tl.constexpr, R: tl.constexpr, CLASSES: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr,
     PART: tl.constexpr,
 ):
-    """BLOCK tokens. statistics: of this program's. COLUMNS: CLASSES and some that no token has."""
+    """Computes BLOCK tokens. statistics: of this program's tokens. COLUMNS: CLASSES and the padding columns after them."""
     row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = row < rows
     channel = tl.arange(0, R)
@@ -96,7 +96,7 @@ def router_mlp_forward_kernel(
         y = tl.dot(x, tl.load(w1 + part[None, :] * R + channel[:, None]), input_precision="ieee") + tl.load(b1 + part).to(tl.float32)[None, :]
         y = y.to(x.dtype)
         tl.store(hidden1 + to, y, mask=here)
-        tl.store(hidden2 + to, gelu(y), mask=here)  # on its way to the next product
+        tl.store(hidden2 + to, gelu(y), mask=here)  # loaded ahead for the next product
     tl.debug_barrier()
     x = tl.load(hidden2 + at, mask=here, other=0.0)
     tl.debug_barrier()
@@ -138,7 +138,7 @@ def router_mlp_backward_kernel(
     HAS_PREVIOUS: tl.constexpr, HAS_D_STATE: tl.constexpr, R: tl.constexpr, CLASSES: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr,
     PART: tl.constexpr,
 ):
-    """BLOCK tokens; sums: the five of this program. Rows behind the last one are zeros and add nothing."""
+    """Computes BLOCK tokens; sums: the five of this program. Rows beyond the last one are zeros."""
     row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = row < rows
     here = inside[:, None]
@@ -173,7 +173,7 @@ def router_mlp_backward_kernel(
         part = first + tl.arange(0, PART)
         to = row.to(tl.int64)[:, None] * R + part[None, :]
         back = tl.dot(grad, tl.load(w1 + channel[:, None] * R + part[None, :]), input_precision="ieee").to(grad.dtype)
-        tl.store(d_projected + to, back, mask=here)  # on its way to the loop below
+        tl.store(d_projected + to, back, mask=here)  # loaded ahead for the loop below
         wide = tl.load(state + to, mask=here, other=0.0).to(tl.float32)
         squares += tl.sum(wide * wide, axis=1)
         products += tl.sum(back.to(tl.float32) * tl.load(w_norm + part).to(tl.float32)[None, :] * wide, axis=1)
@@ -205,7 +205,7 @@ def router_mlp_backward_kernel(
 
 @dataclass(frozen=True)
 class Launch:
-    """Rows of a program, columns of a result at a time, warps, parts of a matrix on their way at a time, and the most registers of a thread."""
+    """Rows per program, columns of a result at a time, warps, parts of a matrix in flight, and maximum registers per thread."""
 
     block: int
     part: int
@@ -219,7 +219,7 @@ class Launch:
 
 
 def launch(width: int, *, warp_size: int | None = None) -> Launch:
-    """The tile of both kernels for a router of so many channels. warp_size None for this torch's kind of device."""
+    """Chooses the tile of both kernels for a router of `width` channels. warp_size None: of the devices that this torch is built for."""
     warp_size = warp_size or (32 if torch.version.hip is None else 64)
     if warp_size == 64:
         return Launch(32, 32, 4)
@@ -228,7 +228,7 @@ def launch(width: int, *, warp_size: int | None = None) -> Launch:
 
 @functools.lru_cache(maxsize=256)
 def _plan(choose: Callable, rows: int, width: int, classes: int) -> tuple[int, dict]:
-    """Programs, and the keywords of the launch. `choose` is `launch`: in the key, since tests put others in its place."""
+    """Returns the number of programs and the keywords of the launch. `choose` is `launch`; it is part of the key because tests replace it."""
     chosen = choose(width)
     keywords = {"R": width, "CLASSES": classes, "COLUMNS": columns(classes), "BLOCK": chosen.block, "PART": chosen.part}
     return triton.cdiv(rows, chosen.block), keywords | chosen.options

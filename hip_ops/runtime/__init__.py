@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What operators share: their declaration, the choice among their versions, self-check, and building and loading of HIP kernels."""
+"""Shared by all operators: declaration, choice among versions, self-check, and building and loading of HIP kernels."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The architecture of a device, as compilers, tables and libraries are named by it."""
+"""Names the architecture of a device; compilers, tuning tables and libraries use this name."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import torch
 
 
 def architecture(device: torch.device) -> str:
-    """gfx942, ... of an AMD GPU, sm_90, ... of an NVIDIA one; else the type of device."""
+    """Returns the name: "gfx942" for an AMD GPU, "sm_90" for an NVIDIA one, otherwise the device's type."""
     if device.type != "cuda":
         return device.type
     if torch.version.hip is not None:

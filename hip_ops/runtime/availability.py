@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether a version can run on a device. Nothing is compiled to find out."""
+"""Finds whether a version can run on a device, without compiling anything."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from hip_ops.runtime.library import target_of
 
 
 def missing(version: str, device: torch.device, named: bool) -> str | None:
-    """Why `version` is not available on `device`, or None. named: asked for by name, and not as a part of auto."""
+    """Returns why `version` is not available on `device`, or None. named: requested by name, not through auto."""
     if version == "hip":
         return _hip(device, named)
     if version == "compiled" and device.type == "cpu":

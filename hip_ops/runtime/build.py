@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Builds the kernels into one shared library a target, at first use or ahead of it (`python -m hip_ops build`).
+"""Builds the kernels into one shared library per target, at first use or ahead of it (`python -m hip_ops build`).
 
 A library is known by the hash of its sources, flags and compiler: `<cache>/<target>-<hash>/libhip_ops.so`, beside a manifest.json that holds
-its checksum. Both are renamed into place, and a library whose checksum is not its manifest's is built anew, so that neither a killed
-build nor a full disk leaves something behind that is taken for a library.
+its checksum. Both are renamed into place, and a library whose checksum differs from its manifest's is built again. So a killed build or a
+full disk never leaves a file that would be loaded as a library.
 """
 
 import hashlib
@@ -27,18 +27,18 @@ LIBRARY = "libhip_ops.so"
 MANIFEST = "manifest.json"
 SCRATCH = "building-"  # prefix of the folders that a build works in
 
-# only for the line that tells how long it may take, before there is a measurement
+# an estimate, for the message at the start of the first build
 _SECONDS_A_FILE = {"gfx": 5, "sm_": 10, "cpu": 3}
 
 
 class BuildError(RuntimeError):
-    """A compiler failed; the message holds its command and what it said."""
+    """A compiler failed; the message holds its command and its output."""
 
 
 def build(target: str, *, force: bool = False, sources: Path = PACKAGE) -> Path:
-    """Path of the shared library of all .hip files below `sources` for `target`; builds it where there is none, or anew with `force`.
+    """Returns the path of the shared library of all .hip files below `sources` for `target`; builds it if it is missing, or again with `force`.
 
-    Without a compiler a library that was built from the same sources by any compiler will do (a cache that was filled elsewhere).
+    Without a compiler, a library from the same sources by any compiler is taken (a cache that was filled on another machine).
     Raises CompilerNotFound, BuildError with the compiler's message, and OSError where the cache cannot be written.
     """
     check_target(target)
@@ -68,7 +68,7 @@ def build(target: str, *, force: bool = False, sources: Path = PACKAGE) -> Path:
 
 
 def prebuilt(target: str, *, sources: Path = PACKAGE) -> Path | None:
-    """The newest whole library for `target` of these sources in the cache, whichever compiler built it, or None."""
+    """Returns the newest intact library of these sources for `target` in the cache, built by any compiler, or None."""
     digest = sources_digest(sources)
     whole = []
     for manifest in cache_folder().glob(f"{target}-*/{MANIFEST}"):
@@ -78,7 +78,7 @@ def prebuilt(target: str, *, sources: Path = PACKAGE) -> Path | None:
 
 
 def kernel_sources(sources: Path = PACKAGE) -> list[Path]:
-    """All .hip files below `sources`, by name."""
+    """Returns all .hip files below `sources`, sorted by name."""
     return sorted(sources.rglob("*.hip"), key=lambda file: file.name)
 
 
@@ -137,7 +137,7 @@ def _build(target: str, compiler: Compiler, folder: Path, sources: Path) -> None
 
 
 def _estimate(target: str, files: int, workers: int) -> int:
-    """Seconds: by the last build for this target here, else by the number of files."""
+    """Estimates the seconds of a build: from the last one for this target in this cache, otherwise from the number of files."""
     taken = []
     for manifest in cache_folder().glob(f"{target}-*/{MANIFEST}"):
         try:

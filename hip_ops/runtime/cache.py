@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where built libraries lie, and one builder at a time."""
+"""The folder of the built libraries, and a lock that lets one process build at a time."""
 
 import contextlib
 import errno
@@ -11,7 +11,7 @@ from pathlib import Path
 
 
 def cache_folder() -> Path:
-    """HIP_OPS_CACHE, else hip_ops in XDG_CACHE_HOME, else ~/.cache/hip_ops."""
+    """Returns HIP_OPS_CACHE, otherwise hip_ops in XDG_CACHE_HOME, otherwise ~/.cache/hip_ops."""
     asked = os.environ.get("HIP_OPS_CACHE")
     if asked:
         return Path(asked).expanduser().absolute()
@@ -20,10 +20,10 @@ def cache_folder() -> Path:
 
 @contextlib.contextmanager
 def locked(file: Path) -> Iterator[bool]:
-    """Holds an exclusive lock on `file` between processes; a process that dies lets go of it.
+    """Holds an exclusive lock on `file` between processes; the lock ends with its process.
 
-    Gives False where the file system has no locks (some network mounts): then two may build at once, and the atomic renames keep
-    either result whole.
+    Yields False where the file system has no locks (some network mounts). Then two processes may build at once, and the atomic renames
+    keep both results intact.
     """
     with open(file, "a") as handle:
         try:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""torch.compile on accelerators. On a CPU the functions run as they are written.
+"""Compiles functions with torch.compile on accelerators. On a CPU they run uncompiled.
 
-Compiled are functions between matrix products, where eager mode reads and writes each intermediate. They take tensors and
-numbers and keep no state, so one compiled version serves all layers. TORCHDYNAMO_DISABLE=1 disables compilation.
+The functions compute what lies between matrix products, where eager mode reads and writes each intermediate result. They take
+tensors and numbers and keep no state, so all layers share one compiled version. TORCHDYNAMO_DISABLE=1 disables compilation.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from hip_ops.runtime.selection import selection
 
 
 def compile_function(function: Callable) -> Callable:
-    """`function`, compiled at its first call: static shapes, one version a shape."""
+    """Returns `function`, compiled at its first call with static shapes, one version per shape."""
     return torch.compile(function, dynamic=False)
 
 
 def formula(function: Callable) -> Callable:
-    """A differentiable function of plain torch, compiled for tensors on an accelerator unless the reference is asked for there."""
+    """Decorates a differentiable function of plain torch: compiles it for tensors on an accelerator unless the reference is requested."""
     folder = function.__module__.rpartition(".")[0].rpartition(".")[2]
 
     @functools.cache
     def compiled() -> Callable:
-        """At the first call: torch.compile imports its compilers."""
+        """Called at the first use, because torch.compile imports its compilers."""
         not_available = missing("compiled", torch.device("cuda"), named=False)
         return function if not_available else compile_function(function)
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Finds the compiler of a target and its flags.
 
-A target is what a library is built for: an AMD architecture (`gfx942`), an NVIDIA one (`sm_90`) or `cpu`. AMD takes hipcc, and where there
-is none a clang that knows the architecture together with the ROCm device libraries; NVIDIA takes nvcc; the CPU takes g++.
+A target names the machine that a library is built for: an AMD architecture (`gfx942`), an NVIDIA one (`sm_90`) or `cpu`. AMD targets need
+hipcc, or a clang that knows the architecture and the ROCm device libraries; NVIDIA targets need nvcc; the CPU needs g++.
 """
 
 import os
@@ -15,13 +15,14 @@ from functools import lru_cache
 from pathlib import Path
 
 from hip_ops.runtime import device_libs
+from hip_ops.runtime.errors import mistake
 
-HEADERS = Path(__file__).resolve().parent / "csrc"  # what kernels of several operators include
+HEADERS = Path(__file__).resolve().parent / "csrc"  # headers of several operators' kernels
 
-# Wave 64 and bf16 MFMA with four values a lane: MI200, MI300, MI350. Verified is gfx942 alone.
+# Waves of 64 and bf16 MFMA with four values per lane: MI200, MI300, MI350. Only gfx942 is verified.
 AMD_ARCHITECTURES = ("gfx90a", "gfx942", "gfx950")
 OLDEST_CLANG = 17  # the first release that knows gfx942
-# Where installers put them: looked into after the variables.
+# Default folders of installers; searched after the environment variables.
 ROCM_FOLDERS = ("/opt/rocm",)
 NVCC_FOLDERS = ("/usr/local/cuda/bin",)
 
@@ -30,12 +31,12 @@ _HOST = ("-fPIC", "-fno-strict-aliasing", "-fvisibility=hidden")
 
 
 class CompilerNotFound(RuntimeError):
-    """There is no compiler for a target; the message says what was looked for."""
+    """There is no compiler for a target; the message names the programs and folders that were searched."""
 
 
 @dataclass(frozen=True)
 class Compiler:
-    """`program` with the flags that turn one .hip file into an object, and objects into a shared library."""
+    """A compiler with its flags for compiling one .hip file and for linking the objects to a shared library."""
 
     program: str
     version: str
@@ -50,27 +51,27 @@ class Compiler:
 
 
 def check_target(target: str) -> str:
-    """Gives `target` back, or raises ValueError where its name is none."""
+    """Returns `target`; raises ValueError where it is not a target's name."""
     if target == "cpu" or target in AMD_ARCHITECTURES or re.fullmatch(r"sm_\d{2,3}a?", target):
         return target
     allowed = ", ".join((*AMD_ARCHITECTURES, "sm_<capability> such as sm_90", "cpu"))
-    raise ValueError(f"hip_ops: no target {target!r}; allowed are {allowed}")
+    raise mistake(f"target={target}", "no such target", allowed)
 
 
 def default_amd_target() -> str:
-    """The AMD architecture to build for where no device tells: HIP_OPS_ARCH, else the first of PYTORCH_ROCM_ARCH that the kernels are
-    written for, else gfx942."""
+    """Returns the AMD architecture to build for on a machine without a GPU: HIP_OPS_ARCH, otherwise the first of PYTORCH_ROCM_ARCH that the
+    kernels support, otherwise gfx942."""
     asked = os.environ.get("HIP_OPS_ARCH")
     if asked:
         if asked not in AMD_ARCHITECTURES:
-            raise ValueError(f"hip_ops: HIP_OPS_ARCH={asked}; allowed are {', '.join(AMD_ARCHITECTURES)}")
+            raise mistake(f"HIP_OPS_ARCH={asked}", "no such architecture", ", ".join(AMD_ARCHITECTURES))
         return asked
     listed = re.split(r"[;,\s]+", os.environ.get("PYTORCH_ROCM_ARCH", ""))
     return next((name for name in (entry.split(":")[0] for entry in listed) if name in AMD_ARCHITECTURES), "gfx942")
 
 
 def find_compiler(target: str) -> Compiler:
-    """The compiler of `target`; raises CompilerNotFound."""
+    """Returns the compiler of `target`. Raises CompilerNotFound."""
     check_target(target)
     if target == "cpu":
         return _cpu()
@@ -78,7 +79,7 @@ def find_compiler(target: str) -> Compiler:
 
 
 def compiler_version(program: str) -> str:
-    """What `program --version` says, or "" where it does not run. Part of a library's identity."""
+    """Returns the output of `program --version`, or "" where it does not run. It is part of a library's hash."""
     try:
         changed = os.stat(program).st_mtime_ns
     except OSError:
@@ -102,7 +103,7 @@ def rocm_folders() -> list[Path]:
 
 
 def _programs(names: list[str], folders: list[Path]) -> Iterator[str]:
-    """Those of `names` that run: in `folders` first, for a variable that names one was set on purpose, then on PATH."""
+    """Yields the programs of `names` that run: first in `folders`, which the user named in variables, then on PATH."""
     for folder in (*map(str, folders), None):
         for name in names:
             program = shutil.which(name, path=folder)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The tensors that an operator takes and returns, declared as text. One declaration checks arguments and makes fake results.
+"""Declares the tensors that an operator takes and returns, as text. The declaration checks arguments and makes fake results.
 
     TAKES = '''
         output    [..., h>0]  bf16|fp32
@@ -40,6 +40,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hip_ops.runtime.errors import mistake
+
 DTYPES = {
     "bf16": torch.bfloat16,
     "fp16": torch.float16,
@@ -52,22 +54,23 @@ DTYPES = {
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 MOST_KNOWN = 4096
 _INTS = (int, torch.SymInt)
+Rule = Callable[[dict], "tuple[str, str] | None"]
 _LINE = re.compile(r"(\w+)(\?)?\s+(?:like\s+(\w+)|\[(.*?)\]\s+(\S+))$")
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
-    """fp32, or fp64 for fp64."""
+    """Returns fp64 for fp64 and fp32 for every other dtype."""
     return torch.promote_types(dtype, torch.float32)
 
 
 def cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """`tensor.to(dtype)`, which takes the host some microseconds also where there is nothing to convert."""
+    """Returns `tensor.to(dtype)`, without its microseconds on the host where there is nothing to convert."""
     return tensor if tensor.dtype == dtype else tensor.to(dtype)
 
 
 @dataclass(frozen=True)
 class Line:
-    """One declared tensor. sizes: of a shape, without the leading `...`; like: the argument that it copies."""
+    """One declared tensor. sizes: the shape without the leading `...`. like: the argument whose shape and dtype it has."""
 
     name: str
     optional: bool
@@ -91,21 +94,15 @@ def _lines(text: str) -> tuple[Line, ...]:
 
 
 class Declaration:
-    """See the module's text.
+    """Checks an operator's arguments; the syntax is in the module's docstring.
 
     Args:
         operator: name in messages. parameters: names of the operator's arguments, in order.
-        takes, gives: declarations as text. rule: further conditions; gets sizes and arguments by name and returns what is wrong, or None.
+        takes, gives: declarations as text. rule: further conditions; gets sizes and arguments by name and returns None, or what is wrong and
+            what is allowed.
     """
 
-    def __init__(
-        self,
-        operator: str,
-        parameters: Sequence[str],
-        takes: str,
-        gives: str,
-        rule: Callable[[dict], str | None] | None,
-    ):
+    def __init__(self, operator: str, parameters: Sequence[str], takes: str, gives: str, rule: Rule | None = None):
         self.operator, self.parameters, self.rule = operator, tuple(parameters), rule
         self.takes, self.gives = _lines(takes), _lines(gives)
         unknown = {line.name for line in self.takes} - set(parameters)
@@ -113,7 +110,7 @@ class Declaration:
         self._known: set[tuple] = set()
 
     def check(self, arguments: Sequence[Any]) -> None:
-        """Raises ValueError that names the operator, the argument, what it is and what is allowed."""
+        """Raises ValueError for a wrong argument; the message names operator, argument, what was given and what is allowed."""
         if not self.takes and self.rule is None:
             return
         key = tuple([(a.shape, a.dtype, a.device) if isinstance(a, Tensor) else a for a in arguments])
@@ -137,10 +134,11 @@ class Declaration:
         return None if not results else results[0] if len(results) == 1 else results
 
     def fail(self, name: str, what: str, allowed: str) -> None:
-        raise ValueError(f"hip_ops.{self.operator}: {name} {what}; it must be {allowed}")
+        """Raises ValueError for an argument. what: "has shape (3,)", for example."""
+        raise mistake(f"hip_ops.{self.operator}", f"{name} {what}", allowed)
 
     def _sizes(self, given: Mapping[str, Any]) -> dict[str, Any]:
-        """Checks all tensors; returns the sizes by name, leading ones as "..."."""
+        """Checks all tensors and returns the sizes by name; the leading sizes are under "..."."""
         sizes = {name: each for name, each in given.items() if isinstance(each, _INTS) and not isinstance(each, bool)}
         first = double = None
         for line in self.takes:
@@ -163,11 +161,11 @@ class Declaration:
                 self.fail(line.name, f"is {tensor.dtype}", " or ".join(map(str, allowed)) + like + double_too)
         wrong = self.rule({**given, **sizes}) if self.rule else None
         if wrong:
-            raise ValueError(f"hip_ops.{self.operator}: {wrong}")
+            raise mistake(f"hip_ops.{self.operator}", *wrong)
         return sizes
 
     def _shape(self, line: Line, tensor: Tensor, sizes: dict[str, Any]) -> None:
-        """Checks one shape and binds the sizes that it names first."""
+        """Checks one shape and stores the sizes that it names for the first time."""
         shape, count = tuple(tensor.shape), len(line.sizes)
         leading, tail = shape[: max(0, len(shape) - count)], shape[max(0, len(shape) - count) :]
         right = len(tail) == count and (sizes.setdefault("...", leading) == leading if line.leading else not leading)
@@ -180,7 +178,7 @@ class Declaration:
 
     @staticmethod
     def _wanted(line: Line, sizes: Mapping[str, Any]) -> str:
-        """The declared shape, and in numbers as far as they are known."""
+        """Describes the declared shape, in numbers where the sizes are known."""
         declared = f"[{', '.join(('...', *line.sizes) if line.leading else line.sizes)}]"
         try:
             tail = tuple(evaluate(size.removesuffix(">0"), sizes) for size in line.sizes)
@@ -215,5 +213,5 @@ class Declaration:
 
 
 def evaluate(text: str, sizes: Mapping[str, Any]):
-    """Arithmetic over sizes: our own literals, never a user's text."""
+    """Evaluates arithmetic over sizes. `text` is a literal of this package, never a user's input."""
     return eval(text, {"__builtins__": {}}, dict(sizes))  # noqa: S307

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tensor descriptors as the host makes them for each launch; Triton's own checks run once for each shape."""
+"""Makes Triton's tensor descriptors on the host for each launch; Triton's own checks run once per shape."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ _here = threading.local()
 
 
 def descriptor(base: Tensor, shape: Sequence[int], strides: Sequence[int], block: Sequence[int]) -> TensorDescriptor:
-    """TensorDescriptor(base, shape, strides, block). base.data_ptr() is a multiple of 16 (`describable`)."""
+    """Returns TensorDescriptor(base, shape, strides, block). base.data_ptr() must be a multiple of 16 (`describable`)."""
     if base.is_cuda and not hasattr(_here, "context"):
-        # the driver encodes only where a thread has a context: autograd's may have none yet
+        # the driver encodes descriptors only in a thread with a CUDA context, which autograd's threads may lack
         torch.cuda.set_device(torch.cuda.current_device())
         _here.context = True
     key = (*shape, *strides, *block, base.dtype)
@@ -35,7 +35,7 @@ def descriptor(base: Tensor, shape: Sequence[int], strides: Sequence[int], block
 
 
 def describable(x: Tensor) -> bool:
-    """Whether a tensor descriptor can read or write it: rows without gaps, starting in steps of 16 bytes."""
+    """Returns whether a tensor descriptor can access the tensor: contiguous rows that start at multiples of 16 bytes."""
     *strides, last = x.stride()
     if last != 1 or x.data_ptr() % 16:
         return False

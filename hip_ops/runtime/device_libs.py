@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""ROCm's device libraries (LLVM bitcode) for a clang that comes without a ROCm.
+"""Finds ROCm's device libraries (LLVM bitcode) for a clang without a ROCm installation.
 
-Debian 12 has ROCm 5.2, whose bitcode knows gfx940 but not gfx942; clang then refuses to compile for it. The file that is missing holds
-nothing but the number of the architecture, so it is made from gfx940's, in a folder of links to the others.
+Debian 12 has ROCm 5.2, whose bitcode knows gfx940 but not gfx942; clang then refuses to compile for it. The missing file holds
+only the number of the architecture. It is made from gfx940's file, in a folder of links to the other files.
 """
 
 import os
@@ -16,7 +16,7 @@ _DEBIAN = Path("/usr/lib/x86_64-linux-gnu/amdgcn/bitcode")
 
 
 def find(target: str, clang: str, rocm_folders: list[Path]) -> Path | None:
-    """A folder that `--rocm-device-lib-path` takes for `target`, or None."""
+    """Returns a folder for clang's `--rocm-device-lib-path`, or None."""
     for folder in (*(rocm / "amdgcn" / "bitcode" for rocm in rocm_folders), _DEBIAN):
         if (folder / f"oclc_isa_version_{_number(target)}.bc").is_file():
             return folder

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The launchers of the HIP kernels and the types of their parameters, read from their declarations; needs no torch.
+"""Reads the HIP kernels' launchers and the types of their parameters from the sources. Needs no torch.
 
-The convention, stated here once. A launcher is
+This is the convention of all launchers. A launcher is
 
     HO_EXPORT int ho_<operator>(const void* in, void* out, int64_t rows, float eps, void* stream)
 
-with int64_t for every whole number and flag, float or double for numbers, pointers for the rest, and the stream last. It checks nothing but that
-a variant exists, and returns 0, the runtime's error code, or -1 for "no such variant". Shapes, dtypes, strides and alignment are checked by the
-operator before it calls. Since ctypes would pass any number of arguments of any type, what is called is set up from the declaration.
+with int64_t for integers and flags, float or double for real numbers, pointers for tensors, and the stream last. It only checks that a variant
+exists, and returns 0, the runtime's error code, or -1 for "no such variant". The operator checks shapes, dtypes, strides and alignment before
+the call. ctypes would pass any number of arguments of any type, so their types are set from the declarations.
 """
 
 import ctypes
@@ -25,7 +25,9 @@ _NUMBERS = {"int": ctypes.c_int, "int64_t": ctypes.c_int64, "float": ctypes.c_fl
 
 @lru_cache
 def declarations(*files: Path) -> dict[str, tuple[type, tuple[type, ...]]]:
-    """Every function that `files` (default: all .hip files of hip_ops) export and that returns a number: the ctypes of its result and parameters."""
+    """Returns by name the ctypes of result and parameters of every function that `files` export and that returns a number.
+
+    files: by default all .hip files of hip_ops."""
     found = {}
     for file in files or kernel_sources():
         for result, name, parameters in _DECLARATION.findall(file.read_text()):
@@ -44,12 +46,12 @@ def _ctype(file: Path, name: str, parameter: str) -> type:
 
 
 def load(path: Path, *files: Path) -> ctypes.CDLL:
-    """The library at `path` with the types of what `files` declare set. Raises RuntimeError where its ABI version is not this package's."""
+    """Loads the library at `path` and sets the types of the functions that `files` declare. Raises RuntimeError for another ABI version."""
     loaded = ctypes.CDLL(str(path))
     version = loaded.ho_abi_version()
     if version != ABI_VERSION:
         raise RuntimeError(
-            f"hip_ops: {path} has ABI version {version}, this hip_ops wants {ABI_VERSION}: rebuild with `python -m hip_ops build --force`"
+            f"hip_ops: {path} has ABI version {version}, this hip_ops requires {ABI_VERSION}. Fix: `python -m hip_ops build --force`"
         )
     loaded.ho_error_string.restype = ctypes.c_char_p
     loaded.ho_error_string.argtypes = (ctypes.c_int,)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The built kernels in this process: one library a target, and calls on the current stream. The C convention is in launchers.py."""
+"""Loads the built kernels, one library per target, and calls them on the current stream. launchers.py states the C convention."""
 
 import ctypes
 from functools import lru_cache
@@ -11,12 +11,12 @@ from hip_ops.runtime.build import BuildError, build
 from hip_ops.runtime.compilers import AMD_ARCHITECTURES, CompilerNotFound, default_amd_target
 from hip_ops.runtime.launchers import load
 
-# a build that failed is not tried again in this process: every operator would wait for it
+# a failed build is not repeated in this process, because every operator would wait for it
 _failures: dict[str, Exception] = {}
 
 
 def target_of(device: torch.device) -> str:
-    """The target whose library runs on `device`; raises ValueError where the kernels cannot run there."""
+    """Returns the target whose library runs on `device`. Raises ValueError where the kernels cannot run."""
     if device.type == "cpu":
         return "cpu"
     if device.type != "cuda":
@@ -30,7 +30,7 @@ def target_of(device: torch.device) -> str:
 
 
 def library(target: str) -> ctypes.CDLL:
-    """The library of `target`, built where it is not in the cache. Raises what `build` does, and OSError where it cannot be loaded."""
+    """Returns the library of `target`; builds it if the cache has none. Raises the errors of `build`, and OSError where it cannot be loaded."""
     if target in _failures:
         raise _failures[target]
     try:
@@ -48,8 +48,8 @@ def _library(target: str) -> ctypes.CDLL:
 def call(name: str, *arguments, device: torch.device) -> None:
     """Runs launcher `name` on the current stream of `device`.
 
-    arguments: all but the stream. A tensor on `device` or None or a ctypes array for a pointer, a number for a number.
-    Raises RuntimeError, which names the launcher and the code, unless it returns 0. Does not wait for the device.
+    arguments: all but the stream. A pointer is a tensor on `device`, None or a ctypes array.
+    Raises RuntimeError with the launcher's name and code unless it returns 0. Does not wait for the device.
     """
     target = target_of(device)
     loaded = library(target)
@@ -98,5 +98,5 @@ def _numbers(arguments) -> list:
 
 
 def default_target() -> str:
-    """What `python -m hip_ops build` builds for where it is not told: the first device's target, else AMD's default."""
+    """Returns the default of `python -m hip_ops build --target`: the first device's target, otherwise AMD's default."""
     return target_of(torch.device("cuda", 0)) if torch.cuda.is_available() else default_amd_target()

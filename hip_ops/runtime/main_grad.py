@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Weight gradients added to Megatron's main gradients by the matrix product that makes them.
+"""Adds weight gradients to Megatron's main gradients in the matrix product that computes them.
 
-Megatron's DDP gives every parameter an fp32 `main_grad` in its buffer. Autograd's way there is a product rounded to bf16, stored,
-and a pass that reads both and writes the sum: 12 bytes an element. Here the product itself adds, in fp32, and nothing is rounded.
-The same as Megatron's `gradient_accumulation_fusion`, without its compiled extension.
+Megatron's DDP gives every parameter an fp32 `main_grad` in its buffer. Autograd rounds the product to bf16 and stores it;
+another pass reads both and writes the sum: 12 bytes per element. Here the product itself adds in fp32, and nothing is rounded.
+Megatron's `gradient_accumulation_fusion` does the same with a compiled extension.
 
-DDP's hooks run when a gradient arrives at the parameter, so something has to arrive. `handed_over` returns a tensor that shares
-the weight's memory: as a fresh object of the right layout autograd takes it as `grad` without a copy, DDP does not read it, because
-`grad_added_to_main_grad` says that all is done, and drops it.
+DDP's hooks run when autograd passes a gradient to the parameter, so the backward function must return a tensor. `handed_over` returns
+one that shares the weight's memory: autograd sets it as `grad` without a copy, because it is a new object of the right layout. DDP
+does not read it, because `grad_added_to_main_grad` is set, and drops it.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ logger = logging.getLogger("hip_ops")
 
 
 def main_grad_of(weight: Tensor) -> Tensor | None:
-    """The gradient in Megatron's buffer, where its DDP keeps one and takes word that it was added to; else None."""
+    """Returns the weight's gradient in Megatron's buffer, or None where DDP keeps none or has no flag `grad_added_to_main_grad`."""
     return getattr(weight, "main_grad", None) if hasattr(weight, "grad_added_to_main_grad") else None
 
 
 def handed_over(weight: Tensor) -> Tensor | None:
-    """What a backward function returns for a weight whose gradient has been added to `main_grad`; tells DDP so.
+    """Returns the value that a backward function returns for a weight whose gradient was added to `main_grad`, and sets DDP's flag.
 
-    None where the weight has another use in the same graph whose gradient is still to come (`zero_out_wgrad`, which Megatron sets on
-    an embedding that is the head's matrix too): that gradient makes DDP's hook run, and DDP adds it.
+    It is None where a second use of the weight in the same graph has its gradient still to come (`zero_out_wgrad`, which Megatron sets
+    on an embedding that is also the head's matrix): that gradient runs DDP's hook, and DDP adds it.
     """
     if getattr(weight, "zero_out_wgrad", False):
         return None
@@ -43,7 +43,7 @@ def handed_over(weight: Tensor) -> Tensor | None:
 
 
 def handed_over_block(weights: Sequence[Tensor], block: Tensor) -> tuple[Tensor | None, ...]:
-    """`handed_over` of matrices that make up `block` [len(weights), out, in]: all views in one call of torch."""
+    """Returns `handed_over` for the matrices of `block` [len(weights), out, in], with all views made in one call of torch."""
     if any([getattr(weight, "zero_out_wgrad", False) for weight in weights]):
         return tuple(map(handed_over, weights))
     for weight in weights:
@@ -54,8 +54,8 @@ def handed_over_block(weights: Sequence[Tensor], block: Tensor) -> tuple[Tensor 
 def add_product(weight: Tensor, a: Tensor, b: Tensor) -> Tensor | None:
     """weight.main_grad += a^T b in fp32. a [T, out] and b [T, in] in the weight's dtype, rows may be strided.
 
-    Returns what the backward function returns as the weight's gradient [out, in]: `handed_over`, or where there is no main gradient the
-    gradient itself, rounded as autograd rounds it. For a product in pieces: `add_product_` for each piece, then `handed_over` once.
+    Returns the value for the backward function to return as the weight's gradient [out, in]: `handed_over`, or without a main gradient
+    the gradient itself, rounded as autograd rounds it. For a product in pieces: `add_product_` per piece, then `handed_over` once.
     """
     total = main_grad_of(weight)
     if total is None:
@@ -67,8 +67,8 @@ def add_product(weight: Tensor, a: Tensor, b: Tensor) -> Tensor | None:
 def add_products_(totals: Sequence[Tensor], a: Tensor, b: Tensor) -> None:
     """totals[i] += a_i^T b, where a_i are consecutive columns of a, as many as totals[i] has rows.
 
-    On a GPU several become one product and one pass of additions: products as small as 128 x 2048 leave most of the device idle. Where the
-    device cannot multiply into fp32, products are rounded to a's dtype before they are added, as autograd's are.
+    On a GPU several products become one product and one pass of additions, because products as small as 128 x 2048 leave most of the
+    device idle. On a device that cannot multiply into fp32, products are rounded to a's dtype before the addition, as in autograd.
     """
     sizes = [len(total) for total in totals]
     in_fp32 = a.is_cuda and all(total.dtype == torch.float32 != a.dtype for total in totals)
@@ -83,7 +83,7 @@ def add_products_(totals: Sequence[Tensor], a: Tensor, b: Tensor) -> None:
 
 
 def add_gradients(weights: Sequence[Tensor | None], gradients: Sequence[Tensor]) -> list[Tensor | None]:
-    """weight.main_grad += gradient for every weight that is not None; what a backward function returns for each, as `add_product`."""
+    """weight.main_grad += gradient for every weight that is not None. Returns the values for the backward function, as `add_product`."""
     totals = [None if weight is None else main_grad_of(weight) for weight in weights]
     direct = [(total, gradient) for total, gradient in zip(totals, gradients, strict=True) if total is not None]
     if direct:
@@ -96,12 +96,12 @@ def add_gradients(weights: Sequence[Tensor | None], gradients: Sequence[Tensor])
 
 @formula
 def add_in_place(total: Tensor, part: Tensor) -> None:
-    """total += part across dtypes; torch's own kernel for mixed dtypes moves one element at a time."""
+    """total += part for different dtypes; torch's own kernel for mixed dtypes moves one element at a time."""
     total.add_(part)
 
 
 def add_or_write(total: Tensor, part: Tensor, add: bool) -> None:
-    """total += part across dtypes, or total = part."""
+    """total += part for different dtypes, or total = part."""
     if add:
         add_in_place(total, part)
     else:
@@ -120,7 +120,7 @@ class MainGradLinear(torch.autograd.Function):
         joined = weights[0] if len(weights) == 1 else torch.cat(weights)
         ctx.save_for_backward(x, joined)
         ctx.weights = weights  # parameters themselves: saved tensors lose the attributes that DDP sets
-        # Rows by themselves: of [s, 1, h] whose batch of one has an odd stride, as behind an embedding, torch makes s products of a row.
+        # Two dimensions: for [s, 1, h] whose batch of one has an odd stride, as after an embedding, torch computes s products of one row.
         return F.linear(x.flatten(0, -2), joined).view(*x.shape[:-1], len(joined))
 
     @staticmethod
@@ -142,10 +142,7 @@ class MainGradLinear(torch.autograd.Function):
 
 
 def main_grad_linear(x: Tensor, *weights: Tensor) -> Tensor:
-    """F.linear(x, torch.cat(weights)), its weight gradients added straight to `main_grad` where there is one.
-
-    Where there is none, plain autograd does it.
-    """
+    """F.linear(x, torch.cat(weights)); adds the weight gradients to `main_grad`, or uses plain autograd without one."""
     if any(main_grad_of(weight) is None for weight in weights):
         return F.linear(x, weights[0] if len(weights) == 1 else torch.cat(weights))
     return MainGradLinear.apply(x, *weights)
@@ -174,9 +171,9 @@ def scaled_product(a: Tensor, b: Tensor, factors: Tensor, out: Tensor) -> Tensor
 
 @functools.cache
 def fp32_product(device: torch.device, dtype: torch.dtype) -> str | None:
-    """How `device` multiplies matrices of `dtype` into fp32: "addmm" also adds in place, "mm" only makes a product, None not at all.
+    """Returns how `device` multiplies matrices of `dtype` into fp32: "addmm" also adds in place, "mm" only multiplies, None: not supported.
 
-    Tried once on small numbers and announced. Raises RuntimeError during the capture of a graph, where nothing can be tried.
+    The result comes from one trial on small numbers and is logged. Raises RuntimeError while a graph is captured.
     """
     if torch.cuda.is_current_stream_capturing():
         raise RuntimeError(
@@ -193,7 +190,7 @@ def fp32_product(device: torch.device, dtype: torch.dtype) -> str | None:
         total = torch.full((8, 8), 1 / 1024, device=device)
         try:
             right = torch.equal(run().double(), wanted) and torch.equal(ways["mm"]().double(), wanted)
-        except (AttributeError, RuntimeError, TypeError) as error:  # a torch or a device without it
+        except (AttributeError, RuntimeError, TypeError) as error:  # this torch or device does not support it
             failed.append(f"{how}: {str(error).splitlines()[0]}")
             continue
         if right:

@@ -12,7 +12,7 @@ _HERE = contextlib.nullcontext()
 
 
 def on(device: torch.device) -> contextlib.AbstractContextManager:
-    """Triton launches on the current device, and autograd's or a caller's may be another. Nothing is switched where it is the same."""
+    """Makes `device` current for Triton, which launches on the current device. Does nothing where it already is."""
     if device.type != "cuda" or device.index == torch.cuda.current_device():
         return _HERE
     return torch.cuda.device(device)
@@ -20,5 +20,5 @@ def on(device: torch.device) -> contextlib.AbstractContextManager:
 
 @functools.cache
 def multiprocessors(device: torch.device) -> int:
-    """Streaming multiprocessors or compute units. A CPU counts as one, so that blocks of small inputs loop there too."""
+    """Returns the number of multiprocessors or compute units. A CPU counts as one, so that blocks also loop over small inputs."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1

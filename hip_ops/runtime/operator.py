@@ -34,22 +34,23 @@ from torch.autograd.graph import increment_version
 
 from hip_ops.runtime import availability
 from hip_ops.runtime.compiled import compile_function
-from hip_ops.runtime.declaration import Declaration
+from hip_ops.runtime.declaration import Declaration, Rule
+from hip_ops.runtime.errors import mistake
 from hip_ops.runtime.selection import Request, selection
 from hip_ops.runtime.self_check import difference
 from hip_ops.versions import VERSIONS
 
 logger = logging.getLogger("hip_ops")
 OPERATORS: dict[str, Operator] = {}
-_checking = threading.RLock()  # autograd's threads may come to the first use together
-_warnings: set[tuple[torch.device, str, str]] = set()  # a build that fails is one warning, not one for each operator
+_checking = threading.RLock()  # autograd's threads may reach the first use together
+_warnings: set[tuple[torch.device, str, str]] = set()  # one warning for a failed build, not one per operator
 _TENSORS = frozenset((Tensor, torch.nn.Parameter))
 _OTHERS = frozenset((int, float, bool, str, NoneType, torch.dtype))
 _LISTS = frozenset((list, tuple))
 
 
 def unobserved() -> bool:
-    """Whether no compiler, tracer, transform or mode is active in this thread."""
+    """Returns whether no compiler, tracer, transform or mode is active in this thread."""
     return (
         not torch.compiler.is_compiling()
         and torch._C._len_torch_dispatch_stack() == 0
@@ -60,21 +61,21 @@ def unobserved() -> bool:
 
 
 class Operator:
-    """Callable with the arguments of its reference; see the module's text.
+    """An operator, called with the arguments of its reference; the module's docstring explains it.
 
     Args:
         reference: the definition. Its arguments are positional, without defaults; the first is a tensor or a list of tensors.
             Its module names the operator's folder, by which versions are chosen.
-        takes, gives, rule: as `Declaration`. fake: makes fake results where `gives` cannot say them.
+        takes, gives, rule: as `Declaration`. fake: makes fake results that `gives` cannot express.
         mutates: names of the arguments that it writes to.
         example: device -> arguments of a small call that passes through all of the kernel (tails, several tiles). It may use
-            torch's global random generator, which is seeded for it and put back. A tuple of several where one call is not enough.
+            torch's global random generator, which is seeded before and restored after. A tuple of functions gives several calls.
         compare, tolerance: as in `self_check.difference`.
         more_examples, tolerances: version -> further examples, and a tolerance of its own.
-        fits: version -> whether it takes these arguments; a version that is not named takes all. The reference runs where the
-            first tensor is fp64.
-        prefers: version -> whether it is also the fastest that takes them. Not asked where the version is requested by name.
-        available: version -> device -> why the version is not available there, or None; for versions that need a package.
+        fits: version -> function that returns whether the version takes these arguments; a version without one takes all. Calls
+            whose first tensor is fp64 run the reference.
+        prefers: version -> function that returns whether the version is also the fastest. Not used where it is requested by name.
+        available: version -> function of the device that returns why the version is not available, or None; for optional packages.
     """
 
     def __init__(
@@ -84,7 +85,7 @@ class Operator:
         example: Callable[[torch.device], tuple] | tuple[Callable[[torch.device], tuple], ...],
         takes: str = "",
         gives: str = "",
-        rule: Callable[[dict], str | None] | None = None,
+        rule: Rule | None = None,
         fake: Callable | None = None,
         mutates: Sequence[str] = (),
         compare: Callable[[list, list, float | None], str | None] | None = None,
@@ -111,11 +112,13 @@ class Operator:
         assert all(each.default is each.empty for each in signature.parameters.values()), f"{self.name}: defaults"
         parameters = list(signature.parameters)
         self.declaration = Declaration(self.name, parameters, takes, gives, rule)
-        self.results: dict[tuple[torch.device, str], str] = {}  # "passed", or why not
-        self.choices: dict[tuple[torch.device, Request], str] = {}  # which version and why
+        self.results: dict[tuple[torch.device, str], str] = {}  # "passed", or the failure
+        self.choices: dict[tuple[torch.device, Request], str] = {}  # the chosen version and the reason
         self._chosen: dict[tuple[torch.device, Request], list[tuple[Callable | None, Callable]]] = {}
         self._compiled: Callable | None = None
-        self._unchecked: set[torch.device] = set()  # where the compiled version is compared at its first call
+        self._unchecked: set[torch.device] = (
+            set()
+        )  # devices on which the compiled version is not compared before its first call
         self._make_fake = fake
         self._mutated = tuple(parameters.index(each) for each in mutates)
         schema = torch.library.infer_schema(reference, mutates_args=tuple(mutates))
@@ -127,7 +130,7 @@ class Operator:
         OPERATORS[self.name] = self
 
     def register_autograd(self, gradients: Callable, *, setup_context: Callable) -> None:
-        """As torch.library's: `gradients(ctx, *gradients of results)`, `setup_context(ctx, inputs, output)`."""
+        """Registers gradients, as torch.library does: `gradients(ctx, *gradients of results)`, `setup_context(ctx, inputs, output)`."""
         assert not self._mutated, self.name
         self.registered.register_autograd(gradients, setup_context=setup_context)
         run = self.run
@@ -138,7 +141,7 @@ class Operator:
             return results
 
         methods = {"forward": staticmethod(forward), "backward": staticmethod(gradients)}
-        # The name of nodes of the backward pass, by which profiles tell them.
+        # Profiles show this name for nodes of the backward pass.
         self._function = type(f"hip_ops_{self.name}", (torch.autograd.Function,), methods)
 
     def __call__(self, *arguments: Any) -> Any:
@@ -158,7 +161,7 @@ class Operator:
         if (_first_tensor(arguments) if listed else arguments[0]).is_meta:
             return self.registered(*arguments)
         if (differentiated or listed) and torch.is_grad_enabled():
-            # Without a formula, torch's operator has results that refuse to be differentiated.
+            # Without registered gradients, results of torch's operator cannot be differentiated.
             if self._function is None or listed:
                 return self.registered(*arguments)
             return self._function.apply(*arguments)
@@ -175,7 +178,7 @@ class Operator:
         return self._make_fake(*arguments)
 
     def run(self, *arguments: Any) -> Any:
-        """Checks the arguments and calls the version that takes them. No gradients."""
+        """Checks the arguments and calls the first version that takes them, without gradients."""
         self.declaration.check(arguments)
         first = arguments[0] if isinstance(arguments[0], Tensor) else _first_tensor(arguments)
         if first.dtype == torch.float64:
@@ -188,7 +191,7 @@ class Operator:
         raise AssertionError("the last version takes every call")
 
     def _warn_if_requested(self, first: Tensor) -> None:
-        """Warns once where the version that does not take a call was requested by name. first: the call's first tensor."""
+        """Warns once if a version that was requested by name does not take a call. first: the call's first tensor."""
         request = selection().of(self.folder)
         key = (first.device, request.version, f"{self.name} of {request.source}")
         if request.version in self.versions and key not in _warnings:
@@ -197,10 +200,10 @@ class Operator:
             logger.warning(text, request.source, self.name, str(first.dtype).removeprefix("torch."), tuple(first.shape))
 
     def implementations(self, device: torch.device) -> list[tuple[Callable | None, Callable]]:
-        """The versions that run on `device` under the present selection, best first, each with its function of `fits` or None.
+        """Returns the versions that run on `device` under the current selection, best first, each with its function of `fits` or None.
 
-        The first call checks them and imports or builds what they need. Raises ValueError where a version asked for by name is
-        not available, and RuntimeError during the capture of a graph.
+        The first call checks them and imports or builds what they need. Raises ValueError where a version requested by name is
+        not available, and RuntimeError while a graph is captured.
         """
         key = (device, selection().of(self.folder))
         chosen = self._chosen.get(key)
@@ -210,7 +213,7 @@ class Operator:
                 if chosen is None:
                     versions, self.choices[key] = self._choose(*key, check=True)
                     chosen = [self._entry(each, *key) for each in versions]
-                    if versions[-1] == "reference":  # a version that is not the fastest is better than that
+                    if versions[-1] == "reference":  # slower than the next version for these arguments
                         slower = [each for each in versions if each in self.prefers and each != key[1].version]
                         chosen[-1:-1] = [(self.fits[each], self._function_of(each)) for each in slower]
                     self._chosen[key] = chosen
@@ -233,9 +236,9 @@ class Operator:
         return takes, checked_at_first_call
 
     def choice(self, device: torch.device, check: bool = True) -> str:
-        """Which version runs on `device` and why. check=False: without running, importing or building anything.
+        """Says which version runs on `device` and why. check=False: without running, importing or building anything.
 
-        Raises ValueError where a version asked for by name is not available.
+        Raises ValueError where a version requested by name is not available.
         """
         key = (device, selection().of(self.folder))
         if check:
@@ -246,13 +249,13 @@ class Operator:
         return self.choices[key] if key in self.choices else self._choose(*key, check=False)[1]
 
     def _choose(self, device: torch.device, request: Request, check: bool) -> tuple[list[str], str]:
-        """Versions up to the first that takes every call, and a text that says which and why."""
+        """Returns the versions up to the first that takes every call, and a text with their names and the reason."""
         chosen, skipped = [], []
         if request.version not in ("auto", *self.versions, "reference"):
             skipped.append(f"it has no version {request.version!r}")
         for version in self._order(device, request):
             named = version == request.version
-            # Compiling takes seconds an operator: behind a version that takes most calls it waits for the first call that needs it.
+            # Compiling takes seconds per operator, so behind another version it waits for the first call that needs it.
             checked = check and not (version == "compiled" and chosen)
             why_not = self._missing(version, device, named) or self._failure(version, device, checked)
             if why_not is None:
@@ -260,9 +263,11 @@ class Operator:
                 if version not in self.fits:
                     break
             elif named:
-                raise ValueError(
-                    f"hip_ops: {request.source}: version {version!r} of {self.name} is not available on {device}: {why_not}. "
-                    f"Allowed: auto, {', '.join(self.versions)}, reference, where available. Fix: request auto"
+                raise mistake(
+                    request.source,
+                    f"version {version!r} of {self.name} is not available on {device}: {why_not}",
+                    f"auto, {', '.join(self.versions)}, reference, where available",
+                    "request auto",
                 )
             else:
                 skipped.append(f"no {version}: {why_not.splitlines()[0]}")
@@ -282,21 +287,21 @@ class Operator:
         return reason
 
     def _failure(self, version: str, device: torch.device, check: bool) -> str | None:
-        """What the self-check of `version` on `device` found wrong, or None. It runs once a process and device."""
+        """Returns the failure of the self-check of `version` on `device`, or None. The check runs once per process and device."""
         if version == "reference" or not check and (device, version) not in self.results:
             return None
         found = self.results.get((device, version))
         if found is None:
             if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
                 raise RuntimeError(
-                    f"hip_ops: {self.name} was first used on {device} while a graph is captured. It has to be compared with its reference "
-                    f"before: call hip_ops.warm_up({str(device)!r}) ahead of the capture"
+                    f"hip_ops: {self.name} was first used on {device} while a graph is captured. It must be compared with its reference "
+                    f"before. Fix: call hip_ops.warm_up({str(device)!r}) before the capture"
                 )
             found = self.results[device, version] = self._check(version, device)
         return None if found == "passed" else f"it failed its self-check: {found}"
 
     def difference(self, candidate: Callable, device: torch.device, version: str | None = None) -> str | None:
-        """None where `candidate` agrees with the reference on all examples of `version`, else both numbers at the worst place of one."""
+        """Returns None if `candidate` agrees with the reference on all examples of `version`, otherwise both numbers at the worst place."""
         options = {"compare": self.compare, "tolerance": self.tolerances.get(version, self.tolerance)}
         examples = (*self.examples, *self.more_examples.get(version, ()))
         found = (difference(candidate, self.reference, each, device, **options) for each in examples)
@@ -305,7 +310,7 @@ class Operator:
     def _check(self, version: str, device: torch.device) -> str:
         try:
             found = self.difference(self._function_of(version), device, version)
-        except Exception as error:  # a build, a launch or a compiler that fails: other versions still work
+        except Exception as error:  # a failed build, launch or compilation; other versions still work
             found = f"{type(error).__name__}: {error}"
         if found is None:
             return "passed"
@@ -337,29 +342,29 @@ def _first_tensor(values: Iterable) -> Tensor | None:
 
 
 def all_operators() -> list[Operator]:
-    """Those of the package, their modules imported."""
+    """Imports all operators of the package and returns them."""
     for folder in VERSIONS:
         importlib.import_module(f"hip_ops.{folder}")
     return list(OPERATORS.values())
 
 
 def warm_up(device: torch.device | str, operators: Iterable[Operator] | None = None) -> dict[str, str]:
-    """Chooses and checks the versions of all operators on `device` now, not at the first use; needed before the capture of a graph.
+    """Chooses and checks the versions of all operators on `device` before their first use. Required before a graph is captured.
 
-    Returns by operator which version runs and why. Raises ValueError where a version asked for by name is not available.
+    Returns by operator which version runs and why. Raises ValueError where a version requested by name is not available.
     """
     device = _indexed(device)
     return {each.name: each.choice(device) for each in (all_operators() if operators is None else operators)}
 
 
 def report(device: torch.device | str, check: bool = True) -> list[str]:
-    """Lines that say which version of each operator runs on `device` and why; `check` and errors as `Operator.choice`."""
+    """Returns lines that say which version of each operator runs on `device` and why; `check` and errors as in `Operator.choice`."""
     device = _indexed(device)
     return table({each.name: each.choice(device, check) for each in all_operators()})
 
 
 def table(choices: dict[str, str]) -> list[str]:
-    """`choices` by operator as lines: one a folder where its operators agree, one in all where all operators do."""
+    """Formats `choices`: one line per folder whose operators agree, or one line if all operators agree."""
     folders: dict[str, dict[str, str]] = {}
     for name, choice in choices.items():
         folder = OPERATORS[name].folder
@@ -373,6 +378,6 @@ def table(choices: dict[str, str]) -> list[str]:
 
 
 def _indexed(device: torch.device | str) -> torch.device:
-    """With its number, as devices of tensors are."""
+    """Returns `device` with its index, as the devices of tensors have it."""
     device = torch.device(device)
     return torch.device("cuda", torch.cuda.current_device()) if device == torch.device("cuda") else device

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""quack's GEMMs on Hopper (package quack-kernels, a requirement of FlashAttention-4): where they run, and their tiles."""
+"""Availability and tiles of quack's GEMMs on Hopper (package quack-kernels, a requirement of FlashAttention-4)."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from hip_ops.runtime.architecture import architecture
 
 @dataclass(frozen=True)
 class Tile:
-    """Rows and columns of the result that a multiprocessor computes at a time, and multiprocessors that share operands.
+    """Rows (m) and columns (n) of the result that a multiprocessor computes at a time, and the cluster that shares operands.
 
-    pingpong: two tiles in turn, one is multiplied while the other is stored.
+    pingpong: two tiles alternate; one is multiplied while the other is stored.
     """
 
     m: int
@@ -25,7 +25,7 @@ class Tile:
     cluster_n: int
 
     def words(self) -> dict:
-        """As arguments of quack's gemm."""
+        """Returns the tile as keyword arguments of quack's gemm."""
         return {
             "tile_M": self.m,
             "tile_N": self.n,
@@ -37,7 +37,7 @@ class Tile:
 
 
 def available(device: torch.device) -> str | None:
-    """Why quack is not available on `device`, or None."""
+    """Returns why quack is not available on `device`, or None."""
     if importlib.util.find_spec("quack") is None:
         return "quack is not installed (package quack-kernels)"
     if device.type != "cuda" or architecture(device) != "sm_90":

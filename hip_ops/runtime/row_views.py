@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tensors as the rows that row kernels take: any distance between rows, none within one. And the launches of the HIP kernels on rows."""
+"""Views of tensors as contiguous rows at any distance, as row kernels take them, and the grids of the HIP row kernels."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from torch import Tensor
 from hip_ops.runtime.on_device import multiprocessors
 
 ROWS_A_BLOCK = 4
-BLOCKS_A_PROCESSOR = 32  # at most; then a wave goes on to further rows
+BLOCKS_A_PROCESSOR = 32  # at most; beyond, a wave takes several rows
 INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes
 
 
 def as_rows(tensor: Tensor) -> Tensor:
-    """[..., h] as [rows, h] with contiguous rows; a copy only where no such view exists."""
+    """Returns [..., h] as [rows, h] with contiguous rows; a copy only where no such view exists."""
     if tensor.dim() == 2:
         flat = tensor
     elif tensor.dim() > 2:
@@ -29,7 +29,7 @@ def as_rows(tensor: Tensor) -> Tensor:
 def written_rows(tensor: Tensor) -> Tensor:
     """Returns `tensor` [rows, h], which a kernel writes to. Raises ValueError where its rows are not contiguous.
 
-    A copy, as `as_rows` makes it, would get the results in place of the tensor.
+    A copy, as `as_rows` makes one, would receive the results instead of the tensor.
     """
     if tensor.stride(1) != 1 and tensor.shape[1] > 1:
         raise ValueError(f"hip_ops: rows that are written to must be contiguous; strides are {tensor.stride()}")
@@ -37,9 +37,9 @@ def written_rows(tensor: Tensor) -> Tensor:
 
 
 def clear_rows_(rows: Tensor, kept: Tensor) -> Tensor:
-    """Sets rows [n, ...] to zero in place where kept int32 [n] is 0, NaNs too; kept is -1 for the others.
+    """Sets rows [n, ...] to zero in place where kept int32 [n] is 0, also rows with NaN; kept is -1 for the other rows.
 
-    An integer `and` with kept does it: on a CPU masked_fill_ takes five times as long.
+    It computes an integer `and` with kept: on a CPU masked_fill_ takes five times as long.
     """
     integer = INTEGERS[rows.element_size()]
     kept = kept.to(integer)
@@ -48,7 +48,7 @@ def clear_rows_(rows: Tensor, kept: Tensor) -> Tensor:
 
 
 def aligned(*tensors: Tensor) -> bool:
-    """Whether each row of each tensor starts and ends at a multiple of 16 bytes."""
+    """Returns whether each row of each tensor starts and ends at a multiple of 16 bytes."""
     return all(
         t.data_ptr() % 16 == 0 and t.stride(0) * t.element_size() % 16 == 0 and t.shape[1] * t.element_size() % 16 == 0
         for t in tensors
@@ -56,5 +56,5 @@ def aligned(*tensors: Tensor) -> bool:
 
 
 def blocks_for(rows: int, device: torch.device) -> int:
-    """A wave a row, as far as there are blocks; a CPU counts as one compute unit, so that its waves go on to further rows."""
+    """Returns the blocks of a launch with one row per wave, up to a maximum. A CPU counts as one compute unit, so that its waves loop."""
     return min(-(-rows // ROWS_A_BLOCK), multiprocessors(device) * BLOCKS_A_PROCESSOR)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The declarations of what operators keep for their backward passes, for plans that are made without torch."""
+"""Loads the operators' declarations of the bytes that they keep for their backward passes, without torch."""
 
 import importlib.util
 from functools import cache
@@ -9,7 +9,7 @@ from types import ModuleType
 
 @cache
 def declared(operator: str) -> ModuleType:
-    """`hip_ops/<operator>/saved.py`, loaded by its path: importing the operator would import torch."""
+    """Loads `hip_ops/<operator>/saved.py` by its path, because importing the operator would import torch."""
     path = Path(__file__).resolve().parents[1] / operator / "saved.py"
     spec = importlib.util.spec_from_file_location(f"hip_ops.{operator}.saved", path)
     module = importlib.util.module_from_spec(spec)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which version of each operator a process requests.
+"""Holds which version of each operator a process requests.
 
     auto (default)   the best version that is available: hip on ROCm, triton, torch.compile of the reference, the reference.
                      On a CPU the reference.
@@ -24,14 +24,14 @@ ENVIRONMENT = "HIP_OPS_KERNELS"
 
 
 class Request(NamedTuple):
-    """A version by name, and the setting that requests it. A tuple, because every call of an operator looks one up."""
+    """A version by name, and the setting that requests it. A tuple, for speed: every call of an operator looks one up."""
 
     version: str
     source: str
 
 
 class Selection:
-    """What is requested: `kernels` for all operators, `overrides` for single ones; `names`: of both in messages."""
+    """The requested versions: `kernels` for all operators, `overrides` for single ones. names: of both settings in messages."""
 
     def __init__(self, kernels: str, overrides: Mapping[str, str], names=("kernels", "kernel_overrides.")):
         self._default = Request(kernels, f"{names[0]}={kernels}")
@@ -45,13 +45,13 @@ _stack: list[Selection] = []
 
 
 def set_kernels(kernels: str | None = "auto", overrides: Mapping[str, str] | None = None, group: str = "") -> None:
-    """Sets the versions of this process; None reads HIP_OPS_KERNELS again. group: of the keys in messages, such as "cluster.".
+    """Sets the versions of this process; None reads HIP_OPS_KERNELS again. group: prefix of the keys in messages, such as "cluster.".
 
     Raises ValueError for unknown names.
     """
     if kernels is None and overrides:
         raise ValueError(
-            "set_kernels(None) reads HIP_OPS_KERNELS and takes no overrides. Fix: put them into HIP_OPS_KERNELS"
+            f"set_kernels(None) reads {ENVIRONMENT} and takes no overrides. Fix: put them into {ENVIRONMENT}."
         )
     check_selection(kernels or "auto", dict(overrides or {}), group)
     names = (f"{group}kernels", f"{group}kernel_overrides.")
@@ -61,7 +61,7 @@ def set_kernels(kernels: str | None = "auto", overrides: Mapping[str, str] | Non
 
 @contextlib.contextmanager
 def use_kernels(kernels: str = "auto", **overrides: str) -> Iterator[None]:
-    """Sets the versions within a `with`, for the whole process: autograd's threads run the backward pass."""
+    """Sets the versions within a `with` block, in all threads, because autograd's threads run the backward pass."""
     check_selection(kernels, overrides)
     _stack.append(Selection(kernels, overrides))
     try:
@@ -71,13 +71,13 @@ def use_kernels(kernels: str = "auto", **overrides: str) -> Iterator[None]:
 
 
 def selection() -> Selection:
-    """The selection in force."""
+    """Returns the current selection."""
     return _stack[-1] if _stack else _from_environment()
 
 
 @functools.cache
 def _from_environment() -> Selection:
-    """Read once: an operator's call asks for it, and os.environ is slow."""
+    """Reads HIP_OPS_KERNELS once, because every operator's call needs it and os.environ is slow."""
     text = os.environ.get(ENVIRONMENT)
     if not text:
         return Selection("auto", {})
@@ -87,4 +87,4 @@ def _from_environment() -> Selection:
         check_selection(kernels, overrides)
         return Selection(kernels, overrides, (ENVIRONMENT, f"{ENVIRONMENT}: "))
     except ValueError as error:
-        raise ValueError(f"hip_ops: {ENVIRONMENT}={text!r}: {error}") from None
+        raise ValueError(f"{ENVIRONMENT}={text}: {error}") from None

@@ -14,7 +14,7 @@ import torch
 # Largest error, relative to the reference's largest value: two roundings of bf16 (8 bits); fp32 sums in another order.
 TOLERANCES = {torch.float64: 1e-10, torch.float32: 1e-5, torch.bfloat16: 2**-7, torch.float16: 2**-10}
 SEED = 20240817
-comparing = False  # True while `difference` runs: references that it calls do not warn that they are slow
+comparing = False  # True while `difference` runs; then references do not warn that they are slow
 
 
 def difference(
@@ -26,7 +26,7 @@ def difference(
     compare: Callable[[list, list, float | None], str | None] | None = None,
     tolerance: float | None = None,
 ) -> str | None:
-    """None where `candidate` agrees with `reference`, else both numbers at the worst place.
+    """Returns None if `candidate` agrees with `reference`, otherwise both numbers at the worst place.
 
     Each gets its own copy of `example(device)`. The results are compared, and the tensors among the arguments as they
     are after the call, which covers operators that work in place. `compare(got, want, tolerance)`, each [result, arguments],
@@ -50,7 +50,7 @@ def difference(
 
 
 def _copy(value: Any) -> Any:
-    """Deep in lists and tuples; strides are kept, for an operator may depend on them."""
+    """Copies tensors, also inside lists and tuples, with their strides, because an operator may depend on them."""
     if isinstance(value, torch.Tensor):
         return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device).copy_(value)
     if isinstance(value, (list, tuple)):
@@ -83,7 +83,9 @@ def _compare(got: list, want: list, tolerance: float | None) -> str | None:
 
 
 def worst_element(name: str, mine: torch.Tensor, theirs: torch.Tensor, allowed: float, floor: float) -> str | None:
-    """None where each element agrees to `allowed` of itself, or to `floor`, else both numbers at the worst place. For results of all sizes."""
+    """Returns None if each element agrees to `allowed` relative to itself, or to `floor`, otherwise both numbers at the worst place.
+
+    For results whose elements differ in size by orders of magnitude."""
     if (mine.shape, mine.dtype) != (theirs.shape, theirs.dtype):
         return f"{name} is {mine.dtype} {tuple(mine.shape)}, torch gives {theirs.dtype} {tuple(theirs.shape)}"
     mine, theirs = mine.double().flatten(), theirs.double().flatten()
@@ -97,7 +99,7 @@ def worst_element(name: str, mine: torch.Tensor, theirs: torch.Tensor, allowed: 
 
 
 def worst(name: str, mine: torch.Tensor, theirs: torch.Tensor, tolerance: float | None = None) -> str | None:
-    """None where they agree to `tolerance` of the largest (None: that of the dtype), else both numbers at the worst place."""
+    """Returns None if both agree to `tolerance` relative to the largest element (None: the dtype's), otherwise both numbers at the worst place."""
     if theirs.numel() == 0 or torch.equal(mine, theirs):
         return None
     allowed = (
@@ -105,7 +107,7 @@ def worst(name: str, mine: torch.Tensor, theirs: torch.Tensor, tolerance: float 
     )
     mine, theirs = mine.double().cpu().flatten(), theirs.double().cpu().flatten()
     scale = theirs[theirs.isfinite()].abs().max().item() if theirs.isfinite().any() else 0.0
-    # A NaN on one side only counts as infinitely wrong; on both, as right.
+    # NaN on one side counts as an infinite error; NaN on both sides as equal.
     error = (mine - theirs).abs().nan_to_num(math.inf)
     error[(mine == theirs) | (mine.isnan() & theirs.isnan())] = 0.0
     place = int(error.argmax())

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which output tile a Triton program computes; the same orders as hip_ops/newton_schulz/tile_order.h, and counted on the host."""
+"""Orders of output tiles over Triton programs, as in hip_ops/newton_schulz/tile_order.h, and the host's count of tiles."""
 
 import triton
 import triton.language as tl
@@ -7,7 +7,7 @@ import triton.language as tl
 
 @triton.jit
 def xcd_contiguous(position, total, XCDS: tl.constexpr):
-    """A bijection of [0, total) that gives each XCD one contiguous run: programs reach the XCDs of an MI300X in turn."""
+    """Maps [0, total) to itself so that each XCD gets one contiguous run; an MI300X distributes programs over its XCDs round-robin."""
     if XCDS == 1:
         return position
     xcd = position % XCDS
@@ -16,7 +16,7 @@ def xcd_contiguous(position, total, XCDS: tl.constexpr):
 
 @triton.jit
 def triangle_tile(position, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Row and column of the tile at `position` of the lower triangle in row order; float32 square roots are corrected exactly."""
+    """Returns row and column of the tile at `position` of the lower triangle in row order; float32 square roots are corrected exactly."""
     if BLOCK_M == BLOCK_N:  # row i has i + 1 tiles, i (i + 1) / 2 before it
         row = ((tl.sqrt(8.0 * position.to(tl.float32) + 1.0) - 1.0) * 0.5).to(tl.int32)
         row = tl.where(row * (row + 1) // 2 > position, row - 1, row)
@@ -33,7 +33,7 @@ def triangle_tile(position, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
 
 @triton.jit
 def grouped_tile(position, tile_rows, tile_columns, GROUP: tl.constexpr):
-    """Row and column in a full grid walked in bands of GROUP tile rows, column by column."""
+    """Returns row and column in a full grid, in bands of GROUP tile rows, column by column."""
     band = position // (GROUP * tile_columns)
     first = band * GROUP
     height = min(tile_rows - first, GROUP)
@@ -42,7 +42,7 @@ def grouped_tile(position, tile_rows, tile_columns, GROUP: tl.constexpr):
 
 
 def tile_count(symmetric: bool, m: int, n: int, block_m: int, block_n: int) -> int:
-    """Tiles of one matrix; the kernel counts the same."""
+    """Returns the number of tiles of one matrix, as the kernel counts them."""
     rows, columns = -(-m // block_m), -(-n // block_n)
     if not symmetric:
         return rows * columns

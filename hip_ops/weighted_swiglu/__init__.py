@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """SwiGLU with the routing weight in one pass, as torch operators: silu(gate) * up * prob, and all gradients with the output again.
 
-What is rounded when: hip_ops/weighted_swiglu/reference.py. Saved for the backward pass: gate_up, probs and offsets.
+hip_ops/weighted_swiglu/reference.py defines the roundings. Saved for the backward pass: gate_up, probs and offsets.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ INPUTS = """
 """
 
 
-def _two_halves(given: dict) -> str | None:
+def _two_halves(given: dict) -> tuple[str, str] | None:
     columns = given["columns"]
-    return f"gate_up has {columns} columns; it must be [n, 2 f], gate and up" if columns % 2 else None
+    return (f"gate_up has {columns} columns", "[n, 2 f], gate and up") if columns % 2 else None
 
 
 def _example(device: torch.device) -> tuple:
-    """ZAYA1's width and dtypes, hence the kernels that it trains with; the last rows are padding rows."""
+    """Makes inputs of ZAYA1's width and dtypes, which run the kernels of its training; the last rows are padding rows."""
     rows, width = 37, 2048
     gate_up = (3 * torch.randn(rows, 2 * width, device=device)).bfloat16()
     return gate_up, torch.rand(rows, device=device), torch.tensor([9, 9, 33], dtype=torch.int32).to(device)
@@ -66,7 +66,7 @@ _forward.register_autograd(_gradients, setup_context=_save)
 
 
 def weighted_swiglu(gate_up: Tensor, probs: Tensor, offsets: Tensor | None = None) -> Tensor:
-    """silu(gate) * up * prob (SwiGLU: arXiv 2002.05202), in fp32 inside, with gradients of gate_up and probs.
+    """Computes silu(gate) * up * prob (SwiGLU: arXiv 2002.05202) in fp32, with gradients of gate_up and probs.
 
     Args: gate_up [n, 2 f], gate first, bf16 or fp32; rows may be strided. probs [n] bf16 or fp32. offsets int32 [experts], the ends of the
     experts' rows (`ExpertOrder.offsets`): rows at and beyond offsets[-1] are not read; their results and gradients are zeros.
@@ -79,10 +79,10 @@ def weighted_swiglu(gate_up: Tensor, probs: Tensor, offsets: Tensor | None = Non
 def weighted_swiglu_backward(
     grad: Tensor, gate_up: Tensor, probs: Tensor, offsets: Tensor | None = None, with_output: bool = True
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Gradients for the output's gradient grad [n, f]: (d_gate_up [n, 2 f], d_probs [n], output [n, f] or None).
+    """Returns the gradients for the output's gradient grad [n, f]: (d_gate_up [n, 2 f], d_probs [n], output [n, f] or None).
 
-    For autograd functions that do not keep the output, which the next matrix product's weight gradient needs: it is computed again here,
-    in the pass that reads gate and up. Arguments, dtypes and errors as weighted_swiglu.
+    For autograd functions that do not keep the output: the next product's weight gradient needs it, so it is computed again here, in the
+    pass that reads gate and up. Arguments, dtypes and errors as weighted_swiglu.
     """
     d_gate_up, d_probs, output = _backward(grad, gate_up, probs, offsets, with_output)
     return d_gate_up, d_probs, output if with_output else None

@@ -11,7 +11,7 @@ from hip_ops.runtime.row_views import aligned, as_rows, blocks_for
 
 
 def _halves(gate_up: Tensor) -> Tensor:
-    """Gate and up start at multiples of 16 bytes where a row's half does."""
+    """Returns whether gate and up start at multiples of 16 bytes, which holds if half a row does."""
     return gate_up[:, : gate_up.shape[1] // 2]
 
 

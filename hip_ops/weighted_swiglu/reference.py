@@ -2,7 +2,7 @@
 """silu(gate) * up * prob in plain torch, forward and backward written out (SwiGLU: arXiv 2002.05202; transformers `ZayaExperts`).
 
 All arithmetic is fp32, or fp64 for fp64 tensors, and each result is rounded once, at its end. Intermediate results are overwritten in
-place: on a CPU new memory costs more time than the arithmetic.
+place, because on a CPU new memory takes more time than the arithmetic.
 
 Shapes: gate_up [n, 2 f], gate first; probs [n]; output and its gradient [n, f]. offsets int32 [experts] or None: rows at and beyond
 offsets[-1] are padding rows; they are not read, and their results are zeros.
@@ -18,7 +18,7 @@ from hip_ops.runtime.row_views import clear_rows_
 
 
 def _kept(offsets: Tensor | None, rows: int) -> Tensor | None:
-    """-1 for rows before offsets[-1], else 0."""
+    """Returns -1 for rows before offsets[-1], else 0."""
     if offsets is None:
         return None
     return torch.arange(rows, device=offsets.device, dtype=torch.int32).sub_(offsets[-1]).clamp_(-1, 0)
@@ -29,7 +29,7 @@ def _cleared(rows: Tensor, kept: Tensor | None) -> Tensor:
 
 
 def weighted_swiglu(gate_up: Tensor, probs: Tensor, offsets: Tensor | None) -> Tensor:
-    """silu(gate) * up * prob, in gate_up's dtype."""
+    """Computes silu(gate) * up * prob, in gate_up's dtype."""
     compute = wide(gate_up.dtype)
     gate, up = gate_up.contiguous().to(compute).chunk(2, dim=-1)
     output = torch.nn.functional.silu(gate).mul_(up).mul_(probs.to(compute).unsqueeze(-1))
@@ -39,7 +39,7 @@ def weighted_swiglu(gate_up: Tensor, probs: Tensor, offsets: Tensor | None) -> T
 def weighted_swiglu_backward(
     grad: Tensor, gate_up: Tensor, probs: Tensor, offsets: Tensor | None, with_output: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """d_gate_up [n, 2 f], d_probs [n], and the output [n, f] again, or an empty tensor without `with_output`."""
+    """Returns d_gate_up [n, 2 f], d_probs [n], and the output [n, f] again, or an empty tensor without `with_output`."""
     compute = wide(gate_up.dtype)
     gate, up = gate_up.contiguous().to(compute).chunk(2, dim=-1)
     grad, weight = grad.contiguous().to(compute), probs.to(compute).unsqueeze(-1)

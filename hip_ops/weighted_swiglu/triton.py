@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""SwiGLU with the routing weight in Triton: one kernel forward, one backward. No atomics, nothing waits for the host.
+"""SwiGLU with the routing weight in Triton: one kernel forward, one backward. No atomics; the host never waits.
 
 Same functions as hip_ops.weighted_swiglu.reference. Importing this module imports triton.
 """
@@ -21,7 +21,7 @@ from hip_ops.runtime.row_views import as_rows
 
 @triton.jit
 def _live_rows(offsets, row, rows, experts, HAS_OFFSETS: tl.constexpr):
-    """Which of the rows belong to an expert."""
+    """Returns which of the rows belong to an expert."""
     live = row < rows
     if HAS_OFFSETS:
         live = live & (row < tl.load(offsets + experts - 1))
@@ -32,7 +32,7 @@ def _live_rows(offsets, row, rows, experts, HAS_OFFSETS: tl.constexpr):
 def weighted_swiglu_forward_kernel(
     gate_up, probs, offsets, out, rows, width, gate_up_stride, experts, HAS_OFFSETS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):
-    """silu(gate) * up * prob of one tile [ROWS, BLOCK]."""
+    """Computes silu(gate) * up * prob of one tile [ROWS, BLOCK]."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     live = _live_rows(offsets, row, rows, experts, HAS_OFFSETS)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)[None, :]
@@ -51,7 +51,7 @@ def weighted_swiglu_backward_kernel(
     grad, gate_up, probs, offsets, d_gate_up, d_probs, out, rows, width, grad_stride, gate_up_stride, experts,
     HAS_OFFSETS: tl.constexpr, WITH_OUTPUT: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):
-    """d_gate_up, d_probs and, WITH_OUTPUT, the output of ROWS rows."""
+    """Computes d_gate_up, d_probs and, WITH_OUTPUT, the output of ROWS rows."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     inside = row < rows
     live = _live_rows(offsets, row, rows, experts, HAS_OFFSETS)
@@ -90,9 +90,9 @@ class Launch:
 
 
 def launch(width: int, element_bytes: int, *, backward: bool, warp_size: int | None = None) -> Launch:
-    """The tile for outputs of so many columns: 16 bytes of each tensor a lane. warp_size None for this torch's kind of device.
+    """Chooses the tile for outputs of `width` columns: 16 bytes of each tensor per lane. warp_size None: of the devices that this torch is built for.
 
-    Two rows of ZAYA1's width a program on an H100, as measured, where evict_first made every kernel 1 to 2 % slower.
+    Two rows of ZAYA1's width per program, as measured on an H100, where evict_first made every kernel 1 to 2 % slower.
     """
     warp_size = warp_size or (32 if torch.version.hip is None else 64)
     block = min(max(triton.next_power_of_2(width), 128), (8192 if backward else 4096) // element_bytes)
@@ -102,7 +102,7 @@ def launch(width: int, element_bytes: int, *, backward: bool, warp_size: int | N
 
 @functools.lru_cache(maxsize=256)
 def _plan(choose: Callable, rows: int, width: int, element_bytes: int, backward: bool) -> tuple[tuple[int, ...], dict]:
-    """The grid, and the keywords of the launch. `choose` is `launch`: in the key, since benchmarks put others in its place."""
+    """Returns the grid and the keywords of the launch. `choose` is `launch`; it is part of the key because benchmarks replace it."""
     chosen = choose(width, element_bytes, backward=backward)
     grid = (triton.cdiv(rows, chosen.rows),) if backward else (triton.cdiv(rows, chosen.rows), triton.cdiv(width, chosen.block))
     return grid, {"ROWS": chosen.rows, "BLOCK": chosen.block, "num_warps": chosen.num_warps}

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// SwiGLU with the routing weight, silu(gate) * up * prob, forward and backward; a wave a row. Arithmetic is fp32, each result rounded once.
+// SwiGLU with the routing weight, silu(gate) * up * prob, forward and backward; a wave per row. Arithmetic is fp32, each result rounded once.
 // Rows at and beyond offsets[experts - 1] are padding rows: they are not read, and zeros are written.
 #include "row_vectors.h"
 
@@ -7,7 +7,7 @@ namespace swiglu {
 
 using namespace rows;
 
-// 1 / (1 + exp(-x)). The argument of 2^x is kept in two parts: rounded once, it would err by |x| / 2 ULP of the result. It is bounded, for an
+// 1 / (1 + exp(-x)). The argument of 2^x is kept in two parts: one rounding would cost |x| / 2 ULP of the result. It is bounded, because an
 // infinite power times the second part could be a NaN.
 __device__ __forceinline__ float sigmoid(float x) {
 #if HO_HIP
@@ -154,7 +154,7 @@ SWIGLU_BACKWARD(ho_weighted_swiglu_backward_fp32, float, true)
 SWIGLU_BACKWARD(ho_weighted_swiglu_backward_any_bf16, bf16, false)
 SWIGLU_BACKWARD(ho_weighted_swiglu_backward_any_fp32, float, false)
 
-// Launchers; element_bytes, aligned and blocks as in expert_rows.hip. `offsets` may be null: then all rows belong to experts.
+// Launchers; element_bytes, aligned and blocks as in expert_rows.hip. If `offsets` is null, all rows belong to experts.
 HO_EXPORT int ho_weighted_swiglu(const void* gate_up, const void* probs, const void* offsets, void* out, int64_t count, int64_t width,
                                  int64_t gate_up_stride, int64_t experts, int64_t element_bytes, int64_t prob_bytes, int64_t aligned,
                                  int64_t blocks, void* stream) {

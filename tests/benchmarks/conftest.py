@@ -14,5 +14,6 @@ SCRIPTS = Path(__file__).resolve().parents[2] / "benchmarks"
 @pytest.fixture
 def script(monkeypatch):
     """Imports a script, as in `script("cca_block")`."""
-    monkeypatch.syspath_prepend(str(SCRIPTS))
+    for folder in (SCRIPTS / "research", SCRIPTS):
+        monkeypatch.syspath_prepend(str(folder))
     return importlib.import_module

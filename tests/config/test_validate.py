@@ -117,13 +117,13 @@ IMPOSSIBLE = [
     (
         ["cluster.kernel_overrides={router: triton}"],
         2,
-        ["cluster.kernel_overrides.router='triton': no such operator", "router_mlp", "Fix: remove it"],
+        ["cluster.kernel_overrides.router=triton: no such operator", "router_mlp", "Fix: remove it"],
     ),
     (
         ["cluster=gpu", "cluster.kernel_overrides={router_mlp: hip}"],
         2,
         [
-            "cluster.kernel_overrides.router_mlp='hip'",
+            "cluster.kernel_overrides.router_mlp=hip:",
             "Allowed: auto, triton, compiled, reference. Fix: cluster.kernel_overrides",
         ],
     ),

@@ -84,7 +84,7 @@ def _muon(which: str) -> TritonObject:
     none = dict.fromkeys(("grad_scale", "found_inf", "lr_pointer", "partials"))
     names = ("GRADIENT", "MOMENTUM", "OUTPUT") if which == "momentum" else ("UPDATE", "WEIGHT", "COPY")
     constexprs = dict(zip(names, (muon.TYPES[dtype] for dtype in dtypes), strict=True)) | tile | none
-    constexprs |= {"NESTEROV": True, "EMA": True, "CHUNK": CHUNK_ELEMENTS}
+    constexprs |= {"NESTEROV": True, "CHUNK": CHUNK_ELEMENTS}
     kernel = muon.muon_momentum_kernel if which == "momentum" else muon.muon_update_kernel
     return _compile(kernel, types, constexprs, warps, unaligned=("chunk_rows", "chunks"))
 
@@ -130,15 +130,9 @@ def _expert_rows(which: str) -> TritonObject:
         return _compile(
             kernels.expert_count_kernel if which == "count" else kernels.expert_place_kernel, types, constexprs, 4
         )
-    chosen = kernels.launch(HIDDEN, 2, reduces=which == "scaled_backward", warp_size=64)
-    constexprs = {
-        "SCALED": which == "scaled",
-        "HAS_SIDE": which == "gather",
-        "ROWS": chosen.rows,
-        "BLOCK": chosen.block,
-    }
-    kernel = kernels.expert_scale_gather_backward_kernel if which == "scaled_backward" else kernels.expert_gather_kernel
-    return _compile(kernel, types, constexprs, chosen.num_warps)
+    chosen = kernels.launch(HIDDEN, 2, warp_size=64)
+    constexprs = {"HAS_SIDE": True, "ROWS": chosen.rows, "BLOCK": chosen.block}
+    return _compile(kernels.expert_gather_kernel, types, constexprs, chosen.num_warps)
 
 
 def _swiglu(backward: bool) -> TritonObject:
@@ -308,8 +302,6 @@ CASES: dict[str, Callable[[], TritonObject]] = {
     "expert_count": lambda: _expert_rows("count"),
     "expert_place": lambda: _expert_rows("place"),
     "expert_gather": lambda: _expert_rows("gather"),
-    "expert_scale_gather": lambda: _expert_rows("scaled"),
-    "expert_scale_gather_backward": lambda: _expert_rows("scaled_backward"),
     "weighted_swiglu": lambda: _swiglu(False),
     "weighted_swiglu_backward": lambda: _swiglu(True),
     "row_statistics": lambda: _vocabulary_rows(False),

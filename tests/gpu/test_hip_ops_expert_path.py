@@ -25,14 +25,7 @@ from tests.hip_ops.expert_path_cases import (
 from tests.no_waiting import no_waiting
 
 DEVICE = torch.device("cuda")
-NAMES = (
-    "sort_by_expert",
-    "gather_rows",
-    "scale_gather_rows",
-    "scale_gather_rows_backward",
-    "weighted_swiglu",
-    "weighted_swiglu_backward",
-)
+NAMES = ("sort_by_expert", "gather_rows", "weighted_swiglu", "weighted_swiglu_backward")
 ROWS = [
     Rows(67, 2048),
     Rows(67, 2048, mix="skewed", pad=8),
@@ -40,7 +33,7 @@ ROWS = [
     Rows(19, 2051),
     Rows(9, 45, BF16, BF16),
     Rows(7, 1, mix="one"),
-    Rows(5, 2048, FP32, BF16, mix="nobody"),
+    Rows(5, 2048, FP32, BF16, mix="no_expert"),
     Rows(31, 1000, FP32),
     Rows(65, 256),
     Rows(65, 512),
@@ -57,7 +50,7 @@ SWIGLU = [
     Swiglu(9, 45),
     Swiglu(7, 1, offsets="all"),
     Swiglu(9, 1024, FP32),
-    Swiglu(5, 2048, offsets="nobody"),
+    Swiglu(5, 2048, offsets="no_expert"),
     Swiglu(3, 8192),
     Swiglu(3, 9000, FP32, BF16),
     Swiglu(5, 256, scale=12.0),
@@ -109,16 +102,12 @@ def test_the_self_check_passes(chosen):
     assert all(text.startswith(chosen) for text in warmed_up().values())
 
 
-def path(tokens, probs, gate_up_weight, ids, fold_probs: bool):
-    """One expert's matrices for all, so that only the order of rows matters; the probs go into SwiGLU or into the way back."""
+def path(tokens, probs, gate_up_weight, ids):
+    """All experts have the same matrices, so that only the order of rows matters."""
     order = hip_ops.sort_by_expert(ids, 16)
-    if fold_probs:
-        rows, row_probs = hip_ops.permute_to_experts(tokens, order, probs)
-        hidden = hip_ops.weighted_swiglu(rows @ gate_up_weight, row_probs, order.offsets)
-        return hip_ops.unpermute_from_experts(hidden, order)
-    rows, _ = hip_ops.permute_to_experts(tokens, order)
-    hidden = hip_ops.weighted_swiglu(rows @ gate_up_weight, torch.ones_like(probs), order.offsets)
-    return hip_ops.unpermute_from_experts(hidden, order, probs)
+    rows, row_probs = hip_ops.permute_to_experts(tokens, order, probs)
+    hidden = hip_ops.weighted_swiglu(rows @ gate_up_weight, row_probs, order.offsets)
+    return hip_ops.unpermute_from_experts(hidden, order)
 
 
 def inputs(tokens: int = 1024, hidden: int = 256):
@@ -133,37 +122,35 @@ def inputs(tokens: int = 1024, hidden: int = 256):
     return [t.requires_grad_() for t in (x, probs, weight)], ids, upstream
 
 
-def gradients(function, leaves, ids, upstream, fold_probs):
-    output = function(*leaves, ids, fold_probs)
+def gradients(function, leaves, ids, upstream):
+    output = function(*leaves, ids)
     return [output, *torch.autograd.grad(output, leaves, upstream)]
 
 
-@pytest.mark.parametrize("fold_probs", [True, False])
-def test_nothing_waits_for_the_host(chosen, fold_probs):
+def test_nothing_waits_for_the_host(chosen):
     """Sort, both ways, SwiGLU and all their gradients; and the result is that of plain torch without sorting."""
     leaves, ids, upstream = inputs()
     warmed_up()
-    gradients(path, leaves, ids, upstream, fold_probs)  # compiles
+    gradients(path, leaves, ids, upstream)  # compiles
     with no_waiting():
-        found = gradients(path, leaves, ids, upstream, fold_probs)
+        found = gradients(path, leaves, ids, upstream)
         torch.cuda._sleep(20_000_000)
-        again = gradients(path, leaves, ids, upstream, fold_probs)
+        again = gradients(path, leaves, ids, upstream)
     assert all(torch.equal(a, b) for a, b in zip(found, again, strict=True))
 
-    def plain(x, probs, weight, ids, _):
+    def plain(x, probs, weight, ids):
         gate, up = (x @ weight).chunk(2, dim=-1)
         return (torch.nn.functional.silu(gate) * up * probs[:, None]).masked_fill(ids[:, None] == 16, 0.0)
 
-    exact = gradients(plain, [t.detach().double().requires_grad_() for t in leaves], ids, upstream.double(), None)
+    exact = gradients(plain, [t.detach().double().requires_grad_() for t in leaves], ids, upstream.double())
     for got, want in zip(found, exact, strict=True):
         assert (got.double() - want).norm() <= 0.02 * want.norm()
 
 
-@pytest.mark.parametrize("fold_probs", [True, False])
-def test_compiles_whole(chosen, fold_probs):
+def test_compiles_whole(chosen):
     leaves, ids, upstream = inputs()
-    plain = gradients(path, leaves, ids, upstream, fold_probs)
-    compiled = gradients(torch.compile(path, fullgraph=True), leaves, ids, upstream, fold_probs)
+    plain = gradients(path, leaves, ids, upstream)
+    compiled = gradients(torch.compile(path, fullgraph=True), leaves, ids, upstream)
     for a, b in zip(plain, compiled, strict=True):
         assert (a - b).norm() <= 0.01 * a.norm()
 
@@ -173,14 +160,14 @@ def test_in_a_captured_graph(chosen):
     (x, probs, weight), ids, _ = inputs()
     x, probs, weight = x.detach(), probs.detach(), weight.detach()
     warmed_up()
-    path(x, probs, weight, ids, True)
+    path(x, probs, weight, ids)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        output = path(x, probs, weight, ids, True)
+        output = path(x, probs, weight, ids)
     for fill in (ids.flip(0), torch.full_like(ids, 7), torch.full_like(ids, 16)):
         ids.copy_(fill)
         graph.replay()
-        assert torch.equal(output, path(x, probs, weight, ids, True))
+        assert torch.equal(output, path(x, probs, weight, ids))
     assert not output.any()
 
 
@@ -212,7 +199,7 @@ def test_versions_agree():
                 [
                     *order,
                     *hip_ops.permute_to_experts(leaves[0], order, leaves[1]),
-                    *gradients(path, leaves, ids, upstream, True),
+                    *gradients(path, leaves, ids, upstream),
                 ]
             )
     assert all(torch.equal(a, b) for a, b in zip(found[0][:6], found[1][:6], strict=True))

@@ -10,7 +10,7 @@ import hip_ops
 from hip_ops.runtime.main_grad import add_product_, fp32_product
 from hip_ops.runtime.operator import OPERATORS, all_operators, warm_up
 from tests.hip_ops import vocabulary_exponentials_cases as exponentials
-from tests.hip_ops.test_linear_cross_entropy import inputs
+from tests.hip_ops.test_linear_cross_entropy import chunks_of, inputs
 from tests.hip_ops.vocabulary_rows_cases import BF16, CASES, FP32, Logits, check
 from tests.no_waiting import no_waiting
 
@@ -73,10 +73,11 @@ def on_device(tokens=512, h=256, classes=20000, dtype=BF16):
     )
 
 
-def run(hidden, weight, labels, grad, *, promise, main_grad=None, **options):
-    losses = hip_ops.linear_cross_entropy(
-        hidden, weight, labels, promised_grad=grad if promise else None, main_grad=main_grad, **options
-    )
+def run(hidden, weight, labels, grad, *, promise, main_grad=None, z_loss=0.0, chunk=None):
+    with chunks_of(chunk):
+        losses = hip_ops.linear_cross_entropy(
+            hidden, weight, labels, promised_grad=grad if promise else None, main_grad=main_grad, z_loss=z_loss
+        )
     wanted = (hidden, weight) if main_grad is None else (hidden,)
     gradients = torch.autograd.grad((losses * grad).sum(), wanted)
     return losses.detach(), gradients[0], gradients[1] if main_grad is None else main_grad
@@ -90,7 +91,7 @@ def test_losses_and_gradients_against_fp64(chosen, dtype, with_main_grad, promis
     hidden, weight, labels, grad = on_device(dtype=dtype)
     main_grad = torch.zeros(weight.shape, device=DEVICE) if with_main_grad else None
     losses, d_hidden, d_weight = run(
-        hidden, weight, labels, grad, promise=promise, main_grad=main_grad, z_loss=1e-3, chunk_tokens=200
+        hidden, weight, labels, grad, promise=promise, main_grad=main_grad, z_loss=1e-3, chunk=200
     )
     x, w = hidden.detach().double(), weight.detach().double()
     with torch.no_grad():  # in the same chunks: products of other shapes may sum in another order, and round otherwise
@@ -123,7 +124,7 @@ def test_modes_and_runs_agree(chosen):
     # of a factor more or less in what is rounded, twice or three times each
     for got, want in ((d_hidden, first[1]), (d_weight, first[2])):
         assert (got.double() - want.double()).norm() <= 2**-8 * want.double().norm()
-    other = run(*arguments, promise=True, chunk_tokens=128)
+    other = run(*arguments, promise=True, chunk=128)
     torch.testing.assert_close(other[0], first[0], rtol=1e-4, atol=1e-4)
 
 
@@ -132,9 +133,8 @@ def test_nothing_waits_for_the_host_and_a_graph_holds_it(chosen):
     main_grad = torch.zeros(weight.shape, device=DEVICE)
 
     def step():
-        losses = hip_ops.linear_cross_entropy(
-            hidden, weight, labels, promised_grad=grad, main_grad=main_grad, chunk_tokens=200
-        )
+        with chunks_of(200):
+            losses = hip_ops.linear_cross_entropy(hidden, weight, labels, promised_grad=grad, main_grad=main_grad)
         return losses, torch.autograd.grad((losses * grad).sum(), hidden)[0]
 
     step()
@@ -174,11 +174,11 @@ def test_memory_of_a_chunk(chosen):
     weight = (torch.randn(classes, 256, device=DEVICE) * 0.05).to(BF16).requires_grad_()
     labels, grad = torch.randint(classes, (tokens,), device=DEVICE), torch.ones(tokens, device=DEVICE)
     main_grad = torch.zeros(classes, 256, device=DEVICE)
-    run(hidden, weight, labels, grad, promise=True, main_grad=main_grad, chunk_tokens=512)
+    run(hidden, weight, labels, grad, promise=True, main_grad=main_grad, chunk=512)
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
-    run(hidden, weight, labels, grad, promise=True, main_grad=main_grad, chunk_tokens=512)
+    run(hidden, weight, labels, grad, promise=True, main_grad=main_grad, chunk=512)
     extra = torch.cuda.max_memory_allocated() - before
     assert extra <= 1.15 * 512 * classes * 2 + 2**26, extra
 

@@ -15,6 +15,7 @@ from hip_ops.newton_schulz.iteration import normalised
 from hip_ops.newton_schulz.plan import make_plan
 from hip_ops.newton_schulz.product_configs import TABLE, ProductConfig, choose_config
 from hip_ops.runtime.quack import available
+from tests.hip_ops.newton_schulz_form import in_form
 from tests.hip_ops.product_cases import DTYPES, ROUNDED_ONCE, Case, general_case, symmetric_case
 
 pytest.importorskip("triton")
@@ -116,10 +117,12 @@ def test_newton_schulz_within_the_error_of_cublas(chosen, shape, coefficients):
         pytest.skip("emulated matrix instructions are slow")
     x = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(BF16).to(DEVICE)
     batched = x if x.ndim == 3 else x[None]
-    exact = hip_ops.newton_schulz(batched.double(), 5, coefficients, form="standard", dtype=torch.float64)
+    with in_form("standard"):
+        exact = hip_ops.newton_schulz(batched.double(), 5, coefficients, dtype=torch.float64)
     anchor = error(cublas(batched, coefficients), exact.mT if exact.shape[-2] > exact.shape[-1] else exact)
     for form, dtype in (("auto", None), ("standard", FP16), ("gram", FP16), ("standard", BF16)):
-        got = hip_ops.newton_schulz(x, 5, coefficients, form=form, dtype=dtype)
+        with in_form(form):
+            got = hip_ops.newton_schulz(x, 5, coefficients, dtype=dtype)
         assert got.shape == x.shape and got.dtype == BF16 and got.is_contiguous()
         assert error(got.reshape(exact.shape), exact) <= (1.05 if dtype == BF16 else 1.0) * anchor, (form, dtype)
 
@@ -133,8 +136,8 @@ def test_singular_values_of_a_large_ill_conditioned_matrix(form):
     values = torch.linalg.svdvals(x.double())
     values = values / values.square().sum().sqrt()
     low, high = singular_value_interval(coefficient_triples("simple", 5), values.min().item(), values.max().item())
-    with use_kernels("triton"):
-        got = torch.linalg.svdvals(hip_ops.newton_schulz(x.float(), form=form).double())
+    with use_kernels("triton"), in_form(form):
+        got = torch.linalg.svdvals(hip_ops.newton_schulz(x.float()).double())
     assert low - 0.02 <= got.min() and got.max() <= high + 0.02
 
 
@@ -155,7 +158,7 @@ def test_replayed_graphs_give_the_same_bits_for_new_inputs():
 
 
 def captured_plan(x: torch.Tensor):
-    return make_plan(coefficient_triples("simple", 5), *x.shape[-2:], form="auto", restarts=None, dtype=FP16)
+    return make_plan(coefficient_triples("simple", 5), *x.shape[-2:], FP16)
 
 
 def test_newton_schulz_inside_a_captured_graph():
@@ -178,7 +181,8 @@ def test_matrices_of_zaya(chosen):
     )
     for shape in shapes:
         x = torch.randn((2, *shape), device=DEVICE).to(BF16)
-        exact = hip_ops.newton_schulz(x.double(), dtype=torch.float64, form="standard")
+        with in_form("standard"):
+            exact = hip_ops.newton_schulz(x.double(), dtype=torch.float64)
         got = hip_ops.newton_schulz(x)
         assert got.shape == x.shape and error(got, exact) < 0.01
 
@@ -188,9 +192,10 @@ def test_quack(shape):
     if reason := available(DEVICE):
         pytest.skip(reason)
     x = torch.randn(shape, device=DEVICE).to(BF16)
-    exact = hip_ops.newton_schulz(x.double(), dtype=torch.float64, form="standard")
+    with in_form("standard"):
+        exact = hip_ops.newton_schulz(x.double(), dtype=torch.float64)
     for dtype in (FP16, BF16):
-        plan = make_plan(coefficient_triples("simple", 5), *shape[1:], form="auto", restarts=None, dtype=dtype)
+        plan = make_plan(coefficient_triples("simple", 5), *shape[1:], dtype)
         got = quack.newton_schulz.__wrapped__(x, None, plan, 1e-7)
         assert error(got, exact) <= 1.05 * error(triton.newton_schulz.__wrapped__(x, None, plan, 1e-7), exact)
 

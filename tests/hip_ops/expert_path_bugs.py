@@ -47,7 +47,7 @@ BUGS = {
     "piece_starts_at_its_end": in_source(
         "expert_sort", "kPieces + piece] = row;\n      row += mine;", "kPieces + piece] = row += mine;"
     ),
-    "rows_of_nobody_look_live": in_source("expert_sort", "cls < experts ? token : ~token", "token"),
+    "rows_of_no_expert_look_live": in_source("expert_sort", "cls < experts ? token : ~token", "token"),
     "not_stable": in_source(
         "expert_sort",
         "const int token = int(share.first) + i, cls",
@@ -56,30 +56,23 @@ BUGS = {
     "offsets_are_starts": in_source("expert_sort", "= start + own;", "= start;"),
     "lost_tail": in_source("expert_rows", "  for (; at < count; at += kStep) work.template run<1>(at);", "", HEADER),
     "bf16_truncation": in_source(
-        "expert_rows", "return float_to_bf16(value);", "return bf16(__builtin_bit_cast(uint32_t, value) >> 16);", HEADER
+        "weighted_swiglu",
+        "return float_to_bf16(value);",
+        "return bf16(__builtin_bit_cast(uint32_t, value) >> 16);",
+        HEADER,
     ),
     "rows_left_out": in_source(
         "expert_rows", "int64_t(gridDim.x) * kWaves;", "int64_t(gridDim.x) * kWaves + 1;", HEADER
     ),
-    "nobody_gets_the_first_row": in_source(
+    "no_expert_gets_the_first_row": in_source(
         "expert_rows", "else piece[p] = zeros<T, kWidth>();", "else piece[p].read(from + at + p * kStep);"
-    ),
-    "scale_of_another_token": in_source(
-        "expert_rows", "load_number(scale, place, bf16_scale), 0.0f}", "load_number(scale, row, bf16_scale), 0.0f}"
-    ),
-    "gradient_of_scale_at_the_row": in_source(
-        "expert_rows", "store_number(d_scale, place,", "store_number(d_scale, row,"
-    ),
-    "one_lanes_sum": in_source("expert_rows", "    dot = wave_sum(dot);\n", ""),
-    "padding_ignored": in_source(
-        "expert_rows", "source + row * source_stride, d_source", "source + row * hidden, d_source"
     ),
     "gate_without_silu": in_source("weighted_swiglu", "g * sigmoid(g) * to_float", "sigmoid(g) * to_float"),
     "wrong_derivative": in_source("weighted_swiglu", "fmaf(silu, 1.0f - s, s)", "fmaf(s, 1.0f - s, s)"),
     "gradient_of_prob_with_prob": in_source(
         "weighted_swiglu", "fmaf(dy, product, d_prob)", "fmaf(weighted, product, d_prob)"
     ),
-    "a_row_of_nobody_read": in_source(
+    "a_row_of_no_expert_read": in_source(
         "weighted_swiglu",
         "    const bool live = row < end;\n    ForwardWork",
         "    const bool live = row <= end;\n    ForwardWork",

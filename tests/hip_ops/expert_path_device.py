@@ -119,53 +119,6 @@ class HipOnDevice(OnDevice):
         )
         return to_torch(out.read()), to_torch(side_out.read())
 
-    def scale_gather_rows(self, source: Tensor, index: Tensor, inverse: Tensor, scale: Tensor) -> Tensor:
-        count, hidden = source.shape
-        out = self.out((count, hidden), source.dtype)
-        name = f"ho_scale_gather_rows_{'' if self.aligned(source) else 'any_'}{SHORT[source.dtype]}"
-        self.launch_rows(
-            "expert_rows",
-            name,
-            count,
-            [
-                self.rows(source),
-                self.put(index),
-                self.put(scale),
-                out,
-                np.int64(count),
-                np.int32(hidden),
-                np.int64(source.stride(0)),
-                np.int32(scale.dtype == BF16),
-            ],
-        )
-        return to_torch(out.read())
-
-    def scale_gather_rows_backward(
-        self, grad: Tensor, source: Tensor, inverse: Tensor, scale: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        count, hidden = source.shape
-        d_source, d_scale = self.out((count, hidden), source.dtype), self.out((count,), scale.dtype)
-        name = f"ho_scale_gather_rows_backward_{'' if self.aligned(grad, source) else 'any_'}{SHORT[source.dtype]}"
-        self.launch_rows(
-            "expert_rows",
-            name,
-            count,
-            [
-                self.rows(grad),
-                self.rows(source),
-                self.put(inverse),
-                self.put(scale),
-                d_source,
-                d_scale,
-                np.int64(count),
-                np.int32(hidden),
-                np.int64(grad.stride(0)),
-                np.int64(source.stride(0)),
-                np.int32(scale.dtype == BF16),
-            ],
-        )
-        return to_torch(d_source.read()), to_torch(d_scale.read())
-
     def weighted_swiglu(self, gate_up: Tensor, probs: Tensor, offsets: Tensor | None) -> Tensor:
         count, width = gate_up.shape[0], gate_up.shape[1] // 2
         out = self.out((count, width), gate_up.dtype)
@@ -271,9 +224,7 @@ class TritonOnDevice(OnDevice):
         )
         return tuple(to_torch(r.read()) for r in results)
 
-    def _gather(
-        self, source: Tensor, index: Tensor, scale: Tensor | None, side: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
+    def gather_rows(self, source: Tensor, index: Tensor, inverse: Tensor, side: Tensor | None) -> tuple[Tensor, Tensor]:
         from hip_ops.expert_permutation import triton as kernels
 
         (count, hidden), map_of = source.shape, (self.put(index), torch.int32)
@@ -288,17 +239,11 @@ class TritonOnDevice(OnDevice):
             "out": (out, source.dtype),
             "rows": count,
             "hidden": hidden,
-            "scale": map_of if scale is None else (self.put(scale), scale.dtype),
             "side": map_of if side is None else (self.put(side), side.dtype),
             "side_out": map_of if side is None else (side_out, side.dtype),
             "source_stride": source.stride(0),
         }
-        constexprs = {
-            "SCALED": scale is not None,
-            "HAS_SIDE": side is not None,
-            "ROWS": chosen.rows,
-            "BLOCK": chosen.block,
-        }
+        constexprs = {"HAS_SIDE": side is not None, "ROWS": chosen.rows, "BLOCK": chosen.block}
         if count:
             self.run(
                 kernels.expert_gather_kernel,
@@ -308,41 +253,6 @@ class TritonOnDevice(OnDevice):
                 chosen.num_warps,
             )
         return to_torch(out.read()), to_torch(side_out.read())
-
-    def gather_rows(self, source: Tensor, index: Tensor, inverse: Tensor, side: Tensor | None) -> tuple[Tensor, Tensor]:
-        return self._gather(source, index, None, side)
-
-    def scale_gather_rows(self, source: Tensor, index: Tensor, inverse: Tensor, scale: Tensor) -> Tensor:
-        return self._gather(source, index, scale, None)[0]
-
-    def scale_gather_rows_backward(
-        self, grad: Tensor, source: Tensor, inverse: Tensor, scale: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        from hip_ops.expert_permutation import triton as kernels
-
-        count, hidden = source.shape
-        d_source, d_scale = self.out((count, hidden), source.dtype), self.out((count,), scale.dtype)
-        chosen = kernels.launch(hidden, source.element_size(), reduces=True, warp_size=64)
-        values = {
-            "grad": (self.rows(grad), grad.dtype),
-            "source": (self.rows(source), source.dtype),
-            "inverse": (self.put(inverse), torch.int32),
-            "scale": (self.put(scale), scale.dtype),
-            "d_source": (d_source, source.dtype),
-            "d_scale": (d_scale, scale.dtype),
-            "rows": count,
-            "hidden": hidden,
-            "grad_stride": grad.stride(0),
-            "source_stride": source.stride(0),
-        }
-        self.run(
-            kernels.expert_scale_gather_backward_kernel,
-            (-(-count // chosen.rows), 1),
-            values,
-            {"ROWS": chosen.rows, "BLOCK": chosen.block},
-            chosen.num_warps,
-        )
-        return to_torch(d_source.read()), to_torch(d_scale.read())
 
     def weighted_swiglu(self, gate_up: Tensor, probs: Tensor, offsets: Tensor | None) -> Tensor:
         from hip_ops.weighted_swiglu import triton as kernels

@@ -93,7 +93,6 @@ def hip_momentum(
     *,
     momentum=0.95,
     nesterov=True,
-    ema=True,
     grad_scale=None,
     found_inf=None,
     square_sums=False,
@@ -121,7 +120,6 @@ def hip_momentum(
             momentum,
             float(np.float32(1 - momentum)),
             int(nesterov),
-            int(ema),
         ],
     )
     if not square_sums:
@@ -180,15 +178,7 @@ def _triton(function, columns: Columns, scalars: dict, constexprs: dict):
 
 
 def triton_momentum(
-    columns: Columns,
-    *,
-    momentum=0.95,
-    nesterov=True,
-    ema=True,
-    grad_scale=None,
-    found_inf=None,
-    square_sums=False,
-    blocks=BLOCKS,
+    columns: Columns, *, momentum=0.95, nesterov=True, grad_scale=None, found_inf=None, square_sums=False, blocks=BLOCKS
 ):
     """As hip_momentum."""
     import hip_ops.muon.triton as kernels
@@ -205,10 +195,7 @@ def triton_momentum(
     }
     g, b, o = (kernels.TYPES[d] for d in columns.dtypes())
     compiled, args = _triton(
-        kernels.muon_momentum_kernel,
-        columns,
-        scalars,
-        dict(GRADIENT=g, MOMENTUM=b, OUTPUT=o, NESTEROV=nesterov, EMA=ema),
+        kernels.muon_momentum_kernel, columns, scalars, dict(GRADIENT=g, MOMENTUM=b, OUTPUT=o, NESTEROV=nesterov)
     )
     counters = compiled.launch(device, (min(blocks, columns.chunks), 1, 1), args)
     if not square_sums:

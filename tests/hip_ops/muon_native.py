@@ -21,7 +21,6 @@ def momentum(
     *,
     momentum=0.95,
     nesterov=True,
-    ema=True,
     grad_scale=None,
     found_inf=None,
     square_sums=None,
@@ -45,7 +44,6 @@ def momentum(
         momentum,
         1 - momentum,
         nesterov,
-        ema,
         None,
     )
 

@@ -49,17 +49,12 @@ def lerp(start: torch.Tensor, end: torch.Tensor, weight: float) -> torch.Tensor:
     return start + weight * (end - start)
 
 
-def check_momentum(
-    gradient, before, after, output, *, momentum=0.95, nesterov=True, ema=True, grad_scale=1.0, what=""
-) -> None:
+def check_momentum(gradient, before, after, output, *, momentum=0.95, nesterov=True, grad_scale=1.0, what="") -> None:
     """One tensor: gradient and momentum before, momentum and output after."""
     g, b, stored = gradient.double() * single(grad_scale), before.double(), after.double()
-    exact = lerp(b, g, single(1 - momentum)) if ema else g + single(momentum) * b
+    exact = lerp(b, g, single(1 - momentum))
     assert_rounded(after, exact, 2 * unit(g.abs() + b.abs(), torch.float32), f"{what} momentum")
-    if not nesterov:
-        out = stored
-    else:
-        out = lerp(g, stored, single(momentum)) if ema else g + single(momentum) * stored
+    out = lerp(g, stored, single(momentum)) if nesterov else stored
     slack = torch.zeros_like(out) if not nesterov else 2 * unit(g.abs() + stored.abs(), torch.float32)
     assert_rounded(output, out, slack, f"{what} output")
 

@@ -242,37 +242,37 @@ def test_any_strides_give_the_same(chosen):
 ERRORS = [
     (
         {"projected": lambda t: t[..., 1:]},
-        "projected has shape (3, 2, 511); it must be (3, 2, 512), [s, b, C+query_groups*d]",
+        "projected has shape (3, 2, 511). Allowed: (3, 2, 512), [s, b, C+query_groups*d]",
     ),
-    ({"grouped_weight": lambda t: t[:, :, 0]}, "grouped_weight has shape (384, 128); it must be [C, d>0, 2]"),
-    ({"grouped_weight": lambda t: t[:130]}, "grouped_weight has shape (130, 128, 2); it must be [C, d>0, 2]"),
-    ({"grouped_bias": lambda t: t[1:]}, "grouped_bias has shape (383,); it must be (384,), [C]"),
-    ({"temperature": lambda t: t.repeat(2)}, "temperature has shape (2,); it must be (1,), [query_groups]"),
-    ({"rope": lambda t: t[:, :, :63]}, "rope has shape (3, 1, 63); it must be [3, 1 or 2, r] with an even r up to 128"),
-    ({"rope": lambda t: t.repeat(1, 3, 1)}, "rope has shape (3, 3, 64); it must be [3, 1 or 2, r]"),
-    ({"rope": lambda t: t[1:]}, "rope has shape (2, 1, 64); it must be [s, turns, r]"),
-    ({"rope": lambda t: t.bfloat16()}, "rope is torch.bfloat16; it must be torch.float32"),
-    ({"projected": lambda t: t.half()}, "projected is torch.float16; it must be torch.bfloat16 like depthwise_bias"),
+    ({"grouped_weight": lambda t: t[:, :, 0]}, "grouped_weight has shape (384, 128). Allowed: [C, d>0, 2]"),
+    ({"grouped_weight": lambda t: t[:130]}, "grouped_weight has shape (130, 128, 2). Allowed: [C, d>0, 2]"),
+    ({"grouped_bias": lambda t: t[1:]}, "grouped_bias has shape (383,). Allowed: (384,), [C]"),
+    ({"temperature": lambda t: t.repeat(2)}, "temperature has shape (2,). Allowed: (1,), [query_groups]"),
+    ({"rope": lambda t: t[:, :, :63]}, "rope has shape (3, 1, 63). Allowed: [3, 1 or 2, r] with an even r up to 128"),
+    ({"rope": lambda t: t.repeat(1, 3, 1)}, "rope has shape (3, 3, 64). Allowed: [3, 1 or 2, r]"),
+    ({"rope": lambda t: t[1:]}, "rope has shape (2, 1, 64). Allowed: [s, turns, r]"),
+    ({"rope": lambda t: t.bfloat16()}, "rope is torch.bfloat16. Allowed: torch.float32"),
+    ({"projected": lambda t: t.half()}, "projected is torch.float16. Allowed: torch.bfloat16 like depthwise_bias"),
     (
         {"depthwise_bias": lambda t: t.half()},
-        "depthwise_bias is torch.float16; it must be torch.bfloat16 or torch.float32 (or all tensors torch.float64)",
+        "depthwise_bias is torch.float16. Allowed: torch.bfloat16 or torch.float32 (or all tensors torch.float64)",
     ),
-    ({"grouped_bias": lambda t: t.float()}, "grouped_bias is torch.float32; it must be torch.bfloat16"),
-    ({"temperature": lambda t: t.to("meta")}, "temperature is on meta; it must be on cpu like depthwise_bias"),
+    ({"grouped_bias": lambda t: t.float()}, "grouped_bias is torch.float32. Allowed: torch.bfloat16"),
+    ({"temperature": lambda t: t.to("meta")}, "temperature is on meta. Allowed: on cpu like depthwise_bias"),
     (
         {"halo": lambda _: torch.zeros(1, 2, 2, 384, dtype=BF16)},
-        "one of halo and value_halo is None; they must be given both or not at all",
+        "one of halo and value_halo is None. Allowed: both or neither",
     ),
     (
         {"starts": lambda _: torch.zeros(2, 2, 2, dtype=torch.bool)},
-        "halo, value_halo and starts have 2 chunks; their number must divide the 3 rows of projected",
+        "halo, value_halo and starts have 2 chunks. Allowed: a divisor of the 3 rows of projected",
     ),
     (
         {"starts": lambda _: torch.zeros(1, 3, 2, dtype=torch.bool)},
-        "starts has shape (1, 3, 2); it must be [k>0, s//k+1, b]",
+        "starts has shape (1, 3, 2). Allowed: [k>0, s//k+1, b]",
     ),
-    ({"starts": lambda _: torch.zeros(0, 4, 2, dtype=torch.bool)}, "starts has shape (0, 4, 2); it must be"),
-    ({"starts": lambda _: torch.zeros(1, 4, 2)}, "starts is torch.float32; it must be torch.bool"),
+    ({"starts": lambda _: torch.zeros(0, 4, 2, dtype=torch.bool)}, "starts has shape (0, 4, 2). Allowed:"),
+    ({"starts": lambda _: torch.zeros(1, 4, 2)}, "starts is torch.float32. Allowed: torch.bool"),
 ]
 
 
@@ -292,15 +292,15 @@ def test_wrong_numbers_are_named():
         (
             {"projected": half, "temperature": torch.ones(0)},
             {"query_groups": 0},
-            "query_groups is 0; it must be a divisor",
+            "query_groups is 0. Allowed: a divisor",
         ),
         (
             {"projected": two, "temperature": torch.ones(2)},
             {"query_groups": 2},
-            "query_groups is 2; it must be a divisor",
+            "query_groups is 2. Allowed: a divisor",
         ),
-        ({}, {"query_groups": 2}, "projected has shape (3, 2, 512); it must be (3, 2, 640), [s, b, C+query_groups*d]"),
-        ({}, {"query_groups": 1, "delayed_channels": 129}, "delayed_channels is 129; it must be from 0 to 128"),
+        ({}, {"query_groups": 2}, "projected has shape (3, 2, 512). Allowed: (3, 2, 640), [s, b, C+query_groups*d]"),
+        ({}, {"query_groups": 1, "delayed_channels": 129}, "delayed_channels is 129. Allowed: from 0 to 128"),
     ):
         with pytest.raises(ValueError, match=re.escape(message)):
             hip_ops.cca_prologue(*list((tensors | changes).values())[:7], **options)

@@ -59,26 +59,26 @@ def test_right_arguments(declared, changes):
 
 
 ERRORS = [
-    ({"x": torch.ones(5, 0)}, "x has shape (5, 0); it must be [..., n>0]"),
-    ({"x": torch.tensor(1.0)}, "x has shape (); it must be [..., n>0]"),
-    ({"weight": torch.ones(3, 9)}, "weight has shape (3, 9); it must be (3, 10), [n, (n+g)*2]"),
-    ({"weight": torch.ones(1, 3, 10)}, "weight has shape (1, 3, 10); it must be (3, 10), [n, (n+g)*2]"),
-    ({"g": 3}, "weight has shape (3, 10); it must be (3, 12), [n, (n+g)*2]"),
-    ({"offsets": torch.ones(5, dtype=torch.int32)}, "offsets has shape (5,); it must be (4,), [experts]"),
-    ({"scale": torch.ones(2)}, "scale has shape (2,); it must be (1,), [1]"),
-    ({"weight": None}, "weight is None; it must be a tensor"),
+    ({"x": torch.ones(5, 0)}, "x has shape (5, 0). Allowed: [..., n>0]"),
+    ({"x": torch.tensor(1.0)}, "x has shape (). Allowed: [..., n>0]"),
+    ({"weight": torch.ones(3, 9)}, "weight has shape (3, 9). Allowed: (3, 10), [n, (n+g)*2]"),
+    ({"weight": torch.ones(1, 3, 10)}, "weight has shape (1, 3, 10). Allowed: (3, 10), [n, (n+g)*2]"),
+    ({"g": 3}, "weight has shape (3, 10). Allowed: (3, 12), [n, (n+g)*2]"),
+    ({"offsets": torch.ones(5, dtype=torch.int32)}, "offsets has shape (5,). Allowed: (4,), [experts]"),
+    ({"scale": torch.ones(2)}, "scale has shape (2,). Allowed: (1,), [1]"),
+    ({"weight": None}, "weight is None. Allowed: a tensor"),
     (
         {"x": torch.ones(5, 3).half()},
-        "x is torch.float16; it must be torch.bfloat16 or torch.float32 (or all tensors torch.float64)",
+        "x is torch.float16. Allowed: torch.bfloat16 or torch.float32 (or all tensors torch.float64)",
     ),
-    ({"weight": torch.ones(3, 10).bfloat16()}, "weight is torch.bfloat16; it must be torch.float32 like x"),
-    ({"weight": torch.ones(3, 10).double()}, "weight is torch.float64; it must be torch.float32 like x"),
-    ({"offsets": torch.ones(4)}, "offsets is torch.float32; it must be torch.int32"),
+    ({"weight": torch.ones(3, 10).bfloat16()}, "weight is torch.bfloat16. Allowed: torch.float32 like x"),
+    ({"weight": torch.ones(3, 10).double()}, "weight is torch.float64. Allowed: torch.float32 like x"),
+    ({"offsets": torch.ones(4)}, "offsets is torch.float32. Allowed: torch.int32"),
     (
         {"scale": torch.ones(1).double()},
-        "scale is torch.float64; it must be torch.float32 (or all tensors torch.float64)",
+        "scale is torch.float64. Allowed: torch.float32 (or all tensors torch.float64)",
     ),
-    ({"weight": torch.ones(3, 10, device="meta")}, "weight is on meta; it must be on cpu like x"),
+    ({"weight": torch.ones(3, 10, device="meta")}, "weight is on meta. Allowed: on cpu like x"),
 ]
 
 
@@ -86,7 +86,7 @@ ERRORS = [
 def test_wrong_arguments_are_named(declared, changes, message):
     declared.check(arguments())
     for check in (lambda: declared.check(arguments(**changes)), lambda: declared.fake(*arguments(**changes))):
-        with pytest.raises(ValueError, match="^" + re.escape(f"hip_ops.product: {message}") + "$"):
+        with pytest.raises(ValueError, match="^" + re.escape(f"hip_ops.product: {message}.") + "$"):
             check()
 
 
@@ -94,7 +94,7 @@ def test_leading_sizes_are_shared():
     declared = Declaration("add", ("a", "b"), "a [..., h] fp32\n b [..., h] fp32", "", None)
     declared.check((torch.ones(2, 5, 3), torch.ones(2, 5, 3)))
     for other in ((5, 3), (3,), (2, 5, 4), ()):
-        with pytest.raises(ValueError, match=re.escape(f"add: b has shape {other}; it must be (2, 5, 3), [..., h]")):
+        with pytest.raises(ValueError, match=re.escape(f"add: b has shape {other}. Allowed: (2, 5, 3), [..., h]")):
             declared.check((torch.ones(2, 5, 3), torch.ones(other)))
 
 
@@ -102,7 +102,7 @@ def test_equal_sizes_and_sizes_that_are_not_empty():
     declared = Declaration("square", ("a",), "a [n>0, n, 2*n>0] fp32", "", None)
     declared.check((torch.ones(2, 2, 4),))
     for shape in ((2, 3, 4), (2, 2, 5), (0, 0, 0)):
-        with pytest.raises(ValueError, match=re.escape(f"square: a has shape {shape}; it must be [n>0, n, 2*n>0]")):
+        with pytest.raises(ValueError, match=re.escape(f"square: a has shape {shape}. Allowed: [n>0, n, 2*n>0]")):
             declared.check((torch.ones(shape),))
 
 
@@ -111,9 +111,9 @@ def test_fp64_is_for_all_floats_or_none():
     double, single = torch.ones(2, dtype=FP64), torch.ones(2)
     assert [result.dtype for result in declared.fake(double, double)] == [FP64, torch.int32]
     assert [result.dtype for result in declared.fake(single, single)] == [FP32, torch.int32]
-    with pytest.raises(ValueError, match="b is torch.float32; it must be torch.float64$"):
+    with pytest.raises(ValueError, match="b is torch.float32. Allowed: torch.float64.$"):
         declared.check((double, single))
-    with pytest.raises(ValueError, match=re.escape("b is torch.float64; it must be torch.float32 (or all tensors ")):
+    with pytest.raises(ValueError, match=re.escape("b is torch.float64. Allowed: torch.float32 (or all tensors ")):
         declared.check((single, double))
 
 
@@ -122,7 +122,7 @@ def test_a_rule_gets_sizes_and_arguments_and_is_remembered():
 
     def rule(given):
         seen.append(given)
-        return "n is 2" if given["n"] == 2 else None
+        return ("n is 2", "3") if given["n"] == 2 else None
 
     declared = Declaration("halve", ("x", "mode"), "x [..., n] fp32", "", rule)
     for _ in range(3):
@@ -131,11 +131,13 @@ def test_a_rule_gets_sizes_and_arguments_and_is_remembered():
     declared.check((torch.ones(4, 3), "slow"))
     assert len(seen) == 2, "numbers and texts count, too"
     for _ in range(2):
-        with pytest.raises(ValueError, match="^hip_ops.halve: n is 2$"):
+        with pytest.raises(ValueError, match="^hip_ops.halve: n is 2. Allowed: 3.$"):
             declared.check((torch.ones(2), "fast"))
-    only_a_rule = Declaration("join", ("tensors",), "", "", lambda given: None if given["tensors"] else "no tensors")
+    only_a_rule = Declaration(
+        "join", ("tensors",), "", "", lambda given: None if given["tensors"] else ("no tensors", "one")
+    )
     only_a_rule.check(([torch.ones(1)],))
-    with pytest.raises(ValueError, match="^hip_ops.join: no tensors$"):
+    with pytest.raises(ValueError, match="^hip_ops.join: no tensors. Allowed: one.$"):
         only_a_rule.check(([],))
 
 

@@ -52,14 +52,14 @@ def test_the_reference_computes_what_the_kernels_do_not_take(chosen, total):
 @pytest.mark.parametrize(
     "changed, says",
     [
-        ({"rows": torch.zeros(3, 5)}, "rows has shape (3, 5); it must be (3, 4), [n, h]"),
-        ({"ids": torch.zeros(2, dtype=torch.int64)}, "rows has shape (3, 4); it must be (2, 4), [n, h]"),
-        ({"ids": torch.zeros(3, dtype=torch.int32)}, "ids is torch.int32; it must be torch.int64"),
+        ({"rows": torch.zeros(3, 5)}, "rows has shape (3, 5). Allowed: (3, 4), [n, h]"),
+        ({"ids": torch.zeros(2, dtype=torch.int64)}, "rows has shape (3, 4). Allowed: (2, 4), [n, h]"),
+        ({"ids": torch.zeros(3, dtype=torch.int32)}, "ids is torch.int32. Allowed: torch.int64"),
         (
             {"rows": torch.zeros(3, 4, dtype=torch.float16)},
-            "rows is torch.float16; it must be torch.bfloat16 or torch.float32",
+            "rows is torch.float16. Allowed: torch.bfloat16 or torch.float32",
         ),
-        ({"rows": torch.zeros(3, 4, dtype=FP64)}, "rows is torch.float64; it must be torch.bfloat16 or torch.float32"),
+        ({"rows": torch.zeros(3, 4, dtype=FP64)}, "rows is torch.float64. Allowed: torch.bfloat16 or torch.float32"),
     ],
 )
 def test_errors_name_what_is_wrong(changed, says):

@@ -21,7 +21,7 @@ from tests.hip_ops.product_cases import ulp
 CASES = [
     Grouped((3, 0, 40, 5), 24, 36),
     Grouped((0, 0), 16, 8, "fp32"),
-    Grouped((7,), 1, 1, "fp16", nobody=0),
+    Grouped((7,), 1, 1, "fp16", no_expert=0),
     Grouped((1, 2, 3), 9, 5, "bf16", pad=3),
 ]
 
@@ -133,31 +133,28 @@ def test_adding_any_numbers_to_a_block(version, dtype, out_dtype):
 X, W, OUT = torch.zeros(6, 4), torch.zeros(2, 4, 3), torch.zeros(2, 4, 3)
 OFFSETS = torch.tensor([2, 6], dtype=torch.int32)
 ERRORS = [
-    (lambda: hip_ops.grouped_rows(X, W[0], OFFSETS), "matrices has shape (4, 3); it must be [E>0, k, n]"),
-    (lambda: hip_ops.grouped_rows(X[0], W, OFFSETS), "x has shape (4,); it must be [T, k]"),
-    (lambda: hip_ops.grouped_rows(X[:, :3], W, OFFSETS), "matrices has shape (2, 4, 3); it must be [E>0, k, n]"),
-    (lambda: hip_ops.grouped_rows(X, W[:0], OFFSETS[:0]), "matrices has shape (0, 4, 3); it must be [E>0, k, n]"),
-    (lambda: hip_ops.grouped_rows(X, W, OFFSETS.long()), "offsets is torch.int64; it must be torch.int32"),
-    (lambda: hip_ops.grouped_rows(X, W, OFFSETS[:1]), "offsets has shape (1,); it must be (2,), [E]"),
+    (lambda: hip_ops.grouped_rows(X, W[0], OFFSETS), "matrices has shape (4, 3). Allowed: [E>0, k, n]"),
+    (lambda: hip_ops.grouped_rows(X[0], W, OFFSETS), "x has shape (4,). Allowed: [T, k]"),
+    (lambda: hip_ops.grouped_rows(X[:, :3], W, OFFSETS), "matrices has shape (2, 4, 3). Allowed: [E>0, k, n]"),
+    (lambda: hip_ops.grouped_rows(X, W[:0], OFFSETS[:0]), "matrices has shape (0, 4, 3). Allowed: [E>0, k, n]"),
+    (lambda: hip_ops.grouped_rows(X, W, OFFSETS.long()), "offsets is torch.int64. Allowed: torch.int32"),
+    (lambda: hip_ops.grouped_rows(X, W, OFFSETS[:1]), "offsets has shape (1,). Allowed: (2,), [E]"),
     (
         lambda: hip_ops.grouped_rows(X, W.bfloat16(), OFFSETS),
-        "matrices is torch.bfloat16; it must be torch.float32 like x",
+        "matrices is torch.bfloat16. Allowed: torch.float32 like x",
     ),
-    (lambda: hip_ops.grouped_rows(X, W, OFFSETS.to("meta")), "offsets is on meta; it must be on cpu like x"),
-    (
-        lambda: hip_ops.grouped_outer_(OUT.half(), X, X[:, :3], OFFSETS),
-        "out is torch.float16; it must be torch.float32",
-    ),
-    (lambda: hip_ops.grouped_outer_(OUT[0], X, X[:, :3], OFFSETS), "out has shape (4, 3); it must be [E>0, m, n]"),
-    (lambda: hip_ops.grouped_outer_(OUT, X[:, :3], X, OFFSETS), "a has shape (6, 3); it must be (6, 4), [T, m]"),
-    (lambda: hip_ops.grouped_outer_(OUT, X, X, OFFSETS), "b has shape (6, 4); it must be (6, 3), [T, n]"),
-    (lambda: hip_ops.grouped_outer_(OUT, X, X[:5, :3], OFFSETS), "b has shape (5, 3); it must be (6, 3), [T, n]"),
-    (lambda: hip_ops.grouped_outer_(OUT, X, X[:, :3], OFFSETS[:1]), "offsets has shape (1,); it must be (2,), [E]"),
+    (lambda: hip_ops.grouped_rows(X, W, OFFSETS.to("meta")), "offsets is on meta. Allowed: on cpu like x"),
+    (lambda: hip_ops.grouped_outer_(OUT.half(), X, X[:, :3], OFFSETS), "out is torch.float16. Allowed: torch.float32"),
+    (lambda: hip_ops.grouped_outer_(OUT[0], X, X[:, :3], OFFSETS), "out has shape (4, 3). Allowed: [E>0, m, n]"),
+    (lambda: hip_ops.grouped_outer_(OUT, X[:, :3], X, OFFSETS), "a has shape (6, 3). Allowed: (6, 4), [T, m]"),
+    (lambda: hip_ops.grouped_outer_(OUT, X, X, OFFSETS), "b has shape (6, 4). Allowed: (6, 3), [T, n]"),
+    (lambda: hip_ops.grouped_outer_(OUT, X, X[:5, :3], OFFSETS), "b has shape (5, 3). Allowed: (6, 3), [T, n]"),
+    (lambda: hip_ops.grouped_outer_(OUT, X, X[:, :3], OFFSETS[:1]), "offsets has shape (1,). Allowed: (2,), [E]"),
     (
         lambda: hip_ops.grouped_outer_(OUT, X, X[:, :3].double(), OFFSETS),
-        "b is torch.float64; it must be torch.float32 like a",
+        "b is torch.float64. Allowed: torch.float32 like a",
     ),
-    (lambda: hip_ops.grouped_outer_(OUT.to("meta"), X, X[:, :3], OFFSETS), "a is on cpu; it must be on meta like out"),
+    (lambda: hip_ops.grouped_outer_(OUT.to("meta"), X, X[:, :3], OFFSETS), "a is on cpu. Allowed: on meta like out"),
 ]
 
 
@@ -169,7 +166,7 @@ def test_errors_name_what_is_wrong(call, words):
 
 
 def test_a_block_with_any_strides_is_written():
-    out, case = torch.zeros(2, 3, 4).mT, Grouped((2, 4), 4, 3, "fp32", nobody=0)
+    out, case = torch.zeros(2, 3, 4).mT, Grouped((2, 4), 4, 3, "fp32", no_expert=0)
     a, b = case.operand(4, 1), case.operand(3, 2)
     hip_ops.grouped_outer_(out, a, b, OFFSETS)
     torch.testing.assert_close(out, torch.stack((a[:2].T @ b[:2], a[2:].T @ b[2:])))

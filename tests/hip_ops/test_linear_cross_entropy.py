@@ -1,7 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Linear + cross-entropy in chunks, on the CPU: losses and gradients with a promise and without, z-loss, cut vocabularies, memory."""
 
+import contextlib
+import importlib
 import re
+from unittest import mock
 
 import pytest
 import torch
@@ -14,6 +17,7 @@ from hip_ops.runtime.operator import OPERATORS
 from tests.hip_ops.cpu_kernels import run_python
 
 BF16, FP32, FP64 = torch.bfloat16, torch.float32, torch.float64
+MODULE = importlib.import_module("hip_ops.linear_cross_entropy")  # the package's attribute of that name is the function
 PASSES = ("row_statistics", "overwrite_with_gradient", "overwrite_with_exponentials", "finish_gradient")
 
 
@@ -25,6 +29,13 @@ def inputs(tokens=13, h=8, classes=37, dtype=FP64, seed=0):
     grad = torch.rand(tokens, generator=generator, dtype=FP64).to(torch.promote_types(dtype, FP32))
     grad[::3] = 0.0
     return hidden, weight, labels, grad
+
+
+def chunks_of(tokens: int | None):
+    """Chunks of so many tokens, which else are all in one; None: as the operator chooses."""
+    if tokens is None:
+        return contextlib.nullcontext()
+    return mock.patch.object(MODULE, "chunk_for", lambda *_: tokens)
 
 
 def plain(hidden, weight, labels, grad, z_loss=0.0):
@@ -41,9 +52,10 @@ def plain(hidden, weight, labels, grad, z_loss=0.0):
 @pytest.mark.parametrize("dtype", [FP64, FP32])
 def test_against_torchs_cross_entropy_in_fp64(chosen, dtype, chunk, z_loss, promise):
     hidden, weight, labels, grad = inputs(dtype=dtype)
-    losses = hip_ops.linear_cross_entropy(
-        hidden, weight, labels, promised_grad=grad if promise else None, z_loss=z_loss, chunk_tokens=chunk
-    )
+    with chunks_of(chunk):
+        losses = hip_ops.linear_cross_entropy(
+            hidden, weight, labels, promised_grad=grad if promise else None, z_loss=z_loss
+        )
     assert losses.dtype == grad.dtype
     found = (losses.detach(), *torch.autograd.grad((losses * grad).sum(), (hidden, weight)))
     for got, want in zip(found, plain(hidden, weight, labels, grad, z_loss), strict=True):
@@ -63,9 +75,10 @@ def test_in_bf16_gradients_are_within_2_ulp_of_what_the_rounded_logits_give(chos
     summed in fp32 1 rounding, and with a promise 1 of the hidden state times a factor; ULP at the size of the terms."""
     hidden, weight, labels, grad = inputs(64, 32, 500, BF16)
     main_grad = torch.zeros(500, 32)
-    losses = hip_ops.linear_cross_entropy(
-        hidden, weight, labels, promised_grad=grad if promise else None, main_grad=main_grad, chunk_tokens=24
-    )
+    with chunks_of(24):
+        losses = hip_ops.linear_cross_entropy(
+            hidden, weight, labels, promised_grad=grad if promise else None, main_grad=main_grad
+        )
     (d_hidden,) = torch.autograd.grad((losses * grad).sum(), hidden)
     x, w = hidden.detach().double(), weight.detach().double()
     logits = (x @ w.t()).to(BF16).double()
@@ -99,9 +112,10 @@ def test_a_small_promise_beside_large_logits_keeps_its_gradients(chosen, largest
 @pytest.mark.parametrize("z_loss", [0.0, 0.05])
 def test_gradcheck(z_loss):
     hidden, weight, labels, grad = inputs(5, 4, 9)
-    assert torch.autograd.gradcheck(
-        lambda h, w: hip_ops.linear_cross_entropy(h, w, labels, z_loss=z_loss, chunk_tokens=2), (hidden, weight)
-    )
+    with chunks_of(2):
+        assert torch.autograd.gradcheck(
+            lambda h, w: hip_ops.linear_cross_entropy(h, w, labels, z_loss=z_loss), (hidden, weight)
+        )
 
 
 @pytest.mark.parametrize("z_loss", [0.0, 0.05])
@@ -110,9 +124,8 @@ def test_gradients_with_a_promise_are_the_slopes(z_loss):
     hidden, weight, labels, grad = inputs(5, 4, 9)
 
     def total(h, w):
-        return (
-            hip_ops.linear_cross_entropy(h, w, labels, promised_grad=grad, z_loss=z_loss, chunk_tokens=2) * grad
-        ).sum()
+        with chunks_of(2):
+            return (hip_ops.linear_cross_entropy(h, w, labels, promised_grad=grad, z_loss=z_loss) * grad).sum()
 
     gradients = torch.autograd.grad(total(hidden, weight), (hidden, weight))
     for place, gradient in enumerate(gradients):
@@ -131,9 +144,10 @@ def test_the_main_gradient_is_added_to_and_autograd_gets_none(promise):
     want = plain(hidden, weight, labels, grad)[2]
     main_grad = torch.full_like(weight, 2.0, requires_grad=False)
     for _ in range(2):
-        losses = hip_ops.linear_cross_entropy(
-            hidden, weight, labels, promised_grad=grad if promise else None, main_grad=main_grad, chunk_tokens=5
-        )
+        with chunks_of(5):
+            losses = hip_ops.linear_cross_entropy(
+                hidden, weight, labels, promised_grad=grad if promise else None, main_grad=main_grad
+            )
         (losses * grad).sum().backward()
     assert weight.grad is None and hidden.grad is not None
     torch.testing.assert_close(main_grad.double(), 2.0 + 2 * want, rtol=1e-5, atol=1e-5)
@@ -190,9 +204,10 @@ def test_losses_without_gradients_are_the_same(dtype, no_class, first_class, z_l
     labels[: len(no_class)] = torch.tensor(no_class)
 
     def run():
-        return hip_ops.linear_cross_entropy(
-            hidden, weight, labels + first_class, z_loss=z_loss, first_class=first_class, chunk_tokens=5
-        )
+        with chunks_of(5):
+            return hip_ops.linear_cross_entropy(
+                hidden, weight, labels + first_class, z_loss=z_loss, first_class=first_class
+            )
 
     with torch.no_grad():
         alone = run()
@@ -233,12 +248,13 @@ def test_no_tokens_and_strided_ones():
     losses.sum().backward()
     assert not weight.grad.any()
     wide = torch.randn(13, 16)[:, ::2].requires_grad_()
-    found = [
-        torch.autograd.grad(
-            hip_ops.linear_cross_entropy(x, weight, labels.repeat_interleave(2)[::2], chunk_tokens=4).sum(), (x, weight)
-        )
-        for x in (wide, wide.detach().contiguous().requires_grad_())
-    ]
+    with chunks_of(4):
+        found = [
+            torch.autograd.grad(
+                hip_ops.linear_cross_entropy(x, weight, labels.repeat_interleave(2)[::2]).sum(), (x, weight)
+            )
+            for x in (wide, wide.detach().contiguous().requires_grad_())
+        ]
     for a, b in zip(*found, strict=True):
         torch.testing.assert_close(a, b)
 
@@ -247,7 +263,8 @@ def test_the_same_bits_again(chosen):
     hidden, weight, labels, grad = inputs(40, 16, 300, BF16)
 
     def run():
-        losses = hip_ops.linear_cross_entropy(hidden, weight, labels, promised_grad=grad, chunk_tokens=16)
+        with chunks_of(16):
+            losses = hip_ops.linear_cross_entropy(hidden, weight, labels, promised_grad=grad)
         return (losses.detach(), *torch.autograd.grad((losses * grad).sum(), (hidden, weight)))
 
     assert all(torch.equal(a, b) for a, b in zip(run(), run(), strict=True))
@@ -291,9 +308,8 @@ def test_no_more_than_a_chunk_of_logits_exists():
     main_grad = torch.zeros_like(weight)
 
     def run(promised):
-        losses = hip_ops.linear_cross_entropy(
-            hidden, weight, labels, promised_grad=promised, main_grad=main_grad, chunk_tokens=chunk
-        )
+        with chunks_of(chunk):
+            losses = hip_ops.linear_cross_entropy(hidden, weight, labels, promised_grad=promised, main_grad=main_grad)
         (losses * grad).sum().backward()
 
     with hip_ops.use_kernels("hip"):  # torch's reference makes copies of a chunk
@@ -341,24 +357,22 @@ def test_working_bytes_with_ranks():
 
 # Two ranks, each with its rows of the matrix; in the last case rows are cut into two parts besides, as on a GPU.
 RANKS = """
-import importlib, os, sys
+import os, sys
 from unittest import mock
 import torch
 import hip_ops
-from tests.hip_ops.test_linear_cross_entropy import inputs, plain
-
-module = importlib.import_module("hip_ops.linear_cross_entropy")  # the package's attribute of that name is the function
+from tests.hip_ops.test_linear_cross_entropy import MODULE, chunks_of, inputs, plain
 
 def rank(number, ranks):
     torch.distributed.init_process_group("gloo", store=torch.distributed.FileStore(sys.argv[1], ranks), rank=number, world_size=ranks)
     for dtype, cut, parts in ((torch.float32, 24, 1), (torch.float64, 5, 1), (torch.float32, 20, 2)):
-        with mock.patch.object(module, "parts_for", lambda logits: parts), mock.patch.object(module, "parts_of_exponentials", lambda classes: parts):
+        with chunks_of(4), mock.patch.object(MODULE, "parts_for", lambda logits: parts), mock.patch.object(MODULE, "parts_of_exponentials", lambda classes: parts):
             hidden, weight, labels, grad = inputs(dtype=dtype)
             first, rows = (0, weight[:cut]) if number == 0 else (cut, weight[cut:])
             rows = rows.detach().requires_grad_()
             want = plain(hidden, weight, labels, grad, 0.1)
             for promised in (grad, None):
-                losses = hip_ops.linear_cross_entropy(hidden, rows, labels, promised_grad=promised, z_loss=0.1, group=torch.distributed.group.WORLD, first_class=first, chunk_tokens=4)
+                losses = hip_ops.linear_cross_entropy(hidden, rows, labels, promised_grad=promised, z_loss=0.1, group=torch.distributed.group.WORLD, first_class=first)
                 d_hidden, d_rows = torch.autograd.grad((losses * grad).sum(), (hidden, rows))
                 everyone = [torch.empty_like(losses) for _ in range(ranks)]
                 torch.distributed.all_gather(everyone, losses.detach())
@@ -395,26 +409,25 @@ def test_a_vocabulary_cut_over_two_ranks(tmp_path):
 @pytest.mark.parametrize(
     "change, says",
     [
-        (dict(hidden=torch.zeros(2, 3, 4)), "hidden has shape (2, 3, 4); it must be [tokens, h]"),
-        (dict(weight=torch.zeros(5, 7)), "weight has shape (5, 7); it must be [classes>0, h]"),
-        (dict(weight=torch.zeros(0, 4)), "weight has shape (0, 4); it must be [classes>0, h]"),
-        (dict(weight=torch.zeros(5, 4, dtype=BF16)), "weight is torch.bfloat16; it must be torch.float32 like hidden"),
+        (dict(hidden=torch.zeros(2, 3, 4)), "hidden has shape (2, 3, 4). Allowed: [tokens, h]"),
+        (dict(weight=torch.zeros(5, 7)), "weight has shape (5, 7). Allowed: [classes>0, h]"),
+        (dict(weight=torch.zeros(0, 4)), "weight has shape (0, 4). Allowed: [classes>0, h]"),
+        (dict(weight=torch.zeros(5, 4, dtype=BF16)), "weight is torch.bfloat16. Allowed: torch.float32 like hidden"),
         (
             dict(hidden=torch.zeros(3, 4, dtype=torch.float16)),
-            "hidden is torch.float16; it must be torch.bfloat16 or torch.float32",
+            "hidden is torch.float16. Allowed: torch.bfloat16 or torch.float32",
         ),
-        (dict(labels=torch.zeros(4, dtype=torch.int64)), "labels has shape (4,); it must be (3,), [tokens]"),
-        (dict(labels=torch.zeros(3, dtype=torch.int32)), "labels is torch.int32; it must be torch.int64"),
-        (dict(promised_grad=torch.zeros(3, 1)), "promised_grad has shape (3, 1); it must be (3,), [tokens]"),
-        (dict(main_grad=torch.zeros(4, 5)), "main_grad has shape (4, 5); it must be (5, 4), [classes, h]"),
+        (dict(labels=torch.zeros(4, dtype=torch.int64)), "labels has shape (4,). Allowed: (3,), [tokens]"),
+        (dict(labels=torch.zeros(3, dtype=torch.int32)), "labels is torch.int32. Allowed: torch.int64"),
+        (dict(promised_grad=torch.zeros(3, 1)), "promised_grad has shape (3, 1). Allowed: (3,), [tokens]"),
+        (dict(main_grad=torch.zeros(4, 5)), "main_grad has shape (4, 5). Allowed: (5, 4), [classes, h]"),
         (
             dict(main_grad=torch.zeros(5, 4, dtype=BF16)),
-            "main_grad is torch.bfloat16; it must be torch.float32 (or all tensors torch.float64)",
+            "main_grad is torch.bfloat16. Allowed: torch.float32 (or all tensors torch.float64)",
         ),
-        (dict(chunk_tokens=0), "chunk_tokens is 0; it must be at least 1"),
         (
             dict(labels=torch.zeros(3, dtype=torch.int64, device="meta")),
-            "labels is on meta; it must be on cpu like hidden",
+            "labels is on meta. Allowed: on cpu like hidden",
         ),
     ],
 )

@@ -28,13 +28,11 @@ def code():
     return code_object("muon")
 
 
-def momentum_case(
-    device, run, lists, momentum=0.95, nesterov=True, ema=True, grad_scale=0.37, offsets=OFFSETS, **named
-):
+def momentum_case(device, run, lists, momentum=0.95, nesterov=True, grad_scale=0.37, offsets=OFFSETS, **named):
     """Runs and checks one momentum launch with sums of squares; -> momenta, outputs, counters."""
     columns = on_device.momentum_columns(device, lists, CHUNK, offsets)
     counters, sums = run(
-        columns, momentum=momentum, nesterov=nesterov, ema=ema, grad_scale=grad_scale, square_sums=True, **named
+        columns, momentum=momentum, nesterov=nesterov, grad_scale=grad_scale, square_sums=True, **named
     )
     after, outputs = columns.read(1), columns.read(2)
     for i, (g, b) in enumerate(zip(lists.gradients, lists.momenta, strict=True)):
@@ -45,7 +43,6 @@ def momentum_case(
             outputs[i],
             momentum=momentum,
             nesterov=nesterov,
-            ema=ema,
             grad_scale=grad_scale or 1.0,
             what=f"tensor {i}",
         )
@@ -75,14 +72,12 @@ def test_hip_kernels(code, schedule):
 
 @pytest.mark.parametrize("dtypes", list(itertools.product((BF16, FP32), repeat=3)), ids=str)
 def test_every_combination_of_dtypes(code, dtypes):
-    nesterov, ema = dtypes[0] == BF16, dtypes[1] == BF16
     momentum_case(
         Device(),
         lambda c, **k: on_device.hip_momentum(code, c, **k),
         make_lists(SHAPES, 2, *dtypes),
         0.9,
-        nesterov,
-        ema,
+        dtypes[0] == BF16,
         None,
     )
     update, param, with_masters = dtypes[0], dtypes[1], dtypes[2] == BF16
@@ -162,12 +157,12 @@ def test_triton_agrees_with_hip(code, schedule):
 
 def test_triton_with_every_option():
     lists = make_lists(SHAPES, 8, FP32, BF16, FP32)
-    momentum_case(Device("serial"), on_device.triton_momentum, lists, 0.9, False, False, 0.37, found_inf=0.0)
+    momentum_case(Device("serial"), on_device.triton_momentum, lists, 0.9, False, 0.37, found_inf=0.0)
     update_case(Device("serial"), on_device.triton_update, lists, with_masters=False, lr_on_device=True, found_inf=0.0)
     for flag in (1.0, float("nan")):
         columns = on_device.momentum_columns(Device(), lists, CHUNK)
         counters, sums = on_device.triton_momentum(
-            columns, momentum=0.9, nesterov=False, ema=False, grad_scale=0.37, found_inf=flag, square_sums=True
+            columns, momentum=0.9, nesterov=False, grad_scale=0.37, found_inf=flag, square_sums=True
         )
         assert counters.global_store_bytes == 0 and (sums == 3).all()
         columns = on_device.update_columns(Device(), lists, SCALES, CHUNK, with_masters=False)

@@ -29,7 +29,7 @@ def update(weights, *arguments):
 
 with mock.patch.object(multi_tensor, "CHUNK_ELEMENTS", 8192):
     before = [b.clone() for b in lists.momenta]
-    muon.muon_momentum_(lists.gradients, lists.momenta, lists.outputs, sums, torch.tensor([0.37]), off, 0.95, True, True)
+    muon.muon_momentum_(lists.gradients, lists.momenta, lists.outputs, sums, torch.tensor([0.37]), off, 0.95, True)
     for i, (g, b, a, o) in enumerate(zip(lists.gradients, before, lists.momenta, lists.outputs)):
         check_momentum(g, b, a, o, grad_scale=0.37, what=f"tensor {i}")
     assert torch.allclose(sums, torch.stack([o.square().sum() for o in lists.outputs]), rtol=1e-6)
@@ -37,7 +37,7 @@ with mock.patch.object(multi_tensor, "CHUNK_ELEMENTS", 8192):
     assert all(torch.equal(p, w) for p, w in zip(lists.params, lists.masters))
     update(lists.params, [], lists.params, scales, 0.0, torch.tensor(0.02), 0.1, off)
     before = [t.clone() for t in everything]
-    muon.muon_momentum_(lists.gradients, lists.momenta, lists.outputs, None, None, on, 0.9, False, False)
+    muon.muon_momentum_(lists.gradients, lists.momenta, lists.outputs, None, None, on, 0.9, False)
     muon.muon_update_(lists.outputs, lists.masters, lists.params, scales, 0.02, None, 0.1, on)
     assert all(torch.equal(a, b) for a, b in zip(everything, before)) and all(map(guards_intact, everything))
 print("right")

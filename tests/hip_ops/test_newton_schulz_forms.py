@@ -9,6 +9,7 @@ from hip_ops.newton_schulz.coefficients import COEFFICIENT_SETS, coefficient_tri
 from hip_ops.newton_schulz.iteration import iterate, normalised
 from hip_ops.newton_schulz.plan import Plan, default_restarts, make_plan, multiply_adds
 from hip_ops.newton_schulz.reference import TorchProducts
+from tests.hip_ops.newton_schulz_form import in_form, plan_of
 
 N, M = 96, 192
 HALF, BF16 = torch.float16, torch.bfloat16
@@ -38,10 +39,11 @@ SETS = sorted(COEFFICIENT_SETS)
 
 def error(x: torch.Tensor, coefficients: str, form: str, dtype: torch.dtype, restarts=None) -> float:
     x = x.to(BF16)
-    exact = hip_ops.newton_schulz(x.double(), 5, coefficients, form="standard")
-    got = hip_ops.newton_schulz(
-        x.double() if dtype == torch.float64 else x.float(), 5, coefficients, form=form, dtype=dtype, restarts=restarts
-    ).double()
+    exact = hip_ops.newton_schulz(x.double(), 5, coefficients)
+    with in_form(form, restarts):
+        got = hip_ops.newton_schulz(
+            x.double() if dtype == torch.float64 else x.float(), 5, coefficients, dtype=dtype
+        ).double()
     return ((got - exact).norm() / exact.norm()).item()
 
 
@@ -124,7 +126,7 @@ def test_form_is_chosen_by_multiply_adds():
     triples = coefficient_triples("simple", 5)
 
     def form(n, m, dtype=HALF):
-        return make_plan(triples, n, m, "auto", None, dtype).form
+        return make_plan(triples, n, m, dtype).form
 
     assert (
         form(2048, 2048) == form(2048, 2560) == "standard"
@@ -166,6 +168,6 @@ def test_products_executed_are_those_that_the_plan_counts(form, restarts):
             done += n * n * m
             return super().apply_last(z, x, alpha, beta)
 
-    plan = make_plan(coefficient_triples("simple", steps), n, m, form, restarts, torch.float64)
+    plan = plan_of(form, coefficient_triples("simple", steps), torch.float64, restarts)
     iterate(Counted(False, torch.float64), torch.randn(1, n, m, dtype=torch.float64) / 20, plan)
     assert done == multiply_adds(form, n, m, steps, len(plan.restarts))

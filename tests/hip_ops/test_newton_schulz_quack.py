@@ -10,7 +10,7 @@ import torch
 import hip_ops
 from hip_ops.newton_schulz import quack
 from hip_ops.newton_schulz.coefficients import coefficient_triples
-from hip_ops.newton_schulz.plan import make_plan
+from tests.hip_ops.newton_schulz_form import in_form, plan_of
 
 
 def _gemm(a, b, d, c, semaphore, *, alpha, beta, tile_M, tile_N, cluster_M, cluster_N, pingpong, persistent):
@@ -45,9 +45,10 @@ def stand_ins(monkeypatch):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_operands_and_results(stand_ins, shape, dtype, inside, form):
     x = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(dtype)
-    plan = make_plan(coefficient_triples("simple", 5), *shape[1:], form=form, restarts=None, dtype=inside)
+    plan = plan_of(form, coefficient_triples("simple", 5), inside)
     got = quack.newton_schulz.__wrapped__(x, None, plan, 1e-7)
-    want = hip_ops.newton_schulz(x, form=form, dtype=inside)
+    with in_form(form):
+        want = hip_ops.newton_schulz(x, dtype=inside)
     assert got.shape == x.shape and got.dtype == dtype and got.is_contiguous()
     assert (got - want).norm() <= 2.0**-5 * want.norm()
 

@@ -211,7 +211,7 @@ def test_a_first_use_while_a_graph_is_captured_says_what_to_do(make, monkeypatch
     monkeypatch.setattr("hip_ops.runtime.availability._hip", lambda device, named: None)
     scaled = make(scale)
     gpu.capturing = True
-    message = r"first used on cuda:0 while a graph is captured.*hip_ops.warm_up\('cuda:0'\) ahead of the capture"
+    message = r"first used on cuda:0 while a graph is captured.*hip_ops.warm_up\('cuda:0'\) before the capture"
     with pytest.raises(RuntimeError, match=message):
         scaled.implementations(GPU)
     assert scaled.results == {} and scaled.choices == {}

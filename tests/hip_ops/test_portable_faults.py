@@ -86,7 +86,9 @@ def test_divergence_aborts_under_every_schedule(plain, fault, order):
 
 
 def test_a_wrong_schedule_or_block_is_named(plain):
-    assert "HO_CPU_SCHEDULE=sideways; allowed are forward, reverse and random:<seed>" in aborts(plain, 0, "sideways")
+    assert "HO_CPU_SCHEDULE=sideways: no such schedule. Allowed: forward, reverse, random:<seed>" in aborts(
+        plain, 0, "sideways"
+    )
     assert "block (100, 1, 1); a block is one-dimensional, a multiple of 64 threads" in aborts(
         plain, 0, "forward", threads=100
     )

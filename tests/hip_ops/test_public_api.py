@@ -36,5 +36,5 @@ except ValueError as error:
 assert "torch" not in sys.modules
 """
     )
-    assert "kernel_overrides.router_mlp='torch': no such version. Allowed: auto, triton, " in done.stdout, done.stdout
+    assert "kernel_overrides.router_mlp=torch: no such version. Allowed: auto, triton, " in done.stdout, done.stdout
     assert done.returncode == 0

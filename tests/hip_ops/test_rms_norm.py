@@ -167,17 +167,17 @@ def test_any_strides_give_the_same(chosen, scaled):
 
 
 ERRORS = [
-    ({"residual": lambda t: t[:1]}, "residual has shape (1, 8); it must be (3, 8), [..., h]"),
-    ({"weight": lambda t: t[:7]}, "weight has shape (7,); it must be (8,), [h]"),
+    ({"residual": lambda t: t[:1]}, "residual has shape (1, 8). Allowed: (3, 8), [..., h]"),
+    ({"weight": lambda t: t[:7]}, "weight has shape (7,). Allowed: (8,), [h]"),
     (
         {"x": lambda t: t.half()},
-        "{x} is torch.float16; it must be torch.bfloat16 or torch.float32 (or all tensors torch.float64)",
+        "{x} is torch.float16. Allowed: torch.bfloat16 or torch.float32 (or all tensors torch.float64)",
     ),
-    ({"residual": lambda t: t.double()}, "residual is torch.float64; it must be"),
-    ({"residual": lambda t: t.to("meta")}, "residual is on meta; it must be on cpu like {x}"),
-    ({"x": lambda t: t[:, :0], "residual": lambda t: t[:, :0]}, "{x} has shape (3, 0); it must be [..., h>0]"),
-    ({"output_scale": lambda t: t.float()}, "output_scale is torch.float32; it must be torch.bfloat16 like weight"),
-    ({"residual_bias": lambda t: t.reshape(1, 8)}, "residual_bias has shape (1, 8); it must be (8,)"),
+    ({"residual": lambda t: t.double()}, "residual is torch.float64. Allowed:"),
+    ({"residual": lambda t: t.to("meta")}, "residual is on meta. Allowed: on cpu like {x}"),
+    ({"x": lambda t: t[:, :0], "residual": lambda t: t[:, :0]}, "{x} has shape (3, 0). Allowed: [..., h>0]"),
+    ({"output_scale": lambda t: t.float()}, "output_scale is torch.float32. Allowed: torch.bfloat16 like weight"),
+    ({"residual_bias": lambda t: t.reshape(1, 8)}, "residual_bias has shape (1, 8). Allowed: (8,)"),
 ]
 
 

@@ -98,19 +98,19 @@ def call(**changes):
 @pytest.mark.parametrize(
     "changes, words",
     [
-        (dict(projected=torch.zeros(2, 3, 32)), "projected has shape (2, 3, 32); it must be [n, r]"),
-        (dict(previous=torch.zeros(5, 32)), "previous has shape (5, 32); it must be (6, 32), [n, r]"),
-        (dict(previous=None), "one of previous and gamma is None; they must be given both or not at all"),
-        (dict(w1=torch.zeros(32, 31)), "w1 has shape (32, 31); it must be (32, 32), [r, r]"),
-        (dict(w2=torch.zeros(32, 32).half()), "w2 is torch.float16; it must be torch.float32 like w_out"),
-        (dict(w_out=torch.zeros(5)), "w_out has shape (5,); it must be [c>0, r>0]"),
-        (dict(biases=torch.zeros(4)), "biases has shape (4,); it must be (5,), [c]"),
-        (dict(biases=torch.zeros(5).double()), "biases is torch.float64; it must be torch.float32"),
-        (dict(forced=torch.zeros(6).int()), "forced is torch.int32; it must be torch.int64"),
-        (dict(b_down=torch.zeros(32, device="meta")), "b_down is on meta; it must be on cpu like w_out"),
-        (dict(unweighted=5), "unweighted is 5; it must be -1 or one of the 5 classes"),
-        (dict(projected=torch.zeros(6, 32).int()), "projected is torch.int32; it must be torch.float32 like w_out"),
-        (dict(w_out=torch.zeros(5, 32).int()), "w_out is torch.int32; it must be torch.bfloat16 or torch.float16 or"),
+        (dict(projected=torch.zeros(2, 3, 32)), "projected has shape (2, 3, 32). Allowed: [n, r]"),
+        (dict(previous=torch.zeros(5, 32)), "previous has shape (5, 32). Allowed: (6, 32), [n, r]"),
+        (dict(previous=None), "one of previous and gamma is None. Allowed: both or neither"),
+        (dict(w1=torch.zeros(32, 31)), "w1 has shape (32, 31). Allowed: (32, 32), [r, r]"),
+        (dict(w2=torch.zeros(32, 32).half()), "w2 is torch.float16. Allowed: torch.float32 like w_out"),
+        (dict(w_out=torch.zeros(5)), "w_out has shape (5,). Allowed: [c>0, r>0]"),
+        (dict(biases=torch.zeros(4)), "biases has shape (4,). Allowed: (5,), [c]"),
+        (dict(biases=torch.zeros(5).double()), "biases is torch.float64. Allowed: torch.float32"),
+        (dict(forced=torch.zeros(6).int()), "forced is torch.int32. Allowed: torch.int64"),
+        (dict(b_down=torch.zeros(32, device="meta")), "b_down is on meta. Allowed: on cpu like w_out"),
+        (dict(unweighted=5), "unweighted is 5. Allowed: -1 or one of the 5 classes"),
+        (dict(projected=torch.zeros(6, 32).int()), "projected is torch.int32. Allowed: torch.float32 like w_out"),
+        (dict(w_out=torch.zeros(5, 32).int()), "w_out is torch.int32. Allowed: torch.bfloat16 or torch.float16 or"),
     ],
 )
 def test_errors_name_what_is_wrong(changes, words):
@@ -121,10 +121,10 @@ def test_errors_name_what_is_wrong(changes, words):
 @pytest.mark.parametrize(
     "name, tensor, words",
     [
-        ("state", torch.zeros(2, 3, 32), "state has shape (2, 3, 32); it must be [n, r]"),
-        ("state", torch.zeros(6, 32).int(), "state is torch.int32; it must be torch.float32 like w_out"),
-        ("d_weights", torch.zeros(6).double(), "d_weights is torch.float64; it must be torch.float32"),
-        ("logits", torch.zeros(6, 5), "logits has 5 columns; it must have 16, of which the first 5 are classes"),
+        ("state", torch.zeros(2, 3, 32), "state has shape (2, 3, 32). Allowed: [n, r]"),
+        ("state", torch.zeros(6, 32).int(), "state is torch.int32. Allowed: torch.float32 like w_out"),
+        ("d_weights", torch.zeros(6).double(), "d_weights is torch.float64. Allowed: torch.float32"),
+        ("logits", torch.zeros(6, 5), "logits has 5 columns. Allowed: 16, of which the first 5 are classes"),
     ],
 )
 def test_errors_of_the_backward_name_what_is_wrong(name, tensor, words):
@@ -145,7 +145,7 @@ def test_there_is_no_hip_version():
         arguments = Router(3, dtype=BF16).arguments()
         assert torch.equal(Operators.router_mlp(*arguments).state, reference.router_mlp(*arguments)[0])
     with pytest.raises(
-        ValueError, match=re.escape("kernel_overrides.router_mlp='hip': no such version. Allowed: auto, triton")
+        ValueError, match=re.escape("kernel_overrides.router_mlp=hip: no such version. Allowed: auto, triton")
     ):
         with use_kernels("auto", router_mlp="hip"):
             pass

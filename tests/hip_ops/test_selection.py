@@ -94,22 +94,20 @@ def test_code_goes_before_the_environment(monkeypatch):
 
 
 def test_unknown_names(monkeypatch):
-    kernels = "kernels='rocm': no such version. Allowed: auto, hip, triton, compiled, reference"
+    kernels = "kernels=rocm: no such version. Allowed: auto, hip, triton, compiled, reference"
     with pytest.raises(ValueError, match=re.escape(kernels)):
         set_kernels("rocm")
     with pytest.raises(ValueError, match=re.escape(kernels)), use_kernels("rocm"):
         pass
-    override = "kernel_overrides.router_mlp='hip': no such version. Allowed: auto, triton, compiled, reference"
+    override = "kernel_overrides.router_mlp=hip: no such version. Allowed: auto, triton, compiled, reference"
     with pytest.raises(ValueError, match=re.escape(override)):
         set_kernels("auto", {"router_mlp": "hip"})
     with pytest.raises(ValueError, match="kernel_overrides.router=.*no such operator. Allowed: rms_norm, "):
         set_kernels("auto", {"router": "triton"})
-    for text, said in (("rocm", kernels), ("auto,router_mlp=hip", override), ("auto,router_mlp", "router_mlp=''")):
+    for text, said in (("rocm", kernels), ("auto,router_mlp=hip", override), ("auto,router_mlp", "router_mlp=: no")):
         monkeypatch.setenv("HIP_OPS_KERNELS", text)
         set_kernels(None)
-        with pytest.raises(
-            ValueError, match=re.escape(f"hip_ops: HIP_OPS_KERNELS={text!r}: ") + ".*" + re.escape(said)
-        ):
+        with pytest.raises(ValueError, match=re.escape(f"HIP_OPS_KERNELS={text}: ") + ".*" + re.escape(said)):
             selection()
 
 
@@ -144,7 +142,7 @@ def test_what_a_cpu_lacks_raises_when_it_is_asked_for(make, monkeypatch, version
     made = make()
     monkeypatch.setenv("HIP_OPS_KERNELS", version)
     set_kernels(None)
-    message = rf"hip_ops: HIP_OPS_KERNELS={version}: version '{version}' of {made.name} is not available on cpu: {why}"
+    message = rf"HIP_OPS_KERNELS={version}: version '{version}' of {made.name} is not available on cpu: {why}"
     with pytest.raises(ValueError, match=message):
         made(torch.ones(2), 3.0)
     with (
@@ -271,7 +269,7 @@ def test_a_named_version_and_operators_that_lack_it(make_operator, make, rocm):
     with use_kernels("reference", **{made.name: "triton"}):
         assert chosen(made) == ["triton"] and chosen(without_hip) == ["reference"]
     with pytest.raises(
-        ValueError, match=f"kernel_overrides.{without_hip.name}='hip': no such version. Allowed: auto, triton, "
+        ValueError, match=f"kernel_overrides.{without_hip.name}=hip: no such version. Allowed: auto, triton, "
     ):
         set_kernels("auto", {without_hip.name: "hip"})
 

@@ -175,7 +175,7 @@ def test_the_operators_take_what_the_kernels_can(chosen):
         passes.overwrite_with_exponentials(rows, labels, 0, 1)
     statistics, grad = torch.ones(4, 3, 2), torch.ones(2)
     for first_part in (-1, 3, 4):
-        with pytest.raises(ValueError, match=f"first_part is {first_part}; it must be 0 to 2"):
+        with pytest.raises(ValueError, match=f"first_part is {first_part}. Allowed: 0 to 2"):
             passes.finish_gradient(rows, labels, 0, statistics, first_part, 2, grad, 0.0)
     assert passes.finish_gradient(rows, labels, 0, statistics, 2, 2, grad, 0.0).shape == (2, 2)
     for wrong in (grad.double(), torch.ones(3)):

@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
-// What hip_ops/runtime/library.py asks of a library before and beside the operators.
+// The functions of a library that are no launchers; hip_ops/runtime/launchers.py calls them.
 #include "portable.h"
 
-// Raise it, and ABI_VERSION in library.py, when the meaning of an argument of any launcher changes.
+// Raise it, and ABI_VERSION in launchers.py, when the meaning of a launcher's argument changes.
 HO_EXPORT int ho_abi_version() { return 1; }
 
-// The words for a code that a launcher returned. The caller does not own them.
+// Returns the runtime's message for a launcher's code. The caller does not own it.
 HO_EXPORT const char* ho_error_string(int code) {
 #if HO_HIP
   return hipGetErrorString(hipError_t(code));

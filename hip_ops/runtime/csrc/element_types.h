@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-// The two 16-bit element types of the matrix products. Both travel as raw bits in registers and LDS (uint16_t vectors of
-// portable.h); only conversion and the MFMA that reads them differ.
+// The two 16-bit element types of the matrix products. Both are raw bits in registers and LDS (uint16_t vectors of
+// portable.h); only conversion and MFMA differ.
 //
 // Half precision: unlike bfloat16 it has an 11-bit significand but a narrow exponent, so the Newton-Schulz driver keeps its
-// matrices scaled by powers of two (hip_ops/newton_schulz.py). gfx942 runs both types at the same MFMA rate.
+// matrices scaled by powers of two (hip_ops/newton_schulz/plan.py). gfx942 runs both types at the same MFMA rate.
 #pragma once
 #include "portable.h"
 #if HO_CUDA
@@ -24,7 +24,7 @@ __device__ __forceinline__ uint16_t float_to_half(float value) {
 #if HO_CUDA
     return __half_as_ushort(__float2half_rn(value));
 #else
-    _Float16 rounded = static_cast<_Float16>(value);  // round to nearest even on every target; too large becomes infinite
+    _Float16 rounded = static_cast<_Float16>(value);  // round to nearest even on every target; overflow gives infinity
     uint16_t bits;
     __builtin_memcpy(&bits, &rounded, 2);
     return bits;
@@ -49,7 +49,7 @@ struct Float16 {
         return __builtin_amdgcn_mfma_f32_32x32x8f16(left, right, c, 0, 0, 0);
     }
 #else
-    // Verification targets have only the bf16 product: a half is the exact sum of two bfloat16, so four products give the same terms.
+    // The verification targets have only the bf16 product. A half is the exact sum of two bfloat16, so four products give the same terms.
     static __device__ __forceinline__ f32x16 mfma(bf16x4 a, bf16x4 b, f32x16 c) {
         bf16x4 a_high, a_low, b_high, b_low;
         for (int e = 0; e < 4; e++) {

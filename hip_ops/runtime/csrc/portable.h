@@ -1,16 +1,16 @@
 // SPDX-License-Identifier: Apache-2.0
-// One kernel source, three machines: AMD gfx942 (clang or hipcc), NVIDIA (nvcc) and the CPU (g++). Every .hip file of this folder
-// includes this header and nothing else of the host: no torch, no std containers in kernels.
+// One kernel source for three machines: AMD gfx942 (clang or hipcc), NVIDIA (nvcc) and the CPU (g++). Every .hip file includes this
+// header and no other of the host: no torch, no std containers in kernels.
 //
-// What the kernels may count on, on every machine:
-//   * a wave has kWave = 64 lanes. Never use warpSize: it is no constant in HIP 7, and 32 on NVIDIA.
+// Guarantees on every machine:
+//   * a wave has kWave = 64 lanes. Do not use warpSize: it is no constant in HIP 7, and it is 32 on NVIDIA.
 //   * blocks are one-dimensional and a multiple of kWave threads; threadIdx, blockIdx, blockDim, gridDim as usual.
-//   * wave_* and mfma_* are collectives: all 64 lanes of the wave must come to the same call. The CPU aborts where they do not.
-//   * lanes of one wave that hand data to each other through LDS put wave_sync() in between; lanes of different waves block_sync_lds().
+//   * wave_* and mfma_* are collectives: all 64 lanes of the wave must reach the same call. The CPU aborts otherwise.
+//   * lanes of one wave that exchange data through LDS need wave_sync() in between; lanes of different waves need block_sync_lds().
 //   * every array in LDS is declared with HO_LDS, 16-byte aligned, and read or written in pieces aligned to their size.
 //
-// What differs: on NVIDIA a wave is two warps joined by a named barrier and the matrix products are emulated through shared memory,
-// which verifies numbers and says nothing about speed; on the CPU a thread is a fiber (portable_cpu.h).
+// Differences: on NVIDIA a wave is two warps joined by a named barrier, and matrix products are emulated through shared memory, which
+// verifies numbers and says nothing about speed. On the CPU a thread is a fiber (portable_cpu.h).
 #pragma once
 
 #include <stdint.h>

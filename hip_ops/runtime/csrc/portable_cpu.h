@@ -66,7 +66,7 @@ inline int ho_launch_lds(void (*kernel)(P...), dim3 grid, dim3 block, size_t, vo
 inline int lane_id() { return ho_cpu::lane(); }
 inline int wave_id() { return int(threadIdx.x) / kWave; }
 
-// The default arguments are evaluated where the kernel calls: they name its line.
+// The default arguments are evaluated at the call in the kernel and give its line.
 #define HO_CPU_SITE const char *file = __builtin_FILE(), int line = __builtin_LINE()
 
 inline void block_sync(HO_CPU_SITE) { ho_cpu::machine.suspend(ho_cpu::State::kInBlock, {"block_sync", file, line}); }

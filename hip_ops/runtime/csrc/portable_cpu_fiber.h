@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Switching between stacks on one OS thread, for portable_cpu.h: by hand on x86-64, through ucontext elsewhere. AddressSanitizer is
-// told of every switch; without that it takes a fiber's stack for a wild pointer.
+// Switching between stacks on one OS thread, for portable_cpu.h: by hand on x86-64, through ucontext elsewhere. Every
+// switch is reported to AddressSanitizer, which otherwise takes a fiber's stack for a wild pointer.
 #pragma once
 
 #include <sys/mman.h>
@@ -42,7 +42,7 @@ inline void prepare(Context& context, char* bottom, size_t size, void (*entry)()
 struct Context {
   void* stack_pointer;
 };
-// Saves the callee-saved registers on the stack that is left and takes those of the other. Kernels never touch the rounding mode.
+// Saves the callee-saved registers on the current stack and loads those of the other. Kernels do not change the rounding mode.
 static __attribute__((naked, noinline)) void switch_stack_pointer(void** /*save: rdi*/, void* /*load: rsi*/) {
   asm("pushq %rbp\n\tpushq %rbx\n\tpushq %r12\n\tpushq %r13\n\tpushq %r14\n\tpushq %r15\n\t"
       "movq %rsp, (%rdi)\n\t"
@@ -78,7 +78,7 @@ struct FiberStack {
 
   void start(void (*entry)()) {
     if (bottom == nullptr) {
-      // Lazily backed by memory; never unmapped, for the next launch needs it again. The guard page turns an overflow into a fault.
+      // Backed by memory on first use; not unmapped, because the next launch uses it again. The guard page turns an overflow into a fault.
       void* memory = mmap(nullptr, kGuard + kSize, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
       if (memory == MAP_FAILED || mprotect(memory, kGuard, PROT_NONE) != 0) {
         std::fprintf(stderr, "hip_ops cpu: no memory for the stack of a fiber\n");
@@ -87,7 +87,7 @@ struct FiberStack {
       bottom = static_cast<char*>(memory) + kGuard;
     }
 #if HO_ASAN
-    __asan_unpoison_memory_region(bottom, kSize);  // frames that the last launch left when it was done with the fiber
+    __asan_unpoison_memory_region(bottom, kSize);  // frames of the previous launch on this fiber
 #endif
     fake = nullptr;
     prepare(context, bottom, kSize, entry);

@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
-// How the CPU runs a grid: one block after the other, a fiber a thread, each running until it comes to a collective. Who runs next is
-// set by HO_CPU_SCHEDULE, read at every launch:
+// Runs a grid on the CPU: one block after the other, a fiber per thread, each until its next collective. HO_CPU_SCHEDULE, read at every
+// launch, sets the order:
 //   forward          lowest wave and lane first: a wave runs to its barrier before the next one starts (default)
-//   reverse          the same from the other end, blocks too
+//   reverse          the opposite order, also of blocks
 //   random:<seed>    a random wave after each collective, its lanes and the blocks in random order
-// A kernel that lacks a barrier gives different results under some of them. A collective that not all threads reach, or reach at
-// different places, aborts with block, thread and place. Launches of several OS threads wait for each other.
+// A kernel that lacks a barrier gives different results under some of them. A collective that some threads do not reach, or reach at
+// different places, aborts with block, thread and place. Launches of several OS threads run one after the other.
 #pragma once
 
 #include <algorithm>
@@ -46,7 +46,7 @@ struct Fiber {
   Site site;
 };
 
-// Two sets of slots in turn: a lane can be ahead of the slowest reader by one collective at most.
+// Two sets of slots alternate, because a lane is at most one collective ahead of the slowest reader.
 struct Wave {
   alignas(16) unsigned char slots[2][2][kLanes][16];
   unsigned turn = 0;
@@ -57,7 +57,7 @@ enum class Order { kForward, kReverse, kRandom };
 struct Machine {
   std::mutex mutex;
   dim3 grid, block, index;
-  uint64_t block_number = 0;  // over all launches; tells HO_LDS that a new block has come
+  uint64_t block_number = 0;  // counts over all launches; HO_LDS detects a new block by it
   std::vector<Fiber> fibers = std::vector<Fiber>(kMaxThreads);  // a stack is allocated when a launch first needs it
   std::vector<Wave> waves;
   Fiber* current = nullptr;
@@ -84,7 +84,7 @@ struct Machine {
     }
   }
 
-  // Names both sides, for it is rarely clear which of them is the mistake.
+  // Reports both sides, because either may be the mistake.
   [[noreturn]] void fail(const char* message, const Fiber& a, const Fiber& b) const {
     std::fprintf(stderr, "hip_ops cpu: %s in block (%u, %u, %u): ", message, index.x, index.y, index.z);
     describe(a);
@@ -104,7 +104,7 @@ struct Machine {
       order = Order::kRandom;
       random = std::strtoull(value + 7, nullptr, 10);
     } else {
-      std::fprintf(stderr, "hip_ops cpu: HO_CPU_SCHEDULE=%s; allowed are forward, reverse and random:<seed>\n", value);
+      std::fprintf(stderr, "hip_ops cpu: HO_CPU_SCHEDULE=%s: no such schedule. Allowed: forward, reverse, random:<seed>.\n", value);
       std::abort();
     }
   }
@@ -122,7 +122,7 @@ struct Machine {
     current->stack.suspend(scheduler);
   }
 
-  // Runs the lanes of a wave to their next collective. They must all come to the same one.
+  // Runs the lanes of a wave to their next collective, which must be the same for all.
   void step(unsigned wave) {
     std::vector<Fiber*> lanes;
     for (int lane = 0; lane < kLanes; ++lane) lanes.push_back(&fibers[wave * kLanes + lane]);
@@ -211,7 +211,7 @@ inline void Machine::enter() {
 inline Fiber& current() { return *machine.current; }
 inline int lane() { return machine.thread_number(*machine.current) % kLanes; }
 
-// A collective of the wave: every lane gives `mine`, and may then read those of all lanes.
+// A collective of the wave: every lane contributes `mine`, and may then read those of all lanes.
 struct Exchange {
   unsigned char (*slots)[16];
   template <class T>
@@ -238,7 +238,7 @@ inline void meet(Exchange& first, Exchange& second, Site site) {
   second.slots = wave.slots[turn][1];
 }
 
-// Fills an LDS array with NaNs (all bits set) when the first thread of a block comes to its declaration.
+// Fills an LDS array with NaNs (all bits set) when the first thread of a block reaches its declaration.
 inline void poison_once(void* array, size_t bytes, uint64_t& seen) {
   if (seen == machine.block_number) return;
   seen = machine.block_number;

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// portable.h for NVIDIA, to verify numbers on a GPU that is at hand. A wave of 64 lanes is two warps: what crosses the warps goes
-// through shared memory between named barriers, of which there are 15 beside the block's own, hence at most 960 threads a block.
+// portable.h for NVIDIA, to verify numbers on an available GPU. A wave of 64 lanes is two warps, which exchange data through shared memory
+// between named barriers. There are 15 beside the block's own, hence at most 960 threads per block.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -41,7 +41,7 @@ template <class... P>
 inline int ho_launch_lds(void (*kernel)(P...), dim3 grid, dim3 block, size_t lds_bytes, void* stream, typename ho::Identity<P>::type... arguments) {
   if (grid.x == 0 || grid.y == 0 || grid.z == 0) return 0;
   const void* function = reinterpret_cast<const void*>(kernel);
-  if (lds_bytes > 0) {  // with what is static it may pass 48 KiB, beyond which a launch is refused
+  if (lds_bytes > 0) {  // with the static part it may exceed 48 KiB, which a launch refuses by default
     const int code = int(cudaFuncSetAttribute(function, cudaFuncAttributeMaxDynamicSharedMemorySize, int(lds_bytes)));
     if (code != 0) return code;
   }
@@ -66,7 +66,7 @@ __device__ __forceinline__ float wave_xor(float v, int mask) {
   exchange[threadIdx.x] = v;
   wave_sync();
   const float other = exchange[threadIdx.x ^ mask];
-  wave_sync();  // the next exchange overwrites what the other warp may still read
+  wave_sync();  // the next exchange overwrites data that the other warp may still read
   return other;
 }
 

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// portable.h for AMD: clang 17 or newer, or hipcc of ROCm 6 and 7. Only compiler builtins on the device side, so that the
-// headers' version (Debian's 5.2, ROCm 7) changes nothing in the code object.
+// portable.h for AMD: clang 17 or newer, or hipcc of ROCm 6 and 7. The device side uses compiler builtins only, so that the
+// code object does not depend on the headers' version (Debian's 5.2, ROCm 7).
 #pragma once
 
 #include <hip/hip_runtime.h>
@@ -49,7 +49,7 @@ inline int ho_launch_lds(void (*kernel)(P...), dim3 grid, dim3 block, size_t, vo
 
 __device__ __forceinline__ int lane_id() { return int(threadIdx.x) & (kWave - 1); }
 
-// All lanes have the same value; saying so puts it, and what is computed from it, into scalar registers.
+// All lanes have the same value; readfirstlane puts it, and results computed from it, into scalar registers.
 __device__ __forceinline__ int wave_id() { return __builtin_amdgcn_readfirstlane(int(threadIdx.x) / kWave); }
 
 __device__ __forceinline__ void block_sync() { __syncthreads(); }
@@ -66,7 +66,7 @@ __device__ __forceinline__ void block_sync_lds() {
 #endif
 }
 
-// LDS serves a wave's requests in order: only the compiler must be kept from reordering them.
+// LDS serves a wave's requests in order, so only the compiler must be kept from reordering them.
 __device__ __forceinline__ void wave_sync() {
   __builtin_amdgcn_fence(__ATOMIC_ACQ_REL, "wavefront");
   __builtin_amdgcn_wave_barrier();

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// A wave goes through one row: 16 bytes a lane where all rows are aligned to them, one element a lane where they are not. The next wave has
-// the next row, so that nothing but a row's own sum crosses lanes, and blocks need neither LDS nor barriers.
+// A wave processes one row: 16 bytes per lane where all rows are aligned to 16 bytes, otherwise one element per lane. The next wave has the
+// next row, so that only a row's sum crosses lanes, and blocks need neither LDS nor barriers.
 //
-// Such kernels only move data: all loads of a batch are issued before its first store, and what is read once says so.
+// These kernels are bound by memory: all loads of a batch are issued before its first store, and data that is read once is read non-temporally.
 #pragma once
 
 #include "portable.h"
@@ -24,7 +24,7 @@ __device__ __forceinline__ T rounded(float value) {
   else return value;
 }
 
-// One number of a vector that has either type; `is_bf16` is the same for all lanes.
+// One number of a vector of either type; `is_bf16` is the same for all lanes.
 __device__ __forceinline__ float load_number(const void* from, int64_t at, bool is_bf16) {
   return is_bf16 ? bf16_to_float(load_global(static_cast<const bf16*>(from) + at)) : load_global(static_cast<const float*>(from) + at);
 }
@@ -33,7 +33,7 @@ __device__ __forceinline__ void store_number(void* to, int64_t at, bool is_bf16,
   else store_global(static_cast<float*>(to) + at, value);
 }
 
-// kWidth neighbouring elements of one lane as they lie in memory: 1, or what makes 16 bytes.
+// kWidth neighbouring elements of one lane in memory order: 1, or 16 bytes' worth.
 template <class T, int kWidth>
 struct Lane {
   ho::Vector16<T> v;
@@ -69,11 +69,8 @@ __device__ __forceinline__ void for_each_piece(int count, Work& work) {
   for (; at < count; at += kStep) work.template run<1>(at);
 }
 
-// The row that a wave begins with, and how far it is to its next one.
+// A wave's first row, and the distance to its next one.
 __device__ __forceinline__ int64_t first_row() { return int64_t(blockIdx.x) * kWaves + wave_id(); }
 __device__ __forceinline__ int64_t row_step() { return int64_t(gridDim.x) * kWaves; }
-
-// The order of hip_ops/expert_permutation/reference.py: an entry below 0 stands for a place whose token belongs to no expert.
-__device__ __forceinline__ int place_of(int entry) { return entry < 0 ? ~entry : entry; }
 
 }  // namespace rows

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Other tiles of quack's grouped GEMM on this GPU, each checked against fp32 and timed, beside hip_ops' Triton.
 
-    python3 benchmarks/tune_quack_grouped_gemm.py                      16,384 tokens, two layers' loads, all of TILES and CLUSTERS; a minute
-    python3 benchmarks/tune_quack_grouped_gemm.py --tokens 32768 --loads late
+    python3 benchmarks/research/tune_quack_grouped_gemm.py                      16,384 tokens, two layers' loads, all of TILES and CLUSTERS; a minute
+    python3 benchmarks/research/tune_quack_grouped_gemm.py --tokens 32768 --loads late
 
 Products and loads are those of benchmarks/grouped_product.py; `write` is the weight gradient that is written, not added. Triton's time is the better of two,
 before each product's tiles. Prints the best tiles of each form and of all, over all loads; hip_ops/grouped_product/quack.py has one as TILE. Writes
@@ -14,16 +14,19 @@ from __future__ import annotations
 import argparse
 import itertools
 import sys
+from pathlib import Path
 from unittest import mock
 
 import torch
-from call_timing import milliseconds
-from grouped_product import LOADS, Products
-from operator_benchmark import add_options, begin, failure, finish
 from torch import Tensor
 
 from hip_ops.grouped_product import quack, triton
 from hip_ops.runtime.quack import Tile
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # modules of benchmarks/
+from call_timing import milliseconds  # noqa: E402
+from grouped_product import LOADS, Products  # noqa: E402
+from operator_benchmark import add_options, begin, failure, finish  # noqa: E402
 
 # Those that quack's own tuner tries on Hopper: both ways of sharing a tile among warps.
 TILES = (

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Measures Triton configurations of the experts' grouped products on this GPU and writes its part of the table that they are chosen from.
 
-    python3 benchmarks/tune_grouped_product.py --write     # two to three minutes on an H100; without --write it only prints
-    python3 benchmarks/tune_grouped_product.py --write --only outer:16384      # weight gradients at 16,384 tokens; the table's other rows stay
+    python3 benchmarks/research/tune_grouped_product.py --write     # two to three minutes on an H100; without --write it only prints
+    python3 benchmarks/research/tune_grouped_product.py --write --only outer:16384      # weight gradients at 16,384 tokens; the table's other rows stay
 
 Each candidate is checked against torch before it is timed; the best few of each shape are timed again in turn on a GPU that is hot, where less
 power an operation wins. The winners go to hip_ops/grouped_product/grouped_configs.json (or --output), with device, date and commit.
@@ -20,15 +20,17 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
-from compile_ahead import compile_ahead
-from grouped_product import LOADS, offsets_of
-from result_record import commit_of
 from triton.testing import do_bench
 
 from hip_ops.grouped_product import reference
 from hip_ops.grouped_product.configs import KINDS, SHARED_MEMORY, TABLE, GroupedConfig, read_table, write_table
 from hip_ops.grouped_product.triton import grouped_outer_, grouped_rows
 from hip_ops.runtime.architecture import architecture
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # modules of benchmarks/
+from compile_ahead import compile_ahead  # noqa: E402
+from grouped_product import LOADS, offsets_of  # noqa: E402
+from result_record import commit_of  # noqa: E402
 
 # kind, tokens, k, n: the experts' six products at 32,768 and 16,384 tokens, in order of importance
 SHAPES = [
@@ -211,7 +213,7 @@ def main() -> None:
         )
     measured_on = (
         f"{torch.cuda.get_device_name()}, torch {torch.__version__}, {datetime.date.today().isoformat()}, commit {commit_of(options.commit)}: "
-        + shlex.join(["python3", "benchmarks/tune_grouped_product.py", *sys.argv[1:]])
+        + shlex.join(["python3", "benchmarks/research/tune_grouped_product.py", *sys.argv[1:]])
     )
     if options.only is not None and rows:
         part = read_table(options.output if options.output.exists() else TABLE).get(

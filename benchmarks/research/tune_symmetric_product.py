@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Measures Triton configurations of Newton-Schulz's products on this GPU and writes the table that they are chosen from.
 
-    python3 benchmarks/tune_symmetric_product.py --write     # about 5 minutes on an H100; without --write it only prints
+    python3 benchmarks/research/tune_symmetric_product.py --write     # about 5 minutes on an H100; without --write it only prints
 
 Each candidate is checked against cuBLAS before it is timed, in CUDA graphs, so that launches do not count. The best few of the products
 that keep a GPU at its power limit are timed again for longer, in turn, on a GPU that is hot: there less power an operation wins. The
@@ -20,12 +20,14 @@ from itertools import product as combinations
 from pathlib import Path
 
 import torch
-from compile_ahead import compile_ahead
-from result_record import commit_of
 from triton.testing import do_bench_cudagraph
 
 from hip_ops.newton_schulz.product_configs import HOPPER_SHARED_MEMORY, TABLE, ProductConfig, read_table, write_table
 from hip_ops.newton_schulz.triton_product import product
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # modules of benchmarks/
+from compile_ahead import compile_ahead  # noqa: E402
+from result_record import commit_of  # noqa: E402
 
 SHAPES = [
     (16, 2048, 4096),
@@ -192,7 +194,7 @@ def main() -> None:
             )
     measured_on = (
         f"{torch.cuda.get_device_name()}, torch {torch.__version__}, {datetime.date.today().isoformat()}, commit {commit_of(options.commit)}: "
-        + shlex.join(["python3", "benchmarks/tune_symmetric_product.py", *sys.argv[1:]])
+        + shlex.join(["python3", "benchmarks/research/tune_symmetric_product.py", *sys.argv[1:]])
     )
     if options.only is not None:
         of = {(row["kind"], row["batch"], row["n"], row["m"]) for row in rows}

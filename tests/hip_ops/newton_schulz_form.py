@@ -1,0 +1,25 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs hip_ops.newton_schulz in a given form. The operator takes the Gram form only for matrices too large for a test on a CPU."""
+
+import contextlib
+import importlib
+from collections.abc import Sequence
+from unittest import mock
+
+from hip_ops.newton_schulz.plan import Plan, default_restarts
+
+MODULE = importlib.import_module("hip_ops.newton_schulz")  # the package's attribute of that name is the function
+
+
+def plan_of(form: str, triples, dtype, restarts: Sequence[int] | None = None) -> Plan:
+    """restarts: of the Gram form; None: the operator's."""
+    if form == "standard":
+        return Plan(triples, form, (), dtype)
+    return Plan(triples, form, tuple(default_restarts(len(triples)) if restarts is None else restarts), dtype)
+
+
+def in_form(form: str, restarts: Sequence[int] | None = None):
+    """A context. form: "standard", "gram", or "auto" for the operator's choice."""
+    if form == "auto":
+        return contextlib.nullcontext()
+    return mock.patch.object(MODULE, "make_plan", lambda triples, n, m, dtype: plan_of(form, triples, dtype, restarts))
