@@ -119,7 +119,7 @@ def test_dry_run_says_what_would_run_and_creates_nothing(zaya):
         "PYTHONUNBUFFERED=1\n",
     ):
         assert line in done.stdout
-    assert "would stop   there is no dataset at data/stdlib" in done.stdout
+    assert "would stop   data/stdlib: there is no dataset at this path" in done.stdout
     assert done.stdout.endswith("dry_run=true: nothing was created or started\n")
     assert list(zaya.place.iterdir()) == []
 

@@ -30,7 +30,7 @@ def _refused(tmp_path, data, *overrides):
 
 def test_missing_data(tmp_path):
     output = _refused(tmp_path, tmp_path / "nowhere")
-    assert f"there is no dataset at {tmp_path / 'nowhere'}" in output and "zaya data prepare" in output
+    assert f"{tmp_path / 'nowhere'}: there is no dataset" in output and "zaya data prepare" in output
 
 
 @pytest.mark.parametrize("name", ["train.idx", "train.bin", "valid.idx"])
@@ -51,7 +51,7 @@ def test_data_without_manifest_needs_a_tokenizer(tmp_path, corpus):
         shutil.copy(corpus / f"train{suffix}", tmp_path / f"bare{suffix}")
     assert "data.tokenizer" in _refused(tmp_path, tmp_path / "bare")
     output = _refused(tmp_path, tmp_path / "bare", f"data.tokenizer={corpus / 'tokenizer'}")
-    assert "stage.eval_iters=2 asks for validation" in output and "data.valid_path" in output
+    assert "stage.eval_iters=2: there is no validation data" in output and "data.valid_path" in output
 
 
 @pytest.mark.parametrize("entry", ["'heavy data/web'", "'0 data/web'", "'0.5'"])
