@@ -93,7 +93,7 @@ def parse(argv: list[str]) -> tuple[Options, str | None, list[str]] | None:
         type=number(2),
         default=0,
         metavar="ROWS",
-        help=f"random tokens in place of a corpus, from a vocabulary of ROWS; without =ROWS {VOCABULARY}",
+        help=f"random tokens in place of a corpus: --random-tokens for a vocabulary of {VOCABULARY} rows, or --random-tokens=ROWS",
     )
     parser.add_argument(
         "--anchor",
