@@ -12,7 +12,7 @@ def message(key: str, value: object = _NOT_GIVEN, *, problem: str, allowed: str 
     `key` is a recipe key, an option such as --output, or a file; without `value` it stands alone. `allowed` lists values or states the condition
     with its current values. `fix` is what to type. Parts that are empty are left out.
     """
-    given = key if value is _NOT_GIVEN else f"{key}={_as_typed(value)}"
+    given = key if value is _NOT_GIVEN else f"{key}={as_typed(value)}"
     text = f"{given}: {problem.rstrip('.')}."
     if allowed:
         text += f" Allowed: {allowed.rstrip('.')}."
@@ -26,7 +26,7 @@ def mistake(key: str, value: object = _NOT_GIVEN, *, problem: str, allowed: str 
     return ValueError(message(key, value, problem=problem, allowed=allowed, fix=fix))
 
 
-def _as_typed(value: object) -> str:
+def as_typed(value: object) -> str:
     """Write `value` as it is typed on the command line."""
     if value is None:
         return "null"

@@ -7,7 +7,7 @@ import pytest
 
 from zaya_plugin.config.arguments import BATCH_ARGUMENTS, HOST, OWN_ARGUMENTS, ZAYA, megatron_arguments
 from zaya_plugin.config.compose import compose
-from zaya_plugin.config.schema import Recipe, leaves, megatron_argument
+from zaya_plugin.config.schema import leaves, megatron_argument
 
 TOKENIZER = dict(tokenizer_type="HuggingFaceTokenizer", tokenizer_model="somewhere")
 
@@ -29,22 +29,6 @@ def test_every_name_is_known_to_megatron(known):
             [f"experiment={experiment}", "data.path=x", "profile.enabled=true", "profile.memory_snapshot=true"]
         )
         assert set(megatron_arguments(recipe, TOKENIZER)) <= known
-
-
-def test_own_arguments_are_fields_of_the_model_configuration():
-    from dataclasses import fields
-
-    from zaya_plugin.model.config import ZayaConfig
-
-    assert set(OWN_ARGUMENTS) <= {field.name for field in fields(ZayaConfig)}
-    # and the recipe's defaults are the model's
-    defaults = {field.name: field.default for field in fields(ZayaConfig)}
-    recipe = Recipe()
-    for name in OWN_ARGUMENTS:
-        group = next(
-            group for group in (recipe.model, recipe.cluster, recipe.parallel, recipe.optim) if hasattr(group, name)
-        )
-        assert getattr(group, name) == defaults[name], name
 
 
 def test_values_arrive():

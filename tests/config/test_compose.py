@@ -10,46 +10,47 @@ DEMO = "experiment=cpu_demo"
 
 # override -> parts that the message must hold: the key's full path first, then the value and what is allowed
 REFUSED = [
-    ("optim.lrr=1", ["optim.lrr = 1: no such key", "did you mean optim.lr?", "min_lr"]),
-    ("+optim.lrr=1", ["optim.lrr = 1: no such key", "did you mean optim.lr?"]),
-    ("++optim.lrr=1", ["optim.lrr = 1: no such key", "did you mean optim.lr?"]),
-    ("lr=1", ["lr = 1: no such key", "did you mean optim.lr?"]),
-    ("model.lr=1", ["model.lr = 1: no such key", "did you mean optim.lr?", "Keys of model: name, num_layers"]),
-    ("stage.seq_len=8", ["stage.seq_len = 8: no such key", "did you mean stage.seq_length?"]),
-    ("resum=auto", ["resum = auto: no such key", "did you mean resume?"]),
-    ("foo=1", ["foo = 1: no such key", "Groups and keys: name, model", "megatron.<name>=<value>"]),
-    ("foo.bar=1", ["foo.bar = 1: no such key"]),
-    ("+foo.bar=1", ["foo = {...}: no such key"]),
-    ("hydra.foo=1", ["hydra.foo = 1: no such key"]),
-    ("optim.lr=abc", ["optim.lr = 'abc'", "allowed: a number"]),
-    ("++optim.lr=abc", ["optim.lr = 'abc'", "allowed: a number"]),
-    ("optim.lr=true", ["optim.lr = True", "allowed: a number"]),
-    ("optim.lr=null", ["optim.lr = null", "allowed: a number"]),
-    ("~optim.lr", ["optim.lr", "allowed: a number"]),
+    ("optim.lrr=1", ["optim.lrr=1: no such key", "keys of optim: name, lr, min_lr", "Fix: optim.lr=1."]),
+    ("+optim.lrr=1", ["optim.lrr=1: no such key", "Fix: optim.lr=1."]),
+    ("++optim.lrr=1", ["optim.lrr=1: no such key", "Fix: optim.lr=1."]),
+    ("lr=1", ["lr=1: no such key", "Fix: optim.lr=1."]),
+    ("model.lr=1", ["model.lr=1: no such key", "keys of model: name, num_layers", "Fix: optim.lr=1."]),
+    ("stage.seq_len=8", ["stage.seq_len=8: no such key", "Fix: stage.seq_length=8."]),
+    ("resum=auto", ["resum=auto: no such key", "Fix: resume=auto."]),
+    ("foo=1", ["foo=1: no such key", "groups and keys: name, model", "Fix: megatron.<name>=<value>"]),
+    ("foo.bar=1", ["foo.bar=1: no such key"]),
+    ("+foo.bar=1", ["foo={...}: no such key"]),
+    ("hydra.foo=1", ["hydra.foo=1: no such key"]),
+    ("optim.lr=abc", ["optim.lr=abc: ", "Allowed: a number above 0. Fix: optim.lr=0.0006."]),
+    ("++optim.lr=abc", ["optim.lr=abc: ", "Allowed: a number above 0."]),
+    ("optim.lr=true", ["optim.lr=true: ", "Allowed: a number above 0."]),
+    ("optim.lr=null", ["optim.lr=null: ", "Allowed: a number above 0."]),
+    ("~optim.lr", ["optim.lr", "Allowed: a number above 0."]),
     ("optim.lr=${nope}", ["optim.lr", "nope"]),
     ("optim.lr=[1", ["[1", "key=value"]),
     ("optim.lr", ["optim.lr", "key=value"]),
-    ("optim.lr=1,2", ["optim.lr = 1,2", "add -m"]),
-    ("stage.train_iters=1.5", ["stage.train_iters = 1.5", "allowed: a whole number"]),
-    ("stage.train_iters=many", ["stage.train_iters = 'many'", "allowed: a whole number"]),
-    ("optim.lr_decay_iters=never", ["optim.lr_decay_iters = 'never'", "allowed: a whole number, or null"]),
-    ("logger.wandb=maybe", ["logger.wandb = 'maybe'", "allowed: true or false"]),
-    ("parallel.recompute_modules=moe", ["parallel.recompute_modules = 'moe'", "a list such as [a,b]"]),
-    ("profile.ranks=[a]", ["profile.ranks[0] = 'a'", "a list such as [0,1]"]),
+    ("optim.lr=1,2", ["optim.lr=1,2", "add -m"]),
+    ("optim.lr=-1", ["optim.lr=-1.0: ", "Allowed: a number above 0."]),
+    ("stage.train_iters=1.5", ["stage.train_iters=1.5: ", "Allowed: a whole number above 0. Fix: stage.train_iters=<"]),
+    ("stage.train_iters=many", ["stage.train_iters=many: ", "Allowed: a whole number above 0."]),
+    ("optim.lr_decay_iters=never", ["optim.lr_decay_iters=never: ", "Allowed: a whole number above 0, or null."]),
+    ("logger.wandb=maybe", ["logger.wandb=maybe: ", "Allowed: true or false. Fix: logger.wandb=true."]),
+    ("parallel.recompute_modules=moe", ["parallel.recompute_modules=moe: ", "a list such as [a,b]"]),
+    ("profile.ranks=[a]", ["profile.ranks[0]=a: ", "a list such as [0,1]. Fix: profile.ranks=[0]."]),
     ("cluster.environment=[1]", ["cluster.environment", "a mapping of names to text"]),
-    ("checkpoint=3", ["checkpoint = 3", "checkpoint.<key>=<value>"]),
+    ("checkpoint=3", ["checkpoint=3: ", "Fix: checkpoint.<key>=<value>."]),
     ("model=null", ["a group", "model=zaya_tiny"]),
     ("model=nope", ["model=nope: no such recipe", "zaya1_base, zaya_tiny"]),
-    ("cluster.kernels=torch", ["cluster.kernels = 'torch'", "allowed: auto, hip, triton, compiled, reference"]),
-    ("cluster.device=tpu", ["cluster.device = 'tpu'", "allowed: cuda, cpu"]),
-    ("resume=maybe", ["resume = 'maybe'", "allowed: never, auto, must"]),
-    ("model.skip_output=half", ["model.skip_output = 'half'", "allowed: zero, identity"]),
+    ("cluster.kernels=torch", ["cluster.kernels=torch: ", "Allowed: auto, hip, triton, compiled, reference."]),
+    ("cluster.device=tpu", ["cluster.device=tpu: ", "Allowed: cuda, cpu. Fix: cluster.device=cuda."]),
+    ("resume=maybe", ["resume=maybe: ", "Allowed: never, auto, must."]),
+    ("model.skip_output=half", ["model.skip_output=half: ", "Allowed: zero, identity."]),
     (
         "parallel.recompute_granularity=some",
-        ["parallel.recompute_granularity = 'some'", "allowed: null, full, selective"],
+        ["parallel.recompute_granularity=some: ", "Allowed: null, full, selective"],
     ),
-    ("name=???", ["name has no value", "name=<value>"]),
-    ("stage.train_iters=???", ["stage.train_iters has no value: optimizer steps", "stage.train_iters=<value>"]),
+    ("name=???", ["name: has no value", "name=<value>"]),
+    ("stage.train_iters=???", ["stage.train_iters: has no value (optimizer steps)", "Fix: stage.train_iters=<value>."]),
 ]
 
 
@@ -64,15 +65,15 @@ def test_refused_overrides_are_named(override, parts):
 
 def test_an_unknown_experiment_lists_the_known_ones():
     known = "cpu_demo, cpu_demo_stage1, cpu_demo_stage2, cpu_demo_stage3, zaya1_base, zaya1_base_131k, zaya1_base_32k, zaya1_base_stage2"
-    with pytest.raises(ValueError, match=f"^experiment=nope: no such recipe. Available: {known}$"):
+    with pytest.raises(ValueError, match=f"^experiment=nope: no such recipe. Allowed: {known}.$"):
         compose(["experiment=nope"])
 
 
 def test_missing_values_are_reported_together_with_their_help():
     with pytest.raises(ValueError) as caught:
         compose(["stage.train_iters=???"])
-    assert "data.path has no value: directory written by `zaya data prepare`" in str(caught.value)
-    assert "stage.train_iters has no value" in str(caught.value)
+    assert "data.path: has no value (directory written by `zaya data prepare`" in str(caught.value)
+    assert "stage.train_iters: has no value" in str(caught.value)
 
 
 def test_all_bad_choices_are_reported_together():
@@ -150,13 +151,13 @@ def test_a_saved_recipe_reads_back_the_same(tmp_path):
 @pytest.mark.parametrize(
     ("text", "parts"),
     [
-        ("optim:\n  lrr: 1\n  betas: 2\n", ["optim.lrr = 1", "did you mean optim.lr?", "optim.betas = 2: no such key"]),
-        ("nonsense: 1\n", ["nonsense = 1: no such key"]),
-        ("optim:\n  lr: fast\n", ["optim.lr = 'fast'", "a number"]),
-        ("resume: maybe\n", ["resume = 'maybe'", "never, auto, must"]),
+        ("optim:\n  lrr: 1\n  betas: 2\n", ["optim.lrr=1", "Fix: optim.lr=1.", "optim.betas=2: no such key"]),
+        ("nonsense: 1\n", ["nonsense=1: no such key"]),
+        ("optim:\n  lr: fast\n", ["optim.lr=fast", "a number"]),
+        ("resume: maybe\n", ["resume=maybe", "never, auto, must"]),
         ("- 1\n", ["a recipe is a mapping"]),
         ("name: [\n", ["YAML"]),
-        ("name: x\n", ["data.path has no value", "model.name has no value"]),
+        ("name: x\n", ["data.path: has no value", "model.name: has no value"]),
     ],
 )
 def test_load_recipe_checks_the_file_against_the_schema(tmp_path, text, parts):
@@ -173,7 +174,7 @@ def test_load_recipe_checks_the_file_against_the_schema(tmp_path, text, parts):
 
 
 def test_load_recipe_names_a_missing_file(tmp_path):
-    with pytest.raises(ValueError, match="absent.yaml: cannot be read: No such file"):
+    with pytest.raises(ValueError, match="absent.yaml: cannot be read .No such file"):
         load_recipe(tmp_path / "absent.yaml")
 
 

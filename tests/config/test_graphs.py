@@ -18,14 +18,14 @@ BASE = ("experiment=zaya1_base", "data.path=none")
         (
             ["cluster=h200_8", "cluster.graphs=auto", "data.packing=documents"],
             "none",
-            "data.packing = documents: allowed with cluster.graphs",
+            "data.packing=documents: the host computes the blocks of documents. Allowed: none with cluster.graphs=full_iteration",
         ),
         (
             ["cluster=h200_8", "cluster.graphs=auto", "parallel=expert_parallel"],
             "none",
-            "parallel.expert_model_parallel_size = ",
+            "parallel.expert_model_parallel_size=",
         ),
-        (["experiment=cpu_demo", "nproc=1", "cluster.graphs=auto"], "none", "cluster.device = cpu"),
+        (["experiment=cpu_demo", "nproc=1", "cluster.graphs=auto"], "none", "cluster.device=cpu"),
     ],
 )
 def test_a_graph_where_the_recipe_allows_one(overrides, graphs, why):

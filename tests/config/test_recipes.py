@@ -37,7 +37,9 @@ def test_every_experiment_composes_and_is_valid_on_every_cluster(experiment, clu
     ranks = recipe.nproc or recipe.cluster.gpus_per_node * recipe.cluster.num_nodes
     ranks = max(ranks, recipe.parallel.context_parallel_size)  # a small machine may start more processes than devices
     if recipe.nproc and recipe.cluster.num_nodes > 1:  # the demo's few processes are no cluster
-        with pytest.raises(ValueError, match="num_distributed_optimizer_instances = 16: allowed: a divisor of [12],"):
+        with pytest.raises(
+            ValueError, match=r"num_distributed_optimizer_instances=16: .* Allowed: a divisor of [12]\."
+        ):
             validate(recipe, ranks)
     else:
         validate(recipe, ranks)
@@ -101,13 +103,13 @@ def test_the_published_cluster_keeps_the_storage_nic_out():
 @pytest.mark.parametrize(
     ("text", "message"),
     [
+        ("optim:\n  weight_decy: 0.1\n", "experiment/mine.yaml: optim.weight_decy: no such key"),
         (
-            "optim:\n  weight_decy: 0.1\n",
-            "experiment/mine.yaml: optim.weight_decy: no such key; did you mean optim.weight_decay",
+            "optim:\n  lr: fast\n",
+            "experiment/mine.yaml: optim.lr=fast: this value is not allowed. Allowed: a number above 0",
         ),
-        ("optim:\n  lr: fast\n", "experiment/mine.yaml: optim.lr = 'fast': allowed: a number"),
-        ("resume: maybe\n", "resume = 'maybe': allowed: never, auto, must"),
-        ("optim: [\n", "not YAML"),
+        ("resume: maybe\n", "resume=maybe: this value is not allowed. Allowed: never, auto, must"),
+        ("optim: [\n", "invalid YAML"),
     ],
 )
 def test_a_mistake_in_a_recipe_file_is_named(tmp_path, text, message):

@@ -35,8 +35,8 @@ def test_a_run_is_never_overwritten_and_the_message_names_three_ways_on(tmp_path
     for part in (
         str(tmp_path),
         "step 40",
-        "resume = never",
-        "resume=auto",
+        "resume=never",
+        "Fix: resume=auto",
         "run_dir=<other directory>",
         f"delete {tmp_path}",
     ):
@@ -44,7 +44,7 @@ def test_a_run_is_never_overwritten_and_the_message_names_three_ways_on(tmp_path
 
 
 def test_must_needs_a_checkpoint(tmp_path):
-    with pytest.raises(ValueError, match="resume = must: no checkpoint in run_dir"):
+    with pytest.raises(ValueError, match="resume=must: no checkpoint in run_dir"):
         check_resume(tmp_path, "must")
 
 
@@ -55,13 +55,13 @@ def test_the_probe_leaves_nothing(tmp_path):
 
 def test_a_file_in_the_way_is_named(tmp_path):
     (tmp_path / "run").write_text("")
-    with pytest.raises(ValueError, match=f"run_dir = {tmp_path}/run: cannot be written .File exists"):
+    with pytest.raises(ValueError, match=f"run_dir={tmp_path}/run: cannot be written .File exists"):
         make_writable(tmp_path / "run")
 
 
 @pytest.mark.skipif(not os.path.isdir("/proc/sys"), reason="needs Linux's /proc")
 def test_what_even_root_cannot_write_is_named():
-    with pytest.raises(ValueError, match="run_dir = /proc/run: cannot be written"):
+    with pytest.raises(ValueError, match="run_dir=/proc/run: cannot be written"):
         make_writable("/proc/run")
 
 
@@ -73,7 +73,7 @@ def test_a_read_only_mount_is_named(tmp_path):
     done = subprocess.run(inside, capture_output=True, text=True)
     if "unshare" in done.stderr or "mount:" in done.stderr:
         pytest.skip(f"no mount namespace to be had here: {done.stderr.strip()}")
-    assert f"run_dir = {tmp_path}/run: cannot be written (Read-only file system)" in done.stderr
+    assert f"run_dir={tmp_path}/run: cannot be written (Read-only file system)" in done.stderr
 
 
 def test_a_changed_recipe_keeps_the_older_ones(tmp_path):

@@ -95,23 +95,29 @@ def test_without_a_ramp_the_counts_are_plain():
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["optim.lr_decay_style=WSD"], "optim.lr_wsd_decay_iters = null: optim.lr_decay_style = WSD needs"),
-        (["optim.lr_wsd_decay_iters=5"], "optim.lr_wsd_decay_iters = 5: allowed: null, unless"),
-        (["optim.lr_decay_style=WSD", "optim.lr_wsd_decay_iters=49", "optim.lr_warmup_iters=2"], "allowed: at most 48"),
-        (["optim.lr_warmup_init=1e-4"], "optim.lr_warmup_init = 0.0001 with optim.lr_warmup_iters = 0"),
+        (["optim.lr_decay_style=WSD"], "optim.lr_wsd_decay_iters=null: optim.lr_decay_style=WSD requires"),
+        (
+            ["optim.lr_wsd_decay_iters=5"],
+            "optim.lr_wsd_decay_iters=5: only optim.lr_decay_style=WSD has a last part. Allowed: null",
+        ),
+        (
+            ["optim.lr_decay_style=WSD", "optim.lr_wsd_decay_iters=49", "optim.lr_warmup_iters=2"],
+            "at most 48, the steps after the warm-up. Fix: optim.lr_wsd_decay_iters=4.",
+        ),
+        (["optim.lr_warmup_init=1e-4"], "Allowed: 0.0 with optim.lr_warmup_iters=0. Fix: optim.lr_warmup_init=0.0"),
         (
             ["optim.lr_warmup_init=1", "optim.lr_warmup_iters=1"],
-            "optim.lr_warmup_init = 1.0: allowed: at most optim.lr = 0.002",
+            "Allowed: at most optim.lr=0.002. Fix: optim.lr_warmup_init=0.002",
         ),
         (["stage.batch_size_ramp='0:4 10K'"], "'10K' is not TOKENS:SEQUENCES"),
-        (["stage.batch_size_ramp='1K:8 10K:16'"], "its first entry has to be at 0 tokens"),
-        (["stage.batch_size_ramp='0:8 20K:8 10K:16'"], "its tokens have to ascend"),
-        (["stage.batch_size_ramp='0:8 10K:12'"], "ends at 12 sequences; allowed: stage.global_batch_size = 16"),
+        (["stage.batch_size_ramp='1K:8 10K:16'"], "its first entry does not start at 0 tokens"),
+        (["stage.batch_size_ramp='0:8 20K:8 10K:16'"], "its tokens do not ascend"),
+        (["stage.batch_size_ramp='0:8 10K:12'"], "ends at 12 sequences. Allowed: the end stage.global_batch_size=16"),
         (
             ["stage.batch_size_ramp='0:4 10K:16'"],
-            "4 sequences are not a multiple of stage.micro_batch_size x data-parallel ranks = 8",
+            "Allowed: multiples of stage.micro_batch_size x data-parallel ranks = 8",
         ),
-        (["stage.batch_size_ramp='0:8 1M:16'"], "ends after the stage's 204800 tokens"),
+        (["stage.batch_size_ramp='0:8 1M:16'"], "fewer than the stage's 204800 tokens"),
     ],
 )
 def test_impossible_schedules_are_refused(overrides, message):

@@ -27,11 +27,13 @@ REFUSED = [
     ("transformer_impl", "fused", "local, transformer_engine"),
     ("tensor_model_parallel_size", 4, "a divisor of num_query_groups=2"),
     ("expert_model_parallel_size", 3, "a divisor of num_moe_experts=4"),
-    ("expert_tensor_parallel_size", 2, "experts are never cut"),
+    ("expert_tensor_parallel_size", 2, "experts are not split"),
     ("qk_layernorm", True, "not a part"),
     ("moe_aux_loss_coeff", 0.01, "biases alone"),
     ("moe_z_loss_coeff", 0.001, "not a part"),
-    ("router_hidden_size", 0, "positive"),
+    ("router_init_std", 0.0, "a number above 0, or null"),
+    ("balancing_beta1", 1.0, "from 0 to below 1"),
+    ("router_hidden_size", 0, "above 0"),
     ("cuda_graph_impl", "local", "none, full_iteration"),
 ]
 
@@ -50,7 +52,7 @@ def test_refused(make_config, name, value, reason):
 
 
 def test_tensor_parallelism_brings_sequence_parallelism(make_config):
-    with pytest.raises(ValueError, match="sequence_parallel=False: ZAYA1 needs True"):
+    with pytest.raises(ValueError, match="sequence_parallel=false: .*Allowed: True with tensor_model_parallel_size=2"):
         make_config(tensor_model_parallel_size=2, expert_tensor_parallel_size=1)
     make_config(tensor_model_parallel_size=2, expert_tensor_parallel_size=1, sequence_parallel=True)
 

@@ -79,8 +79,8 @@ def test_overrides_by_pattern():
     "entry, message",
     [
         ("", "no pattern"),
-        ("*.router.*", "says nothing"),
-        ("*.router.* optimizer=sgd", r"'optimizer=sgd'.*allowed: optimizer=muon\|adamw"),
+        ("*.router.*", "no key"),
+        ("*.router.* optimizer=sgd", r"'optimizer=sgd'.*Allowed: a pattern, then optimizer=muon\|adamw"),
         ("*.router.* lr=1", "'lr=1'"),
         ("*.router.* lr_mult=-1", "'lr_mult=-1'"),
         ("*.router.* lr_mult=inf", "'lr_mult=inf'"),

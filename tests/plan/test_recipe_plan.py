@@ -78,7 +78,7 @@ def test_beside_a_graph_the_optimizers_work_needs_room_of_its_own(on_h200):
 def test_without_auto_nothing_changes(on_h200):
     recipe = on_h200(auto=False)
     assert recipe_plan.with_recompute(recipe, 8) == (recipe, None)
-    with pytest.raises(ValueError, match="recompute_granularity = auto: allowed here: null, full, selective"):
+    with pytest.raises(ValueError, match="recompute_granularity=auto: .* Allowed: null, full, selective"):
         megatron_arguments(on_h200(), {})
 
 

@@ -59,7 +59,7 @@ def test_neighbours_with_the_same_data_share_its_order(tmp_path):
         (["curriculum.stages=[]"], "cpu_demo lists no stages"),
         (["demo_4:seed=1"], "demo_4:seed=1: no such stage; allowed: demo_1, demo_2, demo_3"),
         (["curriculum.stages=[cpu_demo_stage1,zaya_2]"], "experiment=zaya_2: no such recipe"),
-        (["demo_1:stage.trainiters=1"], "did you mean stage.train_iters"),
+        (["demo_1:stage.trainiters=1"], "Fix: stage.train_iters=1"),
         (["curriculum.stages=[cpu_demo_stage1,cpu_demo_stage1]"], "two of them have the same stage.name"),
     ],
 )

@@ -67,7 +67,7 @@ def test_a_curriculum_gives_one_experiment_a_stage_and_each_names_the_one_before
         (["megatron", "--curriculum", *DEMO], "are for primus"),
         (["primus", "cpu_demo"], "allowed: key=value"),
         (["primus", "--curriculum", *DEMO], "cannot be divided by"),  # the third stage
-        (["primus", *DEMO, "nproc=3"], "stage.global_batch_size = 16 is not a multiple"),
+        (["primus", *DEMO, "nproc=3"], "stage.global_batch_size=16: is not a multiple"),
     ],
 )
 def test_mistakes_are_refused_before_anything_is_written(tmp_path, argv, message):

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Recipe -> Megatron arguments, as a plain dictionary. No Megatron import: hosts/pretrain.py checks the names.
+"""Translate a recipe into Megatron arguments, as a dictionary. Imports no Megatron: hosts/pretrain.py checks the names.
 
-Fields whose metadata names a Megatron argument are copied; this file adds what is fixed for every ZAYA model and what
-takes more than a copy (data, checkpoints, precision, profiling).
+Recipe fields whose metadata names a Megatron argument are copied. This file adds the arguments that are the same for every
+ZAYA model, and those that are computed from the recipe (data, checkpoints, precision, profiling).
 """
 
 from __future__ import annotations
@@ -10,33 +10,16 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from zaya_plugin.config.schema import Recipe, leaves, megatron_argument
+from zaya_plugin.config.schema import Recipe, get, leaves, megatron_argument
+from zaya_plugin.errors import as_typed, mistake
 
-# Megatron knows nothing of these; they become arguments so that they are validated, saved in checkpoints and fill
-# ZayaConfig's fields of the same name.
-OWN_ARGUMENTS = (
-    "router_hidden_size",
-    "router_init_std",
-    "scaled_output_init",
-    "temperature_form",
-    "temperature_init",
-    "skip_output",
-    "residual_in_fp32",
-    "balancing_lr",
-    "balancing_beta1",
-    "balancing_beta2",
-    "balancing_eps",
-    "balancing_centering",
-    "z_loss",
-    "context_parallel_order",
-    "core_attention",
-)
-# The same for what `hosts.forward_step` reads and the model does not.
-BATCH_ARGUMENTS = ("packing",)
-# What a guest in another host decides when the host starts, from what lies on disk.
+# What ZAYA adds to Megatron's arguments: declared by `option` in the schema.
+OWN_ARGUMENTS = tuple(field.name for _, field in leaves() if field.metadata["adds"] == "model")
+BATCH_ARGUMENTS = tuple(field.name for _, field in leaves() if field.metadata["adds"] == "batch")
+# Arguments that a guest in another host decides when the host starts, from the checkpoints on disk.
 DECIDED_AT_START = ("load", "exit_on_missing_checkpoint")
 
-# What makes a network ZAYA (ZAYA1-8B Technical Report, arXiv 2605.05365; transformers' ZayaForCausalLM).
+# The arguments that define the ZAYA network (ZAYA1-8B Technical Report, arXiv 2605.05365; transformers' ZayaForCausalLM).
 ZAYA = dict(
     normalization="RMSNorm",
     position_embedding_type="rope",
@@ -49,14 +32,14 @@ ZAYA = dict(
     moe_router_topk=1,
     moe_router_pre_softmax=True,
     moe_router_load_balancing_type="none",
-    # Experts are never cut, also under tensor parallelism.
+    # Experts are not split, also under tensor parallelism.
     expert_tensor_parallel_size=1,
 )
 
-# How Megatron is to behave under this plugin.
+# Settings of Megatron that this plugin relies on.
 HOST = dict(
     ckpt_format="torch_dist",
-    # Optimizer state that any number of data-parallel ranks can load.
+    # Any number of data-parallel ranks can load the optimizer state.
     dist_ckpt_optim_fully_reshardable=True,
     use_checkpoint_opt_param_scheduler=False,
     override_opt_param_scheduler=True,
@@ -64,9 +47,9 @@ HOST = dict(
     rerun_mode="disabled",
     log_interval=1,
     log_throughput=False,
-    # The loss is the mean over the step's tokens that count, however they are dealt out to ranks and micro-batches.
+    # The loss is the mean over all unmasked tokens of the step, independent of their division among ranks and micro-batches.
     calculate_per_token_loss=True,
-    # Kernels that need apex or a build of Megatron's own.
+    # These kernels need apex or a build of Megatron.
     gradient_accumulation_fusion=False,
     masked_softmax_fusion=False,
     no_persist_layer_norm=True,
@@ -74,19 +57,23 @@ HOST = dict(
 
 
 def megatron_arguments(recipe: Recipe, data: dict[str, Any]) -> dict[str, Any]:
-    """All arguments of a run by Megatron's names.
+    """Return all arguments of a run, by Megatron's names.
 
     Args:
         recipe: a validated recipe.
         data: tokenizer arguments found from the data set (see zaya_plugin.data.sources).
 
     Raises:
-        ValueError: `megatron.<name>` in the recipe repeats an argument that another recipe key owns.
+        ValueError: `megatron.<name>` in the recipe sets an argument that another recipe key sets, or
+            parallel.recompute_granularity=auto is not resolved.
     """
     if recipe.parallel.recompute_granularity == "auto":
-        raise ValueError(
-            "parallel.recompute_granularity = auto: allowed here: null, full, selective; `zaya train --dry-run` says what auto stands for, and "
-            "`zaya train` puts that in its place"
+        raise mistake(
+            "parallel.recompute_granularity",
+            "auto",
+            problem="`zaya train` resolves auto before this point; hosts and exports do not",
+            allowed="null, full, selective",
+            fix="the value that `zaya train --dry-run` shows for auto",
         )
     values = {**ZAYA, **HOST, **data}
     owner = {}
@@ -94,11 +81,8 @@ def megatron_arguments(recipe: Recipe, data: dict[str, Any]) -> dict[str, Any]:
         name = megatron_argument(field)
         if name is None:
             continue
-        value = recipe
-        for part in path.split("."):
-            value = getattr(value, part)
         owner[name] = path
-        if value is not None:
+        if (value := get(recipe, path)) is not None:
             values[name] = value
     if recipe.parallel.virtual_pipeline_stages == 1:
         values.pop("num_virtual_stages_per_pipeline_rank")
@@ -106,7 +90,7 @@ def megatron_arguments(recipe: Recipe, data: dict[str, Any]) -> dict[str, Any]:
         values.pop("recompute_modules")
     tensor = recipe.parallel.tensor_model_parallel_size
     values["sequence_parallel"] = tensor > 1
-    # Megatron pads to a multiple of this times the tensor-parallel size; the vocabulary is to be the same in every layout.
+    # Megatron pads to a multiple of this times the tensor-parallel size; the padded vocabulary must not depend on the layout.
     values["make_vocab_size_divisible_by"] = recipe.model.make_vocab_size_divisible_by // tensor
     values["max_position_embeddings"] = recipe.stage.seq_length
     values["ffn_hidden_size"] = recipe.model.moe_ffn_hidden_size
@@ -116,20 +100,21 @@ def megatron_arguments(recipe: Recipe, data: dict[str, Any]) -> dict[str, Any]:
     if recipe.stage.batch_size_ramp is not None:
         _count_in_samples(values)
     values.update(_profiling(recipe))
-    # Megatron's name for what zaya_plugin.training.optimizer puts in its place.
+    # zaya_plugin.training.optimizer replaces the optimizer that Megatron builds for this name.
     values["optimizer"] = "adam"
-    # else Megatron asks the device in each micro-batch; ours notices without waiting
+    # With it Megatron would wait for the device in each micro-batch; the optimizer here finds NaNs without waiting.
     if recipe.parallel.use_distributed_optimizer:
         values["check_for_nan_in_loss_and_grad"] = False
     values["num_workers"] = recipe.data.num_workers
-    # Megatron counts all batches of a validation, the recipe those of a domain.
+    # Megatron counts the batches of all domains, the recipe those of one.
     values["eval_iters"] = recipe.stage.eval_iters * max(1, len(recipe.data.valid_blend))
-    if recipe.logger.tensorboard or recipe.profile.enabled:  # the profiler's traces go beside this folder
+    if recipe.logger.tensorboard or recipe.profile.enabled:  # the profiler writes its traces beside this directory
         values["tensorboard_dir"] = str(Path(recipe.run_dir) / "tensorboard")
     for name, value in recipe.megatron.items():
         if name in values or name in owner:
-            where = owner.get(name, "the plugin, since it is part of what ZAYA is or how the plugin runs")
-            raise ValueError(f"megatron.{name}={value!r}: this argument is set by {where}; set it there")
+            fix = f"{owner[name]}={as_typed(value)}" if name in owner else f"remove megatron.{name}"
+            problem = f"this argument is set by {owner.get(name, 'the plugin, for every ZAYA model')}"
+            raise mistake(f"megatron.{name}", value, problem=problem, fix=fix)
         values[name] = value
     return values
 
@@ -147,7 +132,7 @@ def _precision(recipe: Recipe) -> dict[str, Any]:
 
 
 def _graphs(recipe: Recipe) -> dict[str, Any]:
-    # `zaya train` has put something in the place of auto; other hosts go without
+    # `zaya train` has resolved auto; in other hosts auto means none.
     if recipe.cluster.graphs != "full_iteration":
         return {}
     return dict(cuda_graph_impl=recipe.cluster.graphs, cuda_graph_modules=[])
@@ -159,15 +144,15 @@ def _checkpoints(recipe: Recipe) -> dict[str, Any]:
     if (directory / "latest_checkpointed_iteration.txt").is_file():
         arguments.update(load=str(directory), exit_on_missing_checkpoint=True)
     elif recipe.handover.from_run is not None:
-        # zaya_plugin.hosts.stage_handover begins a new stage with what is loaded.
+        # zaya_plugin.hosts.stage_handover starts a new stage from the loaded weights and optimizer state.
         arguments.update(load=str(Path(recipe.handover.from_run) / "checkpoints"), exit_on_missing_checkpoint=True)
     return arguments
 
 
 def _count_in_samples(values: dict[str, Any]) -> None:
-    """Turns counts of steps into counts of sequences: steps are of different sizes while the batch is ramped up.
+    """Replace counts of steps by counts of sequences, because a batch size ramp changes the size of a step.
 
-    Megatron 0.19 ignores its --rampup-batch-size; with --step-batch-size-schedule it refuses a --global-batch-size.
+    Megatron 0.19 ignores its --rampup-batch-size, and refuses a --global-batch-size with --step-batch-size-schedule.
     """
     batch = values.pop("global_batch_size")
     values["eval_global_batch_size"] = batch

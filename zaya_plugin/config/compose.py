@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From overrides and YAML files to a checked `Recipe`, and from a `Recipe` to a file and back.
+"""Compose a checked `Recipe` from overrides and YAML files, write it to a file and read it back.
 
-Hydra alone lets three kinds of mistake pass: `+a.b=1` adds a key that no schema knows, a missing `???` value is noticed
-only where it is read, and its own messages name neither the nearest key nor what a key may hold. `to_recipe` closes
-these holes, so that what it returns is a plain dataclass in which every key is known, set, typed and an allowed choice.
+Hydra alone accepts two kinds of mistakes: `+a.b=1` adds a key that is not in the schema, and a missing `???` value raises only
+where it is read. Its messages name neither the nearest key nor the values that a key may have. `to_recipe` returns a plain
+dataclass in which every key is in the schema, has a value of its type, and that value is among its choices and in its range.
 """
 
 from __future__ import annotations
@@ -25,8 +25,9 @@ from omegaconf.errors import OmegaConfBaseException
 
 from hip_ops.versions import VERSIONS
 from zaya_plugin import __version__
-from zaya_plugin.config.messages import expected, explain, known, missing_key, unknown_key
-from zaya_plugin.config.schema import Recipe, leaves
+from zaya_plugin.config.messages import explain, known, missing_key, refused, unknown_key
+from zaya_plugin.config.schema import Recipe, get, leaves
+from zaya_plugin.errors import mistake
 
 RECIPES = "zaya_plugin.recipes"
 PRIMARY = "train"
@@ -36,15 +37,15 @@ OPEN_KEYS = ("cluster.kernel_overrides", "megatron", "cluster.environment")  # m
 
 
 def register() -> None:
-    """Puts the schema where Hydra looks for it. Call before any composition; calling twice is harmless."""
+    """Register the schema with Hydra. Call it before a composition; further calls have no effect."""
     ConfigStore.instance().store(name=SCHEMA, node=Recipe)
 
 
 def open_overrides(overrides: list[str]) -> list[str]:
-    """Lets `megatron.x=1`, `cluster.environment.X=1` and `cluster.kernel_overrides={x: y}` add keys, where Hydra alone requires a `+`.
+    """Return `overrides` in which `megatron.x=1`, `cluster.environment.X=1` and `cluster.kernel_overrides={x: y}` add keys without a `+`.
 
     `cluster.kernels=x` and `cluster.kernel_overrides={}` first drop the kernel_overrides of the recipe's files.
-    A variable's plain value is quoted too: Hydra would make `False` of `false` and `1000.0` of `1e3`.
+    Plain values of environment variables are quoted: Hydra would convert `false` to `False` and `1e3` to `1000.0`.
     """
     names = "|".join(map(re.escape, OPEN_KEYS))
     pattern = re.compile(rf"^\+*(({names})\.[^=]+|cluster\.kernel_overrides)=(.*)$", re.DOTALL)
@@ -55,7 +56,7 @@ def open_overrides(overrides: list[str]) -> list[str]:
 
 
 def _without_kernel_overrides() -> Iterator[str]:
-    """Overrides that empty the recipe's mapping. Hydra merges `{}` into it and deletes only entries that exist."""
+    """Yield overrides that empty the recipe's mapping. Hydra merges `{}` into it, and can delete only entries that exist."""
     for operator in VERSIONS:
         yield f"++cluster.kernel_overrides.{operator}=auto"
         yield f"~cluster.kernel_overrides.{operator}"
@@ -67,26 +68,27 @@ def _as_text(key: str, value: str) -> str:
 
 @contextmanager
 def readable_errors() -> Iterator[None]:
-    """Turns every exception of Hydra and OmegaConf into a `ValueError` that names key, value and what is allowed."""
+    """Raise a `ValueError` with key, value and allowed values for every exception of Hydra and OmegaConf."""
     try:
         yield
     except (HydraException, OmegaConfBaseException) as error:
         raise ValueError(explain(error)) from error
     except yaml.YAMLError as error:
-        raise ValueError(f"not YAML: {' '.join(str(error).split())}") from error
+        raise ValueError(f"invalid YAML: {' '.join(str(error).split())}") from error
     except ValueError as error:
         if "Config group override must be" not in str(error):
             raise
-        # Hydra's own words for `model=null` do not say which group
+        # Hydra's message for `model=null` does not name the group
         raise ValueError(
-            "a group (model, stage, ..., experiment) takes the name of an option, as in model=zaya_tiny"
+            "a group (model, stage, ..., experiment) has a value that is not text. Allowed: the name of an option. Fix: model=zaya_tiny"
         ) from error
 
 
 def compose(overrides: list[str]) -> Recipe:
-    """Composes recipes/train.yaml with `overrides`, as `zaya train` would.
+    """Compose recipes/train.yaml with `overrides`, as `zaya train` does.
 
-    Raises `ValueError` for unknown keys and options, missing values, wrong types and values outside a key's choices.
+    Raises:
+        ValueError: unknown keys and options, missing values, wrong types, values outside a key's choices or range.
     """
     register()
     outer, GlobalHydra.instance().hydra = GlobalHydra.instance().hydra, None  # may be called inside a Hydra application
@@ -98,7 +100,7 @@ def compose(overrides: list[str]) -> Recipe:
 
 
 def to_recipe(config: DictConfig) -> Recipe:
-    """The composed `config` as a `Recipe`; all unknown keys, missing values and bad choices are reported at once."""
+    """Return the composed `config` as a `Recipe`; one error lists all unknown keys and missing values, or all refused values."""
     with readable_errors():
         problems = [unknown_key(path, value) for path, value in _unknown(config)]
         problems += [missing_key(path) for path in sorted(OmegaConf.missing_keys(config)) if known(path)]
@@ -106,28 +108,9 @@ def to_recipe(config: DictConfig) -> Recipe:
         raise ValueError("\n".join(problems))
     with readable_errors():
         recipe = OmegaConf.to_object(config)
-    check_choices(recipe)
-    return recipe
-
-
-def check_choices(recipe: Recipe) -> None:
-    """Raises `ValueError` for every key whose value is not among the choices in its metadata."""
-    problems = []
-    for path, field in leaves():
-        choices = field.metadata["choices"]
-        value = get(recipe, path)
-        if choices and value not in choices:
-            problems.append(f"{path} = {value!r}: {expected(path)}")
-    if problems:
+    if problems := [problem for path, field in leaves() if (problem := refused(path, field, get(recipe, path)))]:
         raise ValueError("\n".join(problems))
-
-
-def get(recipe: Recipe, path: str):
-    """Value of the dotted key `path`."""
-    value = recipe
-    for part in path.split("."):
-        value = getattr(value, part)
-    return value
+    return recipe
 
 
 def _unknown(config: DictConfig, prefix: str = "") -> Iterator[tuple[str, object]]:
@@ -141,12 +124,12 @@ def _unknown(config: DictConfig, prefix: str = "") -> Iterator[tuple[str, object
 
 
 def to_yaml(recipe: Recipe) -> str:
-    """The recipe as YAML, in the schema's order."""
+    """Return the recipe as YAML, in the schema's order."""
     return OmegaConf.to_yaml(OmegaConf.structured(recipe))
 
 
 def save_recipe(recipe: Recipe, path: str | os.PathLike) -> None:
-    """Writes the whole recipe as YAML; a reader sees the old file or the new one, never half of one."""
+    """Write the whole recipe as YAML. The file is replaced atomically."""
     path = Path(path)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     temporary.write_text(f"# Written by zaya_plugin {__version__}; `load_recipe` reads it back.\n{to_yaml(recipe)}")
@@ -154,7 +137,7 @@ def save_recipe(recipe: Recipe, path: str | os.PathLike) -> None:
 
 
 def check_written_here(path: str | os.PathLike, export: str) -> None:
-    """Refuses a recipe that `save_recipe` of another version wrote for a host; one that was written by hand passes.
+    """Check that a recipe for a host was written by this version's `save_recipe`; files written by hand are accepted.
 
     Args:
         export: the command that writes it again.
@@ -165,22 +148,31 @@ def check_written_here(path: str | os.PathLike, export: str) -> None:
     with open(path) as file:
         written = re.match(r"# Written by zaya_plugin ([^;\s]+);", file.readline())
     if written and written[1] != __version__:
-        raise ValueError(
-            f"{path}: was written by zaya_plugin {written[1]}. Allowed: zaya_plugin {__version__}, which is installed. Fix: {export}"
+        raise mistake(
+            str(path),
+            problem=f"was written by zaya_plugin {written[1]}",
+            allowed=f"zaya_plugin {__version__}, which is installed",
+            fix=export,
         )
 
 
 def load_recipe(path: str | os.PathLike) -> Recipe:
-    """Reads what `save_recipe` wrote, or any YAML file with a recipe's keys; the schema holds here too."""
+    """Read a file written by `save_recipe`, or any YAML file with a recipe's keys. The same checks apply as in `compose`.
+
+    Raises:
+        ValueError: the file cannot be read, or is not a valid recipe.
+    """
     try:
         with readable_errors():
             loaded = OmegaConf.load(path)
             if not isinstance(loaded, DictConfig):
                 raise ValueError("a recipe is a mapping of keys to values")
-            if problems := [unknown_key(key, value) for key, value in _unknown(loaded)]:  # a merge names only the first
+            if problems := [
+                unknown_key(key, value) for key, value in _unknown(loaded)
+            ]:  # OmegaConf.merge reports only the first
                 raise ValueError("\n".join(problems))
             return to_recipe(OmegaConf.merge(OmegaConf.structured(Recipe), loaded))
     except OSError as error:
-        raise ValueError(f"{path}: cannot be read: {error.strerror}") from error
+        raise mistake(str(path), problem=f"cannot be read ({error.strerror})") from error
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The table of keys in docs/recipes.md, made from the schema: `python -m zaya_plugin.config.keys_table docs/recipes.md`.
+"""Write the table of keys in docs/recipes.md from the schema: `python -m zaya_plugin.config.keys_table docs/recipes.md`.
 
 `tests/config/test_docs.py` fails where the page and the schema differ.
 """
@@ -11,29 +11,29 @@ from dataclasses import MISSING
 from pathlib import Path
 
 from zaya_plugin.config.schema import leaves, megatron_argument
-from zaya_plugin.config.train_help import shown
+from zaya_plugin.errors import as_typed
 
 BEGIN, END = "<!-- keys: made by zaya_plugin.config.keys_table -->\n", "<!-- end of keys -->\n"
 
 
 def keys_table() -> str:
-    """A Markdown table: key, default, what it is for, and where it goes."""
+    """Return a Markdown table: key, default, help, and the Megatron argument or module that gets the value."""
     rows = ["| key | default | what it is for | goes to |", "|---|---|---|---|"]
     for path, field in leaves():
         default = field.default if field.default is not MISSING else field.default_factory()
         text = field.metadata["help"]
         if field.metadata["choices"]:
-            text += f" ({', '.join(shown(choice) for choice in field.metadata['choices'])})"
+            text += f" ({', '.join(as_typed(choice) for choice in field.metadata['choices'])})"
         argument = megatron_argument(field)
         target = f"`--{argument.replace('_', '-')}`" if argument else f"`{field.metadata['reader'].rpartition('.')[2]}`"
         rows.append(
-            f"| `{path}` | {'must be given' if default == '???' else f'`{shown(default)}`'} | {_cell(text)} | {target} |"
+            f"| `{path}` | {'must be given' if default == '???' else f'`{as_typed(default)}`'} | {_cell(text)} | {target} |"
         )
     return "\n".join(rows) + "\n"
 
 
 def with_table(page: str) -> str:
-    """`page` with the table between its two markers made anew."""
+    """Return `page` with a new table between its two markers."""
     before, rest = page.split(BEGIN)
     return f"{before}{BEGIN}{keys_table()}{END}{rest.split(END)[1]}"
 

@@ -1,17 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Words for what is wrong with a recipe: the key's full path, the value, what is allowed and the nearest known key."""
+"""Messages about single keys of a recipe: unknown keys, missing values, values that a key may not have, Hydra's errors."""
 
 from __future__ import annotations
 
 import difflib
 import re
-from dataclasses import fields, is_dataclass
+from collections.abc import Iterator
+from dataclasses import MISSING, Field, fields, is_dataclass
 from functools import cache
 from typing import get_type_hints
 
 from omegaconf.errors import OmegaConfBaseException
 
-from zaya_plugin.config.schema import Recipe, leaves
+from zaya_plugin.config.schema import Recipe, get, leaves
+from zaya_plugin.errors import as_typed, message
 
 TYPE_NAMES = {
     "int": "a whole number",
@@ -24,55 +26,97 @@ TYPE_NAMES = {
     "dict[str, Any]": "a mapping",
 }
 
-
-# Keys of earlier versions: what became of them.
-_OVERRIDE = "was replaced by cluster.kernel_overrides={{{}}}, or cluster.kernels for all operators (docs/kernels.md)"
+# Keys of earlier versions -> (what became of them, what to type instead).
+_OVERRIDE = "this key was replaced by cluster.kernel_overrides, or cluster.kernels for all operators (docs/kernels.md)"
+_REMOVED = "this key was removed: "
+_BY_NCCL = (_REMOVED + "gradients are reduced by NCCL or RCCL", "remove it")
 REPLACED = {
-    "cluster.hip_ops_backend": "was replaced by cluster.kernels (its value torch is now reference)",
-    "cluster.grouped_gemm": _OVERRIDE.format("grouped_product: <version>"),
-    "cluster.fused_residual_norm": _OVERRIDE.format("rms_norm: <version>"),
-    "cluster.fused_cca_prologue": _OVERRIDE.format("cca_prologue: <version>"),
-    "cluster.fused_router": _OVERRIDE.format("router_mlp: <version>"),
-    "cluster.fused_expert_path": _OVERRIDE.format("expert_permutation: <version>, weighted_swiglu: <version>"),
-    "cluster.fused_linear_cross_entropy": _OVERRIDE.format("linear_cross_entropy: <version>"),
-    "cluster.fused_muon": _OVERRIDE.format("muon: <version>, newton_schulz: <version>"),
-    "model.qk_norm_in_fp32": "was removed: the q-k norm is always in fp32. Fix: remove it",
-    "model.router_softmax_in_fp32": "was removed: the router's softmax is always in fp32. Fix: remove it",
-    "parallel.reduce_by_copies": "was removed: gradients are reduced by NCCL or RCCL. Fix: remove it",
-    "parallel.reduce_by_copies_mib": "was removed: gradients are reduced by NCCL or RCCL. Fix: remove it",
+    "cluster.hip_ops_backend": (
+        "this key was replaced by cluster.kernels (its value torch is now reference)",
+        "cluster.kernels=<version>",
+    ),
+    "cluster.grouped_gemm": (_OVERRIDE, "cluster.kernel_overrides={grouped_product: <version>}"),
+    "cluster.fused_residual_norm": (_OVERRIDE, "cluster.kernel_overrides={rms_norm: <version>}"),
+    "cluster.fused_cca_prologue": (_OVERRIDE, "cluster.kernel_overrides={cca_prologue: <version>}"),
+    "cluster.fused_router": (_OVERRIDE, "cluster.kernel_overrides={router_mlp: <version>}"),
+    "cluster.fused_expert_path": (
+        _OVERRIDE,
+        "cluster.kernel_overrides={expert_permutation: <version>, weighted_swiglu: <version>}",
+    ),
+    "cluster.fused_linear_cross_entropy": (_OVERRIDE, "cluster.kernel_overrides={linear_cross_entropy: <version>}"),
+    "cluster.fused_muon": (_OVERRIDE, "cluster.kernel_overrides={muon: <version>, newton_schulz: <version>}"),
+    "model.qk_norm_in_fp32": (_REMOVED + "the q-k norm is always in fp32", "remove it"),
+    "model.router_softmax_in_fp32": (_REMOVED + "the router's softmax is always in fp32", "remove it"),
+    "parallel.reduce_by_copies": _BY_NCCL,
+    "parallel.reduce_by_copies_mib": _BY_NCCL,
 }
 
 
 @cache
-def schema() -> dict:
-    """Dotted path of every key -> its dataclass field."""
+def schema() -> dict[str, Field]:
+    """Return the dataclass field of every key, by dotted path."""
     return dict(leaves())
 
 
 @cache
 def _groups() -> dict[str, type]:
-    """Name of every group -> its dataclass."""
+    """Return the dataclass of every group, by name."""
     hints = get_type_hints(Recipe)
     return {f.name: hints[f.name] for f in fields(Recipe) if is_dataclass(hints[f.name])}
 
 
 def known(path: str) -> bool:
-    """Whether `path` is a key or a group of the recipe."""
+    """Return whether `path` is a key or a group of the recipe."""
     return path in schema() or path in _groups()
 
 
-def expected(path: str) -> str:
-    """What the key at `path` may hold."""
-    field = schema()[path]
-    choices = field.metadata["choices"]
+def allowed(field: Field) -> str:
+    """Return in words what the key of `field` may hold: its choices, or its type and range."""
+    choices, limit = field.metadata["choices"], field.metadata["limit"]
     if choices:
-        return "allowed: " + ", ".join("null" if choice is None else str(choice) for choice in choices)
+        return ", ".join(map(as_typed, choices))
     kind, _, optional = str(field.type).partition(" | ")
-    return f"allowed: {TYPE_NAMES[kind]}{', or null' if optional else ''}"
+    return f"{TYPE_NAMES[kind]}{f' {limit.text}' if limit else ''}{', or null' if optional else ''}"
+
+
+def refused(key: str, field: Field, value: object) -> str | None:
+    """Return a message if `value` is not among the choices or in the range of `field`, else None."""
+    choices, limit = field.metadata["choices"], field.metadata["limit"]
+    if choices and value not in choices or limit and value is not None and not limit.holds(value):
+        return _refusal(key, field, value)
+    return None
+
+
+def _refusal(key: str, field: Field, value: object) -> str:
+    """Return the message that `key` may not have `value`; the fix is the schema's default, if there is one."""
+    default = field.default if field.default is not MISSING else field.default_factory()
+    typed = "<value>" if default == "???" else as_typed(default)
+    return message(
+        key, value, problem="this value is not allowed", allowed=allowed(field), fix=f"{field_path(key)}={typed}"
+    )
+
+
+def must_be(recipe: Recipe, key: str, wanted: object, condition: str, why: str) -> Iterator[str]:
+    """Yield a message if `key` has another value than `wanted`, the only one allowed under `condition`, such as cluster.device=cpu."""
+    if (value := get(recipe, key)) != wanted:
+        typed = as_typed(wanted)
+        yield message(key, value, problem=why, allowed=f"{typed} with {condition}", fix=f"{key}={typed}")
+
+
+def multiples(key: str, value: int, unit: int) -> dict[str, str]:
+    """Return `allowed` and `fix` of a message: the multiples of `unit` around `value`, of which the first is set for `key`."""
+    below = value // unit * unit
+    found = [below, below + unit] if below else [unit]
+    return {"allowed": " or ".join(map(str, found)), "fix": f"{key}={found[0]}"}
+
+
+def field_path(key: str) -> str:
+    """Return the key of an entry such as profile.ranks[0]: profile.ranks."""
+    return re.sub(r"\[\d+\]$", "", key)
 
 
 def nearest(path: str) -> str | None:
-    """The known key that `path` was most probably meant to be."""
+    """Return the known key that `path` was most probably meant to be."""
     names = list(schema())
     name = path.rsplit(".", 1)[-1]
     group = path.split(".", 1)[0]
@@ -86,27 +130,31 @@ def nearest(path: str) -> str | None:
 
 
 def unknown_key(path: str, value: object = None) -> str:
-    """Message for a key that no schema knows."""
+    """Return the message for a key that is not in the schema."""
+    given = () if value is None else (value,)
     if path in REPLACED:
-        return f"{path}{'' if value is None else f'={value}'}: this key {REPLACED[path]}"
-    guess = nearest(path)
-    text = f"{path}{'' if value is None else f' = {value}'}: no such key"
-    text += f"; did you mean {guess}?" if guess else "."
+        problem, fix = REPLACED[path]
+        return message(path, *given, problem=problem, fix=fix)
     group = path.split(".", 1)[0]
     if group in _groups() and "." in path:
-        text += f" Keys of {group}: {', '.join(f.name for f in fields(_groups()[group]))}"
+        keys = f"keys of {group}: {', '.join(f.name for f in fields(_groups()[group]))}"
     else:
-        text += f" Groups and keys: {', '.join(f.name for f in fields(Recipe))}"
-    return text if guess else f"{text}. A Megatron argument that no key fills is set as megatron.<name>=<value>"
+        keys = f"groups and keys: {', '.join(f.name for f in fields(Recipe))}"
+    guess = nearest(path)
+    typed = "" if value in (None, "{...}") else f"={as_typed(value)}"
+    fix = f"{guess}{typed}" if guess else "megatron.<name>=<value> for a Megatron argument that has no key"
+    return message(path, *given, problem="no such key", allowed=keys, fix=fix)
 
 
 def missing_key(path: str) -> str:
-    """Message for a key that has no value yet."""
-    return f"{path} has no value: {schema()[path].metadata['help']} ({expected(path)}). Set it with {path}=<value>"
+    """Return the message for a key that has no value."""
+    field = schema()[path]
+    problem = f"has no value ({field.metadata['help']})"
+    return message(path, problem=problem, allowed=allowed(field), fix=f"{path}=<value>")
 
 
 def explain(error: BaseException) -> str:
-    """One message for an exception of Hydra or OmegaConf."""
+    """Return one message for an exception of Hydra or OmegaConf."""
     text = str(error)
     cause = error
     while cause.__cause__ is not None and not isinstance(cause, OmegaConfBaseException):
@@ -114,39 +162,46 @@ def explain(error: BaseException) -> str:
     in_file = re.search(r"In '(.+)': (\w+) raised while composing config:\n(.*)", text)  # Hydra drops the cause here
     named = re.search(r"full_key: (\S+)", text)
     path = getattr(cause, "full_key", None) or (named.group(1) if named else "")
-    key = re.sub(r"\[\d+\]$", "", path)  # an entry of a list -> the list
+    key = field_path(path)
     name = in_file.group(2) if in_file else type(cause).__name__
     if in_file:
         quoted = re.search(r"Value '(.*?)'", in_file.group(3))
-        problem = (
-            unknown_key(path)
-            if not known(key)
-            else f"{path} = {quoted.group(1)!r}: {expected(key)}"
-            if quoted and key in schema()
-            else in_file.group(3)
-        )
+        if not known(key):
+            problem = unknown_key(path)
+        elif quoted and key in schema():
+            problem = _refusal(path, schema()[key], quoted.group(1))
+        else:
+            problem = in_file.group(3)
         return f"recipes {in_file.group(1)}.yaml: {problem}"
     if name in ("ConfigKeyError", "ConfigAttributeError") and path and not known(path):
         override = re.search(r"Could not override '([^']*)'(?:.*use \+[^=\s]+=(.*))?", text, re.DOTALL)
         return unknown_key(*override.groups()) if override else unknown_key(path, getattr(cause, "value", None))
     if option := re.search(r"Could not find '(.+)/(.+)'\n\nAvailable options in '[^']*':((?:\n\t\S+)+)", text):
         group, wanted, available = option.groups()
-        return f"{group}={wanted}: no such recipe. Available: {', '.join(available.split())}"
+        return message(group, wanted, problem="no such recipe", allowed=", ".join(available.split()))
     if several := re.search(r"Ambiguous value for argument '([^=]+)=([^']*)'", text):
         key, value = several.groups()
-        return f"{key} = {value}: several values; write {key}=[{value}] for a list, or add -m to run every one"
+        return message(
+            key, value, problem="several values", fix=f"{key}=[{value}] for a list, or add -m to run every value"
+        )
     if name == "OverrideParseException":
-        return f"{text.splitlines()[0]}; an override is written key=value, and '{{}}[](),=' in a value need quotes"
+        return f"{text.splitlines()[0]}. Allowed: key=value, with quotes around a value that contains one of {{}}[](),="
     missing = re.search(r"Missing mandatory value: (\S+)", text)
     if missing and missing.group(1) in schema():
         return missing_key(missing.group(1))
     if name.startswith("Interpolation") or "resolving interpolation" in text:
-        return f"{path}: its ${{...}} cannot be resolved: {str(cause).splitlines()[0]}"
+        return message(path, problem=f"${{...}} cannot be resolved: {str(cause).splitlines()[0]}")
     if "does not support deletion" in text:
-        return f"{path}: a key cannot be removed; {expected(path) if path in schema() else 'only changed'}"
+        return message(
+            path,
+            problem="a key cannot be removed",
+            allowed=allowed(schema()[path]) if path in schema() else "",
+            fix=f"{path}=<value>",
+        )
     if key in schema():
-        value = getattr(cause, "value", None)
-        return f"{path} = {'null' if value is None else repr(value)}: {expected(key)}"
+        return _refusal(path, schema()[key], getattr(cause, "value", None))
     if key in _groups():
-        return f"{key} = {getattr(cause, 'value', None)!r}: allowed: its keys, as {key}.<key>=<value>"
+        return message(
+            key, getattr(cause, "value", None), problem="this is a group of keys", fix=f"{key}.<key>=<value>"
+        )
     return " ".join(line.strip() for line in str(cause).splitlines() if "_type=" not in line)

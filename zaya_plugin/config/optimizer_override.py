@@ -1,18 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Entries of `optim.overrides`: optimizer, learning rate and weight decay of parameters by name pattern."""
+"""Parse entries of `optim.overrides`: optimizer, learning rate and weight decay of parameters by name pattern."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+
+from zaya_plugin.errors import mistake
 
 OPTIMIZERS = ("muon", "adamw")
 
 
 @dataclass(frozen=True)
 class Override:
-    """What a recipe says of the parameters whose name matches `pattern` (shell wildcards); None leaves the default.
+    """Settings of the parameters whose name matches `pattern`. None keeps the default.
 
-    optimizer: one of OPTIMIZERS. lr_mult: times the shared learning rate. weight_decay_mult: times `weight_decay`.
+    Attributes:
+        pattern: parameter name with shell wildcards.
+        optimizer: one of OPTIMIZERS.
+        lr_mult: factor of the shared learning rate.
+        weight_decay_mult: factor of `optim.weight_decay`.
     """
 
     pattern: str
@@ -22,18 +28,15 @@ class Override:
 
     @classmethod
     def parse(cls, text: str) -> Override:
-        """'PATTERN key=value ...', as in '*.router.* optimizer=adamw lr_mult=0.5'.
+        """Parse 'PATTERN key=value ...', such as '*.router.* optimizer=adamw lr_mult=0.5'.
 
         Raises:
-            ValueError: no pattern, no or an unknown key, a value that is not allowed.
+            ValueError: the pattern is missing, there is no key or an unknown one, or a value is not allowed.
         """
         pattern, *pairs = text.split() or [""]
-        example = "'*.router.* optimizer=adamw lr_mult=0.5 weight_decay_mult=0'"
         values: dict[str, str | float] = {}
         if not pattern or "=" in pattern or not pairs:
-            raise ValueError(
-                f"optim.overrides: {text!r} has no pattern or says nothing; allowed: entries like {example}"
-            )
+            raise _malformed(text, "has no pattern or no key")
         for pair in pairs:
             key, _, value = pair.partition("=")
             if key == "optimizer" and value in OPTIMIZERS:
@@ -41,11 +44,17 @@ class Override:
             elif key in ("lr_mult", "weight_decay_mult") and _is_zero_or_more(value):
                 values[key] = float(value)
             else:
-                raise ValueError(
-                    f"optim.overrides: {pair!r} in {text!r}; allowed: optimizer={'|'.join(OPTIMIZERS)}, lr_mult and "
-                    f"weight_decay_mult with a number of 0 or more, as in {example}"
-                )
+                raise _malformed(text, f"{pair!r} is not allowed")
         return cls(pattern, **values)
+
+
+def _malformed(text: str, problem: str) -> ValueError:
+    return mistake(
+        "optim.overrides",
+        problem=f"the entry {text!r}: {problem}",
+        allowed=f"a pattern, then optimizer={'|'.join(OPTIMIZERS)}, or lr_mult or weight_decay_mult with a number of 0 or more",
+        fix="optim.overrides=['*.router.* optimizer=adamw lr_mult=0.5 weight_decay_mult=0']",
+    )
 
 
 def _is_zero_or_more(text: str) -> bool:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The directory of a run: may it be used, can it be written, and the recipe that is kept in it. No torch import."""
+"""Check that a run directory may be used and can be written, and keep the recipe in it. Imports no torch."""
 
 from __future__ import annotations
 
@@ -9,30 +9,44 @@ from pathlib import Path
 
 from zaya_plugin.config.compose import save_recipe
 from zaya_plugin.config.schema import Recipe
+from zaya_plugin.errors import mistake
 
-# Megatron writes it last, once a checkpoint is whole
+# Megatron writes it last, when a checkpoint is complete.
 TRACKER = Path("checkpoints") / "latest_checkpointed_iteration.txt"
 
 
 def check_resume(run_dir: str | os.PathLike, resume: str) -> None:
-    """Raises `ValueError` where `resume` and what lies in `run_dir` do not go together. Creates nothing."""
+    """Check that `resume` is possible with the checkpoints in `run_dir`. Creates nothing.
+
+    Raises:
+        ValueError: resume=never and there is a checkpoint, or resume=must and there is none.
+    """
     tracker = Path(run_dir) / TRACKER
     if resume == "never" and tracker.exists():
-        raise ValueError(
-            f"run_dir = {run_dir}: holds a run with a checkpoint of step {tracker.read_text().strip()}, and resume = never. "
-            f"Continue it with resume=auto, start another with run_dir=<other directory>, or delete {run_dir}"
+        raise mistake(
+            "run_dir",
+            run_dir,
+            problem=f"contains a checkpoint of step {tracker.read_text().strip()}",
+            allowed="a directory without a checkpoint with resume=never",
+            fix=f"resume=auto to continue this run, run_dir=<other directory> to start another, or delete {run_dir}",
         )
     if resume == "must" and not tracker.exists():
-        raise ValueError(
-            f"resume = must: no checkpoint in run_dir = {run_dir} ({tracker} does not exist). "
-            "Allowed here: resume=never or resume=auto, or the run_dir of the run to continue"
+        raise mistake(
+            "resume",
+            resume,
+            problem=f"no checkpoint in run_dir={run_dir} ({tracker} does not exist)",
+            allowed="never, auto without a checkpoint",
+            fix="resume=auto, or the run_dir of the run to continue",
         )
 
 
 def make_writable(run_dir: str | os.PathLike) -> None:
-    """Creates `run_dir` and proves by writing that it can be written, since permission bits do not bind root.
+    """Create `run_dir` and check by writing a file that it is writable; root ignores permission bits.
 
-    Every rank may call this at once: the probe's name is unique to the process.
+    All ranks may call this at the same time: the file's name is unique to the process.
+
+    Raises:
+        ValueError: it cannot be written.
     """
     run_dir = Path(run_dir)
     probe = run_dir / f".probe-{os.uname().nodename}-{os.getpid()}"
@@ -41,14 +55,12 @@ def make_writable(run_dir: str | os.PathLike) -> None:
         probe.write_text("written and removed by zaya train\n")
         probe.unlink()
     except OSError as error:
-        raise ValueError(
-            f"run_dir = {run_dir}: cannot be written ({error.strerror}). Allowed: a directory that can be; "
-            "set it with run_dir=<directory>"
-        ) from error
+        problem, allowed = f"cannot be written ({error.strerror})", "a writable directory"
+        raise mistake("run_dir", run_dir, problem=problem, allowed=allowed, fix="run_dir=<directory>") from error
 
 
 def keep_recipe(recipe: Recipe, run_dir: str | os.PathLike) -> Path:
-    """Writes `run_dir`/recipe.yaml and returns its path; a different one that is there becomes recipe.<n>.yaml."""
+    """Write `run_dir`/recipe.yaml and return its path. An existing recipe.yaml that differs is kept as recipe.<n>.yaml."""
     path = Path(run_dir) / "recipe.yaml"
     new = path.with_name(f".recipe.{os.getpid()}.yaml")
     save_recipe(recipe, new)
@@ -56,6 +68,6 @@ def keep_recipe(recipe: Recipe, run_dir: str | os.PathLike) -> Path:
         n = 1
         while (older := path.with_name(f"recipe.{n}.yaml")).exists():
             n += 1
-        shutil.copyfile(path, older)  # not renamed: other ranks may be reading it
+        shutil.copyfile(path, older)  # not renamed, because other ranks may be reading it
     new.replace(path)
     return path

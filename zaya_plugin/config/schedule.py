@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A stage's schedule as numbers: how many steps and tokens it has, its batches and its learning rate at any sample.
+"""Compute a stage's schedule: its steps, tokens and batches, and its learning rate at any sample. Imports no torch.
 
 The formulas are those of Megatron (`megatron.core.optimizer_param_scheduler`, `megatron.core.num_microbatches_calculator`),
-which count in sequences; `tests/config/test_schedule.py` compares them. No torch: a plan of months is checked on a login node.
+which count in sequences; `tests/config/test_schedule.py` compares them.
 """
 
 from __future__ import annotations
@@ -11,45 +11,47 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from zaya_plugin.config.messages import must_be
 from zaya_plugin.config.schema import Recipe
+from zaya_plugin.errors import message
 
 SUFFIXES = {"K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
 
 
 @dataclass(frozen=True)
 class Ramp:
-    """From sequence `start` of the stage on a step has `batch` sequences."""
+    """One entry of a batch size ramp: a step has `batch` sequences, from sequence `start` of the stage on."""
 
     start: int
     batch: int
 
 
 def parse_ramp(text: str, seq_length: int) -> list[Ramp]:
-    """`0:1024 250B:2048` (tokens : sequences a step) as ramps in sequences.
+    """Parse `0:1024 250B:2048` (tokens : sequences of a step) into ramps, whose starts are in sequences.
 
     Raises:
-        ValueError: an entry is malformed, the first is not at 0, or they do not ascend.
+        ValueError: an entry is malformed, the first does not start at 0, or they do not ascend.
     """
     ramps = []
     for entry in text.replace(",", " ").split():
-        tokens, colon, batch = entry.partition(":")
+        tokens, _, batch = entry.partition(":")
         multiplier = SUFFIXES.get(tokens[-1:].upper(), 1)
         try:
             start = int(float(tokens[:-1] if multiplier > 1 else tokens) * multiplier)
             ramps.append(Ramp(start // seq_length, int(batch)))
         except ValueError:
-            raise ValueError(f"{entry!r} is not TOKENS:SEQUENCES, such as 250B:2048") from None
-        if not colon or start < 0 or ramps[-1].batch < 1:
+            start = -1
+        if start < 0 or ramps[-1].batch < 1:
             raise ValueError(f"{entry!r} is not TOKENS:SEQUENCES, such as 250B:2048")
     if not ramps or ramps[0].start != 0:
-        raise ValueError("its first entry has to be at 0 tokens")
+        raise ValueError("its first entry does not start at 0 tokens")
     if any(after.start <= before.start for before, after in zip(ramps, ramps[1:], strict=False)):
-        raise ValueError("its tokens have to ascend")
+        raise ValueError("its tokens do not ascend")
     return ramps
 
 
 def batches(recipe: Recipe) -> Iterator[tuple[int, int]]:
-    """(number of steps, sequences a step) of each part of the stage, in order; Megatron's steps of whole batches."""
+    """Yield (number of steps, sequences of a step) for each part of the stage, in order. All steps are whole batches, as Megatron's."""
     stage = recipe.stage
     total = stage.train_iters * stage.global_batch_size
     if stage.batch_size_ramp is None:
@@ -64,22 +66,22 @@ def batches(recipe: Recipe) -> Iterator[tuple[int, int]]:
 
 
 def step_count(recipe: Recipe) -> int:
-    """Optimizer steps of the stage; more than `stage.train_iters` where the batch is ramped up."""
+    """Return the optimizer steps of the stage; a batch size ramp makes them more than `stage.train_iters`."""
     return sum(steps for steps, _ in batches(recipe))
 
 
 def sample_count(recipe: Recipe) -> int:
-    """Sequences that the stage trains on."""
+    """Return the number of sequences that the stage trains on."""
     return sum(steps * batch for steps, batch in batches(recipe))
 
 
 def token_count(recipe: Recipe) -> int:
-    """Tokens that the stage trains on."""
+    """Return the number of tokens that the stage trains on."""
     return recipe.stage.seq_length * sample_count(recipe)
 
 
 def learning_rate(recipe: Recipe, samples: int) -> float:
-    """Learning rate of the step before which `samples` sequences of the stage were trained on (lr_mult not applied).
+    """Return the learning rate of the step that follows `samples` sequences of the stage (lr_mult is not applied).
 
     Source: OptimizerParamScheduler.get_lr of megatron-core 0.19.
     """
@@ -105,60 +107,68 @@ def learning_rate(recipe: Recipe, samples: int) -> float:
 
 
 def first_learning_rate(recipe: Recipe) -> float:
-    """Learning rate of the stage's first step."""
+    """Return the learning rate of the stage's first step."""
     return learning_rate(recipe, 0)
 
 
 def last_learning_rate(recipe: Recipe) -> float:
-    """Where the schedule stands once the stage is done: what its successor starts from if it is to be continuous."""
+    """Return the learning rate after the stage's last step; a continuous successor starts from it."""
     return learning_rate(recipe, sample_count(recipe))
 
 
 def schedule_problems(recipe: Recipe, batch_unit: int) -> Iterator[str]:
-    """Yields what is impossible about the schedule; batch_unit: micro-batch size x data-parallel ranks."""
+    """Yield what is impossible about the schedule. batch_unit: micro-batch size x data-parallel ranks."""
     optim, stage = recipe.optim, recipe.stage
-    if optim.lr_warmup_init > optim.lr:
-        yield f"optim.lr_warmup_init = {optim.lr_warmup_init}: allowed: at most optim.lr = {optim.lr}"
-    if optim.lr_warmup_init and not optim.lr_warmup_iters:
-        yield (
-            f"optim.lr_warmup_init = {optim.lr_warmup_init} with optim.lr_warmup_iters = 0: allowed: 0, or a warm-up of 1 step or "
-            "more"
-        )
-    decay, last = optim.lr_decay_iters or stage.train_iters, optim.lr_wsd_decay_iters
-    if optim.lr_decay_style == "WSD" and last is None:
-        yield "optim.lr_wsd_decay_iters = null: optim.lr_decay_style = WSD needs the number of steps of its last part"
-    elif optim.lr_decay_style != "WSD" and last is not None:
-        yield f"optim.lr_wsd_decay_iters = {last}: allowed: null, unless optim.lr_decay_style = WSD (is {optim.lr_decay_style})"
-    elif last is not None and last > decay - optim.lr_warmup_iters:
-        yield (
-            f"optim.lr_wsd_decay_iters = {last}: allowed: at most {decay - optim.lr_warmup_iters}, the steps after the warm-up"
-        )
+    key, init = "optim.lr_warmup_init", optim.lr_warmup_init
+    if init > optim.lr:
+        above = "the warm-up would start above the highest learning rate"
+        yield message(key, init, problem=above, allowed=f"at most optim.lr={optim.lr}", fix=f"{key}={optim.lr}")
+    if not optim.lr_warmup_iters:
+        yield from must_be(recipe, key, 0.0, "optim.lr_warmup_iters=0", "there is no warm-up that could start from it")
+    key, decay, last = "optim.lr_wsd_decay_iters", optim.lr_decay_iters or stage.train_iters, optim.lr_wsd_decay_iters
+    most = decay - optim.lr_warmup_iters
+    if optim.lr_decay_style != "WSD":
+        condition = f"optim.lr_decay_style={optim.lr_decay_style}"
+        yield from must_be(recipe, key, None, condition, "only optim.lr_decay_style=WSD has a last part")
+    elif last is None or last > most:
+        problem = "optim.lr_decay_style=WSD requires the steps of its last part" if last is None else "is too long"
+        allowed = f"a whole number above 0, at most {most}, the steps after the warm-up"
+        yield message(key, last, problem=problem, allowed=allowed, fix=f"{key}={max(most // 10, 1)}")
     if stage.batch_size_ramp is not None:
         yield from _ramp_problems(recipe, batch_unit)
 
 
 def _ramp_problems(recipe: Recipe, batch_unit: int) -> Iterator[str]:
-    stage = recipe.stage
-    here = f"stage.batch_size_ramp = {stage.batch_size_ramp!r}"
+    stage, end = recipe.stage, recipe.stage.global_batch_size
+    found = {}
     try:
         ramps = parse_ramp(stage.batch_size_ramp, stage.seq_length)
     except ValueError as error:
-        yield f"{here}: {error}"
-        return
-    if ramps[-1].batch != stage.global_batch_size:
-        yield f"{here} ends at {ramps[-1].batch} sequences; allowed: stage.global_batch_size = {stage.global_batch_size}"
-    if ramps[-1].start >= stage.train_iters * stage.global_batch_size:
-        yield f"{here} ends after the stage's {stage.train_iters * stage.global_batch_size * stage.seq_length} tokens"
-    for ramp in ramps:
-        if ramp.batch % batch_unit:
-            yield (
-                f"{here}: {ramp.batch} sequences are not a multiple of stage.micro_batch_size x data-parallel ranks = "
-                f"{batch_unit}"
+        found[str(error)] = "'0:SEQUENCES TOKENS:SEQUENCES ...' with ascending tokens"
+    else:
+        if ramps[-1].batch != end:
+            found[f"ends at {ramps[-1].batch} sequences"] = f"the end stage.global_batch_size={end}"
+        if ramps[-1].start >= stage.train_iters * end:
+            found["its last entry starts after the end of the stage"] = (
+                f"fewer than the stage's {stage.train_iters * end * stage.seq_length} tokens"
             )
+        for ramp in ramps:
+            if ramp.batch % batch_unit:
+                found[f"{ramp.batch} sequences cannot be divided among micro-batches and data-parallel ranks"] = (
+                    f"multiples of stage.micro_batch_size x data-parallel ranks = {batch_unit}"
+                )
+    for problem, allowed in found.items():
+        yield message(
+            "stage.batch_size_ramp",
+            repr(stage.batch_size_ramp),
+            problem=problem,
+            allowed=allowed,
+            fix="stage.batch_size_ramp=null",
+        )
 
 
 def _decayed(style: str, share: float) -> float:
-    """What is left of lr - min_lr after `share` (0 to 1) of the decay."""
+    """Return the remaining share of lr - min_lr after `share` (0 to 1) of the decay."""
     if style == "linear":
         return 1.0 - share
     if style == "cosine":

@@ -7,6 +7,7 @@ import re
 from importlib import resources
 
 from zaya_plugin.config.messages import schema
+from zaya_plugin.errors import as_typed
 
 GROUPS = ("experiment", "model", "stage", "data", "optim", "parallel", "cluster", "logger")
 MOST_USED = (
@@ -74,17 +75,12 @@ def train_help() -> str:
 
     def key_line(path: str) -> str:
         field = fields[path]
-        choices = [shown(choice) for choice in field.metadata["choices"]]
+        choices = [as_typed(choice) for choice in field.metadata["choices"]]
         allowed = f" ({', '.join(choices)})" if choices and path not in SELF_EXPLAINED else ""
-        return f"  {path:32}{shown(field.default):16}{field.metadata['help']}{allowed}"
+        return f"  {path:32}{as_typed(field.default):16}{field.metadata['help']}{allowed}"
 
     return TEXT.format(
         experiments="\n".join(f"  {name:20}{comments('experiment', name)[1]}" for name in options("experiment")),
         groups="\n".join(f"  {group:20}{', '.join(options(group))}" for group in GROUPS if group != "experiment"),
         keys="\n".join(key_line(path) for path in MOST_USED),
     )
-
-
-def shown(value: object) -> str:
-    """A value as a user writes it on the command line."""
-    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)

@@ -1,124 +1,30 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What cannot be: combinations of a recipe's values that no run can have, found before anything starts.
+"""Check relations between the keys of a recipe, before anything starts. Imports no torch.
 
-Plain arithmetic, no torch. Types and choices are the schema's business (`zaya_plugin.config.compose`); here are ranges and
-the relations between keys. All problems are collected, so that a user mends a recipe once.
+The schema defines types, choices and ranges of single keys, which `zaya_plugin.config.compose` checks. All problems are
+collected into one error.
 """
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 from hip_ops.versions import KERNELS, NO_FP32, VERSIONS, check_selection
-from zaya_plugin.config.compose import get
 from zaya_plugin.config.graphs import obstacles
-from zaya_plugin.config.layout_rules import layout_problems, nearest_multiples, recompute_problems
+from zaya_plugin.config.messages import multiples, must_be
 from zaya_plugin.config.optimizer_override import Override
 from zaya_plugin.config.schedule import schedule_problems
-from zaya_plugin.config.schema import Recipe, leaves, megatron_argument
-
-PARALLEL_SIZES = (
-    "tensor_model_parallel_size",
-    "pipeline_model_parallel_size",
-    "context_parallel_size",
-    "expert_model_parallel_size",
-)
+from zaya_plugin.config.schema import RECOMPUTE_MODULES, Recipe, get, leaves, megatron_argument
+from zaya_plugin.errors import as_typed, message
 
 CPU_VERSIONS = ("auto", "reference", "hip", "grouped_mm")  # hip: built by g++, to verify the kernels
-
-
-def _above_zero(value) -> bool:
-    return value > 0
-
-
-def _zero_or_more(value) -> bool:
-    return value >= 0
-
-
-def _beta(value) -> bool:
-    return 0 <= value < 1
-
-
-def _share(value) -> bool:
-    return 0 < value <= 1
-
-
-# What is allowed, the test, and the keys it holds for; null, where the schema lets it be, is always allowed.
-RANGES: tuple[tuple[str, Callable, tuple[str, ...]], ...] = (
-    (
-        "above 0",
-        _above_zero,
-        (
-            *(
-                f"model.{key}"
-                for key in ("num_layers", "hidden_size", "num_attention_heads", "num_query_groups", "kv_channels")
-            ),
-            *(f"model.{key}" for key in ("num_experts", "moe_ffn_hidden_size", "router_hidden_size", "norm_epsilon")),
-            *(
-                f"model.{key}"
-                for key in ("init_method_std", "router_init_std", "make_vocab_size_divisible_by", "balancing_eps")
-            ),
-            *(
-                f"stage.{key}"
-                for key in ("seq_length", "rotary_base", "micro_batch_size", "global_batch_size", "train_iters")
-            ),
-            *(
-                "stage.eval_interval",
-                "optim.lr",
-                "optim.adam_eps",
-                "parallel.ddp_bucket_size",
-                "parallel.recompute_num_layers",
-            ),
-            *("parallel.virtual_pipeline_stages", "parallel.num_distributed_optimizer_instances"),
-            *(f"parallel.{key}" for key in PARALLEL_SIZES),
-            *(f"cluster.{key}" for key in ("num_nodes", "gpus_per_node", "distributed_timeout_minutes", "peak_tflops")),
-            *(
-                "cluster.memory_gib",
-                "cluster.reachable_tflops",
-                "cluster.threads_per_rank",
-                "logger.log_interval",
-                "logger.expert_load_interval",
-            ),
-            *("checkpoint.save_interval", "nproc", "exit_interval", "optim.lr_decay_iters", "optim.lr_wsd_decay_iters"),
-            *("optim.muon_steps", "optim.muon_rms_scale"),
-        ),
-    ),
-    (
-        "0 or more",
-        _zero_or_more,
-        (
-            *("stage.eval_iters", "data.num_workers", "optim.min_lr", "optim.lr_warmup_iters", "optim.weight_decay"),
-            *("optim.lr_warmup_init", "handover.first_sample", "handover.planned_samples"),
-            *(
-                "optim.clip_grad",
-                "optim.z_loss",
-                "checkpoint.keep_last",
-                "profile.step_start",
-                "seed",
-                "model.balancing_lr",
-            ),
-        ),
-    ),
-    (
-        "from 0 to below 1",
-        _beta,
-        (
-            "optim.adam_beta1",
-            "optim.adam_beta2",
-            "optim.muon_momentum",
-            "model.balancing_beta1",
-            "model.balancing_beta2",
-        ),
-    ),
-    ("above 0, at most 1", _share, ("model.rotary_percent",)),
-    ("a port from 1 to 65535", lambda value: 1 <= value <= 65535, ("master_port",)),
-    ("a name that is not empty", lambda value: bool(value.strip()), ("name", "run_dir", "data.path")),
-)
+TRANSFORMER_ENGINE = "cluster.transformer_impl=transformer_engine"
 
 
 def data_parallel_size(recipe: Recipe, world_size: int) -> int:
-    """Ranks that see different sequences: the world size over tensor, pipeline and context parallel sizes."""
+    """Return the number of ranks that see different sequences: the world size over tensor, pipeline and context parallel sizes."""
     parallel = recipe.parallel
     return world_size // (
         parallel.tensor_model_parallel_size * parallel.pipeline_model_parallel_size * parallel.context_parallel_size
@@ -126,129 +32,423 @@ def data_parallel_size(recipe: Recipe, world_size: int) -> int:
 
 
 def validate(recipe: Recipe, world_size: int) -> None:
-    """Raises one `ValueError` that lists everything impossible about `recipe` on `world_size` ranks."""
-    problems = list(_ranges(recipe))
-    if not problems:  # the relations below divide by values whose range must hold first
-        for check in (
-            _model,
-            layout_problems,
-            _batch,
-            _optimizer,
-            _schedule,
-            recompute_problems,
-            _cluster,
-            _data,
-            _rest,
-        ):
-            problems += check(recipe, world_size)
-    if problems:
+    """Raise one `ValueError` that lists everything impossible about `recipe` on `world_size` ranks."""
+    checks = (
+        _model,
+        _layout,
+        _batch,
+        _optimizer,
+        _schedule,
+        _recompute,
+        _cluster,
+        _kernels,
+        _data,
+        _profile,
+        _megatron,
+    )
+    if problems := [problem for check in checks for problem in check(recipe, world_size)]:
         raise ValueError("\n".join(problems))
-
-
-def _ranges(recipe: Recipe) -> Iterator[str]:
-    for allowed, holds, paths in RANGES:
-        for path in paths:
-            value = get(recipe, path)
-            if value is not None and not holds(value):
-                yield f"{path} = {value!r}: allowed: {allowed}"
 
 
 def _model(recipe: Recipe, world_size: int) -> Iterator[str]:
     model = recipe.model
     heads, groups = model.num_attention_heads, model.num_query_groups
     if heads % groups:
-        yield (
-            f"model.num_attention_heads = {heads} is not a multiple of model.num_query_groups = {groups}; "
-            f"allowed: {nearest_multiples(heads, groups)}"
+        yield message(
+            "model.num_attention_heads",
+            heads,
+            problem=f"is not a multiple of model.num_query_groups={groups}",
+            **multiples("model.num_attention_heads", heads, groups),
         )
     if groups % 2:
-        yield (
-            f"model.num_query_groups = {groups}: allowed: an even number, since half of the key/value heads carry the "
-            "delayed value"
+        yield message(
+            "model.num_query_groups",
+            groups,
+            problem="half of the key/value heads carry the delayed value",
+            allowed="an even number",
+            fix=f"model.num_query_groups={groups + 1}",
         )
     rotated = model.kv_channels * model.rotary_percent
     if rotated % 2:
-        yield (
-            f"model.rotary_percent = {model.rotary_percent} of model.kv_channels = {model.kv_channels} rotates {rotated:g} "
-            "channels; allowed: an even number of channels, since RoPE rotates pairs"
+        yield message(
+            "model.rotary_percent",
+            model.rotary_percent,
+            problem=f"rotates {rotated:g} channels of model.kv_channels={model.kv_channels}, and RoPE rotates pairs",
+            allowed="an even number of rotated channels",
+            fix=f"model.rotary_percent={max(rotated // 2 * 2, 2) / model.kv_channels:g}",
         )
 
 
+def _layout(recipe: Recipe, world_size: int) -> Iterator[str]:
+    """Yield what is impossible about the parallel sizes."""
+    parallel = recipe.parallel
+    tensor, pipeline = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
+    yield from _tensor_parallel(recipe)
+    yield from _context_parallel(recipe)
+    yield from _expert_parallel(recipe, world_size)
+    product = tensor * pipeline * parallel.context_parallel_size
+    if world_size % product:
+        yield message(
+            f"{world_size} ranks",
+            problem=f"cannot be divided by tensor x pipeline x context parallel size = {product}; ranks are nproc, or "
+            "cluster.gpus_per_node x cluster.num_nodes, or the outer launcher's WORLD_SIZE",
+            **multiples("nproc", world_size, product),
+        )
+    else:
+        yield from _pipeline_parallel(recipe, world_size // product)
+        yield from _optimizer_instances(recipe, world_size // (tensor * pipeline))
+    if parallel.overlap_param_gather and not (parallel.use_distributed_optimizer and parallel.overlap_grad_reduce):
+        yield message(
+            "parallel.overlap_param_gather",
+            True,
+            problem="requires the distributed optimizer with overlapped gradient reduction",
+            allowed=f"false, or true with parallel.use_distributed_optimizer=true (currently "
+            f"{as_typed(parallel.use_distributed_optimizer)}) and parallel.overlap_grad_reduce=true (currently "
+            f"{as_typed(parallel.overlap_grad_reduce)})",
+            fix="parallel.use_distributed_optimizer=true parallel.overlap_grad_reduce=true",
+        )
+
+
+def _tensor_parallel(recipe: Recipe) -> Iterator[str]:
+    key, tensor = "parallel.tensor_model_parallel_size", recipe.parallel.tensor_model_parallel_size
+    if tensor == 1:
+        return
+    model, optim = recipe.model, recipe.optim
+    if model.num_query_groups % tensor:
+        yield message(
+            key,
+            tensor,
+            problem="a key/value head cannot be split",
+            allowed=f"a divisor of model.num_query_groups={model.num_query_groups}",
+            fix=f"{key}=1",
+        )
+    muon = ["optim.name=muon"] if optim.name == "muon" else []
+    muon += [f"the entry {entry!r} of optim.overrides" for entry in optim.overrides if _to_muon(entry)]
+    for reason in muon:
+        yield message(
+            key,
+            tensor,
+            problem="tensor parallelism splits the projections of attention, and Muon orthogonalises whole matrices",
+            allowed=f"1 with {reason}",
+            fix=f"{key}=1, or AdamW for these parameters",
+        )
+    rows = recipe.stage.seq_length // recipe.parallel.context_parallel_size
+    if rows % tensor:
+        context, near = recipe.parallel.context_parallel_size, rows // tensor * tensor or tensor
+        yield message(
+            key,
+            tensor,
+            problem=f"sequence parallelism cannot divide the {rows} tokens of stage.seq_length / parallel.context_parallel_size",
+            allowed=f"{multiples('', rows, tensor)['allowed']} tokens on a context-parallel rank",
+            fix=f"stage.seq_length={near * context}",
+        )
+    vocabulary = "model.make_vocab_size_divisible_by"
+    if model.make_vocab_size_divisible_by % tensor:
+        yield message(
+            vocabulary,
+            model.make_vocab_size_divisible_by,
+            problem=f"is not a multiple of {key}={tensor}, which splits the vocabulary",
+            **multiples(vocabulary, model.make_vocab_size_divisible_by, tensor),
+        )
+
+
+def _context_parallel(recipe: Recipe) -> Iterator[str]:
+    parallel, length = recipe.parallel, recipe.stage.seq_length
+    size, order = parallel.context_parallel_size, parallel.context_parallel_order
+    if size == 1:
+        return
+    chunks = size * (2 if order == "zigzag" else 1)
+    cut = f"parallel.context_parallel_size={size} in {order} order divides a sequence into {chunks} chunks"
+    if length % chunks:
+        yield message("stage.seq_length", length, problem=cut, **multiples("stage.seq_length", length, chunks))
+    elif length < 2 * chunks:
+        yield message(
+            "stage.seq_length",
+            length,
+            problem=f"{cut}, and the convolutions read two tokens of the chunk before",
+            allowed=f"at least {2 * chunks}",
+            fix=f"stage.seq_length={2 * chunks}",
+        )
+    if recipe.cluster.transformer_impl == "transformer_engine":
+        yield from must_be(
+            recipe,
+            "parallel.context_parallel_order",
+            "zigzag",
+            TRANSFORMER_ENGINE,
+            "Transformer Engine's attention supports zigzag order only",
+        )
+
+
+def _expert_parallel(recipe: Recipe, world_size: int) -> Iterator[str]:
+    key, experts = "parallel.expert_model_parallel_size", recipe.parallel.expert_model_parallel_size
+    pipeline = recipe.parallel.pipeline_model_parallel_size
+    if recipe.model.num_experts % experts:
+        yield message(
+            key,
+            experts,
+            problem="every rank holds the same number of whole experts",
+            allowed=f"a divisor of model.num_experts={recipe.model.num_experts}",
+            fix=f"{key}={math.gcd(recipe.model.num_experts, experts)}",
+        )
+    elif world_size // pipeline % experts:
+        yield message(
+            key,
+            experts,
+            problem="the experts are divided among the ranks of a pipeline stage",
+            allowed=f"a divisor of the {world_size} ranks over parallel.pipeline_model_parallel_size={pipeline}",
+            fix=f"{key}={math.gcd(world_size // pipeline, experts)}",
+        )
+
+
+def _pipeline_parallel(recipe: Recipe, replicas: int) -> Iterator[str]:
+    parallel, stage, layers = recipe.parallel, recipe.stage, recipe.model.num_layers
+    ranks, virtual = parallel.pipeline_model_parallel_size, parallel.virtual_pipeline_stages
+    key, virtual_key = "parallel.pipeline_model_parallel_size", "parallel.virtual_pipeline_stages"
+    if ranks == 1:
+        yield from must_be(recipe, virtual_key, 1, f"{key}=1", "virtual stages belong to pipeline ranks")
+        return
+    if layers % ranks:
+        yield message(
+            key,
+            ranks,
+            problem="every stage has the same number of layers",
+            allowed=f"a divisor of model.num_layers={layers} ({_divisors(layers)})",
+            fix=f"{key}={math.gcd(layers, ranks)}",
+        )
+    elif layers // ranks % virtual:
+        yield message(
+            virtual_key,
+            virtual,
+            problem="every virtual stage has the same number of layers",
+            allowed=f"a divisor of the {layers // ranks} layers of a pipeline rank ({_divisors(layers // ranks)})",
+            fix=f"{virtual_key}={math.gcd(layers // ranks, virtual)}",
+        )
+    micro_batches = stage.global_batch_size // (stage.micro_batch_size * replicas)
+    fix = f"stage.global_batch_size={max(micro_batches // ranks, 1) * ranks * stage.micro_batch_size * replicas}"
+    have = f"a step has {micro_batches} micro-batches on a data-parallel rank"
+    if virtual > 1 and micro_batches % ranks:
+        yield message(
+            virtual_key,
+            virtual,
+            problem=f"{have}, and virtual stages alternate in groups of {ranks}",
+            allowed=f"micro-batches that are a multiple of {key}={ranks}",
+            fix=fix,
+        )
+    elif micro_batches < ranks:
+        yield message(
+            key,
+            ranks,
+            problem=f"{have}, so that not all stages can work at the same time",
+            allowed=f"at least as many micro-batches as stages, {ranks}",
+            fix=fix,
+        )
+
+
+def _optimizer_instances(recipe: Recipe, replicas: int) -> Iterator[str]:
+    """Yield problems of the optimizer's instances. replicas: ranks that hold the same weights outside the experts."""
+    parallel, key = recipe.parallel, "parallel.num_distributed_optimizer_instances"
+    instances = parallel.num_distributed_optimizer_instances
+    if instances == 1:
+        return
+    if not parallel.use_distributed_optimizer:
+        yield from must_be(
+            recipe,
+            key,
+            1,
+            "parallel.use_distributed_optimizer=false",
+            "instances are groups of ranks that shard the optimizer state",
+        )
+    experts = replicas * parallel.tensor_model_parallel_size // parallel.expert_model_parallel_size
+    if replicas % instances or experts % instances:
+        common = math.gcd(replicas, experts)
+        yield message(
+            key,
+            instances,
+            problem="does not divide the ranks that hold the same weights and the same experts",
+            allowed=f"a divisor of {common}",
+            fix=f"{key}={math.gcd(common, instances)}",
+        )
+
+
+def _divisors(number: int) -> str:
+    """Return the divisors of a positive whole number in words."""
+    return ", ".join(str(divisor) for divisor in range(1, number + 1) if number % divisor == 0)
+
+
 def _batch(recipe: Recipe, world_size: int) -> Iterator[str]:
-    stage = recipe.stage
+    stage, key = recipe.stage, "stage.global_batch_size"
     replicas = max(data_parallel_size(recipe, world_size), 1)
     unit = stage.micro_batch_size * replicas
     if stage.global_batch_size % unit:
-        yield (
-            f"stage.global_batch_size = {stage.global_batch_size} is not a multiple of stage.micro_batch_size = "
-            f"{stage.micro_batch_size} x {replicas} data-parallel ranks = {unit}; allowed: "
-            f"{nearest_multiples(stage.global_batch_size, unit)}"
+        yield message(
+            key,
+            stage.global_batch_size,
+            problem=f"is not a multiple of stage.micro_batch_size={stage.micro_batch_size} x {replicas} data-parallel ranks = {unit}",
+            **multiples(key, stage.global_batch_size, unit),
         )
 
 
 def _optimizer(recipe: Recipe, world_size: int) -> Iterator[str]:
-    optim = recipe.optim
-    for entry in optim.overrides:
+    for entry in recipe.optim.overrides:
         try:
             Override.parse(entry)
         except ValueError as error:
             yield str(error)
-    if optim.non_finite_gradients == "skip" and not recipe.parallel.use_distributed_optimizer:
-        yield (
-            "optim.non_finite_gradients = 'skip' with parallel.use_distributed_optimizer = False: allowed: stop, or the "
-            "distributed optimizer"
+    if not recipe.parallel.use_distributed_optimizer:
+        yield from must_be(
+            recipe,
+            "optim.non_finite_gradients",
+            "stop",
+            "parallel.use_distributed_optimizer=false",
+            "only the distributed optimizer can skip a step",
         )
 
 
 def _schedule(recipe: Recipe, world_size: int) -> Iterator[str]:
     optim, stage = recipe.optim, recipe.stage
     if optim.lr_warmup_iters >= stage.train_iters:
-        yield (
-            f"optim.lr_warmup_iters = {optim.lr_warmup_iters}: allowed: less than stage.train_iters = {stage.train_iters}"
+        yield message(
+            "optim.lr_warmup_iters",
+            optim.lr_warmup_iters,
+            problem="the warm-up does not end within the stage",
+            allowed=f"less than stage.train_iters={stage.train_iters}",
+            fix=f"optim.lr_warmup_iters={stage.train_iters // 10}",
         )
     elif optim.lr_decay_iters is not None and optim.lr_decay_iters <= optim.lr_warmup_iters:
-        yield (
-            f"optim.lr_decay_iters = {optim.lr_decay_iters}: allowed: more than optim.lr_warmup_iters = "
-            f"{optim.lr_warmup_iters}, or null"
+        yield message(
+            "optim.lr_decay_iters",
+            optim.lr_decay_iters,
+            problem="the decay ends within the warm-up",
+            allowed=f"more than optim.lr_warmup_iters={optim.lr_warmup_iters}, or null",
+            fix="optim.lr_decay_iters=null",
         )
     if optim.min_lr > optim.lr:
-        yield f"optim.min_lr = {optim.min_lr}: allowed: at most optim.lr = {optim.lr}"
+        yield message(
+            "optim.min_lr",
+            optim.min_lr,
+            problem="the decay would end above the highest learning rate",
+            allowed=f"at most optim.lr={optim.lr}",
+            fix=f"optim.min_lr={optim.lr}",
+        )
     yield from schedule_problems(recipe, stage.micro_batch_size * max(data_parallel_size(recipe, world_size), 1))
+
+
+def _recompute(recipe: Recipe, world_size: int) -> Iterator[str]:
+    """Yield problems of the activation recomputation."""
+    parallel = recipe.parallel
+    granularity, modules = parallel.recompute_granularity, parallel.recompute_modules
+    number, listed = parallel.recompute_num_layers, ",".join(modules)
+    if granularity == "full":
+        for name, value, allowed in (
+            ("method", "block", "uniform, block"),
+            ("num_layers", 1, "a whole number above 0"),
+        ):
+            key = f"parallel.recompute_{name}"
+            if get(recipe, key) is None:
+                needed = "parallel.recompute_granularity=full requires it"
+                yield message(key, None, problem=needed, allowed=allowed, fix=f"{key}={value}")
+        stages = parallel.pipeline_model_parallel_size * parallel.virtual_pipeline_stages
+        if (number or 1) > recipe.model.num_layers // stages:
+            yield message(
+                "parallel.recompute_num_layers",
+                number,
+                problem="a stage has fewer layers",
+                allowed=f"at most model.num_layers={recipe.model.num_layers}"
+                + (f" over {stages} pipeline stages" if stages > 1 else ""),
+                fix=f"parallel.recompute_num_layers={recipe.model.num_layers // stages}",
+            )
+    else:
+        condition = f"parallel.recompute_granularity={as_typed(granularity)}"
+        for key in ("parallel.recompute_method", "parallel.recompute_num_layers"):
+            yield from must_be(recipe, key, None, condition, "only recompute_granularity=full has this")
+    if granularity == "auto" and recipe.cluster.device == "cpu":
+        yield message(
+            "parallel.recompute_granularity",
+            granularity,
+            problem="the memory plan counts the memory of an accelerator",
+            allowed="null, full, selective with cluster.device=cpu",
+            fix="parallel.recompute_granularity=null",
+        )
+    elif granularity == "auto" and recipe.cluster.memory_gib is None:
+        yield message(
+            "cluster.memory_gib",
+            None,
+            problem="parallel.recompute_granularity=auto requires it",
+            allowed="GiB of one device's memory, such as 79 on an H100, 140 on an H200, 192 on an MI300X",
+            fix="cluster.memory_gib=<number>",
+        )
+    if granularity == "selective" and not modules:
+        yield message(
+            "parallel.recompute_modules",
+            [],
+            problem="parallel.recompute_granularity=selective requires modules",
+            allowed=f"some of {', '.join(RECOMPUTE_MODULES)}",
+            fix=f"parallel.recompute_modules=[{RECOMPUTE_MODULES[0]}]",
+        )
+    if granularity != "selective" and modules:
+        yield message(
+            "parallel.recompute_modules",
+            f"[{listed}]",
+            problem="only recompute_granularity=selective has this",
+            allowed=f"[] with parallel.recompute_granularity={as_typed(granularity)}",
+            fix="parallel.recompute_granularity=selective",
+        )
+    if unknown := [module for module in modules if module not in RECOMPUTE_MODULES]:
+        yield message(
+            "parallel.recompute_modules",
+            f"[{listed}]",
+            problem=f"no such module: {', '.join(unknown)}",
+            allowed=", ".join(RECOMPUTE_MODULES),
+            fix=f"parallel.recompute_modules=[{','.join(module for module in modules if module in RECOMPUTE_MODULES)}]",
+        )
+    if "permute" in modules:
+        condition = f"parallel.recompute_modules=[{listed}]"
+        yield from must_be(
+            recipe,
+            "parallel.expert_model_parallel_size",
+            1,
+            condition,
+            "to recompute permute, rows of other ranks would be sent again",
+        )
+        yield from must_be(
+            recipe,
+            "cluster.transformer_impl",
+            "local",
+            condition,
+            "Transformer Engine's experts keep the rows that permute would recompute",
+        )
 
 
 def _cluster(recipe: Recipe, world_size: int) -> Iterator[str]:
     cluster = recipe.cluster
-    if cluster.core_attention != "sdpa":
-        if cluster.transformer_impl == "transformer_engine":
-            yield (
-                f"cluster.core_attention = {cluster.core_attention}: allowed with cluster.transformer_impl = "
-                "transformer_engine, which brings its own attention: sdpa"
-            )
-        elif cluster.device == "cpu" or cluster.dtype != "bf16":
-            yield (
-                f"cluster.core_attention = {cluster.core_attention}: allowed with cluster.device = cuda and cluster.dtype = bf16 "
-                f"(are {cluster.device}, {cluster.dtype}); sdpa goes everywhere"
-            )
-    yield from _kernels(recipe)
-    if cluster.device == "cpu":
-        for name, needed in (("distributed_backend", "gloo"), ("transformer_impl", "local")):
-            if getattr(cluster, name) != needed:
-                yield f"cluster.{name} = {getattr(cluster, name)}: allowed with cluster.device = cpu: {needed}"
-        if recipe.parallel.nccl_ub:
-            yield "parallel.nccl_ub = True: allowed with cluster.device = cuda (is cpu), whose collectives take registered memory"
-    elif cluster.distributed_backend != "nccl":
-        yield f"cluster.distributed_backend = {cluster.distributed_backend}: allowed with cluster.device = cuda: nccl"
-    if recipe.parallel.nccl_ub and cluster.deterministic:
-        yield (
-            "parallel.nccl_ub = True: allowed with cluster.deterministic = False (is True); registered gradients are added by symmetric kernels, "
-            "whose order NCCL_ALGO does not set"
+    if cluster.transformer_impl == "transformer_engine":
+        yield from must_be(
+            recipe, "cluster.core_attention", "sdpa", TRANSFORMER_ENGINE, "Transformer Engine has its own attention"
         )
+    elif cluster.device == "cpu" or cluster.dtype != "bf16":
+        condition = f"cluster.device={cluster.device} and cluster.dtype={cluster.dtype}"
+        why = "this attention requires cluster.device=cuda and cluster.dtype=bf16"
+        yield from must_be(recipe, "cluster.core_attention", "sdpa", condition, why)
+    if cluster.device == "cpu":
+        for key, needed, why in (
+            ("cluster.distributed_backend", "gloo", "NCCL requires an accelerator"),
+            ("cluster.transformer_impl", "local", "Transformer Engine requires an accelerator"),
+            ("parallel.nccl_ub", False, "NCCL's memory requires an accelerator"),
+            ("profile.memory_snapshot", False, "a snapshot records the accelerator's allocator"),
+        ):
+            yield from must_be(recipe, key, needed, "cluster.device=cpu", why)
+    else:
+        why = "tensors of an accelerator are sent by NCCL or RCCL"
+        yield from must_be(recipe, "cluster.distributed_backend", "nccl", "cluster.device=cuda", why)
+    if cluster.deterministic:
+        why = "registered gradients are added by symmetric kernels, whose order NCCL_ALGO does not set"
+        yield from must_be(recipe, "parallel.nccl_ub", False, "cluster.deterministic=true", why)
     if cluster.graphs == "full_iteration":
         yield from obstacles(recipe)
 
 
-def _kernels(recipe: Recipe) -> Iterator[str]:
-    """What is wrong with cluster.kernels and cluster.kernel_overrides. The override auto, as recipes have it, is always allowed."""
+def _kernels(recipe: Recipe, world_size: int) -> Iterator[str]:
+    """Yield problems of cluster.kernels and cluster.kernel_overrides. The override auto, which recipes use, is always allowed."""
     cluster, on_cpu = recipe.cluster, recipe.cluster.device == "cpu"
     try:
         check_selection(cluster.kernels, cluster.kernel_overrides, "cluster.")
@@ -256,70 +456,87 @@ def _kernels(recipe: Recipe) -> Iterator[str]:
         yield str(error)
         return
     if on_cpu and cluster.kernels not in CPU_VERSIONS:
-        allowed = ", ".join(each for each in KERNELS if each in CPU_VERSIONS)
-        yield (
-            f"cluster.kernels={cluster.kernels}: requires an accelerator. Allowed with cluster.device=cpu: {allowed}. "
-            "Fix: cluster.kernels=auto"
+        yield message(
+            "cluster.kernels",
+            cluster.kernels,
+            problem="requires an accelerator",
+            allowed=f"{', '.join(each for each in KERNELS if each in CPU_VERSIONS)} with cluster.device=cpu",
+            fix="cluster.kernels=auto",
         )
     for operator, version in cluster.kernel_overrides.items():
         if version == "auto":
             continue
         key, allowed = f"cluster.kernel_overrides.{operator}", ["auto", *VERSIONS[operator], "reference"]
+        fix = f"{key}=auto"
         if on_cpu:
             allowed = [each for each in allowed if each in CPU_VERSIONS]
             if version not in allowed:
-                yield (
-                    f"{key}={version}: requires an accelerator. Allowed with cluster.device=cpu: {', '.join(allowed)}. "
-                    f"Fix: {key}=auto"
-                )
+                text = f"{', '.join(allowed)} with cluster.device=cpu"
+                yield message(key, version, problem="requires an accelerator", allowed=text, fix=fix)
                 continue
         if operator == "grouped_product" and cluster.transformer_impl == "transformer_engine":
-            yield (
-                f"{key}={version}: Transformer Engine computes the experts, not grouped_product. Allowed with "
-                f"cluster.transformer_impl=local (currently transformer_engine). Fix: {key}=auto"
-            )
+            why = "Transformer Engine computes the experts, not grouped_product"
+            yield message(key, version, problem=why, allowed=f"auto with {TRANSFORMER_ENGINE}", fix=fix)
         dtype_key, dtype = "cluster.dtype", cluster.dtype
-        if operator == "newton_schulz":  # without Muon nothing calls it
+        if operator == "newton_schulz":  # not called without Muon
             dtype_key, dtype = "optim.muon_dtype", recipe.optim.muon_dtype if _uses_muon(recipe) else None
         wide = [each for each in allowed if each not in NO_FP32.get(operator, ()) or on_cpu and each == "grouped_mm"]
         if dtype == "fp32" and version not in wide:
-            yield (
-                f"{key}={version}: this version takes no fp32 matrices. Allowed with {dtype_key}=fp32: {', '.join(wide)}. "
-                f"Fix: {key}=auto"
-            )
+            why, text = "this version does not support fp32 matrices", f"{', '.join(wide)} with {dtype_key}=fp32"
+            yield message(key, version, problem=why, allowed=text, fix=fix)
 
 
 def _uses_muon(recipe: Recipe) -> bool:
-    return recipe.optim.name == "muon" or any("optimizer=muon" in entry.split() for entry in recipe.optim.overrides)
+    return recipe.optim.name == "muon" or any(map(_to_muon, recipe.optim.overrides))
+
+
+def _to_muon(entry: str) -> bool:
+    """Return whether an entry of optim.overrides assigns parameters to Muon."""
+    return "optimizer=muon" in entry.split()
 
 
 def _data(recipe: Recipe, world_size: int) -> Iterator[str]:
-    packing, implementation = recipe.data.packing, recipe.cluster.transformer_impl
-    if packing == "documents" and implementation != "local":
-        yield (
-            f"data.packing = documents: allowed with cluster.transformer_impl = local (is {implementation}); Transformer Engine's "
-            "attention would look across documents"
-        )
-    if recipe.data.reset_position_ids and packing == "none":
-        yield "data.reset_position_ids = True: allowed with data.packing = documents (is none)"
-    for entry in recipe.data.blend:
-        if (
-            not re.fullmatch(r"(\d+(\.\d*)?|\.\d+)([eE][-+]?\d+)?\s+\S.*", entry.strip())
-            or float(entry.split()[0]) <= 0
-        ):
-            yield f"data.blend: {entry!r}: allowed: '<weight above 0> <path>', such as '0.3 data/code'"
+    data = recipe.data
+    if recipe.cluster.transformer_impl == "transformer_engine":
+        why = "Transformer Engine's attention does not separate documents"
+        yield from must_be(recipe, "data.packing", "none", TRANSFORMER_ENGINE, why)
+    if data.packing == "none":
+        why = "positions restart at documents only if documents are packed"
+        yield from must_be(recipe, "data.reset_position_ids", False, "data.packing=none", why)
+    for entry in data.blend:
+        weight = re.fullmatch(r"((?:\d+(?:\.\d*)?|\.\d+)(?:[eE][-+]?\d+)?)\s+\S.*", entry.strip())
+        if weight is None or float(weight[1]) <= 0:
+            yield message(
+                "data.blend",
+                problem=f"{entry!r} is not a weight and a path",
+                allowed="'<weight above 0> <path>'",
+                fix="data.blend=['0.7 data/web','0.3 data/code']",
+            )
 
 
-def _rest(recipe: Recipe, world_size: int) -> Iterator[str]:
+def _profile(recipe: Recipe, world_size: int) -> Iterator[str]:
     profile = recipe.profile
-    if profile.memory_snapshot and recipe.cluster.device == "cpu":
-        yield "profile.memory_snapshot = true: allowed with cluster.device = cuda; it records the device's allocator"
     if profile.step_end <= profile.step_start:
-        yield f"profile.step_end = {profile.step_end}: allowed: above profile.step_start = {profile.step_start}"
-    for rank in profile.ranks:
-        if profile.enabled and not 0 <= rank < world_size:
-            yield f"profile.ranks = {profile.ranks}: allowed: ranks from 0 to {world_size - 1}"
+        yield message(
+            "profile.step_end",
+            profile.step_end,
+            problem="no step is traced",
+            allowed=f"above profile.step_start={profile.step_start}",
+            fix=f"profile.step_end={profile.step_start + 1}",
+        )
+    if profile.enabled and not all(0 <= rank < world_size for rank in profile.ranks):
+        yield message(
+            "profile.ranks",
+            profile.ranks,
+            problem=f"the run has {world_size} ranks",
+            allowed=f"ranks from 0 to {world_size - 1}",
+            fix="profile.ranks=[0]",
+        )
+
+
+def _megatron(recipe: Recipe, world_size: int) -> Iterator[str]:
     filled = {megatron_argument(field): path for path, field in leaves() if megatron_argument(field)}
     for name, value in recipe.megatron.items():
         if name in filled:
-            yield f"megatron.{name} = {value!r}: this argument has a key of its own; set {filled[name]}={value}"
+            fix = f"{filled[name]}={as_typed(value)}"
+            yield message(f"megatron.{name}", value, problem="this argument has its own key", fix=fix)

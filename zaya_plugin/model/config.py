@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""ZayaConfig: Megatron's TransformerConfig plus what ZAYA1 adds, with every disputed modelling choice as a field."""
+"""ZayaConfig: Megatron's TransformerConfig with ZAYA1's options; every disputed modelling choice is a field."""
 
 from __future__ import annotations
 
@@ -10,23 +10,65 @@ import torch.nn.functional as F
 from megatron.core.transformer import TransformerConfig
 from megatron.core.utils import init_method_normal
 
-from zaya_plugin.config.schema import RECOMPUTE_MODULES
+from zaya_plugin.config.messages import refused
+from zaya_plugin.config.schema import (
+    RECOMPUTE_MODULES,
+    ClusterConfig,
+    ModelConfig,
+    ZayaOptions,
+    leaves,
+    megatron_argument,
+)
+from zaya_plugin.errors import mistake
 
-_TEMPERATURE_FORMS = ("linear", "exp", "clamped_exp")
-_SKIP_OUTPUTS = ("zero", "identity")
 _OWN_RECOMPUTE_MODULES = {"permute"}
+
+# Field -> the only value that ZAYA1 has, and why; None stands for any value that is false.
+_FIXED = {
+    **dict.fromkeys(("cca_time0", "cca_time1"), (2, "the convolutions have two taps, as in every released model")),
+    "moe_router_topk": (1, "the router selects one class per token"),
+    "normalization": ("RMSNorm", "every norm of the model is an RMSNorm"),
+    "gated_linear_unit": (True, "experts are SwiGLU (--swiglu)"),
+    **dict.fromkeys(("add_bias_linear", "add_qkv_bias"), (False, "linear layers have no bias")),
+    **dict.fromkeys(("hidden_dropout", "attention_dropout"), (0.0, "the model has no dropout")),
+    **dict.fromkeys(
+        (
+            "multi_latent_attention",
+            "qk_layernorm",
+            "layernorm_zero_centered_gamma",
+            "rotary_interleaved",
+            "moe_router_enable_expert_bias",
+            "fine_grained_activation_offloading",
+        ),
+        (False, "this is not a part of the model"),
+    ),
+    **dict.fromkeys(
+        (
+            "fp8",
+            "fp4",
+            "window_size",
+            "mtp_num_layers",
+            "moe_shared_expert_intermediate_size",
+            "moe_expert_capacity_factor",
+            "moe_z_loss_coeff",
+            "moe_input_jitter_eps",
+        ),
+        (None, "this is not a part of the model"),
+    ),
+}
 
 
 @dataclass
-class ZayaConfig(TransformerConfig):
+class ZayaConfig(ZayaOptions, TransformerConfig):
     """Configuration of a ZAYA1 model (arXiv 2605.05365; transformers `ZayaConfig`).
 
-    Only plain scalar fields, so that `core_transformer_config_from_args(args, ZayaConfig)` can fill them. Where the
-    published sources disagree, the default is what runs on the released weights (transformers `modeling_zaya.py`),
-    and the docstring of the field names the alternatives. Raises ValueError for anything the model cannot do.
+    Fields are those of TransformerConfig, those that `zaya_plugin.config.schema` declares with `option` (skip_output,
+    temperature_form, balancing_lr, ...; sources and alternatives are stated there), and those below, which have no recipe key.
+    All are plain scalars, so that `core_transformer_config_from_args(args, ZayaConfig)` can fill them. Raises ValueError for
+    values that the model does not support.
     """
 
-    num_moe_experts: int | None = 16
+    num_moe_experts: int | None = ModelConfig.num_experts
     """Routed experts, without the skip class. (Megatron's field, ZAYA1's value.)"""
 
     moe_router_topk: int = 1
@@ -39,20 +81,12 @@ class ZayaConfig(TransformerConfig):
     hidden_dropout: float = 0.0
     attention_dropout: float = 0.0
 
-    transformer_impl: str = "local"
+    transformer_impl: str = ClusterConfig.transformer_impl
     """`local`: this package's modules on PyTorch. `transformer_engine`: its linears, norms, attention and experts."""
 
-    router_hidden_size: int = 256
-    """Width of the router's latent state (`mlp_expansion` in the legacy Hub config)."""
-
     router_norm_epsilon: float | None = None
-    """Epsilon of the router's RMSNorm; None takes layernorm_epsilon, as transformers does. The ZAYA1-base release code
+    """Epsilon of the router's RMSNorm; None: layernorm_epsilon, as transformers does. The ZAYA1-base release code
     (Zyphra/transformers, branch zaya) reads a key that its config lacks and so ran with 1e-6."""
-
-    router_init_std: float | None = None
-    """Standard deviation of the router's initial matrices; None takes init_method_std, as transformers does. What
-    training used is unknown. A narrow router needs a larger one (about 1/sqrt(router_hidden_size)): with 0.02 its first
-    probabilities differ between tokens by less than a step of the balancing biases, which then choose alone."""
 
     router_eda: bool = True
     """Exponential depth averaging: the router adds gamma times the previous layer's router state. gamma is a vector of
@@ -62,57 +96,11 @@ class ZayaConfig(TransformerConfig):
     """Score one more class than there are experts; its tokens skip the MoE. True in all released configs
     (`zaya_use_mod`), absent from the papers."""
 
-    skip_output: str = "zero"
-    """What a skipped token gets: `zero` (transformers >= 5.13, Zyphra's vLLM) or `identity`, its probability times the
-    normed MoE input (November 2025 release code, SGLang, Primus). Never reached by released weights."""
-
-    temperature_form: str = "linear"
-    """Key temperature: `linear` T (arXiv 2605.05365 equation 29, all released code), `exp` exp(T) (arXiv 2510.04476
-    listing 1) or `clamped_exp` exp(clamp(T, 1e-7, 2)) (`clamp_temp` in vLLM and SGLang, off in the 8.3B models)."""
-
-    temperature_init: float = 1.0
-    """Initial T. Released code initialises 0, which under `linear` makes every key zero; Primus uses 1; what training
-    used is unknown."""
-
     cca_time0: int = 2
     """Taps of the depthwise convolution over time. Only 2 is supported."""
 
     cca_time1: int = 2
     """Taps of the per-head grouped convolution over time. Only 2 is supported."""
-
-    residual_in_fp32: bool = True
-    """Residual stream in fp32 (transformers, vLLM, the 8B config). The ZAYA1-base release code's class default is
-    False; which one pretraining used is not stated."""
-
-    z_loss: float = 0.0
-    """Factor of logsumexp(logits)^2 in a token's training loss (arXiv 2204.02311)."""
-
-    context_parallel_order: str = "zigzag"
-    """Which part of a sequence a context-parallel rank holds: `zigzag`, two chunks, one from either end, so that all ranks
-    have the same share of causal attention (Megatron's order); `contiguous`, one chunk."""
-
-    core_attention: str = "sdpa"
-    """Softmax attention under transformer_impl=local: `sdpa` (torch), `flash_attn`, `flash_attn_4` or `aiter` (those packages)."""
-
-    scaled_output_init: bool = False
-    """False: attention output and expert down projections start at init_method_std like all others (transformers
-    `_init_weights`). True: Megatron's init_method_std / sqrt(2 * num_layers). What training used is unknown."""
-
-    balancing_lr: float = 1e-3
-    """Learning rate of the AdamW that moves the experts' balancing biases; the skip class keeps -1, as it did in the
-    released weights. Unpublished; this project's choice (as Primus)."""
-
-    balancing_beta1: float = 0.9
-    """AdamW beta1 of the balancing biases; unpublished."""
-
-    balancing_beta2: float = 0.999
-    """AdamW beta2 of the balancing biases; unpublished."""
-
-    balancing_eps: float = 1e-8
-    """AdamW epsilon of the balancing biases; unpublished."""
-
-    balancing_centering: bool = False
-    """Keep the experts' balancing biases at zero mean (sibling model, arXiv 2606.24320). arXiv 2605.05365 has none."""
 
     @property
     def num_router_classes(self) -> int:
@@ -121,7 +109,7 @@ class ZayaConfig(TransformerConfig):
 
     @property
     def pipeline_state_size(self) -> int:
-        """Channels that cross a pipeline stage behind the hidden_size ones: the router state."""
+        """Channels of the router state, which pipeline stages send behind the hidden_size channels of the residual stream."""
         return self.router_hidden_size if self.router_eda and self.pipeline_model_parallel_size > 1 else 0
 
     @property
@@ -135,11 +123,11 @@ class ZayaConfig(TransformerConfig):
         return self.output_layer_init_method if self.scaled_output_init else self.init_method
 
     def __post_init__(self):
-        # Megatron asks for this flag when topk is 1; our router always takes the softmax before the choice.
+        # Megatron requires this flag when topk is 1; ZAYA's router always applies the softmax before it selects.
         self.moe_router_pre_softmax = True
         self.fp32_residual_connection = self.residual_in_fp32
         modules = self.recompute_modules
-        if modules is not None:  # Megatron refuses names that it does not know, and takes an empty list for none
+        if modules is not None:  # Megatron refuses names that it does not know
             self.recompute_modules = [name for name in modules if name not in _OWN_RECOMPUTE_MODULES]
         super().__post_init__()
         if modules is not None:
@@ -148,20 +136,23 @@ class ZayaConfig(TransformerConfig):
 
     @classmethod
     def from_transformer_config(cls, config: TransformerConfig) -> ZayaConfig:
-        """Take over a plain TransformerConfig (as Megatron-LM's `--spec` route gives) with ZAYA1's defaults.
+        """Return a ZayaConfig with the values of a plain TransformerConfig and ZAYA1's defaults for its own fields.
 
-        Also turns on `hetereogenous_dist_checkpoint` in `config` itself: the transformer block writes the checkpoint
-        with that object, and layer 1 has other parameters than the rest.
+        Megatron-LM's `--spec` passes a plain TransformerConfig. `hetereogenous_dist_checkpoint` is set in `config` itself too:
+        the transformer block writes the checkpoint with that object, and layer 1 has other parameters than later layers.
         """
         if isinstance(config, cls):
             return config
         if config.pipeline_model_parallel_size > 1:
-            raise ValueError(
-                f"pipeline_model_parallel_size={config.pipeline_model_parallel_size}: allowed with --spec: 1; the router state "
-                "crosses stages, and the host's schedule has to know its width (zaya train does)"
+            raise mistake(
+                "pipeline_model_parallel_size",
+                config.pipeline_model_parallel_size,
+                problem="the router state is sent between stages, and a host that builds the model from --spec does not know its width",
+                allowed="1 with --spec",
+                fix="pipeline_model_parallel_size=1, or `zaya train`, which supports pipeline stages",
             )
         config.hetereogenous_dist_checkpoint = True
-        # The host's __post_init__ has run; running it again on its own results is not something Megatron promises.
+        # The host's __post_init__ has run; Megatron does not guarantee that it can run again on its own results.
         zaya = object.__new__(cls)
         inherited = {field.name for field in dataclasses.fields(TransformerConfig)}
         zaya.__dict__.update(config.__dict__)
@@ -180,119 +171,99 @@ class ZayaConfig(TransformerConfig):
         self.hetereogenous_dist_checkpoint = True
 
     def _check(self):
-        def require(name, allowed, ok, how):
-            if not ok:
-                raise ValueError(f"{name}={getattr(self, name)!r}: ZAYA1 needs {allowed}; {how}")
+        """Raise ValueError for the first field whose value the model does not support."""
 
-        def one_of(name, values):
-            require(name, f"one of {', '.join(values)}", getattr(self, name) in values, f"set {name} to one of them")
+        def require(name, ok, problem, allowed, fix=None):
+            if not ok:
+                value = getattr(self, name)
+                raise mistake(
+                    name, value, problem=problem, allowed=allowed, fix=f"{name}={allowed if fix is None else fix}"
+                )
 
         def fixed(name, value, reason):
-            require(name, repr(value), getattr(self, name) == value, f"{reason}; set {name}={value!r}")
+            given = getattr(self, name)
+            require(name, given == value or (value is None and not given), reason, repr(value))
 
-        one_of("temperature_form", _TEMPERATURE_FORMS)
-        one_of("skip_output", _SKIP_OUTPUTS)
-        one_of("transformer_impl", ("local", "transformer_engine"))
-        one_of("context_parallel_order", ("zigzag", "contiguous"))
-        one_of("core_attention", ("sdpa", "flash_attn", "flash_attn_4", "aiter"))
-        if self.transformer_impl == "transformer_engine":
-            fixed("core_attention", "sdpa", "Transformer Engine brings its own attention")
-            if self.context_parallel_size > 1:
-                fixed("context_parallel_order", "zigzag", "Transformer Engine's attention knows this order alone")
-        for name in ("cca_time0", "cca_time1"):
-            fixed(name, 2, "the convolutions are written for two taps, as in every released model")
-        fixed("moe_router_topk", 1, "the router picks one class per token")
-        fixed("normalization", "RMSNorm", "every norm of the model is an RMSNorm")
-        fixed("gated_linear_unit", True, "experts are SwiGLU (--swiglu)")
-        require("activation_func", "torch.nn.functional.silu", self.activation_func is F.silu, "experts are SwiGLU")
-        for name in ("add_bias_linear", "add_qkv_bias"):
-            fixed(name, False, "linears have no bias")
-        for name in ("hidden_dropout", "attention_dropout"):
-            fixed(name, 0.0, "the model has no dropout")
-        require("num_moe_experts", "a positive number", bool(self.num_moe_experts), "set num_moe_experts (16 in ZAYA1)")
-        require(
-            "router_init_std",
-            "None or a positive number",
-            self.router_init_std is None or self.router_init_std > 0,
-            "leave it unset for init_method_std",
-        )
-        require("router_hidden_size", "a positive number", self.router_hidden_size > 0, "256 in ZAYA1")
+        known = {field.name for field in dataclasses.fields(self)}
+        for _, field in leaves():  # choices and ranges are the recipe's
+            name = megatron_argument(field)
+            if name in known and (problem := refused(name, field, getattr(self, name))):
+                raise ValueError(problem)
+        for name, (value, reason) in _FIXED.items():
+            fixed(name, value, reason)
+        require("activation_func", self.activation_func is F.silu, "experts are SwiGLU", "torch.nn.functional.silu")
+        require("num_moe_experts", bool(self.num_moe_experts), "the model has experts", "a number above 0", 16)
         heads, groups = self.num_attention_heads, self.num_query_groups
-        require("num_query_groups", f"a divisor of num_attention_heads={heads}", heads % groups == 0, "2 in ZAYA1")
         require(
             "num_query_groups",
-            "an even number",
-            groups % 2 == 0,
-            "the value shift delays half of the key-value heads; 2 in ZAYA1",
+            heads % groups == 0,
+            "every key/value head serves as many query heads",
+            f"a divisor of num_attention_heads={heads}",
+            2,
         )
-        require("kv_channels", "an even number", self.kv_channels % 2 == 0, "128 in ZAYA1")
+        require(
+            "num_query_groups",
+            groups % 2 == 0,
+            "the value shift delays half of the key/value heads",
+            "an even number",
+            2,
+        )
+        require("kv_channels", self.kv_channels % 2 == 0, "RoPE rotates pairs of channels", "an even number", 128)
         tensor, experts = self.tensor_model_parallel_size, self.num_moe_experts
         require(
             "tensor_model_parallel_size",
-            f"a divisor of num_query_groups={groups}",
             groups % tensor == 0,
-            "a key-value head belongs to one rank",
+            "a key/value head cannot be split",
+            f"a divisor of num_query_groups={groups}",
+            1,
         )
         require(
             "sequence_parallel",
-            repr(tensor > 1),
             self.sequence_parallel == (tensor > 1),
-            f"it goes with tensor_model_parallel_size above 1 (is {tensor}): each rank routes its own tokens",
+            "with tensor parallelism, and only then, each rank routes its own tokens",
+            f"{tensor > 1} with tensor_model_parallel_size={tensor}",
+            tensor > 1,
         )
         require(
             "expert_model_parallel_size",
-            f"a divisor of num_moe_experts={experts}",
             experts % self.expert_model_parallel_size == 0,
             "every rank holds as many experts",
+            f"a divisor of num_moe_experts={experts}",
+            1,
         )
-        fixed("expert_tensor_parallel_size", 1, "experts are never cut; tokens of any rank go to a whole expert")
-        one_of("moe_token_dispatcher_type", ("alltoall", "allgather"))
-        for name in (
-            "multi_latent_attention",
-            "qk_layernorm",
-            "layernorm_zero_centered_gamma",
-            "rotary_interleaved",
-            "moe_router_enable_expert_bias",
-            "fine_grained_activation_offloading",
-        ):
-            fixed(name, False, "not a part of the model")
-        for name in (
-            "fp8",
-            "fp4",
-            "window_size",
-            "mtp_num_layers",
-            "moe_shared_expert_intermediate_size",
-            "moe_expert_capacity_factor",
-            "moe_z_loss_coeff",
-            "moe_input_jitter_eps",
-        ):
-            require(name, "None", not getattr(self, name), f"not a part of the model; leave {name} unset")
+        fixed("expert_tensor_parallel_size", 1, "experts are not split; a token of any rank goes to a whole expert")
+        if self.transformer_impl == "transformer_engine":
+            fixed("core_attention", "sdpa", "Transformer Engine has its own attention")
+            if self.context_parallel_size > 1:
+                fixed("context_parallel_order", "zigzag", "Transformer Engine's attention supports no other order")
         coefficients = self.moe_aux_loss_coeff
         coefficients = coefficients if isinstance(coefficients, list) else [coefficients]
+        require("moe_aux_loss_coeff", not any(coefficients), "ZAYA1 balances its experts by biases alone", "0.0")
         require(
-            "moe_aux_loss_coeff",
-            "0.0",
-            not any(coefficients),
-            "ZAYA1 balances by biases alone; set moe_aux_loss_coeff=0.0",
+            "cuda_graph_impl",
+            self.cuda_graph_impl in ("none", "full_iteration"),
+            "a graph of single layers is not supported",
+            "none, full_iteration",
+            "none",
         )
-        one_of("cuda_graph_impl", ("none", "full_iteration"))
         if self.recompute_granularity == "selective":
             unknown = sorted({*self.recompute_modules} - {*RECOMPUTE_MODULES})
             require(
                 "recompute_modules",
-                f"a subset of {sorted(RECOMPUTE_MODULES)}",
                 not unknown,
-                f"{unknown} name parts that ZAYA1 lacks (mlp, shared_experts, mla_up_proj, gdn_norm_out) or that "
-                "its expert function always recomputes (moe_act)",
+                f"{unknown} name parts that ZAYA1 lacks (mlp, shared_experts, mla_up_proj, gdn_norm_out) or that its expert "
+                "function always recomputes (moe_act)",
+                f"a subset of {sorted(RECOMPUTE_MODULES)}",
+                sorted({*self.recompute_modules} & {*RECOMPUTE_MODULES}),
             )
             if "permute" in self.recompute_modules:
                 fixed(
                     "transformer_impl",
                     "local",
-                    "recompute_modules has permute, and Transformer Engine's experts keep their rows",
+                    "recompute_modules contains permute, and Transformer Engine's experts keep their rows",
                 )
                 fixed(
                     "expert_model_parallel_size",
                     1,
-                    "recompute_modules has permute, and rows of other ranks would have to travel again",
+                    "recompute_modules contains permute, and rows of other ranks would be sent again",
                 )
