@@ -9,7 +9,7 @@ import pytest
 from zaya_plugin.bench import expect
 from zaya_plugin.bench.command import main
 from zaya_plugin.config.compose import compose
-from zaya_plugin.plan.machines import MACHINES
+from zaya_plugin.plan.recipe_plan import machine_of
 
 RECORD = Path(__file__).parents[2] / "benchmarks" / "results" / "step12-h100.json"
 ALIKE = ["experiment=zaya1_base", "data.path=none"]
@@ -24,6 +24,10 @@ def record():
 @pytest.fixture(scope="module")
 def measured(record):
     return {row["part"]: row["ms"] for row in record["parts"]}
+
+
+def machine(cluster):
+    return machine_of(compose([f"cluster={cluster}", "data.path=none"]))
 
 
 def parts(found):
@@ -81,9 +85,9 @@ def test_more_layers_and_ranks(record, measured):
     assert found["optimizer"] == pytest.approx(40 / 12 / 8 * measured["optimizer"])
     sent = 7 / 8 * 4 * 8_840_488_784  # bytes of gradients that a rank sends
     messages = 80 + 4  # as zaya_plugin.optim.sharding.layout cuts them (docs/optimizer.md)
-    machine = MACHINES["h100_8"]
+    rates = machine("h100_8")
     assert eight["communication"]["gradients"]["ms"] == pytest.approx(
-        1e3 * (sent / machine.link + messages * machine.latency), rel=0.001
+        1e3 * (sent / rates.link + messages * rates.latency), rel=0.001
     )
     assert 0 < eight["communication"]["gradients"]["exposed_ms"] < 0.1 * eight["communication"]["gradients"]["ms"]
     words = [*ALIKE, "cluster=h100_8", "stage.micro_batch_size=4", "stage.global_batch_size=32"]
@@ -140,9 +144,9 @@ def test_copy_engines_take_nothing_from_the_kernels_beside_them():
             for name, value in values.items():
                 setattr(getattr(recipe, group), name, value)
         assert parts(expect.expect(rings, recipe, 4))["slowed"] > parts(found)["slowed"] + 5
-    assert not expect.copies_parameters(expect.recorded_recipe(copies), 16, MACHINES["h200_8"])  # two nodes
+    assert not expect.copies_parameters(expect.recorded_recipe(copies), 16, machine("h200_8"))  # two nodes
     words = ["cluster=mi300x_8", "parallel.nccl_ub=true", "experiment=zaya1_base", "data.path=none"]
-    assert not expect.copies_parameters(compose(words), 8, MACHINES["mi300x_8"])  # not tried there
+    assert not expect.copies_parameters(compose(words), 8, machine("mi300x_8"))  # not tried there
 
 
 def test_copies_of_a_record_are_no_kernels_that_slow_others_down():

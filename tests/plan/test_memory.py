@@ -6,17 +6,23 @@ from dataclasses import replace
 import pytest
 
 from hip_ops.runtime.saved import declared
+from zaya_plugin.config.compose import compose
 from zaya_plugin.plan import memory
 from zaya_plugin.plan.flops import Shape
-from zaya_plugin.plan.machines import H200, MACHINES, between_instances, collective_seconds
+from zaya_plugin.plan.machines import between_instances, collective_seconds
 from zaya_plugin.plan.memory import Optimizer, Recompute, in_flight, layer_tensors, memory_plan, padded_parameters
 from zaya_plugin.plan.parallelism import Batch, Layout
+from zaya_plugin.plan.recipe_plan import machine_of
 from zaya_plugin.plan.recompute import RESERVE, choices, choose
 
 GIB = 2**30
 BASE = Shape(40, 2048, 8, 2, 128, 16, 2048, 256, 262_272)
 TWELVE, FOUR = replace(BASE, num_layers=12), replace(BASE, num_layers=4, vocab_size=65_536)
 GOAL = (BASE, Layout(data=8), Batch(4096, 4), Optimizer())  # 8 H200s, 16,384 tokens a device
+
+
+def machine(cluster):
+    return machine_of(compose([f"cluster={cluster}", "data.path=none"]))
 
 
 def test_the_measured_peak_on_one_h100():
@@ -74,7 +80,7 @@ def test_context_parallel_ranks_keep_the_keys_of_all():
 
 
 def test_the_goal_of_90_gib_is_met_by_recomputing_norms_and_sorted_rows():
-    found = choices(*GOAL, H200)
+    found = choices(*GOAL, machine("h200_8"))
     by_name = {choice.name: choice for choice in found}
     assert by_name["nothing"].plan.total / GIB == pytest.approx(93.1, abs=0.5)
     both = by_name["layernorm + permute"]
@@ -90,7 +96,7 @@ def test_the_goal_of_90_gib_is_met_by_recomputing_norms_and_sorted_rows():
 
 
 def test_the_cheapest_that_fits_is_chosen():
-    found = choices(*GOAL, H200)
+    found = choices(*GOAL, machine("h200_8"))
     assert [choice.milliseconds for choice in found] == sorted(choice.milliseconds for choice in found)
     names = {}
     for memory_gib in (140, 100, 98, 95, 80):
@@ -125,7 +131,7 @@ def test_whole_layers_keep_their_inputs():
 
 
 def test_collectives():
-    h200, mi300x = MACHINES["h200_8"], MACHINES["mi300x_128x8"]
+    h200, mi300x = machine("h200_8"), machine("mi300x_128x8")
     assert collective_seconds(h200, 1, 1e9) == 0
     # NCCL's all-reduce of 16 MiB on eight H200s reached 255 GB/s, that of 1 GiB 360: twice 7 / 8 of the size leave a device.
     for mebibytes, reached in ((16, 255e9), (256, 348e9)):
@@ -137,7 +143,7 @@ def test_collectives():
 
 
 def test_between_instances():
-    h200, mi300x = MACHINES["h200_8"], MACHINES["mi300x_128x8"]
+    h200, mi300x = machine("h200_8"), machine("mi300x_128x8")
     assert between_instances(mi300x, 64, 1, 1e9) == 0
     # All-reduce of a shard: twice (n - 1) / n of it leave a device, by its own 400 Gb/s NIC, or within a node by its links.
     assert between_instances(mi300x, 64, 16, 50e9) == pytest.approx(2 * 15 / 16, rel=1e-3)

@@ -32,7 +32,7 @@ gradient buffers, optimizer, exposed communication and idle, each beside the mat
 the same device. Nothing is saved of the training; W&B runs offline. docs/benchmarks.md says how to read the table.
 
 `expect` carries a step.json over to another recipe and cluster: each part at the share of its roofline that it had, collectives at the rates
-of the cluster's links (zaya_plugin/plan/machines.py). What it prints and writes is marked as a prediction.
+of the cluster's links (the recipe's machine keys). What it prints and writes is marked as a prediction.
 
 OPTIONS
   --steps N                   timed steps (5)

@@ -2,7 +2,7 @@
 """`zaya bench expect`: a measured step carried over to another machine, size or batch. A prediction, and marked as one.
 
 Each part of the record took a certain time where its roofline, the larger of operations over the matrix-product rate and bytes over the copy rate, allows
-less; the same share of the other machine's roofline is assumed for the other recipe's work. Collectives take zaya_plugin.plan.machines' rates and are
+less; the same share of the other machine's roofline is assumed for the other recipe's work. Collectives take the rates of the recipe's `machine` and are
 hidden under the passes that they overlap with, whose kernels they slow down. What the host does (idle) is not carried over. Same recipe on the same
 device: the record's own parts; on several, their communication and what it costs the kernels are the formulas', not the record's.
 """
@@ -65,10 +65,15 @@ def load(path: Path) -> dict:
 
 
 def recorded_recipe(record: dict) -> Recipe:
-    """The recipe that ran. Keys that have come since have their defaults, keys that have gone are left out."""
+    """Return the recipe that ran. Keys that are new since then have their defaults, and removed keys are left out.
+
+    The rates of the machine are those of today's recipe of the same cluster, if there is one.
+    """
     from dataclasses import fields, is_dataclass
 
+    from zaya_plugin.config.compose import compose
     from zaya_plugin.config.schema import Recipe
+    from zaya_plugin.config.train_help import options
 
     def filled(target, values: dict):
         for each in fields(target):
@@ -81,6 +86,8 @@ def recorded_recipe(record: dict) -> Recipe:
 
     recipe = filled(Recipe(), record["recipe"])
     recipe.nproc = record["world_size"]
+    if recipe.cluster.name in options("cluster"):
+        recipe.machine = compose([f"cluster={recipe.cluster.name}", "data.path=none"]).machine
     return recipe
 
 
@@ -93,7 +100,6 @@ def expect(record: dict, recipe: Recipe, world: int) -> dict:
     from zaya_plugin.plan import recipe_plan
     from zaya_plugin.plan.expected_step import Overlap, communication, limit
     from zaya_plugin.plan.flops import training_flops
-    from zaya_plugin.plan.machines import MACHINES
     from zaya_plugin.plan.memory import Recompute, tokens_of_rank
     from zaya_plugin.plan.recompute import added_seconds
     from zaya_plugin.plan.step_work import Work
@@ -103,7 +109,7 @@ def expect(record: dict, recipe: Recipe, world: int) -> dict:
         raise ValueError(
             f"parallel.pipeline_model_parallel_size = {recipe.parallel.pipeline_model_parallel_size}: allowed in zaya bench expect: 1"
         )
-    machine = MACHINES.get(recipe.cluster.name)
+    machine = recipe_plan.machine_of(recipe) if recipe.machine.name else None
     here = measured["gemm_tflops"] * 1e12, measured["copy_tb_per_s"] * 1e12
     same = machine is None or machine.name in record["device"]
     rates = here if same else (machine.gemm, machine.copy)

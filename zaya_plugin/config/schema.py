@@ -472,6 +472,30 @@ class ClusterConfig:
 
 
 @dataclass
+class MachineConfig:
+    """Rates of one accelerator and its links, for predictions. Defaults are an H100's, for clusters without rates of their own."""
+
+    name: str | None = own(
+        None,
+        "part of the device's name in torch, such as H100; null: unknown, and `zaya bench expect` predicts no communication",
+        MEMORY,
+    )
+    gemm_tflops: float = own(790.0, "TFLOP/s of a large bf16 matrix product", MEMORY, limit=POSITIVE)
+    copy_tb_per_s: float = own(3.0, "TB/s that a copy reads and writes", MEMORY, limit=POSITIVE)
+    devices_per_node: int = own(8, "devices of a node, which its links connect", MEMORY, limit=POSITIVE)
+    link_gb_per_s: float = own(340.0, "GB/s that a device sends in a collective inside a node", MEMORY, limit=POSITIVE)
+    latency_us: float = own(45.0, "microseconds of a small collective inside a node", MEMORY, limit=NOT_NEGATIVE)
+    network_gb_per_s: float = own(50.0, "GB/s that a device sends between nodes", MEMORY, limit=POSITIVE)
+    hop_us: float = own(
+        10.0, "microseconds that each further rank between nodes adds to a collective", MEMORY, limit=NOT_NEGATIVE
+    )
+    copy_engines: bool = own(
+        False, "inside a node copy engines gather registered buffers (parallel.nccl_ub) without slowing kernels", MEMORY
+    )
+    sources: str = own("", "source of each rate, and whether this project measured it", MEMORY)
+
+
+@dataclass
 class LoggerConfig:
     """Where metrics go. metrics.jsonl and the console line are always written."""
 
@@ -576,6 +600,7 @@ class Recipe:
     optim: OptimConfig = field(default_factory=OptimConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
+    machine: MachineConfig = field(default_factory=MachineConfig)
     logger: LoggerConfig = field(default_factory=LoggerConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     profile: ProfileConfig = field(default_factory=ProfileConfig)

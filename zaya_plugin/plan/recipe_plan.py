@@ -11,7 +11,7 @@ from zaya_plugin.config.validate import data_parallel_size
 from zaya_plugin.data.vocabulary import padded, vocabulary_of
 from zaya_plugin.plan import recompute as choice
 from zaya_plugin.plan.flops import Shape
-from zaya_plugin.plan.machines import H100, MACHINES, Machine
+from zaya_plugin.plan.machines import Machine
 from zaya_plugin.plan.memory import MemoryPlan, Optimizer, Recompute, memory_plan
 from zaya_plugin.plan.parallelism import Batch, Layout
 
@@ -80,8 +80,20 @@ def has_graph(recipe: Recipe) -> bool:
 
 
 def machine_of(recipe: Recipe) -> Machine:
-    """Rates by the cluster's name; an H100's for one that is not known, for between choices they decide little."""
-    return MACHINES.get(recipe.cluster.name, H100)
+    """Return the recipe's rates in base units. Clusters without rates have an H100's: they decide little between choices."""
+    machine = recipe.machine
+    return Machine(
+        name=machine.name,
+        gemm=machine.gemm_tflops * 1e12,
+        copy=machine.copy_tb_per_s * 1e12,
+        node=machine.devices_per_node,
+        link=machine.link_gb_per_s * 1e9,
+        latency=machine.latency_us / 1e6,
+        network=machine.network_gb_per_s * 1e9,
+        hop=machine.hop_us / 1e6,
+        sources=machine.sources,
+        copies=machine.copy_engines,
+    )
 
 
 def plan_of(recipe: Recipe, world_size: int, vocabulary: int | None = None) -> MemoryPlan:
