@@ -4,8 +4,10 @@
 import pytest
 
 from zaya_plugin.config.compose import compose
+from zaya_plugin.config.graphs import REQUIRED
+from zaya_plugin.config.messages import refused, schema
 from zaya_plugin.config.schema import leaves
-from zaya_plugin.config.validate import data_parallel_size, validate
+from zaya_plugin.config.validate import EXCLUSIONS, data_parallel_size, validate
 
 # Numbers that may be anything, or whose limits depend on another key and are tested below.
 WITHOUT_RANGE = {"model.temperature_init", "profile.step_end"}
@@ -107,7 +109,10 @@ IMPOSSIBLE = [
     (
         ["cluster.core_attention=aiter"],
         2,
-        ["cluster.core_attention=aiter", "cluster.device=cuda", "Allowed: sdpa with cluster.device=cpu"],
+        [
+            "cluster.core_attention=aiter: this attention requires an accelerator",
+            "Allowed: sdpa with cluster.device=cpu",
+        ],
     ),
     (
         ["cluster.kernel_overrides={router: triton}"],
@@ -343,6 +348,12 @@ def test_every_number_has_a_range():
     numbers = {path for path, field in leaves() if str(field.type).partition(" | ")[0] in ("int", "float")}
     ranged = {path for path, field in leaves() if field.metadata["limit"]}
     assert numbers - ranged == WITHOUT_RANGE
+
+
+def test_tables_name_keys_and_values_that_exist():
+    rows = [(*pair, "") for pair in EXCLUSIONS] + [row for rows in EXCLUSIONS.values() for row in rows] + [*REQUIRED]
+    for key, value, _ in rows:
+        assert refused(key, schema()[key], value) is None, (key, value)
 
 
 def test_all_problems_are_listed_at_once():

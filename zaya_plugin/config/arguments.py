@@ -53,6 +53,8 @@ HOST = dict(
     gradient_accumulation_fusion=False,
     masked_softmax_fusion=False,
     no_persist_layer_norm=True,
+    bias_swiglu_fusion=False,
+    bias_dropout_fusion=False,
 )
 
 
@@ -75,15 +77,12 @@ def megatron_arguments(recipe: Recipe, data: dict[str, Any]) -> dict[str, Any]:
             allowed="null, full, selective",
             fix="the value that `zaya train --dry-run` shows for auto",
         )
-    values = {**ZAYA, **HOST, **data}
-    owner = {}
+    values, owner = {**ZAYA, **HOST, **data}, {}
     for path, field in leaves():
-        name = megatron_argument(field)
-        if name is None:
-            continue
-        owner[name] = path
-        if (value := get(recipe, path)) is not None:
-            values[name] = value
+        if name := megatron_argument(field):
+            owner[name] = path
+            if (value := get(recipe, path)) is not None:
+                values[name] = value
     if recipe.parallel.virtual_pipeline_stages == 1:
         values.pop("num_virtual_stages_per_pipeline_rank")
     if not recipe.parallel.recompute_modules:
@@ -94,8 +93,13 @@ def megatron_arguments(recipe: Recipe, data: dict[str, Any]) -> dict[str, Any]:
     values["make_vocab_size_divisible_by"] = recipe.model.make_vocab_size_divisible_by // tensor
     values["max_position_embeddings"] = recipe.stage.seq_length
     values["ffn_hidden_size"] = recipe.model.moe_ffn_hidden_size
-    values.update(_precision(recipe))
-    values.update(_graphs(recipe))
+    values.update(
+        bf16=recipe.cluster.dtype == "bf16",
+        use_cpu_initialization=recipe.cluster.device == "cpu",
+        apply_rope_fusion=recipe.cluster.transformer_impl == "transformer_engine",
+    )
+    if recipe.cluster.graphs == "full_iteration":  # `zaya train` has resolved auto; in other hosts auto means none
+        values.update(cuda_graph_impl=recipe.cluster.graphs, cuda_graph_modules=[])
     values.update(_checkpoints(recipe))
     if recipe.stage.batch_size_ramp is not None:
         _count_in_samples(values)
@@ -105,7 +109,6 @@ def megatron_arguments(recipe: Recipe, data: dict[str, Any]) -> dict[str, Any]:
     # With it Megatron would wait for the device in each micro-batch; the optimizer here finds NaNs without waiting.
     if recipe.parallel.use_distributed_optimizer:
         values["check_for_nan_in_loss_and_grad"] = False
-    values["num_workers"] = recipe.data.num_workers
     # Megatron counts the batches of all domains, the recipe those of one.
     values["eval_iters"] = recipe.stage.eval_iters * max(1, len(recipe.data.valid_blend))
     if recipe.logger.tensorboard or recipe.profile.enabled:  # the profiler writes its traces beside this directory
@@ -117,25 +120,6 @@ def megatron_arguments(recipe: Recipe, data: dict[str, Any]) -> dict[str, Any]:
             raise mistake(f"megatron.{name}", value, problem=problem, fix=fix)
         values[name] = value
     return values
-
-
-def _precision(recipe: Recipe) -> dict[str, Any]:
-    on_cpu = recipe.cluster.device == "cpu"
-    fused = recipe.cluster.transformer_impl == "transformer_engine"
-    return dict(
-        bf16=recipe.cluster.dtype == "bf16",
-        use_cpu_initialization=on_cpu,
-        bias_swiglu_fusion=False,
-        bias_dropout_fusion=False,
-        apply_rope_fusion=fused,
-    )
-
-
-def _graphs(recipe: Recipe) -> dict[str, Any]:
-    # `zaya train` has resolved auto; in other hosts auto means none.
-    if recipe.cluster.graphs != "full_iteration":
-        return {}
-    return dict(cuda_graph_impl=recipe.cluster.graphs, cuda_graph_modules=[])
 
 
 def _checkpoints(recipe: Recipe) -> dict[str, Any]:

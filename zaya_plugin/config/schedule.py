@@ -123,8 +123,6 @@ def schedule_problems(recipe: Recipe, batch_unit: int) -> Iterator[str]:
     if init > optim.lr:
         above = "the warm-up would start above the highest learning rate"
         yield message(key, init, problem=above, allowed=f"at most optim.lr={optim.lr}", fix=f"{key}={optim.lr}")
-    if not optim.lr_warmup_iters:
-        yield from must_be(recipe, key, 0.0, "optim.lr_warmup_iters=0", "there is no warm-up that could start from it")
     key, decay, last = "optim.lr_wsd_decay_iters", optim.lr_decay_iters or stage.train_iters, optim.lr_wsd_decay_iters
     most = decay - optim.lr_warmup_iters
     if optim.lr_decay_style != "WSD":

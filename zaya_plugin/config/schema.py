@@ -69,8 +69,8 @@ def option(default: Any, help: str, *, to: str = "model", **kw):
 
 
 def own(default: Any, help: str, reader: str, **kw):
-    """Declare a field that the module `reader` of this package reads."""
-    return _field(default, help, reader=reader, **kw)
+    """Declare a field that the module zaya_plugin.<reader> reads."""
+    return _field(default, help, reader=f"zaya_plugin.{reader}", **kw)
 
 
 RECOMPUTE_MODULES = (
@@ -79,21 +79,6 @@ RECOMPUTE_MODULES = (
     "layernorm",
     "permute",
 )  # parts of a layer that can be recomputed by themselves
-
-ADAPTER = "zaya_plugin.config.arguments"
-METRICS = "zaya_plugin.training.metrics"
-LAUNCH = "zaya_plugin.run.launch"
-RANK_PLAN = "zaya_plugin.run.rank_plan"
-LIFECYCLE = "zaya_plugin.training.lifecycle"
-DATASETS = "zaya_plugin.data.sources"
-OPTIMIZER = "zaya_plugin.training.optimizer"
-HANDOVER = "zaya_plugin.handover.predecessor"
-ADAPTER_HANDOVER = "zaya_plugin.hosts.stage_handover"
-SBATCH = "zaya_plugin.run.sbatch"
-CURRICULUM = "zaya_plugin.run.curriculum"
-CURRICULUM_RUN = "zaya_plugin.run.curriculum_run"
-MEMORY = "zaya_plugin.plan.recipe_plan"
-KERNEL_SELECTION = "zaya_plugin.training.kernels"
 
 
 @dataclass
@@ -104,7 +89,7 @@ class ModelConfig:
     (`modeling_zaya.py`), and the comment at the option names the alternatives.
     """
 
-    name: str = own(MISSING, "name of the model, shown in logs and kept in checkpoints", METRICS)
+    name: str = own(MISSING, "name of the model, shown in logs and kept in checkpoints", "training.metrics")
     num_layers: int = arg(40, "transformer layers; each is one CCA attention and one MoE sublayer", limit=POSITIVE)
     hidden_size: int = arg(2048, "width of the residual stream", limit=POSITIVE)
     num_attention_heads: int = arg(8, "query heads after compression", limit=POSITIVE)
@@ -174,7 +159,7 @@ class ModelConfig:
 class StageConfig:
     """One stage of the curriculum: context, batch and length of training."""
 
-    name: str = own(MISSING, "name of the stage", METRICS)
+    name: str = own(MISSING, "name of the stage", "training.metrics")
     seq_length: int = arg(4096, "tokens of one sequence", limit=POSITIVE)
     rotary_base: int = arg(
         10000, "RoPE base: 10,000 at 4K, 1,000,000 at 32K, 5,000,000 at 131K (report, table II)", limit=POSITIVE
@@ -199,7 +184,7 @@ class StageConfig:
     eval_at_start: bool = own(
         False,
         "validate before the first step too, and use the same samples in every validation, to compare losses around a hand-over",
-        ADAPTER_HANDOVER,
+        "hosts.stage_handover",
     )
 
 
@@ -210,23 +195,23 @@ class DataConfig:
     path: str = own(
         MISSING,
         "directory written by `zaya data prepare`, or a Megatron prefix without .bin/.idx",
-        DATASETS,
+        "data.sources",
         limit=NOT_EMPTY,
     )
     blend: list[str] = own(
         [],
         "sources as 'weight path' entries, instead of `path`, which then gives the tokenizer and the validation data",
-        DATASETS,
+        "data.sources",
     )
-    valid_path: str | None = own(None, "validation data instead of the part that `path` holds out", DATASETS)
+    valid_path: str | None = own(None, "validation data instead of the part that `path` holds out", "data.sources")
     valid_blend: list[str] = own(
         [],
         "validation domains as 'weight path' entries: the validation part of each, instead of the part that `path` holds out. "
         "Each has a loss of its own, validation/<name>/loss; valid_loss is their weighted mean",
-        DATASETS,
+        "data.sources",
     )
-    tokenizer: str | None = own(None, "Hugging Face tokenizer; null: the one in `path`'s manifest", DATASETS)
-    cache_path: str | None = own(None, "directory of the sample index; null: <path>/cache", DATASETS)
+    tokenizer: str | None = own(None, "Hugging Face tokenizer; null: the one in `path`'s manifest", "data.sources")
+    cache_path: str | None = own(None, "directory of the sample index; null: <path>/cache", "data.sources")
     num_workers: int = arg(0, "data loader processes of a rank", limit=NOT_NEGATIVE)
     packing: str = option(
         "none",
@@ -239,13 +224,13 @@ class DataConfig:
         "megatron",
         "megatron: GPTDataset's, made for all samples at once; continuing: each source continues after data.consumed, also when the "
         "blend, the sequence length or the number of samples changes between stages",
-        DATASETS,
+        "data.sources",
         choices=("megatron", "continuing"),
     )
     consumed: list[str] = own(
         [],
         "with order=continuing: 'tokens path' entries of what earlier stages read; `zaya data mixture` prints those for the next stage",
-        DATASETS,
+        "data.sources",
     )
 
 
@@ -262,7 +247,7 @@ class OptimConfig:
     name: str = own(
         "adamw",
         "muon: matrices by Muon, all other parameters by AdamW; adamw: all parameters by AdamW",
-        OPTIMIZER,
+        "training.optimizer",
         choices=("adamw", "muon"),
     )
     lr: float = arg(6e-4, "highest learning rate", limit=POSITIVE)
@@ -304,38 +289,41 @@ class OptimConfig:
     non_finite_gradients: str = own(
         "stop",
         "stop: end the run with an error; skip: skip the step on all ranks and continue",
-        OPTIMIZER,
+        "training.optimizer",
         choices=("stop", "skip"),
     )
-    muon_momentum: float = own(0.95, "Muon's momentum; unpublished", OPTIMIZER, limit=BETA)
-    muon_nesterov: bool = own(True, "Nesterov form of the momentum; unpublished", OPTIMIZER)
-    muon_steps: int = own(5, "Newton-Schulz iterations", OPTIMIZER, limit=POSITIVE)
+    muon_momentum: float = own(0.95, "Muon's momentum; unpublished", "training.optimizer", limit=BETA)
+    muon_nesterov: bool = own(True, "Nesterov form of the momentum; unpublished", "training.optimizer")
+    muon_steps: int = own(5, "Newton-Schulz iterations", "training.optimizer", limit=POSITIVE)
     muon_coefficients: str = own(
         "simple",
         "simple: 3.4445, -4.7750, 2.0315 in every step (Jordan 2024); quintic: modded-nanogpt's five triples; polar_express: "
         "arXiv 2505.16932; Megatron's names; unpublished",
-        OPTIMIZER,
+        "training.optimizer",
         choices=("simple", "quintic", "polar_express"),
     )
     muon_dtype: str = own(
         "bf16",
         "precision of the Newton-Schulz iterations; fp16 has more digits, and inputs are scaled into its range",
-        OPTIMIZER,
+        "training.optimizer",
         choices=("bf16", "fp16", "fp32"),
     )
     muon_rms_scale: float = own(
-        0.2, "updates are scaled by this times sqrt(max(rows, columns)); unpublished", OPTIMIZER, limit=POSITIVE
+        0.2,
+        "updates are scaled by this times sqrt(max(rows, columns)); unpublished",
+        "training.optimizer",
+        limit=POSITIVE,
     )
     muon_momentum_dtype: str = own(
-        "fp32", "precision in which the momentum is stored", OPTIMIZER, choices=("fp32", "bf16")
+        "fp32", "precision in which the momentum is stored", "training.optimizer", choices=("fp32", "bf16")
     )
     muon_split_gate_up: bool = own(
-        False, "orthogonalise the gate and up halves of the experts' fc1 separately; unpublished", OPTIMIZER
+        False, "orthogonalise the gate and up halves of the experts' fc1 separately; unpublished", "training.optimizer"
     )
     overrides: list[str] = own(
         [],
         "by parameter name: 'PATTERN optimizer=muon|adamw lr_mult=X weight_decay_mult=Y'; a later entry overrides an earlier one",
-        OPTIMIZER,
+        "training.optimizer",
     )
 
 
@@ -401,16 +389,16 @@ class ParallelConfig:
 class ClusterConfig:
     """The machine: device, precision, back ends and memory."""
 
-    name: str = own(MISSING, "name of the cluster", METRICS)
+    name: str = own(MISSING, "name of the cluster", "training.metrics")
     device: str = own(
         "cuda",
         "cuda (NVIDIA and ROCm) or cpu; cpu hides accelerators from the ranks",
-        RANK_PLAN,
+        "run.rank_plan",
         choices=("cuda", "cpu"),
     )
-    num_nodes: int = own(1, "nodes of a run", RANK_PLAN, limit=POSITIVE)
-    gpus_per_node: int = own(8, "processes of a node when nproc is null", RANK_PLAN, limit=POSITIVE)
-    dtype: str = own("bf16", "weights and activations", ADAPTER, choices=("bf16", "fp32"))
+    num_nodes: int = own(1, "nodes of a run", "run.rank_plan", limit=POSITIVE)
+    gpus_per_node: int = own(8, "processes of a node when nproc is null", "run.rank_plan", limit=POSITIVE)
+    dtype: str = own("bf16", "weights and activations", "config.arguments", choices=("bf16", "fp32"))
     distributed_backend: str = arg("nccl", "collectives; nccl selects RCCL on ROCm", choices=("nccl", "gloo"))
     distributed_timeout_minutes: int = arg(10, "minutes until a stuck collective ends the run", limit=POSITIVE)
     transformer_impl: str = arg(
@@ -428,14 +416,14 @@ class ClusterConfig:
         "auto",
         "version of every operator: auto, the best one available on the device; hip, triton or compiled (torch.compile), where an "
         "operator has it; reference, plain torch. docs/kernels.md",
-        KERNEL_SELECTION,
+        "training.kernels",
         choices=KERNELS,
     )
     kernel_overrides: dict[str, str] = own(
         {},
         "versions of single operators, such as {router_mlp: compiled}; one that is not available is an error. cluster.kernels on the "
         "command line drops those of the recipe's files",
-        KERNEL_SELECTION,
+        "training.kernels",
     )
     deterministic: bool = arg(
         False, "the same bits in every repetition on the same devices; slower", megatron="deterministic_mode"
@@ -444,31 +432,36 @@ class ClusterConfig:
         "none",
         "full_iteration: forward and backward of all micro-batches of a step become one CUDA or HIP graph, replayed without work of "
         "the host; auto: full_iteration if the recipe allows it, else none",
-        ADAPTER,
+        "config.arguments",
         choices=("none", "auto", "full_iteration"),
     )
     peak_tflops: float | None = own(
-        None, "nominal dense bf16 TFLOP/s of one device, the base of MFU; null: no MFU", METRICS, limit=POSITIVE
+        None,
+        "nominal dense bf16 TFLOP/s of one device, the base of MFU; null: no MFU",
+        "training.metrics",
+        limit=POSITIVE,
     )
     reachable_tflops: float | None = own(
-        None, "TFLOP/s that the best GEMMs reach on the device, shown beside MFU", METRICS, limit=POSITIVE
+        None, "TFLOP/s that the best GEMMs reach on the device, shown beside MFU", "training.metrics", limit=POSITIVE
     )
     memory_gib: float | None = own(
         None,
         "GiB of one device's memory, of which the memory plan leaves 8 % to libraries and allocator; null: the plan is not checked",
-        MEMORY,
+        "plan.recipe_plan",
         limit=POSITIVE,
     )
     numa_nodes: list[int] = own(
-        [], "NUMA node of every rank of a node, in order; srun binds them in `zaya slurm`'s script", SBATCH
+        [], "NUMA node of every rank of a node, in order; srun binds them in `zaya slurm`'s script", "run.sbatch"
     )
     sbatch: list[str] = own(
-        [], "further options of `zaya slurm`'s script, such as [--partition=mi300x,--time=2-00:00:00]", SBATCH
+        [], "further options of `zaya slurm`'s script, such as [--partition=mi300x,--time=2-00:00:00]", "run.sbatch"
     )
     threads_per_rank: int | None = own(
-        None, "CPU threads of a rank; null: cores / ranks of the node", RANK_PLAN, limit=POSITIVE
+        None, "CPU threads of a rank; null: cores / ranks of the node", "run.rank_plan", limit=POSITIVE
     )
-    environment: dict[str, str] = own({}, "environment variables set in every rank before torch starts", RANK_PLAN)
+    environment: dict[str, str] = own(
+        {}, "environment variables set in every rank before torch starts", "run.rank_plan"
+    )
 
 
 @dataclass
@@ -478,41 +471,55 @@ class MachineConfig:
     name: str | None = own(
         None,
         "part of the device's name in torch, such as H100; null: unknown, and `zaya bench expect` predicts no communication",
-        MEMORY,
+        "plan.recipe_plan",
     )
-    gemm_tflops: float = own(790.0, "TFLOP/s of a large bf16 matrix product", MEMORY, limit=POSITIVE)
-    copy_tb_per_s: float = own(3.0, "TB/s that a copy reads and writes", MEMORY, limit=POSITIVE)
-    devices_per_node: int = own(8, "devices of a node, which its links connect", MEMORY, limit=POSITIVE)
-    link_gb_per_s: float = own(340.0, "GB/s that a device sends in a collective inside a node", MEMORY, limit=POSITIVE)
-    latency_us: float = own(45.0, "microseconds of a small collective inside a node", MEMORY, limit=NOT_NEGATIVE)
-    network_gb_per_s: float = own(50.0, "GB/s that a device sends between nodes", MEMORY, limit=POSITIVE)
+    gemm_tflops: float = own(790.0, "TFLOP/s of a large bf16 matrix product", "plan.recipe_plan", limit=POSITIVE)
+    copy_tb_per_s: float = own(3.0, "TB/s that a copy reads and writes", "plan.recipe_plan", limit=POSITIVE)
+    devices_per_node: int = own(8, "devices of a node, which its links connect", "plan.recipe_plan", limit=POSITIVE)
+    link_gb_per_s: float = own(
+        340.0, "GB/s that a device sends in a collective inside a node", "plan.recipe_plan", limit=POSITIVE
+    )
+    latency_us: float = own(
+        45.0, "microseconds of a small collective inside a node", "plan.recipe_plan", limit=NOT_NEGATIVE
+    )
+    network_gb_per_s: float = own(50.0, "GB/s that a device sends between nodes", "plan.recipe_plan", limit=POSITIVE)
     hop_us: float = own(
-        10.0, "microseconds that each further rank between nodes adds to a collective", MEMORY, limit=NOT_NEGATIVE
+        10.0,
+        "microseconds that each further rank between nodes adds to a collective",
+        "plan.recipe_plan",
+        limit=NOT_NEGATIVE,
     )
     copy_engines: bool = own(
-        False, "inside a node copy engines gather registered buffers (parallel.nccl_ub) without slowing kernels", MEMORY
+        False,
+        "inside a node copy engines gather registered buffers (parallel.nccl_ub) without slowing kernels",
+        "plan.recipe_plan",
     )
-    sources: str = own("", "source of each rate, and whether this project measured it", MEMORY)
+    sources: str = own("", "source of each rate, and whether this project measured it", "plan.recipe_plan")
 
 
 @dataclass
 class LoggerConfig:
     """Where metrics go. metrics.jsonl and the console line are always written."""
 
-    wandb: bool = own(True, "log to Weights & Biases; offline without a key", METRICS)
-    wandb_project: str = own("zaya", "W&B project", METRICS)
-    wandb_entity: str | None = own(None, "W&B entity", METRICS)
-    wandb_name: str | None = own(None, "name of the W&B run; null: the recipe's name", METRICS)
+    wandb: bool = own(True, "log to Weights & Biases; offline without a key", "training.metrics")
+    wandb_project: str = own("zaya", "W&B project", "training.metrics")
+    wandb_entity: str | None = own(None, "W&B entity", "training.metrics")
+    wandb_name: str | None = own(None, "name of the W&B run; null: the recipe's name", "training.metrics")
     wandb_group: str | None = own(
-        None, "group of the W&B run; a curriculum sets one group for the runs of its stages", METRICS
+        None, "group of the W&B run; a curriculum sets one group for the runs of its stages", "training.metrics"
     )
     wandb_mode: str = own(
-        "auto", "auto: online with a key, else offline", METRICS, choices=("auto", "online", "offline", "disabled")
+        "auto",
+        "auto: online with a key, else offline",
+        "training.metrics",
+        choices=("auto", "online", "offline", "disabled"),
     )
-    tensorboard: bool = own(True, "write TensorBoard event files", METRICS)
-    log_interval: int = own(1, "steps between console lines; metrics.jsonl has every step", METRICS, limit=POSITIVE)
+    tensorboard: bool = own(True, "write TensorBoard event files", "training.metrics")
+    log_interval: int = own(
+        1, "steps between console lines; metrics.jsonl has every step", "training.metrics", limit=POSITIVE
+    )
     expert_load_interval: int = own(
-        10, "steps between tables of the load of every expert in every layer", METRICS, limit=POSITIVE
+        10, "steps between tables of the load of every expert in every layer", "training.metrics", limit=POSITIVE
     )
 
 
@@ -523,13 +530,13 @@ class CheckpointConfig:
     save_interval: int | None = own(
         1000,
         "steps between checkpoints; a checkpoint at the end and on SIGTERM is always saved; null: only those",
-        ADAPTER,
+        "config.arguments",
         limit=POSITIVE,
     )
     keep_last: int = own(
         3,
         "checkpoints kept; an older one is removed once a newer one is complete; 0: all are kept",
-        LIFECYCLE,
+        "training.lifecycle",
         limit=NOT_NEGATIVE,
     )
 
@@ -539,28 +546,32 @@ class HandoverConfig:
     """What a stage takes over from the stage before. Steps, schedule and metrics start from 0; weights are not changed."""
 
     from_run: str | None = own(
-        None, "run directory of the finished stage before: its weights and optimizer state at step 0", HANDOVER
+        None,
+        "run directory of the finished stage before: its weights and optimizer state at step 0",
+        "handover.predecessor",
     )
     optimizer: str = own(
         "keep",
         "momenta of the stage before: keep, or reset (to zero, AdamW's step count too)",
-        ADAPTER_HANDOVER,
+        "hosts.stage_handover",
         choices=("keep", "reset"),
     )
     first_sample: int = own(
         0,
         "first sample of the stage in the data's order; earlier samples belong to stages with the same data",
-        ADAPTER_HANDOVER,
+        "hosts.stage_handover",
         limit=NOT_NEGATIVE,
     )
     planned_samples: int | None = own(
         None,
         "samples of all stages with the same data, for which the order is made at once. `zaya curriculum` sets this and first_sample",
-        ADAPTER_HANDOVER,
+        "hosts.stage_handover",
         limit=NOT_NEGATIVE,
     )
     continuous_lr: bool = own(
-        False, "raise an error if the first learning rate is not the last one of the stage before", HANDOVER
+        False,
+        "raise an error if the first learning rate is not the last one of the stage before",
+        "handover.predecessor",
     )
 
 
@@ -568,11 +579,11 @@ class HandoverConfig:
 class CurriculumConfig:
     """The stages that `zaya curriculum` runs one after the other."""
 
-    stages: list[str] = own([], "experiments, in order; each starts from the end of the one before", CURRICULUM)
+    stages: list[str] = own([], "experiments, in order; each starts from the end of the one before", "run.curriculum")
     compare_positions: bool = own(
         False,
         "at the end, compare the last two stages' models by position on the same text, past the shorter context",
-        CURRICULUM_RUN,
+        "run.curriculum_run",
     )
 
 
@@ -580,12 +591,16 @@ class CurriculumConfig:
 class ProfileConfig:
     """Profiler traces and memory snapshots."""
 
-    enabled: bool = own(False, "write a torch.profiler trace to <run_dir>/torch_profile/rank-<n>.json.gz", ADAPTER)
-    step_start: int = own(10, "first traced step", ADAPTER, limit=NOT_NEGATIVE)
-    step_end: int = own(12, "step after the last traced one", ADAPTER)
-    ranks: list[int] = own([0], "ranks that are traced", ADAPTER)
+    enabled: bool = own(
+        False, "write a torch.profiler trace to <run_dir>/torch_profile/rank-<n>.json.gz", "config.arguments"
+    )
+    step_start: int = own(10, "first traced step", "config.arguments", limit=NOT_NEGATIVE)
+    step_end: int = own(12, "step after the last traced one", "config.arguments")
+    ranks: list[int] = own([0], "ranks that are traced", "config.arguments")
     memory_snapshot: bool = own(
-        False, "record allocations and write <run_dir>/memory_snapshot_rank<n>.pickle at step_end; needs a GPU", ADAPTER
+        False,
+        "record allocations and write <run_dir>/memory_snapshot_rank<n>.pickle at step_end; needs a GPU",
+        "config.arguments",
     )
 
 
@@ -593,7 +608,7 @@ class ProfileConfig:
 class Recipe:
     """A whole run."""
 
-    name: str = own(MISSING, "name of the run: directory, W&B name", "zaya_plugin.run.dry_run", limit=NOT_EMPTY)
+    name: str = own(MISSING, "name of the run: directory, W&B name", "run.dry_run", limit=NOT_EMPTY)
     model: ModelConfig = field(default_factory=ModelConfig)
     stage: StageConfig = field(default_factory=StageConfig)
     data: DataConfig = field(default_factory=DataConfig)
@@ -606,28 +621,32 @@ class Recipe:
     profile: ProfileConfig = field(default_factory=ProfileConfig)
     handover: HandoverConfig = field(default_factory=HandoverConfig)
     curriculum: CurriculumConfig = field(default_factory=CurriculumConfig)
-    run_dir: str = own("runs/${name}", "directory of everything that the run writes", LAUNCH, limit=NOT_EMPTY)
+    run_dir: str = own("runs/${name}", "directory of everything that the run writes", "run.launch", limit=NOT_EMPTY)
     nproc: int | None = own(
         None,
         "ranks started on this machine; null: cluster.gpus_per_node; ignored under torchrun or SLURM",
-        RANK_PLAN,
+        "run.rank_plan",
         limit=POSITIVE,
     )
     master_port: int | None = own(
-        None, "rendezvous port of the ranks started here; null: a free one", RANK_PLAN, limit=PORT
+        None, "rendezvous port of the ranks started here; null: a free one", "run.rank_plan", limit=PORT
     )
     resume: str = own(
         "never",
         "never: start a new run, and refuse a directory with a checkpoint; auto: continue if there is a checkpoint; must: refuse a "
         "directory without one",
-        LAUNCH,
+        "run.launch",
         choices=("never", "auto", "must"),
     )
     seed: int = arg(1234, "seed of weights and data order", limit=NOT_NEGATIVE)
     exit_interval: int | None = arg(None, "save and exit at the first step that is divisible by this", limit=POSITIVE)
-    dry_run: bool = own(False, "print what would be launched and exit", LAUNCH)
-    explain_optim: bool = own(False, "print every parameter's optimizer, learning rate and decay, and exit", LAUNCH)
-    megatron: dict[str, Any] = own({}, "further Megatron arguments by name; unknown names are refused", ADAPTER)
+    dry_run: bool = own(False, "print what would be launched and exit", "run.launch")
+    explain_optim: bool = own(
+        False, "print every parameter's optimizer, learning rate and decay, and exit", "run.launch"
+    )
+    megatron: dict[str, Any] = own(
+        {}, "further Megatron arguments by name; unknown names are refused", "config.arguments"
+    )
 
 
 def megatron_argument(f) -> str | None:

@@ -22,6 +22,43 @@ from zaya_plugin.errors import as_typed, message
 CPU_VERSIONS = ("auto", "reference", "hip", "grouped_mm")  # hip: built by g++, to verify the kernels
 TRANSFORMER_ENGINE = "cluster.transformer_impl=transformer_engine"
 
+# (key, value): the keys that must then have one value, that value, and why.
+EXCLUSIONS = {
+    ("cluster.transformer_impl", "transformer_engine"): (
+        ("cluster.core_attention", "sdpa", "Transformer Engine has its own attention"),
+        ("data.packing", "none", "Transformer Engine's attention does not separate documents"),
+    ),
+    ("cluster.device", "cpu"): (
+        ("cluster.core_attention", "sdpa", "this attention requires an accelerator"),
+        ("cluster.distributed_backend", "gloo", "NCCL requires an accelerator"),
+        ("cluster.transformer_impl", "local", "Transformer Engine requires an accelerator"),
+        ("parallel.nccl_ub", False, "NCCL's memory requires an accelerator"),
+        ("profile.memory_snapshot", False, "a snapshot records the accelerator's allocator"),
+    ),
+    ("cluster.device", "cuda"): (
+        ("cluster.distributed_backend", "nccl", "tensors of an accelerator are sent by NCCL or RCCL"),
+    ),
+    ("cluster.dtype", "fp32"): (("cluster.core_attention", "sdpa", "this attention requires bf16"),),
+    ("cluster.deterministic", True): (
+        (
+            "parallel.nccl_ub",
+            False,
+            "registered gradients are added by symmetric kernels, whose order NCCL_ALGO does not set",
+        ),
+    ),
+    ("data.packing", "none"): (
+        ("data.reset_position_ids", False, "positions restart only at documents of a packed sequence"),
+    ),
+    ("parallel.use_distributed_optimizer", False): (
+        ("optim.non_finite_gradients", "stop", "only the distributed optimizer can skip a step"),
+        ("parallel.num_distributed_optimizer_instances", 1, "instances are groups of ranks that shard its state"),
+    ),
+    ("parallel.pipeline_model_parallel_size", 1): (
+        ("parallel.virtual_pipeline_stages", 1, "virtual stages are parts of a pipeline rank"),
+    ),
+    ("optim.lr_warmup_iters", 0): (("optim.lr_warmup_init", 0.0, "there is no warm-up that could start from it"),),
+}
+
 
 def data_parallel_size(recipe: Recipe, world_size: int) -> int:
     """Return the number of ranks that see different sequences: the world size over tensor, pipeline and context parallel sizes."""
@@ -34,13 +71,13 @@ def data_parallel_size(recipe: Recipe, world_size: int) -> int:
 def validate(recipe: Recipe, world_size: int) -> None:
     """Raise one `ValueError` that lists everything impossible about `recipe` on `world_size` ranks."""
     checks = (
+        _exclusions,
         _model,
         _layout,
         _batch,
         _optimizer,
         _schedule,
         _recompute,
-        _cluster,
         _kernels,
         _data,
         _profile,
@@ -48,6 +85,15 @@ def validate(recipe: Recipe, world_size: int) -> None:
     )
     if problems := [problem for check in checks for problem in check(recipe, world_size)]:
         raise ValueError("\n".join(problems))
+
+
+def _exclusions(recipe: Recipe, world_size: int) -> Iterator[str]:
+    for (key, value), excluded in EXCLUSIONS.items():
+        if get(recipe, key) == value:
+            for other, only, why in excluded:
+                yield from must_be(recipe, other, only, f"{key}={as_typed(value)}", why)
+    if recipe.cluster.graphs == "full_iteration":
+        yield from obstacles(recipe)
 
 
 def _model(recipe: Recipe, world_size: int) -> Iterator[str]:
@@ -205,7 +251,6 @@ def _pipeline_parallel(recipe: Recipe, replicas: int) -> Iterator[str]:
     ranks, virtual = parallel.pipeline_model_parallel_size, parallel.virtual_pipeline_stages
     key, virtual_key = "parallel.pipeline_model_parallel_size", "parallel.virtual_pipeline_stages"
     if ranks == 1:
-        yield from must_be(recipe, virtual_key, 1, f"{key}=1", "virtual stages belong to pipeline ranks")
         return
     if layers % ranks:
         yield message(
@@ -250,14 +295,6 @@ def _optimizer_instances(recipe: Recipe, replicas: int) -> Iterator[str]:
     instances = parallel.num_distributed_optimizer_instances
     if instances == 1:
         return
-    if not parallel.use_distributed_optimizer:
-        yield from must_be(
-            recipe,
-            key,
-            1,
-            "parallel.use_distributed_optimizer=false",
-            "instances are groups of ranks that shard the optimizer state",
-        )
     experts = replicas * parallel.tensor_model_parallel_size // parallel.expert_model_parallel_size
     if replicas % instances or experts % instances:
         common = math.gcd(replicas, experts)
@@ -294,14 +331,6 @@ def _optimizer(recipe: Recipe, world_size: int) -> Iterator[str]:
             Override.parse(entry)
         except ValueError as error:
             yield str(error)
-    if not recipe.parallel.use_distributed_optimizer:
-        yield from must_be(
-            recipe,
-            "optim.non_finite_gradients",
-            "stop",
-            "parallel.use_distributed_optimizer=false",
-            "only the distributed optimizer can skip a step",
-        )
 
 
 def _schedule(recipe: Recipe, world_size: int) -> Iterator[str]:
@@ -419,34 +448,6 @@ def _recompute(recipe: Recipe, world_size: int) -> Iterator[str]:
         )
 
 
-def _cluster(recipe: Recipe, world_size: int) -> Iterator[str]:
-    cluster = recipe.cluster
-    if cluster.transformer_impl == "transformer_engine":
-        yield from must_be(
-            recipe, "cluster.core_attention", "sdpa", TRANSFORMER_ENGINE, "Transformer Engine has its own attention"
-        )
-    elif cluster.device == "cpu" or cluster.dtype != "bf16":
-        condition = f"cluster.device={cluster.device} and cluster.dtype={cluster.dtype}"
-        why = "this attention requires cluster.device=cuda and cluster.dtype=bf16"
-        yield from must_be(recipe, "cluster.core_attention", "sdpa", condition, why)
-    if cluster.device == "cpu":
-        for key, needed, why in (
-            ("cluster.distributed_backend", "gloo", "NCCL requires an accelerator"),
-            ("cluster.transformer_impl", "local", "Transformer Engine requires an accelerator"),
-            ("parallel.nccl_ub", False, "NCCL's memory requires an accelerator"),
-            ("profile.memory_snapshot", False, "a snapshot records the accelerator's allocator"),
-        ):
-            yield from must_be(recipe, key, needed, "cluster.device=cpu", why)
-    else:
-        why = "tensors of an accelerator are sent by NCCL or RCCL"
-        yield from must_be(recipe, "cluster.distributed_backend", "nccl", "cluster.device=cuda", why)
-    if cluster.deterministic:
-        why = "registered gradients are added by symmetric kernels, whose order NCCL_ALGO does not set"
-        yield from must_be(recipe, "parallel.nccl_ub", False, "cluster.deterministic=true", why)
-    if cluster.graphs == "full_iteration":
-        yield from obstacles(recipe)
-
-
 def _kernels(recipe: Recipe, world_size: int) -> Iterator[str]:
     """Yield problems of cluster.kernels and cluster.kernel_overrides. The override auto, which recipes use, is always allowed."""
     cluster, on_cpu = recipe.cluster, recipe.cluster.device == "cpu"
@@ -496,14 +497,7 @@ def _to_muon(entry: str) -> bool:
 
 
 def _data(recipe: Recipe, world_size: int) -> Iterator[str]:
-    data = recipe.data
-    if recipe.cluster.transformer_impl == "transformer_engine":
-        why = "Transformer Engine's attention does not separate documents"
-        yield from must_be(recipe, "data.packing", "none", TRANSFORMER_ENGINE, why)
-    if data.packing == "none":
-        why = "positions restart at documents only if documents are packed"
-        yield from must_be(recipe, "data.reset_position_ids", False, "data.packing=none", why)
-    for entry in data.blend:
+    for entry in recipe.data.blend:
         weight = re.fullmatch(r"((?:\d+(?:\.\d*)?|\.\d+)(?:[eE][-+]?\d+)?)\s+\S.*", entry.strip())
         if weight is None or float(weight[1]) <= 0:
             yield message(
