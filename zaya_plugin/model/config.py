@@ -136,23 +136,20 @@ class ZayaConfig(ZayaOptions, TransformerConfig):
 
     @classmethod
     def from_transformer_config(cls, config: TransformerConfig) -> ZayaConfig:
-        """Return a ZayaConfig with the values of a plain TransformerConfig and ZAYA1's defaults for its own fields.
+        """Take over a plain TransformerConfig (as Megatron-LM's `--spec` route gives) with ZAYA1's defaults.
 
-        Megatron-LM's `--spec` passes a plain TransformerConfig. `hetereogenous_dist_checkpoint` is set in `config` itself too:
-        the transformer block writes the checkpoint with that object, and layer 1 has other parameters than later layers.
+        Also turns on `hetereogenous_dist_checkpoint` in `config` itself: the transformer block writes the checkpoint
+        with that object, and layer 1 has other parameters than the rest.
         """
         if isinstance(config, cls):
             return config
         if config.pipeline_model_parallel_size > 1:
-            raise mistake(
-                "pipeline_model_parallel_size",
-                config.pipeline_model_parallel_size,
-                problem="the router state is sent between stages, and a host that builds the model from --spec does not know its width",
-                allowed="1 with --spec",
-                fix="pipeline_model_parallel_size=1, or `zaya train`, which supports pipeline stages",
+            raise ValueError(
+                f"pipeline_model_parallel_size={config.pipeline_model_parallel_size}: allowed with --spec: 1; the router state "
+                "crosses stages, and the host's schedule has to know its width (zaya train does)"
             )
         config.hetereogenous_dist_checkpoint = True
-        # The host's __post_init__ has run; Megatron does not guarantee that it can run again on its own results.
+        # The host's __post_init__ has run; running it again on its own results is not something Megatron promises.
         zaya = object.__new__(cls)
         inherited = {field.name for field in dataclasses.fields(TransformerConfig)}
         zaya.__dict__.update(config.__dict__)
@@ -184,10 +181,9 @@ class ZayaConfig(ZayaOptions, TransformerConfig):
             given = getattr(self, name)
             require(name, given == value or (value is None and not given), reason, repr(value))
 
-        known = {field.name for field in dataclasses.fields(self)}
         for _, field in leaves():  # choices and ranges are the recipe's
             name = megatron_argument(field)
-            if name in known and (problem := refused(name, field, getattr(self, name))):
+            if name in self.__dataclass_fields__ and (problem := refused(name, field, getattr(self, name))):
                 raise ValueError(problem)
         for name, (value, reason) in _FIXED.items():
             fixed(name, value, reason)

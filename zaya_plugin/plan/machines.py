@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Predict the time of collectives from the rates of a machine; cluster recipes state the rates (`machine`). Imports no torch."""
+"""What accelerators and their links reach: the rates that predictions are made with. Each figure has its source. No torch import."""
 
 from __future__ import annotations
 
@@ -11,15 +11,11 @@ class Machine:
     """Rates of one device, per second.
 
     Attributes:
-        gemm: operations of a large bf16 matrix product.
-        copy: bytes that a copy reads and writes.
-        node: devices of a node.
-        link: bytes that a device sends (and receives) in a collective inside a node.
-        latency: seconds of a small collective.
-        network: bytes that a device sends between nodes.
-        hop: seconds that each further rank between nodes adds to a collective.
-        sources: source of each figure, and whether this project measured it.
-        copies: whether copy engines gather registered buffers (parallel.nccl_ub).
+        gemm: operations of a large bf16 matrix product; copy: bytes read and written by a copy.
+        node: devices of a node; link: bytes that a device sends (and gets) in a collective among them; latency: seconds of a small one.
+        network: bytes that a device sends between nodes; hop: seconds that a further node adds to a collective.
+        sources: of each figure, and whether this project measured it.
+        copies: whether registered buffers (parallel.nccl_ub) are gathered by copy engines there: seen with NCCL on H200s, H100s taken as alike; RCCL was not tried.
     """
 
     name: str
@@ -31,7 +27,7 @@ class Machine:
     network: float
     hop: float
     sources: str
-    copies: bool
+    copies: bool = False
 
 
 def collective_seconds(machine: Machine, ranks: int, sent_bytes: float, messages: float = 1.0) -> float:
