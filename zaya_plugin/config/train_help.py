@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The text of `zaya train --help`, made from the recipes and the schema, so that it cannot fall behind them."""
+"""Make the text of `zaya train --help` from the recipes and the schema."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ MOST_USED = (
     *("stage.micro_batch_size", "stage.global_batch_size", "optim.lr", "optim.lr_warmup_iters", "cluster.dtype"),
     *("checkpoint.save_interval", "parallel.recompute_granularity", "logger.wandb_mode", "profile.enabled"),
 )
-SELF_EXPLAINED = ("resume", "logger.wandb_mode")  # their help names the choices already
+SELF_EXPLAINED = ("resume", "logger.wandb_mode")  # their help names the choices
 
 TEXT = """\
 zaya train: compose a recipe and train it
 
   zaya train experiment=<name> [group=<option> ...] [key=<value> ...]
 
-An experiment picks an option of every group and sets keys; what you write after it wins. Every key is checked:
-a key that does not exist, a missing value or a wrong type stops the run before it starts.
+An experiment selects an option of every group and sets keys; options and keys on the command line override it. An unknown
+key, a missing value or a wrong value is an error before the run starts.
 
 EXPERIMENTS
 {experiments}
@@ -37,7 +37,7 @@ KEYS USED MOST, with the schema's defaults (all keys: zaya train experiment=<nam
 
 EXAMPLES
   zaya train experiment=cpu_demo                               the CPU demo, after: zaya data prepare --input stdlib --output data/stdlib
-  zaya train experiment=cpu_demo dry_run=true                  what would run, and in which environment
+  zaya train experiment=cpu_demo dry_run=true                  what would run, with its environment
   zaya train experiment=zaya1_base explain_optim=true          every parameter's optimizer, learning rate and decay
   zaya train experiment=cpu_demo --cfg job                     the composed recipe
   zaya train experiment=cpu_demo optim.lr=1e-3 name=slower     other values, another run directory
@@ -47,18 +47,18 @@ EXAMPLES
   torchrun --nnodes 2 ... -m zaya_plugin.cli train ...         several nodes; or: srun zaya train ...
 
 Ctrl-C or SIGTERM saves a checkpoint and stops; a second one stops without saving. Exit codes: 0 done, 2 a mistake in the
-recipe, 130 or 143 stopped by a signal, else the exit code of the rank that failed first. Hydra's own flags: --hydra-help.
+recipe, 130 or 143 stopped by a signal, otherwise the exit code of the rank that failed first. Hydra's own flags: --hydra-help.
 """
 
 
 def options(group: str) -> list[str]:
-    """Names of the options of a recipe group."""
+    """Return the names of the options of a recipe group."""
     folder = resources.files("zaya_plugin.recipes") / group
     return sorted(entry.name.removesuffix(".yaml") for entry in folder.iterdir() if entry.name.endswith(".yaml"))
 
 
 def comments(group: str, option: str) -> list[str]:
-    """The comment lines that a recipe opens with, without Hydra's header; the first is the command that runs it."""
+    """Return the first comment lines of a recipe, without Hydra's header. The first one is the command that runs it."""
     text = (resources.files("zaya_plugin.recipes") / group / f"{option}.yaml").read_text()
     lines = []
     for line in text.splitlines():
@@ -70,7 +70,7 @@ def comments(group: str, option: str) -> list[str]:
 
 
 def train_help() -> str:
-    """The whole text."""
+    """Return the whole text."""
     fields = schema()
 
     def key_line(path: str) -> str:
