@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Recipe to Megatron arguments: every name is one that Megatron's parser knows, and every value arrives."""
+"""From a recipe to Megatron arguments: Megatron's parser knows every name, and every value is passed on."""
 
 import argparse
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Composition, what it refuses and in which words, and the way to a file and back."""
+"""Composing a recipe, the messages about mistakes, and writing and reading a recipe file."""
 
 import pytest
 
@@ -8,7 +8,7 @@ from zaya_plugin.config.schema import Recipe
 
 DEMO = "experiment=cpu_demo"
 
-# override -> parts that the message must hold: the key's full path first, then the value and what is allowed
+# Override -> parts of its message: the key's full path and value, what is allowed, what to type instead.
 REFUSED = [
     ("optim.lrr=1", ["optim.lrr=1: no such key", "keys of optim: name, lr, min_lr", "Fix: optim.lr=1."]),
     ("+optim.lrr=1", ["optim.lrr=1: no such key", "Fix: optim.lr=1."]),
@@ -114,7 +114,7 @@ def test_open_mappings_take_keys_with_and_without_a_plus():
 
 
 def test_kernels_on_the_command_line_drop_the_overrides_of_the_recipe():
-    """It stands for all operators, but for those that the command line names, before or behind it."""
+    """It selects the version of all operators except those named on the command line, before or after it."""
     recipe, router = compose(["cluster=gpu", DEMO]), "cluster.kernel_overrides.router_mlp=compiled"
     assert recipe.cluster.kernels == "compiled" and len(recipe.cluster.kernel_overrides) == 4
     assert compose([DEMO, "cluster=gpu", router]).cluster.kernel_overrides == {
@@ -164,7 +164,7 @@ def test_load_recipe_checks_the_file_against_the_schema(tmp_path, text, parts):
     path = tmp_path / "recipe.yaml"
     full = to_yaml(compose([DEMO]))
     key = text.split(":")[0]
-    if parts[0].startswith(("optim", "nonsense", "resume")):  # everything else of the file is whole
+    if parts[0].startswith(("optim", "nonsense", "resume")):  # the other keys of the file are valid
         text = "".join(_without(full, key)) + text
     path.write_text(text)
     with pytest.raises(ValueError) as caught:
@@ -179,7 +179,7 @@ def test_load_recipe_names_a_missing_file(tmp_path):
 
 
 def _without(text: str, key: str) -> list[str]:
-    """Lines of a YAML text without the top-level entry `key`."""
+    """Return the lines of a YAML text without the top-level entry `key`."""
     kept, skipping = [], False
     for line in text.splitlines(keepends=True):
         if not line.startswith((" ", "-")):

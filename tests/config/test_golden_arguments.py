@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Megatron's arguments of every stage, line by line, against files that change only on purpose: ZAYA_UPDATE_GOLDEN=1 writes them."""
+"""Megatron's arguments of every stage equal the golden files; ZAYA_UPDATE_GOLDEN=1 writes these."""
 
 import os
 from pathlib import Path
@@ -31,7 +31,7 @@ def test_arguments_are_those_of_the_golden_file(name):
     if os.environ.get("ZAYA_UPDATE_GOLDEN"):
         path.write_text(lines)
     assert lines == path.read_text(), (
-        "meant? then: ZAYA_UPDATE_GOLDEN=1 python -m pytest tests/config/test_golden_arguments.py"
+        "if the change is intended, run ZAYA_UPDATE_GOLDEN=1 python -m pytest tests/config/test_golden_arguments.py"
     )
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What cluster.graphs=auto stands for."""
+"""cluster.graphs=auto becomes full_iteration if the recipe allows it, else none."""
 
 import pytest
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every recipe file: short, opened by a command that really composes, and valid with every cluster."""
+"""Every recipe file is short, starts with a command that composes, and is valid with every cluster."""
 
 import re
 import shlex
@@ -36,7 +36,7 @@ def test_every_experiment_composes_and_is_valid_on_every_cluster(experiment, clu
     assert recipe.cluster.name == cluster
     ranks = recipe.nproc or recipe.cluster.gpus_per_node * recipe.cluster.num_nodes
     ranks = max(ranks, recipe.parallel.context_parallel_size)  # a small machine may start more processes than devices
-    if recipe.nproc and recipe.cluster.num_nodes > 1:  # the demo's few processes are no cluster
+    if recipe.nproc and recipe.cluster.num_nodes > 1:  # the demo has too few processes for a cluster
         with pytest.raises(
             ValueError, match=r"num_distributed_optimizer_instances=16: .* Allowed: a divisor of [12]\."
         ):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Keys of earlier versions are refused with the key that took their place: on the command line, and in an earlier run's recipe.yaml."""
+"""Keys of earlier versions are refused with the key that replaced them, on the command line and in an earlier run's recipe.yaml."""
 
 from pathlib import Path
 
@@ -13,7 +13,7 @@ from zaya_plugin.errors import as_typed
 
 DEMO = "experiment=cpu_demo"
 EARLIER = Path(__file__).with_name("earlier_recipe.yaml")
-# replaced key -> parts that its message must hold besides
+# Replaced key -> further parts of its message.
 NEW = {
     "cluster.hip_ops_backend": ["cluster.kernels", "reference"],
     "cluster.grouped_gemm": ["cluster.kernel_overrides={grouped_product: <version>}"],
@@ -50,7 +50,7 @@ def test_on_the_command_line(prefix, key):
 
 
 def test_in_a_recipe_of_an_earlier_run(tmp_path):
-    """All at once, so that the file is edited once; without them it is today's recipe."""
+    """One error lists all of them; without them the file is today's recipe."""
     with pytest.raises(ValueError) as caught:
         load_recipe(EARLIER)
     lines = str(caught.value).removeprefix(f"{EARLIER}: ").splitlines()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The run directory: resuming, being writable, and the recipes kept in it."""
+"""The run directory: resuming, whether it is writable, and the recipes kept in it."""
 
 import os
 import subprocess
@@ -72,7 +72,7 @@ def test_a_read_only_mount_is_named(tmp_path):
     inside = ["unshare", "--mount", "--map-root-user", "sh", "-c", script, "sh", str(tmp_path), sys.executable, program]
     done = subprocess.run(inside, capture_output=True, text=True)
     if "unshare" in done.stderr or "mount:" in done.stderr:
-        pytest.skip(f"no mount namespace to be had here: {done.stderr.strip()}")
+        pytest.skip(f"no mount namespace is available: {done.stderr.strip()}")
     assert f"run_dir={tmp_path}/run: cannot be written (Read-only file system)" in done.stderr
 
 

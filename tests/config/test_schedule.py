@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Learning rates, ramps and counts of a stage, against Megatron's scheduler and batch calculator themselves."""
+"""Learning rates, ramps and counts of a stage, compared with Megatron's scheduler and batch calculator."""
 
 import re
 from types import SimpleNamespace

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every key of the recipe is used: it fills a Megatron argument, or the module that its metadata names reads it."""
+"""Every key of the recipe fills a Megatron argument or is read by the module in its metadata."""
 
 import ast
 import importlib.util
@@ -18,7 +18,7 @@ OWN = [(path, field) for path, field in LEAVES if field.metadata["reader"]]
 
 @cache
 def attribute_chains(module: str) -> frozenset[tuple[str, str]]:
-    """(owner, attribute) of every attribute access in the module's source: `recipe.data.path` -> ("data", "path")."""
+    """Return (owner, attribute) of every attribute access in the module's source: `recipe.data.path` -> ("data", "path")."""
     spec = importlib.util.find_spec(module)
     assert spec is not None and spec.origin, f"{module} does not exist"
     found = set()

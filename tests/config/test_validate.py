@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Impossible combinations: each message names the keys, the value and what is allowed."""
+"""Messages about impossible combinations name the keys, the value and what is allowed."""
 
 import pytest
 
@@ -9,10 +9,10 @@ from zaya_plugin.config.messages import refused, schema
 from zaya_plugin.config.schema import leaves
 from zaya_plugin.config.validate import EXCLUSIONS, data_parallel_size, validate
 
-# Numbers that may be anything, or whose limits depend on another key and are tested below.
+# Numbers without a limit, or with one that depends on another key and is tested below.
 WITHOUT_RANGE = {"model.temperature_init", "profile.step_end"}
 
-# overrides of the demo, ranks -> what the message must hold
+# Overrides of the demo, ranks -> parts of the message.
 IMPOSSIBLE = [
     (
         ["model.num_attention_heads=7"],

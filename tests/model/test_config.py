@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What ZayaConfig refuses, derives, and takes over from a plain TransformerConfig."""
+"""ZayaConfig: values that it refuses, and fields that it derives."""
 
 import dataclasses
 
