@@ -76,7 +76,7 @@ def test_buffers():
     assert not x.read().any()
     with pytest.raises(ValueError, match="write of int32"):
         x.write(np.zeros((2, 3), np.int32))
-    assert np.isnan(device.alloc(3, np.float32).read()).all()  # what nobody wrote does not pass for a result
+    assert np.isnan(device.alloc(3, np.float32).read()).all()  # unwritten memory is not mistaken for a result
     later = device.alloc(1 << 22, np.uint8)  # the arena grows; earlier buffers keep address and contents
     assert not x.read().any() and later.address > x.address
     empty = device.alloc(0, np.float32)

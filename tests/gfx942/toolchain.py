@@ -52,7 +52,7 @@ def require(tool: str) -> str:
 
 @functools.cache
 def cache_directory() -> Path:
-    """Made on first use; what nobody used for two weeks goes."""
+    """Makes the folder on first use and deletes files that were unused for two weeks."""
     directory = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "hip_ops_gfx942"
     directory.mkdir(parents=True, exist_ok=True)
     oldest = time.time() - KEEP_DAYS * 86400

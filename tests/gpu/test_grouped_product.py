@@ -23,7 +23,7 @@ from zaya_plugin.model.experts import ExpertMLP
 DEVICE = torch.device("cuda", 0)
 CASES = [
     Grouped((0, 3, 0, 150, 300, 1), 264, 520),
-    Grouped((128, 256), 64, 256, "fp16", nobody=0),
+    Grouped((128, 256), 64, 256, "fp16", padding_rows=0),
     Grouped((0, 0), 64, 64),
     Grouped((700,), 2048, 136),
     Grouped((5, 6, 7), 33, 35, "bf16", pad=3),
@@ -102,7 +102,7 @@ def test_every_version(name):
 
 
 def test_calls_that_quack_and_grouped_mm_do_not_take():
-    nothing, unaligned = Grouped((0, 0), 64, 64, nobody=0), CASES[4]
+    nothing, unaligned = Grouped((0, 0), 64, 64, padding_rows=0), CASES[4]
     check_rows(hip_ops, nothing, True, DEVICE)
     check_rows(hip_ops, replace(unaligned, dtype="fp32"), False, DEVICE)
     for accumulate in (False, True):
@@ -171,7 +171,7 @@ def test_the_experts_add_to_main_gradients_wait_for_nobody_and_copy_nothing():
 
 def test_in_a_captured_graph():
     """Replayed with other loads: tiles are counted on the device."""
-    case = Grouped((100, 0, 150, 50), 256, 384, nobody=20)
+    case = Grouped((100, 0, 150, 50), 256, 384, padding_rows=20)
     x, w, offsets = case.operand(case.k, 1, DEVICE), case.matrices(True, DEVICE), case.offsets(DEVICE)
     x[case.rows :] = 1.0
     b, out = torch.randn(len(x), case.n, device=DEVICE).bfloat16(), torch.zeros(4, case.k, case.n, device=DEVICE)

@@ -43,7 +43,7 @@ def empty_cache(tmp_path, monkeypatch):
 
 @pytest.fixture
 def nothing_selected(monkeypatch):
-    """No version asked for; what the test selects is forgotten."""
+    """Requests no version, and resets the test's selection afterwards."""
     for name in ("HIP_OPS_KERNELS", "TRITON_INTERPRET"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(selection, "_stack", [])

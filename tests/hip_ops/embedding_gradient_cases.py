@@ -59,7 +59,7 @@ def copied(tensor: Tensor, device: str | torch.device) -> Tensor:
 
 @contextlib.contextmanager
 def new_memory_is_nan() -> Iterator[None]:
-    """torch.empty gives NaN, so that a partial sum which no_expert wrote does not pass for the zero that lay there."""
+    """torch.empty gives NaN, so that an unwritten partial sum is not mistaken for a zero."""
     before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     filled = torch.utils.deterministic.fill_uninitialized_memory
     torch.use_deterministic_algorithms(True)

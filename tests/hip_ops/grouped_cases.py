@@ -15,12 +15,12 @@ from torch import Tensor
 from tests.hip_ops.product_cases import DIGITS, DTYPES, ulp
 
 DTYPES = {**DTYPES, "fp32": torch.float32}
-ROUNDED_ONCE = 0.5 + 2**-12  # ULP; the rest is for results on the edge between two binades
+ROUNDED_ONCE = 0.5 + 2**-12  # ULP; the remainder is for results on the edge between two binades
 
 
 @dataclass(frozen=True)
 class Grouped:
-    """counts: rows of each expert; `no_expert` padding rows follow.
+    """counts: rows of each expert; `padding_rows` rows without an expert follow.
 
     Operands are [T, k] and [E, k, n]; for outer products [T, k] and [T, n].
     """
@@ -29,7 +29,7 @@ class Grouped:
     k: int
     n: int
     dtype: str = "bf16"
-    no_expert: int = 5
+    padding_rows: int = 5
     pad: int = 0  # columns between rows, which make them strided
     seed: int = 0
 
@@ -47,8 +47,8 @@ class Grouped:
         return torch.randn(shape, generator=torch.Generator().manual_seed(self.seed + salt)).to(DTYPES[self.dtype])
 
     def operand(self, columns: int, salt: int, device="cpu") -> Tensor:
-        """[T + no_expert, columns] with NaN in padding rows, and between rows."""
-        wide = torch.full((self.rows + self.no_expert, columns + self.pad), float("nan"), dtype=DTYPES[self.dtype])
+        """[T + padding_rows, columns] with NaN in padding rows, and between rows."""
+        wide = torch.full((self.rows + self.padding_rows, columns + self.pad), float("nan"), dtype=DTYPES[self.dtype])
         wide[: self.rows, :columns] = self.random(self.rows, columns, salt=salt)
         return wide.to(device)[:, :columns]
 
@@ -77,7 +77,7 @@ def check_close(got: Tensor, exact: Tensor, size: Tensor, terms: Tensor | int) -
 def check_rows(backend, case: Grouped, transposed: bool, device="cpu") -> None:
     x, matrices = case.operand(case.k, 1, device), case.matrices(transposed, device)
     got = backend.grouped_rows(x, matrices, case.offsets(device))
-    assert got.shape == (case.rows + case.no_expert, case.n) and got.dtype == x.dtype
+    assert got.shape == (case.rows + case.padding_rows, case.n) and got.dtype == x.dtype
     left, right = x.cpu()[: case.rows].double().unsqueeze(1), matrices.cpu().double()[case.expert_of_row()]
     check_close(got[: case.rows], (left @ right)[:, 0], (left.abs() @ right.abs())[:, 0], case.k)
 

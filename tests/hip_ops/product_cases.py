@@ -73,4 +73,6 @@ def general_case(batch: int, m: int, n: int, k: int, dtype: str, *, with_d: bool
     return Case(a, b, d if with_d else None)
 
 
-ROUNDED_ONCE = 0.5 + 2**-12  # ULP: one rounding to nearest; the rest is for results on the edge between two binades
+ROUNDED_ONCE = (
+    0.5 + 2**-12
+)  # ULP: one rounding to nearest; the remainder is for results on the edge between two binades

@@ -35,7 +35,7 @@ class RouterOnDevice:
         eps: float,
         unweighted: int,
     ) -> dict:
-        """results: shape and dtype of what the kernel writes. Absent tensors are whatever is of the right type, as of the launcher."""
+        """results: shape and dtype of what the kernel writes. Absent tensors are any pointer of the right type, as in the launcher."""
         from hip_ops.router_mlp import triton as kernels
 
         kernel = getattr(kernels, f"router_mlp_{which}_kernel")

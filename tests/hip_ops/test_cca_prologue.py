@@ -348,7 +348,7 @@ def test_without_dispatch_and_with_it(no_function_modes):
 
 
 def test_results_do_not_change_between_runs(monkeypatch):
-    """No atomics: the same bits whatever order blocks and waves run in."""
+    """No atomics: the same bits for every order of blocks and waves."""
     inputs, found = make(Case(70, 1, 2, 1, halo=True, document=9)), []
     for schedule in ("forward", "reverse", "random:3"):
         monkeypatch.setenv("HO_CPU_SCHEDULE", schedule)

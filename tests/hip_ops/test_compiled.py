@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Formulas: compiled on accelerators only, and as they are written where that is asked for or torch.compile is not available."""
+"""Formulas: compiled on accelerators only, and uncompiled where that is requested or torch.compile is not available."""
 
 import pytest
 import torch

@@ -23,7 +23,7 @@ CASES = [
 
 
 def cases_and_schedules() -> list:
-    """All schedules of the first case, of Triton's one, and of HIP's others one; the rest is slow."""
+    """All schedules of the first case, of Triton's one, and of HIP's others one; the others are marked slow."""
 
     def quick(kind: str, case: Rows, schedule: str) -> bool:
         return schedule == "lockstep" and (kind == "hip" or case is CASES[0]) or kind == "hip" and case is CASES[0]

@@ -40,7 +40,7 @@ SWIGLU = [
 
 
 def every_schedule(cases: list) -> list:
-    """All schedules of the first case, one of the others; the rest is slow."""
+    """All schedules of the first case, one of the others; the others are marked slow."""
     pairs = [(case, schedule) for case in cases for schedule in SCHEDULES]
     return [
         pytest.param(

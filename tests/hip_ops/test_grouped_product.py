@@ -21,7 +21,7 @@ from tests.hip_ops.product_cases import ulp
 CASES = [
     Grouped((3, 0, 40, 5), 24, 36),
     Grouped((0, 0), 16, 8, "fp32"),
-    Grouped((7,), 1, 1, "fp16", no_expert=0),
+    Grouped((7,), 1, 1, "fp16", padding_rows=0),
     Grouped((1, 2, 3), 9, 5, "bf16", pad=3),
 ]
 
@@ -166,7 +166,7 @@ def test_errors_name_what_is_wrong(call, words):
 
 
 def test_a_block_with_any_strides_is_written():
-    out, case = torch.zeros(2, 3, 4).mT, Grouped((2, 4), 4, 3, "fp32", no_expert=0)
+    out, case = torch.zeros(2, 3, 4).mT, Grouped((2, 4), 4, 3, "fp32", padding_rows=0)
     a, b = case.operand(4, 1), case.operand(3, 2)
     hip_ops.grouped_outer_(out, a, b, OFFSETS)
     torch.testing.assert_close(out, torch.stack((a[:2].T @ b[:2], a[2:].T @ b[2:])))

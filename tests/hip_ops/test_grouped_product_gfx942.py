@@ -8,7 +8,7 @@ from tests.hip_ops.grouped_cases import Grouped, check_outer, check_rows
 from tests.hip_ops.grouped_device import GroupedOnDevice
 
 UNEVEN = Grouped((0, 3, 0, 37, 5), 48, 40)
-CASES = [UNEVEN, Grouped((33, 1), 32, 64, "fp16", no_expert=0), Grouped((5, 6), 35, 33, "bf16", pad=3)]
+CASES = [UNEVEN, Grouped((33, 1), 32, 64, "fp16", padding_rows=0), Grouped((5, 6), 35, 33, "bf16", pad=3)]
 FLAGGED = [
     pytest.param(case, flag, marks=() if flag or case is CASES[1] else pytest.mark.slow, id=f"{case}-{flag}")
     for case in CASES
@@ -29,7 +29,7 @@ def test_other_schedules(schedule):
     check_outer(GroupedOnDevice(Device(schedule)), UNEVEN, True)
 
 
-def test_no_expert_has_rows():
+def test_without_rows():
     nothing = Grouped((0,) * 5, UNEVEN.k, UNEVEN.n)
     check_rows(GroupedOnDevice(), nothing, True)
     for accumulate in (False, True):
@@ -37,7 +37,7 @@ def test_no_expert_has_rows():
 
 
 def test_every_result_is_written_once_and_products_use_matrix_units():
-    case, on_device = Grouped((40, 24), 32, 64, no_expert=9), GroupedOnDevice()
+    case, on_device = Grouped((40, 24), 32, 64, padding_rows=9), GroupedOnDevice()
     check_rows(on_device, case, True)
     tiles = 2 + 1  # of 32 rows
     assert on_device.counters.mfma == tiles * 2 * (32 * 32 * 32) // (32 * 32 * 8)

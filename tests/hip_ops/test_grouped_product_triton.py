@@ -35,12 +35,12 @@ check_outer(backend(block_n=32, parts=1, flatten=False), Grouped(uneven, 24, 36,
 by_pointers = backend(block_n=16, descriptors=False)
 check_rows(by_pointers, Grouped(uneven, 18, 20, "fp32", pad=3), False)
 check_outer(by_pointers, Grouped(uneven, 18, 20, "fp32", pad=3), True)
-check_rows(backend(block_n=16, descriptors=False, programs=0), Grouped(even, 16, 8, "fp32", no_expert=0), True)
+check_rows(backend(block_n=16, descriptors=False, programs=0), Grouped(even, 16, 8, "fp32", padding_rows=0), True)
 check_outer(by_pointers, Grouped((3, 0), 16, 8, "fp32"), False)
 odd = Grouped((2, 3), 18, 19, "fp32", pad=1)  # no descriptor reads rows of 19 * 4 bytes: falls back to pointers
 check_rows(described, odd, False)
 check_outer(described, odd, True)
-empty = Grouped((0, 0), 8, 4, "fp32", no_expert=0)
+empty = Grouped((0, 0), 8, 4, "fp32", padding_rows=0)
 for flag in (False, True):
     check_rows(described, empty, flag)
     check_outer(described, empty, flag)

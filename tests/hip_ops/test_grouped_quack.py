@@ -36,7 +36,7 @@ def calls(monkeypatch):
 
 @pytest.mark.parametrize("flag", [False, True])
 @pytest.mark.parametrize(
-    "case", [Grouped((3, 0, 40, 5), 24, 40), Grouped((0, 0), 16, 8), Grouped((30,), 8, 16, no_expert=0)], ids=str
+    "case", [Grouped((3, 0, 40, 5), 24, 40), Grouped((0, 0), 16, 8), Grouped((30,), 8, 16, padding_rows=0)], ids=str
 )
 def test_operands(calls, case, flag):
     check_rows(quack, case, flag)

@@ -107,7 +107,7 @@ def test_unwritten_lds_is_nan(order):
 
 @pytest.mark.parametrize("order", SCHEDULES)
 def test_sanitizers_find_nothing_in_a_right_kernel(sanitized, order):
-    """Switching fibers looks like memory errors unless the sanitizer is told; a use after return is looked for as well."""
+    """Switches of fibers that are not reported to the sanitizer look like memory errors; uses after return are checked as well."""
     out = run_sanitized(
         PROGRAM, sanitized, 0, 128, HO_CPU_SCHEDULE=order, ASAN_OPTIONS="detect_leaks=0:detect_stack_use_after_return=1"
     )

@@ -241,7 +241,7 @@ def test_the_comparison_knows_one_rounding():
 
 
 def test_results_do_not_change_between_runs(monkeypatch):
-    """No atomics: the same bits whatever order blocks and waves run in."""
+    """No atomics: the same bits for every order of blocks and waves."""
     inputs = make(Case(True, 12, 256))
     implementation, found = of_module(hip_kernels), []
     for schedule in ("forward", "reverse", "random:3"):

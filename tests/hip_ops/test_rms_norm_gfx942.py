@@ -43,7 +43,7 @@ SLOW = [
 
 
 def schedules_of(quick: list[Case], slow: list[Case]) -> list:
-    """(case, schedule): all schedules of the first two, one of the other quick ones; the rest is slow."""
+    """(case, schedule): all schedules of the first two, one of the other quick ones; the others are marked slow."""
     pairs = []
     for case in (*quick, *slow):
         for schedule in SCHEDULES:

@@ -69,7 +69,7 @@ def test_the_copy_without_a_bug_passes(tmp_path):
     assert caught(code_object(variant(tmp_path, [KERNEL]))) is None
 
 
-ALWAYS = 8  # the rest with the slow tests
+ALWAYS = 8  # the others with the slow tests
 
 
 @pytest.mark.parametrize(

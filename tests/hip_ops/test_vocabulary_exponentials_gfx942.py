@@ -28,7 +28,7 @@ CASES = [
 
 
 def cases_and_schedules() -> list:
-    """All schedules of the first case, one of the others, of Triton's, where each case is a compilation, of the second alone; the rest is slow."""
+    """All schedules of the first case, one of the others, of Triton's, where each case is a compilation, of the second alone; the others are marked slow."""
 
     def quick(kind: str, case: tuple, schedule: str) -> bool:
         return case is CASES[0] or schedule == "lockstep" and (kind == "hip" or case is CASES[1])

@@ -36,7 +36,7 @@ BUGS = {
     "label_of_every_part": in_source(
         "label >= part.start && label < part.end ? to_float", "label >= 0 && label < classes ? to_float"
     ),
-    "label_at_the_end_belongs_to_no_expert": in_source(
+    "label_at_the_end_belongs_to_no_part": in_source(
         "const bool here = label >= part.start && label < part.end;",
         "const bool here = label >= part.start && label < part.end - 1;",
     ),

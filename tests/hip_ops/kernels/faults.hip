@@ -28,7 +28,7 @@ HO_KERNEL(ho_test_fault, 128)(float* out, int fault) {
     v = float(halves[t]);
   }
   if (fault == 9) v = float(t << (t + 1));                  // a shift beyond the type
-  if (fault == 10) v = bf16_to_float(halves[t]);            // LDS that no_expert wrote: no crash, a NaN
+  if (fault == 10) v = bf16_to_float(halves[t]);            // unwritten LDS: no crash, a NaN
   if (fault == 11) store16(out + 1, f32x4{{1, 2, 3, 4}});   // 16 bytes at 4
   out[t] = v;
 }
