@@ -51,7 +51,7 @@ BUGS = {
     ),
     "rotation_backwards": Bug(FORWARD, "fmaf(one, cos[e], -two * sin[e])", "fmaf(one, cos[e], two * sin[e])", PLAIN),
     "lost_barrier_before_the_product": Bug(
-        FORWARD, "block_sync_lds();  // u is written, and y of the tile before is read", "", PLAIN, True
+        FORWARD, "block_sync_lds();  // u is written, and the previous tile's y is read", "", PLAIN, True
     ),
     "lost_barrier_before_the_rows": Bug(FORWARD, "block_sync_lds();  // y is written, and u is read", "", PLAIN, True),
     "projection_not_removed": Bug(
@@ -67,7 +67,7 @@ BUGS = {
     ),
     "one_border_hides_no_second_row": Bug(BACKWARD, "hides_two = hides_one || ", "hides_two = ", HALO),
     "lost_barrier_before_both_products": Bug(
-        BACKWARD, "block_sync_lds();  // dy is written, and dz", "// dy is written, and dz", PLAIN, True
+        BACKWARD, "block_sync_lds();  // dy is written, and the", "// dy is written, and the", PLAIN, True
     ),
     "lost_barrier_before_the_sums": Bug(
         BACKWARD,

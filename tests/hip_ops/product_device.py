@@ -91,7 +91,7 @@ def variant(folder: Path, kernels: Iterable[str], substitutions: Iterable[tuple[
         texts[file] = texts[file].replace(old, new)
     source, found = texts[f"{SOURCE}.hip"], set()
     kept = []
-    for line in source[: source.index("\n// Which tile for which work")].splitlines():
+    for line in source[: source.index("\nstruct TileChoice")].splitlines():
         instance = re.match(r"(?:SYMMETRIC|GENERAL)_KERNEL\((\w+), \w+, \d", line)
         if instance is None or instance[1] in kernels:
             kept.append(line)
