@@ -127,12 +127,12 @@ def test_a_stage_that_is_launched_again_keeps_its_place(recipes, sources, tmp_pa
     ("path", "value", "message"),
     [
         ("data.consumed", "16 {web}", "data.consumed=['16 {web}']: the stage before in {run}/demo_1 ended with ["),
+        ("seed", 5, "seed=5: the stage before in {run}/demo_1 read its sources in the order of seed 1234"),
         (
-            "seed",
-            5,
-            "seed=5: the stage before in {run}/demo_1 read its sources in the order of seed 1234",
+            "handover.first_sample",
+            8,
+            "handover.first_sample=8: with data.order=continuing data.consumed says where the stage begins. Allowed: 0",
         ),
-        ("handover.first_sample", 8, "handover.first_sample=8: with data.order=continuing data.consumed says where the stage begins. Allowed: 0"),
     ],
 )
 def test_another_place_is_refused(recipes, sources, tmp_path, path, value, message):
