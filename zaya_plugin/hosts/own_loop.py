@@ -17,8 +17,8 @@ from zaya_plugin.errors import mistake
 from zaya_plugin.optim.balancing import RouterStatistics
 from zaya_plugin.optim.build import muon_factory, tag_parameters
 from zaya_plugin.optim.chained import ChainedMuonAdamW
+from zaya_plugin.optim.gradient_buffers import group_layers
 from zaya_plugin.optim.muon import MuonSettings
-from zaya_plugin.parallel.layer_groups import group_layers
 from zaya_plugin.training.balancer import Balancer
 
 

@@ -68,7 +68,6 @@ def build_zaya_model(
         vp_stage=vp_stage,
     )
     ZayaGPTModel.take_over(model, config)
-    tag_parameters(
-        model
-    )  # before DDP lays out its buffers, where a matrix of Muon stays whole; a recipe's assignment replaces it
+    # Before DDP lays out its buffers, so that a matrix of Muon stays whole there; a recipe's assignment replaces it.
+    tag_parameters(model)
     return model
