@@ -74,9 +74,8 @@ def attention_of_the_model(
         use_cpu_initialization=True,
     )
     module = build_module(local_submodules().self_attention, config=config, layer_number=1).to(device).train()
-    rotation = ZayaRotaryEmbedding(
-        D, ROTARY / D, rotary_base=ROTARY_BASE, use_cpu_initialization=True, order=config.context_parallel_order
-    )
+    rotation = ZayaRotaryEmbedding(D, ROTARY / D, rotary_base=ROTARY_BASE, use_cpu_initialization=True)
+    rotation.order = config.context_parallel_order
     settings = DistributedDataParallelConfig(grad_reduce_in_fp32=True)
     return DistributedDataParallel(config, settings, module), rotation(rows).to(device)
 

@@ -17,7 +17,7 @@ def muon_momentum_(gradients, momenta, outputs, square_sums, grad_scale, found_i
         call(
             "ho_muon_momentum", table.data, table.tensors, table.chunks, table.chunk_elements, blocks_for(table),
             *(dtype.itemsize for dtype in dtypes), grad_scale, found_inf, partials, square_sums, momentum, 1 - momentum,
-            nesterov, device=device,
+            nesterov, True, device=device,
         )
 
 

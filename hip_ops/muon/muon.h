@@ -16,13 +16,15 @@ __device__ __forceinline__ float lerp(float start, float end, float weight) {
 
 struct MomentumRule {
   float grad_scale, momentum, gradient_weight;
-  bool nesterov;
+  // ema is always true. Without its branch clang loads a whole thread's share at once: 100 VGPRs in place of 58, 4 waves in place of 8.
+  bool nesterov, ema;
 
   __device__ __forceinline__ float next(float buffer, float gradient) const {
-    return lerp(buffer, gradient, gradient_weight);
+    return ema ? lerp(buffer, gradient, gradient_weight) : fmaf(momentum, buffer, gradient);
   }
   __device__ __forceinline__ float output(float stored, float gradient) const {
-    return nesterov ? lerp(gradient, stored, momentum) : stored;
+    if (!nesterov) return stored;
+    return ema ? lerp(gradient, stored, momentum) : fmaf(momentum, stored, gradient);
   }
 };
 
@@ -66,11 +68,11 @@ template <class G, class M, class O>
 __device__ __forceinline__ void momentum_body(const Row* __restrict__ rows, const int32_t* __restrict__ chunk_rows,
                                               int chunks, int chunk_elements, const float* grad_scale,
                                               const float* found_inf, float* partials, float momentum,
-                                              float gradient_weight, int nesterov) {
+                                              float gradient_weight, int nesterov, int ema) {
   constexpr int kWidth = vector_width<G, M, O>(), kWaves = kThreads / kWave;
   HO_LDS(float, wave_squares, 2 * kWaves);
   if (found_inf && *found_inf != 0.0f) return;
-  const MomentumRule rule{grad_scale ? *grad_scale : 1.0f, momentum, gradient_weight, nesterov != 0};
+  const MomentumRule rule{grad_scale ? *grad_scale : 1.0f, momentum, gradient_weight, nesterov != 0, ema != 0};
   int side = 0;
   for (int chunk = blockIdx.x; chunk < chunks; chunk += gridDim.x) {
     const Row row = rows[chunk_rows[chunk]];

@@ -10,9 +10,9 @@ using multi_tensor::Row;
 #define MUON_MOMENTUM(name, G, M, O)                                                                                        \
   HO_KERNEL(name, kThreads)(const Row* __restrict__ rows, const int32_t* __restrict__ chunk_rows, int chunks,               \
                             int chunk_elements, const float* grad_scale, const float* found_inf, float* partials,           \
-                            float momentum, float gradient_weight, int nesterov) {                                          \
+                            float momentum, float gradient_weight, int nesterov, int ema) {                                 \
     muon::momentum_body<G, M, O>(rows, chunk_rows, chunks, chunk_elements, grad_scale, found_inf, partials, momentum,       \
-                                 gradient_weight, nesterov);                                                                \
+                                 gradient_weight, nesterov, ema);                                                           \
   }
 // ho_muon_momentum_<gradient>_<momentum>_<output>
 MUON_MOMENTUM(ho_muon_momentum_bf16_bf16_bf16, bf16, bf16, bf16)
@@ -49,8 +49,8 @@ MUON_UPDATE(ho_muon_update_fp32_fp32, float, float, float, false)
 HO_EXPORT int ho_muon_momentum(const void* table, int64_t tensors, int64_t chunks, int64_t chunk_elements, int64_t blocks,
                                int64_t gradient_bytes, int64_t momentum_bytes, int64_t output_bytes,
                                const void* grad_scale, const void* found_inf, void* partials, void* square_sums,
-                               float momentum, float gradient_weight, int64_t nesterov, void* stream) {
-  using Kernel = void (*)(const Row*, const int32_t*, int, int, const float*, const float*, float*, float, float, int);
+                               float momentum, float gradient_weight, int64_t nesterov, int64_t ema, void* stream) {
+  using Kernel = void (*)(const Row*, const int32_t*, int, int, const float*, const float*, float*, float, float, int, int);
   static const Kernel kernels[2][2][2] = {
       {{ho_muon_momentum_bf16_bf16_bf16, ho_muon_momentum_bf16_bf16_fp32},
        {ho_muon_momentum_bf16_fp32_bf16, ho_muon_momentum_bf16_fp32_fp32}},
@@ -63,7 +63,7 @@ HO_EXPORT int ho_muon_momentum(const void* table, int64_t tensors, int64_t chunk
   const int code = ho_launch(kernels[gradient_bytes == 4][momentum_bytes == 4][output_bytes == 4], dim3(unsigned(min_of(blocks, chunks))),
                              dim3(kThreads), stream, rows, chunk_rows_of(table, tensors), int(chunks), int(chunk_elements),
                              static_cast<const float*>(grad_scale), static_cast<const float*>(found_inf),
-                             static_cast<float*>(partials), momentum, gradient_weight, int(nesterov));
+                             static_cast<float*>(partials), momentum, gradient_weight, int(nesterov), int(ema));
   if (code != 0 || partials == nullptr) return code;
   return ho_launch(ho_muon_square_sums_kernel, dim3(unsigned(tensors)), dim3(kThreads), stream, rows, int(chunk_elements),
                    static_cast<const float*>(found_inf), static_cast<const float*>(partials), static_cast<float*>(square_sums));

@@ -77,9 +77,9 @@ KERNELS = {
     "momentum": """
 HO_KERNEL(ho_muon_momentum_NAME, muon::kThreads)(const muon::Row* __restrict__ rows, const int32_t* __restrict__ chunk_rows, int chunks,
     int chunk_elements, const float* grad_scale, const float* found_inf, float* partials, float momentum, float gradient_weight,
-    int nesterov) {
+    int nesterov, int ema) {
   muon::momentum_body<bf16, float, bf16>(rows, chunk_rows, chunks, chunk_elements, grad_scale, found_inf, partials, momentum,
-      gradient_weight, nesterov);
+      gradient_weight, nesterov, ema);
 }
 """,
     "update": """

@@ -120,6 +120,7 @@ def hip_momentum(
             momentum,
             float(np.float32(1 - momentum)),
             int(nesterov),
+            1,
         ],
     )
     if not square_sums:

@@ -44,6 +44,7 @@ def momentum(
         momentum,
         1 - momentum,
         nesterov,
+        True,
         None,
     )
 

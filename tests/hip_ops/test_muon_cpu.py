@@ -60,11 +60,11 @@ def test_schedules_chunks_and_grids(kernels, order):
 
 def test_variants_that_there_are_not(kernels):
     table = torch.zeros(6, dtype=torch.int64)
-    assert kernels.ho_muon_momentum(table, 1, 0, 16, 1, 2, 8, 2, None, None, None, None, 0.9, 0.1, 1, None) == -1
+    assert kernels.ho_muon_momentum(table, 1, 0, 16, 1, 2, 8, 2, None, None, None, None, 0.9, 0.1, 1, 1, None) == -1
     assert kernels.ho_muon_update(table, 1, 0, 16, 1, 2, 2, 2, None, None, 0.1, 0.1, None) == -1  # a bf16 master
     assert kernels.ho_muon_update(table, 1, 0, 16, 1, 2, 4, 8, None, None, 0.1, 0.1, None) == -1
     # nothing to do
-    assert kernels.ho_muon_momentum(table, 1, 0, 16, 1, 2, 4, 2, None, None, None, None, 0.9, 0.1, 1, None) == 0
+    assert kernels.ho_muon_momentum(table, 1, 0, 16, 1, 2, 4, 2, None, None, None, None, 0.9, 0.1, 1, 1, None) == 0
 
 
 # Without torch, which does not run under a sanitizer. Arrays end where their allocation does, so that one element too many is found.
@@ -96,7 +96,7 @@ for _ in range(2):
     columns = [arrays(np.uint16, 0), arrays(np.float32, 1), arrays(np.uint16, 2)]
     data, chunks = table(columns)
     partials, sums = np.zeros(chunks, np.float32), np.zeros(len(sizes), np.float32)
-    assert kernels.ho_muon_momentum(data, len(sizes), chunks, chunk_elements, 3, 2, 4, 2, None, None, partials, sums, 0.95, 0.05, 1, None) == 0
+    assert kernels.ho_muon_momentum(data, len(sizes), chunks, chunk_elements, 3, 2, 4, 2, None, None, partials, sums, 0.95, 0.05, 1, 1, None) == 0
     assert sums.tolist() == [float(n) for n in sizes], sums
     assert kernels.ho_muon_update(data, len(sizes), chunks, chunk_elements, 3, 2, 4, 2, None, None, 0.5, 0.0, None) == 0
     assert all((w == 0.25).all() for w in columns[1]) and all((p == 0x3E80).all() for p in columns[2])

@@ -171,7 +171,7 @@ def test_the_operators_take_what_the_kernels_can(chosen):
     check(passes, Logits(2, 2048, FP32))
     check(passes, Logits(3, 70, FP64, parts=2))
     labels, rows = torch.zeros(2, dtype=torch.int64), torch.zeros(2, 4112)
-    with pytest.raises(ValueError, match="4112 classes in 1 parts; a part must have at most 2048"):
+    with pytest.raises(ValueError, match="4112 classes in 1 parts. Allowed: at most 2048 classes a part"):
         passes.overwrite_with_exponentials(rows, labels, 0, 1)
     statistics, grad = torch.ones(4, 3, 2), torch.ones(2)
     for first_part in (-1, 3, 4):
