@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Kernels for ZAYA1 that need only torch: norms, the CCA prologue, router, experts, linear + cross-entropy, Muon and Newton-Schulz.
+"""Kernels for ZAYA1 that need only torch: norms, the CCA prologue, router, experts, linear + cross-entropy, Muon and
+Newton-Schulz.
 
 Public names are imported at first use, so that `import hip_ops` is fast and needs no torch.
 """
@@ -57,7 +58,9 @@ def __dir__() -> list[str]:
 
 
 class _Package(ModuleType):
-    """Keeps a public function where Python would replace it by the submodule of the same name, after the import of that submodule."""
+    """Keeps a public function where Python would replace it by the submodule of the same name, after the import of that
+    submodule.
+    """
 
     def __setattr__(self, name: str, value) -> None:
         if not (name in EXPORTS and isinstance(value, ModuleType)):

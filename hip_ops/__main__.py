@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`python -m hip_ops build` builds the kernels before their first use; `python -m hip_ops info` prints which version runs where and why."""
+"""`python -m hip_ops build` builds the kernels before their first use; `python -m hip_ops info` prints which version
+runs where and why.
+"""
 
 import argparse
 import logging

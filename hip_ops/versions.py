@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The operators and the versions that each has, best first. Needs no torch: recipes are checked against it.
 
-A new version is one name here and one file `hip_ops/<operator>/<name>.py` with functions named like those of reference.py.
-`compiled` is torch.compile of the reference and needs no file. Every operator also has the version `reference`.
+A new version is one name here and one file `hip_ops/<operator>/<name>.py` with functions named like those of
+reference.py. `compiled` is torch.compile of the reference and needs no file. Every operator also has the version
+`reference`.
 """
 
 from hip_ops.runtime.errors import mistake
@@ -19,7 +20,8 @@ VERSIONS = {
     "linear_cross_entropy": ("hip", "triton", "compiled"),
     "embedding_gradient": ("hip", "triton"),
 }
-# Versions that multiply 16-bit matrices only: calls in fp32 run another version. For newton_schulz its argument `dtype` counts.
+# Versions that multiply 16-bit matrices only: calls in fp32 run another version. For newton_schulz its argument `dtype`
+# counts.
 NO_FP32 = {
     "cca_prologue": ("hip",),
     "router_mlp": ("triton",),

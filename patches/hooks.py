@@ -1,13 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Replaces symbols of a host during a run, where the replacement carries the run's state, and restores them afterwards.
 
-Static changes are patches, one file each beside this one. Here the caller passes the function, and a `with` restores the symbol:
+Static changes are patches, one file each beside this one. Here the caller passes the function, and a `with` restores
+the symbol:
 
     with wrapped([("megatron.training.training.save_checkpoint", save_and_prune)]):
         pretrain(...)  # calls save_and_prune(Megatron's save_checkpoint, iteration, ...)
 
-HOOKS states why each symbol is replaced and when the replacement can go; `zaya doctor` prints it. A symbol that is not in HOOKS raises
-KeyError; a host outside the range of versions raises ImportError. This module imports no host before a `with` is entered.
+HOOKS states why each symbol is replaced and when the replacement can go; `zaya doctor` prints it. A symbol that is not
+in HOOKS raises KeyError; a host outside the range of versions raises ImportError. This module imports no host before a
+`with` is entered.
 """
 
 from __future__ import annotations
@@ -64,7 +66,9 @@ class HostChange:
 
     @property
     def fits(self) -> bool:
-        """Whether the installed version is in the range. With any version allowed it is not read, since Primus chooses its Megatron late."""
+        """Whether the installed version is in the range. With any version allowed it is not read, since Primus chooses
+        its Megatron late.
+        """
         if not self.versions:
             return True
         return self.installed is not None and SpecifierSet(self.versions, prereleases=True).contains(self.installed)
@@ -251,7 +255,9 @@ def wrapped(functions: Iterable[tuple[str, Callable]]) -> AbstractContextManager
 
 @contextmanager
 def _changed(makers: list[tuple[str, Callable[[Any], Any]]]) -> Iterator[None]:
-    """Replace symbols within a `with`. makers: each symbol, and the function that returns its new value from the old one."""
+    """Replace symbols within a `with`. makers: each symbol, and the function that returns its new value from the old
+    one.
+    """
     for symbol, _ in makers:
         if not HOOKS[symbol].fits:
             raise ImportError(HOOKS[symbol].refusal)

@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""megatron.core.optimizer.Adam: GroupStepAdamW in place of torch.optim.AdamW, to which Megatron falls back without Transformer Engine or apex.
+"""megatron.core.optimizer.Adam: GroupStepAdamW in place of torch.optim.AdamW, to which Megatron falls back without
+Transformer Engine or apex.
 
-The state of torch's AdamW keeps a step for each parameter. The distributed optimizer then cannot load its own checkpoint (assertion
-in distrib_optimizer.py) or, with dp_reshardable, continues with a wrong step. This also happens on a GPU without either library.
+The state of torch's AdamW keeps a step for each parameter. The distributed optimizer then cannot load its own
+checkpoint (assertion in distrib_optimizer.py) or, with dp_reshardable, continues with a wrong step. This also happens
+on a GPU without either library.
 """
 
 from zaya_plugin.patches.registry import MEGATRON, Patch

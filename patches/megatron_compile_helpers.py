@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""megatron.core.datasets.utils.compile_helpers: does nothing where helpers_cpp is compiled already; the wheel has no Makefile for it.
+"""megatron.core.datasets.utils.compile_helpers: does nothing where helpers_cpp is compiled already; the wheel has no
+Makefile for it.
 
-In a checkout `make` names its result by the first python3-config in PATH, which may be another Python's. A compiled module that
-this Python can import and that is no older than its source is used as it is.
+In a checkout `make` names its result by the first python3-config in PATH, which may be another Python's. A compiled
+module that this Python can import and that is no older than its source is used as it is.
 """
 
 from zaya_plugin.patches.registry import MEGATRON, Patch

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""megatron.training.arguments.get_device_arch_version: returns 10, the generation from which Megatron asks for no CUDA_DEVICE_MAX_CONNECTIONS."""
+"""megatron.training.arguments.get_device_arch_version: returns 10, the generation from which Megatron asks for no
+CUDA_DEVICE_MAX_CONNECTIONS.
+"""
 
 from zaya_plugin.patches.registry import MEGATRON, Patch
 

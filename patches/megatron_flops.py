@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""megatron.training.training.num_floating_point_operations: counts ZAYA's operations; Megatron's formula has no CCA, router or partial heads."""
+"""megatron.training.training.num_floating_point_operations: counts ZAYA's operations; Megatron's formula has no CCA,
+router or partial heads.
+"""
 
 from zaya_plugin.patches.registry import MEGATRON, Patch
 

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""megatron.core.transformer.moe.token_dispatcher.maybe_move_tensor_to_cpu: returns numpy numbers for a tensor that is on the CPU already.
+"""megatron.core.transformer.moe.token_dispatcher.maybe_move_tensor_to_cpu: returns numpy numbers for a tensor that is
+on the CPU already.
 
-With a GPU the function brings the rows that each rank sends and receives to the host as numpy numbers, which the all-to-all takes.
-A tensor on the CPU it returns unchanged, and the all-to-all cannot take a tensor.
+With a GPU the function brings the rows that each rank sends and receives to the host as numpy numbers, which the
+all-to-all takes. A tensor on the CPU it returns unchanged, and the all-to-all cannot take a tensor.
 """
 
 from zaya_plugin.patches.registry import MEGATRON, Patch

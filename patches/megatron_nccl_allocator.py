@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""megatron.core.nccl_allocator: takes the memory of DDP's buffers under --use-nccl-ub (parallel.nccl_ub) from torch's allocator for NCCL and RCCL.
+"""megatron.core.nccl_allocator: takes the memory of DDP's buffers under --use-nccl-ub (parallel.nccl_ub) from torch's
+allocator for NCCL and RCCL.
 
-Stock, every rank compiles a C++ extension against nccl.h when it starts, sets NCCL_NVLS_ENABLE=1 over any value in the environment,
-continues with a warning where NCCL refuses the memory, and takes registrations back only where the run ends by an exit condition; NCCL
-aborts if memory is still registered when its communicators end. With the patch the environment is not changed, a refusal ends the run,
-and zaya_plugin/parallel/registered_buffers.py records registrations and takes them back.
+Stock, every rank compiles a C++ extension against nccl.h when it starts, sets NCCL_NVLS_ENABLE=1 over any value in the
+environment, continues with a warning where NCCL refuses the memory, and takes registrations back only where the run
+ends by an exit condition; NCCL aborts if memory is still registered when its communicators end. With the patch the
+environment is not changed, a refusal ends the run, and zaya_plugin/parallel/registered_buffers.py records registrations
+and takes them back.
 """
 
 from zaya_plugin import compat

@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""megatron.core.optimizer.optimizer.param_group_identifier_keys (and the copy in distrib_optimizer): adds the learning rates.
+"""megatron.core.optimizer.optimizer.param_group_identifier_keys (and the copy in distrib_optimizer): adds the learning
+rates.
 
-0.16 pairs the parameter groups of a checkpoint with those of the run by settings that do not include the learning rates. Two groups that
-differ only in their rates become one, and after a resume one of them continues at the other's rate without a warning. 0.19 has the keys.
+0.16 pairs the parameter groups of a checkpoint with those of the run by settings that do not include the learning
+rates. Two groups that differ only in their rates become one, and after a resume one of them continues at the other's
+rate without a warning. 0.19 has the keys.
 """
 
 from zaya_plugin.patches.registry import MEGATRON, Patch

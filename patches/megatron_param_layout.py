@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""megatron.core.optimizer.distrib_optimizer.DistributedOptimizer._compute_per_buffer_param_layout: keeps a layer's experts one block.
+"""megatron.core.optimizer.distrib_optimizer.DistributedOptimizer._compute_per_buffer_param_layout: keeps a layer's
+experts one block.
 
-DDP takes a layout of its buffers, but pretrain() computes it itself and has no hook. In the stock layout bucket and shard borders
-can fall inside a layer's experts; zaya_plugin/optim/sharding/layout.py keeps them whole. For models without expert blocks it places
-parameters as the stock one does, up to the places where a bucket closes.
+DDP takes a layout of its buffers, but pretrain() computes it itself and has no hook. In the stock layout bucket and
+shard borders can fall inside a layer's experts; zaya_plugin/optim/sharding/layout.py keeps them whole. For models
+without expert blocks it places parameters as the stock one does, up to the places where a bucket closes.
 """
 
 from zaya_plugin import compat

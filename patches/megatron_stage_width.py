@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""megatron.core.pipeline_parallel.p2p_communication.P2PCommunicator._communicate: receives pipeline_state_size further channels.
+"""megatron.core.pipeline_parallel.p2p_communication.P2PCommunicator._communicate: receives pipeline_state_size further
+channels.
 
 Both schedules make the shape of a received tensor from config.hidden_size, the interleaved one with no hook
 (it refuses adjust_tensor_shapes_fn). A ZAYA stage also sends the router state (zaya_plugin/parallel/stage_boundary.py).

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""megatron.core.dist_checkpointing.strategies.filesystem_async.get_write_results_queue: returns a queue.Queue for saves inside the rank.
+"""megatron.core.dist_checkpointing.strategies.filesystem_async.get_write_results_queue: returns a queue.Queue for saves
+inside the rank.
 
-Megatron's checkpoint writer answers through the queue of a multiprocessing manager, also where it runs in the rank itself
-(without --async-save). That manager is one more Python process for each rank: half a gigabyte with torch in it, and seconds until it
-is up at the first save. It never ends if the rank is killed.
+Megatron's checkpoint writer answers through the queue of a multiprocessing manager, also where it runs in the rank
+itself (without --async-save). That manager is one more Python process for each rank: half a gigabyte with torch in it,
+and seconds until it is up at the first save. It never ends if the rank is killed.
 """
 
 import functools

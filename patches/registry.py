@@ -22,7 +22,8 @@ class Patch(HostChange):
     """A change of one symbol that lasts for the whole process.
 
     Attributes:
-        make: returns the new value of the symbol from the stock one. also: further symbols that change with it, each with its `make`.
+        make: returns the new value of the symbol from the stock one. also: further symbols that change with it, each
+            with its `make`.
         enter: makes the change where it is no attribute; replaces `make`.
         scope: "cpu": applied only without an accelerator; "always": on every machine.
         wanted: a further condition, such as a missing Transformer Engine.

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The console script `zaya`: the table of commands, and `zaya train`.
 
-Every module is imported where it is needed; neither `--help` nor composing a recipe imports torch. A user's mistake ends with one message
-on stderr and exit code 2; ZAYA_TRACEBACK=1 (or Hydra's HYDRA_FULL_ERROR=1) shows the traceback.
+Every module is imported where it is needed; neither `--help` nor composing a recipe imports torch. A user's mistake
+ends with one message on stderr and exit code 2; ZAYA_TRACEBACK=1 (or Hydra's HYDRA_FULL_ERROR=1) shows the traceback.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ import tempfile
 from zaya_plugin import __version__
 from zaya_plugin.errors import message, mistake
 
-# Command -> module and function, and what the command does. Each function takes the words after the command and returns the exit code.
+# Command -> module and function, and what the command does. Each function takes the words after the command and returns
+# the exit code.
 COMMANDS = {
     "train": ("zaya_plugin.cli:train", "train a recipe: compose it, check it, start or join the ranks"),
     "curriculum": ("zaya_plugin.run.commands:curriculum", "run the stages of a curriculum one after the other"),

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The version of Megatron, and the differences between the supported releases: 0.16 (Primus) to 0.20.
 
-The version is read from the package that an import would find, a wheel or a checkout in front of it, and not from pip: a checkout on
-PYTHONPATH has no metadata, or that of the wheel behind it. No Megatron import at the top, since patches must come first.
+The version is read from the package that an import would find, a wheel or a checkout in front of it, and not from pip:
+a checkout on PYTHONPATH has no metadata, or that of the wheel behind it. No Megatron import at the top, since patches
+must come first.
 """
 
 from __future__ import annotations
@@ -49,22 +50,27 @@ def has_module(name: str) -> bool:
 
 
 def has_training() -> bool:
-    """Whether megatron.training is installed: in wheels from 0.17 on and in every checkout; the wheel of 0.16 has only the core.
+    """Whether megatron.training is installed: in wheels from 0.17 on and in every checkout; the wheel of 0.16 has only
+    the core.
 
-    megatron.training of another installation does not count: `megatron` is a namespace that two installations can share.
+    megatron.training of another installation does not count: `megatron` is a namespace that two installations can
+    share.
     """
     core, training = _folder("megatron.core"), _folder("megatron.training")
     return core is not None and training is not None and core.parent == training.parent
 
 
 def lays_out_buffers() -> bool:
-    """Whether DDP takes a layout of its buffers; earlier releases use their own layout, which cuts matrices (zaya_plugin/optim/sharding)."""
+    """Whether DDP takes a layout of its buffers; earlier releases use their own layout, which cuts matrices
+    (zaya_plugin/optim/sharding).
+    """
     folder = _folder("megatron.core")
     return folder is not None and (folder / "optimizer" / "param_layout.py").is_file()
 
 
 def zaya_train_fits() -> bool:
-    """Whether pretrain() has the form that `zaya train` calls: arguments parsed before it, and the model provider as a keyword.
+    """Whether pretrain() has the form that `zaya train` calls: arguments parsed before it, and the model provider as a
+    keyword.
 
     0.16 and 0.17 parse arguments inside; 0.18 has another order. FIRST_UNSUPPORTED and later releases were not tried.
     """
@@ -80,7 +86,8 @@ def count_experts_in_norm(optimizer) -> None:
     """Let `optimizer`, one of Megatron's, count its experts in the gradient norm on every tensor-parallel rank.
 
     0.16 regards all parameters that tensor parallelism does not cut as copies of the first rank's. Experts under
-    expert_tensor_parallel_size=1 are no copies: each rank holds its own shard of them, and the norm for clipping would be too small.
+    expert_tensor_parallel_size=1 are no copies: each rank holds its own shard of them, and the norm for clipping would
+    be too small.
     """
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel import param_is_not_tensor_parallel_duplicate as filtered
@@ -93,7 +100,9 @@ def count_experts_in_norm(optimizer) -> None:
 
 
 def grads_for_norm(optimizer) -> list:
-    """Return the gradients of `optimizer`, one of Megatron's, that count in its norm; the method has another name in 0.16."""
+    """Return the gradients of `optimizer`, one of Megatron's, that count in its norm; the method has another name in
+    0.16.
+    """
     ask = getattr(optimizer, "get_grads_for_grad_norm", None) or optimizer.get_main_grads_for_grad_norm
     return ask()
 

@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`zaya doctor`: reports packages, hosts, known problems, devices, kernels and host changes, and whether training can start.
+"""`zaya doctor`: reports packages, hosts, known problems, devices, kernels and host changes, and whether training can
+start.
 
-The rules of known problems are plain functions of `Facts`, so that each can be tested without the machine that it is about.
+The rules of known problems are plain functions of `Facts`, so that each can be tested without the machine that it is
+about.
 """
 
 from __future__ import annotations
@@ -294,7 +296,9 @@ def main(argv: list[str]) -> int:
 
 
 def exit_status(report: dict[str, Any], strict: bool = False) -> int:
-    """Return 1 if a required package is missing or broken, or a known problem is an error (or, with `strict`, any); else 0."""
+    """Return 1 if a required package is missing or broken, or a known problem is an error (or, with `strict`, any);
+    else 0.
+    """
     missing = any(item["version"] is None and item["use"].startswith("needed") for item in report["packages"])
     broken = any(isinstance(report[part], str) for part in ("devices", "patches"))
     return int(missing or broken or any(strict or item["severity"] == "error" for item in report["problems"]))
@@ -489,7 +493,9 @@ def _devices() -> dict[str, Any]:
 
 
 def _kernels() -> list[dict[str, Any]]:
-    """By device: lines that name the versions of hip_ops' operators, or the error where a requested version is not available."""
+    """By device: lines that name the versions of hip_ops' operators, or the error where a requested version is not
+    available.
+    """
     import torch
 
     from hip_ops.runtime.operator import report

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The one form of a message about a user's mistake: what was given, what is wrong, what is allowed, what to type instead."""
+"""The one form of a message about a user's mistake: what was given, what is wrong, what is allowed, what to type
+instead.
+"""
 
 from __future__ import annotations
 
@@ -9,8 +11,8 @@ _NOT_GIVEN = object()
 def message(key: str, value: object = _NOT_GIVEN, *, problem: str, allowed: str = "", fix: str = "") -> str:
     """Return `<key>=<value>: <problem>. Allowed: <allowed>. Fix: <fix>.`
 
-    `key` is a recipe key, an option such as --output, or a file; without `value` it stands alone. `allowed` lists values or states the condition
-    with its current values. `fix` is what to type. Parts that are empty are left out.
+    `key` is a recipe key, an option such as --output, or a file; without `value` it stands alone. `allowed` lists
+    values or states the condition with its current values. `fix` is what to type. Parts that are empty are left out.
     """
     given = key if value is _NOT_GIVEN else f"{key}={as_typed(value)}"
     text = f"{given}: {problem.rstrip('.')}."
@@ -22,7 +24,9 @@ def message(key: str, value: object = _NOT_GIVEN, *, problem: str, allowed: str 
 
 
 def mistake(key: str, value: object = _NOT_GIVEN, *, problem: str, allowed: str = "", fix: str = "") -> ValueError:
-    """Return the ValueError with `message`'s text, for `raise mistake(...)`. Commands print the text without a traceback."""
+    """Return the ValueError with `message`'s text, for `raise mistake(...)`. Commands print the text without a
+    traceback.
+    """
     return ValueError(message(key, value, problem=problem, allowed=allowed, fix=fix))
 
 

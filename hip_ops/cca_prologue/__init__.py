@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""CCA's computation between its projections and attention, as one torch operator with gradients, for training, packed documents and decoding.
+"""CCA's computation between its projections and attention, as one torch operator with gradients, for training, packed
+documents and decoding.
 
-Formulas and the conventions of all versions are in hip_ops/cca_prologue/reference.py. Saved for the backward pass: the inputs;
-query and key, which attention saves too; and one number a head and row.
+Formulas and the conventions of all versions are in hip_ops/cca_prologue/reference.py. Saved for the backward pass: the
+inputs; query and key, which attention saves too; and one number a head and row.
 """
 
 from __future__ import annotations
@@ -22,7 +23,9 @@ TRITON_HEAD_DIMS = (32, 64, 128, 256)
 
 
 def _example(backward: bool):
-    """Makes inputs with ZAYA1's heads, two chunks with halos, two sequences with documents of odd lengths, and more rows than a tile."""
+    """Makes inputs with ZAYA1's heads, two chunks with halos, two sequences with documents of odd lengths, and more
+    rows than a tile.
+    """
 
     def make(device: torch.device) -> tuple:
         dtype, d, heads, batch, chunks, rows = torch.bfloat16, HEAD_DIM, HEADS + GROUPS, 2, 2, 69
@@ -170,17 +173,20 @@ def cca_prologue(
     value_halo: Tensor | None = None,
     starts: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Computes query [s, b, n, d], key and value [s, b, g, d], contiguous, from the projections (arXiv 2510.04476; formulas: reference).
+    """Computes query [s, b, n, d], key and value [s, b, g, d], contiguous, from the projections (arXiv 2510.04476;
+    formulas: reference).
 
     Args:
         projected [s, b, C + g d]: queries, keys, current values, delayed values, C = (n + g) d; rows with any strides.
-        depthwise_weight [C, 1, 2], depthwise_bias [C], grouped_weight [C, d, 2], grouped_bias [C], as torch.nn.Conv1d stores them.
-        temperature [g], a factor of the keys, in the tensors' dtype or fp32.
-        rope [s, 1 or b, r], fp32 (or fp64 with fp64 tensors): cos then sin of the angles of channels 0 .. r/2 - 1 (`rope_table`); None: no rotation. No gradient.
-        query_groups g. delayed_channels w: the number of last value channels that are taken from the row before; None: half of them.
-        halo [k, 2, b, C] and value_halo [k, b, w]: for a sequence in k chunks of equal length, the last two rows of z and the
-            last delayed values before each chunk; both or neither. None: the sequence starts here.
-        starts bool [k, s / k + 1, b]: marks the first rows of documents, among the row before each chunk and the chunk's own rows.
+        depthwise_weight [C, 1, 2], depthwise_bias [C], grouped_weight [C, d, 2], grouped_bias [C], as torch.nn.Conv1d
+        stores them. temperature [g], a factor of the keys, in the tensors' dtype or fp32.
+        rope [s, 1 or b, r], fp32 (or fp64 with fp64 tensors): cos then sin of the angles of channels 0 .. r/2 - 1
+        (`rope_table`); None: no rotation. No gradient. query_groups g. delayed_channels w: the number of last value
+        channels that are taken from the row before; None: half of them. halo [k, 2, b, C] and value_halo [k, b, w]: for
+            a sequence in k chunks of equal length, the last two rows of z and the last delayed values before each
+            chunk; both or neither. None: the sequence starts here.
+        starts bool [k, s / k + 1, b]: marks the first rows of documents, among the row before each chunk and the
+        chunk's own rows.
 
     All but rope, starts and temperature share one dtype: bf16, fp32, or fp64, which the reference computes.
     Raises ValueError on wrong shapes, dtypes, devices or values.
@@ -192,7 +198,9 @@ def cca_prologue(
 
 
 def rope_table(angles: Tensor) -> Tensor:
-    """Returns (cos, sin) in fp32 [s, 1 or b, r] for `cca_prologue`, of angles [s, 1 or b, 1, r] in radians, both halves equal (Megatron's rotary_pos_emb)."""
+    """Returns (cos, sin) in fp32 [s, 1 or b, r] for `cca_prologue`, of angles [s, 1 or b, 1, r] in radians, both halves
+    equal (Megatron's rotary_pos_emb).
+    """
     half = angles[:, :, 0, : angles.shape[-1] // 2]
     half = half.to(wide(half.dtype))
     return torch.cat((half.cos(), half.sin()), dim=-1)
@@ -237,7 +245,8 @@ def cca_prologue_step(
     query_groups: int,
     state: DecodeState,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns query, key and value, as cca_prologue, of the next t >= 1 tokens of b sequences, projected [t, b, C + g d]; `state` advances in place.
+    """Returns query, key and value, as cca_prologue, of the next t >= 1 tokens of b sequences, projected [t, b, C + g
+    d]; `state` advances in place.
 
     A prompt is the first step, from the empty state. No gradients.
     """

@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Host side of hip_ops/cca_prologue/cca_prologue*.hip: allocates the results and calls the launchers. Same functions as hip_ops.cca_prologue.reference.
+"""Host side of hip_ops/cca_prologue/cca_prologue*.hip: allocates the results and calls the launchers. Same functions as
+hip_ops.cca_prologue.reference.
 
-The kernels take heads of 128 channels in bf16, rotations of a multiple of 8 channels, and delayed channels in multiples of four (`fits`).
+The kernels take heads of 128 channels in bf16, rotations of a multiple of 8 channels, and delayed channels in multiples
+of four (`fits`).
 """
 
 from __future__ import annotations

@@ -8,17 +8,18 @@ Source: arXiv 2510.04476 with the changes of arXiv 2605.05365, as in transformer
     y_t = W0 u_{t-1} + W1 u_t + b1          per head, d x d            x_j = y_j + (mean_i q_i + k_j) / 2     of key head j
     out = rope(x sqrt(d) / max(|x|, eps))   keys times temperature_j   v_t = (current_t, delayed_{t-1})
 
-Before a sequence or a document z = 0, hence u = b0. So u_t and u_{t-1} depend only on z_t, z_{t-1} and z_{t-2}; the last two
-are zero where they lie before the row's sequence or document.
+Before a sequence or a document z = 0, hence u = b0. So u_t and u_{t-1} depend only on z_t, z_{t-1} and z_{t-2}; the
+last two are zero where they lie before the row's sequence or document.
 
 Conventions of all versions: u is rounded to the tensors' dtype before the product, as is the gradient of x; all other
-arithmetic is fp32 (fp64 for fp64 tensors), and each result is rounded once. eps is the machine epsilon of the arithmetic.
+arithmetic is fp32 (fp64 for fp64 tensors), and each result is rounded once. eps is the machine epsilon of the
+arithmetic.
 
 Shapes: s rows, b micro batch, n query heads, g query groups, d head channels, N = n + g, C = N d, w delayed channels.
-projected [s, b, C + g d] is (queries, keys, current values, delayed values); rope [s, 1 or b, r] is (cos, sin) of the first r/2
-channels' angles, paired with the next r/2. The sequence may come in k chunks of c = s / k rows that are not neighbours: halo
-[k, 2, b, C] and value_halo [k, b, w] precede each chunk. starts bool [k, c + 1, b] marks the first row of each document, among
-the row before the chunk and the chunk's own rows.
+projected [s, b, C + g d] is (queries, keys, current values, delayed values); rope [s, 1 or b, r] is (cos, sin) of the
+first r/2 channels' angles, paired with the next r/2. The sequence may come in k chunks of c = s / k rows that are not
+neighbours: halo [k, 2, b, C] and value_halo [k, b, w] precede each chunk. starts bool [k, c + 1, b] marks the first row
+of each document, among the row before the chunk and the chunk's own rows.
 
 Intermediate results are changed in place, because on a CPU passes over memory take the time.
 """
@@ -82,7 +83,8 @@ def cca_prologue_backward(
     query_groups: int,
     delayed_channels: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Returns gradients of projected, the four convolution tensors, temperature, halo and value_halo (empty where there is none).
+    """Returns gradients of projected, the four convolution tensors, temperature, halo and value_halo (empty where there
+    is none).
 
     The kernels compute x from query and key, which the forward returned; here the convolutions are computed again.
     """
@@ -146,7 +148,8 @@ def _before_norm(
 ) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
     """Returns x [s, b, N, d] and its operands.
 
-    The operands are W0 and W1 [2, N, d, d], z with the two rows before each chunk [k, c + 2, b, C], and u_{t-1} and u_t [N, rows, d].
+    The operands are W0 and W1 [2, N, d, d], z with the two rows before each chunk [k, c + 2, b, C], and u_{t-1} and u_t
+    [N, rows, d].
     """
     (s, b), d, compute = projected.shape[:2], grouped_weight.shape[1], wide(projected.dtype)
     heads = len(grouped_bias) // d

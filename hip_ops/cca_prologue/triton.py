@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Host side of the CCA prologue in Triton: tiles, grids and the order of the launches. Same functions as hip_ops.cca_prologue.reference.
+"""Host side of the CCA prologue in Triton: tiles, grids and the order of the launches. Same functions as
+hip_ops.cca_prologue.reference.
 
 The kernels take head dimensions that are powers of two from 32 to 256 (`fits`). Importing this module imports triton.
 """
@@ -33,9 +34,10 @@ EPS = torch.finfo(torch.float32).eps
 class Launch:
     """Tile and grid of a kernel.
 
-    block: rows of a tile. programs: per head or part of a head; None: one per tile. stages: tiles in flight; the launch reduces them to what
-    shared memory holds. registers: maximum per thread, None: no limit (NVIDIA only). part: channels per program of the input's or the
-    weights' kernel. zero_block: rows of keys with temperature zero, in the weights' kernel. inputs: input channels of a convolving product
+    block: rows of a tile. programs: per head or part of a head; None: one per tile. stages: tiles in flight; the launch
+    reduces them to what shared memory holds. registers: maximum per thread, None: no limit (NVIDIA only). part:
+    channels per program of the input's or the weights' kernel. zero_block: rows of keys with temperature zero, in the
+    weights' kernel. inputs: input channels of a convolving product
     at a time, None: all.
     """
 
@@ -55,10 +57,12 @@ class Launch:
 
 @lru_cache
 def launch(kernel: str, d: int, heads: int, element_size: int, *, processors: int, warp_size: int | None = None) -> Launch:
-    """Chooses tile and grid of `kernel` - forward, norm, input or weight - for N = `heads` heads of d channels; warp_size None: this torch's device.
+    """Chooses tile and grid of `kernel` - forward, norm, input or weight - for N = `heads` heads of d channels;
+    warp_size None: this torch's device.
 
-    Programs stay resident and loop over tiles: weights are read, and partial sums written, once per program. fp32 (for checks;
-    its products do not run on matrix units) has few rows, because Triton unrolls such a product and compiles many rows for a minute.
+    Programs stay resident and loop over tiles: weights are read, and partial sums written, once per program. fp32 (for
+    checks; its products do not run on matrix units) has few rows, because Triton unrolls such a product and compiles
+    many rows for a minute.
     """
     warp_size = warp_size or (32 if torch.version.hip is None else 64)
     nvidia = warp_size == 32
@@ -134,7 +138,8 @@ class Call:
 class Plan:
     """Grid and keywords of each kernel.
 
-    sizes: total, rows, batch and both divisors, as the kernels take them. early: total and divisor including the rows of halo.
+    sizes: total, rows, batch and both divisors, as the kernels take them. early: total and divisor including the rows
+        of halo.
     runs: of the weights' kernel and of norm.
     """
 
@@ -179,7 +184,9 @@ def _plan(call: Call, backward: bool, choose) -> Plan:
 
 
 def _launch_with_fewer_stages(launch_kernel, keywords: dict, *arguments) -> None:
-    """Launches with fewer stages until the kernel fits into shared memory, which only a launch shows. `keywords` keeps the result."""
+    """Launches with fewer stages until the kernel fits into shared memory, which only a launch shows. `keywords` keeps
+    the result.
+    """
     while True:
         try:
             launch_kernel(*arguments, **keywords)

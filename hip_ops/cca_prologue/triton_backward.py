@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The backward kernels of the CCA prologue. No atomics: every sum over rows is a sum per program, then a sum over the programs.
+"""The backward kernels of the CCA prologue. No atomics: every sum over rows is a sum per program, then a sum over the
+programs.
 
     cca_prologue_norm_kernel      d_query, d_key, query, key -> dy, the gradient of x (reference.py); d_value -> projected's value channels
     cca_prologue_input_kernel     dy -> the gradient of z and halo
     cca_prologue_weight_kernel    dy, z -> S_j = sum_t dy_t z_{t-j}^T for j = 0, 1, 2, a head and a run of tiles
     cca_prologue_sum_kernel       S -> the gradients of all parameters
 
-The convolutions are not computed again: unit vectors come from query and key, and the sums do not contain u, since with u_t = a0 z_{t-1} + a1 z_t + b0
+The convolutions are not computed again: unit vectors come from query and key, and the sums do not contain u, since with
+    u_t = a0 z_{t-1} + a1 z_t + b0
     dW1 = a1 S_0 + a0 S_1 + b0 sum dy,   dW0 = a1 S_1 + a0 S_2 + b0 sum dy,   d a1 = sum_out W1 S_0 + W0 S_1,   d a0 = sum_out W1 S_1 + W0 S_2
 and with the merged taps M_0 = a1 W1, M_1 = a0 W1 + a1 W0, M_2 = a0 W0
     dz_t = M_0^T dy_t + M_1^T dy_{t+1} + M_2^T dy_{t+2}, for the rows that see row t, plus the means' part.
@@ -28,7 +30,9 @@ def shift_value_gradients(
     HEADS: tl.constexpr, GROUPS: tl.constexpr, D: tl.constexpr, DELAYED: tl.constexpr, HAS_HALO: tl.constexpr,
     HAS_STARTS: tl.constexpr,
 ):
-    """Writes the value channels of d_projected: a row's delayed channels get their gradient from the row after it, the last row's get zero."""
+    """Writes the value channels of d_projected: a row's delayed channels get their gradient from the row after it, the
+    last row's get zero.
+    """
     CURRENT: tl.constexpr = GROUPS * D - DELAYED
     WIDTH: tl.constexpr = (HEADS + 2 * GROUPS) * D
     t, entry, row, chunk = place(f, rows, batch, by_rows, by_batch)
@@ -60,7 +64,9 @@ def cca_prologue_norm_kernel(
     HEADS: tl.constexpr, GROUPS: tl.constexpr, D: tl.constexpr, ROTARY: tl.constexpr, DELAYED: tl.constexpr,
     HAS_ROPE: tl.constexpr, HAS_HALO: tl.constexpr, HAS_STARTS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
 ):
-    """Program (role, run) takes head `role`, or the values, and tiles run, run + runs, ...; writes dy, its sums and the temperature's gradient."""
+    """Program (role, run) takes head `role`, or the values, and tiles run, run + runs, ...; writes dy, its sums and the
+    temperature's gradient.
+    """
     role = tl.program_id(0)
     run = tl.program_id(1)
     step = tl.num_programs(1) * BLOCK
@@ -168,7 +174,8 @@ def cca_prologue_input_kernel(
         dy0 = tl.load(here, mask=own[:, None], other=0.0)
         dy1 = tl.load(here + step, mask=near1[:, None], other=0.0)
         dy2 = tl.load(here + 2 * step, mask=far2[:, None], other=0.0)
-        # The means' part is loaded before the products, which hide the loads: for a query head also the key head's gradient, for the key head
+        # The means' part is loaded before the products, which hide the loads: for a query head also the key head's
+        # gradient, for the key head
     # also those of all its query heads.
         mine = tl.load(base[:, None] + into[None, :], mask=own[:, None], other=0.0)
         of_other = base[:, None] + (other * D + inside)[None, :]
@@ -195,7 +202,9 @@ def zero_temperature(
     HEADS: tl.constexpr, GROUPS: tl.constexpr, D: tl.constexpr, ROTARY: tl.constexpr, HAS_ROPE: tl.constexpr,
     HAS_HALO: tl.constexpr, HAS_STARTS: tl.constexpr, BLOCK: tl.constexpr, INPUTS: tl.constexpr,
 ):
-    """Computes the temperature's gradient where the temperature is zero: the key is zero too, so its direction is computed again."""
+    """Computes the temperature's gradient where the temperature is zero: the key is zero too, so its direction is
+    computed again.
+    """
     head = HEADS + group
     first, second = pair_columns(D // 2, ROTARY)
     weights = head_weights(grouped_weight, head, 0, D, ROTARY, INPUTS)
@@ -222,7 +231,8 @@ def cca_prologue_weight_kernel(
     HEADS: tl.constexpr, GROUPS: tl.constexpr, D: tl.constexpr, ROTARY: tl.constexpr, HAS_ROPE: tl.constexpr,
     HAS_HALO: tl.constexpr, HAS_STARTS: tl.constexpr, BLOCK: tl.constexpr, OUT: tl.constexpr, ZERO_BLOCK: tl.constexpr, INPUTS: tl.constexpr,
 ):
-    """Program (part, run), tiles run, run + runs, ...: S_0, S_1, S_2 of OUT output channels of a head to partial [runs, N, 3, D, D].
+    """Program (part, run), tiles run, run + runs, ...: S_0, S_1, S_2 of OUT output channels of a head to partial [runs,
+    N, 3, D, D].
 
     The programs after the parts of all heads take the groups, whose keys may have temperature zero.
     """
@@ -271,7 +281,9 @@ def cca_prologue_sum_kernel(
     d_depthwise_weight, d_depthwise_bias, d_grouped_weight, d_grouped_bias, d_temperature, runs, bias_runs,
     HEADS: tl.constexpr, GROUPS: tl.constexpr, D: tl.constexpr, COLUMNS: tl.constexpr, TOGETHER: tl.constexpr, RUNS: tl.constexpr,
 ):
-    """Program (head, part): all gradients that belong to COLUMNS input channels of a head. TOGETHER runs of partial are in flight."""
+    """Program (head, part): all gradients that belong to COLUMNS input channels of a head. TOGETHER runs of partial are
+    in flight.
+    """
     head = tl.program_id(0)
     out = tl.arange(0, D)
     into = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """The forward kernel of the CCA prologue: one pass from the projections to query, key and value.
 
-A program has one head, whose weights stay in shared memory, and loops over tiles of BLOCK rows. The heads of a tile are neighbours in the grid, so that
-shared operands - the key head's projection, the query heads' for the key head - come from the cache. The product is [channels, rows]: the weights are the left
-operand, and the convolved rows, made in registers, the right one, which Hopper reads from shared memory. A thread gets both channels
-of a rotating pair. Importing this module imports triton.
+A program has one head, whose weights stay in shared memory, and loops over tiles of BLOCK rows. The heads of a tile are
+neighbours in the grid, so that shared operands - the key head's projection, the query heads' for the key head - come
+from the cache. The product is [channels, rows]: the weights are the left operand, and the convolved rows, made in
+registers, the right one, which Hopper reads from shared memory. A thread gets both channels of a rotating pair.
+Importing this module imports triton.
 """
 
 import triton
@@ -17,8 +18,9 @@ from hip_ops.cca_prologue.triton_rows import SIZES, at_row, pair_columns, place,
 def head_weights(grouped_weight, head, start, D: tl.constexpr, ROTARY: tl.constexpr, INPUTS: tl.constexpr):
     """Loads a head's weights [D, 2 INPUTS] of INPUTS input channels from `start` on.
 
-    Columns are as in memory: input channels, both taps of each. Rows alternate between eight output channels of the first half and the eight
-    of the second that rotate into them, because on Hopper a thread has rows i and i + 8 of a product.
+    Columns are as in memory: input channels, both taps of each. Rows alternate between eight output channels of the
+    first half and the eight of the second that rotate into them, because on Hopper a thread has rows i and i + 8 of a
+    product.
     """
     row = tl.arange(0, D)
     p = row // 16 * 8 + row % 8
@@ -30,7 +32,9 @@ def head_weights(grouped_weight, head, start, D: tl.constexpr, ROTARY: tl.conste
 
 @triton.jit
 def convolved(base, at1, at2, live, reaches1, reaches2, depthwise_weight, depthwise_bias, column):
-    """Returns u of the previous row and of this one, for the channels `column`, [2 columns, rows] in the order of the weights' columns."""
+    """Returns u of the previous row and of this one, for the channels `column`, [2 columns, rows] in the order of the
+    weights' columns.
+    """
     z0 = tl.load(base[:, None] + column[None, :], mask=live[:, None], other=0.0)
     z1 = tl.load(at1[:, None] + column[None, :], mask=reaches1[:, None], other=0.0).to(tl.float32)
     z2 = tl.load(at2[:, None] + column[None, :], mask=reaches2[:, None], other=0.0).to(tl.float32)
@@ -58,7 +62,8 @@ def rotated_head(
 ):
     """Returns x of the head's rows f, rotated, in two halves [D / 2, rows] fp32, and 1 / max(|x|, eps) [rows].
 
-    weights: the head's where INPUTS is D, otherwise not read. Loads for means and rotation come before the product, which hides them.
+    weights: the head's where INPUTS is D, otherwise not read. Loads for means and rotation come before the product,
+    which hides them.
     """
     PER: tl.constexpr = HEADS // GROUPS
     channels: tl.constexpr = (HEADS + GROUPS) * D
@@ -72,7 +77,8 @@ def rotated_head(
         taps = convolved(base, at1, at2, live, near & exists1, far & exists2, depthwise_weight, depthwise_bias, head * D + tl.arange(0, D))
 
     first, second = pair_columns(D // 2, ROTARY)
-    # The mean's other operand: for a query head the key head's projection, for the key head the mean over its query heads.
+    # The mean's other operand: for a query head the key head's projection, for the key head the mean over its query
+    # heads.
     is_key = head >= HEADS
     weight = tl.where(is_key, 0.5 / PER, 0.5)
     here = base[None, :] + tl.where(is_key, group * PER, HEADS + group) * D
@@ -89,7 +95,8 @@ def rotated_head(
             taps = convolved(base, at1, at2, live, near & exists1, far & exists2, depthwise_weight, depthwise_bias, column)
             y = tl.dot(head_weights(grouped_weight, head, start, D, ROTARY, INPUTS), taps, y, input_precision="ieee")
     y_first, y_second = halves(y, D)
-    # From here on the layout is that of the last loads, which are as wide as possible; the product is converted to it once.
+    # From here on the layout is that of the last loads, which are as wide as possible; the product is converted to it
+    # once.
     own = base[None, :] + head * D
     bias = grouped_bias + head * D
     x_first = tl.load(bias + first).to(tl.float32)[:, None] + 0.5 * tl.load(own + first[:, None], mask=live[None, :], other=0.0).to(tl.float32)

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Numbers the rows of the CCA prologue as in memory, [s, b], so that a tile may hold many short sequences.
 
-Row f is micro-batch entry f % batch at row f // batch of the sequence, which is row t of chunk (f // batch) // rows. In `projected` it
-is at (f // batch) * row_stride + entry * batch_stride; before a chunk there may be the two rows of halo.
+Row f is micro-batch entry f % batch at row f // batch of the sequence, which is row t of chunk (f // batch) // rows. In
+`projected` it is at (f // batch) * row_stride + entry * batch_stride; before a chunk there may be the two rows of halo.
 
-Both divisors are constant in a call, and a kernel divides for every row in each of its layouts. So it multiplies by a number that the host
-derives from the divisor (`divisor`). Importing this module imports triton.
+Both divisors are constant in a call, and a kernel divides for every row in each of its layouts. So it multiplies by a
+number that the host derives from the divisor (`divisor`). Importing this module imports triton.
 """
 
 from functools import lru_cache
@@ -19,7 +19,8 @@ SIZES = ("total", "early_total", "rows", "batch", "by_batch", "by_rows", "by_ear
 
 @lru_cache
 def divisor(by: int) -> int:
-    """Returns the argument of `divide` for a division by 1 <= by < 2^31: bits 6 and up m = ceil(2^(31 + l) / by) < 2^32, below them l = ceil(log2 by).
+    """Returns the argument of `divide` for a division by 1 <= by < 2^31: bits 6 and up m = ceil(2^(31 + l) / by) <
+    2^32, below them l = ceil(log2 by).
 
     n m / 2^(31 + l) lies above n / by by less than 1 / by for all 0 <= n < 2^31 (Granlund and Montgomery, PLDI 1994).
     """
@@ -50,7 +51,9 @@ def at_row(row, entry, row_stride, batch_stride):
 
 @triton.jit
 def reach(starts, t, entry, chunk, live, rows, batch, HAS_STARTS: tl.constexpr):
-    """Returns whether rows see the previous row, and the two previous rows, that is, no document starts in between. `starts` is [k, rows + 1, b]."""
+    """Returns whether rows see the previous row, and the two previous rows, that is, no document starts in between.
+    `starts` is [k, rows + 1, b].
+    """
     near = live
     far = live
     if HAS_STARTS:
@@ -64,7 +67,9 @@ def reach(starts, t, entry, chunk, live, rows, batch, HAS_STARTS: tl.constexpr):
 def row_before(
     projected, halo, base, t, entry, chunk, batch, row_stride, channels, BACK: tl.constexpr, HAS_HALO: tl.constexpr
 ):
-    """Returns the addresses of the rows BACK before those at `base`, in projected or in halo [k, 2, b, channels], and whether they exist."""
+    """Returns the addresses of the rows BACK before those at `base`, in projected or in halo [k, 2, b, channels], and
+    whether they exist.
+    """
     at = base - BACK * row_stride
     exists = t >= BACK
     if HAS_HALO:
@@ -76,7 +81,9 @@ def row_before(
 
 @triton.jit
 def pair_columns(HALF: tl.constexpr, ROTARY: tl.constexpr):
-    """Returns a head's channels in two halves of HALF: i and i + ROTARY / 2 rotate into each other; the channels from ROTARY on follow, half in each."""
+    """Returns a head's channels in two halves of HALF: i and i + ROTARY / 2 rotate into each other; the channels from
+    ROTARY on follow, half in each.
+    """
     p = tl.arange(0, HALF)
     beyond = (p >= ROTARY // 2).to(tl.int32)
     return p + beyond * (ROTARY // 2), p + ROTARY // 2 + beyond * (HALF - ROTARY // 2)
@@ -84,7 +91,9 @@ def pair_columns(HALF: tl.constexpr, ROTARY: tl.constexpr):
 
 @triton.jit
 def rotation(rope, row, entry, live, rope_row_stride, rope_batch_stride, p, ROTARY: tl.constexpr):
-    """Returns cos and sin of pairs p; 1 and 0 where a pair does not rotate. Rows lie along one dimension of a tile, p along the other."""
+    """Returns cos and sin of pairs p; 1 and 0 where a pair does not rotate. Rows lie along one dimension of a tile, p
+    along the other.
+    """
     at = rope + at_row(row, entry, rope_row_stride, rope_batch_stride) + p
     turns = live & (p < ROTARY // 2)
     return tl.load(at, mask=turns, other=1.0), tl.load(at + ROTARY // 2, mask=turns, other=0.0)

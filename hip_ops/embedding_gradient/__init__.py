@@ -43,10 +43,11 @@ _add_rows = Operator(
 
 
 def add_rows_(total: Tensor, ids: Tensor, rows: Tensor) -> None:
-    """Computes total[ids] += rows in place, the same bits every time: rows of one id are summed in fp32 in their order before they are added.
+    """Computes total[ids] += rows in place, the same bits every time: rows of one id are summed in fp32 in their order
+    before they are added.
 
-    Args: total [v, h], fp32 in training; the torch reference computes it if its rows are not contiguous. ids int64 [n], each in
-    [0, v). rows [n, h], bf16 or fp32. All-fp64 tensors are computed by the torch reference too. Raises ValueError on wrong shapes, dtypes
-    or devices; ids are not checked.
+    Args: total [v, h], fp32 in training; the torch reference computes it if its rows are not contiguous. ids int64 [n],
+    each in [0, v). rows [n, h], bf16 or fp32. All-fp64 tensors are computed by the torch reference too. Raises
+    ValueError on wrong shapes, dtypes or devices; ids are not checked.
     """
     _add_rows(total, ids, rows)

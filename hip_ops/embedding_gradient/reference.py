@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Adds rows to the rows of a large matrix by their ids, in plain torch, the same bits every time.
 
-torch's kernel for embeddings first sums rows of one id, into as many slots as there are rows. `index_put_` alone would add them one after the
-other, which takes milliseconds where thousands of tokens are padding. The host never reads the number of different ids.
+torch's kernel for embeddings first sums rows of one id, into as many slots as there are rows. `index_put_` alone would
+add them one after the other, which takes milliseconds where thousands of tokens are padding. The host never reads the
+number of different ids.
 """
 
 from __future__ import annotations

@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Adds rows to the rows of a large matrix by their ids, in Triton. No atomics: rows are taken in the order of their ids.
+"""Adds rows to the rows of a large matrix by their ids, in Triton. No atomics: rows are taken in the order of their
+ids.
 
-A program takes RUN rows in that order and sums those of one id. The sum of an id whose rows all belong to the program is added to the
-matrix. The sum of an id that other programs share is stored as a partial sum; in the second launch the program where the id begins
-adds up its partial sums. So every row of the matrix is read and written once, by one program.
+A program takes RUN rows in that order and sums those of one id. The sum of an id whose rows all belong to the program
+is added to the matrix. The sum of an id that other programs share is stored as a partial sum; in the second launch the
+program where the id begins adds up its partial sums. So every row of the matrix is read and written once, by one
+program.
 
 Same function as hip_ops.embedding_gradient.reference. Importing this module imports triton.
 """
@@ -26,8 +28,8 @@ AT_ONCE = 8  # partial sums of one id that are read at a time
 def add_runs_kernel(
     total, ids, order, rows, heads, tails, count, width, total_stride, rows_stride, RUN: tl.constexpr, BLOCK: tl.constexpr,
 ):
-    """Sums rows by id. ids in ascending order, order: the row of each. heads, tails [programs, width]: partial sums of the first and last id of a
-    program that other programs share."""
+    """Sums rows by id. ids in ascending order, order: the row of each. heads, tails [programs, width]: partial sums of
+    the first and last id of a program that other programs share."""
     part = tl.program_id(0)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < width

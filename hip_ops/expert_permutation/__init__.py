@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Top-1 dispatch on one rank, as torch operators: sorts tokens by expert, moves their rows to the experts and back. The host never waits.
+"""Top-1 dispatch on one rank, as torch operators: sorts tokens by expert, moves their rows to the experts and back. The
+host never waits.
 
-An order is two inverse maps; negative entries stand for tokens of no expert (hip_ops/expert_permutation/reference.py). All shapes
+An order is two inverse maps; negative entries stand for tokens of no expert (hip_ops/expert_permutation/reference.py).
+All shapes
 are known beforehand: there are as many rows as tokens, and the padding rows, which belong to no expert, come last.
 """
 
@@ -22,7 +24,8 @@ class ExpertOrder(NamedTuple):
     """The order of tokens by expert; all tensors int32 on the device.
 
     token_of_row [n], row_of_token [n]: inverse maps; an entry m < 0 means place ~m, for a token of no expert.
-    counts [num_experts]: rows of each expert. offsets [num_experts]: the ends of their rows, as grouped products take them.
+    counts [num_experts]: rows of each expert. offsets [num_experts]: the ends of their rows, as grouped products take
+    them.
     """
 
     token_of_row: Tensor
@@ -32,13 +35,17 @@ class ExpertOrder(NamedTuple):
 
 
 def _example_ids(device: torch.device, tokens: int) -> Tensor:
-    """Makes ids of ZAYA1's 16 experts and the skip class; one expert is far more frequent than the others and one never occurs."""
+    """Makes ids of ZAYA1's 16 experts and the skip class; one expert is far more frequent than the others and one never
+    occurs.
+    """
     ids = torch.randint(0, 24, (tokens,), device=device)
     return torch.where(ids > 16, 3, torch.where(ids == 5, 4, ids))
 
 
 def _example_rows(device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Returns rows, token_of_row, row_of_token and probs of ZAYA1's hidden size and dtypes, which run the kernels of its training."""
+    """Returns rows, token_of_row, row_of_token and probs of ZAYA1's hidden size and dtypes, which run the kernels of
+    its training.
+    """
     tokens, hidden = 150, 2048
     token_of_row, row_of_token, _, _ = reference.sort_by_expert(_example_ids(device, tokens), 16)
     rows, probs = torch.randn(tokens, hidden, device=device).bfloat16(), torch.rand(tokens, device=device)
@@ -103,8 +110,8 @@ _gather.register_autograd(_gather_gradients, setup_context=_save_gather)
 def sort_by_expert(expert_ids: Tensor, num_experts: int) -> ExpertOrder:
     """Sorts tokens by expert with a stable counting sort; the result is the same in every run.
 
-    Args: expert_ids int32 or int64 [n]; an id outside [0, num_experts) belongs to no expert. num_experts: 1 or more; HIP
-    and Triton take up to 256; for more, the next version runs. Raises ValueError on other shapes or dtypes.
+    Args: expert_ids int32 or int64 [n]; an id outside [0, num_experts) belongs to no expert. num_experts: 1 or more;
+    HIP and Triton take up to 256; for more, the next version runs. Raises ValueError on other shapes or dtypes.
     """
     return ExpertOrder(*_sort(expert_ids, num_experts))
 
@@ -124,6 +131,7 @@ def permute_to_experts(tokens: Tensor, order: ExpertOrder, probs: Tensor | None 
 def unpermute_from_experts(rows: Tensor, order: ExpertOrder) -> Tensor:
     """Moves each row back to its token: tokens [n, h], zeros for tokens of no expert.
 
-    Padding rows, at and beyond order.offsets[-1], are not read and get zeros as gradient. Otherwise as permute_to_experts.
+    Padding rows, at and beyond order.offsets[-1], are not read and get zeros as gradient. Otherwise as
+    permute_to_experts.
     """
     return _gather(rows, order.row_of_token, order.token_of_row, None)[0]

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Host side of expert_sort.hip and expert_rows.hip: allocates the results and calls the launchers.
 
-Same functions as hip_ops.expert_permutation.reference. The sources choose the kernel: 16 bytes per lane if all rows are aligned to 16 bytes.
+Same functions as hip_ops.expert_permutation.reference. The sources choose the kernel: 16 bytes per lane if all rows are
+aligned to 16 bytes.
 """
 
 from __future__ import annotations

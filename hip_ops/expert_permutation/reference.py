@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Top-1 dispatch on one rank in plain torch: the order of tokens by expert, and rows moved along it. The host never waits.
+"""Top-1 dispatch on one rank in plain torch: the order of tokens by expert, and rows moved along it. The host never
+waits.
 
-An order is two inverse maps, token_of_row and row_of_token, int32 [n]. An entry m >= 0 is the place in the other numbering. An
-entry m < 0 stands for place ~m (that is -1 - m) of a token that belongs to no expert (the skip class).
+An order is two inverse maps, token_of_row and row_of_token, int32 [n]. An entry m >= 0 is the place in the other
+numbering. An entry m < 0 stands for place ~m (that is -1 - m) of a token that belongs to no expert (the skip class).
 
-Padding rows: there are as many rows as tokens, so that no shape depends on the routing. Tokens of no expert have rows too,
-after the rows of all experts. These padding rows are not read; zeros are written in their place.
+Padding rows: there are as many rows as tokens, so that no shape depends on the routing. Tokens of no expert have rows
+too, after the rows of all experts. These padding rows are not read; zeros are written in their place.
 
 Shapes: rows [n, h]; index, inverse (its inverse map) and probs [n].
 """
@@ -19,9 +20,11 @@ from hip_ops.runtime.row_views import clear_rows_
 
 
 def sort_by_expert(expert_ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Returns token_of_row [n], row_of_token [n], counts [num_experts] and offsets [num_experts], the ends of the experts' rows; all int32.
+    """Returns token_of_row [n], row_of_token [n], counts [num_experts] and offsets [num_experts], the ends of the
+    experts' rows; all int32.
 
-    expert_ids int32 or int64 [n]; an id outside [0, num_experts) belongs to no expert. Tokens of an expert keep their order.
+    expert_ids int32 or int64 [n]; an id outside [0, num_experts) belongs to no expert. Tokens of an expert keep their
+    order.
     """
     # num_experts is the class of tokens of no expert
     classes = expert_ids.clamp(-1, num_experts).remainder_(num_experts + 1)

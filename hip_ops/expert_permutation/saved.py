@@ -5,6 +5,7 @@
 def saved_bytes(tokens: int) -> dict[str, float]:
     """Returns bytes by tensor: both int32 maps, which the two operators share.
 
-    weighted_swiglu keeps the probs. The first grouped product keeps the permuted rows (hip_ops/grouped_product/saved.py).
+    weighted_swiglu keeps the probs. The first grouped product keeps the permuted rows
+    (hip_ops/grouped_product/saved.py).
     """
     return {"order of the tokens": 2 * 4 * tokens}

@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The sort by expert in Triton, a counting sort in two launches, and the gather of rows along its maps. No atomics; the host never waits.
+"""The sort by expert in Triton, a counting sort in two launches, and the gather of rows along its maps. No atomics; the
+host never waits.
 
-Same functions as hip_ops.expert_permutation.reference. In the first launch each program counts the experts of its tokens. In
-the second, each adds up the counts of the programs before it, which gives the first rows of its own tokens. Importing this module imports triton.
+Same functions as hip_ops.expert_permutation.reference. In the first launch each program counts the experts of its
+tokens. In the second, each adds up the counts of the programs before it, which gives the first rows of its own tokens.
+Importing this module imports triton.
 """
 
 from __future__ import annotations
@@ -48,7 +50,9 @@ def expert_place_kernel(
     expert_ids, counted, token_of_row, row_of_token, counts, offsets, tokens, num_experts, tiles, programs,
     EXPERTS: tl.constexpr, TILE: tl.constexpr, ROWS: tl.constexpr,
 ):
-    """Writes both maps for the program's tokens; program 0 writes counts and offsets. ROWS: programs whose counts are added at a time."""
+    """Writes both maps for the program's tokens; program 0 writes counts and offsets. ROWS: programs whose counts are
+    added at a time.
+    """
     program = tl.program_id(0)
     experts = tl.arange(0, EXPERTS)
     total, before = tl.zeros([EXPERTS], tl.int32), tl.zeros([EXPERTS], tl.int32)
@@ -133,7 +137,9 @@ def _sort_plan(tokens: int, num_experts: int) -> tuple[int, int, dict]:
 
 @functools.lru_cache(maxsize=256)
 def _plan(choose: Callable, count: int, hidden: int, element_bytes: int) -> tuple[tuple[int, ...], dict]:
-    """Returns the grid and the keywords of the launch. `choose` is `launch`; it is part of the key because benchmarks replace it."""
+    """Returns the grid and the keywords of the launch. `choose` is `launch`; it is part of the key because benchmarks
+    replace it.
+    """
     chosen = choose(max(hidden, 1), element_bytes)
     grid = (triton.cdiv(count, chosen.rows), triton.cdiv(max(hidden, 1), chosen.block))
     return grid, {"ROWS": chosen.rows, "BLOCK": chosen.block, "num_warps": chosen.num_warps}

@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Matrix products over rows sorted by expert: each expert has its own matrix, and the borders of its rows are on the device.
+"""Matrix products over rows sorted by expert: each expert has its own matrix, and the borders of its rows are on the
+device.
 
-`grouped_rows` is x[i] @ W[expert of i], forward and, with the transposed matrices, backward to x. `grouped_outer_` is a_e^T b_e for
-every expert, added in place to fp32 blocks such as Megatron's main gradients, or written there. Neither registers gradients:
-autograd functions such as zaya_plugin.model.experts.ExpertMLP call them in both directions.
+`grouped_rows` is x[i] @ W[expert of i], forward and, with the transposed matrices, backward to x. `grouped_outer_` is
+a_e^T b_e for every expert, added in place to fp32 blocks such as Megatron's main gradients, or written there. Neither
+registers gradients: autograd functions such as zaya_plugin.model.experts.ExpertMLP call them in both directions.
 
-Versions, best first: quack on Hopper (faster than Triton in 19 of 21 measured products, benchmarks/results/quack_tiles-h200.json),
-Triton, torch's grouped_mm. The reference, which takes all dtypes and strides, loops over the experts.
+Versions, best first: quack on Hopper (faster than Triton in 19 of 21 measured products,
+benchmarks/results/quack_tiles-h200.json), Triton, torch's grouped_mm. The reference, which takes all dtypes and
+strides, loops over the experts.
 """
 
 from __future__ import annotations
@@ -25,7 +27,9 @@ AVAILABLE = {"quack": available, "grouped_mm": grouped_mm.available}
 
 
 def _aligned(*tensors: Tensor) -> bool:
-    """Returns whether there are rows, contiguous (blocks [E, m, n]: rows or columns), with all strides multiples of ALIGNMENT."""
+    """Returns whether there are rows, contiguous (blocks [E, m, n]: rows or columns), with all strides multiples of
+    ALIGNMENT.
+    """
     for tensor in tensors:
         along = [place for place, stride in enumerate(tensor.stride()) if stride == 1]
         steps = [stride for stride in tensor.stride() if stride != 1]
@@ -119,18 +123,20 @@ _outer = Operator(
 def grouped_rows(x: Tensor, matrices: Tensor, offsets: Tensor) -> Tensor:
     """Computes out[i] = x[i] @ matrices[expert of i], summed in fp32.
 
-    Args: x [T, k]; matrices [E, k, n] of x's dtype, or a transposed view of [E, n, k]; offsets int32 [E], the ends of the experts' rows.
-    Returns [T, n] in x's dtype. Padding rows, at and beyond offsets[-1], are not written (the reference writes zeros), and those of x are not read.
-    Raises ValueError on wrong shapes, dtypes or devices.
+    Args: x [T, k]; matrices [E, k, n] of x's dtype, or a transposed view of [E, n, k]; offsets int32 [E], the ends of
+    the experts' rows. Returns [T, n] in x's dtype. Padding rows, at and beyond offsets[-1], are not written (the
+    reference writes zeros), and those of x are not read. Raises ValueError on wrong shapes, dtypes or devices.
     """
     return _rows(x, matrices, offsets)
 
 
 def grouped_outer_(out: Tensor, a: Tensor, b: Tensor, offsets: Tensor, accumulate: bool = True) -> Tensor:
-    """Adds a[rows of e]^T b[rows of e], summed in fp32, to out[e] in place; without `accumulate` overwrites out[e] (zeros for an expert without rows).
+    """Adds a[rows of e]^T b[rows of e], summed in fp32, to out[e] in place; without `accumulate` overwrites out[e]
+    (zeros for an expert without rows).
 
-    Args: out [E, m, n], fp32 or a's dtype; a [T, m] and b [T, n] of one dtype; offsets int32 [E], the ends of the experts' rows. Rows at
-    and beyond offsets[-1] are not read. Returns out. Raises ValueError on wrong shapes, dtypes or devices.
+    Args: out [E, m, n], fp32 or a's dtype; a [T, m] and b [T, n] of one dtype; offsets int32 [E], the ends of the
+    experts' rows. Rows at and beyond offsets[-1] are not read. Returns out. Raises ValueError on wrong shapes, dtypes
+    or devices.
     """
     _outer(out, a, b, offsets, accumulate)
     return out

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Grouped products by torch's grouped_mm: CUTLASS on NVIDIA; Composable Kernel or a loop on ROCm, depending on torch's build.
+"""Grouped products by torch's grouped_mm: CUTLASS on NVIDIA; Composable Kernel or a loop on ROCm, depending on torch's
+build.
 
 Products are rounded to the operands' dtype, even those that are added to fp32 blocks.
 """

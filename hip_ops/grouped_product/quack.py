@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Grouped products by quack's GEMM on Hopper: CuTe's warp-specialised pipelines.
 
-Each warp has one task, which uses Hopper better than Triton's code, mainly where a product is added to fp32 blocks: the memory
-system adds one tile while the next is multiplied. Sums are fp32 and each number is added once, so the bits are the same in every
-repetition. All products have one tile, measured on an H200 (TILE, benchmarks/results/quack_tiles-h200.json). quack's own tuner is
+Each warp has one task, which uses Hopper better than Triton's code, mainly where a product is added to fp32 blocks: the
+memory system adds one tile while the next is multiplied. Sums are fp32 and each number is added once, so the bits are
+the same in every repetition. All products have one tile, measured on an H200 (TILE,
+benchmarks/results/quack_tiles-h200.json). quack's own tuner is
 not used: it would measure in every process of a run, and another tile gives other bits.
 """
 
@@ -38,10 +39,12 @@ def grouped_outer_(out: Tensor, a: Tensor, b: Tensor, offsets: Tensor, accumulat
 
 
 def borders(offsets: Tensor) -> Tensor:
-    """Returns int32 [E + 1]: 0 and `offsets`. It is computed once for the products that share `offsets`, and kept as an attribute of the tensor.
+    """Returns int32 [E + 1]: 0 and `offsets`. It is computed once for the products that share `offsets`, and kept as an
+    attribute of the tensor.
 
-    A capture does not use borders that were computed before it, because replays would read old values. Offsets that are a static input
-    of two captures would get the borders of the first; this project captures whole passes, which compute their own offsets.
+    A capture does not use borders that were computed before it, because replays would read old values. Offsets that are
+    a static input of two captures would get the borders of the first; this project captures whole passes, which compute
+    their own offsets.
     """
     if offsets.is_inference():  # counts no versions
         return F.pad(offsets, (1, 0))
@@ -53,7 +56,9 @@ def borders(offsets: Tensor) -> Tensor:
 
 
 def _gemm() -> Callable:
-    """Returns quack's function, and clears its plans above PLANS: it keeps one per number of rows, which changes in every call under expert parallelism."""
+    """Returns quack's function, and clears its plans above PLANS: it keeps one per number of rows, which changes in
+    every call under expert parallelism.
+    """
     module = importlib.import_module(QUACK)
     plans = getattr(module, "_gemm_plan_cache", ())
     if len(plans) > PLANS:

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Grouped products in Triton: x W_e^T, x W_e, and a_e^T b_e added to fp32 blocks.
 
-A persistent grid loops over the tiles of all experts; the device counts the tiles of each expert. Operands and results use tensor
-descriptors (TMA on Hopper); triton_pointers.py has the same products for other devices and operands. The next expert's rows follow an
-expert's last rows, which do not fill a tile. So results, and operands of a_e^T b_e, use descriptors that end at the expert's end
-(ragged_rows.py). Sums are added to `out` by the memory system, each number once: `out` is not read, and the bits are
-the same every time.
+A persistent grid loops over the tiles of all experts; the device counts the tiles of each expert. Operands and results
+use tensor descriptors (TMA on Hopper); triton_pointers.py has the same products for other devices and operands. The
+next expert's rows follow an expert's last rows, which do not fill a tile. So results, and operands of a_e^T b_e, use
+descriptors that end at the expert's end (ragged_rows.py). Sums are added to `out` by the memory system, each number
+once: `out` is not read, and the bits are the same every time.
 """
 
 from __future__ import annotations
@@ -81,7 +81,9 @@ def grouped_outer_kernel(
     ACCUMULATE: tl.constexpr, REDUCE: tl.constexpr, EXPERTS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     PARTS: tl.constexpr, GROUP: tl.constexpr,
 ):
-    """out[e] (+)= a[rows of e]^T b[rows of e], [m, n]. An expert without rows is skipped, or, without ACCUMULATE, gets zeros."""
+    """out[e] (+)= a[rows of e]^T b[rows of e], [m, n]. An expert without rows is skipped, or, without ACCUMULATE, gets
+    zeros.
+    """
     starts, ends = expert_borders(offsets, experts, EXPERTS)
     rows, columns = tl.cdiv(m, BLOCK_M), tl.cdiv(n, BLOCK_N)
     tile_ends = tl.cumsum(outer_tiles(starts, ends, experts, rows * columns, ACCUMULATE, EXPERTS))
@@ -104,7 +106,8 @@ def grouped_flat_outer_kernel(
     ACCUMULATE: tl.constexpr, REDUCE: tl.constexpr, EXPERTS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     PARTS: tl.constexpr, GROUP: tl.constexpr,
 ):
-    """Computes the same in one loop over the steps of all tiles of a program, so that the next tile is loaded while this one's sums are stored.
+    """Computes the same in one loop over the steps of all tiles of a program, so that the next tile is loaded while
+    this one's sums are stored.
 
     Triton's `flatten` requires inner loops of one length; here the length depends on the expert.
     """

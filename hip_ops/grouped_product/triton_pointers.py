@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The products of triton.py with plain loads and stores, for MI300X, for NVIDIA GPUs before Hopper, and for operands that no descriptor
-can read. On AMD consecutive tiles go to one XCD (hip_ops/newton_schulz/tile_order.h explains why)."""
+"""The products of triton.py with plain loads and stores, for MI300X, for NVIDIA GPUs before Hopper, and for operands
+that no descriptor can read. On AMD consecutive tiles go to one XCD (hip_ops/newton_schulz/tile_order.h explains
+why)."""
 
 from __future__ import annotations
 
@@ -73,7 +74,8 @@ def grouped_pointer_outer_kernel(
         acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
         for begin in range(start, end, BLOCK_K):
             at = begin + tl.arange(0, BLOCK_K)
-            # Past the end both operands read the expert's last row, and one of the two is set to zero: loads without masks are wide.
+            # Past the end both operands read the expert's last row, and one of the two is set to zero: loads without
+            # masks are wide.
             row_at = tl.minimum(at, end - 1).to(tl.int64)[:, None]
             a = tl.where((at < end)[:, None], tl.load(a_at + row_at * a_stride), 0.0)
             b = tl.load(b_at + row_at * b_stride)

@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """A linear head and its cross-entropy in chunks of tokens: the logits of all tokens never exist at once.
 
-A chunk's logits are in one buffer and are overwritten with their gradient, between three matrix products of torch. Gradients
+A chunk's logits are in one buffer and are overwritten with their gradient, between three matrix products of torch.
+Gradients
 are exact: nothing is filtered, and weight gradients are summed in fp32.
 
-With a promise (promised_grad: the gradient that the losses will get; in training the loss mask) the forward pass makes both
-gradients while a chunk's logits exist, in one pass over them (`overwrite_with_exponentials`). Rows of the buffer are then
-their gradient up to a factor per row. The product for the gradient of hidden applies the factor in fp32; for the gradient
-of the weight, hidden is multiplied by it, which is one more rounding.
+With a promise (promised_grad: the gradient that the losses will get; in training the loss mask) the forward pass makes
+both gradients while a chunk's logits exist, in one pass over them (`overwrite_with_exponentials`). Rows of the buffer
+are then their gradient up to a factor per row. The product for the gradient of hidden applies the factor in fp32; for
+the gradient of the weight, hidden is multiplied by it, which is one more rounding.
 
 Without a promise a pass computes the sums (`row_statistics`), and the backward pass computes the logits again, a fourth
 product, and overwrites them with their gradient. Results of the two ways differ by roundings.
@@ -83,11 +84,14 @@ class _Head:
         return reference.combined(self._of_all_ranks(statistics))
 
     def gradient(self, logits: Tensor, rows: slice, grad: Tensor) -> Tensor:
-        """Overwrites the logits with their gradient up to a factor per row. Returns [2, T]: losses and factors. One exchange."""
+        """Overwrites the logits with their gradient up to a factor per row. Returns [2, T]: losses and factors. One
+        exchange.
+        """
         labels, parts = self.labels[rows], parts_of_exponentials(len(self.weight))
         statistics, first = overwrite_with_exponentials(logits, labels, self.first_class, parts), 0
         if self._ranks() > 1:
-            # Ranks exchange three numbers per token, which contain this rank's sums too; its own parts then add only their references.
+            # Ranks exchange three numbers per token, which contain this rank's sums too; its own parts then add only
+            # their references.
             everyone, first = self._of_all_ranks(reference.joined(statistics)), self._ranks()
             statistics[:, 1:] = 0
             statistics = torch.cat((everyone, statistics))
@@ -211,23 +215,24 @@ def linear_cross_entropy(
     group=None,
     first_class: int = 0,
 ) -> Tensor:
-    """Cross-entropy of softmax(hidden weight^T) with labels, in chunks of tokens with at most 1.25 GiB of logits (`chunk_for`).
+    """Cross-entropy of softmax(hidden weight^T) with labels, in chunks of tokens with at most 1.25 GiB of logits
+    (`chunk_for`).
 
     Args:
         hidden: [T, h]. weight: [V, h] of the same dtype, bf16 or fp32; with a group this rank's rows of it.
         labels: int64 [T], as classes of the whole vocabulary. A label that is no class raises no error: its loss
             is logsumexp(logits) and its gradient the softmax's, so such tokens must be masked, like padding.
-        promised_grad: [T], the gradient that the backward pass will bring for the losses. Both gradients are then made in the
-            forward pass. The backward pass compares on the device, without waiting for it: if the gradients
-            differ, an assertion of the device fails. On ROCm, which has no such assertions, the gradient of hidden becomes
-            NaN, or the weight's where hidden needs none. Ignored where nothing requires a gradient.
-        main_grad: [V, h], fp32 or weight's dtype. The weight's gradient is added to it and autograd gets None for the weight.
-            With a promise it is added in the forward pass, so backward must be called exactly once. Without main_grad
-            autograd gets the gradient, summed in fp32.
+        promised_grad: [T], the gradient that the backward pass will bring for the losses. Both gradients are then made
+            in the forward pass. The backward pass compares on the device, without waiting for it: if the gradients
+            differ, an assertion of the device fails. On ROCm, which has no such assertions, the gradient of hidden
+            becomes NaN, or the weight's where hidden needs none. Ignored where nothing requires a gradient.
+        main_grad: [V, h], fp32 or weight's dtype. The weight's gradient is added to it and autograd gets None for the
+            weight. With a promise it is added in the forward pass, so backward must be called exactly once. Without
+            main_grad autograd gets the gradient, summed in fp32.
         z_loss: factor of logsumexp(logits)^2 in the loss (arXiv 2204.02311).
-        group: torch.distributed group whose ranks share the vocabulary; this rank's rows start at class first_class. One
-            small all-gather per chunk. Every rank must have the same number of rows, which determines the chunks. Losses
-            are the same on all ranks; the gradient of hidden is this rank's part, and the caller sums it.
+        group: torch.distributed group whose ranks share the vocabulary; this rank's rows start at class first_class.
+            One small all-gather per chunk. Every rank must have the same number of rows, which determines the chunks.
+            Losses are the same on all ranks; the gradient of hidden is this rank's part, and the caller sums it.
 
     Returns:
         losses fp32 [T] (fp64 for fp64 tensors, which run in plain torch).

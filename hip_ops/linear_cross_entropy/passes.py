@@ -33,7 +33,8 @@ def parts_for(logits: Tensor) -> int:
 
 
 def _example(device: torch.device, far: bool = False) -> tuple:
-    """Makes rows of two parts, the second shorter than the first; labels in both parts, at their borders and in neither.
+    """Makes rows of two parts, the second shorter than the first; labels in both parts, at their borders and in
+    neither.
 
     far: in every fourth row the last logits are larger by 200, so that the two parts take different references.
     """

@@ -7,21 +7,21 @@ gradient of a row's loss is softmax - onehot, up to a factor exponentials - sum 
 changes only one element per row, the label's, and returns a factor per row. The products after it apply that factor to
 their tokens, [T, h] instead of [T, V].
 
-A row is cut over ranks, each with its own classes, and on a rank into parts of `part_size` classes, so that even few rows
-fill a device. `combined` and `joined` add parts in their order, so every rank gets the same bits. All arithmetic is fp32,
-or fp64 for fp64 logits.
+A row is cut over ranks, each with its own classes, and on a rank into parts of `part_size` classes, so that even few
+rows fill a device. `combined` and `joined` add parts in their order, so every rank gets the same bits. All arithmetic
+is fp32, or fp64 for fp64 logits.
 
-The reference of a part need not be its maximum; it only keeps the numbers in range. `reference_of` takes the multiple of
-PERIOD by which the part's largest exponent lies in (LEAST, MOST]. e^40 times 262,272 does not overflow; a hidden state
-divided by that, times a small gradient of the loss, is no denormal number of bf16; and only logits below e^-47 of the
-largest are lost. For logits of ordinary size the reference is 0 in every part; a part with another reference than its row's
-largest is scaled afterwards.
+The reference of a part need not be its maximum; it only keeps the numbers in range. `reference_of` takes the multiple
+of PERIOD by which the part's largest exponent lies in (LEAST, MOST]. e^40 times 262,272 does not overflow; a hidden
+state divided by that, times a small gradient of the loss, is no denormal number of bf16; and only logits below e^-47 of
+the largest are lost. For logits of ordinary size the reference is 0 in every part; a part with another reference than
+its row's largest is scaled afterwards.
 
-Shapes: logits [T, V], V the classes of this rank from class first_class on; labels int64 [T]; statistics [parts, 3, T]: of
-each part the maximum (or the reference), the sum of exponentials relative to it, and the label's logit, 0 where the label
-is in another part; normalizer [2, T]: a row's maximum and the logarithm of its sum. They are kept apart because their sum
-would lose the difference of a probability from 1. For a label that is no class of any rank the logit counts as 0, and the
-row's gradient is that of the softmax alone.
+Shapes: logits [T, V], V the classes of this rank from class first_class on; labels int64 [T]; statistics [parts, 3, T]:
+of each part the maximum (or the reference), the sum of exponentials relative to it, and the label's logit, 0 where the
+label is in another part; normalizer [2, T]: a row's maximum and the logarithm of its sum. They are kept apart because
+their sum would lose the difference of a probability from 1. For a label that is no class of any rank the logit counts
+as 0, and the row's gradient is that of the softmax alone.
 
 Eager mode works on blocks of rows, which keeps intermediate results small; torch.compile gets all rows at once.
 """
@@ -199,7 +199,9 @@ def _blocks(logits: Tensor) -> list[slice]:
 
 
 def _pieces(logits: Tensor, parts: int) -> list[tuple[slice, slice, Tensor]]:
-    """Yields views [rows, parts, classes of a part] of the logits, with their rows and parts: all full parts, then the last one."""
+    """Yields views [rows, parts, classes of a part] of the logits, with their rows and parts: all full parts, then the
+    last one.
+    """
     classes, step = logits.shape[1], part_size(logits.shape[1], parts)
     full = classes // step
     found = []

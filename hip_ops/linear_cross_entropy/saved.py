@@ -26,9 +26,11 @@ def parts_of_exponentials(classes: int) -> int:
 
 
 def saved_bytes(tokens: int, hidden_size: int, element_bytes: int, promised: bool = True) -> dict[str, float]:
-    """Returns bytes by tensor that `_Promised` or `_Recomputed` of hip_ops/linear_cross_entropy/__init__.py keep for the backward pass.
+    """Returns bytes by tensor that `_Promised` or `_Recomputed` of hip_ops/linear_cross_entropy/__init__.py keep for
+    the backward pass.
 
-    For calls with main_grad; without it a promised call also keeps the weight's gradient, [classes, h] in fp32. hidden and
+    For calls with main_grad; without it a promised call also keeps the weight's gradient, [classes, h] in fp32. hidden
+    and
     weight, which a call without a promise keeps, are not counted: they are the final norm's output and the parameter.
     """
     if promised:
@@ -37,10 +39,11 @@ def saved_bytes(tokens: int, hidden_size: int, element_bytes: int, promised: boo
 
 
 def working_bytes(tokens: int, hidden_size: int, classes: int, element_bytes: int, ranks: int = 1) -> float:
-    """Returns the bytes that exist while a promised call runs, beside those it keeps. classes: of this rank; ranks: sharing the vocabulary.
+    """Returns the bytes that exist while a promised call runs, beside those it keeps. classes: of this rank; ranks:
+    sharing the vocabulary.
 
-    They are the hidden states of all tokens and, for one chunk, the logits, the gradient of hidden in fp32 and three numbers per
-    part of a row, twice where ranks join theirs.
+    They are the hidden states of all tokens and, for one chunk, the logits, the gradient of hidden in fp32 and three
+    numbers per part of a row, twice where ranks join theirs.
     """
     chunk = chunk_for(tokens, classes, element_bytes)
     numbers = 3 * parts_of_exponentials(classes) * (1 + (ranks > 1))

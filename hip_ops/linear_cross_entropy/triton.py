@@ -23,7 +23,9 @@ from hip_ops.runtime.row_views import as_rows, written_rows
 def row_statistics_kernel(
     logits, labels, statistics, rows, classes, row_stride, first_class, size, LANES: tl.constexpr, WIDTH: tl.constexpr,
 ):
-    """A lane keeps the running maximum and sum, WIDTH logits at a time: one exponential per logit, and one more per step."""
+    """A lane keeps the running maximum and sum, WIDTH logits at a time: one exponential per logit, and one more per
+    step.
+    """
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     start = part * size
     end = min(start + size, classes)
@@ -149,18 +151,24 @@ class Launch:
 
 
 def launch(element_bytes: int, warp_size: int | None = None) -> Launch:
-    """Chooses the tile of row_statistics_kernel and row_gradient_kernel: 16 bytes per lane, twice a step. warp_size None: of this torch's devices."""
+    """Chooses the tile of row_statistics_kernel and row_gradient_kernel: 16 bytes per lane, twice a step. warp_size
+    None: of this torch's devices.
+    """
     warp_size = warp_size or (32 if torch.version.hip is None else 64)
     return Launch(2 * 256, 16 // element_bytes, 256 // warp_size)
 
 
 def parts_of_gradient(classes: int) -> int:
-    """Returns the parts of a row in row_gradient_kernel. It has no sums, so the parts may be small enough to load all processors evenly."""
+    """Returns the parts of a row in row_gradient_kernel. It has no sums, so the parts may be small enough to load all
+    processors evenly.
+    """
     return max(1, min(16, classes // 16384))
 
 
 def tile(size: int, element_bytes: int, warp_size: int | None = None) -> tuple[int, int]:
-    """Returns block and warps of exponentials_kernel for a part of `size` classes: 16 bytes per lane, twice if the part is that large."""
+    """Returns block and warps of exponentials_kernel for a part of `size` classes: 16 bytes per lane, twice if the part
+    is that large.
+    """
     warp_size = warp_size or (32 if torch.version.hip is None else 64)
     block = triton.next_power_of_2(size)
     return block, max(1, min(16, block * element_bytes // (2 * 16 * warp_size)))

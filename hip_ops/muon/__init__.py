@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Muon's momentum and weight update on lists of matrices: one launch each, for any number of matrices of any shapes.
 
-One step of Muon (Jordan et al. 2024, https://kellerjordan.github.io/posts/muon/) with the update scale of Liu et al. 2025
-(arXiv 2502.16982) is
+One step of Muon (Jordan et al. 2024, https://kellerjordan.github.io/posts/muon/) with the update scale of Liu et al.
+2025 (arXiv 2502.16982) is
 
     batches = MatrixBatches([p.shape for p in params], device)  # matrices of one shape lie together
 
@@ -10,9 +10,9 @@ One step of Muon (Jordan et al. 2024, https://kellerjordan.github.io/posts/muon/
     updates = batches.split([newton_schulz(x, square_sums=s) for x, s in zip(batches.tensors, batches.sums())])
     muon_update_(updates, masters, params, lr=lr, weight_decay=weight_decay)
 
-Matrices keep the parameter's orientation: Newton-Schulz transposes tall ones as a view, so neither of these kernels reads or
-writes transposed. The host never waits for the device: the kernels read gradient scale, skip flag and a learning rate that is
-a tensor, so a step can be captured in a CUDA graph.
+Matrices keep the parameter's orientation: Newton-Schulz transposes tall ones as a view, so neither of these kernels
+reads or writes transposed. The host never waits for the device: the kernels read gradient scale, skip flag and a
+learning rate that is a tensor, so a step can be captured in a CUDA graph.
 """
 
 from __future__ import annotations
@@ -28,15 +28,18 @@ from hip_ops.runtime.operator import Operator
 
 
 def rms_matching_scale(shape: Sequence[int]) -> float:
-    """Returns 0.2 * sqrt(max(m, n)) for a matrix [..., m, n]: the update's root mean square becomes AdamW's (arXiv 2502.16982, section 2.2)."""
+    """Returns 0.2 * sqrt(max(m, n)) for a matrix [..., m, n]: the update's root mean square becomes AdamW's (arXiv
+    2502.16982, section 2.2).
+    """
     return 0.2 * math.sqrt(max(shape[-2:]))
 
 
 def _check(operator: Operator, lists: dict[str, list[Tensor]], **numbers: Tensor | None) -> None:
-    """Raises ValueError unless the lists are parallel and `numbers` are fp32 on their device: `square_sums` one per tensor, others one.
+    """Raises ValueError unless the lists are parallel and `numbers` are fp32 on their device: `square_sums` one per
+    tensor, others one.
 
-    Parallel: equally many contiguous tensors of the same shapes on one device; bf16 and fp32 in any mixture (`masters` fp32), or all
-    fp64, which is for checks and runs the reference.
+    Parallel: equally many contiguous tensors of the same shapes on one device; bf16 and fp32 in any mixture (`masters`
+    fp32), or all fp64, which is for checks and runs the reference.
     """
     fail = operator.declaration.fail
     first_name, first = next(iter(lists.items()))
@@ -110,9 +113,10 @@ def muon_momentum_(
     b = momentum * b + g, which arXiv 2502.16982 prints, trains alike at constant momentum, because Newton-Schulz
     normalises its input; its momenta cannot be continued here. `momentum` 0 gives output = b = g.
 
-    gradients, momenta, outputs: lists of equally many contiguous tensors on one device, shapes equal place by place, bf16 or
-        fp32 in any mixture (one launch a combination of dtypes). Arithmetic is fp32; the output is computed from the
-        momentum as stored. Empty lists and empty tensors are fine; addresses need no alignment beyond their dtype's.
+    gradients, momenta, outputs: lists of equally many contiguous tensors on one device, shapes equal place by place,
+        bf16 or fp32 in any mixture (one launch a combination of dtypes). Arithmetic is fp32; the output is computed
+        from the momentum as stored. Empty lists and empty tensors are fine; addresses need no alignment beyond their
+        dtype's.
     grad_scale: None or one fp32 number on the device: a clipping factor, the inverse of a loss scale, or their product.
     found_inf: None or one fp32 number on the device; unless it is 0, nothing is written.
     square_sums: None or fp32 [len(outputs)]: receives the sum of squares of every output as stored, summed in a fixed
@@ -141,10 +145,12 @@ def muon_update_(
     scales: Sequence[float] | None = None,
     found_inf: Tensor | None = None,
 ) -> None:
-    """Computes weight = weight * (1 - lr * weight_decay) - lr * scale * update in place; weight decay is decoupled (arXiv 1711.05101).
+    """Computes weight = weight * (1 - lr * weight_decay) - lr * scale * update in place; weight decay is decoupled
+    (arXiv 1711.05101).
 
     updates: the results of Newton-Schulz, bf16 or fp32.
-    masters: the weights, fp32; the result is written to them and, rounded once, to `params` (bf16 or fp32) in the same pass.
+    masters: the weights, fp32; the result is written to them and, rounded once, to `params` (bf16 or fp32) in the same
+        pass.
         None: `params`, bf16 or fp32, are the weights themselves.
     lr: a number, or one fp32 number on the device, which the kernel reads when it runs.
     scales: one per tensor; by default `rms_matching_scale` of each shape.

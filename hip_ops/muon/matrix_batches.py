@@ -15,7 +15,8 @@ class MatrixBatches:
     """One contiguous tensor [batch, m, n] for every shape in `shapes`, with a slot for every matrix.
 
     shapes: (m, n) of every matrix. Lists of matrices keep this order, also within a batch.
-    tensors: list of [batch, m, n], uninitialised, in order of a shape's first appearance: the inputs of `newton_schulz`.
+    tensors: list of [batch, m, n], uninitialised, in order of a shape's first appearance: the inputs of
+        `newton_schulz`.
     slots: list of [m, n] views into them, one a matrix: the outputs of `muon_momentum_`.
     square_sums: fp32 [matrices], for `muon_momentum_` to fill; `sums()` gives it to `newton_schulz`.
     """
@@ -38,7 +39,9 @@ class MatrixBatches:
         self._order = None if order == sorted(order) else torch.tensor(order, device=device)
 
     def split(self, batches: Sequence[Tensor]) -> list[Tensor]:
-        """Splits tensors shaped like `self.tensors` into matrices, in the order of `shapes`: the updates of `muon_update_`."""
+        """Splits tensors shaped like `self.tensors` into matrices, in the order of `shapes`: the updates of
+        `muon_update_`.
+        """
         matrices: list[Tensor | None] = [None] * sum(map(len, self.places))
         for like, batch, places in zip(self.tensors, batches, self.places, strict=True):
             if batch.shape != like.shape:
@@ -49,6 +52,8 @@ class MatrixBatches:
         return matrices
 
     def sums(self) -> list[Tensor]:
-        """Returns `square_sums` by batch, fp32 [batch] each: views where equal shapes are adjacent in `shapes`, otherwise copies."""
+        """Returns `square_sums` by batch, fp32 [batch] each: views where equal shapes are adjacent in `shapes`,
+        otherwise copies.
+        """
         sums = self.square_sums if self._order is None else self.square_sums.index_select(0, self._order)
         return list(sums.split([len(places) for places in self.places])) if self.places else []

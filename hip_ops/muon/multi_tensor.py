@@ -9,14 +9,14 @@ A table is one int64 tensor on the device. First a row of ROW_WORDS words for ev
     word 5      low half: bits of an fp32 scale; high half: the tensor's place in the caller's list
 
 then, as int32, the row of every chunk. A chunk is `chunk_elements` consecutive elements of one tensor, which a block
-takes at a time: from its chunk's number a block finds its work with two dependent loads, for any number of tensors. The head
-is the number of elements to process one by one until all addresses of a row are aligned for vector access; -1: there is no
-such number, and the whole tensor is processed element by element.
+takes at a time: from its chunk's number a block finds its work with two dependent loads, for any number of tensors. The
+head is the number of elements to process one by one until all addresses of a row are aligned for vector access; -1:
+there is no such number, and the whole tensor is processed element by element.
 
-A table depends only on addresses, sizes and scales, so tables are cached under these and the stream that uploaded them: a
-tensor that moved gets a new table, and a table stays valid if an address is freed and allocated again. While a CUDA graph is
-captured every call makes its own table, whose upload becomes part of the graph; table and host copy are kept for the life of
-the process, because replays read them.
+A table depends only on addresses, sizes and scales, so tables are cached under these and the stream that uploaded them:
+a tensor that moved gets a new table, and a table stays valid if an address is freed and allocated again. While a CUDA
+graph is captured every call makes its own table, whose upload becomes part of the graph; table and host copy are kept
+for the life of the process, because replays read them.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ from hip_ops.runtime.on_device import multiprocessors
 
 ROW_WORDS = 6
 VECTOR_BYTES = 16
-# Long enough that finding a chunk (two dependent loads) takes a few per cent of a block's time, short enough that the last
-# round of a grid over a billion elements is well balanced. It is a multiple of every kernel's tile.
+# Long enough that finding a chunk (two dependent loads) takes a few per cent of a block's time, short enough that the
+# last round of a grid over a billion elements is well balanced. It is a multiple of every kernel's tile.
 CHUNK_ELEMENTS = 16384
-# With more chunks, blocks take several. A grid of exactly the resident blocks would waste most of a round where a kernel's
-# registers admit one block less than assumed; several rounds reduce that loss.
+# With more chunks, blocks take several. A grid of exactly the resident blocks would waste most of a round where a
+# kernel's registers admit one block less than assumed; several rounds reduce that loss.
 BLOCKS_PER_PROCESSOR = 1024
 MAX_TABLES = 64
 STAGING_WORDS = 2**20  # 8 MiB; the tables of a step over 1.04 billion parameters take 0.6
@@ -58,7 +58,9 @@ class WorkTable:
 
 
 def vector_elements(itemsizes: Sequence[int]) -> int:
-    """Returns the elements that a lane takes at once: 16 bytes of the widest type, so that a wave's accesses are contiguous in all types."""
+    """Returns the elements that a lane takes at once: 16 bytes of the widest type, so that a wave's accesses are
+    contiguous in all types.
+    """
     return VECTOR_BYTES // max(itemsizes)
 
 
@@ -79,7 +81,9 @@ def pack(
     places: Sequence[int],
     chunk_elements: int,
 ) -> tuple[torch.Tensor, int]:
-    """Returns the table as an int64 tensor on the CPU, and its number of chunks. `addresses[t]` has one address per entry of `itemsizes`."""
+    """Returns the table as an int64 tensor on the CPU, and its number of chunks. `addresses[t]` has one address per
+    entry of `itemsizes`.
+    """
     rows, counts, chunks = [], [], 0
     for row, numel, scale, place in zip(addresses, numels, scales, places, strict=True):
         head = min(head_of(row, itemsizes), numel)
@@ -101,8 +105,8 @@ def pack(
 class Staging:
     """Pinned host memory for the tables of graphs.
 
-    It is allocated ahead, because a capture may not allocate pinned memory and torch copies from no other. It is never freed, because
-    replays copy from it.
+    It is allocated ahead, because a capture may not allocate pinned memory and torch copies from no other. It is never
+    freed, because replays copy from it.
     """
 
     def __init__(self):

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Muon's momentum and weight update on lists of tensors in plain torch: the definition that the kernels are compared with.
+"""Muon's momentum and weight update on lists of tensors in plain torch: the definition that the kernels are compared
+with.
 
-Arithmetic is fp32 for all dtypes of tensors (fp64 where the momentum or the parameter is fp64); each result is rounded once when
-it is stored. The host never waits: the skip flag, the gradient scale and the learning rate stay tensors.
+Arithmetic is fp32 for all dtypes of tensors (fp64 where the momentum or the parameter is fp64); each result is rounded
+once when it is stored. The host never waits: the skip flag, the gradient scale and the learning rate stay tensors.
 """
 
 from __future__ import annotations
@@ -18,7 +19,9 @@ def _compute_dtype(*tensors: Tensor | None) -> torch.dtype:
 
 
 def _store(target: Tensor, value: Tensor, skip: Tensor | None) -> None:
-    """Stores `value`, rounded, in `target`, or nothing where `skip` holds; a select, so that a NaN in `value` is not stored."""
+    """Stores `value`, rounded, in `target`, or nothing where `skip` holds; a select, so that a NaN in `value` is not
+    stored.
+    """
     value = value.to(target.dtype)
     target.copy_(value if skip is None else torch.where(skip, target, value))
 

@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Muon's multi-tensor momentum and weight update in Triton: one launch processes the work table of `hip_ops.muon.multi_tensor`.
+"""Muon's multi-tensor momentum and weight update in Triton: one launch processes the work table of
+`hip_ops.muon.multi_tensor`.
 
 A program takes chunks `program_id, program_id + grid, ...`. A whole, aligned chunk is processed in tiles of
-[UNROLL, THREADS * WIDTH] elements without masks: the inner extent gives every lane WIDTH neighbouring elements (16 bytes
-of the widest type) and every warp one contiguous piece; the outer one keeps UNROLL loads per tensor in flight, because the
-compiler moves no load above a store through an address that came from memory. Ragged ends, heads and tensors that cannot
-be aligned are processed with masks in tiles of [4, THREADS], one element per lane at a time.
+[UNROLL, THREADS * WIDTH] elements without masks: the inner extent gives every lane WIDTH neighbouring elements (16
+bytes of the widest type) and every warp one contiguous piece; the outer one keeps UNROLL loads per tensor in flight,
+because the compiler moves no load above a store through an address that came from memory. Ragged ends, heads and
+tensors that cannot be aligned are processed with masks in tiles of [4, THREADS], one element per lane at a time.
 """
 
 from __future__ import annotations
@@ -81,7 +82,9 @@ def muon_momentum_kernel(
     GRADIENT: tl.constexpr, MOMENTUM: tl.constexpr, OUTPUT: tl.constexpr, NESTEROV: tl.constexpr,
     CHUNK: tl.constexpr, UNROLL: tl.constexpr, INNER: tl.constexpr, WIDTH: tl.constexpr,
 ):
-    """Updates momenta and outputs; partials[chunk] = sum of squares of the chunk's stored outputs, unless partials is None."""
+    """Updates momenta and outputs; partials[chunk] = sum of squares of the chunk's stored outputs, unless partials is
+    None.
+    """
     tl.static_assert(CHUNK % (UNROLL * INNER) == 0, "whole chunks go in whole tiles")
     scale = 1.0
     if grad_scale is not None:
@@ -159,7 +162,9 @@ def muon_update_kernel(
     UPDATE: tl.constexpr, WEIGHT: tl.constexpr, COPY: tl.constexpr,
     CHUNK: tl.constexpr, UNROLL: tl.constexpr, INNER: tl.constexpr, WIDTH: tl.constexpr,
 ):
-    """weight = weight * (1 - lr * weight_decay) - lr * scale * update; the copy, if there is one, gets the rounded result."""
+    """weight = weight * (1 - lr * weight_decay) - lr * scale * update; the copy, if there is one, gets the rounded
+    result.
+    """
     tl.static_assert(CHUNK % (UNROLL * INNER) == 0, "whole chunks go in whole tiles")
     if lr_pointer is not None:
         lr = tl.load(lr_pointer)

@@ -83,18 +83,20 @@ def newton_schulz(
 ) -> Tensor:
     """Returns U S' V^T for x = U S V^T, with S' near 1: steps of X <- a X + (b A + c A^2) X, A = X X^T, from x / max(|x|_F, eps).
 
-    x [.., m, n] of any strides, bf16, fp16, fp32 or fp64; matrices are independent; the result is contiguous and has x's dtype.
-        All matrices of a call share launches, so pass matrices of one shape together. Matrices that are not square take the
-        Gram form, which iterates on x x^T, where that needs fewer multiply-adds (plan.py).
-    coefficients: "simple" (Keller Jordan's triple), "quintic" (five triples), "polar_express" (arXiv 2505.16932), as Megatron and
-        emerging_optimizers name them, or triples (a, b, c) of your own, one a step, in a cycle.
+    x [.., m, n] of any strides, bf16, fp16, fp32 or fp64; matrices are independent; the result is contiguous and has
+        x's dtype. All matrices of a call share launches, so pass matrices of one shape together. Matrices that are not
+        square take the Gram form, which iterates on x x^T, where that needs fewer multiply-adds (plan.py).
+    coefficients: "simple" (Keller Jordan's triple), "quintic" (five triples), "polar_express" (arXiv 2505.16932), as
+        Megatron and emerging_optimizers name them, or triples (a, b, c) of your own, one a step, in a cycle.
         `hip_ops.newton_schulz.coefficients.singular_value_interval` gives the bounds of S'.
-    dtype: of the matrices inside: float16 (default on GPUs; 8 times as exact as bfloat16 and as fast, kept in range by powers of two),
-        bfloat16 (as torch.optim.Muon), float32 (default where the reference runs on a CPU) or float64 (default for fp64).
-    square_sums: None or fp32 [number of matrices], their sums of squares, as `muon_momentum_` writes them: x is read once less.
+    dtype: of the matrices inside: float16 (default on GPUs; 8 times as exact as bfloat16 and as fast, kept in range by
+        powers of two), bfloat16 (as torch.optim.Muon), float32 (default where the reference runs on a CPU) or float64
+        (default for fp64).
+    square_sums: None or fp32 [number of matrices], their sums of squares, as `muon_momentum_` writes them: x is read
+        once less.
 
-    Not differentiable. fp64 runs the reference. Raises ValueError for other arguments. Zero matrices stay zero; NaN and infinity
-    spread in their own matrix only.
+    Not differentiable. fp64 runs the reference. Raises ValueError for other arguments. Zero matrices stay zero; NaN and
+    infinity spread in their own matrix only.
     """
     if x.ndim < 2:
         _newton_schulz.declaration.fail("x", f"has shape {tuple(x.shape)}", "one matrix [m, n] or several [.., m, n]")

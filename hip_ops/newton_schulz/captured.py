@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs Newton-Schulz of few small matrices as a CUDA graph, because its twenty launches take longer on the CPU than on the GPU.
+"""Runs Newton-Schulz of few small matrices as a CUDA graph, because its twenty launches take longer on the CPU than on
+the GPU.
 
-A graph belongs to a version, shape, dtype, plan and stream. It is captured at their second call: single calls cost nothing extra,
-and the self-check has ended. Input and result are copied, because a graph contains addresses. The most recent graphs are kept, each
-with the memory of one iteration.
+A graph belongs to a version, shape, dtype, plan and stream. It is captured at their second call: single calls cost
+nothing extra, and the self-check has ended. Input and result are copied, because a graph contains addresses. The most
+recent graphs are kept, each with the memory of one iteration.
 """
 
 from __future__ import annotations

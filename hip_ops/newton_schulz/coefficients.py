@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Coefficients of the Newton-Schulz iteration X <- a X + (b A + c A^2) X, A = X X^T, and their map of singular values.
 
-Names are those of Megatron's `muon_coefficient_type` and of emerging_optimizers 0.3.0 (`_COEFFICIENT_SETS`), so that a recipe's value means
-the same in all three: "simple" is Keller Jordan's triple (https://kellerjordan.github.io/posts/muon/, torch.optim.Muon's default), "quintic" is
-NOT that one but the five triples of modded-nanogpt (https://leloykun.github.io/ponder/muon-opt-coeffs/).
+Names are those of Megatron's `muon_coefficient_type` and of emerging_optimizers 0.3.0 (`_COEFFICIENT_SETS`), so that a
+recipe's value means
+the same in all three: "simple" is Keller Jordan's triple (https://kellerjordan.github.io/posts/muon/,
+torch.optim.Muon's default), "quintic" is NOT that one but the five triples of modded-nanogpt
+(https://leloykun.github.io/ponder/muon-opt-coeffs/).
 """
 
 from __future__ import annotations
@@ -28,8 +30,8 @@ COEFFICIENT_SETS: dict[str, tuple[tuple[Triple, ...], str]] = {
         ),
         "cycle",
     ),
-    # arXiv 2505.16932. The published polynomials p(x) are used as p(x / 1.01), the paper's safety factor (Algorithm 1): a / 1.01, b / 1.01^3,
-    # c / 1.01^5; the last one, of the limit x (15 - 10 x^2 + 3 x^4) / 8, is not scaled.
+    # arXiv 2505.16932. The published polynomials p(x) are used as p(x / 1.01), the paper's safety factor (Algorithm 1):
+    # a / 1.01, b / 1.01^3, c / 1.01^5; the last one, of the limit x (15 - 10 x^2 + 3 x^4) / 8, is not scaled.
     "polar_express": (
         (
             (8.2051, -22.9019, 16.4607),
@@ -47,7 +49,8 @@ COEFFICIENT_SETS: dict[str, tuple[tuple[Triple, ...], str]] = {
 
 
 def coefficient_triples(coefficients: str | Sequence[Sequence[float]], steps: int) -> tuple[Triple, ...]:
-    """Returns the triples (a, b, c) of `steps` steps. coefficients: a name of COEFFICIENT_SETS, or triples, which are used in a cycle.
+    """Returns the triples (a, b, c) of `steps` steps. coefficients: a name of COEFFICIENT_SETS, or triples, which are
+    used in a cycle.
 
     Raises ValueError for an unknown name, triples that are not three finite numbers each, an empty list, and steps < 0.
     """
@@ -69,10 +72,13 @@ def coefficient_triples(coefficients: str | Sequence[Sequence[float]], steps: in
 
 
 def singular_value_interval(triples: Sequence[Triple], smallest: float, largest: float = 1.0) -> tuple[float, float]:
-    """Returns the exact image of the interval [smallest, largest] of singular values of the normalised matrix under the iteration.
+    """Returns the exact image of the interval [smallest, largest] of singular values of the normalised matrix under the
+    iteration.
 
-    Singular vectors stay and each singular value s becomes a s + b s^3 + c s^5. The image of an interval under a polynomial is the interval
-    between its extremes there: at the ends and at the critical points, a + 3 b s^2 + 5 c s^4 = 0. So the bounds are attained, not estimated.
+    Singular vectors stay and each singular value s becomes a s + b s^3 + c s^5. The image of an interval under a
+    polynomial is the interval
+    between its extremes there: at the ends and at the critical points, a + 3 b s^2 + 5 c s^4 = 0. So the bounds are
+    attained, not estimated.
     """
     low, high = smallest, largest
     for a, b, c in triples:

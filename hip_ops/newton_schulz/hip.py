@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Newton-Schulz and its products on hip_ops/newton_schulz/symmetric_product.hip.
 
-The kernels read both operands by rows. X is therefore kept twice, as [batch, n, m] and as its transpose: the general kernel computes
-X^T Z + a X^T and writes the transpose of its result in the same pass. Only the start is copied.
+The kernels read both operands by rows. X is therefore kept twice, as [batch, n, m] and as its transpose: the general
+kernel computes X^T Z + a X^T and writes the transpose of its result in the same pass. Only the start is copied.
 """
 
 from __future__ import annotations
@@ -33,7 +33,9 @@ def _general(
     a: Tensor, b_transposed: Tensor, d: Tensor | None, alpha: float, beta: float, transposed: Tensor | None = None,
     dtype: torch.dtype | None = None, tile: int = TILE_BY_TABLE,
 ) -> Tensor:
-    """Returns alpha a b + beta d from a [batch, m, k] and b's transpose [batch, n, k]; writes the transpose to `transposed` if it is given."""
+    """Returns alpha a b + beta d from a [batch, m, k] and b's transpose [batch, n, k]; writes the transpose to
+    `transposed` if it is given.
+    """
     (batch, m, k), n = a.shape, b_transposed.shape[1]
     c = a.new_empty((batch, m, n), dtype=dtype)
     to_bf16 = int(c.dtype == torch.bfloat16)

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The Newton-Schulz iteration as a sequence of products, the same for every version.
 
-A version has a class with the methods of `Products`, which keeps X in the layout that its kernels read best. All tensors are batched; n is
-the small side of the matrices, m the large one. X is [batch, n, m] in the formulas, even if the caller's matrices are tall.
+A version has a class with the methods of `Products`, which keeps X in the layout that its kernels read best. All
+tensors are batched; n is the small side of the matrices, m the large one. X is [batch, n, m] in the formulas, even if
+the caller's matrices are tall.
 """
 
 from __future__ import annotations
@@ -30,7 +31,9 @@ class Products(Protocol):
 
 
 def normalised(x: Tensor, square_sums: Tensor | None, eps: float, scale: float, out: Tensor) -> Tensor:
-    """out = scale * x / max(|x|_F, eps), x [batch, r, c] of any strides, norms in fp32 (fp64 for fp64). It takes two kernels and no intermediate of x's size."""
+    """out = scale * x / max(|x|_F, eps), x [batch, r, c] of any strides, norms in fp32 (fp64 for fp64). It takes two
+    kernels and no intermediate of x's size.
+    """
     wide = torch.float64 if x.dtype == torch.float64 else torch.float32
     if square_sums is None:
         norms = torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True, dtype=wide)

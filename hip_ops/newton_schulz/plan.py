@@ -5,18 +5,20 @@ With X [n, m], n <= m, and the polynomial factors P_t = a_t I + b_t R + c_t R^2 
 
 standard   X <- P X, with R = X X^T computed in every step: T (3 m/n + 1) n^3 multiply-adds where symmetric products cost half.
 gram       all P_t commute with R, so Q <- Q P and R <- P R P need n x n products only, each of them symmetric, and X is read again at
-           the end, X <- Q X (Dao-AILab, gram-newton-schulz): (4 T + 3 (m/n) - 3) n^3, and 3 (m/n - 1) n^3 more for every restart.
-           For square matrices it saves nothing.
+           the end, X <- Q X (Dao-AILab, gram-newton-schulz): (4 T + 3 (m/n) - 3) n^3, and 3 (m/n - 1) n^3 more for
+           every restart. For square matrices it saves nothing.
 
 Restarts. R is known to about eps |R|, and a step multiplies that error, where R is small, by a_t^2: three steps of a = 3.4445 lift the rounding
-of half precision (2^-11) above R itself, so that Q is no longer a polynomial of R and can overflow. A restart applies Q to X and computes
-R = X X^T of the result. No restart corrects the errors of the last steps, so the last stretch has two steps and the ones before it
+of half precision (2^-11) above R itself, so that Q is no longer a polynomial of R and can overflow. A restart applies Q
+to X and computes R = X X^T of the result. No restart corrects the errors of the last steps, so the last stretch has two
+steps and the ones before it
 three: `default_restarts`. tests/hip_ops/test_newton_schulz_forms.py shows the error with and without.
 
-Half precision. Entries of a normalised matrix are about (n m)^-1/2 and those of R about 1 / (n sqrt(m)): below 2^-14 half precision
-loses digits. X, R (and b R + c R^2) and Q are therefore stored multiplied by the powers of two below. This is exact, and the factors of
-each product contain it. Bounds: entries of X are at most 1.21 and of R 1.21^2 (the largest singular value that any set here makes), Q is
-at most the product of three a's (130), so all numbers stay far below 65504.
+Half precision. Entries of a normalised matrix are about (n m)^-1/2 and those of R about 1 / (n sqrt(m)): below 2^-14
+half precision loses digits. X, R (and b R + c R^2) and Q are therefore stored multiplied by the powers of two below.
+This is exact, and the factors of each product contain it. Bounds: entries of X are at most 1.21 and of R 1.21^2 (the
+largest singular value that any set here makes), Q is at most the product of three a's (130), so all numbers stay far
+below 65504.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Chooses tile, pipeline and engine of a product: the nearest row of product_configs.json of the same kind.
 
-Kinds: "gram" (symmetric, k is the long side), "square" (symmetric, k = n), "update" (general). benchmarks/research/tune_symmetric_product.py
-measures the candidates on one device and writes the file; "measured_on" names the device, or says that the rows were derived, not measured.
+Kinds: "gram" (symmetric, k is the long side), "square" (symmetric, k = n), "update" (general).
+benchmarks/research/tune_symmetric_product.py measures the candidates on one device and writes the file; "measured_on"
+names the device, or says that the rows were derived, not measured.
 """
 
 from __future__ import annotations
@@ -20,7 +21,9 @@ HOPPER_SHARED_MEMORY = 232448  # maximum bytes of a block on sm_90
 
 @dataclass(frozen=True)
 class ProductConfig:
-    """A configuration. engine: "triton", or "cublas" for torch.baddbmm, which computes the whole square and ignores the other fields."""
+    """A configuration. engine: "triton", or "cublas" for torch.baddbmm, which computes the whole square and ignores the
+    other fields.
+    """
 
     engine: str = "triton"
     block_m: int = 128
@@ -34,7 +37,9 @@ class ProductConfig:
     warp_specialize: bool = False
 
     def shared_memory(self, element_size: int = 2) -> int:
-        """Returns the bytes of operands in flight and of one part of the results; the compiler adds barriers and may overlap them."""
+        """Returns the bytes of operands in flight and of one part of the results; the compiler adds barriers and may
+        overlap them.
+        """
         stages = self.num_stages * (self.block_m + self.block_n) * self.block_k * element_size
         return stages + self.block_m * self.block_n // self.parts * element_size
 
@@ -42,7 +47,8 @@ class ProductConfig:
 # MI300X has 64 KiB of LDS, and its compiler gains nothing from flattened loops.
 GFX942_CONFIG = ProductConfig(num_warps=4, num_stages=2, persistent=False, flatten=False)
 
-# For kernels without descriptors, which the table does not cover; NVIDIA GPUs before Hopper have 96 KiB of shared memory.
+# For kernels without descriptors, which the table does not cover; NVIDIA GPUs before Hopper have 96 KiB of shared
+# memory.
 BEFORE_HOPPER_CONFIG = ProductConfig(persistent=False, flatten=False)
 
 
@@ -61,7 +67,9 @@ def _rows() -> tuple[tuple[str, int, int, int, ProductConfig], ...]:
 
 
 def choose_config(kind: str, batch: int, n: int, m: int, amd: bool = False) -> ProductConfig:
-    """Returns the row of this kind whose (n, batch * n * n, m) is nearest in log scale. n is the small side of X [batch, n, m]."""
+    """Returns the row of this kind whose (n, batch * n * n, m) is nearest in log scale. n is the small side of X
+    [batch, n, m].
+    """
     if amd:
         return GFX942_CONFIG
     log = math.log2
@@ -75,7 +83,9 @@ def choose_config(kind: str, batch: int, n: int, m: int, amd: bool = False) -> P
 
 
 def write_table(rows: list[dict], measured_on: str, path: Path = TABLE) -> None:
-    """Writes the table. rows: {"kind", "batch", "n", "m", "config": ProductConfig, "ms"}; only settings that differ from the defaults are kept."""
+    """Writes the table. rows: {"kind", "batch", "n", "m", "config": ProductConfig, "ms"}; only settings that differ
+    from the defaults are kept.
+    """
     default = asdict(ProductConfig())
     lines = []
     for row in rows:

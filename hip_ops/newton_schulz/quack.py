@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Newton-Schulz by quack's GEMMs on Hopper (package quack-kernels 0.6.5): CuTe's warp-specialised pipelines.
 
-`gemm_symmetric` computes the tiles on and below the diagonal and stores each of the others a second time, transposed. X stays in the
-caller's orientation, as in triton.py: quack reads operands by rows or by columns.
+`gemm_symmetric` computes the tiles on and below the diagonal and stores each of the others a second time, transposed. X
+stays in the caller's orientation, as in triton.py: quack reads operands by rows or by columns.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from hip_ops.newton_schulz.plan import Plan
 from hip_ops.runtime.on_device import on
 from hip_ops.runtime.quack import Tile
 
-# Faster than Triton on an H200 (benchmarks/results/newton_schulz-h200-quack.json) from SMALLEST_SIDE on, except single matrices of
-# about 1024 rows, whose tiles do not fill the device. Smaller matrices were not measured.
+# Faster than Triton on an H200 (benchmarks/results/newton_schulz-h200-quack.json) from SMALLEST_SIDE on, except single
+# matrices of about 1024 rows, whose tiles do not fill the device. Smaller matrices were not measured.
 SMALLEST_SIDE, LARGEST_FEW = 256, 512
 # quack requires square tiles of a whole cluster and does not check it: other tiles give wrong numbers without an error.
 SQUARE_LARGE, SQUARE_SMALL = Tile(128, 128, True, 1, 1), Tile(64, 64, True, 1, 1)

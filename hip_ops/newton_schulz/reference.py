@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Newton-Schulz in plain torch: the definition that the kernels are compared with.
 
-In fp32 and the standard form a 2-D matrix gives the bits of emerging_optimizers 0.3.0's `newton_schulz`: the same torch functions are
-called in the same order.
+In fp32 and the standard form a 2-D matrix gives the bits of emerging_optimizers 0.3.0's `newton_schulz`: the same torch
+functions are called in the same order.
 """
 
 from __future__ import annotations
@@ -18,7 +18,9 @@ from hip_ops.runtime.declaration import wide
 
 
 def _product(a: Tensor, b: Tensor, d: Tensor | None, alpha: float, beta: float) -> Tensor:
-    """alpha a b + beta d with one rounding. On the CPU 16-bit operands are widened, because its 16-bit products may round partial sums."""
+    """alpha a b + beta d with one rounding. On the CPU 16-bit operands are widened, because its 16-bit products may
+    round partial sums.
+    """
     if a.device.type == "cpu" and a.dtype in (torch.bfloat16, torch.float16):
         return _product(a.float(), b.float(), None if d is None else d.float(), alpha, beta).to(a.dtype)
     if d is None or beta == 0.0:
@@ -66,7 +68,8 @@ def newton_schulz(
     dtype: torch.dtype | None,
     eps: float,
 ) -> Tensor:
-    """Runs the iteration on x [batch, r, c] of any strides, with the arguments of `Plan.of`; without steps it normalises x.
+    """Runs the iteration on x [batch, r, c] of any strides, with the arguments of `Plan.of`; without steps it
+    normalises x.
 
     dtype None: fp32 on a CPU, fp16 on a GPU, fp64 for fp64.
     """

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Newton-Schulz and its products on the kernel of triton_product.py. X stays in the caller's orientation: Gram matrices of
-tall matrices read it by columns, and Z X = (X^T Z)^T since Z is symmetric."""
+"""Newton-Schulz and its products on the kernel of triton_product.py. X stays in the caller's orientation: Gram matrices
+of tall matrices read it by columns, and Z X = (X^T Z)^T since Z is symmetric."""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The product of triton_product.py with plain loads and stores, for MI300X and for NVIDIA GPUs before Hopper, which have no descriptors
-in hardware. One program per tile; on AMD consecutive tiles go to one XCD (hip_ops/newton_schulz/tile_order.h explains why)."""
+"""The product of triton_product.py with plain loads and stores, for MI300X and for NVIDIA GPUs before Hopper, which
+have no descriptors in hardware. One program per tile; on AMD consecutive tiles go to one XCD
+(hip_ops/newton_schulz/tile_order.h explains why)."""
 
 from __future__ import annotations
 
@@ -21,7 +22,9 @@ def pointer_product_kernel(
     SYMMETRIC: tl.constexpr, A_BY_COLUMNS: tl.constexpr, B_BY_COLUMNS: tl.constexpr, HAS_D: tl.constexpr, HAS_GAMMA: tl.constexpr,
     EVEN_K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr, XCDS: tl.constexpr,
 ):
-    """Operands as in `symmetric_product_kernel`; strides are those of rows, or of columns where an operand lies by columns."""
+    """Operands as in `symmetric_product_kernel`; strides are those of rows, or of columns where an operand lies by
+    columns.
+    """
     tile_rows = tl.cdiv(m, BLOCK_M)
     tile_columns = tl.cdiv(n, BLOCK_N)
     if SYMMETRIC:

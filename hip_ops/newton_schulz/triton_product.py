@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Batched matrix products of Newton-Schulz in Triton: the symmetric product, which computes only tiles on and below the diagonal,
-and the general one. One persistent kernel; operands and results use tensor descriptors (TMA on Hopper).
+"""Batched matrix products of Newton-Schulz in Triton: the symmetric product, which computes only tiles on and below the
+diagonal, and the general one. One persistent kernel; operands and results use tensor descriptors (TMA on Hopper).
 
-A program takes tiles `program_id, program_id + grid, ...` of batch x lower triangle in row order, so that the tiles in flight belong to
-one or two matrices and share operand rows in L2. The mirror image of a tile is stored from the same accumulators, transposed through
-shared memory. A tile on the diagonal is computed whole, and its mirror image is stored past the end of the matrix, where the
-descriptor drops it. This needs no branch, so that the tile loop and the k loop can be flattened into one pipelined loop. A A^T equals its
-transpose bit by bit because entries (i, j) and (j, i) sum the same products in the same order.
+A program takes tiles `program_id, program_id + grid, ...` of batch x lower triangle in row order, so that the tiles in
+flight belong to one or two matrices and share operand rows in L2. The mirror image of a tile is stored from the same
+accumulators, transposed through shared memory. A tile on the diagonal is computed whole, and its mirror image is stored
+past the end of the matrix, where the descriptor drops it. This needs no branch, so that the tile loop and the k loop
+can be flattened into one pipelined loop. A A^T equals its transpose bit by bit because entries (i, j) and (j, i) sum
+the same products in the same order.
 
 Each operand is stored either by rows or by columns: Gram matrices of tall and of wide matrices need no transposed copy.
 """
@@ -53,7 +54,9 @@ def symmetric_product_kernel(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PARTS: tl.constexpr, GROUP: tl.constexpr,
     FLATTEN: tl.constexpr, WARP_SPECIALIZE: tl.constexpr,
 ):
-    """C = alpha A B^T + beta D + gamma I. A [batch, m, k] is stored by rows, or by columns as [batch, k, m]; B [batch, n, k] likewise."""
+    """C = alpha A B^T + beta D + gamma I. A [batch, m, k] is stored by rows, or by columns as [batch, k, m]; B [batch,
+    n, k] likewise.
+    """
     tile_rows = tl.cdiv(m, BLOCK_M)
     tile_columns = tl.cdiv(n, BLOCK_N)
     if SYMMETRIC:
@@ -112,7 +115,9 @@ def empty_rows(batch: int, rows: int, columns: int, like: Tensor, dtype: torch.d
 
 
 def stored(x: Tensor) -> tuple[Tensor, bool]:
-    """Returns [batch, r, c] in a layout that a descriptor can read, and whether it is stored by columns, as [batch, c, r]."""
+    """Returns [batch, r, c] in a layout that a descriptor can read, and whether it is stored by columns, as [batch, c,
+    r].
+    """
     if describable(x):
         return x, False
     if describable(x.mT):
@@ -125,7 +130,8 @@ def stored(x: Tensor) -> tuple[Tensor, bool]:
 def product(
     a: Tensor, b: Tensor, d: Tensor | None, c: Tensor, alpha: float, beta: float, gamma: float, symmetric: bool, config: ProductConfig
 ) -> Tensor:
-    """Computes c = alpha a b^T + beta d + gamma I, [batch, m, n], by rows. a [batch, m, k] and b [batch, n, k] may be stored by rows or by columns.
+    """Computes c = alpha a b^T + beta d + gamma I, [batch, m, n], by rows. a [batch, m, k] and b [batch, n, k] may be
+    stored by rows or by columns.
 
     symmetric: m = n and the result is symmetric; only tiles on and below the diagonal are computed. Returns c.
     """

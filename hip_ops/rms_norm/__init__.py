@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Residual merge + RMSNorm in one pass over the stream, as torch operators with gradients of all arguments.
 
-The gradient of a merge reaches its inputs through both results: through y by the norm, and through new_residual, which the
-next merge reads. reference.py defines the statistics and the roundings. Saved for the backward pass: rstd; new_residual in the
-plain form, output and residual in ZAYA's. Single norms and merges have no kernels: torch.compile fuses their formulas on an
-accelerator.
+The gradient of a merge reaches its inputs through both results: through y by the norm, and through new_residual, which
+the next merge reads. reference.py defines the statistics and the roundings. Saved for the backward pass: rstd;
+new_residual in the plain form, output and residual in ZAYA's. Single norms and merges have no kernels: torch.compile
+fuses their formulas on an accelerator.
 """
 
 from __future__ import annotations
@@ -136,7 +136,9 @@ def _scaled_gradients(ctx, dy, d_new_residual, _):
 
 
 def _given(dy: Tensor | None, like: Tensor, weight: Tensor) -> Tensor:
-    """Passes zeros for dy where y was not used, because the kernels always read it. Without new_residual's gradient they read nothing."""
+    """Passes zeros for dy where y was not used, because the kernels always read it. Without new_residual's gradient
+    they read nothing.
+    """
     return torch.zeros(like.shape, dtype=weight.dtype, device=like.device) if dy is None else dy
 
 
@@ -147,9 +149,10 @@ _scaled.register_autograd(_scaled_gradients, setup_context=_save_scaled)
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float = 1e-5) -> tuple[Tensor, Tensor]:
     """new_residual = x + residual; y = new_residual / sqrt(mean(new_residual^2) + eps) * weight (arXiv 1910.07467).
 
-    Args: x and residual [..., h], bf16 or fp32 each, with any strides (a copy is made where rows are not contiguous); weight [h].
-    Returns (y in weight's dtype, new_residual in residual's), contiguous. Statistics are fp32, of new_residual as stored.
-    All-fp64 tensors are computed by the torch reference. Raises ValueError on wrong shapes, dtypes or devices.
+    Args: x and residual [..., h], bf16 or fp32 each, with any strides (a copy is made where rows are not contiguous);
+    weight [h]. Returns (y in weight's dtype, new_residual in residual's), contiguous. Statistics are fp32, of
+    new_residual as stored. All-fp64 tensors are computed by the torch reference. Raises ValueError on wrong shapes,
+    dtypes or devices.
     """
     y, new_residual, _ = _add(x, residual, weight, eps)
     return y, new_residual
@@ -170,8 +173,8 @@ def scaled_residual_rms_norm(
     new_residual = (output + output_bias) * output_scale + (residual + residual_bias) * residual_scale, multiplied out
     y = new_residual / sqrt(mean(new_residual^2) + eps) * weight
 
-    Args: output [..., h] of the layer and residual [..., h], the stream, bf16 or fp32 each; the five vectors [h] of one dtype.
-    Returns (y in weight's dtype, new_residual in residual's), contiguous. Otherwise as add_rms_norm.
+    Args: output [..., h] of the layer and residual [..., h], the stream, bf16 or fp32 each; the five vectors [h] of one
+    dtype. Returns (y in weight's dtype, new_residual in residual's), contiguous. Otherwise as add_rms_norm.
     """
     y, new_residual, _ = _scaled(
         output, residual, output_bias, output_scale, residual_bias, residual_scale, weight, eps

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Host side of hip_ops/rms_norm/rms_norm*.hip: allocates the results and calls the launchers. Same functions as hip_ops.rms_norm.reference.
+"""Host side of hip_ops/rms_norm/rms_norm*.hip: allocates the results and calls the launchers. Same functions as
+hip_ops.rms_norm.reference.
 
-The sources choose the kernel: one that keeps a row in registers where hidden size and dtypes are in the table of rms_norm.h and
-all rows are 16-byte aligned, else the generic one.
+The sources choose the kernel: one that keeps a row in registers where hidden size and dtypes are in the table of
+rms_norm.h and all rows are 16-byte aligned, else the generic one.
 """
 
 from __future__ import annotations
@@ -48,7 +49,9 @@ def _backward(
     dy: Tensor, d_new_residual: Tensor | None, x: Tensor | None, residual: Tensor, rstd: Tensor, vectors: tuple[Tensor, ...],
     weight: Tensor, x_dtype: torch.dtype,
 ) -> tuple[Tensor, ...]:
-    """Returns d_x, d_residual and the gradients of the vectors and weight. Without vectors, x is None and residual is new_residual."""
+    """Returns d_x, d_residual and the gradients of the vectors and weight. Without vectors, x is None and residual is
+    new_residual.
+    """
     device, hidden, scaled = dy.device, dy.shape[-1], bool(vectors)
     d_residual = torch.empty(residual.shape, dtype=residual.dtype, device=device)
     d_x = torch.empty(residual.shape if scaled or x_dtype != residual.dtype else 0, dtype=x_dtype, device=device)

@@ -13,18 +13,22 @@ from torch import Tensor
 
 
 def empty_results(x: Tensor, residual: Tensor, weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Allocates y [..., h] in weight's dtype, new_residual [..., h] in residual's and rstd [..., 1] in fp32, contiguous."""
+    """Allocates y [..., h] in weight's dtype, new_residual [..., h] in residual's and rstd [..., 1] in fp32,
+    contiguous.
+    """
     y = torch.empty(x.shape, dtype=weight.dtype, device=x.device)
     new_residual = torch.empty(x.shape, dtype=residual.dtype, device=x.device)
     return y, new_residual, torch.empty((*x.shape[:-1], 1), dtype=torch.float32, device=x.device)
 
 
 def functions(forward: Callable, backward: Callable) -> tuple[Callable, Callable, Callable, Callable]:
-    """Returns add_rms_norm, add_rms_norm_backward, scaled_residual_rms_norm and scaled_residual_rms_norm_backward of a version.
+    """Returns add_rms_norm, add_rms_norm_backward, scaled_residual_rms_norm and scaled_residual_rms_norm_backward of a
+    version.
 
     forward(x, residual, vectors, weight, eps) -> y, new_residual, rstd.
-    backward(dy, d_new_residual, x, residual, rstd, vectors, weight, x_dtype) -> d_x, d_residual, gradients of vectors and weight;
-    without vectors x is None and residual new_residual, and d_x is empty where the dtypes of x and residual agree.
+    backward(dy, d_new_residual, x, residual, rstd, vectors, weight, x_dtype) -> d_x, d_residual, gradients of vectors
+    and weight; without vectors x is None and residual new_residual, and d_x is empty where the dtypes of x and residual
+    agree.
     """
 
     def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:

@@ -2,11 +2,12 @@
 """Residual merge + RMSNorm in plain torch operations, forward and backward written out.
 
 The order of the operations is that of eager autograd over `torch.nn.functional.rms_norm` (arXiv 1910.07467) and
-`torch.addcmul`, so that on a CPU in fp32 a model gives the same losses, bit for bit, with these functions as with its own.
+`torch.addcmul`, so that on a CPU in fp32 a model gives the same losses, bit for bit, with these functions as with its
+own.
 
-Statistics are of the residual *as stored*: where the residual is bf16, new_residual is rounded first and its rounded values
-are squared (as transformers' and Liger's add + norm; quack takes them before rounding). All arithmetic is fp32, or fp64 for
-fp64 tensors, and each result is rounded once, at its end. All versions follow this.
+Statistics are of the residual *as stored*: where the residual is bf16, new_residual is rounded first and its rounded
+values are squared (as transformers' and Liger's add + norm; quack takes them before rounding). All arithmetic is fp32,
+or fp64 for fp64 tensors, and each result is rounded once, at its end. All versions follow this.
 
 Arguments are made contiguous first: torch's loops on a CPU sum strided rows in another order.
 
@@ -22,12 +23,16 @@ from hip_ops.runtime.declaration import wide
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """x / sqrt(mean(x^2) + eps) * weight over the last dimension (arXiv 1910.07467); x [..., h], weight [h], in weight's dtype."""
+    """x / sqrt(mean(x^2) + eps) * weight over the last dimension (arXiv 1910.07467); x [..., h], weight [h], in
+    weight's dtype.
+    """
     return _normalize(x, weight, eps)[0]
 
 
 def affine(x: Tensor, bias: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """(x + bias) * scale, rounded to `dtype`; x [..., h], bias and scale [h]. The scale comes after the bias, as the released weights are stored."""
+    """(x + bias) * scale, rounded to `dtype`; x [..., h], bias and scale [h]. The scale comes after the bias, as the
+    released weights are stored.
+    """
     return ((x.to(wide(x.dtype)) + bias) * scale).to(dtype)
 
 
@@ -70,7 +75,8 @@ def add_rms_norm_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """d_residual, d_x in x_dtype, d_weight. d_new_residual None means zeros.
 
-    x and residual have the same gradient: where their dtypes agree it is returned once, as d_residual, and d_x is an empty tensor.
+    x and residual have the same gradient: where their dtypes agree it is returned once, as d_residual, and d_x is an
+    empty tensor.
     """
     total, d_weight = _through_norm(dy, d_new_residual, new_residual, rstd, weight)
     d_x = total.to(x_dtype) if x_dtype != new_residual.dtype else total.new_empty(0, dtype=x_dtype)
@@ -108,8 +114,8 @@ def scaled_residual_rms_norm_backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Gradients of output, residual, the four vectors in the order of the arguments, and weight.
 
-    new_residual is merged again from output and residual, which the gradients of the scales need anyway: reading it would
-    cost another 4 bytes an element, and getting sum(g * residual) from it a division by residual_scale.
+    new_residual is merged again from output and residual, which the gradients of the scales need anyway: reading it
+    would cost another 4 bytes an element, and getting sum(g * residual) from it a division by residual_scale.
     """
     output, residual = output.contiguous(), residual.contiguous()
     new_residual = scale_residual(output, residual, output_bias, output_scale, residual_bias, residual_scale)

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Residual merge + RMSNorm in Triton: one kernel forward, two backward (rows, then the sums over rows). No atomics.
 
-Same functions, roundings and saved tensors as hip_ops.rms_norm.reference. A program loops over rows of one tile [ROWS, BLOCK]
-and keeps the vectors, and in the backward the sums over its rows, in registers; `launch` says how many programs that is.
-Importing this module imports triton.
+Same functions, roundings and saved tensors as hip_ops.rms_norm.reference. A program loops over rows of one tile [ROWS,
+BLOCK] and keeps the vectors, and in the backward the sums over its rows, in registers; `launch` says how many programs
+that is. Importing this module imports triton.
 """
 
 from __future__ import annotations
@@ -27,7 +27,9 @@ def rms_norm_forward_kernel(
     x, residual, output_bias, output_scale, residual_bias, residual_scale, weight, y, new_residual, rstd, rows, hidden,
     x_stride, residual_stride, eps, SCALED: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
 ):
-    """Computes y, new_residual and rstd of rows pid * ROWS + [0, ROWS), then of every num_programs * ROWS-th block of rows."""
+    """Computes y, new_residual and rstd of rows pid * ROWS + [0, ROWS), then of every num_programs * ROWS-th block of
+    rows.
+    """
     columns = tl.arange(0, BLOCK)[None, :]
     inside = columns < hidden
     w = tl.load(weight + columns, mask=inside, other=0.0).to(tl.float32)
@@ -65,7 +67,8 @@ def rms_norm_backward_kernel(
 ):
     """Computes d_x and d_residual of the program's rows, and their sums in partial [programs, 4 or 1, hidden].
 
-    Sums: g, g * x, g * residual (where SCALED), dy * normalized. Without SCALED, `residual` is new_residual and `x` unused.
+    Sums: g, g * x, g * residual (where SCALED), dy * normalized. Without SCALED, `residual` is new_residual and `x`
+    unused.
     """
     columns = tl.arange(0, BLOCK)[None, :]
     inside = columns < hidden
@@ -179,21 +182,23 @@ class Launch:
 def launch(hidden_size: int, *, scaled: bool, backward: bool, warp_size: int | None = None) -> Launch:
     """Chooses tile and grid for a hidden size. warp_size None: of the devices that this torch is built for.
 
-    Forward: one program per tile, because a program that loops could only keep the vectors, which the cache holds anyway (measured on
-    an H100). On MI300X (not measured) ZAYA's form keeps its five vectors. Backward: as many programs as the registers allow, so that
-    vectors are read and partial sums written once per program.
+    Forward: one program per tile, because a program that loops could only keep the vectors, which the cache holds
+    anyway (measured on an H100). On MI300X (not measured) ZAYA's form keeps its five vectors. Backward: as many
+    programs as the registers allow, so that vectors are read and partial sums written once per program.
     """
     warp_size = warp_size or (32 if torch.version.hip is None else 64)
     nvidia = warp_size == 32
     block = max(triton.next_power_of_2(hidden_size), 128)
     rows = max(1, 1024 // block)
-    # Elements per lane. Where sums and vectors stay in registers, 16 bytes of ZAYA's fp32 stream: then neighbouring lanes store
-    # neighbouring bytes (Triton would pass wider ones through shared memory first) and registers are left for loads.
+    # Elements per lane. Where sums and vectors stay in registers, 16 bytes of ZAYA's fp32 stream: then neighbouring
+    # lanes store neighbouring bytes (Triton would pass wider ones through shared memory first) and registers are left
+    # for loads.
     per_lane = (16 if backward else 8) if not scaled else 16 if nvidia and not backward else 4
     num_warps = min(max(block * rows // (per_lane * warp_size), 128 // warp_size), 1024 // warp_size)
     if not backward and (nvidia or not scaled):
         return Launch(block, rows, num_warps, None)
-    # Lanes of a multiprocessor: 65,536 registers over 128 and 64 a lane on an H100; an MI300X has twice as many a compute unit.
+    # Lanes of a multiprocessor: 65,536 registers over 128 and 64 a lane on an H100; an MI300X has twice as many a
+    # compute unit.
     resident = (512 if backward else 1024) * (1 if nvidia else 2)
     if nvidia and backward and not scaled and block <= 2048:
         resident = 256  # measured: with three rows on the way, two programs of four warps do better than four
@@ -213,7 +218,9 @@ def programs(chosen: Launch, rows: int, device: torch.device) -> int:
 
 @functools.lru_cache(maxsize=256)
 def _plan(choose: Callable, hidden_size: int, rows: int, device: torch.device, scaled: bool, backward: bool) -> tuple[int, dict]:
-    """Returns the number of programs and the keywords of the launch. `choose` is `launch`; it is part of the key because benchmarks replace it."""
+    """Returns the number of programs and the keywords of the launch. `choose` is `launch`; it is part of the key
+    because benchmarks replace it.
+    """
     chosen = choose(hidden_size, scaled=scaled, backward=backward)
     keywords = {"SCALED": scaled, "ROWS": chosen.rows, "BLOCK": chosen.block, "STAGES": chosen.stages, "num_warps": chosen.num_warps}
     return programs(chosen, rows, device), keywords
@@ -235,7 +242,9 @@ def _forward(x: Tensor, residual: Tensor, vectors: tuple[Tensor, ...], weight: T
 
 
 def _backward(dy, d_new_residual, x, residual, rstd, vectors: tuple[Tensor, ...], weight, x_dtype: torch.dtype):
-    """d_x, d_residual and the gradients of the vectors and weight. Without vectors, x is None and residual new_residual."""
+    """d_x, d_residual and the gradients of the vectors and weight. Without vectors, x is None and residual
+    new_residual.
+    """
     hidden, scaled, device = dy.shape[-1], bool(vectors), dy.device
     writes_d_x = scaled or x_dtype != residual.dtype
     d_residual = torch.empty(residual.shape, dtype=residual.dtype, device=device)

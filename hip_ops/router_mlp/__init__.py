@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""ZAYA1's router behind its down projection as torch operators: state, MLP and choice in one pass, and the chain of its gradients in another.
+"""ZAYA1's router behind its down projection as torch operators: state, MLP and choice in one pass, and the chain of its
+gradients in another.
 
-Conventions that all versions share are in hip_ops/router_mlp/reference.py. The operators register no gradients: callers build the
-backward pass from `router_mlp_backward` and the matrices' products, which they may add directly to main gradients.
+Conventions that all versions share are in hip_ops/router_mlp/reference.py. The operators register no gradients: callers
+build the backward pass from `router_mlp_backward` and the matrices' products, which they may add directly to main
+gradients.
 """
 
 from __future__ import annotations
@@ -21,8 +23,9 @@ MOST_CLASSES = 64  # of the Triton kernels
 
 
 class Routed(NamedTuple):
-    """state, hidden1, hidden2 [n, r] and logits [n, columns(c)], zeros after the classes, in the tensors' dtype; weights fp32 [n]; ids int64 [n];
-    statistics fp32 [c + 1]: the tokens of each class, exact up to 2^24, and the sum of the entropies (nats) of the tokens' probabilities."""
+    """state, hidden1, hidden2 [n, r] and logits [n, columns(c)], zeros after the classes, in the tensors' dtype;
+    weights fp32 [n]; ids int64 [n]; statistics fp32 [c + 1]: the tokens of each class, exact up to 2^24, and the sum of
+    the entropies (nats) of the tokens' probabilities."""
 
     state: Tensor
     weights: Tensor
@@ -34,9 +37,11 @@ class Routed(NamedTuple):
 
 
 class RouterGradients(NamedTuple):
-    """What `router_mlp_backward` returns: all gradients except those of the matrices, which are d_hidden1^T normed, d_hidden2^T active1 and d_logits^T active2.
+    """What `router_mlp_backward` returns: all gradients except those of the matrices, which are d_hidden1^T normed,
+    d_hidden2^T active1 and d_logits^T active2.
 
-    d_previous is None without gamma. sums fp32 [5, r]: gradients of b_down, gamma (zeros without it), w_norm, b1 and b2. d_logits [n, c], its rows strided.
+    d_previous is None without gamma. sums fp32 [5, r]: gradients of b_down, gamma (zeros without it), w_norm, b1 and
+    b2. d_logits [n, c], its rows strided.
     """
 
     d_projected: Tensor
@@ -73,7 +78,9 @@ def _backward_example(device: torch.device) -> tuple:
 
 
 def _compare(got: list, want: list, tolerance: float) -> str | None:
-    """Returns the difference, or None. If a token's two best classes are equal within rounding, both are right; weights are compared where choices agree."""
+    """Returns the difference, or None. If a token's two best classes are equal within rounding, both are right; weights
+    are compared where choices agree.
+    """
     (mine, theirs), arguments = (Routed(*got[0]), Routed(*want[0])), want[1]
     same = mine.ids == theirs.ids
     biased = torch.softmax(theirs.logits[:, : len(arguments[9])].float(), -1) + arguments[10]
@@ -179,12 +186,14 @@ def router_mlp(
     eps: float,
     unweighted: int = -1,
 ) -> Routed:
-    """Computes the router behind its down projection (arXiv 2605.05365 section II-A-2; formulas: reference), without gradients.
+    """Computes the router behind its down projection (arXiv 2605.05365 section II-A-2; formulas: reference), without
+    gradients.
 
-    Args: projected [n, r]; previous [n, r], the state of the layer before, and gamma [r], or None for both; b_down, w_norm, b1, b2 [r]; w1, w2 [r, r];
-    w_out [c, r]; biases fp32 [c], for the choice only; forced int64 [n] replaces the choice where it is not negative, and is below c; unweighted: a class
-    whose tokens get the weight 0, or -1. All but the last three share one dtype: bf16, fp16, fp32 or fp64. The kernels take bf16 and fp16.
-    Of equal probabilities with their biases the first class wins. Raises ValueError on wrong shapes, dtypes or devices.
+    Args: projected [n, r]; previous [n, r], the state of the layer before, and gamma [r], or None for both; b_down,
+    w_norm, b1, b2 [r]; w1, w2 [r, r]; w_out [c, r]; biases fp32 [c], for the choice only; forced int64 [n] replaces the
+    choice where it is not negative, and is below c; unweighted: a class whose tokens get the weight 0, or -1. All but
+    the last three share one dtype: bf16, fp16, fp32 or fp64. The kernels take bf16 and fp16. Of equal probabilities
+    with their biases the first class wins. Raises ValueError on wrong shapes, dtypes or devices.
     """
     return Routed(
         *_forward(projected, previous, gamma, b_down, w_norm, w1, b1, w2, b2, w_out, biases, forced, eps, unweighted)
@@ -205,9 +214,11 @@ def router_mlp_backward(
     eps: float,
     unweighted: int = -1,
 ) -> RouterGradients:
-    """Returns the gradients, from those of weights, d_weights fp32 [n] (fp64 for fp64), and of state, d_state [n, r] or None.
+    """Returns the gradients, from those of weights, d_weights fp32 [n] (fp64 for fp64), and of state, d_state [n, r] or
+    None.
 
-    routed: what router_mlp returned, of which state, hidden1, hidden2, logits and ids are read. Other arguments and errors as there.
+    routed: what router_mlp returned, of which state, hidden1, hidden2, logits and ids are read. Other arguments and
+    errors as there.
     """
     state, _, ids, hidden1, hidden2, logits, _ = routed
     d_projected, d_previous, sums, *pairs, d_logits, active2 = _backward(

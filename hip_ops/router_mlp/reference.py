@@ -1,15 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""ZAYA1's router behind its down projection in plain torch, forward and backward written out (arXiv 2605.05365 section II-A-2).
+"""ZAYA1's router behind its down projection in plain torch, forward and backward written out (arXiv 2605.05365 section
+II-A-2).
 
     state    r = projected + b_down + gamma * r of the layer before
     hidden1  W1 rms_norm(r) + b1            hidden2  W2 gelu(hidden1) + b2            logits  W_out gelu(hidden2)
     choice   the first class with the largest softmax(logits) + balancing bias        weight  its probability, without the bias
 
-GELU is the exact one (with erf). The result of every line is computed in fp32 (fp64 for fp64 tensors) from rounded operands and rounded to the tensors'
-dtype, as a model in that dtype rounds it; probabilities and their results stay in fp32. The first NaN among the probabilities is chosen.
+GELU is the exact one (with erf). The result of every line is computed in fp32 (fp64 for fp64 tensors) from rounded
+operands and rounded to the tensors' dtype, as a model in that dtype rounds it; probabilities and their results stay in
+fp32. The first NaN among the probabilities is chosen.
 
-Shapes: projected, previous, state, hidden1, hidden2 [n, r]; vectors [r]; w1, w2 [r, r]; w_out [c, r]; biases fp32 [c]; forced int64 [n] replaces the
-choice where it is not negative; tokens of class `unweighted` (-1: none) get the weight 0 and no gradient.
+Shapes: projected, previous, state, hidden1, hidden2 [n, r]; vectors [r]; w1, w2 [r, r]; w_out [c, r]; biases fp32 [c];
+forced int64 [n] replaces the choice where it is not negative; tokens of class `unweighted` (-1: none) get the weight 0
+and no gradient.
 """
 
 from __future__ import annotations
@@ -40,9 +43,11 @@ def router_mlp(
     eps: float,
     unweighted: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Returns state, weights fp32 [n], ids int64 [n], hidden1, hidden2, logits [n, columns(c)], and statistics fp32 [c + 1].
+    """Returns state, weights fp32 [n], ids int64 [n], hidden1, hidden2, logits [n, columns(c)], and statistics fp32 [c
+    + 1].
 
-    The statistics are the tokens of each class, exact up to 2^24, and the sum of the entropies of the probabilities in nats.
+    The statistics are the tokens of each class, exact up to 2^24, and the sum of the entropies of the probabilities in
+    nats.
     """
     dtype, compute = projected.dtype, wide(projected.dtype)
     state = cast(projected.contiguous(), compute) + b_down
@@ -82,8 +87,10 @@ def router_mlp_backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Returns, for the gradients d_weights [n] and d_state [n, r] (None: no gradient of state):
 
-    d_projected [n, r], d_previous [n, r] (empty without gamma), sums over the rows fp32 [5, r], the gradients of SUMS, and three pairs whose products
-    are the gradients of w1, w2 and w_out: d_hidden1 and normed, d_hidden2 and gelu(hidden1) [n, r], d_logits [n, columns(c)] and gelu(hidden2).
+    d_projected [n, r], d_previous [n, r] (empty without gamma), sums over the rows fp32 [5, r], the gradients of SUMS,
+    and three pairs whose products
+    are the gradients of w1, w2 and w_out: d_hidden1 and normed, d_hidden2 and gelu(hidden1) [n, r], d_logits [n,
+    columns(c)] and gelu(hidden2).
     """
     dtype, compute = state.dtype, wide(state.dtype)
     probabilities = torch.softmax(logits[:, : len(w_out)], dim=-1, dtype=compute)
@@ -128,13 +135,17 @@ def _gelu(x: Tensor) -> Tensor:
 
 
 def _gelu_backward(grad: Tensor, x: Tensor) -> Tensor:
-    """Returns grad * gelu'(x), gelu'(x) = (1 + erf(x / sqrt 2)) / 2 + x exp(-x^2 / 2) / sqrt(2 pi); rounded to x's dtype."""
+    """Returns grad * gelu'(x), gelu'(x) = (1 + erf(x / sqrt 2)) / 2 + x exp(-x^2 / 2) / sqrt(2 pi); rounded to x's
+    dtype.
+    """
     compute = wide(x.dtype)
     return cast(torch.ops.aten.gelu_backward(cast(grad, compute), cast(x, compute)), x.dtype)
 
 
 def _normed(state: Tensor, w_norm: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns the norm in state's dtype, the norm without w_norm, and 1 / the root of the mean square; the last two in the compute dtype."""
+    """Returns the norm in state's dtype, the norm without w_norm, and 1 / the root of the mean square; the last two in
+    the compute dtype.
+    """
     value = cast(state, wide(state.dtype))
     inverse = torch.rsqrt(value.square().mean(-1, keepdim=True) + eps)
     direction = value * inverse

@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """ZAYA1's router behind its down projection in Triton: one kernel forward, one backward, no atomics.
 
-Same functions and conventions as hip_ops.router_mlp.reference. A program computes a tile of rows from the state to the choice, or back; sums over rows are
-first taken in each program, then over the programs. Each product keeps its rows in shared memory and reads the matrix from the cache, a part of its columns
-at a time, while the next part is loaded. A part's results go to the result tensors; the next product reads its rows there after a barrier, because no other
-program writes them. So registers hold one part, and two programs share a multiprocessor of Hopper. Importing this module imports triton.
+Same functions and conventions as hip_ops.router_mlp.reference. A program computes a tile of rows from the state to the
+choice, or back; sums over rows are first taken in each program, then over the programs. Each product keeps its rows in
+shared memory and reads the matrix from the cache, a part of its columns at a time, while the next part is loaded. A
+part's results go to the result tensors; the next product reads its rows there after a barrier, because no other program
+writes them. So registers hold one part, and two programs share a multiprocessor of Hopper. Importing this module
+imports triton.
 """
 
 from __future__ import annotations
@@ -41,7 +43,9 @@ def gelu_backward(grad, x):
 
 @triton.jit
 def back_through_gelu(grad, hidden, active, d_hidden, total, at, here):
-    """For the columns `at`: writes the gradient of hidden to d_hidden, gelu(hidden) to active and the sum over rows to total. grad: of gelu(hidden)."""
+    """For the columns `at`: writes the gradient of hidden to d_hidden, gelu(hidden) to active and the sum over rows to
+    total. grad: of gelu(hidden).
+    """
     x = tl.load(hidden + at, mask=here, other=0.0)
     tl.store(active + at, gelu(x), mask=here)
     grad = gelu_backward(grad, x)
@@ -64,7 +68,8 @@ def router_mlp_forward_kernel(
     HAS_PREVIOUS: tl.constexpr, HAS_FORCED: tl.constexpr, R: tl.constexpr, CLASSES: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr,
     PART: tl.constexpr,
 ):
-    """Computes BLOCK tokens. statistics: of this program's tokens. COLUMNS: CLASSES and the padding columns after them."""
+    """Computes BLOCK tokens. statistics: of this program's tokens. COLUMNS: CLASSES and the padding columns after them.
+    """
     row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = row < rows
     channel = tl.arange(0, R)
@@ -205,7 +210,9 @@ def router_mlp_backward_kernel(
 
 @dataclass(frozen=True)
 class Launch:
-    """Rows per program, columns of a result at a time, warps, parts of a matrix in flight, and maximum registers per thread."""
+    """Rows per program, columns of a result at a time, warps, parts of a matrix in flight, and maximum registers per
+    thread.
+    """
 
     block: int
     part: int
@@ -219,7 +226,9 @@ class Launch:
 
 
 def launch(width: int, *, warp_size: int | None = None) -> Launch:
-    """Chooses the tile of both kernels for a router of `width` channels. warp_size None: of the devices that this torch is built for."""
+    """Chooses the tile of both kernels for a router of `width` channels. warp_size None: of the devices that this torch
+    is built for.
+    """
     warp_size = warp_size or (32 if torch.version.hip is None else 64)
     if warp_size == 64:
         return Launch(32, 32, 4)
@@ -228,7 +237,9 @@ def launch(width: int, *, warp_size: int | None = None) -> Launch:
 
 @functools.lru_cache(maxsize=256)
 def _plan(choose: Callable, rows: int, width: int, classes: int) -> tuple[int, dict]:
-    """Returns the number of programs and the keywords of the launch. `choose` is `launch`; it is part of the key because tests replace it."""
+    """Returns the number of programs and the keywords of the launch. `choose` is `launch`; it is part of the key
+    because tests replace it.
+    """
     chosen = choose(width)
     keywords = {"R": width, "CLASSES": classes, "COLUMNS": columns(classes), "BLOCK": chosen.block, "PART": chosen.part}
     return triton.cdiv(rows, chosen.block), keywords | chosen.options

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Builds the kernels into one shared library per target, at first use or ahead of it (`python -m hip_ops build`).
 
-A library is known by the hash of its sources, flags and compiler: `<cache>/<target>-<hash>/libhip_ops.so`, beside a manifest.json that holds
-its checksum. Both are renamed into place, and a library whose checksum differs from its manifest's is built again. So a killed build or a
-full disk never leaves a file that would be loaded as a library.
+A library is known by the hash of its sources, flags and compiler: `<cache>/<target>-<hash>/libhip_ops.so`, beside a
+manifest.json that holds its checksum. Both are renamed into place, and a library whose checksum differs from its
+manifest's is built again. So a killed build or a full disk never leaves a file that would be loaded as a library.
 """
 
 import hashlib
@@ -36,10 +36,12 @@ class BuildError(RuntimeError):
 
 
 def build(target: str, *, force: bool = False, sources: Path = PACKAGE) -> Path:
-    """Returns the path of the shared library of all .hip files below `sources` for `target`; builds it if it is missing, or again with `force`.
+    """Returns the path of the shared library of all .hip files below `sources` for `target`; builds it if it is
+    missing, or again with `force`.
 
-    Without a compiler, a library from the same sources by any compiler is taken (a cache that was filled on another machine).
-    Raises CompilerNotFound, BuildError with the compiler's message, and OSError where the cache cannot be written.
+    Without a compiler, a library from the same sources by any compiler is taken (a cache that was filled on another
+    machine). Raises CompilerNotFound, BuildError with the compiler's message, and OSError where the cache cannot be
+    written.
     """
     check_target(target)
     try:
@@ -137,7 +139,9 @@ def _build(target: str, compiler: Compiler, folder: Path, sources: Path) -> None
 
 
 def _estimate(target: str, files: int, workers: int) -> int:
-    """Estimates the seconds of a build: from the last one for this target in this cache, otherwise from the number of files."""
+    """Estimates the seconds of a build: from the last one for this target in this cache, otherwise from the number of
+    files.
+    """
     taken = []
     for manifest in cache_folder().glob(f"{target}-*/{MANIFEST}"):
         try:

@@ -22,8 +22,8 @@ def cache_folder() -> Path:
 def locked(file: Path) -> Iterator[bool]:
     """Holds an exclusive lock on `file` between processes; the lock ends with its process.
 
-    Yields False where the file system has no locks (some network mounts). Then two processes may build at once, and the atomic renames
-    keep both results intact.
+    Yields False where the file system has no locks (some network mounts). Then two processes may build at once, and the
+    atomic renames keep both results intact.
     """
     with open(file, "a") as handle:
         try:

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Compiles functions with torch.compile on accelerators. On a CPU they run uncompiled.
 
-The functions compute what lies between matrix products, where eager mode reads and writes each intermediate result. They take
-tensors and numbers and keep no state, so all layers share one compiled version. TORCHDYNAMO_DISABLE=1 disables compilation.
+The functions compute what lies between matrix products, where eager mode reads and writes each intermediate result.
+They take tensors and numbers and keep no state, so all layers share one compiled version. TORCHDYNAMO_DISABLE=1
+disables compilation.
 """
 
 from __future__ import annotations
@@ -23,7 +24,9 @@ def compile_function(function: Callable) -> Callable:
 
 
 def formula(function: Callable) -> Callable:
-    """Decorates a differentiable function of plain torch: compiles it for tensors on an accelerator unless the reference is requested."""
+    """Decorates a differentiable function of plain torch: compiles it for tensors on an accelerator unless the
+    reference is requested.
+    """
     folder = function.__module__.rpartition(".")[0].rpartition(".")[2]
 
     @functools.cache

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Finds the compiler of a target and its flags.
 
-A target names the machine that a library is built for: an AMD architecture (`gfx942`), an NVIDIA one (`sm_90`) or `cpu`. AMD targets need
-hipcc, or a clang that knows the architecture and the ROCm device libraries; NVIDIA targets need nvcc; the CPU needs g++.
+A target names the machine that a library is built for: an AMD architecture (`gfx942`), an NVIDIA one (`sm_90`) or
+`cpu`. AMD targets need hipcc, or a clang that knows the architecture and the ROCm device libraries; NVIDIA targets need
+nvcc; the CPU needs g++.
 """
 
 import os
@@ -59,8 +60,8 @@ def check_target(target: str) -> str:
 
 
 def default_amd_target() -> str:
-    """Returns the AMD architecture to build for on a machine without a GPU: HIP_OPS_ARCH, otherwise the first of PYTORCH_ROCM_ARCH that the
-    kernels support, otherwise gfx942."""
+    """Returns the AMD architecture to build for on a machine without a GPU: HIP_OPS_ARCH, otherwise the first of
+    PYTORCH_ROCM_ARCH that the kernels support, otherwise gfx942."""
     asked = os.environ.get("HIP_OPS_ARCH")
     if asked:
         if asked not in AMD_ARCHITECTURES:
@@ -149,7 +150,8 @@ def _nvidia(target: str) -> Compiler:
 
 
 def _cpu() -> Compiler:
-    # The fibers need a compiler with GNU extensions, and -fno-gnu-unique keeps two libraries in one process from sharing their LDS.
+    # The fibers need a compiler with GNU extensions, and -fno-gnu-unique keeps two libraries in one process from
+    # sharing their LDS.
     for program in _programs(["g++"], []):
         flags = ("-x", "c++", "-O1", "-std=c++17", *_HOST, "-fno-gnu-unique", "-Wno-unknown-pragmas", "-Wno-psabi")
         return Compiler(program, compiler_version(program), flags, ("-shared",))

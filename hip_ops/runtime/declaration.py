@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Declares the tensors that an operator takes and returns, as text. The declaration checks arguments and makes fake results.
+"""Declares the tensors that an operator takes and returns, as text. The declaration checks arguments and makes fake
+results.
 
     TAKES = '''
         output    [..., h>0]  bf16|fp32
@@ -98,8 +99,8 @@ class Declaration:
 
     Args:
         operator: name in messages. parameters: names of the operator's arguments, in order.
-        takes, gives: declarations as text. rule: further conditions; gets sizes and arguments by name and returns None, or what is wrong and
-            what is allowed.
+        takes, gives: declarations as text. rule: further conditions; gets sizes and arguments by name and returns None,
+            or what is wrong and what is allowed.
     """
 
     def __init__(self, operator: str, parameters: Sequence[str], takes: str, gives: str, rule: Rule | None = None):
@@ -110,7 +111,9 @@ class Declaration:
         self._known: set[tuple] = set()
 
     def check(self, arguments: Sequence[Any]) -> None:
-        """Raises ValueError for a wrong argument; the message names operator, argument, what was given and what is allowed."""
+        """Raises ValueError for a wrong argument; the message names operator, argument, what was given and what is
+        allowed.
+        """
         if not self.takes and self.rule is None:
             return
         key = tuple([(a.shape, a.dtype, a.device) if isinstance(a, Tensor) else a for a in arguments])

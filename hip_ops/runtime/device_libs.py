@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Finds ROCm's device libraries (LLVM bitcode) for a clang without a ROCm installation.
 
-Debian 12 has ROCm 5.2, whose bitcode knows gfx940 but not gfx942; clang then refuses to compile for it. The missing file holds
-only the number of the architecture. It is made from gfx940's file, in a folder of links to the other files.
+Debian 12 has ROCm 5.2, whose bitcode knows gfx940 but not gfx942; clang then refuses to compile for it. The missing
+file holds only the number of the architecture. It is made from gfx940's file, in a folder of links to the other files.
 """
 
 import os

@@ -5,9 +5,10 @@ This is the convention of all launchers. A launcher is
 
     HO_EXPORT int ho_<operator>(const void* in, void* out, int64_t rows, float eps, void* stream)
 
-with int64_t for integers and flags, float or double for real numbers, pointers for tensors, and the stream last. It only checks that a variant
-exists, and returns 0, the runtime's error code, or -1 for "no such variant". The operator checks shapes, dtypes, strides and alignment before
-the call. ctypes would pass any number of arguments of any type, so their types are set from the declarations.
+with int64_t for integers and flags, float or double for real numbers, pointers for tensors, and the stream last. It
+only checks that a variant exists, and returns 0, the runtime's error code, or -1 for "no such variant". The operator
+checks shapes, dtypes, strides and alignment before the call. ctypes would pass any number of arguments of any type, so
+their types are set from the declarations.
 """
 
 import ctypes
@@ -25,7 +26,8 @@ _NUMBERS = {"int": ctypes.c_int, "int64_t": ctypes.c_int64, "float": ctypes.c_fl
 
 @lru_cache
 def declarations(*files: Path) -> dict[str, tuple[type, tuple[type, ...]]]:
-    """Returns by name the ctypes of result and parameters of every function that `files` export and that returns a number.
+    """Returns by name the ctypes of result and parameters of every function that `files` export and that returns a
+    number.
 
     files: by default all .hip files of hip_ops."""
     found = {}
@@ -46,7 +48,9 @@ def _ctype(file: Path, name: str, parameter: str) -> type:
 
 
 def load(path: Path, *files: Path) -> ctypes.CDLL:
-    """Loads the library at `path` and sets the types of the functions that `files` declare. Raises RuntimeError for another ABI version."""
+    """Loads the library at `path` and sets the types of the functions that `files` declare. Raises RuntimeError for
+    another ABI version.
+    """
     loaded = ctypes.CDLL(str(path))
     version = loaded.ho_abi_version()
     if version != ABI_VERSION:

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Loads the built kernels, one library per target, and calls them on the current stream. launchers.py states the C convention."""
+"""Loads the built kernels, one library per target, and calls them on the current stream. launchers.py states the C
+convention.
+"""
 
 import ctypes
 from functools import lru_cache
@@ -30,7 +32,9 @@ def target_of(device: torch.device) -> str:
 
 
 def library(target: str) -> ctypes.CDLL:
-    """Returns the library of `target`; builds it if the cache has none. Raises the errors of `build`, and OSError where it cannot be loaded."""
+    """Returns the library of `target`; builds it if the cache has none. Raises the errors of `build`, and OSError where
+    it cannot be loaded.
+    """
     if target in _failures:
         raise _failures[target]
     try:

@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Adds weight gradients to Megatron's main gradients in the matrix product that computes them.
 
-Megatron's DDP gives every parameter an fp32 `main_grad` in its buffer. Autograd rounds the product to bf16 and stores it;
-another pass reads both and writes the sum: 12 bytes per element. Here the product itself adds in fp32, and nothing is rounded.
-Megatron's `gradient_accumulation_fusion` does the same with a compiled extension.
+Megatron's DDP gives every parameter an fp32 `main_grad` in its buffer. Autograd rounds the product to bf16 and stores
+it;
+another pass reads both and writes the sum: 12 bytes per element. Here the product itself adds in fp32, and nothing is
+rounded. Megatron's `gradient_accumulation_fusion` does the same with a compiled extension.
 
-DDP's hooks run when autograd passes a gradient to the parameter, so the backward function must return a tensor. `handed_over` returns
-one that shares the weight's memory: autograd sets it as `grad` without a copy, because it is a new object of the right layout. DDP
-does not read it, because `grad_added_to_main_grad` is set, and drops it.
+DDP's hooks run when autograd passes a gradient to the parameter, so the backward function must return a tensor.
+`handed_over` returns one that shares the weight's memory: autograd sets it as `grad` without a copy, because it is a
+new object of the right layout. DDP does not read it, because `grad_added_to_main_grad` is set, and drops it.
 """
 
 from __future__ import annotations
@@ -26,15 +27,18 @@ logger = logging.getLogger("hip_ops")
 
 
 def main_grad_of(weight: Tensor) -> Tensor | None:
-    """Returns the weight's gradient in Megatron's buffer, or None where DDP keeps none or has no flag `grad_added_to_main_grad`."""
+    """Returns the weight's gradient in Megatron's buffer, or None where DDP keeps none or has no flag
+    `grad_added_to_main_grad`.
+    """
     return getattr(weight, "main_grad", None) if hasattr(weight, "grad_added_to_main_grad") else None
 
 
 def handed_over(weight: Tensor) -> Tensor | None:
-    """Returns the value that a backward function returns for a weight whose gradient was added to `main_grad`, and sets DDP's flag.
+    """Returns the value that a backward function returns for a weight whose gradient was added to `main_grad`, and sets
+    DDP's flag.
 
-    It is None where a second use of the weight in the same graph has its gradient still to come (`zero_out_wgrad`, which Megatron sets
-    on an embedding that is also the head's matrix): that gradient runs DDP's hook, and DDP adds it.
+    It is None where a second use of the weight in the same graph has its gradient still to come (`zero_out_wgrad`,
+    which Megatron sets on an embedding that is also the head's matrix): that gradient runs DDP's hook, and DDP adds it.
     """
     if getattr(weight, "zero_out_wgrad", False):
         return None
@@ -43,7 +47,9 @@ def handed_over(weight: Tensor) -> Tensor | None:
 
 
 def handed_over_block(weights: Sequence[Tensor], block: Tensor) -> tuple[Tensor | None, ...]:
-    """Returns `handed_over` for the matrices of `block` [len(weights), out, in], with all views made in one call of torch."""
+    """Returns `handed_over` for the matrices of `block` [len(weights), out, in], with all views made in one call of
+    torch.
+    """
     if any([getattr(weight, "zero_out_wgrad", False) for weight in weights]):
         return tuple(map(handed_over, weights))
     for weight in weights:
@@ -54,8 +60,9 @@ def handed_over_block(weights: Sequence[Tensor], block: Tensor) -> tuple[Tensor 
 def add_product(weight: Tensor, a: Tensor, b: Tensor) -> Tensor | None:
     """weight.main_grad += a^T b in fp32. a [T, out] and b [T, in] in the weight's dtype, rows may be strided.
 
-    Returns the value for the backward function to return as the weight's gradient [out, in]: `handed_over`, or without a main gradient
-    the gradient itself, rounded as autograd rounds it. For a product in pieces: `add_product_` per piece, then `handed_over` once.
+    Returns the value for the backward function to return as the weight's gradient [out, in]: `handed_over`, or without
+    a main gradient the gradient itself, rounded as autograd rounds it. For a product in pieces: `add_product_` per
+    piece, then `handed_over` once.
     """
     total = main_grad_of(weight)
     if total is None:
@@ -67,8 +74,9 @@ def add_product(weight: Tensor, a: Tensor, b: Tensor) -> Tensor | None:
 def add_products_(totals: Sequence[Tensor], a: Tensor, b: Tensor) -> None:
     """totals[i] += a_i^T b, where a_i are consecutive columns of a, as many as totals[i] has rows.
 
-    On a GPU several products become one product and one pass of additions, because products as small as 128 x 2048 leave most of the
-    device idle. On a device that cannot multiply into fp32, products are rounded to a's dtype before the addition, as in autograd.
+    On a GPU several products become one product and one pass of additions, because products as small as 128 x 2048
+    leave most of the device idle. On a device that cannot multiply into fp32, products are rounded to a's dtype before
+    the addition, as in autograd.
     """
     sizes = [len(total) for total in totals]
     in_fp32 = a.is_cuda and all(total.dtype == torch.float32 != a.dtype for total in totals)
@@ -83,7 +91,9 @@ def add_products_(totals: Sequence[Tensor], a: Tensor, b: Tensor) -> None:
 
 
 def add_gradients(weights: Sequence[Tensor | None], gradients: Sequence[Tensor]) -> list[Tensor | None]:
-    """weight.main_grad += gradient for every weight that is not None. Returns the values for the backward function, as `add_product`."""
+    """weight.main_grad += gradient for every weight that is not None. Returns the values for the backward function, as
+    `add_product`.
+    """
     totals = [None if weight is None else main_grad_of(weight) for weight in weights]
     direct = [(total, gradient) for total, gradient in zip(totals, gradients, strict=True) if total is not None]
     if direct:
@@ -109,10 +119,11 @@ def add_or_write(total: Tensor, part: Tensor, add: bool) -> None:
 
 
 class MainGradLinear(torch.autograd.Function):
-    """x [..., in] times the rows of several weights [out_i, in], as F.linear of all rows in one matrix -> [..., sum of out_i].
+    """x [..., in] times the rows of several weights [out_i, in], as F.linear of all rows in one matrix -> [..., sum of
+    out_i].
 
-    Weight gradients go through `add_product`, each from its columns of the output's gradient. The joined matrix is kept for the
-    backward pass.
+    Weight gradients go through `add_product`, each from its columns of the output's gradient. The joined matrix is kept
+    for the backward pass.
     """
 
     @staticmethod
@@ -120,7 +131,8 @@ class MainGradLinear(torch.autograd.Function):
         joined = weights[0] if len(weights) == 1 else torch.cat(weights)
         ctx.save_for_backward(x, joined)
         ctx.weights = weights  # parameters themselves: saved tensors lose the attributes that DDP sets
-        # Two dimensions: for [s, 1, h] whose batch of one has an odd stride, as after an embedding, torch computes s products of one row.
+        # Two dimensions: for [s, 1, h] whose batch of one has an odd stride, as after an embedding, torch computes s
+        # products of one row.
         return F.linear(x.flatten(0, -2), joined).view(*x.shape[:-1], len(joined))
 
     @staticmethod
@@ -149,7 +161,9 @@ def main_grad_linear(x: Tensor, *weights: Tensor) -> Tensor:
 
 
 def add_product_(total: Tensor, a: Tensor, b: Tensor) -> Tensor:
-    """total += a^T b in place. a [T, m] and b [T, n] of one dtype; total [m, n] of that dtype, or fp32, where nothing is rounded before the sum."""
+    """total += a^T b in place. a [T, m] and b [T, n] of one dtype; total [m, n] of that dtype, or fp32, where nothing
+    is rounded before the sum.
+    """
     if total.dtype == a.dtype:
         return total.addmm_(a.t(), b)
     how = fp32_product(a.device, a.dtype) if a.is_cuda and total.dtype == torch.float32 else None
@@ -161,7 +175,9 @@ def add_product_(total: Tensor, a: Tensor, b: Tensor) -> Tensor:
 
 
 def scaled_product(a: Tensor, b: Tensor, factors: Tensor, out: Tensor) -> Tensor:
-    """out = factors * (a b), rounded once where the device multiplies into fp32. a [T, m], b [m, n] and out [T, n] of one dtype, factors [T, 1]."""
+    """out = factors * (a b), rounded once where the device multiplies into fp32. a [T, m], b [m, n] and out [T, n] of
+    one dtype, factors [T, 1].
+    """
     if a.is_cuda and a.dtype != torch.float32 and fp32_product(a.device, a.dtype):
         return torch.mul(torch.ops.aten.mm.dtype(a, b, torch.float32), factors, out=out)
     if a.dtype == torch.bfloat16 and not a.is_cuda:
@@ -171,7 +187,8 @@ def scaled_product(a: Tensor, b: Tensor, factors: Tensor, out: Tensor) -> Tensor
 
 @functools.cache
 def fp32_product(device: torch.device, dtype: torch.dtype) -> str | None:
-    """Returns how `device` multiplies matrices of `dtype` into fp32: "addmm" also adds in place, "mm" only multiplies, None: not supported.
+    """Returns how `device` multiplies matrices of `dtype` into fp32: "addmm" also adds in place, "mm" only multiplies,
+    None: not supported.
 
     The result comes from one trial on small numbers and is logged. Raises RuntimeError while a graph is captured.
     """

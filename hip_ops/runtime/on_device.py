@@ -20,5 +20,7 @@ def on(device: torch.device) -> contextlib.AbstractContextManager:
 
 @functools.cache
 def multiprocessors(device: torch.device) -> int:
-    """Returns the number of multiprocessors or compute units. A CPU counts as one, so that blocks also loop over small inputs."""
+    """Returns the number of multiprocessors or compute units. A CPU counts as one, so that blocks also loop over small
+    inputs.
+    """
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1

@@ -9,13 +9,15 @@
     )
     y = _scale(x, 2.0)
 
-`reference` is the definition, in `hip_ops/<operator>/reference.py`; its annotations are the schema of the torch operator
-`hip_ops::scale`. The other versions are the functions of the same name in hip.py, triton.py, ... beside it, as hip_ops/versions.py
-lists them. Each is compared with the reference before its first use on a device; one that fails is skipped with a warning.
+`reference` is the definition, in `hip_ops/<operator>/reference.py`; its annotations are the schema of the torch
+operator `hip_ops::scale`. The other versions are the functions of the same name in hip.py, triton.py, ... beside it, as
+hip_ops/versions.py lists them. Each is compared with the reference before its first use on a device; one that fails is
+skipped with a warning.
 
-A call bypasses torch's dispatcher where nothing can observe it: the dispatcher costs the host more than the kernels take on the
-device. The registered operator is called where something may observe or replace operators by name: compilers, tracers, modes,
-transforms, fake and meta tensors and other subclasses. Both ways give the same results, gradients and errors.
+A call bypasses torch's dispatcher where nothing can observe it: the dispatcher costs the host more than the kernels
+take on the device. The registered operator is called where something may observe or replace operators by name:
+compilers, tracers, modes, transforms, fake and meta tensors and other subclasses. Both ways give the same results,
+gradients and errors.
 """
 
 from __future__ import annotations
@@ -64,18 +66,21 @@ class Operator:
     """An operator, called with the arguments of its reference; the module's docstring explains it.
 
     Args:
-        reference: the definition. Its arguments are positional, without defaults; the first is a tensor or a list of tensors.
-            Its module names the operator's folder, by which versions are chosen.
+        reference: the definition. Its arguments are positional, without defaults; the first is a tensor or a list of
+            tensors. Its module names the operator's folder, by which versions are chosen.
         takes, gives, rule: as `Declaration`. fake: makes fake results that `gives` cannot express.
         mutates: names of the arguments that it writes to.
-        example: device -> arguments of a small call that passes through all of the kernel (tails, several tiles). It may use
-            torch's global random generator, which is seeded before and restored after. A tuple of functions gives several calls.
+        example: device -> arguments of a small call that passes through all of the kernel (tails, several tiles). It
+            may use torch's global random generator, which is seeded before and restored after. A tuple of functions
+            gives several calls.
         compare, tolerance: as in `self_check.difference`.
         more_examples, tolerances: version -> further examples, and a tolerance of its own.
-        fits: version -> function that returns whether the version takes these arguments; a version without one takes all. Calls
-            whose first tensor is fp64 run the reference.
-        prefers: version -> function that returns whether the version is also the fastest. Not used where it is requested by name.
-        available: version -> function of the device that returns why the version is not available, or None; for optional packages.
+        fits: version -> function that returns whether the version takes these arguments; a version without one takes
+            all. Calls whose first tensor is fp64 run the reference.
+        prefers: version -> function that returns whether the version is also the fastest. Not used where it is
+            requested by name.
+        available: version -> function of the device that returns why the version is not available, or None; for
+            optional packages.
     """
 
     def __init__(
@@ -130,7 +135,9 @@ class Operator:
         OPERATORS[self.name] = self
 
     def register_autograd(self, gradients: Callable, *, setup_context: Callable) -> None:
-        """Registers gradients, as torch.library does: `gradients(ctx, *gradients of results)`, `setup_context(ctx, inputs, output)`."""
+        """Registers gradients, as torch.library does: `gradients(ctx, *gradients of results)`, `setup_context(ctx,
+        inputs, output)`.
+        """
         assert not self._mutated, self.name
         self.registered.register_autograd(gradients, setup_context=setup_context)
         run = self.run
@@ -200,10 +207,11 @@ class Operator:
             logger.warning(text, request.source, self.name, str(first.dtype).removeprefix("torch."), tuple(first.shape))
 
     def implementations(self, device: torch.device) -> list[tuple[Callable | None, Callable]]:
-        """Returns the versions that run on `device` under the current selection, best first, each with its function of `fits` or None.
+        """Returns the versions that run on `device` under the current selection, best first, each with its function of
+        `fits` or None.
 
-        The first call checks them and imports or builds what they need. Raises ValueError where a version requested by name is
-        not available, and RuntimeError while a graph is captured.
+        The first call checks them and imports or builds what they need. Raises ValueError where a version requested by
+        name is not available, and RuntimeError while a graph is captured.
         """
         key = (device, selection().of(self.folder))
         chosen = self._chosen.get(key)
@@ -287,7 +295,9 @@ class Operator:
         return reason
 
     def _failure(self, version: str, device: torch.device, check: bool) -> str | None:
-        """Returns the failure of the self-check of `version` on `device`, or None. The check runs once per process and device."""
+        """Returns the failure of the self-check of `version` on `device`, or None. The check runs once per process and
+        device.
+        """
         if version == "reference" or not check and (device, version) not in self.results:
             return None
         found = self.results.get((device, version))
@@ -301,7 +311,9 @@ class Operator:
         return None if found == "passed" else f"it failed its self-check: {found}"
 
     def difference(self, candidate: Callable, device: torch.device, version: str | None = None) -> str | None:
-        """Returns None if `candidate` agrees with the reference on all examples of `version`, otherwise both numbers at the worst place."""
+        """Returns None if `candidate` agrees with the reference on all examples of `version`, otherwise both numbers at
+        the worst place.
+        """
         options = {"compare": self.compare, "tolerance": self.tolerances.get(version, self.tolerance)}
         examples = (*self.examples, *self.more_examples.get(version, ()))
         found = (difference(candidate, self.reference, each, device, **options) for each in examples)
@@ -349,16 +361,20 @@ def all_operators() -> list[Operator]:
 
 
 def warm_up(device: torch.device | str, operators: Iterable[Operator] | None = None) -> dict[str, str]:
-    """Chooses and checks the versions of all operators on `device` before their first use. Required before a graph is captured.
+    """Chooses and checks the versions of all operators on `device` before their first use. Required before a graph is
+    captured.
 
-    Returns by operator which version runs and why. Raises ValueError where a version requested by name is not available.
+    Returns by operator which version runs and why. Raises ValueError where a version requested by name is not
+    available.
     """
     device = _indexed(device)
     return {each.name: each.choice(device) for each in (all_operators() if operators is None else operators)}
 
 
 def report(device: torch.device | str, check: bool = True) -> list[str]:
-    """Returns lines that say which version of each operator runs on `device` and why; `check` and errors as in `Operator.choice`."""
+    """Returns lines that say which version of each operator runs on `device` and why; `check` and errors as in
+    `Operator.choice`.
+    """
     device = _indexed(device)
     return table({each.name: each.choice(device, check) for each in all_operators()})
 

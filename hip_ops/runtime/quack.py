@@ -13,7 +13,8 @@ from hip_ops.runtime.architecture import architecture
 
 @dataclass(frozen=True)
 class Tile:
-    """Rows (m) and columns (n) of the result that a multiprocessor computes at a time, and the cluster that shares operands.
+    """Rows (m) and columns (n) of the result that a multiprocessor computes at a time, and the cluster that shares
+    operands.
 
     pingpong: two tiles alternate; one is multiplied while the other is stored.
     """

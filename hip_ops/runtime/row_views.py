@@ -56,5 +56,7 @@ def aligned(*tensors: Tensor) -> bool:
 
 
 def blocks_for(rows: int, device: torch.device) -> int:
-    """Returns the blocks of a launch with one row per wave, up to a maximum. A CPU counts as one compute unit, so that its waves loop."""
+    """Returns the blocks of a launch with one row per wave, up to a maximum. A CPU counts as one compute unit, so that
+    its waves loop.
+    """
     return min(-(-rows // ROWS_A_BLOCK), multiprocessors(device) * BLOCKS_A_PROCESSOR)

@@ -5,9 +5,9 @@
                      On a CPU the reference.
     hip, triton, compiled, reference    that version of every operator that has it; the others as with auto
 
-An override requests one operator's version by name, optional packages included (quack, grouped_mm). A version that is requested
-by name and is not available raises ValueError. `set_kernels` and `use_kernels` in code take precedence over HIP_OPS_KERNELS, which is
-"triton" or "auto,router_mlp=compiled", for example.
+An override requests one operator's version by name, optional packages included (quack, grouped_mm). A version that is
+requested by name and is not available raises ValueError. `set_kernels` and `use_kernels` in code take precedence over
+HIP_OPS_KERNELS, which is "triton" or "auto,router_mlp=compiled", for example.
 """
 
 from __future__ import annotations
@@ -31,7 +31,9 @@ class Request(NamedTuple):
 
 
 class Selection:
-    """The requested versions: `kernels` for all operators, `overrides` for single ones. names: of both settings in messages."""
+    """The requested versions: `kernels` for all operators, `overrides` for single ones. names: of both settings in
+    messages.
+    """
 
     def __init__(self, kernels: str, overrides: Mapping[str, str], names=("kernels", "kernel_overrides.")):
         self._default = Request(kernels, f"{names[0]}={kernels}")
@@ -45,7 +47,8 @@ _stack: list[Selection] = []
 
 
 def set_kernels(kernels: str | None = "auto", overrides: Mapping[str, str] | None = None, group: str = "") -> None:
-    """Sets the versions of this process; None reads HIP_OPS_KERNELS again. group: prefix of the keys in messages, such as "cluster.".
+    """Sets the versions of this process; None reads HIP_OPS_KERNELS again. group: prefix of the keys in messages, such
+    as "cluster.".
 
     Raises ValueError for unknown names.
     """

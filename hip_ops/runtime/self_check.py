@@ -29,8 +29,8 @@ def difference(
     """Returns None if `candidate` agrees with `reference`, otherwise both numbers at the worst place.
 
     Each gets its own copy of `example(device)`. The results are compared, and the tensors among the arguments as they
-    are after the call, which covers operators that work in place. `compare(got, want, tolerance)`, each [result, arguments],
-    replaces this comparison if it is given.
+    are after the call, which covers operators that work in place. `compare(got, want, tolerance)`, each [result,
+    arguments], replaces this comparison if it is given.
     """
     global comparing
     devices = (
@@ -83,7 +83,8 @@ def _compare(got: list, want: list, tolerance: float | None) -> str | None:
 
 
 def worst_element(name: str, mine: torch.Tensor, theirs: torch.Tensor, allowed: float, floor: float) -> str | None:
-    """Returns None if each element agrees to `allowed` relative to itself, or to `floor`, otherwise both numbers at the worst place.
+    """Returns None if each element agrees to `allowed` relative to itself, or to `floor`, otherwise both numbers at the
+    worst place.
 
     For results whose elements differ in size by orders of magnitude."""
     if (mine.shape, mine.dtype) != (theirs.shape, theirs.dtype):
@@ -99,7 +100,9 @@ def worst_element(name: str, mine: torch.Tensor, theirs: torch.Tensor, allowed: 
 
 
 def worst(name: str, mine: torch.Tensor, theirs: torch.Tensor, tolerance: float | None = None) -> str | None:
-    """Returns None if both agree to `tolerance` relative to the largest element (None: the dtype's), otherwise both numbers at the worst place."""
+    """Returns None if both agree to `tolerance` relative to the largest element (None: the dtype's), otherwise both
+    numbers at the worst place.
+    """
     if theirs.numel() == 0 or torch.equal(mine, theirs):
         return None
     allowed = (

@@ -7,7 +7,9 @@ import triton.language as tl
 
 @triton.jit
 def xcd_contiguous(position, total, XCDS: tl.constexpr):
-    """Maps [0, total) to itself so that each XCD gets one contiguous run; an MI300X distributes programs over its XCDs round-robin."""
+    """Maps [0, total) to itself so that each XCD gets one contiguous run; an MI300X distributes programs over its XCDs
+    round-robin.
+    """
     if XCDS == 1:
         return position
     xcd = position % XCDS
@@ -16,7 +18,9 @@ def xcd_contiguous(position, total, XCDS: tl.constexpr):
 
 @triton.jit
 def triangle_tile(position, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Returns row and column of the tile at `position` of the lower triangle in row order; float32 square roots are corrected exactly."""
+    """Returns row and column of the tile at `position` of the lower triangle in row order; float32 square roots are
+    corrected exactly.
+    """
     if BLOCK_M == BLOCK_N:  # row i has i + 1 tiles, i (i + 1) / 2 before it
         row = ((tl.sqrt(8.0 * position.to(tl.float32) + 1.0) - 1.0) * 0.5).to(tl.int32)
         row = tl.where(row * (row + 1) // 2 > position, row - 1, row)

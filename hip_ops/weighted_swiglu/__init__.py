@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""SwiGLU with the routing weight in one pass, as torch operators: silu(gate) * up * prob, and all gradients with the output again.
+"""SwiGLU with the routing weight in one pass, as torch operators: silu(gate) * up * prob, and all gradients with the
+output again.
 
 hip_ops/weighted_swiglu/reference.py defines the roundings. Saved for the backward pass: gate_up, probs and offsets.
 """
@@ -68,10 +69,10 @@ _forward.register_autograd(_gradients, setup_context=_save)
 def weighted_swiglu(gate_up: Tensor, probs: Tensor, offsets: Tensor | None = None) -> Tensor:
     """Computes silu(gate) * up * prob (SwiGLU: arXiv 2002.05202) in fp32, with gradients of gate_up and probs.
 
-    Args: gate_up [n, 2 f], gate first, bf16 or fp32; rows may be strided. probs [n] bf16 or fp32. offsets int32 [experts], the ends of the
-    experts' rows (`ExpertOrder.offsets`): rows at and beyond offsets[-1] are not read; their results and gradients are zeros.
-    Returns [n, f] in gate_up's dtype. All-fp64 tensors are computed by the torch reference. Raises ValueError on wrong shapes, dtypes or
-    devices.
+    Args: gate_up [n, 2 f], gate first, bf16 or fp32; rows may be strided. probs [n] bf16 or fp32. offsets int32
+    [experts], the ends of the experts' rows (`ExpertOrder.offsets`): rows at and beyond offsets[-1] are not read; their
+    results and gradients are zeros. Returns [n, f] in gate_up's dtype. All-fp64 tensors are computed by the torch
+    reference. Raises ValueError on wrong shapes, dtypes or devices.
     """
     return _forward(gate_up, probs, offsets)
 
@@ -79,10 +80,11 @@ def weighted_swiglu(gate_up: Tensor, probs: Tensor, offsets: Tensor | None = Non
 def weighted_swiglu_backward(
     grad: Tensor, gate_up: Tensor, probs: Tensor, offsets: Tensor | None = None, with_output: bool = True
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Returns the gradients for the output's gradient grad [n, f]: (d_gate_up [n, 2 f], d_probs [n], output [n, f] or None).
+    """Returns the gradients for the output's gradient grad [n, f]: (d_gate_up [n, 2 f], d_probs [n], output [n, f] or
+    None).
 
-    For autograd functions that do not keep the output: the next product's weight gradient needs it, so it is computed again here, in the
-    pass that reads gate and up. Arguments, dtypes and errors as weighted_swiglu.
+    For autograd functions that do not keep the output: the next product's weight gradient needs it, so it is computed
+    again here, in the pass that reads gate and up. Arguments, dtypes and errors as weighted_swiglu.
     """
     d_gate_up, d_probs, output = _backward(grad, gate_up, probs, offsets, with_output)
     return d_gate_up, d_probs, output if with_output else None

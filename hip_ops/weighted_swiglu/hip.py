@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Host side of weighted_swiglu.hip: allocates the results and calls the launchers. Same functions as hip_ops.weighted_swiglu.reference."""
+"""Host side of weighted_swiglu.hip: allocates the results and calls the launchers. Same functions as
+hip_ops.weighted_swiglu.reference.
+"""
 
 from __future__ import annotations
 

@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""silu(gate) * up * prob in plain torch, forward and backward written out (SwiGLU: arXiv 2002.05202; transformers `ZayaExperts`).
+"""silu(gate) * up * prob in plain torch, forward and backward written out (SwiGLU: arXiv 2002.05202; transformers
+`ZayaExperts`).
 
-All arithmetic is fp32, or fp64 for fp64 tensors, and each result is rounded once, at its end. Intermediate results are overwritten in
-place, because on a CPU new memory takes more time than the arithmetic.
+All arithmetic is fp32, or fp64 for fp64 tensors, and each result is rounded once, at its end. Intermediate results are
+overwritten in place, because on a CPU new memory takes more time than the arithmetic.
 
-Shapes: gate_up [n, 2 f], gate first; probs [n]; output and its gradient [n, f]. offsets int32 [experts] or None: rows at and beyond
-offsets[-1] are padding rows; they are not read, and their results are zeros.
+Shapes: gate_up [n, 2 f], gate first; probs [n]; output and its gradient [n, f]. offsets int32 [experts] or None: rows
+at and beyond offsets[-1] are padding rows; they are not read, and their results are zeros.
 """
 
 from __future__ import annotations

@@ -90,7 +90,8 @@ class Launch:
 
 
 def launch(width: int, element_bytes: int, *, backward: bool, warp_size: int | None = None) -> Launch:
-    """Chooses the tile for outputs of `width` columns: 16 bytes of each tensor per lane. warp_size None: of the devices that this torch is built for.
+    """Chooses the tile for outputs of `width` columns: 16 bytes of each tensor per lane. warp_size None: of the devices
+    that this torch is built for.
 
     Two rows of ZAYA1's width per program, as measured on an H100, where evict_first made every kernel 1 to 2 % slower.
     """
@@ -102,7 +103,9 @@ def launch(width: int, element_bytes: int, *, backward: bool, warp_size: int | N
 
 @functools.lru_cache(maxsize=256)
 def _plan(choose: Callable, rows: int, width: int, element_bytes: int, backward: bool) -> tuple[tuple[int, ...], dict]:
-    """Returns the grid and the keywords of the launch. `choose` is `launch`; it is part of the key because benchmarks replace it."""
+    """Returns the grid and the keywords of the launch. `choose` is `launch`; it is part of the key because benchmarks
+    replace it.
+    """
     chosen = choose(width, element_bytes, backward=backward)
     grid = (triton.cdiv(rows, chosen.rows),) if backward else (triton.cdiv(rows, chosen.rows), triton.cdiv(width, chosen.block))
     return grid, {"ROWS": chosen.rows, "BLOCK": chosen.block, "num_warps": chosen.num_warps}

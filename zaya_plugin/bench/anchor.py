@@ -3,9 +3,9 @@
 
     python -m zaya_plugin.bench.anchor <recipe.yaml> <options as JSON> <vocabulary>      one rank, under torchrun
 
-FSDP2 (fully_shard of every layer and of the model), bf16 compute with fp32 reduction, each layer compiled, torch's fused AdamW, the
-recipe's sequence length, tokens per rank and micro-batches, random tokens and random weights. On a CPU nothing is compiled, and the
-kernels of the fused optimizer and of the grouped GEMM are not used; the report says so.
+FSDP2 (fully_shard of every layer and of the model), bf16 compute with fp32 reduction, each layer compiled, torch's
+fused AdamW, the recipe's sequence length, tokens per rank and micro-batches, random tokens and random weights. On a CPU
+nothing is compiled, and the kernels of the fused optimizer and of the grouped GEMM are not used; the report says so.
 """
 
 from __future__ import annotations
@@ -22,7 +22,9 @@ OUT_OF_MEMORY = 3  # exit code
 
 
 def main(argv: list[str]) -> int:
-    """Measure and, on rank 0, write <run_dir>/anchor.json. A rank that runs out of memory writes the error; its exit ends the others."""
+    """Measure and, on rank 0, write <run_dir>/anchor.json. A rank that runs out of memory writes the error; its exit
+    ends the others.
+    """
     # Megatron's single queue under tensor parallelism slows FSDP down; the variable is read when CUDA starts
     os.environ.pop("CUDA_DEVICE_MAX_CONNECTIONS", None)
     import torch
@@ -67,7 +69,9 @@ def compiles(device) -> bool:
 
 
 def measure(recipe, options: Options, vocabulary: int, device) -> dict:
-    """Return time and memory of a step with as many tokens as ours: the mean of options.steps steps after options.warmup."""
+    """Return time and memory of a step with as many tokens as ours: the mean of options.steps steps after
+    options.warmup.
+    """
     import torch
 
     model = sharded_model(recipe, vocabulary, device)

@@ -2,13 +2,16 @@
 """Assigns every kernel of a trace to a part of the step, and every moment of the step to one part. Pure functions.
 
 A kernel's launch lies in ranges of the host; the innermost one of these decides:
-  1. a range of zaya_plugin.bench.parts, or an operator whose name is known (hip_ops, the optimizers, the accumulation of gradients),
-  2. a node of the backward pass: the part of the operator that created it, by the profiler's arrow between the two.
-A kernel in none of them, such as a kernel of a replayed graph, is assigned by its own name, or to "other". Communication is recognised by
-the kernel's name alone. Without kernels (on a CPU) operators take their place, each with its own time without the operators inside it.
+  1. a range of zaya_plugin.bench.parts, or an operator whose name is known (hip_ops, the optimizers, the accumulation
+  of gradients), 2. a node of the backward pass: the part of the operator that created it, by the profiler's arrow
+  between the two.
+A kernel in none of them, such as a kernel of a replayed graph, is assigned by its own name, or to "other".
+Communication is recognised by the kernel's name alone. Without kernels (on a CPU) operators take their place, each with
+its own time without the operators inside it.
 
-Overlapping activities are resolved on the time line, so that the parts add up to the step. While something computes, the moment is shared
-equally among the parts that compute at once; while only communication runs, it is exposed communication; while nothing runs, idle.
+Overlapping activities are resolved on the time line, so that the parts add up to the step. While something computes,
+the moment is shared equally among the parts that compute at once; while only communication runs, it is exposed
+communication; while nothing runs, idle.
 """
 
 from __future__ import annotations
@@ -24,7 +27,8 @@ from zaya_plugin.bench.trace import HostRange, Trace
 
 COMMUNICATION = re.compile(r"^nccl|ncclDevKernel|ncclKernel|rccl|^Memcpy PtoP|^gloo:|^c10d::", re.IGNORECASE)
 
-# Names of operators and of their backward nodes (hip_ops_...Backward; torch.library's are GeneratedBackwardFor_hip_ops_...).
+# Names of operators and of their backward nodes (hip_ops_...Backward; torch.library's are
+# GeneratedBackwardFor_hip_ops_...).
 OPERATOR_NAMES = (
     (re.compile(r"AccumulateGrad|ReadTogetherBackward"), "gradients"),
     (re.compile(r"^Optimizer\.(step|zero_grad)"), "optimizer"),
@@ -50,8 +54,8 @@ BACKWARD = "autograd::engine::evaluate_function"
 
 @dataclass(frozen=True)
 class Activity:
-    """A kernel or operator. part: a key of PARTS. backward: whether in a node of the backward pass. begins: 0 in a further stretch of
-    the same operator, else 1."""
+    """A kernel or operator. part: a key of PARTS. backward: whether in a node of the backward pass. begins: 0 in a
+    further stretch of the same operator, else 1."""
 
     name: str
     start: float
@@ -102,8 +106,8 @@ def device_activities(
 ) -> list[Activity]:
     """Return the activities of the device between two times, cut at them.
 
-    learned: the result of `learn` for a trace of the same step; used for kernels that a graph launched. A graph launches them in the
-    order in which they were launched one by one, so the n-th kernel of a name is the n-th there.
+    learned: the result of `learn` for a trace of the same step; used for kernels that a graph launched. A graph
+    launches them in the order in which they were launched one by one, so the n-th kernel of a name is the n-th there.
     """
     attribution, found = Attribution(trace), []
     within = [
@@ -143,7 +147,9 @@ def learn(trace: Trace, window: str) -> dict[str, list[tuple[str, bool]]]:
 
 
 def operator_activities(trace: Trace, start: float, end: float) -> list[Activity]:
-    """Return the operators on the host between two times: one activity for each stretch in which an operator is the innermost range."""
+    """Return the operators on the host between two times: one activity for each stretch in which an operator is the
+    innermost range.
+    """
     attribution, found = Attribution(trace), []
     children: dict[int, list[int]] = {}
     for index, here in enumerate(trace.hosts):
@@ -175,7 +181,9 @@ def _communicates(trace: Trace, index: int) -> bool:
 
 @dataclass(frozen=True)
 class Stretch:
-    """Time in which nothing computes. before, after: the activities around it, None at the step's ends. communication: names of running collectives."""
+    """Time in which nothing computes. before, after: the activities around it, None at the step's ends. communication:
+    names of running collectives.
+    """
 
     start: float
     end: float
@@ -187,7 +195,9 @@ class Stretch:
 
 @dataclass(frozen=True)
 class Moments:
-    """Microseconds. parts: (forward, backward). names: by (part, name), the count and the summed duration. stretches: in order of time."""
+    """Microseconds. parts: (forward, backward). names: by (part, name), the count and the summed duration. stretches:
+    in order of time.
+    """
 
     parts: dict[str, tuple[float, float]]
     names: dict[tuple[str, str], tuple[int, float]]

@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`zaya bench expect`: predicts a step on another machine, of another size or batch from a measured step. The result is marked as a prediction.
+"""`zaya bench expect`: predicts a step on another machine, of another size or batch from a measured step. The result is
+marked as a prediction.
 
-The roofline of a part is the larger of its operations over the matrix-product rate and its bytes over the copy rate. Each part of the record
-took longer than its roofline; the same ratio is assumed for the other recipe's work on the other machine. Collectives take the rates of
-the recipe's machine keys, and are hidden under the passes that they overlap with, whose kernels they slow down. The host's own time (idle)
-is not predicted. The same recipe on the same device gives the record's own parts; on several devices, communication and its cost for the
-kernels come from the formulas, not from the record.
+The roofline of a part is the larger of its operations over the matrix-product rate and its bytes over the copy rate.
+Each part of the record took longer than its roofline; the same ratio is assumed for the other recipe's work on the
+other machine. Collectives take the rates of the recipe's machine keys, and are hidden under the passes that they
+overlap with, whose kernels they slow down. The host's own time (idle) is not predicted. The same recipe on the same
+device gives the record's own parts; on several devices, communication and its cost for the kernels come from the
+formulas, not from the record.
 """
 
 from __future__ import annotations
@@ -25,8 +27,9 @@ if TYPE_CHECKING:
 
 SCHEMA = "zaya bench expect/1"
 NOT_CARRIED = ("communication", "idle")
-# Kernels beside a collective take longer, since it uses processors and memory bandwidth: this share of the collective's expected time. Measured
-# in two steps on four H200s, of one and of four micro-batches (docs/log.md); the same value is assumed for other devices.
+# Kernels beside a collective take longer, since it uses processors and memory bandwidth: this share of the collective's
+# expected time. Measured in two steps on four H200s, of one and of four micro-batches (docs/log.md); the same value is
+# assumed for other devices.
 SLOWED = 0.26
 NOT_BESIDE = ("optimizer", "gradients")  # parts during which no collective runs
 DESCRIPTION = """\
@@ -112,7 +115,8 @@ def expect(record: dict, recipe: Recipe, world: int) -> dict:
     """Predict the step of `recipe` on `world` devices of its cluster.
 
     Raises:
-        ValueError: pipeline parallelism, whose idle time does not follow from rates; a record with another recomputation.
+        ValueError: pipeline parallelism, whose idle time does not follow from rates; a record with another
+            recomputation.
     """
     from zaya_plugin.plan import recipe_plan
     from zaya_plugin.plan.expected_step import Overlap, communication, limit
@@ -235,7 +239,9 @@ def expect(record: dict, recipe: Recipe, world: int) -> dict:
 
 
 def hidden_beside_kernels(record: dict) -> float:
-    """Return milliseconds of the record's collectives that ran beside kernels on the same processors; copy engines are others."""
+    """Return milliseconds of the record's collectives that ran beside kernels on the same processors; copy engines are
+    others.
+    """
     rows = [each for row in record["parts"] if row["part"] == "communication" for each in row["longest"]]
     copies = sum(each["ms"] for each in rows if each["name"].startswith("Memcpy"))
     return max(record.get("hidden_communication_ms", 0.0) - copies, 0.0)
@@ -262,7 +268,8 @@ def work_of(
     optimizer: bool = True,
     written: frozenset[str] = frozenset({"experts"}),
 ) -> dict[str, Work]:
-    """Return the work of one rank by part, from the recipe alone; zaya_plugin.bench.record.work_of reads the model that ran.
+    """Return the work of one rank by part, from the recipe alone; zaya_plugin.bench.record.work_of reads the model that
+    ran.
 
     written: the parts whose gradients the first micro-batch writes (zaya_plugin.optim.gradient_buffers).
     """

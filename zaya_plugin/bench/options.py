@@ -44,7 +44,8 @@ def with_data_path(overrides: list[str]) -> list[str]:
 
 
 def measured_recipe(recipe: Recipe, options: Options, output: str | None) -> Recipe:
-    """Return `recipe` for a few steps without schedule, validation, checkpoint or hand-over; every key that affects a step stays.
+    """Return `recipe` for a few steps without schedule, validation, checkpoint or hand-over; every key that affects a
+    step stays.
 
     W&B runs offline, so a benchmark is not among the runs of a project.
     """

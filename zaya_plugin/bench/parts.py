@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The parts of a step, the ranges that tell the profiler which part an operator belongs to, and the parts that write gradients.
+"""The parts of a step, the ranges that tell the profiler which part an operator belongs to, and the parts that write
+gradients.
 
-The ranges exist only while a step is traced: methods of the model's modules are wrapped in torch.profiler.record_function and unwrapped
-again. Training itself has no ranges.
+The ranges exist only while a step is traced: methods of the model's modules are wrapped in
+torch.profiler.record_function and unwrapped again. Training itself has no ranges.
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ PARTS = {
     "idle": "idle",
 }
 
-# The part whose products add a parameter's gradient, by the first word that its name contains; vectors are added in a pass of their own.
+# The part whose products add a parameter's gradient, by the first word that its name contains; vectors are added in a
+# pass of their own.
 GRADIENT_PARTS = {
     "experts": "experts",
     "router": "router",
@@ -43,8 +45,8 @@ GRADIENT_PARTS = {
 def methods() -> dict[str, dict[Callable, str]]:
     """Return the part of each timed method, by the end of its module's name in the model; "" is the model itself.
 
-    Of two nested ranges the inner one counts, so the projections are the rest of self_attention.forward. A norm of Transformer Engine has
-    the same method name as ours.
+    Of two nested ranges the inner one counts, so the projections are the rest of self_attention.forward. A norm of
+    Transformer Engine has the same method name as ours.
     """
     from zaya_plugin.model.attention import ZayaSelfAttention
     from zaya_plugin.model.loss import ZayaGPTModel
@@ -126,9 +128,11 @@ def annotated(function: Callable, name: str) -> Callable:
 
 
 def accumulated(model) -> dict[str, int]:
-    """Return elements of gradients by the part whose kernels add them to the fp32 buffer; "gradients": those added in a pass of their own.
+    """Return elements of gradients by the part whose kernels add them to the fp32 buffer; "gradients": those added in a
+    pass of their own.
 
-    model: Megatron's chunks after a backward pass that Python ran, before buffers are zeroed again; the replay of a graph sets no flags.
+    model: Megatron's chunks after a backward pass that Python ran, before buffers are zeroed again; the replay of a
+    graph sets no flags.
     """
     found: dict[str, int] = {}
     for chunk in model:
@@ -144,7 +148,9 @@ def accumulated(model) -> dict[str, int]:
 
 
 def written_first(model) -> frozenset[str]:
-    """Return the parts whose gradients are not zeroed, since a step's first micro-batch writes them. model: Megatron's chunks."""
+    """Return the parts whose gradients are not zeroed, since a step's first micro-batch writes them. model: Megatron's
+    chunks.
+    """
     from zaya_plugin.optim.gradient_buffers import ResetRest
 
     buffers = [

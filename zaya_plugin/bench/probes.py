@@ -14,7 +14,9 @@ ON_ACCELERATOR, ON_CPU = (8192, 1024, 40), (512, 32, 10)
 
 @dataclass(frozen=True)
 class Rates:
-    """Rates per second. gemm: operations of a square product in the model's dtype. copy: bytes read and written by a copy."""
+    """Rates per second. gemm: operations of a square product in the model's dtype. copy: bytes read and written by a
+    copy.
+    """
 
     gemm: float
     copy: float
@@ -48,8 +50,8 @@ def _copy(size: int, device, calls: int) -> float:
 
 
 def seconds(call: Callable[[], object], device, calls: int) -> float:
-    """Return the time of `call` after two calls of warm-up: on a device the median between events around each call, on a CPU, where other
-    processes disturb the measurement, the minimum."""
+    """Return the time of `call` after two calls of warm-up: on a device the median between events around each call, on
+    a CPU, where other processes disturb the measurement, the minimum."""
     import torch
 
     for _ in range(2):

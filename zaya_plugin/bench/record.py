@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The record of a measurement as one JSON file: recipe, device, speed, and the share of each part in the traced step.
 
-Shares are of the traced step and add up to 1. A part's `gemm_share` is the time of its operations at the measured rate of a matrix
-product over its own time, `copy_share` the same of its least bytes at the measured rate of a copy; `roofline` is the larger of the two.
-All work is that of one rank. `not_computing_share` is of the steps that were timed without a profiler: the part of their time that the
-traced step's computation does not fill.
+Shares are of the traced step and add up to 1. A part's `gemm_share` is the time of its operations at the measured rate
+of a matrix product over its own time, `copy_share` the same of its least bytes at the measured rate of a copy;
+`roofline` is the larger of the two. All work is that of one rank. `not_computing_share` is of the steps that were timed
+without a profiler: the part of their time that the traced step's computation does not fill.
 """
 
 from __future__ import annotations
@@ -111,7 +111,9 @@ def with_breakdown(record: dict, session, recipe, kept: Path | None) -> dict:
 
 
 def breakdown(activities, start: float, end: float, work: dict, gemm: float, copy: float) -> dict:
-    """Return {"parts": [...], "hidden_communication_ms", "not_computing"} from activities in microseconds, work by part and the two rates."""
+    """Return {"parts": [...], "hidden_communication_ms", "not_computing"} from activities in microseconds, work by part
+    and the two rates.
+    """
     moments, whole = resolve(activities, start, end), end - start
     rows = []
     for part, title in PARTS.items():
@@ -169,7 +171,9 @@ def stretch_of(stretch: Stretch, start: float) -> dict:
 
 
 def host_microseconds(traced: trace.Trace, start: float, end: float) -> float:
-    """Return the time in which the host does not wait for the device in a runtime call; it includes the profiler's cost."""
+    """Return the time in which the host does not wait for the device in a runtime call; it includes the profiler's
+    cost.
+    """
     waits = sorted(
         (max(call.start, start), min(call.end, end))
         for call in traced.calls.values()

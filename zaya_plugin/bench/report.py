@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Formats a record of zaya_plugin.bench.record: a table with a stacked bar for the terminal, and the bar as an SVG file."""
+"""Formats a record of zaya_plugin.bench.record: a table with a stacked bar for the terminal, and the bar as an SVG
+file.
+"""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Measures inside one rank of Megatron's loop: warm-up, timed steps without a profiler, then one traced step.
 
-Steps are numbered from 0 in the order in which Megatron starts them. From `warmup` to `warmup + steps` nothing is attached to the run; the
-next step warms the profiler, the one after it is traced, and the run ends before the following one. Every rank counts the steps; rank 0
-traces. If the step is a replayed graph, whose kernels lie in no range of the host, the last step before its capture is traced too, to
-learn the part of each kernel.
+Steps are numbered from 0 in the order in which Megatron starts them. From `warmup` to `warmup + steps` nothing is
+attached to the run; the next step warms the profiler, the one after it is traced, and the run ends before the following
+one. Every rank counts the steps; rank 0 traces. If the step is a replayed graph, whose kernels lie in no range of the
+host, the last step before its capture is traced too, to learn the part of each kernel.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from zaya_plugin.bench.parts import PASSES, STEP, Ranges, accumulated, annotated
 
 @dataclass
 class Measured:
-    """Results of one rank. seconds: of every timed step by the host's clock; the device is idle before the first step and after the last.
-    On a CPU only the resident memory is measured; the other GiB are None."""
+    """Results of one rank. seconds: of every timed step by the host's clock; the device is idle before the first step
+    and after the last. On a CPU only the resident memory is measured; the other GiB are None."""
 
     seconds: list[float] = field(default_factory=list)
     mean_seconds: float = 0.0

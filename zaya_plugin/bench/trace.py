@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reads a chrome trace of torch.profiler into three lists: ranges of the host, activities of the device, and the calls that launched them.
+"""Reads a chrome trace of torch.profiler into three lists: ranges of the host, activities of the device, and the calls
+that launched them.
 
 The input are plain dictionaries, so tests can write traces by hand. Times are microseconds of the trace's clock.
 """

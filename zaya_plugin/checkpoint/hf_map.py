@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Converts state dicts to and from transformers' ZayaForCausalLM, by one table of parameter names for both directions.
 
-`{l}` runs over layers, `{e}` over experts. A row with `{e}` only on the left stacks the experts' matrices into one tensor with a leading
-expert dimension; every other row renames. Shapes are equal on both sides.
+`{l}` runs over layers, `{e}` over experts. A row with `{e}` only on the left stacks the experts' matrices into one
+tensor with a leading expert dimension; every other row renames. Shapes are equal on both sides.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Translate a recipe into Megatron arguments, as a dictionary. Imports no Megatron: hosts/pretrain.py checks the names.
 
-Recipe fields whose metadata names a Megatron argument are copied. This file adds the arguments that are the same for every
-ZAYA model, and those that are computed from the recipe (data, checkpoints, precision, profiling).
+Recipe fields whose metadata names a Megatron argument are copied. This file adds the arguments that are the same for
+every ZAYA model, and those that are computed from the recipe (data, checkpoints, precision, profiling).
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ BATCH_ARGUMENTS = tuple(field.name for _, field in leaves() if field.metadata["a
 # Arguments that a guest in another host decides when the host starts, from the checkpoints on disk.
 DECIDED_AT_START = ("load", "exit_on_missing_checkpoint")
 
-# The arguments that define the ZAYA network (ZAYA1-8B Technical Report, arXiv 2605.05365; transformers' ZayaForCausalLM).
+# The arguments that define the ZAYA network (ZAYA1-8B Technical Report, arXiv 2605.05365; transformers'
+# ZayaForCausalLM).
 ZAYA = dict(
     normalization="RMSNorm",
     position_embedding_type="rope",
@@ -47,7 +48,8 @@ HOST = dict(
     rerun_mode="disabled",
     log_interval=1,
     log_throughput=False,
-    # The loss is the mean over all unmasked tokens of the step, independent of their division among ranks and micro-batches.
+    # The loss is the mean over all unmasked tokens of the step, independent of their division among ranks and
+    # micro-batches.
     calculate_per_token_loss=True,
     # These kernels need apex or a build of Megatron.
     gradient_accumulation_fusion=False,
@@ -89,7 +91,8 @@ def megatron_arguments(recipe: Recipe, data: dict[str, Any]) -> dict[str, Any]:
         values.pop("recompute_modules")
     tensor = recipe.parallel.tensor_model_parallel_size
     values["sequence_parallel"] = tensor > 1
-    # Megatron pads to a multiple of this times the tensor-parallel size; the padded vocabulary must not depend on the layout.
+    # Megatron pads to a multiple of this times the tensor-parallel size; the padded vocabulary must not depend on the
+    # layout.
     values["make_vocab_size_divisible_by"] = recipe.model.make_vocab_size_divisible_by // tensor
     values["max_position_embeddings"] = recipe.stage.seq_length
     values["ffn_hidden_size"] = recipe.model.moe_ffn_hidden_size

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Compose a checked `Recipe` from overrides and YAML files, write it to a file and read it back.
 
-Hydra alone accepts two kinds of mistakes: `+a.b=1` adds a key that is not in the schema, and a missing `???` value raises only
-where it is read. Its messages name neither the nearest key nor the values that a key may have. `to_recipe` returns a plain
-dataclass in which every key is in the schema, has a value of its type, and that value is among its choices and in its range.
+Hydra alone accepts two kinds of mistakes: `+a.b=1` adds a key that is not in the schema, and a missing `???` value
+raises only where it is read. Its messages name neither the nearest key nor the values that a key may have. `to_recipe`
+returns a plain dataclass in which every key is in the schema, has a value of its type, and that value is among its
+choices and in its range.
 """
 
 from __future__ import annotations
@@ -42,7 +43,8 @@ def register() -> None:
 
 
 def open_overrides(overrides: list[str]) -> list[str]:
-    """Return `overrides` in which `megatron.x=1`, `cluster.environment.X=1` and `cluster.kernel_overrides={x: y}` add keys without a `+`.
+    """Return `overrides` in which `megatron.x=1`, `cluster.environment.X=1` and `cluster.kernel_overrides={x: y}` add
+    keys without a `+`.
 
     `cluster.kernels=x` and `cluster.kernel_overrides={}` first drop the kernel_overrides of the recipe's files.
     Plain values of environment variables are quoted: Hydra would convert `false` to `False` and `1e3` to `1000.0`.
@@ -56,7 +58,9 @@ def open_overrides(overrides: list[str]) -> list[str]:
 
 
 def _without_kernel_overrides() -> Iterator[str]:
-    """Yield overrides that empty the recipe's mapping. Hydra merges `{}` into it, and can delete only entries that exist."""
+    """Yield overrides that empty the recipe's mapping. Hydra merges `{}` into it, and can delete only entries that
+    exist.
+    """
     for operator in VERSIONS:
         yield f"++cluster.kernel_overrides.{operator}=auto"
         yield f"~cluster.kernel_overrides.{operator}"
@@ -100,7 +104,9 @@ def compose(overrides: list[str]) -> Recipe:
 
 
 def to_recipe(config: DictConfig) -> Recipe:
-    """Return the composed `config` as a `Recipe`; one error lists all unknown keys and missing values, or all refused values."""
+    """Return the composed `config` as a `Recipe`; one error lists all unknown keys and missing values, or all refused
+    values.
+    """
     with readable_errors():
         problems = [unknown_key(path, value) for path, value in _unknown(config)]
         problems += [missing_key(path) for path in sorted(OmegaConf.missing_keys(config)) if known(path)]
@@ -157,7 +163,8 @@ def check_written_here(path: str | os.PathLike, export: str) -> None:
 
 
 def load_recipe(path: str | os.PathLike) -> Recipe:
-    """Read a file written by `save_recipe`, or any YAML file with a recipe's keys. The same checks apply as in `compose`.
+    """Read a file written by `save_recipe`, or any YAML file with a recipe's keys. The same checks apply as in
+    `compose`.
 
     Raises:
         ValueError: the file cannot be read, or is not a valid recipe.

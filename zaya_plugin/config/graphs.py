@@ -10,7 +10,8 @@ from zaya_plugin.config.messages import must_be
 from zaya_plugin.config.schema import Recipe
 from zaya_plugin.errors import message
 
-# Key, the value that a graph requires, and why: all steps must be alike, and the host must not wait for the device within one.
+# Key, the value that a graph requires, and why: all steps must be alike, and the host must not wait for the device
+# within one.
 REQUIRED = (
     ("cluster.device", "cuda", "a CPU has no graphs"),
     ("cluster.dtype", "bf16", "on a GPU, grouped GEMMs of other types synchronise with the host"),

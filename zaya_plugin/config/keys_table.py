@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Write the table of keys in docs/recipes.md from the schema: `python -m zaya_plugin.config.keys_table docs/recipes.md`.
+"""Write the table of keys in docs/recipes.md from the schema: `python -m zaya_plugin.config.keys_table
+docs/recipes.md`.
 
 `tests/config/test_docs.py` fails where the page and the schema differ.
 """

@@ -97,14 +97,18 @@ def _refusal(key: str, field: Field, value: object) -> str:
 
 
 def must_be(recipe: Recipe, key: str, wanted: object, condition: str, why: str) -> Iterator[str]:
-    """Yield a message if `key` has another value than `wanted`, the only one allowed under `condition`, such as cluster.device=cpu."""
+    """Yield a message if `key` has another value than `wanted`, the only one allowed under `condition`, such as
+    cluster.device=cpu.
+    """
     if (value := get(recipe, key)) != wanted:
         typed = as_typed(wanted)
         yield message(key, value, problem=why, allowed=f"{typed} with {condition}", fix=f"{key}={typed}")
 
 
 def multiples(key: str, value: int, unit: int) -> dict[str, str]:
-    """Return `allowed` and `fix` of a message: the multiples of `unit` around `value`, of which the first is set for `key`."""
+    """Return `allowed` and `fix` of a message: the multiples of `unit` around `value`, of which the first is set for
+    `key`.
+    """
     below = value // unit * unit
     found = [below, below + unit] if below else [unit]
     return {"allowed": " or ".join(map(str, found)), "fix": f"{key}={found[0]}"}

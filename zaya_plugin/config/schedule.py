@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Compute a stage's schedule: its steps, tokens and batches, and its learning rate at any sample. Imports no torch.
 
-The formulas are those of Megatron (`megatron.core.optimizer_param_scheduler`, `megatron.core.num_microbatches_calculator`),
-which count in sequences; `tests/config/test_schedule.py` compares them.
+The formulas are those of Megatron (`megatron.core.optimizer_param_scheduler`,
+`megatron.core.num_microbatches_calculator`), which count in sequences; `tests/config/test_schedule.py` compares them.
 """
 
 from __future__ import annotations
@@ -51,7 +51,9 @@ def parse_ramp(text: str, seq_length: int) -> list[Ramp]:
 
 
 def batches(recipe: Recipe) -> Iterator[tuple[int, int]]:
-    """Yield (number of steps, sequences of a step) for each part of the stage, in order. All steps are whole batches, as Megatron's."""
+    """Yield (number of steps, sequences of a step) for each part of the stage, in order. All steps are whole batches,
+    as Megatron's.
+    """
     stage = recipe.stage
     total = stage.train_iters * stage.global_batch_size
     if stage.batch_size_ramp is None:

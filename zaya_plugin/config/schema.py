@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The recipe as dataclasses: every key with its type, default, help, choices and range. Imports no torch.
 
-There is one class per Hydra group (model, stage, data, optim, parallel, cluster, logger), and `Recipe` contains them. A field
+There is one class per Hydra group (model, stage, data, optim, parallel, cluster, logger), and `Recipe` contains them. A
+field
 is declared by one of three functions, and everything else is made from these declarations: the checks of
 `zaya_plugin.config.validate`, `zaya train --help`, the table in docs/recipes.md and the arguments for Megatron.
 
@@ -130,10 +131,11 @@ class ModelConfig:
         "clamped_exp, exp(clamp(T, 1e-7, 2))",
         choices=("linear", "exp", "clamped_exp"),
     )
-    # Released code initialises 0, which under `linear` makes every key zero; Primus uses 1. What training used is unknown.
+    # Released code initialises 0, which under `linear` makes every key zero; Primus uses 1. What training used is
+    # unknown.
     temperature_init: float = option(1.0, "initial key temperature T; unpublished, this project's choice")
-    # zero: transformers >= 5.13, Zyphra's vLLM. identity: the token's probability times the normed MoE input (release code
-    # of November 2025, SGLang, Primus). Released weights never choose the skip class.
+    # zero: transformers >= 5.13, Zyphra's vLLM. identity: the token's probability times the normed MoE input (release
+    # code of November 2025, SGLang, Primus). Released weights never choose the skip class.
     skip_output: str = option(
         "zero",
         "output of the skip class: zero (transformers, vLLM) or identity, p * input (Zyphra's first code)",
@@ -238,10 +240,10 @@ class DataConfig:
 class OptimConfig:
     """Muon on matrices and AdamW on all other parameters, with one learning rate; or AdamW on all parameters.
 
-    Published of ZAYA1: Muon on 2-D weights with five Newton-Schulz steps and AdamW's root mean square; AdamW on convolutions,
-    embedding, norms, scales and temperatures; stage 1's cosine from 6e-4 to 2e-4. Not published: momentum, Nesterov,
-    coefficients, the update's scale, weight decay, betas, epsilon, clipping. The defaults for those are Jordan's (momentum
-    0.95, Nesterov, the quintic) and Liu et al.'s (scale 0.2, decay 0.1; arXiv 2502.16982).
+    Published of ZAYA1: Muon on 2-D weights with five Newton-Schulz steps and AdamW's root mean square; AdamW on
+    convolutions, embedding, norms, scales and temperatures; stage 1's cosine from 6e-4 to 2e-4. Not published:
+    momentum, Nesterov, coefficients, the update's scale, weight decay, betas, epsilon, clipping. The defaults for those
+    are Jordan's (momentum 0.95, Nesterov, the quintic) and Liu et al.'s (scale 0.2, decay 0.1; arXiv 2502.16982).
     """
 
     name: str = own(
@@ -466,7 +468,9 @@ class ClusterConfig:
 
 @dataclass
 class MachineConfig:
-    """Rates of one accelerator and its links, for predictions. Defaults are an H100's, for clusters without rates of their own."""
+    """Rates of one accelerator and its links, for predictions. Defaults are an H100's, for clusters without rates of
+    their own.
+    """
 
     name: str | None = own(
         None,
@@ -670,8 +674,8 @@ def get(recipe: Recipe, path: str) -> Any:
     return reduce(getattr, path.split("."), recipe)
 
 
-# The mixin from which ZayaConfig has its options: a dataclass with the fields declared by `option`, of the same names, types
-# and defaults.
+# The mixin from which ZayaConfig has its options: a dataclass with the fields declared by `option`, of the same names,
+# types and defaults.
 ZayaOptions = make_dataclass(
     "ZayaOptions",
     [

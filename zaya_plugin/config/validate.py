@@ -61,7 +61,9 @@ EXCLUSIONS = {
 
 
 def data_parallel_size(recipe: Recipe, world_size: int) -> int:
-    """Return the number of ranks that see different sequences: the world size over tensor, pipeline and context parallel sizes."""
+    """Return the number of ranks that see different sequences: the world size over tensor, pipeline and context
+    parallel sizes.
+    """
     parallel = recipe.parallel
     return world_size // (
         parallel.tensor_model_parallel_size * parallel.pipeline_model_parallel_size * parallel.context_parallel_size
@@ -449,7 +451,9 @@ def _recompute(recipe: Recipe, world_size: int) -> Iterator[str]:
 
 
 def _kernels(recipe: Recipe, world_size: int) -> Iterator[str]:
-    """Yield problems of cluster.kernels and cluster.kernel_overrides. The override auto, which recipes use, is always allowed."""
+    """Yield problems of cluster.kernels and cluster.kernel_overrides. The override auto, which recipes use, is always
+    allowed.
+    """
     cluster, on_cpu = recipe.cluster, recipe.cluster.device == "cpu"
     try:
         check_selection(cluster.kernels, cluster.kernel_overrides, "cluster.")

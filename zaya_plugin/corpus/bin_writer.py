@@ -17,7 +17,8 @@ SYNCED_BYTES = 64_000_000
 
 
 class BinWriter:
-    """Writes `<target>.bin`. A resumed run gives it all tokens from the first on; those on disk are counted and not written again.
+    """Writes `<target>.bin`. A resumed run gives it all tokens from the first on; those on disk are counted and not
+    written again.
 
     Args:
         vocab_size: every token must be below.

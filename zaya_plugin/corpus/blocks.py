@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Cut the input into blocks, and a block into documents. A block is what one worker tokenises and what a resumed run skips.
+"""Cut the input into blocks, and a block into documents. A block is what one worker tokenises and what a resumed run
+skips.
 
 The cut depends on the input and the options alone, never on the number of workers. Reading can begin at the end of any
-block; the finished part stores that end. A record that cannot become a document is yielded as `Rejected`, never dropped.
+block; the finished part stores that end. A record that cannot become a document is yielded as `Rejected`, never
+dropped.
 """
 
 import json
@@ -75,8 +77,8 @@ class Block:
 class Position:
     """A place in the input.
 
-    offset: unpacked bytes, or rows of a Parquet file; line: number of the next record in its file; taken: bytes of documents
-    so far (lines after unpacking, texts of rows); disk: bytes of files read.
+    offset: unpacked bytes, or rows of a Parquet file; line: number of the next record in its file; taken: bytes of
+    documents so far (lines after unpacking, texts of rows); disk: bytes of files read.
     """
 
     file: int = 0

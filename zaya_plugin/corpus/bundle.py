@@ -2,10 +2,10 @@
 """`zaya data bundle`: join many small shards into one dataset, with few files and sequential reads.
 
 Documents keep their order, shard after shard. The command also prints how many random reads a planned run asks of its
-storage. ZAYA1-8B technical report (arXiv 2605.05365), appendix B: IOPS = sigma G s b / (P t), with G sequences of s tokens of
-b bytes each t seconds and pages of P bytes; the amplification sigma is about 1 + m P / (s b), because each of the m stretches
-that a sequence is read from touches one page more than its bytes fill. sigma is 1 to 2 for well-packed data, 2 to 8 for
-fragments.
+storage. ZAYA1-8B technical report (arXiv 2605.05365), appendix B: IOPS = sigma G s b / (P t), with G sequences of s
+tokens of b bytes each t seconds and pages of P bytes; the amplification sigma is about 1 + m P / (s b), because each of
+the m stretches that a sequence is read from touches one page more than its bytes fill. sigma is 1 to 2 for well-packed
+data, 2 to 8 for fragments.
 """
 
 import argparse
@@ -42,8 +42,8 @@ examples:
 class PlannedRun:
     """A run that reads its data without a cache; the defaults are ZAYA1's stage 1 (appendix B).
 
-    sequence_length s in tokens, global_batch_size G in sequences, step_seconds t, iops_budget in reads/s of the storage,
-    page_bytes P.
+    sequence_length s in tokens, global_batch_size G in sequences, step_seconds t, iops_budget in reads/s of the
+    storage, page_bytes P.
     """
 
     sequence_length: int = 4096
@@ -54,7 +54,9 @@ class PlannedRun:
 
 
 def stretches(sequence_length: int, tokens: int, documents: int, packed: bool = False) -> float:
-    """Return m, the stretches of a file that a sequence comes from. Documents are drawn in random order: each begins a new one."""
+    """Return m, the stretches of a file that a sequence comes from. Documents are drawn in random order: each begins a
+    new one.
+    """
     return 1.0 if packed else 1.0 + sequence_length * documents / tokens
 
 

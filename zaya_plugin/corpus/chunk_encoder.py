@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Encode text with the ids of the tokenizer, several times faster, by looking up chunks that were encoded before.
 
-Text is cut at word ends, where no token can reach across. Most chunks were seen before and their ids are looked up; only new
-chunks go through the tokenizer. A larger cache inside tokenizers (`BPE._resize_cache`) does not help: the time goes into its
-pre-tokenisation. Where a cut is safe depends on the tokenizer's parts, which are read from its own description; with a
-tokenizer that is not recognised nothing is cut. tests/corpus compare every kind with the tokenizer on random text.
+Text is cut at word ends, where no token can reach across. Most chunks were seen before and their ids are looked up;
+only new chunks go through the tokenizer. A larger cache inside tokenizers (`BPE._resize_cache`) does not help: the time
+goes into its pre-tokenisation. Where a cut is safe depends on the tokenizer's parts, which are read from its own
+description; with a tokenizer that is not recognised nothing is cut. tests/corpus compare every kind with the tokenizer
+on random text.
 """
 
 import json
@@ -20,7 +21,9 @@ BEYOND = "\x80-\U0010ffff"
 
 
 def _run(kind: str) -> str:
-    """Return the pattern of a whole run of one kind of ASCII characters, unless characters beyond ASCII follow, whose kind Python may not know."""
+    """Return the pattern of a whole run of one kind of ASCII characters, unless characters beyond ASCII follow, whose
+    kind Python may not know.
+    """
     return f"{kind}+(?!{kind[:-1]}{BEYOND}])"
 
 
@@ -28,7 +31,8 @@ def _run(kind: str) -> str:
 GPT2_WORDS = re.compile(
     f" ?{_run(LETTER)}|'(?:[stmd]|re|ve|ll)| ?{_run(DIGIT)}| ?{_run(MARK)}| ?{OTHER}+|{SPACE}+(?!{OTHER})|{SPACE}+"
 )
-# The same for Llama 3 and Qwen 2, where a mark belongs to the letters behind it, and line ends to the marks before them.
+# The same for Llama 3 and Qwen 2, where a mark belongs to the letters behind it, and line ends to the marks before
+# them.
 GPT4_WORDS = re.compile(
     rf"'(?:[sStTmMdD]|[rR][eE]|[vV][eE]|[lL][lL])|(?:[\t\x0b\x0c ]|{MARK})?{_run(LETTER)}|{_run(DIGIT)}| ?{_run(MARK)}[\r\n]*"
     rf"|(?:(?![\r\n]){SPACE})?{OTHER}+(?:(?<![A-Za-z0-9])(?! ){SPACE}{SPACE}*{OTHER}*)*"
@@ -150,7 +154,9 @@ def _is_gpt4_like(pre: dict | None) -> bool:
 
 
 def _is_metaspace(normalizer: dict | None, pre: dict | None) -> bool:
-    """Return whether spaces become U+2581 and the text stays in one piece, as Gemma's: its pre-tokenizer finds no spaces."""
+    """Return whether spaces become U+2581 and the text stays in one piece, as Gemma's: its pre-tokenizer finds no
+    spaces.
+    """
     replaces = normalizer is not None and normalizer["type"] == "Replace"
     if not replaces or normalizer["pattern"] != {"String": " "} or normalizer["content"] != "\u2581":
         return False

@@ -63,10 +63,12 @@ def find_inputs(inputs: list[str], globs: list[str]) -> list[InputFile]:
 
     Args:
         inputs: files, directories, shell patterns, or "stdlib" for the sources of the running Python.
-        globs: patterns for the names of files in directories; one with a "/" is matched against the path below the directory.
+        globs: patterns for the names of files in directories; one with a "/" is matched against the path below the
+            directory.
 
     Raises:
-        ValueError: an input does not exist, holds no file that matches, is of a kind that cannot be read, or comes twice.
+        ValueError: an input does not exist, holds no file that matches, is of a kind that cannot be read, or comes
+            twice.
     """
     found: dict[str, InputFile] = {}
     for name in inputs:
@@ -140,7 +142,9 @@ def fingerprint(files: list[InputFile], with_times: bool) -> str:
 
 
 def unpacked(path: str, raw):
-    """Return a stream of bytes over an open file; its reads raise one of DAMAGE where packed data are damaged or end early."""
+    """Return a stream of bytes over an open file; its reads raise one of DAMAGE where packed data are damaged or end
+    early.
+    """
     if path.endswith(".gz"):
         return gzip.GzipFile(fileobj=raw)
     return io.BufferedReader(_ZstdStream(raw), 1 << 17) if path.endswith(".zst") else raw
@@ -149,8 +153,8 @@ def unpacked(path: str, raw):
 class _ZstdStream(io.RawIOBase):
     """Zstandard frames one after the other.
 
-    Libraries do not report all damage: zstandard's stream_reader takes a file that ends within a frame for a whole one, and
-    pyarrow's CompressedInputStream ends without an error at bytes that were overwritten with zeros.
+    Libraries do not report all damage: zstandard's stream_reader takes a file that ends within a frame for a whole one,
+    and pyarrow's CompressedInputStream ends without an error at bytes that were overwritten with zeros.
     """
 
     def __init__(self, raw):
@@ -186,7 +190,9 @@ Record = tuple[bytes | tuple[str | None, object], int, int, int]
 
 
 def lines(file: InputFile, offset: int, limit: int) -> Iterator[Record]:
-    """Yield the lines of a .jsonl file from an offset on, without their ends; of a line longer than `limit` only the beginning."""
+    """Yield the lines of a .jsonl file from an offset on, without their ends; of a line longer than `limit` only the
+    beginning.
+    """
     with open(file.path, "rb") as raw:
         stream = unpacked(file.path, raw)
         left = offset
@@ -204,7 +210,8 @@ def lines(file: InputFile, offset: int, limit: int) -> Iterator[Record]:
 
 
 def rows(file: InputFile, offset: int, text_field: str, id_field: str | None) -> Iterator[Record]:
-    """Yield (text, id) of the rows of a .parquet file from a row (from 0) on; id_field None gives ids of None. Needs pyarrow.
+    """Yield (text, id) of the rows of a .parquet file from a row (from 0) on; id_field None gives ids of None. Needs
+    pyarrow.
 
     Raises:
         EOFError: the file is damaged or has no such columns of a usable type; the message says which.

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """`zaya data inspect`: show what a dataset holds, or what a run draws, as text with source, length and loss mask.
 
-Documents and bins are read as they are stored, without torch. With a recipe the samples are those that its training sees,
-through the same datasets.
+Documents and bins are read as they are stored, without torch. With a recipe the samples are those that its training
+sees, through the same datasets.
 """
 
 import argparse

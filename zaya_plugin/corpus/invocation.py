@@ -55,7 +55,9 @@ fraction = number(float, "a fraction from 0 (no split) to below 1", lambda value
 
 
 def add_recipe_options(parser: argparse.ArgumentParser, datasets: str = "") -> None:
-    """Add the arguments that `is_recipe` and `recipe_of` read. datasets: help of datasets in place of a recipe, if allowed."""
+    """Add the arguments that `is_recipe` and `recipe_of` read. datasets: help of datasets in place of a recipe, if
+    allowed.
+    """
     recipe = "a recipe as for zaya train: experiment=NAME [key=value ...]"
     parser.add_argument(
         "sources",

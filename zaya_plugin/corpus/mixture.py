@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`zaya data mixture`: show what a stage draws from each source of its blend, and its ledger for the next stage. No torch."""
+"""`zaya data mixture`: show what a stage draws from each source of its blend, and its ledger for the next stage. No
+torch.
+"""
 
 import argparse
 

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tokenise blocks in parallel, each into one part file that appears whole or not at all.
 
-Blocks are handed out and taken back in order, and only a few are in work at a time, so memory does not grow with the corpus.
+Blocks are handed out and taken back in order, and only a few are in work at a time, so memory does not grow with the
+corpus.
 A part holds the position where its block ended: a resumed run skips the parts that exist and reads on from there.
 """
 
@@ -63,7 +64,8 @@ class Part:
     def arrays(self, *names: str) -> tuple[np.ndarray, ...]:
         """Return arrays of the file.
 
-        For each split: <split>_tokens, ids [tokens]; <split>_lengths, int32 [documents]. With deduplication, for documents in
+        For each split: <split>_tokens, ids [tokens]; <split>_lengths, int32 [documents]. With deduplication, for
+            documents in
         order: keys, hashes of what decides, uint64 [documents, 2]; split_numbers, uint8 [documents].
 
         Raises:

@@ -2,8 +2,8 @@
 """`zaya data prepare`: turn text into a Megatron indexed dataset.
 
 The stages are tokenizer, parts and dataset. A dataset is built in `<output>.partial` and gets its name by one rename
-(workspace.py). The tokenizer and each part are kept as soon as they are whole, so the same command continues an interrupted
-one and ends with the same bytes.
+(workspace.py). The tokenizer and each part are kept as soon as they are whole, so the same command continues an
+interrupted one and ends with the same bytes.
 """
 
 import argparse
@@ -219,7 +219,9 @@ def prepare(args: argparse.Namespace, workspace: Workspace) -> None:
 
 
 def deciding(args: argparse.Namespace) -> dict:
-    """Return the options that decide what is written, by option name; absolute paths, so the working directory is not among them."""
+    """Return the options that decide what is written, by option name; absolute paths, so the working directory is not
+    among them.
+    """
     local = args.tokenizer is not None and os.path.isdir(args.tokenizer)
     file = os.path.join(args.tokenizer, "tokenizer.json") if local else None
     return {

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """`zaya data warm`: read into the page cache of this node what a run needs next.
 
-Datasets are read whole, front to back. Of a recipe with --steps only the samples of these steps are read: their ranges of the
-data files are sorted and joined, so that the disk gets few long reads however the samples are shuffled. With --node only the
-samples of that node's ranks, which Megatron deals out a micro-batch at a time.
+Datasets are read whole, front to back. Of a recipe with --steps only the samples of these steps are read: their ranges
+of the data files are sorted and joined, so that the disk gets few long reads however the samples are shuffled. With
+--node only the samples of that node's ranks, which Megatron deals out a micro-batch at a time.
 """
 
 import argparse
@@ -117,7 +117,9 @@ def warm(args: argparse.Namespace, _: None) -> None:
 
 
 def whole_files(blend) -> dict[str, list[tuple[int, int]]]:
-    """Return byte ranges that cover the data and index of every training split; blend: see zaya_plugin.data.blend.Blend."""
+    """Return byte ranges that cover the data and index of every training split; blend: see
+    zaya_plugin.data.blend.Blend.
+    """
     prefixes = [prefix_of(entry.path, "train") for entry in parse_blend(blend)]
     files = [prefix + suffix for prefix in prefixes for suffix in (".idx", ".bin")]
     return {path: [(0, os.path.getsize(path))] for path in files}
@@ -150,7 +152,9 @@ def data_parallel_ranks(recipe: Recipe, node: int) -> tuple[set[int], int]:
 
 
 def samples_of(first: int, last: int, micro_batch_size: int, dealt: tuple[set[int], int] | None) -> Iterator[int]:
-    """Yield the samples from first to before last that the given ranks read, as MegatronPretrainingSampler deals them out."""
+    """Yield the samples from first to before last that the given ranks read, as MegatronPretrainingSampler deals them
+    out.
+    """
     for number in range(first, last):
         if dealt is None or number // micro_batch_size % dealt[1] in dealt[0]:
             yield number
@@ -174,7 +178,9 @@ def needed(recipe: Recipe, from_step: int | None, steps: int, node: int | None) 
 
 
 def sample_ranges(dataset, number: int) -> list[tuple[str, int, int]]:
-    """Return the files and byte ranges that one sample of a GPTDataset, a blend of them or a StreamDataset is read from."""
+    """Return the files and byte ranges that one sample of a GPTDataset, a blend of them or a StreamDataset is read
+    from.
+    """
     if hasattr(dataset, "byte_ranges"):
         return dataset.byte_ranges(number)
     if hasattr(dataset, "dataset_index"):

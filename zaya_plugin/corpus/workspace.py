@@ -6,8 +6,8 @@
 <output>.replaced/  the dataset that --overwrite replaces, for the moment between two renames
 <output>.lock       held while a process works on any of them
 
-A plan holds the arguments that decide the content, by option name. A run continues the unfinished one of the same plan, and
-a finished dataset of the same plan is taken as it is.
+A plan holds the arguments that decide the content, by option name. A run continues the unfinished one of the same plan,
+and a finished dataset of the same plan is taken as it is.
 """
 
 import fcntl
@@ -68,7 +68,8 @@ class Workspace:
                         problem=f"another process is preparing {self.output} ({lock.read().strip() or 'just starting'})",
                         fix="wait for it to end, or choose another --output",
                     ) from None
-                # The previous holder may have removed the file between open and lock; then other processes lock a new file.
+                # The previous holder may have removed the file between open and lock; then other processes lock a new
+                # file.
                 try:
                     if not os.path.samestat(os.stat(path), os.fstat(lock.fileno())):
                         continue
@@ -130,7 +131,8 @@ class Workspace:
         return manifest
 
     def begin(self, plan: dict, defaults: dict | None = None) -> dict:
-        """Start a run, or continue the unfinished one of the same plan; return its plan with the defaults it began with.
+        """Start a run, or continue the unfinished one of the same plan; return its plan with the defaults it began
+        with.
 
         Args:
             defaults: entries that are stored with a new plan and not compared with an earlier one.

@@ -87,7 +87,9 @@ def resolve_blend(blend: Blend | None, split: str) -> tuple[list[str], list[floa
 
 
 def content_name(prefixes: Sequence[str]) -> str:
-    """Return 16 hexadecimal digits that name the contents: of checksums from a manifest, else of sizes and modification times."""
+    """Return 16 hexadecimal digits that name the contents: of checksums from a manifest, else of sizes and modification
+    times.
+    """
     digest = hashlib.sha256()
     for prefix in prefixes:
         manifest, splits = locate(prefix)

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Build the datasets of a run: Megatron's GPTDatasets, streams that continue from stage to stage, and validation by domain.
+"""Build the datasets of a run: Megatron's GPTDatasets, streams that continue from stage to stage, and validation by
+domain.
 
 Imports torch and megatron.core; the rooms that run on a login node import it inside functions.
 """
@@ -59,7 +60,8 @@ def build_gpt_datasets(
 
     Args:
         train, valid: what to draw from, see `Blend` and `resolve_blend`.
-        num_samples: sequences to draw for train, valid and test (0), over as many epochs as it takes; 0 builds no dataset.
+        num_samples: sequences to draw for train, valid and test (0), over as many epochs as it takes; 0 builds no
+            dataset.
         sequence_length: tokens of a sample; `tokens` and `labels` are int64 [sequence_length].
         seed: of the document and sample order.
         tokenizer: a Megatron tokenizer; its vocabulary must cover the data.
@@ -131,9 +133,9 @@ def _check(prefixes: Sequence[str], tokenizer) -> None:
 class InTurn(torch.utils.data.Dataset):
     """Validation of several domains in one dataset: `period` samples of each domain in turn, over and over.
 
-    Megatron 0.19 refuses --multiple-validation-sets without --full-validation, which reads every set to its end in every
-    validation. Here a validation is `eval_iters` batches of the first domain, then as many of the second, and so on. The
-    place of a sample tells its domain, and a resumed run finds that place by the one count that Megatron keeps.
+    Megatron 0.19 refuses --multiple-validation-sets without --full-validation, which reads every set to its end in
+    every validation. Here a validation is `eval_iters` batches of the first domain, then as many of the second, and so
+    on. The place of a sample tells its domain, and a resumed run finds that place by the one count that Megatron keeps.
 
     Args:
         parts: datasets of one length, a multiple of `period`, or longer.

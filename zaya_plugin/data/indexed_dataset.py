@@ -12,10 +12,10 @@ A dataset is `<prefix>.bin`, the token ids of all documents in order, and `<pref
     int64[S]  byte offset of each sequence in .bin
     int64[D]  first sequence of each document, then S
 
-Source: megatron/core/datasets/indexed_dataset.py (`_IndexWriter`, `_IndexReader`); tests/data compares both directions with
-it byte for byte. Megatron's builder and reader are not called: they import torch, which a login node does not have and
-which takes seconds in every worker; the builder keeps the index in Python lists and never calls fsync; the reader does not
-notice a file that is cut short.
+Source: megatron/core/datasets/indexed_dataset.py (`_IndexWriter`, `_IndexReader`); tests/data compares both directions
+with it byte for byte. Megatron's builder and reader are not called: they import torch, which a login node does not have
+and which takes seconds in every worker; the builder keeps the index in Python lists and never calls fsync; the reader
+does not notice a file that is cut short.
 """
 
 import os
@@ -55,7 +55,9 @@ class IndexedFile:
 
 
 def token_dtype(vocab_size: int) -> np.dtype:
-    """Return the dtype that Megatron chooses for a vocabulary (`DType.optimal_dtype`): uint16 below 65500 entries, else int32."""
+    """Return the dtype that Megatron chooses for a vocabulary (`DType.optimal_dtype`): uint16 below 65500 entries, else
+    int32.
+    """
     return np.dtype("uint16") if vocab_size < 65500 else np.dtype("int32")
 
 
@@ -108,7 +110,9 @@ def read_index(prefix: str) -> IndexedFile:
 
 
 def stored_tokens(prefix: str) -> int:
-    """Return the number of tokens in `<prefix>.bin`, from its size; raise as `read_index` does for a missing file or header."""
+    """Return the number of tokens in `<prefix>.bin`, from its size; raise as `read_index` does for a missing file or
+    header.
+    """
     dtype, _, _ = _read_header(prefix + ".idx", prefix + ".bin")
     return os.path.getsize(prefix + ".bin") // dtype.itemsize
 

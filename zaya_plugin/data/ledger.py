@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Compute which samples a stage draws from each source of its blend, and where the next stage goes on. No torch import.
 
-The source of a sample follows from arithmetic alone, so that any sample can be looked up and nothing is stored: a table of
-Megatron's kind takes ten bytes a sample, 20 GB for ZAYA1's first stage. A ledger maps the prefix of a source to the tokens
-of its stream (stream_dataset.py) that were read. A source that a stage does not use keeps its place for a later stage.
+The source of a sample follows from arithmetic alone, so that any sample can be looked up and nothing is stored: a table
+of Megatron's kind takes ten bytes a sample, 20 GB for ZAYA1's first stage. A ledger maps the prefix of a source to the
+tokens of its stream (stream_dataset.py) that were read. A source that a stage does not use keeps its place for a later
+stage.
 """
 
 import os
@@ -33,8 +34,8 @@ def exact(weights: Sequence[float | Fraction]) -> list[Fraction]:
 class BlendOrder:
     """The source of each sample of a blend.
 
-    Samples are dealt out in blocks. Over whole blocks each source has its share of all samples so far to within one, and
-    inside a block the sources are shuffled.
+    Samples are dealt out in blocks. Over whole blocks each source has its share of all samples so far to within one,
+    and inside a block the sources are shuffled.
 
     Args:
         weights: positive, of each source.
@@ -56,7 +57,9 @@ class BlendOrder:
         )
 
     def _make_block(self, number: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Return the samples of each source before the block, the source of each sample in it, and its number in that source."""
+        """Return the samples of each source before the block, the source of each sample in it, and its number in that
+        source.
+        """
         before = self._whole_blocks(number)
         quota = self._whole_blocks(number + 1) - before
         sources = np.repeat(np.arange(len(quota)), quota)
@@ -82,7 +85,9 @@ class BlendOrder:
 
 @dataclass(frozen=True)
 class SourceUse:
-    """What one stage reads of one source: its weight, tokens read before and after it, tokens of an epoch, samples drawn."""
+    """What one stage reads of one source: its weight, tokens read before and after it, tokens of an epoch, samples
+    drawn.
+    """
 
     prefix: str
     weight: float

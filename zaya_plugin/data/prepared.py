@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Datasets on disk: find one by its path, read its manifest.json, and check that a run can train on it. No torch import.
+"""Datasets on disk: find one by its path, read its manifest.json, and check that a run can train on it. No torch
+import.
 
-Both what `zaya data prepare` wrote and bare Megatron `.bin`/`.idx` files are accepted. The checks are cheap enough for every
-start; a `DatasetWarning` names what cannot be checked of bare files.
+Both what `zaya data prepare` wrote and bare Megatron `.bin`/`.idx` files are accepted. The checks are cheap enough for
+every start; a `DatasetWarning` names what cannot be checked of bare files.
 """
 
 import hashlib
@@ -218,7 +219,9 @@ def packed_length(path: str | os.PathLike) -> int | None:
 
 
 def refuse_other_length(path: str | os.PathLike, sequence_length: int) -> None:
-    """Raise ValueError if a packed dataset has bins of another length than the run's sequences, which would cut its bins."""
+    """Raise ValueError if a packed dataset has bins of another length than the run's sequences, which would cut its
+    bins.
+    """
     length = packed_length(path)
     if length not in (None, sequence_length):
         raise mistake(
@@ -259,8 +262,8 @@ def check_dataset(
         The index of each split.
 
     Raises:
-        ValueError: the path is missing, a file is cut short or damaged, the manifest is of another version, there are no
-            tokens, or the tokenizer does not fit.
+        ValueError: the path is missing, a file is cut short or damaged, the manifest is of another version, there are
+            no tokens, or the tokenizer does not fit.
     """
     manifest, prefixes = locate(path)
     checked = {}

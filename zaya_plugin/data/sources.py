@@ -125,7 +125,8 @@ def find_sources(recipe: Recipe) -> DataSources:
 def training_samples(recipe: Recipe):
     """Build the training samples of a run in this process, those of its other stages with the same order included.
 
-    Sample i of the stage is number `handover.first_sample` + i. Megatron's index is read from and kept in the run's cache.
+    Sample i of the stage is number `handover.first_sample` + i. Megatron's index is read from and kept in the run's
+    cache.
     """
     from megatron.core.tokenizers import MegatronTokenizer
 

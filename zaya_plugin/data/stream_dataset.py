@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Training samples of one stage with data.order=continuing, which starts where the stages before it stopped.
 
-A source is one endless stream of tokens: epoch after epoch, each with its documents in an order of its own. How far a source
+A source is one endless stream of tokens: epoch after epoch, each with its documents in an order of its own. How far a
+    source
 has been read is then a single number of tokens, which is valid for any sequence length, blend and stage: the next stage
-repeats no token and leaves none out. The samples of a stage are a stretch of each stream, cut at multiples of the sequence
-length and shuffled within that stretch.
+repeats no token and leaves none out. The samples of a stage are a stretch of each stream, cut at multiples of the
+sequence length and shuffled within that stretch.
 """
 
 import fcntl
@@ -142,7 +143,9 @@ class StreamDataset(torch.utils.data.Dataset):
         return source, self.uses[source].before + self.shuffles[source][rank] * self.sequence_length
 
     def __getitem__(self, number: int | None) -> dict[str, torch.Tensor | int]:
-        """Return tokens, labels, position_ids int64 [s], loss_mask float32 [s] and dataset_id. None: padding of a batch, without loss."""
+        """Return tokens, labels, position_ids int64 [s], loss_mask float32 [s] and dataset_id. None: padding of a
+        batch, without loss.
+        """
         source, position = self.place(number or 0)
         text = torch.from_numpy(self.streams[source].read(position, self.sequence_length + 1).astype(np.int64))
         tokens = text[:-1].contiguous()

@@ -36,7 +36,8 @@ class TokenizerRecord:
 
 
 def train_bpe(texts: Iterable[str], vocab_size: int, directory: str) -> None:
-    """Train and write a byte-level BPE with the pre-tokenisation of GPT-2: no byte is unknown, and any text round-trips.
+    """Train and write a byte-level BPE with the pre-tokenisation of GPT-2: no byte is unknown, and any text
+    round-trips.
 
     Raises:
         ValueError: there is no text.
@@ -122,6 +123,8 @@ def describe(directory: str, source: str) -> TokenizerRecord:
 
 
 def vocabulary_size(tokenizer: str) -> int | None:
-    """Return the entries of the tokenizer in a directory with a tokenizer.json; None for a name on the hub, without a request."""
+    """Return the entries of the tokenizer in a directory with a tokenizer.json; None for a name on the hub, without a
+    request.
+    """
     has_file = os.path.isfile(os.path.join(tokenizer, "tokenizer.json"))
     return open_tokenizer(tokenizer).get_vocab_size() if has_file else None

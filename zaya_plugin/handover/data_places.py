@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compute where a stage with data.order=continuing starts in its sources, from the recipes of the stages before. No torch import.
+"""Compute where a stage with data.order=continuing starts in its sources, from the recipes of the stages before. No
+torch import.
 
-The ledger of a stage follows from its own data.consumed and its recipe, so it needs no file of its own, and a kill cannot leave
-it half written. It is fixed when a stage begins: another blend needs another stage.
+The ledger of a stage follows from its own data.consumed and its recipe, so it needs no file of its own, and a kill
+cannot leave it half written. It is fixed when a stage begins: another blend needs another stage.
 """
 
 from __future__ import annotations
@@ -38,7 +39,8 @@ def consumed_after(recipe: Recipe) -> list[str]:
 
 
 def with_consumed(recipe: Recipe) -> Recipe:
-    """Return `recipe` with the data.consumed that it starts from: of its own first launch, else of the stage that hands over.
+    """Return `recipe` with the data.consumed that it starts from: of its own first launch, else of the stage that hands
+    over.
 
     Without data.order=continuing, and with neither of the two, the recipe is returned as it is.
 

@@ -113,7 +113,8 @@ def saved_step(run_dir: Path) -> int | None:
 def same_order(one: Recipe, other: Recipe) -> bool:
     """Return whether two stages draw their samples from one order: of data, blend, sequence length and seed.
 
-    Stages with data.order=continuing do not: there data.consumed says where a stage begins (zaya_plugin.handover.data_places).
+    Stages with data.order=continuing do not: there data.consumed says where a stage begins
+    (zaya_plugin.handover.data_places).
     """
     if "continuing" in (one.data.order, other.data.order):
         return False
@@ -131,7 +132,9 @@ def tokens_before(recipe: Recipe) -> int:
 
 
 def losses(run_dir: Path) -> dict[str, float | None]:
-    """Return first and last losses in <run_dir>/metrics.jsonl: `first`, `last` of training, `valid_first`, `valid_last`."""
+    """Return first and last losses in <run_dir>/metrics.jsonl: `first`, `last` of training, `valid_first`,
+    `valid_last`.
+    """
     rows = _rows(run_dir)
     found = dict.fromkeys(("first", "last", "valid_first", "valid_last"))
     for key, name in (("loss", ""), ("valid_loss", "valid_")):

@@ -62,9 +62,9 @@ class ZayaConfig(ZayaOptions, TransformerConfig):
     """Configuration of a ZAYA1 model (arXiv 2605.05365; transformers `ZayaConfig`).
 
     Fields are those of TransformerConfig, those that `zaya_plugin.config.schema` declares with `option` (skip_output,
-    temperature_form, balancing_lr, ...; sources and alternatives are stated there), and those below, which have no recipe key.
-    All are plain scalars, so that `core_transformer_config_from_args(args, ZayaConfig)` can fill them. Raises ValueError for
-    values that the model does not support.
+    temperature_form, balancing_lr, ...; sources and alternatives are stated there), and those below, which have no
+    recipe key. All are plain scalars, so that `core_transformer_config_from_args(args, ZayaConfig)` can fill them.
+    Raises ValueError for values that the model does not support.
     """
 
     num_moe_experts: int | None = ModelConfig.num_experts
@@ -108,7 +108,9 @@ class ZayaConfig(ZayaOptions, TransformerConfig):
 
     @property
     def pipeline_state_size(self) -> int:
-        """Channels of the router state, which pipeline stages send behind the hidden_size channels of the residual stream."""
+        """Channels of the router state, which pipeline stages send behind the hidden_size channels of the residual
+        stream.
+        """
         return self.router_hidden_size if self.router_eda and self.pipeline_model_parallel_size > 1 else 0
 
     @property

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The experts of one layer: SwiGLU MLPs over rows sorted by expert (transformers `ZayaExperts`).
 
-Every expert's matrix is a named 2-D parameter of its own, so that an optimizer such as Muon sees matrices. All matrices of a
-kind lie one after another in one block of memory, so that `hip_ops.grouped_rows` reads them in place, without a copy. Megatron's
-DDP moves parameters into its own buffer; `zaya_plugin.optim.sharding.layout` keeps the block whole there.
+Every expert's matrix is a named 2-D parameter of its own, so that an optimizer such as Muon sees matrices. All matrices
+of a kind lie one after another in one block of memory, so that `hip_ops.grouped_rows` reads them in place, without a
+copy. Megatron's DDP moves parameters into its own buffer; `zaya_plugin.optim.sharding.layout` keeps the block whole
+there.
 """
 
 from __future__ import annotations
@@ -44,11 +45,12 @@ def as_block(weights: Sequence[Tensor]) -> Tensor:
 def weight_gradients(
     matrices: Sequence[Tensor], block: Tensor, a: Tensor, b: Tensor, offsets: Tensor
 ) -> tuple[Tensor | None, ...]:
-    """a[rows of e]^T b[rows of e] for every expert, as autograd wants the gradients of the experts' matrices [out, in]: one a matrix.
+    """a[rows of e]^T b[rows of e] for every expert, as autograd wants the gradients of the experts' matrices [out, in]:
+    one a matrix.
 
-    block: `as_block` of the matrices. Under Megatron's DDP the parameters' fp32 gradients (`main_grad`) form one block too. The products
-    are added to it here, and `grad_added_to_main_grad` is set for DDP. If the block's `gradient_is_unwritten`
-    (zaya_plugin/optim/gradient_buffers.py), the products are written there instead.
+    block: `as_block` of the matrices. Under Megatron's DDP the parameters' fp32 gradients (`main_grad`) form one block
+    too. The products are added to it here, and `grad_added_to_main_grad` is set for DDP. If the block's
+    `gradient_is_unwritten` (zaya_plugin/optim/gradient_buffers.py), the products are written there instead.
     """
     main_grads, expert_block = [main_grad_of(matrix) for matrix in matrices], role_of(matrices[0]).block
     unwritten = expert_block is not None and expert_block.gradient_is_unwritten
@@ -70,8 +72,8 @@ class ExpertMLP(torch.autograd.Function):
     uninitialised: `hip_ops.unpermute_from_experts` and the backward pass of `hip_ops.permute_to_experts` ignore them.
     Their gradient of weights is 0.
 
-    Saves x and the gate and up activations; the SwiGLU output is recomputed in the backward pass. rows_again: a function that
-    computes x again, or None; with it x is not saved.
+    Saves x and the gate and up activations; the SwiGLU output is recomputed in the backward pass. rows_again: a
+    function that computes x again, or None; with it x is not saved.
     """
 
     @staticmethod
@@ -102,14 +104,16 @@ class ExpertMLP(torch.autograd.Function):
 def reduce_over_expert_ranks(matrix: nn.Parameter) -> None:
     """Mark an expert's parameter, so that Megatron sums its gradient over the ranks that hold the same expert.
 
-    The mark is also set where all ranks hold it. Optimizer and checkpoint then have a part for experts in every layout, and state can move
-    between layouts.
+    The mark is also set where all ranks hold it. Optimizer and checkpoint then have a part for experts in every layout,
+    and state can move between layouts.
     """
     matrix.allreduce = False
 
 
 def mark_block(matrices: Sequence[nn.Parameter], layer_number: int, writes_first: bool) -> None:
-    """Give `matrices`, in ascending order of experts, roles as members of one block (zaya_plugin/optim/parameter_role.py)."""
+    """Give `matrices`, in ascending order of experts, roles as members of one block
+    (zaya_plugin/optim/parameter_role.py).
+    """
     block = ExpertBlock(layer_number, len(matrices), writes_first)
     for index, matrix in enumerate(matrices):
         matrix.zaya_role = replace(role_of(matrix), block=block, index=index)
@@ -163,8 +167,8 @@ class GroupedWeight(nn.Module):
 class GroupedExperts(MegatronModule):
     """All experts of a layer on hip_ops' grouped products.
 
-    Args: num_local_experts, the experts on this rank (E / expert-parallel ranks); config; pg_collection with ep, expt_tp
-    and expt_dp.
+    Args: num_local_experts, the experts on this rank (E / expert-parallel ranks); config; pg_collection with ep,
+    expt_tp and expt_dp.
     """
 
     def __init__(self, num_local_experts: int, config: ZayaConfig, pg_collection=None):

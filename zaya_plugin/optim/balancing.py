@@ -101,7 +101,9 @@ def _adamw_step(routers, gradient: torch.Tensor, config) -> None:
 
 @functools.cache
 def _rows_of(layer_numbers: tuple[int, ...], device: torch.device) -> torch.Tensor:
-    """Return the rows of the layers as a tensor on the device. It is cached, because a copy to the device in every step would wait."""
+    """Return the rows of the layers as a tensor on the device. It is cached, because a copy to the device in every step
+    would wait.
+    """
     return torch.tensor(layer_numbers, device=device) - 1
 
 

@@ -2,8 +2,8 @@
 """Megatron's optimizer factory with MuonAdamW in place of its Adam, for every host that calls `get_megatron_optimizer`.
 
 The factory is Megatron's own (0.19, and 0.16 as Primus pins it). During the call three names that it looks up, `Adam`,
-`DistributedOptimizer` and `ChainedOptimizer`, are replaced. Megatron's registry of emerging optimizers is not used: it wraps a registered
-optimizer in the layer-wise optimizer (see zaya_plugin/optim/sharding/distributed.py).
+`DistributedOptimizer` and `ChainedOptimizer`, are replaced. Megatron's registry of emerging optimizers is not used: it
+wraps a registered optimizer in the layer-wise optimizer (see zaya_plugin/optim/sharding/distributed.py).
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ def muon_factory(get_megatron_optimizer: Callable, muon: MuonSettings, non_finit
     Args:
         get_megatron_optimizer: Megatron's function.
         muon: settings of Muon. AdamW's settings, the learning rate and the weight decay are Megatron's arguments.
-        non_finite: "skip" skips a step with non-finite gradients on all ranks, "stop" also raises NonFiniteGradientsError, None disables
-            the check.
+        non_finite: "skip" skips a step with non-finite gradients on all ranks, "stop" also raises
+            NonFiniteGradientsError, None disables the check.
     """
 
     def adam(params, **settings):
@@ -112,7 +112,9 @@ def _multipliers(parameter: nn.Parameter) -> tuple[float, float]:
 
 
 def _tag_copies(optimizer) -> None:
-    """Attach the roles to the fp32 copies of a bf16 model, which are separate tensors without the distributed optimizer."""
+    """Attach the roles to the fp32 copies of a bf16 model, which are separate tensors without the distributed
+    optimizer.
+    """
     for model_group, main_group in zip(
         getattr(optimizer, "float16_groups", ()), getattr(optimizer, "fp32_from_float16_groups", ()), strict=True
     ):

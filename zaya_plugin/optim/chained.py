@@ -2,9 +2,10 @@
 """The optimizer step in two passes over the gradients: one measures them, the other updates and scales as it reads.
 
 Megatron's ChainedOptimizer.step reads every gradient for its norm, waits for the result on the host, and multiplies all
-gradients by the clipping coefficient. Without Transformer Engine or apex it launches kernels and waits for every parameter. Here norm,
-coefficient and the decision to skip stay on the device, where the update's kernels read them. The host launches the whole update and then
-waits for the norm alone, while the device is busy with the update. So `step` returns the exact outcome, and the device does not idle.
+gradients by the clipping coefficient. Without Transformer Engine or apex it launches kernels and waits for every
+parameter. Here norm, coefficient and the decision to skip stay on the device, where the update's kernels read them. The
+host launches the whole update and then waits for the norm alone, while the device is busy with the update. So `step`
+returns the exact outcome, and the device does not idle.
 """
 
 from __future__ import annotations
@@ -29,8 +30,8 @@ class ChainedMuonAdamW(ChainedOptimizer):
     """Megatron's chain of optimizers, each over a MuonAdamW, or over None if the rank has no such parameters.
 
     Attributes:
-        non_finite: what happens on all ranks if any gradient is infinite or NaN. "skip": the step changes nothing. "stop": it also raises
-            NonFiniteGradientsError. None: gradients are not checked.
+        non_finite: what happens on all ranks if any gradient is infinite or NaN. "skip": the step changes nothing.
+            "stop": it also raises NonFiniteGradientsError. None: gradients are not checked.
         deferred: the factor by which the gradients in DDP's buffers must still be multiplied.
     """
 
@@ -60,10 +61,11 @@ class ChainedMuonAdamW(ChainedOptimizer):
 
     @torch.no_grad()
     def step(self) -> tuple[bool, float | None, int | None]:
-        """Update the weights. Return, as Megatron's: whether they were updated, the norm of all gradients, and the number of zeros.
+        """Update the weights. Return, as Megatron's: whether they were updated, the norm of all gradients, and the
+        number of zeros.
 
-        The number of zeros is None unless log_num_zeros_in_grad is set. Afterwards the buffers must not be read: torch's fused AdamW
-        leaves its gradients scaled, and Muon leaves them unscaled.
+        The number of zeros is None unless log_num_zeros_in_grad is set. Afterwards the buffers must not be read:
+        torch's fused AdamW leaves its gradients scaled, and Muon leaves them unscaled.
         """
         self.grad_norms_by_group = {}
         if self.prepare_grads():  # True under fp16's loss scaling only
@@ -98,14 +100,18 @@ class ChainedMuonAdamW(ChainedOptimizer):
         return success, reported, zeros
 
     def _clipping(self, norm: Tensor) -> Tensor:
-        """Return the clipping coefficient for gradients of `norm`, as clip_grad_by_total_norm_fp32 does: 1 if the norm is NaN."""
+        """Return the clipping coefficient for gradients of `norm`, as clip_grad_by_total_norm_fp32 does: 1 if the norm
+        is NaN.
+        """
         if self.config.clip_grad <= 0:
             return torch.ones_like(norm)
         coefficient = self.config.clip_grad / (norm + 1e-6)
         return torch.where(coefficient < 1, coefficient, 1.0)
 
     def _measure(self) -> Tensor:
-        """Return, over all ranks, fp64 [2]: the sum of squares of all unscaled gradients, and the number of tensors that are not finite."""
+        """Return, over all ranks, fp64 [2]: the sum of squares of all unscaled gradients, and the number of tensors
+        that are not finite.
+        """
         together = self.grads_states_parallel_group_is_shared()
         total = torch.zeros(2, dtype=torch.float64, device=self.deferred.factor.device)
         for optimizer in self.chained_optimizers:
@@ -118,7 +124,9 @@ class ChainedMuonAdamW(ChainedOptimizer):
         return total
 
     def _local_sums(self, optimizer: MegatronOptimizer) -> Tensor:
-        """Return `_measure` of one optimizer's gradients on this rank. Sums are fp64, so finite gradients give no infinity."""
+        """Return `_measure` of one optimizer's gradients on this rank. Sums are fp64, so finite gradients give no
+        infinity.
+        """
         counted, others = self._params(optimizer)
         grads = [p.grad for p in (*counted, *others)]
         if not grads:
@@ -127,7 +135,9 @@ class ChainedMuonAdamW(ChainedOptimizer):
         return torch.stack((norms[: len(counted)].square().sum(), (~norms.isfinite()).sum(dtype=torch.float64)))
 
     def _params(self, optimizer: MegatronOptimizer) -> tuple[list, list]:
-        """Return the parameters whose gradients the norm counts, and those that another rank counts. Megatron's answer is cached."""
+        """Return the parameters whose gradients the norm counts, and those that another rank counts. Megatron's answer
+        is cached.
+        """
         params = [p for p in optimizer.get_parameters() if p.grad is not None]
         known = self._counted.get(id(optimizer))
         if known is None or len(params) != len(known[0]) + len(known[1]):

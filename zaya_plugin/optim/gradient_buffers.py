@@ -22,7 +22,8 @@ from zaya_plugin.optim.parameter_role import ExpertBlock, role_of
 
 # Set on a bucket group where the optimizer has several instances.
 OF_INSTANCES = ("inter_distributed_optimizer_instance_group", "communication_stream")
-# Values of `cuda_graph_impl` under which the micro-batches of a step are told apart: all of them in one graph, or no graph.
+# Values of `cuda_graph_impl` under which the micro-batches of a step are told apart: all of them in one graph, or no
+# graph.
 GRAPHS = ("none", "full_iteration")
 
 
@@ -31,9 +32,10 @@ def group_layers(model_chunks: Iterable) -> None:
 
     model_chunks: as DDP wraps them, before the optimizer is built.
 
-    Both blocks of a layer's experts are ready at the same moment of the backward pass, and the forward pass reads them in the same
-    product. In groups of their own, as Megatron makes them, they are two collectives in sequence. With one hardware queue
-    (CUDA_DEVICE_MAX_CONNECTIONS=1, which Megatron requires under tensor and context parallelism) the second collective's wait for
+    Both blocks of a layer's experts are ready at the same moment of the backward pass, and the forward pass reads them
+    in the same product. In groups of their own, as Megatron makes them, they are two collectives in sequence. With one
+    hardware queue (CUDA_DEVICE_MAX_CONNECTIONS=1, which Megatron requires under tensor and context parallelism) the
+    second collective's wait for
     the first blocks every kernel queued behind it: 35 ms of a step on two H200s, in graphs too.
     """
     for chunk in model_chunks:
@@ -67,17 +69,21 @@ def _joined(groups: list) -> _ParamAndGradBucketGroup:
 
 
 def _layer(bucket_group) -> int | tuple:
-    """Return the layer that waits for the group first and fills it last; a unique key for a group without expert blocks."""
+    """Return the layer that waits for the group first and fills it last; a unique key for a group without expert
+    blocks.
+    """
     blocks = (role_of(param).block for bucket in bucket_group.buckets for param in bucket.params_list)
     return min((block.layer for block in blocks if block is not None), default=(id(bucket_group),))
 
 
 def spare_zeroing(model_chunks: Iterable) -> None:
-    """Replace `reset` of the gradient buffers of `model_chunks`, as DDP wraps them, by a `ResetRest` where a block is written first.
+    """Replace `reset` of the gradient buffers of `model_chunks`, as DDP wraps them, by a `ResetRest` where a block is
+    written first.
 
-    Megatron zeroes all gradient buffers at the start of a step, and the first micro-batch reads the zeros: 8 bytes an element, by their
-    number 15 ms of ZAYA1-base's step on an H200. The experts' matrices are nine tenths of it. The gradient of a block comes from one
-    product (`zaya_plugin.model.experts.weight_gradients`), which can write instead of add.
+    Megatron zeroes all gradient buffers at the start of a step, and the first micro-batch reads the zeros: 8 bytes an
+    element, by their number 15 ms of ZAYA1-base's step on an H200. The experts' matrices are nine tenths of it. The
+    gradient of a block comes from one product (`zaya_plugin.model.experts.weight_gradients`), which can write instead
+    of add.
     """
     for chunk in model_chunks:
         if isinstance(chunk, DistributedDataParallel) and _tells_micro_batches_apart(chunk.config):
@@ -97,7 +103,8 @@ def _tells_micro_batches_apart(config) -> bool:
 
 
 def blocks_that_write(places: dict[Parameter, tuple[int, int, int]]) -> list[tuple[ExpertBlock, int, int]]:
-    """Return (block, start, end) of every block that is written first and lies in the buffer whole, in order and without gaps.
+    """Return (block, start, end) of every block that is written first and lies in the buffer whole, in order and
+    without gaps.
 
     places: a buffer's parameters with (start, end, bucket).
     """
@@ -116,7 +123,9 @@ def blocks_that_write(places: dict[Parameter, tuple[int, int, int]]) -> list[tup
 
 
 class ResetRest:
-    """Takes the place of `reset` of one gradient buffer: zeroes all but `blocks` and marks the gradients of `blocks` as unwritten."""
+    """Takes the place of `reset` of one gradient buffer: zeroes all but `blocks` and marks the gradients of `blocks` as
+    unwritten.
+    """
 
     def __init__(self, buffer, blocks: list[tuple[ExpertBlock, int, int]]):
         self.buffer, self.blocks = buffer, [block for block, _, _ in blocks]
@@ -138,12 +147,14 @@ class ResetRest:
 
 
 class DeferredScale:
-    """Takes the place of `scale_gradients` of DDP's gradient buffers: it remembers the factor, and the optimizer multiplies by it.
+    """Takes the place of `scale_gradients` of DDP's gradient buffers: it remembers the factor, and the optimizer
+    multiplies by it.
 
-    factor: fp32 scalar on the device, 1 after `reset`. No call reads it on the host, so it works inside a CUDA graph too.
+    factor: fp32 scalar on the device, 1 after `reset`. No call reads it on the host, so it works inside a CUDA graph
+        too.
 
-    Megatron's finalize_model_grads multiplies the whole of every gradient buffer by 1 / num_tokens in a pass of its own. With ZeRO-1
-    over N ranks that is N times what a rank reads.
+    Megatron's finalize_model_grads multiplies the whole of every gradient buffer by 1 / num_tokens in a pass of its
+    own. With ZeRO-1 over N ranks that is N times what a rank reads.
     """
 
     def __init__(self, buffers: Iterable, device: torch.device | str):

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The optimizer of every parameter: Muon for matrices, AdamW for all others, and the recipe's overrides by name pattern.
+"""The optimizer of every parameter: Muon for matrices, AdamW for all others, and the recipe's overrides by name
+pattern.
 
 ZAYA1 trained its 2-D weights with Muon, and convolutions, embedding (the tied head), norms, residual scales and
 temperatures with AdamW (arXiv 2511.17127, as quoted by the Primus port of ZAYA1; arXiv 2605.05365, section III). The
@@ -33,10 +34,12 @@ def assign(
         overrides: a later one takes precedence over an earlier one.
         split_gate_up: orthogonalise the gate and the up half of a fused fc1 weight separately.
         default: "muon" for the rule above, "adamw" for AdamW on every parameter without an override.
-        is_whole: `parameters` are all parameters of the model, so that an override that matches none of them is an error.
+        is_whole: `parameters` are all parameters of the model, so that an override that matches none of them is an
+            error.
 
     Raises:
-        ValueError: an override matches no parameter or assigns Muon to a parameter that is no matrix; no rule covers a parameter.
+        ValueError: an override matches no parameter or assigns Muon to a parameter that is no matrix; no rule covers a
+            parameter.
     """
     overrides = list(overrides)
     unused = {override.pattern for override in overrides}

@@ -12,7 +12,8 @@ from torch import Tensor
 class HostCopy:
     """Copies of `tensors` in host memory, complete once the device has done the work launched before.
 
-    Only `read` waits. Later work of the same stream may overwrite the sources. On the CPU the copies are complete at once.
+    Only `read` waits. Later work of the same stream may overwrite the sources. On the CPU the copies are complete at
+    once.
     """
 
     def __init__(self, tensors: Sequence[Tensor]):
@@ -25,7 +26,9 @@ class HostCopy:
 
     @property
     def is_complete(self) -> bool:
-        """Whether `read` would return at once. False during the capture of a CUDA graph, when events must not be queried."""
+        """Whether `read` would return at once. False during the capture of a CUDA graph, when events must not be
+        queried.
+        """
         if self._event is None:
             return True
         return not torch.cuda.is_current_stream_capturing() and self._event.query()

@@ -1,12 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Muon for matrices and AdamW for all other parameters in one torch optimizer, which Megatron wraps as it wraps its Adam.
+"""Muon for matrices and AdamW for all other parameters in one torch optimizer, which Megatron wraps as it wraps its
+Adam.
 
 Muon (Jordan et al. 2024, https://kellerjordan.github.io/posts/muon/) orthogonalises the momentum by Newton-Schulz; the
 update is scaled to AdamW's root mean square, 0.2 * sqrt(max(m, n)) (Liu et al. 2025, arXiv 2502.16982, section 2.2), so
-that both share one learning rate and one weight decay. ZAYA1 was trained with this form of Muon (arXiv 2605.05365, section III).
+that both share one learning rate and one weight decay. ZAYA1 was trained with this form of Muon (arXiv 2605.05365,
+section III).
 
-A parameter may be flat, as Megatron's distributed optimizer keeps its share: its role (zaya_plugin/optim/parameter_role.py) has the shape
-of its matrices. Matrices of one shape, of all layers and experts, go through Newton-Schulz in one batch.
+A parameter may be flat, as Megatron's distributed optimizer keeps its share: its role
+(zaya_plugin/optim/parameter_role.py) has the shape of its matrices. Matrices of one shape, of all layers and experts,
+go through Newton-Schulz in one batch.
 """
 
 from __future__ import annotations
@@ -54,8 +57,9 @@ class MuonSettings:
 class GroupStepAdamW(torch.optim.Optimizer):
     """AdamW (arXiv 1711.05101): torch's arithmetic, with the step count in the parameter group.
 
-    Megatron's DistributedOptimizer saves and loads one `step` a parameter group, as apex and Transformer Engine keep it. torch.optim.AdamW
-    keeps one a parameter; its checkpoint does not load (an assertion in distrib_optimizer.py) or comes back with a wrong step.
+    Megatron's DistributedOptimizer saves and loads one `step` a parameter group, as apex and Transformer Engine keep
+    it. torch.optim.AdamW keeps one a parameter; its checkpoint does not load (an assertion in distrib_optimizer.py) or
+    comes back with a wrong step.
 
     Args:
         params: tensors or parameter groups; the state has each tensor's shape and dtype.
@@ -64,9 +68,10 @@ class GroupStepAdamW(torch.optim.Optimizer):
         capturable: must be False, else ValueError. Megatron passes it too.
 
     Attributes:
-        grad_scale: None, or an fp32 scalar on the parameters' device; every gradient is multiplied by it when it is read.
-        found_inf: None, or an fp32 scalar on that device; unless it is 0, `step` changes no tensor. On a GPU the kernels check it,
-            so `step` counts the step in `param_groups`, and `take_back_step` must be called.
+        grad_scale: None, or an fp32 scalar on the parameters' device; every gradient is multiplied by it when it is
+            read.
+        found_inf: None, or an fp32 scalar on that device; unless it is 0, `step` changes no tensor. On a GPU the
+            kernels check it, so `step` counts the step in `param_groups`, and `take_back_step` must be called.
     """
 
     grad_scale: Tensor | None = None
@@ -241,7 +246,9 @@ class MuonAdamW(GroupStepAdamW):
     def apply(
         self, group: dict, updates: list[Tensor], weights: list[Tensor], targets: list[Tensor] | None, shapes: list
     ) -> None:
-        """Decay `weights` and subtract the scaled `updates`. targets: tensors of the model's dtype whose fp32 copies are `weights`."""
+        """Decay `weights` and subtract the scaled `updates`. targets: tensors of the model's dtype whose fp32 copies
+        are `weights`.
+        """
         muon_update_(
             updates,
             None if targets is None else weights,
@@ -254,7 +261,9 @@ class MuonAdamW(GroupStepAdamW):
 
     @property
     def between(self) -> torch.dtype:
-        """Dtype of the tensors between momentum and Newton-Schulz. Only the iterations run in fp16, because they keep its range."""
+        """Dtype of the tensors between momentum and Newton-Schulz. Only the iterations run in fp16, because they keep
+        its range.
+        """
         return torch.float32 if self.muon.dtype == "fp32" else torch.bfloat16
 
     def orthogonalise(self, batch: Tensor, square_sums: Tensor | None = None) -> Tensor:

@@ -3,8 +3,9 @@
 
 from __future__ import annotations
 
-# FLOPs of Newton-Schulz in the time of reading and writing an element's gradient, momentum and weight. For all of ZAYA1-base these
-# passes take 60 of 596 ms on one H200 (benchmarks/results/optimizer_step-h200.json), where Newton-Schulz ran at 470 TFLOP/s.
+# FLOPs of Newton-Schulz in the time of reading and writing an element's gradient, momentum and weight. For all of
+# ZAYA1-base these passes take 60 of 596 ms on one H200 (benchmarks/results/optimizer_step-h200.json), where
+# Newton-Schulz ran at 470 TFLOP/s.
 FLOPS_PER_ELEMENT = 3_000
 
 

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a parameter is to the optimizer and to the layout of DDP's buffers: one object, attached to the parameter.
 
-The model sets `ParameterRole.block` when it builds its experts; `zaya_plugin.optim.grouping` sets the other fields by rule and recipe.
+The model sets `ParameterRole.block` when it builds its experts; `zaya_plugin.optim.grouping` sets the other fields by
+rule and recipe.
 A role is frozen, so a parameter and its fp32 copy or shard share one: `main.zaya_role = role_of(parameter)`.
 """
 
@@ -14,12 +15,14 @@ from torch import Tensor
 
 @dataclass(eq=False)
 class ExpertBlock:
-    """The matrices of one weight (fc1 or fc2) of all experts of a layer on this rank, which lie one after another in memory.
+    """The matrices of one weight (fc1 or fc2) of all experts of a layer on this rank, which lie one after another in
+    memory.
 
     layer: number of the layer in the whole model, from 1.
     size: number of matrices.
     writes_first: the first micro-batch of a step writes the block's gradient, and later ones add to it.
-    gradient_is_unwritten: no micro-batch of this step has written the block's gradient yet, and the buffer was not zeroed.
+    gradient_is_unwritten: no micro-batch of this step has written the block's gradient yet, and the buffer was not
+    zeroed.
     """
 
     layer: int
@@ -36,7 +39,8 @@ class ParameterRole:
     index: the parameter's position in its block.
     optimizer: "muon" or "adamw"; None until it is assigned.
     lr_mult, weight_decay_mult: factors of the run's learning rate and weight decay.
-    matrices: (b, m, n) under Muon: the parameter is b matrices of m x n, each orthogonalised by itself. None under AdamW.
+    matrices: (b, m, n) under Muon: the parameter is b matrices of m x n, each orthogonalised by itself. None under
+    AdamW.
     """
 
     block: ExpertBlock | None = None

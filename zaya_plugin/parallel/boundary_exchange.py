@@ -33,7 +33,9 @@ class _Exchange:
     gathered: Tensor | None = None
 
     def gather(self, rows: Tensor) -> Tensor:
-        """Start to gather all ranks' rows [slots, n] from each rank's rows [chunks, n]; return the tensor being written."""
+        """Start to gather all ranks' rows [slots, n] from each rank's rows [chunks, n]; return the tensor being
+        written.
+        """
         self.rows = rows.contiguous()
         self.gathered = rows.new_empty(self.shard.total_chunks, rows.shape[1])
         self.work = torch.distributed.all_gather_into_tensor(self.gathered, self.rows, group=self.group, async_op=True)
@@ -59,7 +61,8 @@ class _Start(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, grad_gathered):
-        # grad_gathered is the buffer of the collective that _Finish.backward started; the projections' gradients were computed meanwhile.
+        # grad_gathered is the buffer of the collective that _Finish.backward started; the projections' gradients were
+        # computed meanwhile.
         return ctx.exchange.pick(ctx.exchange.shard.next_slots), None
 
 
@@ -74,7 +77,8 @@ class _Finish(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, grad_rows):
-        # It has the shape of `gathered`, as autograd requires, but its slots are those of the readers, not of the owners.
+        # It has the shape of `gathered`, as autograd requires, but its slots are those of the readers, not of the
+        # owners.
         return ctx.exchange.gather(grad_rows), None
 
 
@@ -95,7 +99,9 @@ class BoundaryExchange:
         self.gathered = _Start.apply(torch.cat((z.flatten(1), delayed.flatten(1)), dim=1), self.exchange)
 
     def finish(self) -> tuple[Tensor, Tensor]:
-        """Return z before each chunk [k, 2, b, C] and delayed values before each chunk [k, b, D]; zeros before the sequence."""
+        """Return z before each chunk [k, 2, b, C] and delayed values before each chunk [k, b, D]; zeros before the
+        sequence.
+        """
         rows = _Finish.apply(self.gathered, self.exchange)
         z, delayed = rows.split([shape.numel() for shape in self.shapes], dim=1)
         return z.unflatten(1, self.shapes[0]), delayed.unflatten(1, self.shapes[1])

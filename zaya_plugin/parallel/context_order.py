@@ -2,8 +2,8 @@
 """The rows of a sequence that a context-parallel rank holds, and their order.
 
 A sequence is cut into equal chunks of neighbouring rows. `contiguous`: one chunk a rank. `zigzag`, Megatron's
-load-balanced order: 2 * size chunks; rank r holds the chunks r and 2 * size - 1 - r, so that all ranks have the same share
-of the causal triangle. A chunk's slot is its position in the concatenation of all ranks' rows.
+load-balanced order: 2 * size chunks; rank r holds the chunks r and 2 * size - 1 - r, so that all ranks have the same
+share of the causal triangle. A chunk's slot is its position in the concatenation of all ranks' rows.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """An all-gather of keys and values over the context-parallel group, for each rank's queries.
 
-ZAYA1's keys and values have 512 channels a token together, an eighth of plain attention's. Gathering them costs less than a ring of blocks
-would save. The gradient of a row is the sum over the ranks that read it: a reduce-scatter.
+ZAYA1's keys and values have 512 channels a token together, an eighth of plain attention's. Gathering them costs less
+than a ring of blocks would save. The gradient of a row is the sum over the ranks that read it: a reduce-scatter.
 """
 
 from __future__ import annotations
@@ -44,6 +44,8 @@ def _reordered(x: Tensor, order) -> Tensor:
 
 
 def gather_key_value(key: Tensor, value: Tensor, shard: ContextShard, group) -> tuple[Tensor, Tensor]:
-    """Gather keys and values of the whole sequence, [s, b, g, d] each, from each rank's [s / size, b, g, d], in one collective."""
+    """Gather keys and values of the whole sequence, [s, b, g, d] each, from each rank's [s / size, b, g, d], in one
+    collective.
+    """
     packed = _GatherSequence.apply(torch.cat((key, value), dim=-2), shard, group)
     return packed.split((key.shape[-2], value.shape[-2]), dim=-2)

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The heads of CCA on a tensor-parallel rank, and its rows of the parameters that every rank holds whole.
 
-Query groups are distributed in order, each with its query heads, so that no attention head needs another rank. The heads
+Query groups are distributed in order, each with its query heads, so that no attention head needs another rank. The
+heads
 of the values are [current half | delayed half]: with two groups and two ranks the first rank has the current head and the
 second rank the delayed head.
 """
@@ -16,7 +17,8 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class LocalHeads:
-    """The query groups [rank g / ranks, (rank + 1) g / ranks) and their query heads, on one of `ranks` tensor-parallel ranks.
+    """The query groups [rank g / ranks, (rank + 1) g / ranks) and their query heads, on one of `ranks` tensor-parallel
+    ranks.
 
     heads, query_groups: numbers in the whole model, n and g.
     head_dim: channels of a head, d.

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Several documents in one sequence, each computed by itself.
 
-The boundaries are passed as Megatron's `packed_seq_params`. The block passes it to every layer, also when a layer is recomputed for its
-gradients. Each pipeline stage and each context-parallel rank makes it from its own copy of the tokens. Sequences keep their shape
-[b, s]. No shape depends on the number of documents, so no call waits for the host.
+The boundaries are passed as Megatron's `packed_seq_params`. The block passes it to every layer, also when a layer is
+recomputed for its gradients. Each pipeline stage and each context-parallel rank makes it from its own copy of the
+tokens. Sequences keep their shape [b, s]. No shape depends on the number of documents, so no call waits for the host.
 """
 
 from __future__ import annotations
@@ -46,7 +46,9 @@ class PackedDocuments(PackedSeqParams):
     def from_tokens(
         cls, tokens: Tensor, eod: int, shard: ContextShard | None = None, reset_positions: bool = False
     ) -> PackedDocuments:
-        """Find the boundaries in tokens int64 [b, S], the whole sequences. A document ends with a token `eod`, which belongs to it."""
+        """Find the boundaries in tokens int64 [b, S], the whole sequences. A document ends with a token `eod`, which
+        belongs to it.
+        """
         ends = (tokens == eod).long()
         length = tokens.shape[1]
         return cls(
@@ -73,8 +75,8 @@ class PackedDocuments(PackedSeqParams):
 
     @cached_property
     def starts(self) -> Tensor:
-        """Whether a row is the first of its document, bool [k, c + 1, b]: for each of this rank's k chunks of c rows the
-        row before the chunk (True before the sequence), then the chunk's own."""
+        """Whether a row is the first of its document, bool [k, c + 1, b]: for each of this rank's k chunks of c rows
+        the row before the chunk (True before the sequence), then the chunk's own."""
         first = F.pad(self._first, (1, 0), value=True).t()  # [1 + S, b]
         rows = self.document_ids.shape[1] // self.shard.total_chunks
         return torch.stack([first[chunk * rows : (chunk + 1) * rows + 1] for chunk in self.shard.chunks])

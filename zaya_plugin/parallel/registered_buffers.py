@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Records the memory that is registered with NCCL or RCCL (parallel.nccl_ub), and takes the registrations back at the end of a run.
+"""Records the memory that is registered with NCCL or RCCL (parallel.nccl_ub), and takes the registrations back at the
+end of a run.
 
-NCCL aborts if memory is still registered when its communicators end. patches/megatron_nccl_allocator.py calls `register` and `deregister`
-in place of Megatron's own; a run calls `end_with_release` at its start and `release` at its end.
+NCCL aborts if memory is still registered when its communicators end. patches/megatron_nccl_allocator.py calls
+`register` and `deregister` in place of Megatron's own; a run calls `end_with_release` at its start and `release` at its
+end.
 """
 
 from __future__ import annotations

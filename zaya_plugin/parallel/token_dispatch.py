@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Expert parallelism: Megatron's dispatchers send tokens to the rank of their expert and the outputs back.
 
-Tokens of the router's skip class belong to no expert. They are in no column of the routing map that Megatron gets, so they are not sent,
-and their rows of the output are exact zeros.
+Tokens of the router's skip class belong to no expert. They are in no column of the routing map that Megatron gets, so
+they are not sent, and their rows of the output are exact zeros.
 """
 
 from __future__ import annotations
@@ -16,7 +16,9 @@ from torch import Tensor
 
 
 class SkippingAlltoAllDispatcher(MoEAlltoAllTokenDispatcher):
-    """Megatron's all-to-all dispatcher for tokens that may belong to no expert; Megatron's assumes that each belongs to `topk` experts."""
+    """Megatron's all-to-all dispatcher for tokens that may belong to no expert; Megatron's assumes that each belongs to
+    `topk` experts.
+    """
 
     def preprocess(self, routing_map: Tensor) -> Tensor:
         """Return the number of tokens of each local expert, int64. routing_map: bool [T, E]."""
@@ -33,7 +35,8 @@ class ExpertParallelDispatch:
     """Runs the experts on the ranks of an expert-parallel group.
 
     Args:
-        config: moe_token_dispatcher_type is "alltoall" (each token to its expert's rank) or "allgather" (all tokens to all ranks).
+        config: moe_token_dispatcher_type is "alltoall" (each token to its expert's rank) or "allgather" (all tokens to
+            all ranks).
         local_experts: global indices of this rank's experts.
         pg_collection: with ep, expt_tp and tp_ep.
     """
@@ -46,14 +49,15 @@ class ExpertParallelDispatch:
     def __call__(
         self, tokens: Tensor, weights: Tensor, ids: Tensor, experts: Callable[[Tensor, Tensor, Tensor], Tensor]
     ) -> Tensor:
-        """Send the tokens to their experts' ranks, call `experts` there and return the outputs [T, h]; zeros for tokens of no expert.
+        """Send the tokens to their experts' ranks, call `experts` there and return the outputs [T, h]; zeros for tokens
+        of no expert.
 
         Args:
             tokens: [T, h].
             weights: [T].
             ids: int64 [T]; num_experts or greater for a token of no expert.
-            experts: called with rows [R, h] of all ranks, sorted by local expert, weights [R] and offsets int32, the end of each
-                expert's rows.
+            experts: called with rows [R, h] of all ranks, sorted by local expert, weights [R] and offsets int32, the
+                end of each expert's rows.
         """
         routing_map = ids.unsqueeze(1) == torch.arange(self.num_experts, device=ids.device)
         weights = weights.unsqueeze(1).masked_fill(~routing_map, 0.0)

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Time of a step beyond its rooflines: gradients added to the fp32 buffer, and the exposed part of collectives. No torch import."""
+"""Time of a step beyond its rooflines: gradients added to the fp32 buffer, and the exposed part of collectives. No
+torch import.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,9 @@ LEAST_BUCKET = 40_000_000  # elements of Megatron's own bucket, or a million for
 
 @dataclass(frozen=True)
 class Overlap:
-    """Whether gradients are reduced during the backward pass and parameters gathered during the forward pass. bucket: elements, None for Megatron's own."""
+    """Whether gradients are reduced during the backward pass and parameters gathered during the forward pass. bucket:
+    elements, None for Megatron's own.
+    """
 
     gradients: bool = True
     parameters: bool = True
@@ -29,7 +33,9 @@ def limit(work: Work, gemm: float, copy: float) -> float:
 
 
 def accumulated(shape: Shape, layout: Layout) -> dict[str, int]:
-    """Return elements of gradients by the part whose kernels add them to the fp32 buffer under Megatron's DDP; "gradients": by a separate pass."""
+    """Return elements of gradients by the part whose kernels add them to the fp32 buffer under Megatron's DDP;
+    "gradients": by a separate pass.
+    """
     parts = count_parameters(shape)
     projections = shape.num_layers * shape.hidden_size * (2 * shape.query_channels + 2 * shape.key_channels)
     own = {"experts": parts["experts"] // layout.expert}
@@ -68,11 +74,12 @@ def communication(
     backward: float,
     muon: bool = True,
 ) -> dict[str, dict]:
-    """Return milliseconds of a step's collectives, in total and exposed. forward, backward: seconds of one micro-batch's pass.
+    """Return milliseconds of a step's collectives, in total and exposed. forward, backward: seconds of one
+    micro-batch's pass.
 
-    Gradients of a bucket are sent when the backward pass of the last micro-batch has filled it, and overlap with the rest of that pass;
-    parameters are gathered bucket by bucket during the first forward pass. Without overlap, and where a layer waits for a collective,
-    all of it is exposed.
+    Gradients of a bucket are sent when the backward pass of the last micro-batch has filled it, and overlap with the
+    rest of that pass; parameters are gathered bucket by bucket during the first forward pass. Without overlap, and
+    where a layer waits for a collective, all of it is exposed.
     """
     parts, found = count_parameters(shape), {}
     padded = padded_parameters(shape, layout, muon)
@@ -101,7 +108,8 @@ def communication(
                 seconds = 0.0
             time += seconds
             share = padded[part] / sum(padded.values())
-            # Never hidden is the bucket that is reduced last and gathered first: all experts of the first layer (optim/gradient_buffers.py), or the embedding.
+            # Never hidden is the bucket that is reduced last and gathered first: all experts of the first layer
+            # (optim/gradient_buffers.py), or the embedding.
             late = max(
                 1 / buckets,
                 parts["embedding"] / layout.tensor / padded["rest"]

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Sizes, parameters and floating-point operations of a ZAYA model. Plain arithmetic.
 
-ZAYA1-base has 8,840,488,784 parameters. A multiply-add counts as two operations; causal attention counts at its average length; the backward
-pass as twice the forward; recomputation is not counted, as in every MFU figure. ZAYA1-base at 4,096 tokens: 1.505 (projections,
-convolutions, router, expert) + 1.074 (head) + 0.336 (attention) = 2.915 GFLOP for a token forward.
+ZAYA1-base has 8,840,488,784 parameters. A multiply-add counts as two operations; causal attention counts at its average
+length; the backward pass as twice the forward; recomputation is not counted, as in every MFU figure. ZAYA1-base at
+4,096 tokens: 1.505 (projections, convolutions, router, expert) + 1.074 (head) + 0.336 (attention) = 2.915 GFLOP for a
+token forward.
 """
 
 from __future__ import annotations
@@ -42,7 +43,9 @@ class Shape:
 
 
 def forward_flops_by_part(shape: Shape, seq_length: int) -> dict[str, float]:
-    """Return operations of one token's forward pass by part: projections, prologue (both convolutions), attention, router, experts, head."""
+    """Return operations of one token's forward pass by part: projections, prologue (both convolutions), attention,
+    router, experts, head.
+    """
     q, k, h, r = shape.query_channels, shape.key_channels, shape.hidden_size, shape.router_hidden_size
     layers = 2.0 * shape.num_layers
     return {

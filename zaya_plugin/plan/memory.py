@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Memory of one rank, by component: state, tensors that a forward pass keeps for the backward pass, and working memory at the peak.
+"""Memory of one rank, by component: state, tensors that a forward pass keeps for the backward pass, and working memory
+at the peak.
 
-Activations are counted tensor by tensor, as autograd keeps them on an accelerator, where the functions between matrix products are compiled;
-`tests/plan/test_saved_tensors.py` compares this table with the tensors of a small model under every choice, within 0.5 %. Not counted:
-memory of libraries (context, NCCL's or RCCL's buffers, workspaces) and the allocator's fragmentation; docs/parallelism.md compares these
-figures with measured peaks. Plain arithmetic.
+Activations are counted tensor by tensor, as autograd keeps them on an accelerator, where the functions between matrix
+products are compiled; `tests/plan/test_saved_tensors.py` compares this table with the tensors of a small model under
+every choice, within 0.5 %. Not counted: memory of libraries (context, NCCL's or RCCL's buffers, workspaces) and the
+allocator's fragmentation; docs/parallelism.md compares these figures with measured peaks. Plain arithmetic.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ class Recompute:
 
     Attributes:
         modules: of every layer: "layernorm", "permute", "moe", "core_attn".
-        full_layers: number of layers of a stage, from its first on, that are recomputed whole. unit: consecutive layers that keep one input.
+        full_layers: number of layers of a stage, from its first on, that are recomputed whole. unit: consecutive layers
+            that keep one input.
     """
 
     modules: frozenset[str] = frozenset()
@@ -74,8 +76,9 @@ def layer_tensors(
 ) -> Iterator[Saved]:
     """Return the tensors that one layer keeps of one micro-batch.
 
-    Under tensor parallelism of t, attention has t times as many tokens, of 1 / t of the heads. h: hidden channels; q, k: channels of queries and
-    keys (values have as many as keys); r: of the router; a: bytes of an activation; s: of the stream.
+    Under tensor parallelism of t, attention has t times as many tokens, of 1 / t of the heads. h: hidden channels; q,
+    k: channels of queries and keys (values have as many as keys); r: of the router; a: bytes of an activation; s: of
+    the stream.
     """
     a, s, tp, cp = batch.dtype_bytes, batch.stream_bytes, layout.tensor, layout.context
     tokens = tokens_of_rank(layout, batch)
@@ -142,7 +145,9 @@ def whole_layer_tensors(shape: Shape, layout: Layout, batch: Batch) -> Iterator[
 def layers_bytes(
     shape: Shape, layout: Layout, batch: Batch, recompute: Recompute, layers: int, first: bool = True
 ) -> float:
-    """Return bytes that `layers` layers keep of one micro-batch. first: the model's first layer is among them; its input counts with the embedding."""
+    """Return bytes that `layers` layers keep of one micro-batch. first: the model's first layer is among them; its
+    input counts with the embedding.
+    """
     each = sum(saved.bytes for saved in layer_tensors(shape, layout, batch, recompute.modules))
     kept = each * (layers - recompute.full_layers)
     if "moe" in recompute.modules and first:
@@ -180,7 +185,9 @@ def optimizer_bytes(shape: Shape, layout: Layout, optimizer: Optimizer, dtype_by
 
 
 def _adamw_elements(shape: Shape, layout: Layout) -> float:
-    """Return elements under AdamW on a rank, with Muon on matrices: embedding, convolutions, norms, scales and the router's vectors."""
+    """Return elements under AdamW on a rank, with Muon on matrices: embedding, convolutions, norms, scales and the
+    router's vectors.
+    """
     parts, stages = count_parameters(shape), layout.pipeline
     q, k, h, r = shape.query_channels, shape.key_channels, shape.hidden_size, shape.router_hidden_size
     matrices = shape.num_layers * (2 * h * (q + k) + h * r + 2 * r * r + (shape.num_experts + 1) * r)
@@ -189,7 +196,9 @@ def _adamw_elements(shape: Shape, layout: Layout) -> float:
 
 
 def padded_parameters(shape: Shape, layout: Layout, muon: bool = True) -> dict[str, float]:
-    """Return elements of the gradient buffers of a rank, "experts" and "rest". Every shard holds whole matrices (zaya_plugin.optim.sharding.layout)."""
+    """Return elements of the gradient buffers of a rank, "experts" and "rest". Every shard holds whole matrices
+    (zaya_plugin.optim.sharding.layout).
+    """
     local = local_parameters(shape, layout)
     largest = (
         2 * shape.moe_ffn_hidden_size * shape.hidden_size,
@@ -205,7 +214,9 @@ def padded_parameters(shape: Shape, layout: Layout, muon: bool = True) -> dict[s
 
 
 def in_flight(layout: Layout, micro_batches: int) -> float:
-    """Return the micro-batches whose activations the first pipeline stage holds at once (1F1B and its interleaved form, arXiv 2104.04473)."""
+    """Return the micro-batches whose activations the first pipeline stage holds at once (1F1B and its interleaved form,
+    arXiv 2104.04473).
+    """
     if layout.pipeline == 1:
         return 1.0
     if layout.virtual == 1:
@@ -222,7 +233,8 @@ def memory_plan(
     optimizer: Optimizer | None = None,
     graph: bool = False,
 ) -> MemoryPlan:
-    """Return the peak of the fullest rank: of the first pipeline stage, with most micro-batches in flight, or of the last, with the head.
+    """Return the peak of the fullest rank: of the first pipeline stage, with most micro-batches in flight, or of the
+    last, with the head.
 
     graph: forward and backward are one graph, which never frees its memory, so the optimizer's working memory is added.
     """
@@ -252,8 +264,8 @@ def _stage(
     whole = batch.seq_length * batch.micro_batch_size // layout.context  # tokens under tensor parallelism too
     layer = tuple(layer_tensors(shape, layout, batch, recompute.modules))
     kept = layers_bytes(shape, layout, batch, recompute, layers, first) * flights
-    # Working memory peaks at the head, or in the backward pass of a layer with its recomputed tensors; at the optimizer's step no
-    # activations are left.
+    # Working memory peaks at the head, or in the backward pass of a layer with its recomputed tensors; at the
+    # optimizer's step no activations are left.
     classes = shape.vocab_size // layout.tensor
     head = declared("linear_cross_entropy").working_bytes(whole, h, classes, a, layout.tensor) if last else 0.0
     modules = frozenset() if recompute.full_layers else recompute.modules
@@ -281,8 +293,8 @@ def _stage(
 
 
 def _optimizer_work(shape: Shape, layout: Layout, optimizer: Optimizer) -> float:
-    """Return bytes of Muon's working memory: for a round of matrices, in 16 bits, Newton-Schulz's input and output, its iterate before and after a
-    step, and square products of twice that size together."""
+    """Return bytes of Muon's working memory: for a round of matrices, in 16 bits, Newton-Schulz's input and output, its
+    iterate before and after a step, and square products of twice that size together."""
     if not optimizer.muon:
         return 0.0
     local = local_parameters(shape, layout)

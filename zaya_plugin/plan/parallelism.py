@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Parameters, state and traffic of one rank under a parallel layout. Plain arithmetic over a model's shape.
 
-Bytes sent are those of ring algorithms, as NCCL and RCCL count bus traffic: a rank sends (n - 1) / n of the gathered tensor in an
-all-gather, the same in a reduce-scatter, twice that in an all-reduce. Activations are counted by zaya_plugin.plan.memory.
-docs/parallelism.md compares these figures with measured ones.
+Bytes sent are those of ring algorithms, as NCCL and RCCL count bus traffic: a rank sends (n - 1) / n of the gathered
+tensor in an all-gather, the same in a reduce-scatter, twice that in an all-reduce. Activations are counted by
+zaya_plugin.plan.memory. docs/parallelism.md compares these figures with measured ones.
 """
 
 from __future__ import annotations
@@ -17,7 +17,9 @@ GRADIENT_BYTES = 4  # gradients are accumulated and reduced in fp32
 
 @dataclass(frozen=True)
 class Layout:
-    """Parallel sizes, in ranks. virtual: stages that a pipeline rank holds. instances: copies of the whole optimizer state."""
+    """Parallel sizes, in ranks. virtual: stages that a pipeline rank holds. instances: copies of the whole optimizer
+    state.
+    """
 
     data: int = 1
     context: int = 1
@@ -55,7 +57,8 @@ class Layout:
 class Batch:
     """Work of one data-parallel rank and step.
 
-    seq_length: of a whole sequence; dtype_bytes: of weights and activations; stream_bytes: of an element of the residual stream.
+    seq_length: of a whole sequence; dtype_bytes: of weights and activations; stream_bytes: of an element of the
+    residual stream.
     """
 
     seq_length: int
@@ -95,7 +98,8 @@ def _cut_parameters(shape: Shape, layout: Layout) -> int:
 def state_bytes(shape: Shape, layout: Layout, dtype_bytes: int = 2, moments: int = 2) -> dict[str, float]:
     """Return bytes of weights, gradients and optimizer state on a rank of the first stage.
 
-    moments: fp32 numbers that the optimizer keeps for a parameter (2 with AdamW, 1 with Muon). A bf16 model also has fp32 weights.
+    moments: fp32 numbers that the optimizer keeps for a parameter (2 with AdamW, 1 with Muon). A bf16 model also has
+    fp32 weights.
     """
     local = local_parameters(shape, layout)
     optimizer = 4 * (moments + (dtype_bytes < 4))
@@ -110,11 +114,12 @@ def sent_bytes(shape: Shape, layout: Layout, batch: Batch) -> dict[str, float]:
     """Return the bytes that a rank sends in one step, by purpose, without recomputation and with even routing.
 
     Returns:
-        key_values and boundary: context parallelism. dispatch: expert parallelism, rows and their gradients. activations
+        key_values and boundary: context parallelism. dispatch: expert parallelism, rows and their gradients.
+            activations
         and replicated: tensor parallelism, rows, and the gradients of uncut parameters. stages and tied: pipeline
-        parallelism, a rank with both neighbours (the first and the last do not send past the ends), and the gradient of the
-        embedding, which the first stage shares with the last one's head. gradients and weights: data parallelism, within an
-        instance of the optimizer. instances: all-reduces of a shard's gradients between instances.
+        parallelism, a rank with both neighbours (the first and the last do not send past the ends), and the gradient of
+        the embedding, which the first stage shares with the last one's head. gradients and weights: data parallelism,
+        within an instance of the optimizer. instances: all-reduces of a shard's gradients between instances.
     """
     layers, h = shape.num_layers // layout.pipeline, shape.hidden_size
     rows = batch.seq_length // layout.context * batch.micro_batch_size  # of this rank's part of the sequences
@@ -139,7 +144,8 @@ def sent_bytes(shape: Shape, layout: Layout, batch: Batch) -> dict[str, float]:
     shards = sum(parameters / n for n, parameters in replicas)
     boundaries = layout.virtual if layout.pipeline > 1 else 0
     state = shape.router_hidden_size
-    # Attention gathers its input and scatters its output; the embedding scatters, the head gathers; both again backward.
+    # Attention gathers its input and scatters its output; the embedding scatters, the head gathers; both again
+    # backward.
     attention, ends = 2 * both_ways * layers, 4 if layout.pipeline == 1 else 0
     whole = local["rest"] - _cut_parameters(shape, layout)
     return {

@@ -1,8 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A recipe's memory plan, and the cheapest recomputation with which a step fits into memory, for recompute_granularity=auto.
+"""A recipe's memory plan, and the cheapest recomputation with which a step fits into memory, for
+recompute_granularity=auto.
 
-Every choice is tried: each set of modules, and whole layers from the first on, one after the other. The cost of a choice is the time of a
-forward pass of what is computed again: operations at a share of the device's matrix-product rate, bytes at its copy rate. No torch import.
+Every choice is tried: each set of modules, and whole layers from the first on, one after the other. The cost of a
+    choice is the time of a
+forward pass of what is computed again: operations at a share of the device's matrix-product rate, bytes at its copy
+rate. No torch import.
 """
 
 from __future__ import annotations
@@ -23,7 +26,8 @@ from zaya_plugin.plan.parallelism import Batch, Layout
 
 GIB = 2**30
 RESERVE = 0.08  # of a device's memory: context, NCCL's buffers, and fragmentation of the allocator
-# Shares of the matrix-product rate that the parts' forward passes reached on an H100 (benchmarks/results/step12-h100.json); other parts are bound by copies.
+# Shares of the matrix-product rate that the parts' forward passes reached on an H100
+# (benchmarks/results/step12-h100.json); other parts are bound by copies.
 FORWARD_SHARE = {"projections": 0.8, "attention": 0.6, "experts": 0.65, "router": 0.2, "prologue": 0.08}
 
 
@@ -93,7 +97,9 @@ def has_graph(recipe: Recipe) -> bool:
 
 
 def machine_of(recipe: Recipe) -> Machine:
-    """Return the recipe's rates in base units. Clusters without rates have an H100's: they decide little between choices."""
+    """Return the recipe's rates in base units. Clusters without rates have an H100's: they decide little between
+    choices.
+    """
     machine = recipe.machine
     return Machine(
         name=machine.name,
@@ -122,7 +128,8 @@ def plan_of(recipe: Recipe, world_size: int, vocabulary: int | None = None) -> M
 
 
 def with_recompute(recipe: Recipe, world_size: int, vocabulary: int | None = None) -> tuple[Recipe, str | None]:
-    """Return `recipe` with the recomputation for `auto` and a line about it; without `auto`, the unchanged recipe and None.
+    """Return `recipe` with the recomputation for `auto` and a line about it; without `auto`, the unchanged recipe and
+    None.
 
     Raises:
         ValueError: the step does not fit into cluster.memory_gib with any recomputation.
@@ -174,7 +181,9 @@ def with_recompute(recipe: Recipe, world_size: int, vocabulary: int | None = Non
 
 
 def lines(recipe: Recipe, world_size: int, vocabulary: int | None = None) -> list[str]:
-    """Return the plan for a dry run: components, and the largest tensors that a layer keeps. Empty on a CPU, which the plan does not cover."""
+    """Return the plan for a dry run: components, and the largest tensors that a layer keeps. Empty on a CPU, which the
+    plan does not cover.
+    """
     if recipe.cluster.device == "cpu":
         return []
     plan = plan_of(recipe, world_size, vocabulary)
@@ -254,7 +263,8 @@ def added_seconds(shape: Shape, layout: Layout, batch: Batch, recompute: Recompu
     time["permute"] = 2 * a * h / machine.copy
     time["moe"] = time["experts"] + time["router"] + 2 * time["permute"]
     time["core_attn"] = time["attention"]
-    # A recomputed norm is not fused with the merge before it, which costs one more read of the stream in each direction.
+    # A recomputed norm is not fused with the merge before it, which costs one more read of the stream in each
+    # direction.
     time["layernorm"] = 2 * norm + 4 * s * h / machine.copy
     whole = sum(time[part] for part in ("projections", "prologue", "core_attn", "moe")) + 2 * (
         norm + (s + a) * h / machine.copy

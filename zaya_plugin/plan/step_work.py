@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Operations and least memory traffic of one rank in a training step, by part; measured times are compared with them.
 
-Operations are those of zaya_plugin.plan.flops, forward and twice that backward; recomputation is not counted. Bytes are the least
-that a part must read and write on the device if its results go through memory: every operand of every product and pass once,
-weights once for each micro-batch and pass, no intermediate of a pass that can stay in registers. No torch import.
+Operations are those of zaya_plugin.plan.flops, forward and twice that backward; recomputation is not counted. Bytes are
+the least
+that a part must read and write on the device if its results go through memory: every operand of every product and pass
+once, weights once for each micro-batch and pass, no intermediate of a pass that can stay in registers. No torch import.
 """
 
 from __future__ import annotations
@@ -30,14 +31,15 @@ class Rank:
 
     Attributes:
         layers, embedding, head: number of layers, and whether the rank holds the embedding and the head.
-        tokens: computed in a step. With tensor parallelism a rank computes all tokens of its heads, and its share of the tokens
+        tokens: computed in a step. With tensor parallelism a rank computes all tokens of its heads, and its share of
+            the tokens
             outside attention: in both cases 1 / tensor-parallel size of the work.
         micro_batches: of a step.
         experts: of each layer on this rank.
         activation_bytes, stream_bytes: of an element of weights and activations, and of the residual stream.
         tensor: tensor-parallel ranks, which share the matrices of queries, keys, output and vocabulary.
-        accumulated: elements of gradients that a part's own kernels add to the fp32 buffer, by part; under "gradients" those that a
-            separate pass adds.
+        accumulated: elements of gradients that a part's own kernels add to the fp32 buffer, by part; under "gradients"
+            those that a separate pass adds.
         written: the parts whose gradients are not zeroed, since a step's first micro-batch writes them.
     """
 
@@ -56,7 +58,9 @@ class Rank:
 
 @dataclass(frozen=True)
 class OptimizerShare:
-    """Work of one rank's update: elements under Muon and under AdamW, bytes of a momentum's element, and operations of Newton-Schulz."""
+    """Work of one rank's update: elements under Muon and under AdamW, bytes of a momentum's element, and operations of
+    Newton-Schulz.
+    """
 
     muon: float
     adamw: float
@@ -106,12 +110,15 @@ def _weights(here: Shape, rank: Rank) -> dict[str, float]:
 
 
 def _activation_bytes(shape: Shape, rank: Rank) -> dict[str, float]:
-    """Return bytes of activations, forward and backward, of all layers and tokens of the rank. Comments: read -> written."""
+    """Return bytes of activations, forward and backward, of all layers and tokens of the rank. Comments: read ->
+    written.
+    """
     h, f, q, k = shape.hidden_size, shape.moe_ffn_hidden_size, shape.query_channels, shape.key_channels
     projected = q + 2 * k  # queries, keys, both values
     a, s = rank.activation_bytes, rank.stream_bytes
     per_token = {
-        # x -> projected; context -> output. Backward, each: the gradient and the weight's operand twice read, one gradient written.
+        # x -> projected; context -> output. Backward, each: the gradient and the weight's operand twice read, one
+        # gradient written.
         "projections": a * ((h + projected + q + h) + 2 * (h + projected + q + h)),
         # projected -> q, k, v. Backward: their gradients, and q and k again -> gradient of projected.
         "prologue": a * (2 * projected + (2 * projected + q + k)),
@@ -120,8 +127,8 @@ def _activation_bytes(shape: Shape, rank: Rank) -> dict[str, float]:
         # x -> state, logits (small). Backward: x -> gradient of x.
         "router": a * (h + 2 * h + 3 * shape.router_hidden_size),
         "experts": a * _expert_elements(h, f),
-        # Two merges with the norm behind each: output and stream -> stream and normed. Backward: gradients of both, output and
-        # stream again -> two gradients.
+        # Two merges with the norm behind each: output and stream -> stream and normed. Backward: gradients of both,
+        # output and stream again -> two gradients.
         "norms": 2 * h * ((2 * a + 2 * s) + (3 * a + 3 * s)),
     }
     moved = {part: float(rank.layers * rank.tokens * value) for part, value in per_token.items()}

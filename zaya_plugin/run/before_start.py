@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Everything before a start: the values of `auto`, the previous stage, checks of this machine and the data, and what a dry run prints.
+"""Everything before a start: the values of `auto`, the previous stage, checks of this machine and the data, and what a
+dry run prints.
 
-No torch import. A dry run is made where people plan: a login node has neither the devices nor the data, so problems are printed, not raised.
+No torch import. A dry run is made where people plan: a login node has neither the devices nor the data, so problems are
+printed, not raised.
 """
 
 from __future__ import annotations
@@ -50,14 +52,18 @@ def with_choices(recipe: Recipe, plan: Plan) -> Recipe:
 
 
 def settled(recipe: Recipe, world_size: int) -> tuple[Recipe, list[str]]:
-    """Return `recipe` with values for `auto` in parallel.recompute_granularity and cluster.graphs, and lines that name them."""
+    """Return `recipe` with values for `auto` in parallel.recompute_granularity and cluster.graphs, and lines that name
+    them.
+    """
     recipe, recomputed = recipe_plan.with_recompute(recipe, world_size)
     recipe, graphs = with_graphs(recipe)
     return recipe, [line for line in (recomputed, graphs) if line is not None]
 
 
 def take_over(recipe: Recipe) -> Recipe:
-    """Return `recipe` with its place in the data; raises ValueError if a new stage cannot start from `handover.from_run`."""
+    """Return `recipe` with its place in the data; raises ValueError if a new stage cannot start from
+    `handover.from_run`.
+    """
     if saved_step(Path(recipe.run_dir)) is None:
         predecessor(recipe)
     return with_consumed(recipe)
@@ -155,7 +161,9 @@ def describe(recipe: Recipe, plan: Plan, overrides: Sequence[str] = ()) -> str:
 
 
 def tokenizer_arguments(recipe: Recipe) -> dict:
-    """Return Megatron's arguments for the tokenizer: those of the data set, or the recipe's where the data is on another machine."""
+    """Return Megatron's arguments for the tokenizer: those of the data set, or the recipe's where the data is on
+    another machine.
+    """
     try:
         return find_sources(recipe).tokenizer_arguments()
     except ValueError:
@@ -163,5 +171,7 @@ def tokenizer_arguments(recipe: Recipe) -> dict:
 
 
 def argument_lines(values: Mapping[str, object]) -> list[str]:
-    """Return Megatron's arguments as lines `--name value`, sorted by name. Values are JSON, which has one form for lists and null."""
+    """Return Megatron's arguments as lines `--name value`, sorted by name. Values are JSON, which has one form for
+    lists and null.
+    """
     return [f"--{name.replace('_', '-')} {json.dumps(value, default=str)}" for name, value in sorted(values.items())]

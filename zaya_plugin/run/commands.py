@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The commands `zaya curriculum`, `zaya slurm` and `zaya export`, and the parser that commands with recipe overrides share. No torch import."""
+"""The commands `zaya curriculum`, `zaya slurm` and `zaya export`, and the parser that commands with recipe overrides
+share. No torch import.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Composes the stages of a curriculum from `curriculum.stages`, each with its directory and its place in the data. No torch import."""
+"""Composes the stages of a curriculum from `curriculum.stages`, each with its directory and its place in the data. No
+torch import.
+"""
 
 from __future__ import annotations
 
@@ -56,7 +58,8 @@ class Curriculum:
 
 
 def compose_curriculum(overrides: list[str]) -> Curriculum:
-    """Compose the stages from the words of `zaya curriculum`: experiment=<name>, key=value for all stages, <stage>:key=value for one.
+    """Compose the stages from the words of `zaya curriculum`: experiment=<name>, key=value for all stages,
+    <stage>:key=value for one.
 
     Raises:
         ValueError: no stages are listed, a stage's name is unknown or repeated, or a recipe is invalid.
@@ -111,7 +114,9 @@ def _placed(stage: Stage, values: dict[str, object]) -> Stage:
 
 
 def _with_data_places(stages: list[Stage]) -> list[Stage]:
-    """Return the stages with their first sample in the order of their data; neighbours with the same data share the order."""
+    """Return the stages with their first sample in the order of their data; neighbours with the same data share the
+    order.
+    """
     groups: list[list[Stage]] = []
     for stage in stages:
         if groups and same_order(groups[-1][-1].recipe, stage.recipe):

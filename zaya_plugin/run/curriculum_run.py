@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs the stages of `curriculum.stages` one after the other, each as a run in <run_dir>/<stage>, and prints tables of their results.
+"""Runs the stages of `curriculum.stages` one after the other, each as a run in <run_dir>/<stage>, and prints tables of
+their results.
 
-The state of a curriculum is that of its stages' checkpoints, so a kill at any moment loses only the steps since the last one.
-<run_dir>/curriculum.json is a record for people and tools. No torch import.
+The state of a curriculum is that of its stages' checkpoints, so a kill at any moment loses only the steps since the
+last one. <run_dir>/curriculum.json is a record for people and tools. No torch import.
 """
 
 from __future__ import annotations
@@ -37,7 +38,8 @@ COLUMNS = (
 
 
 def run_curriculum(curriculum: Curriculum, only: str | None = None) -> int:
-    """Run the stages that are not finished, in order, and return 0 or the exit code of the first stage that did not finish.
+    """Run the stages that are not finished, in order, and return 0 or the exit code of the first stage that did not
+    finish.
 
     Args:
         only: name of the one stage to run; ranks that torchrun or SLURM has started may run it.
@@ -93,7 +95,9 @@ def _run_stage(curriculum: Curriculum, stage: Stage, first: bool) -> int:
 
 
 def check(curriculum: Curriculum) -> None:
-    """Raise ValueError if run_dir holds another curriculum, or a stage was changed after the next stage had started from it."""
+    """Raise ValueError if run_dir holds another curriculum, or a stage was changed after the next stage had started
+    from it.
+    """
     path = curriculum.run_dir / STATE
     names = [stage.name for stage in curriculum.stages]
     if path.is_file():
@@ -165,9 +169,11 @@ def read_state(run_dir: Path) -> dict:
 
 
 def _compare_positions(short: Stage, long: Stage) -> int:
-    """Print the losses of two stages by position, compared in a process with the longer stage's environment, and return its exit code.
+    """Print the losses of two stages by position, compared in a process with the longer stage's environment, and return
+    its exit code.
 
-    The process writes <long run>/loss_by_position.json, and returns 1 if the longer stage's model is not better past the shorter context.
+    The process writes <long run>/loss_by_position.json, and returns 1 if the longer stage's model is not better past
+    the shorter context.
     """
     if short.recipe.stage.seq_length >= long.recipe.stage.seq_length:
         return 0
@@ -195,7 +201,9 @@ def _tokens_by_source(curriculum: Curriculum) -> str:
 
 
 def table(curriculum: Curriculum) -> str:
-    """Return a table of the stages and their results. Losses are nats a token: validation before the first step and after the last."""
+    """Return a table of the stages and their results. Losses are nats a token: validation before the first step and
+    after the last.
+    """
     rows: list[Sequence[str]] = [COLUMNS]
     last = None
     for stage in curriculum.stages:
@@ -223,7 +231,9 @@ def table(curriculum: Curriculum) -> str:
 
 
 def domain_table(curriculum: Curriculum) -> str:
-    """Return the validation loss of each domain of data.valid_blend before and after each stage; empty if no stage has domains."""
+    """Return the validation loss of each domain of data.valid_blend before and after each stage; empty if no stage has
+    domains.
+    """
     found = {stage.name: domain_losses(stage.run_dir) for stage in curriculum.stages}
     names = list(dict.fromkeys(name for domains in found.values() for name in domains))
     rows = [("validation", *names)]
@@ -234,7 +244,8 @@ def domain_table(curriculum: Curriculum) -> str:
 
 
 def tokens_by_source(recipes: Sequence[Recipe]) -> str:
-    """Return a table of the tokens that each stage draws from each source, their sum, and the sum in epochs of the source.
+    """Return a table of the tokens that each stage draws from each source, their sum, and the sum in epochs of the
+    source.
 
     With GPTDataset's order a source's share of the samples equals that of its weight to within one sample.
     """

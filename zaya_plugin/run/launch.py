@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From a recipe to running ranks: joins the ranks that torchrun or SLURM has started, or starts them, and reports the first failure.
+"""From a recipe to running ranks: joins the ranks that torchrun or SLURM has started, or starts them, and reports the
+first failure.
 
-No torch import: errors in a recipe, its data or its directory are found before any slow import, and the environment that torch reads at
-import is set first. Ranks started here are torchrun's children, but signals go directly to them: torchrun would kill them 30 seconds after
-SIGTERM, possibly during a save.
+No torch import: errors in a recipe, its data or its directory are found before any slow import, and the environment
+that torch reads at import is set first. Ranks started here are torchrun's children, but signals go directly to them:
+torchrun would kill them 30 seconds after SIGTERM, possibly during a save.
 
-When one rank fails, the others follow within moments with errors about closed connections, and torchrun's summary names one of them. The
-failure that is shown is that of a rank with a message for the user, else of a rank killed by a signal, else of the first traceback.
+When one rank fails, the others follow within moments with errors about closed connections, and torchrun's summary names
+one of them. The failure that is shown is that of a rank with a message for the user, else of a rank killed by a signal,
+else of the first traceback.
 """
 
 from __future__ import annotations
@@ -67,7 +69,8 @@ def launch(recipe: Recipe) -> int:
 
 
 def become_rank(recipe: Recipe, plan: Plan) -> int:
-    """Run the worker in this process, as `python -m` would: processes that it spawns import the worker as their main module.
+    """Run the worker in this process, as `python -m` would: processes that it spawns import the worker as their main
+    module.
 
     The recipe is passed in a file of this rank, since rank 0 may not have written the shared one yet.
     """
@@ -164,7 +167,9 @@ def _children(parent: int) -> list[int]:
 
 @dataclass(frozen=True)
 class RankFailure:
-    """The first failure of a launch: rank, exit code as a shell shows it, the end of the rank's stderr, and its log file."""
+    """The first failure of a launch: rank, exit code as a shell shows it, the end of the rank's stderr, and its log
+    file.
+    """
 
     rank: int
     exit_code: int

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """`zaya export megatron`: a recipe as words for pretrain_gpt.py, and the parts that the export for Primus shares.
 
-The guest (hosts/guest.py) reads <run_dir>/recipe.yaml, written beside the words, for the values that the host has no argument for.
+The guest (hosts/guest.py) reads <run_dir>/recipe.yaml, written beside the words, for the values that the host has no
+argument for.
 """
 
 from __future__ import annotations

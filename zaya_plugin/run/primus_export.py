@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`zaya export primus`: a recipe as an experiment for Primus, with the stage of zaya_plugin.hosts.primus.trainer or, with `--spec`, without.
+"""`zaya export primus`: a recipe as an experiment for Primus, with the stage of zaya_plugin.hosts.primus.trainer or,
+with `--spec`, without.
 
-The file holds every value of the recipe, over Primus' generic presets (a plugin cannot ship a preset), and every preset value that would
-change the run. No Primus and no Megatron import: the file can be made on any machine.
+The file holds every value of the recipe, over Primus' generic presets (a plugin cannot ship a preset), and every preset
+value that would change the run. No Primus and no Megatron import: the file can be made on any machine.
 """
 
 from __future__ import annotations

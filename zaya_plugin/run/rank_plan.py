@@ -17,7 +17,8 @@ from zaya_plugin.errors import mistake
 WORKER = "zaya_plugin.hosts.worker"
 TORCHRUN_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
 HIDDEN_DEVICES = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
-# Required by Megatron's --deterministic-mode; one ring adds in one order, and a fixed workspace keeps cuBLAS to one algorithm.
+# Required by Megatron's --deterministic-mode; one ring adds in one order, and a fixed workspace keeps cuBLAS to one
+# algorithm.
 DETERMINISTIC = {"NCCL_ALGO": "Ring", "CUBLAS_WORKSPACE_CONFIG": ":4096:8", "NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0"}
 # Read by NCCL 2.28 and later, and by RCCL of that age: registered buffers are gathered by copy engines.
 COPY_ENGINES = {"NCCL_CTA_POLICY": "2"}
@@ -70,7 +71,9 @@ def make_plan(recipe: Recipe, environ: Mapping[str, str], worker: Sequence[str] 
 
 
 def command(recipe: Recipe, ranks: int, worker: Sequence[str] = ()) -> list[str]:
-    """Return the torchrun command. Every rank writes to files; the console shows stdout of the first and the last rank only."""
+    """Return the torchrun command. Every rank writes to files; the console shows stdout of the first and the last rank
+    only.
+    """
     shown = ",".join(f"{rank}:1" for rank in sorted({0, ranks - 1}))
     module, *further = worker or (WORKER,)
     return [
@@ -99,8 +102,9 @@ def rank_environment(recipe: Recipe, ranks_here: int, environ: Mapping[str, str]
     parallel = recipe.parallel
     ordered = parallel.tensor_model_parallel_size > 1 or parallel.context_parallel_size > 1
     if recipe.cluster.device == "cuda" and "CUDA_DEVICE_MAX_CONNECTIONS" not in environ:
-        # Before Blackwell, Megatron requires one queue where kernels must reach the device in the order of their launches, communication first.
-        # In all other cases a kernel that waits in that queue for another stream delays all kernels behind it, in a graph too: CUDA's default then.
+        # Before Blackwell, Megatron requires one queue where kernels must reach the device in the order of their
+        # launches, communication first. In all other cases a kernel that waits in that queue for another stream delays
+        # all kernels behind it, in a graph too: CUDA's default then.
         variables["CUDA_DEVICE_MAX_CONNECTIONS"] = "1" if ordered else "8"
     for wanted, values in ((recipe.cluster.deterministic, DETERMINISTIC), (recipe.parallel.nccl_ub, COPY_ENGINES)):
         if wanted:  # read by the libraries when they start
@@ -114,10 +118,12 @@ def rank_environment(recipe: Recipe, ranks_here: int, environ: Mapping[str, str]
 
 
 def slurm_variables(environ: Mapping[str, str], master_port: int | None = None) -> dict[str, str] | None:
-    """Return RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT of this task, or None outside `srun`.
+    """Return RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT of this task, or None outside
+    `srun`.
 
     The batch script itself also has SLURM_PROCID=0, but it is no task of a step.
-    All tasks must agree without communication: the address is the first host of the step, the port is computed from the job id.
+    All tasks must agree without communication: the address is the first host of the step, the port is computed from the
+    job id.
     """
     if not all(name in environ for name in ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID")):
         return None

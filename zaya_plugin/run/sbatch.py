@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`zaya slurm`: a readable batch script for a run or a whole curriculum, or its submission through submitit. No torch import."""
+"""`zaya slurm`: a readable batch script for a run or a whole curriculum, or its submission through submitit. No torch
+import.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A micro-batch in the form that this rank's model takes: on the device, with document boundaries, cut over context-parallel ranks.
+"""A micro-batch in the form that this rank's model takes: on the device, with document boundaries, cut over
+context-parallel ranks.
 
 Every rank reads whole sequences and takes its part, so that the ranks of one sequence agree without communication.
 hosts/forward_step.py passes the run's arguments.

@@ -11,14 +11,18 @@ from zaya_plugin.config.schema import Recipe
 
 
 def select_kernels(recipe: Recipe) -> None:
-    """Select versions by cluster.kernels and cluster.kernel_overrides. HIP_OPS_KERNELS, for scripts without a recipe, is not read."""
+    """Select versions by cluster.kernels and cluster.kernel_overrides. HIP_OPS_KERNELS, for scripts without a recipe,
+    is not read.
+    """
     hip_ops.set_kernels(recipe.cluster.kernels, recipe.cluster.kernel_overrides, group="cluster.")
 
 
 def kernel_lines(recipe: Recipe) -> list[str]:
-    """Return a line for each operator: its version on this rank's device, and why. Empty on a CPU, where all versions are references.
+    """Return a line for each operator: its version on this rank's device, and why. Empty on a CPU, where all versions
+    are references.
 
-    A version is built and compared with its reference at its first use, not here. A version that fails is replaced with a warning.
+    A version is built and compared with its reference at its first use, not here. A version that fails is replaced with
+    a warning.
     """
     if recipe.cluster.device == "cpu":
         return []

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The checkpoints of a run: the one to resume from and its checks, the identity of the run in W&B, removal of older checkpoints."""
+"""The checkpoints of a run: the one to resume from and its checks, the identity of the run in W&B, removal of older
+checkpoints.
+"""
 
 from __future__ import annotations
 

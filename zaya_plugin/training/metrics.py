@@ -45,7 +45,8 @@ class Step:
 
 
 class Reporter:
-    """Computes and writes the row of every step. Every rank has a Reporter; only the last rank, which has the loss, writes.
+    """Computes and writes the row of every step. Every rank has a Reporter; only the last rank, which has the loss,
+    writes.
 
     Args:
         recipe: the logger, cluster and model groups are read.
@@ -137,7 +138,8 @@ class Reporter:
             self.losses = []
 
     def _row(self, step: Step) -> dict[str, Any]:
-        # The first step includes compilation and allocation, so the mean, from which the ETA is computed, starts at the second.
+        # The first step includes compilation and allocation, so the mean, from which the ETA is computed, starts at the
+        # second.
         if self.mean_seconds is None or step.step <= 2:
             self.mean_seconds = step.seconds
         self.mean_seconds += 0.1 * (step.seconds - self.mean_seconds)
@@ -211,8 +213,8 @@ def memory_gib() -> float:
 def step_line(row: dict[str, Any], width: int | None = None) -> str:
     """Return the console line of a metrics row.
 
-    Fields that do not fit `width` columns (default: the terminal's) are omitted, the least important first. Units: tokens/s of the
-    whole job, GiB of one rank.
+    Fields that do not fit `width` columns (default: the terminal's) are omitted, the least important first. Units:
+    tokens/s of the whole job, GiB of one rank.
     """
     width = width or shutil.get_terminal_size((120, 24)).columns
     last = str(row["last_step"])
@@ -250,7 +252,9 @@ def summary(losses: list[float], validation: list[float], seconds: float, run_di
 
 
 def sparkline(values: list[float], width: int = 40) -> str:
-    """Draw `values` as at most `width` blocks of eight heights, each the mean of a stretch; x for a mean that is not finite."""
+    """Draw `values` as at most `width` blocks of eight heights, each the mean of a stretch; x for a mean that is not
+    finite.
+    """
     width = min(width, len(values))
     means = []
     for i in range(width):

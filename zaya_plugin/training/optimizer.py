@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From the `optim` group of a recipe to the optimizer: the parameters' roles, and Megatron's factory with MuonAdamW inside."""
+"""From the `optim` group of a recipe to the optimizer: the parameters' roles, and Megatron's factory with MuonAdamW
+inside.
+"""
 
 from __future__ import annotations
 
@@ -17,8 +19,8 @@ from zaya_plugin.optim.parameter_role import ParameterRole
 def assign_optimizers(recipe: Recipe, model: nn.Module, part_of: str | None = None) -> dict[str, ParameterRole]:
     """Attach the roles of the parameters of `model`, before DDP wraps it; return them by name.
 
-    part_of: the prefix of the parameters' names, if `model` is a part of a model. A host that builds the model itself lays out its
-    buffers, which depend on the roles, before the whole model can be passed here.
+    part_of: the prefix of the parameters' names, if `model` is a part of a model. A host that builds the model itself
+    lays out its buffers, which depend on the roles, before the whole model can be passed here.
 
     Raises:
         ValueError: see `zaya_plugin.optim.grouping.assign`.
@@ -42,7 +44,9 @@ def muon_settings(recipe: Recipe) -> MuonSettings:
 
 
 def optimizer_factory(recipe: Recipe) -> Callable:
-    """Return the replacement of Megatron's `get_megatron_optimizer` for a run of `recipe`; its first argument is that function."""
+    """Return the replacement of Megatron's `get_megatron_optimizer` for a run of `recipe`; its first argument is that
+    function.
+    """
     non_finite = recipe.optim.non_finite_gradients if recipe.parallel.use_distributed_optimizer else None
 
     def factory(get_megatron_optimizer, *positional, **named):

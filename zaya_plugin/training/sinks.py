@@ -36,7 +36,9 @@ class JsonLines:
 
 
 class WandbRun:
-    """Writes one W&B run over all restarts: the id comes from the checkpoint. Without a key or a network the run is offline."""
+    """Writes one W&B run over all restarts: the id comes from the checkpoint. Without a key or a network the run is
+    offline.
+    """
 
     def __init__(
         self, *, project, entity, name, mode, run_id, directory: Path, config: dict[str, Any], group: str | None = None
@@ -104,7 +106,9 @@ class TensorBoard:
 
 
 class Guarded:
-    """A sink whose first failure is printed and whose later failures are ignored, so that e.g. a full disk does not end the run."""
+    """A sink whose first failure is printed and whose later failures are ignored, so that e.g. a full disk does not end
+    the run.
+    """
 
     def __init__(self, name: str, sink):
         self.name, self.sink, self.failed = name, sink, False

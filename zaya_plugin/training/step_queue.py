@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Results that the loop reads one step late, so that it never waits for the device: steps' numbers, their times, signals to end.
+"""Results that the loop reads one step late, so that it never waits for the device: steps' numbers, their times,
+signals to end.
 
 A loop that reads its loss in every step launches nothing while it waits, so the device is idle in every step.
 """
@@ -16,7 +17,9 @@ from zaya_plugin.optim.host_copy import HostCopy
 
 
 class StepQueue:
-    """Reports steps in the order of `add`, each when its numbers are on the host; on the CPU at once. It holds at most one step."""
+    """Reports steps in the order of `add`, each when its numbers are on the host; on the CPU at once. It holds at most
+    one step.
+    """
 
     def __init__(self):
         self._waiting: tuple[HostCopy, Callable[[list[Tensor]], None]] | None = None
@@ -55,7 +58,8 @@ class StepClock:
             self._start = self._now()
 
     def lap(self, first: Callable[[], float]) -> Callable[[], float]:
-        """Mark the end of a step. Return a function that returns its seconds; it waits until the device is past this point.
+        """Mark the end of a step. Return a function that returns its seconds; it waits until the device is past this
+        point.
 
         first: returns the seconds of the first step, whose start was not marked.
         """
@@ -84,10 +88,12 @@ class StepClock:
 
 
 class AgreedSignal:
-    """Takes the place of Megatron's DistributedSignalHandler in its loop: all ranks agree on a signal to end, without a wait.
+    """Takes the place of Megatron's DistributedSignalHandler in its loop: all ranks agree on a signal to end, without a
+    wait.
 
-    Megatron gathers all ranks' flags after each step and reads them, which waits for all work of the device. Here the answer of the step
-    before is read, which is on the host already. So a run ends one step later, and on all ranks at the same step.
+    Megatron gathers all ranks' flags after each step and reads them, which waits for all work of the device. Here the
+    answer of the step before is read, which is on the host already. So a run ends one step later, and on all ranks at
+    the same step.
 
     Args:
         handler: Megatron's handler, installed.

@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Megatron's ZeRO-1 optimizer over MuonAdamW: whole matrices at their owners, AdamW's state sharded flat.
 
-The buffer layout (zaya_plugin/optim/sharding/layout.py) keeps each matrix inside one shard of Megatron's ordinary distributed
-optimizer, whose bucketed reduce-scatter, all-gather and their overlap apply unchanged. If another layout cuts a matrix, its pieces are
-collected at one rank for Newton-Schulz.
+The buffer layout (zaya_plugin/optim/sharding/layout.py) keeps each matrix inside one shard of Megatron's ordinary
+distributed optimizer, whose bucketed reduce-scatter, all-gather and their overlap apply unchanged. If another layout
+cuts a matrix, its pieces are collected at one rank for Newton-Schulz.
 
-Megatron's own Muon uses its layer-wise optimizer (`use_layer_wise_distributed_optimizer`), which is not used here for three reasons. It
-distributes a layer's experts over the shards, so the grouped GEMM would need a copy of all experts every step. It updates 2-D
-parameters one by one, so thousands of small products are launched. It assigns whole parameters to ranks, so the embedding is not cut.
+Megatron's own Muon uses its layer-wise optimizer (`use_layer_wise_distributed_optimizer`), which is not used here for
+three reasons. It distributes a layer's experts over the shards, so the grouped GEMM would need a copy of all experts
+every step. It updates 2-D parameters one by one, so thousands of small products are launched. It assigns whole
+parameters to ranks, so the embedding is not cut.
 """
 
 from __future__ import annotations
@@ -43,7 +44,9 @@ class MuonDistributedOptimizer(DistributedOptimizer):
                 self._targets[share] = main_param
 
     def _pairs(self) -> list[tuple[Tensor, Tensor]]:
-        """Return the model's parameters with a part on this rank, each with the fp32 tensor that the inner optimizer updates."""
+        """Return the model's parameters with a part on this rank, each with the fp32 tensor that the inner optimizer
+        updates.
+        """
         groups = (
             (self.model_float16_groups, self.shard_fp32_from_float16_groups),
             (self.model_fp32_groups, self.shard_fp32_groups),
@@ -80,7 +83,9 @@ class MuonDistributedOptimizer(DistributedOptimizer):
             main_param.grad = view.float()
 
     def start_param_sync_for_bucket_group_subset(self) -> None:
-        """Gather the weights of this optimizer's own buckets. Megatron's method gathers all buckets, and is called for each optimizer."""
+        """Gather the weights of this optimizer's own buckets. Megatron's method gathers all buckets, and is called for
+        each optimizer.
+        """
         own = {id(bucket) for buffer in self.buffers for bucket in buffer.buckets}
         for chunk in self.model_chunks:
             for group in chunk.bucket_groups + chunk.expert_parallel_bucket_groups:
@@ -96,7 +101,8 @@ class MuonDistributedOptimizer(DistributedOptimizer):
     def _get_main_param_and_optimizer_states(self, model_param: Tensor) -> dict[str, Tensor]:
         tensors = super()._get_main_param_and_optimizer_states(model_param)
         if "exp_avg" in tensors and "exp_avg_sq" not in tensors:
-            # Megatron collects the same keys from all parameters. This view of one zero takes no memory and is not saved (see below).
+            # Megatron collects the same keys from all parameters. This view of one zero takes no memory and is not
+            # saved (see below).
             tensors["exp_avg_sq"] = tensors["param"].new_zeros(()).expand(tensors["param"].shape)
         return tensors
 

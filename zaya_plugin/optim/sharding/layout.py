@@ -1,17 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which rank owns which matrix of a flat buffer, and the exchange of matrices that several ranks share.
 
-Megatron's DDP copies all weights of one dtype into a flat buffer (experts into one of their own) and cuts the buffer into
-buckets. ZeRO-1 cuts every bucket into equal shards, one a data-parallel rank. In Megatron's own layout bucket and shard borders may lie
-inside a parameter. `layout` plans buffers in which
+Megatron's DDP copies all weights of one dtype into a flat buffer (experts into one of their own) and cuts the buffer
+into buckets. ZeRO-1 cuts every bucket into equal shards, one a data-parallel rank. In Megatron's own layout bucket and
+shard borders may lie inside a parameter. `layout` plans buffers in which
 
-* the matrices of an expert block (e.g. the 16 gate+up matrices of a layer) are neighbours in ascending order, so that the grouped
-  GEMM reads them in place as one [E, out, in] tensor; shard borders lie only between them;
+* the matrices of an expert block (e.g. the 16 gate+up matrices of a layer) are neighbours in ascending order, so that
+  the grouped GEMM reads them in place as one [E, out, in] tensor; shard borders lie only between them;
 * a parameter that Muon updates lies whole in one shard, that of its owner, and owners have equal work over all buckets;
 * every other parameter fills the gaps and may be cut, because AdamW works element by element.
 
-`Layout.of` describes a buffer as it is, whichever layout it has. megatron-core before 0.19, hence Primus, has its own layout alone, which
-cuts about one matrix at each shard border. `MatrixExchange` collects the pieces of such a matrix at its owner for Newton-Schulz.
+`Layout.of` describes a buffer as it is, whichever layout it has. megatron-core before 0.19, hence Primus, has its own
+layout alone, which cuts about one matrix at each shard border. `MatrixExchange` collects the pieces of such a matrix at
+its owner for Newton-Schulz.
 """
 
 from __future__ import annotations
@@ -84,7 +85,8 @@ def compute_expert_block_layout(
     ddp_config,
     param_indices: list[int] | None = None,
 ):
-    """Return `layout` as Megatron's PerBufferParamLayout; takes the place of DistributedOptimizer._compute_per_buffer_param_layout.
+    """Return `layout` as Megatron's PerBufferParamLayout; takes the place of
+    DistributedOptimizer._compute_per_buffer_param_layout.
 
     ddp_config: Megatron's DistributedDataParallelConfig (bucket padding for NCCL). param_indices: passed through.
     """
@@ -95,8 +97,9 @@ def compute_expert_block_layout(
     return PerBufferParamLayout(
         param_index_map=dict(planned.places),
         bucket_indices=list(planned.buckets),
-        # Padding included. Without it, `fully_reshardable` checkpoints (distrib_optimizer.py, get_parameter_state_dp_zero) join the
-        # buckets without padding but look parameters up by their place in the buffer: from the second bucket on they hold shifted state.
+        # Padding included. Without it, `fully_reshardable` checkpoints (distrib_optimizer.py,
+        # get_parameter_state_dp_zero) join the buckets without padding but look parameters up by their place in the
+        # buffer: from the second bucket on they hold shifted state.
         per_bucket_numel_unpadded=[end - start for start, end in planned.buckets],
         param_indices=param_indices if param_indices is not None else [],
         num_optimizer_shards=data_parallel_world_size,

@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """The search for a layout: the parameters of each bucket, their order and their offsets.
 
-A unit is an expert block or a single parameter. First the units, in the order of the backward pass, are cut into buckets, so that whole
-matrices cost little padding and gradients are sent early. Then the units of each bucket are arranged. Muon orthogonalises whole matrices,
-and the cost of an element depends on its matrix's size, so the order of a bucket's blocks and the places of its gaps decide how much work
-each rank has. Several arrangements of each bucket are tried; the chosen ones give the owners of the shards equal work over all buckets.
-Work is summed in integers, because every rank computes the layout for itself and all ranks must get the same one.
+A unit is an expert block or a single parameter. First the units, in the order of the backward pass, are cut into
+buckets, so that whole matrices cost little padding and gradients are sent early. Then the units of each bucket are
+arranged. Muon orthogonalises whole matrices, and the cost of an element depends on its matrix's size, so the order of a
+bucket's blocks and the places of its gaps decide how much work each rank has. Several arrangements of each bucket are
+tried; the chosen ones give the owners of the shards equal work over all buckets. Work is summed in integers, because
+every rank computes the layout for itself and all ranks must get the same one.
 """
 
 from __future__ import annotations
@@ -24,32 +25,38 @@ from torch.nn import Parameter
 from zaya_plugin.optim.newton_schulz_cost import FLOPS_PER_ELEMENT, muon_work
 from zaya_plugin.optim.parameter_role import role_of
 
-# Factors of the requested bucket size that are tried: blocks of larger buckets can be ordered in more ways, and leave less padding.
+# Factors of the requested bucket size that are tried: blocks of larger buckets can be ordered in more ways, and leave
+# less padding.
 SIZES = (1, 2, 4)
 # A parameter that may be cut, such as the embedding, gets its own bucket unless that adds more padding than this share.
 MAX_PADDING = 0.10
 # A bucket may close after every `least` / FINENESS elements.
 FINENESS = 4
-# A bucket of n of N elements costs SIZE * n * n / N elements, because its gradients are sent together and its parameters arrive together.
-# A split is worth as much padding.
+# A bucket of n of N elements costs SIZE * n * n / N elements, because its gradients are sent together and its
+# parameters arrive together. A split is worth as much padding.
 SIZE = 0.2
-# Elements that are reduced during the backward pass over one element: on four H200s 90 to 138 ms beside 225 ms, of 16,384 tokens
+# Elements that are reduced during the backward pass over one element: on four H200s 90 to 138 ms beside 225 ms, of
+# 16,384 tokens
 # (docs/benchmarks.md). Elements whose reduction the remaining backward pass cannot hide count as padding too.
 HIDDEN = 2
 # Largest number of orders of a bucket's blocks that are tried.
 MAX_ORDERS = 200
-# Effort for the arrangements of a bucket: units placed plus shards summed, over all its arrangements; but at least 24 arrangements.
+# Effort for the arrangements of a bucket: units placed plus shards summed, over all its arrangements; but at least 24
+# arrangements.
 TRIED = 60_000
 # Largest number of passes over all buckets that improve the choice of arrangements.
 SWEEPS = 20
-# The unit of work is 1 / RESOLUTION of a shard's mean work; larger if the square of all work would not fit into 63 bits.
+# The unit of work is 1 / RESOLUTION of a shard's mean work; larger if the square of all work would not fit into 63
+# bits.
 RESOLUTION = 2**20
 
 
 def placed_buckets(
     params: Sequence[Parameter], bucket_size: int | None, shards: int, divisor: int
 ) -> list[tuple[dict[Parameter, int], int]]:
-    """Return offsets of its parameters and length of each bucket. Arguments as for `zaya_plugin.optim.sharding.layout.layout`."""
+    """Return offsets of its parameters and length of each bucket. Arguments as for
+    `zaya_plugin.optim.sharding.layout.layout`.
+    """
     of = Shards(shards, divisor)
     units = units_of(reversed(params))
     tried = [
@@ -158,10 +165,11 @@ def largest_of_a_block(units: Sequence[Unit]) -> int:
 
 
 def usual_orders(units: Sequence[Unit]) -> list[list[Unit]]:
-    """Return two orders of `units`: blocks as given or by descending size of their matrices, then single matrices, then other parameters.
+    """Return two orders of `units`: blocks as given or by descending size of their matrices, then single matrices, then
+    other parameters.
 
-    Blocks by descending size leave no gaps between them. Single matrices by descending size rarely straddle a border. The other
-    parameters fill gaps.
+    Blocks by descending size leave no gaps between them. Single matrices by descending size rarely straddle a border.
+    The other parameters fill gaps.
     """
     blocks, matrices, rest = sorted_out(units)
     return [[*order, *matrices, *rest] for order in (blocks, sorted(blocks, key=lambda unit: -unit.largest))]
@@ -177,13 +185,14 @@ def sorted_out(units: Sequence[Unit]) -> tuple[list[Unit], list[Unit], list[Unit
 def place(items: Sequence[Unit | int], shards: int, shard: int) -> tuple[list[tuple[Unit, int]], int]:
     """Return offsets of units placed in sequence in `shards` shards of `shard` elements, and the end of the last unit.
 
-    items: units; a number leaves so many elements free. Free elements, and gaps before borders and aligned blocks, take the single
-    parameters that fit into them.
+    items: units; a number leaves so many elements free. Free elements, and gaps before borders and aligned blocks, take
+    the single parameters that fit into them.
     """
     placed: list[tuple[Unit, int]] = []
     gaps: list[list[int]] = []
     cursor = end = 0
-    # Blocks are aligned to the largest matrix: a smaller matrix whose size divides it then never straddles a multiple of it.
+    # Blocks are aligned to the largest matrix: a smaller matrix whose size divides it then never straddles a multiple
+    # of it.
     alignment = largest_of_a_block([item for item in items if isinstance(item, Unit)])
 
     def aligned(offset: int) -> int:
@@ -258,7 +267,9 @@ def cost_of_buckets(lengths: Sequence[int]) -> float:
 
 
 def _cost_of_bucket(numel: int, behind: int, total: int) -> float:
-    """Return the cost of a bucket. Elements count twice, on the links and in memory. behind: elements of the buckets reduced later."""
+    """Return the cost of a bucket. Elements count twice, on the links and in memory. behind: elements of the buckets
+    reduced later.
+    """
     return 2 * numel + SIZE * numel * numel / total + max(0, numel - HIDDEN * behind)
 
 
@@ -392,8 +403,8 @@ class Candidates:
 def balanced(buckets: Sequence[Sequence[Unit]], shards: Shards) -> tuple[list[tuple[list[tuple[Unit, int]], int]], int]:
     """Arrange the units of all buckets.
 
-    Return of each bucket the units with their offsets and the bucket's length, and the largest work of an owner over all buckets
-    (as `muon_work`).
+    Return of each bucket the units with their offsets and the bucket's length, and the largest work of an owner over
+    all buckets (as `muon_work`).
     """
     parts = min(shards.count * RESOLUTION, 2**31)
     unit_of_work = max(1, -(-sum(unit.work for bucket in buckets for unit in bucket) // parts))
