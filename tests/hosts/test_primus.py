@@ -143,7 +143,8 @@ def test_a_wrong_key_on_the_command_line_ends_the_run(clone, tmp_path, corpus):
     )
     assert code != 0
     assert (
-        "moe_router_topkk = 2: neither Megatron nor Primus nor the plugin reads it; nearest: moe_router_topk" in output
+        "moe_router_topkk=2: neither Megatron nor Primus nor the plugin reads it. Allowed: moe_router_topk is the nearest"
+        in output
     )
     assert "mock_data = True: allowed: False" in output
     assert not (tmp_path / "team" / "wrong" / "checkpoints").exists()

@@ -14,7 +14,7 @@ import torch
 from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
-from megatron.training.arguments import core_transformer_config_from_args, parse_and_validate_args
+from megatron.training.arguments import core_transformer_config_from_args
 
 from zaya_plugin.config.arguments import BATCH_ARGUMENTS, OWN_ARGUMENTS
 from zaya_plugin.config.schema import Recipe
@@ -33,6 +33,9 @@ def parse_arguments(values: dict[str, Any]) -> argparse.Namespace:
     Raises:
         ValueError: Megatron does not know a name, or its validation refuses a combination.
     """
+    from megatron.training.arguments import (
+        parse_and_validate_args,
+    )  # newer than the Megatron of Primus, which is a guest's host
 
     def add_own(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         group = parser.add_argument_group("zaya")
