@@ -2,8 +2,7 @@
 """Coefficients of the Newton-Schulz iteration X <- a X + (b A + c A^2) X, A = X X^T, and their map of singular values.
 
 Names are those of Megatron's `muon_coefficient_type` and of emerging_optimizers 0.3.0 (`_COEFFICIENT_SETS`), so that a
-recipe's value means
-the same in all three: "simple" is Keller Jordan's triple (https://kellerjordan.github.io/posts/muon/,
+recipe's value means the same in all three; a set that they do not have gets a name that they do not have. "simple" is Keller Jordan's triple (https://kellerjordan.github.io/posts/muon/,
 torch.optim.Muon's default), "quintic" is NOT that one but the five triples of modded-nanogpt
 (https://leloykun.github.io/ponder/muon-opt-coeffs/).
 """
@@ -17,6 +16,7 @@ from hip_ops.runtime.errors import mistake
 
 Triple = tuple[float, float, float]
 
+# The recipe's `optim.muon_coefficients` (zaya_plugin/config/schema.py) lists the same names; a test compares them.
 # name: (triples, continuation after the last one: "cycle" starts over, "repeat_last" repeats it)
 COEFFICIENT_SETS: dict[str, tuple[tuple[Triple, ...], str]] = {
     "simple": (((3.4445, -4.7750, 2.0315),), "cycle"),

@@ -146,5 +146,5 @@ def test_a_wrong_key_on_the_command_line_ends_the_run(clone, tmp_path, corpus):
         "moe_router_topkk=2: neither Megatron nor Primus nor the plugin reads it. Allowed: moe_router_topk is the nearest"
         in output
     )
-    assert "mock_data = True: allowed: False" in output
+    assert "mock_data=true: " in output and "Allowed: false. Fix: mock_data: false in the experiment." in output
     assert not (tmp_path / "team" / "wrong" / "checkpoints").exists()

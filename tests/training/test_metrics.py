@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 import io
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -54,6 +55,8 @@ def test_a_row_holds_what_happened(reporter, tmp_path):
     assert first["eta_s"] == pytest.approx(18.0) and "expert_load" not in first
     assert second["expert_load"] == [[0.25] * 4, [1, 0, 0, 0]]
     assert validation == {"step": 2, "valid_loss": 2.25}
+    page = (Path(__file__).parents[2] / "docs" / "recipes.md").read_text()
+    assert [key for key in second | validation if f"`{key}`" not in page] == [], "the page explains every key"
     assert "2 steps in 0:04  loss 2.500 ▁▁ 2.500  validation 2.250" in report.out.getvalue()
     assert "mfu 0.1%" in report.out.getvalue() and "validation loss 2.2500" in report.out.getvalue()
 

@@ -47,3 +47,10 @@ def test_what_a_recipe_sets_reaches_the_optimizer(monkeypatch, overrides, muon, 
     assert happened == [("grouped", []), ("built", [], "config", {"use_gloo_process_groups": True})]
     assert chained.made.muon == muon and chained.made.defaults["lr"] == 0.5
     assert chained.non_finite == non_finite
+
+
+def test_a_recipe_can_choose_every_set_of_coefficients():
+    from hip_ops.newton_schulz.coefficients import COEFFICIENT_SETS
+    from zaya_plugin.config.messages import schema
+
+    assert schema()["optim.muon_coefficients"].metadata["choices"] == tuple(COEFFICIENT_SETS)

@@ -9,11 +9,14 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+from zaya_plugin.config.schema import leaves
 from zaya_plugin.errors import mistake
 
 TRACKER = "latest_checkpointed_iteration.txt"
 
-# Megatron's arguments in which the model of a checkpoint must equal the model that loads it.
+# Options of ZAYA in which the model of a checkpoint must equal the model that loads it, each with its default.
+FIXED_OPTIONS = {field.name: field.default for _, field in leaves() if field.metadata["fixed"]}
+# The same of Megatron's own arguments.
 MODEL_ARGUMENTS = (
     "num_layers",
     "hidden_size",
@@ -22,11 +25,8 @@ MODEL_ARGUMENTS = (
     "kv_channels",
     "num_experts",
     "moe_ffn_hidden_size",
-    "router_hidden_size",
     "padded_vocab_size",
     "rotary_percent",
-    "temperature_form",
-    "skip_output",
 )
 
 
@@ -102,11 +102,13 @@ def check_same_model(directory: Path, iteration: int, args) -> None:
     Raises:
         ValueError: arguments differ; the message lists each with both values.
     """
-    saved = saved_arguments(directory, iteration)
+    saved = vars(saved_arguments(directory, iteration))
+    compared = {name: saved[name] for name in MODEL_ARGUMENTS if name in saved}
+    compared |= {name: saved.get(name, default) for name, default in FIXED_OPTIONS.items()}
     different = [
-        f"{name}: checkpoint {getattr(saved, name)!r}, recipe {getattr(args, name)!r}"
-        for name in MODEL_ARGUMENTS
-        if hasattr(saved, name) and getattr(saved, name) != getattr(args, name)
+        f"{name}: checkpoint {value!r}, recipe {getattr(args, name)!r}"
+        for name, value in compared.items()
+        if value != getattr(args, name)
     ]
     if different:
         problem = "holds another model than the recipe: " + "; ".join(different)

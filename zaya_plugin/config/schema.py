@@ -49,7 +49,8 @@ NOT_EMPTY = Limit("that is not empty", lambda value: bool(value.strip()))
 
 def _field(default: Any, help: str, *, choices: tuple = (), limit: Limit | None = None, **use):
     """A recipe field. `use` is megatron=<argument that it fills> or reader=<module that reads it>."""
-    metadata = {"help": help, "choices": choices, "limit": limit, "megatron": None, "reader": None, "adds": None} | use
+    metadata = {"help": help, "choices": choices, "limit": limit, "megatron": None, "reader": None, "adds": None}
+    metadata |= {"fixed": False} | use
     if isinstance(default, (list, dict)):
         value = default
         return field(default_factory=lambda: type(value)(value), metadata=metadata)
@@ -61,12 +62,14 @@ def arg(default: Any, help: str, megatron: str = "=", **kw):
     return _field(default, help, megatron=megatron, **kw)
 
 
-def option(default: Any, help: str, *, to: str = "model", **kw):
+def option(default: Any, help: str, *, to: str = "model", fixed: bool = False, **kw):
     """Declare a field that ZAYA adds to Megatron's arguments, so that checkpoints contain it and hosts pass it on.
 
     to: "model" makes it a field of ZayaConfig too; "batch" is for what only the forward step reads.
+    fixed: a checkpoint loads only into a model with the value that it was trained with; a checkpoint that is older than
+        the option was trained with its default.
     """
-    return _field(default, help, megatron="=", adds=to, **kw)
+    return _field(default, help, megatron="=", adds=to, fixed=fixed, **kw)
 
 
 def own(default: Any, help: str, reader: str, **kw):
@@ -104,7 +107,7 @@ class ModelConfig:
     )
     # `mlp_expansion` in the legacy Hub config.
     router_hidden_size: int = option(
-        256, "width of the router's latent state, which is passed from layer to layer (EDA)", limit=POSITIVE
+        256, "width of the router's latent state, which is passed from layer to layer (EDA)", limit=POSITIVE, fixed=True
     )
     rotary_percent: float = arg(0.5, "share of a head's channels that RoPE rotates", limit=SHARE)
     norm_epsilon: float = arg(1e-5, "epsilon of every RMSNorm", megatron="layernorm_epsilon", limit=POSITIVE)
@@ -130,6 +133,7 @@ class ModelConfig:
         "factor of the keys from the parameter T: linear, T (report, released weights); exp, exp(T) (CCA paper); "
         "clamped_exp, exp(clamp(T, 1e-7, 2))",
         choices=("linear", "exp", "clamped_exp"),
+        fixed=True,
     )
     # Released code initialises 0, which under `linear` makes every key zero; Primus uses 1. What training used is
     # unknown.
@@ -140,6 +144,7 @@ class ModelConfig:
         "zero",
         "output of the skip class: zero (transformers, vLLM) or identity, p * input (Zyphra's first code)",
         choices=("zero", "identity"),
+        fixed=True,
     )
     # True: transformers, vLLM and the 8B config. False: the class default of ZAYA1-base's release code. Which one
     # pretraining used is not stated.

@@ -19,7 +19,10 @@ import torch
 class RouterStatistics:
     """Counts and entropies of the routers over one global batch.
 
-    tokens_per_expert: int64 [layers, E + 1], the skip class last.
+    `load` and the figures made of it are shares of the tokens that reach an expert. The balancing rule divides by all
+    tokens, those of the skip class too.
+
+    tokens_per_expert: int64 [layers, E + 1], the skip class last; every layer of ZAYA has a router.
     entropy: float32 [layers], mean entropy of the router's softmax in nats.
     """
 
