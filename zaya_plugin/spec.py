@@ -101,6 +101,6 @@ def move_in(args) -> Guest:
 patches.apply_torch()
 try:
     guest = move_in(get_args())
-except ValueError as error:
+except (ValueError, ImportError) as error:
     sys.exit(f"zaya: {error}")
 zaya_block = GuestBlock()

@@ -175,8 +175,7 @@ def cca_prologue_input_kernel(
         dy1 = tl.load(here + step, mask=near1[:, None], other=0.0)
         dy2 = tl.load(here + 2 * step, mask=far2[:, None], other=0.0)
         # The means' part is loaded before the products, which hide the loads: for a query head also the key head's
-        # gradient, for the key head
-    # also those of all its query heads.
+        # gradient, for the key head also those of all its query heads.
         mine = tl.load(base[:, None] + into[None, :], mask=own[:, None], other=0.0)
         of_other = base[:, None] + (other * D + inside)[None, :]
         theirs = tl.load(of_other, mask=own[:, None], other=0.0)

@@ -2,8 +2,7 @@
 """The recipe as dataclasses: every key with its type, default, help, choices and range. Imports no torch.
 
 There is one class per Hydra group (model, stage, data, optim, parallel, cluster, logger), and `Recipe` contains them. A
-field
-is declared by one of three functions, and everything else is made from these declarations: the checks of
+field is declared by one of three functions, and everything else is made from these declarations: the checks of
 `zaya_plugin.config.validate`, `zaya train --help`, the table in docs/recipes.md and the arguments for Megatron.
 
     arg     fills a Megatron argument

@@ -41,8 +41,7 @@ class Guest:
     Args:
         recipe: the recipe that `zaya export` wrote.
         args: the host's validated namespace. The arguments that the host does not know are added, and `load` is set to
-            the
-            checkpoint to load.
+            the checkpoint to load.
 
     Attributes:
         resumed_at: step of the run's own checkpoint that the run resumes from, 0 for a new run.

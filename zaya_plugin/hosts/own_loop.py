@@ -17,7 +17,6 @@ from zaya_plugin.errors import mistake
 from zaya_plugin.optim.balancing import RouterStatistics
 from zaya_plugin.optim.build import muon_factory, tag_parameters
 from zaya_plugin.optim.chained import ChainedMuonAdamW
-from zaya_plugin.optim.gradient_buffers import group_layers
 from zaya_plugin.optim.muon import MuonSettings
 from zaya_plugin.training.balancer import Balancer
 
@@ -53,7 +52,8 @@ def muon_optimizer(
         named: further arguments of Megatron's get_megatron_optimizer.
 
     Raises:
-        ValueError: another optimizer in `config`, a model without DDP, or an override that does not fit the model.
+        ValueError: another optimizer in `config`, `config_overrides`, a model without DDP, or an override that does not
+            fit the model. At a step: NonFiniteGradientsError, before any weight changes.
     """
     if config.optimizer != "adam":
         raise mistake(
@@ -62,6 +62,13 @@ def muon_optimizer(
             problem="Muon and AdamW are built where Megatron builds its Adam",
             allowed="adam",
             fix="OptimizerConfig(optimizer='adam', ...)",
+        )
+    if named.get("config_overrides"):
+        raise mistake(
+            "config_overrides",
+            problem="groups of parameters come from Muon's rules and from `overrides`",
+            allowed="None",
+            fix='overrides=["<pattern> lr_mult=... weight_decay_mult=..."]',
         )
     overrides = [Override.parse(entry) for entry in overrides]
     for chunk in model_chunks:
@@ -74,8 +81,9 @@ def muon_optimizer(
                 fix="wrap it in DistributedDataParallel",
             )
         tag_parameters(unwrap_model(chunk), overrides)
-    group_layers(model_chunks)
-    optimizer = muon_factory(get_megatron_optimizer, muon or MuonSettings())(config, model_chunks, **named)
+    optimizer = muon_factory(get_megatron_optimizer, muon or MuonSettings(), non_finite="stop")(
+        config, model_chunks, **named
+    )
     update, balancer = optimizer.step, Balancer()
 
     def balance_and_update():

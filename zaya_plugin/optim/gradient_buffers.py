@@ -35,8 +35,8 @@ def group_layers(model_chunks: Iterable) -> None:
     Both blocks of a layer's experts are ready at the same moment of the backward pass, and the forward pass reads them
     in the same product. In groups of their own, as Megatron makes them, they are two collectives in sequence. With one
     hardware queue (CUDA_DEVICE_MAX_CONNECTIONS=1, which Megatron requires under tensor and context parallelism) the
-    second collective's wait for
-    the first blocks every kernel queued behind it: 35 ms of a step on two H200s, in graphs too.
+    second collective's wait for the first blocks every kernel queued behind it: 35 ms of a step on two H200s, in graphs
+    too.
     """
     for chunk in model_chunks:
         if not isinstance(chunk, DistributedDataParallel) or getattr(

@@ -2,9 +2,8 @@
 """The heads of CCA on a tensor-parallel rank, and its rows of the parameters that every rank holds whole.
 
 Query groups are distributed in order, each with its query heads, so that no attention head needs another rank. The
-heads
-of the values are [current half | delayed half]: with two groups and two ranks the first rank has the current head and the
-second rank the delayed head.
+heads of the values are [current half | delayed half]: with two groups and two ranks the first rank has the current head
+and the second rank the delayed head.
 """
 
 from __future__ import annotations

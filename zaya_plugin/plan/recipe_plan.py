@@ -3,9 +3,8 @@
 recompute_granularity=auto.
 
 Every choice is tried: each set of modules, and whole layers from the first on, one after the other. The cost of a
-    choice is the time of a
-forward pass of what is computed again: operations at a share of the device's matrix-product rate, bytes at its copy
-rate. No torch import.
+choice is the time of a forward pass of the recomputed parts: operations at a share of the device's matrix-product
+rate, bytes at its copy rate. No torch import.
 """
 
 from __future__ import annotations

@@ -18,6 +18,8 @@ from typing import Any
 from zaya_plugin.config.arguments import BATCH_ARGUMENTS, DECIDED_AT_START, OWN_ARGUMENTS, megatron_arguments
 from zaya_plugin.config.run_directory import keep_recipe, make_writable
 from zaya_plugin.config.schema import Recipe
+from zaya_plugin.data.blend import parse_blend
+from zaya_plugin.data.ledger import parse_ledger
 from zaya_plugin.data.sources import DataSources, find_sources
 from zaya_plugin.errors import message
 from zaya_plugin.run.rank_plan import rank_environment
@@ -122,9 +124,12 @@ def placed(recipe: Recipe) -> Recipe:
             setattr(data, name, os.path.abspath(getattr(data, name)))
     if data.tokenizer is not None and os.path.exists(data.tokenizer):  # else a name
         data.tokenizer = os.path.abspath(data.tokenizer)
-    for name in ("blend", "valid_blend", "consumed"):  # '<number> <path>'
-        pairs = [entry.strip().partition(" ") for entry in getattr(data, name)]
-        setattr(data, name, [f"{number} {os.path.abspath(path.strip())}" for number, _, path in pairs])
+    for name in ("blend", "valid_blend"):
+        entries = parse_blend(getattr(data, name), f"data.{name}")
+        weights = ["" if entry.weight is None else f"{entry.weight!r} " for entry in entries]
+        placed_entries = zip(weights, entries, strict=True)
+        setattr(data, name, [weight + os.path.abspath(entry.path) for weight, entry in placed_entries])
+    data.consumed = [f"{tokens} {path}" for path, tokens in parse_ledger(data.consumed).items()]
     return recipe
 
 

@@ -36,8 +36,8 @@ FINENESS = 4
 # parameters arrive together. A split is worth as much padding.
 SIZE = 0.2
 # Elements that are reduced during the backward pass over one element: on four H200s 90 to 138 ms beside 225 ms, of
-# 16,384 tokens
-# (docs/benchmarks.md). Elements whose reduction the remaining backward pass cannot hide count as padding too.
+# 16,384 tokens (docs/benchmarks.md). Elements whose reduction the remaining backward pass cannot hide count as padding
+# too.
 HIDDEN = 2
 # Largest number of orders of a bucket's blocks that are tried.
 MAX_ORDERS = 200
