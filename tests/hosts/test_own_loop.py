@@ -13,6 +13,7 @@ import zaya_plugin
 from tests.megatron_rank import seed, single_rank  # noqa: F401  (fixtures of every test here)
 from zaya_plugin import ZayaConfig, balance_experts, build_zaya_model, muon_optimizer, zaya_block_spec
 from zaya_plugin.optim.build import muon_factory, tag_parameters
+from zaya_plugin.optim.chained import NonFiniteGradientsError
 from zaya_plugin.optim.muon import MuonSettings
 from zaya_plugin.optim.parameter_role import role_of
 
@@ -114,11 +115,24 @@ def test_overrides_choose_the_optimizer():
     assert again["decoder.layers.0.mlp.router.fc1.weight"].optimizer == "muon"
 
 
+def test_a_gradient_that_is_not_finite_changes_no_weight():
+    model = wrapped(by_ours())
+    optimizer = muon_optimizer(settings(), [model])
+    step(model, optimizer)
+    next(model.module.parameters()).main_grad.fill_(float("nan"))
+    before = [parameter.clone() for parameter in model.module.parameters()]
+    with pytest.raises(NonFiniteGradientsError):
+        optimizer.step()
+    assert all(torch.equal(a, b) for a, b in zip(before, model.module.parameters(), strict=True))
+
+
 def test_mistakes_name_the_mend():
     with pytest.raises(ValueError, match=r"optimizer=sgd: .* Allowed: adam. Fix: OptimizerConfig\(optimizer='adam'"):
         muon_optimizer(settings(optimizer="sgd"), [wrapped(by_ours())])
     with pytest.raises(ValueError, match="model_chunks=GPTModel: .* Fix: wrap it in DistributedDataParallel"):
         muon_optimizer(settings(), [by_megatron()])
+    with pytest.raises(ValueError, match="config_overrides: .* Allowed: None. Fix: overrides="):
+        muon_optimizer(settings(), [wrapped(by_ours())], config_overrides={"a": {}})
     with pytest.raises(ValueError, match="no parameter matches nothing"):
         muon_optimizer(settings(), [wrapped(by_ours())], overrides=["nothing lr_mult=2"])
 

@@ -8,10 +8,10 @@ collected into one error.
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Iterator
 
 from hip_ops.versions import KERNELS, NO_FP32, VERSIONS, check_selection
+from zaya_plugin.config.blend_entry import parse_blend
 from zaya_plugin.config.graphs import obstacles
 from zaya_plugin.config.messages import multiples, must_be
 from zaya_plugin.config.optimizer_override import Override
@@ -501,15 +501,10 @@ def _to_muon(entry: str) -> bool:
 
 
 def _data(recipe: Recipe, world_size: int) -> Iterator[str]:
-    for entry in recipe.data.blend:
-        weight = re.fullmatch(r"((?:\d+(?:\.\d*)?|\.\d+)(?:[eE][-+]?\d+)?)\s+\S.*", entry.strip())
-        if weight is None or float(weight[1]) <= 0:
-            yield message(
-                "data.blend",
-                problem=f"{entry!r} is not a weight and a path",
-                allowed="'<weight above 0> <path>'",
-                fix="data.blend=['0.7 data/web','0.3 data/code']",
-            )
+    try:
+        parse_blend(recipe.data.blend, "data.blend", weighted=True)
+    except ValueError as problem:
+        yield str(problem)
 
 
 def _profile(recipe: Recipe, world_size: int) -> Iterator[str]:

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import numpy as np
 
+from zaya_plugin.config.blend_entry import parse_blend
 from zaya_plugin.config.schedule import batches
 from zaya_plugin.config.schema import Recipe
 from zaya_plugin.corpus.invocation import (
@@ -27,7 +28,6 @@ from zaya_plugin.corpus.invocation import (
     size,
     whole_number,
 )
-from zaya_plugin.data.blend import parse_blend
 from zaya_plugin.data.prepared import prefix_of
 from zaya_plugin.data.sources import find_sources, training_samples
 from zaya_plugin.errors import mistake

@@ -14,7 +14,8 @@ import torch
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
 
-from zaya_plugin.data.blend import Blend, content_name, resolve_blend
+from zaya_plugin.config.blend_entry import Blend
+from zaya_plugin.data.blend import content_name, resolve_blend
 from zaya_plugin.data.ledger import stage_use
 from zaya_plugin.data.prepared import check_dataset, packed_length, packed_loss_mask, refuse_other_length
 from zaya_plugin.data.stream_dataset import StreamDataset

@@ -8,9 +8,10 @@ import os
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from zaya_plugin.config.blend_entry import Blend, BlendEntry, parse_blend
 from zaya_plugin.config.schedule import sample_count
 from zaya_plugin.config.schema import MISSING, Recipe
-from zaya_plugin.data.blend import Blend, BlendEntry, domain_names, parse_blend
+from zaya_plugin.data.blend import domain_names
 from zaya_plugin.data.ledger import parse_ledger
 from zaya_plugin.data.prepared import check_dataset, locate, packed_length, prefix_of, refuse_other_length, tokenizer_of
 from zaya_plugin.data.tokenizer import vocabulary_size

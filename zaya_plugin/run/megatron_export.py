@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from zaya_plugin.config.arguments import BATCH_ARGUMENTS, DECIDED_AT_START, OWN_ARGUMENTS, megatron_arguments
+from zaya_plugin.config.blend_entry import parse_blend
 from zaya_plugin.config.run_directory import keep_recipe, make_writable
 from zaya_plugin.config.schema import Recipe
-from zaya_plugin.data.blend import parse_blend
 from zaya_plugin.data.ledger import parse_ledger
 from zaya_plugin.data.sources import DataSources, find_sources
 from zaya_plugin.errors import message
