@@ -18,8 +18,6 @@ EXPORTS = {
     "add_rms_norm": "rms_norm",
     "scaled_residual_rms_norm": "rms_norm",
     "cca_prologue": "cca_prologue",
-    "cca_prologue_step": "cca_prologue",
-    "DecodeState": "cca_prologue",
     "rope_table": "cca_prologue",
     "muon_momentum_": "muon",
     "muon_update_": "muon",

@@ -79,7 +79,7 @@ def candidates(kind: str, arch: str) -> list[GroupedConfig]:
         for stages in (2, 3, 4)
         for part in parts
         for group in (8, 16)
-        for flatten in (True, False)
+        for flatten in ((True,) if kind == "outer" else (True, False))
         for reduce in ((True, False) if kind == "outer" else (True,))
     ]
     size = 4 if kind == "outer" else 2

@@ -84,7 +84,7 @@ def call(kind: str, config: ProductConfig, x: torch.Tensor, z: torch.Tensor, c: 
     beta = 0.0 if d is None else 0.5
     if config.engine == "cublas":
         return lambda: torch.baddbmm(c if d is None else d, left, right.mT, beta=beta, alpha=0.25, out=c)
-    return lambda: product(left, right, d, c, 0.25, beta, 0.0, symmetric, config)
+    return lambda: product(left, right, d, c, 0.25, beta, symmetric, config)
 
 
 def run_once(kind: str, batch: int, n: int, config: ProductConfig) -> None:

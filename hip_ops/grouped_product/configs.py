@@ -25,7 +25,7 @@ class GroupedConfig:
     """A configuration. block_k: along the sum. parts: pieces in which a result tile is stored. programs: per
     multiprocessor, 0: one per tile.
 
-    flatten: one pipelined loop over the steps of all tiles of a program.
+    flatten: one pipelined loop over the steps of all tiles of a program ("outer" by descriptors always has one).
     descriptors: operands and results use tensor descriptors (TMA), where the device has them. reduce: the memory system
     adds fp32 sums to the result, each number once; otherwise the kernel reads, adds and writes.
     """

@@ -83,32 +83,8 @@ def grouped_outer_kernel(
 ):
     """out[e] (+)= a[rows of e]^T b[rows of e], [m, n]. An expert without rows is skipped, or, without ACCUMULATE, gets
     zeros.
-    """
-    starts, ends = expert_borders(offsets, experts, EXPERTS)
-    rows, columns = tl.cdiv(m, BLOCK_M), tl.cdiv(n, BLOCK_N)
-    tile_ends = tl.cumsum(outer_tiles(starts, ends, experts, rows * columns, ACCUMULATE, EXPERTS))
-    tiles = tl.max(tile_ends)
-    for position in range(tl.program_id(0), tiles, tl.num_programs(0)):
-        expert, start, end, place = find_expert(position, starts, ends, tile_ends)
-        row, column = grouped_tile(place, rows, columns, GROUP)
-        row0, column0 = row * BLOCK_M, column * BLOCK_N
-        acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
-        for at in range(0, tl.maximum(end - start, 1), BLOCK_K):
-            a = load_rows(a_desc, start, end, at, row0, BLOCK_K, BLOCK_M)
-            b = load_rows(b_desc, start, end, at, column0, BLOCK_K, BLOCK_N)
-            acc = tl.dot(a.T, b, acc, input_precision="ieee")
-        _leave(out_desc, expert, row0, column0, acc, BLOCK_M, BLOCK_N, PARTS, ACCUMULATE, REDUCE)
 
-
-@triton.jit
-def grouped_flat_outer_kernel(
-    a_desc, b_desc, out_desc, offsets, experts, m, n,
-    ACCUMULATE: tl.constexpr, REDUCE: tl.constexpr, EXPERTS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    PARTS: tl.constexpr, GROUP: tl.constexpr,
-):
-    """Computes the same in one loop over the steps of all tiles of a program, so that the next tile is loaded while
-    this one's sums are stored.
-
+    One loop over the steps of all tiles of a program: the next tile is loaded while this one's sums are stored.
     Triton's `flatten` requires inner loops of one length; here the length depends on the expert.
     """
     starts, ends = expert_borders(offsets, experts, EXPERTS)
@@ -217,7 +193,7 @@ def grouped_outer_(out: Tensor, a: Tensor, b: Tensor, offsets: Tensor, accumulat
         if not config.descriptors:
             pointers.launch_outer(a, b, out, offsets, accumulate, config, plan.programs)
             return
-        (grouped_flat_outer_kernel if config.flatten else grouped_outer_kernel)[(plan.programs,)](
+        grouped_outer_kernel[(plan.programs,)](
             ragged_rows(a, (config.block_k, config.block_m)), ragged_rows(b, (config.block_k, config.block_n)),
             descriptor(out, out.shape, out.stride(), (1, config.block_m, config.block_n // config.parts)), offsets, experts, m, n,
             ACCUMULATE=accumulate, REDUCE=config.reduce and out.dtype == torch.float32, **plan.keywords,

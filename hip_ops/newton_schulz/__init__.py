@@ -88,7 +88,6 @@ def newton_schulz(
         square take the Gram form, which iterates on x x^T, where that needs fewer multiply-adds (plan.py).
     coefficients: "simple" (Keller Jordan's triple), "quintic" (five triples), "polar_express" (arXiv 2505.16932), as
         Megatron and emerging_optimizers name them, or triples (a, b, c) of your own, one a step, in a cycle.
-        `hip_ops.newton_schulz.coefficients.singular_value_interval` gives the bounds of S'.
     dtype: of the matrices inside: float16 (default on GPUs; 8 times as exact as bfloat16 and as fast, kept in range by
         powers of two), bfloat16 (as torch.optim.Muon), float32 (default where the reference runs on a CPU) or float64
         (default for fp64).

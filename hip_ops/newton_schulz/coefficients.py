@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Coefficients of the Newton-Schulz iteration X <- a X + (b A + c A^2) X, A = X X^T, and their map of singular values.
+"""Coefficients of the Newton-Schulz iteration X <- a X + (b A + c A^2) X, A = X X^T.
 
 Names are those of Megatron's `muon_coefficient_type` and of emerging_optimizers 0.3.0 (`_COEFFICIENT_SETS`), so that a
-recipe's value means the same in all three; a set that they do not have gets a name that they do not have. "simple" is Keller Jordan's triple (https://kellerjordan.github.io/posts/muon/,
-torch.optim.Muon's default), "quintic" is NOT that one but the five triples of modded-nanogpt
-(https://leloykun.github.io/ponder/muon-opt-coeffs/).
+recipe's value means the same in all three; a set that they do not have gets a name that they do not have. "simple" is
+Keller Jordan's triple (https://kellerjordan.github.io/posts/muon/, torch.optim.Muon's default), "quintic" is NOT that
+one but the five triples of modded-nanogpt (https://leloykun.github.io/ponder/muon-opt-coeffs/).
 """
 
 from __future__ import annotations
@@ -69,26 +69,3 @@ def coefficient_triples(coefficients: str | Sequence[Sequence[float]], steps: in
             raise mistake("hip_ops.newton_schulz", f"coefficients is {coefficients!r}", allowed)
     last = len(triples) - 1
     return tuple(triples[i % len(triples) if follow == "cycle" else min(i, last)] for i in range(steps))
-
-
-def singular_value_interval(triples: Sequence[Triple], smallest: float, largest: float = 1.0) -> tuple[float, float]:
-    """Returns the exact image of the interval [smallest, largest] of singular values of the normalised matrix under the
-    iteration.
-
-    Singular vectors stay and each singular value s becomes a s + b s^3 + c s^5. The image of an interval under a
-    polynomial is the interval
-    between its extremes there: at the ends and at the critical points, a + 3 b s^2 + 5 c s^4 = 0. So the bounds are
-    attained, not estimated.
-    """
-    low, high = smallest, largest
-    for a, b, c in triples:
-        points = [low, high]
-        if c == 0.0:
-            squares = [-a / (3 * b)] if b else []
-        else:
-            root = 9 * b * b - 20 * a * c
-            squares = [(-3 * b + sign * math.sqrt(root)) / (10 * c) for sign in (1, -1)] if root >= 0 else []
-        points += [math.sqrt(s) for s in squares if s > 0 and low < math.sqrt(s) < high]
-        values = [a * s + b * s**3 + c * s**5 for s in points]
-        low, high = min(values), max(values)
-    return low, high

@@ -71,7 +71,7 @@ class TritonProducts:
         c = empty_rows(a.shape[0], a.shape[1], a.shape[1], like=a)
         if config.engine == "cublas":
             return torch.baddbmm(c if d is None else d, a, b.mT, beta=beta, alpha=alpha, out=c)
-        return product(a, b, d, c, alpha, beta, 0.0, True, config)
+        return product(a, b, d, c, alpha, beta, True, config)
 
     def apply(self, z: Tensor, x: Tensor, alpha: float, beta: float) -> Tensor:
         return self._apply(z, x, alpha, beta, x.dtype)
@@ -89,7 +89,7 @@ class TritonProducts:
             config = ProductConfig()
         if dtype.itemsize == 4:  # fp32 results take twice the shared memory
             config = replace(config, num_stages=2)
-        return product(left, right.mT, x if beta else None, c, alpha, beta, 0.0, False, config)
+        return product(left, right.mT, x if beta else None, c, alpha, beta, False, config)
 
 
 @graphed

@@ -18,8 +18,8 @@ AMD_XCDS = 8
 @triton.jit
 def pointer_product_kernel(
     a_pointer, b_pointer, d_pointer, c_pointer, m, n, k, a_stride, b_stride, d_stride, c_stride, a_batch, b_batch, d_batch, c_batch,
-    alpha, beta, gamma,
-    SYMMETRIC: tl.constexpr, A_BY_COLUMNS: tl.constexpr, B_BY_COLUMNS: tl.constexpr, HAS_D: tl.constexpr, HAS_GAMMA: tl.constexpr,
+    alpha, beta,
+    SYMMETRIC: tl.constexpr, A_BY_COLUMNS: tl.constexpr, B_BY_COLUMNS: tl.constexpr, HAS_D: tl.constexpr,
     EVEN_K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr, XCDS: tl.constexpr,
 ):
     """Operands as in `symmetric_product_kernel`; strides are those of rows, or of columns where an operand lies by
@@ -62,8 +62,6 @@ def pointer_product_kernel(
     if HAS_D:
         d = tl.load(d_pointer + matrix * d_batch + rows[:, None] * d_stride + columns[None, :], mask=inside, other=0.0)
         acc += beta * d.to(tl.float32)
-    if HAS_GAMMA:
-        acc = tl.where(rows[:, None] == columns[None, :], acc + gamma, acc)
     result = acc.to(c_pointer.dtype.element_ty)
     c_at = c_pointer + matrix * c_batch
     tl.store(c_at + rows[:, None] * c_stride + columns[None, :], result, mask=inside)
@@ -74,7 +72,7 @@ def pointer_product_kernel(
 
 
 def launch(
-    a: Tensor, a_by_columns: bool, b: Tensor, b_by_columns: bool, d: Tensor | None, c: Tensor, k: int, alpha: float, beta: float, gamma: float,
+    a: Tensor, a_by_columns: bool, b: Tensor, b_by_columns: bool, d: Tensor | None, c: Tensor, k: int, alpha: float, beta: float,
     symmetric: bool, config: ProductConfig, amd: bool,
 ) -> None:
     batch, m, n = c.shape
@@ -84,8 +82,8 @@ def launch(
     programs = batch * tile_count(symmetric, m, n, block_m, block_n)
     pointer_product_kernel[(programs,)](
         a, b, d, c, m, n, k, a.stride(1), b.stride(1), 0 if d is None else d.stride(1), c.stride(1),
-        a.stride(0), b.stride(0), 0 if d is None else d.stride(0), c.stride(0), alpha, beta, gamma,
-        SYMMETRIC=symmetric, A_BY_COLUMNS=a_by_columns, B_BY_COLUMNS=b_by_columns, HAS_D=d is not None, HAS_GAMMA=gamma != 0.0,
+        a.stride(0), b.stride(0), 0 if d is None else d.stride(0), c.stride(0), alpha, beta,
+        SYMMETRIC=symmetric, A_BY_COLUMNS=a_by_columns, B_BY_COLUMNS=b_by_columns, HAS_D=d is not None,
         EVEN_K=k % config.block_k == 0, BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_K=config.block_k, GROUP=8, XCDS=AMD_XCDS if amd else 1,
         num_warps=config.num_warps, num_stages=config.num_stages,
     )

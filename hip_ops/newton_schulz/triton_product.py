@@ -31,16 +31,12 @@ from hip_ops.runtime.tiles import grouped_tile, tile_count, triangle_tile
 
 @triton.jit
 def _store_part(
-    acc, d_desc, c_desc, mirror_desc, matrix, row0, column0, mirror_row0, alpha, beta, gamma,
-    SYMMETRIC: tl.constexpr, HAS_D: tl.constexpr, HAS_GAMMA: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    acc, d_desc, c_desc, mirror_desc, matrix, row0, column0, mirror_row0, alpha, beta,
+    SYMMETRIC: tl.constexpr, HAS_D: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):
     acc = acc * alpha
     if HAS_D:
         acc += beta * d_desc.load([matrix, row0, column0]).reshape(ROWS, COLUMNS).to(tl.float32)
-    if HAS_GAMMA:
-        at_row = row0 + tl.arange(0, ROWS)
-        at_column = column0 + tl.arange(0, COLUMNS)
-        acc = tl.where(at_row[:, None] == at_column[None, :], acc + gamma, acc)
     result = acc.to(c_desc.dtype)
     c_desc.store([matrix, row0, column0], result.reshape(1, ROWS, COLUMNS))
     if SYMMETRIC:
@@ -49,13 +45,13 @@ def _store_part(
 
 @triton.jit
 def symmetric_product_kernel(
-    a_desc, b_desc, d_desc, c_desc, mirror_desc, batch, m, n, k, alpha, beta, gamma,
-    SYMMETRIC: tl.constexpr, A_BY_COLUMNS: tl.constexpr, B_BY_COLUMNS: tl.constexpr, HAS_D: tl.constexpr, HAS_GAMMA: tl.constexpr,
+    a_desc, b_desc, d_desc, c_desc, mirror_desc, batch, m, n, k, alpha, beta,
+    SYMMETRIC: tl.constexpr, A_BY_COLUMNS: tl.constexpr, B_BY_COLUMNS: tl.constexpr, HAS_D: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PARTS: tl.constexpr, GROUP: tl.constexpr,
     FLATTEN: tl.constexpr, WARP_SPECIALIZE: tl.constexpr,
 ):
-    """C = alpha A B^T + beta D + gamma I. A [batch, m, k] is stored by rows, or by columns as [batch, k, m]; B [batch,
-    n, k] likewise.
+    """C = alpha A B^T + beta D. A [batch, m, k] is stored by rows, or by columns as [batch, k, m]; B [batch, n, k]
+    likewise.
     """
     tile_rows = tl.cdiv(m, BLOCK_M)
     tile_columns = tl.cdiv(n, BLOCK_N)
@@ -92,12 +88,12 @@ def symmetric_product_kernel(
         if PARTS == 2:  # results in two halves, which leaves shared memory for one more stage of operands
             left, right = acc.reshape(BLOCK_M, 2, BLOCK_N // 2).permute(0, 2, 1).split()
             _store_part(left, d_desc, c_desc, mirror_desc, matrix, row0, column0, mirror_row0,
-                        alpha, beta, gamma, SYMMETRIC, HAS_D, HAS_GAMMA, BLOCK_M, BLOCK_N // 2)
+                        alpha, beta, SYMMETRIC, HAS_D, BLOCK_M, BLOCK_N // 2)
             _store_part(right, d_desc, c_desc, mirror_desc, matrix, row0, column0 + BLOCK_N // 2, mirror_row0 + BLOCK_N // 2,
-                        alpha, beta, gamma, SYMMETRIC, HAS_D, HAS_GAMMA, BLOCK_M, BLOCK_N // 2)
+                        alpha, beta, SYMMETRIC, HAS_D, BLOCK_M, BLOCK_N // 2)
         else:
             _store_part(acc, d_desc, c_desc, mirror_desc, matrix, row0, column0, mirror_row0,
-                        alpha, beta, gamma, SYMMETRIC, HAS_D, HAS_GAMMA, BLOCK_M, BLOCK_N)
+                        alpha, beta, SYMMETRIC, HAS_D, BLOCK_M, BLOCK_N)
 
 
 AMD = torch.version.hip is not None
@@ -128,10 +124,10 @@ def stored(x: Tensor) -> tuple[Tensor, bool]:
 
 
 def product(
-    a: Tensor, b: Tensor, d: Tensor | None, c: Tensor, alpha: float, beta: float, gamma: float, symmetric: bool, config: ProductConfig
+    a: Tensor, b: Tensor, d: Tensor | None, c: Tensor, alpha: float, beta: float, symmetric: bool, config: ProductConfig
 ) -> Tensor:
-    """Computes c = alpha a b^T + beta d + gamma I, [batch, m, n], by rows. a [batch, m, k] and b [batch, n, k] may be
-    stored by rows or by columns.
+    """Computes c = alpha a b^T + beta d, [batch, m, n], by rows. a [batch, m, k] and b [batch, n, k] may be stored by
+    rows or by columns.
 
     symmetric: m = n and the result is symmetric; only tiles on and below the diagonal are computed. Returns c.
     """
@@ -147,7 +143,7 @@ def product(
             d = empty_rows(batch, m, n, like=d).copy_(d.mT)
     if not _has_descriptors(c.device):
         config = config if AMD else BEFORE_HOPPER_CONFIG
-        pointer_product.launch(a_storage, a_by_columns, b_storage, b_by_columns, d, c, k, alpha, beta, gamma, symmetric, config, AMD)
+        pointer_product.launch(a_storage, a_by_columns, b_storage, b_by_columns, d, c, k, alpha, beta, symmetric, config, AMD)
         return c
     block_m, block_n, block_k = config.block_m, config.block_n, config.block_k
     width = block_n // config.parts
@@ -162,8 +158,8 @@ def product(
         None if d is None else TensorDescriptor.from_tensor(d, [1, block_m, width]),
         TensorDescriptor.from_tensor(c, [1, block_m, width]),
         TensorDescriptor.from_tensor(c, [1, width, block_m]) if symmetric else None,
-        batch, m, n, k, alpha, beta, gamma,
-        SYMMETRIC=symmetric, A_BY_COLUMNS=a_by_columns, B_BY_COLUMNS=b_by_columns, HAS_D=d is not None, HAS_GAMMA=gamma != 0.0,
+        batch, m, n, k, alpha, beta,
+        SYMMETRIC=symmetric, A_BY_COLUMNS=a_by_columns, B_BY_COLUMNS=b_by_columns, HAS_D=d is not None,
         BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_K=block_k, PARTS=config.parts, GROUP=8,
         FLATTEN=config.flatten, WARP_SPECIALIZE=config.warp_specialize,
         num_warps=config.num_warps, num_stages=config.num_stages,

@@ -95,14 +95,13 @@ def _product(symmetric: bool) -> TritonObject:
 
     config = choose_config("gram" if symmetric else "general", 16, 2048, 4096, amd=True)
     sizes = ("m", "n", "k", "a_stride", "b_stride", "d_stride", "c_stride", "a_batch", "b_batch", "d_batch", "c_batch")
-    types = dict.fromkeys(sizes, "i32") | dict.fromkeys(("alpha", "beta", "gamma"), "fp32")
+    types = dict.fromkeys(sizes, "i32") | dict.fromkeys(("alpha", "beta"), "fp32")
     types |= {f"{name}_pointer": "*bf16" for name in "abcd"}
     constexprs = {
         "SYMMETRIC": symmetric,
         "A_BY_COLUMNS": False,
         "B_BY_COLUMNS": not symmetric,
         "HAS_D": True,
-        "HAS_GAMMA": False,
         "EVEN_K": True,
         "BLOCK_M": config.block_m,
         "BLOCK_N": config.block_n,

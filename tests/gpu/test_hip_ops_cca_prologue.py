@@ -9,6 +9,7 @@ import torch
 import hip_ops
 from hip_ops.runtime.operator import OPERATORS, all_operators, warm_up
 from tests.hip_ops.cca_prologue_cases import FP32, GRADIENTS, Case, check, compare, exact, make
+from tests.hip_ops.cca_prologue_steps import StepState, prologue_step
 
 DEVICE = torch.device("cuda", 0)
 NAMES = ("cca_prologue", "cca_prologue_backward")
@@ -131,9 +132,9 @@ def test_steps_give_what_the_whole_sequence_gives(chosen):
     tensors = make(case, "cuda").tensors
     whole = call(case, tensors)
     projected, *parameters, rope = list(tensors.values())[:7]
-    state = hip_ops.DecodeState.empty(case.batch, case.channels, case.late, dtype=projected.dtype, device=DEVICE)
+    state = StepState.empty(case.batch, case.channels, case.late, dtype=projected.dtype, device=DEVICE)
     for part in (slice(0, 70), *(slice(t, t + 1) for t in range(70, 75))):
-        got = hip_ops.cca_prologue_step(projected[part], *parameters, rope[part], query_groups=case.groups, state=state)
+        got = prologue_step(projected[part], *parameters, rope[part], query_groups=case.groups, state=state)
         for name, result, expected in zip(("query", "key", "value"), got, whole, strict=True):
             compare(name, result, expected[part], case.d, 2**-8)
 

@@ -10,11 +10,12 @@ import torch
 import hip_ops
 from hip_ops import use_kernels
 from hip_ops.newton_schulz import captured, hip, quack
-from hip_ops.newton_schulz.coefficients import COEFFICIENT_SETS, coefficient_triples, singular_value_interval
+from hip_ops.newton_schulz.coefficients import COEFFICIENT_SETS, coefficient_triples
 from hip_ops.newton_schulz.iteration import normalised
 from hip_ops.newton_schulz.plan import make_plan
 from hip_ops.newton_schulz.product_configs import TABLE, ProductConfig, choose_config
 from hip_ops.runtime.quack import available
+from tests.hip_ops.newton_schulz_bounds import singular_value_interval
 from tests.hip_ops.newton_schulz_form import in_form
 from tests.hip_ops.product_cases import DTYPES, ROUNDED_ONCE, Case, general_case, symmetric_case
 
@@ -29,7 +30,7 @@ BF16, FP16 = torch.bfloat16, torch.float16
 
 def cuda(case: Case) -> Case:
     return Case(
-        *(None if x is None else x.to(DEVICE) for x in (case.a, case.b, case.d)), case.alpha, case.beta, case.gamma
+        *(None if x is None else x.to(DEVICE) for x in (case.a, case.b, case.d)), case.alpha, case.beta
     )
 
 
@@ -58,7 +59,7 @@ def test_general_product(chosen):
         config = choose_config("update", 2, 200, 136, AMD)
         config = config if config.engine == "triton" else ProductConfig()
         c = empty_rows(2, 200, 136, like=case.a)
-        got = product(case.a, case.b, case.d, c, case.alpha, case.beta, 0.0, False, config)
+        got = product(case.a, case.b, case.d, c, case.alpha, case.beta, False, config)
     assert case.worst_ulps(got) <= ROUNDED_ONCE
 
 
@@ -72,14 +73,14 @@ def test_every_configuration_of_the_table_on_sizes_with_tails():
             a, d = symmetric.a.to(DEVICE), symmetric.d.to(DEVICE)
             for x in (a, a.mT.contiguous().mT):
                 got = product(
-                    x, x, d, empty_rows(3, 392, 392, like=a), symmetric.alpha, symmetric.beta, 0.0, True, config
+                    x, x, d, empty_rows(3, 392, 392, like=a), symmetric.alpha, symmetric.beta, True, config
                 )
                 assert torch.equal(got, got.mT) and symmetric.worst_ulps(got.cpu()) <= ROUNDED_ONCE, config
         if config.engine == "triton":
             a, b, d = (x.to(DEVICE) for x in (general.a, general.b, general.d))
             for right in (b, b.mT.contiguous().mT):
                 got = product(
-                    a, right, d, empty_rows(3, 392, 520, like=a), general.alpha, general.beta, 0.0, False, config
+                    a, right, d, empty_rows(3, 392, 520, like=a), general.alpha, general.beta, False, config
                 )
                 assert general.worst_ulps(got.cpu()) <= ROUNDED_ONCE, config
 

@@ -15,6 +15,7 @@ from hip_ops.cca_prologue import hip as hip_kernels
 from hip_ops.cca_prologue import reference
 from hip_ops.cca_prologue.saved import saved_bytes
 from tests.hip_ops.cca_prologue_cases import BF16, FP32, FP64, GRADIENTS, Case, check, compare, exact, make
+from tests.hip_ops.cca_prologue_steps import StepState, prologue_step
 from tests.hip_ops.operators_seen import OperatorsSeen
 
 MODULE = importlib.import_module("hip_ops.cca_prologue")
@@ -142,7 +143,7 @@ def test_transformers_with_its_cache():
         projection.conv_qk_grouped.bias,
         norm.temp,
     )
-    state = hip_ops.DecodeState.empty(batch, channels, late, dtype=FP32, device="cpu")
+    state = StepState.empty(batch, channels, late, dtype=FP32, device="cpu")
     cache, angles = DynamicCache(config=config), torch.rand(9, 1, 1, 4) * 6.0
     angles = torch.cat((angles, angles), dim=-1)
     tokens = torch.randn(batch, 9, hidden)
@@ -152,7 +153,7 @@ def test_transformers_with_its_cache():
             turns = angles[part, :, 0].transpose(0, 1)
             query, key = zaya.apply_rotary_pos_emb(*norm(query, key), turns.cos(), turns.sin(), unsqueeze_dim=2)
             projected = torch.nn.functional.linear(tokens[:, part].transpose(0, 1), matrix)
-            got = hip_ops.cca_prologue_step(
+            got = prologue_step(
                 projected, *parameters, hip_ops.rope_table(angles[part]), query_groups=2, state=state
             )
             for ours, theirs in zip(got, (query, key, value), strict=True):
@@ -197,9 +198,9 @@ def test_steps_give_what_the_whole_sequence_gives(chosen):
     tensors = make(case).tensors
     whole = call(case, tensors)
     projected, *parameters, rope = list(tensors.values())[:7]
-    state = hip_ops.DecodeState.empty(case.batch, case.channels, case.late, dtype=BF16, device="cpu")
+    state = StepState.empty(case.batch, case.channels, case.late, dtype=BF16, device="cpu")
     for part in (slice(0, 1), slice(1, 2), slice(2, 9), slice(9, 10), slice(10, 12)):
-        got = hip_ops.cca_prologue_step(projected[part], *parameters, rope[part], query_groups=1, state=state)
+        got = prologue_step(projected[part], *parameters, rope[part], query_groups=1, state=state)
         for name, result, want in zip(NAMES, got, whole, strict=True):
             compare(name, result, want[part], 128, 2**-8)
 

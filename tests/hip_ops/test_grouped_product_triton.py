@@ -31,7 +31,7 @@ for flag in (False, True):
     check_rows(described, Grouped(uneven, 24, 36, "fp32"), flag)
     check_outer(described, Grouped(uneven, 24, 36, "fp32"), flag)
     check_outer(described, Grouped(nothing, 24, 36, "fp32"), flag)
-check_outer(backend(block_n=32, parts=1, flatten=False), Grouped(uneven, 24, 36, "fp32"), True)
+check_outer(backend(block_n=32, parts=1), Grouped(uneven, 24, 36, "fp32"), True)
 by_pointers = backend(block_n=16, descriptors=False)
 check_rows(by_pointers, Grouped(uneven, 18, 20, "fp32", pad=3), False)
 check_outer(by_pointers, Grouped(uneven, 18, 20, "fp32", pad=3), True)
@@ -63,7 +63,7 @@ def compile_for_hopper(kind: str, config: GroupedConfig):
 
     constants = kernels._constants(16, config)
     if kind == "outer":
-        kernel = kernels.grouped_flat_outer_kernel if config.flatten else kernels.grouped_outer_kernel
+        kernel = kernels.grouped_outer_kernel
         described = {
             "a_desc": block(1, 1, k, m),
             "b_desc": block(1, 1, k, n),

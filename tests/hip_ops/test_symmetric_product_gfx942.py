@@ -159,7 +159,6 @@ def test_triton_objects_for_gfx942_agree(symmetric):
         A_BY_COLUMNS=False,
         B_BY_COLUMNS=False,
         HAS_D=True,
-        HAS_GAMMA=False,
         EVEN_K=False,
         BLOCK_M=64,
         BLOCK_N=64,
@@ -170,7 +169,7 @@ def test_triton_objects_for_gfx942_agree(symmetric):
     signature = (
         {f"{name}_pointer": "*bf16" for name in "abdc"}
         | dict.fromkeys(sizes, "i32")
-        | dict.fromkeys(("alpha", "beta", "gamma"), "fp32")
+        | dict.fromkeys(("alpha", "beta"), "fp32")
     )
     compiled = triton_code_object(
         pointer_product_kernel, signature, flags, divisible_by_16=[f"{name}_pointer" for name in "abdc"]
@@ -182,7 +181,7 @@ def test_triton_objects_for_gfx942_agree(symmetric):
     rows = -(-m // 64)
     programs = rows * (rows + 1) // 2 if symmetric else rows * -(-n // 64)
     numbers = (m, n, k, k, k, n, n, m * k, n * k, m * n, m * n)
-    factors = [np.float32(v) for v in (case.alpha, case.beta, case.gamma)]
+    factors = [np.float32(v) for v in (case.alpha, case.beta)]
     compiled.launch(device, (programs,), [a, b, device.put(bits(case.d)), c, *map(np.int32, numbers), *factors])
     got = from_bits(c.read(), DTYPES[dtype])
     assert case.worst_ulps(got) <= ROUNDED_ONCE
