@@ -20,14 +20,6 @@ def _example(device: torch.device) -> tuple:
     )
 
 
-def _contiguous_rows(total: Tensor, ids: Tensor, rows: Tensor) -> bool:
-    return total.stride(1) == 1
-
-
-def _contiguous_fp32_rows(total: Tensor, ids: Tensor, rows: Tensor) -> bool:
-    return total.dtype == torch.float32 and total.stride(1) == 1
-
-
 _add_rows = Operator(
     reference.add_rows_,
     takes="""
@@ -38,7 +30,10 @@ _add_rows = Operator(
     mutates=("total",),
     example=_example,
     tolerance=1e-5,
-    fits={"hip": _contiguous_fp32_rows, "triton": _contiguous_rows},
+    fits={
+        "hip": lambda total, *_: total.dtype == torch.float32 and total.stride(1) == 1,
+        "triton": lambda total, *_: total.stride(1) == 1,
+    },
 )
 
 

@@ -39,16 +39,11 @@ def sort_by_expert(expert_ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor
     return order.bitwise_xor_(padding).int(), row_of_token, counts, offsets
 
 
-def _kept(index: Tensor) -> Tensor:
-    """Returns -1 for an entry of an expert, else 0."""
-    return index.clamp(-1, 0).bitwise_not_()
-
-
 def gather_rows(rows: Tensor, index: Tensor, inverse: Tensor, probs: Tensor | None) -> tuple[Tensor, Tensor]:
     """Returns rows[index] and probs[index], zeros where index is negative. Without probs the second is an empty tensor.
 
     inverse is not read here; the backward pass moves gradients along it.
     """
-    places, kept = index.clamp_min(0), _kept(index)
+    places, kept = index.clamp_min(0), index.clamp(-1, 0).bitwise_not_()  # kept: -1 for an entry of an expert, else 0
     moved = clear_rows_(rows.index_select(0, places), kept)
     return moved, rows.new_empty(0) if probs is None else clear_rows_(probs.index_select(0, places), kept)

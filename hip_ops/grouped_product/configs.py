@@ -12,8 +12,10 @@ from __future__ import annotations
 import functools
 import json
 import math
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
+
+from hip_ops.runtime import config_rows
 
 TABLE = Path(__file__).with_name("grouped_configs.json")
 KINDS = ("rows_t", "rows", "outer")
@@ -59,12 +61,10 @@ def read_table(path: Path = TABLE) -> dict[str, dict]:
     """Returns {"sm_90": {"measured_on", "rows": [{"kind", "rows", "k", "n", "config"}, ...]}, ...}; config as a
     GroupedConfig.
     """
-    table, known = json.loads(path.read_text()), {field.name for field in fields(GroupedConfig)}
-    for part in table.values():
-        for row in part["rows"]:
-            assert row["kind"] in KINDS and set(row["config"]) <= known, f"{path.name}: {row}"
-            row["config"] = GroupedConfig(**row["config"])
-    return table
+    table = json.loads(path.read_text()).items()
+    return {
+        name: {**part, "rows": config_rows.parse(part["rows"], GroupedConfig, KINDS, path.name)} for name, part in table
+    }
 
 
 def choose_config(architecture: str, kind: str, rows: int, k: int, n: int) -> GroupedConfig:
@@ -95,17 +95,11 @@ def write_table(architecture: str, rows: list[dict], measured_on: str, path: Pat
     TABLE's.
     """
     table = {**read_table(path if path.exists() else TABLE), architecture: {"measured_on": measured_on, "rows": rows}}
-    default, parts = asdict(GroupedConfig()), []
-    for name, part in table.items():
-        lines = []
-        for row in part["rows"]:
-            config = {key: value for key, value in asdict(row["config"]).items() if value != default[key]}
-            lines.append("    " + json.dumps({**row, "config": config}))
-        parts.append(
-            f'  {json.dumps(name)}: {{"measured_on": {json.dumps(part["measured_on"])}, "rows": [\n'
-            + ",\n".join(lines)
-            + "\n  ]}"
-        )
+    parts = [
+        f'  {json.dumps(name)}: {{"measured_on": {json.dumps(part["measured_on"])}, "rows": [\n'
+        f"{config_rows.dump(part['rows'], GroupedConfig())}\n  ]}}"
+        for name, part in table.items()
+    ]
     path.write_text("{\n" + ",\n".join(parts) + "\n}\n")
     read_table.cache_clear()
     _nearest.cache_clear()

@@ -18,14 +18,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from hip_ops.grouped_product import triton_pointers as pointers
 from hip_ops.grouped_product.configs import GroupedConfig, choose_config
 from hip_ops.grouped_product.expert_tiles import expert_borders, find_expert, outer_tiles
 from hip_ops.grouped_product.ragged_rows import load_rows, ragged_rows, store_rows
+from hip_ops.grouped_product.triton_pointers import grouped_pointer_outer_kernel, grouped_pointer_rows_kernel
 from hip_ops.runtime.architecture import architecture
 from hip_ops.runtime.descriptors import describable, descriptor
 from hip_ops.runtime.on_device import multiprocessors, on
-from hip_ops.runtime.tiles import grouped_tile
+from hip_ops.runtime.tiles import XCDS, grouped_tile
 
 
 @triton.jit
@@ -128,7 +128,7 @@ def _programs(device: torch.device, config: GroupedConfig, most_tiles: int) -> i
 
 @dataclass(frozen=True)
 class Plan:
-    """The values that a call's sizes determine. keywords: of the kernels that use descriptors."""
+    """The values that a call's sizes determine. keywords: of every kernel."""
 
     config: GroupedConfig
     programs: int
@@ -168,13 +168,16 @@ def grouped_rows(x: Tensor, matrices: Tensor, offsets: Tensor, config: GroupedCo
     config, offsets = plan.config, offsets.contiguous()
     with on(device):
         if not config.descriptors:
-            pointers.launch_rows(x, stored, out, offsets, transposed, config, plan.programs)
+            grouped_pointer_rows_kernel[(plan.programs,)](
+                x, stored, out, offsets, experts, n, k, x.stride(0), stored.stride(0), stored.stride(1), TRANSPOSED=transposed,
+                EVEN_K=k % config.block_k == 0, XCDS=XCDS, **plan.keywords,
+            )
             return out
         matrix = (1, config.block_n, config.block_k) if transposed else (1, config.block_k, config.block_n)
         grouped_rows_kernel[(plan.programs,)](
             descriptor(x, x.shape, x.stride(), (config.block_m, config.block_k)), descriptor(stored, stored.shape, stored.stride(), matrix),
             ragged_rows(out, (config.block_m, config.block_n // config.parts)), offsets, experts, n, k, TRANSPOSED=transposed,
-            FLATTEN=config.flatten, **plan.keywords,
+            FLATTEN=config.flatten, PARTS=config.parts, **plan.keywords,
         )
     return out
 
@@ -191,17 +194,20 @@ def grouped_outer_(out: Tensor, a: Tensor, b: Tensor, offsets: Tensor, accumulat
     config, offsets = plan.config, offsets.contiguous()
     with on(a.device):
         if not config.descriptors:
-            pointers.launch_outer(a, b, out, offsets, accumulate, config, plan.programs)
+            grouped_pointer_outer_kernel[(plan.programs,)](
+                a, b, out, offsets, experts, m, n, a.stride(0), b.stride(0), out.stride(0), out.stride(1), ACCUMULATE=accumulate, XCDS=XCDS,
+                **plan.keywords,
+            )
             return
         grouped_outer_kernel[(plan.programs,)](
             ragged_rows(a, (config.block_k, config.block_m)), ragged_rows(b, (config.block_k, config.block_n)),
             descriptor(out, out.shape, out.stride(), (1, config.block_m, config.block_n // config.parts)), offsets, experts, m, n,
-            ACCUMULATE=accumulate, REDUCE=config.reduce and out.dtype == torch.float32, **plan.keywords,
+            ACCUMULATE=accumulate, REDUCE=config.reduce and out.dtype == torch.float32, PARTS=config.parts,
+            **plan.keywords,
         )
 
 
 def _constants(experts: int, config: GroupedConfig) -> dict:
     return dict(
-        EXPERTS=triton.next_power_of_2(experts), BLOCK_M=config.block_m, BLOCK_N=config.block_n, BLOCK_K=config.block_k, PARTS=config.parts,
-        GROUP=config.group,
+        EXPERTS=triton.next_power_of_2(experts), BLOCK_M=config.block_m, BLOCK_N=config.block_n, BLOCK_K=config.block_k, GROUP=config.group,
     )

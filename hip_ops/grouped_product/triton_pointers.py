@@ -5,16 +5,11 @@ why)."""
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
-from hip_ops.grouped_product.configs import GroupedConfig
 from hip_ops.grouped_product.expert_tiles import expert_borders, find_expert, outer_tiles
 from hip_ops.runtime.tiles import grouped_tile, xcd_contiguous
-
-AMD_XCDS = 8
 
 
 @triton.jit
@@ -85,27 +80,3 @@ def grouped_pointer_outer_kernel(
         if ACCUMULATE:
             acc += tl.load(out_at, mask=stored, other=0.0).to(tl.float32)
         tl.store(out_at, acc.to(out_pointer.dtype.element_ty), mask=stored)
-
-
-def _xcds() -> int:
-    return AMD_XCDS if torch.version.hip is not None else 1
-
-
-def launch_rows(x: Tensor, stored: Tensor, out: Tensor, offsets: Tensor, transposed: bool, config: GroupedConfig, programs: int) -> None:
-    """Computes grouped_rows. stored: the matrices in memory order, [E, n, k] where transposed, otherwise [E, k, n]."""
-    (experts, *_), n, k = stored.shape, out.shape[1], x.shape[1]
-    grouped_pointer_rows_kernel[(programs,)](
-        x, stored, out, offsets, experts, n, k, x.stride(0), stored.stride(0), stored.stride(1), TRANSPOSED=transposed,
-        EVEN_K=k % config.block_k == 0, EXPERTS=triton.next_power_of_2(experts), BLOCK_M=config.block_m, BLOCK_N=config.block_n,
-        BLOCK_K=config.block_k, GROUP=config.group, XCDS=_xcds(), num_warps=config.num_warps, num_stages=config.num_stages,
-    )
-
-
-def launch_outer(a: Tensor, b: Tensor, out: Tensor, offsets: Tensor, accumulate: bool, config: GroupedConfig, programs: int) -> None:
-    """Computes grouped_outer_; out [E, m, n] has contiguous rows."""
-    experts, m, n = out.shape
-    grouped_pointer_outer_kernel[(programs,)](
-        a, b, out, offsets, experts, m, n, a.stride(0), b.stride(0), out.stride(0), out.stride(1), ACCUMULATE=accumulate,
-        EXPERTS=triton.next_power_of_2(experts), BLOCK_M=config.block_m, BLOCK_N=config.block_n, BLOCK_K=config.block_k, GROUP=config.group,
-        XCDS=_xcds(), num_warps=config.num_warps, num_stages=config.num_stages,
-    )

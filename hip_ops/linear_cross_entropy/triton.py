@@ -20,15 +20,21 @@ from hip_ops.runtime.row_views import as_rows, written_rows
 
 
 @triton.jit
+def _part_of_row(size, classes):
+    """Returns the program's row and part, and the first class of the part and the one after its last."""
+    row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    start = part * size
+    return row, part, start, min(start + size, classes)
+
+
+@triton.jit
 def row_statistics_kernel(
     logits, labels, statistics, rows, classes, row_stride, first_class, size, LANES: tl.constexpr, WIDTH: tl.constexpr,
 ):
     """A lane keeps the running maximum and sum, WIDTH logits at a time: one exponential per logit, and one more per
     step.
     """
-    row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    start = part * size
-    end = min(start + size, classes)
+    row, part, start, end = _part_of_row(size, classes)
     offsets = tl.arange(0, LANES)[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
     largest = tl.full([LANES], float("-inf"), tl.float32)
     total = tl.zeros([LANES], tl.float32)
@@ -56,9 +62,7 @@ def row_gradient_kernel(
     logits, labels, normalizer, grad, classes, row_stride, normalizer_stride, first_class, size, z_loss, BLOCK: tl.constexpr,
 ):
     """Computes a part of a row, BLOCK logits at a time."""
-    row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    start = part * size
-    end = min(start + size, classes)
+    row, part, start, end = _part_of_row(size, classes)
     top = tl.load(normalizer + row)
     log_sum = tl.load(normalizer + normalizer_stride + row)
     upstream = tl.load(grad + row)
@@ -78,9 +82,7 @@ def exponentials_kernel(
     LARGE: tl.constexpr, BLOCK: tl.constexpr,
 ):
     """Keeps a part of a row in registers between its maximum and its exponentials."""
-    row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    start = part * size
-    end = min(start + size, classes)
+    row, part, start, end = _part_of_row(size, classes)
     column = start + tl.arange(0, BLOCK)
     to = logits + row * row_stride + column
     x = tl.load(to, mask=column < end, other=float("-inf")).to(tl.float32)

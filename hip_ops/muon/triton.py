@@ -69,11 +69,29 @@ def _lerp(start, end, weight):
 
 
 @triton.jit
-def _output(stored, gradient, momentum, NESTEROV: tl.constexpr):
-    if NESTEROV:
-        return _lerp(gradient, stored, momentum)
-    else:
-        return stored
+def _momentum_tile(
+    g, b, o, mask, scale, momentum, gradient_weight,
+    MOMENTUM: tl.constexpr, OUTPUT: tl.constexpr, NESTEROV: tl.constexpr, POLICY: tl.constexpr,
+):
+    """Updates the momenta at b and writes the outputs at o. Returns the outputs as stored, in fp32."""
+    gradient = tl.load(g, mask=mask, eviction_policy=POLICY).to(tl.float32) * scale
+    buffer = tl.load(b, mask=mask, eviction_policy=POLICY).to(tl.float32)
+    new = _lerp(buffer, gradient, gradient_weight).to(MOMENTUM)
+    out = _lerp(gradient, new.to(tl.float32), momentum).to(OUTPUT) if NESTEROV else new.to(tl.float32).to(OUTPUT)
+    tl.store(b, new, mask=mask, eviction_policy=POLICY)
+    tl.store(o, out, mask=mask)
+    return out.to(tl.float32)
+
+
+@triton.jit
+def _update_tile(u, w, c, mask, decay, step, WEIGHT: tl.constexpr, COPY: tl.constexpr, POLICY: tl.constexpr):
+    """Writes the new weights to w, and rounded to c if COPY is a dtype."""
+    update = tl.load(u, mask=mask, eviction_policy=POLICY).to(tl.float32)
+    weight = tl.load(w, mask=mask, eviction_policy=POLICY).to(tl.float32)
+    new = tl.fma(update, tl.zeros_like(update) - step, weight * decay)
+    tl.store(w, new.to(WEIGHT), mask=mask, eviction_policy=POLICY)
+    if COPY is not None:
+        tl.store(c, new.to(COPY), mask=mask, eviction_policy=POLICY)
 
 
 @triton.jit(do_not_specialize=["chunks"])
@@ -101,15 +119,12 @@ def muon_momentum_kernel(
             squares = tl.zeros([INNER], tl.float32)
             for start in range(0, CHUNK, UNROLL * INNER):
                 offsets = _tile(start, UNROLL, INNER)
-                pb = _at(b, offsets, WIDTH)
-                gradient = tl.load(_at(g, offsets, WIDTH), eviction_policy="evict_first").to(tl.float32) * scale
-                buffer = tl.load(pb, eviction_policy="evict_first").to(tl.float32)
-                new = _lerp(buffer, gradient, gradient_weight).to(MOMENTUM)
-                out = _output(new.to(tl.float32), gradient, momentum, NESTEROV).to(OUTPUT)
-                tl.store(pb, new, eviction_policy="evict_first")
-                tl.store(_at(o, offsets, WIDTH), out)
+                out = _momentum_tile(
+                    _at(g, offsets, WIDTH), _at(b, offsets, WIDTH), _at(o, offsets, WIDTH), None, scale, momentum, gradient_weight,
+                    MOMENTUM, OUTPUT, NESTEROV, "evict_first",
+                )
                 if partials is not None:
-                    squares += tl.sum(out.to(tl.float32) * out.to(tl.float32), axis=0)
+                    squares += tl.sum(out * out, axis=0)
             if partials is not None:
                 sum_of_squares = tl.sum(squares, axis=0)
         else:
@@ -117,14 +132,11 @@ def muon_momentum_kernel(
             for start in range(0, count, 4 * (INNER // WIDTH)):
                 offsets = _tile(start, 4, INNER // WIDTH)
                 mask = offsets < count
-                gradient = tl.load(g + offsets, mask=mask, other=0.0).to(tl.float32) * scale
-                buffer = tl.load(b + offsets, mask=mask, other=0.0).to(tl.float32)
-                new = _lerp(buffer, gradient, gradient_weight).to(MOMENTUM)
-                out = _output(new.to(tl.float32), gradient, momentum, NESTEROV).to(OUTPUT)
-                tl.store(b + offsets, new, mask=mask)
-                tl.store(o + offsets, out, mask=mask)
+                out = _momentum_tile(
+                    g + offsets, b + offsets, o + offsets, mask, scale, momentum, gradient_weight, MOMENTUM, OUTPUT, NESTEROV, "",
+                )
                 if partials is not None:
-                    kept = tl.where(mask, out.to(tl.float32), 0.0)
+                    kept = tl.where(mask, out, 0.0)
                     ragged_squares += tl.sum(kept * kept, axis=0)
             if partials is not None:
                 sum_of_squares = tl.sum(ragged_squares, axis=0)
@@ -151,11 +163,6 @@ def muon_square_sums_kernel(words, found_inf, partials, square_sums, CHUNK: tl.c
     tl.store(square_sums + place, tl.sum(sums, axis=0), mask=write)
 
 
-@triton.jit
-def _new_weight(weight, update, decay, step):
-    return tl.fma(update, tl.zeros_like(update) - step, weight * decay)
-
-
 @triton.jit(do_not_specialize=["chunks"])
 def muon_update_kernel(
     words, chunk_rows, chunks, found_inf, lr_pointer, lr, weight_decay,
@@ -176,28 +183,17 @@ def muon_update_kernel(
         step = lr * tl.load(words + row * WORDS + 5).to(tl.int32).to(tl.float32, bitcast=True)
         u = _column(words, row, begin, 0, UPDATE)
         w = _column(words, row, begin, 1, WEIGHT)
-        if COPY is not None:
-            c = _column(words, row, begin, 2, COPY)
+        c = w if COPY is None else _column(words, row, begin, 2, COPY)
         if whole:
             for start in range(0, CHUNK, UNROLL * INNER):
                 offsets = _tile(start, UNROLL, INNER)
-                pw = _at(w, offsets, WIDTH)
-                update = tl.load(_at(u, offsets, WIDTH), eviction_policy="evict_first").to(tl.float32)
-                weight = tl.load(pw, eviction_policy="evict_first").to(tl.float32)
-                new = _new_weight(weight, update, decay, step)
-                tl.store(pw, new.to(WEIGHT), eviction_policy="evict_first")
-                if COPY is not None:
-                    tl.store(_at(c, offsets, WIDTH), new.to(COPY), eviction_policy="evict_first")
+                _update_tile(
+                    _at(u, offsets, WIDTH), _at(w, offsets, WIDTH), _at(c, offsets, WIDTH), None, decay, step, WEIGHT, COPY, "evict_first",
+                )
         else:
             for start in range(0, count, 4 * (INNER // WIDTH)):
                 offsets = _tile(start, 4, INNER // WIDTH)
-                mask = offsets < count
-                update = tl.load(u + offsets, mask=mask, other=0.0).to(tl.float32)
-                weight = tl.load(w + offsets, mask=mask, other=0.0).to(tl.float32)
-                new = _new_weight(weight, update, decay, step)
-                tl.store(w + offsets, new.to(WEIGHT), mask=mask)
-                if COPY is not None:
-                    tl.store(c + offsets, new.to(COPY), mask=mask)
+                _update_tile(u + offsets, w + offsets, c + offsets, offsets < count, decay, step, WEIGHT, COPY, "")
 
 
 TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16}

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from hip_ops.newton_schulz.captured import graphed
-from hip_ops.newton_schulz.iteration import iterate, normalised
+from hip_ops.newton_schulz.iteration import Products, iterate, normalised
 from hip_ops.newton_schulz.plan import HALF_TYPES, Plan
 from hip_ops.runtime.library import call
 
@@ -43,11 +43,8 @@ def _general(
     return c
 
 
-class HipProducts:
+class HipProducts(Products):
     """X is the pair ([batch, n, m], [batch, m, n]), both contiguous."""
-
-    def __init__(self, tall: bool, dtype: torch.dtype):
-        self.tall, self.dtype = tall, dtype
 
     def gram(self, x: tuple[Tensor, Tensor], alpha: float) -> Tensor:
         return _symmetric(x[0], x[0], None, alpha, 0.0)

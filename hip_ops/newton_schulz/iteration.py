@@ -1,22 +1,28 @@
 # SPDX-License-Identifier: Apache-2.0
 """The Newton-Schulz iteration as a sequence of products, the same for every version.
 
-A version has a class with the methods of `Products`, which keeps X in the layout that its kernels read best. All
-tensors are batched; n is the small side of the matrices, m the large one. X is [batch, n, m] in the formulas, even if
-the caller's matrices are tall.
+A version has a subclass of `Products`, which keeps X in the layout that its kernels read best. All tensors are batched;
+n is the small side of the matrices, m the large one. X is [batch, n, m] in the formulas, even if the caller's matrices
+are tall.
 """
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from hip_ops.newton_schulz.plan import Plan
+from hip_ops.runtime.declaration import wide
 
 
-class Products(Protocol):
+class Products:
+    """tall: whether the caller's matrices are; dtype: the caller's."""
+
+    def __init__(self, tall: bool, dtype: torch.dtype):
+        self.tall, self.dtype = tall, dtype
+
     def gram(self, x: Any, alpha: float) -> Tensor:
         """alpha X X^T, [batch, n, n]."""
 
@@ -30,16 +36,37 @@ class Products(Protocol):
         """As `apply`, in the caller's shape, layout and dtype."""
 
 
+class ProductsInOrientation(Products):
+    """Keeps X in the caller's orientation: [batch, n, m], or [batch, m, n] for tall matrices.
+
+    A subclass has `_symmetric(a, b, d, alpha, beta, kind)` with kind "gram" or "square", and `_apply(z, x, alpha, beta,
+    dtype)`.
+    """
+
+    def gram(self, x: Tensor, alpha: float) -> Tensor:
+        wide = x.mT if self.tall else x
+        return self._symmetric(wide, wide, None, alpha, 0.0, "gram")
+
+    def symmetric(self, a: Tensor, b: Tensor, d: Tensor | None, alpha: float, beta: float) -> Tensor:
+        return self._symmetric(a, b, d, alpha, beta, "square")
+
+    def apply(self, z: Tensor, x: Tensor, alpha: float, beta: float) -> Tensor:
+        return self._apply(z, x, alpha, beta, x.dtype)
+
+    def apply_last(self, z: Tensor, x: Tensor, alpha: float, beta: float) -> Tensor:
+        return self._apply(z, x, alpha, beta, self.dtype).contiguous()
+
+
 def normalised(x: Tensor, square_sums: Tensor | None, eps: float, scale: float, out: Tensor) -> Tensor:
     """out = scale * x / max(|x|_F, eps), x [batch, r, c] of any strides, norms in fp32 (fp64 for fp64). It takes two
     kernels and no intermediate of x's size.
     """
-    wide = torch.float64 if x.dtype == torch.float64 else torch.float32
+    compute = wide(x.dtype)
     if square_sums is None:
-        norms = torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True, dtype=wide)
+        norms = torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True, dtype=compute)
     else:
-        norms = square_sums.to(wide).sqrt()[:, None, None]
-    if scale == 1.0 and out.dtype == wide:
+        norms = square_sums.to(compute).sqrt()[:, None, None]
+    if scale == 1.0 and out.dtype == compute:
         return torch.div(x, norms.clamp_min(eps), out=out)
     return torch.mul(x, scale / norms.clamp_min(eps), out=out)
 

@@ -11,8 +11,10 @@ from __future__ import annotations
 import functools
 import json
 import math
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
+
+from hip_ops.runtime import config_rows
 
 TABLE = Path(__file__).with_name("product_configs.json")
 KINDS = ("gram", "square", "update")
@@ -54,11 +56,8 @@ BEFORE_HOPPER_CONFIG = ProductConfig(persistent=False, flatten=False)
 
 def read_table(path: Path = TABLE) -> tuple[str, list[dict]]:
     """Returns the device that the table was measured on, and its rows as `write_table` takes them."""
-    table, known = json.loads(path.read_text()), {field.name for field in fields(ProductConfig)}
-    for row in table["rows"]:
-        assert row["kind"] in KINDS and set(row["config"]) <= known, f"{path.name}: {row}"
-        row["config"] = ProductConfig(**row["config"])
-    return table["measured_on"], table["rows"]
+    table = json.loads(path.read_text())
+    return table["measured_on"], config_rows.parse(table["rows"], ProductConfig, KINDS, path.name)
 
 
 @functools.cache
@@ -86,12 +85,6 @@ def write_table(rows: list[dict], measured_on: str, path: Path = TABLE) -> None:
     """Writes the table. rows: {"kind", "batch", "n", "m", "config": ProductConfig, "ms"}; only settings that differ
     from the defaults are kept.
     """
-    default = asdict(ProductConfig())
-    lines = []
-    for row in rows:
-        config = {key: value for key, value in asdict(row["config"]).items() if value != default[key]}
-        lines.append("    " + json.dumps({**row, "config": config}))
-    path.write_text(
-        '{\n  "measured_on": ' + json.dumps(measured_on) + ',\n  "rows": [\n' + ",\n".join(lines) + "\n  ]\n}\n"
-    )
+    lines = config_rows.dump(rows, ProductConfig())
+    path.write_text(f'{{\n  "measured_on": {json.dumps(measured_on)},\n  "rows": [\n{lines}\n  ]\n}}\n')
     _rows.cache_clear()

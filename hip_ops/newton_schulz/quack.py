@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from hip_ops.newton_schulz.captured import graphed
-from hip_ops.newton_schulz.iteration import iterate, normalised
+from hip_ops.newton_schulz.iteration import ProductsInOrientation, iterate, normalised
 from hip_ops.newton_schulz.plan import Plan
 from hip_ops.runtime.on_device import on
 from hip_ops.runtime.quack import Tile
@@ -54,28 +54,16 @@ def tiles(batch: int, n: int) -> tuple[Tile, Tile]:
     return SQUARE_LARGE, GENERAL_LARGE if n >= 512 else GENERAL_BATCH
 
 
-class QuackProducts:
-    """X is [batch, n, m], or [batch, m, n] for tall matrices."""
-
+class QuackProducts(ProductsInOrientation):
     def __init__(self, x: Tensor):
-        self.tall, self.dtype = x.shape[-2] > x.shape[-1], x.dtype
+        super().__init__(x.shape[-2] > x.shape[-1], x.dtype)
         self.square, self.general = tiles(len(x), min(x.shape[-2:]))
 
-    def gram(self, x: Tensor, alpha: float) -> Tensor:
-        wide = x.mT if self.tall else x
-        return self.symmetric(wide, wide, None, alpha, 0.0)
-
-    def symmetric(self, a: Tensor, b: Tensor, d: Tensor | None, alpha: float, beta: float) -> Tensor:
+    def _symmetric(self, a: Tensor, b: Tensor, d: Tensor | None, alpha: float, beta: float, kind: str) -> Tensor:
         c = a.new_empty((a.shape[0], a.shape[1], a.shape[1]))
         gemm_symmetric = importlib.import_module("quack.gemm_symmetric").gemm_symmetric
         gemm_symmetric(a, b, c, d, None, alpha=alpha, beta=1.0 if d is None else beta, **self.square.words())
         return c
-
-    def apply(self, z: Tensor, x: Tensor, alpha: float, beta: float) -> Tensor:
-        return self._apply(z, x, alpha, beta, x.dtype)
-
-    def apply_last(self, z: Tensor, x: Tensor, alpha: float, beta: float) -> Tensor:
-        return self._apply(z, x, alpha, beta, self.dtype)
 
     def _apply(self, z: Tensor, x: Tensor, alpha: float, beta: float, dtype: torch.dtype) -> Tensor:
         left, right = (x, z) if self.tall else (z, x.mT)  # left right^T; Z is its own transpose

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from hip_ops.newton_schulz.iteration import iterate, normalised
+from hip_ops.newton_schulz.iteration import Products, iterate, normalised
 from hip_ops.newton_schulz.plan import Plan
 from hip_ops.runtime.declaration import wide
 
@@ -33,11 +33,8 @@ def _product(a: Tensor, b: Tensor, d: Tensor | None, alpha: float, beta: float) 
     return torch.baddbmm(d, a, b, beta=beta, alpha=alpha)
 
 
-class TorchProducts:
+class TorchProducts(Products):
     """X is kept as [batch, n, m], a transposed view where the caller's matrices are tall."""
-
-    def __init__(self, tall: bool, dtype: torch.dtype):
-        self.tall, self.dtype = tall, dtype
 
     def gram(self, x: Tensor, alpha: float) -> Tensor:
         return _product(x, x.mT, None, alpha, 0.0)

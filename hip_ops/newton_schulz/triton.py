@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from hip_ops.newton_schulz.captured import graphed
-from hip_ops.newton_schulz.iteration import iterate, normalised
+from hip_ops.newton_schulz.iteration import ProductsInOrientation, iterate, normalised
 from hip_ops.newton_schulz.plan import Plan
 from hip_ops.newton_schulz.product_configs import ProductConfig, choose_config
 from hip_ops.newton_schulz.triton_product import AMD, empty_rows, product
@@ -50,34 +50,16 @@ def start_of(x: Tensor, square_sums: Tensor | None, eps: float, scale: float, ou
     return out
 
 
-class TritonProducts:
-    """X is [batch, n, m], or [batch, m, n] for tall matrices."""
-
+class TritonProducts(ProductsInOrientation):
     def __init__(self, batch: int, n: int, m: int, tall: bool, dtype: torch.dtype):
-        self.shape, self.tall, self.dtype = (batch, n, m), tall, dtype
+        super().__init__(tall, dtype)
         self.configs = {kind: choose_config(kind, batch, n, m, AMD) for kind in ("gram", "square", "update")}
 
-    def _wide(self, x: Tensor) -> Tensor:
-        return x.mT if self.tall else x
-
-    def gram(self, x: Tensor, alpha: float) -> Tensor:
-        x = self._wide(x)
-        return self._symmetric(x, x, None, alpha, 0.0, self.configs["gram"])
-
-    def symmetric(self, a: Tensor, b: Tensor, d: Tensor | None, alpha: float, beta: float) -> Tensor:
-        return self._symmetric(a, b, d, alpha, beta, self.configs["square"])
-
-    def _symmetric(self, a, b, d, alpha, beta, config) -> Tensor:
-        c = empty_rows(a.shape[0], a.shape[1], a.shape[1], like=a)
+    def _symmetric(self, a: Tensor, b: Tensor, d: Tensor | None, alpha: float, beta: float, kind: str) -> Tensor:
+        c, config = empty_rows(a.shape[0], a.shape[1], a.shape[1], like=a), self.configs[kind]
         if config.engine == "cublas":
             return torch.baddbmm(c if d is None else d, a, b.mT, beta=beta, alpha=alpha, out=c)
         return product(a, b, d, c, alpha, beta, True, config)
-
-    def apply(self, z: Tensor, x: Tensor, alpha: float, beta: float) -> Tensor:
-        return self._apply(z, x, alpha, beta, x.dtype)
-
-    def apply_last(self, z: Tensor, x: Tensor, alpha: float, beta: float) -> Tensor:
-        return self._apply(z, x, alpha, beta, self.dtype).contiguous()
 
     def _apply(self, z: Tensor, x: Tensor, alpha: float, beta: float, dtype: torch.dtype) -> Tensor:
         config = self.configs["update"]

@@ -10,9 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from hip_ops.newton_schulz.product_configs import ProductConfig
-from hip_ops.runtime.tiles import grouped_tile, tile_count, triangle_tile, xcd_contiguous
-
-AMD_XCDS = 8
+from hip_ops.runtime.tiles import XCDS, grouped_tile, tile_count, triangle_tile, xcd_contiguous
 
 
 @triton.jit
@@ -73,7 +71,7 @@ def pointer_product_kernel(
 
 def launch(
     a: Tensor, a_by_columns: bool, b: Tensor, b_by_columns: bool, d: Tensor | None, c: Tensor, k: int, alpha: float, beta: float,
-    symmetric: bool, config: ProductConfig, amd: bool,
+    symmetric: bool, config: ProductConfig,
 ) -> None:
     batch, m, n = c.shape
     block_m, block_n = config.block_m, config.block_n
@@ -84,6 +82,6 @@ def launch(
         a, b, d, c, m, n, k, a.stride(1), b.stride(1), 0 if d is None else d.stride(1), c.stride(1),
         a.stride(0), b.stride(0), 0 if d is None else d.stride(0), c.stride(0), alpha, beta,
         SYMMETRIC=symmetric, A_BY_COLUMNS=a_by_columns, B_BY_COLUMNS=b_by_columns, HAS_D=d is not None,
-        EVEN_K=k % config.block_k == 0, BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_K=config.block_k, GROUP=8, XCDS=AMD_XCDS if amd else 1,
+        EVEN_K=k % config.block_k == 0, BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_K=config.block_k, GROUP=8, XCDS=XCDS,
         num_warps=config.num_warps, num_stages=config.num_stages,
     )

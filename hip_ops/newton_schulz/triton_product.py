@@ -143,7 +143,7 @@ def product(
             d = empty_rows(batch, m, n, like=d).copy_(d.mT)
     if not _has_descriptors(c.device):
         config = config if AMD else BEFORE_HOPPER_CONFIG
-        pointer_product.launch(a_storage, a_by_columns, b_storage, b_by_columns, d, c, k, alpha, beta, symmetric, config, AMD)
+        pointer_product.launch(a_storage, a_by_columns, b_storage, b_by_columns, d, c, k, alpha, beta, symmetric, config)
         return c
     block_m, block_n, block_k = config.block_m, config.block_n, config.block_k
     width = block_n // config.parts

@@ -41,10 +41,6 @@ def _forward(x: Tensor, residual: Tensor, vectors: tuple[Tensor, ...], weight: T
     return y, new_residual, rstd
 
 
-def _blocks(rows: int, hidden: int, types: int, scaled: bool, device: torch.device) -> int:
-    return library(target_of(device)).ho_rms_norm_backward_blocks(rows, hidden, types, scaled, multiprocessors(device))
-
-
 def _backward(
     dy: Tensor, d_new_residual: Tensor | None, x: Tensor | None, residual: Tensor, rstd: Tensor, vectors: tuple[Tensor, ...],
     weight: Tensor, x_dtype: torch.dtype,
@@ -64,7 +60,8 @@ def _backward(
     upstream = None if d_new_residual is None else as_rows(d_new_residual)
     given = [t for t in (dy, upstream, x, residual, weight, *vectors) if t is not None]
     types = _types(x_dtype, residual, weight, [*given, d_residual.view(-1, hidden)])
-    blocks = _blocks(len(dy), hidden, types, scaled, device)
+    count = library(target_of(device)).ho_rms_norm_backward_blocks
+    blocks = count(len(dy), hidden, types, scaled, multiprocessors(device))
     partial = torch.empty((blocks, 4 if scaled else 1, hidden), dtype=torch.float32, device=device)
     pointers = vectors or (None,) * 4
     call(

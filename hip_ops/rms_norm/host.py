@@ -23,7 +23,7 @@ def empty_results(x: Tensor, residual: Tensor, weight: Tensor) -> tuple[Tensor, 
 
 def functions(forward: Callable, backward: Callable) -> tuple[Callable, Callable, Callable, Callable]:
     """Returns add_rms_norm, add_rms_norm_backward, scaled_residual_rms_norm and scaled_residual_rms_norm_backward of a
-    version.
+    version, with the arguments of hip_ops.rms_norm.reference.
 
     forward(x, residual, vectors, weight, eps) -> y, new_residual, rstd.
     backward(dy, d_new_residual, x, residual, rstd, vectors, weight, x_dtype) -> d_x, d_residual, gradients of vectors
@@ -32,48 +32,17 @@ def functions(forward: Callable, backward: Callable) -> tuple[Callable, Callable
     """
 
     def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
-        """As hip_ops.rms_norm.reference.add_rms_norm."""
         return forward(x, residual, (), weight, eps)
 
-    def add_rms_norm_backward(
-        dy: Tensor,
-        d_new_residual: Tensor | None,
-        new_residual: Tensor,
-        rstd: Tensor,
-        weight: Tensor,
-        x_dtype: torch.dtype,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """As hip_ops.rms_norm.reference.add_rms_norm_backward."""
+    def add_rms_norm_backward(dy, d_new_residual, new_residual, rstd, weight, x_dtype) -> tuple[Tensor, Tensor, Tensor]:
         d_x, d_residual, d_weight = backward(dy, d_new_residual, None, new_residual, rstd, (), weight, x_dtype)
         return d_residual, d_x, d_weight
 
-    def scaled_residual_rms_norm(
-        output: Tensor,
-        residual: Tensor,
-        output_bias: Tensor,
-        output_scale: Tensor,
-        residual_bias: Tensor,
-        residual_scale: Tensor,
-        weight: Tensor,
-        eps: float,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """As hip_ops.rms_norm.reference.scaled_residual_rms_norm."""
-        return forward(output, residual, (output_bias, output_scale, residual_bias, residual_scale), weight, eps)
+    def scaled_residual_rms_norm(output, residual, *rest) -> tuple[Tensor, Tensor, Tensor]:
+        *vectors, weight, eps = rest
+        return forward(output, residual, tuple(vectors), weight, eps)
 
-    def scaled_residual_rms_norm_backward(
-        dy: Tensor,
-        d_new_residual: Tensor | None,
-        output: Tensor,
-        residual: Tensor,
-        rstd: Tensor,
-        output_bias: Tensor,
-        output_scale: Tensor,
-        residual_bias: Tensor,
-        residual_scale: Tensor,
-        weight: Tensor,
-    ) -> tuple[Tensor, ...]:
-        """As hip_ops.rms_norm.reference.scaled_residual_rms_norm_backward."""
-        vectors = (output_bias, output_scale, residual_bias, residual_scale)
-        return backward(dy, d_new_residual, output, residual, rstd, vectors, weight, output.dtype)
+    def scaled_residual_rms_norm_backward(dy, d_new_residual, output, residual, rstd, *vectors) -> tuple[Tensor, ...]:
+        return backward(dy, d_new_residual, output, residual, rstd, vectors[:-1], vectors[-1], output.dtype)
 
     return add_rms_norm, add_rms_norm_backward, scaled_residual_rms_norm, scaled_residual_rms_norm_backward

@@ -23,6 +23,22 @@ from hip_ops.runtime.row_views import as_rows
 
 
 @triton.jit
+def _vectors(output_scale, residual_scale, output_bias, residual_bias, columns, inside):
+    """Loads the four vectors of ZAYA's merge in fp32."""
+    s_o = tl.load(output_scale + columns, mask=inside, other=0.0).to(tl.float32)
+    s_x = tl.load(residual_scale + columns, mask=inside, other=0.0).to(tl.float32)
+    b_o = tl.load(output_bias + columns, mask=inside, other=0.0).to(tl.float32)
+    b_x = tl.load(residual_bias + columns, mask=inside, other=0.0).to(tl.float32)
+    return s_o, s_x, b_o, b_x
+
+
+@triton.jit
+def _rows(at, mask):
+    """Loads elements that are read once, in fp32."""
+    return tl.load(at, mask=mask, other=0.0, eviction_policy="evict_first").to(tl.float32)
+
+
+@triton.jit
 def rms_norm_forward_kernel(
     x, residual, output_bias, output_scale, residual_bias, residual_scale, weight, y, new_residual, rstd, rows, hidden,
     x_stride, residual_stride, eps, SCALED: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
@@ -34,18 +50,14 @@ def rms_norm_forward_kernel(
     inside = columns < hidden
     w = tl.load(weight + columns, mask=inside, other=0.0).to(tl.float32)
     if SCALED:
-        s_o = tl.load(output_scale + columns, mask=inside, other=0.0).to(tl.float32)
-        s_x = tl.load(residual_scale + columns, mask=inside, other=0.0).to(tl.float32)
-        b_o = tl.load(output_bias + columns, mask=inside, other=0.0).to(tl.float32)
-        b_x = tl.load(residual_bias + columns, mask=inside, other=0.0).to(tl.float32)
+        s_o, s_x, b_o, b_x = _vectors(output_scale, residual_scale, output_bias, residual_bias, columns, inside)
         shift = tl.fma(b_o, s_o, b_x * s_x)
     for first in tl.range(tl.program_id(0) * ROWS, rows, tl.num_programs(0) * ROWS, num_stages=STAGES):
         row = (first + tl.arange(0, ROWS)[:, None]).to(tl.int64)
         live = row < rows
         mask = live & inside
-        a = tl.load(x + row * x_stride + columns, mask=mask, other=0.0, eviction_policy="evict_first").to(tl.float32)
-        r = tl.load(residual + row * residual_stride + columns, mask=mask, other=0.0, eviction_policy="evict_first")
-        r = r.to(tl.float32)
+        a = _rows(x + row * x_stride + columns, mask)
+        r = _rows(residual + row * residual_stride + columns, mask)
         if SCALED:
             merged = tl.fma(r, s_x, tl.fma(a, s_o, shift))
         else:
@@ -75,10 +87,7 @@ def rms_norm_backward_kernel(
     w = tl.load(weight + columns, mask=inside, other=0.0).to(tl.float32)
     sum_w = tl.zeros([ROWS, BLOCK], tl.float32)
     if SCALED:
-        s_o = tl.load(output_scale + columns, mask=inside, other=0.0).to(tl.float32)
-        s_x = tl.load(residual_scale + columns, mask=inside, other=0.0).to(tl.float32)
-        b_o = tl.load(output_bias + columns, mask=inside, other=0.0).to(tl.float32)
-        b_x = tl.load(residual_bias + columns, mask=inside, other=0.0).to(tl.float32)
+        s_o, s_x, b_o, b_x = _vectors(output_scale, residual_scale, output_bias, residual_bias, columns, inside)
         shift = tl.fma(b_o, s_o, b_x * s_x)
         sum_g = tl.zeros([ROWS, BLOCK], tl.float32)
         sum_gx = tl.zeros([ROWS, BLOCK], tl.float32)
@@ -87,16 +96,12 @@ def rms_norm_backward_kernel(
         row = (first + tl.arange(0, ROWS)[:, None]).to(tl.int64)
         live = row < rows
         mask = live & inside
-        upstream = tl.load(dy + row * dy_stride + columns, mask=mask, other=0.0, eviction_policy="evict_first")
-        upstream = upstream.to(tl.float32)
-        r = tl.load(residual + row * residual_stride + columns, mask=mask, other=0.0, eviction_policy="evict_first")
-        r = r.to(tl.float32)
+        upstream = _rows(dy + row * dy_stride + columns, mask)
+        r = _rows(residual + row * residual_stride + columns, mask)
         if SCALED:
-            a = tl.load(x + row * x_stride + columns, mask=mask, other=0.0, eviction_policy="evict_first").to(tl.float32)
+            a = _rows(x + row * x_stride + columns, mask)
         if HAS_D_NEW_RESIDUAL:
-            passed = tl.load(
-                d_new_residual + row * d_new_residual_stride + columns, mask=mask, other=0.0, eviction_policy="evict_first"
-            ).to(tl.float32)
+            passed = _rows(d_new_residual + row * d_new_residual_stride + columns, mask)
         scale = tl.load(rstd + row, mask=live, other=0.0)
         if SCALED:
             value = tl.fma(r, s_x, tl.fma(a, s_o, shift)).to(residual.dtype.element_ty).to(tl.float32)
@@ -157,10 +162,7 @@ def rms_norm_sum_kernel(
     tl.store(d_weight + columns, tl.sum(sum_w, axis=0).to(d_weight.dtype.element_ty), mask=inside)
     if SCALED:
         total = tl.sum(sum_g, axis=0)
-        s_o = tl.load(output_scale + columns, mask=inside, other=0.0).to(tl.float32)
-        s_x = tl.load(residual_scale + columns, mask=inside, other=0.0).to(tl.float32)
-        b_o = tl.load(output_bias + columns, mask=inside, other=0.0).to(tl.float32)
-        b_x = tl.load(residual_bias + columns, mask=inside, other=0.0).to(tl.float32)
+        s_o, s_x, b_o, b_x = _vectors(output_scale, residual_scale, output_bias, residual_bias, columns, inside)
         vector = d_weight.dtype.element_ty
         tl.store(d_output_bias + columns, (total * s_o).to(vector), mask=inside)
         tl.store(d_output_scale + columns, tl.fma(total, b_o, tl.sum(sum_gx, axis=0)).to(vector), mask=inside)

@@ -62,6 +62,13 @@ def softmax(logits, known):
 
 
 @triton.jit
+def part_of_rows(row, first, R: tl.constexpr, PART: tl.constexpr):
+    """Returns PART channels from `first` on, and their places in rows of R channels."""
+    part = first + tl.arange(0, PART)
+    return part, row.to(tl.int64)[:, None] * R + part[None, :]
+
+
+@triton.jit
 def router_mlp_forward_kernel(
     projected, previous, gamma, b_down, w_norm, w1, b1, w2, b2, w_out, biases, forced, state, weights, ids, hidden1, hidden2, logits, statistics,
     rows, eps, unweighted,
@@ -77,8 +84,7 @@ def router_mlp_forward_kernel(
     here = inside[:, None]
     squares = tl.zeros([BLOCK], tl.float32)
     for first in range(0, R, PART):
-        part = first + tl.arange(0, PART)
-        to = row.to(tl.int64)[:, None] * R + part[None, :]
+        part, to = part_of_rows(row, first, R, PART)
         wide = tl.load(projected + to, mask=here, other=0.0).to(tl.float32) + tl.load(b_down + part).to(tl.float32)[None, :]
         if HAS_PREVIOUS:
             wide += tl.load(previous + to, mask=here, other=0.0).to(tl.float32) * tl.load(gamma + part).to(tl.float32)[None, :]
@@ -88,16 +94,14 @@ def router_mlp_forward_kernel(
     inverse = tl.rsqrt(squares / R + eps)[:, None]
     tl.debug_barrier()
     for first in range(0, R, PART):
-        part = first + tl.arange(0, PART)
-        to = row.to(tl.int64)[:, None] * R + part[None, :]
+        part, to = part_of_rows(row, first, R, PART)
         direction = tl.load(state + to, mask=here, other=0.0).to(tl.float32) * inverse
         tl.store(hidden2 + to, (direction * tl.load(w_norm + part).to(tl.float32)[None, :]).to(hidden2.dtype.element_ty), mask=here)
     tl.debug_barrier()
     x = tl.load(hidden2 + at, mask=here, other=0.0)
     tl.debug_barrier()
     for first in range(0, R, PART):
-        part = first + tl.arange(0, PART)
-        to = row.to(tl.int64)[:, None] * R + part[None, :]
+        part, to = part_of_rows(row, first, R, PART)
         y = tl.dot(x, tl.load(w1 + part[None, :] * R + channel[:, None]), input_precision="ieee") + tl.load(b1 + part).to(tl.float32)[None, :]
         y = y.to(x.dtype)
         tl.store(hidden1 + to, y, mask=here)
@@ -109,8 +113,7 @@ def router_mlp_forward_kernel(
     known = (column < CLASSES)[None, :]
     scores = tl.zeros((BLOCK, COLUMNS), tl.float32)
     for first in range(0, R, PART):
-        part = first + tl.arange(0, PART)
-        to = row.to(tl.int64)[:, None] * R + part[None, :]
+        part, to = part_of_rows(row, first, R, PART)
         y = tl.dot(x, tl.load(w2 + part[None, :] * R + channel[:, None]), input_precision="ieee") + tl.load(b2 + part).to(tl.float32)[None, :]
         y = y.to(x.dtype)
         tl.store(hidden2 + to, y, mask=here)
@@ -159,24 +162,21 @@ def router_mlp_backward_kernel(
     grad = (upstream[:, None] * (tl.where(chosen, 1.0, 0.0) - p)).to(state.dtype.element_ty)
     tl.store(d_logits + row.to(tl.int64)[:, None] * COLUMNS + column[None, :], grad, mask=here)
     for first in range(0, R, PART):
-        part = first + tl.arange(0, PART)
-        to = row.to(tl.int64)[:, None] * R + part[None, :]
+        part, to = part_of_rows(row, first, R, PART)
         matrix = tl.load(w_out + column[:, None] * R + part[None, :], mask=(column < CLASSES)[:, None], other=0.0)
         back = tl.dot(grad, matrix, input_precision="ieee").to(grad.dtype)
         back_through_gelu(back, hidden2, active2, d_hidden2, total + 4 * R + part, to, here)
     tl.debug_barrier()
     grad = tl.load(d_hidden2 + at, mask=here, other=0.0)
     for first in range(0, R, PART):
-        part = first + tl.arange(0, PART)
-        to = row.to(tl.int64)[:, None] * R + part[None, :]
+        part, to = part_of_rows(row, first, R, PART)
         back = tl.dot(grad, tl.load(w2 + channel[:, None] * R + part[None, :]), input_precision="ieee").to(grad.dtype)
         back_through_gelu(back, hidden1, active1, d_hidden1, total + 3 * R + part, to, here)
     tl.debug_barrier()
     grad = tl.load(d_hidden1 + at, mask=here, other=0.0)
     squares, products = tl.zeros([BLOCK], tl.float32), tl.zeros([BLOCK], tl.float32)
     for first in range(0, R, PART):
-        part = first + tl.arange(0, PART)
-        to = row.to(tl.int64)[:, None] * R + part[None, :]
+        part, to = part_of_rows(row, first, R, PART)
         back = tl.dot(grad, tl.load(w1 + channel[:, None] * R + part[None, :]), input_precision="ieee").to(grad.dtype)
         tl.store(d_projected + to, back, mask=here)  # loaded ahead for the loop below
         wide = tl.load(state + to, mask=here, other=0.0).to(tl.float32)
@@ -187,8 +187,7 @@ def router_mlp_backward_kernel(
     inverse = inverse[:, None]
     tl.debug_barrier()
     for first in range(0, R, PART):
-        part = first + tl.arange(0, PART)
-        to = row.to(tl.int64)[:, None] * R + part[None, :]
+        part, to = part_of_rows(row, first, R, PART)
         direction = tl.load(state + to, mask=here, other=0.0).to(tl.float32) * inverse
         scale = tl.load(w_norm + part).to(tl.float32)[None, :]
         tl.store(normed + to, (direction * scale).to(grad.dtype), mask=here)

@@ -18,15 +18,11 @@ _DEBIAN = Path("/usr/lib/x86_64-linux-gnu/amdgcn/bitcode")
 def find(target: str, clang: str, rocm_folders: list[Path]) -> Path | None:
     """Returns a folder for clang's `--rocm-device-lib-path`, or None."""
     for folder in (*(rocm / "amdgcn" / "bitcode" for rocm in rocm_folders), _DEBIAN):
-        if (folder / f"oclc_isa_version_{_number(target)}.bc").is_file():
+        if (folder / f"oclc_isa_version_{target.removeprefix('gfx')}.bc").is_file():
             return folder
         if target == "gfx942" and (folder / "oclc_isa_version_940.bc").is_file():
             return _with_gfx942(folder, clang)
     return None
-
-
-def _number(target: str) -> str:
-    return target.removeprefix("gfx")
 
 
 def _with_gfx942(folder: Path, clang: str) -> Path | None:

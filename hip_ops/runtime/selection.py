@@ -18,6 +18,7 @@ import os
 from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
+from hip_ops.runtime.errors import mistake
 from hip_ops.versions import check_selection
 
 ENVIRONMENT = "HIP_OPS_KERNELS"
@@ -53,9 +54,8 @@ def set_kernels(kernels: str | None = "auto", overrides: Mapping[str, str] | Non
     Raises ValueError for unknown names.
     """
     if kernels is None and overrides:
-        raise ValueError(
-            f"set_kernels(None) reads {ENVIRONMENT} and takes no overrides. Fix: put them into {ENVIRONMENT}."
-        )
+        fix = f"put them into {ENVIRONMENT}, as in {ENVIRONMENT}=auto,router_mlp=compiled"
+        raise mistake(f"{group}kernels=None", f"reads {ENVIRONMENT}", f"no {group}kernel_overrides", fix)
     check_selection(kernels or "auto", dict(overrides or {}), group)
     names = (f"{group}kernels", f"{group}kernel_overrides.")
     _stack[:] = [] if kernels is None else [Selection(kernels, overrides or {}, names)]

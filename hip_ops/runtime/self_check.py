@@ -73,47 +73,49 @@ def _compare(got: list, want: list, tolerance: float | None) -> str | None:
     ]
     if [name for name, _ in pairs[0]] != [name for name, _ in pairs[1]]:
         return f"it gives {len(pairs[0])} tensors, torch {len(pairs[1])}"
-    for (name, mine), (_, theirs) in zip(*pairs, strict=True):
-        if (mine.shape, mine.dtype) != (theirs.shape, theirs.dtype):
-            return f"{name} is {mine.dtype} {tuple(mine.shape)}, torch gives {theirs.dtype} {tuple(theirs.shape)}"
-        said = worst(name, mine, theirs, tolerance)
-        if said:
-            return said
-    return None
+    said = (worst(name, mine, theirs, tolerance) for (name, mine), (_, theirs) in zip(*pairs, strict=True))
+    return next(filter(None, said), None)
 
 
 def worst_element(name: str, mine: torch.Tensor, theirs: torch.Tensor, allowed: float, floor: float) -> str | None:
     """Returns None if each element agrees to `allowed` relative to itself, or to `floor`, otherwise both numbers at the
     worst place.
 
-    For results whose elements differ in size by orders of magnitude."""
-    if (mine.shape, mine.dtype) != (theirs.shape, theirs.dtype):
-        return f"{name} is {mine.dtype} {tuple(mine.shape)}, torch gives {theirs.dtype} {tuple(theirs.shape)}"
-    mine, theirs = mine.double().flatten(), theirs.double().flatten()
-    error = (mine - theirs).abs().nan_to_num(torch.inf)
-    error[mine == theirs] = 0.0
-    excess = error - allowed * theirs.abs()
-    if not bool((excess > floor).any()):
-        return None
-    place = int(excess.argmax())
-    return f"{name}, element {place}: it gives {mine[place].item():.8g}, torch {theirs[place].item():.8g} (allowed: {allowed:.2g} of it)"
+    For results whose elements differ in size by orders of magnitude.
+    """
+    limits = floor + allowed * theirs.double().cpu().flatten().abs().nan_to_num(0.0, posinf=0.0)
+    return _difference(name, mine, theirs, limits, f"{allowed:.2g} of it")
 
 
 def worst(name: str, mine: torch.Tensor, theirs: torch.Tensor, tolerance: float | None = None) -> str | None:
     """Returns None if both agree to `tolerance` relative to the largest element (None: the dtype's), otherwise both
     numbers at the worst place.
     """
-    if theirs.numel() == 0 or torch.equal(mine, theirs):
-        return None
     allowed = (
         0.0 if not theirs.is_floating_point() else tolerance if tolerance is not None else TOLERANCES[theirs.dtype]
     )
+    finite = theirs[theirs.isfinite()].double()
+    scale = finite.abs().max().item() if len(finite) else 0.0
+    return _difference(name, mine, theirs, allowed * scale, f"{allowed:.2g} of the largest, {scale:.4g}")
+
+
+def _difference(
+    name: str, mine: torch.Tensor, theirs: torch.Tensor, limits: torch.Tensor | float, allowed: str
+) -> str | None:
+    """Returns None if no error exceeds its limit, otherwise both numbers where it exceeds it most. allowed: for the
+    message.
+    """
+    if (mine.shape, mine.dtype) != (theirs.shape, theirs.dtype):
+        return f"{name} is {mine.dtype} {tuple(mine.shape)}, torch gives {theirs.dtype} {tuple(theirs.shape)}"
+    if theirs.numel() == 0 or torch.equal(mine, theirs):
+        return None
     mine, theirs = mine.double().cpu().flatten(), theirs.double().cpu().flatten()
-    scale = theirs[theirs.isfinite()].abs().max().item() if theirs.isfinite().any() else 0.0
     # NaN on one side counts as an infinite error; NaN on both sides as equal.
     error = (mine - theirs).abs().nan_to_num(math.inf)
     error[(mine == theirs) | (mine.isnan() & theirs.isnan())] = 0.0
-    place = int(error.argmax())
-    if error[place] <= allowed * scale:
+    excess = error - limits
+    place = int(excess.argmax())
+    if excess[place] <= 0:
         return None
-    return f"{name}, element {place}: it gives {mine[place].item():.8g}, torch {theirs[place].item():.8g} (allowed: {allowed:.2g} of the largest, {scale:.4g})"
+    numbers = f"it gives {mine[place].item():.8g}, torch {theirs[place].item():.8g}"
+    return f"{name}, element {place}: {numbers} (allowed: {allowed})"

@@ -169,7 +169,7 @@ def _grouped_product(kind: str) -> TritonObject:
         "BLOCK_N": config.block_n,
         "BLOCK_K": config.block_k,
         "GROUP": config.group,
-        "XCDS": kernels.AMD_XCDS,
+        "XCDS": 8,
     }
     return _compile(kernel, types, constexprs, config.num_warps, config.num_stages)
 

@@ -61,7 +61,7 @@ def compile_for_hopper(kind: str, config: GroupedConfig):
     def block(*shape, dtype="bf16"):
         return f"tensordesc<{dtype}[{','.join(map(str, shape))}]>"
 
-    constants = kernels._constants(16, config)
+    constants = kernels._constants(16, config) | {"PARTS": config.parts}
     if kind == "outer":
         kernel = kernels.grouped_outer_kernel
         described = {

@@ -59,13 +59,9 @@ def described(recipe, options: Options, device) -> str:
     """Return a description of the anchor."""
     import transformers
 
-    compiled = ", each layer compiled" if compiles(device) else ", not compiled"
+    compiled = ", each layer compiled" if device.type != "cpu" else ", not compiled"
     optimizer = ", AdamW" if options.optimizer else ", no optimizer"
     return f"transformers {transformers.__version__} ZayaForCausalLM, FSDP2, {recipe.cluster.dtype} compute, fp32 reduction{compiled}{optimizer}"
-
-
-def compiles(device) -> bool:
-    return device.type != "cpu"
 
 
 def measure(recipe, options: Options, vocabulary: int, device) -> dict:
@@ -119,7 +115,7 @@ def measure(recipe, options: Options, vocabulary: int, device) -> dict:
         "reserved_gib": None if on_cpu else torch.cuda.max_memory_reserved() / 2**30,
         "loss": loss.item(),
         "parameters": sum(parameter.numel() for parameter in model.parameters()),
-        "compiled": compiles(device),
+        "compiled": not on_cpu,
     }
 
 
@@ -155,7 +151,7 @@ def sharded_model(recipe, vocabulary: int, device):
     policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32)
     mesh = torch.distributed.init_device_mesh(device.type, (torch.distributed.get_world_size(),))
     for layer in model.model.layers:
-        if compiles(device):
+        if device.type != "cpu":
             layer.compile(dynamic=False)
         fully_shard(layer, mesh=mesh, mp_policy=policy)
     fully_shard(model, mesh=mesh, mp_policy=policy)

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import shlex
@@ -77,11 +78,10 @@ def parse(argv: list[str]) -> tuple[Options, str | None, list[str]] | None:
     parser.add_argument("--output", metavar="DIR", help="folder of step.json, step.svg and the trace (<run_dir>/bench)")
     parser.add_argument(
         "--trace",
-        action="store_true",
+        action=argparse.BooleanOptionalAction,
         default=True,
-        help="keep the trace, trace.json.gz, for ui.perfetto.dev (default)",
+        help="keep the trace, trace.json.gz, for ui.perfetto.dev (default), or delete it after the report",
     )
-    parser.add_argument("--no-trace", dest="trace", action="store_false", help="delete the trace after the report")
     parser.add_argument(
         "--forward-backward-only",
         dest="optimizer",

@@ -43,11 +43,9 @@ class DeviceActivity:
     """A kernel, copy or fill. launch: correlation id of the runtime call that started it."""
 
     name: str
-    stream: object
     start: float
     end: float
     launch: int | None
-    external_id: int | None
 
 
 @dataclass(frozen=True)
@@ -104,7 +102,7 @@ def parse(events: Iterable[dict]) -> Trace:
             annotation = category != "cpu_op"
             trace.hosts.append(HostRange(name, event.get("tid"), start, end, annotation, external, sequence))
         elif category in DEVICE:
-            trace.device.append(DeviceActivity(name, arguments.get("stream"), start, end, launch, external))
+            trace.device.append(DeviceActivity(name, start, end, launch))
         elif category in RUNTIME:
             runtime.append((name, event.get("tid"), start, end, launch, external))
     trace.hosts.sort(key=lambda r: (str(r.thread), r.start, -r.end))
