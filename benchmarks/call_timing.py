@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Median time of one call, launched or replayed as a graph, its kernels, and the copy bandwidth that rates are held against."""
+"""Measure the median time of a call, launched or replayed as a graph, the times of its kernels, and the copy
+bandwidth.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,9 @@ import torch
 
 
 def milliseconds(call: Callable, device: torch.device, rep: int) -> float:
-    """Median; on a GPU triton's do_bench over `rep` milliseconds, which clears L2 before each call, on a CPU the last three of four calls."""
+    """Return the median time of `call`. On a GPU it is triton's do_bench over `rep` milliseconds, which clears L2
+    before each call; on a CPU the median of the last three of four calls.
+    """
     if device.type == "cuda":
         from triton.testing import do_bench
 
@@ -25,15 +29,19 @@ def milliseconds(call: Callable, device: torch.device, rep: int) -> float:
 
 
 def copy_bandwidth(device: torch.device, rep: int = 300) -> float:
-    """Bytes read and written a second by Tensor.copy_ of 1 GiB (32 MiB on a CPU)."""
+    """Return the bytes read and written per second by Tensor.copy_ of 1 GiB (32 MiB on a CPU)."""
     source = torch.randn(2**28 if device.type == "cuda" else 2**23, device=device)
     target = torch.empty_like(source)
     return 2 * source.numel() * 4 / milliseconds(lambda: target.copy_(source), device, rep) * 1e3
 
 
 def graphed(make_call: Callable[[], Callable]) -> Callable:
-    """Replays a call: without the time that the host takes to launch it. What it needs is made on the stream of the capture, for autograd runs
-    a backward on its forward's: the current stream, or a new one where that is the default stream, which cannot be captured."""
+    """Return a function that replays a captured graph of the call, without the time of the host's launches.
+
+    The call's tensors are made on the stream of the capture, because autograd runs a backward pass on the stream of its
+    forward pass. That stream is the current one, or a new one where the current stream is the default stream, which
+    cannot be captured.
+    """
     current = torch.cuda.current_stream()
     stream = torch.cuda.Stream() if current == torch.cuda.default_stream() else current
     stream.wait_stream(current)
@@ -45,11 +53,11 @@ def graphed(make_call: Callable[[], Callable]) -> Callable:
         with torch.cuda.graph(graph, stream=stream):
             call()
     current.wait_stream(stream)
-    return lambda kept=call: graph.replay()  # kept: what autograd saved, which the replay reads
+    return lambda kept=call: graph.replay()  # kept: autograd's saved tensors, which the replay reads
 
 
 def kernel_times(call: Callable, calls: int = 10) -> dict[str, float]:
-    """Microseconds a call of each kernel, by torch's profiler, longest first."""
+    """Return the microseconds per call of each kernel, from torch's profiler, longest first."""
     call()
     torch.cuda.synchronize()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:

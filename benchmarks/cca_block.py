@@ -1,14 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The CCA block of one ZAYA1-base layer, from normed input to output projection, beside transformers' ZayaAttention; forward and backward.
+"""Measure the CCA block of one ZAYA1-base layer, from normed input to output projection, and transformers'
+ZayaAttention; forward and backward.
 
     python3 benchmarks/cca_block.py                        4 sequences of 4096 tokens in bf16, two minutes
-    python3 benchmarks/cca_block.py --core-attention flash_attn_4        the block with that package (cluster.core_attention)
+    python3 benchmarks/cca_block.py --core-attention flash_attn_4        with cluster.core_attention=flash_attn_4
 
-`ours` is zaya_plugin.model.attention in Megatron's DDP, so that weight gradients are added to fp32 main gradients; the
-lines below it are its pieces alone. transformers' has the same weights and sdpa, and keeps fresh bf16 gradients, which is less work. Norm and
-residual are outside. `ms` is a call as Python makes it, `graph_ms` the replay of a captured graph, as the model trains, `both` forward and
-backward in one; medians of triton's do_bench, which clears L2 before each call. TFLOP/s count attention's backward as 2.5 times its forward (five
-products beside two) and all else's as twice. Prints a table and one line of JSON, which it writes to benchmarks/results/<name>.json.
+`ours` is zaya_plugin.model.attention in Megatron's DDP, which adds weight gradients to fp32 main gradients; the lines
+below it are its pieces alone. transformers has the same weights and sdpa, and keeps new bf16 gradients, which is less
+work. Norm and residual are not included. `ms` is a call from Python, `graph_ms` the replay of a captured graph, as in
+training, `both` forward and backward in one; all are medians of triton's do_bench, which clears L2 before each call.
+TFLOP/s count attention's backward as 2.5 times its forward (five products instead of two) and every other backward as
+twice its forward. Prints a table and one line of JSON, which it writes to benchmarks/results/<name>.json.
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ ROTARY_BASE = 10_000
 
 
 def operations(batch: int, rows: int, hidden: int) -> dict[str, dict[str, float]]:
-    """Of each piece and of all; a multiply-add counts as two."""
+    """Return the operations of each piece and of all pieces; a multiply-add counts as two."""
     tokens = 2.0 * batch * rows
     found = {
         "input projections": flop(tokens * hidden * (CHANNELS + VALUES), 2),
@@ -43,7 +45,9 @@ def operations(batch: int, rows: int, hidden: int) -> dict[str, dict[str, float]
 def attention_of_the_model(
     hidden: int, rows: int, core_attention: str, device: torch.device
 ) -> tuple[nn.Module, Tensor]:
-    """ZayaSelfAttention in Megatron's DDP, and the angles [s, 1, 1, r] of its rotation. Makes the process groups of one rank."""
+    """Return ZayaSelfAttention in Megatron's DDP, and the angles [s, 1, 1, r] of its rotation. Makes the process
+    groups of one rank.
+    """
     from zaya_plugin import patches
 
     patches.apply()
@@ -81,7 +85,7 @@ def attention_of_the_model(
 
 
 def of_the_model(attention: nn.Module, angles: Tensor, x: Tensor, upstream: Tensor) -> dict[str, Way]:
-    """The block [s, b, h] -> [s, b, h], and the calls that it is made of, with the arguments that they have in it."""
+    """Return the block [s, b, h] -> [s, b, h], and its calls with the arguments that they have in it."""
     import hip_ops
     from zaya_plugin.model import attention as module
     from zaya_plugin.model.small_gradients import read_together
@@ -117,7 +121,7 @@ def of_the_model(attention: nn.Module, angles: Tensor, x: Tensor, upstream: Tens
 def piece(
     function: Callable, arguments: tuple, keywords: dict, work: dict[str, float], parameters: tuple[Tensor, ...]
 ) -> Way:
-    """A call whose inputs are those arguments that gradients go to and that are no parameters."""
+    """Return a call whose inputs are the arguments that get gradients and are not parameters."""
     known = {id(parameter) for parameter in parameters}
     places = [i for i, t in enumerate(arguments) if isinstance(t, Tensor) and t.requires_grad and id(t) not in known]
 
@@ -131,7 +135,9 @@ def piece(
 
 
 def of_transformers(attention: nn.Module, x: Tensor, upstream: Tensor, compiled: bool) -> Way:
-    """ZayaAttention with the weights of `attention`, its parameters in their order; batch first, as there."""
+    """Return ZayaAttention with the weights of `attention` and its parameters in the same order; batch first, as in
+    transformers.
+    """
     from transformers import ZayaConfig
     from transformers.models.zaya import modeling_zaya as zaya
 
@@ -168,7 +174,8 @@ def of_transformers(attention: nn.Module, x: Tensor, upstream: Tensor, compiled:
 
 
 def distances(mine: Way, theirs: Way, names: list[str]) -> dict[str, float]:
-    """Of our output, and of gradients of input and matrices, from transformers', each of its norm: so that what is timed is what is meant.
+    """Return the distances of our output, and of our gradients of input and matrices, from those of transformers,
+    relative to their norms. They show that both compute the same.
 
     names: of the parameters.
     """
@@ -190,7 +197,9 @@ def distances(mine: Way, theirs: Way, names: list[str]) -> dict[str, float]:
 
 
 def compared(ms: dict[str, float]) -> dict[str, float]:
-    """Ours, the sum of its pieces that were measured, and how many times as long transformers takes."""
+    """Return the times of our block and of the sum of its measured pieces, and the ratio of transformers' time to
+    ours.
+    """
     pieces = {name: value for name, value in ms.items() if name.startswith("ours,")}
     found = {"ours": ms["ours"], f"sum of its {len(pieces)} pieces": round(sum(pieces.values()), 4)}
     return found | {
@@ -199,7 +208,7 @@ def compared(ms: dict[str, float]) -> dict[str, float]:
 
 
 def measure_block(batch: int, rows: int, device: torch.device, options) -> dict:
-    """{direction: {name: figures}, "distance": ..., "kernels": microseconds of ours, "summary": ...}."""
+    """Return {direction: {name: figures}, "distance": ..., "kernels": microseconds of our kernels, "summary": ...}."""
     ddp, angles = attention_of_the_model(options.hidden, rows, options.core_attention, device)
     x, upstream = (torch.randn(rows, batch, options.hidden, device=device).to(BF16) for _ in range(2))
     ways, distance = of_the_model(ddp.module, angles, x.requires_grad_(), upstream), {}

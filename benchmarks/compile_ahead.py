@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Fills Triton's cache on disk from several processes, so that a sweep over configurations compiles on all cores and then only measures."""
+"""Fills Triton's cache on disk from several processes, so that a sweep over configurations compiles on all cores and
+then only measures.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,8 @@ from concurrent.futures import ProcessPoolExecutor
 
 
 def compile_ahead(run: Callable, arguments: Iterable[tuple], processes: int | None = None) -> None:
-    """Calls run(*each) for each of `arguments` in fresh processes and ignores what fails: who measures will meet it again.
+    """Call run(*each) for each of `arguments` in new processes. Failures are ignored; the measurement meets and reports
+    them again.
 
     run: a function of a module that can be imported, which calls the kernels once on the GPU.
     """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Forward and backward of functions of tensors, timed as called and as replayed graphs."""
+"""Measure forward and backward of functions of tensors, as calls from Python and as replayed graphs."""
 
 from __future__ import annotations
 
@@ -18,7 +18,9 @@ DIRECTIONS = ("forward", "backward", "both")
 
 @dataclass
 class Way:
-    """A function, its inputs, the gradients of its outputs, its operations by direction, and parameters whose gradients it makes too."""
+    """A function, its inputs, the gradients of its outputs, its operations by direction, and the parameters that
+    also get gradients.
+    """
 
     function: Callable
     inputs: tuple[Tensor, ...]
@@ -35,7 +37,9 @@ class Way:
             tensor.grad = None
 
     def calls(self) -> dict[str, Callable[[], Callable]]:
-        """{direction: makes the call that is timed}; `.backward`, not `autograd.grad`, for Megatron's DDP waits for gradients at parameters."""
+        """Return {direction: function that makes the timed call}. It uses `.backward`, not `autograd.grad`, because
+        Megatron's DDP waits for gradients at parameters.
+        """
 
         def backward() -> Callable:
             outputs = self.outputs()
@@ -54,44 +58,46 @@ class Way:
 
 
 def flop(forward: float, backward: float) -> dict[str, float]:
-    """Operations by direction; backward: times the forward's."""
+    """Return operations by direction; backward: multiples of the forward's."""
     return dict(zip(DIRECTIONS, (forward, backward * forward, (1 + backward) * forward), strict=True))
 
 
 def apart(a: Tensor, b: Tensor) -> float:
-    """Norm of the difference, of b's norm."""
+    """Return the norm of the difference relative to the norm of b."""
     return ((a.float() - b.float()).norm() / b.float().norm()).item()
 
 
 def kernels(way: Way, most: int | None = None) -> dict:
-    """Microseconds of each kernel of forward and backward, the longest first; nothing without a GPU."""
+    """Return the microseconds of each kernel of forward and backward, longest first; empty without a GPU."""
     if not torch.cuda.is_available():
         return {}
     try:
         found = kernel_times(way.calls()["both"](), 5)
-    except Exception as error:  # what was measured before is kept
+    except Exception as error:  # the figures measured before are kept
         return failure(error)
     return dict(list(found.items())[:most])
 
 
 def capturable_stream(device: torch.device) -> contextlib.AbstractContextManager:
-    """A stream of its own for all that is within: models in Megatron's DDP, their forward passes, and `measure`; no change without a GPU.
+    """Run the block on a stream of its own: models in Megatron's DDP, their forward passes, and `measure`; no change
+    without a GPU.
 
-    DDP keeps autograd's nodes of its parameters, which run on the stream that it was made on whatever the forward pass's. On the default stream, which
-    cannot be captured, they end the capture of every backward pass.
+    DDP keeps autograd's nodes of its parameters, which run on the stream on which DDP was made, not on that of the
+    forward pass. On the default stream, which cannot be captured, they end the capture of every backward pass.
     """
     return torch.cuda.stream(torch.cuda.Stream()) if device.type == "cuda" else contextlib.nullcontext()
 
 
 def cell(device: torch.device) -> str:
-    """The figure that counts: a graph's replay, where there are graphs."""
+    """Return the name of the figure for comparisons: the replay of a graph where there are graphs."""
     return "graph_ms" if device.type == "cuda" else "ms"
 
 
 def measure(ways: dict[str, Way], device: torch.device, rep: int) -> dict[str, dict]:
-    """{direction: {name: {"ms", "graph_ms", "tflop_per_s"}}}, the rate of the last that could be had; what fails has its error.
+    """Return {direction: {name: {"ms", "graph_ms", "tflop_per_s"}}}; the rate is of the last time that is available. A
+    call that fails has its error.
 
-    Graphs come last of all, for a capture that fails can leave the device unusable.
+    Graphs are measured last, because a failed capture can leave the device unusable.
     """
     found: dict[str, dict] = {direction: {} for direction in DIRECTIONS}
     for kind in dict.fromkeys(("ms", cell(device))):

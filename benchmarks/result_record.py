@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a results file says of how its figures came about, and how it is written."""
+"""Describe how the figures of a results file were made, and write the file."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ RESULTS = HERE / "results"
 
 
 def commit_of(given: str | None) -> str:
-    """`given`, else the checkout's commit, "unknown" where this is none."""
+    """Return `given`, otherwise the checkout's commit, or "unknown" outside a checkout."""
     if given:
         return given
     found = subprocess.run(
@@ -32,18 +32,18 @@ def commit_of(given: str | None) -> str:
 
 
 def device_name() -> str:
-    """The accelerator's, else the processor's architecture."""
+    """Return the name of the accelerator, otherwise the processor's architecture."""
     return torch.cuda.get_device_name() if torch.cuda.is_available() else f"CPU {platform.machine()}"
 
 
 def script() -> str:
-    """The running script's path in the repository."""
+    """Return the path of the running script in the repository."""
     name = Path(sys.argv[0]).name
     return str(next(HERE.rglob(name), HERE / name).relative_to(HERE.parent))
 
 
 def described(commit: str | None, device: str | None = None) -> dict:
-    """Device, date, commit, command and versions. commit: what the option --commit was given."""
+    """Return device, date, commit, command and versions. commit: the value of the option --commit."""
     return {
         "device": device or device_name(),
         "date": datetime.date.today().isoformat(),
@@ -58,12 +58,12 @@ def described(commit: str | None, device: str | None = None) -> dict:
 
 
 def file_part(device: str) -> str:
-    """A device's name as part of a file's."""
+    """Return a device's name as part of a file's name."""
     return device.replace(" ", "_").lower()
 
 
 def write(record: dict, name: str, folder: Path = RESULTS) -> None:
-    """Prints `record` as one line, and keeps it as <folder>/<name>.json."""
+    """Print `record` as one line, and write it to <folder>/<name>.json."""
     print(json.dumps(record))
     folder.mkdir(parents=True, exist_ok=True)
     (folder / f"{name}.json").write_text(json.dumps(record, indent=1) + "\n")

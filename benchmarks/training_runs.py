@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whole runs of `zaya train`, whose losses benchmarks compare."""
+"""Run `zaya train` for benchmarks that compare losses."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ from pathlib import Path
 
 
 def train(directory: Path, overrides: Iterable[str]) -> Path:
-    """A run in `directory`, unless it was finished there before; raises RuntimeError with the end of its output."""
+    """Run a training in `directory`, unless it was finished there before; raises RuntimeError with the end of its
+    output.
+    """
     if not (directory / "done").is_file():
         command = [
             sys.executable,
@@ -33,15 +35,15 @@ def train(directory: Path, overrides: Iterable[str]) -> Path:
 
 
 def rows(directory: Path) -> list[dict]:
-    """What the run reported, a dictionary a step or validation."""
+    """Return the metrics that the run reported, one dictionary per step or validation."""
     return [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
 
 
 def losses(directory: Path) -> list[float]:
-    """Training loss of every step."""
+    """Return the training loss of every step."""
     return [row["loss"] for row in rows(directory) if "loss" in row]
 
 
 def smooth(values: list[float], window: int) -> list[float]:
-    """Mean of each value and up to window - 1 before it."""
+    """Return the mean of each value and up to window - 1 values before it."""
     return [sum(part) / len(part) for part in (values[max(0, i - window + 1) : i + 1] for i in range(len(values)))]

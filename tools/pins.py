@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prints the constraints of `zaya_plugin[cpu,dev]` as installed in the Python that runs this: `.venv/bin/python tools/pins.py`.
+"""Print the constraints of `zaya_plugin[cpu,dev]` as installed in the Python that runs this: `.venv/bin/python
+tools/pins.py`.
 
-Unlike `pip freeze` it starts from the package's own requirements, so packages installed for other reasons stay out of constraints.txt.
-To upgrade: install the new versions into .venv, run the tests, then `.venv/bin/python tools/pins.py > constraints.txt`.
+Unlike `pip freeze` it starts from the package's own requirements, so packages installed for other reasons are not in
+constraints.txt. To upgrade: install the new versions into .venv, run the tests, then `.venv/bin/python tools/pins.py >
+constraints.txt`.
 """
 
 import sys
@@ -20,7 +22,9 @@ BUILDERS = ("pip", "setuptools")
 
 
 def closure(root: str = "zaya_plugin", extras: tuple[str, ...] = ("cpu", "dev")) -> tuple[dict[str, str], set[str]]:
-    """Return the installed requirements of `root[extras]`, canonical name -> version (without `root`), and the names that are not installed."""
+    """Return the installed requirements of `root[extras]`, canonical name -> version (without `root`), and the names
+    that are not installed.
+    """
     versions, missing = {}, set()
     todo, seen = [(root, ""), *((root, extra) for extra in extras), *((name, "") for name in BUILDERS)], set()
     while todo:

@@ -4,8 +4,8 @@
     python tools/size.py                 this checkout
     python tools/size.py --rev HEAD~10   another commit
 
-A statement is a node of the syntax tree without docstrings, so layout, comments and moving code between packages do not change
-the sum. zaya_plugin, hip_ops and patches are counted; kernels are .hip and .h files.
+A statement is a node of the syntax tree without docstrings, so layout, comments and moving code between packages do not
+change the sum. zaya_plugin, hip_ops and patches are counted; kernels are .hip and .h files.
 """
 
 import argparse

@@ -59,7 +59,9 @@ def _example(backward: bool):
 
 
 def _fits(first: int) -> dict[str, Callable[..., bool]]:
-    """Returns by version a function that tells whether its kernels take a call; projected is argument number `first`."""
+    """Returns by version a function that tells whether its kernels take a call; projected is argument number
+    `first`.
+    """
 
     def hip(*arguments) -> bool:
         projected, grouped_weight, rope = (arguments[first + place] for place in (0, 3, 6))
@@ -74,7 +76,8 @@ def _rule(given: dict) -> tuple[str, str] | None:
     heads, chunks, rope = channels // d, given.get("k", 1), given["rope"]
     if channels % d or groups < 1 or heads % groups or heads < 2 * groups:
         return f"query_groups is {groups}", (
-            f"a divisor of the number of query heads, where the {channels} channels of depthwise_bias are query heads and "
+            f"a divisor of the number of query heads, where the {channels} channels of depthwise_bias are query heads "
+            "and "
             f"query_groups key heads of {d} channels"
         )
     if not 0 <= delayed <= groups * d:

@@ -4,8 +4,8 @@
 Source: arXiv 2510.04476 with the changes of arXiv 2605.05365, as in transformers `ZayaCCAProjection`, `ZayaQKNorm` and
 `apply_rotary_pos_emb`. For a row t of one sequence, z its projected queries and keys, all heads of one query group j:
 
-    u_t = a0 z_{t-1} + a1 z_t + b0          per channel                x_i = y_i + (q_i + k_j) / 2            of query head i
-    y_t = W0 u_{t-1} + W1 u_t + b1          per head, d x d            x_j = y_j + (mean_i q_i + k_j) / 2     of key head j
+    u_t = a0 z_{t-1} + a1 z_t + b0          per channel                x_i = y_i + (q_i + k_j) / 2  of query head i
+    y_t = W0 u_{t-1} + W1 u_t + b1          per head, d x d            x_j = y_j + (mean_i q_i + k_j) / 2  of key head j
     out = rope(x sqrt(d) / max(|x|, eps))   keys times temperature_j   v_t = (current_t, delayed_{t-1})
 
 Before a sequence or a document z = 0, hence u = b0. So u_t and u_{t-1} depend only on z_t, z_{t-1} and z_{t-2}; the

@@ -2,14 +2,16 @@
 """The backward kernels of the CCA prologue. No atomics: every sum over rows is a sum per program, then a sum over the
 programs.
 
-    cca_prologue_norm_kernel      d_query, d_key, query, key -> dy, the gradient of x (reference.py); d_value -> projected's value channels
+    cca_prologue_norm_kernel      d_query, d_key, query, key -> dy, the gradient of x (reference.py);
+                                  d_value -> projected's value channels
     cca_prologue_input_kernel     dy -> the gradient of z and halo
     cca_prologue_weight_kernel    dy, z -> S_j = sum_t dy_t z_{t-j}^T for j = 0, 1, 2, a head and a run of tiles
     cca_prologue_sum_kernel       S -> the gradients of all parameters
 
 The convolutions are not computed again: unit vectors come from query and key, and the sums do not contain u, since with
     u_t = a0 z_{t-1} + a1 z_t + b0
-    dW1 = a1 S_0 + a0 S_1 + b0 sum dy,   dW0 = a1 S_1 + a0 S_2 + b0 sum dy,   d a1 = sum_out W1 S_0 + W0 S_1,   d a0 = sum_out W1 S_1 + W0 S_2
+    dW1 = a1 S_0 + a0 S_1 + b0 sum dy,   dW0 = a1 S_1 + a0 S_2 + b0 sum dy,
+    d a1 = sum_out W1 S_0 + W0 S_1,      d a0 = sum_out W1 S_1 + W0 S_2
 and with the merged taps M_0 = a1 W1, M_1 = a0 W1 + a1 W0, M_2 = a0 W0
     dz_t = M_0^T dy_t + M_1^T dy_{t+1} + M_2^T dy_{t+2}, for the rows that see row t, plus the means' part.
 Importing this module imports triton.
@@ -26,9 +28,9 @@ LEAST_TEMPERATURE = tl.constexpr(1e-30)  # below it, keys have lost their direct
 
 @triton.jit
 def shift_value_gradients(
-    d_value, d_projected, d_value_halo, starts, f, total, rows, batch, by_rows, by_batch, d_row_stride, d_batch_stride, d_head_stride,
-    HEADS: tl.constexpr, GROUPS: tl.constexpr, D: tl.constexpr, DELAYED: tl.constexpr, HAS_HALO: tl.constexpr,
-    HAS_STARTS: tl.constexpr,
+    d_value, d_projected, d_value_halo, starts, f, total, rows, batch, by_rows, by_batch, d_row_stride, d_batch_stride,
+    d_head_stride, HEADS: tl.constexpr, GROUPS: tl.constexpr, D: tl.constexpr, DELAYED: tl.constexpr,
+    HAS_HALO: tl.constexpr, HAS_STARTS: tl.constexpr,
 ):
     """Writes the value channels of d_projected: a row's delayed channels get their gradient from the row after it, the
     last row's get zero.
@@ -53,16 +55,23 @@ def shift_value_gradients(
             tl.store((out - batch * WIDTH)[:, None] + column[None, :], v, mask=(live & (t >= 1))[:, None] & late)
             tl.store(out[:, None] + column[None, :], tl.zeros_like(v), mask=(live & (t == rows - 1))[:, None] & late)
             if HAS_HALO:
-                tl.store(d_value_halo + ((chunk * batch + entry).to(tl.int64) * DELAYED - CURRENT)[:, None] + column[None, :], v, mask=(live & (t == 0))[:, None] & late)
+                tl.store(
+                    d_value_halo
+                    + ((chunk * batch + entry).to(tl.int64) * DELAYED - CURRENT)[:, None]
+                    + column[None, :],
+                    v,
+                    mask=(live & (t == 0))[:, None] & late,
+                )
 
 
 @triton.jit(do_not_specialize=SIZES)
 def cca_prologue_norm_kernel(
-    d_query, d_key, d_value, query, key, inverse_norm, temperature, rope, starts, dy, d_projected, d_value_halo, partial_bias,
-    partial_temperature, total, rows, batch, by_rows, by_batch, q_row_stride, q_batch_stride, q_head_stride, k_row_stride, k_batch_stride, k_head_stride,
-    v_row_stride, v_batch_stride, v_head_stride, rope_row_stride, rope_batch_stride, inverse_eps,
-    HEADS: tl.constexpr, GROUPS: tl.constexpr, D: tl.constexpr, ROTARY: tl.constexpr, DELAYED: tl.constexpr,
-    HAS_ROPE: tl.constexpr, HAS_HALO: tl.constexpr, HAS_STARTS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
+    d_query, d_key, d_value, query, key, inverse_norm, temperature, rope, starts, dy, d_projected, d_value_halo,
+    partial_bias, partial_temperature, total, rows, batch, by_rows, by_batch, q_row_stride, q_batch_stride,
+    q_head_stride, k_row_stride, k_batch_stride, k_head_stride, v_row_stride, v_batch_stride, v_head_stride,
+    rope_row_stride, rope_batch_stride, inverse_eps, HEADS: tl.constexpr, GROUPS: tl.constexpr, D: tl.constexpr,
+    ROTARY: tl.constexpr, DELAYED: tl.constexpr, HAS_ROPE: tl.constexpr, HAS_HALO: tl.constexpr,
+    HAS_STARTS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
 ):
     """Program (role, run) takes head `role`, or the values, and tiles run, run + runs, ...; writes dy, its sums and the
     temperature's gradient.
@@ -72,8 +81,27 @@ def cca_prologue_norm_kernel(
     step = tl.num_programs(1) * BLOCK
     if role == HEADS + GROUPS:
         for start in range(run * BLOCK, total, step):
-            shift_value_gradients(d_value, d_projected, d_value_halo, starts, start + tl.arange(0, BLOCK), total, rows, batch, by_rows, by_batch, v_row_stride,
-                                  v_batch_stride, v_head_stride, HEADS, GROUPS, D, DELAYED, HAS_HALO, HAS_STARTS)
+            shift_value_gradients(
+                d_value,
+                d_projected,
+                d_value_halo,
+                starts,
+                start + tl.arange(0, BLOCK),
+                total,
+                rows,
+                batch,
+                by_rows,
+                by_batch,
+                v_row_stride,
+                v_batch_stride,
+                v_head_stride,
+                HEADS,
+                GROUPS,
+                D,
+                DELAYED,
+                HAS_HALO,
+                HAS_STARTS,
+            )
     else:
         is_key = role >= HEADS
         group = tl.where(is_key, role - HEADS, role // (HEADS // GROUPS))
@@ -104,8 +132,12 @@ def cca_prologue_norm_kernel(
             g_first = tl.load(here + first[None, :], mask=live[:, None], other=0.0).to(tl.float32)
             g_second = tl.load(here + second[None, :], mask=live[:, None], other=0.0).to(tl.float32)
             # Rotated like g, with length 1: the norm's gradient is the same in the rotated frame.
-            unit_first = tl.load(there + first[None, :], mask=live[:, None], other=0.0).to(tl.float32) * (inverse_length / tl.sqrt(D * 1.0))
-            unit_second = tl.load(there + second[None, :], mask=live[:, None], other=0.0).to(tl.float32) * (inverse_length / tl.sqrt(D * 1.0))
+            unit_first = tl.load(there + first[None, :], mask=live[:, None], other=0.0).to(tl.float32) * (
+                inverse_length / tl.sqrt(D * 1.0)
+            )
+            unit_second = tl.load(there + second[None, :], mask=live[:, None], other=0.0).to(tl.float32) * (
+                inverse_length / tl.sqrt(D * 1.0)
+            )
             inverse = tl.load(inverse_norm + role * total.to(tl.int64) + f, mask=live, other=0.0)
             along = tl.sum(g_first * unit_first, axis=1) + tl.sum(g_second * unit_second, axis=1)
             sum_along += along
@@ -114,7 +146,16 @@ def cca_prologue_norm_kernel(
             d_first = (g_first - unit_first * removed) * factor
             d_second = (g_second - unit_second * removed) * factor
             if HAS_ROPE:
-                cos, sin = rotation(rope, row[:, None], entry[:, None], live[:, None], rope_row_stride, rope_batch_stride, tl.arange(0, D // 2)[None, :], ROTARY)
+                cos, sin = rotation(
+                    rope,
+                    row[:, None],
+                    entry[:, None],
+                    live[:, None],
+                    rope_row_stride,
+                    rope_batch_stride,
+                    tl.arange(0, D // 2)[None, :],
+                    ROTARY,
+                )
                 d_first, d_second = d_first * cos + d_second * sin, d_second * cos - d_first * sin
             sum_first += d_first
             sum_second += d_second
@@ -131,7 +172,8 @@ def cca_prologue_norm_kernel(
 @triton.jit(do_not_specialize=SIZES)
 def cca_prologue_input_kernel(
     dy, depthwise_weight, grouped_weight, starts, d_projected, d_halo, total, rows, batch, by_early, by_batch,
-    HEADS: tl.constexpr, GROUPS: tl.constexpr, D: tl.constexpr, HAS_HALO: tl.constexpr, HAS_STARTS: tl.constexpr, BLOCK: tl.constexpr, IN: tl.constexpr,
+    HEADS: tl.constexpr, GROUPS: tl.constexpr, D: tl.constexpr, HAS_HALO: tl.constexpr, HAS_STARTS: tl.constexpr,
+    BLOCK: tl.constexpr, IN: tl.constexpr,
 ):
     """Program (part, run), tiles run, run + runs, ...: the gradient of z for IN channels of a head.
 
@@ -150,7 +192,11 @@ def cca_prologue_input_kernel(
     inside = tl.program_id(0) % PARTS * IN + tl.arange(0, IN)
     into = head * D + inside
     dtype = dy.dtype.element_ty
-    at = grouped_weight + ((head * D + out[:, None, None]) * D + inside[None, :, None]) * 2 + tl.arange(0, 2)[None, None, :]
+    at = (
+        grouped_weight
+        + ((head * D + out[:, None, None]) * D + inside[None, :, None]) * 2
+        + tl.arange(0, 2)[None, None, :]
+    )
     tap0, tap1 = tl.split(tl.load(at).to(tl.float32))  # [out, in]
     a0, a1 = tl.split(tl.load(depthwise_weight + 2 * into[:, None] + tl.arange(0, 2)[None, :]).to(tl.float32))
     a0 = a0[None, :]
@@ -159,7 +205,8 @@ def cca_prologue_input_kernel(
     tiles = tl.cdiv(total, BLOCK)
     one = tl.where(tiles > 0, 1.0, 0.0)
     for i in tl.range(tl.program_id(1), tiles, tl.num_programs(1), disable_licm=True):
-        f = (tiles - 1 - i) * BLOCK + tl.arange(0, BLOCK)  # in reverse order: the cache still holds what the previous kernel wrote last
+        # in reverse order: the cache still holds what the previous kernel wrote last
+        f = (tiles - 1 - i) * BLOCK + tl.arange(0, BLOCK)
         t, entry, row, chunk = place(f, rows + EARLY, batch, by_early, by_batch)
         t -= EARLY
         row = chunk * rows + t  # place includes the early rows
@@ -196,10 +243,11 @@ def cca_prologue_input_kernel(
 
 @triton.jit
 def zero_temperature(
-    d_key, projected, depthwise_weight, depthwise_bias, grouped_weight, grouped_bias, rope, halo, starts, partial, total,
-    rows, batch, by_rows, by_batch, row_stride, batch_stride, k_row_stride, k_batch_stride, k_head_stride, rope_row_stride, rope_batch_stride, eps, group,
-    HEADS: tl.constexpr, GROUPS: tl.constexpr, D: tl.constexpr, ROTARY: tl.constexpr, HAS_ROPE: tl.constexpr,
-    HAS_HALO: tl.constexpr, HAS_STARTS: tl.constexpr, BLOCK: tl.constexpr, INPUTS: tl.constexpr,
+    d_key, projected, depthwise_weight, depthwise_bias, grouped_weight, grouped_bias, rope, halo, starts, partial,
+    total, rows, batch, by_rows, by_batch, row_stride, batch_stride, k_row_stride, k_batch_stride, k_head_stride,
+    rope_row_stride, rope_batch_stride, eps, group, HEADS: tl.constexpr, GROUPS: tl.constexpr, D: tl.constexpr,
+    ROTARY: tl.constexpr, HAS_ROPE: tl.constexpr, HAS_HALO: tl.constexpr, HAS_STARTS: tl.constexpr, BLOCK: tl.constexpr,
+    INPUTS: tl.constexpr,
 ):
     """Computes the temperature's gradient where the temperature is zero: the key is zero too, so its direction is
     computed again.
@@ -211,8 +259,9 @@ def zero_temperature(
     for start in range(tl.program_id(1) * BLOCK, total, tl.num_programs(1) * BLOCK):
         f = start + tl.arange(0, BLOCK)
         x_first, x_second, inverse = rotated_head(
-            projected, halo, starts, rope, depthwise_weight, depthwise_bias, weights, grouped_weight, grouped_bias, f, total, rows, batch, by_rows, by_batch,
-            row_stride, batch_stride, rope_row_stride, rope_batch_stride, head, group, eps, HEADS, GROUPS, D, ROTARY, HAS_ROPE, HAS_HALO, HAS_STARTS, INPUTS,
+            projected, halo, starts, rope, depthwise_weight, depthwise_bias, weights, grouped_weight, grouped_bias, f,
+            total, rows, batch, by_rows, by_batch, row_stride, batch_stride, rope_row_stride, rope_batch_stride, head,
+            group, eps, HEADS, GROUPS, D, ROTARY, HAS_ROPE, HAS_HALO, HAS_STARTS, INPUTS,
         )
         live = f < total
         _, entry, row, _ = place(f, rows, batch, by_rows, by_batch)
@@ -225,10 +274,11 @@ def zero_temperature(
 
 @triton.jit(do_not_specialize=SIZES)
 def cca_prologue_weight_kernel(
-    dy, d_key, projected, depthwise_weight, depthwise_bias, grouped_weight, grouped_bias, temperature, rope, halo, starts, partial, partial_zero,
-    total, rows, batch, by_rows, by_batch, row_stride, batch_stride, k_row_stride, k_batch_stride, k_head_stride, rope_row_stride, rope_batch_stride, eps,
-    HEADS: tl.constexpr, GROUPS: tl.constexpr, D: tl.constexpr, ROTARY: tl.constexpr, HAS_ROPE: tl.constexpr,
-    HAS_HALO: tl.constexpr, HAS_STARTS: tl.constexpr, BLOCK: tl.constexpr, OUT: tl.constexpr, ZERO_BLOCK: tl.constexpr, INPUTS: tl.constexpr,
+    dy, d_key, projected, depthwise_weight, depthwise_bias, grouped_weight, grouped_bias, temperature, rope, halo,
+    starts, partial, partial_zero, total, rows, batch, by_rows, by_batch, row_stride, batch_stride, k_row_stride,
+    k_batch_stride, k_head_stride, rope_row_stride, rope_batch_stride, eps, HEADS: tl.constexpr, GROUPS: tl.constexpr,
+    D: tl.constexpr, ROTARY: tl.constexpr, HAS_ROPE: tl.constexpr, HAS_HALO: tl.constexpr, HAS_STARTS: tl.constexpr,
+    BLOCK: tl.constexpr, OUT: tl.constexpr, ZERO_BLOCK: tl.constexpr, INPUTS: tl.constexpr,
 ):
     """Program (part, run), tiles run, run + runs, ...: S_0, S_1, S_2 of OUT output channels of a head to partial [runs,
     N, 3, D, D].
@@ -256,7 +306,11 @@ def cca_prologue_weight_kernel(
             z0 = tl.load(base[:, None] + column[None, :], mask=live[:, None], other=0.0)
             z1 = tl.load(at1[:, None] + column[None, :], mask=(near & exists1)[:, None], other=0.0)
             z2 = tl.load(at2[:, None] + column[None, :], mask=(far & exists2)[:, None], other=0.0)
-            d = tl.trans(tl.load(dy + (f.to(tl.int64) * CHANNELS + head * D)[:, None] + out[None, :], mask=live[:, None], other=0.0))
+            d = tl.trans(
+                tl.load(
+                    dy + (f.to(tl.int64) * CHANNELS + head * D)[:, None] + out[None, :], mask=live[:, None], other=0.0
+                )
+            )
             s0 = tl.dot(d, z0, s0, input_precision="ieee")
             s1 = tl.dot(d, z1, s1, input_precision="ieee")
             s2 = tl.dot(d, z2, s2, input_precision="ieee")
@@ -268,17 +322,19 @@ def cca_prologue_weight_kernel(
         group = tl.program_id(0) - (HEADS + GROUPS) * PARTS
         if tl.abs(tl.load(temperature + group).to(tl.float32)) < LEAST_TEMPERATURE:
             zero_temperature(
-                d_key, projected, depthwise_weight, depthwise_bias, grouped_weight, grouped_bias, rope, halo, starts, partial_zero, total, rows,
-                batch, by_rows, by_batch, row_stride, batch_stride, k_row_stride, k_batch_stride, k_head_stride, rope_row_stride, rope_batch_stride, eps, group,
-                HEADS, GROUPS, D, ROTARY, HAS_ROPE, HAS_HALO, HAS_STARTS, ZERO_BLOCK, INPUTS,
+                d_key, projected, depthwise_weight, depthwise_bias, grouped_weight, grouped_bias, rope, halo, starts,
+                partial_zero, total, rows, batch, by_rows, by_batch, row_stride, batch_stride, k_row_stride,
+                k_batch_stride, k_head_stride, rope_row_stride, rope_batch_stride, eps, group, HEADS, GROUPS, D, ROTARY,
+                HAS_ROPE, HAS_HALO, HAS_STARTS, ZERO_BLOCK, INPUTS,
             )
 
 
 @triton.jit(do_not_specialize=SIZES)
 def cca_prologue_sum_kernel(
-    partial, partial_bias, partial_temperature, partial_zero, depthwise_weight, depthwise_bias, grouped_weight, temperature,
-    d_depthwise_weight, d_depthwise_bias, d_grouped_weight, d_grouped_bias, d_temperature, runs, bias_runs,
-    HEADS: tl.constexpr, GROUPS: tl.constexpr, D: tl.constexpr, COLUMNS: tl.constexpr, TOGETHER: tl.constexpr, RUNS: tl.constexpr,
+    partial, partial_bias, partial_temperature, partial_zero, depthwise_weight, depthwise_bias, grouped_weight,
+    temperature, d_depthwise_weight, d_depthwise_bias, d_grouped_weight, d_grouped_bias, d_temperature, runs, bias_runs,
+    HEADS: tl.constexpr, GROUPS: tl.constexpr, D: tl.constexpr, COLUMNS: tl.constexpr, TOGETHER: tl.constexpr,
+    RUNS: tl.constexpr,
 ):
     """Program (head, part): all gradients that belong to COLUMNS input channels of a head. TOGETHER runs of partial are
     in flight.
@@ -297,7 +353,11 @@ def cca_prologue_sum_kernel(
     bias = tl.zeros([RUNS, D], tl.float32)
     for start in range(0, bias_runs, RUNS):
         several = start + tl.arange(0, RUNS)
-        bias += tl.load(partial_bias + ((several * (HEADS + GROUPS) + head) * D)[:, None] + out[None, :], mask=(several < bias_runs)[:, None], other=0.0)
+        bias += tl.load(
+            partial_bias + ((several * (HEADS + GROUPS) + head) * D)[:, None] + out[None, :],
+            mask=(several < bias_runs)[:, None],
+            other=0.0,
+        )
     s0 = tl.zeros([D, COLUMNS], tl.float32)
     s1 = tl.zeros([D, COLUMNS], tl.float32)
     s2 = tl.zeros([D, COLUMNS], tl.float32)

@@ -27,7 +27,9 @@ def head_weights(grouped_weight, head, start, D: tl.constexpr, ROTARY: tl.conste
     rotates = p < ROTARY // 2
     half = tl.where(rotates, ROTARY // 2, (D - ROTARY) // 2)
     out = p + tl.where(rotates, 0, ROTARY // 2) + row % 16 // 8 * half
-    return tl.load(grouped_weight + ((head * D + out) * (2 * D))[:, None] + (2 * start + tl.arange(0, 2 * INPUTS))[None, :])
+    return tl.load(
+        grouped_weight + ((head * D + out) * (2 * D))[:, None] + (2 * start + tl.arange(0, 2 * INPUTS))[None, :]
+    )
 
 
 @triton.jit
@@ -56,9 +58,10 @@ def halves(x, D: tl.constexpr):
 
 @triton.jit
 def rotated_head(
-    projected, halo, starts, rope, depthwise_weight, depthwise_bias, weights, grouped_weight, grouped_bias, f, total, rows, batch, by_rows, by_batch,
-    row_stride, batch_stride, rope_row_stride, rope_batch_stride, head, group, eps, HEADS: tl.constexpr, GROUPS: tl.constexpr, D: tl.constexpr,
-    ROTARY: tl.constexpr, HAS_ROPE: tl.constexpr, HAS_HALO: tl.constexpr, HAS_STARTS: tl.constexpr, INPUTS: tl.constexpr,
+    projected, halo, starts, rope, depthwise_weight, depthwise_bias, weights, grouped_weight, grouped_bias, f, total,
+    rows, batch, by_rows, by_batch, row_stride, batch_stride, rope_row_stride, rope_batch_stride, head, group, eps,
+    HEADS: tl.constexpr, GROUPS: tl.constexpr, D: tl.constexpr, ROTARY: tl.constexpr, HAS_ROPE: tl.constexpr,
+    HAS_HALO: tl.constexpr, HAS_STARTS: tl.constexpr, INPUTS: tl.constexpr,
 ):
     """Returns x of the head's rows f, rotated, in two halves [D / 2, rows] fp32, and 1 / max(|x|, eps) [rows].
 
@@ -74,7 +77,17 @@ def rotated_head(
     at1, exists1 = row_before(projected, halo, base, t, entry, chunk, batch, row_stride, channels, 1, HAS_HALO)
     at2, exists2 = row_before(projected, halo, base, t, entry, chunk, batch, row_stride, channels, 2, HAS_HALO)
     if INPUTS == D:
-        taps = convolved(base, at1, at2, live, near & exists1, far & exists2, depthwise_weight, depthwise_bias, head * D + tl.arange(0, D))
+        taps = convolved(
+            base,
+            at1,
+            at2,
+            live,
+            near & exists1,
+            far & exists2,
+            depthwise_weight,
+            depthwise_bias,
+            head * D + tl.arange(0, D),
+        )
 
     first, second = pair_columns(D // 2, ROTARY)
     # The mean's other operand: for a query head the key head's projection, for the key head the mean over its query
@@ -85,22 +98,37 @@ def rotated_head(
     m_first = tl.load(here + first[:, None], mask=live[None, :], other=0.0)
     m_second = tl.load(here + second[:, None], mask=live[None, :], other=0.0)
     if HAS_ROPE:
-        cos, sin = rotation(rope, row[None, :], entry[None, :], live[None, :], rope_row_stride, rope_batch_stride, tl.arange(0, D // 2)[:, None], ROTARY)
+        cos, sin = rotation(
+            rope,
+            row[None, :],
+            entry[None, :],
+            live[None, :],
+            rope_row_stride,
+            rope_batch_stride,
+            tl.arange(0, D // 2)[:, None],
+            ROTARY,
+        )
     if INPUTS == D:
         y = tl.dot(weights, taps, input_precision="ieee")
     else:
         y = tl.zeros([D, f.shape[0]], tl.float32)
         for start in tl.range(0, D, INPUTS, num_stages=1):
             column = head * D + start + tl.arange(0, INPUTS)
-            taps = convolved(base, at1, at2, live, near & exists1, far & exists2, depthwise_weight, depthwise_bias, column)
+            taps = convolved(
+                base, at1, at2, live, near & exists1, far & exists2, depthwise_weight, depthwise_bias, column
+            )
             y = tl.dot(head_weights(grouped_weight, head, start, D, ROTARY, INPUTS), taps, y, input_precision="ieee")
     y_first, y_second = halves(y, D)
     # From here on the layout is that of the last loads, which are as wide as possible; the product is converted to it
     # once.
     own = base[None, :] + head * D
     bias = grouped_bias + head * D
-    x_first = tl.load(bias + first).to(tl.float32)[:, None] + 0.5 * tl.load(own + first[:, None], mask=live[None, :], other=0.0).to(tl.float32)
-    x_second = tl.load(bias + second).to(tl.float32)[:, None] + 0.5 * tl.load(own + second[:, None], mask=live[None, :], other=0.0).to(tl.float32)
+    x_first = tl.load(bias + first).to(tl.float32)[:, None] + 0.5 * tl.load(
+        own + first[:, None], mask=live[None, :], other=0.0
+    ).to(tl.float32)
+    x_second = tl.load(bias + second).to(tl.float32)[:, None] + 0.5 * tl.load(
+        own + second[:, None], mask=live[None, :], other=0.0
+    ).to(tl.float32)
     x_first += weight * m_first.to(tl.float32)
     x_second += weight * m_second.to(tl.float32)
     for i in tl.range(1, tl.where(is_key, PER, 1), num_stages=1):
@@ -116,8 +144,9 @@ def rotated_head(
 
 @triton.jit
 def shift_values(
-    projected, value_halo, starts, value, f, total, rows, batch, by_rows, by_batch, row_stride, batch_stride, HEADS: tl.constexpr,
-    GROUPS: tl.constexpr, D: tl.constexpr, DELAYED: tl.constexpr, HAS_HALO: tl.constexpr, HAS_STARTS: tl.constexpr,
+    projected, value_halo, starts, value, f, total, rows, batch, by_rows, by_batch, row_stride, batch_stride,
+    HEADS: tl.constexpr, GROUPS: tl.constexpr, D: tl.constexpr, DELAYED: tl.constexpr, HAS_HALO: tl.constexpr,
+    HAS_STARTS: tl.constexpr,
 ):
     """Writes value [s, b, GROUPS * D] of rows f: the last DELAYED channels come from the row before."""
     CURRENT: tl.constexpr = GROUPS * D - DELAYED
@@ -134,28 +163,55 @@ def shift_values(
             tl.store(out[:, None] + column[None, :], v, mask=mask)
         if CURRENT < (i + 1) * D:
             late = (column >= CURRENT)[None, :]
-            v = tl.load(projected + (base - row_stride)[:, None] + column[None, :], mask=(near & (t >= 1))[:, None] & late, other=0.0)
+            v = tl.load(
+                projected + (base - row_stride)[:, None] + column[None, :],
+                mask=(near & (t >= 1))[:, None] & late,
+                other=0.0,
+            )
             if HAS_HALO:
                 # The halo holds the delayed channels only, so the address is CURRENT channels lower.
-                first = tl.load(value_halo + ((chunk * batch + entry).to(tl.int64) * DELAYED - CURRENT)[:, None] + column[None, :], mask=(near & (t == 0))[:, None] & late, other=0.0)
+                first = tl.load(
+                    value_halo + ((chunk * batch + entry).to(tl.int64) * DELAYED - CURRENT)[:, None] + column[None, :],
+                    mask=(near & (t == 0))[:, None] & late,
+                    other=0.0,
+                )
                 v = tl.where((t == 0)[:, None], first, v)
             tl.store(out[:, None] + column[None, :], v, mask=live[:, None] & late)
 
 
 @triton.jit(do_not_specialize=SIZES)
 def cca_prologue_forward_kernel(
-    projected, depthwise_weight, depthwise_bias, grouped_weight, grouped_bias, temperature, rope, halo, value_halo, starts, query,
-    key, value, inverse_norm, total, rows, batch, by_rows, by_batch, row_stride, batch_stride, rope_row_stride, rope_batch_stride, eps,
-    HEADS: tl.constexpr, GROUPS: tl.constexpr, D: tl.constexpr, ROTARY: tl.constexpr, DELAYED: tl.constexpr,
-    HAS_ROPE: tl.constexpr, HAS_HALO: tl.constexpr, HAS_STARTS: tl.constexpr, BLOCK: tl.constexpr, INPUTS: tl.constexpr,
+    projected, depthwise_weight, depthwise_bias, grouped_weight, grouped_bias, temperature, rope, halo, value_halo,
+    starts, query, key, value, inverse_norm, total, rows, batch, by_rows, by_batch, row_stride, batch_stride,
+    rope_row_stride, rope_batch_stride, eps, HEADS: tl.constexpr, GROUPS: tl.constexpr, D: tl.constexpr,
+    ROTARY: tl.constexpr, DELAYED: tl.constexpr, HAS_ROPE: tl.constexpr, HAS_HALO: tl.constexpr,
+    HAS_STARTS: tl.constexpr, BLOCK: tl.constexpr, INPUTS: tl.constexpr,
 ):
     """Program (head, run) takes tiles run, run + runs, ... of a head, and its share of the tiles' values."""
     head = tl.program_id(0)
     tiles = tl.cdiv(total, BLOCK)
     for tile in range(tl.program_id(1) * (HEADS + GROUPS) + head, tiles, tl.num_programs(1) * (HEADS + GROUPS)):
         f = tile * BLOCK + tl.arange(0, BLOCK)
-        shift_values(projected, value_halo, starts, value, f, total, rows, batch, by_rows, by_batch, row_stride, batch_stride, HEADS, GROUPS, D,
-                     DELAYED, HAS_HALO, HAS_STARTS)
+        shift_values(
+            projected,
+            value_halo,
+            starts,
+            value,
+            f,
+            total,
+            rows,
+            batch,
+            by_rows,
+            by_batch,
+            row_stride,
+            batch_stride,
+            HEADS,
+            GROUPS,
+            D,
+            DELAYED,
+            HAS_HALO,
+            HAS_STARTS,
+        )
     is_key = head >= HEADS
     group = tl.where(is_key, head - HEADS, head // (HEADS // GROUPS))
     weights = head_weights(grouped_weight, head, 0, D, ROTARY, INPUTS)
@@ -172,8 +228,9 @@ def cca_prologue_forward_kernel(
     for tile in tl.range(tl.program_id(1), tiles, tl.num_programs(1), num_stages=1, disable_licm=True):
         f = tile * BLOCK + tl.arange(0, BLOCK)
         x_first, x_second, inverse = rotated_head(
-            projected, halo, starts, rope, depthwise_weight, depthwise_bias, weights, grouped_weight, grouped_bias, f, total, rows, batch, by_rows, by_batch,
-            row_stride, batch_stride, rope_row_stride, rope_batch_stride, head, group, eps, HEADS, GROUPS, D, ROTARY, HAS_ROPE, HAS_HALO, HAS_STARTS, INPUTS,
+            projected, halo, starts, rope, depthwise_weight, depthwise_bias, weights, grouped_weight, grouped_bias, f,
+            total, rows, batch, by_rows, by_batch, row_stride, batch_stride, rope_row_stride, rope_batch_stride, head,
+            group, eps, HEADS, GROUPS, D, ROTARY, HAS_ROPE, HAS_HALO, HAS_STARTS, INPUTS,
         )
         live = f < total
         at = out + (f.to(tl.int64) * out_stride)[None, :]

@@ -19,6 +19,6 @@ def add_rows_(total: Tensor, ids: Tensor, rows: Tensor) -> None:
         heads, tails = torch.empty((2, -(-count // run), width), dtype=torch.float32, device=device)
         rows = as_rows(rows)
         call(
-            "ho_add_rows", total, in_order, order, rows, heads, tails, count, width, total.stride(0), rows.stride(0), rows.element_size(),
-            aligned(total, rows, heads), device=device,
+            "ho_add_rows", total, in_order, order, rows, heads, tails, count, width, total.stride(0), rows.stride(0),
+            rows.element_size(), aligned(total, rows, heads), device=device,
         )

@@ -26,7 +26,8 @@ AT_ONCE = 8  # partial sums of one id that are read at a time
 
 @triton.jit
 def add_runs_kernel(
-    total, ids, order, rows, heads, tails, count, width, total_stride, rows_stride, RUN: tl.constexpr, BLOCK: tl.constexpr,
+    total, ids, order, rows, heads, tails, count, width, total_stride, rows_stride, RUN: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
     """Sums rows by id. ids in ascending order, order: the row of each. heads, tails [programs, width]: partial sums of
     the first and last id of a program that other programs share."""
@@ -82,7 +83,9 @@ def join_runs_kernel(
             more = tl.min(mine.to(tl.int32), axis=0) > 0
             number += AT_ONCE
         to = total + id * total_stride + column
-        tl.store(to, (tl.load(to, mask=inside, other=0.0).to(tl.float32) + sums).to(total.dtype.element_ty), mask=inside)
+        tl.store(
+            to, (tl.load(to, mask=inside, other=0.0).to(tl.float32) + sums).to(total.dtype.element_ty), mask=inside
+        )
 
 
 def add_rows_(total: Tensor, ids: Tensor, rows: Tensor) -> None:
@@ -96,8 +99,34 @@ def add_rows_(total: Tensor, ids: Tensor, rows: Tensor) -> None:
     heads, tails = torch.empty((2, parts, width), dtype=torch.float32, device=rows.device)
     grid = (parts, triton.cdiv(width, block))
     with on(rows.device):
-        add_runs_kernel[grid](total, in_order, order, rows, heads, tails, count, width, total.stride(0), rows.stride(0), RUN=RUN, BLOCK=block, num_warps=warps(block))
-        join_runs_kernel[grid](total, in_order, heads, tails, count, width, total.stride(0), RUN=RUN, AT_ONCE=AT_ONCE, BLOCK=block, num_warps=warps(block))
+        add_runs_kernel[grid](
+            total,
+            in_order,
+            order,
+            rows,
+            heads,
+            tails,
+            count,
+            width,
+            total.stride(0),
+            rows.stride(0),
+            RUN=RUN,
+            BLOCK=block,
+            num_warps=warps(block),
+        )
+        join_runs_kernel[grid](
+            total,
+            in_order,
+            heads,
+            tails,
+            count,
+            width,
+            total.stride(0),
+            RUN=RUN,
+            AT_ONCE=AT_ONCE,
+            BLOCK=block,
+            num_warps=warps(block),
+        )
 
 
 def columns_of_block(width: int) -> int:

@@ -83,7 +83,8 @@ def expert_place_kernel(
 
 @triton.jit
 def expert_gather_kernel(
-    source, index, side, out, side_out, rows, hidden, source_stride, HAS_SIDE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    source, index, side, out, side_out, rows, hidden, source_stride, HAS_SIDE: tl.constexpr, ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
     """out[i] = source[index[i]]; side_out[i] = side[index[i]]; zeros where index is negative."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
@@ -150,7 +151,11 @@ def sort_by_expert(expert_ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor
     tokens, device = expert_ids.shape[0], expert_ids.device
     token_of_row, row_of_token = (torch.empty(tokens, dtype=torch.int32, device=device) for _ in range(2))
     if not tokens:
-        return token_of_row, row_of_token, *(torch.zeros(num_experts, dtype=torch.int32, device=device) for _ in range(2))
+        return (
+            token_of_row,
+            row_of_token,
+            *(torch.zeros(num_experts, dtype=torch.int32, device=device) for _ in range(2)),
+        )
     counts, offsets = (torch.empty(num_experts, dtype=torch.int32, device=device) for _ in range(2))
     expert_ids = expert_ids.contiguous()
     tiles, programs, keywords = _sort_plan(tokens, num_experts)
@@ -169,13 +174,16 @@ def gather_rows(rows: Tensor, index: Tensor, inverse: Tensor, probs: Tensor | No
     """As hip_ops.expert_permutation.reference.gather_rows."""
     count, hidden = rows.shape
     out = torch.empty((count, hidden), dtype=rows.dtype, device=rows.device)
-    moved_probs = torch.empty(0 if probs is None else count, dtype=rows.dtype if probs is None else probs.dtype, device=rows.device)
+    moved_probs = torch.empty(
+        0 if probs is None else count, dtype=rows.dtype if probs is None else probs.dtype, device=rows.device
+    )
     if count and (hidden or probs is not None):
         rows, index = as_rows(rows), index.contiguous()
         grid, keywords = _plan(launch, count, hidden, rows.element_size())
         with on(rows.device):
             expert_gather_kernel[grid](
-                rows, index, index if probs is None else probs.contiguous(), out, index if probs is None else moved_probs, count, hidden,
-                rows.stride(0), HAS_SIDE=probs is not None, **keywords,
+                rows, index, index if probs is None else probs.contiguous(), out,
+                index if probs is None else moved_probs, count, hidden, rows.stride(0), HAS_SIDE=probs is not None,
+                **keywords,
             )
     return out, moved_probs

@@ -24,7 +24,9 @@ LONGEST = 0x7FFF0000
 
 
 def ragged_rows(x: Tensor, block: Sequence[int]) -> TensorDescriptor:
-    """Returns the descriptor of x [rows, columns] with contiguous rows; block: rows and columns of one load or store."""
+    """Returns the descriptor of x [rows, columns] with contiguous rows; block: rows and columns of one load or
+    store.
+    """
     (rows, columns), (stride, one) = x.shape, x.stride()
     assert one == 1 and rows <= BIG.value
     return descriptor(x, (LONGEST, LONGEST, BIG.value, columns), (2**34 - stride, stride, stride, 1), (1, 1, *block))

@@ -31,8 +31,8 @@ from hip_ops.runtime.tiles import XCDS, grouped_tile
 @triton.jit
 def grouped_rows_kernel(
     x_desc, w_desc, out_desc, offsets, experts, n, k,
-    TRANSPOSED: tl.constexpr, EXPERTS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PARTS: tl.constexpr,
-    GROUP: tl.constexpr, FLATTEN: tl.constexpr,
+    TRANSPOSED: tl.constexpr, EXPERTS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr, PARTS: tl.constexpr, GROUP: tl.constexpr, FLATTEN: tl.constexpr,
 ):
     """out[rows of e] = x[rows of e] W_e; W_e stored [k, n], or TRANSPOSED as [n, k]."""
     starts, ends = expert_borders(offsets, experts, EXPERTS)
@@ -45,7 +45,8 @@ def grouped_rows_kernel(
         row0, column0 = row * BLOCK_M, column * BLOCK_N
         acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
         for at in range(0, k, BLOCK_K):
-            x = x_desc.load([start + row0, at])  # rows past the end belong to the next expert; their results are not stored
+            # rows past the end belong to the next expert; their results are not stored
+            x = x_desc.load([start + row0, at])
             if TRANSPOSED:
                 w = w_desc.load([expert, column0, at]).reshape(BLOCK_N, BLOCK_K).T
             else:
@@ -54,19 +55,33 @@ def grouped_rows_kernel(
         if PARTS == 2:
             left, right = acc.reshape(BLOCK_M, 2, BLOCK_N // 2).permute(0, 2, 1).split()
             store_rows(out_desc, start, end, row0, column0, left.to(out_desc.dtype), BLOCK_M, BLOCK_N // 2)
-            store_rows(out_desc, start, end, row0, column0 + BLOCK_N // 2, right.to(out_desc.dtype), BLOCK_M, BLOCK_N // 2)
+            store_rows(
+                out_desc, start, end, row0, column0 + BLOCK_N // 2, right.to(out_desc.dtype), BLOCK_M, BLOCK_N // 2
+            )
         else:
             store_rows(out_desc, start, end, row0, column0, acc.to(out_desc.dtype), BLOCK_M, BLOCK_N)
 
 
 @triton.jit
-def _leave(out_desc, expert, row0, column0, acc, ROWS: tl.constexpr, COLUMNS: tl.constexpr, PARTS: tl.constexpr, ACCUMULATE: tl.constexpr,
-           REDUCE: tl.constexpr):
+def _leave(
+    out_desc,
+    expert,
+    row0,
+    column0,
+    acc,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    PARTS: tl.constexpr,
+    ACCUMULATE: tl.constexpr,
+    REDUCE: tl.constexpr,
+):
     """Stores a tile in PARTS pieces, each of which needs shared memory only until it is stored."""
     if PARTS > 1:
         left, right = acc.reshape(ROWS, 2, COLUMNS // 2).permute(0, 2, 1).split()
         _leave(out_desc, expert, row0, column0, left, ROWS, COLUMNS // 2, PARTS // 2, ACCUMULATE, REDUCE)
-        _leave(out_desc, expert, row0, column0 + COLUMNS // 2, right, ROWS, COLUMNS // 2, PARTS // 2, ACCUMULATE, REDUCE)
+        _leave(
+            out_desc, expert, row0, column0 + COLUMNS // 2, right, ROWS, COLUMNS // 2, PARTS // 2, ACCUMULATE, REDUCE
+        )
     elif ACCUMULATE and REDUCE:
         out_desc.atomic_add([expert, row0, column0], acc.reshape(1, ROWS, COLUMNS))
     else:
@@ -78,8 +93,8 @@ def _leave(out_desc, expert, row0, column0, acc, ROWS: tl.constexpr, COLUMNS: tl
 @triton.jit
 def grouped_outer_kernel(
     a_desc, b_desc, out_desc, offsets, experts, m, n,
-    ACCUMULATE: tl.constexpr, REDUCE: tl.constexpr, EXPERTS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    PARTS: tl.constexpr, GROUP: tl.constexpr,
+    ACCUMULATE: tl.constexpr, REDUCE: tl.constexpr, EXPERTS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr, PARTS: tl.constexpr, GROUP: tl.constexpr,
 ):
     """out[e] (+)= a[rows of e]^T b[rows of e], [m, n]. An expert without rows is skipped, or, without ACCUMULATE, gets
     zeros.
@@ -92,7 +107,9 @@ def grouped_outer_kernel(
     tiles = outer_tiles(starts, ends, experts, rows * columns, ACCUMULATE, EXPERTS)
     tile_ends = tl.cumsum(tiles)
     first, programs = tl.program_id(0), tl.num_programs(0)
-    mine = tl.cdiv(tl.maximum(tile_ends - first, 0), programs) - tl.cdiv(tl.maximum(tile_ends - tiles - first, 0), programs)
+    mine = tl.cdiv(tl.maximum(tile_ends - first, 0), programs) - tl.cdiv(
+        tl.maximum(tile_ends - tiles - first, 0), programs
+    )
     total = tl.sum(mine * tl.maximum(tl.cdiv(ends - starts, BLOCK_K), 1))
     position, step, steps = first - programs, -1, 0
     expert, start, end, row0, column0 = 0, 0, 0, 0, 0
@@ -136,16 +153,22 @@ class Plan:
 
 
 @functools.lru_cache(maxsize=1024)
-def _plan(device: torch.device, kind: str, tokens: int, experts: int, k: int, n: int, config: GroupedConfig, described: bool) -> Plan:
+def _plan(
+    device: torch.device, kind: str, tokens: int, experts: int, k: int, n: int, config: GroupedConfig, described: bool
+) -> Plan:
     """Computes the plan of a call. k and n: the sides of a matrix; for "outer" m and n of the result."""
     if config.descriptors and not described:
         config = replace(config, descriptors=False, flatten=False)
-    rows = experts * triton.cdiv(k, config.block_m) if kind == "outer" else triton.cdiv(tokens, config.block_m) + experts
+    rows = (
+        experts * triton.cdiv(k, config.block_m) if kind == "outer" else triton.cdiv(tokens, config.block_m) + experts
+    )
     keywords = {**_constants(experts, config), "num_warps": config.num_warps, "num_stages": config.num_stages}
     return Plan(config, _programs(device, config, rows * triton.cdiv(n, config.block_n)), keywords)
 
 
-def _plan_for(kind: str, tokens: int, experts: int, k: int, n: int, config: GroupedConfig | None, tensors: tuple[Tensor, ...]) -> Plan:
+def _plan_for(
+    kind: str, tokens: int, experts: int, k: int, n: int, config: GroupedConfig | None, tensors: tuple[Tensor, ...]
+) -> Plan:
     device = tensors[0].device
     config = config or choose_config(table_part(device), kind, tokens // experts, k, n)
     return _plan(device, kind, tokens, experts, k, n, config, config.descriptors and all(map(describable, tensors)))
@@ -169,20 +192,23 @@ def grouped_rows(x: Tensor, matrices: Tensor, offsets: Tensor, config: GroupedCo
     with on(device):
         if not config.descriptors:
             grouped_pointer_rows_kernel[(plan.programs,)](
-                x, stored, out, offsets, experts, n, k, x.stride(0), stored.stride(0), stored.stride(1), TRANSPOSED=transposed,
-                EVEN_K=k % config.block_k == 0, XCDS=XCDS, **plan.keywords,
+                x, stored, out, offsets, experts, n, k, x.stride(0), stored.stride(0), stored.stride(1),
+                TRANSPOSED=transposed, EVEN_K=k % config.block_k == 0, XCDS=XCDS, **plan.keywords,
             )
             return out
         matrix = (1, config.block_n, config.block_k) if transposed else (1, config.block_k, config.block_n)
         grouped_rows_kernel[(plan.programs,)](
-            descriptor(x, x.shape, x.stride(), (config.block_m, config.block_k)), descriptor(stored, stored.shape, stored.stride(), matrix),
-            ragged_rows(out, (config.block_m, config.block_n // config.parts)), offsets, experts, n, k, TRANSPOSED=transposed,
-            FLATTEN=config.flatten, PARTS=config.parts, **plan.keywords,
+            descriptor(x, x.shape, x.stride(), (config.block_m, config.block_k)),
+            descriptor(stored, stored.shape, stored.stride(), matrix),
+            ragged_rows(out, (config.block_m, config.block_n // config.parts)), offsets, experts, n, k,
+            TRANSPOSED=transposed, FLATTEN=config.flatten, PARTS=config.parts, **plan.keywords,
         )
     return out
 
 
-def grouped_outer_(out: Tensor, a: Tensor, b: Tensor, offsets: Tensor, accumulate: bool, config: GroupedConfig | None = None) -> None:
+def grouped_outer_(
+    out: Tensor, a: Tensor, b: Tensor, offsets: Tensor, accumulate: bool, config: GroupedConfig | None = None
+) -> None:
     """As hip_ops.grouped_product.reference.grouped_outer_."""
     (experts, m, n), tokens = out.shape, a.shape[0]
     if not (experts and m and n):
@@ -195,19 +221,20 @@ def grouped_outer_(out: Tensor, a: Tensor, b: Tensor, offsets: Tensor, accumulat
     with on(a.device):
         if not config.descriptors:
             grouped_pointer_outer_kernel[(plan.programs,)](
-                a, b, out, offsets, experts, m, n, a.stride(0), b.stride(0), out.stride(0), out.stride(1), ACCUMULATE=accumulate, XCDS=XCDS,
-                **plan.keywords,
+                a, b, out, offsets, experts, m, n, a.stride(0), b.stride(0), out.stride(0), out.stride(1),
+                ACCUMULATE=accumulate, XCDS=XCDS, **plan.keywords,
             )
             return
         grouped_outer_kernel[(plan.programs,)](
             ragged_rows(a, (config.block_k, config.block_m)), ragged_rows(b, (config.block_k, config.block_n)),
-            descriptor(out, out.shape, out.stride(), (1, config.block_m, config.block_n // config.parts)), offsets, experts, m, n,
-            ACCUMULATE=accumulate, REDUCE=config.reduce and out.dtype == torch.float32, PARTS=config.parts,
-            **plan.keywords,
+            descriptor(out, out.shape, out.stride(), (1, config.block_m, config.block_n // config.parts)), offsets,
+            experts, m, n, ACCUMULATE=accumulate, REDUCE=config.reduce and out.dtype == torch.float32,
+            PARTS=config.parts, **plan.keywords,
         )
 
 
 def _constants(experts: int, config: GroupedConfig) -> dict:
     return dict(
-        EXPERTS=triton.next_power_of_2(experts), BLOCK_M=config.block_m, BLOCK_N=config.block_n, BLOCK_K=config.block_k, GROUP=config.group,
+        EXPERTS=triton.next_power_of_2(experts), BLOCK_M=config.block_m, BLOCK_N=config.block_n, BLOCK_K=config.block_k,
+        GROUP=config.group,
     )

@@ -15,8 +15,8 @@ from hip_ops.runtime.tiles import grouped_tile, xcd_contiguous
 @triton.jit
 def grouped_pointer_rows_kernel(
     x_pointer, w_pointer, out_pointer, offsets, experts, n, k, x_stride, w_matrix, w_stride,
-    TRANSPOSED: tl.constexpr, EVEN_K: tl.constexpr, EXPERTS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    GROUP: tl.constexpr, XCDS: tl.constexpr,
+    TRANSPOSED: tl.constexpr, EVEN_K: tl.constexpr, EXPERTS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr, GROUP: tl.constexpr, XCDS: tl.constexpr,
 ):
     """As grouped_rows_kernel; strides are those of stored rows, w_matrix the distance of matrices."""
     starts, ends = expert_borders(offsets, experts, EXPERTS)
@@ -51,8 +51,8 @@ def grouped_pointer_rows_kernel(
 @triton.jit
 def grouped_pointer_outer_kernel(
     a_pointer, b_pointer, out_pointer, offsets, experts, m, n, a_stride, b_stride, out_matrix, out_stride,
-    ACCUMULATE: tl.constexpr, EXPERTS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr,
-    XCDS: tl.constexpr,
+    ACCUMULATE: tl.constexpr, EXPERTS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr, GROUP: tl.constexpr, XCDS: tl.constexpr,
 ):
     """As grouped_outer_kernel."""
     starts, ends = expert_borders(offsets, experts, EXPERTS)

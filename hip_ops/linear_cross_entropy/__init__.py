@@ -38,7 +38,8 @@ from hip_ops.runtime.main_grad import add_product_, scaled_product
 
 # At most 254 characters, the limit of asserts on the device.
 BROKEN_PROMISE = (
-    "hip_ops.linear_cross_entropy: the losses' gradient is not promised_grad, so the gradients made in the forward pass are wrong. "
+    "hip_ops.linear_cross_entropy: the losses' gradient is not promised_grad, so the gradients made in the forward "
+    "pass are wrong. "
     "Promise what backward brings (the loss mask, for a sum of losses * mask), or nothing"
 )
 
@@ -116,7 +117,9 @@ class _Gradients:
     weight: Tensor | None
 
     def add(self, head: _Head, hidden: Tensor, rows: slice, d_logits: Tensor, factors: Tensor | None = None) -> None:
-        """Adds a chunk's gradients. factors [T, 1] of the rows of d_logits; both products apply them to their tokens."""
+        """Adds a chunk's gradients. factors [T, 1] of the rows of d_logits; both products apply them to their
+        tokens.
+        """
         x = hidden[rows]
         if self.hidden is not None and factors is None:
             torch.mm(d_logits, head.weight, out=self.hidden[rows])

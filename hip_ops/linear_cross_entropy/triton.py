@@ -59,7 +59,8 @@ def row_statistics_kernel(
 
 @triton.jit
 def row_gradient_kernel(
-    logits, labels, normalizer, grad, classes, row_stride, normalizer_stride, first_class, size, z_loss, BLOCK: tl.constexpr,
+    logits, labels, normalizer, grad, classes, row_stride, normalizer_stride, first_class, size, z_loss,
+    BLOCK: tl.constexpr,
 ):
     """Computes a part of a row, BLOCK logits at a time."""
     row, part, start, end = _part_of_row(size, classes)
@@ -102,8 +103,8 @@ def exponentials_kernel(
 
 @triton.jit
 def finish_gradient_kernel(
-    exponentials, labels, statistics, grad, found, rows, classes, row_stride, first_class, size, all_parts, first_part, parts, z_loss,
-    PARTS: tl.constexpr, BLOCK: tl.constexpr,
+    exponentials, labels, statistics, grad, found, rows, classes, row_stride, first_class, size, all_parts, first_part,
+    parts, z_loss, PARTS: tl.constexpr, BLOCK: tl.constexpr,
 ):
     """PARTS: a power of two, at least all_parts."""
     row = tl.program_id(0).to(tl.int64)
@@ -184,21 +185,24 @@ def row_statistics(logits: Tensor, labels: Tensor, first_class: int, parts: int)
         logits, chosen = as_rows(logits), launch(logits.element_size())
         with on(logits.device):
             row_statistics_kernel[(rows, parts)](
-                logits, labels.contiguous(), statistics, rows, classes, logits.stride(0), first_class, part_size(classes, parts),
-                LANES=chosen.lanes, WIDTH=chosen.width, num_warps=chosen.num_warps,
+                logits, labels.contiguous(), statistics, rows, classes, logits.stride(0), first_class,
+                part_size(classes, parts), LANES=chosen.lanes, WIDTH=chosen.width, num_warps=chosen.num_warps,
             )
     return statistics
 
 
-def overwrite_with_gradient(logits: Tensor, labels: Tensor, first_class: int, normalizer: Tensor, grad: Tensor, z_loss: float) -> None:
+def overwrite_with_gradient(
+    logits: Tensor, labels: Tensor, first_class: int, normalizer: Tensor, grad: Tensor, z_loss: float
+) -> None:
     """As hip_ops.linear_cross_entropy.reference.overwrite_with_gradient."""
     rows, classes = logits.shape
     if rows and classes:
         chosen, parts, normalizer = launch(logits.element_size()), parts_of_gradient(classes), as_rows(normalizer)
         with on(logits.device):
             row_gradient_kernel[(rows, parts)](
-                written_rows(logits), labels.contiguous(), normalizer, grad.contiguous(), classes, logits.stride(0), normalizer.stride(0), first_class,
-                part_size(classes, parts), z_loss, BLOCK=chosen.lanes * chosen.width, num_warps=chosen.num_warps,
+                written_rows(logits), labels.contiguous(), normalizer, grad.contiguous(), classes, logits.stride(0),
+                normalizer.stride(0), first_class, part_size(classes, parts), z_loss, BLOCK=chosen.lanes * chosen.width,
+                num_warps=chosen.num_warps,
             )
 
 
@@ -211,21 +215,31 @@ def overwrite_with_exponentials(logits: Tensor, labels: Tensor, first_class: int
         block, warps = tile(size, logits.element_size())
         with on(logits.device):
             exponentials_kernel[(rows, parts)](
-                written_rows(logits), labels.contiguous(), statistics, rows, classes, logits.stride(0), first_class, size, MOST=MOST, PERIOD=PERIOD, LARGE=LARGE,
-                BLOCK=block, num_warps=warps,
+                written_rows(logits), labels.contiguous(), statistics, rows, classes, logits.stride(0), first_class,
+                size, MOST=MOST, PERIOD=PERIOD, LARGE=LARGE, BLOCK=block, num_warps=warps,
             )
     return statistics
 
 
-def finish_gradient(exponentials: Tensor, labels: Tensor, first_class: int, statistics: Tensor, first_part: int, parts: int, grad: Tensor, z_loss: float) -> Tensor:
+def finish_gradient(
+    exponentials: Tensor,
+    labels: Tensor,
+    first_class: int,
+    statistics: Tensor,
+    first_part: int,
+    parts: int,
+    grad: Tensor,
+    z_loss: float,
+) -> Tensor:
     """As hip_ops.linear_cross_entropy.reference.finish_gradient."""
     rows, classes = exponentials.shape
     found = torch.empty((2, rows), dtype=torch.float32, device=exponentials.device)
     if rows:
         with on(exponentials.device):
             finish_gradient_kernel[(rows,)](
-                written_rows(exponentials), labels.contiguous(), statistics.contiguous(), grad.contiguous(), found, rows, classes, exponentials.stride(0), first_class,
-                part_size(classes, parts), len(statistics), first_part, parts, z_loss, PARTS=triton.next_power_of_2(len(statistics)), BLOCK=1024,
+                written_rows(exponentials), labels.contiguous(), statistics.contiguous(), grad.contiguous(), found,
+                rows, classes, exponentials.stride(0), first_class, part_size(classes, parts), len(statistics),
+                first_part, parts, z_loss, PARTS=triton.next_power_of_2(len(statistics)), BLOCK=1024,
                 num_warps=4 if torch.version.hip is None else 2,
             )
     return found

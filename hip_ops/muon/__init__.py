@@ -68,7 +68,9 @@ def _check(operator: Operator, lists: dict[str, list[Tensor]], **numbers: Tensor
 
 
 def _example_lists(device: torch.device) -> list[list[Tensor]]:
-    """Makes three parallel lists - bf16, fp32, bf16 - with whole and ragged chunks, an empty tensor and a few elements."""
+    """Makes three parallel lists - bf16, fp32, bf16 - with whole and ragged chunks, an empty tensor and a few
+    elements.
+    """
     shapes = [(96, 256), (0, 4), (17, 33), (1, 3)]
     return [
         [torch.randn(shape, device=device).to(dtype) for shape in shapes]

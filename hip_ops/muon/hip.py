@@ -13,7 +13,9 @@ def muon_momentum_(gradients, momenta, outputs, square_sums, grad_scale, found_i
     """As reference.muon_momentum_."""
     device = gradients[0].device
     for dtypes, table in work_tables([gradients, momenta, outputs]):
-        partials = None if square_sums is None else torch.empty(max(1, table.chunks), dtype=torch.float32, device=device)
+        partials = (
+            None if square_sums is None else torch.empty(max(1, table.chunks), dtype=torch.float32, device=device)
+        )
         call(
             "ho_muon_momentum", table.data, table.tensors, table.chunks, table.chunk_elements, blocks_for(table),
             *(dtype.itemsize for dtype in dtypes), grad_scale, found_inf, partials, square_sums, momentum, 1 - momentum,

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Stores matrices of one shape together, so that Newton-Schulz takes all layers and experts of one shape in one batch."""
+"""Stores matrices of one shape together, so that Newton-Schulz takes all layers and experts of one shape in one
+batch.
+"""
 
 from __future__ import annotations
 

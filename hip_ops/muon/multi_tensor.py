@@ -121,7 +121,8 @@ class Staging:
         """Returns a copy of `host` in pinned memory."""
         if self.left is None or self.left.numel() < host.numel():
             raise RuntimeError(
-                f"hip_ops: a graph is captured and there is no pinned memory left for a work table of {8 * host.numel()} bytes. Call the "
+                "hip_ops: a graph is captured and there is no pinned memory left for a work table of "
+                f"{8 * host.numel()} bytes. Call the "
                 f"operator once before the capture; one capture may use {4 * STAGING_WORDS} bytes of tables for certain"
             )
         piece, self.left = self.left[: host.numel()], self.left[host.numel() :]
@@ -178,7 +179,9 @@ def work_table(
 def work_tables(
     columns: Sequence[Sequence[torch.Tensor]], scales: Sequence[float] = ()
 ) -> Iterator[tuple[tuple[torch.dtype, ...], WorkTable]]:
-    """Yields one table per combination of dtypes in parallel lists. Usually there is one combination, hence one launch."""
+    """Yields one table per combination of dtypes in parallel lists. Usually there is one combination, hence one
+    launch.
+    """
     groups: dict[tuple[torch.dtype, ...], list[int]] = {}
     for place, row in enumerate(zip(*columns, strict=True)):
         groups.setdefault(tuple(t.dtype for t in row), []).append(place)

@@ -120,8 +120,8 @@ def muon_momentum_kernel(
             for start in range(0, CHUNK, UNROLL * INNER):
                 offsets = _tile(start, UNROLL, INNER)
                 out = _momentum_tile(
-                    _at(g, offsets, WIDTH), _at(b, offsets, WIDTH), _at(o, offsets, WIDTH), None, scale, momentum, gradient_weight,
-                    MOMENTUM, OUTPUT, NESTEROV, "evict_first",
+                    _at(g, offsets, WIDTH), _at(b, offsets, WIDTH), _at(o, offsets, WIDTH), None, scale, momentum,
+                    gradient_weight, MOMENTUM, OUTPUT, NESTEROV, "evict_first",
                 )
                 if partials is not None:
                     squares += tl.sum(out * out, axis=0)
@@ -133,7 +133,8 @@ def muon_momentum_kernel(
                 offsets = _tile(start, 4, INNER // WIDTH)
                 mask = offsets < count
                 out = _momentum_tile(
-                    g + offsets, b + offsets, o + offsets, mask, scale, momentum, gradient_weight, MOMENTUM, OUTPUT, NESTEROV, "",
+                    g + offsets, b + offsets, o + offsets, mask, scale, momentum, gradient_weight, MOMENTUM, OUTPUT,
+                    NESTEROV, "",
                 )
                 if partials is not None:
                     kept = tl.where(mask, out, 0.0)
@@ -188,7 +189,8 @@ def muon_update_kernel(
             for start in range(0, CHUNK, UNROLL * INNER):
                 offsets = _tile(start, UNROLL, INNER)
                 _update_tile(
-                    _at(u, offsets, WIDTH), _at(w, offsets, WIDTH), _at(c, offsets, WIDTH), None, decay, step, WEIGHT, COPY, "evict_first",
+                    _at(u, offsets, WIDTH), _at(w, offsets, WIDTH), _at(c, offsets, WIDTH), None, decay, step, WEIGHT,
+                    COPY, "evict_first",
                 )
         else:
             for start in range(0, count, 4 * (INNER // WIDTH)):

@@ -39,7 +39,24 @@ def _general(
     (batch, m, k), n = a.shape, b_transposed.shape[1]
     c = a.new_empty((batch, m, n), dtype=dtype)
     to_bf16 = int(c.dtype == torch.bfloat16)
-    call("ho_general_product", a, b_transposed, d, c, transposed, batch, m, n, k, alpha, beta, _is_half(a), to_bf16, tile, device=a.device)
+    call(
+        "ho_general_product",
+        a,
+        b_transposed,
+        d,
+        c,
+        transposed,
+        batch,
+        m,
+        n,
+        k,
+        alpha,
+        beta,
+        _is_half(a),
+        to_bf16,
+        tile,
+        device=a.device,
+    )
     return c
 
 
@@ -66,7 +83,11 @@ class HipProducts(Products):
             result = _general(tall, z, tall if beta else None, alpha * scale, beta * scale, dtype=keep)
         else:
             result = _general(z, tall, wide if beta else None, alpha * scale, beta * scale, dtype=keep)
-        return result.to(self.dtype) if scale == 1.0 else torch.mul(result, 1 / scale, out=torch.empty_like(result, dtype=self.dtype))
+        return (
+            result.to(self.dtype)
+            if scale == 1.0
+            else torch.mul(result, 1 / scale, out=torch.empty_like(result, dtype=self.dtype))
+        )
 
 
 @graphed

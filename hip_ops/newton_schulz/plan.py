@@ -3,16 +3,17 @@
 
 With X [n, m], n <= m, and the polynomial factors P_t = a_t I + b_t R + c_t R^2 of R = X X^T:
 
-standard   X <- P X, with R = X X^T computed in every step: T (3 m/n + 1) n^3 multiply-adds where symmetric products cost half.
-gram       all P_t commute with R, so Q <- Q P and R <- P R P need n x n products only, each of them symmetric, and X is read again at
-           the end, X <- Q X (Dao-AILab, gram-newton-schulz): (4 T + 3 (m/n) - 3) n^3, and 3 (m/n - 1) n^3 more for
-           every restart. For square matrices it saves nothing.
+standard   X <- P X, with R = X X^T computed in every step: T (3 m/n + 1) n^3 multiply-adds where symmetric products
+           cost half.
+gram       all P_t commute with R, so Q <- Q P and R <- P R P need n x n products only, each of them symmetric, and X is
+           read again at the end, X <- Q X (Dao-AILab, gram-newton-schulz): (4 T + 3 (m/n) - 3) n^3, and
+           3 (m/n - 1) n^3 more for every restart. For square matrices it saves nothing.
 
-Restarts. R is known to about eps |R|, and a step multiplies that error, where R is small, by a_t^2: three steps of a = 3.4445 lift the rounding
-of half precision (2^-11) above R itself, so that Q is no longer a polynomial of R and can overflow. A restart applies Q
-to X and computes R = X X^T of the result. No restart corrects the errors of the last steps, so the last stretch has two
-steps and the ones before it
-three: `default_restarts`. tests/hip_ops/test_newton_schulz_forms.py shows the error with and without.
+Restarts. R is known to about eps |R|, and a step multiplies that error, where R is small, by a_t^2: three steps of a =
+3.4445 lift the rounding of half precision (2^-11) above R itself, so that Q is no longer a polynomial of R and can
+overflow. A restart applies Q to X and computes R = X X^T of the result. No restart corrects the errors of the last
+steps, so the last stretch has two steps and the ones before it three: `default_restarts`.
+tests/hip_ops/test_newton_schulz_forms.py shows the error with and without.
 
 Half precision. Entries of a normalised matrix are about (n m)^-1/2 and those of R about 1 / (n sqrt(m)): below 2^-14
 half precision loses digits. X, R (and b R + c R^2) and Q are therefore stored multiplied by the powers of two below.
@@ -73,7 +74,9 @@ def multiply_adds(form: str, n: int, m: int, steps: int, restarts: int = 0) -> f
 
 
 def make_plan(triples: tuple[Triple, ...], n: int, m: int, dtype: torch.dtype) -> Plan:
-    """Chooses the form by multiply-adds. n, m: both sides of the matrix in either order; dtype: of the matrices inside."""
+    """Chooses the form by multiply-adds. n, m: both sides of the matrix in either order; dtype: of the matrices
+    inside.
+    """
     n, m, steps = min(n, m), max(n, m), len(triples)
     restarts = default_restarts(steps)
     # bfloat16 loses in R what the standard form reads from X: 1.4 times its error on Gaussian matrices.

@@ -45,7 +45,8 @@ def start_of(x: Tensor, square_sums: Tensor | None, eps: float, scale: float, ou
     numel = x[0].numel()
     blocks = triton.cdiv(numel, NORMALISE_BLOCK)
     normalise_kernel[(len(x) * blocks,)](
-        x, square_sums, out, numel, blocks, scale, eps, TYPES[out.dtype], BLOCK=NORMALISE_BLOCK, num_warps=NORMALISE_WARPS
+        x, square_sums, out, numel, blocks, scale, eps, TYPES[out.dtype], BLOCK=NORMALISE_BLOCK,
+        num_warps=NORMALISE_WARPS
     )
     return out
 
@@ -78,6 +79,8 @@ class TritonProducts(ProductsInOrientation):
 def newton_schulz(x: Tensor, square_sums: Tensor | None, plan: Plan, eps: float) -> Tensor:
     batch, rows, columns = x.shape
     with on(x.device):
-        start = start_of(x, square_sums, eps, plan.scales[0], empty_rows(batch, rows, columns, like=x, dtype=plan.dtype))
+        start = start_of(
+            x, square_sums, eps, plan.scales[0], empty_rows(batch, rows, columns, like=x, dtype=plan.dtype)
+        )
         products = TritonProducts(batch, min(rows, columns), max(rows, columns), rows > columns, x.dtype)
         return iterate(products, start, plan)

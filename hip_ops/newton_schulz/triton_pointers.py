@@ -15,10 +15,11 @@ from hip_ops.runtime.tiles import XCDS, grouped_tile, tile_count, triangle_tile,
 
 @triton.jit
 def pointer_product_kernel(
-    a_pointer, b_pointer, d_pointer, c_pointer, m, n, k, a_stride, b_stride, d_stride, c_stride, a_batch, b_batch, d_batch, c_batch,
-    alpha, beta,
+    a_pointer, b_pointer, d_pointer, c_pointer, m, n, k, a_stride, b_stride, d_stride, c_stride, a_batch, b_batch,
+    d_batch, c_batch, alpha, beta,
     SYMMETRIC: tl.constexpr, A_BY_COLUMNS: tl.constexpr, B_BY_COLUMNS: tl.constexpr, HAS_D: tl.constexpr,
-    EVEN_K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr, XCDS: tl.constexpr,
+    EVEN_K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr,
+    XCDS: tl.constexpr,
 ):
     """Operands as in `symmetric_product_kernel`; strides are those of rows, or of columns where an operand lies by
     columns.
@@ -70,8 +71,8 @@ def pointer_product_kernel(
 
 
 def launch(
-    a: Tensor, a_by_columns: bool, b: Tensor, b_by_columns: bool, d: Tensor | None, c: Tensor, k: int, alpha: float, beta: float,
-    symmetric: bool, config: ProductConfig,
+    a: Tensor, a_by_columns: bool, b: Tensor, b_by_columns: bool, d: Tensor | None, c: Tensor, k: int, alpha: float,
+    beta: float, symmetric: bool, config: ProductConfig,
 ) -> None:
     batch, m, n = c.shape
     block_m, block_n = config.block_m, config.block_n

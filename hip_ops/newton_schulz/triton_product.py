@@ -64,7 +64,9 @@ def symmetric_product_kernel(
             tiles = (tile_rows // 2 + tile_rows % 2) * (tile_rows // 2 + 1)
     else:
         tiles = tile_rows * tile_columns
-    for position in tl.range(tl.program_id(0), batch * tiles, tl.num_programs(0), flatten=FLATTEN, warp_specialize=WARP_SPECIALIZE):
+    for position in tl.range(
+        tl.program_id(0), batch * tiles, tl.num_programs(0), flatten=FLATTEN, warp_specialize=WARP_SPECIALIZE
+    ):
         matrix = position // tiles
         if SYMMETRIC:
             row, column = triangle_tile(position % tiles, BLOCK_M, BLOCK_N)
@@ -89,8 +91,22 @@ def symmetric_product_kernel(
             left, right = acc.reshape(BLOCK_M, 2, BLOCK_N // 2).permute(0, 2, 1).split()
             _store_part(left, d_desc, c_desc, mirror_desc, matrix, row0, column0, mirror_row0,
                         alpha, beta, SYMMETRIC, HAS_D, BLOCK_M, BLOCK_N // 2)
-            _store_part(right, d_desc, c_desc, mirror_desc, matrix, row0, column0 + BLOCK_N // 2, mirror_row0 + BLOCK_N // 2,
-                        alpha, beta, SYMMETRIC, HAS_D, BLOCK_M, BLOCK_N // 2)
+            _store_part(
+                right,
+                d_desc,
+                c_desc,
+                mirror_desc,
+                matrix,
+                row0,
+                column0 + BLOCK_N // 2,
+                mirror_row0 + BLOCK_N // 2,
+                alpha,
+                beta,
+                SYMMETRIC,
+                HAS_D,
+                BLOCK_M,
+                BLOCK_N // 2,
+            )
         else:
             _store_part(acc, d_desc, c_desc, mirror_desc, matrix, row0, column0, mirror_row0,
                         alpha, beta, SYMMETRIC, HAS_D, BLOCK_M, BLOCK_N)
@@ -143,7 +159,9 @@ def product(
             d = empty_rows(batch, m, n, like=d).copy_(d.mT)
     if not _has_descriptors(c.device):
         config = config if AMD else BEFORE_HOPPER_CONFIG
-        pointer_product.launch(a_storage, a_by_columns, b_storage, b_by_columns, d, c, k, alpha, beta, symmetric, config)
+        pointer_product.launch(
+            a_storage, a_by_columns, b_storage, b_by_columns, d, c, k, alpha, beta, symmetric, config
+        )
         return c
     block_m, block_n, block_k = config.block_m, config.block_n, config.block_k
     width = block_n // config.parts

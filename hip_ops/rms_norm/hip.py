@@ -22,28 +22,39 @@ BF16_X, BF16_RESIDUAL, BF16_WEIGHT, ALIGNED = 1, 2, 4, 8
 
 def _types(x_dtype: torch.dtype, residual: Tensor, weight: Tensor, tensors: list[Tensor]) -> int:
     """Returns the dtype bits, and ALIGNED if each row of each tensor starts at a multiple of 16 bytes."""
-    bits = sum(bit for bit, dtype in ((BF16_X, x_dtype), (BF16_RESIDUAL, residual.dtype), (BF16_WEIGHT, weight.dtype)) if dtype == torch.bfloat16)
+    bits = sum(
+        bit
+        for bit, dtype in ((BF16_X, x_dtype), (BF16_RESIDUAL, residual.dtype), (BF16_WEIGHT, weight.dtype))
+        if dtype == torch.bfloat16
+    )
     starts = (place for t in tensors for place in (t.data_ptr(), t.stride(0) * t.element_size() if t.dim() > 1 else 0))
     return bits | (0 if any(start % 16 for start in starts) else ALIGNED)
 
 
-def _forward(x: Tensor, residual: Tensor, vectors: tuple[Tensor, ...], weight: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+def _forward(
+    x: Tensor, residual: Tensor, vectors: tuple[Tensor, ...], weight: Tensor, eps: float
+) -> tuple[Tensor, Tensor, Tensor]:
     device, hidden = x.device, x.shape[-1]
     y, new_residual, rstd = empty_results(x, residual, weight)
     if x.numel():
         x, residual, weight = as_rows(x), as_rows(residual), weight.contiguous()
         vectors = tuple(v.contiguous() for v in vectors)
-        types = _types(x.dtype, residual, weight, [x, residual, weight, *vectors, y.view(-1, hidden), new_residual.view(-1, hidden)])
+        types = _types(
+            x.dtype,
+            residual,
+            weight,
+            [x, residual, weight, *vectors, y.view(-1, hidden), new_residual.view(-1, hidden)],
+        )
         call(
-            "ho_rms_norm_forward", x, residual, *(vectors or (None,) * 4), weight, y, new_residual, rstd, len(x), hidden,
-            x.stride(0), residual.stride(0), types, multiprocessors(device), eps, device=device,
+            "ho_rms_norm_forward", x, residual, *(vectors or (None,) * 4), weight, y, new_residual, rstd, len(x),
+            hidden, x.stride(0), residual.stride(0), types, multiprocessors(device), eps, device=device,
         )
     return y, new_residual, rstd
 
 
 def _backward(
-    dy: Tensor, d_new_residual: Tensor | None, x: Tensor | None, residual: Tensor, rstd: Tensor, vectors: tuple[Tensor, ...],
-    weight: Tensor, x_dtype: torch.dtype,
+    dy: Tensor, d_new_residual: Tensor | None, x: Tensor | None, residual: Tensor, rstd: Tensor,
+    vectors: tuple[Tensor, ...], weight: Tensor, x_dtype: torch.dtype,
 ) -> tuple[Tensor, ...]:
     """Returns d_x, d_residual and the gradients of the vectors and weight. Without vectors, x is None and residual is
     new_residual.
@@ -65,13 +76,15 @@ def _backward(
     partial = torch.empty((blocks, 4 if scaled else 1, hidden), dtype=torch.float32, device=device)
     pointers = vectors or (None,) * 4
     call(
-        "ho_rms_norm_backward", dy, upstream, x, residual, rstd, *pointers, weight, d_x, d_residual, partial, len(dy), hidden,
-        dy.stride(0), 0 if upstream is None else upstream.stride(0), 0 if x is None else x.stride(0), residual.stride(0), types,
-        blocks, device=device,
+        "ho_rms_norm_backward", dy, upstream, x, residual, rstd, *pointers, weight, d_x, d_residual, partial, len(dy),
+        hidden, dy.stride(0), 0 if upstream is None else upstream.stride(0), 0 if x is None else x.stride(0),
+        residual.stride(0), types, blocks, device=device,
     )
     out = gradients if scaled else (None,) * 4 + gradients
     call("ho_rms_norm_backward_sum", partial, *pointers, *out, blocks, hidden, types, device=device)
     return d_x, d_residual, *gradients
 
 
-add_rms_norm, add_rms_norm_backward, scaled_residual_rms_norm, scaled_residual_rms_norm_backward = functions(_forward, _backward)
+add_rms_norm, add_rms_norm_backward, scaled_residual_rms_norm, scaled_residual_rms_norm_backward = functions(
+    _forward, _backward
+)

@@ -72,8 +72,8 @@ def rms_norm_forward_kernel(
 
 @triton.jit
 def rms_norm_backward_kernel(
-    dy, d_new_residual, x, residual, rstd, output_bias, output_scale, residual_bias, residual_scale, weight, d_x, d_residual,
-    partial, rows, hidden, dy_stride, d_new_residual_stride, x_stride, residual_stride,
+    dy, d_new_residual, x, residual, rstd, output_bias, output_scale, residual_bias, residual_scale, weight, d_x,
+    d_residual, partial, rows, hidden, dy_stride, d_new_residual_stride, x_stride, residual_stride,
     SCALED: tl.constexpr, HAS_D_NEW_RESIDUAL: tl.constexpr, WRITES_D_X: tl.constexpr, ROWS: tl.constexpr,
     BLOCK: tl.constexpr, STAGES: tl.constexpr,
 ):
@@ -205,7 +205,9 @@ def launch(hidden_size: int, *, scaled: bool, backward: bool, warp_size: int | N
     if nvidia and backward and not scaled and block <= 2048:
         resident = 256  # measured: with three rows on the way, two programs of four warps do better than four
     # Loads of the next rows in flight; wider rows leave less room for them in registers and shared memory.
-    stages = 1 if not backward or block > 8192 or num_warps * warp_size >= 1024 else 3 if nvidia and block <= 4096 else 2
+    stages = (
+        1 if not backward or block > 8192 or num_warps * warp_size >= 1024 else 3 if nvidia and block <= 4096 else 2
+    )
     return Launch(block, rows, num_warps, max(1, resident // (num_warps * warp_size)), stages)
 
 
@@ -219,12 +221,20 @@ def programs(chosen: Launch, rows: int, device: torch.device) -> int:
 
 
 @functools.lru_cache(maxsize=256)
-def _plan(choose: Callable, hidden_size: int, rows: int, device: torch.device, scaled: bool, backward: bool) -> tuple[int, dict]:
+def _plan(
+    choose: Callable, hidden_size: int, rows: int, device: torch.device, scaled: bool, backward: bool
+) -> tuple[int, dict]:
     """Returns the number of programs and the keywords of the launch. `choose` is `launch`; it is part of the key
     because benchmarks replace it.
     """
     chosen = choose(hidden_size, scaled=scaled, backward=backward)
-    keywords = {"SCALED": scaled, "ROWS": chosen.rows, "BLOCK": chosen.block, "STAGES": chosen.stages, "num_warps": chosen.num_warps}
+    keywords = {
+        "SCALED": scaled,
+        "ROWS": chosen.rows,
+        "BLOCK": chosen.block,
+        "STAGES": chosen.stages,
+        "num_warps": chosen.num_warps,
+    }
     return programs(chosen, rows, device), keywords
 
 
@@ -264,14 +274,16 @@ def _backward(dy, d_new_residual, x, residual, rstd, vectors: tuple[Tensor, ...]
     with on(device):
         rms_norm_backward_kernel[(count,)](
             dy, upstream, x, residual, rstd, *vectors, weight, d_x, d_residual, partial, rows, hidden, dy.stride(0),
-            upstream.stride(0), x.stride(0), residual.stride(0), HAS_D_NEW_RESIDUAL=d_new_residual is not None, WRITES_D_X=writes_d_x,
-            **keywords,
+            upstream.stride(0), x.stride(0), residual.stride(0), HAS_D_NEW_RESIDUAL=d_new_residual is not None,
+            WRITES_D_X=writes_d_x, **keywords,
         )
         rms_norm_sum_kernel[(-(-hidden // 32),)](
-            partial, *vectors, *(gradients if scaled else gradients * 5), count, hidden, SCALED=scaled, PROGRAMS=64, BLOCK=32,
-            num_warps=8,
+            partial, *vectors, *(gradients if scaled else gradients * 5), count, hidden, SCALED=scaled, PROGRAMS=64,
+            BLOCK=32, num_warps=8,
         )
     return d_x, d_residual, *gradients
 
 
-add_rms_norm, add_rms_norm_backward, scaled_residual_rms_norm, scaled_residual_rms_norm_backward = functions(_forward, _backward)
+add_rms_norm, add_rms_norm_backward, scaled_residual_rms_norm, scaled_residual_rms_norm_backward = functions(
+    _forward, _backward
+)

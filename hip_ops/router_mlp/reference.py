@@ -4,7 +4,8 @@ II-A-2).
 
     state    r = projected + b_down + gamma * r of the layer before
     hidden1  W1 rms_norm(r) + b1            hidden2  W2 gelu(hidden1) + b2            logits  W_out gelu(hidden2)
-    choice   the first class with the largest softmax(logits) + balancing bias        weight  its probability, without the bias
+    choice   the first class with the largest softmax(logits) + balancing bias
+    weight   the probability of the choice, without the bias
 
 GELU is the exact one (with erf). The result of every line is computed in fp32 (fp64 for fp64 tensors) from rounded
 operands and rounded to the tensors' dtype, as a model in that dtype rounds it; probabilities and their results stay in

@@ -70,10 +70,10 @@ def part_of_rows(row, first, R: tl.constexpr, PART: tl.constexpr):
 
 @triton.jit
 def router_mlp_forward_kernel(
-    projected, previous, gamma, b_down, w_norm, w1, b1, w2, b2, w_out, biases, forced, state, weights, ids, hidden1, hidden2, logits, statistics,
-    rows, eps, unweighted,
-    HAS_PREVIOUS: tl.constexpr, HAS_FORCED: tl.constexpr, R: tl.constexpr, CLASSES: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr,
-    PART: tl.constexpr,
+    projected, previous, gamma, b_down, w_norm, w1, b1, w2, b2, w_out, biases, forced, state, weights, ids, hidden1,
+    hidden2, logits, statistics, rows, eps, unweighted,
+    HAS_PREVIOUS: tl.constexpr, HAS_FORCED: tl.constexpr, R: tl.constexpr, CLASSES: tl.constexpr, COLUMNS: tl.constexpr,
+    BLOCK: tl.constexpr, PART: tl.constexpr,
 ):
     """Computes BLOCK tokens. statistics: of this program's tokens. COLUMNS: CLASSES and the padding columns after them.
     """
@@ -85,9 +85,15 @@ def router_mlp_forward_kernel(
     squares = tl.zeros([BLOCK], tl.float32)
     for first in range(0, R, PART):
         part, to = part_of_rows(row, first, R, PART)
-        wide = tl.load(projected + to, mask=here, other=0.0).to(tl.float32) + tl.load(b_down + part).to(tl.float32)[None, :]
+        wide = (
+            tl.load(projected + to, mask=here, other=0.0).to(tl.float32)
+            + tl.load(b_down + part).to(tl.float32)[None, :]
+        )
         if HAS_PREVIOUS:
-            wide += tl.load(previous + to, mask=here, other=0.0).to(tl.float32) * tl.load(gamma + part).to(tl.float32)[None, :]
+            wide += (
+                tl.load(previous + to, mask=here, other=0.0).to(tl.float32)
+                * tl.load(gamma + part).to(tl.float32)[None, :]
+            )
         y = wide.to(state.dtype.element_ty)
         tl.store(state + to, y, mask=here)
         squares += tl.sum(y.to(tl.float32) * y.to(tl.float32), axis=1)
@@ -96,13 +102,20 @@ def router_mlp_forward_kernel(
     for first in range(0, R, PART):
         part, to = part_of_rows(row, first, R, PART)
         direction = tl.load(state + to, mask=here, other=0.0).to(tl.float32) * inverse
-        tl.store(hidden2 + to, (direction * tl.load(w_norm + part).to(tl.float32)[None, :]).to(hidden2.dtype.element_ty), mask=here)
+        tl.store(
+            hidden2 + to,
+            (direction * tl.load(w_norm + part).to(tl.float32)[None, :]).to(hidden2.dtype.element_ty),
+            mask=here,
+        )
     tl.debug_barrier()
     x = tl.load(hidden2 + at, mask=here, other=0.0)
     tl.debug_barrier()
     for first in range(0, R, PART):
         part, to = part_of_rows(row, first, R, PART)
-        y = tl.dot(x, tl.load(w1 + part[None, :] * R + channel[:, None]), input_precision="ieee") + tl.load(b1 + part).to(tl.float32)[None, :]
+        y = (
+            tl.dot(x, tl.load(w1 + part[None, :] * R + channel[:, None]), input_precision="ieee")
+            + tl.load(b1 + part).to(tl.float32)[None, :]
+        )
         y = y.to(x.dtype)
         tl.store(hidden1 + to, y, mask=here)
         tl.store(hidden2 + to, gelu(y), mask=here)  # loaded ahead for the next product
@@ -114,7 +127,10 @@ def router_mlp_forward_kernel(
     scores = tl.zeros((BLOCK, COLUMNS), tl.float32)
     for first in range(0, R, PART):
         part, to = part_of_rows(row, first, R, PART)
-        y = tl.dot(x, tl.load(w2 + part[None, :] * R + channel[:, None]), input_precision="ieee") + tl.load(b2 + part).to(tl.float32)[None, :]
+        y = (
+            tl.dot(x, tl.load(w2 + part[None, :] * R + channel[:, None]), input_precision="ieee")
+            + tl.load(b2 + part).to(tl.float32)[None, :]
+        )
         y = y.to(x.dtype)
         tl.store(hidden2 + to, y, mask=here)
         matrix = tl.load(w_out + column[None, :] * R + part[:, None], mask=known, other=0.0)
@@ -141,10 +157,10 @@ def router_mlp_forward_kernel(
 
 @triton.jit
 def router_mlp_backward_kernel(
-    d_weights, d_state, state, previous, gamma, hidden1, hidden2, logits, ids, w_norm, w1, w2, w_out, d_projected, d_previous, sums, d_hidden1,
-    normed, d_hidden2, active1, d_logits, active2, rows, eps, unweighted,
-    HAS_PREVIOUS: tl.constexpr, HAS_D_STATE: tl.constexpr, R: tl.constexpr, CLASSES: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr,
-    PART: tl.constexpr,
+    d_weights, d_state, state, previous, gamma, hidden1, hidden2, logits, ids, w_norm, w1, w2, w_out, d_projected,
+    d_previous, sums, d_hidden1, normed, d_hidden2, active1, d_logits, active2, rows, eps, unweighted,
+    HAS_PREVIOUS: tl.constexpr, HAS_D_STATE: tl.constexpr, R: tl.constexpr, CLASSES: tl.constexpr,
+    COLUMNS: tl.constexpr, BLOCK: tl.constexpr, PART: tl.constexpr,
 ):
     """Computes BLOCK tokens; sums: the five of this program. Rows beyond the last one are zeros."""
     row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -221,7 +237,9 @@ class Launch:
 
     @property
     def options(self) -> dict:
-        return {"num_warps": self.num_warps, "num_stages": self.num_stages} | ({"maxnreg": self.registers} if self.registers else {})
+        return {"num_warps": self.num_warps, "num_stages": self.num_stages} | (
+            {"maxnreg": self.registers} if self.registers else {}
+        )
 
 
 def launch(width: int, *, warp_size: int | None = None) -> Launch:
@@ -249,8 +267,9 @@ def _contiguous(*tensors: Tensor | None) -> list[Tensor | None]:
 
 
 def router_mlp(
-    projected: Tensor, previous: Tensor | None, gamma: Tensor | None, b_down: Tensor, w_norm: Tensor, w1: Tensor, b1: Tensor, w2: Tensor, b2: Tensor,
-    w_out: Tensor, biases: Tensor, forced: Tensor | None, eps: float, unweighted: int,
+    projected: Tensor, previous: Tensor | None, gamma: Tensor | None, b_down: Tensor, w_norm: Tensor, w1: Tensor,
+    b1: Tensor, w2: Tensor, b2: Tensor, w_out: Tensor, biases: Tensor, forced: Tensor | None, eps: float,
+    unweighted: int,
 ) -> tuple[Tensor, ...]:
     """As hip_ops.router_mlp.reference.router_mlp."""
     projected, previous, gamma, b_down, w_norm, w1, b1, w2, b2, w_out, biases, forced = _contiguous(
@@ -260,21 +279,26 @@ def router_mlp(
     programs, keywords = _plan(launch, rows, width, classes)
     state, hidden1, hidden2 = (torch.empty_like(projected) for _ in range(3))
     logits = torch.empty((rows, keywords["COLUMNS"]), dtype=projected.dtype, device=device)
-    weights, ids = torch.empty(rows, dtype=torch.float32, device=device), torch.empty(rows, dtype=torch.int64, device=device)
+    weights, ids = (
+        torch.empty(rows, dtype=torch.float32, device=device),
+        torch.empty(rows, dtype=torch.int64, device=device),
+    )
     statistics = torch.empty((programs, classes + 1), dtype=torch.float32, device=device)
     if rows:
         with on(device):
             router_mlp_forward_kernel[(programs,)](
-                projected, projected if gamma is None else previous, b_down if gamma is None else gamma, b_down, w_norm, w1, b1, w2, b2, w_out, biases,
-                ids if forced is None else forced, state, weights, ids, hidden1, hidden2, logits, statistics, rows, eps, unweighted,
-                HAS_PREVIOUS=gamma is not None, HAS_FORCED=forced is not None, **keywords,
+                projected, projected if gamma is None else previous, b_down if gamma is None else gamma, b_down, w_norm,
+                w1, b1, w2, b2, w_out, biases, ids if forced is None else forced, state, weights, ids, hidden1, hidden2,
+                logits, statistics, rows, eps, unweighted, HAS_PREVIOUS=gamma is not None,
+                HAS_FORCED=forced is not None, **keywords,
             )
     return state, weights, ids, hidden1, hidden2, logits, statistics.sum(0)
 
 
 def router_mlp_backward(
-    d_weights: Tensor, d_state: Tensor | None, state: Tensor, previous: Tensor | None, gamma: Tensor | None, hidden1: Tensor, hidden2: Tensor,
-    logits: Tensor, ids: Tensor, w_norm: Tensor, w1: Tensor, w2: Tensor, w_out: Tensor, eps: float, unweighted: int,
+    d_weights: Tensor, d_state: Tensor | None, state: Tensor, previous: Tensor | None, gamma: Tensor | None,
+    hidden1: Tensor, hidden2: Tensor, logits: Tensor, ids: Tensor, w_norm: Tensor, w1: Tensor, w2: Tensor,
+    w_out: Tensor, eps: float, unweighted: int,
 ) -> tuple[Tensor, ...]:
     """As hip_ops.router_mlp.reference.router_mlp_backward."""
     d_weights, d_state, state, previous, gamma, hidden1, hidden2, logits, ids, w_norm, w1, w2, w_out = _contiguous(
@@ -289,8 +313,9 @@ def router_mlp_backward(
     if rows:
         with on(device):
             router_mlp_backward_kernel[(programs,)](
-                d_weights, state if d_state is None else d_state, state, state if gamma is None else previous, w_norm if gamma is None else gamma, hidden1,
-                hidden2, logits, ids, w_norm, w1, w2, w_out, d_projected, d_previous, sums, d_hidden1, normed, d_hidden2, active1, d_logits, active2,
-                rows, eps, unweighted, HAS_PREVIOUS=gamma is not None, HAS_D_STATE=d_state is not None, **keywords,
+                d_weights, state if d_state is None else d_state, state, state if gamma is None else previous,
+                w_norm if gamma is None else gamma, hidden1, hidden2, logits, ids, w_norm, w1, w2, w_out, d_projected,
+                d_previous, sums, d_hidden1, normed, d_hidden2, active1, d_logits, active2, rows, eps, unweighted,
+                HAS_PREVIOUS=gamma is not None, HAS_D_STATE=d_state is not None, **keywords,
             )
     return d_projected, d_previous, sums.sum(0), d_hidden1, normed, d_hidden2, active1, d_logits, active2

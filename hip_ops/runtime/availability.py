@@ -39,5 +39,8 @@ def _hip(device: torch.device, named: bool) -> str | None:
         find_compiler(target)
     except CompilerNotFound as error:
         if prebuilt(target) is None:
-            return f"{error}; and the cache holds no library for {target} (`python -m hip_ops build` on a machine that has a compiler)"
+            return (
+                f"{error}; and the cache holds no library for {target} (`python -m hip_ops build` on a machine that "
+                "has a compiler)"
+            )
     return None

@@ -64,7 +64,8 @@ def build(target: str, *, force: bool = False, sources: Path = PACKAGE) -> Path:
                 _build(target, compiler, folder, sources)
     except OSError as error:
         raise OSError(
-            f"hip_ops: cannot write the kernel cache {folder}: {error}; set HIP_OPS_CACHE to a folder that can be written"
+            f"hip_ops: cannot write the kernel cache {folder}: {error}; set HIP_OPS_CACHE to a folder that can be "
+            "written"
         ) from error
     return folder / LIBRARY
 
@@ -156,5 +157,6 @@ def _run(command: list[str]) -> None:
     done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace")
     if done.returncode != 0:
         raise BuildError(
-            f"hip_ops: this command failed with code {done.returncode}:\n  {shlex.join(command)}\n{done.stdout.rstrip()}"
+            f"hip_ops: this command failed with code {done.returncode}:\n  "
+            f"{shlex.join(command)}\n{done.stdout.rstrip()}"
         )

@@ -127,7 +127,8 @@ def _amd(target: str) -> Compiler:
         libraries = device_libs.find(target, program, rocm_folders())
         if libraries is None:
             raise CompilerNotFound(
-                f"{program} was found, but not the ROCm device libraries for {target} (a folder amdgcn/bitcode under ROCM_PATH, /opt/rocm or "
+                f"{program} was found, but not the ROCm device libraries for {target} (a folder amdgcn/bitcode under "
+                "ROCM_PATH, /opt/rocm or "
                 "/usr/lib): install rocm-device-libs, or a ROCm and set ROCM_PATH"
             )
         return Compiler(
@@ -135,7 +136,8 @@ def _amd(target: str) -> Compiler:
         )
     old = f" ({', '.join(too_old)} is older than clang {OLDEST_CLANG})" if too_old else ""
     raise CompilerNotFound(
-        f"neither hipcc nor a clang++ that knows {target} is on PATH, under ROCM_PATH or /opt/rocm{old}: install ROCm's hipcc and set ROCM_PATH"
+        f"neither hipcc nor a clang++ that knows {target} is on PATH, under ROCM_PATH or /opt/rocm{old}: install "
+        "ROCm's hipcc and set ROCM_PATH"
     )
 
 
@@ -145,7 +147,8 @@ def _nvidia(target: str) -> Compiler:
         flags = ("-x", "cu", f"-arch={target}", *_OPTIMIZE, "-Xcompiler", ",".join(_HOST))
         return Compiler(program, compiler_version(program), flags, (f"-arch={target}", "-shared"))
     raise CompilerNotFound(
-        "nvcc is not on PATH, nor under CUDA_HOME, CUDA_PATH or /usr/local/cuda: install the CUDA toolkit and set CUDA_HOME"
+        "nvcc is not on PATH, nor under CUDA_HOME, CUDA_PATH or /usr/local/cuda: install the CUDA toolkit and set "
+        "CUDA_HOME"
     )
 
 

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rows of a JSON table of kernel configurations. A row's "config" holds only the fields that differ from the defaults."""
+"""Rows of a JSON table of kernel configurations. A row's "config" holds only the fields that differ from the
+defaults.
+"""
 
 from __future__ import annotations
 

@@ -71,7 +71,9 @@ def cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
 
 @dataclass(frozen=True)
 class Line:
-    """One declared tensor. sizes: the shape without the leading `...`. like: the argument whose shape and dtype it has."""
+    """One declared tensor. sizes: the shape without the leading `...`. like: the argument whose shape and dtype it
+    has.
+    """
 
     name: str
     optional: bool

@@ -16,7 +16,9 @@ _here = threading.local()
 
 
 def descriptor(base: Tensor, shape: Sequence[int], strides: Sequence[int], block: Sequence[int]) -> TensorDescriptor:
-    """Returns TensorDescriptor(base, shape, strides, block). base.data_ptr() must be a multiple of 16 (`describable`)."""
+    """Returns TensorDescriptor(base, shape, strides, block). base.data_ptr() must be a multiple of 16
+    (`describable`).
+    """
     if base.is_cuda and not hasattr(_here, "context"):
         # the driver encodes descriptors only in a thread with a CUDA context, which autograd's threads may lack
         torch.cuda.set_device(torch.cuda.current_device())
@@ -35,7 +37,9 @@ def descriptor(base: Tensor, shape: Sequence[int], strides: Sequence[int], block
 
 
 def describable(x: Tensor) -> bool:
-    """Returns whether a tensor descriptor can access the tensor: contiguous rows that start at multiples of 16 bytes."""
+    """Returns whether a tensor descriptor can access the tensor: contiguous rows that start at multiples of 16
+    bytes.
+    """
     *strides, last = x.stride()
     if last != 1 or x.data_ptr() % 16:
         return False

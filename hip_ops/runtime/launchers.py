@@ -55,7 +55,8 @@ def load(path: Path, *files: Path) -> ctypes.CDLL:
     version = loaded.ho_abi_version()
     if version != ABI_VERSION:
         raise RuntimeError(
-            f"hip_ops: {path} has ABI version {version}, this hip_ops requires {ABI_VERSION}. Fix: `python -m hip_ops build --force`"
+            f"hip_ops: {path} has ABI version {version}, this hip_ops requires {ABI_VERSION}. Fix: `python -m hip_ops "
+            "build --force`"
         )
     loaded.ho_error_string.restype = ctypes.c_char_p
     loaded.ho_error_string.argtypes = (ctypes.c_int,)

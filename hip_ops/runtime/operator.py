@@ -304,7 +304,8 @@ class Operator:
         if found is None:
             if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
                 raise RuntimeError(
-                    f"hip_ops: {self.name} was first used on {device} while a graph is captured. It must be compared with its reference "
+                    f"hip_ops: {self.name} was first used on {device} while a graph is captured. It must be compared "
+                    "with its reference "
                     f"before. Fix: call hip_ops.warm_up({str(device)!r}) before the capture"
                 )
             found = self.results[device, version] = self._check(version, device)

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Views of tensors as contiguous rows at any distance, as row kernels take them, and the grids of the HIP row kernels."""
+"""Views of tensors as contiguous rows at any distance, as row kernels take them, and the grids of the HIP row
+kernels.
+"""
 
 from __future__ import annotations
 

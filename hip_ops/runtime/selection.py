@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Holds which version of each operator a process requests.
 
-    auto (default)   the best version that is available: hip on ROCm, triton, torch.compile of the reference, the reference.
-                     On a CPU the reference.
+    auto (default)   the best version that is available: hip on ROCm, triton, torch.compile of the reference, the
+                     reference. On a CPU the reference.
     hip, triton, compiled, reference    that version of every operator that has it; the others as with auto
 
 An override requests one operator's version by name, optional packages included (quack, grouped_mm). A version that is
@@ -25,7 +25,9 @@ ENVIRONMENT = "HIP_OPS_KERNELS"
 
 
 class Request(NamedTuple):
-    """A version by name, and the setting that requests it. A tuple, for speed: every call of an operator looks one up."""
+    """A version by name, and the setting that requests it. A tuple, for speed: every call of an operator looks one
+    up.
+    """
 
     version: str
     source: str

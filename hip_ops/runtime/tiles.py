@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Orders of output tiles over Triton programs, as in hip_ops/newton_schulz/tile_order.h, and the host's count of tiles."""
+"""Orders of output tiles over Triton programs, as in hip_ops/newton_schulz/tile_order.h, and the host's count of
+tiles.
+"""
 
 import torch
 import triton

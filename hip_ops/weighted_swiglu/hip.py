@@ -25,8 +25,8 @@ def weighted_swiglu(gate_up: Tensor, probs: Tensor, offsets: Tensor | None) -> T
         gate_up, offsets = as_rows(gate_up), None if offsets is None else offsets.contiguous()
         call(
             "ho_weighted_swiglu", gate_up, probs.contiguous(), offsets, out, rows, width, gate_up.stride(0),
-            0 if offsets is None else len(offsets), gate_up.element_size(), probs.element_size(), aligned(_halves(gate_up), out),
-            blocks_for(rows, device), device=device,
+            0 if offsets is None else len(offsets), gate_up.element_size(), probs.element_size(),
+            aligned(_halves(gate_up), out), blocks_for(rows, device), device=device,
         )
     return out
 
@@ -42,8 +42,9 @@ def weighted_swiglu_backward(
     if rows:
         grad, gate_up, offsets = as_rows(grad), as_rows(gate_up), None if offsets is None else offsets.contiguous()
         call(
-            "ho_weighted_swiglu_backward", grad, gate_up, probs.contiguous(), offsets, d_gate_up, d_probs, out if with_output else None,
-            rows, width, grad.stride(0), gate_up.stride(0), 0 if offsets is None else len(offsets), gate_up.element_size(),
-            probs.element_size(), aligned(grad, _halves(gate_up), d_gate_up), blocks_for(rows, device), device=device,
+            "ho_weighted_swiglu_backward", grad, gate_up, probs.contiguous(), offsets, d_gate_up, d_probs,
+            out if with_output else None, rows, width, grad.stride(0), gate_up.stride(0),
+            0 if offsets is None else len(offsets), gate_up.element_size(), probs.element_size(),
+            aligned(grad, _halves(gate_up), d_gate_up), blocks_for(rows, device), device=device,
         )
     return d_gate_up, d_probs, out

@@ -40,7 +40,9 @@ def weighted_swiglu(gate_up: Tensor, probs: Tensor, offsets: Tensor | None) -> T
 def weighted_swiglu_backward(
     grad: Tensor, gate_up: Tensor, probs: Tensor, offsets: Tensor | None, with_output: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns d_gate_up [n, 2 f], d_probs [n], and the output [n, f] again, or an empty tensor without `with_output`."""
+    """Returns d_gate_up [n, 2 f], d_probs [n], and the output [n, f] again, or an empty tensor without
+    `with_output`.
+    """
     compute = wide(gate_up.dtype)
     gate, up = gate_up.contiguous().to(compute).chunk(2, dim=-1)
     grad, weight = grad.contiguous().to(compute), probs.to(compute).unsqueeze(-1)

@@ -30,7 +30,8 @@ def _live_rows(offsets, row, rows, experts, HAS_OFFSETS: tl.constexpr):
 
 @triton.jit
 def weighted_swiglu_forward_kernel(
-    gate_up, probs, offsets, out, rows, width, gate_up_stride, experts, HAS_OFFSETS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    gate_up, probs, offsets, out, rows, width, gate_up_stride, experts, HAS_OFFSETS: tl.constexpr, ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
     """Computes silu(gate) * up * prob of one tile [ROWS, BLOCK]."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
@@ -43,7 +44,9 @@ def weighted_swiglu_forward_kernel(
     up = tl.load(at + width, mask=read, other=0.0).to(tl.float32)
     prob = tl.load(probs + row, mask=live, other=0.0).to(tl.float32)[:, None]
     silu = gate * (1.0 / (1.0 + tl.exp(-gate)))
-    tl.store(out + of_row * width + columns, (silu * up * prob).to(out.dtype.element_ty), mask=(row < rows)[:, None] & within)
+    tl.store(
+        out + of_row * width + columns, (silu * up * prob).to(out.dtype.element_ty), mask=(row < rows)[:, None] & within
+    )
 
 
 @triton.jit
@@ -107,7 +110,11 @@ def _plan(choose: Callable, rows: int, width: int, element_bytes: int, backward:
     replace it.
     """
     chosen = choose(width, element_bytes, backward=backward)
-    grid = (triton.cdiv(rows, chosen.rows),) if backward else (triton.cdiv(rows, chosen.rows), triton.cdiv(width, chosen.block))
+    grid = (
+        (triton.cdiv(rows, chosen.rows),)
+        if backward
+        else (triton.cdiv(rows, chosen.rows), triton.cdiv(width, chosen.block))
+    )
     return grid, {"ROWS": chosen.rows, "BLOCK": chosen.block, "num_warps": chosen.num_warps}
 
 
@@ -139,8 +146,8 @@ def weighted_swiglu_backward(
         grid, keywords = _plan(launch, rows, width, gate_up.element_size(), True)
         with on(grad.device):
             weighted_swiglu_backward_kernel[grid](
-                grad, gate_up, probs, probs if offsets is None else offsets.contiguous(), d_gate_up, d_probs, out, rows, width,
-                grad.stride(0), gate_up.stride(0), 0 if offsets is None else offsets.shape[0],
+                grad, gate_up, probs, probs if offsets is None else offsets.contiguous(), d_gate_up, d_probs, out, rows,
+                width, grad.stride(0), gate_up.stride(0), 0 if offsets is None else offsets.shape[0],
                 HAS_OFFSETS=offsets is not None, WITH_OUTPUT=with_output, **keywords,
             )
     return d_gate_up, d_probs, out

@@ -33,7 +33,9 @@ def test_each_version_is_timed_and_compared(router):
 
 
 def test_the_distance_is_that_of_the_first_version(router, monkeypatch):
-    """A version that is wrong on purpose stands for Triton's: weights half as large again, and a gradient of the state doubled."""
+    """A version that is wrong on purpose stands for Triton's: weights half as large again, and a gradient of the state
+    doubled.
+    """
 
     def forward(*arguments):
         state, weights, *others = reference.router_mlp(*arguments)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A gfx942 kernel written by hand around a list of instructions, to compare their values with numpy's.
 
-Every lane loads four dwords into v4..v7. Each snippet leaves its result in v8 (and v9); a store follows. One kernel holds all snippets, so
-that a table of a hundred opcodes costs one assembly and one launch.
+Every lane loads four dwords into v4..v7. Each snippet leaves its result in v8 (and v9); a store follows. One kernel
+holds all snippets, so that a table of a hundred opcodes costs one assembly and one launch.
 """
 
 from collections.abc import Sequence
@@ -72,7 +72,9 @@ amdhsa.kernels:
 
 
 def run_snippets(snippets: Sequence[str], inputs: np.ndarray) -> np.ndarray:
-    """inputs uint32 [64, 4] -> results uint32 [snippets, 64, 2]; the second dword is 0 where a snippet does not write v9."""
+    """inputs uint32 [64, 4] -> results uint32 [snippets, 64, 2]; the second dword is 0 where a snippet does not write
+    v9.
+    """
     assert inputs.shape == (64, 4) and inputs.dtype == np.uint32
     body = "".join(f"  v_mov_b32 v8, 0\n  v_mov_b32 v9, 0\n  {snippet}\n{_STORE}" for snippet in snippets)
     path = assemble(HEAD + body + TAIL, "snippets")

@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Registers, LDS, scratch, occupancy and required instructions of every kernel, HIP and Triton, held to the checked-in table budgets.toml.
+"""Registers, LDS, scratch, occupancy and required instructions of every kernel, HIP and Triton, held to the checked-in
+table budgets.toml.
 
     python -m tests.gfx942.budgets            compare and print what differs
     python -m tests.gfx942.budgets --write    rewrite the table from the code objects and print the difference
 
-A row's numbers are limits: registers, LDS and spills at most, waves_per_simd at least, every instruction of `requires` present. --write
-takes the numbers as they are now, keeps `requires` of rows that exist, adds rows of new kernels and drops those of kernels that are gone;
-read its difference before you commit it. To change what a row requires edit the table, or delete the row and --write it anew. Scratch and
-VGPR spills are never allowed, whatever the table says.
+A row's numbers are limits: registers, LDS and spills at most, waves_per_simd at least, every instruction of `requires`
+present. --write takes the numbers as they are now, keeps `requires` of rows that exist, adds rows of new kernels and
+drops those of kernels that are gone; read its difference before you commit it. To change what a row requires edit the
+table, or delete the row and --write it anew. Scratch and VGPR spills are never allowed, whatever the table says.
 """
 
 import argparse
@@ -30,7 +31,8 @@ REGISTERS_A_LANE = 512  # of a SIMD, VGPRs and AGPRs together; given out in step
 LDS_A_CU, LDS_STEP = 65536, 512
 SIMDS, MAX_WAVES = 4, 8
 TRITON = "triton"  # section of the kernels of triton_cases.py
-# what makes a kernel the kernel that it is meant to be: matrix instructions, 16-byte global accesses, 16-byte LDS accesses beside MFMAs
+# what makes a kernel the kernel that it is meant to be: matrix instructions, 16-byte global accesses, 16-byte LDS
+# accesses beside MFMAs
 MATRIX = ("v_mfma_f32_32x32x8_bf16", "v_mfma_f32_16x16x16_bf16", "v_mfma_f32_32x32x8_f16", "v_mfma_f32_16x16x16_f16")
 WIDE = ("global_load_dwordx4", "global_store_dwordx4", "buffer_load_dwordx4", "buffer_store_dwordx4")
 WIDE_LDS = ("ds_read_b128", "ds_write_b128")
@@ -148,7 +150,8 @@ def default_requirements(present: Counter) -> list[str]:
 def render(found: dict, table: dict) -> str:
     """The table's text for these kernels, with the `requires` of the old table."""
     lines = [
-        "# Limits of every gfx942 kernel, compiled by clang 19 and, under triton, by the pinned Triton; see tests/gfx942/budgets.py.",
+        "# Limits of every gfx942 kernel, compiled by clang 19 and, under triton, by the pinned Triton; see "
+        "tests/gfx942/budgets.py.",
         "# Rewrite: python -m tests.gfx942.budgets --write, and read the difference that it prints.",
     ]
     for source, kernels in found.items():

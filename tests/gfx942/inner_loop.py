@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Static schedule of a kernel's inner loop, from the machine code: matrix passes against other issue slots, and waits in bad places.
+"""Static schedule of a kernel's inner loop, from the machine code: matrix passes against other issue slots, and waits
+in bad places.
 
-Passes of 4 cycles (AMD CDNA3 ISA, "Dependency Resolution: Required Independent Instructions", and AMD's matrix instruction calculator):
-v_mfma_f32_32x32x8 of bf16 and fp16 takes 8 passes, 16x16x16 takes 4. Both follow from the peak rate: 512 dense half-precision flops a
-cycle and SIMD (1307 TFLOP/s / 304 CUs / 4 SIMDs / 2.1 GHz), 16384 and 8192 flops an instruction.
-Any other instruction of a wave takes one issue slot, a slot being 4 cycles as 64 lanes pass a SIMD of 16; s_nop n takes n + 1.
+Passes of 4 cycles (AMD CDNA3 ISA, "Dependency Resolution: Required Independent Instructions", and AMD's matrix
+instruction calculator): v_mfma_f32_32x32x8 of bf16 and fp16 takes 8 passes, 16x16x16 takes 4. Both follow from the peak
+rate: 512 dense half-precision flops a cycle and SIMD (1307 TFLOP/s / 304 CUs / 4 SIMDs / 2.1 GHz), 16384 and 8192 flops
+an instruction. Any other instruction of a wave takes one issue slot, a slot being 4 cycles as 64 lanes pass a SIMD of
+16; s_nop n takes n + 1.
 """
 
 import re
@@ -57,9 +59,11 @@ class Loop:
         return self.mfma_passes / self.other_slots
 
     def full_waits_after_barriers(self) -> list[str]:
-        """Every s_waitcnt to vmcnt(0) or lgkmcnt(0) that lies between a barrier and the MFMA that comes next, round the back edge.
+        """Every s_waitcnt to vmcnt(0) or lgkmcnt(0) that lies between a barrier and the MFMA that comes next, round the
+        back edge.
 
-        lgkmcnt(0) stands here as it does in hardware: all LDS reads. Where a loop has no barrier or no MFMA the list is empty.
+        lgkmcnt(0) stands here as it does in hardware: all LDS reads. Where a loop has no barrier or no MFMA the list is
+        empty.
         """
         found, code = [], self.instructions
         if not self.named("v_mfma"):
@@ -109,14 +113,18 @@ def inner_loop(path: str | Path, kernel: str) -> Loop:
 
 @dataclass(frozen=True)
 class McaReport:
-    """llvm-mca's view of one iteration, in its pass-like cycles: throughput bound by the busiest unit, and the simulated length."""
+    """llvm-mca's view of one iteration, in its pass-like cycles: throughput bound by the busiest unit, and the
+    simulated length.
+    """
 
     block_throughput: float
     cycles_an_iteration: float
 
 
 def machine_code_analysis(loop: Loop, iterations: int = 50) -> McaReport:
-    """llvm-mca on the loop body without its branches and waits. It models issue and the matrix pipe, no memory: a bound, not a timing."""
+    """llvm-mca on the loop body without its branches and waits. It models issue and the matrix pipe, no memory: a
+    bound, not a timing.
+    """
     body = "\n".join(
         instruction.text
         for instruction in loop.instructions

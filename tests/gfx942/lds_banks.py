@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """LDS bank model of CDNA3 (MI300X, gfx942): 32 banks of 4 bytes, bank = (byte address / 4) % 32.
 
-A wave instruction is served in phases. Lanes of one phase access LDS together; a phase takes as many cycles as the most loaded bank
-has distinct dwords, and lanes that ask for the same dword share it (broadcast). Conflicts are the cycles above one a phase.
+A wave instruction is served in phases. Lanes of one phase access LDS together; a phase takes as many cycles as the most
+loaded bank has distinct dwords, and lanes that ask for the same dword share it (broadcast). Conflicts are the cycles
+above one a phase.
 
     access                 phases
     b32 and narrower       2:  lanes 0-31, 32-63
@@ -11,15 +12,16 @@ has distinct dwords, and lanes that ask for the same dword share it (broadcast).
     write b128 (and b96)   8:  0-7, 8-15, 16-23, ... 56-63
     read2, write2          two accesses, one after the other
 
-Sources: AMDGPU Kernel Optimization Guide (nod-ai/amd-shark-ai, docs/amdgpu_kernel_optimization_guide.md, "Avoiding LDS Bank Conflicts,
-MI300"), whose read phases were confirmed by latency measurements on an MI300X (same repository, docs/empirical-lds/lds_summary.md);
-the same b128 read phases stand in Triton's AMD back end (triton-lang/triton pull request 11365); the write phases also stand in the
-Composable Kernel documentation ("Understanding AMD GPU LDS and Bank Conflicts"). rocprof's SQ_LDS_BANK_CONFLICT counts stalled cycles
-of this kind.
+Sources: AMDGPU Kernel Optimization Guide (nod-ai/amd-shark-ai, docs/amdgpu_kernel_optimization_guide.md, "Avoiding LDS
+Bank Conflicts, MI300"), whose read phases were confirmed by latency measurements on an MI300X (same repository,
+docs/empirical-lds/lds_summary.md); the same b128 read phases stand in Triton's AMD back end (triton-lang/triton pull
+request 11365); the write phases also stand in the Composable Kernel documentation ("Understanding AMD GPU LDS and Bank
+Conflicts"). rocprof's SQ_LDS_BANK_CONFLICT counts stalled cycles of this kind.
 
 Not certain: phases of b96 (taken as b128's), and of write_b64 (taken as read_b64's: no source measured it); two lanes
-that write different bytes of one dword (taken as no conflict, the banks have byte enables); how two waves' accesses interleave in the
-shared crossbar (each instruction is counted alone). Where access is not aligned to its size hardware may split it; this model does not.
+that write different bytes of one dword (taken as no conflict, the banks have byte enables); how two waves' accesses
+interleave in the shared crossbar (each instruction is counted alone). Where access is not aligned to its size hardware
+may split it; this model does not.
 """
 
 from functools import lru_cache

@@ -24,7 +24,10 @@ class Prediction:
         return "memory" if self.memory_seconds >= self.matrix_seconds else "matrix"
 
     def __str__(self) -> str:
-        return f"{self.seconds * 1e6:.1f} us, bound by {self.bound_by} (prediction for MI300X from bytes and flops, not measured)"
+        return (
+            f"{self.seconds * 1e6:.1f} us, bound by {self.bound_by} (prediction for MI300X from bytes and flops, not "
+            "measured)"
+        )
 
 
 def predict(global_bytes: float, mfma_flops: float = 0.0) -> Prediction:

@@ -59,7 +59,8 @@ def test_dpp(dpp_results, control):
 def test_dpp_zero_fill_and_arithmetic_and_inactive_sources():
     zero, total, inactive = run_snippets(
         [
-            f"v_mov_b32 v8, {hex(OLD)}\n  s_nop 1\n  v_mov_b32_dpp v8, v4 row_shr:1 row_mask:0xf bank_mask:0xf bound_ctrl:0",
+            f"v_mov_b32 v8, {hex(OLD)}\n  s_nop 1\n  v_mov_b32_dpp v8, v4 row_shr:1 row_mask:0xf bank_mask:0xf "
+            "bound_ctrl:0",
             "v_add_u32_dpp v8, v4, v5 row_ror:8 row_mask:0xf bank_mask:0xf",
             f"v_mov_b32 v8, {hex(OLD)}\n  s_mov_b64 s[20:21], exec\n  s_mov_b32 exec_lo, 0xfffffffe\n  s_nop 4\n"
             "  v_mov_b32_dpp v8, v4 row_shr:1 row_mask:0xf bank_mask:0xf\n  s_mov_b64 exec, s[20:21]",

@@ -41,7 +41,9 @@ def test_inactive_lanes_do_not_count():
 
 
 def test_reads_and_writes_of_16_bytes_group_lanes_differently():
-    """Lanes 0-3 read together with 20-23 but write together with 4-7: exchange 16-19 and 20-23, and only reads conflict."""
+    """Lanes 0-3 read together with 20-23 but write together with 4-7: exchange 16-19 and 20-23, and only reads
+    conflict.
+    """
     exchanged = np.where((LANE >= 16) & (LANE < 32), LANE ^ 4, LANE) * 16
     assert cycles(exchanged, 16, True) == (8, 0)
     assert cycles(exchanged, 16, False) == (8, 4)

@@ -19,8 +19,10 @@ def to_bits(values: np.ndarray, kind: str) -> np.ndarray:
 
 
 def multiply(shape: str, kind: str, a: np.ndarray, b: np.ndarray, c: np.ndarray, accumulators: str) -> np.ndarray:
-    """D = A B + C by one instruction; a [m, k], b [k, n], c [m, n]. Loads and stores spell the layout lane by lane:
-    a lane's register pair holds k = 4 * (lane // m) + 0..3 of row (or column) lane % m, and D's place is found below by formula."""
+    """D = A B + C by one instruction; a [m, k], b [k, n], c [m, n]. Loads and stores spell the layout lane by lane: a
+    lane's register pair holds k = 4 * (lane // m) + 0..3 of row (or column) lane % m, and D's place is found below by
+    formula.
+    """
     m, k = a.shape
     registers = m * m // 64
     lane = np.arange(64)
@@ -79,7 +81,9 @@ def test_product(shape, kind, accumulators):
 
 @pytest.mark.parametrize(("shape", "kind"), CASES[:2])
 def test_one_element_at_a_time(shape, kind):
-    """A single product reaches the one place that it should, which a symmetric mistake in both operands could not hide."""
+    """A single product reaches the one place that it should, which a symmetric mistake in both operands could not
+    hide.
+    """
     m, _, k = (int(side) for side in shape.split("x"))
     for i, p, j in ((0, 0, 0), (m - 1, k - 1, 0), (5, k - 3, m - 2), (m // 2 + 1, 1, 3)):
         a, b = np.zeros((m, k), int), np.zeros((k, m), int)

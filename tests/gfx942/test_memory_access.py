@@ -25,7 +25,10 @@ def little(offset: int, size: int, signed: bool = False) -> np.ndarray:
 
 
 def test_global_loads():
-    base = "v_mov_b32 v10, s4\n  v_mov_b32 v11, s5\n  v_add_co_u32 v10, vcc, v10, v1\n  v_addc_co_u32 v11, vcc, 0, v11, vcc\n  "
+    base = (
+        "v_mov_b32 v10, s4\n  v_mov_b32 v11, s5\n  v_add_co_u32 v10, vcc, v10, v1\n  v_addc_co_u32 v11, vcc, 0, v11, "
+        "vcc\n  "
+    )
     cases = {
         "global_load_ubyte v8, v1, s[4:5] offset:5": little(5, 1),
         "global_load_sbyte v8, v1, s[4:5] offset:6": little(6, 1, signed=True),

@@ -115,10 +115,14 @@ def test_pairs_of_registers_and_exec():
     """64-bit logic, shifts, and EXEC: inactive lanes keep their value and do not store."""
     found = run_snippets(
         [
-            "s_mov_b32 s20, 0x80000001\n  s_mov_b32 s21, 3\n  s_lshl_b64 s[22:23], s[20:21], 31\n  v_mov_b32 v8, s22\n  v_mov_b32 v9, s23",
-            "s_mov_b32 s20, 0\n  s_mov_b32 s21, 0x80000000\n  s_ashr_i64 s[22:23], s[20:21], 36\n  v_mov_b32 v8, s22\n  v_mov_b32 v9, s23",
-            "v_cmp_gt_u32 vcc, 10, v0\n  s_and_saveexec_b64 s[20:21], vcc\n  v_mov_b32 v8, 7\n  s_mov_b64 exec, s[20:21]\n  v_mov_b32 v9, exec_lo",
-            "s_mov_b64 s[20:21], exec\n  s_mov_b64 exec, 0xf0\n  v_mov_b32 v8, 5\n  v_readfirstlane_b32 s22, v0\n  s_mov_b64 exec, s[20:21]\n"
+            "s_mov_b32 s20, 0x80000001\n  s_mov_b32 s21, 3\n  s_lshl_b64 s[22:23], s[20:21], 31\n  v_mov_b32 v8, s22\n "
+            " v_mov_b32 v9, s23",
+            "s_mov_b32 s20, 0\n  s_mov_b32 s21, 0x80000000\n  s_ashr_i64 s[22:23], s[20:21], 36\n  v_mov_b32 v8, s22\n "
+            " v_mov_b32 v9, s23",
+            "v_cmp_gt_u32 vcc, 10, v0\n  s_and_saveexec_b64 s[20:21], vcc\n  v_mov_b32 v8, 7\n  s_mov_b64 exec, "
+            "s[20:21]\n  v_mov_b32 v9, exec_lo",
+            "s_mov_b64 s[20:21], exec\n  s_mov_b64 exec, 0xf0\n  v_mov_b32 v8, 5\n  v_readfirstlane_b32 s22, v0\n  "
+            "s_mov_b64 exec, s[20:21]\n"
             "  v_mov_b32 v9, s22",
             "v_readlane_b32 s20, v4, 17\n  v_mov_b32 v8, s20\n  v_writelane_b32 v9, s20, 3",
             "v_mbcnt_lo_u32_b32 v8, -1, 0\n  v_mbcnt_hi_u32_b32 v8, -1, v8",

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Triton kernels compiled for gfx942 run in the emulator: loads with masks, reductions across lanes and waves, a matrix product."""
+"""Triton kernels compiled for gfx942 run in the emulator: loads with masks, reductions across lanes and waves, a matrix
+product.
+"""
 
 import numpy as np
 import pytest

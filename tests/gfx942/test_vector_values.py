@@ -90,7 +90,9 @@ def nearest_f32(value: Fraction) -> float:
 
 
 def exact(operation):
-    """Apply to exact rationals and round once; None where an operand is not finite or the result is a zero whose sign matters."""
+    """Apply to exact rationals and round once; None where an operand is not finite or the result is a zero whose sign
+    matters.
+    """
 
     def run(*words):
         values = [f(word) for word in words]
@@ -238,7 +240,8 @@ FLOAT = {
     "v_max_f32 v8, v4, v4 clamp": lambda a, b, c, d: None if math.isnan(f(a)) else min(max(f(a), 0.0), 1.0) or None,
     # the compiler's division sequence
     "v_div_scale_f32 v10, s[20:21], v5, v5, v4\n  v_div_scale_f32 v11, vcc, v4, v5, v4\n  v_rcp_f32 v12, v10\n"
-    "  v_fma_f32 v13, -v10, v12, 1.0\n  v_fma_f32 v12, v13, v12, v12\n  v_mul_f32 v13, v11, v12\n  v_fma_f32 v14, -v10, v13, v11\n"
+    "  v_fma_f32 v13, -v10, v12, 1.0\n  v_fma_f32 v12, v13, v12, v12\n  v_mul_f32 v13, v11, v12\n  v_fma_f32 v14, "
+    "-v10, v13, v11\n"
     "  v_fma_f32 v13, v14, v12, v13\n  v_fma_f32 v10, -v10, v13, v11\n  v_div_fmas_f32 v10, v10, v12, v13\n"
     "  v_div_fixup_f32 v8, v10, v5, v4": exact(lambda a, b, c, d: a / b if b else Fraction(0)),
 }
@@ -326,7 +329,8 @@ def test_halves_and_doubles():
             "v_cvt_f16_f32 v8, v4",
             "v_cvt_pkrtz_f16_f32 v8, v4, v5",
             "v_cvt_f16_f32 v8, v4\n  v_cvt_f32_f16 v8, v8",
-            "v_cvt_f64_f32 v[10:11], v4\n  v_cvt_f64_f32 v[12:13], v5\n  v_fma_f64 v[8:9], v[10:11], v[12:13], -v[10:11]",
+            "v_cvt_f64_f32 v[10:11], v4\n  v_cvt_f64_f32 v[12:13], v5\n  v_fma_f64 v[8:9], v[10:11], v[12:13], "
+            "-v[10:11]",
         ],
         inputs,
     )

@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compiles .hip files for gfx942 with clang 19, as tests need them: device code object, assembly, resource remarks, host library.
+"""Compiles .hip files for gfx942 with clang 19, as tests need them: device code object, assembly, resource remarks,
+host library.
 
     code_object("rms_norm")                               hip_ops/*/rms_norm.hip
     code_object("rms_norm", defines=["BUG_NO_SYNC"])      with a bug switched on
     code_object(Path(__file__).parent / "kernels/x.hip")  any other file
 
-Products are kept between sessions in $XDG_CACHE_HOME/hip_ops_gfx942 (default ~/.cache), named by a hash of the source, of all headers that it
-could include, of the flags and of the compiler's version; they are written beside and renamed, so parallel sessions do not disturb each
-other. A missing tool skips the test, or fails it under CI=true.
+Products are kept between sessions in $XDG_CACHE_HOME/hip_ops_gfx942 (default ~/.cache), named by a hash of the source,
+of all headers that it could include, of the flags and of the compiler's version; they are written beside and renamed,
+so parallel sessions do not disturb each other. A missing tool skips the test, or fails it under CI=true.
 """
 
 import functools
@@ -40,7 +41,9 @@ class CompileError(RuntimeError):
 
 
 def require(tool: str) -> str:
-    """Path of a program; skips the test where it is missing, fails it under CI=true (as the require_tool fixture does)."""
+    """Path of a program; skips the test where it is missing, fails it under CI=true (as the require_tool fixture
+    does).
+    """
     found = shutil.which(tool)
     if found is None:
         reason = f"{tool} is not on PATH; tools/apt-packages.txt names the package"
@@ -81,7 +84,8 @@ def compiler_version() -> str:
 
 @functools.cache
 def device_library_flags() -> tuple[str, ...]:
-    """Where clang finds ocml and ockl. Debian's set predates gfx942: its ISA file is then derived from gfx940's, in a directory of links.
+    """Where clang finds ocml and ockl. Debian's set predates gfx942: its ISA file is then derived from gfx940's, in a
+    directory of links.
 
     A ROCm installation's own set is used where it is the only one; its bitcode must be readable by clang 19.
     """
@@ -95,7 +99,10 @@ def device_library_flags() -> tuple[str, ...]:
         None,
     )
     if found is None:
-        reason = f"no ROCm device libraries in {', '.join(DEVICE_LIBRARIES)} or HIP_DEVICE_LIB_PATH; Debian package rocm-device-libs"
+        reason = (
+            f"no ROCm device libraries in {', '.join(DEVICE_LIBRARIES)} or HIP_DEVICE_LIB_PATH; Debian package "
+            "rocm-device-libs"
+        )
         if os.environ.get("CI") == "true":
             pytest.fail(reason, pytrace=False)
         pytest.skip(reason)
@@ -211,7 +218,8 @@ def assembly(source: str | Path, defines: Iterable[str] = ()) -> Path:
 
 
 def host_library(source: str | Path, defines: Iterable[str] = ()) -> Path:
-    """The host side, compiled and linked against libamdhip64 around the device code of code_object(): shows that it links.
+    """The host side, compiled and linked against libamdhip64 around the device code of code_object(): shows that it
+    links.
 
     The embedded ELF is not wrapped as a bundle, so this library is for link checks and symbol tables, not for a GPU.
     """

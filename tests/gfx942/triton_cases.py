@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The Triton kernels of hip_ops as an MI300X would run them on ZAYA1's shapes, compiled for gfx942: what the budget table holds of Triton.
+"""The Triton kernels of hip_ops as an MI300X would run them on ZAYA1's shapes, compiled for gfx942: what the budget
+table holds of Triton.
 
-Shapes and tiles are those that the launchers choose: hidden size 2048, bf16 layer output and gradients, fp32 stream, momentum and weight,
-and the Gram products of a batch of 2048 x 4096 matrices.
+Shapes and tiles are those that the launchers choose: hidden size 2048, bf16 layer output and gradients, fp32 stream,
+momentum and weight, and the Gram products of a batch of 2048 x 4096 matrices.
 """
 
 import functools
@@ -23,7 +24,9 @@ def _compile(
     num_stages: int = 2,
     unaligned: tuple[str, ...] = (),
 ) -> TritonObject:
-    """`types` of what is neither constexpr nor a pointer to fp32; pointers and sizes are divisible by 16 but for `unaligned`."""
+    """`types` of what is neither constexpr nor a pointer to fp32; pointers and sizes are divisible by 16 but for
+    `unaligned`.
+    """
     constexprs = {name: value for name, value in constexprs.items() if name in kernel.arg_names}
     signature = {name: types.get(name, "*fp32") for name in kernel.arg_names if name not in constexprs}
     divisible = [name for name, kind in signature.items() if kind != "fp32" and name not in unaligned]

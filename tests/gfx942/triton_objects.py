@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Triton kernels compiled for gfx942 with no GPU, so that their code objects run in the emulator and obey the same budgets."""
+"""Triton kernels compiled for gfx942 with no GPU, so that their code objects run in the emulator and obey the same
+budgets.
+"""
 
 import hashlib
 from collections.abc import Mapping, Sequence
@@ -17,7 +19,8 @@ from tests.gfx942.toolchain import cache_directory
 class TritonObject:
     """A compiled Triton kernel.
 
-    shared: dynamic LDS in bytes (the ELF note says 0). launch() adds the trailing scratch pointers of Triton's argument list.
+    shared: dynamic LDS in bytes (the ELF note says 0). launch() adds the trailing scratch pointers of Triton's argument
+    list.
     """
 
     path: Path
@@ -28,7 +31,9 @@ class TritonObject:
     assembly: str
 
     def launch(self, device: Device, grid, args: Sequence[Buffer | np.generic]) -> Counters:
-        """args: the run-time arguments in order, without constexprs and without arguments that were specialised to 1."""
+        """args: the run-time arguments in order, without constexprs and without arguments that were specialised to
+        1.
+        """
         return device.launch(
             self.path,
             self.name,
@@ -47,11 +52,12 @@ def compiled_kernel(
     divisible_by_16: Sequence[str] = (),
     **options,
 ):
-    """Triton's compilation of a @triton.jit function for `target`, the arguments of a GPUTarget; no such device is needed.
+    """Triton's compilation of a @triton.jit function for `target`, the arguments of a GPUTarget; no such device is
+    needed.
 
-    signature: name -> "*bf16", "*fp32", "i32", "i64", "fp32"; constexprs: name -> value (their signature entry is added here).
-    divisible_by_16: names of pointers and sizes that the launcher would find divisible by 16, which is what makes accesses wide.
-    options: of Triton's back end (num_warps, num_stages, waves_per_eu, ...).
+    signature: name -> "*bf16", "*fp32", "i32", "i64", "fp32"; constexprs: name -> value (their signature entry is added
+    here). divisible_by_16: names of pointers and sizes that the launcher would find divisible by 16, which is what
+    makes accesses wide. options: of Triton's back end (num_warps, num_stages, waves_per_eu, ...).
     """
     triton = pytest.importorskip("triton")
     from triton.backends.compiler import GPUTarget

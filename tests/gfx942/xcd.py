@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How much operand data each XCD reads for an order of tiles. An MI300X hands block b to XCD b % 8, and each XCD has an L2 of its own, so
-operands that blocks of different XCDs share are read once by each of them."""
+"""How much operand data each XCD reads for an order of tiles. An MI300X hands block b to XCD b % 8, and each XCD has an
+L2 of its own, so operands that blocks of different XCDs share are read once by each of them.
+"""
 
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import TypeVar
@@ -27,7 +28,9 @@ def operand_bytes(
 
 
 def square_operands(tile_bytes: int) -> Callable[[tuple[int, int]], list[tuple[Hashable, int]]]:
-    """Operands of the tile (i, j) of A A^T: row panels i and j of `tile_bytes` each, the same panel once on the diagonal."""
+    """Operands of the tile (i, j) of A A^T: row panels i and j of `tile_bytes` each, the same panel once on the
+    diagonal.
+    """
     return lambda tile: [(index, tile_bytes) for index in dict.fromkeys(tile)]
 
 

@@ -78,7 +78,9 @@ def corpus(zaya, tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def demo(zaya, corpus):
-    """`zaya train experiment=cpu_demo` on one rank with `overrides`; returns {step: loss} of its metrics.jsonl. limit: `timeout` of `zaya`."""
+    """`zaya train experiment=cpu_demo` on one rank with `overrides`; returns {step: loss} of its metrics.jsonl. limit:
+    `timeout` of `zaya`.
+    """
 
     def run(run_dir, *overrides, **limit):
         zaya(

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Training with parameters that copy engines gather in place of NCCL's kernels (parallel.nccl_ub): the same numbers, and runs that end by themselves.
+"""Training with parameters that copy engines gather in place of NCCL's kernels (parallel.nccl_ub): the same numbers,
+and runs that end by themselves.
 
-As many ranks as there are devices, four at most. Alone there is nothing to copy: registered memory and its end are what is left.
-Over few steps, since the demo doubles a difference every few steps; without any reduction its losses are the same up to step 2. A graph takes bf16 alone, whose
-weights round a difference in the order of sums up.
+As many ranks as there are devices, four at most. Alone there is nothing to copy: registered memory and its end are what
+is left. Over few steps, since the demo doubles a difference every few steps; without any reduction its losses are the
+same up to step 2. A graph takes bf16 alone, whose weights round a difference in the order of sums up.
 """
 
 import json
@@ -31,7 +32,9 @@ BY_ITSELF, EXIT_CONDITION = f"stage.train_iters={STEPS}", f"exit_interval={STEPS
 
 
 def train(demo, run_dir, graphs_and_dtype, end, *overrides):
-    """Rows of metrics.jsonl, and rank 0's log. The schedule is the demo's where it ends early, and fits into the steps where it ends by itself."""
+    """Rows of metrics.jsonl, and rank 0's log. The schedule is the demo's where it ends early, and fits into the steps
+    where it ends by itself.
+    """
     graphs, dtype = graphs_and_dtype
     recipe = [
         f"cluster.graphs={graphs}",
@@ -52,7 +55,9 @@ def train(demo, run_dir, graphs_and_dtype, end, *overrides):
     "kind, end", [(EAGER, BY_ITSELF), (GRAPH, EXIT_CONDITION)], ids=["eager, by itself", "graph, exit condition"]
 )
 def test_training_is_the_same(demo, tmp_path, kind, end):
-    """Of either kind of step, one with either end. How the usual run ends changes none of its numbers (on a CPU it is so to the bit)."""
+    """Of either kind of step, one with either end. How the usual run ends changes none of its numbers (on a CPU it is
+    so to the bit).
+    """
     graphs_and_dtype, within = kind
     usual, log = train(demo, tmp_path / "usual", graphs_and_dtype, EXIT_CONDITION)
     assert "registered buffers" not in log

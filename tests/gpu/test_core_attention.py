@@ -47,7 +47,9 @@ def compare(attend, mask, rows, keys):
 
 
 def skip_without_package(backend):
-    """Skip if the package of `backend` is not installed. flash-attn-4 alone makes `flash_attn` a folder without FlashAttention-2."""
+    """Skip if the package of `backend` is not installed. flash-attn-4 alone makes `flash_attn` a folder without
+    FlashAttention-2.
+    """
     if backend in PACKAGES:
         module = pytest.importorskip(PACKAGES[backend])
         if not hasattr(module, "flash_attn_func"):

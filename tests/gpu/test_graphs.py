@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Training with forward and backward of a step as one CUDA graph: the same losses, and a checkpoint that goes on without one."""
+"""Training with forward and backward of a step as one CUDA graph: the same losses, and a checkpoint that goes on
+without one.
+"""
 
 import pytest
 

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Grouped products and weight gradients in main gradients on an accelerator: numbers against fp64, no host, no copy, the same bits twice."""
+"""Grouped products and weight gradients in main gradients on an accelerator: numbers against fp64, no host, no copy,
+the same bits twice.
+"""
 
 import importlib
 from dataclasses import replace
@@ -205,7 +207,8 @@ def test_projections_add_in_fp32():
         main_grad_linear(x, *weights).backward(grad)
         exact = (grad.double().T @ x.detach().double()).split(some)
         for weight, old, want in zip(weights, before, exact, strict=True):
-            # matrix units cut their fp32 sums off where others round: 4.4e-6 on an H100; a product rounded to bf16 is wrong by 2e-3
+            # matrix units cut their fp32 sums off where others round: 4.4e-6 on an H100; a product rounded to bf16 is
+            # wrong by 2e-3
             assert (weight.main_grad.double() - old.double() - want).norm() <= 1e-5 * want.norm()
             assert weight.grad.data_ptr() == weight.data_ptr()
     totals = [torch.zeros(size, 512, device=DEVICE) for size in sizes]

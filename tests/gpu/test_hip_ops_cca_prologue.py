@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The CCA prologue on an accelerator: Triton, and hip_ops/cca_prologue/cca_prologue*.hip as built for it (by nvcc on NVIDIA)."""
+"""The CCA prologue on an accelerator: Triton, and hip_ops/cca_prologue/cca_prologue*.hip as built for it (by nvcc on
+NVIDIA).
+"""
 
 from types import SimpleNamespace
 
@@ -14,7 +16,8 @@ from tests.hip_ops.cca_prologue_steps import StepState, prologue_step
 DEVICE = torch.device("cuda", 0)
 NAMES = ("cca_prologue", "cca_prologue_backward")
 ZAYA = Case(300, 2, 8, 2)
-# Triton compiles once for all cases of a line: what may differ in it are rows, micro batch, chunks, where documents start, and padding by 16.
+# Triton compiles once for all cases of a line: what may differ in it are rows, micro batch, chunks, where documents
+# start, and padding by 16.
 CASES = [
     ZAYA,
     Case(1, 5, 8, 2),

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An embedding's gradient row by row on an accelerator: Triton, and embedding_gradient.hip as built for it (by nvcc on NVIDIA)."""
+"""An embedding's gradient row by row on an accelerator: Triton, and embedding_gradient.hip as built for it (by nvcc on
+NVIDIA).
+"""
 
 import importlib
 

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The expert path on an accelerator: Triton, and expert_*.hip and weighted_swiglu.hip as built for it (by nvcc on NVIDIA)."""
+"""The expert path on an accelerator: Triton, and expert_*.hip and weighted_swiglu.hip as built for it (by nvcc on
+NVIDIA).
+"""
 
 import importlib
 

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Linear + cross-entropy on an accelerator: Triton, and hip_ops/linear_cross_entropy/vocabulary_{rows,exponentials}.hip as built for it (by nvcc on NVIDIA)."""
+"""Linear + cross-entropy on an accelerator: Triton, and hip_ops/linear_cross_entropy/vocabulary_{rows,exponentials}.hip
+as built for it (by nvcc on NVIDIA).
+"""
 
 import importlib
 
@@ -87,7 +89,9 @@ def run(hidden, weight, labels, grad, *, promise, main_grad=None, z_loss=0.0, ch
 @pytest.mark.parametrize("with_main_grad", [False, True])
 @pytest.mark.parametrize("dtype", [BF16, FP32], ids=str)
 def test_losses_and_gradients_against_fp64(chosen, dtype, with_main_grad, promise):
-    """From the logits as the device rounds them, which any bf16 head has; norms, and each element at the size of its terms."""
+    """From the logits as the device rounds them, which any bf16 head has; norms, and each element at the size of its
+    terms.
+    """
     hidden, weight, labels, grad = on_device(dtype=dtype)
     main_grad = torch.zeros(weight.shape, device=DEVICE) if with_main_grad else None
     losses, d_hidden, d_weight = run(
@@ -103,7 +107,8 @@ def test_losses_and_gradients_against_fp64(chosen, dtype, with_main_grad, promis
     want = torch.nn.functional.cross_entropy(logits, labels, reduction="none") + 1e-3 * lse**2
     loose = 2**-8 if dtype == BF16 else 2e-5  # TF32 is off; fp32 sums of 20,000
     assert (losses - want).abs().max() < (2e-5 if dtype == BF16 else 2e-4) * want.abs().max()
-    # one rounding of d and one of the result; of the weight with a promise also hidden times a row's factor, where the result is not rounded instead of it
+    # one rounding of d and one of the result; of the weight with a promise also hidden times a row's factor, where the
+    # result is not rounded instead of it
     of_weight = 2 + (promise and not with_main_grad and dtype == BF16)
     for got, exact, terms, roundings in (
         (d_hidden, d @ w, d.abs() @ w.abs(), 2),

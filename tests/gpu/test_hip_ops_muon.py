@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Muon's multi-tensor operators on an accelerator: Triton, and hip_ops/muon/muon.hip as built for it (by nvcc on NVIDIA)."""
+"""Muon's multi-tensor operators on an accelerator: Triton, and hip_ops/muon/muon.hip as built for it (by nvcc on
+NVIDIA).
+"""
 
 import itertools
 import math

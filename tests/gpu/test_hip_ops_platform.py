@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""portable.h on the GPU that is here (nvcc on NVIDIA, hipcc on ROCm), the current stream, and the self-check of every operator."""
+"""portable.h on the GPU that is here (nvcc on NVIDIA, hipcc on ROCm), the current stream, and the self-check of every
+operator.
+"""
 
 import subprocess
 
@@ -148,7 +150,9 @@ def test_auto_takes_no_reference_where_there_is_another_version():
 
 @pytest.mark.parametrize("name", ["hip", "triton"])
 def test_operators_run_on_the_current_stream(name):
-    """A stream of its own is held up; what runs on the default stream meanwhile must not see the result, and the stream's own copy must."""
+    """A stream of its own is held up; what runs on the default stream meanwhile must not see the result, and the
+    stream's own copy must.
+    """
     weight = torch.ones(2048, device=GPU, dtype=torch.bfloat16)
     x, residual = (torch.zeros(64, 2048, device=GPU, dtype=torch.bfloat16) for _ in range(2))
     with use_kernels(name):

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Residual merge + RMSNorm on an accelerator: Triton, and hip_ops/rms_norm/rms_norm*.hip as built for it (by nvcc on NVIDIA)."""
+"""Residual merge + RMSNorm on an accelerator: Triton, and hip_ops/rms_norm/rms_norm*.hip as built for it (by nvcc on
+NVIDIA).
+"""
 
 import importlib
 
@@ -64,7 +66,9 @@ def test_the_self_check_passes(chosen):
 
 @pytest.mark.parametrize("scaled", [False, True], ids=["plain", "zaya"])
 def test_autograd_gives_what_the_functions_give(chosen, scaled):
-    """The whole way: dispatch, autograd, another stream that is not waited for by the default one, the same bits again."""
+    """The whole way: dispatch, autograd, another stream that is not waited for by the default one, the same bits
+    again.
+    """
     case, found = Case(scaled, 4096, 2048), []
     for stream in (torch.cuda.default_stream(), torch.cuda.Stream()):
         stream.wait_stream(torch.cuda.current_stream())

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The router on an accelerator: Triton's kernels against fp64, the model's step with each version, no wait for the device, the same bits twice."""
+"""The router on an accelerator: Triton's kernels against fp64, the model's step with each version, no wait for the
+device, the same bits twice.
+"""
 
 import pytest
 import torch
@@ -53,7 +55,9 @@ def test_numbers(case):
 
 
 def test_choices_and_the_state_to_the_last_bit():
-    """The state is rounded once. Choices are torch's in bf16 but where two probabilities lie within rounding; that few do."""
+    """The state is rounded once. Choices are torch's in bf16 but where two probabilities lie within rounding; that few
+    do.
+    """
     free = Router(8192, 256, 17, BF16, forced=False)
     arguments = free.arguments(DEVICE)
     mine, theirs = Routed(*kernels().router_mlp(*arguments)), Routed(*reference.router_mlp(*arguments))

@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The grid of parallel layouts on GPUs of one host: bf16 through NCCL, 20 steps, losses within 2e-2 of one rank; memory by layout.
+"""The grid of parallel layouts on GPUs of one host: bf16 through NCCL, 20 steps, losses within 2e-2 of one rank; memory
+by layout.
 
-All layouts that were selected run side by side, ZAYA_LAYOUTS_AT_ONCE (4) of each kind at a time, and say so as they end (pytest -s).
-ZAYA_LAYOUT_RESULTS=<file> keeps a JSON record of each, added as it ends. A layout that needs more GPUs than there are is left out.
-Speeds mean nothing here. Layouts of whole documents run compiled, as attention to documents must be; the others eagerly.
+All layouts that were selected run side by side, ZAYA_LAYOUTS_AT_ONCE (4) of each kind at a time, and say so as they end
+(pytest -s). ZAYA_LAYOUT_RESULTS=<file> keeps a JSON record of each, added as it ends. A layout that needs more GPUs
+than there are is left out. Speeds mean nothing here. Layouts of whole documents run compiled, as attention to documents
+must be; the others eagerly.
 """
 
 import json
@@ -152,7 +154,8 @@ class Runs:
         flips = sum(int((result["ids"][key] != table).sum()) for key, table in first) / sum(t.numel() for _, t in first)
         difference = max(abs(a - b) for a, b in pairs)
         self._say(
-            f"{kind:7} {layout.name:28} largest loss difference {difference:.1e}, last loss {pairs[-1][0]:.4f} (one rank "
+            f"{kind:7} {layout.name:28} largest loss difference {difference:.1e}, last loss {pairs[-1][0]:.4f} (one "
+            "rank "
             f"{pairs[-1][1]:.4f}), other experts in the first step {flips:.2%}"
         )
         return {
@@ -171,8 +174,8 @@ class Runs:
         sizes = dict((each.name, sizes) for each, sizes in MEMORY)[layout.name]
         predicted = parallelism.state_bytes(WIDE_SHAPE, parallelism.Layout(**sizes))
         self._say(
-            f"memory  {layout.name:28} held {last[0]['held'] / 1e9:.2f} GB, predicted {sum(predicted.values()) / 1e9:.2f}; peak "
-            + ", ".join(f"{rank['peak'] / 1e9:.2f}" for rank in last)
+            f"memory  {layout.name:28} held {last[0]['held'] / 1e9:.2f} GB, predicted "
+            f"{sum(predicted.values()) / 1e9:.2f}; peak " + ", ".join(f"{rank['peak'] / 1e9:.2f}" for rank in last)
         )
         return {"memory": last, "predicted_state": predicted, "losses": [row["loss"] for row in result["reported"]]}
 

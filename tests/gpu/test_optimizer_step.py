@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""MuonAdamW on an accelerator with the scale of gradients and the decision to skip in its memory: as on the CPU, and without a wait."""
+"""MuonAdamW on an accelerator with the scale of gradients and the decision to skip in its memory: as on the CPU, and
+without a wait.
+"""
 
 import torch
 

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The CCA prologue's kernels with one mistake each, made from the shipped sources by substitution, and the case that shows it."""
+"""The CCA prologue's kernels with one mistake each, made from the shipped sources by substitution, and the case that
+shows it.
+"""
 
 from __future__ import annotations
 

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Inputs for the CCA prologue, what is right for them in fp64, and the comparison that every version must pass.
 
-What is right is computed document by document with torch's convolutions and autograd, as transformers writes it, and knows
-nothing of tiles, reach or merged taps. A version is a module with the two functions of hip_ops.cca_prologue.reference.
+What is right is computed document by document with torch's convolutions and autograd, as transformers writes it, and
+knows nothing of tiles, reach or merged taps. A version is a module with the two functions of
+hip_ops.cca_prologue.reference.
 """
 
 from __future__ import annotations
@@ -29,10 +30,11 @@ GRADIENTS = (
 
 @dataclass(frozen=True)
 class Case:
-    """rows of a chunk, micro batch, query heads and groups, chunks; pad: columns of other things behind each row of projected.
+    """rows of a chunk, micro batch, query heads and groups, chunks; pad: columns of other things behind each row of
+    projected.
 
-    document: mean length of documents; 0: none are packed. at: rows of every sequence at which a document starts besides.
-    rope_batch: the angles differ between the sequences of the batch. zero: the first key has temperature 0.
+    document: mean length of documents; 0: none are packed. at: rows of every sequence at which a document starts
+    besides. rope_batch: the angles differ between the sequences of the batch. zero: the first key has temperature 0.
     """
 
     rows: int
@@ -78,7 +80,9 @@ class Case:
 
 @dataclass
 class Inputs:
-    """tensors: the ten of hip_ops.cca_prologue in order, None where a case has none; upstream: gradients of query, key, value."""
+    """tensors: the ten of hip_ops.cca_prologue in order, None where a case has none; upstream: gradients of query, key,
+    value.
+    """
 
     case: Case
     tensors: dict[str, Tensor | None]
@@ -187,12 +191,15 @@ def exact(i: Inputs) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     )
 
 
-# Of the length of a head's vector: results of bf16 are rounded once, and before that u, or the gradient of x and the merged taps.
+# Of the length of a head's vector: results of bf16 are rounded once, and before that u, or the gradient of x and the
+# merged taps.
 ALLOWED = {"results": {BF16: 6e-3, FP32: 5e-6, FP64: 1e-12}, "gradients": {BF16: 1.5e-2, FP32: 2e-5, FP64: 1e-11}}
 
 
 def compare(name: str, got: Tensor, want: Tensor, d: int, allowed: float, least: float = 1e-30) -> None:
-    """Raises AssertionError unless every vector of d neighbouring channels is within `allowed` of its length, of a tenth of their mean length, or of `least`."""
+    """Raises AssertionError unless every vector of d neighbouring channels is within `allowed` of its length, of a
+    tenth of their mean length, or of `least`.
+    """
     assert got.shape == want.shape, f"{name}: shape {tuple(got.shape)}, want {tuple(want.shape)}"
     if want.numel() == 0:
         return
@@ -203,7 +210,8 @@ def compare(name: str, got: Tensor, want: Tensor, d: int, allowed: float, least:
     error = error.nan_to_num(torch.inf)
     worst = int(error.argmax())
     assert error[worst] <= allowed, (
-        f"{name}: {int((error > allowed).sum())} of {len(error)} vectors are wrong; the worst, {worst}, by {error[worst]:.3g} of {allowed:.3g}; it begins with "
+        f"{name}: {int((error > allowed).sum())} of {len(error)} vectors are wrong; the worst, {worst}, by "
+        f"{error[worst]:.3g} of {allowed:.3g}; it begins with "
         f"{got[worst, :4].tolist()}, right is {want[worst, :4].tolist()}"
     )
 
@@ -231,7 +239,8 @@ def check(module, case: Case, device: str = "cpu") -> None:
         if name == "value_halo":
             assert torch.equal(found[name].cpu().double(), want), "values' gradients are copies"
         else:
-            # A temperature's gradient is a sum of as many numbers as there are rows, each about sqrt(d), of either sign.
+            # A temperature's gradient is a sum of as many numbers as there are rows, each about sqrt(d), of either
+            # sign.
             least = (case.d * case.chunks * case.rows * case.batch) ** 0.5 if name == "temperature" else 1e-30
             compare("d_" + name, found[name], want, case.d, ALLOWED["gradients"][case.dtype], least)
     for name in GRADIENTS[6:]:

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs the gfx942 code objects of hip_ops/cca_prologue/cca_prologue*.hip in the emulator, under the host code of hip_ops.cca_prologue.hip.
+"""Runs the gfx942 code objects of hip_ops/cca_prologue/cca_prologue*.hip in the emulator, under the host code of
+hip_ops.cca_prologue.hip.
 
-What the launchers of csrc/ do on a GPU - which kernels, grids and arguments - is done once more here, in Python, for as many compute
-units as asked for. Results are filled with NaN before a launch: so that unwritten elements are visible.
+What the launchers of csrc/ do on a GPU - which kernels, grids and arguments - is done once more here, in Python, for as
+many compute units as asked for. Results are filled with NaN before a launch: so that unwritten elements are visible.
 """
 
 from __future__ import annotations
@@ -59,7 +60,9 @@ def to_numpy(tensor: Tensor) -> np.ndarray:
 
 @dataclass
 class Emulated:
-    """A module like hip_ops.cca_prologue.hip. `objects` compiles a source of csrc/ by name; `counters` keeps what each launch counted."""
+    """A module like hip_ops.cca_prologue.hip. `objects` compiles a source of csrc/ by name; `counters` keeps what each
+    launch counted.
+    """
 
     device: Device
     processors: int = 1

@@ -13,7 +13,8 @@ import hip_ops
 
 @dataclass
 class StepState:
-    """The rows before the next token: conv [2, b, C], the last two rows of z, and value [b, w], the last delayed values.
+    """The rows before the next token: conv [2, b, C], the last two rows of z, and value [b, w], the last delayed
+    values.
 
     transformers' cache holds the same numbers as conv state [b, C, 2] and recurrent state [b, w].
     """
@@ -32,7 +33,9 @@ class StepState:
         )
 
     def advance(self, projected: Tensor) -> None:
-        """Advances the state by the tokens projected [t, b, C + g d], in place, so that a captured graph may hold it."""
+        """Advances the state by the tokens projected [t, b, C + g d], in place, so that a captured graph may hold
+        it.
+        """
         channels, delayed = self.conv.shape[-1], self.value.shape[-1]
         self.conv.copy_(torch.cat((self.conv, projected[-2:, :, :channels]))[-2:])
         self.value.copy_(projected[-1, :, projected.shape[-1] - delayed :])

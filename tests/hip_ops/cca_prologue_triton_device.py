@@ -21,7 +21,9 @@ NAMES = {torch.bfloat16: "*bf16", torch.float32: "*fp32", torch.uint8: "*u8"}
 
 @dataclass
 class EmulatedTriton:
-    """A module like hip_ops.cca_prologue.triton, as an MI300X with few processors would run it; `counters` by kernel."""
+    """A module like hip_ops.cca_prologue.triton, as an MI300X with few processors would run it; `counters` by
+    kernel.
+    """
 
     device: Device
     processors: int = 8

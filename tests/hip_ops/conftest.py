@@ -26,7 +26,9 @@ def chosen(request):
 
 @pytest.fixture
 def no_function_modes():
-    """As on an accelerator: without the mode that zaya_plugin's patches for CPUs put up for the whole process, if another test did."""
+    """As on an accelerator: without the mode that zaya_plugin's patches for CPUs put up for the whole process, if
+    another test did.
+    """
     modes = [_pop_mode() for _ in range(torch._C._len_torch_function_stack())]
     yield
     for mode in reversed(modes):
@@ -54,10 +56,11 @@ def nothing_selected(monkeypatch):
 
 @pytest.fixture
 def make_operator(monkeypatch):
-    """make_operator(reference, hip=..., triton=..., **options): an `Operator` of which these functions are the versions.
+    """make_operator(reference, hip=..., triton=..., **options): an `Operator` of which these functions are the
+    versions.
 
-    As if reference.py, hip.py and triton.py of a folder of hip_ops held them. compiled=True adds that version. The operator gets a
-    name of its own and is forgotten after the test.
+    As if reference.py, hip.py and triton.py of a folder of hip_ops held them. compiled=True adds that version. The
+    operator gets a name of its own and is forgotten after the test.
     """
     made = []
 

@@ -37,7 +37,8 @@ ROOT = Path(__file__).resolve().parents[2]
 KERNELS = Path(__file__).resolve().parent / "kernels"
 SCHEDULES = ("forward", "reverse", "random:1")
 
-# -O0 compiles in a third of -O1's time, and sanitizers see every access either way. Without recovery a finding ends the process.
+# -O0 compiles in a third of -O1's time, and sanitizers see every access either way. Without recovery a finding ends the
+# process.
 SANITIZE = ("-O0", "-g1", "-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-fno-omit-frame-pointer")
 
 
@@ -166,8 +167,10 @@ def run_python(
 
 
 def sanitizer_environment() -> dict[str, str]:
-    """Python itself is not built with sanitizers, so their runtime must be loaded before it. numpy's arrays come from malloc, and an access
-    beyond one is found; torch is not to be imported there (it takes long, and its allocator hides its blocks)."""
+    """Python itself is not built with sanitizers, so their runtime must be loaded before it. numpy's arrays come from
+    malloc, and an access beyond one is found; torch is not to be imported there (it takes long, and its allocator hides
+    its blocks).
+    """
     runtimes = []
     for runtime in ("libasan.so", "libubsan.so"):
         runtimes.append(

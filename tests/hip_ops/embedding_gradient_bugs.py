@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The Triton kernels of hip_ops.embedding_gradient with one mistake each, made from the shipped source by substitution, in Triton's interpreter.
+"""The Triton kernels of hip_ops.embedding_gradient with one mistake each, made from the shipped source by substitution,
+in Triton's interpreter.
 
 python -m tests.hip_ops.embedding_gradient_bugs FOLDER       runs the checks on the right source and on each mistake; prints what was caught
 """

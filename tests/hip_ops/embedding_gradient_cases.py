@@ -15,8 +15,10 @@ from tests.hip_ops.rms_norm_cases import BF16, FP32, FP64
 
 @dataclass(frozen=True)
 class Rows:
-    """`repeated`: ids "once" come at most once, "random" are drawn, "half" are for a half of the rows the last one, as padding is, "one" all the
-    same, "runs" are runs of 1, 2, 3... rows. pad: elements between the rows, and between the matrix's."""
+    """`repeated`: ids "once" come at most once, "random" are drawn, "half" are for a half of the rows the last one, as
+    padding is, "one" all the same, "runs" are runs of 1, 2, 3... rows. pad: elements between the rows, and between the
+    matrix's.
+    """
 
     count: int
     classes: int

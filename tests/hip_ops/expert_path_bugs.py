@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The kernels of the expert path with one mistake each, made from the shipped sources by substitution, and the check that shows it."""
+"""The kernels of the expert path with one mistake each, made from the shipped sources by substitution, and the check
+that shows it.
+"""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Inputs for the expert path, what is exactly right for them, and the comparisons that every version must pass.
 
-A version is any object with the functions of hip_ops.expert_permutation.reference and hip_ops.weighted_swiglu.reference that a check
-calls. The order of tokens is found token by token; sums and activations are checked against fp64.
+A version is any object with the functions of hip_ops.expert_permutation.reference and hip_ops.weighted_swiglu.reference
+that a check calls. The order of tokens is found token by token; sums and activations are checked against fp64.
 """
 
 from __future__ import annotations
@@ -19,7 +19,9 @@ MIXES = ("even", "skewed", "one", "no_expert", "empty_experts", "strange")
 
 
 def expert_ids(mix: str, tokens: int, num_experts: int, dtype: torch.dtype = torch.int64, seed: int = 0) -> Tensor:
-    """even: all classes with the skip class; one: all to the last expert; strange: ids far outside, negative ones too."""
+    """even: all classes with the skip class; one: all to the last expert; strange: ids far outside, negative ones
+    too.
+    """
     generator = torch.Generator().manual_seed(seed + tokens + 1000 * num_experts)
     ids = torch.randint(0, num_experts + 1, (tokens,), generator=generator)
     if mix == "skewed":
@@ -63,13 +65,16 @@ def check_sort(module, ids: Tensor, num_experts: int) -> None:
         )
         wrong = (got.cpu() != want).nonzero().flatten()
         assert not len(wrong), (
-            f"{name}: {len(wrong)} of {len(want)} entries are wrong, the first at {wrong[0]}: {got[wrong[0]]}, want {want[wrong[0]]}"
+            f"{name}: {len(wrong)} of {len(want)} entries are wrong, the first at {wrong[0]}: {got[wrong[0]]}, want "
+            f"{want[wrong[0]]}"
         )
 
 
 @dataclass(frozen=True)
 class Rows:
-    """`pad`: elements that a row has beyond its end (strided rows); a pad that is no multiple of 16 bytes makes rows unaligned."""
+    """`pad`: elements that a row has beyond its end (strided rows); a pad that is no multiple of 16 bytes makes rows
+    unaligned.
+    """
 
     tokens: int
     hidden: int

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs gfx942 code objects of the expert path, HIP's and Triton's, in the emulator, with the functions that expert_path_cases checks.
+"""Runs gfx942 code objects of the expert path, HIP's and Triton's, in the emulator, with the functions that
+expert_path_cases checks.
 
 The launchers of csrc/ choose kernel, grid and block on a GPU; here the same choice is made once more, in Python.
 """

@@ -63,7 +63,9 @@ class Grouped:
 
 
 def check_close(got: Tensor, exact: Tensor, size: Tensor, terms: Tensor | int) -> None:
-    """One rounding to got's dtype, after fp32 sums of `terms` products in any order: (terms + 2) 2^-24 of the magnitudes."""
+    """One rounding to got's dtype, after fp32 sums of `terms` products in any order: (terms + 2) 2^-24 of the
+    magnitudes.
+    """
     got = got.cpu()
     assert got.isfinite().all(), f"{int((~got.isfinite()).sum())} of {got.numel()} results are not finite"
     excess = ((got.double() - exact).abs() - (terms + 2) * 2.0**-24 * size).clamp_min(0)

@@ -21,7 +21,9 @@ SMALL = replace(choose_config("gfx942", "rows", 1, 1, 1), block_m=32, block_n=32
 
 @dataclass
 class GroupedOnDevice:
-    """programs: how many walk the tiles; XCDs are not emulated by their number, but the order of tiles over eight of them is the kernel's."""
+    """programs: how many walk the tiles; XCDs are not emulated by their number, but the order of tiles over eight of
+    them is the kernel's.
+    """
 
     device: Device = field(default_factory=Device)
     config: GroupedConfig = SMALL

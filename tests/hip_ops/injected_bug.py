@@ -16,7 +16,9 @@ from tests.hip_ops.kernel_files import kernel_source
 
 @dataclass(frozen=True)
 class Bug:
-    """In `file`, `right` becomes `wrong`; `case` fails then and passes else. schedule: whether only some orders of the threads show it."""
+    """In `file`, `right` becomes `wrong`; `case` fails then and passes else. schedule: whether only some orders of the
+    threads show it.
+    """
 
     file: str
     right: str

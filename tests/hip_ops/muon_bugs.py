@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Copies of the Muon kernels with one mistake each, all in one translation unit made from the shipped sources by substitution."""
+"""Copies of the Muon kernels with one mistake each, all in one translation unit made from the shipped sources by
+substitution.
+"""
 
 from __future__ import annotations
 
@@ -61,7 +63,8 @@ BUGS = {
     "coupled weight decay": (
         "update",
         "fmaf(-step, to_float(U(update[v][i])), to_float(W(weight[v][i])) * decay)",
-        "fmaf(-step, to_float(U(update[v][i])) + (1.0f - decay) * to_float(W(weight[v][i])), to_float(W(weight[v][i])))",
+        "fmaf(-step, to_float(U(update[v][i])) + (1.0f - decay) * to_float(W(weight[v][i])), "
+        "to_float(W(weight[v][i])))",
     ),
     "scale ignored": ("update", "rate * row.scale", "rate"),
     "copy of the old weight": (
@@ -107,7 +110,9 @@ def identifier(bug: str) -> str:
 
 
 def write_variants(directory: Path) -> Path:
-    """A source with the kernel ho_muon_<kernel>_<bug> for every bug, and both kernels without any as ho_muon_<kernel>_right."""
+    """A source with the kernel ho_muon_<kernel>_<bug> for every bug, and both kernels without any as
+    ho_muon_<kernel>_right.
+    """
     path = directory / "muon_bugs.hip"
     variants = [_variant(identifier(bug), [BUGS[bug][0]], bug) for bug in BUGS]
     path.write_text('#include "portable.h"\n' + _variant("right", list(KERNELS), None) + "".join(variants))

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs gfx942 code objects of the Muon kernels - clang's of hip_ops/muon/muon.hip and Triton's - on the lists of muon_oracle in the emulator."""
+"""Runs gfx942 code objects of the Muon kernels - clang's of hip_ops/muon/muon.hip and Triton's - on the lists of
+muon_oracle in the emulator.
+"""
 
 from __future__ import annotations
 
@@ -100,7 +102,9 @@ def hip_momentum(
     kernel=None,
     sums_code=None,
 ) -> tuple[Counters, np.ndarray | None]:
-    """Counters of the main kernel, and the sums of squares. `kernel`, `sums_code`: another kernel of `code`, and where to sum instead."""
+    """Counters of the main kernel, and the sums of squares. `kernel`, `sums_code`: another kernel of `code`, and where
+    to sum instead.
+    """
     device, count = columns.device, len(columns.lists[0])
     partials = device.alloc(columns.chunks, np.float32) if square_sums else None
     flag = scalar(device, found_inf)

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Calls the launchers of hip_ops/muon/muon.hip, built for the CPU, on lists of tensors with any chunk size and grid (the operators fix both)."""
+"""Calls the launchers of hip_ops/muon/muon.hip, built for the CPU, on lists of tensors with any chunk size and grid
+(the operators fix both).
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""fp64 oracle of Muon's momentum and update with bounds in units in the last place, and lists of tensors to try them on.
+"""fp64 oracle of Muon's momentum and update with bounds in units in the last place, and lists of tensors to try them
+on.
 
 Tolerances. A result stored in a type of p bits may differ from the exact value by half a unit of that type (its one
 rounding), plus what fp32 arithmetic may lose before: each fp32 operation half a unit of its own result, so
@@ -35,8 +36,10 @@ def assert_rounded(got: torch.Tensor, exact: torch.Tensor, slack: torch.Tensor, 
     if wrong.any():
         i = int(wrong.flatten().nonzero()[0])
         raise AssertionError(
-            f"{what}: {int(wrong.sum())} of {wrong.numel()} elements off, first at {i}: got {got.flatten()[i].item()!r}, exact "
-            f"{exact.flatten()[i].item()!r}, error {error.flatten()[i].item():.3e}, bound {bound.flatten()[i].item():.3e}"
+            f"{what}: {int(wrong.sum())} of {wrong.numel()} elements off, first at {i}: got "
+            f"{got.flatten()[i].item()!r}, exact "
+            f"{exact.flatten()[i].item()!r}, error {error.flatten()[i].item():.3e}, bound "
+            f"{bound.flatten()[i].item():.3e}"
         )
 
 
@@ -113,7 +116,9 @@ def make_lists(
     param=torch.bfloat16,
     offsets=None,
 ) -> Lists:
-    """Random lists. `offsets[i]` shifts all tensors of place i by as many elements, or each by its own if it is a tuple."""
+    """Random lists. `offsets[i]` shifts all tensors of place i by as many elements, or each by its own if it is a
+    tuple.
+    """
     generator = torch.Generator().manual_seed(seed)
     columns = [[], [], [], [], []]
     for i, shape in enumerate(shapes):

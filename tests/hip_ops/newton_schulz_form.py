@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs hip_ops.newton_schulz in a given form. The operator takes the Gram form only for matrices too large for a test on a CPU."""
+"""Runs hip_ops.newton_schulz in a given form. The operator takes the Gram form only for matrices too large for a test
+on a CPU.
+"""
 
 import contextlib
 import importlib

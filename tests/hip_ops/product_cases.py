@@ -49,7 +49,9 @@ class Case:
         return result, size + abs(self.gamma)
 
     def worst_ulps(self, got: Tensor) -> float:
-        """Largest error in ULP of got's dtype, after what fp32 sums of k products in any order may be off: (k + 2) 2^-24 of the magnitudes."""
+        """Largest error in ULP of got's dtype, after what fp32 sums of k products in any order may be off: (k + 2)
+        2^-24 of the magnitudes.
+        """
         assert got.isfinite().all(), f"{int((~got.isfinite()).sum())} of {got.numel()} results are not finite"
         exact, size = self.exact()
         excess = ((got.double() - exact).abs() - (self.a.shape[-1] + 2) * 2.0**-24 * size).clamp_min(0)

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs the gfx942 code objects of hip_ops/newton_schulz/symmetric_product.hip in the emulator, and makes small variants of the source."""
+"""Runs the gfx942 code objects of hip_ops/newton_schulz/symmetric_product.hip in the emulator, and makes small variants
+of the source.
+"""
 
 from __future__ import annotations
 
@@ -79,8 +81,9 @@ def run_general(
 
 
 def variant(folder: Path, kernels: Iterable[str], substitutions: Iterable[tuple[str, str, str]] = ()) -> Path:
-    """A copy of the source in `folder` with only `kernels` in it and no launchers, which compiles in a second, after textual substitutions
-    (file, old, new), each of which must occur exactly once."""
+    """A copy of the source in `folder` with only `kernels` in it and no launchers, which compiles in a second, after
+    textual substitutions (file, old, new), each of which must occur exactly once.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     kernels = set(kernels)
     shipped = kernel_source(f"{SOURCE}.hip")

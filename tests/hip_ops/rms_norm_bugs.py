@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The RMSNorm kernels with one mistake each, made from the shipped sources by substitution, and the case that shows it."""
+"""The RMSNorm kernels with one mistake each, made from the shipped sources by substitution, and the case that shows
+it.
+"""
 
 from __future__ import annotations
 
@@ -91,7 +93,9 @@ def _copy(name: str) -> str:
 
 
 def build(folder: Path) -> Path:
-    """A CPU library of the right kernels and of each bug: two translation units, since the headers take most of the time."""
+    """A CPU library of the right kernels and of each bug: two translation units, since the headers take most of the
+    time.
+    """
     compiler, made, names = find_compiler("cpu"), folder / "rms_norm_bugs.so", (RIGHT, *BUGS)
     flags = [flag for flag in compiler.compile_flags if not flag.startswith("-O")]
 
@@ -108,7 +112,9 @@ def build(folder: Path) -> Path:
 
 
 class Renamed:
-    """The library as hip_ops.runtime.launchers.load gives it, but with the functions of copy `name`, and the right ones where it has none."""
+    """The library as hip_ops.runtime.launchers.load gives it, but with the functions of copy `name`, and the right ones
+    where it has none.
+    """
 
     def __init__(self, loaded, name: str):
         self._loaded, self._name = loaded, name

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Inputs for residual merge + RMSNorm, what is exactly right for them in fp64, and the comparison that every back end must pass.
+"""Inputs for residual merge + RMSNorm, what is exactly right for them in fp64, and the comparison that every back end
+must pass.
 
-An implementation is a pair of functions with the arguments of hip_ops.rms_norm.reference: `forward(inputs)` gives (y, new_residual,
-rstd) and `backward(inputs, new_residual, rstd)` a dict of gradients; see Implementation.
+An implementation is a pair of functions with the arguments of hip_ops.rms_norm.reference: `forward(inputs)` gives (y,
+new_residual, rstd) and `backward(inputs, new_residual, rstd)` a dict of gradients; see Implementation.
 """
 
 from __future__ import annotations
@@ -19,7 +20,9 @@ VECTORS = ("output_bias", "output_scale", "residual_bias", "residual_scale", "we
 
 @dataclass(frozen=True)
 class Case:
-    """x, residual and vectors of these dtypes; `pad`: columns that x, residual and the gradients have beyond the row (strided rows)."""
+    """x, residual and vectors of these dtypes; `pad`: columns that x, residual and the gradients have beyond the row
+    (strided rows).
+    """
 
     scaled: bool
     rows: int
@@ -73,7 +76,9 @@ def make(case: Case, device: str = "cpu") -> Inputs:
 
 @dataclass(frozen=True)
 class Implementation:
-    """backward gets rstd and new_residual of `forward`, and gives d_x, d_residual, d_weight, and of ZAYA's form d_output_bias ... too."""
+    """backward gets rstd and new_residual of `forward`, and gives d_x, d_residual, d_weight, and of ZAYA's form
+    d_output_bias ... too.
+    """
 
     forward: Callable[[Inputs], tuple[Tensor, Tensor, Tensor]]
     backward: Callable[[Inputs, Tensor, Tensor], dict[str, Tensor]]
@@ -108,7 +113,9 @@ class Exact:
 
 
 def exact_forward(i: Inputs, stored: Tensor) -> dict[str, Exact]:
-    """y and rstd are those of `stored`, the new_residual that the implementation wrote: so the statistics' convention is checked too."""
+    """y and rstd are those of `stored`, the new_residual that the implementation wrote: so the statistics' convention
+    is checked too.
+    """
     x, residual, stored = i.x.double(), i.residual.double(), stored.double()
     v = {name: vector.double() for name, vector in i.vectors.items()}
     if i.case.scaled:
@@ -124,7 +131,9 @@ def exact_forward(i: Inputs, stored: Tensor) -> dict[str, Exact]:
 
 
 def exact_backward(i: Inputs, stored: Tensor) -> dict[str, Exact]:
-    """By autograd in fp64 through the formula as it is published; rounding of the stored value passes gradients on unchanged."""
+    """By autograd in fp64 through the formula as it is published; rounding of the stored value passes gradients on
+    unchanged.
+    """
     x, residual, stored = i.x.double().requires_grad_(), i.residual.double().requires_grad_(), stored.double()
     v = {name: vector.double().requires_grad_() for name, vector in i.vectors.items()}
     if i.case.scaled:
@@ -161,7 +170,8 @@ def exact_backward(i: Inputs, stored: Tensor) -> dict[str, Exact]:
 
 
 MANTISSA = {BF16: 7, FP32: 23, FP64: 52}
-# Of fp32 arithmetic on the terms: sums of up to some thousand terms in trees and chains, a reciprocal square root of 1 to 2 ULP.
+# Of fp32 arithmetic on the terms: sums of up to some thousand terms in trees and chains, a reciprocal square root of 1
+# to 2 ULP.
 ULPS_OF_TERMS = 8.0
 
 
@@ -172,7 +182,9 @@ def ulp(values: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def compare(name: str, got: Tensor, want: Exact) -> None:
-    """Raises AssertionError unless got is within half an ULP of its dtype (the one rounding) plus ULPS_OF_TERMS ULP of fp32 of the terms."""
+    """Raises AssertionError unless got is within half an ULP of its dtype (the one rounding) plus ULPS_OF_TERMS ULP of
+    fp32 of the terms.
+    """
     assert got.shape == want.value.shape, f"{name}: shape {tuple(got.shape)}, want {tuple(want.value.shape)}"
     rounding = 0.5 * ulp(want.value, got.dtype) if got.dtype == BF16 else 0.0
     arithmetic = FP64 if got.dtype == FP64 else FP32
@@ -182,9 +194,13 @@ def compare(name: str, got: Tensor, want: Exact) -> None:
     if excess.numel() and excess.max() > 1.0:
         worst = int(excess.argmax())
         raise AssertionError(
-            f"{name}: {int((excess > 1).sum())} of {excess.numel()} elements are wrong; the worst is {got.flatten()[worst].item():.9g}, "
-            f"exact {want.value.flatten()[worst].item():.9g}, error {error.flatten()[worst].item():.3g} of {allowed.flatten()[worst].item():.3g} "
-            f"allowed, which is {error.flatten()[worst].item() / ulp(want.value, got.dtype).flatten()[worst].item():.2f} ULP of {got.dtype}"
+            f"{name}: {int((excess > 1).sum())} of {excess.numel()} elements are wrong; the worst is "
+            f"{got.flatten()[worst].item():.9g}, "
+            f"exact {want.value.flatten()[worst].item():.9g}, error {error.flatten()[worst].item():.3g} of "
+            f"{allowed.flatten()[worst].item():.3g} "
+            "allowed, which is "
+            f"{error.flatten()[worst].item() / ulp(want.value, got.dtype).flatten()[worst].item():.2f} ULP of "
+            f"{got.dtype}"
         )
 
 

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs gfx942 code objects of the RMSNorm kernels, HIP's and Triton's, in the emulator as an Implementation of rms_norm_cases.
+"""Runs gfx942 code objects of the RMSNorm kernels, HIP's and Triton's, in the emulator as an Implementation of
+rms_norm_cases.
 
-The launchers of csrc/ choose kernel, grid and block on a GPU; here the same choice is made once more, in Python, from the table
-in rms_norm.h, for as many compute units as asked for.
+The launchers of csrc/ choose kernel, grid and block on a GPU; here the same choice is made once more, in Python, from
+the table in rms_norm.h, for as many compute units as asked for.
 """
 
 from __future__ import annotations
@@ -44,7 +45,9 @@ def table() -> dict[int, tuple[int, int, int, int]]:
 
 @dataclass(frozen=True)
 class Geometry:
-    """What the launchers make of a case: suffix of the kernel's name, threads a block, rows a block at a time, blocks."""
+    """What the launchers make of a case: suffix of the kernel's name, threads a block, rows a block at a time,
+    blocks.
+    """
 
     suffix: str
     threads: int

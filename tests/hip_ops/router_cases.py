@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Inputs of the router's operators, exact results in fp64, and how far a right result may be from them.
 
-A version is any object with the functions of hip_ops.router_mlp.reference. The exact gradients are autograd's, of the model's formula written plainly.
+A version is any object with the functions of hip_ops.router_mlp.reference. The exact gradients are autograd's, of the
+model's formula written plainly.
 """
 
 from __future__ import annotations
@@ -23,7 +24,9 @@ DOUBT = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 2.0**-6, tor
 
 @dataclass(frozen=True)
 class Router:
-    """averaged: with the state of a layer before. forced: every third token has its class given. unweighted: the last class has the weight 0."""
+    """averaged: with the state of a layer before. forced: every third token has its class given. unweighted: the last
+    class has the weight 0.
+    """
 
     rows: int
     width: int = 32

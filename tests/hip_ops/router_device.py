@@ -35,7 +35,9 @@ class RouterOnDevice:
         eps: float,
         unweighted: int,
     ) -> dict:
-        """results: shape and dtype of what the kernel writes. Absent tensors are any pointer of the right type, as in the launcher."""
+        """results: shape and dtype of what the kernel writes. Absent tensors are any pointer of the right type, as in
+        the launcher.
+        """
         from hip_ops.router_mlp import triton as kernels
 
         kernel = getattr(kernels, f"router_mlp_{which}_kernel")

@@ -127,7 +127,10 @@ def test_two_processes_build_once(sources, empty_cache):
 
 
 def test_waits_for_the_lock(tmp_path, capfd):
-    program = "import sys, time; from pathlib import Path; from hip_ops.runtime.cache import locked\nwith locked(Path(sys.argv[1])): print('held', flush=True); time.sleep(1)"
+    program = (
+        "import sys, time; from pathlib import Path; from hip_ops.runtime.cache import locked\nwith "
+        "locked(Path(sys.argv[1])): print('held', flush=True); time.sleep(1)"
+    )
     holder = subprocess.Popen(
         [sys.executable, "-c", program, str(tmp_path / "lock")],
         env={**os.environ, "PYTHONPATH": str(ROOT)},
@@ -251,7 +254,9 @@ def test_every_launcher_follows_the_convention():
 
 @pytest.mark.slow
 def test_every_source_compiles_with_nvcc(tmp_path):
-    """CUDA's toolkit is no Debian package, so a machine without it skips this, CI included: the nvcc build serves verification on a GPU."""
+    """CUDA's toolkit is no Debian package, so a machine without it skips this, CI included: the nvcc build serves
+    verification on a GPU.
+    """
     if shutil.which("nvcc") is None:
         pytest.skip("nvcc is not on PATH")
     compiler = find_compiler("sm_90")
@@ -262,6 +267,7 @@ def test_every_source_compiles_with_nvcc(tmp_path):
 
 def test_needs_no_torch():
     done = run_python(
-        "import sys, hip_ops, hip_ops.runtime.build, hip_ops.runtime.launchers; assert 'torch' not in sys.modules; print(hip_ops.runtime.build.build)"
+        "import sys, hip_ops, hip_ops.runtime.build, hip_ops.runtime.launchers; assert 'torch' not in sys.modules; "
+        "print(hip_ops.runtime.build.build)"
     )
     assert done.returncode == 0, done.stdout

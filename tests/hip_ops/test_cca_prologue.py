@@ -153,9 +153,7 @@ def test_transformers_with_its_cache():
             turns = angles[part, :, 0].transpose(0, 1)
             query, key = zaya.apply_rotary_pos_emb(*norm(query, key), turns.cos(), turns.sin(), unsqueeze_dim=2)
             projected = torch.nn.functional.linear(tokens[:, part].transpose(0, 1), matrix)
-            got = prologue_step(
-                projected, *parameters, hip_ops.rope_table(angles[part]), query_groups=2, state=state
-            )
+            got = prologue_step(projected, *parameters, hip_ops.rope_table(angles[part]), query_groups=2, state=state)
             for ours, theirs in zip(got, (query, key, value), strict=True):
                 torch.testing.assert_close(ours, theirs.transpose(0, 1), rtol=1e-5, atol=1e-5)
             torch.testing.assert_close(state.conv, cache.get_conv_state(0, state_idx=0).permute(2, 0, 1))

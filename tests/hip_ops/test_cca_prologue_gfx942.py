@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The compiled gfx942 code of the CCA prologue, HIP's and Triton's, in the emulator: numbers, bytes, transactions, LDS banks."""
+"""The compiled gfx942 code of the CCA prologue, HIP's and Triton's, in the emulator: numbers, bytes, transactions, LDS
+banks.
+"""
 
 import pytest
 import torch
@@ -69,7 +71,8 @@ def test_the_same_bits_under_all_schedules():
     assert all(map(torch.equal, found[0], other) for other in found[1:])
 
 
-# Bytes a token that each launch must move, with ZAYA1's heads in bf16 and a micro batch of four that shares the table of the rotation.
+# Bytes a token that each launch must move, with ZAYA1's heads in bf16 and a micro batch of four that shares the table
+# of the rotation.
 TABLE, NORMS, Z, ALL = 256 // 4, 4 * 10, 2 * 1280, 2 * 1536
 NEEDED = {
     "forward": 2 * ALL + NORMS + TABLE,
@@ -84,10 +87,12 @@ def moved(counters) -> int:
 
 @pytest.mark.slow
 def test_bytes_are_within_five_percent_of_the_minimum():
-    """Of both passes, by what twice as many tokens move more: weights, partial sums and the borders of the runs are paid once.
+    """Of both passes, by what twice as many tokens move more: weights, partial sums and the borders of the runs are
+    paid once.
 
-    What is paid once is 2.7 MB in the forward: the weights of a query group, 328 KB, come to each XCD. The backward writes and reads 2 MB of
-    partial sums a run besides, 10 heads of 3 x 128 x 128: on 304 compute units, whose blocks all have sums of their own, 28 runs.
+    What is paid once is 2.7 MB in the forward: the weights of a query group, 328 KB, come to each XCD. The backward
+    writes and reads 2 MB of partial sums a run besides, 10 heads of 3 x 128 x 128: on 304 compute units, whose blocks
+    all have sums of their own, 28 runs.
     """
     found = []
     for rows in (32, 64):

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The Triton kernels of the CCA prologue as an H100 would run them, compiled without one: how many programs a multiprocessor holds, and how data moves in them.
+"""The Triton kernels of the CCA prologue as an H100 would run them, compiled without one: how many programs a
+multiprocessor holds, and how data moves in them.
 
-A loop that kept its addresses in registers once cost the forward 40 % of its time, for one program a multiprocessor instead of two; nothing but a
-GPU noticed.
+A loop that kept its addresses in registers once cost the forward 40 % of its time, for one program a multiprocessor
+instead of two; nothing but a GPU noticed.
 """
 
 import re

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The host side of the CCA prologue's Triton kernels, without a GPU: divisions by multiplication, grids, and what happens where memory is short."""
+"""The host side of the CCA prologue's Triton kernels, without a GPU: divisions by multiplication, grids, and what
+happens where memory is short.
+"""
 
 import pytest
 import torch
@@ -14,7 +16,9 @@ triton = pytest.importorskip("triton")
     "by", [1, 2, 3, 4, 5, 7, 10, 63, 64, 65, 4096, 4098, 65535, 2**20 + 1, 2**30, 2**30 + 1, 2**31 - 1]
 )
 def test_divisor(by):
-    """As `divide` computes it, at every place where a wrong rounding shows first: beside multiples, and at the end of the range."""
+    """As `divide` computes it, at every place where a wrong rounding shows first: beside multiples, and at the end of
+    the range.
+    """
     from hip_ops.cca_prologue.triton_rows import divisor
 
     packed = divisor(by)
@@ -50,7 +54,9 @@ class Recorded:
 
 @pytest.fixture
 def recorded(monkeypatch):
-    """A function that calls forward and backward of a case with recorded kernels, as on an H100, and gives what was launched."""
+    """A function that calls forward and backward of a case with recorded kernels, as on an H100, and gives what was
+    launched.
+    """
     from hip_ops.cca_prologue import triton as module
 
     def run(case: Case, stages: int) -> list:
@@ -79,8 +85,9 @@ def recorded(monkeypatch):
 
 def test_launches(recorded):
     calls = recorded(Case(2048, 2, 8, 2), stages=3)
-    # 64 tiles of 64 rows, and twice as many of 32. The forward has two programs on a multiprocessor, of 3 tiles each; the input's kernel as many of half a
-    # head, of 5 tiles; the weights' has one, of 10, and two programs in a run for temperatures that are zero.
+    # 64 tiles of 64 rows, and twice as many of 32. The forward has two programs on a multiprocessor, of 3 tiles each;
+    # the input's kernel as many of half a head, of 5 tiles; the weights' has one, of 10, and two programs in a run for
+    # temperatures that are zero.
     assert calls == [
         ("forward", (10, 22), 1),
         ("norm", (11, 32), 1),

@@ -6,7 +6,8 @@ import pytest
 from tests.hip_ops import cca_prologue_bugs as bugs
 from tests.hip_ops.cpu_kernels import SCHEDULES, build_cpu_library, run_sanitized
 
-# rows of a chunk, micro batch, query heads, groups, chunks, halo, documents, rotary channels, delayed channels, temperature
+# rows of a chunk, micro batch, query heads, groups, chunks, halo, documents, rotary channels, delayed channels,
+# temperature
 CASES = [
     (37, 1, 2, 1, 1, 0, 0, 64, 64, 1.0),
     (3, 5, 4, 2, 2, 1, 1, 8, 4, 0.0),

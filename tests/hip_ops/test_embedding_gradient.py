@@ -120,7 +120,10 @@ def test_triton_in_the_interpreter(rows):
 
 @pytest.mark.slow  # it tests the tests
 def test_each_bug_is_caught(tmp_path):
-    program = "import sys; from pathlib import Path; from tests.hip_ops.embedding_gradient_bugs import main; main(Path(sys.argv[1]))"
+    program = (
+        "import sys; from pathlib import Path; from tests.hip_ops.embedding_gradient_bugs import main; "
+        "main(Path(sys.argv[1]))"
+    )
     done = run_python(program, str(tmp_path), TRITON_INTERPRET="1", OMP_NUM_THREADS="1")
     assert done.returncode == 0, done.stdout[-4000:]
     assert "right source: right" in done.stdout

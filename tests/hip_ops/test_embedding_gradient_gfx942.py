@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The compiled gfx942 code of the kernels that add rows by their ids, HIP's and Triton's, in the emulator: numbers, bytes, transactions."""
+"""The compiled gfx942 code of the kernels that add rows by their ids, HIP's and Triton's, in the emulator: numbers,
+bytes, transactions.
+"""
 
 import pytest
 import torch

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The comparisons that the kernels which add rows by their ids pass are such that mistakes do not: each is put into a copy of the source and must
-fail."""
+"""The comparisons that the kernels which add rows by their ids pass are such that mistakes do not: each is put into a
+copy of the source and must fail.
+"""
 
 import shutil
 

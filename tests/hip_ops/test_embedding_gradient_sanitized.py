@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The source of the kernels that add rows by their ids under AddressSanitizer and UBSan, on arrays that end where their data ends."""
+"""The source of the kernels that add rows by their ids under AddressSanitizer and UBSan, on arrays that end where their
+data ends.
+"""
 
 import pytest
 

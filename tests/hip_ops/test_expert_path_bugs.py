@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The comparisons that the kernels of the expert path pass are such that mistakes do not: each is put into a copy of the sources and must fail."""
+"""The comparisons that the kernels of the expert path pass are such that mistakes do not: each is put into a copy of
+the sources and must fail.
+"""
 
 import shutil
 

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The compiled gfx942 code of the expert path, HIP's and Triton's, in the emulator: numbers, bytes, transactions, LDS."""
+"""The compiled gfx942 code of the expert path, HIP's and Triton's, in the emulator: numbers, bytes, transactions,
+LDS.
+"""
 
 import pytest
 import torch
@@ -87,8 +89,10 @@ def test_swiglu(kind, case, schedule):
 
 
 def held_to(path, minimum: int, entries: int) -> None:
-    """Bytes of the one launch within 5 % of the minimum, and whole 64-byte pieces but for `entries`, loads and stores of a row's single
-    number. All lanes of Triton's load those, each its 4 bytes of the same address: there what differs between addresses is held to 5 %."""
+    """Bytes of the one launch within 5 % of the minimum, and whole 64-byte pieces but for `entries`, loads and stores
+    of a row's single number. All lanes of Triton's load those, each its 4 bytes of the same address: there what differs
+    between addresses is held to 5 %.
+    """
     (counters,) = path.counters.values()
     path.counters.clear()
     moved, distinct = (
@@ -135,7 +139,9 @@ def test_bytes_of_swiglu_are_within_five_percent_of_the_minimum(kind):
 
 
 def test_bytes_of_the_sort():
-    """8 bytes an id three times - to count, and in the second launch to count again and to place -, two maps of 4, and the blocks' counts."""
+    """8 bytes an id three times - to count, and in the second launch to count again and to place -, two maps of 4, and
+    the blocks' counts.
+    """
     tokens, path = 4096, HipOnDevice()
     check_sort(path, expert_ids("even", tokens, 16), 16)
     blocks = tokens // 256

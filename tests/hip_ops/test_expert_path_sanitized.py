@@ -10,7 +10,8 @@ from tests.hip_ops.kernel_files import kernel_source
 
 SOURCES = [kernel_source(f"{name}.hip") for name in ("expert_sort", "expert_rows", "weighted_swiglu")]
 
-# torch does not run under a sanitizer: numpy arrays, bf16 as its bits, and small whole numbers, which every dtype holds exactly.
+# torch does not run under a sanitizer: numpy arrays, bf16 as its bits, and small whole numbers, which every dtype holds
+# exactly.
 PROGRAM = """
 import sys
 from pathlib import Path

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The Triton kernels of the expert path and their host side, run on the CPU by Triton's interpreter; compiled ones are in test_expert_path_gfx942.py.
+"""The Triton kernels of the expert path and their host side, run on the CPU by Triton's interpreter; compiled ones are
+in test_expert_path_gfx942.py.
 
 fp32 only: the interpreter's bf16 rounding is its own.
 """

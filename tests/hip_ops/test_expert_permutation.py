@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sort by expert, permute and unpermute as operators, on the CPU: the torch reference, and the HIP sources built with g++."""
+"""Sort by expert, permute and unpermute as operators, on the CPU: the torch reference, and the HIP sources built with
+g++.
+"""
 
 import re
 
@@ -87,7 +89,9 @@ def test_gradcheck(mix):
 
 
 def test_there_and_back(chosen):
-    """The identity for tokens of experts, zeros for the others, for any content of the padding rows; the same for gradients."""
+    """The identity for tokens of experts, zeros for the others, for any content of the padding rows; the same for
+    gradients.
+    """
     ids = expert_ids("even", 50, 4)
     order = hip_ops.sort_by_expert(ids, 4)
     tokens = torch.randn(50, 24).bfloat16().requires_grad_()

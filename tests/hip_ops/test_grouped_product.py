@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Grouped products as operators: the reference against fp64, errors by name, fakes; which version takes which call; Triton's table."""
+"""Grouped products as operators: the reference against fp64, errors by name, fakes; which version takes which call;
+Triton's table.
+"""
 
 import functools
 import json
@@ -71,7 +73,8 @@ def test_a_rows_bits_do_not_depend_on_the_other_rows(dtype):
 def summed(version: str, dtype: torch.dtype, out_dtype: torch.dtype, make) -> tuple[torch.Tensor, ...]:
     """a and b of numbers from `make`, a block `start`, the products of `version`, and the block with them added.
 
-    The dtype of the products is what the version adds: grouped_mm rounds them to the operands' dtype, the reference does not.
+    The dtype of the products is what the version adds: grouped_mm rounds them to the operands' dtype, the reference
+    does not.
     """
     a, b, offsets = make(24, 16).to(dtype), make(24, 8).to(dtype), torch.tensor([3, 3, 20], dtype=torch.int32)
     start = make(3, 16, 8).to(out_dtype)
@@ -116,8 +119,8 @@ def test_adding_to_a_block_is_the_product_and_a_sum(version, dtype, out_dtype):
 def test_adding_any_numbers_to_a_block(version, dtype, out_dtype):
     """Bit for bit the product and a sum by grouped_mm, with numbers whose sums depend on the order.
 
-    The reference's product adds to the block itself, and BLAS may begin its sums with the block's numbers. Up to 18 terms in another order:
-    16 eps of the arithmetic. A block in bf16 is rounded once on top.
+    The reference's product adds to the block itself, and BLAS may begin its sums with the block's numbers. Up to 18
+    terms in another order: 16 eps of the arithmetic. A block in bf16 is rounded once on top.
     """
     a, b, start, product, total = summed(version, dtype, out_dtype, torch.randn)
     assert torch.equal(total[1], start[1])
@@ -288,7 +291,8 @@ def test_the_loop_on_an_accelerator_is_announced_once(monkeypatch, caplog):
         for _ in range(2):
             reference._counts(offsets, 6, torch.float32)
     assert [each.message for each in caplog.records] == [
-        "hip_ops: grouped products of torch.float32 on cuda:0 loop over the experts and synchronise the host in each call"
+        "hip_ops: grouped products of torch.float32 on cuda:0 loop over the experts and synchronise the host in each "
+        "call"
     ]
 
 

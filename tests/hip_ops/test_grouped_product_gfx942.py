@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Triton's grouped products, compiled for gfx942, in the emulator: numbers, matrix instructions, every byte of the result once."""
+"""Triton's grouped products, compiled for gfx942, in the emulator: numbers, matrix instructions, every byte of the
+result once.
+"""
 
 import pytest
 

@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The Triton kernels of grouped products in Triton's interpreter, and what the compiler makes of them for Hopper (no GPU needed).
+"""The Triton kernels of grouped products in Triton's interpreter, and what the compiler makes of them for Hopper (no
+GPU needed).
 
-fp32 only in the interpreter, whose bf16 rounding is its own and which cannot add in memory; compiled code for gfx942 runs in test_grouped_product_gfx942.py.
+fp32 only in the interpreter, whose bf16 rounding is its own and which cannot add in memory; compiled code for gfx942
+runs in test_grouped_product_gfx942.py.
 """
 
 import re

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The arguments that quack's grouped GEMM gets, with a loop in place of its kernel; tests/gpu/test_grouped_product.py runs the kernel itself."""
+"""The arguments that quack's grouped GEMM gets, with a loop in place of its kernel; tests/gpu/test_grouped_product.py
+runs the kernel itself.
+"""
 
 from types import SimpleNamespace
 
@@ -16,7 +18,9 @@ from tests.hip_ops.grouped_cases import Grouped, check_outer, check_rows
 
 @pytest.fixture
 def calls(monkeypatch):
-    """Keywords of the calls that reach quack; its operands as its documentation has them: A [rows, k] or [m, rows], B [E, n, k] or [n, rows], D is written."""
+    """Keywords of the calls that reach quack; its operands as its documentation has them: A [rows, k] or [m, rows], B
+    [E, n, k] or [n, rows], D is written.
+    """
     seen = []
 
     def gemm(a, b, d, c, semaphore, *, cu_seqlens_m=None, cu_seqlens_k=None, add_to_output=False, **tile):

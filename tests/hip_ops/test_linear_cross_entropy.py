@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Linear + cross-entropy in chunks, on the CPU: losses and gradients with a promise and without, z-loss, cut vocabularies, memory."""
+"""Linear + cross-entropy in chunks, on the CPU: losses and gradients with a promise and without, z-loss, cut
+vocabularies, memory.
+"""
 
 import contextlib
 import importlib
@@ -71,8 +73,10 @@ def ulps(got: torch.Tensor, want: torch.Tensor, terms: torch.Tensor) -> float:
 
 @pytest.mark.parametrize("promise", [False, True])
 def test_in_bf16_gradients_are_within_2_ulp_of_what_the_rounded_logits_give(chosen, promise):
-    """Against fp64 from bf16 logits, which any bf16 head has: of the hidden state 1 rounding of the softmax and 1 of the result, of the weight
-    summed in fp32 1 rounding, and with a promise 1 of the hidden state times a factor; ULP at the size of the terms."""
+    """Against fp64 from bf16 logits, which any bf16 head has: of the hidden state 1 rounding of the softmax and 1 of
+    the result, of the weight summed in fp32 1 rounding, and with a promise 1 of the hidden state times a factor; ULP at
+    the size of the terms.
+    """
     hidden, weight, labels, grad = inputs(64, 32, 500, BF16)
     main_grad = torch.zeros(500, 32)
     with chunks_of(24):
@@ -93,7 +97,9 @@ def test_in_bf16_gradients_are_within_2_ulp_of_what_the_rounded_logits_give(chos
 
 @pytest.mark.parametrize("largest", [39.0, 41.0, 63.0])
 def test_a_small_promise_beside_large_logits_keeps_its_gradients(chosen, largest):
-    """1e-6, as of a mean over a step's tokens, and hidden states of 1e-4: their product with 1 / sum is far down in bf16's exponents."""
+    """1e-6, as of a mean over a step's tokens, and hidden states of 1e-4: their product with 1 / sum is far down in
+    bf16's exponents.
+    """
     hidden, weight, labels, _ = inputs(24, 8, 700, BF16)
     hidden, weight = (1e-4 * hidden.detach()).requires_grad_(), (1e4 * weight.detach()).requires_grad_()
     with torch.no_grad():

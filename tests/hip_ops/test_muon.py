@@ -89,7 +89,8 @@ def test_scales_and_the_learning_rate_on_the_device(chosen):
             check_update(u, b, a, lr=0.03, weight_decay=0.5, scale=scale)
         results.append(lists.masters)
     for a, b in zip(*results, strict=True):
-        # torch multiplies a number's product in fp64 and a tensor's in fp32; the kernels do the same arithmetic for both.
+        # torch multiplies a number's product in fp64 and a tensor's in fp32; the kernels do the same arithmetic for
+        # both.
         assert torch.allclose(a, b, rtol=3e-7, atol=1e-8) if chosen == "reference" else torch.equal(a, b)
     assert rms_matching_scale((16, 4096, 2048)) == 0.2 * 64 and rms_matching_scale((17, 256)) == pytest.approx(3.2)
 

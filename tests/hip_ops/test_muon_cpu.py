@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""hip_ops/muon/muon.hip on the CPU: three schedules, chunk sizes and grids that the operators do not use, wrong variants, sanitizers."""
+"""hip_ops/muon/muon.hip on the CPU: three schedules, chunk sizes and grids that the operators do not use, wrong
+variants, sanitizers.
+"""
 
 import pytest
 import torch
@@ -67,7 +69,8 @@ def test_variants_that_there_are_not(kernels):
     assert kernels.ho_muon_momentum(table, 1, 0, 16, 1, 2, 4, 2, None, None, None, None, 0.9, 0.1, 1, 1, None) == 0
 
 
-# Without torch, which does not run under a sanitizer. Arrays end where their allocation does, so that one element too many is found.
+# Without torch, which does not run under a sanitizer. Arrays end where their allocation does, so that one element too
+# many is found.
 PROGRAM = """
 import struct, sys
 import numpy as np

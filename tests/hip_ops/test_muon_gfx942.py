@@ -129,7 +129,9 @@ def test_bytes_and_transactions_are_the_least_possible(code, back_end):
 
 
 def test_loads_of_a_batch_are_in_flight_together(code):
-    """The usual kernels have a stretch without a branch or a wait for memory in which all loads of a batch are issued."""
+    """The usual kernels have a stretch without a branch or a wait for memory in which all loads of a batch are
+    issued.
+    """
     text = subprocess.run(
         [require("llvm-objdump-19"), "-d", "--no-show-raw-insn", "--mcpu=gfx942", code],
         capture_output=True,

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Steps of Muon made of hip_ops' operators beside torch.optim.Muon and emerging_optimizers' Muon with the same settings."""
+"""Steps of Muon made of hip_ops' operators beside torch.optim.Muon and emerging_optimizers' Muon with the same
+settings.
+"""
 
 import pytest
 import torch
@@ -112,7 +114,9 @@ def test_fp32_equals_emerging_optimizers(chosen, nesterov):
 
 
 def test_whole_steps_stay_beside_torch():
-    """With our Newton-Schulz the change of every matrix is torch's but for the noise of torch's bf16 products, and nearer to fp64."""
+    """With our Newton-Schulz the change of every matrix is torch's but for the noise of torch's bf16 products, and
+    nearer to fp64.
+    """
     params, gradients = _start(torch.float32)
     theirs, _ = _torch_muon(params, gradients)
 

@@ -87,7 +87,9 @@ def test_old_tables_are_dropped():
 
 
 def test_graphs_take_from_memory_that_lies_ready():
-    """What can be tried without a GPU: pieces follow each other and never come twice, and too little is said in so many words."""
+    """What can be tried without a GPU: pieces follow each other and never come twice, and too little is said in so many
+    words.
+    """
     staging, host = Staging(), torch.arange(3)
     with pytest.raises(RuntimeError, match="Call the operator once before the capture"):
         staging.take(host)

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The host side of the Triton version, run on the CPU by Triton's interpreter; the compiled kernels are in test_muon_gfx942.py.
+"""The host side of the Triton version, run on the CPU by Triton's interpreter; the compiled kernels are in
+test_muon_gfx942.py.
 
 fp32 only: the interpreter's bf16 rounding is its own.
 """

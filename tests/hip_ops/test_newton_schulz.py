@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""hip_ops.newton_schulz against emerging_optimizers, torch.optim.Muon and fp64; where singular values go; any shape, stride and backend."""
+"""hip_ops.newton_schulz against emerging_optimizers, torch.optim.Muon and fp64; where singular values go; any shape,
+stride and backend.
+"""
 
 import pytest
 import torch
@@ -56,7 +58,8 @@ def test_bf16_is_as_near_to_fp64_as_torch_optim_muon(shape):
 def test_hip_source_against_fp64_and_bf16_products_of_torch(coefficients, form, dtype):
     if (form, dtype) == ("gram", torch.bfloat16):
         pytest.skip(
-            "the Gram form is never chosen for bfloat16: it loses digits of R; test_newton_schulz_forms.py has its error"
+            "the Gram form is never chosen for bfloat16: it loses digits of R; test_newton_schulz_forms.py has its "
+            "error"
         )
     x = matrix(2, 72, 136, seed=1, dtype=torch.bfloat16)
     exact = exactly(x, coefficients)
@@ -69,7 +72,8 @@ def test_hip_source_against_fp64_and_bf16_products_of_torch(coefficients, form, 
     assert got.dtype == x.dtype and error(got, exact) <= 1.05 * error(iterate, exact)
 
 
-# Normalised singular values of at least 0.01 and where five steps put them, from singular_value_interval: exact bounds, stated here.
+# Normalised singular values of at least 0.01 and where five steps put them, from singular_value_interval: exact bounds,
+# stated here.
 INTERVALS = {"simple": (0.682, 1.134), "quintic": (0.978, 1.032), "polar_express": (0.870, 1.124)}
 
 

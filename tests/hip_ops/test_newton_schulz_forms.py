@@ -50,7 +50,9 @@ def error(x: torch.Tensor, coefficients: str, form: str, dtype: torch.dtype, res
 @pytest.mark.parametrize("coefficients", SETS)
 @pytest.mark.parametrize("name", MATRICES)
 def test_gram_form_is_the_same_map(name, coefficients):
-    """In fp64 the two forms differ by rounding alone, with the default restarts; ill-conditioned and singular matrices included."""
+    """In fp64 the two forms differ by rounding alone, with the default restarts; ill-conditioned and singular matrices
+    included.
+    """
     assert error(MATRICES[name], coefficients, "gram", torch.float64) <= 1e-9
     # fp32 without tensor cores: 2^-24 instead of 2^-53.
     assert error(MATRICES[name], coefficients, "gram", torch.float32) <= 1e-3
@@ -59,7 +61,9 @@ def test_gram_form_is_the_same_map(name, coefficients):
 @pytest.mark.parametrize("coefficients", SETS)
 @pytest.mark.parametrize("name", MATRICES)
 def test_gram_form_in_half_precision_beats_the_standard_form_in_bfloat16(name, coefficients):
-    """The bar of the kernels: not farther from fp64 than products in bfloat16 on the same input. It is met by a factor of 2 and more."""
+    """The bar of the kernels: not farther from fp64 than products in bfloat16 on the same input. It is met by a factor
+    of 2 and more.
+    """
     assert error(MATRICES[name], coefficients, "gram", HALF) <= 0.5 * error(
         MATRICES[name], coefficients, "standard", BF16
     )
@@ -70,7 +74,9 @@ def test_gram_form_in_half_precision_beats_the_standard_form_in_bfloat16(name, c
 
 @pytest.mark.parametrize("coefficients", SETS)
 def test_without_restarts_the_gram_form_loses_small_singular_values(coefficients):
-    """R is known to 2^-11 of its norm, and five steps multiply that by the fourth powers of a: it replaces what was there."""
+    """R is known to 2^-11 of its norm, and five steps multiply that by the fourth powers of a: it replaces what was
+    there.
+    """
     x = MATRICES["condition 1e8"]
     without, with_restart = (error(x, coefficients, "gram", HALF, restarts) for restarts in ((), None))
     assert without > 0.1 and without > 10 * with_restart
@@ -88,8 +94,10 @@ def test_restarts_split_any_number_of_steps_into_stretches_of_at_most_three_and_
 
 
 def test_half_precision_needs_its_scales():
-    """64 rows of a normalised Gaussian 2048 x 4096: its entries are near 2^-11.5 and those of R off the diagonal near 2^-17, where half
-    precision has 7 digits of its 11 left. A whole matrix of that size takes minutes here; its Gram matrix shows it."""
+    """64 rows of a normalised Gaussian 2048 x 4096: its entries are near 2^-11.5 and those of R off the diagonal near
+    2^-17, where half precision has 7 digits of its 11 left. A whole matrix of that size takes minutes here; its Gram
+    matrix shows it.
+    """
     norm = (2048 * 4096) ** 0.5
     x = torch.randn((1, 64, 4096), generator=torch.Generator().manual_seed(0))
     exact = x.double() @ x.double().mT / norm**2

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How Newton-Schulz calls quack's GEMMs: stand-ins in torch check the layout of every operand, and the results. quack itself needs Hopper."""
+"""How Newton-Schulz calls quack's GEMMs: stand-ins in torch check the layout of every operand, and the results. quack
+itself needs Hopper.
+"""
 
 import sys
 import types
@@ -54,7 +56,9 @@ def test_operands_and_results(stand_ins, shape, dtype, inside, form):
 
 
 def test_which_matrices_it_takes_and_where_it_is_faster():
-    """auto takes it where it was measured to be faster; a request by name takes it wherever rows are multiples of 16 bytes."""
+    """auto takes it where it was measured to be faster; a request by name takes it wherever rows are multiples of 16
+    bytes.
+    """
     cases = [((4, 1024, 2048), True), ((1, 1024, 2048), False), ((1, 2048, 4096), True), ((1, 256, 256), True)]
     cases += [((40, 128, 2048), False)]
     assert [quack.faster(torch.empty(shape)) for shape, _ in cases] == [taken for _, taken in cases]

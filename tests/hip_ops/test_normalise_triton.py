@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The Triton kernel that begins Newton-Schulz: torch's bits in the interpreter, and wide accesses on both platforms (no GPU needed)."""
+"""The Triton kernel that begins Newton-Schulz: torch's bits in the interpreter, and wide accesses on both platforms (no
+GPU needed).
+"""
 
 import re
 

@@ -206,7 +206,9 @@ def test_fake_and_meta_tensors_come_from_the_declaration(make):
 
 
 def test_a_first_use_while_a_graph_is_captured_says_what_to_do(make, monkeypatch):
-    """The check compares numbers, which needs the device's answer; a capture has none. (Simulated: there is no GPU here.)"""
+    """The check compares numbers, which needs the device's answer; a capture has none. (Simulated: there is no GPU
+    here.)
+    """
     gpu = FakeGpu(monkeypatch, hip="7.1")
     monkeypatch.setattr("hip_ops.runtime.availability._hip", lambda device, named: None)
     scaled = make(scale)

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What portable.h promises to kernels, on the CPU and in what clang makes of it for gfx942; its GPU run is in tests/gpu."""
+"""What portable.h promises to kernels, on the CPU and in what clang makes of it for gfx942; its GPU run is in
+tests/gpu.
+"""
 
 import re
 import subprocess
@@ -174,7 +176,9 @@ HO_KERNEL(ho_test_in_flight, 256)(const float* in, float* out) {
 
 @pytest.mark.parametrize("fence", [1, 0])
 def test_the_lds_barrier_leaves_loads_in_flight_on_gfx942(require_tool, tmp_path, fence):
-    """Between the load and the barrier nothing may wait for vmcnt; fence=0 is the form for compilers before clang 19.1."""
+    """Between the load and the barrier nothing may wait for vmcnt; fence=0 is the form for compilers before clang
+    19.1.
+    """
     require_tool("clang++-19")
     source = tmp_path / "in_flight.hip"
     source.write_text(IN_FLIGHT)
@@ -187,7 +191,9 @@ def test_the_lds_barrier_leaves_loads_in_flight_on_gfx942(require_tool, tmp_path
 
 
 def test_gfx942_instructions(require_tool):
-    """The kernels above use the instructions that portable.h is there for, and none that goes through flat addresses."""
+    """The kernels above use the instructions that portable.h is there for, and none that goes through flat
+    addresses.
+    """
     require_tool("clang++-19")
     text = assembly(PORTABLE)
     bodies = dict(re.findall(r"^(ho_test_\w+):.*?\n(.*?)^\s+s_endpgm", text, flags=re.S | re.M))

@@ -49,7 +49,8 @@ def aborts(path, fault: int, order: str, threads: int = 128) -> str:
     return done.stdout
 
 
-# Who is named first is thread 0; the other side is the first in the order of threads, or of the schedule's within a wave.
+# Who is named first is thread 0; the other side is the first in the order of threads, or of the schedule's within a
+# wave.
 @pytest.mark.parametrize(
     "fault, said",
     [
@@ -107,7 +108,9 @@ def test_unwritten_lds_is_nan(order):
 
 @pytest.mark.parametrize("order", SCHEDULES)
 def test_sanitizers_find_nothing_in_a_right_kernel(sanitized, order):
-    """Switches of fibers that are not reported to the sanitizer look like memory errors; uses after return are checked as well."""
+    """Switches of fibers that are not reported to the sanitizer look like memory errors; uses after return are checked
+    as well.
+    """
     out = run_sanitized(
         PROGRAM, sanitized, 0, 128, HO_CPU_SCHEDULE=order, ASAN_OPTIONS="detect_leaks=0:detect_stack_use_after_return=1"
     )

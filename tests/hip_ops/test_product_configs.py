@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The checked-in table of Triton configurations, the tile order of its kernel, and what the compiler makes of it for Hopper (no GPU needed)."""
+"""The checked-in table of Triton configurations, the tile order of its kernel, and what the compiler makes of it for
+Hopper (no GPU needed).
+"""
 
 import json
 import re

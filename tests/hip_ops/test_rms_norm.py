@@ -85,7 +85,9 @@ def test_gradcheck(scaled):
 @pytest.mark.parametrize("dtypes", [(FP32, FP32, FP32), (BF16, FP32, BF16)], ids=str)
 @pytest.mark.parametrize("shape", [(16, 2, 96), (7, 33)], ids=str)
 def test_autograd_over_the_formulas_bit_for_bit(dtypes, shape):
-    """Two chained merges as in a layer: forward and all gradients equal those of autograd over the formulas that stand alone."""
+    """Two chained merges as in a layer: forward and all gradients equal those of autograd over the formulas that stand
+    alone.
+    """
 
     def by_autograd(output, stream, *vectors):
         *vectors, weight, eps = vectors

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The comparison that the RMSNorm kernels pass is one that mistakes do not: each is put into a copy of the sources and must fail."""
+"""The comparison that the RMSNorm kernels pass is one that mistakes do not: each is put into a copy of the sources and
+must fail.
+"""
 
 import ctypes
 import shutil

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The compiled gfx942 code of the RMSNorm kernels, HIP's and Triton's, in the emulator: numbers, bytes, transactions, LDS banks."""
+"""The compiled gfx942 code of the RMSNorm kernels, HIP's and Triton's, in the emulator: numbers, bytes, transactions,
+LDS banks.
+"""
 
 import pytest
 import torch
@@ -94,8 +96,8 @@ def test_the_same_bits_under_all_schedules():
     assert all(torch.equal(a, b) for other in found[1:] for a, b in zip(found[0], other, strict=True))
 
 
-# Bytes an element that must move, each tensor once: x + residual + new_residual + y; and dy + d_new_residual + what is merged or was
-# saved + d_x (+ d_residual). The vectors once, rstd once.
+# Bytes an element that must move, each tensor once: x + residual + new_residual + y; and dy + d_new_residual + what is
+# merged or was saved + d_x (+ d_residual). The vectors once, rstd once.
 PRODUCTION = (32768, 304)  # rows of 8 sequences of 4096, compute units of an MI300X
 
 
@@ -123,8 +125,9 @@ def moved_and_minimum(case: Case, backward: bool) -> tuple[int, int, Emulated]:
 @pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
 @pytest.mark.parametrize("scaled, residual_dtype", [(False, BF16), (True, FP32)], ids=["plain", "zaya"])
 def test_bytes_are_within_five_percent_of_the_minimum(scaled, residual_dtype, backward):
-    """2048 columns. What is above the minimum is paid once a block - the vectors, and in the backward its partial sums, written and
-    read - so here a block has as many rows as in PRODUCTION, on one compute unit."""
+    """2048 columns. What is above the minimum is paid once a block - the vectors, and in the backward its partial sums,
+    written and read - so here a block has as many rows as in PRODUCTION, on one compute unit.
+    """
     whole = geometry(
         Case(scaled, PRODUCTION[0], 2048, residual_dtype=residual_dtype), backward=backward, processors=PRODUCTION[1]
     )
@@ -136,7 +139,8 @@ def test_bytes_are_within_five_percent_of_the_minimum(scaled, residual_dtype, ba
     for name, counters in emulated.counters.items():
         if "_sum_" not in name:
             assert counters.lds_bank_conflicts == 0
-            # whole 64-byte pieces, but for rstd (4 bytes a row forward, and a wave backward) and the partial sums of bf16 rows
+            # whole 64-byte pieces, but for rstd (4 bytes a row forward, and a wave backward) and the partial sums of
+            # bf16 rows
             of_rstd = case.rows * (4 if backward else 1)
             streamed = counters.global_load_bytes + counters.global_store_bytes - 4 * of_rstd
             assert counters.global_transactions <= 1.02 * streamed / 64 + of_rstd

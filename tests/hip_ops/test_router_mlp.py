@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The router's operators on the CPU: the reference against fp64 and autograd, wrong arguments, and torch's own checks."""
+"""The router's operators on the CPU: the reference against fp64 and autograd, wrong arguments, and torch's own
+checks.
+"""
 
 import importlib
 import re

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Triton's kernels of the router, compiled for gfx942, in the emulator: numbers in bf16, matrix instructions, what is written."""
+"""Triton's kernels of the router, compiled for gfx942, in the emulator: numbers in bf16, matrix instructions, what is
+written.
+"""
 
 import pytest
 import torch

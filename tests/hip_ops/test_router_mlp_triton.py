@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The router's Triton kernels in Triton's interpreter (fp32 and fp16: it multiplies the bits of bf16), which mistakes the comparison catches, and what the compilers make of them for Hopper and MI300X
-(no GPU needed)."""
+"""The router's Triton kernels in Triton's interpreter (fp32 and fp16: it multiplies the bits of bf16), which mistakes
+the comparison catches, and what the compilers make of them for Hopper and MI300X (no GPU needed).
+"""
 
 import re
 

@@ -221,7 +221,10 @@ def test_a_hip_build_that_fails_drops_to_triton_and_is_told_once(make, rocm, cap
     assert f"version hip of {made[0].name} failed its self-check on cuda:0 and is not used. BuildError: " in warning
     assert "hipcc" in warning and "no such file" in warning
     for each in made:
-        said = "triton (kernels=auto; no hip: it failed its self-check: BuildError: hip_ops: this command failed with code 1:)"
+        said = (
+            "triton (kernels=auto; no hip: it failed its self-check: BuildError: hip_ops: this command failed with "
+            "code 1:)"
+        )
         assert each.choice(GPU) == said and f"hip_ops: {each.name} on cuda:0: {said}" in caplog.messages
         assert each.results[GPU, "triton"] == "passed"
     with (
@@ -357,7 +360,10 @@ def test_a_report_is_by_folder(make, make_operator, rocm, monkeypatch):
     right, other, bad = make(), make(), make(hip=wrong)
     monkeypatch.setattr(operator, "all_operators", lambda: [right, other, bad])
     other.folder = right.folder
-    failed = "triton (kernels=auto; no hip: it failed its self-check: result, element 7: it gives 24, torch 16 (allowed: 1e-05 of the largest, 16))"
+    failed = (
+        "triton (kernels=auto; no hip: it failed its self-check: result, element 7: it gives 24, torch 16 (allowed: "
+        "1e-05 of the largest, 16))"
+    )
     assert report(GPU) == [f"{right.folder}  hip (kernels=auto)", f"{bad.folder}  {failed}"]
     bad.folder = right.folder
     assert report(GPU) == [f"{right.folder}.{each.name}  {each.choice(GPU)}" for each in (right, other, bad)]

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The products of hip_ops/newton_schulz/symmetric_product.hip, built for this machine's CPU: rounding, symmetry, shapes, schedules."""
+"""The products of hip_ops/newton_schulz/symmetric_product.hip, built for this machine's CPU: rounding, symmetry,
+shapes, schedules.
+"""
 
 import pytest
 import torch

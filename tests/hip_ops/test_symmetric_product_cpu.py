@@ -1,10 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""hip_ops/newton_schulz/symmetric_product.hip built by g++ under AddressSanitizer and UBSan, and its launchers' refusals."""
+"""hip_ops/newton_schulz/symmetric_product.hip built by g++ under AddressSanitizer and UBSan, and its launchers'
+refusals.
+"""
 
 from tests.hip_ops.cpu_kernels import build_cpu_library, cpu_kernels, run_sanitized
 from tests.hip_ops.kernel_files import kernel_source
 
-# Without torch, which does not run under a sanitizer. Every array ends where its allocation does: one element too many is found.
+# Without torch, which does not run under a sanitizer. Every array ends where its allocation does: one element too many
+# is found.
 PROGRAM = """
 import sys
 import numpy as np

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The gfx942 code objects of the matrix products, byte for byte, in the emulator: numbers, memory traffic, MFMA, banks, XCDs, inner loop."""
+"""The gfx942 code objects of the matrix products, byte for byte, in the emulator: numbers, memory traffic, MFMA, banks,
+XCDs, inner loop.
+"""
 
 import re
 
@@ -52,7 +54,9 @@ def test_general_product_and_its_transpose(schedule, kernel, batch, m, n, k, bf1
 
 
 def test_two_commuting_factors_give_an_exactly_symmetric_result():
-    """R and p(R) commute, but rounding makes their product symmetric only nearly: the kernel completes it from the lower triangle."""
+    """R and p(R) commute, but rounding makes their product symmetric only nearly: the kernel completes it from the
+    lower triangle.
+    """
     r = symmetric_case(1, 136, 64, "bf16", with_d=False)
     gram, _ = run_symmetric(Device(), "ho_symmetric_bf16_64", r)
     square = symmetric_case(1, 136, 136, "bf16")
@@ -94,7 +98,9 @@ def test_general_product_moves_each_byte_of_the_result_once():
 
 
 def test_tiles_of_one_matrix_stay_on_one_xcd(tmp_path):
-    """Distinct operand bytes that each XCD loads, blocks handed to XCDs in turn: with the mapping of tile_order.h and without it."""
+    """Distinct operand bytes that each XCD loads, blocks handed to XCDs in turn: with the mapping of tile_order.h and
+    without it.
+    """
     batch, n, k = 8, 256, 32
     case = symmetric_case(batch, n, k, "bf16", with_d=False)
     kernel = "ho_symmetric_bf16_64"
@@ -108,7 +114,8 @@ def test_tiles_of_one_matrix_stay_on_one_xcd(tmp_path):
     assert case.worst_ulps(result) <= ROUNDED_ONCE
     one_matrix = n * k * 2
     print(
-        f"operand bytes an XCD: {max(mapped.xcd_bytes())} mapped, {max(unmapped.xcd_bytes())} in id order, one matrix is {one_matrix}"
+        f"operand bytes an XCD: {max(mapped.xcd_bytes())} mapped, {max(unmapped.xcd_bytes())} in id order, one matrix "
+        f"is {one_matrix}"
     )
     code_bytes = 64  # a block reads its arguments too
     assert all(one_matrix <= loaded <= one_matrix + code_bytes for loaded in mapped.xcd_bytes())
@@ -119,8 +126,9 @@ def test_tiles_of_one_matrix_stay_on_one_xcd(tmp_path):
     "kernel", ["ho_symmetric_bf16_128", "ho_symmetric_fp16_128", "ho_general_bf16_128", "ho_general_fp16_128"]
 )
 def test_inner_loop_keeps_the_matrix_units_busy(kernel):
-    """MFMA passes are at least 4 times all other issue slots from header to back edge; each barrier is followed by products with no wait
-    in between; global loads are never drained; LDS is read and written 16 bytes at a time."""
+    """MFMA passes are at least 4 times all other issue slots from header to back edge; each barrier is followed by
+    products with no wait in between; global loads are never drained; LDS is read and written 16 bytes at a time.
+    """
     loop = inner_loop(code_object("symmetric_product"), kernel)
     print(f"{kernel}: {loop.mfma_passes} passes, {loop.other_slots} other slots, {loop.passes_per_slot:.2f}")
     assert loop.mfma_passes == 32 * 8  # two slabs of 32, 2 x 2 accumulators

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Cross-entropy from one pass over rows of logits on the CPU: the torch reference, the HIP source built with g++, and Triton in its interpreter."""
+"""Cross-entropy from one pass over rows of logits on the CPU: the torch reference, the HIP source built with g++, and
+Triton in its interpreter.
+"""
 
 import pytest
 import torch

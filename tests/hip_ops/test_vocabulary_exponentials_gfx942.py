@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The compiled gfx942 code of the kernels that make exponentials of rows of logits and gradients of these, HIP's and Triton's, in the emulator:
-numbers, bytes, transactions."""
+"""The compiled gfx942 code of the kernels that make exponentials of rows of logits and gradients of these, HIP's and
+Triton's, in the emulator: numbers, bytes, transactions.
+"""
 
 import pytest
 import torch
@@ -28,7 +29,9 @@ CASES = [
 
 
 def cases_and_schedules() -> list:
-    """All schedules of the first case, one of the others, of Triton's, where each case is a compilation, of the second alone; the others are marked slow."""
+    """All schedules of the first case, one of the others, of Triton's, where each case is a compilation, of the second
+    alone; the others are marked slow.
+    """
 
     def quick(kind: str, case: tuple, schedule: str) -> bool:
         return case is CASES[0] or schedule == "lockstep" and (kind == "hip" or case is CASES[1])
@@ -81,7 +84,9 @@ def test_logits_are_read_once_and_written_once(kind):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_no_exponential_but_the_labels_is_touched(kind):
-    """Where no part has another reference: statistics of ZAYA1's 129 parts, of which the rows here are the last eight."""
+    """Where no part has another reference: statistics of ZAYA1's 129 parts, of which the rows here are the last
+    eight.
+    """
     case = Logits(8, 16384, parts=8)
     logits, _, upstream = inputs(case)
     labels = FIRST + torch.arange(8) * 2000
@@ -96,12 +101,14 @@ def test_no_exponential_but_the_labels_is_touched(kind):
         2 * len(logits) * 2 * 262272,
     )
     print(
-        f"{counters.global_load_bytes / loads:.3f} of the minimum, in pieces of 64 bytes {64 * counters.global_transactions / whole:.4f} of the other pass"
+        f"{counters.global_load_bytes / loads:.3f} of the minimum, in pieces of 64 bytes "
+        f"{64 * counters.global_transactions / whole:.4f} of the other pass"
     )
     assert statistics.nbytes <= counters.distinct_load_bytes <= loads and counters.global_store_bytes == stores
     # HIP's reads references twice; in Triton's all lanes of both waves load the numbers of a row
     assert counters.global_load_bytes <= (1.35 if kind == "hip" else 2.4) * loads
-    # a piece of 64 bytes for each number of a part, of which HIP's reads the reference twice, and a few of the row's own
+    # a piece of 64 bytes for each number of a part, of which HIP's reads the reference twice, and a few of the row's
+    # own
     assert counters.global_transactions <= len(logits) * ((4 * 129 + 3) if kind == "hip" else (3 * 129 + 6))
     assert counters.lds_bank_conflicts == 0 and counters.atomics == 0
 

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The source of the kernels that make exponentials of rows of logits, and gradients of these, under AddressSanitizer and UBSan, on arrays that end
-where their data ends."""
+"""The source of the kernels that make exponentials of rows of logits, and gradients of these, under AddressSanitizer
+and UBSan, on arrays that end where their data ends.
+"""
 
 import pytest
 
@@ -11,8 +12,8 @@ from tests.hip_ops.kernel_files import kernel_source
 
 SOURCE = kernel_source("vocabulary_exponentials.hip")
 
-# torch does not run under a sanitizer: numpy arrays, bf16 as its bits, and numbers that it holds exactly. Parts lie 120 apart, so that all but
-# the largest are scaled; `others`: parts of another rank, of smaller logits.
+# torch does not run under a sanitizer: numpy arrays, bf16 as its bits, and numbers that it holds exactly. Parts lie 120
+# apart, so that all but the largest are scaled; `others`: parts of another rank, of smaller logits.
 PROGRAM = """
 import sys
 from pathlib import Path

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The kernels on rows of logits on the CPU: the torch reference, the HIP source built with g++, and Triton's in its interpreter."""
+"""The kernels on rows of logits on the CPU: the torch reference, the HIP source built with g++, and Triton's in its
+interpreter.
+"""
 
 import pytest
 import torch
@@ -55,7 +57,9 @@ def test_parts_cover_a_row_once_and_combine_to_torchs_loss(parts):
 
 
 def test_what_is_left_of_a_probability_near_one_is_exact():
-    """1 - p = 4.5e-5 beside a logit of 40; from logsumexp(logits) as one fp32 number it would be wrong by up to 1.9e-6."""
+    """1 - p = 4.5e-5 beside a logit of 40; from logsumexp(logits) as one fp32 number it would be wrong by up to
+    1.9e-6.
+    """
     logits = torch.tensor([[40.0, 30.0, 19.0]])
     normalizer, label = reference.combined(reference.row_statistics(logits, torch.tensor([0]), 0, 1))
     want = -torch.log_softmax(logits.double(), -1)[0, 0].item()

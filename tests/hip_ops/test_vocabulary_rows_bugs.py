@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The comparisons that the kernels on rows of logits pass are such that mistakes do not: each is put into a copy of the source and must fail."""
+"""The comparisons that the kernels on rows of logits pass are such that mistakes do not: each is put into a copy of the
+source and must fail.
+"""
 
 import shutil
 

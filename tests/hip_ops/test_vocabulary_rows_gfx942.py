@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The compiled gfx942 code of the kernels on rows of logits, HIP's and Triton's, in the emulator: numbers, bytes, transactions."""
+"""The compiled gfx942 code of the kernels on rows of logits, HIP's and Triton's, in the emulator: numbers, bytes,
+transactions.
+"""
 
 import pytest
 import torch
@@ -23,7 +25,9 @@ CASES = [
 
 
 def cases_and_schedules() -> list:
-    """All schedules of the first case, one of the others, of Triton's, where each case is a compilation, of the second alone; the others are marked slow."""
+    """All schedules of the first case, one of the others, of Triton's, where each case is a compilation, of the second
+    alone; the others are marked slow.
+    """
 
     def quick(kind: str, case: Logits, schedule: str) -> bool:
         return case is CASES[0] or schedule == "lockstep" and (kind == "hip" or case is CASES[1])

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The kernels that make exponentials of rows of logits, and gradients of these, with one mistake each, made from the shipped source by substitution."""
+"""The kernels that make exponentials of rows of logits, and gradients of these, with one mistake each, made from the
+shipped source by substitution.
+"""
 
 from __future__ import annotations
 

@@ -23,7 +23,9 @@ def on_device(tensor: Tensor, device: str) -> Tensor:
 
 
 def check(module, case: Logits, device: str = "cpu", other_ranks: int = 0) -> None:
-    """other_ranks: as many copies of these statistics, with other references, stand before them as if of other ranks."""
+    """other_ranks: as many copies of these statistics, with other references, stand before them as if of other
+    ranks.
+    """
     logits, labels, upstream = inputs(case)
     exact, column, wide = logits.double(), labels - FIRST, case.dtype == FP64
     here = (column >= 0) & (column < case.classes)

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs gfx942 code objects of the kernels that make exponentials of rows of logits and gradients of these, HIP's and Triton's, in the emulator,
-with the functions that vocabulary_exponentials_cases checks."""
+"""Runs gfx942 code objects of the kernels that make exponentials of rows of logits and gradients of these, HIP's and
+Triton's, in the emulator, with the functions that vocabulary_exponentials_cases checks.
+"""
 
 from __future__ import annotations
 

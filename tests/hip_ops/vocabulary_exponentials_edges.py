@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Comparisons beside vocabulary_exponentials_cases.check that every back end must pass: where numbers are largest, smallest, and nearly cancel."""
+"""Comparisons beside vocabulary_exponentials_cases.check that every back end must pass: where numbers are largest,
+smallest, and nearly cancel.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,9 @@ def probability_near_one(module) -> None:
 
 
 def borders(module) -> None:
-    """Rows whose maximum is the largest or smallest with its reference, many times, beside logits that lie up to 46 below."""
+    """Rows whose maximum is the largest or smallest with its reference, many times, beside logits that lie up to 46
+    below.
+    """
     tops = torch.tensor([*BORDERS])
     logits = tops[:, None] - torch.tensor([0.0, 1.0, 40.0, 46.0]).repeat(512)
     exact, labels = logits.double(), torch.arange(len(tops))
@@ -55,7 +59,9 @@ def borders(module) -> None:
 
 
 def largest_sum(module) -> None:
-    """All logits of ZAYA1's 129 parts at the largest exponent, and of a last one so far below that nothing of it is left."""
+    """All logits of ZAYA1's 129 parts at the largest exponent, and of a last one so far below that nothing of it is
+    left.
+    """
     logits, labels = torch.full((1, 2048), 40.0), torch.tensor([5])
     statistics = module.overwrite_with_exponentials(logits, labels, 0, 1)
     everyone = statistics.repeat(130, 1, 1)

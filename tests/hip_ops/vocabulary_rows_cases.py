@@ -22,8 +22,10 @@ ROUNDING = {BF16: 2**-8, FP32: 2**-23, FP64: 2**-50}  # half a step of the resul
 
 @dataclass(frozen=True)
 class Logits:
-    """`parts`: of a row, in the statistics. pad: elements between rows. shape: "confident" rows have one large logit, "far" ones lie around +-500,
-    "rising" ones have their maximum at the end, "steps" rise by 90 from part to part, "nothing" has a part of which all logits are -inf."""
+    """`parts`: of a row, in the statistics. pad: elements between rows. shape: "confident" rows have one large logit,
+    "far" ones lie around +-500, "rising" ones have their maximum at the end, "steps" rise by 90 from part to part,
+    "nothing" has a part of which all logits are -inf.
+    """
 
     rows: int
     classes: int
@@ -44,7 +46,9 @@ class Logits:
 
 
 def inputs(case: Logits) -> tuple[Tensor, Tensor, Tensor]:
-    """logits, labels (the first and last class of every part, one before and one behind all of them), upstream gradients with a zero."""
+    """logits, labels (the first and last class of every part, one before and one behind all of them), upstream
+    gradients with a zero.
+    """
     generator = torch.Generator().manual_seed(case.seed + case.rows + 7 * case.classes)
     storage = torch.full((max(1, case.rows) * (case.classes + case.pad),), torch.nan, dtype=case.dtype)
     logits = storage.as_strided((case.rows, case.classes), (case.classes + case.pad, 1))

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs gfx942 code objects of the kernels on rows of logits, HIP's and Triton's, in the emulator, with the functions that vocabulary_rows_cases checks."""
+"""Runs gfx942 code objects of the kernels on rows of logits, HIP's and Triton's, in the emulator, with the functions
+that vocabulary_rows_cases checks.
+"""
 
 from __future__ import annotations
 

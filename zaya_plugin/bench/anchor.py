@@ -61,7 +61,10 @@ def described(recipe, options: Options, device) -> str:
 
     compiled = ", each layer compiled" if device.type != "cpu" else ", not compiled"
     optimizer = ", AdamW" if options.optimizer else ", no optimizer"
-    return f"transformers {transformers.__version__} ZayaForCausalLM, FSDP2, {recipe.cluster.dtype} compute, fp32 reduction{compiled}{optimizer}"
+    return (
+        f"transformers {transformers.__version__} ZayaForCausalLM, FSDP2, {recipe.cluster.dtype} compute, fp32 "
+        f"reduction{compiled}{optimizer}"
+    )
 
 
 def measure(recipe, options: Options, vocabulary: int, device) -> dict:

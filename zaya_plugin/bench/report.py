@@ -25,7 +25,10 @@ LOOKS = {
     "idle": (".", "#eeeeee"),
 }
 STRETCHES = 5  # printed
-HEAD = f"{'':2}{'part':22}{'ms':>9}{'share':>8}{'forward':>9}{'backward':>9}{'TFLOP':>10}{'GB':>10}{'GEMM':>7}{'copy':>7}{'roofline':>9}"
+HEAD = (
+    f"{'':2}{'part':22}{'ms':>9}{'share':>8}{'forward':>9}{'backward':>9}"
+    f"{'TFLOP':>10}{'GB':>10}{'GEMM':>7}{'copy':>7}{'roofline':>9}"
+)
 
 
 def text(record: dict, width: int | None = None) -> str:
@@ -35,18 +38,22 @@ def text(record: dict, width: int | None = None) -> str:
     lines = ["", *_step(record), ""]
     if traced["source"] == "operators":
         lines.append(
-            "No device: the parts are times of operators on the host, without the operators inside them; idle is the time between operators."
+            "No device: the parts are times of operators on the host, without the operators inside them; idle is the "
+            "time between operators."
         )
     lines += [bar(record["parts"], width), HEAD]
     lines += [_row(row) for row in record["parts"]]
     lines.append(
-        f"{'':2}{'sum':22}{sum(row['ms'] for row in record['parts']):9.2f}{sum(row['share'] for row in record['parts']):8.1%}   of one traced step"
+        f"{'':2}{'sum':22}{sum(row['ms'] for row in record['parts']):9.2f}"
+        f"{sum(row['share'] for row in record['parts']):8.1%}   of one traced step"
     )
     lines.append(
-        f"The traced step took {traced['ms']:.1f} ms, without the profiler steps take {record['step']['ms']:.1f} ms; the host worked {traced['host_ms']:.1f} ms "
+        f"The traced step took {traced['ms']:.1f} ms, without the profiler steps take {record['step']['ms']:.1f} ms; "
+        f"the host worked {traced['host_ms']:.1f} ms "
         f"of it (with the profiler's cost); {traced['launches']} launches, {traced['activities']} {traced['source']}"
         + ("; kernels of the graph are assigned as in the step before its capture" if traced["from_graph"] else "")
-        + f"; computation leaves {record['step']['not_computing_share']:.1%} of an untraced step to exposed communication and idle"
+        + f"; computation leaves {record['step']['not_computing_share']:.1%} of an untraced step to exposed "
+        "communication and idle"
         + f"; communication hidden under computation {record['hidden_communication_ms']:.1f} ms."
     )
     if record.get("not_computing"):
@@ -66,8 +73,10 @@ def _step(record: dict) -> list[str]:
         memory = f"peak memory {step['allocated_gib']:.1f} GiB allocated, {step['reserved_gib']:.1f} reserved"
     what = "a step" if step["optimizer"] else "a forward and backward pass (no optimizer)"
     return [
-        f"{record['device']}, {record['world_size']} rank{'s' if record['world_size'] > 1 else ''}, commit {record['commit'] or 'unknown'}",
-        f"{what} of {step['tokens']} tokens in {step['micro_batches']} micro-batch{'es' if step['micro_batches'] > 1 else ''} a rank: {step['ms']:.1f} ms, "
+        f"{record['device']}, {record['world_size']} rank{'s' if record['world_size'] > 1 else ''}, commit "
+        f"{record['commit'] or 'unknown'}",
+        f"{what} of {step['tokens']} tokens in {step['micro_batches']} "
+        f"micro-batch{'es' if step['micro_batches'] > 1 else ''} a rank: {step['ms']:.1f} ms, "
         f"{step['tokens_per_s_per_device']:,.0f} tokens/s a device, {step['tflops_per_device']:.4g} TFLOP/s, "
         f"{step['share_of_gemm']:.1%} of the GEMM rate; {memory}",
         f"measured here: matrix product {rates['gemm_tflops']:.4g} TFLOP/s, copy {rates['copy_tb_per_s']:.3g} TB/s",
@@ -80,7 +89,8 @@ def _stretch(stretch: dict) -> str:
 
     names = ", ".join(name.split("(")[0][:60] for name in stretch["communication"][:3])
     return (
-        f"{stretch['ms']:9.2f} ms at {stretch['at_ms']:8.1f}, {stretch['communication_ms']:.2f} of it communication{f' ({names})' if names else ''}: "
+        f"{stretch['ms']:9.2f} ms at {stretch['at_ms']:8.1f}, {stretch['communication_ms']:.2f} of it "
+        f"communication{f' ({names})' if names else ''}: "
         f"between {end(stretch['before'], 'the beginning')} and {end(stretch['after'], 'the end')}"
     )
 
@@ -90,7 +100,8 @@ def _row(row: dict) -> str:
         return f"{'' if value is None else format(value, form):>{columns}}"
 
     return (
-        f"{LOOKS[row['part']][0]:2}{row['title']:22}{row['ms']:9.2f}{row['share']:8.1%}{row['forward_ms']:9.2f}{row['backward_ms']:9.2f}"
+        f"{LOOKS[row['part']][0]:2}{row['title']:22}{row['ms']:9.2f}{row['share']:8.1%}"
+        f"{row['forward_ms']:9.2f}{row['backward_ms']:9.2f}"
         + cell(row["tflop"], ".3g", 10)
         + cell(row["gb"], ".3g", 10)
         + cell(row["gemm_share"], ".0%", 7)
@@ -128,7 +139,8 @@ def picture(record: dict) -> str:
         extent = width * row["share"]
         label = f"{row['title']} {row['ms']:.1f} ms, {row['share']:.1%}"
         rows.append(
-            f'<rect x="{x:.2f}" y="34" width="{extent:.2f}" height="40" fill="{colour}" stroke="#fff" stroke-width="0.5"><title>{escape(label)}</title></rect>'
+            f'<rect x="{x:.2f}" y="34" width="{extent:.2f}" height="40" fill="{colour}" '
+            f'stroke="#fff" stroke-width="0.5"><title>{escape(label)}</title></rect>'
         )
         column, line = divmod(number, 5)
         legend.append(
@@ -137,7 +149,10 @@ def picture(record: dict) -> str:
         )
         x += extent
     step = record["step"]
-    title = f"{record['device']}, {record['world_size']} ranks: {step['ms']:.1f} ms a step, {step['tokens_per_s_per_device']:,.0f} tokens/s a device"
+    title = (
+        f"{record['device']}, {record['world_size']} ranks: {step['ms']:.1f} ms a step, "
+        f"{step['tokens_per_s_per_device']:,.0f} tokens/s a device"
+    )
     return "\n".join(
         [
             '<svg xmlns="http://www.w3.org/2000/svg" width="920" height="205" font-family="sans-serif" font-size="12">',

@@ -47,7 +47,7 @@ class Optimizer:
 
 @dataclass(frozen=True)
 class Saved:
-    """A tensor that a layer keeps for its backward pass. part: of the step, as in zaya_plugin.bench.parts."""
+    """A tensor that a layer keeps for its backward pass. part: of the step, as in zaya_plugin.bench.step_parts."""
 
     part: str
     name: str

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Global memory: one growing array with guard space around every allocation, and what the counters and race checks need."""
+"""Global memory: one growing array with guard space around every allocation, and what the counters and race checks
+need.
+"""
 
 import numpy as np
 
@@ -13,7 +15,9 @@ SEGMENT = 64  # bytes of one memory transaction
 
 
 class Arena:
-    """Addresses are BASE + offset. `owner` holds, for every 2 bytes, 1 + the block that stored there in the current launch."""
+    """Addresses are BASE + offset. `owner` holds, for every 2 bytes, 1 + the block that stored there in the current
+    launch.
+    """
 
     def __init__(self):
         self.top = GUARD
@@ -44,7 +48,9 @@ class Arena:
 
     # Checks --------------------------------------------------------------------------------------------------------
     def offsets(self, addresses: np.ndarray, size: int, where=None) -> np.ndarray:
-        """int64 offsets of uint64 addresses [n] after bounds and alignment checks; where(k) -> (row, lane) of entry k."""
+        """int64 offsets of uint64 addresses [n] after bounds and alignment checks; where(k) -> (row, lane) of entry
+        k.
+        """
         offsets = addresses.view(np.int64) - BASE
         if not offsets.size:
             return offsets
@@ -73,7 +79,10 @@ class Arena:
             return "no allocation near"
         distance = np.maximum(np.maximum(self.starts - offset, offset - self.ends + 1), 0)
         index = int(distance.argmin())
-        return f"byte {offset - int(self.starts[index])} of allocation {index}, which has {int(self.ends[index] - self.starts[index])} bytes"
+        return (
+            f"byte {offset - int(self.starts[index])} of allocation {index}, which has "
+            f"{int(self.ends[index] - self.starts[index])} bytes"
+        )
 
     def buffers_of(self, offsets: np.ndarray) -> np.ndarray:
         if not offsets.size:
@@ -83,7 +92,7 @@ class Arena:
         )
         return np.array([low]) if low == high else np.unique(np.searchsorted(self.starts, offsets, side="right") - 1)
 
-    # Access: offsets int64 [n] -> values -------------------------------------------------------------------------------
+    # Access: offsets int64 [n] -> values
     def gather(self, offsets: np.ndarray, size: int) -> np.ndarray:
         """uint32 [registers, n]; sub-dword sizes are zero-extended."""
         if size == 1:
@@ -96,7 +105,9 @@ class Arena:
         return self.words[index[None] + np.arange(count)[:, None]]
 
     def scatter(self, offsets: np.ndarray, size: int, values: np.ndarray) -> None:
-        """values uint32 [registers, n]; of two lanes with the same address the later one wins, as on hardware in practice."""
+        """values uint32 [registers, n]; of two lanes with the same address the later one wins, as on hardware in
+        practice.
+        """
         if size == 1:
             self.bytes[offsets] = values[0].astype(np.uint8)
         elif size == 2:
@@ -107,13 +118,17 @@ class Arena:
                 self.words[index + part] = values[part]
 
     def load_scalar(self, addresses: np.ndarray, words: int) -> np.ndarray:
-        """uint32 [waves, words] for scalar loads. Bounds are those of a dword each: s_load may be widened over padding."""
+        """uint32 [waves, words] for scalar loads. Bounds are those of a dword each: s_load may be widened over
+        padding.
+        """
         offsets = self.offsets(np.ascontiguousarray(addresses), 4 * words, where=lambda k: (k, None))
         return self.words[(offsets >> 2)[:, None] + np.arange(words)]
 
-    # Races between blocks ------------------------------------------------------------------------------------------------
+    # Races between blocks
     def _owners(self, offsets: np.ndarray, size: int, block: np.ndarray):
-        """(owner array, stored data, indices [parts, n], tag of each entry): dwords where the access has any, else 2 bytes."""
+        """(owner array, stored data, indices [parts, n], tag of each entry): dwords where the access has any, else 2
+        bytes.
+        """
         tag = (block + 1).astype(np.uint32)
         if size < 4:
             return self.owner, self.halves, (offsets >> 1)[None], tag
@@ -133,7 +148,9 @@ class Arena:
             )
 
     def store(self, offsets: np.ndarray, size: int, values: np.ndarray, block: np.ndarray, where) -> None:
-        """scatter, with the check that no other block has stored different bytes there, before or in this very instruction."""
+        """scatter, with the check that no other block has stored different bytes there, before or in this very
+        instruction.
+        """
         self.stored_to[self.buffers_of(offsets)] = True
         owners, data, index, tag = self._owners(offsets, size, block)
         before = owners[index]

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A gfx942 ELF: loadable image, kernel descriptors, argument metadata. Layouts: LLVM "User Guide for AMDGPU Backend"."""
+"""A gfx942 ELF: loadable image, kernel descriptors, argument metadata. Layouts: LLVM "User Guide for AMDGPU
+Backend".
+"""
 
 import re
 import struct
@@ -56,7 +58,8 @@ class CodeObject:
         data = Path(path).read_bytes()
         if data[:4] != b"\x7fELF":
             raise ValueError(
-                f"{path} is not an ELF file; a gfx942 code object is made with --cuda-device-only --no-gpu-bundle-output"
+                f"{path} is not an ELF file; a gfx942 code object is made with --cuda-device-only "
+                "--no-gpu-bundle-output"
             )
         self._load(data)
         notes = subprocess.run(

@@ -21,10 +21,11 @@ class InstructionCount:
 
 @dataclass
 class Counters:
-    """Bytes are those that active lanes ask for. A transaction is a distinct 64-byte segment within one wave instruction.
+    """Bytes are those that active lanes ask for. A transaction is a distinct 64-byte segment within one wave
+    instruction.
 
-    lds_bank_conflicts are extra LDS cycles by the model of tests/gfx942/lds_banks.py. per_pc maps the program counter to an
-    InstructionCount; per_opcode counts wave instructions.
+    lds_bank_conflicts are extra LDS cycles by the model of tests/gfx942/lds_banks.py. per_pc maps the program counter
+    to an InstructionCount; per_opcode counts wave instructions.
     """
 
     global_load_bytes: int = 0

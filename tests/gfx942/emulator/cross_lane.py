@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which lane a lane reads from: DPP controls and ds_swizzle patterns (CDNA3 ISA, "Data Parallel Processing" and DS_SWIZZLE_B32)."""
+"""Which lane a lane reads from: DPP controls and ds_swizzle patterns (CDNA3 ISA, "Data Parallel Processing" and
+DS_SWIZZLE_B32).
+"""
 
 import numpy as np
 

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Instructions from the text of llvm-objdump: decoding proper is left to LLVM, whose tables are what the assembler used."""
+"""Instructions from the text of llvm-objdump: decoding proper is left to LLVM, whose tables are what the assembler
+used.
+"""
 
 import os
 import re
@@ -35,7 +37,9 @@ APERTURES = {
 
 @dataclass
 class Operand:
-    """kind: 'v' VGPR, 'a' AGPR, 's' SGPR, 'c' constant, 'f' inline float, 'off', 'scc', 'vccz'/'execz', 'x' anything else (text)."""
+    """kind: 'v' VGPR, 'a' AGPR, 's' SGPR, 'c' constant, 'f' inline float, 'off', 'scc', 'vccz'/'execz', 'x' anything
+    else (text).
+    """
 
     kind: str
     index: int = 0
@@ -131,7 +135,9 @@ def bind_registers(instruction: Instruction, vgprs: int, agprs: int) -> None:
 
 
 def constant_bits(operand: Operand, width: int = 32) -> int:
-    """The bits a constant stands for in an operation of this width. Inline floats follow the width; literals are 32 bits."""
+    """The bits a constant stands for in an operation of this width. Inline floats follow the width; literals are 32
+    bits.
+    """
     if operand.kind == "f":
         code, word = {16: ("<e", "<H"), 32: ("<f", "<I"), 64: ("<d", "<Q")}[width]
         return struct.unpack(

@@ -48,9 +48,10 @@ class Buffer:
 class Device:
     """A gfx942 device.
 
-    schedule: "lockstep", "serial" or "reverse", see scheduler.py. block_order: "forward", "reverse" or a sequence of all block ids.
-    blocks_at_once: blocks stepped together; 1 runs block after block, None chooses about 64 waves.
-    allow_cross_block: blocks may exchange data through global memory (atomics, split-K with a counter); turns GlobalRace off.
+    schedule: "lockstep", "serial" or "reverse", see scheduler.py. block_order: "forward", "reverse" or a sequence of
+    all block ids. blocks_at_once: blocks stepped together; 1 runs block after block, None chooses about 64 waves.
+    allow_cross_block: blocks may exchange data through global memory (atomics, split-K with a counter); turns
+    GlobalRace off.
     """
 
     def __init__(
@@ -84,8 +85,8 @@ class Device:
     def launch(self, path: str | Path, kernel: str, grid, block, args: Sequence, shared: int = 0) -> Counters:
         """Run a kernel. grid and block count blocks and threads, (x, y, z) or fewer; shared is dynamic LDS in bytes.
 
-        args: Buffers for pointers (None is a null pointer), numpy scalars of the argument's size, Python ints and floats, or bytes for
-        structures passed by value. Raises an EmulatorFault where the kernel does something wrong.
+        args: Buffers for pointers (None is a null pointer), numpy scalars of the argument's size, Python ints and
+        floats, or bytes for structures passed by value. Raises an EmulatorFault where the kernel does something wrong.
         """
         code = open_code_object(path)
         if kernel not in code.kernels:
@@ -97,11 +98,13 @@ class Device:
             raise ValueError(f"block={block}: {kernel} takes 1 to {info.max_threads} threads a block")
         if info.scratch_size:
             raise ScratchAccess(
-                f"{kernel} needs {info.scratch_size} bytes of scratch a lane: registers spill or an array is indexed dynamically"
+                f"{kernel} needs {info.scratch_size} bytes of scratch a lane: registers spill or an array is indexed "
+                "dynamically"
             )
         if (info.float_mode >> 4) & 3 != 3 or info.float_mode & 3:
             raise UnknownInstruction(
-                f"{kernel} starts in float mode {info.float_mode:#x}: only round to nearest even with denormals is modelled"
+                f"{kernel} starts in float mode {info.float_mode:#x}: only round to nearest even with denormals is "
+                "modelled"
             )
         if info.lds_size + shared > LDS_LIMIT:
             raise OutOfBounds(f"{kernel} asks for {info.lds_size} + {shared} bytes of LDS, a block has {LDS_LIMIT}")

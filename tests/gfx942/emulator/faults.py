@@ -48,15 +48,21 @@ class BarrierMismatch(EmulatorFault):
 
 
 class LdsRace(EmulatorFault):
-    """Two waves touch the same LDS byte, one of them writing, with no barrier in between; two equal writes are let pass."""
+    """Two waves touch the same LDS byte, one of them writing, with no barrier in between; two equal writes are let
+    pass.
+    """
 
 
 class GlobalRace(EmulatorFault):
-    """Two blocks touch the same global byte in one launch: both write different values, or one reads what another wrote."""
+    """Two blocks touch the same global byte in one launch: both write different values, or one reads what another
+    wrote.
+    """
 
 
 class MissingWait(EmulatorFault):
-    """A register is used while the load that fills it may still be outstanding, or LDS writes are outstanding at a barrier."""
+    """A register is used while the load that fills it may still be outstanding, or LDS writes are outstanding at a
+    barrier.
+    """
 
 
 class UnknownInstruction(EmulatorFault):

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""LDS contents of the blocks that run together, with what has been written, and who touched what since the last barrier."""
+"""LDS contents of the blocks that run together, with what has been written, and who touched what since the last
+barrier.
+"""
 
 import numpy as np
 
@@ -152,7 +154,9 @@ class Lds:
             readers[select(index)] |= bit
 
     def _check_write(self, m, lanes, index, own, chosen, data, writers, readers, address) -> None:
-        """Against what came before in this epoch. Two waves may write the same value to one place: compilers replicate data so."""
+        """Against what came before in this epoch. Two waves may write the same value to one place: compilers replicate
+        data so.
+        """
         clash = readers[index] & ~own
         if clash.any():
             self._race("writes what another wave read", m, lanes, clash, address)
@@ -163,7 +167,9 @@ class Lds:
                 self._race("writes what another wave wrote", m, lanes, clash, address)
 
     def _each_wave(self, m, own):
-        """(selector of the entries of one wave of every block, its bits): entries of one wave may repeat, those of two may not."""
+        """(selector of the entries of one wave of every block, its bits): entries of one wave may repeat, those of two
+        may not.
+        """
         waves = set(m.wave[m.rows].tolist())
         spread = own.dtype.type(_FOUR if own.dtype == U64 else 1)
         if len(waves) == 1:

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""ds_ instructions: reads, writes, the two-address forms, add atomics, and lane permutes that only pass through the LDS crossbar."""
+"""ds_ instructions: reads, writes, the two-address forms, add atomics, and lane permutes that only pass through the LDS
+crossbar.
+"""
 
 import numpy as np
 
@@ -79,7 +81,9 @@ def _two(instruction: Instruction, match):
 
 @opcode_pattern(r"ds_(add|sub|max|min|or|and)(_rtn)?_(u32|f32|b32)")
 def _atomic(instruction: Instruction, match):
-    """Lane after lane. Atomics of several waves are ordered by hardware, hence no race; the bytes count as initialised by a write."""
+    """Lane after lane. Atomics of several waves are ordered by hardware, hence no race; the bytes count as initialised
+    by a write.
+    """
     returns, name, kind = bool(match[2]), match[1], np.float32 if match[3] == "f32" else U32
     address, offset = _address(instruction, 1 if returns else 0), instruction.integer("offset")
     source = raw_reader(instruction.operands[2 if returns else 1])

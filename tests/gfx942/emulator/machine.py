@@ -23,7 +23,9 @@ def unpack_lanes(masks: np.ndarray) -> np.ndarray:
 
 
 class Machine:
-    """`rows` selects the waves that execute the current instruction: a slice where possible, so that reads are views."""
+    """`rows` selects the waves that execute the current instruction: a slice where possible, so that reads are
+    views.
+    """
 
     def __init__(
         self, kernel: KernelInfo, blocks: np.ndarray, waves_per_block: int, memory, lds, counters, image_base: int
@@ -62,7 +64,9 @@ class Machine:
         self.full = bool(self.enabled.all())
 
     def spread(self, value: np.ndarray) -> np.ndarray:
-        """A value for every lane of the selected waves; np.broadcast_to costs microseconds, so it is left out where it does nothing."""
+        """A value for every lane of the selected waves; np.broadcast_to costs microseconds, so it is left out where it
+        does nothing.
+        """
         return value if value.shape == self.enabled.shape else np.broadcast_to(value, self.enabled.shape)
 
     # Registers -----------------------------------------------------------------------------------------------------

@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Matrix instructions of the shapes that bf16 and fp16 kernels use on gfx942: 32x32x8 and 16x16x16.
 
-Register layout (AMD matrix instruction calculator; gem5 states the same): with lanes l and elements e of a lane's four halves,
+Register layout (AMD matrix instruction calculator; gem5 states the same): with lanes l and elements e of a lane's four
+halves,
     A[i][k]: i = l % M, k = 4 * (l // M) + e          B[k][j]: j = l % M, same k
     D 32x32: i = 8 * (r // 4) + 4 * (l // 32) + r % 4, j = l % 32, registers r = 0..15
     D 16x16: i = 4 * (l // 16) + r,                   j = l % 16, registers r = 0..3
-Products of halves are exact in fp64; the sum with C is rounded once to fp32. Hardware adds in an order of its own, so results may
-differ by a few ulp of the largest partial sum. EXEC is ignored, as on hardware.
+Products of halves are exact in fp64; the sum with C is rounded once to fp32. Hardware adds in an order of its own, so
+results may differ by a few ulp of the largest partial sum. EXEC is ignored, as on hardware.
 """
 
 import numpy as np

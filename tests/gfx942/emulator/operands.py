@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Readers and writers for operands, bound once an instruction. SDWA selections and DPP lane movement live here, so that the
-semantics of an opcode are written once for all encodings."""
+"""Readers and writers for operands, bound once an instruction. SDWA selections and DPP lane movement live here, so that
+the semantics of an opcode are written once for all encodings.
+"""
 
 import numpy as np
 
@@ -42,7 +43,9 @@ def raw_reader(operand: Operand, part: int = 0):
 
 
 def bits_reader(instruction: Instruction, position: int, part: int = 0):
-    """Source operand as the instruction's encoding presents it: after SDWA selection or DPP movement, before neg and abs."""
+    """Source operand as the instruction's encoding presents it: after SDWA selection or DPP movement, before neg and
+    abs.
+    """
     operand = instruction.operands[position]
     read = raw_reader(operand, part)
     selection = (
@@ -254,7 +257,9 @@ def float_writer(instruction: Instruction):
 
 
 def result_of(operate, sources: list, write):
-    """-> run(machine) of destination = operate(*sources), one to three; written out, as a kernel's time here goes into it."""
+    """-> run(machine) of destination = operate(*sources), one to three; written out, as a kernel's time here goes into
+    it.
+    """
     if len(sources) == 1:
         (first,) = sources
         return lambda m: write(m, operate(first(m)))

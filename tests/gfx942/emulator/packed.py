@@ -22,7 +22,8 @@ def _pair(instruction: Instruction):
         chosen, signs = instruction.flags(select, count, default), instruction.flags(negate, count, 0)
         readers = []
         for operand, half, negative in zip(instruction.operands[1:], chosen, signs, strict=True):
-            # a constant stands in the low half only where a 32-bit literal or inline value is given: both halves read it
+            # a constant stands in the low half only where a 32-bit literal or inline value is given: both halves read
+            # it
             read = raw_reader(operand, half if operand.kind in "vas" and operand.count > 1 else 0)
             readers.append(
                 (lambda m, read=read: (read(m) ^ _SIGN).view(F32))

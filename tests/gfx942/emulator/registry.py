@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Opcode name -> builder. A builder takes a decoded Instruction once and returns the function that executes it on a Machine."""
+"""Opcode name -> builder. A builder takes a decoded Instruction once and returns the function that executes it on a
+Machine.
+"""
 
 import re
 from collections.abc import Callable

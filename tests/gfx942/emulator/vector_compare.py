@@ -38,7 +38,9 @@ def comparison(name: str):
 
 
 def classify(value: np.ndarray, mask: np.ndarray) -> np.ndarray:
-    """v_cmp_class: bit 0 signalling NaN, 1 quiet NaN, 2 -inf, 3 -normal, 4 -denormal, 5 -0, 6 +0, 7 +denormal, 8 +normal, 9 +inf."""
+    """v_cmp_class: bit 0 signalling NaN, 1 quiet NaN, 2 -inf, 3 -normal, 4 -denormal, 5 -0, 6 +0, 7 +denormal, 8
+    +normal, 9 +inf.
+    """
     bits, negative = value.view(np.uint32), np.signbit(value)
     quiet = (bits & np.uint32(0x400000)) != 0
     zero, denormal = value == 0, (np.abs(value) < np.float32(2.0**-126)) & (value != 0)

@@ -18,7 +18,9 @@ def _exponent_of(value):
 
 @opcode("v_div_scale_f32")
 def _div_scale(instruction: Instruction):
-    """Scales numerator or denominator by 2**64 where the quotient's steps could leave the normal range; sets the mask then."""
+    """Scales numerator or denominator by 2**64 where the quotient's steps could leave the normal range; sets the mask
+    then.
+    """
     write, mask = float_writer(instruction), instruction.operands[1].index
     source, denominator, numerator = (float_reader(instruction, k) for k in (2, 3, 4))
 

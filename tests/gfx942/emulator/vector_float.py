@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Vector floating point: fp32, fp64, fp16.
 
-Arithmetic rounds once, to nearest even, denormals kept (the mode HIP and Triton set). The transcendental functions are rounded
-correctly here and flush denormal inputs and results; hardware is within 1 ulp of that, so a test must allow for it.
+Arithmetic rounds once, to nearest even, denormals kept (the mode HIP and Triton set). The transcendental functions are
+rounded correctly here and flush denormal inputs and results; hardware is within 1 ulp of that, so a test must allow for
+it.
 """
 
 import numpy as np
@@ -26,8 +27,10 @@ _TINY = F32(2.0**-126)
 
 
 def fused(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
-    """fp32 a * b + c rounded once. The product is exact in fp64; where the fp64 sum falls on a tie of fp32 (or below its normal
-    range), the sum is rounded to odd first, which makes the second rounding exact (Boldo and Melquiond 2008)."""
+    """fp32 a * b + c rounded once. The product is exact in fp64; where the fp64 sum falls on a tie of fp32 (or below
+    its normal range), the sum is rounded to odd first, which makes the second rounding exact (Boldo and Melquiond
+    2008).
+    """
     product, addend = a.astype(F64) * b.astype(F64), c.astype(F64)
     total = product + addend
     bits = total.view(U64)
@@ -134,7 +137,7 @@ def _exponent(instruction: Instruction):
     return lambda m: write(m, np.where(np.isfinite(value(m)), np.frexp(value(m))[1], 0).astype(I32).view(U32))
 
 
-# fp16, low half --------------------------------------------------------------------------------------------------------
+# fp16, low half
 _HALF = {
     "v_add_f16": lambda a, b: a + b,
     "v_sub_f16": lambda a, b: a - b,

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Scoreboard: registers that an outstanding load will still write, and registers that nothing has written.
 
-An unset register is no mistake until it matters: compilers leave the high half of a 64-bit sum unset where only the low half is used.
-Arithmetic hands the mark on to its results; memory instructions, MFMAs and comparisons fault.
+An unset register is no mistake until it matters: compilers leave the high half of a 64-bit sum unset where only the low
+half is used. Arithmetic hands the mark on to its results; memory instructions, MFMAs and comparisons fault.
 
-Counters of gfx942 as LLVM's SIInsertWaitcnts models them: vmcnt counts vector loads, stores and atomics and falls in order of issue;
-lgkmcnt counts LDS instructions, in order, and scalar loads, in any order, so that only lgkmcnt(0) helps once one is outstanding.
-A value is there at once in the emulator, so nothing but this check notices a missing wait.
+Counters of gfx942 as LLVM's SIInsertWaitcnts models them: vmcnt counts vector loads, stores and atomics and falls in
+order of issue; lgkmcnt counts LDS instructions, in order, and scalar loads, in any order, so that only lgkmcnt(0) helps
+once one is outstanding. A value is there at once in the emulator, so nothing but this check notices a missing wait.
 """
 
 import re
@@ -29,7 +29,9 @@ _PARTIAL = re.compile(r".*_d16(_hi)?|v_writelane_b32|v_fma_mix(lo|hi)_f16")
 
 @lru_cache(maxsize=1 << 12)
 def _traits(name: str):
-    """What an opcode's name says: destinations, whether it reads its destination, partial, counter, writes LDS, hands marks on."""
+    """What an opcode's name says: destinations, whether it reads its destination, partial, counter, writes LDS, hands
+    marks on.
+    """
     destinations = 0 if _NO_DESTINATION.fullmatch(name) else 2 if _TWO_DESTINATIONS.fullmatch(name) else 1
     return (
         destinations,
@@ -69,7 +71,9 @@ _SINKS = ("v_mfma", "v_cmp", "v_writelane", "s_load", "s_buffer_load")
 
 
 def _sources(instruction: Instruction, part: int, destinations: int) -> tuple[int, ...]:
-    """Registers that register `part` of the result depends on: the chosen halves of a packed operation, else this and lower parts."""
+    """Registers that register `part` of the result depends on: the chosen halves of a packed operation, else this and
+    lower parts.
+    """
     name, operands = instruction.opcode, instruction.operands[destinations:]
     if part >= instruction.operands[0].count:  # a carry mask
         return instruction.reads
