@@ -1,14 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""CCA between projections and attention, forward and backward: versions of hip_ops.cca_prologue beside transformers' modules.
+"""Measure the versions of hip_ops.cca_prologue and transformers' modules: CCA between projections and attention,
+forward and backward.
 
     python3 benchmarks/cca_prologue.py                        4 sequences of 4096 tokens, ZAYA1's heads
-    python3 benchmarks/cca_prologue.py --sweep --rep 60       other tiles and grids of each Triton kernel, and the best of each together; a minute
+    python3 benchmarks/cca_prologue.py --sweep --rep 60       other tiles and grids of each Triton kernel, and the best
+                                                              of each together; a minute
 
-Medians of triton's do_bench (which clears L2 before each call) on fresh random inputs; the copy bandwidth of the device is measured in
-the same run. Rates are by the bytes that must move: forward projected in, query, key and value out; backward their gradients and
-the queries' and keys' projections in, projected's gradient out. `operator` includes dispatch and autograd, `kernels` is the version's
-function alone, and `in a graph` leaves out the host. transformers' modules get projections that slice the given tensor, so that no time contains a
-matrix product of the projections. Prints a table, and one line of JSON, which it writes to benchmarks/results/<name>.json.
+Medians of triton's do_bench (which clears L2 before each call) on new random inputs; the copy bandwidth of the device
+is measured in the same run. Rates count the bytes that must move: forward projected in, query, key and value out;
+backward their gradients and the queries' and keys' projections in, projected's gradient out. `operator` includes
+dispatch and autograd, `kernels` is the version's function alone, and `in a graph` leaves out the host. transformers'
+modules get projections that slice the given tensor, so that no time contains a matrix product of the projections.
+Prints a table, and one line of JSON, which it writes to benchmarks/results/<name>.json.
 """
 
 from __future__ import annotations
@@ -59,7 +62,7 @@ class Inputs:
 
     @property
     def arguments(self) -> tuple:
-        """Of the versions' functions."""
+        """Return the arguments of the versions' functions."""
         return (self.projected, *self.parameters, self.rope, None, None, None, GROUPS, VALUES // 2)
 
     @property
@@ -87,7 +90,7 @@ class Slice(nn.Module):
 
 
 def of_transformers(inputs: Inputs) -> Callable:
-    """ZayaCCAProjection, ZayaQKNorm and apply_rotary_pos_emb; batch first, as there."""
+    """Return a function of ZayaCCAProjection, ZayaQKNorm and apply_rotary_pos_emb; batch first, as in transformers."""
     zaya = importlib.import_module("transformers.models.zaya.modeling_zaya")
     from torch.func import functional_call
     from transformers import ZayaConfig
@@ -117,7 +120,7 @@ def of_transformers(inputs: Inputs) -> Callable:
 
 
 def kernels(name: str, inputs: Inputs) -> dict[str, Callable]:
-    """Forward and backward of version `name`, without dispatch and autograd."""
+    """Return forward and backward of version `name`, without dispatch and autograd."""
     module = importlib.import_module(f"hip_ops.cca_prologue.{name}")
     query, key, _, inverse_norm = module.cca_prologue(*inputs.arguments)
     *tensors, groups, delayed = inputs.arguments
@@ -130,7 +133,9 @@ def kernels(name: str, inputs: Inputs) -> dict[str, Callable]:
 
 
 def difference(function: Callable, inputs: Inputs) -> float:
-    """Largest distance of a query from the reference's in fp32, of the largest query: shows that the right thing is timed."""
+    """Return the largest distance of a query from the fp32 reference's, relative to the largest query. It shows that
+    the timed call computes the right result.
+    """
     few = Inputs(2, 256, inputs.projected.device)
     floats = (few.projected.float(), *(p.float() for p in few.parameters))
     exact = reference.cca_prologue(*floats, *few.arguments[len(floats) :])[0]
@@ -138,14 +143,14 @@ def difference(function: Callable, inputs: Inputs) -> float:
 
 
 def measure(batch: int, rows: int, device: torch.device, options) -> dict:
-    """{"forward": {name: figures}, "backward": ...}; a name that fails has its error."""
+    """Return {"forward": {name: figures}, "backward": ...}; a version that fails has its error instead of figures."""
     inputs = Inputs(batch, rows, device)
     found: dict[str, dict] = {"forward": {}, "backward": {}}
 
     def enter(direction: str, name: str, make_call: Callable[[], Callable]) -> None:
         try:
             ms = milliseconds(make_call(), device, options.rep)
-        # an anchor that is not installed, or does not run on this device, is a row of the table
+        # an anchor that is not installed or does not run on this device becomes a row of the table
         except Exception as error:
             found[direction][name] = failure(error)
             return
@@ -213,7 +218,7 @@ KERNELS = ("forward", "norm", "input", "weight")
 
 @contextlib.contextmanager
 def launched_as(**chosen: Launch):
-    """The Triton kernels named launched so."""
+    """Replace the launch of the named Triton kernels."""
     from hip_ops.cca_prologue import triton as module
 
     others = module.launch
@@ -224,7 +229,9 @@ def launched_as(**chosen: Launch):
 
 
 def trials(kernel: str, processors: int) -> list[Launch]:
-    """What the launcher chooses, then others; `programs` of each part of a head are counted so that all are resident at a time, or in so many rounds."""
+    """Return the launcher's choice and other launches. `programs` of each part of a head are chosen so that all are
+    resident at once, or in a given number of rounds.
+    """
     from hip_ops.cca_prologue.triton import launch
 
     def resident(count: float, part: int = D) -> int:
@@ -274,7 +281,7 @@ def trials(kernel: str, processors: int) -> list[Launch]:
 
 
 def kernel_alone(kernel: str, inputs: Inputs) -> Callable:
-    """Of the backward's, all launches: which one gains shows in the sum."""
+    """Return the call that is timed: for the backward pass all launches, whose sum shows which kernel gains."""
     return kernels("triton", inputs)["forward" if kernel == "forward" else "backward"]
 
 
@@ -286,7 +293,9 @@ def run_once(kernel: str, trial: Launch) -> None:
 
 
 def as_run(kernel: str, trial: Launch, inputs: Inputs) -> Launch:
-    """`trial` with the stages that shared memory had room for, after it ran; norm's are not the launch's to change."""
+    """Return `trial` with the stages that fitted into shared memory when it ran; the launch does not change those of
+    the norm kernel.
+    """
     from hip_ops.cca_prologue import triton as module
 
     projected, *parameters, rope, halo, value_halo, starts, groups, delayed = inputs.arguments
@@ -296,7 +305,9 @@ def as_run(kernel: str, trial: Launch, inputs: Inputs) -> Launch:
 
 
 def sweep(batch: int, rows: int, device: torch.device, options) -> dict:
-    """Times of Triton's forward or backward with one kernel launched otherwise, best first, and of the best of each together."""
+    """Return the times of Triton's forward or backward with one kernel launched differently, best first, and of the
+    best launches together.
+    """
     inputs, found, best = Inputs(batch, rows, device), {}, {}
     processors = torch.cuda.get_device_properties(device).multi_processor_count
     wanted = {kernel: trials(kernel, processors) for kernel in options.only}
@@ -312,7 +323,7 @@ def sweep(batch: int, rows: int, device: torch.device, options) -> dict:
                 try:
                     ms = milliseconds(graphed(lambda kernel=kernel: kernel_alone(kernel, inputs)), device, options.rep)
                     ran = as_run(kernel, trial, inputs)
-                except Exception as error:  # too much shared memory, for one
+                except Exception as error:  # too much shared memory, for example
                     found[kernel][str(trial)] = failure(error)
                     continue
             times[ran] = min(ms, times.get(ran, ms))
@@ -333,7 +344,7 @@ def sweep(batch: int, rows: int, device: torch.device, options) -> dict:
 
 
 def parts(batch: int, rows: int, device: torch.device) -> dict:
-    """Microseconds of each kernel of forward and backward."""
+    """Return the microseconds of each kernel of forward and backward."""
     calls = kernels("triton", Inputs(batch, rows, device)).values()
     return {kernel: {"us": us} for kernel, us in kernel_times(lambda: [call() for call in calls]).items()}
 
@@ -346,11 +357,11 @@ def main() -> None:
         "--versions",
         nargs="+",
         default=["triton", "compiled"] if on_gpu else ["reference"],
-        help="of the operator; the first one is compared with transformers",
+        help="versions of the operator; the first one is compared with transformers",
     )
     add_options(parser, "cca_prologue")
     parser.add_argument("--no-anchors", action="store_true", help="only hip_ops")
-    parser.add_argument("--only", nargs="+", default=KERNELS, choices=KERNELS, help="kernels of the sweep")
+    parser.add_argument("--only", nargs="+", default=KERNELS, choices=KERNELS, help="kernels that the sweep measures")
     options = parser.parse_args()
     device = begin(options)
     results = {}

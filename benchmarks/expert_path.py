@@ -1,16 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Top-1 permute, unpermute and weighted SwiGLU, both directions, beside megatron-core, torch.compile and a plain copy of the same bytes.
+"""Measure top-1 permute, unpermute and weighted SwiGLU in both directions, and megatron-core, torch.compile and a plain
+copy of the same bytes.
 
-    python3 benchmarks/expert_path.py                  32,768 tokens, hidden size and expert width 2048, 16 experts, bf16
+    python3 benchmarks/expert_path.py                  32,768 tokens, hidden size and expert width 2048, 16 experts,
+                                                       bf16
     python3 benchmarks/expert_path.py --sweep          other tiles of the Triton kernels
 
-Medians of triton's do_bench (which clears L2 before each call) on fresh random inputs larger than L2. Rates are by the bytes that must move:
-of each row once in and once out, of a padding row once out, of maps and probs nothing. `operator` is the whole way
-through dispatch and autograd, `kernel` the version's function alone. Everything but SwiGLU is timed as the replay of a
-captured graph, for the host takes longer to launch it than the device to run it; `host_ms` is what the host takes for
-one call.
-megatron-core is the stock `permute` and `unpermute` of its token dispatcher (not fused; with its sort, and with a given order by its gather
-alone). Prints a table and one line of JSON, which it writes to benchmarks/results/<name>.json.
+Medians of triton's do_bench (which clears L2 before each call) on new random inputs larger than L2. Rates count the
+bytes that must move: each row once in and once out, a padding row once out, maps and probs not at all. `operator`
+includes dispatch and autograd, `kernel` is the version's function alone. Every call but SwiGLU is timed as the replay
+of a captured graph, because the host takes longer to launch it than the device to run it; `host_ms` is the host's time
+for one call. megatron-core is the stock `permute` and `unpermute` of its token dispatcher (not fused; with its sort,
+and with a given order by its gather alone). Prints a table and one line of JSON, which it writes to
+benchmarks/results/<name>.json.
 """
 
 from __future__ import annotations
@@ -38,7 +40,7 @@ BF16 = torch.bfloat16
 
 
 class Inputs:
-    """Balanced random experts; a share `skipping` of the tokens is of none."""
+    """Balanced random experts; a share `skipping` of the tokens belongs to no expert."""
 
     def __init__(self, tokens: int, hidden: int, experts: int, skipping: float, device: torch.device):
         self.experts = experts
@@ -54,7 +56,7 @@ class Inputs:
 
 
 def backward(function: Callable, arguments: list[Tensor], grads) -> Callable:
-    """The gradients of all arguments, by autograd."""
+    """Return the gradients of all arguments, computed by autograd."""
     leaves = [t.detach().requires_grad_() for t in arguments]
     outputs = function(*leaves)
     outputs = outputs if isinstance(outputs, tuple) else (outputs,)
@@ -62,7 +64,7 @@ def backward(function: Callable, arguments: list[Tensor], grads) -> Callable:
 
 
 def host_milliseconds(call: Callable, device: torch.device) -> float:
-    """Median over a few runs of what the host takes to launch one call, nothing waiting."""
+    """Return the median time over a few runs in which the host launches one call, without waiting for the device."""
     times = []
     for _ in range(5):
         if device.type == "cuda":
@@ -80,7 +82,7 @@ def eager_swiglu(gate_up: Tensor, probs: Tensor) -> Tensor:
 
 
 class Figures:
-    """{part: {direction: {name: figures}}}; a call that fails has its error."""
+    """{part: {direction: {name: figures}}}; a call that fails has its error instead of figures."""
 
     def __init__(self, device: torch.device, options):
         self.device, self.options, self.found = device, options, {}
@@ -94,7 +96,7 @@ class Figures:
             host = host_milliseconds(call, self.device)
             replayed = self.device.type == "cuda" and part != "swiglu"
             ms = milliseconds(graphed(make_call) if replayed else call, self.device, self.options.rep)
-        # an anchor that is not installed, or does not run on this device, is a row of the table
+        # an anchor that is not installed or does not run on this device becomes a row of the table
         except Exception as error:
             row[name] = failure(error)
             return
@@ -176,7 +178,9 @@ def measure_permutation(figures: Figures, i: Inputs) -> None:
 
 
 def measure_swiglu(figures: Figures, i: Inputs) -> None:
-    """Backward: the gradients alone by autograd, and with the output again as the model's experts take it."""
+    """Measure SwiGLU. Backward: the gradients alone by autograd, and together with the output, as the model's
+    experts compute them.
+    """
     offsets = None if i.travelling == len(i.tokens) else i.order.offsets
     element, width = i.gate_up.element_size(), i.grad.shape[1]
     needed = {
@@ -247,7 +251,7 @@ KERNELS = ("gather", "swiglu", "swiglu_backward", "swiglu_backward_with_output")
 
 
 def kernel_call(kind: str, i: Inputs) -> tuple[Callable, int]:
-    """A Triton function, and the rows of hidden size that it moves a token."""
+    """Return a call of a Triton function, and the number of rows of hidden size that it moves per token."""
     from hip_ops.expert_permutation import triton as expert_permutation
     from hip_ops.weighted_swiglu import triton as weighted_swiglu
 
@@ -262,7 +266,7 @@ def kernel_call(kind: str, i: Inputs) -> tuple[Callable, int]:
 
 
 def launched_as(kind: str, trial):
-    """The Triton kernel with `trial` as tile."""
+    """Replace the tile of the Triton kernel by `trial`."""
     from hip_ops.expert_permutation import triton as expert_permutation
     from hip_ops.weighted_swiglu import triton as weighted_swiglu
 
@@ -292,7 +296,7 @@ def run_once(kind: str, hidden: int, trial) -> None:
 
 
 def sweep(i: Inputs, device: torch.device, options) -> dict:
-    """Times of the Triton kernels alone, best first."""
+    """Return the times of the Triton kernels alone, best first."""
     hidden, found = i.tokens.shape[1], {}
     compile_ahead(run_once, [(kind, hidden, trial) for kind in KERNELS for trial in trials(kind, hidden)])
     for kind in KERNELS:
@@ -324,13 +328,13 @@ def main() -> None:
     )
     parser.add_argument("--experts", type=int, default=16)
     parser.add_argument(
-        "--skipping", type=float, nargs="+", default=[0.0, 0.1], help="shares of the tokens that are of no expert"
+        "--skipping", type=float, nargs="+", default=[0.0, 0.1], help="shares of the tokens that belong to no expert"
     )
     parser.add_argument(
         "--versions",
         nargs="+",
         default=["triton", "hip"] if on_gpu else ["reference"],
-        help="of the operators: hip, triton, compiled, reference",
+        help="versions of the operators: hip, triton, compiled, reference",
     )
     add_options(parser, "expert_path")
     options = parser.parse_args()

@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Does the fast path train like the reference path? Whole runs of `zaya train` with the same weights and data, and a plot of their losses.
+"""Compare the training losses of the fast path and of the reference path: whole runs of `zaya train` with the same
+weights and data, and a plot.
 
-    python benchmarks/fast_path_losses.py --results benchmarks/results data.path=data/corpus experiment=zaya1_base model.num_layers=8 ...
+    python benchmarks/fast_path_losses.py --results benchmarks/results data.path=data/corpus experiment=zaya1_base ...
 
-All runs continue one first step, so that weights and data are the same. reference: torch's operators alone, not compiled, fp32 residual stream, no graphs. again: the same with the sequences of a step in other micro-batches, which
-changes nothing but the order of sums; its distance from the reference is the noise. fast: the best version of every operator and graphs (--fast). The fast path
-follows the reference if its distance, as the mean over a window of steps, is within --times of the noise's largest.
-Writes <name>.json and <name>.png. A run that is in --work already is not repeated.
+All runs continue one first step, so that weights and data are the same. reference: torch's operators alone, not
+compiled, fp32 residual stream, no graphs. again: the same with the sequences of a step in other micro-batches, which
+changes only the order of sums; its distance from the reference is the noise. fast: the best version of every operator,
+and graphs (--fast). The fast path follows the reference if its distance, as the mean over a window of steps, is at most
+--times the largest noise. Writes <name>.json and <name>.png. A run that is already in --work is not repeated.
 """
 
 from __future__ import annotations
@@ -30,12 +32,12 @@ FAST = ["cluster.kernels=auto", "cluster.graphs=full_iteration"]
 
 
 def distances(of: list[float], reference: list[float], window: int) -> list[float]:
-    """|difference| of the running means, step by step from the first full window on."""
+    """Return |difference| of the running means for each step from the first full window on."""
     return [abs(a - b) for a, b in zip(smooth(of, window), smooth(reference, window), strict=True)][window - 1 :]
 
 
 def plot(path: Path, curves: dict[str, list[float]], window: int) -> None:
-    """Losses above, distances from the reference below."""
+    """Plot the losses above, and their distances from the reference below."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -57,7 +59,10 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("overrides", nargs="+", help="Hydra overrides of all runs")
     parser.add_argument(
-        "--micro-batch-size", type=int, default=4, help="of reference and fast, even: the run for the noise has half"
+        "--micro-batch-size",
+        type=int,
+        default=4,
+        help="micro-batch size of reference and fast, even; the run for the noise has half",
     )
     parser.add_argument("--fast", nargs="*", default=FAST, help="overrides of the fast run; default: %(default)s")
     parser.add_argument("--window", type=int, default=10)
@@ -65,8 +70,10 @@ def main() -> int:
     parser.add_argument("--work", type=Path, default=Path("runs/fast_path_losses"))
     parser.add_argument("--results", type=Path, default=Path("benchmarks/results"))
     parser.add_argument("--name", default="fast_path_losses")
-    parser.add_argument("--together", action="store_true", help="run all three at once; one device has to hold them")
-    parser.add_argument("--commit", default=None, help="commit that is measured, where this is no checkout")
+    parser.add_argument(
+        "--together", action="store_true", help="run all three at once; one device must have memory for them"
+    )
+    parser.add_argument("--commit", default=None, help="commit that is measured, outside a git checkout")
     arguments = parser.parse_args()
     size = arguments.micro_batch_size
     runs = {
@@ -74,7 +81,8 @@ def main() -> int:
         "again": [*REFERENCE, f"stage.micro_batch_size={size // 2}"],
         "fast": [*arguments.fast, f"stage.micro_batch_size={size}"],
     }
-    # Megatron's warm-up draws from the stream of the initial weights, more for larger micro-batches; and random states need not fit.
+    # Megatron's warm-up draws from the stream of the initial weights, more for larger micro-batches; and random states
+    # need not fit.
     start = train(arguments.work / "start", [*arguments.overrides, *runs["reference"], "exit_interval=1"])
 
     def run(name: str) -> list[float]:

@@ -1,14 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The experts' matrix products on an accelerator: the versions of hip_ops.grouped_product beside a loop of cuBLAS products that knows the loads.
+"""Measure the experts' matrix products on an accelerator: the versions of hip_ops.grouped_product and a loop of cuBLAS
+products that knows the loads.
 
-    python3 benchmarks/grouped_product.py                       32,768 and 16,384 tokens, 16 experts, 2048 -> 2 x 2048 -> 2048, bf16
+    python3 benchmarks/grouped_product.py                       32,768 and 16,384 tokens, 16 experts,
+                                                                2048 -> 2 x 2048 -> 2048, bf16
     python3 benchmarks/grouped_product.py --tokens 32768 --loads late --compile
 
-Loads are those of two layers of `make demo`, at step 40 (before balancing has settled; one expert has next to none) and at step 90, and even
-ones. Weight gradients are added to fp32 blocks, what that takes included; `loop` hands its borders over from the host, which training cannot.
-`experts` is the model's whole function, forward and backward with DDP's main gradients, SwiGLU by hip_ops, hot: seconds of repetitions in turn.
-`projections` is the weight gradient of attention's four input projections and its output projection. TFLOP/s count multiply-adds of rows that exist.
-Medians of triton's do_bench. Prints a table and one line of JSON, which it writes to benchmarks/results/<name>.json.
+Loads are those of two layers of `make demo`, at step 40 (before balancing has settled; one expert has almost no tokens)
+and at step 90, and equal ones. Weight gradients are added to fp32 blocks, and the time of the addition is included;
+`loop` passes its borders from the host, which training cannot do. `experts` is the model's whole function, forward and
+backward with DDP's main gradients and hip_ops' SwiGLU, on a hot device: seconds of repetitions in turn. `projections`
+is the weight gradient of attention's four input projections and its output projection. TFLOP/s count multiply-adds of
+existing rows only. Medians of triton's do_bench. Prints a table and one line of JSON, which it writes to
+benchmarks/results/<name>.json.
 """
 
 from __future__ import annotations
@@ -39,7 +43,7 @@ def offsets_of(load: str, tokens: int, device) -> Tensor:
 
 
 class Products:
-    """The six products of the experts with all their operands; `make` gives what one implementation runs for each."""
+    """The six products of the experts with all their operands; `make` returns the calls of one implementation."""
 
     def __init__(self, tokens: int, hidden: int, width: int, load: str, device: torch.device):
         self.offsets = offsets_of(load, tokens, device)
@@ -70,7 +74,7 @@ class Products:
 
 
 def available_versions(device: torch.device) -> list[str]:
-    """Versions of hip_ops.grouped_product that pass their self-checks on `device`."""
+    """Return the versions of hip_ops.grouped_product that pass their self-checks on `device`."""
     from hip_ops import grouped_product, use_kernels, warm_up
     from hip_ops.versions import VERSIONS
 
@@ -114,7 +118,7 @@ def compiled(rows: Callable, outer: Callable) -> tuple[Callable, Callable]:
 
 
 def rates(products: Products, calls: dict, device: torch.device, rep: int) -> dict:
-    """ms of each product; TFLOP/s forward, dgrad, wgrad, and of the two gradients together."""
+    """Return the milliseconds of each product, and the TFLOP/s of forward, dgrad, wgrad and both gradients together."""
     ms = {key: milliseconds(call, device, rep) for key, call in calls.items()}
     flops = {key: 2 * products.multiply_adds[key[1]] for key in calls}
 
@@ -132,7 +136,9 @@ def rates(products: Products, calls: dict, device: torch.device, rep: int) -> di
 
 
 def whole_experts(products: Products, names: list[str], device: torch.device, seconds: float) -> dict:
-    """Forward and backward of ExpertMLP, all versions `names` in turn on a device that is hot: median ms and TFLOP/s."""
+    """Return median milliseconds and TFLOP/s of forward and backward of ExpertMLP; all versions `names` run in turn
+    on a hot device.
+    """
     from triton.testing import do_bench
 
     from hip_ops import use_kernels
@@ -165,7 +171,9 @@ def whole_experts(products: Products, names: list[str], device: torch.device, se
 
 
 def projections(tokens: int, hidden: int, device: torch.device, rep: int) -> dict:
-    """ms of the weight gradients of attention's projections: as autograd and DDP made them, one product each, and as the model makes them."""
+    """Return the milliseconds of the weight gradients of attention's projections: by autograd and DDP with one
+    product each, and as the model computes them.
+    """
     from hip_ops.runtime.main_grad import add_product_, add_products_
 
     sizes = {"input": (1024, 256, 128, 128), "output": (hidden,)}
@@ -203,9 +211,16 @@ def main() -> None:
     parser.add_argument("--width", type=int, default=2048)
     parser.add_argument("--loads", nargs="+", choices=LOADS, default=["late", "early"])
     parser.add_argument(
-        "--compile", action="store_true", help="torch.compile of grouped_mm with max-autotune too, which takes a minute"
+        "--compile",
+        action="store_true",
+        help="also measure torch.compile of grouped_mm with max-autotune, which takes a minute",
     )
-    parser.add_argument("--seconds", type=float, default=4.0, help="of the whole function, hot; 0: without")
+    parser.add_argument(
+        "--seconds",
+        type=float,
+        default=4.0,
+        help="seconds for the whole function on a hot device; 0: do not measure it",
+    )
     parser.set_defaults(rep=100)
     options = parser.parse_args()
     device = begin(options)
@@ -220,7 +235,7 @@ def main() -> None:
             for name, functions in ways.items():
                 try:
                     part[name] = rates(products, products.make(*functions), device, options.rep)
-                except Exception as error:  # the others' figures are wanted all the same
+                except Exception as error:  # the other figures are still measured
                     part[name] = {
                         "error": f"{type(error).__name__}: {str(error).splitlines()[0][:200] if str(error) else ''}"
                     }

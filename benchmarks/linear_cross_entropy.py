@@ -1,14 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The tied head with its cross-entropy, forward and backward: time and peak memory, beside torch.compile, Apple's CCE and Liger.
+"""Measure the tied head with its cross-entropy, forward and backward: time and peak memory, beside torch.compile,
+Apple's CCE and Liger.
 
     python3 benchmarks/linear_cross_entropy.py                 8192 tokens x 2048 x 262,272 classes, bf16
     python3 benchmarks/linear_cross_entropy.py --sweep         launches of the two Triton kernels on one chunk
 
-`hip_ops` adds the weight's gradient into an fp32 main gradient, as in training; the others make a bf16 gradient, and would need another pass of 4 GB
-to add it. `promised` makes gradients on the way forward, `recomputed` makes the logits twice. `parts` are the products and kernels of one chunk, and
-their sum over all chunks. Medians of triton's do_bench; `extra_gib` is the most that one call has allocated beyond its inputs. `error`: of the
-gradient of hidden against fp64, for the first tokens, relative to its norm, and the largest in ULP of bf16 at the size of its terms.
-The anchors are measured where they can be imported (cut_cross_entropy, liger_kernel). Prints a table and one line of JSON, which it
+`hip_ops` adds the weight's gradient to an fp32 main gradient, as in training; the others compute a bf16 gradient, and
+would need another pass of 4 GB to add it. `promised` computes the gradients in the forward pass, `recomputed` computes
+the logits twice. `parts` are the products and kernels of one chunk, and their sum over all chunks. Medians of triton's
+do_bench; `extra_gib` is the peak memory of one call beyond its inputs. `error`: of the gradient of hidden against fp64,
+for the first tokens, relative to its norm, and the largest in ULP of bf16 at the size of its terms. The anchors are
+measured where they can be imported (cut_cross_entropy, liger_kernel). Prints a table and one line of JSON, which it
 writes to benchmarks/results/<name>.json.
 """
 
@@ -44,7 +46,9 @@ EXACT_TOKENS = 128
 
 
 class Inputs:
-    """Logits of about unit size, and for every other token a label with a probability near 1; a tenth of the tokens is masked."""
+    """Logits of about unit size; every other token has a label with a probability near 1; a tenth of the tokens is
+    masked.
+    """
 
     def __init__(self, tokens: int, h: int, classes: int, device: torch.device):
         self.hidden = torch.randn(tokens, h, device=device).to(BF16).requires_grad_()
@@ -74,12 +78,12 @@ def plain(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
 def cut_cross_entropy() -> Callable:
     from cut_cross_entropy import linear_cross_entropy
 
-    # exact as far as it goes: without the filter of small gradients
+    # without the filter of small gradients, for exact results
     return by_autograd(lambda h, w, y: linear_cross_entropy(h, w, y, reduction="none", filter_eps=None))
 
 
 def liger() -> Callable:
-    """Gives the mean's gradient: it takes no mask."""
+    """Return a function that computes the gradients of the sum of all losses; Liger takes no mask."""
     from liger_kernel.transformers.functional import liger_fused_linear_cross_entropy
 
     return lambda i: torch.autograd.grad(
@@ -88,7 +92,7 @@ def liger() -> Callable:
 
 
 def error_of(d_hidden: Tensor, i: Inputs) -> dict:
-    """Of the first tokens against fp64 from exact logits."""
+    """Return the errors of the first tokens against fp64 from exact logits."""
     x, w, first = i.hidden.detach()[:EXACT_TOKENS].double(), i.weight.detach().double(), slice(0, EXACT_TOKENS)
     p = (x @ w.t()).softmax(-1)
     p.scatter_add_(1, i.labels[first, None], -torch.ones_like(x[:, :1]))
@@ -113,7 +117,7 @@ def peak_gib(call: Callable, device: torch.device) -> float | None:
 
 
 def entry(make: Callable[[], Callable], i: Inputs, device: torch.device, options, *, exact: bool = True) -> dict:
-    """Time, memory and error of one way; what fails has its error."""
+    """Return time, memory and error of one implementation; one that fails has its error message."""
     try:
         run = make()
         d_hidden = run(i)[0]
@@ -125,7 +129,7 @@ def entry(make: Callable[[], Callable], i: Inputs, device: torch.device, options
             found["error"] = error_of(d_hidden, i)
         found["tflops"] = round(6 * i.hidden.numel() * len(i.weight) / found["ms"] / 1e9, 1)
         return found
-    except Exception as error:  # an anchor that is not installed, or does not run here, is a row of the table
+    except Exception as error:  # an anchor that is not installed or does not run here becomes a row of the table
         return failure(error)
     finally:
         i.main_grad.zero_()
@@ -134,7 +138,7 @@ def entry(make: Callable[[], Callable], i: Inputs, device: torch.device, options
 
 
 def parts(i: Inputs, device: torch.device, options) -> dict:
-    """The products and kernels of one chunk alone."""
+    """Measure the products and kernels of one chunk alone."""
     tokens, classes = len(i.hidden), len(i.weight)
     chunk = options.chunk or chunk_for(tokens, classes, 2)
     x, w, y, mask = i.hidden.detach()[:chunk], i.weight.detach(), i.labels[:chunk], i.mask[:chunk]
@@ -160,7 +164,7 @@ def parts(i: Inputs, device: torch.device, options) -> dict:
     }
     found, moved = {}, {"statistics": buffer.nbytes, "gradient": 2 * buffer.nbytes, "exponentials": 2 * buffer.nbytes}
     for name, call in (promised | recomputed).items():
-        if name == "gradient of hidden":  # operands as in training: the kernels before have run on their own output
+        if name == "gradient of hidden":  # operands as in training: the previous kernels have run on their own output
             torch.mm(x, w.t(), out=buffer)
             finish_gradient(
                 buffer,
@@ -182,7 +186,7 @@ def parts(i: Inputs, device: torch.device, options) -> dict:
 
 
 def prediction(i: Inputs, chunk: int) -> dict:
-    """MI300X, from products at 700 TFLOP/s and bytes at 4.33 TB/s; not measured."""
+    """Predict the time on an MI300X, from products at 700 TFLOP/s and bytes at 4.33 TB/s; not measured."""
     flops = 6 * i.hidden.numel() * len(i.weight)
     passes = 2 * 2 * len(i.hidden) * len(i.weight)
     return {
@@ -193,7 +197,9 @@ def prediction(i: Inputs, chunk: int) -> dict:
 
 
 def embedding(i: Inputs, device: torch.device, options) -> dict:
-    """The embedding's rows added to the main gradient: as the model does, by index_put_, and by way of a dense bf16 gradient."""
+    """Measure the addition of the embedding's rows to the main gradient: as the model does it, by index_put_, and
+    through a dense bf16 gradient.
+    """
     total, h = i.main_grad, i.hidden.shape[1]
     rows, found = torch.randn(2 * len(i.hidden), h, device=device).to(BF16), {}
     every = torch.randint(len(i.weight), (len(rows),), device=device)
@@ -237,7 +243,7 @@ def measure(i: Inputs, device: torch.device, options) -> dict:
 
 
 def sweep_exponentials(logits: Tensor, labels: Tensor, device: torch.device, options) -> dict:
-    """Parts of other sizes than the operator's in the kernel of exponentials."""
+    """Measure the kernel of exponentials with other part sizes than the operator's."""
     from hip_ops.linear_cross_entropy import triton as kernels
 
     found = {}
@@ -260,7 +266,7 @@ def sweep_exponentials(logits: Tensor, labels: Tensor, device: torch.device, opt
 
 
 def sweep(i: Inputs, device: torch.device, options) -> dict:
-    """Both Triton kernels on one chunk, best first."""
+    """Measure both Triton kernels on one chunk, best first."""
     from hip_ops.linear_cross_entropy import triton as kernels
 
     chunk, classes = options.chunk or chunk_for(len(i.hidden), len(i.weight), 2), len(i.weight)
@@ -304,12 +310,12 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=8192 if on_gpu else 64)
     parser.add_argument("--hidden", type=int, default=2048 if on_gpu else 64)
     parser.add_argument("--classes", type=int, default=262272 if on_gpu else 1000)
-    parser.add_argument("--chunk", type=int, help="of the parts and of --sweep")
+    parser.add_argument("--chunk", type=int, help="tokens of a chunk, for the parts and --sweep")
     parser.add_argument(
         "--versions",
         nargs="+",
         default=["triton"] if on_gpu else ["reference"],
-        help="of the operator: hip, triton, compiled, reference",
+        help="versions of the operator: hip, triton, compiled, reference",
     )
     parser.add_argument("--no-anchors", dest="anchors", action="store_false")
     add_options(parser, "linear_cross_entropy")

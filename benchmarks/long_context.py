@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Context parallelism at 32,768 tokens beside data parallelism at 4,096: the same model, ranks and tokens a step, by `zaya train`.
+"""Compare context parallelism at 32,768 tokens with data parallelism at 4,096: the same model, ranks and tokens per
+step, by `zaya train`.
 
     python3 benchmarks/long_context.py --data data/corpus --layers 16        # two GPUs of one host
 
-Each run is a real training run of ZAYA1-base's width (vocabulary padded to 262,272) with a trace of two steps on rank 0. Printed and written:
-tokens and model TFLOP a second and GPU (medians), memory, what communication takes of the traced steps in all and alone (no other kernel
-at that time), by collective and message size; the boundary exchange is the smallest all-gather and reduce-scatter of the context-parallel run.
+Each run is a real training run of ZAYA1-base's width (vocabulary padded to 262,272) with a trace of two steps on rank
+0. Printed and written: tokens and model TFLOP per second and GPU (medians), memory, and the time of communication in
+the traced steps, in all and alone (with no other kernel at that time), by collective and message size; the boundary
+exchange is the smallest all-gather and reduce-scatter of the context-parallel run.
 """
 
 from __future__ import annotations
@@ -61,7 +63,7 @@ def train(options, name: str, *overrides: str) -> Path:
 
 
 def covered(intervals: list[tuple[float, float]]) -> list[tuple[float, float]]:
-    """Disjoint union, ascending."""
+    """Return the disjoint union of the intervals, ascending."""
     merged: list[tuple[float, float]] = []
     for start, end in sorted(intervals):
         if merged and start <= merged[-1][1]:
@@ -76,7 +78,7 @@ def length(intervals: list[tuple[float, float]]) -> float:
 
 
 def communication(trace: Path) -> dict:
-    """Milliseconds of the traced window by kind of kernel, from a torch.profiler trace."""
+    """Return the milliseconds of the traced window by kind of kernel, from a torch.profiler trace."""
     with gzip.open(trace, "rt") as file:
         events = json.load(file)["traceEvents"]
     kernels = [e for e in events if e.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")]
@@ -136,7 +138,7 @@ def main() -> None:
     parser.add_argument("--work", type=Path, default=Path("runs/long_context"))
     parser.add_argument("--results", type=Path, default=RESULTS)
     parser.add_argument("--name", default="long_context")
-    parser.add_argument("--commit", default=None, help="commit that is measured, where this is no checkout")
+    parser.add_argument("--commit", default=None, help="commit that is measured, outside a git checkout")
     options = parser.parse_args()
     micro = options.long // options.short // options.ranks
     common = ("stage.rotary_base=1000000",)

@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Muon's optimizer step over one data-parallel rank's matrices of ZAYA1-base, beside torch.optim.Muon and torch foreach.
+"""Measure Muon's optimizer step over the matrices of one data-parallel rank of ZAYA1-base, beside torch.optim.Muon and
+torch foreach.
 
     python3 benchmarks/muon_step.py
     python3 benchmarks/muon_step.py --versions triton hip        both versions of the kernels
 
-The matrices of all 40 layers are dealt to 8 ranks by greedy balance of Newton-Schulz cost; rank 0's share is 1.04 billion
-parameters. Measured on it, medians of triton's do_bench on fresh random inputs: the copy bandwidth of the device; our
-momentum and weight update against torch foreach, as bytes a second of the bytes that the work must move; and the whole
-step (momentum, Newton-Schulz, update) against torch.optim.Muon. Prints a table and one line of JSON and writes it to
+The matrices of all 40 layers are distributed over 8 ranks by greedy balance of Newton-Schulz cost; rank 0's share is
+1.04 billion parameters. Measured on it, as medians of triton's do_bench on new random inputs: the copy bandwidth of the
+device; our momentum and weight update against torch foreach, as rates of the bytes that must move; and the whole step
+(momentum, Newton-Schulz, update) against torch.optim.Muon. Prints a table and one line of JSON and writes it to
 benchmarks/results/<name>.json. --sweep tries sizes of chunk and grid for the two kernels instead.
 """
 
@@ -50,13 +51,15 @@ LR, WEIGHT_DECAY, MOMENTUM = 2e-4, 0.1, 0.95
 
 
 def newton_schulz_flop(shape: tuple[int, int], steps: int = 5) -> int:
-    """Multiply-adds count 2; dense products."""
+    """Return the operations of dense products; a multiply-add counts as two."""
     n, m = sorted(shape)
     return steps * (4 * n * n * m + 2 * n**3)
 
 
 def share(rank: int = 0, layers: int = LAYERS) -> list[tuple[int, int]]:
-    """Shapes of one rank: the costliest matrix left always goes to the rank with the least cost so far."""
+    """Return the shapes of one rank: the costliest remaining matrix always goes to the rank with the least cost so
+    far.
+    """
     shapes = sorted((s for s, count in MATRICES for _ in range(count * layers)), key=newton_schulz_flop, reverse=True)
     ranks: list[tuple[int, int, list]] = [(0, i, []) for i in range(RANKS)]
     for shape in shapes:
@@ -71,8 +74,9 @@ def randoms(shapes, dtype: torch.dtype, device: torch.device, size: float) -> li
 
 
 class State:
-    """What one rank holds. `lean`: bf16 all through, as torch.optim.Muon on a bf16 model; else gradients, momentum and
-    master weights are fp32, with bf16 parameters written beside."""
+    """The tensors of one rank. `lean`: all bf16, as torch.optim.Muon on a bf16 model; otherwise gradients, momentum
+    and master weights are fp32, with bf16 parameters.
+    """
 
     def __init__(self, shapes, device: torch.device, lean: bool):
         wide = torch.bfloat16 if lean else torch.float32
@@ -121,7 +125,7 @@ class State:
 
 
 def torch_muon(shapes, device: torch.device):
-    """A step of torch.optim.Muon in bf16 with the same settings."""
+    """Return a step of torch.optim.Muon in bf16 with the same settings."""
     params = [torch.nn.Parameter(p) for p in randoms(shapes, torch.bfloat16, device, 0.02)]
     for p, gradient in zip(params, randoms(shapes, torch.bfloat16, device, 1e-3), strict=True):
         p.grad = gradient
@@ -175,7 +179,9 @@ def measure(options, device: torch.device, shapes) -> dict:
 
 
 def sweep(options, device: torch.device, shapes) -> dict:
-    """Both kernels at several sizes of chunk, of grid and, for Triton, of what a thread holds."""
+    """Measure both kernels at several sizes of chunk and grid and, for Triton, with several numbers of elements per
+    thread.
+    """
     copy, state, found = copy_bandwidth(device), State(shapes, device, lean=False), {}
     for name, chunk, blocks, tile in itertools.product(
         options.versions, (8192, 16384, 32768, 65536), (4, 16, 1024), (8, 16, 32)
@@ -209,19 +215,22 @@ def table(results: dict) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", default="cuda", help="cpu is for trying this script")
+    parser.add_argument("--device", default="cuda", help="cpu only tries this script")
     parser.add_argument(
-        "--versions", nargs="+", default=["triton"], help="of the operators; the first one also does the whole step"
+        "--versions",
+        nargs="+",
+        default=["triton"],
+        help="versions of the operators; the first one also runs the whole step",
     )
     parser.add_argument("--layers", type=int, default=LAYERS)
     parser.add_argument(
-        "--shrink", type=int, default=1, help="divides both extents of every matrix, for trying this script"
+        "--shrink", type=int, default=1, help="divide both extents of every matrix by this number, to try this script"
     )
-    parser.add_argument("--rep", type=int, default=500, help="milliseconds of measuring for each figure")
+    parser.add_argument("--rep", type=int, default=500, help="milliseconds per figure")
     parser.add_argument("--sweep", action="store_true")
-    parser.add_argument("--commit", default=None, help="commit that is measured, where this is no checkout")
+    parser.add_argument("--commit", default=None, help="commit that is measured, outside a git checkout")
     parser.add_argument("--results", type=Path, default=RESULTS)
-    parser.add_argument("--name", default=None, help="of the results file")
+    parser.add_argument("--name", default=None, help="name of the results file")
     options = parser.parse_args()
     device = torch.device(options.device)
     shapes = [tuple(max(1, extent // options.shrink) for extent in shape) for shape in share(layers=options.layers)]

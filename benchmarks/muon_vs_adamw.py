@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Steps that Muon and AdamW need to a given loss, each over a range of learning rates: whole runs of `zaya train`.
+"""Count the steps that Muon and AdamW need to reach a given loss, each over a range of learning rates: whole runs of
+`zaya train`.
 
     python benchmarks/muon_vs_adamw.py --experiment cpu_demo --lrs 1e-3 2e-3 4e-3 8e-3 --results benchmarks/results
 
-Writes <name>.json and <name>.png. A run that is in --work already is not repeated. Loss is the training loss averaged over the last
-`--window` steps; the target is AdamW's at the end of its best run.
+Writes <name>.json and <name>.png. A run that is already in --work is not repeated. Loss is the training loss averaged
+over the last `--window` steps; the target is AdamW's loss at the end of its best run.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ OPTIMIZERS = ("adamw", "muon")
 
 
 def run(arguments: argparse.Namespace, optimizer: str, lr: float) -> Path:
-    """One training run; its directory."""
+    """Run one training and return its directory."""
     overrides = [
         f"experiment={arguments.experiment}",
         f"optim={optimizer}",
@@ -37,7 +38,7 @@ def run(arguments: argparse.Namespace, optimizer: str, lr: float) -> Path:
 
 
 def steps_to(curve: list[float], target: float) -> int | None:
-    """First step at which the curve is at the target or below."""
+    """Return the first step at which the curve is at most `target`."""
     return next((i + 1 for i, value in enumerate(curve) if value <= target), None)
 
 
@@ -69,12 +70,12 @@ def main() -> None:
     parser.add_argument("--experiment", default="cpu_demo")
     parser.add_argument("--lrs", type=float, nargs="+", default=[1e-3, 2e-3, 4e-3, 8e-3])
     parser.add_argument("--overrides", nargs="*", default=[], help="more Hydra overrides for every run")
-    parser.add_argument("--at-once", type=int, default=1, help="runs side by side; steps are compared, not times")
+    parser.add_argument("--at-once", type=int, default=1, help="runs at the same time; steps are compared, not times")
     parser.add_argument("--window", type=int, default=10)
     parser.add_argument("--work", type=Path, default=Path("runs/muon_vs_adamw"))
     parser.add_argument("--results", type=Path, default=Path("benchmarks/results"))
     parser.add_argument("--name", default="muon_vs_adamw-cpu")
-    parser.add_argument("--commit", default=None, help="commit that is measured, where this is no checkout")
+    parser.add_argument("--commit", default=None, help="commit that is measured, outside a git checkout")
     parser.add_argument("--device", default=platform.processor() or platform.machine())
     arguments = parser.parse_args()
 

@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Newton-Schulz of ZAYA1's matrices beside what else there is, in one run on one GPU: time, and distance from fp64.
+"""Compare implementations of Newton-Schulz on ZAYA1's matrices in one run on one GPU: time, and distance from fp64.
 
     python3 benchmarks/newton_schulz.py
 
-Anchors: torch.optim.Muon's function in a loop, cuBLAS batched products, torch.compile of those, and where they can be imported
-gram-newton-schulz with quack (CuTe-DSL) and dion's Triton kernels (newton_schulz_triton.py on PYTHONPATH; minutes of autotuning: --dion).
-Inputs are random and fresh in every call of a set of them. Prints a table and one line of JSON and writes it to benchmarks/results/.
+Anchors: torch.optim.Muon's function in a loop, cuBLAS batched products, torch.compile of those, and where they can be
+imported gram-newton-schulz with quack (CuTe-DSL) and dion's Triton kernels (newton_schulz_triton.py on PYTHONPATH;
+minutes of autotuning: --dion). Inputs are random; calls take several different ones in turn. Prints a table and one
+line of JSON and writes it to benchmarks/results/.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ INPUTS = 4  # different inputs, taken in turn
 
 
 def cublas(x: torch.Tensor) -> torch.Tensor:
-    """The iteration in bf16 on cuBLAS, batched: what a user would write."""
+    """Run the iteration in bf16 on cuBLAS, batched, as a user would write it."""
     tall = x.shape[-2] > x.shape[-1]
     x = x.mT if tall else x
     x = x / x.norm(dim=(-2, -1), keepdim=True).clamp_min(1e-7)
@@ -60,7 +61,7 @@ def torch_muon(x: torch.Tensor) -> list[torch.Tensor]:
 
 
 def by_version(name: str) -> Callable:
-    """Ours by one version; one that does not take a shape passes it on to the next."""
+    """Return a function that runs one version of ours; a shape that it does not take goes to the next version."""
 
     def run(x: torch.Tensor) -> torch.Tensor:
         with hip_ops.use_kernels("auto", newton_schulz=name):
@@ -106,7 +107,7 @@ def milliseconds(run: Callable, inputs: list[torch.Tensor], options) -> float:
 
 
 def error(result, x: torch.Tensor) -> float:
-    """Distance from fp64 on the first matrix, relative to its norm."""
+    """Return the distance from fp64 on the first matrix, relative to its norm."""
     exact = hip_ops.newton_schulz(x[:1].double(), STEPS)[0]
     return ((result[0].double() - exact).norm() / exact.norm()).item()
 
@@ -140,7 +141,8 @@ def measure(options) -> list[dict]:
                 }
             )
             print(
-                f"{batch:3}x({m}x{n})  {name:28} {ms:9.4f} ms  {dense / ms / 1e9:7.1f} TFLOP/s dense-equivalent  error {off:.2e}",
+                f"{batch:3}x({m}x{n})  {name:28} {ms:9.4f} ms  {dense / ms / 1e9:7.1f} TFLOP/s dense-equivalent  error "
+                f"{off:.2e}",
                 file=sys.stderr,
                 flush=True,
             )
@@ -150,7 +152,7 @@ def measure(options) -> list[dict]:
 
 
 def predictions() -> list[dict]:
-    """What MFMA alone would take on an MI300X at 700 TFLOP/s: a prediction, nothing was run there."""
+    """Predict the time of MFMA alone on an MI300X at 700 TFLOP/s; not measured."""
     found = []
     for batch, m, n in SHAPES:
         small, large = min(m, n), max(m, n)
@@ -169,13 +171,13 @@ def predictions() -> list[dict]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", nargs="+", default=None, help="parts of contestants' names")
+    parser.add_argument("--only", nargs="+", default=None, help="parts of the names of implementations to measure")
     parser.add_argument("--dion", action="store_true")
     parser.add_argument("--warmup", type=int, default=50)
-    parser.add_argument("--rep", type=int, default=200, help="milliseconds of measuring for each figure")
-    parser.add_argument("--commit", default=None, help="commit that is measured, where this is no checkout")
+    parser.add_argument("--rep", type=int, default=200, help="milliseconds per figure")
+    parser.add_argument("--commit", default=None, help="commit that is measured, outside a git checkout")
     parser.add_argument("--results", type=Path, default=RESULTS)
-    parser.add_argument("--name", default=None, help="of the results file")
+    parser.add_argument("--name", default=None, help="name of the results file")
     options = parser.parse_args()
     rows = measure(options)
     record = {**described(options.commit), "results": rows, "mi300x_predictions": predictions()}

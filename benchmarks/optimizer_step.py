@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The optimizer step of all of ZAYA1-base, as training takes it, on one GPU: zaya_plugin.optim.muon.MuonAdamW over 8.84 B parameters.
+"""Measure the optimizer step of all of ZAYA1-base on one GPU, as in training: zaya_plugin.optim.muon.MuonAdamW over
+8.84 B parameters.
 
     python3 benchmarks/optimizer_step.py                    # an H200: needs about 130 GB
 
-fp32 gradients, fp32 master weights and momentum, bf16 parameters written beside; the experts of a layer are one flat parameter, as in
-Megatron's buffers. Muon takes every matrix, AdamW the embedding. Medians of whole steps, and of their parts by events around them (with
-the host ahead of the device). Prints one line of JSON and writes it to benchmarks/results/<name>.json.
+Gradients, master weights and momentum are fp32, the parameters bf16; the experts of a layer are one flat parameter, as
+in Megatron's buffers. Muon takes every matrix, AdamW the embedding. Medians of whole steps, and of their parts by
+events around them (with the host ahead of the device). Prints one line of JSON and writes it to
+benchmarks/results/<name>.json.
 """
 
 from __future__ import annotations
@@ -28,7 +30,9 @@ EMBEDDING = (262272, 2048)
 
 
 def parameters(device: torch.device, layers: int, shrink: int) -> list[torch.Tensor]:
-    """fp32 masters with gradients, tagged as zaya_plugin.optim tags the flat shards of Megatron's distributed optimizer."""
+    """Return fp32 masters with gradients, tagged as zaya_plugin.optim tags the flat shards of Megatron's distributed
+    optimizer.
+    """
     found = []
     for _ in range(layers):
         for (m, n), count in MATRICES:
@@ -43,7 +47,7 @@ def parameters(device: torch.device, layers: int, shrink: int) -> list[torch.Ten
 
 
 class Parts:
-    """Milliseconds of functions of `module` between events; one list a name."""
+    """Measures the milliseconds of functions of `module` between events; one list per name."""
 
     def __init__(self):
         self.events: dict[str, list] = {}
@@ -93,13 +97,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--layers", type=int, default=LAYERS)
     parser.add_argument(
-        "--shrink", type=int, default=1, help="divides both extents of every matrix, for trying this script"
+        "--shrink", type=int, default=1, help="divide both extents of every matrix by this number, to try this script"
     )
     parser.add_argument("--dtypes", nargs="+", default=["fp16", "bf16"], help="of Newton-Schulz")
     parser.add_argument("--steps", type=int, default=6)
-    parser.add_argument("--commit", default=None, help="commit that is measured, where this is no checkout")
+    parser.add_argument("--commit", default=None, help="commit that is measured, outside a git checkout")
     parser.add_argument("--results", type=Path, default=RESULTS)
-    parser.add_argument("--name", default=None, help="of the results file")
+    parser.add_argument("--name", default=None, help="name of the results file")
     options = parser.parse_args()
     device = torch.device("cuda", 0)
     params = parameters(device, options.layers, options.shrink)

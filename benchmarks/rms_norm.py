@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Residual merge + RMSNorm, forward and backward, beside eager torch, torch.compile, Liger and quack on the same inputs.
+"""Measure residual merge + RMSNorm, forward and backward, beside eager torch, torch.compile, Liger and quack on the
+same inputs.
 
     python3 benchmarks/rms_norm.py                     add + RMSNorm in bf16, and ZAYA's merge on an fp32 stream
     python3 benchmarks/rms_norm.py --sweep             other tiles and grids of the Triton kernels
 
-Medians of triton's do_bench (which clears L2 before each call) on fresh random inputs larger than L2; the copy bandwidth of the
-device is measured in the same run. Rates are by the bytes that must move: of each [rows, hidden] tensor once, of vectors nothing.
-`operator` is the whole way through dispatch and autograd, `kernel` the version's function alone. Liger and quack are
-measured where they can be imported. Prints a table, and one line of JSON, which it writes to
+Medians of triton's do_bench (which clears L2 before each call) on new random inputs larger than L2; the copy bandwidth
+of the device is measured in the same run. Rates count the bytes that must move: each [rows, hidden] tensor once,
+vectors not at all. `operator` includes dispatch and autograd, `kernel` is the version's function alone. Liger and quack
+are measured where they can be imported. Prints a table, and one line of JSON, which it writes to
 benchmarks/results/<name>.json.
 """
 
@@ -40,7 +41,7 @@ def eager_add(x: Tensor, residual: Tensor, weight: Tensor) -> tuple[Tensor, Tens
 
 
 def eager_scaled(output, residual, b_o, s_o, b_x, s_x, weight) -> tuple[Tensor, Tensor]:
-    """The formula of hip_ops.rms_norm.reference.scaled_residual_rms_norm, as a user of torch writes it."""
+    """Compute the formula of hip_ops.rms_norm.reference.scaled_residual_rms_norm, as a user of torch writes it."""
     b_o, s_o, b_x, s_x = (v.float() for v in (b_o, s_o, b_x, s_x))
     new_residual = torch.addcmul(torch.addcmul(b_o * s_o + b_x * s_x, output.float(), s_o), residual, s_x)
     return F.rms_norm(new_residual, weight.shape, weight.float(), EPS).to(weight.dtype), new_residual
@@ -60,8 +61,9 @@ def quack_add(x: Tensor, residual: Tensor, weight: Tensor):
 
 @dataclass(frozen=True)
 class Work:
-    """Bytes an element that must move; forward: x, residual in, y, new_residual out; backward: dy, d_new_residual, what was saved in,
-    d_x, and d_residual where it is another number, out."""
+    """Bytes per element that must move. Forward: x, residual in, y, new_residual out. Backward: dy, d_new_residual
+    and the saved tensors in, d_x out, and d_residual where it differs from d_x.
+    """
 
     name: str
     scaled: bool
@@ -94,7 +96,7 @@ class Inputs:
         return [self.x, self.residual, *self.vectors]
 
     def backward(self, function: Callable) -> Callable:
-        """Gradients of all arguments from both results, by autograd."""
+        """Return a function that computes the gradients of all arguments from both results by autograd."""
         leaves = [t.detach().requires_grad_() for t in self.arguments]
         outputs = function(*leaves)
         return lambda: torch.autograd.grad(outputs, leaves, (self.dy, self.d_new_residual), retain_graph=True)
@@ -106,7 +108,7 @@ def ours(work: Work) -> Callable:
 
 
 def kernels(work: Work, name: str, inputs: Inputs) -> tuple[Callable, Callable]:
-    """Forward and backward of version `name`, without dispatch and autograd."""
+    """Return forward and backward of version `name`, without dispatch and autograd."""
     module = importlib.import_module(f"hip_ops.rms_norm.{name}")
     i = inputs
     if work.scaled:
@@ -123,7 +125,7 @@ def kernels(work: Work, name: str, inputs: Inputs) -> tuple[Callable, Callable]:
 
 
 def measure(work: Work, rows: int, hidden: int, device: torch.device, options) -> dict:
-    """{"forward": {name: figures}, "backward": ...}; a name that fails has its error."""
+    """Return {"forward": {name: figures}, "backward": ...}; a version that fails has its error instead of figures."""
     inputs, copy = Inputs(work, rows, hidden, device), options.copy
     needed = {"forward": work.forward_bytes * inputs.elements, "backward": work.backward_bytes * inputs.elements}
     found: dict[str, dict] = {"forward": {}, "backward": {}}
@@ -131,7 +133,7 @@ def measure(work: Work, rows: int, hidden: int, device: torch.device, options) -
     def enter(direction: str, name: str, make_call: Callable[[], Callable]) -> None:
         try:
             ms = milliseconds(make_call(), device, options.rep)
-        # an anchor that is not installed, or does not run on this device, is a row of the table
+        # an anchor that is not installed or does not run on this device becomes a row of the table
         except Exception as error:
             found[direction][name] = failure(error)
             return
@@ -169,7 +171,7 @@ def measure(work: Work, rows: int, hidden: int, device: torch.device, options) -
 
 @contextlib.contextmanager
 def launched_as(trial, backward: bool):
-    """The Triton kernels of one direction with `trial` as tile and grid."""
+    """Replace tile and grid of the Triton kernels of one direction by `trial`."""
     from hip_ops.rms_norm import triton as triton_kernels
 
     chosen = triton_kernels.launch
@@ -182,7 +184,7 @@ def launched_as(trial, backward: bool):
 
 
 def trials(work: Work, hidden: int, backward: bool) -> list:
-    """Other tiles, warps, grids and stages than `launch` chooses."""
+    """Return other tiles, warps, grids and stages than `launch` chooses."""
     from hip_ops.rms_norm.triton import launch
 
     default = launch(hidden, scaled=work.scaled, backward=backward)
@@ -202,7 +204,7 @@ def run_once(name: str, hidden: int, trial, backward: bool) -> None:
 
 
 def sweep(work: Work, rows: int, hidden: int, device: torch.device, options) -> dict:
-    """Times of the Triton kernels alone, best first."""
+    """Return the times of the Triton kernels alone, best first."""
     inputs, found = Inputs(work, rows, hidden, device), {"forward": {}, "backward": {}}
     compile_ahead(
         run_once, [(work.name, hidden, trial, back) for back in (False, True) for trial in trials(work, hidden, back)]
@@ -212,7 +214,7 @@ def sweep(work: Work, rows: int, hidden: int, device: torch.device, options) -> 
             with launched_as(trial, backward):
                 try:
                     ms = milliseconds(kernels(work, "triton", inputs)[backward], device, options.rep)
-                except Exception as error:  # too much shared memory, for one
+                except Exception as error:  # too much shared memory, for example
                     found[direction][str(trial)] = failure(error)
                     continue
             needed = (work.backward_bytes if backward else work.forward_bytes) * inputs.elements
@@ -234,7 +236,7 @@ def main() -> None:
         "--versions",
         nargs="+",
         default=["triton", "hip"] if on_gpu else ["reference"],
-        help="of the operator; the first one is compared with torch.compile",
+        help="versions of the operator; the first one is compared with torch.compile",
     )
     add_options(parser, "rms_norm")
     options = parser.parse_args()

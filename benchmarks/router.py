@@ -1,14 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The router of one ZAYA1-base layer with each version of hip_ops.router_mlp; forward and backward.
+"""Measure the router of one ZAYA1-base layer with each version of hip_ops.router_mlp; forward and backward.
 
-    python3 benchmarks/router.py                           16,384 tokens of 2048 channels in bf16, router of 256, 17 classes
+    python3 benchmarks/router.py                           16,384 tokens of 2048 channels in bf16, router of 256,
+                                                           17 classes
     python3 benchmarks/router.py --versions triton compiled reference
 
-The router is zaya_plugin.model.router in Megatron's DDP, in training, with weights' gradients in fp32 main gradients, from the normed input to routing
-weights, choice and state; `behind the down projection` leaves that product out. The gradient of the input is a tensor of its own here; in a layer it
-is added to that of the experts. `distance` compares a step of the first version with the reference. `ms` is a call as Python makes it, `graph_ms` the replay of a captured graph, as the model trains, `both` forward and
-backward in one; medians of triton's do_bench, which clears L2 before each call. GB/s are of what a step that keeps state and both hidden layers has to
-read and write. Prints a table and one line of JSON, which it writes to benchmarks/results/<name>.json.
+The router is zaya_plugin.model.router in Megatron's DDP, in training, with weight gradients in fp32 main gradients,
+from the normed input to routing weights, choice and state; `behind the down projection` leaves that product out. The
+gradient of the input is a separate tensor here; in a layer it is added to that of the experts. `distance` compares a
+step of the first version with the reference. `ms` is a call from Python, `graph_ms` the replay of a captured graph, as
+in training, `both` forward and backward in one; all are medians of triton's do_bench, which clears L2 before each call.
+GB/s count the bytes that a step must read and write if it keeps state and both hidden layers. Prints a table and one
+line of JSON, which it writes to benchmarks/results/<name>.json.
 """
 
 from __future__ import annotations
@@ -27,7 +30,7 @@ EXPERTS, BATCH = 16, 4
 
 
 def router_of_the_model(hidden: int, width: int, device: torch.device) -> nn.Module:
-    """ZayaRouter of a layer behind the first in Megatron's DDP. Makes the process groups of one rank."""
+    """Return ZayaRouter of a layer after the first in Megatron's DDP. Makes the process groups of one rank."""
     from zaya_plugin import patches
 
     patches.apply()
@@ -71,7 +74,9 @@ def router_of_the_model(hidden: int, width: int, device: torch.device) -> nn.Mod
 
 
 def bytes_needed(tokens: int, hidden: int, width: int, whole: bool) -> dict[str, float]:
-    """By direction. The chain of gradients reads five tensors of the router's width and writes two; the matrices' products read five more that it writes."""
+    """Return bytes by direction. The chain of gradients reads five tensors of the router's width and writes two. It
+    writes five more, which the matrices' products read.
+    """
     row = 2.0 * tokens * width
     forward, backward = 5 * row, (5 + 2 + 2 * 5) * row
     if whole:  # the input, twice for its gradient; the projection in between; the input's gradient
@@ -80,7 +85,9 @@ def bytes_needed(tokens: int, hidden: int, width: int, whole: bool) -> dict[str,
 
 
 def ways_of(router: nn.Module, inputs: tuple[Tensor, Tensor], upstream: tuple[Tensor, Tensor]) -> dict[str, Way]:
-    """The router, and what is behind its down projection: [s, b, h] or [s, b, r], and the state before -> weights [s, b] and state."""
+    """Return the router, and its part after the down projection: [s, b, h] or [s, b, r], and the previous state ->
+    weights [s, b] and state.
+    """
     from hip_ops.runtime.main_grad import main_grad_linear
 
     (x, previous), parameters = inputs, tuple(router.parameters())
@@ -105,7 +112,7 @@ def ways_of(router: nn.Module, inputs: tuple[Tensor, Tensor], upstream: tuple[Te
 
 
 def step(way: Way) -> list[Tensor]:
-    """Outputs and gradients of one step."""
+    """Return outputs and gradients of one step."""
     for parameter in way.parameters:
         parameter.main_grad.zero_()
     outputs = way.outputs()
@@ -116,7 +123,9 @@ def step(way: Way) -> list[Tensor]:
 
 
 def distances(router: nn.Module, ours: list[Tensor], theirs: list[Tensor]) -> dict[str, float]:
-    """Of outputs and gradients of two steps, of their norm. A token that chose another class has another weight."""
+    """Return the distances of outputs and gradients of two steps, relative to their norms. A token with another
+    class has another weight.
+    """
     names = [name for name, _ in router.module.named_parameters()]
     labels = ["weights", "state", "input's gradient", "gradient of the state before", *names]
     return {label: round(apart(a, b), 6) for label, a, b in zip(labels, ours, theirs, strict=True)}
@@ -165,7 +174,7 @@ def main() -> None:
         "--versions",
         nargs="+",
         default=["triton", "compiled"] if on_gpu else ["reference"],
-        help="of the operator: triton, compiled, reference",
+        help="versions of the operator: triton, compiled, reference",
     )
     add_options(parser, "router", sweep=False)
     options = parser.parse_args()

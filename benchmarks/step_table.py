@@ -1,12 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The steps of all of ZAYA1-base that this project has goals for, one after the other on the devices of one node, and a table beside the goals.
+"""Measure the steps of ZAYA1-base that have a goal in this project, one after the other on the devices of one node, and
+print them beside the goals.
 
     python3 benchmarks/step_table.py --devices 8 --dry-run                                   the commands
-    python3 benchmarks/step_table.py --devices 8 cluster.core_attention=flash_attn_4 parallel.nccl_ub=true       fifteen minutes
+    python3 benchmarks/step_table.py --devices 8 cluster.core_attention=flash_attn_4 parallel.nccl_ub=true
+                                                                                             fifteen minutes
 
-Each row is a `zaya bench step` with random tokens, micro-batches of 4 x 4096 tokens (the last of 1 x 32,768) and further overrides that are given here. A row whose
-step.json is in --work already is not run again, so that a stopped table goes on. Goals are those for eight H200s, whatever the number of devices; memory is
-what the allocator has reserved, which a graph's is part of. Prints the table, writes <name>.json, and ends with 1 if a row failed.
+Each row is a `zaya bench step` with random tokens, micro-batches of 4 x 4096 tokens (the last of 1 x 32,768) and the
+overrides given on the command line. A row whose step.json is already in --work is not run again, so that a stopped
+table can be continued. Goals are those for eight H200s, for any number of devices; memory is the memory that the
+allocator has reserved, including that of graphs. Prints the table, writes <name>.json, and returns 1 if a row failed.
 """
 
 from __future__ import annotations
@@ -32,7 +35,9 @@ BETWEEN_DEVICES = ("parallel.nccl_ub",)  # left out of a row on one device
 
 @dataclass(frozen=True)
 class Row:
-    """title; sequences of a device and step; words: further overrides and options. alone: on one device. experiment and micro: recipe, sequences of a micro-batch."""
+    """title; sequences per device and step; words: further overrides and options. alone: on one device. experiment
+    and micro: recipe and sequences of a micro-batch.
+    """
 
     title: str
     sequences: int
@@ -43,7 +48,7 @@ class Row:
     replicas: int = 1  # devices that share a sequence
 
     def command(self, devices: int, output: Path, commit: str, overrides: Sequence[str]) -> list[str]:
-        """The words of this row on so many devices."""
+        """Return the command of this row for a number of devices."""
         count = 1 if self.alone else devices
         kept = [word for word in overrides if not (self.alone and word.split("=")[0] in BETWEEN_DEVICES)]
         return [
@@ -91,7 +96,7 @@ ROWS = {
 
 
 def compared(steps: dict[str, dict]) -> list[tuple[str, str, float, float, bool]]:
-    """(row, what, value, goal, reached) of the rows that are there; steps: step.json by row."""
+    """Return (row, quantity, value, goal, reached) of the rows that were measured; steps: step.json by row."""
     found = []
 
     def beside(row: str, what: str, value: float, goal: float, most: bool = False) -> None:
@@ -118,12 +123,13 @@ def compared(steps: dict[str, dict]) -> list[tuple[str, str, float, float, bool]
 
 
 def table(steps: dict[str, dict], goals: list[tuple[str, str, float, float, bool]]) -> str:
-    """Both, as text."""
+    """Return the rows and the comparison with the goals as text."""
     lines = [f"{'row':50}{'ms':>9}{'tokens/s':>10}{'TFLOP/s':>9}{'GEMM':>7}{'not computing':>15}{'GiB':>8}"]
     for row, each in steps.items():
         step = each["step"]
         lines.append(
-            f"{ROWS[row].title:50}{step['ms']:9.1f}{step['tokens_per_s_per_device']:10,.0f}{step['tflops_per_device']:9.1f}{step['share_of_gemm']:7.1%}"
+            f"{ROWS[row].title:50}{step['ms']:9.1f}{step['tokens_per_s_per_device']:10,.0f}"
+            f"{step['tflops_per_device']:9.1f}{step['share_of_gemm']:7.1%}"
             f"{step['not_computing_share']:15.1%}{step['reserved_gib']:8.1f}"
         )
     lines += ["", f"{'goal of eight H200s':50}{'':34}{'measured':>10}{'goal':>10}"]
@@ -135,21 +141,27 @@ def table(steps: dict[str, dict], goals: list[tuple[str, str, float, float, bool
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("overrides", nargs="*", help="Hydra overrides of all rows")
-    parser.add_argument("--devices", type=int, default=8, help="of this node, even; default: %(default)s")
+    parser.add_argument(
+        "--devices", type=int, default=8, help="devices of this node, an even number; default: %(default)s"
+    )
     parser.add_argument(
         "--rows", nargs="+", choices=ROWS, default=list(ROWS), metavar="ROW", help=f"default: {' '.join(ROWS)}"
     )
     parser.add_argument(
-        "--work", type=Path, default=Path("runs/step_table"), help="a directory for each row; default: %(default)s"
+        "--work",
+        type=Path,
+        default=Path("runs/step_table"),
+        help="folder with a directory for each row; default: %(default)s",
     )
     parser.add_argument("--results", type=Path, default=Path("benchmarks/results"))
     parser.add_argument("--name", default="step_table")
     parser.add_argument("--dry-run", action="store_true", help="print the commands")
-    parser.add_argument("--commit", default=None, help="commit that is measured, where this is no checkout")
+    parser.add_argument("--commit", default=None, help="commit that is measured, outside a git checkout")
     arguments = parser.parse_intermixed_args()
     if arguments.devices < 2 or arguments.devices % 2:
         parser.error(
-            f"--devices {arguments.devices}: allowed: an even number from 2 on, because two devices share a sequence in the row `long`"
+            f"--devices {arguments.devices}: allowed: an even number from 2 on, because two devices share a sequence "
+            "in the row `long`"
         )
     commit, steps, failed = commit_of(arguments.commit), {}, []
     for row in arguments.rows:

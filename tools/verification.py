@@ -2,12 +2,12 @@
 """Writes the tables of docs/verification.md from docs/evidence.yaml.
 
     python tools/verification.py               writes the page; marks rows whose code changed after their commit
-    python tools/verification.py --check       exit status 1 where the page is not made of the data; ignores the marks
+    python tools/verification.py --check       exit status 1 if the page differs from the data; ignores the marks
     python tools/verification.py --check-age   lists the rows whose code changed after their commit
 
-A row may have `covers`, the files and folders that its figure depends on. It is older than the code where a commit changed them
-and is neither an ancestor of a commit that the row names nor listed in .git-blame-ignore-revs (changes of layout and comments).
-Without git history there are no marks.
+A row may have `covers`, the files and folders that its figure depends on. It is older than the code where a commit
+changed them and is neither an ancestor of a commit that the row names nor listed in .git-blame-ignore-revs (changes of
+layout and comments). Without git history there are no marks.
 """
 
 import argparse
@@ -28,7 +28,7 @@ HASH = re.compile(r"\b[0-9a-f]{7,40}\b")
 
 
 def _git(*arguments: str) -> list[str] | None:
-    """The lines that git prints; None where it fails."""
+    """Return the lines that git prints, or None where it fails."""
     try:
         done = subprocess.run(["git", "-C", str(ROOT), *arguments], capture_output=True, text=True)
     except OSError:
@@ -37,7 +37,9 @@ def _git(*arguments: str) -> list[str] | None:
 
 
 def commits_since(row: dict) -> int | None:
-    """Commits that changed what `row` covers and came after every commit that it names; None where git does not know."""
+    """Return the commits that changed the files of `row.covers` and came after every commit that it names; None
+    where git does not know.
+    """
     since = [f"^{commit}" for commit in HASH.findall(row["commit"])]
     found = _git("rev-list", "HEAD", *since, "--", *row["covers"])
     ignored = ROOT / ".git-blame-ignore-revs"
@@ -45,14 +47,18 @@ def commits_since(row: dict) -> int | None:
 
 
 def older_rows(evidence: dict) -> dict[str, int | None]:
-    """By claim, for the rows that have `covers` and whose code is newer or of unknown age: the commits since."""
+    """Return, by claim, the commits since then for the rows that have `covers` and whose code is newer or of unknown
+    age.
+    """
     rows = [row for group in TITLES for row in evidence[group] if "covers" in row]
     ages = {row["claim"]: commits_since(row) for row in rows}
     return {claim: age for claim, age in ages.items() if age != 0}
 
 
 def tables(evidence: dict, older: dict[str, int | None]) -> str:
-    """One table a group. Raises ValueError for other keys, for a figure without a device and for `covers` that names nothing."""
+    """Return one table per group. Raises ValueError for other keys, for a figure without a device and for `covers`
+    that names no file.
+    """
     lines = []
     for group, title in TITLES.items():
         lines += [f"## {title}", "", f"| {' | '.join(COLUMNS)} |", "|---" * len(COLUMNS) + "|"]
@@ -75,7 +81,7 @@ def tables(evidence: dict, older: dict[str, int | None]) -> str:
 
 
 def page(text: str, evidence: dict, older: dict[str, int | None]) -> str:
-    """`text` of docs/verification.md with new tables."""
+    """Return `text` of docs/verification.md with new tables."""
     before, after = text.split(BEGIN)[0], text.split(END)[1]
     return f"{before}{BEGIN}{tables(evidence, older)}{END}{after}"
 
@@ -89,7 +95,7 @@ def main() -> int:
     evidence, text = yaml.safe_load(DATA.read_text()), PAGE.read_text()
     if options.check:
         if page(text, evidence, {}) != text.replace(MARK, ""):
-            print("docs/verification.md is not made of docs/evidence.yaml. Fix: python tools/verification.py")
+            print("docs/verification.md differs from docs/evidence.yaml. Fix: python tools/verification.py")
             return 1
         return 0
     if _git("rev-parse", "HEAD") is None:

@@ -1,11 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Measures Triton configurations of the experts' grouped products on this GPU and writes its part of the table that they are chosen from.
+"""Measure Triton configurations of the experts' grouped products on this GPU and write its part of the table of
+configurations.
 
-    python3 benchmarks/research/tune_grouped_product.py --write     # two to three minutes on an H100; without --write it only prints
-    python3 benchmarks/research/tune_grouped_product.py --write --only outer:16384      # weight gradients at 16,384 tokens; the table's other rows stay
+    python3 benchmarks/research/tune_grouped_product.py --write     # 2 to 3 minutes on an H100; without --write it only
+                                                                    # prints
+    python3 benchmarks/research/tune_grouped_product.py --write --only outer:16384      # weight gradients at 16,384
+                                                                    # tokens; the table's other rows stay
 
-Each candidate is checked against torch before it is timed; the best few of each shape are timed again in turn on a GPU that is hot, where less
-power an operation wins. The winners go to hip_ops/grouped_product/grouped_configs.json (or --output), with device, date and commit.
+Each candidate is checked against torch before it is timed. The best few of each shape are timed again in turn on a hot
+GPU, where configurations that need less power per operation win. The winners go to
+hip_ops/grouped_product/grouped_configs.json (or --output), with device, date and commit.
 """
 
 from __future__ import annotations
@@ -50,13 +54,13 @@ EXPERTS = len(LOADS["late"])
 
 
 def updated(before: list[dict], rows: list[dict]) -> list[dict]:
-    """`before` with `rows` in the places of those of the same kind, rows, k and n; new ones at the end."""
+    """Return `before` with `rows` in the places of those of the same kind, rows, k and n; new rows come last."""
     key = lambda row: tuple(row[name] for name in ("kind", "rows", "k", "n"))  # noqa: E731
     return list(({key(row): row for row in before} | {key(row): row for row in rows}).values())
 
 
 def candidates(kind: str, arch: str) -> list[GroupedConfig]:
-    """Tiles with one and with two blocks a multiprocessor; on AMD by pointers alone."""
+    """Return tiles with one and with two blocks per multiprocessor; on AMD with pointers only."""
     if arch.startswith("gfx"):
         base = GroupedConfig(block_n=128, num_warps=4, num_stages=2, flatten=False, descriptors=False)
         tiles = [
@@ -83,7 +87,7 @@ def candidates(kind: str, arch: str) -> list[GroupedConfig]:
         for reduce in ((True, False) if kind == "outer" else (True,))
     ]
     size = 4 if kind == "outer" else 2
-    # Some of the settings matter little: tried on the plain candidate alone.
+    # Some settings matter little and are tried on the plain candidate only.
     plain = lambda c: (c.block_m, c.block_n, c.block_k, c.num_stages) == (128, 256, 64, 3)  # noqa: E731
     return [
         c
@@ -117,7 +121,7 @@ def run_once(kind: str, config: GroupedConfig) -> None:
 
 
 def wrong_by(kind: str, config: GroupedConfig) -> float:
-    """Of the largest result; on a small problem with an uneven load."""
+    """Return the largest error relative to the largest result, on a small problem with an uneven load."""
     arguments = operands(kind, 1531, 512, 768, "early")
     if kind == "outer":
         total, *rest = arguments
@@ -132,7 +136,7 @@ def wrong_by(kind: str, config: GroupedConfig) -> float:
 def measure(
     kind: str, tokens: int, k: int, n: int, tried: list[GroupedConfig], rep: int, deadline: float
 ) -> list[tuple[float, GroupedConfig]]:
-    """Milliseconds and configurations, best first: the first four timed hot."""
+    """Return milliseconds and configurations, best first; the first four were timed on a hot device."""
     arguments, results = operands(kind, tokens, k, n, "late"), []
     for config in tried:
         if time.monotonic() > deadline:
@@ -162,14 +166,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--write", action="store_true")
     parser.add_argument("--output", type=Path, default=TABLE)
-    parser.add_argument("--rep", type=int, default=15, help="milliseconds of measuring a candidate")
-    parser.add_argument("--seconds", type=int, default=240, help="at most; shapes come in order of importance")
+    parser.add_argument("--rep", type=int, default=15, help="milliseconds per candidate")
+    parser.add_argument(
+        "--seconds", type=int, default=240, help="time limit; shapes are measured in order of importance"
+    )
     parser.add_argument(
         "--only",
         nargs="+",
         choices=NAMES,
         metavar="KIND:TOKENS",
-        help=f"of the shapes, {', '.join(NAMES)}; the table's other rows stay",
+        help=f"shapes to measure, of {', '.join(NAMES)}; the table's other rows stay",
     )
     parser.add_argument("--commit", default=None)
     options = parser.parse_args()
@@ -212,7 +218,8 @@ def main() -> None:
             {**rows[-1], "config": str(best), "ranked": [[round(t, 5), str(config)] for t, config in ranked]}
         )
     measured_on = (
-        f"{torch.cuda.get_device_name()}, torch {torch.__version__}, {datetime.date.today().isoformat()}, commit {commit_of(options.commit)}: "
+        f"{torch.cuda.get_device_name()}, torch {torch.__version__}, {datetime.date.today().isoformat()}, commit "
+        f"{commit_of(options.commit)}: "
         + shlex.join(["python3", "benchmarks/research/tune_grouped_product.py", *sys.argv[1:]])
     )
     if options.only is not None and rows:
@@ -226,7 +233,8 @@ def main() -> None:
     elif options.write:
         missing = sorted(set(KINDS) - {row["kind"] for row in rows})
         print(
-            f"nothing is written: a table of {arch} needs a row of each kind, and there is none of {', '.join(missing)}; tune them too"
+            f"nothing is written: a table of {arch} needs a row of each kind, and there is none of "
+            f"{', '.join(missing)}; tune them too"
         )
     print(json.dumps({"measured_on": measured_on, "results": everything}))
 

@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Other tiles of quack's grouped GEMM on this GPU, each checked against fp32 and timed, beside hip_ops' Triton.
+"""Measure other tiles of quack's grouped GEMM on this GPU, each checked against fp32, beside hip_ops' Triton.
 
-    python3 benchmarks/research/tune_quack_grouped_gemm.py                      16,384 tokens, two layers' loads, all of TILES and CLUSTERS; a minute
+    python3 benchmarks/research/tune_quack_grouped_gemm.py                      16,384 tokens, two layers' loads, all of
+                                                                                TILES and CLUSTERS; a minute
     python3 benchmarks/research/tune_quack_grouped_gemm.py --tokens 32768 --loads late
 
-Products and loads are those of benchmarks/grouped_product.py; `write` is the weight gradient that is written, not added. Triton's time is the better of two,
-before each product's tiles. Prints the best tiles of each form and of all, over all loads; hip_ops/grouped_product/quack.py has one as TILE. Writes
-benchmarks/results/<name>.json.
+Products and loads are those of benchmarks/grouped_product.py; `write` is the weight gradient that is written, not
+added. Triton's time is the better of two, before each product's tiles. Prints the best tiles of each form and of all,
+over all loads; hip_ops/grouped_product/quack.py has one of them as TILE. Writes benchmarks/results/<name>.json.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ import torch
 from torch import Tensor
 
 from hip_ops.grouped_product import quack, triton
-from hip_ops.runtime.quack import Tile
+from hip_ops.runtime.quack_tiles import Tile
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # modules of benchmarks/
 from call_timing import milliseconds  # noqa: E402
@@ -40,7 +41,7 @@ FORMS = {
     "outer": ("wgrad fc1", "wgrad fc2"),
     "written": ("write fc1", "write fc2"),
 }
-WRONG = 4e-3  # of the norm, where a result is rounded to bf16
+WRONG = 4e-3  # relative to the norm, for results that are rounded to bf16
 
 
 def operands(products: Products, name: str) -> tuple[Tensor, Tensor]:
@@ -53,7 +54,7 @@ def operands(products: Products, name: str) -> tuple[Tensor, Tensor]:
 
 
 def call(products: Products, name: str, version):
-    """One product by a version of hip_ops.grouped_product, as a module."""
+    """Return a call of one product. version: of hip_ops.grouped_product, as a module."""
     a, b = operands(products, name)
     if name.split()[0] in ("forward", "dgrad"):
         return lambda: version.grouped_rows(a, b, products.offsets)
@@ -62,7 +63,7 @@ def call(products: Products, name: str, version):
 
 
 def exact(products: Products, name: str) -> Tensor:
-    """In fp32, expert by expert."""
+    """Return the product in fp32, expert by expert."""
     a, b = operands(products, name)
     ends = products.offsets.tolist()
     pairs = enumerate(zip([0, *ends[:-1]], ends, strict=True))
@@ -72,7 +73,7 @@ def exact(products: Products, name: str) -> Tensor:
 
 
 def result(products: Products, name: str, run) -> Tensor:
-    """Of one call; it adds to zeros, and writes over NaN."""
+    """Return the result of one call; it adds to zeros, and overwrites NaN."""
     total = products.main1 if name.endswith("fc1") else products.main2
     total.fill_(0.0 if name.startswith("wgrad") else float("nan"))
     found = run()
@@ -113,7 +114,7 @@ def main() -> None:
                                 "ms": round(milliseconds(run, device, options.rep), 4),
                                 "distance": float(f"{distance:.2g}"),
                             }
-                        except Exception as error:  # a tile that this release has no kernel for
+                        except Exception as error:  # this release has no kernel for the tile
                             rows[title] = failure(error)
                 del wanted
     for form, names in (*FORMS.items(), ("all", tuple(itertools.chain(*FORMS.values())))):

@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Measures Triton configurations of Newton-Schulz's products on this GPU and writes the table that they are chosen from.
+"""Measure Triton configurations of Newton-Schulz's products on this GPU and write the table of configurations.
 
-    python3 benchmarks/research/tune_symmetric_product.py --write     # about 5 minutes on an H100; without --write it only prints
+    python3 benchmarks/research/tune_symmetric_product.py --write     # about 5 minutes on an H100; without --write it
+                                                                      # only prints
 
-Each candidate is checked against cuBLAS before it is timed, in CUDA graphs, so that launches do not count. The best few of the products
-that keep a GPU at its power limit are timed again for longer, in turn, on a GPU that is hot: there less power an operation wins. The
-winner of every kind and shape goes to hip_ops/newton_schulz/product_configs.json (or --output), with device, date and commit.
+Each candidate is checked against cuBLAS before it is timed, in CUDA graphs, so that launches do not count. The best few
+of the products that keep a GPU at its power limit are timed again for longer, in turn, on a hot GPU: there
+configurations that need less power per operation win. The winner of every kind and shape goes to
+hip_ops/newton_schulz/product_configs.json (or --output), with device, date and commit.
 """
 
 from __future__ import annotations
@@ -40,7 +42,7 @@ SHAPES = [
     (1, 256, 2048),
     (1, 256, 256),
 ]
-HOT = 16 * 2048**3  # multiply-adds from which a product is timed hot
+HOT = 16 * 2048**3  # multiply-adds from which a product is timed on a hot device
 TILES = [  # block_m, block_n, block_k, parts, num_warps, stages
     (128, 256, 64, 2, 8, (3, 4)),
     (256, 128, 64, 2, 8, (3,)),
@@ -61,7 +63,7 @@ def candidates(kind: str, n: int) -> list[ProductConfig]:
         if block_m > max(64, n) or block_n > max(64, n) or (kind != "update" and block_n > 2 * block_m):
             continue
         if n >= 1024 and block_m * block_n < 64 * 128:
-            continue  # too little arithmetic a byte, whatever the rest
+            continue  # too little arithmetic per byte
         for depth, (persistent, flatten, specialize) in combinations(
             stages, ((True, True, False), (False, False, False), (True, False, True))
         ):
@@ -74,7 +76,7 @@ def candidates(kind: str, n: int) -> list[ProductConfig]:
 
 
 def call(kind: str, config: ProductConfig, x: torch.Tensor, z: torch.Tensor, c: torch.Tensor):
-    """One product of the iteration as it is called there: X X^T, b R + c R^2, or a X + Z X."""
+    """Return a call of one product of the iteration: X X^T, b R + c R^2, or a X + Z X."""
     if kind == "gram":
         left, right, d, symmetric = x, x, None, True
     elif kind == "square":
@@ -88,14 +90,16 @@ def call(kind: str, config: ProductConfig, x: torch.Tensor, z: torch.Tensor, c: 
 
 
 def run_once(kind: str, batch: int, n: int, config: ProductConfig) -> None:
-    """Compiles one candidate; what Triton makes depends on no size divisible by 16, but on whether there is one matrix."""
+    """Compile one candidate. Triton's code does not depend on sizes that are divisible by 16, but on whether there
+    is one matrix.
+    """
     x, z = (torch.randn((batch, n, columns), device="cuda", dtype=torch.float16) for columns in (2 * n, n))
     call(kind, config, x, z, torch.empty_like(x if kind == "update" else z))()
     torch.cuda.synchronize()
 
 
 def measure(kind: str, batch: int, n: int, m: int, rep: int, deadline: float) -> list[tuple[float, ProductConfig]]:
-    """Milliseconds and configurations, best first."""
+    """Return milliseconds and configurations, best first."""
     x = torch.randn((batch, n, m), device="cuda", dtype=torch.float16) / m**0.25
     z = torch.randn((batch, n, n), device="cuda", dtype=torch.float16) / n**0.25
     z = (z + z.mT).contiguous()
@@ -104,7 +108,7 @@ def measure(kind: str, batch: int, n: int, m: int, rep: int, deadline: float) ->
     results = []
     for config in candidates(kind, n):
         if time.monotonic() > deadline:
-            print("out of time: what follows is not measured", flush=True)
+            print("out of time: the remaining shapes are not measured", flush=True)
             break
         try:
             run = call(kind, config, x, z, c.fill_(float("nan")))
@@ -116,13 +120,14 @@ def measure(kind: str, batch: int, n: int, m: int, rep: int, deadline: float) ->
             results.append((do_bench_cudagraph(run, rep=rep, return_mode="median"), config))
         except Exception as error:  # a configuration that this Triton cannot compile, or that does not fit
             print(
-                f"not possible: {kind} {config}: {type(error).__name__}: {str(error).splitlines()[0][:120] if str(error) else ''}",
+                f"not possible: {kind} {config}: {type(error).__name__}: "
+                f"{str(error).splitlines()[0][:120] if str(error) else ''}",
                 flush=True,
             )
     results.sort(key=lambda row: row[0])
     if batch * n * n * m < HOT:
         return results
-    wide = ProductConfig(block_n=256, parts=2)  # the largest tile: least shared memory traffic a multiply-add
+    wide = ProductConfig(block_n=256, parts=2)  # the largest tile: least shared memory traffic per multiply-add
     finalists = list(dict.fromkeys([*(config for _, config in results[:5]), wide]))
     calls = [call(kind, config, x, z, c) for config in finalists]
     times = [[do_bench_cudagraph(run, rep=10 * rep, return_mode="median") for run in calls] for _ in range(4)][1:]
@@ -135,10 +140,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--write", action="store_true")
     parser.add_argument("--output", type=Path, default=TABLE)
-    parser.add_argument("--rep", type=int, default=20, help="milliseconds of measuring a candidate")
-    parser.add_argument("--seconds", type=int, default=450, help="at most; shapes come in order of importance")
+    parser.add_argument("--rep", type=int, default=20, help="milliseconds per candidate")
     parser.add_argument(
-        "--only", nargs="+", default=None, help="of the shapes, as 16x2048x4096; the other rows of the table stay"
+        "--seconds", type=int, default=450, help="time limit; shapes are measured in order of importance"
+    )
+    parser.add_argument(
+        "--only", nargs="+", default=None, help="shapes to measure, as 16x2048x4096; the other rows of the table stay"
     )
     parser.add_argument("--commit", default=None)
     options = parser.parse_args()
@@ -193,7 +200,8 @@ def main() -> None:
                 }
             )
     measured_on = (
-        f"{torch.cuda.get_device_name()}, torch {torch.__version__}, {datetime.date.today().isoformat()}, commit {commit_of(options.commit)}: "
+        f"{torch.cuda.get_device_name()}, torch {torch.__version__}, {datetime.date.today().isoformat()}, commit "
+        f"{commit_of(options.commit)}: "
         + shlex.join(["python3", "benchmarks/research/tune_symmetric_product.py", *sys.argv[1:]])
     )
     if options.only is not None:
