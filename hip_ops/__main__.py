@@ -17,7 +17,8 @@ from hip_ops.runtime.operator import all_operators, table
 
 ENVIRONMENT = """\
 environment:
-  HIP_OPS_KERNELS    auto (default), hip, triton, compiled or reference; then single operators, as in auto,router_mlp=compiled
+  HIP_OPS_KERNELS    auto (default), hip, triton, compiled or reference; then single operators, as in
+                     auto,router_mlp=compiled
   HIP_OPS_CACHE      folder of the built libraries (default: ~/.cache/hip_ops)
   HIP_OPS_ARCH       AMD architecture to build for on a machine without a GPU (default: PYTORCH_ROCM_ARCH, else gfx942)
   ROCM_PATH, CUDA_HOME   folders that are searched for hipcc and nvcc before PATH
@@ -36,7 +37,8 @@ def parser() -> argparse.ArgumentParser:
     builder = commands.add_parser(
         "build",
         help="build the kernels into the cache, and print the library's path",
-        description="Builds the kernels for one target into the cache and prints the path of the library. Does nothing where it is there.",
+        description="Builds the kernels for one target into the cache and prints the path of the library. Does nothing "
+        "where it is there.",
     )
     builder.add_argument(
         "--target",
@@ -47,7 +49,8 @@ def parser() -> argparse.ArgumentParser:
     teller = commands.add_parser(
         "info",
         help="the version of every operator on every device and why, compilers, cache",
-        description="Prints which version of every operator runs on every device and why, which compilers were found, and where the "
+        description="Prints which version of every operator runs on every device and why, which compilers were found, "
+        "and where the "
         "cache is. Exit status: 1 if a version that is asked for is not available or fails its check.",
     )
     teller.add_argument(

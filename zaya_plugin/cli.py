@@ -23,7 +23,7 @@ COMMANDS = {
     "slurm": ("zaya_plugin.run.commands:slurm", "print a batch script for SLURM, or submit it"),
     "export": ("zaya_plugin.run.commands:export", "write a recipe for Megatron-LM's pretrain_gpt.py or for Primus"),
     "bench": (
-        "zaya_plugin.bench.command:main",
+        "zaya_plugin.bench.step_command:main",
         "measure a recipe's speed by part of the step, or predict it elsewhere",
     ),
     "data": ("zaya_plugin.cli:data", "make, pack, inspect and warm corpora"),

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from hip_ops.grouped_product import grouped_mm, reference
 from hip_ops.runtime.operator import Operator
-from hip_ops.runtime.quack import available
+from hip_ops.runtime.quack_tiles import available
 from hip_ops.runtime.self_check import worst
 
 HALF = (torch.bfloat16, torch.float16)

@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hip_ops.runtime.quack import Tile
+from hip_ops.runtime.quack_tiles import Tile
 
 QUACK = "quack.gemm"  # the module, imported at first use
 PLANS = 4096  # some kilobytes each

@@ -18,7 +18,7 @@ from hip_ops.newton_schulz import quack, reference
 from hip_ops.newton_schulz.coefficients import Triple, coefficient_triples
 from hip_ops.newton_schulz.plan import HALF_TYPES, make_plan
 from hip_ops.runtime.operator import Operator
-from hip_ops.runtime.quack import available
+from hip_ops.runtime.quack_tiles import available
 
 DTYPES = (None, *HALF_TYPES, torch.float32, torch.float64)  # dtypes of the matrices in the iteration
 
@@ -81,7 +81,8 @@ def newton_schulz(
     eps: float = 1e-7,
     square_sums: Tensor | None = None,
 ) -> Tensor:
-    """Returns U S' V^T for x = U S V^T, with S' near 1: steps of X <- a X + (b A + c A^2) X, A = X X^T, from x / max(|x|_F, eps).
+    """Returns U S' V^T for x = U S V^T, with S' near 1: steps of X <- a X + (b A + c A^2) X, A = X X^T, from x /
+    max(|x|_F, eps).
 
     x [.., m, n] of any strides, bf16, fp16, fp32 or fp64; matrices are independent; the result is contiguous and has
         x's dtype. All matrices of a call share launches, so pass matrices of one shape together. Matrices that are not

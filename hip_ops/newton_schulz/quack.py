@@ -16,7 +16,7 @@ from hip_ops.newton_schulz.captured import graphed
 from hip_ops.newton_schulz.iteration import ProductsInOrientation, iterate, normalised
 from hip_ops.newton_schulz.plan import Plan
 from hip_ops.runtime.on_device import on
-from hip_ops.runtime.quack import Tile
+from hip_ops.runtime.quack_tiles import Tile
 
 # Faster than Triton on an H200 (benchmarks/results/newton_schulz-h200-quack.json) from SMALLEST_SIDE on, except single
 # matrices of about 1024 rows, whose tiles do not fill the device. Smaller matrices were not measured.

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A measured step carried over: of one device to itself exactly, to more micro-batches and ranks as their work and their links say."""
+"""A measured step carried over: of one device to itself exactly, to more micro-batches and ranks as their work and
+their links say.
+"""
 
 import json
 from pathlib import Path
@@ -7,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from zaya_plugin.bench import expect
-from zaya_plugin.bench.command import main
+from zaya_plugin.bench.step_command import main
 from zaya_plugin.config.compose import compose
 from zaya_plugin.plan.recipe_plan import machine_of
 
@@ -99,8 +101,9 @@ def test_more_layers_and_ranks(record, measured):
 
 
 def test_what_was_measured_on_four_devices_is_what_was_expected():
-    """Each step carried to the other's number of micro-batches, and two devices' to four; without what collectives cost the kernels it was 12 %.
-    SLOWED was fitted to the steps on four; what it says of them is no evidence for it."""
+    """Each step carried to the other's number of micro-batches, and two devices' to four; without what collectives cost
+    the kernels it was 12 %. SLOWED was fitted to the steps on four; what it says of them is no evidence for it.
+    """
     steps = {
         name: expect.load(RECORD.parent / f"step40-{name}.json")
         for name in ("4xh200", "4xh200-16k_tokens", "2xh200-fused_router")
@@ -115,7 +118,9 @@ def test_what_was_measured_on_four_devices_is_what_was_expected():
 
 
 def test_copy_engines_take_nothing_from_the_kernels_beside_them():
-    """From the step without them to the step with them, on one machine; and what they copied does not count among what slowed the record."""
+    """From the step without them to the step with them, on one machine; and what they copied does not count among what
+    slowed the record.
+    """
     rings, copies = (
         expect.load(RECORD.parent / f"step40-4xh200-{name}-16k_tokens.json")
         for name in ("flash_attention_4", "copy_engines")

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A forward and backward pass of a small model, recorded by torch's own profiler on the CPU, read back and shared out."""
+"""A forward and backward pass of a small model, recorded by torch's own profiler on the CPU, read back and shared
+out.
+"""
 
 import json
 import re
@@ -12,7 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from zaya_plugin.bench import attribution, record, report
 from zaya_plugin.bench.attribution import Activity
-from zaya_plugin.bench.parts import PARTS, STEP, Ranges, methods
+from zaya_plugin.bench.step_parts import PARTS, STEP, Ranges, methods
 from zaya_plugin.bench.trace import read
 from zaya_plugin.plan.flops import Shape, forward_flops_by_part
 from zaya_plugin.plan.step_work import Rank, step_work
@@ -158,8 +160,9 @@ def flops_of_an_addition(total, a, b, *, out_shape, **_):
 
 
 def test_operations_are_those_that_torch_counts(model, make_model, batch, shape, monkeypatch):
-    """Forward and backward, by torch's count of matrix products; it leaves out the depthwise convolution, which is elementwise. Its
-    attention is over all pairs, where the formula takes the causal half; the reference's loop over experts fills small groups up with rows.
+    """Forward and backward, by torch's count of matrix products; it leaves out the depthwise convolution, which is
+    elementwise. Its attention is over all pairs, where the formula takes the causal half; the reference's loop over
+    experts fills small groups up with rows.
     """
     # the counter does not see into operators
     monkeypatch.setattr("hip_ops.runtime.operator.unobserved", lambda: True)

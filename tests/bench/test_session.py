@@ -8,8 +8,8 @@ import torch
 from torch.profiler import record_function
 
 from zaya_plugin.bench.options import Options
-from zaya_plugin.bench.parts import PASSES, RANGE, STEP
 from zaya_plugin.bench.session import Session
+from zaya_plugin.bench.step_parts import PASSES, RANGE, STEP
 from zaya_plugin.bench.trace import read
 from zaya_plugin.hosts.measured_steps import StepParts
 

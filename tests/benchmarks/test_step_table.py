@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from zaya_plugin.bench.command import parse, recipe_of
+from zaya_plugin.bench.step_command import parse, recipe_of
 from zaya_plugin.config.validate import validate
 
 RESULTS = Path(__file__).resolve().parents[2] / "benchmarks" / "results"

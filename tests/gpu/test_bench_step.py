@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`zaya bench step` on a device: kernels are told apart by part, launched one by one and as a graph; the anchor beside it."""
+"""`zaya bench step` on a device: kernels are told apart by part, launched one by one and as a graph; the anchor beside
+it.
+"""
 
 import json
 import re
 
 import pytest
 
-from zaya_plugin.bench.parts import PARTS
+from zaya_plugin.bench.step_parts import PARTS
 from zaya_plugin.plan.flops import Shape, training_flops
 
 LAYERS, LENGTH, SIZE, MICRO_BATCHES, ROWS = 2, 2048, 4, 2, 32_768

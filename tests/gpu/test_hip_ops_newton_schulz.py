@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Newton-Schulz and its products on an accelerator: Triton with every configuration of its table, and symmetric_product.hip as built for it
-(by nvcc on NVIDIA, where a wave is two warps and slow: small shapes)."""
+"""Newton-Schulz and its products on an accelerator: Triton with every configuration of its table, and
+symmetric_product.hip as built for it (by nvcc on NVIDIA, where a wave is two warps and slow: small shapes).
+"""
 
 import json
 
@@ -14,7 +15,7 @@ from hip_ops.newton_schulz.coefficients import COEFFICIENT_SETS, coefficient_tri
 from hip_ops.newton_schulz.iteration import normalised
 from hip_ops.newton_schulz.plan import make_plan
 from hip_ops.newton_schulz.product_configs import TABLE, ProductConfig, choose_config
-from hip_ops.runtime.quack import available
+from hip_ops.runtime.quack_tiles import available
 from tests.hip_ops.newton_schulz_bounds import singular_value_interval
 from tests.hip_ops.newton_schulz_form import in_form
 from tests.hip_ops.product_cases import DTYPES, ROUNDED_ONCE, Case, general_case, symmetric_case
@@ -29,9 +30,7 @@ BF16, FP16 = torch.bfloat16, torch.float16
 
 
 def cuda(case: Case) -> Case:
-    return Case(
-        *(None if x is None else x.to(DEVICE) for x in (case.a, case.b, case.d)), case.alpha, case.beta
-    )
+    return Case(*(None if x is None else x.to(DEVICE) for x in (case.a, case.b, case.d)), case.alpha, case.beta)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -72,16 +71,12 @@ def test_every_configuration_of_the_table_on_sizes_with_tails():
         if config.engine == "triton" and config.block_n <= 2 * config.block_m:
             a, d = symmetric.a.to(DEVICE), symmetric.d.to(DEVICE)
             for x in (a, a.mT.contiguous().mT):
-                got = product(
-                    x, x, d, empty_rows(3, 392, 392, like=a), symmetric.alpha, symmetric.beta, True, config
-                )
+                got = product(x, x, d, empty_rows(3, 392, 392, like=a), symmetric.alpha, symmetric.beta, True, config)
                 assert torch.equal(got, got.mT) and symmetric.worst_ulps(got.cpu()) <= ROUNDED_ONCE, config
         if config.engine == "triton":
             a, b, d = (x.to(DEVICE) for x in (general.a, general.b, general.d))
             for right in (b, b.mT.contiguous().mT):
-                got = product(
-                    a, right, d, empty_rows(3, 392, 520, like=a), general.alpha, general.beta, False, config
-                )
+                got = product(a, right, d, empty_rows(3, 392, 520, like=a), general.alpha, general.beta, False, config)
                 assert general.worst_ulps(got.cpu()) <= ROUNDED_ONCE, config
 
 

@@ -11,7 +11,7 @@ import torch
 from hip_ops import grouped_product
 from hip_ops.grouped_product import quack
 from hip_ops.grouped_product.quack import TILE, borders
-from hip_ops.runtime import quack as runtime_quack
+from hip_ops.runtime import quack_tiles
 from tests.hip_ops.fake_gpu import CPU, GPU
 from tests.hip_ops.grouped_cases import Grouped, check_outer, check_rows
 
@@ -75,14 +75,14 @@ def test_borders_of_a_capture_are_made_in_it(monkeypatch):
 
 
 def test_why_it_is_not_available(monkeypatch):
-    monkeypatch.setattr(runtime_quack.importlib.util, "find_spec", lambda name: None)
-    assert runtime_quack.available(GPU) == "quack is not installed (package quack-kernels)"
-    monkeypatch.setattr(runtime_quack.importlib.util, "find_spec", lambda name: name)
-    assert "Hopper's" in runtime_quack.available(CPU)
-    monkeypatch.setattr(runtime_quack, "architecture", lambda device: "gfx942")
-    assert "Hopper's" in runtime_quack.available(GPU)
-    monkeypatch.setattr(runtime_quack, "architecture", lambda device: "sm_90")
-    assert runtime_quack.available(GPU) is None
+    monkeypatch.setattr(quack_tiles.importlib.util, "find_spec", lambda name: None)
+    assert quack_tiles.available(GPU) == "quack is not installed (package quack-kernels)"
+    monkeypatch.setattr(quack_tiles.importlib.util, "find_spec", lambda name: name)
+    assert "Hopper's" in quack_tiles.available(CPU)
+    monkeypatch.setattr(quack_tiles, "architecture", lambda device: "gfx942")
+    assert "Hopper's" in quack_tiles.available(GPU)
+    monkeypatch.setattr(quack_tiles, "architecture", lambda device: "sm_90")
+    assert quack_tiles.available(GPU) is None
 
 
 def test_its_products_are_compared_before_they_are_used(calls, monkeypatch):

@@ -2,9 +2,9 @@
 """Assigns every kernel of a trace to a part of the step, and every moment of the step to one part. Pure functions.
 
 A kernel's launch lies in ranges of the host; the innermost one of these decides:
-  1. a range of zaya_plugin.bench.parts, or an operator whose name is known (hip_ops, the optimizers, the accumulation
-  of gradients), 2. a node of the backward pass: the part of the operator that created it, by the profiler's arrow
-  between the two.
+  1. a range of zaya_plugin.bench.step_parts, or an operator whose name is known (hip_ops, the optimizers, the
+  accumulation of gradients), 2. a node of the backward pass: the part of the operator that created it, by the
+  profiler's arrow between the two.
 A kernel in none of them, such as a kernel of a replayed graph, is assigned by its own name, or to "other".
 Communication is recognised by the kernel's name alone. Without kernels (on a CPU) operators take their place, each with
 its own time without the operators inside it.
@@ -22,7 +22,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from math import inf
 
-from zaya_plugin.bench.parts import PARTS, RANGE
+from zaya_plugin.bench.step_parts import PARTS, RANGE
 from zaya_plugin.bench.trace import HostRange, Trace
 
 COMMUNICATION = re.compile(r"^nccl|ncclDevKernel|ncclKernel|rccl|^Memcpy PtoP|^gloo:|^c10d::", re.IGNORECASE)

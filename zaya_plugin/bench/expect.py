@@ -36,10 +36,12 @@ DESCRIPTION = """\
 Predicts a step from the step.json of `zaya bench step`.
 
 Each part keeps the share of its roofline that it had in the record; collectives take the rates of the cluster's links
-(zaya_plugin/plan/machines.py). Without recipe keys the step is that of the recorded recipe. The result is marked as a prediction."""
+(zaya_plugin/plan/machines.py). Without recipe keys the step is that of the recorded recipe. The result is marked as a
+prediction."""
 EXAMPLES = """\
 examples:
-  zaya bench expect step.json experiment=zaya1_base cluster=mi300x_8 stage.micro_batch_size=4 stage.global_batch_size=128
+  zaya bench expect step.json experiment=zaya1_base cluster=mi300x_8 stage.micro_batch_size=4 \\
+    stage.global_batch_size=128
   zaya bench expect step.json experiment=zaya1_base cluster=h200_8 --output expected.json"""
 
 
@@ -339,23 +341,31 @@ def text(found: dict) -> str:
     step, on = found["step"], found["on"]
     lines = [
         "",
-        f"PREDICTION, not measured on {on['cluster']}: from {found['from']['device']}, commit {found['from']['commit']}",
-        f"{on['devices']} devices, {on['gemm_tflops']:.4g} TFLOP/s in a matrix product, {on['copy_tb_per_s']:.3g} TB/s in a copy ({on['sources']})",
-        f"a step of {step['tokens']} tokens in {step['micro_batches']} micro-batch{'es' if step['micro_batches'] > 1 else ''} a rank: {step['ms']:.1f} ms, "
-        f"{step['tokens_per_s_per_device']:,.0f} tokens/s a device, {step['tflops_per_device']:.4g} TFLOP/s, {step['share_of_gemm']:.1%} of the GEMM rate; "
+        f"PREDICTION, not measured on {on['cluster']}: from {found['from']['device']}, commit "
+        f"{found['from']['commit']}",
+        f"{on['devices']} devices, {on['gemm_tflops']:.4g} TFLOP/s in a matrix product, {on['copy_tb_per_s']:.3g} TB/s "
+        f"in a copy ({on['sources']})",
+        f"a step of {step['tokens']} tokens in {step['micro_batches']} "
+        f"micro-batch{'es' if step['micro_batches'] > 1 else ''} a rank: {step['ms']:.1f} ms, "
+        f"{step['tokens_per_s_per_device']:,.0f} tokens/s a device, {step['tflops_per_device']:.4g} TFLOP/s, "
+        f"{step['share_of_gemm']:.1%} of the GEMM rate; "
         f"memory plan {step['planned_gib']:.1f} GiB",
         f"  {'part':22}{'ms':>9}{'share':>8}{'TFLOP':>10}{'GB':>10}{'roofline':>9}",
     ]
     for row in found["parts"]:
         roofline = "" if row["roofline"] is None else f"{row['roofline']:.0%}"
         lines.append(
-            f"  {row['title']:22}{row['ms']:9.2f}{row['ms'] / step['ms']:8.1%}{row['tflop']:10.3g}{row['gb']:10.3g}{roofline:>9}"
+            "  "
+            f"{row['title']:22}{row['ms']:9.2f}{row['ms'] / step['ms']:8.1%}"
+            f"{row['tflop']:10.3g}{row['gb']:10.3g}{roofline:>9}"
         )
     for name, each in found["communication"].items():
         lines.append(
-            f"  {'exposed ' + name:22}{each['exposed_ms']:9.2f}{each['exposed_ms'] / step['ms']:8.1%}   of {each['ms']:.1f} ms"
+            f"  {'exposed ' + name:22}{each['exposed_ms']:9.2f}{each['exposed_ms'] / step['ms']:8.1%}   of "
+            f"{each['ms']:.1f} ms"
         )
     lines.append(
-        f"Not included: the record's idle time, {found['idle_of_the_record_ms']:.1f} ms of its traced step, which is its host's."
+        f"Not included: the record's idle time, {found['idle_of_the_record_ms']:.1f} ms of its traced step, which is "
+        "its host's."
     )
     return "\n".join(lines)

@@ -19,8 +19,8 @@ from pathlib import Path
 from zaya_plugin.bench import attribution, trace
 from zaya_plugin.bench.attribution import Stretch, resolve
 from zaya_plugin.bench.options import Options
-from zaya_plugin.bench.parts import PARTS, PASSES, STEP, written_first
 from zaya_plugin.bench.probes import Rates
+from zaya_plugin.bench.step_parts import PARTS, PASSES, STEP, written_first
 
 SCHEMA = "zaya bench step/1"
 NOT_COMPUTING = ("communication", "idle")

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from zaya_plugin.bench.options import Options
-from zaya_plugin.bench.parts import PASSES, STEP, Ranges, accumulated, annotated, ranged
+from zaya_plugin.bench.step_parts import PASSES, STEP, Ranges, accumulated, annotated, ranged
 
 
 @dataclass
@@ -56,7 +56,7 @@ class Session:
         self.profiler = self.window = None
         self.parts = None
         self.learned = False
-        # from the last step whose backward pass Python ran (zaya_plugin.bench.parts.accumulated)
+        # from the last step whose backward pass Python ran (zaya_plugin.bench.step_parts.accumulated)
         self.accumulated: dict[str, int] = {}
 
     def before_step(self, parts) -> None:

@@ -33,15 +33,18 @@ zaya bench COMMAND --help explains a command's options, with examples.
 STEP = """\
 Measures a few steps of a recipe in the loop of `zaya train`.
 
-After a warm-up, steps are timed without a profiler; one further step is traced. The report shares out the traced step's time: attention
-prologue, attention, projections, router, experts, norms, head and loss, embedding, gradient buffers, optimizer, exposed communication and
-idle, each beside the matrix-product and copy rates measured on the same device. No checkpoint is saved; W&B runs offline."""
+After a warm-up, steps are timed without a profiler; one further step is traced. The report divides the traced step's
+time among attention prologue, attention, projections, router, experts, norms, head and loss, embedding, gradient
+buffers, optimizer, exposed communication and idle, each beside the matrix-product and copy rates measured on the same
+device. No checkpoint is saved; W&B runs offline."""
 STEP_EXAMPLES = """\
 examples:
   zaya bench step experiment=cpu_demo                          the demo on this machine's CPU, after:
                                                                zaya data prepare --input stdlib --output data/stdlib
-  zaya bench step experiment=zaya1_base cluster=gpu --random-tokens nproc=1 model.num_layers=8 stage.global_batch_size=4 stage.micro_batch_size=4
-  zaya bench step experiment=zaya1_base cluster=h200_8 --random-tokens stage.micro_batch_size=4 stage.global_batch_size=128 --anchor transformers
+  zaya bench step experiment=zaya1_base cluster=gpu --random-tokens nproc=1 model.num_layers=8 \\
+    stage.global_batch_size=4 stage.micro_batch_size=4
+  zaya bench step experiment=zaya1_base cluster=h200_8 --random-tokens --anchor transformers \\
+    stage.micro_batch_size=4 stage.global_batch_size=128
   torchrun --nnodes 2 ... -m zaya_plugin.cli bench step ...    several nodes; or: srun zaya bench step ..."""
 
 
@@ -93,12 +96,14 @@ def parse(argv: list[str]) -> tuple[Options, str | None, list[str]] | None:
         type=number(2),
         default=0,
         metavar="ROWS",
-        help=f"random tokens in place of a corpus: --random-tokens for a vocabulary of {VOCABULARY} rows, or --random-tokens=ROWS",
+        help=f"random tokens in place of a corpus: --random-tokens for a vocabulary of {VOCABULARY} rows, or "
+        "--random-tokens=ROWS",
     )
     parser.add_argument(
         "--anchor",
         choices=ANCHORS,
-        help="then measure transformers' ZayaForCausalLM with FSDP2, torch.compile and fused AdamW on as many devices with as many "
+        help="then measure transformers' ZayaForCausalLM with FSDP2, torch.compile and fused AdamW on as many devices "
+        "with as many "
         "tokens, in processes of its own, and print the ratio",
     )
     parser.add_argument("--commit", metavar="TEXT", help="commit for the record, where there is no git checkout")
@@ -137,7 +142,7 @@ def run(recipe: Recipe, options: Options) -> int:
     from zaya_plugin.config.validate import validate
     from zaya_plugin.run import before_start, launch, rank_plan
 
-    plan = rank_plan.make_plan(recipe, os.environ, ("zaya_plugin.bench.worker", options.to_json()))
+    plan = rank_plan.make_plan(recipe, os.environ, ("zaya_plugin.bench.step_rank", options.to_json()))
     validate(recipe, plan.world_size)
     if recipe.dry_run:
         print(before_start.describe(recipe, plan))

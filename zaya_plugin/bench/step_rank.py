@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One rank of `zaya bench step`: `python -m zaya_plugin.bench.worker <recipe.yaml> <options as JSON>`, started like a
-rank of training.
+"""One rank of `zaya bench step`: `python -m zaya_plugin.bench.step_rank <recipe.yaml> <options as JSON>`, started like
+a rank of training.
 """
 
 from __future__ import annotations

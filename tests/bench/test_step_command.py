@@ -8,18 +8,18 @@ import xml.etree.ElementTree as ElementTree
 
 import pytest
 
-from zaya_plugin.bench import command, report
+from zaya_plugin.bench import report, step_command
 from zaya_plugin.bench.attribution import Activity
 from zaya_plugin.bench.options import Options
-from zaya_plugin.bench.parts import PARTS
 from zaya_plugin.bench.record import breakdown, host_microseconds
+from zaya_plugin.bench.step_parts import PARTS
 from zaya_plugin.bench.trace import parse
 from zaya_plugin.config.validate import validate
 from zaya_plugin.plan.step_work import Work
 
 
 def test_options_and_overrides_are_told_apart(tmp_path):
-    options, output, rest = command.parse(
+    options, output, rest = step_command.parse(
         [
             "experiment=cpu_demo",
             "--steps",
@@ -42,7 +42,7 @@ def test_options_and_overrides_are_told_apart(tmp_path):
     assert rest == ["experiment=cpu_demo", "optim.lr=1e-3", f"hydra.searchpath=[file://{tmp_path}]"]
     assert options.command.startswith("zaya bench step experiment=cpu_demo --steps 7 --warmup=2 ")
     assert Options.from_json(options.to_json()) == options
-    assert command.parse(["--random-tokens"])[0].random_tokens == 262_272
+    assert step_command.parse(["--random-tokens"])[0].random_tokens == 262_272
 
 
 @pytest.mark.parametrize(
@@ -57,14 +57,14 @@ def test_options_and_overrides_are_told_apart(tmp_path):
 )
 def test_mistakes_are_named(words, complaint):
     with pytest.raises(ValueError, match=complaint):
-        command.parse(words)
+        step_command.parse(words)
 
 
 def test_mistakes_of_the_command_line():
     with pytest.raises(ValueError, match="zaya bench model: no such command. Allowed: step, expect."):
-        command.main(["model"])
+        step_command.main(["model"])
     with pytest.raises(ValueError, match="zaya bench step: unrecognized arguments: --nonsense"):
-        command.main(["step", "experiment=cpu_demo", "--nonsense"])
+        step_command.main(["step", "experiment=cpu_demo", "--nonsense"])
 
 
 @pytest.mark.parametrize("experiment", ["cpu_demo", "zaya1_base", "zaya1_base_32k"])
@@ -77,8 +77,8 @@ def test_the_recipe_keeps_the_step_and_drops_what_surrounds_it(experiment):
         "stage.global_batch_size=16",
         "cluster.dtype=fp32",
     ]
-    recipe = command.recipe_of(Options(steps=4, warmup=2), None, overrides)
-    plain = command.recipe_of(Options(steps=4, warmup=2), "/elsewhere", overrides)
+    recipe = step_command.recipe_of(Options(steps=4, warmup=2), None, overrides)
+    plain = step_command.recipe_of(Options(steps=4, warmup=2), "/elsewhere", overrides)
     assert recipe.run_dir == f"runs/{recipe.name}/bench" and plain.run_dir == "/elsewhere"
     assert (
         recipe.stage.train_iters == 4 + 2 + 3
@@ -91,7 +91,10 @@ def test_the_recipe_keeps_the_step_and_drops_what_surrounds_it(experiment):
 
 
 def test_help_needs_no_torch():
-    program = "import sys; from zaya_plugin.cli import main; code = main(['bench', 'step', '--help']); assert 'torch' not in sys.modules; sys.exit(code)"
+    program = (
+        "import sys; from zaya_plugin.cli import main; code = main(['bench', 'step', '--help']); assert 'torch' not in "
+        "sys.modules; sys.exit(code)"
+    )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     for option in (
@@ -186,12 +189,12 @@ def test_the_anchors_figures_join_the_record(tmp_path, record):
     (tmp_path / "step.json").write_text(json.dumps(record))
     anchor = {"what": "transformers", "ms": 200.0, "tokens_per_s_per_device": 21_558.0, "allocated_gib": 99.0}
     (tmp_path / "anchor.json").write_text(json.dumps(anchor))
-    found = command.add_anchor(tmp_path)
+    found = step_command.add_anchor(tmp_path)
     assert found["anchor"]["ratio"] == 2.0 and found["anchor"]["tflops_per_device"] == pytest.approx(377 / 2)
     assert json.loads((tmp_path / "step.json").read_text()) == found
     assert "ours / theirs: 2.000" in report.anchor_text(found) and "99.0 GiB" in report.anchor_text(found)
     (tmp_path / "anchor.json").write_text(json.dumps({"what": "transformers", "error": "out of memory: 3 GiB"}))
-    assert report.anchor_text(command.add_anchor(tmp_path)) == "anchor: transformers: out of memory: 3 GiB"
+    assert report.anchor_text(step_command.add_anchor(tmp_path)) == "anchor: transformers: out of memory: 3 GiB"
 
 
 def test_the_host_works_where_it_does_not_wait():
