@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which part a kernel belongs to, in a trace made by hand: threads, streams, backward nodes, recomputation, graphs."""
+"""Test the assignment of kernels to parts in a handwritten trace: threads, streams, backward nodes, recomputation,
+graphs.
+"""
 
 import gzip
 import json
@@ -15,7 +17,7 @@ HOST, ENGINE = 100, 200  # threads: where the model runs, and where autograd doe
 
 
 class Recorder:
-    """Events as torch.profiler writes them."""
+    """Events in the form that torch.profiler writes."""
 
     def __init__(self):
         self.events, self.links, self.launches = [], 0, 0

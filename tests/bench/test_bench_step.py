@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`zaya bench step` as a user runs it, on the CPU: real ranks, Megatron's loop, torch's profiler."""
+"""Test `zaya bench step` end to end on the CPU: real ranks, Megatron's loop, torch's profiler."""
 
 import gzip
 import json
@@ -31,7 +31,7 @@ SMALL = (
 
 
 def checked(run_dir: Path, ranks: int, steps: int) -> dict:
-    """The record in `run_dir`, of whose numbers everything that must agree does."""
+    """Return the record in `run_dir` after checking that its numbers agree with each other."""
     found = json.loads((run_dir / "step.json").read_text())
     step, traced, rows = found["step"], found["traced"], {row["part"]: row for row in found["parts"]}
     assert found["schema"] == SCHEMA and found["world_size"] == ranks and found["device"].startswith("CPU")
@@ -59,7 +59,7 @@ def checked(run_dir: Path, ranks: int, steps: int) -> dict:
 
 
 def test_a_step_of_one_rank(tmp_path):
-    """As one rank of an outer launcher, which saves the time of ours."""
+    """The test is the rank of an outer launcher, which saves the start of our own."""
     with socket.socket() as probe:
         probe.bind(("localhost", 0))
         rank = dict(
@@ -111,7 +111,7 @@ def test_two_ranks_without_an_optimizer_beside_transformers(tmp_path):
 
 @pytest.mark.slow
 def test_ranks_of_an_outer_launcher_leave_their_memory_to_the_anchor(tmp_path):
-    """Under torchrun every rank measures in a process of its own, and so does the anchor's."""
+    """Under torchrun every rank measures in a process of its own, and the anchor's ranks do too."""
     words = ("bench", "step", *SMALL, "--steps=1", f"--output={tmp_path}", "--anchor=transformers")
     command = [
         sys.executable,
@@ -139,7 +139,7 @@ def test_ranks_of_an_outer_launcher_leave_their_memory_to_the_anchor(tmp_path):
 
 
 def test_a_user_is_told_what_to_mend(tmp_path):
-    """Before anything starts: no data, and a layout that does not fit."""
+    """Missing data and a layout that does not fit are reported before any rank starts."""
     done = zaya("bench", "step", *SMALL[:-2], "nproc=1", "data.path=nowhere", f"run_dir={tmp_path / 'run'}")
     assert done.returncode == 2 and "nowhere" in done.stdout and not (tmp_path / "run").exists()
     done = zaya("bench", "step", *SMALL, "nproc=3", f"run_dir={tmp_path / 'run'}")

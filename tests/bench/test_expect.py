@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A measured step carried over: of one device to itself exactly, to more micro-batches and ranks as their work and
-their links say.
+"""Test predictions from a measured step: exact for the same recipe on one device; for more micro-batches and ranks
+they follow work and links.
 """
 
 import json
@@ -101,8 +101,9 @@ def test_more_layers_and_ranks(record, measured):
 
 
 def test_what_was_measured_on_four_devices_is_what_was_expected():
-    """Each step carried to the other's number of micro-batches, and two devices' to four; without what collectives cost
-    the kernels it was 12 %. SLOWED was fitted to the steps on four; what it says of them is no evidence for it.
+    """Compares predictions with measured steps: other numbers of micro-batches, and four devices from two. Without
+    the cost of collectives for the kernels the error was 12 %. SLOWED was fitted to the steps on four devices, so
+    their agreement is no evidence for it.
     """
     steps = {
         name: expect.load(RECORD.parent / f"step40-{name}.json")
@@ -118,8 +119,8 @@ def test_what_was_measured_on_four_devices_is_what_was_expected():
 
 
 def test_copy_engines_take_nothing_from_the_kernels_beside_them():
-    """From the step without them to the step with them, on one machine; and what they copied does not count among what
-    slowed the record.
+    """Predicts the step with copy engines from the step without them, on one machine. Bytes moved by copy engines do
+    not count as slowing the record's kernels.
     """
     rings, copies = (
         expect.load(RECORD.parent / f"step40-4xh200-{name}-16k_tokens.json")

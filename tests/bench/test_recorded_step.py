@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A forward and backward pass of a small model, recorded by torch's own profiler on the CPU, read back and shared
-out.
-"""
+"""Test the breakdown of a forward and backward pass of a small model that torch's own profiler recorded on the CPU."""
 
 import json
 import re
@@ -34,7 +32,7 @@ def model(make_model):
 
 @pytest.fixture
 def recorded(model, batch, tmp_path):
-    """The trace's path, and the ranges, removed."""
+    """Return the trace's path, after the ranges were removed."""
     ids, positions, labels = batch(SIZE, LENGTH)
     model(ids, positions, None, labels=labels).mean().backward()
     ranges = Ranges()
@@ -71,7 +69,7 @@ def test_every_part_is_found_and_the_shares_add_up_to_the_step(recorded, model, 
 
 
 def test_operators_are_where_the_model_calls_them(recorded):
-    """Counts of operators that only one part has, out of the whole trace."""
+    """Counts operators that occur in one part only, over the whole trace."""
     trace = read(recorded)
     found: dict = {}
     for activity in attribution.operator_activities(trace, *trace.window(STEP)):
@@ -124,7 +122,7 @@ def test_the_longest_stretches_come_first_and_are_told():
 
 
 def test_every_method_is_wrapped_on_a_model_of_one_stage(model):
-    """A module or method that was renamed would leave its part without time."""
+    """A renamed module or method would leave its part without time."""
     ranges = Ranges()
     ranges.around_model(model)
     wrapped = {(id(owner), method) for owner, method, _ in ranges.wrapped}
@@ -160,9 +158,9 @@ def flops_of_an_addition(total, a, b, *, out_shape, **_):
 
 
 def test_operations_are_those_that_torch_counts(model, make_model, batch, shape, monkeypatch):
-    """Forward and backward, by torch's count of matrix products; it leaves out the depthwise convolution, which is
-    elementwise. Its attention is over all pairs, where the formula takes the causal half; the reference's loop over
-    experts fills small groups up with rows.
+    """Compares forward and backward with torch's count of matrix products. torch leaves out the depthwise
+    convolution, which is elementwise, and counts attention over all pairs, where the formula counts the causal half;
+    the reference's loop over experts pads small groups with rows.
     """
     # the counter does not see into operators
     monkeypatch.setattr("hip_ops.runtime.operator.unobserved", lambda: True)

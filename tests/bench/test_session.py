@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""When what happens in a run that is measured: warm-up, timing, the step before a graph, the traced step, the end."""
+"""Test the order of a measured run: warm-up, timing, the step before a graph, the traced step, the end."""
 
 import argparse
 
@@ -34,7 +34,7 @@ class Optimizer:
 
 
 def run(session, args, limit=50) -> int:
-    """Steps as Megatron would take them until the session ends the run; returns how many were taken."""
+    """Take steps as Megatron does until the session ends the run, and return their number."""
     chunk, optimizer = Chunk(), Optimizer()
 
     def forward_step():

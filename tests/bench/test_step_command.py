@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The command line of `zaya bench step`, the recipe that it measures, and what it says."""
+"""Test the command line of `zaya bench step`, the recipe that it measures, and its messages."""
 
 import json
 import subprocess

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Moments to parts, with activities that overlap on several streams."""
+"""Test the assignment of moments to parts for activities that overlap on several streams."""
 
 import random
 
@@ -62,7 +62,7 @@ def test_where_nothing_computes():
 
 @pytest.mark.parametrize("seed", range(5))
 def test_moments_are_those_of_a_count_at_every_microsecond(seed):
-    """Integer times, so that every microsecond is of one kind; the count shares no code with the sweep."""
+    """Times are integers, so every microsecond has one kind; the count shares no code with the sweep."""
     draw = random.Random(seed)
     activities = []
     for _ in range(40):

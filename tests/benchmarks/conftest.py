@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Scripts of benchmarks/ as modules, which import each other by name."""
+"""Imports the scripts of benchmarks/, which import each other by name, as modules."""
 
 import importlib
 from pathlib import Path

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The benchmark of the CCA block, small and on the CPU: what it times is the model's block and transformers'."""
+"""Test the benchmark of the CCA block on the CPU at a small size: it times the model's block and transformers'
+block.
+"""
 
 import json
 import sys

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every file of benchmarks/results is cited by name: in a document other than the log, in the packages, or in a
-test.
+"""Test that every file of benchmarks/results is cited by name: in a document other than the log, in the packages, or
+in a test.
 """
 
 from pathlib import Path

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The benchmark of the router, small: the versions that it times compute the same, and every row has its figure."""
+"""Test the benchmark of the router at a small size: the timed versions compute the same, and every row has its
+figure.
+"""
 
 import json
 import sys
@@ -33,8 +35,8 @@ def test_each_version_is_timed_and_compared(router):
 
 
 def test_the_distance_is_that_of_the_first_version(router, monkeypatch):
-    """A version that is wrong on purpose stands for Triton's: weights half as large again, and a gradient of the state
-    doubled.
+    """A version with deliberate errors replaces Triton's: weights 1.5 times as large, and a doubled gradient of the
+    state.
     """
 
     def forward(*arguments):
@@ -76,7 +78,7 @@ NEEDS_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an a
 
 @pytest.mark.parametrize("figure", ["ms", pytest.param("graph_ms", marks=(pytest.mark.gpu, NEEDS_GPU))])
 def test_the_script_times_every_row(router, figure, monkeypatch, tmp_path, capsys):
-    """On a GPU as replayed graphs too, of the backward pass among them."""
+    """On a GPU graphs are replayed too, including those of the backward pass."""
     sizes = ("--tokens", "256", "--hidden", "128", "--width", "64", "--rep", "1")
     monkeypatch.setattr(sys, "argv", ["router.py", *sizes, "--results", str(tmp_path), "--commit", "0"])
     router.main()

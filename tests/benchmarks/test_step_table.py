@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The table of full-size steps: its commands are recipes that can run, and its figures those of the records."""
+"""Test the table of full-size steps: its commands are valid recipes, and its figures are those of the records."""
 
 import json
 import sys

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tuning some shapes of the experts' products leaves the table's other rows."""
+"""Test that tuning some shapes of the experts' products keeps the table's other rows."""
 
 import sys
 

@@ -83,12 +83,12 @@ def resources(path: str | Path, kernel: str, dynamic_lds: int = 0, threads: int 
 
 
 def opcodes(path: str | Path, kernel: str) -> Counter:
-    """How often each opcode stands in the kernel."""
+    """Return the number of occurrences of each opcode in the kernel."""
     return Counter(re.sub(r"_(e32|e64|sdwa|dpp)$", "", line.split()[0]) for line in function_lines(str(path), kernel))
 
 
 def violations(found: Resources, row: dict, present: Counter) -> list[str]:
-    """What breaks the row."""
+    """Return the limits that the resources exceed, and the instructions that are missing."""
     broken = [f"{name} {getattr(found, name)} > {row[name]}" for name in LIMITS if getattr(found, name) > row[name]]
     broken += [f"{name} {getattr(found, name)} > 0" for name in NEVER if getattr(found, name)]
     if found.waves_per_simd < row["waves_per_simd"]:
@@ -128,7 +128,7 @@ def read_table(path: Path = TABLE) -> dict[str, dict[str, dict]]:
 
 
 def compare(table: dict, found: dict) -> list[str]:
-    """Everything that is wrong: exceeded rows, kernels without a row, rows without a kernel."""
+    """Return all problems: exceeded rows, kernels without a row, rows without a kernel."""
     problems = []
     for source in sorted({*table, *found}):
         rows, kernels = table.get(source, {}), found.get(source, {})
@@ -142,7 +142,7 @@ def compare(table: dict, found: dict) -> list[str]:
 
 
 def default_requirements(present: Counter) -> list[str]:
-    """What a new row asks for, of what the kernel has today."""
+    """Return the requirements of a new row, from the kernel's present instructions."""
     notable = (*MATRIX, *WIDE, *(WIDE_LDS if any(present[opcode] for opcode in MATRIX) else ()))
     return [opcode for opcode in notable if present[opcode]]
 

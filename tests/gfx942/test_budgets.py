@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every kernel of hip_ops stays within its row of budgets.toml, and the checks can fail."""
+"""Test that every kernel of hip_ops stays within its row of budgets.toml, and that the checks can fail."""
 
 import ctypes
 import re

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Counters on kernels small enough to count by hand; they are the same under every schedule and order of blocks."""
+"""Test counters on kernels small enough to count by hand; they are the same under every schedule and order of
+blocks.
+"""
 
 from pathlib import Path
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every fault is provoked by a small kernel with that bug, and a right twin passes, under all three schedules."""
+"""Test that a small kernel provokes every fault, and that its correct twin passes, under all three schedules."""
 
 from pathlib import Path
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The static schedule of loops that were written to have one."""
+"""Test the static schedule of loops that were written with a known schedule."""
 
 import pytest
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a launch sets up, divergent control flow, and buffers."""
+"""Test the state at a launch, divergent control flow, and buffers."""
 
 import struct
 from pathlib import Path

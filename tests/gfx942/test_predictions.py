@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Predicted times: arithmetic, and that they say what they are."""
+"""Test predicted times: their arithmetic, and that they are marked as predictions."""
 
 import pytest
 

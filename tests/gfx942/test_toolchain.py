@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compiling, caching, and what happens without a tool."""
+"""Test compilation, caching, and missing tools."""
 
 from pathlib import Path
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The scoreboard of s_waitcnt on hand-written sequences: what must pass and what must not."""
+"""Test the scoreboard of s_waitcnt on handwritten sequences that must pass and that must fail."""
 
 import numpy as np
 import pytest

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Training runs as a user starts them, and their losses. Everything here needs an accelerator."""
+"""Training runs on an accelerator through the user's commands, and their losses."""
 
 import contextlib
 import json
@@ -29,7 +29,7 @@ def pytest_collection_modifyitems(items):
 
 @pytest.fixture(params=["triton", "hip"])
 def chosen(request):
-    """A version of hip_ops' operators by name, in use; skips where it is not available."""
+    """Selects a version of hip_ops' operators by name; skips the test where it is not available."""
     reason = missing(request.param, torch.device("cuda"), named=True)
     if reason:
         pytest.skip(reason)

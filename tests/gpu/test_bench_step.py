@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`zaya bench step` on a device: kernels are told apart by part, launched one by one and as a graph; the anchor beside
-it.
-"""
+"""Test `zaya bench step` on a device: kernels get their parts, launched one by one and as a graph; the anchor runs."""
 
 import json
 import re

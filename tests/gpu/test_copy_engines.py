@@ -55,8 +55,8 @@ def train(demo, run_dir, graphs_and_dtype, end, *overrides):
     "kind, end", [(EAGER, BY_ITSELF), (GRAPH, EXIT_CONDITION)], ids=["eager, by itself", "graph, exit condition"]
 )
 def test_training_is_the_same(demo, tmp_path, kind, end):
-    """Of either kind of step, one with either end. How the usual run ends changes none of its numbers (on a CPU it is
-    so to the bit).
+    """Compares the losses of both kinds of step, one of them with both kinds of run end. The way in which a run ends
+    changes none of its numbers (on a CPU they are bitwise equal).
     """
     graphs_and_dtype, within = kind
     usual, log = train(demo, tmp_path / "usual", graphs_and_dtype, EXIT_CONDITION)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The attention kernels of an accelerator against masks written out: chunks of a sequence, packed documents."""
+"""Test the attention kernels of an accelerator against explicit masks: chunks of a sequence, packed documents."""
 
 import pytest
 import torch
@@ -151,7 +151,9 @@ def test_the_bits_of_an_experts_row_do_not_depend_on_the_others(moved):
 
 @pytest.fixture
 def boundaries_in_turn():
-    """Makes a zig-zag rank's boundaries of another batch, all of it on the device, at each call."""
+    """Return a function that gives a zig-zag rank the boundaries of another batch at each call, computed on the
+    device.
+    """
     from zaya_plugin.training.batches import micro_batch
 
     generator = torch.Generator().manual_seed(8)

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Training with forward and backward of a step as one CUDA graph: the same losses, and a checkpoint that goes on
-without one.
+"""Test training with forward and backward of a step as one CUDA graph: the same losses, and a checkpoint that a run
+without a graph can continue.
 """
 
 import pytest

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The CCA prologue on an accelerator: Triton, and hip_ops/cca_prologue/cca_prologue*.hip as built for it (by nvcc on
-NVIDIA).
+"""Test the CCA prologue on an accelerator: Triton, and hip_ops/cca_prologue/cca_prologue*.hip compiled for it (by
+nvcc on NVIDIA).
 """
 
 from types import SimpleNamespace

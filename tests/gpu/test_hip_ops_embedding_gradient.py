@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An embedding's gradient row by row on an accelerator: Triton, and embedding_gradient.hip as built for it (by nvcc on
-NVIDIA).
+"""Test the row-by-row embedding gradient on an accelerator: Triton, and embedding_gradient.hip compiled for it (by
+nvcc on NVIDIA).
 """
 
 import importlib

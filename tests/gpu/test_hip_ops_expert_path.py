@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The expert path on an accelerator: Triton, and expert_*.hip and weighted_swiglu.hip as built for it (by nvcc on
-NVIDIA).
+"""Test the expert path on an accelerator: Triton, and expert_*.hip and weighted_swiglu.hip compiled for it (by nvcc
+on NVIDIA).
 """
 
 import importlib
@@ -61,7 +61,7 @@ SWIGLU = [
 
 
 def warmed_up() -> dict[str, str]:
-    """Checks every operator of the expert path: none may wait for the host or be captured at its first use."""
+    """Checks every operator of the expert path, so that none waits for the host or is captured at its first use."""
     all_operators()
     return warm_up(DEVICE, [OPERATORS[name] for name in NAMES])
 
@@ -82,7 +82,7 @@ def test_sort(chosen, tokens, num_experts, dtype):
 
 
 def test_sort_of_many_tokens(chosen):
-    """Against the torch reference, which the token-by-token oracle holds at smaller sizes."""
+    """Compares with the torch reference, which the token-by-token oracle checks at smaller sizes."""
     ids = torch.randint(0, 17, (1_000_003,), device=DEVICE)
     for got, want in zip(
         module(chosen, "expert_permutation").sort_by_expert(ids, 16), reference.sort_by_expert(ids, 16), strict=True
@@ -158,7 +158,7 @@ def test_compiles_whole(chosen):
 
 
 def test_in_a_captured_graph(chosen):
-    """Replayed with other ids: the shapes are the same whatever the tokens choose."""
+    """Replays with other ids: the shapes do not depend on the tokens' choices."""
     (x, probs, weight), ids, _ = inputs()
     x, probs, weight = x.detach(), probs.detach(), weight.detach()
     warmed_up()

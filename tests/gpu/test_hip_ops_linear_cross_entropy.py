@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Linear + cross-entropy on an accelerator: Triton, and hip_ops/linear_cross_entropy/vocabulary_{rows,exponentials}.hip
-as built for it (by nvcc on NVIDIA).
+"""Test linear + cross-entropy on an accelerator: Triton, and
+hip_ops/linear_cross_entropy/vocabulary_{rows,exponentials}.hip compiled for it (by nvcc on NVIDIA).
 """
 
 import importlib
@@ -89,8 +89,8 @@ def run(hidden, weight, labels, grad, *, promise, main_grad=None, z_loss=0.0, ch
 @pytest.mark.parametrize("with_main_grad", [False, True])
 @pytest.mark.parametrize("dtype", [BF16, FP32], ids=str)
 def test_losses_and_gradients_against_fp64(chosen, dtype, with_main_grad, promise):
-    """From the logits as the device rounds them, which any bf16 head has; norms, and each element at the size of its
-    terms.
+    """The exact values start from logits as the device rounds them, which every bf16 head has; norms are compared,
+    and each element at the size of its terms.
     """
     hidden, weight, labels, grad = on_device(dtype=dtype)
     main_grad = torch.zeros(weight.shape, device=DEVICE) if with_main_grad else None
@@ -163,7 +163,7 @@ def test_nothing_waits_for_the_host_and_a_graph_holds_it(chosen):
 
 
 def test_products_are_summed_in_fp32():
-    """What the weight gradient of the head and of all projections rests on."""
+    """The weight gradients of the head and of all projections depend on it."""
     assert fp32_product(DEVICE, BF16) in ("addmm", "mm")
     a, b = torch.randn(300, 96, device=DEVICE).to(BF16), torch.randn(300, 64, device=DEVICE).to(BF16)
     total = torch.randn(96, 64, device=DEVICE)
@@ -173,7 +173,7 @@ def test_products_are_summed_in_fp32():
 
 
 def test_memory_of_a_chunk(chosen):
-    """Forward and backward at ZAYA's width: one chunk of logits and what is small."""
+    """Forward and backward at ZAYA's width allocate one chunk of logits and small tensors."""
     tokens, classes = 2048, 262272
     hidden = torch.randn(tokens, 256, device=DEVICE, dtype=BF16, requires_grad=True)
     weight = (torch.randn(classes, 256, device=DEVICE) * 0.05).to(BF16).requires_grad_()

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Muon's multi-tensor operators on an accelerator: Triton, and hip_ops/muon/muon.hip as built for it (by nvcc on
-NVIDIA).
+"""Test Muon's multi-tensor operators on an accelerator: Triton, and hip_ops/muon/muon.hip compiled for it (by nvcc
+on NVIDIA).
 """
 
 import itertools
@@ -40,7 +40,7 @@ def on_device(lists: Lists) -> Lists:
 
 
 def lists_of(seed, *dtypes, shapes=SHAPES, offsets=OFFSETS) -> tuple[Lists, Lists]:
-    """-> as they were on the CPU, and on the device."""
+    """Return the lists on the CPU and on the device."""
     lists = make_lists(shapes, seed, *dtypes, offsets=offsets)
     assert lists.params[0].storage_offset() == GUARD + (offsets[0] if offsets else 0)
     return lists, on_device(lists)
@@ -182,7 +182,7 @@ def test_on_another_stream(chosen):
 
 
 def test_cuda_graph(chosen):
-    """Captured with tables that only the graph has; replays follow the scalars on the device and survive the cache."""
+    """The captured graph has its own tables; replays read the scalars on the device and do not depend on the cache."""
     before, lists = lists_of(9)
     lr, scale, found = (
         torch.tensor(0.02, device=DEVICE),

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""portable.h on the GPU that is here (nvcc on NVIDIA, hipcc on ROCm), the current stream, and the self-check of every
-operator.
+"""Test portable.h on this machine's GPU (nvcc on NVIDIA, hipcc on ROCm), the current stream, and the self-check of
+every operator.
 """
 
 import subprocess
@@ -132,7 +132,7 @@ def test_a_launch_error_is_returned(kernels):
 @pytest.mark.timeout(900)  # builds all kernels, or compiles all references
 @pytest.mark.parametrize("name", ["hip", "triton", "compiled"])
 def test_every_operator_passes_its_self_check(name):
-    """A version that is named and fails raises."""
+    """A version that is requested by name and fails its check raises."""
     with use_kernels(name):
         choices = warm_up(GPU)
     for operator in all_operators():
@@ -150,8 +150,8 @@ def test_auto_takes_no_reference_where_there_is_another_version():
 
 @pytest.mark.parametrize("name", ["hip", "triton"])
 def test_operators_run_on_the_current_stream(name):
-    """A stream of its own is held up; what runs on the default stream meanwhile must not see the result, and the
-    stream's own copy must.
+    """A new stream is blocked. A copy on the default stream must not see its result meanwhile, and the stream's own
+    copy must.
     """
     weight = torch.ones(2048, device=GPU, dtype=torch.bfloat16)
     x, residual = (torch.zeros(64, 2048, device=GPU, dtype=torch.bfloat16) for _ in range(2))

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Residual merge + RMSNorm on an accelerator: Triton, and hip_ops/rms_norm/rms_norm*.hip as built for it (by nvcc on
-NVIDIA).
+"""Test residual merge + RMSNorm on an accelerator: Triton, and hip_ops/rms_norm/rms_norm*.hip compiled for it (by
+nvcc on NVIDIA).
 """
 
 import importlib
@@ -66,8 +66,8 @@ def test_the_self_check_passes(chosen):
 
 @pytest.mark.parametrize("scaled", [False, True], ids=["plain", "zaya"])
 def test_autograd_gives_what_the_functions_give(chosen, scaled):
-    """The whole way: dispatch, autograd, another stream that is not waited for by the default one, the same bits
-    again.
+    """Through dispatch, autograd and another stream, for which the default stream does not wait, the bits are the
+    same.
     """
     case, found = Case(scaled, 4096, 2048), []
     for stream in (torch.cuda.default_stream(), torch.cuda.Stream()):
@@ -130,7 +130,7 @@ def test_strides_and_empty_tensors(chosen):
 
 @pytest.mark.parametrize("scaled", [False, True], ids=["plain", "zaya"])
 def test_back_ends_agree(scaled):
-    """Triton and HIP: the same new_residual; the rest within a rounding of bf16."""
+    """Triton and HIP have the same new_residual; the other results differ by at most a rounding of bf16."""
     case, found = Case(scaled, 1024, 2048), []
     for name in ("triton", "hip"):
         if availability.missing(name, DEVICE, named=True):

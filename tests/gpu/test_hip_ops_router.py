@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The router on an accelerator: Triton's kernels against fp64, the model's step with each version, no wait for the
-device, the same bits twice.
+"""Test the router on an accelerator: Triton's kernels against fp64, the model's step with each version, no wait for
+the device, the same bits in two runs.
 """
 
 import pytest
@@ -55,8 +55,8 @@ def test_numbers(case):
 
 
 def test_choices_and_the_state_to_the_last_bit():
-    """The state is rounded once. Choices are torch's in bf16 but where two probabilities lie within rounding; that few
-    do.
+    """The state is rounded once. Choices equal torch's in bf16, except where two probabilities differ by less than a
+    rounding; these are few.
     """
     free = Router(8192, 256, 17, BF16, forced=False)
     arguments = free.arguments(DEVICE)

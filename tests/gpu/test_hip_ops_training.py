@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whole runs on a GPU with each version of hip_ops' operators and with the references in their place: the same losses.
+"""Test whole runs on a GPU with each version of hip_ops' operators and with the references: the losses are the same.
 
-The HIP sources are built by nvcc here and go through the same dispatch, ctypes and stream code as on ROCm.
+nvcc builds the HIP sources here; dispatch, ctypes and stream code are the same as on ROCm.
 """
 
 import pytest

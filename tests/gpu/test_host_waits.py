@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How often the host waits for the GPU in a training step: once, for the gradient norm, while the update is running."""
+"""Test how often the host waits for the GPU in a training step: once, for the gradient norm, while the update runs."""
 
 import json
 import os

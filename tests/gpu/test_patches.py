@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""On an accelerator nothing that exists for the CPU's sake is changed."""
+"""Test that patches for the CPU change nothing on an accelerator."""
 
 import json
 import os

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the tests of hip_ops share."""
+"""Shares fixtures among the tests of hip_ops."""
 
 import itertools
 import sys
@@ -19,16 +19,14 @@ NUMBERS = itertools.count()
 
 @pytest.fixture(params=["reference", "hip"])
 def chosen(request):
-    """The name of a version that runs on a CPU, in use."""
+    """Selects a version that runs on a CPU, and returns its name."""
     with use_kernels(request.param):
         yield request.param
 
 
 @pytest.fixture
 def no_function_modes():
-    """As on an accelerator: without the mode that zaya_plugin's patches for CPUs put up for the whole process, if
-    another test did.
-    """
+    """Removes the mode that zaya_plugin's patches for CPUs set for the whole process if another test applied them."""
     modes = [_pop_mode() for _ in range(torch._C._len_torch_function_stack())]
     yield
     for mode in reversed(modes):
@@ -86,7 +84,7 @@ def make_operator(monkeypatch):
 
 @pytest.fixture
 def no_compilers(tmp_path, monkeypatch):
-    """A machine without any compiler: nothing on PATH, no ROCm and no CUDA where they are looked for."""
+    """Simulates a machine without any compiler: none on PATH, no ROCm and no CUDA in their default folders."""
     empty = tmp_path / "empty"
     empty.mkdir()
     for name in ("PATH", "ROCM_PATH", "HIP_PATH", "CUDA_HOME", "CUDA_PATH"):

@@ -55,13 +55,13 @@ def inputs(case: Rows) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def copied(tensor: Tensor, device: str | torch.device) -> Tensor:
-    """With the strides that it has, which `to` and `clone` would not keep."""
+    """Return a copy with the same strides, which `to` and `clone` would not keep."""
     return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device).copy_(tensor)
 
 
 @contextlib.contextmanager
 def new_memory_is_nan() -> Iterator[None]:
-    """torch.empty gives NaN, so that an unwritten partial sum is not mistaken for a zero."""
+    """Fills the memory of torch.empty with NaN, so that an unwritten partial sum is not mistaken for a zero."""
     before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     filled = torch.utils.deterministic.fill_uninitialized_memory
     torch.use_deterministic_algorithms(True)
@@ -74,7 +74,7 @@ def new_memory_is_nan() -> Iterator[None]:
 
 
 def check(module, case: Rows, device: str = "cpu") -> None:
-    """Sums in fp32, twice the same bits, and rows of no id as they were."""
+    """Check sums in fp32, the same bits in two runs, and unchanged rows without ids."""
     total, ids, rows = (copied(tensor, device) for tensor in inputs(case))
     given = copied(total, device)
     want = total.double().index_add_(0, ids, rows.double())

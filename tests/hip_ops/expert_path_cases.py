@@ -111,7 +111,7 @@ def same_bits(name: str, got: Tensor, want: Tensor) -> None:
 
 
 def poisoned(rows: Tensor, no_expert: Tensor) -> Tensor:
-    """Fills padding rows with NaN: a kernel that reads one has NaN in its results."""
+    """Fill padding rows with NaN: a kernel that reads one has NaN in its results."""
     rows[no_expert] = float("nan")
     return rows
 

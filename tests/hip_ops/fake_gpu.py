@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""GPUs of every kind, simulated: what torch tells of them, with the numbers computed on the CPU."""
+"""Simulates GPUs of every kind: torch's answers about them, with numbers computed on the CPU."""
 
 import functools
 from pathlib import Path

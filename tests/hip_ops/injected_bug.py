@@ -16,8 +16,8 @@ from tests.hip_ops.kernel_files import kernel_source
 
 @dataclass(frozen=True)
 class Bug:
-    """In `file`, `right` becomes `wrong`; `case` fails then and passes else. schedule: whether only some orders of the
-    threads show it.
+    """In `file`, `right` becomes `wrong`; then `case` fails, and it passes without the bug. schedule: whether only
+    some orders of the threads show it.
     """
 
     file: str
@@ -28,7 +28,7 @@ class Bug:
 
 
 def source(file: str, bug: Bug | None = None) -> str:
-    """Text of a file of csrc/, with `bug` if it is the one."""
+    """Return the text of a file of csrc/, with `bug` if it belongs to the file."""
     text = kernel_source(file).read_text()
     if bug is None or bug.file != file:
         return text

@@ -131,8 +131,8 @@ def exact_forward(i: Inputs, stored: Tensor) -> dict[str, Exact]:
 
 
 def exact_backward(i: Inputs, stored: Tensor) -> dict[str, Exact]:
-    """By autograd in fp64 through the formula as it is published; rounding of the stored value passes gradients on
-    unchanged.
+    """Return the gradients of the published formula by autograd in fp64; the rounding of the stored value passes
+    gradients on unchanged.
     """
     x, residual, stored = i.x.double().requires_grad_(), i.residual.double().requires_grad_(), stored.double()
     v = {name: vector.double().requires_grad_() for name, vector in i.vectors.items()}

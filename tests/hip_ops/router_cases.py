@@ -98,14 +98,16 @@ def exact(arguments: tuple) -> tuple[Tensor, Tensor, Tensor, Tensor, tuple]:
 
 
 def error(got: Tensor, want: Tensor) -> float:
-    """Of the norm; infinite where a number is missing or none."""
+    """Return the error relative to the norm; infinite for missing or non-finite numbers."""
     assert got.shape == want.shape, f"{tuple(got.shape)} in place of {tuple(want.shape)}"
     difference = (got.detach().cpu().double() - want).norm() / want.norm().clamp_min(1e-12)
     return difference.nan_to_num(float("inf")).item()
 
 
 def _within(what: str, got: Tensor, want: Tensor, dtype: torch.dtype, of_torch: Tensor | None) -> None:
-    """Near the exact result, and in bf16 and fp16 hardly further from it than torch's reference in the same dtype."""
+    """Check that the result is near the exact one and, in bf16 and fp16, hardly farther from it than torch's
+    reference in the same dtype.
+    """
     found = error(got, want)
     assert found <= TOLERANCE[dtype], f"{what} is wrong: {found:.3g} of its norm"
     if of_torch is not None and want.numel() > 100:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Building kernels: the cache, its lock, what survives damage, and what a user reads when a compiler fails."""
+"""Test the building of kernels: the cache, its lock, damaged files, and the messages when a compiler fails."""
 
 import json
 import os
@@ -31,7 +31,7 @@ HO_EXPORT int ho_test_one_run(void* x, void* stream) { *static_cast<float*>(x) =
 
 @pytest.fixture
 def sources(tmp_path, require_tool):
-    """csrc in small: a header, abi.hip and one launcher."""
+    """Makes a small csrc: a header, abi.hip and one launcher."""
     require_tool("g++")
     folder = tmp_path / "csrc"
     folder.mkdir()
@@ -245,7 +245,7 @@ def test_the_manifest_tells_how_it_was_built(sources, empty_cache):
 
 
 def test_every_launcher_follows_the_convention():
-    """Pointers, int64_t, float or double, and the stream last: `declarations` fails on another type."""
+    """Parameters are pointers, int64_t, float or double, and the stream last; `declarations` fails for another type."""
     for name, (_, types) in declarations().items():
         assert name.startswith("ho_")
         if types and not name.endswith("_blocks"):  # those only compute a number of blocks on the host
@@ -254,7 +254,7 @@ def test_every_launcher_follows_the_convention():
 
 @pytest.mark.slow
 def test_every_source_compiles_with_nvcc(tmp_path):
-    """CUDA's toolkit is no Debian package, so a machine without it skips this, CI included: the nvcc build serves
+    """CUDA's toolkit is no Debian package, so the test is skipped without it, also in CI: the nvcc build is for
     verification on a GPU.
     """
     if shutil.which("nvcc") is None:

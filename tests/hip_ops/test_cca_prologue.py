@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The CCA prologue as an operator, on the CPU: the reference, and the HIP sources built with g++."""
+"""Test the CCA prologue as an operator on the CPU: the reference, and the HIP sources built with g++."""
 
 import contextlib
 import importlib
@@ -110,7 +110,9 @@ def test_random_shapes(rows, batch, groups, per, chunks, halo, document, rotary,
 
 
 def test_gradcheck():
-    """All arguments, in fp64, against finite differences: halos, a document's border, both kinds of value channels."""
+    """Compares all arguments' gradients in fp64 with finite differences: halos, a document's border, both kinds of
+    value channels.
+    """
     case = Case(4, 1, 2, 1, 4, 2, True, at=(2,), rotary=2, dtype=FP64)
     given = leaves(case)
     wanted = [name for name in GRADIENTS if given[name] is not None]
@@ -121,7 +123,7 @@ def test_gradcheck():
 
 
 def test_transformers_with_its_cache():
-    """A prompt and single tokens: results and states of ZayaAttention's own modules."""
+    """Compares results and states with ZayaAttention's own modules for a prompt and single tokens."""
     zaya = pytest.importorskip("transformers.models.zaya.modeling_zaya")
     from transformers import DynamicCache, ZayaConfig
 
@@ -176,7 +178,7 @@ def test_chunks_with_halos_give_what_the_whole_sequence_gives(chosen):
 
 
 def test_documents_see_what_they_would_see_alone(chosen):
-    """Documents of one and two rows among others; positions restart."""
+    """Packs documents of one and two rows among others; positions restart."""
     lengths = [5, 1, 2, 33, 1]
     positions = [t for length in lengths for t in range(length)]
     starts = torch.tensor([True, *(t == 0 for t in positions)]).view(1, -1, 1)
@@ -225,7 +227,7 @@ def test_empty(chosen, shape):
 
 
 def test_any_strides_give_the_same(chosen):
-    """Batch first, gradients with heads before rows, as attention gives them, and angles before rows."""
+    """Tries batch-first tensors, gradients with heads before rows, as attention makes them, and angles before rows."""
     case, found = Case(35, 2, 2, 1), []
     for order in ((0, 1, 2, 3), (1, 2, 0, 3)):
         inputs, t = make(case), leaves(case)
@@ -307,7 +309,7 @@ def test_wrong_numbers_are_named():
 
 @pytest.mark.parametrize("case", [Case(3, 2, 2, 1), Case(4, 1, 2, 1, 16, 2, True, 3, rotary=8, dtype=FP32)], ids=str)
 def test_opcheck(case):
-    """Schema, fake tensors, autograd registration and AOT dispatch, torch's own checks."""
+    """Runs torch's own checks of schema, fake tensors, autograd registration and AOT dispatch."""
     t = leaves(case)
     torch.library.opcheck(torch.ops.hip_ops.cca_prologue, (*t.values(), case.groups, case.late))
     torch.library.opcheck(
@@ -331,7 +333,7 @@ def test_compiles_whole(chosen):
 
 
 def test_without_dispatch_and_with_it(no_function_modes):
-    """Plain tensors go past torch's dispatch; a mode sees the operators by their names, and both give the same."""
+    """Plain tensors bypass torch's dispatcher; a mode sees the operators by their names; both give the same results."""
     case, found = Case(5, 2, 2, 1, halo=True, document=3), []
     for mode in (contextlib.nullcontext(), OperatorsSeen()):
         t = leaves(case)
@@ -347,7 +349,7 @@ def test_without_dispatch_and_with_it(no_function_modes):
 
 
 def test_results_do_not_change_between_runs(monkeypatch):
-    """No atomics: the same bits for every order of blocks and waves."""
+    """There are no atomics: the bits are the same for every order of blocks and waves."""
     inputs, found = make(Case(70, 1, 2, 1, halo=True, document=9)), []
     for schedule in ("forward", "reverse", "random:3"):
         monkeypatch.setenv("HO_CPU_SCHEDULE", schedule)
@@ -367,7 +369,7 @@ def test_results_do_not_change_between_runs(monkeypatch):
 
 
 def backward_arguments(case: Case) -> tuple:
-    """Of the backward operator, from the reference's forward."""
+    """Return the arguments of the backward operator, from the reference's forward."""
     inputs = make(case)
     query, key, _, inverse_norm = reference.cca_prologue(*inputs.arguments)
     return *inputs.upstream, *inputs.tensors.values(), query, key, inverse_norm, case.groups, case.late
@@ -426,7 +428,7 @@ def test_temperature_in_fp32_and_rope_in_fp32_beside_fp64(chosen):
 
 
 def test_saved_bytes():
-    """What autograd keeps beyond the parameters and the rope table."""
+    """Compares with the bytes that autograd keeps besides the parameters and the rope table."""
     case, kept = Case(7, 3, 4, 2, 16, rotary=8), []
     given = leaves(case)
     known = {t.data_ptr() for name, t in given.items() if t is not None and name != "projected"}

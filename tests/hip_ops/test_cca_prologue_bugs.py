@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The comparison that the CCA prologue's kernels pass is one that mistakes do not: each is put into a copy of the
-sources and must fail.
-"""
+"""Each known mistake, put into a copy of the CCA prologue's sources, must make a comparison fail."""
 
 import pytest
 

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The Triton kernels of the CCA prologue as an H100 would run them, compiled without one: how many programs a
-multiprocessor holds, and how data moves in them.
+"""Test the Triton kernels of the CCA prologue as compiled for an H100: programs per multiprocessor, and data movement.
 
-A loop that kept its addresses in registers once cost the forward 40 % of its time, for one program a multiprocessor
-instead of two; nothing but a GPU noticed.
+A loop that kept its addresses in registers once made the forward pass 40 % slower, because a multiprocessor held one
+program instead of two; only a GPU run showed it.
 """
 
 import re

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The host side of the CCA prologue's Triton kernels, without a GPU: divisions by multiplication, grids, and what
-happens where memory is short.
+"""Test the host side of the CCA prologue's Triton kernels without a GPU: divisions by multiplication, grids, and
+launches that do not fit into shared memory.
 """
 
 import pytest
@@ -16,9 +16,7 @@ triton = pytest.importorskip("triton")
     "by", [1, 2, 3, 4, 5, 7, 10, 63, 64, 65, 4096, 4098, 65535, 2**20 + 1, 2**30, 2**30 + 1, 2**31 - 1]
 )
 def test_divisor(by):
-    """As `divide` computes it, at every place where a wrong rounding shows first: beside multiples, and at the end of
-    the range.
-    """
+    """Computes `divide` where a wrong rounding shows first: next to multiples, and at the end of the range."""
     from hip_ops.cca_prologue.triton_rows import divisor
 
     packed = divisor(by)
@@ -33,7 +31,9 @@ def test_divisor(by):
 
 
 class Recorded:
-    """Stands for a kernel: notes grid and stages; the weights' of more stages than `stages` does not fit."""
+    """Replaces a kernel and records grid and stages; the weights' kernel does not fit with more than `stages`
+    stages.
+    """
 
     def __init__(self, kernel, calls: list, stages: int):
         self.arg_names, self.name, self.calls, self.stages = kernel.arg_names, kernel.__name__, calls, stages
@@ -54,8 +54,8 @@ class Recorded:
 
 @pytest.fixture
 def recorded(monkeypatch):
-    """A function that calls forward and backward of a case with recorded kernels, as on an H100, and gives what was
-    launched.
+    """Return a function that calls forward and backward of a case with recorded kernels, as on an H100, and returns
+    the launches.
     """
     from hip_ops.cca_prologue import triton as module
 

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Formulas: compiled on accelerators only, and uncompiled where that is requested or torch.compile is not available."""
+"""Test formulas: compiled on accelerators only, and uncompiled where that is requested or torch.compile is not
+available.
+"""
 
 import pytest
 import torch
@@ -12,7 +14,7 @@ pytestmark = pytest.mark.usefixtures("nothing_selected")
 
 
 class OnAccelerator:
-    """What a formula asks of a tensor there."""
+    """Has the attributes of an accelerator's tensor that a formula reads."""
 
     is_cuda = True
 
@@ -62,7 +64,7 @@ def test_a_formula_within_a_compiled_graph_is_a_part_of_it():
 
 @pytest.mark.slow
 def test_every_reference_that_is_compiled_can_be():
-    """In one graph, whose results pass the self-check. Code for a GPU is not generated."""
+    """Traces each into one graph, whose results pass the self-check. Code for a GPU is not generated."""
     for each in [each for each in all_operators() if "compiled" in each.versions]:
         made = torch.compile(each.reference, dynamic=False, fullgraph=True, backend="aot_eager")
         assert each.difference(made, torch.device("cpu")) is None, each.name

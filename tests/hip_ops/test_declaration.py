@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a declaration accepts, what it says of other arguments, and the fake results that it makes."""
+"""Test the arguments that a declaration accepts, its messages about others, and its fake results."""
 
 import re
 
@@ -28,7 +28,7 @@ PARAMETERS = ("x", "weight", "offsets", "scale", "g", "experts", "flag")
 
 
 def arguments(**changes):
-    """Right ones for n = 3, g = 2 and 4 experts, but for the changes."""
+    """Return valid arguments for n = 3, g = 2 and 4 experts, with the changes."""
     right = dict(x=torch.ones(5, 3), weight=torch.ones(3, 10), offsets=None, scale=None, g=2, experts=4, flag=True)
     assert changes.keys() <= right.keys()
     return tuple((right | changes).values())
@@ -165,7 +165,7 @@ def test_fake_results(declared):
 
 
 def test_symbolic_sizes(make_operator):
-    """In a graph with dynamic shapes sizes are symbols, those that an integer argument gives included."""
+    """In a graph with dynamic shapes all sizes are symbols, including those of integer arguments."""
 
     def repeat(x: Tensor, times: int) -> Tensor:
         return x.expand(times, *x.shape).contiguous()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""When an operator bypasses torch's dispatcher and when not, and that both ways differ in nothing but time."""
+"""Test when an operator bypasses torch's dispatcher, and that both ways differ only in time."""
 
 import contextlib
 import sys
@@ -20,7 +20,7 @@ WAYS = []  # of each call of the test's operators: "direct" or "registered"
 
 
 def record() -> None:
-    """Called by a reference, which `Operator.run` calls."""
+    """Records a call; a reference that `Operator.run` calls does so."""
     WAYS.append("direct" if sys._getframe(3).f_code.co_filename == operator.__file__ else "registered")
 
 
@@ -221,7 +221,7 @@ def test_opcheck(product, add_, tensors):
 
 
 def test_results_without_a_formula_refuse_the_backward_pass():
-    """In direct calls too: with a gradient to record, those go through torch's operator."""
+    """This holds for direct calls too: calls that need gradients go through torch's operator."""
     x, matrices = torch.randn(4, 3, requires_grad=True), torch.randn(2, 3, 5)
     out = hip_ops.grouped_rows(x, matrices, torch.tensor([1, 4], dtype=torch.int32))
     with pytest.raises(RuntimeError, match="no autograd formula was registered"):

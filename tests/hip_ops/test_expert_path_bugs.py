@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The comparisons that the kernels of the expert path pass are such that mistakes do not: each is put into a copy of
-the sources and must fail.
-"""
+"""Each known mistake, put into a copy of the expert path's sources, must make a comparison fail."""
 
 import shutil
 
@@ -42,7 +40,9 @@ def test_each_bug_is_caught(tmp_path, monkeypatch, name):
 
 @pytest.mark.parametrize("name", [name for name, bug in bugs.BUGS.items() if bug.case == "expert_sort"])
 def test_each_bug_of_the_sort_is_caught(tmp_path, name):
-    """In the compiled gfx942 code: wrong rows are addresses, and on the CPU the process would die of them."""
+    """Runs the compiled gfx942 code, because wrong rows are wrong addresses, which would crash the process on the
+    CPU.
+    """
     on_device = emulated(tmp_path, bugs.BUGS[name])
     with pytest.raises((AssertionError, EmulatorFault)) as caught:
         bugs.sorts(on_device)

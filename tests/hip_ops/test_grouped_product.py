@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Grouped products as operators: the reference against fp64, errors by name, fakes; which version takes which call;
+"""Test grouped products as operators: the reference against fp64, named errors, fakes, the choice of versions,
 Triton's table.
 """
 
@@ -273,7 +273,7 @@ def test_grouped_mm_says_why_it_is_not_available(monkeypatch):
     ],
 )
 def test_what_the_copy_engine_takes(tensor, taken):
-    """Zeros become bf16, strides and all."""
+    """Zeros become bf16, and strides are kept."""
     half = tensor
     if tensor.storage_offset() == 0:
         half = torch.empty_strided(tensor.shape, tensor.stride(), dtype=torch.bfloat16)

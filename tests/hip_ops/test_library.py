@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Calls of launchers: arguments, codes and the stream; and the two commands."""
+"""Test calls of launchers: arguments, return codes and the stream; and the two commands."""
 
 import ctypes
 
@@ -15,7 +15,7 @@ CPU = torch.device("cpu")
 
 
 class Recorder:
-    """A launcher that keeps what it was called with and returns `code`."""
+    """A launcher that records its arguments and returns `code`."""
 
     def __init__(self, code=0):
         self.code, self.arguments = code, None
@@ -74,7 +74,7 @@ def test_codes(launcher, code, said):
 
 
 def test_the_current_stream_is_passed_under_the_device(launcher, monkeypatch):
-    """Simulated, for there is no GPU here; tests/gpu runs kernels on a stream of its own."""
+    """Simulated without a GPU; tests/gpu runs kernels on a stream of its own."""
     entered = []
 
     class Guard:

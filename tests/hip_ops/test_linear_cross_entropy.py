@@ -34,7 +34,7 @@ def inputs(tokens=13, h=8, classes=37, dtype=FP64, seed=0):
 
 
 def chunks_of(tokens: int | None):
-    """Chunks of so many tokens, which else are all in one; None: as the operator chooses."""
+    """Sets the tokens of a chunk; without it all tokens are one chunk. None: the operator's choice."""
     if tokens is None:
         return contextlib.nullcontext()
     return mock.patch.object(MODULE, "chunk_for", lambda *_: tokens)
@@ -126,7 +126,9 @@ def test_gradcheck(z_loss):
 
 @pytest.mark.parametrize("z_loss", [0.0, 0.05])
 def test_gradients_with_a_promise_are_the_slopes(z_loss):
-    """gradcheck itself also brings gradients that were not promised; so central differences of each element here."""
+    """Compares with central differences of each element, because gradcheck also passes gradients that were not
+    promised.
+    """
     hidden, weight, labels, grad = inputs(5, 4, 9)
 
     def total(h, w):
@@ -205,7 +207,7 @@ def test_labels_that_are_no_class_take_no_part():
 @pytest.mark.parametrize("no_class", [(), (-100,), (37, 2**40, -100)], ids=str)
 @pytest.mark.parametrize("dtype", [FP64, FP32, BF16])
 def test_losses_without_gradients_are_the_same(dtype, no_class, first_class, z_loss):
-    """Though torch's cross_entropy makes them on a CPU, where it can."""
+    """torch's cross_entropy computes them on a CPU where it can."""
     hidden, weight, labels, _ = inputs(dtype=dtype)
     labels[: len(no_class)] = torch.tensor(no_class)
 
@@ -225,7 +227,7 @@ def test_losses_without_gradients_are_the_same(dtype, no_class, first_class, z_l
 
 @pytest.mark.parametrize("name", PASSES)
 def test_torch_compile_makes_one_graph_of_a_reference(name):
-    """Of any number of parts and rows, with the same results; other backends than Inductor trace the same."""
+    """Traces any number of parts and rows with the same results; other backends than Inductor trace the same."""
     operator, nodes = OPERATORS[name], []
     compiled = torch.compile(operator.reference, dynamic=False, fullgraph=True, backend="aot_eager")
     assert operator.difference(compiled, torch.device("cpu")) is None
@@ -288,7 +290,7 @@ def test_add_product(fp32_total):
 
 
 def peak_bytes(run) -> int:
-    """Most that `run` has allocated at a time beyond what was there, by torch's profiler."""
+    """Return the peak of memory that `run` allocates, from torch's profiler."""
     from torch._C._profiler import _EventType as EventType
 
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:

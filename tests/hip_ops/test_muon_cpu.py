@@ -114,7 +114,7 @@ def test_sanitizers_find_nothing(tmp_path):
 
 @pytest.mark.slow  # test_portable_faults.py shows the same of the sanitizers in general
 def test_sanitizers_find_a_lost_mask(tmp_path):
-    """That the test above can fail: one element too many."""
+    """Shows that the test above can fail, with one element too many."""
     source = write_source(tmp_path, "tail mask")
     assert "heap-buffer-overflow" in run_sanitized(
         PROGRAM, build_cpu_library(source, sanitize=True), source, expect_failure=True

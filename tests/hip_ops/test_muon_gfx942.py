@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The compiled gfx942 kernels, clang's and Triton's, executed in the emulator; and mistakes that this must find."""
+"""Test the compiled gfx942 kernels, clang's and Triton's, in the emulator, with mistakes that the test must find."""
 
 import itertools
 import re
@@ -177,7 +177,7 @@ def bugs(tmp_path_factory):
 
 
 def _check(kernel: str, bugs, code, name: str) -> None:
-    """What the tests above check, on one variant's kernel."""
+    """Run the checks of the tests above on the kernel of one variant."""
     lists, device = make_lists(SHAPES, 10), Device("serial")
     named = dict(kernel=f"ho_muon_{kernel}_{name}")
     if kernel == "momentum":

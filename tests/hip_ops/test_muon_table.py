@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The work table that multi-tensor kernels walk, and the batches that Newton-Schulz gets."""
+"""Test the work table of multi-tensor kernels, and the batches for Newton-Schulz."""
 
 import struct
 
@@ -87,9 +87,7 @@ def test_old_tables_are_dropped():
 
 
 def test_graphs_take_from_memory_that_lies_ready():
-    """What can be tried without a GPU: pieces follow each other and never come twice, and too little is said in so many
-    words.
-    """
+    """Tests without a GPU that pieces follow each other and never overlap, and that a lack of memory is reported."""
     staging, host = Staging(), torch.arange(3)
     with pytest.raises(RuntimeError, match="Call the operator once before the capture"):
         staging.take(host)

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""hip_ops.newton_schulz against emerging_optimizers, torch.optim.Muon and fp64; where singular values go; any shape,
-stride and backend.
+"""Test hip_ops.newton_schulz against emerging_optimizers, torch.optim.Muon and fp64; the singular values; any shape,
+stride and version.
 """
 
 import pytest
@@ -165,7 +165,7 @@ def test_half_precision_inside_is_the_default_of_kernels_alone():
 
 
 def test_self_check_passes_here():
-    """Otherwise the reference would run in the tests above."""
+    """If it failed, the tests above would run the reference."""
     with hip_ops.use_kernels("hip"):
         hip_ops.warm_up("cpu", [MODULE._newton_schulz])
     assert MODULE._newton_schulz.results[torch.device("cpu"), "hip"] == "passed"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The Gram form against the standard one, why it restarts, why half precision is scaled, and what each form costs."""
+"""Test the Gram form against the standard form: results, restarts, scales of half precision, and cost."""
 
 import pytest
 import torch
@@ -61,8 +61,8 @@ def test_gram_form_is_the_same_map(name, coefficients):
 @pytest.mark.parametrize("coefficients", SETS)
 @pytest.mark.parametrize("name", MATRICES)
 def test_gram_form_in_half_precision_beats_the_standard_form_in_bfloat16(name, coefficients):
-    """The bar of the kernels: not farther from fp64 than products in bfloat16 on the same input. It is met by a factor
-    of 2 and more.
+    """The kernels' requirement: not farther from fp64 than products in bfloat16 on the same input. The margin is a
+    factor of 2 or more.
     """
     assert error(MATRICES[name], coefficients, "gram", HALF) <= 0.5 * error(
         MATRICES[name], coefficients, "standard", BF16

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How Newton-Schulz calls quack's GEMMs: stand-ins in torch check the layout of every operand, and the results. quack
-itself needs Hopper.
+"""Test the arguments of Newton-Schulz's calls of quack's GEMMs. Replacements in torch check the layout of every
+operand and compute the results; quack itself needs Hopper.
 """
 
 import sys

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The self-check of operators: what passes, what it says of other versions, and what it leaves alone."""
+"""Test the self-check of operators: versions that pass, messages about others, and state that it does not change."""
 
 import logging
 import re
@@ -37,7 +37,7 @@ def make(make_operator, require_tool):
 
 
 def runs(made, device=CPU):
-    """The first version that runs on `device`."""
+    """Return the first version that runs on `device`."""
     return made.implementations(device)[0][1]
 
 
@@ -206,9 +206,7 @@ def test_fake_and_meta_tensors_come_from_the_declaration(make):
 
 
 def test_a_first_use_while_a_graph_is_captured_says_what_to_do(make, monkeypatch):
-    """The check compares numbers, which needs the device's answer; a capture has none. (Simulated: there is no GPU
-    here.)
-    """
+    """The check reads numbers from the device, which a capture does not allow. (Simulated without a GPU.)"""
     gpu = FakeGpu(monkeypatch, hip="7.1")
     monkeypatch.setattr("hip_ops.runtime.availability._hip", lambda device, named: None)
     scaled = make(scale)

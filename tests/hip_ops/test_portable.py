@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What portable.h promises to kernels, on the CPU and in what clang makes of it for gfx942; its GPU run is in
-tests/gpu.
-"""
+"""Test the guarantees of portable.h on the CPU and in clang's code for gfx942; tests/gpu runs it on a GPU."""
 
 import re
 import subprocess
@@ -88,7 +86,7 @@ def test_big_lds(kernels):
 
 @pytest.mark.parametrize("m", [32, 16])
 def test_matrix_products(kernels, order, m):
-    """Integers up to 8 make sums that fp32 holds exactly, so that one wrong element shows."""
+    """Sums of integers up to 8 are exact in fp32, so one wrong element is visible."""
     rng = np.random.default_rng(m)
     a, b = rng.integers(-8, 9, (m, 256 // m)), rng.integers(-8, 9, (256 // m, m))
     c = rng.integers(-8, 9, (m, m))
@@ -191,9 +189,7 @@ def test_the_lds_barrier_leaves_loads_in_flight_on_gfx942(require_tool, tmp_path
 
 
 def test_gfx942_instructions(require_tool):
-    """The kernels above use the instructions that portable.h is there for, and none that goes through flat
-    addresses.
-    """
+    """The kernels above use the instructions that portable.h is for, and no flat addresses."""
     require_tool("clang++-19")
     text = assembly(PORTABLE)
     bodies = dict(re.findall(r"^(ho_test_\w+):.*?\n(.*?)^\s+s_endpgm", text, flags=re.S | re.M))

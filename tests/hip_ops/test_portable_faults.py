@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Mistakes in kernels that the CPU build finds: by itself, or under AddressSanitizer and UBSan."""
+"""Test that the CPU build finds mistakes in kernels: by itself, or under AddressSanitizer and UBSan."""
 
 import re
 

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The checked-in table of Triton configurations, the tile order of its kernel, and what the compiler makes of it for
-Hopper (no GPU needed).
+"""Test the table of Triton configurations, the tile order of its kernel, and the code compiled for Hopper (no GPU
+needed).
 """
 
 import json
@@ -55,7 +55,7 @@ def test_written_table_reads_back(tmp_path):
 
 
 def triangle(position: int, block_m: int, block_n: int) -> tuple[int, int]:
-    """What `triangle_tile` computes, searched for instead of solved for."""
+    """Return the result of `triangle_tile` by search."""
     row = 0
     while True:
         columns = (row * block_m + block_m - 1) // block_n + 1

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The names of the package: loaded at first use, and functions where a folder has the same name."""
+"""Test the names of the package: loaded at first use, and functions where a folder has the same name."""
 
 from tests.hip_ops.cpu_kernels import run_python
 
@@ -24,7 +24,7 @@ except AttributeError as error:
 
 
 def test_what_needs_no_torch():
-    """Recipes are checked against these before torch is imported."""
+    """Recipes are checked against these modules before torch is imported."""
     done = run_python(
         """
 import sys, hip_ops.versions

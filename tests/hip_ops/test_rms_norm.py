@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Residual merge + RMSNorm as operators, on the CPU: the torch reference, and the HIP sources built with g++."""
+"""Test residual merge + RMSNorm as operators on the CPU: the torch reference, and the HIP sources built with g++."""
 
 import itertools
 import re
@@ -232,7 +232,9 @@ def test_compiles_whole(chosen, scaled):
 
 
 def test_the_comparison_knows_one_rounding():
-    """Half an ULP passes and truncation's three quarters do not: else the tests above could not fail."""
+    """The comparison passes half an ULP and refuses the three quarters of a truncation; otherwise the tests above
+    could not fail.
+    """
     want = Exact(torch.tensor([1.0 + 0.75 / 128], dtype=FP64), torch.tensor([1.0], dtype=FP64))
     compare("rounded", torch.tensor([1.0 + 1 / 128], dtype=BF16), want)
     with pytest.raises(AssertionError, match="0.75 ULP of torch.bfloat16"):
@@ -243,7 +245,7 @@ def test_the_comparison_knows_one_rounding():
 
 
 def test_results_do_not_change_between_runs(monkeypatch):
-    """No atomics: the same bits for every order of blocks and waves."""
+    """There are no atomics: the bits are the same for every order of blocks and waves."""
     inputs = make(Case(True, 12, 256))
     implementation, found = of_module(hip_kernels), []
     for schedule in ("forward", "reverse", "random:3"):

@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The comparison that the RMSNorm kernels pass is one that mistakes do not: each is put into a copy of the sources and
-must fail.
-"""
+"""Each known mistake, put into a copy of the RMSNorm sources, must make a comparison fail."""
 
 import ctypes
 import shutil
@@ -26,7 +24,7 @@ def copies(tmp_path_factory):
 
 @pytest.fixture
 def copy(copies, monkeypatch):
-    """Makes the HIP back end on the CPU run copy `name`."""
+    """Makes the HIP version on the CPU run copy `name`."""
 
     def use(name: str):
         for module in (hip_ops.runtime.library, hip_kernels):
@@ -63,7 +61,7 @@ def test_each_bug_is_caught(copy, monkeypatch, name):
     "name, faults", [("lost_barrier", (LdsRace, UninitialisedLds)), ("lost_tail_mask", (OutOfBounds,))]
 )
 def test_the_emulator_names_the_fault(tmp_path, name, faults):
-    """In the compiled gfx942 code, under the schedule that does not show a lost barrier by its numbers as well."""
+    """Runs the compiled gfx942 code under the schedule in which a missing barrier does not also change the numbers."""
     for file in bugs.FILES:
         (tmp_path / file).write_text(bugs.source(file, bugs.BUGS[name]))
     shutil.copy(kernel_source("portable.h"), tmp_path)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The router's operators on the CPU: the reference against fp64 and autograd, wrong arguments, and torch's own
+"""Test the router's operators on the CPU: the reference against fp64 and autograd, wrong arguments, and torch's own
 checks.
 """
 
@@ -140,7 +140,7 @@ def test_errors_of_the_backward_name_what_is_wrong(name, tensor, words):
 
 
 def test_there_is_no_hip_version():
-    """kernels=hip leaves the router to other versions; an override that names it is an error."""
+    """kernels=hip lets the router run other versions; an override that names hip for it is an error."""
     with use_kernels("hip"):
         for mine in OPERATORS:
             assert mine.choice(torch.device("cpu")) == "reference (kernels=hip; it has no version 'hip')"
@@ -154,7 +154,7 @@ def test_there_is_no_hip_version():
 
 
 def test_the_order_of_versions_on_an_accelerator(monkeypatch):
-    """Triton where it takes the arguments, then compiled, which takes all."""
+    """Triton runs where it takes the arguments, otherwise the compiled version, which takes all."""
     monkeypatch.setattr(availability, "missing", lambda version, device, named: None)
     with use_kernels("auto"):
         for mine in OPERATORS:
@@ -211,7 +211,7 @@ def test_saved_bytes():
     ],
 )
 def test_the_self_check_finds_what_is_wrong(part, message):
-    """Another reference in place of the kernels, in fp32 where it rounds in bf16, and with one result spoilt."""
+    """Replaces the kernels by a reference that computes in fp32 where bf16 is rounded, with one wrong result."""
 
     def spoilt(*arguments):
         found = list(reference.router_mlp(*arguments))

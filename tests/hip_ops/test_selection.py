@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which version of an operator runs on which device and why, and what happens where one is not available."""
+"""Test the choice of an operator's version on a device, its reason, and unavailable versions."""
 
 import importlib
 import logging
@@ -51,7 +51,7 @@ def example(device):
 
 @pytest.fixture
 def make(make_operator):
-    """make(hip=..., triton=..., ...) -> an operator; every version that is not named is right."""
+    """Return an operator from make(hip=..., triton=..., ...); versions that are not named are correct."""
     return lambda **options: make_operator(
         scale, **{"hip": by_hip, "triton": by_triton, "compiled": True, "example": example} | options
     )
@@ -59,7 +59,7 @@ def make(make_operator):
 
 @pytest.fixture
 def rocm(monkeypatch, no_compilers, empty_cache, tmp_path):
-    """An MI300X with a hipcc that compiles nothing."""
+    """Simulates an MI300X with a hipcc that compiles nothing."""
     compiler(
         tmp_path / "empty", "hipcc", '[ "$1" = --version ] && echo HIP version: 7.1 || { echo no such file; exit 1; }'
     )
@@ -213,7 +213,7 @@ def test_a_device_of_another_kind(rocm):
 
 
 def test_a_hip_build_that_fails_drops_to_triton_and_is_told_once(make, rocm, caplog):
-    """The build itself runs, and fails, by a compiler that does."""
+    """The build runs with a compiler that fails."""
     caplog.set_level(logging.INFO, "hip_ops")
     made = [make(hip=needs_a_build) for _ in range(2)]
     assert [chosen(each) for each in made] == [["triton"], ["triton"]]
@@ -301,7 +301,7 @@ def test_a_version_that_takes_some_arguments_only(make, rocm, tmp_path, caplog):
 
 
 def test_a_version_that_is_not_always_the_fastest(make, make_operator, rocm):
-    """auto takes it where it is; a request by name takes it wherever it computes."""
+    """auto uses it where it is the fastest; a request by name uses it wherever it fits."""
     made = make(fits={"hip": lambda x, factor: x.dim() < 3}, prefers={"hip": lambda x, factor: x.dim() == 1})
     taken = lambda: [made.implementations(GPU)[0][0](torch.ones([1] * dim), 2.0) for dim in (1, 2, 3)]  # noqa: E731
     assert chosen(made) == ["hip", "triton"] and taken() == [True, False, False]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Bugs put into copies of the source one by one: the checks that the shipped kernels pass must catch each of them."""
+"""Each known mistake, put into a copy of the source of the symmetric product, must make a comparison fail."""
 
 import pytest
 import torch
@@ -49,7 +49,7 @@ BUGS = {
 
 
 def caught(code) -> str | None:
-    """What the checks find, over two schedules, or None."""
+    """Return the errors that the checks find under two schedules, or None."""
     case = symmetric_case(1, 72, 200, "bf16")
     for schedule in ("serial", "reverse"):
         try:

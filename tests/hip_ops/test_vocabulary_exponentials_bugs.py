@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The comparisons that the exponentials of logits and their gradients pass are such that mistakes do not: each is put
-into a copy of the source and must fail.
+"""Each known mistake, put into a copy of the source of the kernels of exponentials of logits, must make a comparison
+fail.
 """
 
 import shutil

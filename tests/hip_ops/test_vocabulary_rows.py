@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The kernels on rows of logits on the CPU: the torch reference, the HIP source built with g++, and Triton's in its
-interpreter.
+"""Test the kernels on rows of logits on the CPU: the torch reference, the HIP source built with g++, and Triton's in
+its interpreter.
 """
 
 import pytest

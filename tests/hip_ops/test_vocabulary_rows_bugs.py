@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The comparisons that the kernels on rows of logits pass are such that mistakes do not: each is put into a copy of the
-source and must fail.
-"""
+"""Each known mistake, put into a copy of the source of the kernels on rows of logits, must make a comparison fail."""
 
 import shutil
 
