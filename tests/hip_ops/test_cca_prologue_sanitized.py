@@ -42,9 +42,11 @@ for c, b, n, g, k, halo, documents, rotary, late, length in eval(sys.argv[-1]):
     before, value_before = (bf16(k, 2, b, channels), bf16(k, b, late)) if halo else (None, None)
     starts = (generator.random((k, c + 1, b)) < 0.4) if documents else None
     turns, rotary = ([rotary, 0], rotary) if rotary else ([0, 0], d)
-    query, key, value, norms = empty(s, b, n, d), empty(s, b, g, d), empty(s, b, g, d), empty(heads, s, b, dtype=np.float32)
+    query, key, value, norms = empty(s, b, n, d), empty(s, b, g, d), empty(s, b, g, d), empty(heads, s, b,
+        dtype=np.float32)
     sizes = (total, c, b, n, g, rotary)
-    assert kernels.ho_cca_prologue(projected, *weights, temperature, rope, before, value_before, starts, query, key, value, norms, b * width, width,
+    assert kernels.ho_cca_prologue(projected, *weights, temperature, rope, before, value_before, starts, query, key,
+        value, norms, b * width, width,
                                    *turns, *sizes, late, 1, None) == 0
     if not hasattr(kernels.library, "ho_cca_prologue_parameters"):
         continue
@@ -53,12 +55,17 @@ for c, b, n, g, k, halo, documents, rotary, late, length in eval(sys.argv[-1]):
     runs, zero_runs = kernels.ho_cca_prologue_backward_blocks(total, c, b, n, g, halo, 1), 3
     d_projected = empty(s, b, width)
     d_halo, d_value_halo = (np.empty_like(before), np.empty_like(value_before)) if halo else (None, None)
-    bias, along, zero = empty(runs, heads, d, dtype=np.float32), empty(runs, g, dtype=np.float32), empty(zero_runs, g, dtype=np.float32)
+    bias, along, zero = empty(runs, heads, d, dtype=np.float32), empty(runs, g, dtype=np.float32), empty(zero_runs, g,
+        dtype=np.float32)
     partial, d_temperature = empty(runs, heads, 3, d, d, dtype=np.float32), np.empty_like(temperature)
-    assert kernels.ho_cca_prologue_backward(*upstream, query, key, norms, temperature, rope, projected, before, weights[0], weights[2], starts, d_projected,
-                                            d_halo, d_value_halo, partial, bias, along, *strides, b * width, width, *turns, *sizes, late, 1, None) == 0
-    assert kernels.ho_cca_prologue_parameters(upstream[1], projected, *weights, temperature, rope, before, starts, partial, bias, along, zero,
-                                              *(np.empty_like(w) for w in weights), d_temperature, b * width, width, *turns, *strides[3:6], *sizes, runs,
+    assert kernels.ho_cca_prologue_backward(*upstream, query, key, norms, temperature, rope, projected, before,
+        weights[0], weights[2], starts, d_projected,
+                                            d_halo, d_value_halo, partial, bias, along, *strides, b * width, width,
+                                                *turns, *sizes, late, 1, None) == 0
+    assert kernels.ho_cca_prologue_parameters(upstream[1], projected, *weights, temperature, rope, before, starts,
+        partial, bias, along, zero,
+                                              *(np.empty_like(w) for w in weights), d_temperature, b * width, width,
+                                                  *turns, *strides[3:6], *sizes, runs,
                                               zero_runs, None) == 0
 print("done")
 """

@@ -28,7 +28,8 @@ run = kernels.ho_add_rows_run()
 def strided(array, rows, width, stride):
     return np.lib.stride_tricks.as_strided(array, (rows, width), (4 * stride, 4))
 
-for count, classes, width, size, pad in ((1, 3, 7, 2, 0), (run + 3, 2, 2056, 2, 8), (3 * run, 1, 45, 2, 0), (5 * run + 1, 4, 33, 4, 3), (4 * run - 1, 90, 1028, 4, 4),
+for count, classes, width, size, pad in ((1, 3, 7, 2, 0), (run + 3, 2, 2056, 2, 8), (3 * run, 1, 45, 2, 0),
+    (5 * run + 1, 4, 33, 4, 3), (4 * run - 1, 90, 1028, 4, 4),
                                          (2 * run + 3, 1, 8, 4, 0), (run + 1, 9, 1, 2, 5)):
     stride = width + pad
     aligned = width * size % 16 == 0 and pad * size % 16 == 0
@@ -39,7 +40,8 @@ for count, classes, width, size, pad in ((1, 3, 7, 2, 0), (run + 3, 2, 2056, 2, 
     heads, tails = (np.full(-(-count // run) * width, np.nan, np.float32) for _ in range(2))
     want = total.copy()
     np.add.at(strided(want, classes, width, stride), ids, strided(values(stored), count, width, stride))
-    assert kernels.ho_add_rows(total, ids[order], order, stored, heads, tails, count, width, stride, stride, size, aligned, None) == 0
+    assert kernels.ho_add_rows(total, ids[order], order, stored, heads, tails, count, width, stride, stride, size,
+        aligned, None) == 0
     assert (total == want).all()  # padding too
 assert kernels.ho_add_rows(total, ids, order, stored, heads, tails, count, width, stride, stride, 8, 0, None) == -1
 print("done")

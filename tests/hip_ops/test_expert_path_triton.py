@@ -23,12 +23,15 @@ check_sort(expert_permutation, expert_ids("even", 1, 1), 1)
 with mock.patch.object(expert_permutation, "PROGRAMS", 2):  # several tiles a program
     check_sort(expert_permutation, expert_ids("skewed", 1100, 5, torch.int32), 5)
 check_sort(expert_permutation, expert_ids("even", 100, 256), 256)
-for case in (Rows(9, 40, FP32), Rows(5, 1500, FP32, mix="no_expert", pad=3), Rows(0, 8, FP32), Rows(7, 1, FP32, mix="one"), Rows(6, 2048, FP32)):
+for case in (Rows(9, 40, FP32), Rows(5, 1500, FP32, mix="no_expert", pad=3), Rows(0, 8, FP32),
+    Rows(7, 1, FP32, mix="one"), Rows(6, 2048, FP32)):
     check_rows(expert_permutation, case)
-rows, side = expert_permutation.gather_rows(torch.empty(3, 0), torch.tensor([2, -1, 0], dtype=torch.int32), torch.tensor([2, -2, 0], dtype=torch.int32), torch.tensor([1.0, 2.0, 3.0]))
+rows, side = expert_permutation.gather_rows(torch.empty(3, 0), torch.tensor([2, -1, 0], dtype=torch.int32),
+    torch.tensor([2, -2, 0], dtype=torch.int32), torch.tensor([1.0, 2.0, 3.0]))
 assert rows.shape == (3, 0) and side.tolist() == [3.0, 0.0, 1.0]
 for case in (
-    Swiglu(7, 40, FP32), Swiglu(5, 1, FP32, offsets="none"), Swiglu(3, 2100, FP32, pad=3), Swiglu(4, 64, FP32, offsets="no_expert"),
+    Swiglu(7, 40, FP32), Swiglu(5, 1, FP32, offsets="none"), Swiglu(3, 2100, FP32, pad=3), Swiglu(4, 64, FP32,
+        offsets="no_expert"),
     Swiglu(9, 256, FP32, offsets="all"), Swiglu(0, 8, FP32, offsets="none"),
 ):
     check_swiglu(weighted_swiglu, case)

@@ -25,7 +25,8 @@ from tests.hip_ops.grouped_cases import Grouped, check_outer, check_rows
 
 def backend(**options):
     config = GroupedConfig(block_m=16, block_k=16, group=2, reduce=False, **options)
-    return SimpleNamespace(**{name: functools.partial(getattr(kernels, name), config=config) for name in ("grouped_rows", "grouped_outer_")})
+    return SimpleNamespace(**{name: functools.partial(getattr(kernels, name),
+        config=config) for name in ("grouped_rows", "grouped_outer_")})
 
 uneven, even, nothing = (0, 3, 0, 37, 5), (16, 17), (0, 0)
 described = backend(block_n=32, parts=2)

@@ -372,21 +372,25 @@ import hip_ops
 from tests.hip_ops.test_linear_cross_entropy import MODULE, chunks_of, inputs, plain
 
 def rank(number, ranks):
-    torch.distributed.init_process_group("gloo", store=torch.distributed.FileStore(sys.argv[1], ranks), rank=number, world_size=ranks)
+    torch.distributed.init_process_group("gloo", store=torch.distributed.FileStore(sys.argv[1], ranks), rank=number,
+        world_size=ranks)
     for dtype, cut, parts in ((torch.float32, 24, 1), (torch.float64, 5, 1), (torch.float32, 20, 2)):
-        with chunks_of(4), mock.patch.object(MODULE, "parts_for", lambda logits: parts), mock.patch.object(MODULE, "parts_of_exponentials", lambda classes: parts):
+        with chunks_of(4), mock.patch.object(MODULE, "parts_for", lambda logits: parts), mock.patch.object(MODULE,
+            "parts_of_exponentials", lambda classes: parts):
             hidden, weight, labels, grad = inputs(dtype=dtype)
             first, rows = (0, weight[:cut]) if number == 0 else (cut, weight[cut:])
             rows = rows.detach().requires_grad_()
             want = plain(hidden, weight, labels, grad, 0.1)
             for promised in (grad, None):
-                losses = hip_ops.linear_cross_entropy(hidden, rows, labels, promised_grad=promised, z_loss=0.1, group=torch.distributed.group.WORLD, first_class=first)
+                losses = hip_ops.linear_cross_entropy(hidden, rows, labels, promised_grad=promised, z_loss=0.1,
+                    group=torch.distributed.group.WORLD, first_class=first)
                 d_hidden, d_rows = torch.autograd.grad((losses * grad).sum(), (hidden, rows))
                 everyone = [torch.empty_like(losses) for _ in range(ranks)]
                 torch.distributed.all_gather(everyone, losses.detach())
                 assert all(torch.equal(each, everyone[0]) for each in everyone), "losses differ between ranks"
                 torch.distributed.all_reduce(d_hidden)
-                for got, exact in zip((losses.detach(), d_hidden, d_rows), (want[0], want[1], want[2][first : first + len(rows)]), strict=True):
+                for got, exact in zip((losses.detach(), d_hidden, d_rows),
+                    (want[0], want[1], want[2][first : first + len(rows)]), strict=True):
                     torch.testing.assert_close(got.double(), exact, rtol=2e-6, atol=5e-6)
     torch.distributed.destroy_process_group()
 

@@ -93,13 +93,15 @@ def table(columns):
     return np.frombuffer(rows + struct.pack(f"<{len(chunk_rows)}i", *chunk_rows), np.uint8).copy(), len(chunk_rows)
 
 def arrays(dtype, column):
-    return [np.ones(o[column] + n, dtype)[o[column]:] if dtype is np.float32 else np.full(o[column] + n, 0x3F80, dtype)[o[column]:] for o, n in zip(offsets, sizes)]
+    return [np.ones(o[column] + n, dtype)[o[column]:] if dtype is np.float32 else np.full(o[column] + n, 0x3F80,
+        dtype)[o[column]:] for o, n in zip(offsets, sizes)]
 
 for _ in range(2):
     columns = [arrays(np.uint16, 0), arrays(np.float32, 1), arrays(np.uint16, 2)]
     data, chunks = table(columns)
     partials, sums = np.zeros(chunks, np.float32), np.zeros(len(sizes), np.float32)
-    assert kernels.ho_muon_momentum(data, len(sizes), chunks, chunk_elements, 3, 2, 4, 2, None, None, partials, sums, 0.95, 0.05, 1, 1, None) == 0
+    assert kernels.ho_muon_momentum(data, len(sizes), chunks, chunk_elements, 3, 2, 4, 2, None, None, partials, sums,
+        0.95, 0.05, 1, 1, None) == 0
     assert sums.tolist() == [float(n) for n in sizes], sums
     assert kernels.ho_muon_update(data, len(sizes), chunks, chunk_elements, 3, 2, 4, 2, None, None, 0.5, 0.0, None) == 0
     assert all((w == 0.25).all() for w in columns[1]) and all((p == 0x3E80).all() for p in columns[2])

@@ -27,7 +27,8 @@ case = Router(130, 256, 17, torch.float16)  # tiles as on a GPU
 check_forward(shipped, case)
 check_backward(shipped, case)
 module = kernels(Path(sys.argv[1]))
-cases = [Router(37, 32, 5), Router(16, 64, 17, averaged=False), Router(1, 128, 16), Router(33, 256, 17, forced=False), Router(5, 32, 9, uses_state=False),
+cases = [Router(37, 32, 5), Router(16, 64, 17, averaged=False), Router(1, 128, 16), Router(33, 256, 17, forced=False),
+    Router(5, 32, 9, uses_state=False),
          Router(20, 64, 33, unweighted=False), Router(0, 32, 5)]
 for block, part in ((16, 16), (32, 32)):
     module.launch = lambda width: module.Launch(block, part, 4)

@@ -99,7 +99,9 @@ def test_unknown_names(monkeypatch):
         set_kernels("rocm")
     with pytest.raises(ValueError, match=re.escape(kernels)), use_kernels("rocm"):
         pass
-    none = "kernels=None: reads HIP_OPS_KERNELS. Allowed: no kernel_overrides. Fix: put them into HIP_OPS_KERNELS, as in "
+    none = (
+        "kernels=None: reads HIP_OPS_KERNELS. Allowed: no kernel_overrides. Fix: put them into HIP_OPS_KERNELS, as in "
+    )
     with pytest.raises(ValueError, match=re.escape(none)):
         set_kernels(None, {"muon": "hip"})
     override = "kernel_overrides.router_mlp=hip: no such version. Allowed: auto, triton, compiled, reference"

@@ -208,7 +208,8 @@ from tests.hip_ops.vocabulary_exponentials_cases import CASES, SEVERAL_RANKS, ch
 from tests.hip_ops.vocabulary_exponentials_edges import EDGES
 from tests.hip_ops.vocabulary_rows_cases import FP32, Logits
 
-for case in [*CASES, MANY_PARTS, Logits(2, 9000, FP32, parts=5), Logits(3, 600, FP32, parts=2, shape="nothing"), Logits(0, 64, FP32)]:
+for case in [*CASES, MANY_PARTS, Logits(2, 9000, FP32, parts=5), Logits(3, 600, FP32, parts=2, shape="nothing"),
+    Logits(0, 64, FP32)]:
     if case.dtype == FP32:  # the interpreter's bf16 rounding is its own
         check(vocabulary_exponentials, case)
 for case in SEVERAL_RANKS:

@@ -25,7 +25,8 @@ library, source = map(Path, sys.argv[1:])
 kernels = CpuKernels(library, [source])
 generator = np.random.default_rng(0)
 
-for rows, classes, size, pad, parts, others in ((5, 1040, 2, 8, 3, 0), (9, 45, 2, 0, 1, 2), (4, 33, 4, 3, 2, 1), (6, 68, 4, 0, 1, 0), (3, 1, 2, 0, 4, 66),
+for rows, classes, size, pad, parts, others in ((5, 1040, 2, 8, 3, 0), (9, 45, 2, 0, 1, 2), (4, 33, 4, 3, 2, 1),
+    (6, 68, 4, 0, 1, 0), (3, 1, 2, 0, 4, 66),
                                                 (2, 2048, 2, 0, 1, 0), (2, 2048, 4, 1, 1, 0)):
     stride, step = classes + pad, -(-classes // (parts * 16)) * 16
     aligned = classes * size % 16 == 0 and pad * size % 16 == 0
@@ -34,7 +35,8 @@ for rows, classes, size, pad, parts, others in ((5, 1040, 2, 8, 3, 0), (9, 45, 2
     logits = whole[:, :classes].astype(np.float64)
     labels = (generator.integers(-1, classes + 1, rows) + 7).astype(np.int64)
     found = np.empty((parts, 3, rows), np.float32)
-    assert kernels.ho_overwrite_with_exponentials(stored, labels, found, rows, classes, stride, 7, parts, step, size, aligned, 1, None) == 0
+    assert kernels.ho_overwrite_with_exponentials(stored, labels, found, rows, classes, stride, 7, parts, step, size,
+        aligned, 1, None) == 0
     tops = np.stack([logits[:, p * step : (p + 1) * step].max(1, initial=-np.inf) for p in range(parts)])
     assert (found[:, 0] == 80 * np.ceil((tops - 40) / 80)).all()
     here = (labels >= 7) & (labels < 7 + classes)
@@ -43,7 +45,8 @@ for rows, classes, size, pad, parts, others in ((5, 1040, 2, 8, 3, 0), (9, 45, 2
     everyone = np.concatenate((np.full((others, 3, rows), [[0.0], [3.0], [0.0]], np.float32), found))
     total = np.exp(logits).sum(1) + 3.0 * others
     grad, results = generator.random(rows).astype(np.float32), np.empty((2, rows), np.float32)
-    assert kernels.ho_finish_gradient(stored, labels, everyone, grad, results, rows, classes, stride, 7, step, others + parts, others, parts, 0.5, size,
+    assert kernels.ho_finish_gradient(stored, labels, everyone, grad, results, rows, classes, stride, 7, step,
+        others + parts, others, parts, 0.5, size,
                                       aligned, 1, None) == 0
     log_sum = np.log(total)
     assert np.allclose(results[0], log_sum - found[:, 2].sum(0) + 0.5 * log_sum**2, rtol=1e-5)

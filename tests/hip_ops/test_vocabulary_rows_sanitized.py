@@ -24,14 +24,16 @@ library, source = map(Path, sys.argv[1:])
 kernels = CpuKernels(library, [source])
 generator = np.random.default_rng(0)
 
-for rows, classes, size, pad, parts in ((5, 1040, 2, 8, 3), (9, 45, 2, 0, 1), (4, 33, 4, 3, 2), (6, 68, 4, 0, 1), (3, 1, 2, 0, 4)):
+for rows, classes, size, pad, parts in ((5, 1040, 2, 8, 3), (9, 45, 2, 0, 1), (4, 33, 4, 3, 2), (6, 68, 4, 0, 1),
+    (3, 1, 2, 0, 4)):
     stride, step = classes + pad, -(-classes // (parts * 16)) * 16
     aligned = classes * size % 16 == 0 and pad * size % 16 == 0
     stored = bits(generator.integers(-4, 5, rows * stride - pad), size)  # without the last row's padding
     logits = np.lib.stride_tricks.as_strided(values(stored).copy(), (rows, classes), (4 * stride, 4)).astype(np.float64)
     labels = (generator.integers(-1, classes + 1, rows) + 7).astype(np.int64)
     found = np.empty((parts, 3, rows), np.float32)
-    assert kernels.ho_row_statistics(stored, labels, found, rows, classes, stride, 7, parts, step, size, aligned, 1, None) == 0
+    assert kernels.ho_row_statistics(stored, labels, found, rows, classes, stride, 7, parts, step, size, aligned, 1,
+        None) == 0
     top = found[:, 0].max(0)
     assert (top == logits.max(1)).all()
     total = (found[:, 1] * np.exp(found[:, 0] - top)).sum(0)
@@ -40,7 +42,8 @@ for rows, classes, size, pad, parts in ((5, 1040, 2, 8, 3), (9, 45, 2, 0, 1), (4
     column = np.where(here, labels - 7, 0)
     assert (found[:, 2].sum(0) == np.where(here, logits[np.arange(rows), column], 0)).all()
     normalizer, grad = np.stack((top, np.log(total))).astype(np.float32), generator.random(rows).astype(np.float32)
-    assert kernels.ho_overwrite_with_gradient(stored, labels, normalizer, grad, rows, classes, stride, rows, 7, parts, step, 0.5, size, aligned, 1, None) == 0
+    assert kernels.ho_overwrite_with_gradient(stored, labels, normalizer, grad, rows, classes, stride, rows, 7, parts,
+        step, 0.5, size, aligned, 1, None) == 0
     p = np.exp(logits - top[:, None] - np.log(total)[:, None])
     want = p * (1 + (top + np.log(total))[:, None])
     want[np.arange(rows), column] -= here
