@@ -4,12 +4,16 @@
     kernels = cpu_kernels("muon")                                  hip_ops/muon/muon.hip
     kernels = cpu_kernels("muon", defines=["BUG_TAIL"])            the same with a bug
     kernels = cpu_kernels(KERNELS / "barrier.hip")                 any other file
-    code = kernels.ho_muon_update(array, None, 3, 1e-5, None)      numpy arrays, torch tensors, None or addresses for pointers
+    code = kernels.ho_muon_update(array, None, 3, 1e-5, None)      pointers: numpy arrays, torch tensors, None or
+                                                                   addresses
 
-    with schedule("random:3"): ...                                 the order in which threads run; see portable_cpu_machine.h
+    with schedule("random:3"): ...                                 the order in which threads run
+                                                                   (portable_cpu_machine.h)
 
-    path = build_cpu_library("muon", sanitize=True)                a sanitizer's library needs its runtime in the process from the start:
-    run_sanitized(PROGRAM, path)                                   runs Python text in such a process, fails with what the sanitizer says
+    path = build_cpu_library("muon", sanitize=True)                needs the sanitizer's runtime in the process from
+                                                                   its start
+    run_sanitized(PROGRAM, path)                                   runs Python text in such a process; fails with the
+                                                                   sanitizer's message
 
 Objects are kept in the kernel cache under the hash of source, headers, flags and compiler.
 """

@@ -148,7 +148,8 @@ class HipOnDevice(OnDevice):
         count, width = grad.shape
         d_gate_up, d_probs = self.out((count, 2 * width), gate_up.dtype), self.out((count,), probs.dtype)
         out = self.out((count, width) if with_output else (0,), gate_up.dtype)
-        name = f"ho_weighted_swiglu_backward_{'' if self.aligned(grad, gate_up[:, :width]) else 'any_'}{SHORT[gate_up.dtype]}"
+        form = "" if self.aligned(grad, gate_up[:, :width]) else "any_"
+        name = f"ho_weighted_swiglu_backward_{form}{SHORT[gate_up.dtype]}"
         self.launch_rows(
             "weighted_swiglu",
             name,

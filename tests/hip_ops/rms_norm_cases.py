@@ -40,7 +40,8 @@ class Case:
         names = {BF16: "bf16", FP32: "fp32", FP64: "fp64"}
         form = "zaya" if self.scaled else "plain"
         options = ("" if self.d_new_residual else "-y_only") + (f"-pad{self.pad}" if self.pad else "")
-        return f"{form}-{self.rows}x{self.hidden}-{'-'.join(names[d] for d in (self.x_dtype, self.residual_dtype, self.weight_dtype))}{options}"
+        dtypes = "-".join(names[d] for d in (self.x_dtype, self.residual_dtype, self.weight_dtype))
+        return f"{form}-{self.rows}x{self.hidden}-{dtypes}{options}"
 
 
 @dataclass

@@ -2,7 +2,8 @@
 """The router's Triton kernels with one mistake each, made from the shipped source by substitution, in Triton's
 interpreter.
 
-python -m tests.hip_ops.router_bugs FOLDER       runs the checks on the right source and on each mistake; prints what was caught
+`python -m tests.hip_ops.router_bugs FOLDER` runs the checks on the right source and on each mistake, and prints the
+mistakes that were found.
 """
 
 from __future__ import annotations

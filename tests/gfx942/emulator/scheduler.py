@@ -4,8 +4,9 @@
 lockstep: all waves that stand at the lowest program counter step together.
 serial:   of every block one wave runs until it waits at a barrier or ends, the lowest first.
 reverse:  as serial, the highest first.
-Waves at the same place are stepped by one numpy operation; a group keeps going until a branch, a barrier, an end, or until it reaches
-a place where other waves wait to be joined.
+
+Waves at the same place are stepped by one numpy operation; a group keeps going until a branch, a barrier, an end, or
+until it reaches a place where other waves wait to be joined.
 """
 
 import re
