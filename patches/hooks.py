@@ -37,7 +37,28 @@ LOOP = (
     ">=0.19.0rc0,<" + compat.FIRST_UNSUPPORTED
 )  # for symbols that only `zaya train` replaces; it requires pretrain() of 0.19
 BUFFERS = MEGATRON + "core/distributed/param_and_grad_buffer.py"
+DDP_SOURCE = MEGATRON + "core/distributed/distributed_data_parallel.py"
 OWN_OPTIMIZER = "a registered optimizer can be a DistributedOptimizer (optimizer/emerging_optimizers.py)"
+
+# The rows of INSTANCES, for `set_attribute`.
+GPT_MODEL_CLASS = "megatron.core.models.gpt.GPTModel().__class__"
+ROTARY_CLASS = "megatron.core.models.common.embeddings.rotary_pos_embedding.RotaryEmbedding().__class__"
+EMBEDDING_CLASS = "megatron.core.tensor_parallel.VocabParallelEmbedding().__class__"
+ZERO_OUT_WGRAD = "torch.nn.Parameter().zero_out_wgrad"
+BUFFER_RESET = "megatron.core.distributed.param_and_grad_buffer._ParamAndGradBuffer().reset"
+BUFFER_SCALE = "megatron.core.distributed.param_and_grad_buffer._ParamAndGradBuffer().scale_gradients"
+EXPERT_GROUPS = "megatron.core.distributed.DistributedDataParallel().expert_parallel_bucket_groups"
+GROUP_OF_PARAMETER = "megatron.core.distributed.DistributedDataParallel().param_to_bucket_group"
+NEXT_GROUP = "megatron.core.distributed.param_and_grad_buffer._ParamAndGradBucketGroup().next_param_gather_bucket_group"
+INIT_STATE = "megatron.core.optimizer.MegatronOptimizer().init_state_fn"
+NORM_GROUP = "megatron.core.optimizer.MegatronOptimizer().tp_group"
+HOST_CONFIG = "megatron.core.transformer.TransformerConfig()."
+SHARED_WITH_HOST = (
+    "hetereogenous_dist_checkpoint",
+    "fp32_residual_connection",
+    "pipeline_dtype",
+    "pipeline_state_size",
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -198,38 +219,80 @@ HOOKS: dict[str, HostChange] = dict(
         ),
     )
 )
-# Attributes of objects that a run builds; they end with the run. `replaced` and `wrapped` do not take them.
+# Attributes of objects that a run builds; they end with the run. `set_attribute` sets them.
+_TAKES_OVER = "the model becomes a ZayaGPTModel, also where the host has built it (zaya_plugin.model.loss)"
+_ONE_GROUP = "puts a layer's buckets of experts into one group (zaya_plugin.optim.gradient_buffers)"
 INSTANCES: dict[str, HostChange] = dict(
     (
         _hook(
-            "megatron.core.models.gpt.GPTModel().__class__",
-            "it gets the head and loss of zaya_plugin.model.loss, its embedding and RoPE get our classes too; also in a host that builds the model",
+            GPT_MODEL_CLASS,
+            f"{_TAKES_OVER}: its head and its loss",
             "a spec names the model's head",
             upstream=MEGATRON + "core/models/gpt/gpt_model.py",
         ),
         _hook(
-            "megatron.core.distributed.param_and_grad_buffer._ParamAndGradBuffer().reset",
+            ROTARY_CLASS,
+            f"{_TAKES_OVER}: positions of every order of the context, and of packed documents",
+            "a spec names the model's RoPE",
+            upstream=MEGATRON + "core/models/common/embeddings/rotary_pos_embedding.py",
+        ),
+        _hook(
+            EMBEDDING_CLASS,
+            f"{_TAKES_OVER}: the embedding adds its gradient's rows to the main gradient",
+            "a spec names the model's embedding",
+            upstream=MEGATRON + "core/models/common/embeddings/language_model_embedding.py",
+        ),
+        _hook(
+            ZERO_OUT_WGRAD,
+            "DDP must not add the embedding's gradient, which is in the main gradient already (zaya_plugin.model.tied_head)",
+            "a spec names the model's embedding",
+            upstream=MEGATRON + "core/models/gpt/gpt_model.py",
+        ),
+        _hook(
+            BUFFER_RESET,
             "skips blocks of experts that the first micro-batch overwrites (zaya_plugin.optim.gradient_buffers)",
             "DDP lets a parameter declare that its first gradient is written, not added",
             upstream=BUFFERS,
         ),
         _hook(
-            "megatron.core.distributed.param_and_grad_buffer._ParamAndGradBuffer().scale_gradients",
+            BUFFER_SCALE,
             "the optimizer multiplies by the scale as it reads the gradients (zaya_plugin.optim.gradient_buffers)",
             "DDP passes the scale to the optimizer",
             upstream=BUFFERS,
         ),
+        _hook(EXPERT_GROUPS, _ONE_GROUP, "DDP groups buckets by layer", upstream=DDP_SOURCE),
         _hook(
-            "megatron.core.distributed.DistributedDataParallel().expert_parallel_bucket_groups",
-            "puts a layer's buckets of experts into one group (zaya_plugin.optim.gradient_buffers)",
+            GROUP_OF_PARAMETER,
+            f"{_ONE_GROUP}; a parameter's hook finds the new group",
             "DDP groups buckets by layer",
-            upstream=MEGATRON + "core/distributed/distributed_data_parallel.py",
+            upstream=DDP_SOURCE,
         ),
         _hook(
-            "megatron.core.optimizer.MegatronOptimizer().init_state_fn",
+            NEXT_GROUP,
+            f"{_ONE_GROUP}; the gather of one group starts that of the next",
+            "DDP groups buckets by layer",
+            upstream=BUFFERS,
+        ),
+        _hook(
+            INIT_STATE,
             "matrices of Muon get no second moment (zaya_plugin.optim.build)",
             OWN_OPTIMIZER,
             upstream=MEGATRON + "core/optimizer/optimizer.py",
+        ),
+        _hook(
+            NORM_GROUP,
+            "0.16 leaves shards of experts out of the gradients' norm (zaya_plugin.compat)",
+            "Primus pins 0.17 or later",
+            upstream="https://github.com/NVIDIA/Megatron-LM/blob/core_v0.16.0/megatron/core/optimizer/optimizer.py",
+        ),
+        *(
+            _hook(
+                HOST_CONFIG + name,
+                "pretrain_gpt.py builds its own configuration, which its block and its schedules read",
+                "pretrain_gpt.py takes a class of configuration",
+                upstream=MEGATRON + "training/arguments.py",
+            )
+            for name in SHARED_WITH_HOST
         ),
     )
 )
@@ -271,6 +334,19 @@ def _changed(makers: list[tuple[str, Callable[[Any], Any]]]) -> Iterator[None]:
     finally:
         for holder, name, value in reversed(before):
             setattr(holder, name, value)
+
+
+def set_attribute(symbol: str, instance: Any, value: Any) -> None:
+    """Set the attribute of `instance` that the row `symbol` of INSTANCES names.
+
+    Raises:
+        KeyError: no such row.
+        ImportError: the installed version is outside the row's range. In both cases nothing is set.
+    """
+    change = INSTANCES[symbol]
+    if not change.fits:
+        raise ImportError(change.refusal)
+    setattr(instance, symbol.rpartition(".")[2], value)
 
 
 _for_good: list[ExitStack] = []  # without a reference a context would be closed and restore its symbols

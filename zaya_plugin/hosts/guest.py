@@ -31,9 +31,6 @@ from zaya_plugin.training.kernels import kernel_lines, select_kernels
 from zaya_plugin.training.lifecycle import Lifecycle
 from zaya_plugin.training.optimizer import assign_optimizers, optimizer_factory
 
-# Fields of ours that the host's block and schedules read in the host's own TransformerConfig.
-SHARED_WITH_HOST = ("hetereogenous_dist_checkpoint", "fp32_residual_connection", "pipeline_dtype")
-
 
 class Guest:
     """What a recipe adds to a host's run.
@@ -132,10 +129,8 @@ class Guest:
 
     def share_config(self, host) -> None:
         """Copy the fields that the host reads into its own configuration; may be called again."""
-        for name in SHARED_WITH_HOST:
-            setattr(host, name, getattr(self.config, name))
-        # Read by patches/megatron_stage_width.py; no field of Megatron's.
-        host.pipeline_state_size = self.config.pipeline_state_size
+        for name in hooks.SHARED_WITH_HOST:
+            hooks.set_attribute(hooks.HOST_CONFIG + name, host, getattr(self.config, name))
 
     def model(self, pre_process=True, post_process=True, vp_stage=None, config=None, pg_collection=None):
         """Build the GPTModel of one (virtual) stage, for hosts that let the guest build it; in other hosts
