@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Lists what this plugin changes in the hosts' modules, classes and objects: by import, by its patches, in a run, after it.
+"""Lists what this plugin changes in the hosts' modules, classes and objects: by import, by its patches, in a run, after
+it.
 
 `python -m tests.patches.host_changes run DATA RUN_DIR [key=value ...]` runs three steps of a small demo in this process
 and prints JSON: {"import": [...], "registered": [...], "patches": [...], "run": [...], "after": [...]}, each a list of

@@ -96,11 +96,13 @@ def test_a_change_of_an_object_is_described_and_refused_outside_its_versions(sym
     hooks.set_attribute(symbol, each, Other)
     assert getattr(each, name) is Other
     with pytest.raises(KeyError):
-        hooks.set_attribute("megatron.core.models.gpt.GPTModel().decoder", each, Other)
+        hooks.set_attribute("GPTModel().decoder", each, Other)
 
 
 def test_primus_is_hooked_before_it_has_chosen_its_megatron(monkeypatch):
-    """Whose version must not be asked then: the answer would be that of another installation, and is kept."""
+    """A hook of Primus does not read megatron.core's version, which would be that of another installation and is
+    cached.
+    """
     runner = ModuleType("primus.core.patches.patch_runner")
     runner.error_rank_0 = print
     monkeypatch.setitem(sys.modules, runner.__name__, runner)

@@ -35,9 +35,9 @@ class ZayaGPTModel(GPTModel):
         """
         if isinstance(model, cls):
             return
-        hooks.set_attribute(hooks.GPT_MODEL_CLASS, model, cls)
+        hooks.set_attribute("GPTModel().__class__", model, cls)
         model.z_loss = config.z_loss
-        hooks.set_attribute(hooks.ROTARY_CLASS, model.rotary_pos_emb, ZayaRotaryEmbedding)
+        hooks.set_attribute("RotaryEmbedding().__class__", model.rotary_pos_emb, ZayaRotaryEmbedding)
         model.rotary_pos_emb.order = config.context_parallel_order
         if model.pre_process:
             MainGradEmbedding.take_over(model.embedding.word_embeddings, announces=not model.post_process)

@@ -46,12 +46,14 @@ def group_layers(model_chunks: Iterable) -> None:
             continue  # that reduction of Megatron's takes one bucket a group
         old = chunk.expert_parallel_bucket_groups
         new = [_joined(list(groups)) for _, groups in groupby(old, key=_layer)]
-        hooks.set_attribute(hooks.EXPERT_GROUPS, chunk, new)
+        hooks.set_attribute("DistributedDataParallel().expert_parallel_bucket_groups", chunk, new)
         joined = {param: bucket_group for bucket_group in new for param in bucket_group.params}
-        hooks.set_attribute(hooks.GROUP_OF_PARAMETER, chunk, chunk.param_to_bucket_group | joined)
+        hooks.set_attribute(
+            "DistributedDataParallel().param_to_bucket_group", chunk, chunk.param_to_bucket_group | joined
+        )
         if any(each.next_param_gather_bucket_group is not None for each in old):
             for before, after in pairwise(new):  # as DDP links its own groups, in the order of the backward pass
-                hooks.set_attribute(hooks.NEXT_GROUP, after, before)
+                hooks.set_attribute("_ParamAndGradBucketGroup().next_param_gather_bucket_group", after, before)
 
 
 def _joined(groups: list) -> _ParamAndGradBucketGroup:
@@ -90,7 +92,7 @@ def spare_zeroing(model_chunks: Iterable) -> None:
         if isinstance(chunk, DistributedDataParallel) and _tells_micro_batches_apart(chunk.config):
             for buffer in chunk.buffers + chunk.expert_parallel_buffers:
                 if blocks := blocks_that_write(buffer.param_index_map):
-                    hooks.set_attribute(hooks.BUFFER_RESET, buffer, ResetRest(buffer, blocks))
+                    hooks.set_attribute("_ParamAndGradBuffer().reset", buffer, ResetRest(buffer, blocks))
 
 
 def _tells_micro_batches_apart(config) -> bool:
@@ -164,10 +166,12 @@ class DeferredScale:
         self._by: Tensor | float | None = None
         self._buffers = list(buffers)
         for i, buffer in enumerate(self._buffers):
-            hooks.set_attribute(hooks.BUFFER_SCALE, buffer, functools.partial(self.scale, i))
+            hooks.set_attribute("_ParamAndGradBuffer().scale_gradients", buffer, functools.partial(self.scale, i))
 
     def scale(self, index: int, scaling_factor: Tensor | float) -> None:
-        """Note that buffer `index` is to be scaled. Megatron scales all buffers by the same number, one after another."""
+        """Note that buffer `index` is to be scaled. Megatron scales all buffers by the same number, one after
+        another.
+        """
         if not self._scaled:
             self._by = scaling_factor
             self.factor.mul_(scaling_factor.reshape(()) if isinstance(scaling_factor, Tensor) else scaling_factor)

@@ -76,11 +76,13 @@ def muon_factory(get_megatron_optimizer: Callable, muon: MuonSettings, non_finit
         spare_zeroing(model_chunks)
         for optimizer in chained.chained_optimizers:
             if (group := compat.group_of_experts_norm(optimizer)) is not None:
-                hooks.set_attribute(hooks.NORM_GROUP, optimizer, group)
+                hooks.set_attribute("MegatronOptimizer().tp_group", optimizer, group)
             if optimizer.optimizer is not None and not isinstance(optimizer, MuonDistributedOptimizer):
                 _tag_copies(optimizer)
                 # Megatron's own function would create a second moment for Muon's matrices.
-                hooks.set_attribute(hooks.INIT_STATE, optimizer, lambda inner, config=None: inner.initialise_state())
+                hooks.set_attribute(
+                    "MegatronOptimizer().init_state_fn", optimizer, lambda inner, config=None: inner.initialise_state()
+                )
         return chained
 
     return factory
