@@ -33,11 +33,19 @@ MEGATRON = "https://github.com/NVIDIA/Megatron-LM/blob/core_v0.19.0/megatron/"
 TRAINING_LOOP = MEGATRON + "training/training.py"
 PRIMUS = "https://github.com/AMD-AGI/Primus/blob/main/primus/core/patches/patch_runner.py"
 CALLBACKS = "pretrain() takes a list of callbacks"
-LOOP = (
-    ">=0.19.0rc0,<" + compat.FIRST_UNSUPPORTED
-)  # for symbols that only `zaya train` replaces; it requires pretrain() of 0.19
+# For symbols that only `zaya train` replaces, which requires pretrain() of 0.19.
+LOOP = ">=0.19.0rc0,<" + compat.FIRST_UNSUPPORTED
 BUFFERS = MEGATRON + "core/distributed/param_and_grad_buffer.py"
+DDP_SOURCE = MEGATRON + "core/distributed/distributed_data_parallel.py"
 OWN_OPTIMIZER = "a registered optimizer can be a DistributedOptimizer (optimizer/emerging_optimizers.py)"
+
+# Fields of our configuration that a host reads in its own.
+SHARED_WITH_HOST = (
+    "hetereogenous_dist_checkpoint",
+    "fp32_residual_connection",
+    "pipeline_dtype",
+    "pipeline_state_size",
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,16 +81,18 @@ class HostChange:
             return True
         return self.installed is not None and SpecifierSet(self.versions, prereleases=True).contains(self.installed)
 
-    @property
-    def refusal(self) -> str:
-        """The error text where `fits` is false."""
-        return message(
-            self.package,
-            self.installed,
-            problem=f"the change of {self.symbol} is not written for this version",
-            allowed=self.versions,
-            fix=f"pip install '{self.package}{self.versions}'",
-        )
+    def require(self) -> None:
+        """Raise ImportError unless `fits`."""
+        if not self.fits:
+            raise ImportError(
+                message(
+                    self.package,
+                    self.installed,
+                    problem=f"the change of {self.symbol} is not written for this version",
+                    allowed=self.versions,
+                    fix=f"pip install '{self.package}{self.versions}'",
+                )
+            )
 
 
 def holder_of(symbol: str) -> tuple[Any, str]:
@@ -198,13 +208,35 @@ HOOKS: dict[str, HostChange] = dict(
         ),
     )
 )
-# Attributes of objects that a run builds; they end with the run. `replaced` and `wrapped` do not take them.
-INSTANCES: dict[str, HostChange] = dict(
-    (
+# Attributes of objects that a run builds, by class and attribute; they end with the run. `set_attribute` sets them.
+_TAKES_OVER = "the model becomes a ZayaGPTModel, also where the host has built it (zaya_plugin.model.loss)"
+_ONE_GROUP = "puts a layer's buckets of experts into one group (zaya_plugin.optim.gradient_buffers)"
+INSTANCES: dict[str, HostChange] = {
+    ".".join(symbol.split(".")[-2:]): change
+    for symbol, change in (
         _hook(
             "megatron.core.models.gpt.GPTModel().__class__",
-            "it gets the head and loss of zaya_plugin.model.loss, its embedding and RoPE get our classes too; also in a host that builds the model",
+            f"{_TAKES_OVER}: its head and its loss",
             "a spec names the model's head",
+            upstream=MEGATRON + "core/models/gpt/gpt_model.py",
+        ),
+        _hook(
+            "megatron.core.models.common.embeddings.rotary_pos_embedding.RotaryEmbedding().__class__",
+            f"{_TAKES_OVER}: positions of every order of the context, and of packed documents",
+            "a spec names the model's RoPE",
+            upstream=MEGATRON + "core/models/common/embeddings/rotary_pos_embedding.py",
+        ),
+        _hook(
+            "megatron.core.tensor_parallel.VocabParallelEmbedding().__class__",
+            f"{_TAKES_OVER}: the embedding adds its gradient's rows to the main gradient",
+            "a spec names the model's embedding",
+            upstream=MEGATRON + "core/models/common/embeddings/language_model_embedding.py",
+        ),
+        _hook(
+            "torch.nn.Parameter().zero_out_wgrad",
+            "DDP must not add the embedding's gradient, which is in the main gradient already "
+            "(zaya_plugin.model.tied_head)",
+            "a spec names the model's embedding",
             upstream=MEGATRON + "core/models/gpt/gpt_model.py",
         ),
         _hook(
@@ -221,18 +253,45 @@ INSTANCES: dict[str, HostChange] = dict(
         ),
         _hook(
             "megatron.core.distributed.DistributedDataParallel().expert_parallel_bucket_groups",
-            "puts a layer's buckets of experts into one group (zaya_plugin.optim.gradient_buffers)",
+            _ONE_GROUP,
             "DDP groups buckets by layer",
-            upstream=MEGATRON + "core/distributed/distributed_data_parallel.py",
+            upstream=DDP_SOURCE,
+        ),
+        _hook(
+            "megatron.core.distributed.DistributedDataParallel().param_to_bucket_group",
+            f"{_ONE_GROUP}; a parameter's hook finds the new group",
+            "DDP groups buckets by layer",
+            upstream=DDP_SOURCE,
+        ),
+        _hook(
+            "megatron.core.distributed.param_and_grad_buffer._ParamAndGradBucketGroup().next_param_gather_bucket_group",
+            f"{_ONE_GROUP}; the gather of one group starts that of the next",
+            "DDP groups buckets by layer",
+            upstream=BUFFERS,
         ),
         _hook(
             "megatron.core.optimizer.MegatronOptimizer().init_state_fn",
-            "matrices of Muon get no second moment (zaya_plugin.optim.build)",
+            "matrices of Muon get no second moment (zaya_plugin.optim.factory)",
             OWN_OPTIMIZER,
             upstream=MEGATRON + "core/optimizer/optimizer.py",
         ),
+        _hook(
+            "megatron.core.optimizer.MegatronOptimizer().tp_group",
+            "0.16 leaves shards of experts out of the gradients' norm (zaya_plugin.compat)",
+            "Primus pins 0.17 or later",
+            upstream="https://github.com/NVIDIA/Megatron-LM/blob/core_v0.16.0/megatron/core/optimizer/optimizer.py",
+        ),
+        *(
+            _hook(
+                f"megatron.core.transformer.TransformerConfig().{name}",
+                "pretrain_gpt.py builds its own configuration, which its block and its schedules read",
+                "pretrain_gpt.py takes a class of configuration",
+                upstream=MEGATRON + "training/arguments.py",
+            )
+            for name in SHARED_WITH_HOST
+        ),
     )
-)
+}
 
 
 def replaced(values: Mapping[str, Any]) -> AbstractContextManager[None]:
@@ -259,8 +318,7 @@ def _changed(makers: list[tuple[str, Callable[[Any], Any]]]) -> Iterator[None]:
     one.
     """
     for symbol, _ in makers:
-        if not HOOKS[symbol].fits:
-            raise ImportError(HOOKS[symbol].refusal)
+        HOOKS[symbol].require()
     before = []
     try:
         for symbol, make in makers:
@@ -271,6 +329,17 @@ def _changed(makers: list[tuple[str, Callable[[Any], Any]]]) -> Iterator[None]:
     finally:
         for holder, name, value in reversed(before):
             setattr(holder, name, value)
+
+
+def set_attribute(symbol: str, instance: Any, value: Any) -> None:
+    """Set the attribute of `instance` that the row `symbol` of INSTANCES names, such as "GPTModel().__class__".
+
+    Raises:
+        KeyError: no such row.
+        ImportError: the installed version is outside the row's range. In both cases nothing is set.
+    """
+    INSTANCES[symbol].require()
+    setattr(instance, symbol.rpartition(".")[2], value)
 
 
 _for_good: list[ExitStack] = []  # without a reference a context would be closed and restore its symbols

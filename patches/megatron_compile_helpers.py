@@ -29,7 +29,10 @@ PATCH = Patch(
     make=lambda _: lambda: None,
     scope="always",
     wanted=_compiled_already,
-    reason="runs make and exits the process when that fails, also where helpers_cpp is compiled already (the wheel has no Makefile)",
+    reason=(
+        "runs make and exits the process when that fails, also where helpers_cpp is compiled already (the wheel has "
+        "no Makefile)"
+    ),
     upstream=MEGATRON + "core/datasets/utils.py",
     until="compile_helpers skips a module that is compiled",
 )

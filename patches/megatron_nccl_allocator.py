@@ -54,7 +54,10 @@ PATCH = Patch(
     },
     scope="always",
     wanted=lambda: compat.at_least("0.19.0rc0"),  # the names that are changed are those of 0.19
-    reason="registered buffers: no extension is compiled at start, NCCL_NVLS_ENABLE keeps its value, and `zaya train` takes them back at its end",
+    reason=(
+        "registered buffers: no extension is compiled at start, NCCL_NVLS_ENABLE keeps its value, and `zaya train` "
+        "takes them back at its end"
+    ),
     upstream=MEGATRON + "core/nccl_allocator.py",
     until="Megatron uses torch's allocator for NCCL and deregisters buffers before its groups end",
 )

@@ -26,7 +26,10 @@ PATCH = Patch(
     also={"megatron.core.optimizer.distrib_optimizer.param_group_identifier_keys": with_learning_rates},
     scope="always",
     wanted=_learning_rates_are_missing,
-    reason="megatron-core 0.16 merges groups that differ only in their learning rate, so a resumed run mixes up their rates",
+    reason=(
+        "megatron-core 0.16 merges groups that differ only in their learning rate, so a resumed run mixes up their "
+        "rates"
+    ),
     upstream=MEGATRON + "core/optimizer/optimizer.py",
     until="Primus pins a Megatron that has the keys, as 0.19 does",
 )

@@ -32,7 +32,10 @@ PATCH = Patch(
     make=in_this_process,
     scope="always",
     wanted=lambda: compat.at_least("0.19"),
-    reason="starts a manager process of 0.5 GB in each rank for saves inside the rank, and leaves it behind if the rank is killed",
+    reason=(
+        "starts a manager process of 0.5 GB in each rank for saves inside the rank, and leaves it behind if the rank "
+        "is killed"
+    ),
     upstream=MEGATRON + "core/dist_checkpointing/strategies/filesystem_async.py",
     until="synchronous saves use a queue inside the rank",
 )

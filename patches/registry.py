@@ -57,7 +57,9 @@ _installed: set[str] = set()  # symbols; installing a patch twice would wrap a w
 
 @functools.cache
 def has_accelerator() -> bool:
-    """Whether torch has a GPU (CUDA or ROCm). The answer is kept, since later patches change what torch.cuda answers."""
+    """Whether torch has a GPU (CUDA or ROCm). The answer is kept, since later patches change what torch.cuda
+    answers.
+    """
     import torch
 
     return torch.cuda.is_available()
@@ -85,7 +87,6 @@ def _apply(patches: Iterable[Patch]) -> None:
     for patch in patches:
         if patch.symbol in _installed or not patch.applies:
             continue
-        if not patch.fits:
-            raise ImportError(patch.refusal)
+        patch.require()
         patch.install()
         _installed.add(patch.symbol)

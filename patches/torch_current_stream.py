@@ -4,17 +4,13 @@
 from zaya_plugin.patches.registry import MEGATRON, Patch
 from zaya_plugin.patches.torch_stream import InOrderStream
 
-
-def one_stream(_):
-    stream = InOrderStream()
-    return lambda device=None: stream
-
+STREAM = InOrderStream()
 
 PATCH = Patch(
     symbol="torch.cuda.current_stream",
     package="torch",
     versions=">=2.6",
-    make=one_stream,
+    make=lambda _: lambda device=None: STREAM,
     reason="raises without CUDA; DDP and checkpoint writers wait for the current stream",
     upstream=MEGATRON + "training/training.py",
 )

@@ -8,6 +8,9 @@ PATCH = Patch(
     package="torch",
     versions=">=2.6",
     make=lambda _: lambda: 1,
-    reason="with 0 devices Megatron skips model-parallel groups and seeding, and the checkpoint writer divides by the number",
+    reason=(
+        "with 0 devices Megatron skips model-parallel groups and seeding, and the checkpoint writer divides by the "
+        "number"
+    ),
     upstream=MEGATRON + "training/initialize.py",
 )

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """torch.cuda.Stream: streams and events that do nothing, since CPU work is in order already."""
 
+import torch
+
 from zaya_plugin.patches.registry import MEGATRON, Patch
 
 
@@ -8,8 +10,6 @@ class InOrderStream:
     """A stream whose work is complete when it is submitted; also the event that record_event() returns."""
 
     def __init__(self, *args, **kwargs):
-        import torch
-
         self.device = torch.device("cpu")
 
     def wait_stream(self, stream):

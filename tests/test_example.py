@@ -12,14 +12,14 @@ import pytest
 ROOT = Path(__file__).parents[1]
 SCRIPT = ROOT / "examples" / "train_three_steps.py"
 # Of one rank in bf16 on a CPU.
-LOSSES = [5.5906, 5.1692, 4.6504]
+LOSSES = [5.5598, 5.1992, 4.6916]
 
 
 def test_the_page_quotes_the_file():
     page = (ROOT / "docs" / "api.md").read_text()
     (quoted,) = re.findall(r"<!-- examples/train_three_steps.py -->\n```python\n(.*?)```\n", page, re.DOTALL)
     assert "# SPDX-License-Identifier: Apache-2.0\n" + quoted == SCRIPT.read_text()
-    assert len(quoted.splitlines()) < 50
+    assert len(quoted.splitlines()) <= 40
 
 
 @pytest.mark.parametrize(

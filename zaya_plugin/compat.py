@@ -82,8 +82,9 @@ def can_read(checkpoint: Path) -> bool:
     return at_least("0.19") or (checkpoint / "common.pt").is_file()
 
 
-def count_experts_in_norm(optimizer) -> None:
-    """Let `optimizer`, one of Megatron's, count its experts in the gradient norm on every tensor-parallel rank.
+def group_of_experts_norm(optimizer):
+    """Return the process group with which `optimizer`, one of Megatron's, counts its experts in the gradient norm on
+    every tensor-parallel rank; None if it uses the right group itself.
 
     0.16 regards all parameters that tensor parallelism does not cut as copies of the first rank's. Experts under
     expert_tensor_parallel_size=1 are no copies: each rank holds its own shard of them, and the norm for clipping would
@@ -92,11 +93,12 @@ def count_experts_in_norm(optimizer) -> None:
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel import param_is_not_tensor_parallel_duplicate as filtered
 
-    if "expert_tp_group" in inspect.signature(filtered).parameters:  # this release uses the right group itself
-        return
+    if "expert_tp_group" in inspect.signature(filtered).parameters:
+        return None
     groups = optimizer.param_groups if optimizer.optimizer is not None else []
     if groups and all(group["is_expert_parallel"] for group in groups):
-        optimizer.tp_group = parallel_state.get_expert_tensor_parallel_group()
+        return parallel_state.get_expert_tensor_parallel_group()
+    return None
 
 
 def grads_for_norm(optimizer) -> list:

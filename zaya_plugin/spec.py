@@ -48,8 +48,14 @@ def recipe_path(args) -> Path:
     if not path.is_file():
         raise mistake(
             str(path),
-            problem="no such recipe; it holds the settings that Megatron has no argument for (router, Muon, balancing, hand-over)",
-            fix=f"zaya export megatron experiment=<name> run_dir={path.parent}, or {RECIPE_VARIABLE}=<recipe> in the environment",
+            problem=(
+                "no such recipe; it holds the settings that Megatron has no argument for (router, Muon, balancing, "
+                "hand-over)"
+            ),
+            fix=(
+                f"zaya export megatron experiment=<name> run_dir={path.parent}, or {RECIPE_VARIABLE}=<recipe> in the "
+                "environment"
+            ),
         )
     return path
 
@@ -67,7 +73,9 @@ class GuestLayer(ZayaTransformerLayer):
 
 
 class GuestBlock(TransformerBlockSubmodules):
-    """The layers of a stage and our final norm, which reads the fp32 stream. All stages have the same number of layers."""
+    """The layers of a stage and our final norm, which reads the fp32 stream. All stages have the same number of
+    layers.
+    """
 
     def __init__(self):
         pass

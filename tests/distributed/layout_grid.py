@@ -23,8 +23,9 @@ class Difference:
     """A layout against one rank.
 
     flips: choices of an expert (of `choices`: tokens x layers x steps) that fell otherwise; near_ties: where a sequence
-    first flipped, one rank's choice was close; gradients: by key, the largest ||a - b|| / ||b|| of all steps; replicas: the
-    largest such difference between ranks that hold the same gradient; balancing: the same counts for the balancing biases.
+    first flipped, one rank's choice was close; gradients: by key, the largest ||a - b|| / ||b|| of all steps; replicas:
+    the largest such difference between ranks that hold the same gradient; balancing: the same counts for the balancing
+    biases.
     """
 
     flips: int
@@ -67,7 +68,8 @@ class Grid:
     """One rank's run, its checkpoint of step COMMON, and runs of layouts that start from there.
 
     Args: directory for everything; data, a prepared data set; recipe, overrides that all runs share, on top of base;
-    last, the last step; gradients, whether they are compared; servers, where ranks run: one of its own for the CPU by default.
+    last, the last step; gradients, whether they are compared; servers, where ranks run: one of its own for the CPU by
+    default.
     """
 
     def __init__(
@@ -102,7 +104,8 @@ class Grid:
     def run(self, layout: Layout, forced: bool = False, traffic: bool = False) -> dict:
         """What layout_run.py kept of `layout`, steps COMMON + 1 to the last.
 
-        Args: forced, under one rank's routing; traffic, count what is sent and keep no gradients, whose gathering would count.
+        Args: forced, under one rank's routing; traffic, count what is sent and keep no gradients, whose gathering would
+        count.
         """
         name = layout.name + forced * "-forced" + traffic * "-traffic"
         checkpoints = self.directory / name / "checkpoints"
@@ -169,7 +172,9 @@ def _first_step(key: tuple[int, bytes], flipped: dict) -> bool:
 
 
 def _near_tie(flipped: torch.Tensor, margins: torch.Tensor) -> bool:
-    """Whether the choices that flipped in the first layer that has any were close; [L, s] both. Later layers see its output."""
+    """Whether the choices that flipped in the first layer that has any were close; [L, s] both. Later layers see its
+    output.
+    """
     layers = flipped.any(dim=1).nonzero()
     return len(layers) == 0 or bool((margins[layers[0, 0]][flipped[layers[0, 0]]] < NEAR).all())
 

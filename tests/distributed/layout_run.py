@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One rank of a run whose losses, gradients and expert choices are kept: `layout_run <job.json>`, under torchrun or rank_server.py.
+"""One rank of a run whose losses, gradients and expert choices are kept: `layout_run <job.json>`, under torchrun or
+rank_server.py.
 
 The run is the product's own (recipe, hosts.pretrain, Megatron's loop and checkpoints). What is kept is named so that it
 does not depend on the layout: gradients by checkpoint key and put together from their shards, expert ids by the tokens
 of the sequence and the position in it.
 
 The job: recipe (overrides), out (the .pt that rank 0 writes), save_at (step whose checkpoint is written, or null),
-gradients (keep them), traffic (count what each rank sends), forced (a former .pt whose expert ids replace the routers' choices, or null).
+gradients (keep them), traffic (count what each rank sends), forced (a former .pt whose expert ids replace the routers'
+choices, or null).
 """
 
 from __future__ import annotations
@@ -197,7 +199,9 @@ def join_gradients(ranks: list[list[tuple]]) -> tuple[dict[str, torch.Tensor], f
 
 
 def join_ids(ranks: list[list[tuple]], layers: int, length: int) -> tuple[dict, dict]:
-    """Expert ids int64 [L, s] and margins fp32 [L, s] by step and sequence; every token of every layer has to have one id."""
+    """Expert ids int64 [L, s] and margins fp32 [L, s] by step and sequence; every token of every layer has to have one
+    id.
+    """
     whole: dict[tuple[int, bytes], torch.Tensor] = {}
     margins: dict[tuple[int, bytes], torch.Tensor] = {}
     for step, layer, sequences, positions, ids, apart in (entry for rank in ranks for entry in rank):

@@ -13,7 +13,7 @@ from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
 from zaya_plugin.model.build import build_zaya_model
 from zaya_plugin.model.config import ZayaConfig
-from zaya_plugin.optim.build import muon_factory, tag_parameters
+from zaya_plugin.optim.factory import muon_factory, tag_parameters
 from zaya_plugin.optim.muon import MuonSettings
 
 

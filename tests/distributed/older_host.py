@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One rank of tests/distributed/test_older_host.py, under torchrun: five Muon steps on made-up gradients; rank 0 writes the weights.
+"""One rank of tests/distributed/test_older_host.py, under torchrun: five Muon steps on made-up gradients; rank 0 writes
+the weights.
 
 Weights and gradients follow from the parameters' names, so that every release of Megatron starts and steps alike.
 """

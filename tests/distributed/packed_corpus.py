@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A prepared data set of short documents, so that a short sequence holds several, and counting them in what was trained on."""
+"""A prepared data set of short documents, so that a short sequence holds several, and counting them in what was trained
+on.
+"""
 
 from __future__ import annotations
 
@@ -41,6 +43,8 @@ def short_documents(folder: Path, tokenizer: Path, lines: int = 1) -> Path:
 
 
 def boundaries(result: dict, data: Path) -> list[int]:
-    """For each step and sequence of a result of layout_run.py: how many documents end in it with another behind them."""
+    """For each step and sequence of a result of layout_run.py: how many documents end in it with another behind
+    them.
+    """
     eod = json.loads((data / "manifest.json").read_text())["tokenizer"]["eod_id"]
     return [int((np.frombuffer(sequence, dtype=np.int64)[:-1] == eod).sum()) for _, sequence in result["ids"]]

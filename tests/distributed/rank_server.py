@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ranks that start at once: processes that have imported everything and fork the ranks of one layout_run job after the other.
+"""Ranks that start at once: processes that have imported everything and fork the ranks of one layout_run job after the
+other.
 
-Importing torch, Megatron and transformers is most of the time of a short run. A process that has asked CUDA's driver for
-anything must not fork ranks that use a GPU: is_available() is therefore answered by NVML, one fork tries a GPU out, and where
-that fails the ranks start as fresh interpreters.
+Importing torch, Megatron and transformers is most of the time of a short run. A process that has asked CUDA's driver
+for anything must not fork ranks that use a GPU: is_available() is therefore answered by NVML, one fork tries a GPU out,
+and where that fails the ranks start as fresh interpreters.
 """
 
 from __future__ import annotations
@@ -98,7 +99,9 @@ def _run_ranks(ranks: int, seconds: float, job: str, fork: bool) -> int:
 
 
 def _free_port() -> int:
-    """Below those that Linux hands out by itself: one of them could be taken, by ranks beside these, before rank 0 listens."""
+    """Below those that Linux hands out by itself: one of them could be taken, by ranks beside these, before rank 0
+    listens.
+    """
     while True:
         port = random.randrange(10_000, 32_000)
         with socket.socket() as probe:
@@ -145,7 +148,9 @@ def _use_gpu() -> None:
 
 
 def _wait(pids: dict[int, int], seconds: float) -> int:
-    """The exit code of the first that fails, when all have ended; the others would wait for it for ever, and are killed."""
+    """The exit code of the first that fails, when all have ended; the others would wait for it for ever, and are
+    killed.
+    """
     worst, deadline = 0, time.monotonic() + seconds
     running = set(pids)
     while running:

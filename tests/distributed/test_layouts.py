@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every parallel layout gives the losses and gradients of one rank: three steps in fp32 over gloo, from one checkpoint."""
+"""Every parallel layout gives the losses and gradients of one rank: three steps in fp32 over gloo, from one
+checkpoint.
+"""
 
 import copy
 import warnings
@@ -43,7 +45,8 @@ def check(grid: Grid, layout: Layout) -> None:
         assert difference.near_ties, "an expert was chosen otherwise where the choice was not close"
         assert difference.flips <= FLIPS * difference.choices
         warnings.warn(
-            f"{layout.name}: {difference.flips} of {difference.choices} expert choices fell otherwise; compared under the "
+            f"{layout.name}: {difference.flips} of {difference.choices} expert choices fell otherwise; compared under "
+            "the "
             "routing of one rank",
             stacklevel=2,
         )

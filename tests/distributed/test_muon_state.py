@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Muon's sharded state: the same bits at any number of ranks after a checkpoint, within its bound, untouched by a skipped step."""
+"""Muon's sharded state: the same bits at any number of ranks after a checkpoint, within its bound, untouched by a
+skipped step.
+"""
 
 import os
 import subprocess
@@ -65,7 +67,7 @@ def test_a_gradient_that_is_not_finite_skips_the_step_on_all_ranks(tmp_path):
 
 @pytest.mark.slow
 def test_matrices_that_the_host_cuts_are_updated_as_if_whole(saved, tmp_path):
-    """Megatron's own layout, as releases before 0.19 have it: pieces meet for Newton-Schulz, the result is the same."""
+    """With Megatron's own layout, as before 0.19, matrices that are cut between ranks are updated as if whole."""
     _, whole = saved
     cut = run("cut", 4, tmp_path)
     assert cut["after"].keys() == whole["after"].keys()

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Muon in the release of megatron-core whose API Primus pins (0.16), where the buffer layout cuts matrices: the bits of the supported release."""
+"""Muon in the release of megatron-core whose API Primus pins (0.16), where the buffer layout cuts matrices: the bits of
+the supported release.
+"""
 
 import os
 import subprocess

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Two instances of the optimizer's state over four ranks, under Muon: the steps of one instance, and checkpoints that move between the two."""
+"""Two instances of the optimizer's state over four ranks, under Muon: the steps of one instance, and checkpoints that
+move between the two.
+"""
 
 import shutil
 

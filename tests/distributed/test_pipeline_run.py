@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`zaya train` over pipeline stages as a user meets it: console, metrics of all layers, validation, a checkpoint for one rank."""
+"""`zaya train` over pipeline stages as a user meets it: console, metrics of all layers, validation, a checkpoint for
+one rank.
+"""
 
 import shutil
 

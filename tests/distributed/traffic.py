@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Counts what this rank sends: every collective and every send that reaches torch.distributed, by kind and tensor size."""
+"""Counts what this rank sends: every collective and every send that reaches torch.distributed, by kind and tensor
+size.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,8 @@ COALESCED = {  # several tensors in one call, as Megatron's buckets
 
 
 class Traffic(TorchDispatchMode):
-    """While it is entered, `sent` counts bytes by (kind, bytes of the rank's message); take_step() hands over and resets.
+    """While it is entered, `sent` counts bytes by (kind, bytes of the rank's message); take_step() hands over and
+    resets.
 
     An all-to-all counts the rows that leave this rank.
     """

@@ -1,15 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whole `zaya` commands, each in a process of its own that is forked from one that has imported torch and Megatron already.
+"""Whole `zaya` commands, each in a process of its own that is forked from one that has imported torch and Megatron
+already.
 
-A start from scratch costs ten seconds of imports; tests that start and kill dozens of runs cannot pay them. A forked process
-is one rank that "an outer launcher has started" (RANK=0 of 1), so what it runs is the real command up to its exit.
+A start from scratch costs ten seconds of imports; tests that start and kill dozens of runs cannot pay them. A forked
+process is one rank that "an outer launcher has started" (RANK=0 of 1), so what it runs is the real command up to its
+exit.
 
-`python -m tests.faults.forked_ranks` runs jobs from JSON lines on stdin: {"argv": [...], "log": path,
-"kill": [point, seconds] or null, "reads": path or null} and answers each with a line {"code": exit code}. SIGKILL comes so many seconds after the job
-reached a point, so that a busy machine is no other test: a number is that of lines it has written, a string a checkpoint directory in
-which it has begun a save. A killed job's code is -9. The answer's
-"spawned" are the processes that the job had started when it was killed, "left" those that did not end with it. With "reads": path a job appends there what its
-training reads of a StreamDataset, a line "sample source position" each.
+`python -m tests.faults.forked_ranks` runs jobs from JSON lines on stdin: {"argv": [...], "log": path, "kill": [point,
+seconds] or null, "reads": path or null} and answers each with a line {"code": exit code}. SIGKILL comes so many seconds
+after the job reached a point, so that a busy machine is no other test: a number is that of lines it has written, a
+string a checkpoint directory in which it has begun a save. A killed job's code is -9. The answer's "spawned" are the
+processes that the job had started when it was killed, "left" those that did not end with it. With "reads": path a job
+appends there what its training reads of a StreamDataset, a line "sample source position" each.
 """
 
 import json

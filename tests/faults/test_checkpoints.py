@@ -39,12 +39,15 @@ def test_only_the_newest_checkpoints_are_kept(saved):
 
 
 def test_a_killed_run_and_a_stopped_run_resume(tmp_path, corpus, saved):
-    """One run: killed after step 9, resumed from its checkpoint of step 6, stopped by SIGTERM, resumed where it stopped."""
+    """One run: killed after step 9, resumed from its checkpoint of step 6, stopped by SIGTERM, resumed where it
+    stopped.
+    """
     run_dir = _copy(saved, tmp_path / "run")
     killed = train_and_signal(run_dir, corpus, signal.SIGKILL, 9, *LONG, "resume=auto")
     assert killed.code != 0 and max(killed.steps()) >= 9
 
-    # A later step than the killed run reached: rows of its lost steps are in metrics.jsonl until the resumed run removes them.
+    # A later step than the killed run reached: rows of its lost steps are in metrics.jsonl until the resumed run
+    # removes them.
     stopped = train_and_signal(run_dir, corpus, signal.SIGTERM, max(killed.steps()) + 1, *LONG, "resume=auto")
     assert stopped.code == 128 + signal.SIGTERM, stopped.output
     assert "continuing after step 6" in stopped.output
@@ -59,7 +62,9 @@ def test_a_killed_run_and_a_stopped_run_resume(tmp_path, corpus, saved):
 
 @pytest.mark.slow
 def test_a_half_written_checkpoint_is_not_loaded(tmp_path, corpus, saved):
-    """A kill in the middle of a save: a folder is there, the tracker still names the one before."""
+    """After a kill in the middle of a save the run resumes from the checkpoint before, which the tracker still
+    names.
+    """
     run_dir = _copy(saved, tmp_path / "run")
     half = run_dir / "checkpoints" / "iter_0000008"
     half.mkdir()
@@ -112,7 +117,9 @@ def test_a_checkpoint_of_another_model_is_refused(tmp_path, corpus, saved):
 
 @pytest.mark.slow
 def test_a_full_disk_keeps_the_checkpoint_before(tmp_path, corpus, saved):
-    """A real small file system. The save that does not fit fails the run; what was whole before stays whole."""
+    """A save that does not fit on a (real, small) file system leaves the checkpoint before intact. The save that
+    does not fit fails the run; what was whole before stays whole.
+    """
     disk = tmp_path / "disk"
     disk.mkdir()
     size = sum(path.stat().st_size for path in saved.run_dir.rglob("*") if path.is_file())

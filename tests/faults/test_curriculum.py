@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A curriculum is handed over exactly and survives kills: the last bits of every weight and momentum are compared (fp32, CPU)."""
+"""A curriculum is handed over exactly and survives kills: the last bits of every weight and momentum are compared
+(fp32, CPU).
+"""
 
 import json
 import random
@@ -39,7 +41,9 @@ def _where(run_dir: Path, corpus: Path) -> tuple[str, str]:
 
 
 def _tensors(run_dir: Path, step: int) -> dict[str, torch.Tensor]:
-    """Weights, momenta and second moments in a checkpoint; without the record of random numbers, which nothing reads (no dropout)."""
+    """Weights, momenta and second moments in a checkpoint; without the record of random numbers, which nothing reads
+    (no dropout).
+    """
     from torch.distributed import checkpoint
 
     folder = run_dir / "checkpoints" / f"iter_{step:07d}"
@@ -63,7 +67,9 @@ def _same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> None:
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 def test_two_stages_are_one_run_to_the_bit(tmp_path, corpus, ranks, straight):
-    """Weights, optimizer state, step count and place in the data: any one of them lost or shifted would show."""
+    """Two stages end with the bits of one run: weights, optimizer state, step count and position in the data are
+    handed over.
+    """
     ranks.finish(
         "train",
         "experiment=cpu_demo_stage1",
@@ -104,7 +110,7 @@ def test_kills_leave_no_trace(tmp_path, corpus, ranks, straight):
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 def test_a_save_starts_no_process(tmp_path, corpus, ranks):
-    """Stock Megatron starts a manager at the first one, which outlives a rank that is killed."""
+    """A save starts no process; stock Megatron starts a manager at the first save, which survives a killed rank."""
     words = (
         "train",
         "experiment=cpu_demo",
@@ -121,7 +127,9 @@ def test_a_save_starts_no_process(tmp_path, corpus, ranks):
 @pytest.mark.timeout(3600)
 @pytest.mark.filterwarnings("ignore")
 def test_twenty_kills_of_a_curriculum_leave_no_trace(tmp_path, corpus, ranks):
-    """Three stages, of which the last has longer sequences and a RoPE base of its own."""
+    """A curriculum of three stages that is killed twenty times ends with the bits of one without a kill; the last
+    stage has longer sequences and its own RoPE base.
+    """
     stages, more = ("demo_1", "demo_2", "demo_3"), ("stage.train_iters=8",)
     for stage in stages:
         ranks.finish("curriculum", "--only", stage, *THREE, *_where(tmp_path / "straight", corpus), *more)
@@ -137,7 +145,9 @@ def test_twenty_kills_of_a_curriculum_leave_no_trace(tmp_path, corpus, ranks):
 @pytest.mark.timeout(1800)
 @pytest.mark.filterwarnings("ignore")
 def test_a_fresh_optimizer_keeps_the_weights(tmp_path, corpus, ranks, straight):
-    """A first step with a learning rate of zero changes no weight, and shows what the momenta were made from."""
+    """handover.optimizer=reset keeps the weights and zeroes the momenta: a first step with a learning rate of zero
+    shows both.
+    """
     words = (
         "train",
         "experiment=cpu_demo_stage2",

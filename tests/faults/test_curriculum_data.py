@@ -54,7 +54,9 @@ def samples_read(log: Path) -> list[tuple[int, str, int]]:
 
 
 def test_no_sample_is_repeated_or_left_out_where_the_blend_changes(tmp_path, ranks, sources):
-    """Three stages of 16 samples; the second is killed and goes on, the third has longer sequences. code pauses, docs come later."""
+    """Three stages of 16 samples; the second is killed and goes on, the third has longer sequences. code pauses, docs
+    come later.
+    """
     words = (
         "experiment=cpu_demo",
         *SMALL,
@@ -101,7 +103,9 @@ def test_no_sample_is_repeated_or_left_out_where_the_blend_changes(tmp_path, ran
 
 
 def test_every_domain_is_validated_as_if_it_were_alone(tmp_path, ranks, sources):
-    """Its own samples, one validation after the other, over a stop between them; a run changes no weight for being validated."""
+    """Every validation reads each domain's own samples, in the same order over a stop; a run changes no weight for
+    being validated.
+    """
     words = (
         "train",
         "experiment=cpu_demo",

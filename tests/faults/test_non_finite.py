@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Training that runs away: the step that has no finite gradients ends the run, or is left out, and its weights are nobody's."""
+"""Training that runs away: the step that has no finite gradients ends the run, or is left out, and its weights are
+nobody's.
+"""
 
 import pytest
 

@@ -10,7 +10,9 @@ import pytest
 
 @pytest.fixture(scope="session")
 def checkout(tmp_path_factory) -> Path:
-    """A copy of its Python files beside the compiled module of the installed wheel: nothing is compiled, and the checkout stays as it is."""
+    """A copy of its Python files beside the compiled module of the installed wheel: nothing is compiled, and the
+    checkout stays as it is.
+    """
     if not (given := os.environ.get("ZAYA_MEGATRON_LM")):
         pytest.skip("ZAYA_MEGATRON_LM names no checkout of Megatron-LM (0.19 or 0.20)")
     copy = tmp_path_factory.mktemp("megatron_lm")

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`python -m tests.hosts.host_reads RUN_DIR [override ...]`: a few steps on random tokens; RUN_DIR/host_reads.json then says, for every
-step, where in the program the host read a tensor's value (aten::_local_scalar_dense) or waited for the device, and how often.
+"""`python -m tests.hosts.host_reads RUN_DIR [override ...]`: a few steps on random tokens; RUN_DIR/host_reads.json then
+says, for every step, where in the program the host read a tensor's value (aten::_local_scalar_dense) or waited for the
+device, and how often.
 
 On a GPU a read counts only of a tensor that lies there, and what torch.cuda.set_sync_debug_mode sees counts too.
 """

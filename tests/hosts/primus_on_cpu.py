@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Primus' own entry on a machine without a GPU: the patches come first, since with `spec` the plugin is imported after Megatron has started."""
+"""Primus' own entry on a machine without a GPU: the patches come first, since with `spec` the plugin is imported after
+Megatron has started.
+"""
 
 from zaya_plugin import patches
 

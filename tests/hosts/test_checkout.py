@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`zaya train` on a checkout of Megatron-LM (0.19 or 0.20) against the installed wheel: the same losses and norms, bit for bit.
+"""`zaya train` on a checkout of Megatron-LM (0.19 or 0.20) against the installed wheel: the same losses and norms, bit
+for bit.
 
 Needs ZAYA_MEGATRON_LM=<directory of Megatron-LM>.
 """

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The argument file for pretrain_gpt.py: Megatron's own parsing and validation make of it the namespace of `zaya train`."""
+"""The argument file for pretrain_gpt.py: Megatron's own parsing and validation make of it the namespace of `zaya
+train`.
+"""
 
 import shlex
 import sys
@@ -13,7 +15,8 @@ from zaya_plugin.data.sources import DataSources
 from zaya_plugin.run import megatron_export
 
 SOURCES = DataSources("data/train", [(0.5, "data/v1"), (1.5, "data/v2")], "some/tokenizer", "data/cache")
-# What the two namespaces may differ in: our own names, which the host's parser cannot know, and what says where the data is.
+# What the two namespaces may differ in: our own names, which the host's parser cannot know, and what says where the
+# data is.
 OURS = {*OWN_ARGUMENTS, *BATCH_ARGUMENTS}
 DATA = {"spec", "train_data_path", "valid_data_path", "data_cache_path", "create_attention_mask_in_dataloader"}
 CASES = {

@@ -8,7 +8,7 @@ from zaya_plugin.patches import hooks
 
 
 def test_new_tensors_are_not_filled(monkeypatch):
-    """Within the run alone."""
+    """cluster.deterministic switches torch's filling of new tensors off during the run, and restores it afterwards."""
     monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", True)
     with hooks.replaced({NEW_MEMORY: False}):
         assert torch.utils.deterministic.fill_uninitialized_memory is False

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where the host reads tensors in a training step: nothing that would wait for a device (tests/gpu/test_host_waits.py counts there)."""
+"""Where the host reads tensors in a training step: nothing that would wait for a device (tests/gpu/test_host_waits.py
+counts there).
+"""
 
 import json
 import os

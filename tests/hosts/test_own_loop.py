@@ -12,8 +12,8 @@ from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 import zaya_plugin
 from tests.megatron_rank import seed, single_rank  # noqa: F401  (fixtures of every test here)
 from zaya_plugin import ZayaConfig, balance_experts, build_zaya_model, muon_optimizer, zaya_block_spec
-from zaya_plugin.optim.build import muon_factory, tag_parameters
 from zaya_plugin.optim.chained import NonFiniteGradientsError
+from zaya_plugin.optim.factory import muon_factory, tag_parameters
 from zaya_plugin.optim.muon import MuonSettings
 from zaya_plugin.optim.parameter_role import role_of
 
@@ -92,7 +92,9 @@ def test_a_step_is_muon_and_balancing(zero):
 
 @pytest.mark.parametrize("zero", [True, False])
 def test_a_gpt_model_from_the_spec_trains_too(zero):
-    """With Megatron's head: the losses of ours within bf16's rounding."""
+    """A GPTModel built from zaya_block_spec, with Megatron's head, has the losses of build_zaya_model within bf16's
+    rounding.
+    """
     found = []
     for build in (by_ours, by_megatron):
         model = wrapped(build(), zero)

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""In which order a run ends: what is reported, the graphs, then the memory that they sent from; and what an error leaves out."""
+"""In which order a run ends: what is reported, the graphs, then the memory that they sent from; and what an error
+leaves out.
+"""
 
 from types import SimpleNamespace
 

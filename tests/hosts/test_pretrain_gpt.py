@@ -22,7 +22,9 @@ ROOT = Path(__file__).parents[2]
 def pretrain_gpt(
     checkout: Path, run_dir: Path, data: Path, *overrides: str, ranks: int, words: tuple = (), recipe=MICRO
 ):
-    """`zaya export megatron`, then the script with those words and `words`; scalars by name and step as Megatron reports them."""
+    """`zaya export megatron`, then the script with those words and `words`; scalars by name and step as Megatron
+    reports them.
+    """
     done = zaya("export", "megatron", *recipe, f"run_dir={run_dir}", f"data.path={data}", *overrides, f"nproc={ranks}")
     assert done.returncode == 0, done.stdout
     launch = [

@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""ZAYA in a clone of Primus with the Megatron that it pins (core 0.16.0rc0), on the CPU, against `zaya train` on 0.19.
+"""ZAYA in a clone of Primus with the Megatron that it pins (core 0.16.0rc0), on the CPU, against `zaya train` on
+0.19.
 
-One rank gives the same losses bit for bit. Of several each holds other pieces of the buffers than in 0.19, so that the gradient norm, which clips,
-is summed in another order: the last digits may differ, but a stop and a resume must leave no trace.
+One rank gives the same losses bit for bit. Of several each holds other pieces of the buffers than in 0.19, so that the
+gradient norm, which clips, is summed in another order: the last digits may differ, but a stop and a resume must leave
+no trace.
 
-Needs ZAYA_PRIMUS=<clone of AMD-AGI/Primus with third_party/Megatron-LM> and its requirement loguru. Both are copied in part, since Megatron's
-compiled module goes beside its source; nothing in them is changed.
+Needs ZAYA_PRIMUS=<clone of AMD-AGI/Primus with third_party/Megatron-LM> and its requirement loguru. Both are copied in
+part, since Megatron's compiled module goes beside its source; nothing in them is changed.
 """
 
 import importlib.util
@@ -43,7 +45,9 @@ def clone(tmp_path_factory) -> Path:
 
 
 def primus(clone: Path, run_dir: Path, data: Path, *overrides: str, ranks: int, words: tuple = (), spec: bool = False):
-    """`zaya export primus`, then Primus with that experiment and `words`; the exit code, its output, and a reader of the scalars."""
+    """`zaya export primus`, then Primus with that experiment and `words`; the exit code, its output, and a reader of
+    the scalars.
+    """
     flags = ("--spec",) if spec else ()
     done = zaya(
         "export",
@@ -143,8 +147,8 @@ def test_a_wrong_key_on_the_command_line_ends_the_run(clone, tmp_path, corpus):
     )
     assert code != 0
     assert (
-        "moe_router_topkk=2: neither Megatron nor Primus nor the plugin reads it. Allowed: moe_router_topk is the nearest"
-        in output
+        "moe_router_topkk=2: neither Megatron nor Primus nor the plugin reads it. Allowed: moe_router_topk is the "
+        "nearest" in output
     )
     assert "mock_data=true: " in output and "Allowed: false. Fix: mock_data: false in the experiment." in output
     assert not (tmp_path / "team" / "wrong" / "checkpoints").exists()

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What Primus lets pass silently is an error of ours: each trap by a namespace as Primus makes it, with one thing wrong."""
+"""What Primus lets pass silently is an error of ours: each trap by a namespace as Primus makes it, with one thing
+wrong.
+"""
 
 from types import SimpleNamespace
 
@@ -64,7 +66,10 @@ def test_a_key_that_nothing_reads_is_refused_with_the_nearest_one(args):
     args.moe_router_topkk = 2
     with pytest.raises(
         ValueError,
-        match="moe_router_topkk=2: neither Megatron nor Primus nor the plugin reads it. Allowed: moe_router_topk is the nearest",
+        match=(
+            "moe_router_topkk=2: neither Megatron nor Primus nor the plugin reads it. Allowed: moe_router_topk is the "
+            "nearest"
+        ),
     ):
         check(args, known=known)
 

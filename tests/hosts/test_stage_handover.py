@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which samples a stage gets; that they, the weights and the momenta are handed over exactly is in tests/faults/test_curriculum.py."""
+"""Which samples a stage gets; that they, the weights and the momenta are handed over exactly is in
+tests/faults/test_curriculum.py.
+"""
 
 from zaya_plugin.config.compose import compose
 

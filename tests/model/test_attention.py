@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The attention of a layer, forward and backward, against its formula in fp64: every version, dtype and form, packed documents too."""
+"""The attention of a layer, forward and backward, against its formula in fp64: every version, dtype and form, packed
+documents too.
+"""
 
 import pytest
 import torch
@@ -14,7 +16,9 @@ FP64, FP32, BF16 = torch.float64, torch.float32, torch.bfloat16
 
 
 def plain(x, angles, parameters, form):
-    """One document x [s, h] with angles [s, r / 2] and temperatures [s, groups] -> [s, h], as transformers' ZayaAttention has it (arXiv 2510.04476)."""
+    """One document x [s, h] with angles [s, r / 2] and temperatures [s, groups] -> [s, h], as transformers'
+    ZayaAttention has it (arXiv 2510.04476).
+    """
     q, k, current, delayed, depthwise, depthwise_bias, grouped, grouped_bias, temperature, out = parameters
     heads, d = HEADS + GROUPS, len(depthwise) // (HEADS + GROUPS)
     z = x @ torch.cat((q, k)).T
@@ -48,7 +52,8 @@ NAMES = (
 def errors(make_model, dtype, channels, form, packed):
     """Return the errors of the output and of all gradients by name, relative to their norms.
 
-    The gradient of a temperature is a sum over rows of numbers of either sign; its error is relative to the norm of these numbers.
+    The gradient of a temperature is a sum over rows of numbers of either sign; its error is relative to the norm of
+    these numbers.
     """
     options = dict(num_layers=2, hidden_size=WIDTH, kv_channels=channels, temperature_form=form)
     model = make_model(**options, **(dict(params_dtype=BF16, bf16=True) if dtype == BF16 else {})).to(dtype)
@@ -107,7 +112,7 @@ def test_output_and_gradients_are_those_of_the_formula(make_model, dtype, form, 
 @pytest.mark.parametrize("packed", [False, True], ids=["whole", "packed"])
 @pytest.mark.parametrize("form", LENGTH)
 def test_hip_has_the_output_and_gradients_of_the_formula(make_model, form, packed):
-    """The kernels take heads of 128 channels in bf16."""
+    """The HIP version has the formula's output and gradients, for heads of 128 channels in bf16."""
     found = []
     for kernels in ("reference", "hip"):
         torch.manual_seed(1234)

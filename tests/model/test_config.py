@@ -75,7 +75,7 @@ def test_derived_fields(make_config):
 
 
 def test_own_fields_are_plain_scalars():
-    """core_transformer_config_from_args copies them from command-line arguments."""
+    """Our fields are plain scalars, which core_transformer_config_from_args can copy from command-line arguments."""
     inherited = {f.name for f in dataclasses.fields(TransformerConfig)}
     own = [f for f in dataclasses.fields(ZayaConfig) if f.name not in inherited]
     assert len(own) >= 18

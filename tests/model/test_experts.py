@@ -38,7 +38,9 @@ def loop(x, weights, offsets, fc1, fc2):
 
 @pytest.mark.parametrize("counts", COUNTS.values(), ids=COUNTS)
 def test_gradcheck_in_fp64(counts):
-    """Of the rows of experts: the others' results are not defined, and zeros here."""
+    """The gradients of the experts' rows agree with finite differences in fp64. Padding rows have no defined result;
+    they are set to zero here.
+    """
     x, weights, fc1, fc2 = make()
     offsets = offsets_of(counts)
 
@@ -73,7 +75,7 @@ def test_values_and_gradients_equal_the_loop(counts, dtype, tolerance, version):
 
 
 def test_rows_of_no_expert_ignore_what_lies_in_memory(monkeypatch):
-    """Kernels leave those rows uninitialised; here they hold NaN for certain."""
+    """NaN in padding rows, which kernels leave uninitialised, does not reach any result."""
     order = hip_ops.sort_by_expert(torch.tensor([2, 0, 3, 0, 3, 3, 3]), E)  # two rows, none, one; 3 is no expert
     honest = hip_ops.grouped_rows
 
@@ -160,7 +162,9 @@ def test_scattered_weights_give_the_same_results(experts):
 
 
 def test_weights_in_a_flat_buffer_are_read_in_place(experts):
-    """Megatron's DDP points .data into its buffer, in reverse order of registration."""
+    """Weights whose .data lies in DDP's flat buffer are read without a copy; DDP places parameters in reverse order
+    of registration.
+    """
     parameters = list(experts.parameters())
     buffer = torch.empty(sum(p.numel() for p in parameters))
     start = 0

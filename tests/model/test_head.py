@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Head and loss in one operator against torch's cross-entropy of the model's logits: training, and DDP's main gradients."""
+"""Head and loss in one operator against torch's cross-entropy of the model's logits: training, and DDP's main
+gradients.
+"""
 
 import pytest
 import torch
@@ -207,7 +209,9 @@ CONFIG = dict(
 
 
 def test_the_loss_is_transformers_loss(make_model, batch):
-    """ForCausalLMLoss of transformers on the model's own logits; tests/parity compares the logits with ZayaForCausalLM's."""
+    """ForCausalLMLoss of transformers on the model's own logits; tests/parity compares the logits with
+    ZayaForCausalLM's.
+    """
     loss_utils = pytest.importorskip("transformers.loss.loss_utils")
     model = make_model()
     assert isinstance(model, ZayaGPTModel)

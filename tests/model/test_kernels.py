@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The whole model on the versions of its operators: HIP, built for the CPU, trains as the reference does; every operator is called."""
+"""The whole model on the versions of its operators: HIP, built for the CPU, trains as the reference does; every
+operator is called.
+"""
 
 from collections import Counter
 
@@ -9,7 +11,8 @@ import torch
 import hip_ops
 from tests.model.steps import assert_same_bits, train
 
-# Calls of a training step of 4 layers. A merge is one with the norm behind it, but for the last, behind which the block has its own.
+# Calls of a training step of 4 layers. A merge and the norm behind it are one call, except for the last merge: the block
+# applies the norm behind it.
 CALLS = {
     "affine_rms_norm": 1,
     "scaled_residual_rms_norm": 7,
@@ -67,7 +70,9 @@ def test_hip_in_bf16_stays_within_its_noise(make_model, batch, sizes):
 
 
 def test_hip_in_bf16_has_the_gradients_of_the_reference(make_model, batch):
-    """Of one step: later ones start from other weights. The temperatures' gradients nearly cancel; tests/model/test_attention.py has them."""
+    """Gradients of the first step agree; later steps would start from other weights. The temperatures' gradients nearly
+    cancel; tests/model/test_attention.py has them.
+    """
     options = dict(params_dtype=torch.bfloat16, bf16=True, hidden_size=128, kv_channels=128)
     _, expected = train(make_model(**options), batch, 1, 0.05)
     with hip_ops.use_kernels("hip"):

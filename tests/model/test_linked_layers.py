@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 
 import hip_ops
 from tests.model.steps import assert_same_bits, train
-from zaya_plugin.model.layer import Handover
+from zaya_plugin.model.layer import LinkedContext
 from zaya_plugin.model.norm import ZayaRMSNorm
 from zaya_plugin.model.residual import InputAffine
 from zaya_plugin.parallel.packed_documents import PackedDocuments
@@ -179,7 +179,7 @@ def test_the_beginning_of_the_stream_and_its_norm_are_those_of_the_modules(make_
 
 def test_a_stream_that_was_changed_between_layers_is_normed_anew(make_model, batch):
     def change(layer, inputs, outputs):
-        assert isinstance(outputs[1], Handover) == bool(layer.next_norm)
+        assert isinstance(outputs[1], LinkedContext) == bool(layer.next_norm)
         return outputs[0] * 1.5, outputs[1]
 
     runs = []
@@ -191,7 +191,9 @@ def test_a_stream_that_was_changed_between_layers_is_normed_anew(make_model, bat
 
 
 def test_handing_over_across_the_border_of_what_is_recomputed_is_an_error(make_model, batch):
-    """There the gradients would be lost without a word."""
+    """A LinkedContext across the border of a recomputed part is an error, because its gradients would be lost
+    silently.
+    """
     model = make_model(**RECOMPUTE["uniform_2"])
     model.decoder.layers[1].next_norm = (model.decoder.layers[2].input_layernorm,)
     with pytest.raises(AssertionError, match="crossed the border"):

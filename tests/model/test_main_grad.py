@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Weight gradients that the product adds to the main gradient: their numbers, and that DDP adds, copies and loses nothing."""
+"""Weight gradients that the product adds to the main gradient: their numbers, and that DDP adds, copies and loses
+nothing.
+"""
 
 import pytest
 import torch
@@ -137,7 +139,9 @@ def test_gradcheck_and_frozen_weights():
 def gradients_of_a_step(
     make_model, batch, monkeypatch, *, direct, overlap, dtype=torch.float32, micro_batches=2, **overrides
 ):
-    """main_grad of every parameter after a step of micro-batches, and the sizes of gradients that DDP found not added yet."""
+    """main_grad of every parameter after a step of micro-batches, and the sizes of gradients that DDP found not
+    added yet.
+    """
     with monkeypatch.context() as patch:
         if not direct:
             for module in (main_grad, experts, small_gradients, tied_head):
@@ -199,7 +203,9 @@ def test_a_step_under_ddp_gives_the_gradients_of_autograd(make_model, batch, mon
 
 
 def test_in_bf16_main_gradients_are_nearer_to_fp64():
-    """A projection's gradient summed over micro-batches of which each would round it to bf16."""
+    """A projection's gradient summed over micro-batches in fp32 is nearer to fp64 than one that each micro-batch
+    rounds to bf16.
+    """
     x, g = torch.randn(8, 64, 16).bfloat16(), torch.randn(8, 64, 12).bfloat16()
     exact = torch.einsum("mto,mti->oi", g.double(), x.double())
     weight = weight_with_main_grad(12, 16, torch.bfloat16)

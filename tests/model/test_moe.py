@@ -63,10 +63,11 @@ def by_the_layer(layer, matrices, inputs, upstream):
 
 @pytest.mark.parametrize("kernels", [{}, dict(expert_permutation="hip")], ids=["reference", "hip_permutation"])
 def test_fp32_gives_the_bits_of_a_loop(make_config, kernels):
-    """The same products, sums and order of rows, hence the same bits.
+    """The layer equals a plain loop over the experts bit for bit in fp32: products, sums and the order of rows are
+    the same.
 
-    Each expert but one has more than 100 rows: BLAS computes products of few rows in another way. The width is a multiple of all vector
-    registers: torch computes the exponentials of a row's tail in another way.
+    Each expert but one has more than 100 rows: BLAS computes products of few rows in another way. The width is a
+    multiple of all vector registers: torch computes the exponentials of a row's tail in another way.
     """
     layer, matrices, inputs, upstream = case(make_config, torch.float32)
     counts = torch.bincount(inputs[2], minlength=EXPERTS + 1)
@@ -96,7 +97,7 @@ def test_other_versions_stay_within_roundings_of_the_loop(make_config, kernels):
 
 
 def test_the_loop_has_the_gradients_of_autograd(make_config):
-    """In fp64, from transformers' formula: the loop above has its gradients written out."""
+    """The loop's written-out gradients equal those of autograd over transformers' formula, in fp64."""
     _, matrices, (tokens, weights, ids), upstream = case(make_config, torch.float64)
     output = torch.zeros_like(tokens)
     for expert, (w1, w2) in enumerate(zip(*matrices, strict=True)):

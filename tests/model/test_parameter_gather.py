@@ -28,7 +28,9 @@ def test_hooks_run_as_at_a_call():
 )
 @pytest.mark.parametrize("kernels", ["reference", "hip"])
 def test_parameters_that_arrive_when_their_modules_hooks_run_are_all_there(make_model, batch, overrides, kernels):
-    """Every parameter is nan until then, as if its bucket had still been under way."""
+    """The model computes with parameters that arrive only when their module's pre-forward hook runs; until then they
+    are NaN.
+    """
     with hip_ops.use_kernels(kernels):
         check_arrival(make_model(**overrides), batch)
 

@@ -82,7 +82,9 @@ def modules(make_config, dtype, stream_dtype, merge):
 @pytest.mark.parametrize("kernels", ["reference", "hip"])
 @pytest.mark.parametrize("dtypes", [(FP64, FP64), (FP32, FP32), (BF16, FP32), (BF16, BF16)], ids=str)
 def test_gradients_of_stream_and_norm(make_config, dtypes, kernels, in_one, merge):
-    """Layers in one dtype, the stream in another; against autograd over the formulas in fp64, of the stream as it is stored."""
+    """Layers in one dtype, the stream in another; against autograd over the formulas in fp64, of the stream as it is
+    stored.
+    """
     dtype, stream_dtype = dtypes
     first, norm = modules(make_config, *dtypes, merge)
     given = [torch.randn(5, 2, 256).to(dtype), *([torch.randn(5, 2, 256).to(stream_dtype)] * merge)]

@@ -124,7 +124,7 @@ def test_buffers_leave_the_meta_device(make_config):
     "recompute", [{}, dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=2)]
 )
 def test_two_steps_without_balancing_warn_once(make_model, batch, monkeypatch, wrapped, recompute):
-    """Each step has two micro-batches; after a balanced step the count starts again."""
+    """Two steps of two micro-batches without balancing warn once; after a balanced step the count starts again."""
     monkeypatch.setattr(StepsWithoutBalancing, "warned", False)
     model = make_model(**recompute)
     ddp = DistributedDataParallel(model.config, DistributedDataParallelConfig(), model) if wrapped else model

@@ -48,7 +48,9 @@ def test_save_and_load(make_model, tmp_path):
 
 
 def test_layer_spec_writes_the_same_keys(make_config):
-    """In Megatron's own block, with its own final norm."""
+    """A model from get_zaya_layer_spec, in Megatron's own block with its own final norm, has the same checkpoint
+    keys.
+    """
     from megatron.core.models.gpt import GPTModel
 
     from zaya_plugin.model.spec import get_zaya_layer_spec, zaya_block_spec

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The router's gradient of its input, added to that of the experts by the product that makes it: autograd's numbers, without its addition."""
+"""The router's gradient of its input, added to that of the experts by the product that makes it: autograd's numbers,
+without its addition.
+"""
 
 import pytest
 import torch
@@ -75,7 +77,7 @@ def test_gradients_are_autograds_and_come_twice(used):
 
 
 def test_the_gathers_own_tensor_becomes_the_gradient():
-    """No addition, no other tensor of the input's size: the product writes where the gather wrote."""
+    """The product writes into the tensor that the gather made: no addition and no other tensor of the input's size."""
     x, weight = torch.randn(7, 1, 5, requires_grad=True), weight_with_main_grad(3, 5)
     before = weight.main_grad.clone()
     tokens, linear = input_and_linear(x, weight)
@@ -154,7 +156,7 @@ def test_a_model_trains_as_by_autograds_additions(make_model, batch, monkeypatch
 
 @pytest.mark.parametrize("skip_output", ["zero", "identity"])
 def test_only_where_nothing_else_reads_the_tokens(make_model, batch, skip_output):
-    """Skipped tokens that come out as they went in are a second use of them."""
+    """With skip_output=identity the tokens have a second reader, so the product does not write into their gradient."""
     model = make_model(skip_output=skip_output)
     ids, positions, labels = batch()
     with Shapes() as ops:
@@ -165,7 +167,7 @@ def test_only_where_nothing_else_reads_the_tokens(make_model, batch, skip_output
 
 
 def test_hooks_of_modules_keep_what_they_were_shown(make_model, batch):
-    """A hook on the layer, the router or the experts may keep a gradient; no product may write into it."""
+    """A gradient that a hook on the layer, the router or the experts keeps is not overwritten."""
     model = make_model()
     kept = []
 

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A layer's vectors, whose gradients are added to the main gradients together: the bits of DDP's own additions, none lost, none twice."""
+"""A layer's vectors, whose gradients are added to the main gradients together: the bits of DDP's own additions, none
+lost, none twice.
+"""
 
 import pytest
 import torch
@@ -9,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from hip_ops.rms_norm.reference import scale_residual
 from zaya_plugin.model import small_gradients
-from zaya_plugin.model.layer import Handover
+from zaya_plugin.model.layer import LinkedContext
 from zaya_plugin.model.small_gradients import add_together_, as_it_is, read_together
 from zaya_plugin.parallel.packed_documents import PackedDocuments
 
@@ -141,7 +143,7 @@ def freeze(model):
 
 def multiply_streams(model):
     def change(layer, inputs, outputs):
-        assert isinstance(outputs[1], Handover)
+        assert isinstance(outputs[1], LinkedContext)
         return outputs[0] * 1.5, outputs[1]
 
     model.decoder.layers[1].register_forward_hook(change)
@@ -199,7 +201,7 @@ def test_calls_that_add_a_layers_vectors(make_model, batch, monkeypatch, togethe
 
 
 def test_values_are_read_after_the_gather(make_model, batch):
-    """Every parameter is nan until its module's hooks run, as if its bucket had still been under way."""
+    """Vectors are read after their module's pre-forward hook has gathered them; until then they are NaN."""
     model, ddp = under_ddp(make_model)
     ids, positions, labels = batch()
     expected = ddp(ids, positions, None, labels=labels).detach()

@@ -260,7 +260,7 @@ def test_transformer_engine_spec_gives_the_local_results(transformer_engine, mak
 
 
 def test_transformer_engine_spec_in_bf16(transformer_engine, make_model, batch):
-    """The stand-in norm returns fp32 from the fp32 stream; the layer hands bf16 to the linears."""
+    """The layer casts the norm's result to bf16 for the linears, also if the norm returns the stream's fp32."""
     model = make_model(transformer_impl="transformer_engine", params_dtype=torch.bfloat16, bf16=True)
     ids, positions, labels = batch()
     loss = model(ids, positions, None, labels=labels).mean()

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Gradients of the experts that a step's first micro-batch writes (zaya_plugin/optim/gradient_buffers.py), in a model under Megatron's DDP."""
+"""Gradients of the experts that a step's first micro-batch writes (zaya_plugin/optim/gradient_buffers.py), in a
+model under Megatron's DDP.
+"""
 
 from types import SimpleNamespace
 

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""ChainedMuonAdamW's step against Megatron's own on the same gradients: norm, clipping, the division by tokens, skipped steps."""
+"""ChainedMuonAdamW's step against Megatron's own on the same gradients: norm, clipping, the division by tokens, skipped
+steps.
+"""
 
 import pytest
 import torch
@@ -11,8 +13,8 @@ from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer  # i
 from megatron.core.optimizer.optimizer import ChainedOptimizer  # isort: skip
 
 from tests.distributed.muon_model import build_model
-from zaya_plugin.optim.build import muon_factory
 from zaya_plugin.optim.chained import NonFiniteGradientsError
+from zaya_plugin.optim.factory import muon_factory
 from zaya_plugin.optim.gradient_buffers import DeferredScale
 from zaya_plugin.optim.muon import MuonSettings
 

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Buckets of a layer's experts in one of Megatron's bucket groups: gathered, waited for and reduced together, by Megatron's own code."""
+"""Buckets of a layer's experts in one of Megatron's bucket groups: gathered, waited for and reduced together, by
+Megatron's own code.
+"""
 
 from dataclasses import replace
 from types import SimpleNamespace
@@ -28,7 +30,9 @@ class Param:
 
 
 def ddp(buckets, config=CONFIG):
-    """Return a chunk whose experts are in `buckets` of names, in the order of the backward pass, linked as Megatron links them."""
+    """Return a chunk whose experts are in `buckets` of names, in the order of the backward pass, linked as Megatron
+    links them.
+    """
     params = [[Param(name) for name in names] for names in buckets]
     # 0.16 reads `params`
     made = [SimpleNamespace(params_list=each, params=each, params_with_extra_main_grads=[]) for each in params]

@@ -17,7 +17,7 @@ pytest.importorskip("megatron.core.optimizer.param_layout", reason="megatron-cor
 
 from zaya_plugin.optim.newton_schulz_cost import newton_schulz_flops  # noqa: E402
 from zaya_plugin.optim.parameter_role import ExpertBlock, ParameterRole, role_of  # noqa: E402
-from zaya_plugin.optim.sharding.layout import Layout, compute_expert_block_layout  # noqa: E402
+from zaya_plugin.optim.sharding.layout import BufferLayout, compute_expert_block_layout  # noqa: E402
 from zaya_plugin.optim.sharding.placement import MAX_PADDING  # noqa: E402
 
 NO_PADDING = SimpleNamespace(pad_buckets_for_high_nccl_busbw=False)
@@ -92,7 +92,7 @@ def test_buckets_close_early_enough_to_overlap():
 
 @pytest.mark.parametrize("index", [0, 2])
 def test_a_shared_embedding_is_alone_in_its_bucket(index):
-    """For a parameter of any size."""
+    """A shared embedding of any size has a bucket of its own."""
     params = _model(**TINY)
     shared = params[index]
     shared.shared_embedding = True
@@ -102,7 +102,9 @@ def test_a_shared_embedding_is_alone_in_its_bucket(index):
 
 
 def _stock_layout():
-    """Return Megatron's own function from a second copy of its module, because the first may be patched in this process."""
+    """Return Megatron's own function from a second copy of its module, because the first may be patched in this
+    process.
+    """
     import importlib.util
 
     spec = importlib.util.find_spec("megatron.core.optimizer.distrib_optimizer")
@@ -136,7 +138,7 @@ def _expert(block, index, rows, columns):
 
 def _newton_schulz_work(layout, shards):
     """Newton-Schulz FLOPs of each shard's owner."""
-    described, work = Layout(layout.param_index_map, layout.bucket_indices, shards), [0.0] * shards
+    described, work = BufferLayout(layout.param_index_map, layout.bucket_indices, shards), [0.0] * shards
     for p in layout.param_index_map:
         count, m, n = role_of(p).matrices or (0, 1, 1)
         work[described.pieces(p)[0][0]] += count * newton_schulz_flops(m, n)
@@ -174,7 +176,7 @@ def _owners(layout, shards):
 def _check_whole(layout, params, shards):
     """Check that every element is placed once and that every Muon parameter has one owner."""
     seen, owners = dict.fromkeys(params, 0), {}
-    described = Layout(layout.param_index_map, layout.bucket_indices, shards)
+    described = BufferLayout(layout.param_index_map, layout.bucket_indices, shards)
     for p, rank, elements in _owners(layout, shards):
         seen[p] += elements
         owners.setdefault(p, set()).add(rank)
@@ -225,7 +227,9 @@ def test_muon_of_the_full_model_is_whole_bounded_and_balanced(shards, bucket_siz
     ],
 )
 def test_owners_of_both_buffers_of_the_full_model_have_the_same_work(shards, bucket_size, uneven, padding):
-    """Experts have a buffer of their own, as in DDP. With 1,024 owners there are one and a half experts an owner."""
+    """Over the experts' and the other parameters' buffer together, all owners have about the same work. With 1,024
+    owners there are one and a half experts an owner.
+    """
     params = _zaya1_base_under_muon()
     work, length = [0.0] * shards, 0
     for is_expert in (True, False):
@@ -241,7 +245,9 @@ def test_owners_of_both_buffers_of_the_full_model_have_the_same_work(shards, buc
 
 
 def test_larger_buckets_are_taken_only_for_what_they_cost():
-    """Four times the size is more even (1.011 instead of 1.03), but more elements are left to send at the end."""
+    """Buckets of twice the size are chosen over four times, which are more even (1.011 instead of 1.03) but leave
+    more elements to send at the end.
+    """
     params = [p for p in _zaya1_base_under_muon() if role_of(p).block]
     layout = compute_expert_block_layout(params, 134_217_728, 8, NO_PADDING)
     assert (

@@ -62,7 +62,9 @@ def _distance(a, b):
 
 @pytest.mark.parametrize("steps", [1, 50])
 def test_all_but_newton_schulz_is_torchs_muon(steps, monkeypatch):
-    """hip_ops' iterations, which round differently in bf16, are replaced by torch's."""
+    """With torch's iterations in place of hip_ops', which round differently in bf16, the update is that of
+    torch.optim.Muon.
+    """
     monkeypatch.setattr(
         MuonAdamW, "orthogonalise", lambda self, batch, sums=None: torch.stack(list(map(_torchs, batch)))
     )
@@ -104,7 +106,7 @@ def test_fp32_iterations_are_emerging_optimizers(steps, name):
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
 def test_iterations_are_no_further_from_fp64_than_torchs(dtype):
-    """One update of each matrix against the polynomial in fp64 on the same momentum."""
+    """One update of each matrix is no further from the polynomial in fp64, on the same momentum, than torch's."""
     shapes = [(96, 64), (64, 64), (64, 160)]
     generator = torch.Generator().manual_seed(8)
     for shape in shapes:
@@ -128,7 +130,9 @@ def test_each_dtype_of_the_iterations_trains(dtype):
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
 def test_the_size_of_the_gradients_changes_nothing(dtype):
-    """With a norm clipped to 1, gradients of 400 M parameters are 5e-5 each, and their momentum is less; fp16's least number is 6e-8."""
+    """With a norm clipped to 1, gradients of 400 M parameters are 5e-5 each, and their momentum is less; fp16's least
+    number is 6e-8.
+    """
     optimizer = MuonAdamW([torch.nn.Parameter(torch.zeros(1))], MuonSettings(dtype=dtype))
     batch = torch.randn(2, 48, 32, generator=torch.Generator().manual_seed(9)).bfloat16()
     assert torch.equal(optimizer.orthogonalise(batch * 2.0**-20), optimizer.orthogonalise(batch))
@@ -199,13 +203,14 @@ def test_the_state_is_what_each_needs():
 
 
 def test_updates_have_the_root_mean_square_of_adamw():
-    """The purpose of the scale: after one step from zero, both optimizers move weights about equally."""
+    """After one step from zero Muon's update has AdamW's root mean square, which is the purpose of the scale."""
     params = _parameters()
     before = [p.detach().clone() for p in params]
     optimizer = MuonAdamW(params, MuonSettings(), lr=LR, weight_decay=0.0)
     _run([optimizer], params, 1)
     moved = [float((p - b).square().mean().sqrt()) / LR for p, b in zip(params, before, strict=True)]
     for p, rms in zip(params, moved, strict=True):
-        # 0.2 sqrt(max(m, n)) times an orthogonal matrix has rms 0.2 sqrt(rank / min(m, n)) <= 0.2; the quintic's singular values lie in 0.7 to 1.2.
+        # 0.2 sqrt(max(m, n)) times an orthogonal matrix has rms 0.2 sqrt(rank / min(m, n)) <= 0.2; the quintic's
+        # singular values lie in 0.7 to 1.2.
         low, high = (0.1, 0.25) if role_of(p).matrices else (0.99, 1.01)
         assert low < rms < high

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The search for a layout: cuts into buckets against all possible cuts of a few units, and the work of the shards' owners."""
+"""The search for a layout: cuts into buckets against all possible cuts of a few units, and the work of the shards'
+owners.
+"""
 
 import itertools
 
@@ -104,7 +106,9 @@ def _work(placed, shards):
 
 
 def test_two_layers_of_opposite_order_are_even():
-    """A shard holds two gate+up matrices, or four down matrices, which are more work."""
+    """Two layers placed in opposite orders balance the shards, although four down matrices are more work than two
+    gate+up matrices.
+    """
     buckets = [units_of(_layer()), units_of(_layer())]
     shards = Shards(4, 4)
     placed, busiest = balanced(buckets, shards)

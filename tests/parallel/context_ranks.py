@@ -2,8 +2,8 @@
 """The ranks of tests/parallel/test_context_parallel.py: `python -m tests.parallel.context_ranks <folder>`.
 
 Every case: a small model's loss and gradients on whole sequences, computed by each rank alone, against those of the
-context-parallel ranks together. Each rank writes what it found as <folder>/<rank>.json. The ranks are forks of one process,
-which imports Megatron once for all of them.
+context-parallel ranks together. Each rank writes what it found as <folder>/<rank>.json. The ranks are forks of one
+process, which imports Megatron once for all of them.
 """
 
 from __future__ import annotations
@@ -103,7 +103,9 @@ def build(case: Case, size: int):
 
 
 def batch(case: Case) -> dict[str, torch.Tensor]:
-    """Return two sequences; with packing they have documents of 1, 2, 3, ... tokens, and one that ends at a chunk's end."""
+    """Return two sequences; with packing they have documents of 1, 2, 3, ... tokens, and one that ends at a chunk's
+    end.
+    """
     generator = torch.Generator().manual_seed(5)
     tokens, labels = (torch.randint(1, 64, (2, case.length), generator=generator) for _ in range(2))
     if case.packing:
@@ -115,7 +117,8 @@ def batch(case: Case) -> dict[str, torch.Tensor]:
 
 
 def loss_and_gradients(case: Case, size: int):
-    """Return loss, all tokens' losses [b, S], expert ids [L, S, b] and gradients, joined over the context-parallel ranks;
+    """Return loss, all tokens' losses [b, S], expert ids [L, S, b] and gradients, joined over the context-parallel
+    ranks;
     and this rank's traffic."""
     model, whole = build(case, size), batch(case)
     finish = BoundaryExchange.finish

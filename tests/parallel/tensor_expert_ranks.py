@@ -28,8 +28,8 @@ from tests.distributed.layout_run import join_gradients, local_gradients  # noqa
 from zaya_plugin.model.build import build_zaya_model  # noqa: E402
 from zaya_plugin.model.config import ZayaConfig  # noqa: E402
 from zaya_plugin.model.router import ZayaRouter  # noqa: E402
-from zaya_plugin.optim.balancing import balance_experts  # noqa: E402
-from zaya_plugin.optim.build import muon_factory, tag_parameters  # noqa: E402
+from zaya_plugin.optim.balancing import update_biases  # noqa: E402
+from zaya_plugin.optim.factory import muon_factory, tag_parameters  # noqa: E402
 from zaya_plugin.optim.muon import MuonSettings  # noqa: E402
 
 METADATA = {"distrib_optim_sharding_type": "fully_reshardable", "distrib_optim_fully_reshardable_mem_efficient": False}
@@ -108,7 +108,9 @@ def build(layout: Layout):
 
 @torch.no_grad()
 def perturb(model) -> None:
-    """Change vectors from their initial ones and zeros, and let the skip class win some tokens. For one rank, which has the whole model."""
+    """Change vectors from their initial ones and zeros, and let the skip class win some tokens. For one rank, which has
+    the whole model.
+    """
     generator = torch.Generator().manual_seed(7)
     for p in model.parameters():
         if p.dim() == 1:
@@ -137,7 +139,7 @@ def step(ddp, optimizer, model, number: int) -> dict:
     torch.distributed.all_reduce(total, group=parallel_state.get_data_parallel_group())
     finalize_model_grads([ddp])
     group = parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True)
-    statistics = balance_experts(routers(model), model.config, group)
+    statistics = update_biases(routers(model), model.config, group)
     gradients = local_gradients([ddp])
     succeeded, norm, _ = optimizer.step()
     assert succeeded

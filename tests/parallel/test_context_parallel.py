@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Context-parallel ranks against one rank: losses, expert choices and gradients of a small ZAYA. Four gloo processes."""
+"""Context-parallel ranks against one rank: losses, expert choices and gradients of a small ZAYA. Four gloo
+processes.
+"""
 
 import json
 import os

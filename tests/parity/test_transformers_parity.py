@@ -173,7 +173,9 @@ def test_logits_and_gradients(case):
 @pytest.mark.parametrize("case", ["plain"], indirect=True)
 @pytest.mark.parametrize("promise", [False, True])
 def test_the_head_has_transformers_loss_and_gradients(case, promise):
-    """transformers' own labels, shifted by one, with places that do not count; ours by the mask."""
+    """Loss and gradients equal those of transformers, which shifts the labels and marks places that do not count;
+    here the mask excludes them.
+    """
     from zaya_plugin.checkpoint.hf_map import to_hf
 
     hf, ids, _ = case

@@ -78,8 +78,31 @@ def test_what_is_refused_changes_nothing(training, monkeypatch):
     assert (training.save_checkpoint, training.load_checkpoint) == before
 
 
+@pytest.mark.parametrize("symbol", hooks.INSTANCES)
+def test_a_change_of_an_object_is_described_and_refused_outside_its_versions(symbol, monkeypatch):
+    class Each:
+        pass
+
+    class Other(Each):
+        pass
+
+    change, each, name = hooks.INSTANCES[symbol], Each(), symbol.rpartition(".")[2]
+    assert change.fits and change.reason and change.until and change.upstream.startswith("https://github.com/")
+    monkeypatch.setitem(hooks.INSTANCES, symbol, replace(change, versions="<0.16"))
+    with pytest.raises(ImportError, match=r"^megatron-core=.*Allowed: <0.16"):
+        hooks.set_attribute(symbol, each, Other)
+    assert getattr(each, name, None) in (None, Each), "nothing is set"
+    monkeypatch.setitem(hooks.INSTANCES, symbol, change)
+    hooks.set_attribute(symbol, each, Other)
+    assert getattr(each, name) is Other
+    with pytest.raises(KeyError):
+        hooks.set_attribute("GPTModel().decoder", each, Other)
+
+
 def test_primus_is_hooked_before_it_has_chosen_its_megatron(monkeypatch):
-    """Whose version must not be asked then: the answer would be that of another installation, and is kept."""
+    """A hook of Primus does not read megatron.core's version, which would be that of another installation and is
+    cached.
+    """
     runner = ModuleType("primus.core.patches.patch_runner")
     runner.error_rank_0 = print
     monkeypatch.setitem(sys.modules, runner.__name__, runner)

@@ -1,26 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every attribute of torch, Megatron and Primus that this plugin changes is a patch or a hook, and a run restores the hooks."""
+"""Every value of torch, Megatron and Primus that this plugin changes is in its list, and a run restores what it
+replaced.
+"""
 
+import fnmatch
 import importlib.util
 import json
 import os
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
-from zaya_plugin.patches.hooks import HOOKS, INSTANCES, TRAINING
+from tests.patches import host_changes
+from zaya_plugin.patches.hooks import HOOKS, INSTANCES, TRAINING, set_attribute
 
-# Not attributes that hold code: a mode of torch, tuples of names, and switches.
-NO_CODE = {
-    '"cuda" device literals',
-    "megatron.core.optimizer.optimizer.param_group_identifier_keys",
-    "megatron.core.optimizer.distrib_optimizer.param_group_identifier_keys",
-    "megatron.core.optimizer.USING_PYTORCH_OPTIMIZER",
-    "megatron.core.optimizer.distrib_optimizer.HAVE_APEX_OR_TE",
-    "megatron.core.optimizer.distrib_optimizer.USING_APEX_OPTIMIZER",
-}
 # Of a run of the demo; the others belong to hosts, stages that take over and `zaya bench`.
 OF_A_RUN = (
     "training_log",
@@ -32,9 +28,18 @@ OF_A_RUN = (
     "get_signal_handler",
     "train_step",  # by the program, to look
 )
-
-
-BUFFERS = {"_ParamAndGradBuffer().reset", "_ParamAndGradBuffer().scale_gradients"}
+# Attributes of the run's objects; expert_parallel_bucket_groups is another list in every run, with the old groups in it
+# where no two of them are joined.
+OBJECTS = {
+    "GPTModel().__class__",
+    "RotaryEmbedding().__class__",
+    "VocabParallelEmbedding().__class__",
+    "Parameter().zero_out_wgrad",
+    "_ParamAndGradBuffer().reset",
+    "_ParamAndGradBuffer().scale_gradients",
+    "DistributedDataParallel().expert_parallel_bucket_groups",
+    "DistributedDataParallel().param_to_bucket_group",
+}
 PRIMUS = {  # the names that zaya_plugin.hosts.primus.trainer imports, where Primus itself is not available
     "backends/megatron/megatron_pretrain_trainer.py": "class MegatronPretrainTrainer: ...",
     "core/backend/backend_registry.py": (
@@ -61,27 +66,100 @@ def changes(*words: str, search: Path | None = None) -> dict[str, list[str]]:
 
 
 @pytest.mark.parametrize(
-    ("overrides", "instances"),
+    ("overrides", "objects"),
     [
-        ((), BUFFERS),
+        ((), OBJECTS),
         (
             ("parallel.use_distributed_optimizer=false", "parallel.overlap_param_gather=false"),
-            {*BUFFERS, "MegatronOptimizer().init_state_fn"},
+            {*OBJECTS, "MegatronOptimizer().init_state_fn"},
         ),
     ],
     ids=["sharded optimizer", "whole optimizer"],
 )
-def test_every_change_is_registered(tmp_path, corpus, overrides, instances):
-    """Two steps of a small demo; all modules and classes of both hosts, and the instances of DDP and of the optimizers."""
-    found = changes(str(corpus), str(tmp_path / "run"), *overrides)
+def test_every_change_is_registered(tmp_path, corpus, overrides, objects):
+    """Three steps of a small demo change what the list names, and nothing else of the hosts: code, values or
+    objects.
+    """
+    found = changes("run", str(corpus), str(tmp_path / "run"), *overrides)
     assert found["import"] == [] and found["after"] == []
-    assert set(found["patches"]) == set(found["registered"]) - NO_CODE
+    assert sorted(found["patches"]) == sorted(found["registered"])
     symbols = [name for name in found["run"] if "()" not in name]
     assert symbols == sorted(TRAINING + name for name in OF_A_RUN) and set(symbols) <= set(HOOKS)
-    assert {name for name in found["run"] if "()" in name} == instances
-    assert instances <= {
-        symbol.rpartition(".")[0].rpartition(".")[2] + symbol[symbol.rindex(".") :] for symbol in INSTANCES
-    }
+    assert {name for name in found["run"] if "()" in name} == objects
+    assert objects <= set(INSTANCES)
+
+
+@pytest.mark.slow
+def test_the_stock_host_changes_its_own_state(tmp_path, corpus):
+    """Megatron's own model, loop and optimizer change every value that the comparison leaves out as the host's own."""
+    found = changes("stock", str(corpus), str(tmp_path / "run"))
+    names = {*found["run"], *found["after"]}
+    assert [pattern for pattern in host_changes.HOST_STATE if not fnmatch.filter(names, pattern)] == []
+    assert not names & {symbol for symbol in HOOKS if symbol != TRAINING + "train_step"}
+
+
+CHANGES = {  # what -> how a test of this file changes the stand-in for a module of Megatron
+    "flag": lambda host: setattr(host, "FLAG", False),
+    "number": lambda host: setattr(host, "NUMBER", 2),
+    "tuple": lambda host: setattr(host, "KEYS", ("a",)),
+    "dict": lambda host: host.TABLE.update(b=2),
+    "value of a dict": lambda host: host.TABLE.update(a=2),
+    "list": lambda host: host.ORDER.reverse(),
+    "dict of a class": lambda host: host.Group.members.clear(),
+    "new name": lambda host: setattr(host, "NEW", 1),
+    "removed name": lambda host: delattr(host, "FLAG"),
+    "function": lambda host: setattr(host, "work", print),
+}
+
+
+@pytest.fixture
+def host(monkeypatch):
+    """A module of Megatron with values of each kind."""
+    made = ModuleType("megatron.stand_in")
+    source = (
+        "FLAG, NUMBER, KEYS, TABLE, ORDER = True, 1, ('a', 'b'), {'a': 1}, [1, 2]\n"
+        "def work(): ...\n"
+        "class Group:\n    members = {'a': 1}\n    def __init__(self): self.groups, self.flag = [1, 2], True\n"
+        "class Other(Group): ...\n"
+    )
+    exec(source, vars(made))
+    monkeypatch.setitem(sys.modules, made.__name__, made)
+    return made
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_an_unregistered_change_of_a_value_is_found(host, change):
+    before = host_changes.snapshot()
+    assert host_changes.changed(before, host_changes.snapshot()) == []
+    CHANGES[change](host)
+    (found,) = host_changes.changed(before, host_changes.snapshot())
+    assert found.startswith("megatron.stand_in.")
+
+
+@pytest.mark.parametrize(
+    ("attribute", "change"),
+    [
+        ("groups", lambda group, host: group.groups.reverse()),
+        ("flag", lambda group, host: setattr(group, "flag", False)),
+        ("new", lambda group, host: setattr(group, "new", 1)),
+        ("flag", lambda group, host: delattr(group, "flag")),
+        ("__class__", lambda group, host: setattr(group, "__class__", host.Other)),
+    ],
+    ids=["order", "value", "new", "removed", "class"],
+)
+def test_an_unregistered_change_of_an_object_is_found(host, attribute, change):
+    objects, group = host_changes.Objects(), host.Group()
+    objects.note([group])
+    assert objects.changed() == []
+    change(group, host)
+    assert objects.changed() == [f"Group().{attribute}"]
+
+
+def test_code_of_ours_is_found_where_the_host_keeps_state():
+    """A pattern of HOST_STATE covers values; a function of this project under such a name is still reported."""
+    name = "torch.utils.hooks.RemovableHandle.next_id"
+    assert host_changes.changed({name: (1, None)}, {name: (2, None)}) == []
+    assert host_changes.changed({name: (1, None)}, {name: (set_attribute, None)}) == [name]
 
 
 @pytest.mark.parametrize("real", [False, True], ids=["stand-in", "clone"])

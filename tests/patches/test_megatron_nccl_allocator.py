@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Registered buffers with a process group and memory pools that only write down what is asked of them; tests/gpu has NCCL's."""
+"""Registered buffers with a process group and memory pools that only write down what is asked of them; tests/gpu has
+NCCL's.
+"""
 
 import contextlib
 import importlib.util
@@ -53,7 +55,9 @@ def group():
 
 @pytest.fixture
 def allocator(monkeypatch, group):
-    """megatron.core.nccl_allocator as it comes, and the patch: other tests in this process may have patched the module already."""
+    """megatron.core.nccl_allocator as it comes, and the patch: other tests in this process may have patched the module
+    already.
+    """
     import megatron.core
 
     found = importlib.util.find_spec("megatron.core.nccl_allocator")

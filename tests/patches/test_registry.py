@@ -65,7 +65,9 @@ def test_a_version_outside_the_range_stops_with_both_versions(monkeypatch):
 
 
 def test_parameter_groups_are_told_apart_by_their_learning_rates():
-    """Of 0.19 as it is, of 0.16 by a patch: otherwise a resumed run mixes up the rates of optim.overrides."""
+    """Saved parameter groups are matched by their learning rates too (0.16 needs a patch), so a resumed run keeps
+    the rates of optim.overrides.
+    """
     patches.apply()
     from megatron.core.optimizer import distrib_optimizer, optimizer
 

@@ -11,7 +11,7 @@ from tests.megatron_rank import single_rank  # noqa: F401  (a fixture of every t
 import megatron.core.optimizer as megatron_optimizer  # isort: skip
 
 from zaya_plugin.config.compose import compose
-from zaya_plugin.optim import build
+from zaya_plugin.optim import factory
 from zaya_plugin.optim.muon import MuonSettings
 from zaya_plugin.training import optimizer
 
@@ -30,12 +30,13 @@ SET += ["muon_rms_scale=0.3", "muon_momentum_dtype=bf16"]
     ids=["defaults", "skip", "not_distributed", "muon"],
 )
 def test_what_a_recipe_sets_reaches_the_optimizer(monkeypatch, overrides, muon, non_finite):
-    """A function stands for Megatron's factory. It builds Megatron's Adam, which is MuonAdamW during the call.
+    """The recipe's settings reach the optimizer. A function stands for Megatron's factory. It builds Megatron's
+    Adam, which is MuonAdamW during the call.
 
     The layers' buckets are grouped before the call.
     """
     happened = []
-    monkeypatch.setattr(build, "group_layers", lambda chunks: happened.append(("grouped", chunks)))
+    monkeypatch.setattr(factory, "group_layers", lambda chunks: happened.append(("grouped", chunks)))
 
     def get_megatron_optimizer(config, chunks, config_overrides, **named):
         happened.append(("built", chunks, config, named))

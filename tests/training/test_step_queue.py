@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Steps are reported when their numbers arrive: in order, all of them, without a wait in the loop. An incomplete copy simulates a late device."""
+"""Steps are reported when their numbers arrive: in order, all of them, without a wait in the loop. An incomplete copy
+simulates a late device.
+"""
 
 import pytest
 import torch

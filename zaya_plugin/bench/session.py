@@ -144,7 +144,7 @@ class Session:
         self.ranges.around(parts.optimizer, "zero_grad", "gradients")
         self.ranges.around(parts.optimizer, "step", "optimizer")
         self.ranges.around(balancer, "finalize_model_grads", "gradients")
-        self.ranges.around(balancer, "balance_experts", "router")
+        self.ranges.around(balancer, "update_biases", "router")
         parts.forward_step = _ranged_loss(parts.forward_step)
         parts.forward_backward = annotated(parts.forward_backward, PASSES)
         self._synchronize()

@@ -87,7 +87,7 @@ def to_hf(state_dict: Mapping[str, Tensor], config, *, include_tied_head: bool =
     rest = {k: v for k, v in state_dict.items() if not k.endswith("_extra_state") and k not in only_here}
     rows = list(_rows(config))
     _check_names(rest, [name for names, _ in rows for name in names], "this package's ZAYA model")
-    out = {hf: _stack([rest[name] for name in names]) for names, hf in rows}
+    out = {hf: rest[names[0]] if len(names) == 1 else torch.stack([rest[name] for name in names]) for names, hf in rows}
     if include_tied_head:
         out[HF_TIED_HEAD] = out[HF_EMBEDDING]
     return out
@@ -130,10 +130,6 @@ def _rows(config) -> Iterator[tuple[list[str], str]]:
                 continue
             experts = range(config.num_moe_experts) if "{e}" in ours else (None,)
             yield [ours.format(l=layer, e=expert) for expert in experts], hf.format(l=layer)
-
-
-def _stack(tensors: list[Tensor]) -> Tensor:
-    return tensors[0] if len(tensors) == 1 else torch.stack(tensors)
 
 
 def _check_names(state_dict: Mapping[str, Tensor], expected: list[str], whose: str) -> None:

@@ -20,7 +20,9 @@ def forward_step(data_iterator, model):
     mask = batch.loss_mask
 
     def reduce_loss(losses):
-        """Return the sum over the tokens that count, their number, and both for the report (Megatron adds and divides)."""
+        """Return the sum over the tokens that count, their number, and both for the report (Megatron adds and
+        divides).
+        """
         total, count = (losses.float() * mask).sum(), mask.sum()
         return total, count.to(torch.int), {"lm loss": torch.stack((total.detach(), count))}
 

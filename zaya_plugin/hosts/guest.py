@@ -9,6 +9,7 @@ optimizers, the balancing of experts, the load at the start and the removal of o
 from __future__ import annotations
 
 import argparse
+import functools
 from pathlib import Path
 
 from torch import nn
@@ -18,7 +19,7 @@ from zaya_plugin.checkpoint import on_disk
 from zaya_plugin.config.arguments import BATCH_ARGUMENTS, DECIDED_AT_START, OWN_ARGUMENTS, megatron_arguments
 from zaya_plugin.config.schema import Recipe
 from zaya_plugin.data.sources import find_sources
-from zaya_plugin.errors import mistake
+from zaya_plugin.errors import message, mistake
 from zaya_plugin.handover.predecessor import predecessor
 from zaya_plugin.hosts.stage_handover import Handover, stage_datasets
 from zaya_plugin.hosts.stage_model import build_stage, model_config
@@ -30,9 +31,6 @@ from zaya_plugin.training.balancer import Balancer
 from zaya_plugin.training.kernels import kernel_lines, select_kernels
 from zaya_plugin.training.lifecycle import Lifecycle
 from zaya_plugin.training.optimizer import assign_optimizers, optimizer_factory
-
-# Fields of ours that the host's block and schedules read in the host's own TransformerConfig.
-SHARED_WITH_HOST = ("hetereogenous_dist_checkpoint", "fp32_residual_connection", "pipeline_dtype")
 
 
 class Guest:
@@ -78,7 +76,6 @@ class Guest:
         self.handover = Handover(recipe, self.before, self.resumed_at)
         self.balancer = Balancer()
         self.built_optimizer = False
-        self._config: ZayaConfig | None = None
 
     def summary(self) -> list[str]:
         """Return lines for the first rank: the run's start, arguments that differ from the recipe, and the kernels."""
@@ -123,19 +120,15 @@ class Guest:
         self.lifecycle.describe_into(self.args, self.before)
         self.handover.check(self.args)
 
-    @property
+    @functools.cached_property
     def config(self) -> ZayaConfig:
         """The model's configuration from the host's arguments."""
-        if self._config is None:
-            self._config = model_config(self.args)
-        return self._config
+        return model_config(self.args)
 
     def share_config(self, host) -> None:
         """Copy the fields that the host reads into its own configuration; may be called again."""
-        for name in SHARED_WITH_HOST:
-            setattr(host, name, getattr(self.config, name))
-        # Read by patches/megatron_stage_width.py; no field of Megatron's.
-        host.pipeline_state_size = self.config.pipeline_state_size
+        for name in hooks.SHARED_WITH_HOST:
+            hooks.set_attribute(f"TransformerConfig().{name}", host, getattr(self.config, name))
 
     def model(self, pre_process=True, post_process=True, vp_stage=None, config=None, pg_collection=None):
         """Build the GPTModel of one (virtual) stage, for hosts that let the guest build it; in other hosts
@@ -175,8 +168,14 @@ class Guest:
         """
         if not self.built_optimizer:
             raise SystemExit(
-                "zaya: the host has not built its optimizer by megatron.training.training.get_megatron_optimizer, so the model would be trained "
-                f"without {self.recipe.optim.name} of the recipe. Use Megatron's pretrain(), or zaya_plugin.muon_optimizer in a loop of your own"
+                "zaya: "
+                + message(
+                    "optim.name",
+                    self.recipe.optim.name,
+                    problem="the host has built another optimizer, so the model would be trained without the recipe's",
+                    allowed=f"hosts that call {TRAINING}get_megatron_optimizer",
+                    fix="train with Megatron's pretrain(), or use zaya_plugin.muon_optimizer in a loop of your own",
+                )
             )
         self.balancer(*positional, **named)
 
@@ -186,8 +185,14 @@ class Guest:
         iteration = loaded[0]
         if iteration != self.resumed_at:
             raise SystemExit(
-                f"zaya: {self.args.load} holds step {self.resumed_at} and the host would start from step {iteration}: "
-                "its load failed without an error. Nothing was trained or overwritten; see its messages above"
+                "zaya: "
+                + message(
+                    "--load",
+                    self.args.load,
+                    problem=f"it holds step {self.resumed_at} and the host would start from step {iteration}, because "
+                    "its load failed without an error. Nothing was trained or overwritten",
+                    fix="see the host's messages above this one",
+                )
             )
         return loaded
 

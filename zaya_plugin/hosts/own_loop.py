@@ -15,13 +15,13 @@ from torch import nn
 from zaya_plugin.config.optimizer_override import Override
 from zaya_plugin.errors import mistake
 from zaya_plugin.optim.balancing import RouterStatistics
-from zaya_plugin.optim.build import muon_factory, tag_parameters
 from zaya_plugin.optim.chained import ChainedMuonAdamW
+from zaya_plugin.optim.factory import muon_factory, tag_parameters
 from zaya_plugin.optim.muon import MuonSettings
 from zaya_plugin.training.balancer import Balancer
 
 
-def balance_experts(model_chunks: list[nn.Module]) -> RouterStatistics | None:
+def balance_experts(model_chunks: list[nn.Module]) -> RouterStatistics:
     """Move the experts' biases by the routers' counts of all ranks, and start the counts of the next step.
 
     Call it on every rank once a step, after the backward passes of all micro-batches. model_chunks: this rank's models,

@@ -17,6 +17,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+import numpy
+import torch
+
+from zaya_plugin import patches
+from zaya_plugin.checkpoint import on_disk
 from zaya_plugin.errors import mistake
 
 SEQUENCES = 16
@@ -50,7 +55,9 @@ def main(argv: list[str]) -> int:
 
 
 def ranges(short: int, long: int) -> list[tuple[int, int]]:
-    """Return ranges of positions [start, end): the shorter context, then each twice as long up to the longer context."""
+    """Return ranges of positions [start, end): the shorter context, then each twice as long up to the longer
+    context.
+    """
     edges = [0, short]
     while edges[-1] < long:
         edges.append(min(2 * edges[-1], long))
@@ -76,8 +83,6 @@ def losses_by_position(runs: Sequence[Path], recipes) -> list:
     """Return the losses, fp32 [n, s], of the shorter and of the longer stage's model on the same sequences of the
     longer stage's length.
     """
-    from zaya_plugin import patches
-
     patches.apply()
     tokens = validation_tokens(recipes[-1], SEQUENCES)
     args = arguments(recipes[-1], runs[-1])
@@ -88,9 +93,6 @@ def validation_tokens(recipe, sequences: int):
     """Return the first tokens of the validation data, int64 [at most `sequences`, seq_length + 1], with documents one
     after another.
     """
-    import numpy
-    import torch
-
     from zaya_plugin.data.blend import resolve_blend
     from zaya_plugin.data.prepared import locate
     from zaya_plugin.data.sources import find_sources
@@ -118,7 +120,6 @@ def arguments(recipe, run: Path):
     """Return Megatron's arguments of `recipe`'s model in one process, for both stages: their models differ only in
     RoPE's base.
     """
-    from zaya_plugin.checkpoint import on_disk
     from zaya_plugin.config.arguments import megatron_arguments
     from zaya_plugin.config.schema import ParallelConfig
     from zaya_plugin.hosts.stage_model import arguments_of_model
@@ -139,9 +140,18 @@ def losses_of(run: Path, args, rotary_base: int, tokens):
     """Return the loss of every position of `tokens` [n, s + 1] under the model of `run`'s newest checkpoint; fp32 [n,
     s].
     """
-    import torch
+    from megatron.core import dist_checkpointing
 
-    model = load_model(run, args, rotary_base).eval()
+    from zaya_plugin.hosts import stage_model
+
+    directory = run / "checkpoints"
+    stage_model.begin_alone(args.seed)
+    model = stage_model.build_model(args, rotary_base=rotary_base).eval()
+    if not args.use_cpu_initialization:
+        model.cuda()
+    wanted = model.sharded_state_dict()
+    loaded = dist_checkpointing.load(dict(wanted), str(on_disk.folder(directory, on_disk.latest(directory))))
+    model.load_state_dict({name: loaded[name] for name in wanted})  # the loaded dict also has the run's own record
     device = next(model.parameters()).device
     losses = []
     with torch.no_grad():
@@ -151,26 +161,6 @@ def losses_of(run: Path, args, rotary_base: int, tokens):
     return torch.cat(losses)
 
 
-def load_model(run: Path, args, rotary_base: int):
-    """Load the model of `run`'s newest checkpoint on one device."""
-    from megatron.core import dist_checkpointing
-
-    from zaya_plugin.checkpoint import on_disk
-    from zaya_plugin.hosts import stage_model
-
-    directory = run / "checkpoints"
-    stage_model.begin_alone(args.seed)
-    model = stage_model.build_model(args, rotary_base=rotary_base)
-    if not args.use_cpu_initialization:
-        model.cuda()
-    wanted = model.sharded_state_dict()
-    loaded = dist_checkpointing.load(dict(wanted), str(on_disk.folder(directory, on_disk.latest(directory))))
-    model.load_state_dict({name: loaded[name] for name in wanted})  # the loaded dict also has the run's own record
-    return model
-
-
 if __name__ == "__main__":
-    from zaya_plugin import patches
-
     patches.apply_torch()
     sys.exit(main(sys.argv[1:]))

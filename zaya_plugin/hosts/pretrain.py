@@ -213,7 +213,9 @@ class _Trainer:
 
     @staticmethod
     def dump_memory_snapshot(args) -> None:
-        """Write the allocator's history of this rank, for pytorch.org/memory_viz; Megatron records it from the start."""
+        """Write the allocator's history of this rank, for pytorch.org/memory_viz; Megatron records it from the
+        start.
+        """
         rank = torch.distributed.get_rank()
         if rank in args.profile_ranks:
             path = Path(args.memory_snapshot_path)

@@ -9,12 +9,12 @@ others.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 
 import torch
 from megatron.core.num_microbatches_calculator import update_num_microbatches
-from megatron.core.optimizer import distrib_optimizer, optimizer
+from megatron.core.optimizer import distrib_optimizer
+from megatron.core.optimizer import optimizer as optimizer_module
 from megatron.training import get_args, get_tokenizer
 from torch.utils.data import Dataset, Subset
 
@@ -60,7 +60,9 @@ class Handover:
         on_disk.check_same_model(directory, steps, args)
 
     def hooks(self, evaluate_and_report: Callable | None = None) -> list[tuple[str, Callable]]:
-        """Return what replaces Megatron's `load_checkpoint` and, with evaluate_and_report (of hosts.pretrain), `train`."""
+        """Return what replaces Megatron's `load_checkpoint` and, with evaluate_and_report (of hosts.pretrain),
+        `train`.
+        """
         found = [(TRAINING + "load_checkpoint", self.load_and_begin)] if self.before is not None else []
         if evaluate_and_report is not None and self.begins and self.recipe.stage.eval_at_start:
             found.append((TRAINING + "train", functools.partial(self.evaluate_and_train, evaluate_and_report)))
@@ -70,7 +72,14 @@ class Handover:
         """Load weights and optimizer state of the previous stage; steps, samples, schedule and FLOPs start from 0."""
         args = get_args()
         groups = [{k: v for k, v in group.items() if k not in STATE_OF_GROUP} for group in optimizer.param_groups]
-        with _groups_matched_without(SCHEDULE_KEYS):
+        # Groups that differ in the new stage's settings alone share one saved group; only its step count is used.
+        identifiers = {
+            f"{module.__name__}.param_group_identifier_keys": tuple(
+                name for name in module.param_group_identifier_keys if name not in SCHEDULE_KEYS
+            )
+            for module in (distrib_optimizer, optimizer_module)
+        }
+        with hooks.replaced(identifiers):
             load_checkpoint(model, optimizer, scheduler, *positional, **named)
         for group, wanted in zip(optimizer.param_groups, groups, strict=True):
             group.update(wanted)
@@ -179,20 +188,3 @@ def reset_optimizer(chained) -> None:
         for group in part.optimizer.param_groups:
             if "step" in group:
                 group["step"] = torch.zeros_like(group["step"]) if torch.is_tensor(group["step"]) else 0
-
-
-@contextmanager
-def _groups_matched_without(keys: tuple[str, ...]) -> Iterator[None]:
-    """Let Megatron match saved parameter groups without `keys`, the settings that a stage changes, within a `with`.
-
-    Groups that differ in nothing else then share one saved group, of which only the step count is used.
-    """
-    with hooks.replaced(
-        {
-            f"{module.__name__}.param_group_identifier_keys": tuple(
-                name for name in module.param_group_identifier_keys if name not in keys
-            )
-            for module in (distrib_optimizer, optimizer)
-        }
-    ):
-        yield

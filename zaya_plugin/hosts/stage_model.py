@@ -57,7 +57,11 @@ def parse_arguments(values: dict[str, Any]) -> argparse.Namespace:
     try:
         return parse_and_validate_args(extra_args_provider=add_own)
     except AssertionError as refused:
-        raise ValueError(f"Megatron's argument validation refuses this recipe: {refused}") from refused
+        raise mistake(
+            "recipe",
+            problem=f"Megatron's validation of its arguments refuses it: {refused}",
+            fix="change the keys that this message names; a recipe field has the name of its Megatron argument",
+        ) from refused
     finally:
         sys.argv = argv
 

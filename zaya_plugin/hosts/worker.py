@@ -27,29 +27,17 @@ patches.apply_torch()
 EXIT_SECONDS = 120
 
 
-class RankLog(io.TextIOBase):
+class RankLog(io.FileIO):
     """A log file whose writes never raise: on a full disk lines are lost and the training goes on."""
 
-    def __init__(self, path: Path):
-        self.file = open(path, "a", buffering=1)
-
-    def writable(self) -> bool:
-        return True
-
-    def write(self, text: str) -> int:
+    def write(self, data) -> int:
         with contextlib.suppress(OSError):
-            self.file.write(text)
-        return len(text)
-
-    def flush(self) -> None:
-        with contextlib.suppress(OSError):
-            self.file.flush()
+            super().write(data)
+        return len(data)
 
     def close(self) -> None:
-        if not self.closed:
-            super().close()  # flushes
-            with contextlib.suppress(OSError):
-                self.file.close()
+        with contextlib.suppress(OSError):
+            super().close()
 
 
 def main(argv: list[str], work: Callable | None = None) -> int:
@@ -66,7 +54,8 @@ def main(argv: list[str], work: Callable | None = None) -> int:
     logs.mkdir(parents=True, exist_ok=True)
     console = sys.stdout
     # Megatron prints some hundred lines, its arguments among them; they go to the log and not to the console.
-    with RankLog(logs / f"rank{rank}.log") as log, contextlib.redirect_stdout(log):
+    log_file = RankLog(logs / f"rank{rank}.log", "a")
+    with io.TextIOWrapper(log_file, "utf-8", line_buffering=True) as log, contextlib.redirect_stdout(log):
         logging.basicConfig(stream=log, level=logging.INFO, force=True)
         logging.captureWarnings(True)
         try:

@@ -93,7 +93,9 @@ def repeated(x: Tensor, heads: int) -> Tensor:
 
 @hip_ops.formula
 def joined(out: Tensor, sums: Tensor, earlier: Tensor, earlier_sums: Tensor) -> tuple[Tensor, Tensor]:
-    """Join results [b, n, s, d] over two sets of keys by their log-sum-exps [b, n, s, 1]; computed in the sums' dtype."""
+    """Join results [b, n, s, d] over two sets of keys by their log-sum-exps [b, n, s, 1]; computed in the sums'
+    dtype.
+    """
     total = torch.logaddexp(sums, earlier_sums)
     wide = out * (sums - total).exp() + earlier * (earlier_sums - total).exp()
     return wide.to(out.dtype), total
@@ -198,7 +200,8 @@ def _checked(name: str, device: torch.device, dtype: torch.dtype, head_dim: int)
     for a, b in zip(got, expected, strict=True):
         if not (a.double() - b).norm() < 0.02 * b.norm():
             logger.warning(
-                "attention by blocks with %s is wrong here; torch's other kernels are used for queries at the end of the keys",
+                "attention by blocks with %s is wrong here; torch's other kernels are used for queries at the end of "
+                "the keys",
                 name,
             )
             return None

@@ -9,7 +9,7 @@ from zaya_plugin.errors import mistake
 from zaya_plugin.model.config import ZayaConfig
 from zaya_plugin.model.loss import ZayaGPTModel
 from zaya_plugin.model.spec import zaya_block_spec
-from zaya_plugin.optim.build import tag_parameters
+from zaya_plugin.optim.factory import tag_parameters
 
 
 def build_zaya_model(

@@ -10,7 +10,9 @@ import hip_ops
 
 
 def key_scale(temperature: Tensor, form: str) -> Tensor:
-    """Return the length of the keys relative to sqrt(d); temperature [g] -> [g]. `form` as ZayaConfig.temperature_form."""
+    """Return the length of the keys relative to sqrt(d); temperature [g] -> [g]. `form` as
+    ZayaConfig.temperature_form.
+    """
     if form == "linear":
         return temperature
     temperature = temperature.to(hip_ops.wide(temperature.dtype))

@@ -133,9 +133,6 @@ class ZayaConfig(ZayaOptions, TransformerConfig):
         super().__post_init__()
         if modules is not None:
             self.recompute_modules = modules
-        self._finalize()
-
-    def _finalize(self):
         self._check()
         if self.router_norm_epsilon is None:
             self.router_norm_epsilon = self.layernorm_epsilon
@@ -222,7 +219,8 @@ class ZayaConfig(ZayaOptions, TransformerConfig):
             require(
                 "recompute_modules",
                 not unknown,
-                f"{unknown} name parts that ZAYA1 lacks (mlp, shared_experts, mla_up_proj, gdn_norm_out) or that its expert "
+                f"{unknown} name parts that ZAYA1 lacks (mlp, shared_experts, mla_up_proj, gdn_norm_out) or that its "
+                "expert "
                 "function always recomputes (moe_act)",
                 f"a subset of {sorted(RECOMPUTE_MODULES)}",
                 sorted({*self.recompute_modules} & {*RECOMPUTE_MODULES}),

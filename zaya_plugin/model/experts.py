@@ -184,7 +184,9 @@ class GroupedExperts(MegatronModule):
         self.linear_fc2 = GroupedWeight(config, local, h, f, config.output_init_method)
 
     def set_layer_number(self, layer_number: int) -> None:
-        """Give the matrices their roles as members of the layer's two blocks. layer_number: in the whole model, from 1."""
+        """Give the matrices their roles as members of the layer's two blocks. layer_number: in the whole model, from
+        1.
+        """
         for weight in (self.linear_fc1, self.linear_fc2):
             mark_block(weight.matrices(), layer_number, writes_first=True)
 

@@ -8,7 +8,7 @@ block passes to every layer unchanged, may carry forced expert ids (`model(..., 
 ids})`).
 
 After `link_layers` a layer also applies the next layer's input norm, in one pass over the stream with its own last
-merge, and returns the result in `context` (`Handover`).
+merge, and returns the result in `context` (`LinkedContext`).
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class ZayaLayerSubmodules(TransformerLayerSubmodules):
     post_mlp_residual: type = ResidualScaling
 
 
-class Handover(NamedTuple):
+class LinkedContext(NamedTuple):
     """The `context` between linked layers.
 
     router_state: as in `ZayaTransformerLayer.forward`. stream: the tensor that is also returned as hidden_states.
@@ -92,22 +92,22 @@ class ZayaTransformerLayer(TransformerLayer):
         self,
         hidden_states: Tensor,
         attention_mask: Tensor | None = None,
-        context: Tensor | Handover | None = None,
+        context: Tensor | LinkedContext | None = None,
         context_mask: Tensor | None = None,
         rotary_pos_emb: Tensor | None = None,
         attention_bias: Tensor | None = None,
         inference_context=None,
         packed_seq_params=None,
         **_,
-    ) -> tuple[Tensor, Tensor | Handover | None]:
+    ) -> tuple[Tensor, Tensor | LinkedContext | None]:
         """Run the layer.
 
         Args: hidden_states, the stream [s, b, h] (the embedding in layer 1; stream and router state [s, b, h + r] in
         the first layer of a later pipeline stage); context, the previous layer's router state [s, b, r] or None, or its
-        Handover; context_mask, int64 [num_layers, s, b] expert ids that replace the router's choice where not negative,
-        or None; rotary_pos_emb [s, 1, 1, r] radians.
-        Returns: the new stream [s, b, h] and this layer's router state, as a Handover if it is linked to the next one;
-        in the last layer of a pipeline stage but the last one, both as one tensor [s, b, h + r], and None.
+        LinkedContext; context_mask, int64 [num_layers, s, b] expert ids that replace the router's choice where not
+        negative, or None; rotary_pos_emb [s, 1, 1, r] radians. Returns: the new stream [s, b, h] and this layer's
+        router state, as a LinkedContext if it is linked to the next one; in the last layer of a pipeline stage but the
+        last one, both as one tensor [s, b, h + r], and None.
         """
         if self.receives_state:
             hidden_states, context = split_stream_and_state(
@@ -138,7 +138,7 @@ class ZayaTransformerLayer(TransformerLayer):
         discard(output)
         if self.next_norm:
             hidden_states, normed = self.post_mlp_residual.merge_and_norm(output, hidden_states, *self.next_norm, read)
-            return hidden_states, Handover(state, hidden_states, normed)
+            return hidden_states, LinkedContext(state, hidden_states, normed)
         hidden_states = self.post_mlp_residual(output, hidden_states, read)
 
         if self.output_dtype is not None:
@@ -201,12 +201,14 @@ def _ends_recomputed_part(config: ZayaConfig, index: int) -> bool:
     )  # block: each of the first layers is a unit, the others are not recomputed
 
 
-def _received(context: Tensor | Handover | None, stream: Tensor) -> tuple[Tensor | None, Tensor | None]:
-    """Return the previous layer's router state, and the normed stream unless something has replaced the stream since."""
-    if not isinstance(context, Handover):
+def _received(context: Tensor | LinkedContext | None, stream: Tensor) -> tuple[Tensor | None, Tensor | None]:
+    """Return the previous layer's router state, and the normed stream unless something has replaced the stream
+    since.
+    """
+    if not isinstance(context, LinkedContext):
         return context, None
     assert context.normed.requires_grad or not stream.requires_grad, (
-        "a Handover crossed the border of what is recomputed"
+        "a LinkedContext crossed the border of a recomputed part"
     )
     return context.router_state, context.normed if context.stream is stream else None
 

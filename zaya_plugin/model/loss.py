@@ -16,6 +16,7 @@ from zaya_plugin.model.parameter_gather import gathered
 from zaya_plugin.model.rotary import ZayaRotaryEmbedding
 from zaya_plugin.model.tied_head import MainGradEmbedding, head_losses
 from zaya_plugin.parallel.packed_documents import PackedDocuments
+from zaya_plugin.patches import hooks
 
 
 class ZayaGPTModel(GPTModel):
@@ -34,8 +35,9 @@ class ZayaGPTModel(GPTModel):
         """
         if isinstance(model, cls):
             return
-        model.__class__, model.z_loss = cls, config.z_loss
-        model.rotary_pos_emb.__class__ = ZayaRotaryEmbedding
+        hooks.set_attribute("GPTModel().__class__", model, cls)
+        model.z_loss = config.z_loss
+        hooks.set_attribute("RotaryEmbedding().__class__", model.rotary_pos_emb, ZayaRotaryEmbedding)
         model.rotary_pos_emb.order = config.context_parallel_order
         if model.pre_process:
             MainGradEmbedding.take_over(model.embedding.word_embeddings, announces=not model.post_process)

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""RoPE angles by a token's position in the whole sequence, of which this rank may hold a part, or in its own document."""
+"""RoPE angles by a token's position in the whole sequence, of which this rank may hold a part, or in its own
+document.
+"""
 
 from __future__ import annotations
 

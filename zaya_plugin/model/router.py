@@ -16,6 +16,7 @@ from torch import Tensor, nn
 import hip_ops
 from hip_ops.router_mlp import Routed
 from hip_ops.runtime.main_grad import add_gradients, add_product, main_grad_linear
+from zaya_plugin.errors import message
 from zaya_plugin.model.config import ZayaConfig
 from zaya_plugin.model.float32_buffers import Float32BuffersMixin
 from zaya_plugin.model.initialization import constant_parameter, initial_device, random_parameter
@@ -135,12 +136,13 @@ class StepsWithoutBalancing:
         self.steps, self.backward_ran = self.steps + 1, False
         if self.steps == 2 and not StepsWithoutBalancing.warned:
             StepsWithoutBalancing.warned = True
-            warnings.warn(
-                "the experts were not balanced in two training steps; without balancing a few experts get most tokens. Call "
-                "zaya_plugin.balance_experts([model]) in every step after the backward passes, or use zaya_plugin.muon_optimizer, whose "
-                "step() balances",
-                stacklevel=2,
+            text = message(
+                "experts",
+                problem="they were not balanced in two training steps; without balancing a few experts get most tokens",
+                fix="zaya_plugin.balance_experts([model]) in every step after the backward passes, or "
+                "zaya_plugin.muon_optimizer, whose step() balances",
             )
+            warnings.warn(text, stacklevel=2)
 
     def backward_begins(self, _: Tensor) -> None:
         """Hook of a tensor that the router returned."""

@@ -91,7 +91,9 @@ def zaya_block_spec(config: ZayaConfig, vp_stage: int | None = None) -> Transfor
             raise mistake(
                 "num_layers",
                 config.num_layers,
-                problem=f"pipeline_model_parallel_size={config.pipeline_model_parallel_size} leaves a stage without layers",
+                problem=(
+                    f"pipeline_model_parallel_size={config.pipeline_model_parallel_size} leaves a stage without layers"
+                ),
                 allowed="at least one layer a stage",
                 fix="a smaller parallel.pipeline_model_parallel_size",
             )

@@ -20,6 +20,7 @@ from torch import Tensor
 
 import hip_ops
 from hip_ops.runtime.main_grad import handed_over, main_grad_of
+from zaya_plugin.patches import hooks
 
 
 class Announced(torch.autograd.Function):
@@ -77,12 +78,15 @@ class MainGradEmbedding(VocabParallelEmbedding):
     def take_over(cls, embedding: VocabParallelEmbedding, announces: bool) -> None:
         """Make `embedding` a MainGradEmbedding; its parameter and its hooks stay."""
         assert type(embedding) is VocabParallelEmbedding, type(embedding)
-        embedding.__class__, embedding.announces = cls, announces
+        hooks.set_attribute("VocabParallelEmbedding().__class__", embedding, cls)
+        embedding.announces = announces
         # Megatron sets it, so that DDP adds the gradient that its own head and embedding leave; here none is left
-        embedding.weight.zero_out_wgrad = False
+        hooks.set_attribute("Parameter().zero_out_wgrad", embedding.weight, False)
 
     def forward(self, input_: Tensor) -> Tensor:
-        """Ids int64 [b, s] -> [b, s, h], or with sequence parallelism in the embedding this rank's rows of [s, b, h]."""
+        """Ids int64 [b, s] -> [b, s, h], or with sequence parallelism in the embedding this rank's rows of [s, b,
+        h].
+        """
         cut = self.tp_group.size() > 1
         # rows are taken in the order of the stream, so that neither they nor their gradients have to be moved
         ids = input_.transpose(0, 1)

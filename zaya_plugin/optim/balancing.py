@@ -48,21 +48,19 @@ class RouterStatistics:
 
 
 @torch.no_grad()
-def balance_experts(routers, config, group) -> RouterStatistics | None:
+def update_biases(routers, config, group) -> RouterStatistics:
     """Sum the routers' counts over `group`, update every balancing bias, and reset the counts.
 
     Call it once a step on every rank, after the backward passes of all micro-batches.
 
     Args:
-        routers: ZayaRouter modules of this rank, in layer order.
+        routers: ZayaRouter modules of this rank, in layer order; every pipeline stage has at least one.
         config: ZayaConfig with the balancing_* fields.
         group: data- and context-parallel process group over which the batch is spread.
 
     Returns:
-        The global batch's statistics, or None if this rank has no router.
+        The global batch's statistics.
     """
-    if not routers:
-        return None
     counts = torch.stack([r.tokens_per_expert for r in routers])
     entropy = torch.stack([r.router_entropy_sum for r in routers]).double()
     packed = torch.cat([counts.double(), entropy.reshape(-1, 1)], dim=1)  # exact up to 2^53 tokens

@@ -18,6 +18,7 @@ from megatron.core.optimizer.optimizer import ChainedOptimizer, MegatronOptimize
 from torch import Tensor
 
 from zaya_plugin import compat
+from zaya_plugin.errors import message
 from zaya_plugin.optim.gradient_buffers import DeferredScale
 from zaya_plugin.optim.host_copy import HostCopy
 
@@ -93,8 +94,13 @@ class ChainedMuonAdamW(ChainedOptimizer):
                 optimizer.take_back_step()
             if refused and self.non_finite == "stop":
                 raise NonFiniteGradientsError(
-                    f"{int(broken)} gradients (of all ranks) hold an infinity or NaN. Weights and optimizer state are as before "
-                    "this step. Fix: optim.non_finite_gradients=skip skips such steps and continues"
+                    message(
+                        "optim.non_finite_gradients",
+                        "stop",
+                        problem=f"{int(broken)} gradients (of all ranks) hold an infinity or NaN. Weights and "
+                        "optimizer state are as before this step",
+                        fix="optim.non_finite_gradients=skip, which skips such steps and continues",
+                    )
                 )
             return (False, None, None) if refused else (False, reported, zeros)
         return success, reported, zeros

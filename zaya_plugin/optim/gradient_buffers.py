@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from zaya_plugin.optim.parameter_role import ExpertBlock, role_of
+from zaya_plugin.patches import hooks
 
 # Set on a bucket group where the optimizer has several instances.
 OF_INSTANCES = ("inter_distributed_optimizer_instance_group", "communication_stream")
@@ -45,12 +46,14 @@ def group_layers(model_chunks: Iterable) -> None:
             continue  # that reduction of Megatron's takes one bucket a group
         old = chunk.expert_parallel_bucket_groups
         new = [_joined(list(groups)) for _, groups in groupby(old, key=_layer)]
-        chunk.expert_parallel_bucket_groups = new
-        for bucket_group in new:
-            chunk.param_to_bucket_group.update(dict.fromkeys(bucket_group.params, bucket_group))
+        hooks.set_attribute("DistributedDataParallel().expert_parallel_bucket_groups", chunk, new)
+        joined = {param: bucket_group for bucket_group in new for param in bucket_group.params}
+        hooks.set_attribute(
+            "DistributedDataParallel().param_to_bucket_group", chunk, chunk.param_to_bucket_group | joined
+        )
         if any(each.next_param_gather_bucket_group is not None for each in old):
             for before, after in pairwise(new):  # as DDP links its own groups, in the order of the backward pass
-                after.next_param_gather_bucket_group = before
+                hooks.set_attribute("_ParamAndGradBucketGroup().next_param_gather_bucket_group", after, before)
 
 
 def _joined(groups: list) -> _ParamAndGradBucketGroup:
@@ -89,7 +92,7 @@ def spare_zeroing(model_chunks: Iterable) -> None:
         if isinstance(chunk, DistributedDataParallel) and _tells_micro_batches_apart(chunk.config):
             for buffer in chunk.buffers + chunk.expert_parallel_buffers:
                 if blocks := blocks_that_write(buffer.param_index_map):
-                    buffer.reset = ResetRest(buffer, blocks)
+                    hooks.set_attribute("_ParamAndGradBuffer().reset", buffer, ResetRest(buffer, blocks))
 
 
 def _tells_micro_batches_apart(config) -> bool:
@@ -163,10 +166,12 @@ class DeferredScale:
         self._by: Tensor | float | None = None
         self._buffers = list(buffers)
         for i, buffer in enumerate(self._buffers):
-            buffer.scale_gradients = functools.partial(self.scale, i)
+            hooks.set_attribute("_ParamAndGradBuffer().scale_gradients", buffer, functools.partial(self.scale, i))
 
     def scale(self, index: int, scaling_factor: Tensor | float) -> None:
-        """Note that buffer `index` is to be scaled. Megatron scales all buffers by the same number, one after another."""
+        """Note that buffer `index` is to be scaled. Megatron scales all buffers by the same number, one after
+        another.
+        """
         if not self._scaled:
             self._by = scaling_factor
             self.factor.mul_(scaling_factor.reshape(()) if isinstance(scaling_factor, Tensor) else scaling_factor)

@@ -207,7 +207,8 @@ class MuonAdamW(GroupStepAdamW):
             nesterov=muon.nesterov,
             grad_scale=self.grad_scale,
             found_inf=self.found_inf,
-            square_sums=batches.square_sums,  # Newton-Schulz divides by the norms, and then does not read the matrices for them
+            # Newton-Schulz divides by the norms, and then does not read the matrices for them
+            square_sums=batches.square_sums,
         )
         updates = batches.split(
             [self.orthogonalise(*pair) for pair in zip(batches.tensors, batches.sums(), strict=True)]
@@ -217,7 +218,9 @@ class MuonAdamW(GroupStepAdamW):
         self.apply(group, updates, weights, None if targets is None else _matrices(params, targets), shapes)
 
     def update_pieces(self, group: dict, params: Sequence[Tensor]) -> None:
-        """Update `params`, pieces of matrices: as `update_matrices`, with an exchange before and after Newton-Schulz."""
+        """Update `params`, pieces of matrices: as `update_matrices`, with an exchange before and after
+        Newton-Schulz.
+        """
         self.initialise_state(params)
         pieces = [torch.empty_like(p, dtype=self.between) for p in params]
         muon_momentum_(
@@ -267,7 +270,9 @@ class MuonAdamW(GroupStepAdamW):
         return torch.float32 if self.muon.dtype == "fp32" else torch.bfloat16
 
     def orthogonalise(self, batch: Tensor, square_sums: Tensor | None = None) -> Tensor:
-        """Orthogonalise every matrix of `batch` [b, m, n]. square_sums: of the matrices, fp32 [b], if they are known."""
+        """Orthogonalise every matrix of `batch` [b, m, n]. square_sums: of the matrices, fp32 [b], if they are
+        known.
+        """
         muon = self.muon
         return newton_schulz(batch, muon.steps, muon.coefficients, dtype=DTYPES[muon.dtype], square_sums=square_sums)
 

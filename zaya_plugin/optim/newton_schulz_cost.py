@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The cost of orthogonalising a matrix, for sharing matrices out evenly. Symmetric products count half of dense ones."""
+"""The cost of orthogonalising a matrix, for sharing matrices out evenly. Symmetric products count half of dense
+ones.
+"""
 
 from __future__ import annotations
 

@@ -90,7 +90,9 @@ class PackedDocuments(PackedSeqParams):
 
     @cached_property
     def dense_mask(self) -> Tensor:
-        """Whether this rank's row attends to a row of the sequence, bool [b, 1, s, S]. Quadratic; for short sequences."""
+        """Whether this rank's row attends to a row of the sequence, bool [b, 1, s, S]. Quadratic; for short
+        sequences.
+        """
         ids = self.document_ids
         causal = self.rows.unsqueeze(1) >= torch.arange(ids.shape[1], device=ids.device)
         same = ids[:, self.rows].unsqueeze(2) == ids.unsqueeze(1)

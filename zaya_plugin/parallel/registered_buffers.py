@@ -29,7 +29,9 @@ def register(group, device, pool, symmetric: bool) -> None:
         raise mistake(
             "parallel.nccl_ub",
             True,
-            problem=f"{gib:.2f} GiB cannot be registered with this NCCL or RCCL and torch {torch.__version__} ({refused})",
+            problem=(
+                f"{gib:.2f} GiB cannot be registered with this NCCL or RCCL and torch {torch.__version__} ({refused})"
+            ),
             allowed="false here",
             fix="parallel.nccl_ub=false",
         ) from refused
@@ -54,7 +56,9 @@ def end_with_release() -> None:
 
 
 def release() -> None:
-    """Take all registrations back, on all ranks together: after graphs are released and before the process groups end."""
+    """Take all registrations back, on all ranks together: after graphs are released and before the process groups
+    end.
+    """
     global _ends_with_release
     _ends_with_release = False
     if not _registered:

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The work after the backward passes of a step, in any host: Megatron's gradient reductions, then the experts' biases."""
+"""The work after the backward passes of a step, in any host: Megatron's gradient reductions, then the experts'
+biases.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +9,7 @@ from megatron.core import parallel_state
 from megatron.core.distributed import finalize_model_grads
 
 from zaya_plugin.model.moe import ZayaMoELayer
-from zaya_plugin.optim.balancing import RouterStatistics, balance_experts, over_pipeline_stages
+from zaya_plugin.optim.balancing import RouterStatistics, over_pipeline_stages, update_biases
 
 
 class Balancer:
@@ -27,7 +29,9 @@ class Balancer:
         self.balance(model)
 
     def balance(self, model) -> None:
-        """Balance the experts of this rank's chunks by the counts of all ranks; once a step, after the backward passes."""
+        """Balance the experts of this rank's chunks by the counts of all ranks; once a step, after the backward
+        passes.
+        """
         if self.moe_layers is None:
             found = [m for chunk in model for m in chunk.modules() if isinstance(m, ZayaMoELayer)]
             self.moe_layers = sorted(found, key=lambda layer: layer.layer_number)
@@ -35,7 +39,7 @@ class Balancer:
         group = parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True)
         routers = [layer.router for layer in self.moe_layers]
         config = routers[0].config
-        self.statistics = balance_experts(routers, config, group)
+        self.statistics = update_biases(routers, config, group)
         if parallel_state.get_pipeline_model_parallel_world_size() > 1:
             numbers = [layer.layer_number for layer in self.moe_layers]
             stages = parallel_state.get_pipeline_model_parallel_group()

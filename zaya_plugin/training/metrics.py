@@ -15,6 +15,7 @@ from typing import Any, TextIO
 import torch
 
 from zaya_plugin.config.schema import Recipe
+from zaya_plugin.errors import message
 from zaya_plugin.optim.balancing import RouterStatistics
 from zaya_plugin.training.sinks import Guarded, JsonLines, TensorBoard, WandbRun
 
@@ -83,7 +84,8 @@ class Reporter:
         if logger.wandb and logger.wandb_mode != "disabled":
             self._open_wandb(run_id, run_dir)
         self._print(
-            f"{self.recipe.name}: {self.recipe.model.name} on {self.recipe.cluster.name}, stage {self.recipe.stage.name}, "
+            f"{self.recipe.name}: {self.recipe.model.name} on {self.recipe.cluster.name}, stage "
+            f"{self.recipe.stage.name}, "
             f"{self.world_size} rank{'s' if self.world_size > 1 else ''}, "
             + (
                 f"continuing after step {resumed_at}"
@@ -185,7 +187,8 @@ class Reporter:
                 group=logger.wandb_group,
             )
         except ImportError:
-            self._print("logger.wandb=true, but the package wandb is not installed: W&B is disabled")
+            problem = "the package wandb is not installed, so W&B is disabled"
+            self._print(message("logger.wandb", True, problem=problem, fix="pip install wandb, or logger.wandb=false"))
             return
         self.sinks.append(Guarded("W&B", run))
         self._print(f"W&B: {run.where}")
@@ -244,7 +247,9 @@ def step_line(row: dict[str, Any], width: int | None = None) -> str:
 
 
 def summary(losses: list[float], validation: list[float], seconds: float, run_dir: str) -> str:
-    """Return the last lines of a run: its loss curve as blocks, the last validation loss, and the paths of its results."""
+    """Return the last lines of a run: its loss curve as blocks, the last validation loss, and the paths of its
+    results.
+    """
     text = f"{len(losses)} steps in {_clock(seconds)}  loss {losses[0]:.3f} {sparkline(losses)} {losses[-1]:.3f}"
     if validation:
         text += f"  validation {validation[-1]:.3f}"

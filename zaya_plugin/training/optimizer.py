@@ -11,7 +11,7 @@ from torch import nn
 
 from zaya_plugin.config.optimizer_override import Override
 from zaya_plugin.config.schema import Recipe
-from zaya_plugin.optim.build import muon_factory, tag_parameters
+from zaya_plugin.optim.factory import muon_factory, tag_parameters
 from zaya_plugin.optim.muon import MuonSettings
 from zaya_plugin.optim.parameter_role import ParameterRole
 

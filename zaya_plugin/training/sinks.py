@@ -12,6 +12,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from zaya_plugin.errors import message
+
 
 class JsonLines:
     """Writes <run_dir>/metrics.jsonl: one object a step or validation.
@@ -65,7 +67,8 @@ class WandbRun:
         except Exception as failed:
             if mode != "online":
                 raise
-            print(f"W&B is not available ({failed}); this run is logged offline", file=sys.stderr)
+            problem = f"W&B is not available ({failed}); this run is logged offline"
+            print(message("logger.wandb_mode", mode, problem=problem, fix="`wandb sync` uploads it"), file=sys.stderr)
             self.run = wandb.init(mode="offline", settings=settings, **options)
 
     @property

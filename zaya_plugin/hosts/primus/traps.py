@@ -135,7 +135,10 @@ def places(args, recipe: Recipe) -> list[str]:
             message(
                 "save",
                 args.save,
-                problem="the recipe's run is in another directory; Primus makes `save` of workspace, work_group, user_name and exp_name",
+                problem=(
+                    "the recipe's run is in another directory; Primus makes `save` of workspace, work_group, "
+                    "user_name and exp_name"
+                ),
                 allowed=wanted,
                 fix="keep these keys as exported, or export with another run_dir",
             )
@@ -150,7 +153,9 @@ def check_flops(function) -> None:
     if function is not zaya_flops:
         raise mistake(
             "megatron.training.training.num_floating_point_operations",
-            problem=f"{getattr(function, '__module__', function)} has replaced it, so the TFLOP/s would be of another model",
+            problem=(
+                f"{getattr(function, '__module__', function)} has replaced it, so the TFLOP/s would be of another model"
+            ),
             fix="set PRIMUS_PATCHES to leave that patch out",
         )
 

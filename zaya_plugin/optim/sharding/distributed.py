@@ -23,7 +23,9 @@ from zaya_plugin.optim.sharding.layout import MatrixExchange, cut_matrices
 
 
 class MuonDistributedOptimizer(DistributedOptimizer):
-    """DistributedOptimizer over a MuonAdamW. Checkpoints are Megatron's, without a second moment for Muon's matrices."""
+    """DistributedOptimizer over a MuonAdamW. Checkpoints are Megatron's, without a second moment for Muon's
+    matrices.
+    """
 
     def __init__(self, optimizer: MuonAdamW, *positional, **named):
         super().__init__(optimizer, *positional, **named)

@@ -10,9 +10,9 @@ shard borders may lie inside a parameter. `layout` plans buffers in which
 * a parameter that Muon updates lies whole in one shard, that of its owner, and owners have equal work over all buckets;
 * every other parameter fills the gaps and may be cut, because AdamW works element by element.
 
-`Layout.of` describes a buffer as it is, whichever layout it has. megatron-core before 0.19, hence Primus, has its own
-layout alone, which cuts about one matrix at each shard border. `MatrixExchange` collects the pieces of such a matrix at
-its owner for Newton-Schulz.
+`BufferLayout.of` describes a buffer as it is, whichever layout it has. megatron-core before 0.19, hence Primus, has its
+own layout alone, which cuts about one matrix at each shard border. `MatrixExchange` collects the pieces of such a
+matrix at its owner for Newton-Schulz.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from zaya_plugin.optim.parameter_role import role_of
 
 
 @dataclass(frozen=True)
-class Layout:
+class BufferLayout:
     """Places of parameters in one buffer.
 
     places: parameter -> (start, end, bucket), in elements of the buffer.
@@ -42,7 +42,7 @@ class Layout:
     shards: int
 
     @classmethod
-    def of(cls, buffer, shards: int) -> Layout:
+    def of(cls, buffer, shards: int) -> BufferLayout:
         """Describe `buffer`, one of DDP's."""
         buckets = [(bucket.offset, bucket.offset + bucket.grad_data.numel()) for bucket in buffer.buckets]
         return cls(buffer.param_index_map, buckets, shards)
@@ -58,7 +58,7 @@ class Layout:
         )
 
 
-def layout(params: Sequence[Parameter], bucket_size: int | None, shards: int, divisor: int) -> Layout:
+def layout(params: Sequence[Parameter], bucket_size: int | None, shards: int, divisor: int) -> BufferLayout:
     """Plan the layout of one buffer. Every rank plans for itself and gets the same result.
 
     Args:
@@ -75,7 +75,7 @@ def layout(params: Sequence[Parameter], bucket_size: int | None, shards: int, di
             places[param] = (start + offset, start + offset + param.numel(), bucket)
         buckets.append((start, start + numel))
         start += numel
-    return Layout(places, buckets, shards)
+    return BufferLayout(places, buckets, shards)
 
 
 def compute_expert_block_layout(
@@ -111,7 +111,7 @@ class CutMatrix:
     """A Muon parameter that several ranks share.
 
     index: its number among all cut parameters, the same on every rank.
-    pieces: as `Layout.pieces`.
+    pieces: as `BufferLayout.pieces`.
     """
 
     index: int
@@ -130,7 +130,7 @@ class CutMatrix:
 def cut_matrices(buffers, shards: int) -> dict[Parameter, CutMatrix]:
     """Return the Muon parameters of DDP's `buffers` that several ranks share; the same on every rank."""
     found = {}
-    for described in (Layout.of(buffer, shards) for buffer in buffers):
+    for described in (BufferLayout.of(buffer, shards) for buffer in buffers):
         for param in described.places:
             if role_of(param).matrices is not None and len(pieces := described.pieces(param)) > 1:
                 found[param] = CutMatrix(len(found), pieces)

@@ -13,9 +13,9 @@ from __future__ import annotations
 
 import math
 import random
-from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 from megatron.core.optimizer.param_layout import pad_param_start, pad_to_divisor
@@ -252,7 +252,9 @@ def cut_into_buckets(units: Sequence[Unit], least: int | None, shards: Shards) -
     largest = max((unit.largest for unit in units if unit.is_whole), default=None) if shards.count > 1 else None
     for unit in units:
         large = largest is not None and unit.numel >= largest and not unit.is_whole
-        if _stays_alone(unit) or (large and _spreads_better_alone(unit, units, shards)):
+        # An embedding shared between pipeline stages, which reduce it by itself, has a bucket of its own.
+        shared = getattr(unit.params[0], "shared_embedding", False)
+        if shared or (large and _spreads_better_alone(unit, units, shards)):
             found += [*_cut(section, least, shards), [unit]]
             section = []
         else:
@@ -273,11 +275,6 @@ def _cost_of_bucket(numel: int, behind: int, total: int) -> float:
     return 2 * numel + SIZE * numel * numel / total + max(0, numel - HIDDEN * behind)
 
 
-def _stays_alone(unit: Unit) -> bool:
-    """Return whether it is an embedding shared between pipeline stages, which reduce it by itself."""
-    return bool(getattr(unit.params[0], "shared_embedding", False))
-
-
 def _spreads_better_alone(unit: Unit, units: Sequence[Unit], shards: Shards) -> bool:
     """Return whether a large parameter that may be cut gets its own bucket, because that adds little padding.
 
@@ -292,25 +289,14 @@ def _cut(units: list[Unit], least: int | None, shards: Shards) -> list[list[Unit
     if not units or least is None:
         return [units] if units else []
     if shards.count == 1 or not any(unit.is_whole for unit in units):
-        return list(_as_soon_as_full(units, least))
+        # As soon as a bucket is full, as Megatron does.
+        return [units[start:end] for start, end in pairwise([0, *_possible_ends(units, least)])]
     return _cheapest(units, least, shards)
-
-
-def _as_soon_as_full(units: list[Unit], least: int) -> Iterator[list[Unit]]:
-    """Close a bucket as soon as it has `least` elements, as Megatron does."""
-    bucket: list[Unit] = []
-    for unit in units:
-        bucket.append(unit)
-        if sum(each.numel for each in bucket) >= least:
-            yield bucket
-            bucket = []
-    if bucket:
-        yield bucket
 
 
 def _cheapest(units: list[Unit], least: int, shards: Shards) -> list[list[Unit]]:
     """Return the buckets with the least cost, by dynamic programming over their ends."""
-    ends = _possible_ends(units, least)
+    ends = _possible_ends(units, least / FINENESS)
     total = sum(unit.numel for unit in units)
     kinds = {kind: index for index, kind in enumerate(dict.fromkeys(unit.kind for unit in units))}
     counts, elements = [[0] * len(kinds)], [0]  # units of each kind, and elements, before each unit
@@ -344,12 +330,12 @@ def _cheapest(units: list[Unit], least: int, shards: Shards) -> list[list[Unit]]
     return found
 
 
-def _possible_ends(units: list[Unit], least: int) -> list[int]:
-    """Return the ends at which a bucket may close, as numbers of units."""
+def _possible_ends(units: list[Unit], least: float) -> list[int]:
+    """Return the ends, as numbers of units, that lie at least `least` elements apart, and the end of all units."""
     found, since = [], 0
     for count, unit in enumerate(units, start=1):
         since += unit.numel
-        if since * FINENESS >= least or count == len(units):
+        if since >= least or count == len(units):
             found.append(count)
             since = 0
     return found
@@ -455,7 +441,7 @@ def _arrangements(units: Sequence[Unit], shards: int, free: int) -> Iterator[Arr
         yield Arrangement(tuple(unit.kind for unit in order if unit.is_block), len(blocks))
     if not any(unit.work for unit in blocks):
         return
-    orders = list(_orders([block.kind for block in blocks]))
+    orders = _orders([block.kind for block in blocks])
     places = len(blocks) + 1 if matrices else 1
     gaps = [(0, 0)] + [(before, count) for before in range(len(blocks)) for count in range(1, free + 1)]
     number = len(orders) * places * len(gaps)
@@ -466,32 +452,17 @@ def _arrangements(units: Sequence[Unit], shards: int, free: int) -> Iterator[Arr
         yield Arrangement(orders[order], before, *gaps[gap])
 
 
-def _orders(kinds: list[tuple]) -> Iterator[tuple[tuple, ...]]:
-    """Yield the distinct orders of `kinds`, or a sample of MAX_ORDERS."""
-    left, order = Counter(kinds), []
-
-    def extend() -> Iterator[tuple[tuple, ...]]:
-        if len(order) == len(kinds):
-            yield tuple(order)
-            return
-        for kind in left:
-            if left[kind]:
-                left[kind] -= 1
-                order.append(kind)
-                yield from extend()
-                left[kind] += 1
-                order.pop()
-
-    every = []
-    for found, each in enumerate(extend()):
-        if found == MAX_ORDERS:
-            break
-        every.append(each)
-    else:
-        yield from every
-        return
-    generator = random.Random(len(kinds))
-    yield from dict.fromkeys(tuple(generator.sample(kinds, len(kinds))) for _ in range(MAX_ORDERS))
+def _orders(kinds: list[tuple]) -> list[tuple[tuple, ...]]:
+    """Return the distinct orders of `kinds`, or a sample if there are more than MAX_ORDERS."""
+    orders: list[tuple[tuple, ...]] = [()]
+    for _ in kinds:
+        orders = [
+            (*order, kind) for order in orders for kind in dict.fromkeys(kinds) if order.count(kind) < kinds.count(kind)
+        ]
+        if len(orders) > MAX_ORDERS:  # beginnings of orders; each has at least one continuation
+            generator = random.Random(len(kinds))
+            return list(dict.fromkeys(tuple(generator.sample(kinds, len(kinds))) for _ in range(MAX_ORDERS)))
+    return orders
 
 
 def _choose(works: Sequence[Tensor], shards: int) -> tuple[list[int], Tensor]:

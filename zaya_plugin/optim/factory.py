@@ -21,7 +21,7 @@ from zaya_plugin.optim.grouping import assign
 from zaya_plugin.optim.muon import MuonAdamW, MuonSettings
 from zaya_plugin.optim.parameter_role import ParameterRole, role_of
 from zaya_plugin.optim.sharding.distributed import MuonDistributedOptimizer
-from zaya_plugin.patches.hooks import replaced
+from zaya_plugin.patches import hooks
 
 CORE = "megatron.core.optimizer"
 
@@ -61,7 +61,7 @@ def muon_factory(get_megatron_optimizer: Callable, muon: MuonSettings, non_finit
     def factory(config, model_chunks, config_overrides=None, **named):
         overrides = _config_overrides(config, model_chunks)
         group_layers(model_chunks)
-        with replaced(
+        with hooks.replaced(
             {
                 f"{CORE}.Adam": adam,
                 f"{CORE}.DistributedOptimizer": MuonDistributedOptimizer,
@@ -75,11 +75,14 @@ def muon_factory(get_megatron_optimizer: Callable, muon: MuonSettings, non_finit
         chained.defer_scaling(model_chunks)
         spare_zeroing(model_chunks)
         for optimizer in chained.chained_optimizers:
-            compat.count_experts_in_norm(optimizer)
+            if (group := compat.group_of_experts_norm(optimizer)) is not None:
+                hooks.set_attribute("MegatronOptimizer().tp_group", optimizer, group)
             if optimizer.optimizer is not None and not isinstance(optimizer, MuonDistributedOptimizer):
                 _tag_copies(optimizer)
                 # Megatron's own function would create a second moment for Muon's matrices.
-                optimizer.init_state_fn = lambda inner, config=None: inner.initialise_state()
+                hooks.set_attribute(
+                    "MegatronOptimizer().init_state_fn", optimizer, lambda inner, config=None: inner.initialise_state()
+                )
         return chained
 
     return factory
