@@ -21,17 +21,18 @@ import signal
 import subprocess
 import sys
 import tempfile
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from zaya_plugin.config.compose import save_recipe
 from zaya_plugin.config.run_directory import check_resume, keep_recipe, make_writable
 from zaya_plugin.config.schema import Recipe
 from zaya_plugin.config.validate import validate
-from zaya_plugin.hosts.parent_death import die_with_parent
+from zaya_plugin.parent_death import die_with_parent
 from zaya_plugin.run import before_start
 from zaya_plugin.run.rank_plan import WORKER, Plan, make_plan
 
+EXPLAIN = "zaya_plugin.hosts.explain"
 FULL_DISK = 2**20  # bytes; with less free space a failure is attributed to the disk
 SHOWN_LINES = 30
 FROM_TORCHRUN = (signal.SIGTERM,)  # how torchrun itself stops the surviving ranks
@@ -53,10 +54,7 @@ def launch(recipe: Recipe) -> int:
         validate(recipe, plan.world_size)
     recipe = before_start.with_choices(recipe, plan)
     if recipe.explain_optim:
-        from zaya_plugin.hosts.explain import explain_optimizer
-
-        explain_optimizer(recipe)
-        return 0
+        return become_rank(recipe, replace(plan, worker=(EXPLAIN,)))
     check_resume(recipe.run_dir, recipe.resume)
     recipe = before_start.take_over(recipe)
     before_start.check_surroundings(recipe, plan)

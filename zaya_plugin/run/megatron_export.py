@@ -8,9 +8,11 @@ argument for.
 from __future__ import annotations
 
 import copy
+import json
 import os
 import shlex
-import warnings
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -134,14 +136,22 @@ def placed(recipe: Recipe) -> Recipe:
 
 
 def export_megatron(recipe: Recipe) -> Path:
-    """Write megatron.args and recipe.yaml to the run directory and return the path of the former. Imports Megatron."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # about Megatron's fallbacks without Transformer Engine
-        from zaya_plugin.hosts.command_line import command_line
-
+    """Write megatron.args and recipe.yaml to the run directory and return the path of the former."""
     recipe = placed(recipe)
-    lines = [["--spec", *SPEC], *command_line(host_arguments(recipe, find_sources(recipe)))]
+    lines = [["--spec", *SPEC], *_command_line(host_arguments(recipe, find_sources(recipe)))]
     return write(recipe, "megatron.args", "".join(shlex.join(words) + "\n" for words in lines))
+
+
+def _command_line(values: dict[str, Any]) -> list[list[str]]:
+    """Return the words for `values`, by the parser of the installed Megatron."""
+    # ignored: warnings about Megatron's fallbacks without Transformer Engine
+    command = [sys.executable, "-W", "ignore", "-m", "zaya_plugin.hosts.command_line"]
+    done = subprocess.run(command, input=json.dumps(values), stdout=subprocess.PIPE, text=True)
+    answer = done.stdout.strip().rpartition("\n")[2]
+    if done.returncode == 2:
+        raise ValueError(answer)
+    done.check_returncode()
+    return json.loads(answer)
 
 
 def instructions(recipe: Recipe, world_size: int, path: Path) -> str:
