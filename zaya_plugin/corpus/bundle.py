@@ -12,11 +12,9 @@ import argparse
 import os
 import shutil
 from dataclasses import dataclass, replace
-from datetime import datetime, timezone
 
 import numpy as np
 
-import zaya_plugin
 from zaya_plugin.corpus.bin_writer import BinWriter
 from zaya_plugin.corpus.invocation import command, command_parser, positive, whole_number
 from zaya_plugin.corpus.workspace import Workspace
@@ -28,7 +26,8 @@ COPIED_TOKENS = 4_000_000  # at a time
 
 DESCRIPTION = """\
 Join datasets that were prepared with the same tokenizer into one, documents in the given order, and print how many random
-reads a planned run asks of the storage, before and after packing. The same command continues an interrupted run.
+reads a planned run asks of the storage, before and after packing. After an interruption give the same command again: it
+starts anew.
 """
 EXAMPLES = """\
 examples:
@@ -174,8 +173,6 @@ def _build(workspace: Workspace, plan: dict, paths: list[str], shards: list[Mani
         documents={key: sum(shard.documents.get(key, 0) for shard in shards) for key in first.documents},
         input_files=sum(shard.input_files for shard in shards),
         input_bytes=sum(shard.input_bytes for shard in shards),
-        written_at=datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        zaya_plugin_version=zaya_plugin.__version__,
         packing=first.packing and PackingRecord(first.packing.sequence_length, counts),
     ).write(workspace.final)
 

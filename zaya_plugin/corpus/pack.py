@@ -3,8 +3,7 @@
 
 The result is an indexed dataset whose documents are the bins, each of exactly `sequence_length` tokens: documents ended by
 the end-of-document token, then more of these as filling. Megatron's own sampling joins documents and cuts at multiples of the
-sequence length; here it draws exactly one bin a sample, in any host. The content of every bin is decided before the first
-byte is written, so that writing can stop and continue anywhere.
+sequence length; here it draws exactly one bin a sample, in any host.
 """
 
 import argparse
@@ -14,12 +13,10 @@ import shutil
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from datetime import datetime, timezone
 from typing import TextIO
 
 import numpy as np
 
-import zaya_plugin
 from zaya_plugin.corpus.bin_writer import BinWriter
 from zaya_plugin.corpus.invocation import command, command_parser, whole_number
 from zaya_plugin.corpus.reasoning import (
@@ -64,7 +61,7 @@ DESCRIPTION = """\
 Pack whole documents of a prepared dataset into bins of --sequence-length tokens, best fit first, one bin a training sample.
 
 Train on the result with data.packing=documents, which keeps the documents of a bin apart; ends of documents and filling
-are left out of the loss. The same command continues an interrupted run.
+are left out of the loss. After an interruption give the same command again: it starts anew.
 """
 EXAMPLES = """\
 examples:
@@ -150,14 +147,9 @@ def _build(workspace: Workspace, plan: dict, source: Manifest, prefixes: dict[st
             splits[name] = write_bins(IndexedReader(prefix), target, fitting, counted, dropped, record.vocab_size)
             counts[name] = {key: counted[key] for key in COUNTS}
     shutil.copytree(home, os.path.join(workspace.final, "tokenizer"), dirs_exist_ok=True)
-    replace(
-        source,
-        arguments=plan,
-        splits=splits,
-        written_at=datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        zaya_plugin_version=zaya_plugin.__version__,
-        packing=PackingRecord(args.sequence_length, counts),
-    ).write(workspace.final)
+    replace(source, arguments=plan, splits=splits, packing=PackingRecord(args.sequence_length, counts)).write(
+        workspace.final
+    )
 
 
 @dataclass(frozen=True)
@@ -299,7 +291,7 @@ def write_bins(
     vocab_size: int,
     window: int = WINDOW,
 ) -> SplitRecord:
-    """Write and sync `<target>.bin` and `.idx`.
+    """Write `<target>.bin` and `.idx`.
 
     Args:
         counts: filled in, see COUNTS.

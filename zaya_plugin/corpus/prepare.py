@@ -15,11 +15,9 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import asdict, replace
-from datetime import datetime, timezone
 
 import numpy as np
 
-import zaya_plugin
 from zaya_plugin.corpus.bin_writer import BinWriter
 from zaya_plugin.corpus.blocks import BlockReader, Format, Position, Rejected, documents
 from zaya_plugin.corpus.inputs import DEFAULT_GLOBS, STDLIB, InputFile, find_inputs, fingerprint
@@ -377,10 +375,8 @@ def make_dataset(
         kept, counts["duplicates"] = first_of_each(parts, names)
     splits = {}
     for name in names:
-        writer, lengths = (
-            BinWriter(os.path.join(workspace.final, name), dtype, record.vocab_size),
-            [np.empty(0, np.int32)],
-        )
+        writer = BinWriter(os.path.join(workspace.final, name), dtype, record.vocab_size)
+        lengths = [np.empty(0, np.int32)]
         with writer.out:
             for number, part in enumerate(parts):
                 tokens, part_lengths = part.arrays(f"{name}_tokens", f"{name}_lengths")
@@ -404,8 +400,6 @@ def make_dataset(
         documents={key: counts[key] for key in listed},
         input_files=input_files,
         input_bytes=sum(part.taken for part in parts),
-        written_at=datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        zaya_plugin_version=zaya_plugin.__version__,
         tokenizers_version=tokenizers.__version__,
     ).write(workspace.final)
 

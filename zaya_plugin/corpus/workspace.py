@@ -11,7 +11,6 @@ and a finished dataset of the same plan is taken as it is.
 """
 
 import fcntl
-import glob
 import json
 import os
 import shutil
@@ -143,7 +142,7 @@ class Workspace:
         earlier, different = self._plan(), ""
         if earlier is not None and not (different := _differences(earlier, plan)):
             return earlier
-        if different and not self.overwrite and self._has_work():
+        if different and not self.overwrite and self.has_work():
             raise mistake(
                 "--output",
                 self.output,
@@ -177,25 +176,17 @@ class Workspace:
             shutil.rmtree(directory, ignore_errors=True)
         shutil.rmtree(self.partial, ignore_errors=True)
 
-    def _progress(self) -> list[str]:
-        return glob.glob(os.path.join(glob.escape(self.final), "*.progress.json"))
-
-    def _has_work(self) -> bool:
+    def has_work(self) -> bool:
         """Return whether dropping an unfinished run would lose finished work."""
-        parts = os.path.isdir(self.parts) and os.listdir(self.parts)
-        return bool(os.path.isdir(self.tokenizer) or parts or self._progress())
+        return os.path.isdir(self.tokenizer) or bool(os.path.isdir(self.parts) and os.listdir(self.parts))
 
     def drop_work(self) -> None:
         """Remove finished work, so that a command with other arguments needs no --overwrite."""
         shutil.rmtree(self.parts, ignore_errors=True)
         shutil.rmtree(self.tokenizer, ignore_errors=True)
-        for path in self._progress():
-            os.unlink(path)
 
     def publish(self) -> None:
         """Give the whole dataset in `final` its name, in place of an older one, and remove the other files."""
-        for path in self._progress():
-            os.unlink(path)
         for folder, _, files in os.walk(self.final):
             for name in files:
                 _sync(os.path.join(folder, name))
