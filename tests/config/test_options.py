@@ -6,7 +6,7 @@ import sys
 from dataclasses import MISSING, fields
 
 import zaya_plugin.config.schema
-from zaya_plugin.config.arguments import BATCH_ARGUMENTS, OWN_ARGUMENTS
+from zaya_plugin.config.arguments import OWN_ARGUMENTS
 from zaya_plugin.config.messages import schema
 
 # Runs the schema's source with one field more, before anything has imported the schema.
@@ -66,7 +66,7 @@ def test_zaya_config_has_the_options_of_the_schema():
 
     config = {field.name: field for field in fields(ZayaConfig)}
     options = [(path, field) for path, field in schema().items() if field.metadata["adds"]]
-    assert {field.name for _, field in options} == {*OWN_ARGUMENTS, *BATCH_ARGUMENTS}
+    assert {field.name for _, field in options} == set(OWN_ARGUMENTS)
     assert {path.split(".")[0] for path, _ in options} == {"model", "data", "optim", "parallel", "cluster"}
     for _, field in options:
         if field.metadata["adds"] == "model":

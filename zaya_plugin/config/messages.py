@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import difflib
+import math
 import re
 from collections.abc import Iterator
 from dataclasses import MISSING, Field, fields, is_dataclass
@@ -96,13 +97,31 @@ def _refusal(key: str, field: Field, value: object) -> str:
     )
 
 
+def require(holds: bool, key: str, value: object, **text: str) -> Iterator[str]:
+    """Yield the message about `key` unless `holds`; text: the parts of the message."""
+    if not holds:
+        yield message(key, value, **text)
+
+
 def must_be(recipe: Recipe, key: str, wanted: object, condition: str, why: str) -> Iterator[str]:
     """Yield a message if `key` has another value than `wanted`, the only one allowed under `condition`, such as
     cluster.device=cpu.
     """
-    if (value := get(recipe, key)) != wanted:
-        typed = as_typed(wanted)
-        yield message(key, value, problem=why, allowed=f"{typed} with {condition}", fix=f"{key}={typed}")
+    value, typed = get(recipe, key), as_typed(wanted)
+    yield from require(
+        value == wanted, key, value, problem=why, allowed=f"{typed} with {condition}", fix=f"{key}={typed}"
+    )
+
+
+def must_divide(key: str, value: int, number: int, what: str, why: str) -> Iterator[str]:
+    """Yield a message if `value` does not divide `number`, which `what` describes."""
+    fix = f"{key}={math.gcd(number, value)}"
+    yield from require(number % value == 0, key, value, problem=why, allowed=f"a divisor of {what}", fix=fix)
+
+
+def must_be_multiple(key: str, value: int, unit: int, why: str) -> Iterator[str]:
+    """Yield a message if `value` is not a multiple of `unit`."""
+    yield from require(value % unit == 0, key, value, problem=why, **multiples(key, value, unit))
 
 
 def multiples(key: str, value: int, unit: int) -> dict[str, str]:

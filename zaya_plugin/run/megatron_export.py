@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from zaya_plugin.config.arguments import BATCH_ARGUMENTS, DECIDED_AT_START, OWN_ARGUMENTS, megatron_arguments
+from zaya_plugin.config.arguments import DECIDED_AT_START, OWN_ARGUMENTS, megatron_arguments
 from zaya_plugin.config.blend_entry import parse_blend
 from zaya_plugin.config.run_directory import keep_recipe, make_writable
 from zaya_plugin.config.schema import Recipe
@@ -56,7 +56,7 @@ def host_arguments(recipe: Recipe, sources: DataSources) -> dict[str, Any]:
     if problems := list(_impossible(recipe)):
         raise ValueError("\n".join(problems))
     values = megatron_arguments(recipe, data_arguments(sources))
-    for name in (*OWN_ARGUMENTS, *BATCH_ARGUMENTS, *DECIDED_AT_START):
+    for name in (*OWN_ARGUMENTS, *DECIDED_AT_START):
         values.pop(name, None)
     return {name: str(value) if isinstance(value, Path) else value for name, value in values.items()}
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import yaml
 
-from zaya_plugin.config.arguments import BATCH_ARGUMENTS, DECIDED_AT_START, OWN_ARGUMENTS, megatron_arguments
+from zaya_plugin.config.arguments import DECIDED_AT_START, OWN_ARGUMENTS, megatron_arguments
 from zaya_plugin.config.schema import Recipe
 from zaya_plugin.data.sources import find_sources
 from zaya_plugin.errors import mistake
@@ -87,7 +87,7 @@ def experiment(recipe: Recipe, data: dict[str, Any], ranks_here: int, spec: bool
         values["spec"] = list(SPEC)
     else:
         # Top-level keys become arguments, which are saved with checkpoints and compared when one is loaded.
-        values |= {name: values.get(name) for name in (*OWN_ARGUMENTS, *BATCH_ARGUMENTS)}
+        values |= {name: values.get(name) for name in OWN_ARGUMENTS}
         values["stage"] = "zaya_pretrain"
         values["zaya_recipe"] = str(Path(recipe.run_dir) / "recipe.yaml")
     undone = dict(PRESETS_UNDONE)
