@@ -19,9 +19,12 @@ from zaya_plugin.errors import message, mistake
 # the exit code.
 COMMANDS = {
     "train": ("zaya_plugin.cli:train", "train a recipe: compose it, check it, start or join the ranks"),
-    "curriculum": ("zaya_plugin.run.commands:curriculum", "run the stages of a curriculum one after the other"),
-    "slurm": ("zaya_plugin.run.commands:slurm", "print a batch script for SLURM, or submit it"),
-    "export": ("zaya_plugin.run.commands:export", "write a recipe for Megatron-LM's pretrain_gpt.py or for Primus"),
+    "curriculum": ("zaya_plugin.run.recipe_commands:curriculum", "run the stages of a curriculum one after the other"),
+    "slurm": ("zaya_plugin.run.recipe_commands:slurm", "print a batch script for SLURM, or submit it"),
+    "export": (
+        "zaya_plugin.run.recipe_commands:export",
+        "write a recipe for Megatron-LM's pretrain_gpt.py or for Primus",
+    ),
     "bench": (
         "zaya_plugin.bench.command:main",
         "measure a recipe's speed by part of the step, or predict it elsewhere",

@@ -28,7 +28,7 @@ from zaya_plugin.model.spec import zaya_layer_submodules
 RECIPE_VARIABLE = "ZAYA_RECIPE"
 
 
-def recipe_path(args) -> Path:
+def recipe_beside_checkpoints(args) -> Path:
     """Return the path of the run's recipe: $ZAYA_RECIPE, else recipe.yaml in the directory that holds --save.
 
     Raises:
@@ -88,7 +88,7 @@ def move_in(args) -> Guest:
     recipe.
     """
     patches.apply()
-    path = recipe_path(args)
+    path = recipe_beside_checkpoints(args)
     check_written_here(path, f"zaya export megatron experiment=<name> run_dir={path.parent}, with the same overrides")
     guest = Guest(load_recipe(path), args)
     guest.check_checkpoints()

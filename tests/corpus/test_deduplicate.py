@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from zaya_plugin.corpus.parts import split_of
+from zaya_plugin.corpus.part_files import split_of
 from zaya_plugin.data.prepared import load_manifest
 
 

@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 from tokenizers import Tokenizer
 
-from zaya_plugin.corpus.parts import split_of
+from zaya_plugin.corpus.part_files import split_of
 from zaya_plugin.data.prepared import load_manifest
 from zaya_plugin.data.tokenizer import train_bpe
 

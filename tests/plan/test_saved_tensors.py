@@ -13,7 +13,7 @@ import torch
 import hip_ops
 from zaya_plugin.plan.flops import Shape
 from zaya_plugin.plan.memory import Recompute, ends_bytes, layers_bytes
-from zaya_plugin.plan.parallelism import Batch, Layout
+from zaya_plugin.plan.parallelism import Batch, ParallelSizes
 
 LAYERS, SIZE, LENGTH, VOCABULARY = 2, 2, 64, 512
 SHAPE = Shape(LAYERS, 64, 4, 2, 16, 4, 96, 32, VOCABULARY)
@@ -99,7 +99,7 @@ def kept_bytes(model) -> int:
 
 
 def planned_bytes(recompute: Recompute) -> float:
-    layout = Layout()
+    layout = ParallelSizes()
     return layers_bytes(SHAPE, layout, BATCH, recompute, LAYERS) + ends_bytes(SHAPE, layout, BATCH)
 
 

@@ -10,9 +10,9 @@ import pytest
 from zaya_plugin.config.compose import compose, save_recipe
 from zaya_plugin.config.run_directory import TRACKER
 from zaya_plugin.handover.predecessor import predecessor, saved_step
-from zaya_plugin.run.commands import curriculum as command
 from zaya_plugin.run.curriculum import Curriculum, compose_curriculum
 from zaya_plugin.run.curriculum_run import check, domain_table, read_state, table, write_state
+from zaya_plugin.run.recipe_commands import curriculum as command
 
 DEMO = ["experiment=cpu_demo", "data.path=x"]
 

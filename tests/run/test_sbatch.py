@@ -7,7 +7,7 @@ import subprocess
 
 import pytest
 
-from zaya_plugin.run.commands import slurm
+from zaya_plugin.run.recipe_commands import slurm
 
 SRUN = """#!/bin/sh
 echo "hca=$NCCL_IB_HCA threads=${OMP_NUM_THREADS-unset} $*"

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from zaya_plugin.config.schema import Recipe
     from zaya_plugin.plan.flops import Shape
     from zaya_plugin.plan.machines import Machine
-    from zaya_plugin.plan.parallelism import Layout
+    from zaya_plugin.plan.parallelism import ParallelSizes
     from zaya_plugin.plan.step_work import OptimizerShare, Work
 
 SCHEMA = "zaya bench expect/1"
@@ -48,7 +48,7 @@ def main(argv: list[str]) -> int:
     from zaya_plugin.bench.options import with_data_path
     from zaya_plugin.config.compose import compose
     from zaya_plugin.config.validate import validate
-    from zaya_plugin.run.commands import Parser
+    from zaya_plugin.run.recipe_commands import Parser
 
     parser = Parser("bench expect", DESCRIPTION, EXAMPLES)
     parser.add_argument(
@@ -299,7 +299,7 @@ def work_of(
     )
 
 
-def optimizer_share(shape: Shape, layout: Layout, recipe: Recipe) -> OptimizerShare:
+def optimizer_share(shape: Shape, layout: ParallelSizes, recipe: Recipe) -> OptimizerShare:
     """Return the share of the busiest rank; matrices are never cut, so it has at least one of the largest ones."""
     from zaya_plugin.optim.newton_schulz_cost import newton_schulz_flops
     from zaya_plugin.plan.flops import count_parameters

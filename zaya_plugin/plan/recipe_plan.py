@@ -21,7 +21,7 @@ from zaya_plugin.errors import mistake
 from zaya_plugin.plan.flops import Shape, forward_flops_by_part
 from zaya_plugin.plan.machines import Machine
 from zaya_plugin.plan.memory import MemoryPlan, Optimizer, Recompute, memory_plan
-from zaya_plugin.plan.parallelism import Batch, Layout
+from zaya_plugin.plan.parallelism import Batch, ParallelSizes
 
 GIB = 2**30
 RESERVE = 0.08  # of a device's memory: context, NCCL's buffers, and fragmentation of the allocator
@@ -47,10 +47,10 @@ def shape_of(recipe: Recipe, vocabulary: int | None = None) -> Shape:
     )
 
 
-def layout_of(recipe: Recipe, world_size: int) -> Layout:
+def layout_of(recipe: Recipe, world_size: int) -> ParallelSizes:
     """Return the recipe's parallel layout."""
     parallel = recipe.parallel
-    return Layout(
+    return ParallelSizes(
         data=data_parallel_size(recipe, world_size),
         context=parallel.context_parallel_size,
         expert=parallel.expert_model_parallel_size,
@@ -219,7 +219,7 @@ class Choice:
 
 def choices(
     shape: Shape,
-    layout: Layout,
+    layout: ParallelSizes,
     batch: Batch,
     optimizer: Optimizer,
     machine: Machine,
@@ -252,7 +252,7 @@ def _candidates(layers: int, allowed: tuple[str, ...]) -> Iterator[Recompute]:
     yield from (Recompute(full_layers=count) for count in range(1, layers + 1))
 
 
-def added_seconds(shape: Shape, layout: Layout, batch: Batch, recompute: Recompute, machine: Machine) -> float:
+def added_seconds(shape: Shape, layout: ParallelSizes, batch: Batch, recompute: Recompute, machine: Machine) -> float:
     """Return seconds that a rank spends on recomputation in a step."""
     layers = shape.num_layers // layout.pipeline
     flops = forward_flops_by_part(replace(shape, num_layers=1), batch.seq_length)

@@ -10,7 +10,12 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
+from zaya_plugin.config.compose import compose, open_overrides
+from zaya_plugin.config.validate import validate
 from zaya_plugin.errors import mistake
+from zaya_plugin.run import megatron_export, primus_export, sbatch
+from zaya_plugin.run.curriculum import compose_curriculum
+from zaya_plugin.run.curriculum_run import describe, run_curriculum
 
 CURRICULUM = """\
 Runs the stages of a curriculum one after the other.
@@ -85,8 +90,6 @@ class Parser(argparse.ArgumentParser):
             if not os.path.isdir(folder):
                 raise mistake("--config-dir", folder, problem="no such directory", allowed="a folder with recipes")
             options.overrides.append(f"hydra.searchpath=[file://{Path(folder).resolve()}]")
-        from zaya_plugin.config.compose import open_overrides
-
         options.overrides = open_overrides(options.overrides)
         return options
 
@@ -103,9 +106,6 @@ def _override(word: str) -> str:
 
 def curriculum(argv: list[str]) -> int:
     """Run `zaya curriculum` and return its exit code; raises ValueError for a user's mistake."""
-    from zaya_plugin.run.curriculum import compose_curriculum
-    from zaya_plugin.run.curriculum_run import describe, run_curriculum
-
     parser = Parser("curriculum", CURRICULUM, CURRICULUM_EXAMPLES)
     parser.add_argument(
         "--only", metavar="STAGE", help="run this stage alone, also in ranks that torchrun or srun has started"
@@ -122,11 +122,6 @@ def curriculum(argv: list[str]) -> int:
 
 def slurm(argv: list[str]) -> int:
     """Run `zaya slurm` and return its exit code; raises ValueError for a user's mistake."""
-    from zaya_plugin.config.compose import compose
-    from zaya_plugin.config.validate import validate
-    from zaya_plugin.run import sbatch
-    from zaya_plugin.run.curriculum import compose_curriculum
-
     parser = Parser("slurm", SLURM, SLURM_EXAMPLES)
     parser.add_argument("--curriculum", action="store_true", help="the script runs all stages of a curriculum")
     parser.add_argument(
@@ -157,11 +152,6 @@ def slurm(argv: list[str]) -> int:
 
 def export(argv: list[str]) -> int:
     """Run `zaya export` and return its exit code; raises ValueError for a user's mistake."""
-    from zaya_plugin.config.compose import compose
-    from zaya_plugin.config.validate import validate
-    from zaya_plugin.run import megatron_export, primus_export
-    from zaya_plugin.run.curriculum import compose_curriculum
-
     parser = Parser("export", EXPORT, EXPORT_EXAMPLES)
     parser.add_argument("host", choices=("megatron", "primus"), help="the host that the files are for")
     parser.add_argument(
