@@ -5,8 +5,6 @@ Every module is imported where it is needed; neither `--help` nor composing a re
 ends with one message on stderr and exit code 2; ZAYA_TRACEBACK=1 (or Hydra's HYDRA_FULL_ERROR=1) shows the traceback.
 """
 
-from __future__ import annotations
-
 import importlib
 import os
 import sys

@@ -6,8 +6,6 @@ The rules of known problems are plain functions of `Facts`, so that each can be 
 about.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import logging

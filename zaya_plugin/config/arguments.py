@@ -5,8 +5,6 @@ Recipe fields whose metadata names a Megatron argument are copied. This file add
 every ZAYA model, and those that are computed from the recipe (data, checkpoints, precision, profiling).
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -7,8 +7,6 @@ returns a plain dataclass in which every key is in the schema, has a value of it
 choices and in its range.
 """
 
-from __future__ import annotations
-
 import os
 import re
 from collections.abc import Iterator

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Decide whether a whole step can be one CUDA or HIP graph: `cluster.graphs`."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import replace
 

@@ -5,8 +5,6 @@ docs/recipes.md`.
 `tests/config/test_docs.py` fails where the page and the schema differ.
 """
 
-from __future__ import annotations
-
 import sys
 from dataclasses import MISSING
 from pathlib import Path

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Messages about single keys of a recipe: unknown keys, missing values, values that a key may not have, Hydra's errors."""
 
-from __future__ import annotations
-
 import difflib
 import math
 import re

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Check that a run directory may be used and can be written, and keep the recipe in it. Imports no torch."""
 
-from __future__ import annotations
-
 import os
 import shutil
 from pathlib import Path

@@ -5,8 +5,6 @@ The formulas are those of Megatron (`megatron.core.optimizer_param_scheduler`,
 `megatron.core.num_microbatches_calculator`), which count in sequences; `tests/config/test_schedule.py` compares them.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Make the text of `zaya train --help` from the recipes and the schema."""
 
-from __future__ import annotations
-
 import re
 from importlib import resources
 

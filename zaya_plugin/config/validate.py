@@ -5,8 +5,6 @@ The schema defines types, choices and ranges of single keys, which `zaya_plugin.
 collected into one error.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 

@@ -6,8 +6,6 @@ The ledger of a stage follows from its own data.consumed and its recipe, so it n
 cannot leave it half written. It is fixed when a stage begins: another blend needs another stage.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Sequence
 from pathlib import Path

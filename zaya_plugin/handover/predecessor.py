@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Check that the stage before is finished, and read what it hands over. No torch import."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import math

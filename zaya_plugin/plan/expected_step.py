@@ -3,8 +3,6 @@
 torch import.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from zaya_plugin.plan.flops import Shape, count_parameters

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rates of accelerators and their links, for predictions. Each figure has its source. No torch import."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 

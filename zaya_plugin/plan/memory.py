@@ -8,8 +8,6 @@ every choice, within 0.5 %. Not counted: memory of libraries (context, NCCL's or
 allocator's fragmentation; docs/parallelism.md compares these figures with measured peaks. Plain arithmetic.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 

@@ -6,8 +6,6 @@ tensor in an all-gather, the same in a reduce-scatter, twice that in an all-redu
 zaya_plugin.plan.memory. docs/parallelism.md compares these figures with measured ones.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from zaya_plugin.plan.flops import Shape, count_parameters

@@ -7,8 +7,6 @@ choice is the time of a forward pass of the recomputed parts: operations at a sh
 rate, bytes at its copy rate. No torch import.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, replace

@@ -7,8 +7,6 @@ that a part must read and write on the device if its results go through memory: 
 once, weights once for each micro-batch and pass, no intermediate of a pass that can stay in registers. No torch import.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 

@@ -6,8 +6,6 @@ No torch import. A dry run is made where people plan: a login node has neither t
 printed, not raised.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import shlex

@@ -3,8 +3,6 @@
 torch import.
 """
 
-from __future__ import annotations
-
 import copy
 from dataclasses import dataclass, replace
 from pathlib import Path

@@ -6,8 +6,6 @@ The state of a curriculum is that of its stages' checkpoints, so a kill at any m
 last one. <run_dir>/curriculum.json is a record for people and tools. No torch import.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -11,8 +11,6 @@ one of them. The failure that is shown is that of a rank with a message for the 
 else of the first traceback.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import runpy

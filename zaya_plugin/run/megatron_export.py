@@ -5,8 +5,6 @@ The guest (hosts/guest.py) reads <run_dir>/recipe.yaml, written beside the words
 argument for.
 """
 
-from __future__ import annotations
-
 import copy
 import json
 import os

@@ -6,8 +6,6 @@ The file holds every value of the recipe, over Primus' generic presets (a plugin
 value that would change the run. No Primus and no Megatron import: the file can be made on any machine.
 """
 
-from __future__ import annotations
-
 import shlex
 from pathlib import Path
 from typing import Any

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Decides who starts the ranks of a run, how many there are, and their environment. No torch import."""
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

@@ -3,8 +3,6 @@
 share. No torch import.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 from collections.abc import Sequence

@@ -3,8 +3,6 @@
 import.
 """
 
-from __future__ import annotations
-
 import os
 import shlex
 import subprocess
