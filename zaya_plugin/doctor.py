@@ -14,7 +14,7 @@ import platform
 import re
 import sys
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from importlib import metadata
 from typing import Any
@@ -360,58 +360,79 @@ def _facts(report: dict[str, Any]) -> Facts:
 
 def render(report: dict[str, Any]) -> str:
     """Return the report as text."""
-    python, devices, kernels, patches = (report[part] for part in ("python", "devices", "kernels", "patches"))
+    python = report["python"]
     lines = [
         f"zaya_plugin {report['zaya_plugin']}",
         f"Python {python['version']}  {python['executable']}  {python['platform']}",
-        "",
-        "Packages",
     ]
-    for item in report["packages"]:
-        lines.append(f"  {item['name']:20}{item['version'] or 'not found':22}{item['use']}")
-        if item["version"] is None:
-            lines.append(f"  {'':20}{item['get']}")
-    lines += ["", "Hosts"]
-    lines += [
-        f"  {'can be   ' if host['possible'] else 'cannot be'} {host['name']:28}{host['detail']}"
-        for host in report["hosts"]
-    ]
-    lines += ["", "Known problems", *([] if report["problems"] else ["  none found"])]
-    for problem in report["problems"]:
-        lines.append(f"  {problem['severity']:8}{problem['name']}: {problem['found']}")
-        lines += [f"          why   {problem['why']}", f"          do    {problem['remedy']}"]
-    lines += ["", "Devices"]
-    if isinstance(devices, str):
-        lines.append(f"  {devices}")
-    else:
-        lines.append(f"  torch is built for {devices['built_for']}; {devices['cpu_cores']} CPU cores")
-        for item in devices["accelerators"]:
-            lines.append(f"  {item['index']}: {item['name']}, {item['memory_gib']} GiB, {item['arch']}")
-        if not devices["accelerators"]:
-            lines.append("  no accelerator: use cluster=cpu")
-    lines += ["", "Kernels (hip_ops; details: `python -m hip_ops info`)"]
-    if isinstance(kernels, str):
-        lines.append(f"  {kernels}")
-    else:
-        lines += [f"  {item['device']:6}{line}" for item in kernels for line in item["versions"]]
-    lines += ["", "Patches of a host, for the whole process"]
-    if isinstance(patches, str):
-        lines.append(f"  {patches}")
-    else:
-        for patch in patches:
-            lines += _change_lines(patch, "applies   " if patch["applies"] else "not here  ", f"{patch['scope']}, ")
-    lines += ["", "Replaced during a run, and restored"]
-    for hook in report["hooks"]:
-        lines += _change_lines(hook, "" if hook["fits"] else "does not fit  ")
+    for title, part, lines_of in SECTIONS:
+        content = report[part]
+        lines += ["", title, *([f"  {content}"] if isinstance(content, str) else lines_of(content))]
     return "\n".join(lines)
 
 
-def _change_lines(change: dict[str, Any], state: str, scope: str = "") -> list[str]:
+def _package_lines(packages: list[dict[str, Any]]) -> Iterator[str]:
+    for item in packages:
+        yield f"  {item['name']:20}{item['version'] or 'not found':22}{item['use']}"
+        if item["version"] is None:
+            yield f"  {'':20}{item['get']}"
+
+
+def _host_lines(hosts: list[dict[str, Any]]) -> list[str]:
+    return [f"  {'can be   ' if host['possible'] else 'cannot be'} {host['name']:28}{host['detail']}" for host in hosts]
+
+
+def _problem_lines(found: list[dict[str, str]]) -> list[str]:
+    shown = (
+        f"  {problem['severity']:8}{problem['name']}: {problem['found']}\n"
+        f"          why   {problem['why']}\n          do    {problem['remedy']}"
+        for problem in found
+    )
+    return [*shown] or ["  none found"]
+
+
+def _device_lines(devices: dict[str, Any]) -> list[str]:
+    shown = (
+        f"  {each['index']}: {each['name']}, {each['memory_gib']} GiB, {each['arch']}"
+        for each in devices["accelerators"]
+    )
+    built = f"  torch is built for {devices['built_for']}; {devices['cpu_cores']} CPU cores"
+    return [built, *([*shown] or ["  no accelerator: use cluster=cpu"])]
+
+
+def _kernel_lines(kernels: list[dict[str, Any]]) -> list[str]:
+    return [f"  {item['device']:6}{line}" for item in kernels for line in item["versions"]]
+
+
+def _patch_lines(patches: list[dict[str, Any]]) -> list[str]:
     return [
-        f"  {state}{change['symbol']}  ({scope}{change['package']} {change['versions'] or 'any'})",
-        f"            {change['reason']}; until {change['until']}",
-        f"            {change['upstream']}",
+        _change_lines(patch, "applies   " if patch["applies"] else "not here  ", f"{patch['scope']}, ")
+        for patch in patches
     ]
+
+
+def _hook_lines(hooks: list[dict[str, Any]]) -> list[str]:
+    return [_change_lines(hook, "" if hook["fits"] else "does not fit  ") for hook in hooks]
+
+
+def _change_lines(change: dict[str, Any], state: str, scope: str = "") -> str:
+    return (
+        f"  {state}{change['symbol']}  ({scope}{change['package']} {change['versions'] or 'any'})\n"
+        f"            {change['reason']}; until {change['until']}\n"
+        f"            {change['upstream']}"
+    )
+
+
+# Title, part of the report, and the function of its lines. A part that could not be examined is a text.
+SECTIONS = (
+    ("Packages", "packages", _package_lines),
+    ("Hosts", "hosts", _host_lines),
+    ("Known problems", "problems", _problem_lines),
+    ("Devices", "devices", _device_lines),
+    ("Kernels (hip_ops; details: `python -m hip_ops info`)", "kernels", _kernel_lines),
+    ("Patches of a host, for the whole process", "patches", _patch_lines),
+    ("Replaced during a run, and restored", "hooks", _hook_lines),
+)
 
 
 def _hosts() -> list[dict[str, Any]]:

@@ -12,7 +12,7 @@ from zaya_plugin.plan.flops import Shape
 from zaya_plugin.plan.machines import between_instances, collective_seconds
 from zaya_plugin.plan.memory import Optimizer, Recompute, in_flight, layer_tensors, memory_plan, padded_parameters
 from zaya_plugin.plan.parallelism import Batch, ParallelSizes
-from zaya_plugin.plan.recipe_plan import RESERVE, choices, choose, machine_of
+from zaya_plugin.plan.recipe_plan import RESERVE, choices, choose
 
 GIB = 2**30
 BASE = Shape(40, 2048, 8, 2, 128, 16, 2048, 256, 262_272)
@@ -21,7 +21,7 @@ GOAL = (BASE, ParallelSizes(data=8), Batch(4096, 4), Optimizer())  # 8 H200s, 16
 
 
 def machine(cluster):
-    return machine_of(compose([f"cluster={cluster}", "data.path=none"]))
+    return compose([f"cluster={cluster}", "data.path=none"]).machine
 
 
 def test_the_measured_peak_on_one_h100():

@@ -19,9 +19,8 @@ from typing import TYPE_CHECKING
 from zaya_plugin.errors import mistake
 
 if TYPE_CHECKING:
-    from zaya_plugin.config.schema import Recipe
+    from zaya_plugin.config.schema import MachineConfig, Recipe
     from zaya_plugin.plan.flops import Shape
-    from zaya_plugin.plan.machines import Machine
     from zaya_plugin.plan.parallelism import ParallelSizes
     from zaya_plugin.plan.step_work import OptimizerShare, Work
 
@@ -36,7 +35,7 @@ DESCRIPTION = """\
 Predicts a step from the step.json of `zaya bench step`.
 
 Each part keeps the share of its roofline that it had in the record; collectives take the rates of the cluster's links
-(zaya_plugin/plan/machines.py). Without recipe keys the step is that of the recorded recipe. The result is marked as a prediction."""
+(recipe keys machine.*). Without recipe keys the step is that of the recorded recipe. The result is marked as a prediction."""
 EXAMPLES = """\
 examples:
   zaya bench expect step.json experiment=zaya1_base cluster=mi300x_8 stage.micro_batch_size=4 stage.global_batch_size=128
@@ -133,10 +132,10 @@ def expect(record: dict, recipe: Recipe, world: int) -> dict:
             allowed="1",
             fix="parallel.pipeline_model_parallel_size=1",
         )
-    machine = recipe_plan.machine_of(recipe) if recipe.machine.name else None
+    machine = recipe.machine if recipe.machine.name else None
     here = measured["gemm_tflops"] * 1e12, measured["copy_tb_per_s"] * 1e12
     same = machine is None or machine.name in record["device"]
-    rates = here if same else (machine.gemm, machine.copy)
+    rates = here if same else (machine.gemm_tflops * 1e12, machine.copy_tb_per_s * 1e12)
     vocabulary = record["model"]["vocab_size"]
     recipe, _ = recipe_plan.with_recompute(recipe, world, vocabulary)
     recompute, recomputed = recipe_plan.recompute_of(recipe), recipe_plan.recompute_of(before)
@@ -189,7 +188,7 @@ def expect(record: dict, recipe: Recipe, world: int) -> dict:
         if row["part"] not in NOT_BESIDE:
             passes = [passes[0] + row["forward_ms"] * factor, passes[1] + row["backward_ms"] * factor]
     if recompute != recomputed:
-        again = recipe_plan.added_seconds(shape, layout, batch, recompute, recipe_plan.machine_of(recipe))
+        again = recipe_plan.added_seconds(shape, layout, batch, recompute, recipe.machine)
         parts.append({"part": "recomputation", "title": "recomputation", "ms": 1e3 * again, **no_work})
         passes[1] += 1e3 * again
     forward, backward = (each / batch.micro_batches for each in passes)
@@ -247,17 +246,17 @@ def hidden_beside_kernels(record: dict) -> float:
     return max(record.get("hidden_communication_ms", 0.0) - copies, 0.0)
 
 
-def copies_parameters(recipe: Recipe, world: int, machine: Machine | None) -> bool:
+def copies_parameters(recipe: Recipe, world: int, machine: MachineConfig | None) -> bool:
     """Whether parameters are gathered by copy engines, which do not slow down the kernels beside them."""
     from zaya_plugin.run.rank_plan import COPY_ENGINES
 
     policy = (COPY_ENGINES | recipe.cluster.environment)["NCCL_CTA_POLICY"]
     return (
         bool(machine)
-        and machine.copies
+        and machine.copy_engines
         and recipe.parallel.nccl_ub
         and policy == COPY_ENGINES["NCCL_CTA_POLICY"]
-        and world <= machine.node
+        and world <= machine.devices_per_node
     )
 
 

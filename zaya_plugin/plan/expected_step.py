@@ -5,8 +5,9 @@ torch import.
 
 from dataclasses import dataclass
 
+from zaya_plugin.config.schema import MachineConfig
 from zaya_plugin.plan.flops import Shape, count_parameters
-from zaya_plugin.plan.machines import Machine, between_instances, collective_seconds
+from zaya_plugin.plan.machines import between_instances, collective_seconds
 from zaya_plugin.plan.memory import padded_parameters
 from zaya_plugin.plan.parallelism import Batch, ParallelSizes, sent_bytes
 from zaya_plugin.plan.step_work import Work
@@ -66,7 +67,7 @@ def communication(
     shape: Shape,
     layout: ParallelSizes,
     batch: Batch,
-    machine: Machine,
+    machine: MachineConfig,
     overlap: Overlap,
     forward: float,
     backward: float,
