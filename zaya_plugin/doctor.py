@@ -304,6 +304,8 @@ def exit_status(report: dict[str, Any], strict: bool = False) -> int:
 
 def examine() -> dict[str, Any]:
     """Return the report as plain data; imports torch if it is installed."""
+    from zaya_plugin.patches import hooks
+
     packages = [
         {"name": name, "version": _version(name, module), "use": use, "get": get} for name, module, use, get in PACKAGES
     ]
@@ -316,7 +318,7 @@ def examine() -> dict[str, Any]:
         "hosts": _hosts(),
         "devices": _ask(_devices) if "torch" in present else no_torch,
         "kernels": _ask(_kernels) if "torch" in present else no_torch,
-        "hooks": _hooks(),
+        "hooks": [_plain(hook) for hook in hooks.describe()],
         "patches": _ask(_patches)
         if {"torch", "megatron-core"} <= present
         else "unknown: torch or megatron-core is not installed",
@@ -532,12 +534,6 @@ def _patches() -> list[dict[str, Any]]:
     from zaya_plugin import patches
 
     return [_plain(patch, "scope", "applies") for patch in patches.describe()]
-
-
-def _hooks() -> list[dict[str, Any]]:
-    from zaya_plugin.patches import hooks
-
-    return [_plain(hook) for hook in hooks.describe()]
 
 
 def _plain(change: Any, *further: str) -> dict[str, Any]:

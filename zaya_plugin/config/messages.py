@@ -206,7 +206,12 @@ def explain(error: BaseException) -> str:
             key, value, problem="several values", fix=f"{key}=[{value}] for a list, or add -m to run every value"
         )
     if name == "OverrideParseException":
-        return f"{text.splitlines()[0]}. Allowed: key=value, with quotes around a value that contains one of {{}}[](),="
+        return message(
+            getattr(cause, "override", None) or "override",
+            problem=f"cannot be parsed ({text.splitlines()[0].rstrip('.')})",
+            allowed="key=value, with quotes around a value that contains one of {}[](),=",
+            fix="'key=\"value\"'",
+        )
     missing = re.search(r"Missing mandatory value: (\S+)", text)
     if missing and missing.group(1) in schema():
         return missing_key(missing.group(1))

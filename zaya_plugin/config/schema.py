@@ -479,30 +479,30 @@ class MachineConfig:
     name: str | None = own(
         None,
         "part of the device's name in torch, such as H100; null: unknown, and `zaya bench expect` predicts no communication",
-        "plan.recipe_plan",
+        "bench.expect",
     )
     gemm_tflops: float = own(790.0, "TFLOP/s of a large bf16 matrix product", "plan.recipe_plan", limit=POSITIVE)
     copy_tb_per_s: float = own(3.0, "TB/s that a copy reads and writes", "plan.recipe_plan", limit=POSITIVE)
-    devices_per_node: int = own(8, "devices of a node, which its links connect", "plan.recipe_plan", limit=POSITIVE)
+    devices_per_node: int = own(8, "devices of a node, which its links connect", "plan.machines", limit=POSITIVE)
     link_gb_per_s: float = own(
-        340.0, "GB/s that a device sends in a collective inside a node", "plan.recipe_plan", limit=POSITIVE
+        340.0, "GB/s that a device sends in a collective inside a node", "plan.machines", limit=POSITIVE
     )
     latency_us: float = own(
-        45.0, "microseconds of a small collective inside a node", "plan.recipe_plan", limit=NOT_NEGATIVE
+        45.0, "microseconds of a small collective inside a node", "plan.machines", limit=NOT_NEGATIVE
     )
-    network_gb_per_s: float = own(50.0, "GB/s that a device sends between nodes", "plan.recipe_plan", limit=POSITIVE)
+    network_gb_per_s: float = own(50.0, "GB/s that a device sends between nodes", "plan.machines", limit=POSITIVE)
     hop_us: float = own(
         10.0,
         "microseconds that each further rank between nodes adds to a collective",
-        "plan.recipe_plan",
+        "plan.machines",
         limit=NOT_NEGATIVE,
     )
     copy_engines: bool = own(
         False,
         "inside a node copy engines gather registered buffers (parallel.nccl_ub) without slowing kernels",
-        "plan.recipe_plan",
+        "bench.expect",
     )
-    sources: str = own("", "source of each rate, and whether this project measured it", "plan.recipe_plan")
+    sources: str = own("", "source of each rate, and whether this project measured it", "bench.expect")
 
 
 @dataclass

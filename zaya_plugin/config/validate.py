@@ -244,22 +244,23 @@ def _pipeline_parallel(recipe: Recipe, replicas: int) -> Iterator[str]:
     micro_batches = stage.global_batch_size // (stage.micro_batch_size * replicas)
     fix = f"stage.global_batch_size={max(micro_batches // ranks, 1) * ranks * stage.micro_batch_size * replicas}"
     have = f"a step has {micro_batches} micro-batches on a data-parallel rank"
-    if virtual > 1 and micro_batches % ranks:
-        yield message(
-            virtual_key,
-            virtual,
-            problem=f"{have}, and virtual stages alternate in groups of {ranks}",
-            allowed=f"micro-batches that are a multiple of {key}={ranks}",
-            fix=fix,
-        )
-    elif micro_batches < ranks:
-        yield message(
-            key,
-            ranks,
-            problem=f"{have}, so that not all stages can work at the same time",
-            allowed=f"at least as many micro-batches as stages, {ranks}",
-            fix=fix,
-        )
+    uneven = virtual > 1 and micro_batches % ranks > 0
+    yield from require(
+        not uneven,
+        virtual_key,
+        virtual,
+        problem=f"{have}, and virtual stages alternate in groups of {ranks}",
+        allowed=f"micro-batches that are a multiple of {key}={ranks}",
+        fix=fix,
+    )
+    yield from require(
+        uneven or micro_batches >= ranks,
+        key,
+        ranks,
+        problem=f"{have}, so that not all stages can work at the same time",
+        allowed=f"at least as many micro-batches as stages, {ranks}",
+        fix=fix,
+    )
 
 
 def _optimizer_instances(recipe: Recipe, replicas: int) -> Iterator[str]:

@@ -11,7 +11,8 @@ data, 2 to 8 for fragments.
 import argparse
 import os
 import shutil
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
 
 import numpy as np
 
@@ -87,13 +88,15 @@ def parser() -> argparse.ArgumentParser:
     out.add_argument("--overwrite", action="store_true", help="make the bundle again in place of what --output holds")
     out.add_argument("--quiet", action="store_true", help="no summary; problems are still reported")
     run = out.add_argument_group("planned run (the defaults are ZAYA1's stage 1)")
-    run.add_argument("--sequence-length", type=whole_number(1), default=planned.sequence_length, metavar="N")
-    run.add_argument("--global-batch-size", type=whole_number(1), default=planned.global_batch_size, metavar="N")
-    run.add_argument("--step-seconds", type=positive, default=planned.step_seconds, metavar="S")
-    run.add_argument(
-        "--iops-budget", type=positive, default=planned.iops_budget, metavar="N", help="reads/s of the storage"
-    )
-    run.add_argument("--page-bytes", type=whole_number(512), default=planned.page_bytes, metavar="N")
+    for option, kind, metavar, meaning in (
+        ("--sequence-length", whole_number(1), "N", "tokens of a sequence, stage.seq_length of the run"),
+        ("--global-batch-size", whole_number(1), "N", "sequences of a step, stage.global_batch_size of the run"),
+        ("--step-seconds", positive, "S", "seconds of a step"),
+        ("--iops-budget", positive, "N", "reads a second that the storage can serve"),
+        ("--page-bytes", whole_number(512), "N", "bytes of a page, which one read fetches"),
+    ):
+        default = getattr(planned, option[2:].replace("-", "_"))
+        run.add_argument(option, type=kind, default=default, metavar=metavar, help=f"{meaning} (default: {default:g})")
     return out
 
 
@@ -113,7 +116,8 @@ def bundle(args: argparse.Namespace, workspace: Workspace | None) -> None:
                 counted = f"{split.documents:9,} documents {split.tokens:13,} tokens"
                 print(f"  {name:5} {counted}, {split.bin_bytes / 1e6:,.1f} MB in one file")
     if not args.quiet:
-        print(planned_reads(args, shards))
+        run = {field.name: getattr(args, field.name) for field in fields(PlannedRun)}
+        print(planned_reads(PlannedRun(**run), shards))
 
 
 def _shard(path: str) -> Manifest:
@@ -177,31 +181,23 @@ def _build(workspace: Workspace, plan: dict, paths: list[str], shards: list[Mani
     ).write(workspace.final)
 
 
-def planned_reads(args: argparse.Namespace, shards: list[Manifest]) -> str:
-    """Return the table of `report` for the training split as it is, and as `zaya data pack` would make it."""
-    run = PlannedRun(args.sequence_length, args.global_batch_size, args.step_seconds, args.iops_budget, args.page_bytes)
-    name = next(iter(shards[0].splits))
+def planned_reads(run: PlannedRun, shards: list[Manifest]) -> str:
+    """Return a table for a terminal: the reads of the training split as it is, and as `zaya data pack` would make it."""
+    name, token_bytes = next(iter(shards[0].splits)), np.dtype(shards[0].dtype).itemsize
     tokens = sum(shard.splits[name].tokens for shard in shards)
     documents = sum(shard.splits[name].documents for shard in shards)
-    size = np.dtype(shards[0].dtype).itemsize
-    rows = [("documents in random order", False), ("packed into bins", True)]
-    if shards[0].packing is not None:
-        rows = [("packed bins", True)]
-    return report(run, [(row, tokens, documents, size, packed) for row, packed in rows])
+    rows = (("documents in random order", False), ("packed into bins", True))
+    return report(run, tokens, documents, token_bytes, rows if shards[0].packing is None else (("packed bins", True),))
 
 
-def report(run: PlannedRun, rows: list[tuple[str, int, int, int, bool]]) -> str:
-    """Return a table for a terminal.
-
-    Args:
-        rows: name, tokens, documents, bytes of a token, and whether the documents are packed bins.
-    """
+def report(run: PlannedRun, tokens: int, documents: int, token_bytes: int, rows: Sequence[tuple[str, bool]]) -> str:
+    """Return the table. rows: the name of each, and whether the documents are packed into bins."""
     head = (
         f"reads of a run with {run.global_batch_size:,} sequences of {run.sequence_length:,} tokens each {run.step_seconds:g} s, "
         f"pages of {run.page_bytes:,} bytes, a budget of {run.iops_budget:,.0f} reads/s:"
     )
     lines = [head, f"  {'':28} {'m':>8} {'sigma':>7} {'reads/s':>12} {'of budget':>10} {'least step':>11}"]
-    for name, tokens, documents, token_bytes, packed in rows:
+    for name, packed in rows:
         m = stretches(run.sequence_length, tokens, documents, packed)
         sigma = amplification(run, token_bytes, m)
         iops = reads_per_second(run, token_bytes, sigma)

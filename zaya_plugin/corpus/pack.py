@@ -54,7 +54,6 @@ DROPPED_FILE = "dropped.jsonl"
 # Documents that are fitted with each other. Bounds memory and keeps the reads for one bin within one stretch of the file;
 # bins are within a few thousandths of full with far fewer.
 WINDOW = 1_000_000
-LONG = ("split", "drop")
 CHUNK_TOKENS = 4_000_000  # written and counted at a time
 
 DESCRIPTION = """\
@@ -80,7 +79,7 @@ def parser() -> argparse.ArgumentParser:
     out.add_argument("--output", required=True, metavar="DIR", help="directory of the packed dataset")
     out.add_argument(
         "--long",
-        choices=LONG,
+        choices=("split", "drop"),
         default="split",
         help="a document longer than a bin: split it into bins of its own and a rest, or drop it (default: split)",
     )

@@ -23,9 +23,9 @@ from multiprocessing.connection import wait
 
 import numpy as np
 
+from zaya_plugin.config.whole_file import write_whole
 from zaya_plugin.corpus.blocks import Block, BlockReader, Format, Position, Rejected, documents
 from zaya_plugin.corpus.chunk_encoder import ChunkEncoder
-from zaya_plugin.corpus.workspace import write_whole
 from zaya_plugin.data.tokenizer import open_tokenizer
 from zaya_plugin.errors import mistake
 

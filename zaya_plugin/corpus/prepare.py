@@ -265,9 +265,10 @@ def make_tokenizer(args: argparse.Namespace, workspace: Workspace, files: list[I
             rejected = []
             try:
                 tokenizer.train_bpe(_training_texts(reader, args, rejected), args.train_bpe, temporary)
-            except ValueError as error:
+            except ValueError:
                 first = f"; the first document that was rejected is {rejected[0]}" if rejected else ""
-                raise mistake("--input", " ".join(args.input), problem=f"{error}{first}") from None
+                problem = f"there is no text to train a tokenizer on{first}"
+                raise mistake("--input", " ".join(args.input), problem=problem) from None
         else:
             tokenizer.import_pretrained(args.tokenizer, temporary)
         os.rename(temporary, workspace.tokenizer)

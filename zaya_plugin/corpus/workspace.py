@@ -18,6 +18,7 @@ import socket
 from collections.abc import Callable
 from contextlib import contextmanager
 
+from zaya_plugin.config.whole_file import write_whole
 from zaya_plugin.data.prepared import MANIFEST, Manifest, load_manifest
 from zaya_plugin.errors import mistake
 
@@ -212,21 +213,6 @@ def _sync(path: str) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-def write_whole(path: str, content) -> None:
-    """Write and sync a file that appears whole or not at all."""
-    temporary = f"{path}.{os.getpid()}.tmp"
-    try:
-        with open(temporary, "wb") as out:
-            out.write(content)
-            out.flush()
-            os.fsync(out.fileno())
-        os.replace(temporary, path)
-    except OSError:
-        if os.path.exists(temporary):
-            os.unlink(temporary)
-        raise
 
 
 def _differences(made: dict, now: dict) -> str:

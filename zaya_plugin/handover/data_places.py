@@ -13,7 +13,7 @@ from pathlib import Path
 from zaya_plugin.config.compose import get, load_recipe
 from zaya_plugin.config.schedule import sample_count
 from zaya_plugin.config.schema import Recipe
-from zaya_plugin.data.ledger import SourceUse, after, parse_ledger, stage_use, write_ledger
+from zaya_plugin.data.ledger import SourceUse, after, parse_ledger, stage_use
 from zaya_plugin.errors import mistake
 from zaya_plugin.handover.predecessor import saved_step
 
@@ -33,7 +33,8 @@ def source_uses(recipe: Recipe) -> list[SourceUse]:
 
 def consumed_after(recipe: Recipe) -> list[str]:
     """Return data.consumed of the stage that follows `recipe`'s."""
-    return write_ledger(after(parse_ledger(recipe.data.consumed), source_uses(recipe)))
+    ledger = after(parse_ledger(recipe.data.consumed), source_uses(recipe))
+    return [f"{tokens} {path}" for path, tokens in ledger.items()]
 
 
 def with_consumed(recipe: Recipe) -> Recipe:

@@ -295,6 +295,5 @@ def _optimizer_work(shape: Shape, layout: ParallelSizes, optimizer: Optimizer) -
     iterate before and after a step, and square products of twice that size together."""
     if not optimizer.muon:
         return 0.0
-    local = local_parameters(shape, layout)
-    owned = local["experts"] / layout.expert_shards
+    owned = local_parameters(shape, layout)["experts"] / layout.expert_shards
     return 6 * 2 * min(owned, ROUND_OF_MUON)

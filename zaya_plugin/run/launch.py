@@ -26,6 +26,7 @@ from zaya_plugin.config.compose import save_recipe
 from zaya_plugin.config.run_directory import check_resume, keep_recipe, make_writable
 from zaya_plugin.config.schema import Recipe
 from zaya_plugin.config.validate import validate
+from zaya_plugin.errors import message
 from zaya_plugin.parent_death import die_with_parent
 from zaya_plugin.run import before_start
 from zaya_plugin.run.rank_plan import WORKER, Plan, make_plan
@@ -117,11 +118,9 @@ def run_ranks(plan: Plan, log_dir: Path) -> int:
         return 0
     if (free := shutil.disk_usage(log_dir).free) < FULL_DISK:
         # The ranks' own messages are on that disk and incomplete.
-        print(
-            f"zaya: No space left on device: {free // 1024} KiB are free at {log_dir.parent}. Earlier checkpoints are complete. "
-            "Free some space and resume with resume=auto",
-            file=sys.stderr,
-        )
+        problem = f"No space left on device ({free // 1024} KiB are free); earlier checkpoints are complete"
+        fix = "free some space, then the same command with resume=auto"
+        print(f"zaya: {message('run_dir', log_dir.parent, problem=problem, fix=fix)}", file=sys.stderr)
     for folder in set(log_dir.glob("launch_*")) - before:
         failure = first_failure(folder, torchrun_log)
         if failure is not None:

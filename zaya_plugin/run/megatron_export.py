@@ -17,11 +17,11 @@ from typing import Any
 
 from zaya_plugin.config.arguments import DECIDED_AT_START, OWN_ARGUMENTS, megatron_arguments
 from zaya_plugin.config.blend_entry import parse_blend
+from zaya_plugin.config.messages import require
 from zaya_plugin.config.run_directory import keep_recipe, make_writable
 from zaya_plugin.config.schema import Recipe
 from zaya_plugin.data.ledger import parse_ledger
 from zaya_plugin.data.sources import DataSources, find_sources
-from zaya_plugin.errors import message
 from zaya_plugin.run.rank_plan import rank_environment
 
 SPEC = ("zaya_plugin.spec", "zaya_block")
@@ -93,9 +93,8 @@ def _impossible(recipe: Recipe) -> Iterator[str]:
             "parallel.context_parallel_order=zigzag",
         ),
     ):
-        if impossible:
-            problem = f"is not available in {host}; `zaya train` supports it"
-            yield message(key, value, problem=problem, allowed=allowed, fix=fix)
+        problem = f"is not available in {host}; `zaya train` supports it"
+        yield from require(not impossible, key, value, problem=problem, allowed=allowed, fix=fix)
 
 
 def left_out(recipe: Recipe) -> list[str]:

@@ -97,8 +97,7 @@ def rank_environment(recipe: Recipe, ranks_here: int, environ: Mapping[str, str]
         variables["TORCHDYNAMO_DISABLE"] = (
             "1"  # compiling Megatron's jit_fuser functions takes seconds and saves microseconds here
         )
-    parallel = recipe.parallel
-    ordered = parallel.tensor_model_parallel_size > 1 or parallel.context_parallel_size > 1
+    ordered = recipe.parallel.tensor_model_parallel_size > 1 or recipe.parallel.context_parallel_size > 1
     if recipe.cluster.device == "cuda" and "CUDA_DEVICE_MAX_CONNECTIONS" not in environ:
         # Before Blackwell, Megatron requires one queue where kernels must reach the device in the order of their
         # launches, communication first. In all other cases a kernel that waits in that queue for another stream delays
