@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Spawned processes end with their rank; that Megatron's do is asserted at every kill of tests/faults/test_curriculum.py."""
+"""Spawned processes end with their rank; that Megatron's do is asserted at every kill of
+tests/faults/test_curriculum.py.
+"""
 
 import os
 import signal
@@ -11,7 +13,10 @@ import pytest
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="prctl(2) is Linux's")
 
-CHILD = "import time; from zaya_plugin.parent_death import follow_rank; follow_rank(); print('up', flush=True); time.sleep(60)"
+CHILD = (
+    "import time; from zaya_plugin.parent_death import follow_rank; follow_rank(); print('up', flush=True); "
+    "time.sleep(60)"
+)
 RANK = f"""
 import subprocess, sys, time
 from zaya_plugin.parent_death import adopt_children

@@ -39,7 +39,10 @@ DATA_COMMANDS = {
     "warm": "read the data that a run needs next into the page cache",
     "mixture": "print tokens and epochs of each source that a blend draws, for one stage or several",
 }
-USAGE = "zaya: ZAYA1 pretraining as a Megatron-core plugin\n\n  zaya train experiment=cpu_demo    train a small ZAYA on this machine's CPU\n"
+USAGE = (
+    "zaya: ZAYA1 pretraining as a Megatron-core plugin\n\n  zaya train experiment=cpu_demo    train a small ZAYA "
+    "on this machine's CPU\n"
+)
 USER_ERROR = 2
 
 

@@ -57,8 +57,8 @@ PACKAGES = (
         "transformer-engine",
         "transformer_engine",
         "optional: cluster.transformer_impl=transformer_engine",
-        "never installed by zaya_plugin. NVIDIA: pip install transformer-engine[pytorch]. ROCm: AMD's Primus or Megatron "
-        "containers hold it; source: github.com/ROCm/TransformerEngine",
+        "never installed by zaya_plugin. NVIDIA: pip install transformer-engine[pytorch]. ROCm: AMD's Primus or "
+        "Megatron containers hold it; source: github.com/ROCm/TransformerEngine",
     ),
     (
         "aiter",
@@ -182,7 +182,8 @@ RULES = (
             and f"transformer_engine {facts.versions.get('transformer-engine') or ''} without transformer_engine_torch"
         ),
         "without its compiled part it raises RuntimeError at import, where Megatron expects ImportError and falls back",
-        "pip uninstall transformer-engine, or install a build for this torch: github.com/ROCm/TransformerEngine, transformer-engine[pytorch]",
+        "pip uninstall transformer-engine, or install a build for this torch: github.com/ROCm/TransformerEngine, "
+        "transformer-engine[pytorch]",
     ),
     Rule(
         "wrong-aiter",
@@ -213,7 +214,8 @@ RULES = (
         lambda facts: (
             facts.hip and _before((re.match(r"\d+(\.\d+){0,2}", facts.hip) or ["0"])[0], "7.1") and f"ROCm {facts.hip}"
         ),
-        "asynchronous torch_dist saves fork with HIP's pinned memory and crashed before ROCm 7.1 (AMD-AGI/Primus #46, #267)",
+        "asynchronous torch_dist saves fork with HIP's pinned memory and crashed before ROCm 7.1 (AMD-AGI/Primus #46, "
+        "#267)",
         "set megatron.async_save=false, or use ROCm 7.1",
     ),
     Rule(
@@ -223,9 +225,11 @@ RULES = (
             facts.hip
             and facts.versions.get("amd-aiter")
             and _before(facts.versions.get("transformer-engine"), "2.14")
-            and f"transformer-engine {facts.versions['transformer-engine']} beside amd-aiter {facts.versions['amd-aiter']}"
+            and f"transformer-engine {facts.versions['transformer-engine']} beside amd-aiter "
+            f"{facts.versions['amd-aiter']}"
         ),
-        "its libmha_bwd.so crashed the backward pass of AITER attention with head dimension 128 on gfx942 (Primus, aiter_deepbind_patches.py)",
+        "its libmha_bwd.so crashed the backward pass of AITER attention with head dimension 128 on gfx942 (Primus, "
+        "aiter_deepbind_patches.py)",
         "Transformer Engine 2.14, or cluster.core_attention=sdpa",
     ),
     Rule(

@@ -48,8 +48,10 @@ def recipe_beside_checkpoints(args) -> Path:
     if not path.is_file():
         raise mistake(
             str(path),
-            problem="no such recipe; it holds the settings that Megatron has no argument for (router, Muon, balancing, hand-over)",
-            fix=f"zaya export megatron experiment=<name> run_dir={path.parent}, or {RECIPE_VARIABLE}=<recipe> in the environment",
+            problem="no such recipe; it holds the settings that Megatron has no argument for (router, Muon, balancing, "
+            "hand-over)",
+            fix=f"zaya export megatron experiment=<name> run_dir={path.parent}, or {RECIPE_VARIABLE}=<recipe> in the "
+            "environment",
         )
     return path
 

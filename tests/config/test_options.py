@@ -55,7 +55,9 @@ print("defined once")
 
 
 def test_one_field_of_the_schema_defines_an_option():
-    """It appears in the recipe, the table of keys, --help, Megatron's arguments and ZayaConfig, with its choices and range."""
+    """It appears in the recipe, the table of keys, --help, Megatron's arguments and ZayaConfig, with its choices and
+    range.
+    """
     words = [sys.executable, "-c", ADDED, zaya_plugin.config.schema.__file__, "    residual_in_fp32: bool = option("]
     done = subprocess.run(words, capture_output=True, text=True)
     assert done.stdout == "defined once\n", done.stderr

@@ -56,7 +56,9 @@ def test_full_disk_keeps_the_dataset_that_is_being_replaced(small_disk, command,
 
 @pytest.mark.parametrize("limit", [3_000, 11_000, 40_000])
 def test_file_size_limit(tmp_path, limit, command, start, run, prepared, contents):
-    """Like a full disk, for those who may not mount: the kernel refuses bytes past the limit (the merge writes the largest file)."""
+    """Like a full disk, for those who may not mount: the kernel refuses bytes past the limit (the merge writes the
+    largest file).
+    """
     output = tmp_path / "out"
     process = start(
         *command, "--output", output, preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))

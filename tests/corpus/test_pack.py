@@ -79,7 +79,10 @@ def test_chains_of_thought_keep_their_answers(tmp_path, run, packed, capsys):
     from tokenizers import Tokenizer
 
     def text(number, words):
-        return f"Question {number}?<think>{' '.join(f'step{step}' for step in range(words))}</think>The answer is {number * 7}."
+        return (
+            f"Question {number}?<think>{' '.join(f'step{step}' for step in range(words))}</think>The answer is "
+            f"{number * 7}."
+        )
 
     lines = [text(number, words) for number, words in enumerate([3, 200, 5, 300])]
     lines.append(lines[1].split("</think>")[0])  # it never came to an answer

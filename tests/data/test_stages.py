@@ -76,7 +76,8 @@ def test_window_shuffle_is_a_permutation_of_the_stage(monkeypatch):
     assert all(place // 16 == number // 16 for number, place in enumerate(places))
 
 
-# Blend, samples and sequence length of three stages: weights, sources and lengths change, math comes later, code pauses.
+# Blend, samples and sequence length of three stages: weights, sources and lengths change, math comes later, code
+# pauses.
 STAGES = [
     ({"web": 0.7, "code": 0.3}, 300, 32),
     ({"web": 0.5, "math": 0.5}, 200, 32),

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where a stage with data.order=continuing goes on in its sources; the same with real ranks is in tests/faults/test_curriculum.py."""
+"""Where a stage with data.order=continuing goes on in its sources; the same with real ranks is in
+tests/faults/test_curriculum.py.
+"""
 
 import copy
 import re
@@ -35,7 +37,9 @@ def blend(sources, **weights) -> list[str]:
 
 @pytest.fixture(scope="module")
 def composed(sources):
-    """Three stages of 40, 30 and 5 steps of 8 sequences; code pauses in the second, math begins there, the third is longer."""
+    """Three stages of 40, 30 and 5 steps of 8 sequences; code pauses in the second, math begins there, the third is
+    longer.
+    """
     first, second, third = (
         blend(sources, web=0.7, code=0.3),
         blend(sources, web=0.5, math=0.5),

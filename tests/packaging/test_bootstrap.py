@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """tools/bootstrap.sh with an interpreter that writes down what it is asked to do instead of downloading 5 GB.
 
-What the fake stands in for is pip and venv alone; the stamp, the marker, the lock and the healing are the real script's.
+What the fake stands in for is pip and venv alone; the stamp, the marker, the lock and the healing are the real
+script's.
 """
 
 import os

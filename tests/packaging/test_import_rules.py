@@ -48,7 +48,9 @@ def read_rules(markdown: str) -> list[Rule]:
 
 
 def imports_of(source: str, module: str, is_package: bool) -> Iterator[Import]:
-    """All `import`, `from ... import` and `import_module("constant")` of a file; relative ones are resolved against `module`."""
+    """All `import`, `from ... import` and `import_module("constant")` of a file; relative ones are resolved against
+    `module`.
+    """
 
     def visit(node: ast.AST, runs: bool) -> Iterator[Import]:
         if isinstance(node, ast.Import):
@@ -78,7 +80,9 @@ def imports_of(source: str, module: str, is_package: bool) -> Iterator[Import]:
 
 
 def room_of(target: str) -> str | None:
-    """The room of one of our modules: "config", "patches", "cli", "hip_ops"; "" is zaya_plugin itself; None is not ours."""
+    """The room of one of our modules: "config", "patches", "cli", "hip_ops"; "" is zaya_plugin itself; None is not
+    ours.
+    """
     parts = target.split(".")
     if parts[0] == "hip_ops":
         return "hip_ops"
@@ -270,7 +274,8 @@ def test_the_checker_sees(tmp_path, rules, file, source, complaint):
         ("zaya_plugin/config/a.py", "import json, os.path\nfrom . import schema\nfrom zaya_plugin import __version__"),
         (
             "zaya_plugin/cli.py",
-            "import argparse\nfrom zaya_plugin import __version__\ndef f():\n    import torch\n    import zaya_plugin.model",
+            "import argparse\nfrom zaya_plugin import __version__\ndef f():\n    import torch\n    import "
+            "zaya_plugin.model",
         ),
     ],
 )

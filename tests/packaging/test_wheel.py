@@ -88,7 +88,10 @@ def test_kernels_build_from_the_installed_copy(wheel, tmp_path, require_tool):
     require_tool("g++")
     target = tmp_path / "site"
     assert pip("install", "--no-index", "--no-deps", "--target", str(target), str(wheel)).returncode == 0
-    program = f"import sys; sys.path.insert(0, {str(target)!r}); from hip_ops.__main__ import main; sys.exit(main(['build', '--target', 'cpu']))"
+    program = (
+        f"import sys; sys.path.insert(0, {str(target)!r}); from hip_ops.__main__ import main; sys.exit(main(['build', "
+        "'--target', 'cpu']))"
+    )
     env = {**os.environ, "HIP_OPS_CACHE": str(tmp_path / "cache")}
     done = subprocess.run([sys.executable, "-I", "-c", program], cwd=tmp_path, env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

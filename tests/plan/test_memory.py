@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The memory plan against measured peaks, its parts against hand counts, and what is recomputed to fit. tests/plan/test_saved_tensors.py counts tensors."""
+"""The memory plan against measured peaks, its parts against hand counts, and what is recomputed to fit.
+tests/plan/test_saved_tensors.py counts tensors.
+"""
 
 from dataclasses import replace
 
@@ -136,7 +138,8 @@ def test_whole_layers_keep_their_inputs():
 def test_collectives():
     h200, mi300x = machine("h200_8"), machine("mi300x_128x8")
     assert collective_seconds(h200, 1, 1e9) == 0
-    # NCCL's all-reduce of 16 MiB on eight H200s reached 255 GB/s, that of 1 GiB 360: twice 7 / 8 of the size leave a device.
+    # NCCL's all-reduce of 16 MiB on eight H200s reached 255 GB/s, that of 1 GiB 360: twice 7 / 8 of the size leave a
+    # device.
     for mebibytes, reached in ((16, 255e9), (256, 348e9)):
         sent = 2 * 7 / 8 * mebibytes * 2**20
         assert collective_seconds(h200, 8, sent) == pytest.approx(sent / reached, rel=0.2)
@@ -148,6 +151,7 @@ def test_collectives():
 def test_between_instances():
     h200, mi300x = machine("h200_8"), machine("mi300x_128x8")
     assert between_instances(mi300x, 64, 1, 1e9) == 0
-    # All-reduce of a shard: twice (n - 1) / n of it leave a device, by its own 400 Gb/s NIC, or within a node by its links.
+    # All-reduce of a shard: twice (n - 1) / n of it leave a device, by its own 400 Gb/s NIC, or within a node by its
+    # links.
     assert between_instances(mi300x, 64, 16, 50e9) == pytest.approx(2 * 15 / 16, rel=1e-3)
     assert between_instances(h200, 4, 2, 344e9) == pytest.approx(1, rel=1e-3)

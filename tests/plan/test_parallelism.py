@@ -71,7 +71,9 @@ def test_what_the_other_layouts_send():
 
 
 def test_instances_of_the_optimizer():
-    """64 of 1,024 ranks share the state; a rank sends less within its instance than within all ranks, and its shard's all-reduce between instances."""
+    """64 of 1,024 ranks share the state; a rank sends less within its instance than within all ranks, and its shard's
+    all-reduce between instances.
+    """
     one, many = ParallelSizes(data=1024), ParallelSizes(data=1024, instances=16)
     assert (many.shards, many.expert_shards, one.shards) == (64, 64, 1024)
     assert adamw_bytes(many) == pytest.approx(16 * adamw_bytes(one))

@@ -134,7 +134,10 @@ def test_the_table_shows_losses_around_a_hand_over(tmp_path):
     curriculum = made(tmp_path)
     for number, (first, last) in enumerate([(8.0, 6.0), (5.9, 5.5)]):
         pretend(curriculum, number, curriculum.stages[number].steps)
-        rows = f'{{"step": 0, "valid_loss": {first}}}\n{{"step": 1, "loss": 7.0}}\n{{"step": 9, "valid_loss": {last}}}\n{{"st'
+        rows = (
+            f'{{"step": 0, "valid_loss": {first}}}\n{{"step": 1, "loss": 7.0}}\n{{"step": 9, "valid_loss": '
+            f'{last}}}\n{{"st'
+        )
         (curriculum.stages[number].run_dir / "metrics.jsonl").write_text(rows)
     lines = table(curriculum).splitlines()
     assert lines[1].split()[:7] == ["demo_1", "128", "10,000", "1", "245.8K", "60/60", "0.0e+00"]

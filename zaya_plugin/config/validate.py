@@ -280,7 +280,10 @@ def _divisors(number: int) -> str:
 def _batch(recipe: Recipe, world_size: int) -> Iterator[str]:
     stage, replicas = recipe.stage, max(data_parallel_size(recipe, world_size), 1)
     unit = stage.micro_batch_size * replicas
-    why = f"is not a multiple of stage.micro_batch_size={stage.micro_batch_size} x {replicas} data-parallel ranks = {unit}"
+    why = (
+        f"is not a multiple of stage.micro_batch_size={stage.micro_batch_size} x {replicas} data-parallel ranks = "
+        f"{unit}"
+    )
     yield from must_be_multiple("stage.global_batch_size", stage.global_batch_size, unit, why)
 
 

@@ -33,7 +33,8 @@ class BinWriter:
         if len(counted) > len(self.occurrences):
             raise mistake(
                 self.target + ".bin",
-                problem=f"would hold token id {len(counted) - 1}, and the vocabulary has {len(self.occurrences)} entries",
+                problem=f"would hold token id {len(counted) - 1}, and the vocabulary has {len(self.occurrences)} "
+                "entries",
             )
         self.occurrences += counted
         self.digest.update(tokens.data)

@@ -147,7 +147,8 @@ def _refuse_mixture(paths: list[str], shards: list[Manifest]) -> None:
             if fact != first[name]:
                 raise mistake(
                     path,
-                    problem=f"differs from {paths[0]} in {name} ({fact!r} and {first[name]!r}); the two cannot be one dataset",
+                    problem=f"differs from {paths[0]} in {name} ({fact!r} and {first[name]!r}); the two cannot be one "
+                    "dataset",
                 )
         if os.path.realpath(path) in seen:
             raise mistake(path, problem="is named twice; every document would count double")
@@ -193,8 +194,8 @@ def planned_reads(run: PlannedRun, shards: list[Manifest]) -> str:
 def report(run: PlannedRun, tokens: int, documents: int, token_bytes: int, rows: Sequence[tuple[str, bool]]) -> str:
     """Return the table. rows: the name of each, and whether the documents are packed into bins."""
     head = (
-        f"reads of a run with {run.global_batch_size:,} sequences of {run.sequence_length:,} tokens each {run.step_seconds:g} s, "
-        f"pages of {run.page_bytes:,} bytes, a budget of {run.iops_budget:,.0f} reads/s:"
+        f"reads of a run with {run.global_batch_size:,} sequences of {run.sequence_length:,} tokens each "
+        f"{run.step_seconds:g} s, pages of {run.page_bytes:,} bytes, a budget of {run.iops_budget:,.0f} reads/s:"
     )
     lines = [head, f"  {'':28} {'m':>8} {'sigma':>7} {'reads/s':>12} {'of budget':>10} {'least step':>11}"]
     for name, packed in rows:

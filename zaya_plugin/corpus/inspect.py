@@ -176,8 +176,8 @@ def render(facts: dict, characters: int) -> str:
     lengths = ", ".join(map(str, facts["documents"][:8])) + (", ..." if len(facts["documents"]) > 8 else "")
     lines = [
         f"{facts['source']}: {facts['name']}",
-        f"  {facts['tokens']:,} tokens in {len(facts['documents'])} document{'s' * (len(facts['documents']) != 1)} ({lengths})"
-        + (f", {facts['filling']:,} of filling" if facts["filling"] else ""),
+        f"  {facts['tokens']:,} tokens in {len(facts['documents'])} document{'s' * (len(facts['documents']) != 1)} "
+        f"({lengths})" + (f", {facts['filling']:,} of filling" if facts["filling"] else ""),
         f"  {facts['in_loss']:,} positions in the loss: {positions or 'none'}",
     ]
     if characters and len(text) > characters:

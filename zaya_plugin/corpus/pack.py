@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """`zaya data pack`: put the whole documents of a prepared dataset into bins, one bin a training sample.
 
-The result is an indexed dataset whose documents are the bins, each of exactly `sequence_length` tokens: documents ended by
-the end-of-document token, then more of these as filling. Megatron's own sampling joins documents and cuts at multiples of the
+The result is an indexed dataset whose documents are the bins, each of exactly `sequence_length` tokens: documents ended
+by
+the end-of-document token, then more of these as filling. Megatron's own sampling joins documents and cuts at multiples
+of the
 sequence length; here it draws exactly one bin a sample, in any host.
 """
 
@@ -51,7 +53,8 @@ COUNTS = (
 )
 DROPPED_FILE = "dropped.jsonl"
 
-# Documents that are fitted with each other. Bounds memory and keeps the reads for one bin within one stretch of the file;
+# Documents that are fitted with each other. Bounds memory and keeps the reads for one bin within one stretch of the
+# file;
 # bins are within a few thousandths of full with far fewer.
 WINDOW = 1_000_000
 CHUNK_TOKENS = 4_000_000  # written and counted at a time
@@ -87,8 +90,8 @@ def parser() -> argparse.ArgumentParser:
         "--trim-reasoning",
         nargs=2,
         metavar=("BEGIN", "END"),
-        help="markers of reasoning: a longer document with such blocks loses the end of the last one, then the earlier ones, "
-        "and is dropped if that is not enough or it has no answer",
+        help="markers of reasoning: a longer document with such blocks loses the end of the last one, then the earlier "
+        "ones, and is dropped if that is not enough or it has no answer",
     )
     out.add_argument("--overwrite", action="store_true", help="make the dataset again in place of what --output holds")
     out.add_argument("--quiet", action="store_true", help="no summary; problems are still reported")
@@ -238,9 +241,12 @@ def windows(
 def best_fit_decreasing(lengths: np.ndarray, capacity: int) -> tuple[np.ndarray, int]:
     """Pack items into bins, best fit decreasing.
 
-    Items go in order of falling length, each into the bin with the least room that still holds it. Ties go to the item that
-    comes first and the bin that was opened last, so the result is deterministic. Sources: "Fewer Truncations Improve Language
-    Modeling" (arXiv 2404.10830, section 3); for bins of 131,072 tokens the ZAYA1-8B technical report (arXiv 2605.05365).
+    Items go in order of falling length, each into the bin with the least room that still holds it. Ties go to the item
+    that
+    comes first and the bin that was opened last, so the result is deterministic. Sources: "Fewer Truncations Improve
+    Language
+    Modeling" (arXiv 2404.10830, section 3); for bins of 131,072 tokens the ZAYA1-8B technical report (arXiv
+    2605.05365).
 
     Args:
         lengths: int [items], each from 1 to `capacity`.
@@ -332,14 +338,16 @@ def summary(output: str, manifest: Manifest) -> str:
         )
         if counts["split documents"]:
             lines.append(
-                f"        {counts['split documents']:,} too long: split into {counts['pieces of split documents']:,} pieces"
+                f"        {counts['split documents']:,} too long: split into {counts['pieces of split documents']:,} "
+                "pieces"
             )
         if counts["trimmed tokens"]:
             kinds = ", ".join(f"{key} {counts[key]:,}" for key in (TAIL_CUT, EARLIER_DROPPED, EARLIER_DROPPED_TAIL_CUT))
             lines.append(f"        trimmed by {counts['trimmed tokens']:,} tokens: {kinds}")
         if counts["dropped documents"]:
             lines.append(
-                f"        dropped {counts['dropped documents']:,} documents, {counts['dropped tokens']:,} tokens, see {DROPPED_FILE}"
+                f"        dropped {counts['dropped documents']:,} documents, {counts['dropped tokens']:,} tokens, see "
+                f"{DROPPED_FILE}"
             )
     return "\n".join(lines)
 

@@ -75,8 +75,9 @@ def parser() -> argparse.ArgumentParser:
         nargs="+",
         default=[STDLIB],
         metavar="PATH",
-        help="files, directories, quoted patterns, or stdlib (default) for the sources of this Python's standard library; "
-        ".jsonl holds a document a line, .parquet one a row, any other file is a document; .jsonl and text also as .gz or .zst",
+        help="files, directories, quoted patterns, or stdlib (default) for the sources of this Python's standard "
+        "library; .jsonl holds a document a line, .parquet one a row, any other file is a document; .jsonl and text "
+        "also as .gz or .zst",
     )
     text.add_argument(
         "--glob",
@@ -203,7 +204,10 @@ def prepare(args: argparse.Namespace, workspace: Workspace) -> None:
         parts, counts, taken = make_parts(args, workspace, files, part_bytes, record)
         if taken:
             seconds, workers = max(time.monotonic() - begun, 1e-9), f"{args.workers} worker{'s' * (args.workers > 1)}"
-            speed = f"\n  tokenised {taken / 1e6:.1f} MB in {seconds:.1f} s: {taken / 1e6 / seconds:.1f} MB/s with {workers}"
+            speed = (
+                f"\n  tokenised {taken / 1e6:.1f} MB in {seconds:.1f} s: {taken / 1e6 / seconds:.1f} MB/s with "
+                f"{workers}"
+            )
         try:
             make_dataset(args, workspace, parts, counts, record, plan, len(files))
         except OSError:
@@ -434,7 +438,8 @@ def _empty(args: argparse.Namespace, counts: Counter, left: dict[str, int], reje
         return mistake(
             "--input",
             " ".join(args.input),
-            problem=f"no document is left: {counts['read']} read, {counts['empty']} empty, {counts['rejected']} rejected{listed}",
+            problem=f"no document is left: {counts['read']} read, {counts['empty']} empty, {counts['rejected']} "
+            f"rejected{listed}",
         )
     empty = next(name for name, documents in left.items() if documents == 0)
     return mistake(

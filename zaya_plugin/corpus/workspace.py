@@ -65,7 +65,8 @@ class Workspace:
                     raise mistake(
                         "--output",
                         self.output,
-                        problem=f"another process is preparing {self.output} ({lock.read().strip() or 'just starting'})",
+                        problem=f"another process is preparing {self.output} "
+                        f"({lock.read().strip() or 'just starting'})",
                         fix="wait for it to end, or choose another --output",
                     ) from None
                 # The previous holder may have removed the file between open and lock; then other processes lock a new

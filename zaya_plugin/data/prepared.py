@@ -179,7 +179,8 @@ def locate(path: str | os.PathLike) -> tuple[Manifest | None, dict[str, str]]:
             path,
             problem="there is no dataset at this path"
             + (", but an unfinished one of `zaya data prepare`" if os.path.isdir(path + ".partial") else ""),
-            allowed=f"a directory of `zaya data prepare`, or the prefix of a Megatron dataset ({path}.bin and {path}.idx)",
+            allowed=f"a directory of `zaya data prepare`, or the prefix of a Megatron dataset ({path}.bin and "
+            f"{path}.idx)",
             fix=f"zaya data prepare --output {path} (the same command continues an unfinished one)",
         )
     return None, {"text": path}

@@ -70,8 +70,8 @@ def with_consumed(recipe: Recipe) -> Recipe:
         raise mistake(
             "seed",
             recipe.seed,
-            problem=f"the stage before in {recipe.handover.from_run} read its sources in the order of seed {before.seed}, "
-            "which data.order=continuing continues",
+            problem=f"the stage before in {recipe.handover.from_run} read its sources in the order of seed "
+            f"{before.seed}, which data.order=continuing continues",
             allowed=str(before.seed),
             fix=f"seed={before.seed}",
         )
@@ -104,8 +104,8 @@ def _refuse_another_order(recipe: Recipe, begun: Recipe) -> None:
         raise mistake(
             "run_dir",
             recipe.run_dir,
-            problem="with data.order=continuing the order of the samples is fixed when a stage begins, and what decides it has "
-            f"changed: {'; '.join(changed)}",
+            problem="with data.order=continuing the order of the samples is fixed when a stage begins, and what "
+            f"decides it has changed: {'; '.join(changed)}",
             allowed="the values that the stage began with",
             fix="for another blend or length begin another stage, with another run_dir and handover.from_run",
         )

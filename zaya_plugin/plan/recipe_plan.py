@@ -136,10 +136,11 @@ def with_recompute(recipe: Recipe, world_size: int, vocabulary: int | None = Non
             "parallel.recompute_granularity",
             "auto",
             problem=f"the step needs {least.plan.total / GIB:.1f} GiB a device even with {least.name} recomputed "
-            f"({table(least.plan)}), and {(1 - RESERVE) * memory_gib:.1f} of cluster.memory_gib={memory_gib:g} are available",
+            f"({table(least.plan)}), and {(1 - RESERVE) * memory_gib:.1f} of cluster.memory_gib={memory_gib:g} are "
+            "available",
             allowed="a step that fits",
-            fix=f"a smaller stage.micro_batch_size (currently {recipe.stage.micro_batch_size}), or more data-, context-, expert- or "
-            "pipeline-parallel ranks",
+            fix=f"a smaller stage.micro_batch_size (currently {recipe.stage.micro_batch_size}), or more data-, "
+            "context-, expert- or pipeline-parallel ranks",
         )
     parallel = replace(recipe.parallel, recompute_granularity=None)
     if chosen.recompute.full_layers:
@@ -151,8 +152,8 @@ def with_recompute(recipe: Recipe, world_size: int, vocabulary: int | None = Non
         modules = [name for name in RECOMPUTE_MODULES if name in chosen.recompute.modules]
         parallel = replace(parallel, recompute_granularity="selective", recompute_modules=modules)
     line = (
-        f"recomputed: {chosen.name}, about {chosen.milliseconds:.1f} ms a step; memory plan {chosen.plan.total / GIB:.1f} of {memory_gib:g} GiB a "
-        f"device ({table(chosen.plan)})"
+        f"recomputed: {chosen.name}, about {chosen.milliseconds:.1f} ms a step; memory plan "
+        f"{chosen.plan.total / GIB:.1f} of {memory_gib:g} GiB a device ({table(chosen.plan)})"
     )
     return replace(recipe, parallel=parallel), line
 

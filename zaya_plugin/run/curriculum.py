@@ -69,7 +69,8 @@ def compose_curriculum(overrides: list[str]) -> Curriculum:
         raise mistake(
             "curriculum.stages",
             [],
-            problem=f"{', '.join(item for item in common if item.startswith('experiment=')) or 'no experiment'} lists no stages",
+            problem=f"{', '.join(item for item in common if item.startswith('experiment=')) or 'no experiment'} lists "
+            "no stages",
             allowed="a list of experiments, as in curriculum.stages=[mine_4k,mine_32k]",
             fix="experiment=zaya1_base, or experiment=cpu_demo",
         )

@@ -115,7 +115,8 @@ def check(curriculum: Curriculum) -> None:
             took = f"it took {step_count(saved)} steps then" if saved else "its recipe is gone"
             raise mistake(
                 f"stage {stage.name}",
-                problem=f"has {stage.done} of {stage.steps} steps, but stage {after.name} has already started from it ({took})",
+                problem=f"has {stage.done} of {stage.steps} steps, but stage {after.name} has already started from it "
+                f"({took})",
                 allowed="its recipe as it was",
                 fix="run_dir=<another directory>",
             )

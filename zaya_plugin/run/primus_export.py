@@ -141,8 +141,8 @@ def environment(recipe: Recipe, ranks_here: int) -> dict[str, str]:
 def text(recipe: Recipe, document: dict[str, Any]) -> str:
     """Return the text of the file."""
     return (
-        f"# Written by `zaya export primus`: {recipe.name}. Change the recipe and export again; keys that nothing reads are refused.\n"
-        + yaml.safe_dump(document, sort_keys=False, default_flow_style=False, width=1000)
+        f"# Written by `zaya export primus`: {recipe.name}. Change the recipe and export again; keys that nothing "
+        "reads are refused.\n" + yaml.safe_dump(document, sort_keys=False, default_flow_style=False, width=1000)
     )
 
 

@@ -58,8 +58,8 @@ def make_plan(recipe: Recipe, environ: Mapping[str, str], worker: Sequence[str] 
             recipe.cluster.num_nodes,
             problem="`zaya train` starts ranks on one machine only",
             allowed="1, or an outer launcher on every node",
-            fix="`srun zaya train ...`, or on every node `torchrun --nnodes <n> --nproc-per-node <n> --rdzv-backend c10d "
-            "--rdzv-endpoint <host>:<port> -m zaya_plugin.cli train ...`",
+            fix="`srun zaya train ...`, or on every node `torchrun --nnodes <n> --nproc-per-node <n> --rdzv-backend "
+            "c10d --rdzv-endpoint <host>:<port> -m zaya_plugin.cli train ...`",
         )
     ranks = recipe.nproc if recipe.nproc is not None else recipe.cluster.gpus_per_node
     if ranks < 1:

@@ -36,7 +36,8 @@ def script(recipe: Recipe, commands: Sequence[Sequence[str]]) -> str:
         "#!/bin/bash",
         f"# {recipe.name}: {cluster.num_nodes} nodes of {cluster.gpus_per_node}, written by `zaya slurm`.",
         "# One task for each device: `zaya` reads rank, world size and the first host from srun's variables.",
-        f"# {MINUTES_TO_SAVE} minutes before its time limit the job gets SIGTERM, saves and leaves; submit this again to resume.",
+        f"# {MINUTES_TO_SAVE} minutes before its time limit the job gets SIGTERM, saves and leaves; submit this again "
+        "to resume.",
         *(f"#SBATCH {option}" for option in options),
         "",
         "set -euo pipefail",
