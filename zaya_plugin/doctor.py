@@ -22,8 +22,9 @@ from typing import Any
 from zaya_plugin import __version__
 
 DESCRIPTION = """\
-Reports what is installed, which hosts this environment can be, known problems, devices, kernels, and every change of a host with its
-reason. Exit status: 0, training can start; 1, a required package is missing or broken, or a known problem is an error."""
+Reports what is installed, which hosts this environment can be, known problems, devices, kernels, and every change of
+a host with its reason. Exit status: 0, training can start; 1, a required package is missing or broken, or a known
+problem is an error."""
 EXAMPLES = """\
 examples:
   zaya doctor                           the report as text
@@ -95,7 +96,9 @@ class Facts:
 
 @dataclass(frozen=True)
 class Rule:
-    """A known problem. severity: "error", training cannot work, or "warning". find: what was found, or an empty value."""
+    """A known problem. severity: "error" (training cannot work) or "warning". find: returns what was found, or an empty
+    value.
+    """
 
     name: str
     severity: str

@@ -69,7 +69,9 @@ class GuestLayer(ZayaTransformerLayer):
 
 
 class GuestBlock(TransformerBlockSubmodules):
-    """The layers of a stage and our final norm, which reads the fp32 stream. All stages have the same number of layers."""
+    """The layers of a stage and our final norm, which reads the fp32 stream. All stages have the same number of
+    layers.
+    """
 
     def __init__(self):
         pass

@@ -179,7 +179,9 @@ def test_wheel_imports_from_any_folder(wheel, tmp_path, project_files):
 
 
 def test_installed_package_imports_from_any_folder(tmp_path, project_files):
-    """The environment that the tests run in holds an editable install; Hydra must find the recipes through it as well."""
+    """The environment that the tests run in holds an editable install; Hydra must find the recipes through it
+    as well.
+    """
     seen = imported(tmp_path)
     assert Path(seen["files"][2]).name == "__init__.py"
     assert recipe_groups(project_files) <= set(seen["groups"])

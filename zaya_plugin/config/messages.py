@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Messages about single keys of a recipe: unknown keys, missing values, values that a key may not have, Hydra's errors."""
+"""Messages about single keys of a recipe: unknown keys, missing values, values that a key may not have, Hydra's
+errors.
+"""
 
 import difflib
 import math

@@ -561,7 +561,9 @@ class CheckpointConfig:
 
 @dataclass
 class HandoverConfig:
-    """What a stage takes over from the stage before. Steps, schedule and metrics start from 0; weights are not changed."""
+    """What a stage takes over from the stage before. Steps, schedule and metrics start from 0; weights are not
+    changed.
+    """
 
     from_run: str | None = own(
         None,

@@ -26,15 +26,16 @@ from zaya_plugin.errors import mistake
 COPIED_TOKENS = 4_000_000  # at a time
 
 DESCRIPTION = """\
-Join datasets that were prepared with the same tokenizer into one, documents in the given order, and print how many random
-reads a planned run asks of the storage, before and after packing. After an interruption give the same command again: it
-starts anew.
+Join datasets that were prepared with the same tokenizer into one, documents in the given order, and print how many
+random reads a planned run asks of the storage, before and after packing. After an interruption give the same command
+again: it starts anew.
 """
 EXAMPLES = """\
 examples:
   zaya data bundle data/shard-* --output data/web
   # only the numbers, for ZAYA1's own run
-  zaya data bundle data/shard-* --dry-run --sequence-length 4096 --global-batch-size 4096 --step-seconds 2.5 --iops-budget 70000
+  zaya data bundle data/shard-* --dry-run --sequence-length 4096 --global-batch-size 4096 --step-seconds 2.5 \\
+      --iops-budget 70000
 """
 
 
@@ -183,7 +184,9 @@ def _build(workspace: Workspace, plan: dict, paths: list[str], shards: list[Mani
 
 
 def planned_reads(run: PlannedRun, shards: list[Manifest]) -> str:
-    """Return a table for a terminal: the reads of the training split as it is, and as `zaya data pack` would make it."""
+    """Return a table for a terminal: the reads of the training split as it is, and as `zaya data pack` would
+    make it.
+    """
     name, token_bytes = next(iter(shards[0].splits)), np.dtype(shards[0].dtype).itemsize
     tokens = sum(shard.splits[name].tokens for shard in shards)
     documents = sum(shard.splits[name].documents for shard in shards)

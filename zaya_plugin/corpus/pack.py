@@ -60,7 +60,8 @@ WINDOW = 1_000_000
 CHUNK_TOKENS = 4_000_000  # written and counted at a time
 
 DESCRIPTION = """\
-Pack whole documents of a prepared dataset into bins of --sequence-length tokens, best fit first, one bin a training sample.
+Pack whole documents of a prepared dataset into bins of --sequence-length tokens, best fit first, one bin a training
+sample.
 
 Train on the result with data.packing=documents, which keeps the documents of a bin apart; ends of documents and filling
 are left out of the loss. After an interruption give the same command again: it starts anew.
@@ -69,8 +70,10 @@ EXAMPLES = """\
 examples:
   zaya data pack data/web --sequence-length 4096 --output data/web-4k
 
-  # chains of thought for 32K: one that is too long loses the end of its reasoning, never its answer; other long documents are dropped
-  zaya data pack data/reasoning --sequence-length 32768 --trim-reasoning '<think>' '</think>' --long drop --output data/reasoning-32k
+  # chains of thought for 32K: one that is too long loses the end of its reasoning, never its answer; other long
+  # documents are dropped
+  zaya data pack data/reasoning --sequence-length 32768 --trim-reasoning '<think>' '</think>' --long drop \\
+      --output data/reasoning-32k
 """
 
 
@@ -169,7 +172,9 @@ class Piece:
 
 @dataclass
 class Fitting:
-    """How documents are fitted. long: "split" or "drop", for a document that is too long and has no reasoning to trim."""
+    """How documents are fitted. long: "split" or "drop", for a document that is too long and has no reasoning
+    to trim.
+    """
 
     sequence_length: int
     eod: int

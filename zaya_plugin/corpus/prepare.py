@@ -53,7 +53,8 @@ examples:
   zaya data prepare --input ~/notes --glob '*.md' --glob '*.txt' --train-bpe 8192 --output data/notes
 
   # jsonl shards with a Hugging Face tokenizer (a name on the hub, or a directory that holds tokenizer.json)
-  zaya data prepare --input 'shards/*.jsonl.gz' --field content --tokenizer Zyphra/ZAYA1-base --workers 8 --output data/web
+  zaya data prepare --input 'shards/*.jsonl.gz' --field content --tokenizer Zyphra/ZAYA1-base --workers 8 --output \\
+      data/web
 
   # fail rather than lose a document, and keep everything for training
   zaya data prepare --input corpus.jsonl --max-rejects 0 --valid-fraction 0 --output data/corpus
@@ -306,7 +307,9 @@ def _training_texts(reader: BlockReader, args: argparse.Namespace, rejected: lis
 def make_parts(
     args: argparse.Namespace, workspace: Workspace, files: list[InputFile], part_bytes: int, record: TokenizerRecord
 ) -> tuple[list[Part], Counter, int]:
-    """Make all parts and rejected.jsonl; return the parts, counts of documents, and the bytes that this run tokenised."""
+    """Make all parts and rejected.jsonl; return the parts, counts of documents, and the bytes that this run
+    tokenised.
+    """
     from tqdm import tqdm
 
     job = Job(

@@ -184,7 +184,9 @@ class RankFailure:
 
 
 def first_failure(log_dir: Path, torchrun_log: Path) -> RankFailure | None:
-    """Return the first failing rank under `log_dir` (torchrun's folder of this launch), or None if no rank has failed."""
+    """Return the first failing rank under `log_dir` (torchrun's folder of this launch), or None if no rank has
+    failed.
+    """
     exit_codes = _exit_codes(torchrun_log)
     stderr = {int(path.parent.name): path for path in log_dir.glob("attempt_*/*/stderr.log")}
     killed = [rank for rank, code in exit_codes.items() if code < 0 and -code not in FROM_TORCHRUN and rank in stderr]

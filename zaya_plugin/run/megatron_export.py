@@ -99,15 +99,27 @@ def _impossible(recipe: Recipe) -> Iterator[str]:
 
 def left_out(recipe: Recipe) -> list[str]:
     """Return the keys that the host's own loop ignores, each with its consequence."""
-    notes = {
-        "stage.eval_at_start: validation runs after steps only, and each validation reads further samples": recipe.stage.eval_at_start,
-        "handover.planned_samples: the order of the data is made for this stage alone": recipe.handover.planned_samples,
-        "logger: the host logs; no metrics.jsonl, router statistics or MFU. W&B: --wandb-project and related options": recipe.logger.wandb
-        or recipe.logger.tensorboard,
-        "parallel.nccl_ub: at the host's own end NCCL may report buffers that are still registered": recipe.parallel.nccl_ub,
-        "resume=must: as auto": recipe.resume == "must",
-    }
-    return [note for note, applies in notes.items() if applies]
+    notes = (
+        (
+            recipe.stage.eval_at_start,
+            "stage.eval_at_start: validation runs after steps only, and each validation reads further samples",
+        ),
+        (
+            recipe.handover.planned_samples,
+            "handover.planned_samples: the order of the data is made for this stage alone",
+        ),
+        (
+            recipe.logger.wandb or recipe.logger.tensorboard,
+            "logger: the host logs; no metrics.jsonl, router statistics or MFU. W&B: --wandb-project and related "
+            "options",
+        ),
+        (
+            recipe.parallel.nccl_ub,
+            "parallel.nccl_ub: at the host's own end NCCL may report buffers that are still registered",
+        ),
+        (recipe.resume == "must", "resume=must: as auto"),
+    )
+    return [note for applies, note in notes if applies]
 
 
 def placed(recipe: Recipe) -> Recipe:

@@ -18,9 +18,10 @@ from zaya_plugin.run.curriculum_run import describe, run_curriculum
 CURRICULUM = """\
 Runs the stages of a curriculum one after the other.
 
-The experiment lists its stages in curriculum.stages; each is an experiment of its own and runs in <run_dir>/<stage> as `zaya train`
-would. It starts from the weights, the optimizer state and the place in the data at which the previous stage ended, with its own context,
-RoPE base, layout, batch and schedule. Finished stages are skipped: after a kill give the same command again.
+The experiment lists its stages in curriculum.stages; each is an experiment of its own and runs in <run_dir>/<stage>
+as `zaya train` would. It starts from the weights, the optimizer state and the place in the data at which the previous
+stage ended, with its own context, RoPE base, layout, batch and schedule. Finished stages are skipped: after a kill
+give the same command again.
 <stage>:key=value sets a key for one stage, key=value for all."""
 CURRICULUM_EXAMPLES = """\
 examples:
@@ -36,20 +37,23 @@ Exit codes: 0 all stages done, 2 a mistake in a recipe, else that of the stage t
 SLURM = """\
 Prints a batch script for SLURM, or submits the job.
 
-The script sets the cluster's environment and starts with srun one `zaya train` (or one `zaya curriculum --only` for each stage) for each
-device. It resumes from the last checkpoint, so the same script is submitted again after a time limit. Options of sbatch follow `--`."""
+The script sets the cluster's environment and starts with srun one `zaya train` (or one `zaya curriculum --only` for
+each stage) for each device. It resumes from the last checkpoint, so the same script is submitted again after a time
+limit. Options of sbatch follow `--`."""
 SLURM_EXAMPLES = """\
 examples:
-  zaya slurm experiment=zaya1_base cluster=mi300x_128x8 data.path=data/web -- --partition=mi300x --time=2-00:00:00 > run.sbatch
+  zaya slurm experiment=zaya1_base cluster=mi300x_128x8 data.path=data/web -- --partition=mi300x --time=2-00:00:00 \\
+      > run.sbatch
   zaya slurm --curriculum experiment=zaya1_base cluster=mi300x_128x8 data.path=data/web > zaya1.sbatch
   zaya slurm --submitit experiment=zaya1_base cluster=mi300x_8 data.path=data/web"""
 
 EXPORT = """\
 Writes a recipe in the form of another host (docs/hosts.md).
 
-megatron writes <run_dir>/megatron.args, the words for Megatron-LM's own pretrain_gpt.py; it asks the parser of the installed Megatron, so use
-the host's Python. primus writes <run_dir>/primus.yaml, an experiment for primus-cli. recipe.yaml is written beside each; the plugin reads
-it when the host has started. Settings that the host ignores are printed; settings that it cannot carry out are errors."""
+megatron writes <run_dir>/megatron.args, the words for Megatron-LM's own pretrain_gpt.py; it asks the parser of the
+installed Megatron, so use the host's Python. primus writes <run_dir>/primus.yaml, an experiment for primus-cli.
+recipe.yaml is written beside each; the plugin reads it when the host has started. Settings that the host ignores are
+printed; settings that it cannot carry out are errors."""
 EXPORT_EXAMPLES = """\
 examples:
   zaya export megatron experiment=cpu_demo run_dir=runs/guest
