@@ -59,7 +59,7 @@ def ended(pid: int, patience: float) -> bool:
 
 
 def killed(*command: str) -> int:
-    """Starts a rank, kills it once it has said "up", and returns the number of its child."""
+    """Start a rank, kill it after it has printed "up", and return the process id of its child."""
     rank = subprocess.Popen([sys.executable, *command], stdout=subprocess.PIPE, text=True)
     word, pid = rank.stdout.readline().split()
     assert word == "up" and alive(int(pid))
@@ -74,7 +74,7 @@ def test_a_spawned_process_ends_with_a_rank_that_is_killed():
 
 @pytest.mark.parametrize("follows", [True, False])
 def test_a_manager_ends_with_a_rank_that_is_killed(tmp_path, follows):
-    """Without being told to it stays."""
+    """Without follow_rank() the manager stays."""
     (tmp_path / "rank.py").write_text(WITH_MANAGER.format(follows=follows))
     pid = killed(str(tmp_path / "rank.py"))
     try:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The console script as a user meets it: texts, exit codes, no litter, no torch."""
+"""The console script: its texts, exit codes, no files left behind, no torch import."""
 
 import re
 import subprocess

@@ -117,7 +117,7 @@ def test_open_mappings_take_keys_with_and_without_a_plus():
 
 
 def test_kernels_on_the_command_line_drop_the_overrides_of_the_recipe():
-    """It selects the version of all operators except those named on the command line, before or after it."""
+    """cluster.kernels selects the version of all operators except those named on the command line."""
     recipe, router = compose(["cluster=gpu", DEMO]), "cluster.kernel_overrides.router_mlp=compiled"
     assert recipe.cluster.kernels == "compiled" and len(recipe.cluster.kernel_overrides) == 4
     assert compose([DEMO, "cluster=gpu", router]).cluster.kernel_overrides == {

@@ -28,7 +28,7 @@ def small_disk(tmp_path):
 
 @pytest.mark.parametrize("size", ["12k", "24k", "48k", "80k", "112k", "144k"])
 def test_full_disk(small_disk, size, command, run, prepared, contents, capsys):
-    """Sizes from one that does not hold the tokenizer to one that ends in the merge."""
+    """Disk sizes: the smallest cannot hold the tokenizer, the largest fills up while the parts are joined."""
     disk, resize = small_disk
     resize(size)
     output = disk / "out"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What ends up in the dataset, for every kind of input and option."""
+"""The content of the dataset for every kind of input and option."""
 
 import fcntl
 import gzip

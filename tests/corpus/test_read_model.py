@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The figures of the ZAYA1-8B report's appendix B."""
+"""The read model of `zaya data bundle` against the figures of the ZAYA1-8B report's appendix B."""
 
 import pytest
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`load_manifest` and `check_dataset`, on prepared datasets and on those of others."""
+"""`load_manifest` and `check_dataset`, on prepared datasets and on bare Megatron files."""
 
 import json
 import shutil

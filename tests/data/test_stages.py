@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sources over stages: whatever changes at a boundary, the tokens of a source are read in order, each once an epoch."""
+"""Sources over stages: the tokens of a source are read in order, each once an epoch, also when the blend, length or
+batch changes between stages.
+"""
 
 import itertools
 import os
@@ -16,7 +18,7 @@ from zaya_plugin.data.stream_dataset import StageShuffle, TokenStream
 
 @pytest.fixture(scope="module")
 def sources(tmp_path_factory):
-    """Three sources in which every token is unique, so that a replay or a gap shows."""
+    """Three sources in which every token is unique, so that repeated or missing tokens are detected."""
     directory, at = tmp_path_factory.mktemp("sources"), 1
     rng = np.random.RandomState(0)
     for name, documents in (("web", 400), ("code", 90), ("math", 60)):

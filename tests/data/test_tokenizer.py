@@ -21,7 +21,7 @@ def auto_tokenizer():
 
 @pytest.fixture(scope="module")
 def foreign(tmp_path_factory):
-    """A tokenizer as people publish them: bos added in front, truncation and padding switched on, eos last, a hole in
+    """A tokenizer like published ones: bos added in front, truncation and padding switched on, eos last, a hole in
     the ids.
     """
     from tokenizers import Tokenizer, models, pre_tokenizers, processors

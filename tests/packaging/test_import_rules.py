@@ -185,7 +185,7 @@ def test_no_circles(graph):
 
 
 def test_operators_stand_apart():
-    """What two operators of hip_ops share lies in its runtime, which imports none of them."""
+    """Code that two operators of hip_ops share is in its runtime, which imports no operator."""
     found = []
     for path in sorted((REPO / "hip_ops").glob("*/*.py")):
         folder = path.parent.name
@@ -197,7 +197,7 @@ def test_operators_stand_apart():
 
 
 def test_table_restates_the_design(rules):
-    """What the table must never come to allow, whatever rows are added to it."""
+    """No row of the table may allow imports that the design excludes."""
     for rule in rules:
         room = rule.files.removeprefix("zaya_plugin/").split("/")[0]
         if room in ("run", "handover", "plan", "config", "aegis"):
@@ -303,7 +303,7 @@ print(*sorted(set(sys.argv[1].split(",")) & set(sys.modules)))
     ],
 )
 def test_nothing_heavy_is_loaded(rooms, absent):
-    """The same rule at run time, where an import by way of a third module would show."""
+    """The same rule at run time, which also finds an import through a third module."""
     modules = [
         f"zaya_plugin.{room}"
         for room in rooms

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the model keeps for its backward pass, counted tensor by tensor, beside zaya_plugin.plan.memory.
+"""Tensors that the model keeps for its backward pass, counted one by one and compared with zaya_plugin.plan.memory.
 
 On an accelerator the functions between matrix products are compiled, and what they keep is the compiler's choice. Here
 the same partitioner

@@ -22,7 +22,7 @@ def made(tmp_path: Path, *overrides: str) -> Curriculum:
 
 
 def pretend(curriculum: Curriculum, number: int, step: int) -> None:
-    """Leaves behind what a stage with a checkpoint of `step` does, as far as anything here reads it."""
+    """Write the files of a stage with a checkpoint of `step` that these tests read."""
     stage = curriculum.stages[number]
     (stage.run_dir / "checkpoints").mkdir(parents=True, exist_ok=True)
     save_recipe(stage.recipe, stage.run_dir / "recipe.yaml")
