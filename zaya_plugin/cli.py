@@ -5,8 +5,6 @@ Every module is imported where it is needed; neither `--help` nor composing a re
 ends with one message on stderr and exit code 2; ZAYA_TRACEBACK=1 (or Hydra's HYDRA_FULL_ERROR=1) shows the traceback.
 """
 
-from __future__ import annotations
-
 import importlib
 import os
 import sys
@@ -19,9 +17,12 @@ from zaya_plugin.errors import message, mistake
 # the exit code.
 COMMANDS = {
     "train": ("zaya_plugin.cli:train", "train a recipe: compose it, check it, start or join the ranks"),
-    "curriculum": ("zaya_plugin.run.commands:curriculum", "run the stages of a curriculum one after the other"),
-    "slurm": ("zaya_plugin.run.commands:slurm", "print a batch script for SLURM, or submit it"),
-    "export": ("zaya_plugin.run.commands:export", "write a recipe for Megatron-LM's pretrain_gpt.py or for Primus"),
+    "curriculum": ("zaya_plugin.run.recipe_commands:curriculum", "run the stages of a curriculum one after the other"),
+    "slurm": ("zaya_plugin.run.recipe_commands:slurm", "print a batch script for SLURM, or submit it"),
+    "export": (
+        "zaya_plugin.run.recipe_commands:export",
+        "write a recipe for Megatron-LM's pretrain_gpt.py or for Primus",
+    ),
     "bench": (
         "zaya_plugin.bench.step_command:main",
         "measure a recipe's speed by part of the step, or predict it elsewhere",
@@ -38,7 +39,10 @@ DATA_COMMANDS = {
     "warm": "read the data that a run needs next into the page cache",
     "mixture": "print tokens and epochs of each source that a blend draws, for one stage or several",
 }
-USAGE = "zaya: ZAYA1 pretraining as a Megatron-core plugin\n\n  zaya train experiment=cpu_demo    train a small ZAYA on this machine's CPU\n"
+USAGE = (
+    "zaya: ZAYA1 pretraining as a Megatron-core plugin\n\n  zaya train experiment=cpu_demo    train a small ZAYA "
+    "on this machine's CPU\n"
+)
 USER_ERROR = 2
 
 

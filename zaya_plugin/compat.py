@@ -6,8 +6,6 @@ a checkout on PYTHONPATH has no metadata, or that of the wheel behind it. No Meg
 must come first.
 """
 
-from __future__ import annotations
-
 import ast
 import functools
 import importlib.util

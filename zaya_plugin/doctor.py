@@ -6,8 +6,6 @@ The rules of known problems are plain functions of `Facts`, so that each can be 
 about.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import logging
@@ -16,7 +14,7 @@ import platform
 import re
 import sys
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from importlib import metadata
 from typing import Any
@@ -24,8 +22,9 @@ from typing import Any
 from zaya_plugin import __version__
 
 DESCRIPTION = """\
-Reports what is installed, which hosts this environment can be, known problems, devices, kernels, and every change of a host with its
-reason. Exit status: 0, training can start; 1, a required package is missing or broken, or a known problem is an error."""
+Reports what is installed, which hosts this environment can be, known problems, devices, kernels, and every change of
+a host with its reason. Exit status: 0, training can start; 1, a required package is missing or broken, or a known
+problem is an error."""
 EXAMPLES = """\
 examples:
   zaya doctor                           the report as text
@@ -59,8 +58,8 @@ PACKAGES = (
         "transformer-engine",
         "transformer_engine",
         "optional: cluster.transformer_impl=transformer_engine",
-        "never installed by zaya_plugin. NVIDIA: pip install transformer-engine[pytorch]. ROCm: AMD's Primus or Megatron "
-        "containers hold it; source: github.com/ROCm/TransformerEngine",
+        "never installed by zaya_plugin. NVIDIA: pip install transformer-engine[pytorch]. ROCm: AMD's Primus or "
+        "Megatron containers hold it; source: github.com/ROCm/TransformerEngine",
     ),
     (
         "aiter",
@@ -97,7 +96,9 @@ class Facts:
 
 @dataclass(frozen=True)
 class Rule:
-    """A known problem. severity: "error", training cannot work, or "warning". find: what was found, or an empty value."""
+    """A known problem. severity: "error" (training cannot work) or "warning". find: returns what was found, or an empty
+    value.
+    """
 
     name: str
     severity: str
@@ -184,7 +185,8 @@ RULES = (
             and f"transformer_engine {facts.versions.get('transformer-engine') or ''} without transformer_engine_torch"
         ),
         "without its compiled part it raises RuntimeError at import, where Megatron expects ImportError and falls back",
-        "pip uninstall transformer-engine, or install a build for this torch: github.com/ROCm/TransformerEngine, transformer-engine[pytorch]",
+        "pip uninstall transformer-engine, or install a build for this torch: github.com/ROCm/TransformerEngine, "
+        "transformer-engine[pytorch]",
     ),
     Rule(
         "wrong-aiter",
@@ -215,7 +217,8 @@ RULES = (
         lambda facts: (
             facts.hip and _before((re.match(r"\d+(\.\d+){0,2}", facts.hip) or ["0"])[0], "7.1") and f"ROCm {facts.hip}"
         ),
-        "asynchronous torch_dist saves fork with HIP's pinned memory and crashed before ROCm 7.1 (AMD-AGI/Primus #46, #267)",
+        "asynchronous torch_dist saves fork with HIP's pinned memory and crashed before ROCm 7.1 (AMD-AGI/Primus #46, "
+        "#267)",
         "set megatron.async_save=false, or use ROCm 7.1",
     ),
     Rule(
@@ -225,9 +228,11 @@ RULES = (
             facts.hip
             and facts.versions.get("amd-aiter")
             and _before(facts.versions.get("transformer-engine"), "2.14")
-            and f"transformer-engine {facts.versions['transformer-engine']} beside amd-aiter {facts.versions['amd-aiter']}"
+            and f"transformer-engine {facts.versions['transformer-engine']} beside amd-aiter "
+            f"{facts.versions['amd-aiter']}"
         ),
-        "its libmha_bwd.so crashed the backward pass of AITER attention with head dimension 128 on gfx942 (Primus, aiter_deepbind_patches.py)",
+        "its libmha_bwd.so crashed the backward pass of AITER attention with head dimension 128 on gfx942 (Primus, "
+        "aiter_deepbind_patches.py)",
         "Transformer Engine 2.14, or cluster.core_attention=sdpa",
     ),
     Rule(
@@ -306,6 +311,8 @@ def exit_status(report: dict[str, Any], strict: bool = False) -> int:
 
 def examine() -> dict[str, Any]:
     """Return the report as plain data; imports torch if it is installed."""
+    from zaya_plugin.patches import hooks
+
     packages = [
         {"name": name, "version": _version(name, module), "use": use, "get": get} for name, module, use, get in PACKAGES
     ]
@@ -318,7 +325,7 @@ def examine() -> dict[str, Any]:
         "hosts": _hosts(),
         "devices": _ask(_devices) if "torch" in present else no_torch,
         "kernels": _ask(_kernels) if "torch" in present else no_torch,
-        "hooks": _hooks(),
+        "hooks": [_plain(hook) for hook in hooks.describe()],
         "patches": _ask(_patches)
         if {"torch", "megatron-core"} <= present
         else "unknown: torch or megatron-core is not installed",
@@ -362,58 +369,79 @@ def _facts(report: dict[str, Any]) -> Facts:
 
 def render(report: dict[str, Any]) -> str:
     """Return the report as text."""
-    python, devices, kernels, patches = (report[part] for part in ("python", "devices", "kernels", "patches"))
+    python = report["python"]
     lines = [
         f"zaya_plugin {report['zaya_plugin']}",
         f"Python {python['version']}  {python['executable']}  {python['platform']}",
-        "",
-        "Packages",
     ]
-    for item in report["packages"]:
-        lines.append(f"  {item['name']:20}{item['version'] or 'not found':22}{item['use']}")
-        if item["version"] is None:
-            lines.append(f"  {'':20}{item['get']}")
-    lines += ["", "Hosts"]
-    lines += [
-        f"  {'can be   ' if host['possible'] else 'cannot be'} {host['name']:28}{host['detail']}"
-        for host in report["hosts"]
-    ]
-    lines += ["", "Known problems", *([] if report["problems"] else ["  none found"])]
-    for problem in report["problems"]:
-        lines.append(f"  {problem['severity']:8}{problem['name']}: {problem['found']}")
-        lines += [f"          why   {problem['why']}", f"          do    {problem['remedy']}"]
-    lines += ["", "Devices"]
-    if isinstance(devices, str):
-        lines.append(f"  {devices}")
-    else:
-        lines.append(f"  torch is built for {devices['built_for']}; {devices['cpu_cores']} CPU cores")
-        for item in devices["accelerators"]:
-            lines.append(f"  {item['index']}: {item['name']}, {item['memory_gib']} GiB, {item['arch']}")
-        if not devices["accelerators"]:
-            lines.append("  no accelerator: use cluster=cpu")
-    lines += ["", "Kernels (hip_ops; details: `python -m hip_ops info`)"]
-    if isinstance(kernels, str):
-        lines.append(f"  {kernels}")
-    else:
-        lines += [f"  {item['device']:6}{line}" for item in kernels for line in item["versions"]]
-    lines += ["", "Patches of a host, for the whole process"]
-    if isinstance(patches, str):
-        lines.append(f"  {patches}")
-    else:
-        for patch in patches:
-            lines += _change_lines(patch, "applies   " if patch["applies"] else "not here  ", f"{patch['scope']}, ")
-    lines += ["", "Replaced during a run, and restored"]
-    for hook in report["hooks"]:
-        lines += _change_lines(hook, "" if hook["fits"] else "does not fit  ")
+    for title, part, lines_of in SECTIONS:
+        content = report[part]
+        lines += ["", title, *([f"  {content}"] if isinstance(content, str) else lines_of(content))]
     return "\n".join(lines)
 
 
-def _change_lines(change: dict[str, Any], state: str, scope: str = "") -> list[str]:
+def _package_lines(packages: list[dict[str, Any]]) -> Iterator[str]:
+    for item in packages:
+        yield f"  {item['name']:20}{item['version'] or 'not found':22}{item['use']}"
+        if item["version"] is None:
+            yield f"  {'':20}{item['get']}"
+
+
+def _host_lines(hosts: list[dict[str, Any]]) -> list[str]:
+    return [f"  {'can be   ' if host['possible'] else 'cannot be'} {host['name']:28}{host['detail']}" for host in hosts]
+
+
+def _problem_lines(found: list[dict[str, str]]) -> list[str]:
+    shown = (
+        f"  {problem['severity']:8}{problem['name']}: {problem['found']}\n"
+        f"          why   {problem['why']}\n          do    {problem['remedy']}"
+        for problem in found
+    )
+    return [*shown] or ["  none found"]
+
+
+def _device_lines(devices: dict[str, Any]) -> list[str]:
+    shown = (
+        f"  {each['index']}: {each['name']}, {each['memory_gib']} GiB, {each['arch']}"
+        for each in devices["accelerators"]
+    )
+    built = f"  torch is built for {devices['built_for']}; {devices['cpu_cores']} CPU cores"
+    return [built, *([*shown] or ["  no accelerator: use cluster=cpu"])]
+
+
+def _kernel_lines(kernels: list[dict[str, Any]]) -> list[str]:
+    return [f"  {item['device']:6}{line}" for item in kernels for line in item["versions"]]
+
+
+def _patch_lines(patches: list[dict[str, Any]]) -> list[str]:
     return [
-        f"  {state}{change['symbol']}  ({scope}{change['package']} {change['versions'] or 'any'})",
-        f"            {change['reason']}; until {change['until']}",
-        f"            {change['upstream']}",
+        _change_lines(patch, "applies   " if patch["applies"] else "not here  ", f"{patch['scope']}, ")
+        for patch in patches
     ]
+
+
+def _hook_lines(hooks: list[dict[str, Any]]) -> list[str]:
+    return [_change_lines(hook, "" if hook["fits"] else "does not fit  ") for hook in hooks]
+
+
+def _change_lines(change: dict[str, Any], state: str, scope: str = "") -> str:
+    return (
+        f"  {state}{change['symbol']}  ({scope}{change['package']} {change['versions'] or 'any'})\n"
+        f"            {change['reason']}; until {change['until']}\n"
+        f"            {change['upstream']}"
+    )
+
+
+# Title, part of the report, and the function of its lines. A part that could not be examined is a text.
+SECTIONS = (
+    ("Packages", "packages", _package_lines),
+    ("Hosts", "hosts", _host_lines),
+    ("Known problems", "problems", _problem_lines),
+    ("Devices", "devices", _device_lines),
+    ("Kernels (hip_ops; details: `python -m hip_ops info`)", "kernels", _kernel_lines),
+    ("Patches of a host, for the whole process", "patches", _patch_lines),
+    ("Replaced during a run, and restored", "hooks", _hook_lines),
+)
 
 
 def _hosts() -> list[dict[str, Any]]:
@@ -513,12 +541,6 @@ def _patches() -> list[dict[str, Any]]:
     from zaya_plugin import patches
 
     return [_plain(patch, "scope", "applies") for patch in patches.describe()]
-
-
-def _hooks() -> list[dict[str, Any]]:
-    from zaya_plugin.patches import hooks
-
-    return [_plain(hook) for hook in hooks.describe()]
 
 
 def _plain(change: Any, *further: str) -> dict[str, Any]:

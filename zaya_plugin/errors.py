@@ -3,8 +3,6 @@
 instead.
 """
 
-from __future__ import annotations
-
 _NOT_GIVEN = object()
 
 

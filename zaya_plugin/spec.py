@@ -28,7 +28,7 @@ from zaya_plugin.model.spec import zaya_layer_submodules
 RECIPE_VARIABLE = "ZAYA_RECIPE"
 
 
-def recipe_path(args) -> Path:
+def recipe_beside_checkpoints(args) -> Path:
     """Return the path of the run's recipe: $ZAYA_RECIPE, else recipe.yaml in the directory that holds --save.
 
     Raises:
@@ -48,14 +48,10 @@ def recipe_path(args) -> Path:
     if not path.is_file():
         raise mistake(
             str(path),
-            problem=(
-                "no such recipe; it holds the settings that Megatron has no argument for (router, Muon, balancing, "
-                "hand-over)"
-            ),
-            fix=(
-                f"zaya export megatron experiment=<name> run_dir={path.parent}, or {RECIPE_VARIABLE}=<recipe> in the "
-                "environment"
-            ),
+            problem="no such recipe; it holds the settings that Megatron has no argument for (router, Muon, balancing, "
+            "hand-over)",
+            fix=f"zaya export megatron experiment=<name> run_dir={path.parent}, or {RECIPE_VARIABLE}=<recipe> in the "
+            "environment",
         )
     return path
 
@@ -96,7 +92,7 @@ def move_in(args) -> Guest:
     recipe.
     """
     patches.apply()
-    path = recipe_path(args)
+    path = recipe_beside_checkpoints(args)
     check_written_here(path, f"zaya export megatron experiment=<name> run_dir={path.parent}, with the same overrides")
     guest = Guest(load_recipe(path), args)
     guest.check_checkpoints()

@@ -11,7 +11,6 @@ import pytest
 from zaya_plugin.bench import expect
 from zaya_plugin.bench.step_command import main
 from zaya_plugin.config.compose import compose
-from zaya_plugin.plan.recipe_plan import machine_of
 
 RECORD = Path(__file__).parents[2] / "benchmarks" / "results" / "step12-h100.json"
 ALIKE = ["experiment=zaya1_base", "data.path=none"]
@@ -29,7 +28,7 @@ def measured(record):
 
 
 def machine(cluster):
-    return machine_of(compose([f"cluster={cluster}", "data.path=none"]))
+    return compose([f"cluster={cluster}", "data.path=none"]).machine
 
 
 def parts(found):
@@ -89,7 +88,7 @@ def test_more_layers_and_ranks(record, measured):
     messages = 80 + 4  # as zaya_plugin.optim.sharding.layout cuts them (docs/optimizer.md)
     rates = machine("h100_8")
     assert eight["communication"]["gradients"]["ms"] == pytest.approx(
-        1e3 * (sent / rates.link + messages * rates.latency), rel=0.001
+        1e3 * (sent / (rates.link_gb_per_s * 1e9) + messages * rates.latency_us / 1e6), rel=0.001
     )
     assert 0 < eight["communication"]["gradients"]["exposed_ms"] < 0.1 * eight["communication"]["gradients"]["ms"]
     words = [*ALIKE, "cluster=h100_8", "stage.micro_batch_size=4", "stage.global_batch_size=32"]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The console script as a user meets it: texts, exit codes, no litter, no torch."""
+"""The console script: its texts, exit codes, no files left behind, no torch import."""
 
 import re
 import subprocess
@@ -13,7 +13,10 @@ from zaya_plugin.cli import COMMANDS, DATA_COMMANDS
 from zaya_plugin.config.compose import load_recipe
 from zaya_plugin.config.train_help import GROUPS, MOST_USED, options, train_help
 
-EXPERIMENTS = "cpu_demo, cpu_demo_stage1, cpu_demo_stage2, cpu_demo_stage3, zaya1_base, zaya1_base_131k, zaya1_base_32k, zaya1_base_stage2"
+EXPERIMENTS = (
+    "cpu_demo, cpu_demo_stage1, cpu_demo_stage2, cpu_demo_stage3, zaya1_base, zaya1_base_131k, zaya1_base_32k, "
+    "zaya1_base_stage2"
+)
 
 
 def test_help_and_version(zaya):
@@ -150,8 +153,8 @@ def test_own_recipes_from_a_directory(zaya):
 
 def test_composing_and_launching_import_no_torch(tmp_path, environment):
     program = (
-        "import sys; from zaya_plugin.cli import main; code = main(sys.argv[1:]);"
-        "slow = {'torch', 'megatron.core', 'transformers', 'wandb'} & set(sys.modules); assert not slow, slow; sys.exit(code)"
+        "import sys; from zaya_plugin.cli import main; code = main(sys.argv[1:]);slow = {'torch', 'megatron.core', "
+        "'transformers', 'wandb'} & set(sys.modules); assert not slow, slow; sys.exit(code)"
     )
     for arguments in (
         ["--help"],

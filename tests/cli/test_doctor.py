@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`zaya doctor`: the report names what is there, what is not and how to get it."""
+"""`zaya doctor`: the report names installed packages, missing ones and how to install them."""
 
 import json
 from importlib import metadata

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Each known problem by the facts that it is about, and by facts next to them that are fine."""
+"""Each known problem is found from its facts, and not from similar facts without the problem."""
 
 from dataclasses import replace
 

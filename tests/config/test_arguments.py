@@ -5,7 +5,7 @@ import argparse
 
 import pytest
 
-from zaya_plugin.config.arguments import BATCH_ARGUMENTS, HOST, OWN_ARGUMENTS, ZAYA, megatron_arguments
+from zaya_plugin.config.arguments import HOST, OWN_ARGUMENTS, ZAYA, megatron_arguments
 from zaya_plugin.config.compose import compose
 from zaya_plugin.config.schema import leaves, megatron_argument
 
@@ -18,7 +18,7 @@ def known() -> set[str]:
 
     parser = argparse.ArgumentParser(allow_abbrev=False)
     add_megatron_arguments(parser)
-    return {action.dest for action in parser._actions} | {*OWN_ARGUMENTS, *BATCH_ARGUMENTS}
+    return {action.dest for action in parser._actions} | set(OWN_ARGUMENTS)
 
 
 def test_every_name_is_known_to_megatron(known):

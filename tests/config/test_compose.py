@@ -64,7 +64,10 @@ def test_refused_overrides_are_named(override, parts):
 
 
 def test_an_unknown_experiment_lists_the_known_ones():
-    known = "cpu_demo, cpu_demo_stage1, cpu_demo_stage2, cpu_demo_stage3, zaya1_base, zaya1_base_131k, zaya1_base_32k, zaya1_base_stage2"
+    known = (
+        "cpu_demo, cpu_demo_stage1, cpu_demo_stage2, cpu_demo_stage3, zaya1_base, zaya1_base_131k, zaya1_base_32k, "
+        "zaya1_base_stage2"
+    )
     with pytest.raises(ValueError, match=f"^experiment=nope: no such recipe. Allowed: {known}.$"):
         compose(["experiment=nope"])
 
@@ -114,7 +117,7 @@ def test_open_mappings_take_keys_with_and_without_a_plus():
 
 
 def test_kernels_on_the_command_line_drop_the_overrides_of_the_recipe():
-    """It selects the version of all operators except those named on the command line, before or after it."""
+    """cluster.kernels selects the version of all operators except those named on the command line."""
     recipe, router = compose(["cluster=gpu", DEMO]), "cluster.kernel_overrides.router_mlp=compiled"
     assert recipe.cluster.kernels == "compiled" and len(recipe.cluster.kernel_overrides) == 4
     assert compose([DEMO, "cluster=gpu", router]).cluster.kernel_overrides == {

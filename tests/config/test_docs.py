@@ -54,7 +54,7 @@ def verification():
 
 
 def test_the_page_of_evidence_is_made_of_its_data(verification):
-    """Marks of age are left out: they change with commits that touch neither page nor data."""
+    """Marks of age are not compared: commits that change neither page nor data change them too."""
     evidence, text = yaml.safe_load(verification.DATA.read_text()), verification.PAGE.read_text()
     assert verification.page(text, evidence, {}) == text.replace(verification.MARK, ""), (
         "run: python tools/verification.py"

@@ -18,7 +18,8 @@ BASE = ("experiment=zaya1_base", "data.path=none")
         (
             ["cluster=h200_8", "cluster.graphs=auto", "data.packing=documents"],
             "none",
-            "data.packing=documents: the host computes the blocks of documents. Allowed: none with cluster.graphs=full_iteration",
+            "data.packing=documents: the host computes the blocks of documents. Allowed: none with "
+            "cluster.graphs=full_iteration",
         ),
         (
             ["cluster=h200_8", "cluster.graphs=auto", "parallel=expert_parallel"],

@@ -6,7 +6,7 @@ import sys
 from dataclasses import MISSING, fields
 
 import zaya_plugin.config.schema
-from zaya_plugin.config.arguments import BATCH_ARGUMENTS, OWN_ARGUMENTS
+from zaya_plugin.config.arguments import OWN_ARGUMENTS
 from zaya_plugin.config.messages import schema
 
 # Runs the schema's source with one field more, before anything has imported the schema.
@@ -55,7 +55,9 @@ print("defined once")
 
 
 def test_one_field_of_the_schema_defines_an_option():
-    """It appears in the recipe, the table of keys, --help, Megatron's arguments and ZayaConfig, with its choices and range."""
+    """It appears in the recipe, the table of keys, --help, Megatron's arguments and ZayaConfig, with its choices and
+    range.
+    """
     words = [sys.executable, "-c", ADDED, zaya_plugin.config.schema.__file__, "    residual_in_fp32: bool = option("]
     done = subprocess.run(words, capture_output=True, text=True)
     assert done.stdout == "defined once\n", done.stderr
@@ -66,7 +68,7 @@ def test_zaya_config_has_the_options_of_the_schema():
 
     config = {field.name: field for field in fields(ZayaConfig)}
     options = [(path, field) for path, field in schema().items() if field.metadata["adds"]]
-    assert {field.name for _, field in options} == {*OWN_ARGUMENTS, *BATCH_ARGUMENTS}
+    assert {field.name for _, field in options} == set(OWN_ARGUMENTS)
     assert {path.split(".")[0] for path, _ in options} == {"model", "data", "optim", "parallel", "cluster"}
     for _, field in options:
         if field.metadata["adds"] == "model":

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Keys of earlier versions are refused with the key that replaced them, on the command line and in an earlier run's recipe.yaml."""
+"""Keys of earlier versions are refused with the key that replaced them, on the command line and in an earlier run's
+recipe.yaml.
+"""
 
 from pathlib import Path
 

@@ -18,7 +18,9 @@ OWN = [(path, field) for path, field in LEAVES if field.metadata["reader"]]
 
 @cache
 def attribute_chains(module: str) -> frozenset[tuple[str, str]]:
-    """Return (owner, attribute) of every attribute access in the module's source: `recipe.data.path` -> ("data", "path")."""
+    """Return (owner, attribute) of every attribute access in the module's source: `recipe.data.path` -> ("data",
+    "path").
+    """
     spec = importlib.util.find_spec(module)
     assert spec is not None and spec.origin, f"{module} does not exist"
     found = set()

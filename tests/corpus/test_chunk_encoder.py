@@ -94,7 +94,7 @@ def gpt4_like(pattern):
 
 
 def runs_of_spaces():
-    """As GPT-NeoX: added tokens take spaces from the front of a run, whatever word comes behind it."""
+    """As GPT-NeoX: added tokens match several spaces at the start of a run, before any word."""
     tokenizer = byte_level(pre_tokenizers.ByteLevel(add_prefix_space=False))
     tokenizer.add_tokens([AddedToken(" " * count, normalized=False) for count in (2, 3, 8)])
     return tokenizer

@@ -1,17 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`--deduplicate`: the first of equal documents stays, wherever the parts are cut and whoever makes them."""
+"""`--deduplicate`: the first of equal documents stays, for any part size and number of workers."""
 
 import json
 
 import pytest
 
-from zaya_plugin.corpus.parts import split_of
+from zaya_plugin.corpus.part_files import split_of
 from zaya_plugin.data.prepared import load_manifest
 
 
 @pytest.fixture(scope="module")
 def repeated(tmp_path_factory, texts):
-    """Texts that come again, and ids that come again with other texts."""
+    """Repeated texts, and repeated ids with other texts."""
     path = tmp_path_factory.mktemp("repeated") / "in.jsonl"
     lines = [{"id": f"d{number % 70}" if number % 3 else number, "text": texts[number % 90]} for number in range(150)]
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))

@@ -22,7 +22,7 @@ def shown(capsys):
 
 
 def test_documents_with_their_text(prepared, texts, shown, read_tokens):
-    from zaya_plugin.corpus.parts import split_of
+    from zaya_plugin.corpus.part_files import split_of
 
     held_out = [text for text in texts if split_of(text, 0.2) == "valid"]
     status, out, _ = shown(prepared, "--split", "valid", "--start", 5, "--count", 2, "--json")

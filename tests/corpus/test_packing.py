@@ -11,7 +11,7 @@ from zaya_plugin.data.prepared import packed_loss_mask
 
 
 def by_definition(lengths, capacity):
-    """The rule in its plainest form: for each item look at every bin."""
+    """Reference: compare every item with every bin."""
     bin_of, rooms, opened = [None] * len(lengths), [], []
     for item in sorted(range(len(lengths)), key=lambda item: (-lengths[item], item)):
         fitting = [number for number, room in enumerate(rooms) if room >= lengths[item]]

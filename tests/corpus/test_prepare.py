@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What ends up in the dataset, for every kind of input and option."""
+"""The content of the dataset for every kind of input and option."""
 
 import fcntl
 import gzip
@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 from tokenizers import Tokenizer
 
-from zaya_plugin.corpus.parts import split_of
+from zaya_plugin.corpus.part_files import split_of
 from zaya_plugin.data.prepared import load_manifest
 from zaya_plugin.data.tokenizer import train_bpe
 
@@ -321,8 +321,13 @@ def test_bad_values_are_refused_when_parsing(tmp_path, run, capsys, options):
 
 def test_help_is_quick_teaches_and_loads_no_torch():
     # Processor time, as a busy machine cannot stretch it.
-    code = "import sys, time; t = time.process_time()\nfrom zaya_plugin.corpus.prepare import main\ntry: main(['--help'])\n"
-    code += "finally: print({m for m in ('torch', 'megatron', 'transformers', 'tokenizers') if m in sys.modules}, time.process_time() - t < 2, file=sys.stderr)"
+    code = (
+        "import sys, time; t = time.process_time()\n"
+        "from zaya_plugin.corpus.prepare import main\n"
+        "try: main(['--help'])\n"
+        "finally: print({m for m in ('torch', 'megatron', 'transformers', 'tokenizers') if m in sys.modules}, "
+        "time.process_time() - t < 2, file=sys.stderr)"
+    )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0 and done.stderr.startswith("set() True")
     assert "zaya data prepare --output data/demo" in done.stdout and "--max-rejects" in done.stdout

@@ -14,7 +14,9 @@ BEGIN, END, EOD = 90, 91, 0
 
 
 def sample(*turns):
-    """Turns of (question, reasoning, answer) lengths; questions are 1s, reasoning 2, 3, ..., answers 50s. Returns ids and blocks."""
+    """Turns of (question, reasoning, answer) lengths; questions are 1s, reasoning 2, 3, ..., answers 50s. Returns ids
+    and blocks.
+    """
     ids, blocks = [], []
     for question, thought, answer in turns:
         ids += [1] * question

@@ -25,7 +25,7 @@ BROKEN = {
 
 @pytest.fixture
 def broken(tmp_path):
-    """Broken lines on every second line, between good ones; then an empty text, white space and a blank line."""
+    """A broken line after every good one; then an empty text, white space and a blank line."""
     lines = [line for bad in BROKEN for line in (GOOD, bad)]
     path = tmp_path / "in.jsonl"
     path.write_bytes(b"\n".join([*lines, b'{"text": ""}', b'{"text": " \\n"}', b"", GOOD]) + b"\n")

@@ -14,7 +14,9 @@ from zaya_plugin.corpus.workspace import Workspace
 
 @pytest.fixture
 def command(corpus, prepared):
-    """The arguments that made `prepared`, in parts of about 2 KB so that there are many; `prepared` is what they must end with."""
+    """The arguments that made `prepared`, in parts of about 2 KB so that there are many; `prepared` is what they must
+    end with.
+    """
     return ["--input", corpus, "--train-bpe", 400, "--valid-fraction", 0.2, "--part-bytes", 2000]
 
 
@@ -77,7 +79,9 @@ def test_workers_do_not_outlive_a_killed_parent(tmp_path, command, start):
 
 @pytest.mark.slow
 def test_killed_again_and_again(tmp_path, command, start, run, prepared, contents):
-    """From the moment the lock is there, each time a little later: over the plan, the tokenizer, the parts, the merge and the renames."""
+    """From the moment the lock is there, each time a little later: over the plan, the tokenizer, the parts, the merge
+    and the renames.
+    """
     output, partial = tmp_path / "out", tmp_path / "out.partial"
     stages, kills = set(), 0
     while not output.exists() and kills < 80:
@@ -100,7 +104,9 @@ def test_killed_again_and_again(tmp_path, command, start, run, prepared, content
 
 
 def test_leftovers_of_every_stage(tmp_path, command, run, prepared, contents, monkeypatch, capfd):
-    """What a kill may leave, put there by hand: half a merge, half a part, a worker's temporary file, an old dataset moved aside."""
+    """What a kill may leave, put there by hand: half a merge, half a part, a worker's temporary file, an old dataset
+    moved aside.
+    """
     output = tmp_path / "out"
     with monkeypatch.context() as patch:
         patch.setattr(Workspace, "publish", interrupt)

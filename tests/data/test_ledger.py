@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The order of a blend: exact shares, every sample of every source once, whichever way it is asked for."""
+"""The order of a blend: exact shares, every sample of every source once, in any order of access."""
 
 from fractions import Fraction
 

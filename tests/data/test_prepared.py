@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`load_manifest` and `check_dataset`, on prepared datasets and on those of others."""
+"""`load_manifest` and `check_dataset`, on prepared datasets and on bare Megatron files."""
 
 import json
 import shutil
@@ -143,6 +143,9 @@ def test_empty_dataset_is_refused(tmp_path):
 
 
 def test_checks_load_no_torch(prepared):
-    code = f"import sys\nfrom zaya_plugin.data.prepared import check_dataset\ncheck_dataset({str(prepared)!r}, 400, full=True)\n"
+    code = (
+        f"import sys\nfrom zaya_plugin.data.prepared import check_dataset\ncheck_dataset({str(prepared)!r}, 400, "
+        "full=True)\n"
+    )
     code += "assert not {'torch', 'megatron', 'transformers', 'tokenizers'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -55,7 +55,7 @@ def test_names_of_domains():
 
 
 def test_a_validation_takes_its_domains_in_turn(prepared, tmp_path, bins):
-    """Each domain's samples are those of a run that validates on it alone; a later validation goes on in each."""
+    """Each domain's samples are those of a run that validates on it alone; a later validation continues in each."""
     from megatron.core.tokenizers import MegatronTokenizer
 
     tokenizer = MegatronTokenizer.from_pretrained(str(prepared / "tokenizer"), metadata_path={"library": "huggingface"})

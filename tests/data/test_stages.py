@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sources over stages: whatever changes at a boundary, the tokens of a source are read in order, each once an epoch."""
+"""Sources over stages: the tokens of a source are read in order, each once an epoch, also when the blend, length or
+batch changes between stages.
+"""
 
 import itertools
 import os
@@ -16,7 +18,7 @@ from zaya_plugin.data.stream_dataset import StageShuffle, TokenStream
 
 @pytest.fixture(scope="module")
 def sources(tmp_path_factory):
-    """Three sources in which every token is unique, so that a replay or a gap shows."""
+    """Three sources in which every token is unique, so that repeated or missing tokens are detected."""
     directory, at = tmp_path_factory.mktemp("sources"), 1
     rng = np.random.RandomState(0)
     for name, documents in (("web", 400), ("code", 90), ("math", 60)):
@@ -76,7 +78,8 @@ def test_window_shuffle_is_a_permutation_of_the_stage(monkeypatch):
     assert all(place // 16 == number // 16 for number, place in enumerate(places))
 
 
-# Blend, samples and sequence length of three stages: weights, sources and lengths change, math comes later, code pauses.
+# Blend, samples and sequence length of three stages: weights, sources and lengths change, math comes later, code
+# pauses.
 STAGES = [
     ({"web": 0.7, "code": 0.3}, 300, 32),
     ({"web": 0.5, "math": 0.5}, 200, 32),

@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from zaya_plugin.corpus.parts import split_of
+from zaya_plugin.corpus.part_files import split_of
 from zaya_plugin.data.prepared import load_manifest
 from zaya_plugin.data.tokenizer import describe, train_bpe
 
@@ -21,7 +21,9 @@ def auto_tokenizer():
 
 @pytest.fixture(scope="module")
 def foreign(tmp_path_factory):
-    """A tokenizer as people publish them: bos added in front, truncation and padding switched on, eos last, a hole in the ids."""
+    """A tokenizer like published ones: bos added in front, truncation and padding switched on, eos last, a hole in
+    the ids.
+    """
     from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
     directory = tmp_path_factory.mktemp("foreign")

@@ -8,7 +8,7 @@ import pytest
 from tests.distributed.layout_grid import Grid
 from tests.distributed.layouts import QUICK, SLOW
 from zaya_plugin.plan.flops import Shape
-from zaya_plugin.plan.parallelism import Batch, Layout, local_parameters, sent_bytes
+from zaya_plugin.plan.parallelism import Batch, ParallelSizes, local_parameters, sent_bytes
 
 MICRO_SHAPE = Shape(4, 64, 8, 2, 8, 16, 48, 16, 512)
 BY_NAME = {layout.name: layout for layout in QUICK + SLOW}
@@ -54,14 +54,14 @@ def gaps() -> int:
     router = [h * r, r, r, r * r, r, r * r, r, (MICRO_SHAPE.num_experts + 1) * r]
     vectors = [h] * (2 * layers + 1 + 8 * layers + 2) + [r] * (layers - 1)
     sizes = [MICRO_SHAPE.vocab_size * h, *layers * (attention + router), *vectors]
-    assert sum(sizes) == local_parameters(MICRO_SHAPE, Layout())["rest"]
+    assert sum(sizes) == local_parameters(MICRO_SHAPE, ParallelSizes())["rest"]
     aligned = sum(size + -size % ALIGNMENT for size in sizes)
     return aligned + -aligned % BUCKET_ALIGNMENT - sum(sizes)
 
 
 def predicted(micro_batches: int, **sizes) -> dict[str, float]:
     """As sent_bytes, with the gaps of the buffers and what is too small to plan for; two ranks."""
-    layout, batch = Layout(**sizes), Batch(32, 2, micro_batches, dtype_bytes=4)
+    layout, batch = ParallelSizes(**sizes), Batch(32, 2, micro_batches, dtype_bytes=4)
     sent = sent_bytes(MICRO_SHAPE, layout, batch)
     for kind in ("gradients", "weights"):
         sent[kind] += (layout.replicas - 1) / layout.replicas * 4 * gaps()

@@ -23,7 +23,7 @@ from tests.distributed.layouts import PACKED, QUICK, RECOMPUTED, SLOW, layout
 from tests.distributed.packed_corpus import boundaries, short_documents
 from tests.distributed.rank_server import GPU, RankServers
 from tests.running import zaya
-from zaya_plugin.plan import parallelism
+from zaya_plugin.plan import memory, parallelism
 from zaya_plugin.plan.flops import Shape
 
 STEPS, LOSS = 20, 2e-2
@@ -172,7 +172,13 @@ class Runs:
         result = run_job(self.servers["memory"], self.directory / f"memory-{layout.name}", layout.ranks, recipe)
         last = [rank[-1] for rank in result["memory"]]
         sizes = dict((each.name, sizes) for each, sizes in MEMORY)[layout.name]
-        predicted = parallelism.state_bytes(WIDE_SHAPE, parallelism.Layout(**sizes))
+        plan = memory.memory_plan(
+            WIDE_SHAPE,
+            parallelism.ParallelSizes(**sizes),
+            parallelism.Batch(4096),
+            optimizer=memory.Optimizer(muon=False),
+        )
+        predicted = {name: plan.components[name] for name in ("weights", "gradients (fp32)", "optimizer")}
         self._say(
             f"memory  {layout.name:28} held {last[0]['held'] / 1e9:.2f} GB, predicted "
             f"{sum(predicted.values()) / 1e9:.2f}; peak " + ", ".join(f"{rank['peak'] / 1e9:.2f}" for rank in last)

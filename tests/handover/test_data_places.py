@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where a stage with data.order=continuing goes on in its sources; the same with real ranks is in tests/faults/test_curriculum.py."""
+"""The position at which a stage with data.order=continuing continues in its sources; the same with real ranks is in
+tests/faults/test_curriculum.py.
+"""
 
 import copy
 import re
@@ -35,7 +37,9 @@ def blend(sources, **weights) -> list[str]:
 
 @pytest.fixture(scope="module")
 def composed(sources):
-    """Three stages of 40, 30 and 5 steps of 8 sequences; code pauses in the second, math begins there, the third is longer."""
+    """Three stages of 40, 30 and 5 steps of 8 sequences; code pauses in the second, math begins there, the third is
+    longer.
+    """
     first, second, third = (
         blend(sources, web=0.7, code=0.3),
         blend(sources, web=0.5, math=0.5),
@@ -68,7 +72,7 @@ def composed(sources):
 
 @pytest.fixture
 def recipes(composed, tmp_path):
-    """Those stages in a directory of this test."""
+    """The same stages in a directory of this test."""
     own = copy.deepcopy(composed)
     for recipe in own:
         recipe.run_dir = str(tmp_path / recipe.stage.name)
@@ -78,7 +82,7 @@ def recipes(composed, tmp_path):
 
 
 def launched(recipe, step):
-    """What a launch leaves of a stage that reached `step`, as far as anything here reads it."""
+    """Write the files of a stage that reached `step` that these tests read."""
     recipe = with_consumed(recipe)
     tracker = Path(recipe.run_dir) / TRACKER
     tracker.parent.mkdir(parents=True, exist_ok=True)

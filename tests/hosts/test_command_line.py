@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from zaya_plugin import patches
-from zaya_plugin.config.arguments import BATCH_ARGUMENTS, OWN_ARGUMENTS, megatron_arguments
+from zaya_plugin.config.arguments import OWN_ARGUMENTS, megatron_arguments
 from zaya_plugin.config.compose import compose
 from zaya_plugin.data.sources import DataSources
 from zaya_plugin.run import megatron_export
@@ -17,7 +17,7 @@ from zaya_plugin.run import megatron_export
 SOURCES = DataSources("data/train", [(0.5, "data/v1"), (1.5, "data/v2")], "some/tokenizer", "data/cache")
 # What the two namespaces may differ in: our own names, which the host's parser cannot know, and what says where the
 # data is.
-OURS = {*OWN_ARGUMENTS, *BATCH_ARGUMENTS}
+OURS = set(OWN_ARGUMENTS)
 DATA = {"spec", "train_data_path", "valid_data_path", "data_cache_path", "create_attention_mask_in_dataloader"}
 CASES = {
     "demo": (["experiment=cpu_demo"], 2),

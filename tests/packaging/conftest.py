@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the packaging tests share: the files that git would commit, and a copy of them to build from."""
+"""Fixtures of the packaging tests: the files that git would commit, and a copy of them to build from."""
 
 import shutil
 import subprocess
@@ -23,7 +23,7 @@ def project_files() -> list[Path]:
 
 @pytest.fixture(scope="session")
 def source_copy(project_files, tmp_path_factory) -> Path:
-    """A copy without build products: setuptools would put what an old build/ holds into a new wheel."""
+    """A copy without build products: setuptools would put the files of an old build/ into a new wheel."""
     copy = tmp_path_factory.mktemp("source")
     for file in project_files:
         (copy / file).parent.mkdir(parents=True, exist_ok=True)

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""tools/apt_packages.sh and .ci/run with dpkg-query, apt-get, id and make replaced by programs that write down their arguments."""
+"""tools/apt_packages.sh and .ci/run with dpkg-query, apt-get, id and make replaced by programs that write down their
+arguments.
+"""
 
 import subprocess
 from pathlib import Path

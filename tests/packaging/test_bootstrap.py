@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""tools/bootstrap.sh with an interpreter that writes down what it is asked to do instead of downloading 5 GB.
+"""tools/bootstrap.sh with a fake interpreter that records its arguments instead of downloading 5 GB.
 
-What the fake stands in for is pip and venv alone; the stamp, the marker, the lock and the healing are the real script's.
+What the fake stands in for is pip and venv alone; the stamp, the marker, the lock and the healing are the real
+script's.
 """
 
 import os
@@ -53,7 +54,7 @@ class Checkout:
         return subprocess.Popen([script], env=self.env, stderr=subprocess.PIPE, text=True, start_new_session=True)
 
     def setup(self) -> tuple[int, list[str], str]:
-        """Runs the set-up; returns its status, what the fake was asked for during it, and what was printed."""
+        """Run the set-up; return its status, the recorded calls of the fake, and the printed text."""
         self.log.write_text("")
         process = self.start()
         printed = process.communicate()[1]

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Installing the plain package into an environment that already has torch, megatron-core and the rest changes none of them."""
+"""Installing the plain package into an environment that already has torch, megatron-core and the rest changes none of
+them.
+"""
 
 import json
 import os
@@ -9,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-# A ROCm training image as its package metadata shows it: builds that no index holds, and a core older than the extra `cpu` asks for.
+# A ROCm training image as its package metadata shows it: builds that no index holds, and a core older than the extra
+# `cpu` asks for.
 ROCM_IMAGE = {
     "torch": "2.8.0+rocm6.4.2",
     "megatron-core": "0.16.0rc0",
@@ -26,7 +29,9 @@ ROCM_IMAGE = {
 
 
 def would_install(source: Path, pythonpath: str = "") -> dict[str, str]:
-    """Name -> version of all that `pip install source` would put into this environment, with no index to take anything from."""
+    """Name -> version of all that `pip install source` would put into this environment, with no index to take anything
+    from.
+    """
     report = ("--dry-run", "--quiet", "--report", "-", "--no-index", "--no-build-isolation")
     command = [
         sys.executable,

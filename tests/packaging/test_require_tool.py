@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A test whose tool is missing: skipped on a desk, failed under CI=true, run where the tool is there."""
+"""A test without its tool is skipped on a developer's machine and fails under CI=true; with the tool it runs."""
 
 import os
 import shutil

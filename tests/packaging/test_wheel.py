@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the wheel holds, and that it works from a folder that has never seen the repository."""
+"""The content of the wheel, and that it works outside the repository."""
 
 import json
 import os
@@ -22,7 +22,7 @@ ROOMS = {
 
 
 def pip(*arguments: str, **env: str) -> subprocess.CompletedProcess:
-    """`--isolated`: neither the machine's pip configuration nor its index take part."""
+    """`--isolated`: the machine's pip configuration and index are not used."""
     command = [sys.executable, "-m", "pip", "--isolated", "--disable-pip-version-check", *arguments]
     return subprocess.run(command, env=os.environ | env, capture_output=True, text=True)
 
@@ -84,11 +84,14 @@ def test_holds_the_tables_of_the_kernels(names, project_files):
 
 @pytest.mark.slow
 def test_kernels_build_from_the_installed_copy(wheel, tmp_path, require_tool):
-    """No file of the repository is in reach: `-I` leaves the current folder and PYTHONPATH out."""
+    """The repository cannot be imported: `-I` removes the current folder and PYTHONPATH from the path."""
     require_tool("g++")
     target = tmp_path / "site"
     assert pip("install", "--no-index", "--no-deps", "--target", str(target), str(wheel)).returncode == 0
-    program = f"import sys; sys.path.insert(0, {str(target)!r}); from hip_ops.__main__ import main; sys.exit(main(['build', '--target', 'cpu']))"
+    program = (
+        f"import sys; sys.path.insert(0, {str(target)!r}); from hip_ops.__main__ import main; sys.exit(main(['build', "
+        "'--target', 'cpu']))"
+    )
     env = {**os.environ, "HIP_OPS_CACHE": str(tmp_path / "cache")}
     done = subprocess.run([sys.executable, "-I", "-c", program], cwd=tmp_path, env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
@@ -176,7 +179,9 @@ def test_wheel_imports_from_any_folder(wheel, tmp_path, project_files):
 
 
 def test_installed_package_imports_from_any_folder(tmp_path, project_files):
-    """The environment that the tests run in holds an editable install; Hydra must find the recipes through it as well."""
+    """The environment that the tests run in holds an editable install; Hydra must find the recipes through it
+    as well.
+    """
     seen = imported(tmp_path)
     assert Path(seen["files"][2]).name == "__init__.py"
     assert recipe_groups(project_files) <= set(seen["groups"])

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The memory plan against measured peaks, its parts against hand counts, and what is recomputed to fit. tests/plan/test_saved_tensors.py counts tensors."""
+"""The memory plan against measured peaks, its parts against hand counts, and what is recomputed to fit.
+tests/plan/test_saved_tensors.py counts tensors.
+"""
 
 from dataclasses import replace
 
@@ -11,22 +13,22 @@ from zaya_plugin.plan import memory
 from zaya_plugin.plan.flops import Shape
 from zaya_plugin.plan.machines import between_instances, collective_seconds
 from zaya_plugin.plan.memory import Optimizer, Recompute, in_flight, layer_tensors, memory_plan, padded_parameters
-from zaya_plugin.plan.parallelism import Batch, Layout
-from zaya_plugin.plan.recipe_plan import RESERVE, choices, choose, machine_of
+from zaya_plugin.plan.parallelism import Batch, ParallelSizes
+from zaya_plugin.plan.recipe_plan import RESERVE, choices, choose
 
 GIB = 2**30
 BASE = Shape(40, 2048, 8, 2, 128, 16, 2048, 256, 262_272)
 TWELVE, FOUR = replace(BASE, num_layers=12), replace(BASE, num_layers=4, vocab_size=65_536)
-GOAL = (BASE, Layout(data=8), Batch(4096, 4), Optimizer())  # 8 H200s, 16,384 tokens a device
+GOAL = (BASE, ParallelSizes(data=8), Batch(4096, 4), Optimizer())  # 8 H200s, 16,384 tokens a device
 
 
 def machine(cluster):
-    return machine_of(compose([f"cluster={cluster}", "data.path=none"]))
+    return compose([f"cluster={cluster}", "data.path=none"]).machine
 
 
 def test_the_measured_peak_on_one_h100():
     """benchmarks/results/step12-h100.json: 12 layers, Muon, 4 x 4096 tokens."""
-    planned = memory_plan(TWELVE, Layout(), Batch(4096, 4)).total / GIB
+    planned = memory_plan(TWELVE, ParallelSizes(), Batch(4096, 4)).total / GIB
     assert 0.98 < planned / 53.71 < 1
 
 
@@ -38,21 +40,27 @@ def test_the_measured_peak_on_one_h100():
 def test_what_two_h200s_reserved_for_a_step_as_a_graph(monkeypatch, recompute, optimizer, measured_gib):
     """benchmarks/results/step40-2xh200-{graphs,fused_router}.json; Muon took rounds of 2^30 elements then."""
     monkeypatch.setattr(memory, "ROUND_OF_MUON", 2**30)
-    planned = memory_plan(BASE, Layout(data=2), Batch(4096, 4, 4), recompute, optimizer, graph=True).total / GIB
+    planned = memory_plan(BASE, ParallelSizes(data=2), Batch(4096, 4, 4), recompute, optimizer, graph=True).total / GIB
     assert 0.97 < planned / measured_gib < 1
-    alone = memory_plan(BASE, Layout(data=2), Batch(4096, 4, 4), recompute, optimizer).total / GIB
+    alone = memory_plan(BASE, ParallelSizes(data=2), Batch(4096, 4, 4), recompute, optimizer).total / GIB
     assert planned - alone == pytest.approx(12)
 
 
 def test_components_by_hand():
-    plan = memory_plan(BASE, Layout(data=8), Batch(4096, 4))
+    plan = memory_plan(BASE, ParallelSizes(data=8), Batch(4096, 4))
     assert plan.components["weights"] == 2 * 8_840_488_784 and plan.components["gradients (fp32)"] == 4 * 8_840_488_784
     # 8 bytes an element under Muon, 12 under AdamW: embedding and all that is no matrix.
     matrices = 40 * (16 * 3 * 2048 * 2048 + 2048 * (2 * 1024 + 2 * 256) + 256 * (2048 + 2 * 256 + 17))
     assert plan.components["optimizer"] == pytest.approx((8 * matrices + 12 * (8_840_488_784 - matrices)) / 8)
     # Experts fill their shards; the rest ends in whole matrices of queries.
-    assert padded_parameters(BASE, Layout(data=8)) == {"experts": 40 * 16 * 3 * 2048**2, "rest": 47 * 8 * 1024 * 2048}
-    assert padded_parameters(BASE, Layout(data=1024)) == {"experts": 1024 * 4096 * 2048, "rest": 1024 * 1024 * 2048}
+    assert padded_parameters(BASE, ParallelSizes(data=8)) == {
+        "experts": 40 * 16 * 3 * 2048**2,
+        "rest": 47 * 8 * 1024 * 2048,
+    }
+    assert padded_parameters(BASE, ParallelSizes(data=1024)) == {
+        "experts": 1024 * 4096 * 2048,
+        "rest": 1024 * 1024 * 2048,
+    }
     tensors = {saved.name: saved.bytes for saved in plan.layer}
     assert tensors["gate and up"] == 16_384 * 2 * 4096 and tensors["stream into the layer"] == 16_384 * 4 * 2048
     assert sum(tensors.values()) / 16_384 == pytest.approx(54_948 + 6_291_456 / 16_384, abs=1)  # and the joined matrix
@@ -62,19 +70,21 @@ def test_components_by_hand():
 
 def test_pipeline_stages_hold_several_micro_batches():
     assert (
-        in_flight(Layout(), 8) == 1 and in_flight(Layout(pipeline=4), 8) == 4 and in_flight(Layout(pipeline=4), 2) == 2
+        in_flight(ParallelSizes(), 8) == 1
+        and in_flight(ParallelSizes(pipeline=4), 8) == 4
+        and in_flight(ParallelSizes(pipeline=4), 2) == 2
     )
-    assert in_flight(Layout(pipeline=2, virtual=4), 8) == (3 * 2 + 2 + 1) / 4
+    assert in_flight(ParallelSizes(pipeline=2, virtual=4), 8) == (3 * 2 + 2 + 1) / 4
 
 
 def test_context_parallel_ranks_keep_the_keys_of_all():
     alone, shared = (
-        {saved.name: saved.bytes for saved in layer_tensors(BASE, Layout(context=ranks), Batch(8192))}
+        {saved.name: saved.bytes for saved in layer_tensors(BASE, ParallelSizes(context=ranks), Batch(8192))}
         for ranks in (1, 2)
     )
     assert shared["gate and up"] == alone["gate and up"] / 2
     assert shared["keys of all context-parallel ranks"] == shared["values"] == alone["values"]
-    again = layer_tensors(BASE, Layout(context=2), Batch(8192), frozenset({"core_attn"}))
+    again = layer_tensors(BASE, ParallelSizes(context=2), Batch(8192), frozenset({"core_attn"}))
     assert {saved.name: saved.bytes for saved in again}["values"] == alone["values"] / 2
 
 
@@ -128,7 +138,8 @@ def test_whole_layers_keep_their_inputs():
 def test_collectives():
     h200, mi300x = machine("h200_8"), machine("mi300x_128x8")
     assert collective_seconds(h200, 1, 1e9) == 0
-    # NCCL's all-reduce of 16 MiB on eight H200s reached 255 GB/s, that of 1 GiB 360: twice 7 / 8 of the size leave a device.
+    # NCCL's all-reduce of 16 MiB on eight H200s reached 255 GB/s, that of 1 GiB 360: twice 7 / 8 of the size leave a
+    # device.
     for mebibytes, reached in ((16, 255e9), (256, 348e9)):
         sent = 2 * 7 / 8 * mebibytes * 2**20
         assert collective_seconds(h200, 8, sent) == pytest.approx(sent / reached, rel=0.2)
@@ -140,6 +151,7 @@ def test_collectives():
 def test_between_instances():
     h200, mi300x = machine("h200_8"), machine("mi300x_128x8")
     assert between_instances(mi300x, 64, 1, 1e9) == 0
-    # All-reduce of a shard: twice (n - 1) / n of it leave a device, by its own 400 Gb/s NIC, or within a node by its links.
+    # All-reduce of a shard: twice (n - 1) / n of it leave a device, by its own 400 Gb/s NIC, or within a node by its
+    # links.
     assert between_instances(mi300x, 64, 16, 50e9) == pytest.approx(2 * 15 / 16, rel=1e-3)
     assert between_instances(h200, 4, 2, 344e9) == pytest.approx(1, rel=1e-3)

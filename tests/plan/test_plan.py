@@ -22,7 +22,7 @@ def test_forward_operations(seq_length, gflop):
 
 
 def test_operations_agree_with_a_count_of_the_matrices():
-    """Twice the weights that a token multiplies with, by the parameter count that does not share code with it."""
+    """Operations are twice the weights that a token multiplies with; the two counts share no code."""
     parts = count_parameters(BASE)
     vectors = 40 * (2 * 1280 + 2) + 40 * 256 * 4 + 39 * 256  # conv biases, temperatures, router biases, norm, gamma
     linear = parts["attention"] + parts["router"] - vectors + parts["experts"] // 16

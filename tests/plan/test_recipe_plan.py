@@ -45,7 +45,8 @@ def test_auto_takes_what_fits_and_says_so(on_h200):
     recipe, line = recipe_plan.with_recompute(on_h200(), 8)
     assert recipe.parallel.recompute_granularity is None and recipe.parallel.recompute_modules == []
     assert line.startswith(
-        "recomputed: nothing, about 0.0 ms a step; memory plan 93.1 of 140 GiB a device (weights 16.47, gradients (fp32) 32.93"
+        "recomputed: nothing, about 0.0 ms a step; memory plan 93.1 of 140 GiB a device (weights 16.47, gradients "
+        "(fp32) 32.93"
     )
     recipe, line = recipe_plan.with_recompute(on_h200(memory_gib=95), 8)
     assert (recipe.parallel.recompute_granularity, recipe.parallel.recompute_modules) == (
@@ -60,7 +61,8 @@ def test_auto_takes_what_fits_and_says_so(on_h200):
     validate(recipe, 8)
     with pytest.raises(
         ValueError,
-        match=r"recompute_granularity=auto: the step needs 64\.7 GiB a device even with 40 whole layers .*weights 16\.47.*55\.2 of "
+        match=r"recompute_granularity=auto: the step needs 64\.7 GiB a device even with 40 whole layers .*weights "
+        r"16\.47.*55\.2 of "
         r"cluster\.memory_gib=60 are available",
     ):
         recipe_plan.with_recompute(on_h200(memory_gib=60), 8)

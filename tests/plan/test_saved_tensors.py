@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the model keeps for its backward pass, counted tensor by tensor, beside zaya_plugin.plan.memory.
+"""Tensors that the model keeps for its backward pass, counted one by one and compared with zaya_plugin.plan.memory.
 
-On an accelerator the functions between matrix products are compiled, and what they keep is the compiler's choice. Here the same partitioner
+On an accelerator the functions between matrix products are compiled, and what they keep is the compiler's choice. Here
+the same partitioner
 makes that choice on the CPU, without making kernels.
 """
 
@@ -13,7 +14,7 @@ import torch
 import hip_ops
 from zaya_plugin.plan.flops import Shape
 from zaya_plugin.plan.memory import Recompute, ends_bytes, layers_bytes
-from zaya_plugin.plan.parallelism import Batch, Layout
+from zaya_plugin.plan.parallelism import Batch, ParallelSizes
 
 LAYERS, SIZE, LENGTH, VOCABULARY = 2, 2, 64, 512
 SHAPE = Shape(LAYERS, 64, 4, 2, 16, 4, 96, 32, VOCABULARY)
@@ -22,7 +23,9 @@ BATCH = Batch(LENGTH, SIZE)
 
 @pytest.fixture(autouse=True)
 def compiled(monkeypatch):
-    """The formulas between operators as an accelerator would have them, partitioned for the backward pass and then run as they are."""
+    """The formulas between operators as an accelerator would have them, partitioned for the backward pass and then run
+    as they are.
+    """
     torch._dynamo.reset()  # other tests of this process may have used up its limit of versions a function
     for name in ("rms_norm", "affine", "affine_rms_norm", "scale_residual"):
         plain = getattr(hip_ops, name).__wrapped__
@@ -56,7 +59,9 @@ def build(**options):
 
 
 def kept_bytes(model) -> int:
-    """Bytes of all tensors that the graph of a forward pass holds, each storage once; parameters, their gradients and the batch left out."""
+    """Bytes of all tensors that the graph of a forward pass holds, each storage once; parameters, their gradients and
+    the batch left out.
+    """
     ids = torch.randint(1, VOCABULARY, (SIZE, LENGTH))
     labels, mask = torch.randint(1, VOCABULARY, (SIZE, LENGTH)), torch.ones(SIZE, LENGTH)
     positions = torch.arange(LENGTH).expand(SIZE, -1)
@@ -99,7 +104,7 @@ def kept_bytes(model) -> int:
 
 
 def planned_bytes(recompute: Recompute) -> float:
-    layout = Layout()
+    layout = ParallelSizes()
     return layers_bytes(SHAPE, layout, BATCH, recompute, LAYERS) + ends_bytes(SHAPE, layout, BATCH)
 
 

@@ -21,7 +21,9 @@ def test_operations_add_up_to_the_models():
 
 
 def test_bytes_of_the_passes_are_those_of_the_kernels():
-    """The figures of docs/kernels.md: 12 and 18 bytes an element of merge and norm, 8704 a token of the prologue's backward."""
+    """The figures of docs/kernels.md: 12 and 18 bytes an element of merge and norm, 8704 a token of the prologue's
+    backward.
+    """
     one = replace(BASE, num_layers=1)
     rank = Rank(layers=1, tokens=32_768, micro_batches=0, experts=16)
     work = step_work(one, 4096, rank)

@@ -10,9 +10,9 @@ import pytest
 from zaya_plugin.config.compose import compose, save_recipe
 from zaya_plugin.config.run_directory import TRACKER
 from zaya_plugin.handover.predecessor import predecessor, saved_step
-from zaya_plugin.run.commands import curriculum as command
 from zaya_plugin.run.curriculum import Curriculum, compose_curriculum
 from zaya_plugin.run.curriculum_run import check, domain_table, read_state, table, write_state
+from zaya_plugin.run.recipe_commands import curriculum as command
 
 DEMO = ["experiment=cpu_demo", "data.path=x"]
 
@@ -22,7 +22,7 @@ def made(tmp_path: Path, *overrides: str) -> Curriculum:
 
 
 def pretend(curriculum: Curriculum, number: int, step: int) -> None:
-    """Leaves behind what a stage with a checkpoint of `step` does, as far as anything here reads it."""
+    """Write the files of a stage with a checkpoint of `step` that these tests read."""
     stage = curriculum.stages[number]
     (stage.run_dir / "checkpoints").mkdir(parents=True, exist_ok=True)
     save_recipe(stage.recipe, stage.run_dir / "recipe.yaml")
@@ -134,7 +134,10 @@ def test_the_table_shows_losses_around_a_hand_over(tmp_path):
     curriculum = made(tmp_path)
     for number, (first, last) in enumerate([(8.0, 6.0), (5.9, 5.5)]):
         pretend(curriculum, number, curriculum.stages[number].steps)
-        rows = f'{{"step": 0, "valid_loss": {first}}}\n{{"step": 1, "loss": 7.0}}\n{{"step": 9, "valid_loss": {last}}}\n{{"st'
+        rows = (
+            f'{{"step": 0, "valid_loss": {first}}}\n{{"step": 1, "loss": 7.0}}\n{{"step": 9, "valid_loss": '
+            f'{last}}}\n{{"st'
+        )
         (curriculum.stages[number].run_dir / "metrics.jsonl").write_text(rows)
     lines = table(curriculum).splitlines()
     assert lines[1].split()[:7] == ["demo_1", "128", "10,000", "1", "245.8K", "60/60", "0.0e+00"]

@@ -5,7 +5,7 @@ import pytest
 import yaml
 
 from zaya_plugin.config.compose import load_recipe
-from zaya_plugin.run.commands import export
+from zaya_plugin.run.recipe_commands import export
 
 DEMO = ("experiment=cpu_demo", "data.path=nowhere", "nproc=1")
 

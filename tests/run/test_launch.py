@@ -238,7 +238,10 @@ def test_no_failure_without_failed_ranks(tmp_path):
 
 def test_a_torchrun_that_cannot_start_is_shown(worker_program, tmp_path):
     plan = rank_plan.Plan(1, 1, 0, "zaya train", [sys.executable, "-c", "import sys; sys.exit('no torchrun')"], {})
-    program = f"from pathlib import Path; from zaya_plugin.run.launch import Plan, run_ranks; import sys; sys.exit(run_ranks({plan!r}, Path({str(tmp_path)!r})))"
+    program = (
+        "from pathlib import Path; from zaya_plugin.run.launch import Plan, run_ranks; import sys; "
+        f"sys.exit(run_ranks({plan!r}, Path({str(tmp_path)!r})))"
+    )
     done = subprocess.run([sys.executable, "-c", program], env=worker_program[1], capture_output=True, text=True)
     assert done.returncode == 1 and "torchrun failed with exit code 1:\nno torchrun" in done.stderr
     assert Path(tmp_path / "torchrun.log").read_text() == "no torchrun\n"

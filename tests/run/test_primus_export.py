@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Experiments for Primus of every stage, against files that change only on purpose: ZAYA_UPDATE_GOLDEN=1 writes them."""
+"""Experiments for Primus of every stage, against files that change only on purpose: ZAYA_UPDATE_GOLDEN=1 writes
+them.
+"""
 
 import dataclasses
 import os

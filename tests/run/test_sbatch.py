@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The batch script of `zaya slurm`: bash runs it here, with an srun of two lines that says what it was given."""
+"""The batch script of `zaya slurm`: bash runs it here, with a fake srun that prints its arguments."""
 
 import os
 import stat
@@ -7,7 +7,7 @@ import subprocess
 
 import pytest
 
-from zaya_plugin.run.commands import slurm
+from zaya_plugin.run.recipe_commands import slurm
 
 SRUN = """#!/bin/sh
 echo "hca=$NCCL_IB_HCA threads=${OMP_NUM_THREADS-unset} $*"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Slurm's variables, as srun sets them, and its notation of hosts."""
+"""Variables that srun sets, and Slurm's notation of host lists."""
 
 import pytest
 

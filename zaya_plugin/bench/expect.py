@@ -19,10 +19,9 @@ from typing import TYPE_CHECKING
 from zaya_plugin.errors import mistake
 
 if TYPE_CHECKING:
-    from zaya_plugin.config.schema import Recipe
+    from zaya_plugin.config.schema import MachineConfig, Recipe
     from zaya_plugin.plan.flops import Shape
-    from zaya_plugin.plan.machines import Machine
-    from zaya_plugin.plan.parallelism import Layout
+    from zaya_plugin.plan.parallelism import ParallelSizes
     from zaya_plugin.plan.step_work import OptimizerShare, Work
 
 SCHEMA = "zaya bench expect/1"
@@ -36,7 +35,7 @@ DESCRIPTION = """\
 Predicts a step from the step.json of `zaya bench step`.
 
 Each part keeps the share of its roofline that it had in the record; collectives take the rates of the cluster's links
-(zaya_plugin/plan/machines.py). Without recipe keys the step is that of the recorded recipe. The result is marked as a
+(recipe keys machine.*). Without recipe keys the step is that of the recorded recipe. The result is marked as a
 prediction."""
 EXAMPLES = """\
 examples:
@@ -50,7 +49,7 @@ def main(argv: list[str]) -> int:
     from zaya_plugin.bench.options import with_data_path
     from zaya_plugin.config.compose import compose
     from zaya_plugin.config.validate import validate
-    from zaya_plugin.run.commands import Parser
+    from zaya_plugin.run.recipe_commands import Parser
 
     parser = Parser("bench expect", DESCRIPTION, EXAMPLES)
     parser.add_argument(
@@ -135,10 +134,10 @@ def expect(record: dict, recipe: Recipe, world: int) -> dict:
             allowed="1",
             fix="parallel.pipeline_model_parallel_size=1",
         )
-    machine = recipe_plan.machine_of(recipe) if recipe.machine.name else None
+    machine = recipe.machine if recipe.machine.name else None
     here = measured["gemm_tflops"] * 1e12, measured["copy_tb_per_s"] * 1e12
     same = machine is None or machine.name in record["device"]
-    rates = here if same else (machine.gemm, machine.copy)
+    rates = here if same else (machine.gemm_tflops * 1e12, machine.copy_tb_per_s * 1e12)
     vocabulary = record["model"]["vocab_size"]
     recipe, _ = recipe_plan.with_recompute(recipe, world, vocabulary)
     recompute, recomputed = recipe_plan.recompute_of(recipe), recipe_plan.recompute_of(before)
@@ -191,7 +190,7 @@ def expect(record: dict, recipe: Recipe, world: int) -> dict:
         if row["part"] not in NOT_BESIDE:
             passes = [passes[0] + row["forward_ms"] * factor, passes[1] + row["backward_ms"] * factor]
     if recompute != recomputed:
-        again = recipe_plan.added_seconds(shape, layout, batch, recompute, recipe_plan.machine_of(recipe))
+        again = recipe_plan.added_seconds(shape, layout, batch, recompute, recipe.machine)
         parts.append({"part": "recomputation", "title": "recomputation", "ms": 1e3 * again, **no_work})
         passes[1] += 1e3 * again
     forward, backward = (each / batch.micro_batches for each in passes)
@@ -249,17 +248,17 @@ def hidden_beside_kernels(record: dict) -> float:
     return max(record.get("hidden_communication_ms", 0.0) - copies, 0.0)
 
 
-def copies_parameters(recipe: Recipe, world: int, machine: Machine | None) -> bool:
+def copies_parameters(recipe: Recipe, world: int, machine: MachineConfig | None) -> bool:
     """Whether parameters are gathered by copy engines, which do not slow down the kernels beside them."""
     from zaya_plugin.run.rank_plan import COPY_ENGINES
 
     policy = (COPY_ENGINES | recipe.cluster.environment)["NCCL_CTA_POLICY"]
     return (
         bool(machine)
-        and machine.copies
+        and machine.copy_engines
         and recipe.parallel.nccl_ub
         and policy == COPY_ENGINES["NCCL_CTA_POLICY"]
-        and world <= machine.node
+        and world <= machine.devices_per_node
     )
 
 
@@ -301,7 +300,7 @@ def work_of(
     )
 
 
-def optimizer_share(shape: Shape, layout: Layout, recipe: Recipe) -> OptimizerShare:
+def optimizer_share(shape: Shape, layout: ParallelSizes, recipe: Recipe) -> OptimizerShare:
     """Return the share of the busiest rank; matrices are never cut, so it has at least one of the largest ones."""
     from zaya_plugin.optim.newton_schulz_cost import newton_schulz_flops
     from zaya_plugin.plan.flops import count_parameters

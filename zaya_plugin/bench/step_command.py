@@ -67,7 +67,7 @@ def main(argv: list[str]) -> int:
 
 def parse(argv: list[str]) -> tuple[Options, str | None, list[str]] | None:
     """Return the options, --output, and the overrides; None without words, after printing the help."""
-    from zaya_plugin.run.commands import Parser
+    from zaya_plugin.run.recipe_commands import Parser
 
     parser = Parser("bench step", STEP, STEP_EXAMPLES)
     parser.add_argument("--steps", type=number(1), default=5, metavar="N", help="timed steps (5)")

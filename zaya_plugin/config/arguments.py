@@ -5,8 +5,6 @@ Recipe fields whose metadata names a Megatron argument are copied. This file add
 every ZAYA model, and those that are computed from the recipe (data, checkpoints, precision, profiling).
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +12,7 @@ from zaya_plugin.config.schema import Recipe, get, leaves, megatron_argument
 from zaya_plugin.errors import as_typed, mistake
 
 # What ZAYA adds to Megatron's arguments: declared by `option` in the schema.
-OWN_ARGUMENTS = tuple(field.name for _, field in leaves() if field.metadata["adds"] == "model")
-BATCH_ARGUMENTS = tuple(field.name for _, field in leaves() if field.metadata["adds"] == "batch")
+OWN_ARGUMENTS = tuple(field.name for _, field in leaves() if field.metadata["adds"])
 # Arguments that a guest in another host decides when the host starts, from the checkpoints on disk.
 DECIDED_AT_START = ("load", "exit_on_missing_checkpoint")
 

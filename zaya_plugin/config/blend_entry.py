@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Entries of a blend of datasets, as recipes and options write them. data/blend.py resolves them to datasets."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Sequence
 from typing import NamedTuple

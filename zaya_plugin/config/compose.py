@@ -7,13 +7,10 @@ returns a plain dataclass in which every key is in the schema, has a value of it
 choices and in its range.
 """
 
-from __future__ import annotations
-
 import os
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 import yaml
 from hydra import compose as hydra_compose
@@ -28,6 +25,7 @@ from hip_ops.versions import VERSIONS
 from zaya_plugin import __version__
 from zaya_plugin.config.messages import explain, known, missing_key, refused, unknown_key
 from zaya_plugin.config.schema import Recipe, get, leaves
+from zaya_plugin.config.whole_file import write_whole
 from zaya_plugin.errors import mistake
 
 RECIPES = "zaya_plugin.recipes"
@@ -78,13 +76,17 @@ def readable_errors() -> Iterator[None]:
     except (HydraException, OmegaConfBaseException) as error:
         raise ValueError(explain(error)) from error
     except yaml.YAMLError as error:
-        raise ValueError(f"invalid YAML: {' '.join(str(error).split())}") from error
+        problem = f"invalid YAML: {' '.join(str(error).split())}"
+        raise mistake("recipe", problem=problem, allowed="lines of `key: value`") from error
     except ValueError as error:
         if "Config group override must be" not in str(error):
             raise
         # Hydra's message for `model=null` does not name the group
-        raise ValueError(
-            "a group (model, stage, ..., experiment) has a value that is not text. Allowed: the name of an option. Fix: model=zaya_tiny"
+        raise mistake(
+            "<group>=<value>",
+            problem="a group (model, stage, ..., experiment) has a value that is not text",
+            allowed="the name of an option",
+            fix="model=zaya_tiny",
         ) from error
 
 
@@ -136,10 +138,7 @@ def to_yaml(recipe: Recipe) -> str:
 
 def save_recipe(recipe: Recipe, path: str | os.PathLike) -> None:
     """Write the whole recipe as YAML. The file is replaced atomically."""
-    path = Path(path)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    temporary.write_text(f"# Written by zaya_plugin {__version__}; `load_recipe` reads it back.\n{to_yaml(recipe)}")
-    temporary.replace(path)
+    write_whole(path, f"# Written by zaya_plugin {__version__}; `load_recipe` reads it back.\n{to_yaml(recipe)}")
 
 
 def check_written_here(path: str | os.PathLike, export: str) -> None:
@@ -173,7 +172,8 @@ def load_recipe(path: str | os.PathLike) -> Recipe:
         with readable_errors():
             loaded = OmegaConf.load(path)
             if not isinstance(loaded, DictConfig):
-                raise ValueError("a recipe is a mapping of keys to values")
+                problem = "a recipe is a mapping of keys to values, which this file does not hold"
+                raise mistake("recipe", problem=problem, allowed="lines of `key: value`")
             if problems := [
                 unknown_key(key, value) for key, value in _unknown(loaded)
             ]:  # OmegaConf.merge reports only the first

@@ -1,14 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Decide whether a whole step can be one CUDA or HIP graph: `cluster.graphs`."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import replace
 
-from zaya_plugin.config.messages import must_be
+from zaya_plugin.config.messages import must_be, require
 from zaya_plugin.config.schema import Recipe
-from zaya_plugin.errors import message
 
 # Key, the value that a graph requires, and why: all steps must be alike, and the host must not wait for the device
 # within one.
@@ -34,14 +31,14 @@ def obstacles(recipe: Recipe) -> Iterator[str]:
     for key, value, why in REQUIRED:
         yield from must_be(recipe, key, value, CONDITION, why)
     overrides = recipe.cluster.kernel_overrides
-    if overrides.get("grouped_product", recipe.cluster.kernels) == "reference":
-        yield message(
-            f"cluster.{'kernel_overrides.grouped_product' if 'grouped_product' in overrides else 'kernels'}",
-            "reference",
-            problem="grouped_product's reference reads the experts' borders on the host, which a graph does not support",
-            allowed=f"another version of grouped_product with {CONDITION}",
-            fix="cluster.kernel_overrides.grouped_product=auto",
-        )
+    yield from require(
+        overrides.get("grouped_product", recipe.cluster.kernels) != "reference",
+        f"cluster.{'kernel_overrides.grouped_product' if 'grouped_product' in overrides else 'kernels'}",
+        "reference",
+        problem="grouped_product's reference reads the experts' borders on the host, which a graph does not support",
+        allowed=f"another version of grouped_product with {CONDITION}",
+        fix="cluster.kernel_overrides.grouped_product=auto",
+    )
 
 
 def with_graphs(recipe: Recipe) -> tuple[Recipe, str | None]:

@@ -5,8 +5,6 @@ docs/recipes.md`.
 `tests/config/test_docs.py` fails where the page and the schema differ.
 """
 
-from __future__ import annotations
-
 import sys
 from dataclasses import MISSING
 from pathlib import Path
@@ -22,13 +20,13 @@ def keys_table() -> str:
     rows = ["| key | default | what it is for | goes to |", "|---|---|---|---|"]
     for path, field in leaves():
         default = field.default if field.default is not MISSING else field.default_factory()
-        text = field.metadata["help"]
-        if field.metadata["choices"]:
-            text += f" ({', '.join(as_typed(choice) for choice in field.metadata['choices'])})"
+        choices = ", ".join(as_typed(choice) for choice in field.metadata["choices"])
+        text = field.metadata["help"] + (f" ({choices})" if choices else "")
         argument = megatron_argument(field)
         target = f"`--{argument.replace('_', '-')}`" if argument else f"`{field.metadata['reader'].rpartition('.')[2]}`"
+        escaped = text.replace("|", "\\|").replace("<", "&lt;")
         rows.append(
-            f"| `{path}` | {'must be given' if default == '???' else f'`{as_typed(default)}`'} | {_cell(text)} | {target} |"
+            f"| `{path}` | {'must be given' if default == '???' else f'`{as_typed(default)}`'} | {escaped} | {target} |"
         )
     return "\n".join(rows) + "\n"
 
@@ -37,10 +35,6 @@ def with_table(page: str) -> str:
     """Return `page` with a new table between its two markers."""
     before, rest = page.split(BEGIN)
     return f"{before}{BEGIN}{keys_table()}{END}{rest.split(END)[1]}"
-
-
-def _cell(text: str) -> str:
-    return text.replace("|", "\\|").replace("<", "&lt;")
 
 
 if __name__ == "__main__":

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Messages about single keys of a recipe: unknown keys, missing values, values that a key may not have, Hydra's errors."""
-
-from __future__ import annotations
+"""Messages about single keys of a recipe: unknown keys, missing values, values that a key may not have, Hydra's
+errors.
+"""
 
 import difflib
+import math
 import re
 from collections.abc import Iterator
 from dataclasses import MISSING, Field, fields, is_dataclass
@@ -96,13 +97,31 @@ def _refusal(key: str, field: Field, value: object) -> str:
     )
 
 
+def require(holds: bool, key: str, value: object, **text: str) -> Iterator[str]:
+    """Yield the message about `key` unless `holds`; text: the parts of the message."""
+    if not holds:
+        yield message(key, value, **text)
+
+
 def must_be(recipe: Recipe, key: str, wanted: object, condition: str, why: str) -> Iterator[str]:
     """Yield a message if `key` has another value than `wanted`, the only one allowed under `condition`, such as
     cluster.device=cpu.
     """
-    if (value := get(recipe, key)) != wanted:
-        typed = as_typed(wanted)
-        yield message(key, value, problem=why, allowed=f"{typed} with {condition}", fix=f"{key}={typed}")
+    value, typed = get(recipe, key), as_typed(wanted)
+    yield from require(
+        value == wanted, key, value, problem=why, allowed=f"{typed} with {condition}", fix=f"{key}={typed}"
+    )
+
+
+def must_divide(key: str, value: int, number: int, what: str, why: str) -> Iterator[str]:
+    """Yield a message if `value` does not divide `number`, which `what` describes."""
+    fix = f"{key}={math.gcd(number, value)}"
+    yield from require(number % value == 0, key, value, problem=why, allowed=f"a divisor of {what}", fix=fix)
+
+
+def must_be_multiple(key: str, value: int, unit: int, why: str) -> Iterator[str]:
+    """Yield a message if `value` is not a multiple of `unit`."""
+    yield from require(value % unit == 0, key, value, problem=why, **multiples(key, value, unit))
 
 
 def multiples(key: str, value: int, unit: int) -> dict[str, str]:
@@ -189,7 +208,12 @@ def explain(error: BaseException) -> str:
             key, value, problem="several values", fix=f"{key}=[{value}] for a list, or add -m to run every value"
         )
     if name == "OverrideParseException":
-        return f"{text.splitlines()[0]}. Allowed: key=value, with quotes around a value that contains one of {{}}[](),="
+        return message(
+            getattr(cause, "override", None) or "override",
+            problem=f"cannot be parsed ({text.splitlines()[0].rstrip('.')})",
+            allowed="key=value, with quotes around a value that contains one of {}[](),=",
+            fix="'key=\"value\"'",
+        )
     missing = re.search(r"Missing mandatory value: (\S+)", text)
     if missing and missing.group(1) in schema():
         return missing_key(missing.group(1))

@@ -52,7 +52,8 @@ def _malformed(text: str, problem: str) -> ValueError:
     return mistake(
         "optim.overrides",
         problem=f"the entry {text!r}: {problem}",
-        allowed=f"a pattern, then optimizer={'|'.join(OPTIMIZERS)}, or lr_mult or weight_decay_mult with a number of 0 or more",
+        allowed=f"a pattern, then optimizer={'|'.join(OPTIMIZERS)}, or lr_mult or weight_decay_mult with a number of 0 "
+        "or more",
         fix="optim.overrides=['*.router.* optimizer=adamw lr_mult=0.5 weight_decay_mult=0']",
     )
 

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Check that a run directory may be used and can be written, and keep the recipe in it. Imports no torch."""
 
-from __future__ import annotations
-
 import os
 import shutil
 from pathlib import Path
@@ -60,7 +58,9 @@ def make_writable(run_dir: str | os.PathLike) -> None:
 
 
 def keep_recipe(recipe: Recipe, run_dir: str | os.PathLike) -> Path:
-    """Write `run_dir`/recipe.yaml and return its path. An existing recipe.yaml that differs is kept as recipe.<n>.yaml."""
+    """Write `run_dir`/recipe.yaml and return its path. An existing recipe.yaml that differs is kept as
+    recipe.<n>.yaml.
+    """
     path = Path(run_dir) / "recipe.yaml"
     new = path.with_name(f".recipe.{os.getpid()}.yaml")
     save_recipe(recipe, new)

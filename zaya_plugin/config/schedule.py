@@ -5,13 +5,11 @@ The formulas are those of Megatron (`megatron.core.optimizer_param_scheduler`,
 `megatron.core.num_microbatches_calculator`), which count in sequences; `tests/config/test_schedule.py` compares them.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from zaya_plugin.config.messages import must_be
+from zaya_plugin.config.messages import must_be, require
 from zaya_plugin.config.schema import Recipe
 from zaya_plugin.errors import message
 
@@ -122,9 +120,8 @@ def schedule_problems(recipe: Recipe, batch_unit: int) -> Iterator[str]:
     """Yield what is impossible about the schedule. batch_unit: micro-batch size x data-parallel ranks."""
     optim, stage = recipe.optim, recipe.stage
     key, init = "optim.lr_warmup_init", optim.lr_warmup_init
-    if init > optim.lr:
-        above = "the warm-up would start above the highest learning rate"
-        yield message(key, init, problem=above, allowed=f"at most optim.lr={optim.lr}", fix=f"{key}={optim.lr}")
+    above, allowed = "the warm-up would start above the highest learning rate", f"at most optim.lr={optim.lr}"
+    yield from require(init <= optim.lr, key, init, problem=above, allowed=allowed, fix=f"{key}={optim.lr}")
     key, decay, last = "optim.lr_wsd_decay_iters", optim.lr_decay_iters or stage.train_iters, optim.lr_wsd_decay_iters
     most = decay - optim.lr_warmup_iters
     if optim.lr_decay_style != "WSD":

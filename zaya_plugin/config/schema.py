@@ -176,8 +176,9 @@ class StageConfig:
     )
     batch_size_ramp: str | None = arg(
         None,
-        "'0:1024 250B:2048 500B:4096': sequences of a step from this number of tokens of the stage on; the last entry is "
-        "global_batch_size. Counts of steps in the recipe are then of full batches: the stage keeps its tokens and takes more steps",
+        "'0:1024 250B:2048 500B:4096': sequences of a step from this number of tokens of the stage on; the last entry "
+        "is global_batch_size. Counts of steps in the recipe are then of full batches: the stage keeps its tokens and "
+        "takes more steps",
         megatron="step_batch_size_schedule",
     )
     train_iters: int = arg(MISSING, "optimizer steps", limit=POSITIVE)
@@ -189,7 +190,8 @@ class StageConfig:
     )
     eval_at_start: bool = own(
         False,
-        "validate before the first step too, and use the same samples in every validation, to compare losses around a hand-over",
+        "validate before the first step too, and use the same samples in every validation, to compare losses around a "
+        "hand-over",
         "hosts.stage_handover",
     )
 
@@ -212,8 +214,8 @@ class DataConfig:
     valid_path: str | None = own(None, "validation data instead of the part that `path` holds out", "data.sources")
     valid_blend: list[str] = own(
         [],
-        "validation domains as 'weight path' entries: the validation part of each, instead of the part that `path` holds out. "
-        "Each has a loss of its own, validation/<name>/loss; valid_loss is their weighted mean",
+        "validation domains as 'weight path' entries: the validation part of each, instead of the part that `path` "
+        "holds out. Each has a loss of its own, validation/<name>/loss; valid_loss is their weighted mean",
         "data.sources",
     )
     tokenizer: str | None = own(None, "Hugging Face tokenizer; null: the one in `path`'s manifest", "data.sources")
@@ -221,21 +223,23 @@ class DataConfig:
     num_workers: int = arg(0, "data loader processes of a rank", limit=NOT_NEGATIVE)
     packing: str = option(
         "none",
-        "documents: documents of one sequence are separate, in attention, convolutions and value shift; none: they are not",
+        "documents: documents of one sequence are separate, in attention, convolutions and value shift; none: they are "
+        "not",
         to="batch",
         choices=("none", "documents"),
     )
     reset_position_ids: bool = arg(False, "with packing=documents: RoPE counts from the start of each document")
     order: str = own(
         "megatron",
-        "megatron: GPTDataset's, made for all samples at once; continuing: each source continues after data.consumed, also when the "
-        "blend, the sequence length or the number of samples changes between stages",
+        "megatron: GPTDataset's, made for all samples at once; continuing: each source continues after data.consumed, "
+        "also when the blend, the sequence length or the number of samples changes between stages",
         "data.sources",
         choices=("megatron", "continuing"),
     )
     consumed: list[str] = own(
         [],
-        "with order=continuing: 'tokens path' entries of what earlier stages read; `zaya data mixture` prints those for the next stage",
+        "with order=continuing: 'tokens path' entries of what earlier stages read; `zaya data mixture` prints those "
+        "for the next stage",
         "data.sources",
     )
 
@@ -303,8 +307,8 @@ class OptimConfig:
     muon_steps: int = own(5, "Newton-Schulz iterations", "training.optimizer", limit=POSITIVE)
     muon_coefficients: str = own(
         "simple",
-        "simple: 3.4445, -4.7750, 2.0315 in every step (Jordan 2024); quintic: modded-nanogpt's five triples; polar_express: "
-        "arXiv 2505.16932; Megatron's names; unpublished",
+        "simple: 3.4445, -4.7750, 2.0315 in every step (Jordan 2024); quintic: modded-nanogpt's five triples; "
+        "polar_express: arXiv 2505.16932; Megatron's names; unpublished",
         "training.optimizer",
         choices=("simple", "quintic", "polar_express"),
     )
@@ -328,7 +332,8 @@ class OptimConfig:
     )
     overrides: list[str] = own(
         [],
-        "by parameter name: 'PATTERN optimizer=muon|adamw lr_mult=X weight_decay_mult=Y'; a later entry overrides an earlier one",
+        "by parameter name: 'PATTERN optimizer=muon|adamw lr_mult=X weight_decay_mult=Y'; a later entry overrides an "
+        "earlier one",
         "training.optimizer",
     )
 
@@ -352,22 +357,23 @@ class ParallelConfig:
     context_parallel_size: int = arg(1, "context parallelism: ranks that share a sequence", limit=POSITIVE)
     context_parallel_order: str = option(
         "zigzag",
-        "part of a sequence on a context-parallel rank: zigzag, one chunk from either end (Megatron's order; equal attention work); "
-        "contiguous, one chunk",
+        "part of a sequence on a context-parallel rank: zigzag, one chunk from either end (Megatron's order; equal "
+        "attention work); contiguous, one chunk",
         choices=("zigzag", "contiguous"),
     )
     expert_model_parallel_size: int = arg(1, "expert parallelism; divides num_experts", limit=POSITIVE)
     moe_token_dispatcher: str = arg(
         "alltoall",
-        "with expert parallelism: alltoall sends each token to its expert's rank, allgather sends all tokens to all ranks",
+        "with expert parallelism: alltoall sends each token to its expert's rank, allgather sends all tokens to all "
+        "ranks",
         megatron="moe_token_dispatcher_type",
         choices=("alltoall", "allgather"),
     )
     use_distributed_optimizer: bool = arg(True, "shard optimizer state over the data-parallel ranks (ZeRO-1)")
     num_distributed_optimizer_instances: int = arg(
         1,
-        "groups of data-parallel ranks that each store the whole optimizer state; more groups: smaller shards and buckets, more "
-        "overlap, more of Muon's work on each rank",
+        "groups of data-parallel ranks that each store the whole optimizer state; more groups: smaller shards and "
+        "buckets, more overlap, more of Muon's work on each rank",
         limit=POSITIVE,
     )
     overlap_grad_reduce: bool = arg(False, "reduce gradients during the backward pass")
@@ -375,13 +381,14 @@ class ParallelConfig:
     ddp_bucket_size: int | None = arg(None, "elements of a gradient bucket; null: Megatron's default", limit=POSITIVE)
     nccl_ub: bool = arg(
         False,
-        "allocate DDP's buffers from NCCL's or RCCL's memory and register them as symmetric windows; inside one node parameters are "
-        "then gathered by copy engines (NCCL_CTA_POLICY=2, unless cluster.environment sets another value)",
+        "allocate DDP's buffers from NCCL's or RCCL's memory and register them as symmetric windows; inside one node "
+        "parameters are then gathered by copy engines (NCCL_CTA_POLICY=2, unless cluster.environment sets another "
+        "value)",
     )
     recompute_granularity: str | None = arg(
         None,
-        "activation recomputation: full, of whole layers; selective, of recompute_modules; auto, the cheapest of these with which the "
-        "step fits into cluster.memory_gib, chosen from the memory plan when a run starts",
+        "activation recomputation: full, of whole layers; selective, of recompute_modules; auto, the cheapest of these "
+        "with which the step fits into cluster.memory_gib, chosen from the memory plan when a run starts",
         choices=(None, "full", "selective", "auto"),
     )
     recompute_method: str | None = arg(None, "with full: uniform or block", choices=(None, "uniform", "block"))
@@ -409,26 +416,27 @@ class ClusterConfig:
     distributed_timeout_minutes: int = arg(10, "minutes until a stuck collective ends the run", limit=POSITIVE)
     transformer_impl: str = arg(
         "local",
-        "local: this package's modules on torch; transformer_engine: its linears, norms, attention and experts, if the host "
-        "environment has it",
+        "local: this package's modules on torch; transformer_engine: its linears, norms, attention and experts, if the "
+        "host environment has it",
         choices=("local", "transformer_engine"),
     )
     core_attention: str = option(
         "sdpa",
-        "softmax attention with transformer_impl=local: sdpa (torch: flash or cuDNN), flash_attn, flash_attn_4 or aiter (those packages)",
+        "softmax attention with transformer_impl=local: sdpa (torch: flash or cuDNN), flash_attn, flash_attn_4 or "
+        "aiter (those packages)",
         choices=("sdpa", "flash_attn", "flash_attn_4", "aiter"),
     )
     kernels: str = own(
         "auto",
-        "version of every operator: auto, the best one available on the device; hip, triton or compiled (torch.compile), where an "
-        "operator has it; reference, plain torch. docs/kernels.md",
+        "version of every operator: auto, the best one available on the device; hip, triton or compiled "
+        "(torch.compile), where an operator has it; reference, plain torch. docs/kernels.md",
         "training.kernels",
         choices=KERNELS,
     )
     kernel_overrides: dict[str, str] = own(
         {},
-        "versions of single operators, such as {router_mlp: compiled}; one that is not available is an error. cluster.kernels on the "
-        "command line drops those of the recipe's files",
+        "versions of single operators, such as {router_mlp: compiled}; one that is not available is an error. "
+        "cluster.kernels on the command line drops those of the recipe's files",
         "training.kernels",
     )
     deterministic: bool = arg(
@@ -436,8 +444,8 @@ class ClusterConfig:
     )
     graphs: str = own(
         "none",
-        "full_iteration: forward and backward of all micro-batches of a step become one CUDA or HIP graph, replayed without work of "
-        "the host; auto: full_iteration if the recipe allows it, else none",
+        "full_iteration: forward and backward of all micro-batches of a step become one CUDA or HIP graph, replayed "
+        "without work of the host; auto: full_iteration if the recipe allows it, else none",
         "config.arguments",
         choices=("none", "auto", "full_iteration"),
     )
@@ -452,7 +460,8 @@ class ClusterConfig:
     )
     memory_gib: float | None = own(
         None,
-        "GiB of one device's memory, of which the memory plan leaves 8 % to libraries and allocator; null: the plan is not checked",
+        "GiB of one device's memory, of which the memory plan leaves 8 % to libraries and allocator; null: the plan is "
+        "not checked",
         "plan.recipe_plan",
         limit=POSITIVE,
     )
@@ -478,31 +487,32 @@ class MachineConfig:
 
     name: str | None = own(
         None,
-        "part of the device's name in torch, such as H100; null: unknown, and `zaya bench expect` predicts no communication",
-        "plan.recipe_plan",
+        "part of the device's name in torch, such as H100; null: unknown, and `zaya bench expect` predicts no "
+        "communication",
+        "bench.expect",
     )
     gemm_tflops: float = own(790.0, "TFLOP/s of a large bf16 matrix product", "plan.recipe_plan", limit=POSITIVE)
     copy_tb_per_s: float = own(3.0, "TB/s that a copy reads and writes", "plan.recipe_plan", limit=POSITIVE)
-    devices_per_node: int = own(8, "devices of a node, which its links connect", "plan.recipe_plan", limit=POSITIVE)
+    devices_per_node: int = own(8, "devices of a node, which its links connect", "plan.machines", limit=POSITIVE)
     link_gb_per_s: float = own(
-        340.0, "GB/s that a device sends in a collective inside a node", "plan.recipe_plan", limit=POSITIVE
+        340.0, "GB/s that a device sends in a collective inside a node", "plan.machines", limit=POSITIVE
     )
     latency_us: float = own(
-        45.0, "microseconds of a small collective inside a node", "plan.recipe_plan", limit=NOT_NEGATIVE
+        45.0, "microseconds of a small collective inside a node", "plan.machines", limit=NOT_NEGATIVE
     )
-    network_gb_per_s: float = own(50.0, "GB/s that a device sends between nodes", "plan.recipe_plan", limit=POSITIVE)
+    network_gb_per_s: float = own(50.0, "GB/s that a device sends between nodes", "plan.machines", limit=POSITIVE)
     hop_us: float = own(
         10.0,
         "microseconds that each further rank between nodes adds to a collective",
-        "plan.recipe_plan",
+        "plan.machines",
         limit=NOT_NEGATIVE,
     )
     copy_engines: bool = own(
         False,
         "inside a node copy engines gather registered buffers (parallel.nccl_ub) without slowing kernels",
-        "plan.recipe_plan",
+        "bench.expect",
     )
-    sources: str = own("", "source of each rate, and whether this project measured it", "plan.recipe_plan")
+    sources: str = own("", "source of each rate, and whether this project measured it", "bench.expect")
 
 
 @dataclass
@@ -551,7 +561,9 @@ class CheckpointConfig:
 
 @dataclass
 class HandoverConfig:
-    """What a stage takes over from the stage before. Steps, schedule and metrics start from 0; weights are not changed."""
+    """What a stage takes over from the stage before. Steps, schedule and metrics start from 0; weights are not
+    changed.
+    """
 
     from_run: str | None = own(
         None,
@@ -572,7 +584,8 @@ class HandoverConfig:
     )
     planned_samples: int | None = own(
         None,
-        "samples of all stages with the same data, for which the order is made at once. `zaya curriculum` sets this and first_sample",
+        "samples of all stages with the same data, for which the order is made at once. `zaya curriculum` sets this "
+        "and first_sample",
         "hosts.stage_handover",
         limit=NOT_NEGATIVE,
     )
@@ -641,8 +654,8 @@ class Recipe:
     )
     resume: str = own(
         "never",
-        "never: start a new run, and refuse a directory with a checkpoint; auto: continue if there is a checkpoint; must: refuse a "
-        "directory without one",
+        "never: start a new run, and refuse a directory with a checkpoint; auto: continue if there is a checkpoint; "
+        "must: refuse a directory without one",
         "run.launch",
         choices=("never", "auto", "must"),
     )

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Make the text of `zaya train --help` from the recipes and the schema."""
 
-from __future__ import annotations
-
 import re
 from importlib import resources
 
@@ -22,8 +20,8 @@ zaya train: compose a recipe and train it
 
   zaya train experiment=<name> [group=<option> ...] [key=<value> ...]
 
-An experiment selects an option of every group and sets keys; options and keys on the command line override it. An unknown
-key, a missing value or a wrong value is an error before the run starts.
+An experiment selects an option of every group and sets keys; options and keys on the command line override it. An
+unknown key, a missing value or a wrong value is an error before the run starts.
 
 EXPERIMENTS
 {experiments}
@@ -36,7 +34,8 @@ KEYS USED MOST, with the schema's defaults (all keys: zaya train experiment=<nam
   any further Megatron argument: megatron.<name>=<value>
 
 EXAMPLES
-  zaya train experiment=cpu_demo                               the CPU demo, after: zaya data prepare --input stdlib --output data/stdlib
+  zaya data prepare --input stdlib --output data/stdlib        the data of the CPU demo
+  zaya train experiment=cpu_demo                               the CPU demo
   zaya train experiment=cpu_demo dry_run=true                  what would run, with its environment
   zaya train experiment=zaya1_base explain_optim=true          every parameter's optimizer, learning rate and decay
   zaya train experiment=cpu_demo --cfg job                     the composed recipe
@@ -46,8 +45,9 @@ EXAMPLES
   zaya train experiment=mine --config-dir my_recipes           your own recipes: my_recipes/experiment/mine.yaml
   torchrun --nnodes 2 ... -m zaya_plugin.cli train ...         several nodes; or: srun zaya train ...
 
-Ctrl-C or SIGTERM saves a checkpoint and stops; a second one stops without saving. Exit codes: 0 done, 2 a mistake in the
-recipe, 130 or 143 stopped by a signal, otherwise the exit code of the rank that failed first. Hydra's own flags: --hydra-help.
+Ctrl-C or SIGTERM saves a checkpoint and stops; a second one stops without saving. Exit codes: 0 done, 2 a mistake in
+the recipe, 130 or 143 stopped by a signal, otherwise the exit code of the rank that failed first. Hydra's own flags:
+--hydra-help.
 """
 
 

@@ -5,15 +5,13 @@ The schema defines types, choices and ranges of single keys, which `zaya_plugin.
 collected into one error.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 
 from hip_ops.versions import KERNELS, NO_FP32, VERSIONS, check_selection
 from zaya_plugin.config.blend_entry import parse_blend
 from zaya_plugin.config.graphs import obstacles
-from zaya_plugin.config.messages import multiples, must_be
+from zaya_plugin.config.messages import multiples, must_be, must_be_multiple, must_divide, require
 from zaya_plugin.config.optimizer_override import Override
 from zaya_plugin.config.schedule import schedule_problems
 from zaya_plugin.config.schema import RECOMPUTE_MODULES, Recipe, get, leaves, megatron_argument
@@ -59,6 +57,12 @@ EXCLUSIONS = {
     ("optim.lr_warmup_iters", 0): (("optim.lr_warmup_init", 0.0, "there is no warm-up that could start from it"),),
 }
 
+# The same, with permute in parallel.recompute_modules.
+WITHOUT_PERMUTE = (
+    ("parallel.expert_model_parallel_size", 1, "to recompute permute, rows of other ranks would be sent again"),
+    ("cluster.transformer_impl", "local", "Transformer Engine's experts keep the rows that permute would recompute"),
+)
+
 
 def data_parallel_size(recipe: Recipe, world_size: int) -> int:
     """Return the number of ranks that see different sequences: the world size over tensor, pipeline and context
@@ -101,30 +105,25 @@ def _exclusions(recipe: Recipe, world_size: int) -> Iterator[str]:
 def _model(recipe: Recipe, world_size: int) -> Iterator[str]:
     model = recipe.model
     heads, groups = model.num_attention_heads, model.num_query_groups
-    if heads % groups:
-        yield message(
-            "model.num_attention_heads",
-            heads,
-            problem=f"is not a multiple of model.num_query_groups={groups}",
-            **multiples("model.num_attention_heads", heads, groups),
-        )
-    if groups % 2:
-        yield message(
-            "model.num_query_groups",
-            groups,
-            problem="half of the key/value heads carry the delayed value",
-            allowed="an even number",
-            fix=f"model.num_query_groups={groups + 1}",
-        )
+    uneven = f"is not a multiple of model.num_query_groups={groups}"
+    yield from must_be_multiple("model.num_attention_heads", heads, groups, uneven)
+    yield from require(
+        groups % 2 == 0,
+        "model.num_query_groups",
+        groups,
+        problem="half of the key/value heads carry the delayed value",
+        allowed="an even number",
+        fix=f"model.num_query_groups={groups + 1}",
+    )
     rotated = model.kv_channels * model.rotary_percent
-    if rotated % 2:
-        yield message(
-            "model.rotary_percent",
-            model.rotary_percent,
-            problem=f"rotates {rotated:g} channels of model.kv_channels={model.kv_channels}, and RoPE rotates pairs",
-            allowed="an even number of rotated channels",
-            fix=f"model.rotary_percent={max(rotated // 2 * 2, 2) / model.kv_channels:g}",
-        )
+    yield from require(
+        rotated % 2 == 0,
+        "model.rotary_percent",
+        model.rotary_percent,
+        problem=f"rotates {rotated:g} channels of model.kv_channels={model.kv_channels}, and RoPE rotates pairs",
+        allowed="an even number of rotated channels",
+        fix=f"model.rotary_percent={max(rotated // 2 * 2, 2) / model.kv_channels:g}",
+    )
 
 
 def _layout(recipe: Recipe, world_size: int) -> Iterator[str]:
@@ -145,16 +144,16 @@ def _layout(recipe: Recipe, world_size: int) -> Iterator[str]:
     else:
         yield from _pipeline_parallel(recipe, world_size // product)
         yield from _optimizer_instances(recipe, world_size // (tensor * pipeline))
-    if parallel.overlap_param_gather and not (parallel.use_distributed_optimizer and parallel.overlap_grad_reduce):
-        yield message(
-            "parallel.overlap_param_gather",
-            True,
-            problem="requires the distributed optimizer with overlapped gradient reduction",
-            allowed=f"false, or true with parallel.use_distributed_optimizer=true (currently "
-            f"{as_typed(parallel.use_distributed_optimizer)}) and parallel.overlap_grad_reduce=true (currently "
-            f"{as_typed(parallel.overlap_grad_reduce)})",
-            fix="parallel.use_distributed_optimizer=true parallel.overlap_grad_reduce=true",
-        )
+    yield from require(
+        not parallel.overlap_param_gather or parallel.use_distributed_optimizer and parallel.overlap_grad_reduce,
+        "parallel.overlap_param_gather",
+        True,
+        problem="requires the distributed optimizer with overlapped gradient reduction",
+        allowed=f"false, or true with parallel.use_distributed_optimizer=true (currently "
+        f"{as_typed(parallel.use_distributed_optimizer)}) and parallel.overlap_grad_reduce=true (currently "
+        f"{as_typed(parallel.overlap_grad_reduce)})",
+        fix="parallel.use_distributed_optimizer=true parallel.overlap_grad_reduce=true",
+    )
 
 
 def _tensor_parallel(recipe: Recipe) -> Iterator[str]:
@@ -162,14 +161,14 @@ def _tensor_parallel(recipe: Recipe) -> Iterator[str]:
     if tensor == 1:
         return
     model, optim = recipe.model, recipe.optim
-    if model.num_query_groups % tensor:
-        yield message(
-            key,
-            tensor,
-            problem="a key/value head cannot be split",
-            allowed=f"a divisor of model.num_query_groups={model.num_query_groups}",
-            fix=f"{key}=1",
-        )
+    yield from require(
+        model.num_query_groups % tensor == 0,
+        key,
+        tensor,
+        problem="a key/value head cannot be split",
+        allowed=f"a divisor of model.num_query_groups={model.num_query_groups}",
+        fix=f"{key}=1",
+    )
     muon = ["optim.name=muon"] if optim.name == "muon" else []
     muon += [f"the entry {entry!r} of optim.overrides" for entry in optim.overrides if _to_muon(entry)]
     for reason in muon:
@@ -180,24 +179,20 @@ def _tensor_parallel(recipe: Recipe) -> Iterator[str]:
             allowed=f"1 with {reason}",
             fix=f"{key}=1, or AdamW for these parameters",
         )
-    rows = recipe.stage.seq_length // recipe.parallel.context_parallel_size
-    if rows % tensor:
-        context, near = recipe.parallel.context_parallel_size, rows // tensor * tensor or tensor
-        yield message(
-            key,
-            tensor,
-            problem=f"sequence parallelism cannot divide the {rows} tokens of stage.seq_length / parallel.context_parallel_size",
-            allowed=f"{multiples('', rows, tensor)['allowed']} tokens on a context-parallel rank",
-            fix=f"stage.seq_length={near * context}",
-        )
-    vocabulary = "model.make_vocab_size_divisible_by"
-    if model.make_vocab_size_divisible_by % tensor:
-        yield message(
-            vocabulary,
-            model.make_vocab_size_divisible_by,
-            problem=f"is not a multiple of {key}={tensor}, which splits the vocabulary",
-            **multiples(vocabulary, model.make_vocab_size_divisible_by, tensor),
-        )
+    context = recipe.parallel.context_parallel_size
+    rows = recipe.stage.seq_length // context
+    yield from require(
+        rows % tensor == 0,
+        key,
+        tensor,
+        problem=f"sequence parallelism cannot divide the {rows} tokens of stage.seq_length / "
+        "parallel.context_parallel_size",
+        allowed=f"{multiples('', rows, tensor)['allowed']} tokens on a context-parallel rank",
+        fix=f"stage.seq_length={(rows // tensor * tensor or tensor) * context}",
+    )
+    vocabulary = f"is not a multiple of {key}={tensor}, which splits the vocabulary"
+    divisor = model.make_vocab_size_divisible_by
+    yield from must_be_multiple("model.make_vocab_size_divisible_by", divisor, tensor, vocabulary)
 
 
 def _context_parallel(recipe: Recipe) -> Iterator[str]:
@@ -207,45 +202,30 @@ def _context_parallel(recipe: Recipe) -> Iterator[str]:
         return
     chunks = size * (2 if order == "zigzag" else 1)
     cut = f"parallel.context_parallel_size={size} in {order} order divides a sequence into {chunks} chunks"
-    if length % chunks:
-        yield message("stage.seq_length", length, problem=cut, **multiples("stage.seq_length", length, chunks))
-    elif length < 2 * chunks:
-        yield message(
-            "stage.seq_length",
-            length,
-            problem=f"{cut}, and the convolutions read two tokens of the chunk before",
-            allowed=f"at least {2 * chunks}",
-            fix=f"stage.seq_length={2 * chunks}",
-        )
+    yield from must_be_multiple("stage.seq_length", length, chunks, cut)
+    yield from require(
+        length % chunks > 0 or length >= 2 * chunks,
+        "stage.seq_length",
+        length,
+        problem=f"{cut}, and the convolutions read two tokens of the chunk before",
+        allowed=f"at least {2 * chunks}",
+        fix=f"stage.seq_length={2 * chunks}",
+    )
     if recipe.cluster.transformer_impl == "transformer_engine":
-        yield from must_be(
-            recipe,
-            "parallel.context_parallel_order",
-            "zigzag",
-            TRANSFORMER_ENGINE,
-            "Transformer Engine's attention supports zigzag order only",
-        )
+        zigzag = "Transformer Engine's attention supports zigzag order only"
+        yield from must_be(recipe, "parallel.context_parallel_order", "zigzag", TRANSFORMER_ENGINE, zigzag)
 
 
 def _expert_parallel(recipe: Recipe, world_size: int) -> Iterator[str]:
     key, experts = "parallel.expert_model_parallel_size", recipe.parallel.expert_model_parallel_size
-    pipeline = recipe.parallel.pipeline_model_parallel_size
-    if recipe.model.num_experts % experts:
-        yield message(
-            key,
-            experts,
-            problem="every rank holds the same number of whole experts",
-            allowed=f"a divisor of model.num_experts={recipe.model.num_experts}",
-            fix=f"{key}={math.gcd(recipe.model.num_experts, experts)}",
-        )
-    elif world_size // pipeline % experts:
-        yield message(
-            key,
-            experts,
-            problem="the experts are divided among the ranks of a pipeline stage",
-            allowed=f"a divisor of the {world_size} ranks over parallel.pipeline_model_parallel_size={pipeline}",
-            fix=f"{key}={math.gcd(world_size // pipeline, experts)}",
-        )
+    pipeline, count = recipe.parallel.pipeline_model_parallel_size, recipe.model.num_experts
+    if count % experts:
+        whole = "every rank holds the same number of whole experts"
+        yield from must_divide(key, experts, count, f"model.num_experts={count}", whole)
+    else:
+        ranks = f"the {world_size} ranks over parallel.pipeline_model_parallel_size={pipeline}"
+        divided = "the experts are divided among the ranks of a pipeline stage"
+        yield from must_divide(key, experts, world_size // pipeline, ranks, divided)
 
 
 def _pipeline_parallel(recipe: Recipe, replicas: int) -> Iterator[str]:
@@ -255,58 +235,41 @@ def _pipeline_parallel(recipe: Recipe, replicas: int) -> Iterator[str]:
     if ranks == 1:
         return
     if layers % ranks:
-        yield message(
-            key,
-            ranks,
-            problem="every stage has the same number of layers",
-            allowed=f"a divisor of model.num_layers={layers} ({_divisors(layers)})",
-            fix=f"{key}={math.gcd(layers, ranks)}",
-        )
-    elif layers // ranks % virtual:
-        yield message(
-            virtual_key,
-            virtual,
-            problem="every virtual stage has the same number of layers",
-            allowed=f"a divisor of the {layers // ranks} layers of a pipeline rank ({_divisors(layers // ranks)})",
-            fix=f"{virtual_key}={math.gcd(layers // ranks, virtual)}",
-        )
+        what, even = f"model.num_layers={layers}", "every stage has the same number of layers"
+        yield from must_divide(key, ranks, layers, f"{what} ({_divisors(layers)})", even)
+    else:
+        here = layers // ranks
+        what, even = f"the {here} layers of a pipeline rank", "every virtual stage has the same number of layers"
+        yield from must_divide(virtual_key, virtual, here, f"{what} ({_divisors(here)})", even)
     micro_batches = stage.global_batch_size // (stage.micro_batch_size * replicas)
     fix = f"stage.global_batch_size={max(micro_batches // ranks, 1) * ranks * stage.micro_batch_size * replicas}"
     have = f"a step has {micro_batches} micro-batches on a data-parallel rank"
-    if virtual > 1 and micro_batches % ranks:
-        yield message(
-            virtual_key,
-            virtual,
-            problem=f"{have}, and virtual stages alternate in groups of {ranks}",
-            allowed=f"micro-batches that are a multiple of {key}={ranks}",
-            fix=fix,
-        )
-    elif micro_batches < ranks:
-        yield message(
-            key,
-            ranks,
-            problem=f"{have}, so that not all stages can work at the same time",
-            allowed=f"at least as many micro-batches as stages, {ranks}",
-            fix=fix,
-        )
+    uneven = virtual > 1 and micro_batches % ranks > 0
+    yield from require(
+        not uneven,
+        virtual_key,
+        virtual,
+        problem=f"{have}, and virtual stages alternate in groups of {ranks}",
+        allowed=f"micro-batches that are a multiple of {key}={ranks}",
+        fix=fix,
+    )
+    yield from require(
+        uneven or micro_batches >= ranks,
+        key,
+        ranks,
+        problem=f"{have}, so that not all stages can work at the same time",
+        allowed=f"at least as many micro-batches as stages, {ranks}",
+        fix=fix,
+    )
 
 
 def _optimizer_instances(recipe: Recipe, replicas: int) -> Iterator[str]:
     """Yield problems of the optimizer's instances. replicas: ranks that hold the same weights outside the experts."""
     parallel, key = recipe.parallel, "parallel.num_distributed_optimizer_instances"
-    instances = parallel.num_distributed_optimizer_instances
-    if instances == 1:
-        return
     experts = replicas * parallel.tensor_model_parallel_size // parallel.expert_model_parallel_size
-    if replicas % instances or experts % instances:
-        common = math.gcd(replicas, experts)
-        yield message(
-            key,
-            instances,
-            problem="does not divide the ranks that hold the same weights and the same experts",
-            allowed=f"a divisor of {common}",
-            fix=f"{key}={math.gcd(common, instances)}",
-        )
+    common = math.gcd(replicas, experts)
+    why = "does not divide the ranks that hold the same weights and the same experts"
+    yield from must_divide(key, parallel.num_distributed_optimizer_instances, common, str(common), why)
 
 
 def _divisors(number: int) -> str:
@@ -315,16 +278,13 @@ def _divisors(number: int) -> str:
 
 
 def _batch(recipe: Recipe, world_size: int) -> Iterator[str]:
-    stage, key = recipe.stage, "stage.global_batch_size"
-    replicas = max(data_parallel_size(recipe, world_size), 1)
+    stage, replicas = recipe.stage, max(data_parallel_size(recipe, world_size), 1)
     unit = stage.micro_batch_size * replicas
-    if stage.global_batch_size % unit:
-        yield message(
-            key,
-            stage.global_batch_size,
-            problem=f"is not a multiple of stage.micro_batch_size={stage.micro_batch_size} x {replicas} data-parallel ranks = {unit}",
-            **multiples(key, stage.global_batch_size, unit),
-        )
+    why = (
+        f"is not a multiple of stage.micro_batch_size={stage.micro_batch_size} x {replicas} data-parallel ranks = "
+        f"{unit}"
+    )
+    yield from must_be_multiple("stage.global_batch_size", stage.global_batch_size, unit, why)
 
 
 def _optimizer(recipe: Recipe, world_size: int) -> Iterator[str]:
@@ -337,117 +297,110 @@ def _optimizer(recipe: Recipe, world_size: int) -> Iterator[str]:
 
 def _schedule(recipe: Recipe, world_size: int) -> Iterator[str]:
     optim, stage = recipe.optim, recipe.stage
-    if optim.lr_warmup_iters >= stage.train_iters:
-        yield message(
-            "optim.lr_warmup_iters",
-            optim.lr_warmup_iters,
-            problem="the warm-up does not end within the stage",
-            allowed=f"less than stage.train_iters={stage.train_iters}",
-            fix=f"optim.lr_warmup_iters={stage.train_iters // 10}",
-        )
-    elif optim.lr_decay_iters is not None and optim.lr_decay_iters <= optim.lr_warmup_iters:
-        yield message(
-            "optim.lr_decay_iters",
-            optim.lr_decay_iters,
-            problem="the decay ends within the warm-up",
-            allowed=f"more than optim.lr_warmup_iters={optim.lr_warmup_iters}, or null",
-            fix="optim.lr_decay_iters=null",
-        )
-    if optim.min_lr > optim.lr:
-        yield message(
-            "optim.min_lr",
-            optim.min_lr,
-            problem="the decay would end above the highest learning rate",
-            allowed=f"at most optim.lr={optim.lr}",
-            fix=f"optim.min_lr={optim.lr}",
-        )
+    warmup, decay = optim.lr_warmup_iters, optim.lr_decay_iters
+    yield from require(
+        warmup < stage.train_iters,
+        "optim.lr_warmup_iters",
+        warmup,
+        problem="the warm-up does not end within the stage",
+        allowed=f"less than stage.train_iters={stage.train_iters}",
+        fix=f"optim.lr_warmup_iters={stage.train_iters // 10}",
+    )
+    yield from require(
+        warmup >= stage.train_iters or decay is None or decay > warmup,
+        "optim.lr_decay_iters",
+        decay,
+        problem="the decay ends within the warm-up",
+        allowed=f"more than optim.lr_warmup_iters={warmup}, or null",
+        fix="optim.lr_decay_iters=null",
+    )
+    yield from require(
+        optim.min_lr <= optim.lr,
+        "optim.min_lr",
+        optim.min_lr,
+        problem="the decay would end above the highest learning rate",
+        allowed=f"at most optim.lr={optim.lr}",
+        fix=f"optim.min_lr={optim.lr}",
+    )
     yield from schedule_problems(recipe, stage.micro_batch_size * max(data_parallel_size(recipe, world_size), 1))
 
 
 def _recompute(recipe: Recipe, world_size: int) -> Iterator[str]:
     """Yield problems of the activation recomputation."""
-    parallel = recipe.parallel
-    granularity, modules = parallel.recompute_granularity, parallel.recompute_modules
-    number, listed = parallel.recompute_num_layers, ",".join(modules)
+    parallel, cluster, layers = recipe.parallel, recipe.cluster, recipe.model.num_layers
+    granularity, modules, number = (
+        parallel.recompute_granularity,
+        parallel.recompute_modules,
+        parallel.recompute_num_layers,
+    )
+    listed, condition = f"[{','.join(modules)}]", f"parallel.recompute_granularity={as_typed(granularity)}"
     if granularity == "full":
         for name, value, allowed in (
             ("method", "block", "uniform, block"),
             ("num_layers", 1, "a whole number above 0"),
         ):
             key = f"parallel.recompute_{name}"
-            if get(recipe, key) is None:
-                needed = "parallel.recompute_granularity=full requires it"
-                yield message(key, None, problem=needed, allowed=allowed, fix=f"{key}={value}")
+            needed = f"{condition} requires it"
+            given = get(recipe, key) is not None
+            yield from require(given, key, None, problem=needed, allowed=allowed, fix=f"{key}={value}")
         stages = parallel.pipeline_model_parallel_size * parallel.virtual_pipeline_stages
-        if (number or 1) > recipe.model.num_layers // stages:
-            yield message(
-                "parallel.recompute_num_layers",
-                number,
-                problem="a stage has fewer layers",
-                allowed=f"at most model.num_layers={recipe.model.num_layers}"
-                + (f" over {stages} pipeline stages" if stages > 1 else ""),
-                fix=f"parallel.recompute_num_layers={recipe.model.num_layers // stages}",
-            )
+        yield from require(
+            (number or 1) <= layers // stages,
+            "parallel.recompute_num_layers",
+            number,
+            problem="a stage has fewer layers",
+            allowed=f"at most model.num_layers={layers}" + (f" over {stages} pipeline stages" if stages > 1 else ""),
+            fix=f"parallel.recompute_num_layers={layers // stages}",
+        )
     else:
-        condition = f"parallel.recompute_granularity={as_typed(granularity)}"
         for key in ("parallel.recompute_method", "parallel.recompute_num_layers"):
             yield from must_be(recipe, key, None, condition, "only recompute_granularity=full has this")
-    if granularity == "auto" and recipe.cluster.device == "cpu":
-        yield message(
-            "parallel.recompute_granularity",
-            granularity,
-            problem="the memory plan counts the memory of an accelerator",
-            allowed="null, full, selective with cluster.device=cpu",
-            fix="parallel.recompute_granularity=null",
-        )
-    elif granularity == "auto" and recipe.cluster.memory_gib is None:
-        yield message(
-            "cluster.memory_gib",
-            None,
-            problem="parallel.recompute_granularity=auto requires it",
-            allowed="GiB of one device's memory, such as 79 on an H100, 140 on an H200, 192 on an MI300X",
-            fix="cluster.memory_gib=<number>",
-        )
-    if granularity == "selective" and not modules:
-        yield message(
-            "parallel.recompute_modules",
-            [],
-            problem="parallel.recompute_granularity=selective requires modules",
-            allowed=f"some of {', '.join(RECOMPUTE_MODULES)}",
-            fix=f"parallel.recompute_modules=[{RECOMPUTE_MODULES[0]}]",
-        )
-    if granularity != "selective" and modules:
-        yield message(
-            "parallel.recompute_modules",
-            f"[{listed}]",
-            problem="only recompute_granularity=selective has this",
-            allowed=f"[] with parallel.recompute_granularity={as_typed(granularity)}",
-            fix="parallel.recompute_granularity=selective",
-        )
-    if unknown := [module for module in modules if module not in RECOMPUTE_MODULES]:
-        yield message(
-            "parallel.recompute_modules",
-            f"[{listed}]",
-            problem=f"no such module: {', '.join(unknown)}",
-            allowed=", ".join(RECOMPUTE_MODULES),
-            fix=f"parallel.recompute_modules=[{','.join(module for module in modules if module in RECOMPUTE_MODULES)}]",
-        )
+    on_cpu, auto = cluster.device == "cpu", granularity == "auto"
+    yield from require(
+        not (auto and on_cpu),
+        "parallel.recompute_granularity",
+        granularity,
+        problem="the memory plan counts the memory of an accelerator",
+        allowed="null, full, selective with cluster.device=cpu",
+        fix="parallel.recompute_granularity=null",
+    )
+    yield from require(
+        not auto or on_cpu or cluster.memory_gib is not None,
+        "cluster.memory_gib",
+        None,
+        problem=f"{condition} requires it",
+        allowed="GiB of one device's memory, such as 79 on an H100, 140 on an H200, 192 on an MI300X",
+        fix="cluster.memory_gib=<number>",
+    )
+    key, selective, known = "parallel.recompute_modules", granularity == "selective", ", ".join(RECOMPUTE_MODULES)
+    yield from require(
+        not selective or bool(modules),
+        key,
+        [],
+        problem=f"{condition} requires modules",
+        allowed=f"some of {known}",
+        fix=f"{key}=[{RECOMPUTE_MODULES[0]}]",
+    )
+    yield from require(
+        selective or not modules,
+        key,
+        listed,
+        problem="only recompute_granularity=selective has this",
+        allowed=f"[] with {condition}",
+        fix="parallel.recompute_granularity=selective",
+    )
+    unknown = [module for module in modules if module not in RECOMPUTE_MODULES]
+    yield from require(
+        not unknown,
+        key,
+        listed,
+        problem=f"no such module: {', '.join(unknown)}",
+        allowed=known,
+        fix=f"{key}=[{','.join(module for module in modules if module in RECOMPUTE_MODULES)}]",
+    )
     if "permute" in modules:
-        condition = f"parallel.recompute_modules=[{listed}]"
-        yield from must_be(
-            recipe,
-            "parallel.expert_model_parallel_size",
-            1,
-            condition,
-            "to recompute permute, rows of other ranks would be sent again",
-        )
-        yield from must_be(
-            recipe,
-            "cluster.transformer_impl",
-            "local",
-            condition,
-            "Transformer Engine's experts keep the rows that permute would recompute",
-        )
+        for other, only, why in WITHOUT_PERMUTE:
+            yield from must_be(recipe, other, only, f"{key}={listed}", why)
 
 
 def _kernels(recipe: Recipe, world_size: int) -> Iterator[str]:
@@ -460,14 +413,14 @@ def _kernels(recipe: Recipe, world_size: int) -> Iterator[str]:
     except ValueError as error:
         yield str(error)
         return
-    if on_cpu and cluster.kernels not in CPU_VERSIONS:
-        yield message(
-            "cluster.kernels",
-            cluster.kernels,
-            problem="requires an accelerator",
-            allowed=f"{', '.join(each for each in KERNELS if each in CPU_VERSIONS)} with cluster.device=cpu",
-            fix="cluster.kernels=auto",
-        )
+    yield from require(
+        not on_cpu or cluster.kernels in CPU_VERSIONS,
+        "cluster.kernels",
+        cluster.kernels,
+        problem="requires an accelerator",
+        allowed=f"{', '.join(each for each in KERNELS if each in CPU_VERSIONS)} with cluster.device=cpu",
+        fix="cluster.kernels=auto",
+    )
     for operator, version in cluster.kernel_overrides.items():
         if version == "auto":
             continue
@@ -509,22 +462,22 @@ def _data(recipe: Recipe, world_size: int) -> Iterator[str]:
 
 def _profile(recipe: Recipe, world_size: int) -> Iterator[str]:
     profile = recipe.profile
-    if profile.step_end <= profile.step_start:
-        yield message(
-            "profile.step_end",
-            profile.step_end,
-            problem="no step is traced",
-            allowed=f"above profile.step_start={profile.step_start}",
-            fix=f"profile.step_end={profile.step_start + 1}",
-        )
-    if profile.enabled and not all(0 <= rank < world_size for rank in profile.ranks):
-        yield message(
-            "profile.ranks",
-            profile.ranks,
-            problem=f"the run has {world_size} ranks",
-            allowed=f"ranks from 0 to {world_size - 1}",
-            fix="profile.ranks=[0]",
-        )
+    yield from require(
+        profile.step_end > profile.step_start,
+        "profile.step_end",
+        profile.step_end,
+        problem="no step is traced",
+        allowed=f"above profile.step_start={profile.step_start}",
+        fix=f"profile.step_end={profile.step_start + 1}",
+    )
+    yield from require(
+        not profile.enabled or all(0 <= rank < world_size for rank in profile.ranks),
+        "profile.ranks",
+        profile.ranks,
+        problem=f"the run has {world_size} ranks",
+        allowed=f"ranks from 0 to {world_size - 1}",
+        fix="profile.ranks=[0]",
+    )
 
 
 def _megatron(recipe: Recipe, world_size: int) -> Iterator[str]:

@@ -11,12 +11,11 @@ data, 2 to 8 for fragments.
 import argparse
 import os
 import shutil
-from dataclasses import dataclass, replace
-from datetime import datetime, timezone
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
 
 import numpy as np
 
-import zaya_plugin
 from zaya_plugin.corpus.bin_writer import BinWriter
 from zaya_plugin.corpus.invocation import command, command_parser, positive, whole_number
 from zaya_plugin.corpus.workspace import Workspace
@@ -27,14 +26,16 @@ from zaya_plugin.errors import mistake
 COPIED_TOKENS = 4_000_000  # at a time
 
 DESCRIPTION = """\
-Join datasets that were prepared with the same tokenizer into one, documents in the given order, and print how many random
-reads a planned run asks of the storage, before and after packing. The same command continues an interrupted run.
+Join datasets that were prepared with the same tokenizer into one, documents in the given order, and print how many
+random reads a planned run asks of the storage, before and after packing. After an interruption give the same command
+again: it starts anew.
 """
 EXAMPLES = """\
 examples:
   zaya data bundle data/shard-* --output data/web
   # only the numbers, for ZAYA1's own run
-  zaya data bundle data/shard-* --dry-run --sequence-length 4096 --global-batch-size 4096 --step-seconds 2.5 --iops-budget 70000
+  zaya data bundle data/shard-* --dry-run --sequence-length 4096 --global-batch-size 4096 --step-seconds 2.5 \\
+      --iops-budget 70000
 """
 
 
@@ -88,13 +89,15 @@ def parser() -> argparse.ArgumentParser:
     out.add_argument("--overwrite", action="store_true", help="make the bundle again in place of what --output holds")
     out.add_argument("--quiet", action="store_true", help="no summary; problems are still reported")
     run = out.add_argument_group("planned run (the defaults are ZAYA1's stage 1)")
-    run.add_argument("--sequence-length", type=whole_number(1), default=planned.sequence_length, metavar="N")
-    run.add_argument("--global-batch-size", type=whole_number(1), default=planned.global_batch_size, metavar="N")
-    run.add_argument("--step-seconds", type=positive, default=planned.step_seconds, metavar="S")
-    run.add_argument(
-        "--iops-budget", type=positive, default=planned.iops_budget, metavar="N", help="reads/s of the storage"
-    )
-    run.add_argument("--page-bytes", type=whole_number(512), default=planned.page_bytes, metavar="N")
+    for option, kind, metavar, meaning in (
+        ("--sequence-length", whole_number(1), "N", "tokens of a sequence, stage.seq_length of the run"),
+        ("--global-batch-size", whole_number(1), "N", "sequences of a step, stage.global_batch_size of the run"),
+        ("--step-seconds", positive, "S", "seconds of a step"),
+        ("--iops-budget", positive, "N", "reads a second that the storage can serve"),
+        ("--page-bytes", whole_number(512), "N", "bytes of a page, which one read fetches"),
+    ):
+        default = getattr(planned, option[2:].replace("-", "_"))
+        run.add_argument(option, type=kind, default=default, metavar=metavar, help=f"{meaning} (default: {default:g})")
     return out
 
 
@@ -114,7 +117,8 @@ def bundle(args: argparse.Namespace, workspace: Workspace | None) -> None:
                 counted = f"{split.documents:9,} documents {split.tokens:13,} tokens"
                 print(f"  {name:5} {counted}, {split.bin_bytes / 1e6:,.1f} MB in one file")
     if not args.quiet:
-        print(planned_reads(args, shards))
+        run = {field.name: getattr(args, field.name) for field in fields(PlannedRun)}
+        print(planned_reads(PlannedRun(**run), shards))
 
 
 def _shard(path: str) -> Manifest:
@@ -144,7 +148,8 @@ def _refuse_mixture(paths: list[str], shards: list[Manifest]) -> None:
             if fact != first[name]:
                 raise mistake(
                     path,
-                    problem=f"differs from {paths[0]} in {name} ({fact!r} and {first[name]!r}); the two cannot be one dataset",
+                    problem=f"differs from {paths[0]} in {name} ({fact!r} and {first[name]!r}); the two cannot be one "
+                    "dataset",
                 )
         if os.path.realpath(path) in seen:
             raise mistake(path, problem="is named twice; every document would count double")
@@ -174,37 +179,29 @@ def _build(workspace: Workspace, plan: dict, paths: list[str], shards: list[Mani
         documents={key: sum(shard.documents.get(key, 0) for shard in shards) for key in first.documents},
         input_files=sum(shard.input_files for shard in shards),
         input_bytes=sum(shard.input_bytes for shard in shards),
-        written_at=datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        zaya_plugin_version=zaya_plugin.__version__,
         packing=first.packing and PackingRecord(first.packing.sequence_length, counts),
     ).write(workspace.final)
 
 
-def planned_reads(args: argparse.Namespace, shards: list[Manifest]) -> str:
-    """Return the table of `report` for the training split as it is, and as `zaya data pack` would make it."""
-    run = PlannedRun(args.sequence_length, args.global_batch_size, args.step_seconds, args.iops_budget, args.page_bytes)
-    name = next(iter(shards[0].splits))
+def planned_reads(run: PlannedRun, shards: list[Manifest]) -> str:
+    """Return a table for a terminal: the reads of the training split as it is, and as `zaya data pack` would
+    make it.
+    """
+    name, token_bytes = next(iter(shards[0].splits)), np.dtype(shards[0].dtype).itemsize
     tokens = sum(shard.splits[name].tokens for shard in shards)
     documents = sum(shard.splits[name].documents for shard in shards)
-    size = np.dtype(shards[0].dtype).itemsize
-    rows = [("documents in random order", False), ("packed into bins", True)]
-    if shards[0].packing is not None:
-        rows = [("packed bins", True)]
-    return report(run, [(row, tokens, documents, size, packed) for row, packed in rows])
+    rows = (("documents in random order", False), ("packed into bins", True))
+    return report(run, tokens, documents, token_bytes, rows if shards[0].packing is None else (("packed bins", True),))
 
 
-def report(run: PlannedRun, rows: list[tuple[str, int, int, int, bool]]) -> str:
-    """Return a table for a terminal.
-
-    Args:
-        rows: name, tokens, documents, bytes of a token, and whether the documents are packed bins.
-    """
+def report(run: PlannedRun, tokens: int, documents: int, token_bytes: int, rows: Sequence[tuple[str, bool]]) -> str:
+    """Return the table. rows: the name of each, and whether the documents are packed into bins."""
     head = (
-        f"reads of a run with {run.global_batch_size:,} sequences of {run.sequence_length:,} tokens each {run.step_seconds:g} s, "
-        f"pages of {run.page_bytes:,} bytes, a budget of {run.iops_budget:,.0f} reads/s:"
+        f"reads of a run with {run.global_batch_size:,} sequences of {run.sequence_length:,} tokens each "
+        f"{run.step_seconds:g} s, pages of {run.page_bytes:,} bytes, a budget of {run.iops_budget:,.0f} reads/s:"
     )
     lines = [head, f"  {'':28} {'m':>8} {'sigma':>7} {'reads/s':>12} {'of budget':>10} {'least step':>11}"]
-    for name, tokens, documents, token_bytes, packed in rows:
+    for name, packed in rows:
         m = stretches(run.sequence_length, tokens, documents, packed)
         sigma = amplification(run, token_bytes, m)
         iops = reads_per_second(run, token_bytes, sigma)

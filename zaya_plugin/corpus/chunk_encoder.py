@@ -34,7 +34,8 @@ GPT2_WORDS = re.compile(
 # The same for Llama 3 and Qwen 2, where a mark belongs to the letters behind it, and line ends to the marks before
 # them.
 GPT4_WORDS = re.compile(
-    rf"'(?:[sStTmMdD]|[rR][eE]|[vV][eE]|[lL][lL])|(?:[\t\x0b\x0c ]|{MARK})?{_run(LETTER)}|{_run(DIGIT)}| ?{_run(MARK)}[\r\n]*"
+    rf"'(?:[sStTmMdD]|[rR][eE]|[vV][eE]|[lL][lL])|(?:[\t\x0b\x0c ]|{MARK})?{_run(LETTER)}|{_run(DIGIT)}| "
+    rf"?{_run(MARK)}[\r\n]*"
     rf"|(?:(?![\r\n]){SPACE})?{OTHER}+(?:(?<![A-Za-z0-9])(?! ){SPACE}{SPACE}*{OTHER}*)*"
     rf"|{SPACE}*[\r\n]+|{SPACE}+(?!{OTHER})|{SPACE}+"
 )
@@ -47,7 +48,8 @@ AT_METASPACE = re.compile("[ \u2581]*[^ \u2581]+|[ \u2581]+")
 
 GPT4_LIKE = (
     # Llama 3 and Qwen 2, as their tokenizer.json spell them.
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| "
+    r"?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
 )
 

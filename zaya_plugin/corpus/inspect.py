@@ -30,15 +30,16 @@ from zaya_plugin.data.tokenizer import describe, open_tokenizer
 from zaya_plugin.errors import mistake
 
 DESCRIPTION = """\
-Show decoded samples with their source, length and loss mask: the documents of a dataset, the bins of a packed one, or the
-training samples of a run, which is given as for zaya train.
+Show decoded samples with their source, length and loss mask: the documents of a dataset, the bins of a packed one, or
+the training samples of a run, which is given as for zaya train.
 """
 EXAMPLES = """\
 examples:
   zaya data inspect data/web                                  # the first documents
   zaya data inspect data/web --split valid --start 40 --count 1 --characters 0
   zaya data inspect data/web-4k                               # a packed dataset: its bins
-  zaya data inspect experiment=zaya1_base data.path=data/web "data.blend=['0.7 data/web','0.3 data/code']" --start 16384 --json
+  zaya data inspect experiment=zaya1_base data.path=data/web "data.blend=['0.7 data/web','0.3 data/code']" --start \\
+      16384 --json
 """
 
 
@@ -176,8 +177,8 @@ def render(facts: dict, characters: int) -> str:
     lengths = ", ".join(map(str, facts["documents"][:8])) + (", ..." if len(facts["documents"]) > 8 else "")
     lines = [
         f"{facts['source']}: {facts['name']}",
-        f"  {facts['tokens']:,} tokens in {len(facts['documents'])} document{'s' * (len(facts['documents']) != 1)} ({lengths})"
-        + (f", {facts['filling']:,} of filling" if facts["filling"] else ""),
+        f"  {facts['tokens']:,} tokens in {len(facts['documents'])} document{'s' * (len(facts['documents']) != 1)} "
+        f"({lengths})" + (f", {facts['filling']:,} of filling" if facts["filling"] else ""),
         f"  {facts['in_loss']:,} positions in the loss: {positions or 'none'}",
     ]
     if characters and len(text) > characters:

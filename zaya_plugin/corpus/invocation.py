@@ -10,6 +10,7 @@ from collections.abc import Callable
 from concurrent.futures.process import BrokenProcessPool
 
 from zaya_plugin.corpus.workspace import Workspace
+from zaya_plugin.errors import message
 
 
 def command_parser(name: str, description: str, examples: str) -> argparse.ArgumentParser:
@@ -112,19 +113,19 @@ def run_command(name: str, action: Callable[[], None], workspace: Workspace | No
     def kept() -> str:
         if workspace is None or not os.path.isfile(workspace.plan_file):
             return ""
-        return (
-            f". {workspace.output} was not touched; finished work is kept in {workspace.partial}, "
-            f"and the same command continues from there"
-        )
+        untouched = f"; {workspace.output} was not touched"
+        if not workspace.has_work():
+            return f"{untouched}, and the same command starts anew"
+        return f"{untouched}, finished work is kept in {workspace.partial}, and the same command continues from there"
 
     try:
         action()
         return 0
     except ValueError as error:
-        message = str(error)
+        text = str(error)
     except BrokenProcessPool:
-        message = "a worker process was killed, most often because memory ran out: try fewer --workers or a smaller "
-        message += f"--max-document-bytes{kept()}"
+        killed = "a worker process was killed, most often because memory ran out"
+        text = message("--workers", problem=killed + kept(), fix="fewer --workers or a smaller --max-document-bytes")
     except BrokenPipeError:  # `zaya data inspect ... | head`
         raise
     except OSError as error:
@@ -132,11 +133,11 @@ def run_command(name: str, action: Callable[[], None], workspace: Workspace | No
         full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG) or re.search(
             r"(Errno|os error) 28\b", str(error)
         )
-        path = error.filename or (workspace.partial if workspace else "")
-        message = f"{'no space left to write' if full else 'cannot read or write'} {path}: "
-        message += f"{error.strerror or error}{kept()}"
+        path = str(error.filename or (workspace.partial if workspace else f"zaya data {name}"))
+        problem = f"{'no space left' if full else 'cannot be read or written'} ({error.strerror or error}){kept()}"
+        text = message(path, problem=problem, fix="free some space and give the same command again" if full else "")
     except KeyboardInterrupt:
         print(f"interrupted{kept()}", file=sys.stderr)
         return 130
-    print(f"zaya data {name}: error: {message}", file=sys.stderr)
+    print(f"zaya data {name}: error: {text}", file=sys.stderr)
     return 1

@@ -10,10 +10,11 @@ from zaya_plugin.data.ledger import report
 from zaya_plugin.handover.data_places import consumed_after, source_uses
 
 DESCRIPTION = """\
-Show how many samples and tokens a stage draws from each source of its blend, how many epochs these are, and the data.consumed
-of the next stage, so that with data.order=continuing no sample of a source is repeated or left out.
+Show how many samples and tokens a stage draws from each source of its blend, how many epochs these are, and the
+data.consumed of the next stage, so that with data.order=continuing no sample of a source is repeated or left out.
 
-The stage is given as for zaya train: data.blend, stage.seq_length, stage.train_iters, stage.global_batch_size, data.consumed.
+The stage is given as for zaya train: data.blend, stage.seq_length, stage.train_iters, stage.global_batch_size,
+data.consumed.
 """
 EXAMPLES = """\
 examples:

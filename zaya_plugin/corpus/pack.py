@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """`zaya data pack`: put the whole documents of a prepared dataset into bins, one bin a training sample.
 
-The result is an indexed dataset whose documents are the bins, each of exactly `sequence_length` tokens: documents ended by
-the end-of-document token, then more of these as filling. Megatron's own sampling joins documents and cuts at multiples of the
-sequence length; here it draws exactly one bin a sample, in any host. The content of every bin is decided before the first
-byte is written, so that writing can stop and continue anywhere.
+The result is an indexed dataset whose documents are the bins, each of exactly `sequence_length` tokens: documents ended
+by
+the end-of-document token, then more of these as filling. Megatron's own sampling joins documents and cuts at multiples
+of the
+sequence length; here it draws exactly one bin a sample, in any host.
 """
 
 import argparse
@@ -14,12 +15,10 @@ import shutil
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from datetime import datetime, timezone
 from typing import TextIO
 
 import numpy as np
 
-import zaya_plugin
 from zaya_plugin.corpus.bin_writer import BinWriter
 from zaya_plugin.corpus.invocation import command, command_parser, whole_number
 from zaya_plugin.corpus.reasoning import (
@@ -54,24 +53,27 @@ COUNTS = (
 )
 DROPPED_FILE = "dropped.jsonl"
 
-# Documents that are fitted with each other. Bounds memory and keeps the reads for one bin within one stretch of the file;
+# Documents that are fitted with each other. Bounds memory and keeps the reads for one bin within one stretch of the
+# file;
 # bins are within a few thousandths of full with far fewer.
 WINDOW = 1_000_000
-LONG = ("split", "drop")
 CHUNK_TOKENS = 4_000_000  # written and counted at a time
 
 DESCRIPTION = """\
-Pack whole documents of a prepared dataset into bins of --sequence-length tokens, best fit first, one bin a training sample.
+Pack whole documents of a prepared dataset into bins of --sequence-length tokens, best fit first, one bin a training
+sample.
 
 Train on the result with data.packing=documents, which keeps the documents of a bin apart; ends of documents and filling
-are left out of the loss. The same command continues an interrupted run.
+are left out of the loss. After an interruption give the same command again: it starts anew.
 """
 EXAMPLES = """\
 examples:
   zaya data pack data/web --sequence-length 4096 --output data/web-4k
 
-  # chains of thought for 32K: one that is too long loses the end of its reasoning, never its answer; other long documents are dropped
-  zaya data pack data/reasoning --sequence-length 32768 --trim-reasoning '<think>' '</think>' --long drop --output data/reasoning-32k
+  # chains of thought for 32K: one that is too long loses the end of its reasoning, never its answer; other long
+  # documents are dropped
+  zaya data pack data/reasoning --sequence-length 32768 --trim-reasoning '<think>' '</think>' --long drop \\
+      --output data/reasoning-32k
 """
 
 
@@ -83,7 +85,7 @@ def parser() -> argparse.ArgumentParser:
     out.add_argument("--output", required=True, metavar="DIR", help="directory of the packed dataset")
     out.add_argument(
         "--long",
-        choices=LONG,
+        choices=("split", "drop"),
         default="split",
         help="a document longer than a bin: split it into bins of its own and a rest, or drop it (default: split)",
     )
@@ -91,8 +93,8 @@ def parser() -> argparse.ArgumentParser:
         "--trim-reasoning",
         nargs=2,
         metavar=("BEGIN", "END"),
-        help="markers of reasoning: a longer document with such blocks loses the end of the last one, then the earlier ones, "
-        "and is dropped if that is not enough or it has no answer",
+        help="markers of reasoning: a longer document with such blocks loses the end of the last one, then the earlier "
+        "ones, and is dropped if that is not enough or it has no answer",
     )
     out.add_argument("--overwrite", action="store_true", help="make the dataset again in place of what --output holds")
     out.add_argument("--quiet", action="store_true", help="no summary; problems are still reported")
@@ -150,14 +152,9 @@ def _build(workspace: Workspace, plan: dict, source: Manifest, prefixes: dict[st
             splits[name] = write_bins(IndexedReader(prefix), target, fitting, counted, dropped, record.vocab_size)
             counts[name] = {key: counted[key] for key in COUNTS}
     shutil.copytree(home, os.path.join(workspace.final, "tokenizer"), dirs_exist_ok=True)
-    replace(
-        source,
-        arguments=plan,
-        splits=splits,
-        written_at=datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        zaya_plugin_version=zaya_plugin.__version__,
-        packing=PackingRecord(args.sequence_length, counts),
-    ).write(workspace.final)
+    replace(source, arguments=plan, splits=splits, packing=PackingRecord(args.sequence_length, counts)).write(
+        workspace.final
+    )
 
 
 @dataclass(frozen=True)
@@ -175,7 +172,9 @@ class Piece:
 
 @dataclass
 class Fitting:
-    """How documents are fitted. long: "split" or "drop", for a document that is too long and has no reasoning to trim."""
+    """How documents are fitted. long: "split" or "drop", for a document that is too long and has no reasoning
+    to trim.
+    """
 
     sequence_length: int
     eod: int
@@ -247,9 +246,12 @@ def windows(
 def best_fit_decreasing(lengths: np.ndarray, capacity: int) -> tuple[np.ndarray, int]:
     """Pack items into bins, best fit decreasing.
 
-    Items go in order of falling length, each into the bin with the least room that still holds it. Ties go to the item that
-    comes first and the bin that was opened last, so the result is deterministic. Sources: "Fewer Truncations Improve Language
-    Modeling" (arXiv 2404.10830, section 3); for bins of 131,072 tokens the ZAYA1-8B technical report (arXiv 2605.05365).
+    Items go in order of falling length, each into the bin with the least room that still holds it. Ties go to the item
+    that
+    comes first and the bin that was opened last, so the result is deterministic. Sources: "Fewer Truncations Improve
+    Language
+    Modeling" (arXiv 2404.10830, section 3); for bins of 131,072 tokens the ZAYA1-8B technical report (arXiv
+    2605.05365).
 
     Args:
         lengths: int [items], each from 1 to `capacity`.
@@ -299,7 +301,7 @@ def write_bins(
     vocab_size: int,
     window: int = WINDOW,
 ) -> SplitRecord:
-    """Write and sync `<target>.bin` and `.idx`.
+    """Write `<target>.bin` and `.idx`.
 
     Args:
         counts: filled in, see COUNTS.
@@ -341,14 +343,16 @@ def summary(output: str, manifest: Manifest) -> str:
         )
         if counts["split documents"]:
             lines.append(
-                f"        {counts['split documents']:,} too long: split into {counts['pieces of split documents']:,} pieces"
+                f"        {counts['split documents']:,} too long: split into {counts['pieces of split documents']:,} "
+                "pieces"
             )
         if counts["trimmed tokens"]:
             kinds = ", ".join(f"{key} {counts[key]:,}" for key in (TAIL_CUT, EARLIER_DROPPED, EARLIER_DROPPED_TAIL_CUT))
             lines.append(f"        trimmed by {counts['trimmed tokens']:,} tokens: {kinds}")
         if counts["dropped documents"]:
             lines.append(
-                f"        dropped {counts['dropped documents']:,} documents, {counts['dropped tokens']:,} tokens, see {DROPPED_FILE}"
+                f"        dropped {counts['dropped documents']:,} documents, {counts['dropped tokens']:,} tokens, see "
+                f"{DROPPED_FILE}"
             )
     return "\n".join(lines)
 

@@ -15,16 +15,14 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import asdict, replace
-from datetime import datetime, timezone
 
 import numpy as np
 
-import zaya_plugin
 from zaya_plugin.corpus.bin_writer import BinWriter
 from zaya_plugin.corpus.blocks import BlockReader, Format, Position, Rejected, documents
 from zaya_plugin.corpus.inputs import DEFAULT_GLOBS, STDLIB, InputFile, find_inputs, fingerprint
 from zaya_plugin.corpus.invocation import command, command_parser, fraction, size, whole_number
-from zaya_plugin.corpus.parts import Job, Part, split_names, split_of, tokenise
+from zaya_plugin.corpus.part_files import Job, Part, split_names, split_of, tokenise
 from zaya_plugin.corpus.workspace import INPUT_FILES, INPUT_TIMES, Workspace
 from zaya_plugin.data import tokenizer
 from zaya_plugin.data.indexed_dataset import token_dtype
@@ -55,7 +53,8 @@ examples:
   zaya data prepare --input ~/notes --glob '*.md' --glob '*.txt' --train-bpe 8192 --output data/notes
 
   # jsonl shards with a Hugging Face tokenizer (a name on the hub, or a directory that holds tokenizer.json)
-  zaya data prepare --input 'shards/*.jsonl.gz' --field content --tokenizer Zyphra/ZAYA1-base --workers 8 --output data/web
+  zaya data prepare --input 'shards/*.jsonl.gz' --field content --tokenizer Zyphra/ZAYA1-base --workers 8 --output \\
+      data/web
 
   # fail rather than lose a document, and keep everything for training
   zaya data prepare --input corpus.jsonl --max-rejects 0 --valid-fraction 0 --output data/corpus
@@ -77,8 +76,9 @@ def parser() -> argparse.ArgumentParser:
         nargs="+",
         default=[STDLIB],
         metavar="PATH",
-        help="files, directories, quoted patterns, or stdlib (default) for the sources of this Python's standard library; "
-        ".jsonl holds a document a line, .parquet one a row, any other file is a document; .jsonl and text also as .gz or .zst",
+        help="files, directories, quoted patterns, or stdlib (default) for the sources of this Python's standard "
+        "library; .jsonl holds a document a line, .parquet one a row, any other file is a document; .jsonl and text "
+        "also as .gz or .zst",
     )
     text.add_argument(
         "--glob",
@@ -205,7 +205,10 @@ def prepare(args: argparse.Namespace, workspace: Workspace) -> None:
         parts, counts, taken = make_parts(args, workspace, files, part_bytes, record)
         if taken:
             seconds, workers = max(time.monotonic() - begun, 1e-9), f"{args.workers} worker{'s' * (args.workers > 1)}"
-            speed = f"\n  tokenised {taken / 1e6:.1f} MB in {seconds:.1f} s: {taken / 1e6 / seconds:.1f} MB/s with {workers}"
+            speed = (
+                f"\n  tokenised {taken / 1e6:.1f} MB in {seconds:.1f} s: {taken / 1e6 / seconds:.1f} MB/s with "
+                f"{workers}"
+            )
         try:
             make_dataset(args, workspace, parts, counts, record, plan, len(files))
         except OSError:
@@ -267,9 +270,10 @@ def make_tokenizer(args: argparse.Namespace, workspace: Workspace, files: list[I
             rejected = []
             try:
                 tokenizer.train_bpe(_training_texts(reader, args, rejected), args.train_bpe, temporary)
-            except ValueError as error:
+            except ValueError:
                 first = f"; the first document that was rejected is {rejected[0]}" if rejected else ""
-                raise mistake("--input", " ".join(args.input), problem=f"{error}{first}") from None
+                problem = f"there is no text to train a tokenizer on{first}"
+                raise mistake("--input", " ".join(args.input), problem=problem) from None
         else:
             tokenizer.import_pretrained(args.tokenizer, temporary)
         os.rename(temporary, workspace.tokenizer)
@@ -303,7 +307,9 @@ def _training_texts(reader: BlockReader, args: argparse.Namespace, rejected: lis
 def make_parts(
     args: argparse.Namespace, workspace: Workspace, files: list[InputFile], part_bytes: int, record: TokenizerRecord
 ) -> tuple[list[Part], Counter, int]:
-    """Make all parts and rejected.jsonl; return the parts, counts of documents, and the bytes that this run tokenised."""
+    """Make all parts and rejected.jsonl; return the parts, counts of documents, and the bytes that this run
+    tokenised.
+    """
     from tqdm import tqdm
 
     job = Job(
@@ -377,10 +383,8 @@ def make_dataset(
         kept, counts["duplicates"] = first_of_each(parts, names)
     splits = {}
     for name in names:
-        writer, lengths = (
-            BinWriter(os.path.join(workspace.final, name), dtype, record.vocab_size),
-            [np.empty(0, np.int32)],
-        )
+        writer = BinWriter(os.path.join(workspace.final, name), dtype, record.vocab_size)
+        lengths = [np.empty(0, np.int32)]
         with writer.out:
             for number, part in enumerate(parts):
                 tokens, part_lengths = part.arrays(f"{name}_tokens", f"{name}_lengths")
@@ -404,8 +408,6 @@ def make_dataset(
         documents={key: counts[key] for key in listed},
         input_files=input_files,
         input_bytes=sum(part.taken for part in parts),
-        written_at=datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        zaya_plugin_version=zaya_plugin.__version__,
         tokenizers_version=tokenizers.__version__,
     ).write(workspace.final)
 
@@ -439,7 +441,8 @@ def _empty(args: argparse.Namespace, counts: Counter, left: dict[str, int], reje
         return mistake(
             "--input",
             " ".join(args.input),
-            problem=f"no document is left: {counts['read']} read, {counts['empty']} empty, {counts['rejected']} rejected{listed}",
+            problem=f"no document is left: {counts['read']} read, {counts['empty']} empty, {counts['rejected']} "
+            f"rejected{listed}",
         )
     empty = next(name for name, documents in left.items() if documents == 0)
     return mistake(

@@ -24,7 +24,9 @@ NO_REASONING, NO_ANSWER, TOO_LONG, UNALIGNED = "no reasoning", "no answer", "sti
 
 @dataclass(frozen=True)
 class Block:
-    """Token positions of one reasoning block: markers are [begin, inside) and [end, after), reasoning is [inside, end)."""
+    """Token positions of one reasoning block: markers are [begin, inside) and [end, after), reasoning is
+    [inside, end).
+    """
 
     begin: int
     inside: int

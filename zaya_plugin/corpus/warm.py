@@ -145,7 +145,8 @@ def data_parallel_ranks(recipe: Recipe, node: int) -> tuple[set[int], int]:
         raise mistake(
             "stage.global_batch_size",
             recipe.stage.global_batch_size,
-            problem=f"{nodes} nodes of {per_node} ranks give {count} data-parallel ranks and {left} ranks are left over",
+            problem=f"{nodes} nodes of {per_node} ranks give {count} data-parallel ranks and {left} ranks are left "
+            "over",
             allowed=f"a multiple of stage.micro_batch_size x data-parallel ranks = {unit}, and no ranks left over",
         )
     return {rank // alike % count for rank in range(node * per_node, (node + 1) * per_node)}, count

@@ -11,7 +11,6 @@ and a finished dataset of the same plan is taken as it is.
 """
 
 import fcntl
-import glob
 import json
 import os
 import shutil
@@ -19,6 +18,7 @@ import socket
 from collections.abc import Callable
 from contextlib import contextmanager
 
+from zaya_plugin.config.whole_file import write_whole
 from zaya_plugin.data.prepared import MANIFEST, Manifest, load_manifest
 from zaya_plugin.errors import mistake
 
@@ -65,7 +65,8 @@ class Workspace:
                     raise mistake(
                         "--output",
                         self.output,
-                        problem=f"another process is preparing {self.output} ({lock.read().strip() or 'just starting'})",
+                        problem=f"another process is preparing {self.output} "
+                        f"({lock.read().strip() or 'just starting'})",
                         fix="wait for it to end, or choose another --output",
                     ) from None
                 # The previous holder may have removed the file between open and lock; then other processes lock a new
@@ -143,7 +144,7 @@ class Workspace:
         earlier, different = self._plan(), ""
         if earlier is not None and not (different := _differences(earlier, plan)):
             return earlier
-        if different and not self.overwrite and self._has_work():
+        if different and not self.overwrite and self.has_work():
             raise mistake(
                 "--output",
                 self.output,
@@ -177,25 +178,17 @@ class Workspace:
             shutil.rmtree(directory, ignore_errors=True)
         shutil.rmtree(self.partial, ignore_errors=True)
 
-    def _progress(self) -> list[str]:
-        return glob.glob(os.path.join(glob.escape(self.final), "*.progress.json"))
-
-    def _has_work(self) -> bool:
+    def has_work(self) -> bool:
         """Return whether dropping an unfinished run would lose finished work."""
-        parts = os.path.isdir(self.parts) and os.listdir(self.parts)
-        return bool(os.path.isdir(self.tokenizer) or parts or self._progress())
+        return os.path.isdir(self.tokenizer) or bool(os.path.isdir(self.parts) and os.listdir(self.parts))
 
     def drop_work(self) -> None:
         """Remove finished work, so that a command with other arguments needs no --overwrite."""
         shutil.rmtree(self.parts, ignore_errors=True)
         shutil.rmtree(self.tokenizer, ignore_errors=True)
-        for path in self._progress():
-            os.unlink(path)
 
     def publish(self) -> None:
         """Give the whole dataset in `final` its name, in place of an older one, and remove the other files."""
-        for path in self._progress():
-            os.unlink(path)
         for folder, _, files in os.walk(self.final):
             for name in files:
                 _sync(os.path.join(folder, name))
@@ -221,21 +214,6 @@ def _sync(path: str) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-def write_whole(path: str, content) -> None:
-    """Write and sync a file that appears whole or not at all."""
-    temporary = f"{path}.{os.getpid()}.tmp"
-    try:
-        with open(temporary, "wb") as out:
-            out.write(content)
-            out.flush()
-            os.fsync(out.fileno())
-        os.replace(temporary, path)
-    except OSError:
-        if os.path.exists(temporary):
-            os.unlink(temporary)
-        raise
 
 
 def _differences(made: dict, now: dict) -> str:

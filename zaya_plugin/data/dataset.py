@@ -5,8 +5,6 @@ domain.
 Imports torch and megatron.core; the rooms that run on a login node import it inside functions.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Mapping, Sequence
 

@@ -14,7 +14,7 @@ A dataset is `<prefix>.bin`, the token ids of all documents in order, and `<pref
 
 Source: megatron/core/datasets/indexed_dataset.py (`_IndexWriter`, `_IndexReader`); tests/data compares both directions
 with it byte for byte. Megatron's builder and reader are not called: they import torch, which a login node does not have
-and which takes seconds in every worker; the builder keeps the index in Python lists and never calls fsync; the reader
+and which takes seconds in every worker; the builder keeps the index in Python lists; the reader
 does not notice a file that is cut short.
 """
 
@@ -62,7 +62,7 @@ def token_dtype(vocab_size: int) -> np.dtype:
 
 
 def write_index(path: str, dtype: np.dtype, lengths: np.ndarray) -> None:
-    """Write and sync the .idx of a dataset in which every document is one sequence.
+    """Write the .idx of a dataset in which every document is one sequence.
 
     Args:
         lengths: int32 [documents], tokens of each document.
@@ -79,8 +79,6 @@ def write_index(path: str, dtype: np.dtype, lengths: np.ndarray) -> None:
             offset = int(ends[-1])
         for begin in range(0, count + 1, CHUNK):
             out.write(np.arange(begin, min(begin + CHUNK, count + 1), dtype="<i8").tobytes())
-        out.flush()
-        os.fsync(out.fileno())
 
 
 def read_index(prefix: str) -> IndexedFile:

@@ -121,11 +121,6 @@ def parse_ledger(entries: Sequence[str]) -> dict[str, int]:
     return ledger
 
 
-def write_ledger(ledger: dict[str, int]) -> list[str]:
-    """Return the entries that `parse_ledger` reads."""
-    return [f"{tokens} {path}" for path, tokens in ledger.items()]
-
-
 def stage_use(blend: Blend, samples: int, sequence_length: int, ledger: dict[str, int], seed: int) -> list[SourceUse]:
     """Return what a stage reads of each source of its blend.
 

@@ -11,10 +11,12 @@ import json
 import os
 import warnings
 from dataclasses import asdict, dataclass
+from datetime import datetime, timezone
 from pathlib import Path
 
 import numpy as np
 
+from zaya_plugin import __version__
 from zaya_plugin.data.indexed_dataset import IndexedFile, largest_token, read_index
 from zaya_plugin.data.tokenizer import TokenizerRecord
 from zaya_plugin.errors import mistake
@@ -74,14 +76,16 @@ class Manifest:
     documents: dict[str, int]
     input_files: int
     input_bytes: int
-    written_at: str
-    zaya_plugin_version: str
-    tokenizers_version: str
+    written_at: str = ""
+    zaya_plugin_version: str = ""
+    tokenizers_version: str = ""
     packing: PackingRecord | None = None
 
     def write(self, directory: str) -> None:
-        """Write manifest.json."""
+        """Write manifest.json, with the present time and version."""
         record = {"format": FORMAT, "format_version": FORMAT_VERSION, **asdict(self)}
+        record["written_at"] = datetime.now(timezone.utc).isoformat(timespec="seconds")
+        record["zaya_plugin_version"] = __version__
         if self.packing is None:
             del record["packing"]
         Path(directory, MANIFEST).write_text(json.dumps(record, indent=2) + "\n", "utf-8")
@@ -175,7 +179,8 @@ def locate(path: str | os.PathLike) -> tuple[Manifest | None, dict[str, str]]:
             path,
             problem="there is no dataset at this path"
             + (", but an unfinished one of `zaya data prepare`" if os.path.isdir(path + ".partial") else ""),
-            allowed=f"a directory of `zaya data prepare`, or the prefix of a Megatron dataset ({path}.bin and {path}.idx)",
+            allowed=f"a directory of `zaya data prepare`, or the prefix of a Megatron dataset ({path}.bin and "
+            f"{path}.idx)",
             fix=f"zaya data prepare --output {path} (the same command continues an unfinished one)",
         )
     return None, {"text": path}

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Resolve a recipe's `data` group to a tokenizer and datasets. No torch import until the datasets are built."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 from dataclasses import dataclass, field, replace

@@ -47,7 +47,7 @@ def train_bpe(texts: Iterable[str], vocab_size: int, directory: str) -> None:
     texts = iter(texts)
     first = next(texts, None)
     if first is None:
-        raise ValueError("there is no text to train a tokenizer on")
+        raise mistake("texts", problem="there is no text to train a tokenizer on", allowed="at least one text")
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()

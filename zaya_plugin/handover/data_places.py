@@ -6,8 +6,6 @@ The ledger of a stage follows from its own data.consumed and its recipe, so it n
 cannot leave it half written. It is fixed when a stage begins: another blend needs another stage.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,7 +13,7 @@ from pathlib import Path
 from zaya_plugin.config.compose import get, load_recipe
 from zaya_plugin.config.schedule import sample_count
 from zaya_plugin.config.schema import Recipe
-from zaya_plugin.data.ledger import SourceUse, after, parse_ledger, stage_use, write_ledger
+from zaya_plugin.data.ledger import SourceUse, after, parse_ledger, stage_use
 from zaya_plugin.errors import mistake
 from zaya_plugin.handover.predecessor import saved_step
 
@@ -35,7 +33,8 @@ def source_uses(recipe: Recipe) -> list[SourceUse]:
 
 def consumed_after(recipe: Recipe) -> list[str]:
     """Return data.consumed of the stage that follows `recipe`'s."""
-    return write_ledger(after(parse_ledger(recipe.data.consumed), source_uses(recipe)))
+    ledger = after(parse_ledger(recipe.data.consumed), source_uses(recipe))
+    return [f"{tokens} {path}" for path, tokens in ledger.items()]
 
 
 def with_consumed(recipe: Recipe) -> Recipe:
@@ -71,8 +70,8 @@ def with_consumed(recipe: Recipe) -> Recipe:
         raise mistake(
             "seed",
             recipe.seed,
-            problem=f"the stage before in {recipe.handover.from_run} read its sources in the order of seed {before.seed}, "
-            "which data.order=continuing continues",
+            problem=f"the stage before in {recipe.handover.from_run} read its sources in the order of seed "
+            f"{before.seed}, which data.order=continuing continues",
             allowed=str(before.seed),
             fix=f"seed={before.seed}",
         )
@@ -105,8 +104,8 @@ def _refuse_another_order(recipe: Recipe, begun: Recipe) -> None:
         raise mistake(
             "run_dir",
             recipe.run_dir,
-            problem="with data.order=continuing the order of the samples is fixed when a stage begins, and what decides it has "
-            f"changed: {'; '.join(changed)}",
+            problem="with data.order=continuing the order of the samples is fixed when a stage begins, and what "
+            f"decides it has changed: {'; '.join(changed)}",
             allowed="the values that the stage began with",
             fix="for another blend or length begin another stage, with another run_dir and handover.from_run",
         )

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Check that the stage before is finished, and read what it hands over. No torch import."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import math
@@ -63,10 +61,11 @@ def predecessor(recipe: Recipe) -> Predecessor | None:
             raise mistake(
                 "handover.first_sample",
                 recipe.handover.first_sample,
-                problem=f"handover.planned_samples={recipe.handover.planned_samples}; the stage before ended at sample {ended} of an "
-                f"order made for {planned}, and a longer order is another one",
-                allowed=f"handover.first_sample={ended} and handover.planned_samples={planned}, so that no sample is repeated or left "
-                "out (in a curriculum: stages that are not lengthened once the first of them has begun)",
+                problem=f"handover.planned_samples={recipe.handover.planned_samples}; the stage before ended at sample "
+                f"{ended} of an order made for {planned}, and a longer order is another one",
+                allowed=f"handover.first_sample={ended} and handover.planned_samples={planned}, so that no sample is "
+                "repeated or left out (in a curriculum: stages that are not lengthened once the first of them has "
+                "begun)",
             )
     ends, begins = last_learning_rate(before.recipe), first_learning_rate(recipe)
     if recipe.handover.continuous_lr and not math.isclose(ends, begins, rel_tol=CONTINUOUS):
@@ -75,7 +74,8 @@ def predecessor(recipe: Recipe) -> Predecessor | None:
             True,
             problem=f"the stage before ends at a learning rate of {ends:g} and this one begins at {begins:g}",
             allowed=f"true with a first learning rate of {ends:g}, or false",
-            fix=f"optim.lr_warmup_init={ends:g} with a warm-up, optim.lr={ends:g} without one, or handover.continuous_lr=false",
+            fix=f"optim.lr_warmup_init={ends:g} with a warm-up, optim.lr={ends:g} without one, or "
+            "handover.continuous_lr=false",
         )
     return before
 

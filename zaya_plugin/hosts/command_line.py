@@ -3,11 +3,16 @@
 
 A recipe's values are attributes of Megatron's namespace. An attribute may be set by a flag of another name or sense
 (`apply_rope_fusion=False` is --no-rope-fusion). The words are taken from the parser and checked by parsing them again.
+
+`zaya export megatron` runs this file as a program: `python -m zaya_plugin.hosts.command_line` reads the values as JSON
+from stdin and prints the words as JSON on the last line.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
+import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -15,6 +20,16 @@ from megatron.training.arguments import add_megatron_arguments
 
 from zaya_plugin import compat
 from zaya_plugin.errors import mistake
+
+
+def main() -> int:
+    """Print the words for the values on stdin. For a mistake of the user print its message instead and return 2."""
+    try:
+        print(json.dumps(command_line(json.load(sys.stdin))))
+    except ValueError as error:
+        print(error)
+        return 2
+    return 0
 
 
 def megatron_parser() -> argparse.ArgumentParser:
@@ -95,3 +110,7 @@ def _plain(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return _plain(value[0]) if len(value) == 1 else [_plain(item) for item in value]
     return value or None
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -2,6 +2,7 @@
 """Print the optimizer, learning rate and weight decay of every parameter: `zaya train ... explain_optim=true`.
 
 The model is the real one, built without memory (on torch's meta device) in this process; nothing is launched.
+`zaya train` runs this file as a program: `python -m zaya_plugin.hosts.explain <recipe.yaml>`.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import contextlib
 import io
 import os
 import re
+import sys
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
@@ -17,6 +19,7 @@ import torch
 from torch import nn
 
 from zaya_plugin import patches
+from zaya_plugin.config.compose import load_recipe
 from zaya_plugin.config.schema import Recipe
 from zaya_plugin.data.sources import padded, vocabulary_of
 from zaya_plugin.optim.parameter_role import ParameterRole
@@ -35,6 +38,18 @@ class Row:
     def numel(self) -> int:
         """Return the number of elements of all parameters of this row."""
         return self.count * torch.Size(self.shape).numel()
+
+
+def main(argv: list[str]) -> int:
+    """Print the table for the recipe in the file argv[0]. Return the exit status: 0, or 2 for a mistake of the user."""
+    try:
+        explain_optimizer(load_recipe(argv[0]))
+    except ValueError as error:
+        if os.environ.get("ZAYA_TRACEBACK"):
+            raise
+        print(f"zaya: {error}", file=sys.stderr)
+        return 2
+    return 0
 
 
 def explain_optimizer(recipe: Recipe) -> None:
@@ -100,3 +115,7 @@ def table(recipe: Recipe, found: Iterable[Row]) -> Iterable[str]:
             f"{name:6} {sum(row.count for row in chosen):>6,} parameters, {numel:>14,} elements, "
             f"{numel * (state + master) / 2**30:8.2f} GiB of state and fp32 weights, shared by the data-parallel ranks"
         )
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

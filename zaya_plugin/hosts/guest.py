@@ -16,7 +16,7 @@ from torch import nn
 
 from zaya_plugin import compat
 from zaya_plugin.checkpoint import on_disk
-from zaya_plugin.config.arguments import BATCH_ARGUMENTS, DECIDED_AT_START, OWN_ARGUMENTS, megatron_arguments
+from zaya_plugin.config.arguments import DECIDED_AT_START, OWN_ARGUMENTS, megatron_arguments
 from zaya_plugin.config.schema import Recipe
 from zaya_plugin.data.sources import find_sources
 from zaya_plugin.errors import message, mistake
@@ -53,7 +53,7 @@ class Guest:
         self.recipe, self.args = recipe, args
         select_kernels(recipe)
         values = megatron_arguments(recipe, {})
-        for name in (*OWN_ARGUMENTS, *BATCH_ARGUMENTS):
+        for name in OWN_ARGUMENTS:
             setattr(args, name, values.get(name))
         here = {name: getattr(args, name, None) for name in values}
         self.differences = {

@@ -16,7 +16,7 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 from megatron.training.arguments import core_transformer_config_from_args
 
-from zaya_plugin.config.arguments import BATCH_ARGUMENTS, OWN_ARGUMENTS
+from zaya_plugin.config.arguments import OWN_ARGUMENTS
 from zaya_plugin.config.schema import Recipe
 from zaya_plugin.errors import mistake
 from zaya_plugin.model.build import build_zaya_model
@@ -39,7 +39,7 @@ def parse_arguments(values: dict[str, Any]) -> argparse.Namespace:
 
     def add_own(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         group = parser.add_argument_group("zaya")
-        for name in (*OWN_ARGUMENTS, *BATCH_ARGUMENTS):
+        for name in OWN_ARGUMENTS:
             group.add_argument("--" + name.replace("_", "-"), default=values.get(name))
         known = {action.dest for action in parser._actions}
         if unknown := sorted(set(values) - known):

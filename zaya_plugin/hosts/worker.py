@@ -17,7 +17,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from zaya_plugin import patches
-from zaya_plugin.hosts.parent_death import adopt_children, follow_rank
+from zaya_plugin.parent_death import adopt_children, follow_rank
 
 # At import and not in main(): processes that write checkpoints are spawned and import this module again.
 if __name__ == "__mp_main__":

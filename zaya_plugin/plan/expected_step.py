@@ -3,14 +3,13 @@
 torch import.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
+from zaya_plugin.config.schema import MachineConfig
 from zaya_plugin.plan.flops import Shape, count_parameters
-from zaya_plugin.plan.machines import Machine, between_instances, collective_seconds
+from zaya_plugin.plan.machines import between_instances, collective_seconds
 from zaya_plugin.plan.memory import padded_parameters
-from zaya_plugin.plan.parallelism import Batch, Layout, sent_bytes
+from zaya_plugin.plan.parallelism import Batch, ParallelSizes, sent_bytes
 from zaya_plugin.plan.step_work import Work
 
 LEAST_BUCKET = 40_000_000  # elements of Megatron's own bucket, or a million for each rank if that is more
@@ -32,7 +31,7 @@ def limit(work: Work, gemm: float, copy: float) -> float:
     return max(work.flops / gemm, work.bytes / copy)
 
 
-def accumulated(shape: Shape, layout: Layout) -> dict[str, int]:
+def accumulated(shape: Shape, layout: ParallelSizes) -> dict[str, int]:
     """Return elements of gradients by the part whose kernels add them to the fp32 buffer under Megatron's DDP;
     "gradients": by a separate pass.
     """
@@ -47,7 +46,7 @@ def accumulated(shape: Shape, layout: Layout) -> dict[str, int]:
     return {**own, "gradients": local - sum(own.values())}
 
 
-def buckets_of(shape: Shape, layout: Layout, part: str, elements: float, least: float) -> int:
+def buckets_of(shape: Shape, layout: ParallelSizes, part: str, elements: float, least: float) -> int:
     """Return the number of buckets of at least `least` elements in a buffer of `elements`.
 
     Buckets of experts close at a block (gate+up or down of a layer); the embedding has a bucket of its own.
@@ -66,9 +65,9 @@ def buckets_of(shape: Shape, layout: Layout, part: str, elements: float, least: 
 
 def communication(
     shape: Shape,
-    layout: Layout,
+    layout: ParallelSizes,
     batch: Batch,
-    machine: Machine,
+    machine: MachineConfig,
     overlap: Overlap,
     forward: float,
     backward: float,

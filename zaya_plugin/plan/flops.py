@@ -14,7 +14,9 @@ from dataclasses import dataclass, fields
 
 @dataclass(frozen=True)
 class Shape:
-    """The sizes that parameters and operations depend on. Field names are Megatron's; `vocab_size` is the padded one."""
+    """The sizes that parameters and operations depend on. Field names are Megatron's; `vocab_size` is the
+    padded one.
+    """
 
     num_layers: int
     hidden_size: int

@@ -8,14 +8,12 @@ every choice, within 0.5 %. Not counted: memory of libraries (context, NCCL's or
 allocator's fragmentation; docs/parallelism.md compares these figures with measured peaks. Plain arithmetic.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
 from hip_ops.runtime.saved import declared
 from zaya_plugin.plan.flops import Shape, count_parameters
-from zaya_plugin.plan.parallelism import GRADIENT_BYTES, Batch, Layout, local_parameters
+from zaya_plugin.plan.parallelism import GRADIENT_BYTES, Batch, ParallelSizes, local_parameters
 
 FLOAT32, INT64 = 4, 8
 RANDOM_STATE = 2 * 5056  # bytes that a checkpoint keeps of the random generators
@@ -66,13 +64,13 @@ class MemoryPlan:
         return sum(self.components.values())
 
 
-def tokens_of_rank(layout: Layout, batch: Batch) -> int:
+def tokens_of_rank(layout: ParallelSizes, batch: Batch) -> int:
     """Return the tokens of one rank and micro-batch outside attention."""
     return batch.seq_length * batch.micro_batch_size // (layout.context * layout.tensor)
 
 
 def layer_tensors(
-    shape: Shape, layout: Layout, batch: Batch, recompute: frozenset[str] = frozenset()
+    shape: Shape, layout: ParallelSizes, batch: Batch, recompute: frozenset[str] = frozenset()
 ) -> Iterator[Saved]:
     """Return the tensors that one layer keeps of one micro-batch.
 
@@ -124,7 +122,7 @@ def _kept(part: str, operator: str, *sizes: int) -> Iterator[Saved]:
         yield Saved(part, name, size)
 
 
-def _moe_tensors(shape: Shape, layout: Layout, a: int, tokens: int, rows_again: bool) -> Iterator[Saved]:
+def _moe_tensors(shape: Shape, layout: ParallelSizes, a: int, tokens: int, rows_again: bool) -> Iterator[Saved]:
     """Return the tensors of router and experts; with even loads and without the dispatcher's own copies."""
     yield from _kept("router", "router_mlp", tokens, shape.router_hidden_size, shape.num_experts + 1, a)
     yield from _kept("experts", "expert_permutation", tokens)
@@ -134,7 +132,7 @@ def _moe_tensors(shape: Shape, layout: Layout, a: int, tokens: int, rows_again: 
     yield from _kept("experts", "weighted_swiglu", tokens, shape.moe_ffn_hidden_size, experts, a)
 
 
-def whole_layer_tensors(shape: Shape, layout: Layout, batch: Batch) -> Iterator[Saved]:
+def whole_layer_tensors(shape: Shape, layout: ParallelSizes, batch: Batch) -> Iterator[Saved]:
     """Return the tensors that a unit of fully recomputed layers keeps."""
     tokens = tokens_of_rank(layout, batch)
     yield Saved("norms", "stream into the layer", batch.stream_bytes * shape.hidden_size * tokens)
@@ -143,7 +141,7 @@ def whole_layer_tensors(shape: Shape, layout: Layout, batch: Batch) -> Iterator[
 
 
 def layers_bytes(
-    shape: Shape, layout: Layout, batch: Batch, recompute: Recompute, layers: int, first: bool = True
+    shape: Shape, layout: ParallelSizes, batch: Batch, recompute: Recompute, layers: int, first: bool = True
 ) -> float:
     """Return bytes that `layers` layers keep of one micro-batch. first: the model's first layer is among them; its
     input counts with the embedding.
@@ -162,7 +160,7 @@ def layers_bytes(
     return kept
 
 
-def ends_bytes(shape: Shape, layout: Layout, batch: Batch, first: bool = True, last: bool = True) -> float:
+def ends_bytes(shape: Shape, layout: ParallelSizes, batch: Batch, first: bool = True, last: bool = True) -> float:
     """Return bytes that embedding, final norm and head keep of one micro-batch."""
     a, s, h, tp = batch.dtype_bytes, batch.stream_bytes, shape.hidden_size, layout.tensor
     tokens = tokens_of_rank(layout, batch)
@@ -174,7 +172,7 @@ def ends_bytes(shape: Shape, layout: Layout, batch: Batch, first: bool = True, l
     return kept
 
 
-def optimizer_bytes(shape: Shape, layout: Layout, optimizer: Optimizer, dtype_bytes: int) -> float:
+def optimizer_bytes(shape: Shape, layout: ParallelSizes, optimizer: Optimizer, dtype_bytes: int) -> float:
     """Return bytes of the fp32 weights of a bf16 model and of the moments, on a rank of the first stage."""
     local = local_parameters(shape, layout)
     here = {"experts": local["experts"] / layout.expert_shards, "rest": local["rest"] / layout.shards}
@@ -184,7 +182,7 @@ def optimizer_bytes(shape: Shape, layout: Layout, optimizer: Optimizer, dtype_by
     return muon * (master + optimizer.momentum_bytes) + adamw * (master + 2 * FLOAT32)
 
 
-def _adamw_elements(shape: Shape, layout: Layout) -> float:
+def _adamw_elements(shape: Shape, layout: ParallelSizes) -> float:
     """Return elements under AdamW on a rank, with Muon on matrices: embedding, convolutions, norms, scales and the
     router's vectors.
     """
@@ -195,7 +193,7 @@ def _adamw_elements(shape: Shape, layout: Layout) -> float:
     return parts["embedding"] / layout.tensor + vectors / stages
 
 
-def padded_parameters(shape: Shape, layout: Layout, muon: bool = True) -> dict[str, float]:
+def padded_parameters(shape: Shape, layout: ParallelSizes, muon: bool = True) -> dict[str, float]:
     """Return elements of the gradient buffers of a rank, "experts" and "rest". Every shard holds whole matrices
     (zaya_plugin.optim.sharding.layout).
     """
@@ -213,7 +211,7 @@ def padded_parameters(shape: Shape, layout: Layout, muon: bool = True) -> dict[s
     return found
 
 
-def in_flight(layout: Layout, micro_batches: int) -> float:
+def in_flight(layout: ParallelSizes, micro_batches: int) -> float:
     """Return the micro-batches whose activations the first pipeline stage holds at once (1F1B and its interleaved form,
     arXiv 2104.04473).
     """
@@ -227,7 +225,7 @@ def in_flight(layout: Layout, micro_batches: int) -> float:
 
 def memory_plan(
     shape: Shape,
-    layout: Layout,
+    layout: ParallelSizes,
     batch: Batch,
     recompute: Recompute | None = None,
     optimizer: Optimizer | None = None,
@@ -247,7 +245,7 @@ def memory_plan(
 
 def _stage(
     shape: Shape,
-    layout: Layout,
+    layout: ParallelSizes,
     batch: Batch,
     recompute: Recompute,
     optimizer: Optimizer,
@@ -292,11 +290,10 @@ def _stage(
     )
 
 
-def _optimizer_work(shape: Shape, layout: Layout, optimizer: Optimizer) -> float:
+def _optimizer_work(shape: Shape, layout: ParallelSizes, optimizer: Optimizer) -> float:
     """Return bytes of Muon's working memory: for a round of matrices, in 16 bits, Newton-Schulz's input and output, its
     iterate before and after a step, and square products of twice that size together."""
     if not optimizer.muon:
         return 0.0
-    local = local_parameters(shape, layout)
-    owned = local["experts"] / layout.expert_shards
+    owned = local_parameters(shape, layout)["experts"] / layout.expert_shards
     return 6 * 2 * min(owned, ROUND_OF_MUON)

@@ -6,8 +6,6 @@ tensor in an all-gather, the same in a reduce-scatter, twice that in an all-redu
 zaya_plugin.plan.memory. docs/parallelism.md compares these figures with measured ones.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from zaya_plugin.plan.flops import Shape, count_parameters
@@ -16,7 +14,7 @@ GRADIENT_BYTES = 4  # gradients are accumulated and reduced in fp32
 
 
 @dataclass(frozen=True)
-class Layout:
+class ParallelSizes:
     """Parallel sizes, in ranks. virtual: stages that a pipeline rank holds. instances: copies of the whole optimizer
     state.
     """
@@ -68,7 +66,7 @@ class Batch:
     stream_bytes: int = 4
 
 
-def local_parameters(shape: Shape, layout: Layout) -> dict[str, int]:
+def local_parameters(shape: Shape, layout: ParallelSizes) -> dict[str, int]:
     """Return parameters on a rank of the first pipeline stage: `experts`, and `rest` with the embedding."""
     parts = count_parameters(shape)
     stage = layout.pipeline
@@ -91,26 +89,11 @@ def _heads(shape: Shape) -> int:
     return shape.num_layers * shape.hidden_size * (2 * shape.query_channels + shape.key_channels)
 
 
-def _cut_parameters(shape: Shape, layout: Layout) -> int:
+def _cut_parameters(shape: Shape, layout: ParallelSizes) -> int:
     return (_heads(shape) // layout.pipeline + shape.vocab_size * shape.hidden_size) // layout.tensor
 
 
-def state_bytes(shape: Shape, layout: Layout, dtype_bytes: int = 2, moments: int = 2) -> dict[str, float]:
-    """Return bytes of weights, gradients and optimizer state on a rank of the first stage.
-
-    moments: fp32 numbers that the optimizer keeps for a parameter (2 with AdamW, 1 with Muon). A bf16 model also has
-    fp32 weights.
-    """
-    local = local_parameters(shape, layout)
-    optimizer = 4 * (moments + (dtype_bytes < 4))
-    return {
-        "weights": float(dtype_bytes * sum(local.values())),
-        "gradients": float(GRADIENT_BYTES * sum(local.values())),
-        "optimizer": optimizer * (local["rest"] / layout.shards + local["experts"] / layout.expert_shards),
-    }
-
-
-def sent_bytes(shape: Shape, layout: Layout, batch: Batch) -> dict[str, float]:
+def sent_bytes(shape: Shape, layout: ParallelSizes, batch: Batch) -> dict[str, float]:
     """Return the bytes that a rank sends in one step, by purpose, without recomputation and with even routing.
 
     Returns:

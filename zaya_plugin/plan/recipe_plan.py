@@ -7,21 +7,18 @@ choice is the time of a forward pass of the recomputed parts: operations at a sh
 rate, bytes at its copy rate. No torch import.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from zaya_plugin.config.graphs import with_graphs
-from zaya_plugin.config.schema import RECOMPUTE_MODULES, Recipe
+from zaya_plugin.config.schema import RECOMPUTE_MODULES, MachineConfig, Recipe
 from zaya_plugin.config.validate import data_parallel_size
 from zaya_plugin.data.sources import padded, vocabulary_of
 from zaya_plugin.errors import mistake
 from zaya_plugin.plan.flops import Shape, forward_flops_by_part
-from zaya_plugin.plan.machines import Machine
 from zaya_plugin.plan.memory import MemoryPlan, Optimizer, Recompute, memory_plan
-from zaya_plugin.plan.parallelism import Batch, Layout
+from zaya_plugin.plan.parallelism import Batch, ParallelSizes
 
 GIB = 2**30
 RESERVE = 0.08  # of a device's memory: context, NCCL's buffers, and fragmentation of the allocator
@@ -47,10 +44,10 @@ def shape_of(recipe: Recipe, vocabulary: int | None = None) -> Shape:
     )
 
 
-def layout_of(recipe: Recipe, world_size: int) -> Layout:
+def layout_of(recipe: Recipe, world_size: int) -> ParallelSizes:
     """Return the recipe's parallel layout."""
     parallel = recipe.parallel
-    return Layout(
+    return ParallelSizes(
         data=data_parallel_size(recipe, world_size),
         context=parallel.context_parallel_size,
         expert=parallel.expert_model_parallel_size,
@@ -95,25 +92,6 @@ def has_graph(recipe: Recipe) -> bool:
     return with_graphs(recipe)[0].cluster.graphs == "full_iteration"
 
 
-def machine_of(recipe: Recipe) -> Machine:
-    """Return the recipe's rates in base units. Clusters without rates have an H100's: they decide little between
-    choices.
-    """
-    machine = recipe.machine
-    return Machine(
-        name=machine.name,
-        gemm=machine.gemm_tflops * 1e12,
-        copy=machine.copy_tb_per_s * 1e12,
-        node=machine.devices_per_node,
-        link=machine.link_gb_per_s * 1e9,
-        latency=machine.latency_us / 1e6,
-        network=machine.network_gb_per_s * 1e9,
-        hop=machine.hop_us / 1e6,
-        sources=machine.sources,
-        copies=machine.copy_engines,
-    )
-
-
 def plan_of(recipe: Recipe, world_size: int, vocabulary: int | None = None) -> MemoryPlan:
     """Return the memory plan of the fullest rank."""
     return memory_plan(
@@ -146,7 +124,7 @@ def with_recompute(recipe: Recipe, world_size: int, vocabulary: int | None = Non
         layout_of(recipe, world_size),
         batch_of(recipe, world_size),
         optimizer_of(recipe),
-        machine_of(recipe),
+        recipe.machine,
         allowed,
         has_graph(recipe),
     )
@@ -158,10 +136,11 @@ def with_recompute(recipe: Recipe, world_size: int, vocabulary: int | None = Non
             "parallel.recompute_granularity",
             "auto",
             problem=f"the step needs {least.plan.total / GIB:.1f} GiB a device even with {least.name} recomputed "
-            f"({table(least.plan)}), and {(1 - RESERVE) * memory_gib:.1f} of cluster.memory_gib={memory_gib:g} are available",
+            f"({table(least.plan)}), and {(1 - RESERVE) * memory_gib:.1f} of cluster.memory_gib={memory_gib:g} are "
+            "available",
             allowed="a step that fits",
-            fix=f"a smaller stage.micro_batch_size (currently {recipe.stage.micro_batch_size}), or more data-, context-, expert- or "
-            "pipeline-parallel ranks",
+            fix=f"a smaller stage.micro_batch_size (currently {recipe.stage.micro_batch_size}), or more data-, "
+            "context-, expert- or pipeline-parallel ranks",
         )
     parallel = replace(recipe.parallel, recompute_granularity=None)
     if chosen.recompute.full_layers:
@@ -173,8 +152,8 @@ def with_recompute(recipe: Recipe, world_size: int, vocabulary: int | None = Non
         modules = [name for name in RECOMPUTE_MODULES if name in chosen.recompute.modules]
         parallel = replace(parallel, recompute_granularity="selective", recompute_modules=modules)
     line = (
-        f"recomputed: {chosen.name}, about {chosen.milliseconds:.1f} ms a step; memory plan {chosen.plan.total / GIB:.1f} of {memory_gib:g} GiB a "
-        f"device ({table(chosen.plan)})"
+        f"recomputed: {chosen.name}, about {chosen.milliseconds:.1f} ms a step; memory plan "
+        f"{chosen.plan.total / GIB:.1f} of {memory_gib:g} GiB a device ({table(chosen.plan)})"
     )
     return replace(recipe, parallel=parallel), line
 
@@ -219,10 +198,10 @@ class Choice:
 
 def choices(
     shape: Shape,
-    layout: Layout,
+    layout: ParallelSizes,
     batch: Batch,
     optimizer: Optimizer,
-    machine: Machine,
+    machine: MachineConfig,
     allowed: tuple[str, ...] = RECOMPUTE_MODULES,
     graph: bool = False,
 ) -> list[Choice]:
@@ -252,21 +231,24 @@ def _candidates(layers: int, allowed: tuple[str, ...]) -> Iterator[Recompute]:
     yield from (Recompute(full_layers=count) for count in range(1, layers + 1))
 
 
-def added_seconds(shape: Shape, layout: Layout, batch: Batch, recompute: Recompute, machine: Machine) -> float:
+def added_seconds(
+    shape: Shape, layout: ParallelSizes, batch: Batch, recompute: Recompute, machine: MachineConfig
+) -> float:
     """Return seconds that a rank spends on recomputation in a step."""
     layers = shape.num_layers // layout.pipeline
     flops = forward_flops_by_part(replace(shape, num_layers=1), batch.seq_length)
     a, s, h = batch.dtype_bytes, batch.stream_bytes, shape.hidden_size
-    norm = (s + a) * h / machine.copy
-    time = {part: flops[part] / machine.gemm / share for part, share in FORWARD_SHARE.items()}
-    time["permute"] = 2 * a * h / machine.copy
+    gemm, copy = machine.gemm_tflops * 1e12, machine.copy_tb_per_s * 1e12
+    norm = (s + a) * h / copy
+    time = {part: flops[part] / gemm / share for part, share in FORWARD_SHARE.items()}
+    time["permute"] = 2 * a * h / copy
     time["moe"] = time["experts"] + time["router"] + 2 * time["permute"]
     time["core_attn"] = time["attention"]
     # A recomputed norm is not fused with the merge before it, which costs one more read of the stream in each
     # direction.
-    time["layernorm"] = 2 * norm + 4 * s * h / machine.copy
+    time["layernorm"] = 2 * norm + 4 * s * h / copy
     whole = sum(time[part] for part in ("projections", "prologue", "core_attn", "moe")) + 2 * (
-        norm + (s + a) * h / machine.copy
+        norm + (s + a) * h / copy
     )
     tokens = batch.micro_batches * batch.micro_batch_size * batch.seq_length / (layout.context * layout.tensor)
     again = (

@@ -7,8 +7,6 @@ that a part must read and write on the device if its results go through memory: 
 once, weights once for each micro-batch and pass, no intermediate of a pass that can stay in registers. No torch import.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
@@ -100,7 +98,8 @@ def _weights(here: Shape, rank: Rank) -> dict[str, float]:
     parts = count_parameters(here)
     h = here.hidden_size
     projections = here.num_layers * h * (2 * here.query_channels + 2 * here.key_channels)
-    return {  # of matrices that tensor parallelism does not cut (values, convolutions) a rank reads the rows of its heads
+    # of matrices that tensor parallelism does not cut (values, convolutions) a rank reads the rows of its heads
+    return {
         "projections": projections / rank.tensor,
         "prologue": (parts["attention"] - projections) / rank.tensor,
         "router": parts["router"],

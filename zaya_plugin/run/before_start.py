@@ -6,8 +6,6 @@ No torch import. A dry run is made where people plan: a login node has neither t
 printed, not raised.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import shlex
@@ -108,12 +106,10 @@ def check_machine(recipe: Recipe, plan: Plan) -> None:
 
 
 def _port_in_use(port: int) -> bool:
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # a port in TIME_WAIT is free
-        try:
-            probe.bind(("", port))
-        except OSError:
-            return True
+    try:
+        socket.create_server(("", port)).close()  # a port in TIME_WAIT is free: it sets SO_REUSEADDR
+    except OSError:
+        return True
     return False
 
 

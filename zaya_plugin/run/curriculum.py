@@ -3,8 +3,6 @@
 torch import.
 """
 
-from __future__ import annotations
-
 import copy
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -71,7 +69,8 @@ def compose_curriculum(overrides: list[str]) -> Curriculum:
         raise mistake(
             "curriculum.stages",
             [],
-            problem=f"{_value(common, 'experiment') or 'no experiment'} lists no stages",
+            problem=f"{', '.join(item for item in common if item.startswith('experiment=')) or 'no experiment'} lists "
+            "no stages",
             allowed="a list of experiments, as in curriculum.stages=[mine_4k,mine_32k]",
             fix="experiment=zaya1_base, or experiment=cpu_demo",
         )
@@ -139,7 +138,3 @@ def _with_data_places(stages: list[Stage]) -> list[Stage]:
 def _is_special(item: str) -> bool:
     """Whether an override is for one stage: a colon before any equals sign."""
     return ":" in item.partition("=")[0]
-
-
-def _value(items: list[str], key: str) -> str | None:
-    return next((item.partition("=")[2] for item in items if item.startswith(f"{key}=")), None)

@@ -6,8 +6,6 @@ The state of a curriculum is that of its stages' checkpoints, so a kill at any m
 last one. <run_dir>/curriculum.json is a record for people and tools. No torch import.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess
@@ -20,6 +18,7 @@ from zaya_plugin.config.compose import load_recipe
 from zaya_plugin.config.schedule import first_learning_rate, last_learning_rate, step_count, token_count
 from zaya_plugin.config.schema import Recipe
 from zaya_plugin.config.validate import validate
+from zaya_plugin.config.whole_file import write_whole
 from zaya_plugin.data.ledger import report
 from zaya_plugin.errors import mistake
 from zaya_plugin.handover.data_places import source_uses, with_consumed
@@ -116,7 +115,8 @@ def check(curriculum: Curriculum) -> None:
             took = f"it took {step_count(saved)} steps then" if saved else "its recipe is gone"
             raise mistake(
                 f"stage {stage.name}",
-                problem=f"has {stage.done} of {stage.steps} steps, but stage {after.name} has already started from it ({took})",
+                problem=f"has {stage.done} of {stage.steps} steps, but stage {after.name} has already started from it "
+                f"({took})",
                 allowed="its recipe as it was",
                 fix="run_dir=<another directory>",
             )
@@ -158,9 +158,7 @@ def write_state(curriculum: Curriculum, news: dict[str, dict] | None = None) -> 
         }
         for stage in curriculum.stages
     ]
-    temporary = path.with_name(f".{STATE}.{os.getpid()}")
-    temporary.write_text(json.dumps({"name": curriculum.recipe.name, "stages": stages}, indent=1) + "\n")
-    temporary.replace(path)
+    write_whole(path, json.dumps({"name": curriculum.recipe.name, "stages": stages}, indent=1) + "\n")
 
 
 def read_state(run_dir: Path) -> dict:

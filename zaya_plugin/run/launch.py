@@ -11,8 +11,6 @@ one of them. The failure that is shown is that of a rank with a message for the 
 else of the first traceback.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import runpy
@@ -21,17 +19,19 @@ import signal
 import subprocess
 import sys
 import tempfile
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from zaya_plugin.config.compose import save_recipe
 from zaya_plugin.config.run_directory import check_resume, keep_recipe, make_writable
 from zaya_plugin.config.schema import Recipe
 from zaya_plugin.config.validate import validate
-from zaya_plugin.hosts.parent_death import die_with_parent
+from zaya_plugin.errors import message
+from zaya_plugin.parent_death import die_with_parent
 from zaya_plugin.run import before_start
 from zaya_plugin.run.rank_plan import WORKER, Plan, make_plan
 
+EXPLAIN = "zaya_plugin.hosts.explain"
 FULL_DISK = 2**20  # bytes; with less free space a failure is attributed to the disk
 SHOWN_LINES = 30
 FROM_TORCHRUN = (signal.SIGTERM,)  # how torchrun itself stops the surviving ranks
@@ -53,10 +53,7 @@ def launch(recipe: Recipe) -> int:
         validate(recipe, plan.world_size)
     recipe = before_start.with_choices(recipe, plan)
     if recipe.explain_optim:
-        from zaya_plugin.hosts.explain import explain_optimizer
-
-        explain_optimizer(recipe)
-        return 0
+        return become_rank(recipe, replace(plan, worker=(EXPLAIN,)))
     check_resume(recipe.run_dir, recipe.resume)
     recipe = before_start.take_over(recipe)
     before_start.check_surroundings(recipe, plan)
@@ -121,11 +118,9 @@ def run_ranks(plan: Plan, log_dir: Path) -> int:
         return 0
     if (free := shutil.disk_usage(log_dir).free) < FULL_DISK:
         # The ranks' own messages are on that disk and incomplete.
-        print(
-            f"zaya: No space left on device: {free // 1024} KiB are free at {log_dir.parent}. Earlier checkpoints are complete. "
-            "Free some space and resume with resume=auto",
-            file=sys.stderr,
-        )
+        problem = f"No space left on device ({free // 1024} KiB are free); earlier checkpoints are complete"
+        fix = "free some space, then the same command with resume=auto"
+        print(f"zaya: {message('run_dir', log_dir.parent, problem=problem, fix=fix)}", file=sys.stderr)
     for folder in set(log_dir.glob("launch_*")) - before:
         failure = first_failure(folder, torchrun_log)
         if failure is not None:
@@ -189,7 +184,9 @@ class RankFailure:
 
 
 def first_failure(log_dir: Path, torchrun_log: Path) -> RankFailure | None:
-    """Return the first failing rank under `log_dir` (torchrun's folder of this launch), or None if no rank has failed."""
+    """Return the first failing rank under `log_dir` (torchrun's folder of this launch), or None if no rank has
+    failed.
+    """
     exit_codes = _exit_codes(torchrun_log)
     stderr = {int(path.parent.name): path for path in log_dir.glob("attempt_*/*/stderr.log")}
     killed = [rank for rank, code in exit_codes.items() if code < 0 and -code not in FROM_TORCHRUN and rank in stderr]

@@ -5,23 +5,23 @@ The guest (hosts/guest.py) reads <run_dir>/recipe.yaml, written beside the words
 argument for.
 """
 
-from __future__ import annotations
-
 import copy
+import json
 import os
 import shlex
-import warnings
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from zaya_plugin.config.arguments import BATCH_ARGUMENTS, DECIDED_AT_START, OWN_ARGUMENTS, megatron_arguments
+from zaya_plugin.config.arguments import DECIDED_AT_START, OWN_ARGUMENTS, megatron_arguments
 from zaya_plugin.config.blend_entry import parse_blend
+from zaya_plugin.config.messages import require
 from zaya_plugin.config.run_directory import keep_recipe, make_writable
 from zaya_plugin.config.schema import Recipe
 from zaya_plugin.data.ledger import parse_ledger
 from zaya_plugin.data.sources import DataSources, find_sources
-from zaya_plugin.errors import message
 from zaya_plugin.run.rank_plan import rank_environment
 
 SPEC = ("zaya_plugin.spec", "zaya_block")
@@ -54,7 +54,7 @@ def host_arguments(recipe: Recipe, sources: DataSources) -> dict[str, Any]:
     if problems := list(_impossible(recipe)):
         raise ValueError("\n".join(problems))
     values = megatron_arguments(recipe, data_arguments(sources))
-    for name in (*OWN_ARGUMENTS, *BATCH_ARGUMENTS, *DECIDED_AT_START):
+    for name in (*OWN_ARGUMENTS, *DECIDED_AT_START):
         values.pop(name, None)
     return {name: str(value) if isinstance(value, Path) else value for name, value in values.items()}
 
@@ -93,22 +93,33 @@ def _impossible(recipe: Recipe) -> Iterator[str]:
             "parallel.context_parallel_order=zigzag",
         ),
     ):
-        if impossible:
-            problem = f"is not available in {host}; `zaya train` supports it"
-            yield message(key, value, problem=problem, allowed=allowed, fix=fix)
+        problem = f"is not available in {host}; `zaya train` supports it"
+        yield from require(not impossible, key, value, problem=problem, allowed=allowed, fix=fix)
 
 
 def left_out(recipe: Recipe) -> list[str]:
     """Return the keys that the host's own loop ignores, each with its consequence."""
-    notes = {
-        "stage.eval_at_start: validation runs after steps only, and each validation reads further samples": recipe.stage.eval_at_start,
-        "handover.planned_samples: the order of the data is made for this stage alone": recipe.handover.planned_samples,
-        "logger: the host logs; no metrics.jsonl, router statistics or MFU. W&B: --wandb-project and related options": recipe.logger.wandb
-        or recipe.logger.tensorboard,
-        "parallel.nccl_ub: at the host's own end NCCL may report buffers that are still registered": recipe.parallel.nccl_ub,
-        "resume=must: as auto": recipe.resume == "must",
-    }
-    return [note for note, applies in notes.items() if applies]
+    notes = (
+        (
+            recipe.stage.eval_at_start,
+            "stage.eval_at_start: validation runs after steps only, and each validation reads further samples",
+        ),
+        (
+            recipe.handover.planned_samples,
+            "handover.planned_samples: the order of the data is made for this stage alone",
+        ),
+        (
+            recipe.logger.wandb or recipe.logger.tensorboard,
+            "logger: the host logs; no metrics.jsonl, router statistics or MFU. W&B: --wandb-project and related "
+            "options",
+        ),
+        (
+            recipe.parallel.nccl_ub,
+            "parallel.nccl_ub: at the host's own end NCCL may report buffers that are still registered",
+        ),
+        (recipe.resume == "must", "resume=must: as auto"),
+    )
+    return [note for applies, note in notes if applies]
 
 
 def placed(recipe: Recipe) -> Recipe:
@@ -134,14 +145,22 @@ def placed(recipe: Recipe) -> Recipe:
 
 
 def export_megatron(recipe: Recipe) -> Path:
-    """Write megatron.args and recipe.yaml to the run directory and return the path of the former. Imports Megatron."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # about Megatron's fallbacks without Transformer Engine
-        from zaya_plugin.hosts.command_line import command_line
-
+    """Write megatron.args and recipe.yaml to the run directory and return the path of the former."""
     recipe = placed(recipe)
-    lines = [["--spec", *SPEC], *command_line(host_arguments(recipe, find_sources(recipe)))]
+    lines = [["--spec", *SPEC], *_command_line(host_arguments(recipe, find_sources(recipe)))]
     return write(recipe, "megatron.args", "".join(shlex.join(words) + "\n" for words in lines))
+
+
+def _command_line(values: dict[str, Any]) -> list[list[str]]:
+    """Return the words for `values`, by the parser of the installed Megatron."""
+    # ignored: warnings about Megatron's fallbacks without Transformer Engine
+    command = [sys.executable, "-W", "ignore", "-m", "zaya_plugin.hosts.command_line"]
+    done = subprocess.run(command, input=json.dumps(values), stdout=subprocess.PIPE, text=True)
+    answer = done.stdout.strip().rpartition("\n")[2]
+    if done.returncode == 2:
+        raise ValueError(answer)
+    done.check_returncode()
+    return json.loads(answer)
 
 
 def instructions(recipe: Recipe, world_size: int, path: Path) -> str:

@@ -6,15 +6,13 @@ The file holds every value of the recipe, over Primus' generic presets (a plugin
 value that would change the run. No Primus and no Megatron import: the file can be made on any machine.
 """
 
-from __future__ import annotations
-
 import shlex
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from zaya_plugin.config.arguments import BATCH_ARGUMENTS, DECIDED_AT_START, OWN_ARGUMENTS, megatron_arguments
+from zaya_plugin.config.arguments import DECIDED_AT_START, OWN_ARGUMENTS, megatron_arguments
 from zaya_plugin.config.schema import Recipe
 from zaya_plugin.data.sources import find_sources
 from zaya_plugin.errors import mistake
@@ -87,7 +85,7 @@ def experiment(recipe: Recipe, data: dict[str, Any], ranks_here: int, spec: bool
         values["spec"] = list(SPEC)
     else:
         # Top-level keys become arguments, which are saved with checkpoints and compared when one is loaded.
-        values |= {name: values.get(name) for name in (*OWN_ARGUMENTS, *BATCH_ARGUMENTS)}
+        values |= {name: values.get(name) for name in OWN_ARGUMENTS}
         values["stage"] = "zaya_pretrain"
         values["zaya_recipe"] = str(Path(recipe.run_dir) / "recipe.yaml")
     undone = dict(PRESETS_UNDONE)
@@ -143,8 +141,8 @@ def environment(recipe: Recipe, ranks_here: int) -> dict[str, str]:
 def text(recipe: Recipe, document: dict[str, Any]) -> str:
     """Return the text of the file."""
     return (
-        f"# Written by `zaya export primus`: {recipe.name}. Change the recipe and export again; keys that nothing reads are refused.\n"
-        + yaml.safe_dump(document, sort_keys=False, default_flow_style=False, width=1000)
+        f"# Written by `zaya export primus`: {recipe.name}. Change the recipe and export again; keys that nothing "
+        "reads are refused.\n" + yaml.safe_dump(document, sort_keys=False, default_flow_style=False, width=1000)
     )
 
 

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Decides who starts the ranks of a run, how many there are, and their environment. No torch import."""
 
-from __future__ import annotations
-
 import os
 import re
 import shutil
@@ -60,8 +58,8 @@ def make_plan(recipe: Recipe, environ: Mapping[str, str], worker: Sequence[str] 
             recipe.cluster.num_nodes,
             problem="`zaya train` starts ranks on one machine only",
             allowed="1, or an outer launcher on every node",
-            fix="`srun zaya train ...`, or on every node `torchrun --nnodes <n> --nproc-per-node <n> --rdzv-backend c10d "
-            "--rdzv-endpoint <host>:<port> -m zaya_plugin.cli train ...`",
+            fix="`srun zaya train ...`, or on every node `torchrun --nnodes <n> --nproc-per-node <n> --rdzv-backend "
+            "c10d --rdzv-endpoint <host>:<port> -m zaya_plugin.cli train ...`",
         )
     ranks = recipe.nproc if recipe.nproc is not None else recipe.cluster.gpus_per_node
     if ranks < 1:
@@ -99,8 +97,7 @@ def rank_environment(recipe: Recipe, ranks_here: int, environ: Mapping[str, str]
         variables["TORCHDYNAMO_DISABLE"] = (
             "1"  # compiling Megatron's jit_fuser functions takes seconds and saves microseconds here
         )
-    parallel = recipe.parallel
-    ordered = parallel.tensor_model_parallel_size > 1 or parallel.context_parallel_size > 1
+    ordered = recipe.parallel.tensor_model_parallel_size > 1 or recipe.parallel.context_parallel_size > 1
     if recipe.cluster.device == "cuda" and "CUDA_DEVICE_MAX_CONNECTIONS" not in environ:
         # Before Blackwell, Megatron requires one queue where kernels must reach the device in the order of their
         # launches, communication first. In all other cases a kernel that waits in that queue for another stream delays

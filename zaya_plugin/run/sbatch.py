@@ -3,8 +3,6 @@
 import.
 """
 
-from __future__ import annotations
-
 import os
 import shlex
 import subprocess
@@ -38,7 +36,8 @@ def script(recipe: Recipe, commands: Sequence[Sequence[str]]) -> str:
         "#!/bin/bash",
         f"# {recipe.name}: {cluster.num_nodes} nodes of {cluster.gpus_per_node}, written by `zaya slurm`.",
         "# One task for each device: `zaya` reads rank, world size and the first host from srun's variables.",
-        f"# {MINUTES_TO_SAVE} minutes before its time limit the job gets SIGTERM, saves and leaves; submit this again to resume.",
+        f"# {MINUTES_TO_SAVE} minutes before its time limit the job gets SIGTERM, saves and leaves; submit this again "
+        "to resume.",
         *(f"#SBATCH {option}" for option in options),
         "",
         "set -euo pipefail",
@@ -78,11 +77,8 @@ def check_slurm(recipe: Recipe) -> None:
             raise mistake("cluster.sbatch", option, problem="is no option", allowed=allowed)
 
 
-def submit(recipe: Recipe, commands: Sequence[Sequence[str]], executor_cluster: str | None = None) -> str:
+def submit(recipe: Recipe, commands: Sequence[Sequence[str]]) -> str:
     """Submit through submitit and return the job's id; every task runs `commands` as `zaya` would.
-
-    Args:
-        executor_cluster: submitit's `cluster`: None finds SLURM, "debug" runs in this process.
 
     Raises:
         ValueError: submitit is not installed.
@@ -93,7 +89,7 @@ def submit(recipe: Recipe, commands: Sequence[Sequence[str]], executor_cluster: 
         fix = "pip install submitit, or submit the script with sbatch"
         raise mistake("--submitit", problem="the package submitit is not installed", fix=fix) from missing
     cluster = recipe.cluster
-    executor = submitit.AutoExecutor(folder=Path(recipe.run_dir) / "submitit" / "%j", cluster=executor_cluster)
+    executor = submitit.AutoExecutor(folder=Path(recipe.run_dir) / "submitit" / "%j")
     options = dict(item.lstrip("-").replace("-", "_").partition("=")[::2] for item in cluster.sbatch if "=" in item)
     devices = {"gpus_per_node": cluster.gpus_per_node} if cluster.device == "cuda" else {}
     slurm = {"exclusive": True, "requeue": True, "signal": f"TERM@{60 * MINUTES_TO_SAVE}", **options}
@@ -104,18 +100,11 @@ def submit(recipe: Recipe, commands: Sequence[Sequence[str]], executor_cluster: 
         slurm_additional_parameters=slurm,
         **devices,
     )
-    task = Task([list(command) for command in commands], job_environment(recipe))
-    return str(executor.submit(task).job_id)
+    job = executor.submit(run_commands, [list(command) for command in commands], job_environment(recipe))
+    return str(job.job_id)
 
 
-class Task:
-    """One task of a submitit job, which pickles it: runs the commands and returns the exit code of the first failure."""
-
-    def __init__(self, commands: list[list[str]], variables: dict[str, str]):
-        self.commands, self.variables = commands, variables
-
-    def __call__(self) -> int:
-        for command in self.commands:
-            if code := subprocess.run(command, env={**os.environ, **self.variables}).returncode:
-                return code
-        return 0
+def run_commands(commands: list[list[str]], variables: dict[str, str]) -> int:
+    """Run the commands of one task of a submitit job and return the exit code of the first that fails, or 0."""
+    codes = (subprocess.run(command, env={**os.environ, **variables}).returncode for command in commands)
+    return next((code for code in codes if code), 0)

@@ -12,13 +12,13 @@ import os
 from collections.abc import Collection
 from pathlib import Path
 
-from zaya_plugin.config.arguments import BATCH_ARGUMENTS, OWN_ARGUMENTS
+from zaya_plugin.config.arguments import OWN_ARGUMENTS
 from zaya_plugin.config.schema import Recipe
 from zaya_plugin.errors import message, mistake
 
 # Keys of ours in an experiment.
 RECIPE_KEY, TOLERATED_KEY = "zaya_recipe", "zaya_tolerated_patches"
-OUR_KEYS = frozenset({RECIPE_KEY, TOLERATED_KEY, "stage", "spec", *OWN_ARGUMENTS, *BATCH_ARGUMENTS})
+OUR_KEYS = frozenset({RECIPE_KEY, TOLERATED_KEY, "stage", "spec", *OWN_ARGUMENTS})
 # Keys that Primus adds itself.
 ADDED_BY_PRIMUS = frozenset({"model", "rank", "world_size", "local_rank"})
 

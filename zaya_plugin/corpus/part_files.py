@@ -23,9 +23,9 @@ from multiprocessing.connection import wait
 
 import numpy as np
 
+from zaya_plugin.config.whole_file import write_whole
 from zaya_plugin.corpus.blocks import Block, BlockReader, Format, Position, Rejected, documents
 from zaya_plugin.corpus.chunk_encoder import ChunkEncoder
-from zaya_plugin.corpus.workspace import write_whole
 from zaya_plugin.data.tokenizer import open_tokenizer
 from zaya_plugin.errors import mistake
 
@@ -87,7 +87,9 @@ def split_names(valid_fraction: float) -> tuple[str, ...]:
 
 
 def split_of(text: str, valid_fraction: float) -> str:
-    """Return the split of a document, from its text alone: stable when documents are added, and copies share a split."""
+    """Return the split of a document, from its text alone: stable when documents are added, and copies share a
+    split.
+    """
     if not valid_fraction:
         return "text"
     number = int.from_bytes(blake2b(text.encode("utf-8"), digest_size=8).digest(), "little")
@@ -127,7 +129,9 @@ def tokenise(reader: BlockReader, job: Job, directory: str, workers: int) -> Ite
 
 
 def _plan(reader: BlockReader, directory: str) -> Iterator[tuple[str, Block | None, Position | None, Part | None]]:
-    """Yield for every part in order its path, and either the block to tokenise and where it ends, or the finished part."""
+    """Yield for every part in order its path, and either the block to tokenise and where it ends, or the
+    finished part.
+    """
     at, number = Position(), 0
     while True:
         path = os.path.join(directory, f"{number:07d}.part")

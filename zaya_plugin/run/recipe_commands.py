@@ -3,21 +3,25 @@
 share. No torch import.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 from collections.abc import Sequence
 from pathlib import Path
 
+from zaya_plugin.config.compose import compose, open_overrides
+from zaya_plugin.config.validate import validate
 from zaya_plugin.errors import mistake
+from zaya_plugin.run import megatron_export, primus_export, sbatch
+from zaya_plugin.run.curriculum import compose_curriculum
+from zaya_plugin.run.curriculum_run import describe, run_curriculum
 
 CURRICULUM = """\
 Runs the stages of a curriculum one after the other.
 
-The experiment lists its stages in curriculum.stages; each is an experiment of its own and runs in <run_dir>/<stage> as `zaya train`
-would. It starts from the weights, the optimizer state and the place in the data at which the previous stage ended, with its own context,
-RoPE base, layout, batch and schedule. Finished stages are skipped: after a kill give the same command again.
+The experiment lists its stages in curriculum.stages; each is an experiment of its own and runs in <run_dir>/<stage>
+as `zaya train` would. It starts from the weights, the optimizer state and the place in the data at which the previous
+stage ended, with its own context, RoPE base, layout, batch and schedule. Finished stages are skipped: after a kill
+give the same command again.
 <stage>:key=value sets a key for one stage, key=value for all."""
 CURRICULUM_EXAMPLES = """\
 examples:
@@ -33,20 +37,23 @@ Exit codes: 0 all stages done, 2 a mistake in a recipe, else that of the stage t
 SLURM = """\
 Prints a batch script for SLURM, or submits the job.
 
-The script sets the cluster's environment and starts with srun one `zaya train` (or one `zaya curriculum --only` for each stage) for each
-device. It resumes from the last checkpoint, so the same script is submitted again after a time limit. Options of sbatch follow `--`."""
+The script sets the cluster's environment and starts with srun one `zaya train` (or one `zaya curriculum --only` for
+each stage) for each device. It resumes from the last checkpoint, so the same script is submitted again after a time
+limit. Options of sbatch follow `--`."""
 SLURM_EXAMPLES = """\
 examples:
-  zaya slurm experiment=zaya1_base cluster=mi300x_128x8 data.path=data/web -- --partition=mi300x --time=2-00:00:00 > run.sbatch
+  zaya slurm experiment=zaya1_base cluster=mi300x_128x8 data.path=data/web -- --partition=mi300x --time=2-00:00:00 \\
+      > run.sbatch
   zaya slurm --curriculum experiment=zaya1_base cluster=mi300x_128x8 data.path=data/web > zaya1.sbatch
   zaya slurm --submitit experiment=zaya1_base cluster=mi300x_8 data.path=data/web"""
 
 EXPORT = """\
 Writes a recipe in the form of another host (docs/hosts.md).
 
-megatron writes <run_dir>/megatron.args, the words for Megatron-LM's own pretrain_gpt.py; it asks the parser of the installed Megatron, so use
-the host's Python. primus writes <run_dir>/primus.yaml, an experiment for primus-cli. recipe.yaml is written beside each; the plugin reads
-it when the host has started. Settings that the host ignores are printed; settings that it cannot carry out are errors."""
+megatron writes <run_dir>/megatron.args, the words for Megatron-LM's own pretrain_gpt.py; it asks the parser of the
+installed Megatron, so use the host's Python. primus writes <run_dir>/primus.yaml, an experiment for primus-cli.
+recipe.yaml is written beside each; the plugin reads it when the host has started. Settings that the host ignores are
+printed; settings that it cannot carry out are errors."""
 EXPORT_EXAMPLES = """\
 examples:
   zaya export megatron experiment=cpu_demo run_dir=runs/guest
@@ -85,8 +92,6 @@ class Parser(argparse.ArgumentParser):
             if not os.path.isdir(folder):
                 raise mistake("--config-dir", folder, problem="no such directory", allowed="a folder with recipes")
             options.overrides.append(f"hydra.searchpath=[file://{Path(folder).resolve()}]")
-        from zaya_plugin.config.compose import open_overrides
-
         options.overrides = open_overrides(options.overrides)
         return options
 
@@ -103,9 +108,6 @@ def _override(word: str) -> str:
 
 def curriculum(argv: list[str]) -> int:
     """Run `zaya curriculum` and return its exit code; raises ValueError for a user's mistake."""
-    from zaya_plugin.run.curriculum import compose_curriculum
-    from zaya_plugin.run.curriculum_run import describe, run_curriculum
-
     parser = Parser("curriculum", CURRICULUM, CURRICULUM_EXAMPLES)
     parser.add_argument(
         "--only", metavar="STAGE", help="run this stage alone, also in ranks that torchrun or srun has started"
@@ -122,11 +124,6 @@ def curriculum(argv: list[str]) -> int:
 
 def slurm(argv: list[str]) -> int:
     """Run `zaya slurm` and return its exit code; raises ValueError for a user's mistake."""
-    from zaya_plugin.config.compose import compose
-    from zaya_plugin.config.validate import validate
-    from zaya_plugin.run import sbatch
-    from zaya_plugin.run.curriculum import compose_curriculum
-
     parser = Parser("slurm", SLURM, SLURM_EXAMPLES)
     parser.add_argument("--curriculum", action="store_true", help="the script runs all stages of a curriculum")
     parser.add_argument(
@@ -157,11 +154,6 @@ def slurm(argv: list[str]) -> int:
 
 def export(argv: list[str]) -> int:
     """Run `zaya export` and return its exit code; raises ValueError for a user's mistake."""
-    from zaya_plugin.config.compose import compose
-    from zaya_plugin.config.validate import validate
-    from zaya_plugin.run import megatron_export, primus_export
-    from zaya_plugin.run.curriculum import compose_curriculum
-
     parser = Parser("export", EXPORT, EXPORT_EXAMPLES)
     parser.add_argument("host", choices=("megatron", "primus"), help="the host that the files are for")
     parser.add_argument(

@@ -14,12 +14,12 @@ import pytest
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="prctl(2) is Linux's")
 
 CHILD = (
-    "import time; from zaya_plugin.hosts.parent_death import follow_rank; follow_rank(); print('up', flush=True); "
+    "import time; from zaya_plugin.parent_death import follow_rank; follow_rank(); print('up', flush=True); "
     "time.sleep(60)"
 )
 RANK = f"""
 import subprocess, sys, time
-from zaya_plugin.hosts.parent_death import adopt_children
+from zaya_plugin.parent_death import adopt_children
 adopt_children()
 child = subprocess.Popen([sys.executable, "-c", {CHILD!r}], stdout=subprocess.PIPE, text=True)
 print(child.stdout.readline().strip(), child.pid, flush=True)
@@ -30,7 +30,7 @@ time.sleep(60)
 # What Megatron's checkpoint writer starts: a manager, whose process imports the rank's main module first.
 WITH_MANAGER = """
 import multiprocessing, time
-from zaya_plugin.hosts.parent_death import adopt_children, follow_rank
+from zaya_plugin.parent_death import adopt_children, follow_rank
 if __name__ == "__mp_main__" and {follows}:
     follow_rank()
 if __name__ == "__main__":
@@ -59,7 +59,7 @@ def ended(pid: int, patience: float) -> bool:
 
 
 def killed(*command: str) -> int:
-    """Starts a rank, kills it once it has said "up", and returns the number of its child."""
+    """Start a rank, kill it after it has printed "up", and return the process id of its child."""
     rank = subprocess.Popen([sys.executable, *command], stdout=subprocess.PIPE, text=True)
     word, pid = rank.stdout.readline().split()
     assert word == "up" and alive(int(pid))
@@ -74,7 +74,7 @@ def test_a_spawned_process_ends_with_a_rank_that_is_killed():
 
 @pytest.mark.parametrize("follows", [True, False])
 def test_a_manager_ends_with_a_rank_that_is_killed(tmp_path, follows):
-    """Without being told to it stays."""
+    """Without follow_rank() the manager stays."""
     (tmp_path / "rank.py").write_text(WITH_MANAGER.format(follows=follows))
     pid = killed(str(tmp_path / "rank.py"))
     try:

@@ -6,8 +6,6 @@ Megatron collects what its checkpoint writers wrote through a `multiprocessing` 
 rank. It waits for requests for ever, also after the rank was killed (out of memory, a failed node agent, `kill -9`).
 """
 
-from __future__ import annotations
-
 import ctypes
 import os
 import signal
