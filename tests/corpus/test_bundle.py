@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-from zaya_plugin.corpus import bundle, pack
+from zaya_plugin.corpus import bin_writer, bundle, pack
 from zaya_plugin.corpus.bin_writer import BinWriter
 from zaya_plugin.data.prepared import check_dataset, load_manifest
 
@@ -37,22 +37,25 @@ def test_documents_of_all_shards_in_order(shards, tmp_path, read_tokens, capsys)
     assert sorted(os.listdir(tmp_path)) == ["out"]
 
 
-def test_interrupted_bundle_ends_with_the_same_bytes(shards, tmp_path, contents, monkeypatch, capsys):
+def test_interrupted_bundle_continues_with_the_same_bytes(shards, tmp_path, contents, monkeypatch, capsys):
     assert bundle.main([*shards, "--output", str(tmp_path / "whole"), "--quiet"]) == 0
+    monkeypatch.setattr(bin_writer, "SYNCED_BYTES", 2000)
     monkeypatch.setattr(bundle, "COPIED_TOKENS", 1000)
-    calls, write = [], BinWriter.write
+    calls, record = [], BinWriter.record
 
-    def interrupt(self, tokens):
-        write(self, tokens)
-        calls.append(self.tokens)
+    def interrupt(self):
+        record(self)
+        calls.append(self.on_disk)
         if len(calls) == 7:
+            self.out.write(b"beyond the record")
+            self.out.flush()
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(BinWriter, "write", interrupt)
+    monkeypatch.setattr(BinWriter, "record", interrupt)
     assert bundle.main([*shards, "--output", str(tmp_path / "out"), "--quiet"]) == 130
-    assert "the same command starts anew" in capsys.readouterr().err and not (tmp_path / "out").exists()
+    assert "the same command continues" in capsys.readouterr().err and not (tmp_path / "out").exists()
     assert bundle.main([*shards, "--output", str(tmp_path / "out"), "--quiet"]) == 0
-    assert len(calls) > 8 and calls[6] > calls[7] > 0
+    assert len(calls) > 8 and calls[7] > calls[6] > 0
     assert contents(tmp_path / "out") == contents(tmp_path / "whole")
 
 

@@ -27,8 +27,7 @@ COPIED_TOKENS = 4_000_000  # at a time
 
 DESCRIPTION = """\
 Join datasets that were prepared with the same tokenizer into one, documents in the given order, and print how many
-random reads a planned run asks of the storage, before and after packing. After an interruption give the same command
-again: it starts anew.
+random reads a planned run asks of the storage, before and after packing. The same command continues an interrupted run.
 """
 EXAMPLES = """\
 examples:

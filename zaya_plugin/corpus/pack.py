@@ -2,10 +2,9 @@
 """`zaya data pack`: put the whole documents of a prepared dataset into bins, one bin a training sample.
 
 The result is an indexed dataset whose documents are the bins, each of exactly `sequence_length` tokens: documents ended
-by
-the end-of-document token, then more of these as filling. Megatron's own sampling joins documents and cuts at multiples
-of the
-sequence length; here it draws exactly one bin a sample, in any host.
+by the end-of-document token, then more of these as filling. Megatron's own sampling joins documents and cuts at
+multiples of the sequence length; here it draws exactly one bin a sample, in any host. The content of every bin is
+decided before the first byte is written, so that writing can stop and continue anywhere.
 """
 
 import argparse
@@ -64,7 +63,7 @@ Pack whole documents of a prepared dataset into bins of --sequence-length tokens
 sample.
 
 Train on the result with data.packing=documents, which keeps the documents of a bin apart; ends of documents and filling
-are left out of the loss. After an interruption give the same command again: it starts anew.
+are left out of the loss. The same command continues an interrupted run.
 """
 EXAMPLES = """\
 examples:
@@ -301,7 +300,7 @@ def write_bins(
     vocab_size: int,
     window: int = WINDOW,
 ) -> SplitRecord:
-    """Write `<target>.bin` and `.idx`.
+    """Write and sync `<target>.bin` and `.idx`.
 
     Args:
         counts: filled in, see COUNTS.

@@ -11,6 +11,7 @@ and a finished dataset of the same plan is taken as it is.
 """
 
 import fcntl
+import glob
 import json
 import os
 import shutil
@@ -178,17 +179,25 @@ class Workspace:
             shutil.rmtree(directory, ignore_errors=True)
         shutil.rmtree(self.partial, ignore_errors=True)
 
+    def _progress(self) -> list[str]:
+        return glob.glob(os.path.join(glob.escape(self.final), "*.progress.json"))
+
     def has_work(self) -> bool:
         """Return whether dropping an unfinished run would lose finished work."""
-        return os.path.isdir(self.tokenizer) or bool(os.path.isdir(self.parts) and os.listdir(self.parts))
+        parts = os.path.isdir(self.parts) and os.listdir(self.parts)
+        return bool(os.path.isdir(self.tokenizer) or parts or self._progress())
 
     def drop_work(self) -> None:
         """Remove finished work, so that a command with other arguments needs no --overwrite."""
         shutil.rmtree(self.parts, ignore_errors=True)
         shutil.rmtree(self.tokenizer, ignore_errors=True)
+        for path in self._progress():
+            os.unlink(path)
 
     def publish(self) -> None:
         """Give the whole dataset in `final` its name, in place of an older one, and remove the other files."""
+        for path in self._progress():
+            os.unlink(path)
         for folder, _, files in os.walk(self.final):
             for name in files:
                 _sync(os.path.join(folder, name))
