@@ -22,6 +22,7 @@ from __future__ import annotations
 import argparse
 import ast
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -56,8 +57,10 @@ def definition(read: Read, symbol: str, seen: frozenset[str] = frozenset()) -> t
     for node in reversed([*top_level(ast.parse(text).body)]):  # the last definition wins
         if isinstance(node, (*FUNCTIONS, ast.ClassDef)) and node.name == name:
             return path, node
-        if isinstance(node, ast.Assign) and any(isinstance(t, ast.Name) and t.id == name for t in node.targets):
-            return path, node
+        if isinstance(node, (ast.Assign, ast.AnnAssign)) and node.value is not None:
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            if any(isinstance(each, ast.Name) and each.id == name for each in targets):
+                return path, node
         if isinstance(node, ast.ImportFrom):
             for each in node.names:
                 if each.name == "*" or (each.asname or each.name) == name:
@@ -98,7 +101,7 @@ def top_level(body: list[ast.stmt]) -> Iterator[ast.stmt]:
             yield from top_level(getattr(node, "orelse", []))
 
 
-def record(node: ast.AST, path: str, methods: tuple[str, ...]) -> dict:
+def record(node: ast.AST, path: str, methods: tuple[str, ...], doc: str | None) -> dict:
     """Return the data of a definition."""
     place = {"file": path, "line": node.lineno}
     if isinstance(node, ast.ClassDef):
@@ -108,19 +111,21 @@ def record(node: ast.AST, path: str, methods: tuple[str, ...]) -> dict:
             **place,
             "bases": [ast.unparse(base) for base in node.bases],
             "decorators": [ast.unparse(each) for each in node.decorator_list],
-            "methods": {name: function(defined[name]) for name in methods if name in defined},
+            "methods": {name: function(defined[name], doc) for name in methods if name in defined},
         }
-    if isinstance(node, ast.Assign):
+    if isinstance(node, (ast.Assign, ast.AnnAssign)):
         return {"kind": "value", **place, "value": ast.unparse(node.value)}
-    return {"kind": "function", **place, **function(node)}
+    return {"kind": "function", **place, **function(node, doc)}
 
 
-def function(node: ast.FunctionDef | ast.AsyncFunctionDef) -> dict:
-    """Return parameters, decorators and return statements of a function."""
+def function(node: ast.FunctionDef | ast.AsyncFunctionDef, doc: str | None) -> dict:
+    """Return parameters, decorators and return statements of a function, and the lines of its docstring with `doc`."""
+    lines = [line.strip() for line in (ast.get_docstring(node) or "").splitlines()]
     return {
         "decorators": [ast.unparse(each) for each in node.decorator_list],
         "parameters": [*parameters(node.args)],
         "returns": [returned(each) for each in returns(node)],
+        **({} if doc is None else {"doc": [line for line in lines if re.search(doc, line)]}),
     }
 
 
@@ -213,6 +218,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument(
         "--methods", nargs="+", default=METHODS, metavar="NAME", help=f"of classes; default: {' '.join(METHODS)}"
     )
+    parser.add_argument("--doc", metavar="REGEX", help="record the lines of docstrings that match")
     parser.add_argument("--version", help="default: the tag (--rev v1.2, or the tag of HEAD), or the wheel's METADATA")
     parser.add_argument(
         "--absent", action="store_true", help="record null for a symbol that this version does not have, not an error"
@@ -236,7 +242,7 @@ def main(arguments: list[str] | None = None) -> int:
         "commit": commit,
         "made_by": "tools/record_signatures.py",
         "symbols": {
-            symbol: None if place is None else record(place[1], place[0], tuple(options.methods))
+            symbol: None if place is None else record(place[1], place[0], tuple(options.methods), options.doc)
             for symbol, place in found.items()
         },
     }

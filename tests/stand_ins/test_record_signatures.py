@@ -14,10 +14,14 @@ FILES = {
     "pack/inner/__init__.py": "from .norms import norm as rms_norm, _Norm\nfrom .. import missing\n",
     "pack/inner/norms.py": """
 import torch
-LIMIT = 3 * 2
+LIMIT: int = 3 * 2
 if LIMIT:
     @compiled("norm")
     def norm(x, /, weight: "Tensor", eps=1e-5, *rest, window=(-1, -1, 0), **words):
+        '''Normalize.
+
+        x: (rows, columns)
+        '''
         def hidden():
             return 1, 2, 3
         if eps:
@@ -72,9 +76,11 @@ def test_parameters_returns_and_classes(package):
     assert limit["value"] == "3 * 2"
 
 
-def test_what_is_absent_and_which_methods(package):
+def test_what_is_absent_which_methods_and_lines_of_docstrings(package):
     assert "pack.gone" in recorded(package, "--version", "1", "--symbols", "pack.gone", fails=True)
     assert "--version" in recorded(package, "--symbols", "pack.inner.norms.norm", fails=True)
+    norm = recorded(package, "--version", "1", "--symbols", "pack.rms_norm", "--doc", "[(]rows")
+    assert norm["symbols"]["pack.rms_norm"]["doc"] == ["x: (rows, columns)"]
     symbols = ("--symbols", "pack.gone", "pack.inner._Norm", "--methods", "other")
     data = recorded(package, "--version", "1", "--absent", *symbols)["symbols"]
     assert data["pack.gone"] is None and [*data["pack.inner._Norm"]["methods"]] == ["other"]
