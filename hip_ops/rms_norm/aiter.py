@@ -6,8 +6,9 @@ leaves the sum outside of the graph, in every release that was read. So only the
 compute the sum, the norm, and the gradients through the norm; the gradients that reach the inputs past the norm are
 added here. ZAYA's merge has no kernel in AITER and is computed by torch.
 
-`fits` holds calls to the path that the self-check runs: an fp32 stream, because the kernel takes the statistics before
-it rounds the sum, and rows that one program keeps whole.
+`fits` holds calls to what the self-check runs: rows that one program keeps whole, and an fp32 stream. With a bf16 one
+the gradient through the norm is rounded before the other is added, and the statistics of an fp32 x are of the sum
+before it is rounded.
 """
 
 from __future__ import annotations

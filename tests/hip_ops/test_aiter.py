@@ -131,6 +131,15 @@ def test_norms_against_fp64(install, case):
     check(of_module(norm), case)
 
 
+def test_a_gradient_that_two_inputs_share_is_returned_once(install):
+    install(NEWEST)
+    dy, stream, rstd = torch.ones(2, 4), torch.randn(2, 4), torch.ones(2, 1)
+    shared, empty, _ = norm.add_rms_norm_backward(dy, None, stream, rstd, torch.ones(4), torch.float32)
+    assert shared.shape == (2, 4) and (empty.shape, empty.dtype) == ((0,), torch.float32)
+    shared, d_x, _ = norm.add_rms_norm_backward(dy, None, stream, rstd, torch.ones(4), torch.bfloat16)
+    assert torch.equal(d_x, shared.bfloat16())
+
+
 @pytest.mark.parametrize("flag", [False, True])
 @pytest.mark.parametrize(
     "case",
