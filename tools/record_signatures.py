@@ -170,6 +170,7 @@ def returned(node: ast.Return) -> dict:
     single = value is None or isinstance(value, ast.Constant)
     return {
         "line": node.lineno,
+        **({"source": ast.unparse(value)} if value is not None and len(ast.unparse(value)) <= 60 else {}),
         "values": len(values) if known or single else None,
         "none": [place for place, each in enumerate(values) if is_none(each)],
     }

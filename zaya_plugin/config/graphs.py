@@ -15,7 +15,6 @@ from zaya_plugin.errors import message
 REQUIRED = (
     ("cluster.device", "cuda", "a CPU has no graphs"),
     ("cluster.dtype", "bf16", "on a GPU, grouped GEMMs of other types synchronise with the host"),
-    ("cluster.transformer_impl", "local", "Transformer Engine's grouped GEMM synchronises with the host"),
     (
         "parallel.use_distributed_optimizer",
         True,

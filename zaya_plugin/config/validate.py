@@ -20,14 +20,9 @@ from zaya_plugin.config.schema import RECOMPUTE_MODULES, Recipe, get, leaves, me
 from zaya_plugin.errors import as_typed, message
 
 CPU_VERSIONS = ("auto", "reference", "hip", "grouped_mm")  # hip: built by g++, to verify the kernels
-TRANSFORMER_ENGINE = "cluster.transformer_impl=transformer_engine"
 
 # (key, value): the keys that must then have one value, that value, and why.
 EXCLUSIONS = {
-    ("cluster.transformer_impl", "transformer_engine"): (
-        ("cluster.core_attention", "sdpa", "Transformer Engine has its own attention"),
-        ("data.packing", "none", "Transformer Engine's attention does not separate documents"),
-    ),
     ("cluster.device", "cpu"): (
         ("cluster.core_attention", "sdpa", "this attention requires an accelerator"),
         ("cluster.distributed_backend", "gloo", "NCCL requires an accelerator"),
@@ -37,6 +32,9 @@ EXCLUSIONS = {
     ),
     ("cluster.device", "cuda"): (
         ("cluster.distributed_backend", "nccl", "tensors of an accelerator are sent by NCCL or RCCL"),
+    ),
+    ("cluster.core_attention", "cudnn"): (
+        ("cluster.deterministic", False, "cuDNN's backward pass is not deterministic"),
     ),
     ("cluster.dtype", "fp32"): (("cluster.core_attention", "sdpa", "this attention requires bf16"),),
     ("cluster.deterministic", True): (
@@ -216,14 +214,6 @@ def _context_parallel(recipe: Recipe) -> Iterator[str]:
             problem=f"{cut}, and the convolutions read two tokens of the chunk before",
             allowed=f"at least {2 * chunks}",
             fix=f"stage.seq_length={2 * chunks}",
-        )
-    if recipe.cluster.transformer_impl == "transformer_engine":
-        yield from must_be(
-            recipe,
-            "parallel.context_parallel_order",
-            "zigzag",
-            TRANSFORMER_ENGINE,
-            "Transformer Engine's attention supports zigzag order only",
         )
 
 
@@ -441,13 +431,6 @@ def _recompute(recipe: Recipe, world_size: int) -> Iterator[str]:
             condition,
             "to recompute permute, rows of other ranks would be sent again",
         )
-        yield from must_be(
-            recipe,
-            "cluster.transformer_impl",
-            "local",
-            condition,
-            "Transformer Engine's experts keep the rows that permute would recompute",
-        )
 
 
 def _kernels(recipe: Recipe, world_size: int) -> Iterator[str]:
@@ -479,9 +462,6 @@ def _kernels(recipe: Recipe, world_size: int) -> Iterator[str]:
                 text = f"{', '.join(allowed)} with cluster.device=cpu"
                 yield message(key, version, problem="requires an accelerator", allowed=text, fix=fix)
                 continue
-        if operator == "grouped_product" and cluster.transformer_impl == "transformer_engine":
-            why = "Transformer Engine computes the experts, not grouped_product"
-            yield message(key, version, problem=why, allowed=f"auto with {TRANSFORMER_ENGINE}", fix=fix)
         dtype_key, dtype = "cluster.dtype", cluster.dtype
         if operator == "newton_schulz":  # not called without Muon
             dtype_key, dtype = "optim.muon_dtype", recipe.optim.muon_dtype if _uses_muon(recipe) else None
