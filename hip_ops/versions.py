@@ -9,12 +9,12 @@ reference.py. `compiled` is torch.compile of the reference and needs no file. Ev
 from hip_ops.runtime.errors import mistake
 
 VERSIONS = {
-    "rms_norm": ("hip", "triton", "compiled"),
+    "rms_norm": ("hip", "triton", "compiled", "aiter"),
     "cca_prologue": ("hip", "triton", "compiled"),
     "router_mlp": ("triton", "compiled"),
     "expert_permutation": ("hip", "triton", "compiled"),
     "weighted_swiglu": ("hip", "triton", "compiled"),
-    "grouped_product": ("quack", "triton", "grouped_mm"),
+    "grouped_product": ("quack", "triton", "grouped_mm", "aiter"),
     "newton_schulz": ("hip", "quack", "triton"),
     "muon": ("hip", "triton"),
     "linear_cross_entropy": ("hip", "triton", "compiled"),
@@ -25,9 +25,12 @@ VERSIONS = {
 NO_FP32 = {
     "cca_prologue": ("hip",),
     "router_mlp": ("triton",),
-    "grouped_product": ("quack", "triton", "grouped_mm"),
+    "grouped_product": ("quack", "triton", "grouped_mm", "aiter"),
     "newton_schulz": ("hip", "quack", "triton"),
 }
+# Versions that this project has run on no device. Only a request by name takes them; one that fails its self-check is
+# skipped with a warning there too, because the request could not know it.
+NOT_RUN = ("aiter",)
 KERNELS = ("auto", "hip", "triton", "compiled", "reference")  # what can be requested for all operators
 
 

@@ -7,23 +7,30 @@ a_e^T b_e for every expert, added in place to fp32 blocks such as Megatron's mai
 registers gradients: autograd functions such as zaya_plugin.model.experts.ExpertMLP call them in both directions.
 
 Versions, best first: quack on Hopper (faster than Triton in 19 of 21 measured products,
-benchmarks/results/quack_tiles-h200.json), Triton, torch's grouped_mm. The reference, which takes all dtypes and
-strides, loops over the experts.
+benchmarks/results/quack_tiles-h200.json), Triton, torch's grouped_mm; AITER by name only. The reference, which takes
+all dtypes and strides, loops over the experts.
 """
 
 from __future__ import annotations
 
+import functools
+
 import torch
 from torch import Tensor
 
-from hip_ops.grouped_product import grouped_mm, reference
+from hip_ops.grouped_product import aiter, grouped_mm, reference
+from hip_ops.runtime import aiter as runtime_aiter
 from hip_ops.runtime.operator import Operator
 from hip_ops.runtime.quack_tiles import available
 from hip_ops.runtime.self_check import worst
 
 HALF = (torch.bfloat16, torch.float16)
 ALIGNMENT = 16  # bytes; alignment of addresses and strides that TMA requires
-AVAILABLE = {"quack": available, "grouped_mm": grouped_mm.available}
+AVAILABLE = {
+    "quack": available,
+    "grouped_mm": grouped_mm.available,
+    "aiter": functools.partial(runtime_aiter.available, first=aiter.FIRST),
+}
 
 
 def _aligned(*tensors: Tensor) -> bool:
@@ -94,6 +101,7 @@ _rows = Operator(
         "grouped_mm": lambda x, matrices, offsets: (
             x.dtype in grouped_mm.DTYPES[x.device.type] and _aligned(x, matrices)
         ),
+        "aiter": aiter.fits_rows,
     },
 )
 _outer = Operator(
@@ -116,6 +124,7 @@ _outer = Operator(
         "quack": lambda out, a, b, *_: a.dtype == torch.bfloat16 and out.stride(2) == 1 and _aligned(out, a, b),
         "triton": lambda out, a, *_: a.dtype in HALF and out.stride(2) == 1,
         "grouped_mm": lambda out, a, b, *_: a.dtype in grouped_mm.DTYPES[a.device.type] and _aligned(a, b),
+        "aiter": aiter.fits_outer,
     },
 )
 

@@ -9,10 +9,13 @@ fuses their formulas on an accelerator.
 
 from __future__ import annotations
 
+import functools
+
 import torch
 from torch import Tensor
 
-from hip_ops.rms_norm import reference
+from hip_ops.rms_norm import aiter, reference
+from hip_ops.runtime.aiter import available
 from hip_ops.runtime.compiled import formula
 from hip_ops.runtime.operator import Operator
 
@@ -23,6 +26,14 @@ affine_rms_norm = formula(reference.affine_rms_norm)
 
 # A program keeps a row in its registers.
 FITS = {"triton": lambda rows, *_: rows.shape[-1] <= 32768}
+AVAILABLE = {"aiter": functools.partial(available, first=aiter.FIRST)}
+
+
+def _fits(stream: int) -> dict:
+    """Makes `fits`. stream: the place of the stream among the arguments."""
+    return FITS | {"aiter": lambda *arguments: aiter.fits(arguments[stream])}
+
+
 VECTORS = """
     output_bias       [h]         =weight
     output_scale      [h]         =weight
@@ -67,7 +78,8 @@ _add = Operator(
     """,
     gives=RESULTS,
     example=_example(scaled=False, backward=False),
-    fits=FITS,
+    fits=_fits(1),
+    available=AVAILABLE,
 )
 _scaled = Operator(
     reference.scaled_residual_rms_norm,
@@ -78,7 +90,8 @@ _scaled = Operator(
     + VECTORS,
     gives=RESULTS,
     example=_example(scaled=True, backward=False),
-    fits=FITS,
+    fits=_fits(1),
+    available=AVAILABLE,
 )
 
 
@@ -88,7 +101,11 @@ def _add_backward_fake(dy, d_new_residual, new_residual, rstd, weight, x_dtype):
 
 
 _add_backward = Operator(
-    reference.add_rms_norm_backward, fake=_add_backward_fake, example=_example(scaled=False, backward=True), fits=FITS
+    reference.add_rms_norm_backward,
+    fake=_add_backward_fake,
+    example=_example(scaled=False, backward=True),
+    fits=_fits(2),
+    available=AVAILABLE,
 )
 _scaled_backward = Operator(
     reference.scaled_residual_rms_norm_backward,
@@ -102,7 +119,8 @@ _scaled_backward = Operator(
         d_weight          like weight
     """,
     example=_example(scaled=True, backward=True),
-    fits=FITS,
+    fits=_fits(3),
+    available=AVAILABLE,
 )
 
 

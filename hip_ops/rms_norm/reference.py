@@ -120,17 +120,31 @@ def scaled_residual_rms_norm_backward(
     output, residual = output.contiguous(), residual.contiguous()
     new_residual = scale_residual(output, residual, output_bias, output_scale, residual_bias, residual_scale)
     total, d_weight = _through_norm(dy, d_new_residual, new_residual, rstd, weight)
+    vectors = (output_bias, output_scale, residual_bias, residual_scale)
+    return *merge_gradients(total, output, residual, *vectors), d_weight
+
+
+def merge_gradients(
+    total: Tensor,
+    output: Tensor,
+    residual: Tensor,
+    output_bias: Tensor,
+    output_scale: Tensor,
+    residual_bias: Tensor,
+    residual_scale: Tensor,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of output, residual and the four vectors from `total`, that of new_residual in the compute dtype."""
     compute = total.dtype
     b_o, s_o, b_x, s_x = (v.to(compute) for v in (output_bias, output_scale, residual_bias, residual_scale))
-    d_shift = total.sum_to_size(weight.shape)
+    d_shift = total.sum_to_size(output_bias.shape)
     vectors = (
         d_shift * s_o,
-        (total * output.to(compute)).sum_to_size(weight.shape) + d_shift * b_o,
+        (total * output.to(compute)).sum_to_size(output_bias.shape) + d_shift * b_o,
         d_shift * s_x,
-        (total * residual.to(compute)).sum_to_size(weight.shape) + d_shift * b_x,
+        (total * residual.to(compute)).sum_to_size(output_bias.shape) + d_shift * b_x,
     )
     d_output, d_residual = (total * s_o).to(output.dtype), (total * s_x).to(residual.dtype)
-    return d_output, d_residual, *(v.to(weight.dtype) for v in vectors), d_weight
+    return d_output, d_residual, *(v.to(output_bias.dtype) for v in vectors)
 
 
 def _normalize(new_residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:

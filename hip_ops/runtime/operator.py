@@ -40,7 +40,7 @@ from hip_ops.runtime.declaration import Declaration, Rule
 from hip_ops.runtime.errors import mistake
 from hip_ops.runtime.selection import Request, selection
 from hip_ops.runtime.self_check import difference
-from hip_ops.versions import VERSIONS
+from hip_ops.versions import NOT_RUN, VERSIONS
 
 logger = logging.getLogger("hip_ops")
 OPERATORS: dict[str, Operator] = {}
@@ -265,12 +265,13 @@ class Operator:
             named = version == request.version
             # Compiling takes seconds per operator, so behind another version it waits for the first call that needs it.
             checked = check and not (version == "compiled" and chosen)
-            why_not = self._missing(version, device, named) or self._failure(version, device, checked)
+            missing = self._missing(version, device, named)
+            why_not = missing or self._failure(version, device, checked)
             if why_not is None:
                 chosen.append(version)
                 if version not in self.fits:
                     break
-            elif named:
+            elif named and (missing or version not in NOT_RUN):
                 raise mistake(
                     request.source,
                     f"version {version!r} of {self.name} is not available on {device}: {why_not}",
@@ -283,7 +284,8 @@ class Operator:
         return chosen, f"{text} ({'; '.join([request.source, *skipped])})"
 
     def _order(self, device: torch.device, request: Request) -> tuple[str, ...]:
-        auto = ("reference",) if device.type == "cpu" else (*self.versions, "reference")
+        run = (version for version in self.versions if version not in NOT_RUN)
+        auto = ("reference",) if device.type == "cpu" else (*run, "reference")
         if request.version in self.versions or request.version == "reference":
             return (request.version, *(version for version in auto if version != request.version))
         return auto

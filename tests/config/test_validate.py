@@ -142,18 +142,6 @@ IMPOSSIBLE = [
     ),
     (["cluster.kernels=compiled"], 2, ["cluster.kernels=compiled", "requires an accelerator"]),
     (
-        [
-            "cluster=gpu",
-            "cluster.transformer_impl=transformer_engine",
-            "cluster.kernel_overrides={grouped_product: quack}",
-        ],
-        2,
-        [
-            "cluster.kernel_overrides.grouped_product=quack",
-            "Allowed: auto with cluster.transformer_impl=transformer_engine",
-        ],
-    ),
-    (
         ["cluster=gpu", "cluster.dtype=fp32", "cluster.kernel_overrides={grouped_product: quack}"],
         2,
         ["cluster.kernel_overrides.grouped_product=quack", "Allowed: auto, reference with cluster.dtype=fp32"],
@@ -179,22 +167,9 @@ IMPOSSIBLE = [
         ["cluster.kernel_overrides.router_mlp=compiled", "cluster.kernel_overrides.grouped_product=quack"],
     ),
     (
-        ["cluster=mi300x_8", "cluster.transformer_impl=transformer_engine", "data.packing=documents"],
+        ["cluster=h200_8", "cluster.core_attention=cudnn", "cluster.deterministic=true"],
         2,
-        ["data.packing=documents", "does not separate documents"],
-    ),
-    (
-        ["cluster=mi300x_8", "cluster.transformer_impl=transformer_engine", "cluster.core_attention=aiter"],
-        2,
-        ["cluster.core_attention=aiter", "its own attention"],
-    ),
-    (
-        [
-            *("cluster=mi300x_8", "cluster.transformer_impl=transformer_engine", "parallel.context_parallel_size=2"),
-            "parallel.context_parallel_order=contiguous",
-        ],
-        2,
-        ["parallel.context_parallel_order=contiguous", "supports zigzag order only"],
+        ["cluster.deterministic=true", "Allowed: false with cluster.core_attention=cudnn"],
     ),
     (
         ["parallel.num_distributed_optimizer_instances=3"],
@@ -321,7 +296,11 @@ def test_impossible_combinations_are_named(overrides, world_size, parts):
         ["optim.lr_warmup_iters=0", "optim.lr_decay_iters=500", "optim.min_lr=2e-3"],
         ["model.num_query_groups=8", "model.rotary_percent=1.0"],
         ["master_port=65535", "megatron.log_params_norm=true"],
-        ["cluster=gpu", "cluster.transformer_impl=transformer_engine"],
+        [
+            *("cluster=gpu", "cluster.transformer_impl=transformer_engine", "cluster.core_attention=aiter"),
+            *("data.packing=documents", "parallel.context_parallel_size=2"),
+            "parallel.context_parallel_order=contiguous",
+        ],
         ["cluster=gpu", "optim=adamw", "optim.muon_dtype=fp32", "cluster.kernel_overrides={newton_schulz: quack}"],
         ["cluster.kernel_overrides={grouped_product: grouped_mm}"],
         [

@@ -8,9 +8,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from tests.no_waiting import no_waiting
 from zaya_plugin.model.block_attention import CudnnKernel, block_attention, block_kernel
 from zaya_plugin.model.core_attention import (
-    PACKAGES,
     VERSIONS,
     causal_attention,
+    checked_attention,
     core_attention,
     document_attention,
     lower_right_mask,
@@ -47,24 +47,29 @@ def compare(attend, mask, rows, keys):
 
 
 def skip_without_package(backend):
-    """Skip if the package of `backend` is not installed. flash-attn-4 alone makes `flash_attn` a folder without
-    FlashAttention-2.
-    """
-    if backend in PACKAGES:
-        module = pytest.importorskip(PACKAGES[backend])
-        if not hasattr(module, "flash_attn_func"):
-            pytest.skip(f"{PACKAGES[backend]} has no flash_attn_func here")
+    """Skip if the package of `backend` is not installed."""
+    try:
+        core_attention(backend)
+    except ValueError as missing:
+        pytest.skip(str(missing))
 
 
 @pytest.mark.parametrize("rows, keys", [(256, 256), (256, 1024), (96, 224), (2, 34)])
 @pytest.mark.parametrize("backend", VERSIONS)
 def test_queries_at_the_end_of_the_keys(backend, rows, keys):
     skip_without_package(backend)
-    attend = core_attention(backend).whole
+    attend = core_attention(backend)
     compare(lambda *qkv: attend(*qkv, SCALE), lower_right_mask(rows, keys, torch.device("cuda")), rows, keys)
 
 
 @pytest.mark.parametrize("backend", VERSIONS)
+def test_the_check_before_the_first_use_accepts_it(backend):
+    skip_without_package(backend)
+    for rows in (256, 64):
+        assert checked_attention(backend, random(rows, 8, 1), random(256, 2, 2)) is core_attention(backend)
+
+
+@pytest.mark.parametrize("backend", [each for each in VERSIONS if each != "cudnn"])
 def test_deterministic_gradients_have_the_same_bits(backend):
     skip_without_package(backend)
     inputs = [random(2048, 8, 1), random(2048, 2, 2), random(2048, 2, 3)]
@@ -72,8 +77,7 @@ def test_deterministic_gradients_have_the_same_bits(backend):
     torch.use_deterministic_algorithms(True)
     try:
         first, *others = (
-            torch.autograd.grad((core_attention(backend).whole(*inputs, SCALE) * weights).sum(), inputs)
-            for _ in range(4)
+            torch.autograd.grad((core_attention(backend)(*inputs, SCALE) * weights).sum(), inputs) for _ in range(4)
         )
     finally:
         torch.use_deterministic_algorithms(False)

@@ -13,13 +13,14 @@ import os
 import threading
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 import torch
 
 from tests.distributed.layout_grid import COMMON, Grid, run_job
-from tests.distributed.layouts import PACKED, QUICK, RECOMPUTED, SLOW, layout
+from tests.distributed.layouts import FULL, PACKED, QUICK, RECOMPUTED, SLOW, layout
 from tests.distributed.packed_corpus import boundaries, short_documents
 from tests.distributed.rank_server import GPU, RankServers
 from tests.running import zaya
@@ -71,9 +72,27 @@ MEMORY = (
     (layout("ep4", 4, ep=4), {"data": 4, "expert": 4}),
     (layout("pp2ep2", 4, pp=2, ep=2), {"data": 2, "pipeline": 2, "expert": 2}),
 )
-GRID = {"plain": QUICK + SLOW + RECOMPUTED, "packed": QUICK + SLOW}
+# Local modules on one rank are what these are compared with too.
+TE = ("cluster.transformer_impl=transformer_engine", "cluster.core_attention=transformer_engine")
+PACKED_TE = layout("te", 1, *TE), layout("te-cp2", 2, *TE, cp=2)
+PLAIN_TE = (
+    *PACKED_TE,
+    layout("te-recomputed", 1, *TE, *FULL),
+    layout("te-deterministic", 1, *TE, "cluster.deterministic=true"),
+    layout("te-graph", 1, *TE, "cluster.graphs=full_iteration"),
+    layout("te-dp2", 2, *TE),
+    layout("te-tp2", 2, *TE, tp=2),
+    layout("te-ep2", 2, *TE, ep=2),
+)
+GRID = {"plain": QUICK + SLOW + RECOMPUTED + PLAIN_TE, "packed": QUICK + SLOW + PACKED_TE}
 CASES = [("memory", each) for each, _ in MEMORY] + [(kind, each) for kind, layouts in GRID.items() for each in layouts]
 IDS = [f"{kind}-{each.name}-{each.ranks}gpu" for kind, each in CASES]
+
+
+def runs_here(layout) -> bool:
+    """Whether this machine has the layout's GPUs and packages."""
+    packages = find_spec("transformer_engine") is not None or not layout.name.startswith("te")
+    return packages and layout.ranks <= torch.cuda.device_count()
 
 
 class Runs:
@@ -201,9 +220,7 @@ def runs(request, tmp_path_factory):
         for item in request.session.items
         if "case" in getattr(getattr(item, "callspec", None), "params", {}) and item.path == Path(__file__)
     ]
-    runs = Runs(
-        tmp_path_factory.mktemp("layouts"), [case for case in selected if case[1].ranks <= torch.cuda.device_count()]
-    )
+    runs = Runs(tmp_path_factory.mktemp("layouts"), [case for case in selected if runs_here(case[1])])
     yield runs
     for pool in runs.pools.values():
         pool.shutdown(cancel_futures=True)
@@ -215,8 +232,8 @@ def runs(request, tmp_path_factory):
 @pytest.mark.parametrize("case", CASES, ids=IDS)
 def test_a_layout(runs, case):
     kind, each = case
-    if torch.cuda.device_count() < each.ranks:
-        pytest.skip(f"needs {each.ranks} GPUs")
+    if not runs_here(each):
+        pytest.skip(f"needs {each.ranks} GPUs" + " and Transformer Engine" * each.name.startswith("te"))
     record = runs.wait(case)
     if kind == "memory":
         held, predicted = record["memory"][0]["held"], sum(record["predicted_state"].values())

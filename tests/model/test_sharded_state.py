@@ -45,22 +45,3 @@ def test_save_and_load(make_model, tmp_path):
     for name, t in saved.state_dict().items():
         assert t is None or torch.equal(loaded.state_dict()[name], t), name
     assert loaded.decoder.layers[3].mlp.router.balancing_step.dtype == torch.int64
-
-
-def test_layer_spec_writes_the_same_keys(make_config):
-    """A model from get_zaya_layer_spec, in Megatron's own block with its own final norm, has the same checkpoint
-    keys.
-    """
-    from megatron.core.models.gpt import GPTModel
-
-    from zaya_plugin.model.spec import get_zaya_layer_spec, zaya_block_spec
-
-    config = make_config(num_layers=2)
-    parts = dict(share_embeddings_and_output_weights=True, position_embedding_type="rope", rotary_percent=0.5)
-    bare, block = (
-        GPTModel(config, spec(config), vocab_size=64, max_sequence_length=16, **parts)
-        for spec in (get_zaya_layer_spec, zaya_block_spec)
-    )
-    assert {t.key for t in tensors(bare.sharded_state_dict()).values()} == {
-        t.key for t in tensors(block.sharded_state_dict()).values()
-    }

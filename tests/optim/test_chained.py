@@ -64,6 +64,18 @@ def megatrons(ddp, optimizer):
     return ChainedOptimizer.step(optimizer)
 
 
+@pytest.fixture(autouse=True)
+def megatrons_functions_on_a_cpu(monkeypatch):
+    """Megatron's own functions for norm and scaling; with Transformer Engine installed it takes that package's, for GPUs."""
+    from megatron.core import utils
+    from megatron.core.optimizer import clip_grads
+
+    monkeypatch.setattr(clip_grads, "multi_tensor_applier", utils.local_multi_tensor_applier)
+    monkeypatch.setattr(clip_grads, "l2_norm_impl", utils.local_multi_tensor_l2_norm)
+    monkeypatch.setattr(clip_grads, "multi_tensor_scale_impl", utils.local_multi_tensor_scale)
+    monkeypatch.setattr(clip_grads, "multi_tensor_scale_tensor_impl", None, raising=False)
+
+
 def weights(ddp):
     return torch.cat([p.detach().float().flatten() for p in ddp.parameters()])
 

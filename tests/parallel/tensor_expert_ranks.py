@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Up to four gloo ranks that train one small ZAYA in several layouts: `main(DIRECTORY)`.
+"""Up to four gloo ranks that train one small ZAYA in several layouts: `main(DIRECTORY, LAYOUTS)`.
 
-One rank takes a step and writes a checkpoint, model and optimizer. Every layout loads it, some write it again as it
-is, and takes two steps; <layout>.pt keeps their losses, gradients by checkpoint key and expert counts, and
-the tensors of the copy. Ranks are forked, since importing torch costs more than all of the rest; and this
+One rank takes a step and writes a checkpoint, model and optimizer. Every layout loads it or another layout's copy, some
+write it again as it is, and takes two steps; <layout>.pt keeps their losses, gradients by checkpoint key and expert
+counts, and the tensors of the copy. Ranks are forked, since importing torch costs more than all of the rest; and this
 is no main module, for the process that a checkpoint's writer spawns would import that again.
 """
 
@@ -39,7 +39,10 @@ SEQUENCES, LENGTH, VOCABULARY = 8, 16, 64
 
 @dataclass(frozen=True)
 class Layout:
-    """ranks, and how they share the model; muon: with Muon instead of AdamW; copy: writes again what it loaded."""
+    """ranks, and how they share the model; muon: with Muon instead of AdamW; copy: writes again what it loaded.
+
+    first: writes the checkpoint that the others load. copy_of: the layout whose copy is loaded instead.
+    """
 
     name: str
     ranks: int = 1
@@ -48,21 +51,36 @@ class Layout:
     dispatcher: str = "alltoall"
     muon: bool = False
     copy: bool = False
+    first: bool = False
+    copy_of: str = ""
+    transformer_impl: str = "local"
 
     @property
     def start(self) -> str:
         """The checkpoint that it loads at the start."""
+        if self.copy_of:
+            return f"copy_{self.copy_of}"
         return "start_muon" if self.muon else "start"
 
 
 LAYOUTS = (
-    Layout("one", copy=True),
-    Layout("one_muon", muon=True, copy=True),
+    Layout("one", copy=True, first=True),
+    Layout("one_muon", muon=True, copy=True, first=True),
     Layout("ep2_muon", 2, expert=2, muon=True, copy=True),
     Layout("ep2", 4, expert=2),
     Layout("ep4", 4, expert=4, dispatcher="allgather"),
     Layout("tp2", 2, tensor=2, copy=True),
     Layout("tp2_ep4", 4, tensor=2, expert=4),
+)
+TE = "transformer_engine"
+TRANSFORMER_ENGINE_LAYOUTS = (
+    Layout("one", copy=True, first=True),
+    Layout("one_muon", muon=True, copy=True, first=True),
+    Layout("te", copy=True, transformer_impl=TE),
+    Layout("te_muon", muon=True, copy=True, transformer_impl=TE),
+    Layout("te_tp2", 2, tensor=2, copy=True, transformer_impl=TE),
+    Layout("te_again", copy=True, copy_of="te_tp2", transformer_impl=TE),
+    Layout("local_again", copy=True, copy_of="te_tp2"),
 )
 
 
@@ -88,6 +106,7 @@ def build(layout: Layout):
         expert_model_parallel_size=layout.expert,
         expert_tensor_parallel_size=1,
         moe_token_dispatcher_type=layout.dispatcher,
+        transformer_impl=layout.transformer_impl,
     )
     model = build_zaya_model(config, vocab_size=VOCABULARY, max_sequence_length=LENGTH)
     tag_parameters(model, default="muon" if layout.muon else "adamw")
@@ -164,7 +183,7 @@ def save(model, optimizer, directory: Path) -> None:
 
 def run(layout: Layout, directory: Path) -> dict:
     ddp, optimizer, model = build(layout)
-    if layout.ranks == 1:
+    if layout.first:
         perturb(model)
         optimizer.reload_model_params()
         step(ddp, optimizer, model, 1)
@@ -187,9 +206,9 @@ def run(layout: Layout, directory: Path) -> dict:
     return result
 
 
-def rank_main(rank: int, directory: Path) -> None:
+def rank_main(rank: int, directory: Path, layouts: tuple[Layout, ...]) -> None:
     torch.set_num_threads(1)
-    for layout in LAYOUTS:
+    for layout in layouts:
         if rank >= layout.ranks:
             continue
         store = torch.distributed.FileStore(str(directory / f"store_{layout.name}"), layout.ranks)
@@ -207,11 +226,11 @@ def rank_main(rank: int, directory: Path) -> None:
         torch.distributed.destroy_process_group()
 
 
-def main(directory: Path) -> int:
+def main(directory: Path, layouts: tuple[Layout, ...] = LAYOUTS) -> int:
     """Run all layouts in turn; return the exit status of the rank that failed, or 0."""
     gc.freeze()  # Megatron collects garbage at every checkpoint, and need not look at what was imported
     fork = multiprocessing.get_context("fork")
-    ranks = [fork.Process(target=rank_main, args=(rank, directory)) for rank in range(4)]
+    ranks = [fork.Process(target=rank_main, args=(rank, directory, layouts)) for rank in range(4)]
     for rank in ranks:
         rank.start()
     pending = list(ranks)

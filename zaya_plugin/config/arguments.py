@@ -49,6 +49,7 @@ HOST = dict(
     # micro-batches.
     calculate_per_token_loss=True,
     # These kernels need apex or a build of Megatron.
+    apply_rope_fusion=False,
     gradient_accumulation_fusion=False,
     masked_softmax_fusion=False,
     no_persist_layer_norm=True,
@@ -93,11 +94,7 @@ def megatron_arguments(recipe: Recipe, data: dict[str, Any]) -> dict[str, Any]:
     values["make_vocab_size_divisible_by"] = recipe.model.make_vocab_size_divisible_by // tensor
     values["max_position_embeddings"] = recipe.stage.seq_length
     values["ffn_hidden_size"] = recipe.model.moe_ffn_hidden_size
-    values.update(
-        bf16=recipe.cluster.dtype == "bf16",
-        use_cpu_initialization=recipe.cluster.device == "cpu",
-        apply_rope_fusion=recipe.cluster.transformer_impl == "transformer_engine",
-    )
+    values.update(bf16=recipe.cluster.dtype == "bf16", use_cpu_initialization=recipe.cluster.device == "cpu")
     if recipe.cluster.graphs == "full_iteration":  # `zaya train` has resolved auto; in other hosts auto means none
         values.update(cuda_graph_impl=recipe.cluster.graphs, cuda_graph_modules=[])
     values.update(_checkpoints(recipe))

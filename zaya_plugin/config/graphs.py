@@ -12,7 +12,6 @@ from zaya_plugin.config.schema import Recipe
 REQUIRED = (
     ("cluster.device", "cuda", "a CPU has no graphs"),
     ("cluster.dtype", "bf16", "on a GPU, grouped GEMMs of other types synchronise with the host"),
-    ("cluster.transformer_impl", "local", "Transformer Engine's grouped GEMM synchronises with the host"),
     (
         "parallel.use_distributed_optimizer",
         True,

@@ -416,15 +416,15 @@ class ClusterConfig:
     distributed_timeout_minutes: int = arg(10, "minutes until a stuck collective ends the run", limit=POSITIVE)
     transformer_impl: str = arg(
         "local",
-        "local: this package's modules on torch; transformer_engine: its linears, norms, attention and experts, if the "
-        "host environment has it",
+        "linears of queries, keys and attention's output: local, Megatron's own; transformer_engine, that package's, "
+        "if the host environment has it",
         choices=("local", "transformer_engine"),
     )
     core_attention: str = option(
         "sdpa",
-        "softmax attention with transformer_impl=local: sdpa (torch: flash or cuDNN), flash_attn, flash_attn_4 or "
-        "aiter (those packages)",
-        choices=("sdpa", "flash_attn", "flash_attn_4", "aiter"),
+        "softmax attention: sdpa (torch chooses), cudnn (through torch), or the package of that name. "
+        "docs/parallelism.md",
+        choices=("sdpa", "cudnn", "flash_attn", "flash_attn_4", "aiter", "transformer_engine"),
     )
     kernels: str = own(
         "auto",

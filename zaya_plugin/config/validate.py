@@ -18,14 +18,9 @@ from zaya_plugin.config.schema import RECOMPUTE_MODULES, Recipe, get, leaves, me
 from zaya_plugin.errors import as_typed, message
 
 CPU_VERSIONS = ("auto", "reference", "hip", "grouped_mm")  # hip: built by g++, to verify the kernels
-TRANSFORMER_ENGINE = "cluster.transformer_impl=transformer_engine"
 
 # (key, value): the keys that must then have one value, that value, and why.
 EXCLUSIONS = {
-    ("cluster.transformer_impl", "transformer_engine"): (
-        ("cluster.core_attention", "sdpa", "Transformer Engine has its own attention"),
-        ("data.packing", "none", "Transformer Engine's attention does not separate documents"),
-    ),
     ("cluster.device", "cpu"): (
         ("cluster.core_attention", "sdpa", "this attention requires an accelerator"),
         ("cluster.distributed_backend", "gloo", "NCCL requires an accelerator"),
@@ -35,6 +30,9 @@ EXCLUSIONS = {
     ),
     ("cluster.device", "cuda"): (
         ("cluster.distributed_backend", "nccl", "tensors of an accelerator are sent by NCCL or RCCL"),
+    ),
+    ("cluster.core_attention", "cudnn"): (
+        ("cluster.deterministic", False, "cuDNN's backward pass is not deterministic"),
     ),
     ("cluster.dtype", "fp32"): (("cluster.core_attention", "sdpa", "this attention requires bf16"),),
     ("cluster.deterministic", True): (
@@ -57,13 +55,8 @@ EXCLUSIONS = {
     ("optim.lr_warmup_iters", 0): (("optim.lr_warmup_init", 0.0, "there is no warm-up that could start from it"),),
 }
 
+
 # The same, with permute in parallel.recompute_modules.
-WITHOUT_PERMUTE = (
-    ("parallel.expert_model_parallel_size", 1, "to recompute permute, rows of other ranks would be sent again"),
-    ("cluster.transformer_impl", "local", "Transformer Engine's experts keep the rows that permute would recompute"),
-)
-
-
 def data_parallel_size(recipe: Recipe, world_size: int) -> int:
     """Return the number of ranks that see different sequences: the world size over tensor, pipeline and context
     parallel sizes.
@@ -211,9 +204,6 @@ def _context_parallel(recipe: Recipe) -> Iterator[str]:
         allowed=f"at least {2 * chunks}",
         fix=f"stage.seq_length={2 * chunks}",
     )
-    if recipe.cluster.transformer_impl == "transformer_engine":
-        zigzag = "Transformer Engine's attention supports zigzag order only"
-        yield from must_be(recipe, "parallel.context_parallel_order", "zigzag", TRANSFORMER_ENGINE, zigzag)
 
 
 def _expert_parallel(recipe: Recipe, world_size: int) -> Iterator[str]:
@@ -399,8 +389,8 @@ def _recompute(recipe: Recipe, world_size: int) -> Iterator[str]:
         fix=f"{key}=[{','.join(module for module in modules if module in RECOMPUTE_MODULES)}]",
     )
     if "permute" in modules:
-        for other, only, why in WITHOUT_PERMUTE:
-            yield from must_be(recipe, other, only, f"{key}={listed}", why)
+        why = "to recompute permute, rows of other ranks would be sent again"
+        yield from must_be(recipe, "parallel.expert_model_parallel_size", 1, f"{key}={listed}", why)
 
 
 def _kernels(recipe: Recipe, world_size: int) -> Iterator[str]:
@@ -432,9 +422,6 @@ def _kernels(recipe: Recipe, world_size: int) -> Iterator[str]:
                 text = f"{', '.join(allowed)} with cluster.device=cpu"
                 yield message(key, version, problem="requires an accelerator", allowed=text, fix=fix)
                 continue
-        if operator == "grouped_product" and cluster.transformer_impl == "transformer_engine":
-            why = "Transformer Engine computes the experts, not grouped_product"
-            yield message(key, version, problem=why, allowed=f"auto with {TRANSFORMER_ENGINE}", fix=fix)
         dtype_key, dtype = "cluster.dtype", cluster.dtype
         if operator == "newton_schulz":  # not called without Muon
             dtype_key, dtype = "optim.muon_dtype", recipe.optim.muon_dtype if _uses_muon(recipe) else None

@@ -159,17 +159,20 @@ class ZayaSelfAttention(MegatronModule):
         of 6 MB and saves three reads of the input, three gathers of the sequence and three sums of its gradient.
         """
         values = gathered(self.linear_v_current).weight, gathered(self.linear_v_delayed).weight
-        plain = all(type(linear) is ColumnParallelLinear for linear in (self.linear_q, self.linear_k))
+        plain = isinstance(self.linear_q, ColumnParallelLinear)
         if plain and self.local.ranks == 1:
             return main_grad_linear(
                 hidden_states, gathered(self.linear_q).weight, gathered(self.linear_k).weight, *values
             )
-        values = self.local.of_values(*values)
+        own_values = self.local.of_values(*values)
         if plain:
-            matrices = (gathered(self.linear_q).weight, gathered(self.linear_k).weight, *values)
+            matrices = (gathered(self.linear_q).weight, gathered(self.linear_k).weight, *own_values)
             return F.linear(self._whole_sequence(hidden_states), torch.cat(matrices))
         query, key = self.linear_q(hidden_states)[0], self.linear_k(hidden_states)[0]
-        value = F.linear(self._whole_sequence(hidden_states), torch.cat(values))
+        if self.local.ranks == 1:
+            value = main_grad_linear(hidden_states, *values)
+        else:
+            value = F.linear(self._whole_sequence(hidden_states), torch.cat(own_values))
         return torch.cat((query, key, value), dim=-1)
 
     def split_projected(self, projected: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -231,14 +234,6 @@ class ZayaSelfAttention(MegatronModule):
                 allowed="zaya_plugin.parallel.packed_documents.PackedDocuments",
                 fix="data.packing=documents in a recipe",
             )
-        if packed is not None and self.config.transformer_impl != "local":
-            raise mistake(
-                "transformer_impl",
-                self.config.transformer_impl,
-                problem="Transformer Engine's attention would look across packed documents",
-                allowed="local with packed documents",
-                fix="cluster.transformer_impl=local",
-            )
         if inference_context is not None:
             raise mistake(
                 "inference_context", problem="the model keeps no decoding state", fix="decode with transformers"
@@ -254,7 +249,7 @@ class ZayaSelfAttention(MegatronModule):
             context = tensor_parallel.checkpoint(attend, False, query, key, value, attention_mask)
         else:
             context = attend(query, key, value, attention_mask)
-        if type(self.linear_proj) is RowParallelLinear and self.tp_group.size() == 1:
+        if isinstance(self.linear_proj, RowParallelLinear) and self.tp_group.size() == 1:
             # the same product without the host time of Megatron's wrapper
             return main_grad_linear(context, gathered(self.linear_proj).weight), None
         return self.linear_proj(context)[0], None

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 import hip_ops
+from zaya_plugin.model.attention_check import check_attention
 
 logger = logging.getLogger(__name__)
 aten = torch.ops.aten
@@ -179,41 +180,23 @@ def block_kernel(query: Tensor, key: Tensor) -> BlockKernel | None:
 @functools.cache
 def _checked(name: str, device: torch.device, dtype: torch.dtype, head_dim: int) -> BlockKernel | None:
     """Return the kernel if its results are right here, else None; torch may change these operators without notice."""
-    kernel = {"cudnn": CudnnKernel, "cpu": CpuKernel}[name]()
-    generator = torch.Generator().manual_seed(1)
-    shapes = (32, 1, 4, head_dim), (64, 1, 2, head_dim), (64, 1, 2, head_dim), (32, 1, 4 * head_dim)
-    query, key, value, weights = (torch.randn(shape, generator=generator).to(device, dtype) for shape in shapes)
-    inputs = [x.requires_grad_() for x in (query, key, value)]
-    exact = [x.detach().double().requires_grad_() for x in inputs]
-    try:
-        out = block_attention(*inputs, (0, 48), head_dim**-0.5, kernel)
-        got = (out, *torch.autograd.grad(out, inputs, weights))
-    except (RuntimeError, TypeError) as error:
+    kernel, starts = {"cudnn": CudnnKernel, "cpu": CpuKernel}[name](), (0, 48)
+    found = check_attention(
+        lambda query, key, value, scale: block_attention(query, key, value, starts, scale, kernel),
+        device=device,
+        dtype=dtype,
+        heads=4,
+        groups=2,
+        head_dim=head_dim,
+        rows=16,
+        starts=starts,
+    )
+    if found:
         logger.warning(
-            "attention by blocks with %s fails (%s); torch's other kernels are used for queries at the end of the keys",
+            "attention by blocks with %s is not used: %s. torch's other kernels are used for queries at the end of the keys",
             name,
-            error,
+            found,
         )
         return None
-    expected = _written_out(*exact, (0, 48), head_dim**-0.5)
-    expected = (expected, *torch.autograd.grad(expected, exact, weights.double()))
-    for a, b in zip(got, expected, strict=True):
-        if not (a.double() - b).norm() < 0.02 * b.norm():
-            logger.warning(
-                "attention by blocks with %s is wrong here; torch's other kernels are used for queries at the end of "
-                "the keys",
-                name,
-            )
-            return None
     logger.info("core attention of chunks of a sequence: in blocks, %s", name)
     return kernel
-
-
-def _written_out(query: Tensor, key: Tensor, value: Tensor, starts: Sequence[int], scale: float) -> Tensor:
-    """Compute `block_attention` with every score in memory."""
-    key, value = (repeated(*heads_first(x), query.shape[2]) for x in (key, value))
-    rows = len(query) // len(starts)
-    positions = torch.cat([torch.arange(start, start + rows, device=query.device) for start in starts])
-    hidden = torch.arange(key.shape[2], device=query.device) > positions[:, None]
-    scores = (heads_first(query)[0] @ key.mT * scale).masked_fill(hidden, float("-inf"))
-    return (scores.softmax(-1) @ value).permute(2, 0, 1, 3).flatten(2)

@@ -81,7 +81,7 @@ class ZayaConfig(ZayaOptions, TransformerConfig):
     attention_dropout: float = 0.0
 
     transformer_impl: str = ClusterConfig.transformer_impl
-    """`local`: this package's modules on PyTorch. `transformer_engine`: its linears, norms, attention and experts."""
+    """Linears of queries, keys and attention's output: `local`, Megatron's own; `transformer_engine`, that package's."""
 
     router_norm_epsilon: float | None = None
     """Epsilon of the router's RMSNorm; None: layernorm_epsilon, as transformers does. The ZAYA1-base release code
@@ -200,10 +200,6 @@ class ZayaConfig(ZayaOptions, TransformerConfig):
             1,
         )
         fixed("expert_tensor_parallel_size", 1, "experts are not split; a token of any rank goes to a whole expert")
-        if self.transformer_impl == "transformer_engine":
-            fixed("core_attention", "sdpa", "Transformer Engine has its own attention")
-            if self.context_parallel_size > 1:
-                fixed("context_parallel_order", "zigzag", "Transformer Engine's attention supports no other order")
         coefficients = self.moe_aux_loss_coeff
         coefficients = coefficients if isinstance(coefficients, list) else [coefficients]
         require("moe_aux_loss_coeff", not any(coefficients), "ZAYA1 balances its experts by biases alone", "0.0")
@@ -226,11 +222,6 @@ class ZayaConfig(ZayaOptions, TransformerConfig):
                 sorted({*self.recompute_modules} & {*RECOMPUTE_MODULES}),
             )
             if "permute" in self.recompute_modules:
-                fixed(
-                    "transformer_impl",
-                    "local",
-                    "recompute_modules contains permute, and Transformer Engine's experts keep their rows",
-                )
                 fixed(
                     "expert_model_parallel_size",
                     1,

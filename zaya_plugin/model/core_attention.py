@@ -2,12 +2,11 @@
 """Causal softmax attention with Megatron's core-attention interface, on context-parallel ranks and packed documents
 too.
 
-One interface for all back ends: this rank's queries against the keys and values of the sequence up to the last query,
-the mask aligned at the end (lower right), so that a flash kernel needs no mask in memory. `sdpa` is torch's own (flash,
-cuDNN or plain, as torch chooses), for a context-parallel rank's chunks in blocks where that is faster
-(block_attention.py); `flash_attn`, `flash_attn_4` and `aiter` are those packages where the environment has them. Packed
-documents go through torch's flex_attention on an accelerator and through a mask of all pairs elsewhere, whatever the
-back end.
+`config.core_attention` names one of `VERSIONS`. All have one interface: this rank's queries against the keys and values
+of the sequence up to the last query, the mask aligned at the end (lower right). At its first use on a device a version
+is compared with attention written out, gradients included; a version that fails is replaced by `sdpa` with a warning.
+`sdpa` and `cudnn` compute a context-parallel rank's chunks in blocks where that is faster (block_attention.py). Packed
+documents use torch's flex_attention on an accelerator and a mask of all pairs elsewhere, with any version.
 """
 
 from __future__ import annotations
@@ -24,15 +23,20 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.enums import AttnMaskType
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import causal_lower_right
 
 from zaya_plugin.errors import mistake
+from zaya_plugin.model.aiter_attention import aiter_flash
+from zaya_plugin.model.attention_check import check_attention
 from zaya_plugin.model.block_attention import block_attention, block_kernel
 from zaya_plugin.parallel.context_order import ContextShard
 from zaya_plugin.parallel.key_value_gather import gather_key_value
 from zaya_plugin.parallel.packed_documents import PackedDocuments
 
 logger = logging.getLogger(__name__)
+# (query [s, b, n, d], key and value [t, b, g, d], scale) -> [s, b, n * d]; the queries are the last s of t tokens
+Attention = Callable[[Tensor, Tensor, Tensor, float], Tensor]
 
 
 def causal_attention(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
@@ -46,11 +50,7 @@ def causal_attention(query: Tensor, key: Tensor, value: Tensor, scale: float) ->
     if s == t:
         context = F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scale, enable_gqa=grouped)
     else:
-        if query.is_cuda:
-            require_lower_right(query.device, query.dtype, query.shape[-1], grouped)
-            mask = causal_lower_right(s, t)
-        else:
-            mask = lower_right_mask(s, t, query.device)
+        mask = causal_lower_right(s, t) if query.is_cuda else lower_right_mask(s, t, query.device)
         context = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scale, enable_gqa=grouped)
     return context.permute(2, 0, 1, 3).flatten(2)
 
@@ -60,27 +60,12 @@ def lower_right_mask(s: int, t: int, device: torch.device) -> Tensor:
     return torch.ones(s, t, dtype=torch.bool, device=device).tril(t - s)
 
 
-@functools.cache
-def require_lower_right(device: torch.device, dtype: torch.dtype, head_dim: int, grouped: bool) -> None:
-    """Compare torch's lower-right causal attention with an explicit mask, once; kernels differ in the alignment.
-
-    Raises:
-        RuntimeError: the kernel aligns the mask elsewhere.
-    """
-    generator = torch.Generator().manual_seed(1)
-    shapes = ((1, 4, 16, head_dim), *((1, 2 if grouped else 4, 48, head_dim),) * 2)
-    query, key, value = (torch.randn(shape, generator=generator).to(device, dtype) for shape in shapes)
-    causal = causal_lower_right(16, 48)
-    got = F.scaled_dot_product_attention(query, key, value, attn_mask=causal, enable_gqa=grouped).float()
-    mask = lower_right_mask(16, 48, device)
-    expected = F.scaled_dot_product_attention(
-        query.float(), key.float(), value.float(), attn_mask=mask, enable_gqa=grouped
-    )
-    if not (got - expected).abs().max() < 0.05:
-        raise RuntimeError(
-            f"torch's causal attention for {dtype} on {torch.cuda.get_device_name(device)} does not align the mask at the end "
-            "of the keys, which context parallelism needs; set cluster.core_attention to aiter or flash_attn"
-        )
+def cudnn_attention(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+    """`causal_attention` with cuDNN's kernel; with fewer queries than keys, which it does not support, torch chooses."""
+    if len(query) != len(key):
+        return causal_attention(query, key, value, scale)
+    with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+        return causal_attention(query, key, value, scale)
 
 
 def document_attention(query: Tensor, key: Tensor, value: Tensor, scale: float, packed: PackedDocuments) -> Tensor:
@@ -105,78 +90,92 @@ def _flex_attention() -> Callable:
     return torch.compile(flex_attention, dynamic=False)
 
 
-class Sdpa:
-    """torch's scaled_dot_product_attention: flash, cuDNN or plain, as torch chooses."""
+def flash_attention(name: str, module: str = "") -> Attention:
+    """Return attention by the flash_attn_func of a module, or of AITER.
 
-    def whole(self, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
-        """`causal_attention`: query [s, b, n, d], key and value [t, b, g, d] -> [s, b, n * d]."""
-        return causal_attention(query, key, value, scale)
+    Raises:
+        ValueError: it cannot be imported.
+    """
+    try:
+        flash = importlib.import_module(module).flash_attn_func if module else aiter_flash()
+    except (ImportError, AttributeError) as missing:
+        raise _unavailable(name, f"{module} with flash_attn_func cannot be imported here ({missing})") from missing
 
-    def chunks(self, query: Tensor, key: Tensor, value: Tensor, starts: Sequence[int], scale: float) -> Tensor:
-        """Compute attention for equal chunks of queries that begin at positions `starts` of the keys' sequence; in
-        blocks if a kernel exists.
-        """
-        kernel = block_kernel(query, key)
-        if kernel is None:
-            return chunk_by_chunk(self.whole, query, key, value, starts, scale)
-        return block_attention(query, key, value, starts, scale, kernel)
-
-
-class FlashPackage:
-    """A package with FlashAttention-2's flash_attn_func. Raises ValueError where it cannot be imported."""
-
-    def __init__(self, name: str, module: str):
-        try:
-            self.flash = importlib.import_module(module).flash_attn_func
-        except (ImportError, AttributeError) as missing:
-            raise mistake(
-                "core_attention",
-                name,
-                problem=f"{module} with flash_attn_func cannot be imported here ({missing})",
-                allowed="sdpa without that package",
-                fix="cluster.core_attention=sdpa",
-            ) from missing
-
-    def whole(self, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
-        """As `Sdpa.whole`."""
+    def attend(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
         # All sequences become heads of one sequence, query heads beside their group's, which keeps the layout of the
         # memory. With batch first the packages would return another layout, which the projection behind would copy.
         batch = query.shape[1:3]
         query, key, value = (x.flatten(1, 2).unsqueeze(0) for x in (query, key, value))  # [1, s, b * heads, d]
         # Without `deterministic` the gradients are sums by atomics; the packages' defaults differ.
         exact = torch.are_deterministic_algorithms_enabled()
-        context = self.flash(query, key, value, softmax_scale=scale, causal=True, deterministic=exact)
-        # flash_attn_4 and some versions of aiter return a tuple
+        context = flash(query, key, value, softmax_scale=scale, causal=True, deterministic=exact)
+        # flash_attn_4 returns a tuple
         context = context[0] if isinstance(context, tuple) else context
         return context.squeeze(0).unflatten(1, batch).flatten(2)
 
-    def chunks(self, query: Tensor, key: Tensor, value: Tensor, starts: Sequence[int], scale: float) -> Tensor:
-        """As `Sdpa.chunks`."""
-        return chunk_by_chunk(self.whole, query, key, value, starts, scale)
+    return attend
 
 
-def chunk_by_chunk(
-    whole: Callable, query: Tensor, key: Tensor, value: Tensor, starts: Sequence[int], scale: float
-) -> Tensor:
-    """Compute attention of each chunk of queries to the keys up to the chunk's end."""
-    parts = query.chunk(len(starts))
-    ends = [start + len(parts[0]) for start in starts]
-    return torch.cat([whole(part, key[:end], value[:end], scale) for part, end in zip(parts, ends, strict=True)])
+def transformer_engine_attention(name: str) -> Attention:
+    """Return Transformer Engine's DotProductAttention, which chooses among cuDNN, FlashAttention and, on ROCm, CK and
+    AITER itself.
+
+    Raises:
+        ValueError: it cannot be imported.
+    """
+    try:
+        from transformer_engine.pytorch import DotProductAttention
+    except (ImportError, RuntimeError) as missing:  # RuntimeError: its compiled part is missing
+        raise _unavailable(name, f"transformer_engine.pytorch cannot be imported here ({missing})") from missing
+
+    @functools.cache
+    def module(heads: int, groups: int, head_dim: int, scale: float, exact: bool) -> nn.Module:
+        # Not a part of the model: it has no parameters, and its `_extra_state` stays out of checkpoints. It reads
+        # torch's switch of deterministic algorithms (`exact`) when it is made.
+        return DotProductAttention(
+            heads, head_dim, num_gqa_groups=groups, attention_dropout=0.0, qkv_format="sbhd", softmax_scale=scale
+        )
+
+    def attend(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+        exact = torch.are_deterministic_algorithms_enabled()
+        own = module(query.shape[2], key.shape[2], query.shape[3], scale, exact)
+        return own(query, key, value, attn_mask_type="causal" if len(query) == len(key) else "causal_bottom_right")
+
+    return attend
 
 
-# Packages with FlashAttention-2's function, by the value of cluster.core_attention; flash_attn_4 is flash-attn-4, for
-# Hopper and later.
-PACKAGES = {"flash_attn": "flash_attn", "flash_attn_4": "flash_attn.cute", "aiter": "aiter"}
-VERSIONS: dict[str, Callable[[], Sdpa | FlashPackage]] = {
-    "sdpa": Sdpa,
-    **{name: functools.partial(FlashPackage, name, module) for name, module in PACKAGES.items()},
+def torch_cudnn(name: str) -> Attention:
+    """Return `cudnn_attention`. Raises ValueError where torch has no cuDNN."""
+    if torch.version.cuda is None:
+        raise _unavailable(name, "this torch is not built with cuDNN")
+    return cudnn_attention
+
+
+def _unavailable(name: str, problem: str) -> ValueError:
+    return mistake(
+        "core_attention", name, problem=problem, allowed="sdpa without that package", fix="cluster.core_attention=sdpa"
+    )
+
+
+# Modules with FlashAttention-2's function; flash_attn_4 is flash-attn-4, for Hopper and later.
+PACKAGES = {"flash_attn": "flash_attn", "flash_attn_4": "flash_attn.cute"}
+# The values of cluster.core_attention, and the function that makes the version of that name.
+VERSIONS: dict[str, Callable[[str], Attention]] = {
+    "sdpa": lambda name: causal_attention,
+    "cudnn": torch_cudnn,
+    **{name: functools.partial(flash_attention, module=module) for name, module in PACKAGES.items()},
+    "aiter": flash_attention,
+    "transformer_engine": transformer_engine_attention,
 }
+IN_BLOCKS = (causal_attention, cudnn_attention)  # chunks of a sequence: by block_attention, where it has a kernel
 
 
 @functools.cache
-def core_attention(name: str) -> Sdpa | FlashPackage:
-    """Return the version called `name`; logged at its first use. Raises ValueError if it does not exist or cannot be
-    imported.
+def core_attention(name: str) -> Attention:
+    """Return the version called `name`, unchecked.
+
+    Raises:
+        ValueError: there is no such version, or its package cannot be imported.
     """
     if name not in VERSIONS:
         raise mistake(
@@ -186,9 +185,59 @@ def core_attention(name: str) -> Sdpa | FlashPackage:
             allowed=", ".join(VERSIONS),
             fix="cluster.core_attention=sdpa",
         )
-    made = VERSIONS[name]()
-    logger.info("core attention: %s", name)
-    return made
+    return VERSIONS[name](name)
+
+
+def checked_attention(name: str, query: Tensor, key: Tensor) -> Attention:
+    """Return the version called `name` for queries [s, b, n, d] and keys [t, b, g, d], or sdpa if it fails the check.
+
+    Raises:
+        RuntimeError: sdpa itself fails.
+    """
+    if name == "sdpa" and not query.is_cuda:  # torch's plain attention
+        return causal_attention
+    exact = torch.are_deterministic_algorithms_enabled()
+    square = len(query) == len(key)
+    return _checked(name, query.device, query.dtype, query.shape[2], key.shape[2], query.shape[3], square, exact)
+
+
+@functools.cache
+def _checked(
+    name: str,
+    device: torch.device,
+    dtype: torch.dtype,
+    heads: int,
+    groups: int,
+    head_dim: int,
+    square: bool,
+    exact: bool,  # deterministic algorithms choose another kernel
+) -> Attention:
+    attend, start = core_attention(name), 0 if square else 128
+    queries = "whole sequences" if square else "queries at the end of the keys"
+    # Before the check: should a kernel end the process, the log names it.
+    logger.info("core attention: checking %s for %s of %d and %d heads in %s", name, queries, heads, groups, dtype)
+    found = check_attention(
+        attend, device=device, dtype=dtype, heads=heads, groups=groups, head_dim=head_dim, rows=128, starts=(start,)
+    )
+    if not found:
+        logger.info("core attention: %s for %s", name, queries)
+        return attend
+    if name == "sdpa":
+        raise RuntimeError(
+            f"core_attention=sdpa: torch's attention is wrong on {device} for {queries} in {dtype}: {found}. "
+            f"Allowed: another version here, of {', '.join(VERSIONS)}. Fix: cluster.core_attention=flash_attn"
+        )
+    logger.warning("core_attention=%s is not used for %s: %s. sdpa is used.", name, queries, found)
+    return _checked("sdpa", device, dtype, heads, groups, head_dim, square, exact)
+
+
+def chunk_by_chunk(
+    attend: Attention, query: Tensor, key: Tensor, value: Tensor, starts: Sequence[int], scale: float
+) -> Tensor:
+    """Compute attention of each chunk of queries to the keys up to the chunk's end."""
+    parts = query.chunk(len(starts))
+    ends = [start + len(parts[0]) for start in starts]
+    return torch.cat([attend(part, key[:end], value[:end], scale) for part, end in zip(parts, ends, strict=True)])
 
 
 class ZayaCoreAttention(nn.Module):
@@ -216,7 +265,8 @@ class ZayaCoreAttention(nn.Module):
             pg_collection = ProcessGroupCollection.use_mpu_process_groups()
         self.context_group = pg_collection.cp
         self.shard = ContextShard.of(self.context_group, config.context_parallel_order)
-        self.version = core_attention(config.core_attention)
+        self.name = config.core_attention
+        core_attention(self.name)  # a missing package ends the run here, not in the first step
         self.softmax_scale = 1.0 / math.sqrt(config.kv_channels) if softmax_scale is None else softmax_scale
 
     def forward(
@@ -236,5 +286,12 @@ class ZayaCoreAttention(nn.Module):
         if packed_seq_params is not None:
             return document_attention(query, key, value, self.softmax_scale, packed_seq_params)
         if self.shard.size == 1:
-            return self.version.whole(query, key, value, self.softmax_scale)
-        return self.version.chunks(query, key, value, self.shard.starts(len(query)), self.softmax_scale)
+            return self._attend(query, key, value, self.softmax_scale)
+        starts = self.shard.starts(len(query))
+        kernel = block_kernel(query, key) if core_attention(self.name) in IN_BLOCKS else None
+        if kernel is not None:
+            return block_attention(query, key, value, starts, self.softmax_scale, kernel)
+        return chunk_by_chunk(self._attend, query, key, value, starts, self.softmax_scale)
+
+    def _attend(self, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+        return checked_attention(self.name, query, key)(query, key, value, scale)

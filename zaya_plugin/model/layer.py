@@ -54,11 +54,7 @@ class LinkedContext(NamedTuple):
 
 
 class ZayaTransformerLayer(TransformerLayer):
-    """Layer for Megatron's TransformerBlock (transformers `ZayaDecoderLayer`).
-
-    Args, besides TransformerLayer's: cast_output makes the last layer round the stream to params_dtype, for hosts
-    whose final norm and head cannot take an fp32 stream.
-    """
+    """Layer for Megatron's TransformerBlock (transformers `ZayaDecoderLayer`)."""
 
     def __init__(
         self,
@@ -66,7 +62,6 @@ class ZayaTransformerLayer(TransformerLayer):
         submodules: ZayaLayerSubmodules,
         layer_number: int = 1,
         *args,
-        cast_output: bool = False,
         vp_stage: int | None = None,
         **kwargs,
     ):
@@ -80,7 +75,6 @@ class ZayaTransformerLayer(TransformerLayer):
             and layer_number == get_num_layers_to_build(config, vp_stage, get_pg_rank(self.pg_collection.pp))
         )
         self.input_affine = submodules.input_affine(config) if first else None
-        self.output_dtype = config.params_dtype if last and cast_output else None
         self.post_attention_residual = submodules.post_attention_residual(config)
         self.post_mlp_residual = submodules.post_mlp_residual(config)
         # The next layer's input norm, set by link_layers; in a tuple, so that it is not registered as a submodule of
@@ -127,12 +121,12 @@ class ZayaTransformerLayer(TransformerLayer):
             read=read,
         )
         discard(output)
-        if _in_one_pass(self.pre_mlp_layernorm, self.recompute_pre_mlp_layernorm):
+        if self.recompute_pre_mlp_layernorm:
+            hidden_states = self.post_attention_residual(output, hidden_states, read)
+            normed, discard = _recomputed_norm(self.pre_mlp_layernorm, hidden_states)
+        else:
             merge = self.post_attention_residual.merge_and_norm
             (hidden_states, normed), discard = merge(output, hidden_states, self.pre_mlp_layernorm, read), _keep
-        else:
-            hidden_states = self.post_attention_residual(output, hidden_states, read)
-            normed, discard = _norm(self.pre_mlp_layernorm, hidden_states, self.recompute_pre_mlp_layernorm)
         forced = None if context_mask is None else context_mask[self.layer_number - 1]
         output, state = self.mlp(normed, router_state=state, forced_expert_ids=forced)
         discard(output)
@@ -141,8 +135,6 @@ class ZayaTransformerLayer(TransformerLayer):
             return hidden_states, LinkedContext(state, hidden_states, normed)
         hidden_states = self.post_mlp_residual(output, hidden_states, read)
 
-        if self.output_dtype is not None:
-            hidden_states = hidden_states.to(self.output_dtype)
         if self.sends_state:
             hidden_states, state = join_stream_and_state(hidden_states, state), None
         hidden_states = make_viewless_tensor(
@@ -156,8 +148,7 @@ class ZayaTransformerLayer(TransformerLayer):
         The weight of a norm that is recomputed by itself is left out, and so is the next layer's norm: that layer reads
         it if something has replaced the stream in between.
         """
-        in_one_pass = _in_one_pass(self.pre_mlp_layernorm, self.recompute_pre_mlp_layernorm)
-        norms = (self.pre_mlp_layernorm.weight,) if in_one_pass else ()
+        norms = () if self.recompute_pre_mlp_layernorm else (self.pre_mlp_layernorm.weight,)
         return (
             *self.post_attention_residual.vectors(),
             *self.post_mlp_residual.vectors(),
@@ -166,15 +157,15 @@ class ZayaTransformerLayer(TransformerLayer):
         )
 
     def _begin(self, hidden_states: Tensor):
-        """Return the stream, its norm and the function to call on attention's result (see `_norm`), if the layer before
-        has not.
+        """Return the stream, its norm and the function to call on attention's result (see `_recomputed_norm`), where
+        the layer before has not computed the norm.
         """
-        norm, recompute = self.input_layernorm, self.recompute_input_layernorm
-        if self.input_affine is not None:
-            if _in_one_pass(norm, recompute):
-                return *self.input_affine.affine_and_norm(hidden_states, norm), _keep
-            hidden_states = self.input_affine(hidden_states)
-        return hidden_states, *_norm(norm, hidden_states, recompute)
+        affine, norm, recompute = self.input_affine, self.input_layernorm, self.recompute_input_layernorm
+        if affine is not None and not recompute:
+            return *affine.affine_and_norm(hidden_states, norm), _keep
+        if affine is not None:
+            hidden_states = affine(hidden_states)
+        return hidden_states, *(_recomputed_norm(norm, hidden_states) if recompute else (norm(hidden_states), _keep))
 
 
 def link_layers(layers: Sequence[ZayaTransformerLayer], config: ZayaConfig) -> None:
@@ -186,7 +177,7 @@ def link_layers(layers: Sequence[ZayaTransformerLayer], config: ZayaConfig) -> N
     """
     for index, (layer, following) in enumerate(pairwise(layers)):
         norm = following.input_layernorm
-        if _in_one_pass(norm, following.recompute_input_layernorm) and not _ends_recomputed_part(config, index):
+        if not following.recompute_input_layernorm and not _ends_recomputed_part(config, index):
             layer.next_norm = (norm,)
 
 
@@ -213,26 +204,15 @@ def _received(context: Tensor | LinkedContext | None, stream: Tensor) -> tuple[T
     return context.router_state, context.normed if context.stream is stream else None
 
 
-def _in_one_pass(norm, recompute: bool) -> bool:
-    return isinstance(norm, ZayaRMSNorm) and not recompute
-
-
 def _keep(output: Tensor) -> None:
     """Do nothing; takes the place of a checkpoint's discard function where the normed tensor is kept."""
 
 
-def _norm(norm, x: Tensor, recompute: bool):
-    """Return normed x in the weight's dtype, and the function to call on the result of the module that consumed it.
+def _recomputed_norm(norm: ZayaRMSNorm, x: Tensor):
+    """Return normed x, and the function to call on the result of the module that consumed it.
 
-    With `recompute` that call frees the normed tensor, and the backward pass computes it again.
+    That call frees the normed tensor, and the backward pass computes it again.
     """
-
-    def run(x):
-        # Transformer Engine's norm may return the dtype of the stream.
-        return norm(x).to(norm.weight.dtype)
-
-    if not recompute:
-        return run(x), _keep
     # None means no fp8; the default False would require Transformer Engine.
     checkpoint = tensor_parallel.CheckpointWithoutOutput(fp8=None)
-    return checkpoint.checkpoint(run, x), checkpoint.discard_output_and_register_recompute
+    return checkpoint.checkpoint(norm, x), checkpoint.discard_output_and_register_recompute

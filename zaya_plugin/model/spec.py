@@ -1,16 +1,29 @@
 # SPDX-License-Identifier: Apache-2.0
 """Module specs: which classes make up a ZAYA1 layer and block.
 
-`zaya_block_spec` is the one to use: it brings our final norm, which reads the fp32 residual stream.
-`get_zaya_layer_spec` leaves the final norm to Megatron's block.
+`zaya_block_spec` and `get_zaya_layer_spec` are for GPTModel's transformer_layer_spec; both bring our final norm, which
+reads the fp32 residual stream.
+
+config.transformer_impl chooses the class of the linears of queries, keys and attention's output: Megatron's own, or
+Transformer Engine's through Megatron's wrappers. All other parts are ZAYA's own with either: Transformer Engine's norm
+rounds the fp32 stream before its statistics, its experts take 1.8 times as long (H200, TE 2.20.2), and its attention is
+a version of config.core_attention.
 """
 
 from __future__ import annotations
 
+import functools
+
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer import ModuleSpec
-from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
+from megatron.core.transformer.transformer_block import (
+    TransformerBlock,
+    TransformerBlockSubmodules,
+    get_num_layers_to_build,
+)
+from torch import Tensor, nn
 
+from hip_ops.runtime.main_grad import main_grad_of
 from zaya_plugin.errors import mistake
 from zaya_plugin.model.attention import ZayaAttentionSubmodules, ZayaSelfAttention
 from zaya_plugin.model.config import ZayaConfig
@@ -21,61 +34,83 @@ from zaya_plugin.model.moe import ZayaMoELayer
 from zaya_plugin.model.norm import ZayaRMSNorm
 
 
-def local_submodules() -> ZayaLayerSubmodules:
-    """Layer parts on PyTorch and Megatron's own parallel linears."""
-    return _submodules(
-        ZayaRMSNorm, ColumnParallelLinear, ZayaCoreAttention, RowParallelLinear, ModuleSpec(module=GroupedExperts)
-    )
+class WithoutExtraState:
+    """Base class of a linear whose `_extra_state` is neither saved in a checkpoint nor demanded from one.
 
-
-def transformer_engine_submodules() -> ZayaLayerSubmodules:
-    """Layer parts on Transformer Engine through Megatron's wrappers; raises ValueError if it is not installed.
-
-    Experts fall back to the local grouped GEMM with a Transformer Engine that has no grouped linear (before 1.9).
+    It holds Transformer Engine's fp8 scales; without fp8 it is empty. Megatron's own linears have an empty one too.
+    Without it a checkpoint loads with either value of transformer_impl.
     """
+
+    def __init__(self, *args, **named):
+        super().__init__(*args, **named)
+        self.register_load_state_dict_pre_hook(_complete)
+
+    def sharded_state_dict(self, prefix: str = "", *args, **named) -> dict:
+        """As Megatron's, without `_extra_state`."""
+        state = super().sharded_state_dict(prefix, *args, **named)
+        state.pop(f"{prefix}_extra_state", None)
+        return state
+
+
+def _complete(module: nn.Module, state: dict, prefix: str, *_) -> None:
+    state.setdefault(f"{prefix}_extra_state")  # None: both libraries' set_extra_state ignore it
+
+
+class AddsToMainGrad:
+    """Base class of a Transformer Engine linear that adds its weight's gradient to DDP's fp32 buffer, if there is one.
+
+    Otherwise the gradient would be rounded to bf16 before the addition. `fuse_wgrad_accumulation` is Transformer
+    Engine's; with True and no buffer it raises.
+    """
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
+        """x [s, b, in] -> ([s, b, out], None)."""
+        self.fuse_wgrad_accumulation = main_grad_of(self.weight) is not None
+        return super().forward(x)
+
+
+@functools.cache
+def _derived(linear: type, *bases: type) -> type:
+    return type(linear.__name__, (*bases, linear), {})
+
+
+def linear_classes(config: ZayaConfig) -> tuple[type, type]:
+    """Return the column-parallel and row-parallel linear of config.transformer_impl.
+
+    Raises:
+        ValueError: Transformer Engine is requested and not installed.
+    """
+    if config.transformer_impl == "local":
+        return tuple(_derived(each, WithoutExtraState) for each in (ColumnParallelLinear, RowParallelLinear))
     from megatron.core.extensions import transformer_engine as te
 
     if not te.HAVE_TE:
         raise mistake(
             "transformer_impl",
-            "transformer_engine",
+            config.transformer_impl,
             problem="Transformer Engine is not installed",
             allowed="local",
             fix="cluster.transformer_impl=local",
         )
-    experts = ModuleSpec(module=GroupedExperts)
-    if te.TEColumnParallelGroupedLinear is not None:
-        from zaya_plugin.model.te_experts import TEGroupedExperts
-
-        grouped = dict(linear_fc1=te.TEColumnParallelGroupedLinear, linear_fc2=te.TERowParallelGroupedLinear)
-        experts = ModuleSpec(module=TEGroupedExperts, params=grouped)
-    return _submodules(te.TENorm, te.TEColumnParallelLinear, te.TEDotProductAttention, te.TERowParallelLinear, experts)
-
-
-def _submodules(norm, linear, core_attention, linear_proj, experts) -> ZayaLayerSubmodules:
-    attention = ZayaAttentionSubmodules(linear=linear, core_attention=core_attention, linear_proj=linear_proj)
-    return ZayaLayerSubmodules(
-        input_layernorm=norm,
-        self_attention=ModuleSpec(module=ZayaSelfAttention, submodules=attention),
-        pre_mlp_layernorm=norm,
-        mlp=ModuleSpec(module=ZayaMoELayer, submodules=experts),
-    )
+    bases = AddsToMainGrad, WithoutExtraState
+    return tuple(_derived(each, *bases) for each in (te.TEColumnParallelLinear, te.TERowParallelLinear))
 
 
 def zaya_layer_submodules(config: ZayaConfig) -> ZayaLayerSubmodules:
-    """Layer parts by config.transformer_impl."""
-    return transformer_engine_submodules() if config.transformer_impl == "transformer_engine" else local_submodules()
-
-
-def get_zaya_layer_spec(config: ZayaConfig) -> ModuleSpec:
-    """Spec of one layer, for a GPTModel whose block puts Megatron's own final norm behind the layers.
-
-    That norm and the head take no fp32 stream, so the last layer rounds the stream to params_dtype: equal to
-    `zaya_block_spec` in fp32, a bf16 rounding apart in bf16.
-    """
-    return ModuleSpec(
-        module=ZayaTransformerLayer, submodules=zaya_layer_submodules(config), params={"cast_output": True}
+    """Return the parts of a layer."""
+    linear, linear_proj = linear_classes(config)
+    attention = ZayaAttentionSubmodules(linear=linear, core_attention=ZayaCoreAttention, linear_proj=linear_proj)
+    return ZayaLayerSubmodules(
+        input_layernorm=ZayaRMSNorm,
+        self_attention=ModuleSpec(module=ZayaSelfAttention, submodules=attention),
+        pre_mlp_layernorm=ZayaRMSNorm,
+        mlp=ModuleSpec(module=ZayaMoELayer, submodules=ModuleSpec(module=GroupedExperts)),
     )
+
+
+def get_zaya_layer_spec(config: ZayaConfig, vp_stage: int | None = None) -> ModuleSpec:
+    """Return `zaya_block_spec` as a ModuleSpec, as Megatron's `get_gpt_layer_*_spec` functions do."""
+    return ModuleSpec(module=TransformerBlock, submodules=zaya_block_spec(config, vp_stage))
 
 
 def zaya_block_spec(config: ZayaConfig, vp_stage: int | None = None) -> TransformerBlockSubmodules:

@@ -19,7 +19,7 @@ from zaya_plugin.errors import mistake
 from zaya_plugin.plan.recipe_plan import with_recompute
 from zaya_plugin.run.before_start import tokenizer_arguments
 from zaya_plugin.run.megatron_export import SPEC, host_arguments, left_out, placed, ranks_of_node, write, written
-from zaya_plugin.run.rank_plan import COPY_ENGINES, DETERMINISTIC, HIDDEN_DEVICES, rank_environment
+from zaya_plugin.run.rank_plan import COPY_ENGINES, DETERMINISTIC, FULL_FP32, HIDDEN_DEVICES, rank_environment
 
 # Megatron's defaults where Primus' presets (pre_trainer.yaml, language_model.yaml and their parents) have other values.
 PRESETS_UNDONE = dict(
@@ -46,6 +46,7 @@ NEEDED_VARIABLES = (
     "TORCHDYNAMO_DISABLE",
     "CUDA_DEVICE_MAX_CONNECTIONS",
     *DETERMINISTIC,
+    *FULL_FP32,
     *COPY_ENGINES,
 )
 

@@ -18,6 +18,8 @@ HIDDEN_DEVICES = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_D
 # Required by Megatron's --deterministic-mode; one ring adds in one order, and a fixed workspace keeps cuBLAS to one
 # algorithm.
 DETERMINISTIC = {"NCCL_ALGO": "Ring", "CUBLAS_WORKSPACE_CONFIG": ":4096:8", "NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0"}
+# Transformer Engine's fp32 products are TF32 on NVIDIA, whatever torch's switches say; cuBLAS reads this when it starts.
+FULL_FP32 = {"NVIDIA_TF32_OVERRIDE": "0"}
 # Read by NCCL 2.28 and later, and by RCCL of that age: registered buffers are gathered by copy engines.
 COPY_ENGINES = {"NCCL_CTA_POLICY": "2"}
 
@@ -103,7 +105,12 @@ def rank_environment(recipe: Recipe, ranks_here: int, environ: Mapping[str, str]
         # launches, communication first. In all other cases a kernel that waits in that queue for another stream delays
         # all kernels behind it, in a graph too: CUDA's default then.
         variables["CUDA_DEVICE_MAX_CONNECTIONS"] = "1" if ordered else "8"
-    for wanted, values in ((recipe.cluster.deterministic, DETERMINISTIC), (recipe.parallel.nccl_ub, COPY_ENGINES)):
+    conditions = (
+        (recipe.cluster.deterministic, DETERMINISTIC),
+        (recipe.parallel.nccl_ub, COPY_ENGINES),
+        (recipe.cluster.transformer_impl == "transformer_engine" and recipe.cluster.dtype == "fp32", FULL_FP32),
+    )
+    for wanted, values in conditions:
         if wanted:  # read by the libraries when they start
             variables |= {name: value for name, value in values.items() if name not in environ}
     if "WANDB_SILENT" not in environ:

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import os
+
 import torch
 
 import hip_ops
@@ -18,8 +20,8 @@ def select_kernels(recipe: Recipe) -> None:
 
 
 def kernel_lines(recipe: Recipe) -> list[str]:
-    """Return a line for each operator: its version on this rank's device, and why. Empty on a CPU, where all versions
-    are references.
+    """Return a line for each operator: its version on this rank's device, and why; and the version of core attention.
+    Empty on a CPU, where all versions are references.
 
     A version is built and compared with its reference at its first use, not here. A version that fails is replaced with
     a warning.
@@ -27,4 +29,11 @@ def kernel_lines(recipe: Recipe) -> list[str]:
     if recipe.cluster.device == "cpu":
         return []
     versions = report(torch.device("cuda", torch.cuda.current_device()), check=False)
-    return ["kernels, each compared with its reference at its first use", *(f"  {line}" for line in versions)]
+    lines = [f"core_attention: {recipe.cluster.core_attention} (cluster.core_attention)", *versions]
+    lines = ["kernels, each compared with its reference at its first use", *(f"  {line}" for line in lines)]
+    wants_fp32 = recipe.cluster.transformer_impl == "transformer_engine" and recipe.cluster.dtype == "fp32"
+    if wants_fp32 and torch.version.cuda and os.environ.get("NVIDIA_TF32_OVERRIDE") != "0":
+        lines.append(
+            "WARNING: Transformer Engine's fp32 products are TF32. Fix: NVIDIA_TF32_OVERRIDE=0 in the environment"
+        )
+    return lines

@@ -1,0 +1,101 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Finds AITER (package amd-aiter, github.com/ROCm/aiter) and its functions, by version and signature.
+
+This project has not run AITER on any device. Its calls are compared with the signatures of four releases
+(tests/stand_ins/aiter-*.json, read from the sources), and each version that uses them with its reference before the
+first use on a device.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import inspect
+import logging
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib import metadata
+from typing import Any
+
+import torch
+
+from hip_ops.runtime.architecture import architecture
+from hip_ops.runtime.errors import mistake
+
+logger = logging.getLogger("hip_ops")
+DISTRIBUTION = "amd-aiter"  # PyPI's package `aiter` is an unrelated library
+READ = "the releases 0.1.14.post1 and 0.1.18 to 0.1.20.post1, whose sources were read"
+ARCHITECTURES = ("gfx942", "gfx950")  # those for which these releases hold settings of the kernels used here
+
+
+def installed() -> str | None:
+    """Returns the version of the installed package, or None."""
+    try:
+        return metadata.version(DISTRIBUTION)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def missing(first: str) -> str | None:
+    """Returns why there is no AITER of version `first` or later, or None. Imports nothing of it."""
+    version = installed()
+    if version is None:
+        return f"AITER is not installed (package {DISTRIBUTION}, github.com/ROCm/aiter)"
+    if _release(version) < _release(first):
+        return f"AITER {version} is older than {first}, the first release whose functions are used"
+    return None
+
+
+def available(device: torch.device, first: str) -> str | None:
+    """Returns why AITER from version `first` on is not available on `device`, or None."""
+    reason = missing(first)
+    if reason is None and architecture(device) not in ARCHITECTURES:
+        reason = f"AITER's kernels are for {' and '.join(ARCHITECTURES)}, not for {architecture(device)}"
+    if reason is None:
+        _announce(installed())
+    return reason
+
+
+@functools.cache
+def _announce(version: str) -> None:
+    text = "hip_ops: aiter %s was requested. This project has not run it on any device; it is compared with the reference before its first use"
+    logger.warning(text, version)
+
+
+def _release(version: str) -> tuple[int, ...]:
+    """Returns the numbers of a version without post, development and local parts."""
+    return tuple(int(number) for number in re.match(r"\d+(\.\d+)*", version).group().split("."))
+
+
+@dataclass(frozen=True)
+class Function:
+    """A function of AITER, called with these arguments, all by keyword, because their order differs by release.
+
+    A call raises ValueError where the installed release does not have the function or an argument.
+    """
+
+    module: str
+    name: str
+    arguments: tuple[str, ...]
+
+    def __call__(self, **arguments: Any) -> Any:
+        return self._found()(**arguments)
+
+    @functools.cache  # noqa: B019  (the instances are constants of modules)
+    def _found(self) -> Callable:
+        problem = self.problem()
+        if problem is not None:
+            raise mistake(f"{DISTRIBUTION}={installed()}", problem, READ, "request another version")
+        return getattr(importlib.import_module(self.module), self.name)
+
+    def problem(self) -> str | None:
+        """Imports the module and returns why the function cannot be called with the arguments, or None."""
+        try:
+            function = getattr(importlib.import_module(self.module), self.name)
+            inspect.signature(function).bind(**dict.fromkeys(self.arguments))
+        except (ImportError, AttributeError) as error:
+            return f"{self.module}.{self.name} cannot be imported ({error})"
+        except TypeError as error:
+            return f"{self.module}.{self.name} does not take the arguments of this project ({error})"
+        return None

@@ -1,0 +1,73 @@
+# SPDX-License-Identifier: Apache-2.0
+"""transformer_impl=transformer_engine in Megatron's own wrappers, over a stand-in for Transformer Engine on gloo ranks.
+
+tests/gpu/test_transformer_engine.py runs the real package.
+"""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.parallel.tensor_expert_ranks import TRANSFORMER_ENGINE_LAYOUTS as LAYOUTS
+
+STAND_IN = Path(__file__).parents[1] / "stand_ins" / "te_path"
+RUN = """
+import sys, pathlib
+from tests.parallel import tensor_expert_ranks as ranks
+from megatron.core.extensions.transformer_engine import HAVE_TE
+assert HAVE_TE
+sys.exit(ranks.main(pathlib.Path(sys.argv[1]), ranks.TRANSFORMER_ENGINE_LAYOUTS))
+"""
+
+
+@pytest.fixture(scope="module", params=["2.20.2", pytest.param("2.12", marks=pytest.mark.slow)])
+def results(request, tmp_path_factory) -> dict[str, dict]:
+    """Results of each layout, by its name."""
+    directory = tmp_path_factory.mktemp("transformer_engine")
+    path = os.pathsep.join(filter(None, (str(STAND_IN), os.environ.get("PYTHONPATH"))))
+    done = subprocess.run(
+        [sys.executable, "-c", RUN, str(directory)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=300,
+        check=False,
+        env={**os.environ, "PYTHONPATH": path, "STAND_IN_TE": request.param},
+    )
+    assert done.returncode == 0, done.stdout
+    names = {layout.name for layout in LAYOUTS} | {"start", "start_muon"}
+    return {name: torch.load(directory / f"{name}.pt") for name in names}
+
+
+@pytest.mark.parametrize("name", ["te", "te_muon", "te_tp2"])
+def test_losses_and_gradients_are_those_of_the_local_modules(results, name):
+    for expected, step in zip(
+        results["one_muon" if "muon" in name else "one"]["steps"], results[name]["steps"], strict=True
+    ):
+        assert torch.equal(step["counts"], expected["counts"]) and step["replicas"] == 0
+        assert abs(step["loss"] - expected["loss"]) < 1e-5
+        assert step["norm"] == pytest.approx(expected["norm"], rel=1e-5)
+        assert step["gradients"].keys() == expected["gradients"].keys()
+        for key, gradient in expected["gradients"].items():
+            assert (step["gradients"][key] - gradient).norm() <= 1e-4 * gradient.norm(), key
+
+
+@pytest.mark.parametrize("layout", [each for each in LAYOUTS if each.copy], ids=lambda layout: layout.name)
+def test_a_checkpoint_moves_both_ways_with_the_same_bits(results, layout):
+    """local -> Transformer Engine -> local, on one and on two tensor-parallel ranks, optimizer included."""
+    expected, copy = results["start_muon" if layout.muon else "start"], results[layout.name]["copy"]
+    assert copy.keys() == expected.keys() and not any("_extra_state" in key for key in copy)
+    for key, tensor in expected.items():
+        assert not isinstance(tensor, torch.Tensor) or torch.equal(copy[key], tensor), key
+
+
+@pytest.mark.parametrize("before, after", [("te", "te_again"), ("one", "local_again")])
+def test_a_run_resumes_with_the_same_bits_from_the_other_ones_checkpoint(results, before, after):
+    for expected, step in zip(results[before]["steps"], results[after]["steps"], strict=True):
+        assert (step["loss"], step["norm"]) == (expected["loss"], expected["norm"])
+        for key, gradient in expected["gradients"].items():
+            assert torch.equal(step["gradients"][key], gradient), key
