@@ -3,15 +3,15 @@
 
     python benchmarks/research/aiter_in_emulator.py CLONE v0.1.18 v0.1.19.post2 v0.1.20.post1
 
-CLONE is a clone or bare mirror of github.com/ROCm/aiter. For each tag its unmodified kernels are compiled by the installed
-Triton for gfx942 and run in the emulator of tests/gfx942, behind AITER's host functions and hip_ops/*/aiter.py. The
+CLONE is a clone or bare mirror of github.com/ROCm/aiter. For each tag the installed Triton compiles its unmodified
+kernels for gfx942, and the emulator of tests/gfx942 runs them behind AITER's host functions and hip_ops/*/aiter.py. The
 operators run their self-checks, then the cases of tests/hip_ops/rms_norm_cases.py and grouped_cases.py against fp64.
 At the end nptgmm takes ptgmm's place, and AITER's own autograd function of addition and norm that of _rmsnorm_backward:
 both have a defect that the self-check must find.
 
-Not AITER on a device: the emulator has no time and no caches, and its three programs stand for 304 compute units. It has
-no scratch memory either, which AITER's tiles of 256 x 256 spill to under this Triton, so gmm has tiles of 64 x 64 here,
-and ptgmm without accumulation 128 x 128. Everything else, with ptgmm's tiles for accumulation, is as AITER sets it.
+Not AITER on a device: the emulator has no time and no caches, and its three programs stand for 304 compute units. It
+has no scratch memory either, which AITER's tiles of 256 x 256 spill to under Triton 3.7.1, so gmm has tiles of 64 x 64
+here, and ptgmm without accumulation 128 x 128. The other settings are AITER's.
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ class OnCpu:
 
 
 def load(clone: Path, tag: str, folder: Path) -> None:
-    """Import AITER's Triton host functions of a tag with emulated kernels; aiter/__init__.py, which builds C++, is not run."""
+    """Import AITER's Triton host functions of a tag with emulated kernels, without aiter/__init__.py, which builds C++."""
     archive = subprocess.run(
         ["git", "-C", clone, "archive", tag, "aiter/ops/triton", "aiter/jit/utils"], stdout=-1, check=True
     )

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A stand-in for AITER (github.com/ROCm/aiter): modules whose functions have the recorded signatures and compute by torch.
+"""A stand-in for AITER (github.com/ROCm/aiter): its modules and recorded signatures, computed by torch.
 
 Not AITER, and no evidence of its numbers: the tests show that our calls fit the recorded releases, and that the
 reported defects are found. aiter-<version>.json holds the signatures, made from a clone of the repository by
@@ -66,7 +66,7 @@ def signature_of(parameters: list[dict]) -> inspect.Signature:
 
 
 def install(monkeypatch: pytest.MonkeyPatch, version: str, defect: str | None = None) -> dict[str, list[dict]]:
-    """Make `import aiter` give the stand-in of a release, also to hip_ops; returns the arguments of all calls by function."""
+    """Make `import aiter` give the stand-in of a release; returns the arguments of all calls by function."""
     assert defect in (None, *DEFECTS)
     monkeypatch.setattr(runtime_aiter, "installed", lambda: version)
     for owner, name in ((Function, "_found"), (runtime_aiter, "_announce")):  # what earlier tests found is forgotten
