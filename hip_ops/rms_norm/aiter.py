@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Residual merge + RMSNorm on the Triton kernels of AITER. Not run on any device by this project.
 
-AITER's autograd function of the addition and the norm (`rmsnorm2d_fwd_with_add`) returns no gradient of the residual and
-leaves the sum outside of the graph, in every release that was read. So only the functions below it are called, which
-compute the sum, the norm, and the gradients through the norm; the gradients that reach the inputs past the norm are
-added here. ZAYA's merge has no kernel in AITER and is computed by torch.
+AITER's autograd function of the addition and the norm (`rmsnorm2d_fwd_with_add`) returns no gradient of the residual
+and leaves the sum outside of the graph, in every release that was read. So only the functions below it are called,
+which compute the sum, the norm, and the gradients through the norm; the gradients that reach the inputs past the norm
+are added here. ZAYA's merge has no kernel in AITER and is computed by torch.
 
 `fits` holds calls to what the self-check runs: rows that one program keeps whole, and an fp32 stream. With a bf16 one
 the gradient through the norm is rounded before the other is added, and the statistics of an fp32 x are of the sum

@@ -59,7 +59,10 @@ def available(device: torch.device, first: str) -> str | None:
 
 @functools.cache
 def _announce(version: str) -> None:
-    text = "hip_ops: aiter %s was requested. This project has not run it on any device; it is compared with the reference before its first use"
+    text = (
+        "hip_ops: aiter %s was requested. This project has not run it on any device; it is compared with the reference "
+        "before its first use"
+    )
     logger.warning(text, version)
 
 

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The versions on AITER against its recorded releases and stand-ins made from them; AITER itself has not been run on a device."""
+"""The versions on AITER against its recorded releases and stand-ins made from them; AITER was not run on a device."""
 
+import functools
 import importlib
 import re
 
@@ -27,20 +28,12 @@ named = pytest.mark.parametrize("each", OPERATORS, ids=lambda each: each.name)
 
 @pytest.fixture
 def install(monkeypatch):
-    """install(version, defect) puts a stand-in into place; what earlier tests found is forgotten."""
+    """install(version, defect) puts a stand-in into place; the operators have checked nothing yet."""
     for each in OPERATORS:
         for found in ("results", "choices", "_chosen"):
             monkeypatch.setattr(each, found, {})
 
-    def make(version: str, defect: str | None = None) -> dict:
-        monkeypatch.setattr(runtime_aiter, "installed", lambda: version)
-        Function._found.cache_clear()
-        runtime_aiter._announce.cache_clear()
-        return stand_in.install(monkeypatch, version, defect)
-
-    yield make
-    Function._found.cache_clear()
-    runtime_aiter._announce.cache_clear()
+    return functools.partial(stand_in.install, monkeypatch)
 
 
 @pytest.fixture
@@ -307,8 +300,8 @@ def test_another_signature_is_refused(install, mi300x, monkeypatch, caplog):
     with aiter_named(BACKWARD[0]):
         assert BACKWARD[0].choice(GPU).startswith("compiled") and FORWARD[0].choice(GPU).startswith("compiled")
     assert (
-        "ValueError: amd-aiter=0.1.20.post1: aiter.ops.triton.normalization.rmsnorm._rmsnorm_backward does not take the arguments "
-        "of this project (got an unexpected keyword argument 'rsigma')." in BACKWARD[0].results[GPU, "aiter"]
+        "ValueError: amd-aiter=0.1.20.post1: aiter.ops.triton.normalization.rmsnorm._rmsnorm_backward does not take the "
+        "arguments of this project (got an unexpected keyword argument 'rsigma')." in BACKWARD[0].results[GPU, "aiter"]
     )
     assert "_rmsnorm_forward_with_add cannot be imported (" in FORWARD[0].results[GPU, "aiter"]
     assert BACKWARD[1].name not in " ".join(caplog.messages)

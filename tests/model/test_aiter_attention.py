@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """AITER's attention behind the arguments of core attention, on stand-ins of the recorded releases; AITER has not been run on a device."""
 
+import functools
 import sys
 import types
 
@@ -9,9 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from hip_ops.runtime import aiter as runtime_aiter
-from hip_ops.runtime.aiter import Function
 from tests.stand_ins import aiter as stand_in
-from zaya_plugin.model import aiter_attention
 from zaya_plugin.model.aiter_attention import FLASH, aiter_flash
 
 EVERY = pytest.mark.parametrize("version", stand_in.VERSIONS)
@@ -19,14 +18,7 @@ EVERY = pytest.mark.parametrize("version", stand_in.VERSIONS)
 
 @pytest.fixture
 def install(monkeypatch):
-    def make(version: str, defect: str | None = None) -> dict:
-        monkeypatch.setattr(aiter_attention, "installed", lambda: version)
-        monkeypatch.setattr(runtime_aiter, "installed", lambda: version)
-        Function._found.cache_clear()
-        return stand_in.install(monkeypatch, version, defect)
-
-    yield make
-    Function._found.cache_clear()
+    return functools.partial(stand_in.install, monkeypatch)
 
 
 def operands(s: int, t: int) -> list[torch.Tensor]:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A stand-in for AITER (github.com/ROCm/aiter): modules whose functions have the recorded signatures and compute by torch.
+"""A stand-in for AITER (github.com/ROCm/aiter): its modules and recorded signatures, computed by torch.
 
 Not AITER, and no evidence of its numbers: the tests show that our calls fit the recorded releases, and that the
 reported defects are found. aiter-<version>.json holds the signatures, made from a clone of the repository by
@@ -13,6 +13,7 @@ VERSIONS are the newest of each of the last three minor releases on 2026-08-22, 
 
 from __future__ import annotations
 
+import functools
 import inspect
 import json
 import sys
@@ -23,6 +24,9 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor
+
+from hip_ops.runtime import aiter as runtime_aiter
+from hip_ops.runtime.aiter import Function
 
 VERSIONS = ("0.1.14.post1", "0.1.18", "0.1.19.post2", "0.1.20.post1")
 NORM, GMM = "aiter.ops.triton.normalization.rmsnorm", "aiter.ops.triton.gmm"
@@ -64,6 +68,9 @@ def signature_of(parameters: list[dict]) -> inspect.Signature:
 def install(monkeypatch: pytest.MonkeyPatch, version: str, defect: str | None = None) -> dict[str, list[dict]]:
     """Make `import aiter` give the stand-in of a release; returns the arguments of all calls by function."""
     assert defect in (None, *DEFECTS)
+    monkeypatch.setattr(runtime_aiter, "installed", lambda: version)
+    for owner, name in ((Function, "_found"), (runtime_aiter, "_announce")):  # what earlier tests found is forgotten
+        monkeypatch.setattr(owner, name, functools.cache(getattr(owner, name).__wrapped__))
     symbols, calls, computing = recorded(version), {}, Computing(recorded(version), defect)
     for symbol, data in symbols.items():
         if data["kind"] == "function":

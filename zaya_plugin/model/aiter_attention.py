@@ -13,12 +13,14 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from hip_ops.runtime.aiter import READ, Function, installed, missing
+from hip_ops.runtime import aiter
 from zaya_plugin.errors import mistake
 
 logger = logging.getLogger(__name__)
 FIRST = "0.1.14"
-FLASH = Function("aiter", "flash_attn_func", ("q", "k", "v", "softmax_scale", "causal", "deterministic", "return_lse"))
+FLASH = aiter.Function(
+    "aiter", "flash_attn_func", ("q", "k", "v", "softmax_scale", "causal", "deterministic", "return_lse")
+)
 
 
 def aiter_flash() -> Callable[..., Tensor]:
@@ -29,10 +31,10 @@ def aiter_flash() -> Callable[..., Tensor]:
     Raises:
         ValueError: AITER is missing, too old, or its function does not take these arguments.
     """
-    problem = missing(FIRST) or FLASH.problem()
+    problem = aiter.missing(FIRST) or FLASH.problem()
     if problem is not None:
-        raise mistake("core_attention", "aiter", problem=problem, allowed=READ, fix="cluster.core_attention=sdpa")
-    logger.warning("core attention of aiter %s: this project has not run it on any device", installed())
+        raise mistake("core_attention", "aiter", problem=problem, allowed=aiter.READ, fix="cluster.core_attention=sdpa")
+    logger.warning("core attention of aiter %s: this project has not run it on any device", aiter.installed())
     return _flash
 
 
