@@ -56,7 +56,6 @@ EXCLUSIONS = {
 }
 
 
-# The same, with permute in parallel.recompute_modules.
 def data_parallel_size(recipe: Recipe, world_size: int) -> int:
     """Return the number of ranks that see different sequences: the world size over tensor, pipeline and context
     parallel sizes.
