@@ -7,6 +7,7 @@ about.
 """
 
 import argparse
+import importlib
 import json
 import logging
 import os
@@ -78,6 +79,7 @@ class Facts:
         versions: of distributions as pip knows them, None where absent. modules: by name, whether it can be imported.
         core: version of megatron.core. training: whether its megatron.training is installed.
         mixed: whether megatron.training is that of another installation.
+        failures: of an import of transformer_engine.pytorch and of a call of torch.backends.cudnn.version() after it.
         hip, cuda: the version that torch is built for. archs: of the accelerators.
         unfit: patches that apply and are not written for the installed version.
     """
@@ -88,6 +90,7 @@ class Facts:
     core: object | None = None
     training: bool = False
     mixed: bool = False
+    failures: Mapping[str, str] = field(default_factory=dict)
     hip: str | None = None
     cuda: str | None = None
     archs: tuple[str, ...] = ()
@@ -135,6 +138,7 @@ def _devices_hidden(facts: Facts) -> str | None:
     return ", ".join([f"torch for {built}, no device", *hidden]) if built and not facts.archs else None
 
 
+IMPORT_ERRORS = ("ImportError", "ModuleNotFoundError")
 RULES = (
     Rule(
         "megatron-release",
@@ -177,16 +181,33 @@ RULES = (
         "pip install psutil",
     ),
     Rule(
-        "empty-transformer-engine",
+        "broken-transformer-engine",
         "error",
         lambda facts: (
-            facts.modules.get("transformer_engine")
-            and facts.modules.get("transformer_engine_torch") is False
-            and f"transformer_engine {facts.versions.get('transformer-engine') or ''} without transformer_engine_torch"
+            "transformer_engine" in facts.failures
+            and not facts.failures["transformer_engine"].startswith(IMPORT_ERRORS)
+            and f"import transformer_engine.pytorch: {facts.failures['transformer_engine']}"
         ),
-        "without its compiled part it raises RuntimeError at import, where Megatron expects ImportError and falls back",
-        "pip uninstall transformer-engine, or install a build for this torch: github.com/ROCm/TransformerEngine, "
-        "transformer-engine[pytorch]",
+        "Megatron falls back to its own modules after an ImportError only; any other error ends Megatron's import",
+        "pip uninstall transformer-engine, or install a build for this torch: github.com/ROCm/TransformerEngine, transformer-engine[pytorch]",
+    ),
+    Rule(
+        "no-transformer-engine",
+        "warning",
+        lambda facts: (
+            facts.failures.get("transformer_engine", "").startswith(IMPORT_ERRORS)
+            and f"import transformer_engine.pytorch: {facts.failures['transformer_engine']}"
+        ),
+        "Transformer Engine is installed and cannot be imported; cluster.transformer_impl=transformer_engine is refused",
+        "install what is missing, or pip uninstall transformer-engine",
+    ),
+    Rule(
+        "mixed-cudnn",
+        "warning",
+        lambda facts: facts.failures.get("cudnn") and f"torch.backends.cudnn.version(): {facts.failures['cudnn']}",
+        "a library, such as Transformer Engine's, has loaded parts of the system's cuDNN beside torch's; torch then chooses "
+        "another attention kernel (1.8 times slower on an H200)",
+        "cluster.core_attention=cudnn or flash_attn_4, or remove the system's cuDNN from the loader's path",
     ),
     Rule(
         "wrong-aiter",
@@ -330,6 +351,7 @@ def examine() -> dict[str, Any]:
         if {"torch", "megatron-core"} <= present
         else "unknown: torch or megatron-core is not installed",
     }
+    report["failures"] = _failures() if "torch" in present else {}
     report["problems"] = problems(_facts(report))
     return report
 
@@ -352,7 +374,7 @@ def _facts(report: dict[str, Any]) -> Facts:
     kind, _, version = devices["built_for"].partition(" ")
     patches = report["patches"] if isinstance(report["patches"], list) else []
     names = ("aiter", "amd-aiter", "primus", "transformer-engine")
-    modules = ("triton", "psutil", "transformer_engine", "transformer_engine_torch", "primus", "primus.core")
+    modules = ("triton", "psutil", "primus", "primus.core")
     return Facts(
         versions={name: _distribution_version(name) for name in names},
         modules={name: compat.has_module(name) for name in modules},
@@ -360,6 +382,7 @@ def _facts(report: dict[str, Any]) -> Facts:
         core=compat.core_version(),
         training=compat.has_training(),
         mixed=compat.has_module("megatron.training") and not compat.has_training(),
+        failures=report.get("failures", {}),
         hip=version if kind == "ROCm" else None,
         cuda=version if kind == "CUDA" else None,
         archs=tuple(item["arch"] for item in devices["accelerators"]),
@@ -518,6 +541,26 @@ def _devices() -> dict[str, Any]:
         )
     built_for = f"ROCm {hip}" if hip else f"CUDA {cuda}" if cuda else "CPU"
     return {"built_for": built_for, "cpu_cores": os.cpu_count(), "accelerators": accelerators}
+
+
+def _failures() -> dict[str, str]:
+    """Import Transformer Engine, then ask torch for its cuDNN; return the errors by name."""
+    import torch
+
+    from zaya_plugin import compat
+
+    questions = {}
+    if compat.has_module("transformer_engine"):
+        questions["transformer_engine"] = lambda: importlib.import_module("transformer_engine.pytorch")
+    if torch.version.cuda:
+        questions["cudnn"] = torch.backends.cudnn.version
+    answers = {name: _ask(question) for name, question in questions.items()}
+    unknown = "unknown: "
+    return {
+        name: answer.removeprefix(unknown)
+        for name, answer in answers.items()
+        if isinstance(answer, str) and answer.startswith(unknown)
+    }
 
 
 def _kernels() -> list[dict[str, Any]]:

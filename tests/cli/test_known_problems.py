@@ -8,14 +8,7 @@ from packaging.version import Version
 
 from zaya_plugin.doctor import RULES, Facts, problems
 
-MODULES = {
-    "triton": True,
-    "psutil": True,
-    "transformer_engine": False,
-    "transformer_engine_torch": False,
-    "primus": False,
-    "primus.core": False,
-}
+MODULES = {"triton": True, "psutil": True, "primus": False, "primus.core": False}
 HEALTHY = Facts(modules=MODULES, core=Version("0.19.2"), training=True)
 MI300X = replace(HEALTHY, hip="7.1.25424", archs=("gfx942:sramecc+:xnack-",), environ={"HSA_NO_SCRATCH_RECLAIM": "1"})
 
@@ -42,10 +35,16 @@ CASES = [
     ),
     ("psutil", dict(modules=MODULES | {"psutil": False}), dict()),
     (
-        "empty-transformer-engine",
-        dict(modules=MODULES | {"transformer_engine": True}),
-        dict(modules=MODULES | {"transformer_engine": True, "transformer_engine_torch": True}),
+        "broken-transformer-engine",
+        dict(failures={"transformer_engine": "RuntimeError: Found empty `transformer-engine` meta package"}),
+        dict(failures={"transformer_engine": "ImportError: libcuda.so.1"}),
     ),
+    (
+        "no-transformer-engine",
+        dict(failures={"transformer_engine": "ModuleNotFoundError: No module named 'onnxscript'"}),
+        dict(failures={"transformer_engine": "OSError: libnccl.so.2"}),
+    ),
+    ("mixed-cudnn", dict(failures={"cudnn": "RuntimeError: cuDNN version incompatibility"}), dict(failures={})),
     ("wrong-aiter", dict(versions={"aiter": "0.13.20191203"}), dict(versions={"amd-aiter": "0.1.14.post1"})),
     (
         "wrong-primus",
