@@ -39,8 +39,7 @@ class Launch:
     block: rows of a tile. programs: per head or part of a head; None: one per tile. stages: tiles in flight; the launch
     reduces them to what shared memory holds. registers: maximum per thread, None: no limit (NVIDIA only). part:
     channels per program of the input's or the weights' kernel. zero_block: rows of keys with temperature zero, in the
-    weights' kernel. inputs: input channels of a convolving product
-    at a time, None: all.
+    weights' kernel. inputs: input channels of a convolving product at a time, None: all.
     """
 
     block: int

@@ -3,8 +3,8 @@
 host never waits.
 
 An order is two inverse maps; negative entries stand for tokens of no expert (hip_ops/expert_permutation/reference.py).
-All shapes
-are known beforehand: there are as many rows as tokens, and the padding rows, which belong to no expert, come last.
+All shapes are known beforehand: there are as many rows as tokens, and the padding rows, which belong to no expert, come
+last.
 """
 
 from __future__ import annotations

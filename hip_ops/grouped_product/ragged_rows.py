@@ -2,10 +2,10 @@
 """Tensor descriptors whose loads and stores end at the end of an expert's rows, a border known only on the device.
 
 The hardware masks accesses beyond a descriptor's shape. Here the last rows of a range lie at the end of a dimension of
-BIG rows, and two
-more dimensions correct the address: with coordinates (BIG, end, BIG - size + row) and strides (2^34 - stride, stride,
-stride) the offset is BIG * 2^34 + (end - size + row) * stride elements, and BIG * 2^34 = 2^64 is 0 in 64-bit
-arithmetic. This is the method of triton.tools.ragged_tma, whose device functions Triton's interpreter does not support.
+BIG rows, and two more dimensions correct the address: with coordinates (BIG, end, BIG - size + row) and strides (2^34 -
+stride, stride, stride) the offset is BIG * 2^34 + (end - size + row) * stride elements, and BIG * 2^34 = 2^64 is 0 in
+64-bit arithmetic. This is the method of triton.tools.ragged_tma, whose device functions Triton's interpreter does not
+support.
 """
 
 from __future__ import annotations

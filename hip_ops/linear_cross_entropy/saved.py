@@ -30,8 +30,8 @@ def saved_bytes(tokens: int, hidden_size: int, element_bytes: int, promised: boo
     the backward pass.
 
     For calls with main_grad; without it a promised call also keeps the weight's gradient, [classes, h] in fp32. hidden
-    and
-    weight, which a call without a promise keeps, are not counted: they are the final norm's output and the parameter.
+    and weight, which a call without a promise keeps, are not counted: they are the final norm's output and the
+    parameter.
     """
     if promised:
         return {"gradient of hidden": element_bytes * hidden_size * tokens, "promised gradient": FLOAT32 * tokens}

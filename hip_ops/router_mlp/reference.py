@@ -89,9 +89,8 @@ def router_mlp_backward(
     """Returns, for the gradients d_weights [n] and d_state [n, r] (None: no gradient of state):
 
     d_projected [n, r], d_previous [n, r] (empty without gamma), sums over the rows fp32 [5, r], the gradients of SUMS,
-    and three pairs whose products
-    are the gradients of w1, w2 and w_out: d_hidden1 and normed, d_hidden2 and gelu(hidden1) [n, r], d_logits [n,
-    columns(c)] and gelu(hidden2).
+    and three pairs whose products are the gradients of w1, w2 and w_out: d_hidden1 and normed, d_hidden2 and
+    gelu(hidden1) [n, r], d_logits [n, columns(c)] and gelu(hidden2).
     """
     dtype, compute = state.dtype, wide(state.dtype)
     probabilities = torch.softmax(logits[:, : len(w_out)], dim=-1, dtype=compute)

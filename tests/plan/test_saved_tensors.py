@@ -2,8 +2,7 @@
 """Tensors that the model keeps for its backward pass, counted one by one and compared with zaya_plugin.plan.memory.
 
 On an accelerator the functions between matrix products are compiled, and what they keep is the compiler's choice. Here
-the same partitioner
-makes that choice on the CPU, without making kernels.
+the same partitioner makes that choice on the CPU, without making kernels.
 """
 
 import weakref

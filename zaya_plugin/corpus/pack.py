@@ -53,8 +53,7 @@ COUNTS = (
 DROPPED_FILE = "dropped.jsonl"
 
 # Documents that are fitted with each other. Bounds memory and keeps the reads for one bin within one stretch of the
-# file;
-# bins are within a few thousandths of full with far fewer.
+# file; bins are within a few thousandths of full with far fewer.
 WINDOW = 1_000_000
 CHUNK_TOKENS = 4_000_000  # written and counted at a time
 
@@ -246,11 +245,9 @@ def best_fit_decreasing(lengths: np.ndarray, capacity: int) -> tuple[np.ndarray,
     """Pack items into bins, best fit decreasing.
 
     Items go in order of falling length, each into the bin with the least room that still holds it. Ties go to the item
-    that
-    comes first and the bin that was opened last, so the result is deterministic. Sources: "Fewer Truncations Improve
-    Language
-    Modeling" (arXiv 2404.10830, section 3); for bins of 131,072 tokens the ZAYA1-8B technical report (arXiv
-    2605.05365).
+    that comes first and the bin that was opened last, so the result is deterministic. Sources: "Fewer Truncations
+    Improve Language Modeling" (arXiv 2404.10830, section 3); for bins of 131,072 tokens the ZAYA1-8B technical report
+    (arXiv 2605.05365).
 
     Args:
         lengths: int [items], each from 1 to `capacity`.

@@ -69,8 +69,8 @@ class BlockFinder:
     """Finds reasoning blocks between two markers in tokenised text.
 
     Markers that are added tokens of the tokenizer are found by their ids. Others may be spelled with different tokens,
-    merged
-    with the text around them: then the document is decoded and encoded again, and the markers are found in the text.
+    merged with the text around them: then the document is decoded and encoded again, and the markers are found in the
+    text.
     """
 
     def __init__(self, tokenizer, begin: str, end: str):

@@ -69,9 +69,8 @@ def read_together(parameters: Iterable[Tensor]) -> Read:
 
     A parameter without a main gradient, or that needs no gradient, is mapped to itself. The others may be used through
     the function any number of times but not directly, since DDP drops gradients that reach them otherwise. They may not
-    be used inside a part of the model that is
-    recomputed by itself: its backward pass runs within the other one and would find only some of the gradients. Not for
-    matrices: one block of threads adds up to 65,536 elements.
+    be used inside a part of the model that is recomputed by itself: its backward pass runs within the other one and
+    would find only some of the gradients. Not for matrices: one block of threads adds up to 65,536 elements.
     """
     if not torch.is_grad_enabled():
         return as_it_is

@@ -2,9 +2,9 @@
 """Operations and least memory traffic of one rank in a training step, by part; measured times are compared with them.
 
 Operations are those of zaya_plugin.plan.flops, forward and twice that backward; recomputation is not counted. Bytes are
-the least
-that a part must read and write on the device if its results go through memory: every operand of every product and pass
-once, weights once for each micro-batch and pass, no intermediate of a pass that can stay in registers. No torch import.
+the least that a part must read and write on the device if its results go through memory: every operand of every product
+and pass once, weights once for each micro-batch and pass, no intermediate of a pass that can stay in registers. No
+torch import.
 """
 
 from collections.abc import Mapping
@@ -30,8 +30,7 @@ class Rank:
     Attributes:
         layers, embedding, head: number of layers, and whether the rank holds the embedding and the head.
         tokens: computed in a step. With tensor parallelism a rank computes all tokens of its heads, and its share of
-            the tokens
-            outside attention: in both cases 1 / tensor-parallel size of the work.
+            the tokens outside attention: in both cases 1 / tensor-parallel size of the work.
         micro_batches: of a step.
         experts: of each layer on this rank.
         activation_bytes, stream_bytes: of an element of weights and activations, and of the residual stream.
