@@ -13,7 +13,7 @@ import pytest
 
 from tests.parallel.context_ranks import CASES, RANKS
 from zaya_plugin.plan.flops import Shape
-from zaya_plugin.plan.parallelism import Batch, Layout, sent_bytes
+from zaya_plugin.plan.parallelism import Batch, ParallelSizes, sent_bytes
 
 pytestmark = pytest.mark.slow  # tests/distributed/test_layouts.py has context parallelism in every run
 
@@ -68,7 +68,7 @@ def test_the_traffic_is_what_the_plan_says(found, case):
         vocab_size=64,
     )
     batch = Batch(case.length, micro_batch_size=2, dtype_bytes=8 if case.dtype == "float64" else 4)
-    planned = sent_bytes(shape, Layout(context=case.size, zigzag=case.order == "zigzag"), batch)
+    planned = sent_bytes(shape, ParallelSizes(context=case.size, zigzag=case.order == "zigzag"), batch)
     for result in found[case.name]:
         assert result["traffic"] == {  # boundary rows are gathered in both directions
             "all_gather_into_tensor": planned["key_values"] / 2 + planned["boundary"],
