@@ -58,7 +58,7 @@ def attention_of_the_model(
 
     from zaya_plugin.model.config import ZayaConfig
     from zaya_plugin.model.rotary import ZayaRotaryEmbedding
-    from zaya_plugin.model.spec import local_submodules
+    from zaya_plugin.model.spec import zaya_layer_submodules
 
     if not torch.distributed.is_initialized():
         torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
@@ -77,7 +77,9 @@ def attention_of_the_model(
         core_attention=core_attention,
         use_cpu_initialization=True,
     )
-    module = build_module(local_submodules().self_attention, config=config, layer_number=1).to(device).train()
+    module = (
+        build_module(zaya_layer_submodules(config).self_attention, config=config, layer_number=1).to(device).train()
+    )
     rotation = ZayaRotaryEmbedding(D, ROTARY / D, rotary_base=ROTARY_BASE, use_cpu_initialization=True)
     rotation.order = config.context_parallel_order
     settings = DistributedDataParallelConfig(grad_reduce_in_fp32=True)

@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from hip_ops.runtime import aiter
 from tests.stand_ins import aiter as stand_in
 from zaya_plugin.model import core_attention as module
 from zaya_plugin.model.core_attention import causal_attention, checked_attention, core_attention, lower_right_mask
@@ -79,19 +78,12 @@ def transformer_engine(monkeypatch, version):
         monkeypatch.setitem(sys.modules, name, sys.modules.pop(name))
 
 
-def install_aiter(monkeypatch, version, defect=None):
-    """The stand-in of tests/stand_ins/aiter.py in place of the package."""
-    monkeypatch.setattr(aiter, "installed", lambda: version)
-    monkeypatch.setattr(aiter.Function, "_found", aiter.Function._found.__wrapped__)
-    stand_in.install(monkeypatch, version, defect)
-
-
 def install(monkeypatch, package):
     name, _, version = package.partition(" ")
     if name == "flash_attn":
         monkeypatch.setitem(sys.modules, name, types.SimpleNamespace(flash_attn_func=flash_attn_func))
     elif name == "aiter":
-        install_aiter(monkeypatch, version)
+        stand_in.install(monkeypatch, version)
     else:
         transformer_engine(monkeypatch, version)
     return name
@@ -121,7 +113,7 @@ def test_a_package_passes_the_check_and_gives_the_results_of_sdpa(package, deter
     [("inf", "gradient of .* is not finite"), ("raises", "Error: "), ("lost", "the gradient of .* is missing|Error: ")],
 )
 def test_a_reported_defect_of_aiter_makes_sdpa_the_version(defect, reason, monkeypatch, caplog):
-    install_aiter(monkeypatch, stand_in.VERSIONS[-1], defect)
+    stand_in.install(monkeypatch, stand_in.VERSIONS[-1], defect)
     query, key, _ = qkv(5, 5, dtype=torch.bfloat16)
     assert checked_attention("aiter", query, key) is causal_attention
     assert re.search(f"core_attention=aiter is not used for whole sequences: .*{reason}", caplog.text), caplog.text
