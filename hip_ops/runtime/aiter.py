@@ -97,8 +97,10 @@ class Function:
         try:
             function = getattr(importlib.import_module(self.module), self.name)
             inspect.signature(function).bind(**dict.fromkeys(self.arguments))
-        except (ImportError, AttributeError) as error:
-            return f"{self.module}.{self.name} cannot be imported ({error})"
         except TypeError as error:
             return f"{self.module}.{self.name} does not take the arguments of this project ({error})"
+        except (
+            Exception
+        ) as error:  # ImportError, AttributeError; OSError of a missing library; and others of the package
+            return f"{self.module}.{self.name} cannot be imported ({error})"
         return None

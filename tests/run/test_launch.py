@@ -216,6 +216,10 @@ def test_the_environment_of_a_rank():
     assert not set(rank_plan.DETERMINISTIC) & set(on_gpu)
     repeated = rank_plan.rank_environment(demo("cluster.deterministic=true"), 1, {"NCCL_ALGO": "CollnetChain"})
     assert repeated["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8" and "NCCL_ALGO" not in repeated
+    theirs = ("cluster=gpu", "cluster.transformer_impl=transformer_engine")
+    full = "NVIDIA_TF32_OVERRIDE"
+    assert rank_plan.rank_environment(demo(*theirs, "cluster.dtype=fp32"), 1, {})[full] == "0"
+    assert full not in on_gpu and full not in rank_plan.rank_environment(demo(*theirs), 1, {})
     registered = demo("cluster=gpu", "parallel.nccl_ub=true")
     assert "NCCL_CTA_POLICY" not in on_gpu and rank_plan.rank_environment(registered, 1, {})["NCCL_CTA_POLICY"] == "2"
     assert "NCCL_CTA_POLICY" not in rank_plan.rank_environment(registered, 1, {"NCCL_CTA_POLICY": "1"})

@@ -90,16 +90,23 @@ def _flex_attention() -> Callable:
     return torch.compile(flex_attention, dynamic=False)
 
 
-def flash_attention(name: str, module: str = "") -> Attention:
-    """Return attention by the flash_attn_func of a module, or of AITER.
+def flash_package(name: str, module: str) -> Attention:
+    """Return attention by a module with FlashAttention-2's flash_attn_func.
 
     Raises:
         ValueError: it cannot be imported.
     """
     try:
-        flash = importlib.import_module(module).flash_attn_func if module else aiter_flash()
-    except (ImportError, AttributeError) as missing:
+        flash = importlib.import_module(module).flash_attn_func
+    except Exception as missing:  # ImportError; OSError of a library that cannot be loaded; and others of a package
         raise _unavailable(name, f"{module} with flash_attn_func cannot be imported here ({missing})") from missing
+    return folded(flash)
+
+
+def folded(flash: Callable) -> Attention:
+    """Return attention by a function with FlashAttention-2's arguments: flash(q, k, v, *, softmax_scale, causal,
+    deterministic).
+    """
 
     def attend(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
         # All sequences become heads of one sequence, query heads beside their group's, which keeps the layout of the
@@ -125,7 +132,7 @@ def transformer_engine_attention(name: str) -> Attention:
     """
     try:
         from transformer_engine.pytorch import DotProductAttention
-    except (ImportError, RuntimeError) as missing:  # RuntimeError: its compiled part is missing
+    except Exception as missing:  # ImportError; RuntimeError without its compiled part; OSError of a missing library
         raise _unavailable(name, f"transformer_engine.pytorch cannot be imported here ({missing})") from missing
 
     @functools.cache
@@ -163,10 +170,12 @@ PACKAGES = {"flash_attn": "flash_attn", "flash_attn_4": "flash_attn.cute"}
 VERSIONS: dict[str, Callable[[str], Attention]] = {
     "sdpa": lambda name: causal_attention,
     "cudnn": torch_cudnn,
-    **{name: functools.partial(flash_attention, module=module) for name, module in PACKAGES.items()},
-    "aiter": flash_attention,
+    **{name: functools.partial(flash_package, module=module) for name, module in PACKAGES.items()},
+    "aiter": lambda name: folded(aiter_flash()),
     "transformer_engine": transformer_engine_attention,
 }
+# Queries of the check. AITER's training kernel starts at 129 queries, another backward kernel at 257 keys.
+ROWS = 320
 IN_BLOCKS = (causal_attention, cudnn_attention)  # chunks of a sequence: by block_attention, where it has a kernel
 
 
@@ -212,12 +221,12 @@ def _checked(
     square: bool,
     exact: bool,  # deterministic algorithms choose another kernel
 ) -> Attention:
-    attend, start = core_attention(name), 0 if square else 128
+    attend, start = core_attention(name), 0 if square else ROWS
     queries = "whole sequences" if square else "queries at the end of the keys"
     # Before the check: should a kernel end the process, the log names it.
     logger.info("core attention: checking %s for %s of %d and %d heads in %s", name, queries, heads, groups, dtype)
     found = check_attention(
-        attend, device=device, dtype=dtype, heads=heads, groups=groups, head_dim=head_dim, rows=128, starts=(start,)
+        attend, device=device, dtype=dtype, heads=heads, groups=groups, head_dim=head_dim, rows=ROWS, starts=(start,)
     )
     if not found:
         logger.info("core attention: %s for %s", name, queries)

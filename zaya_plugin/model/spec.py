@@ -59,13 +59,15 @@ def _complete(module: nn.Module, state: dict, prefix: str, *_) -> None:
 class AddsToMainGrad:
     """Base class of a Transformer Engine linear that adds its weight's gradient to DDP's fp32 buffer, if there is one.
 
-    Otherwise the gradient would be rounded to bf16 before the addition. `fuse_wgrad_accumulation` is Transformer
-    Engine's; with True and no buffer it raises.
+    Otherwise the gradient would be rounded to bf16 before the addition. Both attributes are Transformer Engine's:
+    `fuse_wgrad_accumulation=True` raises without a buffer. `is_first_microbatch=True` overwrites the buffer; Megatron
+    sets it for the first call of a module, and context parallelism calls the projections twice a forward pass.
     """
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
         """x [s, b, in] -> ([s, b, out], None)."""
         self.fuse_wgrad_accumulation = main_grad_of(self.weight) is not None
+        self.is_first_microbatch = False
         return super().forward(x)
 
 

@@ -114,10 +114,7 @@ def with_recompute(recipe: Recipe, world_size: int, vocabulary: int | None = Non
     if recipe.parallel.recompute_granularity != "auto":
         return recipe, None
     allowed = tuple(
-        name
-        for name in RECOMPUTE_MODULES
-        if name != "permute"
-        or (recipe.parallel.expert_model_parallel_size == 1 and recipe.cluster.transformer_impl == "local")
+        name for name in RECOMPUTE_MODULES if name != "permute" or recipe.parallel.expert_model_parallel_size == 1
     )
     found = choices(
         shape_of(recipe, vocabulary),

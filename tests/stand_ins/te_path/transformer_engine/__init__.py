@@ -77,20 +77,28 @@ class ExtraState(torch.nn.Module):
 
 
 class AddsToMainGrad(torch.autograd.Function):
-    """x W^T whose weight gradient is added to weight.main_grad, as with fuse_wgrad_accumulation=True."""
+    """x W^T whose weight gradient is added to weight.main_grad, as with fuse_wgrad_accumulation=True.
+
+    In the first micro-batch it replaces main_grad, and the gradient that autograd gets is memory without a value, as in
+    transformer_engine/pytorch/module/linear.py.
+    """
 
     @staticmethod
-    def forward(ctx, x, weight):
+    def forward(ctx, x, weight, first):
         ctx.save_for_backward(x, weight)
-        ctx.weight = weight
+        ctx.weight, ctx.first = weight, first
         return F.linear(x, weight)
 
     @staticmethod
     def backward(ctx, grad):
         x, weight = ctx.saved_tensors
-        ctx.weight.main_grad += grad.flatten(0, -2).t().float() @ x.flatten(0, -2).float()
+        product = grad.flatten(0, -2).t().float() @ x.flatten(0, -2).float()
+        if ctx.first:
+            ctx.weight.main_grad.copy_(product)
+        else:
+            ctx.weight.main_grad += product
         ctx.weight.grad_added_to_main_grad = True
-        return grad @ weight, torch.zeros_like(weight)
+        return grad @ weight, torch.full_like(weight, torch.nan), None
 
 
 class Linear(ExtraState):
@@ -123,7 +131,10 @@ class Linear(ExtraState):
             inp = megatron.gather_from_sequence_parallel_region(inp, group=self.tp_group)
         elif self.parallel_mode == "column":
             inp = megatron.copy_to_tensor_model_parallel_region(inp, group=self.tp_group)
-        out = (AddsToMainGrad.apply if self.fuse_wgrad_accumulation else F.linear)(inp, self.weight)
+        if self.fuse_wgrad_accumulation:
+            out = AddsToMainGrad.apply(inp, self.weight, given["is_first_microbatch"])
+        else:
+            out = F.linear(inp, self.weight)
         if self.parallel_mode == "row" and self.sequence_parallel:
             return megatron.reduce_scatter_to_sequence_parallel_region(out, group=self.tp_group)
         if self.parallel_mode == "row":
