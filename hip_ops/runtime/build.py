@@ -20,6 +20,7 @@ import sys
 import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
+from functools import lru_cache
 from pathlib import Path
 
 from hip_ops.runtime.cache import cache_folder, locked
@@ -99,11 +100,19 @@ def shipped(target: str, *, sources: Path = PACKAGE) -> tuple[Path | None, str]:
         return None, f"no library is shipped for {target}, and its kernels are unverified"
     if requested == "source":
         return None, f"{SWITCH}=source, so the verified library is not used"
+    why_not = _unusable(folder, sources)
+    return (None, why_not) if why_not else (folder / LIBRARY, "")
+
+
+@lru_cache
+def _unusable(folder: Path, sources: Path) -> str:
+    """Says why the library in `folder` must not run in place of `sources`, or "". Reads all of their files, so once a
+    process: every operator asks for it."""
     if not _is_whole(folder):
-        return None, f"the shipped library {folder / LIBRARY} is damaged; install the package again"
+        return f"the shipped library {folder / LIBRARY} is damaged; install the package again"
     if manifest_of(folder / LIBRARY).get("sources") != sources_digest(sources):
-        return None, "the sources are not those of the shipped library, so the kernels are unverified"
-    return folder / LIBRARY, ""
+        return "the sources are not those of the shipped library, so the kernels are unverified"
+    return ""
 
 
 def library_note(target: str) -> str:

@@ -121,6 +121,7 @@ def test_changed_sources_are_built(tmp_path):
     assert shipped("gfx942", sources=changed) == (FOLDER / LIBRARY, "")
     header = changed / "runtime" / "csrc" / "portable_hip.h"
     header.write_text(header.read_text() + "\n")
+    build_module._unusable.cache_clear()
     assert shipped("gfx942", sources=changed) == (
         None,
         "the sources are not those of the shipped library, so the kernels are unverified",
@@ -131,6 +132,7 @@ def test_a_damaged_library_is_not_used(copied):
     assert shipped("gfx942")[0] == copied / LIBRARY
     content = (copied / LIBRARY).read_bytes()
     (copied / LIBRARY).write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    build_module._unusable.cache_clear()
     library, why_not = shipped("gfx942")
     assert library is None and f"the shipped library {copied / LIBRARY} is damaged" in why_not
 
