@@ -31,6 +31,16 @@ from hip_ops.runtime.compilers import CompilerNotFound
 from tests.hip_ops.cpu_kernels import KERNELS, build_cpu_library
 
 FOLDER = shipped_folder("gfx942")
+# All that the library takes from the HIP runtime. ROCm 5.2 and ROCm 7.2 export them under the same symbol version, hip_4.2
+# (hipamd/src/hip_hcc.map.in in ROCm/clr). hipGetDeviceProperties, for example, has another structure since ROCm 6.
+RUNTIME_FUNCTIONS = {
+    "hipGetErrorString",
+    "hipLaunchKernel",
+    "__hipPopCallConfiguration",
+    "__hipRegisterFatBinary",
+    "__hipRegisterFunction",
+    "__hipUnregisterFatBinary",
+}
 REBUILD = "run `python -m tools.ship` and commit what it writes"
 
 
@@ -83,7 +93,7 @@ def test_it_needs_an_old_glibc_and_names_no_hip_runtime(require_tool):
     ]
     assert re.findall(r"\(NEEDED\)\s+Shared library: \[(.*)\]", shown) == ["libc.so.6"]
     undefined = set(re.findall(r"GLOBAL\s+DEFAULT\s+UND\s+([^@\s]+)$", shown, re.MULTILINE))
-    assert "hipLaunchKernel" in undefined and all(re.match("(__)?hip[A-Z]", name) for name in undefined)
+    assert undefined == RUNTIME_FUNCTIONS
     assert "RPATH" not in shown and "RUNPATH" not in shown
 
 
