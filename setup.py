@@ -83,7 +83,10 @@ setup(
     python_requires=">=3.10",
     package_dir=ROOM_DIRS,
     packages=packages(),
-    package_data={"zaya_plugin.recipes": ["**/*.yaml"], "hip_ops": ["**/*.hip", "**/*.h", "**/*.json"]},
+    package_data={
+        "zaya_plugin.recipes": ["**/*.yaml"],
+        "hip_ops": ["**/*.hip", "**/*.h", "**/*.json", "shipped/*/*.so"],
+    },
     install_requires=INSTALL_REQUIRES,
     extras_require=EXTRAS,
     entry_points={"console_scripts": ["zaya = zaya_plugin.cli:main"]},

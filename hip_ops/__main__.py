@@ -9,9 +9,15 @@ import sys
 
 import torch
 
-from hip_ops.runtime.build import BuildError, build, prebuilt
+from hip_ops.runtime.build import BuildError, build, library_note, prebuilt
 from hip_ops.runtime.cache import cache_folder
-from hip_ops.runtime.compilers import CompilerNotFound, check_target, default_amd_target, find_compiler
+from hip_ops.runtime.compilers import (
+    AMD_ARCHITECTURES,
+    CompilerNotFound,
+    check_target,
+    default_amd_target,
+    find_compiler,
+)
 from hip_ops.runtime.library import default_target, target_of
 from hip_ops.runtime.operator import all_operators, table
 
@@ -19,6 +25,7 @@ ENVIRONMENT = """\
 environment:
   HIP_OPS_KERNELS    auto (default), hip, triton, compiled or reference; then single operators, as in
                      auto,router_mlp=compiled
+  HIP_OPS_LIBRARY    shipped (default): the verified gfx942 library of the package; source: build it with hipcc
   HIP_OPS_CACHE      folder of the built libraries (default: ~/.cache/hip_ops)
   HIP_OPS_ARCH       AMD architecture to build for on a machine without a GPU (default: PYTORCH_ROCM_ARCH, else gfx942)
   ROCM_PATH, CUDA_HOME   folders that are searched for hipcc and nvcc before PATH
@@ -38,14 +45,14 @@ def parser() -> argparse.ArgumentParser:
         "build",
         help="build the kernels into the cache, and print the library's path",
         description="Builds the kernels for one target into the cache and prints the path of the library. Does nothing "
-        "where it is there.",
+        "where it is there, or where the package ships it (gfx942).",
     )
     builder.add_argument(
         "--target",
         type=check_target_argument,
         help="gfx942, sm_90, cpu, ... (default: this machine's GPU, else HIP_OPS_ARCH or gfx942)",
     )
-    builder.add_argument("--force", action="store_true", help="build although the library is in the cache")
+    builder.add_argument("--force", action="store_true", help="build although the library is shipped or in the cache")
     teller = commands.add_parser(
         "info",
         help="the version of every operator on every device and why, compilers, cache",
@@ -90,6 +97,8 @@ def info(check: bool) -> int:
                 failed = 1
             failed |= any(found != "passed" for (where, _), found in operator.results.items() if where == device)
         print("\n".join(f"  {line}" for line in table(choices)))
+    print("\nlibraries of AMD targets")
+    print("\n".join(f"  {target}: {library_note(target)}" for target in AMD_ARCHITECTURES))
     print("\ncompilers")
     targets = {default_amd_target(), "cpu", *filter(None, map(target_or_none, devices()))}
     for target in sorted(targets if any(target.startswith("sm_") for target in targets) else {*targets, "sm_90"}):

@@ -18,6 +18,7 @@ from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 
 PACKAGES = ("zaya_plugin", "hip_ops", "patches")
+KERNELS = (".hip", ".h")
 ROOT = Path(__file__).resolve().parent.parent
 
 
@@ -37,7 +38,8 @@ def room(path: str) -> str:
 
 
 def files_of(revision: str | None) -> Iterator[tuple[str, str]]:
-    """Return (path, text) of every file of the packages, in the working tree or at a commit."""
+    """Return (path, text) of the Python files and kernels of the packages, in the working tree or at a commit."""
+    counted = (".py", *KERNELS)
     if revision is None:
         listed = subprocess.run(
             ["git", "ls-files", "--cached", "--others", "--exclude-standard", *PACKAGES],
@@ -46,12 +48,13 @@ def files_of(revision: str | None) -> Iterator[tuple[str, str]]:
             stdout=-1,
             check=True,
         )
-        yield from ((path, (ROOT / path).read_text()) for path in listed.stdout.split() if (ROOT / path).is_file())
+        files = (path for path in listed.stdout.split() if path.endswith(counted) and (ROOT / path).is_file())
+        yield from ((path, (ROOT / path).read_text()) for path in files)
         return
     packed = subprocess.run(["git", "archive", revision, *PACKAGES], cwd=ROOT, stdout=-1, check=True).stdout
     with tarfile.open(fileobj=io.BytesIO(packed)) as archive:
         for member in archive:
-            if member.isfile():
+            if member.isfile() and member.name.endswith(counted):
                 yield member.name, archive.extractfile(member).read().decode()
 
 
@@ -62,7 +65,7 @@ def main() -> None:
     for path, text in files_of(parser.parse_args().rev):
         if path.endswith(".py"):
             python[room(path)] += statements(text)
-        elif path.endswith((".hip", ".h")):
+        elif path.endswith(KERNELS):
             kernels[room(path)] += sum(bool(line.strip()) for line in text.splitlines())
     print(f"{'room':36}{'statements':>12}{'kernel lines':>14}")
     for name in sorted(python.keys() | kernels.keys()):

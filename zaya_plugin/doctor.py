@@ -433,7 +433,7 @@ def _device_lines(devices: dict[str, Any]) -> list[str]:
 
 
 def _kernel_lines(kernels: list[dict[str, Any]]) -> list[str]:
-    return [f"  {item['device']:6}{line}" for item in kernels for line in item["versions"]]
+    return [f"  {item['device']:4}  {line}" for item in kernels for line in item["versions"]]
 
 
 def _patch_lines(patches: list[dict[str, Any]]) -> list[str]:
@@ -565,10 +565,12 @@ def _failures() -> dict[str, str]:
 
 def _kernels() -> list[dict[str, Any]]:
     """By device: lines that name the versions of hip_ops' operators, or the error where a requested version is not
-    available.
+    available; and the library of the AMD target.
     """
     import torch
 
+    from hip_ops.runtime.build import library_note
+    from hip_ops.runtime.library import target_of
     from hip_ops.runtime.operator import report
 
     found = []
@@ -577,7 +579,13 @@ def _kernels() -> list[dict[str, Any]]:
             found.append({"device": name, "versions": report(name, check=False)})
         except ValueError as error:
             found.append({"device": name, "versions": [str(error)]})
-    return found
+    target = "gfx942"
+    if torch.version.hip and torch.cuda.is_available():
+        try:
+            target = target_of(torch.device("cuda", 0))
+        except ValueError:
+            return found  # the lines above name the architecture
+    return [*found, {"device": target, "versions": [f"library of hip: {library_note(target)}"]}]
 
 
 def _patches() -> list[dict[str, Any]]:

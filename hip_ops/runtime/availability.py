@@ -8,7 +8,7 @@ import os
 
 import torch
 
-from hip_ops.runtime.build import prebuilt
+from hip_ops.runtime.build import prebuilt, shipped
 from hip_ops.runtime.compilers import CompilerNotFound, find_compiler
 from hip_ops.runtime.library import target_of
 
@@ -33,6 +33,8 @@ def _hip(device: torch.device, named: bool) -> str | None:
         return f"on {'a CPU' if device.type == 'cpu' else 'NVIDIA'} its build is slow and only verifies the kernels"
     try:
         target = target_of(device)
+        if shipped(target)[0]:
+            return None
     except ValueError as error:
         return str(error)
     try:

@@ -1,7 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Builds the kernels into one shared library per target, at first use or ahead of it (`python -m hip_ops build`).
+"""Finds the shared library of a target: the one that the package ships, otherwise one that is built here, at first use
+or ahead of it (`python -m hip_ops build`).
 
-A library is known by the hash of its sources, flags and compiler: `<cache>/<target>-<hash>/libhip_ops.so`, beside a
+The package ships gfx942's library, which the emulator has run (tools/ship.py makes it). It is used as long as the
+installed sources are those that it was built from and HIP_OPS_LIBRARY=source does not request a build.
+
+A built library is known by the hash of its sources, flags and compiler: `<cache>/<target>-<hash>/libhip_ops.so`, beside a
 manifest.json that holds its checksum. Both are renamed into place, and a library whose checksum differs from its
 manifest's is built again. So a killed build or a full disk never leaves a file that would be loaded as a library.
 """
@@ -16,15 +20,18 @@ import sys
 import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
+from functools import lru_cache
 from pathlib import Path
 
 from hip_ops.runtime.cache import cache_folder, locked
-from hip_ops.runtime.compilers import Compiler, CompilerNotFound, check_target, find_compiler
+from hip_ops.runtime.compilers import AMD_ARCHITECTURES, Compiler, CompilerNotFound, check_target, find_compiler
+from hip_ops.runtime.errors import mistake
 
 CSRC = Path(__file__).resolve().parent / "csrc"  # headers that all kernels share, and the library's own functions
 PACKAGE = CSRC.parents[1]  # hip_ops: each operator's sources lie in its folder
 LIBRARY = "libhip_ops.so"
 MANIFEST = "manifest.json"
+SWITCH = "HIP_OPS_LIBRARY"  # environment variable: shipped (default) or source
 SCRATCH = "building-"  # prefix of the folders that a build works in
 
 # an estimate, for the message at the start of the first build
@@ -36,14 +43,21 @@ class BuildError(RuntimeError):
 
 
 def build(target: str, *, force: bool = False, sources: Path = PACKAGE) -> Path:
-    """Returns the path of the shared library of all .hip files below `sources` for `target`; builds it if it is
-    missing, or again with `force`.
+    """Returns the path of the shared library of all .hip files below `sources` for `target`: the shipped one, or one
+    that is built if it is missing, or again with `force`.
 
     Without a compiler, a library from the same sources by any compiler is taken (a cache that was filled on another
     machine). Raises CompilerNotFound, BuildError with the compiler's message, and OSError where the cache cannot be
     written.
     """
     check_target(target)
+    library, why_not = shipped(target, sources=sources)
+    if library and not force:
+        return library
+    if library:
+        why_not = f"--force; runs use the shipped library unless {SWITCH}=source"
+    if why_not and os.environ.get("LOCAL_RANK", "0") == "0":  # one line a machine
+        print(f"hip_ops: the {target} kernels are built from source: {why_not}", file=sys.stderr, flush=True)
     try:
         compiler = find_compiler(target)
     except CompilerNotFound:
@@ -70,12 +84,58 @@ def build(target: str, *, force: bool = False, sources: Path = PACKAGE) -> Path:
     return folder / LIBRARY
 
 
+def shipped_folder(target: str) -> Path:
+    return PACKAGE / "shipped" / target
+
+
+def shipped(target: str, *, sources: Path = PACKAGE) -> tuple[Path | None, str]:
+    """Returns the shipped library of `target` and "", or None and why an AMD target is built from source instead."""
+    if target not in AMD_ARCHITECTURES:
+        return None, ""
+    requested = os.environ.get(SWITCH) or "shipped"
+    if requested not in ("shipped", "source"):
+        raise mistake(f"{SWITCH}={requested}", "no such library", "shipped, source", f"unset {SWITCH}")
+    folder = shipped_folder(target)
+    if not (folder / MANIFEST).is_file():
+        return None, f"no library is shipped for {target}, and its kernels are unverified"
+    if requested == "source":
+        return None, f"{SWITCH}=source, so the verified library is not used"
+    why_not = _unusable(folder, sources)
+    return (None, why_not) if why_not else (folder / LIBRARY, "")
+
+
+@lru_cache
+def _unusable(folder: Path, sources: Path) -> str:
+    """Says why the library in `folder` must not run in place of `sources`, or "". Reads all of their files, so once a
+    process: every operator asks for it."""
+    if not _is_whole(folder):
+        return f"the shipped library {folder / LIBRARY} is damaged; install the package again"
+    if manifest_of(folder / LIBRARY).get("sources") != sources_digest(sources):
+        return "the sources are not those of the shipped library, so the kernels are unverified"
+    return ""
+
+
+def library_note(target: str) -> str:
+    """Says which library runs on AMD's `target`: the shipped one with its sha256, or why one is built from source."""
+    library, why_not = shipped(target)
+    return (
+        f"shipped with the package, sha256 {manifest_of(library)['sha256']}"
+        if library
+        else f"built from source: {why_not}"
+    )
+
+
+def manifest_of(library: Path) -> dict:
+    """Returns the manifest beside `library`."""
+    return json.loads((library.parent / MANIFEST).read_text())
+
+
 def prebuilt(target: str, *, sources: Path = PACKAGE) -> Path | None:
     """Returns the newest intact library of these sources for `target` in the cache, built by any compiler, or None."""
     digest = sources_digest(sources)
     whole = []
     for manifest in cache_folder().glob(f"{target}-*/{MANIFEST}"):
-        if _is_whole(manifest.parent) and json.loads(manifest.read_text()).get("sources") == digest:
+        if _is_whole(manifest.parent) and manifest_of(manifest).get("sources") == digest:
             whole.append((manifest.stat().st_mtime, manifest.parent / LIBRARY))
     return max(whole)[1] if whole else None
 

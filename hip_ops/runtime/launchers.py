@@ -12,6 +12,7 @@ their types are set from the declarations.
 """
 
 import ctypes
+import os
 import re
 from functools import lru_cache
 from pathlib import Path
@@ -47,11 +48,23 @@ def _ctype(file: Path, name: str, parameter: str) -> type:
     return _NUMBERS[kind]
 
 
+def loadable(path: Path) -> str:
+    """Returns the name under which the loader can map the library at `path`: the path, or that of a copy in memory
+    where its file system is mounted noexec."""
+    if not os.statvfs(path).f_flag & os.ST_NOEXEC:
+        return str(path)
+    # The descriptor stays open: the loader knows libraries by name, and another one must not get this name.
+    copy = os.memfd_create(path.name)
+    with open(copy, "wb", closefd=False) as file:
+        file.write(path.read_bytes())
+    return f"/proc/self/fd/{copy}"
+
+
 def load(path: Path, *files: Path) -> ctypes.CDLL:
     """Loads the library at `path` and sets the types of the functions that `files` declare. Raises RuntimeError for
     another ABI version.
     """
-    loaded = ctypes.CDLL(str(path))
+    loaded = ctypes.CDLL(loadable(path))
     version = loaded.ho_abi_version()
     if version != ABI_VERSION:
         raise RuntimeError(

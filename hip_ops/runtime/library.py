@@ -11,6 +11,7 @@ import torch
 from hip_ops.runtime.architecture import architecture
 from hip_ops.runtime.build import BuildError, build
 from hip_ops.runtime.compilers import AMD_ARCHITECTURES, CompilerNotFound, default_amd_target
+from hip_ops.runtime.hip_runtime import bind, own_maps, the_runtime
 from hip_ops.runtime.launchers import load
 
 # a failed build is not repeated in this process, because every operator would wait for it
@@ -32,21 +33,31 @@ def target_of(device: torch.device) -> str:
 
 
 def library(target: str) -> ctypes.CDLL:
-    """Returns the library of `target`; builds it if the cache has none. Raises the errors of `build`, and OSError where
-    it cannot be loaded.
+    """Returns the library of `target`; builds it if none is shipped and the cache has none. Raises the errors of
+    `build`, OSError where it cannot be loaded, and ValueError where the process has not one HIP runtime, that of torch.
     """
     if target in _failures:
         raise _failures[target]
     try:
         return _library(target)
-    except (BuildError, CompilerNotFound, OSError, RuntimeError) as error:
+    except (BuildError, CompilerNotFound, OSError, RuntimeError, ValueError) as error:
         _failures[target] = error
         raise
 
 
 @lru_cache
 def _library(target: str) -> ctypes.CDLL:
-    return load(build(target))
+    path = build(target)
+    if target not in AMD_ARCHITECTURES:
+        return load(path)
+    if torch.version.hip is None:
+        raise RuntimeError(
+            f"hip_ops: the {target} kernels need a ROCm build of torch; this torch is {torch.__version__}"
+        )
+    bind(the_runtime(torch.version.hip, own_maps()))
+    loaded = load(path)
+    the_runtime(torch.version.hip, own_maps())  # a library that hipcc built brings the runtime of that ROCm
+    return loaded
 
 
 def call(name: str, *arguments, device: torch.device) -> None:

@@ -5,6 +5,7 @@ import json
 from importlib import metadata
 
 from hip_ops import set_kernels, use_kernels
+from hip_ops.runtime.build import library_note
 from zaya_plugin import doctor
 
 
@@ -38,6 +39,8 @@ def test_this_environment_is_described_in_json(capsys):
     assert all(set(problem) == {"name", "severity", "found", "why", "remedy"} for problem in found["problems"])
     assert found["devices"]["cpu_cores"] >= 1
     assert {"device": "cpu", "versions": ["all operators  reference (kernels=auto)"]} in found["kernels"]
+    library = f"library of hip: {library_note('gfx942')}"
+    assert {"device": "gfx942", "versions": [library]} in found["kernels"]
     change = {"symbol", "reason", "until", "upstream", "package", "versions", "fits"}
     assert all(set(patch) == change | {"applies", "scope"} for patch in found["patches"])
     assert all(set(hook) == change for hook in found["hooks"])

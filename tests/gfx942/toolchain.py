@@ -184,7 +184,9 @@ def _kept(product: Path) -> bool:
 
 def _product(source: str | Path, suffix: str, flags: Iterable[str], defines: Iterable[str]) -> Path:
     """Compile unless the cache has it. The compiler's remarks are kept beside the product."""
-    path, flags = source_path(source), (*_flags(defines), *flags)
+    # A compilation unit's name enters the code object. The default holds the path; the shipped library has this one.
+    path = source_path(source)
+    flags = (*_flags(defines), f"-cuid={path.stem}", *flags)
     product = cache_directory() / f"{path.stem}-{_key(path, flags)}{suffix}"
     if _kept(product):
         return product

@@ -59,7 +59,8 @@ def make(make_operator):
 
 @pytest.fixture
 def rocm(monkeypatch, no_compilers, empty_cache, tmp_path):
-    """Simulates an MI300X with a hipcc that compiles nothing."""
+    """Simulates an MI300X with a hipcc that compiles nothing, and requests its build in place of the shipped library."""
+    monkeypatch.setenv("HIP_OPS_LIBRARY", "source")
     compiler(
         tmp_path / "empty", "hipcc", '[ "$1" = --version ] && echo HIP version: 7.1 || { echo no such file; exit 1; }'
     )
@@ -237,6 +238,51 @@ def test_a_hip_build_that_fails_drops_to_triton_and_is_told_once(make, rocm, cap
         pytest.raises(ValueError, match=r"(?s)kernels=hip: version 'hip' of .*hipcc.*no such file"),
     ):
         made[0].implementations(GPU)
+
+
+def broken_hipcc(monkeypatch, folder):
+    return "BuildError: hip_ops: this command failed with code 1"
+
+
+def read_only_cache(monkeypatch, folder):
+    """A folder that the owner of all files cannot make either."""
+    monkeypatch.setenv("HIP_OPS_CACHE", "/proc/hip_ops")
+    return "OSError: hip_ops: cannot write the kernel cache /proc/hip_ops/"
+
+
+def missing_runtime(monkeypatch, folder):
+    """The shipped library in a process without libamdhip64; neither a compiler nor a cache is used."""
+    monkeypatch.delenv("HIP_OPS_LIBRARY")
+    monkeypatch.setenv("HIP_OPS_CACHE", "/proc/hip_ops")
+    (folder / "empty" / "hipcc").unlink()
+    return "ValueError: libamdhip64: this process has mapped no HIP runtime, and torch was built for HIP 7.1"
+
+
+@pytest.mark.parametrize("cause", [broken_hipcc, read_only_cache, missing_runtime])
+def test_the_next_version_runs_where_hip_cannot_be_loaded(make, rocm, monkeypatch, tmp_path, caplog, cause):
+    """The real loader fails; the versions behind it are right, wrong, or fail."""
+    why = cause(monkeypatch, tmp_path)
+    assert chosen(make(hip=needs_a_build)) == ["triton"]
+    assert f"failed its self-check on cuda:0 and is not used. {why}" in caplog.messages[0]
+    assert chosen(make(hip=needs_a_build, triton=wrong)) == ["compiled"]
+    monkeypatch.setattr(operator, "compile_function", lambda function: fails)
+    last = make(hip=needs_a_build, triton=fails)
+    assert chosen(last) == ["reference"]
+    ((takes, function),) = last.implementations(GPU)
+    assert takes is None and torch.equal(function(torch.ones(2), 3.0), torch.full((2,), 3.0))
+    for version in ("hip", "triton", "compiled"):
+        assert f"no {version}: it failed its self-check" in last.choice(GPU)
+    with use_kernels("hip"), pytest.raises(ValueError, match=re.escape(why)):
+        last.implementations(GPU)
+
+
+def test_the_shipped_library_needs_no_compiler(make, rocm, monkeypatch, tmp_path):
+    (tmp_path / "empty" / "hipcc").unlink()
+    assert "no hip: neither hipcc nor a clang" in make().choice(GPU)
+    monkeypatch.delenv("HIP_OPS_LIBRARY")
+    assert availability.missing("hip", GPU, named=False) is None and chosen(make()) == ["hip"]
+    monkeypatch.setenv("HIP_OPS_LIBRARY", "gcc")
+    assert "no hip: HIP_OPS_LIBRARY=gcc: no such library. Allowed: shipped, source" in make().choice(GPU)
 
 
 def test_a_version_that_is_wrong_is_skipped_with_both_numbers(make, rocm, caplog):

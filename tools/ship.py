@@ -1,0 +1,127 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Builds the library that the package ships for MI300X, hip_ops/shipped/gfx942/libhip_ops.so, and its manifest.
+
+    python -m tools.ship            builds both; commit them together with the sources that changed
+    python -m tools.ship --check    builds in a scratch folder, and fails where the bytes differ from the shipped ones
+
+Compiler and flags of the device code are those of tests/gfx942/toolchain.py, so that emulator, budgets and bug tests
+see the shipped bytes. The same sources give the same bytes in every folder: the commands hold relative paths only, a
+unit's name comes from its file's name, and symbol table and dates are left out. The library names no HIP runtime:
+hip_ops/runtime/hip_runtime.py binds it to the one that torch has mapped.
+"""
+
+import argparse
+import hashlib
+import json
+import shlex
+import struct
+import subprocess
+import sys
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from hip_ops.runtime.build import LIBRARY, MANIFEST, kernel_sources, shipped_folder, sources_digest
+from tests.gfx942.toolchain import ARCH, COMPILER, FLAGS, compiler_version, device_library_flags, require
+
+ROOT = Path(__file__).resolve().parents[1]
+HOST_FLAGS = ("-fPIC", "-fvisibility=hidden", "-Ihip_ops/runtime/csrc")
+LINKER = "ld.lld-19"
+# Without --as-needed the library would require libstdc++, of which it uses nothing.
+LINK_FLAGS = ("-shared", "-fPIC", "--hip-link", "-no-hip-rt", "-fuse-ld=lld-19", "-Wl,--as-needed", "-Wl,--strip-all")
+BUNDLE = b"__CLANG_OFFLOAD_BUNDLE__"
+
+
+def compile_command(source: str, output: str) -> list[str]:
+    """The command that compiles one file, without the folder of the device libraries, which differs by machine."""
+    return [COMPILER, *FLAGS, *HOST_FLAGS, f"-cuid={Path(source).stem}", "-c", source, "-o", output]
+
+
+def link_command(objects: list[str], output: str) -> list[str]:
+    return [COMPILER, *objects, *LINK_FLAGS, "-o", output]
+
+
+def build(folder: Path, root: Path = ROOT) -> Path:
+    """Builds the library of the sources in `root`/hip_ops into `folder`, writes its manifest, and returns its path."""
+    require(LINKER)
+    sources = [file.relative_to(root) for file in kernel_sources(root / "hip_ops")]
+    library = folder / LIBRARY
+    with tempfile.TemporaryDirectory() as scratch, ThreadPoolExecutor(2) as pool:
+        objects = [f"{scratch}/{source.stem}.o" for source in sources]
+        commands = [compile_command(str(source), made) for source, made in zip(sources, objects, strict=True)]
+        list(pool.map(lambda command: _run([*command, *device_library_flags()], root), commands))
+        _run(link_command(objects, f"{scratch}/{LIBRARY}"), root)
+        content = Path(scratch, LIBRARY).read_bytes()
+    library.write_bytes(content)
+    (folder / MANIFEST).write_text(json.dumps(manifest(content, root), indent=1) + "\n")
+    return library
+
+
+def manifest(content: bytes, root: Path = ROOT) -> dict[str, str]:
+    return {
+        "target": ARCH,
+        "sources": sources_digest(root / "hip_ops"),
+        "sha256": hashlib.sha256(content).hexdigest(),
+        "compiler": compiler_version(),
+        "command": shlex.join(compile_command("FILE.hip", "FILE.o")),
+        "link": shlex.join(link_command(["FILE.o"], LIBRARY)),
+    }
+
+
+def code_objects(library: Path) -> list[bytes]:
+    """Returns the device code of each source that has kernels, in the order of `kernel_sources`.
+
+    Each has one bundle (clang's documentation: ClangOffloadBundler): the magic text, the number of entries, and
+    of each entry offset, size and name with its length.
+    """
+    content, found = library.read_bytes(), []
+    start = content.find(BUNDLE)
+    while start >= 0:
+        (entries,) = struct.unpack_from("<Q", content, start + len(BUNDLE))
+        place = start + len(BUNDLE) + 8
+        for _ in range(entries):
+            offset, size, length = struct.unpack_from("<QQQ", content, place)
+            name = content[place + 24 : place + 24 + length].decode()
+            place += 24 + length
+            if name.endswith(ARCH):
+                found.append(content[start + offset : start + offset + size])
+        start = content.find(BUNDLE, place)
+    return found
+
+
+def differences(built: Path, shipped: Path) -> list[str]:
+    """Returns what differs between two folders that each hold a library and its manifest."""
+    problems = []
+    old, new = (json.loads((folder / MANIFEST).read_text()) for folder in (shipped, built))
+    problems += [f"{key}: shipped {old.get(key)}, built {new[key]}" for key in new if new[key] != old.get(key)]
+    if (shipped / LIBRARY).read_bytes() != (built / LIBRARY).read_bytes():
+        ours, theirs = code_objects(shipped / LIBRARY), code_objects(built / LIBRARY)
+        other = sum(code not in ours for code in theirs)
+        problems.append(f"the bytes differ; {other} of {len(theirs)} code objects are not in the shipped library")
+    return problems
+
+
+def _run(command: list[str], folder: Path) -> None:
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True)
+    if done.returncode != 0:
+        raise SystemExit(f"{shlex.join(command)}\n{done.stderr or done.stdout}")
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m tools.ship", description=__doc__.splitlines()[0])
+    parser.add_argument("--check", action="store_true", help="compare a new build with the shipped library")
+    if not parser.parse_args(arguments).check:
+        folder = shipped_folder(ARCH)
+        folder.mkdir(parents=True, exist_ok=True)
+        library = build(folder)
+        print(f"{library.relative_to(ROOT)}: {library.stat().st_size} bytes")
+        return 0
+    with tempfile.TemporaryDirectory() as scratch:
+        build(Path(scratch))
+        problems = differences(Path(scratch), shipped_folder(ARCH))
+    print("\n".join(problems) or "the same bytes")
+    return 1 if problems else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
