@@ -40,7 +40,7 @@ from hip_ops.runtime.declaration import Declaration, Rule
 from hip_ops.runtime.errors import mistake
 from hip_ops.runtime.selection import Request, selection
 from hip_ops.runtime.self_check import difference
-from hip_ops.versions import NOT_RUN, VERSIONS
+from hip_ops.versions import ANY_ORDER, NOT_RUN, VERSIONS
 
 logger = logging.getLogger("hip_ops")
 OPERATORS: dict[str, Operator] = {}
@@ -73,7 +73,7 @@ class Operator:
         example: device -> arguments of a small call that passes through all of the kernel (tails, several tiles). It
             may use torch's global random generator, which is seeded before and restored after. A tuple of functions
             gives several calls.
-        compare, tolerance: as in `self_check.difference`.
+        compare, tolerance, written: as in `self_check.difference`.
         more_examples, tolerances: version -> further examples, and a tolerance of its own.
         fits: version -> function that returns whether the version takes these arguments; a version without one takes
             all. Calls whose first tensor is fp64 run the reference.
@@ -95,6 +95,7 @@ class Operator:
         mutates: Sequence[str] = (),
         compare: Callable[[list, list, float | None], str | None] | None = None,
         tolerance: float | None = None,
+        written: Callable[[list], Any] | None = None,
         more_examples: dict[str, tuple[Callable[[torch.device], tuple], ...]] | None = None,
         tolerances: dict[str, float] | None = None,
         fits: dict[str, Callable[..., bool]] | None = None,
@@ -107,7 +108,7 @@ class Operator:
         self.folder = self.module.rpartition(".")[2]
         self.versions = VERSIONS[self.folder]
         self.examples = example if isinstance(example, tuple) else (example,)
-        self.compare, self.tolerance = compare, tolerance
+        self.compare, self.tolerance, self.written = compare, tolerance, written
         self.more_examples, self.tolerances = more_examples or {}, tolerances or {}
         self.fits, self.prefers, self.available = fits or {}, prefers or {}, available or {}
         for by_version in (self.more_examples, self.tolerances, self.fits, self.prefers, self.available):
@@ -318,6 +319,7 @@ class Operator:
         the worst place.
         """
         options = {"compare": self.compare, "tolerance": self.tolerances.get(version, self.tolerance)}
+        options |= {"written": self.written, "repeats": version not in ANY_ORDER}
         examples = (*self.examples, *self.more_examples.get(version, ()))
         found = (difference(candidate, self.reference, each, device, **options) for each in examples)
         return next(filter(None, found), None)
