@@ -120,6 +120,7 @@ class Operator:
         self.declaration = Declaration(self.name, parameters, takes, gives, rule)
         self.results: dict[tuple[torch.device, str], str] = {}  # "passed", or the failure
         self.choices: dict[tuple[torch.device, Request], str] = {}  # the chosen version and the reason
+        self._names: dict[tuple[torch.device, Request], list[str]] = {}
         self._chosen: dict[tuple[torch.device, Request], list[tuple[Callable | None, Callable]]] = {}
         self._compiled: Callable | None = None
         self._unchecked: set[torch.device] = (
@@ -221,6 +222,7 @@ class Operator:
                 chosen = self._chosen.get(key)
                 if chosen is None:
                     versions, self.choices[key] = self._choose(*key, check=True)
+                    self._names[key] = versions
                     chosen = [self._entry(each, *key) for each in versions]
                     if versions[-1] == "reference":  # slower than the next version for these arguments
                         slower = [each for each in versions if each in self.prefers and each != key[1].version]
@@ -256,6 +258,15 @@ class Operator:
                 with _checking:
                     self._failure("compiled", device, check=True)
         return self.choices[key] if key in self.choices else self._choose(*key, check=False)[1]
+
+    def running(self, device: torch.device) -> tuple[str, ...]:
+        """Returns the names of the versions that run on `device`, best first, after a check of all of them.
+
+        A later one runs where the earlier ones do not take a call. Raises ValueError as `choice`.
+        """
+        self.choice(device)
+        names = self._names[device, selection().of(self.folder)]
+        return tuple(dict.fromkeys("reference" if self._failure(each, device, check=False) else each for each in names))
 
     def _choose(self, device: torch.device, request: Request, check: bool) -> tuple[list[str], str]:
         """Returns the versions up to the first that takes every call, and a text with their names and the reason."""
@@ -374,6 +385,12 @@ def warm_up(device: torch.device | str, operators: Iterable[Operator] | None = N
     """
     device = _indexed(device)
     return {each.name: each.choice(device) for each in (all_operators() if operators is None else operators)}
+
+
+def running(device: torch.device | str) -> dict[str, tuple[str, ...]]:
+    """Checks all operators as `warm_up` and returns by operator the names of the versions that run, best first."""
+    device = _indexed(device)
+    return {each.name: each.running(device) for each in all_operators()}
 
 
 def report(device: torch.device | str, check: bool = True) -> list[str]:
