@@ -19,7 +19,7 @@ from hip_ops.runtime.on_device import multiprocessors
 CALLS = 2  # under a condition; they must give the same bits
 CALLS_AT_ONCE = 4  # on a full device
 LARGEST_TILE = 256  # of a BLAS library's products
-SLEEP = 2_000_000  # cycles, about 1 ms: longer than the host takes to launch the calls that begin together
+SLEEP = 5_000_000  # cycles, 2 to 3 ms: longer than the host takes to launch a condition's calls
 
 
 class Condition(NamedTuple):
@@ -38,8 +38,8 @@ def conditions_on(device: torch.device) -> tuple[Condition, ...]:
     if device.type != "cuda":
         return (Condition("", 1, in_turn),)
     return (
-        Condition("default stream", CALLS, lambda *work: _on(torch.cuda.default_stream(device), *work)),
-        Condition("side stream", CALLS, lambda *work: _on(torch.cuda.Stream(device), *work)),
+        Condition("default stream", CALLS, lambda *work: _on_a_late_stream(torch.cuda.default_stream(device), *work)),
+        Condition("side stream", CALLS, lambda *work: _on_a_late_stream(torch.cuda.Stream(device), *work)),
         Condition("captured graph", CALLS, lambda *work: in_a_graph(*work, capture=_capture)),
         Condition("full device", CALLS_AT_ONCE, lambda *work: _on_a_full_device(device, *work)),
     )
@@ -50,10 +50,17 @@ def in_turn(candidate: Callable, arguments: list[tuple]) -> list[list]:
     return [[candidate(*each), list(each)] for each in arguments]
 
 
-def _on(stream: torch.cuda.Stream, candidate: Callable, arguments: list[tuple]) -> list[list]:
+def _on_a_late_stream(stream: torch.cuda.Stream, candidate: Callable, arguments: list[tuple]) -> list[list]:
+    """Calls the candidate on `stream`, which writes the arguments after the host has launched the calls. A kernel that
+    is launched on another stream reads zeros.
+    """
+    held = [copied(each) for each in arguments]
+    assign(held)
     torch.cuda.synchronize(stream.device)
     with torch.cuda.stream(stream):
-        calls = in_turn(candidate, arguments)
+        torch.cuda._sleep(SLEEP)
+        assign(held, arguments)
+        calls = in_turn(candidate, held)
     torch.cuda.synchronize(stream.device)
     return calls
 
@@ -67,8 +74,7 @@ def in_a_graph(candidate: Callable, arguments: list[tuple], capture: Callable) -
     result, replay = capture(lambda: candidate(*held))
     calls = []
     for each in arguments:
-        for (_, mine), (_, given) in zip(tensors_of(held, ""), tensors_of(each, ""), strict=True):
-            mine.copy_(given)
+        assign(held, each)
         replay()
         calls.append([copied(result), list(copied(held))])
     return calls
@@ -114,6 +120,14 @@ def _on_a_full_device(device: torch.device, candidate: Callable, arguments: list
             calls += in_turn(candidate, [each])
     torch.cuda.synchronize(device)
     return calls
+
+
+def assign(held: Any, given: Any = None) -> None:
+    """Writes the tensors in `given` to those in `held`, or zeros."""
+    mine = [tensor for _, tensor in tensors_of(held, "")]
+    theirs = [0] * len(mine) if given is None else [tensor for _, tensor in tensors_of(given, "")]
+    for to, value in zip(mine, theirs, strict=True):
+        to.fill_(0) if given is None else to.copy_(value)
 
 
 def copied(value: Any) -> Any:

@@ -129,6 +129,14 @@ def test_a_graph_whose_second_replay_is_wrong():
     assert said.startswith("captured graph, call 2: result, element 0: it gives 3, torch 2")
 
 
+def test_tensors_in_lists_are_assigned():
+    held = (torch.ones(2), [torch.ones(3), 4], None)
+    conditions.assign(held, (torch.tensor([1.0, 2.0]), [torch.arange(3.0), 5], None))
+    assert held[0].tolist() == [1, 2] and held[1][0].tolist() == [0, 1, 2] and held[1][1] == 4
+    conditions.assign(held)
+    assert held[0].tolist() == [0, 0] and held[1][0].tolist() == [0, 0, 0]
+
+
 def test_the_conditions_of_a_device():
     assert [(each.name, each.calls) for each in conditions.conditions_on(CPU)] == [("", 1)]
     calls = {each.name: each.calls for each in conditions.conditions_on(GPU)}
