@@ -7,8 +7,8 @@ wrong values. Each instruction is one wait state and `s_nop n` is n + 1. For eve
 all paths behind it are followed, through branches both ways, until the distance is reached.
 
 The distances are those that LLVM's GCNHazardRecognizer.cpp keeps on gfx940 and later; each rule names its function
-there. Not checked: calls and returns through registers (s_swappc, s_setpc), the soft clauses of XNACK, s_rfe, and
-v_fma_f64 behind an fp64 MFMA. MFMA passes are those of SISchedule.td for gfx940.
+there. Not checked: calls and returns through registers (s_swappc, s_setpc), the soft clauses of XNACK, s_rfe,
+v_fma_f64 behind an fp64 MFMA, and compressed offload bundles. MFMA passes are those of SISchedule.td for gfx940.
 """
 
 import copy

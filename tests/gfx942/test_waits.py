@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from tests.gfx942.assembly_kernel import run_snippets
-from tests.gfx942.emulator.faults import MissingWait, MissingWaitStates
+from tests.gfx942.emulator.faults import MissingWait, MissingWaitStates, UninitialisedRegister
 
 INPUTS = np.arange(256, dtype=np.uint32).reshape(64, 4)
 TWO_LOADS = "global_load_dword v8, v1, s[4:5]\n  global_load_dword v9, v1, s[4:5] offset:4\n  "
@@ -63,6 +63,20 @@ def test_missing(name):
     with pytest.raises(MissingWait, match=message) as caught:
         run_snippets([snippet], INPUTS)
     assert (caught.value.kernel, caught.value.block, caught.value.wave) == ("snippets", 0, 0)
+
+
+SPILL = (
+    "v_mov_b32 v16, 0\n  v_writelane_b32 v16, s60, 3\n  s_mov_b32 s61, 7\n  v_writelane_b32 v16, s61, 4\n  s_nop 3\n  "
+)
+
+
+def test_an_unset_register_goes_through_a_lane():
+    """A compiler's spill of a group with an unset register is no fault; its use after the reload is."""
+    run_snippets(
+        [SPILL + "v_readlane_b32 s62, v16, 3\n  v_readlane_b32 s63, v16, 4\n  s_load_dword s64, s[4:5], s63"], INPUTS
+    )
+    with pytest.raises(UninitialisedRegister, match="s62 was never written"):
+        run_snippets([SPILL + "v_readlane_b32 s62, v16, 3\n  s_load_dword s64, s[4:5], s62"], INPUTS)
 
 
 WIDE = "global_store_dwordx4 v1, v[12:15], s[4:5]\n  "
