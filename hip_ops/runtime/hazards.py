@@ -231,6 +231,8 @@ def disassemble(path: Path) -> dict[str, list[Instruction]]:
             code.append(parse(f"{match[1]} {match[2]}".strip(), int(match[3], 16), int(match[4], 16)))
         elif match := _LABEL.fullmatch(line.strip()):
             code = functions.setdefault(match[2], [])
+    if not any(functions.values()):
+        raise ValueError(f"{path}: {objdump()} printed no instruction")
     return functions
 
 
@@ -487,7 +489,7 @@ def scan(path: Path, extra: int = 0) -> list[Violation]:
     parts = list(code_objects(path.read_bytes()))
     if not parts:
         raise mistake(str(path), f"holds no {ARCHITECTURE} code", "a code object (.co, .hsaco), a library, a folder")
-    if len(parts) == 1 and is_gfx942(path.read_bytes()[:64]):
+    if is_gfx942(_head(path)):
         return list(violations(disassemble(path), extra))
     found = []
     with tempfile.TemporaryDirectory() as folder:
@@ -500,7 +502,13 @@ def scan(path: Path, extra: int = 0) -> list[Violation]:
 
 def files_in(folder: Path) -> list[Path]:
     """Files below a folder that hold gfx942 code, sorted."""
-    return sorted(path for path in folder.rglob("*") if path.is_file() and any(code_objects(path.read_bytes())))
+    files = (path for path in folder.rglob("*") if path.is_file() and _head(path).startswith(b"\x7fELF"))
+    return sorted(path for path in files if any(code_objects(path.read_bytes())))
+
+
+def _head(path: Path) -> bytes:
+    with path.open("rb") as file:
+        return file.read(64)
 
 
 def triton_cache() -> Path:
@@ -512,7 +520,7 @@ def triton_cache() -> Path:
 def triton_objects(folder: Path | None = None) -> list[Path]:
     """The gfx942 objects (.hsaco) that Triton has compiled into a cache folder."""
     found = sorted((folder or triton_cache()).rglob("*.hsaco"))
-    return [path for path in found if is_gfx942(path.read_bytes()[:64])]
+    return [path for path in found if is_gfx942(_head(path))]
 
 
 def scan_files(paths: Iterable[Path]) -> dict[Path, list[Violation]]:
