@@ -231,7 +231,7 @@ def disassemble(path: Path) -> dict[str, list[Instruction]]:
             code.append(parse(f"{match[1]} {match[2]}".strip(), int(match[3], 16), int(match[4], 16)))
         elif match := _LABEL.fullmatch(line.strip()):
             code = functions.setdefault(match[2], [])
-    if not any(functions.values()):
+    if functions and not any(functions.values()):  # an object may hold no function
         raise ValueError(f"{path}: {objdump()} printed no instruction")
     return functions
 
