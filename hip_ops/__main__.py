@@ -1,14 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """`python -m hip_ops build` builds the kernels before their first use; `python -m hip_ops info` prints which version
-runs where and why.
+runs where and why; `python -m hip_ops scan` finds missing wait states in gfx942 code.
 """
 
 import argparse
 import logging
 import sys
+from pathlib import Path
 
 import torch
 
+from hip_ops.runtime import hazards
 from hip_ops.runtime.build import BuildError, build, library_note, prebuilt
 from hip_ops.runtime.cache import cache_folder
 from hip_ops.runtime.compilers import (
@@ -40,7 +42,7 @@ def parser() -> argparse.ArgumentParser:
         epilog=ENVIRONMENT,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    commands = top.add_subparsers(dest="command", required=True, metavar="{build,info}")
+    commands = top.add_subparsers(dest="command", required=True, metavar="{build,info,scan}")
     builder = commands.add_parser(
         "build",
         help="build the kernels into the cache, and print the library's path",
@@ -64,6 +66,19 @@ def parser() -> argparse.ArgumentParser:
         "--check",
         action="store_true",
         help="compare every operator with its reference on every device; builds the kernels where hip is used",
+    )
+    scanner = commands.add_parser(
+        "scan",
+        help="find missing wait states in gfx942 code",
+        description="Disassembles gfx942 code objects and libraries and prints every pair of instructions that follow "
+        "each other too closely. Exit status: 1 if there are any.",
+    )
+    scanner.add_argument(
+        "paths",
+        nargs="*",
+        type=Path,
+        metavar="OBJECT_OR_FOLDER",
+        help="files, or folders that are searched (default: the .hsaco files of Triton's cache)",
     )
     return top
 
@@ -112,6 +127,20 @@ def info(check: bool) -> int:
     return failed
 
 
+def scan(paths: list[Path]) -> int:
+    """Prints the violations; returns 1 where there are any."""
+    files = [file for path in paths for file in (hazards.files_in(path) if path.is_dir() else [path])]
+    if not paths:
+        print(f"Triton's cache: {hazards.triton_cache()}")
+        files = hazards.triton_objects()
+    found = hazards.scan_files(files)
+    for file, violations in found.items():
+        for violation in violations:
+            print(f"{file}: {violation}")
+    print(f"{len(files)} files, {sum(map(len, found.values()))} violations")
+    return int(any(found.values()))
+
+
 def target_or_none(device: torch.device) -> str | None:
     try:
         return target_of(device)
@@ -126,8 +155,8 @@ def main(arguments: list[str] | None = None) -> int:
         if options.command == "build":
             print(build(options.target or default_target(), force=options.force))
             return 0
-        return info(options.check)
-    except (BuildError, CompilerNotFound, OSError, ValueError) as error:
+        return scan(options.paths) if options.command == "scan" else info(options.check)
+    except (BuildError, CompilerNotFound, hazards.ToolNotFound, OSError, ValueError) as error:
         print(error, file=sys.stderr)
         return 1
 

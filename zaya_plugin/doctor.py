@@ -138,6 +138,15 @@ def _devices_hidden(facts: Facts) -> str | None:
     return ", ".join([f"torch for {built}, no device", *hidden]) if built and not facts.archs else None
 
 
+def _wide_stores(facts: Facts) -> str | None:
+    """The first Triton that is older than 3.8, on gfx942."""
+    if not any(arch.startswith("gfx942") for arch in facts.archs):
+        return None
+    found = ((name, facts.versions.get(name)) for name in TRITONS)
+    return next((f"{name} {version} on gfx942" for name, version in found if _before(version, "3.8")), None)
+
+
+TRITONS = ("triton", "pytorch-triton-rocm", "triton-rocm")  # distributions that hold the module triton
 IMPORT_ERRORS = ("ImportError", "ModuleNotFoundError")
 RULES = (
     Rule(
@@ -268,6 +277,14 @@ RULES = (
         "export HSA_NO_SCRATCH_RECLAIM=1; the recipes cluster=mi300x_* set it",
     ),
     Rule(
+        "wide-stores",
+        "warning",
+        _wide_stores,
+        "its LLVM can overwrite the data of a wide store too early, with silently wrong gradients (triton-lang/triton#10711; "
+        "LLVM before llvm/llvm-project#197267, and from there to #203770; still open on gfx942: #218550)",
+        "Triton 3.8 or newer; `python -m hip_ops scan` checks the kernels in Triton's cache",
+    ),
+    Rule(
         "devices-hidden",
         "warning",
         _devices_hidden,
@@ -373,7 +390,7 @@ def _facts(report: dict[str, Any]) -> Facts:
     devices = report["devices"] if isinstance(report["devices"], dict) else {"built_for": "CPU", "accelerators": []}
     kind, _, version = devices["built_for"].partition(" ")
     patches = report["patches"] if isinstance(report["patches"], list) else []
-    names = ("aiter", "amd-aiter", "primus", "transformer-engine")
+    names = ("aiter", "amd-aiter", "primus", "transformer-engine", *TRITONS)
     modules = ("triton", "psutil", "primus", "primus.core")
     return Facts(
         versions={name: _distribution_version(name) for name in names},

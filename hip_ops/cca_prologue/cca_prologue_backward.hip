@@ -4,9 +4,9 @@
 //   load    a tile's rows of d_query or d_key and of query or key, of one head and of those it shares a mean with, and of z; the next
 //           tile's loads run during the products of this one
 //   dy      the gradient of x, without the convolutions: query and key are x's direction, and inverse_norm its length -> LDS, with the two
-//           rows after the tile; the sums over rows of dy and of the temperature's gradient, and the means' part of dz, stay in registers
+//           rows after the tile; the means' part of dz -> LDS; the sums over rows of dy and of the temperature's gradient stay in registers
 //   dz_t    = M_0^T dy_t + M_1^T dy_{t+1} + M_2^T dy_{t+2}, for the rows that see row t, with the merged taps M_0 = a1 W1,
-//           M_1 = a0 W1 + a1 W0, M_2 = a0 W0, which stay in the registers of the block -> LDS, fp32, plus the means' part -> memory
+//           M_1 = a0 W1 + a1 W0, M_2 = a0 W0, which stay in the registers of the block, plus the means' part -> LDS, fp32 -> memory
 //   S_j    += dy_{t+j} z_t^T, j = 0, 1, 2: 192 registers a lane -> partial [runs, N, 3, d, d] at the end
 //
 // A tile is kTile rows of one micro-batch entry that follow each other, so that only two rows of dy are computed twice. With halo, each
@@ -17,7 +17,7 @@
 // operands of S are channels by rows, four rows of a channel together (8 bytes), as the MFMA takes them: see operand_at.
 #include "cca_prologue_backward.h"
 
-HO_KERNEL_WAVES(ho_cca_prologue_backward_pass, kPrologueThreads, 1)
+HO_KERNEL_REGISTERS(ho_cca_prologue_backward_pass, kPrologueThreads, 448)
 (const bf16* d_query, const bf16* d_key, const bf16* d_value, const bf16* query, const bf16* key, const float* inverse_norm, const float* temperature,
  const float* rope, const bf16* projected, const bf16* halo, const bf16* depthwise_weight, const bf16* grouped_weight, const uint8_t* starts,
  bf16* d_projected, bf16* d_halo, bf16* d_value_halo, float* partial, float* partial_bias, float* partial_temperature, int q_row, int q_batch,
@@ -68,6 +68,8 @@ HO_KERNEL_WAVES(ho_cca_prologue_backward_pass, kPrologueThreads, 1)
         merged[1][s][e] = float_to_bf16(fmaf(a0, tap1, a1 * tap0));
         merged[2][s][e] = float_to_bf16(a0 * tap0);
       }
+#pragma unroll
+      for (int j = 0; j < 3; ++j) keep_packed(merged[j][s]);
     }
     HO_NO_FURTHER();
   }
@@ -116,15 +118,16 @@ HO_KERNEL_WAVES(ho_cca_prologue_backward_pass, kPrologueThreads, 1)
   for (int number = work.first; number < work.last; ++number) {
     HO_NO_FURTHER();
     keep_sums();
-    float mean[2][2][4] = {};
     {
       const int thread = here(), lane = thread % kWave;
       const Quads quads(rotary, thread);
-#pragma unroll 1
-      for (int k = 0; k < others; ++k) {  // query heads share their scale
 #pragma unroll
-        for (int i = 0; i < 2; ++i) {
-          float d[2][4];
+      for (int i = 0; i < 2; ++i) {
+        HO_NO_FURTHER();
+        const int row = row_of_thread(thread, i);
+        float mean[2][4] = {}, d[2][4];
+#pragma unroll 1
+        for (int k = 0; k < others; ++k) {  // query heads share their scale
           turned_gradient(d, of_other[i], theirs);
           if (k + 1 < others) {
             Source next = theirs;
@@ -135,27 +138,24 @@ HO_KERNEL_WAVES(ho_cca_prologue_backward_pass, kPrologueThreads, 1)
 #pragma unroll
           for (int q = 0; q < 2; ++q)
 #pragma unroll
-            for (int e = 0; e < 4; ++e) mean[i][q][e] = fmaf(weight, d[q][e], mean[i][q][e]);
+            for (int e = 0; e < 4; ++e) mean[q][e] = fmaf(weight, d[q][e], mean[q][e]);
         }
-      }
-#pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        HO_NO_FURTHER();
-        const int row = row_of_thread(thread, i);
-        float d[2][4];
         const float along = turned_gradient(d, own[i], mine);
         if (tile.has(row, p)) sum_along += along;
 #pragma unroll
         for (int q = 0; q < 2; ++q)
 #pragma unroll
-          for (int e = 0; e < 4; ++e) mean[i][q][e] = fmaf(0.5f, d[q][e], mean[i][q][e]);
+          for (int e = 0; e < 4; ++e) mean[q][e] = fmaf(0.5f, d[q][e], mean[q][e]);
         const Turn turn(tile, row, rope, quads, p);
-        turn.back(d), turn.back(mean[i]);
+        turn.back(d), turn.back(mean);
         write_dy(reinterpret_cast<bf16x4*>(dy), row, quads, d);
+        // The thread has read this place of dz itself, for the previous tile.
 #pragma unroll
-        for (int q = 0; q < 2; ++q)
+        for (int q = 0; q < 2; ++q) {
+          dz[chunk_at(row, (q ? quads.second : quads.first) / 4)] = f32x4{mean[q][0], mean[q][1], mean[q][2], mean[q][3]};
 #pragma unroll
           for (int e = 0; e < 4; ++e) bias[q][e] += d[q][e];
+        }
       }
       if (wave == 0) {
         const int row = kTile + lane / 16 % kBehind;  // both halves of the wave compute the same
@@ -178,21 +178,22 @@ HO_KERNEL_WAVES(ho_cca_prologue_backward_pass, kPrologueThreads, 1)
     HO_NO_FURTHER();
     {
       const int thread = here(), chunk = thread % 16, quad = thread / 16 % kRowQuads;  // eight channels of four rows
-      bf16x8 rows_of[2][4];  // two of the four operands
+      bf16x8 of_dy[4];  // one of the two operands; z takes the other one
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         const int local = 4 * quad + i;
-        rows_of[0][i] = dy[dy_chunk_at(second_pair ? row_at[kTile + local] : local, chunk)];
-        rows_of[1][i] = z[i];
-        if (!second_pair) rows_of[1][i] = dy[dy_chunk_at(row_at[local], chunk)];
+        of_dy[i] = dy[dy_chunk_at(second_pair ? row_at[kTile + local] : local, chunk)];
+        if (!second_pair) z[i] = dy[dy_chunk_at(row_at[local], chunk)];
       }
-#pragma unroll
-      for (int which = 0; which < 2; ++which)
+      const auto write = [&](const bf16x8(&from)[4], int which) {
+        HO_NO_FURTHER();
 #pragma unroll
         for (int e = 0; e < 8; ++e) {
-          const bf16x4 four = {rows_of[which][0][e], rows_of[which][1][e], rows_of[which][2][e], rows_of[which][3][e]};
+          const bf16x4 four = {from[0][e], from[1][e], from[2][e], from[3][e]};
           operands[(2 * (second_pair ? 1 : 0) + which) * kHeadDim * kRowQuads + operand_at(8 * chunk + e, quad)] = four;
         }
+      };
+      write(of_dy, 0), write(z, 1);
     }
     HO_NO_FURTHER();
     keep_sums();
@@ -221,8 +222,9 @@ HO_KERNEL_WAVES(ho_cca_prologue_backward_pass, kPrologueThreads, 1)
       }
 #pragma unroll
       for (int r = 0; r < 16; r += 4) {
-        const f32x4 four = {acc[r], acc[r + 1], acc[r + 2], acc[r + 3]};
-        dz[chunk_at(lane % 32, (32 * wave + mfma_row<32>(lane, r)) / 4)] = four;
+        f32x4& place = dz[chunk_at(lane % 32, (32 * wave + mfma_row<32>(lane, r)) / 4)];
+        const f32x4 mean = place;  // 0 before the chunk
+        place = f32x4{acc[r] + mean[0], acc[r + 1] + mean[1], acc[r + 2] + mean[2], acc[r + 3] + mean[3]};
       }
     }
     block_sync_lds();  // dz and the operands are written, and dy is read
@@ -240,11 +242,8 @@ HO_KERNEL_WAVES(ho_cca_prologue_backward_pass, kPrologueThreads, 1)
 #pragma unroll
       for (int q = 0; q < 2; ++q) {
         const int channel = q ? quads.second : quads.first;
-        const f32x4 conv = dz[chunk_at(row, channel / 4)];
-        float sum[4];
-#pragma unroll
-        for (int e = 0; e < 4; ++e) sum[e] = conv[e] + mean[i][q][e];  // the mean's part is 0 before the chunk
-        store4(to + (at + unsigned(channel)), sum);
+        const f32x4 sum = dz[chunk_at(row, channel / 4)];
+        store4(to + (at + unsigned(channel)), {sum[0], sum[1], sum[2], sum[3]});
       }
     }
 #pragma unroll

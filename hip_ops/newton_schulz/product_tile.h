@@ -34,7 +34,7 @@
 // block_sync_lds without the compiler's second `s_waitcnt lgkmcnt(0)` after the barrier: no request of this wave is outstanding there,
 // and LDS serves later requests in order, so only the compiler must be kept from moving them up.
 __device__ __forceinline__ void stage_barrier() {
-#if defined(__HIP_DEVICE_COMPILE__) && __clang_major__ >= 19
+#if defined(__HIP_DEVICE_COMPILE__) && HO_FENCE_OF_LDS
     __builtin_amdgcn_fence(__ATOMIC_RELEASE, "workgroup", "local");
     __builtin_amdgcn_s_barrier();
     __builtin_amdgcn_fence(__ATOMIC_ACQUIRE, "wavefront", "local");

@@ -60,6 +60,16 @@ CASES = [
         dict(hip="7.1", archs=("gfx90a",), versions={"amd-aiter": "0.1.14", "transformer-engine": "2.15.0.dev0"}),
     ),
     ("scratch-reclaim", dict(hip="7.1", archs=("gfx942",)), dict(hip="7.1", archs=("gfx950",))),
+    (
+        "wide-stores",
+        dict(hip="7.1", archs=("gfx942",), versions={"pytorch-triton-rocm": "3.5.1+gita272dfa8"}),
+        dict(hip="7.1", archs=("gfx950",), versions={"pytorch-triton-rocm": "3.5.1+gita272dfa8"}),
+    ),
+    (
+        "wide-stores",
+        dict(hip="7.1", archs=("gfx942:sramecc+:xnack-",), versions={"triton": "3.7.1"}),
+        dict(hip="7.1", archs=("gfx942:sramecc+:xnack-",), versions={"triton": "3.8.0"}),
+    ),
     ("devices-hidden", dict(hip="7.1", environ={"HIP_VISIBLE_DEVICES": ""}), dict(cuda="13.0", archs=("sm_90",))),
     (
         "dynamo-off",

@@ -13,6 +13,7 @@ table, or delete the row and --write it anew. Scratch and VGPR spills are never 
 
 import argparse
 import difflib
+import functools
 import re
 import sys
 from collections import Counter
@@ -109,15 +110,20 @@ def hip_kernels() -> dict[str, dict[str, tuple[Resources, Counter]]]:
     return {source.stem: kernels_of(source) for source in sources}
 
 
-def triton_kernels() -> dict[str, dict[str, tuple[Resources, Counter]]]:
-    """The same of Triton's kernels, under the name triton."""
+@functools.cache
+def triton_objects() -> dict:
+    """Name -> TritonObject of all of triton_cases.py."""
     from tests.gfx942.triton_cases import CASES
 
-    compiled = {name: case() for name, case in CASES.items()}
+    return {name: case() for name, case in CASES.items()}
+
+
+def triton_kernels() -> dict[str, dict[str, tuple[Resources, Counter]]]:
+    """The same of Triton's kernels, under the name triton."""
     return {
         TRITON: {
             name: (resources(found.path, found.name, found.shared, found.threads), opcodes(found.path, found.name))
-            for name, found in compiled.items()
+            for name, found in triton_objects().items()
         }
     }
 

@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Test the scoreboard of s_waitcnt on handwritten sequences that must pass and that must fail."""
+"""Test the scoreboard of s_waitcnt, and the wait states behind wide stores, on handwritten sequences that must pass and
+that must fail.
+"""
 
 import numpy as np
 import pytest
 
 from tests.gfx942.assembly_kernel import run_snippets
-from tests.gfx942.emulator.faults import MissingWait
+from tests.gfx942.emulator.faults import MissingWait, MissingWaitStates, UninitialisedRegister
 
 INPUTS = np.arange(256, dtype=np.uint32).reshape(64, 4)
 TWO_LOADS = "global_load_dword v8, v1, s[4:5]\n  global_load_dword v9, v1, s[4:5] offset:4\n  "
@@ -61,3 +63,48 @@ def test_missing(name):
     with pytest.raises(MissingWait, match=message) as caught:
         run_snippets([snippet], INPUTS)
     assert (caught.value.kernel, caught.value.block, caught.value.wave) == ("snippets", 0, 0)
+
+
+SPILL = (
+    "v_mov_b32 v16, 0\n  v_writelane_b32 v16, s60, 3\n  s_mov_b32 s61, 7\n  v_writelane_b32 v16, s61, 4\n  s_nop 3\n  "
+)
+
+
+def test_an_unset_register_goes_through_a_lane():
+    """A compiler's spill of a group with an unset register is no fault; its use after the reload is."""
+    run_snippets(
+        [SPILL + "v_readlane_b32 s62, v16, 3\n  v_readlane_b32 s63, v16, 4\n  s_load_dword s64, s[4:5], s63"], INPUTS
+    )
+    with pytest.raises(UninitialisedRegister, match="s62 was never written"):
+        run_snippets([SPILL + "v_readlane_b32 s62, v16, 3\n  s_load_dword s64, s[4:5], s62"], INPUTS)
+
+
+WIDE = "global_store_dwordx4 v1, v[12:15], s[4:5]\n  "
+READY = "v_mov_b32 v12, v4\n  v_mov_b32 v13, v4\n  v_mov_b32 v14, v4\n  v_mov_b32 v15, v4\n  "
+ROUND = "s_mov_b32 s20, 2\n.Lagain:\n  {head}v_mov_b32 v14, v5\n  s_nop 3\n  " + WIDE + "s_sub_u32 s20, s20, 1\n  "
+ROUND += "s_cmp_lg_u32 s20, 0\n  {end}s_cbranch_scc1 .Lagain"
+# enough wait states, and one less
+STORES = {
+    "two instructions": (WIDE + "s_nop 1\n  v_mov_b32 v15, v5", WIDE + "s_nop 0\n  v_mov_b32 v15, v5"),
+    "another register": (WIDE + "v_mov_b32 v16, v5", WIDE + "v_mov_b32 v12, v5"),
+    "eight bytes": ("global_store_dwordx2 v1, v[12:13], s[4:5]\n  v_mov_b32 v12, v5", WIDE + "v_mov_b32 v12, v5"),
+    "a branch that is taken": (
+        WIDE + "s_branch .Lthere\n  s_nop 7\n.Lthere:\n  s_nop 0\n  v_mov_b32 v12, v5",
+        WIDE + "s_branch .Lthere\n  s_nop 7\n.Lthere:\n  v_mov_b32 v12, v5",
+    ),
+    "around a loop": (
+        ROUND.format(head="", end=""),
+        "s_mov_b32 s20, 2\n  s_cmp_lg_u32 s20, 0\n.Lagain:\n  v_mov_b32 v14, v5\n  s_nop 3\n  s_cmp_lg_u32 s20, 0\n  s_mov_b32 s20, 0\n  "
+        + WIDE
+        + "s_cbranch_scc1 .Lagain",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", STORES)
+def test_data_of_a_wide_store(name):
+    enough, less = STORES[name]
+    run_snippets([READY + enough], INPUTS)
+    with pytest.raises(MissingWaitStates, match="data of `global_store_dwordx4 .* too early") as caught:
+        run_snippets([READY + less], INPUTS)
+    assert caught.value.instruction.startswith("v_mov_b32") and (caught.value.block, caught.value.wave) == (0, 0)

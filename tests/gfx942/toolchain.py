@@ -17,10 +17,12 @@ import os
 import re
 import shutil
 import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
+from importlib import metadata
 from pathlib import Path
 
 import pytest
@@ -33,6 +35,8 @@ COMPILER = "clang++-19"
 ARCH = "gfx942"
 FLAGS = ("-x", "hip", f"--offload-arch={ARCH}", "-std=c++17", "-O3", "-fno-strict-aliasing", "-Werror=pass-failed")
 DEVICE_LIBRARIES = ("/usr/lib/x86_64-linux-gnu/amdgcn/bitcode", "/opt/rocm/amdgcn/bitcode")
+# what hipcc (the driver of ROCm 6.0.2 was read) adds to clang's command
+HIPCC_FLAGS = ("-mllvm", "-amdgpu-early-inline-all=true", "-mllvm", "-amdgpu-function-calls=false")
 KEEP_DAYS = 14
 
 
@@ -68,8 +72,8 @@ def cache_directory() -> Path:
     return directory
 
 
-def _run(command: list[str]) -> str:
-    done = subprocess.run(command, capture_output=True, text=True)
+def _run(command: list[str], **options) -> str:
+    done = subprocess.run(command, capture_output=True, text=True, **options)
     if done.returncode != 0:
         raise CompileError(f"{' '.join(command)}\n{done.stderr or done.stdout}")
     return done.stderr
@@ -197,6 +201,36 @@ def _product(source: str | Path, suffix: str, flags: Iterable[str], defines: Ite
         notes.write_text(remarks)
         notes.rename(product.with_suffix(".remarks"))
         output.rename(product)
+    return product
+
+
+def hipcc_object(source: str | Path) -> Path:
+    """code_object() with the flags that hipcc adds."""
+    return _product(source, ".hipcc.co", (*HIPCC_FLAGS, *_DEVICE_ONLY), ())
+
+
+def newer_object(source: str | Path) -> Path:
+    """code_object() by clang 22, which the package ziglang 0.17.1 holds; the test is skipped where it is not installed.
+
+    zig brings neither clang's own headers nor a linker for AMD: those of clang 19 serve. Its clang needs newer HIP
+    headers than Debian's, which Triton holds, and Debian's ocml needs a constant that newer clangs no longer link.
+    """
+    pytest.importorskip("ziglang")
+    path, version = source_path(source), metadata.version("ziglang")
+    triton = Path(pytest.importorskip("triton").__file__).parent
+    resources = subprocess.run([require(COMPILER), "-print-resource-dir"], check=True, capture_output=True, text=True)
+    (library,) = device_library_flags()
+    daz = f"{library.partition('=')[2]}/oclc_daz_opt_off.bc"
+    flags = (*_flags(()), *_DEVICE_ONLY, "-resource-dir", resources.stdout.strip(), "-mcode-object-version=5")
+    flags += ("-Xclang", "-mlink-builtin-bitcode", "-Xclang", daz, "-isystem", f"{triton}/backends/amd/include")
+    product = cache_directory() / f"{path.stem}-{_key(path, (*flags, version))}.newer.co"
+    if not _kept(product):
+        linker = Path(require("ld.lld-19")).resolve().parent
+        environment = os.environ | {"PATH": f"{linker}{os.pathsep}{os.environ['PATH']}"}
+        with tempfile.TemporaryDirectory(dir=cache_directory()) as temporary:
+            output = Path(temporary) / product.name
+            _run([sys.executable, "-m", "ziglang", "clang", *flags, str(path), "-o", str(output)], env=environment)
+            output.rename(product)
     return product
 
 

@@ -9,13 +9,13 @@ would let pass.
 
 Modelled: values of the integer, fp32, fp16 and fp64 instructions that clang and Triton emit, bf16 and fp16 MFMA of
 32x32x8 and 16x16x16, DPP, SDWA, EXEC, LDS, barriers, three schedules; bounds, alignment, uninitialised LDS and
-registers, races of waves in LDS and of blocks in global memory, missing s_waitcnt; bytes, transactions, LDS bank
-conflicts.
+registers, races of waves in LDS and of blocks in global memory, missing s_waitcnt and wait states behind wide
+stores; bytes, transactions, LDS bank conflicts.
 
 Not modelled: time, clocks and caches; memory ordering between blocks, and between waves of a block through global
 memory; read-then-write races of blocks (a block that stores where another block has only read); scratch; calls; images;
-MFMA with broadcast, other shapes and types; the independent-issue hazards that need s_nop (the compiler's business, not
-checked for inline assembly); exceptions; rounding modes other than nearest even and flushed denormals; floating point
+MFMA with broadcast, other shapes and types; wait states but those behind wide stores (hip_ops/runtime/hazards.py checks
+them in the code, on all paths); exceptions; rounding modes other than nearest even and flushed denormals; floating point
 atomics' order (lane after lane here). MFMA sums in fp64 and rounds once where hardware rounds between; rcp, rsq, sqrt,
 exp, log, sin and cos are rounded correctly where hardware may be 1 ulp off. Two threads of one wave that race are not
 noticed, nor is a pair of waves that race through global memory, nor a scalar load of what another block stores.

@@ -10,6 +10,7 @@ import subprocess
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
+from hip_ops.runtime import hazards
 from tests.gfx942.emulator.faults import OutOfBounds, UnknownInstruction
 
 # SGPR file positions of named scalar registers (CDNA3 ISA, "Scalar ALU operands").
@@ -81,6 +82,8 @@ class Instruction:
     reads: tuple[int, ...] = ()
     writes: tuple[int, ...] = ()
     touches: frozenset = field(default_factory=frozenset)
+    hazard: hazards.Instruction | None = None  # what the rules of wait states ask, see wide_stores.py
+    wide_store: bool = False
 
     def integer(self, key: str, default: int = 0) -> int:
         return int(self.modifiers[key], 0) if key in self.modifiers else default

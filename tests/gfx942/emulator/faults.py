@@ -65,6 +65,10 @@ class MissingWait(EmulatorFault):
     """
 
 
+class MissingWaitStates(EmulatorFault):
+    """A VALU instruction overwrites the data of a wide store before hardware has read it."""
+
+
 class UnknownInstruction(EmulatorFault):
     """The emulator has no semantics for this instruction, modifier or mode."""
 

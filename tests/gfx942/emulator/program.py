@@ -3,6 +3,7 @@
 
 from functools import lru_cache
 
+from hip_ops.runtime import hazards
 from tests.gfx942.emulator import (  # noqa: F401  (these register opcodes)
     control,
     global_memory,
@@ -39,6 +40,8 @@ def program_of(path: str, code: CodeObject, kernel: str) -> list[Instruction]:
     mark_segments(instructions)
     for instruction in instructions:
         classify(instruction)
+        instruction.hazard = hazards.parse(instruction.text)
+        instruction.wide_store = bool(instruction.hazard.stored[0])
         instruction.run = _bind(instruction, info)
         if instruction.run.__name__ == "raise_fault":
             instruction.touches = frozenset()  # say what is unknown before what its operands lack

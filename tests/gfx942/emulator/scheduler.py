@@ -17,6 +17,7 @@ from tests.gfx942.emulator.decode import Instruction
 from tests.gfx942.emulator.faults import BarrierMismatch, EmulatorFault, NotTerminating, UnknownInstruction
 from tests.gfx942.emulator.machine import Machine
 from tests.gfx942.emulator.waits import Scoreboard
+from tests.gfx942.emulator.wide_stores import WideStores
 
 SCHEDULES = ("lockstep", "serial", "reverse")
 RUNNING, AT_BARRIER, ENDED = 0, 1, 2
@@ -51,6 +52,7 @@ class Scheduler:
             limit,
         )
         self.position_of = {instruction.pc: instruction.position for instruction in instructions}
+        self.wide_stores = WideStores(machine.waves)
         self.at = np.zeros(machine.waves, np.int64)
         self.state = np.full(machine.waves, RUNNING)
         self.executed = np.zeros(len(instructions), np.int64)
@@ -102,7 +104,7 @@ class Scheduler:
         self.state[at_barrier] = RUNNING
 
     def _segment(self, waves: np.ndarray) -> None:
-        m, code, board = self.m, self.code, self.scoreboard
+        m, code, board, stores = self.m, self.code, self.scoreboard, self.wide_stores
         m.select(waves)
         position, count = int(self.at[waves[0]]), len(waves)
         # stop where waves that run beside these wait to be joined
@@ -117,9 +119,13 @@ class Scheduler:
                 m.counters.instructions += count
                 if not watched.isdisjoint(instruction.touches):
                     board.check(instruction, rows)
+                if stores.recent:
+                    stores.step(instruction, rows)
                 instruction.run(m)
                 if instruction.counter is not None:
                     board.issue(instruction, rows)
+                    if instruction.wide_store:
+                        stores.issue(instruction, rows)
                 position += 1
                 if instruction.ends_segment:
                     self._end_of_segment(instruction, waves, position)

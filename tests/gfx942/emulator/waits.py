@@ -117,6 +117,9 @@ class Scoreboard:
         self.pending_of: dict[int, set[tuple[int, str]]] = {}  # register -> instructions
         self.unwritten = {register: np.ones(waves, bool) for register in unwritten}
         self.watched = set(unwritten)
+        # (VGPR, lane) -> waves in which it holds a scalar register that was never written: compilers spill registers
+        # of a group together, the unset ones too
+        self.unset_lanes: dict[tuple[int, int], np.ndarray] = {}
 
     def issue(self, instruction: Instruction, rows) -> None:
         """A memory instruction goes out."""
@@ -165,6 +168,7 @@ class Scoreboard:
                 missing = self.unwritten.get(register)
                 if (
                     missing is not None
+                    and not (instruction.opcode == "v_writelane_b32" and register >= 1024)
                     and missing[rows].any()
                     and not (instruction.partial and register in instruction.writes)
                 ):
@@ -172,6 +176,8 @@ class Scoreboard:
                         f"{register_name(register)} was never written", int(np.flatnonzero(missing[rows])[0])
                     )
         marks = [self._unset(sources, rows) for sources in instruction.sources] or [None] * len(instruction.writes)
+        if instruction.opcode in ("v_writelane_b32", "v_readlane_b32") and instruction.operands[2].kind == "c":
+            marks = [self._moved_lane(instruction, rows, marks[0])]
         for register, mark in zip(instruction.writes, marks, strict=True):
             self._ready(register, "overwritten", rows, instruction)
             missing = self.unwritten.get(register)
@@ -183,6 +189,20 @@ class Scoreboard:
                 if not missing.any():
                     del self.unwritten[register]
                     self._forget(register)
+
+    def _moved_lane(self, instruction: Instruction, rows, mark: np.ndarray | None) -> np.ndarray | None:
+        """Keeps the mark of a scalar register that goes into a lane of a VGPR, and gives it back with the lane."""
+        lane = int(instruction.operands[2].value) & 63
+        if instruction.opcode == "v_readlane_b32":
+            kept = self.unset_lanes.get((instruction.operands[1].registers()[0], lane))
+            return mark if kept is None or not kept[rows].any() else kept[rows].copy()
+        register = instruction.writes[0]
+        unset = self._unset(instruction.operands[1].registers(), rows)
+        if unset is not None or (register, lane) in self.unset_lanes:
+            kept = self.unset_lanes.setdefault((register, lane), np.zeros_like(self.last_scalar, bool))
+            kept[rows] = False if unset is None else unset
+            self.watched.add(register)
+        return mark
 
     def _unset(self, sources: tuple[int, ...], rows) -> np.ndarray | None:
         """Which of these waves have an unset register among the sources; None where none has."""

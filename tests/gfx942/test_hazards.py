@@ -1,0 +1,236 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Test the scan for missing wait states on assembly written by hand: each rule with its distance, one wait state less,
+through branches both ways; files and folders; the command. test_budgets.py scans the objects of hip_ops.
+"""
+
+import shutil
+import struct
+
+import pytest
+
+from hip_ops import __main__ as command
+from hip_ops.runtime import hazards
+from tests.gfx942.assembly_kernel import HEAD, TAIL
+from tests.gfx942.toolchain import assemble, code_object
+
+MATRIX = "v_mfma_f32_32x32x8_bf16 a[0:15], v[2:3], v[4:5], a[0:15]"
+SMALL = "v_mfma_f32_16x16x16_bf16 v[20:23], v[2:3], v[4:5], v[20:23]"
+SINGLE = "v_mfma_f32_4x4x1_16b_f32 v[20:23], v2, v3, v[20:23]"
+DOUBLE = "v_mfma_f64_16x16x4_f64 v[20:27], v[2:3], v[4:5], v[20:27]"
+LITTLE = "v_mfma_f64_4x4x4_4b_f64 v[20:21], v[2:3], v[4:5], v[20:21]"
+# first instruction, second instruction, wait states between them: each number is that of LLVM's rule
+DISTANCES = {
+    "global store": ("global_store_dwordx4 v1, v[8:11], s[4:5]", "v_mov_b32 v11, 0", 2),
+    "store of three dwords": ("global_store_dwordx3 v1, v[8:10], s[4:5]", "v_mov_b32 v8, 0", 2),
+    "flat store": ("flat_store_dwordx4 v[2:3], v[8:11]", "v_add_f32 v9, v1, v1", 2),
+    "scratch store": ("scratch_store_dwordx4 v1, v[8:11], off", "v_mov_b32 v9, 0", 2),
+    "buffer store": ("buffer_store_dwordx4 v[8:11], v1, s[8:11], 0 offen", "v_mov_b32 v8, 0", 2),
+    "buffer store, SGPR offset": ("buffer_store_dwordx4 v[8:11], v1, s[8:11], s2 offen", "v_mov_b32 v8, 0", 1),
+    "accumulators of a store": ("global_store_dwordx4 v1, a[8:11], s[4:5]", "v_accvgpr_write_b32 a9, v1", 2),
+    "wide exchange": ("global_atomic_cmpswap_x2 v[2:3], v1, v[8:11], s[4:5] sc0", "v_mov_b32 v8, 0", 2),
+    "matrix result, read": (MATRIX, "v_accvgpr_read_b32 v10, a3", 11),
+    "matrix result, stored": (SMALL, "global_store_dword v1, v22, s[4:5]", 7),
+    "matrix result, overwritten": (SMALL, "v_mov_b32 v23, 0", 7),
+    "matrix result, loaded over": (SMALL, "global_load_dword v23, v1, s[4:5]", 7),
+    "matrix result, next factor": (SMALL, "v_mfma_f32_16x16x16_bf16 v[24:27], v[20:21], v[4:5], v[24:27]", 7),
+    "matrix result, other addend": (SMALL, "v_mfma_f32_16x16x16_bf16 v[30:33], v[2:3], v[4:5], v[22:25]", 5),
+    "matrix addend, overwritten": (
+        "v_mfma_f32_32x32x8_bf16 a[0:15], v[2:3], v[4:5], a[16:31]",
+        "v_accvgpr_write_b32 a17, v1",
+        7,
+    ),
+    "fp32 product, read": (SINGLE, "v_mov_b32 v1, v20", 4),
+    "fp32 product, same addend": (SINGLE, SINGLE, 2),
+    "fp64 product, read": (DOUBLE, "v_mov_b32 v1, v20", 11),
+    "fp64 product, stored": (DOUBLE, "global_store_dword v1, v20, s[4:5]", 18),
+    "small fp64 product, overwritten": (LITTLE, "v_mov_b32 v20, 0", 6),
+    "small fp64 products": (LITTLE, LITTLE, 4),
+    "factor": ("v_mov_b32 v2, 0", SMALL, 2),
+    "DPP": ("v_mov_b32 v2, 0", "v_mov_b32_dpp v3, v2 row_shl:1 row_mask:0xf bank_mask:0xf", 2),
+    "readlane": ("v_mov_b32 v2, 0", "v_readlane_b32 s2, v2, 0", 1),
+    "transcendental": ("v_rcp_f32 v2, v3", "v_add_f32 v4, v2, v2", 1),
+    "part of a register": (
+        "v_add_u32_sdwa v2, v3, v4 dst_sel:WORD_1 dst_unused:UNUSED_PAD src0_sel:DWORD src1_sel:DWORD",
+        "v_mov_b32 v4, v2",
+        1,
+    ),
+    "dot product": ("v_dot2_f32_f16 v2, v3, v4, v5", "v_mov_b32 v6, v2", 3),
+    "comparison": ("v_cmp_gt_f32 vcc, v2, v3", "v_cndmask_b32 v4, v2, v3, vcc", 2),
+    "carry": ("v_add_co_u32 v2, vcc, v3, v4", "v_addc_co_u32 v3, vcc, v5, v6, vcc", 2),
+    "address": ("v_readfirstlane_b32 s4, v2", "global_load_dword v3, v1, s[4:5]", 5),
+    "chosen lane": ("v_readfirstlane_b32 s2, v2", "v_readlane_b32 s3, v4, s2", 4),
+    "division": ("v_div_scale_f32 v2, vcc, v3, v4, v3", "v_div_fmas_f32 v5, v6, v7, v8", 4),
+    "EXEC, matrix": ("v_cmpx_gt_f32 vcc, v2, v3", SMALL, 4),
+    "EXEC, DPP": ("v_cmpx_gt_f32 vcc, v2, v3", "v_mov_b32_dpp v3, v5 row_shl:1 row_mask:0xf bank_mask:0xf", 5),
+    "EXEC, lane": ("v_cmpx_gt_f32 vcc, v2, v3", "v_readlane_b32 s3, v4, 0", 4),
+    "M0": ("s_mov_b32 m0, s2", "global_load_lds_dword v1, s[4:5]", 1),
+    "mode": ("s_setreg_imm32_b32 hwreg(HW_REG_MODE, 0, 4), 0", "s_getreg_b32 s2, hwreg(HW_REG_MODE)", 2),
+}
+NO_DISTANCE = {
+    "store of two dwords": ("global_store_dwordx2 v1, v[8:9], s[4:5]", "v_mov_b32 v8, 0"),
+    "another register": ("global_store_dwordx4 v1, v[8:11], s[4:5]", "v_mov_b32 v12, 0"),
+    "VGPR for AGPR": ("global_store_dwordx4 v1, a[8:11], s[4:5]", "v_mov_b32 v8, 0"),
+    "comparison": ("global_store_dwordx4 v1, v[8:11], s[4:5]", "v_cmp_gt_f32 vcc, v8, v9"),
+    "load": ("global_store_dwordx4 v1, v[8:11], s[4:5]", "global_load_dword v8, v1, s[4:5]"),
+    "same sum": (MATRIX, MATRIX),
+    "scalar instruction": ("v_readfirstlane_b32 s4, v2", "s_add_u32 s5, s4, s4"),
+}
+
+
+def violations(*lines: str) -> list[hazards.Violation]:
+    return hazards.scan(assemble(HEAD + "\n".join(f"  {line}" for line in lines) + TAIL, "hazards"))
+
+
+def nops(count: int) -> list[str]:
+    """That many wait states; s_nop takes at most 7 + 1."""
+    return [f"s_nop {min(8, count - done) - 1}" for done in range(0, count, 8)]
+
+
+@pytest.fixture(scope="module")
+def objects(tmp_path_factory):
+    """Case -> violations with all wait states, and with one less; one assembly for all."""
+
+    def functions(table):
+        text = ""
+        for number, (first, second, count) in enumerate(table):
+            # s_nop before and behind: no case sees its neighbours
+            text += "\n  ".join(["", f"case{number}:", *nops(19), first, *nops(count), second, *nops(19)])
+        return hazards.disassemble(assemble(HEAD + text + TAIL, "distances"))
+
+    rows = list(DISTANCES.values())
+    enough = functions(rows)
+    less = functions([(first, second, count - 1) for first, second, count in rows])
+    found = [list(hazards.violations(code)) for code in (enough, less)]
+    return {
+        name: [[one for one in part if one.function == f"case{number}"] for part in found]
+        for number, name in enumerate(DISTANCES)
+    }
+
+
+@pytest.mark.parametrize("name", DISTANCES)
+def test_each_distance(objects, name):
+    first, second, count = DISTANCES[name]
+    enough, less = objects[name]
+    assert enough == []
+    assert [(found.needed, found.found) for found in less] == [(count, count - 1)]
+    assert str(less[0]).endswith(")") and f"{count} are needed" in str(less[0])
+
+
+@pytest.mark.parametrize("name", NO_DISTANCE)
+def test_no_distance(name):
+    assert violations(*NO_DISTANCE[name]) == []
+
+
+STORE, OVERWRITE = "global_store_dwordx4 v1, v[8:11], s[4:5]", "v_mov_b32 v8, 0"
+
+
+@pytest.mark.parametrize("wait, count", [([], 1), (["s_nop 0"], 0)])
+def test_across_a_branch(wait, count):
+    """Behind a branch forward the branch itself is one wait state; the other path is long enough."""
+    found = violations(STORE, "s_cbranch_scc1 there", *nops(2), OVERWRITE, "there:", *wait, OVERWRITE, "s_endpgm")
+    assert len(found) == count
+    assert all((one.needed, one.found) == (2, 1) for one in found)
+
+
+@pytest.mark.parametrize("wait, count", [([], 1), (["s_nop 0"], 0)])
+def test_around_a_loop(wait, count):
+    """The store at a loop's end and the write at its head."""
+    found = violations("again:", *wait, OVERWRITE, *nops(4), STORE, "s_cbranch_scc1 again", *nops(4))
+    assert len(found) == count
+    assert all("s_cbranch" not in one.second and one.found == 1 for one in found)
+
+
+def test_an_end_is_not_passed():
+    assert violations(STORE, "s_endpgm", OVERWRITE) == []
+
+
+def test_a_matrix_result_that_another_takes_over():
+    """As in LLVM the nearest write counts: the first sum's four passes more are over when the second's are."""
+    assert violations(SMALL, SMALL, *nops(7), "v_mov_b32 v1, v20") == []
+    assert len(violations(SMALL, SMALL, *nops(6), "v_mov_b32 v1, v20")) == 1
+
+
+def test_passes():
+    """SISchedule.td, SIDPGFX940FullSpeedModel."""
+    found = {
+        name: hazards.passes(name) for name in ("v_mfma_f32_32x32x8_bf16", "v_mfma_f32_16x16x16_bf16", "v_add_f32")
+    }
+    assert found == {"v_mfma_f32_32x32x8_bf16": 8, "v_mfma_f32_16x16x16_bf16": 4, "v_add_f32": 0}
+    sixteen = (
+        "v_mfma_f32_32x32x2_f32",
+        "v_mfma_f32_32x32x1_2b_f32",
+        "v_mfma_f32_32x32x4_2b_f16",
+        "v_mfma_i32_32x32x4_2b_i8",
+    )
+    eight = (
+        "v_mfma_f32_16x16x4_f32",
+        "v_mfma_f32_16x16x4_4b_bf16",
+        "v_mfma_f32_32x32x4_xf32",
+        "v_mfma_i32_32x32x16_i8",
+    )
+    four = (
+        "v_mfma_f32_16x16x8_xf32",
+        "v_mfma_i32_16x16x32_i8",
+        "v_smfmac_f32_16x16x32_bf16",
+        "v_mfma_f64_4x4x4_4b_f64",
+    )
+    assert {*map(hazards.passes, sixteen)} == {16} and {*map(hazards.passes, eight)} == {8}
+    assert {*map(hazards.passes, four)} == {4} and hazards.passes("v_smfmac_f32_32x32x16_bf16") == 8
+
+
+def test_folders_and_the_command(tmp_path, capsys):
+    good = code_object("muon")
+    bad = assemble(HEAD + f"  {STORE}\n  {OVERWRITE}\n" + TAIL, "hazards")
+    (tmp_path / "a").mkdir()
+    shutil.copy(good, tmp_path / "a" / "muon.hsaco")
+    (tmp_path / "a" / "muon.json").write_text("{}")
+    assert hazards.files_in(tmp_path) == [tmp_path / "a" / "muon.hsaco"]
+    assert command.main(["scan", str(tmp_path)]) == 0
+    assert capsys.readouterr().out == "1 files, 0 violations\n"
+    shutil.copy(bad, tmp_path / "a" / "bad.co")
+    assert command.main(["scan", str(tmp_path)]) == 1
+    assert "snippets: " in (text := capsys.readouterr().out) and "2 files, 1 violations" in text
+    assert command.main(["scan", str(tmp_path / "a" / "muon.json")]) == 1
+    assert "holds no gfx942 code" in capsys.readouterr().err
+
+
+def test_a_triton_cache(tmp_path, monkeypatch, capsys):
+    """The gfx942 objects of TRITON_CACHE_DIR; those of other architectures and other files are left out."""
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    assert hazards.triton_cache() == tmp_path and hazards.triton_objects() == []
+    (tmp_path / "KEY").mkdir()
+    content = code_object("muon").read_bytes()
+    (tmp_path / "KEY" / "kernel.hsaco").write_bytes(content)
+    (tmp_path / "KEY" / "other.hsaco").write_bytes(content[:48] + struct.pack("<I", 0x4F) + content[52:])  # gfx950
+    (tmp_path / "KEY" / "kernel.ttir").write_text("module")
+    assert hazards.triton_objects() == [tmp_path / "KEY" / "kernel.hsaco"]
+    assert command.main(["scan"]) == 0 and "1 files, 0 violations" in capsys.readouterr().out
+    monkeypatch.delenv("TRITON_CACHE_DIR")
+    monkeypatch.setenv("TRITON_HOME", str(tmp_path))
+    assert hazards.triton_cache() == tmp_path / ".triton" / "cache"
+
+
+def test_objects_inside_a_library(tmp_path):
+    """An offload bundle, as hipcc and clang embed it: a count, then offset, size and name of each part."""
+    bad = assemble(HEAD + f"  {STORE}\n  {OVERWRITE}\n" + TAIL, "hazards").read_bytes()
+    names = (b"host-x86_64-unknown-linux-gnu-", b"hipv4-amdgcn-amd-amdhsa--gfx942")
+    header = hazards._BUNDLE + struct.pack("<Q", 2)
+    start = len(header) + sum(24 + len(name) for name in names)
+    header += struct.pack("<QQQ", start, 0, len(names[0])) + names[0]
+    header += struct.pack("<QQQ", start, len(bad), len(names[1])) + names[1]
+    library = tmp_path / "library.so"
+    library.write_bytes(b"\x7fELF" + bytes(200) + header + bad + bytes(50))
+    assert len(hazards.scan(library)) == 1
+
+
+def test_a_missing_disassembler(monkeypatch, tmp_path, capsys):
+    path = code_object("muon")
+    hazards.objdump.cache_clear()
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setenv("ROCM_PATH", str(tmp_path))
+    monkeypatch.setattr(hazards, "ROCM", ())
+    try:
+        assert command.main(["scan", str(path)]) == 1
+        assert "no llvm-objdump of LLVM 17 or newer" in capsys.readouterr().err
+    finally:
+        hazards.objdump.cache_clear()
