@@ -10,6 +10,7 @@ and takes them back.
 """
 
 from zaya_plugin import compat
+from zaya_plugin.errors import mistake
 from zaya_plugin.patches.registry import MEGATRON, Patch
 
 
@@ -19,7 +20,17 @@ def torch_allocator(_):
         from megatron.core import nccl_allocator
 
         group = torch.distributed.distributed_c10d._get_default_group()
-        nccl_allocator._allocator = group._get_backend(torch.device("cuda", torch.cuda.current_device())).mem_allocator
+        backend = group._get_backend(torch.device("cuda", torch.cuda.current_device()))
+        try:
+            nccl_allocator._allocator = backend.mem_allocator
+        except RuntimeError as error:  # torch's check: NCCL is older than 2.19, or the device has no multicast
+            raise mistake(
+                "parallel.nccl_ub",
+                True,
+                problem=f"torch has no NCCL memory for this device ({error})",
+                allowed="false on this machine",
+                fix="parallel.nccl_ub=false",
+            ) from error
 
     return build
 

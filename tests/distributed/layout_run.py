@@ -56,7 +56,7 @@ class Recorder:
             def __next__(self):
                 batch = next(data_iterator)
                 recorder.tokens = batch["tokens"].clone()
-                recorder.batch = [row.numpy().tobytes() for row in recorder.tokens]
+                recorder.batch = [row.cpu().numpy().tobytes() for row in recorder.tokens]
                 return batch
 
         return Peeking()
