@@ -79,7 +79,6 @@ PLAIN_TE = (
     *PACKED_TE,
     layout("te-recomputed", 1, *TE, *FULL),
     layout("te-deterministic", 1, *TE, "cluster.deterministic=true"),
-    layout("te-graph", 1, *TE, "cluster.graphs=full_iteration"),
     layout("te-dp2", 2, *TE),
     layout("te-tp2", 2, *TE, tp=2),
     layout("te-ep2", 2, *TE, ep=2),

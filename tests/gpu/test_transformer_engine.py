@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The real Transformer Engine against the local modules: losses, and a checkpoint that moves both ways.
 
-tests/gpu/test_layouts.py -k te has the parallel layouts, tests/gpu/test_core_attention.py its attention. Not run yet.
+tests/gpu/test_layouts.py -k te has the parallel layouts, tests/gpu/test_core_attention.py its attention. Not run to its end yet.
 """
 
 import pytest
