@@ -45,3 +45,18 @@ def test_save_and_load(make_model, tmp_path):
     for name, t in saved.state_dict().items():
         assert t is None or torch.equal(loaded.state_dict()[name], t), name
     assert loaded.decoder.layers[3].mlp.router.balancing_step.dtype == torch.int64
+
+
+def test_a_checkpoint_of_an_earlier_version_loads(make_model, tmp_path):
+    """It holds an empty `_extra_state` of every linear of attention."""
+    from megatron.core.transformer.utils import make_sharded_object_for_checkpoint
+
+    saved, loaded = make_model(), make_model(init_method_std=0.5)
+    state = saved.sharded_state_dict()
+    keys = [name.removesuffix("weight") + "_extra_state" for name in state if ".self_attention.linear_" in name]
+    keys = [key for key in keys if "linear_v" not in key]
+    assert len(keys) == 3 * 4 and not {*keys} & {*state}
+    state |= {key: make_sharded_object_for_checkpoint(None, key) for key in keys}
+    dist_checkpointing.save(state, str(tmp_path))
+    loaded.load_state_dict(dist_checkpointing.load(loaded.sharded_state_dict(), str(tmp_path)))
+    assert all(torch.equal(a, b) for a, b in zip(saved.parameters(), loaded.parameters(), strict=True))
