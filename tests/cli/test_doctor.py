@@ -112,5 +112,5 @@ def test_problems_come_with_why_and_what_to_do():
 
 def test_a_patch_that_does_not_fit_is_a_problem():
     patches = [dict(symbol="a.b", applies=True, fits=False)]
-    found = {problem["name"]: problem for problem in doctor.problems(doctor._facts(report(patches=patches)))}
+    found = {problem["name"]: problem for problem in doctor._problems(report(patches=patches))}
     assert found["patch-range"]["severity"] == "error" and found["patch-range"]["found"] == "a.b"

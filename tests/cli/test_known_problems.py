@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 from packaging.version import Version
 
-from zaya_plugin.doctor import RULES, Facts, problems
+from zaya_plugin.known_problems import RULES, Facts, problems
 
 MODULES = {"triton": True, "psutil": True, "primus": False, "primus.core": False}
 HEALTHY = Facts(modules=MODULES, core=Version("0.19.2"), training=True)

@@ -90,12 +90,9 @@ TRANSFORMER_ENGINE_LAYOUTS = (
 )
 
 
-def build(layout: Layout):
-    """Return the model under DDP, its optimizer and the model itself."""
-    torch.manual_seed(11)
-    model_parallel_cuda_manual_seed(11, force_reset_rng=True)
-    config = ZayaConfig(
-        num_layers=2,
+def config_of(**fields) -> ZayaConfig:
+    """Return a small configuration with these further fields."""
+    sizes = dict(
         hidden_size=32,
         num_attention_heads=8,
         num_query_groups=2,
@@ -104,7 +101,16 @@ def build(layout: Layout):
         moe_ffn_hidden_size=24,
         num_moe_experts=8,
         router_hidden_size=16,
-        use_cpu_initialization=True,
+    )
+    return ZayaConfig(**sizes, use_cpu_initialization=True, **fields)
+
+
+def build(layout: Layout):
+    """Return the model under DDP, its optimizer and the model itself."""
+    torch.manual_seed(11)
+    model_parallel_cuda_manual_seed(11, force_reset_rng=True)
+    config = config_of(
+        num_layers=2,
         init_method_std=0.2,
         router_init_std=0.5,
         tensor_model_parallel_size=layout.tensor,
@@ -221,21 +227,7 @@ def twice(directory: Path) -> None:
     torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
     parallel_state.initialize_model_parallel()
     model_parallel_cuda_manual_seed(11, force_reset_rng=True)
-    config = ZayaConfig(
-        num_layers=1,
-        hidden_size=32,
-        num_attention_heads=8,
-        num_query_groups=2,
-        kv_channels=8,
-        ffn_hidden_size=24,
-        moe_ffn_hidden_size=24,
-        num_moe_experts=8,
-        router_hidden_size=16,
-        use_cpu_initialization=True,
-        params_dtype=torch.bfloat16,
-        bf16=True,
-        transformer_impl=TE,
-    )
+    config = config_of(num_layers=1, params_dtype=torch.bfloat16, bf16=True, transformer_impl=TE)
     linear = build_zaya_model(config, vocab_size=VOCABULARY, max_sequence_length=LENGTH).decoder.layers[0]
     linear = linear.self_attention.linear_q
     weight = linear.weight

@@ -31,13 +31,13 @@ def kernel_lines(recipe: Recipe) -> list[str]:
     versions = report(torch.device("cuda", torch.cuda.current_device()), check=False)
     lines = [f"core_attention: {recipe.cluster.core_attention} (cluster.core_attention)", *versions]
     lines = ["kernels, each compared with its reference at its first use", *(f"  {line}" for line in lines)]
-    if torch.version.cuda:
+    if torch.version.cuda and recipe.cluster.core_attention == "sdpa":
         try:
             torch.backends.cudnn.version()
         except RuntimeError as error:
-            found = f"{error}".splitlines()[0]
             lines.append(
-                f"WARNING: torch cannot use its cuDNN ({found}), and attention may be slower. Fix: cluster.core_attention=cudnn"
+                f"WARNING: torch's cuDNN does not fit ({str(error).splitlines()[0]}), so torch may choose a slower "
+                "attention. Fix: cluster.core_attention=cudnn"
             )
     wants_fp32 = recipe.cluster.transformer_impl == "transformer_engine" and recipe.cluster.dtype == "fp32"
     if wants_fp32 and torch.version.cuda and os.environ.get("NVIDIA_TF32_OVERRIDE") != "0":
