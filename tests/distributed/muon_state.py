@@ -1,15 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One rank of tests/distributed/test_muon_state.py, under torchrun: `muon_state.py save|load|skip|cut DIRECTORY`.
+"""One rank of tests/distributed/test_muon_state.py, under torchrun: `muon_state.py save|load|skip|cut DIRECTORY
+[stock]`.
 
 save: five Muon steps on made-up gradients, then the checkpoint and rank 0's view of the whole state.
 load: the checkpoint at this number of ranks, the whole state again, one more step.
-cut: the same steps with Megatron's own buffer layout, which cuts matrices.
+cut: as save, with Megatron's own buffer layout, which cuts matrices.
+stock: the optimizer's state is saved and loaded by Megatron's own methods.
 skip: a gradient that is not a number on one rank alone; nothing may change anywhere.
 """
 
+import contextlib
+import re
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 
 from zaya_plugin import patches
@@ -24,10 +29,14 @@ if sys.argv[1] == "cut":
     DistributedOptimizer._compute_per_buffer_param_layout = staticmethod(stock_layout)
 
 from megatron.core import dist_checkpointing, parallel_state  # noqa: E402
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer  # noqa: E402
 
 from tests.distributed.muon_model import build_model, with_optimizer  # noqa: E402
+from zaya_plugin.optim.parameter_role import role_of  # noqa: E402
+from zaya_plugin.optim.sharding.distributed import MuonDistributedOptimizer  # noqa: E402
 
 METADATA = {"distrib_optim_sharding_type": "fully_reshardable", "distrib_optim_fully_reshardable_mem_efficient": False}
+COLLECTIVE = re.compile(r"(all_|reduce|gather|scatter|broadcast|barrier|send|recv|batch_|monitored_)")
 METADATA |= {"chained_optim_avoid_prefix": True}  # as megatron.training.checkpointing sets it
 
 
@@ -80,7 +89,66 @@ def state_bytes(optimizer):
     )
 
 
-def main(what: str, directory: Path) -> None:
+def save_and_load_by_megatron() -> None:
+    """Megatron's methods, with the second moment of Muon's matrices made up for its gather and left out of files."""
+
+    def tensors_of(self, model_param):
+        tensors = DistributedOptimizer._get_main_param_and_optimizer_states(self, model_param)
+        if "exp_avg_sq" not in tensors:
+            tensors["exp_avg_sq"] = torch.zeros_like(tensors["param"])
+        return tensors
+
+    def states(self, *positional, **named):
+        found = DistributedOptimizer.sharded_param_state_fully_reshardable(self, *positional, **named)
+        for index, param in enumerate(p for buffer in self.buffers for p in buffer.param_index_map):
+            if role_of(param).matrices is not None:
+                del found[index]["exp_avg_sq"]
+        return found
+
+    MuonDistributedOptimizer._get_main_param_and_optimizer_states = tensors_of
+    MuonDistributedOptimizer.sharded_param_state_fully_reshardable = states
+    del MuonDistributedOptimizer.load_parameter_state_from_fully_reshardable
+
+
+@contextlib.contextmanager
+def no_collectives():
+    """Within it a collective is an error."""
+    names = [name for name in torch.distributed.distributed_c10d.__all__ if COLLECTIVE.match(name)]
+    assert {"all_gather_into_tensor", "all_gather_object", "barrier", "gather"} <= {*names}
+
+    def refuse(*positional, **named):
+        raise AssertionError("a collective")
+
+    stock = {name: getattr(torch.distributed, name) for name in names}
+    try:
+        for name in names:
+            setattr(torch.distributed, name, refuse)
+        yield
+    finally:
+        for name, function in stock.items():
+            setattr(torch.distributed, name, function)
+
+
+def save(ddp, optimizer, folder: Path, allowed) -> None:
+    """A checkpoint in `folder`; the optimizer's part is made within `allowed`."""
+    model_state = ddp.module.sharded_state_dict()
+    with allowed:
+        state = optimizer.sharded_state_dict(model_state, metadata=METADATA)
+    folder.mkdir(exist_ok=True)
+    dist_checkpointing.save({"optimizer": state, "model": model_state}, str(folder))
+
+
+def load(ddp, optimizer, folder: Path) -> None:
+    model_state = ddp.module.sharded_state_dict()
+    state = optimizer.sharded_state_dict(model_state, is_loading=True, metadata=METADATA)
+    loaded = dist_checkpointing.load({"optimizer": state, "model": model_state}, str(folder))
+    ddp.module.load_state_dict(loaded["model"])
+    optimizer.load_state_dict(loaded["optimizer"])
+
+
+def main(what: str, directory: Path, by: str = "") -> None:
+    if by == "stock":
+        save_and_load_by_megatron()
     torch.distributed.init_process_group("gloo")
     parallel_state.initialize_model_parallel()
     ddp, optimizer = with_optimizer(build_model())
@@ -101,28 +169,21 @@ def main(what: str, directory: Path) -> None:
     cut = torch.tensor(sum(len(exchange.cut) for exchange in exchanges if exchange is not None))
     torch.distributed.all_reduce(cut)
     assert cut >= 4 if what == "cut" else cut == 0
-    if what == "save":
-        model_state = ddp.module.sharded_state_dict()
-        saved = {"optimizer": optimizer.sharded_state_dict(model_state, metadata=METADATA), "model": model_state}
-        (directory / "checkpoint").mkdir(exist_ok=True)
-        dist_checkpointing.save(saved, str(directory / "checkpoint"))
-    elif what == "load":
-        model_state = ddp.module.sharded_state_dict()
-        asked = {
-            "optimizer": optimizer.sharded_state_dict(model_state, is_loading=True, metadata=METADATA),
-            "model": model_state,
-        }
-        loaded = dist_checkpointing.load(asked, str(directory / "checkpoint"))
-        ddp.module.load_state_dict(loaded["model"])
-        optimizer.load_state_dict(loaded["optimizer"])
+    if what == "load":
+        load(ddp, optimizer, directory / "checkpoint")
+    else:
+        save(ddp, optimizer, directory / "checkpoint", contextlib.nullcontext() if by else no_collectives())
+        for format in ("dp_reshardable", "fully_sharded_model_space", None):
+            with pytest.raises(ValueError, match="distrib_optim_sharding_type.*Allowed: fully_reshardable"):
+                optimizer.sharded_state_dict({}, metadata={"distrib_optim_sharding_type": format})
     sizes = [None] * world
     torch.distributed.all_gather_object(sizes, state_bytes(optimizer))
     state = whole_state(ddp, optimizer)
     assert step(ddp, optimizer, 5)
     after = whole_state(ddp, optimizer)
     if rank == 0:
-        torch.save({"state": state, "after": after, "sizes": sizes}, directory / f"{what}{world}.pt")
+        torch.save({"state": state, "after": after, "sizes": sizes}, directory / f"{what}{world}{by}.pt")
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], Path(sys.argv[2]))
+    main(sys.argv[1], Path(sys.argv[2]), *sys.argv[3:])

@@ -14,10 +14,10 @@ import torch
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def run(what: str, ranks: int, directory: Path) -> dict | None:
+def run(what: str, ranks: int, directory: Path, *by: str) -> dict | None:
     command = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={ranks}", "--standalone"]
     done = subprocess.run(
-        [*command, str(Path(__file__).with_name("muon_state.py")), what, str(directory)],
+        [*command, str(Path(__file__).with_name("muon_state.py")), what, str(directory), *by],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -25,7 +25,7 @@ def run(what: str, ranks: int, directory: Path) -> dict | None:
         env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
     )
     assert done.returncode == 0, done.stdout[-6000:]
-    result = directory / f"{what}{ranks}.pt"
+    result = directory / "".join((what, str(ranks), *by, ".pt"))
     return torch.load(result) if result.is_file() else None
 
 
@@ -35,16 +35,27 @@ def saved(tmp_path_factory) -> tuple[Path, dict]:
     return directory, run("save", 4, directory)
 
 
+def check_equal(a: dict, b: dict) -> None:
+    for part in ("state", "after"):  # "after": the next step from there
+        assert a[part].keys() == b[part].keys()
+        for key, value in b[part].items():
+            assert a[part][key].dtype == value.dtype and torch.equal(a[part][key], value), (part, key)
+
+
 @pytest.mark.slow
+@pytest.mark.parametrize("by", [(), ("stock",)], ids=["ours", "megatron"])
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_another_number_of_ranks_loads_the_same_bits(saved, ranks):
+def test_another_number_of_ranks_loads_the_same_bits(saved, ranks, by):
+    """What every rank has written alone, by our loader and by Megatron's own."""
     directory, before = saved
-    loaded = run("load", ranks, directory)
-    assert loaded["state"].keys() == before["state"].keys()
-    for key, value in before["state"].items():
-        assert loaded["state"][key].dtype == value.dtype and torch.equal(loaded["state"][key], value), key
-    for key, value in before["after"].items():  # and the next step from there
-        assert torch.equal(loaded["after"][key], value), key
+    check_equal(run("load", ranks, directory, *by), before)
+
+
+@pytest.mark.slow
+def test_a_checkpoint_of_megatrons_own_writer_loads(saved, tmp_path):
+    """It gathers the state and writes whole tensors, as earlier versions of this package did."""
+    check_equal(run("save", 4, tmp_path, "stock"), saved[1])
+    check_equal(run("load", 2, tmp_path), saved[1])
 
 
 @pytest.mark.slow
@@ -66,10 +77,8 @@ def test_a_gradient_that_is_not_finite_skips_the_step_on_all_ranks(tmp_path):
 
 
 @pytest.mark.slow
-def test_matrices_that_the_host_cuts_are_updated_as_if_whole(saved, tmp_path):
-    """With Megatron's own layout, as before 0.19, matrices that are cut between ranks are updated as if whole."""
-    _, whole = saved
+def test_matrices_that_the_host_cuts_are_updated_and_saved_as_if_whole(saved, tmp_path):
+    """With Megatron's own layout, as before 0.19: matrices that are cut between ranks."""
     cut = run("cut", 4, tmp_path)
-    assert cut["after"].keys() == whole["after"].keys()
-    for key, value in whole["after"].items():
-        assert torch.equal(cut["after"][key], value), key
+    check_equal(cut, saved[1])
+    check_equal(run("load", 2, tmp_path), saved[1])

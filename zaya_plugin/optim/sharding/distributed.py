@@ -14,17 +14,22 @@ parameters to ranks, so the embedding is not cut.
 from __future__ import annotations
 
 import torch
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
+from megatron.core.dist_checkpointing.utils import extract_sharded_tensors_and_factories
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from torch import Tensor
 
+from zaya_plugin.errors import mistake
 from zaya_plugin.optim.muon import MuonAdamW
 from zaya_plugin.optim.parameter_role import role_of
+from zaya_plugin.optim.sharding.boxes import sharded_boxes
 from zaya_plugin.optim.sharding.layout import MatrixExchange, cut_matrices
 
 
 class MuonDistributedOptimizer(DistributedOptimizer):
-    """DistributedOptimizer over a MuonAdamW. Checkpoints are Megatron's, without a second moment for Muon's
-    matrices.
+    """DistributedOptimizer over a MuonAdamW. Checkpoints are Megatron's, without a second moment for Muon's matrices;
+    every rank writes and reads its own parts.
     """
 
     def __init__(self, optimizer: MuonAdamW, *positional, **named):
@@ -100,20 +105,54 @@ class MuonDistributedOptimizer(DistributedOptimizer):
         with torch.no_grad():
             super().load_state_dict(state_dict)
 
-    def _get_main_param_and_optimizer_states(self, model_param: Tensor) -> dict[str, Tensor]:
-        tensors = super()._get_main_param_and_optimizer_states(model_param)
-        if "exp_avg" in tensors and "exp_avg_sq" not in tensors:
-            # Megatron collects the same keys from all parameters. This view of one zero takes no memory and is not
-            # saved (see below).
-            tensors["exp_avg_sq"] = tensors["param"].new_zeros(()).expand(tensors["param"].shape)
-        return tensors
+    def sharded_state_dict(self, model_sharded_state_dict: dict, is_loading: bool = False, **named) -> dict:
+        """Return the state of this rank for a checkpoint, in Megatron's format `fully_reshardable`.
 
-    def sharded_param_state_fully_reshardable(self, *positional, **named):
-        states = super().sharded_param_state_fully_reshardable(*positional, **named)
-        if states is not None:
-            params = [p for buffer in self.buffers for p in buffer.param_index_map]
-            assert len(params) == len(states), "Megatron numbers states in the order of its buffers"
-            for index, param in enumerate(params):
-                if role_of(param).matrices is not None:
-                    del states[index]["exp_avg_sq"]
-        return states
+        Raises:
+            ValueError: another format is asked for.
+        """
+        asked = named.get("sharding_type") or (named.get("metadata") or {}).get("distrib_optim_sharding_type")
+        if asked != "fully_reshardable":
+            raise mistake(
+                "distrib_optim_sharding_type",
+                asked,
+                problem="stores the state by its place in the buffers. At another number of ranks it would load into "
+                "other parameters without an error",
+                allowed="fully_reshardable",
+                fix="--dist-ckpt-optim-fully-reshardable",
+            )
+        return super().sharded_state_dict(model_sharded_state_dict, is_loading, **named)
+
+    def sharded_param_state_fully_reshardable(
+        self, model_sharded_state_dict: dict, is_loading: bool = False, metadata: dict | None = None
+    ) -> dict:
+        """Return {number of a parameter: {state: boxes}} of this rank's parts: views, to be written or read in place.
+
+        Megatron's own method gathers the whole state on every rank. Keys, shapes and values of the files are the same.
+        """
+        sharded, _ = extract_sharded_tensors_and_factories(model_sharded_state_dict)
+        by_param = {each.data: each for each in nested_values(sharded)}
+        return {number: self._boxes(param, by_param[param]) for number, (param, _) in enumerate(self._pairs())}
+
+    def _boxes(self, model_param: Tensor, described: ShardedTensor | ShardedTensorFactory) -> dict[str, list]:
+        start = self._get_model_param_range_map(model_param)["param"].start
+        # Each part of the parameter is on one data-parallel rank of an optimizer instance.
+        replica_id = (*described.replica_id[:2], self.distributed_optimizer_instance_id)
+        return {
+            state: sharded_boxes(described, f"optimizer.state.{state}.{described.key}", tensor, start, replica_id)
+            for state, tensor in self._saved_tensors(model_param).items()
+        }
+
+    def _saved_tensors(self, model_param: Tensor) -> dict[str, Tensor]:
+        """Return this rank's fp32 weights and state of a parameter, flat."""
+        tensors = self._get_main_param_and_optimizer_states(model_param)
+        return {state: tensor.detach().view(-1) for state, tensor in tensors.items()}
+
+    def load_parameter_state_from_fully_reshardable(self, state_dict: dict) -> None:
+        """Copy what `sharded_param_state_fully_reshardable` asked for, unless it was read in place."""
+        for number, (param, _) in enumerate(self._pairs()):
+            for state, tensor in self._saved_tensors(param).items():
+                loaded = state_dict[number][state]
+                for part, box in zip(tensor.split([box.numel() for box in loaded]), loaded, strict=True):
+                    if part.data_ptr() != box.data_ptr():
+                        part.copy_(box.view(-1))
