@@ -23,7 +23,7 @@ ROOM_DIRS = {
 
 # Small, pure Python or already there under torch, and bounded from below only where an older one would not work:
 # whatever a populated environment has must satisfy these as it is.
-INSTALL_REQUIRES = ["hydra-core>=1.3", "omegaconf>=2.3", "numpy", "packaging", "PyYAML", "tqdm"]
+INSTALL_REQUIRES = ["hydra-core>=1.3", "omegaconf>=2.3", "numpy", "packaging", "PyYAML", "tqdm", "xxhash"]
 
 EXTRAS = {
     # Everything that an empty Python >= 3.12 needs to train on the CPU. Never use it in an environment with a ROCm build of torch.

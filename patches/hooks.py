@@ -29,6 +29,7 @@ from zaya_plugin import compat
 from zaya_plugin.errors import message
 
 TRAINING = "megatron.training.training."
+SAVE = "megatron.core.dist_checkpointing.save"
 MEGATRON = "https://github.com/NVIDIA/Megatron-LM/blob/core_v0.19.0/megatron/"
 TRAINING_LOOP = MEGATRON + "training/training.py"
 PRIMUS = "https://github.com/AMD-AGI/Primus/blob/main/primus/core/patches/patch_runner.py"
@@ -130,6 +131,12 @@ HOOKS: dict[str, HostChange] = dict(
         _hook(
             TRAINING + "save_checkpoint",
             "pending metrics are written before a save, older checkpoints are removed after it",
+        ),
+        _hook(
+            SAVE,
+            "a checkpoint gets checksums, a manifest and its name once all its files are durable",
+            "Megatron commits a checkpoint by one rename, with a checksum of each file",
+            upstream=MEGATRON + "core/dist_checkpointing/serialization.py",
         ),
         _hook(TRAINING + "load_checkpoint", "a stage starts from the weights of the previous stage, at step 0"),
         _hook(TRAINING + "train", "validation before the first step of a stage", versions=LOOP),

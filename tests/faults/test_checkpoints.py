@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.running import Run, train, train_and_signal
+from tests.running import MICRO, Run, train, train_and_signal, zaya
 
 LONG = ("nproc=1", "stage.train_iters=400", "stage.eval_interval=1000", "checkpoint.save_interval=1000")
 
@@ -74,29 +74,95 @@ def test_a_half_written_checkpoint_is_not_loaded(tmp_path, corpus, saved):
     assert (half / "metadata.json").is_file(), "the same iteration is saved again, whole"
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("harm", ["truncated", "tracker", "missing"])
-def test_damage_is_named_and_nothing_is_touched(tmp_path, corpus, saved, harm):
-    run_dir = _copy(saved, tmp_path / "run")
-    checkpoints = run_dir / "checkpoints"
-    shard = max((checkpoints / "iter_0000006").glob("*.distcp"), key=lambda path: path.stat().st_size)
+def _flip(path: Path, place: int) -> None:
+    content = bytearray(path.read_bytes())
+    content[place] ^= 1
+    path.write_bytes(content)
+
+
+def _harm(checkpoints: Path, harm: str) -> str:
+    """Damage the checkpoint of step 6; return what a message about it must name."""
+    newest = checkpoints / "iter_0000006"
+    shard = max(newest.glob("*.distcp"), key=lambda path: path.stat().st_size)
+    if harm == "flipped":  # in the middle of the weights: Megatron's loader reads it without an error
+        _flip(shard, shard.stat().st_size // 2)
+        return f"{shard.name} has the checksum"
     if harm == "truncated":
         os.truncate(shard, shard.stat().st_size // 2)
-    elif harm == "missing":
+        return f"{shard.name} has {shard.stat().st_size} bytes, its manifest states"
+    if harm == "missing":
         shard.unlink()
-    else:
-        (checkpoints / "latest_checkpointed_iteration.txt").write_text("")
+        return f"{shard.name} is missing"
+    if harm == "no manifest":
+        (newest / "manifest.json").unlink()
+        return "manifest.json is missing"
+    _flip(newest / "manifest.json", 200)
+    return "manifest.json"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("harm", ["flipped", "truncated", "missing", "no manifest", "manifest"])
+def test_a_damaged_checkpoint_is_named_and_the_one_before_is_taken(tmp_path, corpus, saved, harm):
+    run_dir = _copy(saved, tmp_path / "run")
+    checkpoints = run_dir / "checkpoints"
+    named = _harm(checkpoints, harm)
     before = sorted((path, path.stat().st_size) for path in checkpoints.rglob("*"))
-    refused = train(run_dir, corpus, "nproc=1", "resume=auto", "stage.train_iters=8", check=False)
+    refused = train(run_dir, corpus, "nproc=1", "resume=must", "stage.train_iters=8", check=False)
     assert refused.code == 2, refused.output
-    assert "Traceback" not in refused.output
-    assert ("latest_checkpointed_iteration" if harm == "tracker" else shard.name) in refused.output
-    assert "whole checkpoints" in refused.output and "4" in refused.output
+    assert "Traceback" not in refused.output and named in refused.output
+    assert "Fix: resume=auto" in refused.output
     assert before == sorted((path, path.stat().st_size) for path in checkpoints.rglob("*"))
-    # What the message advises works.
-    (checkpoints / "latest_checkpointed_iteration.txt").write_text("4")
-    resumed = train(run_dir, corpus, "nproc=1", "resume=auto", "stage.train_iters=8", "stage.eval_interval=100")
-    assert "continuing after step 4" in resumed.output
+    resumed = train(run_dir, corpus, "nproc=1", "resume=auto", "stage.train_iters=6", "stage.eval_interval=100")
+    assert "continuing after step 4" in resumed.output and named in resumed.output
+    unbroken = saved.steps()
+    assert all(row["loss"] == unbroken[step]["loss"] for step, row in resumed.steps().items())
+
+
+@pytest.mark.parametrize("tracker", [None, "", "12"])
+def test_megatrons_tracker_file_is_not_needed(tmp_path, corpus, saved, tracker):
+    """Without it Megatron would begin anew, at step 0, over a finished run."""
+    run_dir = _copy(saved, tmp_path / "run")
+    path = run_dir / "checkpoints" / "latest_checkpointed_iteration.txt"
+    path.unlink() if tracker is None else path.write_text(tracker)
+    again = train(run_dir, corpus, "nproc=1", "stage.train_iters=7", check=False)
+    assert again.code == 2 and "contains a checkpoint of step 6" in again.output
+    resumed = train(run_dir, corpus, "nproc=1", "resume=auto", "stage.train_iters=7", "stage.eval_interval=100")
+    assert "continuing after step 6" in resumed.output and path.read_text() == "7"
+
+
+@pytest.mark.slow
+def test_no_complete_checkpoint_is_an_error_and_not_a_new_run(tmp_path, corpus, saved):
+    run_dir = _copy(saved, tmp_path / "run")
+    for shard in (run_dir / "checkpoints").rglob("__0_0.distcp"):
+        os.truncate(shard, 100)
+    refused = train(run_dir, corpus, "nproc=1", "resume=auto", check=False)
+    assert refused.code == 2 and "no checkpoint is complete" in refused.output, refused.output
+
+
+@pytest.mark.slow
+def test_a_checkpoint_of_an_earlier_version_is_loaded_with_a_warning_and_kept(tmp_path, corpus):
+    """Without the marker and the manifest, as Megatron's own save writes it."""
+    run_dir = tmp_path / "run"
+    six = (
+        "nproc=1",
+        "optim.lr_warmup_iters=1",
+        "stage.eval_interval=100",
+        "checkpoint.save_interval=2",
+        "checkpoint.keep_last=1",
+    )
+    stock = "from zaya_plugin.checkpoint import commit; commit.save = lambda stock, *a, **k: stock(*a, **k)"
+    (tmp_path / "site").mkdir()
+    (tmp_path / "site" / "sitecustomize.py").write_text(f"import sys\nif '-m' in sys.orig_argv:\n    {stock}\n")
+    environment = {"PYTHONPATH": os.pathsep.join((str(tmp_path / "site"), os.environ.get("PYTHONPATH", "")))}
+    done = zaya(
+        "train", *MICRO, *six, f"run_dir={run_dir}", f"data.path={corpus}", "stage.train_iters=2", **environment
+    )
+    assert done.returncode == 0, done.stdout
+    assert not list(run_dir.rglob("manifest.json"))
+    resumed = train(run_dir, corpus, *six, "resume=auto", "stage.train_iters=6")
+    assert "continuing after step 2" in resumed.output and "has no checksums" in resumed.output
+    kept = sorted(path.name for path in (run_dir / "checkpoints").glob("iter_*"))
+    assert kept == ["iter_0000002", "iter_0000006"]
 
 
 @pytest.mark.slow

@@ -1,18 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
 """Inspects a checkpoint directory before a start or a load: its iterations, whether they are complete, and their model.
 
-The layout is Megatron's torch_dist: `<dir>/iter_0000015/` and `<dir>/latest_checkpointed_iteration.txt`.
+The layout is Megatron's torch_dist: `<dir>/iter_0000015/` and `<dir>/latest_checkpointed_iteration.txt`. Checkpoints of
+this version have a manifest (manifest.py), which decides; for those of earlier versions and of other programs their own
+index does. The file that names the latest iteration is written for Megatron and not read here.
 """
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 
+from zaya_plugin.checkpoint import manifest
+from zaya_plugin.config.run_directory import iterations
 from zaya_plugin.config.schema import leaves
+from zaya_plugin.config.whole_file import write_whole
 from zaya_plugin.errors import mistake
 
 TRACKER = "latest_checkpointed_iteration.txt"
+# In Megatron's record of a checkpoint's content: it was written by this version, so it has a manifest.
+WRITTEN_HERE = "zaya_manifest"
 
 # Options of ZAYA in which the model of a checkpoint must equal the model that loads it, each with its default.
 FIXED_OPTIONS = {field.name: field.default for _, field in leaves() if field.metadata["fixed"]}
@@ -30,44 +36,73 @@ MODEL_ARGUMENTS = (
 )
 
 
-def iterations(directory: Path) -> list[int]:
-    """Return the iterations that have a folder, ascending, complete or not."""
-    found = (re.fullmatch(r"iter_(\d{7})", entry.name) for entry in directory.glob("iter_*") if entry.is_dir())
-    return sorted(int(match.group(1)) for match in found if match)
-
-
 def folder(directory: Path, iteration: int) -> Path:
     """Return the folder of one iteration."""
     return directory / f"iter_{iteration:07d}"
 
 
-def latest(directory: Path) -> int | None:
-    """Return the iteration in the tracker file, or None without a tracker.
+def iteration_of(path: Path) -> int:
+    """Return the iteration in the name of a checkpoint's folder."""
+    return int(path.name.removeprefix("iter_"))
+
+
+def latest(directory: Path, below: int | None = None) -> tuple[int | None, list[str]]:
+    """Return the newest complete checkpoint's iteration, below `below` if given, and the problems of newer ones.
+
+    None if there is no checkpoint at all, complete or not.
 
     Raises:
-        ValueError: the tracker does not hold a number.
+        ValueError: there are checkpoints, and none is complete.
     """
-    tracker = directory / TRACKER
-    if not tracker.is_file():
-        return None
-    text = tracker.read_text().strip()
-    if not text.isdigit():
-        whole = [str(i) for i in iterations(directory) if not problems(directory, i)]
-        allowed = f"an iteration with a complete checkpoint: {', '.join(whole) or 'none in this directory'}"
+    skipped: list[str] = []
+    for iteration in reversed(iterations(directory)):
+        if below is not None and iteration >= below:
+            continue
+        if not (found := problems(directory, iteration)):
+            return iteration, skipped
+        skipped += found
+    if skipped or below is not None:
         raise mistake(
-            str(tracker),
-            problem=f"holds {text!r}, which is no iteration",
-            allowed=allowed,
-            fix="write one of them into the file",
+            str(directory),
+            problem="no checkpoint is complete" + (f": {'; '.join(skipped)}" if skipped else f" below step {below}"),
+            fix="run_dir=<another directory> to start anew, or restore the files",
         )
-    return int(text)
+    return None, []
+
+
+def name_as_latest(directory: Path, iteration: int) -> None:
+    """Write the file by which Megatron finds the checkpoint to load."""
+    tracker = directory / TRACKER
+    if not tracker.is_file() or tracker.read_text().strip() != str(iteration):
+        write_whole(tracker, str(iteration))
 
 
 def problems(directory: Path, iteration: int) -> list[str]:
-    """Return the missing parts of a checkpoint; empty if it is complete according to its own index."""
+    """Return the missing parts of a checkpoint by its manifest, or by its own index if another program wrote it; empty
+    if it is complete.
+    """
     path = folder(directory, iteration)
     if not path.is_dir():
         return [f"{path} does not exist"]
+    if (path / manifest.NAME).exists():
+        return manifest.problems(path)
+    found = _problems_by_index(path)
+    if not found and has_manifest(directory, iteration):
+        found = [f"{path / manifest.NAME} is missing"]
+    return found
+
+
+def has_manifest(directory: Path, iteration: int) -> bool:
+    """Return whether a checkpoint that can be read is of this version, which writes a manifest."""
+    path = folder(directory, iteration)
+    if (path / manifest.NAME).exists():
+        return True
+    from megatron.core.dist_checkpointing import load_content_metadata
+
+    return bool((load_content_metadata(str(path)) or {}).get(WRITTEN_HERE))
+
+
+def _problems_by_index(path: Path) -> list[str]:
     missing = [f"{path / name} is missing" for name in ("metadata.json", ".metadata") if not _filled(path / name)]
     if missing:
         return missing

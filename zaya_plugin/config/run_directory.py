@@ -2,6 +2,7 @@
 """Check that a run directory may be used and can be written, and keep the recipe in it. Imports no torch."""
 
 import os
+import re
 import shutil
 from pathlib import Path
 
@@ -9,8 +10,13 @@ from zaya_plugin.config.compose import save_recipe
 from zaya_plugin.config.schema import Recipe
 from zaya_plugin.errors import mistake
 
-# Megatron writes it last, when a checkpoint is complete.
-TRACKER = Path("checkpoints") / "latest_checkpointed_iteration.txt"
+CHECKPOINTS = "checkpoints"
+
+
+def iterations(directory: str | os.PathLike) -> list[int]:
+    """Return the iterations that have a folder with files in a directory of checkpoints, ascending, complete or not."""
+    found = ((re.fullmatch(r"iter_(\d{7})", path.name), path) for path in Path(directory).glob("iter_*"))
+    return sorted(int(match.group(1)) for match, path in found if match and path.is_dir() and any(path.iterdir()))
 
 
 def check_resume(run_dir: str | os.PathLike, resume: str) -> None:
@@ -19,20 +25,20 @@ def check_resume(run_dir: str | os.PathLike, resume: str) -> None:
     Raises:
         ValueError: resume=never and there is a checkpoint, or resume=must and there is none.
     """
-    tracker = Path(run_dir) / TRACKER
-    if resume == "never" and tracker.exists():
+    saved = iterations(Path(run_dir) / CHECKPOINTS)
+    if resume == "never" and saved:
         raise mistake(
             "run_dir",
             run_dir,
-            problem=f"contains a checkpoint of step {tracker.read_text().strip()}",
+            problem=f"contains a checkpoint of step {saved[-1]}",
             allowed="a directory without a checkpoint with resume=never",
             fix=f"resume=auto to continue this run, run_dir=<other directory> to start another, or delete {run_dir}",
         )
-    if resume == "must" and not tracker.exists():
+    if resume == "must" and not saved:
         raise mistake(
             "resume",
             resume,
-            problem=f"no checkpoint in run_dir={run_dir} ({tracker} does not exist)",
+            problem=f"no checkpoint in {Path(run_dir) / CHECKPOINTS}",
             allowed="never, auto without a checkpoint",
             fix="resume=auto, or the run_dir of the run to continue",
         )

@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 
+from zaya_plugin.checkpoint import on_disk
 from zaya_plugin.config.compose import load_recipe
-from zaya_plugin.config.run_directory import TRACKER
+from zaya_plugin.config.run_directory import CHECKPOINTS
 from zaya_plugin.config.schedule import first_learning_rate, last_learning_rate, sample_count, step_count, token_count
 from zaya_plugin.config.schema import Recipe
 from zaya_plugin.errors import mistake
@@ -29,7 +30,7 @@ class Predecessor:
     @property
     def checkpoints(self) -> Path:
         """Its checkpoint directory."""
-        return self.run_dir / "checkpoints"
+        return self.run_dir / CHECKPOINTS
 
 
 def predecessor(recipe: Recipe) -> Predecessor | None:
@@ -104,10 +105,12 @@ def finished_stage(run_dir: Path) -> Predecessor:
 
 
 def saved_step(run_dir: Path) -> int | None:
-    """Return the step of the newest whole checkpoint of a run, from its tracker; None without one."""
-    tracker = Path(run_dir) / TRACKER
-    text = tracker.read_text().strip() if tracker.is_file() else ""
-    return int(text) if text.isdigit() else None
+    """Return the step of the newest complete checkpoint of a run; None without checkpoints.
+
+    Raises:
+        ValueError: it has checkpoints, and none is complete.
+    """
+    return on_disk.latest(Path(run_dir) / CHECKPOINTS)[0]
 
 
 def same_order(one: Recipe, other: Recipe) -> bool:

@@ -15,7 +15,7 @@ from pathlib import Path
 from torch import nn
 
 from zaya_plugin import compat
-from zaya_plugin.checkpoint import on_disk
+from zaya_plugin.checkpoint import commit, on_disk
 from zaya_plugin.config.arguments import DECIDED_AT_START, OWN_ARGUMENTS, megatron_arguments
 from zaya_plugin.config.schema import Recipe
 from zaya_plugin.data.sources import find_sources
@@ -26,10 +26,10 @@ from zaya_plugin.hosts.stage_model import build_stage, model_config
 from zaya_plugin.model.config import ZayaConfig
 from zaya_plugin.model.loss import ZayaGPTModel
 from zaya_plugin.patches import hooks
-from zaya_plugin.patches.hooks import TRAINING
+from zaya_plugin.patches.hooks import SAVE, TRAINING
 from zaya_plugin.training.balancer import Balancer
 from zaya_plugin.training.kernels import kernel_lines, select_kernels
-from zaya_plugin.training.lifecycle import Lifecycle
+from zaya_plugin.training.lifecycle import Lifecycle, damage
 from zaya_plugin.training.optimizer import assign_optimizers, optimizer_factory
 
 
@@ -65,7 +65,7 @@ class Guest:
         self.lifecycle.directory = Path(args.save)
         self.before = None
         if self.lifecycle.has_checkpoint:
-            self.resumed_at = on_disk.latest(self.lifecycle.directory)
+            self.resumed_at = on_disk.latest(self.lifecycle.directory)[0]
             args.load = args.save
         else:
             self.resumed_at = 0
@@ -96,6 +96,7 @@ class Guest:
                 (TRAINING + "finalize_model_grads", self.finalize_and_balance),
                 (TRAINING + "get_megatron_optimizer", self.optimizer),
                 (TRAINING + "save_checkpoint", self.save_and_prune),
+                (SAVE, commit.save),
                 *self.handover.hooks(),
                 (TRAINING + "load_checkpoint", self.load_and_check),
             ]
@@ -180,7 +181,11 @@ class Guest:
         self.balancer(*positional, **named)
 
     def load_and_check(self, load_checkpoint, *positional, **named):
-        """Run Megatron's load, and stop a host that starts from step 0 although a checkpoint exists."""
+        """Run Megatron's load, and stop a host that starts from step 0 although a checkpoint exists, or from a damaged
+        one.
+        """
+        if self.resumed_at and (damaged := commit.damaged(self.lifecycle.directory, self.resumed_at)):
+            raise SystemExit("zaya: " + damage(self.lifecycle.directory, damaged))
         loaded = load_checkpoint(*positional, **named)
         iteration = loaded[0]
         if iteration != self.resumed_at:

@@ -124,7 +124,8 @@ def arguments(recipe, run: Path):
     from zaya_plugin.config.schema import ParallelConfig
     from zaya_plugin.hosts.stage_model import arguments_of_model
 
-    vocabulary = on_disk.saved_arguments(run / "checkpoints", on_disk.latest(run / "checkpoints")).padded_vocab_size
+    directory = run / "checkpoints"
+    vocabulary = on_disk.saved_arguments(directory, on_disk.latest(directory)[0]).padded_vocab_size
     alone = replace(
         recipe,
         parallel=ParallelConfig(),
@@ -150,7 +151,7 @@ def losses_of(run: Path, args, rotary_base: int, tokens):
     if not args.use_cpu_initialization:
         model.cuda()
     wanted = model.sharded_state_dict()
-    loaded = dist_checkpointing.load(dict(wanted), str(on_disk.folder(directory, on_disk.latest(directory))))
+    loaded = dist_checkpointing.load(dict(wanted), str(on_disk.folder(directory, on_disk.latest(directory)[0])))
     model.load_state_dict({name: loaded[name] for name in wanted})  # the loaded dict also has the run's own record
     device = next(model.parameters()).device
     losses = []

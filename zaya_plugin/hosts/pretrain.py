@@ -19,6 +19,7 @@ from megatron.core.num_microbatches_calculator import get_current_global_batch_s
 from megatron.training import get_args, get_tensorboard_writer, get_timers, training
 from megatron.training.argument_utils import pretrain_cfg_container_from_args
 
+from zaya_plugin.checkpoint import commit
 from zaya_plugin.config.arguments import megatron_arguments
 from zaya_plugin.config.schema import Recipe
 from zaya_plugin.data.dataset import mean_loss
@@ -31,7 +32,7 @@ from zaya_plugin.optim.balancing import RouterStatistics
 from zaya_plugin.optim.chained import NonFiniteGradientsError
 from zaya_plugin.parallel import registered_buffers
 from zaya_plugin.patches import hooks
-from zaya_plugin.patches.hooks import TRAINING
+from zaya_plugin.patches.hooks import SAVE, TRAINING
 from zaya_plugin.training.balancer import Balancer
 from zaya_plugin.training.kernels import kernel_lines
 from zaya_plugin.training.lifecycle import Lifecycle
@@ -122,6 +123,7 @@ class _Trainer:
             (TRAINING + "training_log", self.training_log),
             (TRAINING + "evaluate_and_print_results", self.evaluate_and_report),
             (TRAINING + "save_checkpoint", self.save_and_prune),
+            (SAVE, commit.save),
             (TRAINING + "get_megatron_optimizer", optimizer_factory(self.recipe)),
             (TRAINING + "logical_and_across_model_parallel_group", lambda _, succeeded, group=None: succeeded),
             (TRAINING + "reduce_max_stat_across_model_parallel_group", lambda _, stat, group=None: stat),
@@ -133,13 +135,15 @@ class _Trainer:
         args = self.args
         if not self.started:  # with virtual stages there is one call for each
             self.started = True
-            self.lifecycle.share_run_id()
+            skipped = self.lifecycle.settle()
             self.reporter.start(
                 get_tensorboard_writer(),
                 self.lifecycle.run_id,
                 resumed_at=self.lifecycle.resumed_at,
                 lineage=self.lifecycle.lineage,
             )
+            if skipped:
+                self.reporter.note(skipped)
             if kernels := kernel_lines(self.recipe):
                 self.reporter.note(kernels)
         config = model_config(args)

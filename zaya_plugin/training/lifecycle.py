@@ -12,9 +12,9 @@ from pathlib import Path
 import torch
 
 from zaya_plugin import __version__
-from zaya_plugin.checkpoint import on_disk
+from zaya_plugin.checkpoint import commit, manifest, on_disk
 from zaya_plugin.config.schema import Recipe
-from zaya_plugin.errors import mistake
+from zaya_plugin.errors import message
 from zaya_plugin.handover.predecessor import Predecessor
 
 
@@ -31,34 +31,39 @@ class Lifecycle:
     def __init__(self, recipe: Recipe):
         self.directory = Path(recipe.run_dir) / "checkpoints"
         self.keep_last = recipe.checkpoint.keep_last
+        self.resume = recipe.resume
         self.recipe_name = recipe.name
         self.resumed_at = 0
         self.run_id: str | None = None
         self.lineage: dict | None = None
         self._args = None
+        self._skipped: list[str] = []
 
     @property
     def has_checkpoint(self) -> bool:
-        """Whether the run has a checkpoint of its own to resume from."""
-        return (self.directory / on_disk.TRACKER).is_file()
+        """Whether the run has checkpoints of its own, complete or not."""
+        return bool(on_disk.iterations(self.directory))
 
     def describe_into(self, args, before: Predecessor | None = None) -> None:
-        """Check the checkpoint to be loaded against `args`, and set `args.zaya`, which later checkpoints store.
+        """Choose the checkpoint to load, check it against `args`, and set `args.zaya`, which later checkpoints store.
 
         Args:
             before: the preceding stage, for a new run.
 
         Raises:
-            ValueError: the checkpoint is damaged, or of another model.
+            ValueError: no checkpoint is complete, with resume=must the newest is not, or it is of another model.
         """
-        iteration = on_disk.latest(self.directory) if args.load and self.has_checkpoint else None
-        if iteration is not None:
-            self.resumed_at = iteration
+        saved = {}
+        if args.load and self.has_checkpoint:
+            self.resumed_at, skipped = on_disk.latest(self.directory)
+            self._skip(skipped)
             if args.rank == 0:  # if one rank fails, all ranks end
-                self._check(iteration, args)
-                saved = getattr(on_disk.saved_arguments(self.directory, iteration), "zaya", {})
+                on_disk.check_same_model(self.directory, self.resumed_at, args)
+                saved = getattr(on_disk.saved_arguments(self.directory, self.resumed_at), "zaya", {})
                 self.run_id, self.lineage = saved.get("run_id"), saved.get("lineage")
+                on_disk.name_as_latest(self.directory, self.resumed_at)
         elif before is not None and args.rank == 0:
+            on_disk.name_as_latest(before.checkpoints, before.steps)
             saved = getattr(on_disk.saved_arguments(before.checkpoints, before.steps), "zaya", {})
             self.lineage = {
                 "run_id": saved.get("run_id"),
@@ -69,31 +74,67 @@ class Lifecycle:
         args.zaya = {"version": __version__, "recipe": self.recipe_name, "run_id": self.run_id, "lineage": self.lineage}
         self._args = args
 
-    def _check(self, iteration: int, args) -> None:
-        if broken := on_disk.problems(self.directory, iteration):
-            whole = [i for i in on_disk.iterations(self.directory) if not on_disk.problems(self.directory, i)]
-            raise mistake(
-                str(self.directory),
-                problem=f"the newest checkpoint is damaged ({'; '.join(broken)})",
-                allowed=f"whole checkpoints: {', '.join(map(str, whole)) or 'none'}",
-                fix=f"write the number of a whole checkpoint into {self.directory / on_disk.TRACKER}" if whole else "",
-            )
-        on_disk.check_same_model(self.directory, iteration, args)
+    def _skip(self, problems: list[str]) -> None:
+        """Note why a newer checkpoint is skipped, or raise ValueError with resume=must."""
+        if problems and self.resume == "must":
+            raise ValueError(damage(self.directory, problems))
+        self._skipped += problems
 
-    def share_run_id(self) -> None:
-        """Send rank 0's run id and lineage to all ranks. It needs the process group."""
+    def settle(self) -> list[str]:
+        """Read the checkpoint to load, compare its checksums, and take an older one if they differ; then give all ranks
+        rank 0's run id and lineage. A collective. Return lines about what was skipped.
+
+        Raises:
+            ValueError: no checkpoint is intact, or with resume=must the newest is not.
+        """
+        rank = torch.distributed.get_rank()
+        while self.resumed_at and (damaged := commit.damaged(self.directory, self.resumed_at)):
+            self._skip(damaged)
+            self.resumed_at, broken = on_disk.latest(self.directory, below=self.resumed_at)
+            self._skip(broken)
+            if rank == 0:
+                on_disk.name_as_latest(self.directory, self.resumed_at)
         box = [self.run_id or secrets.token_hex(4), self.lineage]
         torch.distributed.broadcast_object_list(box, src=0)
         self.run_id, self.lineage = box
         self._args.zaya.update(run_id=self.run_id, lineage=self.lineage)
+        lines = [f"WARNING: a newer checkpoint is not used: {problem}" for problem in self._skipped]
+        if self.resumed_at and not on_disk.has_manifest(self.directory, self.resumed_at):
+            lines.append(
+                f"WARNING: the checkpoint of step {self.resumed_at} has no checksums: another program or an earlier "
+                "version wrote it. `zaya checkpoint adopt` adds them"
+            )
+        return lines
 
     def after_save(self, iteration: int) -> None:
-        """Remove all but the newest `keep_last` checkpoints, on rank 0, once the tracker names `iteration`."""
-        if self.keep_last <= 0 or torch.distributed.get_rank() != 0 or on_disk.latest(self.directory) != iteration:
+        """Remove all but the newest `keep_last` checkpoints, on rank 0, once that of `iteration` is complete.
+
+        Only checkpoints with a manifest are removed, and what a killed save has left.
+        """
+        if torch.distributed.get_rank() != 0 or on_disk.problems(self.directory, iteration):
             return
-        for old in [i for i in on_disk.iterations(self.directory) if i < iteration][: -self.keep_last + 1 or None]:
+        for left in self.directory.glob(f"iter_*{manifest.UNFINISHED}"):
+            shutil.rmtree(left, ignore_errors=True)
+        own = [
+            i
+            for i in on_disk.iterations(self.directory)
+            if (on_disk.folder(self.directory, i) / manifest.NAME).exists()
+        ]
+        older = [i for i in own if i < iteration]
+        for old in older[: -self.keep_last + 1 or None] if self.keep_last else ():
             path = on_disk.folder(self.directory, old)
             # Renamed first, so that a kill during the removal leaves no folder with a checkpoint's name.
             doomed = path.with_name(path.name + ".removed")
             path.rename(doomed)
             shutil.rmtree(doomed, ignore_errors=True)
+
+
+def damage(directory: Path, problems: list[str]) -> str:
+    """Return the message about a newest checkpoint that is damaged."""
+    whole = [i for i in on_disk.iterations(directory) if not on_disk.problems(directory, i)]
+    return message(
+        str(directory),
+        problem=f"the newest checkpoint is damaged ({'; '.join(problems)})",
+        allowed=f"checkpoints with all their files: {', '.join(map(str, whole)) or 'none'}",
+        fix="resume=auto, which takes the newest intact one",
+    )

@@ -1,0 +1,84 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Megatron's save of a checkpoint with a commit: into a folder of another name, checksums, manifest, then the name.
+
+`save` takes the place of megatron.core.dist_checkpointing.save during a run (patches/hooks.py).
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from zaya_plugin.checkpoint import manifest
+from zaya_plugin.checkpoint.on_disk import WRITTEN_HERE, folder, iteration_of
+from zaya_plugin.errors import mistake
+
+
+def save(stock: Callable, sharded_state_dict: dict, checkpoint_dir: str, *positional, **named) -> None:
+    """Save as Megatron's function `stock` does; `checkpoint_dir` has a complete checkpoint afterwards, or is as before.
+
+    A collective. Every rank takes the checksums of its own files.
+    """
+    if named.get("async_sharded_save"):
+        raise mistake("--async-save", problem="saves without a commit", fix="leave --async-save out")
+    final = Path(checkpoint_dir)
+    unfinished = final.with_name(final.name + manifest.UNFINISHED)
+    rank, world = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    if rank == 0:
+        shutil.rmtree(unfinished, ignore_errors=True)  # of a save that was killed
+        unfinished.mkdir(parents=True)
+    torch.distributed.barrier()
+    named["content_metadata"] = {**(named.get("content_metadata") or {}), WRITTEN_HERE: True}
+    stock(sharded_state_dict, str(unfinished), *positional, **named)
+    own = {path.name: _described(path) for path in unfinished.glob(f"__{rank}_*.distcp")}
+    (unfinished / _part(rank)).write_text(json.dumps(own))
+    torch.distributed.barrier()
+    if rank == 0:
+        _commit(unfinished, final, world)
+    torch.distributed.barrier()
+
+
+def _commit(unfinished: Path, final: Path, world: int) -> None:
+    files = {}
+    for part in (unfinished / _part(rank) for rank in range(world)):
+        files |= json.loads(part.read_text())
+        part.unlink()
+    files |= {path.name: _described(path) for path in unfinished.iterdir() if path.name not in files}
+    manifest.write(unfinished, iteration_of(final), files)
+    manifest.sync(unfinished)
+    replaced = final.with_name(final.name + ".replaced")
+    if final.is_dir() and any(final.iterdir()):  # saved before, at the same step
+        shutil.rmtree(replaced, ignore_errors=True)
+        final.rename(replaced)
+    unfinished.rename(final)  # Megatron has made the name as an empty folder
+    manifest.sync(final.parent)
+    shutil.rmtree(replaced, ignore_errors=True)
+
+
+def _described(path: Path) -> dict:
+    manifest.sync(path)
+    return manifest.describe(path)
+
+
+def _part(rank: int) -> str:
+    return f"checksums_{rank}.json"
+
+
+def damaged(directory: Path, iteration: int) -> list[str]:
+    """Return the files of a checkpoint whose content does not have its checksum; without a manifest none is known.
+
+    A collective: every rank reads a part of the files, and all get all texts.
+    """
+    path = folder(directory, iteration)
+    if not (path / manifest.NAME).exists():
+        return []
+    rank, world = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    found: list = [None] * world
+    torch.distributed.all_gather_object(
+        found, manifest.damaged(path, sorted(manifest.read(path)["files"])[rank::world])
+    )
+    return [text for texts in found for text in texts]

@@ -1,0 +1,105 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A checkpoint's manifest: size and checksum of every file. A checkpoint of this package without a whole one is none.
+
+The files are written and synced in `iter_<n>.unfinished`, then manifest.json; then the folder gets its name. So a folder
+named `iter_<n>` is complete, and a kill at any moment leaves the checkpoint before. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import xxhash
+
+from zaya_plugin.config.whole_file import write_whole
+
+NAME = "manifest.json"
+FORMAT = "zaya checkpoint/1"
+UNFINISHED = ".unfinished"
+PIECE = 16 * 2**20  # bytes read at once
+
+
+def describe(path: Path, progress: Callable[[int], None] = lambda count: None) -> dict[str, int | str]:
+    """Return the bytes and the xxh3_128 checksum of a file. progress: called with the bytes of each piece."""
+    digest, size = xxhash.xxh3_128(), 0
+    with open(path, "rb", buffering=0) as file:
+        while piece := file.read(PIECE):
+            digest.update(piece)
+            size += len(piece)
+            progress(len(piece))
+    return {"bytes": size, "xxh3_128": digest.hexdigest()}
+
+
+def sync(path: Path) -> None:
+    """Make a file, or the names in a folder, durable."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def write(folder: Path, iteration: int, files: Mapping[str, Mapping]) -> None:
+    """Write the manifest of `folder`; `files`: name -> as `describe`."""
+    content = {"format": FORMAT, "iteration": iteration, "files": dict(sorted(files.items()))}
+    content["xxh3_128"] = _own_checksum(content)
+    write_whole(folder / NAME, json.dumps(content, indent=1) + "\n")
+
+
+def read(folder: Path) -> dict:
+    """Return the manifest.
+
+    Raises:
+        ValueError: it cannot be read, is not whole, or is of another format; the text is the reason.
+    """
+    path = folder / NAME
+    try:
+        content = json.loads(path.read_text())
+        whole = content.get("xxh3_128") == _own_checksum(content)
+    except (OSError, ValueError, AttributeError) as error:
+        raise ValueError(f"{path} cannot be read ({error})") from error
+    if not whole:
+        raise ValueError(f"{path} does not have the checksum that it states")
+    if content["format"] != FORMAT:
+        raise ValueError(f"{path} has the format {content['format']!r}, and this version reads {FORMAT!r}")
+    return content
+
+
+def _own_checksum(content: Mapping) -> str:
+    rest = {key: value for key, value in content.items() if key != "xxh3_128"}
+    return xxhash.xxh3_128_hexdigest(json.dumps(rest, sort_keys=True).encode())
+
+
+def problems(folder: Path) -> list[str]:
+    """Return what is wrong with the manifest and with the files' names and sizes; reads no file but the manifest."""
+    try:
+        files = read(folder)["files"]
+    except ValueError as error:
+        return [str(error)]
+    sizes = {entry.name: entry.stat().st_size for entry in os.scandir(folder) if entry.is_file()}
+    found = []
+    for name, file in files.items():
+        if name not in sizes:
+            found.append(f"{folder / name} is missing")
+        elif sizes[name] != file["bytes"]:
+            found.append(f"{folder / name} has {sizes[name]} bytes, its manifest states {file['bytes']}")
+    return found
+
+
+def damaged(folder: Path, names: list[str] | None = None, progress: Callable[[int], None] = lambda count: None) -> list:
+    """Return the files of `names` (default: all) whose content does not have its checksum, as texts."""
+    files, found = read(folder)["files"], []
+    for name in files if names is None else names:
+        try:
+            here = describe(folder / name, progress)
+        except OSError as error:
+            found.append(f"{folder / name} cannot be read ({error.strerror})")
+            continue
+        if here != files[name]:
+            found.append(
+                f"{folder / name} has the checksum {here['xxh3_128']}, its manifest states {files[name]['xxh3_128']}"
+            )
+    return found
