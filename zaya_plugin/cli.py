@@ -27,6 +27,7 @@ COMMANDS = {
         "zaya_plugin.bench.step_command:main",
         "measure a recipe's speed by part of the step, or predict it elsewhere",
     ),
+    "checkpoint": ("zaya_plugin.run.checkpoint_commands:main", "list, verify, prune and adopt a run's checkpoints"),
     "data": ("zaya_plugin.cli:data", "make, pack, inspect and warm corpora"),
     "doctor": ("zaya_plugin.doctor:main", "report installed packages, devices, known problems and host changes"),
 }

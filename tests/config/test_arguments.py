@@ -5,6 +5,7 @@ import argparse
 
 import pytest
 
+from tests.checkpoint_files import pretend_checkpoint
 from zaya_plugin.config.arguments import HOST, OWN_ARGUMENTS, ZAYA, megatron_arguments
 from zaya_plugin.config.compose import compose
 from zaya_plugin.config.schema import leaves, megatron_argument
@@ -50,8 +51,7 @@ def test_graphs_are_megatrons():
 
 
 def test_a_checkpoint_is_loaded_where_there_is_one(tmp_path):
-    (tmp_path / "checkpoints").mkdir()
-    (tmp_path / "checkpoints" / "latest_checkpointed_iteration.txt").write_text("5")
+    pretend_checkpoint(tmp_path, 5)
     values = megatron_arguments(compose(["experiment=cpu_demo", f"run_dir={tmp_path}"]), TOKENIZER)
     assert values["load"] == values["save"] and values["exit_on_missing_checkpoint"] is True
 

@@ -7,14 +7,13 @@ import sys
 
 import pytest
 
+from tests.checkpoint_files import pretend_checkpoint
 from zaya_plugin.config.compose import compose, load_recipe
-from zaya_plugin.config.run_directory import TRACKER, check_resume, keep_recipe, make_writable
+from zaya_plugin.config.run_directory import check_resume, keep_recipe, make_writable
 
 
 def with_checkpoint(run_dir, step=40):
-    tracker = run_dir / TRACKER
-    tracker.parent.mkdir(parents=True)
-    tracker.write_text(f"{step}\n")
+    pretend_checkpoint(run_dir, step)
     return run_dir
 
 

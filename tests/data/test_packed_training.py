@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from megatron.core.tokenizers import MegatronTokenizer
 
-from zaya_plugin.config.run_directory import TRACKER
+from tests.checkpoint_files import pretend_checkpoint
 from zaya_plugin.corpus import inspect, pack, warm
 from zaya_plugin.corpus.invocation import recipe_of
 from zaya_plugin.data.dataset import build_gpt_datasets, build_stream
@@ -118,8 +118,7 @@ def test_inspect_and_warm_show_and_read_training_samples(bins, prepared, tmp_pat
         assert any(first <= begin and end <= last for first, last in read[path])
     assert warm.main([*recipe, "--from-step", "2", "--steps", "3"]) == 0
     assert "of 2 files in" in capsys.readouterr().out
-    (tmp_path / "run" / "checkpoints").mkdir(parents=True)
-    (tmp_path / "run" / TRACKER).write_text("2")
+    pretend_checkpoint(tmp_path / "run", 2)
     if order == "megatron":
         assert warm.needed(recipe_of(warm.parser().parse_args(recipe)), None, 3, None) == read
     assert warm.main([*recipe, "--from-step", "8", "--steps", "1"]) == 1

@@ -10,8 +10,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from tests.checkpoint_files import pretend_checkpoint
 from zaya_plugin.config.compose import save_recipe
-from zaya_plugin.config.run_directory import TRACKER
 from zaya_plugin.data.indexed_dataset import write_index
 from zaya_plugin.data.stream_dataset import StreamDataset
 from zaya_plugin.handover.data_places import consumed_after, source_uses, with_consumed
@@ -84,10 +84,8 @@ def recipes(composed, tmp_path):
 def launched(recipe, step):
     """Write the files of a stage that reached `step` that these tests read."""
     recipe = with_consumed(recipe)
-    tracker = Path(recipe.run_dir) / TRACKER
-    tracker.parent.mkdir(parents=True, exist_ok=True)
+    pretend_checkpoint(recipe.run_dir, step)
     save_recipe(recipe, Path(recipe.run_dir) / "recipe.yaml")
-    tracker.write_text(str(step))
     return recipe
 
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.checkpoint_files import pretend_checkpoint
 from zaya_plugin.config.compose import compose, save_recipe
-from zaya_plugin.config.run_directory import TRACKER
 from zaya_plugin.handover.predecessor import predecessor, saved_step
 from zaya_plugin.run.curriculum import Curriculum, compose_curriculum
 from zaya_plugin.run.curriculum_run import check, domain_table, read_state, table, write_state
@@ -24,9 +24,8 @@ def made(tmp_path: Path, *overrides: str) -> Curriculum:
 def pretend(curriculum: Curriculum, number: int, step: int) -> None:
     """Write the files of a stage with a checkpoint of `step` that these tests read."""
     stage = curriculum.stages[number]
-    (stage.run_dir / "checkpoints").mkdir(parents=True, exist_ok=True)
+    pretend_checkpoint(stage.run_dir, step)
     save_recipe(stage.recipe, stage.run_dir / "recipe.yaml")
-    (stage.run_dir / TRACKER).write_text(str(step))
 
 
 def test_stages_take_over_from_each_other(tmp_path):

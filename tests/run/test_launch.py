@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.checkpoint_files import pretend_checkpoint
 from zaya_plugin.config.compose import compose
 from zaya_plugin.run import before_start, rank_plan
 from zaya_plugin.run.launch import first_failure, last_words
@@ -124,8 +125,7 @@ def test_ranks_end_when_their_parent_is_killed(worker_program, tmp_path):
 
 
 def test_resume_is_checked_before_anything_is_written(worker_program, tmp_path):
-    (tmp_path / "checkpoints").mkdir()
-    (tmp_path / "checkpoints" / "latest_checkpointed_iteration.txt").write_text("7")
+    pretend_checkpoint(tmp_path, 7)
     done = finish(worker_program, tmp_path, "variables")
     assert done.returncode == 2 and "step 7. Allowed: a directory without a checkpoint with resume=never" in done.stderr
     assert not (tmp_path / "recipe.yaml").exists()

@@ -32,23 +32,24 @@ def save(stock: Callable, sharded_state_dict: dict, checkpoint_dir: str, *positi
         shutil.rmtree(unfinished, ignore_errors=True)  # of a save that was killed
         unfinished.mkdir(parents=True)
     torch.distributed.barrier()
+    facts = getattr(sharded_state_dict.get("args"), "zaya", {})
     named["content_metadata"] = {**(named.get("content_metadata") or {}), WRITTEN_HERE: True}
     stock(sharded_state_dict, str(unfinished), *positional, **named)
     own = {path.name: _described(path) for path in unfinished.glob(f"__{rank}_*.distcp")}
     (unfinished / _part(rank)).write_text(json.dumps(own))
     torch.distributed.barrier()
     if rank == 0:
-        _commit(unfinished, final, world)
+        _commit(unfinished, final, world, facts)
     torch.distributed.barrier()
 
 
-def _commit(unfinished: Path, final: Path, world: int) -> None:
+def _commit(unfinished: Path, final: Path, world: int, facts: dict) -> None:
     files = {}
     for part in (unfinished / _part(rank) for rank in range(world)):
         files |= json.loads(part.read_text())
         part.unlink()
     files |= {path.name: _described(path) for path in unfinished.iterdir() if path.name not in files}
-    manifest.write(unfinished, iteration_of(final), files)
+    manifest.write(unfinished, iteration_of(final), files, **facts, ranks=world)
     manifest.sync(unfinished)
     replaced = final.with_name(final.name + ".replaced")
     if final.is_dir() and any(final.iterdir()):  # saved before, at the same step

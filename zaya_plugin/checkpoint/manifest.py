@@ -42,9 +42,9 @@ def sync(path: Path) -> None:
         os.close(descriptor)
 
 
-def write(folder: Path, iteration: int, files: Mapping[str, Mapping]) -> None:
-    """Write the manifest of `folder`; `files`: name -> as `describe`."""
-    content = {"format": FORMAT, "iteration": iteration, "files": dict(sorted(files.items()))}
+def write(folder: Path, iteration: int, files: Mapping[str, Mapping], **facts) -> None:
+    """Write the manifest of `folder`. files: name -> as `describe`; facts: about the run, for `zaya checkpoint show`."""
+    content = {"format": FORMAT, "iteration": iteration, **facts, "files": dict(sorted(files.items()))}
     content["xxh3_128"] = _own_checksum(content)
     write_whole(folder / NAME, json.dumps(content, indent=1) + "\n")
 

@@ -8,6 +8,7 @@ index does. The file that names the latest iteration is written for Megatron and
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 from zaya_plugin.checkpoint import manifest
@@ -68,6 +69,24 @@ def latest(directory: Path, below: int | None = None) -> tuple[int | None, list[
             fix="run_dir=<another directory> to start anew, or restore the files",
         )
     return None, []
+
+
+def removable(directory: Path, keep_last: int, keep_every: int | None = None) -> list[int]:
+    """Return the iterations that may be removed: complete, with a manifest, and older than the newest `keep_last` of
+    those; never a multiple of `keep_every`. keep_last=0 keeps all.
+    """
+    own = [i for i in iterations(directory) if (folder(directory, i) / manifest.NAME).exists()]
+    complete = [i for i in own if not problems(directory, i)]
+    older = complete[:-keep_last] if keep_last else []
+    return [i for i in older if not (keep_every and i % keep_every == 0)]
+
+
+def remove(directory: Path, iteration: int) -> None:
+    """Remove a checkpoint; a kill during the removal leaves no folder with a checkpoint's name."""
+    path = folder(directory, iteration)
+    doomed = path.with_name(path.name + ".removed")
+    path.rename(doomed)
+    shutil.rmtree(doomed, ignore_errors=True)
 
 
 def name_as_latest(directory: Path, iteration: int) -> None:

@@ -38,7 +38,7 @@ def check_resume(run_dir: str | os.PathLike, resume: str) -> None:
         raise mistake(
             "resume",
             resume,
-            problem=f"no checkpoint in {Path(run_dir) / CHECKPOINTS}",
+            problem=f"no checkpoint in run_dir={run_dir}",
             allowed="never, auto without a checkpoint",
             fix="resume=auto, or the run_dir of the run to continue",
         )

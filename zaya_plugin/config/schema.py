@@ -557,6 +557,12 @@ class CheckpointConfig:
         "training.lifecycle",
         limit=NOT_NEGATIVE,
     )
+    keep_every: int | None = own(
+        None,
+        "steps; checkpoints at its multiples are never removed; null: keep_last alone decides",
+        "training.lifecycle",
+        limit=POSITIVE,
+    )
 
 
 @dataclass

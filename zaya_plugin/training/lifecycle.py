@@ -31,6 +31,7 @@ class Lifecycle:
     def __init__(self, recipe: Recipe):
         self.directory = Path(recipe.run_dir) / "checkpoints"
         self.keep_last = recipe.checkpoint.keep_last
+        self.keep_every = recipe.checkpoint.keep_every
         self.resume = recipe.resume
         self.recipe_name = recipe.name
         self.resumed_at = 0
@@ -107,26 +108,13 @@ class Lifecycle:
         return lines
 
     def after_save(self, iteration: int) -> None:
-        """Remove all but the newest `keep_last` checkpoints, on rank 0, once that of `iteration` is complete.
-
-        Only checkpoints with a manifest are removed, and what a killed save has left.
-        """
+        """Remove older checkpoints, and what killed saves have left, on rank 0, once that of `iteration` is complete."""
         if torch.distributed.get_rank() != 0 or on_disk.problems(self.directory, iteration):
             return
         for left in self.directory.glob(f"iter_*{manifest.UNFINISHED}"):
             shutil.rmtree(left, ignore_errors=True)
-        own = [
-            i
-            for i in on_disk.iterations(self.directory)
-            if (on_disk.folder(self.directory, i) / manifest.NAME).exists()
-        ]
-        older = [i for i in own if i < iteration]
-        for old in older[: -self.keep_last + 1 or None] if self.keep_last else ():
-            path = on_disk.folder(self.directory, old)
-            # Renamed first, so that a kill during the removal leaves no folder with a checkpoint's name.
-            doomed = path.with_name(path.name + ".removed")
-            path.rename(doomed)
-            shutil.rmtree(doomed, ignore_errors=True)
+        for old in on_disk.removable(self.directory, self.keep_last, self.keep_every):
+            on_disk.remove(self.directory, old)
 
 
 def damage(directory: Path, problems: list[str]) -> str:

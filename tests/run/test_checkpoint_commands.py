@@ -1,0 +1,88 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`zaya checkpoint`: what it says about complete, damaged and unfinished checkpoints, and what it removes."""
+
+import subprocess
+import sys
+
+import pytest
+
+from zaya_plugin import cli
+from zaya_plugin.checkpoint import manifest
+
+STEPS = (100, 200, 300, 400)
+
+
+@pytest.fixture
+def run_dir(tmp_path):
+    for step in STEPS:
+        folder = tmp_path / "checkpoints" / f"iter_{step:07d}"
+        folder.mkdir(parents=True)
+        (folder / "__0_0.distcp").write_bytes(bytes([step % 251]) * 2000)
+        files = {"__0_0.distcp": manifest.describe(folder / "__0_0.distcp")}
+        manifest.write(folder, step, files, run_id="ab12", ranks=1)
+    return tmp_path
+
+
+def shard(run_dir, step):
+    return run_dir / "checkpoints" / f"iter_{step:07d}" / "__0_0.distcp"
+
+
+def test_list_and_show(run_dir, capsys):
+    (run_dir / "checkpoints" / "iter_0000500.unfinished").mkdir()
+    shard(run_dir, 200).write_bytes(b"short")
+    assert cli.main(["checkpoint", "list", str(run_dir)]) == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines] == ["100", "200", "300", "400", "iter_0000500.unfinished:"]
+    assert lines[0].endswith("complete") and "has 5 bytes, its manifest states 2000" in lines[1]
+    assert cli.main(["checkpoint", "show", str(run_dir / "checkpoints"), "--step", "300"]) == 0
+    shown = capsys.readouterr().out
+    assert "run_id     ab12" in shown and manifest.describe(shard(run_dir, 300))["xxh3_128"] in shown
+
+
+def test_verify_finds_a_flipped_byte(run_dir, capsys):
+    content = bytearray(shard(run_dir, 300).read_bytes())
+    content[1234] ^= 1
+    shard(run_dir, 300).write_bytes(content)
+    assert cli.main(["checkpoint", "list", str(run_dir)]) == 0, "sizes are as before"
+    assert cli.main(["checkpoint", "verify", str(run_dir)]) == 0, "the newest is intact"
+    assert cli.main(["checkpoint", "verify", str(run_dir), "--all"]) == 1
+    out = capsys.readouterr().out
+    assert "iter_0000300: damaged" in out and "has the checksum" in out and "iter_0000200: intact" in out
+
+
+def test_prune_keeps_the_newest_the_permanent_and_what_is_not_complete(run_dir, capsys):
+    shard(run_dir, 300).unlink()
+    words = ["checkpoint", "prune", str(run_dir), "--keep-last", "1", "--keep-every", "200"]
+    assert cli.main([*words, "--dry-run"]) == 0
+    assert capsys.readouterr().out.split() == ["would", "remove", str(shard(run_dir, 100).parent)]
+    assert cli.main(words) == 0
+    assert sorted(path.name for path in (run_dir / "checkpoints").iterdir()) == [
+        "iter_0000200",
+        "iter_0000300",
+        "iter_0000400",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("words", "named"),
+    [
+        (["list", "nowhere"], "RUN=nowhere: has no checkpoints"),
+        (["verify", "{run}", "--step", "7"], "--step=7: no such checkpoint. Allowed: 100, 200, 300, 400"),
+        (["prune", "{run}", "--keep-last", "0"], "--keep-last=0: would remove every checkpoint. Allowed: 1 or more"),
+    ],
+)
+def test_mistakes(run_dir, capsys, words, named):
+    assert cli.main(["checkpoint", *(word.format(run=run_dir) for word in words)]) == 2
+    assert named in capsys.readouterr().err
+
+
+def test_no_torch_is_imported(run_dir):
+    """It runs on a login node."""
+    program = (
+        "import sys; from zaya_plugin import cli; code = cli.main(sys.argv[1:]); "
+        "assert not {'torch', 'megatron'} & set(sys.modules), 'imported'; sys.exit(code)"
+    )
+    for words in (["list"], ["verify", "--all"], ["prune", "--keep-last", "2"]):
+        command = [sys.executable, "-c", program, "checkpoint", words[0], str(run_dir), *words[1:]]
+        done = subprocess.run(command, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr

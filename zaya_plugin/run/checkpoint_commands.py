@@ -1,0 +1,143 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`zaya checkpoint list|show|verify|prune|adopt`: the checkpoints of a run, looked at from outside. Starts no ranks; needs
+no device.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from pathlib import Path
+
+from zaya_plugin.checkpoint import manifest, on_disk
+from zaya_plugin.config.run_directory import CHECKPOINTS, iterations
+from zaya_plugin.errors import mistake
+
+WHAT = """\
+Looks at the checkpoints of a run. RUN is a run directory, or a directory of iter_* folders.
+
+A checkpoint of this version has a manifest with the size and the checksum of every file. list and show compare names
+and sizes; verify reads all files. Checkpoints of earlier versions and of other programs have none: they are compared
+with their own index, and adopt writes a manifest for them."""
+EXAMPLES = """\
+examples:
+  zaya checkpoint list runs/zaya1                         each checkpoint, and whether it is complete
+  zaya checkpoint show runs/zaya1                         the newest one's files, and the run that wrote it
+  zaya checkpoint verify runs/zaya1 --step 12000          compare the checksums of one, --all: of all
+  zaya checkpoint prune runs/zaya1 --keep-last 3 --keep-every 10000 --dry-run
+  zaya checkpoint adopt runs/old --step 500               trust a checkpoint as it is, and write its manifest
+
+Exit codes: 0, 1 a checkpoint is damaged, 2 a mistake on the command line."""
+
+
+def parser() -> argparse.ArgumentParser:
+    made = argparse.ArgumentParser(
+        "zaya checkpoint", description=WHAT, epilog=EXAMPLES, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    made.add_argument("command", choices=COMMANDS)
+    made.add_argument("run", type=Path, metavar="RUN")
+    made.add_argument("--step", type=int, help="show, verify, adopt: this checkpoint; default: the newest")
+    made.add_argument("--all", action="store_true", help="verify: all checkpoints")
+    made.add_argument("--keep-last", type=int, default=3, help="prune: keep so many of the newest (default: 3)")
+    made.add_argument("--keep-every", type=int, help="prune: also keep those at multiples of so many steps")
+    made.add_argument("--dry-run", action="store_true", help="prune: only say what would be removed")
+    return made
+
+
+def main(words: list[str]) -> int:
+    options = parser().parse_args(words)
+    directory = options.run / CHECKPOINTS if (options.run / CHECKPOINTS).is_dir() else options.run
+    steps = iterations(directory)
+    if not steps:
+        raise mistake("RUN", options.run, problem="has no checkpoints", allowed="a run directory with checkpoints")
+    if options.step is not None and options.step not in steps:
+        raise mistake("--step", options.step, problem="no such checkpoint", allowed=", ".join(map(str, steps)))
+    if options.keep_last < 1:
+        raise mistake("--keep-last", options.keep_last, problem="would remove every checkpoint", allowed="1 or more")
+    chosen = steps if options.all else [steps[-1] if options.step is None else options.step]
+    return COMMANDS[options.command](directory, chosen, options)
+
+
+def list_(directory: Path, _: list[int], options: argparse.Namespace) -> int:
+    broken = False
+    for step in iterations(directory):
+        folder = on_disk.folder(directory, step)
+        found = on_disk.problems(directory, step)
+        state = "damaged: " + "; ".join(found) if found else "complete" + ", no manifest" * (not _has_manifest(folder))
+        when = time.strftime("%Y-%m-%d %H:%M", time.localtime(folder.stat().st_mtime))
+        print(f"{step:>9}  {_size(sum(path.stat().st_size for path in folder.iterdir())):>9}  {when}  {state}")
+        broken |= bool(found)
+    for left in sorted(directory.glob(f"iter_*{manifest.UNFINISHED}")):
+        print(f"{left.name}: a save that has not finished")
+    return int(broken)
+
+
+def show(directory: Path, steps: list[int], options: argparse.Namespace) -> int:
+    folder = on_disk.folder(directory, steps[0])
+    print(folder)
+    if _has_manifest(folder):
+        content = manifest.read(folder)
+        for name, value in content.items():
+            if name not in ("files", "xxh3_128"):
+                print(f"  {name:10} {value}")
+        files = content["files"]
+    else:
+        files = {path.name: {"bytes": path.stat().st_size} for path in sorted(folder.iterdir())}
+    for name, file in files.items():
+        print(f"  {_size(file['bytes']):>9}  {file.get('xxh3_128', 'no checksum'):32}  {name}")
+    found = on_disk.problems(directory, steps[0])
+    print("complete" if not found else "damaged: " + "; ".join(found))
+    return int(bool(found))
+
+
+def verify(directory: Path, steps: list[int], options: argparse.Namespace) -> int:
+    from tqdm import tqdm
+
+    broken = False
+    for step in steps:
+        folder = on_disk.folder(directory, step)
+        found = on_disk.problems(directory, step)
+        if not found and _has_manifest(folder):
+            total = sum(file["bytes"] for file in manifest.read(folder)["files"].values())
+            with tqdm(total=total, unit="B", unit_scale=True, desc=folder.name, leave=False, file=sys.stderr) as bar:
+                found = manifest.damaged(folder, progress=bar.update)
+        intact = (
+            "intact" if _has_manifest(folder) else "complete by its own index; without a manifest no content is checked"
+        )
+        print(f"{folder.name}: {intact}" if not found else f"{folder.name}: damaged\n  " + "\n  ".join(found))
+        broken |= bool(found)
+    return int(broken)
+
+
+def prune(directory: Path, _: list[int], options: argparse.Namespace) -> int:
+    for step in on_disk.removable(directory, options.keep_last, options.keep_every):
+        print(f"{'would remove' if options.dry_run else 'removes'} {on_disk.folder(directory, step)}", flush=True)
+        if not options.dry_run:
+            on_disk.remove(directory, step)
+    return 0
+
+
+def adopt(directory: Path, steps: list[int], options: argparse.Namespace) -> int:
+    folder = on_disk.folder(directory, steps[0])
+    if _has_manifest(folder):
+        print(f"{folder} has a manifest")
+        return 0
+    if found := on_disk.problems(directory, steps[0]):
+        print(f"{folder}: damaged\n  " + "\n  ".join(found))
+        return 1
+    files = {path.name: manifest.describe(path) for path in folder.iterdir() if path.is_file()}
+    manifest.write(folder, steps[0], files, adopted=True)
+    print(f"{folder}: manifest written, {len(files)} files")
+    return 0
+
+
+COMMANDS = {"list": list_, "show": show, "verify": verify, "prune": prune, "adopt": adopt}
+
+
+def _has_manifest(folder: Path) -> bool:
+    return (folder / manifest.NAME).exists()
+
+
+def _size(count: int) -> str:
+    return f"{count / 1e9:.2f} GB" if count >= 1e9 else f"{count / 1e6:.2f} MB"
