@@ -28,6 +28,10 @@ COMMANDS = {
         "measure a recipe's speed by part of the step, or predict it elsewhere",
     ),
     "data": ("zaya_plugin.cli:data", "make, pack, inspect and warm corpora"),
+    "verify": (
+        "zaya_plugin.verify.command:main",
+        "examine a new machine: environment, kernels, rates, a short training",
+    ),
     "doctor": ("zaya_plugin.doctor:main", "report installed packages, devices, known problems and host changes"),
 }
 # Command of `zaya data` -> what it does; each is a module zaya_plugin.corpus.<name> with a main().
