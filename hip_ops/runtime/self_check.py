@@ -2,14 +2,18 @@
 """Compares an implementation of an operator with its torch reference on a small input.
 
 The input is made from a fixed seed, so that every process finds the same result. The global random state is restored
-afterwards.
+afterwards. On an accelerator the comparison is repeated under the conditions of conditions.py; each is named in the
+message about a difference.
 """
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+
+from hip_ops.runtime.conditions import Condition, conditions_on, copied, tensors_of
+from hip_ops.runtime.row_views import INTEGERS
 
 # Largest error, relative to the reference's largest value: two roundings of bf16 (8 bits); fp32 sums in another order.
 TOLERANCES = {torch.float64: 1e-10, torch.float32: 1e-5, torch.bfloat16: 2**-7, torch.float16: 2**-10}
@@ -25,12 +29,18 @@ def difference(
     *,
     compare: Callable[[list, list, float | None], str | None] | None = None,
     tolerance: float | None = None,
+    repeats: bool = True,
+    written: Callable[[list], Any] | None = None,
+    conditions: Sequence[Condition] | None = None,
 ) -> str | None:
     """Returns None if `candidate` agrees with `reference`, otherwise both numbers at the worst place.
 
-    Each gets its own copy of `example(device)`. The results are compared, and the tensors among the arguments as they
-    are after the call, which covers operators that work in place. `compare(got, want, tolerance)`, each [result,
+    Each call gets its own copy of `example(device)`. The results are compared, and the tensors among the arguments as
+    they are after the call, which covers operators that work in place. `compare(got, want, tolerance)`, each [result,
     arguments], replaces this comparison if it is given.
+
+    conditions: under which the candidate is called, by default those of the device. repeats: whether all calls under a
+    condition must give the same bits, in what `written([result, arguments])` returns, by default in everything.
     """
     global comparing
     devices = (
@@ -39,37 +49,53 @@ def difference(
     with torch.random.fork_rng(devices=devices), torch.no_grad(), torch.autocast(device.type, enabled=False):
         torch.manual_seed(SEED)
         arguments = example(device)
-        mine, theirs = _copy(arguments), _copy(arguments)
+        theirs = copied(arguments)
         comparing = True
         try:
-            got = [candidate(*mine), list(mine)]
             want = [reference(*theirs), list(theirs)]
+            for condition in conditions_on(device) if conditions is None else conditions:
+                found = _under(condition, candidate, arguments, want, compare or _compare, tolerance, repeats, written)
+                if found is not None:
+                    return found
         finally:
             comparing = False
-    return (compare or _compare)(got, want, tolerance)
+    return None
 
 
-def _copy(value: Any) -> Any:
-    """Copies tensors, also inside lists and tuples, with their strides, because an operator may depend on them."""
-    if isinstance(value, torch.Tensor):
-        return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device).copy_(value)
-    if isinstance(value, (list, tuple)):
-        return type(value)(_copy(item) for item in value)
-    return value
+def _under(
+    condition: Condition, candidate: Callable, arguments: tuple, want: list, compare, tolerance, repeats, written
+) -> str | None:
+    """Calls the candidate under one condition and returns the first difference, or None."""
+    try:
+        calls = condition.run(candidate, [copied(arguments) for _ in range(condition.calls)])
+    except Exception as error:
+        if not condition.name:
+            raise
+        return f"{condition.name}: {type(error).__name__}: {error}"
+    for number, got in enumerate(calls, 1):
+        found = compare(got, want, tolerance)
+        if found is None and repeats and number > 1:
+            found = _other_bits(*((got, calls[0]) if written is None else (written(got), written(calls[0]))))
+        if found is not None:
+            return f"{condition.name}, call {number}: {found}" if condition.name else found
+    return None
 
 
-def _tensors(value: Any, name: str) -> Iterator[tuple[str, torch.Tensor]]:
-    if isinstance(value, torch.Tensor):
-        yield name, value
-    elif isinstance(value, (list, tuple)):
-        for place, item in enumerate(value):
-            yield from _tensors(item, f"{name}[{place}]")
+def _other_bits(got: Any, first: Any) -> str | None:
+    """Returns both numbers at the first place where a call gives other bits than the first call, or None."""
+    for (name, mine), (_, theirs) in zip(tensors_of(got, "output"), tensors_of(first, "output"), strict=True):
+        bits = [each.flatten().view(INTEGERS[each.element_size()]) for each in (mine, theirs)]
+        if not torch.equal(*bits):
+            place = int((bits[0] != bits[1]).nonzero()[0])
+            numbers = (f"{each.flatten()[place].item():.9g}" for each in (mine, theirs))
+            return f"{name}, element {place}: it gives {', the first call '.join(numbers)} (allowed: equal bits)"
+    return None
 
 
 def _compare(got: list, want: list, tolerance: float | None) -> str | None:
     pairs = [
-        (*_tensors(got[0], "result"), *_tensors(got[1], "argument")),
-        (*_tensors(want[0], "result"), *_tensors(want[1], "argument")),
+        (*tensors_of(got[0], "result"), *tensors_of(got[1], "argument")),
+        (*tensors_of(want[0], "result"), *tensors_of(want[1], "argument")),
     ]
     if [name for name, _ in pairs[0]] != [name for name, _ in pairs[1]]:
         return f"it gives {len(pairs[0])} tensors, torch {len(pairs[1])}"

@@ -33,7 +33,7 @@ from zaya_plugin.parallel import registered_buffers
 from zaya_plugin.patches import hooks
 from zaya_plugin.patches.hooks import TRAINING
 from zaya_plugin.training.balancer import Balancer
-from zaya_plugin.training.kernels import kernel_lines
+from zaya_plugin.training.kernels import kernel_lines, warm_up_kernels
 from zaya_plugin.training.lifecycle import Lifecycle
 from zaya_plugin.training.metrics import Reporter, Step, memory_gib
 from zaya_plugin.training.optimizer import optimizer_factory
@@ -140,6 +140,7 @@ class _Trainer:
                 resumed_at=self.lifecycle.resumed_at,
                 lineage=self.lifecycle.lineage,
             )
+            warm_up_kernels(self.recipe)
             if kernels := kernel_lines(self.recipe):
                 self.reporter.note(kernels)
         config = model_config(args)
