@@ -1,20 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The conditions under which the self-check calls a version: streams, a captured graph, a device that is full.
+"""Compares the versions of an operator with its reference on streams, in a captured graph and on a full device.
 
 A kernel that is right on an idle device and the default stream may be wrong elsewhere: the launcher ignores the stream,
 the host reads a number that a replay does not update, or a block reads LDS that another block has left behind.
+`python -m hip_ops info --check` makes these comparisons; a run makes the plain ones of self_check.py.
 """
 
 from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from hip_ops.runtime.on_device import multiprocessors
+from hip_ops.runtime.on_device import multiprocessors, on
+from hip_ops.runtime.self_check import PLAIN_CALL, Condition, copied, in_turn, tensors_of
+
+if TYPE_CHECKING:
+    from hip_ops.runtime.operator import Operator
 
 CALLS = 2  # under a condition; they must give the same bits
 CALLS_AT_ONCE = 4  # on a full device
@@ -22,32 +27,53 @@ LARGEST_TILE = 256  # of a BLAS library's products
 SLEEP = 5_000_000  # cycles, 2 to 3 ms: longer than the host takes to launch a condition's calls
 
 
-class Condition(NamedTuple):
-    """name: in messages, empty on a CPU. calls: how often `run` calls the candidate.
+class Result(NamedTuple):
+    """difference: None if all examples agree, otherwise the first difference or error."""
 
-    run(candidate, arguments of each call) -> [result, arguments] of each call, when the device has finished.
+    operator: str
+    version: str
+    condition: str
+    difference: str | None
+
+
+def check(
+    operator: Operator,
+    device: torch.device,
+    versions: Sequence[str] | None = None,
+    conditions: Sequence[Condition] | None = None,
+) -> list[Result]:
+    """Compares versions of `operator` with its reference on `device`, which has an index, under each condition.
+
+    versions: by default those that run under the current selection; none where that is the reference alone. conditions:
+    by default those of the device. Raises ValueError where a version requested by name is not available.
     """
+    if versions is None:
+        versions = [each for each in operator.running(device) if each != "reference"]
+    conditions = conditions_on(device) if conditions is None else conditions
+    results = []
+    for version in versions:
 
-    name: str
-    calls: int
-    run: Callable[[Callable, list[tuple]], list[list]]
+        def candidate(*arguments, version=version):
+            return operator._function_of(version)(*arguments)  # a failed import or build is a result too
+
+        with on(device):
+            found = operator.differences(candidate, device, conditions, version)
+        results += [
+            Result(operator.name, version, each.name, text) for each, text in zip(conditions, found, strict=True)
+        ]
+    return results
 
 
 def conditions_on(device: torch.device) -> tuple[Condition, ...]:
-    """Returns the conditions of `device`, which is the current one; on a CPU a single call."""
+    """Returns the conditions of `device`, which must be the current one while they run; on a CPU a plain call."""
     if device.type != "cuda":
-        return (Condition("", 1, in_turn),)
+        return (PLAIN_CALL._replace(name="plain call"),)
     return (
         Condition("default stream", CALLS, lambda *work: _on_a_late_stream(torch.cuda.default_stream(device), *work)),
         Condition("side stream", CALLS, lambda *work: _on_a_late_stream(torch.cuda.Stream(device), *work)),
         Condition("captured graph", CALLS, lambda *work: in_a_graph(*work, capture=_capture)),
         Condition("full device", CALLS_AT_ONCE, lambda *work: _on_a_full_device(device, *work)),
     )
-
-
-def in_turn(candidate: Callable, arguments: list[tuple]) -> list[list]:
-    """Calls the candidate on the current stream, once for each of `arguments`."""
-    return [[candidate(*each), list(each)] for each in arguments]
 
 
 def _on_a_late_stream(stream: torch.cuda.Stream, candidate: Callable, arguments: list[tuple]) -> list[list]:
@@ -66,10 +92,11 @@ def _on_a_late_stream(stream: torch.cuda.Stream, candidate: Callable, arguments:
 
 
 def in_a_graph(candidate: Callable, arguments: list[tuple], capture: Callable) -> list[list]:
-    """Captures one call and replays it for each of `arguments`.
+    """Captures the second call and replays it for each of `arguments`. The first call compiles and loads.
 
     capture(call) -> (result of the captured call, function that replays it and waits for the device).
     """
+    candidate(*copied(arguments[0]))
     held = copied(arguments[0])
     result, replay = capture(lambda: candidate(*held))
     calls = []
@@ -81,18 +108,34 @@ def in_a_graph(candidate: Callable, arguments: list[tuple], capture: Callable) -
 
 
 def _capture(call: Callable[[], Any]) -> tuple[Any, Callable[[], None]]:
-    """Captures without the garbage collection of torch.cuda.graph, which would take most of a self-check's time."""
+    """Captures without the garbage collection of torch.cuda.graph, which would take most of a comparison's time.
+
+    A capture that fails leaves torch's random generator and allocator in the middle of a capture: later random numbers
+    raise, and freed memory is not reused. So the generator has another state during the capture, and the allocator's
+    capture is ended here.
+    """
     torch.cuda.synchronize()
+    device, pool = torch.cuda.current_device(), torch.cuda.graph_pool_handle()
     graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        graph.capture_begin(capture_error_mode="thread_local")
-        try:
-            result = call()
-        except Exception:
-            with contextlib.suppress(RuntimeError):  # a second message about the same failure
-                graph.capture_end()
-            raise
-        graph.capture_end()
+    generator = torch.cuda.default_generators[device]
+    seed_and_offset = generator.graphsafe_get_state()
+    generator.graphsafe_set_state(torch.Generator(torch.device("cuda", device)))
+    try:
+        with torch.cuda.stream(stream):
+            graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+            try:
+                result = call()
+            except Exception:
+                with contextlib.suppress(RuntimeError):  # a second message about the same failure
+                    graph.capture_end()
+                raise
+            graph.capture_end()
+    except Exception:
+        with contextlib.suppress(RuntimeError):  # capture_end has ended it
+            torch._C._cuda_endAllocateToPool(device, pool)
+        raise
+    finally:
+        generator.graphsafe_set_state(seed_and_offset)
 
     def replay() -> None:
         graph.replay()
@@ -128,21 +171,3 @@ def assign(held: Any, given: Any = None) -> None:
     theirs = [0] * len(mine) if given is None else [tensor for _, tensor in tensors_of(given, "")]
     for to, value in zip(mine, theirs, strict=True):
         to.fill_(0) if given is None else to.copy_(value)
-
-
-def copied(value: Any) -> Any:
-    """Copies tensors, also inside lists and tuples, with their strides, because an operator may depend on them."""
-    if isinstance(value, torch.Tensor):
-        return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device).copy_(value)
-    if isinstance(value, (list, tuple)):
-        return type(value)(copied(item) for item in value)
-    return value
-
-
-def tensors_of(value: Any, name: str) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yields the tensors in `value`, also inside lists and tuples, with their names for messages."""
-    if isinstance(value, torch.Tensor):
-        yield name, value
-    elif isinstance(value, (list, tuple)):
-        for place, item in enumerate(value):
-            yield from tensors_of(item, f"{name}[{place}]")

@@ -38,8 +38,9 @@ from hip_ops.runtime import availability
 from hip_ops.runtime.compiled import compile_function
 from hip_ops.runtime.declaration import Declaration, Rule
 from hip_ops.runtime.errors import mistake
+from hip_ops.runtime.library import identity
 from hip_ops.runtime.selection import Request, selection
-from hip_ops.runtime.self_check import difference
+from hip_ops.runtime.self_check import PLAIN_CALL, Condition, differences
 from hip_ops.versions import ANY_ORDER, NOT_RUN, VERSIONS
 
 logger = logging.getLogger("hip_ops")
@@ -49,6 +50,7 @@ _warnings: set[tuple[torch.device, str, str]] = set()  # one warning for a faile
 _TENSORS = frozenset((Tensor, torch.nn.Parameter))
 _OTHERS = frozenset((int, float, bool, str, NoneType, torch.dtype))
 _LISTS = frozenset((list, tuple))
+LIBRARY, TRITON = "library of the HIP kernels", "Triton"  # what versions come from, beside the operators in `running`
 
 
 def unobserved() -> bool:
@@ -73,7 +75,7 @@ class Operator:
         example: device -> arguments of a small call that passes through all of the kernel (tails, several tiles). It
             may use torch's global random generator, which is seeded before and restored after. A tuple of functions
             gives several calls.
-        compare, tolerance, written: as in `self_check.difference`.
+        compare, tolerance, written: as in `self_check.differences`.
         more_examples, tolerances: version -> further examples, and a tolerance of its own.
         fits: version -> function that returns whether the version takes these arguments; a version without one takes
             all. Calls whose first tensor is fp64 run the reference.
@@ -260,11 +262,11 @@ class Operator:
         return self.choices[key] if key in self.choices else self._choose(*key, check=False)[1]
 
     def running(self, device: torch.device) -> tuple[str, ...]:
-        """Returns the names of the versions that run on `device`, best first, after a check of all of them.
+        """Returns the names of the versions that run on `device`, best first, as `implementations` has checked them.
 
         A later one runs where the earlier ones do not take a call. Raises ValueError as `choice`.
         """
-        self.choice(device)
+        self.implementations(device)
         names = self._names[device, selection().of(self.folder)]
         return tuple(dict.fromkeys("reference" if self._failure(each, device, check=False) else each for each in names))
 
@@ -327,13 +329,24 @@ class Operator:
 
     def difference(self, candidate: Callable, device: torch.device, version: str | None = None) -> str | None:
         """Returns None if `candidate` agrees with the reference on all examples of `version`, otherwise both numbers at
-        the worst place.
+        the worst place. Raises the candidate's errors.
         """
+        return self.differences(candidate, device, (PLAIN_CALL,), version)[0]
+
+    def differences(
+        self, candidate: Callable, device: torch.device, conditions: Sequence[Condition], version: str | None = None
+    ) -> list[str | None]:
+        """Returns for each condition what `difference` returns for the plain call."""
         options = {"compare": self.compare, "tolerance": self.tolerances.get(version, self.tolerance)}
         options |= {"written": self.written, "repeats": version not in ANY_ORDER}
-        examples = (*self.examples, *self.more_examples.get(version, ()))
-        found = (difference(candidate, self.reference, each, device, **options) for each in examples)
-        return next(filter(None, found), None)
+        found: list[str | None] = [None] * len(conditions)
+        for example in (*self.examples, *self.more_examples.get(version, ())):
+            left = [place for place, text in enumerate(found) if text is None]
+            given = [conditions[place] for place in left]
+            texts = differences(candidate, self.reference, example, device, given, **options) if left else []
+            for place, text in zip(left, texts, strict=True):
+                found[place] = text
+        return found
 
     def _check(self, version: str, device: torch.device) -> str:
         try:
@@ -388,9 +401,19 @@ def warm_up(device: torch.device | str, operators: Iterable[Operator] | None = N
 
 
 def running(device: torch.device | str) -> dict[str, tuple[str, ...]]:
-    """Checks all operators as `warm_up` and returns by operator the names of the versions that run, best first."""
+    """Checks all operators and returns by operator the names of the versions that run, best first; and, where such a
+    version uses them, the library of the HIP kernels and the release of Triton.
+
+    A compiled version behind another one is not compiled: `warm_up` and the first call that needs it do that.
+    """
     device = _indexed(device)
-    return {each.name: each.running(device) for each in all_operators()}
+    chosen = {each.name: each.running(device) for each in all_operators()}
+    used = {version for versions in chosen.values() for version in versions}
+    if "hip" in used and (loaded := identity(device)):
+        chosen[LIBRARY] = (loaded,)
+    if not used.isdisjoint(("triton", "compiled")):
+        chosen[TRITON] = (importlib.import_module("triton").__version__,)
+    return chosen
 
 
 def report(device: torch.device | str, check: bool = True) -> list[str]:

@@ -2,45 +2,74 @@
 """Compares an implementation of an operator with its torch reference on a small input.
 
 The input is made from a fixed seed, so that every process finds the same result. The global random state is restored
-afterwards. On an accelerator the comparison is repeated under the conditions of conditions.py; each is named in the
-message about a difference.
+afterwards. A run makes one call for each example; conditions.py calls a version on streams, in a graph and on a full
+device.
 """
 
 import math
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import torch
 
-from hip_ops.runtime.conditions import Condition, conditions_on, copied, tensors_of
 from hip_ops.runtime.row_views import INTEGERS
 
 # Largest error, relative to the reference's largest value: two roundings of bf16 (8 bits); fp32 sums in another order.
 TOLERANCES = {torch.float64: 1e-10, torch.float32: 1e-5, torch.bfloat16: 2**-7, torch.float16: 2**-10}
 SEED = 20240817
-comparing = False  # True while `difference` runs; then references do not warn that they are slow
+comparing = False  # True while `differences` runs; then references do not warn that they are slow
+
+
+class Condition(NamedTuple):
+    """name: in messages, empty for a plain call. calls: how often `run` calls the candidate.
+
+    run(candidate, arguments of each call) -> [result, arguments] of each call, when the device has finished.
+    """
+
+    name: str
+    calls: int
+    run: Callable[[Callable, list[tuple]], list[list]]
+
+
+def in_turn(candidate: Callable, arguments: list[tuple]) -> list[list]:
+    """Calls the candidate on the current stream, once for each of `arguments`."""
+    return [[candidate(*each), list(each)] for each in arguments]
+
+
+PLAIN_CALL = Condition("", 1, in_turn)
 
 
 def difference(
+    candidate: Callable, reference: Callable, example: Callable[[torch.device], tuple], device: torch.device, **options
+) -> str | None:
+    """Returns None if one call of `candidate` agrees with `reference`, otherwise both numbers at the worst place.
+
+    options: of `differences`. Raises the candidate's errors.
+    """
+    return differences(candidate, reference, example, device, (PLAIN_CALL,), **options)[0]
+
+
+def differences(
     candidate: Callable,
     reference: Callable,
     example: Callable[[torch.device], tuple],
     device: torch.device,
+    conditions: Sequence[Condition],
     *,
     compare: Callable[[list, list, float | None], str | None] | None = None,
     tolerance: float | None = None,
     repeats: bool = True,
     written: Callable[[list], Any] | None = None,
-    conditions: Sequence[Condition] | None = None,
-) -> str | None:
-    """Returns None if `candidate` agrees with `reference`, otherwise both numbers at the worst place.
+) -> list[str | None]:
+    """Returns for each condition None if `candidate` agrees with `reference`, otherwise both numbers at the worst
+    place, or the candidate's error.
 
     Each call gets its own copy of `example(device)`. The results are compared, and the tensors among the arguments as
     they are after the call, which covers operators that work in place. `compare(got, want, tolerance)`, each [result,
     arguments], replaces this comparison if it is given.
 
-    conditions: under which the candidate is called, by default those of the device. repeats: whether all calls under a
-    condition must give the same bits, in what `written([result, arguments])` returns, by default in everything.
+    repeats: whether all calls under a condition must give the same bits, in what `written([result, arguments])`
+    returns, by default in everything.
     """
     global comparing
     devices = (
@@ -53,13 +82,12 @@ def difference(
         comparing = True
         try:
             want = [reference(*theirs), list(theirs)]
-            for condition in conditions_on(device) if conditions is None else conditions:
-                found = _under(condition, candidate, arguments, want, compare or _compare, tolerance, repeats, written)
-                if found is not None:
-                    return found
+            return [
+                _under(condition, candidate, arguments, want, compare or _compare, tolerance, repeats, written)
+                for condition in conditions
+            ]
         finally:
             comparing = False
-    return None
 
 
 def _under(
@@ -71,13 +99,13 @@ def _under(
     except Exception as error:
         if not condition.name:
             raise
-        return f"{condition.name}: {type(error).__name__}: {error}"
+        return f"{type(error).__name__}: {error}"
     for number, got in enumerate(calls, 1):
         found = compare(got, want, tolerance)
         if found is None and repeats and number > 1:
             found = _other_bits(*((got, calls[0]) if written is None else (written(got), written(calls[0]))))
         if found is not None:
-            return f"{condition.name}, call {number}: {found}" if condition.name else found
+            return f"call {number}: {found}" if condition.name else found
     return None
 
 
@@ -90,6 +118,24 @@ def _other_bits(got: Any, first: Any) -> str | None:
             numbers = (f"{each.flatten()[place].item():.9g}" for each in (mine, theirs))
             return f"{name}, element {place}: it gives {', the first call '.join(numbers)} (allowed: equal bits)"
     return None
+
+
+def copied(value: Any) -> Any:
+    """Copies tensors, also inside lists and tuples, with their strides, because an operator may depend on them."""
+    if isinstance(value, torch.Tensor):
+        return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device).copy_(value)
+    if isinstance(value, (list, tuple)):
+        return type(value)(copied(item) for item in value)
+    return value
+
+
+def tensors_of(value: Any, name: str) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yields the tensors in `value`, also inside lists and tuples, with their names for messages."""
+    if isinstance(value, torch.Tensor):
+        yield name, value
+    elif isinstance(value, (list, tuple)):
+        for place, item in enumerate(value):
+            yield from tensors_of(item, f"{name}[{place}]")
 
 
 def _compare(got: list, want: list, tolerance: float | None) -> str | None:
@@ -109,7 +155,7 @@ def worst_element(name: str, mine: torch.Tensor, theirs: torch.Tensor, allowed: 
 
     For results whose elements differ in size by orders of magnitude.
     """
-    limits = floor + allowed * theirs.double().cpu().flatten().abs().nan_to_num(0.0, posinf=0.0)
+    limits = floor + allowed * theirs.double().flatten().abs().nan_to_num(0.0, posinf=0.0)
     return _difference(name, mine, theirs, limits, f"{allowed:.2g} of it")
 
 
@@ -135,7 +181,7 @@ def _difference(
         return f"{name} is {mine.dtype} {tuple(mine.shape)}, torch gives {theirs.dtype} {tuple(theirs.shape)}"
     if theirs.numel() == 0 or torch.equal(mine, theirs):
         return None
-    mine, theirs = mine.double().cpu().flatten(), theirs.double().cpu().flatten()
+    mine, theirs = mine.double().flatten(), theirs.double().flatten()  # on their device: large on a GPU
     # NaN on one side counts as an infinite error; NaN on both sides as equal.
     error = (mine - theirs).abs().nan_to_num(math.inf)
     error[(mine == theirs) | (mine.isnan() & theirs.isnan())] = 0.0

@@ -146,8 +146,8 @@ def test_ranks_with_other_kernels_are_stopped_before_the_first_step(host, monkey
     from zaya_plugin.training import kernels
 
     def with_another(mine):
-        chosen, failed = mine
-        return [mine, (chosen | {"newton_schulz": ("triton",)}, failed)]
+        chosen, *others = mine
+        return [mine, (chosen | {"newton_schulz": ("triton",)}, *others)]
 
     monkeypatch.setattr(kernels, "_of_all_ranks", with_another)
     _, spec = host()

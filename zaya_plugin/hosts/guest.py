@@ -158,9 +158,11 @@ class Guest:
         the run where ranks chose different versions.
         """
         try:
-            warm_up_kernels(self.recipe)
+            checked = warm_up_kernels(self.recipe)
         except ValueError as error:
             raise SystemExit(f"zaya: {error}") from None
+        if self.args.rank == 0:
+            print(f"zaya: {checked}", flush=True)
         for chunk in model_chunks:
             model = _unwrapped(chunk)
             ZayaGPTModel.take_over(model, self.config)

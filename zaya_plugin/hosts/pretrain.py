@@ -140,9 +140,9 @@ class _Trainer:
                 resumed_at=self.lifecycle.resumed_at,
                 lineage=self.lifecycle.lineage,
             )
-            warm_up_kernels(self.recipe)
+            checked = warm_up_kernels(self.recipe)
             if kernels := kernel_lines(self.recipe):
-                self.reporter.note(kernels)
+                self.reporter.note([*kernels, checked])
         config = model_config(args)
         config.finalize_model_grads_func = self.finalize_and_balance
         stage = dict(pre_process=pre_process, post_process=post_process, vp_stage=vp_stage, pg_collection=pg_collection)

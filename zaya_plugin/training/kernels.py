@@ -21,6 +21,8 @@ from zaya_plugin.errors import mistake
 logger = logging.getLogger(__name__)
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}  # of cluster.dtype
 ATTENTION = "core_attention"
+# What versions come from, and the value of cluster.kernels that does not use it.
+SAME = {operator.LIBRARY: "triton", operator.TRITON: "reference"}
 Choices = dict[str, tuple[str, ...]]  # by operator, and of core attention: the versions that run, best first
 
 
@@ -31,9 +33,9 @@ def select_kernels(recipe: Recipe) -> None:
     hip_ops.set_kernels(recipe.cluster.kernels, recipe.cluster.kernel_overrides, group="cluster.")
 
 
-def warm_up_kernels(recipe: Recipe) -> None:
+def warm_up_kernels(recipe: Recipe) -> str:
     """Build and check what this rank's kernels need, before the first step, and compare the choice with the other
-    ranks'. It needs the process group; every rank must call it.
+    ranks'. It needs the process group; every rank must call it. Return a line with the seconds that it took.
 
     Raises:
         ValueError: ranks chose different versions, or a version that was requested by name is not available on one of
@@ -45,12 +47,14 @@ def warm_up_kernels(recipe: Recipe) -> None:
     except ValueError as error:  # raised below, on all ranks: the others would wait for this one in the exchange
         failed = str(error)
     seconds = time.monotonic() - started
-    everyone = _of_all_ranks((chosen, failed))
-    for rank, (_, text) in enumerate(everyone):
+    everyone = _of_all_ranks((chosen, failed, seconds))
+    for rank, (_, text, _) in enumerate(everyone):
         if text:
             raise ValueError(f"on rank {rank}: {text}" if len(everyone) > 1 else text)
-    check_agreement([each for each, _ in everyone], recipe)
-    logger.info("kernels: built and checked in %.2f s, and equal on %d ranks", seconds, len(everyone))
+    check_agreement([each for each, _, _ in everyone], recipe)
+    line = f"kernels checked in {max(each for _, _, each in everyone):.1f} s, and equal on {len(everyone)} ranks"
+    logger.info("%s; here in %.1f s", line, seconds)
+    return line
 
 
 def _choices(recipe: Recipe) -> Choices:
@@ -77,36 +81,40 @@ def _of_all_ranks(mine: object) -> list:
 
 
 def check_agreement(everyone: Sequence[Choices], recipe: Recipe) -> None:
-    """Compare the choices of all ranks, in their order.
+    """Compare the choices of all ranks, in their order. A rank that uses no Triton, for example, has no release of it.
 
     Raises:
         ValueError: they differ.
     """
-    different = [name for name in everyone[0] if len({each[name] for each in everyone}) > 1]
-    if not different:
-        return
     cluster, found, fixes = recipe.cluster, [], {}
-    for name in different:
+    for name in dict.fromkeys(name for each in everyone for name in each):
         ranks: dict[tuple[str, ...], list[int]] = {}
         for rank, each in enumerate(everyone):
-            ranks.setdefault(each[name], []).append(rank)
+            if name in each:
+                ranks.setdefault(each[name], []).append(rank)
+        if len(ranks) == 1:
+            continue
         found.append(f"{name} ({'; '.join(f'{_versions(each)} on {_ranks(of)}' for each, of in ranks.items())})")
         if name == ATTENTION:
             fixes["cluster.core_attention"] = "sdpa"
+        elif name in SAME:
+            fixes["cluster.kernels"] = SAME[name]
         else:
             folder, order = OPERATORS[name].folder, (*OPERATORS[name].versions, "reference")
             least = max((each[0] for each in ranks), key=order.index)
             key = f"cluster.kernel_overrides.{folder}"
             fixes[key] = max(least, fixes.get(key, least), key=order.index)
-    key, value = (
-        ("core_attention", cluster.core_attention) if different == [ATTENTION] else ("kernels", cluster.kernels)
-    )
+    if not found:
+        return
+    attention_only = fixes.keys() == {"cluster.core_attention"}
+    key, value = ("core_attention", cluster.core_attention) if attention_only else ("kernels", cluster.kernels)
+    install = "the same packages on all ranks, or " if "cluster.kernels" in fixes else ""
     raise mistake(
         f"cluster.{key}",
         value,
         problem=f"ranks chose different versions: {', '.join(found)}. The logs of these ranks say why",
         allowed="the same versions on all ranks",
-        fix=" ".join(f"{key}={version}" for key, version in fixes.items()),
+        fix=install + " ".join(f"{key}={version}" for key, version in fixes.items()),
     )
 
 
