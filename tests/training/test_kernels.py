@@ -13,7 +13,8 @@ import sys
 import pytest
 import torch
 
-from hip_ops.runtime.operator import all_operators
+from hip_ops.runtime import library, operator
+from hip_ops.runtime.operator import LIBRARY, TRITON, all_operators
 from tests.running import MICRO
 from zaya_plugin.config.compose import compose, save_recipe
 from zaya_plugin.training import kernels
@@ -173,6 +174,32 @@ def test_core_attention_is_compared_too():
     )
     with pytest.raises(ValueError, match=f"^{re.escape(said)}$"):
         check_agreement(everyone, micro())
+
+
+def test_the_library_and_triton_are_compared_where_they_are_used():
+    """Rank 1 runs no Triton and has no release of it."""
+    of_rank_0 = {LIBRARY: ("shipped, sha256 1",), TRITON: ("3.6.0",)}
+    everyone = [choices(**of_rank_0), choices(**{LIBRARY: ("shipped, sha256 1",)}), choices(**of_rank_0)]
+    check_agreement(everyone, micro())
+    everyone[1][LIBRARY] = ("built from source, gfx942-2",)
+    said = (
+        "cluster.kernels=auto: ranks chose different versions: library of the HIP kernels (shipped, sha256 1 on ranks 0, "
+        "2; built from source, gfx942-2 on rank 1). The logs of these ranks say why. Allowed: the same versions on all "
+        "ranks. Fix: the same packages on all ranks, or cluster.kernels=triton."
+    )
+    with pytest.raises(ValueError, match=f"^{re.escape(said)}$"):
+        check_agreement(everyone, micro())
+    everyone[2][TRITON] = ("3.7.1",)
+    said = r"Triton \(3.6.0 on rank 0; 3.7.1 on rank 2\).* Fix: the same packages on all ranks, or cluster.kernels=reference"
+    with pytest.raises(ValueError, match=said):
+        check_agreement(everyone, micro())
+
+
+def test_the_library_of_a_device(require_tool):
+    require_tool("g++")
+    library.library("cpu")
+    assert re.fullmatch(r"built from source, cpu-[0-9a-f]{16}", library.identity(torch.device("cpu")))
+    assert {LIBRARY, TRITON}.isdisjoint(operator.running("cpu")), "the references use neither"
 
 
 THEIRS = "cluster.transformer_impl=transformer_engine"
