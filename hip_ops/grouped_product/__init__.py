@@ -94,6 +94,7 @@ _rows = Operator(
     gives="out [T, n] =x",
     example=(_rows_example(False), _rows_example(True)),
     compare=_compare_rows,
+    written=lambda got: got[0][: int(got[1][2][-1])],
     available=AVAILABLE,
     fits={
         "quack": lambda x, matrices, offsets: x.dtype == torch.bfloat16 and _aligned(x, matrices),
