@@ -442,6 +442,9 @@ class ClusterConfig:
     deterministic: bool = arg(
         False, "the same bits in every repetition on the same devices; slower", megatron="deterministic_mode"
     )
+    use_cpu_initialization: bool = arg(
+        False, "draw initial weights on the CPU, the same on every kind of device; always so with cluster.device=cpu"
+    )
     graphs: str = own(
         "none",
         "full_iteration: forward and backward of all micro-batches of a step become one CUDA or HIP graph, replayed "

@@ -48,6 +48,22 @@ LINES = {
             for folder in VERSIONS
         ),
         Line(
+            "demo_losses",
+            "10 steps of the demo in fp32 against stored losses, within 1e-5",
+            "one process",
+            "the same numbers, on one device",
+            HERE + "training:losses",
+            240,
+        ),
+        Line(
+            "zaya1_base",
+            "a short step by `zaya bench step`: losses, and the share of the matrix-product rate",
+            "a small ZAYA, one process",
+            "as many of the 40 layers as fit, all devices, 16,384 random tokens on each",
+            HERE + "training:step",
+            420,
+        ),
+        Line(
             "hazards",
             "missing wait states in the shipped library and in the gfx942 objects of Triton's cache",
             "the same",
