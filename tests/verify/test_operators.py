@@ -45,7 +45,7 @@ def test_a_perturbed_result_is_wrong(monkeypatch, name):
 
     def perturbed(self, *arguments):
         result = run(self, *arguments)
-        into = [t for _, t in operators.tensors(result)] or [t for _, t in operators.tensors(arguments)]
+        into = [t for _, t in operators.tensors_of(result, "")] or [t for _, t in operators.tensors_of(arguments, "")]
         changed = next(t for t in into if t.is_floating_point() or name == "sort_by_expert")
         place = changed.reshape(-1).double().abs().argmax()
         value = changed.reshape(-1)[place]
@@ -109,3 +109,21 @@ def test_far_below_a_copy_is_slow():
     found = operators.judged("muon", figures("muon_update_", auto=4.0, hip=4.0), False)
     assert found.state == "slow" and "25% of a copy; expected 40% or more" in found.reason
     assert operators.judged("muon", figures("muon_update_", auto=4.0), True).state == "pass"
+
+
+def test_conditions(monkeypatch):
+    """A CPU compares grouped_mm; a version that differs is named with its condition."""
+    found = operators.conditions(HERE)
+    assert found.state == "pass" and found.figures["compared"]
+    from hip_ops.grouped_product import grouped_mm
+
+    right = grouped_mm.grouped_rows
+
+    def grouped_rows(*arguments):
+        return right(*arguments) * 1.05
+
+    monkeypatch.setattr(grouped_mm, "grouped_rows", grouped_rows)
+    found = operators.conditions(HERE)
+    assert found.state == "wrong" and found.reason.startswith(
+        "grouped_rows, grouped_mm, plain call: call 1: result, element"
+    )

@@ -76,3 +76,28 @@ def seconds(call: Callable[[], object], device, calls: int) -> float:
             event.record()
         torch.cuda.synchronize()
     return statistics.median(a.elapsed_time(b) for a, b in zip(events, events[1:], strict=False)) / 1e3
+
+
+def all_reduce(sizes, device, calls: int) -> list[dict]:
+    """Measure an all-reduce of each of `sizes` (bytes of fp32) over the default group; every rank calls it.
+
+    Returns, the same on all ranks: bytes; ms of the slowest rank; gb_per_s that a device sends, 2 (n - 1) / n of the
+    bytes a call (NCCL's "bus" bandwidth); right: whether every element is the exact sum.
+    """
+    import torch
+    import torch.distributed as distributed
+
+    ranks, found = distributed.get_world_size(), []
+    for size in sizes:
+        given = torch.full((max(1, size // 4),), float(distributed.get_rank() + 1), device=device)
+        total = given.clone()
+        distributed.all_reduce(total)
+        right = (total == ranks * (ranks + 1) / 2).all().to(torch.float32)
+        distributed.barrier()
+        worst = torch.tensor([seconds(lambda: distributed.all_reduce(given), device, calls), -right], device=device)
+        distributed.all_reduce(worst, distributed.ReduceOp.MAX)
+        time_, wrong = worst.tolist()
+        sent = 2 * (ranks - 1) / ranks * given.nbytes
+        row = {"bytes": given.nbytes, "ms": 1e3 * time_, "gb_per_s": sent / time_ / 1e9, "right": wrong == -1.0}
+        found.append(row)
+    return found

@@ -40,6 +40,8 @@ examples:
   zaya verify --list                             the lines, with their sizes
   zaya verify --only environment,rates,rms_norm --out rates.json
   srun --ntasks-per-node=1 sh -c 'zaya verify --out verify-$(hostname).json'
+  zaya verify --bundle runs/mine                 support-mine.tar.gz: the run's recipe, logs and metrics, verify.json,
+                                                 doctor's report, without secrets; runs no line
 
 Exit codes: 0 no line is wrong (slow lines do not count), 1 at least one line is wrong, 2 a mistake on the command
 line."""
@@ -62,11 +64,19 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--out", type=Path, default=Path(OUT), metavar="FILE", help=f"the record as JSON ({OUT})")
     parser.add_argument("--only", metavar="LINE,LINE", help="run these lines alone")
     parser.add_argument("--list", action="store_true", help="print the lines and stop")
+    parser.add_argument(
+        "--bundle", type=Path, metavar="RUN_DIR", help="pack a run for a question, with the record of --out, and stop"
+    )
     parser.add_argument("--device", choices=("auto", "cpu"), default="auto", help="cpu: as on a machine without a GPU")
     options = parser.parse_args(argv)
     lines = chosen(options.only)
     if options.list:
         print("\n".join(listed(lines)))
+        return 0
+    if options.bundle is not None:
+        from zaya_plugin.verify.bundle import bundle
+
+        print(f"written: {bundle(options.bundle, options.out)}. Look through it before you send it")
         return 0
     if not options.out.resolve().parent.is_dir():
         raise mistake("--out", options.out, problem="its folder does not exist", fix=f"--out {OUT}")

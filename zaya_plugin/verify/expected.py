@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 from zaya_plugin.config.schema import MachineConfig
 
 SLOW_BELOW = 0.8  # of the expected rate
@@ -14,6 +16,7 @@ CPU = MachineConfig(
 )
 
 
+@lru_cache
 def machine_of(name: str) -> MachineConfig | None:
     """Return the expected rates of the device called `name` in torch; None for a device that no recipe names."""
     from zaya_plugin.config.compose import compose

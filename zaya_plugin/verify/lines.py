@@ -48,6 +48,30 @@ LINES = {
             for folder in VERSIONS
         ),
         Line(
+            "conditions",
+            "the kernels that run, on two streams, in a captured graph and on a full device, twice with equal bits",
+            "a plain call of the versions that a CPU has",
+            "the self-check's examples on the first device",
+            HERE + "operators:conditions",
+            420,
+        ),
+        Line(
+            "all_reduce",
+            "a sweep of all-reduces: exact sums, and the links' rate",
+            "two processes over gloo, 1 KiB to 4 MiB",
+            "all devices, 4 KiB to 1 GiB",
+            HERE + "collectives:all_reduce",
+            240,
+        ),
+        Line(
+            "graph_capture",
+            "a graph with a collective in it, captured and replayed; where it fails cluster.graphs=none is needed",
+            "two processes, without a graph",
+            "one or two devices, 30 s",
+            HERE + "collectives:graph_capture",
+            120,
+        ),
+        Line(
             "demo_losses",
             "10 steps of the demo in fp32 against stored losses, within 1e-5",
             "one process",

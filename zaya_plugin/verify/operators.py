@@ -18,8 +18,9 @@ from torch import Tensor
 
 from hip_ops import use_kernels
 from hip_ops.runtime import availability
+from hip_ops.runtime import conditions as self_check_conditions
 from hip_ops.runtime.operator import Operator, all_operators
-from hip_ops.runtime.self_check import SEED, TOLERANCES
+from hip_ops.runtime.self_check import SEED, TOLERANCES, copied, tensors_of
 from hip_ops.versions import NOT_RUN
 from zaya_plugin.bench import probes
 from zaya_plugin.verify.line import Outcome, Setting
@@ -45,6 +46,30 @@ def operators(setting: Setting, folder: str, sizes: Sizes | None = None) -> Outc
         if device.type == "cuda":
             torch.cuda.empty_cache()
     return judged(folder, figures, setting.on_cpu)
+
+
+def conditions(setting: Setting) -> Outcome:
+    """Compare the versions that run with their references under the conditions of the self-check.
+
+    On a GPU those that `auto` takes; on a CPU, where that is the reference, every other version that it has.
+    """
+    device = torch.device("cpu") if setting.on_cpu else torch.device("cuda", 0)
+    compared, wrong, skipped = [], [], []
+    for operator in all_operators():
+        setting.say(operator.name)
+        present = [v for v, missing in versions_of(operator, device).items() if missing is None]
+        present = [v for v in present if v not in ("auto", "reference")] if setting.on_cpu else None
+        found = self_check_conditions.check(operator, device, present)
+        compared += [f"{each.operator}, {each.version}, {each.condition}" for each in found]
+        wrong += [
+            f"{name}: {each.difference}"
+            for name, each in zip(compared[-len(found) :], found, strict=False)
+            if each.difference
+        ]
+        skipped += [] if found else [operator.name]
+    figures = {"compared": compared, "wrong": wrong, "reference_alone": skipped}
+    text = wrong[0].splitlines()[0] if wrong else f"{len(compared)} comparisons"
+    return Outcome("wrong" if wrong else "pass", text, figures)
 
 
 def versions_of(operator: Operator, device: torch.device) -> dict[str, str | None]:
@@ -83,7 +108,7 @@ def measured(operator: Operator, case: Case, sizes: Sizes, device: torch.device,
 
 def one_version(operator: Operator, version: str, case: Case, arguments, oracle, want) -> dict[str, Any]:
     """Return error and time of one version; raises ValueError where it is not available."""
-    device = next(tensors(arguments))[1].device
+    device = next(tensors_of(arguments, ""))[1].device
     with use_kernels("auto", **({} if version == "auto" else {operator.folder: version})):
         row: dict[str, Any] = {"runs": operator.choice(device)}
         takes = operator.fits.get(version)
@@ -165,22 +190,7 @@ def called(function: Callable, arguments: tuple) -> list:
 
 def flat(result: list) -> list[tuple[str, Tensor]]:
     """Return the tensors of what `called` returned, with names."""
-    return [*tensors(result[0], "result"), *tensors(result[1], "argument")]
-
-
-def tensors(value: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
-    if isinstance(value, Tensor):
-        yield name, value
-    elif isinstance(value, (list, tuple)):
-        for place, item in enumerate(value):
-            yield from tensors(item, f"{name}[{place}]")
-
-
-def copied(value: Any) -> Any:
-    """Copy tensors, with their strides, because an operator may depend on them."""
-    if isinstance(value, Tensor):
-        return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device).copy_(value)
-    return type(value)(map(copied, value)) if isinstance(value, (list, tuple)) else value
+    return [*tensors_of(result[0], "result"), *tensors_of(result[1], "argument")]
 
 
 def wide(value: Any) -> Any:
@@ -194,7 +204,7 @@ def wide(value: Any) -> Any:
 
 def traffic(arguments: tuple, after: list[tuple[str, Tensor]]) -> float:
     """Return the bytes that a call must move: arguments once, results once, and changed arguments once more."""
-    before = dict(tensors(arguments, "argument"))
+    before = dict(tensors_of(arguments, "argument"))
     changed = (t for name, t in after if name not in before or not torch.equal(before[name], t))
     return float(sum(t.nbytes for t in before.values()) + sum(t.nbytes for t in changed))
 
