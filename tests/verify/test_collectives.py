@@ -39,8 +39,15 @@ def test_a_wrong_sum_is_wrong(here, fault):
     fault("sum")
     found = collectives.all_reduce(here)
     assert found.state == "wrong" and found.reason.startswith("wrong sums at 1,024")
-    found = collectives.graph_capture(here)
-    assert found.state == "wrong" and found.reason.startswith("replay 1: ")
+
+
+def test_a_wrong_replay_is_wrong(monkeypatch):
+    found = {"wrong": ["replay 2: 7.0 for 13.0"]}
+    monkeypatch.setattr(collectives, "run_ranks", lambda *given: found)
+    outcome = collectives.graph_capture(Setting("cuda", 2, "NVIDIA H200", Path("unused")))
+    assert outcome.state == "wrong" and outcome.reason.startswith("replay 2: 7.0 for 13.0; train kernel by kernel")
+    found["wrong"] = []
+    assert collectives.graph_capture(Setting("cuda", 2, "NVIDIA H200", Path("unused"))).state == "pass"
 
 
 def test_a_collective_that_hangs_is_wrong(here, fault, monkeypatch):
