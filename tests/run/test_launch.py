@@ -57,6 +57,20 @@ def test_the_first_failing_rank_is_shown_and_nothing_of_torchrun(worker_program,
     )
 
 
+def test_where_a_capture_fails_auto_runs_kernel_by_kernel(worker_program, tmp_path):
+    overrides = ("cluster=gpu", "nproc=2", "cluster.kernels=auto", "stage.global_batch_size=16")
+    done = finish(worker_program, tmp_path / "auto", "capture", *overrides, "cluster.graphs=auto")
+    assert done.returncode == 0, done.stderr
+    assert "could not be captured as a graph; starting again kernel by kernel" in done.stderr
+    assert "in a capturing stream" in done.stderr, "the cause is shown"
+    assert "graphs: none" in (tmp_path / "auto" / "recipe.yaml").read_text()
+    assert len(list((tmp_path / "auto" / "logs").glob("launch_*"))) == 2
+    asked = finish(worker_program, tmp_path / "asked", "capture", *overrides, "cluster.graphs=full_iteration")
+    assert asked.returncode == 1 and "starting again" not in asked.stderr, "an explicit request is not changed"
+    other = finish(worker_program, tmp_path / "other", "raise", *overrides, "cluster.graphs=auto")
+    assert other.returncode == 1 and "starting again" not in other.stderr
+
+
 def test_a_killed_rank_is_the_cause_and_not_the_closed_connections_of_the_others(worker_program, tmp_path):
     done = finish(worker_program, tmp_path, "killed")
     assert done.returncode == 128 + signal.SIGKILL

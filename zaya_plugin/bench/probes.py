@@ -94,10 +94,11 @@ def all_reduce(sizes, device, calls: int) -> list[dict]:
         distributed.all_reduce(total)
         right = (total == ranks * (ranks + 1) / 2).all().to(torch.float32)
         distributed.barrier()
-        worst = torch.tensor([seconds(lambda: distributed.all_reduce(given), device, calls), -right], device=device)
+        mean = seconds(lambda given=given: distributed.all_reduce(given), device, calls)
+        worst = torch.tensor([mean, -right], device=device)
         distributed.all_reduce(worst, distributed.ReduceOp.MAX)
-        time_, wrong = worst.tolist()
+        slowest, wrong = worst.tolist()
         sent = 2 * (ranks - 1) / ranks * given.nbytes
-        row = {"bytes": given.nbytes, "ms": 1e3 * time_, "gb_per_s": sent / time_ / 1e9, "right": wrong == -1.0}
+        row = {"bytes": given.nbytes, "ms": 1e3 * slowest, "gb_per_s": sent / slowest / 1e9, "right": wrong == -1.0}
         found.append(row)
     return found

@@ -448,7 +448,8 @@ class ClusterConfig:
     graphs: str = own(
         "none",
         "full_iteration: forward and backward of all micro-batches of a step become one CUDA or HIP graph, replayed "
-        "without work of the host; auto: full_iteration if the recipe allows it, else none",
+        "without work of the host; auto: full_iteration if the recipe allows it, else none; a run of `zaya train` "
+        "whose capture fails starts again with none",
         "config.arguments",
         choices=("none", "auto", "full_iteration"),
     )
