@@ -105,6 +105,23 @@ def test_rates_of_this_machine_and_a_slow_copy(monkeypatch):
     assert found.state == "slow" and "copy_tb_per_s 0.0005, expected 0.001" in found.reason
 
 
+def test_a_product_or_copy_with_wrong_numbers_is_wrong(monkeypatch):
+    assert rates.wrong_numbers(torch.device("cpu"), torch.float32) == []
+    product, clone = torch.mm, torch.Tensor.clone
+
+    def damaged(left, right, **named):
+        out = product(left, right, **named)
+        out[7, 9] += 1
+        return out
+
+    monkeypatch.setattr(torch, "mm", damaged)
+    found = rates.rates(HERE)
+    assert found.state == "wrong" and found.reason.startswith("cpu: 1 of 262,144 elements of a product of ones")
+    monkeypatch.setattr(torch, "mm", product)
+    monkeypatch.setattr(torch.Tensor, "clone", lambda tensor: clone(tensor).index_fill_(0, torch.tensor([5]), 0))
+    assert rates.rates(HERE).reason == "cpu: 1 of 16,777,216 numbers of a copy differ"
+
+
 @pytest.mark.parametrize(
     ("name", "copy", "state", "kind"),
     [
@@ -116,6 +133,7 @@ def test_rates_of_this_machine_and_a_slow_copy(monkeypatch):
 )
 def test_a_device_is_compared_with_its_recipe(monkeypatch, name, copy, state, kind):
     monkeypatch.setattr(probes, "measure", lambda device, dtype: probes.Rates(700e12, copy))
+    monkeypatch.setattr(rates, "wrong_numbers", lambda device, dtype: [])
     found = rates.rates(Setting("cuda", 2, name, Path("unused")))
     assert found.state == state and list(found.figures) == ["cuda:0", "cuda:1"]
     assert found.expected["kind"].startswith(kind)

@@ -10,6 +10,8 @@ import torch
 
 from zaya_plugin import compat
 from zaya_plugin.bench import step_command
+from zaya_plugin.config.arguments import megatron_arguments
+from zaya_plugin.config.compose import compose
 from zaya_plugin.config.validate import validate
 from zaya_plugin.verify import demo_losses, training
 from zaya_plugin.verify.line import Setting
@@ -54,6 +56,15 @@ def test_without_megatron_s_loop_a_line_is_skipped(monkeypatch, line):
     monkeypatch.setattr(compat, "zaya_train_fits", lambda: False)
     found = line(HERE)
     assert found.state == "skipped" and "megatron.training" in found.reason
+
+
+def test_on_a_gpu_the_same_weights_in_fp32(tmp_path):
+    recipe = compose([*demo_losses.RECIPE, *demo_losses.ON_GPU, f"run_dir={tmp_path}"])
+    validate(recipe, 1)
+    values = megatron_arguments(recipe, {})
+    assert values["use_cpu_initialization"] and not values["bf16"]
+    assert recipe.cluster.environment["NVIDIA_TF32_OVERRIDE"] == "0" and recipe.cluster.kernels == "auto"
+    assert not recipe.cluster.kernel_overrides, "cluster=gpu's choices would hide the kernels that train"
 
 
 def record(share: float = 0.2) -> dict:

@@ -98,7 +98,8 @@ def measured(operator: Operator, case: Case, sizes: Sizes, device: torch.device,
         say(f"{operator.name}, {version}")
         if missing is None:
             try:
-                found["versions"][version] = one_version(operator, version, case, arguments, oracle, want)
+                row = one_version(operator, version, case, arguments, oracle, want)
+                found["versions"][version] = with_rate(row, moved, found["flops"])
             except ValueError as error:  # not available, or its self-check failed
                 found["versions"][version] = {"wrong": str(error)}
         else:
@@ -125,6 +126,13 @@ def one_version(operator: Operator, version: str, case: Case, arguments, oracle,
             row["wrong"] = f"it errs by {in_bf16(row):.3g} ULP of bf16 against itself in fp64, allowed {case.ulps:g}"
         row["ms"] = 1e3 * probes.seconds(lambda: operator.run(*given), device, CALLS[device.type])
     return row
+
+
+def with_rate(row: dict[str, Any], moved: float, flops: float | None) -> dict[str, Any]:
+    """Return `row` with its rate: of operations for an operator that is limited by them, else of bytes."""
+    if "ms" not in row:
+        return row
+    return row | ({"tflops": flops / row["ms"] / 1e9} if flops else {"tb_per_s": moved / row["ms"] / 1e9})
 
 
 def judged(folder: str, figures: dict[str, Any], on_cpu: bool) -> Outcome:
