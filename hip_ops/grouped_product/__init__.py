@@ -65,12 +65,12 @@ def _operand(device: torch.device, *shape: int) -> Tensor:
 
 
 def _in_a_buffer(tensor: Tensor) -> Tensor:
-    """Copies the tensor into a buffer beyond 2 GiB, such as DDP's of all parameters: on AMD Triton compiles another
-    kernel for tensors in such buffers.
+    """On AMD copies the tensor into a buffer of 2 GiB. DDP's buffers of all parameters are larger, and Triton compiles
+    another kernel for tensors in buffers from 2 GiB on.
     """
     if torch.version.hip is None:
         return tensor
-    buffer = tensor.new_empty(2**31 // tensor.itemsize + tensor.numel())
+    buffer = tensor.new_empty(2**31 // tensor.itemsize)
     return buffer.as_strided(tensor.shape, tensor.stride()).copy_(tensor)
 
 

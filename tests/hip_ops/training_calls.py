@@ -47,8 +47,8 @@ class Sizes:
 
 
 def training_calls(statistics_parts: int, sizes: Sizes = Sizes(), device: str = "cpu") -> dict[str, list[tuple]]:
-    """Returns the arguments of all calls by operator. The experts' matrices and main gradients lie in buffers beyond
-    2 GiB, as DDP's of all layers.
+    """Returns the arguments of all calls by operator. The experts' matrices and main gradients lie in buffers of
+    2 GiB, since DDP's buffers of all layers are larger.
 
     statistics_parts: parts of a row of logits, which depend on the device. Newton-Schulz is called with one matrix of
     a shape, and with enough for large tiles, since a rank's share is any number of them.
@@ -69,7 +69,7 @@ def training_calls(statistics_parts: int, sizes: Sizes = Sizes(), device: str = 
         return torch.zeros(count, dtype=dtype, device=device)
 
     def in_a_buffer(*shape, dtype=BF16):
-        return empty(2**31, dtype=dtype)[: math.prod(shape)].view(shape)
+        return empty(2**31 // dtype.itemsize, dtype=dtype)[: math.prod(shape)].view(shape)
 
     x, stream, rstd, vectors = empty(s, b, hidden), fp32(s, b, hidden), fp32(s, b, 1), [empty(hidden)] * 5
     prologue = (
