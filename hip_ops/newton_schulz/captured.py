@@ -3,8 +3,8 @@
 the GPU.
 
 A graph belongs to a version, shape, dtype, plan and stream. It is captured at their second call, so that single calls
-cost nothing extra; calls of the self-check do not count, because they are made once. Input and result are copied, because a graph contains addresses. The most
-recent graphs are kept, each with the memory of one iteration.
+cost nothing extra. Calls of the self-check make no graph and do not count. Input and result are copied, because a graph
+contains addresses. The most recent graphs are kept, each with the memory of one iteration.
 """
 
 from __future__ import annotations

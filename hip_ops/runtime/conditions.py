@@ -92,12 +92,12 @@ def _on_a_late_stream(stream: torch.cuda.Stream, candidate: Callable, arguments:
 
 
 def in_a_graph(candidate: Callable, arguments: list[tuple], capture: Callable) -> list[list]:
-    """Captures the second call and replays it for each of `arguments`. The first call compiles and loads.
+    """Captures the second call with the same tensors, as training does, and replays it for each of `arguments`.
 
     capture(call) -> (result of the captured call, function that replays it and waits for the device).
     """
-    candidate(*copied(arguments[0]))
     held = copied(arguments[0])
+    candidate(*held)
     result, replay = capture(lambda: candidate(*held))
     calls = []
     for each in arguments:

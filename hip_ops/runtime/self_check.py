@@ -121,9 +121,12 @@ def _other_bits(got: Any, first: Any) -> str | None:
 
 
 def copied(value: Any) -> Any:
-    """Copies tensors, also inside lists and tuples, with their strides, because an operator may depend on them."""
+    """Copies tensors, also inside lists and tuples, with their strides and in a buffer of the same size, because an
+    operator may depend on them.
+    """
     if isinstance(value, torch.Tensor):
-        return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device).copy_(value)
+        buffer = value.new_empty(value.untyped_storage().nbytes() // value.itemsize)
+        return buffer.as_strided(value.shape, value.stride()).copy_(value)
     if isinstance(value, (list, tuple)):
         return type(value)(copied(item) for item in value)
     return value

@@ -29,12 +29,12 @@ def _two_halves(given: dict) -> tuple[str, str] | None:
 
 
 def _example(device: torch.device) -> tuple:
-    """Makes inputs of ZAYA1's width and dtypes, which run the kernels of its training; the last rows are padding
-    rows.
+    """Makes inputs of ZAYA1's width, dtypes and number of experts, which run the kernels of its training (Triton
+    compiles others where rows or experts are no multiple of 16); the last rows are padding rows.
     """
-    rows, width = 37, 2048
+    rows, width = 48, 2048
     gate_up = (3 * torch.randn(rows, 2 * width, device=device)).bfloat16()
-    return gate_up, torch.rand(rows, device=device), torch.tensor([9, 9, 33], dtype=torch.int32).to(device)
+    return gate_up, torch.rand(rows, device=device), torch.tensor([9, *[17] * 14, 33], dtype=torch.int32).to(device)
 
 
 def _example_of_many_rows(device: torch.device) -> tuple:

@@ -263,7 +263,13 @@ def run(job: dict) -> None:
                 statistics = step.statistics
                 counts = None if statistics is None else statistics.tokens_per_expert.cpu()
                 recorder.reported.append(
-                    {"step": step.step, "loss": step.loss, "seconds": step.seconds, "tokens_per_expert": counts}
+                    {
+                        "step": step.step,
+                        "loss": step.loss,
+                        "grad_norm": step.grad_norm,
+                        "seconds": step.seconds,
+                        "tokens_per_expert": counts,
+                    }
                 )
 
     forward_step = pretrain.forward_step

@@ -14,10 +14,12 @@ import pytest
 import torch
 
 from hip_ops import use_kernels
+from hip_ops.linear_cross_entropy import passes
 from hip_ops.runtime import conditions
 from hip_ops.runtime.operator import all_operators, running
 from hip_ops.runtime.self_check import differences
 from tests.gpu.conftest import ROOT
+from tests.hip_ops.training_calls import training_calls
 
 GPU = torch.device("cuda", 0)
 NAMES = ("default stream", "side stream", "captured graph", "full device")
@@ -142,6 +144,28 @@ def test_the_choice_names_its_sources():
     import triton
 
     assert chosen["Triton"] == (triton.__version__,) and chosen["muon_update_"] == ("triton",)
+
+
+@pytest.mark.timeout(600)
+def test_training_compiles_no_triton_kernel_after_the_check():
+    """With the sizes of ZAYA1-base; what Newton-Schulz compiles depends on the number of a rank's matrices."""
+    triton = pytest.importorskip("triton")
+    compiled = []
+    late = {"newton_schulz", *["add_rows_"] * (torch.version.hip is not None)}  # test_checked_triton.py says why
+    with use_kernels("triton"):
+        running(GPU)
+        logits = torch.empty(2048, passes.CLASSES, device="meta")
+        calls = training_calls(passes.parts_for(logits), device="cuda")
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(
+                triton.knobs.runtime, "jit_post_compile_hook", lambda **compile: compiled.append(compile["repr"])
+            )
+            for operator in all_operators():
+                if "triton" in operator.versions and operator.name not in late:
+                    for arguments in calls.get(operator.name, ()):
+                        operator.run(*arguments)
+            torch.cuda.synchronize()
+    assert compiled == []
 
 
 def test_the_start_takes_seconds(tmp_path):

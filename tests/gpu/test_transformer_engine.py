@@ -1,15 +1,27 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The real Transformer Engine against the local modules: losses, and a checkpoint that moves both ways.
+"""The real Transformer Engine against the local modules: losses, a checkpoint that moves both ways, and pretrain_gpt.py
+(ZAYA_MEGATRON_LM=<directory of Megatron-LM>).
 
-tests/gpu/test_layouts.py -k te has the parallel layouts, tests/gpu/test_core_attention.py its attention. Not run to its end yet.
+tests/gpu/test_layouts.py -k te has the parallel layouts, tests/gpu/test_core_attention.py its attention.
 """
 
 import pytest
 
 from tests.gpu.test_demo import continued
+from tests.gpu.test_layouts import BASE, LOSS
+from tests.gpu.test_layouts import TE as TE_WITH_ATTENTION
+from tests.hosts.conftest import checkout  # noqa: F401  a fixture
+from tests.hosts.test_pretrain_gpt import pretrain_gpt
+from tests.running import train
 
 TE = "cluster.transformer_impl=transformer_engine"
-FP32 = ("cluster=gpu", "cluster.dtype=fp32", "checkpoint.save_interval=4", "exit_interval=24")
+FP32 = (
+    "cluster=gpu",
+    "cluster.dtype=fp32",
+    "cluster.kernels=reference",
+    "checkpoint.save_interval=4",
+    "exit_interval=24",
+)
 
 
 @pytest.fixture(autouse=True)
@@ -29,3 +41,23 @@ def test_twenty_steps_from_a_local_checkpoint_and_back(demo, tmp_path):
     assert max(difference[step] for step in range(5, 15)) < 1e-5 and max(difference.values()) < 1e-3
     assert again[9] == theirs[9], "the first resumed step sees other weights"
     assert abs(back[9] - theirs[9]) / theirs[9] < 1e-5
+
+
+def test_pretrain_gpt_beside_zaya_train(checkout, corpus, tmp_path):  # noqa: F811  the fixture
+    """pretrain_gpt.py --transformer-impl transformer_engine, 20 steps in bf16, beside `zaya train` with and without."""
+    shared = (*BASE, "stage.train_iters=20", "stage.eval_iters=0", "checkpoint.save_interval=null")
+    local = train(tmp_path / "local", corpus, "nproc=1", recipe=shared).steps()
+    own = train(tmp_path / "own", corpus, "nproc=1", *TE_WITH_ATTENTION, recipe=shared).steps()
+    guest, output = pretrain_gpt(
+        checkout, tmp_path / "guest", corpus, *TE_WITH_ATTENTION, ranks=1, recipe=shared, environment={}
+    )
+    words = (tmp_path / "guest" / "megatron.args").read_text()
+    assert "--transformer-impl transformer_engine" in words and "is not used for" not in output
+    losses = guest["lm loss"]
+    assert list(losses) == list(local) == list(own) == list(range(1, 21))
+    for name, steps in (("zaya train with Transformer Engine", own), ("the local modules", local)):
+        print(f"differences to {name}:", {n: f"{abs(losses[n] - steps[n]['loss']):.1e}" for n in losses})
+        assert max(abs(losses[n] - steps[n]["loss"]) for n in losses) < LOSS
+    assert losses[1] == pytest.approx(own[1]["loss"], rel=1e-6)
+    assert guest["grad-norm"][1] == pytest.approx(own[1]["grad_norm"], rel=1e-3)
+    assert losses[20] < losses[1] - 0.5, "the model does not learn"

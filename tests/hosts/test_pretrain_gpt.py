@@ -15,15 +15,23 @@ import pytest
 from tests.running import MICRO, train, zaya
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
+CPU = {"TORCHDYNAMO_DISABLE": "1", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
 SIX = ("stage.train_iters=6", "checkpoint.save_interval=3", "stage.eval_interval=6")
 ROOT = Path(__file__).parents[2]
 
 
 def pretrain_gpt(
-    checkout: Path, run_dir: Path, data: Path, *overrides: str, ranks: int, words: tuple = (), recipe=MICRO
+    checkout: Path,
+    run_dir: Path,
+    data: Path,
+    *overrides: str,
+    ranks: int,
+    words: tuple = (),
+    recipe=MICRO,
+    environment: dict[str, str] = CPU,
 ):
     """`zaya export megatron`, then the script with those words and `words`; scalars by name and step as Megatron
-    reports them.
+    reports them, and its output.
     """
     done = zaya("export", "megatron", *recipe, f"run_dir={run_dir}", f"data.path={data}", *overrides, f"nproc={ranks}")
     assert done.returncode == 0, done.stdout
@@ -36,17 +44,11 @@ def pretrain_gpt(
         "pretrain_gpt.py",
     ]
     given = shlex.split((run_dir / "megatron.args").read_text())
-    environment = {
-        **os.environ,
-        "PYTHONPATH": str(ROOT),
-        "TORCHDYNAMO_DISABLE": "1",
-        "CUDA_VISIBLE_DEVICES": "",
-        "OMP_NUM_THREADS": "1",
-    }
+    path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
     out = subprocess.run(
         [*launch, *given, "--tensorboard-dir", str(run_dir / "scalars"), *words],
         cwd=checkout,
-        env=environment,
+        env={**os.environ, "PYTHONPATH": path, **environment},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

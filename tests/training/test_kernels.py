@@ -116,12 +116,14 @@ def test_a_version_that_one_rank_lacks_stops_all(ranks):
     assert all("on rank 1: cluster.kernel_overrides.muon=hip: version 'hip' of muon_" in text for text in texts)
 
 
-def test_the_first_step_chooses_nothing(ranks):
+def test_the_first_step_chooses_nothing(ranks, tmp_path):
     """On a CPU, where all versions are references, and in a fraction of a second."""
     codes, texts, (events,) = ranks(1, "stage.train_iters=1", "optim.lr_warmup_iters=0")
     assert codes == [0], texts
     first = events.index("step")
     assert events[:first].count("choose") == len(all_operators()) and set(events[first:]) == {"step"}
+    log = (tmp_path / "run" / "logs" / "rank0.log").read_text()
+    assert re.search(r"kernels checked in 0\.\d s; on this rank in 0\.\d s\n", log)
 
 
 @pytest.mark.slow

@@ -52,8 +52,9 @@ def warm_up_kernels(recipe: Recipe) -> str:
         if text:
             raise ValueError(f"on rank {rank}: {text}" if len(everyone) > 1 else text)
     check_agreement([each for each, _, _ in everyone], recipe)
-    line = f"kernels checked in {max(each for _, _, each in everyone):.1f} s, and equal on {len(everyone)} ranks"
-    logger.info("%s; here in %.1f s", line, seconds)
+    line = f"kernels checked in {max(each for _, _, each in everyone):.1f} s"
+    line += f", equal on {len(everyone)} ranks" if len(everyone) > 1 else ""
+    logger.info("%s; on this rank in %.1f s", line, seconds)
     return line
 
 
