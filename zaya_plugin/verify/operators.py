@@ -60,12 +60,9 @@ def conditions(setting: Setting) -> Outcome:
         present = [v for v, missing in versions_of(operator, device).items() if missing is None]
         present = [v for v in present if v not in ("auto", "reference")] if setting.on_cpu else None
         found = self_check_conditions.check(operator, device, present)
-        compared += [f"{each.operator}, {each.version}, {each.condition}" for each in found]
-        wrong += [
-            f"{name}: {each.difference}"
-            for name, each in zip(compared[-len(found) :], found, strict=False)
-            if each.difference
-        ]
+        for each in found:
+            compared.append(f"{each.operator}, {each.version}, {each.condition}")
+            wrong += [f"{compared[-1]}: {each.difference}"] if each.difference else []
         skipped += [] if found else [operator.name]
     figures = {"compared": compared, "wrong": wrong, "reference_alone": skipped}
     text = wrong[0].splitlines()[0] if wrong else f"{len(compared)} comparisons"
