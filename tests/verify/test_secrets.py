@@ -7,7 +7,7 @@ import tarfile
 import pytest
 
 from zaya_plugin.verify import bundle
-from zaya_plugin.verify.secrets import REMOVED, cleaned, is_secret, without_secrets
+from zaya_plugin.verify.secrets import REMOVED, cleaned, is_secret, of_data
 
 SECRET = "S3cr3tValue0123456789"
 PLANTED = {
@@ -55,11 +55,12 @@ def test_cleaning_twice_changes_nothing():
         assert cleaned(cleaned(text)) == cleaned(text)
 
 
-def test_variables():
+def test_data_and_variables():
     assert is_secret("AWS_SECRET_ACCESS_KEY") and is_secret("hf_token") and not is_secret("TOKENIZERS_PARALLELISM")
     given = {"MY_PASSWORD": "123", "NCCL_DEBUG": "WARN", "HTTPS_PROXY": f"http://u:{SECRET}@proxy:80"}
-    found = without_secrets(given)
-    assert found == {"MY_PASSWORD": REMOVED, "NCCL_DEBUG": "WARN", "HTTPS_PROXY": f"http://{REMOVED}@proxy:80"}
+    found = of_data({"recipe": [given], "tokens": 4})
+    expected = {"MY_PASSWORD": REMOVED, "NCCL_DEBUG": "WARN", "HTTPS_PROXY": f"http://{REMOVED}@proxy:80"}
+    assert found == {"recipe": [expected], "tokens": 4}
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from zaya_plugin.errors import mistake
-from zaya_plugin.verify.secrets import cleaned, without_secrets
+from zaya_plugin.verify.secrets import cleaned, of_data
 
 # Files of a run directory; checkpoints, traces, TensorBoard's and W&B's files are left out.
 PATTERNS = ("recipe.yaml", "*.args", "primus.yaml", "metrics.jsonl", "step.json", "logs/**/*", "bench/step.json")
@@ -46,8 +46,8 @@ def contents(run_dir: Path, record: Path) -> Iterator[tuple[str, str]]:
     """Yield names and cleaned texts, the most useful first."""
     if record.is_file():
         yield "verify.json", read(record)
-    yield "doctor.json", cleaned(json.dumps(doctor_report(), indent=1, default=str))
-    yield "environment.json", json.dumps(without_secrets(os.environ), indent=1)
+    yield "doctor.json", json.dumps(of_data(doctor_report()), indent=1, default=str)
+    yield "environment.json", json.dumps(of_data(os.environ), indent=1)
     seen = set()
     for pattern in PATTERNS:
         for path in sorted(run_dir.glob(pattern), key=lambda path: -path.stat().st_mtime):

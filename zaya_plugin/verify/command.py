@@ -14,9 +14,9 @@ from typing import Any
 
 from zaya_plugin import __version__
 from zaya_plugin.errors import mistake
-from zaya_plugin.verify.line import STATES, Line, Outcome
+from zaya_plugin.verify import secrets
+from zaya_plugin.verify.line import STATES, Line
 from zaya_plugin.verify.lines import LINES
-from zaya_plugin.verify.secrets import cleaned
 from zaya_plugin.verify.worker import Worker
 
 SCHEMA = "zaya verify/1"
@@ -110,7 +110,7 @@ def run(lines: list[Line], device: str, out: Path, command: str) -> dict[str, An
         "schema": SCHEMA,
         "zaya_plugin": __version__,
         "commit": commit(),
-        "command": command,
+        "command": secrets.cleaned(command),
         "date": began.isoformat(timespec="seconds"),
         "complete": False,
         "machine": {},
@@ -137,7 +137,8 @@ def run(lines: list[Line], device: str, out: Path, command: str) -> dict[str, An
                 outcome = worker.run(line)
                 seconds = time.monotonic() - start
                 record["machine"] = worker.machine or record["machine"]
-                record["lines"].append({"line": line.name, "seconds": round(seconds, 1), **without_secrets(outcome)})
+                found = secrets.of_data(asdict(outcome))
+                record["lines"].append({"line": line.name, "seconds": round(seconds, 1), **found})
                 write(out, record)
                 tqdm.write(row(record["lines"][-1]))
                 bar.update()
@@ -146,19 +147,6 @@ def run(lines: list[Line], device: str, out: Path, command: str) -> dict[str, An
     record["complete"] = True
     write(out, record)
     return record
-
-
-def without_secrets(outcome: Outcome) -> dict[str, Any]:
-    """Return `outcome` as plain data, its text without secrets."""
-
-    def clean(value: Any) -> Any:
-        if isinstance(value, dict):
-            return {key: clean(each) for key, each in value.items()}
-        if isinstance(value, (list, tuple)):
-            return [clean(each) for each in value]
-        return cleaned(value) if isinstance(value, str) else value
-
-    return clean(asdict(outcome))
 
 
 def row(line: dict[str, Any]) -> str:

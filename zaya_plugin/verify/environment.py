@@ -16,8 +16,8 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+from zaya_plugin.verify import secrets
 from zaya_plugin.verify.line import Outcome, Setting
-from zaya_plugin.verify.secrets import without_secrets
 
 TARGET = "gfx942"
 COMMAND_S = 20  # of a tool of the driver; amd-smi waits for ever for a device that hangs
@@ -61,7 +61,7 @@ def environment(setting: Setting) -> Outcome:
         "commands": {" ".join(words): output_of(words) for words in COMMANDS if shutil.which(words[0])},
         "firmware_files": files_below(Path("/sys"), FIRMWARE_FILES),
         "limits": {"memlock_bytes": memlock(), "shm_bytes": answer(lambda: shutil.disk_usage("/dev/shm").total)},
-        "variables": without_secrets({k: v for k, v in os.environ.items() if VARIABLES.match(k)}),
+        "variables": secrets.of_data({k: v for k, v in os.environ.items() if VARIABLES.match(k)}),
         "library": answer(lambda: library_note(TARGET)),
         "code_objects": answer(code_object_hashes),
     }

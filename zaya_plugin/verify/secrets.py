@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from typing import Any
 
 REMOVED = "<removed>"
 WORDS = "KEYS?|TOKEN|SECRETS?|PASSWORDS?|PASSWD|PASSPHRASE|CREDENTIALS?|AUTH|AUTHORIZATION|COOKIES?|SIGNATURE|SIG|NETRC"
@@ -47,9 +48,16 @@ def is_secret(name: str) -> bool:
     return _NAME.search(name) is not None
 
 
-def without_secrets(variables: Mapping[str, str]) -> dict[str, str]:
-    """Return `variables` with the values of secret ones replaced, and the others' text cleaned."""
-    return {name: REMOVED if is_secret(name) else cleaned(value) for name, value in variables.items()}
+def of_data(value: Any) -> Any:
+    """Return plain data with its texts cleaned, and texts under a secret name removed."""
+    if isinstance(value, Mapping):
+        return {
+            name: REMOVED if isinstance(each, str) and is_secret(str(name)) else of_data(each)
+            for name, each in value.items()
+        }
+    if isinstance(value, (list, tuple)):
+        return [of_data(each) for each in value]
+    return cleaned(value) if isinstance(value, str) else value
 
 
 def cleaned(text: str) -> str:
