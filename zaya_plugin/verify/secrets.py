@@ -6,6 +6,7 @@ Patterns cannot know every secret: what they look for is in tests/verify/test_se
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping
 from typing import Any
@@ -49,7 +50,9 @@ def is_secret(name: str) -> bool:
 
 
 def of_data(value: Any) -> Any:
-    """Return plain data with its texts cleaned, and texts under a secret name removed."""
+    """Return plain data for a JSON file that leaves the machine: texts cleaned, texts under a secret name removed, NaN
+    and infinities as text.
+    """
     if isinstance(value, Mapping):
         return {
             name: REMOVED if isinstance(each, str) and is_secret(str(name)) else of_data(each)
@@ -57,6 +60,8 @@ def of_data(value: Any) -> Any:
         }
     if isinstance(value, (list, tuple)):
         return [of_data(each) for each in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
     return cleaned(value) if isinstance(value, str) else value
 
 
