@@ -70,6 +70,14 @@ def test_a_hang_ends_with_its_children(worker, first):
         assert not os.path.exists(f"/proc/{child}"), "a child of the line goes on"
 
 
+def test_a_device_that_does_not_answer_is_not_tried_for_every_line(tmp_path, monkeypatch):
+    from zaya_plugin.verify import worker as module
+
+    monkeypatch.setattr(module, "READY_S", 0.01)
+    stuck = Worker("cpu", tmp_path)
+    assert [stuck.run(line("good", argument="x")).state for _ in range(4)] == ["wrong", "wrong", "skipped", "skipped"]
+
+
 def test_variables_of_a_launcher_are_left_out():
     given = {"RANK": "3", "SLURM_PROCID": "3", "MASTER_ADDR": "a", "PATH": "/bin", "HIP_VISIBLE_DEVICES": "0"}
     assert environment(given, "auto") == {"PATH": "/bin", "HIP_VISIBLE_DEVICES": "0"}

@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -20,6 +21,7 @@ RANK = "zaya_plugin.verify.collective_rank"
 RESULT = "result.json"
 CAPTURE_S, SWEEP_S = 30, 120  # from the ranks' first line of Python to their end; START_S more for torch's import
 START_S = 60
+KILLED_S = 10
 LOG_LINES = 30
 GRAPHS = "cluster.graphs"
 
@@ -60,13 +62,21 @@ def run_ranks(what: str, setting: Setting, ranks: int, limit_s: float) -> dict[s
         for process in started:
             with contextlib.suppress(ProcessLookupError):
                 process.kill()
-        codes = [process.wait() for process in started]
-    for rank, code in sorted(enumerate(codes), key=lambda each: each[1] == -9):  # -9: killed here
+        codes = [ended(process) for process in started]
+    for rank, code in sorted(enumerate(codes), key=lambda each: each[1] == -signal.SIGKILL):  # those killed here last
         if code:
             how = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
             log = end_of(logs[rank])
             raise RanksFailed(f"rank {rank} {how}: {last_line(log)}", log)
     return json.loads((folder / RESULT).read_text())
+
+
+def ended(process: subprocess.Popen) -> int:
+    """Return the exit code of a process that was killed, also if it waits in the driver and does not end."""
+    try:
+        return process.wait(KILLED_S)
+    except subprocess.TimeoutExpired:
+        return -signal.SIGKILL
 
 
 def variables(setting: Setting, ranks: int) -> dict[str, str]:

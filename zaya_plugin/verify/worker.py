@@ -28,6 +28,8 @@ from pathlib import Path
 from zaya_plugin.parent_death import die_with_parent
 from zaya_plugin.verify.line import Line, Outcome, Setting
 
+KILLED_S = 10  # a process that waits in the driver for a device that hangs does not end
+STARTS = 2  # that may fail; then no further line is tried
 READY_S = 300  # torch's import from a cold network file system, and the start of the devices
 LOG_LINES = 30
 # A launcher's variables would make the ranks that a line starts join that launcher.
@@ -50,12 +52,17 @@ class Worker:
         self.process: subprocess.Popen | None = None
         self.text = b""
         self.machine: dict = {}
+        self.failed_starts = 0
 
     def run(self, line: Line) -> Outcome:
         """Return the outcome of `line`; a process that ends or takes too long is "wrong"."""
+        if self.failed_starts == STARTS:
+            return Outcome("skipped", f"no process of torch could be started, {STARTS} times")
         try:
             if self.process is None:
+                self.failed_starts += 1
                 self._start()
+                self.failed_starts = 0
             self.process.stdin.write(json.dumps(asdict(line)).encode() + b"\n")
             outcome = Outcome(**self._read("outcome", line.limit_s))
         except (WorkerEnded, OSError) as error:
@@ -70,7 +77,8 @@ class Worker:
         if self.process is not None:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self.process.pid, signal.SIGKILL)
-            self.process.wait()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self.process.wait(KILLED_S)
             self.process.stdin.close()
             self.process.stdout.close()
         self.process, self.text = None, b""
