@@ -13,7 +13,7 @@ import pytest
 
 from zaya_plugin.config.compose import compose
 from zaya_plugin.run import before_start, rank_plan
-from zaya_plugin.run.launch import first_failure, last_words
+from zaya_plugin.run.launch import capture_failed, first_failure, last_words
 
 
 def demo(*overrides):
@@ -58,7 +58,7 @@ def test_the_first_failing_rank_is_shown_and_nothing_of_torchrun(worker_program,
 
 
 def test_where_a_capture_fails_auto_runs_kernel_by_kernel(worker_program, tmp_path):
-    overrides = ("cluster=gpu", "nproc=2", "cluster.kernels=auto", "stage.global_batch_size=16")
+    overrides = ("cluster=gpu", "nproc=1", "cluster.kernels=auto")
     done = finish(worker_program, tmp_path / "auto", "capture", *overrides, "cluster.graphs=auto")
     assert done.returncode == 0, done.stderr
     assert "could not be captured as a graph; starting again kernel by kernel" in done.stderr
@@ -67,8 +67,25 @@ def test_where_a_capture_fails_auto_runs_kernel_by_kernel(worker_program, tmp_pa
     assert len(list((tmp_path / "auto" / "logs").glob("launch_*"))) == 2
     asked = finish(worker_program, tmp_path / "asked", "capture", *overrides, "cluster.graphs=full_iteration")
     assert asked.returncode == 1 and "starting again" not in asked.stderr, "an explicit request is not changed"
-    other = finish(worker_program, tmp_path / "other", "raise", *overrides, "cluster.graphs=auto")
-    assert other.returncode == 1 and "starting again" not in other.stderr
+
+
+@pytest.mark.parametrize(
+    ("text", "failed"),
+    [
+        ("CUDA error: operation not permitted when stream is capturing", True),
+        ("HIP error: operation failed due to a previous error during capture", True),
+        ("watchdog thread terminated with exception: ... (hipErrorCapturedEvent)", True),
+        ("RuntimeError: CUDA out of memory", False),
+    ],
+)
+def test_a_failed_capture_is_known_by_what_a_rank_said(tmp_path, text, failed):
+    assert not capture_failed(tmp_path)
+    for number, said in enumerate(("when stream is capturing" if not failed else "", text)):  # the newest launch counts
+        folder = tmp_path / f"launch_{number}" / "attempt_0" / "0"
+        folder.mkdir(parents=True)
+        (folder / "stderr.log").write_text(said)
+        os.utime(tmp_path / f"launch_{number}", (number, number))
+    assert capture_failed(tmp_path) == failed
 
 
 def test_a_killed_rank_is_the_cause_and_not_the_closed_connections_of_the_others(worker_program, tmp_path):
