@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from zaya_plugin.config.compose import compose
-from zaya_plugin.run import before_start, rank_plan
+from zaya_plugin.run import before_start, launch, rank_plan
 from zaya_plugin.run.launch import capture_failed, first_failure, last_words
 
 
@@ -65,8 +65,24 @@ def test_where_a_capture_fails_auto_runs_kernel_by_kernel(worker_program, tmp_pa
     assert "in a capturing stream" in done.stderr, "the cause is shown"
     assert "graphs: none" in (tmp_path / "auto" / "recipe.yaml").read_text()
     assert len(list((tmp_path / "auto" / "logs").glob("launch_*"))) == 2
-    asked = finish(worker_program, tmp_path / "asked", "capture", *overrides, "cluster.graphs=full_iteration")
-    assert asked.returncode == 1 and "starting again" not in asked.stderr, "an explicit request is not changed"
+
+
+@pytest.mark.parametrize(
+    ("graphs", "launches"), [("auto", ["full_iteration", "none"]), ("full_iteration", ["full_iteration"])]
+)
+def test_an_explicit_request_of_a_graph_is_not_changed(monkeypatch, tmp_path, graphs, launches):
+    seen = []
+
+    def fails(plan, logs):
+        seen.append("none" if "graphs: none" in (tmp_path / "recipe.yaml").read_text() else "full_iteration")
+        return 1
+
+    monkeypatch.setattr(launch, "run_ranks", fails)
+    monkeypatch.setattr(launch, "capture_failed", lambda logs: True)
+    monkeypatch.setattr(before_start, "check_surroundings", lambda recipe, plan: None)
+    words = ("cluster=gpu", "nproc=1", "cluster.kernels=auto", f"cluster.graphs={graphs}", f"run_dir={tmp_path}")
+    assert launch.launch(demo(*words)) == 1
+    assert seen == launches
 
 
 @pytest.mark.parametrize(
