@@ -58,7 +58,7 @@ test-core16: setup ## Run the tests of the model, parity, optimizers, parallelis
 	@tools/core16.sh
 	PYTHONPATH=.core16 $(PYTEST) $(SIDE_BY_SIDE) -m "not slow and not gpu" $(CORE16_TESTS) $(PYTEST_ARGS)
 
-test-gpu: ## Run the tests that need an accelerator, with GPU_PYTHON (default: python3)
+test-gpu: ## Run the tests that need an accelerator, with GPU_PYTHON (default: python3); on a new machine `zaya verify` first (docs/mi300x.md)
 	$(GPU_PYTHON) -m pytest -m gpu $(PYTEST_ARGS)
 
 lint: setup ## Check the code and its layout with ruff (`.venv/bin/ruff format .` formats it); list evidence older than the code

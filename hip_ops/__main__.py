@@ -6,11 +6,12 @@ runs where and why; `python -m hip_ops scan` finds missing wait states in gfx942
 import argparse
 import logging
 import sys
+import time
 from pathlib import Path
 
 import torch
 
-from hip_ops.runtime import hazards
+from hip_ops.runtime import conditions, hazards
 from hip_ops.runtime.build import BuildError, build, library_note, prebuilt
 from hip_ops.runtime.cache import cache_folder
 from hip_ops.runtime.compilers import (
@@ -21,7 +22,7 @@ from hip_ops.runtime.compilers import (
     find_compiler,
 )
 from hip_ops.runtime.library import default_target, target_of
-from hip_ops.runtime.operator import all_operators, table
+from hip_ops.runtime.operator import Operator, all_operators, table
 
 ENVIRONMENT = """\
 environment:
@@ -65,7 +66,8 @@ def parser() -> argparse.ArgumentParser:
     teller.add_argument(
         "--check",
         action="store_true",
-        help="compare every operator with its reference on every device; builds the kernels where hip is used",
+        help="compare every operator with its reference on every device, on GPUs also on streams, in a captured graph "
+        "and on a full device; prints the seconds of each; builds the kernels where hip is used",
     )
     scanner = commands.add_parser(
         "scan",
@@ -102,15 +104,23 @@ def info(check: bool) -> int:
     failed = 0
     for device in devices():
         name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
-        print(f"\n{device} ({name}){'' if check else ', operators not checked (add --check)'}")
-        choices = {}
+        choices, started = {}, time.monotonic()
         for operator in all_operators():
+            since = time.monotonic()
             try:
                 choices[operator.name] = operator.choice(device, check)
             except ValueError as error:
                 choices[operator.name] = f"none. {str(error).splitlines()[0]}".replace(f" of {operator.name}", "")
                 failed = 1
-            failed |= any(found != "passed" for (where, _), found in operator.results.items() if where == device)
+            else:
+                failed |= check and device.type == "cuda" and under_conditions(operator, device)
+            checked = {version: found for (where, version), found in operator.results.items() if where == device}
+            failed |= any(found != "passed" for found in checked.values())
+            if check and checked:  # one after the other, because a device may take minutes
+                print(f"{device}: {operator.name} ({', '.join(checked)}) {time.monotonic() - since:.1f} s", flush=True)
+        if check:
+            print(f"{device}: checked in {time.monotonic() - started:.1f} s")
+        print(f"\n{device} ({name}){'' if check else ', operators not checked (add --check)'}")
         print("\n".join(f"  {line}" for line in table(choices)))
     print("\nlibraries of AMD targets")
     print("\n".join(f"  {target}: {library_note(target)}" for target in AMD_ARCHITECTURES))
@@ -125,6 +135,16 @@ def info(check: bool) -> int:
         print(f"    in the cache: {prebuilt(target) or 'no library of these sources'}")
     print(f"\ncache: {cache_folder()}")
     return failed
+
+
+def under_conditions(operator: Operator, device: torch.device) -> bool:
+    """Compares the versions that run under the conditions of the device and prints what differs; returns whether any
+    does.
+    """
+    wrong = [each for each in conditions.check(operator, device) if each.difference]
+    for each in wrong:
+        print(f"{device}: {each.operator}, version {each.version}, {each.condition}: {each.difference.splitlines()[0]}")
+    return bool(wrong)
 
 
 def scan(paths: list[Path]) -> int:

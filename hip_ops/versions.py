@@ -31,6 +31,8 @@ NO_FP32 = {
 # Versions that this project has run on no device. Only a request by name takes them; one that fails its self-check is
 # skipped with a warning there too, because the request could not know it.
 NOT_RUN = ("aiter",)
+# Versions that may sum in another order at every call. All others give the same bits, which the self-check compares.
+ANY_ORDER = ("aiter",)
 KERNELS = ("auto", "hip", "triton", "compiled", "reference")  # what can be requested for all operators
 
 

@@ -91,6 +91,8 @@ WORKER = """
                 time.sleep(0.01)
             time.sleep(0.1)  # a file's time of change has steps of some milliseconds
             raise RuntimeError("connection closed by peer")
+        if mode == "capture" and recipe.cluster.graphs == "full_iteration":
+            raise RuntimeError("HIP error: operation not permitted on an event last recorded in a capturing stream")
         if mode == "killed":
             dying = Path(recipe.run_dir, "dying")
             if rank == 1:

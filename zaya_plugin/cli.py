@@ -29,6 +29,10 @@ COMMANDS = {
     ),
     "checkpoint": ("zaya_plugin.run.checkpoint_commands:main", "list, verify, prune and adopt a run's checkpoints"),
     "data": ("zaya_plugin.cli:data", "make, pack, inspect and warm corpora"),
+    "verify": (
+        "zaya_plugin.verify.command:main",
+        "examine a new machine: environment, kernels, rates, a short training",
+    ),
     "doctor": ("zaya_plugin.doctor:main", "report installed packages, devices, known problems and host changes"),
 }
 # Command of `zaya data` -> what it does; each is a module zaya_plugin.corpus.<name> with a main().

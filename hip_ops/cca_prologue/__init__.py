@@ -15,25 +15,28 @@ from torch import Tensor
 
 from hip_ops.cca_prologue import reference
 from hip_ops.runtime.declaration import wide
+from hip_ops.runtime.on_device import multiprocessors
 from hip_ops.runtime.operator import Operator
 
 HEADS, GROUPS, HEAD_DIM = 8, 2, 128  # ZAYA1's
 TRITON_HEAD_DIMS = (32, 64, 128, 256)
 
 
-def _example(backward: bool):
+def _example(backward: bool, whole: bool = False):
     """Makes inputs with ZAYA1's heads, two chunks with halos, two sequences with documents of odd lengths, and more
-    rows than a tile.
+    tiles of 32 rows than blocks for a head, so that a block takes a second one. whole: one chunk without halos and
+    without documents, as in training at 4K.
     """
 
     def make(device: torch.device) -> tuple:
-        dtype, d, heads, batch, chunks, rows = torch.bfloat16, HEAD_DIM, HEADS + GROUPS, 2, 2, 69
+        dtype, d, heads, batch, chunks = torch.bfloat16, HEAD_DIM, HEADS + GROUPS, 2, 1 if whole else 2
+        rows = 81 + 3 * multiprocessors(device) if whole else 67 + 2 * multiprocessors(device)
         channels, values = heads * d, GROUPS * d
 
         def random(*shape: int, scale: float = 1.0) -> Tensor:
             return (torch.randn(shape, device=device) * scale).to(dtype)
 
-        starts = torch.zeros(chunks, rows + 1, batch, dtype=torch.bool, device=device)
+        starts = torch.zeros(2, rows + 1, batch, dtype=torch.bool, device=device)
         starts[0, 1, 0] = starts[0, 33:35, 0] = starts[1, 0, 1] = starts[1, 2, 0] = starts[1, rows, 1] = True
         angles = torch.rand(chunks * rows, batch, d // 4, device=device) * 6.0
         inputs = (
@@ -44,9 +47,11 @@ def _example(backward: bool):
             random(channels, scale=0.3),
             torch.tensor([0.7, 1.4], device=device, dtype=dtype),
             torch.cat((angles.cos(), angles.sin()), dim=-1),
-            random(chunks, 2, batch, channels),
-            random(chunks, batch, values // 2),
-            starts,
+            *(
+                (None,) * 3
+                if whole
+                else (random(chunks, 2, batch, channels), random(chunks, batch, values // 2), starts)
+            ),
             GROUPS,
             values // 2,
         )
@@ -114,6 +119,7 @@ _prologue = Operator(
     """,
     rule=_rule,
     example=_example(backward=False),
+    more_examples=dict.fromkeys(("hip", "triton"), (_example(backward=False, whole=True),)),
     tolerance=2**-6,
     fits=_fits(first=0),
 )
@@ -130,6 +136,7 @@ _prologue_backward = Operator(
         d_value_halo        like value_halo
     """,
     example=_example(backward=True),
+    more_examples=dict.fromkeys(("hip", "triton"), (_example(backward=True, whole=True),)),
     tolerance=2**-6,
     fits=_fits(first=3),
 )

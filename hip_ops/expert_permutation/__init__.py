@@ -9,6 +9,7 @@ last.
 
 from __future__ import annotations
 
+import functools
 from typing import NamedTuple
 
 import torch
@@ -16,6 +17,7 @@ from torch import Tensor
 
 from hip_ops.expert_permutation import reference
 from hip_ops.runtime.operator import Operator
+from hip_ops.runtime.row_views import rows_for_a_second
 
 MAX_EXPERTS = 256  # of the kernels
 
@@ -42,14 +44,19 @@ def _example_ids(device: torch.device, tokens: int) -> Tensor:
     return torch.where(ids > 16, 3, torch.where(ids == 5, 4, ids))
 
 
-def _example_rows(device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _example_rows(device: torch.device, many: bool = False) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Returns rows, token_of_row, row_of_token and probs of ZAYA1's hidden size and dtypes, which run the kernels of
-    its training.
+    its training (Triton compiles another one where their number is no multiple of 16); or `many` narrow rows, so that
+    a wave takes a second one.
     """
-    tokens, hidden = 150, 2048
+    tokens, hidden = (rows_for_a_second(device), 64) if many else (144, 2048)
     token_of_row, row_of_token, _, _ = reference.sort_by_expert(_example_ids(device, tokens), 16)
     rows, probs = torch.randn(tokens, hidden, device=device).bfloat16(), torch.rand(tokens, device=device)
     return rows, token_of_row, row_of_token, probs
+
+
+def _example_without_probs(device: torch.device) -> tuple[Tensor, Tensor, Tensor, None]:
+    return *_example_rows(device)[:3], None
 
 
 def _few_experts(expert_ids: Tensor, num_experts: int) -> bool:
@@ -66,7 +73,7 @@ _sort = Operator(
         offsets       [num_experts]  int32
     """,
     rule=lambda given: (f"num_experts is {given['num_experts']}", "at least 1") if given["num_experts"] < 1 else None,
-    example=lambda device: (_example_ids(device, 5000), 16),
+    example=lambda device: (_example_ids(device, 4080), 16),  # 16 tiles, the last one partly filled
     fits={"hip": _few_experts, "triton": _few_experts},
 )
 _gather = Operator(
@@ -82,6 +89,10 @@ _gather = Operator(
         moved_probs  like probs
     """,
     example=_example_rows,
+    more_examples={
+        "hip": (_example_without_probs, functools.partial(_example_rows, many=True)),
+        "triton": (_example_without_probs,),
+    },
 )
 
 

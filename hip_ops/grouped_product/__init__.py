@@ -49,31 +49,48 @@ def _aligned(*tensors: Tensor) -> bool:
 
 
 def _offsets(device: torch.device) -> Tensor:
-    """Makes offsets: an expert without rows, one with a few, one with more than a tile; padding rows after them."""
-    return torch.tensor([0, 3, 3, 150, 285], dtype=torch.int32).to(device)
+    """Makes offsets of ZAYA1's 16 experts: one without rows, one with a few, one with more than a tile; padding rows
+    after them.
+    """
+    ends = [0, 3, 3, 150, *range(152, 174, 2), 285]
+    return torch.tensor(ends, dtype=torch.int32).to(device)
 
 
 def _operand(device: torch.device, *shape: int) -> Tensor:
-    """Makes small numbers; rows [300, ..] have NaN in the padding rows."""
+    """Makes small numbers; rows [304, ..] have NaN in the padding rows."""
     matrix = (torch.randn(shape, device=device) / 16).bfloat16()
     if len(shape) == 2:
         matrix[285:] = torch.nan
     return matrix
 
 
-def _rows_example(transposed: bool):
+def _in_a_buffer(tensor: Tensor) -> Tensor:
+    """On AMD copies the tensor into a buffer of 2 GiB. DDP's buffers of all parameters are larger, and Triton compiles
+    another kernel for tensors in buffers from 2 GiB on.
+    """
+    if torch.version.hip is None:
+        return tensor
+    buffer = tensor.new_empty(2**31 // tensor.itemsize)
+    return buffer.as_strided(tensor.shape, tensor.stride()).copy_(tensor)
+
+
+def _rows_example(transposed: bool, k: int = 320, in_a_buffer: bool = False):
+    """As in training k is a multiple of the kernels' steps, and n and the tokens are multiples of 16, for which Triton
+    compiles another kernel. k: for large ones Triton takes another tile (configs.py).
+    """
+
     def make(device: torch.device) -> tuple:
-        matrices = _operand(device, 5, 136, 264).mT if transposed else _operand(device, 5, 264, 136)
-        return _operand(device, 300, 264), matrices, _offsets(device)
+        matrices = _operand(device, 16, 144, k).mT if transposed else _operand(device, 16, k, 144)
+        return _operand(device, 304, k), _in_a_buffer(matrices) if in_a_buffer else matrices, _offsets(device)
 
     return make
 
 
-def _outer_example(dtype: torch.dtype, accumulate: bool):
+def _outer_example(dtype: torch.dtype, accumulate: bool, in_a_buffer: bool = False):
     def make(device: torch.device) -> tuple:
-        a, b, shape = _operand(device, 300, 136), _operand(device, 300, 264), (5, 136, 264)
+        a, b, shape = _operand(device, 304, 144), _operand(device, 304, 272), (16, 144, 272)
         out = torch.randn(shape, device=device) if accumulate else torch.full(shape, torch.nan, device=device)
-        return out.to(dtype), a, b, _offsets(device), accumulate
+        return _in_a_buffer(out) if in_a_buffer else out.to(dtype), a, b, _offsets(device), accumulate
 
     return make
 
@@ -93,7 +110,15 @@ _rows = Operator(
     """,
     gives="out [T, n] =x",
     example=(_rows_example(False), _rows_example(True)),
+    more_examples={
+        "triton": (
+            _rows_example(False, in_a_buffer=True),
+            _rows_example(True, in_a_buffer=True),
+            _rows_example(False, k=3072),
+        )
+    },
     compare=_compare_rows,
+    written=lambda got: got[0][: int(got[1][2][-1])],
     available=AVAILABLE,
     fits={
         "quack": lambda x, matrices, offsets: x.dtype == torch.bfloat16 and _aligned(x, matrices),
@@ -118,6 +143,7 @@ _outer = Operator(
         _outer_example(torch.float32, False),
         _outer_example(torch.bfloat16, False),
     ),
+    more_examples={"triton": tuple(_outer_example(torch.float32, each, in_a_buffer=True) for each in (True, False))},
     tolerances={"grouped_mm": 2.0**-7},  # it rounds products to bf16
     available=AVAILABLE,
     fits={

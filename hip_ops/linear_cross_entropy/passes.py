@@ -3,18 +3,22 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
 from hip_ops.linear_cross_entropy import reference
 from hip_ops.linear_cross_entropy.reference import part_size
-from hip_ops.linear_cross_entropy.saved import LARGEST_PART
+from hip_ops.linear_cross_entropy.saved import LARGEST_PART, parts_of_exponentials
 from hip_ops.runtime.operator import Operator
 from hip_ops.runtime.self_check import worst_element
 
 # With fewer rows, rows are cut into parts. nvidia: a block per row, on 132 processors; amd: a wave per row, on 304.
 ROWS_THAT_FILL_A_DEVICE = {"nvidia": 2048, "amd": 8192}
 MOST_PARTS = 16
+CLASSES = 262272  # ZAYA1's vocabulary
 LOGITS = """
     logits            [tokens, classes]       bf16|fp32
     labels            [tokens]                int64
@@ -32,31 +36,43 @@ def parts_for(logits: Tensor) -> int:
     return parts
 
 
-def _example(device: torch.device, far: bool = False) -> tuple:
-    """Makes rows of two parts, the second shorter than the first; labels in both parts, at their borders and in
-    neither.
+def _example(device: torch.device, whole: bool = False, far: bool = False, parts: int = 2) -> tuple:
+    """Makes rows of `parts` parts, the last shorter than the others; labels at the borders of the first, of the last
+    and in none. As in training rows, classes and the first class are multiples of 16, for which Triton compiles another
+    kernel.
 
-    far: in every fourth row the last logits are larger by 200, so that the two parts take different references.
+    whole: all of ZAYA1's classes. far: in every fourth row the last logits are larger by 200, so that parts take
+    different references.
     """
-    rows, classes, first = 9, 3976, 1000
-    logits = 4 * torch.randn(rows, classes, device=device)
+    classes, first = CLASSES if whole else 3984, 1008
+    border = first + part_size(classes, parts)
+    labels = [border - 1, first + classes - 1, first - 1, first, border, first + classes, 1700, 4000, 0]
+    labels += [1010, 1100, 1200, 1500, 2000, 2500, 3000]
+    logits = 4 * torch.randn(len(labels), classes, device=device)
     if far:
         logits[::4, -100:] += 200
-    border = first + part_size(classes, 2)
-    labels = [first, border - 1, border, first + classes - 1, first - 1, first + classes, 1700, 4000, 0]
-    return logits.bfloat16(), torch.tensor(labels, device=device), first, 2
+    return logits.bfloat16(), torch.tensor(labels, device=device), first, parts
 
 
-def _gradient_example(device: torch.device) -> tuple:
-    logits, labels, first, _ = _example(device)
+def _exponentials_example(device: torch.device, whole: bool = False) -> tuple:
+    return _example(device, whole, far=True, parts=parts_of_exponentials(CLASSES) if whole else 2)
+
+
+def _gradient_example(device: torch.device, whole: bool = False) -> tuple:
+    logits, labels, first, _ = _example(device, whole)
     normalizer, _ = reference.combined(reference.row_statistics(logits, labels, first, 1))
     return logits, labels, first, normalizer, torch.rand(len(labels), device=device), 1e-3
 
 
-def _finish_example(device: torch.device) -> tuple:
-    logits, labels, first, parts = _example(device, far=True)
+def _finish_example(device: torch.device, whole: bool = False) -> tuple:
+    logits, labels, first, parts = _exponentials_example(device, whole)
     statistics = reference.overwrite_with_exponentials(logits, labels, first, parts)
     return logits, labels, first, statistics, 0, parts, torch.rand(len(labels), device=device), 1e-3
+
+
+def _of_all_classes(example: Callable[..., tuple]) -> dict[str, tuple[Callable[[torch.device], tuple], ...]]:
+    """Returns more examples, for the versions that do not compile every shape anew."""
+    return dict.fromkeys(("hip", "triton"), (functools.partial(example, whole=True),))
 
 
 def _compare(got: list, want: list, tolerance: float) -> str | None:
@@ -77,7 +93,13 @@ def _first_part_fits(given: dict) -> tuple[str, str] | None:
 
 
 row_statistics = Operator(
-    reference.row_statistics, takes=LOGITS, gives=STATISTICS, example=_example, compare=_compare, tolerance=1e-5
+    reference.row_statistics,
+    takes=LOGITS,
+    gives=STATISTICS,
+    example=_example,
+    more_examples=_of_all_classes(_example),
+    compare=_compare,
+    tolerance=1e-5,
 )
 overwrite_with_gradient = Operator(
     reference.overwrite_with_gradient,
@@ -88,6 +110,7 @@ overwrite_with_gradient = Operator(
     """,
     mutates=("logits",),
     example=_gradient_example,
+    more_examples=_of_all_classes(_gradient_example),
     compare=_compare,
     tolerance=1e-5,
 )
@@ -97,7 +120,8 @@ overwrite_with_exponentials = Operator(
     gives=STATISTICS,
     rule=_parts_fit,
     mutates=("logits",),
-    example=lambda device: _example(device, far=True),
+    example=_exponentials_example,
+    more_examples=_of_all_classes(_exponentials_example),
     compare=_compare,
     tolerance=2e-5,
 )
@@ -112,6 +136,7 @@ finish_gradient = Operator(
     rule=_first_part_fits,
     mutates=("exponentials",),
     example=_finish_example,
+    more_examples=_of_all_classes(_finish_example),
     compare=_compare,
     tolerance=2e-5,
 )

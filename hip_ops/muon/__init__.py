@@ -17,6 +17,8 @@ learning rate that is a tensor, so a step can be captured in a CUDA graph.
 
 from __future__ import annotations
 
+import functools
+import itertools
 import math
 from collections.abc import Sequence
 
@@ -67,29 +69,55 @@ def _check(operator: Operator, lists: dict[str, list[Tensor]], **numbers: Tensor
             fail(name, what, f"torch.float32 of {wanted[1]} elements on {device}, contiguous")
 
 
-def _example_lists(device: torch.device) -> list[list[Tensor]]:
-    """Makes three parallel lists - bf16, fp32, bf16 - with whole and ragged chunks, an empty tensor and a few
-    elements.
-    """
+def _example_lists(device: torch.device, *dtypes: torch.dtype) -> list[list[Tensor]]:
+    """Makes parallel lists of these dtypes with whole and ragged chunks, an empty tensor and a few elements."""
     shapes = [(96, 256), (0, 4), (17, 33), (1, 3)]
-    return [
-        [torch.randn(shape, device=device).to(dtype) for shape in shapes]
-        for dtype in (torch.bfloat16, torch.float32, torch.bfloat16)
-    ]
+    return [[torch.randn(shape, device=device).to(dtype) for shape in shapes] for dtype in dtypes]
 
 
-def _momentum_example(device: torch.device) -> tuple:
-    scale, found_inf = torch.full((1,), 0.37, device=device), torch.zeros(1, device=device)
-    return (*_example_lists(device), torch.zeros(4, device=device), scale, found_inf, 0.95, True)
+def _momentum_example(
+    device: torch.device, gradients: torch.dtype = torch.bfloat16, with_sums: bool = True, with_flag: bool = True
+) -> tuple:
+    lists = _example_lists(device, gradients, torch.float32, torch.bfloat16)
+    sums, found_inf = (torch.zeros(count, device=device) for count in (4, 1))
+    scale = torch.full((1,), 0.37, device=device)
+    return *lists, sums if with_sums else None, scale, found_inf if with_flag else None, 0.95, True
 
 
-def _update_example(device: torch.device) -> tuple:
-    lr, found_inf = torch.full((1,), 0.1, device=device), torch.zeros(1, device=device)
-    return (*_example_lists(device), [3.2, 0.4, 1.1, 0.5], 0.0, lr, 0.1, found_inf)
+def _update_example(
+    device: torch.device, with_masters: bool = True, with_flag: bool = True, lr_on_device: bool = True
+) -> tuple:
+    updates, masters, params = _example_lists(device, torch.bfloat16, torch.float32, torch.bfloat16)
+    lists = (updates, masters, params) if with_masters else (updates, [], masters)
+    lr = (0.0, torch.full((1,), 0.1, device=device)) if lr_on_device else (0.1, None)
+    found_inf = torch.zeros(1, device=device) if with_flag else None
+    return *lists, [3.2, 0.4, 1.1, 0.5], *lr, 0.1, found_inf
 
 
-_momentum = Operator(reference.muon_momentum_, mutates=("momenta", "outputs", "square_sums"), example=_momentum_example)
-_update = Operator(reference.muon_update_, mutates=("masters", "params"), example=_update_example)
+# The first example of each mixes dtypes; training has fp32 gradients and a learning rate of the host.
+BOTH = (True, False)
+_momentum = Operator(
+    reference.muon_momentum_,
+    mutates=("momenta", "outputs", "square_sums"),
+    example=(
+        _momentum_example,
+        *(
+            functools.partial(_momentum_example, gradients=torch.float32, with_sums=a, with_flag=b)
+            for a, b in itertools.product(BOTH, BOTH)
+        ),
+    ),
+)
+_update = Operator(
+    reference.muon_update_,
+    mutates=("masters", "params"),
+    example=(
+        _update_example,
+        *(
+            functools.partial(_update_example, with_masters=a, with_flag=b, lr_on_device=False)
+            for a, b in itertools.product(BOTH, BOTH)
+        ),
+    ),
+)
 
 
 @torch.no_grad()

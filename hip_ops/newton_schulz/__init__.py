@@ -17,9 +17,11 @@ from torch import Tensor
 from hip_ops.newton_schulz import quack, reference
 from hip_ops.newton_schulz.coefficients import Triple, coefficient_triples
 from hip_ops.newton_schulz.plan import HALF_TYPES, make_plan
+from hip_ops.runtime.on_device import multiprocessors
 from hip_ops.runtime.operator import Operator
 from hip_ops.runtime.quack_tiles import available
 
+LARGE_TILE, FEWEST_LARGE_TILES = 128, 304  # the first row of kTileTable in symmetric_product.hip
 DTYPES = (None, *HALF_TYPES, torch.float32, torch.float64)  # dtypes of the matrices in the iteration
 
 
@@ -44,10 +46,27 @@ def _flat(triples: Iterable[Triple]) -> tuple[float, ...]:
     return tuple(value for triple in triples for value in triple)
 
 
-def _example(batch: int, rows: int, columns: int) -> Callable[[torch.device], tuple]:
+def _example(
+    batch: int, rows: int, columns: int, form: str = "gram", steps: int = 5
+) -> Callable[[torch.device], tuple]:
     def make(device: torch.device) -> tuple:
         x = torch.randn((batch, rows, columns), device=device).bfloat16()
-        return x, None, _flat(coefficient_triples("simple", 5)), "gram", (3,), torch.float16, 1e-7
+        restarts = (3,) if form == "gram" else ()
+        return x, None, _flat(coefficient_triples("simple", steps)), form, restarts, torch.float16, 1e-7
+
+    return make
+
+
+def _example_of_large_tiles(form: str) -> Callable[[torch.device], tuple]:
+    """Makes wide matrices, so many that the HIP version takes tiles of 128. On a CPU, where these would take minutes,
+    one small matrix.
+    """
+
+    def make(device: torch.device) -> tuple:
+        rows, columns = 264, 328
+        tiles = -(-rows // LARGE_TILE)
+        batch = -(-FEWEST_LARGE_TILES // (tiles * (tiles + 1) // 2))
+        return _example(*((1, 24, 40) if multiprocessors(device) == 1 else (batch, rows, columns)), form)(device)
 
     return make
 
@@ -60,10 +79,16 @@ _newton_schulz = Operator(
     """,
     gives="result like x",
     rule=_rule,
-    example=_example(2, 200, 136),
+    example=_example(2, 200, 168),  # more than five slabs of 32: the pipelined loop of the HIP version runs
     more_examples={
-        "quack": (_example(22, 264, 272), _example(9, 528, 520))
-    },  # quack's other tiles: for many and for large matrices
+        # Tiles of 64 with products that are too short for the pipelined loop and others, and rows that are not aligned.
+        "hip": (
+            _example_of_large_tiles("gram"),
+            _example_of_large_tiles("standard"),
+            *(_example(1, *shape, "standard", steps=2) for shape in ((72, 200), (168, 200), (17, 72))),
+        ),
+        "quack": (_example(22, 264, 272), _example(9, 528, 520)),  # its other tiles: for many and for large matrices
+    },
     tolerance=2.0**-5,  # five steps amplify a rounding of half precision by up to 3.4445^5 = 485 before they damp it
     fits={"hip": _fits, "quack": _fits_quack, "triton": _fits},
     prefers={"quack": _prefers_quack},

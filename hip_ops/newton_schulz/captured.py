@@ -2,9 +2,9 @@
 """Runs Newton-Schulz of few small matrices as a CUDA graph, because its twenty launches take longer on the CPU than on
 the GPU.
 
-A graph belongs to a version, shape, dtype, plan and stream. It is captured at their second call: single calls cost
-nothing extra, and the self-check has ended. Input and result are copied, because a graph contains addresses. The most
-recent graphs are kept, each with the memory of one iteration.
+A graph belongs to a version, shape, dtype, plan and stream. It is captured at their second call, so that single calls
+cost nothing extra. Calls of the self-check make no graph and do not count. Input and result are copied, because a graph
+contains addresses. The most recent graphs are kept, each with the memory of one iteration.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from hip_ops.newton_schulz.plan import Plan
+from hip_ops.runtime import self_check
 
 LARGEST = 2**24  # elements of a batch; above, the GPU takes longer than the CPU
 KEPT = 16
@@ -42,6 +43,7 @@ def worthwhile(x: Tensor) -> bool:
         and torch.version.hip is None
         and x.numel() <= LARGEST
         and not torch.cuda.is_current_stream_capturing()
+        and not self_check.comparing
     )
 
 

@@ -17,6 +17,7 @@ from torch import Tensor
 from hip_ops.rms_norm import aiter, reference
 from hip_ops.runtime.aiter import available
 from hip_ops.runtime.compiled import formula
+from hip_ops.runtime.on_device import multiprocessors
 from hip_ops.runtime.operator import Operator
 
 rms_norm = formula(reference.rms_norm)
@@ -48,11 +49,16 @@ RESULTS = """
 """
 
 
-def _example(scaled: bool, backward: bool):
-    """Makes inputs of ZAYA1's hidden size and dtypes, which run the kernels of its training."""
+def _example(scaled: bool, backward: bool, last: bool = False):
+    """Makes inputs of ZAYA1's hidden size and dtypes, which run the kernels of its training: an fp32 stream, and more
+    rows than blocks, of which there are at most eight a multiprocessor (rms_norm.h). As in training the rows are a
+    multiple of 16, for which Triton compiles another kernel. last: new_residual has no gradient, as in a model's last
+    norm.
+    """
 
     def make(device: torch.device) -> tuple:
-        shape, hidden = (3, 7, 2048), 2048
+        hidden = 2048
+        shape = (2, 8 * (multiprocessors(device) // 2 + 1), hidden)
         x = torch.randn(shape, device=device).bfloat16()
         residual = torch.randn(shape, device=device)
         vectors = [
@@ -61,6 +67,7 @@ def _example(scaled: bool, backward: bool):
         if not backward:
             return (x, residual, *vectors, 1e-5) if scaled else (x, residual, vectors[-1], 1e-5)
         dy, d_new_residual = torch.randn(shape, device=device).bfloat16(), torch.randn(shape, device=device)
+        d_new_residual = None if last else d_new_residual
         rstd = torch.rand((*shape[:-1], 1), device=device) + 0.5
         if scaled:
             return dy, d_new_residual, x, residual, rstd, *vectors
@@ -104,6 +111,7 @@ _add_backward = Operator(
     reference.add_rms_norm_backward,
     fake=_add_backward_fake,
     example=_example(scaled=False, backward=True),
+    more_examples=dict.fromkeys(("hip", "triton"), (_example(scaled=False, backward=True, last=True),)),
     fits=_fits(2),
     available=AVAILABLE,
 )
@@ -119,6 +127,7 @@ _scaled_backward = Operator(
         d_weight          like weight
     """,
     example=_example(scaled=True, backward=True),
+    more_examples=dict.fromkeys(("hip", "triton"), (_example(scaled=True, backward=True, last=True),)),
     fits=_fits(3),
     available=AVAILABLE,
 )

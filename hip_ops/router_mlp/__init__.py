@@ -9,6 +9,7 @@ gradients.
 
 from __future__ import annotations
 
+import functools
 from typing import NamedTuple
 
 import torch
@@ -55,26 +56,32 @@ class RouterGradients(NamedTuple):
     active2: Tensor
 
 
-def _example(device: torch.device) -> tuple:
-    """Makes inputs of ZAYA1's width and classes in bf16, with a partly filled last tile."""
-    rows, r, c = 150, 256, 17
+def _example(device: torch.device, first: bool = False, replay: bool = True) -> tuple:
+    """Makes inputs of ZAYA1's width and classes in bf16, with a partly filled last tile; as in training a multiple of
+    16 rows, for which Triton compiles another kernel. first: of the model's first layer, without a previous state.
+    replay: some tokens have a given class.
+    """
+    rows, r, c = 144, 256, 17
 
     def random(*shape: int) -> Tensor:
         return torch.randn(shape, device=device)
 
     projected, previous, gamma, b_down = random(rows, r), random(rows, r), random(r), random(r)
     w1, w2, w_out = random(r, r) / 16, random(r, r) / 16, random(c, r) / 2
-    tensors = (projected, previous, gamma, b_down, 1 + random(r) / 4, w1, random(r) / 4, w2, random(r) / 4, w_out)
+    before = (None, None) if first else (previous.bfloat16(), gamma.bfloat16())
+    tensors = (b_down, 1 + random(r) / 4, w1, random(r) / 4, w2, random(r) / 4, w_out)
     forced = torch.where(torch.arange(rows, device=device) % 5 == 0, 3, -1)
-    return *(tensor.bfloat16() for tensor in tensors), random(c) / 16, forced, 1e-5, c - 1
+    parameters = (tensor.bfloat16() for tensor in tensors)
+    return projected.bfloat16(), *before, *parameters, random(c) / 16, forced if replay else None, 1e-5, c - 1
 
 
-def _backward_example(device: torch.device) -> tuple:
-    given = _example(device)
+def _backward_example(device: torch.device, first: bool = False, last: bool = False) -> tuple:
+    """last: of the model's last layer, whose state has no gradient."""
+    given = _example(device, first)
     _, previous, gamma, _, w_norm, w1, _, w2, _, w_out, _, _, eps, unweighted = given
     state, weights, ids, hidden1, hidden2, logits, _ = reference.router_mlp(*given)
     saved = (state, previous, gamma, hidden1, hidden2, logits, ids, w_norm, w1, w2, w_out)
-    return torch.randn_like(weights), torch.randn_like(state), *saved, eps, unweighted
+    return torch.randn_like(weights), None if last else torch.randn_like(state), *saved, eps, unweighted
 
 
 def _compare(got: list, want: list, tolerance: float) -> str | None:
@@ -141,6 +148,7 @@ _forward = Operator(
     rule=_rule,
     fake=reference.router_mlp,
     example=_example,
+    more_examples={"triton": tuple(functools.partial(_example, first=first, replay=False) for first in (False, True))},
     compare=_compare,
     tolerance=2 * TOLERANCES[torch.bfloat16],  # of the weights, which follow the logits
     tolerances={
@@ -164,6 +172,9 @@ _backward = Operator(
     rule=_rule,
     fake=reference.router_mlp_backward,
     example=_backward_example,
+    more_examples={
+        "triton": (functools.partial(_backward_example, first=True), functools.partial(_backward_example, last=True))
+    },
     tolerance=2 * TOLERANCES[torch.bfloat16],  # sums of bf16 numbers, a few of which round the other way
     fits={"triton": lambda *arguments: _fits(arguments[12])},
 )

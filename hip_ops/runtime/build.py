@@ -29,6 +29,7 @@ from hip_ops.runtime.errors import mistake
 
 CSRC = Path(__file__).resolve().parent / "csrc"  # headers that all kernels share, and the library's own functions
 PACKAGE = CSRC.parents[1]  # hip_ops: each operator's sources lie in its folder
+SHIPPED = PACKAGE / "shipped"  # a folder for each target
 LIBRARY = "libhip_ops.so"
 MANIFEST = "manifest.json"
 SWITCH = "HIP_OPS_LIBRARY"  # environment variable: shipped (default) or source
@@ -85,7 +86,7 @@ def build(target: str, *, force: bool = False, sources: Path = PACKAGE) -> Path:
 
 
 def shipped_folder(target: str) -> Path:
-    return PACKAGE / "shipped" / target
+    return SHIPPED / target
 
 
 def shipped(target: str, *, sources: Path = PACKAGE) -> tuple[Path | None, str]:

@@ -5,17 +5,19 @@ convention.
 
 import ctypes
 from functools import lru_cache
+from pathlib import Path
 
 import torch
 
 from hip_ops.runtime.architecture import architecture
-from hip_ops.runtime.build import BuildError, build
+from hip_ops.runtime.build import SHIPPED, BuildError, build, manifest_of
 from hip_ops.runtime.compilers import AMD_ARCHITECTURES, CompilerNotFound, default_amd_target
 from hip_ops.runtime.hip_runtime import bind, own_maps, the_runtime
 from hip_ops.runtime.launchers import load
 
 # a failed build is not repeated in this process, because every operator would wait for it
 _failures: dict[str, Exception] = {}
+_paths: dict[str, Path] = {}  # of the libraries that this process has loaded, by target
 
 
 def target_of(device: torch.device) -> str:
@@ -47,7 +49,7 @@ def library(target: str) -> ctypes.CDLL:
 
 @lru_cache
 def _library(target: str) -> ctypes.CDLL:
-    path = build(target)
+    path = _paths[target] = build(target)
     if target not in AMD_ARCHITECTURES:
         return load(path)
     if torch.version.hip is None:
@@ -58,6 +60,16 @@ def _library(target: str) -> ctypes.CDLL:
     loaded = load(path)
     the_runtime(torch.version.hip, own_maps())  # a library that hipcc built brings the runtime of that ROCm
     return loaded
+
+
+def identity(device: torch.device) -> str | None:
+    """Says which library this process has loaded for `device`, or None: equal texts mean the same code."""
+    path = _paths.get(target_of(device))
+    if path is None:
+        return None
+    if SHIPPED in path.parents:
+        return f"shipped, sha256 {manifest_of(path)['sha256']}"
+    return f"built from source, {path.parent.name}"  # target, and the hash of sources, flags and compiler
 
 
 def call(name: str, *arguments, device: torch.device) -> None:

@@ -38,9 +38,10 @@ from hip_ops.runtime import availability
 from hip_ops.runtime.compiled import compile_function
 from hip_ops.runtime.declaration import Declaration, Rule
 from hip_ops.runtime.errors import mistake
+from hip_ops.runtime.library import identity
 from hip_ops.runtime.selection import Request, selection
-from hip_ops.runtime.self_check import difference
-from hip_ops.versions import NOT_RUN, VERSIONS
+from hip_ops.runtime.self_check import PLAIN_CALL, Condition, differences
+from hip_ops.versions import ANY_ORDER, NOT_RUN, VERSIONS
 
 logger = logging.getLogger("hip_ops")
 OPERATORS: dict[str, Operator] = {}
@@ -49,6 +50,7 @@ _warnings: set[tuple[torch.device, str, str]] = set()  # one warning for a faile
 _TENSORS = frozenset((Tensor, torch.nn.Parameter))
 _OTHERS = frozenset((int, float, bool, str, NoneType, torch.dtype))
 _LISTS = frozenset((list, tuple))
+LIBRARY, TRITON = "library of the HIP kernels", "Triton"  # what versions come from, beside the operators in `running`
 
 
 def unobserved() -> bool:
@@ -73,7 +75,7 @@ class Operator:
         example: device -> arguments of a small call that passes through all of the kernel (tails, several tiles). It
             may use torch's global random generator, which is seeded before and restored after. A tuple of functions
             gives several calls.
-        compare, tolerance: as in `self_check.difference`.
+        compare, tolerance, written: as in `self_check.differences`.
         more_examples, tolerances: version -> further examples, and a tolerance of its own.
         fits: version -> function that returns whether the version takes these arguments; a version without one takes
             all. Calls whose first tensor is fp64 run the reference.
@@ -95,6 +97,7 @@ class Operator:
         mutates: Sequence[str] = (),
         compare: Callable[[list, list, float | None], str | None] | None = None,
         tolerance: float | None = None,
+        written: Callable[[list], Any] | None = None,
         more_examples: dict[str, tuple[Callable[[torch.device], tuple], ...]] | None = None,
         tolerances: dict[str, float] | None = None,
         fits: dict[str, Callable[..., bool]] | None = None,
@@ -107,7 +110,7 @@ class Operator:
         self.folder = self.module.rpartition(".")[2]
         self.versions = VERSIONS[self.folder]
         self.examples = example if isinstance(example, tuple) else (example,)
-        self.compare, self.tolerance = compare, tolerance
+        self.compare, self.tolerance, self.written = compare, tolerance, written
         self.more_examples, self.tolerances = more_examples or {}, tolerances or {}
         self.fits, self.prefers, self.available = fits or {}, prefers or {}, available or {}
         for by_version in (self.more_examples, self.tolerances, self.fits, self.prefers, self.available):
@@ -119,6 +122,7 @@ class Operator:
         self.declaration = Declaration(self.name, parameters, takes, gives, rule)
         self.results: dict[tuple[torch.device, str], str] = {}  # "passed", or the failure
         self.choices: dict[tuple[torch.device, Request], str] = {}  # the chosen version and the reason
+        self._names: dict[tuple[torch.device, Request], list[str]] = {}
         self._chosen: dict[tuple[torch.device, Request], list[tuple[Callable | None, Callable]]] = {}
         self._compiled: Callable | None = None
         self._unchecked: set[torch.device] = (
@@ -220,6 +224,7 @@ class Operator:
                 chosen = self._chosen.get(key)
                 if chosen is None:
                     versions, self.choices[key] = self._choose(*key, check=True)
+                    self._names[key] = versions
                     chosen = [self._entry(each, *key) for each in versions]
                     if versions[-1] == "reference":  # slower than the next version for these arguments
                         slower = [each for each in versions if each in self.prefers and each != key[1].version]
@@ -255,6 +260,15 @@ class Operator:
                 with _checking:
                     self._failure("compiled", device, check=True)
         return self.choices[key] if key in self.choices else self._choose(*key, check=False)[1]
+
+    def running(self, device: torch.device) -> tuple[str, ...]:
+        """Returns the names of the versions that run on `device`, best first, as `implementations` has checked them.
+
+        A later one runs where the earlier ones do not take a call. Raises ValueError as `choice`.
+        """
+        self.implementations(device)
+        names = self._names[device, selection().of(self.folder)]
+        return tuple(dict.fromkeys("reference" if self._failure(each, device, check=False) else each for each in names))
 
     def _choose(self, device: torch.device, request: Request, check: bool) -> tuple[list[str], str]:
         """Returns the versions up to the first that takes every call, and a text with their names and the reason."""
@@ -315,12 +329,24 @@ class Operator:
 
     def difference(self, candidate: Callable, device: torch.device, version: str | None = None) -> str | None:
         """Returns None if `candidate` agrees with the reference on all examples of `version`, otherwise both numbers at
-        the worst place.
+        the worst place. Raises the candidate's errors.
         """
+        return self.differences(candidate, device, (PLAIN_CALL,), version)[0]
+
+    def differences(
+        self, candidate: Callable, device: torch.device, conditions: Sequence[Condition], version: str | None = None
+    ) -> list[str | None]:
+        """Returns for each condition what `difference` returns for the plain call."""
         options = {"compare": self.compare, "tolerance": self.tolerances.get(version, self.tolerance)}
-        examples = (*self.examples, *self.more_examples.get(version, ()))
-        found = (difference(candidate, self.reference, each, device, **options) for each in examples)
-        return next(filter(None, found), None)
+        options |= {"written": self.written, "repeats": version not in ANY_ORDER}
+        found: list[str | None] = [None] * len(conditions)
+        for example in (*self.examples, *self.more_examples.get(version, ())):
+            left = [place for place, text in enumerate(found) if text is None]
+            given = [conditions[place] for place in left]
+            texts = differences(candidate, self.reference, example, device, given, **options) if left else []
+            for place, text in zip(left, texts, strict=True):
+                found[place] = text
+        return found
 
     def _check(self, version: str, device: torch.device) -> str:
         try:
@@ -372,6 +398,22 @@ def warm_up(device: torch.device | str, operators: Iterable[Operator] | None = N
     """
     device = _indexed(device)
     return {each.name: each.choice(device) for each in (all_operators() if operators is None else operators)}
+
+
+def running(device: torch.device | str) -> dict[str, tuple[str, ...]]:
+    """Checks all operators and returns by operator the names of the versions that run, best first; and, where such a
+    version uses them, the library of the HIP kernels and the release of Triton.
+
+    A compiled version behind another one is not compiled: `warm_up` and the first call that needs it do that.
+    """
+    device = _indexed(device)
+    chosen = {each.name: each.running(device) for each in all_operators()}
+    used = {version for versions in chosen.values() for version in versions}
+    if "hip" in used and (loaded := identity(device)):
+        chosen[LIBRARY] = (loaded,)
+    if not used.isdisjoint(("triton", "compiled")):
+        chosen[TRITON] = (importlib.import_module("triton").__version__,)
+    return chosen
 
 
 def report(device: torch.device | str, check: bool = True) -> list[str]:

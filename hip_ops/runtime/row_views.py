@@ -14,7 +14,7 @@ from hip_ops.runtime.on_device import multiprocessors
 
 ROWS_A_BLOCK = 4
 BLOCKS_A_PROCESSOR = 32  # at most; beyond, a wave takes several rows
-INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes
+INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes
 
 
 def as_rows(tensor: Tensor) -> Tensor:
@@ -62,3 +62,8 @@ def blocks_for(rows: int, device: torch.device) -> int:
     its waves loop.
     """
     return min(-(-rows // ROWS_A_BLOCK), multiprocessors(device) * BLOCKS_A_PROCESSOR)
+
+
+def rows_for_a_second(device: torch.device) -> int:
+    """Returns a number of rows, for the self-check's examples, of which some waves take a second one."""
+    return ROWS_A_BLOCK * BLOCKS_A_PROCESSOR * multiprocessors(device) + 5

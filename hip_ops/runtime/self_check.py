@@ -2,35 +2,74 @@
 """Compares an implementation of an operator with its torch reference on a small input.
 
 The input is made from a fixed seed, so that every process finds the same result. The global random state is restored
-afterwards.
+afterwards. A run makes one call for each example; conditions.py calls a version on streams, in a graph and on a full
+device.
 """
 
 import math
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import torch
+
+from hip_ops.runtime.row_views import INTEGERS
 
 # Largest error, relative to the reference's largest value: two roundings of bf16 (8 bits); fp32 sums in another order.
 TOLERANCES = {torch.float64: 1e-10, torch.float32: 1e-5, torch.bfloat16: 2**-7, torch.float16: 2**-10}
 SEED = 20240817
-comparing = False  # True while `difference` runs; then references do not warn that they are slow
+comparing = False  # True while `differences` runs; then references do not warn that they are slow
+
+
+class Condition(NamedTuple):
+    """name: in messages, empty for a plain call. calls: how often `run` calls the candidate.
+
+    run(candidate, arguments of each call) -> [result, arguments] of each call, when the device has finished.
+    """
+
+    name: str
+    calls: int
+    run: Callable[[Callable, list[tuple]], list[list]]
+
+
+def in_turn(candidate: Callable, arguments: list[tuple]) -> list[list]:
+    """Calls the candidate on the current stream, once for each of `arguments`."""
+    return [[candidate(*each), list(each)] for each in arguments]
+
+
+PLAIN_CALL = Condition("", 1, in_turn)
 
 
 def difference(
+    candidate: Callable, reference: Callable, example: Callable[[torch.device], tuple], device: torch.device, **options
+) -> str | None:
+    """Returns None if one call of `candidate` agrees with `reference`, otherwise both numbers at the worst place.
+
+    options: of `differences`. Raises the candidate's errors.
+    """
+    return differences(candidate, reference, example, device, (PLAIN_CALL,), **options)[0]
+
+
+def differences(
     candidate: Callable,
     reference: Callable,
     example: Callable[[torch.device], tuple],
     device: torch.device,
+    conditions: Sequence[Condition],
     *,
     compare: Callable[[list, list, float | None], str | None] | None = None,
     tolerance: float | None = None,
-) -> str | None:
-    """Returns None if `candidate` agrees with `reference`, otherwise both numbers at the worst place.
+    repeats: bool = True,
+    written: Callable[[list], Any] | None = None,
+) -> list[str | None]:
+    """Returns for each condition None if `candidate` agrees with `reference`, otherwise both numbers at the worst
+    place, or the candidate's error.
 
-    Each gets its own copy of `example(device)`. The results are compared, and the tensors among the arguments as they
-    are after the call, which covers operators that work in place. `compare(got, want, tolerance)`, each [result,
+    Each call gets its own copy of `example(device)`. The results are compared, and the tensors among the arguments as
+    they are after the call, which covers operators that work in place. `compare(got, want, tolerance)`, each [result,
     arguments], replaces this comparison if it is given.
+
+    repeats: whether all calls under a condition must give the same bits, in what `written([result, arguments])`
+    returns, by default in everything.
     """
     global comparing
     devices = (
@@ -39,37 +78,73 @@ def difference(
     with torch.random.fork_rng(devices=devices), torch.no_grad(), torch.autocast(device.type, enabled=False):
         torch.manual_seed(SEED)
         arguments = example(device)
-        mine, theirs = _copy(arguments), _copy(arguments)
+        theirs = copied(arguments)
         comparing = True
         try:
-            got = [candidate(*mine), list(mine)]
             want = [reference(*theirs), list(theirs)]
+            return [
+                _under(condition, candidate, arguments, want, compare or _compare, tolerance, repeats, written)
+                for condition in conditions
+            ]
         finally:
             comparing = False
-    return (compare or _compare)(got, want, tolerance)
 
 
-def _copy(value: Any) -> Any:
-    """Copies tensors, also inside lists and tuples, with their strides, because an operator may depend on them."""
+def _under(
+    condition: Condition, candidate: Callable, arguments: tuple, want: list, compare, tolerance, repeats, written
+) -> str | None:
+    """Calls the candidate under one condition and returns the first difference, or None."""
+    try:
+        calls = condition.run(candidate, [copied(arguments) for _ in range(condition.calls)])
+    except Exception as error:
+        if not condition.name:
+            raise
+        return f"{type(error).__name__}: {error}"
+    for number, got in enumerate(calls, 1):
+        found = compare(got, want, tolerance)
+        if found is None and repeats and number > 1:
+            found = _other_bits(*((got, calls[0]) if written is None else (written(got), written(calls[0]))))
+        if found is not None:
+            return f"call {number}: {found}" if condition.name else found
+    return None
+
+
+def _other_bits(got: Any, first: Any) -> str | None:
+    """Returns both numbers at the first place where a call gives other bits than the first call, or None."""
+    for (name, mine), (_, theirs) in zip(tensors_of(got, "output"), tensors_of(first, "output"), strict=True):
+        bits = [each.flatten().view(INTEGERS[each.element_size()]) for each in (mine, theirs)]
+        if not torch.equal(*bits):
+            place = int((bits[0] != bits[1]).nonzero()[0])
+            numbers = (f"{each.flatten()[place].item():.9g}" for each in (mine, theirs))
+            return f"{name}, element {place}: it gives {', the first call '.join(numbers)} (allowed: equal bits)"
+    return None
+
+
+def copied(value: Any) -> Any:
+    """Copies tensors, also inside lists and tuples, with their strides and in a buffer of the same size, because an
+    operator may depend on them.
+    """
     if isinstance(value, torch.Tensor):
-        return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device).copy_(value)
+        buffer = value.new_empty(value.untyped_storage().nbytes() // value.itemsize)
+        return buffer.as_strided(value.shape, value.stride()).copy_(value)
     if isinstance(value, (list, tuple)):
-        return type(value)(_copy(item) for item in value)
+        return type(value)(copied(item) for item in value)
     return value
 
 
-def _tensors(value: Any, name: str) -> Iterator[tuple[str, torch.Tensor]]:
+def tensors_of(value: Any, name: str) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yields the tensors in `value`, also inside lists and tuples, with their names for messages."""
     if isinstance(value, torch.Tensor):
         yield name, value
     elif isinstance(value, (list, tuple)):
         for place, item in enumerate(value):
-            yield from _tensors(item, f"{name}[{place}]")
+            yield from tensors_of(item, f"{name}[{place}]")
 
 
 def _compare(got: list, want: list, tolerance: float | None) -> str | None:
     pairs = [
-        (*_tensors(got[0], "result"), *_tensors(got[1], "argument")),
-        (*_tensors(want[0], "result"), *_tensors(want[1], "argument")),
+        (*tensors_of(got[0], "result"), *tensors_of(got[1], "argument")),
+        (*tensors_of(want[0], "result"), *tensors_of(want[1], "argument")),
     ]
     if [name for name, _ in pairs[0]] != [name for name, _ in pairs[1]]:
         return f"it gives {len(pairs[0])} tensors, torch {len(pairs[1])}"
@@ -83,7 +158,7 @@ def worst_element(name: str, mine: torch.Tensor, theirs: torch.Tensor, allowed: 
 
     For results whose elements differ in size by orders of magnitude.
     """
-    limits = floor + allowed * theirs.double().cpu().flatten().abs().nan_to_num(0.0, posinf=0.0)
+    limits = floor + allowed * theirs.double().flatten().abs().nan_to_num(0.0, posinf=0.0)
     return _difference(name, mine, theirs, limits, f"{allowed:.2g} of it")
 
 
@@ -109,7 +184,7 @@ def _difference(
         return f"{name} is {mine.dtype} {tuple(mine.shape)}, torch gives {theirs.dtype} {tuple(theirs.shape)}"
     if theirs.numel() == 0 or torch.equal(mine, theirs):
         return None
-    mine, theirs = mine.double().cpu().flatten(), theirs.double().cpu().flatten()
+    mine, theirs = mine.double().flatten(), theirs.double().flatten()  # on their device: large on a GPU
     # NaN on one side counts as an infinite error; NaN on both sides as equal.
     error = (mine - theirs).abs().nan_to_num(math.inf)
     error[(mine == theirs) | (mine.isnan() & theirs.isnan())] = 0.0

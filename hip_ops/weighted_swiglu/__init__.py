@@ -7,10 +7,13 @@ hip_ops/weighted_swiglu/reference.py defines the roundings. Saved for the backwa
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
 from hip_ops.runtime.operator import Operator
+from hip_ops.runtime.row_views import rows_for_a_second
 from hip_ops.weighted_swiglu import reference
 
 INPUTS = """
@@ -26,17 +29,28 @@ def _two_halves(given: dict) -> tuple[str, str] | None:
 
 
 def _example(device: torch.device) -> tuple:
-    """Makes inputs of ZAYA1's width and dtypes, which run the kernels of its training; the last rows are padding
-    rows.
+    """Makes inputs of ZAYA1's width, dtypes and number of experts, which run the kernels of its training (Triton
+    compiles others where rows or experts are no multiple of 16); the last rows are padding rows.
     """
-    rows, width = 37, 2048
+    rows, width = 48, 2048
     gate_up = (3 * torch.randn(rows, 2 * width, device=device)).bfloat16()
-    return gate_up, torch.rand(rows, device=device), torch.tensor([9, 9, 33], dtype=torch.int32).to(device)
+    return gate_up, torch.rand(rows, device=device), torch.tensor([9, *[17] * 14, 33], dtype=torch.int32).to(device)
 
 
-def _example_backward(device: torch.device) -> tuple:
-    gate_up, probs, offsets = _example(device)
-    return torch.randn(gate_up.shape[0], gate_up.shape[1] // 2, device=device).bfloat16(), gate_up, probs, offsets, True
+def _example_of_many_rows(device: torch.device) -> tuple:
+    """Makes rows that are narrow and so many that a wave takes a second one."""
+    rows, width = rows_for_a_second(device), 64
+    gate_up, offsets = torch.randn(rows, 2 * width, device=device).bfloat16(), torch.tensor([9, rows - 4])
+    return gate_up, torch.rand(rows, device=device), offsets.int().to(device)
+
+
+def _backward_example(example: Callable[[torch.device], tuple]) -> Callable[[torch.device], tuple]:
+    def make(device: torch.device) -> tuple:
+        gate_up, probs, offsets = example(device)
+        grad = torch.randn(gate_up.shape[0], gate_up.shape[1] // 2, device=device).bfloat16()
+        return grad, gate_up, probs, offsets, True
+
+    return make
 
 
 def _fake_backward(grad, gate_up, probs, offsets, with_output):
@@ -45,14 +59,20 @@ def _fake_backward(grad, gate_up, probs, offsets, with_output):
 
 
 _forward = Operator(
-    reference.weighted_swiglu, takes=INPUTS, gives="output [n, columns//2] =gate_up", rule=_two_halves, example=_example
+    reference.weighted_swiglu,
+    takes=INPUTS,
+    gives="output [n, columns//2] =gate_up",
+    rule=_two_halves,
+    example=_example,
+    more_examples={"hip": (_example_of_many_rows,)},
 )
 _backward = Operator(
     reference.weighted_swiglu_backward,
     takes=INPUTS + "grad [n, columns//2] =gate_up",
     rule=_two_halves,
     fake=_fake_backward,
-    example=_example_backward,
+    example=_backward_example(_example),
+    more_examples={"hip": (_backward_example(_example_of_many_rows),)},
 )
 
 

@@ -84,8 +84,10 @@ def _run(command: list[str]) -> None:
 
 
 @functools.cache
-def build_cpu_library(*sources: str | Path, defines: tuple[str, ...] = (), sanitize: bool = False) -> Path:
-    """One library of `sources`."""
+def build_cpu_library(
+    *sources: str | Path, defines: tuple[str, ...] = (), sanitize: bool = False, before: Path | None = None
+) -> Path:
+    """One library of `sources`. before: a header that is included before each, for kernels that do not run."""
     require_gxx()
     compiler = find_compiler("cpu")
     flags = (
@@ -93,10 +95,18 @@ def build_cpu_library(*sources: str | Path, defines: tuple[str, ...] = (), sanit
         f"-I{CSRC}",
         *(f"-D{define}" for define in defines),
         *(SANITIZE if sanitize else ()),
+        *(() if before is None else ("-O0", "-include", str(before))),
     )
+    of_all = b"" if before is None else before.read_bytes()
     objects = []
     for file in source_files(sources):
-        identity = [compiler.version.encode(), " ".join(flags).encode(), _headers(file.parent), file.read_bytes()]
+        identity = [
+            compiler.version.encode(),
+            " ".join(flags).encode(),
+            _headers(file.parent),
+            file.read_bytes(),
+            of_all,
+        ]
         objects.append(
             _cached(
                 f"{file.stem}.o",

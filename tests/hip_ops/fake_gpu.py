@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import torch
 
 from hip_ops.runtime import availability, library, operator
-from hip_ops.runtime.self_check import difference
+from hip_ops.runtime.self_check import differences
 
 CPU = torch.device("cpu")
 GPU = torch.device("cuda", 0)
@@ -27,7 +27,9 @@ class FakeGpu:
         monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device=None: properties)
         monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: self.capturing)
         monkeypatch.setattr(
-            operator, "difference", lambda a, b, example, _, **more: difference(a, b, example, CPU, **more)
+            operator,
+            "differences",
+            lambda a, b, example, _, *given, **more: differences(a, b, example, CPU, *given, **more),
         )
         monkeypatch.setattr(operator, "_warnings", set())
         monkeypatch.setattr(library, "_failures", {})

@@ -119,6 +119,26 @@ def test_a_library_that_brings_another_runtime(tmp_path, require_tool):
     assert f"{seven} (HIP 7, torch's version)" in first and f"{six} (HIP 6, not torch's version)" in first
 
 
+FALLS_THROUGH = """
+import pytest
+from tests.hip_ops.fake_gpu import GPU, FakeGpu
+FakeGpu(pytest.MonkeyPatch(), hip="7.1")
+from hip_ops.expert_permutation import _gather
+from hip_ops.runtime import library
+library.target_of = lambda device: "gfx942"
+print(_gather.choice(GPU))
+print(_gather.results[GPU, "hip"])
+"""
+
+
+def test_a_process_without_a_runtime(tmp_path):
+    """The real operator, loader and library: HIP cannot be bound, Triton finds no device, the compiled version runs."""
+    choice, why = run(FALLS_THROUGH, PATH=str(tmp_path), HIP_OPS_CACHE=str(tmp_path)).splitlines()
+    assert choice.startswith("compiled (kernels=auto; no hip: it failed its self-check: ValueError: libamdhip64: this ")
+    assert "; no triton: it failed its self-check: " in choice
+    assert "this process has mapped no HIP runtime, and torch was built for HIP 7.1. Allowed: one HIP runtime" in why
+
+
 BINDS = """
 import ctypes, sys, torch
 from hip_ops.runtime import library

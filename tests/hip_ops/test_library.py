@@ -2,16 +2,16 @@
 """Test calls of launchers: arguments, return codes and the stream; and the two commands."""
 
 import ctypes
+import re
 
 import pytest
 import torch
 
 from hip_ops import set_kernels, use_kernels
 from hip_ops.__main__ import main
-from hip_ops.runtime import library
+from hip_ops.runtime import conditions, library
 from tests.hip_ops.cpu_kernels import KERNELS, build_cpu_library
-
-CPU = torch.device("cpu")
+from tests.hip_ops.fake_gpu import CPU, GPU, FakeGpu
 
 
 class Recorder:
@@ -180,6 +180,38 @@ def test_info_checks_operators(nothing_selected, operators, capsys, require_tool
         wrong.results.clear()
         assert main(["info", "--check"]) == 0
         assert f"  {wrong.folder}  reference (kernel_overrides.{wrong.name}=reference)\n" in capsys.readouterr().out
+
+
+def test_info_checks_a_gpu_under_conditions(nothing_selected, operators, empty_cache, capsys, monkeypatch):
+    """A line for each operator when it is done, with its seconds, and for each difference."""
+    right, other, wrong = operators
+    FakeGpu(monkeypatch, hip="7.1")
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a GPU")
+    monkeypatch.setattr("hip_ops.__main__.devices", lambda: [GPU])
+    checked = []
+
+    def check(operator, device):
+        checked.append((operator.name, device))
+        said = "call 2: output, element 3: it gives 1\nmore" if operator is other else None
+        return [conditions.Result(operator.name, "hip", "side stream", said)]
+
+    monkeypatch.setattr(conditions, "check", check)
+    with use_kernels("hip", **{wrong.folder: "reference"}):
+        assert main(["info"]) == 0 and not checked
+        capsys.readouterr()
+        assert main(["info", "--check"]) == 1
+        out = capsys.readouterr().out
+        assert checked == [(each.name, GPU) for each in operators]
+        assert re.search(
+            rf"^cuda:0: {right.name} \(hip\) \d+\.\d s\n"
+            rf"cuda:0: {other.name}, version hip, side stream: call 2: output, element 3: it gives 1\n"
+            rf"cuda:0: {other.name} \(hip\) \d+\.\d s\n"
+            r"cuda:0: checked in \d+\.\d s\n\ncuda:0 \(a GPU\)\n",
+            out,
+            re.M,
+        )
+        monkeypatch.setattr(conditions, "check", lambda *unused: [])
+        assert main(["info", "--check"]) == 0
 
 
 def test_build_names_what_is_wrong(empty_cache, no_compilers, capsys):

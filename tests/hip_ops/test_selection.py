@@ -314,6 +314,15 @@ def test_a_compiled_version_is_checked_too(make, rocm, monkeypatch):
     assert (GPU, "compiled") in warmed.results, "all of them ahead of a capture"
 
 
+def test_the_versions_that_run_by_name(make, rocm, monkeypatch):
+    """As ranks compare them: a compiled version behind another one is compiled and compared at its first call."""
+    monkeypatch.setattr(operator, "compile_function", lambda function: fails)
+    behind = make(hip=wrong, fits={"triton": lambda x, factor: x.dim() == 2})
+    assert behind.running(GPU) == ("triton", "compiled") and (GPU, "compiled") not in behind.results
+    warm_up(GPU, [behind])
+    assert behind.running(GPU) == ("triton", "reference")
+
+
 def test_a_named_version_and_operators_that_lack_it(make_operator, make, rocm):
     """kernels=hip takes hip where there is one; the others as with auto, and it is listed."""
     without_hip = make_operator(scale, example=example, triton=by_triton)

@@ -141,6 +141,21 @@ def test_a_host_that_builds_another_optimizer_is_stopped(host):
         spec.guest.finalize_and_balance(None, [])
 
 
+def test_ranks_with_other_kernels_are_stopped_before_the_first_step(host, monkeypatch):
+    """Simulates a second rank, whose Newton-Schulz fell back."""
+    from zaya_plugin.training import kernels
+
+    def with_another(mine):
+        chosen, *others = mine
+        return [mine, (chosen | {"newton_schulz": ("triton",)}, *others)]
+
+    monkeypatch.setattr(kernels, "_of_all_ranks", with_another)
+    _, spec = host()
+    said = r"zaya: cluster.kernels=auto: ranks chose .*newton_schulz \(reference on rank 0; triton on rank 1\)"
+    with pytest.raises(SystemExit, match=said):
+        spec.guest.optimizer(lambda *unused: pytest.fail("the optimizer was built"), None, [])
+
+
 def test_a_load_that_begins_anew_is_stopped(host, monkeypatch):
     _, spec = host()
     guest = spec.guest

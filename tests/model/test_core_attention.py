@@ -13,7 +13,14 @@ import torch
 
 from tests.stand_ins import aiter as stand_in
 from zaya_plugin.model import core_attention as module
-from zaya_plugin.model.core_attention import causal_attention, checked_attention, core_attention, lower_right_mask
+from zaya_plugin.model.attention_check import check_attention
+from zaya_plugin.model.core_attention import (
+    causal_attention,
+    checked_attention,
+    core_attention,
+    lower_right_mask,
+    running,
+)
 
 TE_PATH = Path(__file__).parents[1] / "stand_ins" / "te_path"
 
@@ -138,6 +145,27 @@ def test_wrong_results_of_a_version_make_sdpa_the_version(wrong, monkeypatch, ca
     assert "core_attention=cudnn is not used for queries at the end of the keys" in caplog.text
     whole = checked_attention("cudnn", key, key)
     assert whole is (attend if wrong == "alignment" else causal_attention)
+
+
+def test_the_names_of_what_runs(monkeypatch):
+    """They are known before a call, and the check of a call is the same one."""
+    sizes, checks = (torch.device("cpu"), torch.float32, 4, 2, 8), []
+
+    def check(*positional, **named):
+        checks.append(named["starts"])
+        return check_attention(*positional, **named)
+
+    def upper_left(query, key, value, scale):
+        return causal_attention(query, key[: len(query)], value[: len(query)], scale)
+
+    monkeypatch.setattr(module, "check_attention", check)
+    monkeypatch.setitem(module.VERSIONS, "flash_attn", lambda name: upper_left)
+    assert running("sdpa", *sizes, False) == ("sdpa",) and running("sdpa", *sizes, True) == ("sdpa in blocks",)
+    assert running("flash_attn", *sizes, False) == ("flash_attn",)
+    assert running("flash_attn", *sizes, True) == ("flash_attn", "sdpa")
+    before = len(checks)
+    assert checked_attention("flash_attn", *qkv(3, 5)[:2]) is causal_attention
+    assert checked_attention("flash_attn", *qkv(5, 5)[:2]) is upper_left and len(checks) == before
 
 
 def test_where_torch_itself_is_wrong_the_run_ends(monkeypatch):

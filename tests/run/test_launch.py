@@ -13,8 +13,8 @@ import pytest
 
 from tests.checkpoint_files import pretend_checkpoint
 from zaya_plugin.config.compose import compose
-from zaya_plugin.run import before_start, rank_plan
-from zaya_plugin.run.launch import first_failure, last_words
+from zaya_plugin.run import before_start, launch, rank_plan
+from zaya_plugin.run.launch import capture_failed, first_failure, last_words
 
 
 def demo(*overrides):
@@ -56,6 +56,53 @@ def test_the_first_failing_rank_is_shown_and_nothing_of_torchrun(worker_program,
         and "ChildFailedError" not in done.stderr
         and "torch/" not in done.stderr
     )
+
+
+def test_where_a_capture_fails_auto_runs_kernel_by_kernel(worker_program, tmp_path):
+    overrides = ("cluster=gpu", "nproc=1", "cluster.kernels=auto")
+    done = finish(worker_program, tmp_path / "auto", "capture", *overrides, "cluster.graphs=auto")
+    assert done.returncode == 0, done.stderr
+    assert "could not be captured as a graph; starting again kernel by kernel" in done.stderr
+    assert "in a capturing stream" in done.stderr, "the cause is shown"
+    assert "graphs: none" in (tmp_path / "auto" / "recipe.yaml").read_text()
+    assert len(list((tmp_path / "auto" / "logs").glob("launch_*"))) == 2
+
+
+@pytest.mark.parametrize(
+    ("graphs", "launches"), [("auto", ["full_iteration", "none"]), ("full_iteration", ["full_iteration"])]
+)
+def test_an_explicit_request_of_a_graph_is_not_changed(monkeypatch, tmp_path, graphs, launches):
+    seen = []
+
+    def fails(plan, logs):
+        seen.append("none" if "graphs: none" in (tmp_path / "recipe.yaml").read_text() else "full_iteration")
+        return 1
+
+    monkeypatch.setattr(launch, "run_ranks", fails)
+    monkeypatch.setattr(launch, "capture_failed", lambda logs: True)
+    monkeypatch.setattr(before_start, "check_surroundings", lambda recipe, plan: None)
+    words = ("cluster=gpu", "nproc=1", "cluster.kernels=auto", f"cluster.graphs={graphs}", f"run_dir={tmp_path}")
+    assert launch.launch(demo(*words)) == 1
+    assert seen == launches
+
+
+@pytest.mark.parametrize(
+    ("text", "failed"),
+    [
+        ("CUDA error: operation not permitted when stream is capturing", True),
+        ("HIP error: operation failed due to a previous error during capture", True),
+        ("watchdog thread terminated with exception: ... (hipErrorCapturedEvent)", True),
+        ("RuntimeError: CUDA out of memory", False),
+    ],
+)
+def test_a_failed_capture_is_known_by_what_a_rank_said(tmp_path, text, failed):
+    assert not capture_failed(tmp_path)
+    for number, said in enumerate(("when stream is capturing" if not failed else "", text)):  # the newest launch counts
+        folder = tmp_path / f"launch_{number}" / "attempt_0" / "0"
+        folder.mkdir(parents=True)
+        (folder / "stderr.log").write_text(said)
+        os.utime(tmp_path / f"launch_{number}", (number, number))
+    assert capture_failed(tmp_path) == failed
 
 
 def test_a_killed_rank_is_the_cause_and_not_the_closed_connections_of_the_others(worker_program, tmp_path):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Measures this device's rate of a large matrix product and of a copy, in the process of the measured step."""
+"""Measures rates of matrix products, copies and collectives, for `zaya bench` and `zaya verify`."""
 
 from __future__ import annotations
 
@@ -27,26 +27,31 @@ def measure(device, dtype) -> Rates:
     import torch
 
     extent, mebibytes, calls = ON_CPU if device.type == "cpu" else ON_ACCELERATOR
-    rates = Rates(_gemm(extent, device, dtype, calls), _copy(mebibytes * 2**20, device, calls))
+    rates = Rates(
+        product_rate(extent, extent, extent, device, dtype, calls), copy_rate(mebibytes * 2**20, device, calls)
+    )
     if device.type != "cpu":
         torch.cuda.empty_cache()
     return rates
 
 
-def _gemm(extent: int, device, dtype, calls: int) -> float:
+def product_rate(m: int, k: int, n: int, device, dtype, calls: int) -> float:
+    """Return operations a second of [m, k] @ [k, n]: hipBLASLt's or cuBLAS' on an accelerator."""
     import torch
 
-    left, right = (torch.randn(extent, extent, device=device, dtype=dtype) for _ in range(2))
-    out = torch.empty_like(left)
-    return 2.0 * extent**3 / seconds(lambda: torch.mm(left, right, out=out), device, calls)
+    left = torch.randn(m, k, device=device, dtype=dtype)
+    right = torch.randn(k, n, device=device, dtype=dtype)
+    out = left.new_empty(m, n)
+    return 2.0 * m * k * n / seconds(lambda: torch.mm(left, right, out=out), device, calls)
 
 
-def _copy(size: int, device, calls: int) -> float:
+def copy_rate(size: int, device, calls: int) -> float:
+    """Return bytes a second, read and written, of a copy of `size` bytes."""
     import torch
 
-    source = torch.zeros(size // 4, device=device)
+    source = torch.zeros(max(1, size // 4), device=device)
     target = torch.empty_like(source)
-    return 2.0 * size / seconds(lambda: target.copy_(source), device, calls)
+    return 8.0 * source.numel() / seconds(lambda: target.copy_(source), device, calls)
 
 
 def seconds(call: Callable[[], object], device, calls: int) -> float:
@@ -63,10 +68,37 @@ def seconds(call: Callable[[], object], device, calls: int) -> float:
             call()
             times.append(time.perf_counter() - begin)
         return min(times)
-    events = [torch.cuda.Event(enable_timing=True) for _ in range(calls + 1)]
-    events[0].record()
-    for event in events[1:]:
-        call()
-        event.record()
-    torch.cuda.synchronize()
+    with torch.cuda.device(device):
+        events = [torch.cuda.Event(enable_timing=True) for _ in range(calls + 1)]
+        events[0].record()
+        for event in events[1:]:
+            call()
+            event.record()
+        torch.cuda.synchronize()
     return statistics.median(a.elapsed_time(b) for a, b in zip(events, events[1:], strict=False)) / 1e3
+
+
+def all_reduce(sizes, device, calls: int) -> list[dict]:
+    """Measure an all-reduce of each of `sizes` (bytes of fp32) over the default group; every rank calls it.
+
+    Returns, the same on all ranks: bytes; ms of the slowest rank; gb_per_s that a device sends, 2 (n - 1) / n of the
+    bytes a call (NCCL's "bus" bandwidth); right: whether every element is the exact sum.
+    """
+    import torch
+    import torch.distributed as distributed
+
+    ranks, found = distributed.get_world_size(), []
+    for size in sizes:
+        given = torch.full((max(1, size // 4),), float(distributed.get_rank() + 1), device=device)
+        total = given.clone()
+        distributed.all_reduce(total)
+        right = (total == ranks * (ranks + 1) / 2).all().to(torch.float32)
+        distributed.barrier()
+        mean = seconds(lambda given=given: distributed.all_reduce(given), device, calls)
+        worst = torch.tensor([mean, -right], device=device)
+        distributed.all_reduce(worst, distributed.ReduceOp.MAX)
+        slowest, wrong = worst.tolist()
+        sent = 2 * (ranks - 1) / ranks * given.nbytes
+        row = {"bytes": given.nbytes, "ms": 1e3 * slowest, "gb_per_s": sent / slowest / 1e9, "right": wrong == -1.0}
+        found.append(row)
+    return found

@@ -95,7 +95,8 @@ def megatron_arguments(recipe: Recipe, data: dict[str, Any]) -> dict[str, Any]:
     values["make_vocab_size_divisible_by"] = recipe.model.make_vocab_size_divisible_by // tensor
     values["max_position_embeddings"] = recipe.stage.seq_length
     values["ffn_hidden_size"] = recipe.model.moe_ffn_hidden_size
-    values.update(bf16=recipe.cluster.dtype == "bf16", use_cpu_initialization=recipe.cluster.device == "cpu")
+    on_cpu = recipe.cluster.device == "cpu" or recipe.cluster.use_cpu_initialization
+    values.update(bf16=recipe.cluster.dtype == "bf16", use_cpu_initialization=on_cpu)
     if recipe.cluster.graphs == "full_iteration":  # `zaya train` has resolved auto; in other hosts auto means none
         values.update(cuda_graph_impl=recipe.cluster.graphs, cuda_graph_modules=[])
     values.update(_checkpoints(recipe))

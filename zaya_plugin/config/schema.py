@@ -442,10 +442,14 @@ class ClusterConfig:
     deterministic: bool = arg(
         False, "the same bits in every repetition on the same devices; slower", megatron="deterministic_mode"
     )
+    use_cpu_initialization: bool = arg(
+        False, "draw initial weights on the CPU, the same on every kind of device; always so with cluster.device=cpu"
+    )
     graphs: str = own(
         "none",
         "full_iteration: forward and backward of all micro-batches of a step become one CUDA or HIP graph, replayed "
-        "without work of the host; auto: full_iteration if the recipe allows it, else none",
+        "without work of the host; auto: full_iteration if the recipe allows it, else none; a run of `zaya train` "
+        "whose capture fails starts again with none",
         "config.arguments",
         choices=("none", "auto", "full_iteration"),
     )

@@ -28,7 +28,7 @@ from zaya_plugin.model.loss import ZayaGPTModel
 from zaya_plugin.patches import hooks
 from zaya_plugin.patches.hooks import SAVE, TRAINING
 from zaya_plugin.training.balancer import Balancer
-from zaya_plugin.training.kernels import kernel_lines, select_kernels
+from zaya_plugin.training.kernels import kernel_lines, select_kernels, warm_up_kernels
 from zaya_plugin.training.lifecycle import Lifecycle, damage
 from zaya_plugin.training.optimizer import assign_optimizers, optimizer_factory
 
@@ -154,7 +154,16 @@ class Guest:
     def optimizer(self, get_megatron_optimizer, config, model_chunks, *positional, **named):
         """Give the models their head, loss and optimizer assignments, and build the optimizer; replaces Megatron's
         get_megatron_optimizer.
+
+        Every rank calls it before the first step and with the process group, so the kernels are checked here too. Ends
+        the run where ranks chose different versions.
         """
+        try:
+            checked = warm_up_kernels(self.recipe)
+        except ValueError as error:
+            raise SystemExit(f"zaya: {error}") from None
+        if self.args.rank == 0:
+            print(f"zaya: {checked}", flush=True)
         for chunk in model_chunks:
             model = _unwrapped(chunk)
             ZayaGPTModel.take_over(model, self.config)

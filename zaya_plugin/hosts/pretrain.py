@@ -34,7 +34,7 @@ from zaya_plugin.parallel import registered_buffers
 from zaya_plugin.patches import hooks
 from zaya_plugin.patches.hooks import SAVE, TRAINING
 from zaya_plugin.training.balancer import Balancer
-from zaya_plugin.training.kernels import kernel_lines
+from zaya_plugin.training.kernels import kernel_lines, warm_up_kernels
 from zaya_plugin.training.lifecycle import Lifecycle
 from zaya_plugin.training.metrics import Reporter, Step, memory_gib
 from zaya_plugin.training.optimizer import optimizer_factory
@@ -144,8 +144,9 @@ class _Trainer:
             )
             if skipped:
                 self.reporter.note(skipped)
+            checked = warm_up_kernels(self.recipe)
             if kernels := kernel_lines(self.recipe):
-                self.reporter.note(kernels)
+                self.reporter.note([*kernels, checked])
         config = model_config(args)
         config.finalize_model_grads_func = self.finalize_and_balance
         stage = dict(pre_process=pre_process, post_process=post_process, vp_stage=vp_stage, pg_collection=pg_collection)

@@ -203,11 +203,37 @@ def checked_attention(name: str, query: Tensor, key: Tensor) -> Attention:
     Raises:
         RuntimeError: sdpa itself fails.
     """
-    if name == "sdpa" and not query.is_cuda:  # torch's plain attention
+    sizes = (query.shape[2], key.shape[2], query.shape[3])
+    return _attention_for(name, query.device, query.dtype, *sizes, len(query) == len(key))
+
+
+def _attention_for(
+    name: str, device: torch.device, dtype: torch.dtype, heads: int, groups: int, head_dim: int, square: bool
+) -> Attention:
+    if name == "sdpa" and device.type != "cuda":  # torch's plain attention
         return causal_attention
     exact = torch.are_deterministic_algorithms_enabled()
-    square = len(query) == len(key)
-    return _checked(name, query.device, query.dtype, query.shape[2], key.shape[2], query.shape[3], square, exact)
+    return _checked(name, device, dtype, heads, groups, head_dim, square, exact)
+
+
+def running(
+    name: str, device: torch.device, dtype: torch.dtype, heads: int, groups: int, head_dim: int, in_chunks: bool
+) -> tuple[str, ...]:
+    """Check what the version called `name` runs for these heads of a rank, and return the names: for whole sequences,
+    and with `in_chunks` for a context-parallel rank's chunks.
+
+    Raises:
+        ValueError, RuntimeError: see `core_attention` and `checked_attention`.
+    """
+    if in_chunks and core_attention(name) in IN_BLOCKS:
+        query, key = (torch.empty(128, 1, count, head_dim, dtype=dtype, device=device) for count in (heads, groups))
+        if block_kernel(query, key) is not None:
+            return (f"{name} in blocks",)
+    found = (
+        _attention_for(name, device, dtype, heads, groups, head_dim, square)
+        for square in ((True, False) if in_chunks else (True,))
+    )
+    return tuple(name if attend is core_attention(name) else "sdpa" for attend in found)
 
 
 @functools.cache

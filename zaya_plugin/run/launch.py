@@ -34,6 +34,10 @@ from zaya_plugin.run.rank_plan import WORKER, Plan, make_plan
 EXPLAIN = "zaya_plugin.hosts.explain"
 FULL_DISK = 2**20  # bytes; with less free space a failure is attributed to the disk
 SHOWN_LINES = 30
+# In what torch, CUDA and HIP say about a capture that failed, or about a query during one (NCCL's watchdog on ROCm).
+CAPTURE = re.compile(
+    r"stream is capturing|error during capture|capturing (blocking )?stream|CapturedEvent|StreamCapture"
+)
 FROM_TORCHRUN = (signal.SIGTERM,)  # how torchrun itself stops the surviving ranks
 
 
@@ -51,6 +55,7 @@ def launch(recipe: Recipe) -> int:
     else:
         plan = make_plan(recipe, os.environ)
         validate(recipe, plan.world_size)
+    chosen_here = recipe.cluster.graphs == "auto"
     recipe = before_start.with_choices(recipe, plan)
     if recipe.explain_optim:
         return become_rank(recipe, replace(plan, worker=(EXPLAIN,)))
@@ -62,7 +67,21 @@ def launch(recipe: Recipe) -> int:
         keep_recipe(recipe, recipe.run_dir)
     if plan.command is None:
         return become_rank(recipe, plan)
-    return run_ranks(plan, Path(recipe.run_dir) / "logs")
+    logs = Path(recipe.run_dir) / "logs"
+    code = run_ranks(plan, logs)
+    if code and chosen_here and recipe.cluster.graphs != "none" and capture_failed(logs):
+        text = "zaya: cluster.graphs=auto: the step could not be captured as a graph; starting again kernel by kernel"
+        print(text, file=sys.stderr, flush=True)
+        recipe = replace(recipe, cluster=replace(recipe.cluster, graphs="none"))
+        keep_recipe(recipe, recipe.run_dir)
+        code = run_ranks(plan, logs)
+    return code
+
+
+def capture_failed(log_dir: Path) -> bool:
+    """Whether a rank of the newest launch said that the capture of a graph failed."""
+    launches = sorted(log_dir.glob("launch_*"), key=lambda path: path.stat().st_mtime_ns)
+    return any(CAPTURE.search(_read(path)) for path in (launches or [log_dir])[-1].glob("attempt_*/*/stderr.log"))
 
 
 def become_rank(recipe: Recipe, plan: Plan) -> int:

@@ -1,15 +1,29 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The versions of the operators that a recipe selects, and the table of the versions that run."""
+"""The versions of the operators and of core attention that a recipe selects: they are chosen and checked before the
+first step, compared among the ranks, and listed.
+"""
 
 from __future__ import annotations
 
+import logging
 import os
+import time
+from collections.abc import Iterable, Sequence
 
 import torch
 
 import hip_ops
-from hip_ops.runtime.operator import report
+from hip_ops.runtime import operator
+from hip_ops.runtime.operator import OPERATORS, report
 from zaya_plugin.config.schema import Recipe
+from zaya_plugin.errors import mistake
+
+logger = logging.getLogger(__name__)
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}  # of cluster.dtype
+ATTENTION = "core_attention"
+# What versions come from, and the value of cluster.kernels that does not use it.
+SAME = {operator.LIBRARY: "triton", operator.TRITON: "reference"}
+Choices = dict[str, tuple[str, ...]]  # by operator, and of core attention: the versions that run, best first
 
 
 def select_kernels(recipe: Recipe) -> None:
@@ -19,18 +33,123 @@ def select_kernels(recipe: Recipe) -> None:
     hip_ops.set_kernels(recipe.cluster.kernels, recipe.cluster.kernel_overrides, group="cluster.")
 
 
+def warm_up_kernels(recipe: Recipe) -> str:
+    """Build and check what this rank's kernels need, before the first step, and compare the choice with the other
+    ranks'. It needs the process group; every rank must call it. Return a line with the seconds that it took.
+
+    Raises:
+        ValueError: ranks chose different versions, or a version that was requested by name is not available on one of
+            them. All ranks raise.
+    """
+    started, chosen, failed = time.monotonic(), {}, ""
+    try:
+        chosen = _choices(recipe)
+    except ValueError as error:  # raised below, on all ranks: the others would wait for this one in the exchange
+        failed = str(error)
+    seconds = time.monotonic() - started
+    everyone = _of_all_ranks((chosen, failed, seconds))
+    for rank, (_, text, _) in enumerate(everyone):
+        if text:
+            raise ValueError(f"on rank {rank}: {text}" if len(everyone) > 1 else text)
+    check_agreement([each for each, _, _ in everyone], recipe)
+    line = f"kernels checked in {max(each for _, _, each in everyone):.1f} s"
+    line += f", equal on {len(everyone)} ranks" if len(everyone) > 1 else ""
+    logger.info("%s; on this rank in %.1f s", line, seconds)
+    return line
+
+
+def _choices(recipe: Recipe) -> Choices:
+    from zaya_plugin.model import core_attention  # imports Megatron, which a rank must patch before
+
+    cluster, model, parallel = recipe.cluster, recipe.model, recipe.parallel
+    device = _device(recipe)
+    ranks = parallel.tensor_model_parallel_size
+    heads, groups = model.num_attention_heads // ranks, model.num_query_groups // ranks
+    sizes = (heads, groups, model.kv_channels, parallel.context_parallel_size > 1)
+    chosen = operator.running(device)
+    chosen[ATTENTION] = core_attention.running(cluster.core_attention, device, DTYPES[cluster.dtype], *sizes)
+    if device.type == "cuda":
+        torch.cuda.empty_cache()  # the examples' memory, before the model is built
+    return chosen
+
+
+def _of_all_ranks(mine: object) -> list:
+    if not torch.distributed.is_initialized() or torch.distributed.get_world_size() == 1:
+        return [mine]
+    everyone: list = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(everyone, mine)
+    return everyone
+
+
+def check_agreement(everyone: Sequence[Choices], recipe: Recipe) -> None:
+    """Compare the choices of all ranks, in their order. A rank that uses no Triton, for example, has no release of it.
+
+    Raises:
+        ValueError: they differ.
+    """
+    cluster, found, fixes = recipe.cluster, [], {}
+    for name in dict.fromkeys(name for each in everyone for name in each):
+        ranks: dict[tuple[str, ...], list[int]] = {}
+        for rank, each in enumerate(everyone):
+            if name in each:
+                ranks.setdefault(each[name], []).append(rank)
+        if len(ranks) == 1:
+            continue
+        found.append(f"{name} ({'; '.join(f'{_versions(each)} on {_ranks(of)}' for each, of in ranks.items())})")
+        if name == ATTENTION:
+            fixes["cluster.core_attention"] = "sdpa"
+        elif name in SAME:
+            fixes["cluster.kernels"] = SAME[name]
+        else:
+            folder, order = OPERATORS[name].folder, (*OPERATORS[name].versions, "reference")
+            least = max((each[0] for each in ranks), key=order.index)
+            key = f"cluster.kernel_overrides.{folder}"
+            fixes[key] = max(least, fixes.get(key, least), key=order.index)
+    if not found:
+        return
+    attention_only = fixes.keys() == {"cluster.core_attention"}
+    key, value = ("core_attention", cluster.core_attention) if attention_only else ("kernels", cluster.kernels)
+    install = "the same packages on all ranks, or " if "cluster.kernels" in fixes else ""
+    raise mistake(
+        f"cluster.{key}",
+        value,
+        problem=f"ranks chose different versions: {', '.join(found)}. The logs of these ranks say why",
+        allowed="the same versions on all ranks",
+        fix=install + " ".join(f"{key}={version}" for key, version in fixes.items()),
+    )
+
+
+def _versions(names: Iterable[str]) -> str:
+    return ", then ".join(names)
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    """Write ascending ranks as `rank 1` or `ranks 0, 2-7`."""
+    runs: list[list[int]] = []
+    for rank in ranks:
+        if runs and rank == runs[-1][-1] + 1:
+            runs[-1] = [runs[-1][0], rank]
+        else:
+            runs.append([rank])
+    return f"rank{'s' if len(ranks) > 1 else ''} " + ", ".join("-".join(map(str, run)) for run in runs)
+
+
+def _device(recipe: Recipe) -> torch.device:
+    on_cpu = recipe.cluster.device == "cpu"
+    return torch.device("cpu") if on_cpu else torch.device("cuda", torch.cuda.current_device())
+
+
 def kernel_lines(recipe: Recipe) -> list[str]:
     """Return a line for each operator: its version on this rank's device, and why; and the version of core attention.
     Empty on a CPU, where all versions are references.
 
-    A version is built and compared with its reference at its first use, not here. A version that fails is replaced with
-    a warning.
+    It builds and compares nothing, which `warm_up_kernels` does. A version that fails there is replaced with a warning.
     """
     if recipe.cluster.device == "cpu":
         return []
-    versions = report(torch.device("cuda", torch.cuda.current_device()), check=False)
+    versions = report(_device(recipe), check=False)
     lines = [f"core_attention: {recipe.cluster.core_attention} (cluster.core_attention)", *versions]
-    lines = ["kernels, each compared with its reference at its first use", *(f"  {line}" for line in lines)]
+    lines = ["kernels, each compared with its reference before the first step", *(f"  {line}" for line in lines)]
     if torch.version.cuda and recipe.cluster.core_attention == "sdpa":
         try:
             torch.backends.cudnn.version()

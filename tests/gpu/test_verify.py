@@ -1,0 +1,27 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`zaya verify` on an accelerator: nothing is wrong, and every version of an operator has an error and a time."""
+
+import json
+
+import pytest
+
+
+@pytest.mark.parametrize(
+    "lines",
+    [
+        ("environment", "rates", "rms_norm", "grouped_product", "newton_schulz"),
+        ("conditions",),
+        ("all_reduce", "graph_capture", "demo_losses"),
+        ("zaya1_base", "hazards"),
+    ],
+    ids="-".join,
+)
+def test_nothing_is_wrong(zaya, tmp_path, lines):
+    out = tmp_path / "verify.json"
+    print(zaya("verify", "--only", ",".join(lines), "--out", out))  # its exit status is 0
+    found = {line["line"]: line for line in json.loads(out.read_text())["lines"]}
+    assert list(found) == list(lines) and all(line["state"] in ("pass", "slow", "skipped") for line in found.values())
+    for folder in {"rms_norm", "grouped_product", "newton_schulz"} & found.keys():
+        for operator in found[folder]["figures"].values():
+            ran = {version for version, row in operator["versions"].items() if row.get("ms")}
+            assert {"auto", "reference"} < ran, operator

@@ -1,0 +1,57 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Test that the self-check of the Triton versions compiles all that ZAYA1-base's training launches, so that the first
+step compiles nothing.
+
+Triton compiles a kernel anew for each combination of dtypes, constants, None, and integers that are 1 or multiples of
+16. What it would compile on an H200 and an MI300X is recorded without compiling.
+"""
+
+import pytest
+import torch
+
+from hip_ops.runtime.operator import OPERATORS, all_operators
+from tests.hip_ops.training_calls import training_calls
+from tests.hip_ops.triton_launches import TARGETS, recorded_kernels
+
+CPU = torch.device("cpu")
+# Newton-Schulz: its tiles depend on the number of a rank's matrices of a shape. The embedding's gradient: on AMD another
+# kernel runs for a vocabulary beyond 2 GiB. On an MI300X the HIP versions of both run.
+NOT_COVERED = {"sm_90": {"newton_schulz"}, "gfx942": {"newton_schulz", "add_rows_"}}
+
+
+@pytest.fixture(scope="module", params=TARGETS)
+def target(request):
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def kernels(target):
+    operators = [each for each in all_operators() if "triton" in each.versions]
+    for operator in operators:
+        operator._function_of("triton")
+    with recorded_kernels(target) as recorded:
+        yield recorded
+
+
+def examples(operator):
+    return (make(CPU) for make in (*operator.examples, *operator.more_examples.get("triton", ())))
+
+
+def test_training_compiles_no_kernel_that_the_self_check_does_not(kernels, target):
+    missing = []
+    for name, calls in training_calls(statistics_parts=4).items():
+        operator = OPERATORS[name]
+        if "triton" in operator.versions and name not in NOT_COVERED[target]:
+            version = operator._function_of("triton")
+            launched = kernels(version, calls)
+            assert launched, name
+            missing += sorted(launched - kernels(version, examples(operator)))
+    assert not missing, "\n".join(map(str, missing))
+
+
+def test_a_number_of_rows_that_needs_another_kernel_is_seen(kernels):
+    """As the examples of before, whose rows were no multiple of 16."""
+    gather = OPERATORS["gather_rows"]
+    (rows, maps, _, probs), *_ = training_calls(statistics_parts=4)["gather_rows"]
+    odd = kernels(gather._function_of("triton"), [(rows[:150], maps[:150], maps[:150], probs[:150])])
+    assert len(odd) == 1 and odd.isdisjoint(kernels(gather._function_of("triton"), examples(gather)))

@@ -1,0 +1,205 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Test that the self-check of the HIP versions launches every variant of a kernel that ZAYA1-base's training launches.
+
+The sources are built for the CPU with launches that are recorded and not run, and the host counts an MI300X's compute
+units: the launchers themselves choose kernel and grid, for the examples and for the sizes of training.
+"""
+
+import ctypes
+import dataclasses
+import functools
+import sys
+
+import pytest
+import torch
+
+from hip_ops.linear_cross_entropy import passes
+from hip_ops.linear_cross_entropy.saved import chunk_for
+from hip_ops.newton_schulz import FEWEST_LARGE_TILES, LARGE_TILE, hip
+from hip_ops.runtime import library
+from hip_ops.runtime.build import kernel_sources
+from hip_ops.runtime.launchers import load
+from hip_ops.runtime.operator import OPERATORS, all_operators
+from tests.hip_ops.cpu_kernels import KERNELS, build_cpu_library
+from tests.hip_ops.training_calls import Sizes, training_calls
+from zaya_plugin.config.compose import compose
+
+CPU, MI300X_UNITS = torch.device("cpu"), 304
+STATISTICS_PARTS = 4  # of a row of logits, on AMD
+UNUSED = {"add_rms_norm", "add_rms_norm_backward"}  # ZAYA1 scales both of its streams
+WAVES, TILE = 4, 32  # of a block of the row kernels; rows of a tile of the CCA prologue
+
+
+@dataclasses.dataclass(frozen=True)
+class Launch:
+    kernel: str
+    pointers: str
+    grid: tuple[int, int]
+    numbers: tuple[int, ...]
+
+    @property
+    def variant(self) -> tuple:
+        """What decides the code that runs: the kernel, which pointers are null, and the way through its loops."""
+        return self.kernel, self.pointers, WAY[_family(self.kernel)](self.grid, *self.numbers)
+
+
+def _family(kernel: str) -> str:
+    return max((name for name in WAY if kernel.startswith(name)), key=len)
+
+
+def _more_than(rows_a_block: int):
+    return lambda grid, rows, *_: rows > rows_a_block * grid[0]
+
+
+# Kernels by the start of their names -> (grid, integer arguments) -> the way through the loops.
+WAY = {
+    "ho_symmetric": lambda grid, n, k: k // 32 >= 5,  # the pipelined loop needs five whole slabs (product_tile.h)
+    "ho_symmetric_fp16_any": lambda grid, *_: None,  # without the pipelined loop
+    "ho_general_fp16_any": lambda grid, m, n, k, to_bf16: to_bf16,
+    "ho_general": lambda grid, m, n, k, to_bf16: (k // 32 >= 5, to_bf16),
+    # hidden 2048: a row a block
+    "ho_add_rms_norm": _more_than(1),
+    "ho_scaled_residual_rms_norm": _more_than(1),
+    "ho_rms_norm_sum": lambda grid, blocks, *_: blocks > 32,  # slices
+    "ho_gather_rows": _more_than(WAVES),
+    "ho_weighted_swiglu": _more_than(WAVES),
+    "ho_row_statistics": lambda grid, rows, *_: (rows > WAVES * grid[0], grid[1] > 1),
+    "ho_overwrite_with": lambda grid, rows, *_: (rows > WAVES * grid[0], grid[1] > 1),
+    "ho_finish_gradient": lambda grid, rows, classes, stride, first, size, parts, *_: (
+        rows > WAVES * grid[0],
+        parts > 64,  # lanes
+    ),
+    "ho_cca_prologue_forward": lambda grid, *numbers: -(-numbers[4] // TILE) > grid[0] // 12,  # heads of both groups
+    "ho_cca_prologue_backward_pass": lambda grid, *numbers: numbers[13] > grid[0] // 10,
+    "ho_cca_prologue_backward_temperature": lambda grid, *_: True,
+    "ho_cca_prologue_backward_sum": lambda grid, runs, *_: runs > 1,
+    "ho_expert": lambda grid, wide, tokens, tokens_a_thread, experts: (grid[0] > 1, tokens_a_thread > 1),
+    "ho_muon": lambda grid, *_: None,  # a block takes a second chunk from five billion elements on
+    "ho_add_runs": lambda grid, *_: grid[0] > 1,
+    "ho_join_runs": lambda grid, *_: grid[0] > 1,
+}
+
+
+@pytest.fixture(scope="module")
+def recorded():
+    """recorded(function, makers of arguments): the launches of its calls, as on an MI300X."""
+    loaded = load(build_cpu_library(*kernel_sources(), before=KERNELS / "recorded_launches.h"))
+    loaded.take_records.restype = ctypes.c_char_p
+
+    def launches(function, makers) -> list[Launch]:
+        loaded.take_records()
+        with pytest.MonkeyPatch.context() as patch, torch.no_grad(), torch.random.fork_rng():
+            patch.setattr(library, "_library", lambda target: loaded)
+            for name, module in list(sys.modules.items()):
+                if name.startswith("hip_ops.") and hasattr(module, "multiprocessors"):
+                    patch.setattr(module, "multiprocessors", lambda device: MI300X_UNITS)
+            for make in makers:
+                function(*make())
+        found = []
+        for line in loaded.take_records().decode().splitlines():
+            kernel, pointers, x, y, *numbers = line.split()
+            found.append(Launch(kernel, pointers, (int(x), int(y)), tuple(map(int, numbers))))
+        return found
+
+    return launches
+
+
+@pytest.fixture(scope="module")
+def checked(recorded) -> dict[str, list[Launch]]:
+    """The launches of every operator's self-check."""
+    found = {}
+    for operator in all_operators():
+        if "hip" in operator.versions:
+            version = operator._function_of("hip")
+            examples = (*operator.examples, *operator.more_examples.get("hip", ()))
+            found[operator.name] = recorded(version, [functools.partial(each, CPU) for each in examples])
+    return found
+
+
+@pytest.fixture(scope="module")
+def recipe():
+    return compose(["experiment=zaya1_base", "data.path=x"])
+
+
+def test_the_sizes_are_those_of_the_recipe(recipe):
+    """And the dtypes that the calls assume."""
+    groups = (recipe.stage, recipe.model, recipe.optim)
+    named = {key: value for group in groups for key, value in dataclasses.asdict(group).items()}
+    sizes = dataclasses.asdict(Sizes())
+    assert sizes == {name: named[name] for name in sizes}
+    assert (recipe.cluster.dtype, recipe.optim.muon_dtype, recipe.optim.muon_momentum_dtype) == ("bf16", "fp16", "fp32")
+    assert recipe.model.residual_in_fp32 and recipe.optim.grad_reduce_in_fp32
+    logits = torch.empty(
+        chunk_for(recipe.stage.seq_length * recipe.stage.micro_batch_size, passes.CLASSES, 2),
+        passes.CLASSES,
+        device="meta",
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.version, "hip", "7.1")
+        assert passes.parts_for(logits) == STATISTICS_PARTS
+
+
+KERNELS_OF = {
+    "row_statistics": ["ho_row_statistics_bf16"],
+    "overwrite_with_gradient": ["ho_overwrite_with_gradient_bf16"],
+    "overwrite_with_exponentials": ["ho_overwrite_with_exponentials_bf16"],
+    "finish_gradient": ["ho_finish_gradient_bf16"],
+    "newton_schulz": [
+        "ho_general_fp16_128",
+        "ho_general_fp16_64",
+        "ho_general_fp16_any",
+        "ho_symmetric_fp16_128",
+        "ho_symmetric_fp16_64",
+        "ho_symmetric_fp16_any",
+    ],
+    "add_rms_norm": ["ho_add_rms_norm_fp32_residual_2048"],
+    "scaled_residual_rms_norm": ["ho_scaled_residual_rms_norm_2048"],
+    "add_rms_norm_backward": ["ho_add_rms_norm_fp32_residual_backward_2048", "ho_rms_norm_sum_weight"],
+    "scaled_residual_rms_norm_backward": ["ho_rms_norm_sum_vectors", "ho_scaled_residual_rms_norm_backward_2048"],
+    "cca_prologue": ["ho_cca_prologue_forward"],
+    "cca_prologue_backward": [
+        "ho_cca_prologue_backward_pass",
+        "ho_cca_prologue_backward_sum",
+        "ho_cca_prologue_backward_temperature",
+    ],
+    "sort_by_expert": ["ho_expert_count_32", "ho_expert_place_32"],
+    "gather_rows": ["ho_gather_rows_16"],
+    "weighted_swiglu": ["ho_weighted_swiglu_bf16"],
+    "weighted_swiglu_backward": ["ho_weighted_swiglu_backward_bf16"],
+    "muon_momentum_": [
+        "ho_muon_momentum_bf16_fp32_bf16",
+        "ho_muon_momentum_fp32_fp32_bf16",
+        "ho_muon_square_sums_kernel",
+    ],
+    "muon_update_": ["ho_muon_update_bf16_fp32", "ho_muon_update_bf16_fp32_bf16"],
+    "add_rows_": ["ho_add_runs_any_bf16", "ho_add_runs_bf16", "ho_join_runs", "ho_join_runs_any"],
+}
+
+
+def test_training_launches_no_variant_that_the_self_check_does_not(recorded, checked):
+    missing, trained = {}, training_calls(STATISTICS_PARTS)
+    assert checked.keys() - UNUSED <= trained.keys(), "every operator with a HIP version has its sizes there"
+    for name in checked.keys() - UNUSED:
+        calls = trained[name]
+        version = OPERATORS[name]._function_of("hip")
+        launched = recorded(version, [lambda each=each: each for each in calls])
+        assert launched, name
+        left = {each.variant for each in launched} - {each.variant for each in checked[name]}
+        if left:
+            missing[name] = sorted(left)
+    assert not missing, "\n".join(f"{name}: {each}" for name, left in missing.items() for each in left)
+
+
+def test_the_kernels_that_the_self_check_launches(checked):
+    """By operator, so that a change of an example or of a launcher's choice is seen."""
+    assert {name: sorted({each.kernel for each in found}) for name, found in checked.items()} == KERNELS_OF
+
+
+def test_large_tiles_begin_where_the_example_says(recorded):
+    """FEWEST_LARGE_TILES is the launcher's own number."""
+    a = torch.empty(FEWEST_LARGE_TILES, LARGE_TILE, 32, dtype=torch.float16)
+    kernels = [
+        recorded(hip._symmetric, [lambda batch=batch: (a[:batch], a[:batch], None, 1.0, 0.0)])[0].kernel
+        for batch in (FEWEST_LARGE_TILES - 1, FEWEST_LARGE_TILES)
+    ]
+    assert kernels == ["ho_symmetric_fp16_64", "ho_symmetric_fp16_128"]

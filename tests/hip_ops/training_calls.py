@@ -1,0 +1,152 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Calls of the operators with the sizes and dtypes of ZAYA1-base's training on one device; tensors are not
+initialised.
+"""
+
+import dataclasses
+import math
+
+import torch
+
+from hip_ops.linear_cross_entropy import passes
+from hip_ops.linear_cross_entropy.saved import chunk_for, parts_of_exponentials
+from hip_ops.newton_schulz import plan
+from hip_ops.newton_schulz.coefficients import coefficient_triples
+from hip_ops.router_mlp.reference import columns
+
+BF16, FP32 = torch.bfloat16, torch.float32
+# (rows, columns) of the matrices that Muon updates, and how many of them a layer has (as in benchmarks/muon_step.py).
+MATRICES = (
+    ((4096, 2048), 16),
+    ((2048, 2048), 16),
+    ((2048, 1024), 1),
+    ((1024, 2048), 1),
+    ((256, 2048), 2),
+    ((128, 2048), 2),
+    ((256, 256), 2),
+    ((17, 256), 1),
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Sizes:
+    """Of experiment=zaya1_base; tests/hip_ops/test_checked_variants.py compares them with the recipe."""
+
+    seq_length: int = 4096
+    micro_batch_size: int = 4
+    hidden_size: int = 2048
+    moe_ffn_hidden_size: int = 2048
+    num_experts: int = 16
+    num_attention_heads: int = 8
+    num_query_groups: int = 2
+    kv_channels: int = 128
+    rotary_percent: float = 0.5
+    router_hidden_size: int = 256
+    muon_coefficients: str = "simple"
+    muon_steps: int = 5
+
+
+def training_calls(statistics_parts: int, sizes: Sizes = Sizes(), device: str = "cpu") -> dict[str, list[tuple]]:
+    """Returns the arguments of all calls by operator. The experts' matrices and main gradients lie in buffers of
+    2 GiB, since DDP's buffers of all layers are larger.
+
+    statistics_parts: parts of a row of logits, which depend on the device. Newton-Schulz is called with one matrix of
+    a shape, and with enough for large tiles, since a rank's share is any number of them.
+    """
+    s, b, hidden, width = sizes.seq_length, sizes.micro_batch_size, sizes.hidden_size, sizes.moe_ffn_hidden_size
+    tokens, experts, classes = s * b, sizes.num_experts, passes.CLASSES
+    groups, heads, d, r = sizes.num_query_groups, sizes.num_attention_heads, sizes.kv_channels, sizes.router_hidden_size
+    channels, values = (heads + groups) * d, groups * d
+    chunk, parts = chunk_for(tokens, classes, 2), parts_of_exponentials(classes)
+
+    def empty(*shape, dtype=BF16):
+        return torch.empty(shape, dtype=dtype, device=device)
+
+    def fp32(*shape):
+        return empty(*shape, dtype=FP32)
+
+    def zeros(count, dtype=torch.int32):
+        return torch.zeros(count, dtype=dtype, device=device)
+
+    def in_a_buffer(*shape, dtype=BF16):
+        return empty(2**31 // dtype.itemsize, dtype=dtype)[: math.prod(shape)].view(shape)
+
+    x, stream, rstd, vectors = empty(s, b, hidden), fp32(s, b, hidden), fp32(s, b, 1), [empty(hidden)] * 5
+    prologue = (
+        empty(s, b, channels + values), empty(channels, 1, 2), empty(channels), empty(channels, d, 2), empty(channels),
+        empty(groups), fp32(s, 1, int(d * sizes.rotary_percent)), None, None, None,
+    )  # fmt: skip
+    query, key, norm = empty(s, b, heads, d), empty(s, b, groups, d), fp32(heads + groups, s, b)
+    ids, maps = zeros(tokens, torch.int64), zeros(tokens)
+    rows, probs, offsets = empty(tokens, hidden), fp32(tokens), zeros(experts)
+    router_classes = experts + 1
+    previous, first = (empty(tokens, r), empty(r)), (None, None)
+    router = (empty(r), empty(r), empty(r, r), empty(r), empty(r, r), empty(r), empty(router_classes, r))
+    routed = (empty(tokens, r), empty(tokens, r), empty(tokens, columns(router_classes)), ids)
+    matrices = (router[1], router[2], router[4], router[6], 1e-5, experts)
+    gate_up, fc1, fc2 = (
+        empty(tokens, 2 * width),
+        in_a_buffer(experts, 2 * width, hidden),
+        in_a_buffer(experts, hidden, width),
+    )
+    main_fc1, main_fc2 = (in_a_buffer(*each.shape, dtype=FP32) for each in (fc1, fc2))
+    unit = empty(tokens, width)
+    logits, labels, of_chunk = empty(chunk, classes), ids[:chunk], fp32(chunk)
+    one, shapes = fp32(1), [(1, 17, 256), (3, 2048, 2048)]
+    fp32s, masters, bf16s = ([empty(*shape, dtype=dtype) for shape in shapes] for dtype in (FP32, FP32, BF16))
+    triples = coefficient_triples(sizes.muon_coefficients, sizes.muon_steps)
+
+    def newton_schulz(batch, m, n):
+        made = plan.make_plan(triples, m, n, torch.float16)
+        flat = [value for triple in triples for value in triple]
+        return empty(batch, m, n), fp32(batch), flat, made.form, made.restarts, torch.float16, 1e-7
+
+    batches = [(count, *shape) for shape, _ in MATRICES for count in (1, 4 if max(shape) > 256 else 16)]
+    return {
+        "scaled_residual_rms_norm": [(x, stream, *vectors, 1e-5)],
+        "scaled_residual_rms_norm_backward": [
+            (x, upstream, x, stream, rstd, *vectors)
+            for upstream in (stream, None)  # None: the last norm
+        ],
+        "cca_prologue": [(*prologue, groups, values // 2)],
+        "cca_prologue_backward": [(query, key, key, *prologue, query, key, norm, groups, values // 2)],
+        "router_mlp": [
+            (empty(tokens, r), *before, *router, fp32(router_classes), None, 1e-5, experts)
+            for before in (previous, first)
+        ],
+        "router_mlp_backward": [
+            (probs, d_state, empty(tokens, r), *before, *routed, *matrices)
+            for before, d_state in ((previous, routed[0]), (first, routed[0]), (previous, None))
+        ],
+        "sort_by_expert": [(ids, experts)],
+        "gather_rows": [(rows, maps, maps, each) for each in (probs, None)],
+        "weighted_swiglu": [(gate_up, probs, offsets)],
+        "weighted_swiglu_backward": [(unit, gate_up, probs, offsets, True)],
+        "grouped_rows": [
+            (rows, fc1.mT, offsets),
+            (unit, fc2.mT, offsets),
+            (rows, fc2, offsets),
+            (gate_up, fc1, offsets),
+        ],
+        "grouped_outer_": [
+            (out, a, b, offsets, accumulate)
+            for out, a, b in ((main_fc2, rows, unit), (main_fc1, gate_up, rows))
+            for accumulate in (True, False)
+        ],
+        "newton_schulz": [newton_schulz(*batch) for batch in batches],
+        "muon_momentum_": [
+            (fp32s, masters, bf16s, sums, one, found_inf, 0.95, True)
+            for sums in (fp32(2), None)
+            for found_inf in (one, None)
+        ],
+        "muon_update_": [
+            (bf16s, weights, params, [1.0, 1.0], 1e-3, None, 0.1, found_inf)
+            for weights, params in ((masters, bf16s), ([], masters))
+            for found_inf in (one, None)
+        ],
+        "row_statistics": [(logits, labels, 0, statistics_parts)],
+        "overwrite_with_exponentials": [(logits, labels, 0, parts)],
+        "finish_gradient": [(logits, labels, 0, fp32(parts, 3, chunk), 0, parts, of_chunk, 0.0)],
+        "overwrite_with_gradient": [(logits, labels, 0, fp32(2, chunk), of_chunk, 0.0)],
+        "add_rows_": [(fp32(classes, hidden), ids, rows)],
+    }

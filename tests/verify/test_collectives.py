@@ -1,0 +1,103 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Test the lines `all_reduce` and `graph_capture` with two processes: right, wrong sums, a hang and a crash."""
+
+import time
+from pathlib import Path
+
+import pytest
+
+from zaya_plugin.verify import collectives
+from zaya_plugin.verify.expected import machine_of
+from zaya_plugin.verify.line import Setting
+
+
+@pytest.fixture
+def here(tmp_path):
+    return Setting("cpu", 0, "CPU x86_64", tmp_path)
+
+
+@pytest.fixture
+def fault(monkeypatch):
+    """Lets ranks run with a fault."""
+
+    def choose(name):
+        monkeypatch.setattr(collectives, "RANK", "tests.verify.faulty_rank")
+        monkeypatch.setenv("ZAYA_TEST_FAULT", name)
+
+    return choose
+
+
+def test_both_lines_between_two_processes(here):
+    found = collectives.all_reduce(here)
+    assert found.state == "pass" and found.reason.endswith("2 ranks")
+    assert all(row["right"] and row["gb_per_s"] > 0 for row in found.figures["sizes"])
+    found = collectives.graph_capture(here)
+    assert found.state == "pass" and "a CPU has no graphs" in found.reason and not found.overrides
+
+
+def test_a_wrong_sum_is_wrong(here, fault):
+    fault("sum")
+    found = collectives.all_reduce(here)
+    assert found.state == "wrong" and found.reason.startswith("wrong sums at 1,024")
+
+
+def test_a_wrong_replay_is_wrong(monkeypatch):
+    found = {"wrong": ["replay 2: 7.0 for 13.0"]}
+    monkeypatch.setattr(collectives, "run_ranks", lambda *given: found)
+    outcome = collectives.graph_capture(Setting("cuda", 2, "NVIDIA H200", Path("unused")))
+    assert outcome.state == "wrong" and outcome.reason.startswith("replay 2: 7.0 for 13.0; train kernel by kernel")
+    found["wrong"] = []
+    assert collectives.graph_capture(Setting("cuda", 2, "NVIDIA H200", Path("unused"))).state == "pass"
+
+
+def test_a_collective_that_hangs_is_wrong(here, fault, monkeypatch):
+    fault("hang")
+    for limit in ("START_S", "CAPTURE_S"):
+        monkeypatch.setattr(collectives, limit, 1)
+    begin = time.monotonic()
+    found = collectives.graph_capture(here)
+    assert found.state == "wrong" and found.reason == "not done in 2 s; ranks [0, 1] were killed"
+    assert time.monotonic() - begin < 10
+
+
+def test_a_rank_that_aborts_is_wrong(here, fault):
+    fault("abort")
+    found = collectives.graph_capture(here)
+    assert found.state == "wrong" and found.reason.startswith("rank 1 was killed by signal 6: watchdog thread")
+    assert "capturing stream" in found.traceback
+
+
+def test_where_a_capture_fails_the_recipe_runs_kernel_by_kernel(monkeypatch):
+    def fails(*given):
+        raise collectives.RanksFailed("rank 0 was killed by signal 6: watchdog", "log")
+
+    monkeypatch.setattr(collectives, "run_ranks", fails)
+    found = collectives.graph_capture(Setting("cuda", 8, "AMD Instinct MI300X", Path("unused")))
+    assert found.state == "wrong" and found.overrides == {"cluster.graphs": "none"}
+    assert found.reason.endswith("; train kernel by kernel, with cluster.graphs=none")
+
+
+def rows(rate: float, right: bool = True) -> dict:
+    return {"sizes": [{"bytes": size, "ms": 0.05, "gb_per_s": rate, "right": right} for size in (4096, 2**30)]}
+
+
+@pytest.mark.parametrize(
+    ("name", "ranks", "rate", "state"),
+    [
+        ("NVIDIA H200", 8, 330, "pass"),
+        ("NVIDIA H200", 8, 200, "slow"),
+        ("AMD Instinct MI300X", 8, 300, "pass"),
+        ("AMD Instinct MI300X", 2, 45, "pass"),  # one link of seven
+        ("AMD Instinct MI300X", 2, 30, "slow"),
+        ("NVIDIA B300", 2, 1, "pass"),
+    ],
+)
+def test_the_rate_is_compared_with_the_links(name, ranks, rate, state):
+    setting = Setting("cuda", ranks, name, Path("unused"))
+    found = collectives.judged(rows(rate), machine_of(name), ranks, setting)
+    assert found.state == state, found.reason
+    assert ("PREDICTION" in found.expected["kind"]) == ("MI300X" in name)
+
+
+def test_one_device_has_no_links():
+    assert collectives.all_reduce(Setting("cuda", 1, "NVIDIA H200", Path("unused"))).state == "skipped"

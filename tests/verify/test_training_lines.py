@@ -1,0 +1,140 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Test the lines `demo_losses` and `zaya1_base`; the real runs are slow tests."""
+
+import math
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+
+from zaya_plugin import compat
+from zaya_plugin.bench import step_command
+from zaya_plugin.config.arguments import megatron_arguments
+from zaya_plugin.config.compose import compose
+from zaya_plugin.config.validate import validate
+from zaya_plugin.verify import demo_losses, training
+from zaya_plugin.verify.line import Setting
+from zaya_plugin.verify.loss_rank import SkewedTokens
+
+HERE = Setting("cpu", 0, "CPU x86_64", Path("unused"))
+STORED = list(demo_losses.LOSSES)
+
+
+@pytest.mark.parametrize(
+    ("found", "state", "reason"),
+    [
+        (STORED, "pass", "8.0557 to 7.3220, at most 0.0e+00"),
+        ([*STORED[:9], STORED[9] * (1 + 9e-6)], "pass", "at most 9.0e-06"),
+        ([*STORED[:4], STORED[4] * (1 + 2e-5), *STORED[5:]], "wrong", "step 5: loss 7.660263, stored 7.66011"),
+        ([*STORED[:6], math.nan, *STORED[7:]], "wrong", "step 7: loss nan"),
+        (STORED[:3], "wrong", "3 of 10 steps: zaya: rank 0 failed"),
+    ],
+)
+def test_losses_are_compared_with_the_stored_ones(monkeypatch, found, state, reason):
+    monkeypatch.setattr(training, "losses_of", lambda *given: (found, "a traceback\nzaya: rank 0 failed\n"))
+    outcome = training.losses(HERE)
+    assert outcome.state == state and reason in outcome.reason, outcome.reason
+
+
+def test_a_changed_stored_loss_is_wrong(monkeypatch):
+    monkeypatch.setattr(training, "losses_of", lambda *given: (STORED, ""))
+    monkeypatch.setattr(demo_losses, "LOSSES", (*STORED[:8], STORED[8] + 1e-3, STORED[9]))
+    assert training.losses(HERE).reason.startswith("step 9: ")
+
+
+def test_the_tokens_are_the_same_everywhere_and_there_is_something_to_learn():
+    samples, _, _ = SkewedTokens(2048).build([4], 256, 1234, None)
+    sample = samples[3]
+    assert torch.equal(sample["tokens"][1:], sample["labels"][:-1])
+    assert sample["tokens"][:6].tolist() == [323, 240, 470, 1059, 482, 1094]
+    assert (sample["tokens"] < 512).float().mean() > 0.5, "a quarter of the vocabulary has more than half of the tokens"
+
+
+@pytest.mark.parametrize("line", [training.losses, training.step])
+def test_without_megatron_s_loop_a_line_is_skipped(monkeypatch, line):
+    monkeypatch.setattr(compat, "zaya_train_fits", lambda: False)
+    found = line(HERE)
+    assert found.state == "skipped" and "megatron.training" in found.reason
+
+
+def test_on_a_gpu_the_same_weights_in_fp32(tmp_path):
+    recipe = compose([*demo_losses.RECIPE, *demo_losses.ON_GPU, f"run_dir={tmp_path}"])
+    validate(recipe, 1)
+    values = megatron_arguments(recipe, {})
+    assert values["use_cpu_initialization"] and not values["bf16"]
+    assert recipe.cluster.environment["NVIDIA_TF32_OVERRIDE"] == "0" and recipe.cluster.kernels == "auto"
+    assert not recipe.cluster.kernel_overrides, "cluster=gpu's choices would hide the kernels that train"
+
+
+def record(share: float = 0.2) -> dict:
+    step = {"share_of_gemm": share, "tokens_per_s_per_device": 50_000.0}
+    return {"step": step, "model": {"vocab_size": 262_272, "num_layers": 12}, "parts": [], "rates": {}, "recipe": {}}
+
+
+@pytest.mark.parametrize(
+    ("losses", "share", "state"),
+    [
+        ([12.48, 12.5], 0.2, "pass"),
+        ([12.48, 12.5], 0.05, "slow"),
+        ([12.48, math.nan], 0.2, "wrong"),
+        ([12.48, 25.0], 0.2, "wrong"),
+        ([], 0.2, "wrong"),
+    ],
+)
+def test_a_step_is_judged_by_its_losses_and_its_rate(losses, share, state):
+    found = training.judged(record(share), losses, Setting("cuda", 1, "AMD Instinct MI300X", Path("unused")))
+    assert found.state == state and found.expected["loss"] == pytest.approx(12.477, abs=1e-3)
+    assert state == "wrong" or "PREDICTION" in found.expected["kind"]
+
+
+def test_a_step_that_fails_is_wrong(monkeypatch, tmp_path):
+    failed = subprocess.CompletedProcess([], 1, "a traceback\nRuntimeError: out of memory\n")
+    monkeypatch.setattr(training, "bench", lambda words: failed)
+    found = training.step(Setting("cpu", 0, "CPU x86_64", tmp_path))
+    assert (found.state, found.reason) == ("wrong", "RuntimeError: out of memory") and "traceback" in found.traceback
+
+
+@pytest.mark.parametrize(
+    ("name", "devices", "gib", "layers"),
+    [
+        ("NVIDIA H100 80GB HBM3", 1, 79, range(2, 20)),
+        ("NVIDIA H200", 1, 139, range(15, 40)),
+        ("NVIDIA H200", 8, 139, range(40, 41)),
+        ("AMD Instinct MI300X", 1, 191, range(25, 41)),
+        ("AMD Instinct MI300X", 8, 191, range(40, 41)),
+        ("Some GPU", 1, 24, range(1, 3)),
+    ],
+)
+def test_as_many_layers_as_fit(monkeypatch, name, devices, gib, layers):
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda index: (gib * 2**30, gib * 2**30))
+    words = training.words_on_gpu(Setting("cuda", devices, name, Path("unused")))
+    parsed = step_command.parse(list(words))
+    recipe = step_command.recipe_of(*parsed)
+    validate(recipe, devices)
+    assert recipe.model.num_layers in layers and recipe.stage.global_batch_size == 4 * devices
+    assert recipe.cluster.graphs == "none" and recipe.nproc == devices
+
+
+@pytest.mark.slow
+def test_the_demo_s_losses_on_this_machine(tmp_path, monkeypatch):
+    here = Setting("cpu", 0, "CPU x86_64", tmp_path)
+    found = training.losses(here)
+    assert found.state == "pass", found
+    assert max(found.figures["differences"]) < 1e-6 and found.figures["losses"][-1] < found.figures["losses"][0] - 0.5
+
+
+@pytest.mark.slow
+def test_a_small_change_of_the_model_is_found(tmp_path, monkeypatch):
+    """A model with another epsilon of its norms runs and learns; no shape shows the fault."""
+    changed = (*demo_losses.RECIPE, "model.norm_epsilon=1e-3", "exit_interval=3")
+    monkeypatch.setattr(demo_losses, "RECIPE", changed)
+    monkeypatch.setattr(demo_losses, "LOSSES", demo_losses.LOSSES[:3])
+    found = training.losses(Setting("cpu", 0, "CPU x86_64", tmp_path))
+    assert found.state == "wrong" and 1e-5 < max(found.figures["differences"]) < 1e-2, found
+
+
+@pytest.mark.slow
+def test_a_small_step_on_this_machine(tmp_path):
+    found = training.step(Setting("cpu", 0, "CPU x86_64", tmp_path))
+    assert found.state == "pass" and found.figures["parts"]["experts"] > 0, found

@@ -1,0 +1,75 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`zaya verify --bundle RUN_DIR`: one archive with what a question about a run needs, without secrets."""
+
+from __future__ import annotations
+
+import datetime
+import io
+import json
+import os
+import tarfile
+from collections.abc import Iterator
+from pathlib import Path
+
+from zaya_plugin.errors import mistake
+from zaya_plugin.verify.secrets import cleaned, of_data
+
+# Files of a run directory; checkpoints, traces, TensorBoard's and W&B's files are left out.
+PATTERNS = ("recipe.yaml", "*.args", "primus.yaml", "metrics.jsonl", "step.json", "logs/**/*", "bench/step.json")
+OF_A_FILE, OF_ALL = 2 * 2**20, 64 * 2**20  # bytes; of a longer file the end, and of many logs the newest
+
+
+def bundle(run_dir: Path, record: Path) -> Path:
+    """Write support-<name>.tar.gz beside `record` (a verify.json, which need not exist) and return its path.
+
+    Raises ValueError where `run_dir` is not a run's.
+    """
+    if not (run_dir / "recipe.yaml").is_file():
+        problem = "no run directory: it has no recipe.yaml"
+        raise mistake("--bundle", run_dir, problem=problem, allowed="the run_dir of a run", fix="--bundle runs/<name>")
+    target = record.resolve().parent / f"support-{run_dir.resolve().name}.tar.gz"
+    left, notes = OF_ALL, []
+    with tarfile.open(target, "w:gz") as archive:
+        for name, text in contents(run_dir, record):
+            content = text.encode()[-OF_A_FILE:]
+            if len(content) > left:
+                notes.append(f"left out: {name}")
+                continue
+            left -= len(content)
+            notes.append(f"{len(content):>9} {name}" + (" (its end)" if len(content) == OF_A_FILE else ""))
+            add(archive, name, content)
+        add(archive, "contents.txt", "\n".join([*notes, ""]).encode())
+    return target
+
+
+def contents(run_dir: Path, record: Path) -> Iterator[tuple[str, str]]:
+    """Yield names and cleaned texts, the most useful first."""
+    if record.is_file():
+        yield "verify.json", read(record)
+    yield "doctor.json", json.dumps(of_data(doctor_report()), indent=1, default=str)
+    yield "environment.json", json.dumps(of_data(os.environ), indent=1)
+    seen = set()
+    for pattern in PATTERNS:
+        for path in sorted(run_dir.glob(pattern), key=lambda path: -path.stat().st_mtime):
+            if path.is_file() and path not in seen:
+                seen.add(path)
+                yield f"run/{path.relative_to(run_dir)}", read(path)
+
+
+def doctor_report() -> dict:
+    from zaya_plugin import doctor
+
+    return doctor.examine()
+
+
+def read(path: Path) -> str:
+    """Return the end of a file, cleaned. One more block is read, so that no secret is cut in two at the beginning."""
+    with path.open("rb") as file:
+        file.seek(max(0, path.stat().st_size - 2 * OF_A_FILE))
+        return cleaned(file.read().decode(errors="replace"))
+
+
+def add(archive: tarfile.TarFile, name: str, content: bytes) -> None:
+    entry = tarfile.TarInfo(name)
+    entry.size, entry.mtime = len(content), int(datetime.datetime.now().timestamp())
+    archive.addfile(entry, io.BytesIO(content))

@@ -1,0 +1,93 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A rank of the lines `graph_capture` and `all_reduce`:
+
+    python -m zaya_plugin.verify.collective_rank <all_reduce or graph_capture> <cuda or cpu> <rank> <ranks> <folder>
+
+The ranks meet through a file in the folder, so no port is needed; rank 0 writes result.json there.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import sys
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as distributed
+
+from zaya_plugin.bench import probes
+
+RESULT, MEETING = "result.json", "meeting"
+CPU_SIZES, GPU_SIZES = [2**n for n in (10, 16, 20, 22)], [2**n for n in range(12, 31, 3)]
+CALLS = {"cpu": 5, "cuda": 10}
+WATCHDOG_S = 3.0  # torch's watchdog of NCCL looks at its events once a second, also during a capture
+REPLAYS = 3
+
+
+def graph_capture(device: torch.device) -> dict:
+    """Capture a multiplication, an all-reduce and an addition as one graph and replay it; on a CPU only run them.
+
+    Capture mode and stream as in Megatron's full_cuda_graph.py. torch's watchdog has time to look at the events during
+    the capture and after it.
+    """
+    ranks, rank = distributed.get_world_size(), distributed.get_rank()
+    given, held = torch.zeros(2**20, device=device), torch.zeros(2**20, device=device)
+
+    def work() -> None:
+        held.copy_(given)
+        held.mul_(2)
+        distributed.all_reduce(held)
+        held.add_(1)
+
+    work()  # connects the ranks
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+        distributed.barrier()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=torch.cuda.Stream(), capture_error_mode="thread_local"):
+            work()
+            time.sleep(WATCHDOG_S)
+        work = graph.replay
+    wrong = []
+    for value in range(1, REPLAYS + 1):
+        given.fill_(float(value * (rank + 1)))
+        work()
+        wanted = 2 * value * ranks * (ranks + 1) / 2 + 1
+        if not (held == wanted).all():
+            wrong.append(f"replay {value}: {held[0].item()} for {wanted}")
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+        time.sleep(WATCHDOG_S / 2)
+        graph.reset()  # NCCL waits at its end for every graph that holds one of its kernels
+    return {"wrong": wrong}
+
+
+def all_reduce(device: torch.device) -> dict:
+    sizes = CPU_SIZES if device.type == "cpu" else GPU_SIZES
+    return {"sizes": probes.all_reduce(sizes, device, CALLS[device.type])}
+
+
+def main(argv: list[str]) -> int:
+    what, kind, rank, ranks, folder = argv[0], argv[1], int(argv[2]), int(argv[3]), Path(argv[4])
+    device = torch.device("cpu") if kind == "cpu" else torch.device("cuda", rank)
+    if kind != "cpu":
+        torch.cuda.set_device(device)
+    distributed.init_process_group(
+        "gloo" if kind == "cpu" else "nccl",
+        store=distributed.FileStore(str(folder / MEETING), ranks),
+        rank=rank,
+        world_size=ranks,
+        timeout=datetime.timedelta(seconds=60),
+    )
+    found = {"graph_capture": graph_capture, "all_reduce": all_reduce}[what](device)
+    if rank == 0:
+        (folder / RESULT).write_text(json.dumps(found))
+    distributed.barrier()
+    distributed.destroy_process_group()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

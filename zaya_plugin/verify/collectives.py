@@ -1,0 +1,152 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The lines `graph_capture` and `all_reduce`: ranks of their own, which are killed at a time limit. No torch import."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from zaya_plugin.parent_death import die_with_parent
+from zaya_plugin.verify.expected import CPU, SLOW_BELOW, described, machine_of
+from zaya_plugin.verify.line import Outcome, Setting
+
+RANK = "zaya_plugin.verify.collective_rank"
+RESULT = "result.json"
+CAPTURE_S, SWEEP_S = 30, 120  # from the ranks' first line of Python to their end; START_S more for torch's import
+START_S = 60
+KILLED_S = 10
+LOG_LINES = 30
+GRAPHS = "cluster.graphs"
+
+
+class RanksFailed(RuntimeError):
+    """The ranks have failed or were killed. log: the end of what the first failing rank printed."""
+
+    def __init__(self, text: str, log: str):
+        super().__init__(text)
+        self.log = log
+
+
+def run_ranks(what: str, setting: Setting, ranks: int, limit_s: float) -> dict[str, Any]:
+    """Run `what` of collective_rank on `ranks` ranks and return rank 0's result; raises RanksFailed."""
+    folder = setting.folder / what
+    folder.mkdir(exist_ok=True)
+    logs = [folder / f"rank{rank}.log" for rank in range(ranks)]
+    started = []
+    try:
+        for rank, log in enumerate(logs):
+            words = [sys.executable, "-m", RANK, what, setting.device, str(rank), str(ranks), str(folder)]
+            with open(log, "wb") as out:
+                started.append(
+                    subprocess.Popen(
+                        words, stdout=out, stderr=out, env=variables(setting, ranks), preexec_fn=die_with_parent
+                    )
+                )
+        deadline = time.monotonic() + limit_s
+        while any(process.poll() is None for process in started):
+            failed = [process for process in started if process.poll()]
+            if failed:
+                break
+            if time.monotonic() > deadline:
+                hung = [rank for rank, process in enumerate(started) if process.poll() is None]
+                raise RanksFailed(f"not done in {limit_s:.0f} s; ranks {hung} were killed", end_of(logs[hung[0]]))
+            time.sleep(0.05)
+    finally:
+        for process in started:
+            with contextlib.suppress(ProcessLookupError):
+                process.kill()
+        codes = [ended(process) for process in started]
+    for rank, code in sorted(enumerate(codes), key=lambda each: each[1] == -signal.SIGKILL):  # those killed here last
+        if code:
+            how = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
+            log = end_of(logs[rank])
+            raise RanksFailed(f"rank {rank} {how}: {last_line(log)}", log)
+    return json.loads((folder / RESULT).read_text())
+
+
+def ended(process: subprocess.Popen) -> int:
+    """Return the exit code of a process that was killed, also if it waits in the driver and does not end."""
+    try:
+        return process.wait(KILLED_S)
+    except subprocess.TimeoutExpired:
+        return -signal.SIGKILL
+
+
+def variables(setting: Setting, ranks: int) -> dict[str, str]:
+    """Return the environment of a rank: that of the machine's cluster recipe, as in training."""
+    from zaya_plugin.config.compose import compose
+
+    given = dict(os.environ, OMP_NUM_THREADS="1", PYTHONUNBUFFERED="1")
+    if setting.on_cpu:
+        return given
+    cluster = "mi300x_8" if "MI300X" in setting.name else "h100_8"
+    return given | compose([f"cluster={cluster}", "data.path=none"]).cluster.environment
+
+
+def end_of(log: Path) -> str:
+    return "\n".join(log.read_text(errors="replace").splitlines()[-LOG_LINES:]) if log.exists() else ""
+
+
+def last_line(text: str) -> str:
+    return next((line.strip() for line in text.splitlines()[::-1] if line.strip()), "no message")
+
+
+def graph_capture(setting: Setting) -> Outcome:
+    """Capture a graph with a collective. Where it fails, recipes run kernel by kernel: cluster.graphs=none.
+
+    Known problem: torch's watchdog of NCCL queries events during a capture, which HIP refuses
+    (pytorch/pytorch#175377, #176942, ROCm/rccl#2022).
+    """
+    ranks = 2 if setting.on_cpu else min(2, setting.devices)
+    none = {} if setting.on_cpu else {GRAPHS: "none"}
+    expected = {"known_problem": "pytorch/pytorch#175377, #176942; ROCm/rccl#2022"}
+    try:
+        found = run_ranks("graph_capture", setting, ranks, START_S + CAPTURE_S)
+    except RanksFailed as error:
+        return Outcome("wrong", f"{error}{instead(none)}", {}, expected, none, error.log)
+    if found["wrong"]:
+        return Outcome("wrong", f"{found['wrong'][0]}{instead(none)}", found, expected, none)
+    text = "a CPU has no graphs; the same calls without one" if setting.on_cpu else "captured and replayed"
+    return Outcome("pass", f"{text}, {ranks} rank{'s' if ranks > 1 else ''}", found, expected)
+
+
+def instead(overrides: dict[str, str]) -> str:
+    return "; train kernel by kernel, with " + " ".join(f"{k}={v}" for k, v in overrides.items()) if overrides else ""
+
+
+def all_reduce(setting: Setting) -> Outcome:
+    """Sweep all-reduces over all devices of this machine, over two processes on a CPU."""
+    ranks = 2 if setting.on_cpu else setting.devices
+    if ranks < 2:
+        return Outcome("skipped", "one device")
+    try:
+        found = run_ranks("all_reduce", setting, ranks, START_S + SWEEP_S)
+    except RanksFailed as error:
+        return Outcome("wrong", str(error), traceback=error.log)
+    return judged(found, machine_of(setting.name), ranks, setting)
+
+
+def judged(found: dict[str, Any], machine, ranks: int, setting: Setting) -> Outcome:
+    """Judge the sweep: exact sums, and the rate of the largest size."""
+    wrong = [row["bytes"] for row in found["sizes"] if not row["right"]]
+    if wrong:
+        return Outcome("wrong", f"wrong sums at {', '.join(f'{size:,}' for size in wrong)} bytes", found)
+    rate = found["sizes"][-1]["gb_per_s"]
+    text = f"{rate:.3g} GB/s a device at {found['sizes'][-1]['bytes'] / 2**20:.0f} MiB, "
+    text += f"{1e3 * found['sizes'][0]['ms']:.0f} us at {found['sizes'][0]['bytes']} bytes, {ranks} ranks"
+    if machine is None:
+        return Outcome("pass", f"{text}; no expectation for this device", found, described(None))
+    wanted = machine.link_gb_per_s
+    if "MI300X" in setting.name:  # xGMI: a link to each other device, so fewer devices have fewer links
+        wanted *= (ranks - 1) / (machine.devices_per_node - 1)
+    slow = rate < SLOW_BELOW * wanted
+    text += f"; expected {wanted:.3g} GB/s" if slow else ""
+    expected = described(machine, link_gb_per_s=wanted, latency_us=None if machine is CPU else machine.latency_us)
+    return Outcome("slow" if slow else "pass", text, found, expected)

@@ -1,0 +1,39 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The rates that a device is expected to reach: those of the cluster recipes (`machine.*`), by the device's name."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+from zaya_plugin.config.schema import MachineConfig
+
+SLOW_BELOW = 0.8  # of the expected rate
+# This project has run on these; the rates of every other machine are predictions.
+RUN_ON = ("H100", "H200")
+# A floor for any CPU core that is not shared with something else, this project's choice.
+CPU = MachineConfig(
+    name="CPU", gemm_tflops=0.005, copy_tb_per_s=0.001, link_gb_per_s=0.02, sources="a floor for one CPU core"
+)
+
+
+@lru_cache
+def machine_of(name: str) -> MachineConfig | None:
+    """Return the expected rates of the device called `name` in torch; None for a device that no recipe names."""
+    from zaya_plugin.config.compose import compose
+    from zaya_plugin.config.train_help import options
+
+    if name.startswith("CPU"):
+        return CPU
+    for cluster in options("cluster"):
+        machine = compose([f"cluster={cluster}", "data.path=none"]).machine
+        if machine.name and machine.name in name:
+            return machine
+    return None
+
+
+def described(machine: MachineConfig | None, **rates: float) -> dict:
+    """Return `rates` for the record, with their kind and sources."""
+    if machine is None:
+        return {"kind": "none: no recipe under recipes/cluster/ names this device"}
+    kind = "floor" if machine is CPU else "measured" if machine.name in RUN_ON else "PREDICTION, not measured"
+    return {**rates, "kind": kind, "slow_below": SLOW_BELOW, "sources": machine.sources}

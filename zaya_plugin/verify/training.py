@@ -1,0 +1,184 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The lines `demo_losses` and `zaya1_base`: a short training, through the launcher and Megatron's loop. No torch
+import: the ranks are processes of their own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import math
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from zaya_plugin.verify import demo_losses
+from zaya_plugin.verify.expected import RUN_ON, described, machine_of
+from zaya_plugin.verify.line import Outcome, Setting
+
+LOG_LINES = 30
+# Shares of the matrix-product rate in a step of 16,384 tokens a device with Muon: half of what one H200 reached with 12
+# layers (benchmarks/results/step12-h200.json), whose head and optimizer weigh more than those of all 40.
+SHARE_OF_GEMM = 0.14
+SPARE = 0.85  # of a device's free memory that the plan may fill
+ON_CPU = (
+    "experiment=cpu_demo",
+    "--random-tokens=512",
+    "nproc=1",
+    "model.hidden_size=64",
+    "model.kv_channels=8",
+    "model.moe_ffn_hidden_size=48",
+    "model.router_hidden_size=16",
+    "stage.seq_length=64",
+    "stage.micro_batch_size=2",
+    "stage.global_batch_size=4",
+    "optim=muon",
+)
+
+
+def losses_of(setting: Setting, run_dir: Path) -> tuple[list[float], str]:
+    """Train the recipe of demo_losses; return the loss of each step, and what the launcher printed."""
+    from zaya_plugin.config.compose import compose
+    from zaya_plugin.config.run_directory import keep_recipe, make_writable
+    from zaya_plugin.config.validate import validate
+    from zaya_plugin.run import before_start, launch, rank_plan
+
+    device = demo_losses.ON_CPU if setting.on_cpu else demo_losses.ON_GPU
+    recipe = compose([*demo_losses.RECIPE, *device, f"run_dir={run_dir}"])
+    plan = rank_plan.make_plan(recipe, os.environ, ("zaya_plugin.verify.loss_rank",))
+    validate(recipe, plan.world_size)
+    before_start.check_machine(recipe, plan)
+    make_writable(recipe.run_dir)
+    keep_recipe(recipe, recipe.run_dir)
+    with contextlib.redirect_stderr(io.StringIO()) as said:
+        launch.run_ranks(plan, run_dir / "logs")
+    return read_losses(run_dir), said.getvalue()
+
+
+def read_losses(run_dir: Path) -> list[float]:
+    """Return the losses in a run's metrics.jsonl, an empty list without one."""
+    path = run_dir / "metrics.jsonl"
+    rows = map(json.loads, path.read_text().splitlines()) if path.is_file() else ()
+    return [row["loss"] for row in rows if "loss" in row]
+
+
+def without_megatron() -> str | None:
+    """Say why `zaya train` cannot run here, or return None."""
+    from zaya_plugin import compat
+
+    if compat.zaya_train_fits():
+        return None
+    return (
+        f"megatron.core {compat.core_version()} without a megatron.training of 0.19 or 0.20, which `zaya train` calls"
+    )
+
+
+def losses(setting: Setting) -> Outcome:
+    """Compare the losses of 10 steps in fp32 with the stored ones."""
+    if why_not := without_megatron():
+        return Outcome("skipped", why_not)
+    found, said = losses_of(setting, setting.folder / "demo_losses")
+    stored = list(demo_losses.LOSSES)
+    expected = {"losses": stored, "tolerance": demo_losses.TOLERANCE, "made_with": demo_losses.MADE_WITH}
+    if len(found) != len(stored):
+        text = f"{len(found)} of {len(stored)} steps: {last_line(said)}"
+        return Outcome("wrong", text, {"losses": found}, expected, traceback=said)
+    differences = [abs(mine - theirs) / theirs for mine, theirs in zip(found, stored, strict=True)]
+    worst = max(range(len(found)), key=lambda step: differences[step] if found[step] == found[step] else math.inf)
+    right = differences[worst] <= demo_losses.TOLERANCE
+    text = f"{found[0]:.4f} to {found[-1]:.4f}, at most {differences[worst]:.1e} from the stored losses"
+    if not right:
+        text = f"step {worst + 1}: loss {found[worst]:.7g}, stored {stored[worst]:.7g}"
+    return Outcome("pass" if right else "wrong", text, {"losses": found, "differences": differences}, expected)
+
+
+def last_line(text: str) -> str:
+    return next(iter(text.strip().splitlines()[::-1]), "no message")
+
+
+def step(setting: Setting) -> Outcome:
+    """Measure a short step of ZAYA1-base by `zaya bench step`, of a small ZAYA on a CPU."""
+    if why_not := without_megatron():
+        return Outcome("skipped", why_not)
+    output = setting.folder / "step"
+    words = ON_CPU if setting.on_cpu else words_on_gpu(setting)
+    setting.say(" ".join(word for word in words if "layers" in word or "nproc" in word))
+    done = bench(("--steps=2", "--warmup=2", "--no-trace", f"--output={output}", *words))
+    if done.returncode or not (output / "step.json").is_file():
+        return Outcome("wrong", last_line(done.stdout), {"words": words}, traceback=end(done.stdout))
+    record = json.loads((output / "step.json").read_text())
+    return judged(record, read_losses(output), setting)
+
+
+def bench(words: Sequence[str]) -> subprocess.CompletedProcess:
+    command = [sys.executable, "-m", "zaya_plugin.cli", "bench", "step", *words]
+    return subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace")
+
+
+def end(text: str) -> str:
+    return "\n".join(text.splitlines()[-LOG_LINES:])
+
+
+def words_on_gpu(setting: Setting) -> tuple[str, ...]:
+    """Return the words of `zaya bench step`: all devices, 16,384 tokens on each, as many layers as fit."""
+    import torch
+
+    from zaya_plugin.bench.options import VOCABULARY
+    from zaya_plugin.config.compose import compose
+    from zaya_plugin.plan.recipe_plan import plan_of
+
+    machine = machine_of(setting.name)
+    cluster = {"MI300X": "mi300x_8", "H200": "h200_8", "H100": "h100_8"}.get(machine.name if machine else "", "gpu")
+    keys = (
+        "experiment=zaya1_base",
+        f"cluster={cluster}",
+        f"nproc={setting.devices}",
+        "stage.micro_batch_size=4",
+        f"stage.global_batch_size={4 * setting.devices}",
+        "parallel.recompute_granularity=null",
+        "cluster.graphs=none",
+        "logger=none",
+    )
+    torch.cuda.empty_cache()
+    free = SPARE * min(torch.cuda.mem_get_info(index)[0] for index in range(setting.devices))
+    recipe = compose([*keys, "data.path=none"])
+    layers = recipe.model.num_layers
+    while layers > 1 and plan_of(recipe, setting.devices, VOCABULARY).total > free:
+        layers -= 1
+        recipe = replace(recipe, model=replace(recipe.model, num_layers=layers))
+    return (*keys, f"model.num_layers={layers}", "--random-tokens")
+
+
+def judged(record: dict[str, Any], losses: list[float], setting: Setting) -> Outcome:
+    """Judge a step.json: losses near those of random guesses, and a share of the matrix-product rate."""
+    measured, model = record["step"], record["model"]
+    guess = math.log(model["vocab_size"])  # random tokens have nothing to learn
+    figures = {
+        "step": measured,
+        "parts": {row["part"]: row["ms"] for row in record["parts"]},
+        "rates": record["rates"],
+        "model": model,
+        "losses": losses,
+        "recipe": record["recipe"],
+    }
+    share = measured["share_of_gemm"]
+    expected = {"loss": guess, "within": 0.1 * guess}
+    if not losses or not all(abs(loss - guess) < 0.1 * guess for loss in losses):
+        return Outcome("wrong", f"losses {losses}, expected {guess:.2f} from random tokens", figures, expected)
+    text = f"{model['num_layers']} layers, {measured['tokens_per_s_per_device']:,.0f} tokens/s a device, "
+    text += f"loss {losses[-1]:.3f}"
+    if setting.on_cpu:
+        return Outcome("pass", text, figures, expected)
+    text += f", {share:.1%} of the matrix-product rate"
+    machine = machine_of(setting.name)
+    expected |= described(machine, share_of_gemm=SHARE_OF_GEMM)
+    if machine is None or machine.name not in RUN_ON:
+        expected["kind"] = "PREDICTION, from one H200"
+    slow = share < SHARE_OF_GEMM
+    text += f"; expected {SHARE_OF_GEMM:.0%} or more" if slow else ""
+    return Outcome("slow" if slow else "pass", text, figures, expected)
