@@ -37,6 +37,15 @@ def train(recipe, rank: int, world_size: int, console) -> None:
     from zaya_plugin.training.lifecycle import Lifecycle
     from zaya_plugin.training.metrics import Reporter
 
+    build_stage = pretrain.build_stage
+
+    def seeded(*positional, **named):
+        # Before this Megatron draws from the device's generator, which on a CPU is also that of the weights.
+        torch.default_generator.manual_seed(recipe.seed)
+        return build_stage(*positional, **named)
+
+    pretrain.build_stage = seeded
+
     reporter = Reporter(recipe, rank, world_size, console)
     pretrain.run(recipe, SkewedTokens(VOCABULARY), Lifecycle(recipe), reporter)
     if torch.distributed.is_initialized():
