@@ -47,7 +47,6 @@ __device__ __forceinline__ void backward_rows(
     int64_t dy_stride, int64_t d_new_residual_stride, int64_t x_stride, int64_t residual_stride, const float* mean = nullptr) {
   HO_LDS(float, slots, kSlots<L::kThreads>);
   constexpr bool kPrefetch = !kScaled || L::kThreads < 1024;  // otherwise two rows do not fit into the registers
-  constexpr bool kLate = kCentered && !kPrefetch;             // nor does d_new_residual beside sum_b before the row's sums
   float w[kLaneElements], s_x[kLaneElements], s_r[kLaneElements], shift[kLaneElements];
   float sum_g[kLaneElements] = {}, sum_gx[kLaneElements] = {}, sum_gr[kLaneElements] = {}, sum_w[kLaneElements] = {}, sum_b[kLaneElements] = {};
   L::load_values(weight, w);
@@ -67,7 +66,7 @@ __device__ __forceinline__ void backward_rows(
   const auto load = [&](int64_t at) {
     raw_dy = L::load_once(dy + at * dy_stride), raw_r = L::load_once(residual + at * residual_stride);
     if constexpr (kScaled) raw_x = L::load_once(x + at * x_stride);
-    if (!kLate && d_new_residual) raw_d = L::load_once(d_new_residual + at * d_new_residual_stride);
+    if (d_new_residual) raw_d = L::load_once(d_new_residual + at * d_new_residual_stride);
     scale = L::load_row_value(rstd + at);
     if constexpr (kCentered) center = L::load_row_value(mean + at);
   };
@@ -87,7 +86,7 @@ __device__ __forceinline__ void backward_rows(
     };
     derive();
     float g[kLaneElements];
-    if constexpr (!kLate) L::values(raw_d, g);
+    L::values(raw_d, g);
     if (kPrefetch && row + step < rows) load(row + step);
 #pragma unroll
     for (int k = 0; k < kLaneElements; ++k) {
@@ -99,10 +98,6 @@ __device__ __forceinline__ void backward_rows(
     if constexpr (kCentered) average = row_sum<L::kRowThreads, L::kThreads>(sum, slots, 0) * (1.0f / L::kHidden);
     if constexpr (!kPrefetch) L::forget(raw_dy), L::forget(raw_r), L::forget(raw_x), derive();
     if (row < rows) {
-      if constexpr (kLate) {
-        if (d_new_residual) raw_d = L::load_once(d_new_residual + row * d_new_residual_stride);
-        L::values(raw_d, g);
-      }
 #pragma unroll
       for (int k = 0; k < kLaneElements; ++k) {
         const float through = upstream[k] * w[k] - n[k] * projection;
@@ -154,9 +149,15 @@ __device__ __forceinline__ void backward_rows(
   BACKWARD(ho_add_rms_norm_fp32_residual_backward_##hidden, hidden, bf16, float, false, false, , )                                   \
   BACKWARD(ho_scaled_residual_rms_norm_backward_##hidden, hidden, bf16, float, true, false, , )                                      \
   BACKWARD(ho_add_layer_norm_backward_##hidden, hidden, bf16, bf16, false, true, MEAN_PARAMETER, MEAN_ARGUMENT)                      \
-  BACKWARD(ho_add_layer_norm_fp32_residual_backward_##hidden, hidden, bf16, float, false, true, MEAN_PARAMETER, MEAN_ARGUMENT)       \
-  BACKWARD(ho_scaled_residual_layer_norm_backward_##hidden, hidden, bf16, float, true, true, MEAN_PARAMETER, MEAN_ARGUMENT)
+  BACKWARD(ho_add_layer_norm_fp32_residual_backward_##hidden, hidden, bf16, float, false, true, MEAN_PARAMETER, MEAN_ARGUMENT)
 HO_RMS_NORM_TABLE(BACKWARD_ROW)
+
+// LayerNorm in ZAYA's form has no kernel for 8192 columns: the 128 registers of 1024 threads do not hold its five sums without spills
+// (clang 22; clang 19 just fits them). The generic kernel takes those rows.
+#define CENTERED_SCALED_SIZES(SIZE) SIZE(256) SIZE(512) SIZE(1024) SIZE(2048) SIZE(4096)
+#define CENTERED_SCALED(hidden) \
+  BACKWARD(ho_scaled_residual_layer_norm_backward_##hidden, hidden, bf16, float, true, true, MEAN_PARAMETER, MEAN_ARGUMENT)
+CENTERED_SCALED_SIZES(CENTERED_SCALED)
 
 // One row after the other; each lane keeps its columns' sums in its own elements of `partial`.
 template <bool kScaled, bool kCentered>
@@ -294,15 +295,18 @@ HO_EXPORT int ho_rms_norm_backward(const void* dy, const void* d_new_residual, c
                    static_cast<const bf16*>(residual_bias), static_cast<const bf16*>(residual_scale), static_cast<const bf16*>(weight), \
                    static_cast<bf16*>(d_x), static_cast<R*>(d_residual), static_cast<float*>(partial), rows, dy_stride,             \
                    d_new_residual_stride, x_stride, residual_stride __VA_ARGS__)
-#define LAUNCH_FORM(norm, H, ...)                                                                           \
-  if (scaled) LAUNCH(ho_scaled_residual_##norm##_backward_##H, H, float, __VA_ARGS__);                      \
+#define LAUNCH_ADD(norm, H, ...)                                                                            \
   if (!(types & kBf16Residual)) LAUNCH(ho_add_##norm##_fp32_residual_backward_##H, H, float, __VA_ARGS__);  \
   LAUNCH(ho_add_##norm##_backward_##H, H, bf16, __VA_ARGS__);
-#define CASE(H, ...)                                                             \
-  case H:                                                                        \
-    if (mean) { LAUNCH_FORM(layer_norm, H, , static_cast<const float*>(mean)) }  \
-    LAUNCH_FORM(rms_norm, H, )
-    switch (hidden) { HO_RMS_NORM_TABLE(CASE) }
+#define CASE(H, ...)                                                            \
+  case H:                                                                       \
+    if (mean) { LAUNCH_ADD(layer_norm, H, , static_cast<const float*>(mean)) }  \
+    if (scaled) LAUNCH(ho_scaled_residual_rms_norm_backward_##H, H, float, );   \
+    LAUNCH_ADD(rms_norm, H, )
+#define CENTERED_SCALED_CASE(H) \
+  case H: LAUNCH(ho_scaled_residual_layer_norm_backward_##H, H, float, , static_cast<const float*>(mean));
+    if (mean && scaled) switch (hidden) { CENTERED_SCALED_SIZES(CENTERED_SCALED_CASE) }
+    else switch (hidden) { HO_RMS_NORM_TABLE(CASE) }
   }
 #define LAUNCH_ANY(norm, ...)                                                                                                      \
   return ho_launch(scaled ? ho_scaled_residual_##norm##_backward_any : ho_add_##norm##_backward_any, dim3(unsigned(blocks)),       \

@@ -62,6 +62,7 @@ def geometry(case: Case, *, backward: bool, processors: int) -> Geometry:
         and case.hidden in table()
         and case.x_dtype == case.weight_dtype == BF16
         and not (case.scaled and case.residual_dtype == BF16)
+        and not (case.scaled and case.centered and case.hidden == 8192 and backward)
     )
     if fast:
         row_threads = case.hidden // 8

@@ -186,6 +186,9 @@ def test_no_spills_and_the_table_fits_the_registers():
         for backward in (False, True):
             for form, norm in itertools.product(FORMS, ("rms_norm", "layer_norm")):
                 name = f"ho_{form.format(norm)}{'_backward' if backward else ''}_{hidden}"
+                if name == "ho_scaled_residual_layer_norm_backward_8192":  # the generic kernel takes these rows
+                    assert name not in found
+                    continue
                 waves = blocks[2 * backward + form.startswith("scaled")] * waves_a_block
                 assert waves <= 4 * found[name].waves_per_simd, (
                     f"{name}: {waves} waves a compute unit, four SIMDs hold {found[name].waves_per_simd} each"
