@@ -22,7 +22,7 @@ from zaya_plugin.config.compose import check_written_here, load_recipe
 from zaya_plugin.errors import mistake
 from zaya_plugin.hosts.guest import Guest
 from zaya_plugin.model.layer import ZayaTransformerLayer
-from zaya_plugin.model.norm import ZayaRMSNorm
+from zaya_plugin.model.norm import norm_class
 from zaya_plugin.model.spec import zaya_layer_submodules
 
 RECIPE_VARIABLE = "ZAYA_RECIPE"
@@ -84,7 +84,7 @@ class GuestBlock(TransformerBlockSubmodules):
 
     @property
     def layer_norm(self):
-        return ZayaRMSNorm
+        return norm_class(guest.config)
 
 
 def move_in(args) -> Guest:

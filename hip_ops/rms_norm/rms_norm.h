@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Shared by the forward and the backward of residual merge + RMSNorm: the layout of a row on the lanes of a block, and its sums.
+// Shared by the forward and the backward of residual merge + RMSNorm or LayerNorm: the layout of a row on the lanes of a block, and its sums.
 //
 // Fast kernels: kHidden / 8 threads hold a row, eight elements each, and a block has at least 256 threads, hence several short rows.
 // All vectors of length hidden and, in the backward, the sums over rows stay in registers while a block loops over its rows,
@@ -38,6 +38,9 @@ constexpr int64_t blocks_for(int64_t rows, int64_t rows_per_block, int64_t most)
   const int64_t rounds = (tiles + most - 1) / most;  // blocks with equal numbers of rounds
   return rounds == 0 ? 0 : (tiles + rounds - 1) / rounds;
 }
+
+// Sums over rows that the backward needs: of ZAYA's merge three more, of LayerNorm that of its bias.
+template <bool kScaled, bool kCentered> constexpr int kSumsOf = (kScaled ? 4 : 1) + kCentered;
 
 __device__ __forceinline__ float to_float(float v) { return v; }
 __device__ __forceinline__ float to_float(bf16 v) { return bf16_to_float(v); }
@@ -145,7 +148,7 @@ template <int kHidden_, class X, class R> struct Layout {
 
 // Sum over the kRowThreads threads of a row. `slots` has kSlots<kThreads> floats: one per half wave of the block, twice,
 // because a wave may write its next row's sum while another still reads this one's. It is never two rows ahead, so one barrier per row
-// is enough when `parity` alternates. (Half waves: LDS adds the halves as cheaply as a sixth exchange, and blocks of 16 waves have no collective
+// is enough when `parity` alternates from sum to sum (LayerNorm has two a row). (Half waves: LDS adds the halves as cheaply as a sixth exchange, and blocks of 16 waves have no collective
 // over whole waves on NVIDIA.)
 constexpr int kHalf = kWave / 2;
 template <int kThreads> constexpr int kSlots = 2 * (kThreads / kHalf);

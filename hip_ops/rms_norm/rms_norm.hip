@@ -1,17 +1,20 @@
 // SPDX-License-Identifier: Apache-2.0
-// Residual merge + RMSNorm, forward (arXiv 1910.07467). Plain: new_residual = x + residual. ZAYA: new_residual =
-// (x + x_bias) x_scale + (residual + residual_bias) residual_scale. Then y = new_residual * rstd * weight with
-// rstd = 1 / sqrt(mean(new_residual^2) + eps) of new_residual as stored.
+// Residual merge + RMSNorm (arXiv 1910.07467) or LayerNorm (arXiv 1607.06450), forward. Plain: new_residual = x + residual. ZAYA:
+// new_residual = (x + x_bias) x_scale + (residual + residual_bias) residual_scale. Then, of new_residual as stored, with c = new_residual -
+// mean in LayerNorm (kCentered) and c = new_residual in RMSNorm, y = c * rstd * weight (+ bias), rstd = 1 / sqrt(mean(c^2) + eps).
 #include "rms_norm_any.h"
 
-
-template <class L, class X, class R, class W, bool kScaled>
+template <class L, class X, class R, class W, bool kScaled, bool kCentered>
 __device__ __forceinline__ void forward_rows(
     const X* x, const R* residual, const W* x_bias, const W* x_scale, const W* residual_bias, const W* residual_scale,
-    const W* weight, W* y, R* new_residual, float* rstd, int64_t rows, int64_t x_stride, int64_t residual_stride, float eps) {
+    const W* weight, W* y, R* new_residual, float* rstd, int64_t rows, int64_t x_stride, int64_t residual_stride, float eps,
+    const W* bias = nullptr, float* mean_of_row = nullptr) {
   HO_LDS(float, slots, kSlots<L::kThreads>);
-  float w[kLaneElements], s_x[kLaneElements], s_r[kLaneElements], shift[kLaneElements];
-  L::load_values(weight, w);
+  float w[kLaneElements], b[kLaneElements], s_x[kLaneElements], s_r[kLaneElements], shift[kLaneElements];
+  // LayerNorm keeps both as bf16 and converts them in every row: with sixteen floats fewer waves fit.
+  typename L::template Raw<W> raw_w{}, raw_b{};
+  if constexpr (kCentered) raw_w = L::load(weight), raw_b = L::load(bias);
+  else L::load_values(weight, w);
   if constexpr (kScaled) {
     float b_x[kLaneElements], b_r[kLaneElements];
     L::load_values(x_scale, s_x), L::load_values(residual_scale, s_r);
@@ -25,39 +28,47 @@ __device__ __forceinline__ void forward_rows(
   typename L::template Raw<R> raw_r{};
   if (row < rows) raw_x = L::load_once(x + row * x_stride), raw_r = L::load_once(residual + row * residual_stride);
   for (int parity = 0; first < rows; first += step, row += step, parity ^= 1) {  // `first` is the same in a block, so all threads reach the barrier
-    float a[kLaneElements], value[kLaneElements], squares = 0.0f;
+    float a[kLaneElements], value[kLaneElements], squares = 0.0f, sum = 0.0f;
     L::values(raw_x, a), L::values(raw_r, value);
     if (row + step < rows) raw_x = L::load_once(x + (row + step) * x_stride), raw_r = L::load_once(residual + (row + step) * residual_stride);
 #pragma unroll
     for (int k = 0; k < kLaneElements; ++k) {
       const float merged = kScaled ? merge(a[k], s_x[k], value[k], s_r[k], shift[k]) : a[k] + value[k];
       value[k] = as_stored<R>(merged);
-      squares = fmaf(value[k], value[k], squares);
+      if constexpr (kCentered) sum += value[k];
+      else squares = fmaf(value[k], value[k], squares);
     }
     if (row < rows) L::store(new_residual + row * L::kHidden, value);
-    const float mean = row_sum<L::kRowThreads, L::kThreads>(squares, slots, parity) * (1.0f / L::kHidden);
+    if constexpr (kCentered) {
+      const float center = row_sum<L::kRowThreads, L::kThreads>(sum, slots, 0) * (1.0f / L::kHidden);
+#pragma unroll
+      for (int k = 0; k < kLaneElements; ++k) value[k] -= center, squares = fmaf(value[k], value[k], squares);
+      if (row < rows && L::thread() == 0) mean_of_row[row] = center;
+    }
+    const float mean = row_sum<L::kRowThreads, L::kThreads>(squares, slots, kCentered ? 1 : parity) * (1.0f / L::kHidden);
     const float scale = rsqrtf(mean + eps);
     if (row < rows) {
       if (L::thread() == 0) rstd[row] = scale;
+      if constexpr (kCentered) L::forget(raw_w), L::forget(raw_b), L::values(raw_w, w), L::values(raw_b, b);
 #pragma unroll
-      for (int k = 0; k < kLaneElements; ++k) value[k] = value[k] * scale * w[k];
+      for (int k = 0; k < kLaneElements; ++k) value[k] = kCentered ? fmaf(value[k] * scale, w[k], b[k]) : value[k] * scale * w[k];
       L::store(y + row * L::kHidden, value);
     }
   }
 }
 
-template <bool kScaled>
+template <bool kScaled, bool kCentered>
 __device__ __forceinline__ void forward_any(
     const void* x, const void* residual, const void* x_bias, const void* x_scale, const void* residual_bias,
     const void* residual_scale, const void* weight, void* y, void* new_residual, float* rstd, int64_t rows, int64_t x_stride,
-    int64_t residual_stride, float eps, int hidden, int64_t types) {
+    int64_t residual_stride, float eps, int hidden, int64_t types, const void* bias = nullptr, float* mean_of_row = nullptr) {
   HO_LDS(float, slots, kSlots<kGenericThreads>);
   const bool aligned = types & kAligned, vectors = types & kBf16Weight;
   const AnyRow of_x{x, (types & kBf16X) != 0, aligned}, of_r{residual, (types & kBf16Residual) != 0, aligned};
   const AnyRow stored{new_residual, of_r.is_bf16, aligned}, of_y{y, vectors, aligned}, of_w{weight, vectors, aligned};
   int parity = 0;
   for (int64_t row = blockIdx.x; row < rows; row += gridDim.x, parity ^= 1) {
-    float squares = 0.0f;
+    float squares = 0.0f, sum = 0.0f, center = 0.0f;
     for (int column = int(threadIdx.x) * kLaneElements; column < hidden; column += kGenericThreads * kLaneElements) {
       const int count = columns_of_lane(column, hidden);
       float a[kLaneElements], value[kLaneElements];
@@ -74,69 +85,108 @@ __device__ __forceinline__ void forward_any(
       }
       stored.store(row * hidden + column, count, value);
 #pragma unroll
-      for (int k = 0; k < kLaneElements; ++k) squares = fmaf(value[k], value[k], squares);
+      for (int k = 0; k < kLaneElements; ++k) {
+        if constexpr (kCentered) sum += value[k];
+        else squares = fmaf(value[k], value[k], squares);
+      }
     }
-    const float scale = rsqrtf(row_sum<kGenericThreads, kGenericThreads>(squares, slots, parity) / float(hidden) + eps);
+    if constexpr (kCentered) {
+      center = row_sum<kGenericThreads, kGenericThreads>(sum, slots, 0) / float(hidden);
+      if (threadIdx.x == 0) mean_of_row[row] = center;
+      for (int column = int(threadIdx.x) * kLaneElements; column < hidden; column += kGenericThreads * kLaneElements) {
+        const int count = columns_of_lane(column, hidden);
+        float value[kLaneElements];
+        stored.load(row * hidden + column, count, value);
+#pragma unroll
+        for (int k = 0; k < kLaneElements; ++k) {
+          if (k < count) squares = fmaf(value[k] - center, value[k] - center, squares);
+        }
+      }
+    }
+    const float scale = rsqrtf(row_sum<kGenericThreads, kGenericThreads>(squares, slots, kCentered ? 1 : parity) / float(hidden) + eps);
     if (threadIdx.x == 0) rstd[row] = scale;
     for (int column = int(threadIdx.x) * kLaneElements; column < hidden; column += kGenericThreads * kLaneElements) {
       const int count = columns_of_lane(column, hidden);
       float value[kLaneElements], w[kLaneElements];
       stored.load(row * hidden + column, count, value), of_w.load(column, count, w);  // stored by the same thread
+      if constexpr (kCentered) {
+        float b[kLaneElements];
+        AnyRow{bias, vectors, aligned}.load(column, count, b);
 #pragma unroll
-      for (int k = 0; k < kLaneElements; ++k) value[k] = value[k] * scale * w[k];
+        for (int k = 0; k < kLaneElements; ++k) value[k] = fmaf((value[k] - center) * scale, w[k], b[k]);
+      } else {
+#pragma unroll
+        for (int k = 0; k < kLaneElements; ++k) value[k] = value[k] * scale * w[k];
+      }
       of_y.store(row * hidden + column, count, value);
     }
   }
 }
 
-#define FORWARD(name, hidden, X, R, kScaled)                                                                                     \
+// RMSNorm's kernels keep their own parameters, without LayerNorm's bias and mean, and so their code.
+#define CENTERED_PARAMETERS(W) , const W* bias, float* mean
+#define CENTERED_ARGUMENTS , bias, mean
+#define FORWARD(name, hidden, X, R, kScaled, kCentered, parameters, arguments)                                                   \
   HO_KERNEL(name, (Layout<hidden, X, R>::kThreads))                                                                              \
   (const X* x, const R* residual, const bf16* x_bias, const bf16* x_scale, const bf16* residual_bias, const bf16* residual_scale, \
-   const bf16* weight, bf16* y, R* new_residual, float* rstd, int64_t rows, int64_t x_stride, int64_t residual_stride, float eps) { \
-    forward_rows<Layout<hidden, X, R>, X, R, bf16, kScaled>(x, residual, x_bias, x_scale, residual_bias, residual_scale, weight, y, \
-                                                            new_residual, rstd, rows, x_stride, residual_stride, eps);           \
+   const bf16* weight, bf16* y, R* new_residual, float* rstd, int64_t rows, int64_t x_stride, int64_t residual_stride,           \
+   float eps parameters) {                                                                                                       \
+    forward_rows<Layout<hidden, X, R>, X, R, bf16, kScaled, kCentered>(x, residual, x_bias, x_scale, residual_bias, residual_scale, \
+                                                                       weight, y, new_residual, rstd, rows, x_stride,            \
+                                                                       residual_stride, eps arguments);                          \
   }
-#define FORWARD_ROW(hidden, ...)                                                     \
-  FORWARD(ho_add_rms_norm_##hidden, hidden, bf16, bf16, false)                       \
-  FORWARD(ho_add_rms_norm_fp32_residual_##hidden, hidden, bf16, float, false)        \
-  FORWARD(ho_scaled_residual_rms_norm_##hidden, hidden, bf16, float, true)
+#define FORWARD_ROW(hidden, ...)                                                                                              \
+  FORWARD(ho_add_rms_norm_##hidden, hidden, bf16, bf16, false, false, , )                                                     \
+  FORWARD(ho_add_rms_norm_fp32_residual_##hidden, hidden, bf16, float, false, false, , )                                      \
+  FORWARD(ho_scaled_residual_rms_norm_##hidden, hidden, bf16, float, true, false, , )                                         \
+  FORWARD(ho_add_layer_norm_##hidden, hidden, bf16, bf16, false, true, CENTERED_PARAMETERS(bf16), CENTERED_ARGUMENTS)                \
+  FORWARD(ho_add_layer_norm_fp32_residual_##hidden, hidden, bf16, float, false, true, CENTERED_PARAMETERS(bf16), CENTERED_ARGUMENTS) \
+  FORWARD(ho_scaled_residual_layer_norm_##hidden, hidden, bf16, float, true, true, CENTERED_PARAMETERS(bf16), CENTERED_ARGUMENTS)
 HO_RMS_NORM_TABLE(FORWARD_ROW)
 
-#define FORWARD_ANY(name, kScaled)                                                                                                   \
+#define FORWARD_ANY(name, kScaled, kCentered, parameters, arguments)                                                                 \
   HO_KERNEL(name, kGenericThreads)                                                                                                   \
   (const void* x, const void* residual, const void* x_bias, const void* x_scale, const void* residual_bias, const void* residual_scale, \
    const void* weight, void* y, void* new_residual, float* rstd, int64_t rows, int64_t x_stride, int64_t residual_stride, float eps,  \
-   int hidden, int64_t types) {                                                                                                      \
-    forward_any<kScaled>(x, residual, x_bias, x_scale, residual_bias, residual_scale, weight, y, new_residual, rstd, rows, x_stride, \
-                         residual_stride, eps, hidden, types);                                                                       \
+   int hidden, int64_t types parameters) {                                                                                           \
+    forward_any<kScaled, kCentered>(x, residual, x_bias, x_scale, residual_bias, residual_scale, weight, y, new_residual, rstd, rows, \
+                                    x_stride, residual_stride, eps, hidden, types arguments);                                        \
   }
-FORWARD_ANY(ho_add_rms_norm_any, false)
-FORWARD_ANY(ho_scaled_residual_rms_norm_any, true)
+FORWARD_ANY(ho_add_rms_norm_any, false, false, , )
+FORWARD_ANY(ho_scaled_residual_rms_norm_any, true, false, , )
+FORWARD_ANY(ho_add_layer_norm_any, false, true, CENTERED_PARAMETERS(void), CENTERED_ARGUMENTS)
+FORWARD_ANY(ho_scaled_residual_layer_norm_any, true, true, CENTERED_PARAMETERS(void), CENTERED_ARGUMENTS)
 
-// Null merge vectors select the plain form. `types`: kBf16X | kBf16Residual | kBf16Weight | kAligned. The strides are
-// in elements; y and new_residual are contiguous. `processors`: compute units of the device.
+// Null merge vectors select the plain form, a null bias RMSNorm, which writes no mean. `types`: kBf16X | kBf16Residual | kBf16Weight |
+// kAligned. The strides are in elements; y and new_residual are contiguous. `processors`: compute units of the device.
 HO_EXPORT int ho_rms_norm_forward(const void* x, const void* residual, const void* x_bias, const void* x_scale, const void* residual_bias,
-                                  const void* residual_scale, const void* weight, void* y, void* new_residual, void* rstd,
-                                  int64_t rows, int64_t hidden, int64_t x_stride, int64_t residual_stride, int64_t types,
-                                  int64_t processors, double eps, void* stream) {
+                                  const void* residual_scale, const void* weight, const void* bias, void* y, void* new_residual,
+                                  void* mean, void* rstd, int64_t rows, int64_t hidden, int64_t x_stride, int64_t residual_stride,
+                                  int64_t types, int64_t processors, double eps, void* stream) {
   const bool scaled = x_scale != nullptr;
   if (hidden < 1 || hidden > INT32_MAX) return -1;
   if (has_fast_kernel(types, scaled)) {
-#define LAUNCH(kernel, H, R, most)                                                                                                \
+#define LAUNCH(kernel, H, R, most, ...)                                                                                           \
   return ho_launch(kernel, dim3(unsigned(blocks_for(rows, Layout<H, bf16, R>::kRows, processors * most))),                        \
                    dim3(Layout<H, bf16, R>::kThreads), stream, static_cast<const bf16*>(x), static_cast<const R*>(residual),      \
                    static_cast<const bf16*>(x_bias), static_cast<const bf16*>(x_scale), static_cast<const bf16*>(residual_bias),  \
                    static_cast<const bf16*>(residual_scale), static_cast<const bf16*>(weight), static_cast<bf16*>(y),             \
-                   static_cast<R*>(new_residual), static_cast<float*>(rstd), rows, x_stride, residual_stride, float(eps))
-#define CASE(H, most, scaled_most, ...)                                              \
-  case H:                                                                            \
-    if (scaled) LAUNCH(ho_scaled_residual_rms_norm_##H, H, float, scaled_most);      \
-    if (!(types & kBf16Residual)) LAUNCH(ho_add_rms_norm_fp32_residual_##H, H, float, most); \
-    LAUNCH(ho_add_rms_norm_##H, H, bf16, most);
+                   static_cast<R*>(new_residual), static_cast<float*>(rstd), rows, x_stride, residual_stride, float(eps) __VA_ARGS__)
+#define LAUNCH_FORM(norm, H, most, scaled_most, ...)                                                        \
+  if (scaled) LAUNCH(ho_scaled_residual_##norm##_##H, H, float, scaled_most, __VA_ARGS__);                  \
+  if (!(types & kBf16Residual)) LAUNCH(ho_add_##norm##_fp32_residual_##H, H, float, most, __VA_ARGS__);     \
+  LAUNCH(ho_add_##norm##_##H, H, bf16, most, __VA_ARGS__);
+#define CASE(H, most, scaled_most, ...)                                                                                     \
+  case H:                                                                                                                   \
+    if (bias) { LAUNCH_FORM(layer_norm, H, most, scaled_most, , static_cast<const bf16*>(bias), static_cast<float*>(mean)) } \
+    LAUNCH_FORM(rms_norm, H, most, scaled_most, )
     switch (hidden) { HO_RMS_NORM_TABLE(CASE) }
   }
-  return ho_launch(scaled ? ho_scaled_residual_rms_norm_any : ho_add_rms_norm_any,
-                   dim3(unsigned(blocks_for(rows, 1, processors * kGenericBlocks))), dim3(kGenericThreads), stream, x, residual, x_bias,
-                   x_scale, residual_bias, residual_scale, weight, y, new_residual, static_cast<float*>(rstd), rows, x_stride,
-                   residual_stride, float(eps), int(hidden), types);
+#define LAUNCH_ANY(norm, ...)                                                                                                        \
+  return ho_launch(scaled ? ho_scaled_residual_##norm##_any : ho_add_##norm##_any,                                                   \
+                   dim3(unsigned(blocks_for(rows, 1, processors * kGenericBlocks))), dim3(kGenericThreads), stream, x, residual, x_bias, \
+                   x_scale, residual_bias, residual_scale, weight, y, new_residual, static_cast<float*>(rstd), rows, x_stride,       \
+                   residual_stride, float(eps), int(hidden), types __VA_ARGS__)
+  if (bias) LAUNCH_ANY(layer_norm, , bias, static_cast<float*>(mean));
+  LAUNCH_ANY(rms_norm, );
 }

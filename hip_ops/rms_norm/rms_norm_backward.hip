@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
-// Gradients of residual merge + RMSNorm. With n = new_residual * rstd, p = mean(dy * weight * n) over the row and d the gradient
-// of new_residual from above,
-//     g = (dy * weight - n * p) * rstd + d           gradient of new_residual as a whole
+// Gradients of residual merge + RMSNorm or LayerNorm (kCentered). With n = new_residual * rstd, or (new_residual - mean) * rstd,
+// p = mean(dy * weight * n) over the row, m = mean(dy * weight) in LayerNorm and 0 in RMSNorm, and d the gradient of new_residual from above,
+//     g = (dy * weight - n * p - m) * rstd + d       gradient of new_residual as a whole
 //     plain: d_x = d_residual = g                    ZAYA: d_x = g x_scale, d_residual = g residual_scale
 // and over all rows sum g, sum g x, sum g residual and sum dy n, from which the gradients of all vectors follow:
-//     d_x_bias = x_scale sum g,  d_x_scale = sum g x + x_bias sum g,  likewise of the residual,  d_weight = sum dy n.
-// Two launches: blocks loop over rows and write their sums as partial [blocks][4 or 1][hidden]; the second launch adds these in a fixed
+//     d_x_bias = x_scale sum g,  d_x_scale = sum g x + x_bias sum g,  likewise of the residual,  d_weight = sum dy n,  d_bias = sum dy.
+// Two launches: blocks loop over rows and write their sums as partial [blocks][kSumsOf][hidden]; the second launch adds these in a fixed
 // order. No atomics. ZAYA's form merges new_residual again instead of reading it, because x and residual are read anyway.
 #include "rms_norm_any.h"
 
@@ -40,15 +40,15 @@ template <class L> __device__ __forceinline__ void store_block_sum(const float (
 }
 
 // Plain form: `residual` is new_residual, x and the merge vectors are null.
-template <class L, class X, class R, class W, bool kScaled>
+template <class L, class X, class R, class W, bool kScaled, bool kCentered>
 __device__ __forceinline__ void backward_rows(
     const W* dy, const R* d_new_residual, const X* x, const R* residual, const float* rstd, const W* x_bias, const W* x_scale,
     const W* residual_bias, const W* residual_scale, const W* weight, X* d_x, R* d_residual, float* partial, int64_t rows,
-    int64_t dy_stride, int64_t d_new_residual_stride, int64_t x_stride, int64_t residual_stride) {
+    int64_t dy_stride, int64_t d_new_residual_stride, int64_t x_stride, int64_t residual_stride, const float* mean = nullptr) {
   HO_LDS(float, slots, kSlots<L::kThreads>);
   constexpr bool kPrefetch = !kScaled || L::kThreads < 1024;  // otherwise two rows do not fit into the registers
   float w[kLaneElements], s_x[kLaneElements], s_r[kLaneElements], shift[kLaneElements];
-  float sum_g[kLaneElements] = {}, sum_gx[kLaneElements] = {}, sum_gr[kLaneElements] = {}, sum_w[kLaneElements] = {};
+  float sum_g[kLaneElements] = {}, sum_gx[kLaneElements] = {}, sum_gr[kLaneElements] = {}, sum_w[kLaneElements] = {}, sum_b[kLaneElements] = {};
   L::load_values(weight, w);
   if constexpr (kScaled) {
     float b_x[kLaneElements], b_r[kLaneElements];
@@ -62,35 +62,48 @@ __device__ __forceinline__ void backward_rows(
   typename L::template Raw<W> raw_dy{};
   typename L::template Raw<R> raw_d{}, raw_r{};
   typename L::template Raw<X> raw_x{};
-  float scale = 0.0f;
+  float scale = 0.0f, center = 0.0f;
   const auto load = [&](int64_t at) {
     raw_dy = L::load_once(dy + at * dy_stride), raw_r = L::load_once(residual + at * residual_stride);
     if constexpr (kScaled) raw_x = L::load_once(x + at * x_stride);
     if (d_new_residual) raw_d = L::load_once(d_new_residual + at * d_new_residual_stride);
     scale = L::load_row_value(rstd + at);
+    if constexpr (kCentered) center = L::load_row_value(mean + at);
   };
   if (kPrefetch && row < rows) load(row);
   for (int parity = 0; first < rows; first += step, row += step, parity ^= 1) {
     if (!kPrefetch && row < rows) load(row);
-    const float of_row = row < rows ? L::row_value(scale) : 0.0f;
-    float upstream[kLaneElements], a[kLaneElements], r[kLaneElements], n[kLaneElements], products = 0.0f;
+    const float of_row = row < rows ? L::row_value(scale) : 0.0f, middle = kCentered && row < rows ? L::row_value(center) : 0.0f;
+    float upstream[kLaneElements], a[kLaneElements], r[kLaneElements], n[kLaneElements], products = 0.0f, sum = 0.0f;
     const auto derive = [&] {
       L::values(raw_dy, upstream), L::values(raw_r, r);
       if constexpr (kScaled) L::values(raw_x, a);
 #pragma unroll
-      for (int k = 0; k < kLaneElements; ++k) n[k] = (kScaled ? as_stored<R>(merge(a[k], s_x[k], r[k], s_r[k], shift[k])) : r[k]) * of_row;
+      for (int k = 0; k < kLaneElements; ++k) {
+        const float value = kScaled ? as_stored<R>(merge(a[k], s_x[k], r[k], s_r[k], shift[k])) : r[k];
+        n[k] = (kCentered ? value - middle : value) * of_row;
+      }
     };
     derive();
     float g[kLaneElements];
     L::values(raw_d, g);
     if (kPrefetch && row + step < rows) load(row + step);
 #pragma unroll
-    for (int k = 0; k < kLaneElements; ++k) products = fmaf(upstream[k] * w[k], n[k], products);
-    const float projection = row_sum<L::kRowThreads, L::kThreads>(products, slots, parity) * (1.0f / L::kHidden);
+    for (int k = 0; k < kLaneElements; ++k) {
+      products = fmaf(upstream[k] * w[k], n[k], products);
+      if constexpr (kCentered) sum = fmaf(upstream[k], w[k], sum);
+    }
+    const float projection = row_sum<L::kRowThreads, L::kThreads>(products, slots, kCentered ? 1 : parity) * (1.0f / L::kHidden);
+    float average = 0.0f;
+    if constexpr (kCentered) average = row_sum<L::kRowThreads, L::kThreads>(sum, slots, 0) * (1.0f / L::kHidden);
     if constexpr (!kPrefetch) L::forget(raw_dy), L::forget(raw_r), L::forget(raw_x), derive();
     if (row < rows) {
 #pragma unroll
-      for (int k = 0; k < kLaneElements; ++k) g[k] = fmaf(upstream[k] * w[k] - n[k] * projection, of_row, g[k]);
+      for (int k = 0; k < kLaneElements; ++k) {
+        const float through = upstream[k] * w[k] - n[k] * projection;
+        g[k] = fmaf(kCentered ? through - average : through, of_row, g[k]);
+        if constexpr (kCentered) sum_b[k] += upstream[k];
+      }
       add_products(sum_w, upstream, n);
       if constexpr (kScaled) {
         float out[kLaneElements];
@@ -108,7 +121,7 @@ __device__ __forceinline__ void backward_rows(
     }
   }
   HO_LDS(float, scratch, L::kRows == 1 ? 4 : L::kThreads * kLaneElements);
-  float* out = partial + int64_t(blockIdx.x) * (kScaled ? 4 : 1) * L::kHidden;
+  float* out = partial + int64_t(blockIdx.x) * kSumsOf<kScaled, kCentered> * L::kHidden;
   if constexpr (kScaled) {
     store_block_sum<L>(sum_g, out, scratch);
     store_block_sum<L>(sum_gx, out + L::kHidden, scratch);
@@ -116,43 +129,57 @@ __device__ __forceinline__ void backward_rows(
     out += 3 * L::kHidden;
   }
   store_block_sum<L>(sum_w, out, scratch);
+  if constexpr (kCentered) store_block_sum<L>(sum_b, out + L::kHidden, scratch);
 }
 
-#define BACKWARD(name, hidden, X, R, kScaled)                                                                                    \
+// RMSNorm's kernels keep their own parameters, without LayerNorm's mean, and so their code.
+#define MEAN_PARAMETER , const float* mean
+#define MEAN_ARGUMENT , mean
+#define BACKWARD(name, hidden, X, R, kScaled, kCentered, parameter, argument)                                                    \
   HO_KERNEL(name, (Layout<hidden, X, R>::kThreads))                                                                              \
   (const bf16* dy, const R* d_new_residual, const X* x, const R* residual, const float* rstd, const bf16* x_bias, const bf16* x_scale, \
    const bf16* residual_bias, const bf16* residual_scale, const bf16* weight, X* d_x, R* d_residual, float* partial, int64_t rows, \
-   int64_t dy_stride, int64_t d_new_residual_stride, int64_t x_stride, int64_t residual_stride) {                                \
-    backward_rows<Layout<hidden, X, R>, X, R, bf16, kScaled>(dy, d_new_residual, x, residual, rstd, x_bias, x_scale, residual_bias, \
-                                                             residual_scale, weight, d_x, d_residual, partial, rows, dy_stride,  \
-                                                             d_new_residual_stride, x_stride, residual_stride);                  \
+   int64_t dy_stride, int64_t d_new_residual_stride, int64_t x_stride, int64_t residual_stride parameter) {                      \
+    backward_rows<Layout<hidden, X, R>, X, R, bf16, kScaled, kCentered>(                                                         \
+        dy, d_new_residual, x, residual, rstd, x_bias, x_scale, residual_bias, residual_scale, weight, d_x, d_residual, partial, rows, \
+        dy_stride, d_new_residual_stride, x_stride, residual_stride argument);                                                   \
   }
-#define BACKWARD_ROW(hidden, ...)                                                             \
-  BACKWARD(ho_add_rms_norm_backward_##hidden, hidden, bf16, bf16, false)                      \
-  BACKWARD(ho_add_rms_norm_fp32_residual_backward_##hidden, hidden, bf16, float, false)       \
-  BACKWARD(ho_scaled_residual_rms_norm_backward_##hidden, hidden, bf16, float, true)
+#define BACKWARD_ROW(hidden, ...)                                                                                                    \
+  BACKWARD(ho_add_rms_norm_backward_##hidden, hidden, bf16, bf16, false, false, , )                                                  \
+  BACKWARD(ho_add_rms_norm_fp32_residual_backward_##hidden, hidden, bf16, float, false, false, , )                                   \
+  BACKWARD(ho_scaled_residual_rms_norm_backward_##hidden, hidden, bf16, float, true, false, , )                                      \
+  BACKWARD(ho_add_layer_norm_backward_##hidden, hidden, bf16, bf16, false, true, MEAN_PARAMETER, MEAN_ARGUMENT)                      \
+  BACKWARD(ho_add_layer_norm_fp32_residual_backward_##hidden, hidden, bf16, float, false, true, MEAN_PARAMETER, MEAN_ARGUMENT)
 HO_RMS_NORM_TABLE(BACKWARD_ROW)
 
+// LayerNorm in ZAYA's form has no kernel for 8192 columns: the 128 registers of 1024 threads do not hold its five sums without spills
+// (clang 22; clang 19 just fits them). The generic kernel takes those rows.
+#define CENTERED_SCALED_SIZES(SIZE) SIZE(256) SIZE(512) SIZE(1024) SIZE(2048) SIZE(4096)
+#define CENTERED_SCALED(hidden) \
+  BACKWARD(ho_scaled_residual_layer_norm_backward_##hidden, hidden, bf16, float, true, true, MEAN_PARAMETER, MEAN_ARGUMENT)
+CENTERED_SCALED_SIZES(CENTERED_SCALED)
+
 // One row after the other; each lane keeps its columns' sums in its own elements of `partial`.
-template <bool kScaled>
+template <bool kScaled, bool kCentered>
 __device__ __forceinline__ void backward_any(
     const void* dy, const void* d_new_residual, const void* x, const void* residual, const float* rstd, const void* x_bias,
     const void* x_scale, const void* residual_bias, const void* residual_scale, const void* weight, void* d_x, void* d_residual,
     float* partial, int64_t rows, int64_t dy_stride, int64_t d_new_residual_stride, int64_t x_stride, int64_t residual_stride,
-    int hidden, int64_t types) {
+    int hidden, int64_t types, const float* mean = nullptr) {
   HO_LDS(float, slots, kSlots<kGenericThreads>);
+  constexpr int kSums = kSumsOf<kScaled, kCentered>;
   constexpr int kStep = kGenericThreads * kLaneElements;
   const bool aligned = types & kAligned, vectors = types & kBf16Weight, bf16_x = types & kBf16X, bf16_r = types & kBf16Residual;
   const auto vector = [&](const void* of, int column, int count, float (&v)[kLaneElements]) { AnyRow{of, vectors, aligned}.load(column, count, v); };
-  partial += int64_t(blockIdx.x) * (kScaled ? 4 : 1) * hidden;
+  partial += int64_t(blockIdx.x) * kSums * hidden;
   const AnyRow sums{partial, false, aligned};
   for (int column = int(threadIdx.x) * kLaneElements; column < hidden; column += kStep) {
     float zero[kLaneElements] = {};
-    for (int sum = 0; sum < (kScaled ? 4 : 1); ++sum) sums.store(int64_t(sum) * hidden + column, columns_of_lane(column, hidden), zero);
+    for (int sum = 0; sum < kSums; ++sum) sums.store(int64_t(sum) * hidden + column, columns_of_lane(column, hidden), zero);
   }
   int parity = 0;
   for (int64_t row = blockIdx.x; row < rows; row += gridDim.x, parity ^= 1) {
-    const float scale = rstd[row];
+    const float scale = rstd[row], middle = kCentered ? mean[row] : 0.0f;
     float upstream[kLaneElements], a[kLaneElements], r[kLaneElements], w[kLaneElements], n[kLaneElements], s_x[kLaneElements], s_r[kLaneElements];
     const auto read = [&](int column, int count) {
       AnyRow{dy, vectors, aligned}.load(row * dy_stride + column, count, upstream);
@@ -173,15 +200,20 @@ __device__ __forceinline__ void backward_any(
         for (int k = 0; k < kLaneElements; ++k) n[k] = r[k];
       }
 #pragma unroll
-      for (int k = 0; k < kLaneElements; ++k) n[k] *= scale;
+      for (int k = 0; k < kLaneElements; ++k) n[k] = (kCentered ? n[k] - middle : n[k]) * scale;
     };
-    float products = 0.0f;
+    float products = 0.0f, sum = 0.0f;
     for (int column = int(threadIdx.x) * kLaneElements; column < hidden; column += kStep) {
       read(column, columns_of_lane(column, hidden));
 #pragma unroll
-      for (int k = 0; k < kLaneElements; ++k) products = fmaf(upstream[k] * w[k], n[k], products);
+      for (int k = 0; k < kLaneElements; ++k) {
+        products = fmaf(upstream[k] * w[k], n[k], products);
+        if constexpr (kCentered) sum = fmaf(upstream[k], w[k], sum);
+      }
     }
-    const float projection = row_sum<kGenericThreads, kGenericThreads>(products, slots, parity) / float(hidden);
+    const float projection = row_sum<kGenericThreads, kGenericThreads>(products, slots, kCentered ? 1 : parity) / float(hidden);
+    float average = 0.0f;
+    if constexpr (kCentered) average = row_sum<kGenericThreads, kGenericThreads>(sum, slots, 0) / float(hidden);
     for (int column = int(threadIdx.x) * kLaneElements; column < hidden; column += kStep) {
       const int count = columns_of_lane(column, hidden);
       const int64_t at = row * hidden + column;
@@ -189,7 +221,11 @@ __device__ __forceinline__ void backward_any(
       read(column, count);
       if (d_new_residual) AnyRow{d_new_residual, bf16_r, aligned}.load(row * d_new_residual_stride + column, count, g);
 #pragma unroll
-      for (int k = 0; k < kLaneElements; ++k) g[k] = fmaf(upstream[k] * w[k] - n[k] * projection, scale, g[k]);
+      for (int k = 0; k < kLaneElements; ++k) {
+        const float through = upstream[k] * w[k] - n[k] * projection;
+        g[k] = fmaf(kCentered ? through - average : through, scale, g[k]);
+      }
+      const float one[kLaneElements] = {1, 1, 1, 1, 1, 1, 1, 1};
       const auto add = [&](int sum, const float (&left)[kLaneElements], const float (&right)[kLaneElements]) {
         float so_far[kLaneElements];
         sums.load(int64_t(sum) * hidden + column, count, so_far);
@@ -197,8 +233,8 @@ __device__ __forceinline__ void backward_any(
         sums.store(int64_t(sum) * hidden + column, count, so_far);
       };
       add(kScaled ? 3 : 0, upstream, n);
+      if constexpr (kCentered) add(kSums - 1, upstream, one);
       if constexpr (kScaled) {
-        const float one[kLaneElements] = {1, 1, 1, 1, 1, 1, 1, 1};
         add(0, g, one), add(1, g, a), add(2, g, r);
 #pragma unroll
         for (int k = 0; k < kLaneElements; ++k) out[k] = g[k] * s_x[k];
@@ -216,19 +252,22 @@ __device__ __forceinline__ void backward_any(
   }
 }
 
-#define BACKWARD_ANY(name, kScaled)                                                                                                \
+#define BACKWARD_ANY(name, kScaled, kCentered, parameter, argument)                                                                \
   HO_KERNEL(name, kGenericThreads)                                                                                                 \
   (const void* dy, const void* d_new_residual, const void* x, const void* residual, const float* rstd, const void* x_bias,         \
    const void* x_scale, const void* residual_bias, const void* residual_scale, const void* weight, void* d_x, void* d_residual,    \
    float* partial, int64_t rows, int64_t dy_stride, int64_t d_new_residual_stride, int64_t x_stride, int64_t residual_stride,      \
-   int hidden, int64_t types) {                                                                                                    \
-    backward_any<kScaled>(dy, d_new_residual, x, residual, rstd, x_bias, x_scale, residual_bias, residual_scale, weight, d_x,      \
-                          d_residual, partial, rows, dy_stride, d_new_residual_stride, x_stride, residual_stride, hidden, types);  \
+   int hidden, int64_t types parameter) {                                                                                          \
+    backward_any<kScaled, kCentered>(dy, d_new_residual, x, residual, rstd, x_bias, x_scale, residual_bias, residual_scale, weight, \
+                                     d_x, d_residual, partial, rows, dy_stride, d_new_residual_stride, x_stride, residual_stride,  \
+                                     hidden, types argument);                                                                      \
   }
-BACKWARD_ANY(ho_add_rms_norm_backward_any, false)
-BACKWARD_ANY(ho_scaled_residual_rms_norm_backward_any, true)
+BACKWARD_ANY(ho_add_rms_norm_backward_any, false, false, , )
+BACKWARD_ANY(ho_scaled_residual_rms_norm_backward_any, true, false, , )
+BACKWARD_ANY(ho_add_layer_norm_backward_any, false, true, MEAN_PARAMETER, MEAN_ARGUMENT)
+BACKWARD_ANY(ho_scaled_residual_layer_norm_backward_any, true, true, MEAN_PARAMETER, MEAN_ARGUMENT)
 
-// The number of blocks of the row kernel; partial has [4 or 1][hidden] per block. 0 for no rows.
+// The number of blocks of the row kernel, of RMSNorm and LayerNorm; partial has [kSumsOf][hidden] per block. 0 for no rows.
 HO_EXPORT int64_t ho_rms_norm_backward_blocks(int64_t rows, int64_t hidden, int64_t types, int64_t scaled, int64_t processors) {
   if (has_fast_kernel(types, scaled)) {
 #define BLOCKS(H, forward, scaled_forward, most, scaled_most) \
@@ -240,31 +279,40 @@ HO_EXPORT int64_t ho_rms_norm_backward_blocks(int64_t rows, int64_t hidden, int6
 }
 
 // First launch: d_x, d_residual and partial. Null merge vectors select the plain form: `residual` is new_residual, x is not read, and
-// d_x is written only if its dtype differs. d_new_residual may be null.
-HO_EXPORT int ho_rms_norm_backward(const void* dy, const void* d_new_residual, const void* x, const void* residual, const void* rstd,
-                                   const void* x_bias, const void* x_scale, const void* residual_bias, const void* residual_scale,
-                                   const void* weight, void* d_x, void* d_residual, void* partial, int64_t rows, int64_t hidden,
-                                   int64_t dy_stride, int64_t d_new_residual_stride, int64_t x_stride, int64_t residual_stride,
-                                   int64_t types, int64_t blocks, void* stream) {
+// d_x is written only if its dtype differs. d_new_residual may be null. A null mean selects RMSNorm.
+HO_EXPORT int ho_rms_norm_backward(const void* dy, const void* d_new_residual, const void* x, const void* residual, const void* mean,
+                                   const void* rstd, const void* x_bias, const void* x_scale, const void* residual_bias,
+                                   const void* residual_scale, const void* weight, void* d_x, void* d_residual, void* partial,
+                                   int64_t rows, int64_t hidden, int64_t dy_stride, int64_t d_new_residual_stride, int64_t x_stride,
+                                   int64_t residual_stride, int64_t types, int64_t blocks, void* stream) {
   const bool scaled = x_scale != nullptr;
   if (hidden < 1 || hidden > INT32_MAX) return -1;
   if (has_fast_kernel(types, scaled)) {
-#define LAUNCH(kernel, H, R)                                                                                                        \
+#define LAUNCH(kernel, H, R, ...)                                                                                                   \
   return ho_launch(kernel, dim3(unsigned(blocks)), dim3(Layout<H, bf16, R>::kThreads), stream, static_cast<const bf16*>(dy),        \
                    static_cast<const R*>(d_new_residual), static_cast<const bf16*>(x), static_cast<const R*>(residual),             \
                    static_cast<const float*>(rstd), static_cast<const bf16*>(x_bias), static_cast<const bf16*>(x_scale),            \
                    static_cast<const bf16*>(residual_bias), static_cast<const bf16*>(residual_scale), static_cast<const bf16*>(weight), \
                    static_cast<bf16*>(d_x), static_cast<R*>(d_residual), static_cast<float*>(partial), rows, dy_stride,             \
-                   d_new_residual_stride, x_stride, residual_stride)
-#define CASE(H, ...)                                                                                         \
-  case H:                                                                                                    \
-    if (scaled) LAUNCH(ho_scaled_residual_rms_norm_backward_##H, H, float);                                  \
-    if (!(types & kBf16Residual)) LAUNCH(ho_add_rms_norm_fp32_residual_backward_##H, H, float);              \
-    LAUNCH(ho_add_rms_norm_backward_##H, H, bf16);
-    switch (hidden) { HO_RMS_NORM_TABLE(CASE) }
+                   d_new_residual_stride, x_stride, residual_stride __VA_ARGS__)
+#define LAUNCH_ADD(norm, H, ...)                                                                            \
+  if (!(types & kBf16Residual)) LAUNCH(ho_add_##norm##_fp32_residual_backward_##H, H, float, __VA_ARGS__);  \
+  LAUNCH(ho_add_##norm##_backward_##H, H, bf16, __VA_ARGS__);
+#define CASE(H, ...)                                                            \
+  case H:                                                                       \
+    if (mean) { LAUNCH_ADD(layer_norm, H, , static_cast<const float*>(mean)) }  \
+    if (scaled) LAUNCH(ho_scaled_residual_rms_norm_backward_##H, H, float, );   \
+    LAUNCH_ADD(rms_norm, H, )
+#define CENTERED_SCALED_CASE(H) \
+  case H: LAUNCH(ho_scaled_residual_layer_norm_backward_##H, H, float, , static_cast<const float*>(mean));
+    if (mean && scaled) switch (hidden) { CENTERED_SCALED_SIZES(CENTERED_SCALED_CASE) }
+    else switch (hidden) { HO_RMS_NORM_TABLE(CASE) }
   }
-  return ho_launch(scaled ? ho_scaled_residual_rms_norm_backward_any : ho_add_rms_norm_backward_any, dim3(unsigned(blocks)),
-                   dim3(kGenericThreads), stream, dy, d_new_residual, x, residual, static_cast<const float*>(rstd), x_bias, x_scale,
-                   residual_bias, residual_scale, weight, d_x, d_residual, static_cast<float*>(partial), rows, dy_stride,
-                   d_new_residual_stride, x_stride, residual_stride, int(hidden), types);
+#define LAUNCH_ANY(norm, ...)                                                                                                      \
+  return ho_launch(scaled ? ho_scaled_residual_##norm##_backward_any : ho_add_##norm##_backward_any, dim3(unsigned(blocks)),       \
+                   dim3(kGenericThreads), stream, dy, d_new_residual, x, residual, static_cast<const float*>(rstd), x_bias, x_scale, \
+                   residual_bias, residual_scale, weight, d_x, d_residual, static_cast<float*>(partial), rows, dy_stride,          \
+                   d_new_residual_stride, x_stride, residual_stride, int(hidden), types __VA_ARGS__)
+  if (mean) LAUNCH_ANY(layer_norm, , static_cast<const float*>(mean));
+  LAUNCH_ANY(rms_norm, );
 }

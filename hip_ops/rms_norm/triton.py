@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Residual merge + RMSNorm in Triton: one kernel forward, two backward (rows, then the sums over rows). No atomics.
+"""Residual merge + RMSNorm or LayerNorm in Triton: one kernel forward, two backward (rows, then the sums over rows). No atomics.
 
 Same functions, roundings and saved tensors as hip_ops.rms_norm.reference. A program loops over rows of one tile [ROWS,
 BLOCK] and keeps the vectors, and in the backward the sums over its rows, in registers; `launch` says how many programs
-that is. Importing this module imports triton.
+that is. Of RMSNorm, bias, mean and d_bias are None, which Triton leaves out of the compiled kernel. Importing this
+module imports triton.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from hip_ops.rms_norm.host import empty_results, functions
+from hip_ops.rms_norm.host import empty_results, functions, layer_norm_functions
 from hip_ops.runtime.on_device import multiprocessors, on
 from hip_ops.runtime.row_views import as_rows
 
@@ -40,15 +41,18 @@ def _rows(at, mask):
 
 @triton.jit
 def rms_norm_forward_kernel(
-    x, residual, output_bias, output_scale, residual_bias, residual_scale, weight, y, new_residual, rstd, rows, hidden,
-    x_stride, residual_stride, eps, SCALED: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
+    x, residual, output_bias, output_scale, residual_bias, residual_scale, weight, bias, y, new_residual, mean, rstd,
+    rows, hidden, x_stride, residual_stride, eps, SCALED: tl.constexpr, CENTERED: tl.constexpr, ROWS: tl.constexpr,
+    BLOCK: tl.constexpr, STAGES: tl.constexpr,
 ):
-    """Computes y, new_residual and rstd of rows pid * ROWS + [0, ROWS), then of every num_programs * ROWS-th block of
+    """Computes y, new_residual and the statistics of rows pid * ROWS + [0, ROWS), then of every num_programs * ROWS-th block of
     rows.
     """
     columns = tl.arange(0, BLOCK)[None, :]
     inside = columns < hidden
     w = tl.load(weight + columns, mask=inside, other=0.0).to(tl.float32)
+    if CENTERED:
+        b = tl.load(bias + columns, mask=inside, other=0.0).to(tl.float32)
     if SCALED:
         s_o, s_x, b_o, b_x = _vectors(output_scale, residual_scale, output_bias, residual_bias, columns, inside)
         shift = tl.fma(b_o, s_o, b_x * s_x)
@@ -65,27 +69,37 @@ def rms_norm_forward_kernel(
         stored = merged.to(new_residual.dtype.element_ty)
         tl.store(new_residual + row * hidden + columns, stored, mask=mask)
         value = stored.to(tl.float32)
+        if CENTERED:
+            center = tl.sum(value, axis=1, keep_dims=True) / hidden
+            tl.store(mean + row, center, mask=live)
+            value = tl.where(inside, value - center, 0.0)
         scale = tl.rsqrt(tl.sum(value * value, axis=1, keep_dims=True) / hidden + eps)
         tl.store(rstd + row, scale, mask=live)
-        tl.store(y + row * hidden + columns, (value * scale * w).to(y.dtype.element_ty), mask=mask)
+        if CENTERED:
+            normed = tl.fma(value * scale, w, b)
+        else:
+            normed = value * scale * w
+        tl.store(y + row * hidden + columns, normed.to(y.dtype.element_ty), mask=mask)
 
 
 @triton.jit
 def rms_norm_backward_kernel(
-    dy, d_new_residual, x, residual, rstd, output_bias, output_scale, residual_bias, residual_scale, weight, d_x,
+    dy, d_new_residual, x, residual, mean, rstd, output_bias, output_scale, residual_bias, residual_scale, weight, d_x,
     d_residual, partial, rows, hidden, dy_stride, d_new_residual_stride, x_stride, residual_stride,
-    SCALED: tl.constexpr, HAS_D_NEW_RESIDUAL: tl.constexpr, WRITES_D_X: tl.constexpr, ROWS: tl.constexpr,
+    SCALED: tl.constexpr, CENTERED: tl.constexpr, HAS_D_NEW_RESIDUAL: tl.constexpr, WRITES_D_X: tl.constexpr, ROWS: tl.constexpr,
     BLOCK: tl.constexpr, STAGES: tl.constexpr,
 ):
-    """Computes d_x and d_residual of the program's rows, and their sums in partial [programs, 4 or 1, hidden].
+    """Computes d_x and d_residual of the program's rows, and their sums in partial [programs, sums, hidden].
 
-    Sums: g, g * x, g * residual (where SCALED), dy * normalized. Without SCALED, `residual` is new_residual and `x`
+    Sums: g, g * x, g * residual (where SCALED), dy * normalized, dy (where CENTERED). Without SCALED, `residual` is new_residual and `x`
     unused.
     """
     columns = tl.arange(0, BLOCK)[None, :]
     inside = columns < hidden
     w = tl.load(weight + columns, mask=inside, other=0.0).to(tl.float32)
     sum_w = tl.zeros([ROWS, BLOCK], tl.float32)
+    if CENTERED:
+        sum_b = tl.zeros([ROWS, BLOCK], tl.float32)
     if SCALED:
         s_o, s_x, b_o, b_x = _vectors(output_scale, residual_scale, output_bias, residual_bias, columns, inside)
         shift = tl.fma(b_o, s_o, b_x * s_x)
@@ -107,10 +121,17 @@ def rms_norm_backward_kernel(
             value = tl.fma(r, s_x, tl.fma(a, s_o, shift)).to(residual.dtype.element_ty).to(tl.float32)
         else:
             value = r
+        if CENTERED:
+            value -= tl.load(mean + row, mask=live, other=0.0)
         normalized = value * scale
         d_normalized = upstream * w
         projection = tl.sum(d_normalized * normalized, axis=1, keep_dims=True) / hidden
-        g = (d_normalized - normalized * projection) * scale
+        if CENTERED:
+            average = tl.sum(d_normalized, axis=1, keep_dims=True) / hidden
+            g = (d_normalized - normalized * projection - average) * scale
+            sum_b += upstream
+        else:
+            g = (d_normalized - normalized * projection) * scale
         if HAS_D_NEW_RESIDUAL:
             g += passed
         sum_w += upstream * normalized
@@ -126,26 +147,32 @@ def rms_norm_backward_kernel(
                 tl.store(d_x + row * hidden + columns, g.to(d_x.dtype.element_ty), mask=mask)
     column = tl.arange(0, BLOCK)
     within = column < hidden
+    OF_MERGE: tl.constexpr = 3 if SCALED else 0
+    SUMS: tl.constexpr = OF_MERGE + (2 if CENTERED else 1)
+    out = partial + tl.program_id(0).to(tl.int64) * SUMS * hidden + column
     if SCALED:
-        out = partial + tl.program_id(0).to(tl.int64) * 4 * hidden + column
         tl.store(out, tl.sum(sum_g, axis=0), mask=within)
         tl.store(out + hidden, tl.sum(sum_gx, axis=0), mask=within)
         tl.store(out + 2 * hidden, tl.sum(sum_gr, axis=0), mask=within)
-        tl.store(out + 3 * hidden, tl.sum(sum_w, axis=0), mask=within)
-    else:
-        tl.store(partial + tl.program_id(0).to(tl.int64) * hidden + column, tl.sum(sum_w, axis=0), mask=within)
+    tl.store(out + OF_MERGE * hidden, tl.sum(sum_w, axis=0), mask=within)
+    if CENTERED:
+        tl.store(out + (SUMS - 1) * hidden, tl.sum(sum_b, axis=0), mask=within)
 
 
 @triton.jit
 def rms_norm_sum_kernel(
     partial, output_bias, output_scale, residual_bias, residual_scale, d_output_bias, d_output_scale, d_residual_bias,
-    d_residual_scale, d_weight, programs, hidden, SCALED: tl.constexpr, PROGRAMS: tl.constexpr, BLOCK: tl.constexpr,
+    d_residual_scale, d_weight, d_bias, programs, hidden, SCALED: tl.constexpr, CENTERED: tl.constexpr,
+    PROGRAMS: tl.constexpr, BLOCK: tl.constexpr,
 ):
-    """Computes the gradients of the vectors from partial [programs, 4 or 1, hidden], BLOCK columns per program."""
-    SUMS: tl.constexpr = 4 if SCALED else 1
+    """Computes the gradients of the vectors from partial [programs, sums, hidden], BLOCK columns per program."""
+    OF_MERGE: tl.constexpr = 3 if SCALED else 0
+    SUMS: tl.constexpr = OF_MERGE + (2 if CENTERED else 1)
     columns = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = columns < hidden
     sum_w = tl.zeros([PROGRAMS, BLOCK], tl.float32)
+    if CENTERED:
+        sum_b = tl.zeros([PROGRAMS, BLOCK], tl.float32)
     if SCALED:
         sum_g = tl.zeros([PROGRAMS, BLOCK], tl.float32)
         sum_gx = tl.zeros([PROGRAMS, BLOCK], tl.float32)
@@ -154,12 +181,16 @@ def rms_norm_sum_kernel(
         program = (first + tl.arange(0, PROGRAMS)[:, None]).to(tl.int64)
         mask = (program < programs) & inside[None, :]
         at = partial + program * SUMS * hidden + columns[None, :]
-        sum_w += tl.load(at + (SUMS - 1) * hidden, mask=mask, other=0.0)
+        sum_w += tl.load(at + OF_MERGE * hidden, mask=mask, other=0.0)
+        if CENTERED:
+            sum_b += tl.load(at + (SUMS - 1) * hidden, mask=mask, other=0.0)
         if SCALED:
             sum_g += tl.load(at, mask=mask, other=0.0)
             sum_gx += tl.load(at + hidden, mask=mask, other=0.0)
             sum_gr += tl.load(at + 2 * hidden, mask=mask, other=0.0)
     tl.store(d_weight + columns, tl.sum(sum_w, axis=0).to(d_weight.dtype.element_ty), mask=inside)
+    if CENTERED:
+        tl.store(d_bias + columns, tl.sum(sum_b, axis=0).to(d_weight.dtype.element_ty), mask=inside)
     if SCALED:
         total = tl.sum(sum_g, axis=0)
         s_o, s_x, b_o, b_x = _vectors(output_scale, residual_scale, output_bias, residual_bias, columns, inside)
@@ -222,7 +253,7 @@ def programs(chosen: Launch, rows: int, device: torch.device) -> int:
 
 @functools.lru_cache(maxsize=256)
 def _plan(
-    choose: Callable, hidden_size: int, rows: int, device: torch.device, scaled: bool, backward: bool
+    choose: Callable, hidden_size: int, rows: int, device: torch.device, scaled: bool, centered: bool, backward: bool
 ) -> tuple[int, dict]:
     """Returns the number of programs and the keywords of the launch. `choose` is `launch`; it is part of the key
     because benchmarks replace it.
@@ -230,6 +261,7 @@ def _plan(
     chosen = choose(hidden_size, scaled=scaled, backward=backward)
     keywords = {
         "SCALED": scaled,
+        "CENTERED": centered,
         "ROWS": chosen.rows,
         "BLOCK": chosen.block,
         "STAGES": chosen.stages,
@@ -238,52 +270,63 @@ def _plan(
     return programs(chosen, rows, device), keywords
 
 
-def _forward(x: Tensor, residual: Tensor, vectors: tuple[Tensor, ...], weight: Tensor, eps: float):
-    hidden = x.shape[-1]
-    y, new_residual, rstd = empty_results(x, residual, weight)
+def _forward(
+    x: Tensor, residual: Tensor, vectors: tuple[Tensor, ...], weight: Tensor, eps: float, bias: Tensor | None = None
+) -> tuple[Tensor, ...]:
+    hidden, centered = x.shape[-1], bias is not None
+    y, new_residual, *statistics = empty_results(x, residual, weight, centered)
     if x.numel():
         x, residual = as_rows(x), as_rows(residual)
         rows, device = x.shape[0], x.device
-        count, keywords = _plan(launch, hidden, rows, device, bool(vectors), False)
+        count, keywords = _plan(launch, hidden, rows, device, bool(vectors), centered, False)
         with on(device):
             rms_norm_forward_kernel[(count,)](
-                x, residual, *(vectors or (weight,) * 4), weight, y, new_residual, rstd, rows, hidden, x.stride(0),
-                residual.stride(0), eps, **keywords,
+                x, residual, *(vectors or (weight,) * 4), weight, bias, y, new_residual,
+                statistics[0] if centered else None, statistics[-1], rows, hidden, x.stride(0), residual.stride(0),
+                eps, **keywords,
             )
-    return y, new_residual, rstd
+    return y, new_residual, *statistics
 
 
-def _backward(dy, d_new_residual, x, residual, rstd, vectors: tuple[Tensor, ...], weight, x_dtype: torch.dtype):
-    """d_x, d_residual and the gradients of the vectors and weight. Without vectors, x is None and residual
-    new_residual.
+def _backward(
+    dy, d_new_residual, x, residual, rstd, vectors: tuple[Tensor, ...], weight, x_dtype: torch.dtype, mean=None
+) -> tuple[Tensor, ...]:
+    """d_x, d_residual and the gradients of the vectors, weight and, with a mean, bias. Without vectors, x is None and
+    residual new_residual.
     """
-    hidden, scaled, device = dy.shape[-1], bool(vectors), dy.device
+    hidden, scaled, centered, device = dy.shape[-1], bool(vectors), mean is not None, dy.device
     writes_d_x = scaled or x_dtype != residual.dtype
     d_residual = torch.empty(residual.shape, dtype=residual.dtype, device=device)
     d_x = torch.empty(residual.shape if writes_d_x else 0, dtype=x_dtype, device=device)
+    of_norm = (weight, weight) if centered else (weight,)
     if not dy.numel():
-        return d_x, d_residual, *(torch.zeros_like(v) for v in (*vectors, weight))
-    gradients = tuple(torch.empty_like(v) for v in (*vectors, weight))
+        return d_x, d_residual, *(torch.zeros_like(v) for v in (*vectors, *of_norm))
+    gradients = tuple(torch.empty_like(v) for v in (*vectors, *of_norm))
     dy, residual = as_rows(dy), as_rows(residual)
     x = as_rows(x) if scaled else dy
     upstream = as_rows(d_new_residual) if d_new_residual is not None else dy
     rows = dy.shape[0]
-    count, keywords = _plan(launch, hidden, rows, device, scaled, True)
-    partial = torch.empty((count, 4 if scaled else 1, hidden), dtype=torch.float32, device=device)
+    count, keywords = _plan(launch, hidden, rows, device, scaled, centered, True)
+    partial = torch.empty((count, (4 if scaled else 1) + centered, hidden), dtype=torch.float32, device=device)
     vectors = vectors or (weight,) * 4
     with on(device):
         rms_norm_backward_kernel[(count,)](
-            dy, upstream, x, residual, rstd, *vectors, weight, d_x, d_residual, partial, rows, hidden, dy.stride(0),
+            dy, upstream, x, residual, mean, rstd, *vectors, weight, d_x, d_residual, partial, rows, hidden, dy.stride(0),
             upstream.stride(0), x.stride(0), residual.stride(0), HAS_D_NEW_RESIDUAL=d_new_residual is not None,
             WRITES_D_X=writes_d_x, **keywords,
         )
+        d_weight, d_bias = (*gradients[-len(of_norm) :], None)[:2]
+        d_vectors = gradients[:4] if scaled else (d_weight,) * 4
         rms_norm_sum_kernel[(-(-hidden // 32),)](
-            partial, *vectors, *(gradients if scaled else gradients * 5), count, hidden, SCALED=scaled, PROGRAMS=64,
-            BLOCK=32, num_warps=8,
+            partial, *vectors, *d_vectors, d_weight, d_bias, count, hidden, SCALED=scaled, CENTERED=centered,
+            PROGRAMS=64, BLOCK=32, num_warps=8,
         )
     return d_x, d_residual, *gradients
 
 
 add_rms_norm, add_rms_norm_backward, scaled_residual_rms_norm, scaled_residual_rms_norm_backward = functions(
     _forward, _backward
+)
+add_layer_norm, add_layer_norm_backward, scaled_residual_layer_norm, scaled_residual_layer_norm_backward = (
+    layer_norm_functions(_forward, _backward)
 )

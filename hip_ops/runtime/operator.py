@@ -83,6 +83,7 @@ class Operator:
             requested by name.
         available: version -> function of the device that returns why the version is not available, or None; for
             optional packages.
+        without: versions of the folder that this operator does not have.
     """
 
     def __init__(
@@ -103,12 +104,13 @@ class Operator:
         fits: dict[str, Callable[..., bool]] | None = None,
         prefers: dict[str, Callable[..., bool]] | None = None,
         available: dict[str, Callable[[torch.device], str | None]] | None = None,
+        without: Sequence[str] = (),
     ):
         self.name = reference.__name__
         assert self.name not in OPERATORS, f"there is an operator {self.name} already"
         self.reference, self.module = reference, reference.__module__.rpartition(".")[0]
         self.folder = self.module.rpartition(".")[2]
-        self.versions = VERSIONS[self.folder]
+        self.versions = tuple(each for each in VERSIONS[self.folder] if each not in without)
         self.examples = example if isinstance(example, tuple) else (example,)
         self.compare, self.tolerance, self.written = compare, tolerance, written
         self.more_examples, self.tolerances = more_examples or {}, tolerances or {}

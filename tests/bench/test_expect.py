@@ -11,6 +11,7 @@ import pytest
 from zaya_plugin.bench import expect
 from zaya_plugin.bench.step_command import main
 from zaya_plugin.config.compose import compose
+from zaya_plugin.plan.product_rate import CDNA3, PROCESSORS
 
 RECORD = Path(__file__).parents[2] / "benchmarks" / "results" / "step12-h100.json"
 ALIKE = ["experiment=zaya1_base", "data.path=none"]
@@ -171,19 +172,23 @@ def test_other_rates_count_by_what_bounds_a_part(record):
     h100 = expect.expect(
         record, compose([*ALIKE, "cluster=h100_8", "stage.micro_batch_size=4", "stage.global_batch_size=32"]), 8
     )
-    gemm = record["rates"]["gemm_tflops"] / 700
+    gemm = record["rates"]["gemm_tflops"] / 600
     copy = record["rates"]["copy_tb_per_s"] / 4.33
     assert parts(found)["attention"] == pytest.approx(gemm * parts(h100)["attention"])
     assert parts(found)["norms"] == pytest.approx(copy * parts(h100)["norms"])
+    sizes = 16384, 262272, 2048  # the head's product; whole tiles leave another share of it on another device
+    tiles = CDNA3.relative_rate(*sizes) / PROCESSORS["H100"].relative_rate(*sizes)
+    assert parts(found)["head"] == pytest.approx(gemm / tiles * parts(h100)["head"])
+    assert tiles == pytest.approx(1.017, abs=0.001)
 
 
 def test_a_thousand_ranks_hide_nothing_in_one_instance_and_most_in_sixteen(record):
-    """All experts are one bucket in 1,024 shards (docs/optimizer.md)."""
+    """All experts are one bucket in 1,024 shards (docs/optimizer.md). At the rate that hides the least of public ones."""
 
     def of(instances: int) -> dict:
-        size = f"parallel.num_distributed_optimizer_instances={instances}"
+        size, rate = f"parallel.num_distributed_optimizer_instances={instances}", "machine.gemm_tflops=732"
         return expect.expect(
-            record, compose(["experiment=zaya1_base", "cluster=mi300x_128x8", "data.path=none", size]), 1024
+            record, compose(["experiment=zaya1_base", "cluster=mi300x_128x8", "data.path=none", size, rate]), 1024
         )
 
     one, sixteen = of(1), of(16)

@@ -8,7 +8,14 @@ import torch
 
 from zaya_plugin.checkpoint import on_disk
 
-MODEL = dict(num_layers=4, hidden_size=64, router_hidden_size=16, temperature_form="linear", skip_output="zero")
+MODEL = dict(
+    num_layers=4,
+    hidden_size=64,
+    router_hidden_size=16,
+    temperature_form="linear",
+    skip_output="zero",
+    normalization="RMSNorm",
+)
 
 
 def saved(directory, **arguments):
@@ -28,6 +35,7 @@ def test_the_same_model_passes(tmp_path):
     [
         ("num_layers", 5, "num_layers: checkpoint 4, recipe 5"),
         ("skip_output", "identity", "skip_output: checkpoint 'zero', recipe 'identity'"),
+        ("normalization", "LayerNorm", "normalization: checkpoint 'RMSNorm', recipe 'LayerNorm'"),
     ],
 )
 def test_every_difference_is_named(tmp_path, name, value, message):

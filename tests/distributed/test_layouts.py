@@ -39,6 +39,13 @@ def plain_grid(tmp_path_factory, corpus):
     grid.close()
 
 
+@pytest.fixture(scope="module")
+def layer_norm_grid(tmp_path_factory, corpus):
+    grid = Grid(tmp_path_factory.mktemp("layer_norm"), corpus, ("model.normalization=LayerNorm",))
+    yield grid
+    grid.close()
+
+
 def check(grid: Grid, layout: Layout) -> None:
     difference = grid.compare(grid.run(layout))
     if difference.flips:
@@ -113,3 +120,11 @@ def test_packed_documents_in_a_layout_equal_one_rank(packed_grid, layout):
 @named(PLAIN)
 def test_without_the_distributed_optimizer(plain_grid, layout):
     check(plain_grid, layout)
+
+
+@pytest.mark.slow
+@named([each for each in QUICK if each.name in ("dp2", "tp2", "pp2")])
+def test_layer_norm_in_a_layout_equals_one_rank(layer_norm_grid, layout):
+    """Its bias is in the common checkpoint, and under tensor parallelism its gradient is summed over the ranks."""
+    assert sum(key.endswith("norm.bias") for key in layer_norm_grid.one["gradients"][0]) == 2 * 4 + 1
+    check(layer_norm_grid, layout)

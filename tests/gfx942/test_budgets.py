@@ -61,8 +61,9 @@ def test_no_object_lacks_wait_states():
 
 
 def test_wait_states_that_are_taken_away_are_found():
-    """One less at each s_nop that clang placed: nine of ten are of the scan's rules. The others break soft clauses for
-    XNACK or are caution of LLVM's (packed operations, spills of scalar registers into lanes).
+    """One less at each s_nop that clang placed: nineteen of twenty are of the scan's rules. Left out are those between
+    two loads, which break soft clauses for XNACK, and those behind packed operations, LLVM's caution; the others are
+    caution too (spills of scalar registers into lanes).
     """
     found, missed = Counter(), 0
     for path in code_objects(kernel_sources()):
@@ -71,13 +72,15 @@ def test_wait_states_that_are_taken_away_are_found():
                 around = [code[place - 1].name, code[place + 1].name]
                 if code[place].name != "s_nop" or "s_nop" in around or around[0] == "s_endpgm":
                     continue  # s_nop after s_nop fills up behind the end
+                if all(name.startswith("global_load") for name in around) or around[0].startswith("v_pk_"):
+                    continue
                 start = max(0, place - 24)
                 part = [replace(each, target=None) for each in code[start : place + 25]]
                 part[place - start].wait_states -= 1
                 rules = {one.rule for one in hazards.violations({"part": part})}
                 found.update(rules)
                 missed += not rules
-    assert found.total() > 0.9 * (found.total() + missed), (missed, found)
+    assert found.total() > 0.95 * (found.total() + missed), (missed, found)
     assert found[hazards.RULES[0].name] >= 40 and len(found) >= 4, found
 
 

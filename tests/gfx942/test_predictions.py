@@ -10,7 +10,7 @@ from tests.gfx942.predictions import predict, predict_from_counters
 def test_bounds():
     copy = predict(4.33e9)
     assert copy.seconds == pytest.approx(1e-3) and copy.bound_by == "memory"
-    product = predict(1e6, 700e9)
+    product = predict(1e6, 600e9)
     assert product.seconds == pytest.approx(1e-3) and product.bound_by == "matrix"
     assert "prediction" in str(product) and "not measured" in str(product)
     with pytest.raises(ValueError, match="at least 0"):
@@ -22,4 +22,4 @@ def test_from_counters():
     counters._xcd_words, counters.distinct_store_bytes = {1: [1000]}, 500
     found = predict_from_counters(counters)
     assert found.memory_seconds == pytest.approx(4500 / 4.33e12)
-    assert found.matrix_seconds == pytest.approx(10 * (16384 + 8192) / 700e12)
+    assert found.matrix_seconds == pytest.approx(10 * (16384 + 8192) / 600e12)

@@ -35,7 +35,7 @@ def _compile(
     )
 
 
-def _rms_norm(which: str, scaled: bool) -> TritonObject:
+def _rms_norm(which: str, scaled: bool, centered: bool = False) -> TritonObject:
     from hip_ops.rms_norm import triton as rms_norm
 
     sizes = dict.fromkeys(
@@ -43,7 +43,8 @@ def _rms_norm(which: str, scaled: bool) -> TritonObject:
     )
     stream = "*fp32" if scaled else "*bf16"
     half = dict.fromkeys(
-        ("x", "dy", "y", "d_x", "weight", "output_bias", "output_scale", "residual_bias", "residual_scale"), "*bf16"
+        ("x", "dy", "y", "d_x", "weight", "output_bias", "output_scale", "residual_bias", "residual_scale", "bias"),
+        "*bf16",
     )
     types = (
         sizes
@@ -51,12 +52,13 @@ def _rms_norm(which: str, scaled: bool) -> TritonObject:
         | dict.fromkeys(("residual", "new_residual", "d_residual", "d_new_residual"), stream)
         | {"eps": "fp32"}
     )
+    form = {"SCALED": scaled, "CENTERED": centered}
+    form |= {} if centered else dict.fromkeys(("bias", "mean", "d_bias"))
     if which == "sum":
-        return _compile(rms_norm.rms_norm_sum_kernel, types, {"SCALED": scaled, "PROGRAMS": 64, "BLOCK": 32}, 8)
+        return _compile(rms_norm.rms_norm_sum_kernel, types, form | {"PROGRAMS": 64, "BLOCK": 32}, 8)
     backward = which == "backward"
     chosen = rms_norm.launch(HIDDEN, scaled=scaled, backward=backward, warp_size=64)
-    constexprs = {
-        "SCALED": scaled,
+    constexprs = form | {
         "ROWS": chosen.rows,
         "BLOCK": chosen.block,
         "STAGES": getattr(chosen, "stages", 1),
@@ -290,6 +292,11 @@ CASES: dict[str, Callable[[], TritonObject]] = {
     "rms_norm_backward": lambda: _rms_norm("backward", False),
     "rms_norm_backward_scaled": lambda: _rms_norm("backward", True),
     "rms_norm_sum_scaled": lambda: _rms_norm("sum", True),
+    **{
+        f"layer_norm_{which}{'_scaled' * scaled}": functools.partial(_rms_norm, which, scaled, centered=True)
+        for which in ("forward", "backward", "sum")
+        for scaled in (False, True)
+    },
     "muon_momentum": lambda: _muon("momentum"),
     "muon_update": lambda: _muon("update"),
     "symmetric_product": lambda: _product(True),

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Test residual merge + RMSNorm on an accelerator: Triton, and hip_ops/rms_norm/rms_norm*.hip compiled for it (by
+"""Test residual merge + RMSNorm or LayerNorm on an accelerator: Triton, and hip_ops/rms_norm/rms_norm*.hip compiled for it (by
 nvcc on NVIDIA).
 """
 
 import importlib
+from dataclasses import replace
 
 import pytest
 import torch
@@ -34,9 +35,18 @@ CASES = [
     Case(True, 3, 20000, d_new_residual=False),
     Case(True, 1, 2048),
 ]
+CASES += [replace(case, centered=True) for case in CASES]
+CASES += [Case(scaled, 65, 2048, centered=True, offset=100.0) for scaled in (False, True)]
+FORMS = pytest.mark.parametrize(
+    "scaled, centered",
+    [(False, False), (True, False), (False, True), (True, True)],
+    ids=["plain", "zaya", "plain-layer_norm", "zaya-layer_norm"],
+)
 
 
 def operator(case: Case):
+    if case.centered:
+        return hip_ops.scaled_residual_layer_norm if case.scaled else hip_ops.add_layer_norm
     return hip_ops.scaled_residual_rms_norm if case.scaled else hip_ops.add_rms_norm
 
 
@@ -57,19 +67,19 @@ def test_against_fp64(chosen, case):
 
 
 def test_the_self_check_passes(chosen):
-    mine = [each for each in all_operators() if "rms_norm" in each.name]
-    assert len(mine) == 4
+    mine = [each for each in all_operators() if each.folder == "rms_norm"]
+    assert len(mine) == 8
     found = warm_up(DEVICE, mine)
-    assert [found[each.name].split()[0] for each in mine] == [chosen] * 4
+    assert [found[each.name].split()[0] for each in mine] == [chosen] * 8
     assert all(set(each.results.values()) == {"passed"} for each in mine)
 
 
-@pytest.mark.parametrize("scaled", [False, True], ids=["plain", "zaya"])
-def test_autograd_gives_what_the_functions_give(chosen, scaled):
+@FORMS
+def test_autograd_gives_what_the_functions_give(chosen, scaled, centered):
     """Through dispatch, autograd and another stream, for which the default stream does not wait, the bits are the
     same.
     """
-    case, found = Case(scaled, 4096, 2048), []
+    case, found = Case(scaled, 4096, 2048, centered=centered), []
     for stream in (torch.cuda.default_stream(), torch.cuda.Stream()):
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
@@ -79,16 +89,16 @@ def test_autograd_gives_what_the_functions_give(chosen, scaled):
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
     inputs = make(case, "cuda")
     module = of_module(importlib.import_module(f"hip_ops.rms_norm.{chosen}"))
-    y, new_residual, rstd = module.forward(inputs)
-    direct = module.backward(inputs, new_residual, rstd)
+    y, new_residual, *rest = module.forward(inputs)
+    direct = module.backward(inputs, new_residual, *rest)
     assert torch.equal(found[0][0], y) and torch.equal(found[0][1], new_residual)
     assert torch.equal(found[0][2], direct["d_x"]) and torch.equal(found[0][3], direct["d_residual"])
-    assert torch.equal(found[0][-1], direct["d_weight"])
+    assert torch.equal(found[0][-1], direct["d_bias" if centered else "d_weight"])
 
 
-@pytest.mark.parametrize("scaled", [False, True], ids=["plain", "zaya"])
-def test_compiles_whole(chosen, scaled):
-    case = Case(scaled, 512, 2048)
+@FORMS
+def test_compiles_whole(chosen, scaled, centered):
+    case = Case(scaled, 512, 2048, centered=centered)
 
     def function(*arguments):
         y, new_residual = operator(case)(*arguments, case.eps)
@@ -99,8 +109,10 @@ def test_compiles_whole(chosen, scaled):
     assert all(torch.equal(a, b) for a, b in zip(plain, compiled, strict=True))
 
 
-def test_in_a_captured_graph(chosen):
-    case, name = Case(True, 256, 2048), "scaled_residual_rms_norm"
+@pytest.mark.parametrize("centered", [False, True], ids=["rms_norm", "layer_norm"])
+def test_in_a_captured_graph(chosen, centered):
+    case = Case(True, 256, 2048, centered=centered)
+    name = operator(case).__name__
     warm_up(DEVICE, [OPERATORS[name]])
     inputs = list(make(case, "cuda").arguments)
     expected = operator(case)(*inputs, case.eps)
@@ -128,10 +140,10 @@ def test_strides_and_empty_tensors(chosen):
     assert y.shape == new_residual.shape == (0, 5, 2048)
 
 
-@pytest.mark.parametrize("scaled", [False, True], ids=["plain", "zaya"])
-def test_back_ends_agree(scaled):
+@FORMS
+def test_back_ends_agree(scaled, centered):
     """Triton and HIP have the same new_residual; the other results differ by at most a rounding of bf16."""
-    case, found = Case(scaled, 1024, 2048), []
+    case, found = Case(scaled, 1024, 2048, centered=centered), []
     for name in ("triton", "hip"):
         if availability.missing(name, DEVICE, named=True):
             pytest.skip(f"no {name}")

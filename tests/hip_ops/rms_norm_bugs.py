@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The RMSNorm kernels with one mistake each, made from the shipped sources by substitution, and the case that shows
+"""The RMSNorm and LayerNorm kernels with one mistake each, made from the shipped sources by substitution, and the case that shows
 it.
 """
 
@@ -21,6 +21,7 @@ FILES = ("rms_norm.h", "rms_norm_any.h", "rms_norm.hip", "rms_norm_backward.hip"
 TABLE = {256, 2048}  # rows of the table that the copies keep: half a wave a row, and four waves a row
 
 ZAYA, PLAIN = Case(True, 5, 2048, pad=8), Case(False, 43, 256, residual_dtype=BF16)
+CENTERED, ODD_CENTERED = (Case(True, n, h, centered=True, offset=3.0) for n, h in ((5, 2048), (3, 45)))
 ODD = Case(False, 3, 45)  # what lies behind a row is the next row, not the end of a vector
 
 
@@ -39,9 +40,17 @@ BUGS = {
     ),
     "bias_not_scaled": Bug("rms_norm.h", "return fmaf(b_x, s_x, b_r * s_r);", "return b_x + b_r;", ZAYA),
     "lost_residual_gradient": Bug(
-        "rms_norm_backward.hip", "- n[k] * projection, of_row, g[k]);", "- n[k] * projection, of_row, 0.0f);", ZAYA
+        "rms_norm_backward.hip",
+        "through - average : through, of_row, g[k]);",
+        "through - average : through, of_row, 0.0f);",
+        ZAYA,
     ),
-    "sum_for_mean": Bug("rms_norm_backward.hip", "slots, parity) * (1.0f / L::kHidden);", "slots, parity);", PLAIN),
+    "sum_for_mean": Bug(
+        "rms_norm_backward.hip",
+        "slots, kCentered ? 1 : parity) * (1.0f / L::kHidden);",
+        "slots, kCentered ? 1 : parity);",
+        PLAIN,
+    ),
     "scales_swapped": Bug(
         "rms_norm_backward.hip",
         "add_products(sum_gx, g, a), add_products(sum_gr, g, r);",
@@ -63,6 +72,21 @@ BUGS = {
     "last_block_not_summed": Bug("rms_norm_sum.hip", "block < blocks;", "block < blocks - 1;", ZAYA),
     "bias_left_out_of_scale": Bug(
         "rms_norm_sum.hip", "fmaf(total[0], load_as(x_bias, column, is_bf16), total[1])", "total[1]", ZAYA
+    ),
+    "both_sums_on_one_side_of_lds": Bug("rms_norm.hip", "(sum, slots, 0) * (1.0f", "(sum, slots, 1) * (1.0f", CENTERED),
+    "norm_bias_left_out": Bug(
+        "rms_norm.hip", "value[k] * scale, w[k], b[k])", "value[k] * scale, w[k], 0.0f)", CENTERED
+    ),
+    "masked_columns_in_the_variance": Bug("rms_norm.hip", "if (k < count) squares", "squares", ODD_CENTERED),
+    "mean_left_in": Bug("rms_norm_backward.hip", "kCentered ? value - middle : value", "value", CENTERED),
+    "average_left_out": Bug(
+        "rms_norm_backward.hip", "kCentered ? through - average : through, of_row", "through, of_row", CENTERED
+    ),
+    "weight_for_norm_bias": Bug(
+        "rms_norm_sum.hip",
+        "store_as(d_bias, column, is_bf16, total[4]);",
+        "store_as(d_bias, column, is_bf16, total[3]);",
+        CENTERED,
     ),
 }
 RIGHT = "right"
@@ -86,7 +110,7 @@ def _copy(name: str) -> str:
     text = re.sub(r"#pragma once|#include .*", "", text)
     macros = set(re.findall(r"^#define (\w+)", text, re.M))
     text = re.sub(r"^(#define (\w+))", r"#undef \2\n\1", text, flags=re.M)
-    for kernel in sorted(set(re.findall(r"\bho_(?:rms|add|scaled)\w*", text)), key=len, reverse=True):
+    for kernel in sorted(set(re.findall(r"\bho_(?:rms|layer|add|scaled)\w*", text)), key=len, reverse=True):
         text = re.sub(rf"\b{kernel}\b", kernel.replace("ho_", f"ho_{name}_", 1), text)
     ends = "\n".join(f"#undef {macro}" for macro in sorted(macros))
     return f"namespace {name} {{\n{text}\n}}\n{ends}\n"

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Inputs for residual merge + RMSNorm, what is exactly right for them in fp64, and the comparison that every back end
-must pass.
+"""Inputs for residual merge + RMSNorm or LayerNorm, what is exactly right for them in fp64, and the comparison that
+every back end must pass. The exact LayerNorm and its gradients are torch's.
 
 An implementation is a pair of functions with the arguments of hip_ops.rms_norm.reference: `forward(inputs)` gives (y,
-new_residual, rstd) and `backward(inputs, new_residual, rstd)` a dict of gradients; see Implementation.
+new_residual, rstd), or (y, new_residual, mean, rstd) of LayerNorm, and `backward(inputs, new_residual, *statistics)` a
+dict of gradients; see Implementation.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ VECTORS = ("output_bias", "output_scale", "residual_bias", "residual_scale", "we
 @dataclass(frozen=True)
 class Case:
     """x, residual and vectors of these dtypes; `pad`: columns that x, residual and the gradients have beyond the row
-    (strided rows).
+    (strided rows). centered: LayerNorm.
     """
 
     scaled: bool
@@ -35,11 +36,17 @@ class Case:
     eps: float = 1e-3
     scale: float = 0.3  # of x and residual: mean squares not far above eps, so that its place matters
     seed: int = 0
+    centered: bool = False
+    offset: float = 0.0  # of residual: a mean far above the deviation
 
     def __str__(self) -> str:
         names = {BF16: "bf16", FP32: "fp32", FP64: "fp64"}
-        form = "zaya" if self.scaled else "plain"
-        options = ("" if self.d_new_residual else "-y_only") + (f"-pad{self.pad}" if self.pad else "")
+        form = ("zaya" if self.scaled else "plain") + "-layer_norm" * self.centered
+        options = (
+            (f"-offset{self.offset:g}" if self.offset else "")
+            + ("" if self.d_new_residual else "-y_only")
+            + (f"-pad{self.pad}" if self.pad else "")
+        )
         dtypes = "-".join(names[d] for d in (self.x_dtype, self.residual_dtype, self.weight_dtype))
         return f"{form}-{self.rows}x{self.hidden}-{dtypes}{options}"
 
@@ -52,11 +59,13 @@ class Inputs:
     vectors: dict[str, Tensor]
     dy: Tensor
     d_new_residual: Tensor | None
+    bias: Tensor | None
 
     @property
     def arguments(self) -> tuple[Tensor, ...]:
         """Of the forward, without eps."""
-        return (self.x, self.residual, *(self.vectors.values() if self.case.scaled else (self.vectors["weight"],)))
+        vectors = self.vectors.values() if self.case.scaled else (self.vectors["weight"],)
+        return (self.x, self.residual, *vectors, *(() if self.bias is None else (self.bias,)))
 
 
 def make(case: Case, device: str = "cpu") -> Inputs:
@@ -72,35 +81,41 @@ def make(case: Case, device: str = "cpu") -> Inputs:
     vectors = {name: vector(0.0 if name.endswith("bias") else 1.0) for name in VECTORS}
     d_new_residual = stream(case.residual_dtype, 1.0) if case.d_new_residual else None
     x, residual = stream(case.x_dtype, case.scale), stream(case.residual_dtype, case.scale)
-    return Inputs(case, x, residual, vectors, stream(case.weight_dtype, 1.0), d_new_residual)
+    residual += case.offset
+    dy, bias = stream(case.weight_dtype, 1.0), vector(0.5) if case.centered else None
+    return Inputs(case, x, residual, vectors, dy, d_new_residual, bias)
 
 
 @dataclass(frozen=True)
 class Implementation:
-    """backward gets rstd and new_residual of `forward`, and gives d_x, d_residual, d_weight, and of ZAYA's form
-    d_output_bias ... too.
+    """backward gets new_residual and the statistics of `forward`, and gives d_x, d_residual, d_weight, of LayerNorm
+    d_bias, and of ZAYA's form d_output_bias ... too.
     """
 
-    forward: Callable[[Inputs], tuple[Tensor, Tensor, Tensor]]
-    backward: Callable[[Inputs, Tensor, Tensor], dict[str, Tensor]]
+    forward: Callable[[Inputs], tuple[Tensor, ...]]
+    backward: Callable[..., dict[str, Tensor]]
 
 
 def of_module(module) -> Implementation:
     """hip_ops.rms_norm.reference, hip_ops.rms_norm.triton or hip_ops.rms_norm.hip."""
 
-    def forward(i: Inputs):
-        return (module.scaled_residual_rms_norm if i.case.scaled else module.add_rms_norm)(*i.arguments, i.case.eps)
+    def function(case: Case, suffix: str = "") -> Callable:
+        form, norm = "scaled_residual" if case.scaled else "add", "layer_norm" if case.centered else "rms_norm"
+        return getattr(module, f"{form}_{norm}{suffix}")
 
-    def backward(i: Inputs, new_residual: Tensor, rstd: Tensor) -> dict[str, Tensor]:
+    def forward(i: Inputs):
+        return function(i.case)(*i.arguments, i.case.eps)
+
+    def backward(i: Inputs, new_residual: Tensor, *statistics: Tensor) -> dict[str, Tensor]:
+        run, of_norm = function(i.case, "_backward"), ("d_weight", "d_bias") if i.case.centered else ("d_weight",)
         if i.case.scaled:
-            found = module.scaled_residual_rms_norm_backward(
-                i.dy, i.d_new_residual, i.x, i.residual, rstd, *i.vectors.values()
-            )
-            return dict(zip(("d_x", "d_residual", *(f"d_{name}" for name in VECTORS)), found, strict=True))
-        d_residual, d_x, d_weight = module.add_rms_norm_backward(
-            i.dy, i.d_new_residual, new_residual, rstd, i.vectors["weight"], i.case.x_dtype
+            found = run(i.dy, i.d_new_residual, i.x, i.residual, *statistics, *i.vectors.values())
+            return dict(zip(("d_x", "d_residual", *(f"d_{v}" for v in VECTORS[:4]), *of_norm), found, strict=True))
+        d_residual, d_x, *rest = run(
+            i.dy, i.d_new_residual, new_residual, *statistics, i.vectors["weight"], i.case.x_dtype
         )
-        return {"d_x": d_x if d_x.numel() else d_residual, "d_residual": d_residual, "d_weight": d_weight}
+        first = {"d_x": d_x if d_x.numel() else d_residual, "d_residual": d_residual}
+        return first | dict(zip(of_norm, rest, strict=True))
 
     return Implementation(forward, backward)
 
@@ -113,8 +128,21 @@ class Exact:
     terms: Tensor = field(repr=False)
 
 
+def _normalized(i: Inputs, value: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    if i.case.centered:
+        return torch.nn.functional.layer_norm(value, value.shape[-1:], weight, bias, i.case.eps)
+    return value / (value.square().mean(-1, keepdim=True) + i.case.eps).sqrt() * weight
+
+
+def _statistics(i: Inputs, stored: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Mean (0 of RMSNorm), rstd, and the size of the terms of stored - mean, all fp64."""
+    mean = stored.mean(-1, keepdim=True) * i.case.centered
+    rstd = 1.0 / ((stored - mean).square().mean(-1, keepdim=True) + i.case.eps).sqrt()
+    return mean, rstd, stored.abs() + mean.abs()
+
+
 def exact_forward(i: Inputs, stored: Tensor) -> dict[str, Exact]:
-    """y and rstd are those of `stored`, the new_residual that the implementation wrote: so the statistics' convention
+    """y and the statistics are those of `stored`, the new_residual that the implementation wrote: so the statistics' convention
     is checked too.
     """
     x, residual, stored = i.x.double(), i.residual.double(), stored.double()
@@ -126,9 +154,15 @@ def exact_forward(i: Inputs, stored: Tensor) -> dict[str, Exact]:
         ) * v["residual_scale"].abs()
     else:
         merged, terms = x + residual, x.abs() + residual.abs()
-    rstd = 1.0 / (stored.square().mean(-1, keepdim=True) + i.case.eps).sqrt()
-    y = stored * rstd * v["weight"]
-    return {"new_residual": Exact(merged, terms), "rstd": Exact(rstd, rstd), "y": Exact(y, y.abs())}
+    mean, rstd, size = _statistics(i, stored)
+    bias = i.bias.double() if i.case.centered else None
+    y = _normalized(i, stored, v["weight"], bias)
+    found = {"new_residual": Exact(merged, terms), "rstd": Exact(rstd, rstd), "y": Exact(y, y.abs())}
+    if i.case.centered:
+        found["rstd"].terms = rstd + rstd**3 * ((stored - mean).abs() * size).mean(-1, keepdim=True)
+        found["y"].terms = size * rstd * v["weight"].abs() + bias.abs()
+        found["mean"] = Exact(mean, stored.abs().mean(-1, keepdim=True))
+    return found
 
 
 def exact_backward(i: Inputs, stored: Tensor) -> dict[str, Exact]:
@@ -137,35 +171,41 @@ def exact_backward(i: Inputs, stored: Tensor) -> dict[str, Exact]:
     """
     x, residual, stored = i.x.double().requires_grad_(), i.residual.double().requires_grad_(), stored.double()
     v = {name: vector.double().requires_grad_() for name, vector in i.vectors.items()}
+    bias = i.bias.double().requires_grad_() if i.case.centered else None
     if i.case.scaled:
         merged = (x + v["output_bias"]) * v["output_scale"] + (residual + v["residual_bias"]) * v["residual_scale"]
     else:
         merged = x + residual
     merged.retain_grad()
     value = merged + (stored - merged).detach()
-    y = value / (value.square().mean(-1, keepdim=True) + i.case.eps).sqrt() * v["weight"]
+    y = _normalized(i, value, v["weight"], bias)
     outputs, gradients = [y], [i.dy.double()]
     if i.d_new_residual is not None:
         outputs, gradients = [y, merged], [i.dy.double(), i.d_new_residual.double()]
     torch.autograd.backward(outputs, gradients)
 
     with torch.no_grad():
-        rstd = 1.0 / (stored.square().mean(-1, keepdim=True) + i.case.eps).sqrt()
-        d_normalized, normalized = (i.dy.double() * v["weight"]).abs(), (stored * rstd).abs()
+        _, rstd, size = _statistics(i, stored)
+        d_normalized, normalized = (i.dy.double() * v["weight"]).abs(), size * rstd
         g = (d_normalized + normalized * (d_normalized * normalized).mean(-1, keepdim=True)) * rstd
+        if i.case.centered:
+            g = g + d_normalized.mean(-1, keepdim=True) * rstd
         if i.d_new_residual is not None:
             g = g + i.d_new_residual.double().abs()
-        size = {name: vector.abs() for name, vector in v.items()}
+        large = {name: vector.abs() for name, vector in v.items()}
         terms = {"d_x": g, "d_residual": g, "d_weight": (i.dy.double().abs() * normalized).sum(0)}
         if i.case.scaled:
             terms |= {
-                "d_x": g * size["output_scale"],
-                "d_residual": g * size["residual_scale"],
-                "d_output_bias": g.sum(0) * size["output_scale"],
-                "d_residual_bias": g.sum(0) * size["residual_scale"],
-                "d_output_scale": (g * x.abs()).sum(0) + g.sum(0) * size["output_bias"],
-                "d_residual_scale": (g * residual.abs()).sum(0) + g.sum(0) * size["residual_bias"],
+                "d_x": g * large["output_scale"],
+                "d_residual": g * large["residual_scale"],
+                "d_output_bias": g.sum(0) * large["output_scale"],
+                "d_residual_bias": g.sum(0) * large["residual_scale"],
+                "d_output_scale": (g * x.abs()).sum(0) + g.sum(0) * large["output_bias"],
+                "d_residual_scale": (g * residual.abs()).sum(0) + g.sum(0) * large["residual_bias"],
             }
+        if i.case.centered:
+            terms["d_bias"] = i.dy.double().abs().sum(0)
+            v["bias"] = bias
     values = {"d_x": x.grad, "d_residual": residual.grad, **{f"d_{name}": vector.grad for name, vector in v.items()}}
     return {name: Exact(values[name], size) for name, size in terms.items()}
 
@@ -208,11 +248,12 @@ def compare(name: str, got: Tensor, want: Exact) -> None:
 def check(implementation: Implementation, case: Case, device: str = "cpu") -> None:
     """Forward and backward of `case` against fp64."""
     inputs = make(case, device)
-    y, new_residual, rstd = implementation.forward(inputs)
+    y, new_residual, *statistics = implementation.forward(inputs)
     assert (y.dtype, new_residual.dtype) == (case.weight_dtype, case.residual_dtype)
+    given = {"y": y, "new_residual": new_residual} | dict(zip(("rstd", "mean"), reversed(statistics), strict=False))
     for name, want in exact_forward(inputs, new_residual).items():
-        compare(name, {"y": y, "new_residual": new_residual, "rstd": rstd}[name], want)
-    found = implementation.backward(inputs, new_residual, rstd)
+        compare(name, given[name], want)
+    found = implementation.backward(inputs, new_residual, *statistics)
     expected_dtypes = {"d_x": case.x_dtype, "d_residual": case.residual_dtype}
     for name, want in exact_backward(inputs, new_residual).items():
         assert found[name].dtype == expected_dtypes.get(name, case.weight_dtype), name

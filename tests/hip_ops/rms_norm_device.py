@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs gfx942 code objects of the RMSNorm kernels, HIP's and Triton's, in the emulator as an Implementation of
+"""Runs gfx942 code objects of the RMSNorm and LayerNorm kernels, HIP's and Triton's, in the emulator as an Implementation of
 rms_norm_cases.
 
 The launchers of csrc/ choose kernel, grid and block on a GPU; here the same choice is made once more, in Python, from
@@ -62,6 +62,7 @@ def geometry(case: Case, *, backward: bool, processors: int) -> Geometry:
         and case.hidden in table()
         and case.x_dtype == case.weight_dtype == BF16
         and not (case.scaled and case.residual_dtype == BF16)
+        and not (case.scaled and case.centered and case.hidden == 8192 and backward)
     )
     if fast:
         row_threads = case.hidden // 8
@@ -74,10 +75,11 @@ def geometry(case: Case, *, backward: bool, processors: int) -> Geometry:
         threads, rows, most = 256, 1, 4
     tiles = -(-case.rows // rows)
     rounds = -(-tiles // (processors * most))
+    norm = "layer_norm" if case.centered else "rms_norm"
     form = (
-        "scaled_residual_rms_norm"
+        f"scaled_residual_{norm}"
         if case.scaled
-        else "add_rms_norm" + ("_fp32_residual" if fast and case.residual_dtype == FP32 else "")
+        else f"add_{norm}" + ("_fp32_residual" if fast and case.residual_dtype == FP32 else "")
     )
     return Geometry(
         f"{form}{'_backward' if backward else ''}_{case.hidden if fast else 'any'}", threads, rows, -(-tiles // rounds)
@@ -129,15 +131,16 @@ class Emulated:
         *merge, weight = (self.device.put(to_numpy(i.vectors[name])) for name in VECTORS)
         return merge if i.case.scaled else [None] * 4, weight
 
-    def forward(self, i: Inputs) -> tuple[Tensor, Tensor, Tensor]:
+    def statistics(self, case: Case) -> list[Buffer]:
+        """For rstd, and before it for LayerNorm's mean."""
+        return [self.out((case.rows, 1), FP32) for _ in range(1 + case.centered)]
+
+    def forward(self, i: Inputs) -> tuple[Tensor, ...]:
         case, chosen = i.case, geometry(i.case, backward=False, processors=self.processors)
         shape, stride = (case.rows, case.hidden), np.int64(case.hidden + case.pad)
         merge, weight = self.vectors(i)
-        y, new_residual, rstd = (
-            self.out(shape, case.weight_dtype),
-            self.out(shape, case.residual_dtype),
-            self.out((case.rows, 1), FP32),
-        )
+        y, new_residual = self.out(shape, case.weight_dtype), self.out(shape, case.residual_dtype)
+        *mean, rstd = self.statistics(case)
         arguments = [
             self.rows(i.x, case),
             self.rows(i.residual, case),
@@ -153,12 +156,18 @@ class Emulated:
         ]
         if chosen.suffix.endswith("any"):
             arguments += [np.int32(case.hidden), np.int64(types(case))]
+        if case.centered:
+            arguments += [self.device.put(to_numpy(i.bias)), *mean]
         self.launch("rms_norm", f"ho_{chosen.suffix}", chosen.blocks, chosen.threads, arguments)
-        return tuple(to_torch(b.read()) for b in (y, new_residual, rstd))
+        return tuple(to_torch(b.read()) for b in (y, new_residual, *mean, rstd))
 
-    def backward(self, i: Inputs, new_residual: Tensor, rstd: Tensor) -> dict[str, Tensor]:
+    def backward(self, i: Inputs, new_residual: Tensor, *statistics: Tensor) -> dict[str, Tensor]:
         case, chosen = i.case, geometry(i.case, backward=True, processors=self.processors)
-        shape, stride, sums = (case.rows, case.hidden), np.int64(case.hidden + case.pad), 4 if case.scaled else 1
+        shape, stride, sums = (
+            (case.rows, case.hidden),
+            np.int64(case.hidden + case.pad),
+            (4 if case.scaled else 1) + case.centered,
+        )
         merge, weight = self.vectors(i)
         d_x, d_residual = self.out(shape, case.x_dtype), self.out(shape, case.residual_dtype)
         partial = self.out((chosen.blocks, sums, case.hidden), FP32)
@@ -167,7 +176,7 @@ class Emulated:
             self.rows(i.d_new_residual, case),
             self.rows(i.x, case) if case.scaled else None,
             self.rows(i.residual if case.scaled else new_residual, case),
-            self.device.put(rstd.numpy()),
+            self.device.put(statistics[-1].numpy()),
             *merge,
             weight,
             d_x,
@@ -181,20 +190,23 @@ class Emulated:
         ]
         if chosen.suffix.endswith("any"):
             arguments += [np.int32(case.hidden), np.int64(types(case))]
+        if case.centered:
+            arguments.append(self.device.put(statistics[0].numpy()))
         self.launch("rms_norm_backward", f"ho_{chosen.suffix}", chosen.blocks, chosen.threads, arguments)
-        gradients = [self.out((case.hidden,), case.weight_dtype) for _ in range(5 if case.scaled else 1)]
+        names = [f"d_{n}" for n in (VECTORS if case.scaled else VECTORS[-1:])] + ["d_bias"] * case.centered
+        gradients = {name: self.out((case.hidden,), case.weight_dtype) for name in names}
         sizes = [np.int64(chosen.blocks), np.int32(case.hidden), np.int64(types(case))]
-        name = "ho_rms_norm_sum_vectors" if case.scaled else "ho_rms_norm_sum_weight"
+        *first, last = gradients.values() if case.centered else (*gradients.values(), None)
+        norm = "layer_norm" if case.centered else "rms_norm"
+        name = f"ho_{norm}_sum_vectors" if case.scaled else f"ho_{norm}_sum_weight"
         self.launch(
             "rms_norm_sum",
             name,
             -(-case.hidden // 16),
             512,
-            [partial, *(merge if case.scaled else []), *gradients, *sizes],
+            [partial, *(merge if case.scaled else []), *first, *sizes, *([last] if case.centered else [])],
         )
-        found = {"d_x": d_x, "d_residual": d_residual} | dict(
-            zip((f"d_{n}" for n in VECTORS[-len(gradients) :]), gradients, strict=True)
-        )
+        found = {"d_x": d_x, "d_residual": d_residual} | gradients
         if not case.scaled and case.x_dtype == case.residual_dtype:
             found["d_x"] = d_residual
         return {key: to_torch(buffer.read()) for key, buffer in found.items()}

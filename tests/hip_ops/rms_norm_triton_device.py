@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs the Triton RMSNorm kernels, compiled for gfx942, in the emulator as an Implementation of rms_norm_cases."""
+"""Runs the Triton RMSNorm and LayerNorm kernels, compiled for gfx942, in the emulator as an Implementation of rms_norm_cases."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 from tests.gfx942.emulator import Device
 from tests.gfx942.triton_objects import triton_code_object
 from tests.hip_ops.rms_norm_cases import BF16, FP32, VECTORS, Case, Implementation, Inputs
-from tests.hip_ops.rms_norm_device import Emulated, to_torch
+from tests.hip_ops.rms_norm_device import Emulated, to_numpy, to_torch
 
 NAMES = {BF16: "*bf16", FP32: "*fp32"}
 
@@ -30,7 +30,10 @@ class EmulatedTriton(Emulated):
     def run(
         self, kernel, programs: int, values: dict, dtypes: dict[str, torch.dtype], constexprs: dict, num_warps: int
     ) -> None:
-        """values: run-time arguments by name; a pointer's type is in `dtypes`, or fp32."""
+        """values: run-time arguments by name, None for one that the kernel does not have; a pointer's type is in
+        `dtypes`, or fp32.
+        """
+        constexprs = constexprs | {name: None for name in kernel.arg_names if values.get(name, 0) is None}
         signature, given, divisible = {}, [], []
         for name in kernel.arg_names:
             if name in constexprs:
@@ -64,32 +67,38 @@ class EmulatedTriton(Emulated):
             "x_stride": stride,
             "residual_stride": stride,
         }
-        dtypes = dict.fromkeys((*VECTORS, "y", "dy", *(f"d_{name}" for name in VECTORS)), case.weight_dtype)
+        values["bias"] = self.device.put(to_numpy(i.bias)) if case.centered else None
+        vectors = (*VECTORS, "bias")
+        dtypes = dict.fromkeys((*vectors, "y", "dy", *(f"d_{name}" for name in vectors)), case.weight_dtype)
         dtypes |= dict.fromkeys(("x", "d_x"), case.x_dtype)
         return values, dtypes | dict.fromkeys(
             ("residual", "new_residual", "d_residual", "d_new_residual"), case.residual_dtype
         )
 
-    def forward(self, i: Inputs) -> tuple[Tensor, Tensor, Tensor]:
+    def forward(self, i: Inputs) -> tuple[Tensor, ...]:
         from hip_ops.rms_norm import triton as kernels
 
         case, chosen = i.case, kernels.launch(i.case.hidden, scaled=i.case.scaled, backward=False, warp_size=64)
         shape = (case.rows, case.hidden)
-        y, new_residual, rstd = (
-            self.out(shape, case.weight_dtype),
-            self.out(shape, case.residual_dtype),
-            self.out((case.rows, 1), FP32),
-        )
+        y, new_residual = self.out(shape, case.weight_dtype), self.out(shape, case.residual_dtype)
+        *mean, rstd = self.statistics(case)
         values, dtypes = self.shared_values(i)
         values |= {
             "x": self.rows(i.x, case),
             "residual": self.rows(i.residual, case),
             "y": y,
             "new_residual": new_residual,
+            "mean": mean[0] if mean else None,
             "rstd": rstd,
             "eps": case.eps,
         }
-        constexprs = {"SCALED": case.scaled, "ROWS": chosen.rows, "BLOCK": chosen.block, "STAGES": chosen.stages}
+        constexprs = {
+            "SCALED": case.scaled,
+            "CENTERED": case.centered,
+            "ROWS": chosen.rows,
+            "BLOCK": chosen.block,
+            "STAGES": chosen.stages,
+        }
         self.run(
             kernels.rms_norm_forward_kernel,
             self.programs(chosen, case.rows),
@@ -98,9 +107,9 @@ class EmulatedTriton(Emulated):
             constexprs,
             chosen.num_warps,
         )
-        return tuple(to_torch(b.read()) for b in (y, new_residual, rstd))
+        return tuple(to_torch(b.read()) for b in (y, new_residual, *mean, rstd))
 
-    def backward(self, i: Inputs, new_residual: Tensor, rstd: Tensor) -> dict[str, Tensor]:
+    def backward(self, i: Inputs, new_residual: Tensor, *statistics: Tensor) -> dict[str, Tensor]:
         from hip_ops.rms_norm import triton as kernels
 
         case: Case = i.case
@@ -110,7 +119,7 @@ class EmulatedTriton(Emulated):
         )
         programs = self.programs(chosen, case.rows)
         dy, d_x, d_residual = self.rows(i.dy, case), self.out(shape, case.x_dtype), self.out(shape, case.residual_dtype)
-        partial = self.out((programs, 4 if case.scaled else 1, case.hidden), FP32)
+        partial = self.out((programs, (4 if case.scaled else 1) + case.centered, case.hidden), FP32)
         values, dtypes = self.shared_values(i)
         stride, upstream = case.hidden + case.pad, self.rows(i.d_new_residual, case)
         if upstream is None:
@@ -121,7 +130,8 @@ class EmulatedTriton(Emulated):
             "d_new_residual": dy if upstream is None else upstream,
             "x": self.rows(x, case),
             "residual": self.rows(residual, case),
-            "rstd": self.device.put(rstd.numpy()),
+            "mean": self.device.put(statistics[0].numpy()) if case.centered else None,
+            "rstd": self.device.put(statistics[-1].numpy()),
             "d_x": d_x,
             "d_residual": d_residual,
             "partial": partial,
@@ -130,6 +140,7 @@ class EmulatedTriton(Emulated):
         }
         constexprs = {
             "SCALED": case.scaled,
+            "CENTERED": case.centered,
             "HAS_D_NEW_RESIDUAL": upstream is not None,
             "WRITES_D_X": case.scaled or case.x_dtype != case.residual_dtype,
             "ROWS": chosen.rows,
@@ -137,17 +148,19 @@ class EmulatedTriton(Emulated):
             "STAGES": chosen.stages,
         }
         self.run(kernels.rms_norm_backward_kernel, programs, values, dtypes, constexprs, chosen.num_warps)
-        gradients = {f"d_{name}": self.out((case.hidden,), case.weight_dtype) for name in VECTORS}
+        names = (*VECTORS, "bias") if case.centered else VECTORS
+        gradients = {f"d_{name}": self.out((case.hidden,), case.weight_dtype) for name in names}
         values = (
             {name: values[name] for name in VECTORS[:4]}
+            | {"d_bias": None}
             | gradients
             | {"partial": partial, "programs": programs, "hidden": case.hidden}
         )
-        constexprs = {"SCALED": case.scaled, "PROGRAMS": 64, "BLOCK": 32}
+        constexprs = {"SCALED": case.scaled, "CENTERED": case.centered, "PROGRAMS": 64, "BLOCK": 32}
         self.run(kernels.rms_norm_sum_kernel, -(-case.hidden // 32), values, dtypes, constexprs, 8)
         found = {
             "d_x": d_x if constexprs["SCALED"] or case.x_dtype != case.residual_dtype else d_residual,
             "d_residual": d_residual,
         }
-        found |= gradients if case.scaled else {"d_weight": gradients["d_weight"]}
+        found |= {name: each for name, each in gradients.items() if case.scaled or name in ("d_weight", "d_bias")}
         return {key: to_torch(buffer.read()) for key, buffer in found.items()}

@@ -212,6 +212,19 @@ def test_a_defect_is_refused_with_its_reason_and_the_next_version_runs(install, 
     assert runs is not each._function_of("aiter") and each.difference(runs, CPU, following) is None
 
 
+@pytest.mark.parametrize("name", ["_add_layer", "_scaled_layer", "_add_layer_backward", "_scaled_layer_backward"])
+def test_layer_norm_runs_the_next_version(monkeypatch, install, mi300x, name):
+    """A request for AITER is for the whole folder, and LayerNorm has no such version."""
+    each = getattr(rms_norm, name)
+    for found in ("results", "choices", "_chosen"):
+        monkeypatch.setattr(each, found, {})
+    install(NEWEST)
+    with aiter_named(each):
+        choice = each.choice(GPU)
+    assert "aiter" not in each.versions and "aiter" not in each.fits
+    assert choice.startswith("compiled") and "it has no version 'aiter'" in choice
+
+
 def test_the_gradient_that_aiters_own_function_loses_is_found(install):
     """ROCm/aiter#576: through rmsnorm2d_fwd_with_add, the residual and the next merge get no gradient."""
     install(NEWEST)

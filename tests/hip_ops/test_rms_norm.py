@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Test residual merge + RMSNorm as operators on the CPU: the torch reference, and the HIP sources built with g++."""
+"""Test residual merge + RMSNorm or LayerNorm as operators on the CPU: the torch reference, and the HIP sources built with g++."""
 
 import itertools
 import re
@@ -19,7 +19,14 @@ from tests.hip_ops.rms_norm_cases import BF16, FP32, FP64, VECTORS, Case, Exact,
 DTYPES = [(BF16, FP32, BF16), (BF16, BF16, BF16), (FP32, FP32, FP32), (FP32, FP32, BF16), (FP32, BF16, FP32)]
 
 
+FORMS = [(False, False), (True, False), (False, True), (True, True)]  # scaled, centered
+IDS = ["plain", "zaya", "plain-layer_norm", "zaya-layer_norm"]
+of_all_forms = pytest.mark.parametrize("scaled, centered", FORMS, ids=IDS)
+
+
 def operator(case: Case):
+    if case.centered:
+        return hip_ops.scaled_residual_layer_norm if case.scaled else hip_ops.add_layer_norm
     return hip_ops.scaled_residual_rms_norm if case.scaled else hip_ops.add_rms_norm
 
 
@@ -27,11 +34,11 @@ def leaves(case: Case) -> list[torch.Tensor]:
     return [t.detach().requires_grad_() for t in make(case).arguments]
 
 
-@pytest.mark.parametrize("scaled", [False, True], ids=["plain", "zaya"])
+@of_all_forms
 @pytest.mark.parametrize("dtypes", [*DTYPES, (FP64, FP64, FP64)], ids=str)
-def test_reference_against_fp64(scaled, dtypes):
+def test_reference_against_fp64(scaled, centered, dtypes):
     for rows, hidden, d_new_residual in ((9, 33, True), (5, 256, False), (40, 8, True)):
-        check(of_module(reference), Case(scaled, rows, hidden, *dtypes, d_new_residual))
+        check(of_module(reference), Case(scaled, rows, hidden, *dtypes, d_new_residual, centered=centered))
 
 
 @pytest.mark.parametrize("schedule", ["forward", "reverse", "random:11"])
@@ -51,6 +58,12 @@ def test_reference_against_fp64(scaled, dtypes):
         Case(True, 5, 264, FP32, BF16, FP32),
         Case(True, 6, 2056, BF16, BF16, BF16),
         Case(False, 4, 1, FP32, BF16, BF16),
+        Case(True, 7, 2048, centered=True),
+        Case(False, 43, 256, residual_dtype=BF16, pad=16, centered=True),
+        Case(True, 2, 8192, centered=True),
+        Case(True, 5, 2051, pad=1, centered=True),
+        Case(False, 6, 45, FP32, FP32, FP32, centered=True),
+        Case(False, 9, 2048, centered=True, offset=100.0),
     ],
     ids=str,
 )
@@ -68,18 +81,45 @@ def test_cpu_build_against_fp64(monkeypatch, case, schedule):
     upstream=st.booleans(),
     pad=st.sampled_from([0, 1, 8]),
     seed=st.integers(0, 1000),
+    centered=st.booleans(),
 )
-def test_random_shapes(scaled, rows, hidden, dtypes, upstream, pad, seed):
-    case = Case(scaled, rows, hidden, *dtypes, upstream, pad, seed=seed)
+def test_random_shapes(scaled, rows, hidden, dtypes, upstream, pad, seed, centered):
+    case = Case(scaled, rows, hidden, *dtypes, upstream, pad, seed=seed, centered=centered)
     for module in (reference, hip_kernels):
         check(of_module(module), case)
 
 
-@pytest.mark.parametrize("scaled", [False, True], ids=["plain", "zaya"])
-def test_gradcheck(scaled):
+@of_all_forms
+def test_gradcheck(scaled, centered):
     """Both results, all arguments, in fp64: against finite differences."""
-    inputs = leaves(Case(scaled, 3, 7, FP64, FP64, FP64, scale=1.0))
-    assert torch.autograd.gradcheck(lambda *arguments: operator(Case(scaled, 1, 1))(*arguments, 1e-3), inputs)
+    case = Case(scaled, 3, 7, FP64, FP64, FP64, scale=1.0, centered=centered)
+    assert torch.autograd.gradcheck(lambda *arguments: operator(case)(*arguments, 1e-3), leaves(case))
+
+
+def test_layer_norm_is_torchs():
+    """torch.nn.functional.layer_norm and its autograd, fp32: forward and every gradient of a chain of two."""
+    i, found = make(Case(False, 12, 96, FP32, FP32, FP32, centered=True, offset=3.0)), []
+
+    def by_torch(x, stream, weight, bias, eps):
+        stream = x + stream
+        return torch.nn.functional.layer_norm(stream, weight.shape, weight, bias, eps), stream
+
+    for use in (by_torch, hip_ops.add_layer_norm, lambda x, s, *v: (hip_ops.layer_norm(x + s, *v), x + s)):
+        x, stream, weight, bias = (t.detach().clone().requires_grad_() for t in i.arguments)
+        y, middle = use(x, stream, weight, bias, 1e-5)
+        z, last = use(torch.tanh(y), middle, weight, bias, 1e-5)
+        (torch.sin(z) + last * i.dy).sum().backward()
+        found.append([y, middle, z, last, *(t.grad for t in (x, stream, weight, bias))])
+    for other in found[1:]:
+        for ours, theirs in zip(other, found[0], strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=2e-5, atol=2e-5)
+
+
+def test_affine_layer_norm():
+    x, bias, scale, weight, norm_bias = (torch.randn(*shape) for shape in ((5, 24), (24,), (24,), (24,), (24,)))
+    stream, y = hip_ops.affine_layer_norm(x.bfloat16(), bias, scale, weight, norm_bias, 1e-5, torch.float32)
+    assert torch.equal(stream, (x.bfloat16().float() + bias) * scale)
+    torch.testing.assert_close(y, torch.nn.functional.layer_norm(stream, (24,), weight, norm_bias, 1e-5))
 
 
 @pytest.mark.parametrize("dtypes", [(FP32, FP32, FP32), (BF16, FP32, BF16)], ids=str)
@@ -135,22 +175,24 @@ def test_gradients_of_a_result_that_is_not_used(chosen):
         assert all(t.grad is not None and t.grad.isfinite().all() for t in inputs)
 
 
-@pytest.mark.parametrize("scaled", [False, True], ids=["plain", "zaya"])
+@of_all_forms
 @pytest.mark.parametrize("shape", [(0, 8), (3, 0, 256)], ids=str)
-def test_empty(chosen, scaled, shape):
-    inputs = leaves(Case(scaled, 1, shape[-1]))
+def test_empty(chosen, scaled, centered, shape):
+    case = Case(scaled, 1, shape[-1], centered=centered)
+    inputs = leaves(case)
     inputs[0], inputs[1] = (torch.zeros(shape, dtype=t.dtype, requires_grad=True) for t in inputs[:2])
-    y, new_residual = operator(Case(scaled, 1, 1))(*inputs, 1e-5)
+    y, new_residual = operator(case)(*inputs, 1e-5)
     assert y.shape == new_residual.shape == shape and (y.dtype, new_residual.dtype) == (BF16, FP32)
     (y.sum() + new_residual.sum()).backward()
     assert all(torch.equal(t.grad, torch.zeros_like(t)) for t in inputs)
 
 
-@pytest.mark.parametrize("scaled", [False, True], ids=["plain", "zaya"])
-def test_any_strides_give_the_same(chosen, scaled):
+@of_all_forms
+def test_any_strides_give_the_same(chosen, scaled, centered):
     """Transposed, every other column, expanded: the results are those of the copy, and contiguous."""
     hidden = 40
-    vectors = list(make(Case(scaled, 1, hidden)).arguments[2:])
+    case = Case(scaled, 1, hidden, centered=centered)
+    vectors = list(make(case).arguments[2:])
     generator = torch.Generator().manual_seed(1)
     base, wide = torch.randn(hidden, 3, 5, generator=generator), torch.randn(5, 3, 2 * hidden, generator=generator)
     for x, residual in (
@@ -161,7 +203,7 @@ def test_any_strides_give_the_same(chosen, scaled):
         for a, b in ((x, residual), (x.contiguous(), residual.contiguous())):
             a, b = a.bfloat16().detach() if a.is_contiguous() else a.detach().bfloat16(), b.detach()
             a, b = a.requires_grad_(), b.requires_grad_()
-            found = operator(Case(scaled, 1, 1))(a, b, *vectors, 1e-5)
+            found = operator(case)(a, b, *vectors, 1e-5)
             assert all(t.is_contiguous() for t in found)
             found[0].float().square().sum().backward()
             results.append([*found, a.grad, b.grad])
@@ -180,14 +222,15 @@ ERRORS = [
     ({"x": lambda t: t[:, :0], "residual": lambda t: t[:, :0]}, "{x} has shape (3, 0). Allowed: [..., h>0]"),
     ({"output_scale": lambda t: t.float()}, "output_scale is torch.float32. Allowed: torch.bfloat16 like weight"),
     ({"residual_bias": lambda t: t.reshape(1, 8)}, "residual_bias has shape (1, 8). Allowed: (8,)"),
+    ({"bias": lambda t: t.float()}, "bias is torch.float32. Allowed: torch.bfloat16 like weight"),
 ]
 
 
-@pytest.mark.parametrize("scaled", [False, True], ids=["plain", "zaya"])
+@of_all_forms
 @pytest.mark.parametrize("changes, message", ERRORS, ids=[message[:24] for _, message in ERRORS])
-def test_wrong_arguments_are_named(scaled, changes, message):
-    case = Case(scaled, 3, 8)
-    names = ("x", "residual", *(VECTORS if scaled else ("weight",)))
+def test_wrong_arguments_are_named(scaled, centered, changes, message):
+    case = Case(scaled, 3, 8, centered=centered)
+    names = ("x", "residual", *(VECTORS if scaled else ("weight",)), *(("bias",) if centered else ()))
     if not changes.keys() <= set(names):
         return
     arguments = dict(zip(names, make(case).arguments, strict=True))
@@ -197,26 +240,27 @@ def test_wrong_arguments_are_named(scaled, changes, message):
         operator(case)(*arguments.values(), 1e-5)
 
 
-@pytest.mark.parametrize("scaled", [False, True], ids=["plain", "zaya"])
-def test_opcheck(scaled):
+@of_all_forms
+def test_opcheck(scaled, centered):
     """Schema, fake tensors, autograd registration and AOT dispatch, torch's own checks."""
-    for case in (Case(scaled, 3, 16), Case(scaled, 2, 5, FP32, FP32, FP32)):
+    for case in (Case(scaled, 3, 16, centered=centered), Case(scaled, 2, 5, FP32, FP32, FP32, centered=centered)):
         inputs = leaves(case)
-        name = "scaled_residual_rms_norm" if scaled else "add_rms_norm"
+        name = operator(case).__name__
         torch.library.opcheck(getattr(torch.ops.hip_ops, name), (*inputs, 1e-5))
         i = make(case)
-        rstd, rows = torch.rand(case.rows, 1) + 0.5, (i.x, i.residual) if scaled else (i.residual,)
+        statistics = [torch.rand(case.rows, 1) + 0.5 for _ in range(1 + centered)]
+        rows = (i.x, i.residual) if scaled else (i.residual,)
         for upstream in (i.d_new_residual, None):
             tail = tuple(i.vectors.values()) if scaled else (i.vectors["weight"], case.x_dtype)
-            arguments = (i.dy, upstream, *rows, rstd, *tail)
+            arguments = (i.dy, upstream, *rows, *statistics, *tail)
             torch.library.opcheck(
                 getattr(torch.ops.hip_ops, f"{name}_backward"), arguments, test_utils=("test_schema", "test_faketensor")
             )
 
 
-@pytest.mark.parametrize("scaled", [False, True], ids=["plain", "zaya"])
-def test_compiles_whole(chosen, scaled):
-    case = Case(scaled, 4, 32)
+@of_all_forms
+def test_compiles_whole(chosen, scaled, centered):
+    case = Case(scaled, 4, 32, centered=centered)
 
     def function(*arguments):
         y, new_residual = operator(case)(*arguments, 1e-5)
@@ -246,17 +290,18 @@ def test_the_comparison_knows_one_rounding():
 
 def test_results_do_not_change_between_runs(monkeypatch):
     """There are no atomics: the bits are the same for every order of blocks and waves."""
-    inputs = make(Case(True, 12, 256))
-    implementation, found = of_module(hip_kernels), []
-    for schedule in ("forward", "reverse", "random:3"):
-        monkeypatch.setenv("HO_CPU_SCHEDULE", schedule)
-        y, new_residual, rstd = implementation.forward(inputs)
-        found.append([y, new_residual, rstd, *implementation.backward(inputs, new_residual, rstd).values()])
-    for other in found[1:]:
-        assert all(itertools.starmap(torch.equal, zip(found[0], other, strict=True)))
+    implementation = of_module(hip_kernels)
+    for centered in (False, True):
+        inputs, found = make(Case(True, 12, 256, centered=centered)), []
+        for schedule in ("forward", "reverse", "random:3"):
+            monkeypatch.setenv("HO_CPU_SCHEDULE", schedule)
+            y, new_residual, *rest = implementation.forward(inputs)
+            found.append([y, new_residual, *rest, *implementation.backward(inputs, new_residual, *rest).values()])
+        for other in found[1:]:
+            assert all(itertools.starmap(torch.equal, zip(found[0], other, strict=True)))
 
 
 def test_rows_that_are_too_long_for_triton_go_to_the_next_version():
-    for name in ("add_rms_norm", "scaled_residual_rms_norm"):
+    for name in ("add_rms_norm", "scaled_residual_rms_norm", "add_layer_norm", "scaled_residual_layer_norm"):
         for made in (OPERATORS[name], OPERATORS[f"{name}_backward"]):
             assert [made.fits["triton"](torch.empty(1, hidden)) for hidden in (32768, 32769)] == [True, False]

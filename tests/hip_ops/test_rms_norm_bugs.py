@@ -33,7 +33,7 @@ def copy(copies, monkeypatch):
     return use
 
 
-@pytest.mark.parametrize("case", [bugs.ZAYA, bugs.PLAIN, bugs.ODD], ids=str)
+@pytest.mark.parametrize("case", [bugs.ZAYA, bugs.PLAIN, bugs.ODD, bugs.CENTERED, bugs.ODD_CENTERED], ids=str)
 @pytest.mark.parametrize("schedule", ["forward", "reverse", "random:7"])
 def test_the_copy_without_a_bug_passes(copy, monkeypatch, schedule, case):
     monkeypatch.setenv("HO_CPU_SCHEDULE", schedule)

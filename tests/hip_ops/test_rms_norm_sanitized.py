@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The RMSNorm sources under AddressSanitizer and UBSan, on arrays that end where their data ends."""
+"""The RMSNorm and LayerNorm sources under AddressSanitizer and UBSan, on arrays that end where their data ends."""
 
 import pytest
 
@@ -34,31 +34,32 @@ def empty(shape, bf16):
     return np.empty(shape, np.uint16 if bf16 else np.float32)
 
 for hidden, rows, bx, br, bw, pad in eval(sys.argv[-1]):
-    for scaled in (0, 1):
+    for scaled, centered in ((0, 0), (1, 0), (0, 1), (1, 1)):
         stride = hidden + pad
         def padded(bf16):  # without the last row's padding: nothing behind the data may be touched
             return array(rows * stride - pad, bf16)
         x, residual, upstream, dy = padded(bx), padded(br), padded(br), padded(bw)
-        vectors = [array(hidden, bw) for _ in range(5)]
+        vectors = [array(hidden, bw) for _ in range(6)]
         merge = vectors[:4] if scaled else [None] * 4
         aligned = 8 if not hidden % 8 and not pad % 8 and all(a.ctypes.data % 16 == 0 for a in (x, residual, upstream,
             dy, *vectors)) else 0
         types = bx | 2 * br | 4 * bw | aligned
         y, new, rstd = empty((rows, hidden), bw), empty((rows, hidden), br), empty(rows, 0)
-        assert kernels.ho_rms_norm_forward(x, residual, *merge, vectors[4], y, new, rstd, rows, hidden, stride, stride,
-            types, 1, 1e-5, None) == 0
+        bias, mean = (vectors[5], empty(rows, 0)) if centered else (None, None)
+        assert kernels.ho_rms_norm_forward(x, residual, *merge, vectors[4], bias, y, new, mean, rstd, rows, hidden,
+            stride, stride, types, 1, 1e-5, None) == 0
         if not hasattr(kernels.library, "ho_rms_norm_backward"):
             continue
         for d_new in (upstream, None):
             blocks = kernels.ho_rms_norm_backward_blocks(rows, hidden, types, scaled, 1)
-            partial = empty((blocks, 4 if scaled else 1, hidden), 0)
-            d_x, d_residual, out = empty((rows, hidden), bx), empty((rows, hidden), br), [empty(hidden, bw) for _ in range(5)]
+            partial = empty((blocks, (4 if scaled else 1) + centered, hidden), 0)
+            d_x, d_residual, out = empty((rows, hidden), bx), empty((rows, hidden), br), [empty(hidden, bw) for _ in range(6)]
             first, at = (residual, stride) if scaled else (new, hidden)
-            assert kernels.ho_rms_norm_backward(dy, d_new, x if scaled else None, first, rstd, *merge, vectors[4], d_x,
+            assert kernels.ho_rms_norm_backward(dy, d_new, x if scaled else None, first, mean, rstd, *merge, vectors[4], d_x,
                 d_residual, partial,
                                                 rows, hidden, stride, stride, stride, at, types, blocks, None) == 0
             assert kernels.ho_rms_norm_backward_sum(partial, *merge, *(out[:4] if scaled else [None] * 4), out[4],
-                blocks, hidden, types, None) == 0
+                out[5] if centered else None, blocks, hidden, types, None) == 0
 print("done")
 """
 

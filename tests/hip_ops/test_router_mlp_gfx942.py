@@ -12,8 +12,11 @@ from tests.hip_ops.router_device import RouterOnDevice
 
 BF16 = torch.bfloat16
 WIDE = Router(33, 64, 17, BF16)  # two parts of a matrix, a program of one row
+# ZAYA1's widths and choice, of which recipes/cluster/mi300x_8.yaml takes the Triton version: several programs, a tail.
+ZAYA1 = Router(70, 256, 17, BF16, forced=False)
 CASES = [
     WIDE,
+    ZAYA1,
     Router(32, 32, 5, BF16, averaged=False, forced=False, unweighted=False, uses_state=False),
     pytest.param(Router(1, 32, 33, BF16), marks=pytest.mark.slow),
     pytest.param(Router(40, 256, 17, BF16), marks=pytest.mark.slow),
@@ -27,9 +30,10 @@ def test_numbers(case):
 
 
 @pytest.mark.parametrize("schedule", ["serial", "reverse"])
-def test_other_schedules(schedule):
-    check_forward(RouterOnDevice(Device(schedule)), WIDE)
-    check_backward(RouterOnDevice(Device(schedule)), WIDE)
+@pytest.mark.parametrize("case", [WIDE, pytest.param(ZAYA1, marks=pytest.mark.slow)], ids=str)
+def test_other_schedules(case, schedule):
+    check_forward(RouterOnDevice(Device(schedule)), case)
+    check_backward(RouterOnDevice(Device(schedule)), case)
 
 
 def test_products_use_matrix_units_and_sums_no_atomics():

@@ -69,8 +69,10 @@ def seeded():
     model_parallel_cuda_manual_seed(3, force_reset_rng=True)
 
 
-def test_megatron_builds_the_model_of_zaya_train(host, monkeypatch):
-    args, spec = host("optim=muon", "optim.z_loss=1e-3", "model.router_init_std=0.3", "model.balancing_lr=0.02")
+@pytest.mark.parametrize("normalization", ["RMSNorm", pytest.param("LayerNorm", marks=pytest.mark.slow)])
+def test_megatron_builds_the_model_of_zaya_train(host, monkeypatch, normalization):
+    norms = f"model.normalization={normalization}"
+    args, spec = host(norms, "optim=muon", "optim.z_loss=1e-3", "model.router_init_std=0.3", "model.balancing_lr=0.02")
     from megatron.core.process_groups_config import ProcessGroupCollection
     from megatron.training.argument_utils import gpt_config_from_args
     from megatron.training.models.gpt import GPTModelBuilder
@@ -78,7 +80,7 @@ def test_megatron_builds_the_model_of_zaya_train(host, monkeypatch):
     from zaya_plugin.hosts.stage_model import model_config
     from zaya_plugin.model.build import build_zaya_model
     from zaya_plugin.model.loss import ZayaGPTModel
-    from zaya_plugin.model.norm import ZayaRMSNorm
+    from zaya_plugin.model.norm import norm_class
 
     monkeypatch.setitem(sys.modules, MODULE, spec)
     seeded()
@@ -92,7 +94,8 @@ def test_megatron_builds_the_model_of_zaya_train(host, monkeypatch):
         n: v.shape for n, v in state.items()
     }
     assert all(torch.equal(theirs.state_dict()[name], value) for name, value in state.items())
-    assert isinstance(theirs.decoder.final_layernorm, ZayaRMSNorm)
+    assert type(theirs.decoder.final_layernorm) is norm_class(spec.guest.config)
+    assert theirs.config.normalization == normalization
     assert theirs.decoder.layers[0].config.balancing_lr == 0.02, (
         "from the recipe, since Megatron has no argument for it"
     )

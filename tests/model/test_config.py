@@ -16,7 +16,7 @@ REFUSED = [
     ("cca_time0", 3, "two taps"),
     ("cca_time1", 4, "two taps"),
     ("moe_router_topk", 2, "one class per token"),
-    ("normalization", "LayerNorm", "RMSNorm"),
+    ("normalization", "BatchNorm", "RMSNorm, LayerNorm"),
     ("gated_linear_unit", False, "SwiGLU"),
     ("activation_func", F.gelu, "SwiGLU"),
     ("add_bias_linear", True, "no bias"),

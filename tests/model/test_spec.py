@@ -6,6 +6,7 @@ import torch
 from megatron.core.models.gpt import GPTModel
 
 from zaya_plugin.model import spec
+from zaya_plugin.model.norm import ZayaLayerNorm, ZayaRMSNorm
 
 GPT = dict(
     vocab_size=64,
@@ -34,11 +35,14 @@ def test_layer_spec_gives_the_logits_of_the_block_spec(make_config, batch, dtype
     assert (a - b).float().norm() <= tolerance * b.float().norm()
     bare(ids, positions, None, labels=labels).mean().backward()
     assert all(p.grad is not None and p.grad.isfinite().all() for p in bare.parameters())
-    assert type(bare.decoder.final_layernorm) is spec.ZayaRMSNorm
+    assert type(bare.decoder.final_layernorm) is ZayaRMSNorm
 
 
 def test_layer_spec_by_configuration(make_config):
-    assert spec.zaya_layer_submodules(make_config()).input_layernorm is spec.ZayaRMSNorm
+    assert spec.zaya_layer_submodules(make_config()).input_layernorm is ZayaRMSNorm
+    centered = make_config(normalization="LayerNorm")
+    assert spec.zaya_layer_submodules(centered).pre_mlp_layernorm is ZayaLayerNorm
+    assert spec.zaya_block_spec(centered).layer_norm is ZayaLayerNorm
     assert len(spec.zaya_block_spec(make_config(num_layers=7)).layer_specs) == 7
 
 

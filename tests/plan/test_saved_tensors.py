@@ -6,6 +6,7 @@ the same partitioner makes that choice on the CPU, without making kernels.
 """
 
 import weakref
+from dataclasses import replace
 
 import pytest
 import torch
@@ -26,7 +27,7 @@ def compiled(monkeypatch):
     as they are.
     """
     torch._dynamo.reset()  # other tests of this process may have used up its limit of versions a function
-    for name in ("rms_norm", "affine", "affine_rms_norm", "scale_residual"):
+    for name in ("rms_norm", "layer_norm", "affine", "affine_rms_norm", "affine_layer_norm", "scale_residual"):
         plain = getattr(hip_ops, name).__wrapped__
         monkeypatch.setattr(hip_ops, name, torch.compile(plain, dynamic=False, backend="aot_eager_decomp_partition"))
 
@@ -102,9 +103,9 @@ def kept_bytes(model) -> int:
     return sum(size for pointer, size in storages.items() if pointer not in known)
 
 
-def planned_bytes(recompute: Recompute) -> float:
+def planned_bytes(recompute: Recompute, shape: Shape = SHAPE) -> float:
     layout = ParallelSizes()
-    return layers_bytes(SHAPE, layout, BATCH, recompute, LAYERS) + ends_bytes(SHAPE, layout, BATCH)
+    return layers_bytes(shape, layout, BATCH, recompute, LAYERS) + ends_bytes(shape, layout, BATCH)
 
 
 MODULES = (
@@ -124,6 +125,12 @@ def test_the_plan_counts_what_the_model_keeps(modules):
     counted, planned = kept_bytes(build(**options)), planned_bytes(Recompute(frozenset(modules)))
     print(f"{modules}: planned {planned:,.0f}, counted {counted:,.0f} bytes, {planned / counted - 1:+.2%}")
     assert planned == pytest.approx(counted, rel=0.005)
+
+
+def test_layer_norm_keeps_a_mean_besides():
+    planned = [planned_bytes(Recompute(), replace(SHAPE, normalization=name)) for name in ("RMSNorm", "LayerNorm")]
+    assert planned[1] - planned[0] == (2 * LAYERS + 1) * 4 * SIZE * LENGTH
+    assert planned[1] == pytest.approx(kept_bytes(build(normalization="LayerNorm")), rel=0.005)
 
 
 @pytest.mark.slow

@@ -33,7 +33,7 @@ OPERATOR_NAMES = (
     (re.compile(r"AccumulateGrad|ReadTogetherBackward"), "gradients"),
     (re.compile(r"^Optimizer\.(step|zero_grad)"), "optimizer"),
     (re.compile(r"hip_ops(::|_)add_rows_"), "embedding"),
-    (re.compile(r"hip_ops(::|_)\w*rms_norm"), "norms"),
+    (re.compile(r"hip_ops(::|_)\w*(rms|layer)_norm"), "norms"),
     (re.compile(r"hip_ops(::|_)cca_prologue"), "prologue"),
     (re.compile(r"hip_ops(::|_)router_mlp"), "router"),
     (re.compile(r"hip_ops(::|_)(sort_by_expert|\w*gather_rows|weighted_swiglu|grouped_)"), "experts"),
@@ -43,7 +43,7 @@ OPERATOR_NAMES = (
 # Names of kernels whose launch lies in no known range.
 KERNEL_NAMES = (
     (re.compile(r"cca_prologue|convol", re.IGNORECASE), "prologue"),
-    (re.compile(r"rms_norm|rmsnorm", re.IGNORECASE), "norms"),
+    (re.compile(r"rms_?norm|layer_?norm", re.IGNORECASE), "norms"),
     (re.compile(r"swiglu|grouped|permute_to|unpermute|quackgemm", re.IGNORECASE), "experts"),
     (re.compile(r"cross_entropy|logsumexp"), "head"),
     (re.compile(r"muon|newton_schulz|symmetric_product|adam", re.IGNORECASE), "optimizer"),

@@ -2,7 +2,9 @@
 """`zaya bench expect`: predicts a step on another machine, of another size or batch from a measured step. The result is
 marked as a prediction.
 
-The roofline of a part is the larger of its operations over the matrix-product rate and its bytes over the copy rate.
+The roofline of a part is the larger of its operations over the matrix-product rate and its bytes over the copy rate. The
+matrix-product rate is the machine's, times what whole tiles of the part's largest product leave of it
+(zaya_plugin.plan.product_rate).
 Each part of the record took longer than its roofline; the same ratio is assumed for the other recipe's work on the
 other machine. Collectives take the rates of the recipe's machine keys, and are hidden under the passes that they
 overlap with, whose kernels they slow down. The host's own time (idle) is not predicted. The same recipe on the same
@@ -123,6 +125,7 @@ def expect(record: dict, recipe: Recipe, world: int) -> dict:
     from zaya_plugin.plan.expected_step import Overlap, communication, limit
     from zaya_plugin.plan.flops import training_flops
     from zaya_plugin.plan.memory import Recompute, tokens_of_rank
+    from zaya_plugin.plan.product_rate import rates_of_parts
     from zaya_plugin.plan.step_work import Work
 
     before, measured = recorded_recipe(record), record["rates"]
@@ -156,9 +159,11 @@ def expect(record: dict, recipe: Recipe, world: int) -> dict:
     batch, layout = recipe_plan.batch_of(recipe, world), recipe_plan.layout_of(recipe, world)
     old_batch = recipe_plan.batch_of(before, record["world_size"])
     tokens = batch.micro_batches * tokens_of_rank(layout, batch)
-    old_tokens = old_batch.micro_batches * tokens_of_rank(
-        recipe_plan.layout_of(before, record["world_size"]), old_batch
-    )
+    old_layout = recipe_plan.layout_of(before, record["world_size"])
+    old_tokens = old_batch.micro_batches * tokens_of_rank(old_layout, old_batch)
+    device = record["device"] if same else machine.name
+    scale = rates_of_parts(device, shape, layout, batch)
+    old_scale = rates_of_parts(record["device"], recipe_plan.shape_of(before, vocabulary), old_layout, old_batch)
     alone = 1.0
     if machine and (hidden := hidden_beside_kernels(record)):
         alone -= (
@@ -171,7 +176,8 @@ def expect(record: dict, recipe: Recipe, world: int) -> dict:
         if row["part"] in NOT_CARRIED:
             continue
         if row["part"] in old:
-            factor = limit(new[row["part"]], *rates) / limit(old[row["part"]], *here)
+            factor = limit(new[row["part"]], rates[0] * scale.get(row["part"], 1.0), rates[1])
+            factor /= limit(old[row["part"]], here[0] * old_scale.get(row["part"], 1.0), here[1])
         else:  # a part without work of its own is proportional to tokens and layers
             factor = tokens * shape.num_layers / (old_tokens * before.model.num_layers)
         if row["part"] not in NOT_BESIDE:

@@ -151,7 +151,7 @@ def run(recipe: Recipe, options: Options) -> int:
     check_resume(recipe.run_dir, recipe.resume)
     (before_start.check_machine if options.random_tokens else before_start.check_surroundings)(recipe, plan)
     if options.anchor is not None:
-        check_anchor()
+        check_anchor(recipe.model.normalization)
     make_writable(recipe.run_dir)
     run_dir = Path(recipe.run_dir)
     if plan.rank == 0:
@@ -180,10 +180,13 @@ def run(recipe: Recipe, options: Options) -> int:
     return code
 
 
-def check_anchor() -> None:
-    """Raise ValueError if the installed transformers has no ZAYA."""
+def check_anchor(normalization: str) -> None:
+    """Raise ValueError if the installed transformers has no ZAYA, or none with these norms."""
     from importlib import metadata
 
+    from zaya_plugin.config.messages import check_transformers_has
+
+    check_transformers_has(normalization)
     try:
         version = metadata.version("transformers")
     except metadata.PackageNotFoundError:

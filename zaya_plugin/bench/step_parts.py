@@ -51,13 +51,13 @@ def methods() -> dict[str, dict[Callable, str]]:
     from zaya_plugin.model.attention import ZayaSelfAttention
     from zaya_plugin.model.loss import ZayaGPTModel
     from zaya_plugin.model.moe import ZayaMoELayer
-    from zaya_plugin.model.norm import ZayaRMSNorm
+    from zaya_plugin.model.norm import ZayaLayerNorm, ZayaRMSNorm
     from zaya_plugin.model.residual import InputAffine, ResidualScaling
     from zaya_plugin.model.rotary import ZayaRotaryEmbedding
     from zaya_plugin.model.router import ZayaRouter
 
     norm, merge = (
-        {ZayaRMSNorm.forward: "norms"},
+        dict.fromkeys((ZayaRMSNorm.forward, ZayaLayerNorm.forward), "norms"),
         dict.fromkeys((ResidualScaling.forward, ResidualScaling.merge_and_norm), "norms"),
     )
     attention = ZayaSelfAttention

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping
 import torch
 from torch import Tensor
 
+from zaya_plugin.config.messages import check_transformers_has
 from zaya_plugin.errors import mistake
 
 _LAYER = "decoder.layers.{l}."
@@ -77,11 +78,11 @@ def to_hf(state_dict: Mapping[str, Tensor], config, *, include_tied_head: bool =
 
     Args:
         state_dict: as `model.state_dict()` of an unwrapped model; `_extra_state` entries are ignored.
-        config: ZayaConfig (num_layers, num_moe_experts, router_eda are read).
+        config: ZayaConfig (num_layers, num_moe_experts, router_eda, normalization are read).
         include_tied_head: also return `lm_head.weight`, the same tensor as the embedding.
 
     Raises:
-        ValueError: names are missing or unknown; the message lists all of them.
+        ValueError: names are missing or unknown, and the message lists all of them; config.normalization=LayerNorm.
     """
     only_here = {name.format(l=layer) for name, _ in ONLY_HERE for layer in range(config.num_layers)}
     rest = {k: v for k, v in state_dict.items() if not k.endswith("_extra_state") and k not in only_here}
@@ -124,6 +125,7 @@ def from_hf(state_dict: Mapping[str, Tensor], config) -> dict[str, Tensor]:
 
 def _rows(config) -> Iterator[tuple[list[str], str]]:
     """Return the table with wildcards filled in: (names here, name in transformers); several names are stacked."""
+    check_transformers_has(config.normalization)
     for ours, hf in NAME_MAP:
         for layer in range(config.num_layers) if "{l}" in ours else (None,):
             if ours in NOT_IN_FIRST_LAYER and (layer == 0 or not config.router_eda):

@@ -34,6 +34,7 @@ MODEL_ARGUMENTS = (
     "moe_ffn_hidden_size",
     "padded_vocab_size",
     "rotary_percent",
+    "normalization",
 )
 
 

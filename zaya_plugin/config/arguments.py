@@ -20,7 +20,6 @@ DECIDED_AT_START = ("load", "exit_on_missing_checkpoint")
 # The arguments that define the ZAYA network (ZAYA1-8B Technical Report, arXiv 2605.05365; transformers'
 # ZayaForCausalLM).
 ZAYA = dict(
-    normalization="RMSNorm",
     position_embedding_type="rope",
     swiglu=True,
     add_bias_linear=False,

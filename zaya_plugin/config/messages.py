@@ -14,7 +14,7 @@ from typing import get_type_hints
 from omegaconf.errors import OmegaConfBaseException
 
 from zaya_plugin.config.schema import Recipe, get, leaves
-from zaya_plugin.errors import as_typed, message
+from zaya_plugin.errors import as_typed, message, mistake
 
 TYPE_NAMES = {
     "int": "a whole number",
@@ -233,3 +233,15 @@ def explain(error: BaseException) -> str:
             key, getattr(cause, "value", None), problem="this is a group of keys", fix=f"{key}.<key>=<value>"
         )
     return " ".join(line.strip() for line in str(cause).splitlines() if "_type=" not in line)
+
+
+def check_transformers_has(normalization: str) -> None:
+    """Raise ValueError for norms that transformers' ZayaForCausalLM does not have."""
+    if normalization != "RMSNorm":
+        raise mistake(
+            "model.normalization",
+            normalization,
+            problem="transformers' ZayaForCausalLM has RMSNorm alone",
+            allowed="RMSNorm",
+            fix="model.normalization=RMSNorm",
+        )

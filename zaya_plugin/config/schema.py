@@ -109,7 +109,13 @@ class ModelConfig:
         256, "width of the router's latent state, which is passed from layer to layer (EDA)", limit=POSITIVE, fixed=True
     )
     rotary_percent: float = arg(0.5, "share of a head's channels that RoPE rotates", limit=SHARE)
-    norm_epsilon: float = arg(1e-5, "epsilon of every RMSNorm", megatron="layernorm_epsilon", limit=POSITIVE)
+    normalization: str = arg(
+        "RMSNorm",
+        "the layers' norms and the final norm: RMSNorm (ZAYA1) or LayerNorm, with mean and bias, for other models; the "
+        "router and the q-k norm stay as they are",
+        choices=("RMSNorm", "LayerNorm"),
+    )
+    norm_epsilon: float = arg(1e-5, "epsilon of every norm", megatron="layernorm_epsilon", limit=POSITIVE)
     init_method_std: float = arg(0.02, "standard deviation of the normal initialisation", limit=POSITIVE)
     # null is what transformers does; what training used is unknown. A narrow router needs a larger one (about
     # 1/sqrt(router_hidden_size)): with 0.02 its first probabilities differ between tokens by less than a step of the
@@ -442,9 +448,7 @@ class ClusterConfig:
     deterministic: bool = arg(
         False, "the same bits in every repetition on the same devices; slower", megatron="deterministic_mode"
     )
-    use_cpu_initialization: bool = arg(
-        False, "draw initial weights on the CPU, the same on every kind of device; always so with cluster.device=cpu"
-    )
+    use_cpu_initialization: bool = arg(False, "draw the initial weights on the CPU; always so with cluster.device=cpu")
     graphs: str = own(
         "none",
         "full_iteration: forward and backward of all micro-batches of a step become one CUDA or HIP graph, replayed "

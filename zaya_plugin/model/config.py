@@ -26,7 +26,6 @@ _OWN_RECOMPUTE_MODULES = {"permute"}
 _FIXED = {
     **dict.fromkeys(("cca_time0", "cca_time1"), (2, "the convolutions have two taps, as in every released model")),
     "moe_router_topk": (1, "the router selects one class per token"),
-    "normalization": ("RMSNorm", "every norm of the model is an RMSNorm"),
     "gated_linear_unit": (True, "experts are SwiGLU (--swiglu)"),
     **dict.fromkeys(("add_bias_linear", "add_qkv_bias"), (False, "linear layers have no bias")),
     **dict.fromkeys(("hidden_dropout", "attention_dropout"), (0.0, "the model has no dropout")),
@@ -75,7 +74,7 @@ class ZayaConfig(ZayaOptions, TransformerConfig):
 
     gated_linear_unit: bool = True
     activation_func: object = F.silu
-    normalization: str = "RMSNorm"
+    normalization: str = ModelConfig.normalization
     add_bias_linear: bool = False
     hidden_dropout: float = 0.0
     attention_dropout: float = 0.0

@@ -145,10 +145,10 @@ class ZayaTransformerLayer(TransformerLayer):
     def _vectors(self) -> tuple[Tensor, ...]:
         """Return the small parameters that only `forward` reads.
 
-        The weight of a norm that is recomputed by itself is left out, and so is the next layer's norm: that layer reads
+        The vectors of a norm that is recomputed by itself are left out, and so is the next layer's norm: that layer reads
         it if something has replaced the stream in between.
         """
-        norms = () if self.recompute_pre_mlp_layernorm else (self.pre_mlp_layernorm.weight,)
+        norms = () if self.recompute_pre_mlp_layernorm else self.pre_mlp_layernorm.vectors()
         return (
             *self.post_attention_residual.vectors(),
             *self.post_mlp_residual.vectors(),

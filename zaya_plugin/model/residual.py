@@ -45,8 +45,7 @@ class ResidualScaling(nn.Module):
         """Return the new stream and its norm. Neither module is called, so both are gathered here."""
         gathered(self)
         gathered(norm)
-        vectors = map(read, (*self.vectors(), norm.weight))
-        normed, stream = hip_ops.scaled_residual_rms_norm(output, residual, *vectors, norm.eps)
+        normed, stream = norm.behind_merge(output, residual, *map(read, (*self.vectors(), *norm.vectors())))
         return stream, normed
 
 
@@ -67,7 +66,7 @@ class InputAffine(nn.Module):
         """Return the same stream and its norm. Neither module is called, so both are gathered here."""
         gathered(self)
         gathered(norm)
-        return hip_ops.affine_rms_norm(embedding, self.bias, self.scale, norm.weight, norm.eps, self._dtype(embedding))
+        return norm.behind_affine(embedding, self.bias, self.scale, self._dtype(embedding))
 
     def _dtype(self, embedding: Tensor) -> torch.dtype:
         # From the parameters: with an fp32 residual Megatron's embedding returns fp32 in every model, and an fp64 model

@@ -31,7 +31,7 @@ from zaya_plugin.model.core_attention import ZayaCoreAttention
 from zaya_plugin.model.experts import GroupedExperts
 from zaya_plugin.model.layer import ZayaLayerSubmodules, ZayaTransformerLayer
 from zaya_plugin.model.moe import ZayaMoELayer
-from zaya_plugin.model.norm import ZayaRMSNorm
+from zaya_plugin.model.norm import norm_class
 
 
 class WithoutExtraState:
@@ -100,12 +100,12 @@ def linear_classes(config: ZayaConfig) -> tuple[type, type]:
 
 def zaya_layer_submodules(config: ZayaConfig) -> ZayaLayerSubmodules:
     """Return the parts of a layer."""
-    linear, linear_proj = linear_classes(config)
+    (linear, linear_proj), norm = linear_classes(config), norm_class(config)
     attention = ZayaAttentionSubmodules(linear=linear, core_attention=ZayaCoreAttention, linear_proj=linear_proj)
     return ZayaLayerSubmodules(
-        input_layernorm=ZayaRMSNorm,
+        input_layernorm=norm,
         self_attention=ModuleSpec(module=ZayaSelfAttention, submodules=attention),
-        pre_mlp_layernorm=ZayaRMSNorm,
+        pre_mlp_layernorm=norm,
         mlp=ModuleSpec(module=ZayaMoELayer, submodules=ModuleSpec(module=GroupedExperts)),
     )
 
@@ -135,4 +135,4 @@ def zaya_block_spec(config: ZayaConfig, vp_stage: int | None = None) -> Transfor
                 fix="a smaller parallel.pipeline_model_parallel_size",
             )
     layer = ModuleSpec(module=ZayaTransformerLayer, submodules=zaya_layer_submodules(config))
-    return TransformerBlockSubmodules(layer_specs=[layer] * layers, layer_norm=ZayaRMSNorm)
+    return TransformerBlockSubmodules(layer_specs=[layer] * layers, layer_norm=norm_class(config))

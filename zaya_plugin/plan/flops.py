@@ -28,12 +28,18 @@ class Shape:
     router_hidden_size: int
     vocab_size: int
     conv_taps: tuple[int, int] = (2, 2)
+    normalization: str = "RMSNorm"
 
     @classmethod
     def of_arguments(cls, args) -> Shape:
         """Return the sizes in Megatron's arguments."""
         names = (field.name for field in fields(cls) if field.name not in ("vocab_size", "conv_taps"))
         return cls(**{name: getattr(args, name) for name in names}, vocab_size=args.padded_vocab_size)
+
+    @property
+    def norm_vectors(self) -> int:
+        """Parameters of a norm a channel, and numbers a row that it keeps for the backward pass."""
+        return 2 if self.normalization == "LayerNorm" else 1
 
     @property
     def query_channels(self) -> int:
@@ -78,6 +84,6 @@ def count_parameters(shape: Shape) -> dict[str, int]:
         "attention": layers * attention,
         "router": layers * router + (layers - 1) * r,  # the first layer has no state to scale
         "experts": layers * shape.num_experts * 3 * h * shape.moe_ffn_hidden_size,
-        "norms": (2 * layers + 1) * h,
+        "norms": (2 * layers + 1) * shape.norm_vectors * h,
         "residual_scaling": (8 * layers + 2) * h,
     }

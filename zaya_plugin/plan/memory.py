@@ -85,10 +85,10 @@ def layer_tensors(
     q, k = shape.query_channels // tp, shape.key_channels // tp
     norms_again, moe_again, core_again = (name in recompute for name in ("layernorm", "moe", "core_attn"))
 
-    merge = declared("rms_norm").saved_bytes(tokens, h, a, s)
+    merge = declared("rms_norm").saved_bytes(tokens, h, a, s, shape.norm_vectors > 1)
     yield Saved("norms", "stream into the layer", merge["residual"])
     if not norms_again:
-        yield Saved("norms", "statistics of both norms", 2 * merge["rstd"])
+        yield Saved("norms", "statistics of both norms", 2 * merge["statistics"])
     if tp > 1 or not norms_again:
         yield Saved("projections", "normed input of attention" + (", gathered" if tp > 1 else ""), a * h * whole)
     yield Saved("projections", "joined matrix of the projections", a * h * (q + 2 * k))
@@ -167,7 +167,7 @@ def ends_bytes(shape: Shape, layout: ParallelSizes, batch: Batch, first: bool = 
     # RoPE's angles, of half the channels
     kept = s * h * tokens * first + FLOAT32 * shape.kv_channels // 2 * (batch.seq_length // layout.context)
     if last:
-        kept += (s * h + FLOAT32) * tokens  # the final norm's
+        kept += (s * h + FLOAT32 * shape.norm_vectors) * tokens  # the final norm's
         kept += sum(declared("linear_cross_entropy").saved_bytes(tokens * tp, h, a).values())
     return kept
 

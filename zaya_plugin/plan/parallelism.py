@@ -75,12 +75,12 @@ def local_parameters(shape: Shape, layout: ParallelSizes) -> dict[str, int]:
         - _heads(shape)
         + parts["router"]
         + parts["norms"]
-        - shape.hidden_size
+        - shape.norm_vectors * shape.hidden_size
         + parts["residual_scaling"]
     )
     rest = whole // stage + _cut_parameters(shape, layout)
     if stage == 1:
-        rest += shape.hidden_size  # the final norm is on the last stage
+        rest += shape.norm_vectors * shape.hidden_size  # the final norm is on the last stage
     return {"experts": parts["experts"] // (stage * layout.expert), "rest": rest}
 
 

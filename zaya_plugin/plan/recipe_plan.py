@@ -41,6 +41,7 @@ def shape_of(recipe: Recipe, vocabulary: int | None = None) -> Shape:
         model.moe_ffn_hidden_size,
         model.router_hidden_size,
         rows,
+        normalization=model.normalization,
     )
 
 
