@@ -21,6 +21,7 @@ from tests.gfx942.toolchain import require
 
 MFMA_PASSES = {"32x32x8": 8, "16x16x16": 4}
 CYCLES_A_PASS = 4
+LOADS = "(global|buffer)_load"
 
 
 def mfma_passes(opcode: str) -> int:
@@ -104,11 +105,13 @@ def loops(path: str | Path, kernel: str) -> list[Loop]:
 
 
 def inner_loop(path: str | Path, kernel: str) -> Loop:
-    """The innermost loop with the most MFMA passes, or the longest one where none has an MFMA."""
+    """The innermost loop with the most MFMA passes, or the longest one where none has an MFMA. Of several with as many
+    passes the one that loads most: a pipelined loop's last step, without loads, may lie in another loop.
+    """
     found = loops(path, kernel)
     if not found:
         raise ValueError(f"{kernel} has no loop")
-    return max(found, key=lambda loop: (loop.mfma_passes, len(loop.instructions)))
+    return max(found, key=lambda loop: (loop.mfma_passes, len(loop.named(LOADS)), len(loop.instructions)))
 
 
 @dataclass(frozen=True)
