@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from hip_ops.runtime import config_rows
+from hip_ops.runtime.compute_units import relative_time
 
 TABLE = Path(__file__).with_name("grouped_configs.json")
 KINDS = ("rows_t", "rows", "outer")
@@ -69,7 +70,6 @@ class GroupedConfig:
 ANY_NVIDIA = GroupedConfig(block_n=128, num_warps=8, num_stages=3, flatten=False, descriptors=False)
 
 
-COMPUTE_UNITS = 304  # of an MI300X
 _AMD = GroupedConfig(num_stages=2, programs=0, flatten=False, descriptors=False)
 _MFMA16 = replace(_AMD, matrix_instr_nonkdim=16)
 _NARROW = replace(_MFMA16, block_n=128, num_warps=4)
@@ -77,21 +77,13 @@ _NARROW = replace(_MFMA16, block_n=128, num_warps=4)
 
 @dataclass(frozen=True)
 class Candidate:
-    """A tile and what its compiled inner loop takes at most beside 256 MFMA passes, in passes of 4 cycles. other_slots:
-    issue slots of a wave that are no MFMA; lds: time of the LDS accesses with their bank conflicts, which kpack=2 has
-    where an operand is transposed.
+    """A tile and what its compiled inner loop takes at most beside 256 MFMA passes; see `relative_time`. kpack=2 has LDS
+    bank conflicts where an operand is transposed.
     """
 
     config: GroupedConfig
     other_slots: int
     lds: int
-
-    def seconds(self, tiles: float) -> float:
-        """Returns the relative time of that many tiles: rounds over all compute units, area, and the loop's parts one
-        after the other.
-        """
-        area = self.config.block_m * self.config.block_n
-        return math.ceil(tiles / COMPUTE_UNITS) * area * (256 + self.other_slots + self.lds)
 
 
 # For gfx942; the last one of a kind takes matrices of any size. None spills registers, with Triton 3.6 and 3.7.
@@ -112,11 +104,11 @@ DERIVED = {
 
 @functools.lru_cache(maxsize=1024)
 def derived_config(kind: str, experts: int, rows: int, k: int, n: int) -> GroupedConfig:
-    """Returns the configuration of the candidate that finishes first by the model of `Candidate.seconds`.
+    """Returns the configuration of the candidate that finishes first by `relative_time`.
 
-    An expert's rows end in the middle of a tile on average, so it has rows / block_m + 1/2 tiles in a column. The model
-    ignores memory, and overlap within a compute unit. It is not measured. Matrices whose sides are no multiples of 64
-    take the last candidate, because masks and loads of single elements need more registers.
+    An expert's rows end in the middle of a tile on average, so it has rows / block_m + 1/2 tiles in a column. Matrices
+    whose sides are no multiples of 64 take the last candidate, because masks and loads of single elements need more
+    registers.
     """
     if k % 64 or n % 64:
         return DERIVED[kind][-1].config
@@ -124,7 +116,8 @@ def derived_config(kind: str, experts: int, rows: int, k: int, n: int) -> Groupe
     def finished(candidate: Candidate) -> float:
         config = candidate.config
         down = math.ceil(k / config.block_m) if kind == "outer" else rows / config.block_m + 0.5
-        return candidate.seconds(experts * down * math.ceil(n / config.block_n))
+        tiles = experts * down * math.ceil(n / config.block_n)
+        return relative_time(tiles, config.block_m * config.block_n, candidate.other_slots, candidate.lds)
 
     return min(DERIVED[kind], key=finished).config
 

@@ -12,18 +12,20 @@ from torch import Tensor
 
 from hip_ops.newton_schulz.captured import graphed
 from hip_ops.newton_schulz.iteration import Products, iterate, normalised
-from hip_ops.newton_schulz.plan import HALF_TYPES, Plan
+from hip_ops.newton_schulz.plan import HALF_TYPES, Plan, tile_side
 from hip_ops.runtime.library import call
-
-TILE_BY_TABLE = 0
 
 
 def _is_half(x: Tensor) -> int:
     return int(x.dtype == torch.float16)
 
 
-def _symmetric(a: Tensor, b: Tensor, d: Tensor | None, alpha: float, beta: float, tile: int = TILE_BY_TABLE) -> Tensor:
+def _symmetric(
+    a: Tensor, b: Tensor, d: Tensor | None, alpha: float, beta: float, tile: int | None = None
+) -> Tensor:
+    """Returns alpha a b + beta d. tile: side of the kernel's tiles; by default `tile_side` chooses."""
     batch, n, k = a.shape
+    tile = tile or tile_side(True, batch, n, n)
     c = a.new_empty((batch, n, n))
     call("ho_symmetric_product", a, b, d, c, batch, n, k, alpha, beta, 0.0, _is_half(a), tile, device=a.device)
     return c
@@ -31,12 +33,13 @@ def _symmetric(a: Tensor, b: Tensor, d: Tensor | None, alpha: float, beta: float
 
 def _general(
     a: Tensor, b_transposed: Tensor, d: Tensor | None, alpha: float, beta: float, transposed: Tensor | None = None,
-    dtype: torch.dtype | None = None, tile: int = TILE_BY_TABLE,
+    dtype: torch.dtype | None = None, tile: int | None = None,
 ) -> Tensor:
     """Returns alpha a b + beta d from a [batch, m, k] and b's transpose [batch, n, k]; writes the transpose to
     `transposed` if it is given.
     """
     (batch, m, k), n = a.shape, b_transposed.shape[1]
+    tile = tile or tile_side(False, batch, m, n)
     c = a.new_empty((batch, m, n), dtype=dtype)
     to_bf16 = int(c.dtype == torch.bfloat16)
     call(

@@ -19,11 +19,18 @@ from tests.hip_ops.kernel_files import kernel_source
 from tests.hip_ops.product_cases import DTYPES, Case, bits, from_bits
 
 SOURCE = "symmetric_product"
-THREADS = 256
+
+
+def side(kernel: str) -> int:
+    return int(found[1]) if (found := re.search(r"_(256|128|64)$", kernel)) else 64
+
+
+def threads(kernel: str) -> tuple[int]:
+    return (512 if side(kernel) == 256 else 256,)
 
 
 def tiles(rows: int, kernel: str) -> int:
-    return -(-rows // (128 if kernel.endswith("_128") else 64))
+    return -(-rows // side(kernel))
 
 
 def run_symmetric(device: Device, kernel: str, case: Case, code: Path | None = None) -> tuple[Tensor, Counters]:
@@ -38,7 +45,7 @@ def run_symmetric(device: Device, kernel: str, case: Case, code: Path | None = N
         code or code_object(SOURCE),
         kernel,
         (batch * rows * (rows + 1) // 2,),
-        (THREADS,),
+        threads(kernel),
         [a, b, d, c, np.int32(n), np.int32(k), np.float32(case.alpha), np.float32(case.beta), np.float32(case.gamma)],
     )
     return from_bits(c.read(), case.a.dtype), counters
@@ -61,7 +68,7 @@ def run_general(
         code or code_object(SOURCE),
         kernel,
         (batch * tiles(m, kernel) * tiles(n, kernel),),
-        (THREADS,),
+        threads(kernel),
         [
             device.put(bits(case.a)),
             device.put(bits(case.b)),
@@ -94,7 +101,7 @@ def variant(folder: Path, kernels: Iterable[str], substitutions: Iterable[tuple[
         texts[file] = texts[file].replace(old, new)
     source, found = texts[f"{SOURCE}.hip"], set()
     kept = []
-    for line in source[: source.index("\nstruct TileChoice")].splitlines():
+    for line in source[: source.index("\nstatic bool aligned16")].splitlines():
         instance = re.match(r"(?:SYMMETRIC|GENERAL)_KERNEL\((\w+), \w+, \d", line)
         if instance is None or instance[1] in kernels:
             kept.append(line)
