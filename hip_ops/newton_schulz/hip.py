@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Newton-Schulz and its products on hip_ops/newton_schulz/symmetric_product.hip.
+"""Newton-Schulz and its products on symmetric_product.hip and newton_schulz_start.hip.
 
 The kernels read both operands by rows. X is therefore kept twice, as [batch, n, m] and as its transpose: the general
-kernel computes X^T Z + a X^T and writes the transpose of its result in the same pass. Only the start is copied.
+kernel computes X^T Z + a X^T and writes the transpose of its result in the same pass, and so does the start.
 """
 
 from __future__ import annotations
@@ -11,9 +11,11 @@ import torch
 from torch import Tensor
 
 from hip_ops.newton_schulz.captured import graphed
-from hip_ops.newton_schulz.iteration import Products, iterate, normalised
+from hip_ops.newton_schulz.iteration import Products, iterate, norms
 from hip_ops.newton_schulz.plan import HALF_TYPES, Plan, tile_side
 from hip_ops.runtime.library import call
+
+INPUTS = (torch.bfloat16, torch.float16, torch.float32)
 
 
 def _is_half(x: Tensor) -> int:
@@ -63,6 +65,21 @@ def _general(
     return c
 
 
+def _start(
+    x: Tensor, square_sums: Tensor | None, eps: float, scale: float, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """Returns `normalised` in `dtype`, with the same bits, and its transpose, both contiguous."""
+    batch, rows, columns = x.shape
+    factors = scale / norms(x, square_sums).clamp_min(eps)
+    start = torch.empty(x.shape, dtype=dtype, device=x.device)
+    turned = start.new_empty((batch, columns, rows))
+    call(
+        "ho_newton_schulz_start", x.contiguous(), factors, start, turned, batch, rows, columns, INPUTS.index(x.dtype),
+        _is_half(start), device=x.device,
+    )
+    return start, turned
+
+
 class HipProducts(Products):
     """X is the pair ([batch, n, m], [batch, m, n]), both contiguous."""
 
@@ -95,7 +112,6 @@ class HipProducts(Products):
 
 @graphed
 def newton_schulz(x: Tensor, square_sums: Tensor | None, plan: Plan, eps: float) -> Tensor:
-    start = normalised(x, square_sums, eps, plan.scales[0], torch.empty(x.shape, dtype=plan.dtype, device=x.device))
-    turned = start.mT.contiguous()
+    start, turned = _start(x, square_sums, eps, plan.scales[0], plan.dtype)
     tall = x.shape[-2] > x.shape[-1]
     return iterate(HipProducts(tall, x.dtype), (turned, start) if tall else (start, turned), plan)
