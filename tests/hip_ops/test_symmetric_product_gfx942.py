@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from hip_ops.newton_schulz import _wide_tiles_example
 from hip_ops.newton_schulz.plan import TILE_SIDES, tile_side
 from tests.gfx942.emulator import SCHEDULES, Device
 from tests.gfx942.inner_loop import inner_loop, machine_code_analysis
@@ -77,6 +78,9 @@ def test_the_side_of_the_tiles_depends_on_rounds_over_304_compute_units():
     # one: 36 tiles of 256, or 136 of 128 in one round, or 528 of 64 in two
     assert tile_side(True, 1, 2048, 2048) == 64 and tile_side(False, 1, 2048, 2048) == 128
     assert tile_side(True, 16, 256, 256) == 64
+    # the self-check's example reaches the widest tiles
+    x = _wide_tiles_example(torch.device("meta"))[0]
+    assert tile_side(True, len(x), 1024, 1024) == tile_side(False, len(x), 1280, 1024) == 256
 
 
 @pytest.mark.parametrize("tile", [128, 256])
