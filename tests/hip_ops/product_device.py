@@ -16,7 +16,7 @@ from hip_ops.runtime.build import CSRC
 from tests.gfx942.emulator import Counters, Device
 from tests.gfx942.toolchain import code_object
 from tests.hip_ops.kernel_files import kernel_source
-from tests.hip_ops.product_cases import DTYPES, Case, bits, from_bits
+from tests.hip_ops.product_cases import DTYPES, Case, bits, from_bits, general_case
 
 SOURCE = "symmetric_product"
 
@@ -85,6 +85,21 @@ def run_general(
     )
     dtype = DTYPES["bf16"] if bf16_result else case.a.dtype
     return from_bits(c.read(), dtype), from_bits(t.read(), dtype) if transposed else None, counters
+
+
+def product_lds_time(side: int) -> float:
+    """Returns the LDS cycles of a step of a general product's inner loop relative to its MFMA time, from two products of
+    one tile that differ in their steps. No access has bank conflicts.
+    """
+    totals = []
+    for k in (256, 512):
+        case = general_case(1, side, side, k, "bf16", with_d=False)
+        _, _, counters = run_general(Device(), f"ho_general_bf16_{side}", case, transposed=False)
+        assert counters.lds_bank_conflicts == 0
+        # an MFMA takes 8 passes of 4 cycles, on one of four SIMDs
+        totals.append((counters.lds_cycles, 8 * counters.mfma))
+    (few, short), (many, long) = totals
+    return (many - few) / (long - short)
 
 
 def variant(folder: Path, kernels: Iterable[str], substitutions: Iterable[tuple[str, str, str]] = ()) -> Path:

@@ -15,7 +15,7 @@ from tests.gfx942.emulator import SCHEDULES, Device
 from tests.gfx942.inner_loop import inner_loop, machine_code_analysis
 from tests.gfx942.toolchain import code_object
 from tests.hip_ops.product_cases import DTYPES, ROUNDED_ONCE, bits, from_bits, general_case, symmetric_case
-from tests.hip_ops.product_device import run_general, run_symmetric, tiles, variant
+from tests.hip_ops.product_device import product_lds_time, run_general, run_symmetric, tiles, variant
 
 MFMA_FLOPS = 2 * 32 * 32 * 8
 
@@ -177,15 +177,8 @@ def test_matrix_pipe_bounds_the_inner_loop():
 
 @pytest.mark.parametrize("side", TILE_SIDES)
 def test_lds_time(side):
-    """What the rule for the tile knows of LDS: cycles of a loop step relative to its MFMAs, without conflicts."""
-    kernel, cycles, passes = f"ho_general_bf16_{side}", [], []
-    for k in (256, 512):
-        case = general_case(1, side, side, k, "bf16", with_d=False)
-        _, _, counters = run_general(Device(), kernel, case, transposed=False)
-        cycles.append(counters.lds_cycles)
-        passes.append(8 * counters.mfma)  # of 4 cycles, on four SIMDs
-        assert counters.lds_bank_conflicts == 0
-    assert (cycles[1] - cycles[0]) / (passes[1] - passes[0]) * 256 == TILE_SIDES[side][1]
+    """What the rule for the tile knows of LDS: time of a loop step relative to its MFMAs, without conflicts."""
+    assert product_lds_time(side) * 256 == TILE_SIDES[side][1]
 
 
 @pytest.mark.parametrize("symmetric", [True, False])
