@@ -96,7 +96,13 @@ def test_it_reads_once_and_writes_twice_in_whole_segments(dtype):
     assert counters.global_store_transactions * 64 == counters.global_store_bytes
 
 
-@pytest.mark.parametrize("bug", ["WITHOUT_FACTOR", "TRANSPOSED_IN_EIGHTS", "WITHOUT_BARRIER"])
+@pytest.mark.parametrize(
+    "bug",
+    [
+        "WITHOUT_BARRIER",
+        *(pytest.param(bug, marks=pytest.mark.slow) for bug in ("WITHOUT_FACTOR", "TRANSPOSED_IN_EIGHTS")),
+    ],
+)
 def test_a_mistake_is_found(monkeypatch, bug):
     monkeypatch.setenv("HO_CPU_SCHEDULE", "reverse")
     x, right = matrices(2, 72, 136, "bf16"), []
