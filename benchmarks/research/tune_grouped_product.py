@@ -27,7 +27,7 @@ import torch
 from triton.testing import do_bench
 
 from hip_ops.grouped_product import reference
-from hip_ops.grouped_product.configs import KINDS, SHARED_MEMORY, TABLE, GroupedConfig, read_table, write_table
+from hip_ops.grouped_product.configs import DERIVED, KINDS, SHARED_MEMORY, TABLE, GroupedConfig, read_table, write_table
 from hip_ops.grouped_product.triton import grouped_outer_, grouped_rows
 from hip_ops.runtime.architecture import architecture
 
@@ -64,6 +64,7 @@ def candidates(kind: str, arch: str) -> list[GroupedConfig]:
     if arch.startswith("gfx"):
         base = GroupedConfig(block_n=128, num_warps=4, num_stages=2, flatten=False, descriptors=False)
         tiles = [
+            *(replace(each.config, kpack=each.config.kpack if arch == "gfx942" else 1) for each in DERIVED[kind]),
             base,
             replace(base, block_k=32),
             replace(base, block_n=256, num_warps=8, block_k=32),

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Chooses tiles and pipelines of Triton's grouped products: the nearest row of grouped_configs.json of the same device
-and kind.
+and kind, or, on AMD GPUs without rows, the tile that `derived_config` expects to finish first.
 
 Kinds: "rows_t" (x W_e^T, W_e stored [n, k]), "rows" (x W_e, W_e stored [k, n]), "outer" (a_e^T b_e).
 benchmarks/research/tune_grouped_product.py measures the candidates on one device and writes its part of the file;
-"measured_on" names the device, or says that the rows were derived.
+"measured_on" names the device.
 """
 
 from __future__ import annotations
@@ -12,10 +12,11 @@ from __future__ import annotations
 import functools
 import json
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from hip_ops.runtime import config_rows
+from hip_ops.runtime.compute_units import relative_time
 
 TABLE = Path(__file__).with_name("grouped_configs.json")
 KINDS = ("rows_t", "rows", "outer")
@@ -29,7 +30,8 @@ class GroupedConfig:
 
     flatten: one pipelined loop over the steps of all tiles of a program ("outer" by descriptors always has one).
     descriptors: operands and results use tensor descriptors (TMA), where the device has them. reduce: the memory system
-    adds fp32 sums to the result, each number once; otherwise the kernel reads, adds and writes.
+    adds fp32 sums to the result, each number once; otherwise the kernel reads, adds and writes. waves_per_eu,
+    matrix_instr_nonkdim and kpack: options of Triton's AMD compiler; the defaults are not passed.
     """
 
     block_m: int = 128
@@ -43,6 +45,18 @@ class GroupedConfig:
     flatten: bool = True
     descriptors: bool = True
     reduce: bool = True
+    waves_per_eu: int = 0
+    matrix_instr_nonkdim: int = 0
+    kpack: int = 1
+
+    def launch_options(self) -> dict[str, int]:
+        """Returns the options of Triton's compiler."""
+        only_amd = {
+            name: getattr(self, name)
+            for name in ("waves_per_eu", "matrix_instr_nonkdim", "kpack")
+            if getattr(self, name) != getattr(GroupedConfig, name)
+        }
+        return {"num_warps": self.num_warps, "num_stages": self.num_stages, **only_amd}
 
     def shared_memory(self, out_size: int, element_size: int = 2) -> int:
         """Returns the bytes of operands in flight and of one part of the results; the compiler adds barriers and may
@@ -56,6 +70,58 @@ class GroupedConfig:
 ANY_NVIDIA = GroupedConfig(block_n=128, num_warps=8, num_stages=3, flatten=False, descriptors=False)
 
 
+_AMD = GroupedConfig(num_stages=2, programs=0, flatten=False, descriptors=False)
+_MFMA16 = replace(_AMD, matrix_instr_nonkdim=16)
+_NARROW = replace(_MFMA16, block_n=128, num_warps=4)
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A tile and what its compiled inner loop takes at most beside 256 MFMA passes; see `relative_time`. kpack=2 has LDS
+    bank conflicts where an operand is transposed.
+    """
+
+    config: GroupedConfig
+    other_slots: int
+    lds: int
+
+
+# For gfx942; the last one of a kind takes matrices of any size. None spills registers, with Triton 3.6 and 3.7.
+DERIVED = {
+    "rows_t": (
+        Candidate(replace(_AMD, block_m=256, block_k=32, kpack=2), 57, 128),
+        Candidate(replace(_MFMA16, block_m=256, block_n=128, kpack=2), 72, 176),
+        Candidate(replace(_NARROW, kpack=2), 88, 192),
+    ),
+    "rows": (
+        Candidate(replace(_MFMA16, block_m=256, block_k=32), 65, 176),
+        Candidate(replace(_MFMA16, block_m=256, block_n=128), 91, 176),
+        Candidate(_NARROW, 109, 192),
+    ),
+    "outer": (Candidate(_MFMA16, 141, 176), Candidate(replace(_NARROW, block_k=32, waves_per_eu=2), 182, 256)),
+}
+
+
+@functools.lru_cache(maxsize=1024)
+def derived_config(kind: str, experts: int, rows: int, k: int, n: int) -> GroupedConfig:
+    """Returns the configuration of the candidate that finishes first by `relative_time`.
+
+    An expert's rows end in the middle of a tile on average, so it has rows / block_m + 1/2 tiles in a column. Matrices
+    whose sides are no multiples of 64 take the last candidate, because masks and loads of single elements need more
+    registers.
+    """
+    if k % 64 or n % 64:
+        return DERIVED[kind][-1].config
+
+    def finished(candidate: Candidate) -> float:
+        config = candidate.config
+        down = math.ceil(k / config.block_m) if kind == "outer" else rows / config.block_m + 0.5
+        tiles = experts * down * math.ceil(n / config.block_n)
+        return relative_time(tiles, config.block_m * config.block_n, candidate.other_slots, candidate.lds)
+
+    return min(DERIVED[kind], key=finished).config
+
+
 @functools.cache
 def read_table(path: Path = TABLE) -> dict[str, dict]:
     """Returns {"sm_90": {"measured_on", "rows": [{"kind", "rows", "k", "n", "config"}, ...]}, ...}; config as a
@@ -67,27 +133,29 @@ def read_table(path: Path = TABLE) -> dict[str, dict]:
     }
 
 
-def choose_config(architecture: str, kind: str, rows: int, k: int, n: int) -> GroupedConfig:
-    """Returns the nearest row in log scale of this device and kind; gfx942's rows for all AMD GPUs, ANY_NVIDIA for GPUs
-    without rows.
+def choose_config(architecture: str, kind: str, rows: int, k: int, n: int, experts: int = 16) -> GroupedConfig:
+    """Returns the nearest row in log scale of this device and kind. Without rows of the device: `derived_config` for AMD
+    GPUs, ANY_NVIDIA for others.
 
     rows: of one expert, on average. k and n: the matrix's two sides, [k, n] for rows and rows_t, [m, n] of the result
     for outer.
     """
-    return _nearest("gfx942" if architecture.startswith("gfx") else architecture, kind, rows, k, n)
+    if architecture in read_table():
+        return _nearest(architecture, kind, rows, k, n)
+    if not architecture.startswith("gfx"):
+        return ANY_NVIDIA
+    config = derived_config(kind, experts, rows, k, n)
+    return config if architecture == "gfx942" else replace(config, kpack=1)  # which gfx950 requires
 
 
 @functools.lru_cache(maxsize=1024)  # every call of a product looks a row up
 def _nearest(architecture: str, kind: str, rows: int, k: int, n: int) -> GroupedConfig:
-    part = read_table().get(architecture)
-    if part is None:
-        return ANY_NVIDIA
     log = lambda number: math.log2(max(number, 1))  # noqa: E731
 
     def distance(row: dict) -> float:
         return sum(abs(log(mine) - log(row[name])) for name, mine in (("rows", rows), ("k", k), ("n", n)))
 
-    return min((row for row in part["rows"] if row["kind"] == kind), key=distance)["config"]
+    return min((row for row in read_table()[architecture]["rows"] if row["kind"] == kind), key=distance)["config"]
 
 
 def write_table(architecture: str, rows: list[dict], measured_on: str, path: Path = TABLE) -> None:

@@ -162,7 +162,7 @@ def _plan(
     rows = (
         experts * triton.cdiv(k, config.block_m) if kind == "outer" else triton.cdiv(tokens, config.block_m) + experts
     )
-    keywords = {**_constants(experts, config), "num_warps": config.num_warps, "num_stages": config.num_stages}
+    keywords = _constants(experts, config) | config.launch_options()
     return Plan(config, _programs(device, config, rows * triton.cdiv(n, config.block_n)), keywords)
 
 
@@ -170,7 +170,7 @@ def _plan_for(
     kind: str, tokens: int, experts: int, k: int, n: int, config: GroupedConfig | None, tensors: tuple[Tensor, ...]
 ) -> Plan:
     device = tensors[0].device
-    config = config or choose_config(table_part(device), kind, tokens // experts, k, n)
+    config = config or choose_config(table_part(device), kind, tokens // experts, k, n, experts)
     return _plan(device, kind, tokens, experts, k, n, config, config.descriptors and all(map(describable, tensors)))
 
 

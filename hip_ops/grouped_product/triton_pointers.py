@@ -64,18 +64,22 @@ def grouped_pointer_outer_kernel(
         row, column = grouped_tile(place, tile_rows, tile_columns, GROUP)
         rows = row * BLOCK_M + tl.arange(0, BLOCK_M)
         columns = column * BLOCK_N + tl.arange(0, BLOCK_N)
-        a_at = a_pointer + (rows % m)[None, :]
-        b_at = b_pointer + (columns % n)[None, :]
+        depth = tl.arange(0, BLOCK_K)
+        # A is loaded as [m, k]: the AMD compiler transposes it on its way to shared memory. As [k, m] and transposed
+        # afterwards it is read from there two bytes at a time.
+        a_offsets = (rows % m)[:, None] + depth[None, :] * a_stride
+        b_offsets = (columns % n)[None, :] + depth[:, None] * b_stride
+        a_at = a_pointer + start.to(tl.int64) * a_stride
+        b_at = b_pointer + start.to(tl.int64) * b_stride
         acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
-        for begin in range(start, end, BLOCK_K):
-            at = begin + tl.arange(0, BLOCK_K)
-            # Past the end both operands read the expert's last row, and one of the two is set to zero: loads without
-            # masks are wide.
-            row_at = tl.minimum(at, end - 1).to(tl.int64)[:, None]
-            a = tl.where((at < end)[:, None], tl.load(a_at + row_at * a_stride), 0.0)
-            b = tl.load(b_at + row_at * b_stride)
-            acc = tl.dot(a.T, b, acc, input_precision="ieee")
-        out_at = out_pointer + expert.to(tl.int64) * out_matrix + rows[:, None] * out_stride + columns[None, :]
+        for left in range(end - start, 0, -BLOCK_K):
+            a = tl.load(a_at + a_offsets, mask=(depth < left)[None, :], other=0.0)
+            b = tl.load(b_at + b_offsets, mask=(depth < left)[:, None], other=0.0)
+            acc = tl.dot(a, b, acc, input_precision="ieee")
+            a_at += BLOCK_K * a_stride
+            b_at += BLOCK_K * b_stride
+        out_at = out_pointer + expert.to(tl.int64) * out_matrix
+        out_at += rows.to(tl.int64)[:, None] * out_stride + columns[None, :]
         stored = (rows < m)[:, None] & (columns < n)[None, :]
         if ACCUMULATE:
             acc += tl.load(out_at, mask=stored, other=0.0).to(tl.float32)

@@ -2,7 +2,7 @@
 """A linear head and its cross-entropy in chunks of tokens: the logits of all tokens never exist at once.
 
 A chunk's logits are in one buffer and are overwritten with their gradient, between three matrix products of torch.
-Gradients are exact: nothing is filtered, and weight gradients are summed in fp32.
+Gradients are exact: nothing is filtered, and weight gradients are summed in fp32 (`main_grad.way_of_adding`).
 
 With a promise (promised_grad: the gradient that the losses will get; in training the loss mask) the forward pass makes
 both gradients while a chunk's logits exist, in one pass over them (`overwrite_with_exponentials`). Rows of the buffer

@@ -71,6 +71,13 @@ def _example_of_large_tiles(form: str) -> Callable[[torch.device], tuple]:
     return make
 
 
+def _wide_tiles_example(device: torch.device) -> tuple:
+    """As many matrices as `plan.tile_side` takes the widest HIP tile for; on a CPU, where those would take hours, one
+    small matrix.
+    """
+    return _example(*((26, 1024, 1280) if device.type != "cpu" else (1, 72, 40)))(device)
+
+
 _newton_schulz = Operator(
     reference.newton_schulz,
     takes="""
@@ -85,6 +92,7 @@ _newton_schulz = Operator(
         "hip": (
             _example_of_large_tiles("gram"),
             _example_of_large_tiles("standard"),
+            _wide_tiles_example,
             *(_example(1, *shape, "standard", steps=2) for shape in ((72, 200), (168, 200), (17, 72))),
         ),
         "quack": (_example(22, 264, 272), _example(9, 528, 520)),  # its other tiles: for many and for large matrices

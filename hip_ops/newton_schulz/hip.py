@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Newton-Schulz and its products on hip_ops/newton_schulz/symmetric_product.hip.
+"""Newton-Schulz and its products on symmetric_product.hip and newton_schulz_start.hip.
 
 The kernels read both operands by rows. X is therefore kept twice, as [batch, n, m] and as its transpose: the general
-kernel computes X^T Z + a X^T and writes the transpose of its result in the same pass. Only the start is copied.
+kernel computes X^T Z + a X^T and writes the transpose of its result in the same pass, and so does the start.
 """
 
 from __future__ import annotations
@@ -11,19 +11,23 @@ import torch
 from torch import Tensor
 
 from hip_ops.newton_schulz.captured import graphed
-from hip_ops.newton_schulz.iteration import Products, iterate, normalised
-from hip_ops.newton_schulz.plan import HALF_TYPES, Plan
+from hip_ops.newton_schulz.iteration import Products, iterate, norms
+from hip_ops.newton_schulz.plan import HALF_TYPES, Plan, tile_side
 from hip_ops.runtime.library import call
 
-TILE_BY_TABLE = 0
+INPUTS = (torch.bfloat16, torch.float16, torch.float32)
 
 
 def _is_half(x: Tensor) -> int:
     return int(x.dtype == torch.float16)
 
 
-def _symmetric(a: Tensor, b: Tensor, d: Tensor | None, alpha: float, beta: float, tile: int = TILE_BY_TABLE) -> Tensor:
+def _symmetric(
+    a: Tensor, b: Tensor, d: Tensor | None, alpha: float, beta: float, tile: int | None = None
+) -> Tensor:
+    """Returns alpha a b + beta d. tile: side of the kernel's tiles; by default `tile_side` chooses."""
     batch, n, k = a.shape
+    tile = tile or tile_side(True, batch, n, n)
     c = a.new_empty((batch, n, n))
     call("ho_symmetric_product", a, b, d, c, batch, n, k, alpha, beta, 0.0, _is_half(a), tile, device=a.device)
     return c
@@ -31,12 +35,13 @@ def _symmetric(a: Tensor, b: Tensor, d: Tensor | None, alpha: float, beta: float
 
 def _general(
     a: Tensor, b_transposed: Tensor, d: Tensor | None, alpha: float, beta: float, transposed: Tensor | None = None,
-    dtype: torch.dtype | None = None, tile: int = TILE_BY_TABLE,
+    dtype: torch.dtype | None = None, tile: int | None = None,
 ) -> Tensor:
     """Returns alpha a b + beta d from a [batch, m, k] and b's transpose [batch, n, k]; writes the transpose to
     `transposed` if it is given.
     """
     (batch, m, k), n = a.shape, b_transposed.shape[1]
+    tile = tile or tile_side(False, batch, m, n)
     c = a.new_empty((batch, m, n), dtype=dtype)
     to_bf16 = int(c.dtype == torch.bfloat16)
     call(
@@ -58,6 +63,21 @@ def _general(
         device=a.device,
     )
     return c
+
+
+def _start(
+    x: Tensor, square_sums: Tensor | None, eps: float, scale: float, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """Returns `normalised` in `dtype`, with the same bits, and its transpose, both contiguous."""
+    batch, rows, columns = x.shape
+    factors = scale / norms(x, square_sums).clamp_min(eps)
+    start = torch.empty(x.shape, dtype=dtype, device=x.device)
+    turned = start.new_empty((batch, columns, rows))
+    call(
+        "ho_newton_schulz_start", x.contiguous(), factors, start, turned, batch, rows, columns, INPUTS.index(x.dtype),
+        _is_half(start), device=x.device,
+    )
+    return start, turned
 
 
 class HipProducts(Products):
@@ -92,7 +112,6 @@ class HipProducts(Products):
 
 @graphed
 def newton_schulz(x: Tensor, square_sums: Tensor | None, plan: Plan, eps: float) -> Tensor:
-    start = normalised(x, square_sums, eps, plan.scales[0], torch.empty(x.shape, dtype=plan.dtype, device=x.device))
-    turned = start.mT.contiguous()
+    start, turned = _start(x, square_sums, eps, plan.scales[0], plan.dtype)
     tall = x.shape[-2] > x.shape[-1]
     return iterate(HipProducts(tall, x.dtype), (turned, start) if tall else (start, turned), plan)

@@ -57,18 +57,21 @@ class ProductsInOrientation(Products):
         return self._apply(z, x, alpha, beta, self.dtype).contiguous()
 
 
-def normalised(x: Tensor, square_sums: Tensor | None, eps: float, scale: float, out: Tensor) -> Tensor:
-    """out = scale * x / max(|x|_F, eps), x [batch, r, c] of any strides, norms in fp32 (fp64 for fp64). It takes two
-    kernels and no intermediate of x's size.
-    """
-    compute = wide(x.dtype)
+def norms(x: Tensor, square_sums: Tensor | None) -> Tensor:
+    """Returns |x|_F, [batch, 1, 1], in fp32 (fp64 for fp64)."""
     if square_sums is None:
-        norms = torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True, dtype=compute)
-    else:
-        norms = square_sums.to(compute).sqrt()[:, None, None]
-    if scale == 1.0 and out.dtype == compute:
-        return torch.div(x, norms.clamp_min(eps), out=out)
-    return torch.mul(x, scale / norms.clamp_min(eps), out=out)
+        return torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True, dtype=wide(x.dtype))
+    return square_sums.to(wide(x.dtype)).sqrt()[:, None, None]
+
+
+def normalised(x: Tensor, square_sums: Tensor | None, eps: float, scale: float, out: Tensor) -> Tensor:
+    """out = scale * x / max(|x|_F, eps), x [batch, r, c] of any strides. It takes two kernels and no intermediate of x's
+    size.
+    """
+    floored = norms(x, square_sums).clamp_min(eps)
+    if scale == 1.0 and out.dtype == floored.dtype:
+        return torch.div(x, floored, out=out)
+    return torch.mul(x, scale / floored, out=out)
 
 
 def _first_factor(z: Tensor, q_scale: float, r_scale: float, a: float) -> Tensor:

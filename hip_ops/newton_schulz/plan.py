@@ -30,6 +30,7 @@ from dataclasses import dataclass
 import torch
 
 from hip_ops.newton_schulz.coefficients import Triple
+from hip_ops.runtime.compute_units import relative_time, tile_count
 
 HALF_TYPES = (torch.bfloat16, torch.float16)
 HALF_SCALES = (2.0**8, 2.0**10, 2.0**4)  # of X, R and Q
@@ -85,3 +86,16 @@ def make_plan(triples: tuple[Triple, ...], n: int, m: int, dtype: torch.dtype) -
         if gram <= GRAM_GAIN * multiply_adds("standard", n, m, steps):
             return Plan(triples, "gram", restarts, dtype)
     return Plan(triples, "standard", (), dtype)
+
+
+# Sides of the HIP kernels' tiles, with the other issue slots and the LDS time of their inner loops for 256 MFMA passes.
+TILE_SIDES = {256: (35, 128), 128: (57, 192), 64: (132, 384)}
+
+
+def tile_side(symmetric: bool, batch: int, m: int, n: int) -> int:
+    """Returns the side of the tiles with which a HIP product finishes first by `relative_time`."""
+
+    def finished(side: int) -> float:
+        return relative_time(batch * tile_count(symmetric, m, n, side, side), side * side, *TILE_SIDES[side])
+
+    return min(TILE_SIDES, key=finished)

@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 // One output tile of  C = alpha * A * B^T + beta * D + gamma * I  for 16-bit A [m, k], B [n, k], D and C [m, n], fp32 accumulation.
 //
-// Four waves share a tile of (64*kFrag)^2; each owns a (32*kFrag)^2 quarter as kFrag x kFrag accumulators of the 32x32x8 MFMA.
-// k advances in slabs of 32 through two LDS stages:
+// The waves of a block share a square tile in two rows of waves. Each owns accumulators of the 32x32x8 MFMA: 4 waves with 1 x 1 for a
+// tile of 64, 2 x 2 for 128; 8 waves with 4 x 2 for 256, where reading the operands from LDS takes half the time of the MFMAs (128:
+// three quarters). k advances in slabs of 32 through two LDS stages:
 //
 //   step s:  read the second half of slab s | MFMAs on the first half | registers (slab s+1) -> other stage | fetch slab s+3
 //            barrier, LDS only                       <- the only one in a step; global loads stay in flight across it
@@ -26,9 +27,13 @@
 #if defined(__HIP_DEVICE_COMPILE__)
 #define HO_SCHEDULE_FENCE() __builtin_amdgcn_sched_barrier(0)
 #define HO_SCHEDULE(kind, count) __builtin_amdgcn_sched_group_barrier(kind, count, 0)
+#define HO_PRIORITY(level) __builtin_amdgcn_s_setprio(level)
+#define HO_OPAQUE(value) asm volatile("" : "+v"(value))  // the compiler assumes that the value changes here
 #else
 #define HO_SCHEDULE_FENCE()
 #define HO_SCHEDULE(kind, count)
+#define HO_PRIORITY(level)
+#define HO_OPAQUE(value)
 #endif
 
 // block_sync_lds without the compiler's second `s_waitcnt lgkmcnt(0)` after the barrier: no request of this wave is outstanding there,
@@ -45,7 +50,15 @@ __device__ __forceinline__ void stage_barrier() {
 constexpr int kScheduleMfma = 0x8, kScheduleGlobalRead = 0x20, kScheduleLdsRead = 0x100, kScheduleLdsWrite = 0x200;
 
 constexpr int kSlab = 32;
-constexpr int kProductThreads = 256;
+
+template <int kSide>
+struct Tile {
+    static constexpr int kWaves = kSide == 256 ? 8 : 4, kThreads = kWaves * kWave, kColumnWaves = kWaves / 2;
+    static constexpr int kRowFrags = kSide / 64, kColumnFrags = kSide / 32 / kColumnWaves;  // of a wave
+    static constexpr int kMfmas = 2 * kRowFrags * kColumnFrags;                             // of a wave, for half a slab
+    static constexpr int kLoads = kSide * (kSlab / 8) / kThreads;  // 16-byte chunks of an operand's slab, of a thread
+    static constexpr int kLds = 4 * kSide * kSlab;                 // elements of two stages of two operands
+};
 
 struct ProductOperands {
     const uint16_t *a, *b, *d;  // d may be null
@@ -55,25 +68,28 @@ struct ProductOperands {
     bool bf16_result;  // for all operand types
 };
 
-template <int kFrag>
+template <int kSide>
 struct Fragments {
-    bf16x8 a[kFrag], b[kFrag];
+    bf16x8 a[Tile<kSide>::kRowFrags], b[Tile<kSide>::kColumnFrags];
 };
 
-// One thread's part of a slab between global memory and LDS: chunk thread%4 of rows thread/4 + 64*i of both operands.
-template <int kFrag>
+template <int kSide>
+using Accumulators = f32x16[Tile<kSide>::kRowFrags][Tile<kSide>::kColumnFrags];
+
+// One thread's part of a slab between global memory and LDS: chunk thread%4 of rows thread/4 + kThreads/4*i of both operands.
+template <int kSide>
 struct Staged {
-    bf16x8 a[kFrag], b[kFrag];
+    bf16x8 a[Tile<kSide>::kLoads], b[Tile<kSide>::kLoads];
 };
 
 // Rows past the end read the last row; their products are not stored.
-template <int kFrag>
+template <int kSide>
 struct PanelOffsets {
-    uint32_t at[kFrag];
+    uint32_t at[Tile<kSide>::kLoads];
     __device__ __forceinline__ PanelOffsets(int rows_left, int k) {
 #pragma unroll
-        for (int i = 0; i < kFrag; i++) {
-            const int row = static_cast<int>(threadIdx.x) / 4 + 64 * i;
+        for (int i = 0; i < Tile<kSide>::kLoads; i++) {
+            const int row = static_cast<int>(threadIdx.x) / 4 + Tile<kSide>::kThreads / 4 * i;
             at[i] = static_cast<uint32_t>(row < rows_left ? row : rows_left - 1) * static_cast<uint32_t>(k);
         }
     }
@@ -93,14 +109,14 @@ __device__ __forceinline__ bf16x8 load_chunk(const uint16_t* row, int column, in
     return value;
 }
 
-template <class Element, int kFrag>
-__device__ __forceinline__ void multiply(const Fragments<kFrag>& f, f32x16 (&acc)[kFrag][kFrag]) {
+template <class Element, int kSide>
+__device__ __forceinline__ void multiply(const Fragments<kSide>& f, Accumulators<kSide>& acc) {
 #pragma unroll
     for (int q = 0; q < 2; q++)
 #pragma unroll
-        for (int i = 0; i < kFrag; i++)
+        for (int i = 0; i < Tile<kSide>::kRowFrags; i++)
 #pragma unroll
-            for (int j = 0; j < kFrag; j++) {
+            for (int j = 0; j < Tile<kSide>::kColumnFrags; j++) {
                 bf16x4 a, b;
 #pragma unroll
                 for (int e = 0; e < 4; e++) a[e] = f.a[i][4 * q + e], b[e] = f.b[j][4 * q + e];
@@ -109,50 +125,54 @@ __device__ __forceinline__ void multiply(const Fragments<kFrag>& f, f32x16 (&acc
 }
 
 // The k loop. `lds` holds two stages of A rows then B rows.
-template <class Element, int kFrag, bool kVector>
+template <class Element, int kSide, bool kVector>
 __device__ __forceinline__ void accumulate(const ProductOperands& p, const uint16_t* a, const uint16_t* b, int a_rows, int b_rows,
-                                           uint16_t* lds, f32x16 (&acc)[kFrag][kFrag]) {
-    constexpr int kRows = 64 * kFrag, kOperand = kRows * kSlab, kStage = 2 * kOperand;
+                                           uint16_t* lds, Accumulators<kSide>& acc) {
+    using T = Tile<kSide>;
+    constexpr int kOperand = kSide * kSlab, kStage = 2 * kOperand, kRowsAtOnce = T::kThreads / 4;
     const int thread = threadIdx.x, lane = lane_id(), wave = wave_id();
     const int k = p.k, slabs = (k + kSlab - 1) / kSlab;
-    const PanelOffsets<kFrag> a_offsets(a_rows, k), b_offsets(b_rows, k);
+    const PanelOffsets<kSide> a_offsets(a_rows, k), b_offsets(b_rows, k);
     const int chunk = thread % 4, swizzle = (lane / 2) % 4;
     uint16_t* const store_at = lds + thread / 4 * kSlab + (chunk ^ (thread / 8 % 4)) * 8;
     const uint16_t *read_a[2], *read_b[2];
 #pragma unroll
     for (int half = 0; half < 2; half++) {
         const int column = ((2 * half + lane / 32) ^ swizzle) * 8;
-        read_a[half] = lds + (wave / 2 * 32 * kFrag + lane % 32) * kSlab + column;
-        read_b[half] = lds + kOperand + (wave % 2 * 32 * kFrag + lane % 32) * kSlab + column;
+        read_a[half] = lds + (wave / T::kColumnWaves * 32 * T::kRowFrags + lane % 32) * kSlab + column;
+        read_b[half] = lds + kOperand + (wave % T::kColumnWaves * 32 * T::kColumnFrags + lane % 32) * kSlab + column;
     }
 
-    auto fetch = [&](Staged<kFrag>& staged, int slab) {  // may be past the end of k
+    auto fetch = [&](Staged<kSide>& staged, int slab) {  // may be past the end of k
 #pragma unroll
-        for (int i = 0; i < kFrag; i++) staged.a[i] = load_chunk<kVector>(a + a_offsets.at[i], slab * kSlab + chunk * 8, k);
+        for (int i = 0; i < T::kLoads; i++) staged.a[i] = load_chunk<kVector>(a + a_offsets.at[i], slab * kSlab + chunk * 8, k);
 #pragma unroll
-        for (int i = 0; i < kFrag; i++) staged.b[i] = load_chunk<kVector>(b + b_offsets.at[i], slab * kSlab + chunk * 8, k);
+        for (int i = 0; i < T::kLoads; i++) staged.b[i] = load_chunk<kVector>(b + b_offsets.at[i], slab * kSlab + chunk * 8, k);
     };
-    auto fetch_full = [&](Staged<kFrag>& staged, const uint16_t* a_slab, const uint16_t* b_slab) {
+    auto fetch_full = [&](Staged<kSide>& staged, const uint16_t* a_slab, const uint16_t* b_slab) {
 #pragma unroll
-        for (int i = 0; i < kFrag; i++) staged.a[i] = load16(a_slab + (a_offsets.at[i] + chunk * 8));
+        for (int i = 0; i < T::kLoads; i++) staged.a[i] = load16(a_slab + (a_offsets.at[i] + chunk * 8));
 #pragma unroll
-        for (int i = 0; i < kFrag; i++) staged.b[i] = load16(b_slab + (b_offsets.at[i] + chunk * 8));
+        for (int i = 0; i < T::kLoads; i++) staged.b[i] = load16(b_slab + (b_offsets.at[i] + chunk * 8));
     };
-    auto put = [&](const Staged<kFrag>& staged, int stage) {
+    auto put = [&](const Staged<kSide>& staged, int stage) {
 #pragma unroll
-        for (int i = 0; i < kFrag; i++) *reinterpret_cast<bf16x8*>(store_at + stage * kStage + 64 * kSlab * i) = staged.a[i];
+        for (int i = 0; i < T::kLoads; i++) *reinterpret_cast<bf16x8*>(store_at + stage * kStage + kRowsAtOnce * kSlab * i) = staged.a[i];
 #pragma unroll
-        for (int i = 0; i < kFrag; i++) *reinterpret_cast<bf16x8*>(store_at + stage * kStage + kOperand + 64 * kSlab * i) = staged.b[i];
+        for (int i = 0; i < T::kLoads; i++)
+            *reinterpret_cast<bf16x8*>(store_at + stage * kStage + kOperand + kRowsAtOnce * kSlab * i) = staged.b[i];
     };
-    auto get = [&](Fragments<kFrag>& f, int stage, int half) {
+    auto get = [&](Fragments<kSide>& f, int stage, int half) {
 #pragma unroll
-        for (int i = 0; i < kFrag; i++) f.a[i] = *reinterpret_cast<const bf16x8*>(read_a[half] + stage * kStage + 32 * kSlab * i);
+        for (int i = 0; i < T::kRowFrags; i++)
+            f.a[i] = *reinterpret_cast<const bf16x8*>(read_a[half] + stage * kStage + 32 * kSlab * i);
 #pragma unroll
-        for (int i = 0; i < kFrag; i++) f.b[i] = *reinterpret_cast<const bf16x8*>(read_b[half] + stage * kStage + 32 * kSlab * i);
+        for (int i = 0; i < T::kColumnFrags; i++)
+            f.b[i] = *reinterpret_cast<const bf16x8*>(read_b[half] + stage * kStage + 32 * kSlab * i);
     };
 
-    Staged<kFrag> odd, even;  // odd slabs for stage 1 and even slabs for stage 0, in flight
-    Fragments<kFrag> first, second;
+    Staged<kSide> odd, even;  // odd slabs for stage 1 and even slabs for stage 0, in flight
+    Fragments<kSide> first, second;
     fetch(even, 0);
     if (slabs > 1) fetch(odd, 1);
     put(even, 0);
@@ -161,33 +181,35 @@ __device__ __forceinline__ void accumulate(const ProductOperands& p, const uint1
     get(first, 0, 0);
 
     int slab = 0;
-    auto full_step = [&](int stage, Staged<kFrag>& staged, const uint16_t* a_slab, const uint16_t* b_slab) {
+    auto full_step = [&](int stage, Staged<kSide>& staged, const uint16_t* a_slab, const uint16_t* b_slab) {
         HO_SCHEDULE_FENCE();
         get(second, stage, 1);
         put(staged, 1 - stage);
         fetch_full(staged, a_slab, b_slab);
-        multiply<Element>(first, acc);
-        HO_SCHEDULE(kScheduleLdsRead, 2 * kFrag);
-        HO_SCHEDULE(kScheduleMfma, kFrag);
+        multiply<Element, kSide>(first, acc);
+        HO_SCHEDULE(kScheduleLdsRead, T::kRowFrags + T::kColumnFrags);
+        HO_SCHEDULE(kScheduleMfma, T::kColumnFrags);
 #pragma unroll
-        for (int i = 0; i < 2 * kFrag; i++) {
+        for (int i = 0; i < 2 * T::kLoads; i++) {
             HO_SCHEDULE(kScheduleLdsWrite, 1);
             HO_SCHEDULE(kScheduleGlobalRead, 1);
-            HO_SCHEDULE(kScheduleMfma, kFrag / 2);
+            HO_SCHEDULE(kScheduleMfma, T::kMfmas / (4 * T::kLoads));
         }
-        HO_SCHEDULE(kScheduleMfma, 2 * kFrag * kFrag);
+        HO_SCHEDULE(kScheduleMfma, T::kMfmas);
         HO_SCHEDULE_FENCE();
         stage_barrier();
         HO_SCHEDULE_FENCE();
+        if (kSide == 256) HO_PRIORITY(1);  // over the SIMD's other wave, which may still copy its part of the next slab
         get(first, 1 - stage, 0);
-        multiply<Element>(second, acc);
+        multiply<Element, kSide>(second, acc);
 #pragma unroll
-        for (int i = 0; i < 2 * kFrag; i++) {
+        for (int i = 0; i < T::kRowFrags + T::kColumnFrags; i++) {
             HO_SCHEDULE(kScheduleLdsRead, 1);
             HO_SCHEDULE(kScheduleMfma, 1);
         }
-        HO_SCHEDULE(kScheduleMfma, 2 * kFrag * kFrag);
+        HO_SCHEDULE(kScheduleMfma, T::kMfmas);
         HO_SCHEDULE_FENCE();
+        if (kSide == 256) HO_PRIORITY(0);
     };
     if (kVector) {
         const uint16_t *a_slab = a + 3 * kSlab, *b_slab = b + 3 * kSlab;
@@ -198,14 +220,14 @@ __device__ __forceinline__ void accumulate(const ProductOperands& p, const uint1
             b_slab += 2 * kSlab;
         }
     }
-    auto last_step = [&](int stage, Staged<kFrag>& staged) {
+    auto last_step = [&](int stage, Staged<kSide>& staged) {
         get(second, stage, 1);
         if (slab + 1 < slabs) put(staged, 1 - stage);
         if (slab + 3 < slabs) fetch(staged, slab + 3);
-        multiply<Element>(first, acc);
+        multiply<Element, kSide>(first, acc);
         stage_barrier();
         if (slab + 1 < slabs) get(first, 1 - stage, 0);
-        multiply<Element>(second, acc);
+        multiply<Element, kSide>(second, acc);
         slab++;
     };
 #pragma unroll 1

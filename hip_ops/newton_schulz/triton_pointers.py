@@ -10,7 +10,8 @@ import triton.language as tl
 from torch import Tensor
 
 from hip_ops.newton_schulz.product_configs import ProductConfig
-from hip_ops.runtime.tiles import XCDS, grouped_tile, tile_count, triangle_tile, xcd_contiguous
+from hip_ops.runtime.compute_units import tile_count
+from hip_ops.runtime.tiles import XCDS, grouped_tile, triangle_tile, xcd_contiguous
 
 
 @triton.jit

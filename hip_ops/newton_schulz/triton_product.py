@@ -24,9 +24,10 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from hip_ops.newton_schulz import triton_pointers as pointer_product
 from hip_ops.newton_schulz.product_configs import BEFORE_HOPPER_CONFIG, ProductConfig
+from hip_ops.runtime.compute_units import tile_count
 from hip_ops.runtime.descriptors import describable
 from hip_ops.runtime.on_device import multiprocessors
-from hip_ops.runtime.tiles import grouped_tile, tile_count, triangle_tile
+from hip_ops.runtime.tiles import grouped_tile, triangle_tile
 
 
 @triton.jit

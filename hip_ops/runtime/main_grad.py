@@ -23,6 +23,7 @@ from torch import Tensor
 from hip_ops.runtime.compiled import formula
 
 logger = logging.getLogger("hip_ops")
+ROUNDED_ELEMENTS = 2**25  # of a product that is rounded before it is added: 64 MiB, where the head's would be 1 GiB
 
 
 def main_grad_of(weight: Tensor) -> Tensor | None:
@@ -74,15 +75,13 @@ def add_products_(totals: Sequence[Tensor], a: Tensor, b: Tensor) -> None:
     """totals[i] += a_i^T b, where a_i are consecutive columns of a, as many as totals[i] has rows.
 
     On a GPU several products become one product and one pass of additions, because products as small as 128 x 2048
-    leave most of the device idle. On a device that cannot multiply into fp32, products are rounded to a's dtype before
-    the addition, as in autograd.
+    leave most of the device idle. `way_of_adding` says what is rounded.
     """
-    sizes = [len(total) for total in totals]
-    in_fp32 = a.is_cuda and all(total.dtype == torch.float32 != a.dtype for total in totals)
-    if in_fp32 and fp32_product(a.device, a.dtype) is None:
+    sizes, ways = [len(total) for total in totals], {way_of_adding(total, a) for total in totals}
+    if ways == {"rounded"}:
         for total, part in zip(totals, (a.t() @ b).split(sizes), strict=True):
             add_in_place(total, part)
-    elif in_fp32 and len(totals) > 1:
+    elif ways <= {"addmm", "mm"} and len(totals) > 1:
         torch._foreach_add_(list(totals), torch.ops.aten.mm.dtype(a.t(), b, torch.float32).split(sizes))
     else:
         for total, columns in zip(totals, a.split(sizes, dim=1), strict=True):
@@ -159,18 +158,37 @@ def main_grad_linear(x: Tensor, *weights: Tensor) -> Tensor:
     return MainGradLinear.apply(x, *weights)
 
 
-def add_product_(total: Tensor, a: Tensor, b: Tensor) -> Tensor:
-    """total += a^T b in place. a [T, m] and b [T, n] of one dtype; total [m, n] of that dtype, or fp32, where nothing
-    is rounded before the sum.
+def way_of_adding(total: Tensor, a: Tensor) -> str:
+    """Returns how total += a^T b is computed.
+
+    "same": one dtype. "addmm", "mm": by a product into fp32 (`fp32_product`). "rounded": on a GPU without such a
+    product; it is rounded to a's dtype before the addition, as in autograd, because a product of fp32 operands has an
+    eighth of the rate. "converted": elsewhere, by a product of operands in total's dtype.
     """
     if total.dtype == a.dtype:
+        return "same"
+    if not a.is_cuda or total.dtype != torch.float32:
+        return "converted"
+    return fp32_product(a.device, a.dtype) or "rounded"
+
+
+def add_product_(total: Tensor, a: Tensor, b: Tensor) -> Tensor:
+    """total += a^T b in place. a [T, m] and b [T, n] of one dtype; total [m, n] of that dtype, or fp32, where nothing
+    is rounded before the sum unless `way_of_adding` is "rounded".
+    """
+    way = way_of_adding(total, a)
+    if way == "same":
         return total.addmm_(a.t(), b)
-    how = fp32_product(a.device, a.dtype) if a.is_cuda and total.dtype == torch.float32 else None
-    if how == "addmm":
+    if way == "addmm":
         return torch.ops.aten.addmm.dtype_out(total, a.t(), b, torch.float32, out=total)
-    if how == "mm":
+    if way == "mm":
         return total.add_(torch.ops.aten.mm.dtype(a.t(), b, torch.float32))
-    return total.addmm_(a.t().to(total.dtype), b.to(total.dtype))
+    if way == "converted":
+        return total.addmm_(a.t().to(total.dtype), b.to(total.dtype))
+    rows = max(1, ROUNDED_ELEMENTS // max(1, total.shape[1]))
+    for piece, columns in zip(total.split(rows), a.split(rows, dim=1), strict=True):
+        add_in_place(piece, columns.t() @ b)
+    return total
 
 
 def scaled_product(a: Tensor, b: Tensor, factors: Tensor, out: Tensor) -> Tensor:
@@ -219,7 +237,7 @@ def fp32_product(device: torch.device, dtype: torch.dtype) -> str | None:
             return how
         failed.append(f"{how}: wrong numbers")
     logger.warning(
-        "hip_ops: weight gradients of %s on %s are summed in fp32 by products in fp32, slow; %s",
+        "hip_ops: products of %s on %s are rounded to it before they are added to fp32 weight gradients; %s",
         dtype,
         device,
         "; ".join(failed),

@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Orders of output tiles over Triton programs, as in hip_ops/newton_schulz/tile_order.h, and the host's count of
-tiles.
-"""
+"""Orders of output tiles over Triton programs, as in hip_ops/newton_schulz/tile_order.h."""
 
 import torch
 import triton
@@ -48,13 +46,3 @@ def grouped_tile(position, tile_rows, tile_columns, GROUP: tl.constexpr):
     height = min(tile_rows - first, GROUP)
     position -= first * tile_columns
     return first + position % height, position // height
-
-
-def tile_count(symmetric: bool, m: int, n: int, block_m: int, block_n: int) -> int:
-    """Returns the number of tiles of one matrix, as the kernel counts them."""
-    rows, columns = -(-m // block_m), -(-n // block_n)
-    if not symmetric:
-        return rows * columns
-    if block_m == block_n:
-        return rows * (rows + 1) // 2
-    return rows * (rows + 1) if block_m > block_n else (rows // 2 + rows % 2) * (rows // 2 + 1)

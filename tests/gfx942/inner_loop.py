@@ -21,6 +21,7 @@ from tests.gfx942.toolchain import require
 
 MFMA_PASSES = {"32x32x8": 8, "16x16x16": 4}
 CYCLES_A_PASS = 4
+LOADS = "(global|buffer)_load"
 
 
 def mfma_passes(opcode: str) -> int:
@@ -104,11 +105,14 @@ def loops(path: str | Path, kernel: str) -> list[Loop]:
 
 
 def inner_loop(path: str | Path, kernel: str) -> Loop:
-    """The innermost loop with the most MFMA passes, or the longest one where none has an MFMA."""
+    """The innermost loop with the most MFMA passes, or the longest one where none has an MFMA. Of several with as many
+    passes the one that loads most, and the shortest of those: other loops may hold a pipeline's last steps.
+    """
     found = loops(path, kernel)
     if not found:
         raise ValueError(f"{kernel} has no loop")
-    return max(found, key=lambda loop: (loop.mfma_passes, len(loop.instructions)))
+    length = -1 if any(loop.mfma_passes for loop in found) else 1
+    return max(found, key=lambda loop: (loop.mfma_passes, len(loop.named(LOADS)), length * len(loop.instructions)))
 
 
 @dataclass(frozen=True)

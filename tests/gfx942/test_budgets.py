@@ -60,27 +60,31 @@ def test_no_object_lacks_wait_states():
     assert stores > 200 and 5 * len(asked) > stores / 2, (len(asked), stores)
 
 
-def test_wait_states_that_are_taken_away_are_found():
-    """One less at each s_nop that clang placed: nineteen of twenty are of the scan's rules. Left out are those between
-    two loads, which break soft clauses for XNACK, and those behind packed operations, LLVM's caution; the others are
-    caution too (spills of scalar registers into lanes).
+def of_no_rule(before: str, after: str) -> bool:
+    """Whether clang places s_nop between these without a hazard of gfx942: it breaks soft clauses of loads for XNACK, and
+    is cautious behind packed operations and spills of scalar registers into lanes.
     """
-    found, missed = Counter(), 0
+    clause = "_load_" in before and "_load_" in after
+    return clause or before.startswith(("v_pk_", "v_fma_mix")) or before == "v_writelane_b32"
+
+
+def test_wait_states_that_are_taken_away_are_found():
+    """One less at each s_nop that clang placed is found by the scan, except where no rule asks for it."""
+    found, missed, others = Counter(), 0, 0
     for path in code_objects(kernel_sources()):
         for code in hazards.disassemble(path).values():
             for place in range(1, len(code) - 1):
                 around = [code[place - 1].name, code[place + 1].name]
                 if code[place].name != "s_nop" or "s_nop" in around or around[0] == "s_endpgm":
                     continue  # s_nop after s_nop fills up behind the end
-                if all(name.startswith("global_load") for name in around) or around[0].startswith("v_pk_"):
-                    continue
                 start = max(0, place - 24)
                 part = [replace(each, target=None) for each in code[start : place + 25]]
                 part[place - start].wait_states -= 1
                 rules = {one.rule for one in hazards.violations({"part": part})}
                 found.update(rules)
-                missed += not rules
-    assert found.total() > 0.95 * (found.total() + missed), (missed, found)
+                missed += not rules and not of_no_rule(*around)
+                others += not rules and of_no_rule(*around)
+    assert found.total() > 0.99 * (found.total() + missed) and others < 0.2 * found.total(), (missed, others, found)
     assert found[hazards.RULES[0].name] >= 40 and len(found) >= 4, found
 
 

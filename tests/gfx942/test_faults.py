@@ -130,6 +130,12 @@ def test_waves_at_different_barriers(device):
     run(device, "two_barriers", [y, np.int32(256)])
     with pytest.raises(BarrierMismatch):
         run(device, "two_barriers", [y, np.int32(128)])
+    shifted = Device(device.schedule, allow_shifted_waves=True)
+    y = shifted.alloc(256, np.float32)
+    run(shifted, "two_barriers", [y, np.int32(128)])
+    assert np.array_equal(y.read(), [1] * 128 + [2] * 128)
+    with pytest.raises(BarrierMismatch, match="2 ended"):
+        run(shifted, "barrier_of_some_waves", [y])
 
 
 def test_blocks_that_write_one_address(device):

@@ -66,8 +66,9 @@ def test_expert_sort(compiler, schedule):
 
 @pytest.mark.parametrize("compiler", COMPILERS)
 @pytest.mark.parametrize("schedule", ["lockstep", "reverse"])
-def test_symmetric_product(compiler, schedule):
-    case = symmetric_case(1, 136, 168, "bf16")
+@pytest.mark.parametrize("side", [128, 256])
+def test_symmetric_product(compiler, schedule, side):
+    case = symmetric_case(1, side + 8, 168, "bf16")
     path = COMPILERS[compiler]("symmetric_product")
-    got, _ = run_symmetric(Device(schedule=schedule), "ho_symmetric_bf16_128", case, path)
+    got, _ = run_symmetric(Device(schedule=schedule), f"ho_symmetric_bf16_{side}", case, path)
     assert (got == got.mT).all() and case.worst_ulps(got) <= ROUNDED_ONCE

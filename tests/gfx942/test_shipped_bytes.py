@@ -33,7 +33,8 @@ def test_a_changed_byte_is_seen(tmp_path):
     place = content.index(code_objects(SHIPPED / LIBRARY)[3]) + 5000
     (copy / LIBRARY).write_bytes(content[:place] + bytes([content[place] ^ 4]) + content[place + 1 :])
     (said,) = differences(copy, SHIPPED)
-    assert said == "the bytes differ; 1 of 14 code objects are not in the shipped library"
+    all_of_them = len(code_objects(SHIPPED / LIBRARY))
+    assert said == f"the bytes differ; 1 of {all_of_them} code objects are not in the shipped library"
 
 
 def test_check_fails_where_bytes_differ(tmp_path, monkeypatch, capsys):
@@ -43,7 +44,9 @@ def test_check_fails_where_bytes_differ(tmp_path, monkeypatch, capsys):
     other = shutil.copytree(SHIPPED, tmp_path / ARCH)
     (other / LIBRARY).write_bytes((SHIPPED / LIBRARY).read_bytes()[:-1])
     monkeypatch.setattr(ship, "shipped_folder", lambda target: tmp_path / target)
-    assert ship.main(["--check"]) == 1 and capsys.readouterr().out.startswith("the bytes differ; 0 of 14 code objects")
+    all_of_them = len(code_objects(SHIPPED / LIBRARY))
+    assert ship.main(["--check"]) == 1
+    assert capsys.readouterr().out.startswith(f"the bytes differ; 0 of {all_of_them} code objects")
 
 
 @pytest.mark.slow

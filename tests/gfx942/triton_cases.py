@@ -23,15 +23,16 @@ def _compile(
     num_warps: int,
     num_stages: int = 2,
     unaligned: tuple[str, ...] = (),
+    **options,
 ) -> TritonObject:
     """`types` of what is neither constexpr nor a pointer to fp32; pointers and sizes are divisible by 16 but for
-    `unaligned`.
+    `unaligned`. options: as of `triton_code_object`.
     """
     constexprs = {name: value for name, value in constexprs.items() if name in kernel.arg_names}
     signature = {name: types.get(name, "*fp32") for name in kernel.arg_names if name not in constexprs}
     divisible = [name for name, kind in signature.items() if kind != "fp32" and name not in unaligned]
     return triton_code_object(
-        kernel, signature, constexprs, num_warps=num_warps, num_stages=num_stages, divisible_by_16=divisible
+        kernel, signature, constexprs, num_warps=num_warps, num_stages=num_stages, divisible_by_16=divisible, **options
     )
 
 
@@ -154,12 +155,16 @@ def _swiglu(backward: bool) -> TritonObject:
     )
 
 
-def _grouped_product(kind: str) -> TritonObject:
-    """16 experts of 2048 rows."""
+def grouped_product(kind: str, config=None, small: bool = False) -> TritonObject:
+    """16 experts of 1024 rows, by the configuration that a launch chooses if none is given.
+
+    small: all tensors are below 2 GiB. Otherwise those that are views of Megatron's buffers (matrices, main gradients)
+    are not.
+    """
     from hip_ops.grouped_product import triton_pointers as kernels
     from hip_ops.grouped_product.configs import choose_config
 
-    config = choose_config("gfx942", kind, 2048, 4096, 2048)
+    config = config or choose_config("gfx942", kind, 1024, *((2048, 4096) if kind == "rows_t" else (4096, 2048)))
     kernel = kernels.grouped_pointer_outer_kernel if kind == "outer" else kernels.grouped_pointer_rows_kernel
     pointers = {name: "*bf16" for name in kernel.arg_names if name.endswith("_pointer")} | (
         {"out_pointer": "*fp32"} if kind == "outer" else {}
@@ -176,7 +181,9 @@ def _grouped_product(kind: str) -> TritonObject:
         "GROUP": config.group,
         "XCDS": 8,
     }
-    return _compile(kernel, types, constexprs, config.num_warps, config.num_stages)
+    in_a_buffer = ("out_pointer",) if kind == "outer" else ("w_pointer",)
+    ranged = [*pointers, "offsets"] if small else [name for name in pointers if name not in in_a_buffer]
+    return _compile(kernel, types, constexprs, small=ranged, **config.launch_options())
 
 
 def _vocabulary_rows(gradient: bool) -> TritonObject:
@@ -305,7 +312,11 @@ CASES: dict[str, Callable[[], TritonObject]] = {
         f"cca_prologue_{which}": functools.partial(_cca_prologue, which)
         for which in ("forward", "norm", "input", "weight", "sum")
     },
-    **{f"grouped_{kind}": functools.partial(_grouped_product, kind) for kind in ("rows_t", "rows", "outer")},
+    **{
+        f"grouped_{kind}{'_small' * small}": functools.partial(grouped_product, kind, small=small)
+        for kind in ("rows_t", "rows", "outer")
+        for small in (False, True)
+    },
     "router_mlp_forward": lambda: router_mlp("forward"),
     "router_mlp_backward": lambda: router_mlp("backward"),
     "expert_count": lambda: _expert_rows("count"),

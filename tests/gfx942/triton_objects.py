@@ -50,6 +50,7 @@ def compiled_kernel(
     signature: Mapping[str, str],
     constexprs: Mapping[str, object],
     divisible_by_16: Sequence[str] = (),
+    small: Sequence[str] = (),
     **options,
 ):
     """Triton's compilation of a @triton.jit function for `target`, the arguments of a GPUTarget; no such device is
@@ -71,7 +72,11 @@ def compiled_kernel(
     missing = [name for name in fn.arg_names if name not in full]
     if missing:
         raise ValueError(f"{fn.__name__}: no signature for {', '.join(missing)}")
-    attributes = {(fn.arg_names.index(name),): [["tt.divisibility", 16]] for name in divisible_by_16}
+    attributes = {
+        (place,): [["tt.divisibility", 16]] * (name in divisible_by_16) + [["tt.pointer_range", 32]] * (name in small)
+        for place, name in enumerate(fn.arg_names)
+        if name in {*divisible_by_16, *small}
+    }
     source = ASTSource(fn=fn, signature=full, constexprs=dict(constexprs), attrs=attributes)
     return triton.compile(source, target=GPUTarget(*target), options=options)
 
@@ -84,6 +89,7 @@ def triton_code_object(
     num_warps: int = 4,
     num_stages: int = 2,
     divisible_by_16: Sequence[str] = (),
+    small: Sequence[str] = (),
     **options,
 ) -> TritonObject:
     """`compiled_kernel` for gfx942, kept as a file."""
@@ -93,6 +99,7 @@ def triton_code_object(
         signature,
         constexprs,
         divisible_by_16,
+        small,
         num_warps=num_warps,
         num_stages=num_stages,
         **options,

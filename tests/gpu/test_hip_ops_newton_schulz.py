@@ -13,7 +13,7 @@ from hip_ops import use_kernels
 from hip_ops.newton_schulz import captured, hip, quack
 from hip_ops.newton_schulz.coefficients import COEFFICIENT_SETS, coefficient_triples
 from hip_ops.newton_schulz.iteration import normalised
-from hip_ops.newton_schulz.plan import make_plan
+from hip_ops.newton_schulz.plan import TILE_SIDES, make_plan
 from hip_ops.newton_schulz.product_configs import TABLE, ProductConfig, choose_config
 from hip_ops.runtime.quack_tiles import available
 from tests.hip_ops.newton_schulz_bounds import singular_value_interval
@@ -48,6 +48,29 @@ def test_symmetric_product(chosen, dtype, batch, n, k):
         got = products.symmetric(a, a, case.d, case.alpha, case.beta)
         assert torch.equal(got, got.mT)
         assert case.worst_ulps(got) <= ROUNDED_ONCE
+
+
+@pytest.mark.parametrize("tile", TILE_SIDES)
+def test_every_tile_of_the_hip_products(tile):
+    """Built by nvcc on NVIDIA, so small sizes: tiles past the end, one tile on the diagonal and one below it."""
+    case = cuda(symmetric_case(2, tile + 72, 168, "bf16"))
+    with use_kernels(newton_schulz="hip"):
+        got = hip._symmetric(case.a, case.a, case.d, case.alpha, case.beta, tile=tile)
+        assert torch.equal(got, got.mT) and case.worst_ulps(got) <= ROUNDED_ONCE
+        case = cuda(general_case(2, tile + 72, tile + 8, 168, "fp16"))
+        turned = torch.empty((2, tile + 8, tile + 72), dtype=FP16, device=DEVICE)
+        got = hip._general(case.a, case.b, case.d, case.alpha, case.beta, transposed=turned, tile=tile)
+        assert torch.equal(turned, got.mT) and case.worst_ulps(got) <= ROUNDED_ONCE
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP16, torch.float32])
+def test_the_start_of_hip_has_torchs_bits(dtype):
+    for shape in ((3, 136, 72), (2, 35, 71)):
+        x = torch.randn(shape, device=DEVICE).to(dtype)
+        with use_kernels(newton_schulz="hip"):
+            start, turned = hip._start(x, None, 1e-7, 2.0**8, FP16)
+        want = normalised(x, None, 1e-7, 2.0**8, torch.empty_like(start))
+        assert torch.equal(start, want) and torch.equal(turned, want.mT)
 
 
 def test_general_product(chosen):

@@ -11,23 +11,28 @@ from torch import Tensor
 
 from hip_ops.grouped_product.configs import GroupedConfig, choose_config
 from tests.gfx942.emulator import Counters, Device
+from tests.gfx942.inner_loop import mfma_passes
+from tests.gfx942.triton_cases import grouped_product
 from tests.gfx942.triton_objects import triton_code_object
 from tests.hip_ops.expert_path_device import NUMPY, TYPES, to_numpy, to_torch
 
 NUMPY = {**NUMPY, torch.float16: np.uint16}
 TYPES = {**TYPES, torch.float16: "*fp16"}
-SMALL = replace(choose_config("gfx942", "rows", 1, 1, 1), block_m=32, block_n=32, block_k=32, num_warps=1)
+SMALL = replace(
+    choose_config("gfx942", "rows", 1, 1, 1), block_m=32, block_n=32, block_k=32, num_warps=1, matrix_instr_nonkdim=32
+)
 
 
 @dataclass
 class GroupedOnDevice:
     """programs: how many walk the tiles; XCDs are not emulated by their number, but the order of tiles over eight of
-    them is the kernel's.
+    them is the kernel's. small: all tensors are compiled as below 2 GiB, hence for buffer instructions.
     """
 
     device: Device = field(default_factory=Device)
     config: GroupedConfig = SMALL
     programs: int = 3
+    small: bool = False
     counters: Counters | None = None
 
     def run(self, kernel, tensors: dict[str, tuple], sizes: dict[str, int], constants: dict) -> None:
@@ -48,7 +53,12 @@ class GroupedOnDevice:
         }
         divisible = [name for name in signature if name in tensors or sizes[name] % 16 == 0]
         code = triton_code_object(
-            kernel, signature, constants, num_warps=c.num_warps, num_stages=c.num_stages, divisible_by_16=divisible
+            kernel,
+            signature,
+            constants,
+            divisible_by_16=divisible,
+            small=list(tensors) if self.small else (),
+            **c.launch_options(),
         )
         given = [tensors[name][0] if name in tensors else np.int32(sizes[name]) for name in signature]
         self.counters = code.launch(self.device, (self.programs, 1, 1), given)
@@ -100,3 +110,27 @@ class GroupedOnDevice:
         )
         self.run(grouped_pointer_outer_kernel, tensors, sizes, {"ACCUMULATE": accumulate})
         out.copy_(to_torch(buffer.read()).view(out.dtype).view_as(out))
+
+
+def lds_time(kind: str, config: GroupedConfig) -> float:
+    """LDS cycles of a step of the inner loop relative to its MFMA time: of a tile with many steps less one with few."""
+    compiled, totals = grouped_product(kind, config), []
+    for k in (128, 384):
+        device = Device(allow_shifted_waves=True)
+        shapes = {
+            "rows_t": ((config.block_m, k), (config.block_n, k)),
+            "rows": ((config.block_m, k), (k, config.block_n)),
+            "outer": ((k, config.block_m), (k, config.block_n)),
+        }[kind]
+        a, b = (device.put(np.zeros(shape, np.uint16)) for shape in shapes)
+        m, n, outer = config.block_m, config.block_n, kind == "outer"
+        out = device.put(np.zeros((m, n), np.float32 if outer else np.uint16))
+        sizes = (1, m, n, m, n, m * n, n) if outer else (1, n, k, k, n * k, shapes[1][1])
+        offsets = device.put(np.full(16, k if outer else m, np.int32))
+        found = compiled.launch(device, 1, [a, b, out, offsets, *map(np.int32, sizes)])
+        # a pass takes 4 cycles, and the passes of four SIMDs run beside each other
+        totals.append(
+            (found.lds_cycles, sum(mfma_passes(name) * count for name, count in found.mfma_by_opcode.items()))
+        )
+    (few, short), (many, long) = totals
+    return (many - few) / (long - short)

@@ -16,14 +16,21 @@ from hip_ops.runtime.build import CSRC
 from tests.gfx942.emulator import Counters, Device
 from tests.gfx942.toolchain import code_object
 from tests.hip_ops.kernel_files import kernel_source
-from tests.hip_ops.product_cases import DTYPES, Case, bits, from_bits
+from tests.hip_ops.product_cases import DTYPES, Case, bits, from_bits, general_case
 
 SOURCE = "symmetric_product"
-THREADS = 256
+
+
+def side(kernel: str) -> int:
+    return int(found[1]) if (found := re.search(r"_(256|128|64)$", kernel)) else 64
+
+
+def threads(kernel: str) -> tuple[int]:
+    return (512 if side(kernel) == 256 else 256,)
 
 
 def tiles(rows: int, kernel: str) -> int:
-    return -(-rows // (128 if kernel.endswith("_128") else 64))
+    return -(-rows // side(kernel))
 
 
 def run_symmetric(device: Device, kernel: str, case: Case, code: Path | None = None) -> tuple[Tensor, Counters]:
@@ -38,7 +45,7 @@ def run_symmetric(device: Device, kernel: str, case: Case, code: Path | None = N
         code or code_object(SOURCE),
         kernel,
         (batch * rows * (rows + 1) // 2,),
-        (THREADS,),
+        threads(kernel),
         [a, b, d, c, np.int32(n), np.int32(k), np.float32(case.alpha), np.float32(case.beta), np.float32(case.gamma)],
     )
     return from_bits(c.read(), case.a.dtype), counters
@@ -61,7 +68,7 @@ def run_general(
         code or code_object(SOURCE),
         kernel,
         (batch * tiles(m, kernel) * tiles(n, kernel),),
-        (THREADS,),
+        threads(kernel),
         [
             device.put(bits(case.a)),
             device.put(bits(case.b)),
@@ -80,6 +87,21 @@ def run_general(
     return from_bits(c.read(), dtype), from_bits(t.read(), dtype) if transposed else None, counters
 
 
+def product_lds_time(side: int) -> float:
+    """Returns the LDS cycles of a step of a general product's inner loop relative to its MFMA time, from two products of
+    one tile that differ in their steps. No access has bank conflicts.
+    """
+    totals = []
+    for k in (256, 512):
+        case = general_case(1, side, side, k, "bf16", with_d=False)
+        _, _, counters = run_general(Device(), f"ho_general_bf16_{side}", case, transposed=False)
+        assert counters.lds_bank_conflicts == 0
+        # an MFMA takes 8 passes of 4 cycles, on one of four SIMDs
+        totals.append((counters.lds_cycles, 8 * counters.mfma))
+    (few, short), (many, long) = totals
+    return (many - few) / (long - short)
+
+
 def variant(folder: Path, kernels: Iterable[str], substitutions: Iterable[tuple[str, str, str]] = ()) -> Path:
     """A copy of the source in `folder` with only `kernels` in it and no launchers, which compiles in a second, after
     textual substitutions (file, old, new), each of which must occur exactly once.
@@ -94,7 +116,7 @@ def variant(folder: Path, kernels: Iterable[str], substitutions: Iterable[tuple[
         texts[file] = texts[file].replace(old, new)
     source, found = texts[f"{SOURCE}.hip"], set()
     kept = []
-    for line in source[: source.index("\nstruct TileChoice")].splitlines():
+    for line in source[: source.index("\nstatic bool aligned16")].splitlines():
         instance = re.match(r"(?:SYMMETRIC|GENERAL)_KERNEL\((\w+), \w+, \d", line)
         if instance is None or instance[1] in kernels:
             kept.append(line)

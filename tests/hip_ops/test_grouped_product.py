@@ -6,6 +6,7 @@ Triton's table.
 import functools
 import json
 import logging
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -299,26 +300,48 @@ def test_the_loop_on_an_accelerator_is_announced_once(monkeypatch, caplog):
 # Triton's table
 
 
-@pytest.mark.parametrize("architecture", ["sm_90", "gfx942"])
-def test_table_has_every_kind_and_fits_the_machine(architecture):
-    part = configs.read_table()[architecture]
+def test_table_has_every_kind_and_fits_the_machine():
+    part = configs.read_table()["sm_90"]
     assert part["measured_on"] and {row["kind"] for row in part["rows"]} == set(configs.KINDS)
     for row in part["rows"]:
         config = row["config"]
-        assert config.shared_memory(4 if row["kind"] == "outer" else 2) <= configs.SHARED_MEMORY[architecture]
+        assert config.shared_memory(4 if row["kind"] == "outer" else 2) <= configs.SHARED_MEMORY["sm_90"]
         assert config.block_n // config.parts >= 16 and config.parts in (
             (1, 2) if row["kind"] != "outer" else (1, 2, 4)
         )
-        if architecture == "sm_90":  # a warp group takes 64 rows or more
-            assert config.block_m % (64 * config.num_warps // 4) == 0
-        else:
-            assert not config.descriptors
-        assert configs.choose_config(architecture, row["kind"], row["rows"], row["k"], row["n"]) == config
+        # a warp group takes 64 rows or more
+        assert config.block_m % (64 * config.num_warps // 4) == 0
+        assert config.launch_options().keys() == {"num_warps", "num_stages"}  # NVIDIA's compiler refuses AMD's options
+        assert configs.choose_config("sm_90", row["kind"], row["rows"], row["k"], row["n"]) == config
+
+
+@pytest.mark.parametrize("kind", configs.KINDS)
+def test_candidates_of_mi300x(kind):
+    assert configs.derived_config(kind, 16, 1024, 4096, 2048) in [each.config for each in configs.DERIVED[kind]]
+    for candidate in configs.DERIVED[kind]:
+        assert not candidate.config.descriptors and candidate.config.parts == 1
+
+
+def test_the_tile_of_mi300x_depends_on_rounds_over_its_compute_units():
+    def side(kind, rows, k, n):
+        chosen = configs.choose_config("gfx942", kind, rows, k, n)
+        return chosen.block_m, chosen.block_n
+
+    # 16 experts of 1024 rows: 16 * 4.5 * 16 = 1152 tiles of 256 x 256 in 4 rounds of 304, 4352 of 128 x 128 in 15
+    assert side("rows_t", 1024, 2048, 4096) == side("rows", 1024, 4096, 2048) == (256, 256)
+    # 512 rows: 640 tiles of 256 x 256 would take 3 rounds, the last of them nearly empty; 2304 small ones take 8
+    assert side("rows_t", 512, 2048, 4096) == (128, 128)
+    assert side("rows", 16, 4096, 2048) == (128, 128)
+    assert side("outer", 1024, 4096, 2048) == (128, 256) and side("outer", 16, 136, 264) == (128, 128)
+    # no multiples of 64
+    assert side("rows_t", 1024, 2048, 4104) == side("rows", 1024, 4112, 2048) == (128, 128)
 
 
 def test_configurations_of_devices_that_the_table_does_not_know():
     assert not configs.choose_config("sm_80", "rows", 100, 64, 64).descriptors
-    assert configs.choose_config("gfx950", "rows", 100, 64, 64) == configs.choose_config("gfx942", "rows", 100, 64, 64)
+    shape = ("rows_t", 1024, 2048, 4096)
+    known = configs.choose_config("gfx942", *shape)
+    assert known.kpack == 2 and configs.choose_config("gfx950", *shape) == replace(known, kpack=1)
     assert configs.ANY_NVIDIA.shared_memory(2) <= 98304
 
 
@@ -333,5 +356,9 @@ def test_written_table_reads_back(tmp_path):
         "measured_on": "a test",
         "rows": [{"kind": "outer", "rows": 8, "k": 9, "n": 7, "config": {"block_n": 128, "parts": 2}, "ms": 0.5}],
     }
-    assert written["gfx942"] == json.loads(configs.TABLE.read_text())["gfx942"]
     assert configs.read_table(path)["sm_90"]["rows"][0]["config"] == config
+    mine = replace(config, kpack=2)
+    row = {"kind": "outer", "rows": 8, "k": 9, "n": 7, "config": mine, "ms": 0.5}
+    configs.write_table("gfx942", [row], "another test", path)
+    assert json.loads(path.read_text())["sm_90"] == written["sm_90"]
+    assert configs.read_table(path)["gfx942"]["rows"][0]["config"] == mine

@@ -5,9 +5,13 @@ result once.
 
 import pytest
 
+from hip_ops.grouped_product.configs import DERIVED, SHARED_MEMORY
+from tests.gfx942.budgets import resources
 from tests.gfx942.emulator import Device
+from tests.gfx942.inner_loop import inner_loop
+from tests.gfx942.triton_cases import grouped_product
 from tests.hip_ops.grouped_cases import Grouped, check_outer, check_rows
-from tests.hip_ops.grouped_device import GroupedOnDevice
+from tests.hip_ops.grouped_device import GroupedOnDevice, lds_time
 
 UNEVEN = Grouped((0, 3, 0, 37, 5), 48, 40)
 CASES = [UNEVEN, Grouped((33, 1), 32, 64, "fp16", padding_rows=0), Grouped((5, 6), 35, 33, "bf16", pad=3)]
@@ -49,3 +53,51 @@ def test_every_result_is_written_once_and_products_use_matrix_units():
     assert on_device.counters.mfma == steps * 2 * (32 * 32 * 32) // (32 * 32 * 8)
     assert on_device.counters.global_store_bytes == 2 * case.k * case.n * 4
     assert on_device.counters.atomics == 0
+
+
+# The tiles that an MI300X runs
+
+
+CANDIDATES = [
+    pytest.param(kind, candidate, id=f"{kind}-{candidate.config.block_m}x{candidate.config.block_n}")
+    for kind, candidates in DERIVED.items()
+    for candidate in candidates
+]
+
+
+WIDEST = [pytest.param(kind, each[0], False, id=kind) for kind, each in DERIVED.items()]
+OTHERS = [
+    pytest.param(
+        kind, each, small, id=f"{kind}-{each.config.block_m}x{each.config.block_n}-{small}", marks=pytest.mark.slow
+    )
+    for kind, candidates in DERIVED.items()
+    for each in candidates
+    for small in (False, True)
+    if small or each is not candidates[0]
+]
+
+
+@pytest.mark.parametrize("kind, candidate, small", WIDEST + OTHERS)
+def test_numbers_of_every_candidate(kind, candidate, small):
+    """An expert without rows, rows past a tile's end, columns past a tile's end, fewer rows than a slab. With small
+    tensors the code has buffer instructions.
+    """
+    case = Grouped((0, 270, 0, 5), 128, 320)
+    for schedule in ("lockstep", "reverse"):
+        on_device = GroupedOnDevice(Device(schedule, allow_shifted_waves=True), candidate.config, small=small)
+        if kind == "outer":
+            check_outer(on_device, case, True)
+        else:
+            check_rows(on_device, case, kind == "rows_t")
+
+
+@pytest.mark.parametrize("kind, candidate", CANDIDATES)
+def test_the_model_has_the_figures_of_the_compiled_code(kind, candidate):
+    compiled = grouped_product(kind, candidate.config)
+    found = resources(compiled.path, compiled.name, compiled.shared, compiled.threads)
+    loop = inner_loop(compiled.path, compiled.name)
+    assert (found.vgpr_spills, found.scratch) == (0, 0) and found.waves_per_simd == 2
+    assert found.lds <= SHARED_MEMORY["gfx942"]
+    assert not loop.named("ds_read_u16") and not loop.named("scratch")
+    assert loop.other_slots * 256 / loop.mfma_passes <= candidate.other_slots
+    assert lds_time(kind, candidate.config) * 256 == pytest.approx(candidate.lds, abs=0.5)

@@ -10,10 +10,13 @@ from unittest import mock
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import hip_ops
+from hip_ops import use_kernels
 from hip_ops.linear_cross_entropy import BROKEN_PROMISE
 from hip_ops.linear_cross_entropy.saved import chunk_for, saved_bytes, working_bytes
+from hip_ops.runtime import main_grad
 from hip_ops.runtime.main_grad import add_product_
 from hip_ops.runtime.operator import OPERATORS
 from tests.hip_ops.cpu_kernels import run_python
@@ -287,6 +290,62 @@ def test_add_product(fp32_total):
     torch.testing.assert_close(
         total.double(), want, rtol=1e-6 if fp32_total else 2**-7, atol=1e-6 if fp32_total else 2**-7
     )
+
+
+class Products(TorchDispatchMode):
+    """Collects the dtypes of all operands of matrix products."""
+
+    def __init__(self):
+        super().__init__()
+        self.dtypes = set()
+
+    def __torch_dispatch__(self, function, types, arguments=(), named=None):
+        if function.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.addmm_):
+            self.dtypes |= {each.dtype for each in arguments}
+        return function(*arguments, **(named or {}))
+
+
+def test_a_device_without_products_into_fp32_rounds_them_before_the_sum(monkeypatch, caplog):
+    """A CPU is such a device for the check; elsewhere it multiplies fp32 operands."""
+    monkeypatch.setattr(main_grad, "ROUNDED_ELEMENTS", 3 * 4)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    with caplog.at_level("WARNING", logger="hip_ops"):
+        assert main_grad.fp32_product.__wrapped__(torch.device("cpu"), BF16) is None
+    assert "are rounded to it before they are added to fp32 weight gradients; addmm: " in caplog.text
+    monkeypatch.setattr(main_grad, "fp32_product", lambda device, dtype: None)
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
+    a, b, total = torch.randn(9, 10).bfloat16(), torch.randn(9, 4).bfloat16(), torch.randn(10, 4)
+    assert main_grad.way_of_adding(total, a) == "rounded" and main_grad.way_of_adding(a, a) == "same"
+    want, split = total + (a.t() @ b), total.clone()
+    with Products() as found:
+        assert add_product_(total, a, b) is total
+        main_grad.add_products_(list(split.split([6, 4])), a, b)
+    torch.testing.assert_close(total, want, rtol=0, atol=1e-6)
+    torch.testing.assert_close(split, want, rtol=0, atol=1e-6)
+    assert found.dtypes == {BF16}
+
+
+@pytest.mark.parametrize("promised", [True, False])
+def test_the_head_on_a_device_without_products_into_fp32(monkeypatch, promised):
+    hidden, weight, labels, grad = inputs(40, 16, 300, BF16)
+
+    def run():
+        total = torch.zeros(weight.shape)
+        with chunks_of(16), use_kernels("reference"), Products() as found:
+            promise = {"promised_grad": grad} if promised else {}
+            losses = hip_ops.linear_cross_entropy(hidden, weight, labels, main_grad=total, **promise)
+            (losses * grad).sum().backward()
+        return total, found.dtypes
+
+    (exact, wide), way = run(), main_grad.way_of_adding
+    monkeypatch.setattr(main_grad, "way_of_adding", lambda total, a: "rounded" if len(total) == 300 else way(total, a))
+    # as scaled_product on such a device
+    monkeypatch.setattr(MODULE, "scaled_product", lambda a, b, factors, out: torch.mm(a, b, out=out).mul_(factors))
+    rounded, narrow = run()
+    assert torch.float32 in wide
+    error = (rounded - exact).norm() / exact.norm()
+    assert 0 < error < 2**-8, error
+    assert narrow == {BF16}
 
 
 def peak_bytes(run) -> int:

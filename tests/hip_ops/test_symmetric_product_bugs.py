@@ -36,7 +36,7 @@ BUGS = {
     "beta ignored": (EPILOGUE, "value += p.beta * ", "value += "),
     "a lost barrier between writing and storing the result tile": (
         EPILOGUE,
-        "block_sync_lds();\n    tile.template store<kVector>(p.c",
+        "block_sync_lds();\n        tile.template store<kVector>(p.c",
         "tile.template store<kVector>(p.c",
     ),
     "the main loop one slab too long": (TILE, "slab + 5 <= full", "slab + 4 <= full"),
@@ -48,12 +48,25 @@ BUGS = {
 }
 
 
-def caught(code) -> str | None:
+LARGE = "ho_symmetric_bf16_256"
+BUGS_OF_THE_LARGE_TILE = {
+    "one row of waves writes both halves of the tile": (EPILOGUE, "|| wave_row == part", "|| wave_row == 0"),
+    "the mirror image of a half from the wrong waves": (EPILOGUE, "wave_column / 2 == part", "wave_column % 2 == part"),
+    "the second half written while the first is stored": (
+        EPILOGUE,
+        "HO_OPAQUE(column_here);\n        if (part > 0) block_sync_lds();",
+        "HO_OPAQUE(column_here);",
+    ),
+    "the last row of threads copies nothing": (TILE, "kLoads = kSide * (kSlab / 8) / kThreads;", "kLoads = 1;"),
+}
+
+
+def caught(code, kernel: str = KERNEL) -> str | None:
     """Return the errors that the checks find under two schedules, or None."""
-    case = symmetric_case(1, 72, 200, "bf16")
+    case = symmetric_case(1, 264 if kernel == LARGE else 72, 200, "bf16")
     for schedule in ("serial", "reverse"):
         try:
-            got, _ = run_symmetric(Device(schedule=schedule), KERNEL, case, code)
+            got, _ = run_symmetric(Device(schedule=schedule), kernel, case, code)
         except EmulatorFault as fault:
             return f"{type(fault).__name__}: {fault}"
         if not got.isfinite().all():
@@ -65,8 +78,9 @@ def caught(code) -> str | None:
     return None
 
 
-def test_the_copy_without_a_bug_passes(tmp_path):
-    assert caught(code_object(variant(tmp_path, [KERNEL]))) is None
+@pytest.mark.parametrize("kernel", [KERNEL, LARGE])
+def test_the_copy_without_a_bug_passes(tmp_path, kernel):
+    assert caught(code_object(variant(tmp_path, [kernel])), kernel) is None
 
 
 ALWAYS = 8  # the others with the slow tests
@@ -77,5 +91,14 @@ ALWAYS = 8  # the others with the slow tests
 )
 def test_bug_is_caught(bug, tmp_path):
     found = caught(code_object(variant(tmp_path, [KERNEL], [BUGS[bug]])))
+    print(f"{bug}: {found}")
+    assert found is not None
+
+
+@pytest.mark.parametrize(
+    "bug", [pytest.param(bug, marks=[pytest.mark.slow] if i else []) for i, bug in enumerate(BUGS_OF_THE_LARGE_TILE)]
+)
+def test_bug_of_the_large_tile_is_caught(bug, tmp_path):
+    found = caught(code_object(variant(tmp_path, [LARGE], [BUGS_OF_THE_LARGE_TILE[bug]])), LARGE)
     print(f"{bug}: {found}")
     assert found is not None

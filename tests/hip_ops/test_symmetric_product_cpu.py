@@ -31,7 +31,7 @@ def check(code, got, want):
     assert code == 0, code
     assert np.abs(widen(got) - want).max() <= 2**-7 * np.abs(want).max(), np.abs(widen(got) - want).max()
 
-for n, k, tile, is_half in ((40, 168, 128, 0), (72, 168, 64, 0), (40, 40, 64, 1), (77, 45, 64, 0), (1, 1, 64, 1)):
+for n, k, tile, is_half in ((40, 168, 128, 0), (72, 168, 64, 0), (200, 72, 256, 0), (40, 40, 64, 1), (77, 45, 64, 0), (1, 1, 64, 1)):
     a, d = half(1, n, k), half(1, n, n)
     d = d + d.transpose(0, 2, 1)
     if not is_half:
@@ -41,7 +41,7 @@ for n, k, tile, is_half in ((40, 168, 128, 0), (72, 168, 64, 0), (40, 40, 64, 1)
     x = widen(a)
     check(code, c, 1.5 * x @ x.transpose(0, 2, 1) - 0.5 * widen(d) + 2 * np.eye(n))
     assert (c == c.transpose(0, 2, 1)).all()
-for m, n, k, tile, to_bf16 in ((40, 72, 40, 128, 0), (72, 40, 40, 64, 1), (35, 31, 33, 64, 0)):
+for m, n, k, tile, to_bf16 in ((40, 72, 40, 128, 0), (72, 40, 40, 64, 1), (136, 200, 40, 256, 1), (35, 31, 33, 64, 0)):
     a, b, d = half(1, m, k), half(1, n, k), half(1, m, n)
     c = np.empty((1, m, n), np.uint16 if to_bf16 else np.float16)
     t = np.empty((1, n, m), c.dtype)
@@ -63,10 +63,10 @@ def test_sanitizers_find_nothing():
 
 def test_refused_arguments():
     kernels = cpu_kernels("symmetric_product")
-    assert kernels.ho_symmetric_product(None, None, None, None, 1, 8, 0, 1.0, 0.0, 0.0, 0, 0, None) == -1  # no k
+    assert kernels.ho_symmetric_product(None, None, None, None, 1, 8, 0, 1.0, 0.0, 0.0, 0, 64, None) == -1  # no k
     # no such tile
     assert kernels.ho_symmetric_product(None, None, None, None, 1, 8, 8, 1.0, 0.0, 0.0, 0, 96, None) == -1
     # offsets beyond 32 bits
-    assert kernels.ho_symmetric_product(None, None, None, None, 1, 2**17, 2**16, 1.0, 0.0, 0.0, 0, 0, None) == -1
+    assert kernels.ho_symmetric_product(None, None, None, None, 1, 2**17, 2**16, 1.0, 0.0, 0.0, 0, 64, None) == -1
     # no batch
-    assert kernels.ho_general_product(None, None, None, None, None, 0, 8, 8, 8, 1.0, 0.0, 0, 0, 0, None) == -1
+    assert kernels.ho_general_product(None, None, None, None, None, 0, 8, 8, 8, 1.0, 0.0, 0, 0, 64, None) == -1

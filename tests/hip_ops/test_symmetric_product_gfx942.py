@@ -9,11 +9,13 @@ import numpy as np
 import pytest
 import torch
 
+from hip_ops.newton_schulz import _wide_tiles_example
+from hip_ops.newton_schulz.plan import TILE_SIDES, tile_side
 from tests.gfx942.emulator import SCHEDULES, Device
 from tests.gfx942.inner_loop import inner_loop, machine_code_analysis
 from tests.gfx942.toolchain import code_object
 from tests.hip_ops.product_cases import DTYPES, ROUNDED_ONCE, bits, from_bits, general_case, symmetric_case
-from tests.hip_ops.product_device import run_general, run_symmetric, tiles, variant
+from tests.hip_ops.product_device import product_lds_time, run_general, run_symmetric, tiles, variant
 
 MFMA_FLOPS = 2 * 32 * 32 * 8
 
@@ -28,7 +30,10 @@ def under(all_schedules: list[tuple], one: list[tuple]) -> list:
 @pytest.mark.parametrize(
     "schedule, kernel, batch, n, k, with_d, gamma",
     under(
-        [("ho_symmetric_bf16_128", 1, 136, 168, True, 0.0)],  # main loop, drain, tail of k and of n
+        [
+            ("ho_symmetric_bf16_128", 1, 136, 168, True, 0.0),  # main loop, drain, tail of k and of n
+            ("ho_symmetric_bf16_256", 1, 328, 168, True, 2.0),
+        ],
         [("ho_symmetric_fp16_64", 2, 72, 168, True, 2.0), ("ho_symmetric_bf16_any", 1, 77, 45, False, 0.0)],
     ),
 )
@@ -43,7 +48,11 @@ def test_symmetric_product_is_right_and_symmetric(schedule, kernel, batch, n, k,
     "schedule, kernel, batch, m, n, k, bf16_result",
     under(
         [("ho_general_fp16_64", 1, 72, 136, 40, True)],
-        [("ho_general_bf16_128", 1, 136, 72, 168, False), ("ho_general_fp16_any", 1, 35, 71, 33, False)],
+        [
+            ("ho_general_bf16_128", 1, 136, 72, 168, False),
+            ("ho_general_fp16_any", 1, 35, 71, 33, False),
+            ("ho_general_fp16_256", 1, 264, 200, 168, True),
+        ],
     ),
 )
 def test_general_product_and_its_transpose(schedule, kernel, batch, m, n, k, bf16_result):
@@ -67,15 +76,28 @@ def test_two_commuting_factors_give_an_exactly_symmetric_result():
     assert (got.double() - exact).abs().max() <= 2**-8 * exact.abs().max()
 
 
-def test_matrix_instructions_bytes_and_bank_conflicts():
-    n, k, tile = 1024, 32, 128
+def test_the_side_of_the_tiles_depends_on_rounds_over_304_compute_units():
+    # 16 matrices of side 2048: 576 tiles of 256 in 2 rounds, 2176 of 128 in 8
+    assert tile_side(True, 16, 2048, 2048) == 256 and tile_side(False, 16, 4096, 2048) == 256
+    # one: 36 tiles of 256, or 136 of 128 in one round, or 528 of 64 in two
+    assert tile_side(True, 1, 2048, 2048) == 64 and tile_side(False, 1, 2048, 2048) == 128
+    assert tile_side(True, 16, 256, 256) == 64
+    # the self-check's example reaches the widest tiles
+    x = _wide_tiles_example(torch.device("meta"))[0]
+    assert tile_side(True, len(x), 1024, 1024) == tile_side(False, len(x), 1280, 1024) == 256
+
+
+@pytest.mark.parametrize("tile", [128, 256])
+def test_matrix_instructions_bytes_and_bank_conflicts(tile):
+    n, k = 1024, 32
+    kernel = f"ho_symmetric_bf16_{tile}"
     case = symmetric_case(1, n, k, "bf16", with_d=False)
-    _, counters = run_symmetric(Device(), "ho_symmetric_bf16_128", case)
+    _, counters = run_symmetric(Device(), kernel, case)
     # half of 2 n^2 k, and the upper half of the diagonal's tiles
     half_and_diagonal = (n * n * k + tile * n * k) / MFMA_FLOPS
     assert counters.mfma == half_and_diagonal  # the limit is 1.1 times that
-    assert counters.mfma <= 0.5625 * 2 * n * n * k / MFMA_FLOPS
-    rows = tiles(n, "_128")
+    assert counters.mfma <= (0.5 + tile / n / 2) * 2 * n * n * k / MFMA_FLOPS
+    rows = tiles(n, kernel)
     assert counters.global_load_bytes == rows * (rows + 1) // 2 * 2 * tile * k * 2
     # every 64-byte segment that is touched is used whole
     assert counters.global_load_transactions * 64 == counters.global_load_bytes
@@ -122,17 +144,19 @@ def test_tiles_of_one_matrix_stay_on_one_xcd(tmp_path):
     assert min(unmapped.xcd_bytes()) >= 4 * one_matrix
 
 
-@pytest.mark.parametrize(
-    "kernel", ["ho_symmetric_bf16_128", "ho_symmetric_fp16_128", "ho_general_bf16_128", "ho_general_fp16_128"]
-)
-def test_inner_loop_keeps_the_matrix_units_busy(kernel):
+@pytest.mark.parametrize("side", [128, 256])
+@pytest.mark.parametrize("kernel", ["ho_symmetric_bf16", "ho_symmetric_fp16", "ho_general_bf16", "ho_general_fp16"])
+def test_inner_loop_keeps_the_matrix_units_busy(kernel, side):
     """MFMA passes are at least 4 times all other issue slots from header to back edge; each barrier is followed by
-    products with no wait in between; global loads are never drained; LDS is read and written 16 bytes at a time.
+    products with no wait in between; global loads are never drained; LDS is read and written 16 bytes at a time. The rule
+    for the tile knows the slots.
     """
+    kernel = f"{kernel}_{side}"
     loop = inner_loop(code_object("symmetric_product"), kernel)
     print(f"{kernel}: {loop.mfma_passes} passes, {loop.other_slots} other slots, {loop.passes_per_slot:.2f}")
-    assert loop.mfma_passes == 32 * 8  # two slabs of 32, 2 x 2 accumulators
-    assert loop.passes_per_slot >= 4
+    accumulators = {128: 2 * 2, 256: 4 * 2}[side]
+    assert loop.mfma_passes == 2 * 4 * accumulators * 8  # two slabs of 32
+    assert loop.passes_per_slot >= 4 and 256 / loop.passes_per_slot <= TILE_SIDES[side][0]
     assert len(loop.named("s_barrier")) == 2 and loop.full_waits_after_barriers() == []
     code = [instruction.text for instruction in loop.instructions] * 2
     for start in (i for i, text in enumerate(code[: len(code) // 2]) if text.startswith("s_barrier")):
@@ -141,7 +165,10 @@ def test_inner_loop_keeps_the_matrix_units_busy(kernel):
     drained = [int(match[1]) for text in code if (match := re.search(r"vmcnt\((\d+)\)", text))]
     assert drained and min(drained) >= 7  # of 8 loads in flight
     assert [i.opcode for i in loop.named("(global|buffer|flat|scratch)_")] == ["global_load_dwordx4"] * 8
-    assert sorted(i.opcode for i in loop.named("ds_")) == ["ds_read_b128"] * 16 + ["ds_write_b128"] * 8
+    assert (
+        sorted(i.opcode for i in loop.named("ds_"))
+        == ["ds_read_b128"] * {128: 16, 256: 24}[side] + ["ds_write_b128"] * 8
+    )
     assert not loop.named("v_accvgpr")
 
 
@@ -150,6 +177,12 @@ def test_matrix_pipe_bounds_the_inner_loop():
     report = machine_code_analysis(inner_loop(code_object("symmetric_product"), "ho_symmetric_bf16_128"))
     assert report.block_throughput == 32 * 8
     assert report.cycles_an_iteration <= 1.05 * 32 * 8
+
+
+@pytest.mark.parametrize("side", TILE_SIDES)
+def test_lds_time(side):
+    """What the rule for the tile knows of LDS: time of a loop step relative to its MFMAs, without conflicts."""
+    assert product_lds_time(side) * 256 == TILE_SIDES[side][1]
 
 
 @pytest.mark.parametrize("symmetric", [True, False])

@@ -51,7 +51,8 @@ class Device:
     schedule: "lockstep", "serial" or "reverse", see scheduler.py. block_order: "forward", "reverse" or a sequence of
     all block ids. blocks_at_once: blocks stepped together; 1 runs block after block, None chooses about 64 waves.
     allow_cross_block: blocks may exchange data through global memory (atomics, split-K with a counter); turns
-    GlobalRace off.
+    GlobalRace off. allow_shifted_waves: a block's waves may wait at different barriers, which hardware only counts;
+    Triton's ping-pong schedule shifts half of the waves by one barrier.
     """
 
     def __init__(
@@ -61,11 +62,13 @@ class Device:
         blocks_at_once: int | None = None,
         allow_cross_block: bool = False,
         instruction_limit: int = 20_000_000,
+        allow_shifted_waves: bool = False,
     ):
         if schedule not in SCHEDULES:
             raise ValueError(f"schedule={schedule!r}: allowed are {', '.join(SCHEDULES)}")
         self.schedule, self.block_order, self.blocks_at_once = schedule, block_order, blocks_at_once
         self.allow_cross_block, self.instruction_limit = allow_cross_block, instruction_limit
+        self.allow_shifted_waves = allow_shifted_waves
         self.arena = Arena()
         self._images: dict[str, int] = {}
 
@@ -136,7 +139,12 @@ class Device:
             unwritten = [n for n in range(info.vgprs) if n not in written] + [512 + n for n in range(info.agprs)]
             unwritten += [1024 + n for n in range(106) if 1024 + n not in written]
             scheduler = Scheduler(
-                machine, program, Scoreboard(machine.waves, unwritten), self.schedule, self.instruction_limit
+                machine,
+                program,
+                Scoreboard(machine.waves, unwritten),
+                self.schedule,
+                self.instruction_limit,
+                self.allow_shifted_waves,
             )
             scheduler.run()
             executed += scheduler.executed

@@ -44,7 +44,9 @@ class UninitialisedRegister(EmulatorFault):
 
 
 class BarrierMismatch(EmulatorFault):
-    """Waves of one block wait at different barriers, or some ended while others wait."""
+    """Waves of one block wait at different barriers (if the device does not allow it), or some ended while others
+    wait.
+    """
 
 
 class LdsRace(EmulatorFault):

@@ -42,14 +42,21 @@ def mark_segments(instructions: list[Instruction]) -> None:
 
 class Scheduler:
     def __init__(
-        self, machine: Machine, instructions: list[Instruction], scoreboard: Scoreboard, schedule: str, limit: int
+        self,
+        machine: Machine,
+        instructions: list[Instruction],
+        scoreboard: Scoreboard,
+        schedule: str,
+        limit: int,
+        shifted_waves: bool = False,
     ):
-        self.m, self.code, self.scoreboard, self.schedule, self.limit = (
+        self.m, self.code, self.scoreboard, self.schedule, self.limit, self.shifted_waves = (
             machine,
             instructions,
             scoreboard,
             schedule,
             limit,
+            shifted_waves,
         )
         self.position_of = {instruction.pc: instruction.position for instruction in instructions}
         self.wide_stores = WideStores(machine.waves)
@@ -88,7 +95,7 @@ class Scheduler:
             if (states == ENDED).all():
                 continue
             waiting = states == AT_BARRIER
-            if not waiting.all() or (places != places[0]).any():
+            if not waiting.all() or ((places != places[0]).any() and not self.shifted_waves):
                 fault = BarrierMismatch(
                     "waves "
                     + ", ".join(
