@@ -55,7 +55,7 @@ class Case:
         make: sizes, device -> its arguments. flops: of its products, for operators that are limited by them.
         traffic: the bytes that it must move; None: all arguments once, results once, and what it changes twice.
         ulps: the largest error that the reference itself may have against fp64, in ULP of bf16.
-        chooses: it makes discrete choices, so the operator's own comparison decides instead.
+        chooses: it is the router, whose choices decide some of its results (`operators.routed`).
     """
 
     make: Callable[[Sizes, torch.device], tuple]
@@ -73,18 +73,20 @@ def _reference(folder: str, name: str, *arguments):
     return getattr(importlib.import_module(f"hip_ops.{folder}.reference"), name)(*arguments)
 
 
-def _norm(scaled: bool, backward: bool) -> Callable:
+def _norm(scaled: bool, backward: bool, kind: str = "rms_norm") -> Callable:
     def make(sizes: Sizes, device: torch.device) -> tuple:
         shape, h = (sizes.rows, sizes.batch, sizes.hidden), sizes.hidden
         x, stream = _normal(device, *shape), _normal(device, *shape, dtype=FP32)
         vectors = [_normal(device, h, scale=0.3, mean=mean) for mean in ((0, 1, 0, 1, 1) if scaled else (1,))]
-        name = "scaled_residual_rms_norm" if scaled else "add_rms_norm"
-        given = (x, stream, *vectors, 1e-5)
+        bias = [_normal(device, h)] if kind == "layer_norm" else []
+        given = (x, stream, *vectors, *bias, 1e-5)
         if not backward:
             return given
-        _, new_residual, rstd = _reference("rms_norm", name, *given)
+        name = f"scaled_residual_{kind}" if scaled else f"add_{kind}"
+        _, new_residual, *statistics = _reference("rms_norm", name, *given)
         upstream = _normal(device, *shape), _normal(device, *shape, dtype=FP32)
-        return (*upstream, x, stream, rstd, *vectors) if scaled else (*upstream, new_residual, rstd, *vectors, BF16)
+        saved = (x, stream, *statistics, *vectors) if scaled else (new_residual, *statistics, *vectors, BF16)
+        return *upstream, *saved
 
     return make
 
@@ -227,14 +229,17 @@ def _expert_flops(sizes: Sizes) -> float:
 
 
 CASES = {
-    "add_rms_norm": Case(_norm(False, False)),
-    "scaled_residual_rms_norm": Case(_norm(True, False)),
-    "add_rms_norm_backward": Case(_norm(False, True)),
-    "scaled_residual_rms_norm_backward": Case(_norm(True, True)),
+    **{
+        f"{merge}_{kind}{suffix}": Case(_norm(merge == "scaled_residual", bool(suffix), kind))
+        for kind in ("rms_norm", "layer_norm")
+        for suffix in ("", "_backward")
+        for merge in ("add", "scaled_residual")
+    },
     "cca_prologue": Case(_prologue(False), ulps=12.0),  # it rounds between the convolutions
     "cca_prologue_backward": Case(_prologue(True), ulps=12.0),
-    "router_mlp": Case(_router(False), chooses=True),
-    "router_mlp_backward": Case(_router(True), ulps=12.0),  # it rounds between the products
+    # it rounds between the products: 12.4 ULP backward on an H200
+    "router_mlp": Case(_router(False), ulps=25.0, chooses=True),
+    "router_mlp_backward": Case(_router(True), ulps=25.0),
     "sort_by_expert": Case(lambda sizes, device: (_ids(sizes, device, True), sizes.experts)),
     "gather_rows": Case(_gathered),
     "weighted_swiglu": Case(_swiglu(False)),

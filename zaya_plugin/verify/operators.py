@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from hip_ops import use_kernels
+from hip_ops.router_mlp import Routed
 from hip_ops.runtime import availability
 from hip_ops.runtime import conditions as self_check_conditions
 from hip_ops.runtime.operator import Operator, all_operators
@@ -28,6 +29,8 @@ from zaya_plugin.verify.operator_cases import BF16, CASES, SMALL, ZAYA1_BASE, Ca
 
 CALLS = {"cpu": 3, "cuda": 20}  # timed
 LARGEST = 4  # times the root mean square: about the largest of many normal numbers
+CLEAR = 2.0**-6  # of probability, by which a router's best class may be missed
+CLASSES = 9  # router_mlp's argument with one row for each class; the next are the biases
 FASTER = 1.1  # an override is proposed for a version that is faster than auto's choice by this factor
 # Least share of the speed of the copy or the product beside it. About half of what Triton reached on an H100 or H200
 # (docs/kernels.md); operators of a few microseconds have none.
@@ -86,7 +89,7 @@ def measured(operator: Operator, case: Case, sizes: Sizes, device: torch.device,
     """Return figures of every version of `operator`."""
     torch.manual_seed(SEED)
     arguments = case.make(sizes, device)
-    oracle = flat(called(operator.reference, wide(arguments)))
+    oracle = called(operator.reference, wide(arguments))
     want = called(operator.reference, copied(arguments))
     moved = case.traffic(sizes) if case.traffic else traffic(arguments, flat(want))
     found: dict[str, Any] = {"bytes": moved, "flops": case.flops(sizes) if case.flops else None, "versions": {}}
@@ -113,12 +116,19 @@ def one_version(operator: Operator, version: str, case: Case, arguments, oracle,
         if takes is not None and not takes(*arguments):
             return {"missing": "it does not take these arguments"}
         got = called(operator.run, given := copied(arguments))
+        tolerance = operator.tolerances.get(version, operator.tolerance)
         if case.chooses:
-            row["wrong"] = operator.compare(got, want, operator.tolerances.get(version, operator.tolerance))
+            row["lost"], mine = routed(got, oracle, arguments)
+            lost, theirs = routed(want, oracle, arguments)
+            exact = routed(oracle, oracle, arguments)[1]
+            if row["lost"] > (limit := max(CLEAR, 2 * lost)):
+                row["wrong"] = (
+                    f"it chooses a class of a probability {row['lost']:.3g} below the best, allowed {limit:.3g}"
+                )
         else:
-            row["ulps"] = errors(flat(got), oracle)
-            tolerance = operator.tolerances.get(version, operator.tolerance)
-            row["wrong"] = too_large(row["ulps"], errors(flat(want), oracle), tolerance, flat(got), flat(want))
+            mine, theirs, exact = flat(got), flat(want), flat(oracle)
+        row["ulps"] = errors(mine, exact)
+        row["wrong"] = row.get("wrong") or too_large(row["ulps"], errors(theirs, exact), tolerance, mine, theirs)
         if row["wrong"] is None and version == "reference" and in_bf16(row) > case.ulps:
             row["wrong"] = f"it errs by {in_bf16(row):.3g} ULP of bf16 against itself in fp64, allowed {case.ulps:g}"
         row["ms"] = 1e3 * probes.seconds(lambda: operator.run(*given), device, CALLS[device.type])
@@ -191,6 +201,20 @@ def called(function: Callable, arguments: tuple) -> list:
     """Call `function`; return [its result, the arguments as they are afterwards]."""
     with torch.no_grad():
         return [function(*arguments), list(arguments)]
+
+
+def routed(result: list, oracle: list, arguments: tuple) -> tuple[float, list[tuple[str, Tensor]]]:
+    """Return of a router's result: by how much probability, in fp64, its worst choice is below the best, and the results
+    that do not depend on where two classes are equal within rounding. Weights are taken where the choice is the oracle's.
+    """
+    mine, exact = Routed(*result[0]), Routed(*oracle[0])
+    classes = arguments[CLASSES].shape[0]
+    biased = exact.logits[:, :classes].softmax(-1) + arguments[CLASSES + 1]
+    lost = (biased.amax(-1) - biased.gather(1, mine.ids[:, None])[:, 0]).max().item()
+    weights = mine.weights.where(mine.ids == exact.ids, exact.weights.to(mine.weights))
+    miscounted = mine.statistics[:-1].long() - torch.bincount(mine.ids, minlength=classes)
+    kept = mine.state, mine.hidden1, mine.hidden2, mine.logits, weights, mine.statistics[-1:], miscounted
+    return lost, [*tensors_of(kept, "result")]
 
 
 def flat(result: list) -> list[tuple[str, Tensor]]:
