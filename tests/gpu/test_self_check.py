@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Test the self-check on a device: its conditions find mistakes that an idle device's default stream hides, and a start
 takes seconds.
-
-Not run yet.
 """
 
 import os
