@@ -48,49 +48,59 @@ def _aligned(*tensors: Tensor) -> bool:
     return True
 
 
-def _offsets(device: torch.device) -> Tensor:
+def _offsets(device: torch.device, factor: int = 1) -> Tensor:
     """Makes offsets of ZAYA1's 16 experts: one without rows, one with a few, one with more than a tile; padding rows
-    after them.
+    after them. factor: of all numbers of rows.
     """
     ends = [0, 3, 3, 150, *range(152, 174, 2), 285]
-    return torch.tensor(ends, dtype=torch.int32).to(device)
+    return torch.tensor([factor * end for end in ends], dtype=torch.int32).to(device)
 
 
 def _operand(device: torch.device, *shape: int) -> Tensor:
-    """Makes small numbers; rows [304, ..] have NaN in the padding rows."""
+    """Makes small numbers; rows [304 factor, ..] have NaN in the padding rows."""
     matrix = (torch.randn(shape, device=device) / 16).bfloat16()
     if len(shape) == 2:
-        matrix[285:] = torch.nan
+        matrix[shape[0] * 285 // 304 :] = torch.nan
     return matrix
 
 
+def _on_amd() -> bool:
+    return torch.version.hip is not None
+
+
 def _in_a_buffer(tensor: Tensor) -> Tensor:
-    """On AMD copies the tensor into a buffer of 2 GiB. DDP's buffers of all parameters are larger, and Triton compiles
+    """Copies the tensor into a buffer of 2 GiB. DDP's buffers of all parameters are larger, and on AMD Triton compiles
     another kernel for tensors in buffers from 2 GiB on.
     """
-    if torch.version.hip is None:
-        return tensor
     buffer = tensor.new_empty(2**31 // tensor.itemsize)
     return buffer.as_strided(tensor.shape, tensor.stride()).copy_(tensor)
 
 
-def _rows_example(transposed: bool, k: int = 320, in_a_buffer: bool = False):
+def _rows_example(transposed: bool, k: int = 320, of_training: bool = False):
     """As in training k is a multiple of the kernels' steps, and n and the tokens are multiples of 16, for which Triton
-    compiles another kernel. k: for large ones Triton takes another tile (configs.py).
+    compiles another kernel. k: for large ones Triton takes another tile (configs.py). of_training: on AMD the matrices
+    lie in a large buffer, and there are so many tiles that `derived_config` chooses the tile of training.
     """
 
     def make(device: torch.device) -> tuple:
-        matrices = _operand(device, 16, 144, k).mT if transposed else _operand(device, 16, k, 144)
-        return _operand(device, 304, k), _in_a_buffer(matrices) if in_a_buffer else matrices, _offsets(device)
+        large = of_training and _on_amd()
+        n, factor = (3008, 14) if large else (144, 1)
+        matrices = _operand(device, 16, n, k).mT if transposed else _operand(device, 16, k, n)
+        matrices = _in_a_buffer(matrices) if large else matrices
+        return _operand(device, 304 * factor, k), matrices, _offsets(device, factor)
 
     return make
 
 
-def _outer_example(dtype: torch.dtype, accumulate: bool, in_a_buffer: bool = False):
+def _outer_example(dtype: torch.dtype, accumulate: bool, of_training: bool = False):
+    """of_training: as of `_rows_example`."""
+
     def make(device: torch.device) -> tuple:
-        a, b, shape = _operand(device, 304, 144), _operand(device, 304, 272), (16, 144, 272)
+        large = of_training and _on_amd()
+        m, n = (576, 448) if large else (144, 272)
+        a, b, shape = _operand(device, 304, m), _operand(device, 304, n), (16, m, n)
         out = torch.randn(shape, device=device) if accumulate else torch.full(shape, torch.nan, device=device)
-        return _in_a_buffer(out) if in_a_buffer else out.to(dtype), a, b, _offsets(device), accumulate
+        return _in_a_buffer(out) if large else out.to(dtype), a, b, _offsets(device), accumulate
 
     return make
 
@@ -112,8 +122,8 @@ _rows = Operator(
     example=(_rows_example(False), _rows_example(True)),
     more_examples={
         "triton": (
-            _rows_example(False, in_a_buffer=True),
-            _rows_example(True, in_a_buffer=True),
+            _rows_example(False, of_training=True),
+            _rows_example(True, of_training=True),
             _rows_example(False, k=3072),
         )
     },
@@ -143,7 +153,7 @@ _outer = Operator(
         _outer_example(torch.float32, False),
         _outer_example(torch.bfloat16, False),
     ),
-    more_examples={"triton": tuple(_outer_example(torch.float32, each, in_a_buffer=True) for each in (True, False))},
+    more_examples={"triton": tuple(_outer_example(torch.float32, each, of_training=True) for each in (True, False))},
     tolerances={"grouped_mm": 2.0**-7},  # it rounds products to bf16
     available=AVAILABLE,
     fits={

@@ -21,7 +21,9 @@ from hip_ops.runtime.on_device import multiprocessors
 from hip_ops.runtime.operator import Operator
 from hip_ops.runtime.quack_tiles import available
 
-LARGE_TILE, FEWEST_LARGE_TILES = 128, 304  # the first row of kTileTable in symmetric_product.hip
+# Small batches (batch, rows, columns) -> side of the tiles that `plan.tile_side` chooses for all their products. Some
+# products of the second batch are too short for the pipelined loop.
+LARGE_TILES = {(64, 200, 328): 128, (240, 72, 200): 128, (92, 392, 520): 256}
 DTYPES = (None, *HALF_TYPES, torch.float32, torch.float64)  # dtypes of the matrices in the iteration
 
 
@@ -57,25 +59,13 @@ def _example(
     return make
 
 
-def _example_of_large_tiles(form: str) -> Callable[[torch.device], tuple]:
-    """Makes wide matrices, so many that the HIP version takes tiles of 128. On a CPU, where these would take minutes,
-    one small matrix.
-    """
+def _example_of_large_tiles(shape: tuple[int, int, int], form: str) -> Callable[[torch.device], tuple]:
+    """Makes a batch of LARGE_TILES; on a CPU, where it would take minutes, one small matrix."""
 
     def make(device: torch.device) -> tuple:
-        rows, columns = 264, 328
-        tiles = -(-rows // LARGE_TILE)
-        batch = -(-FEWEST_LARGE_TILES // (tiles * (tiles + 1) // 2))
-        return _example(*((1, 24, 40) if multiprocessors(device) == 1 else (batch, rows, columns)), form)(device)
+        return _example(*((1, 24, 40) if multiprocessors(device) == 1 else shape), form)(device)
 
     return make
-
-
-def _wide_tiles_example(device: torch.device) -> tuple:
-    """As many matrices as `plan.tile_side` takes the widest HIP tile for; on a CPU, where those would take hours, one
-    small matrix.
-    """
-    return _example(*((26, 1024, 1280) if device.type != "cpu" else (1, 72, 40)))(device)
 
 
 _newton_schulz = Operator(
@@ -90,9 +80,7 @@ _newton_schulz = Operator(
     more_examples={
         # Tiles of 64 with products that are too short for the pipelined loop and others, and rows that are not aligned.
         "hip": (
-            _example_of_large_tiles("gram"),
-            _example_of_large_tiles("standard"),
-            _wide_tiles_example,
+            *(_example_of_large_tiles(shape, form) for shape in LARGE_TILES for form in ("gram", "standard")),
             *(_example(1, *shape, "standard", steps=2) for shape in ((72, 200), (168, 200), (17, 72))),
         ),
         "quack": (_example(22, 264, 272), _example(9, 528, 520)),  # its other tiles: for many and for large matrices

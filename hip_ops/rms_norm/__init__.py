@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Residual merge + RMSNorm or LayerNorm in one pass over the stream, as torch operators with gradients of all arguments.
+"""Residual merge + RMSNorm or LayerNorm in one pass over the stream: torch operators with gradients of all arguments.
 
 The gradient of a merge reaches its inputs through both results: through y by the norm, and through new_residual, which
 the next merge reads. reference.py defines the statistics and the roundings. Saved for the backward pass: rstd, and
-LayerNorm's mean; new_residual in the plain form, output and residual in ZAYA's. Single norms and merges have no kernels: torch.compile
-fuses their formulas on an accelerator.
+LayerNorm's mean; new_residual in the plain form, output and residual in ZAYA's. Single norms and merges have no
+kernels: torch.compile fuses their formulas on an accelerator.
 """
 
 from __future__ import annotations
@@ -106,6 +106,11 @@ def _example(scaled: bool, backward: bool, last: bool = False, centered: bool = 
     return make
 
 
+def _of_the_last_norm(scaled: bool, centered: bool = False) -> dict:
+    """Makes `more_examples` of a backward operator, for the versions whose kernels read a pointer that may be null."""
+    return dict.fromkeys(("hip", "triton"), (_example(scaled, backward=True, last=True, centered=centered),))
+
+
 _add = Operator(
     reference.add_rms_norm,
     takes=ADDED,
@@ -135,7 +140,7 @@ _add_backward = Operator(
     reference.add_rms_norm_backward,
     fake=_add_backward_fake,
     example=_example(scaled=False, backward=True),
-    more_examples=dict.fromkeys(("hip", "triton"), (_example(scaled=False, backward=True, last=True),)),
+    more_examples=_of_the_last_norm(scaled=False),
     fits=_fits(2),
     available=AVAILABLE,
 )
@@ -143,7 +148,7 @@ _scaled_backward = Operator(
     reference.scaled_residual_rms_norm_backward,
     gives=GRADIENTS,
     example=_example(scaled=True, backward=True),
-    more_examples=dict.fromkeys(("hip", "triton"), (_example(scaled=True, backward=True, last=True),)),
+    more_examples=_of_the_last_norm(scaled=True),
     fits=_fits(3),
     available=AVAILABLE,
 )
@@ -167,6 +172,7 @@ _add_layer_backward = Operator(
     reference.add_layer_norm_backward,
     fake=_add_backward_fake,
     example=_example(scaled=False, backward=True, centered=True),
+    more_examples=_of_the_last_norm(scaled=False, centered=True),
     fits=FITS,
     without=NO_LAYER_NORM,
 )
@@ -174,6 +180,7 @@ _scaled_layer_backward = Operator(
     reference.scaled_residual_layer_norm_backward,
     gives=GRADIENTS + "d_bias like weight",
     example=_example(scaled=True, backward=True, centered=True),
+    more_examples=_of_the_last_norm(scaled=True, centered=True),
     fits=FITS,
     without=NO_LAYER_NORM,
 )

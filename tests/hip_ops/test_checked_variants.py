@@ -15,7 +15,7 @@ import torch
 
 from hip_ops.linear_cross_entropy import passes
 from hip_ops.linear_cross_entropy.saved import chunk_for
-from hip_ops.newton_schulz import FEWEST_LARGE_TILES, LARGE_TILE, hip
+from hip_ops.newton_schulz import LARGE_TILES, _example_of_large_tiles
 from hip_ops.runtime import library
 from hip_ops.runtime.build import kernel_sources
 from hip_ops.runtime.launchers import load
@@ -26,7 +26,8 @@ from zaya_plugin.config.compose import compose
 
 CPU, MI300X_UNITS = torch.device("cpu"), 304
 STATISTICS_PARTS = 4  # of a row of logits, on AMD
-UNUSED = {"add_rms_norm", "add_rms_norm_backward"}  # ZAYA1 scales both of its streams
+# ZAYA1 scales both of its streams.
+UNUSED = {"add_rms_norm", "add_rms_norm_backward", "add_layer_norm", "add_layer_norm_backward"}
 WAVES, TILE = 4, 32  # of a block of the row kernels; rows of a tile of the CCA prologue
 
 
@@ -57,10 +58,14 @@ WAY = {
     "ho_symmetric_fp16_any": lambda grid, *_: None,  # without the pipelined loop
     "ho_general_fp16_any": lambda grid, m, n, k, to_bf16: to_bf16,
     "ho_general": lambda grid, m, n, k, to_bf16: (k // 32 >= 5, to_bf16),
+    "ho_start": lambda grid, *_: None,
     # hidden 2048: a row a block
-    "ho_add_rms_norm": _more_than(1),
-    "ho_scaled_residual_rms_norm": _more_than(1),
-    "ho_rms_norm_sum": lambda grid, blocks, *_: blocks > 32,  # slices
+    **{
+        f"ho_{merge}_{norm}": _more_than(1)
+        for merge in ("add", "scaled_residual")
+        for norm in ("rms_norm", "layer_norm")
+    },
+    **{f"ho_{norm}_sum": lambda grid, blocks, *_: blocks > 32 for norm in ("rms_norm", "layer_norm")},  # slices
     "ho_gather_rows": _more_than(WAVES),
     "ho_weighted_swiglu": _more_than(WAVES),
     "ho_row_statistics": lambda grid, rows, *_: (rows > WAVES * grid[0], grid[1] > 1),
@@ -146,9 +151,13 @@ KERNELS_OF = {
     "finish_gradient": ["ho_finish_gradient_bf16"],
     "newton_schulz": [
         "ho_general_fp16_128",
+        "ho_general_fp16_256",
         "ho_general_fp16_64",
         "ho_general_fp16_any",
+        "ho_start_any_bf16_to_fp16",
+        "ho_start_bf16_to_fp16",
         "ho_symmetric_fp16_128",
+        "ho_symmetric_fp16_256",
         "ho_symmetric_fp16_64",
         "ho_symmetric_fp16_any",
     ],
@@ -156,6 +165,10 @@ KERNELS_OF = {
     "scaled_residual_rms_norm": ["ho_scaled_residual_rms_norm_2048"],
     "add_rms_norm_backward": ["ho_add_rms_norm_fp32_residual_backward_2048", "ho_rms_norm_sum_weight"],
     "scaled_residual_rms_norm_backward": ["ho_rms_norm_sum_vectors", "ho_scaled_residual_rms_norm_backward_2048"],
+    "add_layer_norm": ["ho_add_layer_norm_fp32_residual_2048"],
+    "scaled_residual_layer_norm": ["ho_scaled_residual_layer_norm_2048"],
+    "add_layer_norm_backward": ["ho_add_layer_norm_fp32_residual_backward_2048", "ho_layer_norm_sum_weight"],
+    "scaled_residual_layer_norm_backward": ["ho_layer_norm_sum_vectors", "ho_scaled_residual_layer_norm_backward_2048"],
     "cca_prologue": ["ho_cca_prologue_forward"],
     "cca_prologue_backward": [
         "ho_cca_prologue_backward_pass",
@@ -195,11 +208,9 @@ def test_the_kernels_that_the_self_check_launches(checked):
     assert {name: sorted({each.kernel for each in found}) for name, found in checked.items()} == KERNELS_OF
 
 
-def test_large_tiles_begin_where_the_example_says(recorded):
-    """FEWEST_LARGE_TILES is the launcher's own number."""
-    a = torch.empty(FEWEST_LARGE_TILES, LARGE_TILE, 32, dtype=torch.float16)
-    kernels = [
-        recorded(hip._symmetric, [lambda batch=batch: (a[:batch], a[:batch], None, 1.0, 0.0)])[0].kernel
-        for batch in (FEWEST_LARGE_TILES - 1, FEWEST_LARGE_TILES)
-    ]
-    assert kernels == ["ho_symmetric_fp16_64", "ho_symmetric_fp16_128"]
+@pytest.mark.parametrize("form", ["gram", "standard"])
+@pytest.mark.parametrize(("shape", "side"), LARGE_TILES.items())
+def test_all_products_of_an_example_take_its_tiles(recorded, shape, side, form):
+    version = OPERATORS["newton_schulz"]._function_of("hip")
+    kernels = {each.kernel for each in recorded(version, [lambda: _example_of_large_tiles(shape, form)(CPU)])}
+    assert kernels == {"ho_start_bf16_to_fp16", f"ho_symmetric_fp16_{side}", f"ho_general_fp16_{side}"}

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 import torch
 
-from hip_ops.newton_schulz import _wide_tiles_example
 from hip_ops.newton_schulz.plan import TILE_SIDES, tile_side
 from tests.gfx942.emulator import SCHEDULES, Device
 from tests.gfx942.inner_loop import inner_loop, machine_code_analysis
@@ -82,9 +81,6 @@ def test_the_side_of_the_tiles_depends_on_rounds_over_304_compute_units():
     # one: 36 tiles of 256, or 136 of 128 in one round, or 528 of 64 in two
     assert tile_side(True, 1, 2048, 2048) == 64 and tile_side(False, 1, 2048, 2048) == 128
     assert tile_side(True, 16, 256, 256) == 64
-    # the self-check's example reaches the widest tiles
-    x = _wide_tiles_example(torch.device("meta"))[0]
-    assert tile_side(True, len(x), 1024, 1024) == tile_side(False, len(x), 1280, 1024) == 256
 
 
 @pytest.mark.parametrize("tile", [128, 256])
@@ -148,8 +144,8 @@ def test_tiles_of_one_matrix_stay_on_one_xcd(tmp_path):
 @pytest.mark.parametrize("kernel", ["ho_symmetric_bf16", "ho_symmetric_fp16", "ho_general_bf16", "ho_general_fp16"])
 def test_inner_loop_keeps_the_matrix_units_busy(kernel, side):
     """MFMA passes are at least 4 times all other issue slots from header to back edge; each barrier is followed by
-    products with no wait in between; global loads are never drained; LDS is read and written 16 bytes at a time. The rule
-    for the tile knows the slots.
+    products with no wait in between; global loads are never drained; LDS is read and written 16 bytes at a time. The
+    rule for the tile knows the slots.
     """
     kernel = f"{kernel}_{side}"
     loop = inner_loop(code_object("symmetric_product"), kernel)

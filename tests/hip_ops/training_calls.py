@@ -51,7 +51,8 @@ def training_calls(statistics_parts: int, sizes: Sizes = Sizes(), device: str = 
     2 GiB, since DDP's buffers of all layers are larger.
 
     statistics_parts: parts of a row of logits, which depend on the device. Newton-Schulz is called with one matrix of
-    a shape, and with enough for large tiles, since a rank's share is any number of them.
+    a shape and with more of them, which take larger tiles, since a rank's share is any number of them. ZAYA1-base has
+    no LayerNorm: its calls are those of model.normalization=LayerNorm.
     """
     s, b, hidden, width = sizes.seq_length, sizes.micro_batch_size, sizes.hidden_size, sizes.moe_ffn_hidden_size
     tokens, experts, classes = s * b, sizes.num_experts, passes.CLASSES
@@ -101,12 +102,16 @@ def training_calls(statistics_parts: int, sizes: Sizes = Sizes(), device: str = 
         flat = [value for triple in triples for value in triple]
         return empty(batch, m, n), fp32(batch), flat, made.form, made.restarts, torch.float16, 1e-7
 
-    batches = [(count, *shape) for shape, _ in MATRICES for count in (1, 4 if max(shape) > 256 else 16)]
+    batches = [(count, *shape) for shape, _ in MATRICES for count in (1, 4, 16)]
     return {
         "scaled_residual_rms_norm": [(x, stream, *vectors, 1e-5)],
         "scaled_residual_rms_norm_backward": [
             (x, upstream, x, stream, rstd, *vectors)
             for upstream in (stream, None)  # None: the last norm
+        ],
+        "scaled_residual_layer_norm": [(x, stream, *vectors, empty(hidden), 1e-5)],
+        "scaled_residual_layer_norm_backward": [
+            (x, upstream, x, stream, rstd, rstd, *vectors) for upstream in (stream, None)
         ],
         "cca_prologue": [(*prologue, groups, values // 2)],
         "cca_prologue_backward": [(query, key, key, *prologue, query, key, norm, groups, values // 2)],
