@@ -138,7 +138,10 @@ HOOKS: dict[str, HostChange] = dict(
             "Megatron commits a checkpoint by one rename, with a checksum of each file",
             upstream=MEGATRON + "core/dist_checkpointing/serialization.py",
         ),
-        _hook(TRAINING + "load_checkpoint", "a stage starts from the weights of the previous stage, at step 0"),
+        _hook(
+            TRAINING + "load_checkpoint",
+            "a stage starts from the weights of the previous stage, at step 0; after a load ranks compare their bits",
+        ),
         _hook(TRAINING + "train", "validation before the first step of a stage", versions=LOOP),
         _hook(TRAINING + "train_step", "`zaya bench` observes single steps", versions=LOOP),
         _hook(

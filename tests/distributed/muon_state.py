@@ -32,6 +32,7 @@ from megatron.core import dist_checkpointing, parallel_state  # noqa: E402
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer  # noqa: E402
 
 from tests.distributed.muon_model import build_model, with_optimizer  # noqa: E402
+from zaya_plugin.checkpoint.replicas import check_replicas  # noqa: E402
 from zaya_plugin.optim.parameter_role import role_of  # noqa: E402
 from zaya_plugin.optim.sharding.distributed import MuonDistributedOptimizer  # noqa: E402
 
@@ -146,6 +147,19 @@ def load(ddp, optimizer, folder: Path) -> None:
     optimizer.load_state_dict(loaded["optimizer"])
 
 
+def other_bits_on_one_rank_are_named(ddp, optimizer) -> None:
+    name, param = next((name, p) for name, p in ddp.module.named_parameters() if "linear_proj" in name)
+    last = torch.distributed.get_world_size() - 1
+    if last == 0:
+        return
+    kept = param.data.view(-1)[-1].clone()
+    if torch.distributed.get_rank() == last:
+        param.data.view(-1)[-1] += 1.0
+    with pytest.raises(RuntimeError, match=rf"differ in 1 tensors: {re.escape(name)} \(rank {last} and rank 0\)"):
+        check_replicas([ddp.module], optimizer)
+    param.data.view(-1)[-1] = kept
+
+
 def main(what: str, directory: Path, by: str = "") -> None:
     if by == "stock":
         save_and_load_by_megatron()
@@ -171,6 +185,8 @@ def main(what: str, directory: Path, by: str = "") -> None:
     assert cut >= 4 if what == "cut" else cut == 0
     if what == "load":
         load(ddp, optimizer, directory / "checkpoint")
+        check_replicas([ddp.module], optimizer)
+        other_bits_on_one_rank_are_named(ddp, optimizer)
     else:
         save(ddp, optimizer, directory / "checkpoint", contextlib.nullcontext() if by else no_collectives())
         for format in ("dp_reshardable", "fully_sharded_model_space", None):

@@ -22,6 +22,7 @@ OF_A_RUN = (
     "training_log",
     "evaluate_and_print_results",
     "save_checkpoint",
+    "load_checkpoint",
     "get_megatron_optimizer",
     "logical_and_across_model_parallel_group",
     "reduce_max_stat_across_model_parallel_group",

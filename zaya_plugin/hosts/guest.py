@@ -16,6 +16,7 @@ from torch import nn
 
 from zaya_plugin import compat
 from zaya_plugin.checkpoint import commit, on_disk
+from zaya_plugin.checkpoint.replicas import check_replicas
 from zaya_plugin.config.arguments import DECIDED_AT_START, OWN_ARGUMENTS, megatron_arguments
 from zaya_plugin.config.schema import Recipe
 from zaya_plugin.data.sources import find_sources
@@ -189,13 +190,13 @@ class Guest:
             )
         self.balancer(*positional, **named)
 
-    def load_and_check(self, load_checkpoint, *positional, **named):
+    def load_and_check(self, load_checkpoint, model, optimizer, *positional, **named):
         """Run Megatron's load, and stop a host that starts from step 0 although a checkpoint exists, or from a damaged
         one.
         """
         if self.resumed_at and (damaged := commit.damaged(self.lifecycle.directory, self.resumed_at)):
             raise SystemExit("zaya: " + damage(self.lifecycle.directory, damaged))
-        loaded = load_checkpoint(*positional, **named)
+        loaded = load_checkpoint(model, optimizer, *positional, **named)
         iteration = loaded[0]
         if iteration != self.resumed_at:
             raise SystemExit(
@@ -208,6 +209,8 @@ class Guest:
                     fix="see the host's messages above this one",
                 )
             )
+        if self.args.load:
+            check_replicas(model, optimizer)
         return loaded
 
     def save_and_prune(self, save_checkpoint, iteration, *positional, **named):

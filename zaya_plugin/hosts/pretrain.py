@@ -20,6 +20,7 @@ from megatron.training import get_args, get_tensorboard_writer, get_timers, trai
 from megatron.training.argument_utils import pretrain_cfg_container_from_args
 
 from zaya_plugin.checkpoint import commit
+from zaya_plugin.checkpoint.replicas import check_replicas
 from zaya_plugin.config.arguments import megatron_arguments
 from zaya_plugin.config.schema import Recipe
 from zaya_plugin.data.dataset import mean_loss
@@ -123,6 +124,7 @@ class _Trainer:
             (TRAINING + "training_log", self.training_log),
             (TRAINING + "evaluate_and_print_results", self.evaluate_and_report),
             (TRAINING + "save_checkpoint", self.save_and_prune),
+            (TRAINING + "load_checkpoint", self.load_and_compare),
             (SAVE, commit.save),
             (TRAINING + "get_megatron_optimizer", optimizer_factory(self.recipe)),
             (TRAINING + "logical_and_across_model_parallel_group", lambda _, succeeded, group=None: succeeded),
@@ -250,6 +252,13 @@ class _Trainer:
         if found:
             self.reporter.validation(iteration, mean_loss(found, domains), found if self.sources.domains else {})
         self.clock.restart()
+
+    def load_and_compare(self, load_checkpoint, model, optimizer, *positional, **named):
+        """Run Megatron's load, and compare what ranks hold that must hold the same."""
+        loaded = load_checkpoint(model, optimizer, *positional, **named)
+        if self.args.load:
+            check_replicas(model, optimizer)
+        return loaded
 
     def save_and_prune(self, save_checkpoint, iteration, *positional, **named):
         """Run Megatron's save, and remove older checkpoints once this one is complete."""

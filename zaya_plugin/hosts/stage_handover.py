@@ -18,11 +18,11 @@ from megatron.core.optimizer import optimizer as optimizer_module
 from megatron.training import get_args, get_tokenizer
 from torch.utils.data import Dataset, Subset
 
-from zaya_plugin.checkpoint import on_disk
+from zaya_plugin.checkpoint import commit, on_disk
 from zaya_plugin.config.schedule import sample_count
 from zaya_plugin.config.schema import Recipe
 from zaya_plugin.data.sources import DataSources
-from zaya_plugin.errors import mistake
+from zaya_plugin.errors import message
 from zaya_plugin.handover.predecessor import Predecessor
 from zaya_plugin.patches import hooks
 from zaya_plugin.patches.hooks import TRAINING
@@ -52,12 +52,13 @@ class Handover:
             return
         directory, steps = self.before.checkpoints, self.before.steps
         if broken := on_disk.problems(directory, steps):
-            raise mistake(
-                "handover.from_run",
-                self.recipe.handover.from_run,
-                problem="the checkpoint of the previous stage is damaged:\n  " + "\n  ".join(broken),
-            )
+            raise ValueError(self.damage(broken))
         on_disk.check_same_model(directory, steps, args)
+
+    def damage(self, broken: list[str]) -> str:
+        """Return the message about a damaged checkpoint of the previous stage."""
+        problem = "the checkpoint of the previous stage is damaged:\n  " + "\n  ".join(broken)
+        return message("handover.from_run", self.recipe.handover.from_run, problem=problem)
 
     def hooks(self, evaluate_and_report: Callable | None = None) -> list[tuple[str, Callable]]:
         """Return what replaces Megatron's `load_checkpoint` and, with evaluate_and_report (of hosts.pretrain),
@@ -71,6 +72,8 @@ class Handover:
     def load_and_begin(self, load_checkpoint, model, optimizer, scheduler, *positional, **named) -> tuple[int, int]:
         """Load weights and optimizer state of the previous stage; steps, samples, schedule and FLOPs start from 0."""
         args = get_args()
+        if broken := commit.damaged(self.before.checkpoints, self.before.steps):
+            raise ValueError(self.damage(broken))
         groups = [{k: v for k, v in group.items() if k not in STATE_OF_GROUP} for group in optimizer.param_groups]
         # Groups that differ in the new stage's settings alone share one saved group; only its step count is used.
         identifiers = {
