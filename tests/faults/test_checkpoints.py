@@ -112,8 +112,12 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_is_taken(tmp_path, cor
     assert "Traceback" not in refused.output and named in refused.output
     assert "Fix: resume=auto" in refused.output
     assert before == sorted((path, path.stat().st_size) for path in checkpoints.rglob("*"))
-    resumed = train(run_dir, corpus, "nproc=1", "resume=auto", "stage.train_iters=6", "stage.eval_interval=100")
+    six = ("stage.train_iters=6", "stage.eval_interval=100", "checkpoint.keep_last=2")
+    resumed = train(run_dir, corpus, "nproc=1", "resume=auto", *six)
     assert "continuing after step 4" in resumed.output and named in resumed.output
+    assert (checkpoints / "iter_0000006.damaged").is_dir() == (harm == "flipped")
+    kept = sorted(path.name for path in checkpoints.glob("iter_*") if path.suffix != ".damaged")
+    assert kept == ["iter_0000004", "iter_0000006"], "the damaged one does not count as one of two to keep"
     unbroken = saved.steps()
     assert all(row["loss"] == unbroken[step]["loss"] for step, row in resumed.steps().items())
 
@@ -131,12 +135,14 @@ def test_megatrons_tracker_file_is_not_needed(tmp_path, corpus, saved, tracker):
 
 
 @pytest.mark.slow
-def test_no_complete_checkpoint_is_an_error_and_not_a_new_run(tmp_path, corpus, saved):
+@pytest.mark.parametrize("harm", ["truncated", "flipped"])
+def test_no_complete_checkpoint_is_an_error_and_not_a_new_run(tmp_path, corpus, saved, harm):
     run_dir = _copy(saved, tmp_path / "run")
     for shard in (run_dir / "checkpoints").rglob("__0_0.distcp"):
-        os.truncate(shard, 100)
-    refused = train(run_dir, corpus, "nproc=1", "resume=auto", check=False)
-    assert refused.code == 2 and "no checkpoint is complete" in refused.output, refused.output
+        os.truncate(shard, 100) if harm == "truncated" else _flip(shard, shard.stat().st_size // 2)
+    for _ in range(2):  # also the next start is refused
+        refused = train(run_dir, corpus, "nproc=1", "resume=auto", check=False)
+        assert refused.code == 2 and "no checkpoint" in refused.output, refused.output
 
 
 @pytest.mark.slow

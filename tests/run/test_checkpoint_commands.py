@@ -29,10 +29,18 @@ def shard(run_dir, step):
 
 def test_list_and_show(run_dir, capsys):
     (run_dir / "checkpoints" / "iter_0000500.unfinished").mkdir()
+    (run_dir / "checkpoints" / "iter_0000050.damaged").mkdir()
     shard(run_dir, 200).write_bytes(b"short")
     assert cli.main(["checkpoint", "list", str(run_dir)]) == 1
     lines = capsys.readouterr().out.splitlines()
-    assert [line.split()[0] for line in lines] == ["100", "200", "300", "400", "iter_0000500.unfinished:"]
+    assert [line.split()[0] for line in lines] == [
+        "100",
+        "200",
+        "300",
+        "400",
+        "iter_0000500.unfinished:",
+        "iter_0000050.damaged:",
+    ]
     assert lines[0].endswith("complete") and "has 5 bytes, its manifest states 2000" in lines[1]
     assert cli.main(["checkpoint", "show", str(run_dir / "checkpoints"), "--step", "300"]) == 0
     shown = capsys.readouterr().out

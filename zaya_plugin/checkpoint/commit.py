@@ -51,13 +51,12 @@ def _commit(unfinished: Path, final: Path, world: int, facts: dict) -> None:
     files |= {path.name: _described(path) for path in unfinished.iterdir() if path.name not in files}
     manifest.write(unfinished, iteration_of(final), files, **facts, ranks=world)
     manifest.sync(unfinished)
-    replaced = final.with_name(final.name + ".replaced")
-    if final.is_dir() and any(final.iterdir()):  # saved before, at the same step
-        shutil.rmtree(replaced, ignore_errors=True)
-        final.rename(replaced)
-    unfinished.rename(final)  # Megatron has made the name as an empty folder
+    if (final / manifest.NAME).exists() and not manifest.problems(final):  # the run has saved this step before
+        shutil.rmtree(unfinished)
+        return
+    shutil.rmtree(final, ignore_errors=True)  # Megatron has made it, empty; or it is not complete
+    unfinished.rename(final)
     manifest.sync(final.parent)
-    shutil.rmtree(replaced, ignore_errors=True)
 
 
 def _described(path: Path) -> dict:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A checkpoint's manifest: size and checksum of every file. A checkpoint of this package without a whole one is none.
+"""A checkpoint's manifest: size and checksum of every file. This package does not load its own checkpoints without one.
 
 The files are written and synced in `iter_<n>.unfinished`, then manifest.json; then the folder gets its name. So a folder
 named `iter_<n>` is complete, and a kill at any moment leaves the checkpoint before. Imports no torch.
@@ -18,7 +18,9 @@ from zaya_plugin.config.whole_file import write_whole
 
 NAME = "manifest.json"
 FORMAT = "zaya checkpoint/1"
-UNFINISHED = ".unfinished"
+# Ends of the names of folders that are no checkpoints: a save that has not ended, a removal that has not ended, and a
+# checkpoint whose content does not have its checksums.
+UNFINISHED, REMOVED, DAMAGED = ".unfinished", ".removed", ".damaged"
 PIECE = 16 * 2**20  # bytes read at once
 
 

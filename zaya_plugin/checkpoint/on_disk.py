@@ -51,7 +51,7 @@ def iteration_of(path: Path) -> int:
 def latest(directory: Path, below: int | None = None) -> tuple[int | None, list[str]]:
     """Return the newest complete checkpoint's iteration, below `below` if given, and the problems of newer ones.
 
-    None if there is no checkpoint at all, complete or not.
+    None if the directory has no checkpoint, not even an incomplete one.
 
     Raises:
         ValueError: there are checkpoints, and none is complete.
@@ -72,20 +72,27 @@ def latest(directory: Path, below: int | None = None) -> tuple[int | None, list[
     return None, []
 
 
-def removable(directory: Path, keep_last: int, keep_every: int | None = None) -> list[int]:
+def removable(directory: Path, keep_last: int, keep_every: int | None = None, newest: int | None = None) -> list[int]:
     """Return the iterations that may be removed: complete, with a manifest, and older than the newest `keep_last` of
-    those; never a multiple of `keep_every`. keep_last=0 keeps all.
+    those up to `newest`; never a multiple of `keep_every`. keep_last=0 keeps all.
     """
     own = [i for i in iterations(directory) if (folder(directory, i) / manifest.NAME).exists()]
+    own = [i for i in own if newest is None or i <= newest]
     complete = [i for i in own if not problems(directory, i)]
     older = complete[:-keep_last] if keep_last else []
     return [i for i in older if not (keep_every and i % keep_every == 0)]
 
 
+def put_aside(directory: Path, iteration: int) -> None:
+    """Give a checkpoint whose content is damaged a name that is no checkpoint's; nothing removes it."""
+    path = folder(directory, iteration)
+    path.rename(path.with_name(path.name + manifest.DAMAGED))
+
+
 def remove(directory: Path, iteration: int) -> None:
     """Remove a checkpoint; a kill during the removal leaves no folder with a checkpoint's name."""
     path = folder(directory, iteration)
-    doomed = path.with_name(path.name + ".removed")
+    doomed = path.with_name(path.name + manifest.REMOVED)
     path.rename(doomed)
     shutil.rmtree(doomed, ignore_errors=True)
 

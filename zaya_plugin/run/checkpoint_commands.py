@@ -31,6 +31,13 @@ examples:
 Exit codes: 0, 1 a checkpoint is damaged, 2 a mistake on the command line."""
 
 
+LEFT = {
+    manifest.UNFINISHED: "a save that has not ended",
+    manifest.REMOVED: "a removal that has not ended",
+    manifest.DAMAGED: "put aside at a start, because its content does not have its checksums",
+}
+
+
 def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(
         "zaya checkpoint", description=WHAT, epilog=EXAMPLES, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -68,8 +75,9 @@ def list_(directory: Path, _: list[int], options: argparse.Namespace) -> int:
         when = time.strftime("%Y-%m-%d %H:%M", time.localtime(folder.stat().st_mtime))
         print(f"{step:>9}  {_size(sum(path.stat().st_size for path in folder.iterdir())):>9}  {when}  {state}")
         broken |= bool(found)
-    for left in sorted(directory.glob(f"iter_*{manifest.UNFINISHED}")):
-        print(f"{left.name}: a save that has not finished")
+    for end, what in LEFT.items():
+        for left in sorted(directory.glob(f"iter_*{end}")):
+            print(f"{left.name}: {what}")
     return int(broken)
 
 

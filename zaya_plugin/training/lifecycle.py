@@ -89,12 +89,16 @@ class Lifecycle:
             ValueError: no checkpoint is intact, or with resume=must the newest is not.
         """
         rank = torch.distributed.get_rank()
+        aside = []
         while self.resumed_at and (damaged := commit.damaged(self.directory, self.resumed_at)):
             self._skip(damaged)
+            aside.append(self.resumed_at)
             self.resumed_at, broken = on_disk.latest(self.directory, below=self.resumed_at)
             self._skip(broken)
-            if rank == 0:
-                on_disk.name_as_latest(self.directory, self.resumed_at)
+        if aside and rank == 0:
+            on_disk.name_as_latest(self.directory, self.resumed_at)
+            for iteration in aside:  # else they would count as the newest to keep
+                on_disk.put_aside(self.directory, iteration)
         box = [self.run_id or secrets.token_hex(4), self.lineage]
         torch.distributed.broadcast_object_list(box, src=0)
         self.run_id, self.lineage = box
@@ -111,9 +115,10 @@ class Lifecycle:
         """Remove older checkpoints, and what killed saves have left, on rank 0, once that of `iteration` is complete."""
         if torch.distributed.get_rank() != 0 or on_disk.problems(self.directory, iteration):
             return
-        for left in self.directory.glob(f"iter_*{manifest.UNFINISHED}"):
-            shutil.rmtree(left, ignore_errors=True)
-        for old in on_disk.removable(self.directory, self.keep_last, self.keep_every):
+        for end in (manifest.UNFINISHED, manifest.REMOVED):
+            for left in self.directory.glob(f"iter_*{end}"):
+                shutil.rmtree(left, ignore_errors=True)
+        for old in on_disk.removable(self.directory, self.keep_last, self.keep_every, newest=iteration):
             on_disk.remove(self.directory, old)
 
 
