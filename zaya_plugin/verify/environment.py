@@ -149,7 +149,7 @@ def files_below(folder: Path, patterns: tuple[str, ...]) -> dict[str, str]:
 
 
 def answer(question: Callable[[], Any]) -> Any:
-    """Return the answer, or the error as text: one missing fact is not the end of the others."""
+    """Return the answer, or the error as text, so that the other figures are still collected."""
     try:
         return question()
     except Exception as error:
