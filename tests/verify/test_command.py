@@ -6,6 +6,7 @@ import subprocess
 import sys
 
 import pytest
+import torch
 
 from tests.running import zaya
 from zaya_plugin.cli import main
@@ -105,6 +106,13 @@ def test_the_list_needs_no_torch():
     code = "import sys; from zaya_plugin.cli import main; main(['verify', '--list']); print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.stdout.endswith("False\n") and all(f"\n{name} " in f"\n{done.stdout}" for name in LINES)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a device is found")
+@pytest.mark.skipif(not (torch.version.hip or torch.version.cuda), reason="torch is built for CPUs")
+def test_a_node_without_its_gpus_does_not_pass(tmp_path):
+    done = zaya("verify", "--only", "environment", "--out", str(tmp_path / "v.json"))
+    assert done.returncode == 1 and "finds no device" in done.stdout, done.stdout
 
 
 def test_two_lines_on_this_machine(tmp_path):

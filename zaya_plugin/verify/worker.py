@@ -153,7 +153,7 @@ def setting_of(device: str, folder: Path, say: Callable[[str], None]) -> Setting
 
     devices = torch.cuda.device_count() if device != "cpu" and torch.cuda.is_available() else 0
     name = torch.cuda.get_device_name(0) if devices else f"CPU {platform.processor() or platform.machine()}"
-    return Setting("cuda" if devices else "cpu", devices, name, folder, say)
+    return Setting("cuda" if devices else "cpu", devices, name, folder, say, device)
 
 
 def main(argv: list[str]) -> int:
