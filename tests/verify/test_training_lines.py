@@ -30,19 +30,26 @@ OTHER = STORED[4] * (1 + 2e-5)
         ([*STORED[:9], STORED[9] * (1 + 9e-6)], "pass", "at most 9.0e-06"),
         ([*STORED[:4], OTHER, *STORED[5:]], "wrong", f"step 5: loss {OTHER:.7g}, stored {STORED[4]:.7g}"),
         ([*STORED[:6], math.nan, *STORED[7:]], "wrong", "step 7: loss nan"),
-        (STORED[:3], "wrong", "3 of 10 steps: zaya: rank 0 failed"),
+        (STORED[:3], "wrong", "3 of 10 steps, exit code 0: zaya: rank 0 failed"),
     ],
 )
 def test_losses_are_compared_with_the_stored_ones(monkeypatch, found, state, reason):
-    monkeypatch.setattr(training, "losses_of", lambda *given: (found, "a traceback\nzaya: rank 0 failed\n"))
+    monkeypatch.setattr(training, "losses_of", lambda *given: (0, found, "a traceback\nzaya: rank 0 failed\n"))
     outcome = training.losses(HERE)
     assert outcome.state == state and reason in outcome.reason, outcome.reason
 
 
 def test_a_changed_stored_loss_is_wrong(monkeypatch):
-    monkeypatch.setattr(training, "losses_of", lambda *given: (STORED, ""))
+    monkeypatch.setattr(training, "losses_of", lambda *given: (0, STORED, ""))
     monkeypatch.setattr(demo_losses, "LOSSES", (*STORED[:8], STORED[8] + 1e-3, STORED[9]))
     assert training.losses(HERE).reason.startswith("step 9: ")
+
+
+def test_a_crash_after_the_last_step_is_wrong(monkeypatch, tmp_path):
+    monkeypatch.setattr(training, "RANK", "tests.verify.faulty_loss_rank")
+    found = training.losses(Setting("cpu", 0, "CPU x86_64", tmp_path))
+    assert (found.state, found.reason) == ("wrong", "10 of 10 steps, exit code 139: killed by SIGSEGV")
+    assert found.figures["losses"] == STORED and "complete log" in found.traceback
 
 
 def test_the_guide_has_the_stored_losses_and_the_predictions():
