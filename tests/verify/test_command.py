@@ -4,6 +4,7 @@
 import json
 import subprocess
 import sys
+import tempfile
 
 import pytest
 import torch
@@ -79,6 +80,19 @@ def test_an_interrupted_command_leaves_its_record(outcomes, tmp_path, monkeypatc
     assert main(["verify", "--out", str(tmp_path / "v.json")]) == 130
     record = json.loads((tmp_path / "v.json").read_text())
     assert not record["complete"] and [line["line"] for line in record["lines"]] == ["environment", "known_problems"]
+
+
+def test_a_folder_that_cannot_be_removed_leaves_a_complete_record(outcomes, tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+
+    def fill(self):
+        folder = next(tmp_path.glob("zaya-verify-*"))
+        folder.rmdir()
+        folder.write_text("")  # rmtree of a file is an error
+
+    monkeypatch.setattr(command.Worker, "close", fill)
+    assert main(["verify", "--out", str(tmp_path / "v.json"), "--only", "environment"]) == 0
+    assert json.loads((tmp_path / "v.json").read_text())["complete"]
 
 
 @pytest.mark.parametrize(

@@ -122,7 +122,8 @@ def run(lines: list[Line], device: str, out: Path, command: str) -> dict[str, An
         "lines": [],
     }
     with (
-        tempfile.TemporaryDirectory(prefix="zaya-verify-") as folder,
+        # a process that waits in the driver may still write there
+        tempfile.TemporaryDirectory(prefix="zaya-verify-", ignore_cleanup_errors=True) as folder,
         # on a terminal alone
         tqdm(total=len(lines), bar_format="{l_bar}{bar:20}| {elapsed}{postfix}", leave=False, disable=None) as bar,
     ):
