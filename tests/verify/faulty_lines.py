@@ -29,7 +29,37 @@ def leaves(setting: Setting) -> Outcome:
     os._exit(7)
 
 
+SLEEPS = "import time; time.sleep(600)"
+# As torchrun and its ranks: each in a session of its own.
+STARTS = f"""import subprocess, sys, time
+rank = subprocess.Popen([sys.executable, "-c", "{SLEEPS}"], start_new_session=True)
+print(rank.pid, flush=True)
+"""
+
+
 def hangs(setting: Setting) -> Outcome:
-    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+    child = subprocess.Popen([sys.executable, "-c", SLEEPS])
     setting.say(str(child.pid))
     time.sleep(600)
+
+
+def launched(setting: Setting, code: str) -> None:
+    """Start a launcher with a rank and say their process ids."""
+    words = [sys.executable, "-c", code]
+    launcher = subprocess.Popen(words, stdout=subprocess.PIPE, text=True, start_new_session=True)
+    setting.say(f"{launcher.pid} {launcher.stdout.readline()}")
+
+
+def hangs_in_ranks(setting: Setting) -> Outcome:
+    launched(setting, STARTS + "time.sleep(600)")
+    time.sleep(600)
+
+
+def hangs_without_its_launcher(setting: Setting) -> Outcome:
+    launched(setting, STARTS)
+    time.sleep(600)
+
+
+def crashes_beside_ranks(setting: Setting) -> Outcome:
+    launched(setting, STARTS + "time.sleep(600)")
+    os.kill(os.getpid(), signal.SIGKILL)

@@ -20,6 +20,13 @@ def off_by_one(tensor: torch.Tensor, *positional) -> None:
         tensor[-1] += 1
 
 
+def halves_swapped(tensor: torch.Tensor, *positional) -> None:
+    """Every sum is right, but rank 0 finds it in the other half, as from a chunk's wrong offset."""
+    all_reduce(tensor, *positional)
+    if RANK == 0 and tensor.numel() > 2:
+        tensor.copy_(tensor.roll(tensor.numel() // 2))
+
+
 all_reduce = distributed.all_reduce
 if FAULT == "hang" and RANK == 1:
     time.sleep(600)
@@ -28,4 +35,6 @@ if FAULT == "abort" and RANK == 1:
     os.abort()
 if FAULT == "sum":
     distributed.all_reduce = off_by_one
+if FAULT == "swap":
+    distributed.all_reduce = halves_swapped
 sys.exit(collective_rank.main(sys.argv[1:]))

@@ -5,7 +5,9 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 
+from zaya_plugin.bench import probes
 from zaya_plugin.verify import collectives
 from zaya_plugin.verify.expected import machine_of
 from zaya_plugin.verify.line import Setting
@@ -39,6 +41,20 @@ def test_a_wrong_sum_is_wrong(here, fault):
     fault("sum")
     found = collectives.all_reduce(here)
     assert found.state == "wrong" and found.reason.startswith("wrong sums at 1,024")
+
+
+def test_sums_at_the_wrong_place_are_wrong(here, fault):
+    fault("swap")
+    assert collectives.all_reduce(here).reason == "wrong sums at 1,024, 65,536, 1,048,576, 4,194,304 bytes"
+    found = collectives.graph_capture(here)
+    # 2 * (0 + 1) + 1 at element 0; the other half starts with 2**19 % 251 = 200
+    assert found.state == "wrong" and found.reason == "replay 1: 803.0 for 3.0 at element 0"
+
+
+def test_the_sums_are_exact():
+    given, total = zip(*(probes.numbers_and_sum(1000, "cpu", rank, 8) for rank in range(8)), strict=True)
+    assert torch.equal(torch.stack(given).double().sum(0), total[3].double())
+    assert given[2][252] == 3 and total[2][252] == 8 + 28
 
 
 def test_a_wrong_replay_is_wrong(monkeypatch):

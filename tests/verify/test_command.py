@@ -4,8 +4,10 @@
 import json
 import subprocess
 import sys
+import tempfile
 
 import pytest
+import torch
 
 from tests.running import zaya
 from zaya_plugin.cli import main
@@ -80,6 +82,19 @@ def test_an_interrupted_command_leaves_its_record(outcomes, tmp_path, monkeypatc
     assert not record["complete"] and [line["line"] for line in record["lines"]] == ["environment", "known_problems"]
 
 
+def test_a_folder_that_cannot_be_removed_leaves_a_complete_record(outcomes, tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+
+    def fill(self):
+        folder = next(tmp_path.glob("zaya-verify-*"))
+        folder.rmdir()
+        folder.write_text("")  # rmtree of a file is an error
+
+    monkeypatch.setattr(command.Worker, "close", fill)
+    assert main(["verify", "--out", str(tmp_path / "v.json"), "--only", "environment"]) == 0
+    assert json.loads((tmp_path / "v.json").read_text())["complete"]
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -105,6 +120,13 @@ def test_the_list_needs_no_torch():
     code = "import sys; from zaya_plugin.cli import main; main(['verify', '--list']); print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.stdout.endswith("False\n") and all(f"\n{name} " in f"\n{done.stdout}" for name in LINES)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a device is found")
+@pytest.mark.skipif(not (torch.version.hip or torch.version.cuda), reason="torch is built for CPUs")
+def test_a_node_without_its_gpus_does_not_pass(tmp_path):
+    done = zaya("verify", "--only", "environment", "--out", str(tmp_path / "v.json"))
+    assert done.returncode == 1 and "finds no device" in done.stdout, done.stdout
 
 
 def test_two_lines_on_this_machine(tmp_path):

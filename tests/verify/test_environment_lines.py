@@ -2,6 +2,7 @@
 """Test the lines `environment`, `known_problems`, `rates` and `hazards`, each with its injected fault."""
 
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,7 @@ from zaya_plugin.bench import probes
 from zaya_plugin.verify import environment, rates
 from zaya_plugin.verify.line import Setting
 
-HERE = Setting("cpu", 0, "CPU x86_64", Path("unused"))
+HERE = Setting("cpu", 0, "CPU x86_64", Path("unused"), chosen="cpu")
 REPORT = {
     "packages": [{"name": "torch", "version": "2.9", "use": "needed"}],
     "devices": {"built_for": "ROCm 7.1"},
@@ -57,6 +58,44 @@ def test_two_hip_runtimes_are_wrong(monkeypatch, hip):
     assert len(found.figures["hip_runtimes"]) == 2
     monkeypatch.setattr(hip_runtime, "own_maps", lambda: MAPS if hip[0] == "6" else OTHER)
     assert environment.environment(HERE).state == "pass"
+
+
+@pytest.mark.parametrize("built_for", ["hip", "cuda", None])
+def test_a_torch_for_gpus_that_finds_none_is_wrong(monkeypatch, built_for):
+    for name in ("hip", "cuda"):
+        monkeypatch.setattr(torch.version, name, "7.1" if name == built_for else None)
+    monkeypatch.setattr(hip_runtime, "own_maps", lambda: OTHER if built_for == "hip" else "")
+    found = environment.environment(replace(HERE, chosen="auto"))
+    assert found.state == ("wrong" if built_for else "pass")
+    assert ("7.1 and finds no device" in found.reason and "--device cpu" in found.reason) == (built_for is not None)
+    assert environment.environment(HERE).state == "pass", "--device cpu"
+
+
+@pytest.mark.parametrize(
+    ("name", "devices", "visible", "reason"),
+    [
+        ("AMD Instinct MI300X", 8, {}, None),
+        (
+            "AMD Instinct MI300X",
+            7,
+            {},
+            "7 of 8 devices found (MI300X). To examine these alone: CUDA_VISIBLE_DEVICES=0,1,2,",
+        ),
+        ("AMD Instinct MI300X", 2, {"HIP_VISIBLE_DEVICES": "0,1"}, None),
+        ("AMD Instinct MI300X", 1, {"HIP_VISIBLE_DEVICES": "0,1"}, "1 of 2 devices"),
+        ("AMD Instinct MI300X", 2, {"ROCR_VISIBLE_DEVICES": "0,1,2,3", "HIP_VISIBLE_DEVICES": "0,1"}, None),
+        ("NVIDIA H200", 1, {}, "1 of 8 devices found (H200)"),
+        ("NVIDIA B300", 1, {}, None),
+    ],
+)
+def test_a_machine_with_fewer_devices_than_its_recipe_is_wrong(monkeypatch, name, devices, visible, reason):
+    for variable in environment.VISIBLE:
+        monkeypatch.delenv(variable, raising=False)
+    for variable, value in visible.items():
+        monkeypatch.setenv(variable, value)
+    found = environment.environment(Setting("cuda", devices, name, Path("unused")))
+    assert found.state == ("wrong" if reason else "pass")
+    assert reason is None or found.reason.startswith(reason), found.reason
 
 
 def test_a_hip_runtime_beside_another_torch_is_wrong(monkeypatch):

@@ -14,33 +14,54 @@ from zaya_plugin.config.arguments import megatron_arguments
 from zaya_plugin.config.compose import compose
 from zaya_plugin.config.validate import validate
 from zaya_plugin.verify import demo_losses, training
+from zaya_plugin.verify.expected import machine_of
 from zaya_plugin.verify.line import Setting
 from zaya_plugin.verify.loss_rank import SkewedTokens
 
 HERE = Setting("cpu", 0, "CPU x86_64", Path("unused"))
 STORED = list(demo_losses.LOSSES)
+OTHER = STORED[4] * (1 + 2e-5)
 
 
 @pytest.mark.parametrize(
     ("found", "state", "reason"),
     [
-        (STORED, "pass", "8.0557 to 7.3220, at most 0.0e+00"),
+        (STORED, "pass", f"{STORED[0]:.4f} to {STORED[9]:.4f}, at most 0.0e+00"),
         ([*STORED[:9], STORED[9] * (1 + 9e-6)], "pass", "at most 9.0e-06"),
-        ([*STORED[:4], STORED[4] * (1 + 2e-5), *STORED[5:]], "wrong", "step 5: loss 7.660263, stored 7.66011"),
+        ([*STORED[:4], OTHER, *STORED[5:]], "wrong", f"step 5: loss {OTHER:.7g}, stored {STORED[4]:.7g}"),
         ([*STORED[:6], math.nan, *STORED[7:]], "wrong", "step 7: loss nan"),
-        (STORED[:3], "wrong", "3 of 10 steps: zaya: rank 0 failed"),
+        (STORED[:3], "wrong", "3 of 10 steps, exit code 0: zaya: rank 0 failed"),
     ],
 )
 def test_losses_are_compared_with_the_stored_ones(monkeypatch, found, state, reason):
-    monkeypatch.setattr(training, "losses_of", lambda *given: (found, "a traceback\nzaya: rank 0 failed\n"))
+    monkeypatch.setattr(training, "losses_of", lambda *given: (0, found, "a traceback\nzaya: rank 0 failed\n"))
     outcome = training.losses(HERE)
     assert outcome.state == state and reason in outcome.reason, outcome.reason
 
 
 def test_a_changed_stored_loss_is_wrong(monkeypatch):
-    monkeypatch.setattr(training, "losses_of", lambda *given: (STORED, ""))
+    monkeypatch.setattr(training, "losses_of", lambda *given: (0, STORED, ""))
     monkeypatch.setattr(demo_losses, "LOSSES", (*STORED[:8], STORED[8] + 1e-3, STORED[9]))
     assert training.losses(HERE).reason.startswith("step 9: ")
+
+
+def test_a_crash_after_the_last_step_is_wrong(monkeypatch, tmp_path):
+    monkeypatch.setattr(training, "RANK", "tests.verify.faulty_loss_rank")
+    found = training.losses(Setting("cpu", 0, "CPU x86_64", tmp_path))
+    assert (found.state, found.reason) == ("wrong", "10 of 10 steps, exit code 139: killed by SIGSEGV")
+    assert found.figures["losses"] == STORED and "complete log" in found.traceback
+
+
+def test_the_guide_has_the_stored_losses_and_the_predictions():
+    docs = Path(__file__).parents[2] / "docs"
+    guide = " ".join((docs / "mi300x.md").read_text().split())
+    assert f"{STORED[0]:.4f} to {STORED[9]:.4f}, at most" in guide
+    machine = machine_of("AMD Instinct MI300X")
+    assert f"products with {machine.gemm_tflops:g} TFLOP/s and copies with {machine.copy_tb_per_s:g} TB/s" in guide
+    rows = [line.split("|") for line in (docs / "benchmarks.md").read_text().splitlines() if "MI300X" in line]
+    for start in ("8 MI300X", "1,024 MI300X"):
+        row = [cell.strip() for cell in next(row for row in rows if row[1].strip().startswith(start))]
+        assert f"{row[4].split()[0]} ms, {row[5]} tokens/s a device, {row[7]} GiB" in guide, row
 
 
 def test_the_tokens_are_the_same_everywhere_and_there_is_something_to_learn():

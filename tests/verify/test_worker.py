@@ -70,6 +70,16 @@ def test_a_hang_ends_with_its_children(worker, first):
         assert not os.path.exists(f"/proc/{child}"), "a child of the line goes on"
 
 
+@pytest.mark.parametrize("name", ["hangs_in_ranks", "hangs_without_its_launcher", "crashes_beside_ranks"])
+def test_ranks_end_with_their_line(worker, first, name):
+    worker.run(line("good", argument="start"))
+    worker.said.clear()
+    assert worker.run(line(name, limit_s=4)).state == "wrong"
+    launcher, rank = map(int, next(text for text in worker.said if text).split())
+    for pid in (launcher, rank):
+        assert not os.path.exists(f"/proc/{pid}") or " Z " in open(f"/proc/{pid}/stat").read(), "still there"
+
+
 def test_a_device_that_does_not_answer_is_not_tried_for_every_line(tmp_path, monkeypatch):
     from zaya_plugin.verify import worker as module
 

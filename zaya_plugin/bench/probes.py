@@ -78,6 +78,17 @@ def seconds(call: Callable[[], object], device, calls: int) -> float:
     return statistics.median(a.elapsed_time(b) for a, b in zip(events, events[1:], strict=False)) / 1e3
 
 
+def numbers_and_sum(count: int, device, rank: int, ranks: int):
+    """Return the fp32 numbers that `rank` gives to an all-reduce, and their exact sum over the ranks.
+
+    Elements at a distance that is no multiple of the prime 251 differ, so data at a wrong place is found.
+    """
+    import torch
+
+    pattern = (torch.arange(count, device=device, dtype=torch.int32) % 251).float()
+    return pattern + rank, pattern.mul_(ranks) + ranks * (ranks - 1) / 2
+
+
 def all_reduce(sizes, device, calls: int) -> list[dict]:
     """Measure an all-reduce of each of `sizes` (bytes of fp32) over the default group; every rank calls it.
 
@@ -89,10 +100,10 @@ def all_reduce(sizes, device, calls: int) -> list[dict]:
 
     ranks, found = distributed.get_world_size(), []
     for size in sizes:
-        given = torch.full((max(1, size // 4),), float(distributed.get_rank() + 1), device=device)
+        given, wanted = numbers_and_sum(max(1, size // 4), device, distributed.get_rank(), ranks)
         total = given.clone()
         distributed.all_reduce(total)
-        right = (total == ranks * (ranks + 1) / 2).all().to(torch.float32)
+        right = (total == wanted).all().to(torch.float32)
         distributed.barrier()
         mean = seconds(lambda given=given: distributed.all_reduce(given), device, calls)
         worst = torch.tensor([mean, -right], device=device)

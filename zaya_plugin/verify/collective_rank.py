@@ -33,7 +33,8 @@ def graph_capture(device: torch.device) -> dict:
     the capture and after it.
     """
     ranks, rank = distributed.get_world_size(), distributed.get_rank()
-    given, held = torch.zeros(2**20, device=device), torch.zeros(2**20, device=device)
+    numbers, total = probes.numbers_and_sum(2**20, device, rank, ranks)
+    given, held = torch.zeros_like(numbers), torch.zeros_like(numbers)
 
     def work() -> None:
         held.copy_(given)
@@ -52,11 +53,13 @@ def graph_capture(device: torch.device) -> dict:
         work = graph.replay
     wrong = []
     for value in range(1, REPLAYS + 1):
-        given.fill_(float(value * (rank + 1)))
+        torch.mul(numbers, value, out=given)
         work()
-        wanted = 2 * value * ranks * (ranks + 1) / 2 + 1
-        if not (held == wanted).all():
-            wrong.append(f"replay {value}: {held[0].item()} for {wanted}")
+        wanted = 2 * value * total + 1
+        differing = (held != wanted).nonzero()
+        if differing.numel():
+            first = differing[0].item()
+            wrong.append(f"replay {value}: {held[first].item()} for {wanted[first].item()} at element {first:,}")
     if device.type == "cuda":
         torch.cuda.synchronize()
         time.sleep(WATCHDOG_S / 2)

@@ -39,7 +39,7 @@ examples:
   zaya verify                                    all lines; writes verify.json, the file to send with a question
   zaya verify --list                             the lines, with their sizes
   zaya verify --only environment,rates,rms_norm --out rates.json
-  srun --ntasks-per-node=1 sh -c 'zaya verify --out verify-$(hostname).json'
+  srun --ntasks-per-node=1 --gpus-per-node=8 sh -c 'zaya verify --out verify-$(hostname).json'
   zaya verify --bundle runs/mine                 support-mine.tar.gz: the run's recipe, logs and metrics, verify.json,
                                                  doctor's report, without secrets; runs no line
 
@@ -67,7 +67,12 @@ def main(argv: list[str]) -> int:
     parser.add_argument(
         "--bundle", type=Path, metavar="RUN_DIR", help="pack a run for a question, with the record of --out, and stop"
     )
-    parser.add_argument("--device", choices=("auto", "cpu"), default="auto", help="cpu: as on a machine without a GPU")
+    parser.add_argument(
+        "--device",
+        choices=("auto", "cpu"),
+        default="auto",
+        help="cpu: examine the CPU; auto: all devices that torch finds",
+    )
     options = parser.parse_args(argv)
     lines = chosen(options.only)
     if options.list:
@@ -117,7 +122,8 @@ def run(lines: list[Line], device: str, out: Path, command: str) -> dict[str, An
         "lines": [],
     }
     with (
-        tempfile.TemporaryDirectory(prefix="zaya-verify-") as folder,
+        # a process that waits in the driver may still write there
+        tempfile.TemporaryDirectory(prefix="zaya-verify-", ignore_cleanup_errors=True) as folder,
         # on a terminal alone
         tqdm(total=len(lines), bar_format="{l_bar}{bar:20}| {elapsed}{postfix}", leave=False, disable=None) as bar,
     ):

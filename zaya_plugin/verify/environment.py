@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from zaya_plugin.verify import secrets
+from zaya_plugin.verify.expected import machine_of
 from zaya_plugin.verify.line import Outcome, Setting
 
 TARGET = "gfx942"
@@ -33,6 +34,8 @@ FIRMWARE_FILES = (
     "class/drm/card*/device/fw_version/*",
 )
 VARIABLES = re.compile(r"^(HSA|HIP|ROC|GPU|NCCL|RCCL|TORCH|PYTORCH|CUDA|TRITON|MIOPEN|NVTE|LD_|OMP|PRIMUS|ZAYA)")
+# Each can hide devices from torch.
+VISIBLE = ("HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES", "GPU_DEVICE_ORDINAL")
 MOST_OBJECTS = 400  # of Triton's cache, the newest; one takes a tenth of a second
 
 
@@ -44,8 +47,8 @@ def doctor_report() -> dict[str, Any]:
 
 
 def environment(setting: Setting) -> Outcome:
-    """Collect the environment. Wrong: two HIP runtimes in the process, or a shipped library that is not the verified
-    one.
+    """Collect the environment. Wrong: missing devices, two HIP runtimes in the process, or a shipped library that is not
+    the verified one.
     """
     import torch
 
@@ -68,10 +71,36 @@ def environment(setting: Setting) -> Outcome:
     if setting.device == "cuda" and torch.version.hip:
         figures["loaded"] = answer(load_library)
     figures["hip_runtimes"] = [str(path) for path in mapped_runtimes(own_maps())]
-    problems = [*filter(None, (runtime_problem(torch.version.hip, own_maps()), library_problem()))]
+    found = devices_problem(setting), runtime_problem(torch.version.hip, own_maps()), library_problem()
+    problems = [*filter(None, found)]
     text = f"{figures['doctor']['devices']['built_for']}, torch {torch.__version__}, library {TARGET} "
     text += "built from source" if os.environ.get(SWITCH) == "source" else "as shipped"
     return Outcome("wrong" if problems else "pass", "; ".join(problems) or text, figures)
+
+
+def devices_problem(setting: Setting) -> str | None:
+    """Say which devices are missing, or return None.
+
+    A machine that a cluster recipe names must have the recipe's number of devices, or as many as the shortest list in
+    the VISIBLE variables.
+    """
+    import torch
+
+    if setting.chosen == "cpu":
+        return None
+    if setting.on_cpu:
+        built_for = f"ROCm {torch.version.hip}" if torch.version.hip else f"CUDA {torch.version.cuda}"
+        text = f"torch is built for {built_for} and finds no device, so all lines run at their CPU sizes. Under SLURM "
+        text += "request devices (srun --gpus-per-node=8); to examine the CPU: --device cpu"
+        return text if torch.version.hip or torch.version.cuda else None
+    if (machine := machine_of(setting.name)) is None:
+        return None
+    visible = [len(os.environ[name].split(",")) for name in VISIBLE if os.environ.get(name)]
+    if setting.devices >= (wanted := min([machine.devices_per_node, *visible])):
+        return None
+    variable = VISIBLE[0] if torch.version.hip else VISIBLE[2]
+    text = f"{setting.devices} of {wanted} devices found ({machine.name}). To examine these alone: "
+    return text + f"{variable}={','.join(map(str, range(setting.devices)))} zaya verify"
 
 
 def runtime_problem(hip: str | None, maps: str) -> str | None:
@@ -149,7 +178,7 @@ def files_below(folder: Path, patterns: tuple[str, ...]) -> dict[str, str]:
 
 
 def answer(question: Callable[[], Any]) -> Any:
-    """Return the answer, or the error as text: one missing fact is not the end of the others."""
+    """Return the answer, or the error as text, so that the other figures are still collected."""
     try:
         return question()
     except Exception as error:

@@ -56,7 +56,7 @@ class Setting:
 
     Attributes:
         device: "cuda" (ROCm too) or "cpu". devices: their number, 0 on a CPU. name: of the first device, in torch.
-        folder: for files of the examination. say: shows what a line is doing.
+        folder: for files of the examination. say: shows what a line is doing. chosen: the command's --device.
     """
 
     device: str
@@ -64,6 +64,7 @@ class Setting:
     name: str
     folder: Path
     say: Callable[[str], None] = lambda text: None
+    chosen: str = "auto"
 
     @property
     def on_cpu(self) -> bool:

@@ -12,7 +12,7 @@ LINES = {
     for line in (
         Line(
             "environment",
-            "versions, firmware, mapped HIP runtimes, and the hash of the kernels' library",
+            "versions, firmware, number of devices, mapped HIP runtimes, and the hash of the kernels' library",
             "the same",
             "the same",
             HERE + "environment:environment",

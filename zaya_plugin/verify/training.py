@@ -21,6 +21,7 @@ from zaya_plugin.verify import demo_losses
 from zaya_plugin.verify.expected import RUN_ON, described, machine_of
 from zaya_plugin.verify.line import Outcome, Setting
 
+RANK = "zaya_plugin.verify.loss_rank"
 LOG_LINES = 30
 # Shares of the matrix-product rate in a step of 16,384 tokens a device with Muon: half of what one H200 reached with 12
 # layers (benchmarks/results/step12-h200.json), whose head and optimizer weigh more than those of all 40.
@@ -41,8 +42,8 @@ ON_CPU = (
 )
 
 
-def losses_of(setting: Setting, run_dir: Path) -> tuple[list[float], str]:
-    """Train the recipe of demo_losses; return the loss of each step, and what the launcher printed."""
+def losses_of(setting: Setting, run_dir: Path) -> tuple[int, list[float], str]:
+    """Train the recipe of demo_losses; return the exit code, the loss of each step, and what the launcher printed."""
     from zaya_plugin.config.compose import compose
     from zaya_plugin.config.run_directory import keep_recipe, make_writable
     from zaya_plugin.config.validate import validate
@@ -50,14 +51,14 @@ def losses_of(setting: Setting, run_dir: Path) -> tuple[list[float], str]:
 
     device = demo_losses.ON_CPU if setting.on_cpu else demo_losses.ON_GPU
     recipe = compose([*demo_losses.RECIPE, *device, f"run_dir={run_dir}"])
-    plan = rank_plan.make_plan(recipe, os.environ, ("zaya_plugin.verify.loss_rank",))
+    plan = rank_plan.make_plan(recipe, os.environ, (RANK,))
     validate(recipe, plan.world_size)
     before_start.check_machine(recipe, plan)
     make_writable(recipe.run_dir)
     keep_recipe(recipe, recipe.run_dir)
     with contextlib.redirect_stderr(io.StringIO()) as said:
-        launch.run_ranks(plan, run_dir / "logs")
-    return read_losses(run_dir), said.getvalue()
+        code = launch.run_ranks(plan, run_dir / "logs")
+    return code, read_losses(run_dir), said.getvalue()
 
 
 def read_losses(run_dir: Path) -> list[float]:
@@ -82,11 +83,11 @@ def losses(setting: Setting) -> Outcome:
     """Compare the losses of 10 steps in fp32 with the stored ones."""
     if why_not := without_megatron():
         return Outcome("skipped", why_not)
-    found, said = losses_of(setting, setting.folder / "demo_losses")
+    code, found, said = losses_of(setting, setting.folder / "demo_losses")
     stored = list(demo_losses.LOSSES)
     expected = {"losses": stored, "tolerance": demo_losses.TOLERANCE, "made_with": demo_losses.MADE_WITH}
-    if len(found) != len(stored):
-        text = f"{len(found)} of {len(stored)} steps: {last_line(said)}"
+    if code or len(found) != len(stored):
+        text = f"{len(found)} of {len(stored)} steps, exit code {code}: {last_line(said)}"
         return Outcome("wrong", text, {"losses": found}, expected, traceback=said)
     differences = [abs(mine - theirs) / theirs for mine, theirs in zip(found, stored, strict=True)]
     worst = max(range(len(found)), key=lambda step: differences[step] if found[step] == found[step] else math.inf)
@@ -98,7 +99,9 @@ def losses(setting: Setting) -> Outcome:
 
 
 def last_line(text: str) -> str:
-    return next(iter(text.strip().splitlines()[::-1]), "no message")
+    """Return the last line of what a launcher printed, without the one that names the log."""
+    lines = (line for line in text.strip().splitlines()[::-1] if not line.startswith("zaya: complete log"))
+    return next(lines, "no message")
 
 
 def step(setting: Setting) -> Outcome:

@@ -30,6 +30,9 @@ from zaya_plugin.verify.line import Line, Outcome, Setting
 
 KILLED_S = 10  # a process that waits in the driver for a device that hangs does not end
 STARTS = 2  # that may fail; then no further line is tried
+# In the environment of everything that a worker starts: torchrun and its ranks have sessions of their own, and once a
+# process between has ended, its children's parent no longer says where they come from.
+MARK = "ZAYA_VERIFY_WORKER"
 READY_S = 300  # torch's import from a cold network file system, and the start of the devices
 LOG_LINES = 30
 # A launcher's variables would make the ranks that a line starts join that launcher.
@@ -49,6 +52,7 @@ class Worker:
     def __init__(self, device: str, folder: Path, tick: Callable[[str | None], None] = lambda text: None):
         self.device, self.folder, self.tick = device, folder, tick
         self.log = folder / "worker.log"
+        self.mark = f"{os.getpid()}-{time.time_ns()}"
         self.process: subprocess.Popen | None = None
         self.text = b""
         self.machine: dict = {}
@@ -77,8 +81,15 @@ class Worker:
         if self.process is not None:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self.process.pid, signal.SIGKILL)
+            deadline = time.monotonic() + KILLED_S
+            # Again until none is left: a process can start another one while the list is read.
+            while (pids := marked(f"{MARK}={self.mark}")) and time.monotonic() < deadline:
+                for pid in pids:
+                    with contextlib.suppress(ProcessLookupError):
+                        os.kill(pid, signal.SIGKILL)
+                time.sleep(0.05)
             with contextlib.suppress(subprocess.TimeoutExpired):
-                self.process.wait(KILLED_S)
+                self.process.wait(max(0.1, deadline - time.monotonic()))
             self.process.stdin.close()
             self.process.stdout.close()
         self.process, self.text = None, b""
@@ -91,7 +102,7 @@ class Worker:
                 stdout=subprocess.PIPE,
                 stderr=log,
                 bufsize=0,
-                env=environment(os.environ, self.device),
+                env={**environment(os.environ, self.device), MARK: self.mark},
                 start_new_session=True,  # one group, which `close` kills
                 preexec_fn=die_with_parent,
             )
@@ -125,6 +136,16 @@ class Worker:
         return "\n".join(self.log.read_text(errors="replace").splitlines()[-LOG_LINES:]) if self.log.exists() else ""
 
 
+def marked(mark: str) -> list[int]:
+    """Return the processes with `mark` in the environment that they were started with; none without /proc."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/environ"):
+        with contextlib.suppress(OSError):  # another user's process, or one that has ended
+            if mark.encode() in path.read_bytes().split(b"\0"):
+                found.append(int(path.parent.name))
+    return found
+
+
 def environment(environ: Mapping[str, str], device: str) -> dict[str, str]:
     """Return `environ` for the process: without an outer launcher's variables, and on a CPU without devices."""
     kept = {name: value for name, value in environ.items() if name not in LAUNCHERS and not name.startswith("SLURM_")}
@@ -153,7 +174,7 @@ def setting_of(device: str, folder: Path, say: Callable[[str], None]) -> Setting
 
     devices = torch.cuda.device_count() if device != "cpu" and torch.cuda.is_available() else 0
     name = torch.cuda.get_device_name(0) if devices else f"CPU {platform.processor() or platform.machine()}"
-    return Setting("cuda" if devices else "cpu", devices, name, folder, say)
+    return Setting("cuda" if devices else "cpu", devices, name, folder, say, device)
 
 
 def main(argv: list[str]) -> int:
