@@ -14,7 +14,7 @@ import pytest
 from tests.checkpoint_files import pretend_checkpoint
 from zaya_plugin.config.compose import compose
 from zaya_plugin.run import before_start, launch, rank_plan
-from zaya_plugin.run.launch import capture_failed, first_failure, last_words
+from zaya_plugin.run.launch import Ended, capture_failed, first_failure, last_words
 
 
 def demo(*overrides):
@@ -68,21 +68,31 @@ def test_where_a_capture_fails_auto_runs_kernel_by_kernel(worker_program, tmp_pa
     assert len(list((tmp_path / "auto" / "logs").glob("launch_*"))) == 2
 
 
+FAILED = Ended(1, Path("launch_0"))
+
+
 @pytest.mark.parametrize(
-    ("graphs", "launches"), [("auto", ["full_iteration", "none"]), ("full_iteration", ["full_iteration"])]
+    ("graphs", "ended", "launches"),
+    [
+        ("auto", FAILED, ["full_iteration", "none"]),
+        ("full_iteration", FAILED, ["full_iteration"]),
+        ("auto", Ended(128 + signal.SIGINT, Path("launch_0"), stopped=True), ["full_iteration"]),
+        ("auto", Ended(1), ["full_iteration"]),
+    ],
+    ids=["auto", "explicit", "stopped", "no folder of logs"],
 )
-def test_an_explicit_request_of_a_graph_is_not_changed(monkeypatch, tmp_path, graphs, launches):
+def test_only_a_failed_capture_that_auto_chose_starts_again(monkeypatch, tmp_path, graphs, ended, launches):
     seen = []
 
     def fails(plan, logs):
         seen.append("none" if "graphs: none" in (tmp_path / "recipe.yaml").read_text() else "full_iteration")
-        return 1
+        return ended
 
     monkeypatch.setattr(launch, "run_ranks", fails)
-    monkeypatch.setattr(launch, "capture_failed", lambda logs: True)
+    monkeypatch.setattr(launch, "capture_failed", lambda folder: True)
     monkeypatch.setattr(before_start, "check_surroundings", lambda recipe, plan: None)
     words = ("cluster=gpu", "nproc=1", "cluster.kernels=auto", f"cluster.graphs={graphs}", f"run_dir={tmp_path}")
-    assert launch.launch(demo(*words)) == 1
+    assert launch.launch(demo(*words)) == ended.code
     assert seen == launches
 
 
@@ -92,16 +102,18 @@ def test_an_explicit_request_of_a_graph_is_not_changed(monkeypatch, tmp_path, gr
         ("CUDA error: operation not permitted when stream is capturing", True),
         ("HIP error: operation failed due to a previous error during capture", True),
         ("watchdog thread terminated with exception: ... (hipErrorCapturedEvent)", True),
+        ("hip_ops: rms_norm was first used on cuda:0 while a graph is captured. It must be compared", True),
+        ("hip_ops: the first product into fp32 came while a graph is captured; run it once", True),
+        ("hip_ops: a graph is captured and there is no pinned memory left for a work table", True),
+        ("RuntimeError: Cannot call CUDAGeneratorImpl::current_seed during CUDA graph capture", True),
+        ("RuntimeError: Offset increment outside graph capture encountered unexpectedly.", True),
         ("RuntimeError: CUDA out of memory", False),
     ],
 )
 def test_a_failed_capture_is_known_by_what_a_rank_said(tmp_path, text, failed):
     assert not capture_failed(tmp_path)
-    for number, said in enumerate(("when stream is capturing" if not failed else "", text)):  # the newest launch counts
-        folder = tmp_path / f"launch_{number}" / "attempt_0" / "0"
-        folder.mkdir(parents=True)
-        (folder / "stderr.log").write_text(said)
-        os.utime(tmp_path / f"launch_{number}", (number, number))
+    (tmp_path / "attempt_0" / "0").mkdir(parents=True)
+    (tmp_path / "attempt_0" / "0" / "stderr.log").write_text(text)
     assert capture_failed(tmp_path) == failed
 
 
@@ -291,8 +303,9 @@ def test_a_torchrun_that_cannot_start_is_shown(worker_program, tmp_path):
     plan = rank_plan.Plan(1, 1, 0, "zaya train", [sys.executable, "-c", "import sys; sys.exit('no torchrun')"], {})
     program = (
         "from pathlib import Path; from zaya_plugin.run.launch import Plan, run_ranks; import sys; "
-        f"sys.exit(run_ranks({plan!r}, Path({str(tmp_path)!r})))"
+        f"ended = run_ranks({plan!r}, Path({str(tmp_path)!r})); assert ended.folder is None; sys.exit(ended.code)"
     )
+    (tmp_path / "launch_0").mkdir()  # of an earlier start
     done = subprocess.run([sys.executable, "-c", program], env=worker_program[1], capture_output=True, text=True)
     assert done.returncode == 1 and "torchrun failed with exit code 1:\nno torchrun" in done.stderr
     assert Path(tmp_path / "torchrun.log").read_text() == "no torchrun\n"

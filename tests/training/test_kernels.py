@@ -167,6 +167,37 @@ def test_the_difference_names_ranks_operators_versions_and_the_fix():
         check_agreement(everyone, micro())
 
 
+def test_the_fix_looks_at_the_first_place_where_versions_differ():
+    all_operators()
+    everyone = [choices(grouped_rows=each) for each in (("triton", "grouped_mm"), ("triton", "reference"))]
+    with pytest.raises(ValueError, match=r"Fix: cluster\.kernel_overrides\.grouped_product=reference\.$"):
+        check_agreement(everyone, micro())
+
+
+def test_the_fix_makes_the_ranks_equal(monkeypatch):
+    """On a simulated GPU where all versions run on rank 0, and all but one on rank 1; for every operator and version."""
+    device, failing = torch.device("cuda", 0), []
+    monkeypatch.setattr(operator.Operator, "_missing", lambda *given: None)
+    monkeypatch.setattr(operator.Operator, "_failure", lambda own, version, *given: "x" if version in failing else None)
+
+    def chosen(each, version, without):
+        failing[:] = without
+        return tuple(each._choose(device, operator.Request(version, "cluster.kernels=auto"), check=False)[0])
+
+    differing = 0
+    for each in all_operators():
+        for version in each.versions:
+            everyone = [{each.name: chosen(each, "auto", without)} for without in ([], [version])]
+            if everyone[0] == everyone[1]:
+                continue
+            differing += 1
+            with pytest.raises(ValueError, match="ranks chose different versions") as error:
+                check_agreement(everyone, micro())
+            fix = re.search(rf"Fix: cluster\.kernel_overrides\.{each.folder}=(\w+)\.$", str(error.value))[1]
+            assert chosen(each, fix, []) == chosen(each, fix, [version]), (each.name, version, fix)
+    assert differing > 10
+
+
 def test_core_attention_is_compared_too():
     everyone = [choices(core_attention=("flash_attn", "flash_attn")), choices(core_attention=("flash_attn", "sdpa"))]
     said = (

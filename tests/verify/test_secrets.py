@@ -3,6 +3,7 @@
 
 import json
 import tarfile
+import time
 
 import pytest
 
@@ -28,6 +29,22 @@ PLANTED = {
     "github": "remote: ghp_S3cr3tValue0123456789",
     "wandb": "wandb: using key 0123456789abcdef0123456789abcdef01234567",
     "user": "File /home/S3cr3tValue0123456789/zaya/train.py, line 3",
+    "user of a scratch folder": "/scratch/S3cr3tValue0123456789/run",
+    "no separator": f"PGPASSWORD={SECRET} MYSQL_PWD={SECRET} SSHPASS={SECRET} APIKEY={SECRET} GITHUB_PAT={SECRET}",
+    "camel case of a connection": f"AccountName=a;AccountKey={SECRET}==;EndpointSuffix=b",
+    "words in quotes": f'password: "correct horse {SECRET}"',
+    "words without quotes": f"password: correct horse {SECRET}\nseed: 1",
+    "comma in quotes": f"api_key: 'ab,{SECRET}'",
+    "quote in quotes": f"api_key: 'it''s,{SECRET}'",
+    "escaped quote": rf'"password": "ab\"cd {SECRET}"',
+    "quote in a word": f'password=ab"{SECRET}',
+    "JSON in JSON": rf'{{"text": "{{\"api_key\": \"ab {SECRET}\"}}"}}',
+    "flag, next line": f"--wandb-api-key\n{SECRET}\n--seed\n1",
+    "flag, next of a list": f"['--wandb-api-key', '{SECRET}', '--seed']",
+    "flag in quotes": f'--db-password "correct horse {SECRET}"',
+    "list": f'{{"api_keys": ["a", "{SECRET}"]}}',
+    "list of YAML": f"api_keys:\n  - a\n  - {SECRET}\nseed: 1",
+    "at sign in a password": f"https://me:p@ss{SECRET}@example.com/team",
 }
 KEPT = (
     "tokens_per_s: 4200, total_tokens=16384, --random-tokens=262272, tokenizer: data/tok",
@@ -36,6 +53,28 @@ KEPT = (
     "https://github.com/pytorch/pytorch/pull/175377",
     "step 3/90  loss 8.0198  lr 1.00e-04  2.6k tok/s",
     "user@host:/opt/rocm/lib",
+    '{"bos_token": 5, "eos_token": "</s>", "token": 7, "key": 1.5e-3, "use_auth": true, "api_key": null}',
+    "missing_keys: layer.0.weight",
+    "--num-key-value-heads 2 --pad-token <pad>",
+    "HIP_COMPAT=on TORCH_BYPASS=on",
+    "KeyError: 'experts'",
+)
+SECRET_NAMES = (
+    *("PGPASSWORD", "MYSQL_PWD", "SSHPASS", "DB_PASS", "APIKEY", "WANDB_APIKEY", "MYTOKEN", "GITHUB_PAT", "AccountKey"),
+    *("api_keys", "AWS_ACCESS_KEY_ID", "OAUTH", "X-Amz-Signature", "githubPat", "cluster.environment.HF_TOKEN"),
+)
+HARMLESS_NAMES = (
+    *("bos_token", "eos_token_id", "num_tokens", "total_tokens", "tokenizer", "tokens_per_s", "key_value", "path"),
+    *("num_key_value_heads", "missing_keys", "compat", "COMPAT", "bypass", "design", "keyword"),
+)
+JSON_LINES = (
+    '{"bos_token": 5, "secret": 5, "seed": 1}',
+    '{"api_keys": ["a", "b"], "seed": 1}',
+    '{"credentials": {"user": "a", "pw": "b"}, "seed": 1}',
+    '{"command": "zaya train api_key=abc", "seed": 1}',
+    r'{"text": "password: a\\b\nstep \"2\"", "seed": 1}',
+    r'{"text": "{\"api_key\": \"a b\"}", "seed": 1}',
+    '{"argv": ["--api-key", "abc", "--seed", "2"], "seed": 1}',
 )
 
 
@@ -51,8 +90,55 @@ def test_figures_stay(text):
 
 
 def test_cleaning_twice_changes_nothing():
-    for text in PLANTED.values():
+    for text in (*PLANTED.values(), *JSON_LINES):
         assert cleaned(cleaned(text)) == cleaned(text)
+
+
+def test_a_short_password_of_netrc():
+    assert cleaned("machine a login b password c1\n") == f"machine a login b password {REMOVED}\n"
+
+
+def test_what_follows_a_secret_stays():
+    assert cleaned(PLANTED["words without quotes"]) == f"password: {REMOVED}\nseed: 1"
+    assert cleaned(PLANTED["flag, next line"]) == f"--wandb-api-key\n{REMOVED}\n--seed\n1"
+    assert cleaned(PLANTED["list of YAML"]).endswith(f"{REMOVED}\nseed: 1")
+    assert cleaned("--use-auth --seed 12") == "--use-auth --seed 12"
+
+
+def test_names():
+    assert [name for name in SECRET_NAMES if not is_secret(name)] == []
+    assert [name for name in HARMLESS_NAMES if is_secret(name)] == []
+
+
+@pytest.mark.parametrize("text", JSON_LINES)
+def test_json_stays_valid(text):
+    found = json.loads(cleaned(text))
+    assert found["seed"] == 1 and found.keys() == json.loads(text).keys()
+
+
+REPEATED = (
+    "1.2-",
+    "-",
+    "a",
+    "key=[",
+    'key="',
+    "key='x ",
+    "--key ",
+    "http://",
+    "a:",
+    "login ",
+    "token\n- ",
+    "\\",
+    "api ",
+)
+
+
+@pytest.mark.parametrize("piece", [*REPEATED, "-----BEGIN ", "sk-", "KEY", "\\'key=\\\""])
+def test_the_time_grows_with_the_length(piece):
+    text = piece * (100_000 // len(piece))
+    started = time.process_time()
+    cleaned(text)
+    assert time.process_time() - started < 1
 
 
 def test_data_and_variables():
@@ -61,6 +147,9 @@ def test_data_and_variables():
     found = of_data({"recipe": [given], "tokens": 4, "ulps": float("inf")})
     expected = {"MY_PASSWORD": REMOVED, "NCCL_DEBUG": "WARN", "HTTPS_PROXY": f"http://{REMOVED}@proxy:80"}
     assert found == {"recipe": [expected], "tokens": 4, "ulps": "inf"}
+    given = {"argv": ["--api-key", SECRET, "--seed", "1"], "api_keys": [SECRET], "password": 1234, "bos_token": "<s>"}
+    expected = {"argv": ["--api-key", REMOVED, "--seed", "1"], "api_keys": REMOVED, "password": REMOVED}
+    assert of_data(given) == expected | {"bos_token": "<s>"}
 
 
 @pytest.fixture
@@ -77,7 +166,10 @@ def packed(tmp_path, monkeypatch):
     record = tmp_path / "verify.json"
     record.write_text(json.dumps({"schema": "zaya verify/1", "note": f"HF_TOKEN={SECRET}"}))
     monkeypatch.setattr(bundle, "doctor_report", lambda: {"python": f"/home/{SECRET}/bin/python"})
-    monkeypatch.setenv("SOME_TOKEN", SECRET)
+    for name in ("SOME_TOKEN", "USER", "LOGNAME", "SLURM_JOB_USER", "SSH_CONNECTION", "NCCL_TOKEN"):
+        monkeypatch.setenv(name, SECRET)
+    for name in ("NCCL_DEBUG", "SLURM_JOB_ID", "OMP_NUM_THREADS", "MASTER_ADDR"):
+        monkeypatch.setenv(name, "kept")
     monkeypatch.setattr(bundle, "OF_A_FILE", 10_000)
     (run / "logs" / "rank1.log").write_text(f"password: {SECRET}\n" + "x" * 9_000 + f"\nlast line {PLANTED['flag']}\n")
     with tarfile.open(bundle.bundle(run, record)) as archive:
@@ -91,6 +183,9 @@ def test_a_bundle_holds_what_a_question_needs_and_no_secret(packed):
     assert json.loads(packed["run/metrics.jsonl"])["tokens_per_s"] == 4200.0
     assert "WANDB_API_KEY" in packed["run/recipe.yaml"] and "last line" in packed["run/logs/rank1.log"]
     assert all(name in packed["contents.txt"] for name in packed if name != "contents.txt")
+    environment = json.loads(packed["environment.json"])
+    assert {"NCCL_DEBUG", "SLURM_JOB_ID", "OMP_NUM_THREADS", "MASTER_ADDR"} <= environment.keys()
+    assert {"SOME_TOKEN", "USER", "LOGNAME", "SLURM_JOB_USER", "SSH_CONNECTION"}.isdisjoint(environment)
     leaks = {name: text for name, text in packed.items() if SECRET in text}
     assert leaks == {}
 

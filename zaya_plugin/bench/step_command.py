@@ -160,7 +160,7 @@ def run(recipe: Recipe, options: Options) -> int:
             (run_dir / left).unlink(missing_ok=True)
     if plan.command is None and options.anchor is None:
         return launch.become_rank(recipe, plan)
-    code = launch.run_ranks(plan, run_dir / "logs") if plan.command else own_process(recipe, plan, 0)
+    code = launch.run_ranks(plan, run_dir / "logs").code if plan.command else own_process(recipe, plan, 0)
     if code or options.anchor is None:
         return code
     vocabulary = json.loads((run_dir / RECORD).read_text())["model"]["vocab_size"]
@@ -172,7 +172,7 @@ def run(recipe: Recipe, options: Options) -> int:
         code = own_process(recipe, anchor, 1)
     else:
         anchor = replace(anchor, command=rank_plan.command(recipe, plan.world_size, worker))
-        code = launch.run_ranks(anchor, run_dir / "logs")
+        code = launch.run_ranks(anchor, run_dir / "logs").code
     if (run_dir / ANCHOR).is_file():  # out of memory is a result too
         code = 0
     if plan.rank == 0 and code == 0:

@@ -34,9 +34,11 @@ from zaya_plugin.run.rank_plan import WORKER, Plan, make_plan
 EXPLAIN = "zaya_plugin.hosts.explain"
 FULL_DISK = 2**20  # bytes; with less free space a failure is attributed to the disk
 SHOWN_LINES = 30
-# In what torch, CUDA and HIP say about a capture that failed, or about a query during one (NCCL's watchdog on ROCm).
+# In what torch, CUDA, HIP and hip_ops say about a capture that failed, or about a query during one (NCCL's watchdog on
+# ROCm).
 CAPTURE = re.compile(
-    r"stream is capturing|error during capture|capturing (blocking )?stream|CapturedEvent|StreamCapture"
+    r"stream is capturing|during (CUDA graph )?capture|capturing (blocking )?stream|CapturedEvent|StreamCapture"
+    r"|a graph is captured|outside graph capture"
 )
 FROM_TORCHRUN = (signal.SIGTERM,)  # how torchrun itself stops the surviving ranks
 
@@ -68,20 +70,31 @@ def launch(recipe: Recipe) -> int:
     if plan.command is None:
         return become_rank(recipe, plan)
     logs = Path(recipe.run_dir) / "logs"
-    code = run_ranks(plan, logs)
-    if code and chosen_here and recipe.cluster.graphs != "none" and capture_failed(logs):
+    ended = run_ranks(plan, logs)
+    may_restart = ended.code and not ended.stopped and chosen_here and recipe.cluster.graphs != "none"
+    if may_restart and ended.folder is not None and capture_failed(ended.folder):
         text = "zaya: cluster.graphs=auto: the step could not be captured as a graph; starting again kernel by kernel"
         print(text, file=sys.stderr, flush=True)
         recipe = replace(recipe, cluster=replace(recipe.cluster, graphs="none"))
         keep_recipe(recipe, recipe.run_dir)
-        code = run_ranks(plan, logs)
-    return code
+        ended = run_ranks(plan, logs)
+    return ended.code
 
 
-def capture_failed(log_dir: Path) -> bool:
-    """Whether a rank of the newest launch said that the capture of a graph failed."""
-    launches = sorted(log_dir.glob("launch_*"), key=lambda path: path.stat().st_mtime_ns)
-    return any(CAPTURE.search(_read(path)) for path in (launches or [log_dir])[-1].glob("attempt_*/*/stderr.log"))
+@dataclass(frozen=True)
+class Ended:
+    """How a launch ended: its exit code, torchrun's folder of logs (None if torchrun failed before it made one), and
+    whether a signal to this process stopped it.
+    """
+
+    code: int
+    folder: Path | None = None
+    stopped: bool = False
+
+
+def capture_failed(folder: Path) -> bool:
+    """Whether a rank of the launch with this folder of logs said that the capture of a graph failed."""
+    return any(CAPTURE.search(_read(path)) for path in folder.glob("attempt_*/*/stderr.log"))
 
 
 def become_rank(recipe: Recipe, plan: Plan) -> int:
@@ -105,8 +118,10 @@ def become_rank(recipe: Recipe, plan: Plan) -> int:
     return 0
 
 
-def run_ranks(plan: Plan, log_dir: Path) -> int:
-    """Start torchrun, pass signals to the ranks and return the exit code of the first rank that failed."""
+def run_ranks(plan: Plan, log_dir: Path) -> Ended:
+    """Start torchrun, pass signals to the ranks and return the exit code of the first rank that failed, or
+    128 + signal after a stop by a signal.
+    """
     log_dir.mkdir(parents=True, exist_ok=True)
     before = set(log_dir.glob("launch_*"))
     environment = {**os.environ, **plan.environment}
@@ -132,21 +147,21 @@ def run_ranks(plan: Plan, log_dir: Path) -> int:
                 signal.signal(number, handler)
     if received:
         print(f"zaya: stopped by {signal.Signals(received[0]).name}", file=sys.stderr)
-        return 128 + received[0]
+        return Ended(128 + received[0], stopped=True)
     if code == 0:
-        return 0
+        return Ended(0)
     if (free := shutil.disk_usage(log_dir).free) < FULL_DISK:
         # The ranks' own messages are on that disk and incomplete.
         problem = f"No space left on device ({free // 1024} KiB are free); earlier checkpoints are complete"
         fix = "free some space, then the same command with resume=auto"
         print(f"zaya: {message('run_dir', log_dir.parent, problem=problem, fix=fix)}", file=sys.stderr)
-    for folder in set(log_dir.glob("launch_*")) - before:
-        failure = first_failure(folder, torchrun_log)
-        if failure is not None:
-            print(failure.message, file=sys.stderr)
-            return failure.exit_code
+    folder = next(iter(set(log_dir.glob("launch_*")) - before), None)
+    failure = first_failure(folder, torchrun_log) if folder else None
+    if failure is not None:
+        print(failure.message, file=sys.stderr)
+        return Ended(failure.exit_code, folder)
     print(f"zaya: torchrun failed with exit code {code}:\n{torchrun_log.read_text().rstrip()}", file=sys.stderr)
-    return code if code > 0 else 128 - code
+    return Ended(code if code > 0 else 128 - code, folder)
 
 
 def _pass_on(number: int, torchrun: int, received: list[int]) -> None:

@@ -9,6 +9,7 @@ import logging
 import os
 import time
 from collections.abc import Iterable, Sequence
+from itertools import zip_longest
 
 import torch
 
@@ -21,7 +22,8 @@ from zaya_plugin.errors import mistake
 logger = logging.getLogger(__name__)
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}  # of cluster.dtype
 ATTENTION = "core_attention"
-# What versions come from, and the value of cluster.kernels that does not use it.
+# Where ranks have different HIP libraries, cluster.kernels=triton makes them equal: Triton's versions do not use the
+# library. Where they have different releases of Triton, cluster.kernels=reference does.
 SAME = {operator.LIBRARY: "triton", operator.TRITON: "reference"}
 Choices = dict[str, tuple[str, ...]]  # by operator, and of core attention: the versions that run, best first
 
@@ -101,10 +103,8 @@ def check_agreement(everyone: Sequence[Choices], recipe: Recipe) -> None:
         elif name in SAME:
             fixes["cluster.kernels"] = SAME[name]
         else:
-            folder, order = OPERATORS[name].folder, (*OPERATORS[name].versions, "reference")
-            least = max((each[0] for each in ranks), key=order.index)
-            key = f"cluster.kernel_overrides.{folder}"
-            fixes[key] = max(least, fixes.get(key, least), key=order.index)
+            key = f"cluster.kernel_overrides.{OPERATORS[name].folder}"
+            fixes[key] = _equal_version(name, ranks, fixes.get(key))
     if not found:
         return
     attention_only = fixes.keys() == {"cluster.core_attention"}
@@ -117,6 +117,21 @@ def check_agreement(everyone: Sequence[Choices], recipe: Recipe) -> None:
         allowed="the same versions on all ranks",
         fix=install + " ".join(f"{key}={version}" for key, version in fixes.items()),
     )
+
+
+def _equal_version(name: str, chosen: Iterable[tuple[str, ...]], other: str | None) -> str:
+    """Return the version to request for the folder of operator `name`, so that the ranks run the same: at the first
+    place where they differ, the last in the operator's order.
+
+    It is the reference where that version does not take every call, since other versions then follow it, which may
+    differ again; and where `other`, the version for another operator of the folder, is not one of this operator's.
+    """
+    own, differing = OPERATORS[name], next(each for each in zip_longest(*chosen) if len(set(each)) > 1)
+    order = (*own.versions, "reference")
+    wanted = {*differing, other} - {None}
+    last = max(wanted & {*order}, key=order.index)
+    in_folder = [each for each in OPERATORS.values() if each.folder == own.folder]
+    return last if wanted <= {*order} and all(last not in each.fits for each in in_folder) else "reference"
 
 
 def _versions(names: Iterable[str]) -> str:

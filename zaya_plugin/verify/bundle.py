@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`zaya verify --bundle RUN_DIR`: one archive with what a question about a run needs, without secrets."""
+"""`zaya verify --bundle RUN_DIR`: one archive with what a question about a run needs. Secrets are removed by patterns,
+which cannot know all of them.
+"""
 
 from __future__ import annotations
 
@@ -7,16 +9,24 @@ import datetime
 import io
 import json
 import os
+import re
 import tarfile
 from collections.abc import Iterator
 from pathlib import Path
 
 from zaya_plugin.errors import mistake
+from zaya_plugin.verify.environment import VARIABLES
 from zaya_plugin.verify.secrets import cleaned, of_data
 
 # Files of a run directory; checkpoints, traces, TensorBoard's and W&B's files are left out.
 PATTERNS = ("recipe.yaml", "*.args", "primus.yaml", "metrics.jsonl", "step.json", "logs/**/*", "bench/step.json")
 OF_A_FILE, OF_ALL = 2 * 2**20, 64 * 2**20  # bytes; of a longer file the end, and of many logs the newest
+# Of a launcher, beside VARIABLES; SLURM's other variables name users and their accounts.
+OF_LAUNCHER = re.compile(
+    r"(MASTER_ADDR|MASTER_PORT|(LOCAL_|GROUP_)?(RANK|WORLD_SIZE)|GLOO_\w+|MKL_NUM_THREADS|PYTHONPATH|VIRTUAL_ENV"
+    r"|SLURM_(JOB_ID|JOB_NUM_NODES|STEP_ID|NNODES|NODEID|NTASKS|NTASKS_PER_NODE|PROCID|LOCALID|CPUS_PER_TASK"
+    r"|GPUS_ON_NODE|RESTART_COUNT))$"
+)
 
 
 def bundle(run_dir: Path, record: Path) -> Path:
@@ -47,7 +57,8 @@ def contents(run_dir: Path, record: Path) -> Iterator[tuple[str, str]]:
     if record.is_file():
         yield "verify.json", read(record)
     yield "doctor.json", json.dumps(of_data(doctor_report()), indent=1, default=str)
-    yield "environment.json", json.dumps(of_data(os.environ), indent=1)
+    kept = {name: value for name, value in os.environ.items() if VARIABLES.match(name) or OF_LAUNCHER.match(name)}
+    yield "environment.json", json.dumps(of_data(kept), indent=1)
     seen = set()
     for pattern in PATTERNS:
         for path in sorted(run_dir.glob(pattern), key=lambda path: -path.stat().st_mtime):

@@ -41,7 +41,8 @@ examples:
   zaya verify --only environment,rates,rms_norm --out rates.json
   srun --ntasks-per-node=1 --gpus-per-node=8 sh -c 'zaya verify --out verify-$(hostname).json'
   zaya verify --bundle runs/mine                 support-mine.tar.gz: the run's recipe, logs and metrics, verify.json,
-                                                 doctor's report, without secrets; runs no line
+                                                 doctor's report. Secrets are removed by patterns; look through
+                                                 it before you send it. Runs no line
 
 Exit codes: 0 no line is wrong (slow lines do not count), 1 at least one line is wrong, 2 a mistake on the command
 line."""
@@ -81,7 +82,8 @@ def main(argv: list[str]) -> int:
     if options.bundle is not None:
         from zaya_plugin.verify.bundle import bundle
 
-        print(f"written: {bundle(options.bundle, options.out)}. Look through it before you send it")
+        written = bundle(options.bundle, options.out)
+        print(f"written: {written}. Secrets were removed by patterns; look through it before you send it")
         return 0
     if not options.out.resolve().parent.is_dir():
         raise mistake("--out", options.out, problem="its folder does not exist", fix=f"--out {OUT}")
