@@ -57,7 +57,7 @@ def losses_of(setting: Setting, run_dir: Path) -> tuple[int, list[float], str]:
     make_writable(recipe.run_dir)
     keep_recipe(recipe, recipe.run_dir)
     with contextlib.redirect_stderr(io.StringIO()) as said:
-        code = launch.run_ranks(plan, run_dir / "logs")
+        code = launch.run_ranks(plan, run_dir / "logs").code
     return code, read_losses(run_dir), said.getvalue()
 
 
