@@ -125,6 +125,21 @@ def test_the_calls_on_a_full_device_run_at_once():
     assert seconds(4) < 2 * seconds(1)
 
 
+def test_a_version_whose_calls_share_memory():
+    """Right as long as calls come one after the other. Not run on a device yet."""
+    scratch = torch.zeros(2**16, device=GPU)
+
+    def version(x, total):
+        scratch.zero_()
+        torch.cuda._sleep(2_000_000)
+        scratch.add_(x)
+        torch.cuda._sleep(2_000_000)
+        return doubled(scratch, total)
+
+    said = found(version)
+    assert [name for name in NAMES if said[name]] == ["full device"]
+
+
 @pytest.mark.parametrize("version", ["hip", "triton"])
 def test_every_operator_passes_under_the_conditions(version):
     if version == "hip" and torch.version.hip is None:

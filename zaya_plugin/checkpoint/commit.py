@@ -15,6 +15,7 @@ import torch
 
 from zaya_plugin.checkpoint import manifest
 from zaya_plugin.checkpoint.on_disk import WRITTEN_HERE, folder, iteration_of
+from zaya_plugin.config.run_directory import is_checkpoint
 from zaya_plugin.errors import mistake
 
 
@@ -26,6 +27,8 @@ def save(stock: Callable, sharded_state_dict: dict, checkpoint_dir: str, *positi
     if named.get("async_sharded_save"):
         raise mistake("--async-save", problem="saves without a commit", fix="leave --async-save out")
     final = Path(checkpoint_dir)
+    if not is_checkpoint(final):  # something else that a host saves in this format
+        return stock(sharded_state_dict, checkpoint_dir, *positional, **named)
     unfinished = final.with_name(final.name + manifest.UNFINISHED)
     rank, world = torch.distributed.get_rank(), torch.distributed.get_world_size()
     if rank == 0:

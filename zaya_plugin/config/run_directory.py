@@ -15,8 +15,13 @@ CHECKPOINTS = "checkpoints"
 
 def iterations(directory: str | os.PathLike) -> list[int]:
     """Return the iterations that have a folder with files in a directory of checkpoints, ascending, complete or not."""
-    found = ((re.fullmatch(r"iter_(\d{7})", path.name), path) for path in Path(directory).glob("iter_*"))
-    return sorted(int(match.group(1)) for match, path in found if match and path.is_dir() and any(path.iterdir()))
+    found = (path for path in Path(directory).glob("iter_*") if is_checkpoint(path) and path.is_dir())
+    return sorted(int(path.name.removeprefix("iter_")) for path in found if any(path.iterdir()))
+
+
+def is_checkpoint(path: Path) -> bool:
+    """Return whether the name is that of a checkpoint's folder."""
+    return re.fullmatch(r"iter_\d{7}", path.name) is not None
 
 
 def check_resume(run_dir: str | os.PathLike, resume: str) -> None:

@@ -190,7 +190,7 @@ class Guest:
             )
         self.balancer(*positional, **named)
 
-    def load_and_check(self, load_checkpoint, model, optimizer, *positional, **named):
+    def load_and_check(self, load_checkpoint, model, optimizer=None, *positional, **named):
         """Run Megatron's load, and stop a host that starts from step 0 although a checkpoint exists, or from a damaged
         one.
         """
