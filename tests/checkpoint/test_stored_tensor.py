@@ -1,0 +1,40 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The bytes around a tensor's values: with any values between them torch reads the tensor, bit for bit."""
+
+import io
+
+import pytest
+import torch
+
+from zaya_plugin.checkpoint.stored_tensor import LONGEST_COMMENT, around, padded_archive, saved
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.uint8])
+@pytest.mark.parametrize("shape", [(), (0,), (1,), (3, 5), (1024, 257), (2, 1024, 1025)])
+def test_torch_reads_values_between_the_bytes(dtype, shape):
+    values = torch.randn(shape, generator=torch.Generator().manual_seed(0)).mul(100).to(dtype)
+    before, after = around(dtype, shape)
+    raw = values.reshape(-1).view(torch.uint8).numpy().tobytes()
+    read = torch.load(io.BytesIO(before + raw + after), weights_only=True)
+    assert (read.dtype, read.shape) == (dtype, values.shape)
+    assert torch.equal(read, values)
+
+
+def test_the_bytes_of_a_large_tensor_need_no_memory():
+    before, after = around(torch.float32, (1 << 15, 1 << 16))  # 8 GiB
+    assert len(before) + len(after) < 4096
+
+
+@pytest.mark.parametrize("more", [0, 1, LONGEST_COMMENT])
+def test_torch_reads_an_object_with_a_longer_end(more):
+    whole = saved({"step": 3, "names": ["a"]})
+    longer = padded_archive(whole, len(whole) + more)
+    assert len(longer) == len(whole) + more
+    assert torch.load(io.BytesIO(longer), weights_only=True) == {"step": 3, "names": ["a"]}
+
+
+@pytest.mark.parametrize("more", [-1, LONGEST_COMMENT + 1])
+def test_an_archive_that_cannot_have_the_size_is_refused(more):
+    whole = saved([1])
+    with pytest.raises(ValueError, match="cannot become"):
+        padded_archive(whole, len(whole) + more)

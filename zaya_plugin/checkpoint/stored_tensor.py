@@ -1,0 +1,61 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The bytes around a tensor's values in a file of a torch distributed checkpoint.
+
+Such a file holds each tensor as `torch.save` writes it: a zip archive whose largest record is the values. Where the
+bytes around that record are known, the values can be written from any buffer, in pieces, by a program without torch.
+"""
+
+from __future__ import annotations
+
+import functools
+import io
+import os
+import zipfile
+
+import torch
+from torch import Tensor
+
+LONGEST_COMMENT = 4000  # torch looks for an archive's end in its last 4 KiB
+
+
+@functools.lru_cache(maxsize=4096)
+def around(dtype: torch.dtype, shape: tuple[int, ...]) -> tuple[bytes, bytes]:
+    """Return the bytes before and after the values of a contiguous tensor, as `torch.save` writes them.
+
+    They hold no checksum of the values; torch compares none, and a checkpoint's manifest has its own.
+    """
+    values = torch.empty(shape, dtype=dtype)
+    memory = os.memfd_create("torch.save")
+    try:
+        with torch.serialization.skip_data():  # leaves a hole, which takes no memory
+            torch.save(values, f"/proc/self/fd/{memory}")
+        end = os.fstat(memory).st_size
+        with zipfile.ZipFile(os.fdopen(os.dup(memory), "rb")) as archive:
+            record = next(each for each in archive.infolist() if each.filename.endswith("/data/0"))
+        header = os.pread(memory, 30, record.header_offset)
+        name, extra = (int.from_bytes(header[at : at + 2], "little") for at in (26, 28))
+        start = record.header_offset + 30 + name + extra
+        after = start + values.nbytes
+        return os.pread(memory, start, 0), os.pread(memory, end - after, after)
+    finally:
+        os.close(memory)
+
+
+def padded_archive(archive: bytes, size: int) -> bytes:
+    """Return a zip archive with a comment of zeros, so that it has `size` bytes.
+
+    Raises:
+        ValueError: it is longer, or shorter by more than LONGEST_COMMENT.
+    """
+    room = size - len(archive)
+    if not 0 <= room <= LONGEST_COMMENT:
+        raise ValueError(f"an archive of {len(archive)} bytes cannot become one of {size}")
+    assert archive[-22:-18] == b"PK\5\6" and archive[-2:] == b"\0\0", "an end of the directory without a comment"
+    return archive[:-2] + room.to_bytes(2, "little") + bytes(room)
+
+
+def saved(value: Tensor | object) -> bytes:
+    """Return an object as `torch.save` writes it."""
+    archive = io.BytesIO()
+    torch.save(value, archive)
+    return archive.getvalue()
