@@ -129,9 +129,12 @@ HOOKS: dict[str, HostChange] = dict(
             versions=LOOP,
         ),
         _hook(
-            TRAINING + "save_checkpoint",
-            "pending metrics are written before a save, older checkpoints are removed after it",
+            TRAINING + "save_checkpoint_and_time",
+            "a save copies the rank's state beside the next step, and a process of its own writes it",
+            "Megatron's asynchronous save has no collective, writes a checkpoint of one step, and survives its writer",
+            versions=LOOP,
         ),
+        _hook(TRAINING + "save_checkpoint", "in a guest: older checkpoints are removed after a save"),
         _hook(
             SAVE,
             "a checkpoint gets checksums, a manifest and its name once all its files are durable",
@@ -142,7 +145,11 @@ HOOKS: dict[str, HostChange] = dict(
             TRAINING + "load_checkpoint",
             "a stage starts from the weights of the previous stage, at step 0; after a load ranks compare their bits",
         ),
-        _hook(TRAINING + "train", "validation before the first step of a stage", versions=LOOP),
+        _hook(
+            TRAINING + "train",
+            "validation before the first step of a stage; the files of the checkpoints are planned",
+            versions=LOOP,
+        ),
         _hook(TRAINING + "train_step", "`zaya bench` observes single steps", versions=LOOP),
         _hook(
             TRAINING + "get_megatron_optimizer",

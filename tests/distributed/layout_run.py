@@ -245,9 +245,9 @@ def run(job: dict) -> None:
             super().finalize_and_balance(model, *positional, **named)
             recorder.end_of_step(model)
 
-        def save_and_prune(self, save_checkpoint, iteration, *positional, **named):
+        def save(self, stock, iteration, *positional, **named):
             if iteration == job["save_at"]:
-                super().save_and_prune(save_checkpoint, iteration, *positional, **named)
+                super().save(stock, iteration, *positional, **named)
 
     class Recording(Reporter):
         def step(self, step):

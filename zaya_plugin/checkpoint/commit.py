@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 
 from zaya_plugin.checkpoint import manifest
-from zaya_plugin.checkpoint.on_disk import WRITTEN_HERE, folder, iteration_of
+from zaya_plugin.checkpoint.on_disk import WRITTEN_HERE, folder
 from zaya_plugin.config.run_directory import is_checkpoint
 from zaya_plugin.errors import mistake
 
@@ -52,14 +52,7 @@ def _commit(unfinished: Path, final: Path, world: int, facts: dict) -> None:
         files |= json.loads(part.read_text())
         part.unlink()
     files |= {path.name: _described(path) for path in unfinished.iterdir() if path.name not in files}
-    manifest.write(unfinished, iteration_of(final), files, **facts, ranks=world)
-    manifest.sync(unfinished)
-    if (final / manifest.NAME).exists() and not manifest.problems(final):  # the run has saved this step before
-        shutil.rmtree(unfinished)
-        return
-    shutil.rmtree(final, ignore_errors=True)  # Megatron has made it, empty; or it is not complete
-    unfinished.rename(final)
-    manifest.sync(final.parent)
+    manifest.commit(unfinished, final, files, **facts, ranks=world)
 
 
 def _described(path: Path) -> dict:

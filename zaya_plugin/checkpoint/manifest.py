@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
@@ -49,6 +50,30 @@ def write(folder: Path, iteration: int, files: Mapping[str, Mapping], **facts) -
     content = {"format": FORMAT, "iteration": iteration, **facts, "files": dict(sorted(files.items()))}
     content["xxh3_128"] = _own_checksum(content)
     write_whole(folder / NAME, json.dumps(content, indent=1) + "\n")
+
+
+def commit(unfinished: Path, final: Path, files: Mapping[str, Mapping], **facts) -> None:
+    """Write the manifest of `unfinished`, whose files are durable, and give it the name `final`.
+
+    A complete checkpoint of that name stays: the run has saved this step before.
+    """
+    write(unfinished, int(final.name.removeprefix("iter_")), files, **facts)
+    sync(unfinished)
+    if (final / NAME).exists() and not problems(final):
+        shutil.rmtree(unfinished)
+        return
+    shutil.rmtree(final, ignore_errors=True)  # Megatron has made it, empty; or it is not complete
+    unfinished.rename(final)
+    sync(final.parent)
+
+
+def remove_leftovers(directory: Path, newest: int | None = None) -> None:
+    """Remove what saves and removals that were killed have left, up to the iteration `newest`."""
+    for end in (UNFINISHED, REMOVED):
+        for left in directory.glob(f"iter_*{end}"):
+            iteration = left.name.removeprefix("iter_").partition(".")[0]
+            if newest is None or not iteration.isdigit() or int(iteration) <= newest:
+                shutil.rmtree(left, ignore_errors=True)
 
 
 def read(folder: Path) -> dict:

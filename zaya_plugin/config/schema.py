@@ -559,6 +559,12 @@ class CheckpointConfig:
         "config.arguments",
         limit=POSITIVE,
     )
+    save: str = own(
+        "async",
+        "async: a process of its own writes a checkpoint while training goes on; sync: training waits for it",
+        "hosts.saved_state",
+        choices=("async", "sync"),
+    )
     keep_last: int = own(
         3,
         "checkpoints kept; an older one is removed once a newer one is complete; 0: all are kept",

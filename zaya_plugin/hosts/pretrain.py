@@ -19,21 +19,22 @@ from megatron.core.num_microbatches_calculator import get_current_global_batch_s
 from megatron.training import get_args, get_tensorboard_writer, get_timers, training
 from megatron.training.argument_utils import pretrain_cfg_container_from_args
 
-from zaya_plugin.checkpoint import commit
 from zaya_plugin.checkpoint.replicas import check_replicas
+from zaya_plugin.checkpoint.saver import Saver
 from zaya_plugin.config.arguments import megatron_arguments
 from zaya_plugin.config.schema import Recipe
 from zaya_plugin.data.dataset import mean_loss
 from zaya_plugin.data.sources import DataSources
 from zaya_plugin.handover.predecessor import predecessor
 from zaya_plugin.hosts.forward_step import forward_step
+from zaya_plugin.hosts.saved_state import SavedState
 from zaya_plugin.hosts.stage_handover import Handover, stage_datasets
 from zaya_plugin.hosts.stage_model import build_stage, model_config, parse_arguments
 from zaya_plugin.optim.balancing import RouterStatistics
 from zaya_plugin.optim.chained import NonFiniteGradientsError
 from zaya_plugin.parallel import registered_buffers
 from zaya_plugin.patches import hooks
-from zaya_plugin.patches.hooks import SAVE, TRAINING
+from zaya_plugin.patches.hooks import TRAINING
 from zaya_plugin.training.balancer import Balancer
 from zaya_plugin.training.kernels import kernel_lines, warm_up_kernels
 from zaya_plugin.training.lifecycle import Lifecycle
@@ -56,11 +57,18 @@ def run(recipe: Recipe, sources: DataSources, lifecycle: Lifecycle, reporter: Re
         reporter: gets every step and validation.
     """
     args = parse_arguments(megatron_arguments(recipe, sources.tokenizer_arguments()))
+    saver = Saver(
+        lifecycle.directory,
+        args.rank,
+        args.world_size,
+        keep_last=recipe.checkpoint.keep_last,
+        keep_every=recipe.checkpoint.keep_every,
+    )
     before = predecessor(recipe) if not lifecycle.has_checkpoint else None
     lifecycle.describe_into(args, before)
     handover = Handover(recipe, before, lifecycle.resumed_at)
     handover.check(args)
-    trainer = _Trainer(args, recipe, sources, lifecycle, reporter)
+    trainer = _Trainer(args, recipe, sources, lifecycle, reporter, SavedState(recipe, saver))
     registered_buffers.end_with_release()
     try:
         with (
@@ -83,11 +91,13 @@ def run(recipe: Recipe, sources: DataSources, lifecycle: Lifecycle, reporter: Re
         try:
             if sys.exc_info()[0] is None:
                 trainer.steps.flush()
+                trainer.saved.finish(args.curr_iteration)
             else:  # the device may have failed, or wait for another rank for ever
                 with contextlib.suppress(RuntimeError):
                     trainer.steps.poll()
             reporter.close()
         finally:
+            saver.close()
             release_graphs()
         if sys.exc_info()[0] is None:  # all ranks are here
             registered_buffers.release()
@@ -106,12 +116,16 @@ def release_graphs() -> None:
 class _Trainer:
     """The functions that pretrain() calls, and their common state."""
 
-    def __init__(self, args, recipe: Recipe, sources: DataSources, lifecycle: Lifecycle, reporter: Reporter):
+    def __init__(
+        self, args, recipe: Recipe, sources: DataSources, lifecycle: Lifecycle, reporter: Reporter, saved: SavedState
+    ):
         self.args = args
         self.recipe = recipe
         self.sources = sources
         self.lifecycle = lifecycle
         self.reporter = reporter
+        self.saved = saved
+        saved.saver.report = reporter.saved if args.rank == 0 else print
         self.balancer = Balancer()
         self.started = False
         self.steps = StepQueue()
@@ -123,9 +137,9 @@ class _Trainer:
         return [
             (TRAINING + "training_log", self.training_log),
             (TRAINING + "evaluate_and_print_results", self.evaluate_and_report),
-            (TRAINING + "save_checkpoint", self.save_and_prune),
+            (TRAINING + "save_checkpoint_and_time", self.save),
             (TRAINING + "load_checkpoint", self.load_and_compare),
-            (SAVE, commit.save),
+            (TRAINING + "train", self.prepare_and_train),
             (TRAINING + "get_megatron_optimizer", optimizer_factory(self.recipe)),
             (TRAINING + "logical_and_across_model_parallel_group", lambda _, succeeded, group=None: succeeded),
             (TRAINING + "reduce_max_stat_across_model_parallel_group", lambda _, stat, group=None: stat),
@@ -138,6 +152,7 @@ class _Trainer:
         if not self.started:  # with virtual stages there is one call for each
             self.started = True
             skipped = self.lifecycle.settle()
+            self.saved.saver.generation = self.lifecycle.generation
             self.reporter.start(
                 get_tensorboard_writer(),
                 self.lifecycle.run_id,
@@ -165,12 +180,13 @@ class _Trainer:
     def signal_handler(self, get_signal_handler: Callable) -> AgreedSignal:
         """Replaces Megatron's get_signal_handler."""
         if self.signal is None:
-            self.signal = AgreedSignal(get_signal_handler(), torch.cuda.current_device())
+            self.signal = AgreedSignal(get_signal_handler(), torch.cuda.current_device(), self.saved.saver)
         return self.signal
 
     def finalize_and_balance(self, model, *positional, **named):
         """Finish the gradients and balance the experts, after the backward passes of a step."""
         self.steps.poll()  # the previous step has ended
+        self.saved.saver.poll()
         self.balancer(model, *positional, **named)
 
     def training_log(
@@ -260,10 +276,13 @@ class _Trainer:
             check_replicas(model, optimizer)
         return loaded
 
-    def save_and_prune(self, save_checkpoint, iteration, *positional, **named):
-        """Run Megatron's save, and remove older checkpoints once this one is complete."""
+    def prepare_and_train(self, train, forward_step_func, model, optimizer, scheduler, *positional, **named):
+        """Plan the checkpoints, then run Megatron's training loop."""
+        if self.args.save and optimizer is not None:
+            self.saved.prepare(model, optimizer, scheduler)
+        return train(forward_step_func, model, optimizer, scheduler, *positional, **named)
+
+    def save(self, _, iteration, model, optimizer, scheduler, flops, *positional, train_data_iterator=None, **named):
+        """Save a checkpoint beside the training; replaces Megatron's save_checkpoint_and_time."""
         self.steps.flush()
-        save_checkpoint(iteration, *positional, **named)
-        self.lifecycle.after_save(iteration)
-        self.reporter.checkpoint(iteration)
-        self.clock.restart()
+        self.saved.save(iteration, model, optimizer, scheduler, flops, train_data_iterator)

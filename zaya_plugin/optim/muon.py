@@ -15,7 +15,7 @@ go through Newton-Schulz in one batch.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -72,10 +72,12 @@ class GroupStepAdamW(torch.optim.Optimizer):
             read.
         found_inf: None, or an fp32 scalar on that device; unless it is 0, `step` changes no tensor. On a GPU the
             kernels check it, so `step` counts the step in `param_groups`, and `take_back_step` must be called.
+        before_change: called with parameters and state before the kernels that change them are launched.
     """
 
     grad_scale: Tensor | None = None
     found_inf: Tensor | None = None
+    before_change: Callable[[Iterable[Tensor]], None] | None = None
 
     def __init__(
         self, params, lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0, adam_w_mode=True, capturable=False
@@ -125,13 +127,19 @@ class GroupStepAdamW(torch.optim.Optimizer):
             if not self.state[p]:
                 self.state[p].update(self.zero_state(p))
 
+    def _announce(self, params: Sequence[Tensor]) -> None:
+        """Create missing state, and announce the change of `params` and their state."""
+        self.initialise_state(params)
+        if self.before_change is not None:
+            self.before_change(tensor for p in params for tensor in (p, *self.state[p].values()))
+
     def zero_state(self, p: Tensor) -> dict[str, Tensor]:
         """Return the state of `p` before the first step."""
         return {"exp_avg": torch.zeros_like(p), "exp_avg_sq": torch.zeros_like(p)}
 
     def update(self, group: dict, params: list[Tensor]) -> None:
         """Update `params` by AdamW with the settings of `group`, whose `step` counts this update already."""
-        self.initialise_state(params)
+        self._announce(params)
         # One kernel for all parameters on a GPU. foreach would make a second copy of the state for the square roots.
         fused = all(p.is_cuda for p in params)
         # torch adds 1 to these before use; fused requires them on the device.
@@ -196,7 +204,7 @@ class MuonAdamW(GroupStepAdamW):
     def update_matrices(self, group: dict, params: Sequence[Tensor]) -> None:
         """Update `params`, whole matrices, in one round: momentum, Newton-Schulz by shape, weights."""
         muon = self.muon
-        self.initialise_state(params)
+        self._announce(params)
         shapes = [(m, n) for b, m, n in map(_shape, params) for _ in range(b)]
         batches = MatrixBatches(shapes, params[0].device, self.between)
         muon_momentum_(
@@ -221,7 +229,7 @@ class MuonAdamW(GroupStepAdamW):
         """Update `params`, pieces of matrices: as `update_matrices`, with an exchange before and after
         Newton-Schulz.
         """
-        self.initialise_state(params)
+        self._announce(params)
         pieces = [torch.empty_like(p, dtype=self.between) for p in params]
         muon_momentum_(
             [p.grad for p in params],

@@ -6,7 +6,6 @@ checkpoints.
 from __future__ import annotations
 
 import secrets
-import shutil
 from pathlib import Path
 
 import torch
@@ -25,6 +24,7 @@ class Lifecycle:
         directory: <run_dir>/checkpoints.
         resumed_at: iteration that the run resumes from, 0 for a new run.
         run_id: identity of the run, stored in every checkpoint; W&B's run id.
+        generation: of this start of the run, by which the writers of an earlier start cannot write into this one.
         lineage: run id, stage, steps and tokens of the preceding stage, or None; stored in every checkpoint.
     """
 
@@ -36,6 +36,7 @@ class Lifecycle:
         self.recipe_name = recipe.name
         self.resumed_at = 0
         self.run_id: str | None = None
+        self.generation = ""
         self.lineage: dict | None = None
         self._args = None
         self._skipped: list[str] = []
@@ -99,9 +100,11 @@ class Lifecycle:
             on_disk.name_as_latest(self.directory, self.resumed_at)
             for iteration in aside:  # else they would count as the newest to keep
                 on_disk.put_aside(self.directory, iteration)
-        box = [self.run_id or secrets.token_hex(4), self.lineage]
+        if rank == 0:
+            manifest.remove_leftovers(self.directory)
+        box = [self.run_id or secrets.token_hex(4), self.lineage, secrets.token_hex(4)]
         torch.distributed.broadcast_object_list(box, src=0)
-        self.run_id, self.lineage = box
+        self.run_id, self.lineage, self.generation = box
         self._args.zaya.update(run_id=self.run_id, lineage=self.lineage)
         lines = [f"WARNING: a newer checkpoint is not used: {problem}" for problem in self._skipped]
         if self.resumed_at and not on_disk.has_manifest(self.directory, self.resumed_at):
@@ -115,9 +118,7 @@ class Lifecycle:
         """Remove older checkpoints, and what killed saves have left, on rank 0, once that of `iteration` is complete."""
         if torch.distributed.get_rank() != 0 or on_disk.problems(self.directory, iteration):
             return
-        for end in (manifest.UNFINISHED, manifest.REMOVED):
-            for left in self.directory.glob(f"iter_*{end}"):
-                shutil.rmtree(left, ignore_errors=True)
+        manifest.remove_leftovers(self.directory)
         for old in on_disk.removable(self.directory, self.keep_last, self.keep_every, newest=iteration):
             on_disk.remove(self.directory, old)
 

@@ -125,10 +125,11 @@ class Reporter:
             parts = ", ".join(f"{name} {value:.4f}" for name, value in domains.items())
             self._print(f"step {step}: validation loss {loss:.4f}" + (f" ({parts})" if parts else ""))
 
-    def checkpoint(self, step: int) -> None:
-        """Report a finished checkpoint."""
-        if self.reports:
-            self._print(f"step {step}: checkpoint saved")
+    def saved(self, line: str) -> None:
+        """Print a console line about a checkpoint. Rank 0, which completes checkpoints, may be another rank than the one
+        that reports the steps.
+        """
+        self._print(line)
 
     def close(self) -> None:
         """Close the sinks, which may not have been opened, and print the summary."""

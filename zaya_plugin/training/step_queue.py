@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from zaya_plugin.checkpoint.saver import Saver
 from zaya_plugin.optim.host_copy import HostCopy
 
 
@@ -93,23 +94,34 @@ class AgreedSignal:
 
     Megatron gathers all ranks' flags after each step and reads them, which waits for all work of the device. Here the
     answer of the step before is read, which is on the host already. So a run ends one step later, and on all ranks at
-    the same step.
+    the same step. The same message carries the state of the ranks' saves.
 
     Args:
         handler: Megatron's handler, installed.
         device: of the process group's collectives; on "cpu" the answer of the same step is read.
+        saver: tells how its save stands, and hears how those of all ranks do; or None.
     """
 
-    def __init__(self, handler, device: torch.device | int | str):
+    def __init__(self, handler, device: torch.device | int | str, saver: Saver | None = None):
         self.handler = handler
         self.device = torch.device(device)
-        self._before: HostCopy | None = None
+        self.saver = saver
+        self._before: tuple[HostCopy, int] | None = None
 
     def signals_received(self) -> list[int]:
         """Return [1] if any rank had received the signal, else [0]: the same on all ranks. All ranks must call it."""
-        flag = torch.full((1,), int(self.handler._signal_received), dtype=torch.int32, device=self.device)
-        torch.distributed.all_reduce(flag, torch.distributed.ReduceOp.MAX)
-        now = HostCopy([flag])
+        own = int(self.handler._signal_received)
+        load, saves = (0, 0) if self.saver is None else (self.saver.load, self.saver.count)
+        flags = torch.cat(  # filled on the device: a copy from the host would wait
+            [torch.full((1,), each, dtype=torch.int32, device=self.device) for each in (own, load)]
+        )
+        torch.distributed.all_reduce(flags, torch.distributed.ReduceOp.MAX)
+        now = HostCopy([flags]), saves
         before, self._before = self._before, now
         answer = now if self.device.type == "cpu" else before
-        return [0] if answer is None else answer.read()[0].tolist()
+        if answer is None:
+            return [0]
+        signal, load = answer[0].read()[0].tolist()
+        if self.saver is not None and answer[1] == self.saver.count:  # else it is about the save before
+            self.saver.agreed(load)
+        return [signal]

@@ -26,6 +26,9 @@ from zaya_plugin.optim.parameter_role import role_of
 from zaya_plugin.optim.sharding.boxes import sharded_boxes
 from zaya_plugin.optim.sharding.layout import MatrixExchange, cut_matrices
 
+# In Megatron's metadata of a sharded state: only what is no tensor is asked for.
+WITHOUT_TENSORS = "zaya_without_tensors"
+
 
 class MuonDistributedOptimizer(DistributedOptimizer):
     """DistributedOptimizer over a MuonAdamW. Checkpoints are Megatron's, without a second moment for Muon's matrices;
@@ -121,6 +124,8 @@ class MuonDistributedOptimizer(DistributedOptimizer):
                 allowed="fully_reshardable",
                 fix="--dist-ckpt-optim-fully-reshardable",
             )
+        if (named.get("metadata") or {}).get(WITHOUT_TENSORS):
+            return {**self.state_dict(), "param_state": {}, "param_state_sharding_type": asked}
         return super().sharded_state_dict(model_sharded_state_dict, is_loading, **named)
 
     def sharded_param_state_fully_reshardable(

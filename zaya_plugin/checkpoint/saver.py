@@ -1,0 +1,350 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Saves checkpoints of a rank while it trains: a copy into host memory, and a process that writes it.
+
+    saver = Saver(directory, ...)            # starts the writer, before the device is used
+    saver.prepare(state)                     # once, on all ranks: plans the files, allocates the memory
+    saver.save(iteration, objects)           # copies; returns at once
+    saver.poll()                             # every step
+    saver.finish()                           # at the end
+
+Only `prepare` has collectives. All ranks must make the same saves; `Saver.load` and `Saver.agreed` are for an agreement
+that the training loop makes anyway.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import torch
+
+from zaya_plugin.checkpoint import manifest
+from zaya_plugin.checkpoint.host_buffer import HostBuffer, Staging
+from zaya_plugin.checkpoint.rank_file import RankFile, contents, index, main_weights, without_derived
+from zaya_plugin.checkpoint.writer import Save
+
+FREE, BUSY, FAILED = 0, 1, 2
+# Megatron's description of the format, as its own save writes it.
+FORMAT = json.dumps({"sharded_backend": "torch_dist", "sharded_backend_version": 1})
+COMMON = "common_state"
+DEADLINE = 600.0
+
+
+class Saver:
+    """Saves the state of one rank.
+
+    Args:
+        directory: of the checkpoints.
+        deadline: seconds without progress after which a save has failed.
+
+    Attributes:
+        generation: of this start of the run, the same on all ranks and different from earlier starts.
+        report: called with a line about a save.
+        completed: the last iteration whose checkpoint is complete, on rank 0. waited: seconds that training has waited
+            for the last save. failed: the last iteration whose save has failed on this rank.
+        count: of the saves of this run, the same on all ranks. agreed_load: the largest `load` of all ranks.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        rank: int,
+        world: int,
+        *,
+        keep_last: int = 0,
+        keep_every: int | None = None,
+        deadline: float = DEADLINE,
+    ):
+        self.directory, self.rank, self.world = directory, rank, world
+        self.keep_last, self.keep_every, self.deadline = keep_last, keep_every, deadline
+        self.generation = ""
+        self.report: Callable[[str], None] = print
+        self.completed: int | None = None
+        self.waited = 0.0
+        self.failed: int | None = None
+        self.count = 0
+        self.agreed_load = FREE
+        self.rate: float | None = None  # bytes a second of this rank's last file
+        self._buffer = HostBuffer()
+        self._file: RankFile | None = None
+        self._index = b""
+        self._staging: Staging | None = None
+        self._save: Save | None = None
+        self._handed_over = False
+        self._state = FREE
+        self._heard = self._began = 0.0
+        self._written = 0
+        self._waits_since: float | None = None
+        self._start_writer()
+
+    # The writer
+
+    def _start_writer(self) -> None:
+        """Start the writer. Python starts it without a copy of this process' memory, so also after pinning."""
+        mine, its = socket.socketpair()
+        with its:
+            self._process = subprocess.Popen(
+                [
+                    sys.executable,
+                    "-m",
+                    "zaya_plugin.checkpoint.writer",
+                    str(its.fileno()),
+                    str(self._buffer.descriptor),
+                ],
+                pass_fds=[its.fileno(), self._buffer.descriptor],
+                stdin=subprocess.DEVNULL,
+                start_new_session=True,  # a Ctrl-C is for the rank
+                env={**os.environ, "ZAYA_RANK_PID": str(os.getpid())},
+            )
+        self._connection = Connection(mine.detach())
+        self._ready = False
+
+    def _ask(self, what: str, **more) -> None:
+        self._connection.send_bytes(json.dumps({"do": what, **more}).encode())
+
+    def _send_layout(self) -> None:
+        file = self._file
+        layout = dict(file=file.name, slices=file.slices, size=file.size, index=len(self._index), format=FORMAT)
+        self._ask("layout", layout=layout)
+        if self._index:
+            self._connection.send_bytes(self._index)
+
+    def _revive(self) -> None:
+        """Replace a writer that has ended or does not answer."""
+        self._process.kill()
+        self._connection.close()
+        self._start_writer()
+        self._send_layout()
+
+    # Plan
+
+    def prepare(self, state: dict, pin: bool) -> None:
+        """Plan this rank's file from Megatron's sharded state, allocate the buffer, and make the index. A collective.
+
+        state: with model and optimizer, whose tensors stay where they are. pin: the tensors are on a GPU.
+
+        Raises:
+            ValueError: on all ranks, if the ranks' parts do not make whole tensors.
+        """
+        boxes, objects, common = contents(state)
+        owned: list = [None] * self.world
+        torch.distributed.all_gather_object(owned, main_weights(boxes))
+        boxes, derived = without_derived(boxes, {key: shape for each in owned for key, shape in each.items()})
+        if self.rank == 0:
+            objects[f"{COMMON}/shard_0_1"] = [common]
+        self._file = RankFile.plan(f"__{self.rank}_0.distcp", boxes, objects)
+        plans: list | None = [None] * self.world if self.rank == 0 else None
+        torch.distributed.gather_object((self._file.entries, derived), plans, dst=0)
+        error: list[str | None] = [None]
+        if self.rank == 0:
+            try:
+                self._index = index(
+                    (entry for entries, _ in plans for entry in entries), (key for _, keys in plans for key in keys)
+                )
+            except ValueError as mismatch:
+                error = [str(mismatch)]
+        torch.distributed.broadcast_object_list(error, src=0)
+        if error[0]:
+            raise ValueError(error[0])
+        self._buffer.allocate(self._file.size, pin)
+        for start, text in self._file.fixed:
+            self._buffer.write(start, text)
+        self._staging = Staging(self._buffer, self._file.tensors)
+        self._send_layout()
+
+    @property
+    def prepared(self) -> bool:
+        """Whether `prepare` was called."""
+        return self._staging is not None
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of this rank's file and of its buffer."""
+        return self._file.size
+
+    # Saves
+
+    def save(self, iteration: int, state: dict, facts: dict) -> None:
+        """Start a checkpoint: copy the tensors, and let the writer write them. There must be no save in flight.
+
+        state: as in `prepare`, without model and optimizer's tensors. facts: for the manifest.
+        """
+        assert self._state != BUSY, "one save at a time"
+        self.count += 1
+        final = self.directory / f"iter_{iteration:07d}"
+        name = f"{final.name}.{self.generation}-{self.count}{manifest.UNFINISHED}"
+        self._save = Save(
+            self.count,
+            iteration,
+            str(final),
+            str(self.directory / name),
+            self.rank,
+            self.world,
+            {**facts, "generation": self.generation},
+            self.keep_last,
+            self.keep_every,
+            self.deadline,
+        )
+        self._state, self._handed_over, self._written = BUSY, False, 0
+        self.agreed_load = BUSY
+        self._began = self._heard = time.monotonic()
+        try:
+            for key, value in self._objects(state).items():
+                self._buffer.write(*self._file.archive(key, value))
+        except ValueError as error:
+            return self._fail(f"rank {self.rank}: {error}")
+        self._staging.start()
+        self.poll()
+
+    def _objects(self, state: dict) -> dict[str, object]:
+        _, objects, common = contents(state)
+        if self.rank == 0:
+            objects[f"{COMMON}/shard_0_1"] = [common]
+        if objects.keys() != self._file.rooms.keys():
+            raise ValueError(f"the objects {sorted(objects)} were planned as {sorted(self._file.rooms)}")
+        return objects
+
+    def poll(self) -> None:
+        """Hand the copy over once it is complete, and hear the writer. Does not wait."""
+        try:
+            while self._connection.poll():
+                self._hear(json.loads(self._connection.recv_bytes()))
+        except (EOFError, ConnectionError):
+            self._lost("has ended")
+        if self._state != BUSY:
+            return
+        if not self._handed_over:
+            if not self._staging.is_complete:
+                return
+            try:
+                if self._process.poll() is not None:
+                    raise ConnectionError
+                self._ask("save", save=dataclasses.asdict(self._save))
+            except ConnectionError:
+                return self._lost("has ended")
+            self._handed_over, self._heard = True, time.monotonic()
+        elif time.monotonic() - self._heard > self.deadline + 60:  # it reports every half second, unless it hangs
+            self._lost(f"has not answered for {self.deadline + 60:g} s")
+
+    def _hear(self, told: dict) -> None:
+        self._heard = time.monotonic()
+        if told["state"] == "ready":
+            self._ready = True
+            return
+        if self._save is None or told["number"] != self._save.number or self._state != BUSY:
+            return  # about a save that has ended
+        if told["state"] in ("writing", "written"):
+            self._written = told["bytes"]
+        if told["state"] == "written":
+            self.rate = told["bytes"] / max(told["seconds"], 1e-9)
+            if self.rank != 0:
+                self._state = FREE
+        elif told["state"] == "complete":
+            self._state, self.completed = FREE, self._save.iteration
+            now = time.monotonic()
+            seconds, waited = now - self._began, self.waited + (now - self._waits_since if self._waits_since else 0.0)
+            self.report(
+                f"step {self._save.iteration}: checkpoint saved: {told['bytes'] / 1e9:.2f} GB in {seconds:.1f} s, of "
+                f"which training waited {waited:.3f} s"
+            )
+        elif told["state"] == "abandoned":
+            self._state = FREE
+        elif told["state"] == "failed":
+            self._fail(f"rank {self.rank}: {told['reason']}")
+
+    def _lost(self, what: str) -> None:
+        was_busy = self._state == BUSY
+        self._staging_wait()
+        if self.prepared:
+            self._revive()
+        if was_busy:
+            self._fail(f"rank {self.rank}: the process that writes it {what}")
+
+    def _staging_wait(self) -> None:
+        if self._staging is not None:
+            self._staging.wait()
+
+    def _fail(self, reason: str) -> None:
+        self._state, self.failed = FAILED, self._save.iteration
+        self.report(f"WARNING: the checkpoint of step {self._save.iteration} was not written: {reason}")
+
+    @property
+    def load(self) -> int:
+        """FREE, BUSY or FAILED: ranks agree on the largest, see `agreed`."""
+        return self._state
+
+    def agreed(self, load: int) -> None:
+        """Take the largest `load` of all ranks: where one has failed, all give the save up."""
+        self.agreed_load = load
+        if load != FAILED:
+            return
+        if self._state == BUSY:
+            self.report(
+                f"WARNING: the checkpoint of step {self._save.iteration} is given up: another rank has failed to write "
+                "its part; its log has the reason"
+            )
+            self.failed = self._save.iteration
+        self.abandon()
+
+    def abandon(self) -> None:
+        """Give the save up that is in flight."""
+        if self._state == BUSY:
+            self._staging.wait()
+            if self._handed_over:
+                self._ask("abandon", number=self._save.number)
+                self._await(lambda: self._state == BUSY, 10.0)
+        self._state = FREE
+
+    def before_change(self, tensors) -> None:
+        """Let the device wait until `tensors` are copied, before a kernel changes them."""
+        if self._staging is not None:
+            self._staging.before_change(tensors)
+
+    @property
+    def seconds_left(self) -> float:
+        """Seconds that the save in flight still takes, by the rate at which it is written; 0 without one."""
+        if self._state != BUSY:
+            return 0.0
+        elapsed = time.monotonic() - self._began
+        rate = self._written / elapsed if self._written else self.rate
+        return (self._file.size - self._written) / rate if rate else float("inf")
+
+    @property
+    def seconds_for_one(self) -> float:
+        """Seconds that a new save takes, by the rate of the last one; 0 if none was written."""
+        return self._file.size / self.rate if self.rate else 0.0
+
+    def wait(self, seconds: float = float("inf")) -> bool:
+        """Wait for the save in flight. Return whether it has ended."""
+        if self._state == BUSY:
+            self._waits_since = time.monotonic()
+            self._staging.wait()
+            self.poll()
+            self._await(lambda: self._state == BUSY, seconds)
+            self._waits_since = None
+        return self._state != BUSY
+
+    def _await(self, condition: Callable[[], bool], seconds: float) -> None:
+        end = time.monotonic() + seconds
+        while condition() and time.monotonic() < end:
+            self._connection.poll(0.1)
+            self.poll()
+
+    def close(self) -> None:
+        """End the writer and give the memory back."""
+        self._staging_wait()
+        self._connection.close()  # the writer ends when it reads this
+        try:
+            self._process.wait(5)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+        self._staging = None
+        self._buffer.release()

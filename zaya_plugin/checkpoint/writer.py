@@ -1,0 +1,279 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The process that writes a rank's part of every checkpoint, and on rank 0 completes the checkpoint. Imports no torch.
+
+`python -m zaya_plugin.checkpoint.writer <socket> <memory>`: descriptors of the rank's socket and of the memory that it
+fills. It ends with its rank. The writers of a checkpoint meet in its unfinished folder: each publishes the checksum of
+its file there, and rank 0's writer waits for all of them. No writer waits for a collective, and no rank for a writer.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import mmap
+import os
+import shutil
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import xxhash
+
+from zaya_plugin.checkpoint import manifest, on_disk
+from zaya_plugin.config.whole_file import write_whole
+from zaya_plugin.parent_death import follow_rank
+
+INDEX, FORMAT = ".metadata", "metadata.json"
+NICE = 10
+POLL_SECONDS = 0.05
+REPORT_SECONDS = 0.5
+
+
+class AbandonedError(Exception):
+    """The rank has given the save up."""
+
+
+@dataclass
+class Save:
+    """A request of the rank.
+
+    Attributes:
+        number: of the saves of this run, the same on all ranks.
+        final: folder of the checkpoint; unfinished: where it is written.
+        rank, world: of the process; rank 0 completes the checkpoint.
+        facts: about the run, for the manifest.
+        keep_last, keep_every: which older checkpoints stay.
+        deadline: seconds without progress of the other ranks after which the save has failed.
+    """
+
+    number: int
+    iteration: int
+    final: str
+    unfinished: str
+    rank: int
+    world: int
+    facts: dict
+    keep_last: int
+    keep_every: int | None
+    deadline: float
+
+    @property
+    def folder(self) -> Path:
+        """The unfinished folder."""
+        return Path(self.unfinished)
+
+    def note(self, kind: str, rank: int) -> Path:
+        """Return the file in which the writer of `rank` says that it is done ("part") or has failed ("failed")."""
+        return self.folder / f"{kind}_{rank}.json"
+
+
+class Writer:
+    """Serves the requests of one rank."""
+
+    def __init__(self, connection: Connection, memory: int):
+        self.connection = connection
+        self.descriptor = memory
+        self.memory = memoryview(b"")
+        self.file = ""
+        self.slices: list[tuple[int, int]] = []
+        self.index = b""
+        self.format = ""
+        self.number = 0
+        self._reported = 0.0
+
+    def serve(self) -> None:
+        """Take requests until the rank ends."""
+        self.tell("ready")
+        while True:
+            request = json.loads(self.connection.recv_bytes())
+            if request["do"] == "layout":
+                self.take_layout(**request["layout"])
+            elif request["do"] == "save":
+                self.save(Save(**request["save"]))
+            elif request["do"] != "abandon":  # that of a save that has ended
+                raise ValueError(f"the rank asks for {request['do']!r}, which this version does not know")
+
+    def take_layout(self, file: str, slices: list, size: int, index: int, format: str) -> None:
+        """Take the plan of the rank's file. index: bytes of the checkpoint's index, which follow; 0 but on rank 0."""
+        self.file, self.slices, self.format = file, [tuple(each) for each in slices], format
+        self.memory = memoryview(mmap.mmap(self.descriptor, size, prot=mmap.PROT_READ))
+        self.index = self.connection.recv_bytes() if index else b""
+
+    def save(self, save: Save) -> None:
+        """Write one checkpoint, and tell the rank how it ends."""
+        self.number = save.number
+        try:
+            start = time.perf_counter()
+            save.folder.mkdir(parents=True, exist_ok=True)
+            written = self.write(save.folder / self.file)
+            write_whole(save.note("part", save.rank), json.dumps({self.file: written}))
+            self.tell("written", bytes=written["bytes"], seconds=time.perf_counter() - start)
+            if save.rank == 0:
+                self.complete(save)
+        except AbandonedError:
+            self.remove(save)
+            self.tell("abandoned")
+        except (OSError, ValueError) as error:
+            reason = _explained(error, save.folder)
+            with contextlib.suppress(OSError):
+                write_whole(save.note("failed", save.rank), json.dumps(reason))
+            self.remove(save)
+            self.tell("failed", reason=reason)
+
+    def write(self, path: Path) -> dict:
+        """Write the rank's file, make it durable, and return its bytes and checksum, which is taken meanwhile."""
+        digest, size, total = xxhash.xxh3_128(), 0, sum(length for _, length in self.slices)
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+        try:
+            with ThreadPoolExecutor(1) as beside:
+                for batch in _batches(self.slices):
+                    parts = [self.memory[start : start + length] for start, length in batch]
+                    hashed = beside.submit(lambda parts=parts: [digest.update(part) for part in parts])
+                    size += _write_all(descriptor, list(parts))
+                    hashed.result()
+                    self.heed()
+                    self.tell_rarely("writing", bytes=size, of=total)
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+        return {"bytes": size, "xxh3_128": digest.hexdigest()}
+
+    def complete(self, save: Save) -> None:
+        """Wait for all ranks' files; write index and manifest; give the folder its name; remove older checkpoints."""
+        start = time.perf_counter()
+        files = self.parts(save)
+        for name, text in ((INDEX, self.index), (FORMAT, self.format.encode())):
+            with open(save.folder / name, "wb") as file:
+                file.write(text)
+                file.flush()
+                os.fsync(file.fileno())
+            files[name] = {"bytes": len(text), "xxh3_128": xxhash.xxh3_128_hexdigest(text)}
+        for rank in range(save.world):
+            save.note("part", rank).unlink()
+        manifest.commit(save.folder, Path(save.final), files, **save.facts, ranks=save.world)
+        self.tell("complete", bytes=sum(file["bytes"] for file in files.values()), waited=time.perf_counter() - start)
+        directory = Path(save.final).parent
+        on_disk.name_as_latest(directory, save.iteration)
+        manifest.remove_leftovers(directory, save.iteration)
+        for old in on_disk.removable(directory, save.keep_last, save.keep_every, newest=save.iteration):
+            on_disk.remove(directory, old)
+
+    def parts(self, save: Save) -> dict[str, dict]:
+        """Return the files of all ranks with size and checksum, once all are durable.
+
+        Raises:
+            OSError: a rank has failed, or nothing has changed for `deadline` seconds.
+        """
+        files, missing = {}, set(range(save.world))
+        seen, since = None, time.monotonic()
+        while True:
+            for rank in sorted(missing):
+                # opened, because a network file system shows new names to a reader that opens them
+                with contextlib.suppress(FileNotFoundError):
+                    files |= json.loads(save.note("part", rank).read_text())
+                    missing.discard(rank)
+                with contextlib.suppress(FileNotFoundError):
+                    raise OSError(f"rank {rank}: {json.loads(save.note('failed', rank).read_text())}")
+            if not missing:
+                return files
+            found = sorted((each.name, each.stat().st_size) for each in os.scandir(save.folder))
+            if found != seen:
+                seen, since = found, time.monotonic()
+            elif time.monotonic() - since > save.deadline:
+                ranks = ", ".join(map(str, sorted(missing)[:8]))
+                raise OSError(f"nothing came from rank {ranks} within {save.deadline:g} s")
+            self.heed(POLL_SECONDS)
+            self.tell_rarely("waiting", ranks=len(missing))
+
+    def heed(self, seconds: float = 0) -> None:
+        """Raise AbandonedError if the rank has given the save up; end this process if the rank has ended."""
+        while self.connection.poll(seconds):
+            request = json.loads(self.connection.recv_bytes())
+            if request["do"] == "abandon" and request["number"] == self.number:
+                raise AbandonedError
+            if request["do"] != "abandon":
+                raise ValueError(f"the rank asks for {request['do']!r} during a save")
+
+    def remove(self, save: Save) -> None:
+        """Remove what a failed save has left: rank 0 the folder, another rank its file."""
+        with contextlib.suppress(OSError):
+            if save.rank == 0:
+                shutil.rmtree(save.folder)
+            else:
+                (save.folder / self.file).unlink()
+
+    def tell(self, state: str, **more) -> None:
+        """Tell the rank about the save."""
+        self._reported = time.monotonic()
+        self.connection.send_bytes(json.dumps({"state": state, "number": self.number, **more}).encode())
+
+    def tell_rarely(self, state: str, **more) -> None:
+        """Tell the rank that this process lives."""
+        if time.monotonic() - self._reported > REPORT_SECONDS:
+            self.tell(state, **more)
+
+
+def _batches(slices: Iterable[tuple[int, int]]) -> Iterable[list[tuple[int, int]]]:
+    """Cut slices into batches of about manifest.PIECE bytes."""
+    batch, size = [], 0
+    for start, length in slices:
+        while length:
+            some = min(length, manifest.PIECE - size)
+            batch.append((start, some))
+            start, length, size = start + some, length - some, size + some
+            if size == manifest.PIECE or len(batch) == 512:  # the system takes at most 1,024 at once
+                yield batch
+                batch, size = [], 0
+    if batch:
+        yield batch
+
+
+def _write_all(descriptor: int, parts: list[memoryview]) -> int:
+    total = sum(len(part) for part in parts)
+    left = total
+    while left:
+        count = os.writev(descriptor, parts)
+        left -= count
+        while parts and count >= len(parts[0]):
+            count -= len(parts.pop(0))
+        if count:
+            parts[0] = parts[0][count:]
+    return total
+
+
+def _explained(error: Exception, folder: Path) -> str:
+    """Return what went wrong with the space that is left, since a full disk has many faces."""
+    with contextlib.suppress(OSError):
+        while not folder.exists():
+            folder = folder.parent
+        room = os.statvfs(folder)
+        left = f"{room.f_bavail * room.f_frsize / 2**30:.1f} GiB and {room.f_favail} files are free in {folder}"
+        return f"{error} ({left})"
+    return str(error)
+
+
+def main(argv: list[str]) -> None:
+    """Serve the rank whose descriptors are given."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)  # the rank decides what happens to a save
+    follow_rank()
+    with contextlib.suppress(OSError):
+        os.nice(NICE)
+    with Connection(int(argv[0])) as connection:
+        try:
+            Writer(connection, int(argv[1])).serve()
+        except (EOFError, ConnectionError):  # the rank has ended
+            os._exit(0)
+        except BaseException:
+            traceback.print_exc()
+            os._exit(1)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
