@@ -26,12 +26,19 @@ def ended(monkeypatch):
 
         steps = SimpleNamespace(flush=note("flush"), poll=note("poll"))
         trainer = SimpleNamespace(
-            hooks=lambda: [], evaluate_and_report=None, provide_datasets=None, provide_model=None, steps=steps
+            hooks=lambda: [],
+            evaluate_and_report=None,
+            provide_datasets=None,
+            provide_model=None,
+            steps=steps,
+            saved=SimpleNamespace(finish=note("checkpoint")),
         )
         handover = SimpleNamespace(check=lambda args: None, hooks=lambda call: [])
         for name, value in {
             "megatron_arguments": lambda *_: {},
-            "parse_arguments": lambda values: SimpleNamespace(curr_iteration=4),
+            "parse_arguments": lambda values: SimpleNamespace(curr_iteration=4, rank=0, world_size=1),
+            "Saver": lambda *_, **__: SimpleNamespace(close=note("writer")),
+            "SavedState": lambda *_: None,
             "predecessor": lambda recipe: None,
             "Handover": lambda *_: handover,
             "_Trainer": lambda *_: trainer,
@@ -47,10 +54,14 @@ def ended(monkeypatch):
             loop()
 
         monkeypatch.setattr(pretrain.training, "pretrain", pretrained)
-        lifecycle = SimpleNamespace(has_checkpoint=False, resumed_at=0, describe_into=lambda args, before: None)
+        lifecycle = SimpleNamespace(
+            directory=None, has_checkpoint=False, resumed_at=0, describe_into=lambda args, before: None
+        )
         sources = SimpleNamespace(tokenizer_arguments=lambda: {})
         pretrain.run(
-            SimpleNamespace(cluster=SimpleNamespace(deterministic=False)),
+            SimpleNamespace(
+                cluster=SimpleNamespace(deterministic=False), checkpoint=SimpleNamespace(keep_last=0, keep_every=None)
+            ),
             sources,
             lifecycle,
             SimpleNamespace(close=note("reporter")),
@@ -73,11 +84,26 @@ def fail():
 @pytest.mark.parametrize("pretrain", [lambda: None, leave(0)], ids=["by itself", "exit condition"])
 def test_a_run_that_ends_well_gives_up_its_graphs_and_then_their_memory(ended, pretrain):
     ended(pretrain)
-    assert ended.calls == ["end with release", "pretrain", "flush", "reporter", "graphs", "memory"]
+    assert ended.calls == [
+        "end with release",
+        "pretrain",
+        "flush",
+        "reporter",
+        "checkpoint",
+        "writer",
+        "graphs",
+        "memory",
+    ]
 
 
-@pytest.mark.parametrize("pretrain, error", [(leave(3), SystemExit), (fail, RuntimeError)], ids=["exit code", "error"])
-def test_after_an_error_nothing_waits_for_other_ranks(ended, pretrain, error):
-    with pytest.raises(error):
-        ended(pretrain)
-    assert ended.calls == ["end with release", "pretrain", "poll", "reporter", "graphs"]
+def test_megatrons_rerun_machine_finds_its_checkpoint_complete(ended):
+    with pytest.raises(SystemExit) as left:
+        ended(leave(16))
+    assert left.value.code == 16
+    assert ended.calls == ["end with release", "pretrain", "checkpoint", "poll", "reporter", "writer", "graphs"]
+
+
+def test_after_an_error_nothing_waits_for_other_ranks(ended):
+    with pytest.raises(RuntimeError):
+        ended(fail)
+    assert ended.calls == ["end with release", "pretrain", "poll", "reporter", "writer", "graphs"]

@@ -83,7 +83,8 @@ def run(recipe: Recipe, sources: DataSources, lifecycle: Lifecycle, reporter: Re
                 model_provider=trainer.provide_model,
             )
     except SystemExit as left:  # signals and exit_interval leave pretrain() this way, after saving
-        if left.code:
+        if left.code:  # as Megatron's rerun machine does
+            trainer.saved.finish(args.curr_iteration)
             raise
     except NonFiniteGradientsError as error:
         raise NonFiniteGradientsError(f"step {args.curr_iteration + 1}: {error}") from error
@@ -91,11 +92,12 @@ def run(recipe: Recipe, sources: DataSources, lifecycle: Lifecycle, reporter: Re
         try:
             if sys.exc_info()[0] is None:
                 trainer.steps.flush()
-                trainer.saved.finish(args.curr_iteration)
             else:  # the device may have failed, or wait for another rank for ever
                 with contextlib.suppress(RuntimeError):
                     trainer.steps.poll()
             reporter.close()
+            if sys.exc_info()[0] is None:
+                trainer.saved.finish(args.curr_iteration)
         finally:
             saver.close()
             release_graphs()
@@ -285,4 +287,6 @@ class _Trainer:
     def save(self, _, iteration, model, optimizer, scheduler, flops, *positional, train_data_iterator=None, **named):
         """Save a checkpoint beside the training; replaces Megatron's save_checkpoint_and_time."""
         self.steps.flush()
+        if self.signal is not None and self.signal.since is not None:
+            self.saved.end_is_near(self.signal.since)
         self.saved.save(iteration, model, optimizer, scheduler, flops, train_data_iterator)

@@ -20,12 +20,10 @@ from torch import Tensor
 
 from zaya_plugin.checkpoint.on_disk import WRITTEN_HERE
 from zaya_plugin.checkpoint.saver import BUSY, Saver
+from zaya_plugin.checkpoint.writer import GRACE, GRACE_SECONDS
 from zaya_plugin.config.schema import Recipe
 from zaya_plugin.errors import message
 from zaya_plugin.optim.sharding.distributed import WITHOUT_TENSORS
-
-# Seconds from SIGTERM to SIGKILL; torchrun's are 30, and `zaya slurm` sets what it asks SLURM for.
-GRACE, GRACE_SECONDS = "ZAYA_GRACE_SECONDS", 30.0
 
 
 class SavedState:
@@ -149,10 +147,9 @@ class SavedState:
         self.saver.wait(rest)
         return False
 
-    def asked_to_end(self) -> None:
-        """Note that the run was asked to end (SIGTERM)."""
-        if self.ends_at is None:
-            self.ends_at = time.monotonic() + float(os.environ.get(GRACE, GRACE_SECONDS))
+    def end_is_near(self, since: float) -> None:
+        """Note that the run was asked to end (SIGTERM) at this time."""
+        self.ends_at = since + float(os.environ.get(GRACE, GRACE_SECONDS))
 
     def rest(self) -> float:
         """Seconds until the run is killed."""

@@ -9,6 +9,7 @@ import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 
+from zaya_plugin.checkpoint.writer import GRACE
 from zaya_plugin.config.schema import Recipe
 from zaya_plugin.errors import mistake
 from zaya_plugin.run.rank_plan import rank_environment
@@ -57,6 +58,7 @@ def job_environment(recipe: Recipe) -> dict[str, str]:
     """Return the variables that the script exports; none of them depends on this machine's cores or terminal."""
     cluster = recipe.cluster
     variables = rank_environment(recipe, cluster.gpus_per_node, {"COLUMNS": "", "OMP_NUM_THREADS": ""})
+    variables.setdefault(GRACE, str(60 * MINUTES_TO_SAVE))
     return {name: value for name, value in variables.items() if not name.startswith("TORCHELASTIC_")}
 
 
