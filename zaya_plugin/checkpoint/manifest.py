@@ -12,6 +12,7 @@ import os
 import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import BinaryIO
 
 import xxhash
 
@@ -25,15 +26,29 @@ UNFINISHED, REMOVED, DAMAGED = ".unfinished", ".removed", ".damaged"
 PIECE = 16 * 2**20  # bytes read at once
 
 
-def describe(path: Path, progress: Callable[[int], None] = lambda count: None) -> dict[str, int | str]:
-    """Return the bytes and the xxh3_128 checksum of a file. progress: called with the bytes of each piece."""
+def describe(
+    path: Path, progress: Callable[[int], None] = lambda count: None, piece: int = PIECE, copy: BinaryIO | None = None
+) -> dict[str, int | str]:
+    """Return the bytes and the xxh3_128 checksum of a file.
+
+    progress: called with the bytes of each piece. piece: bytes read at once. copy: what is read is written to it.
+    """
     digest, size = xxhash.xxh3_128(), 0
     with open(path, "rb", buffering=0) as file:
-        while piece := file.read(PIECE):
-            digest.update(piece)
-            size += len(piece)
-            progress(len(piece))
+        while content := file.read(piece):
+            if copy is not None:
+                write_all(copy, content)
+            digest.update(content)
+            size += len(content)
+            progress(len(content))
     return {"bytes": size, "xxh3_128": digest.hexdigest()}
+
+
+def write_all(file: BinaryIO, content: bytes) -> None:
+    """Write all of `content`; an unbuffered file may take a part of it."""
+    left = memoryview(content)
+    while left:
+        left = left[file.write(left) :]
 
 
 def sync(path: Path) -> None:
