@@ -78,25 +78,27 @@ GRADIENTS = """
 """
 
 
-def _example(scaled: bool, backward: bool, last: bool = False, centered: bool = False):
+def _example(
+    scaled: bool, backward: bool, last: bool = False, centered: bool = False, stream: torch.dtype = torch.float32
+):
     """Makes inputs of ZAYA1's hidden size and dtypes, which run the kernels of its training: an fp32 stream, and more
     rows than blocks, of which there are at most eight a multiprocessor (rms_norm.h). As in training the rows are a
     multiple of 16, for which Triton compiles another kernel. last: new_residual has no gradient, as in a model's last
-    norm. centered: of LayerNorm.
+    norm. centered: of LayerNorm. stream: dtype of residual.
     """
 
     def make(device: torch.device) -> tuple:
         hidden = 2048
         shape = (2, 8 * (multiprocessors(device) // 2 + 1), hidden)
         x = torch.randn(shape, device=device).bfloat16()
-        residual = torch.randn(shape, device=device)
+        residual = torch.randn(shape, device=device).to(stream)
         vectors = [
             (torch.randn(hidden, device=device) * 0.3 + (1.0 if scale else 0.0)).bfloat16() for scale in (0, 1, 0, 1, 1)
         ]
         bias = [torch.randn(hidden, device=device).bfloat16()] if centered else []
         if not backward:
             return (x, residual, *(vectors if scaled else vectors[-1:]), *bias, 1e-5)
-        dy, d_new_residual = torch.randn(shape, device=device).bfloat16(), torch.randn(shape, device=device)
+        dy, d_new_residual = torch.randn(shape, device=device).bfloat16(), torch.randn(shape, device=device).to(stream)
         d_new_residual = None if last else d_new_residual
         statistics = [torch.rand((*shape[:-1], 1), device=device) + shift for shift in ([0.0] * centered + [0.5])]
         if scaled:
@@ -108,7 +110,14 @@ def _example(scaled: bool, backward: bool, last: bool = False, centered: bool = 
 
 def _of_the_last_norm(scaled: bool, centered: bool = False) -> dict:
     """Makes `more_examples` of a backward operator, for the versions whose kernels read a pointer that may be null."""
-    return dict.fromkeys(("hip", "triton"), (_example(scaled, backward=True, last=True, centered=centered),))
+    last = _example(scaled, backward=True, last=True, centered=centered)
+    of_bf16 = () if scaled else _of_bf16(backward=True, centered=centered)["hip"]
+    return {"hip": (last, *of_bf16), "triton": (last,)}
+
+
+def _of_bf16(backward: bool, centered: bool = False) -> dict:
+    """Makes `more_examples` of the plain form, whose fast HIP kernels are for a bf16 stream."""
+    return {"hip": (_example(False, backward, centered=centered, stream=torch.bfloat16),)}
 
 
 _add = Operator(
@@ -116,6 +125,7 @@ _add = Operator(
     takes=ADDED,
     gives=RESULTS + RSTD,
     example=_example(scaled=False, backward=False),
+    more_examples=_of_bf16(backward=False),
     fits=_fits(1),
     available=AVAILABLE,
 )
@@ -157,6 +167,7 @@ _add_layer = Operator(
     takes=ADDED + BIAS,
     gives=RESULTS + MEAN + RSTD,
     example=_example(scaled=False, backward=False, centered=True),
+    more_examples=_of_bf16(backward=False, centered=True),
     fits=FITS,
     without=NO_LAYER_NORM,
 )

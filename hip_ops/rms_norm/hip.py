@@ -76,7 +76,7 @@ def _backward(
     given = [t for t in (dy, upstream, x, residual, weight, *vectors) if t is not None]
     types = _types(x_dtype, residual, weight, [*given, d_residual.view(-1, hidden)])
     count = library(target_of(device)).ho_rms_norm_backward_blocks
-    blocks = count(len(dy), hidden, types, scaled, multiprocessors(device))
+    blocks = count(len(dy), hidden, types, scaled, mean is not None, multiprocessors(device))
     sums = (4 if scaled else 1) + (mean is not None)
     partial = torch.empty((blocks, sums, hidden), dtype=torch.float32, device=device)
     pointers = vectors or (None,) * 4

@@ -57,11 +57,34 @@ __device__ __forceinline__ void forward_rows(
   }
 }
 
-template <bool kScaled, bool kCentered>
-__device__ __forceinline__ void forward_any(
-    const void* x, const void* residual, const void* x_bias, const void* x_scale, const void* residual_bias,
-    const void* residual_scale, const void* weight, void* y, void* new_residual, float* rstd, int64_t rows, int64_t x_stride,
-    int64_t residual_stride, float eps, int hidden, int64_t types, const void* bias = nullptr, float* mean_of_row = nullptr) {
+// RMSNorm's kernels have no parameters for LayerNorm's bias and mean.
+#define PARAMETERS_rms_norm
+#define PARAMETERS_layer_norm , const bf16* bias, float* mean
+#define ARGUMENTS_rms_norm
+#define ARGUMENTS_layer_norm , bias, mean
+#define FORWARD(name, norm, hidden, R, kScaled, kCentered)                                                                          \
+  HO_KERNEL(name, (Layout<hidden, bf16, R>::kThreads))                                                                              \
+  (const bf16* x, const R* residual, const bf16* x_bias, const bf16* x_scale, const bf16* residual_bias, const bf16* residual_scale, \
+   const bf16* weight, bf16* y, R* new_residual, float* rstd, int64_t rows, int64_t x_stride, int64_t residual_stride,              \
+   float eps PARAMETERS_##norm) {                                                                                                   \
+    forward_rows<Layout<hidden, bf16, R>, bf16, R, bf16, kScaled, kCentered>(x, residual, x_bias, x_scale, residual_bias,           \
+                                                                             residual_scale, weight, y, new_residual, rstd, rows,   \
+                                                                             x_stride, residual_stride, eps ARGUMENTS_##norm);      \
+  }
+#define FORWARD_FORMS(norm, hidden, kCentered)                                                  \
+  FORWARD(ho_add_##norm##_##hidden, norm, hidden, bf16, false, kCentered)                       \
+  FORWARD(ho_scaled_residual_##norm##_##hidden, norm, hidden, float, true, kCentered)
+#define RMS_NORM_ROW(hidden, ...) FORWARD_FORMS(rms_norm, hidden, false)
+#define LAYER_NORM_ROW(hidden, ...) FORWARD_FORMS(layer_norm, hidden, true)
+HO_RMS_NORM_TABLE(RMS_NORM_ROW)
+HO_LAYER_NORM_TABLE(LAYER_NORM_ROW)
+
+// All forms: without x_scale the plain one, without bias RMSNorm.
+HO_KERNEL(ho_rms_norm_any, kGenericThreads)
+(const void* x, const void* residual, const void* x_bias, const void* x_scale, const void* residual_bias, const void* residual_scale,
+ const void* weight, void* y, void* new_residual, float* rstd, int64_t rows, int64_t x_stride, int64_t residual_stride, float eps,
+ int hidden, int64_t types, const void* bias, float* mean_of_row) {
+  const bool scaled = x_scale != nullptr, centered = bias != nullptr;
   HO_LDS(float, slots, kSlots<kGenericThreads>);
   const bool aligned = types & kAligned, vectors = types & kBf16Weight;
   const AnyRow of_x{x, (types & kBf16X) != 0, aligned}, of_r{residual, (types & kBf16Residual) != 0, aligned};
@@ -73,7 +96,7 @@ __device__ __forceinline__ void forward_any(
       const int count = columns_of_lane(column, hidden);
       float a[kLaneElements], value[kLaneElements];
       of_x.load(row * x_stride + column, count, a), of_r.load(row * residual_stride + column, count, value);
-      if constexpr (kScaled) {
+      if (scaled) {
         float b_x[kLaneElements], s_x[kLaneElements], b_r[kLaneElements], s_r[kLaneElements];
         AnyRow{x_bias, vectors, aligned}.load(column, count, b_x), AnyRow{x_scale, vectors, aligned}.load(column, count, s_x);
         AnyRow{residual_bias, vectors, aligned}.load(column, count, b_r), AnyRow{residual_scale, vectors, aligned}.load(column, count, s_r);
@@ -86,11 +109,11 @@ __device__ __forceinline__ void forward_any(
       stored.store(row * hidden + column, count, value);
 #pragma unroll
       for (int k = 0; k < kLaneElements; ++k) {
-        if constexpr (kCentered) sum += value[k];
+        if (centered) sum += value[k];
         else squares = fmaf(value[k], value[k], squares);
       }
     }
-    if constexpr (kCentered) {
+    if (centered) {
       center = row_sum<kGenericThreads, kGenericThreads>(sum, slots, 0) / float(hidden);
       if (threadIdx.x == 0) mean_of_row[row] = center;
       for (int column = int(threadIdx.x) * kLaneElements; column < hidden; column += kGenericThreads * kLaneElements) {
@@ -103,13 +126,13 @@ __device__ __forceinline__ void forward_any(
         }
       }
     }
-    const float scale = rsqrtf(row_sum<kGenericThreads, kGenericThreads>(squares, slots, kCentered ? 1 : parity) / float(hidden) + eps);
+    const float scale = rsqrtf(row_sum<kGenericThreads, kGenericThreads>(squares, slots, centered ? 1 : parity) / float(hidden) + eps);
     if (threadIdx.x == 0) rstd[row] = scale;
     for (int column = int(threadIdx.x) * kLaneElements; column < hidden; column += kGenericThreads * kLaneElements) {
       const int count = columns_of_lane(column, hidden);
       float value[kLaneElements], w[kLaneElements];
       stored.load(row * hidden + column, count, value), of_w.load(column, count, w);  // stored by the same thread
-      if constexpr (kCentered) {
+      if (centered) {
         float b[kLaneElements];
         AnyRow{bias, vectors, aligned}.load(column, count, b);
 #pragma unroll
@@ -122,40 +145,6 @@ __device__ __forceinline__ void forward_any(
     }
   }
 }
-
-// RMSNorm's kernels keep their own parameters, without LayerNorm's bias and mean, and so their code.
-#define CENTERED_PARAMETERS(W) , const W* bias, float* mean
-#define CENTERED_ARGUMENTS , bias, mean
-#define FORWARD(name, hidden, X, R, kScaled, kCentered, parameters, arguments)                                                   \
-  HO_KERNEL(name, (Layout<hidden, X, R>::kThreads))                                                                              \
-  (const X* x, const R* residual, const bf16* x_bias, const bf16* x_scale, const bf16* residual_bias, const bf16* residual_scale, \
-   const bf16* weight, bf16* y, R* new_residual, float* rstd, int64_t rows, int64_t x_stride, int64_t residual_stride,           \
-   float eps parameters) {                                                                                                       \
-    forward_rows<Layout<hidden, X, R>, X, R, bf16, kScaled, kCentered>(x, residual, x_bias, x_scale, residual_bias, residual_scale, \
-                                                                       weight, y, new_residual, rstd, rows, x_stride,            \
-                                                                       residual_stride, eps arguments);                          \
-  }
-#define FORWARD_ROW(hidden, ...)                                                                                              \
-  FORWARD(ho_add_rms_norm_##hidden, hidden, bf16, bf16, false, false, , )                                                     \
-  FORWARD(ho_add_rms_norm_fp32_residual_##hidden, hidden, bf16, float, false, false, , )                                      \
-  FORWARD(ho_scaled_residual_rms_norm_##hidden, hidden, bf16, float, true, false, , )                                         \
-  FORWARD(ho_add_layer_norm_##hidden, hidden, bf16, bf16, false, true, CENTERED_PARAMETERS(bf16), CENTERED_ARGUMENTS)                \
-  FORWARD(ho_add_layer_norm_fp32_residual_##hidden, hidden, bf16, float, false, true, CENTERED_PARAMETERS(bf16), CENTERED_ARGUMENTS) \
-  FORWARD(ho_scaled_residual_layer_norm_##hidden, hidden, bf16, float, true, true, CENTERED_PARAMETERS(bf16), CENTERED_ARGUMENTS)
-HO_RMS_NORM_TABLE(FORWARD_ROW)
-
-#define FORWARD_ANY(name, kScaled, kCentered, parameters, arguments)                                                                 \
-  HO_KERNEL(name, kGenericThreads)                                                                                                   \
-  (const void* x, const void* residual, const void* x_bias, const void* x_scale, const void* residual_bias, const void* residual_scale, \
-   const void* weight, void* y, void* new_residual, float* rstd, int64_t rows, int64_t x_stride, int64_t residual_stride, float eps,  \
-   int hidden, int64_t types parameters) {                                                                                           \
-    forward_any<kScaled, kCentered>(x, residual, x_bias, x_scale, residual_bias, residual_scale, weight, y, new_residual, rstd, rows, \
-                                    x_stride, residual_stride, eps, hidden, types arguments);                                        \
-  }
-FORWARD_ANY(ho_add_rms_norm_any, false, false, , )
-FORWARD_ANY(ho_scaled_residual_rms_norm_any, true, false, , )
-FORWARD_ANY(ho_add_layer_norm_any, false, true, CENTERED_PARAMETERS(void), CENTERED_ARGUMENTS)
-FORWARD_ANY(ho_scaled_residual_layer_norm_any, true, true, CENTERED_PARAMETERS(void), CENTERED_ARGUMENTS)
 
 // Null merge vectors select the plain form, a null bias RMSNorm, which writes no mean. `types`: kBf16X | kBf16Residual | kBf16Weight |
 // kAligned. The strides are in elements; y and new_residual are contiguous. `processors`: compute units of the device.
@@ -174,19 +163,15 @@ HO_EXPORT int ho_rms_norm_forward(const void* x, const void* residual, const voi
                    static_cast<R*>(new_residual), static_cast<float*>(rstd), rows, x_stride, residual_stride, float(eps) __VA_ARGS__)
 #define LAUNCH_FORM(norm, H, most, scaled_most, ...)                                                        \
   if (scaled) LAUNCH(ho_scaled_residual_##norm##_##H, H, float, scaled_most, __VA_ARGS__);                  \
-  if (!(types & kBf16Residual)) LAUNCH(ho_add_##norm##_fp32_residual_##H, H, float, most, __VA_ARGS__);     \
   LAUNCH(ho_add_##norm##_##H, H, bf16, most, __VA_ARGS__);
-#define CASE(H, most, scaled_most, ...)                                                                                     \
-  case H:                                                                                                                   \
-    if (bias) { LAUNCH_FORM(layer_norm, H, most, scaled_most, , static_cast<const bf16*>(bias), static_cast<float*>(mean)) } \
-    LAUNCH_FORM(rms_norm, H, most, scaled_most, )
-    switch (hidden) { HO_RMS_NORM_TABLE(CASE) }
+#define LAYER_NORM_CASE(H, most, scaled_most, ...) \
+  case H: LAUNCH_FORM(layer_norm, H, most, scaled_most, , static_cast<const bf16*>(bias), static_cast<float*>(mean))
+#define RMS_NORM_CASE(H, most, scaled_most, ...) \
+  case H: LAUNCH_FORM(rms_norm, H, most, scaled_most, )
+    if (bias) switch (hidden) { HO_LAYER_NORM_TABLE(LAYER_NORM_CASE) }
+    else switch (hidden) { HO_RMS_NORM_TABLE(RMS_NORM_CASE) }
   }
-#define LAUNCH_ANY(norm, ...)                                                                                                        \
-  return ho_launch(scaled ? ho_scaled_residual_##norm##_any : ho_add_##norm##_any,                                                   \
-                   dim3(unsigned(blocks_for(rows, 1, processors * kGenericBlocks))), dim3(kGenericThreads), stream, x, residual, x_bias, \
-                   x_scale, residual_bias, residual_scale, weight, y, new_residual, static_cast<float*>(rstd), rows, x_stride,       \
-                   residual_stride, float(eps), int(hidden), types __VA_ARGS__)
-  if (bias) LAUNCH_ANY(layer_norm, , bias, static_cast<float*>(mean));
-  LAUNCH_ANY(rms_norm, );
+  return ho_launch(ho_rms_norm_any, dim3(unsigned(blocks_for(rows, 1, processors * kGenericBlocks))), dim3(kGenericThreads), stream, x,
+                   residual, x_bias, x_scale, residual_bias, residual_scale, weight, y, new_residual, static_cast<float*>(rstd), rows,
+                   x_stride, residual_stride, float(eps), int(hidden), types, bias, static_cast<float*>(mean));
 }

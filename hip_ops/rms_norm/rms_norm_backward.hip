@@ -116,7 +116,6 @@ __device__ __forceinline__ void backward_rows(
         L::store(d_residual + row * L::kHidden, out);
       } else {
         L::store(d_residual + row * L::kHidden, g);
-        if constexpr (sizeof(X) != sizeof(R)) L::store(d_x + row * L::kHidden, g);
       }
     }
   }
@@ -132,60 +131,56 @@ __device__ __forceinline__ void backward_rows(
   if constexpr (kCentered) store_block_sum<L>(sum_b, out + L::kHidden, scratch);
 }
 
-// RMSNorm's kernels keep their own parameters, without LayerNorm's mean, and so their code.
-#define MEAN_PARAMETER , const float* mean
-#define MEAN_ARGUMENT , mean
-#define BACKWARD(name, hidden, X, R, kScaled, kCentered, parameter, argument)                                                    \
-  HO_KERNEL(name, (Layout<hidden, X, R>::kThreads))                                                                              \
-  (const bf16* dy, const R* d_new_residual, const X* x, const R* residual, const float* rstd, const bf16* x_bias, const bf16* x_scale, \
-   const bf16* residual_bias, const bf16* residual_scale, const bf16* weight, X* d_x, R* d_residual, float* partial, int64_t rows, \
-   int64_t dy_stride, int64_t d_new_residual_stride, int64_t x_stride, int64_t residual_stride parameter) {                      \
-    backward_rows<Layout<hidden, X, R>, X, R, bf16, kScaled, kCentered>(                                                         \
+// RMSNorm's kernels have no parameter for LayerNorm's mean.
+#define PARAMETER_rms_norm
+#define PARAMETER_layer_norm , const float* mean
+#define ARGUMENT_rms_norm
+#define ARGUMENT_layer_norm , mean
+#define BACKWARD(name, norm, hidden, R, kScaled, kCentered)                                                                            \
+  HO_KERNEL(name, (Layout<hidden, bf16, R>::kThreads))                                                                                 \
+  (const bf16* dy, const R* d_new_residual, const bf16* x, const R* residual, const float* rstd, const bf16* x_bias, const bf16* x_scale, \
+   const bf16* residual_bias, const bf16* residual_scale, const bf16* weight, bf16* d_x, R* d_residual, float* partial, int64_t rows,  \
+   int64_t dy_stride, int64_t d_new_residual_stride, int64_t x_stride, int64_t residual_stride PARAMETER_##norm) {                     \
+    backward_rows<Layout<hidden, bf16, R>, bf16, R, bf16, kScaled, kCentered>(                                                         \
         dy, d_new_residual, x, residual, rstd, x_bias, x_scale, residual_bias, residual_scale, weight, d_x, d_residual, partial, rows, \
-        dy_stride, d_new_residual_stride, x_stride, residual_stride argument);                                                   \
+        dy_stride, d_new_residual_stride, x_stride, residual_stride ARGUMENT_##norm);                                                  \
   }
-#define BACKWARD_ROW(hidden, ...)                                                                                                    \
-  BACKWARD(ho_add_rms_norm_backward_##hidden, hidden, bf16, bf16, false, false, , )                                                  \
-  BACKWARD(ho_add_rms_norm_fp32_residual_backward_##hidden, hidden, bf16, float, false, false, , )                                   \
-  BACKWARD(ho_scaled_residual_rms_norm_backward_##hidden, hidden, bf16, float, true, false, , )                                      \
-  BACKWARD(ho_add_layer_norm_backward_##hidden, hidden, bf16, bf16, false, true, MEAN_PARAMETER, MEAN_ARGUMENT)                      \
-  BACKWARD(ho_add_layer_norm_fp32_residual_backward_##hidden, hidden, bf16, float, false, true, MEAN_PARAMETER, MEAN_ARGUMENT)
-HO_RMS_NORM_TABLE(BACKWARD_ROW)
-
-// LayerNorm in ZAYA's form has no kernel for 8192 columns: the 128 registers of 1024 threads do not hold its five sums without spills
-// (clang 22; clang 19 just fits them). The generic kernel takes those rows.
-#define CENTERED_SCALED_SIZES(SIZE) SIZE(256) SIZE(512) SIZE(1024) SIZE(2048) SIZE(4096)
-#define CENTERED_SCALED(hidden) \
-  BACKWARD(ho_scaled_residual_layer_norm_backward_##hidden, hidden, bf16, float, true, true, MEAN_PARAMETER, MEAN_ARGUMENT)
-CENTERED_SCALED_SIZES(CENTERED_SCALED)
+#define BACKWARD_FORMS(norm, hidden, kCentered)                                                      \
+  BACKWARD(ho_add_##norm##_backward_##hidden, norm, hidden, bf16, false, kCentered)                  \
+  BACKWARD(ho_scaled_residual_##norm##_backward_##hidden, norm, hidden, float, true, kCentered)
+#define RMS_NORM_ROW(hidden, ...) BACKWARD_FORMS(rms_norm, hidden, false)
+#define LAYER_NORM_ROW(hidden, ...) BACKWARD_FORMS(layer_norm, hidden, true)
+HO_RMS_NORM_TABLE(RMS_NORM_ROW)
+HO_LAYER_NORM_TABLE(LAYER_NORM_ROW)
 
 // One row after the other; each lane keeps its columns' sums in its own elements of `partial`.
-template <bool kScaled, bool kCentered>
-__device__ __forceinline__ void backward_any(
-    const void* dy, const void* d_new_residual, const void* x, const void* residual, const float* rstd, const void* x_bias,
-    const void* x_scale, const void* residual_bias, const void* residual_scale, const void* weight, void* d_x, void* d_residual,
-    float* partial, int64_t rows, int64_t dy_stride, int64_t d_new_residual_stride, int64_t x_stride, int64_t residual_stride,
-    int hidden, int64_t types, const float* mean = nullptr) {
+// All forms: without x_scale the plain one, without mean RMSNorm.
+HO_KERNEL(ho_rms_norm_backward_any, kGenericThreads)
+(const void* dy, const void* d_new_residual, const void* x, const void* residual, const float* rstd, const void* x_bias,
+ const void* x_scale, const void* residual_bias, const void* residual_scale, const void* weight, void* d_x, void* d_residual, float* partial,
+ int64_t rows, int64_t dy_stride, int64_t d_new_residual_stride, int64_t x_stride, int64_t residual_stride, int hidden, int64_t types,
+ const float* mean) {
+  const bool scaled = x_scale != nullptr, centered = mean != nullptr;
   HO_LDS(float, slots, kSlots<kGenericThreads>);
-  constexpr int kSums = kSumsOf<kScaled, kCentered>;
+  const int count_of_sums = (scaled ? 4 : 1) + centered;
   constexpr int kStep = kGenericThreads * kLaneElements;
   const bool aligned = types & kAligned, vectors = types & kBf16Weight, bf16_x = types & kBf16X, bf16_r = types & kBf16Residual;
   const auto vector = [&](const void* of, int column, int count, float (&v)[kLaneElements]) { AnyRow{of, vectors, aligned}.load(column, count, v); };
-  partial += int64_t(blockIdx.x) * kSums * hidden;
+  partial += int64_t(blockIdx.x) * count_of_sums * hidden;
   const AnyRow sums{partial, false, aligned};
   for (int column = int(threadIdx.x) * kLaneElements; column < hidden; column += kStep) {
     float zero[kLaneElements] = {};
-    for (int sum = 0; sum < kSums; ++sum) sums.store(int64_t(sum) * hidden + column, columns_of_lane(column, hidden), zero);
+    for (int sum = 0; sum < count_of_sums; ++sum) sums.store(int64_t(sum) * hidden + column, columns_of_lane(column, hidden), zero);
   }
   int parity = 0;
   for (int64_t row = blockIdx.x; row < rows; row += gridDim.x, parity ^= 1) {
-    const float scale = rstd[row], middle = kCentered ? mean[row] : 0.0f;
+    const float scale = rstd[row], middle = centered ? mean[row] : 0.0f;
     float upstream[kLaneElements], a[kLaneElements], r[kLaneElements], w[kLaneElements], n[kLaneElements], s_x[kLaneElements], s_r[kLaneElements];
     const auto read = [&](int column, int count) {
       AnyRow{dy, vectors, aligned}.load(row * dy_stride + column, count, upstream);
       AnyRow{residual, bf16_r, aligned}.load(row * residual_stride + column, count, r);
       vector(weight, column, count, w);
-      if constexpr (kScaled) {
+      if (scaled) {
         float b_x[kLaneElements], b_r[kLaneElements];
         AnyRow{x, bf16_x, aligned}.load(row * x_stride + column, count, a);
         vector(x_bias, column, count, b_x), vector(x_scale, column, count, s_x);
@@ -200,7 +195,7 @@ __device__ __forceinline__ void backward_any(
         for (int k = 0; k < kLaneElements; ++k) n[k] = r[k];
       }
 #pragma unroll
-      for (int k = 0; k < kLaneElements; ++k) n[k] = (kCentered ? n[k] - middle : n[k]) * scale;
+      for (int k = 0; k < kLaneElements; ++k) n[k] = (centered ? n[k] - middle : n[k]) * scale;
     };
     float products = 0.0f, sum = 0.0f;
     for (int column = int(threadIdx.x) * kLaneElements; column < hidden; column += kStep) {
@@ -208,12 +203,12 @@ __device__ __forceinline__ void backward_any(
 #pragma unroll
       for (int k = 0; k < kLaneElements; ++k) {
         products = fmaf(upstream[k] * w[k], n[k], products);
-        if constexpr (kCentered) sum = fmaf(upstream[k], w[k], sum);
+        if (centered) sum = fmaf(upstream[k], w[k], sum);
       }
     }
-    const float projection = row_sum<kGenericThreads, kGenericThreads>(products, slots, kCentered ? 1 : parity) / float(hidden);
+    const float projection = row_sum<kGenericThreads, kGenericThreads>(products, slots, centered ? 1 : parity) / float(hidden);
     float average = 0.0f;
-    if constexpr (kCentered) average = row_sum<kGenericThreads, kGenericThreads>(sum, slots, 0) / float(hidden);
+    if (centered) average = row_sum<kGenericThreads, kGenericThreads>(sum, slots, 0) / float(hidden);
     for (int column = int(threadIdx.x) * kLaneElements; column < hidden; column += kStep) {
       const int count = columns_of_lane(column, hidden);
       const int64_t at = row * hidden + column;
@@ -223,7 +218,7 @@ __device__ __forceinline__ void backward_any(
 #pragma unroll
       for (int k = 0; k < kLaneElements; ++k) {
         const float through = upstream[k] * w[k] - n[k] * projection;
-        g[k] = fmaf(kCentered ? through - average : through, scale, g[k]);
+        g[k] = fmaf(centered ? through - average : through, scale, g[k]);
       }
       const float one[kLaneElements] = {1, 1, 1, 1, 1, 1, 1, 1};
       const auto add = [&](int sum, const float (&left)[kLaneElements], const float (&right)[kLaneElements]) {
@@ -232,9 +227,9 @@ __device__ __forceinline__ void backward_any(
         add_products(so_far, left, right);
         sums.store(int64_t(sum) * hidden + column, count, so_far);
       };
-      add(kScaled ? 3 : 0, upstream, n);
-      if constexpr (kCentered) add(kSums - 1, upstream, one);
-      if constexpr (kScaled) {
+      add(scaled ? 3 : 0, upstream, n);
+      if (centered) add(count_of_sums - 1, upstream, one);
+      if (scaled) {
         add(0, g, one), add(1, g, a), add(2, g, r);
 #pragma unroll
         for (int k = 0; k < kLaneElements; ++k) out[k] = g[k] * s_x[k];
@@ -252,28 +247,15 @@ __device__ __forceinline__ void backward_any(
   }
 }
 
-#define BACKWARD_ANY(name, kScaled, kCentered, parameter, argument)                                                                \
-  HO_KERNEL(name, kGenericThreads)                                                                                                 \
-  (const void* dy, const void* d_new_residual, const void* x, const void* residual, const float* rstd, const void* x_bias,         \
-   const void* x_scale, const void* residual_bias, const void* residual_scale, const void* weight, void* d_x, void* d_residual,    \
-   float* partial, int64_t rows, int64_t dy_stride, int64_t d_new_residual_stride, int64_t x_stride, int64_t residual_stride,      \
-   int hidden, int64_t types parameter) {                                                                                          \
-    backward_any<kScaled, kCentered>(dy, d_new_residual, x, residual, rstd, x_bias, x_scale, residual_bias, residual_scale, weight, \
-                                     d_x, d_residual, partial, rows, dy_stride, d_new_residual_stride, x_stride, residual_stride,  \
-                                     hidden, types argument);                                                                      \
-  }
-BACKWARD_ANY(ho_add_rms_norm_backward_any, false, false, , )
-BACKWARD_ANY(ho_scaled_residual_rms_norm_backward_any, true, false, , )
-BACKWARD_ANY(ho_add_layer_norm_backward_any, false, true, MEAN_PARAMETER, MEAN_ARGUMENT)
-BACKWARD_ANY(ho_scaled_residual_layer_norm_backward_any, true, true, MEAN_PARAMETER, MEAN_ARGUMENT)
-
 // The number of blocks of the row kernel, of RMSNorm and LayerNorm; partial has [kSumsOf][hidden] per block. 0 for no rows.
-HO_EXPORT int64_t ho_rms_norm_backward_blocks(int64_t rows, int64_t hidden, int64_t types, int64_t scaled, int64_t processors) {
+HO_EXPORT int64_t ho_rms_norm_backward_blocks(int64_t rows, int64_t hidden, int64_t types, int64_t scaled, int64_t centered,
+                                              int64_t processors) {
   if (has_fast_kernel(types, scaled)) {
 #define BLOCKS(H, forward, scaled_forward, most, scaled_most) \
   case H:                                                     \
     return blocks_for(rows, Layout<H, bf16, bf16>::kRows, processors * (scaled ? scaled_most : most));
-    switch (hidden) { HO_RMS_NORM_TABLE(BLOCKS) }
+    if (centered) switch (hidden) { HO_LAYER_NORM_TABLE(BLOCKS) }
+    else switch (hidden) { HO_RMS_NORM_TABLE(BLOCKS) }
   }
   return blocks_for(rows, 1, processors * kGenericBlocks);
 }
@@ -295,24 +277,18 @@ HO_EXPORT int ho_rms_norm_backward(const void* dy, const void* d_new_residual, c
                    static_cast<const bf16*>(residual_bias), static_cast<const bf16*>(residual_scale), static_cast<const bf16*>(weight), \
                    static_cast<bf16*>(d_x), static_cast<R*>(d_residual), static_cast<float*>(partial), rows, dy_stride,             \
                    d_new_residual_stride, x_stride, residual_stride __VA_ARGS__)
-#define LAUNCH_ADD(norm, H, ...)                                                                            \
-  if (!(types & kBf16Residual)) LAUNCH(ho_add_##norm##_fp32_residual_backward_##H, H, float, __VA_ARGS__);  \
+#define LAUNCH_FORM(norm, H, ...)                                                                           \
+  if (scaled) LAUNCH(ho_scaled_residual_##norm##_backward_##H, H, float, __VA_ARGS__);                      \
   LAUNCH(ho_add_##norm##_backward_##H, H, bf16, __VA_ARGS__);
-#define CASE(H, ...)                                                            \
-  case H:                                                                       \
-    if (mean) { LAUNCH_ADD(layer_norm, H, , static_cast<const float*>(mean)) }  \
-    if (scaled) LAUNCH(ho_scaled_residual_rms_norm_backward_##H, H, float, );   \
-    LAUNCH_ADD(rms_norm, H, )
-#define CENTERED_SCALED_CASE(H) \
-  case H: LAUNCH(ho_scaled_residual_layer_norm_backward_##H, H, float, , static_cast<const float*>(mean));
-    if (mean && scaled) switch (hidden) { CENTERED_SCALED_SIZES(CENTERED_SCALED_CASE) }
-    else switch (hidden) { HO_RMS_NORM_TABLE(CASE) }
+#define LAYER_NORM_CASE(H, ...) \
+  case H: LAUNCH_FORM(layer_norm, H, , static_cast<const float*>(mean))
+#define RMS_NORM_CASE(H, ...) \
+  case H: LAUNCH_FORM(rms_norm, H, )
+    if (mean) switch (hidden) { HO_LAYER_NORM_TABLE(LAYER_NORM_CASE) }
+    else switch (hidden) { HO_RMS_NORM_TABLE(RMS_NORM_CASE) }
   }
-#define LAUNCH_ANY(norm, ...)                                                                                                      \
-  return ho_launch(scaled ? ho_scaled_residual_##norm##_backward_any : ho_add_##norm##_backward_any, dim3(unsigned(blocks)),       \
-                   dim3(kGenericThreads), stream, dy, d_new_residual, x, residual, static_cast<const float*>(rstd), x_bias, x_scale, \
-                   residual_bias, residual_scale, weight, d_x, d_residual, static_cast<float*>(partial), rows, dy_stride,          \
-                   d_new_residual_stride, x_stride, residual_stride, int(hidden), types __VA_ARGS__)
-  if (mean) LAUNCH_ANY(layer_norm, , static_cast<const float*>(mean));
-  LAUNCH_ANY(rms_norm, );
+  return ho_launch(ho_rms_norm_backward_any, dim3(unsigned(blocks)), dim3(kGenericThreads), stream, dy, d_new_residual, x, residual,
+                   static_cast<const float*>(rstd), x_bias, x_scale, residual_bias, residual_scale, weight, d_x, d_residual,
+                   static_cast<float*>(partial), rows, dy_stride, d_new_residual_stride, x_stride, residual_stride, int(hidden), types,
+                   static_cast<const float*>(mean));
 }

@@ -7,18 +7,22 @@ wrong values. Each instruction is one wait state and `s_nop n` is n + 1. For eve
 all paths behind it are followed, through branches both ways, until the distance is reached.
 
 The distances are those that LLVM's GCNHazardRecognizer.cpp keeps on gfx940 and later; each rule names its function
-there. Not checked: calls and returns through registers (s_swappc, s_setpc), the soft clauses of XNACK, s_rfe,
-v_fma_f64 behind an fp64 MFMA, and compressed offload bundles. MFMA passes are those of SISchedule.td for gfx940.
+there. Loads that follow each other directly are a soft clause; where an object may run with XNACK, they may be
+executed again after a page fault, so none of them may write a register that another one reads. Not checked: calls and
+returns through registers (s_swappc, s_setpc), s_rfe, v_fma_f64 behind an fp64 MFMA, and compressed offload bundles.
+MFMA passes are those of SISchedule.td for gfx940.
 """
 
 import copy
+import functools
+import operator
 import os
 import re
 import shutil
 import struct
 import subprocess
 import tempfile
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -29,6 +33,7 @@ ARCHITECTURE = "gfx942"
 OLDEST_LLVM = 17  # the first release that knows gfx942
 ROCM = ("/opt/rocm",)  # searched after PATH and ROCM_PATH
 _MACHINE_AMDGPU, _MACH_GFX942 = 224, 0x4C  # e_machine, and the low byte of e_flags
+_MAY_REPLAY = 0x100  # of e_flags: XNACK is on, or not fixed at compile time (EF_AMDGPU_FEATURE_XNACK_V4)
 _BUNDLE = b"__CLANG_OFFLOAD_BUNDLE__"
 
 # Registers are bits of one integer: VGPR n, AGPR 512 + n, SGPR 1024 + n.
@@ -58,6 +63,7 @@ class Instruction:
     valu: bool = False
     memory: bool = False  # global, flat, scratch, buffer or LDS
     vmem: bool = False  # memory without LDS
+    clause: str = ""  # kind of soft clause that it can be in, "scalar" or "vector"; empty where XNACK is off
     passes: int = 0  # of a matrix instruction
     xdl: bool = False  # matrix instruction that is neither fp32 nor fp64
     dgemm: bool = False
@@ -116,6 +122,7 @@ _READS_RESULT = re.compile(r"v_(pk_)?fmac_.*|v_mac_.*|v_dot\dc_.*|v_writelane_b3
 _MATRIX = re.compile(r"v_s?mfmac?_(?:f32|i32|f64)_(\d+)x\d+x(\d+)_?(?:(\d+)b_)?(\w+)")
 _LINE = re.compile(r"^\s+(\S+)\s*(.*?)\s*// ([0-9A-F]+): [0-9A-F]{4}([0-9A-F]{4})")
 _LABEL = re.compile(r"([0-9a-f]+) <(.+)>:")
+_SCALAR_LOADS = ("s_load_", "s_buffer_load_")
 _MEMORY = ("global_", "flat_", "scratch_", "buffer_", "tbuffer_", "ds_")
 
 
@@ -171,6 +178,7 @@ def _decoded(text: str) -> Instruction:
     found.valu = name.startswith("v_")
     found.memory = name.startswith(_MEMORY) and not name.startswith(("buffer_wbl2", "buffer_inv"))
     found.vmem = found.memory and not name.startswith("ds_")
+    found.clause = "vector" if found.vmem else "scalar" if name.startswith(_SCALAR_LOADS) else ""
     if plain == "s_nop":
         found.wait_states = int(operands[0], 0) + 1
     count = 2 if _TWO_RESULTS.fullmatch(plain) else 0 if _NO_RESULT.fullmatch(plain) else 1
@@ -226,9 +234,12 @@ def disassemble(path: Path) -> dict[str, list[Instruction]]:
         raise ValueError(f"{path}: llvm-objdump failed: {done.stderr.strip()}")
     functions: dict[str, list[Instruction]] = {}
     code: list[Instruction] = []
+    (flags,) = struct.unpack_from("<I", _head(path), 48)
     for line in done.stdout.splitlines():
         if match := _LINE.match(line):
             code.append(parse(f"{match[1]} {match[2]}".strip(), int(match[3], 16), int(match[4], 16)))
+            if not flags & _MAY_REPLAY:
+                code[-1].clause = ""
         elif match := _LABEL.fullmatch(line.strip()):
             code = functions.setdefault(match[2], [])
     if functions and not any(functions.values()):  # an object may hold no function
@@ -400,6 +411,10 @@ RULES = (
 )
 
 
+_CLAUSE = 5  # MaxLookAhead of GCNHazardRecognizer.cpp
+SOFT_CLAUSE = "a load of a soft clause writes a register that the clause reads: checkSoftClauseHazards"
+
+
 def violations(functions: dict[str, list[Instruction]], extra: int = 0) -> Iterator[Violation]:
     """Yields the pairs of instructions that are too close. `extra` wait states more are asked of wide stores, which
     shows that the scan sees them.
@@ -408,6 +423,7 @@ def violations(functions: dict[str, list[Instruction]], extra: int = 0) -> Itera
     code = [instruction for part in functions.values() for instruction in part]
     places = {instruction.pc: place for place, instruction in enumerate(code)}
     following = [_successors(code, place, places) for place in range(len(code))]
+    targets = {instruction.target for instruction in code}
     for place, first in enumerate(code):
         for rule, mask, limit in first.watched:
             more = extra if rule is RULES[0] else 0
@@ -418,6 +434,27 @@ def violations(functions: dict[str, list[Instruction]], extra: int = 0) -> Itera
                     found[at] = min(found.get(at, (waited, needed + more)), (waited, needed + more))
             for at, (waited, needed) in found.items():
                 yield Violation(names[place], rule.name, str(first), str(code[at]), needed, waited)
+        if first.clause and (before := _clause_before(code, place, targets)) is not None:
+            yield Violation(names[place], SOFT_CLAUSE, str(before), str(first), 1, 0)
+
+
+def _clause_before(code: list[Instruction], place: int, targets: Container[int]) -> Instruction | None:
+    """Returns the instruction directly before this one, where both are of a soft clause in which one writes a register
+    that one reads. As in LLVM, the five instructions before are looked at, as far as they are of one block.
+    """
+    part, before = [code[place]], None
+    for earlier in reversed(code[max(0, place - 2 * _CLAUSE) : place]):
+        if part[-1].pc in targets or len(part) > _CLAUSE:
+            break
+        if earlier.name == "s_nop" and not earlier.wait_states:  # taken away by a test
+            continue
+        if earlier.clause != code[place].clause:
+            break
+        before = before or earlier
+        part.append(earlier)
+    written = functools.reduce(operator.or_, (each.writes for each in part))
+    read = functools.reduce(operator.or_, (each.reads for each in part))
+    return before if written & read and any(each.writes for each in part[1:]) else None
 
 
 def _successors(code: list[Instruction], place: int, places: dict[int, int]) -> tuple[int, ...]:

@@ -60,17 +60,35 @@ def test_no_object_lacks_wait_states():
     assert stores > 200 and 5 * len(asked) > stores / 2, (len(asked), stores)
 
 
-def of_no_rule(before: str, after: str) -> bool:
-    """Whether clang places s_nop between these without a hazard of gfx942: it breaks soft clauses of loads for XNACK, and
-    is cautious behind packed operations and spills of scalar registers into lanes.
+def without_a_hazard(before: list[hazards.Instruction], after: hazards.Instruction) -> bool:
+    """Whether clang 19 places s_nop here though gfx942 has no such hazard. Both kinds come from checkVALUHazards of
+    LLVM's GCNHazardRecognizer.cpp.
+
+    Packed operations: the rule for results that are written in part (hasDstSelForwardingHazard) asks for the bit
+    DST_OP_SEL of the first operand's modifiers. In packed operations this bit is OP_SEL_1, their op_sel_hi; they write
+    whole registers. Spills: spillSGPR of SIRegisterInfo.cpp marks the first v_writelane of a tuple of scalar registers
+    as if it wrote the tuple, and the rule for scalar results (hasVDecCoExecHazard) believes it.
     """
-    clause = "_load_" in before and "_load_" in after
-    return clause or before.startswith(("v_pk_", "v_fma_mix")) or before == "v_writelane_b32"
+    last = before[-1]
+    op_sel_hi = re.search(r"op_sel_hi:\[(\d)", last.text)
+    whole = last.name.startswith("v_pk_") or last.name == "v_fma_mix_f32"
+    if whole and (op_sel_hi[1] == "1" if op_sel_hi else last.name != "v_fma_mix_f32"):
+        return bool(last.writes & after.reads)
+
+    def slot(each: hazards.Instruction) -> tuple[str, int, int]:
+        """Vector register, scalar register less lane, lane: a tuple's registers lie in neighbouring lanes."""
+        lane = int(each.operands[2])
+        return each.operands[0], each.masks[1].bit_length() - lane, lane
+
+    spills = [slot(each) for each in (*before[-2:], after) if each.name == after.name == "v_writelane_b32"]
+    return any(one[:2] == spills[-1][:2] and one[2] < spills[-1][2] for one in spills[:-1])
 
 
 def test_wait_states_that_are_taken_away_are_found():
-    """One less at each s_nop that clang placed is found by the scan, except where no rule asks for it."""
-    found, missed, others = Counter(), 0, 0
+    """One less at each s_nop that clang placed is found by the scan: more than 90 % of all, and of those that a hazard
+    requires all but the few whose first instruction is in another block.
+    """
+    found, missed, others = Counter(), [], 0
     for path in code_objects(kernel_sources()):
         for code in hazards.disassemble(path).values():
             for place in range(1, len(code) - 1):
@@ -80,12 +98,15 @@ def test_wait_states_that_are_taken_away_are_found():
                 start = max(0, place - 24)
                 part = [replace(each, target=None) for each in code[start : place + 25]]
                 part[place - start].wait_states -= 1
-                rules = {one.rule for one in hazards.violations({"part": part})}
-                found.update(rules)
-                missed += not rules and not of_no_rule(*around)
-                others += not rules and of_no_rule(*around)
-    assert found.total() > 0.99 * (found.total() + missed) and others < found.total() / 4, (missed, others, found)
-    assert found[hazards.RULES[0].name] >= 40 and len(found) >= 4, found
+                if rules := {one.rule for one in hazards.violations({"part": part})}:
+                    found.update(rules)
+                elif without_a_hazard(code[start:place], code[place + 1]):
+                    others += 1
+                else:
+                    missed.append((path.stem, str(code[place - 1]), str(code[place + 1])))
+    total = found.total() + len(missed) + others
+    assert found.total() >= 0.9 * total and len(missed) <= 0.005 * total, (total, others, missed, found)
+    assert found[hazards.RULES[0].name] >= 40 and found[hazards.SOFT_CLAUSE] >= 40 and len(found) >= 5, found
 
 
 @pytest.mark.parametrize("source", [path.stem for path in kernel_sources()])

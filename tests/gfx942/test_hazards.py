@@ -121,6 +121,46 @@ def test_no_distance(name):
     assert violations(*NO_DISTANCE[name]) == []
 
 
+LOADS = ("global_load_dword v8, v[8:9], off", "global_load_dword v10, v[12:13], off")
+CLAUSES = {
+    "own address": LOADS,
+    "address of the next": ("global_load_dword v9, v[2:3], off", "global_load_dword v4, v[8:9], off"),
+    "address of the one before": ("global_load_dword v4, v[8:9], off", "global_load_dword v9, v[2:3], off"),
+    "data of a store": ("global_load_dword v4, v1, s[4:5]", "global_store_dword v1, v4, s[4:5]"),
+    "flat and buffer": ("flat_load_dword v2, v[2:3]", "buffer_load_dword v4, v1, s[8:11], 0 offen"),
+    "scalar": ("s_load_dword s8, s[4:5], 0x0", "s_load_dwordx2 s[4:5], s[6:7], 0x10"),
+}
+
+
+@pytest.mark.parametrize("name", CLAUSES)
+def test_a_soft_clause_that_a_replay_would_break(name):
+    first, second = CLAUSES[name]
+    (found,) = violations(first, second, "s_endpgm")
+    assert (found.rule, found.needed, found.found) == (hazards.SOFT_CLAUSE, 1, 0)
+    assert violations(first, "s_nop 0", second, "s_endpgm") == []
+
+
+def test_a_soft_clause_ends_with_its_block_its_kind_and_behind_five_instructions():
+    first, second = CLAUSES["address of the one before"]
+    harmless = [f"global_load_dword v{number}, v[2:3], off" for number in range(20, 25)]
+    assert len(violations(first, *harmless[1:], second)) == 1 and violations(first, *harmless, second) == []
+    assert violations("s_cbranch_scc1 there", first, "there:", second, "s_endpgm") == []
+    assert violations(first, "ds_read_b32 v30, v31", second) == []
+    assert violations("s_load_dword s4, s[6:7], 0x0", "global_load_dword v2, v1, s[4:5]") == []
+    assert violations(*["global_store_dword v8, v9, s[4:5]"] * 2) == []
+
+
+def test_objects_that_never_replay_have_no_soft_clauses(tmp_path):
+    """e_flags of code that was compiled with XNACK off."""
+    path = assemble(HEAD + "\n  ".join(["", *LOADS]) + TAIL, "replay")
+    content = bytearray(path.read_bytes())
+    (flags,) = struct.unpack_from("<I", content, 48)
+    assert flags & 0x300 == 0x100 and len(hazards.scan(path)) == 1
+    struct.pack_into("<I", content, 48, flags & ~0x300 | 0x200)
+    (off := tmp_path / "off.co").write_bytes(content)
+    assert hazards.scan(off) == []
+
+
 STORE, OVERWRITE = "global_store_dwordx4 v1, v[8:11], s[4:5]", "v_mov_b32 v8, 0"
 
 

@@ -37,9 +37,12 @@ def to_torch(array: np.ndarray) -> Tensor:
 
 
 @functools.cache
-def table() -> dict[int, tuple[int, int, int, int]]:
-    """hidden size -> blocks a compute unit: forward, ZAYA's, backward, ZAYA's."""
-    rows = re.findall(r"ROW\((\d+), (\d+), (\d+), (\d+), (\d+)\)", kernel_source("rms_norm.h").read_text())
+def table(centered: bool = False) -> dict[int, tuple[int, int, int, int]]:
+    """hidden size -> blocks a compute unit: forward, ZAYA's, backward, ZAYA's. centered: of LayerNorm."""
+    text = kernel_source("rms_norm.h").read_text()
+    if centered:
+        text = re.search(r"#define HO_LAYER_NORM_TABLE.*?\n#", text, re.S)[0]
+    rows = re.findall(r"ROW\((\d+), (\d+), (\d+), (\d+), (\d+)\)", text)
     return {int(hidden): tuple(map(int, blocks)) for hidden, *blocks in rows}
 
 
@@ -59,10 +62,9 @@ def geometry(case: Case, *, backward: bool, processors: int) -> Geometry:
     aligned = case.pad % 8 == 0 and case.hidden % 8 == 0
     fast = (
         aligned
-        and case.hidden in table()
+        and case.hidden in table(case.centered)
         and case.x_dtype == case.weight_dtype == BF16
-        and not (case.scaled and case.residual_dtype == BF16)
-        and not (case.scaled and case.centered and case.hidden == 8192 and backward)
+        and case.residual_dtype == (FP32 if case.scaled else BF16)
     )
     if fast:
         row_threads = case.hidden // 8
@@ -75,14 +77,13 @@ def geometry(case: Case, *, backward: bool, processors: int) -> Geometry:
         threads, rows, most = 256, 1, 4
     tiles = -(-case.rows // rows)
     rounds = -(-tiles // (processors * most))
-    norm = "layer_norm" if case.centered else "rms_norm"
-    form = (
-        f"scaled_residual_{norm}"
-        if case.scaled
-        else f"add_{norm}" + ("_fp32_residual" if fast and case.residual_dtype == FP32 else "")
-    )
+    form = ("scaled_residual_" if case.scaled else "add_") if fast else ""
+    norm = "layer_norm" if fast and case.centered else "rms_norm"
     return Geometry(
-        f"{form}{'_backward' if backward else ''}_{case.hidden if fast else 'any'}", threads, rows, -(-tiles // rounds)
+        f"{form}{norm}{'_backward' if backward else ''}_{case.hidden if fast else 'any'}",
+        threads,
+        rows,
+        -(-tiles // rounds),
     )
 
 
@@ -158,6 +159,8 @@ class Emulated:
             arguments += [np.int32(case.hidden), np.int64(types(case))]
         if case.centered:
             arguments += [self.device.put(to_numpy(i.bias)), *mean]
+        elif chosen.suffix.endswith("any"):
+            arguments += [None, None]
         self.launch("rms_norm", f"ho_{chosen.suffix}", chosen.blocks, chosen.threads, arguments)
         return tuple(to_torch(b.read()) for b in (y, new_residual, *mean, rstd))
 
@@ -192,6 +195,8 @@ class Emulated:
             arguments += [np.int32(case.hidden), np.int64(types(case))]
         if case.centered:
             arguments.append(self.device.put(statistics[0].numpy()))
+        elif chosen.suffix.endswith("any"):
+            arguments.append(None)
         self.launch("rms_norm_backward", f"ho_{chosen.suffix}", chosen.blocks, chosen.threads, arguments)
         names = [f"d_{n}" for n in (VECTORS if case.scaled else VECTORS[-1:])] + ["d_bias"] * case.centered
         gradients = {name: self.out((case.hidden,), case.weight_dtype) for name in names}

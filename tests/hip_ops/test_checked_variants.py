@@ -59,6 +59,7 @@ WAY = {
     "ho_general_fp16_any": lambda grid, m, n, k, to_bf16: to_bf16,
     "ho_general": lambda grid, m, n, k, to_bf16: (k // 32 >= 5, to_bf16),
     "ho_start": lambda grid, *_: None,
+    "ho_rms_norm": _more_than(1),  # the generic kernels
     # hidden 2048: a row a block
     **{
         f"ho_{merge}_{norm}": _more_than(1)
@@ -161,13 +162,17 @@ KERNELS_OF = {
         "ho_symmetric_fp16_64",
         "ho_symmetric_fp16_any",
     ],
-    "add_rms_norm": ["ho_add_rms_norm_fp32_residual_2048"],
+    "add_rms_norm": ["ho_add_rms_norm_2048", "ho_rms_norm_any"],
     "scaled_residual_rms_norm": ["ho_scaled_residual_rms_norm_2048"],
-    "add_rms_norm_backward": ["ho_add_rms_norm_fp32_residual_backward_2048", "ho_rms_norm_sum_weight"],
+    "add_rms_norm_backward": ["ho_add_rms_norm_backward_2048", "ho_rms_norm_backward_any", "ho_rms_norm_sum_weight"],
     "scaled_residual_rms_norm_backward": ["ho_rms_norm_sum_vectors", "ho_scaled_residual_rms_norm_backward_2048"],
-    "add_layer_norm": ["ho_add_layer_norm_fp32_residual_2048"],
+    "add_layer_norm": ["ho_add_layer_norm_2048", "ho_rms_norm_any"],
     "scaled_residual_layer_norm": ["ho_scaled_residual_layer_norm_2048"],
-    "add_layer_norm_backward": ["ho_add_layer_norm_fp32_residual_backward_2048", "ho_layer_norm_sum_weight"],
+    "add_layer_norm_backward": [
+        "ho_add_layer_norm_backward_2048",
+        "ho_layer_norm_sum_weight",
+        "ho_rms_norm_backward_any",
+    ],
     "scaled_residual_layer_norm_backward": ["ho_layer_norm_sum_vectors", "ho_scaled_residual_layer_norm_backward_2048"],
     "cca_prologue": ["ho_cca_prologue_forward"],
     "cca_prologue_backward": [

@@ -51,7 +51,7 @@ for hidden, rows, bx, br, bw, pad in eval(sys.argv[-1]):
         if not hasattr(kernels.library, "ho_rms_norm_backward"):
             continue
         for d_new in (upstream, None):
-            blocks = kernels.ho_rms_norm_backward_blocks(rows, hidden, types, scaled, 1)
+            blocks = kernels.ho_rms_norm_backward_blocks(rows, hidden, types, scaled, centered, 1)
             partial = empty((blocks, (4 if scaled else 1) + centered, hidden), 0)
             d_x, d_residual, out = empty((rows, hidden), bx), empty((rows, hidden), br), [empty(hidden, bw) for _ in range(6)]
             first, at = (residual, stride) if scaled else (new, hidden)

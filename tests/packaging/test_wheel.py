@@ -64,7 +64,7 @@ def test_is_pure(wheel, names):
     archive = zipfile.ZipFile(wheel)
     manifest = json.loads(archive.read(str(Path(SHIPPED).with_name("manifest.json"))))
     assert hashlib.sha256(archive.read(SHIPPED)).hexdigest() == manifest["sha256"]
-    assert archive.getinfo(SHIPPED).file_size < 2e6 and archive.getinfo(SHIPPED).compress_size < 0.6e6
+    assert archive.getinfo(SHIPPED).file_size < 1.5e6 and archive.getinfo(SHIPPED).compress_size < 0.4e6
 
 
 def test_top_level_holds_two_packages(names):
