@@ -20,6 +20,15 @@ def test_torch_reads_values_between_the_bytes(dtype, shape):
     assert torch.equal(read, values)
 
 
+def test_the_bytes_do_not_depend_on_the_process():
+    first = around(torch.float32, (3, 5))
+    around.cache_clear()
+    opened = [open("/dev/null") for _ in range(20)]  # other descriptors, as in another process
+    assert around(torch.float32, (3, 5)) == first
+    for file in opened:
+        file.close()
+
+
 def test_the_bytes_of_a_large_tensor_need_no_memory():
     before, after = around(torch.float32, (1 << 15, 1 << 16))  # 8 GiB
     assert len(before) + len(after) < 4096

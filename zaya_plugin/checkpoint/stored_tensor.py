@@ -27,8 +27,9 @@ def around(dtype: torch.dtype, shape: tuple[int, ...]) -> tuple[bytes, bytes]:
     values = torch.empty(shape, dtype=dtype)
     memory = os.memfd_create("torch.save")
     try:
-        with torch.serialization.skip_data():  # leaves a hole, which takes no memory
-            torch.save(values, f"/proc/self/fd/{memory}")
+        # A hole in the place of the values, which takes no memory. A path would become the archive's name.
+        with torch.serialization.skip_data(), os.fdopen(os.dup(memory), "wb") as file:
+            torch.save(values, file)
         end = os.fstat(memory).st_size
         with zipfile.ZipFile(os.fdopen(os.dup(memory), "rb")) as archive:
             record = next(each for each in archive.infolist() if each.filename.endswith("/data/0"))

@@ -25,7 +25,7 @@ from zaya_plugin.data.sources import find_sources
 from zaya_plugin.errors import mistake
 from zaya_plugin.handover.data_places import with_consumed
 from zaya_plugin.handover.predecessor import predecessor, saved_step
-from zaya_plugin.plan import recipe_plan
+from zaya_plugin.plan import checkpoint_plan, recipe_plan
 from zaya_plugin.run.rank_plan import WORKER, Plan, make_plan, rank_environment
 
 DEVICE_FILES = ("/dev/nvidiactl", "/dev/nvidia0", "/dev/kfd", "/dev/dxg")  # NVIDIA, ROCm, WSL
@@ -151,7 +151,8 @@ def describe(recipe: Recipe, plan: Plan, overrides: Sequence[str] = ()) -> str:
             check()
         except ValueError as error:
             lines.append(f"would stop   {error}")
-    lines += [*chosen, *recipe_plan.lines(recipe, plan.world_size), "Megatron     arguments"]
+    lines += [*chosen, *recipe_plan.lines(recipe, plan.world_size)]
+    lines += [*checkpoint_plan.lines(recipe, plan.world_size), "Megatron     arguments"]
     lines += ["  " + line for line in argument_lines(values)]
     return "\n".join([*lines, "dry_run=true: nothing was created or started"])
 

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`zaya checkpoint list|show|verify|prune|adopt`: the checkpoints of a run, looked at from outside. Starts no ranks; needs
-no device.
+"""`zaya checkpoint list|show|verify|prune|adopt|reshape`: the checkpoints of a run, from outside. Starts no ranks; needs no
+device.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ Looks at the checkpoints of a run. RUN is a run directory, or a directory of ite
 
 A checkpoint of this version has a manifest with the size and the checksum of every file. list and show compare names
 and sizes; verify reads all files. Checkpoints of earlier versions and of other programs have none: they are compared
-with their own index, and adopt writes a manifest for them."""
+with their own index, and adopt writes a manifest for them. reshape writes a checkpoint anew, in another number of files,
+for a restart at another number of ranks; the same command again continues an interrupted one."""
 EXAMPLES = """\
 examples:
   zaya checkpoint list runs/zaya1                         each checkpoint, and whether it is complete
@@ -27,6 +28,7 @@ examples:
   zaya checkpoint verify runs/zaya1 --step 12000          compare the checksums of one, --all: of all
   zaya checkpoint prune runs/zaya1 --keep-last 3 --keep-every 10000 --dry-run
   zaya checkpoint adopt runs/old --step 500               trust a checkpoint as it is, and write its manifest
+  zaya checkpoint reshape runs/old --output runs/new --files 64       for 64 ranks: runs/new/checkpoints/iter_*
 
 Exit codes: 0, 1 a checkpoint is damaged, 2 a mistake on the command line."""
 
@@ -44,11 +46,13 @@ def parser() -> argparse.ArgumentParser:
     )
     made.add_argument("command", choices=COMMANDS)
     made.add_argument("run", type=Path, metavar="RUN")
-    made.add_argument("--step", type=int, help="show, verify, adopt: this checkpoint; default: the newest")
+    made.add_argument("--step", type=int, help="show, verify, adopt, reshape: this checkpoint; default: the newest")
     made.add_argument("--all", action="store_true", help="verify: all checkpoints")
     made.add_argument("--keep-last", type=int, default=3, help="prune: keep so many of the newest (default: 3)")
     made.add_argument("--keep-every", type=int, help="prune: also keep those at multiples of so many steps")
     made.add_argument("--dry-run", action="store_true", help="prune: only say what would be removed")
+    made.add_argument("--output", type=Path, metavar="DIR", help="reshape: the run directory of the new checkpoint")
+    made.add_argument("--files", type=int, help="reshape: so many files; usually one for each rank that will load them")
     return made
 
 
@@ -100,16 +104,10 @@ def show(directory: Path, steps: list[int], options: argparse.Namespace) -> int:
 
 
 def verify(directory: Path, steps: list[int], options: argparse.Namespace) -> int:
-    from tqdm import tqdm
-
     broken = False
     for step in steps:
         folder = on_disk.folder(directory, step)
-        found = on_disk.problems(directory, step)
-        if not found and _has_manifest(folder):
-            total = sum(file["bytes"] for file in manifest.read(folder)["files"].values())
-            with tqdm(total=total, unit="B", unit_scale=True, desc=folder.name, leave=False, file=sys.stderr) as bar:
-                found = manifest.damaged(folder, progress=bar.update)
+        found = _damage(directory, step)
         intact = (
             "intact" if _has_manifest(folder) else "complete by its own index; without a manifest no content is checked"
         )
@@ -140,7 +138,46 @@ def adopt(directory: Path, steps: list[int], options: argparse.Namespace) -> int
     return 0
 
 
-COMMANDS = {"list": list_, "show": show, "verify": verify, "prune": prune, "adopt": adopt}
+def reshape(directory: Path, steps: list[int], options: argparse.Namespace) -> int:
+    if options.output is None:
+        raise mistake("--output", problem="was not given", fix="--output <run directory of the new checkpoint>")
+    if options.files is None or options.files < 1:
+        raise mistake("--files", options.files, problem="not a number of files", allowed="1 or more", fix="--files 8")
+    from zaya_plugin.checkpoint.reshape import reshape as write_anew
+
+    source = on_disk.folder(directory, steps[0])
+    final = on_disk.folder(options.output / CHECKPOINTS, steps[0])
+    if found := _damage(directory, steps[0]):
+        print(f"{source}: damaged\n  " + "\n  ".join(found))
+        return 1
+    if not _has_manifest(source):
+        print(f"{source} has no manifest: complete by its own index, its content is not checked")
+    total = sum(path.stat().st_size for path in source.glob("*.distcp"))
+    with _bar(final.name, total) as bar:
+        kept, files = write_anew(source, final, options.files, bar.update)
+    before = f", {kept} of them written before" if kept else ""
+    print(f"{final}: {files} files{before}; to train on: run_dir={options.output} resume=must")
+    return 0
+
+
+COMMANDS = {"list": list_, "show": show, "verify": verify, "prune": prune, "adopt": adopt, "reshape": reshape}
+
+
+def _damage(directory: Path, step: int) -> list[str]:
+    """Return what is wrong with a checkpoint; reads all files if it has a manifest."""
+    folder = on_disk.folder(directory, step)
+    found = on_disk.problems(directory, step)
+    if not found and _has_manifest(folder):
+        total = sum(file["bytes"] for file in manifest.read(folder)["files"].values())
+        with _bar(f"{folder.name}, checksums", total) as bar:
+            found = manifest.damaged(folder, progress=bar.update)
+    return found
+
+
+def _bar(title: str, total: int):
+    from tqdm import tqdm
+
+    return tqdm(total=total, unit="B", unit_scale=True, desc=title, leave=False, file=sys.stderr)
 
 
 def _has_manifest(folder: Path) -> bool:

@@ -1,0 +1,288 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Writes a checkpoint anew with another number of files, in one process without ranks, piece by piece.
+
+Every tensor is cut into pieces of at most PIECE bytes, and each piece is put together from the boxes of the source that
+it intersects. At any time one piece and the part of one source box that goes into it are in memory. Names, shapes and
+values stay as they are, so the new checkpoint loads wherever the old one does, to the same bits.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import errno
+import fcntl
+import json
+import math
+import os
+import pickle
+import re
+import shutil
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import torch
+import xxhash
+from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorStorageMetadata
+
+from zaya_plugin.checkpoint import manifest, on_disk
+from zaya_plugin.checkpoint.stored_boxes import Archive, Box, Indices, common_box, elements, pieces, values_of
+from zaya_plugin.checkpoint.stored_tensor import around
+from zaya_plugin.config.whole_file import write_whole
+from zaya_plugin.errors import mistake
+
+PIECE = 32 * 2**20  # bytes: one of ZAYA1-base's gate+up matrices in fp32, so that Muon's matrices stay whole
+INDEX = ".metadata"
+DONE, LOCK = (
+    "reshape.json",
+    "reshape.lock",
+)  # in an unfinished folder: the files that are finished; held while it is written
+NOT_COPIED = {manifest.NAME, INDEX, "integrity.json"}  # written anew; Megatron's checksums of the old files
+STATE = re.compile(r"^.*optimizer\.state\.\w+?\.")  # before a parameter's name, in the names of its optimizer state
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """A tensor of the source. keys: its names; several where they share their bytes."""
+
+    keys: tuple[str, ...]
+    shape: Indices
+    dtype: torch.dtype
+    boxes: tuple[Box, ...]
+
+    def piece(self, offset: Indices, sizes: Indices) -> np.ndarray:
+        """Return the values of a box of the whole tensor."""
+        whole, filled = np.empty(sizes, elements(self.dtype)), 0
+        for box in self.boxes:
+            if (common := common_box((box.offset, box.sizes), (offset, sizes))) is None:
+                continue
+            if (found := values_of(box.archive, box.sizes)[0]) != self.dtype:
+                raise mistake(str(box.archive.path), problem=f"has {self.keys[0]} as {found}, elsewhere {self.dtype}")
+            place = tuple(slice(a - b, a - b + n) for a, b, n in zip(common[0], offset, common[1], strict=True))
+            whole[place] = box.values(*common)
+            filled += math.prod(common[1])
+        if filled != whole.size:
+            raise mistake(
+                self.keys[0],
+                problem=f"{filled} of the {whole.size} elements from {offset} on are in the checkpoint's files",
+            )
+        return whole
+
+
+@dataclass(frozen=True)
+class Entry:
+    """What the target stores in one range of bytes: a piece of `tensor`, or an object's bytes as the source has them."""
+
+    length: int
+    index: MetadataIndex | None = None
+    object: Archive | None = None
+    tensor: Tensor | None = None
+    offset: Indices = ()
+    sizes: Indices = ()
+
+    def content(self) -> Iterator[bytes | memoryview]:
+        """Return its bytes in parts."""
+        if self.object is not None:
+            yield self.object.content()
+            return
+        before, after = around(self.tensor.dtype, self.sizes)
+        yield before
+        yield memoryview(self.tensor.piece(self.offset, self.sizes).reshape(-1).view(np.uint8))
+        yield after
+
+
+def reshape(
+    source: Path, final: Path, files: int, progress: Callable[[int], None] = lambda count: None
+) -> tuple[int, int]:
+    """Write the checkpoint in the folder `source` to the folder `final`, in at most `files` files of about equal size.
+
+    Files that an earlier, interrupted call with the same arguments has finished are kept. progress: called with bytes.
+
+    Returns:
+        the files that were kept, and all files.
+
+    Raises:
+        ValueError: the source is damaged, the target cannot be written or exists.
+    """
+    if final.exists():
+        raise mistake("--output", final, problem="exists", fix="--output <another folder>")
+    index = read_index(source)
+    contents = layout(entries(source, index), files)
+    unfinished = final.with_name(final.name + manifest.UNFINISHED)
+    try:
+        unfinished.mkdir(parents=True, exist_ok=True)
+        with _alone(unfinished):
+            return _write(source, index, contents, unfinished, final, progress)
+    except OSError as error:
+        if error.filename is None and error.errno is None:
+            raise
+        free = shutil.disk_usage(final.parent if final.parent.exists() else "/").free
+        raise mistake(
+            "--output",
+            final.parent,
+            problem=f"cannot be written: {error.strerror} ({free / 1e9:.2f} GB free)",
+            fix="the same command again continues with the files that are not finished",
+        ) from error
+
+
+def read_index(source: Path) -> Metadata:
+    """Return the index of a checkpoint that can be reshaped."""
+    index = FileSystemReader(source).read_metadata()
+    if any(".bucket_idx_" in key for key in index.state_dict_metadata):
+        raise mistake(
+            str(source),
+            problem="its optimizer state is stored by its place in buffers (dp_reshardable), and loads only at the "
+            "number of data-parallel ranks that wrote it, however many files it has",
+            fix="load it at that number and save it with --dist-ckpt-optim-fully-reshardable",
+        )
+    return index
+
+
+def entries(source: Path, index: Metadata) -> list[Entry]:
+    """Return what the target stores, in its order: first the objects, then all state of a parameter together."""
+
+    def archive(of: MetadataIndex) -> Archive:
+        stored = index.storage_data[of]
+        if getattr(stored, "transform_descriptors", None):
+            raise mistake(
+                str(source / stored.relative_path), problem="is compressed", fix="save it without compression"
+            )
+        return Archive(source / stored.relative_path, stored.offset, stored.length)
+
+    found, shared = [], {}
+    for key, described in index.state_dict_metadata.items():
+        if isinstance(described, TensorStorageMetadata):
+            boxes = tuple(
+                Box(tuple(box.offsets), tuple(box.sizes), archive(MetadataIndex(key, box.offsets)))
+                for box in sorted(described.chunks, key=lambda box: tuple(box.offsets))
+            )
+            if boxes:
+                shared.setdefault((tuple(described.size), boxes), []).append(key)
+    for of in sorted(index.storage_data, key=lambda of: of.fqn):
+        if not isinstance(index.state_dict_metadata[of.fqn], TensorStorageMetadata):
+            here = archive(of)
+            found.append(Entry(here.length, of, here))
+    for (shape, boxes), keys in sorted(shared.items(), key=lambda each: _order(each[1][0])):
+        tensor = Tensor(tuple(keys), shape, values_of(boxes[0].archive, boxes[0].sizes)[0], boxes)
+        for offset, sizes in pieces(shape, tensor.dtype.itemsize, PIECE):
+            length = sum(map(len, around(tensor.dtype, sizes))) + math.prod(sizes) * tensor.dtype.itemsize
+            found.append(Entry(length, tensor=tensor, offset=offset, sizes=sizes))
+    return found
+
+
+def _order(key: str) -> tuple:
+    """Sort by the parameter's name, with its numbers as numbers."""
+    name = STATE.sub("", key)
+    return [(not part.isdigit(), int(part) if part.isdigit() else part) for part in re.split(r"(\d+)", name)], key
+
+
+def layout(stored: list[Entry], files: int) -> list[list[Entry]]:
+    """Return the entries of each file: neighbours stay neighbours, and files have about equal sizes."""
+    total, before = sum(entry.length for entry in stored), 0
+    found: list[list[Entry]] = [[] for _ in range(files)]
+    for entry in stored:
+        found[(2 * before + entry.length) * files // (2 * total)].append(entry)
+        before += entry.length
+    return [each for each in found if each]
+
+
+def _write(
+    source: Path, index: Metadata, contents: list[list[Entry]], unfinished: Path, final: Path, progress
+) -> tuple[int, int]:
+    stated = [manifest.describe(source / name) for name in (INDEX, manifest.NAME) if (source / name).exists()]
+    plan = [stated, [sum(entry.length for entry in content) for content in contents]]
+    earlier = json.loads((unfinished / DONE).read_text()) if (unfinished / DONE).exists() else {}
+    if earlier.get("plan") != plan:  # of another source or another number of files
+        for path in unfinished.iterdir():
+            if path.name != LOCK:
+                path.unlink()
+        earlier = {"files": {}}
+    done, kept = {}, 0
+    for number, content in enumerate(contents):
+        path = unfinished / f"__{number}_0.distcp"
+        if path.exists() and earlier["files"].get(path.name) == manifest.describe(path):
+            done[path.name] = earlier["files"][path.name]
+            kept += 1
+            progress(path.stat().st_size)
+            continue
+        path.unlink(missing_ok=True)
+        _check_space(unfinished, sum(plan[1][number:]))
+        done[path.name] = _write_file(path, content, progress)
+        write_whole(unfinished / DONE, json.dumps({"plan": plan, "files": earlier["files"] | done}))
+    write_whole(unfinished / INDEX, pickle.dumps(_index_of(index, contents)))
+    others = [path for path in source.iterdir() if path.is_file() and path.suffix != ".distcp"]
+    others = [path for path in others if path.name not in NOT_COPIED]
+    for path in others:
+        write_whole(unfinished / path.name, path.read_bytes())
+    for name in (INDEX, *(path.name for path in others)):
+        done[name] = manifest.describe(unfinished / name)
+    own = manifest.read(source) if (source / manifest.NAME).exists() else {}
+    facts = {key: own[key] for key in own if key not in ("format", "iteration", "files", "xxh3_128")}
+    manifest.write(unfinished, on_disk.iteration_of(final), done, **{**facts, "reshaped_from": str(source)})
+    manifest.sync(unfinished)
+    unfinished.rename(final)
+    manifest.sync(final.parent)
+    for name in (DONE, LOCK):
+        (final / name).unlink(missing_ok=True)
+    return kept, len(contents)
+
+
+def _write_file(path: Path, content: list[Entry], progress: Callable[[int], None]) -> dict:
+    """Write a file of the target and return its size and checksum, taken of the bytes that were written."""
+    digest = xxhash.xxh3_128()
+    with open(path, "wb") as file:
+        for entry in content:
+            for part in entry.content():
+                file.write(part)
+                digest.update(part)
+            progress(entry.length)
+        file.flush()
+        os.fsync(file.fileno())
+        return {"bytes": file.tell(), "xxh3_128": digest.hexdigest()}
+
+
+def _index_of(source: Metadata, contents: list[list[Entry]]) -> Metadata:
+    """Return the index of the target: that of the source with other boxes in other files."""
+    made = copy.copy(source)
+    made.__dict__.pop("all_local_plans", None)  # of the ranks that wrote the source
+    stored = next(iter(source.storage_data.values()))
+    boxes: dict[str, list[ChunkStorageMetadata]] = {}
+    made.storage_data = {}
+    for number, content in enumerate(contents):
+        at = 0
+        for entry in content:
+            place = replace(stored, relative_path=f"__{number}_0.distcp", offset=at, length=entry.length)
+            at += entry.length
+            if entry.tensor is None:
+                made.storage_data[entry.index] = place
+                continue
+            offset, sizes = torch.Size(entry.offset), torch.Size(entry.sizes)
+            for key in entry.tensor.keys:
+                made.storage_data[MetadataIndex(key, offset)] = place
+                boxes.setdefault(key, []).append(ChunkStorageMetadata(offset, sizes))
+    made.state_dict_metadata = {
+        key: replace(described, chunks=boxes[key]) if key in boxes else described
+        for key, described in source.state_dict_metadata.items()
+    }
+    return made
+
+
+def _check_space(folder: Path, needed: int) -> None:
+    if shutil.disk_usage(folder).free < needed:
+        raise OSError(errno.ENOSPC, f"{needed / 1e9:.2f} GB more are needed", str(folder))
+
+
+@contextlib.contextmanager
+def _alone(folder: Path) -> Iterator[None]:
+    """Hold a lock on the folder, so that a second command does not write the same files."""
+    with open(folder / LOCK, "w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise mistake(str(folder), problem="is being written by another `zaya checkpoint reshape`") from error
+        except OSError:
+            pass  # a file system without locks
+        yield
