@@ -68,11 +68,15 @@ def write(folder: Path, iteration: int, files: Mapping[str, Mapping], **facts) -
 
 
 def commit(unfinished: Path, final: Path, files: Mapping[str, Mapping], **facts) -> None:
-    """Write the manifest of `unfinished`, whose files are durable, and give it the name `final`.
-
-    A complete checkpoint of that name stays: the run has saved this step before.
-    """
+    """Write the manifest of `unfinished`, whose files are durable, and give it the name `final`."""
     write(unfinished, int(final.name.removeprefix("iter_")), files, **facts)
+    give_name(unfinished, final)
+
+
+def give_name(unfinished: Path, final: Path) -> None:
+    """Give a folder with files and manifest, all durable, the name of a checkpoint, unless there is a complete one:
+    the run has saved this step before.
+    """
     sync(unfinished)
     if (final / NAME).exists() and not problems(final):
         shutil.rmtree(unfinished)

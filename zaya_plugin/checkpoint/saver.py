@@ -42,7 +42,9 @@ class Saver:
     """Saves the state of one rank.
 
     Args:
-        directory: of the checkpoints.
+        directory: of the checkpoints, which all ranks see.
+        local: the same on this node's own disk, where a checkpoint is written first; None: nowhere. leads: this rank
+            completes the local checkpoints of its node. limit: bytes a second of the upload from there.
         deadline: seconds without progress after which a save has failed.
 
     Attributes:
@@ -61,10 +63,14 @@ class Saver:
         *,
         keep_last: int = 0,
         keep_every: int | None = None,
+        local: Path | None = None,
+        leads: bool = False,
+        limit: float | None = None,
         deadline: float = DEADLINE,
     ):
         self.directory, self.rank, self.world = directory, rank, world
         self.keep_last, self.keep_every, self.deadline = keep_last, keep_every, deadline
+        self.local, self.leads, self.limit = local, leads, limit
         self.generation = ""
         self.report: Callable[[str], None] = print
         self.completed: int | None = None
@@ -81,7 +87,7 @@ class Saver:
         self._handed_over = False
         self._state = FREE
         self._heard = self._began = 0.0
-        self._written = 0
+        self._written = self._total = 0
         self._waits_since: float | None = None
         self._start_writer()
 
@@ -192,6 +198,9 @@ class Saver:
             self.keep_last,
             self.keep_every,
             self.deadline,
+            str(self.local / name) if self.local else None,
+            self.leads,
+            self.limit,
         )
         self._state, self._handed_over, self._written = BUSY, False, 0
         self.agreed_load = BUSY
@@ -245,14 +254,16 @@ class Saver:
             self._written = told["bytes"]
         if told["state"] == "written":
             self.rate = told["bytes"] / max(told["seconds"], 1e-9)
-            if self.rank != 0:
-                self._state = FREE
+        elif told["state"] == "done":
+            self._state = FREE
+        elif told["state"] == "described":
+            self._total = told["bytes"]
         elif told["state"] == "complete":
-            self._state, self.completed = FREE, self._save.iteration
+            self.completed = self._save.iteration
             now = time.monotonic()
             seconds, waited = now - self._began, self.waited + (now - self._waits_since if self._waits_since else 0.0)
             self.report(
-                f"step {self._save.iteration}: checkpoint saved: {told['bytes'] / 1e9:.2f} GB in {seconds:.1f} s, of "
+                f"step {self._save.iteration}: checkpoint saved: {self._total / 1e9:.2f} GB in {seconds:.1f} s, of "
                 f"which training waited {waited:.3f} s"
             )
         elif told["state"] == "abandoned":

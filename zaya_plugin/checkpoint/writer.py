@@ -25,7 +25,8 @@ from pathlib import Path
 
 import xxhash
 
-from zaya_plugin.checkpoint import manifest, on_disk
+from zaya_plugin.checkpoint import manifest, on_disk, places
+from zaya_plugin.config.run_directory import iterations
 from zaya_plugin.config.whole_file import write_whole
 from zaya_plugin.parent_death import follow_rank
 
@@ -52,6 +53,9 @@ class Save:
         facts: about the run, for the manifest.
         keep_last, keep_every: which older checkpoints stay.
         deadline: seconds without progress of the other ranks after which the save has failed.
+        local: unfinished folder on this node's own disk, where the file is written first; None: there is none.
+        leads: this process gives the local folder its name.
+        limit: bytes a second of the upload from there.
     """
 
     number: int
@@ -64,6 +68,9 @@ class Save:
     keep_last: int
     keep_every: int | None
     deadline: float
+    local: str | None = None
+    leads: bool = False
+    limit: float | None = None
 
     @property
     def folder(self) -> Path:
@@ -71,7 +78,9 @@ class Save:
         return Path(self.unfinished)
 
     def note(self, kind: str, rank: int) -> Path:
-        """Return the file in which the writer of `rank` says that it is done ("part") or has failed ("failed")."""
+        """Return the file in which the writer of `rank` says that its file is durable ("part"), that it is uploaded
+        ("uploaded"), or why not ("failed").
+        """
         return self.folder / f"{kind}_{rank}.json"
 
 
@@ -113,11 +122,19 @@ class Writer:
         try:
             start = time.perf_counter()
             save.folder.mkdir(parents=True, exist_ok=True)
-            written = self.write(save.folder / self.file)
+            first = Path(save.local) if save.local else save.folder
+            first.mkdir(parents=True, exist_ok=True)
+            written = self.write(first / self.file)
             write_whole(save.note("part", save.rank), json.dumps({self.file: written}))
             self.tell("written", bytes=written["bytes"], seconds=time.perf_counter() - start)
             if save.rank == 0:
+                self.describe(save)
+            if save.local:
+                self.upload(save, first, written)
+            if save.rank == 0:
                 self.complete(save)
+            self.tell("done")
+            self.prune(save)
         except AbandonedError:
             self.remove(save)
             self.tell("abandoned")
@@ -146,28 +163,84 @@ class Writer:
             os.close(descriptor)
         return {"bytes": size, "xxh3_128": digest.hexdigest()}
 
-    def complete(self, save: Save) -> None:
-        """Wait for all ranks' files; write index and manifest; give the folder its name; remove older checkpoints."""
+    def describe(self, save: Save) -> None:
+        """Wait for all ranks' files; write index and manifest."""
         start = time.perf_counter()
-        files = self.parts(save)
+        files = self.notes(save, "part")
         for name, text in ((INDEX, self.index), (FORMAT, self.format.encode())):
             with open(save.folder / name, "wb") as file:
                 file.write(text)
                 file.flush()
                 os.fsync(file.fileno())
             files[name] = {"bytes": len(text), "xxh3_128": xxhash.xxh3_128_hexdigest(text)}
-        for rank in range(save.world):
-            save.note("part", rank).unlink()
-        manifest.commit(save.folder, Path(save.final), files, **save.facts, ranks=save.world)
-        self.tell("complete", bytes=sum(file["bytes"] for file in files.values()), waited=time.perf_counter() - start)
-        directory = Path(save.final).parent
-        on_disk.name_as_latest(directory, save.iteration)
-        manifest.remove_leftovers(directory, save.iteration)
-        for old in on_disk.removable(directory, save.keep_last, save.keep_every, newest=save.iteration):
-            on_disk.remove(directory, old)
+        manifest.write(save.folder, save.iteration, files, **save.facts, ranks=save.world)
+        self.tell("described", bytes=sum(file["bytes"] for file in files.values()), waited=time.perf_counter() - start)
 
-    def parts(self, save: Save) -> dict[str, dict]:
-        """Return the files of all ranks with size and checksum, once all are durable.
+    def upload(self, save: Save, local: Path, written: dict) -> None:
+        """Complete the checkpoint on this node's disk, then copy this rank's file to the place that all nodes see."""
+        named = local.parent / Path(save.final).name
+        self.wait_for(save, save.folder / manifest.NAME)
+        if save.leads:
+            for name in (INDEX, FORMAT, manifest.NAME):
+                write_whole(local / name, (save.folder / name).read_bytes())
+            shutil.rmtree(named, ignore_errors=True)  # of this step, saved before
+            manifest.give_name(local, named)
+        else:
+            self.wait_for(save, named / manifest.NAME)
+
+        def progress(_: int) -> None:
+            self.heed()
+            self.tell_rarely("uploading")
+
+        places.upload(named / self.file, save.folder / self.file, written, save.limit, progress)
+        write_whole(save.note("uploaded", save.rank), json.dumps({}))
+
+    def complete(self, save: Save) -> None:
+        """Give the checkpoint its name, once all files are in its folder."""
+        kinds = ["part", "uploaded"] if save.local else ["part"]
+        self.notes(save, kinds[-1])
+        for rank in range(save.world):
+            for kind in kinds:
+                save.note(kind, rank).unlink()
+        directory = Path(save.final).parent
+        manifest.give_name(save.folder, Path(save.final))
+        on_disk.name_as_latest(directory, save.iteration)
+        self.tell("complete")
+
+    def prune(self, save: Save) -> None:
+        """Remove what this checkpoint replaces; no rank and no other writer waits for that."""
+        final = Path(save.final)
+        if save.rank == 0:
+            manifest.remove_leftovers(final.parent, save.iteration)
+            for old in on_disk.removable(final.parent, save.keep_last, save.keep_every, newest=save.iteration):
+                on_disk.remove(final.parent, old)
+        if save.leads and save.local:
+            local = Path(save.local).parent
+            manifest.remove_leftovers(local, save.iteration)
+            complete = [
+                i for i in iterations(final.parent) if (on_disk.folder(final.parent, i) / manifest.NAME).exists()
+            ]
+            for old in iterations(local):  # what all nodes can read, and the newest, stays there
+                if old < save.iteration and complete and old <= complete[-1]:
+                    on_disk.remove(local, old)
+
+    def wait_for(self, save: Save, path: Path) -> None:
+        """Wait until another writer has made a file.
+
+        Raises:
+            OSError: it has failed, or nothing came for `deadline` seconds.
+        """
+        since = time.monotonic()
+        while True:
+            with contextlib.suppress(FileNotFoundError), open(path, "rb"):
+                return
+            if time.monotonic() - since > save.deadline:
+                raise OSError(f"{path} did not come within {save.deadline:g} s")
+            self.heed(POLL_SECONDS)
+            self.tell_rarely("waiting")
+
+    def notes(self, save: Save, kind: str) -> dict[str, dict]:
+        """Return what all ranks have noted under `kind`, once all have: their files with size and checksum.
 
         Raises:
             OSError: a rank has failed, or nothing has changed for `deadline` seconds.
@@ -178,7 +251,7 @@ class Writer:
             for rank in sorted(missing):
                 # opened, because a network file system shows new names to a reader that opens them
                 with contextlib.suppress(FileNotFoundError):
-                    files |= json.loads(save.note("part", rank).read_text())
+                    files |= json.loads(save.note(kind, rank).read_text())
                     missing.discard(rank)
                 with contextlib.suppress(FileNotFoundError):
                     raise OSError(f"rank {rank}: {json.loads(save.note('failed', rank).read_text())}")
@@ -205,6 +278,8 @@ class Writer:
     def remove(self, save: Save) -> None:
         """Remove what a failed save has left: rank 0 the folder, another rank its file."""
         with contextlib.suppress(OSError):
+            if save.local and save.leads:
+                shutil.rmtree(save.local, ignore_errors=True)
             if save.rank == 0:
                 shutil.rmtree(save.folder)
             else:
