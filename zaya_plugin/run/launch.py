@@ -22,6 +22,7 @@ import tempfile
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from zaya_plugin.checkpoint.writer import GRACE
 from zaya_plugin.config.compose import save_recipe
 from zaya_plugin.config.run_directory import check_resume, keep_recipe, make_writable
 from zaya_plugin.config.schema import Recipe
@@ -124,7 +125,7 @@ def run_ranks(plan: Plan, log_dir: Path) -> Ended:
     """
     log_dir.mkdir(parents=True, exist_ok=True)
     before = set(log_dir.glob("launch_*"))
-    environment = {**os.environ, **plan.environment}
+    environment = {GRACE: "inf", **os.environ, **plan.environment}  # the signals below have no time limit
     environment.pop("HYDRA_FULL_ERROR", None)
     torchrun_log = log_dir / "torchrun.log"
     with open(torchrun_log, "w") as stderr:
