@@ -84,15 +84,15 @@ class Staging:
         self._stream = torch.cuda.Stream()
         small = [(start, tensor) for start, tensor in tensors if tensor.nbytes < SMALL]
         large = [pair for pair in self._pairs if pair[1].nbytes >= SMALL]
-        self._small: tuple[list[Tensor], list[Tensor]] = [], []
+        self._small: dict[torch.dtype, tuple[list[Tensor], list[Tensor]]] = {}
         if small:
             first, end = small[0][0], small[-1][0] + small[-1][1].nbytes
             # They change early in the next step, so they are put together on the device at once.
             together = torch.empty(end - first, dtype=torch.uint8, device=small[0][1].device)
-            places = [
-                together[start - first :][: each.nbytes].view(each.dtype).view(each.shape) for start, each in small
-            ]
-            self._small = places, [tensor for _, tensor in small]
+            for start, tensor in small:  # one kernel for each dtype
+                places, tensors = self._small.setdefault(tensor.dtype, ([], []))
+                places.append(together[start - first :][: tensor.nbytes].view(tensor.dtype).view(tensor.shape))
+                tensors.append(tensor)
             large.insert(0, (buffer.bytes[first:end], together))
         self._groups: list[list[tuple[Tensor, Tensor]]] = []
         size = GROUP
@@ -114,8 +114,7 @@ class Staging:
             for place, tensor in self._pairs:
                 place.copy_(tensor)
             return
-        places, tensors = self._small
-        if tensors:
+        for places, tensors in self._small.values():
             torch._foreach_copy_(places, tensors)
         self._stream.wait_event(torch.cuda.current_stream().record_event())
         with torch.cuda.stream(self._stream):
@@ -127,7 +126,11 @@ class Staging:
 
     @property
     def is_complete(self) -> bool:
-        """Whether everything is in the buffer. Does not wait."""
+        """Whether everything is in the buffer. Does not wait. False during the capture of a CUDA graph, when events must
+        not be queried.
+        """
+        if self._in_flight and torch.cuda.is_current_stream_capturing():
+            return False
         if self._in_flight and all(event.query() for event in reversed(self._events)):
             self._in_flight = False
         return not self._in_flight

@@ -46,6 +46,8 @@ from zaya_plugin.training.step_queue import AgreedSignal, StepClock, StepQueue
 # doubles a step's launches.
 NEW_MEMORY = "torch.utils.deterministic.fill_uninitialized_memory"
 
+SECONDS_FOR_A_SAVE = 60.0
+
 
 def run(recipe: Recipe, sources: DataSources, lifecycle: Lifecycle, reporter: Reporter) -> None:
     """Train the recipe; return after the last step, or when a signal or exit_interval has ended the run.
@@ -87,6 +89,7 @@ def run(recipe: Recipe, sources: DataSources, lifecycle: Lifecycle, reporter: Re
             trainer.saved.finish(args.curr_iteration)
             raise
     except NonFiniteGradientsError as error:
+        saver.wait(SECONDS_FOR_A_SAVE)  # all ranks are here; it is of a good step
         raise NonFiniteGradientsError(f"step {args.curr_iteration + 1}: {error}") from error
     finally:
         try:
@@ -208,6 +211,7 @@ class _Trainer:
         """Report a step as one line and one row of metrics once the numbers are on the host; replaces Megatron's
         training_log.
         """
+        self.saved.saver.poll()
         args = get_args()
         batch_size = get_current_global_batch_size()
         statistics = self.balancer.statistics
