@@ -93,6 +93,11 @@ WORKER = """
             raise RuntimeError("connection closed by peer")
         if mode == "capture" and recipe.cluster.graphs == "full_iteration":
             raise RuntimeError("HIP error: operation not permitted on an event last recorded in a capturing stream")
+        if mode == "capture, then a closed connection" and recipe.cluster.graphs == "full_iteration":
+            try:
+                raise RuntimeError("CUDA error: operation not permitted when stream is capturing")
+            finally:
+                raise RuntimeError("connection closed by peer")
         if mode == "killed":
             dying = Path(recipe.run_dir, "dying")
             if rank == 1:

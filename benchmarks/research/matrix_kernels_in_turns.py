@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Times the matrix products of two trees of this project in turns on one GPU, and compares each with a reference.
+"""Times the matrix products and norms of two trees of this project in turns on one GPU, and compares each with a
+reference.
 
     git archive 4182294 hip_ops | tar -x -C build/old
     python3 benchmarks/research/matrix_kernels_in_turns.py --old build/old            100 s on an H200
+    python3 ... --old build/old --only RMSNorm                                        60 s
     HIP_OPS_CACHE=build/cuda-cache python3 ... --old build/old --hip       also the HIP kernels, built ahead for sm_90
 
 Three processes are kept: the old tree, the new one, and the old one again. Each round times a case in all three, one
@@ -11,6 +13,9 @@ ratio of the two old ones, each tree's error relative to the reference, and whet
 is the kernel for GPUs without tensor descriptors, which is also what an MI300X compiles; "no fp32 product" acts as on a
 device that cannot multiply bf16 into fp32.
 
+A norm takes 0.1 ms, of which single calls say nothing. Its time is that of a graph of 50 calls, replayed for two seconds
+before the first round, so that the clocks are those of work.
+
 --hip checks the HIP products and Newton-Schulz's start of the new tree: their numbers alone. On NVIDIA their matrix
 instructions are imitated, so times say nothing about an MI300X.
 """
@@ -18,6 +23,7 @@ instructions are imitated, so times say nothing about an MI300X.
 from __future__ import annotations
 
 import argparse
+import functools
 import hashlib
 import json
 import os
@@ -93,6 +99,54 @@ def newton_schulz() -> tuple[Callable, tuple]:
     return call, (call, lambda: hip_ops.newton_schulz(x.double()))
 
 
+def norm(scaled: bool, backward: bool) -> tuple[Callable, tuple]:
+    """RMSNorm in Triton, without dispatch. Its tensors are several times as large as L2."""
+    import torch
+
+    from hip_ops.rms_norm import reference
+    from hip_ops.rms_norm import triton as kernels
+
+    stream = torch.float32 if scaled else torch.bfloat16
+    x, dy = (torch.randn(2 * TOKENS, HIDDEN, device="cuda").bfloat16() for _ in range(2))
+    residual, upstream = (torch.randn(2 * TOKENS, HIDDEN, device="cuda").to(stream) for _ in range(2))
+    vectors = [torch.randn(HIDDEN, device="cuda").bfloat16() for _ in range(5 if scaled else 1)]
+    name = "scaled_residual_rms_norm" if scaled else "add_rms_norm"
+    inputs = (x, residual, *vectors, 1e-5)
+    _, new_residual, rstd = getattr(reference, name)(*inputs)
+    if backward:
+        saved = (x, residual, rstd, *vectors) if scaled else (new_residual, rstd, *vectors, torch.bfloat16)
+        inputs, name = (dy, upstream, *saved), f"{name}_backward"
+    call = lambda: getattr(kernels, name)(*inputs)  # noqa: E731
+    return call, (lambda: call()[0], lambda: getattr(reference, name)(*inputs)[0])
+
+
+def graph_of(call: Callable) -> Callable:
+    """Returns a function that replays 50 calls and returns the milliseconds of one; replays them for two seconds."""
+    import torch
+
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(CALLS):
+            call()
+
+    def timed() -> float:
+        events = [torch.cuda.Event(enable_timing=True) for _ in range(REPLAYS + 1)]
+        events[0].record()
+        for event in events[1:]:
+            graph.replay()
+            event.record()
+        torch.cuda.synchronize()
+        times = (before.elapsed_time(after) for before, after in zip(events, events[1:], strict=False))
+        return statistics.median(times) / CALLS
+
+    end = time.monotonic() + WARM_SECONDS
+    while time.monotonic() < end:
+        timed()
+    return timed
+
+
+CALLS, REPLAYS, WARM_SECONDS = 50, 20, 2.0
+NORM = "RMSNorm"
 CASES = {
     "grouped rows_t": lambda: grouped("rows_t", False),
     "grouped rows": lambda: grouped("rows", False),
@@ -103,6 +157,11 @@ CASES = {
     "newton_schulz, triton": newton_schulz,
     "head's weight gradient": lambda: head(True),
     "head's weight gradient, no fp32 product": lambda: head(False),
+    **{
+        f"{NORM}, {form}, {direction}": functools.partial(norm, form == "ZAYA's", direction == "backward")
+        for form in ("plain", "ZAYA's")
+        for direction in ("forward", "backward")
+    },
 }
 
 
@@ -119,7 +178,7 @@ def worker() -> None:
     from triton.testing import do_bench
 
     torch.backends.cuda.matmul.allow_tf32 = False
-    name, call = None, None
+    name, call, timed = None, None, None
     for line in sys.stdin:
         answer = {}
         try:
@@ -130,7 +189,8 @@ def worker() -> None:
                 answer["error"], answer["bits"] = error_and_bits(*compared)
                 del compared
                 torch.cuda.empty_cache()
-            answer["ms"] = do_bench(call, warmup=20, rep=100, return_mode="median")
+                timed = graph_of(call) if name.startswith(NORM) else None
+            answer["ms"] = timed() if timed else do_bench(call, warmup=20, rep=100, return_mode="median")
         except Exception as error:  # reported as the case's result
             answer = {"failed": f"{type(error).__name__}: {error}"[:200]}
         print(json.dumps(answer), flush=True)
@@ -164,6 +224,7 @@ def check_hip() -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--old", type=Path, help="folder that holds the old hip_ops")
+    parser.add_argument("--only", default="", help="cases whose names contain this text")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--seconds", type=float, default=180, help="no further case is begun after this time")
     parser.add_argument("--hip", action="store_true", help="check the HIP kernels of the new tree too")
@@ -182,7 +243,7 @@ def main() -> None:
         )
         for tree in (options.old, ROOT, options.old)
     ]
-    for case in CASES:
+    for case in (each for each in CASES if options.only in each):
         if time.monotonic() - started > options.seconds:
             print(f"out of time before {case}")
             break

@@ -204,6 +204,26 @@ def test_joining_runs_the_worker_in_this_process(worker_program, tmp_path, outer
     assert done.returncode == 2
 
 
+OUTER = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_PORT": "1", "MASTER_ADDR": "localhost"}
+CAPTURES = ("cluster=gpu", "nproc=1", "cluster.kernels=auto", "cluster.graphs=auto")
+
+
+@pytest.mark.parametrize("mode", ["capture", "capture, then a closed connection"])
+def test_a_rank_of_an_outer_launcher_whose_capture_fails_names_the_key(worker_program, tmp_path, mode):
+    done = finish(worker_program, tmp_path / "run", mode, *CAPTURES, **OUTER)
+    assert done.returncode == 2 and "Traceback" not in done.stderr, done.stderr
+    (line,) = done.stderr.strip().splitlines()
+    assert line.startswith("cluster.graphs=full_iteration: the step could not be captured as a graph: ")
+    assert line.endswith("Fix: cluster.graphs=none in the command of all ranks.")
+    done = finish(worker_program, tmp_path / "run", mode, *CAPTURES[:3], "cluster.graphs=none", **OUTER)
+    assert done.returncode == 0, "the fix works"
+
+
+def test_another_error_of_a_rank_of_an_outer_launcher_stays(worker_program, tmp_path):
+    done = finish(worker_program, tmp_path / "run", "raise", *CAPTURES, **{**OUTER, "RANK": "1", "WORLD_SIZE": "2"})
+    assert done.returncode == 1 and done.stderr.rstrip().endswith("RuntimeError: the first error")
+
+
 def test_ranks_of_an_outer_launcher_share_a_run_directory(worker_program, tmp_path):
     command, environment = worker_program
     running = []

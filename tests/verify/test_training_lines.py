@@ -2,6 +2,9 @@
 """Test the lines `demo_losses` and `zaya1_base`; the real runs are slow tests."""
 
 import math
+import os
+import re
+import shutil
 import subprocess
 from pathlib import Path
 
@@ -18,6 +21,7 @@ from zaya_plugin.verify.expected import machine_of
 from zaya_plugin.verify.line import Setting
 from zaya_plugin.verify.loss_rank import SkewedTokens
 
+ROOT = Path(__file__).resolve().parents[2]
 HERE = Setting("cpu", 0, "CPU x86_64", Path("unused"))
 STORED = list(demo_losses.LOSSES)
 OTHER = STORED[4] * (1 + 2e-5)
@@ -159,3 +163,28 @@ def test_a_small_change_of_the_model_is_found(tmp_path, monkeypatch):
 def test_a_small_step_on_this_machine(tmp_path):
     found = training.step(Setting("cpu", 0, "CPU x86_64", tmp_path))
     assert found.state == "pass" and found.figures["parts"]["experts"] > 0, found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("lr", "reason"), [("1e30", "optim.non_finite_grad"), ("1", "from random tokens")], ids=["overflow", "divergence"]
+)
+def test_a_learning_rate_that_diverges_is_found(tmp_path, monkeypatch, lr, reason):
+    monkeypatch.setattr(training, "ON_CPU", (*training.ON_CPU, f"optim.lr={lr}", "optim.lr_warmup_iters=0"))
+    found = training.step(Setting("cpu", 0, "CPU x86_64", tmp_path))
+    assert found.state == "wrong" and reason in found.reason, found
+
+
+@pytest.mark.slow
+def test_a_wrong_operator_is_found(tmp_path, monkeypatch):
+    """The ranks import a hip_ops whose loss leaves out every second class: it runs, and no shape shows the fault."""
+    copied = shutil.copytree(ROOT / "hip_ops", tmp_path / "hip_ops", ignore=shutil.ignore_patterns("shipped"))
+    file = copied / "linear_cross_entropy" / "reference.py"
+    text, count = re.subn(r"(found\[part, 1, rows\] = .*)\.sum\(-1\)", r"\1[..., ::2].sum(-1)", file.read_text())
+    assert count == 2, "one pass and two passes over the logits"
+    file.write_text(text)
+    monkeypatch.chdir(tmp_path)  # the first place of `python -m`
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), str(ROOT)]))
+    found = training.step(Setting("cpu", 0, "CPU x86_64", tmp_path))
+    assert found.state == "wrong" and "from random tokens" in found.reason, found
+    assert all(loss == pytest.approx(math.log(512 / 2), rel=0.04) for loss in found.figures["losses"]), found

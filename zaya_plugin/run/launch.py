@@ -27,7 +27,7 @@ from zaya_plugin.config.compose import save_recipe
 from zaya_plugin.config.run_directory import check_resume, keep_recipe, make_writable
 from zaya_plugin.config.schema import Recipe
 from zaya_plugin.config.validate import validate
-from zaya_plugin.errors import message
+from zaya_plugin.errors import message, mistake
 from zaya_plugin.parent_death import die_with_parent
 from zaya_plugin.run import before_start
 from zaya_plugin.run.rank_plan import WORKER, Plan, make_plan
@@ -69,7 +69,12 @@ def launch(recipe: Recipe) -> int:
     if plan.rank == 0:
         keep_recipe(recipe, recipe.run_dir)
     if plan.command is None:
-        return become_rank(recipe, plan)
+        try:
+            return become_rank(recipe, plan)
+        except Exception as error:
+            if recipe.cluster.graphs != "none" and capture_raised(error):
+                raise without_graphs(recipe, error) from error
+            raise
     logs = Path(recipe.run_dir) / "logs"
     ended = run_ranks(plan, logs)
     may_restart = ended.code and not ended.stopped and chosen_here and recipe.cluster.graphs != "none"
@@ -96,6 +101,27 @@ class Ended:
 def capture_failed(folder: Path) -> bool:
     """Whether a rank of the launch with this folder of logs said that the capture of a graph failed."""
     return any(CAPTURE.search(_read(path)) for path in folder.glob("attempt_*/*/stderr.log"))
+
+
+def capture_raised(error: BaseException | None) -> bool:
+    """Whether this error, or one that led to it, says that the capture of a graph failed."""
+    while error is not None and not CAPTURE.search(str(error)):
+        error = error.__cause__ or error.__context__
+    return error is not None
+
+
+def without_graphs(recipe: Recipe, error: Exception) -> ValueError:
+    """Return the message of a rank of torchrun or SLURM whose capture failed. It cannot start again kernel by kernel,
+    since all ranks would have to, and their devices and communicators are in an unknown state.
+    """
+    said = next(iter(str(error).strip().splitlines()), type(error).__name__)
+    return mistake(
+        "cluster.graphs",
+        recipe.cluster.graphs,
+        problem=f"the step could not be captured as a graph: {said}",
+        allowed="none, or full_iteration where the capture works (`zaya verify --only graph_capture` tries one)",
+        fix="cluster.graphs=none in the command of all ranks",
+    )
 
 
 def become_rank(recipe: Recipe, plan: Plan) -> int:
