@@ -384,7 +384,7 @@ def test_a_full_disk_is_named_and_the_command_continues_with_more(tmp_path, limi
         pytest.skip("may not mount a tmpfs")
     try:
         final = on_disk.folder(tmp_path / "disk" / "checkpoints", STEP)
-        with pytest.raises(ValueError, match=rf"--output={final.parent}: cannot be written: .*{named}.* GB free"):
+        with pytest.raises(ValueError, match=rf"--output={final.parent}: cannot be written: .*{named}.*GB are free"):
             reshape.reshape(source, final, 8)
         assert not final.exists()
         subprocess.run(["mount", "-o", "remount,size=8m,nr_inodes=100", tmp_path / "disk"], check=True)

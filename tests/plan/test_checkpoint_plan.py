@@ -113,8 +113,8 @@ def test_the_dry_run_prints_it():
     assert lines == [
         "(prediction) 72.9 GB: fp32 weights and the optimizer's state",
         "      1.14 GB  of the fullest rank; 9.1 GB of host memory in a node for the buffers of asynchronous saves",
-        "     0.023 s   to copy them to the host at machine.host_link_gb_per_s=50; as long as a step of 1,568 tokens a "
-        "device (this recipe: 16,384)",
+        "     0.023 s   to copy them to the host at machine.host_link_gb_per_s=50,",
+        "             hidden behind a step of 1,568 tokens a device or more (this recipe: 16,384)",
         "       2.9 s   to write them at machine.storage_gb_per_s=25",
         "  shortest sensible checkpoint.save_interval with a failure every 7.9 h (machine.device_hours_per_failure=8090);",
         "  in steps at most, because a step takes 0.24 s or more:",

@@ -117,13 +117,12 @@ def reshape(
         with _alone(unfinished):
             return _write(source, index, contents, unfinished, final, progress)
     except OSError as error:
-        if error.filename is None and error.errno is None:
-            raise
-        free = shutil.disk_usage(final.parent if final.parent.exists() else "/").free
+        there = next(folder for folder in final.parents if folder.is_dir())
+        named = f" ({error.filename})" if error.filename else ""
         raise mistake(
             "--output",
             final.parent,
-            problem=f"cannot be written: {error.strerror} ({free / 1e9:.2f} GB free)",
+            problem=f"cannot be written: {error.strerror}{named}; {shutil.disk_usage(there).free / 1e9:.2f} GB are free",
             fix="the same command again continues with the files that are not finished",
         ) from error
 

@@ -62,9 +62,10 @@ class Box:
     archive: Archive
 
     def values(self, low: Indices, sizes: Indices) -> np.ndarray:
-        """Return the values of a box that lies within this one. `low` counts from the tensor's origin.
+        """Return the values of a box that lies within this one, as bits. low: its offset in the whole tensor.
 
-        Rows in between are read too, but never more than `sizes` with all axes after the first of more than 1 whole.
+        One contiguous range is read: along the first axis with more than one element only what is asked for, along
+        later axes everything.
         """
         dtype, start = values_of(self.archive, self.sizes)
         low = tuple(a - b for a, b in zip(low, self.offset, strict=True))
@@ -84,7 +85,7 @@ def elements(dtype: torch.dtype) -> np.dtype:
 
 
 def common_box(a: tuple[Indices, Indices], b: tuple[Indices, Indices]) -> tuple[Indices, Indices] | None:
-    """Return the offset and the sizes of the intersection of two boxes, given so; None if it is empty."""
+    """Return the intersection of two boxes, each as (offset, sizes); None if it is empty."""
     low = tuple(map(max, a[0], b[0]))
     sizes = tuple(min(p + m, q + n) - start for p, m, q, n, start in zip(a[0], a[1], b[0], b[1], low, strict=True))
     return (low, sizes) if all(size > 0 for size in sizes) else None

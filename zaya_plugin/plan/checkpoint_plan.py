@@ -122,8 +122,8 @@ def lines(recipe: Recipe, world_size: int) -> list[str]:
         f"checkpoints  (prediction) {plan.total / 1e9:.1f} GB: fp32 weights and the optimizer's state",
         f"  {plan.rank / 1e9:8.2f} GB  of the fullest rank; {plan.node / 1e9:.1f} GB of host memory in a node for the "
         "buffers of asynchronous saves",
-        f"  {plan.copy:8.3f} s   to copy them to the host at machine.host_link_gb_per_s={machine.host_link_gb_per_s:g}; "
-        f"as long as a step of {plan.hiding_tokens:,.0f} tokens a device (this recipe: {tokens:,.0f})",
+        f"  {plan.copy:8.3f} s   to copy them to the host at machine.host_link_gb_per_s={machine.host_link_gb_per_s:g},",
+        f"             hidden behind a step of {plan.hiding_tokens:,.0f} tokens a device or more (this recipe: {tokens:,.0f})",
         f"  {plan.drain:8.1f} s   to write them at machine.storage_gb_per_s={machine.storage_gb_per_s:g}",
         f"  shortest sensible checkpoint.save_interval with a failure every {plan.failures / 3600:,.1f} h "
         f"(machine.device_hours_per_failure={machine.device_hours_per_failure:g});",

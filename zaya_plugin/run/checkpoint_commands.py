@@ -175,9 +175,10 @@ def _damage(directory: Path, step: int) -> list[str]:
 
 
 def _bar(title: str, total: int):
+    """Return a progress bar of bytes, which only a terminal shows."""
     from tqdm import tqdm
 
-    return tqdm(total=total, unit="B", unit_scale=True, desc=title, leave=False, file=sys.stderr)
+    return tqdm(total=total, unit="B", unit_scale=True, desc=title, leave=False, disable=None, file=sys.stderr)
 
 
 def _has_manifest(folder: Path) -> bool:
