@@ -47,7 +47,9 @@ def ended(monkeypatch):
             loop()
 
         monkeypatch.setattr(pretrain.training, "pretrain", pretrained)
-        lifecycle = SimpleNamespace(has_checkpoint=False, resumed_at=0, describe_into=lambda args, before: None)
+        lifecycle = SimpleNamespace(
+            has_checkpoint=False, resumed_at=0, describe_into=lambda args, before: None, ended=lambda error: None
+        )
         sources = SimpleNamespace(tokenizer_arguments=lambda: {})
         pretrain.run(
             SimpleNamespace(cluster=SimpleNamespace(deterministic=False)),

@@ -80,6 +80,7 @@ def run(recipe: Recipe, sources: DataSources, lifecycle: Lifecycle, reporter: Re
     except NonFiniteGradientsError as error:
         raise NonFiniteGradientsError(f"step {args.curr_iteration + 1}: {error}") from error
     finally:
+        lifecycle.ended(sys.exc_info()[1])
         try:
             if sys.exc_info()[0] is None:
                 trainer.steps.flush()
