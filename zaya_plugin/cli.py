@@ -27,7 +27,10 @@ COMMANDS = {
         "zaya_plugin.bench.step_command:main",
         "measure a recipe's speed by part of the step, or predict it elsewhere",
     ),
-    "checkpoint": ("zaya_plugin.run.checkpoint_commands:main", "list, verify, prune and adopt a run's checkpoints"),
+    "checkpoint": (
+        "zaya_plugin.run.checkpoint_commands:main",
+        "list, verify, warm, prune and adopt a run's checkpoints",
+    ),
     "data": ("zaya_plugin.cli:data", "make, pack, inspect and warm corpora"),
     "verify": (
         "zaya_plugin.verify.command:main",

@@ -64,7 +64,7 @@ def test_what_arrived_otherwise_than_it_was_sent_gets_no_name(files, monkeypatch
 def test_a_full_target_is_named_and_left_clean(files):
     source, _, expected = files
     (source.parent / "full").mkdir()
-    (source.parent / "full" / "x.partial").symlink_to("/dev/full")
+    (source.parent / "full" / f"x.{os.getpid()}.partial").symlink_to("/dev/full")
     with pytest.raises(OSError, match="No space left on device"):
         places.upload(source, source.parent / "full" / "x", expected)
     assert list((source.parent / "full").iterdir()) == []

@@ -4,12 +4,14 @@
 import os
 import subprocess
 import sys
+import tempfile
 
 import pytest
 
 from tests.checkpoint_files import pretend_checkpoint
 from zaya_plugin.config.compose import compose, load_recipe
-from zaya_plugin.config.run_directory import check_resume, keep_recipe, make_writable
+from zaya_plugin.config.run_directory import check_resume, checkpoint_path, checkpoints_of, keep_recipe, make_writable
+from zaya_plugin.config.schema import Recipe
 
 
 def with_checkpoint(run_dir, step=40):
@@ -19,18 +21,18 @@ def with_checkpoint(run_dir, step=40):
 
 @pytest.mark.parametrize("resume", ["never", "auto"])
 def test_an_empty_place_may_be_used(tmp_path, resume):
-    check_resume(tmp_path / "run", resume)
+    check_resume(Recipe(run_dir=str(tmp_path / "run"), resume=resume))
     assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.parametrize("resume", ["auto", "must"])
 def test_a_checkpoint_may_be_continued(tmp_path, resume):
-    check_resume(with_checkpoint(tmp_path), resume)
+    check_resume(Recipe(run_dir=str(with_checkpoint(tmp_path)), resume=resume))
 
 
 def test_a_run_is_never_overwritten_and_the_message_names_three_ways_on(tmp_path):
     with pytest.raises(ValueError) as caught:
-        check_resume(with_checkpoint(tmp_path), "never")
+        check_resume(Recipe(run_dir=str(with_checkpoint(tmp_path)), resume="never"))
     for part in (
         str(tmp_path),
         "step 40",
@@ -43,8 +45,51 @@ def test_a_run_is_never_overwritten_and_the_message_names_three_ways_on(tmp_path
 
 
 def test_must_needs_a_checkpoint(tmp_path):
-    with pytest.raises(ValueError, match="resume=must: no checkpoint in run_dir"):
-        check_resume(tmp_path, "must")
+    with pytest.raises(ValueError, match=f"resume=must: no checkpoint in {tmp_path}/checkpoints"):
+        check_resume(Recipe(run_dir=str(tmp_path), resume="must"))
+
+
+def test_checkpoints_in_another_directory_than_the_recipes_are_found(tmp_path):
+    """NVIDIA-NeMo/Megatron-Bridge#4900, #5090: a second place was not looked at, and the run began at step 0."""
+    recipe = compose(["experiment=cpu_demo", f"run_dir={tmp_path}/run", f"checkpoint.path={tmp_path}/fast"])
+    assert checkpoints_of(tmp_path / "run") == tmp_path / "run" / "checkpoints", "before there is a recipe"
+    keep_recipe(recipe, make_directory(tmp_path / "run"))
+    assert checkpoints_of(tmp_path / "run") == checkpoint_path(recipe) == tmp_path / "fast"
+    (tmp_path / "fast" / "iter_0000040").mkdir(parents=True)
+    (tmp_path / "fast" / "iter_0000040" / "manifest.json").write_text("{}")
+    with pytest.raises(ValueError, match=f"the checkpoints of this run are in {tmp_path}/fast"):
+        check_resume(Recipe(run_dir=str(tmp_path / "run"), resume="auto"))
+    (tmp_path / "moved").symlink_to(tmp_path / "fast")
+    recipe.checkpoint.path, recipe.resume = str(tmp_path / "moved"), "auto"
+    check_resume(recipe)
+
+
+def make_directory(path):
+    path.mkdir(parents=True)
+    return path
+
+
+def test_a_directory_that_cannot_be_read_is_not_an_empty_one(tmp_path):
+    """Path.glob() takes it for one, and a run that has checkpoints would begin at step 0."""
+    run_dir = with_checkpoint(tmp_path / "run")
+    program = (
+        "import os, sys; sys.path[:] = sys.argv[2:]; from zaya_plugin.config.schema import Recipe; "
+        "from zaya_plugin.config.run_directory import check_resume; os.getuid() or os.setuid(65534); "
+        "check_resume(Recipe(run_dir=sys.argv[1]))"
+    )
+    for path in (*tmp_path.parents, tmp_path):
+        if path.stat().st_uid == os.getuid() and path.is_relative_to(tempfile.gettempdir()):
+            path.chmod(path.stat().st_mode | 0o11)  # the way to the run is open to the other user
+    iteration = run_dir / "checkpoints" / "iter_0000040"
+    for closed, said in (
+        (iteration.parent, f"{iteration.parent}: cannot be read (Permission denied)"),
+        (iteration, "contains a checkpoint of step 40"),
+    ):
+        mode = closed.stat().st_mode
+        closed.chmod(0)
+        done = subprocess.run([sys.executable, "-c", program, run_dir, *sys.path], capture_output=True, text=True)
+        closed.chmod(mode | 0o55)
+        assert said in done.stderr
 
 
 def test_the_probe_leaves_nothing(tmp_path):

@@ -37,7 +37,7 @@ def main() -> int:
 
     from zaya_plugin.data import sources  # noqa: F401
     from zaya_plugin.hosts import pretrain, worker  # noqa: F401
-    from zaya_plugin.run import commands, curriculum, launch  # noqa: F401
+    from zaya_plugin.run import curriculum, launch, recipe_commands  # noqa: F401
     from zaya_plugin.training import lifecycle, metrics  # noqa: F401
 
     for line in sys.stdin:

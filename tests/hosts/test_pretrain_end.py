@@ -55,7 +55,11 @@ def ended(monkeypatch):
 
         monkeypatch.setattr(pretrain.training, "pretrain", pretrained)
         lifecycle = SimpleNamespace(
-            directory=None, has_checkpoint=False, resumed_at=0, describe_into=lambda args, before: None
+            directory=None,
+            has_checkpoint=False,
+            resumed_at=0,
+            describe_into=lambda args, before: None,
+            ended=lambda error: None,
         )
         sources = SimpleNamespace(tokenizer_arguments=lambda: {})
         pretrain.run(

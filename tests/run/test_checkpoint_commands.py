@@ -3,6 +3,7 @@
 
 import subprocess
 import sys
+import time
 
 import pytest
 
@@ -58,6 +59,19 @@ def test_verify_finds_a_flipped_byte(run_dir, capsys):
     assert "iter_0000300: damaged" in out and "has the checksum" in out and "iter_0000200: intact" in out
 
 
+def test_warm_reads_the_checkpoint_of_a_restart(run_dir, capsys):
+    shard(run_dir, 400).write_bytes(b"short")
+    began = time.monotonic()
+    assert cli.main(["checkpoint", "warm", str(run_dir), "--limit", "1e-5"]) == 0  # 10 kB a second
+    assert 0.2 <= time.monotonic() - began < 5
+    assert "iter_0000300: read 0.00 MB in 0.2 s" in capsys.readouterr().out, "the newest complete one"
+    content = bytearray(shard(run_dir, 200).read_bytes())
+    content[1234] ^= 1
+    shard(run_dir, 200).write_bytes(content)
+    assert cli.main(["checkpoint", "warm", str(run_dir), "--step", "200"]) == 1
+    assert "damaged: " in capsys.readouterr().out
+
+
 def test_prune_keeps_the_newest_the_permanent_and_what_is_not_complete(run_dir, capsys):
     shard(run_dir, 300).unlink()
     words = ["checkpoint", "prune", str(run_dir), "--keep-last", "1", "--keep-every", "200"]
@@ -90,7 +104,7 @@ def test_no_torch_is_imported(run_dir):
         "import sys; from zaya_plugin import cli; code = cli.main(sys.argv[1:]); "
         "assert not {'torch', 'megatron'} & set(sys.modules), 'imported'; sys.exit(code)"
     )
-    for words in (["list"], ["verify", "--all"], ["prune", "--keep-last", "2"]):
+    for words in (["list"], ["verify", "--all"], ["warm"], ["prune", "--keep-last", "2"]):
         command = [sys.executable, "-c", program, "checkpoint", words[0], str(run_dir), *words[1:]]
         done = subprocess.run(command, capture_output=True, text=True)
         assert done.returncode == 0, done.stderr

@@ -65,7 +65,7 @@ def measured_recipe(recipe: Recipe, options: Options, output: str | None) -> Rec
             lr_decay_iters=None,
             lr_wsd_decay_iters=None,
         ),
-        checkpoint=replace(recipe.checkpoint, save_interval=None),
+        checkpoint=type(recipe.checkpoint)(save_interval=None),
         logger=replace(
             logger, wandb_mode="offline" if logger.wandb and logger.wandb_mode != "disabled" else logger.wandb_mode
         ),

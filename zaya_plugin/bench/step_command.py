@@ -148,7 +148,7 @@ def run(recipe: Recipe, options: Options) -> int:
         print(before_start.describe(recipe, plan))
         return 0
     recipe = before_start.with_choices(recipe, plan)
-    check_resume(recipe.run_dir, recipe.resume)
+    check_resume(recipe)
     (before_start.check_machine if options.random_tokens else before_start.check_surroundings)(recipe, plan)
     if options.anchor is not None:
         check_anchor(recipe.model.normalization)

@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 
 from zaya_plugin.checkpoint import manifest
-from zaya_plugin.checkpoint.on_disk import WRITTEN_HERE, folder
+from zaya_plugin.checkpoint.on_disk import WRITTEN_HERE
 from zaya_plugin.config.run_directory import is_checkpoint
 from zaya_plugin.errors import mistake
 
@@ -62,19 +62,3 @@ def _described(path: Path) -> dict:
 
 def _part(rank: int) -> str:
     return f"checksums_{rank}.json"
-
-
-def damaged(directory: Path, iteration: int) -> list[str]:
-    """Return the files of a checkpoint whose content does not have its checksum; without a manifest none is known.
-
-    A collective: every rank reads a part of the files, and all get all texts.
-    """
-    path = folder(directory, iteration)
-    if not (path / manifest.NAME).exists():
-        return []
-    rank, world = torch.distributed.get_rank(), torch.distributed.get_world_size()
-    found: list = [None] * world
-    torch.distributed.all_gather_object(
-        found, manifest.damaged(path, sorted(manifest.read(path)["files"])[rank::world])
-    )
-    return [text for texts in found for text in texts]

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -20,9 +21,9 @@ from zaya_plugin.config.whole_file import write_whole
 
 NAME = "manifest.json"
 FORMAT = "zaya checkpoint/1"
-# Ends of the names of folders that are no checkpoints: a save that has not ended, a removal that has not ended, and a
-# checkpoint whose content does not have its checksums.
-UNFINISHED, REMOVED, DAMAGED = ".unfinished", ".removed", ".damaged"
+# Ends of the names of folders that are no checkpoints: a save that has not ended, a removal that has not ended, a
+# checkpoint whose content does not have its checksums, and one from which two starts failed at the same step.
+UNFINISHED, REMOVED, DAMAGED, FAILED = ".unfinished", ".removed", ".damaged", ".failed"
 PIECE = 16 * 2**20  # bytes read at once
 
 
@@ -95,11 +96,14 @@ def remove_leftovers(directory: Path, newest: int | None = None) -> None:
                 shutil.rmtree(left, ignore_errors=True)
 
 
-def read(folder: Path) -> dict:
+def read(folder: Path, run_id: str | None = None) -> dict:
     """Return the manifest.
 
+    run_id: of the run that the checkpoints belong to, if it is known.
+
     Raises:
-        ValueError: it cannot be read, is not whole, or is of another format; the text is the reason.
+        ValueError: it cannot be read, is not whole, is of another format, or of another checkpoint than the folder's
+            name or `run_id` say; the text is the reason.
     """
     path = folder / NAME
     try:
@@ -111,7 +115,20 @@ def read(folder: Path) -> dict:
         raise ValueError(f"{path} does not have the checksum that it states")
     if content["format"] != FORMAT:
         raise ValueError(f"{path} has the format {content['format']!r}, and this version reads {FORMAT!r}")
+    named = re.match(r"iter_(\d+)", folder.name)
+    if named and int(named[1]) != content["iteration"]:
+        raise ValueError(f"{path} is of step {content['iteration']}, and not of this folder's")
+    if run_id is not None and content.get("run_id") not in (None, run_id):
+        raise ValueError(f"{path} is of the run {content['run_id']}, and the checkpoints here are of the run {run_id}")
     return content
+
+
+def is_of(folder: Path, run_id: str | None) -> bool:
+    """Return whether a folder has an intact manifest of this run."""
+    try:
+        return bool(read(folder, run_id))
+    except ValueError:
+        return False
 
 
 def _own_checksum(content: Mapping) -> str:
@@ -119,13 +136,17 @@ def _own_checksum(content: Mapping) -> str:
     return xxhash.xxh3_128_hexdigest(json.dumps(rest, sort_keys=True).encode())
 
 
-def problems(folder: Path) -> list[str]:
-    """Return what is wrong with the manifest and with the files' names and sizes; reads no file but the manifest."""
+def problems(folder: Path, run_id: str | None = None) -> list[str]:
+    """Return what is wrong with the manifest (see `read`) and with the files' names and sizes; reads no file but the
+    manifest.
+    """
     try:
-        files = read(folder)["files"]
+        files = read(folder, run_id)["files"]
+        sizes = {entry.name: entry.stat().st_size for entry in os.scandir(folder) if entry.is_file()}
     except ValueError as error:
         return [str(error)]
-    sizes = {entry.name: entry.stat().st_size for entry in os.scandir(folder) if entry.is_file()}
+    except OSError as error:
+        return [f"{folder} cannot be read ({error.strerror})"]
     found = []
     for name, file in files.items():
         if name not in sizes:
@@ -135,9 +156,17 @@ def problems(folder: Path) -> list[str]:
     return found
 
 
-def damaged(folder: Path, names: list[str] | None = None, progress: Callable[[int], None] = lambda count: None) -> list:
-    """Return the files of `names` (default: all) whose content does not have its checksum, as texts."""
-    files, found = read(folder)["files"], []
+def damaged(
+    folder: Path,
+    names: list[str] | None = None,
+    progress: Callable[[int], None] = lambda count: None,
+    files: Mapping[str, Mapping] | None = None,
+) -> list[str]:
+    """Return the files of `names` (default: all) whose content does not have its checksum, as texts.
+
+    files: of the manifest, where it is read already.
+    """
+    files, found = read(folder)["files"] if files is None else files, []
     for name in files if names is None else names:
         try:
             here = describe(folder / name, progress)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
-from zaya_plugin.checkpoint import manifest
+from zaya_plugin.checkpoint import manifest, starts
 from zaya_plugin.config.run_directory import iterations
 from zaya_plugin.config.schema import leaves
 from zaya_plugin.config.whole_file import write_whole
@@ -72,6 +72,12 @@ def latest(directory: Path, below: int | None = None) -> tuple[int | None, list[
     return None, []
 
 
+def before(directory: Path, iteration: int) -> int | None:
+    """Return the newest complete checkpoint before `iteration`, or None."""
+    older = (i for i in reversed(iterations(directory)) if i < iteration)
+    return next((i for i in older if not problems(directory, i)), None)
+
+
 def removable(directory: Path, keep_last: int, keep_every: int | None = None, newest: int | None = None) -> list[int]:
     """Return the iterations that may be removed: complete, with a manifest, and older than the newest `keep_last` of
     those up to `newest`; never a multiple of `keep_every`. keep_last=0 keeps all.
@@ -83,10 +89,16 @@ def removable(directory: Path, keep_last: int, keep_every: int | None = None, ne
     return [i for i in older if not (keep_every and i % keep_every == 0)]
 
 
-def put_aside(directory: Path, iteration: int) -> None:
-    """Give a checkpoint whose content is damaged a name that is no checkpoint's; nothing removes it."""
+def put_aside(directory: Path, iteration: int, end: str = manifest.DAMAGED) -> Path:
+    """Give a checkpoint that is not to be loaded a name that is no checkpoint's, and return it; nothing removes it.
+
+    end: of the name, DAMAGED or FAILED of manifest.py; with a number where the name exists.
+    """
     path = folder(directory, iteration)
-    path.rename(path.with_name(path.name + manifest.DAMAGED))
+    names = [path.name + end, *(f"{path.name}.{number}{end}" for number in range(1, 1000))]
+    aside = next(path.with_name(name) for name in names if not path.with_name(name).exists())
+    path.rename(aside)
+    return aside
 
 
 def remove(directory: Path, iteration: int) -> None:
@@ -109,11 +121,14 @@ def problems(directory: Path, iteration: int) -> list[str]:
     if it is complete.
     """
     path = folder(directory, iteration)
-    if not path.is_dir():
-        return [f"{path} does not exist"]
-    if (path / manifest.NAME).exists():
-        return manifest.problems(path)
-    found = _problems_by_index(path)
+    try:
+        if not path.is_dir():
+            return [f"{path} does not exist"]
+        if (path / manifest.NAME).exists():
+            return manifest.problems(path, starts.read(directory).get("run_id"))
+        found = _problems_by_index(path)
+    except OSError as error:
+        return [f"{error.filename or path} cannot be read ({error.strerror})"]
     if not found and has_manifest(directory, iteration):
         found = [f"{path / manifest.NAME} is missing"]
     return found

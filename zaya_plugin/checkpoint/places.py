@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import os
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -15,8 +17,23 @@ from pathlib import Path
 import xxhash
 
 from zaya_plugin.checkpoint import manifest
+from zaya_plugin.errors import mistake
 
 PARTIAL = ".partial"  # end of the name of a file that is being uploaded
+# Reads the manifests of a directory. What is not there is an answer too.
+PROBE = """
+import os, sys
+try:
+    for entry in os.scandir(sys.argv[1]):
+        try:
+            open(os.path.join(entry.path, sys.argv[2]), "rb").read()
+        except OSError:  # the search names it and goes on to the next
+            pass
+except (FileNotFoundError, NotADirectoryError):
+    pass
+except OSError as error:
+    sys.exit(f"{error.filename}: {error.strerror}")
+"""
 QUICK = 0.25  # seconds of transfer between two waits, so that a limit also holds over short times
 
 
@@ -29,6 +46,30 @@ def local_folder(local_path: str | os.PathLike, directory: str | os.PathLike) ->
     return Path(local_path) / f"{name}-{xxhash.xxh3_64_hexdigest(real.encode())[:8]}"
 
 
+def require_answer(path: str | os.PathLike, key: str, seconds: float = 60) -> None:
+    """Check that a directory of checkpoints can be listed, and that its manifests answer, with or without an error.
+
+    A process of its own does that, which is left alone if it hangs: an access to a mount whose server is gone cannot be
+    interrupted, and would hold this process, even its end.
+
+    Raises:
+        ValueError: it does not answer within `seconds`, or cannot be listed.
+    """
+    command = [sys.executable, "-I", "-S", "-c", PROBE, os.fspath(path), manifest.NAME]
+    probe = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+    fix = "make it readable again; nothing was started or changed"
+    try:
+        code = probe.wait(seconds)
+    except subprocess.TimeoutExpired:
+        probe.kill()
+        problem = f"does not answer within {seconds:g} s"
+        raise mistake(key, path, problem=problem, allowed="a file system that answers", fix=fix) from None
+    with probe.stderr:
+        if code:
+            problem = f"cannot be read ({probe.stderr.read().decode(errors='replace').strip()})"
+            raise mistake(key, path, problem=problem, allowed="a directory of checkpoints, or none", fix=fix)
+
+
 def upload(
     source: Path,
     target: Path,
@@ -38,7 +79,7 @@ def upload(
 ) -> None:
     """Copy a file of a checkpoint to another file system, read it back there, and give it its name only if it is right.
 
-    Until then it is named `<target>.partial`. A target that is there already and right is left as it is.
+    Until then it is named `<target>.<process>.partial`. A target that is there already and right is left as it is.
 
     Args:
         source: the file; target: its path at the other place, in a folder that exists.
@@ -59,7 +100,7 @@ def upload(
     with contextlib.suppress(FileNotFoundError):
         if target.stat().st_size == expected["bytes"] and _stored(target, passed, pace.piece) == expected:
             return
-    partial = target.with_name(target.name + PARTIAL)
+    partial = target.with_name(f"{target.name}.{os.getpid()}{PARTIAL}")  # another process may upload the same
     try:
         with open(partial, "wb", buffering=0) as written:
             found = manifest.describe(source, passed, pace.piece, written)

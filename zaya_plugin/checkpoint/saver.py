@@ -43,11 +43,11 @@ class Saver:
 
     Args:
         directory: of the checkpoints, which all ranks see.
-        local: the same on this node's own disk, where a checkpoint is written first; None: nowhere. leads: this rank
-            completes the local checkpoints of its node. limit: bytes a second of the upload from there.
         deadline: seconds without progress after which a save has failed.
 
     Attributes:
+        local: the same on this node's own disk, where a checkpoint is written first; None: nowhere. leads: this rank
+            completes the local checkpoints of its node. limit: bytes a second of the upload from there.
         generation: of this start of the run, the same on all ranks and different from earlier starts.
         report: called with a line about a save.
         completed: the last iteration whose checkpoint is complete, on rank 0. waited: seconds that training has waited
@@ -63,14 +63,12 @@ class Saver:
         *,
         keep_last: int = 0,
         keep_every: int | None = None,
-        local: Path | None = None,
-        leads: bool = False,
-        limit: float | None = None,
         deadline: float = DEADLINE,
     ):
         self.directory, self.rank, self.world = directory, rank, world
         self.keep_last, self.keep_every, self.deadline = keep_last, keep_every, deadline
-        self.local, self.leads, self.limit = local, leads, limit
+        self.local: Path | None = None
+        self.leads, self.limit = False, None
         self.generation = ""
         self.report: Callable[[str], None] = print
         self.completed: int | None = None

@@ -8,7 +8,7 @@ every ZAYA model, and those that are computed from the recipe (data, checkpoints
 from pathlib import Path
 from typing import Any
 
-from zaya_plugin.config.run_directory import CHECKPOINTS, iterations
+from zaya_plugin.config.run_directory import checkpoint_path, checkpoints_of, has_checkpoint
 from zaya_plugin.config.schema import Recipe, get, leaves, megatron_argument
 from zaya_plugin.errors import as_typed, mistake
 
@@ -121,13 +121,13 @@ def megatron_arguments(recipe: Recipe, data: dict[str, Any]) -> dict[str, Any]:
 
 
 def _checkpoints(recipe: Recipe) -> dict[str, Any]:
-    directory = Path(recipe.run_dir) / CHECKPOINTS
+    directory = checkpoint_path(recipe)
     arguments = dict(save=str(directory), save_interval=recipe.checkpoint.save_interval or recipe.stage.train_iters)
-    if iterations(directory):
+    if has_checkpoint(directory):
         arguments.update(load=str(directory), exit_on_missing_checkpoint=True)
     elif recipe.handover.from_run is not None:
         # zaya_plugin.hosts.stage_handover starts a new stage from the loaded weights and optimizer state.
-        arguments.update(load=str(Path(recipe.handover.from_run) / CHECKPOINTS), exit_on_missing_checkpoint=True)
+        arguments.update(load=str(checkpoints_of(recipe.handover.from_run)), exit_on_missing_checkpoint=True)
     return arguments
 
 

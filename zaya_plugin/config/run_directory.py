@@ -6,51 +6,118 @@ import re
 import shutil
 from pathlib import Path
 
+import yaml
+
 from zaya_plugin.config.compose import save_recipe
-from zaya_plugin.config.schema import Recipe
+from zaya_plugin.config.schema import CheckpointConfig, Recipe
 from zaya_plugin.errors import mistake
 
-CHECKPOINTS = "checkpoints"
+RECIPE, MANIFEST = "recipe.yaml", "manifest.json"
+# The folder of a checkpoint, and that of one that is being written, with the identity of the start that writes it.
+COMPLETE = re.compile(r"iter_(\d{7})")
+UNFINISHED = re.compile(r"iter_(\d{7})(\.\w+)?\.unfinished")
+
+
+def checkpoint_path(recipe: Recipe) -> Path:
+    """Return the directory of a recipe's checkpoints."""
+    return Path(recipe.run_dir) / recipe.checkpoint.path
+
+
+def checkpoints_of(run_dir: str | os.PathLike) -> Path:
+    """Return the directory of the checkpoints of the run in `run_dir`, as its recipe.yaml states it."""
+    try:
+        kept = yaml.safe_load((Path(run_dir) / RECIPE).read_text())
+        return Path(run_dir) / kept["checkpoint"]["path"]
+    except (FileNotFoundError, NotADirectoryError, yaml.YAMLError, KeyError, TypeError):
+        return Path(run_dir) / CheckpointConfig.path  # no run, or one of an earlier version
 
 
 def iterations(directory: str | os.PathLike) -> list[int]:
-    """Return the iterations that have a folder with files in a directory of checkpoints, ascending, complete or not."""
-    found = (path for path in Path(directory).glob("iter_*") if is_checkpoint(path) and path.is_dir())
-    return sorted(int(path.name.removeprefix("iter_")) for path in found if any(path.iterdir()))
+    """Return the iterations that have a folder with files in a directory of checkpoints, ascending, complete or not.
+
+    Raises:
+        ValueError: the directory exists and cannot be read; to take it for an empty one would start the run anew.
+    """
+    return sorted(int(COMPLETE.fullmatch(path.name)[1]) for path in _folders(Path(directory), COMPLETE))
+
+
+def uploads(directory: str | os.PathLike) -> list[tuple[int, Path]]:
+    """Return the iterations whose manifest is written, but not yet all files of it, each with its folder, ascending."""
+    found = _folders(Path(directory), UNFINISHED)
+    return sorted((int(UNFINISHED.fullmatch(path.name)[1]), path) for path in found if os.path.isfile(path / MANIFEST))
+
+
+def has_checkpoint(directory: str | os.PathLike) -> bool:
+    """Return whether a directory has checkpoints, complete or not, or one whose upload can be finished."""
+    return bool(iterations(directory) or uploads(directory))
 
 
 def is_checkpoint(path: Path) -> bool:
     """Return whether the name is that of a checkpoint's folder."""
-    return re.fullmatch(r"iter_\d{7}", path.name) is not None
+    return COMPLETE.fullmatch(path.name) is not None
 
 
-def check_resume(run_dir: str | os.PathLike, resume: str) -> None:
-    """Check that `resume` is possible with the checkpoints in `run_dir`. Creates nothing.
+def _folders(directory: Path, name: re.Pattern) -> list[Path]:
+    try:  # not glob(), which takes a directory that cannot be read for an empty one
+        found = [Path(entry.path) for entry in os.scandir(directory) if name.fullmatch(entry.name) and entry.is_dir()]
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    except OSError as error:
+        raise mistake(
+            str(error.filename or directory),
+            problem=f"cannot be read ({error.strerror}), so the checkpoints of the run are not known",
+            allowed="a directory of checkpoints, or none",
+            fix="make it readable again; nothing was started or changed",
+        ) from error
+    return [path for path in found if _has_files(path)]
+
+
+def _has_files(folder: Path) -> bool:
+    try:
+        return any(os.scandir(folder))
+    except OSError:  # it is counted, and found damaged
+        return True
+
+
+def check_resume(recipe: Recipe) -> None:
+    """Check that `resume` is possible with the checkpoints of the run. Creates nothing.
 
     Raises:
-        ValueError: resume=never and there is a checkpoint, or resume=must and there is none.
+        ValueError: resume=never and there is a checkpoint, resume=must and there is none, or the run's checkpoints are
+            in another directory than the recipe's.
     """
-    saved = iterations(Path(run_dir) / CHECKPOINTS)
-    if resume == "never" and saved:
+    run_dir, resume, directory = recipe.run_dir, recipe.resume, checkpoint_path(recipe)
+    before = checkpoints_of(run_dir)
+    if os.path.realpath(before) != os.path.realpath(directory) and has_checkpoint(before):
+        raise mistake(
+            "checkpoint.path",
+            recipe.checkpoint.path,
+            problem=f"the checkpoints of this run are in {before}",
+            allowed="the directory that the run began with",
+            fix=f"checkpoint.path={os.path.abspath(before)}; or move its iter_* folders to {directory}",
+        )
+    exists = has_checkpoint(directory)
+    if resume == "never" and exists:
+        saved = iterations(directory)
         raise mistake(
             "run_dir",
             run_dir,
-            problem=f"contains a checkpoint of step {saved[-1]}",
+            problem=f"contains a checkpoint of step {saved[-1]}" if saved else "contains a checkpoint in upload",
             allowed="a directory without a checkpoint with resume=never",
             fix=f"resume=auto to continue this run, run_dir=<other directory> to start another, or delete {run_dir}",
         )
-    if resume == "must" and not saved:
+    if resume == "must" and not exists:
         raise mistake(
             "resume",
             resume,
-            problem=f"no checkpoint in run_dir={run_dir}",
+            problem=f"no checkpoint in {directory}",
             allowed="never, auto without a checkpoint",
             fix="resume=auto, or the run_dir of the run to continue",
         )
 
 
-def make_writable(run_dir: str | os.PathLike) -> None:
-    """Create `run_dir` and check by writing a file that it is writable; root ignores permission bits.
+def make_writable(run_dir: str | os.PathLike, key: str = "run_dir") -> None:
+    """Create `run_dir`, the value of `key`, and check by writing a file that it is writable; root ignores permission bits.
 
     All ranks may call this at the same time: the file's name is unique to the process.
 
@@ -65,14 +132,14 @@ def make_writable(run_dir: str | os.PathLike) -> None:
         probe.unlink()
     except OSError as error:
         problem, allowed = f"cannot be written ({error.strerror})", "a writable directory"
-        raise mistake("run_dir", run_dir, problem=problem, allowed=allowed, fix="run_dir=<directory>") from error
+        raise mistake(key, run_dir, problem=problem, allowed=allowed, fix=f"{key}=<directory>") from error
 
 
 def keep_recipe(recipe: Recipe, run_dir: str | os.PathLike) -> Path:
     """Write `run_dir`/recipe.yaml and return its path. An existing recipe.yaml that differs is kept as
     recipe.<n>.yaml.
     """
-    path = Path(run_dir) / "recipe.yaml"
+    path = Path(run_dir) / RECIPE
     new = path.with_name(f".recipe.{os.getpid()}.yaml")
     save_recipe(recipe, new)
     if path.exists() and path.read_text() != new.read_text():

@@ -43,6 +43,7 @@ NOT_NEGATIVE = Limit("0 or more", lambda value: value >= 0)
 BETA = Limit("from 0 to below 1", lambda value: 0 <= value < 1)
 SHARE = Limit("above 0, at most 1", lambda value: 0 < value <= 1)
 PORT = Limit("from 1 to 65535", lambda value: 1 <= value <= 65535)
+ABSOLUTE = Limit("that begins with /", lambda value: value.startswith("/"))
 NOT_EMPTY = Limit("that is not empty", lambda value: bool(value.strip()))
 
 
@@ -566,8 +567,28 @@ class LoggerConfig:
 
 @dataclass
 class CheckpointConfig:
-    """Checkpoints: Megatron's torch_dist format under <run_dir>/checkpoints."""
+    """Checkpoints: Megatron's torch_dist format."""
 
+    path: str = own(
+        "checkpoints",
+        "directory of the checkpoints, seen by all nodes; a relative path is below run_dir",
+        "config.run_directory",
+        limit=NOT_EMPTY,
+    )
+    local_path: str | None = own(
+        None,
+        "directory on a disk of each node (or in its memory, /dev/shm) to which checkpoints are written first; null: "
+        "they are written to path at once",
+        "training.lifecycle",
+        limit=ABSOLUTE,
+    )
+    upload_limit: float | None = own(
+        None,
+        "GB a second with which a node copies from local_path to path, so that the reading of data does not wait; null: "
+        "no limit",
+        "training.lifecycle",
+        limit=POSITIVE,
+    )
     save_interval: int | None = own(
         1000,
         "steps between checkpoints; a checkpoint at the end and on SIGTERM is always saved; null: only those",
@@ -691,7 +712,7 @@ class Recipe:
         "never",
         "never: start a new run, and refuse a directory with a checkpoint; auto: continue if there is a checkpoint; "
         "must: refuse a directory without one",
-        "run.launch",
+        "config.run_directory",
         choices=("never", "auto", "must"),
     )
     seed: int = arg(1234, "seed of weights and data order", limit=NOT_NEGATIVE)

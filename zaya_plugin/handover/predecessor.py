@@ -10,7 +10,7 @@ from pathlib import Path
 
 from zaya_plugin.checkpoint import on_disk
 from zaya_plugin.config.compose import load_recipe
-from zaya_plugin.config.run_directory import CHECKPOINTS
+from zaya_plugin.config.run_directory import checkpoints_of
 from zaya_plugin.config.schedule import first_learning_rate, last_learning_rate, sample_count, step_count, token_count
 from zaya_plugin.config.schema import Recipe
 from zaya_plugin.errors import mistake
@@ -30,7 +30,7 @@ class Predecessor:
     @property
     def checkpoints(self) -> Path:
         """Its checkpoint directory."""
-        return self.run_dir / CHECKPOINTS
+        return self.run_dir / self.recipe.checkpoint.path
 
 
 def predecessor(recipe: Recipe) -> Predecessor | None:
@@ -110,7 +110,7 @@ def saved_step(run_dir: Path) -> int | None:
     Raises:
         ValueError: it has checkpoints, and none is complete.
     """
-    return on_disk.latest(Path(run_dir) / CHECKPOINTS)[0]
+    return on_disk.latest(checkpoints_of(run_dir))[0]
 
 
 def same_order(one: Recipe, other: Recipe) -> bool:

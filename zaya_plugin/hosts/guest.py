@@ -15,7 +15,7 @@ from pathlib import Path
 from torch import nn
 
 from zaya_plugin import compat
-from zaya_plugin.checkpoint import commit, on_disk
+from zaya_plugin.checkpoint import commit, on_disk, restore
 from zaya_plugin.checkpoint.replicas import check_replicas
 from zaya_plugin.config.arguments import DECIDED_AT_START, OWN_ARGUMENTS, megatron_arguments
 from zaya_plugin.config.schema import Recipe
@@ -194,7 +194,7 @@ class Guest:
         """Run Megatron's load, and stop a host that starts from step 0 although a checkpoint exists, or from a damaged
         one.
         """
-        if self.resumed_at and (damaged := commit.damaged(self.lifecycle.directory, self.resumed_at)):
+        if self.resumed_at and (damaged := restore.compare(self.lifecycle.directory, self.resumed_at).damaged):
             raise SystemExit("zaya: " + damage(self.lifecycle.directory, damaged))
         loaded = load_checkpoint(model, optimizer, *positional, **named)
         iteration = loaded[0]

@@ -22,6 +22,7 @@ import torch
 
 from zaya_plugin import patches
 from zaya_plugin.checkpoint import on_disk
+from zaya_plugin.config.run_directory import checkpoints_of
 from zaya_plugin.errors import mistake
 
 SEQUENCES = 16
@@ -124,7 +125,7 @@ def arguments(recipe, run: Path):
     from zaya_plugin.config.schema import ParallelConfig
     from zaya_plugin.hosts.stage_model import arguments_of_model
 
-    directory = run / "checkpoints"
+    directory = checkpoints_of(run)
     vocabulary = on_disk.saved_arguments(directory, on_disk.latest(directory)[0]).padded_vocab_size
     alone = replace(
         recipe,
@@ -145,7 +146,7 @@ def losses_of(run: Path, args, rotary_base: int, tokens):
 
     from zaya_plugin.hosts import stage_model
 
-    directory = run / "checkpoints"
+    directory = checkpoints_of(run)
     stage_model.begin_alone(args.seed)
     model = stage_model.build_model(args, rotary_base=rotary_base).eval()
     if not args.use_cpu_initialization:

@@ -92,6 +92,7 @@ def run(recipe: Recipe, sources: DataSources, lifecycle: Lifecycle, reporter: Re
         saver.wait(SECONDS_FOR_A_SAVE)  # all ranks are here; it is of a good step
         raise NonFiniteGradientsError(f"step {args.curr_iteration + 1}: {error}") from error
     finally:
+        lifecycle.ended(sys.exc_info()[1])
         try:
             if sys.exc_info()[0] is None:
                 trainer.steps.flush()
@@ -157,7 +158,9 @@ class _Trainer:
         if not self.started:  # with virtual stages there is one call for each
             self.started = True
             skipped = self.lifecycle.settle()
-            self.saved.saver.generation = self.lifecycle.generation
+            saver, lifecycle = self.saved.saver, self.lifecycle
+            saver.generation, saver.local, saver.leads = lifecycle.generation, lifecycle.local, lifecycle.leads
+            saver.limit = lifecycle.upload_limit
             self.reporter.start(
                 get_tensorboard_writer(),
                 self.lifecycle.run_id,

@@ -18,7 +18,7 @@ from megatron.core.optimizer import optimizer as optimizer_module
 from megatron.training import get_args, get_tokenizer
 from torch.utils.data import Dataset, Subset
 
-from zaya_plugin.checkpoint import commit, on_disk
+from zaya_plugin.checkpoint import on_disk, restore
 from zaya_plugin.config.schedule import sample_count
 from zaya_plugin.config.schema import Recipe
 from zaya_plugin.data.sources import DataSources
@@ -72,7 +72,7 @@ class Handover:
     def load_and_begin(self, load_checkpoint, model, optimizer, scheduler, *positional, **named) -> tuple[int, int]:
         """Load weights and optimizer state of the previous stage; steps, samples, schedule and FLOPs start from 0."""
         args = get_args()
-        if broken := commit.damaged(self.before.checkpoints, self.before.steps):
+        if broken := restore.compare(self.before.checkpoints, self.before.steps).damaged:
             raise ValueError(self.damage(broken))
         groups = [{k: v for k, v in group.items() if k not in STATE_OF_GROUP} for group in optimizer.param_groups]
         # Groups that differ in the new stage's settings alone share one saved group; only its step count is used.

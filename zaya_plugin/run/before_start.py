@@ -142,11 +142,7 @@ def describe(recipe: Recipe, plan: Plan, overrides: Sequence[str] = ()) -> str:
         f"command      {shlex.join(plan.command) if plan.command else f'in this process: {WORKER}.main(recipe)'}",
         "environment  " + "\n             ".join(f"{key}={value}" for key, value in sorted(plan.environment.items())),
     ]
-    for check in (
-        lambda: check_resume(recipe.run_dir, recipe.resume),
-        lambda: take_over(recipe),
-        lambda: check_surroundings(recipe, plan),
-    ):
+    for check in (lambda: check_resume(recipe), lambda: take_over(recipe), lambda: check_surroundings(recipe, plan)):
         try:
             check()
         except ValueError as error:

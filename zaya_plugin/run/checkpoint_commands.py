@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`zaya checkpoint list|show|verify|prune|adopt|reshape`: the checkpoints of a run, from outside. Starts no ranks; needs no
-device.
+"""`zaya checkpoint list|show|verify|warm|prune|adopt|reshape`: the checkpoints of a run, from outside. Starts no ranks;
+needs no device.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ import sys
 import time
 from pathlib import Path
 
-from zaya_plugin.checkpoint import manifest, on_disk
-from zaya_plugin.config.run_directory import CHECKPOINTS, iterations
+from zaya_plugin.checkpoint import manifest, on_disk, places
+from zaya_plugin.config.run_directory import checkpoints_of, iterations
 from zaya_plugin.errors import mistake
 
 WHAT = """\
@@ -26,6 +26,7 @@ examples:
   zaya checkpoint list runs/zaya1                         each checkpoint, and whether it is complete
   zaya checkpoint show runs/zaya1                         the newest one's files, and the run that wrote it
   zaya checkpoint verify runs/zaya1 --step 12000          compare the checksums of one, --all: of all
+  zaya checkpoint warm runs/zaya1 --limit 2               read what a restart needs into this node's page cache
   zaya checkpoint prune runs/zaya1 --keep-last 3 --keep-every 10000 --dry-run
   zaya checkpoint adopt runs/old --step 500               trust a checkpoint as it is, and write its manifest
   zaya checkpoint reshape runs/old --output runs/new --files 64       for 64 ranks: runs/new/checkpoints/iter_*
@@ -36,6 +37,7 @@ Exit codes: 0, 1 a checkpoint is damaged, 2 a mistake on the command line."""
 LEFT = {
     manifest.UNFINISHED: "a save that has not ended",
     manifest.REMOVED: "a removal that has not ended",
+    manifest.FAILED: "put aside at a start, because two starts from it had failed at the same step",
     manifest.DAMAGED: "put aside at a start, because its content does not have its checksums",
 }
 
@@ -46,8 +48,11 @@ def parser() -> argparse.ArgumentParser:
     )
     made.add_argument("command", choices=COMMANDS)
     made.add_argument("run", type=Path, metavar="RUN")
-    made.add_argument("--step", type=int, help="show, verify, adopt, reshape: this checkpoint; default: the newest")
+    made.add_argument(
+        "--step", type=int, help="show, verify, warm, adopt, reshape: this checkpoint; default: the newest"
+    )
     made.add_argument("--all", action="store_true", help="verify: all checkpoints")
+    made.add_argument("--limit", type=_rate, metavar="GB/S", help="verify, warm: read no faster than this")
     made.add_argument("--keep-last", type=int, default=3, help="prune: keep so many of the newest (default: 3)")
     made.add_argument("--keep-every", type=int, help="prune: also keep those at multiples of so many steps")
     made.add_argument("--dry-run", action="store_true", help="prune: only say what would be removed")
@@ -58,7 +63,10 @@ def parser() -> argparse.ArgumentParser:
 
 def main(words: list[str]) -> int:
     options = parser().parse_args(words)
-    directory = options.run / CHECKPOINTS if (options.run / CHECKPOINTS).is_dir() else options.run
+    places.require_answer(options.run, "RUN")
+    directory = checkpoints_of(options.run)
+    places.require_answer(directory, "RUN")
+    directory = directory if directory.is_dir() else options.run
     steps = iterations(directory)
     if not steps:
         raise mistake("RUN", options.run, problem="has no checkpoints", allowed="a run directory with checkpoints")
@@ -107,13 +115,44 @@ def verify(directory: Path, steps: list[int], options: argparse.Namespace) -> in
     broken = False
     for step in steps:
         folder = on_disk.folder(directory, step)
-        found = _damage(directory, step)
+        found = _damage(directory, step, options.limit)
         intact = (
             "intact" if _has_manifest(folder) else "complete by its own index; without a manifest no content is checked"
         )
         print(f"{folder.name}: {intact}" if not found else f"{folder.name}: damaged\n  " + "\n  ".join(found))
         broken |= bool(found)
     return int(broken)
+
+
+def _damaged(folder: Path, files: dict, limit: float | None) -> list[str]:
+    """Read files and compare their checksums, with a progress bar. limit: GB a second."""
+    from tqdm import tqdm
+
+    pace = places.Pace(None if limit is None else limit * 1e9)
+    total = sum(file["bytes"] for file in files.values())
+    with tqdm(
+        total=total, unit="B", unit_scale=True, desc=folder.name, leave=False, disable=None, file=sys.stderr
+    ) as bar:
+
+        def progress(count: int) -> None:
+            bar.update(count)
+            pace(count)
+
+        return manifest.damaged(folder, list(files), progress, files)
+
+
+def warm(directory: Path, steps: list[int], options: argparse.Namespace) -> int:
+    step = on_disk.latest(directory)[0] if options.step is None else options.step
+    folder = on_disk.folder(directory, step)
+    if not _has_manifest(folder):
+        raise mistake("RUN", options.run, problem=f"{folder} has no manifest", fix="zaya checkpoint adopt")
+    files, began = manifest.read(folder)["files"], time.monotonic()
+    found = _damaged(folder, files, options.limit)
+    seconds = max(time.monotonic() - began, 1e-3)
+    size = sum(file["bytes"] for file in files.values())
+    print(f"{folder.name}: read {_size(size)} in {seconds:.1f} s, {size / 1e9 / seconds:.2f} GB/s")
+    print(*(f"damaged: {text}" for text in found), sep="\n", end="\n" * bool(found))
+    return int(bool(found))
 
 
 def prune(directory: Path, _: list[int], options: argparse.Namespace) -> int:
@@ -153,32 +192,42 @@ def reshape(directory: Path, steps: list[int], options: argparse.Namespace) -> i
     if not _has_manifest(source):
         print(f"{source} has no manifest: complete by its own index, its content is not checked")
     total = sum(path.stat().st_size for path in source.glob("*.distcp"))
-    with _bar(final.name, total) as bar:
+    from tqdm import tqdm
+
+    with tqdm(
+        total=total, unit="B", unit_scale=True, desc=final.name, leave=False, disable=None, file=sys.stderr
+    ) as bar:
         kept, files = write_anew(source, final, options.files, bar.update)
     before = f", {kept} of them written before" if kept else ""
     print(f"{final}: {files} files{before}; to train on: run_dir={options.output} resume=must")
     return 0
 
 
-COMMANDS = {"list": list_, "show": show, "verify": verify, "prune": prune, "adopt": adopt, "reshape": reshape}
+COMMANDS = {
+    "list": list_,
+    "show": show,
+    "verify": verify,
+    "warm": warm,
+    "prune": prune,
+    "adopt": adopt,
+    "reshape": reshape,
+}
 
 
-def _damage(directory: Path, step: int) -> list[str]:
+def _damage(directory: Path, step: int, limit: float | None = None) -> list[str]:
     """Return what is wrong with a checkpoint; reads all files if it has a manifest."""
     folder = on_disk.folder(directory, step)
     found = on_disk.problems(directory, step)
     if not found and _has_manifest(folder):
-        total = sum(file["bytes"] for file in manifest.read(folder)["files"].values())
-        with _bar(f"{folder.name}, checksums", total) as bar:
-            found = manifest.damaged(folder, progress=bar.update)
+        found = _damaged(folder, manifest.read(folder)["files"], limit)
     return found
 
 
-def _bar(title: str, total: int):
-    """Return a progress bar of bytes, which only a terminal shows."""
-    from tqdm import tqdm
-
-    return tqdm(total=total, unit="B", unit_scale=True, desc=title, leave=False, disable=None, file=sys.stderr)
+def _rate(text: str) -> float:
+    rate = float(text)
+    if not 0 < rate < float("inf"):
+        raise ValueError(text)
+    return rate
 
 
 def _has_manifest(folder: Path) -> bool:

@@ -95,6 +95,8 @@ def compose_curriculum(overrides: list[str]) -> Curriculum:
         recipe = compose(words) if own else recipes[experiment]
         places = {"name": f"{whole.name}-{name}", "run_dir": str(Path(whole.run_dir) / name), "resume": "auto"}
         places["logger.wandb_group"] = whole.name
+        if Path(whole.checkpoint.path).is_absolute():
+            places["checkpoint.path"] = str(Path(whole.checkpoint.path) / name)
         if stages:
             places["handover.from_run"] = stages[-1].recipe.run_dir
         stages.append(_placed(Stage(name, tuple(words), recipe, step_count(recipe)), places))

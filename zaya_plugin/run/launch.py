@@ -22,9 +22,10 @@ import tempfile
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from zaya_plugin.checkpoint import places
 from zaya_plugin.checkpoint.writer import GRACE
 from zaya_plugin.config.compose import save_recipe
-from zaya_plugin.config.run_directory import check_resume, keep_recipe, make_writable
+from zaya_plugin.config.run_directory import check_resume, checkpoint_path, keep_recipe, make_writable
 from zaya_plugin.config.schema import Recipe
 from zaya_plugin.config.validate import validate
 from zaya_plugin.errors import message, mistake
@@ -62,10 +63,14 @@ def launch(recipe: Recipe) -> int:
     recipe = before_start.with_choices(recipe, plan)
     if recipe.explain_optim:
         return become_rank(recipe, replace(plan, worker=(EXPLAIN,)))
-    check_resume(recipe.run_dir, recipe.resume)
+    places.require_answer(checkpoint_path(recipe), "checkpoint.path")
+    if recipe.handover.from_run is not None:
+        places.require_answer(recipe.handover.from_run, "handover.from_run")
+    check_resume(recipe)
     recipe = before_start.take_over(recipe)
     before_start.check_surroundings(recipe, plan)
     make_writable(recipe.run_dir)
+    make_writable(checkpoint_path(recipe), "checkpoint.path")
     if plan.rank == 0:
         keep_recipe(recipe, recipe.run_dir)
     if plan.command is None:

@@ -19,9 +19,10 @@ from zaya_plugin.config.arguments import DECIDED_AT_START, OWN_ARGUMENTS, megatr
 from zaya_plugin.config.blend_entry import parse_blend
 from zaya_plugin.config.messages import require
 from zaya_plugin.config.run_directory import keep_recipe, make_writable
-from zaya_plugin.config.schema import Recipe
+from zaya_plugin.config.schema import CheckpointConfig, Recipe
 from zaya_plugin.data.ledger import parse_ledger
 from zaya_plugin.data.sources import DataSources, find_sources
+from zaya_plugin.errors import mistake
 from zaya_plugin.run.rank_plan import rank_environment
 
 SPEC = ("zaya_plugin.spec", "zaya_block")
@@ -118,13 +119,26 @@ def left_out(recipe: Recipe) -> list[str]:
             "parallel.nccl_ub: at the host's own end NCCL may report buffers that are still registered",
         ),
         (recipe.resume == "must", "resume=must: as auto"),
+        (recipe.checkpoint.local_path, "checkpoint.local_path: checkpoints are written to --save at once"),
     )
     return [note for applies, note in notes if applies]
 
 
 def placed(recipe: Recipe) -> Recipe:
-    """Return a copy with absolute paths, since a host starts in another directory."""
+    """Return a copy with absolute paths, since a host starts in another directory.
+
+    Raises:
+        ValueError: the checkpoints are in another directory than the one beside which a host finds the recipe.
+    """
     recipe = copy.deepcopy(recipe)
+    if recipe.checkpoint.path != CheckpointConfig.path:
+        raise mistake(
+            "checkpoint.path",
+            recipe.checkpoint.path,
+            problem="is not available in a host, which finds the recipe beside its checkpoints; `zaya train` supports it",
+            allowed=CheckpointConfig.path,
+            fix=f"checkpoint.path={CheckpointConfig.path}",
+        )
     recipe.run_dir = os.path.abspath(recipe.run_dir)
     if recipe.handover.from_run is not None:
         recipe.handover.from_run = os.path.abspath(recipe.handover.from_run)

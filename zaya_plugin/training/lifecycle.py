@@ -5,46 +5,63 @@ checkpoints.
 
 from __future__ import annotations
 
+import functools
+import os
+import re
 import secrets
 from pathlib import Path
 
 import torch
 
 from zaya_plugin import __version__
-from zaya_plugin.checkpoint import commit, manifest, on_disk
+from zaya_plugin.checkpoint import manifest, on_disk, places, restore, starts
+from zaya_plugin.config.run_directory import checkpoint_path, has_checkpoint, make_writable, uploads
 from zaya_plugin.config.schema import Recipe
-from zaya_plugin.errors import message
+from zaya_plugin.errors import message, mistake
 from zaya_plugin.handover.predecessor import Predecessor
+
+PEER = r"gloo|connection (closed|reset|refused)"  # in what gloo says where another rank has ended
 
 
 class Lifecycle:
     """The state of a run across restarts.
 
     Attributes:
-        directory: <run_dir>/checkpoints.
+        directory: of its checkpoints, checkpoint.path.
+        local: this node's folder for them, below checkpoint.local_path; None without one.
+        upload_limit: bytes a second of this rank, after settle(); None: no limit.
         resumed_at: iteration that the run resumes from, 0 for a new run.
         run_id: identity of the run, stored in every checkpoint; W&B's run id.
         generation: of this start of the run, by which the writers of an earlier start cannot write into this one.
+        leads: whether this rank is the first of its node.
         lineage: run id, stage, steps and tokens of the preceding stage, or None; stored in every checkpoint.
     """
 
     def __init__(self, recipe: Recipe):
-        self.directory = Path(recipe.run_dir) / "checkpoints"
+        self.directory = checkpoint_path(recipe)
+        path, limit = recipe.checkpoint.local_path, recipe.checkpoint.upload_limit
+        self.local = None if path is None else places.local_folder(path, self.directory)
+        self.upload_limit = None if limit is None else limit * 1e9
         self.keep_last = recipe.checkpoint.keep_last
         self.keep_every = recipe.checkpoint.keep_every
         self.resume = recipe.resume
         self.recipe_name = recipe.name
+        self.run_dir = Path(recipe.run_dir)
+        self.recipe_checksum = starts.checksum(recipe)
         self.resumed_at = 0
         self.run_id: str | None = None
-        self.generation = ""
+        self.generation, self.leads = "", False
         self.lineage: dict | None = None
         self._args = None
-        self._skipped: list[str] = []
+        self._begun = False
+        self._checked: int | None = None  # the checkpoint that was compared with the model
+        self._aside: list[tuple[int, str]] = []
+        self._history = starts.History()
 
     @property
     def has_checkpoint(self) -> bool:
         """Whether the run has checkpoints of its own, complete or not."""
-        return bool(on_disk.iterations(self.directory))
+        return has_checkpoint(self.directory)
 
     def describe_into(self, args, before: Predecessor | None = None) -> None:
         """Choose the checkpoint to load, check it against `args`, and set `args.zaya`, which later checkpoints store.
@@ -55,15 +72,14 @@ class Lifecycle:
         Raises:
             ValueError: no checkpoint is complete, with resume=must the newest is not, or it is of another model.
         """
-        saved = {}
         if args.load and self.has_checkpoint:
-            self.resumed_at, skipped = on_disk.latest(self.directory)
-            self._skip(skipped)
-            if args.rank == 0:  # if one rank fails, all ranks end
-                on_disk.check_same_model(self.directory, self.resumed_at, args)
-                saved = getattr(on_disk.saved_arguments(self.directory, self.resumed_at), "zaya", {})
-                self.run_id, self.lineage = saved.get("run_id"), saved.get("lineage")
-                on_disk.name_as_latest(self.directory, self.resumed_at)
+            # A first choice, for early errors; settle() makes it, together with uploads that it can finish.
+            known, pending = on_disk.iterations(self.directory), uploads(self.directory)
+            self.resumed_at = max([*known, *(iteration for iteration, _ in pending)])
+            if args.rank == 0 and not pending:
+                newest, skipped = on_disk.latest(self.directory)
+                self._skip(skipped)  # with resume=must it raises
+                self._check(newest, args)
         elif before is not None and args.rank == 0:
             on_disk.name_as_latest(before.checkpoints, before.steps)
             saved = getattr(on_disk.saved_arguments(before.checkpoints, before.steps), "zaya", {})
@@ -76,43 +92,140 @@ class Lifecycle:
         args.zaya = {"version": __version__, "recipe": self.recipe_name, "run_id": self.run_id, "lineage": self.lineage}
         self._args = args
 
-    def _skip(self, problems: list[str]) -> None:
-        """Note why a newer checkpoint is skipped, or raise ValueError with resume=must."""
+    def _check(self, iteration: int, args) -> None:
+        """Compare a checkpoint with the model to build, and take over the run's identity from it; on rank 0."""
+        on_disk.check_same_model(self.directory, iteration, args)
+        saved = getattr(on_disk.saved_arguments(self.directory, iteration), "zaya", {})
+        self.run_id, self.lineage = saved.get("run_id"), saved.get("lineage")
+        on_disk.name_as_latest(self.directory, iteration)
+        self._checked = iteration
+
+    def _skip(self, problems: list[str]) -> list[str]:
+        """Return lines about why a newer checkpoint is skipped; raise ValueError with resume=must."""
         if problems and self.resume == "must":
             raise ValueError(damage(self.directory, problems))
-        self._skipped += problems
+        return [f"WARNING: a newer checkpoint is not used: {problem}" for problem in problems]
 
     def settle(self) -> list[str]:
-        """Read the checkpoint to load, compare its checksums, and take an older one if they differ; then give all ranks
-        rank 0's run id and lineage. A collective. Return lines about what was skipped.
+        """Choose the checkpoint to load, read it and compare its checksums, and give all ranks rank 0's choice, run id
+        and lineage. A collective. Return lines about what was skipped and where the checkpoint is read from.
 
         Raises:
             ValueError: no checkpoint is intact, or with resume=must the newest is not.
         """
-        rank = torch.distributed.get_rank()
-        aside = []
-        while self.resumed_at and (damaged := commit.damaged(self.directory, self.resumed_at)):
-            self._skip(damaged)
-            aside.append(self.resumed_at)
-            self.resumed_at, broken = on_disk.latest(self.directory, below=self.resumed_at)
-            self._skip(broken)
-        if aside and rank == 0:
-            on_disk.name_as_latest(self.directory, self.resumed_at)
-            for iteration in aside:  # else they would count as the newest to keep
-                on_disk.put_aside(self.directory, iteration)
-        if rank == 0:
-            manifest.remove_leftovers(self.directory)
-        box = [self.run_id or secrets.token_hex(4), self.lineage, secrets.token_hex(4)]
-        torch.distributed.broadcast_object_list(box, src=0)
-        self.run_id, self.lineage, self.generation = box
+        nodes, lines = self._find_nodes()
+        if len({bool(step) for step in restore.gathered(self.resumed_at)}) > 1:
+            problem = "some ranks find checkpoints there, and others none"
+            raise mistake("checkpoint.path", self.directory, problem=problem, allowed="a directory that all nodes see")
+        if self.resumed_at:
+            tried = restore.finish_uploads(self.directory, nodes)
+            lines += tried + self._choose_and_compare(nodes, tried)
+        if self.upload_limit is not None:
+            self.upload_limit /= len(nodes.ranks[nodes.here])
+        self.run_id, self.lineage, self.generation = restore.on_rank_0(self._begin)
+        self.leads = nodes.ranks[nodes.here][0] == torch.distributed.get_rank()
+        if self.local is not None and self.leads:
+            manifest.remove_leftovers(self.local)
         self._args.zaya.update(run_id=self.run_id, lineage=self.lineage)
-        lines = [f"WARNING: a newer checkpoint is not used: {problem}" for problem in self._skipped]
-        if self.resumed_at and not on_disk.has_manifest(self.directory, self.resumed_at):
+        self._begun = True
+        return lines
+
+    def ended(self, error: BaseException | None) -> None:
+        """Note an error that ended the run, for the choice of the next start. error: what ended it, if anything did."""
+        if self._begun and isinstance(error, Exception) and not _of_a_peer(error):
+            starts.note_failure(self.directory)
+
+    def _find_nodes(self) -> tuple[restore.Nodes, list[str]]:
+        """Return the nodes, and why local_path is not used: if one node cannot use it, none does."""
+        nodes = restore.Nodes.find(self.local)
+        broken = sorted({text for text in nodes.gathered(self._local_problem) if text})
+        if not broken:
+            return nodes, []
+        self.local = None
+        return restore.Nodes.find(None), [f"WARNING: checkpoints are not written locally: {text}" for text in broken]
+
+    def _local_problem(self) -> str | None:
+        if self.local is None:
+            return None
+        try:
+            places.require_answer(self.local.parent, "checkpoint.local_path")
+            make_writable(self.local, "checkpoint.local_path")
+        except ValueError as error:
+            return f"{error} ({os.uname().nodename})"
+        return None
+
+    def _choose_and_compare(self, nodes: restore.Nodes, uploads: list[str]) -> list[str]:
+        self.resumed_at, lines = restore.on_rank_0(functools.partial(self._choose, uploads))
+        while (compared := restore.compare(self.directory, self.resumed_at, nodes)).damaged:
+            lines += [f"WARNING: the shared copy is read: {note}" for note in compared.notes]
+            self.resumed_at, more = restore.on_rank_0(functools.partial(self._choose_before, compared.damaged))
+            lines += more
+        restore.on_rank_0(self._put_aside)
+        self._args.load = str(restore.link(self.directory, self.resumed_at, nodes, compared))
+        lines += [f"WARNING: the shared copy is read: {note}" for note in compared.notes]
+        if compared.files is None:
             lines.append(
                 f"WARNING: the checkpoint of step {self.resumed_at} has no checksums: another program or an earlier "
                 "version wrote it. `zaya checkpoint adopt` adds them"
             )
+        elif nodes.local is not None:
+            lines.append(restore.origin(self.directory, self.resumed_at, nodes, compared))
         return lines
+
+    def _choose(self, uploads: list[str]) -> tuple[int, list[str]]:
+        """Return the newest complete checkpoint, and lines about newer ones. With resume=auto the one before it, if two
+        starts from the newest have failed at the same step; only once, since a third failure is not the checkpoint's.
+
+        uploads: lines about uploads that could not be finished.
+        """
+        step, skipped = on_disk.latest(self.directory)
+        if step is None:
+            raise mistake(
+                str(self.directory),
+                problem=f"no checkpoint is complete. {'; '.join(uploads) or 'The only one is of another run'}",
+                fix="start on the nodes that hold its files, or remove its iter_* folder to begin anew",
+            )
+        lines = self._skip(skipped)
+        self._history = past = starts.history(self.directory, step, self.recipe_checksum, self.run_dir)
+        older = on_disk.before(self.directory, step)
+        if past.failed_at is None or past.passed is not None or older is None or self.resume != "auto":
+            return step, lines
+        failed = f"from the checkpoint of step {step} failed at step {past.failed_at}"
+        if not past.again:
+            lines.append(
+                f"WARNING: the last start {failed}. If this one fails there too, the next one begins at step {older} "
+                "(not with resume=must)"
+            )
+            return step, lines
+        self._aside.append((step, manifest.FAILED))
+        self._history = starts.History(passed=step)
+        kept = on_disk.folder(self.directory, step).name + manifest.FAILED
+        return older, [*lines, f"WARNING: a newer checkpoint is not used: two starts {failed}. It is kept as {kept}"]
+
+    def _choose_before(self, damaged: list[str]) -> tuple[int, list[str]]:
+        """Return the newest complete checkpoint before one whose content is damaged, and lines about newer ones."""
+        lines = self._skip(damaged)
+        self._aside.append((self.resumed_at, manifest.DAMAGED))
+        self._history = starts.History()
+        step, skipped = on_disk.latest(self.directory, below=self.resumed_at)
+        return step, lines + self._skip(skipped)
+
+    def _put_aside(self) -> None:
+        """Rename checkpoints that are not to be loaded: else they would count as the newest to keep, and a step that is
+        saved again would keep its first checkpoint.
+        """
+        for iteration, end in self._aside:
+            on_disk.put_aside(self.directory, iteration, end)
+
+    def _begin(self) -> tuple[str, dict | None, str]:
+        """Check the chosen checkpoint, record the start, and return run id, lineage and generation."""
+        manifest.remove_leftovers(self.directory)
+        if self.resumed_at and self.resumed_at != self._checked:
+            self._check(self.resumed_at, self._args)
+        self.run_id = self.run_id or secrets.token_hex(4)
+        history = {"failed_at": self._history.failed_at, "passed": self._history.passed}
+        starts.begin(self.directory, run_id=self.run_id, step=self.resumed_at, recipe=self.recipe_checksum, **history)
+        return self.run_id, self.lineage, secrets.token_hex(4)
 
     def after_save(self, iteration: int) -> None:
         """Remove older checkpoints, and what killed saves have left, on rank 0, once that of `iteration` is complete."""
@@ -121,6 +234,11 @@ class Lifecycle:
         manifest.remove_leftovers(self.directory)
         for old in on_disk.removable(self.directory, self.keep_last, self.keep_every, newest=iteration):
             on_disk.remove(self.directory, old)
+
+
+def _of_a_peer(error: Exception) -> bool:
+    """Return whether an error only tells that another rank is gone."""
+    return isinstance(error, torch.distributed.DistError) or re.search(PEER, str(error), re.IGNORECASE) is not None
 
 
 def damage(directory: Path, problems: list[str]) -> str:

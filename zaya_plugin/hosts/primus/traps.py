@@ -13,6 +13,7 @@ from collections.abc import Collection
 from pathlib import Path
 
 from zaya_plugin.config.arguments import OWN_ARGUMENTS
+from zaya_plugin.config.run_directory import checkpoint_path
 from zaya_plugin.config.schema import Recipe
 from zaya_plugin.errors import message, mistake
 
@@ -129,7 +130,7 @@ def places(args, recipe: Recipe) -> list[str]:
     """Return a message if `save` is not the recipe's; Primus makes
     <workspace>/<work_group>/<user_name>/<exp_name>/checkpoints of four keys.
     """
-    wanted = os.path.join(os.path.abspath(recipe.run_dir), "checkpoints")
+    wanted = os.path.abspath(checkpoint_path(recipe))
     if args.save is None or os.path.abspath(args.save) != wanted:
         return [
             message(

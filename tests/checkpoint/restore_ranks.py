@@ -1,0 +1,73 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Ranks for test_restore.py: real processes over gloo, forked from one that has imported torch.
+
+`python -m tests.checkpoint.restore_ranks` reads jobs as JSON lines: {"work": function of this file, "directory": of the
+checkpoints, "locals": local folder of each rank or null, "step": ...}. Ranks with one local folder are one node. It
+answers each with a line of all ranks' results.
+"""
+
+import json
+import os
+import sys
+import tempfile
+from pathlib import Path
+
+from zaya_plugin.checkpoint import manifest, restore
+
+
+def finish(directory: Path, nodes: restore.Nodes, _: int) -> list[str]:
+    return restore.finish_uploads(directory, nodes)
+
+
+def compare(directory: Path, nodes: restore.Nodes, step: int) -> dict:
+    """Compare, link, and say what this rank has read."""
+    read = []
+    plain = manifest.describe
+    manifest.describe = lambda path, *rest, **named: (read.append(str(path)), plain(path, *rest, **named))[1]
+    compared = restore.compare(directory, step, nodes)
+    loads_from = str(restore.link(directory, step, nodes, compared))
+    origin = restore.origin(directory, step, nodes, compared) if compared.files and nodes.local else None
+    return {
+        "damaged": compared.damaged,
+        "notes": compared.notes,
+        "read": read,
+        "loads_from": loads_from,
+        "origin": origin,
+    }
+
+
+def main() -> None:
+    import torch
+
+    torch.set_num_threads(1)
+    for line in sys.stdin:
+        job = json.loads(line)
+        with tempfile.TemporaryDirectory() as folder:
+            pids = [fork(job, rank, Path(folder)) for rank in range(len(job["locals"]))]
+            for pid in pids:
+                os.waitpid(pid, 0)
+            results = [json.loads((Path(folder) / f"{rank}.json").read_text()) for rank in range(len(pids))]
+        print(json.dumps(results), flush=True)
+
+
+def fork(job: dict, rank: int, folder: Path) -> int:
+    if pid := os.fork():
+        return pid
+    try:
+        import torch
+
+        torch.distributed.init_process_group(
+            "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=len(job["locals"])
+        )
+        local = job["locals"][rank]
+        nodes = restore.Nodes.find(None if local is None else Path(local))
+        result = globals()[job["work"]](Path(job["directory"]), nodes, job.get("step"))
+        (folder / f"{rank}.json").write_text(json.dumps(result))
+        torch.distributed.destroy_process_group()
+    except BaseException as error:
+        (folder / f"{rank}.json").write_text(json.dumps({"error": f"{type(error).__name__}: {error}"}))
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()

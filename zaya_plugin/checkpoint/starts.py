@@ -1,0 +1,106 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The record of a run's last start, beside its checkpoints: which run they belong to, and whether starts fail again.
+
+A start that fails at the step at which the start before it from the same checkpoint had failed may owe that to the
+checkpoint (LLNL/scr#174: restarts from a bad one without end). Failures are errors in a rank; a kill, a signal and a
+lost peer say nothing about the checkpoint. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import xxhash
+
+from zaya_plugin.config.compose import to_yaml
+from zaya_plugin.config.schema import Recipe
+from zaya_plugin.config.whole_file import write_whole
+
+NAME = "last_start.json"
+FAILED = "last_start.failed"  # exists if an error ended it
+TAIL = 2**16  # bytes of metrics.jsonl in which the last step is looked for
+
+
+def read(directory: Path) -> dict:
+    """Return the record; empty where there is none."""
+    try:
+        content = json.loads((directory / NAME).read_text())
+    except (OSError, ValueError):
+        return {}
+    return content if isinstance(content, dict) else {}
+
+
+def begin(
+    directory: Path, *, run_id: str, step: int, recipe: str, failed_at: int | None = None, passed: int | None = None
+) -> None:
+    """Write the record of a start.
+
+    Args:
+        step: the checkpoint that it loads, 0: none.
+        recipe: checksum of the recipe; a start with a changed one is no repetition.
+        failed_at: the step at which the last start from the same checkpoint failed.
+        passed: the newer checkpoint that was put aside because two starts from it had failed.
+    """
+    directory.mkdir(parents=True, exist_ok=True)
+    content = {"run_id": run_id, "step": step, "recipe": recipe, "failed_at": failed_at, "passed": passed}
+    (directory / FAILED).unlink(missing_ok=True)
+    write_whole(directory / NAME, json.dumps(content) + "\n")
+
+
+def note_failure(directory: Path) -> None:
+    """Note that an error ends this start. A disk that is full is no further error."""
+    with contextlib.suppress(OSError):
+        os.close(os.open(directory / FAILED, os.O_CREAT | os.O_WRONLY, 0o644))
+
+
+@dataclass(frozen=True)
+class History:
+    """What earlier starts from a checkpoint tell about it.
+
+    Attributes:
+        failed_at: the step at which the last one failed; None: it did not, or there was none.
+        again: whether the one before it had failed there too.
+        passed: the newer checkpoint that was put aside before.
+    """
+
+    failed_at: int | None = None
+    again: bool = False
+    passed: int | None = None
+
+
+def history(directory: Path, step: int, recipe: str, run_dir: Path) -> History:
+    """Return the history of the checkpoint of `step`."""
+    last = read(directory)
+    if last.get("step") != step:
+        return History()
+    passed, before = last.get("passed"), last.get("failed_at")
+    if not (directory / FAILED).exists() or last.get("recipe") != recipe:
+        return History(passed=passed)
+    failed_at = max(step, last_step(run_dir / "metrics.jsonl"))
+    # A step is reported one later, so that the same failure may show up one step apart.
+    return History(failed_at, before is not None and abs(failed_at - before) <= 1, passed)
+
+
+def checksum(recipe: Recipe) -> str:
+    """Return a checksum of a recipe's values."""
+    return xxhash.xxh3_64_hexdigest(to_yaml(replace(recipe, resume="auto")).encode())
+
+
+def last_step(metrics: Path) -> int:
+    """Return the last step in metrics.jsonl, 0 without one."""
+    try:
+        with open(metrics, "rb") as file:
+            file.seek(max(0, os.fstat(file.fileno()).st_size - TAIL))
+            lines = file.read().splitlines()
+    except OSError:
+        return 0
+    steps = [0]
+    for line in lines:
+        with contextlib.suppress(ValueError, TypeError):  # cut off, by TAIL or by a kill
+            row = json.loads(line)
+            steps.append(int(row["step"]) if isinstance(row, dict) and "step" in row else 0)
+    return max(steps)
