@@ -185,7 +185,7 @@ def reshape(directory: Path, steps: list[int], options: argparse.Namespace) -> i
     from zaya_plugin.checkpoint.reshape import reshape as write_anew
 
     source = on_disk.folder(directory, steps[0])
-    final = on_disk.folder(options.output / CHECKPOINTS, steps[0])
+    final = on_disk.folder(checkpoints_of(options.output), steps[0])
     if found := _damage(directory, steps[0]):
         print(f"{source}: damaged\n  " + "\n  ".join(found))
         return 1
