@@ -70,7 +70,8 @@ def launch(recipe: Recipe) -> int:
     recipe = before_start.take_over(recipe)
     before_start.check_surroundings(recipe, plan)
     make_writable(recipe.run_dir)
-    make_writable(checkpoint_path(recipe), "checkpoint.path")
+    if Path(recipe.checkpoint.path).is_absolute():
+        make_writable(checkpoint_path(recipe), "checkpoint.path")
     if plan.rank == 0:
         keep_recipe(recipe, recipe.run_dir)
     if plan.command is None:

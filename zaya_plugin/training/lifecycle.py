@@ -223,8 +223,10 @@ class Lifecycle:
         if self.resumed_at and self.resumed_at != self._checked:
             self._check(self.resumed_at, self._args)
         self.run_id = self.run_id or secrets.token_hex(4)
-        history = {"failed_at": self._history.failed_at, "passed": self._history.passed}
-        starts.begin(self.directory, run_id=self.run_id, step=self.resumed_at, recipe=self.recipe_checksum, **history)
+        if self.resumed_at or starts.read(self.directory):  # a new run has no record; one of an older run is replaced
+            known = {"run_id": self.run_id, "step": self.resumed_at, "recipe": self.recipe_checksum}
+            past = {"failed_at": self._history.failed_at, "passed": self._history.passed}
+            starts.begin(self.directory, **known, **past)
         return self.run_id, self.lineage, secrets.token_hex(4)
 
     def after_save(self, iteration: int) -> None:
