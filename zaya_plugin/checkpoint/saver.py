@@ -13,6 +13,7 @@ that the training loop makes anyway.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -36,6 +37,7 @@ FREE, BUSY, FAILED = 0, 1, 2
 FORMAT = json.dumps({"sharded_backend": "torch_dist", "sharded_backend_version": 1})
 COMMON = "common_state"
 DEADLINE = 600.0
+SILENCE = 60.0  # seconds, beyond the deadline, after which a writer hangs; it reports every half second
 
 
 class Saver:
@@ -51,7 +53,7 @@ class Saver:
         generation: of this start of the run, the same on all ranks and different from earlier starts.
         report: called with a line about a save.
         completed: the last iteration whose checkpoint is complete, on rank 0. waited: seconds that training has waited
-            for the last save. failed: the last iteration whose save has failed on this rank.
+            for the last save. failed: the iteration of the last save, if it has failed on this rank.
         count: of the saves of this run, the same on all ranks. agreed_load: the largest `load` of all ranks.
     """
 
@@ -117,9 +119,10 @@ class Saver:
     def _send_layout(self) -> None:
         file = self._file
         layout = dict(file=file.name, slices=file.slices, size=file.size, index=len(self._index), format=FORMAT)
-        self._ask("layout", layout=layout)
-        if self._index:
-            self._connection.send_bytes(self._index)
+        with contextlib.suppress(ConnectionError):  # it has ended: the next poll starts another
+            self._ask("layout", layout=layout)
+            if self._index:
+                self._connection.send_bytes(self._index)
 
     def _revive(self) -> None:
         """Replace a writer that has ended or does not answer."""
@@ -183,6 +186,7 @@ class Saver:
         """
         assert self._state != BUSY, "one save at a time"
         self.count += 1
+        self.failed = None
         final = self.directory / f"iter_{iteration:07d}"
         name = f"{final.name}.{self.generation}-{self.count}{manifest.UNFINISHED}"
         self._save = Save(
@@ -207,7 +211,7 @@ class Saver:
             for key, value in self._objects(state).items():
                 self._buffer.write(*self._file.archive(key, value))
         except ValueError as error:
-            return self._fail(f"rank {self.rank}: {error}")
+            return self._fail(f"rank {self.rank}: {error}", note=True)
         self._staging.start()
         self.poll()
 
@@ -238,8 +242,8 @@ class Saver:
             except ConnectionError:
                 return self._lost("has ended")
             self._handed_over, self._heard = True, time.monotonic()
-        elif time.monotonic() - self._heard > self.deadline + 60:  # it reports every half second, unless it hangs
-            self._lost(f"has not answered for {self.deadline + 60:g} s")
+        elif time.monotonic() - self._heard > self.deadline + SILENCE:
+            self._lost(f"has not answered for {self.deadline + SILENCE:g} s")
 
     def _hear(self, told: dict) -> None:
         self._heard = time.monotonic()
@@ -275,14 +279,18 @@ class Saver:
         if self.prepared:
             self._revive()
         if was_busy:
-            self._fail(f"rank {self.rank}: the process that writes it {what}")
+            self._fail(f"rank {self.rank}: the process that writes it {what}", note=True)
 
     def _staging_wait(self) -> None:
         if self._staging is not None:
             self._staging.wait()
 
-    def _fail(self, reason: str) -> None:
+    def _fail(self, reason: str, note: bool = False) -> None:
+        """End the save. note: the writer has to note it for rank 0's writer, which would wait for this rank's file."""
         self._state, self.failed = FAILED, self._save.iteration
+        if note:
+            with contextlib.suppress(ConnectionError):
+                self._ask("fail", save=dataclasses.asdict(self._save), reason=reason)
         self.report(f"WARNING: the checkpoint of step {self._save.iteration} was not written: {reason}")
 
     @property
@@ -308,7 +316,8 @@ class Saver:
         if self._state == BUSY:
             self._staging.wait()
             if self._handed_over:
-                self._ask("abandon", number=self._save.number)
+                with contextlib.suppress(ConnectionError):
+                    self._ask("abandon", number=self._save.number)
                 self._await(lambda: self._state == BUSY, 10.0)
         self._state = FREE
 

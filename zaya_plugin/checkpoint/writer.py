@@ -107,6 +107,8 @@ class Writer:
                 self.take_layout(**request["layout"])
             elif request["do"] == "save":
                 self.save(Save(**request["save"]))
+            elif request["do"] == "fail":
+                self.fail(Save(**request["save"]), request["reason"])
             elif request["do"] != "abandon":  # that of a save that has ended
                 raise ValueError(f"the rank asks for {request['do']!r}, which this version does not know")
 
@@ -140,10 +142,14 @@ class Writer:
             self.tell("abandoned")
         except (OSError, ValueError) as error:
             reason = _explained(error, save.folder)
-            with contextlib.suppress(OSError):
-                write_whole(save.note("failed", save.rank), json.dumps(reason))
-            self.remove(save)
+            self.fail(save, reason)
             self.tell("failed", reason=reason)
+
+    def fail(self, save: Save, reason: str) -> None:
+        """Let the other ranks' writers know that this rank's part will not come."""
+        with contextlib.suppress(OSError):
+            write_whole(save.note("failed", save.rank), json.dumps(reason))
+        self.remove(save)
 
     def write(self, path: Path) -> dict:
         """Write the rank's file, make it durable, and return its bytes and checksum, which is taken meanwhile."""

@@ -1,0 +1,339 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A rank's saves with a real writer process, which is killed, stopped or cut off; training must go on, and hear of it."""
+
+import json
+import os
+import signal
+import time
+from types import SimpleNamespace
+
+import pytest
+import torch
+from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
+
+from tests.checkpoint.test_writer import ended, names
+from zaya_plugin.checkpoint import manifest, on_disk, saver
+from zaya_plugin.checkpoint.saver import BUSY, FAILED, FREE, Saver
+from zaya_plugin.hosts import saved_state
+from zaya_plugin.hosts.saved_state import SavedState
+
+SHAPE = (512, 512)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_rank(tmp_path_factory):
+    if torch.distributed.is_initialized():  # by a test file before this one
+        yield
+        return
+    store = tmp_path_factory.mktemp("store") / "file"
+    torch.distributed.init_process_group("gloo", init_method=f"file://{store}", rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()
+
+
+class Training:
+    """A saver and the tensor that it saves. lines: what it has reported."""
+
+    def __init__(self, directory, **named):
+        self.directory, self.lines = directory, []
+        self.weights = torch.zeros(SHAPE)
+        self.saver = Saver(directory, 0, 1, keep_last=1, **named)
+        self.saver.generation, self.saver.report = "g", self.lines.append
+        self.saver.prepare(self.state(0), pin=False)
+
+    def state(self, step: int, model: bool = True) -> dict:
+        tensors = {"w": ShardedTensor.from_rank_offsets("w", self.weights)} if model else {}
+        return {**tensors, "rng": ShardedObject("rng", {"step": step}, (1,), (0,)), "step": step}
+
+    def save(self, step: int, world: int = 1) -> None:
+        """world=2: the writer waits for another rank's file, so the save stays in flight."""
+        self.weights.fill_(step)
+        self.saver.world = world
+        self.saver.save(step, self.state(step, model=False), {})
+
+    def saved(self, step: int) -> dict:
+        """Read a checkpoint with Megatron's loader."""
+        assert on_disk.latest(self.directory) == (step, [])
+        folder = on_disk.folder(self.directory, step)
+        assert not manifest.damaged(folder)
+        read = self.state(0)
+        read["w"] = ShardedTensor.from_rank_offsets("w", torch.empty(SHAPE))
+        return dist_checkpointing.load(read, str(folder))
+
+    def poll_until(self, condition, seconds: float = 20.0) -> None:
+        """Poll as a training loop does."""
+        end = time.monotonic() + seconds
+        while not condition():
+            assert time.monotonic() < end, self.lines
+            self.saver.poll()
+            time.sleep(0.01)
+
+    def until_part(self) -> None:
+        """Wait until the file is written, and only the other rank's is missing."""
+        note = self.saver._save.note("part", 0)
+        self.poll_until(note.exists)
+
+
+@pytest.fixture
+def training(tmp_path):
+    started = Training(tmp_path)
+    yield started
+    started.saver.close()
+    assert ended(started.saver._process.pid, 5)
+
+
+def test_the_file_holds_the_values_of_the_save_and_not_of_later_steps(training, monkeypatch):
+    """Megatron's own writer, on the CPU, wrote 13.2 M of 54.1 M elements of later steps (no copy of CPU tensors).
+    NVIDIA/Megatron-LM#2288: a buffer was filled again before it was written. NVIDIA-NeMo/RL#949: a save beside a
+    collective; here a save has none.
+    """
+    for name in ("all_gather_object", "gather_object", "broadcast_object_list", "barrier", "all_reduce", "all_gather"):
+        monkeypatch.setattr(torch.distributed, name, None)
+    pid = training.saver._process.pid
+    for step in (10, 20, 30):
+        training.save(step)
+        while training.saver.load == BUSY:
+            training.weights += 1  # the next steps
+            training.saver.poll()
+        loaded = training.saved(step)
+        assert torch.equal(loaded["w"], torch.full(SHAPE, float(step)))
+        assert loaded["step"] == step and loaded["rng"] == {"step": step}
+    assert training.saver._process.pid == pid
+    assert [line.partition(":")[0] for line in training.lines] == ["step 10", "step 20", "step 30"]
+
+
+def test_the_memory_is_that_of_the_shard(training):
+    """vllm-project/vime#139: the host ran out of memory while the state was gathered."""
+    assert training.saver.bytes <= 1.1 * training.weights.nbytes + 2**18
+    assert os.fstat(training.saver._buffer.descriptor).st_size == training.saver.bytes
+
+
+@pytest.mark.parametrize("when", ["before", "during", "after"])
+def test_a_killed_writer_is_noticed_at_the_next_poll_and_replaced(training, when):
+    """NVIDIA/Megatron-LM#6970: a dead writer was never noticed. NVIDIA-NeMo/Automodel#3824: a race at its start."""
+    first = training.saver._process
+    if when == "before":
+        first.kill()
+        first.wait()
+        training.saver.poll()
+        assert training.lines == [] and training.saver.load == FREE
+    elif when == "during":
+        training.save(10, world=2)
+        training.until_part()
+        first.kill()
+        first.wait()
+        training.saver.poll()
+        assert (training.saver.load, training.saver.failed) == (FAILED, 10)
+        assert training.lines == [
+            "WARNING: the checkpoint of step 10 was not written: rank 0: the process that writes it has ended"
+        ]
+    else:
+        training.save(10)
+        training.saver.wait()
+        first.kill()
+        first.wait()
+        training.saver.poll()
+        assert len(training.lines) == 1 and training.saver.load == FREE
+    assert training.saver._process.pid != first.pid
+    training.saver.agreed(training.saver.load)
+    training.save(20)
+    assert training.saver.wait(20) and training.saver.failed is None
+    assert torch.equal(training.saved(20)["w"], torch.full(SHAPE, 20.0))
+    assert names(training.directory) == ["iter_0000020", "latest_checkpointed_iteration.txt"]
+
+
+def test_a_writer_that_dies_again_and_again_does_not_end_training(training):
+    for _ in range(3):
+        training.saver._process.kill()
+        training.saver._process.wait()
+        training.save(10)  # handed over to a process that has ended
+        training.poll_until(lambda: training.saver.load == FAILED)
+        training.saver.agreed(FAILED)
+        assert training.saver.load == FREE
+    assert len(training.lines) == 3
+    training.saver._process.kill()
+    training.saver.abandon()
+    training.saver._send_layout()  # to a process that has ended, as a new one may have
+    training.save(20)
+    training.poll_until(lambda: training.saver.load != BUSY)
+
+
+def test_the_writer_notes_for_the_other_ranks_that_its_predecessor_was_killed(training, tmp_path):
+    """Else rank 0's writer waits ten minutes for the file of a rank whose writer was killed in the last save."""
+    training.saver.rank = 1
+    training.save(10, world=2)
+    save = training.saver._save
+    training.poll_until(save.note("part", 1).exists)
+    training.saver._state = BUSY  # killed before it was done
+    training.saver._process.kill()
+    training.saver._process.wait()
+    training.saver.poll()
+    training.poll_until(save.note("failed", 1).exists)
+    assert json.loads(save.note("failed", 1).read_text()) == "rank 1: the process that writes it has ended"
+
+
+def test_a_writer_that_hangs_is_replaced_after_the_deadline(tmp_path, monkeypatch):
+    """NVIDIA/Megatron-LM#2422, radixark/miles#2816: training waited for a save for ever."""
+    monkeypatch.setattr(saver, "SILENCE", 0.3)
+    training = Training(tmp_path, deadline=0.2)
+    training.saver.wait()
+    training.poll_until(lambda: training.saver._ready)
+    first = training.saver._process
+    first.send_signal(signal.SIGSTOP)
+    training.save(10)
+    began = time.monotonic()
+    assert training.saver.wait(20)
+    assert time.monotonic() - began < 5 and training.saver.failed == 10
+    assert training.lines == [
+        "WARNING: the checkpoint of step 10 was not written: rank 0: the process that writes it has not answered for "
+        "0.5 s"
+    ]
+    assert ended(first.pid, 5)
+    monkeypatch.setattr(saver, "SILENCE", 20.0)
+    training.save(20)
+    assert training.saver.wait(20)
+    training.saved(20)
+    training.saver.close()
+
+
+def test_a_disk_without_room_fails_the_save_and_not_the_training(training):
+    folder = training.directory
+    blocked = folder / "iter_0000010.g-1.unfinished"
+    blocked.mkdir()
+    (blocked / "__0_0.distcp").symlink_to("/dev/full")
+    training.save(10)
+    assert training.saver.wait(20) and training.saver.failed == 10
+    (line,) = training.lines
+    assert line.startswith("WARNING: the checkpoint of step 10 was not written: rank 0: [Errno 28] No space left")
+    assert "GiB and" in line and "files are free" in line
+    training.saver.agreed(FAILED)
+    training.save(20)
+    assert training.saver.wait(20)
+    training.saved(20)
+
+
+def test_an_object_that_has_grown_too_large_fails_the_save(training):
+    training.saver.save(10, {**training.state(10, model=False), "step": os.urandom(2**20)}, {})
+    assert training.saver.failed == 10 and "rank 0" in training.lines[0]
+    training.saver.agreed(FAILED)
+    training.save(20)
+    assert training.saver.wait(20)
+    assert training.saved(20)["step"] == 20
+
+
+def test_another_ranks_failure_gives_the_save_up(training):
+    training.save(10, world=2)
+    training.until_part()
+    training.saver.agreed(FAILED)
+    assert training.saver.load == FREE and training.saver.failed == 10
+    assert names(training.directory) == []
+    assert "another rank has failed" in training.lines[0]
+
+
+# When a run saves
+
+
+@pytest.fixture
+def run(training, monkeypatch):
+    """SavedState of a run of 100 steps with a checkpoint every 10, without a model."""
+    recipe = SimpleNamespace(
+        checkpoint=SimpleNamespace(save="async", save_interval=10), stage=SimpleNamespace(train_iters=100)
+    )
+    state = SavedState(recipe, training.saver)
+    monkeypatch.setattr(saved_state, "_tensors", lambda model, optimizer: [])
+    monkeypatch.setattr(saved_state, "get_args", lambda: SimpleNamespace())
+    monkeypatch.setattr(
+        SavedState, "state", staticmethod(lambda model, optimizer, scheduler, step, *_: training.state(step, False))
+    )
+    state.at = lambda step: state.save(step, None, None, None, 0.0)
+    return state
+
+
+def release(training) -> None:
+    """Let the save in flight end: the other rank has nothing to write."""
+    save = training.saver._save
+    training.until_part()
+    save.note("part", 1).write_text("{}")
+
+
+def test_a_save_while_the_one_before_is_written_is_left_out_and_reported(run, training):
+    training.saver.world = 2
+    run.at(10)
+    training.until_part()
+    training.saver.agreed(training.saver.load)
+    run.at(20)
+    assert training.saver.count == 1
+    assert training.lines[-1].startswith("WARNING: no checkpoint at step 20: the one before is still being written")
+    release(training)
+    training.poll_until(lambda: training.saver.load == FREE)
+    training.saver.agreed(FREE)
+    training.saver.world = 1
+    run.at(30)
+    run.finish(30)
+    training.saved(30)
+
+
+def test_the_last_save_waits_for_the_one_before_and_for_itself(run, training):
+    training.saver.world = 2
+    run.at(10)
+    training.saver.agreed(BUSY)
+    release(training)
+    training.saver.world = 1
+    run.at(100)
+    run.finish(100)
+    assert training.saved(100)["step"] == 100
+    assert [line.partition(":")[0] for line in training.lines] == ["step 10", "step 100"]
+
+
+def test_a_save_that_was_left_out_at_the_end_is_made(run, training):
+    training.saver.world = 2
+    run.at(10)
+    training.saver.agreed(BUSY)
+    run.at(20)
+    release(training)
+    training.saver.world = 1
+    run.finish(20)  # exit_interval=20 ends the run here
+    training.saved(20)
+
+
+def test_a_failed_last_save_is_an_error_with_the_step(run, training):
+    (training.directory / "iter_0000100.g-1.unfinished").write_text("in the way")
+    run.at(100)
+    with pytest.raises(RuntimeError, match="the last checkpoint, of step 100, was not written; the reason is above"):
+        run.finish(100)
+    assert "[Errno 17] File exists" in training.lines[0]
+
+
+@pytest.mark.parametrize("grace, old, new", [(600, "complete", "complete"), (12, "abandoned", "complete"), (4, "", "")])
+def test_sigterm_with_a_save_in_flight(run, training, monkeypatch, grace, old, new):
+    """It is completed where old and new fit into the grace by the measured rate, given up where only the new one does;
+    else no other is begun.
+    """
+    training.save(10)
+    training.saver.wait()
+    training.saver.world = 2
+    run.at(20)
+    training.until_part()
+    monkeypatch.setattr(Saver, "seconds_left", property(lambda self: 7.0 if self.load == BUSY else 0.0))
+    monkeypatch.setattr(Saver, "seconds_for_one", property(lambda self: 8.0))
+    monkeypatch.setenv("ZAYA_GRACE_SECONDS", str(grace))
+    run.end_is_near(time.monotonic())
+    if old == "complete":
+        release(training)
+    unfinished = training.saver._save.folder
+    training.saver.world = 1
+    began = time.monotonic()
+    run.at(23)
+    run.finish(23)
+    assert time.monotonic() - began < grace
+    kept = names(training.directory)
+    if new:
+        assert training.saved(23)["step"] == 23 and training.saver.completed == 23
+        assert not unfinished.exists()
+        assert any("given up for one of this step" in line for line in training.lines) == (old == "abandoned")
+        assert any(line.startswith("step 20: checkpoint saved") for line in training.lines) == (old == "complete")
+    else:
+        assert training.saver.count == 2 and "iter_0000010" in kept
+        assert any("no checkpoint of this step: the save in flight takes" in line for line in training.lines)
+        assert "WARNING: the last checkpoint was not complete when the time was over" in training.lines

@@ -1,0 +1,323 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The writer of checkpoints as a process of its own: its protocol, its end, and disks that fail. Real faults."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.checkpoint.writer_process import CONTENT, WriterProcess, checksum
+from zaya_plugin.checkpoint import manifest, on_disk
+
+EIO = """
+#define _GNU_SOURCE
+#include <dlfcn.h>
+#include <errno.h>
+#include <sys/uio.h>
+#include <unistd.h>
+
+/* The disk reports its errors where data is made durable, or at a write: FAILS says which. */
+static int fails(const char* call) {
+    extern char* getenv(const char*);
+    extern int strcmp(const char*, const char*);
+    extern int access(const char*, int);
+    const char* chosen = getenv("FAILS");
+    return chosen && !strcmp(chosen, call) && access(getenv("FAILS_WHILE"), F_OK) == 0;
+}
+
+int fsync(int file) {
+    if (fails("fsync")) { errno = EIO; return -1; }
+    return ((int (*)(int))dlsym(RTLD_NEXT, "fsync"))(file);
+}
+
+ssize_t writev(int file, const struct iovec* parts, int count) {
+    if (fails("writev")) { errno = EIO; return -1; }
+    return ((ssize_t (*)(int, const struct iovec*, int))dlsym(RTLD_NEXT, "writev"))(file, parts, count);
+}
+"""
+
+
+@pytest.fixture
+def start():
+    started = []
+
+    def begin(*arguments, **named) -> WriterProcess:
+        started.append(WriterProcess(*arguments, **named))
+        return started[-1]
+
+    yield begin
+    for writer in started:
+        writer.close()
+
+
+@pytest.fixture
+def disk(tmp_path):
+    """Mounts a small file system, with options as of mount(8)."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+
+    def mount(options: str) -> Path:
+        done = subprocess.run(["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(folder)], capture_output=True)
+        if done.returncode:
+            pytest.skip("mounting a small file system needs root")
+        return folder
+
+    yield mount
+    subprocess.run(["umount", "--lazy", str(folder)], capture_output=True)
+
+
+def ended(pid: int, seconds: float) -> bool:
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        try:
+            if Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z":
+                return True
+        except OSError:
+            return True
+        time.sleep(0.02)
+    return False
+
+
+def names(directory: Path) -> list[str]:
+    return sorted(path.name for path in directory.iterdir())
+
+
+def until(condition, seconds: float = 20.0) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+def test_checkpoints_are_complete_and_the_older_ones_are_removed_after(start, tmp_path):
+    """NVIDIA-NeMo/Megatron-Bridge#4678, NovaSky-AI/SkyRL#2145: the removal ran before the new checkpoint was durable.
+    NVIDIA/Megatron-LM#6767: one process makes all saves, also the last.
+    """
+    writer = start()
+    for number, iteration in enumerate((10, 20), 1):
+        writer.save(tmp_path, iteration, number)
+        writer.hear("done")
+    writer.ask(do="abandon", number=2)  # too late, and ignored
+    writer.save(tmp_path, 30, 3, keep_every=20)
+    writer.hear("done")
+    writer.connection.close()
+    assert writer.end() == (0, "")
+    assert names(tmp_path) == ["iter_0000020", "iter_0000030", "latest_checkpointed_iteration.txt"]
+    assert (tmp_path / on_disk.TRACKER).read_text() == "30"
+    folder = tmp_path / "iter_0000030"
+    assert names(folder) == [".metadata", "__0_0.distcp", "manifest.json", "metadata.json"]
+    assert (folder / "__0_0.distcp").read_bytes() == CONTENT
+    content = manifest.read(folder)
+    assert content["files"]["__0_0.distcp"] == {"bytes": len(CONTENT), "xxh3_128": checksum(CONTENT)}
+    assert (content["iteration"], content["ranks"], content["run_id"]) == (30, 1, "r")
+    states = [told["state"] for told in writer.told if told["number"] == 3 and told["state"] not in ("writing", "waiting")]
+    assert states == ["written", "described", "complete", "done"]
+
+
+def test_nothing_is_named_before_all_ranks_are_durable(start, tmp_path):
+    """KempnerInstitute/KempnerForge#102: the pointer moved before the data was durable."""
+    first, second = start(0), start(1)
+    save = first.save(tmp_path, 10, world=2)
+    first.hear("written")
+    time.sleep(0.2)
+    assert names(tmp_path) == [save.folder.name] and on_disk.latest(tmp_path) == (None, [])
+    second.save(tmp_path, 10, world=2)
+    second.hear("done")
+    first.hear("done")
+    assert on_disk.latest(tmp_path) == (10, []) and not manifest.damaged(tmp_path / "iter_0000010")
+    assert len(manifest.read(tmp_path / "iter_0000010")["files"]) == 4
+
+
+def test_a_checkpoint_is_complete_on_the_nodes_disk_before_the_upload(start, tmp_path):
+    """NVIDIA/nvidia-resiliency-ext#373: the files of a node's disk were uploaded to the wrong place."""
+    shared, local = tmp_path / "shared", tmp_path / "local"
+    pair = start(0), start(1)
+    for number, step in enumerate((10, 20), 1):
+        name = f"iter_{step:07d}.g-{number}.unfinished"
+        for rank, writer in enumerate(pair):
+            writer.save(shared, step, number, world=2, local=str(local / name), leads=rank == 0, limit=10e6)
+        for writer in pair:
+            writer.hear("done")
+    assert on_disk.latest(shared) == (20, [])
+    whole = [".metadata", "__0_0.distcp", "__1_0.distcp", "manifest.json", "metadata.json"]
+    assert names(shared / "iter_0000020") == whole
+    assert not manifest.damaged(shared / "iter_0000020")
+    until(lambda: names(local) == ["iter_0000020"])
+    assert names(local / "iter_0000020") == whole and not manifest.damaged(local / "iter_0000020")
+
+
+@pytest.mark.parametrize("busy", [False, True])
+def test_an_unknown_message_is_an_error_and_not_a_wait(start, tmp_path, busy):
+    """NVIDIA-NeMo/Megatron-Bridge#6098: a request of a foreign class was never acknowledged."""
+    writer = start()
+    if busy:
+        writer.save(tmp_path, 10, world=2)
+        writer.hear("written")
+    writer.ask(do="dance")
+    if busy:
+        assert "'dance'" in writer.hear("failed")["reason"]
+        assert names(tmp_path) == []
+    else:
+        code, errors = writer.end()
+        assert code == 1 and "the rank asks for 'dance', which this version does not know" in errors
+
+
+@pytest.mark.parametrize("how", ["leaves", "killed"])
+def test_the_writer_ends_with_its_rank_and_its_folder_is_no_checkpoint(start, tmp_path, how):
+    if how == "leaves":
+        writer = start()
+        writer.save(tmp_path, 10, world=2)
+        writer.hear("written")
+        pid = writer.process.pid
+        writer.connection.close()
+    else:
+        code = (
+            "import sys, time; from pathlib import Path; from tests.checkpoint.writer_process import WriterProcess\n"
+            "writer = WriterProcess(); writer.save(Path(sys.argv[1]), 10, world=2); writer.hear('written')\n"
+            "print(writer.process.pid, flush=True); time.sleep(60)"
+        )
+        rank = subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], stdout=subprocess.PIPE, text=True)
+        pid = int(rank.stdout.readline())
+        rank.kill()
+        rank.wait()
+        rank.stdout.close()
+    assert ended(pid, 5)
+    assert on_disk.latest(tmp_path) == (None, [])
+    manifest.remove_leftovers(tmp_path)
+    assert names(tmp_path) == []
+
+
+def test_a_writer_killed_while_it_writes_leaves_the_checkpoint_before(start, tmp_path):
+    first = start()
+    first.save(tmp_path, 10)
+    first.hear("done")
+    first.save(tmp_path, 20, 2, world=2)
+    first.hear("written")
+    first.process.kill()
+    assert first.end()[0] == -signal.SIGKILL
+    assert on_disk.latest(tmp_path) == (10, [])
+    again = start()
+    again.save(tmp_path, 20, 3)
+    again.hear("done")
+    until(lambda: names(tmp_path) == ["iter_0000020", "latest_checkpointed_iteration.txt"])
+
+
+def test_a_writer_of_an_earlier_start_cannot_complete_a_checkpoint(start, tmp_path):
+    """NVIDIA-NeMo/Megatron-Bridge#5117: a stale completion finished the retry's first save."""
+    orphan = start()
+    old = orphan.save(tmp_path, 10, world=2)
+    orphan.hear("written")
+    manifest.remove_leftovers(tmp_path)  # what a start does
+    new = start(1).save(tmp_path, 10, world=2, unfinished=str(tmp_path / "iter_0000010.new-1.unfinished"))
+    until(lambda: new.note("part", 1).exists())
+    assert "No such file" in orphan.hear("failed")["reason"]
+    assert not old.folder.exists() and on_disk.latest(tmp_path) == (None, [])
+
+
+def test_a_rank_that_fails_or_says_nothing_ends_the_save(start, tmp_path):
+    """OLMo-core's done_callback: a checkpoint was completed although a rank's upload had failed.
+    NVIDIA/Megatron-LM#2422, radixark/miles#2816: a save without a deadline waited for ever.
+    """
+    writer = start()
+    save = writer.save(tmp_path, 10, world=2)
+    writer.hear("written")
+    save.note("failed", 1).write_text(json.dumps("no space"))
+    assert writer.hear("failed")["reason"].startswith("rank 1: no space")
+    writer.save(tmp_path, 10, 2, world=3, deadline=0.3)
+    began = time.monotonic()
+    assert "nothing came from rank 1, 2 within 0.3 s" in writer.hear("failed")["reason"]
+    assert time.monotonic() - began < 5
+    assert names(tmp_path) == []
+
+
+@pytest.mark.parametrize(
+    "options, reason",
+    [("size=600k", r"\[Errno 28\] No space left on device"), ("size=8m,nr_inodes=6", r"\[Errno 28\].*0 files are free")],
+    ids=["bytes", "inodes"],
+)
+def test_a_full_disk_is_named_and_what_was_written_is_removed(start, disk, options, reason):
+    directory = disk(options)
+    filler = [directory / str(number) for number in range(3)]
+    for path in filler:
+        path.write_text("")
+    writer = start()
+    writer.save(directory, 10)
+    failed = writer.hear("failed", "done")
+    assert failed["state"] == "failed"
+    assert re.search(reason, failed["reason"]), failed
+    assert names(directory) == ["0", "1", "2"], "the space is free again"
+    for path in filler:
+        path.unlink()
+    subprocess.run(["mount", "-o", "remount,size=16m,nr_inodes=100", str(directory)], check=True)
+    writer.save(directory, 20, 2)
+    assert writer.hear("done", "failed")["state"] == "done"
+    assert on_disk.latest(directory) == (20, [])
+
+
+def test_a_disk_that_became_read_only(start, disk):
+    directory = disk("size=16m")
+    writer = start()
+    writer.save(directory, 10)
+    writer.hear("done")
+    subprocess.run(["mount", "-o", "remount,ro", str(directory)], check=True)
+    writer.save(directory, 20, 2)
+    assert "[Errno 30] Read-only file system" in writer.hear("failed")["reason"]
+    subprocess.run(["mount", "-o", "remount,rw", str(directory)], check=True)
+    assert on_disk.latest(directory) == (10, [])
+    writer.save(directory, 30, 3)
+    writer.hear("done")
+    assert on_disk.latest(directory) == (30, [])
+
+
+def test_a_device_that_is_always_full(start, tmp_path):
+    writer = start()
+    save = tmp_path / "iter_0000010.g-1.unfinished"
+    save.mkdir()
+    (save / "__0_0.distcp").symlink_to("/dev/full")
+    writer.save(tmp_path, 10)
+    assert "[Errno 28] No space left on device" in writer.hear("failed")["reason"]
+    assert names(tmp_path) == []
+
+
+@pytest.mark.parametrize("call", ["writev", "fsync"])
+def test_an_error_of_the_disk(start, tmp_path, require_tool, call):
+    """Also an error that comes only when the data is made durable; NVIDIA/Megatron-LM#6970 hung there."""
+    source, library, broken = tmp_path / "eio.c", tmp_path / "eio.so", tmp_path / "broken"
+    source.write_text(EIO)
+    subprocess.run([require_tool("g++"), "-x", "c", "-shared", "-fPIC", "-o", library, source, "-ldl"], check=True)
+    broken.touch()
+    writer = start(LD_PRELOAD=str(library), FAILS=call, FAILS_WHILE=str(broken))
+    directory = tmp_path / "checkpoints"
+    writer.save(directory, 10)
+    assert "[Errno 5] Input/output error" in writer.hear("failed")["reason"]
+    assert names(directory) == []
+    broken.unlink()
+    writer.save(directory, 20, 2)
+    writer.hear("done")
+    assert not manifest.damaged(directory / "iter_0000020")
+
+
+def test_a_directory_without_permission(start, tmp_path):
+    """As root all is permitted but /proc."""
+    directory = Path("/proc/self") if os.geteuid() == 0 else tmp_path
+    if os.geteuid() != 0:
+        tmp_path.chmod(0o500)
+    writer = start()
+    writer.save(directory, 10)
+    reason = writer.hear("failed")["reason"]
+    assert "iter_0000010.g-1.unfinished" in reason and "[Errno" in reason
+
+
+def test_abandoned_saves_leave_nothing(start, tmp_path):
+    writer = start()
+    writer.save(tmp_path, 10, world=2)
+    writer.hear("written")
+    writer.ask(do="abandon", number=1)
+    assert writer.hear("abandoned")["number"] == 1
+    assert names(tmp_path) == []
