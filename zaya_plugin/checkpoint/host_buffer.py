@@ -127,7 +127,11 @@ class Staging:
 
     @property
     def is_complete(self) -> bool:
-        """Whether everything is in the buffer. Does not wait."""
+        """Whether everything is in the buffer. Does not wait. False during the capture of a CUDA graph, when events
+        must not be queried.
+        """
+        if self._in_flight and torch.cuda.is_current_stream_capturing():
+            return False
         if self._in_flight and all(event.query() for event in reversed(self._events)):
             self._in_flight = False
         return not self._in_flight

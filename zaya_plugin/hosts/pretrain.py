@@ -187,7 +187,8 @@ class _Trainer:
 
     def finalize_and_balance(self, model, *positional, **named):
         """Finish the gradients and balance the experts, after the backward passes of a step."""
-        self.steps.poll()  # the previous step has ended
+        # The previous step has ended. A captured step does not come here: training_log polls too.
+        self.steps.poll()
         self.saved.saver.poll()
         self.balancer(model, *positional, **named)
 
@@ -232,6 +233,7 @@ class _Trainer:
             self.reporter.step(Step(loss=loss, seconds=seconds(), statistics=routers, **known))
 
         self.steps.add([*losses, *counts], report)
+        self.saved.saver.poll()
         if args.record_memory_history and iteration == min(args.profile_step_end, args.train_iters):
             self.dump_memory_snapshot(args)
         return False  # no memory report by Megatron
@@ -285,8 +287,10 @@ class _Trainer:
         return train(forward_step_func, model, optimizer, scheduler, *positional, **named)
 
     def save(self, _, iteration, model, optimizer, scheduler, flops, *positional, train_data_iterator=None, **named):
-        """Save a checkpoint beside the training; replaces Megatron's save_checkpoint_and_time."""
-        self.steps.flush()
+        """Save a checkpoint beside the training; replaces Megatron's save_checkpoint_and_time.
+
+        The step's own numbers are reported later: to wait for them would leave the device idle during the save.
+        """
         if self.signal is not None and self.signal.since is not None:
             self.saved.end_is_near(self.signal.since)
         self.saved.save(iteration, model, optimizer, scheduler, flops, train_data_iterator)
