@@ -28,6 +28,7 @@ import argparse
 import contextlib
 import json
 import os
+import shlex
 import shutil
 import statistics
 import subprocess
@@ -112,7 +113,8 @@ def main(argv: list[str]) -> int:
     found = json.loads((arguments.work / RECORD).read_text())
     device = found.pop("device")
     print(table(found["kinds"]))
-    write(described(arguments.commit, device) | {"ranks": plan.world_size, **found}, arguments.name, arguments.results)
+    record = described(arguments.commit, device) | {"command": shlex.join(["python3", "-m", MODULE, *argv])}
+    write(record | {"ranks": plan.world_size, **found}, arguments.name, arguments.results)
     return 0
 
 
