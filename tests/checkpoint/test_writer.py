@@ -116,7 +116,9 @@ def test_checkpoints_are_complete_and_the_older_ones_are_removed_after(start, tm
     content = manifest.read(folder)
     assert content["files"]["__0_0.distcp"] == {"bytes": len(CONTENT), "xxh3_128": checksum(CONTENT)}
     assert (content["iteration"], content["ranks"], content["run_id"]) == (30, 1, "r")
-    states = [told["state"] for told in writer.told if told["number"] == 3 and told["state"] not in ("writing", "waiting")]
+    states = [
+        told["state"] for told in writer.told if told["number"] == 3 and told["state"] not in ("writing", "waiting")
+    ]
     assert states == ["written", "described", "complete", "done"]
 
 
@@ -238,7 +240,10 @@ def test_a_rank_that_fails_or_says_nothing_ends_the_save(start, tmp_path):
 
 @pytest.mark.parametrize(
     "options, reason",
-    [("size=600k", r"\[Errno 28\] No space left on device"), ("size=8m,nr_inodes=6", r"\[Errno 28\].*0 files are free")],
+    [
+        ("size=600k", r"\[Errno 28\] No space left on device"),
+        ("size=8m,nr_inodes=6", r"\[Errno 28\].*0 files are free"),
+    ],
     ids=["bytes", "inodes"],
 )
 def test_a_full_disk_is_named_and_what_was_written_is_removed(start, disk, options, reason):

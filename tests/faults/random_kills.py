@@ -36,13 +36,7 @@ from zaya_plugin.checkpoint import manifest
 
 STEPS = 6
 VICTIMS = ("rank", "writer", "rank and writer", "other rank", "all")
-RUN = (
-    "experiment=cpu_demo",
-    *SMALL,
-    f"stage.train_iters={STEPS}",
-    "checkpoint.keep_last=1",
-    "resume=auto",
-)
+RUN = ("experiment=cpu_demo", *SMALL, f"stage.train_iters={STEPS}", "checkpoint.keep_last=1", "resume=auto")
 PATIENCE = 120.0  # seconds for a run, and for its processes to end
 
 
@@ -290,7 +284,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--count", type=int, default=200, help="kills")
     parser.add_argument("--seed", type=int, default=1, help="of the first kill; the others follow")
-    parser.add_argument("--ranks", type=int, choices=(1, 2), help="of every run; default: 2 for every fourth seed, else 1")
+    parser.add_argument(
+        "--ranks", type=int, choices=(1, 2), help="of every run; default: 2 for every fourth seed, else 1"
+    )
     parser.add_argument("--local", action="store_true", help="write to checkpoint.local_path first, and upload")
     options = parser.parse_args()
     failures, labs = [], {}
@@ -310,7 +306,9 @@ def main() -> int:
                 line = f"FAILED: {failure}"
             seeds.write(f"seed {seed}, {world} ranks: {line}", file=sys.stdout)
             sys.stdout.flush()
-    print(f"{options.count - len(failures)} of {options.count} resumed from the newest durable checkpoint to equal bits")
+    print(
+        f"{options.count - len(failures)} of {options.count} resumed from the newest durable checkpoint to equal bits"
+    )
     if failures:
         print(f"failed seeds: {failures}")
     return int(bool(failures))

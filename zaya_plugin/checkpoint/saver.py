@@ -51,7 +51,7 @@ class Saver:
         local: the same on this node's own disk, where a checkpoint is written first; None: nowhere. leads: this rank
             completes the local checkpoints of its node. limit: bytes a second of the upload from there.
         generation: of this start of the run, the same on all ranks and different from earlier starts.
-        report: called with a line about a save.
+        report: called with a line about a save. before_writing: called once a copy is complete.
         completed: the last iteration whose checkpoint is complete, on rank 0. waited: seconds that training has waited
             for the last save. failed: the iteration of the last save, if it has failed on this rank.
         count: of the saves of this run, the same on all ranks. agreed_load: the largest `load` of all ranks.
@@ -73,6 +73,7 @@ class Saver:
         self.leads, self.limit = False, None
         self.generation = ""
         self.report: Callable[[str], None] = print
+        self.before_writing: Callable[[], None] = lambda: None
         self.completed: int | None = None
         self.waited = 0.0
         self.failed: int | None = None
@@ -188,7 +189,7 @@ class Saver:
         self.count += 1
         self.failed = None
         final = self.directory / f"iter_{iteration:07d}"
-        name = f"{final.name}.{self.generation}-{self.count}{manifest.UNFINISHED}"
+        name = f"{final.name}.{self.generation}_{self.count}{manifest.UNFINISHED}"
         self._save = Save(
             self.count,
             iteration,
@@ -235,6 +236,7 @@ class Saver:
         if not self._handed_over:
             if not self._staging.is_complete:
                 return
+            self.before_writing()
             try:
                 if self._process.poll() is not None:
                     raise ConnectionError

@@ -135,6 +135,7 @@ class _Trainer:
         self.balancer = Balancer()
         self.started = False
         self.steps = StepQueue()
+        saved.saver.before_writing = self.steps.flush
         self.clock = StepClock(on_device=recipe.cluster.device != "cpu")
         self.signal: AgreedSignal | None = None
 
@@ -193,7 +194,8 @@ class _Trainer:
 
     def finalize_and_balance(self, model, *positional, **named):
         """Finish the gradients and balance the experts, after the backward passes of a step."""
-        self.steps.poll()  # the previous step has ended
+        # The previous step has ended. A captured step does not come here: training_log polls too.
+        self.steps.poll()
         self.saved.saver.poll()
         self.balancer(model, *positional, **named)
 
@@ -214,7 +216,6 @@ class _Trainer:
         """Report a step as one line and one row of metrics once the numbers are on the host; replaces Megatron's
         training_log.
         """
-        self.saved.saver.poll()
         args = get_args()
         batch_size = get_current_global_batch_size()
         statistics = self.balancer.statistics
@@ -239,6 +240,7 @@ class _Trainer:
             self.reporter.step(Step(loss=loss, seconds=seconds(), statistics=routers, **known))
 
         self.steps.add([*losses, *counts], report)
+        self.saved.saver.poll()
         if args.record_memory_history and iteration == min(args.profile_step_end, args.train_iters):
             self.dump_memory_snapshot(args)
         return False  # no memory report by Megatron
@@ -292,8 +294,10 @@ class _Trainer:
         return train(forward_step_func, model, optimizer, scheduler, *positional, **named)
 
     def save(self, _, iteration, model, optimizer, scheduler, flops, *positional, train_data_iterator=None, **named):
-        """Save a checkpoint beside the training; replaces Megatron's save_checkpoint_and_time."""
-        self.steps.flush()
+        """Save a checkpoint beside the training; replaces Megatron's save_checkpoint_and_time.
+
+        The step's own numbers are reported once the copy has ended: to wait for them here would leave the device idle.
+        """
         if self.signal is not None and self.signal.since is not None:
             self.saved.end_is_near(self.signal.since)
         self.saved.save(iteration, model, optimizer, scheduler, flops, train_data_iterator)

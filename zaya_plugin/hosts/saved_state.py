@@ -129,13 +129,13 @@ class SavedState:
         if self.ends_at is None:
             self.saver.wait()
             return True
-        left = torch.tensor([self.saver.seconds_left, self.saver.seconds_for_one], dtype=torch.float64)
+        # the slowest rank and the earliest end decide
+        left = torch.tensor([self.saver.seconds_left, self.saver.seconds_for_one, -self.rest()], dtype=torch.float64)
         if torch.distributed.get_backend() != "gloo":
             left = left.to(torch.cuda.current_device())
         torch.distributed.all_reduce(left, torch.distributed.ReduceOp.MAX)
-        old, new = left.tolist()
-        # rank 0's clock decides: the all_reduce takes the smallest rest
-        rest = self.rest()
+        old, new, rest = left.tolist()
+        rest = -rest
         if old + new <= rest or old == 0:
             self.saver.wait(rest)
             return True

@@ -1,0 +1,479 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Measure what a checkpoint costs a training: in the loop of `zaya train`, by our saves, Megatron's and torch's, in turns.
+
+    python3 -m benchmarks.checkpoint_stall --random-tokens 4096 --rounds 9 experiment=cpu_demo nproc=2
+    python3 -m benchmarks.checkpoint_stall experiment=zaya1_base cluster=h200_8 nproc=1 cluster.gpus_per_node=1 \\
+        cluster.numa_nodes=[] model.num_layers=2 stage.micro_batch_size=4 stage.global_batch_size=32
+
+A round makes one save of each kind:
+
+    async, sync      checkpoint.save of this plugin
+    stock            Megatron's save, whose format gathers the optimizer's state on every rank
+    stock_boxes      Megatron's save with this plugin's boxes, which gathers nothing
+    torch            torch.distributed.checkpoint.async_save with overlapped staging into pinned memory, by a process.
+                     The event that orders the copy after the optimizer is added, and before torch 2.13 the stager's
+                     cache is kept; `async_save` alone has the former mistake in every version
+    plain            no checkpoint: a process writes as many bytes to the same disk, then fsync
+
+A window is the step during which a save is made and all steps until it is on the disk, at least two. Stall: the time of
+the window less the median of as many steps without a save; such steps lie between the saves. Times are those between
+the ends of steps, by events on a GPU and by the host's clock on a CPU, on rank 0. The first round warms up; the memory
+of the rank and its children (their proportional share of shared pages) is read during it. Prints a table and writes
+<name>.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import shlex
+import shutil
+import statistics
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from unittest import mock
+
+from zaya_plugin.parent_death import adopt_children
+
+MODULE = "benchmarks.checkpoint_stall"
+KINDS = ("async", "sync", "stock", "stock_boxes", "torch", "plain")
+RECORD = "stall.json"
+WARM_UP = 6  # steps before the first save; a graph is captured in them
+REST = 2  # steps after a window that are not counted: what it has written is removed
+
+
+@dataclass(frozen=True)
+class Choices:
+    """The command line. once: kinds that are saved in the first counted round alone. seconds: after which no further
+    save begins. plain_steps: counted steps without a save, after each save.
+    """
+
+    kinds: list[str]
+    once: list[str]
+    rounds: int
+    seconds: float
+    plain_steps: int
+    random_tokens: int
+
+
+# Outside the ranks
+
+
+def main(argv: list[str]) -> int:
+    parser = argparse.ArgumentParser(
+        prog=f"python3 -m {MODULE}", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("overrides", nargs="*", help="Hydra overrides")
+    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS), metavar="KIND")
+    parser.add_argument("--once", nargs="+", choices=KINDS, default=[], metavar="KIND", help="saved once, no warm-up")
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="after which no further save begins")
+    parser.add_argument("--rounds", type=int, default=5, help="saves of each kind that count; default: %(default)s")
+    parser.add_argument("--plain-steps", type=int, default=8, help="steps without a save after each; %(default)s")
+    parser.add_argument("--random-tokens", type=int, default=262_272, metavar="ROWS", help="rows of the vocabulary")
+    parser.add_argument(
+        "--work", type=Path, default=Path("runs/checkpoint_stall"), help="folder of the run, on the disk"
+    )
+    parser.add_argument("--results", type=Path, default=Path("benchmarks/results"))
+    parser.add_argument("--name", default="checkpoint_stall")
+    parser.add_argument("--commit", default=None, help="commit that is measured, outside a git checkout")
+    arguments = parser.parse_intermixed_args(argv)
+    from benchmarks.result_record import described, write
+    from zaya_plugin.bench.options import Options, measured_recipe, with_data_path
+    from zaya_plugin.config.compose import compose
+    from zaya_plugin.config.run_directory import keep_recipe
+    from zaya_plugin.config.validate import validate
+    from zaya_plugin.run import before_start, launch, rank_plan
+
+    choices = Choices(
+        arguments.kinds,
+        arguments.once,
+        arguments.rounds,
+        arguments.seconds,
+        arguments.plain_steps,
+        arguments.random_tokens,
+    )
+    overrides = [*with_data_path(arguments.overrides), "logger=none"]
+    recipe = measured_recipe(compose(overrides), Options(warmup=10_000), str(arguments.work))
+    recipe = replace(recipe, checkpoint=replace(recipe.checkpoint, save_interval=1, keep_last=1))
+    plan = rank_plan.make_plan(recipe, os.environ, (MODULE, json.dumps(asdict(choices))))
+    validate(recipe, plan.world_size)
+    recipe = before_start.with_choices(recipe, plan)
+    shutil.rmtree(arguments.work, ignore_errors=True)
+    arguments.work.mkdir(parents=True)
+    keep_recipe(recipe, arguments.work)
+    if code := launch.run_ranks(plan, arguments.work / "logs").code:
+        return code
+    found = json.loads((arguments.work / RECORD).read_text())
+    device = found.pop("device")
+    print(table(found["kinds"]))
+    record = described(arguments.commit, device) | {"command": shlex.join(["python3", "-m", MODULE, *argv])}
+    write(record | {"ranks": plan.world_size, **found}, arguments.name, arguments.results)
+    return 0
+
+
+def table(kinds: dict[str, dict]) -> str:
+    """Return the figures of each kind of save as text."""
+    lines = [
+        f"{'save':12}{'stall s':>10}{'call s':>9}{'slowest':>9}{'drain s':>9}{'GB/s':>7}{'steps':>7}{'noise s':>9}"
+    ]
+    for kind, found in kinds.items():
+        lines.append(
+            f"{kind:12}{found['stall_s']:10.4f}{found['call_s']:9.4f}{found['slowest_step']:9.1%}{found['drain_s']:9.3f}"
+            f"{found['drain_gb_per_s']:7.2f}{found['steps']:7.1f}{found['noise_s']:9.4f}"
+        )
+    return "\n".join(lines)
+
+
+# Figures
+
+
+@dataclass
+class Window:
+    """One save: seconds of its steps; of the call; until all was on the disk, of which bytes were written."""
+
+    kind: str
+    round: int
+    call: float
+    steps: list[float]
+    drain: float = 0.0
+    checksum: float | None = None
+
+
+def figures(windows: Iterable[Window], plain: list[float], bytes_of_a_rank: int) -> dict[str, dict]:
+    """Return the medians of each kind of save. plain: seconds of the steps without a save."""
+    found: dict[str, dict] = {}
+    usual = statistics.median(plain)
+    for window in windows:
+        length = len(window.steps)
+        sums = [sum(plain[start : start + length]) for start in range(len(plain) - length + 1)]
+        alone = statistics.median(sums) if sums else usual * length
+        each = found.setdefault(window.kind, {"windows": []})
+        each["windows"].append(
+            {
+                "stall_s": sum(window.steps) - alone,
+                "noise_s": statistics.quantiles(sums, n=10)[-1] - alone if len(sums) > 1 else 0.0,
+                "call_s": window.call,
+                "slowest_step": max(window.steps) / usual - 1,
+                "drain_s": window.drain,
+                "drain_gb_per_s": bytes_of_a_rank / 1e9 / window.drain if window.drain else 0.0,
+                "steps": length,
+                "checksum_s": window.checksum,
+                "step_s": window.steps,
+            }
+        )
+    for each in found.values():
+        for name, value in each["windows"][0].items():
+            if isinstance(value, (int, float)):
+                each[name] = statistics.median(window[name] for window in each["windows"])
+    return found
+
+
+def memory_of(process: int, children: bool = True) -> int:
+    """Return the bytes of a process and its descendants; a page of n processes counts 1/n in each."""
+    try:
+        text = Path(f"/proc/{process}/smaps_rollup").read_text()
+        total = next(int(line.split()[1]) for line in text.splitlines() if line.startswith("Pss:")) * 1024
+        if children:
+            for task in Path(f"/proc/{process}/task").iterdir():
+                total += sum(memory_of(int(child)) for child in (task / "children").read_text().split())
+        return total
+    except (OSError, StopIteration):  # it has ended
+        return 0
+
+
+class PeakMemory:
+    """Reads this rank's memory and its children's again and again, in a thread."""
+
+    def __init__(self):
+        self.peak = 0
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._watch, daemon=True)
+        self._thread.start()
+
+    def _watch(self) -> None:
+        while not self._over.wait(0.02):
+            self.peak = max(self.peak, memory_of(os.getpid()))
+
+    def end(self) -> int:
+        self._over.set()
+        self._thread.join()
+        return self.peak
+
+
+# Inside a rank
+
+
+def measure(choices: Choices, recipe, rank: int, world_size: int, console) -> None:
+    """Train and save; rank 0 writes the figures to the run directory."""
+    import torch
+
+    from zaya_plugin.bench.random_tokens import RandomTokens
+    from zaya_plugin.hosts import pretrain, worker
+    from zaya_plugin.training.lifecycle import Lifecycle
+    from zaya_plugin.training.metrics import Reporter
+
+    worker.prepare(recipe, world_size)
+    if recipe.cluster.device != "cpu":
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+
+    class StepLines(Reporter):
+        """A run's metrics, without the summary at its end."""
+
+        def close(self) -> None:
+            self.losses = []
+            super().close()
+
+    trainer = trainer_class(choices, recipe, console)
+    with mock.patch.object(pretrain, "_Trainer", trainer):
+        reporter = StepLines(recipe, rank, world_size, console)
+        pretrain.run(recipe, RandomTokens(choices.random_tokens), Lifecycle(recipe), reporter)
+    torch.distributed.barrier()
+    torch.distributed.destroy_process_group()
+
+
+def trainer_class(choices: Choices, recipe, console):
+    """Return the product's trainer, which saves by the schedule of this benchmark."""
+    import torch
+    from megatron.training import get_args
+
+    from zaya_plugin.checkpoint.saver import BUSY
+    from zaya_plugin.hosts import pretrain
+
+    class Trainer(pretrain._Trainer):
+        def __init__(self, *positional):
+            super().__init__(*positional)
+            self.ends: list = []  # of the steps: times, or events of a GPU
+            self.plain: list[int] = []  # steps without a save that count
+            self.windows: list[tuple[int, Window]] = []  # first step, what is known
+            self.schedule = [
+                (n, kind)
+                for n in range(choices.rounds + 1)
+                for kind in choices.kinds
+                if n == 1 or kind not in choices.once
+            ]
+            self.until = time.perf_counter() + choices.seconds
+            self.open: tuple[int, Window, Callable[[], bool]] | None = None
+            self.next = WARM_UP
+            self.memory: dict[str, dict] = {}
+            self.watch: PeakMemory | None = None
+            self.group = None
+            self.stager = self.staging = None
+
+        # What the loop calls
+
+        def prepare_and_train(self, train, forward_step_func, model, optimizer, scheduler, *rest, **named):
+            """Train; the saver is prepared later, so that the memory without it can be read."""
+            self.group = torch.distributed.new_group(backend="gloo")
+            return train(forward_step_func, model, optimizer, scheduler, *rest, **named)
+
+        def save(self, stock, iteration, model, optimizer, *rest, **named):
+            """At the end of each step: note the time, close a window or begin one."""
+            self.ends.append(self.now())
+            step = len(self.ends)
+            if self.open is not None:
+                self.heed(step)
+            elif step == self.next and self.schedule:
+                if not self.saved.saver.prepared:
+                    self.prepare(model, optimizer, rest[0])
+                self.begin(step, lambda: super(Trainer, self).save(stock, iteration, model, optimizer, *rest, **named),
+                           lambda: stock(iteration, model, optimizer, *rest, **named))  # fmt: skip
+            elif step == self.next:
+                self.finish()
+                raise SystemExit(0)
+            elif self.windows and step > self.next - choices.plain_steps:
+                self.plain.append(step)
+
+        @staticmethod
+        def now():
+            if recipe.cluster.device == "cpu":
+                return time.perf_counter()
+            event = torch.cuda.Event(enable_timing=True)
+            event.record()
+            return event
+
+        # Saves
+
+        def prepare(self, model, optimizer, scheduler) -> None:
+            before, begun = memory_of(os.getpid(), children=False), time.perf_counter()
+            self.saved.prepare(model, optimizer, scheduler)
+            self.memory["before"] = before
+            self.memory["prepare_s"] = time.perf_counter() - begun
+            self.memory["pinned"] = self.saved.saver._buffer.pinned
+            self.other = Path(recipe.run_dir) / "other"
+            for inner in optimizer.chained_optimizers:
+                if getattr(inner.optimizer, "before_change", None) is not None:
+                    inner.optimizer.before_change = self.before_change
+
+        def before_change(self, tensors) -> None:
+            if self.staging is not None:  # as torchtitan waits
+                self.staging.result()
+                self.staging = None
+            self.saved.saver.before_change(tensors)
+
+        def begin(self, step: int, own: Callable[[], None], stock: Callable[[], None]) -> None:
+            """Begin the next save of the schedule."""
+            round, kind = self.schedule.pop(0)
+            if round == 0:
+                self.before = memory_of(os.getpid())
+                self.watch = PeakMemory()
+            begun = time.perf_counter()
+            drained = {
+                "async": lambda: self.own(own, waits=False),
+                "sync": lambda: self.own(own, waits=True),
+                "stock": lambda: self.megatron(stock, gathers=True),
+                "stock_boxes": lambda: self.megatron(stock, gathers=False),
+                "torch": self.torch_save,
+                "plain": self.plain_write,
+            }[kind]()
+            call = time.perf_counter() - begun
+            self.open = step, Window(kind, round, call, [], drain=call if drained() else 0.0), drained
+            self.begun = begun
+
+        def own(self, save: Callable[[], None], waits: bool) -> Callable[[], bool]:
+            self.saved.waits = waits
+            save()
+            return lambda: self.saved.saver.load != BUSY
+
+        def megatron(self, save: Callable[[], None], gathers: bool) -> Callable[[], bool]:
+            args = get_args()
+            with mock.patch.object(args, "save", str(self.other)), gathered() if gathers else contextlib.nullcontext():
+                save()
+            return lambda: True
+
+        def torch_save(self) -> Callable[[], bool]:
+            from torch.distributed.checkpoint import async_save
+            from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+            from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
+
+            on_device = recipe.cluster.device != "cpu"
+            if self.stager is None:
+                self.stager = DefaultStager(StagingOptions(on_device, True, True, on_device))
+                self.stager._state_dict_stager.close = lambda: None  # 2.11 and 2.12 forget their buffers at each save
+            if on_device:
+                self.stager._staging_stream.wait_event(torch.cuda.current_stream().record_event())
+            tensors = self.saved.saver._file.tensors
+            answer = async_save(
+                {f"{self.args.rank}.{n}": tensor for n, (_, tensor) in enumerate(tensors)},
+                checkpoint_id=str(self.other),
+                process_group=self.group,
+                async_checkpointer_type=AsyncCheckpointerType.PROCESS,
+                async_stager=self.stager,
+            )
+            self.staging = answer.staging_completion
+
+            def done() -> bool:
+                if answer.upload_completion.done():
+                    answer.upload_completion.result()  # raises what went wrong
+                    return True
+                return False
+
+            return done
+
+        def plain_write(self) -> Callable[[], bool]:
+            self.other.mkdir(exist_ok=True)
+            buffer, size = self.saved.saver._buffer.descriptor, self.saved.saver.bytes
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "benchmarks.plain_write", str(buffer), str(size), str(self.other / f"{self.args.rank}")],
+                pass_fds=[buffer],
+                stdout=subprocess.PIPE,
+                text=True,
+            )  # fmt: skip
+            return lambda: self.process.poll() is not None
+
+        # After a step of a window
+
+        def heed(self, step: int) -> None:
+            """Close the window if all ranks have drained."""
+            first, window, drained = self.open
+            is_over = drained()
+            if is_over and not window.drain:
+                window.drain = time.perf_counter() - self.begun
+            answer = torch.tensor([is_over, time.perf_counter() < self.until], dtype=torch.int32)
+            torch.distributed.all_reduce(answer, torch.distributed.ReduceOp.MIN, group=self.group)
+            all_over, has_time = answer.tolist()
+            if not all_over or step < first + 2:
+                return
+            if not has_time:
+                self.schedule = []
+            self.open = None
+            if window.kind in ("async", "sync"):
+                assert self.saved.saver.failed is None, "a save has failed"
+                window.drain = self.saved.saver.bytes / self.saved.saver.rate
+            elif window.kind == "plain":
+                told = json.loads(self.process.communicate()[0])
+                window.drain, window.checksum = told["write"], told["checksum"]
+            if window.round == 0:
+                self.memory[window.kind] = {"beyond_before_s_save": self.watch.end() - self.before}
+                self.memory[window.kind]["beyond_run_without_saves"] = self.watch.peak - self.memory["before"]
+            else:
+                self.windows.append((first, replace(window, steps=[step])))
+            torch.distributed.barrier(group=self.group)
+            if self.args.rank == 0:
+                shutil.rmtree(self.other, ignore_errors=True)
+                print(f"{window.kind}: drained in {window.drain:.2f} s, {step - first} steps", file=console, flush=True)
+            self.next = step + REST + choices.plain_steps
+
+        def finish(self) -> None:
+            """Rank 0 writes the record."""
+            if recipe.cluster.device == "cpu":
+                ends = self.ends
+            else:
+                torch.cuda.synchronize()
+                ends = [self.ends[0].elapsed_time(each) / 1000 for each in self.ends]
+            seconds = [after - before for before, after in zip(ends, ends[1:], strict=False)]
+            # seconds[n] is the time of the step that ended as the (n + 2)nd
+            windows = [replace(each, steps=seconds[first - 1 : each.steps[0] - 1]) for first, each in self.windows]
+            plain = [seconds[step - 2] for step in self.plain]
+            size = self.saved.saver.bytes
+            sizes: list = [None] * self.args.world_size
+            torch.distributed.all_gather_object(sizes, (size, self.memory), group=self.group)
+            if self.args.rank != 0:
+                return
+            record = {
+                "device": torch.cuda.get_device_name() if recipe.cluster.device != "cpu" else None,
+                "bytes": [each for each, _ in sizes],
+                "plain_step_s": statistics.median(plain),
+                "plain_steps_s": plain,
+                "memory": [each for _, each in sizes],
+                "kinds": figures(windows, plain, size),
+            }
+            (Path(recipe.run_dir) / RECORD).write_text(json.dumps(record))
+
+    return Trainer
+
+
+@contextlib.contextmanager
+def gathered():
+    """Let Megatron gather the optimizer's state, as its own optimizer does."""
+    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+
+    from zaya_plugin.optim.sharding.distributed import MuonDistributedOptimizer
+
+    def tensors(self, model_param):
+        found = DistributedOptimizer._get_main_param_and_optimizer_states(self, model_param)
+        # Megatron collects the same keys of all parameters. This view of one zero takes no memory.
+        found.setdefault("exp_avg_sq", found["param"].new_zeros(()).expand(found["param"].shape))
+        return found
+
+    with mock.patch.multiple(
+        MuonDistributedOptimizer,
+        _get_main_param_and_optimizer_states=tensors,
+        sharded_param_state_fully_reshardable=DistributedOptimizer.sharded_param_state_fully_reshardable,
+    ):
+        yield
+
+
+if __name__ == "__main__":
+    if len(sys.argv) == 3 and sys.argv[1].endswith("recipe.yaml"):
+        from zaya_plugin.hosts import worker
+
+        adopt_children()
+        sys.exit(worker.main(sys.argv[1:2], lambda *of_rank: measure(Choices(**json.loads(sys.argv[2])), *of_rank)))
+    sys.exit(main(sys.argv[1:]))
