@@ -8,12 +8,14 @@ import signal
 import subprocess
 import sys
 import time
+from multiprocessing import Pipe
 from pathlib import Path
 
 import pytest
 
 from tests.checkpoint.writer_process import CONTENT, WriterProcess, checksum
 from zaya_plugin.checkpoint import manifest, on_disk
+from zaya_plugin.checkpoint.writer import Save, Writer
 
 EIO = """
 #define _GNU_SOURCE
@@ -116,7 +118,9 @@ def test_checkpoints_are_complete_and_the_older_ones_are_removed_after(start, tm
     content = manifest.read(folder)
     assert content["files"]["__0_0.distcp"] == {"bytes": len(CONTENT), "xxh3_128": checksum(CONTENT)}
     assert (content["iteration"], content["ranks"], content["run_id"]) == (30, 1, "r")
-    states = [told["state"] for told in writer.told if told["number"] == 3 and told["state"] not in ("writing", "waiting")]
+    states = [
+        told["state"] for told in writer.told if told["number"] == 3 and told["state"] not in ("writing", "waiting")
+    ]
     assert states == ["written", "described", "complete", "done"]
 
 
@@ -150,6 +154,59 @@ def test_a_checkpoint_is_complete_on_the_nodes_disk_before_the_upload(start, tmp
     assert not manifest.damaged(shared / "iter_0000020")
     until(lambda: names(local) == ["iter_0000020"])
     assert names(local / "iter_0000020") == whole and not manifest.damaged(local / "iter_0000020")
+
+
+def test_the_name_and_the_pointer_come_after_the_data_and_removal_after_both(tmp_path, monkeypatch):
+    """KempnerInstitute/KempnerForge#102 and #103, NovaSky-AI/SkyRL#2145: the pointer moved before the data was durable.
+    allenai/open-instruct#1821: ranks waited for a removal; here the rank is free before it begins.
+    """
+    memory = os.memfd_create("content")
+    os.ftruncate(memory, 4096)
+    mine, its = Pipe()
+    writer = Writer(its, memory)
+    mine.send_bytes(b"index")
+    writer.take_layout("__0_0.distcp", [(0, 4096)], 4096, 5, "{}")
+    fields = dict(rank=0, world=1, facts={}, keep_last=1, keep_every=None, deadline=30.0)
+    done: list[str] = []
+
+    def noted(name, call, shown):
+        def wrapped(*arguments):
+            result = call(*arguments)
+            done.append(f"{name} {shown(*arguments)}".replace(f".{os.getpid()}.tmp", ""))
+            return result
+
+        return wrapped
+
+    for step in (10, 20):
+        done.clear()
+        with monkeypatch.context() as patched:
+            patched.setattr(
+                os, "fsync", noted("sync", os.fsync, lambda file: Path(os.readlink(f"/proc/self/fd/{file}")).name)
+            )
+            for call in ("rename", "replace"):
+                patched.setattr(os, call, noted("name", getattr(os, call), lambda _, new: Path(new).name))
+            patched.setattr(writer, "tell", lambda state, **_: done.append(f"tell {state}"))
+            unfinished = tmp_path / f"iter_{step:07d}.unfinished"
+            final = str(tmp_path / f"iter_{step:07d}")
+            writer.save(Save(number=step, iteration=step, final=final, unfinished=str(unfinished), **fields))
+    os.close(memory)
+    place = {text: number for number, text in reversed(list(enumerate(done)))}
+    order = [
+        "sync __0_0.distcp",
+        "sync .metadata",
+        "sync manifest.json",
+        "name manifest.json",
+        "sync iter_0000020.unfinished",
+        "name iter_0000020",
+        f"sync {tmp_path.name}",
+        f"name {on_disk.TRACKER}",
+        "tell complete",
+        "tell done",
+        "name iter_0000010.removed",
+    ]
+    assert [text for text in order if text not in place] == []
+    assert sorted(order, key=place.get) == order
+    assert place["sync metadata.json"] < place["sync iter_0000020.unfinished"]
 
 
 @pytest.mark.parametrize("busy", [False, True])
@@ -238,7 +295,10 @@ def test_a_rank_that_fails_or_says_nothing_ends_the_save(start, tmp_path):
 
 @pytest.mark.parametrize(
     "options, reason",
-    [("size=600k", r"\[Errno 28\] No space left on device"), ("size=8m,nr_inodes=6", r"\[Errno 28\].*0 files are free")],
+    [
+        ("size=600k", r"\[Errno 28\] No space left on device"),
+        ("size=8m,nr_inodes=6", r"\[Errno 28\].*0 files are free"),
+    ],
     ids=["bytes", "inodes"],
 )
 def test_a_full_disk_is_named_and_what_was_written_is_removed(start, disk, options, reason):

@@ -36,13 +36,7 @@ from zaya_plugin.checkpoint import manifest
 
 STEPS = 6
 VICTIMS = ("rank", "writer", "rank and writer", "other rank", "all")
-RUN = (
-    "experiment=cpu_demo",
-    *SMALL,
-    f"stage.train_iters={STEPS}",
-    "checkpoint.keep_last=1",
-    "resume=auto",
-)
+RUN = ("experiment=cpu_demo", *SMALL, f"stage.train_iters={STEPS}", "checkpoint.keep_last=1", "resume=auto")
 PATIENCE = 120.0  # seconds for a run, and for its processes to end
 
 
@@ -164,12 +158,8 @@ class Lab:
         def strike(alive: list[int], ranks: list[int], notes: Path) -> None:
             reached.update(json.loads((notes / "reached").read_text()))
             own, writer = ranks[kill.rank], reached["pid"]
-            if kill.phase == "copying":  # a rank has stopped
-                writer = next(
-                    int(path.name.removeprefix("writer_"))
-                    for path in notes.glob("writer_*")
-                    if path.read_text() == str(kill.rank)
-                )
+            if kill.phase == "copying":  # a rank has stopped; its writer may still be starting
+                writer = wait_for(lambda: writer_of(kill.rank, notes))
             victims = {
                 "rank": [own],
                 "writer": [writer],
@@ -208,6 +198,24 @@ class Lab:
             raise Failed(f"{story}: the tensors of step {found} are not those of the undisturbed run")
         shutil.rmtree(run_dir)
         return story
+
+
+def writer_of(rank: int, notes: Path) -> int | None:
+    """Return the process id of a rank's writer, once it runs."""
+    for path in notes.glob("writer_*"):
+        if path.read_text() == str(rank):
+            return int(path.name.removeprefix("writer_"))
+    return None
+
+
+def wait_for(find: Callable[[], int | None]) -> int:
+    """Return what `find` finds."""
+    end = time.monotonic() + PATIENCE
+    while (found := find()) is None:
+        if time.monotonic() > end:
+            raise Failed("a writer has not started")
+        time.sleep(0.01)
+    return found
 
 
 def send(pid: int, number: int) -> None:
@@ -290,7 +298,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--count", type=int, default=200, help="kills")
     parser.add_argument("--seed", type=int, default=1, help="of the first kill; the others follow")
-    parser.add_argument("--ranks", type=int, choices=(1, 2), help="of every run; default: 2 for every fourth seed, else 1")
+    parser.add_argument(
+        "--ranks", type=int, choices=(1, 2), help="of every run; default: 2 for every fourth seed, else 1"
+    )
     parser.add_argument("--local", action="store_true", help="write to checkpoint.local_path first, and upload")
     options = parser.parse_args()
     failures, labs = [], {}
@@ -310,7 +320,9 @@ def main() -> int:
                 line = f"FAILED: {failure}"
             seeds.write(f"seed {seed}, {world} ranks: {line}", file=sys.stdout)
             sys.stdout.flush()
-    print(f"{options.count - len(failures)} of {options.count} resumed from the newest durable checkpoint to equal bits")
+    print(
+        f"{options.count - len(failures)} of {options.count} resumed from the newest durable checkpoint to equal bits"
+    )
     if failures:
         print(f"failed seeds: {failures}")
     return int(bool(failures))
