@@ -238,6 +238,18 @@ def test_storage_that_hangs_does_not_hold_training_up(training, hanging, monkeyp
     training.saved(20)
 
 
+def test_a_writer_that_is_killed_after_the_checkpoint_is_complete_has_not_failed(training):
+    training.save(10, world=2)
+    training.until_part()
+    training.saver.poll()
+    training.saver._hear({"state": "complete", "number": 1})
+    training.saver._process.kill()
+    training.saver._process.wait()
+    training.saver.poll()
+    assert (training.saver.load, training.saver.failed) == (FREE, None)
+    assert [line.partition(":")[0] for line in training.lines] == ["step 10"]
+
+
 def test_a_completion_of_another_save_is_ignored(training):
     """NVIDIA-NeMo/Megatron-Bridge#5117: a stale completion finished the retry's first save."""
     training.save(10, world=2)

@@ -277,6 +277,7 @@ def prepared_corpus(folder: Path) -> Path:
 
 def import_all() -> None:
     """Import what a rank imports, once for all forks."""
+    os.environ["TORCHDYNAMO_DISABLE"] = "1"  # compiling takes most of so short a run
     import torch
 
     torch.set_num_threads(1)

@@ -280,7 +280,9 @@ class Saver:
         self._staging_wait()
         if self.prepared:
             self._revive()
-        if was_busy:
+        if was_busy and self.completed == self._save.iteration:
+            self._state = FREE
+        elif was_busy:
             self._fail(f"rank {self.rank}: the process that writes it {what}", note=True)
 
     def _staging_wait(self) -> None:
