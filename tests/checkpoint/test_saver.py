@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A rank's saves with a real writer process, which is killed, stopped or cut off; training must go on, and hear of it."""
 
+import ctypes
 import json
 import os
 import signal
@@ -88,14 +89,16 @@ def test_the_file_holds_the_values_of_the_save_and_not_of_later_steps(training, 
     NVIDIA/Megatron-LM#2288: a buffer was filled again before it was written. NVIDIA-NeMo/RL#949: a save beside a
     collective; here a save has none.
     """
-    for name in ("all_gather_object", "gather_object", "broadcast_object_list", "barrier", "all_reduce", "all_gather"):
-        monkeypatch.setattr(torch.distributed, name, None)
+    collectives = "all_gather_object", "gather_object", "broadcast_object_list", "barrier", "all_reduce", "all_gather"
     pid = training.saver._process.pid
     for step in (10, 20, 30):
-        training.save(step)
-        while training.saver.load == BUSY:
-            training.weights += 1  # the next steps
-            training.saver.poll()
+        with monkeypatch.context() as without:
+            for name in collectives:
+                without.setattr(torch.distributed, name, None)
+            training.save(step)
+            while training.saver.load == BUSY:
+                training.weights += 1  # the next steps
+                training.saver.poll()
         loaded = training.saved(step)
         assert torch.equal(loaded["w"], torch.full(SHAPE, float(step)))
         assert loaded["step"] == step and loaded["rng"] == {"step": step}
@@ -161,11 +164,10 @@ def test_a_writer_that_dies_again_and_again_does_not_end_training(training):
 
 def test_the_writer_notes_for_the_other_ranks_that_its_predecessor_was_killed(training, tmp_path):
     """Else rank 0's writer waits ten minutes for the file of a rank whose writer was killed in the last save."""
-    training.saver.rank = 1
     training.save(10, world=2)
+    training.until_part()
     save = training.saver._save
-    training.poll_until(save.note("part", 1).exists)
-    training.saver._state = BUSY  # killed before it was done
+    training.saver.rank = save.rank = 1
     training.saver._process.kill()
     training.saver._process.wait()
     training.saver.poll()
@@ -195,6 +197,67 @@ def test_a_writer_that_hangs_is_replaced_after_the_deadline(tmp_path, monkeypatc
     assert training.saver.wait(20)
     training.saved(20)
     training.saver.close()
+
+
+@pytest.fixture
+def hanging(tmp_path):
+    """A mount whose file server never answers."""
+    folder, libc = tmp_path / "mount", ctypes.CDLL(None, use_errno=True)
+    folder.mkdir()
+    try:
+        server = os.open("/dev/fuse", os.O_RDWR)
+    except OSError as error:
+        pytest.skip(f"no FUSE: {error}")
+    options = f"fd={server},rootmode=40000,user_id=0,group_id=0".encode()
+    if libc.mount(b"none", str(folder).encode(), b"fuse", 0, options):
+        os.close(server)
+        pytest.skip(f"mounting needs root: {os.strerror(ctypes.get_errno())}")
+    yield folder
+    os.close(server)
+    libc.umount2(str(folder).encode(), 2)  # MNT_DETACH
+
+
+def test_storage_that_hangs_does_not_hold_training_up(training, hanging, monkeypatch):
+    good, training.saver.directory = training.saver.directory, hanging / "checkpoints"
+    training.poll_until(lambda: training.saver._ready)
+    monkeypatch.setattr(saver, "SILENCE", 0.3)
+    training.saver.deadline = 0.2
+    first, slowest = training.saver._process, 0.0
+    training.save(10)
+    while training.saver.load == BUSY:
+        began = time.monotonic()
+        training.saver.poll()
+        slowest = max(slowest, time.monotonic() - began)
+    assert slowest < 2 and training.saver.failed == 10 and "has not answered for 0.5 s" in training.lines[0]
+    assert ended(first.pid, 5)
+    training.saver.directory, training.saver.deadline = good, 30.0
+    monkeypatch.setattr(saver, "SILENCE", 20.0)
+    training.saver.agreed(FAILED)
+    training.save(20)
+    assert training.saver.wait(20)
+    training.saved(20)
+
+
+def test_a_writer_that_is_killed_after_the_checkpoint_is_complete_has_not_failed(training):
+    training.save(10, world=2)
+    training.until_part()
+    training.saver.poll()
+    training.saver._hear({"state": "complete", "number": 1})
+    training.saver._process.kill()
+    training.saver._process.wait()
+    training.saver.poll()
+    assert (training.saver.load, training.saver.failed) == (FREE, None)
+    assert [line.partition(":")[0] for line in training.lines] == ["step 10"]
+
+
+def test_a_completion_of_another_save_is_ignored(training):
+    """NVIDIA-NeMo/Megatron-Bridge#5117: a stale completion finished the retry's first save."""
+    training.save(10, world=2)
+    training.until_part()
+    training.saver.poll()
+    for state in ("complete", "done", "failed", "abandoned"):
+        training.saver._hear({"state": state, "number": 0, "reason": "old"})
+    assert training.saver.load == BUSY and training.saver.completed is None and training.lines == []
 
 
 def test_a_disk_without_room_fails_the_save_and_not_the_training(training):
@@ -312,6 +375,7 @@ def test_sigterm_with_a_save_in_flight(run, training, monkeypatch, grace, old, n
     """
     training.save(10)
     training.saver.wait()
+    training.saver.agreed(FREE)
     training.saver.world = 2
     run.at(20)
     training.until_part()

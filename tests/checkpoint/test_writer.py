@@ -8,12 +8,14 @@ import signal
 import subprocess
 import sys
 import time
+from multiprocessing import Pipe
 from pathlib import Path
 
 import pytest
 
 from tests.checkpoint.writer_process import CONTENT, WriterProcess, checksum
 from zaya_plugin.checkpoint import manifest, on_disk
+from zaya_plugin.checkpoint.writer import Save, Writer
 
 EIO = """
 #define _GNU_SOURCE
@@ -152,6 +154,59 @@ def test_a_checkpoint_is_complete_on_the_nodes_disk_before_the_upload(start, tmp
     assert not manifest.damaged(shared / "iter_0000020")
     until(lambda: names(local) == ["iter_0000020"])
     assert names(local / "iter_0000020") == whole and not manifest.damaged(local / "iter_0000020")
+
+
+def test_the_name_and_the_pointer_come_after_the_data_and_removal_after_both(tmp_path, monkeypatch):
+    """KempnerInstitute/KempnerForge#102 and #103, NovaSky-AI/SkyRL#2145: the pointer moved before the data was durable.
+    allenai/open-instruct#1821: ranks waited for a removal; here the rank is free before it begins.
+    """
+    memory = os.memfd_create("content")
+    os.ftruncate(memory, 4096)
+    mine, its = Pipe()
+    writer = Writer(its, memory)
+    mine.send_bytes(b"index")
+    writer.take_layout("__0_0.distcp", [(0, 4096)], 4096, 5, "{}")
+    fields = dict(rank=0, world=1, facts={}, keep_last=1, keep_every=None, deadline=30.0)
+    done: list[str] = []
+
+    def noted(name, call, shown):
+        def wrapped(*arguments):
+            result = call(*arguments)
+            done.append(f"{name} {shown(*arguments)}".replace(f".{os.getpid()}.tmp", ""))
+            return result
+
+        return wrapped
+
+    for step in (10, 20):
+        done.clear()
+        with monkeypatch.context() as patched:
+            patched.setattr(
+                os, "fsync", noted("sync", os.fsync, lambda file: Path(os.readlink(f"/proc/self/fd/{file}")).name)
+            )
+            for call in ("rename", "replace"):
+                patched.setattr(os, call, noted("name", getattr(os, call), lambda _, new: Path(new).name))
+            patched.setattr(writer, "tell", lambda state, **_: done.append(f"tell {state}"))
+            unfinished = tmp_path / f"iter_{step:07d}.unfinished"
+            final = str(tmp_path / f"iter_{step:07d}")
+            writer.save(Save(number=step, iteration=step, final=final, unfinished=str(unfinished), **fields))
+    os.close(memory)
+    place = {text: number for number, text in reversed(list(enumerate(done)))}
+    order = [
+        "sync __0_0.distcp",
+        "sync .metadata",
+        "sync manifest.json",
+        "name manifest.json",
+        "sync iter_0000020.unfinished",
+        "name iter_0000020",
+        f"sync {tmp_path.name}",
+        f"name {on_disk.TRACKER}",
+        "tell complete",
+        "tell done",
+        "name iter_0000010.removed",
+    ]
+    assert [text for text in order if text not in place] == []
+    assert sorted(order, key=place.get) == order
+    assert place["sync metadata.json"] < place["sync iter_0000020.unfinished"]
 
 
 @pytest.mark.parametrize("busy", [False, True])

@@ -158,12 +158,8 @@ class Lab:
         def strike(alive: list[int], ranks: list[int], notes: Path) -> None:
             reached.update(json.loads((notes / "reached").read_text()))
             own, writer = ranks[kill.rank], reached["pid"]
-            if kill.phase == "copying":  # a rank has stopped
-                writer = next(
-                    int(path.name.removeprefix("writer_"))
-                    for path in notes.glob("writer_*")
-                    if path.read_text() == str(kill.rank)
-                )
+            if kill.phase == "copying":  # a rank has stopped; its writer may still be starting
+                writer = wait_for(lambda: writer_of(kill.rank, notes))
             victims = {
                 "rank": [own],
                 "writer": [writer],
@@ -202,6 +198,24 @@ class Lab:
             raise Failed(f"{story}: the tensors of step {found} are not those of the undisturbed run")
         shutil.rmtree(run_dir)
         return story
+
+
+def writer_of(rank: int, notes: Path) -> int | None:
+    """Return the process id of a rank's writer, once it runs."""
+    for path in notes.glob("writer_*"):
+        if path.read_text() == str(rank):
+            return int(path.name.removeprefix("writer_"))
+    return None
+
+
+def wait_for(find: Callable[[], int | None]) -> int:
+    """Return what `find` finds."""
+    end = time.monotonic() + PATIENCE
+    while (found := find()) is None:
+        if time.monotonic() > end:
+            raise Failed("a writer has not started")
+        time.sleep(0.01)
+    return found
 
 
 def send(pid: int, number: int) -> None:
@@ -263,6 +277,7 @@ def prepared_corpus(folder: Path) -> Path:
 
 def import_all() -> None:
     """Import what a rank imports, once for all forks."""
+    os.environ["TORCHDYNAMO_DISABLE"] = "1"  # compiling takes most of so short a run
     import torch
 
     torch.set_num_threads(1)

@@ -280,7 +280,9 @@ class Saver:
         self._staging_wait()
         if self.prepared:
             self._revive()
-        if was_busy:
+        if was_busy and self.completed == self._save.iteration:
+            self._state = FREE
+        elif was_busy:
             self._fail(f"rank {self.rank}: the process that writes it {what}", note=True)
 
     def _staging_wait(self) -> None:
@@ -290,7 +292,7 @@ class Saver:
     def _fail(self, reason: str, note: bool = False) -> None:
         """End the save. note: the writer has to note it for rank 0's writer, which would wait for this rank's file."""
         self._state, self.failed = FAILED, self._save.iteration
-        if note:
+        if note and self.rank != 0:
             with contextlib.suppress(ConnectionError):
                 self._ask("fail", save=dataclasses.asdict(self._save), reason=reason)
         self.report(f"WARNING: the checkpoint of step {self._save.iteration} was not written: {reason}")
