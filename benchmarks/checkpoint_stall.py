@@ -14,9 +14,11 @@ A round makes one save of each kind:
                      The event that orders the copy after the optimizer is added, and before torch 2.13 the stager's
                      cache is kept; `async_save` alone has the former mistake in every version
     plain            no checkpoint: a process writes as many bytes to the same disk, then fsync
+    none             nothing: how far the figures of a window without a save are from 0
 
 A window is the step during which a save is made and all steps until it is on the disk, at least two. Stall: the time of
-the window less the median of as many steps without a save; such steps lie between the saves. Times are those between
+the window less that of as many steps without a save, by the median of those before and after it, since other work on
+the machine comes and goes. Times are those between
 the ends of steps, by events on a GPU and by the host's clock on a CPU, on rank 0. The first round warms up; the memory
 of the rank and its children (their proportional share of shared pages) is read during it. Prints a table and writes
 <name>.json.
@@ -43,7 +45,7 @@ from unittest import mock
 from zaya_plugin.parent_death import adopt_children
 
 MODULE = "benchmarks.checkpoint_stall"
-KINDS = ("async", "sync", "stock", "stock_boxes", "torch", "plain")
+KINDS = ("async", "sync", "stock", "stock_boxes", "torch", "plain", "none")
 RECORD = "stall.json"
 WARM_UP = 6  # steps before the first save; a graph is captured in them
 REST = 2  # steps after a window that are not counted: what it has written is removed
@@ -121,12 +123,14 @@ def main(argv: list[str]) -> int:
 def table(kinds: dict[str, dict]) -> str:
     """Return the figures of each kind of save as text."""
     lines = [
-        f"{'save':12}{'stall s':>10}{'call s':>9}{'slowest':>9}{'drain s':>9}{'GB/s':>7}{'steps':>7}{'noise s':>9}"
+        f"{'save':12}{'stall s':>10}{'the middle half of them':>25}{'slowest step':>14}{'call s':>9}{'steps':>7}"
+        f"{'drain s':>9}{'GB/s':>7}"
     ]
     for kind, found in kinds.items():
+        low, high = found["middle_half_s"]
         lines.append(
-            f"{kind:12}{found['stall_s']:10.4f}{found['call_s']:9.4f}{found['slowest_step']:9.1%}{found['drain_s']:9.3f}"
-            f"{found['drain_gb_per_s']:7.2f}{found['steps']:7.1f}{found['noise_s']:9.4f}"
+            f"{kind:12}{found['stall_s']:10.4f}{f'{low:.4f} to {high:.4f}':>25}{found['slowest_step']:14.1%}"
+            f"{found['call_s']:9.4f}{found['steps']:7.1f}{found['drain_s']:9.3f}{found['drain_gb_per_s']:7.2f}"
         )
     return "\n".join(lines)
 
@@ -146,32 +150,36 @@ class Window:
     checksum: float | None = None
 
 
-def figures(windows: Iterable[Window], plain: list[float], bytes_of_a_rank: int) -> dict[str, dict]:
-    """Return the medians of each kind of save. plain: seconds of the steps without a save."""
+def figures(windows: Iterable[tuple[int, Window]], plain: dict[int, float], near: int, size: int) -> dict[str, dict]:
+    """Return the medians of each kind of save.
+
+    windows: with the number of their first step. plain: seconds of the steps without a save, by number; the `near` ones
+    before and after a window are its measure. size: bytes of a rank.
+    """
     found: dict[str, dict] = {}
-    usual = statistics.median(plain)
-    for window in windows:
-        length = len(window.steps)
-        sums = [sum(plain[start : start + length]) for start in range(len(plain) - length + 1)]
-        alone = statistics.median(sums) if sums else usual * length
-        each = found.setdefault(window.kind, {"windows": []})
-        each["windows"].append(
+    for first, window in windows:
+        before = [plain[step] for step in sorted(plain) if step <= first][-near:]
+        after = [plain[step] for step in sorted(plain) if step > first][:near]
+        usual = statistics.median(before + after)
+        found.setdefault(window.kind, {"windows": []})["windows"].append(
             {
-                "stall_s": sum(window.steps) - alone,
-                "noise_s": statistics.quantiles(sums, n=10)[-1] - alone if len(sums) > 1 else 0.0,
+                "stall_s": sum(window.steps) - usual * len(window.steps),
                 "call_s": window.call,
                 "slowest_step": max(window.steps) / usual - 1,
                 "drain_s": window.drain,
-                "drain_gb_per_s": bytes_of_a_rank / 1e9 / window.drain if window.drain else 0.0,
-                "steps": length,
+                "drain_gb_per_s": size / 1e9 / window.drain,
+                "steps": len(window.steps),
                 "checksum_s": window.checksum,
                 "step_s": window.steps,
+                "usual_step_s": usual,
             }
         )
     for each in found.values():
         for name, value in each["windows"][0].items():
             if isinstance(value, (int, float)):
                 each[name] = statistics.median(window[name] for window in each["windows"])
+        stalls = sorted(window["stall_s"] for window in each["windows"])
+        each["middle_half_s"] = [stalls[len(stalls) // 4], stalls[-1 - len(stalls) // 4]]
     return found
 
 
@@ -278,17 +286,22 @@ def trainer_class(choices: Choices, recipe, console):
             self.ends.append(self.now())
             step = len(self.ends)
             if self.open is not None:
-                self.heed(step)
-            elif step == self.next and self.schedule:
-                if not self.saved.saver.prepared:
-                    self.prepare(model, optimizer, rest[0])
-                self.begin(step, lambda: super(Trainer, self).save(stock, iteration, model, optimizer, *rest, **named),
-                           lambda: stock(iteration, model, optimizer, *rest, **named))  # fmt: skip
-            elif step == self.next:
+                return self.heed(step)
+            if self.saved.saver.prepared and step > self.next - choices.plain_steps:
+                self.plain.append(step)
+            if step < self.next:
+                return
+            if not self.schedule:
                 self.finish()
                 raise SystemExit(0)
-            elif self.windows and step > self.next - choices.plain_steps:
-                self.plain.append(step)
+            if not self.saved.saver.prepared:
+                self.prepare(model, optimizer, rest[0])
+            own = super().save
+            self.begin(
+                step,
+                lambda: own(stock, iteration, model, optimizer, *rest, **named),
+                lambda: stock(iteration, model, optimizer, *rest, **named),
+            )
 
         @staticmethod
         def now():
@@ -331,6 +344,7 @@ def trainer_class(choices: Choices, recipe, console):
                 "stock_boxes": lambda: self.megatron(stock, gathers=False),
                 "torch": self.torch_save,
                 "plain": self.plain_write,
+                "none": lambda: lambda: True,
             }[kind]()
             call = time.perf_counter() - begun
             self.open = step, Window(kind, round, call, [], drain=call if drained() else 0.0), drained
@@ -429,8 +443,11 @@ def trainer_class(choices: Choices, recipe, console):
                 ends = [self.ends[0].elapsed_time(each) / 1000 for each in self.ends]
             seconds = [after - before for before, after in zip(ends, ends[1:], strict=False)]
             # seconds[n] is the time of the step that ended as the (n + 2)nd
-            windows = [replace(each, steps=seconds[first - 1 : each.steps[0] - 1]) for first, each in self.windows]
-            plain = [seconds[step - 2] for step in self.plain]
+            windows = [
+                (first, replace(each, steps=seconds[first - 1 : int(each.steps[0]) - 1]))
+                for first, each in self.windows
+            ]
+            plain = {step: seconds[step - 2] for step in self.plain}
             size = self.saved.saver.bytes
             sizes: list = [None] * self.args.world_size
             torch.distributed.all_gather_object(sizes, (size, self.memory), group=self.group)
@@ -439,10 +456,10 @@ def trainer_class(choices: Choices, recipe, console):
             record = {
                 "device": torch.cuda.get_device_name() if recipe.cluster.device != "cpu" else None,
                 "bytes": [each for each, _ in sizes],
-                "plain_step_s": statistics.median(plain),
-                "plain_steps_s": plain,
+                "plain_step_s": statistics.median(plain.values()),
+                "plain_steps_s": list(plain.values()),
                 "memory": [each for _, each in sizes],
-                "kinds": figures(windows, plain, size),
+                "kinds": figures(windows, plain, choices.plain_steps, size),
             }
             (Path(recipe.run_dir) / RECORD).write_text(json.dumps(record))
 
