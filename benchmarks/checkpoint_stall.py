@@ -377,7 +377,7 @@ def trainer_class(choices: Choices, recipe, console):
                 {f"{self.args.rank}.{n}": tensor for n, (_, tensor) in enumerate(tensors)},
                 checkpoint_id=str(self.other),
                 process_group=self.group,
-                async_checkpointer_type=AsyncCheckpointerType.PROCESS,
+                async_checkpointer_type=AsyncCheckpointerType.THREAD,
                 async_stager=self.stager,
             )
             self.staging = answer.staging_completion
