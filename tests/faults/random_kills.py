@@ -37,6 +37,7 @@ from zaya_plugin.checkpoint import manifest
 STEPS = 6
 VICTIMS = ("rank", "writer", "rank and writer", "other rank", "all")
 RUN = ("experiment=cpu_demo", *SMALL, f"stage.train_iters={STEPS}", "checkpoint.keep_last=1", "resume=auto")
+LAUNCHER_SECONDS = 10.0  # from the end of a rank that failed to SIGKILL for the others
 PATIENCE = 120.0  # seconds for a run, and for its processes to end
 
 
@@ -102,7 +103,7 @@ class Lab:
             port = probe.getsockname()[1]
         ranks = [self._fork(rank, port, run_dir, notes, at, log) for rank in range(self.world)]
         codes: dict[int, int] = {}
-        end = time.monotonic() + PATIENCE
+        end, failed_at = time.monotonic() + PATIENCE, None
         while len(codes) < self.world:
             for pid in set(ranks) - codes.keys():
                 done, status = os.waitpid(pid, os.WNOHANG)
@@ -111,6 +112,13 @@ class Lab:
             if kill and (notes / "reached").exists():
                 kill([pid for pid in ranks if pid not in codes], ranks, notes)
                 kill = None
+            if any(
+                codes.values()
+            ):  # as torchrun does; a rank that waits for the dead one's file waits for its deadline
+                failed_at = failed_at or time.monotonic()
+                if time.monotonic() > failed_at + LAUNCHER_SECONDS:
+                    for pid in set(ranks) - codes.keys():
+                        os.kill(pid, signal.SIGKILL)
             if time.monotonic() > end:
                 for pid in set(ranks) - codes.keys():
                     os.kill(pid, signal.SIGKILL)
@@ -154,6 +162,7 @@ class Lab:
         run_dir, log = self.folder / f"seed{seed}", self.folder / f"seed{seed}.log"
         at = {name: getattr(kill, name) for name in ("rank", "phase", "save", "call")}
         reached: dict = {}
+        struck: list[int] = []  # another rank may have ended before
 
         def strike(alive: list[int], ranks: list[int], notes: Path) -> None:
             reached.update(json.loads((notes / "reached").read_text()))
@@ -170,6 +179,7 @@ class Lab:
             for pid in victims:
                 if pid in alive or pid == writer:
                     send(pid, signal.SIGKILL)
+                    struck.append(pid)
             send(reached["pid"], signal.SIGCONT)
 
         codes = self.run(run_dir, at, log, strike)
@@ -191,7 +201,7 @@ class Lab:
             story += f"; resumed from {newest or 'the start'}"
             if left := [path.name for path in (run_dir / "checkpoints").glob("iter_*.*")]:
                 raise Failed(f"{story}: left {left}")
-        elif kill.who != "writer":
+        elif kill.who != "writer" and struck:
             raise Failed(f"{story}: a killed run ended as if it had not been")
         found, folder = last(run_dir)
         if found != STEPS or digest(folder) != self.digest:
