@@ -25,7 +25,8 @@ class Lifecycle:
         directory: <run_dir>/checkpoints.
         resumed_at: iteration that the run resumes from, 0 for a new run.
         run_id: identity of the run, stored in every checkpoint; W&B's run id.
-        lineage: run id, stage, steps and tokens of the preceding stage, or None; stored in every checkpoint.
+        lineage: run id, stage, steps and tokens of the preceding stage, or the published weights that the run began
+            with, or None; stored in every checkpoint.
     """
 
     def __init__(self, recipe: Recipe):
@@ -36,7 +37,8 @@ class Lifecycle:
         self.recipe_name = recipe.name
         self.resumed_at = 0
         self.run_id: str | None = None
-        self.lineage: dict | None = None
+        published = recipe.handover.from_hf
+        self.lineage: dict | None = {"published": published} if published is not None else None
         self._args = None
         self._skipped: list[str] = []
 
