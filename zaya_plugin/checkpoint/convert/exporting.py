@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import math
 import operator
+import re
 import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -43,6 +44,7 @@ from zaya_plugin.config.whole_file import write_whole
 from zaya_plugin.errors import mistake
 
 RECORD = "zaya_export.json"  # the checksum of every tensor, and the checkpoint
+OPTIMIZER = re.compile(r"(chained_\d+\.)?optimizer\.")  # its tensors in a checkpoint, by Megatron's names
 SHARD = 5 * 10**9  # bytes of a file
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
@@ -101,7 +103,7 @@ def open_checkpoint(folder: Path) -> Trained:
             problems.append(f"{name} is missing")
         elif shapes[name] != shape:
             problems.append(f"{name} has the shape {list(shapes[name])}, and the model requires {list(shape)}")
-    unknown = (name for name in shapes if not name.startswith("optimizer.") and name not in wanted | beside)
+    unknown = (name for name in shapes if not OPTIMIZER.match(name) and name not in wanted | beside)
     problems += [f"{name} is unknown" for name in unknown]
     if problems:
         raise mistake(str(folder), problem="holds other tensors than those of its model: " + "; ".join(problems[:40]))
@@ -277,6 +279,7 @@ def export_model(
     Raises:
         ValueError: the folder exists and is not empty.
     """
+    output = output.absolute()
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise mistake("--output", output, problem="exists", allowed="a folder that is new or empty")
     begins(sum(tensor.bytes for tensor in export.tensors))
