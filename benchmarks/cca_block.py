@@ -143,7 +143,7 @@ def of_transformers(attention: nn.Module, x: Tensor, upstream: Tensor, compiled:
     from transformers import ZayaConfig
     from transformers.models.zaya import modeling_zaya as zaya
 
-    from zaya_plugin.checkpoint.hf_map import NAME_MAP
+    from zaya_plugin.checkpoint.convert.tables import TABLE
 
     rows, batch, hidden = x.shape
     rope = {"rope_type": "default", "rope_theta": float(ROTARY_BASE), "partial_rotary_factor": ROTARY / D}
@@ -160,7 +160,7 @@ def of_transformers(attention: nn.Module, x: Tensor, upstream: Tensor, compiled:
     )
     module = zaya.ZayaAttention(config, 1).to(x.device, BF16).train()
     here, there = "decoder.layers.{l}.self_attention.", "model.layers.{l}.self_attn."
-    names = {name.removeprefix(here): theirs.removeprefix(there) for name, theirs in NAME_MAP if name.startswith(here)}
+    names = {name.removeprefix(here): theirs.removeprefix(there) for name, theirs, *_ in TABLE if name.startswith(here)}
     module.load_state_dict({names[name]: weight.detach() for name, weight in attention.named_parameters()})
     x, upstream = (t.detach().transpose(0, 1).contiguous() for t in (x, upstream))
     cos_sin = zaya.ZayaRotaryEmbedding(config).to(x.device)(x, torch.arange(rows, device=x.device)[None], "hybrid")

@@ -14,6 +14,9 @@ EXPORTS = {
     "build_zaya_model": "zaya_plugin.model.build.build_zaya_model",
     "muon_optimizer": "zaya_plugin.hosts.own_loop.muon_optimizer",
     "balance_experts": "zaya_plugin.hosts.own_loop.balance_experts",
+    "config_from_hf": "zaya_plugin.checkpoint.convert.distributed.config_from_hf",
+    "load_hf": "zaya_plugin.checkpoint.convert.distributed.load_hf",
+    "save_hf": "zaya_plugin.checkpoint.convert.distributed.save_hf",
     "apply_patches": "zaya_plugin.patches.apply",
 }
 

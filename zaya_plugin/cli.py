@@ -29,7 +29,11 @@ COMMANDS = {
     ),
     "checkpoint": (
         "zaya_plugin.run.checkpoint_commands:main",
-        "list, verify, warm, prune and adopt a run's checkpoints",
+        "list, verify, warm, prune, adopt and reshape a run's checkpoints",
+    ),
+    "convert": (
+        "zaya_plugin.cli:convert",
+        "import published weights, export a checkpoint to transformers, vLLM, SGLang",
     ),
     "data": ("zaya_plugin.cli:data", "make, pack, inspect and warm corpora"),
     "verify": (
@@ -110,6 +114,17 @@ def data(argv: list[str]) -> int:
     if argv[0] not in DATA_COMMANDS:
         raise unknown("zaya data", argv[0], DATA_COMMANDS)
     return importlib.import_module(f"zaya_plugin.corpus.{argv[0]}").main(argv[1:]) or 0
+
+
+def convert(argv: list[str]) -> int:
+    """Run `zaya convert COMMAND ...`, on machines without a device too."""
+    if argv and not {"-h", "--help"} & {*argv}:
+        from zaya_plugin import patches
+
+        patches.apply_torch()
+    from zaya_plugin.run.convert_commands import main
+
+    return main(argv)
 
 
 def train(argv: list[str]) -> int:

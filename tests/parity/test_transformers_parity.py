@@ -71,7 +71,7 @@ def randomise(hf, skip_bias):
 
 
 def our_model(hf, **options):
-    from zaya_plugin.checkpoint.hf_map import from_hf
+    from zaya_plugin.checkpoint.convert.state_dict import from_hf
     from zaya_plugin.model.build import build_zaya_model
     from zaya_plugin.model.config import ZayaConfig
 
@@ -135,7 +135,7 @@ def relative_error(ours, reference):
 
 
 def test_logits_and_gradients(case):
-    from zaya_plugin.checkpoint.hf_map import to_hf
+    from zaya_plugin.checkpoint.convert.state_dict import to_hf
 
     hf, ids, labels = case
     model = our_model(hf)
@@ -176,7 +176,7 @@ def test_the_head_has_transformers_loss_and_gradients(case, promise):
     """Loss and gradients equal those of transformers, which shifts the labels and marks places that do not count;
     here the mask excludes them.
     """
-    from zaya_plugin.checkpoint.hf_map import to_hf
+    from zaya_plugin.checkpoint.convert.state_dict import to_hf
 
     hf, ids, _ = case
     masked = torch.arange(ids.shape[1]) % 5 == 2
@@ -217,11 +217,12 @@ def test_forced_choices_are_replayed(case):
 
 
 def test_round_trip_is_exact(case):
-    from zaya_plugin.checkpoint.hf_map import from_hf, to_hf
+    from zaya_plugin.checkpoint.convert.state_dict import from_hf, to_hf
 
     hf, _, _ = case
     model = our_model(hf)
-    back = to_hf(model.state_dict(), model.config, include_tied_head=True)
+    back = to_hf(model.state_dict(), model.config)
+    back["lm_head.weight"] = back["model.embed_tokens.weight"]
     reference = hf.state_dict()
     assert back.keys() == reference.keys()
     assert all(torch.equal(back[name], tensor) for name, tensor in reference.items())
@@ -230,7 +231,7 @@ def test_round_trip_is_exact(case):
 
 
 def test_unknown_and_missing_names_are_named(case):
-    from zaya_plugin.checkpoint.hf_map import from_hf, to_hf
+    from zaya_plugin.checkpoint.convert.state_dict import from_hf, to_hf
 
     hf, _, _ = case
     model = our_model(hf)

@@ -125,6 +125,8 @@ def _checkpoints(recipe: Recipe) -> dict[str, Any]:
     arguments = dict(save=str(directory), save_interval=recipe.checkpoint.save_interval or recipe.stage.train_iters)
     if has_checkpoint(directory):
         arguments.update(load=str(directory), exit_on_missing_checkpoint=True)
+    elif recipe.handover.from_hf is not None:  # the same module reads them in place of Megatron
+        arguments.update(load=recipe.handover.from_hf, exit_on_missing_checkpoint=True)
     elif recipe.handover.from_run is not None:
         # zaya_plugin.hosts.stage_handover starts a new stage from the loaded weights and optimizer state.
         arguments.update(load=str(checkpoints_of(recipe.handover.from_run)), exit_on_missing_checkpoint=True)

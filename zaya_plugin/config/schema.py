@@ -117,6 +117,21 @@ class ModelConfig:
         choices=("RMSNorm", "LayerNorm"),
     )
     norm_epsilon: float = arg(1e-5, "epsilon of every norm", megatron="layernorm_epsilon", limit=POSITIVE)
+    # The release code of ZAYA1-base (Zyphra/transformers, branch zaya) reads a key that its config lacks, and so ran
+    # with 1e-6.
+    router_norm_epsilon: float | None = option(
+        None, "epsilon of the router's norm; null: norm_epsilon, as in transformers", limit=POSITIVE, fixed=True
+    )
+    # gamma is a vector of router_hidden_size in all code; the report's equation 2 can be read as one coefficient.
+    router_eda: bool = option(
+        True,
+        "exponential depth averaging: the router adds gamma times the state of the previous layer's router",
+        fixed=True,
+    )
+    # True in all released configs (`zaya_use_mod`), absent from the papers.
+    moe_skip_expert: bool = option(
+        True, "score one more class than there are experts; its tokens skip the MoE", fixed=True
+    )
     init_method_std: float = arg(0.02, "standard deviation of the normal initialisation", limit=POSITIVE)
     # null is what transformers does; what training used is unknown. A narrow router needs a larger one (about
     # 1/sqrt(router_hidden_size)): with 0.02 its first probabilities differ between tokens by less than a step of the
@@ -129,8 +144,9 @@ class ModelConfig:
     scaled_output_init: bool = option(
         False, "divide the output projections' initial standard deviation by sqrt(2 layers); unpublished"
     )
+    # The released tables have 262,272 rows, a multiple of 128, for a tokenizer of 262,147 entries.
     make_vocab_size_divisible_by: int = arg(
-        64, "the vocabulary is padded to a multiple of this times tensor parallelism", limit=POSITIVE
+        128, "the vocabulary is padded to a multiple of this times tensor parallelism", limit=POSITIVE
     )
     # linear: arXiv 2605.05365, equation 29, and all released code. exp: arXiv 2510.04476, listing 1. clamped_exp:
     # exp(clamp(T, 1e-7, 2)), `clamp_temp` in vLLM and SGLang, off in the 8.3B models.
@@ -625,6 +641,13 @@ class HandoverConfig:
         None,
         "run directory of the finished stage before: its weights and optimizer state at step 0",
         "handover.predecessor",
+    )
+    from_hf: str | None = own(
+        None,
+        "published weights to start from: a folder, or a name on the Hugging Face Hub such as Zyphra/ZAYA1-base; the "
+        "optimizer and the balancing of the experts start anew",
+        "hosts.stage_handover",
+        limit=NOT_EMPTY,
     )
     optimizer: str = own(
         "keep",

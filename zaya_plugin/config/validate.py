@@ -90,6 +90,10 @@ def _exclusions(recipe: Recipe, world_size: int) -> Iterator[str]:
         if get(recipe, key) == value:
             for other, only, why in excluded:
                 yield from must_be(recipe, other, only, f"{key}={as_typed(value)}", why)
+    if recipe.handover.from_hf is not None:
+        yield from must_be(
+            recipe, "handover.from_run", None, "handover.from_hf", "the stage starts from published weights"
+        )
     if recipe.cluster.graphs == "full_iteration":
         yield from obstacles(recipe)
 

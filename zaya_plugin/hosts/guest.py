@@ -71,7 +71,7 @@ class Guest:
         else:
             self.resumed_at = 0
             self.before = predecessor(recipe)
-            args.load = str(self.before.checkpoints) if self.before else None
+            args.load = str(self.before.checkpoints) if self.before else recipe.handover.from_hf
         args.finetune = False
         args.exit_on_missing_checkpoint = args.load is not None
         self.handover = Handover(recipe, self.before, self.resumed_at)
@@ -111,7 +111,8 @@ class Guest:
             ValueError: the checkpoint is damaged, of another model, or of a release that this one cannot read.
         """
         step = self.before.steps if self.before else self.resumed_at
-        checkpoint = on_disk.folder(Path(self.args.load), step) if self.args.load else None
+        of_megatron = self.args.load and self.handover.published is None
+        checkpoint = on_disk.folder(Path(self.args.load), step) if of_megatron else None
         if checkpoint is not None and not compat.can_read(checkpoint):
             raise mistake(
                 str(checkpoint),

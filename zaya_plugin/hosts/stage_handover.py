@@ -19,10 +19,13 @@ from megatron.training import get_args, get_tokenizer
 from torch.utils.data import Dataset, Subset
 
 from zaya_plugin.checkpoint import on_disk, restore
+from zaya_plugin.checkpoint.convert.description import Description
+from zaya_plugin.checkpoint.convert.distributed import load_hf
+from zaya_plugin.checkpoint.convert.importing import open_source
 from zaya_plugin.config.schedule import sample_count
 from zaya_plugin.config.schema import Recipe
 from zaya_plugin.data.sources import DataSources
-from zaya_plugin.errors import message
+from zaya_plugin.errors import message, mistake
 from zaya_plugin.handover.predecessor import Predecessor
 from zaya_plugin.patches import hooks
 from zaya_plugin.patches.hooks import TRAINING
@@ -30,6 +33,16 @@ from zaya_plugin.patches.hooks import TRAINING
 # State of a parameter group, which is loaded; all other keys come from the new stage's recipe.
 STATE_OF_GROUP = ("params", "step")
 SCHEDULE_KEYS = ("max_lr", "min_lr", "start_wd", "end_wd")
+
+
+def check_published(source: str, args) -> None:
+    """Raise ValueError if the published weights are of another model than the one that will be built."""
+    published = open_source(source, download=False)
+    here = Description.of_arguments(args)
+    if different := here.differences(published.model):
+        problem = f"holds another model (recipe and there): {different}"
+        raise mistake("handover.from_hf", source, problem=problem, fix=here.fix(published.model))
+    published.with_rows(args.padded_vocab_size)
 
 
 class Handover:
@@ -45,9 +58,12 @@ class Handover:
         self.recipe = recipe
         self.before = before if resumed_at == 0 else None
         self.begins = resumed_at == 0
+        self.published = recipe.handover.from_hf if self.begins else None
 
     def check(self, args) -> None:
         """Raise ValueError if the checkpoint to take over is damaged or of another model."""
+        if self.published is not None and args.rank == 0:
+            check_published(self.published, args)
         if self.before is None or args.rank != 0:
             return
         directory, steps = self.before.checkpoints, self.before.steps
@@ -65,9 +81,18 @@ class Handover:
         `train`.
         """
         found = [(TRAINING + "load_checkpoint", self.load_and_begin)] if self.before is not None else []
+        if self.published is not None:
+            found = [(TRAINING + "load_checkpoint", self.load_published)]
         if evaluate_and_report is not None and self.begins and self.recipe.stage.eval_at_start:
             found.append((TRAINING + "train", functools.partial(self.evaluate_and_train, evaluate_and_report)))
         return found
+
+    def load_published(self, _, model, optimizer, *positional, **named) -> tuple[int, int]:
+        """Copy published weights into the model and into the optimizer's fp32 copies, in place of Megatron's load."""
+        load_hf(model, self.published)
+        if optimizer is not None:
+            optimizer.reload_model_params()
+        return 0, 0
 
     def load_and_begin(self, load_checkpoint, model, optimizer, scheduler, *positional, **named) -> tuple[int, int]:
         """Load weights and optimizer state of the previous stage; steps, samples, schedule and FLOPs start from 0."""

@@ -10,8 +10,6 @@ import argparse
 import sys
 from typing import Any
 
-import torch
-from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 from megatron.training.arguments import core_transformer_config_from_args
@@ -19,7 +17,7 @@ from megatron.training.arguments import core_transformer_config_from_args
 from zaya_plugin.config.arguments import OWN_ARGUMENTS
 from zaya_plugin.config.schema import Recipe
 from zaya_plugin.errors import mistake
-from zaya_plugin.model.build import build_zaya_model
+from zaya_plugin.model.build import build_zaya_model, groups_of_one
 from zaya_plugin.model.config import ZayaConfig
 from zaya_plugin.training.optimizer import assign_optimizers
 
@@ -73,10 +71,7 @@ def arguments_of_model(values: dict[str, Any]) -> argparse.Namespace:
 
 def begin_alone(seed: int) -> None:
     """Start torch.distributed and Megatron's groups of one rank if they are missing; seed Megatron's random streams."""
-    if not torch.distributed.is_initialized():
-        torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
-    if not parallel_state.model_parallel_is_initialized():
-        parallel_state.initialize_model_parallel()
+    groups_of_one()
     model_parallel_cuda_manual_seed(seed, force_reset_rng=True)
 
 

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import torch
+from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
 
 from zaya_plugin.errors import mistake
@@ -71,3 +73,11 @@ def build_zaya_model(
     # Before DDP lays out its buffers, so that a matrix of Muon stays whole there; a recipe's assignment replaces it.
     tag_parameters(model)
     return model
+
+
+def groups_of_one() -> None:
+    """Start torch.distributed and Megatron's groups of one rank if they are missing."""
+    if not torch.distributed.is_initialized():
+        torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    if not parallel_state.model_parallel_is_initialized():
+        parallel_state.initialize_model_parallel()

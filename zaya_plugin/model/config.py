@@ -82,18 +82,6 @@ class ZayaConfig(ZayaOptions, TransformerConfig):
     transformer_impl: str = ClusterConfig.transformer_impl
     """Linears of queries, keys and attention's output: `local`, Megatron's own; `transformer_engine`, that package's."""
 
-    router_norm_epsilon: float | None = None
-    """Epsilon of the router's RMSNorm; None: layernorm_epsilon, as transformers does. The ZAYA1-base release code
-    (Zyphra/transformers, branch zaya) reads a key that its config lacks and so ran with 1e-6."""
-
-    router_eda: bool = True
-    """Exponential depth averaging: the router adds gamma times the previous layer's router state. gamma is a vector of
-    router_hidden_size in all code; the report's equation 2 can be read as one coefficient."""
-
-    moe_skip_expert: bool = True
-    """Score one more class than there are experts; its tokens skip the MoE. True in all released configs
-    (`zaya_use_mod`), absent from the papers."""
-
     cca_time0: int = 2
     """Taps of the depthwise convolution over time. Only 2 is supported."""
 

@@ -15,7 +15,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+import yaml
+
 from zaya_plugin import compat
+from zaya_plugin.checkpoint.convert.beside import resolve
 from zaya_plugin.config.arguments import megatron_arguments
 from zaya_plugin.config.graphs import with_graphs
 from zaya_plugin.config.run_directory import check_resume
@@ -59,12 +62,29 @@ def settled(recipe: Recipe, world_size: int) -> tuple[Recipe, list[str]]:
 
 
 def take_over(recipe: Recipe) -> Recipe:
-    """Return `recipe` with its place in the data; raises ValueError if a new stage cannot start from
-    `handover.from_run`.
+    """Return `recipe` with its place in the data and the vocabulary's padding of the run that it continues; raises
+    ValueError if a new stage cannot start from `handover.from_run` or `handover.from_hf`. Fetches the latter's files.
     """
     if saved_step(Path(recipe.run_dir)) is None:
         predecessor(recipe)
-    return with_consumed(recipe)
+        if recipe.handover.from_hf is not None:
+            resolve(recipe.handover.from_hf)
+    return with_consumed(with_padding(recipe))
+
+
+def with_padding(recipe: Recipe) -> Recipe:
+    """Return `recipe` with model.make_vocab_size_divisible_by of the run that it resumes or takes over: its tables have
+    that many rows, whatever today's default is.
+    """
+    own = Path(recipe.run_dir) / "recipe.yaml"
+    before = own if saved_step(Path(recipe.run_dir)) is not None and own.is_file() else None
+    if before is None and recipe.handover.from_run is not None:
+        before = Path(recipe.handover.from_run) / "recipe.yaml"
+    if before is None:
+        return recipe
+    # Read without the schema: an earlier version may have written other keys.
+    divisor = (yaml.safe_load(before.read_text()).get("model") or {}).get("make_vocab_size_divisible_by", 64)
+    return replace(recipe, model=replace(recipe.model, make_vocab_size_divisible_by=divisor))
 
 
 def check_surroundings(recipe: Recipe, plan: Plan) -> None:

@@ -142,6 +142,8 @@ def placed(recipe: Recipe) -> Recipe:
     recipe.run_dir = os.path.abspath(recipe.run_dir)
     if recipe.handover.from_run is not None:
         recipe.handover.from_run = os.path.abspath(recipe.handover.from_run)
+    if recipe.handover.from_hf is not None and os.path.isdir(recipe.handover.from_hf):  # else a name
+        recipe.handover.from_hf = os.path.abspath(recipe.handover.from_hf)
     data = recipe.data
     data.path = os.path.abspath(data.path)
     for name in ("valid_path", "cache_path"):

@@ -34,7 +34,8 @@ class Lifecycle:
         run_id: identity of the run, stored in every checkpoint; W&B's run id.
         generation: of this start of the run, by which the writers of an earlier start cannot write into this one.
         leads: whether this rank is the first of its node.
-        lineage: run id, stage, steps and tokens of the preceding stage, or None; stored in every checkpoint.
+        lineage: run id, stage, steps and tokens of the preceding stage, or the published weights that the run began
+            with, or None; stored in every checkpoint.
     """
 
     def __init__(self, recipe: Recipe):
@@ -51,7 +52,8 @@ class Lifecycle:
         self.resumed_at = 0
         self.run_id: str | None = None
         self.generation, self.leads = "", False
-        self.lineage: dict | None = None
+        published = recipe.handover.from_hf
+        self.lineage: dict | None = {"published": published} if published is not None else None
         self._args = None
         self._begun = False
         self._checked: int | None = None  # the checkpoint that was compared with the model

@@ -90,6 +90,8 @@ class Reporter:
             + (
                 f"continuing after step {resumed_at}"
                 if resumed_at
+                else f"from the published weights {lineage['published']}"
+                if lineage and "published" in lineage
                 else f"taking over from stage {lineage['stage']} after {lineage['steps']} steps"
                 if lineage
                 else "from the start"

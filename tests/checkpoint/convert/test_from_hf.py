@@ -1,0 +1,102 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs that start from published weights with `handover.from_hf`, in several layouts of ranks, and their export."""
+
+import pytest
+
+from tests.checkpoint.convert.published import publish
+from tests.running import MICRO, train
+from zaya_plugin.checkpoint.convert import exporting, verification
+from zaya_plugin.checkpoint.convert.description import Description
+from zaya_plugin.checkpoint.convert.importing import open_source
+from zaya_plugin.run.convert_commands import main
+
+MICRO_MODEL = Description(4, 64, 8, 2, 8, 16, 48, 16, 512, max_position_embeddings=32)
+# One step that changes no weight: what the run saves is what it has read.
+STILL = (
+    "stage.train_iters=1",
+    "optim.lr=1e-25",
+    "optim.min_lr=0",
+    "optim.weight_decay=0",
+    "optim.lr_warmup_iters=0",
+    "model.balancing_lr=0",
+    "stage.eval_iters=0",
+)
+LAYOUTS = {
+    "tensor": ("parallel.tensor_model_parallel_size=2",),
+    "data": (),
+    "expert": ("parallel.expert_model_parallel_size=2",),
+    "pipeline": ("parallel.pipeline_model_parallel_size=2",),
+    "muon_bf16": ("optim=muon", "cluster.dtype=bf16"),
+}
+
+
+@pytest.mark.parametrize(
+    "layout", [name if name == "tensor" else pytest.param(name, marks=pytest.mark.slow) for name in LAYOUTS]
+)
+def test_zero_steps_from_published_weights_are_bit_equal(tmp_path, corpus, layout):
+    folder = publish(tmp_path / "published", "legacy" if layout == "tensor" else "native", MICRO_MODEL)
+    run = train(tmp_path / "run", corpus, *STILL, *LAYOUTS[layout], f"handover.from_hf={folder}")
+    assert f"from the published weights {folder}" in run.output
+    trained = exporting.open_checkpoint(exporting.folder_of(tmp_path / "run"))
+    planned = exporting.plan(trained, dtype="bf16")
+    again = open_source(exporting.export_model(planned, tmp_path / "export"))
+    different = verification.differences(open_source(folder), again)
+    # The run holds the biases in fp32, with the same values, and its export keeps them so.
+    assert [line for line in different if "balancing_biases: torch.bfloat16" not in line] == []
+    card = (tmp_path / "export" / "README.md").read_text()
+    assert f"stage before: published {folder}" in card and "recipe cpu_demo" in card
+
+
+@pytest.mark.slow
+def test_weights_of_another_model_are_refused_before_the_run(tmp_path, corpus):
+    folder = publish(tmp_path / "published", model=MICRO_MODEL)
+    run = train(tmp_path / "run", corpus, *STILL, f"handover.from_hf={folder}", "model.kv_channels=16", check=False)
+    assert run.code == 2 and "kv_channels 16 and 8. Fix: model.kv_channels=8." in run.output
+    run = train(tmp_path / "run", corpus, *STILL, "handover.from_hf=no/such/place", check=False)
+    assert run.code == 2 and "SOURCE=no/such/place: is no folder" in run.output
+    run = train(tmp_path / "run", corpus, f"handover.from_hf={folder}", "handover.from_run=other", check=False)
+    assert run.code == 2 and "handover.from_run=other" in run.output
+    assert "Traceback" not in run.output
+
+
+def test_the_commands(tmp_path, capsys):
+    folder = publish(tmp_path / "published", model=MICRO_MODEL)
+    recipe = tmp_path / "recipes" / "model" / "published.yaml"
+    checkpoint, output = tmp_path / "checkpoint", tmp_path / "export"
+    assert main(["import", str(folder), "--output", str(checkpoint), "--write-recipe", str(recipe)]) == 0
+    assert "native model of " in capsys.readouterr().out
+    assert "num_layers: 4" in recipe.read_text() and "stage.rotary_base=10000" in recipe.read_text()
+    assert main(["export", str(checkpoint), "--output", str(output), "--tokenizer", "none", "--verify"]) == 0
+    assert "equal those of the checkpoint bit by bit" in capsys.readouterr().out
+    assert "equal those of transformers" in (output / "README.md").read_text()
+    assert main(["roundtrip", str(output), "--layout", "legacy"]) == 0
+    assert "native -> checkpoint -> legacy: " in capsys.readouterr().out
+    with pytest.raises(ValueError, match="no such checkpoint"):
+        main(["export", str(tmp_path / "nothing"), "--output", str(tmp_path / "x")])
+    with pytest.raises(ValueError, match="the checkpoint names no tokenizer"):
+        main(["export", str(checkpoint), "--output", str(tmp_path / "x")])
+    with pytest.raises(ValueError, match="--vocab-size=0"):
+        main(["import", str(folder), "--output", str(tmp_path / "x"), "--vocab-size", "0"])
+
+
+def test_a_recipe_is_compared(tmp_path):
+    from zaya_plugin.config.compose import compose, save_recipe
+
+    folder = publish(tmp_path / "published", model=MICRO_MODEL)
+    words = [word for word in MICRO if word.startswith(("experiment", "model"))]
+    words += ["data.path=nowhere", "run_dir=nowhere"]
+    for changes, fits in (((), True), (("model.num_experts=8",), False)):
+        save_recipe(compose([*words, *changes]), tmp_path / "recipe.yaml")
+        given = [
+            "import",
+            str(folder),
+            "--output",
+            str(tmp_path / "checkpoint"),
+            "--recipe",
+            str(tmp_path / "recipe.yaml"),
+        ]
+        if fits:
+            assert main(given) == 0
+            continue
+        with pytest.raises(ValueError, match=r"num_experts 8 and 16\. Fix: model\.num_experts=16"):
+            main(given)

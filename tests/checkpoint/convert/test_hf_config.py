@@ -1,0 +1,224 @@
+# SPDX-License-Identifier: Apache-2.0
+"""config.json: the releases' files, every constant, and fields that contradict the tensors."""
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from tests.checkpoint.convert.published import TINY
+from zaya_plugin.checkpoint.convert import hf_config
+from zaya_plugin.checkpoint.convert.description import Description
+from zaya_plugin.checkpoint.convert.tables import rows, sizes_of
+
+BASE = Description(40, 2048, 8, 2, 128, 16, 2048, 256, 262_272)
+
+# As on the Hub, with the stray keys.
+NATIVE_8B = {
+    "architectures": ["ZayaForCausalLM"],
+    "model_type": "zaya",
+    "dtype": "bfloat16",
+    "vocab_size": 262272,
+    "hidden_size": 2048,
+    "num_hidden_layers": 40,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "head_dim": 128,
+    "num_experts": 16,
+    "num_experts_per_tok": 1,
+    "moe_intermediate_size": 2048,
+    "router_hidden_size": 256,
+    "cca_time0": 2,
+    "cca_time1": 2,
+    "hidden_act": "silu",
+    "rms_norm_eps": 1e-05,
+    "max_position_embeddings": 131072,
+    "layer_types": ["hybrid"] * 40,
+    "sliding_window": None,
+    "rope_parameters": {
+        "hybrid": {"rope_type": "default", "rope_theta": 5000000, "partial_rotary_factor": 0.5},
+        "hybrid_sliding": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5},
+        "rope_type": "default",
+    },
+    "partial_rotary_factor": 0.5,
+    "tie_word_embeddings": True,
+    "attention_bias": False,
+    "lm_head_bias": False,
+    "attention_dropout": 0.0,
+    "initializer_range": 0.02,
+    "output_router_logits": False,
+    "use_cache": True,
+    "pad_token_id": 0,
+    "bos_token_id": 2,
+    "eos_token_id": 106,
+}
+# ZAYA1-base's: lists by stage, the heads before compression, a number of layers that is stale.
+LEGACY_BASE = {
+    "architectures": ["ZayaForCausalLM"],
+    "model_type": "zaya",
+    "zaya_layers": ["a", 16] * 40,
+    "num_hidden_layers": 120,
+    "num_attention_heads": 16,
+    "cca_num_q_heads": [8, 0] * 40,
+    "num_query_groups_list": [2, 0] * 40,
+    "num_key_value_heads": 2,
+    "kv_channels": 128,
+    "hidden_size": 2048,
+    "ffn_hidden_size_list": [0, 4096] * 40,
+    "moe_router_topk": 1,
+    "zaya_mlp_expansion": [0, 256] * 40,
+    "zaya_use_mod": True,
+    "zaya_use_eda": True,
+    "zaya_high_prec": True,
+    "scale_residual_merge": True,
+    "cca": True,
+    "gated_linear_unit": True,
+    "activation_func": "swiglu",
+    "normalization": "RMSNorm",
+    "norm_epsilon": 1e-05,
+    "add_bias_linear": False,
+    "attention_bias": False,
+    "lm_head_bias": False,
+    "attention_dropout": 0.0,
+    "rope_theta": 1000000,
+    "partial_rotary_factor": 0.5,
+    "rope_scaling": False,
+    "sliding_window": None,
+    "mamba_cache_dtype": "float32",
+    "activation_func_fp8_input_store": False,
+    "max_position_embeddings": 32768,
+    "vocab_size": 262272,
+    "pad_token_id": 0,
+    "bos_token_id": 2,
+    "eos_token_id": 1,
+    "tie_word_embeddings": True,
+}
+
+
+def read(layout, values, model=BASE):
+    sizes = sizes_of(layout, {row.name: row.shape for row in rows(layout, model)})
+    return hf_config.read(layout, json.loads(json.dumps(values)), sizes, "config.json")
+
+
+def test_zaya1_8b_is_read():
+    model, notes = read("native", NATIVE_8B)
+    wanted = replace(BASE, rotary_base=5_000_000, max_position_embeddings=131_072, bos=2, eos=106, pad=0)
+    assert model == wanted and notes == []
+    assert set(NATIVE_8B) <= set(hf_config.write("native", model, "bfloat16"))
+
+
+def test_zaya1_base_is_read_in_spite_of_its_stale_fields():
+    model, (stale, unstated) = read("legacy", LEGACY_BASE)
+    assert model == replace(
+        BASE, rotary_base=1_000_000, max_position_embeddings=32_768, residual_in_fp32=None, bos=2, eos=1, pad=0
+    )
+    assert "num_hidden_layers=120 is stale" in stale and "residual_in_fp32 is not stated" in unstated
+
+
+def test_the_class_defaults_of_smoe_are_read():
+    values = {
+        "model_type": "smoe",
+        "smoe_layers": ["a", 16] * 40 + ["a", 16] * 20,  # longer than the model
+        "smoe_mlp_expansion": [0, 256] * 80,
+        "smoe_use_mod": True,
+        "smoe_use_eda": True,
+        "smoe_high_prec": True,
+        "rotary_base": 1000000,
+        "rope_pct": 0.5,
+        "use_rope_scaling": False,
+        "swa_layers": [0] * 160,
+        "swa_rotary_base": 10000,
+        "norm_epsilon": 1e-05,
+        "num_hidden_layers": 120,
+        "clamp_temp": True,
+    }
+    model, notes = read("smoe", values)
+    assert (model.rotary_base, model.rotary_percent, model.temperature_form) == (1_000_000, 0.5, "clamped_exp")
+    assert len(notes) == 2
+
+
+@pytest.mark.parametrize("layout", ["native", "legacy"])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"num_layers": 1, "num_experts": 1, "rotary_percent": 0.25, "norm_epsilon": 3e-6, "rotary_base": 777},
+        {"num_query_groups": 4, "num_attention_heads": 12, "init_method_std": 0.1, "eos": [1, 106]},
+    ],
+)
+def test_written_and_read_back(layout, changes):
+    model = replace(TINY, **changes)
+    back, notes = read(layout, hf_config.write(layout, model, "bfloat16"), model)
+    assert back == replace(model, init_method_std=model.init_method_std if layout == "native" else 0.02) and notes == []
+
+
+@pytest.mark.parametrize(
+    ("layout", "field", "value"),
+    [
+        ("native", "sliding_window", 4097),
+        ("native", "layer_types", ["hybrid", "hybrid_sliding"]),
+        ("native", "cca_time0", 4),
+        ("native", "attention_bias", True),
+        ("native", "lm_head_bias", True),
+        ("native", "tie_word_embeddings", False),
+        ("native", "hidden_act", "gelu"),
+        ("native", "num_experts_per_tok", 2),
+        ("native", "attention_dropout", 0.1),
+        ("native", "quantization_config", {"format": "float-quantized"}),
+        ("native", "num_hidden_layers", 3),
+        ("native", "num_attention_heads", 8),
+        ("native", "num_key_value_heads", 1),
+        ("native", "head_dim", 16),
+        ("native", "vocab_size", 128),
+        ("native", "num_experts", 16),
+        ("native", "moe_intermediate_size", 16),
+        ("native", "router_hidden_size", 16),
+        ("native", "rope_parameters", {"hybrid": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4}}),
+        ("native", "rope_parameters", {"hybrid": {"rope_theta": 1e4, "factor": 4}}),
+        ("native", "rope_parameters", {"hybrid": {"rope_theta": 1e4 + 0.5}}),
+        ("native", "rope_parameters", {"hybrid": {"rope_type": "default"}}),
+        ("native", "rope_parameters", {"full_attention": {"rope_theta": 1e4}}),
+        ("legacy", "zaya_layers", ["a", 16, "a", 16]),
+        ("legacy", "swa_layers", [4096, 0, 0, 0]),
+        ("legacy", "zaya_use_eda", False),
+        ("legacy", "zaya_use_mod", False),
+        ("legacy", "scale_residual_merge", False),
+        ("legacy", "rope_scaling", {"type": "linear"}),
+        ("legacy", "activation_func", "gelu"),
+        ("legacy", "normalization", "LayerNorm"),
+        ("legacy", "ffn_hidden_size", 8),
+        ("legacy", "num_hidden_layers", 2),
+        ("legacy", "num_attention_heads", 3),
+        ("legacy", "zaya_mlp_expansion", [0, 256]),
+        ("legacy", "add_bias_linear", True),
+        ("legacy", "cca", False),
+        ("legacy", "rope_theta", None),
+        ("legacy", "partial_rotary_factor", None),
+    ],
+)
+def test_what_is_not_this_model_is_refused_with_its_field(layout, field, value):
+    values = hf_config.write(layout, TINY, "bfloat16") | {field: value}
+    with pytest.raises(ValueError, match=f"^config.json: {field}="):
+        read(layout, values, TINY)
+
+
+def test_config_and_tensors_are_of_one_layout():
+    for layout, other in (("native", "legacy"), ("legacy", "native")):
+        with pytest.raises(ValueError, match=f"layout of the tensors, which is {layout}"):
+            read(layout, hf_config.write(other, TINY, "bfloat16"), TINY)
+
+
+def test_unknown_fields_are_named():
+    _, notes = read("native", hf_config.write("native", TINY, "bfloat16") | {"query_clip": 3.0}, TINY)
+    assert notes == ["config.json: the field query_clip=3.0 is not known and was not read"]
+
+
+def test_transformers_reads_what_is_written():
+    transformers = pytest.importorskip("transformers")
+    written = hf_config.write("native", TINY, "bfloat16")
+    config = transformers.ZayaConfig(**written)
+    rope = config.rope_parameters["hybrid"]
+    assert (rope["rope_theta"], rope["partial_rotary_factor"]) == (1e6, 0.5)
+    for name in written:
+        if name not in ("rope_parameters", "dtype"):
+            assert getattr(config, name) == written[name], name

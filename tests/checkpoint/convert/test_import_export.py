@@ -1,0 +1,408 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Import and export on disk: bit-equal in every direction, from shards, aliases and parts; kills, full disks, bad files."""
+
+import errno
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from tests.checkpoint.convert.published import TINY, publish, tensors
+from zaya_plugin.checkpoint import manifest, on_disk
+from zaya_plugin.checkpoint.convert import exporting, safetensors_files, verification
+from zaya_plugin.checkpoint.convert.importing import import_model, open_source
+from zaya_plugin.checkpoint.convert.tables import LAYOUTS
+from zaya_plugin.checkpoint.convert.torch_dist import CheckpointTensors
+from zaya_plugin.checkpoint.convert.values import whole
+
+
+def imported(folder: Path, directory: Path, **options) -> Path:
+    return import_model(open_source(folder, **options), directory)
+
+
+def export(checkpoint: Path, output: Path, shard: int = exporting.SHARD, **options) -> Path:
+    return exporting.export_model(exporting.plan(exporting.open_checkpoint(checkpoint), **options), output, shard=shard)
+
+
+@pytest.fixture
+def checkpoint(tmp_path) -> Path:
+    return imported(publish(tmp_path / "published"), tmp_path / "checkpoint")
+
+
+@pytest.mark.parametrize("layout", ["native", "legacy"])
+@pytest.mark.parametrize("shards", [1, 3])
+def test_round_trip_is_bit_equal(tmp_path, layout, shards):
+    folder = publish(tmp_path / "published", layout, shards=shards)
+    checkpoint = imported(folder, tmp_path / "checkpoint")
+    output = export(checkpoint, tmp_path / "export", layout=layout, shard=4000)
+    before, after = tensors(layout), {}
+    for path in output.glob("*.safetensors"):
+        after |= load_file(path)
+    assert after.keys() == before.keys()
+    assert all(after[name].dtype == before[name].dtype and torch.equal(after[name], before[name]) for name in before)
+    index = json.loads((output / "model.safetensors.index.json").read_text())
+    assert index["weight_map"].keys() == before.keys()
+    assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in before.values())
+    assert json.loads((output / "config.json").read_text()) == json.loads((folder / "config.json").read_text())
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_layouts_hold_one_model(tmp_path, layout):
+    native = open_source(publish(tmp_path / "native"))
+    names = {row.name: row.ours for row in exporting.ordered(layout, TINY)}
+
+    def as_native(found):
+        for name, ours in names.items():
+            parts = [whole(native.tensors[each]) for each in ours]
+            found[name] = (
+                torch.stack(parts) if layout == "native" and found[name].dim() == 3 and len(parts) > 1 else parts[0]
+            )
+
+    source = open_source(publish(tmp_path / layout / "published", layout, change=as_native), TINY)
+    assert verification.differences(native, source) == []
+    checkpoint = import_model(source, tmp_path / "checkpoint")
+    again = open_source(export(checkpoint, tmp_path / "export"))
+    assert verification.differences(native, again) == []
+
+
+def test_what_a_checkpoint_of_an_import_holds(checkpoint):
+    stored = CheckpointTensors(checkpoint)
+    shapes, arguments = stored.shapes(), stored.arguments()
+    assert len(shapes) == 15 * 2 + (15 + 2 * 12) * 2 + 6 - 3 + 3 * 2
+    assert on_disk.problems(checkpoint.parent, 0) == [] and manifest.damaged(checkpoint) == []
+    assert arguments.padded_vocab_size == 64 and arguments.rotary_base == 1_000_000 and arguments.bf16
+    assert arguments.zaya["imported"]["layout"] == "native"
+    router = "decoder.layers.1.mlp.router."
+    biases = stored.values(router + "balancing_biases")
+    assert biases.dtype == torch.float32 and whole(biases)[-1] == -1
+    for name, dtype in (("exp_avg", torch.float32), ("exp_avg_sq", torch.float32), ("step", torch.int64)):
+        state = whole(stored.values(router + f"balancing_{name}"))
+        assert state.dtype == dtype and not state.any()
+
+
+def test_megatron_reads_the_checkpoint(checkpoint):
+    from megatron.core import dist_checkpointing
+    from megatron.core.dist_checkpointing.mapping import ShardedTensor
+
+    source = exporting.open_checkpoint(checkpoint)
+    wanted = {name: torch.zeros(values.shape) for name, values in source.tensors.items()}  # fp32, as optimizers have it
+    asked = {name: ShardedTensor.from_rank_offsets(name, tensor) for name, tensor in wanted.items()}
+    loaded = dist_checkpointing.load(asked, str(checkpoint))
+    assert loaded["iteration"] == 0 and loaded["args"].num_layers == 2
+    assert all(torch.equal(loaded[name], whole(values).float()) for name, values in source.tensors.items())
+    tracker = checkpoint.parent / on_disk.TRACKER
+    assert tracker.read_text() == "0"
+
+
+def test_a_run_of_megatron_is_exported_from_parts_and_aliases(tmp_path, checkpoint):
+    """A tensor in two parts, and model keys that point at the optimizer's fp32 bytes, as asynchronous saves store it."""
+    import pickle
+
+    from torch.distributed.checkpoint import FileSystemReader
+
+    source = exporting.open_checkpoint(checkpoint)
+    name = "decoder.layers.0.self_attention.linear_q.weight"
+    value = whole(source.tensors[name]).float() + 1e-3  # has digits that bf16 lacks
+    parts = [value[:20].clone(), value[20:].clone()]
+    metadata = FileSystemReader(checkpoint).read_metadata()
+    entry = metadata.state_dict_metadata[name]
+    place = next(key for key in metadata.storage_data if key.fqn == name)
+    old = metadata.storage_data.pop(place)
+    entry.chunks = []
+    with open(checkpoint / "extra.distcp", "wb") as file:
+        for first, part in zip((0, 20), parts, strict=True):
+            start = file.tell()
+            torch.save(part, file)
+            offset = torch.Size([first, 0])
+            for key in (name, f"optimizer.state.param.{name}"):
+                index = type(place)(key, offset)
+                metadata.storage_data[index] = type(old)("extra.distcp", start, file.tell() - start)
+            entry.chunks.append(
+                type(metadata.state_dict_metadata["embedding.word_embeddings.weight"].chunks[0])(offset, part.shape)
+            )
+    metadata.state_dict_metadata[f"optimizer.state.param.{name}"] = entry
+    (checkpoint / ".metadata").write_bytes(pickle.dumps(metadata))
+    (checkpoint / manifest.NAME).unlink()
+    manifest.write(checkpoint, 0, {path.name: manifest.describe(path) for path in checkpoint.iterdir()})
+    output = export(checkpoint, tmp_path / "export", dtype="bf16")
+    found = load_file(output / "model.safetensors")
+    assert torch.equal(found["model.layers.0.self_attn.qkv_proj.q_proj.weight"], value.bfloat16())
+    assert found["model.layers.0.mlp.gate.balancing_biases"].dtype == torch.float32
+    output = export(checkpoint, tmp_path / "fp32", dtype="fp32")
+    assert torch.equal(
+        load_file(output / "model.safetensors")["model.layers.0.self_attn.qkv_proj.q_proj.weight"], value
+    )
+
+
+class Killed(BaseException):
+    pass
+
+
+def kill_after(count: int):
+    """A progress function that ends the work after so many bytes, as SIGKILL would."""
+    done = 0
+
+    def progress(size: int) -> None:
+        nonlocal done
+        done += size
+        if done > count:
+            raise Killed
+
+    return progress
+
+
+def test_a_killed_import_continues(tmp_path):
+    source = open_source(publish(tmp_path / "published"))
+    whole_one = import_model(source, tmp_path / "whole")
+    size = sum(path.stat().st_size for path in whole_one.glob("*.distcp"))
+    written = []
+    for share in (0.1, 0.6, 0.9):
+        with pytest.raises(Killed):
+            import_model(source, tmp_path / "killed", kill_after(int(share * size)))
+        assert on_disk.latest(tmp_path / "killed") == (None, [])
+    kept = sorted((tmp_path / "killed").glob("*.unfinished/__*_0.distcp"))
+    times = [path.stat().st_mtime_ns for path in kept]
+    again = import_model(source, tmp_path / "killed", written.append)
+    assert len(kept) == 2 and [(again / path.name).stat().st_mtime_ns for path in kept] == times
+    for path in whole_one.glob("*.distcp"):
+        assert (again / path.name).read_bytes() == path.read_bytes()
+    assert manifest.damaged(again) == [] and not list(again.glob("*.part"))
+
+
+def test_an_import_of_another_source_begins_anew(tmp_path):
+    one = publish(tmp_path / "one")
+    with pytest.raises(Killed):
+        import_model(open_source(one), tmp_path / "checkpoint", kill_after(150_000))
+
+    other = open_source(publish(tmp_path / "other", change=lambda found: found["model.norm.weight"].mul_(2)))
+    folder = import_model(other, tmp_path / "checkpoint")
+    stored = exporting.open_checkpoint(folder).tensors["decoder.final_layernorm.weight"]
+    assert torch.equal(whole(stored), whole(other.tensors["decoder.final_layernorm.weight"]))
+
+
+def test_a_killed_export_continues(tmp_path, checkpoint):
+    planned = exporting.plan(exporting.open_checkpoint(checkpoint))
+    with pytest.raises(Killed):
+        exporting.export_model(planned, tmp_path / "export", kill_after(30_000), shard=9000)
+    unfinished = tmp_path / f"export{manifest.UNFINISHED}"
+    kept = sorted(unfinished.glob("*.safetensors"))
+    times = [path.stat().st_mtime_ns for path in kept]
+    assert len(kept) >= 2 and not (tmp_path / "export").exists()
+    output = exporting.export_model(planned, tmp_path / "export", shard=9000)
+    assert [(output / path.name).stat().st_mtime_ns for path in kept] == times and not unfinished.exists()
+    assert verification.differences(open_source(tmp_path / "published"), open_source(output)) == []
+
+
+def test_a_full_disk_is_reported_and_the_work_continues(tmp_path, monkeypatch):
+    source = open_source(publish(tmp_path / "published"))
+    stock, count = safetensors_files.write_all, [0]
+
+    def full(file, data):
+        count[0] += 1
+        if count[0] == 200:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        stock(file, data)
+
+    monkeypatch.setattr("zaya_plugin.checkpoint.convert.torch_dist.write_all", full)
+    with pytest.raises(OSError, match="No space left"):
+        import_model(source, tmp_path / "checkpoint")
+    assert import_model(source, tmp_path / "checkpoint").name == "iter_0000000"
+
+
+def broken(folder: Path, path: str, change) -> Path:
+    data = bytearray((folder / path).read_bytes())
+    (folder / path).write_bytes(change(data))
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        (lambda data: data[:-1], "its header states"),
+        (lambda data: data + b"x", "its header states"),
+        (lambda data: data[:5], "cut off at 5 bytes"),
+        (lambda data: b"\xff" * 8 + data[8:], "is no safetensors file"),
+        (lambda data: data[:8] + b"{" + data[8:], "malformed header"),
+        (lambda data: data.replace(b'"BF16"', b'"F8_E"', 1), "allowed are BF16, F16, F32"),
+        (lambda data: data.replace(b"[8]", b"[9]", 1), "bytes for the shape"),
+        (lambda data: b"", "cut off at 0 bytes"),
+    ],
+)
+def test_a_damaged_file_is_refused(tmp_path, change, problem):
+    folder = broken(publish(tmp_path / "published"), "model.safetensors", change)
+    with pytest.raises(ValueError, match=problem) as error:
+        open_source(folder)
+    assert "model.safetensors" in str(error.value)
+
+
+def test_bad_folders_are_refused(tmp_path):
+    folder = publish(tmp_path / "published", shards=3)
+    index, second = folder / "model.safetensors.index.json", folder / "model-00002-of-00003.safetensors"
+    content = json.loads(index.read_text())
+    name, file = next(iter(content["weight_map"].items()))
+    for change, problem in (
+        ({name: "../../x.safetensors"}, "outside its folder"),
+        ({name: "none.safetensors"}, "is missing, and"),
+        ({name: second.name}, f"^{name}: .*places it in {second.name}"),
+        ({"model.more": file}, "^model.more: .*lies in None"),
+    ):
+        index.write_text(json.dumps({"weight_map": content["weight_map"] | change}))
+        with pytest.raises(ValueError, match=problem):
+            open_source(folder)
+    index.write_text("[")
+    with pytest.raises(ValueError, match="is not an index"):
+        open_source(folder)
+    index.unlink()
+    shutil.copyfile(second, folder / "copy.safetensors")
+    with pytest.raises(ValueError, match="in more than one file"):
+        open_source(folder)
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ValueError, match="holds no"):
+        open_source(tmp_path / "empty")
+    with pytest.raises(ValueError, match="SOURCE=.*is no folder"):
+        open_source(tmp_path / "nowhere")
+
+
+def test_missing_and_left_over_tensors_are_named(tmp_path):
+    def change(found):
+        del found["model.layers.1.mlp.gate.balancing_biases"]
+        found["model.layers.0.mlp.gate.router_states_scale"] = torch.ones(8)
+
+    with pytest.raises(ValueError, match=r"layers\.1\.mlp\.gate\.balancing_biases is missing") as error:
+        open_source(publish(tmp_path / "published", change=change))
+    assert "model.layers.0.mlp.gate.router_states_scale is unknown" in str(error.value)
+
+
+def test_one_missing_expert_is_named(tmp_path):
+    name = "model.layers.3.zaya_block.experts.local_experts.10.linear_fc1.weight"
+    with pytest.raises(ValueError, match=f"{name} is missing"):
+        open_source(publish(tmp_path / "published", "legacy", change=lambda found: found.pop(name)))
+
+
+def test_a_head_is_left_out_if_it_is_the_embedding(tmp_path):
+    def tied(found):
+        found["lm_head.weight"] = found["model.embed_tokens.weight"].clone()
+
+    source = open_source(publish(tmp_path / "tied", change=tied))
+    assert "lm_head.weight equals model.embed_tokens.weight" in source.notes[0]
+
+    def untied(found):
+        tied(found)
+        found["lm_head.weight"][-1, -1] += 1
+
+    with pytest.raises(ValueError, match=r"^lm_head\.weight: differs"):
+        open_source(publish(tmp_path / "untied", change=untied))
+
+
+def test_primus_needs_a_recipe_and_leaves_its_own_state(tmp_path):
+    def change(found):
+        found["decoder.layers.1.zaya_block.router.router_states_scale"] = torch.ones(8)
+        for name in ("balance_m", "balance_v", "balance_step"):
+            found[f"decoder.layers.3.zaya_block.router.{name}"] = torch.zeros(13)
+
+    folder = publish(tmp_path / "published", "primus", change=change)
+    with pytest.raises(ValueError, match="config.json: is missing"):
+        open_source(folder)
+    source = open_source(folder, replace(TINY, rotary_base=777, num_layers=9))
+    assert source.model.rotary_base == 777 and source.model.num_layers == 2
+
+
+def test_rows_of_padding_are_added_and_left_out(tmp_path):
+    folder = publish(tmp_path / "published")
+    source = open_source(folder)
+    grown = source.with_rows(128)
+    table = whole(grown.tensors["embedding.word_embeddings.weight"])
+    assert table.shape == (128, 16) and not table[64:].any()
+    assert torch.equal(table[:64], whole(source.tensors["embedding.word_embeddings.weight"]))
+    with pytest.raises(ValueError, match="no tokenizer shows which rows are padding"):
+        source.with_rows(63)
+    (folder / "tokenizer.json").write_text(json.dumps({"model": {"vocab": {"a": 0, "b": 59}}}))
+    with pytest.raises(ValueError, match="has 60 entries"):
+        source.with_rows(59)
+    checkpoint = import_model(source.with_rows(60), tmp_path / "checkpoint")
+    trained = exporting.open_checkpoint(checkpoint)
+    assert trained.model.vocab_size == 60
+    plan = exporting.plan(trained, tokenizer=folder, vocab_size=64)
+    found = load_file(exporting.export_model(plan, tmp_path / "export") / "model.safetensors")
+    embedding = found["model.embed_tokens.weight"]
+    assert torch.equal(embedding[:60], table[:60].bfloat16()) and not embedding[60:].any()
+
+
+def with_biases(skip: float, other: float = 0.02):
+    def change(found):
+        for name, tensor in found.items():
+            if name.endswith("balancing_biases"):
+                tensor[:-1], tensor[-1] = other, skip
+
+    return change
+
+
+def test_the_skip_class_is_checked_layer_by_layer(tmp_path):
+    folder = publish(tmp_path / "published", change=with_biases(-0.5))
+    checkpoint = imported(folder, tmp_path / "checkpoint")
+    with pytest.raises(
+        ValueError, match="balancing_biases: the skip class's entry is -0.5, transformers sets it to -1"
+    ):
+        export(checkpoint, tmp_path / "export")
+    with pytest.raises(
+        ValueError, match=r"model\.skip_output=zero: tokens may choose the skip class in layers \[0, 1\]"
+    ):
+        export(checkpoint, tmp_path / "export", layout="legacy")
+    old = publish(tmp_path / "old", "legacy", change=with_biases(-0.5))
+    source = open_source(old)
+    assert source.model.skip_output == "identity" and "p * input" not in source.notes[0]
+    checkpoint = import_model(source, tmp_path / "of_legacy")
+    assert export(checkpoint, tmp_path / "as_legacy", layout="legacy").is_dir()
+
+
+def test_generation_and_tokenizer_files_go_along(tmp_path):
+    folder = publish(tmp_path / "published")
+    (folder / "tokenizer.json").write_text(json.dumps({"model": {"vocab": {"a": 0}}}))
+    (folder / "chat_template.jinja").write_text("{{ messages }}")
+    checkpoint = imported(folder, tmp_path / "checkpoint")
+    arguments = exporting.open_checkpoint(checkpoint).arguments
+    assert Path(arguments.tokenizer_model) == tmp_path / "checkpoint" / "tokenizer"
+    output = export(checkpoint, tmp_path / "export", tokenizer=Path(arguments.tokenizer_model))
+    assert (output / "chat_template.jinja").read_text() == "{{ messages }}" and (output / "tokenizer.json").is_file()
+    stated = json.loads((output / "generation_config.json").read_text())
+    assert stated == {"bos_token_id": 2, "eos_token_id": 1, "pad_token_id": 0, "use_cache": True}
+    card = (output / "README.md").read_text()
+    assert "imported from published (native)" in card and "ran without --verify" in card
+
+
+def test_an_existing_output_is_kept(tmp_path, checkpoint):
+    with pytest.raises(ValueError, match="contains a checkpoint"):
+        imported(tmp_path / "published", tmp_path / "checkpoint")
+    (tmp_path / "export").mkdir()
+    (tmp_path / "export" / "mine").touch()
+    with pytest.raises(ValueError, match="--output=.*exists"):
+        export(checkpoint, tmp_path / "export")
+
+
+def test_a_damaged_checkpoint_is_refused(tmp_path, checkpoint):
+    part = checkpoint / "__1_0.distcp"
+    part.write_bytes(part.read_bytes()[:-1])
+    with pytest.raises(ValueError, match="not complete: .*__1_0.distcp has"):
+        exporting.open_checkpoint(checkpoint)
+
+
+def test_verify_finds_a_changed_byte_and_other_logits(tmp_path, checkpoint):
+    planned = exporting.plan(exporting.open_checkpoint(checkpoint))
+    output = exporting.export_model(planned, tmp_path / "export")
+    bits, logits = verification.verify(planned, output)
+    assert "67 tensors" in bits and "equal those of transformers" in logits
+    path = output / "model.safetensors"
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(ValueError, match="it differs from the checkpoint"):
+        verification.verify(planned, output)
+    found = tensors()
+    found["model.layers.0.self_attn.qk_norm.temp"] *= 1.01
+    save_file(found, path, metadata={"format": "pt"})
+    with pytest.raises(ValueError, match="logits of 64 tokens differ"):
+        verification._logits(planned.trained.model, planned.trained.tensors, output, verification._transformers)

@@ -1,0 +1,50 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Two ranks that read published weights into their parts of a model, and write them: `two_ranks LAYOUT SOURCE OUTPUT`,
+under torchrun.
+"""
+
+import sys
+
+import torch
+
+from zaya_plugin import patches
+
+patches.apply_torch()
+
+SIZES = {
+    "tensor": dict(tensor_model_parallel_size=2, expert_tensor_parallel_size=1, sequence_parallel=True),
+    "expert": dict(expert_model_parallel_size=2),
+    "pipeline": dict(pipeline_model_parallel_size=2),
+}
+
+
+def main(layout: str, source: str, output: str) -> None:
+    from megatron.core import parallel_state
+    from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+
+    from zaya_plugin import build_zaya_model, config_from_hf, load_hf, save_hf
+
+    torch.distributed.init_process_group("gloo")
+    sizes = {name: size for name, size in SIZES[layout].items() if name.endswith("size")}
+    parallel_state.initialize_model_parallel(**sizes)
+    model_parallel_cuda_manual_seed(1)
+    pipeline = {"pipeline_dtype": torch.bfloat16} if layout == "pipeline" else {}
+    config, rest = config_from_hf(
+        source, params_dtype=torch.bfloat16, use_cpu_initialization=True, **SIZES[layout], **pipeline
+    )
+    ends = dict(
+        pre_process=parallel_state.is_pipeline_first_stage(), post_process=parallel_state.is_pipeline_last_stage()
+    )
+    model = build_zaya_model(config, **rest, **ends)
+    load_hf(model, source)
+    save_hf([model], output, layout="legacy")
+    try:
+        save_hf([model], output, layout="legacy")
+    except ValueError as error:
+        assert "exists" in str(error)  # on both ranks
+    else:
+        raise AssertionError("an output that exists was overwritten")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

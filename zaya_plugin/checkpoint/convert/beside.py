@@ -1,0 +1,95 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A published model's folder, and the files in it beside the weights: the tokenizer, its chat template, the settings of
+generation. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from zaya_plugin.errors import mistake
+
+CONFIG = "config.json"
+# Files beside the weights that belong to a model: the tokenizer's, the chat template, the settings of generation.
+BESIDE = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "tokenizer.model",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template.jinja",
+    "generation_config.json",
+)
+
+
+def resolve(source: str, *, download: bool = True) -> Path:
+    """Return the folder of a source: a folder, or ORGANISATION/NAME[@REVISION] on the Hugging Face Hub.
+
+    Args:
+        download: whether files that the local cache lacks may be fetched.
+
+    Raises:
+        ValueError: it is neither, or the Hub does not give it.
+    """
+    if Path(source).is_dir():
+        return Path(source)
+    name, _, revision = source.partition("@")
+    if name.count("/") != 1 or name.startswith((".", "/")):
+        raise mistake(
+            "SOURCE", source, problem="is no folder", allowed="a folder, or a name on the Hub such as Zyphra/ZAYA1-base"
+        )
+    from huggingface_hub import snapshot_download
+
+    try:
+        folder = snapshot_download(
+            name,
+            revision=revision or None,
+            allow_patterns=["*.safetensors", "*.safetensors.index.json", CONFIG, *BESIDE],
+            local_files_only=not download,
+        )
+    except Exception as error:  # of the Hub, of its connection, of the cache
+        raise mistake(
+            "SOURCE",
+            source,
+            problem=f"the Hub does not give it ({str(error).splitlines()[0]})",
+            allowed="a folder, or a name on the Hub that this machine can reach or has in its cache",
+        ) from error
+    return Path(folder)
+
+
+def tokenizer_entries(folder: Path) -> int | None:
+    """Return one more than the largest id of the tokenizer in a folder; None without a tokenizer.json."""
+    vocabulary = _vocabulary(folder)
+    return max(vocabulary.values()) + 1 if vocabulary else None
+
+
+def token_ids(folder: Path) -> dict[str, Any]:
+    """Return the ids of the tokens bos, eos and pad by generation_config.json, else by tokenizer_config.json; without
+    those that neither names.
+    """
+    stated, config, vocabulary = _json(folder / "generation_config.json"), _json(folder / "tokenizer_config.json"), None
+    found = {}
+    for name in ("bos", "eos", "pad"):
+        if stated.get(f"{name}_token_id") is not None:
+            found[name] = stated[f"{name}_token_id"]
+            continue
+        token = config.get(f"{name}_token")
+        token = token["content"] if isinstance(token, dict) else token  # written by transformers before 5
+        vocabulary = _vocabulary(folder) if vocabulary is None else vocabulary
+        if token in vocabulary:
+            found[name] = vocabulary[token]
+    return found
+
+
+def _vocabulary(folder: Path) -> dict[str, int]:
+    content = _json(folder / "tokenizer.json")
+    entries = content.get("model", {}).get("vocab", {})
+    if isinstance(entries, list):  # of a unigram model: pairs of token and score
+        entries = {token: index for index, (token, _) in enumerate(entries)}
+    return entries | {token["content"]: token["id"] for token in content.get("added_tokens", ())}
+
+
+def _json(path: Path) -> dict[str, Any]:
+    return json.loads(path.read_text("utf-8")) if path.is_file() else {}

@@ -1,0 +1,342 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From a checkpoint of any layout of ranks to a folder that transformers, vLLM (native) or SGLang (legacy) reads."""
+
+from __future__ import annotations
+
+import json
+import math
+import operator
+import re
+import shutil
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+
+import torch
+import xxhash
+
+from zaya_plugin import __version__
+from zaya_plugin.checkpoint import manifest, on_disk
+from zaya_plugin.checkpoint.convert import hf_config, model_card, safetensors_files
+from zaya_plugin.checkpoint.convert.beside import BESIDE, CONFIG, token_ids, tokenizer_entries
+from zaya_plugin.checkpoint.convert.description import Description
+from zaya_plugin.checkpoint.convert.importing import check_rows
+from zaya_plugin.checkpoint.convert.journal import Journal
+from zaya_plugin.checkpoint.convert.reachable import skip_is_reachable
+from zaya_plugin.checkpoint.convert.safetensors_files import Written
+from zaya_plugin.checkpoint.convert.tables import (
+    BIASES,
+    DOWN_PROJECTION,
+    EDA_SCALE,
+    EMBEDDING,
+    TEMPERATURE,
+    Row,
+    balancing_state,
+    layers_of,
+    rows,
+)
+from zaya_plugin.checkpoint.convert.torch_dist import CheckpointTensors
+from zaya_plugin.checkpoint.convert.values import Changed, OfLength, Values, Zeros, byte_blocks, whole
+from zaya_plugin.config.messages import check_transformers_has
+from zaya_plugin.config.run_directory import CHECKPOINTS, is_checkpoint, iterations
+from zaya_plugin.config.whole_file import write_whole
+from zaya_plugin.errors import mistake
+
+RECORD = "zaya_export.json"  # the checksum of every tensor, and the checkpoint
+OPTIMIZER = re.compile(r"(chained_\d+\.)?optimizer\.")  # its tensors in a checkpoint, by Megatron's names
+SHARD = 5 * 10**9  # bytes of a file
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+
+
+@dataclass(frozen=True)
+class Trained:
+    """A checkpoint's model. tensors: by the names here; arguments: Megatron's, of the save."""
+
+    folder: Path
+    model: Description
+    tensors: Mapping[str, Values]
+    arguments: object
+
+    @property
+    def imported(self) -> dict:
+        """What the import of this checkpoint has noted; empty for a checkpoint of a run."""
+        return getattr(self.arguments, "zaya", {}).get("imported") or {}
+
+
+def folder_of(checkpoint: Path, step: int | None = None) -> Path:
+    """Return the folder of one iteration. checkpoint: it, a run directory, or a directory of iterations.
+
+    Raises:
+        ValueError: there is none.
+    """
+    if is_checkpoint(checkpoint) and checkpoint.is_dir():
+        return checkpoint
+    directory = checkpoint / CHECKPOINTS if (checkpoint / CHECKPOINTS).is_dir() else checkpoint
+    steps = iterations(directory)
+    if not steps or step is not None and step not in steps:
+        allowed = ", ".join(map(str, steps)) or "a run directory, or one of iter_* folders"
+        raise mistake(
+            "CKPT" if step is None else "--step",
+            checkpoint if step is None else step,
+            problem="no such checkpoint",
+            allowed=allowed,
+        )
+    return on_disk.folder(directory, steps[-1] if step is None else step)
+
+
+def open_checkpoint(folder: Path) -> Trained:
+    """Return the model of a checkpoint, with every tensor that its description requires.
+
+    Raises:
+        ValueError: the checkpoint is not complete, or its tensors are not those of its description.
+    """
+    stored = CheckpointTensors(folder)
+    arguments = stored.arguments()
+    model = Description.of_arguments(arguments)
+    check_expressible(model)
+    wanted = {name: row.part for row in rows("native", model) for name in row.ours}
+    beside = {name: shape for name, _, shape in balancing_state(model)}
+    problems, shapes = [], stored.shapes()
+    for name, shape in (wanted | beside).items():
+        if name not in shapes:
+            problems.append(f"{name} is missing")
+        elif shapes[name] != shape:
+            problems.append(f"{name} has the shape {list(shapes[name])}, and the model requires {list(shape)}")
+    unknown = (name for name in shapes if not OPTIMIZER.match(name) and name not in wanted | beside)
+    problems += [f"{name} is unknown" for name in unknown]
+    if problems:
+        raise mistake(str(folder), problem="holds other tensors than those of its model: " + "; ".join(problems[:40]))
+    return Trained(folder, model, {name: stored.values(name) for name in wanted}, arguments)
+
+
+def check_expressible(model: Description) -> None:
+    """Raise ValueError for a model that no layout has."""
+    check_transformers_has(model.normalization)
+    if not model.moe_skip_expert:
+        raise mistake(
+            "model.moe_skip_expert",
+            False,
+            problem="the layouts' routers always score the skip class, which changes every probability",
+            allowed="true",
+        )
+
+
+def folded(trained: Trained) -> tuple[Trained, list[str]]:
+    """Return the same function in the form that the layouts have, and what was changed.
+
+    The key temperature becomes linear. A router without depth averaging gets a gamma of zeros. An epsilon e_r of the
+    router's norm that differs from the layers' e becomes a scale of the state: norm(x, e_r) = norm(c x, e) with
+    c^2 = e / e_r, and c goes into the down projection.
+    """
+    model, tensors, changes = trained.model, dict(trained.tensors), []
+    forms = {"exp": torch.exp, "clamped_exp": lambda t: t.clamp(1e-7, 2).exp()}
+    if model.temperature_form in forms:
+        for layer in layers_of(TEMPERATURE, model):
+            name = TEMPERATURE.format(l=layer)
+            tensors[name] = Changed(tensors[name], forms[model.temperature_form])
+        changes.append(f"temperature_form={model.temperature_form} is folded into the linear temperature")
+    if not model.router_eda:
+        for layer in range(1, model.num_layers):
+            tensors[EDA_SCALE.format(l=layer)] = Zeros(torch.float32, (model.router_hidden_size,))
+        changes.append("router_eda=false is expressed by router_states_scale=0")
+    if model.router_norm_epsilon is not None:
+        scale = math.sqrt(model.norm_epsilon / model.router_norm_epsilon)
+        for layer in range(model.num_layers):
+            for name in (part.format(l=layer) for part in DOWN_PROJECTION):
+                tensors[name] = Changed(tensors[name], partial(operator.mul, scale))
+        changes.append(
+            f"router_norm_epsilon={model.router_norm_epsilon:g} is folded: the routers' down projections are scaled by {scale:.6g}"
+        )
+    plain = replace(model, temperature_form="linear", router_eda=True, router_norm_epsilon=None)
+    return replace(trained, model=plain, tensors=tensors), changes
+
+
+def check_skip(layout: str, trained: Trained, dtype: torch.dtype) -> str:
+    """Return why the skip class computes the same in the layout's loaders; dtype: of the biases in the file.
+
+    Raises:
+        ValueError: it does not.
+    """
+    model, express = trained.model, {"native": "zero", "legacy": "identity"}[layout]
+    biases = [whole(trained.tensors[BIASES.format(l=layer)]).to(dtype).float() for layer in range(model.num_layers)]
+    reachable = [layer for layer, b in enumerate(biases) if skip_is_reachable(b)]
+    if reachable and model.skip_output != express:
+        raise mistake(
+            "model.skip_output",
+            model.skip_output,
+            problem=f"tokens may choose the skip class in layers {reachable}, and loaders of {layout} compute {express}",
+            allowed=f"{express}, or balancing biases with which 1 + the skip class's is at most the largest",
+            fix=f"--layout {'legacy' if layout == 'native' else 'native'}",
+        )
+    if layout == "native":  # transformers overwrites the entry
+        for layer, b in enumerate(biases):
+            as_loaded = b.clone()
+            as_loaded[-1] = -1.0
+            if b[-1] != -1 and (layer in reachable or skip_is_reachable(as_loaded)):
+                raise mistake(
+                    BIASES.format(l=layer),
+                    problem=f"the skip class's entry is {b[-1]:g}, transformers sets it to -1, and tokens may choose it",
+                    allowed="-1",
+                    fix="--layout legacy",
+                )
+    if reachable:
+        return f"Tokens may choose the skip class in layers {reachable}; its output is {express}, as the model was trained."
+    return "No token can choose the skip class: 1 + its bias is at most the largest bias in every layer."
+
+
+@dataclass(frozen=True)
+class Export:
+    """What will be written, checked. changes: what was folded; skip: of the skip class; biases: their dtype's reason."""
+
+    trained: Trained
+    layout: str
+    dtype: str
+    tensors: list[Written]
+    tokenizer: Path | None
+    changes: list[str]
+    skip: str
+    biases: str
+
+
+def plan(
+    trained: Trained,
+    layout: str = "native",
+    dtype: str | None = None,
+    tokenizer: Path | None = None,
+    vocab_size: int | None = None,
+) -> Export:
+    """Return the export of a checkpoint.
+
+    Args:
+        dtype: bf16 or fp32; None: as the run computed, or as the imported files were.
+        tokenizer: its folder; None: without one.
+        vocab_size: rows of the embedding; None: those of the checkpoint.
+
+    Raises:
+        ValueError: the layout cannot express the model.
+    """
+    imported = trained.imported
+    used = tokenizer_entries(tokenizer) if tokenizer is not None else None
+    of = trained.model.vocab_size
+    check_rows(vocab_size or of, of + (used is not None and used > of), used)
+    trained, changes = folded(trained)
+    if vocab_size is not None and vocab_size != of:
+        embedding = OfLength(trained.tensors[EMBEDDING], vocab_size)
+        trained = replace(trained, tensors={**trained.tensors, EMBEDDING: embedding})
+        changes.append(
+            f"the embedding has {vocab_size} rows in place of {of}; rows of padding were {'added as zeros' if vocab_size > of else 'left out'}"
+        )
+    ids = {name: imported[name] for name in ("bos", "eos", "pad") if imported.get(name) is not None}
+    if tokenizer is not None:
+        ids = token_ids(tokenizer) | ids
+    model = replace(trained.model, vocab_size=vocab_size or of, **ids)
+    trained = replace(trained, model=model)
+
+    computed = torch.bfloat16 if getattr(trained.arguments, "bf16", False) else torch.float32
+    of_biases = getattr(torch, imported["biases"]) if imported and dtype is None else torch.float32
+    if imported and dtype is None:
+        reason = f"The balancing biases are {str(of_biases)[6:]}, as in the imported files."
+    else:
+        reason = "The balancing biases are fp32: in bf16 their steps are as large as what balancing moves them by."
+
+    def as_written(name: str, values: Values) -> torch.dtype:
+        if name.endswith("balancing_biases"):
+            return of_biases
+        if dtype is not None:
+            return DTYPES[dtype]
+        stored = values.of.dtype if isinstance(values, (Changed, OfLength)) else values.dtype
+        return stored if imported and not isinstance(values, Zeros) else computed
+
+    tensors = []
+    for row in ordered(layout, model):
+        parts = [trained.tensors[name] for name in row.ours]
+        written = as_written(row.ours[0], parts[0])
+        tensors.append(Written(row.name, written, row.shape, partial(byte_blocks, parts, written)))
+    skip = check_skip(layout, trained, of_biases)
+    named = tensors[0].dtype
+    return Export(trained, layout, str(named).removeprefix("torch."), tensors, tokenizer, changes, skip, reason)
+
+
+def ordered(layout: str, model: Description) -> list[Row]:
+    """Return a layout's tensors by layers, as a checkpoint's files are, so that it is read from the front to the back."""
+    return sorted(rows(layout, model), key=lambda row: _layer(row.ours[0]))
+
+
+def _layer(name: str) -> int:
+    return int(name.split(".")[2]) if name.startswith("decoder.layers.") else -1
+
+
+def export_model(
+    export: Export,
+    output: Path,
+    progress: Callable[[int], None] = lambda count: None,
+    begins: Callable[[int], None] = lambda size: None,
+    shard: int = SHARD,
+) -> Path:
+    """Write the folder `output`; one that was killed continues behind the last whole file.
+
+    Raises:
+        ValueError: the folder exists and is not empty.
+    """
+    output = output.absolute()
+    if output.exists() and (not output.is_dir() or any(output.iterdir())):
+        raise mistake("--output", output, problem="exists", allowed="a folder that is new or empty")
+    begins(sum(tensor.bytes for tensor in export.tensors))
+    unfinished = output.with_name(output.name + manifest.UNFINISHED)
+    journal = Journal(unfinished, _identity(export, shard))
+    groups = safetensors_files.shards(export.tensors, shard)
+    names = safetensors_files.file_names(len(groups))
+    for name, tensors in zip(names, groups, strict=True):
+        if name in journal.files:
+            progress(sum(tensor.bytes for tensor in tensors))
+            continue
+        checksums = safetensors_files.write_file(unfinished / name, tensors, progress)
+        journal.note(name, bytes=(unfinished / name).stat().st_size, tensors=checksums)
+    safetensors_files.write_index(unfinished, groups, names)
+    config = hf_config.write(export.layout, export.trained.model, export.dtype)
+    _write_json(unfinished / CONFIG, config)
+    _copy_beside(export, unfinished)
+    checksums = {name: sum_ for file in names for name, sum_ in journal.files[file]["tensors"].items()}
+    record = {
+        "version": __version__,
+        "layout": export.layout,
+        "checkpoint": export.trained.folder.name,
+        **{name: getattr(export.trained.arguments, "zaya", {}).get(name) for name in ("recipe", "run_id", "lineage")},
+        "changes": export.changes,
+        "xxh3_128": checksums,
+    }
+    _write_json(unfinished / RECORD, record)
+    (unfinished / model_card.NAME).write_text(model_card.text(export, config))
+    journal.end()
+    manifest.sync(unfinished)
+    if output.exists():
+        output.rmdir()
+    unfinished.rename(output)
+    manifest.sync(output.parent)
+    return output
+
+
+def _copy_beside(export: Export, folder: Path) -> None:
+    for name in BESIDE:
+        if export.tokenizer is not None and (export.tokenizer / name).is_file():
+            shutil.copyfile(export.tokenizer / name, folder / name)
+    model = export.trained.model
+    if not (folder / "generation_config.json").exists():
+        ids = {f"{name}_token_id": getattr(model, name) for name in ("bos", "eos", "pad")}
+        _write_json(
+            folder / "generation_config.json", {**{k: v for k, v in ids.items() if v is not None}, "use_cache": True}
+        )
+
+
+def _write_json(path: Path, content: dict) -> None:
+    write_whole(path, json.dumps(content, indent=2) + "\n")
+
+
+def _identity(export: Export, shard: int) -> str:
+    """Return a checksum of what decides the bytes of the files, without reading the tensors."""
+    folder = export.trained.folder
+    files = sorted((path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in folder.iterdir())
+    tensors = [(tensor.name, str(tensor.dtype), tensor.shape) for tensor in export.tensors]
+    parts = (__version__, export.layout, shard, str(folder.absolute()), files, tensors, export.changes)
+    return xxhash.xxh3_128_hexdigest(repr(parts).encode())

@@ -1,0 +1,310 @@
+# SPDX-License-Identifier: Apache-2.0
+"""config.json of the published layouts, read and written. Imports no torch.
+
+Reading accounts for every field: it is a size that the tensors confirm, a choice of Description, a constant of ZAYA1
+that has to have its value, or it does not concern the model. A field that is none of these is named in a note.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from zaya_plugin.checkpoint.convert.description import Description
+from zaya_plugin.errors import as_typed, mistake
+
+_NONE = (None, False)
+# Field -> the values of a model that this project has, in all layouts.
+CONSTANTS: dict[str, tuple] = {
+    **dict.fromkeys(("hidden_act",), ("silu",)),
+    **dict.fromkeys(("activation_func",), ("swiglu",)),
+    **dict.fromkeys(("num_experts_per_tok", "moe_router_topk"), (1,)),
+    **dict.fromkeys(("cca_time0", "cca_time1"), (2,)),
+    **dict.fromkeys(("tie_word_embeddings", "cca", "gated_linear_unit", "scale_residual_merge"), (True,)),
+    **dict.fromkeys(("attention_bias", "lm_head_bias", "add_bias_linear", "add_qkv_bias"), _NONE),
+    **dict.fromkeys(("attention_dropout", "hidden_dropout"), (0, None)),
+    **dict.fromkeys(("sliding_window", "rope_scaling", "use_rope_scaling", "quantization_config", "auto_map"), _NONE),
+    **dict.fromkeys(("smoe_mod_per", "smoe_inhibitory", "smoe_p_switch"), (None, False, 0)),
+    **dict.fromkeys(("model_type",), ("zaya", "smoe")),
+    **dict.fromkeys(("normalization",), ("RMSNorm",)),
+}
+# Fields that do not change what the model computes: of serving, of loading, and those that every file of transformers
+# has.
+ELSEWHERE = frozenset(
+    "architectures dtype torch_dtype transformers_version _name_or_path use_cache output_router_logits "
+    "output_attentions output_hidden_states return_dict chunk_size_feed_forward is_encoder_decoder id2label label2id "
+    "problem_type attn_implementation _attn_implementation mamba_cache_dtype bias_activation_fusion "
+    "activation_func_fp8_input_store zaya_high_prec smoe_high_prec bos_token_id eos_token_id pad_token_id "
+    "initializer_range max_position_embeddings".split()
+)
+
+
+class _Fields:
+    """A config.json, of which every field is taken once."""
+
+    def __init__(self, values: dict[str, Any], where: str):
+        self.values, self.where, self.taken = values, where, set(ELSEWHERE)
+
+    def refuse(self, name: str, problem: str, allowed: str) -> ValueError:
+        return mistake(f"{self.where}: {name}", self.values.get(name), problem=problem, allowed=allowed)
+
+    def get(self, name: str, default: Any = None) -> Any:
+        self.taken.add(name)
+        value = self.values.get(name)
+        return default if value is None else value
+
+    def same(self, name: str, *wanted: Any) -> None:
+        """Raise unless the field is absent, null or one of `wanted`."""
+        if self.get(name) is not None and self.values[name] not in wanted:
+            raise self.refuse(name, "the tensors' shapes show another value", " or ".join(map(str, wanted)))
+
+    def per_stage(self, name: str, wanted: list[tuple], why: str) -> None:
+        """Raise unless the field is absent or a list that begins with `wanted`: for each stage the allowed values."""
+        found = self.get(name)
+        if found is None:
+            return
+        if not isinstance(found, list):
+            found = [found] * len(wanted)
+        if len(found) < len(wanted) or any(value not in allowed for value, allowed in zip(found, wanted, strict=False)):
+            raise self.refuse(name, why, str([allowed[0] for allowed in wanted[:2]]) + " for each pair of stages")
+
+    def constants(self) -> None:
+        for name, wanted in CONSTANTS.items():
+            if name in self.values and self.get(name) not in wanted and self.values[name] is not None:
+                allowed = " or ".join(as_typed(value) for value in wanted)
+                raise self.refuse(name, "this model has no such part here", allowed)
+
+    def rest(self) -> list[str]:
+        """Return a note of each field that is left."""
+        left = {name: value for name, value in self.values.items() if name not in self.taken}
+        return [
+            f"{self.where}: the field {name}={value!r} is not known and was not read" for name, value in left.items()
+        ]
+
+
+def read(layout: str, values: dict[str, Any], sizes: dict[str, Any], where: str) -> tuple[Description, list[str]]:
+    """Return the description of a model and notes for the user.
+
+    Args:
+        layout: of the tensors.
+        values: the content of config.json.
+        sizes: the model's sizes by the tensors (tables.sizes_of).
+        where: the file's name in messages.
+
+    Raises:
+        ValueError: a field contradicts the tensors, or states something that this project's model does not have.
+    """
+    fields = _Fields(values, where)
+    fields.constants()
+    if (
+        layout == "native"
+        and _is_legacy(values)
+        or layout != "native"
+        and "layer_types" in values
+        and not _is_legacy(values)
+    ):
+        raise mistake(
+            where,
+            problem=f"is not of the layout of the tensors, which is {layout}",
+            allowed="config.json and tensors of one layout",
+        )
+    fields.same("hidden_size", sizes["hidden_size"])
+    fields.same("num_experts", sizes["num_experts"])
+    fields.same("num_key_value_heads", sizes["num_query_groups"])
+    fields.same("head_dim", sizes["kv_channels"])
+    if fields.get("vocab_size", sizes["vocab_size"]) != sizes["vocab_size"]:
+        raise fields.refuse("vocab_size", "the embedding has another number of rows", str(sizes["vocab_size"]))
+    choices = (_native if layout == "native" else _legacy)(fields, sizes)
+    notes = choices.pop("notes", [])
+    model = Description(
+        **(sizes | choices),
+        max_position_embeddings=values.get("max_position_embeddings") or Description.max_position_embeddings,
+        init_method_std=values.get("initializer_range") or Description.init_method_std,
+        bos=values.get("bos_token_id"),
+        eos=values.get("eos_token_id"),
+        pad=values.get("pad_token_id"),
+    )
+    return model.simplified(), notes + fields.rest()
+
+
+def _is_legacy(values: dict[str, Any]) -> bool:
+    marks = ("zaya_layers", "cca", "activation_func", "ffn_hidden_size", "moe_router_topk", "norm_epsilon")
+    return any(name in values for name in (*marks, "zaya_mlp_expansion", "num_query_groups", "smoe_layers"))
+
+
+def _native(fields: _Fields, sizes: dict[str, Any]) -> dict[str, Any]:
+    layers = sizes["num_layers"]
+    fields.same("num_hidden_layers", layers)
+    fields.same("num_attention_heads", sizes["num_attention_heads"])
+    fields.same("moe_intermediate_size", sizes["moe_ffn_hidden_size"])
+    fields.same("router_hidden_size", sizes["router_hidden_size"])
+    types = fields.get("layer_types", ["hybrid"] * layers)
+    if types != ["hybrid"] * layers:
+        raise fields.refuse("layer_types", "layers with a sliding window are not supported", f"[hybrid] x {layers}")
+    for name in ("router_eda", "moe_skip_expert"):
+        if not sizes[name]:
+            raise mistake("tensors", problem=f"native models always have {name}", allowed="all tensors of the layout")
+    rope = dict(fields.get("rope_parameters", {}))
+    notes = []
+    if not rope:
+        notes.append(
+            f"{fields.where}: rope_parameters is missing; transformers' default, a base of 5,000,000, is taken"
+        )
+        rope = {"hybrid": {"rope_theta": 5_000_000.0}}
+    flat = {name: value for name, value in rope.items() if not isinstance(value, dict)}
+    if unknown := sorted(set(rope) - set(flat) - {"hybrid", "hybrid_sliding"}):
+        raise fields.refuse("rope_parameters", f"has entries of unknown layer types: {unknown}", "hybrid")
+    here = {"partial_rotary_factor": fields.get("partial_rotary_factor", 0.5)} | flat | rope.get("hybrid", {})
+    if here.pop("rope_type", None) not in (None, "default"):
+        raise fields.refuse("rope_parameters", "RoPE is scaled", "rope_type: default")
+    base, share = here.pop("rope_theta", None), here.pop("partial_rotary_factor")
+    if here or base is None:
+        raise fields.refuse(
+            "rope_parameters",
+            f"unknown: {sorted(here)}" if here else "has no rope_theta",
+            "rope_theta, rope_type, partial_rotary_factor",
+        )
+    return {
+        "rotary_base": _whole(fields, "rope_parameters", base),
+        "rotary_percent": share,
+        "norm_epsilon": fields.get("rms_norm_eps", Description.norm_epsilon),
+        "notes": notes,
+    }
+
+
+def _legacy(fields: _Fields, sizes: dict[str, Any]) -> dict[str, Any]:
+    get = fields.get
+    heads, groups, experts = sizes["num_attention_heads"], sizes["num_query_groups"], sizes["num_experts"]
+    pairs, width, notes = sizes["num_layers"], 2 * sizes["moe_ffn_hidden_size"], []
+
+    def each(attention: tuple, moe: tuple) -> list[tuple]:
+        return [attention, moe] * pairs
+
+    stale = "zaya_layers" in fields.values or "smoe_layers" in fields.values
+    for name in ("zaya_layers", "smoe_layers"):
+        fields.per_stage(name, each(("a",), (experts,)), "does not fit the tensors")
+    if get("num_hidden_layers", 2 * pairs) != 2 * pairs:
+        if not stale:
+            raise fields.refuse("num_hidden_layers", "the tensors show another value", str(2 * pairs))
+        notes.append(
+            f"{fields.where}: num_hidden_layers={get('num_hidden_layers')} is stale; the tensors have {2 * pairs}"
+        )
+    # ZAYA1-base states the heads before compression.
+    fields.same("num_attention_heads", heads, sizes["hidden_size"] // sizes["kv_channels"])
+    fields.same("num_query_groups", groups)
+    fields.same("kv_channels", sizes["kv_channels"])
+    for name, of_attention in (("cca_num_q_heads", heads), ("num_query_groups_list", groups)):
+        fields.per_stage(name, each((of_attention,), (0, None, of_attention)), "does not fit the tensors")
+    fields.per_stage("ffn_hidden_size", each((0, None, width), (width,)), "the fused width of gate and up does not fit")
+    fields.per_stage("ffn_hidden_size_list", each((0, None, width), (width,)), "does not fit the tensors")
+    for name in ("zaya_mlp_expansion", "smoe_mlp_expansion"):
+        of_moe = (sizes["router_hidden_size"],)
+        fields.per_stage(name, each((0, None, *of_moe), of_moe), "does not fit the tensors")
+    fields.per_stage("swa_layers", each((0, None, False), (0, None, False)), "sliding windows are not supported")
+    get("swa_rotary_base")  # of layers with a window
+    for name, size in (("use_mod", "moe_skip_expert"), ("use_eda", "router_eda")):
+        for family in ("zaya", "smoe"):
+            if get(f"{family}_{name}", sizes[size]) != sizes[size] and pairs > (name == "use_eda"):
+                raise fields.refuse(f"{family}_{name}", "contradicts the tensors", as_typed(sizes[size]))
+    share = get("partial_rotary_factor", get("rope_pct", None))
+    base = get("rope_theta", get("rotary_base", None))
+    for name, value in (("partial_rotary_factor", share), ("rope_theta", base)):
+        if value is None:
+            raise fields.refuse(name, "is missing, and no tensor shows it", "a number")
+    in_fp32 = get("residual_in_fp32")
+    if in_fp32 is None:
+        notes.append(f"{fields.where}: residual_in_fp32 is not stated; the recipe decides")
+    return {
+        "rotary_base": _whole(fields, "rope_theta", base),
+        "rotary_percent": share,
+        "norm_epsilon": get("norm_epsilon", get("rms_norm_eps", Description.norm_epsilon)),
+        "temperature_form": "clamped_exp" if get("clamp_temp") else "linear",
+        "residual_in_fp32": in_fp32,
+        "notes": notes,
+    }
+
+
+def _whole(fields: _Fields, name: str, base: float) -> int:
+    if base != int(base) or base < 1:
+        raise fields.refuse(name, f"a base of {base} is not supported", "a whole number")
+    return int(base)
+
+
+def write(layout: str, model: Description, dtype: str) -> dict[str, Any]:
+    """Return the content of config.json. dtype: bfloat16, float16 or float32."""
+    common = {
+        "architectures": ["ZayaForCausalLM"],
+        "model_type": "zaya",
+        "dtype": dtype,
+        "vocab_size": model.vocab_size,
+        "hidden_size": model.hidden_size,
+        "num_attention_heads": model.num_attention_heads,
+        "num_key_value_heads": model.num_query_groups,
+        "head_dim": model.kv_channels,
+        "num_experts": model.num_experts,
+        "max_position_embeddings": model.max_position_embeddings,
+        "partial_rotary_factor": model.rotary_percent,
+        "sliding_window": None,
+        "attention_bias": False,
+        "lm_head_bias": False,
+        "attention_dropout": 0.0,
+        "tie_word_embeddings": True,
+        "use_cache": True,
+        "pad_token_id": model.pad,
+        "bos_token_id": model.bos,
+        "eos_token_id": model.eos,
+    }
+    return common | _WRITE[layout](model)
+
+
+def _write_native(model: Description) -> dict[str, Any]:
+    rope = {
+        "rope_type": "default",
+        "rope_theta": float(model.rotary_base),
+        "partial_rotary_factor": model.rotary_percent,
+    }
+    return {
+        "num_hidden_layers": model.num_layers,
+        "num_experts_per_tok": 1,
+        "moe_intermediate_size": model.moe_ffn_hidden_size,
+        "router_hidden_size": model.router_hidden_size,
+        "cca_time0": 2,
+        "cca_time1": 2,
+        "hidden_act": "silu",
+        "rms_norm_eps": model.norm_epsilon,
+        "layer_types": ["hybrid"] * model.num_layers,
+        "rope_parameters": {"hybrid": rope},
+        "initializer_range": model.init_method_std,
+        "output_router_logits": False,
+    }
+
+
+def _write_legacy(model: Description) -> dict[str, Any]:
+    return {
+        "num_hidden_layers": 2 * model.num_layers,
+        "num_query_groups": model.num_query_groups,
+        "kv_channels": model.kv_channels,
+        "ffn_hidden_size": 2 * model.moe_ffn_hidden_size,
+        "moe_router_topk": 1,
+        "zaya_mlp_expansion": model.router_hidden_size,
+        "zaya_use_mod": True,
+        "zaya_use_eda": True,
+        "zaya_high_prec": True,
+        "scale_residual_merge": True,
+        "residual_in_fp32": model.residual_in_fp32 is not False,
+        "cca": True,
+        "gated_linear_unit": True,
+        "activation_func": "swiglu",
+        "normalization": "RMSNorm",
+        "norm_epsilon": model.norm_epsilon,
+        "add_bias_linear": False,
+        "rope_theta": model.rotary_base,
+        "rope_scaling": False,
+        "clamp_temp": False,
+        "mamba_cache_dtype": "float32",
+        "bias_activation_fusion": True,
+        "activation_func_fp8_input_store": False,
+    }
+
+
+_WRITE: dict[str, Callable[[Description], dict[str, Any]]] = {"native": _write_native, "legacy": _write_legacy}

@@ -1,0 +1,227 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From a published model to a checkpoint: its description and tensors, then a stream of bytes from file to file."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from math import prod
+from pathlib import Path
+
+import torch
+import xxhash
+
+from zaya_plugin import __version__
+from zaya_plugin.checkpoint import on_disk
+from zaya_plugin.checkpoint.convert import hf_config, safetensors_files
+from zaya_plugin.checkpoint.convert.beside import BESIDE, CONFIG, resolve, tokenizer_entries
+from zaya_plugin.checkpoint.convert.description import Description
+from zaya_plugin.checkpoint.convert.reachable import skip_is_reachable
+from zaya_plugin.checkpoint.convert.tables import (
+    BIASES,
+    EMBEDDING,
+    TIED_HEAD,
+    balancing_state,
+    check_cover,
+    layers_of,
+    recognise,
+    sizes_of,
+)
+from zaya_plugin.checkpoint.convert.torch_dist import CheckpointWriter, Stored
+from zaya_plugin.checkpoint.convert.values import OfLength, Region, Values, Zeros, byte_blocks, whole
+from zaya_plugin.errors import mistake
+
+TOKENIZER = "tokenizer"  # folder beside the iterations with the tokenizer and the settings of generation
+
+
+@dataclass(frozen=True)
+class Source:
+    """A published model, checked: every tensor is there once with its shape, and config.json fits.
+
+    name: the folder's, or that on the Hub; tensors: by the names here; notes: for the user.
+    """
+
+    name: str
+    folder: Path
+    layout: str
+    model: Description
+    tensors: dict[str, Values]
+    notes: tuple[str, ...]
+
+    def with_rows(self, rows: int) -> Source:
+        """Return the source with so many rows of the embedding: rows of padding are added as zeros, or left out.
+
+        Raises:
+            ValueError: rows of the tokenizer's entries would be left out.
+        """
+        if rows == self.model.vocab_size:
+            return self
+        used = tokenizer_entries(self.folder)
+        check_rows(rows, self.model.vocab_size, used)
+        embedding = OfLength(self.tensors[EMBEDDING], rows)
+        return replace(self, model=replace(self.model, vocab_size=rows), tensors=self.tensors | {EMBEDDING: embedding})
+
+
+def check_rows(rows: int, of: int, used: int | None) -> None:
+    """Raise ValueError if a table of `of` rows cannot have `rows`, because entries of the tokenizer would be left out.
+
+    used: entries of the tokenizer, None if it is not known.
+    """
+    if rows < of and (used is None or rows < used):
+        has = "no tokenizer shows which rows are padding" if used is None else f"the tokenizer has {used} entries"
+        raise mistake("--vocab-size", rows, problem=has, allowed=f"{used or of} or more")
+
+
+def open_source(source: str | Path, fallback: Description | None = None, *, download: bool = True) -> Source:
+    """Return a published model.
+
+    Args:
+        source, download: see beside.resolve.
+        fallback: the description of the recipe's model, for a folder without config.json (Primus writes none).
+
+    Raises:
+        ValueError: a file, a tensor or a field of config.json is not one of a model that can be imported.
+    """
+    folder = resolve(str(source), download=download)
+    name = folder.resolve().name if Path(source).is_dir() else str(source)
+    found = safetensors_files.tensors_of(folder)
+    layout = recognise(found)
+    shapes = {name: region.shape for name, region in found.items()}
+    sizes = sizes_of(layout, shapes)
+    path, notes = folder / CONFIG, []
+    if path.is_file():
+        try:
+            values = json.loads(path.read_text())
+            assert isinstance(values, dict)
+        except (ValueError, AssertionError) as error:
+            raise mistake(str(path), problem=f"is not a JSON object ({error})") from error
+        model, notes = hf_config.read(layout, values, sizes, str(path))
+    elif fallback is None:
+        raise mistake(
+            str(path),
+            problem="is missing; RoPE's base and the norms' epsilon are stated nowhere else",
+            fix="--recipe FILE, a recipe of this model",
+        )
+    else:
+        model, notes = replace(fallback, **sizes), [f"{path} is missing; the recipe says what the tensors do not show"]
+    rows = check_cover(layout, model, shapes)
+    if TIED_HEAD in found:
+        notes.append(_check_tied(found, rows[0].name))
+    tensors: dict[str, Values] = {}
+    for row in rows:
+        region = found[row.name]
+        tensors |= {ours: region.part(i) if row.stacked else region for i, ours in enumerate(row.ours)}
+    model = _with_skip_output(layout, model, tensors, notes)
+    return Source(name, folder, layout, model, tensors, tuple(notes))
+
+
+def _check_tied(found: dict[str, Region], embedding: str) -> str:
+    """Return a note that the file's head is the embedding.
+
+    Raises:
+        ValueError: it is another tensor.
+    """
+    head, table = found[TIED_HEAD], found[embedding]
+    same = head.shape == table.shape and all(
+        one == other
+        for one, other in zip(byte_blocks([head], torch.float32), byte_blocks([table], torch.float32), strict=True)
+    )
+    if not same:
+        raise mistake(TIED_HEAD, problem=f"differs from {embedding}", allowed="models with a tied head")
+    return f"{TIED_HEAD} equals {embedding} and is left out"
+
+
+def _with_skip_output(layout: str, model: Description, tensors: dict[str, Values], notes: list[str]) -> Description:
+    """Return `model` with the output of the skip class that loaders of the layout compute, None if no token can choose
+    the class.
+    """
+    if not model.moe_skip_expert:
+        return replace(model, skip_output=None)
+    computed = "zero" if layout == "native" else "identity"
+    names = [BIASES.format(l=layer) for layer in layers_of(BIASES, model)]
+    reachable = [layer for layer, name in enumerate(names) if skip_is_reachable(whole(tensors[name]))]
+    if reachable:
+        notes.append(f"tokens may choose the skip class in layers {reachable}; in {layout} its output is {computed}")
+    return replace(model, skip_output=computed if reachable else None)
+
+
+def import_model(
+    source: Source,
+    directory: Path,
+    progress: Callable[[int], None] = lambda count: None,
+    begins: Callable[[int], None] = lambda size: None,
+) -> Path:
+    """Write the checkpoint of iteration 0 in `directory` and return its folder.
+
+    An import that was killed continues behind the last whole file. progress: called with bytes as they are done;
+    begins: with their sum.
+
+    Raises:
+        ValueError: there is a checkpoint.
+    """
+    if on_disk.folder(directory, 0).exists():
+        raise mistake("--output", directory, problem="contains a checkpoint", allowed="a directory without one")
+    files = _files(source)
+    begins(sum(tensor.length for tensors in files for tensor in tensors))
+    directory.mkdir(parents=True, exist_ok=True)
+    _copy_beside(source, directory / TOKENIZER)
+    writer = CheckpointWriter(directory, _identity(source))
+    for tensors in files:
+        writer.write(tensors, progress)
+    biases = source.tensors[BIASES.format(l=0)].dtype
+    record = {
+        "source": source.name,
+        "layout": source.layout,
+        "biases": str(biases).removeprefix("torch."),
+        **{name: getattr(source.model, name) for name in ("bos", "eos", "pad")},
+    }
+    arguments = source.model.arguments() | {
+        "bf16": source.tensors[EMBEDDING].dtype == torch.bfloat16,
+        "zaya": {"version": __version__, "recipe": None, "run_id": None, "lineage": None, "imported": record},
+    }
+    if (directory / TOKENIZER / "tokenizer.json").is_file():
+        arguments |= {
+            "tokenizer_type": "HuggingFaceTokenizer",
+            "tokenizer_model": str((directory / TOKENIZER).absolute()),
+        }
+    return writer.finish(arguments, version=__version__, imported=record)
+
+
+def _files(source: Source) -> list[list[Stored]]:
+    """Return the tensors file by file: those outside the layers, then one file a layer."""
+    files: list[list[Stored]] = [[] for _ in range(source.model.num_layers + 1)]
+
+    def add(name: str, dtype: torch.dtype, values: Values) -> None:
+        layer = int(name.split(".")[2]) + 1 if name.startswith("decoder.layers.") else 0
+        files[layer].append(Stored(name, dtype, values.shape, partial(byte_blocks, [values], dtype)))
+
+    for name, values in source.tensors.items():
+        add(name, torch.float32 if name.endswith("balancing_biases") else values.dtype, values)
+    for name, dtype, shape in balancing_state(source.model):
+        add(name, getattr(torch, dtype), Zeros(getattr(torch, dtype), shape))
+    return files
+
+
+def _identity(source: Source) -> str:
+    """Return a checksum of what decides the bytes of a checkpoint, without reading all values."""
+    parts = [source.layout, repr(source.model), __version__, torch.__version__]
+    for path in sorted({region.path for region in safetensors_files.tensors_of(source.folder).values()}):
+        status = path.stat()
+        parts.append(f"{path.absolute()} {status.st_size} {status.st_mtime_ns}")
+    return xxhash.xxh3_128_hexdigest("\n".join(parts).encode())
+
+
+def _copy_beside(source: Source, folder: Path) -> None:
+    files = [source.folder / name for name in BESIDE if (source.folder / name).is_file()]
+    if files:
+        folder.mkdir(exist_ok=True)
+    for path in files:
+        shutil.copyfile(path, folder / path.name)
+
+
+def size_of(source: Source) -> int:
+    """Return the parameters of a model; the balancing biases are buffers."""
+    return sum(prod(values.shape) for name, values in source.tensors.items() if not name.endswith("balancing_biases"))

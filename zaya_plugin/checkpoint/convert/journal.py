@@ -1,0 +1,52 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which files of an unfinished folder are whole, so that work that was killed continues behind them. Imports no torch."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+from zaya_plugin.config.whole_file import write_whole
+
+NAME = "journal.json"
+
+
+class Journal:
+    """A folder that is being written.
+
+    Args:
+        folder: made if it is missing; what is in it and not noted for this `origin` is removed.
+        origin: identifies the work; notes of other work do not count.
+
+    Attributes:
+        files: name -> what was noted of the file, `bytes` among it.
+    """
+
+    def __init__(self, folder: Path, origin: str):
+        self.folder, self.origin = folder, origin
+        folder.mkdir(parents=True, exist_ok=True)
+        self.files: dict[str, dict[str, Any]] = {}
+        try:
+            noted = json.loads((folder / NAME).read_text())
+            if noted["origin"] == origin:
+                self.files = {name: file for name, file in noted["files"].items() if self._size(name) == file["bytes"]}
+        except (OSError, ValueError, KeyError, TypeError, AttributeError):
+            pass  # there is none, or a full disk has cut it off
+        for path in folder.iterdir():
+            if path.name not in (*self.files, NAME):
+                shutil.rmtree(path) if path.is_dir() else path.unlink()
+
+    def _size(self, name: str) -> int | None:
+        path = self.folder / name
+        return path.stat().st_size if path.is_file() else None
+
+    def note(self, name: str, **facts: Any) -> None:
+        """Note a file that is durable and has its name."""
+        self.files[name] = facts
+        write_whole(self.folder / NAME, json.dumps({"origin": self.origin, "files": self.files}))
+
+    def end(self) -> None:
+        """Remove the notes: the folder is complete."""
+        (self.folder / NAME).unlink(missing_ok=True)

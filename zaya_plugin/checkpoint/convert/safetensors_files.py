@@ -1,0 +1,184 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A model's folder of safetensors files: found, indexed with every check that needs no values, and written.
+
+The format is read and written here, not by its library, because tensors are passed through in pieces: eight bytes with
+the header's length, the header (JSON: name, dtype, shape, place), the values.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+
+import torch
+import xxhash
+
+from zaya_plugin.checkpoint.convert.tables import check_once
+from zaya_plugin.checkpoint.convert.values import Region
+from zaya_plugin.config.whole_file import write_whole
+from zaya_plugin.errors import mistake
+
+DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
+NAMES = {dtype: name for name, dtype in DTYPES.items()}
+INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
+LONGEST_HEADER = 100 * 2**20  # the format's own limit
+
+
+def tensors_of(folder: Path) -> dict[str, Region]:
+    """Return the tensors of a folder's safetensors files.
+
+    Raises:
+        ValueError: a file is missing, cut off or malformed, its index names other tensors, or a tensor comes twice.
+    """
+    index = folder / INDEX
+    if index.is_file():
+        try:
+            named = json.loads(index.read_text())["weight_map"]
+            files = sorted(set(named.values()))
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise mistake(str(index), problem=f"is not an index of safetensors files ({error!r})") from error
+        if bad := [name for name in files if name != Path(name).name]:
+            raise mistake(str(index), problem=f"names a file outside its folder: {bad[0]}")
+    else:
+        named, files = None, sorted(path.name for path in folder.glob("*.safetensors"))
+    if not files:
+        raise mistake("SOURCE", folder, problem="holds no *.safetensors files", allowed="a folder of a model")
+    if missing := [name for name in files if not (folder / name).is_file()]:
+        raise mistake(str(folder / missing[0]), problem=f"is missing, and {index.name} names it")
+    found = [(name, region) for file in files for name, region in header(folder / file).items()]
+    check_once(name for name, _ in found)
+    if named is not None:
+        here = {name: region.path.name for name, region in found}
+        if wrong := sorted(name for name in named.keys() | here.keys() if named.get(name) != here.get(name)):
+            raise mistake(
+                wrong[0],
+                problem=f"{index.name} places it in {named.get(wrong[0])}, and it lies in {here.get(wrong[0])} "
+                f"({len(wrong)} such tensors)",
+            )
+    return dict(found)
+
+
+def header(path: Path) -> dict[str, Region]:
+    """Return the tensors of one safetensors file.
+
+    Raises:
+        ValueError: the file is malformed or shorter than its header states, or a tensor has an unsupported dtype.
+    """
+    size = path.stat().st_size
+    with open(path, "rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        if size < 8 or length > min(LONGEST_HEADER, size - 8):
+            raise mistake(str(path), problem=f"is no safetensors file, or is cut off at {size} bytes")
+        try:
+            entries = json.loads(file.read(length), object_pairs_hook=_without_duplicates)
+            found = {
+                name: _region(path, name, entry, 8 + length) for name, entry in entries.items() if name != METADATA
+            }
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise mistake(str(path), problem=f"has a malformed header ({error})") from error
+    end = 8 + length
+    for name, region in sorted(found.items(), key=lambda item: item[1].offset):
+        if region.offset != end:
+            raise mistake(str(path), problem=f"the values of {name} overlap with others, or leave a gap")
+        end += prod(region.shape) * region.dtype.itemsize
+    if end != size:
+        raise mistake(str(path), problem=f"has {size} bytes, and its header states {end}")
+    return found
+
+
+METADATA = "__metadata__"
+
+
+def _without_duplicates(pairs: list) -> dict:
+    check_once(name for name, _ in pairs)
+    return dict(pairs)
+
+
+def _region(path: Path, name: str, entry: Mapping, start: int) -> Region:
+    if entry["dtype"] not in DTYPES:
+        raise ValueError(f"{name} has the dtype {entry['dtype']}; allowed are {', '.join(DTYPES)}")
+    (first, last), shape = entry["data_offsets"], tuple(int(size) for size in entry["shape"])
+    region = Region(path, start + first, DTYPES[entry["dtype"]], shape)
+    if last - first != prod(shape) * region.dtype.itemsize:
+        raise ValueError(f"{name} has {last - first} bytes for the shape {list(shape)} in {entry['dtype']}")
+    return region
+
+
+@dataclass(frozen=True)
+class Written:
+    """A tensor to write. blocks: its bytes, in pieces."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    blocks: Callable[[], Iterator[memoryview]]
+
+    @property
+    def bytes(self) -> int:
+        return prod(self.shape) * self.dtype.itemsize
+
+
+def shards(tensors: list[Written], limit: int) -> list[list[Written]]:
+    """Return the tensors in groups of at most `limit` bytes; a larger tensor is a group of its own."""
+    groups: list[list[Written]] = [[]]
+    size = 0
+    for tensor in tensors:
+        if groups[-1] and size + tensor.bytes > limit:
+            groups.append([])
+            size = 0
+        groups[-1].append(tensor)
+        size += tensor.bytes
+    return groups
+
+
+def file_names(count: int) -> list[str]:
+    """Return the names of a model's files, as transformers has them."""
+    return [SINGLE] if count == 1 else [f"model-{n:05d}-of-{count:05d}.safetensors" for n in range(1, count + 1)]
+
+
+def write_file(path: Path, tensors: list[Written], progress: Callable[[int], None]) -> dict[str, str]:
+    """Write one file, durable before it has its name, and return the checksum of every tensor's values."""
+    entries: dict[str, dict] = {METADATA: {"format": "pt"}}  # transformers requires it
+    offset = 0
+    for tensor in tensors:
+        place = [offset, offset + tensor.bytes]
+        entries[tensor.name] = {"dtype": NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": place}
+        offset = place[1]
+    head = json.dumps(entries, separators=(",", ":")).encode()
+    head += b" " * (-len(head) % 8)  # the values are aligned
+    checksums, part = {}, path.with_name(path.name + ".part")
+    with open(part, "wb", buffering=0) as file:
+        write_all(file, len(head).to_bytes(8, "little") + head)
+        for tensor in tensors:
+            digest = xxhash.xxh3_128()
+            for block in tensor.blocks():
+                digest.update(block)
+                write_all(file, block)
+                progress(len(block))
+            checksums[tensor.name] = digest.hexdigest()
+        os.fsync(file.fileno())
+    if part.stat().st_size != 8 + len(head) + offset:
+        raise ValueError(f"{part} has {part.stat().st_size} bytes, and {8 + len(head) + offset} were to be written")
+    part.rename(path)
+    return checksums
+
+
+def write_all(file, data) -> None:
+    """Write all bytes to an unbuffered file, whose `write` may take a part."""
+    view = memoryview(data)
+    while view:
+        view = view[file.write(view) :]
+
+
+def write_index(folder: Path, groups: list[list[Written]], names: list[str]) -> None:
+    """Write the index of a model in several files; total_size counts all tensors."""
+    if len(names) == 1:
+        return
+    placed = {tensor.name: name for group, name in zip(groups, names, strict=True) for tensor in group}
+    total = sum(tensor.bytes for group in groups for tensor in group)
+    content = {"metadata": {"total_size": total}, "weight_map": placed}
+    write_whole(folder / INDEX, json.dumps(content, indent=2) + "\n")
