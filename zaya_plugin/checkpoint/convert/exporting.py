@@ -39,7 +39,7 @@ from zaya_plugin.checkpoint.convert.tables import (
 from zaya_plugin.checkpoint.convert.torch_dist import CheckpointTensors
 from zaya_plugin.checkpoint.convert.values import Changed, OfLength, Values, Zeros, byte_blocks, whole
 from zaya_plugin.config.messages import check_transformers_has
-from zaya_plugin.config.run_directory import CHECKPOINTS, is_checkpoint, iterations
+from zaya_plugin.config.run_directory import checkpoints_of, is_checkpoint, iterations
 from zaya_plugin.config.whole_file import write_whole
 from zaya_plugin.errors import mistake
 
@@ -72,7 +72,7 @@ def folder_of(checkpoint: Path, step: int | None = None) -> Path:
     """
     if is_checkpoint(checkpoint) and checkpoint.is_dir():
         return checkpoint
-    directory = checkpoint / CHECKPOINTS if (checkpoint / CHECKPOINTS).is_dir() else checkpoint
+    directory = kept if (kept := checkpoints_of(checkpoint)).is_dir() else checkpoint
     steps = iterations(directory)
     if not steps or step is not None and step not in steps:
         allowed = ", ".join(map(str, steps)) or "a run directory, or one of iter_* folders"
