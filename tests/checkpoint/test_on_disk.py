@@ -12,6 +12,7 @@ import torch
 from zaya_plugin.checkpoint import manifest, on_disk
 
 MODEL = dict(
+    on_disk.FIXED_OPTIONS,
     num_layers=4,
     hidden_size=64,
     router_hidden_size=16,

@@ -262,7 +262,7 @@ def test_a_completion_of_another_save_is_ignored(training):
 
 def test_a_disk_without_room_fails_the_save_and_not_the_training(training):
     folder = training.directory
-    blocked = folder / "iter_0000010.g-1.unfinished"
+    blocked = folder / "iter_0000010.g_1.unfinished"
     blocked.mkdir()
     (blocked / "__0_0.distcp").symlink_to("/dev/full")
     training.save(10)
@@ -360,8 +360,16 @@ def test_a_save_that_was_left_out_at_the_end_is_made(run, training):
     training.saved(20)
 
 
+def test_a_failed_last_save_is_tried_once_more(run, training):
+    (training.directory / "iter_0000100.g_1.unfinished").write_text("in the way")
+    run.at(100)
+    run.finish(100)
+    assert training.saved(100)["step"] == 100
+
+
 def test_a_failed_last_save_is_an_error_with_the_step(run, training):
-    (training.directory / "iter_0000100.g-1.unfinished").write_text("in the way")
+    for number in (1, 2):
+        (training.directory / f"iter_0000100.g_{number}.unfinished").write_text("in the way")
     run.at(100)
     with pytest.raises(RuntimeError, match="the last checkpoint, of step 100, was not written; the reason is above"):
         run.finish(100)

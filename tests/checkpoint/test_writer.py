@@ -337,7 +337,7 @@ def test_a_disk_that_became_read_only(start, disk):
 
 def test_a_device_that_is_always_full(start, tmp_path):
     writer = start()
-    save = tmp_path / "iter_0000010.g-1.unfinished"
+    save = tmp_path / "iter_0000010.g_1.unfinished"
     save.mkdir()
     (save / "__0_0.distcp").symlink_to("/dev/full")
     writer.save(tmp_path, 10)
@@ -371,7 +371,7 @@ def test_a_directory_without_permission(start, tmp_path):
     writer = start()
     writer.save(directory, 10)
     reason = writer.hear("failed")["reason"]
-    assert "iter_0000010.g-1.unfinished" in reason and "[Errno" in reason
+    assert "iter_0000010.g_1.unfinished" in reason and "[Errno" in reason
 
 
 def test_abandoned_saves_leave_nothing(start, tmp_path):

@@ -64,7 +64,7 @@ class WriterProcess:
             number=number,
             iteration=iteration,
             final=str(final),
-            unfinished=f"{final}.g-{number}{UNFINISHED}",
+            unfinished=f"{final}.g_{number}{UNFINISHED}",
             rank=self.rank,
             world=world,
             facts={"run_id": "r"},

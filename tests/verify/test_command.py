@@ -133,4 +133,7 @@ def test_two_lines_on_this_machine(tmp_path):
     done = zaya("verify", "--device", "cpu", "--only", "rates,rms_norm", "--out", str(tmp_path / "v.json"))
     assert done.returncode == 0 and "2 pass, 0 slow, 0 wrong, 0 skipped" in done.stdout, done.stdout
     record = json.loads((tmp_path / "v.json").read_text())
-    assert record["lines"][1]["figures"]["add_rms_norm"]["versions"]["reference"]["ulps"]["result[0]"]["ulps"] <= 0.5
+    assert (
+        record["lines"][1]["figures"]["scaled_residual_rms_norm"]["versions"]["reference"]["ulps"]["result[0]"]["ulps"]
+        <= 0.5
+    )

@@ -9,6 +9,7 @@ the device, only for what is not copied yet.
 from __future__ import annotations
 
 import bisect
+import contextlib
 import mmap
 import os
 from collections.abc import Iterable, Sequence
@@ -46,8 +47,10 @@ class HostBuffer:
         self.memory = mmap.mmap(self.descriptor, size)
         self.bytes = torch.frombuffer(self.memory, dtype=torch.uint8)
         if pin:
-            # 0 is success; else copies from the device take the host's time
             self.pinned = int(torch.cuda.cudart().cudaHostRegister(self.bytes.data_ptr(), size, 0)) == 0
+            if not self.pinned:
+                with contextlib.suppress(RuntimeError):  # the error stays until the next launch asks for it
+                    torch.zeros(1, device="cuda")
 
     def write(self, start: int, data: bytes) -> None:
         """Set bytes."""

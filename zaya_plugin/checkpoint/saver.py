@@ -163,6 +163,11 @@ class Saver:
         if error[0]:
             raise ValueError(error[0])
         self._buffer.allocate(self._file.size, pin)
+        if pin and not self._buffer.pinned:
+            self.report(
+                f"WARNING: rank {self.rank}: the driver does not pin the {self._file.size / 1e9:.1f} GB of memory for "
+                "checkpoints, so training waits for the copy at every save"
+            )
         for start, text in self._file.fixed:
             self._buffer.write(start, text)
         self._staging = Staging(self._buffer, self._file.tensors)

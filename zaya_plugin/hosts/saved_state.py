@@ -23,7 +23,7 @@ from zaya_plugin.checkpoint.saver import BUSY, Saver
 from zaya_plugin.checkpoint.writer import GRACE, GRACE_SECONDS
 from zaya_plugin.config.schema import Recipe
 from zaya_plugin.errors import message
-from zaya_plugin.optim.sharding.distributed import WITHOUT_TENSORS
+from zaya_plugin.optim.sharding.distributed import WITHOUT_TENSORS, MuonDistributedOptimizer
 
 
 class SavedState:
@@ -42,8 +42,9 @@ class SavedState:
         self.interval = recipe.checkpoint.save_interval
         self.ends_at: float | None = None
         self._left_out: tuple | None = None
-        self._tried: int | None = None
+        self._last: tuple | None = None
         self._watched: list[int] = []
+        self._by_model = False  # the optimizer's state is described by the model's, as Megatron's without shards is
 
     # The state
 
@@ -80,6 +81,8 @@ class SavedState:
             if hasattr(inner.optimizer, "initialise_state"):
                 inner.optimizer.initialise_state()
                 inner.optimizer.before_change = self.saver.before_change
+        inner = [each for each in optimizer.chained_optimizers if not getattr(each, "is_stub_optimizer", False)]
+        self._by_model = not all(isinstance(each, MuonDistributedOptimizer) for each in inner)
         on_device = any(parameter.is_cuda for parameter in model[0].parameters())
         self.saver.prepare(self.state(model, optimizer, scheduler, 0, 0.0), pin=on_device)
         self._watched = [tensor.data_ptr() for tensor in _tensors(model, optimizer)]
@@ -105,7 +108,7 @@ class SavedState:
             self.saver.wait()
 
     def _start(self, iteration: int, model, optimizer, scheduler, flops, data_iterator) -> None:
-        self._left_out, self._tried = None, iteration
+        self._left_out, self._last = None, (iteration, model, optimizer, scheduler, flops, data_iterator)
         args = get_args()
         start = time.perf_counter()
         if self._watched != [tensor.data_ptr() for tensor in _tensors(model, optimizer)]:
@@ -118,7 +121,7 @@ class SavedState:
                     fix="checkpoint.save=sync does not help either: report this",
                 )
             )
-        state = self.state([], optimizer, scheduler, iteration, flops, data_iterator)
+        state = self.state(model if self._by_model else [], optimizer, scheduler, iteration, flops, data_iterator)
         self.saver.save(iteration, state, getattr(args, "zaya", {}))
         self.saver.waited = time.perf_counter() - start
 
@@ -164,10 +167,26 @@ class SavedState:
         if self._left_out is not None and self._left_out[0] == iteration:
             self.saver.wait(self.rest())
             self._start(*self._left_out)
-        if not self.saver.wait(self.rest()):
+        if self._last is None:
+            return
+        if self._last_failed() and self.ends_at is None:  # on any rank; there is no next interval to try it again
+            self.saver.abandon()
+            self._start(*self._last)
+            if not self._last_failed():
+                return
+        if self.saver.load == BUSY:
             self.saver.report("WARNING: the last checkpoint was not complete when the time was over")
-        if self.saver.failed is not None and self.saver.failed == self._tried:
-            raise RuntimeError(f"the last checkpoint, of step {self._tried}, was not written; the reason is above")
+        elif self.saver.failed == self._last[0]:
+            raise RuntimeError(f"the last checkpoint, of step {self._last[0]}, was not written; the reason is above")
+
+    def _last_failed(self) -> bool:
+        """Wait for the last save, and return whether it has failed on any rank. All ranks must call it."""
+        self.saver.wait(self.rest())
+        failed = torch.tensor([int(self.saver.failed == self._last[0])], dtype=torch.int32)
+        if torch.distributed.get_backend() != "gloo":
+            failed = failed.to(torch.cuda.current_device())
+        torch.distributed.all_reduce(failed, torch.distributed.ReduceOp.MAX)
+        return bool(failed.item())
 
 
 def _tensors(model, optimizer) -> Iterator[Tensor]:
