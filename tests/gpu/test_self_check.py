@@ -126,7 +126,7 @@ def test_the_calls_on_a_full_device_run_at_once():
 
 
 def test_a_version_whose_calls_share_memory():
-    """Right as long as calls come one after the other. Not run on a device yet."""
+    """Right as long as calls come one after the other."""
     scratch = torch.zeros(2**16, device=GPU)
 
     def version(x, total):
