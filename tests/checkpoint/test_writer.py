@@ -21,7 +21,6 @@ EIO = """
 #define _GNU_SOURCE
 #include <dlfcn.h>
 #include <errno.h>
-#include <sys/uio.h>
 #include <unistd.h>
 
 /* The disk reports its errors where data is made durable, or at a write: FAILS says which. */
@@ -38,9 +37,9 @@ int fsync(int file) {
     return ((int (*)(int))dlsym(RTLD_NEXT, "fsync"))(file);
 }
 
-ssize_t writev(int file, const struct iovec* parts, int count) {
-    if (fails("writev")) { errno = EIO; return -1; }
-    return ((ssize_t (*)(int, const struct iovec*, int))dlsym(RTLD_NEXT, "writev"))(file, parts, count);
+ssize_t pwrite64(int file, const void* data, size_t count, off64_t place) {
+    if (fails("pwrite")) { errno = EIO; return -1; }
+    return ((ssize_t (*)(int, const void*, size_t, off64_t))dlsym(RTLD_NEXT, "pwrite64"))(file, data, count, place);
 }
 """
 
@@ -345,7 +344,7 @@ def test_a_device_that_is_always_full(start, tmp_path):
     assert names(tmp_path) == []
 
 
-@pytest.mark.parametrize("call", ["writev", "fsync"])
+@pytest.mark.parametrize("call", ["pwrite", "fsync"])
 def test_an_error_of_the_disk(start, tmp_path, require_tool, call):
     """Also an error that comes only when the data is made durable; NVIDIA/Megatron-LM#6970 hung there."""
     source, library, broken = tmp_path / "eio.c", tmp_path / "eio.so", tmp_path / "broken"

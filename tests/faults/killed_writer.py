@@ -15,16 +15,19 @@ import json
 import os
 import signal
 import sys
+import threading
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
+
+from zaya_plugin.checkpoint.direct_file import ALIGNMENT
 
 KILL_AT = "ZAYA_TEST_KILL_AT"
 WRITER = "zaya_plugin.checkpoint.writer"
 SMALL_PIECE = 2**15  # bytes of one write, so that a small file has many
 EVENTS = ("open", "os.rename", "os.mkdir", "os.remove", "os.rmdir")  # of sys.audit
 RARE = ("writing", "waiting", "uploading")  # told by the clock
-CALLS = ("writev", "fsync", "posix_fadvise")
+CALLS = ("pwrite", "fsync", "posix_fadvise")
 
 
 class Points:
@@ -37,6 +40,7 @@ class Points:
         self.save = 0
         self.counts: Counter[tuple[str, int]] = Counter()
         self._quiet = False
+        self._lock = threading.Lock()  # the file is written by threads
 
     def begin(self, phase: str, save: int) -> None:
         """Enter a phase of a save."""
@@ -47,13 +51,14 @@ class Points:
         if not self.phase or self._quiet:
             return
         key = self.phase, self.save
-        if [*key, self.counts[key]] == [self.at.get(name) for name in ("phase", "save", "call")]:
-            self._quiet = True
-            (self.folder / "reached.new").write_text(json.dumps({"pid": os.getpid(), "point": name}))
-            os.rename(self.folder / "reached.new", self.folder / "reached")
-            os.kill(os.getpid(), signal.SIGSTOP)
-            self._quiet = False
-        self.counts[key] += 1
+        with self._lock:
+            if [*key, self.counts[key]] == [self.at.get(name) for name in ("phase", "save", "call")]:
+                self._quiet = True
+                (self.folder / "reached.new").write_text(json.dumps({"pid": os.getpid(), "point": name}))
+                os.rename(self.folder / "reached.new", self.folder / "reached")
+                os.kill(os.getpid(), signal.SIGSTOP)
+                self._quiet = False
+            self.counts[key] += 1
 
     def keep_counts(self) -> None:
         """Write how many points there were, for the choice of one."""
@@ -117,14 +122,14 @@ def main(argv: list[str]) -> None:
 
 
 def after(points: Points, name: str, call: Callable) -> Callable:
-    """Return `call` with a point before it; `writev` writes a part of its bytes before."""
+    """Return `call` with a point before it; `pwrite` writes a part of its bytes before."""
 
     def called(descriptor, what=None, *more):
         if what is None:
             points(name)
             return call(descriptor)
-        if name == "writev" and len(what) > 1:
-            count = call(descriptor, what[: len(what) // 2])
+        if name == "pwrite" and (half := len(what) // 2 // ALIGNMENT * ALIGNMENT):
+            count = call(descriptor, what[:half], *more)
             points("in the middle of a write")
             return count
         points(name)

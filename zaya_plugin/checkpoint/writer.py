@@ -17,8 +17,6 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Iterable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -26,6 +24,7 @@ from pathlib import Path
 import xxhash
 
 from zaya_plugin.checkpoint import manifest, on_disk, places
+from zaya_plugin.checkpoint.direct_file import DirectFiles
 from zaya_plugin.config.run_directory import iterations
 from zaya_plugin.config.whole_file import write_whole
 from zaya_plugin.parent_death import follow_rank
@@ -96,6 +95,7 @@ class Writer:
         self.index = b""
         self.format = ""
         self.number = 0
+        self.files = DirectFiles()
         self._reported = 0.0
 
     def serve(self) -> None:
@@ -152,22 +152,14 @@ class Writer:
         self.remove(save)
 
     def write(self, path: Path) -> dict:
-        """Write the rank's file, make it durable, and return its bytes and checksum, which is taken meanwhile."""
-        digest, size, total = xxhash.xxh3_128(), 0, sum(length for _, length in self.slices)
-        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
-        try:
-            with ThreadPoolExecutor(1) as beside:
-                for batch in _batches(self.slices):
-                    parts = [self.memory[start : start + length] for start, length in batch]
-                    hashed = beside.submit(lambda parts=parts: [digest.update(part) for part in parts])
-                    size += _write_all(descriptor, list(parts))
-                    hashed.result()
-                    self.heed()
-                    self.tell_rarely("writing", bytes=size, of=total)
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
-        return {"bytes": size, "xxh3_128": digest.hexdigest()}
+        """Write the rank's file, make it durable, and return its bytes and checksum."""
+        total = sum(length for _, length in self.slices)
+
+        def progress(size: int) -> None:
+            self.heed()
+            self.tell_rarely("writing", bytes=size, of=total)
+
+        return self.files.write(path, self.memory, self.slices, progress)
 
     def describe(self, save: Save) -> None:
         """Wait for all ranks' files; write index and manifest."""
@@ -300,34 +292,6 @@ class Writer:
         """Tell the rank that this process lives."""
         if time.monotonic() - self._reported > REPORT_SECONDS:
             self.tell(state, **more)
-
-
-def _batches(slices: Iterable[tuple[int, int]]) -> Iterable[list[tuple[int, int]]]:
-    """Cut slices into batches of about manifest.PIECE bytes."""
-    batch, size = [], 0
-    for start, length in slices:
-        while length:
-            some = min(length, manifest.PIECE - size)
-            batch.append((start, some))
-            start, length, size = start + some, length - some, size + some
-            if size == manifest.PIECE or len(batch) == 512:  # the system takes at most 1,024 at once
-                yield batch
-                batch, size = [], 0
-    if batch:
-        yield batch
-
-
-def _write_all(descriptor: int, parts: list[memoryview]) -> int:
-    total = sum(len(part) for part in parts)
-    left = total
-    while left:
-        count = os.writev(descriptor, parts)
-        left -= count
-        while parts and count >= len(parts[0]):
-            count -= len(parts.pop(0))
-        if count:
-            parts[0] = parts[0][count:]
-    return total
 
 
 def _explained(error: Exception, folder: Path) -> str:

@@ -1,0 +1,94 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Files written past the page cache, on file systems that allow it and on others."""
+
+import ctypes
+import errno
+import mmap
+import os
+import random
+
+import pytest
+
+from tests.checkpoint.writer_process import checksum
+from zaya_plugin.checkpoint import direct_file, manifest
+from zaya_plugin.checkpoint.direct_file import ALIGNMENT, DirectFiles
+
+MEMORY = memoryview(random.Random(1).randbytes(5 * 2**16 + 7))
+
+
+@pytest.fixture
+def files(monkeypatch):
+    monkeypatch.setattr(manifest, "PIECE", 2**16)
+    return DirectFiles()
+
+
+def slices(sizes) -> list[tuple[int, int]]:
+    """Slices of these sizes, in an order that is not that of the memory."""
+    found, end = [], len(MEMORY)
+    for size in sizes:
+        end -= size
+        found.append((end, size))
+    return found
+
+
+@pytest.mark.parametrize("sizes", [[], [1], [2**16], [ALIGNMENT - 1, 0, 2], [3] * 2000, [7, 3 * 2**16, 5, 2**16 + 1]])
+def test_the_file_has_the_slices_in_their_order(files, tmp_path, sizes):
+    path, parts, seen = tmp_path / "file", slices(sizes), []
+    path.write_bytes(b"longer, and from before" * 10**5)
+    wanted = b"".join(MEMORY[start : start + size] for start, size in parts)
+    for _ in range(2):  # with the blocks of the file before
+        told = files.write(path, MEMORY, parts, seen.append)
+        assert path.read_bytes() == wanted
+        assert told == {"bytes": len(wanted), "xxh3_128": checksum(wanted)} == manifest.describe(path)
+    assert seen == sorted(seen[: len(seen) // 2]) * 2 and seen[-1:] == [len(wanted)][: len(seen)]
+
+
+@pytest.mark.parametrize("refuses", ["open", "pwrite"])
+def test_a_file_system_without_direct_writes(files, tmp_path, monkeypatch, refuses):
+    system, flags = {name: getattr(os, name) for name in ("open", "pwrite")}, []
+
+    def refusing_open(path, asked, *mode):
+        flags.append(asked & os.O_DIRECT)
+        if asked & os.O_DIRECT:
+            raise OSError(errno.EINVAL, "Invalid argument")
+        return system["open"](path, asked, *mode)
+
+    def refusing_write(file, *what):
+        flags.append(direct_file.fcntl.fcntl(file, direct_file.fcntl.F_GETFL) & os.O_DIRECT)
+        if flags[-1]:
+            raise OSError(errno.EINVAL, "Invalid argument")
+        return system["pwrite"](file, *what)
+
+    monkeypatch.setattr(os, refuses, {"open": refusing_open, "pwrite": refusing_write}[refuses])
+    files.write(tmp_path / "file", MEMORY, slices([len(MEMORY)]))
+    assert (tmp_path / "file").read_bytes() == MEMORY
+    assert flags[0] == os.O_DIRECT and flags[-1] == 0
+
+
+def test_short_writes_are_continued_and_errors_are_not_hidden(files, tmp_path, monkeypatch):
+    write = os.pwrite
+    monkeypatch.setattr(os, "pwrite", lambda file, data, place: write(file, data[: max(1, len(data) // 3)], place))
+    files.write(tmp_path / "file", MEMORY, slices([len(MEMORY)]))
+    assert (tmp_path / "file").read_bytes() == MEMORY
+
+    def full(file, data, place):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "pwrite", full)
+    with pytest.raises(OSError, match="No space left"):
+        files.write(tmp_path / "file", MEMORY, slices([len(MEMORY)]))
+
+
+def test_the_page_cache_is_left_alone(files, tmp_path):
+    path = tmp_path / "file"
+    try:
+        os.close(os.open(path, os.O_CREAT | os.O_WRONLY | os.O_DIRECT))
+    except OSError:
+        pytest.skip("this file system has no direct writes")
+    files.write(path, MEMORY, slices([len(MEMORY)]))
+    with open(path, "r+b") as file, mmap.mmap(file.fileno(), 0) as mapped:
+        pages = (ctypes.c_ubyte * -(-len(MEMORY) // mmap.PAGESIZE))()
+        start = ctypes.c_char.from_buffer(mapped)
+        assert ctypes.CDLL(None).mincore(ctypes.byref(start), ctypes.c_size_t(len(MEMORY)), pages) == 0
+        del start
+    assert not any(page & 1 for page in pages)
