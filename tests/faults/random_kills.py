@@ -4,14 +4,15 @@
 `python -m tests.faults.random_kills --count 200 --seed 1` makes 200 runs of one or two ranks, with the seeds 1 to 200.
 In each, SIGKILL comes at a random point of copying, writing, committing, uploading or pruning a checkpoint
 (tests.faults.killed_writer), to a rank, its writer, both, or all processes. The run is then started again until it ends.
-Checked for each: the restart resumes from the newest checkpoint whose files have the checksums of its manifest; every
-checkpoint that was reported as saved was durable; no writer outlives its rank; the last checkpoint's tensors equal
+Checked for each: the restart resumes from the newest checkpoint whose files have the checksums of its manifest, also if
+only its name or its uploads were missing; every checkpoint that was reported as saved was durable; no writer outlives its rank; the last checkpoint's tensors equal
 those of a run without a kill, to the bit. `--seed N --count 1` repeats one.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import pickle
@@ -32,7 +33,7 @@ from tqdm import tqdm
 
 from tests.faults import killed_writer
 from tests.faults.micro_curriculum import SMALL
-from zaya_plugin.checkpoint import manifest
+from zaya_plugin.checkpoint import manifest, on_disk, places
 
 STEPS = 6
 VICTIMS = ("rank", "writer", "rank and writer", "other rank", "all")
@@ -189,7 +190,7 @@ class Lab:
         promised = [int(step) for step in re.findall(r"step (\d+): checkpoint saved", text)]
         story = f"{kill} at {reached['point']}; codes {codes}"
         if any(codes):
-            newest = last(run_dir)[0]
+            newest = durable(run_dir)
             if promised and (newest is None or newest < promised[-1]):
                 raise Failed(f"{story}: step {promised[-1]} was reported as saved, the newest durable is {newest}")
             again = self.folder / f"seed{seed}.again.log"
@@ -250,6 +251,28 @@ def last(run_dir: Path) -> tuple[int | None, Path | None]:
         if re.fullmatch(r"iter_\d{7}", path.name) and not manifest.problems(path) and not manifest.damaged(path):
             return int(path.name.removeprefix("iter_")), path
     return None, None
+
+
+def durable(run_dir: Path) -> int | None:
+    """Return the newest step from which a start can continue: of a complete checkpoint, or of one with a manifest whose
+    files are whole at either place, and which lacks only its name or its uploads.
+    """
+    checkpoints = run_dir / "checkpoints"
+    local = places.local_folder(run_dir / "local", checkpoints)
+    found = {last(run_dir)[0]}
+    for folder in checkpoints.glob(f"iter_*{manifest.UNFINISHED}"):
+        name = folder.name.partition(".")[0]
+        with contextlib.suppress(ValueError):
+            files = manifest.read(folder)["files"]
+            sources = folder, local / folder.name, local / name
+            if all(any(is_whole(path / name, file) for path in sources) for name, file in files.items()):
+                found.add(on_disk.iteration_of(folder.with_name(name)))
+    return max((step for step in found if step is not None), default=None)
+
+
+def is_whole(path: Path, file: dict) -> bool:
+    """Whether a file has the size and the checksum that its manifest states."""
+    return path.is_file() and manifest.describe(path) == file
 
 
 def digest(folder: Path) -> str:
