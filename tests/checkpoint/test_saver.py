@@ -143,7 +143,7 @@ def test_a_killed_writer_is_noticed_at_the_next_poll_and_replaced(training, when
     training.save(20)
     assert training.saver.wait(20) and training.saver.failed is None
     assert torch.equal(training.saved(20)["w"], torch.full(SHAPE, 20.0))
-    assert names(training.directory) == ["iter_0000020", "latest_checkpointed_iteration.txt"]
+    training.poll_until(lambda: names(training.directory) == ["iter_0000020", "latest_checkpointed_iteration.txt"])
 
 
 def test_a_writer_that_dies_again_and_again_does_not_end_training(training):

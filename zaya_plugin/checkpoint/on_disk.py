@@ -18,6 +18,7 @@ from zaya_plugin.config.whole_file import write_whole
 from zaya_plugin.errors import mistake
 
 TRACKER = "latest_checkpointed_iteration.txt"
+INDEX, FORMAT = ".metadata", "metadata.json"  # files of a checkpoint that are no shards, see index.py
 # In Megatron's record of a checkpoint's content: it was written by this version, so it has a manifest.
 WRITTEN_HERE = "zaya_manifest"
 
@@ -145,7 +146,7 @@ def has_manifest(directory: Path, iteration: int) -> bool:
 
 
 def _problems_by_index(path: Path) -> list[str]:
-    missing = [f"{path / name} is missing" for name in ("metadata.json", ".metadata") if not _filled(path / name)]
+    missing = [f"{path / name} is missing" for name in (FORMAT, INDEX) if not _filled(path / name)]
     if missing:
         return missing
     from torch.distributed.checkpoint import FileSystemReader
@@ -153,7 +154,7 @@ def _problems_by_index(path: Path) -> list[str]:
     try:
         index = FileSystemReader(path).read_metadata()
     except Exception as broken:  # unpickling a truncated file can raise many types
-        return [f"{path / '.metadata'} cannot be read ({broken})"]
+        return [f"{path / INDEX} cannot be read ({broken})"]
     ends: dict[str, int] = {}
     for stored in (index.storage_data or {}).values():
         ends[stored.relative_path] = max(ends.get(stored.relative_path, 0), stored.offset + stored.length)

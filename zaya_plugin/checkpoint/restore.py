@@ -153,9 +153,7 @@ def _complete(folder: Path, directory: Path, iteration: int) -> None:
     for path in folder.iterdir():  # what the writers told each other, and parts of uploads
         if path.name != manifest.NAME and path.name not in files:
             path.unlink()
-    manifest.sync(folder)
-    folder.rename(final)
-    manifest.sync(directory)
+    manifest.give_name(folder, final)
 
 
 @dataclass(frozen=True)
