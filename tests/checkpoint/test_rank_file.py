@@ -10,16 +10,7 @@ from zaya_plugin.checkpoint.host_buffer import HostBuffer, Staging
 from zaya_plugin.checkpoint.index import COMMON, FORMAT, MAIN_WEIGHTS, Entry, index
 from zaya_plugin.checkpoint.rank_file import Box, RankFile, contents, main_weights, without_derived
 
-
-@pytest.fixture(scope="module", autouse=True)
-def one_rank(tmp_path_factory):
-    if torch.distributed.is_initialized():  # by a test file before this one
-        yield
-        return
-    store = tmp_path_factory.mktemp("store") / "file"
-    torch.distributed.init_process_group("gloo", init_method=f"file://{store}", rank=0, world_size=1)
-    yield
-    torch.distributed.destroy_process_group()
+pytestmark = pytest.mark.usefixtures("one_rank")
 
 
 def state(weight, main, momentum, step: int) -> dict:

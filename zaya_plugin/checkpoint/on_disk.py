@@ -130,19 +130,22 @@ def problems(directory: Path, iteration: int) -> list[str]:
         found = _problems_by_index(path)
     except OSError as error:
         return [f"{error.filename or path} cannot be read ({error.strerror})"]
-    if not found and has_manifest(directory, iteration):
-        found = [f"{path / manifest.NAME} is missing"]
-    return found
+    return found or _missing_manifest(path)
 
 
-def has_manifest(directory: Path, iteration: int) -> bool:
-    """Return whether a checkpoint that can be read is of this version, which writes a manifest."""
-    path = folder(directory, iteration)
-    if (path / manifest.NAME).exists():
-        return True
+def _missing_manifest(path: Path) -> list[str]:
+    """Return why a checkpoint without a manifest cannot be used: it is of this version, which writes one, or what
+    Megatron stores beside the tensors cannot be read.
+    """
     from megatron.core.dist_checkpointing import load_content_metadata
+    from torch.distributed.checkpoint.api import CheckpointException
 
-    return bool((load_content_metadata(str(path)) or {}).get(WRITTEN_HERE))
+    try:
+        written_here = (load_content_metadata(str(path)) or {}).get(WRITTEN_HERE)
+    except (Exception, CheckpointException) as broken:  # of damaged bytes come many types; torch's is no Exception
+        *_, reason = str(broken).strip().splitlines() or [repr(broken)]  # behind a traceback
+        return [f"{path}: its arguments and progress (common state) cannot be read ({reason})"]
+    return [f"{path / manifest.NAME} is missing"] if written_here else []
 
 
 def _problems_by_index(path: Path) -> list[str]:

@@ -35,6 +35,8 @@ from zaya_plugin.checkpoint.writer import Save
 
 FREE, BUSY, FAILED = 0, 1, 2
 DEADLINE = 600.0
+# Seconds for a removal of older checkpoints that is still going on; the next save or start ends what is left of it.
+CLOSING = 5.0
 SILENCE = 60.0  # seconds, beyond the deadline, after which a writer hangs; it reports every half second
 
 
@@ -110,7 +112,6 @@ class Saver:
                 env={**os.environ, "ZAYA_RANK_PID": str(os.getpid())},
             )
         self._connection = Connection(mine.detach())
-        self._ready = False
 
     def _ask(self, what: str, **more) -> None:
         self._connection.send_bytes(json.dumps({"do": what, **more}).encode())
@@ -252,9 +253,6 @@ class Saver:
 
     def _hear(self, told: dict) -> None:
         self._heard = time.monotonic()
-        if told["state"] == "ready":
-            self._ready = True
-            return
         if self._save is None or told["number"] != self._save.number or self._state != BUSY:
             return  # about a save that has ended
         if told["state"] in ("writing", "written"):
@@ -368,7 +366,7 @@ class Saver:
         self._staging_wait()
         self._connection.close()  # the writer ends when it reads this
         try:
-            self._process.wait(5)
+            self._process.wait(CLOSING)
         except subprocess.TimeoutExpired:
             self._process.kill()
         self._staging = None

@@ -99,7 +99,6 @@ class Writer:
 
     def serve(self) -> None:
         """Take requests until the rank ends."""
-        self.tell("ready")
         while True:
             request = json.loads(self.connection.recv_bytes())
             if request["do"] == "layout":
