@@ -1,29 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """A save that ends at any of its steps leaves the checkpoint before, or the new one complete."""
 
-import os
 from pathlib import Path
 
 import pytest
-import torch
 
+from tests.checkpoint.kills import Killed, kill_at
 from zaya_plugin.checkpoint import commit, manifest, on_disk
 
-
-class Killed(BaseException):
-    """The process ends here."""
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_rank(tmp_path_factory):
-    if torch.distributed.is_initialized():  # by a test file before this one
-        assert torch.distributed.get_world_size() == 1
-        yield
-        return
-    store = tmp_path_factory.mktemp("store") / "file"
-    torch.distributed.init_process_group("gloo", init_method=f"file://{store}", rank=0, world_size=1)
-    yield
-    torch.distributed.destroy_process_group()
+pytestmark = pytest.mark.usefixtures("one_rank")
 
 
 def stock(state: dict, folder: str, **named) -> None:
@@ -37,29 +22,6 @@ def save(directory: Path, step: int) -> None:
     folder = on_disk.folder(directory, step)
     folder.mkdir(parents=True, exist_ok=True)  # as Megatron does before
     commit.save(stock, {"step": step}, str(folder))
-
-
-def kill_at(monkeypatch, number: int) -> list[str]:
-    """Let the `number`-th operation on files end the process instead; returns the operations."""
-    done: list[str] = []
-
-    def counted(holder, name):
-        original = getattr(holder, name)
-
-        def operation(*positional, **named):
-            if len(done) == number:
-                raise Killed
-            done.append(name)
-            return original(*positional, **named)
-
-        monkeypatch.setattr(holder, name, operation)
-
-    for name in ("mkdir", "write_text", "unlink", "rename"):
-        counted(Path, name)
-    counted(os, "replace")
-    counted(os, "fsync")
-    counted(os, "rmdir")  # of rmtree
-    return done
 
 
 @pytest.mark.parametrize("again", [False, True], ids=["a new step", "over a damaged one"])

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from zaya_plugin.checkpoint import manifest, on_disk
+from zaya_plugin.checkpoint.index import COMMON, FORMAT, Entry, index
 
 MODEL = dict(
     on_disk.FIXED_OPTIONS,
@@ -89,6 +90,19 @@ def test_a_later_folder_without_a_manifest_does_not_displace_a_checkpoint(tmp_pa
     assert newest == 20 and all(str(later) in text for text in skipped)
     assert on_disk.removable(tmp_path, keep_last=1) == [10], "20 is the newest complete one"
     assert on_disk.before(tmp_path, 20) == 10 and on_disk.before(tmp_path, 10) is None
+
+
+def test_a_damaged_common_state_without_a_manifest_is_named(tmp_path):
+    """All sizes fit; Megatron's reader raised through the search for the newest checkpoint."""
+    folder = on_disk.folder(tmp_path, 5)
+    folder.mkdir()
+    (folder / "__0_0.distcp").write_bytes(bytes(100))
+    (folder / on_disk.INDEX).write_bytes(index([Entry(COMMON, "__0_0.distcp", 0, 100)], ()))
+    (folder / on_disk.FORMAT).write_text(FORMAT)
+    (found,) = on_disk.problems(tmp_path, 5)
+    assert found.startswith(f"{folder}: its arguments and progress (common state) cannot be read (")
+    with pytest.raises(ValueError, match=r"no checkpoint is complete: .*common state"):
+        on_disk.latest(tmp_path)
 
 
 def test_what_is_put_aside_keeps_its_content_and_a_name_of_its_own(tmp_path):

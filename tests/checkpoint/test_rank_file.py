@@ -7,28 +7,10 @@ from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.mapping import LocalNonpersistentObject, ShardedObject, ShardedTensor
 
 from zaya_plugin.checkpoint.host_buffer import HostBuffer, Staging
-from zaya_plugin.checkpoint.rank_file import (
-    MAIN_WEIGHTS,
-    Box,
-    Entry,
-    RankFile,
-    contents,
-    index,
-    main_weights,
-    without_derived,
-)
-from zaya_plugin.checkpoint.saver import COMMON, FORMAT
+from zaya_plugin.checkpoint.index import COMMON, FORMAT, MAIN_WEIGHTS, Entry, index
+from zaya_plugin.checkpoint.rank_file import Box, RankFile, contents, main_weights, without_derived
 
-
-@pytest.fixture(scope="module", autouse=True)
-def one_rank(tmp_path_factory):
-    if torch.distributed.is_initialized():  # by a test file before this one
-        yield
-        return
-    store = tmp_path_factory.mktemp("store") / "file"
-    torch.distributed.init_process_group("gloo", init_method=f"file://{store}", rank=0, world_size=1)
-    yield
-    torch.distributed.destroy_process_group()
+pytestmark = pytest.mark.usefixtures("one_rank")
 
 
 def state(weight, main, momentum, step: int) -> dict:
@@ -60,7 +42,7 @@ def test_megatrons_loader_reads_the_file_and_derives_the_weights(tmp_path):
     boxes, derived = without_derived(boxes, main_weights(boxes))
     assert derived == ["w"] and [box.key for box in boxes].count(f"{MAIN_WEIGHTS}w") == 2
     assert sorted(objects) == ["rng_state/shard_0.0_1.1"] and common == {"step": 1}
-    objects[f"{COMMON}/shard_0_1"] = [common]
+    objects[COMMON] = [common]
     file = RankFile.plan("__0_0.distcp", boxes, objects)
     buffer = HostBuffer()
     buffer.allocate(file.size, pin=False)
@@ -71,7 +53,7 @@ def test_megatrons_loader_reads_the_file_and_derives_the_weights(tmp_path):
     for step in (1, 2, 300):  # the same plan for other values and longer objects
         main += 1
         boxes, objects, common = contents(state(weight, main, momentum, step))
-        objects[f"{COMMON}/shard_0_1"] = [common]
+        objects[COMMON] = [common]
         for key, value in objects.items():
             buffer.write(*file.archive(key, value))
         staging.start()

@@ -95,6 +95,14 @@ def test_an_interrupted_upload_is_finished_from_the_nodes(ranks, places):
     assert on_disk.latest(places.shared) == (20, []) and manifest.damaged(folder) == []
 
 
+def test_a_checkpoint_that_lacks_only_its_name_gets_it_without_local_folders(ranks, places):
+    whole = places.save(20)
+    left = whole.rename(whole.with_name(f"{whole.name}.0123abcd{manifest.UNFINISHED}"))
+    found = ranks.run("finish", places, local=(False, False))
+    assert found == [["the checkpoint of step 20 was complete but for its folder's name, which it has now"]] * 4
+    assert not left.exists() and on_disk.latest(places.shared) == (20, []) and manifest.damaged(whole) == []
+
+
 @pytest.mark.parametrize("harm", ["lost node", "flipped", "other run", "older"])
 def test_an_upload_that_cannot_be_finished_leaves_the_checkpoint_before(ranks, places, harm):
     places.save(10)

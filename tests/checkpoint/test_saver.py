@@ -13,7 +13,7 @@ import torch
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
 
-from tests.checkpoint.test_writer import ended, names
+from tests.checkpoint.test_writer import broken_disk, ended, names
 from zaya_plugin.checkpoint import manifest, on_disk, saver
 from zaya_plugin.checkpoint.saver import BUSY, FAILED, FREE, Saver
 from zaya_plugin.hosts import saved_state
@@ -22,15 +22,7 @@ from zaya_plugin.hosts.saved_state import SavedState
 SHAPE = (512, 512)
 
 
-@pytest.fixture(scope="module", autouse=True)
-def one_rank(tmp_path_factory):
-    if torch.distributed.is_initialized():  # by a test file before this one
-        yield
-        return
-    store = tmp_path_factory.mktemp("store") / "file"
-    torch.distributed.init_process_group("gloo", init_method=f"file://{store}", rank=0, world_size=1)
-    yield
-    torch.distributed.destroy_process_group()
+pytestmark = pytest.mark.usefixtures("one_rank")
 
 
 class Training:
@@ -52,6 +44,12 @@ class Training:
         self.weights.fill_(step)
         self.saver.world = world
         self.saver.save(step, self.state(step, model=False), {})
+
+    def first_save(self) -> None:
+        """Save once, so that the writer has started; the report of it is dropped."""
+        self.save(1)
+        assert self.saver.wait(20) and self.saver.failed is None
+        self.lines.clear()
 
     def saved(self, step: int) -> dict:
         """Read a checkpoint with Megatron's loader."""
@@ -180,8 +178,7 @@ def test_a_writer_that_hangs_is_replaced_after_the_deadline(tmp_path, monkeypatc
     """NVIDIA/Megatron-LM#2422, radixark/miles#2816: training waited for a save for ever."""
     monkeypatch.setattr(saver, "SILENCE", 0.3)
     training = Training(tmp_path, deadline=0.2)
-    training.saver.wait()
-    training.poll_until(lambda: training.saver._ready)
+    training.first_save()
     first = training.saver._process
     first.send_signal(signal.SIGSTOP)
     training.save(10)
@@ -219,8 +216,8 @@ def hanging(tmp_path):
 
 
 def test_storage_that_hangs_does_not_hold_training_up(training, hanging, monkeypatch):
+    training.first_save()
     good, training.saver.directory = training.saver.directory, hanging / "checkpoints"
-    training.poll_until(lambda: training.saver._ready)
     monkeypatch.setattr(saver, "SILENCE", 0.3)
     training.saver.deadline = 0.2
     first, slowest = training.saver._process, 0.0
@@ -284,6 +281,30 @@ def test_an_object_that_has_grown_too_large_fails_the_save(training):
     training.save(20)
     assert training.saver.wait(20)
     assert training.saved(20)["step"] == 20
+
+
+def test_the_end_of_a_run_during_a_slow_removal_loses_nothing(tmp_path, monkeypatch, require_tool):
+    """The removal is cut off by the end of the writer; the next save removes what is left."""
+    directory = tmp_path / "checkpoints"
+    monkeypatch.setattr(saver, "CLOSING", 0.2)
+    with monkeypatch.context() as slow:
+        for name, value in broken_disk(tmp_path, require_tool, "unlinkat").items():
+            slow.setenv(name, value)
+        training = Training(directory)
+    for step in (10, 20):
+        training.save(step)
+        assert training.saver.wait(20)
+    training.poll_until(lambda: "iter_0000010.removed" in names(directory))
+    began = time.monotonic()
+    training.saver.close()
+    assert time.monotonic() - began < 3 and ended(training.saver._process.pid, 5)
+    training.saved(20)
+    assert names(directory) == ["iter_0000010.removed", "iter_0000020", "latest_checkpointed_iteration.txt"]
+    again = Training(directory)
+    again.save(30)
+    assert again.saver.wait(20)
+    again.poll_until(lambda: names(directory) == ["iter_0000030", "latest_checkpointed_iteration.txt"])
+    again.saver.close()
 
 
 def test_another_ranks_failure_gives_the_save_up(training):
@@ -377,7 +398,9 @@ def test_a_failed_last_save_is_an_error_with_the_step(run, training):
     assert "[Errno 17] File exists" in training.lines[0]
 
 
-@pytest.mark.parametrize("grace, old, new", [(600, "complete", "complete"), (12, "abandoned", "complete"), (4, "", "")])
+@pytest.mark.parametrize(
+    "grace, old, new", [(600, "complete", "complete"), (12, "abandoned", "complete"), (2.5, "", "")]
+)
 def test_sigterm_with_a_save_in_flight(run, training, monkeypatch, grace, old, new):
     """It is completed where old and new fit into the grace by the measured rate, given up where only the new one does;
     else no other is begun.

@@ -23,7 +23,7 @@ EIO = """
 #include <errno.h>
 #include <unistd.h>
 
-/* The disk reports its errors where data is made durable, or at a write: FAILS says which. */
+/* The disk reports its errors where data is made durable, or at a write, or removes slowly: FAILS says which. */
 static int fails(const char* call) {
     extern char* getenv(const char*);
     extern int strcmp(const char*, const char*);
@@ -35,6 +35,11 @@ static int fails(const char* call) {
 int fsync(int file) {
     if (fails("fsync")) { errno = EIO; return -1; }
     return ((int (*)(int))dlsym(RTLD_NEXT, "fsync"))(file);
+}
+
+int unlinkat(int folder, const char* name, int flags) {
+    if (fails("unlinkat")) sleep(60);
+    return ((int (*)(int, const char*, int))dlsym(RTLD_NEXT, "unlinkat"))(folder, name, flags);
 }
 
 ssize_t pwrite64(int file, const void* data, size_t count, off64_t place) {
@@ -83,6 +88,15 @@ def ended(pid: int, seconds: float) -> bool:
             return True
         time.sleep(0.02)
     return False
+
+
+def broken_disk(folder: Path, require_tool, call: str) -> dict[str, str]:
+    """Return the environment of a process whose `call` fails as long as folder/broken is there."""
+    source, library, broken = folder / "eio.c", folder / "eio.so", folder / "broken"
+    source.write_text(EIO)
+    subprocess.run([require_tool("g++"), "-x", "c", "-shared", "-fPIC", "-o", library, source, "-ldl"], check=True)
+    broken.touch()
+    return {"LD_PRELOAD": str(library), "FAILS": call, "FAILS_WHILE": str(broken)}
 
 
 def names(directory: Path) -> list[str]:
@@ -347,11 +361,8 @@ def test_a_device_that_is_always_full(start, tmp_path):
 @pytest.mark.parametrize("call", ["pwrite", "fsync"])
 def test_an_error_of_the_disk(start, tmp_path, require_tool, call):
     """Also an error that comes only when the data is made durable; NVIDIA/Megatron-LM#6970 hung there."""
-    source, library, broken = tmp_path / "eio.c", tmp_path / "eio.so", tmp_path / "broken"
-    source.write_text(EIO)
-    subprocess.run([require_tool("g++"), "-x", "c", "-shared", "-fPIC", "-o", library, source, "-ldl"], check=True)
-    broken.touch()
-    writer = start(LD_PRELOAD=str(library), FAILS=call, FAILS_WHILE=str(broken))
+    broken = tmp_path / "broken"
+    writer = start(**broken_disk(tmp_path, require_tool, call))
     directory = tmp_path / "checkpoints"
     writer.save(directory, 10)
     assert "[Errno 5] Input/output error" in writer.hear("failed")["reason"]

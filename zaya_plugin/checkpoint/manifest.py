@@ -11,7 +11,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import BinaryIO
 
@@ -50,6 +50,24 @@ def write_all(file: BinaryIO, content: bytes) -> None:
     left = memoryview(content)
     while left:
         left = left[file.write(left) :]
+
+
+def write_parts(
+    path: Path, parts: Iterable[bytes | memoryview], progress: Callable[[int], None] = lambda count: None
+) -> dict[str, int | str]:
+    """Write a file, make it durable, and return its bytes and checksum as `describe` does, taken of what was written.
+
+    progress: called with the bytes of each part.
+    """
+    digest, size = xxhash.xxh3_128(), 0
+    with open(path, "wb", buffering=0) as file:
+        for part in parts:
+            write_all(file, part)
+            digest.update(part)
+            size += len(part)
+            progress(len(part))
+        os.fsync(file.fileno())
+    return {"bytes": size, "xxh3_128": digest.hexdigest()}
 
 
 def sync(path: Path) -> None:

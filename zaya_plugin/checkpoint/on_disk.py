@@ -18,6 +18,7 @@ from zaya_plugin.config.whole_file import write_whole
 from zaya_plugin.errors import mistake
 
 TRACKER = "latest_checkpointed_iteration.txt"
+INDEX, FORMAT = ".metadata", "metadata.json"  # files of a checkpoint that are no shards, see index.py
 # In Megatron's record of a checkpoint's content: it was written by this version, so it has a manifest.
 WRITTEN_HERE = "zaya_manifest"
 
@@ -129,23 +130,26 @@ def problems(directory: Path, iteration: int) -> list[str]:
         found = _problems_by_index(path)
     except OSError as error:
         return [f"{error.filename or path} cannot be read ({error.strerror})"]
-    if not found and has_manifest(directory, iteration):
-        found = [f"{path / manifest.NAME} is missing"]
-    return found
+    return found or _missing_manifest(path)
 
 
-def has_manifest(directory: Path, iteration: int) -> bool:
-    """Return whether a checkpoint that can be read is of this version, which writes a manifest."""
-    path = folder(directory, iteration)
-    if (path / manifest.NAME).exists():
-        return True
+def _missing_manifest(path: Path) -> list[str]:
+    """Return why a checkpoint without a manifest cannot be used: it is of this version, which writes one, or what
+    Megatron stores beside the tensors cannot be read.
+    """
     from megatron.core.dist_checkpointing import load_content_metadata
+    from torch.distributed.checkpoint.api import CheckpointException
 
-    return bool((load_content_metadata(str(path)) or {}).get(WRITTEN_HERE))
+    try:
+        written_here = (load_content_metadata(str(path)) or {}).get(WRITTEN_HERE)
+    except (Exception, CheckpointException) as broken:  # of damaged bytes come many types; torch's is no Exception
+        *_, reason = str(broken).strip().splitlines() or [repr(broken)]  # behind a traceback
+        return [f"{path}: its arguments and progress (common state) cannot be read ({reason})"]
+    return [f"{path / manifest.NAME} is missing"] if written_here else []
 
 
 def _problems_by_index(path: Path) -> list[str]:
-    missing = [f"{path / name} is missing" for name in ("metadata.json", ".metadata") if not _filled(path / name)]
+    missing = [f"{path / name} is missing" for name in (FORMAT, INDEX) if not _filled(path / name)]
     if missing:
         return missing
     from torch.distributed.checkpoint import FileSystemReader
@@ -153,7 +157,7 @@ def _problems_by_index(path: Path) -> list[str]:
     try:
         index = FileSystemReader(path).read_metadata()
     except Exception as broken:  # unpickling a truncated file can raise many types
-        return [f"{path / '.metadata'} cannot be read ({broken})"]
+        return [f"{path / INDEX} cannot be read ({broken})"]
     ends: dict[str, int] = {}
     for stored in (index.storage_data or {}).values():
         ends[stored.relative_path] = max(ends.get(stored.relative_path, 0), stored.offset + stored.length)

@@ -7,13 +7,10 @@ save: a tensor keeps its shape, and an object gets room to grow. So the index of
 
 from __future__ import annotations
 
-import math
-import pickle
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-import torch
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import (
     ShardedObject,
@@ -24,22 +21,11 @@ from megatron.core.dist_checkpointing.mapping import (
 )
 from megatron.core.dist_checkpointing.utils import extract_nonpersistent, extract_sharded_base
 from torch import Tensor
-from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, _StorageInfo
-from torch.distributed.checkpoint.metadata import (
-    BytesStorageMetadata,
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    StorageMeta,
-    TensorProperties,
-    TensorStorageMetadata,
-)
 
+from zaya_plugin.checkpoint.index import MAIN_WEIGHTS, Entry
 from zaya_plugin.checkpoint.stored_tensor import LONGEST_COMMENT, around, padded_archive, saved
 
 ALIGNMENT = 64  # of the tensors in the buffer
-# Megatron's key of the fp32 weights of a parameter begins with this; the rest is the parameter's own key.
-MAIN_WEIGHTS = "optimizer.state.param."
 
 
 @dataclass(frozen=True)
@@ -51,20 +37,6 @@ class Box:
     sizes: tuple[int, ...]
     shape: tuple[int, ...]
     values: Tensor
-
-
-@dataclass(frozen=True)
-class Entry:
-    """A place in a rank's file, for the index. dtype: None for an object, which has no shape."""
-
-    key: str
-    file: str
-    start: int
-    length: int
-    dtype: torch.dtype | None = None
-    offset: tuple[int, ...] = ()
-    sizes: tuple[int, ...] = ()
-    shape: tuple[int, ...] = ()
 
 
 def contents(sharded_state_dict: ShardedStateDict) -> tuple[list[Box], dict[str, object], dict]:
@@ -180,39 +152,3 @@ class RankFile:
         """
         start, room = self.rooms[key]
         return start, padded_archive(saved(value), room)
-
-
-def index(entries: Iterable[Entry], derived: Iterable[str]) -> bytes:
-    """Return the content of `.metadata`, the index of a checkpoint by torch's readers.
-
-    entries: of all ranks. derived: keys of the model's weights, which point to the bytes of the fp32 weights; torch's
-    reader converts them to the dtype of the tensor that it fills.
-
-    Raises:
-        ValueError: the boxes of a tensor do not have as many elements as the tensor.
-    """
-    by_key: dict[str, list[Entry]] = defaultdict(list)
-    for entry in entries:
-        by_key[entry.key].append(entry)
-    for key in sorted(set(derived)):
-        by_key[key] = by_key[MAIN_WEIGHTS + key]
-    described: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
-    places: dict[MetadataIndex, _StorageInfo] = {}
-    for key, parts in by_key.items():
-        first = parts[0]
-        for part in parts:
-            offset = torch.Size(part.offset) if part.dtype is not None else None
-            places[MetadataIndex(key, offset)] = _StorageInfo(part.file, part.start, part.length)
-        if first.dtype is None:
-            described[key] = BytesStorageMetadata()
-            continue
-        held = sum(math.prod(part.sizes) for part in parts)
-        if held != math.prod(first.shape) or any(part.shape != first.shape for part in parts):
-            raise ValueError(f"{key}: the ranks hold {held} elements of a tensor of {list(first.shape)}")
-        described[key] = TensorStorageMetadata(
-            properties=TensorProperties.create_from_tensor(torch.empty(0, dtype=first.dtype)),
-            size=torch.Size(first.shape),
-            chunks=[ChunkStorageMetadata(torch.Size(part.offset), torch.Size(part.sizes)) for part in parts],
-        )
-    metadata = Metadata(described, storage_data=places, storage_meta=StorageMeta(), version=CURRENT_DCP_VERSION)
-    return pickle.dumps(metadata)

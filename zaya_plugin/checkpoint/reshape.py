@@ -14,7 +14,6 @@ import errno
 import fcntl
 import json
 import math
-import os
 import pickle
 import re
 import shutil
@@ -24,23 +23,19 @@ from pathlib import Path
 
 import numpy as np
 import torch
-import xxhash
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorStorageMetadata
 
 from zaya_plugin.checkpoint import manifest, on_disk
-from zaya_plugin.checkpoint.stored_boxes import Archive, Box, Indices, common_box, elements, pieces, values_of
+from zaya_plugin.checkpoint.stored_boxes import Archive, Box, Indices, common_box, elements, pieces
 from zaya_plugin.checkpoint.stored_tensor import around
 from zaya_plugin.config.whole_file import write_whole
 from zaya_plugin.errors import mistake
 
 PIECE = 32 * 2**20  # bytes: one of ZAYA1-base's gate+up matrices in fp32, so that Muon's matrices stay whole
-INDEX = ".metadata"
-DONE, LOCK = (
-    "reshape.json",
-    "reshape.lock",
-)  # in an unfinished folder: the files that are finished; held while it is written
-NOT_COPIED = {manifest.NAME, INDEX, "integrity.json"}  # written anew; Megatron's checksums of the old files
+# In an unfinished folder: the files that are finished; held while it is written.
+DONE, LOCK = "reshape.json", "reshape.lock"
+NOT_COPIED = {manifest.NAME, on_disk.INDEX, "integrity.json"}  # written anew; Megatron's checksums of the old files
 STATE = re.compile(r"^.*optimizer\.state\.\w+?\.")  # before a parameter's name, in the names of its optimizer state
 
 
@@ -59,7 +54,7 @@ class Tensor:
         for box in self.boxes:
             if (common := common_box((box.offset, box.sizes), (offset, sizes))) is None:
                 continue
-            if (found := values_of(box.archive, box.sizes)[0]) != self.dtype:
+            if (found := box.place[0]) != self.dtype:
                 raise mistake(str(box.archive.path), problem=f"has {self.keys[0]} as {found}, elsewhere {self.dtype}")
             place = tuple(slice(a - b, a - b + n) for a, b, n in zip(common[0], offset, common[1], strict=True))
             whole[place] = box.values(*common)
@@ -165,7 +160,7 @@ def entries(source: Path, index: Metadata) -> list[Entry]:
             here = archive(of)
             found.append(Entry(here.length, of, here))
     for (shape, boxes), keys in sorted(shared.items(), key=lambda each: _order(each[1][0])):
-        tensor = Tensor(tuple(keys), shape, values_of(boxes[0].archive, boxes[0].sizes)[0], boxes)
+        tensor = Tensor(tuple(keys), shape, boxes[0].place[0], boxes)
         for offset, sizes in pieces(shape, tensor.dtype.itemsize, PIECE):
             length = sum(map(len, around(tensor.dtype, sizes))) + math.prod(sizes) * tensor.dtype.itemsize
             found.append(Entry(length, tensor=tensor, offset=offset, sizes=sizes))
@@ -191,7 +186,7 @@ def layout(stored: list[Entry], files: int) -> list[list[Entry]]:
 def _write(
     source: Path, index: Metadata, contents: list[list[Entry]], unfinished: Path, final: Path, progress
 ) -> tuple[int, int]:
-    stated = [manifest.describe(source / name) for name in (INDEX, manifest.NAME) if (source / name).exists()]
+    stated = [manifest.describe(source / name) for name in (on_disk.INDEX, manifest.NAME) if (source / name).exists()]
     plan = [stated, [sum(entry.length for entry in content) for content in contents]]
     earlier = json.loads((unfinished / DONE).read_text()) if (unfinished / DONE).exists() else {}
     if earlier.get("plan") != plan:  # of another source or another number of files
@@ -209,38 +204,19 @@ def _write(
             continue
         path.unlink(missing_ok=True)
         _check_space(unfinished, sum(plan[1][number:]))
-        done[path.name] = _write_file(path, content, progress)
+        parts = (part for entry in content for part in entry.content())
+        done[path.name] = manifest.write_parts(path, parts, progress)
         write_whole(unfinished / DONE, json.dumps({"plan": plan, "files": earlier["files"] | done}))
-    write_whole(unfinished / INDEX, pickle.dumps(_index_of(index, contents)))
-    others = [path for path in source.iterdir() if path.is_file() and path.suffix != ".distcp"]
-    others = [path for path in others if path.name not in NOT_COPIED]
-    for path in others:
-        write_whole(unfinished / path.name, path.read_bytes())
-    for name in (INDEX, *(path.name for path in others)):
-        done[name] = manifest.describe(unfinished / name)
+    done[on_disk.INDEX] = manifest.write_parts(unfinished / on_disk.INDEX, [pickle.dumps(_index_of(index, contents))])
+    for path in source.iterdir():
+        if path.is_file() and path.suffix != ".distcp" and path.name not in NOT_COPIED:
+            done[path.name] = manifest.write_parts(unfinished / path.name, [path.read_bytes()])
     own = manifest.read(source) if (source / manifest.NAME).exists() else {}
     facts = {key: own[key] for key in own if key not in ("format", "iteration", "files", "xxh3_128")}
-    manifest.write(unfinished, on_disk.iteration_of(final), done, **{**facts, "reshaped_from": str(source)})
-    manifest.sync(unfinished)
-    unfinished.rename(final)
-    manifest.sync(final.parent)
+    manifest.commit(unfinished, final, done, **{**facts, "reshaped_from": str(source)})
     for name in (DONE, LOCK):
         (final / name).unlink(missing_ok=True)
     return kept, len(contents)
-
-
-def _write_file(path: Path, content: list[Entry], progress: Callable[[int], None]) -> dict:
-    """Write a file of the target and return its size and checksum, taken of the bytes that were written."""
-    digest = xxhash.xxh3_128()
-    with open(path, "wb") as file:
-        for entry in content:
-            for part in entry.content():
-                file.write(part)
-                digest.update(part)
-            progress(entry.length)
-        file.flush()
-        os.fsync(file.fileno())
-        return {"bytes": file.tell(), "xxh3_128": digest.hexdigest()}
 
 
 def _index_of(source: Metadata, contents: list[list[Entry]]) -> Metadata:

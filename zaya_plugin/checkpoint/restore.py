@@ -75,7 +75,8 @@ class Nodes:
 
 
 def finish_uploads(directory: Path, nodes: Nodes) -> list[str]:
-    """Upload what is missing of the newest checkpoint that is complete on the nodes but not at the shared path.
+    """Complete the newest checkpoint at the shared path that a kill has left without a name: upload the files that only
+    nodes have.
 
     Return lines about what was done, and what could not be.
     """
@@ -103,7 +104,9 @@ def finish_uploads(directory: Path, nodes: Nodes) -> list[str]:
             lines.append(f"WARNING: the upload of step {iteration} cannot be finished: {'; '.join(found)}")
             continue
         on_rank_0(lambda folder=folder, iteration=iteration: _complete(folder, directory, iteration))
-        return [*lines, f"the interrupted upload of step {iteration} was finished"]
+        if len(there) < len(files):
+            return [*lines, f"the interrupted upload of step {iteration} was finished"]
+        return [*lines, f"the checkpoint of step {iteration} was complete but for its folder's name, which it has now"]
     return lines
 
 
@@ -153,9 +156,7 @@ def _complete(folder: Path, directory: Path, iteration: int) -> None:
     for path in folder.iterdir():  # what the writers told each other, and parts of uploads
         if path.name != manifest.NAME and path.name not in files:
             path.unlink()
-    manifest.sync(folder)
-    folder.rename(final)
-    manifest.sync(directory)
+    manifest.give_name(folder, final)
 
 
 @dataclass(frozen=True)

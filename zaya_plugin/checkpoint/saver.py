@@ -29,14 +29,14 @@ import torch
 
 from zaya_plugin.checkpoint import manifest
 from zaya_plugin.checkpoint.host_buffer import HostBuffer, Staging
-from zaya_plugin.checkpoint.rank_file import RankFile, contents, index, main_weights, without_derived
+from zaya_plugin.checkpoint.index import COMMON, FORMAT, index
+from zaya_plugin.checkpoint.rank_file import RankFile, contents, main_weights, without_derived
 from zaya_plugin.checkpoint.writer import Save
 
 FREE, BUSY, FAILED = 0, 1, 2
-# Megatron's description of the format, as its own save writes it.
-FORMAT = json.dumps({"sharded_backend": "torch_dist", "sharded_backend_version": 1})
-COMMON = "common_state"
 DEADLINE = 600.0
+# Seconds for a removal of older checkpoints that is still going on; the next save or start ends what is left of it.
+CLOSING = 5.0
 SILENCE = 60.0  # seconds, beyond the deadline, after which a writer hangs; it reports every half second
 
 
@@ -112,7 +112,6 @@ class Saver:
                 env={**os.environ, "ZAYA_RANK_PID": str(os.getpid())},
             )
         self._connection = Connection(mine.detach())
-        self._ready = False
 
     def _ask(self, what: str, **more) -> None:
         self._connection.send_bytes(json.dumps({"do": what, **more}).encode())
@@ -147,7 +146,7 @@ class Saver:
         torch.distributed.all_gather_object(owned, main_weights(boxes))
         boxes, derived = without_derived(boxes, {key: shape for each in owned for key, shape in each.items()})
         if self.rank == 0:
-            objects[f"{COMMON}/shard_0_1"] = [common]
+            objects[COMMON] = [common]
         self._file = RankFile.plan(f"__{self.rank}_0.distcp", boxes, objects)
         plans: list | None = [None] * self.world if self.rank == 0 else None
         torch.distributed.gather_object((self._file.entries, derived), plans, dst=0)
@@ -224,7 +223,7 @@ class Saver:
     def _objects(self, state: dict) -> dict[str, object]:
         _, objects, common = contents(state)
         if self.rank == 0:
-            objects[f"{COMMON}/shard_0_1"] = [common]
+            objects[COMMON] = [common]
         if objects.keys() != self._file.rooms.keys():
             raise ValueError(f"the objects {sorted(objects)} were planned as {sorted(self._file.rooms)}")
         return objects
@@ -254,9 +253,6 @@ class Saver:
 
     def _hear(self, told: dict) -> None:
         self._heard = time.monotonic()
-        if told["state"] == "ready":
-            self._ready = True
-            return
         if self._save is None or told["number"] != self._save.number or self._state != BUSY:
             return  # about a save that has ended
         if told["state"] in ("writing", "written"):
@@ -370,7 +366,7 @@ class Saver:
         self._staging_wait()
         self._connection.close()  # the writer ends when it reads this
         try:
-            self._process.wait(5)
+            self._process.wait(CLOSING)
         except subprocess.TimeoutExpired:
             self._process.kill()
         self._staging = None

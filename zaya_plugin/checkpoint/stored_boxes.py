@@ -20,6 +20,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from zaya_plugin.checkpoint.stored_tensor import record_start
 from zaya_plugin.errors import mistake
 
 Indices = tuple[int, ...]
@@ -49,7 +50,7 @@ class Archive:
     def content(self) -> np.ndarray:
         """Return its bytes."""
         read = np.empty(self.length, np.uint8)
-        _fill(self.path, self.offset, read)
+        read_into(self.path, self.offset, read)
         return read
 
 
@@ -61,20 +62,25 @@ class Box:
     sizes: Indices
     archive: Archive
 
+    @functools.cached_property
+    def place(self) -> tuple[torch.dtype, int]:
+        """The type of its values and their place in the file."""
+        return values_of(self.archive, self.sizes)
+
     def values(self, low: Indices, sizes: Indices) -> np.ndarray:
         """Return the values of a box that lies within this one, as bits. low: its offset in the whole tensor.
 
         One contiguous range is read: along the first axis with more than one element only what is asked for, along
         later axes everything.
         """
-        dtype, start = values_of(self.archive, self.sizes)
+        dtype, start = self.place
         low = tuple(a - b for a, b in zip(low, self.offset, strict=True))
         axis = next((axis for axis, size in enumerate(sizes) if size > 1), len(sizes) - 1)
         strides = [math.prod(self.sizes[axis + 1 :]) for axis in range(len(sizes))]
         first = sum(a * stride for a, stride in zip(low[: axis + 1], strides, strict=False))
         shape = (*sizes[: axis + 1], *self.sizes[axis + 1 :])
         read = np.empty(shape, elements(dtype))
-        _fill(self.archive.path, start + first * read.itemsize, read)
+        read_into(self.archive.path, start + first * read.itemsize, read.reshape(-1).view(np.uint8))
         rest = zip(low[axis + 1 :], sizes[axis + 1 :], strict=True)
         return read[(*[slice(None)] * (axis + 1), *(slice(a, a + n) for a, n in rest), ...)]
 
@@ -112,7 +118,6 @@ def _row(shape: Indices, axis: int) -> int:
     return math.prod(shape[axis + 1 :])
 
 
-@functools.lru_cache(maxsize=65536)
 def values_of(archive: Archive, shape: Indices) -> tuple[torch.dtype, int]:
     """Return the type of an archive's values and their place in its file.
 
@@ -126,7 +131,7 @@ def values_of(archive: Archive, shape: Indices) -> tuple[torch.dtype, int]:
                 by_end = {each.filename.partition("/")[2]: each for each in names.infolist()}
                 dtype, begin, stored, strides = _Description(io.BytesIO(names.read(by_end["data.pkl"]))).load()
                 record = by_end["data/0"]
-            header = os.pread(file.fileno(), 30, archive.offset + record.header_offset)
+            start = record_start(file.fileno(), archive.offset + record.header_offset)
     except (KeyError, TypeError, ValueError, EOFError, pickle.UnpicklingError, zipfile.BadZipFile) as error:
         raise _unreadable(archive, f"no tensor as torch.save writes it ({error})") from error
     except OSError as error:
@@ -136,24 +141,27 @@ def values_of(archive: Archive, shape: Indices) -> tuple[torch.dtype, int]:
     stores = record.compress_type == zipfile.ZIP_STORED and record.file_size == whole
     if tuple(stored) != shape or begin or not contiguous or not stores:
         raise _unreadable(archive, f"its index states a contiguous tensor of {shape}, it holds one of {tuple(stored)}")
-    name, extra = (int.from_bytes(header[at : at + 2], "little") for at in (26, 28))
-    return dtype, archive.offset + record.header_offset + 30 + name + extra
+    return dtype, start
 
 
 def _unreadable(archive: Archive, problem: str) -> ValueError:
     return mistake(f"{archive.path}, byte {archive.offset}", problem=problem, fix="another checkpoint")
 
 
-def _fill(path: Path, start: int, array: np.ndarray) -> None:
-    view = memoryview(array.reshape(-1).view(np.uint8))
+def read_into(path: Path, start: int, data: bytearray | np.ndarray) -> None:
+    """Fill `data`, of bytes, from a file.
+
+    Raises:
+        ValueError: the file is shorter, or cannot be read.
+    """
+    left = memoryview(data)
     try:
         with open(path, "rb", buffering=0) as file:
             file.seek(start)
-            while view:
-                count = file.readinto(view)
-                if not count:
-                    raise mistake(str(path), problem="ends before the values that its index states")
-                view = view[count:]
+            while left:
+                if not (count := file.readinto(left)):
+                    raise mistake(str(path), problem=f"ends before byte {start + len(data)}, where values should end")
+                left = left[count:]
     except OSError as error:
         raise mistake(str(path), problem=f"cannot be read ({error.strerror})") from error
 

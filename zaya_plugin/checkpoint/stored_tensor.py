@@ -33,13 +33,18 @@ def around(dtype: torch.dtype, shape: tuple[int, ...]) -> tuple[bytes, bytes]:
         end = os.fstat(memory).st_size
         with zipfile.ZipFile(os.fdopen(os.dup(memory), "rb")) as archive:
             record = next(each for each in archive.infolist() if each.filename.endswith("/data/0"))
-        header = os.pread(memory, 30, record.header_offset)
-        name, extra = (int.from_bytes(header[at : at + 2], "little") for at in (26, 28))
-        start = record.header_offset + 30 + name + extra
+        start = record_start(memory, record.header_offset)
         after = start + values.nbytes
         return os.pread(memory, start, 0), os.pread(memory, end - after, after)
     finally:
         os.close(memory)
+
+
+def record_start(descriptor: int, header: int) -> int:
+    """Return where an archive's record begins in a file, behind its header at the byte `header`."""
+    fixed = os.pread(descriptor, 30, header)
+    name, extra = (int.from_bytes(fixed[at : at + 2], "little") for at in (26, 28))
+    return header + 30 + name + extra
 
 
 def padded_archive(archive: bytes, size: int) -> bytes:

@@ -21,15 +21,12 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
 
-import xxhash
-
 from zaya_plugin.checkpoint import manifest, on_disk, places
 from zaya_plugin.checkpoint.direct_file import DirectFiles
 from zaya_plugin.config.run_directory import iterations
 from zaya_plugin.config.whole_file import write_whole
 from zaya_plugin.parent_death import follow_rank
 
-INDEX, FORMAT = ".metadata", "metadata.json"
 # Seconds from SIGTERM to SIGKILL; torchrun's are 30, and `zaya slurm` sets the variable to what it asks SLURM for.
 GRACE, GRACE_SECONDS = "ZAYA_GRACE_SECONDS", 30.0
 NICE = 10
@@ -100,7 +97,6 @@ class Writer:
 
     def serve(self) -> None:
         """Take requests until the rank ends."""
-        self.tell("ready")
         while True:
             request = json.loads(self.connection.recv_bytes())
             if request["do"] == "layout":
@@ -165,12 +161,8 @@ class Writer:
         """Wait for all ranks' files; write index and manifest."""
         start = time.perf_counter()
         files = self.notes(save, "part")
-        for name, text in ((INDEX, self.index), (FORMAT, self.format.encode())):
-            with open(save.folder / name, "wb") as file:
-                file.write(text)
-                file.flush()
-                os.fsync(file.fileno())
-            files[name] = {"bytes": len(text), "xxh3_128": xxhash.xxh3_128_hexdigest(text)}
+        for name, text in ((on_disk.INDEX, self.index), (on_disk.FORMAT, self.format.encode())):
+            files[name] = manifest.write_parts(save.folder / name, [text])
         manifest.write(save.folder, save.iteration, files, **save.facts, ranks=save.world)
         self.tell("described", bytes=sum(file["bytes"] for file in files.values()), waited=time.perf_counter() - start)
 
@@ -179,7 +171,7 @@ class Writer:
         named = local.parent / Path(save.final).name
         self.wait_for(save, save.folder / manifest.NAME)
         if save.leads:
-            for name in (INDEX, FORMAT, manifest.NAME):
+            for name in (on_disk.INDEX, on_disk.FORMAT, manifest.NAME):
                 write_whole(local / name, (save.folder / name).read_bytes())
             shutil.rmtree(named, ignore_errors=True)  # of this step, saved before
             manifest.give_name(local, named)

@@ -115,10 +115,11 @@ class SavedState:
             raise RuntimeError(
                 message(
                     "checkpoint",
-                    problem="a tensor of the model or of the optimizer was replaced after the start, so a copy of it "
-                    "would be an old one",
+                    problem="a tensor of the model or of the optimizer was replaced after the start, so a checkpoint "
+                    "would hold the old tensor; the checkpoints before are intact",
                     allowed="tensors that are changed in place",
-                    fix="checkpoint.save=sync does not help either: report this",
+                    fix="in code of your own that replaces a tensor, copy into it (`tensor.copy_`); without such code "
+                    "report this with the log. The same command resumes from the last checkpoint",
                 )
             )
         state = self.state(model if self._by_model else [], optimizer, scheduler, iteration, flops, data_iterator)

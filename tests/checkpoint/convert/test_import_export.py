@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from tests.checkpoint.convert.published import TINY, publish, tensors
 from zaya_plugin.checkpoint import manifest, on_disk
-from zaya_plugin.checkpoint.convert import exporting, safetensors_files, verification
+from zaya_plugin.checkpoint.convert import exporting, verification
 from zaya_plugin.checkpoint.convert.importing import import_model, open_source
 from zaya_plugin.checkpoint.convert.tables import LAYOUTS
 from zaya_plugin.checkpoint.convert.torch_dist import CheckpointTensors
@@ -199,7 +199,7 @@ def test_a_killed_export_continues(tmp_path, checkpoint):
 
 def test_a_full_disk_is_reported_and_the_work_continues(tmp_path, monkeypatch):
     source = open_source(publish(tmp_path / "published"))
-    stock, count = safetensors_files.write_all, [0]
+    stock, count = manifest.write_all, [0]
 
     def full(file, data):
         count[0] += 1
@@ -207,7 +207,7 @@ def test_a_full_disk_is_reported_and_the_work_continues(tmp_path, monkeypatch):
             raise OSError(errno.ENOSPC, "No space left on device")
         stock(file, data)
 
-    monkeypatch.setattr("zaya_plugin.checkpoint.convert.torch_dist.write_all", full)
+    monkeypatch.setattr(manifest, "write_all", full)
     with pytest.raises(OSError, match="No space left"):
         import_model(source, tmp_path / "checkpoint")
     assert import_model(source, tmp_path / "checkpoint").name == "iter_0000000"

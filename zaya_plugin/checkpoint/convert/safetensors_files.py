@@ -19,6 +19,7 @@ import xxhash
 
 from zaya_plugin.checkpoint.convert.tables import check_once
 from zaya_plugin.checkpoint.convert.values import Region
+from zaya_plugin.checkpoint.manifest import write_all
 from zaya_plugin.config.whole_file import write_whole
 from zaya_plugin.errors import mistake
 
@@ -165,13 +166,6 @@ def write_file(path: Path, tensors: list[Written], progress: Callable[[int], Non
         raise ValueError(f"{part} has {part.stat().st_size} bytes, and {8 + len(head) + offset} were to be written")
     part.rename(path)
     return checksums
-
-
-def write_all(file, data) -> None:
-    """Write all bytes to an unbuffered file, whose `write` may take a part."""
-    view = memoryview(data)
-    while view:
-        view = view[file.write(view) :]
 
 
 def write_index(folder: Path, groups: list[list[Written]], names: list[str]) -> None:

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
@@ -12,6 +11,8 @@ from typing import Protocol
 
 import torch
 from torch import Tensor
+
+from zaya_plugin.checkpoint.stored_boxes import read_into
 
 PIECE = 16 * 2**20  # bytes read or written at once
 
@@ -120,23 +121,6 @@ class OfLength:
         there = min(max(self.of.shape[0], start), stop)
         grown = torch.zeros((stop - there, *self.of.shape[1:]), dtype=self.dtype)
         return torch.cat([self.of.rows(start, there), grown]) if there > start else grown
-
-
-def read_into(path: Path, offset: int, data: bytearray) -> None:
-    """Fill `data` from a file.
-
-    Raises:
-        ValueError: the file is shorter.
-    """
-    descriptor, filled, view = os.open(path, os.O_RDONLY), 0, memoryview(data)
-    try:
-        while filled < len(data):
-            count = os.preadv(descriptor, [view[filled : filled + PIECE]], offset + filled)
-            if count == 0:
-                raise ValueError(f"{path} ends before byte {offset + len(data)}")
-            filled += count
-    finally:
-        os.close(descriptor)
 
 
 def whole(values: Values) -> Tensor:
