@@ -9,6 +9,7 @@ import importlib
 import os
 import sys
 import tempfile
+import warnings
 
 from zaya_plugin import __version__
 from zaya_plugin.errors import message, mistake
@@ -143,8 +144,12 @@ def evaluate(argv: list[str]) -> int:
 
 
 def _prepare_torch(argv: list[str]) -> None:
-    """Let a command that builds models run on machines without a device too."""
+    """Let a command that builds models run on machines without a device too, and without warnings that concern
+    training alone: Megatron's of packages that it lacks, torch's of a single process.
+    """
     if argv and not {"-h", "--help"} & {*argv}:
+        for module in ("megatron", "torch.distributed.checkpoint"):
+            warnings.filterwarnings("ignore", module=module)
         from zaya_plugin import patches
 
         patches.apply_torch()

@@ -160,6 +160,7 @@ def test_mistakes_of_eval(zaya, published, corpus, tmp_path, monkeypatch):
         (("--data", tmp_path / "none"), "there is no dataset at this path"),
         (("--data", corpus, "--out", tmp_path / "no" / "file"), "its folder does not exist"),
         (("--data", corpus, "--limit", 0), "--limit=0"),
+        (("--tasks", "a", "--include", tmp_path / "no"), "is no folder"),
     ):
         code, _, err = zaya("eval", published, *words)
         assert code == 2 and says in err, err
@@ -174,3 +175,28 @@ def test_data_of_another_tokenizer_is_refused(zaya, published, corpus, tmp_path)
     train_bpe(["other words entirely"] * 3, 290, str(tmp_path / "other"))
     code, _, err = zaya("eval", published, "--data", corpus, "--tokenizer", tmp_path / "other")
     assert code == 2 and "was made with another tokenizer" in err
+
+
+def test_damaged_files_are_named(zaya, published, checkpoint, tmp_path):
+    import shutil
+
+    broken = tmp_path / "model"
+    shutil.copytree(published, broken)
+    (broken / "tokenizer.json").write_text("{")
+    code, _, err = zaya("generate", broken, "--prompt", "a")
+    assert code == 2 and f"--tokenizer={broken}: cannot be opened" in err
+    cut = tmp_path / "checkpoints" / checkpoint.name
+    shutil.copytree(checkpoint, cut)
+    next(cut.glob("*.distcp")).write_bytes(b"")
+    code, _, err = zaya("generate", cut, "--prompt", "a")
+    assert code == 2 and str(cut) in err and "Traceback" not in err
+
+
+@pytest.mark.slow
+def test_results_go_to_wandb(zaya, published, corpus, tmp_path, monkeypatch):
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.chdir(tmp_path)
+    code, _, err = zaya("eval", published, "--data", corpus, "--limit", 1, "--wandb", "project")
+    assert code == 0 and "wandb sync" in err
+    (log,) = tmp_path.glob("wandb/offline-run-*/*.wandb")
+    assert b"eval/data/perplexity" in log.read_bytes()

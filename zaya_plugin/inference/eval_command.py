@@ -57,6 +57,8 @@ def main(argv: list[str]) -> int:
             raise mistake(f"--{name.replace('_', '-')}", value, problem="is no number of them", allowed="1 or more")
     if options.out is not None and not options.out.absolute().parent.is_dir():
         raise mistake("--out", options.out, problem="its folder does not exist", fix="--out FILE in an existing folder")
+    if options.include is not None and not Path(options.include).is_dir():
+        raise mistake("--include", options.include, problem="is no folder", allowed="a folder with tasks' .yaml files")
     if options.tasks is not None:
         _require_lm_eval()
     paths = None if options.data is None else _datasets(options)

@@ -6,7 +6,6 @@ from __future__ import annotations
 import argparse
 import logging
 import sys
-import warnings
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -35,7 +34,8 @@ class Opened:
     """A model that is loaded.
 
     described: a Description. arguments: Megatron's, of a checkpoint; None for a published model. tokenizer: a
-    tokenizers.Tokenizer, and home its folder; None for both without one. stop: ids that end a text. bos: id or None.
+    tokenizers.Tokenizer, and home its folder; None for both without one. stop: ids that end a text. bos: id or None. step: the iteration of a
+    checkpoint.
     """
 
     name: str
@@ -46,11 +46,7 @@ class Opened:
     home: Path | None
     stop: tuple[int, ...]
     bos: int | None
-
-    @property
-    def step(self) -> int | None:
-        """The iteration of a checkpoint."""
-        return getattr(self.arguments, "iteration", None)
+    step: int | None
 
     def text_of(self, tokens: list[int]) -> str:
         return self.tokenizer.decode(tokens, skip_special_tokens=True)
@@ -62,10 +58,10 @@ def open_model(options: argparse.Namespace, needs_tokenizer: bool = True) -> Ope
     Raises:
         ValueError: there is no model, it cannot be computed here, or a tokenizer is needed and missing.
     """
-    warnings.filterwarnings("ignore", module="megatron")  # of packages that it lacks; they concern training
-    logging.getLogger("megatron").setLevel(logging.ERROR)
+    logging.getLogger("megatron").setLevel(logging.ERROR)  # it warns that GPTModel will be replaced
     import torch
 
+    from zaya_plugin.checkpoint import on_disk
     from zaya_plugin.checkpoint.convert import exporting
     from zaya_plugin.checkpoint.convert.beside import token_ids
     from zaya_plugin.checkpoint.convert.importing import open_source
@@ -74,7 +70,7 @@ def open_model(options: argparse.Namespace, needs_tokenizer: bool = True) -> Ope
     from zaya_plugin.data.tokenizer import open_tokenizer
     from zaya_plugin.inference.decoder import Decoder
 
-    given, arguments, imported = options.given, None, {}
+    given, arguments, imported, step = options.given, None, {}, None
     device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
     if device == "cuda" and not torch.cuda.is_available():
         raise mistake("--device", device, problem="torch finds no GPU", allowed="cpu", fix="--device cpu")
@@ -88,13 +84,17 @@ def open_model(options: argparse.Namespace, needs_tokenizer: bool = True) -> Ope
         dtype = "bf16" if tensors[EMBEDDING].dtype == torch.bfloat16 else "fp32"
     else:
         trained = exporting.open_checkpoint(exporting.folder_of(Path(given), options.step))
+        step = on_disk.iteration_of(trained.folder)
         name, described, tensors, arguments = str(trained.folder), trained.model, trained.tensors, trained.arguments
         home, imported = getattr(arguments, "tokenizer_model", None), trained.imported
         dtype = "bf16" if getattr(arguments, "bf16", False) else "fp32"
     home = Path(options.tokenizer or home or ".")
     tokenizer, ids = None, {each: getattr(described, each) for each in ("bos", "eos")}
     if (home / "tokenizer.json").is_file() and (options.tokenizer or str(home) != "."):
-        tokenizer, ids = open_tokenizer(str(home)), ids | token_ids(home)
+        try:
+            tokenizer, ids = open_tokenizer(str(home)), ids | token_ids(home)
+        except Exception as error:  # the Rust half of a tokenizer raises a bare Exception
+            raise mistake("--tokenizer", home, problem=f"cannot be opened ({error})") from error
     elif needs_tokenizer or options.tokenizer:
         raise mistake(
             "--tokenizer",
@@ -115,6 +115,7 @@ def open_model(options: argparse.Namespace, needs_tokenizer: bool = True) -> Ope
         home if tokenizer is not None else None,
         tuple(eos) if isinstance(eos, list) else () if eos is None else (eos,),
         ids["bos"],
+        step,
     )
 
 
