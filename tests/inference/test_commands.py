@@ -3,7 +3,10 @@
 
 import json
 import math
+import os
+import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy
@@ -11,6 +14,7 @@ import pytest
 import torch
 
 from tests.inference.small import SMALL, TEXTS, publish_small
+from tests.running import command
 from zaya_plugin import cli
 from zaya_plugin.checkpoint.convert.importing import import_model, open_source
 from zaya_plugin.inference.opening import open_model
@@ -193,10 +197,16 @@ def test_damaged_files_are_named(zaya, published, checkpoint, tmp_path):
 
 
 @pytest.mark.slow
-def test_results_go_to_wandb(zaya, published, corpus, tmp_path, monkeypatch):
-    monkeypatch.setenv("WANDB_MODE", "offline")
-    monkeypatch.chdir(tmp_path)
-    code, _, err = zaya("eval", published, "--data", corpus, "--limit", 1, "--wandb", "project")
-    assert code == 0 and "wandb sync" in err
+def test_results_go_to_wandb(published, corpus, tmp_path):
+    words = ("eval", published, "--data", corpus, "--limit", 1, "--wandb", "project")
+    path = os.pathsep.join([str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")])
+    done = subprocess.run(
+        command(*map(str, words)),
+        cwd=tmp_path,
+        env={**os.environ, "WANDB_MODE": "offline", "PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0 and "wandb sync" in done.stderr, done.stderr
     (log,) = tmp_path.glob("wandb/offline-run-*/*.wandb")
     assert b"eval/data/perplexity" in log.read_bytes()
