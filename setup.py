@@ -41,6 +41,8 @@ EXTRAS = {
     ],
     # Inputs of `zaya data prepare` beyond text, .jsonl and .gz.
     "data": ["zstandard", "pyarrow"],
+    # Tasks of `zaya eval --tasks`.
+    "eval": ["lm_eval>=0.4.9", "tokenizers"],
     "dev": [
         "zstandard",
         "pyarrow",

@@ -9,6 +9,7 @@ import importlib
 import os
 import sys
 import tempfile
+import warnings
 
 from zaya_plugin import __version__
 from zaya_plugin.errors import message, mistake
@@ -35,6 +36,8 @@ COMMANDS = {
         "zaya_plugin.cli:convert",
         "import published weights, export a checkpoint to transformers, vLLM, SGLang",
     ),
+    "generate": ("zaya_plugin.cli:generate", "continue prompts with a checkpoint or a published model"),
+    "eval": ("zaya_plugin.cli:evaluate", "run evaluation tasks, compute perplexity by domain"),
     "data": ("zaya_plugin.cli:data", "make, pack, inspect and warm corpora"),
     "verify": (
         "zaya_plugin.verify.command:main",
@@ -117,14 +120,39 @@ def data(argv: list[str]) -> int:
 
 
 def convert(argv: list[str]) -> int:
-    """Run `zaya convert COMMAND ...`, on machines without a device too."""
-    if argv and not {"-h", "--help"} & {*argv}:
-        from zaya_plugin import patches
-
-        patches.apply_torch()
+    """Run `zaya convert COMMAND ...`."""
+    _prepare_torch(argv)
     from zaya_plugin.run.convert_commands import main
 
     return main(argv)
+
+
+def generate(argv: list[str]) -> int:
+    """Run `zaya generate MODEL ...`."""
+    _prepare_torch(argv)
+    from zaya_plugin.inference.generate_command import main
+
+    return main(argv)
+
+
+def evaluate(argv: list[str]) -> int:
+    """Run `zaya eval MODEL ...`."""
+    _prepare_torch(argv)
+    from zaya_plugin.inference.eval_command import main
+
+    return main(argv)
+
+
+def _prepare_torch(argv: list[str]) -> None:
+    """Let a command that builds models run on machines without a device too, and without warnings that concern
+    training alone: Megatron's of packages that it lacks, torch's of a single process.
+    """
+    if argv and not {"-h", "--help"} & {*argv}:
+        for module in ("megatron", "torch.distributed.checkpoint"):
+            warnings.filterwarnings("ignore", module=module)
+        from zaya_plugin import patches
+
+        patches.apply_torch()
 
 
 def train(argv: list[str]) -> int:

@@ -2,8 +2,8 @@
 """CCGQA: grouped-query attention in a compressed latent space with convolutions over time (arXiv 2510.04476).
 
 The arithmetic between projections and softmax is `hip_ops.cca_prologue`; this module holds the parameters and
-implements Megatron's self-attention interface, also on context-parallel ranks and with packed documents. Training only:
-no decoding state.
+implements Megatron's self-attention interface, also on context-parallel ranks and with packed documents. In decoding it
+gets a DecodeState as Megatron's `inference_context`.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from hip_ops.runtime.main_grad import main_grad_linear
 from zaya_plugin.errors import mistake
 from zaya_plugin.model.cca import key_scale, rope_table
 from zaya_plugin.model.config import ZayaConfig
+from zaya_plugin.model.decode_state import DecodeState
 from zaya_plugin.model.initialization import constant_parameter, random_parameter
 from zaya_plugin.model.parameter_gather import gathered
 from zaya_plugin.model.small_gradients import Read, as_it_is
@@ -222,8 +223,8 @@ class ZayaSelfAttention(MegatronModule):
         h], None).
 
         The mask is causal; attention_mask is passed to the core attention. packed_seq_params: document boundaries, as
-        PackedDocuments. `vectors` are read through `read`. Raises ValueError for other packed sequences and for
-        decoding.
+        PackedDocuments. inference_context: this layer's DecodeState, to which the tokens are added; packed_seq_params is
+        then None. `vectors` are read through `read`. Raises ValueError for other packed sequences and states.
         """
         packed = packed_seq_params
         if not (packed is None or isinstance(packed, PackedDocuments)):
@@ -234,18 +235,32 @@ class ZayaSelfAttention(MegatronModule):
                 allowed="zaya_plugin.parallel.packed_documents.PackedDocuments",
                 fix="data.packing=documents in a recipe",
             )
-        if inference_context is not None:
+        state = inference_context
+        if not (state is None or isinstance(state, DecodeState)):
             raise mistake(
-                "inference_context", problem="the model keeps no decoding state", fix="decode with transformers"
+                "inference_context",
+                type(state).__name__,
+                problem="it has no place for the convolutions' state",
+                allowed="zaya_plugin.model.decode_state.DecodeState",
+                fix="zaya generate",
             )
         assert key_value_states is None and attention_bias is None
         if rotary_pos_emb is not None:
             # Megatron computes the angles on the GPU, if there is one, also for a model on the CPU.
             rotary_pos_emb = rotary_pos_emb.to(hidden_states.device)
         starts = None if packed is None else packed.starts
-        query, key, value = self._prologue(*self._project_with_halo(hidden_states), rotary_pos_emb, starts, read)
+        if state is None:
+            projected = self._project_with_halo(hidden_states)
+        else:
+            projected = self.project(hidden_states), state.z.unsqueeze(0), state.delayed.unsqueeze(0)
+        query, key, value = self._prologue(*projected, rotary_pos_emb, starts, read)
         attend = functools.partial(self._attend, packed)
-        if self.recompute_core and self.training:
+        if state is not None:
+            z, _, delayed = self.split_projected(projected[0])
+            state.keep(z, delayed, key, value)
+        if state is not None and len(query) == 1:
+            context = state.attend(query, self.core_attention.softmax_scale)
+        elif self.recompute_core and self.training:
             context = tensor_parallel.checkpoint(attend, False, query, key, value, attention_mask)
         else:
             context = attend(query, key, value, attention_mask)

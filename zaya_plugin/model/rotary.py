@@ -25,6 +25,10 @@ class ZayaRotaryEmbedding(RotaryEmbedding):
         return angles if group is None else ContextShard.of(group, self.order).take(angles, 0)
 
     def of_documents(self, packed: PackedDocuments) -> Tensor:
-        """Return angles [s, b, 1, r] in radians, counted from the start of each row's document (arXiv 2104.09864)."""
-        angles = packed.positions.unsqueeze(-1) * self.inv_freq.to(packed.positions.device)
+        """Return angles [s, b, 1, r] in radians, counted from the start of each row's document."""
+        return self.of_positions(packed.positions)
+
+    def of_positions(self, positions: Tensor) -> Tensor:
+        """Return angles [s, b, 1, r] in radians of positions int64 [s, b] (arXiv 2104.09864)."""
+        angles = positions.unsqueeze(-1) * self.inv_freq.to(positions.device)
         return torch.cat((angles, angles), dim=-1).unsqueeze(2)

@@ -16,11 +16,9 @@ from torch import Tensor
 from zaya_plugin.checkpoint.convert import exporting, safetensors_files
 from zaya_plugin.checkpoint.convert.description import Description
 from zaya_plugin.checkpoint.convert.importing import Source, open_source
-from zaya_plugin.checkpoint.convert.tables import balancing_state
-from zaya_plugin.checkpoint.convert.values import Values, byte_blocks, whole
+from zaya_plugin.checkpoint.convert.loading import load_model
+from zaya_plugin.checkpoint.convert.values import Values, byte_blocks
 from zaya_plugin.errors import mistake
-from zaya_plugin.model.build import build_zaya_model, groups_of_one
-from zaya_plugin.model.config import ZayaConfig
 
 CLOSE = 1e-5  # relative difference of logits in fp32
 TOKENS = 64
@@ -121,19 +119,7 @@ def _logits(model: Description, tensors: Mapping[str, Values], folder: Path, rea
 @torch.no_grad()
 def our_logits(model: Description, tensors: Mapping[str, Values], ids: list[Tensor]) -> list[Tensor]:
     """Return the logits [s, v] of this package's model in fp32 for each of `ids`, [1, s]."""
-    groups_of_one()
-    config = ZayaConfig(**model.config_fields(), use_cpu_initialization=True, perform_initialization=False)
-    built = build_zaya_model(
-        config,
-        vocab_size=model.vocab_size,
-        max_sequence_length=model.max_position_embeddings,
-        rotary_base=model.rotary_base,
-        rotary_percent=model.rotary_percent,
-    ).eval()
-    state = {name: whole(values) for name, values in tensors.items()}
-    state |= {name: torch.zeros(shape, dtype=getattr(torch, dtype)) for name, dtype, shape in balancing_state(model)}
-    built.load_state_dict(state)
-    del state
+    built = load_model(model, tensors)
     return [built(tokens, torch.arange(tokens.shape[1])[None], None)[0].float() for tokens in ids]
 
 

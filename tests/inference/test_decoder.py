@@ -1,0 +1,93 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Decoding with a state: against transformers' generate, and against whole sequences without a state."""
+
+import pytest
+import torch
+
+from tests.inference.small import SMALL
+from zaya_plugin.inference import decoder as decoder_module
+from zaya_plugin.inference.decoder import Decoder
+from zaya_plugin.inference.sampling import generate
+
+CLOSE = 1e-5  # of each step's logits, relative to their norm
+NEW = 72
+
+
+def prompts(*lengths: int) -> list[list[int]]:
+    generator = torch.Generator().manual_seed(sum(lengths))
+    return [torch.randint(2, SMALL.vocab_size, (length,), generator=generator).tolist() for length in lengths]
+
+
+def apart(logits, others) -> float:
+    return ((logits - others).norm(dim=-1) / others.norm(dim=-1)).max().item()
+
+
+def run_theirs(theirs, given):
+    """New tokens [b, NEW] and the logits of each step [b, NEW, v] of transformers' greedy generate."""
+    length = max(map(len, given))
+    ids = torch.tensor([[1] * (length - len(prompt)) + prompt for prompt in given])
+    mask = torch.tensor([[0] * (length - len(prompt)) + [1] * len(prompt) for prompt in given])
+    options = dict(max_new_tokens=NEW, do_sample=False, eos_token_id=None, pad_token_id=1)
+    out = theirs.generate(ids, attention_mask=mask, return_dict_in_generate=True, output_logits=True, **options)
+    return out.sequences[:, length:], torch.stack(out.logits, dim=1)
+
+
+def run_ours(decoder, given, chosen):
+    """The logits [b, NEW, v] when the tokens `chosen` [b, NEW] follow the prompts."""
+    logits = [decoder.begin(given, NEW).clone()]
+    logits += [decoder.step(chosen[:, place]).clone() for place in range(NEW - 1)]
+    return torch.stack(logits, dim=1)
+
+
+@pytest.mark.parametrize("lengths", [(9,), (1,), (7, 1, 23), (2, 3, 4)])
+def test_equal_to_transformers_generate(decoder, theirs, lengths):
+    given = prompts(*lengths)
+    tokens, logits = run_theirs(theirs, given)
+    assert all(len(row.unique()) > 3 for row in tokens), "the text repeats itself, so it shows little"
+    assert generate(decoder, given, NEW) == tokens.tolist()
+    mine = run_ours(decoder, given, tokens)
+    assert apart(mine, logits) < CLOSE
+
+
+@pytest.mark.parametrize("room", [16, 256])
+def test_with_a_state_as_without(decoder, monkeypatch, room):
+    """room 16: a step reads growing parts of the state."""
+    monkeypatch.setattr(decoder_module, "ROOM", room)
+    decoder = Decoder(decoder.model)
+    given = prompts(5, 1, 13)
+    tokens = torch.tensor(generate(decoder, given, NEW))
+    stepped = run_ours(decoder, given, tokens)
+    for row, (prompt, new) in enumerate(zip(given, tokens, strict=True)):
+        whole = torch.tensor([[*prompt, *new.tolist()]])
+        logits = decoder.logits(decoder.hidden_states(whole)[:, 0])
+        assert apart(stepped[row], logits[len(prompt) - 1 : -1]) < CLOSE
+
+
+def test_whole_sequences_are_those_of_the_model(decoder):
+    tokens = torch.tensor(prompts(17))
+    logits = decoder.model(tokens, torch.arange(17).unsqueeze(0), None)[0]
+    assert torch.equal(decoder.logits(decoder.hidden_states(tokens)[:, 0]), logits)
+
+
+def test_a_batch_leaves_nothing_to_the_next(decoder):
+    given = prompts(4, 2)
+    alone = generate(Decoder(decoder.model), given, 12)
+    shared = Decoder(decoder.model)
+    generate(shared, prompts(30, 31), 20)
+    room = shared.states[0].keys.data_ptr()
+    assert generate(shared, given, 12) == alone and shared.states[0].keys.data_ptr() == room
+    assert generate(shared, prompts(3), 12) == generate(Decoder(decoder.model), prompts(3), 12)
+
+
+def test_a_row_does_not_depend_on_the_others(decoder):
+    (one, two), other = prompts(6, 11), prompts(40)[0]
+    assert generate(decoder, [one, two], 24)[0] == generate(decoder, [one, other], 24)[0]
+
+
+def test_more_steps_than_room(decoder):
+    decoder = Decoder(decoder.model)
+    decoder.begin(prompts(250), 6)
+    for _ in range(6):
+        decoder.step(torch.tensor([3]))
+    with pytest.raises(AssertionError, match="room"):
+        decoder.step(torch.tensor([3]))

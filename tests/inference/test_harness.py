@@ -1,0 +1,119 @@
+# SPDX-License-Identifier: Apache-2.0
+"""lm-evaluation-harness on a task of local files: our figures against its own class for transformers."""
+
+import json
+
+import pytest
+
+from tests.inference.small import TEXTS
+from zaya_plugin import cli
+
+pytest.importorskip("lm_eval", reason="the extra eval is not installed")
+
+CHOICE = """\
+task: local_choice
+dataset_path: json
+dataset_kwargs: {data_files: {test: FILE}}
+test_split: test
+output_type: multiple_choice
+doc_to_text: "{{question}}"
+doc_to_choice: choices
+doc_to_target: label
+metric_list: [{metric: acc}, {metric: acc_norm}]
+"""
+TEXT = """\
+task: local_text
+dataset_path: json
+dataset_kwargs: {data_files: {test: FILE}}
+test_split: test
+output_type: loglikelihood_rolling
+doc_to_text: ""
+doc_to_target: "{{question}} {{choices[0]}}"
+metric_list: [{metric: word_perplexity}, {metric: bits_per_byte}]
+"""
+WRITTEN = """\
+task: local_written
+dataset_path: json
+dataset_kwargs: {data_files: {test: FILE}}
+test_split: test
+output_type: generate_until
+doc_to_text: "{{question}}"
+doc_to_target: "{{choices[0]}}"
+generation_kwargs: {until: ["e"], max_gen_toks: 16}
+metric_list: [{metric: exact_match}]
+"""
+
+
+@pytest.fixture(scope="module")
+def tasks(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("tasks")
+    rows = [
+        {"question": text[: 4 + 3 * n], "choices": [text[4 + 3 * n :], " dog", " five six"], "label": n % 3}
+        for n in range(4)
+        for text in TEXTS
+    ]
+    (folder / "rows.json").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    for name, text in (("choice", CHOICE), ("text", TEXT), ("written", WRITTEN)):
+        (folder / f"{name}.yaml").write_text(text.replace("FILE", str(folder / "rows.json")))
+    return folder
+
+
+@pytest.fixture
+def offline(monkeypatch, tmp_path):
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+
+
+@pytest.fixture(scope="module")
+def models(published, theirs):
+    from lm_eval.models.huggingface import HFLM
+    from transformers import AutoTokenizer
+
+    from zaya_plugin.inference.harness import ZayaLM
+    from zaya_plugin.inference.opening import open_model
+
+    class Options:
+        given, step, tokenizer, device, dtype = str(published), None, None, "cpu", "fp32"
+
+    tokenizer = AutoTokenizer.from_pretrained(published)
+    return ZayaLM(open_model(Options), 4), HFLM(pretrained=theirs, tokenizer=tokenizer, batch_size=4, device="cpu")
+
+
+def requests(kind, pairs):
+    from lm_eval.api.instance import Instance
+
+    return [Instance(kind, {}, pair, number) for number, pair in enumerate(pairs)]
+
+
+def test_loglikelihoods_are_those_of_transformers(models):
+    ours, theirs = models
+    pairs = [(text[:n], text[n:]) for text in TEXTS for n in (0, 1, 4, 9)] + [("the cat ", "sat on"), ("a" * 400, " b")]
+    mine = ours.loglikelihood(requests("loglikelihood", pairs))
+    # One by one: HFLM computes requests of the same tokens with another border between both parts as one request.
+    expected = [theirs.loglikelihood(requests("loglikelihood", [pair]), disable_tqdm=True)[0] for pair in pairs]
+    assert [greedy for _, greedy in mine] == [greedy for _, greedy in expected]
+    assert max(abs(a - b) for (a, _), (b, _) in zip(mine, expected, strict=True)) < 1e-4
+
+
+def test_rolling_and_texts_are_those_of_transformers(models):
+    ours, theirs = models
+    texts = [(text,) for text in (*TEXTS, "the dog " * 200)]
+    mine, expected = (model.loglikelihood_rolling(requests("loglikelihood_rolling", texts)) for model in (ours, theirs))
+    assert max(abs(a - b) / abs(b) for a, b in zip(mine, expected, strict=True)) < 1e-6
+    asked = [(text[:9], {"until": ["e", "o"], "max_gen_toks": 24}) for text in TEXTS]
+    mine, expected = (model.generate_until(requests("generate_until", asked)) for model in (ours, theirs))
+    assert mine == expected
+
+
+@pytest.mark.slow
+def test_local_tasks(published, tasks, offline, tmp_path, capsys):
+    out = tmp_path / "found.json"
+    names = "local_choice,local_text,local_written"
+    code = cli.main(["eval", str(published), "--tasks", names, "--include", str(tasks), "--out", str(out)])
+    results = json.loads(out.read_text())["results"]
+    assert code == 0 and results.keys() == set(names.split(","))
+    assert results["local_choice"]["acc"] * 12 == pytest.approx(round(results["local_choice"]["acc"] * 12))
+    assert results["local_text"]["word_perplexity"] > 1 and "exact_match" in results["local_written"]
+    assert "local_choice" in capsys.readouterr().out
+    assert cli.main(["eval", str(published), "--tasks", "no_such_task"]) == 2
+    assert "--tasks=no_such_task: no such task" in capsys.readouterr().err

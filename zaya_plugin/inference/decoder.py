@@ -1,0 +1,139 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A model that continues sequences token by token, with the state of its attention kept (model/decode_state.py).
+
+The layers are those of training, called as Megatron's block calls them. Prompts of different lengths are padded on the
+right: causal attention never looks there, and a padding token's own result is not read. A step takes one token of each
+sequence at its own position. Experts have no capacity, so the other tokens of a batch do not change a token's numbers
+but for rounding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from zaya_plugin.model.decode_state import DecodeState, Progress
+
+ROOM = 256  # stored tokens are allocated, and read by a step, in this many times a power of two
+
+
+class Decoder:
+    """Logits of the next token of b sequences: `begin` with prompts, then `step` with the tokens that were chosen.
+
+    On a GPU a step is a few thousand short kernels whose launches take longer than they run; it is captured as a graph
+    once for each size of the batch and each doubling of the longest sequence. fp32 runs without graphs, because its
+    grouped products wait for the host.
+
+    Args:
+        model: as of `checkpoint.convert.loading.load_model`.
+        graphs: capture steps; None: where it is possible.
+    """
+
+    def __init__(self, model, graphs: bool | None = None):
+        self.model, self.config = model, model.config
+        self.device = next(model.parameters()).device
+        possible = self.device.type == "cuda" and self.config.params_dtype != torch.float32
+        self.graphs = possible if graphs is None else graphs
+        self.room = self.longest = 0
+        self.states: list[DecodeState] = []
+
+    @torch.no_grad()
+    def hidden_states(self, tokens: Tensor) -> Tensor:
+        """Return the normed hidden states [s, b, h] of whole sequences int64 [b, s], without a state."""
+        positions = torch.arange(tokens.shape[1], device=self.device).unsqueeze(1)
+        return self._run(tokens, positions, [None] * self.config.num_layers)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Return the logits [n, v] of hidden states [n, h]."""
+        weight = self.model.shared_embedding_or_output_weight()
+        return self.model.output_layer(hidden.unsqueeze(0), weight=weight)[0][0]
+
+    @torch.no_grad()
+    def begin(self, prompts: Sequence[Sequence[int]], new_tokens: int) -> Tensor:
+        """Start b new sequences and return the logits [b, v] of their first new token.
+
+        Args:
+            prompts: token ids, at least one each.
+            new_tokens: `step` may be called this many times less one.
+        """
+        lengths = [len(prompt) for prompt in prompts]
+        self._make_room(len(prompts), max(lengths) + new_tokens)
+        self.longest = max(lengths)
+        self.progress.positions.copy_(torch.tensor(lengths) - 1)
+        padded = [[*prompt, *[0] * (self.longest - len(prompt))] for prompt in prompts]
+        tokens = torch.tensor(padded, device=self.device)
+        positions = torch.arange(self.longest, device=self.device).unsqueeze(1)
+        self._show(self.longest)
+        hidden = self._run(tokens, positions, self.states)
+        return self.logits(hidden[self.progress.positions, torch.arange(len(prompts), device=self.device)])
+
+    @torch.no_grad()
+    def step(self, tokens: Tensor) -> Tensor:
+        """Add one token int64 [b] to each sequence and return the logits [b, v] of the next.
+
+        The result is overwritten by the next step.
+        """
+        self.longest += 1
+        assert self.longest <= self.room, "more steps than `begin` has made room for"
+        reach = _room(self.longest)
+        self.tokens.copy_(tokens.unsqueeze(1))
+        if reach in self.captured:
+            graph, logits = self.captured[reach]
+            graph.replay()
+            return logits
+        logits = self._step(reach)
+        if self.graphs:  # this step has compiled and checked all that a capture must not
+            graph = torch.cuda.CUDAGraph()
+            torch.cuda.synchronize()
+            with torch.cuda.graph(graph):
+                captured = self._step(reach)
+            self.captured[reach] = graph, captured
+        return logits
+
+    def _step(self, reach: int) -> Tensor:
+        self.progress.positions.add_(1)
+        self._show(reach)
+        return self.logits(self._run(self.tokens, self.progress.positions.unsqueeze(0), self.states)[0])
+
+    def _show(self, reach: int) -> None:
+        """Let a step attend to the tokens up to each sequence's position, among the first `reach` stored ones."""
+        stored = torch.arange(reach, device=self.device)
+        self.progress.visible = (stored <= self.progress.positions.unsqueeze(1))[:, None, None]
+
+    def _run(self, tokens: Tensor, positions: Tensor, states: Sequence[DecodeState | None]) -> Tensor:
+        """tokens int64 [b, s], positions int64 [s, 1 or b] -> hidden states [s, b, h] behind the final norm."""
+        model, context = self.model, None
+        hidden = model.embedding(tokens, None)
+        angles = model.rotary_pos_emb.of_positions(positions)
+        for layer, state in zip(model.decoder.layers, states, strict=True):
+            hidden, context = layer(
+                hidden_states=hidden,
+                attention_mask=None,
+                context=context,
+                rotary_pos_emb=angles,
+                inference_context=state,
+            )
+        return model.decoder.final_layernorm(hidden)
+
+    def _make_room(self, batch: int, tokens: int) -> None:
+        """Allocate states for so many sequences and tokens, or clear those that fit."""
+        if self.states and self.tokens.shape[0] == batch and self.room >= tokens:
+            for state in self.states:
+                state.clear()
+            return
+        self.captured: dict[int, tuple[torch.cuda.CUDAGraph, Tensor]] = {}  # graphs hold the addresses of the states
+        self.states, self.room = [], _room(tokens)
+        self.progress = Progress(torch.zeros(batch, dtype=torch.int64, device=self.device))
+        self.tokens = torch.zeros(batch, 1, dtype=torch.int64, device=self.device)
+        self.states = [
+            DecodeState.empty(self.config, batch, self.room, self.progress) for _ in range(self.config.num_layers)
+        ]
+
+
+def _room(tokens: int) -> int:
+    room = ROOM
+    while room < tokens:
+        room *= 2
+    return room

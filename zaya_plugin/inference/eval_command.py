@@ -1,0 +1,209 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`zaya eval`: tasks of lm-evaluation-harness, and perplexity by domain. Loads torch only when it runs."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import sys
+from pathlib import Path
+
+from zaya_plugin import __version__
+from zaya_plugin.errors import mistake
+from zaya_plugin.inference.opening import GIVEN, Opened, add_options, open_model
+
+WHAT = f"""\
+Measures a model: --tasks runs tasks of lm-evaluation-harness, --data computes the perplexity of prepared datasets.
+
+{GIVEN}
+
+--tasks requires the package lm_eval (pip install 'zaya_plugin[eval]'). A task is a name of that package, or of a
+.yaml file in the folder --include. Tasks on the Hugging Face Hub download their data.
+
+--data reads each dataset's held-out part (all of it without one) in sequences of the run's length, documents one after
+another, or as the run packed them. Without a path it reads the validation data of the run's recipe.yaml, by domain."""
+EXAMPLES = """\
+examples:
+  zaya eval runs/mine --data                                       the run's validation data
+  zaya eval exports/mine --data data/web data/code --out perplexity.json
+  zaya eval runs/mine --tasks my_task --include my/tasks --limit 100
+  zaya eval Zyphra/ZAYA1-base --tasks hellaswag,arc_easy --batch-size 16 --wandb zaya-evals
+
+Exit codes: 0, 2 a mistake on the command line or in the files."""
+
+
+def main(argv: list[str]) -> int:
+    """Run `zaya eval`; raises ValueError for a user's mistake."""
+    parser = argparse.ArgumentParser(
+        "zaya eval", description=WHAT, epilog=EXAMPLES, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add_options(parser)
+    parser.add_argument("--tasks", metavar="NAME,NAME", help="tasks of lm-evaluation-harness")
+    parser.add_argument("--include", metavar="FOLDER", help="a folder with further tasks' .yaml files")
+    parser.add_argument(
+        "--num-fewshot", type=int, metavar="N", help="examples before each question; default: the task's"
+    )
+    parser.add_argument("--data", nargs="*", metavar="PATH", help="prepared datasets; without one those of the recipe")
+    parser.add_argument("--limit", type=int, metavar="N", help="documents of a task and sequences of a dataset at most")
+    parser.add_argument("--batch-size", type=int, default=8, help="sequences computed at once; default: 8")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="write the results as JSON")
+    parser.add_argument("--wandb", metavar="PROJECT", help="log the results to a new run of this W&B project")
+    options = parser.parse_args(argv)
+    if options.tasks is None and options.data is None:
+        raise mistake("zaya eval", problem="neither --tasks nor --data was given", fix="zaya eval --help")
+    for name in ("batch_size", "limit"):
+        if (value := getattr(options, name)) is not None and value < 1:
+            raise mistake(f"--{name.replace('_', '-')}", value, problem="is no number of them", allowed="1 or more")
+    if options.out is not None and not options.out.absolute().parent.is_dir():
+        raise mistake("--out", options.out, problem="its folder does not exist", fix="--out FILE in an existing folder")
+    if options.include is not None and not Path(options.include).is_dir():
+        raise mistake("--include", options.include, problem="is no folder", allowed="a folder with tasks' .yaml files")
+    if options.tasks is not None:
+        _require_lm_eval()
+    paths = None if options.data is None else _datasets(options)
+    opened = open_model(options, needs_tokenizer=options.tasks is not None)
+    results: dict[str, dict[str, float]] = {}
+    if options.tasks is not None:
+        results |= tasks(opened, options)
+    for name, path in (paths or {}).items():
+        from zaya_plugin.inference.perplexity import perplexity
+
+        results[name] = perplexity(opened, path, options.batch_size, options.limit)
+    print("\n".join(table(results)))
+    record = {"model": opened.name, "step": opened.step, "zaya_plugin": __version__, "results": results}
+    if options.out is not None:
+        try:
+            options.out.write_text(json.dumps(record, indent=1) + "\n")
+        except OSError as error:
+            raise mistake("--out", options.out, problem=f"cannot be written ({error.strerror})") from error
+    if options.wandb is not None:
+        _log(options.wandb, opened, record)
+    return 0
+
+
+def _require_lm_eval() -> None:
+    try:
+        import lm_eval.evaluator  # noqa: F401
+    except ImportError as error:
+        raise mistake(
+            "--tasks",
+            problem=f"lm-evaluation-harness cannot be imported ({error})",
+            allowed="--data without that package",
+            fix="pip install 'zaya_plugin[eval]', or pip install lm_eval",
+        ) from error
+
+
+def _datasets(options: argparse.Namespace) -> dict[str, str]:
+    """Return the datasets of --data by name."""
+    from zaya_plugin.data.blend import domain_names
+    from zaya_plugin.data.prepared import locate
+
+    paths = options.data or _of_recipe(Path(options.given))
+    for path in paths:
+        locate(path)
+    return dict(zip(domain_names(paths), paths, strict=True))
+
+
+def _of_recipe(given: Path) -> list[str]:
+    """Return the validation data of a run: its domains, else the one dataset, and each source of the blend that holds
+    out a part.
+    """
+    from zaya_plugin.config.blend_entry import parse_blend
+    from zaya_plugin.config.compose import load_recipe
+    from zaya_plugin.config.run_directory import RECIPE
+    from zaya_plugin.data.prepared import locate
+
+    file = next(
+        (folder / RECIPE for folder in (given, *given.absolute().parents[:2]) if (folder / RECIPE).is_file()), None
+    )
+    if file is None:
+        raise mistake("--data", problem=f"there is no {RECIPE} at {given}", fix="--data PATH")
+    data = load_recipe(file).data
+    if data.valid_blend:
+        return [entry.path for entry in parse_blend(data.valid_blend, "data.valid_blend", weighted=True)]
+    if data.valid_path:
+        return [data.valid_path]
+    trained = [entry.path for entry in parse_blend(data.blend, "data.blend", weighted=True)] or [data.path]
+    held_out = [path for path in trained if "valid" in locate(path)[1]]
+    if not held_out:
+        raise mistake("--data", problem=f"the data of {file} holds out no part", fix="--data PATH")
+    return held_out
+
+
+def tasks(opened: Opened, options: argparse.Namespace) -> dict[str, dict[str, float]]:
+    """Return the figures of each task: metric -> value, and <metric>_stderr where the package states it."""
+    from lm_eval.evaluator import simple_evaluate
+    from lm_eval.tasks import TaskManager
+
+    from zaya_plugin.inference.harness import ZayaLM
+
+    if not opened.stop:
+        raise mistake("--tokenizer", opened.home, problem="names no end token, which tasks need")
+    manager = TaskManager(include_path=options.include)
+    names = [name.strip() for name in options.tasks.split(",")]
+    if unknown := [name for name in names if not manager.match_tasks([name])]:
+        raise mistake(
+            "--tasks", ",".join(unknown), problem="no such task", allowed="a task of lm_eval, or of --include FOLDER"
+        )
+    with contextlib.redirect_stdout(sys.stderr):  # of the package; our stdout is the table
+        found = simple_evaluate(
+            model=ZayaLM(opened, options.batch_size),
+            tasks=names,
+            task_manager=manager,
+            num_fewshot=options.num_fewshot,
+            limit=options.limit,
+            log_samples=False,
+        )["results"]
+    return {name: _figures(values) for name, values in found.items()}
+
+
+def _figures(values: dict) -> dict[str, float]:
+    """`acc,none` -> acc; a filter other than none stays in the name."""
+    found = {}
+    for key, value in values.items():
+        if isinstance(value, (int, float)) and not isinstance(value, bool) and "," in key:
+            metric, _, filter_ = key.partition(",")
+            found[metric if filter_ == "none" else f"{metric} ({filter_})"] = value
+    return found
+
+
+def table(results: dict[str, dict[str, float]]) -> list[str]:
+    """Return the lines to print: a figure a line."""
+    rows = [
+        (name, key, value, values.get(f"{key}_stderr"))
+        for name, values in results.items()
+        for key, value in values.items()
+    ]
+    rows = [row for row in rows if not row[1].endswith("_stderr")]
+    width, wide = (max([len(row[place]) for row in rows], default=0) for place in (0, 1))
+    return [
+        f"{name:{width}}  {key:{wide}}  {value:>12,}"
+        if isinstance(value, int)
+        else f"{name:{width}}  {key:{wide}}  {value:>12.4f}" + (f"  +- {error:.4f}" if isinstance(error, float) else "")
+        for name, key, value, error in rows
+    ]
+
+
+def _log(project: str, opened: Opened, record: dict) -> None:
+    from zaya_plugin.training.sinks import WandbRun
+
+    source = {key: value for key, value in record.items() if key != "results"}
+    run_id = getattr(opened.arguments, "zaya", {}).get("run_id") if opened.arguments is not None else None
+    name = Path(opened.name).name
+    sink = WandbRun(
+        project=project,
+        entity=None,
+        name=f"eval {name}",
+        mode="auto",
+        run_id=None,
+        directory=Path("."),
+        config=source,
+        group=run_id,
+    )
+    sink.log(
+        {"step": opened.step or 0}
+        | {f"eval/{n}/{k}": v for n, each in record["results"].items() for k, v in each.items()}
+    )
+    sink.close()
+    print(f"W&B: {sink.where}", file=sys.stderr)

@@ -1,0 +1,122 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`zaya generate`: text from a checkpoint or a published model. Loads torch only when it runs."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+from zaya_plugin.errors import mistake
+from zaya_plugin.inference.opening import GIVEN, add_options, open_model
+
+WHAT = f"""\
+Continues prompts with a model, greedy or sampled.
+
+{GIVEN}
+
+The text of a single prompt appears token by token; texts of several appear one after another, each when its batch is
+done. A text ends at the tokenizer's end token or after --max-new-tokens. Prompts are continued as they are: no chat
+template is applied."""
+EXAMPLES = """\
+examples:
+  zaya generate runs/mine --prompt 'def fibonacci(n):'
+  zaya generate exports/mine --prompt 'Once' --prompt 'The capital of France is' --temperature 0.8 --top-p 0.95 --seed 1
+  zaya generate runs/mine --step 2000 --prompts questions.txt --json > answers.jsonl
+
+Exit codes: 0, 2 a mistake on the command line or in the files."""
+
+
+def main(argv: list[str]) -> int:
+    """Run `zaya generate`; raises ValueError for a user's mistake."""
+    parser = argparse.ArgumentParser(
+        "zaya generate", description=WHAT, epilog=EXAMPLES, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add_options(parser)
+    parser.add_argument("--prompt", action="append", default=[], metavar="TEXT", help="may be given several times")
+    parser.add_argument("--prompts", metavar="FILE", help="a prompt a line; - reads standard input")
+    parser.add_argument("--max-new-tokens", type=int, default=128, help="default: 128")
+    parser.add_argument("--temperature", type=float, default=0.0, help="0, the default, takes the most probable token")
+    parser.add_argument("--top-k", type=int, default=0, help="draw from the K most probable tokens; 0: from all")
+    parser.add_argument(
+        "--top-p", type=float, default=1.0, help="draw from the most probable tokens that together reach P; 1: from all"
+    )
+    parser.add_argument("--seed", type=int, default=0, help="of the draws; the same command gives the same text")
+    parser.add_argument("--batch-size", type=int, default=32, help="prompts computed at once; default: 32")
+    parser.add_argument(
+        "--json", action="store_true", help="print an object a prompt: prompt, text, tokens, ended (at an end token)"
+    )
+    options = parser.parse_args(argv)
+    for name in ("max_new_tokens", "batch_size"):
+        if getattr(options, name) < 1:
+            option = f"--{name.replace('_', '-')}"
+            raise mistake(option, getattr(options, name), problem="is no number of them", allowed="1 or more")
+    texts = [*options.prompt, *_lines(options.prompts)]
+    if not texts:
+        raise mistake("--prompt", problem="was not given", fix="--prompt TEXT, or --prompts FILE")
+    from zaya_plugin.inference.sampling import Sampling
+
+    sampling = Sampling(options.temperature, options.top_k, options.top_p, options.seed)
+    opened = open_model(options)
+    prompts = [opened.tokenizer.encode(text).ids for text in texts]
+    for text, tokens in zip(texts, prompts, strict=True):
+        _check(opened, text, tokens)
+    longest, context = max(map(len, prompts)) + options.max_new_tokens, opened.described.max_position_embeddings
+    if longest > context:
+        print(f"note: {longest} tokens are more than the {context} that the model was trained on", file=sys.stderr)
+    for begin in range(0, len(prompts), options.batch_size):
+        part = slice(begin, begin + options.batch_size)
+        _run(opened, texts[part], prompts[part], options, sampling, alone=len(prompts) == 1)
+    return 0
+
+
+def _lines(given: str | None) -> list[str]:
+    if given is None:
+        return []
+    try:
+        text = sys.stdin.read() if given == "-" else Path(given).read_text("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise mistake(
+            "--prompts", given, problem=f"cannot be read ({error})", allowed="a text file in UTF-8"
+        ) from error
+    return [line for line in text.splitlines() if line.strip()]
+
+
+def _check(opened, text: str, tokens: list[int]) -> None:
+    rows = opened.described.vocab_size
+    if not tokens:
+        raise mistake("--prompt", text, problem="has no token", allowed="a text of at least one token")
+    if max(tokens) >= rows:
+        raise mistake(
+            "--tokenizer",
+            opened.home,
+            problem=f"gives token {max(tokens)}, and the model has {rows} rows",
+            allowed="the tokenizer that the model was trained with",
+        )
+
+
+def _run(opened, texts, prompts, options, sampling, alone: bool) -> None:
+    from tokenizers.decoders import DecodeStream
+
+    from zaya_plugin.inference.sampling import continued
+
+    streams = alone and not options.json
+    decoded, found = DecodeStream(skip_special_tokens=True), [[] for _ in prompts]
+    if streams:
+        print(texts[0], end="", flush=True)
+    limit, stop = options.max_new_tokens, set(opened.stop)
+    for tokens in continued(opened.decoder, prompts, limit, sampling, lambda _, token: token in stop):
+        for each, token in zip(found, tokens, strict=True):
+            each.extend([] if token is None else [token])
+        if streams and (piece := decoded.step(opened.tokenizer, tokens[0])):
+            print(piece, end="", flush=True)
+    if streams:
+        print()
+        return
+    for text, new in zip(texts, found, strict=True):
+        if options.json:
+            row = {"prompt": text, "text": opened.text_of(new), "tokens": new, "ended": new[-1] in stop}
+            print(json.dumps(row, ensure_ascii=False), flush=True)
+        else:
+            print(f"{text}{opened.text_of(new)}\n", flush=True)

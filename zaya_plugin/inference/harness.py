@@ -1,0 +1,116 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A model as lm-evaluation-harness (package lm_eval) asks for it. Imported where that package is installed.
+
+Tokens, truncation and stops are those of its class for transformers (HFLM).
+"""
+
+from __future__ import annotations
+
+import torch
+from lm_eval import utils
+from lm_eval.api.model import TemplateLM
+
+from zaya_plugin.inference.opening import Opened
+from zaya_plugin.inference.sampling import Sampling, continued
+
+
+class ZayaLM(TemplateLM):
+    """batch_size: sequences computed at once."""
+
+    max_gen_toks = 256  # HFLM's
+
+    def __init__(self, opened: Opened, batch_size: int):
+        super().__init__()
+        self.opened, self.batch_size, self.decoder = opened, batch_size, opened.decoder
+        self.max_length = opened.described.max_position_embeddings
+
+    @property
+    def eot_token_id(self) -> int:
+        return self.opened.stop[0]
+
+    @property
+    def prefix_token_id(self) -> int:
+        return self.eot_token_id if self.opened.bos is None else self.opened.bos
+
+    @property
+    def tokenizer_name(self) -> str:
+        return str(self.opened.home)
+
+    def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_) -> list[int]:
+        tokenizer = self.opened.tokenizer
+        if add_special_tokens is None:
+            prefix = tokenizer.decode([self.prefix_token_id], skip_special_tokens=False)
+            add_special_tokens = not (prefix and string.startswith(prefix))
+        return tokenizer.encode(string, add_special_tokens=add_special_tokens).ids
+
+    @torch.no_grad()
+    def _loglikelihood_tokens(self, requests, **_) -> list[tuple[float, bool]]:
+        order = sorted(range(len(requests)), key=lambda place: -len(requests[place][1]) - len(requests[place][2]))
+        found: list[tuple[float, bool]] = [(0.0, True)] * len(requests)
+        for begin in range(0, len(order), self.batch_size):
+            places = order[begin : begin + self.batch_size]
+            # Of a sequence that is too long its end is kept; the last token is predicted, and predicts nothing.
+            rows = [[*requests[place][1], *requests[place][2]][-(self.max_length + 1) :] for place in places]
+            longest = max(map(len, rows)) - 1
+            padded = torch.tensor([[*row[:-1], *[0] * (longest - len(row) + 1)] for row in rows])
+            hidden = self.decoder.hidden_states(padded.to(self.decoder.device))
+            for column, (place, row) in enumerate(zip(places, rows, strict=True)):
+                wanted = torch.tensor(requests[place][2][-len(row) + 1 :], device=self.decoder.device)
+                end = len(row) - 1
+                logits = self.decoder.logits(hidden[end - len(wanted) : end, column]).float()
+                chosen = logits.log_softmax(-1).gather(1, wanted.unsqueeze(1))
+                found[place] = (chosen.sum().item(), bool((logits.argmax(-1) == wanted).all()))
+        return found
+
+    def loglikelihood_rolling(self, requests, disable_tqdm: bool = False) -> list[float]:
+        found = []
+        for (text,) in (request.args for request in requests):
+            windows = utils.get_rolling_token_windows(
+                token_list=self.tok_encode(text),
+                prefix_token=self.prefix_token_id,
+                max_seq_len=self.max_length,
+                context_len=1,
+            )
+            parts = [(None, *utils.make_disjoint_window(window)) for window in windows]
+            found.append(sum(value for value, _ in self._loglikelihood_tokens(parts)))
+        return found
+
+    def generate_until(self, requests, disable_tqdm: bool = False) -> list[str]:
+        groups: dict[str, list[int]] = {}
+        for place, request in enumerate(requests):
+            groups.setdefault(repr(request.args[1]), []).append(place)
+        found = [""] * len(requests)
+        for places in groups.values():
+            places.sort(key=lambda place: -len(requests[place].args[0]))
+            for begin in range(0, len(places), self.batch_size):
+                part = places[begin : begin + self.batch_size]
+                texts = self._until([requests[place].args[0] for place in part], requests[part[0]].args[1])
+                for place, text in zip(part, texts, strict=True):
+                    found[place] = text
+        return found
+
+    def _until(self, contexts: list[str], options: dict) -> list[str]:
+        until = options.get("until") or []
+        until = [until] if isinstance(until, str) else until
+        limit = int(options.get("max_gen_toks", self.max_gen_toks))
+        samples = options.get("do_sample", bool(options.get("temperature")))
+        sampling = Sampling()
+        if samples:
+            top_k, top_p = int(options.get("top_k") or 0), float(options.get("top_p") or 1.0)
+            sampling = Sampling(float(options.get("temperature") or 1.0), top_k, top_p)
+        prompts = [self.tok_encode(text)[-max(1, self.max_length - limit) :] for text in contexts]
+        new: list[list[int]] = [[] for _ in prompts]
+
+        def ends(number: int, token: int) -> bool:
+            if token in self.opened.stop:
+                return True
+            new[number].append(token)
+            text = self.opened.text_of(new[number])
+            return any(stop and stop in text for stop in until)
+
+        for _ in continued(self.decoder, prompts, limit, sampling, ends):
+            pass
+        texts = [self.opened.text_of(tokens) for tokens in new]
+        for stop in filter(None, until):
+            texts = [text.split(stop)[0] for text in texts]
+        return texts

@@ -1,0 +1,126 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Open what is to be evaluated: a checkpoint of a run, or a published model, with its tokenizer."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from zaya_plugin.errors import mistake
+
+GIVEN = """\
+MODEL is a run directory, a directory of iter_* folders, or one of these; or a published model: a folder with
+safetensors files (native, legacy or smoe layout), or a name on the Hugging Face Hub. It runs in this process, without
+ranks, on the GPU if there is one."""
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of the model, which both commands have."""
+    parser.add_argument("given", metavar="MODEL", help="a checkpoint or a published model, see above")
+    parser.add_argument("--step", type=int, help="this checkpoint of a run; default: the newest")
+    parser.add_argument("--tokenizer", metavar="FOLDER", help="folder with tokenizer.json; default: the model's own")
+    parser.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda where there is one")
+    parser.add_argument(
+        "--dtype", choices=("bf16", "fp32"), help="of the computation; default: as the run computed, or as published"
+    )
+
+
+@dataclass(frozen=True)
+class Opened:
+    """A model that is loaded.
+
+    described: a Description. arguments: Megatron's, of a checkpoint; None for a published model. tokenizer: a
+    tokenizers.Tokenizer, and home its folder; None for both without one. stop: ids that end a text. bos: id or None. step: the iteration of a
+    checkpoint.
+    """
+
+    name: str
+    described: Any
+    arguments: Any
+    decoder: Any
+    tokenizer: Any
+    home: Path | None
+    stop: tuple[int, ...]
+    bos: int | None
+    step: int | None
+
+    def text_of(self, tokens: list[int]) -> str:
+        return self.tokenizer.decode(tokens, skip_special_tokens=True)
+
+
+def open_model(options: argparse.Namespace, needs_tokenizer: bool = True) -> Opened:
+    """Return the model of the options.
+
+    Raises:
+        ValueError: there is no model, it cannot be computed here, or a tokenizer is needed and missing.
+    """
+    logging.getLogger("megatron").setLevel(logging.ERROR)  # it warns that GPTModel will be replaced
+    import torch
+
+    from zaya_plugin.checkpoint import on_disk
+    from zaya_plugin.checkpoint.convert import exporting
+    from zaya_plugin.checkpoint.convert.beside import token_ids
+    from zaya_plugin.checkpoint.convert.importing import open_source
+    from zaya_plugin.checkpoint.convert.loading import load_model
+    from zaya_plugin.checkpoint.convert.tables import EMBEDDING
+    from zaya_plugin.data.tokenizer import open_tokenizer
+    from zaya_plugin.inference.decoder import Decoder
+
+    given, arguments, imported, step = options.given, None, {}, None
+    device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    if device == "cuda" and not torch.cuda.is_available():
+        raise mistake("--device", device, problem="torch finds no GPU", allowed="cpu", fix="--device cpu")
+    if _is_published(given):
+        if options.step is not None:
+            raise mistake("--step", options.step, problem=f"{given} is a published model", allowed="a run's checkpoint")
+        source = open_source(given)
+        for note in source.notes:
+            print(f"note: {note}", file=sys.stderr)
+        name, described, tensors, home = source.name, source.model, source.tensors, source.folder
+        dtype = "bf16" if tensors[EMBEDDING].dtype == torch.bfloat16 else "fp32"
+    else:
+        trained = exporting.open_checkpoint(exporting.folder_of(Path(given), options.step))
+        step = on_disk.iteration_of(trained.folder)
+        name, described, tensors, arguments = str(trained.folder), trained.model, trained.tensors, trained.arguments
+        home, imported = getattr(arguments, "tokenizer_model", None), trained.imported
+        dtype = "bf16" if getattr(arguments, "bf16", False) else "fp32"
+    home = Path(options.tokenizer or home or ".")
+    tokenizer, ids = None, {each: getattr(described, each) for each in ("bos", "eos")}
+    if (home / "tokenizer.json").is_file() and (options.tokenizer or str(home) != "."):
+        try:
+            tokenizer, ids = open_tokenizer(str(home)), ids | token_ids(home)
+        except Exception as error:  # the Rust half of a tokenizer raises a bare Exception
+            raise mistake("--tokenizer", home, problem=f"cannot be opened ({error})") from error
+    elif needs_tokenizer or options.tokenizer:
+        raise mistake(
+            "--tokenizer",
+            options.tokenizer,
+            problem=f"{home} has no tokenizer.json",
+            allowed="a folder with tokenizer.json",
+            fix="--tokenizer FOLDER",
+        )
+    ids |= {each: imported[each] for each in ids if imported.get(each) is not None}
+    eos = ids["eos"]
+    model = load_model(described, tensors, exporting.DTYPES[options.dtype or dtype], device)
+    return Opened(
+        name,
+        described,
+        arguments,
+        Decoder(model),
+        tokenizer,
+        home if tokenizer is not None else None,
+        tuple(eos) if isinstance(eos, list) else () if eos is None else (eos,),
+        ids["bos"],
+        step,
+    )
+
+
+def _is_published(given: str) -> bool:
+    folder = Path(given)
+    if folder.exists():
+        return any(folder.glob("*.safetensors")) if folder.is_dir() else False
+    return given.partition("@")[0].count("/") == 1 and not given.startswith((".", "/")) and not folder.parent.exists()

@@ -1,0 +1,90 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a layer's attention keeps of the tokens before the next one: keys and values of all of them, and of the last two
+what the convolutions and the value shift read.
+
+transformers' cache holds the same numbers. Written in place and with fixed shapes, so that a captured graph of a step
+may hold it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from zaya_plugin.model.config import ZayaConfig
+
+
+@dataclass
+class Progress:
+    """How far b sequences are; one for all layers.
+
+    positions: int64 [b], of the last token of the pass under way. visible: bool [b, 1, 1, t], the stored tokens that a
+    step attends to; t is at most DecodeState's T.
+    """
+
+    positions: Tensor
+    visible: Tensor | None = None
+
+
+@dataclass
+class DecodeState:
+    """State of one layer for b sequences of at most T tokens.
+
+    z [2, b, C]: queries and keys of the last two tokens before the convolutions. delayed [b, w]: the last token's
+    delayed values. keys, values [b, g, T, d].
+    """
+
+    z: Tensor
+    delayed: Tensor
+    keys: Tensor
+    values: Tensor
+    progress: Progress
+
+    @classmethod
+    def empty(cls, config: ZayaConfig, batch: int, tokens: int, progress: Progress) -> DecodeState:
+        """Return the state before the first token, with room for `tokens`: zeros, as before every sequence."""
+        groups, d = config.num_query_groups, config.kv_channels
+
+        def zeros(*shape: int) -> Tensor:
+            return torch.zeros(shape, dtype=config.params_dtype, device=progress.positions.device)
+
+        channels = (config.num_attention_heads + groups) * d
+        cache = (batch, groups, tokens, d)
+        return cls(zeros(2, batch, channels), zeros(batch, groups * d // 2), zeros(*cache), zeros(*cache), progress)
+
+    def clear(self) -> None:
+        """Start new sequences. Old keys and values stay; no token attends to them."""
+        self.z.zero_()
+        self.delayed.zero_()
+
+    def keep(self, z: Tensor, delayed: Tensor, key: Tensor, value: Tensor) -> None:
+        """Add the tokens of a pass: z [s, b, C], delayed [s, b, w], key and value [s, b, g, d].
+
+        With s > 1 these are whole prompts, in an empty state; rows behind a sequence's position are padding.
+        """
+        positions, rows = self.progress.positions, torch.arange(z.shape[1], device=z.device)
+        if len(z) == 1:
+            self.z.copy_(torch.cat((self.z[1:], z)))
+            self.delayed.copy_(delayed[0])
+            self.keys[rows, :, positions] = key[0]
+            self.values[rows, :, positions] = value[0]
+            return
+        before = z[(positions - 1).clamp_min(0), rows].masked_fill((positions == 0).unsqueeze(-1), 0.0)
+        self.z.copy_(torch.stack((before, z[positions, rows])))
+        self.delayed.copy_(delayed[positions, rows])
+        self.keys[:, :, : len(key)] = key.permute(1, 2, 0, 3)
+        self.values[:, :, : len(value)] = value.permute(1, 2, 0, 3)
+
+    def attend(self, query: Tensor, scale: float) -> Tensor:
+        """Compute attention of one token a sequence to the stored ones: query [1, b, n, d] -> [1, b, n * d].
+
+        A group's queries are rows of one product, so that keys and values are read once for all of them.
+        """
+        visible, (_, batch, heads, d) = self.progress.visible, query.shape
+        keys, values = (each[:, :, : visible.shape[-1]] for each in (self.keys, self.values))
+        rows = query.view(batch, keys.shape[1], heads // keys.shape[1], d)
+        context = F.scaled_dot_product_attention(rows, keys, values, attn_mask=visible, scale=scale)
+        return context.reshape(1, batch, heads * d)
