@@ -39,7 +39,12 @@ def run_ours(decoder, given, chosen):
     return torch.stack(logits, dim=1)
 
 
-@pytest.mark.parametrize("lengths", [(9,), (1,), (7, 1, 23), (2, 3, 4)])
+SLOW = pytest.mark.slow
+
+
+@pytest.mark.parametrize(
+    "lengths", [(9,), (7, 1, 23), pytest.param((1,), marks=SLOW), pytest.param((2, 3, 4), marks=SLOW)]
+)
 def test_equal_to_transformers_generate(decoder, theirs, lengths):
     given = prompts(*lengths)
     tokens, logits = run_theirs(theirs, given)
@@ -49,7 +54,7 @@ def test_equal_to_transformers_generate(decoder, theirs, lengths):
     assert apart(mine, logits) < CLOSE
 
 
-@pytest.mark.parametrize("room", [16, 256])
+@pytest.mark.parametrize("room", [16, pytest.param(256, marks=SLOW)])
 def test_with_a_state_as_without(decoder, monkeypatch, room):
     """room 16: a step reads growing parts of the state."""
     monkeypatch.setattr(decoder_module, "ROOM", room)
