@@ -81,19 +81,19 @@ def transformers_loss(folder, words) -> float:
     return total / count
 
 
-def check_first_step_and_fall(run, folder, words):
+def check_first_step_and_fall(run, folder, words, share: float):
     """The first step's loss is that of the published weights; schedule, optimizer and data begin at 0."""
     steps = run.steps()
     assert steps[1]["loss"] == pytest.approx(transformers_loss(folder, words), rel=1e-5)
     assert [steps[n]["lr"] for n in (1, 2, 4)] == pytest.approx([LR / WARM_UP, LR / 2, LR])
     assert steps[1]["consumed_samples"] == BATCH and steps[1]["total_tokens"] == BATCH * LENGTH
-    assert steps[STEPS]["loss"] < 0.8 * steps[1]["loss"]
+    assert steps[STEPS]["loss"] < share * steps[1]["loss"]
 
 
 def test_chats_are_fine_tuned_on_their_answers(tmp_path, published, bins):
     words = [*twin("finetune_chat", published), f"data.path={bins}", f"run_dir={tmp_path / 'run'}"]
     run = train(tmp_path / "run", bins, recipe=twin("finetune_chat", published))
-    check_first_step_and_fall(run, published, words)
+    check_first_step_and_fall(run, published, words, 0.8)
 
 
 @pytest.mark.slow
@@ -103,15 +103,18 @@ def test_an_export_has_the_same_loss_in_transformers(tmp_path, published, bins, 
     ranks = 2 if experiment == "continue_32k" else 1  # its ranks share a sequence
     words = [*twin(experiment, published, ranks), f"data.path={data}", f"run_dir={tmp_path / 'run'}"]
     run = train(tmp_path / "run", data, recipe=twin(experiment, published, ranks))
-    check_first_step_and_fall(run, published, words)
+    share = 0.8 if experiment == "finetune_chat" else 0.95  # real text is not learned in twelve steps
+    check_first_step_and_fall(run, published, words, share)
     export = tmp_path / "export"
     done = zaya("convert", "export", str(tmp_path / "run"), "--output", str(export), "--dtype", "fp32")
     assert done.returncode == 0, done.stdout
     again = twin(experiment, export, ranks)
-    first = train(tmp_path / "again", data, "stage.train_iters=1", recipe=again).steps()[1]["loss"]
+    first = train(tmp_path / "again", data, "stage.train_iters=1", "optim.lr_warmup_iters=0", recipe=again).steps()[1][
+        "loss"
+    ]
     words = [*again, f"data.path={data}", f"run_dir={tmp_path / 'again'}"]
     assert first == pytest.approx(transformers_loss(export, words), rel=1e-5)
-    assert first < 0.8 * run.steps()[1]["loss"]
+    assert first < share * run.steps()[1]["loss"]
     if experiment == "finetune_chat":
         assert (export / "chat_template.jinja").read_text() == PLAIN
 
@@ -122,7 +125,7 @@ def test_the_loss_does_not_depend_on_ranks_or_micro_batches(tmp_path, published,
     losses = []
     for name, nproc, micro in (("one", 1, 8), ("split", 1, 1), ("ranks", 2, 2)):
         recipe = twin("finetune_chat", published, nproc, micro)
-        run = train(tmp_path / name, bins, "stage.train_iters=3", recipe=recipe)
+        run = train(tmp_path / name, bins, "stage.train_iters=3", "optim.lr_warmup_iters=2", recipe=recipe)
         losses.append([run.steps()[n]["loss"] for n in (1, 2, 3)])
     assert losses[1] == pytest.approx(losses[0], rel=2e-5) and losses[2] == pytest.approx(losses[0], rel=2e-5)
     samples = training_samples(compose([*twin("finetune_chat", published), f"data.path={bins}"]))
