@@ -108,10 +108,9 @@ def test_an_export_has_the_same_loss_in_transformers(tmp_path, published, bins, 
     export = tmp_path / "export"
     done = zaya("convert", "export", str(tmp_path / "run"), "--output", str(export), "--dtype", "fp32")
     assert done.returncode == 0, done.stdout
-    again = twin(experiment, export, ranks)
-    first = train(tmp_path / "again", data, "stage.train_iters=1", "optim.lr_warmup_iters=0", recipe=again).steps()[1][
-        "loss"
-    ]
+    # the order of the data depends on the number of steps
+    again = [*twin(experiment, export, ranks), "stage.train_iters=1", "optim.lr_warmup_iters=0"]
+    first = train(tmp_path / "again", data, recipe=again).steps()[1]["loss"]
     words = [*again, f"data.path={data}", f"run_dir={tmp_path / 'again'}"]
     assert first == pytest.approx(transformers_loss(export, words), rel=1e-5)
     assert first < share * run.steps()[1]["loss"]
@@ -129,7 +128,7 @@ def test_the_loss_does_not_depend_on_ranks_or_micro_batches(tmp_path, published,
         losses.append([run.steps()[n]["loss"] for n in (1, 2, 3)])
     assert losses[1] == pytest.approx(losses[0], rel=2e-5) and losses[2] == pytest.approx(losses[0], rel=2e-5)
     samples = training_samples(compose([*twin("finetune_chat", published), f"data.path={bins}"]))
-    assert len({int(samples[n]["loss_mask"].sum()) for n in range(BATCH)}) > 2
+    assert len({int(samples[n]["loss_mask"].sum()) for n in range(BATCH)}) > 1
 
 
 def test_chats_that_are_not_packed_are_refused_with_the_command(tmp_path, published, bins):
